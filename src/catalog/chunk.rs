@@ -1,0 +1,171 @@
+//! Where the content of a tensor lies: one row a chunk, in packed columns.
+//!
+//! A chunk is a [`Tile`] of its tensor (nearly always one box) stored at a [`Place`] with strides. A checkpoint has
+//! up to a million of them, so a row costs its bounds, its place and its rank, and nothing is allocated per chunk:
+//! strides are kept only where the storage is not contiguous, tiles only where they are more than one box.
+//!
+//! Bounds, sizes and strides count elements; places count bytes.
+
+use std::collections::BTreeMap;
+
+use crate::layout::{Dims, Rank, Region, Tile};
+use crate::storage::FileId;
+
+/// Where the bytes of a chunk begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// At this byte of the file.
+    Bytes { file: FileId, offset: u64 },
+    /// `within` bytes into the stored zip record whose local header is at `header`; where its data begins is
+    /// learnt from that header, when the chunk is read.
+    Record { file: FileId, header: u64, within: u64 },
+    /// In the torch.save archive that fills `[offset, offset + len)` of the file (an item of a DCP data file); its
+    /// own directory and pickle tell where, and with which strides, when the chunk is read.
+    Item { file: FileId, offset: u64, len: u64 },
+    /// Nowhere: the chunk is empty.
+    Nowhere,
+}
+
+impl Place {
+    #[must_use]
+    pub fn file(self) -> Option<FileId> {
+        match self {
+            Self::Bytes { file, .. } | Self::Record { file, .. } | Self::Item { file, .. } => Some(file),
+            Self::Nowhere => None,
+        }
+    }
+}
+
+/// Where element 0 of a chunk lies in the end, and how the others follow.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Located {
+    pub file: FileId,
+    /// In bytes.
+    pub offset: u64,
+    /// In elements.
+    pub strides: Dims,
+}
+
+/// One row of a [`ChunkTable`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chunk {
+    pub tile: Tile,
+    pub place: Place,
+    /// Elements between neighbours along each dim; `None` is row-major contiguous.
+    pub strides: Option<Dims>,
+    /// The rank that holds it, where the format tells.
+    pub rank: Option<Rank>,
+}
+
+/// The chunks of one tensor.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ChunkTable {
+    ndim: usize,
+    /// `ndim` offsets, then `ndim` sizes, a chunk.
+    bounds: Vec<u64>,
+    places: Vec<Place>,
+    ranks: Vec<u32>,
+    strides: BTreeMap<u32, Dims>,
+    interleaved: BTreeMap<u32, Tile>,
+}
+
+const NO_RANK: u32 = u32::MAX;
+
+impl ChunkTable {
+    #[must_use]
+    pub fn new(ndim: usize) -> Self {
+        Self { ndim, ..Self::default() }
+    }
+
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.places.len()
+    }
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.places.is_empty()
+    }
+
+    /// # Panics
+    /// Where the tile has another number of dims than the tensor, which readers check first.
+    pub fn push(&mut self, chunk: Chunk) {
+        let index = u32::try_from(self.places.len()).expect("fewer than 2^32 chunks a tensor");
+        let bounds = chunk.tile.bounds();
+        assert_eq!(bounds.sizes.len(), self.ndim, "a chunk has the dims of its tensor");
+        self.bounds.extend_from_slice(&bounds.offsets);
+        self.bounds.extend_from_slice(&bounds.sizes);
+        self.places.push(chunk.place);
+        self.ranks.push(chunk.rank.map_or(NO_RANK, |rank| rank.0));
+        if let Some(strides) = chunk.strides {
+            self.strides.insert(index, strides);
+        }
+        if chunk.tile.as_region().is_none() && !chunk.tile.is_empty() {
+            self.interleaved.insert(index, chunk.tile);
+        }
+    }
+
+    #[must_use]
+    pub fn tile(&self, index: usize) -> Tile {
+        let key = u32::try_from(index).expect("an index of this table");
+        if let Some(tile) = self.interleaved.get(&key) {
+            return tile.clone();
+        }
+        let row = &self.bounds[index * 2 * self.ndim..(index + 1) * 2 * self.ndim];
+        let (offsets, sizes) = row.split_at(self.ndim);
+        Tile::from_region(&Region::new(offsets, sizes))
+    }
+
+    #[must_use]
+    pub fn place(&self, index: usize) -> Place {
+        self.places[index]
+    }
+
+    #[must_use]
+    pub fn rank(&self, index: usize) -> Option<Rank> {
+        (self.ranks[index] != NO_RANK).then_some(Rank(self.ranks[index]))
+    }
+
+    #[must_use]
+    pub fn strides(&self, index: usize) -> Option<&Dims> {
+        self.strides.get(&u32::try_from(index).expect("an index of this table"))
+    }
+
+    #[must_use]
+    pub fn get(&self, index: usize) -> Chunk {
+        Chunk {
+            tile: self.tile(index),
+            place: self.place(index),
+            strides: self.strides(index).cloned(),
+            rank: self.rank(index),
+        }
+    }
+
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = Chunk> + '_ {
+        (0..self.len()).map(|index| self.get(index))
+    }
+}
+
+/// Row-major strides of a contiguous tensor, in elements. Saturating: a shape whose numel overflows is refused
+/// elsewhere.
+#[must_use]
+pub fn contiguous_strides(sizes: &[u64]) -> Dims {
+    let mut strides: Dims = sizes.iter().map(|_| 1).collect();
+    for dim in (1..sizes.len()).rev() {
+        strides[dim - 1] = strides[dim].saturating_mul(sizes[dim].max(1));
+    }
+    strides
+}
+
+/// Elements from the first to one past the last that a view touches, or `None` on overflow.
+#[must_use]
+pub fn span(sizes: &[u64], strides: &[u64]) -> Option<u64> {
+    if sizes.contains(&0) {
+        return Some(0);
+    }
+    let mut last = 0_u64;
+    for (&size, &stride) in sizes.iter().zip(strides) {
+        last = last.checked_add((size - 1).checked_mul(stride)?)?;
+    }
+    last.checked_add(1)
+}

@@ -1,0 +1,158 @@
+//! Element types, under the names PyTorch, safetensors and the command line give them.
+
+use std::fmt;
+
+/// The element type of a tensor. Sizes are in bytes; `F4E2m1fnX2` packs two values into one byte and, as in PyTorch,
+/// shapes count bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Dtype {
+    Bool,
+    U8,
+    U16,
+    U32,
+    U64,
+    I8,
+    I16,
+    I32,
+    I64,
+    F16,
+    Bf16,
+    F32,
+    F64,
+    C32,
+    C64,
+    C128,
+    F8E4m3fn,
+    F8E5m2,
+    F8E4m3fnuz,
+    F8E5m2fnuz,
+    F8E8m0fnu,
+    F4E2m1fnX2,
+}
+
+/// One row a dtype: ours, the short name, torch's attribute, the typed storage class (dtypes without one are saved
+/// as untyped bytes), the safetensors tag, the size in bytes.
+type Row = (Dtype, &'static str, &'static str, Option<&'static str>, Option<&'static str>, u64);
+
+const TABLE: [Row; 22] = [
+    (Dtype::Bool, "bool", "bool", Some("BoolStorage"), Some("BOOL"), 1),
+    (Dtype::U8, "u8", "uint8", Some("ByteStorage"), Some("U8"), 1),
+    (Dtype::U16, "u16", "uint16", None, Some("U16"), 2),
+    (Dtype::U32, "u32", "uint32", None, Some("U32"), 4),
+    (Dtype::U64, "u64", "uint64", None, Some("U64"), 8),
+    (Dtype::I8, "i8", "int8", Some("CharStorage"), Some("I8"), 1),
+    (Dtype::I16, "i16", "int16", Some("ShortStorage"), Some("I16"), 2),
+    (Dtype::I32, "i32", "int32", Some("IntStorage"), Some("I32"), 4),
+    (Dtype::I64, "i64", "int64", Some("LongStorage"), Some("I64"), 8),
+    (Dtype::F16, "f16", "float16", Some("HalfStorage"), Some("F16"), 2),
+    (Dtype::Bf16, "bf16", "bfloat16", Some("BFloat16Storage"), Some("BF16"), 2),
+    (Dtype::F32, "f32", "float32", Some("FloatStorage"), Some("F32"), 4),
+    (Dtype::F64, "f64", "float64", Some("DoubleStorage"), Some("F64"), 8),
+    (Dtype::C32, "c32", "complex32", None, None, 4),
+    (Dtype::C64, "c64", "complex64", Some("ComplexFloatStorage"), Some("C64"), 8),
+    (Dtype::C128, "c128", "complex128", Some("ComplexDoubleStorage"), None, 16),
+    (Dtype::F8E4m3fn, "f8_e4m3fn", "float8_e4m3fn", None, Some("F8_E4M3"), 1),
+    (Dtype::F8E5m2, "f8_e5m2", "float8_e5m2", None, Some("F8_E5M2"), 1),
+    (Dtype::F8E4m3fnuz, "f8_e4m3fnuz", "float8_e4m3fnuz", None, Some("F8_E4M3FNUZ"), 1),
+    (Dtype::F8E5m2fnuz, "f8_e5m2fnuz", "float8_e5m2fnuz", None, Some("F8_E5M2FNUZ"), 1),
+    (Dtype::F8E8m0fnu, "f8_e8m0fnu", "float8_e8m0fnu", None, Some("F8_E8M0"), 1),
+    (Dtype::F4E2m1fnX2, "f4_e2m1fn_x2", "float4_e2m1fn_x2", None, Some("F4"), 1),
+];
+
+/// Other spellings that `torch.<name>` or people use.
+const ALIASES: [(&str, Dtype); 9] = [
+    ("half", Dtype::F16),
+    ("fp16", Dtype::F16),
+    ("float", Dtype::F32),
+    ("fp32", Dtype::F32),
+    ("double", Dtype::F64),
+    ("short", Dtype::I16),
+    ("int", Dtype::I32),
+    ("long", Dtype::I64),
+    ("cfloat", Dtype::C64),
+];
+
+impl Dtype {
+    fn row(self) -> &'static Row {
+        // The table is in declaration order, which a test checks.
+        &TABLE[self as usize]
+    }
+
+    /// Bytes an element.
+    #[must_use]
+    pub fn itemsize(self) -> u64 {
+        self.row().5
+    }
+
+    /// The short name: `bf16`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        self.row().1
+    }
+
+    /// The attribute of `torch`: `bfloat16`.
+    #[must_use]
+    pub fn torch_name(self) -> &'static str {
+        self.row().2
+    }
+
+    /// The typed storage class of `torch`: `BFloat16Storage`; `None` where torch saves untyped bytes.
+    #[must_use]
+    pub fn storage_class(self) -> Option<&'static str> {
+        self.row().3
+    }
+
+    /// The dtype tag in a safetensors header; `None` where that format has none.
+    #[must_use]
+    pub fn safetensors_tag(self) -> Option<&'static str> {
+        self.row().4
+    }
+
+    /// From a short name, a `torch` attribute (with or without `torch.`) or a common alias.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        let name = name.strip_prefix("torch.").unwrap_or(name);
+        (TABLE.iter().find(|row| row.1 == name || row.2 == name).map(|row| row.0))
+            .or_else(|| ALIASES.iter().find(|alias| alias.0 == name).map(|alias| alias.1))
+    }
+
+    #[must_use]
+    pub fn from_storage_class(class: &str) -> Option<Self> {
+        TABLE.iter().find(|row| row.3 == Some(class)).map(|row| row.0)
+    }
+
+    #[must_use]
+    pub fn from_safetensors_tag(tag: &str) -> Option<Self> {
+        TABLE.iter().find(|row| row.4 == Some(tag)).map(|row| row.0)
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_is_in_declaration_order() {
+        for (index, row) in TABLE.iter().enumerate() {
+            assert_eq!(row.0 as usize, index);
+        }
+    }
+
+    #[test]
+    fn every_name_leads_back() {
+        for row in &TABLE {
+            assert_eq!(Dtype::from_name(row.1), Some(row.0));
+            assert_eq!(Dtype::from_name(row.2), Some(row.0));
+            assert_eq!(row.3.and_then(Dtype::from_storage_class), row.3.map(|_| row.0));
+            assert_eq!(row.4.and_then(Dtype::from_safetensors_tag), row.4.map(|_| row.0));
+        }
+        assert_eq!(Dtype::from_name("torch.half"), Some(Dtype::F16));
+        assert_eq!(Dtype::from_name("quint8"), None);
+    }
+}

@@ -1,0 +1,182 @@
+//! What a checkpoint holds: logical tensors, each covered by chunks that lie somewhere in files, and the Python
+//! values around them.
+//!
+//! Reading any format yields a [`Catalog`]; choosing a target layout and reserving its files yields another one. All
+//! the verbs are the intersection of the two. Nothing here knows how a format spells these things.
+
+mod chunk;
+mod dtype;
+pub mod model;
+pub mod path;
+mod reserved;
+mod validate;
+pub mod value;
+
+use std::fmt;
+
+pub use chunk::{Chunk, ChunkTable, Located, Place, contiguous_strides, span};
+pub use dtype::Dtype;
+pub use path::{Key, Leaf, Path};
+pub use reserved::{Literal, OutputFile, Reservation, Reserved, Sum};
+pub use validate::{Tiling, list_ranks};
+pub use value::{Dict, DictKind, TensorId, Value};
+
+use crate::error::Error;
+use crate::layout::{DeviceMesh, Dims, Placement};
+
+/// A fully qualified name: the path of a tensor or object in its state dict, joined with dots.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Fqn(Box<str>);
+
+impl Fqn {
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl<T: Into<Box<str>>> From<T> for Fqn {
+    fn from(text: T) -> Self {
+        Self(text.into())
+    }
+}
+
+impl fmt::Display for Fqn {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(&self.0)
+    }
+}
+
+/// Index of a mesh within [`Catalog::meshes`]. A mesh belongs to a tensor, not to the checkpoint: under FSDP2 x TP
+/// norm weights live on a 1-d submesh that differs from rank to rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MeshId(pub u32);
+
+/// How the ranks of a mesh share a tensor: one placement a mesh dim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sharding {
+    pub mesh: MeshId,
+    pub placements: Vec<Placement>,
+}
+
+impl Sharding {
+    #[must_use]
+    pub fn is_partial(&self) -> bool {
+        self.placements.iter().any(|placement| matches!(placement, Placement::Partial(_)))
+    }
+
+    /// `S(0),R`
+    #[must_use]
+    pub fn display_placements(&self) -> String {
+        self.placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+    }
+}
+
+/// One logical tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorEntry {
+    /// The first name it has in the state dict; tied tensors have more.
+    pub fqn: Fqn,
+    pub dtype: Dtype,
+    /// The global shape, in elements.
+    pub shape: Dims,
+    /// Mesh and placements, where the format records them (DCP does not).
+    pub sharding: Option<Sharding>,
+    /// Every stored chunk, replicas included.
+    pub chunks: ChunkTable,
+}
+
+impl TensorEntry {
+    /// Elements of the whole tensor; readers refuse shapes whose byte size overflows.
+    #[must_use]
+    pub fn numel(&self) -> u64 {
+        self.shape.iter().product()
+    }
+
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.numel() * self.dtype.itemsize()
+    }
+}
+
+/// The byte size of a tensor of this shape, if it is one a machine could hold at all.
+#[must_use]
+pub fn checked_len_bytes(shape: &[u64], dtype: Dtype) -> Option<u64> {
+    let bytes = crate::layout::numel(shape)?.checked_mul(dtype.itemsize())?;
+    i64::try_from(bytes).is_ok().then_some(bytes)
+}
+
+/// An object that ranks store with different values.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Conflict {
+    pub path: Path,
+    /// `ranks 0, 1 and rank 2`
+    pub between: String,
+    pub detail: String,
+}
+
+impl Conflict {
+    #[must_use]
+    pub fn error(&self) -> Error {
+        let hint = "state that belongs to single ranks cannot go into one checkpoint; --series leaves its files out";
+        Error::Conflict {
+            fqn: self.path.to_string(),
+            what: "an object",
+            between: self.between.clone(),
+            detail: self.detail.clone(),
+            hint: Some(hint.into()),
+        }
+    }
+}
+
+/// What a checkpoint holds.
+#[derive(Clone, Debug)]
+pub struct Catalog {
+    pub meshes: Vec<DeviceMesh>,
+    pub tensors: Vec<TensorEntry>,
+    /// The state dict: containers and non-tensor values as they were saved, tensors as references into `tensors`.
+    pub state: Value,
+    /// Objects of which ranks hold different values. The state dict has the first one's.
+    pub conflicts: Vec<Conflict>,
+    /// What a reader noticed and the user should know.
+    pub warnings: Vec<String>,
+}
+
+impl Catalog {
+    #[must_use]
+    pub fn empty() -> Self {
+        Self {
+            meshes: Vec::new(),
+            tensors: Vec::new(),
+            state: Value::Dict(Dict::default()),
+            conflicts: Vec::new(),
+            warnings: Vec::new(),
+        }
+    }
+
+    #[must_use]
+    pub fn tensor(&self, id: TensorId) -> &TensorEntry {
+        &self.tensors[id.0 as usize]
+    }
+
+    #[must_use]
+    pub fn mesh(&self, sharding: &Sharding) -> &DeviceMesh {
+        &self.meshes[sharding.mesh.0 as usize]
+    }
+
+    /// Add a tensor and give the reference to it.
+    pub fn push_tensor(&mut self, entry: TensorEntry) -> TensorId {
+        let id = TensorId(u32::try_from(self.tensors.len()).expect("fewer than 2^32 tensors"));
+        self.tensors.push(entry);
+        id
+    }
+
+    /// The index of a mesh, added if it is new.
+    pub fn intern_mesh(&mut self, mesh: DeviceMesh) -> MeshId {
+        let index = self.meshes.iter().position(|known| *known == mesh).unwrap_or_else(|| {
+            self.meshes.push(mesh);
+            self.meshes.len() - 1
+        });
+        MeshId(u32::try_from(index).expect("fewer than 2^32 meshes"))
+    }
+}

@@ -1,0 +1,228 @@
+//! Which part of a state dict is the model, and which tensors belong to which parameter.
+//!
+//! Decided by the nesting that the file records, not by dots in names.
+
+use super::path::{key_text, tensors};
+use super::{Dict, Fqn, Key, Path, TensorId, Value};
+
+/// Keys under which trainers put the model.
+const MODEL: [&str; 4] = ["model", "module", "state_dict", "model_state_dict"];
+
+/// Keys that stand beside a model at the top and are not part of it.
+const BESIDE: [&str; 16] = [
+    "optimizer",
+    "optimizers",
+    "optim",
+    "optimizer_state_dict",
+    "optimizer_states",
+    "lr_scheduler",
+    "lr_schedulers",
+    "scheduler",
+    "scheduler_state_dict",
+    "train_state",
+    "trainer",
+    "dataloader",
+    "sampler",
+    "scaler",
+    "args",
+    "config",
+];
+
+/// The model of a state dict.
+#[derive(Debug)]
+pub struct Model {
+    /// Where it is; empty where it is at the top.
+    pub root: Path,
+    /// Its tensors, under names relative to the root.
+    pub tensors: Vec<(Fqn, TensorId)>,
+}
+
+/// Find the model.
+#[must_use]
+pub fn model(state: &Value) -> Model {
+    let mut root = Path::default();
+    let mut at = state;
+    if let Some((key, inner)) = child(at, &["app"]).filter(|(_, inner)| child(inner, &MODEL).is_some()) {
+        root.0.push(key);
+        at = inner;
+    }
+    // `{"module": {"state_dict": {...}}}`: as deep as the nesting goes.
+    while let Some((key, inner)) = child(at, &MODEL) {
+        root.0.push(key);
+        at = inner;
+    }
+    let mut found = Vec::new();
+    if let (true, Value::Dict(dict)) = (root.0.is_empty(), at) {
+        for (key, value) in &dict.entries {
+            let name = key_text(key);
+            if !is_beside(&name, value) {
+                collect(value, &Path(vec![Key::Name(name)]), &mut found);
+            }
+        }
+    } else {
+        collect(at, &Path::default(), &mut found);
+    }
+    Model { root, tensors: found }
+}
+
+/// The tensors of the subtree at a dotted path, under names relative to it; `None` where there is no such subtree.
+#[must_use]
+pub fn subtree(state: &Value, path: &str) -> Option<Vec<(Fqn, TensorId)>> {
+    let mut found = Vec::new();
+    collect(descend(state, path)?, &Path::default(), &mut found);
+    Some(found)
+}
+
+/// The value at a dotted path; keys may hold dots themselves.
+fn descend<'a>(value: &'a Value, path: &str) -> Option<&'a Value> {
+    if path.is_empty() {
+        return Some(value);
+    }
+    let step = |name: &str| {
+        path.strip_prefix(name).and_then(|rest| if rest.is_empty() { Some(rest) } else { rest.strip_prefix('.') })
+    };
+    match value {
+        Value::Dict(dict) => dict.entries.iter().find_map(|(key, inner)| descend(inner, step(&key_text(key))?)),
+        Value::List(items) => {
+            items.iter().enumerate().find_map(|(index, inner)| descend(inner, step(&index.to_string())?))
+        }
+        _ => None,
+    }
+}
+
+/// Every tensor with its name.
+#[must_use]
+pub fn all_tensors(state: &Value) -> Vec<(Fqn, TensorId)> {
+    let mut found = Vec::new();
+    collect(state, &Path::default(), &mut found);
+    found
+}
+
+fn collect(value: &Value, path: &Path, found: &mut Vec<(Fqn, TensorId)>) {
+    tensors(value, path, &mut |path, id| found.push((path.fqn(), id)));
+}
+
+/// The first of `keys` under which a dict has a dict with tensors.
+fn child<'a>(value: &'a Value, keys: &[&str]) -> Option<(Key, &'a Value)> {
+    let Value::Dict(dict) = value else { return None };
+    keys.iter().find_map(|key| {
+        let inner = dict.get(key)?;
+        (matches!(inner, Value::Dict(_)) && inner.contains_tensor()).then(|| (Key::Name((*key).into()), inner))
+    })
+}
+
+/// A container beside the model. A tensor called `scaler` is a parameter.
+fn is_beside(name: &str, value: &Value) -> bool {
+    let container = !matches!(value, Value::Tensor(_));
+    container && BESIDE.contains(&name) || name == "rng" || name.starts_with("rng_") || name.ends_with("rng_state")
+}
+
+/// The parameter an optimizer's state tensor belongs to: `optim.state.FQN.exp_avg` is FQN's `exp_avg`.
+#[must_use]
+pub fn optimizer_parameter(path: &Path) -> Option<Fqn> {
+    let is = |key: &Key, names: &[&str]| matches!(key, Key::Name(name) if names.contains(&name.as_ref()));
+    let optimizer =
+        path.0.iter().position(|key| is(key, &["optimizer", "optim", "optimizers", "optimizer_state_dict"]))?;
+    let state = optimizer + 1 + path.0[optimizer + 1..].iter().position(|key| is(key, &["state"]))?;
+    let parameter = &path.0[state + 1..path.0.len().checked_sub(1)?.max(state + 1)];
+    (!parameter.is_empty()).then(|| Path(parameter.to_vec()).fqn())
+}
+
+/// The names a rule may know a tensor by: its own, that within the model, that of the parameter it is state of.
+#[must_use]
+pub fn rule_names(path: &Path, model_root: &Path) -> Vec<String> {
+    let mut names = vec![path.to_string()];
+    if !model_root.0.is_empty() && path.0.starts_with(&model_root.0) {
+        names.push(Path(path.0[model_root.0.len()..].to_vec()).to_string());
+    } else if let Some(parameter) = optimizer_parameter(path) {
+        if !model_root.0.is_empty() {
+            names.push(format!("{model_root}.{parameter}"));
+        }
+        names.push(parameter.to_string());
+    }
+    names
+}
+
+/// A state dict of flat names.
+#[must_use]
+pub fn flat_state(tensors: &[(Fqn, TensorId)]) -> Value {
+    let entries = tensors.iter().map(|(fqn, id)| (Value::Str(fqn.to_string()), Value::Tensor(*id))).collect();
+    Value::Dict(Dict { entries, ..Dict::default() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dict(entries: Vec<(&str, Value)>) -> Value {
+        let entries = entries.into_iter().map(|(key, value)| (Value::Str(key.into()), value)).collect();
+        Value::Dict(Dict { entries, ..Dict::default() })
+    }
+
+    fn tensor(id: u32) -> Value {
+        Value::Tensor(TensorId(id))
+    }
+
+    fn names(tensors: &[(Fqn, TensorId)]) -> Vec<&str> {
+        tensors.iter().map(|(fqn, _)| fqn.as_str()).collect()
+    }
+
+    #[test]
+    fn the_model_is_found_by_nesting() {
+        let weights = || dict(vec![("model.norm.weight", tensor(0)), ("head", tensor(1))]);
+        let optim = || dict(vec![("state", dict(vec![("w", tensor(2))]))]);
+
+        let found = model(&dict(vec![("model", weights()), ("optim", optim())]));
+        assert_eq!(
+            (found.root.to_string().as_str(), names(&found.tensors)),
+            ("model", vec!["model.norm.weight", "head"])
+        );
+
+        let found = model(&dict(vec![("app", dict(vec![("model", weights()), ("optim", optim())]))]));
+        assert_eq!(found.root.to_string(), "app.model");
+
+        let found = model(&dict(vec![("module", dict(vec![("state_dict", weights())])), ("epoch", Value::Int(3))]));
+        assert_eq!(found.root.to_string(), "module.state_dict");
+
+        // torchtitan: the model at the top.
+        let found = model(&dict(vec![
+            ("tok_embeddings.weight", tensor(0)),
+            ("scaler", tensor(3)),
+            ("optimizer", optim()),
+            ("rng_state", tensor(4)),
+            ("train_state", dict(vec![("step", tensor(5))])),
+        ]));
+        assert_eq!(
+            (found.root.to_string().as_str(), names(&found.tensors)),
+            ("", vec!["tok_embeddings.weight", "scaler"])
+        );
+
+        // A flat Hugging Face state dict: `model.` is text, not nesting.
+        let found = model(&weights());
+        assert_eq!(names(&found.tensors), ["model.norm.weight", "head"]);
+    }
+
+    #[test]
+    fn subtrees_are_found_by_dotted_path() {
+        let state =
+            dict(vec![("a.b", dict(vec![("c", tensor(0))])), ("l", Value::List(vec![dict(vec![("d", tensor(1))])]))]);
+        assert_eq!(names(&subtree(&state, "a.b").unwrap()), ["c"]);
+        assert_eq!(names(&subtree(&state, "l.0").unwrap()), ["d"]);
+        assert!(subtree(&state, "a").is_none());
+    }
+
+    #[test]
+    fn optimizer_state_knows_its_parameter() {
+        let path = |steps: &[&str]| Path(steps.iter().map(|step| Key::Name((*step).into())).collect());
+        let state = path(&["optim", "state", "layers.0.weight", "exp_avg"]);
+        assert_eq!(optimizer_parameter(&state).unwrap().as_str(), "layers.0.weight");
+        assert_eq!(
+            rule_names(&state, &path(&["model"])),
+            ["optim.state.layers.0.weight.exp_avg", "model.layers.0.weight", "layers.0.weight"]
+        );
+        assert_eq!(optimizer_parameter(&path(&["model", "w"])), None);
+        assert_eq!(optimizer_parameter(&path(&["optim", "state"])), None);
+        assert_eq!(optimizer_parameter(&path(&["optim"])), None);
+        assert_eq!(rule_names(&path(&["model", "w"]), &path(&["model"])), ["model.w", "w"]);
+    }
+}

@@ -1,0 +1,314 @@
+//! The names of things: walking a state dict and building one from paths.
+//!
+//! The rules are those of `torch/distributed/checkpoint/_nested_dict.py` and `_traverse.py`: dicts are always
+//! descended, a list only where it holds (at any depth) a tensor or a dict, a tuple never; a name is the path joined
+//! with dots. One addition: a tuple that holds tensors is reported by [`tensors`], so that no tensor is missed.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use indexmap::IndexMap;
+
+use super::{Dict, Fqn, TensorId, Value};
+
+/// One step of a path.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Key {
+    /// A dict key; keys that are not strings appear as Python's `str(key)`.
+    Name(Box<str>),
+    /// A position in a list.
+    Index(u64),
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Name(name) => formatter.write_str(name),
+            Self::Index(index) => write!(formatter, "{index}"),
+        }
+    }
+}
+
+/// The way from the root of a state dict to one of its values.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Path(pub Vec<Key>);
+
+impl Path {
+    #[must_use]
+    pub fn fqn(&self) -> Fqn {
+        Fqn::from(self.to_string())
+    }
+
+    #[must_use]
+    pub fn child(&self, key: Key) -> Self {
+        let mut keys = Vec::with_capacity(self.0.len() + 1);
+        keys.extend_from_slice(&self.0);
+        keys.push(key);
+        Self(keys)
+    }
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, key) in self.0.iter().enumerate() {
+            if index > 0 {
+                formatter.write_str(".")?;
+            }
+            write!(formatter, "{key}")?;
+        }
+        Ok(())
+    }
+}
+
+/// A value that is not descended further.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Leaf<'a> {
+    Tensor(TensorId),
+    Object(&'a Value),
+}
+
+/// The leaves of a state dict in its own order, as DCP flattens it.
+#[must_use]
+pub fn leaves(state: &Value) -> Vec<(Path, Leaf<'_>)> {
+    let mut found = Vec::new();
+    collect_leaves(state, &mut Path::default(), &mut found);
+    found
+}
+
+fn collect_leaves<'a>(value: &'a Value, path: &mut Path, found: &mut Vec<(Path, Leaf<'a>)>) {
+    match value {
+        Value::Tensor(id) => found.push((path.clone(), Leaf::Tensor(*id))),
+        Value::Dict(dict) => {
+            for (key, child) in &dict.entries {
+                path.0.push(Key::Name(key_text(key)));
+                collect_leaves(child, path, found);
+                path.0.pop();
+            }
+        }
+        Value::List(items) if items.iter().any(is_descended) => {
+            for (index, child) in items.iter().enumerate() {
+                path.0.push(Key::Index(index as u64));
+                collect_leaves(child, path, found);
+                path.0.pop();
+            }
+        }
+        other => found.push((path.clone(), Leaf::Object(other))),
+    }
+}
+
+fn is_descended(value: &Value) -> bool {
+    match value {
+        Value::Tensor(_) | Value::Dict(_) => true,
+        Value::List(items) => items.iter().any(is_descended),
+        _ => false,
+    }
+}
+
+/// Every tensor of a value with its path, also those inside tuples and objects, which [`leaves`] does not enter.
+pub fn tensors(value: &Value, path: &Path, visit: &mut dyn FnMut(&Path, TensorId)) {
+    match value {
+        Value::Tensor(id) => visit(path, *id),
+        Value::Dict(dict) => {
+            for (key, child) in &dict.entries {
+                tensors(child, &path.child(Key::Name(key_text(key))), visit);
+            }
+        }
+        Value::List(items) | Value::Tuple(items) | Value::Set(items) | Value::FrozenSet(items) => {
+            for (index, child) in items.iter().enumerate() {
+                tensors(child, &path.child(Key::Index(index as u64)), visit);
+            }
+        }
+        Value::Object(object) => {
+            for (index, child) in object.args.iter().chain(&object.items).enumerate() {
+                tensors(child, &path.child(Key::Index(index as u64)), visit);
+            }
+            for (key, child) in object.kwargs.iter().chain(&object.entries) {
+                tensors(child, &path.child(Key::Name(key_text(key))), visit);
+            }
+            if let Some(state) = &object.state {
+                tensors(state, path, visit);
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Python's `str(key)` for the kinds of keys that state dicts have.
+#[must_use]
+pub fn key_text(key: &Value) -> Box<str> {
+    match key {
+        Value::Str(text) => text.as_str().into(),
+        other => other.to_string().into(),
+    }
+}
+
+/// Builds a state dict from flat paths, as `torch/distributed/checkpoint/_nested_dict.py` (`unflatten_state_dict`)
+/// does: a container is a list where the next step is a position, a dict otherwise; lists are padded with `None`.
+#[derive(Debug, Default)]
+pub struct Unflatten {
+    root: IndexMap<Box<str>, Node>,
+}
+
+#[derive(Debug)]
+enum Node {
+    Leaf(Value),
+    Dict(IndexMap<Box<str>, Node>),
+    List(BTreeMap<u64, Node>),
+}
+
+/// Positions a list may skip beyond the ones given; a larger hole is a damaged path, not a state dict.
+const MAX_PADDING: u64 = 1 << 16;
+
+impl Unflatten {
+    /// Put `value` at `path`.
+    ///
+    /// # Errors
+    /// A text saying why the path does not fit the ones before it.
+    pub fn insert(&mut self, path: &Path, value: Value) -> Result<(), String> {
+        let Some((last, parents)) = path.0.split_last() else {
+            return Err(String::from("an empty path"));
+        };
+        let Some((first, middle)) = parents.split_first() else {
+            return insert_leaf_in_dict(&mut self.root, last, value);
+        };
+        let Key::Name(name) = first else {
+            return Err(format!("{path}: the state dict itself is not a list"));
+        };
+        let mut node = self.root.entry(name.clone()).or_insert_with(|| Node::for_key(parents.get(1).unwrap_or(last)));
+        for (depth, key) in middle.iter().enumerate() {
+            let next = parents.get(depth + 2).unwrap_or(last);
+            node = match (node, key) {
+                (Node::Dict(entries), Key::Name(name)) => {
+                    entries.entry(name.clone()).or_insert_with(|| Node::for_key(next))
+                }
+                (Node::List(items), Key::Index(index)) => items.entry(*index).or_insert_with(|| Node::for_key(next)),
+                _ => return Err(format!("{path}: {key} is a step into something else")),
+            };
+        }
+        match (node, last) {
+            (Node::Dict(entries), key @ Key::Name(_)) => insert_leaf_in_dict(entries, key, value),
+            (Node::List(items), Key::Index(index)) => match items.insert(*index, Node::Leaf(value)) {
+                None => Ok(()),
+                Some(_) => Err(format!("{path} is given twice")),
+            },
+            _ => Err(format!("{path}: {last} is a step into something else")),
+        }
+    }
+
+    /// The state dict.
+    ///
+    /// # Errors
+    /// A text naming a list with an unreasonable hole.
+    pub fn finish(self) -> Result<Value, String> {
+        Node::Dict(self.root).finish()
+    }
+}
+
+fn insert_leaf_in_dict(entries: &mut IndexMap<Box<str>, Node>, key: &Key, value: Value) -> Result<(), String> {
+    let Key::Name(name) = key else {
+        return Err(format!("{key}: a position in something that is a dict elsewhere"));
+    };
+    match entries.insert(name.clone(), Node::Leaf(value)) {
+        None => Ok(()),
+        Some(_) => Err(format!("{name} is given twice")),
+    }
+}
+
+impl Node {
+    fn for_key(key: &Key) -> Self {
+        match key {
+            Key::Name(_) => Self::Dict(IndexMap::new()),
+            Key::Index(_) => Self::List(BTreeMap::new()),
+        }
+    }
+
+    fn finish(self) -> Result<Value, String> {
+        match self {
+            Self::Leaf(value) => Ok(value),
+            Self::Dict(entries) => {
+                let entries = entries.into_iter().map(|(name, node)| Ok((Value::Str(name.into()), node.finish()?)));
+                let entries = entries.collect::<Result<_, String>>()?;
+                Ok(Value::Dict(Dict { entries, ..Dict::default() }))
+            }
+            Self::List(given) => {
+                let len = given.last_key_value().map_or(0, |(&index, _)| index.saturating_add(1));
+                if len > given.len() as u64 + MAX_PADDING {
+                    return Err(format!("a list of {len} items of which {} are given", given.len()));
+                }
+                let mut items = Vec::new();
+                for (index, node) in given {
+                    while (items.len() as u64) < index {
+                        items.push(Value::None);
+                    }
+                    items.push(node.finish()?);
+                }
+                Ok(Value::List(items))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn path(steps: &[&str]) -> Path {
+        let key = |step: &&str| match step.strip_prefix('#') {
+            Some(index) => Key::Index(index.parse().unwrap()),
+            None => Key::Name((*step).into()),
+        };
+        Path(steps.iter().map(key).collect())
+    }
+
+    #[test]
+    fn leaves_follow_dcp() {
+        let text = |text: &str| Value::Str(text.into());
+        let dict = |entries: Vec<(Value, Value)>| Value::Dict(Dict { entries, ..Dict::default() });
+        // {'opt': {'state': {0: {'step': t}}, 'param_groups': [{'lr': .1}]}, 'plain': [1, 2], 'x.y': (t,), 'none': {}}
+        let tensor = Value::Tensor(TensorId(0));
+        let state = dict(vec![
+            (
+                text("opt"),
+                dict(vec![
+                    (text("state"), dict(vec![(Value::Int(0), dict(vec![(text("step"), tensor.clone())]))])),
+                    (text("param_groups"), Value::List(vec![dict(vec![(text("lr"), Value::Float(0.1))])])),
+                ]),
+            ),
+            (text("plain"), Value::List(vec![Value::Int(1), Value::Int(2)])),
+            (text("x.y"), Value::Tuple(vec![tensor])),
+            (text("none"), dict(vec![])),
+        ]);
+        let names: Vec<String> = leaves(&state).iter().map(|(path, _)| path.to_string()).collect();
+        assert_eq!(names, ["opt.state.0.step", "opt.param_groups.0.lr", "plain", "x.y"]);
+
+        let mut seen = Vec::new();
+        tensors(&state, &Path::default(), &mut |path, _| seen.push(path.to_string()));
+        assert_eq!(seen, ["opt.state.0.step", "x.y.0"]);
+    }
+
+    #[test]
+    fn unflatten_rebuilds_lists_and_dicts() {
+        let mut state = Unflatten::default();
+        state.insert(&path(&["opt", "groups", "#1", "lr"]), Value::Int(1)).unwrap();
+        state.insert(&path(&["step"]), Value::Int(7)).unwrap();
+        state.insert(&path(&["opt", "name"]), Value::None).unwrap();
+        assert_eq!(
+            state.finish().unwrap().to_string(),
+            "{'opt': {'groups': [None, {'lr': 1}], 'name': None}, 'step': 7}"
+        );
+    }
+
+    #[test]
+    fn contradicting_paths_are_refused() {
+        let mut state = Unflatten::default();
+        state.insert(&path(&["a", "b"]), Value::None).unwrap();
+        assert!(state.insert(&path(&["a", "b"]), Value::None).is_err());
+        assert!(state.insert(&path(&["a", "#0"]), Value::None).is_err());
+        assert!(state.insert(&path(&["a", "b", "c"]), Value::None).is_err());
+        assert!(state.insert(&path(&["a"]), Value::None).is_err());
+        assert!(state.insert(&path(&[]), Value::None).is_err());
+        let mut state = Unflatten::default();
+        state.insert(&path(&["a", "#1152921504606846976"]), Value::None).unwrap();
+        assert!(state.finish().is_err());
+    }
+}

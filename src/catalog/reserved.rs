@@ -1,0 +1,125 @@
+//! A target whose files are laid out to the last byte before any tensor byte moves.
+//!
+//! A format *reserves*: it serialises everything that is not tensor data (headers, pickles, indexes) and says where
+//! each chunk of tensor data goes. The executor *fills* without knowing the format. What depends on the data, the
+//! CRC-32 of each span that wants one, has a fixed place and is patched in when the span is complete.
+//!
+//! All units are bytes.
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::{Dtype, Place, TensorEntry, TensorId};
+
+/// Everything an executor needs to write a checkpoint.
+#[derive(Debug, Default)]
+pub struct Reservation {
+    pub files: Vec<OutputFile>,
+    /// In the order their bytes lie in the files. Chunks are contiguous row-major, at [`Place::Bytes`] of `files`.
+    pub tensors: Vec<Reserved>,
+    /// Names of objects that the format cannot hold.
+    pub left_out: Vec<String>,
+    /// What the user should know about the result.
+    pub notes: Vec<String>,
+}
+
+/// A target tensor and the source tensor its content comes from.
+#[derive(Debug)]
+pub struct Reserved {
+    pub source: TensorId,
+    pub entry: TensorEntry,
+}
+
+/// One file to write.
+#[derive(Debug, Default)]
+pub struct OutputFile {
+    /// Relative to the destination folder; a single-file format has one file.
+    pub path: PathBuf,
+    pub len: u64,
+    /// Ascending, disjoint. Together with the chunks of the tensors they cover the file.
+    pub literals: Vec<Literal>,
+    /// Ascending by range.
+    pub sums: Vec<Sum>,
+}
+
+/// Bytes known in advance. Shared: items of equal shape and dtype have equal frames.
+#[derive(Clone, Debug)]
+pub struct Literal {
+    pub offset: u64,
+    pub bytes: Arc<[u8]>,
+}
+
+/// A span of tensor data whose CRC-32 (IEEE, little-endian) goes to `sites`.
+#[derive(Clone, Debug)]
+pub struct Sum {
+    pub range: Range<u64>,
+    pub sites: SmallVec<[u64; 2]>,
+}
+
+impl OutputFile {
+    #[must_use]
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into(), ..Self::default() }
+    }
+
+    /// Append bytes that are known now.
+    pub fn push_literal(&mut self, bytes: impl Into<Arc<[u8]>>) {
+        let bytes = bytes.into();
+        let offset = self.len;
+        self.len += bytes.len() as u64;
+        if !bytes.is_empty() {
+            self.literals.push(Literal { offset, bytes });
+        }
+    }
+
+    /// Append room for tensor data and give its offset.
+    pub fn push_payload(&mut self, len: u64) -> u64 {
+        let offset = self.len;
+        self.len += len;
+        offset
+    }
+}
+
+impl Reservation {
+    /// Bytes of tensor data.
+    #[must_use]
+    pub fn payload_bytes(&self) -> u64 {
+        self.tensors.iter().map(|tensor| tensor.payload_bytes()).sum()
+    }
+
+    /// Bytes of all files.
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.len).sum()
+    }
+}
+
+impl Reserved {
+    /// Bytes this tensor takes in the output, all chunks together.
+    #[must_use]
+    pub fn payload_bytes(&self) -> u64 {
+        (0..self.entry.chunks.len()).map(|index| self.chunk_bytes(index)).sum()
+    }
+
+    #[must_use]
+    pub fn chunk_bytes(&self, index: usize) -> u64 {
+        self.entry.chunks.tile(index).numel() * self.dtype().itemsize()
+    }
+
+    #[must_use]
+    pub fn dtype(&self) -> Dtype {
+        self.entry.dtype
+    }
+
+    /// File index and byte offset of a chunk; `None` where it is empty.
+    #[must_use]
+    pub fn place(&self, index: usize) -> Option<(u32, u64)> {
+        match self.entry.chunks.place(index) {
+            Place::Bytes { file, offset } => Some((file.0, offset)),
+            _ => None,
+        }
+    }
+}

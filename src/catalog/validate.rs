@@ -1,0 +1,123 @@
+//! The proof that the chunks of a tensor tile it.
+//!
+//! Replicas overlap by intent: chunks of equal tiles are grouped and one holder of each is picked. The picks must then
+//! cover every element exactly once. The proof is the look-up structure of the planner, so a tensor that was not
+//! proven cannot be planned.
+//!
+//! Source of the rule: `torch/distributed/checkpoint/default_planner.py` (`_validate_global_plan`) checks the same at
+//! save time; nothing checks it at load time, where holes keep old values in silence.
+
+use std::collections::HashMap;
+
+use super::{Fqn, TensorEntry};
+use crate::error::{CoverageKind, Error, Result};
+use crate::layout::{Cover, CoverError, Rank, Tile};
+
+/// The distinct tiles of a tensor, who holds each, and the proof that they tile it.
+#[derive(Debug)]
+pub struct Tiling {
+    pub tiles: Vec<Tile>,
+    /// For each tile its chunks, in the order of the table; the first is the one to read.
+    pub holders: Vec<Vec<u32>>,
+    pub cover: Cover,
+}
+
+impl TensorEntry {
+    /// Group replicas and prove that the rest tiles the tensor.
+    ///
+    /// # Errors
+    /// `Coverage` naming the first bad region, `Unsupported` for Partial chunks, which are summands, not tiles.
+    pub fn tiling(&self) -> Result<Tiling> {
+        if let Some(sharding) = self.sharding.as_ref().filter(|sharding| sharding.is_partial()) {
+            return Err(Error::unsupported(
+                format!(
+                    "{}: its placements are {}, and Partial values have not been reduced",
+                    self.fqn,
+                    sharding.display_placements()
+                ),
+                "`dtshard inspect` shows such tensors; redistribute them to Shard or Replicate before saving",
+            ));
+        }
+        let mut index_of: HashMap<Tile, usize> = HashMap::with_capacity(self.chunks.len());
+        let mut tiles = Vec::new();
+        let mut holders: Vec<Vec<u32>> = Vec::new();
+        for index in 0..self.chunks.len() {
+            let tile = self.chunks.tile(index);
+            if tile.is_empty() {
+                continue;
+            }
+            let chunk = u32::try_from(index).expect("fewer than 2^32 chunks a tensor");
+            match index_of.get(&tile) {
+                Some(&known) => holders[known].push(chunk),
+                None => {
+                    index_of.insert(tile.clone(), tiles.len());
+                    tiles.push(tile);
+                    holders.push(vec![chunk]);
+                }
+            }
+        }
+        match Cover::prove(&self.shape, &tiles) {
+            Ok(cover) => Ok(Tiling { tiles, holders, cover }),
+            Err(error) => Err(self.coverage_error(&error, &holders)),
+        }
+    }
+
+    fn coverage_error(&self, error: &CoverError, holders: &[Vec<u32>]) -> Error {
+        let shape = format!("shape {:?}", self.shape.as_slice());
+        let (kind, region, detail) = match error {
+            CoverError::Gap { region } => {
+                let detail = format!("no chunk holds this part of {shape}");
+                (CoverageKind::Gap, region.to_string(), detail)
+            }
+            CoverError::Overlap { first, second, region } => {
+                let (first, second) = (self.holder_name(holders, *first), self.holder_name(holders, *second));
+                (CoverageKind::Overlap, region.to_string(), format!("held by both {first} and {second}"))
+            }
+            CoverError::OutOfBounds { tile, region } => {
+                let holder = self.holder_name(holders, *tile);
+                (CoverageKind::OutOfBounds, region.to_string(), format!("{holder} reaches beyond {shape}"))
+            }
+            CoverError::Ndim { tile, expected, found } => {
+                let holder = self.holder_name(holders, *tile);
+                let detail = format!("{holder} has {found} dims, expected {expected} ({shape})");
+                (CoverageKind::OutOfBounds, String::from("[]"), detail)
+            }
+        };
+        let hint = match kind {
+            CoverageKind::Gap => "a rank's file or a chunk of it is missing, or the save did not finish",
+            CoverageKind::Overlap | CoverageKind::OutOfBounds => {
+                "the files belong to different saves, or the checkpoint was written by a job with a bug"
+            }
+        };
+        Error::Coverage { fqn: self.fqn.to_string(), kind, region, detail, hint: Some(hint.into()) }
+    }
+
+    fn holder_name(&self, holders: &[Vec<u32>], tile: usize) -> String {
+        let index = holders[tile][0] as usize;
+        match self.chunks.rank(index) {
+            Some(rank) => format!("rank {rank}"),
+            None => format!("chunk {index}"),
+        }
+    }
+}
+
+/// The ranks of a list of chunks, for messages: `ranks 0, 1, 4`.
+#[must_use]
+pub fn list_ranks(ranks: &[Rank]) -> String {
+    let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+    format!("{} {}", if names.len() == 1 { "rank" } else { "ranks" }, names.join(", "))
+}
+
+impl Fqn {
+    /// The error for two ranks that describe one tensor differently.
+    #[must_use]
+    pub fn disagreement(&self, what: &'static str, between: impl Into<String>, detail: impl Into<String>) -> Error {
+        Error::Conflict {
+            fqn: self.to_string(),
+            what,
+            between: between.into(),
+            detail: detail.into(),
+            hint: Some("check that all the files come from one save of one job".into()),
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! One file a verb: arguments to options, then one call. The three that write share [`convert`].
+
+mod consolidate;
+mod convert;
+mod inspect;
+mod printer;
+mod progress;
+mod quantity;
+mod reshard;
+mod unshard;
+mod verify;
+
+pub use printer::{OutputChoice, Printer};
+pub use progress::ProgressChoice;
+pub use quantity::Quantity;
+
+use crate::cli::{Cli, Command, SourceArgs};
+use crate::error::{Error, Result};
+use crate::exec::{DEFAULT_STRIP_BYTES, Input, Options, SCRATCH_BYTES};
+use crate::format::{Checkpoint, ReadOptions, SeriesChoice, resolve};
+
+/// How a verb ended, where it ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Status {
+    Done,
+    /// `verify` found a difference or damage.
+    Different,
+}
+
+impl Status {
+    #[must_use]
+    pub fn code(self) -> u8 {
+        match self {
+            Self::Done => 0,
+            Self::Different => 1,
+        }
+    }
+}
+
+/// The exit code of an error: 2, or that of the signal that stopped the run.
+#[must_use]
+pub fn exit_code(error: &Error) -> u8 {
+    match error {
+        Error::Stopped { exit, .. } => *exit,
+        _ => 2,
+    }
+}
+
+/// Run a verb.
+///
+/// # Errors
+/// Whatever keeps it from being done.
+pub fn run(cli: Cli, printer: &Printer) -> Result<Status> {
+    match cli.command {
+        Command::Inspect(args) => inspect::run(&args, printer),
+        Command::Reshard(args) => reshard::run(&args, printer),
+        Command::Unshard(args) => unshard::run(&args, printer),
+        Command::Consolidate(args) => consolidate::run(&args, printer),
+        Command::Verify(args) => verify::run(&args, printer),
+    }
+}
+
+/// Threads and buffers for a run.
+fn work_options(args: &SourceArgs, sync: bool) -> Result<Options> {
+    let available = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let threads = args.threads.unwrap_or_else(available);
+    if threads == 0 {
+        return Err(Error::usage("--threads 0: at least one thread is needed", "leave it out for one thread a core"));
+    }
+    // Built once a process; a second verb in one process (tests) keeps the first one's pool.
+    let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
+    Ok(Options { threads, strip_bytes: strip_bytes(args.max_memory.0, threads)?, sync })
+}
+
+/// Memory that is not buffers: the program, its stacks, and a catalog of ordinary size.
+const BASE_BYTES: u64 = 32 << 20;
+
+/// Strips small enough for the memory that is allowed.
+fn strip_bytes(max_memory: u64, threads: usize) -> Result<u64> {
+    const LEAST: u64 = 64 << 10;
+    let threads = threads as u64;
+    let floor = BASE_BYTES + threads * (LEAST + SCRATCH_BYTES);
+    if max_memory < floor {
+        return Err(Error::usage(
+            format!("--max-memory {max_memory}: {threads} threads need {floor} bytes at least"),
+            "allow more memory, or use fewer --threads",
+        ));
+    }
+    Ok(((max_memory - BASE_BYTES) / threads - SCRATCH_BYTES).min(DEFAULT_STRIP_BYTES))
+}
+
+/// What `--series` asks for, or `default` where it is not given.
+fn read_options(args: &SourceArgs, default: SeriesChoice) -> ReadOptions {
+    let series = match args.series.as_slice() {
+        [] => default,
+        [all] if all == "all" => SeriesChoice::All,
+        names => SeriesChoice::Named(names.to_vec()),
+    };
+    ReadOptions { from: args.from.map(Into::into), series, io: args.io.mode() }
+}
+
+fn input(checkpoint: &Checkpoint) -> Input<'_> {
+    Input { files: &checkpoint.files, catalog: &checkpoint.catalog, resolve: &resolve }
+}
+
+/// Refuse one rank's file of several, which only `inspect` shows.
+fn refuse_fragment(checkpoint: &Checkpoint) -> Result<()> {
+    match &checkpoint.fragment {
+        None => Ok(()),
+        Some(what) => Err(Error::usage(
+            format!("{} is {what}", checkpoint.root.display()),
+            "give the folder, which has all of them",
+        )),
+    }
+}
+
+/// The names nearest to one that was not found, by edit distance.
+fn nearest(wanted: &str, names: &[String]) -> Vec<String> {
+    const SHOWN: usize = 3;
+    let mut ranked: Vec<(usize, &String)> = names.iter().map(|name| (strsim::damerau_levenshtein(wanted, name), name)).collect();
+    ranked.sort();
+    ranked.into_iter().take(SHOWN).map(|(_, name)| name.clone()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearest_names_come_first() {
+        let names = ["layers.0.w1.weight", "head.weight", "layers.0.w2.bias"].map(String::from);
+        assert_eq!(nearest("layers.0.w1.wieght", &names)[0], "layers.0.w1.weight");
+    }
+
+    #[test]
+    fn strips_shrink_with_the_memory_that_is_allowed() {
+        assert_eq!(strip_bytes(512_000_000, 2).unwrap(), DEFAULT_STRIP_BYTES);
+        let small = strip_bytes(40 << 20, 2).unwrap();
+        assert!(small < DEFAULT_STRIP_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
+        assert!(strip_bytes(32 << 20, 2).is_err());
+    }
+}

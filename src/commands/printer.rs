@@ -1,0 +1,124 @@
+//! The one door for output: stdout is data, stderr is talk.
+
+use std::io::{self, IsTerminal, Write};
+
+use serde_json::{Value as Json, json};
+
+use super::progress::{Progress, ProgressChoice};
+use crate::error::Error;
+
+/// How to talk.
+#[derive(Clone, Copy, Debug)]
+pub struct OutputChoice {
+    pub json: bool,
+    pub quiet: bool,
+    pub verbose: bool,
+    pub progress: ProgressChoice,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Printer {
+    choice: OutputChoice,
+}
+
+impl Printer {
+    #[must_use]
+    pub fn new(choice: OutputChoice) -> Self {
+        Self { choice }
+    }
+
+    #[must_use]
+    pub fn json(&self) -> bool {
+        self.choice.json
+    }
+
+    /// Data for people; the JSON document takes its place where that is asked for.
+    pub fn data(&self, text: &str) {
+        if !self.choice.json {
+            Self::write_stdout(text);
+        }
+    }
+
+    /// The JSON document of the run.
+    pub fn document(&self, document: &Json) {
+        if self.choice.json {
+            let text = serde_json::to_string_pretty(document).expect("a JSON value serialises");
+            Self::write_stdout(&(text + "\n"));
+        }
+    }
+
+    /// A reader that went away is no error.
+    fn write_stdout(text: &str) {
+        let mut stdout = io::stdout().lock();
+        if let Err(error) = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+            if error.kind() == io::ErrorKind::BrokenPipe {
+                std::process::exit(0);
+            }
+        }
+    }
+
+    /// One line of what is or was done.
+    pub fn line(&self, text: &str) {
+        if !self.choice.quiet {
+            Self::write_stderr(text);
+        }
+    }
+
+    /// One line for who wants to know more.
+    pub fn detail(&self, text: &str) {
+        if self.choice.verbose && !self.choice.quiet {
+            Self::write_stderr(text);
+        }
+    }
+
+    pub fn warning(&self, text: &str) {
+        self.line(&format!("warning: {text}"));
+    }
+
+    /// The error, its hint, and the JSON document of a failed run.
+    pub fn error(&self, error: &Error) {
+        Self::write_stderr(&format!("error: {error}"));
+        if let Some(hint) = error.hint() {
+            Self::write_stderr(&format!("hint: {hint}"));
+        }
+        self.document(&json!({ "error": error_document(error) }));
+    }
+
+    fn write_stderr(text: &str) {
+        let _ = writeln!(io::stderr().lock(), "{text}");
+    }
+
+    /// A progress display over `total` bytes.
+    #[must_use]
+    pub fn progress(&self, verb: &'static str, total: u64) -> Progress {
+        let shown = match self.choice.progress {
+            _ if self.choice.quiet => ProgressChoice::Never,
+            ProgressChoice::Auto if self.choice.json => ProgressChoice::Never,
+            choice => choice,
+        };
+        Progress::new(verb, total, shown, io::stderr().is_terminal())
+    }
+}
+
+fn error_document(error: &Error) -> Json {
+    let (mut file, mut fqn, mut expected, mut found) = (None, None, None, None);
+    match error {
+        Error::Io { path, .. } => file = Some(path.display().to_string()),
+        Error::Malformed { path, at, expected: wanted, found: got } => {
+            file = Some(path.display().to_string());
+            fqn = Some(at.clone());
+            (expected, found) = (Some(wanted.clone()), Some(got.clone()));
+        }
+        Error::Coverage { fqn: name, .. } | Error::Conflict { fqn: name, .. } => fqn = Some(name.clone()),
+        _ => {}
+    }
+    json!({
+        "kind": error.kind(),
+        "message": error.to_string(),
+        "file": file,
+        "fqn": fqn,
+        "expected": expected,
+        "found": found,
+        "hint": error.hint(),
+    })
+}

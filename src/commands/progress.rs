@@ -1,0 +1,111 @@
+//! How far a run is: a bar with rate and remaining time on a terminal, a plain line now and then elsewhere.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use super::quantity::human_bytes;
+use crate::exec::Reporter;
+
+/// When to show progress.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProgressChoice {
+    /// A bar on a terminal, plain lines for long runs elsewhere.
+    Auto,
+    Always,
+    Never,
+}
+
+/// Time between plain lines, which go into logs.
+const LINE_EVERY: Duration = Duration::from_secs(10);
+
+#[derive(Debug)]
+pub struct Progress {
+    display: Display,
+}
+
+#[derive(Debug)]
+enum Display {
+    Nothing,
+    Bar(ProgressBar),
+    Lines { verb: &'static str, total: u64, done: AtomicU64, started: Instant, last: Mutex<Instant> },
+}
+
+impl Progress {
+    pub fn new(verb: &'static str, total: u64, choice: ProgressChoice, is_terminal: bool) -> Self {
+        let display = match choice {
+            ProgressChoice::Never => Display::Nothing,
+            _ if is_terminal => Display::Bar(bar(verb, total)),
+            _ => {
+                let now = Instant::now();
+                Display::Lines { verb, total, done: AtomicU64::new(0), started: now, last: Mutex::new(now) }
+            }
+        };
+        Self { display }
+    }
+}
+
+fn bar(verb: &'static str, total: u64) -> ProgressBar {
+    let template = "{msg} {wide_bar} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec} eta {eta}";
+    let style = ProgressStyle::with_template(template).expect("a template that a test has parsed");
+    let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(10));
+    bar.with_style(style).with_message(verb)
+}
+
+impl Reporter for Progress {
+    fn advance(&self, bytes: u64) {
+        match &self.display {
+            Display::Nothing => {}
+            Display::Bar(bar) => bar.inc(bytes),
+            Display::Lines { verb, total, done, started, last } => {
+                let done = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+                // Whoever does not get the lock at once leaves the line to the one who has it.
+                let Ok(mut last) = last.try_lock() else { return };
+                if last.elapsed() >= LINE_EVERY {
+                    *last = Instant::now();
+                    eprintln!("{}", line(verb, done, *total, started.elapsed()));
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Display::Bar(bar) = &self.display {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
+fn line(verb: &str, done: u64, total: u64, elapsed: Duration) -> String {
+    let rate = done as f64 / elapsed.as_secs_f64().max(1e-3);
+    let left = total.saturating_sub(done) as f64 / rate.max(1.0);
+    let percent = done as f64 * 100.0 / total.max(1) as f64;
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a rate is positive and far below 2^64"
+    )]
+    let rate = human_bytes(rate as u64);
+    format!("{verb}: {percent:.0} % ({} of {}, {rate}/s, {left:.0} s left)", human_bytes(done), human_bytes(total))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_tells_rate_and_remaining_time() {
+        let text = line("writing", 500_000_000, 2_000_000_000, Duration::from_secs(1));
+        assert_eq!(text, "writing: 25 % (500.00 MB of 2.00 GB, 500.00 MB/s, 3 s left)");
+    }
+
+    #[test]
+    fn the_bar_template_is_sound() {
+        bar("writing", 1).finish_and_clear();
+    }
+}

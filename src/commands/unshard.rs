@@ -1,0 +1,57 @@
+//! `unshard`: every tensor whole, the nested state dict kept.
+
+use super::convert::{Conversion, convert, file_name, target_format};
+use super::printer::Printer;
+use super::{Status, read_options, refuse_fragment};
+use crate::catalog::{model, path};
+use crate::cli::Unshard;
+use crate::error::{Error, Result};
+use crate::exec::staging::Shape;
+use crate::format::{Checkpoint, Format, SeriesChoice, natural_order, safetensors, torch};
+
+pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
+    let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, SeriesChoice::Model))?;
+    refuse_fragment(&checkpoint)?;
+    let catalog = &checkpoint.catalog;
+    if let Some(conflict) = catalog.conflicts.first() {
+        return Err(conflict.error());
+    }
+    let destination = args.dst.as_deref();
+    let to = target_format(&args.destination, destination, Format::Torch);
+    let (reservation, shape) = match to {
+        Format::Torch => {
+            let name = file_name(destination, "checkpoint.pt");
+            (torch::reserve(catalog, &catalog.state, name)?, Shape::File)
+        }
+        Format::Safetensors => {
+            let mut tensors = model::all_tensors(&catalog.state);
+            tensors.sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
+            let (shape, staged) = super::consolidate::safetensors_shape(destination, args.shards.max_shard_size);
+            let mut reservation = safetensors::reserve(catalog, &tensors, &shape)?;
+            reservation.left_out = objects(&catalog.state);
+            (reservation, staged)
+        }
+        Format::Dcp | Format::TorchRanks => {
+            return Err(Error::usage(
+                format!("unshard writes torch and safetensors, not {to}"),
+                "use `dtshard reshard` with a --mesh to write shards",
+            ));
+        }
+    };
+    let conversion = Conversion {
+        checkpoint: &checkpoint,
+        reservation,
+        destination,
+        shape,
+        to,
+        left_out: Vec::new(),
+        notes: Vec::new(),
+    };
+    convert(conversion, &args.source, &args.destination, printer)
+}
+
+/// Names of everything in a state dict that is not a tensor.
+pub fn objects(state: &crate::catalog::Value) -> Vec<String> {
+    let leaves = path::leaves(state);
+    leaves.iter().filter(|(_, leaf)| matches!(leaf, path::Leaf::Object(_))).map(|(path, _)| path.to_string()).collect()
+}

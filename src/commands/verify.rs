@@ -1,0 +1,259 @@
+//! `verify`: a checkpoint is sound; two hold the same values.
+
+use std::collections::BTreeMap;
+
+use rayon::prelude::*;
+use serde_json::{Value as Json, json};
+
+use super::printer::Printer;
+use super::quantity::{count, human_bytes};
+use super::{Status, input, read_options, refuse_fragment, work_options};
+use crate::catalog::{Catalog, Leaf, TensorEntry, TensorId, Value, model, path};
+use crate::cli::Verify;
+use crate::error::{Error, Result};
+use crate::exec::{Options, Reporter, Stop, compare};
+use crate::format::{Checkpoint, Format, SeriesChoice, checksum};
+use crate::layout::Rank;
+
+/// Something that is not as it should be.
+#[derive(Debug)]
+struct Finding {
+    fqn: String,
+    kind: &'static str,
+    detail: String,
+}
+
+/// Everything a run finds.
+#[derive(Debug, Default)]
+struct Report {
+    different: Vec<Finding>,
+    only_in_src: Vec<String>,
+    only_in_other: Vec<String>,
+    not_comparable: Vec<String>,
+    tensors: usize,
+    bytes: u64,
+}
+
+impl Report {
+    fn add(&mut self, fqn: impl Into<String>, kind: &'static str, detail: impl Into<String>) {
+        self.different.push(Finding { fqn: fqn.into(), kind, detail: detail.into() });
+    }
+
+    /// Damage is a finding; anything else keeps the run from being done.
+    fn absorb(&mut self, fqn: &str, error: Error) -> Result<()> {
+        if !error.is_about_content() {
+            return Err(error);
+        }
+        self.add(fqn, error.kind(), error.to_string());
+        Ok(())
+    }
+
+    fn same(&self) -> bool {
+        self.different.is_empty() && self.only_in_src.is_empty() && self.only_in_other.is_empty()
+    }
+}
+
+pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
+    let options = work_options(&args.source, false)?;
+    let stop = Stop::on_signals()?;
+    let mut report = Report::default();
+    let Some(source) = open(args, &args.src, &mut report)? else { return finish(&report, args, printer) };
+    sound(&source, &options, printer, &stop, &mut report)?;
+    if let Some(other_path) = &args.other {
+        let Some(other) = open(args, other_path, &mut report)? else { return finish(&report, args, printer) };
+        same_values(args, (&source, &other), &options, printer, &stop, &mut report)?;
+    }
+    finish(&report, args, printer)
+}
+
+/// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
+fn open(args: &Verify, path: &std::path::Path, report: &mut Report) -> Result<Option<Checkpoint>> {
+    match Checkpoint::open(path, &read_options(&args.source, SeriesChoice::All)) {
+        Ok(checkpoint) => {
+            refuse_fragment(&checkpoint)?;
+            Ok(Some(checkpoint))
+        }
+        Err(error) => {
+            report.absorb(&path.display().to_string(), error)?;
+            Ok(None)
+        }
+    }
+}
+
+/// Every tensor is covered once, every replica is equal, every stored checksum holds.
+fn sound(
+    checkpoint: &Checkpoint,
+    options: &Options,
+    printer: &Printer,
+    stop: &Stop,
+    report: &mut Report,
+) -> Result<()> {
+    for conflict in &checkpoint.catalog.conflicts {
+        report.absorb(&conflict.path.to_string(), conflict.error())?;
+    }
+    check_sums(checkpoint, printer, stop, report)?;
+    let catalog = &checkpoint.catalog;
+    let replicas = catalog.tensors.iter().filter(|entry| entry.chunks.len() > 1);
+    let progress = printer.progress("comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
+    for entry in &catalog.tensors {
+        let partial = entry.sharding.as_ref().is_some_and(crate::catalog::Sharding::is_partial);
+        if partial {
+            report.not_comparable.push(format!("{} (Partial)", entry.fqn));
+            continue;
+        }
+        match compare::replica_difference(input(checkpoint), entry, options, &progress, stop) {
+            Ok(None) => {}
+            Ok(Some(found)) => {
+                let rank = |chunk: u32| entry.chunks.rank(chunk as usize).unwrap_or(Rank(chunk));
+                let (first, second) = (rank(found.first), rank(found.second));
+                let detail = format!("rank {first} and rank {second} differ, first at element {}", found.element);
+                report.add(entry.fqn.as_str(), "replica", detail);
+            }
+            Err(error) => report.absorb(entry.fqn.as_str(), error)?,
+        }
+        report.tensors += 1;
+        report.bytes += entry.len_bytes();
+    }
+    Ok(())
+}
+
+/// Every stored checksum holds.
+fn check_sums(checkpoint: &Checkpoint, printer: &Printer, stop: &Stop, report: &mut Report) -> Result<()> {
+    let archives = checksum::archives(checkpoint);
+    let progress = printer.progress("checking sums", archives.iter().map(|archive| archive.len).sum());
+    let outcomes: Vec<Result<()>> = archives
+        .par_iter()
+        .map(|archive| {
+            checksum::check(&checkpoint.files, *archive, &mut |bytes| {
+                progress.advance(bytes);
+                stop.check()
+            })
+        })
+        .collect();
+    for (archive, outcome) in archives.iter().zip(outcomes) {
+        if let Err(error) = outcome {
+            report.absorb(&checkpoint.files.path(archive.file).display().to_string(), error)?;
+        }
+    }
+    Ok(())
+}
+
+/// Both hold the same tensors and objects, whatever their layouts and formats.
+fn same_values(
+    args: &Verify,
+    (source, other): (&Checkpoint, &Checkpoint),
+    options: &Options,
+    printer: &Printer,
+    stop: &Stop,
+    report: &mut Report,
+) -> Result<()> {
+    let left = named_tensors(&source.catalog, args.root.as_deref())?;
+    let mut right = named_tensors(&other.catalog, None)?;
+    let progress = printer.progress("comparing", left.values().map(|id| source.catalog.tensor(*id).len_bytes()).sum());
+    for (name, id) in left {
+        let Some(other_id) = right.remove(&name) else {
+            report.only_in_src.push(name);
+            continue;
+        };
+        let (ours, theirs) = (source.catalog.tensor(id), other.catalog.tensor(other_id));
+        if ours.dtype != theirs.dtype {
+            report.add(name, "dtype", format!("{} in SRC, {} in OTHER", ours.dtype, theirs.dtype));
+        } else if ours.shape != theirs.shape {
+            let (ours, theirs) = (ours.shape.as_slice(), theirs.shape.as_slice());
+            report.add(name, "shape", format!("{ours:?} in SRC, {theirs:?} in OTHER"));
+        } else {
+            match compare::first_difference((input(source), ours), (input(other), theirs), options, &progress, stop) {
+                Ok(None) => {}
+                Ok(Some(element)) => report.add(name, "values", format!("first at element {element} (row-major)")),
+                Err(error) => report.absorb(&name, error)?,
+            }
+        }
+    }
+    report.only_in_other.extend(right.into_keys());
+    if args.root.is_none() {
+        same_objects(source, other, report);
+    }
+    Ok(())
+}
+
+fn named_tensors(catalog: &Catalog, root: Option<&str>) -> Result<BTreeMap<String, TensorId>> {
+    let found = match root {
+        None => model::all_tensors(&catalog.state),
+        Some(root) => model::subtree(&catalog.state, root).ok_or_else(|| {
+            Error::usage(format!("--root {root}: SRC has no such subtree"), "`dtshard inspect` shows its names")
+        })?,
+    };
+    Ok(found.into_iter().map(|(fqn, id)| (fqn.to_string(), id)).collect())
+}
+
+/// Objects are compared where both formats can hold them.
+fn same_objects(source: &Checkpoint, other: &Checkpoint, report: &mut Report) {
+    let (left, mut right) = (objects(&source.catalog.state), objects(&other.catalog.state));
+    if source.format == Format::Safetensors || other.format == Format::Safetensors {
+        report.not_comparable.extend(left.into_keys().chain(right.into_keys()));
+        return;
+    }
+    for (name, value) in left {
+        match right.remove(&name) {
+            None => report.only_in_src.push(name),
+            Some(theirs) if *theirs == *value => {}
+            Some(theirs) => report.add(name, "object", format!("{value:.60} in SRC, {theirs:.60} in OTHER")),
+        }
+    }
+    report.only_in_other.extend(right.into_keys());
+}
+
+fn objects(state: &Value) -> BTreeMap<String, &Value> {
+    let leaves = path::leaves(state).into_iter();
+    leaves
+        .filter_map(|(path, leaf)| match leaf {
+            Leaf::Object(value) => Some((path.to_string(), value)),
+            Leaf::Tensor(_) => None,
+        })
+        .collect()
+}
+
+fn finish(report: &Report, args: &Verify, printer: &Printer) -> Result<Status> {
+    printer.document(&document(report));
+    printer.data(&findings(report));
+    let what = format!("{}, {}", count(report.tensors, "tensor"), human_bytes(report.bytes));
+    if report.same() {
+        let verdict = if args.other.is_some() { "the same" } else { "sound" };
+        printer.line(&format!("{verdict}: {what}"));
+        return Ok(Status::Done);
+    }
+    let number = report.different.len() + report.only_in_src.len() + report.only_in_other.len();
+    printer.line(&format!("{} in {what}", count(number, "finding")));
+    Ok(Status::Different)
+}
+
+fn findings(report: &Report) -> String {
+    let mut text = String::new();
+    for finding in &report.different {
+        text.push_str(&format!("{}: {}: {}\n", finding.fqn, finding.kind, finding.detail));
+    }
+    let lists = [
+        ("only in SRC", &report.only_in_src),
+        ("only in OTHER", &report.only_in_other),
+        ("not compared", &report.not_comparable),
+    ];
+    for (what, names) in lists {
+        for name in names {
+            text.push_str(&format!("{name}: {what}\n"));
+        }
+    }
+    text
+}
+
+fn document(report: &Report) -> Json {
+    let different: Vec<Json> = (report.different.iter())
+        .map(|finding| json!({ "fqn": finding.fqn, "kind": finding.kind, "detail": finding.detail }))
+        .collect();
+    json!({
+        "same": report.same(),
+        "different": different,
+        "only_in_src": report.only_in_src,
+        "only_in_other": report.only_in_other,
+        "not_comparable": report.not_comparable,
+    })
+}

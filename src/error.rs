@@ -1,0 +1,134 @@
+//! The one error of the crate, split by what the reader can do about it.
+//!
+//! A message says what was expected and what was found, and where; [`Error::hint`] says what to do next and is
+//! printed on a line of its own. Only `main` turns an error into an exit code.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// How chunks fail to tile their tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CoverageKind {
+    Gap,
+    Overlap,
+    OutOfBounds,
+}
+
+impl CoverageKind {
+    /// The word used in messages and in `--json`.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Gap => "gap",
+            Self::Overlap => "overlap",
+            Self::OutOfBounds => "out of bounds",
+        }
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The operating system refused something.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io { action: &'static str, path: PathBuf, source: io::Error },
+
+    /// Bytes that break the rules of their format.
+    #[error("{}: {at}: expected {expected}, found {found}", path.display())]
+    Malformed { path: PathBuf, at: String, expected: String, found: String },
+
+    /// Something real that this version does not convert.
+    #[error("{what}")]
+    Unsupported { what: String, hint: Option<String> },
+
+    /// The chunks of a tensor do not cover it exactly once.
+    #[error("{fqn}: {} at {region}: {detail}", kind.as_str())]
+    Coverage { fqn: String, kind: CoverageKind, region: String, detail: String, hint: Option<String> },
+
+    /// Ranks (or replicas) that should hold the same thing do not.
+    #[error("{fqn}: {what} differs between {between}: {detail}")]
+    Conflict { fqn: String, what: &'static str, between: String, detail: String, hint: Option<String> },
+
+    /// A layout that cannot be, or cannot be applied to a tensor.
+    #[error("{0}")]
+    Layout(String),
+
+    /// The command line asks for something that cannot be done.
+    #[error("{message}")]
+    Usage { message: String, hint: Option<String> },
+
+    /// INT or TERM; nothing was published.
+    #[error("stopped by {signal}; nothing was written at the destination")]
+    Stopped { signal: &'static str, exit: u8 },
+}
+
+impl Error {
+    pub fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io { action, path, source }
+    }
+
+    pub fn malformed(
+        path: &Path,
+        at: impl Into<String>,
+        expected: impl Into<String>,
+        found: impl Into<String>,
+    ) -> Self {
+        Self::Malformed { path: path.to_path_buf(), at: at.into(), expected: expected.into(), found: found.into() }
+    }
+
+    pub fn unsupported(what: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self::Unsupported { what: what.into(), hint: Some(hint.into()) }
+    }
+
+    pub fn usage(message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self::Usage { message: message.into(), hint: Some(hint.into()) }
+    }
+
+    /// What the reader can do next, if there is something to say.
+    #[must_use]
+    pub fn hint(&self) -> Option<&str> {
+        match self {
+            Self::Unsupported { hint, .. }
+            | Self::Coverage { hint, .. }
+            | Self::Conflict { hint, .. }
+            | Self::Usage { hint, .. } => hint.as_deref(),
+            Self::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => {
+                Some("free space on the file system of the destination, or choose another one")
+            }
+            Self::Malformed { .. } => {
+                Some("the file is damaged or was not completely written; `dtshard verify` lists every fault")
+            }
+            Self::Io { .. } | Self::Layout(_) | Self::Stopped { .. } => None,
+        }
+    }
+
+    /// The `kind` of `--json`.
+    #[must_use]
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Io { .. } => "io",
+            Self::Malformed { .. } => "malformed",
+            Self::Unsupported { .. } => "unsupported",
+            Self::Coverage { .. } => "coverage",
+            Self::Conflict { .. } => "conflict",
+            Self::Layout(_) => "layout",
+            Self::Usage { .. } => "usage",
+            Self::Stopped { .. } => "stopped",
+        }
+    }
+
+    /// True where the error is about bytes that exist but are wrong, which `verify` reports as a finding (exit 1)
+    /// and every other verb as bad input (exit 2).
+    #[must_use]
+    pub fn is_about_content(&self) -> bool {
+        matches!(self, Self::Malformed { .. } | Self::Coverage { .. } | Self::Conflict { .. })
+    }
+}
+
+impl From<crate::layout::LayoutError> for Error {
+    fn from(error: crate::layout::LayoutError) -> Self {
+        Self::Layout(error.to_string())
+    }
+}

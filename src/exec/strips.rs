@@ -1,0 +1,196 @@
+//! Cutting output files into destination strips.
+//!
+//! A strip is a contiguous stretch of one output file, assembled in memory and written by one positional write. It
+//! holds parts of tensors and the literals between them, so files of many small tensors are written in large pieces
+//! too. Strips are the unit of work, of the memory bound and of interruption.
+//!
+//! All units are bytes.
+
+use std::ops::Range;
+
+use crate::catalog::OutputFile;
+
+/// What a stretch of a strip holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Content {
+    /// `bytes` of literal `literal` of the file.
+    Literal { literal: usize, bytes: Range<u64> },
+    /// `bytes` of the tile prepared as `slot`.
+    Payload { slot: usize, bytes: Range<u64> },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Offset in the file.
+    pub offset: u64,
+    pub content: Content,
+}
+
+impl Part {
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        match &self.content {
+            Content::Literal { bytes, .. } | Content::Payload { bytes, .. } => bytes.end - bytes.start,
+        }
+    }
+}
+
+/// Consecutive parts without a hole between them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Strip {
+    pub file: u32,
+    pub range: Range<u64>,
+    pub parts: Vec<Part>,
+}
+
+/// A tile that has its place in an output file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Payload {
+    pub file: u32,
+    pub offset: u64,
+    pub len: u64,
+    pub slot: usize,
+    /// Cuts inside this tile fall on multiples of its item size.
+    pub itemsize: u64,
+}
+
+/// Cuts strips, window by window; remembers which literals are already in one.
+#[derive(Debug)]
+pub struct Cutter<'a> {
+    files: &'a [OutputFile],
+    /// For each file the first literal that is in no strip yet.
+    next_literal: Vec<usize>,
+    strip_bytes: u64,
+}
+
+impl<'a> Cutter<'a> {
+    #[must_use]
+    pub fn new(files: &'a [OutputFile], strip_bytes: u64) -> Self {
+        Self { files, next_literal: vec![0; files.len()], strip_bytes }
+    }
+
+    /// The strips of these payloads, with the literals before each of them.
+    #[must_use]
+    pub fn cut(&mut self, mut payloads: Vec<Payload>) -> Vec<Strip> {
+        payloads.sort_unstable_by_key(|payload| (payload.file, payload.offset));
+        let mut strips = Strips { done: Vec::new(), capacity: self.strip_bytes };
+        for payload in payloads {
+            self.literals_before(payload.file, payload.offset, &mut strips);
+            strips.push(payload.file, payload.offset, payload.len, payload.itemsize, |bytes| Content::Payload {
+                slot: payload.slot,
+                bytes,
+            });
+        }
+        strips.done
+    }
+
+    /// The strips of all literals that no payload came after.
+    #[must_use]
+    pub fn finish(mut self) -> Vec<Strip> {
+        let mut strips = Strips { done: Vec::new(), capacity: self.strip_bytes };
+        for file in 0..self.files.len() {
+            self.literals_before(u32::try_from(file).expect("fewer than 2^32 files"), u64::MAX, &mut strips);
+        }
+        strips.done
+    }
+
+    fn literals_before(&mut self, file: u32, offset: u64, strips: &mut Strips) {
+        let next = &mut self.next_literal[file as usize];
+        let literals = &self.files[file as usize].literals;
+        while let Some(literal) = literals.get(*next).filter(|literal| literal.offset < offset) {
+            let index = *next;
+            strips.push(file, literal.offset, literal.bytes.len() as u64, 1, |bytes| Content::Literal {
+                literal: index,
+                bytes,
+            });
+            *next += 1;
+        }
+    }
+}
+
+struct Strips {
+    done: Vec<Strip>,
+    capacity: u64,
+}
+
+impl Strips {
+    /// Add a stretch of a file, to the current strip where it goes on there, cut where a strip is full.
+    fn push(&mut self, file: u32, offset: u64, len: u64, itemsize: u64, content: impl Fn(Range<u64>) -> Content) {
+        let mut done = 0;
+        while done < len {
+            let at = offset + done;
+            let fits = (self.done.last())
+                .filter(|strip| strip.file == file && strip.range.end == at)
+                .map_or(0, |strip| self.capacity.saturating_sub(strip.range.end - strip.range.start));
+            let rest = len - done;
+            let mut take = if fits >= rest { rest } else { fits - fits % itemsize };
+            if take == 0 {
+                self.done.push(Strip { file, range: at..at, parts: Vec::new() });
+                take = rest.min((self.capacity - self.capacity % itemsize).max(itemsize));
+            }
+            let strip = self.done.last_mut().expect("just pushed or found");
+            strip.parts.push(Part { offset: at, content: content(done..done + take) });
+            strip.range.end += take;
+            done += take;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// header (10) | a (100) | frame (5) | b (16) | tail (3)
+    fn file() -> OutputFile {
+        let mut file = OutputFile::new("f");
+        file.push_literal(vec![1; 10]);
+        file.push_payload(100);
+        file.push_literal(vec![2; 5]);
+        file.push_payload(16);
+        file.push_literal(vec![3; 3]);
+        file
+    }
+
+    fn payloads() -> Vec<Payload> {
+        vec![
+            Payload { file: 0, offset: 115, len: 16, slot: 1, itemsize: 8 },
+            Payload { file: 0, offset: 10, len: 100, slot: 0, itemsize: 4 },
+        ]
+    }
+
+    #[test]
+    fn strips_cover_the_file_once_and_in_order() {
+        for strip_bytes in [1, 7, 16, 64, 1000] {
+            let files = [file()];
+            let mut cutter = Cutter::new(&files, strip_bytes);
+            let mut strips = cutter.cut(payloads());
+            strips.extend(cutter.finish());
+            let mut end = 0;
+            for strip in &strips {
+                assert_eq!(strip.range.start, end);
+                assert!(strip.range.end - strip.range.start <= strip_bytes.max(8), "{strip:?}");
+                for part in &strip.parts {
+                    assert_eq!(part.offset, end);
+                    end += part.len();
+                    if let Content::Payload { slot, bytes } = &part.content {
+                        assert_eq!(bytes.start % [4, 8][*slot], 0);
+                    }
+                }
+                assert_eq!(strip.range.end, end);
+            }
+            assert_eq!(end, files[0].len);
+        }
+    }
+
+    #[test]
+    fn windows_in_another_order_lose_nothing() {
+        let files = [file()];
+        let mut cutter = Cutter::new(&files, 32);
+        let [second, first] = payloads().try_into().unwrap();
+        let mut strips = cutter.cut(vec![second]);
+        strips.extend(cutter.cut(vec![first]));
+        strips.extend(cutter.finish());
+        let total: u64 = strips.iter().map(|strip| strip.range.end - strip.range.start).sum();
+        assert_eq!(total, files[0].len);
+    }
+}

@@ -1,0 +1,13 @@
+//! PyTorch Distributed Checkpoint (DCP) directories: a `.metadata` pickle and data files of torch.save items.
+//!
+//! Source: `torch/distributed/checkpoint/metadata.py`, `filesystem.py`, `default_planner.py`.
+
+mod metadata;
+mod read;
+mod write;
+
+pub use read::{metadata_files, read, resolve};
+pub use write::{Shards, reserve};
+
+/// The module that most classes of `.metadata` are in.
+const METADATA: &str = "torch.distributed.checkpoint.metadata";

@@ -1,0 +1,221 @@
+//! A DCP directory as a catalog.
+
+use std::path::{Path, PathBuf};
+
+use indexmap::IndexMap;
+
+use super::metadata::{self, EntryKind, Metadata, Stored, StoredChunk};
+use crate::catalog::path::Unflatten;
+use crate::catalog::{Catalog, Chunk, ChunkTable, Located, Path as StatePath, Place, TensorEntry, Value};
+use crate::error::{CoverageKind, Error, Result};
+use crate::format::relative_to_folder;
+use crate::format::torch::{Found, reader, whole_chunk};
+use crate::layout::{Region, Tile};
+use crate::storage::{FileId, Files};
+
+/// The metadata files of a directory: `.metadata`, or `__R.metadata` of each rank where it was saved without
+/// collectives.
+///
+/// # Errors
+/// `Io` where the directory cannot be listed.
+pub fn metadata_files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let whole = folder.join(".metadata");
+    if whole.is_file() {
+        return Ok(vec![whole]);
+    }
+    let mut ranks = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(Error::io("list", folder))? {
+        let path = entry.map_err(Error::io("list", folder))?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let rank = name.strip_prefix("__").and_then(|rest| rest.strip_suffix(".metadata"));
+        if let Some(rank) = rank.and_then(|rank| rank.parse::<u32>().ok()) {
+            ranks.push((rank, path));
+        }
+    }
+    ranks.sort();
+    Ok(ranks.into_iter().map(|(_, path)| path).collect())
+}
+
+/// What one name stands for, all metadata files together.
+enum Slot {
+    Tensor(TensorEntry),
+    Object(FileId, Stored),
+}
+
+/// Read a DCP directory.
+///
+/// # Errors
+/// `Malformed`, `Coverage`, `Unsupported`, `Io`.
+pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
+    let mut slots: IndexMap<String, (StatePath, Slot)> = IndexMap::new();
+    for path in metadata_files(folder)? {
+        let bytes = std::fs::read(&path).map_err(Error::io("read", &path))?;
+        let metadata = metadata::parse(&path, &bytes)?;
+        drop(bytes);
+        let source = MetadataFile { data_files: open_data_files(files, folder, &path, &metadata)?, path };
+        for entry in metadata.entries {
+            let slot = source.slot(files, &entry.fqn, entry.kind)?;
+            match (slots.get_mut(&entry.fqn), slot) {
+                (None, slot) => {
+                    slots.insert(entry.fqn, (entry.path, slot));
+                }
+                // Another rank's part, of a save without collectives.
+                (Some((_, Slot::Tensor(known))), Slot::Tensor(more)) => join(&source.path, known, &more)?,
+                (Some((_, Slot::Object(..))), Slot::Object(..)) => {}
+                (Some(_), _) => {
+                    let found = "a tensor and an object of this name";
+                    return Err(Error::malformed(&source.path, entry.fqn, "one kind on all ranks", found));
+                }
+            }
+        }
+    }
+    let mut catalog = Catalog::empty();
+    let mut state = Unflatten::default();
+    for (fqn, (path, slot)) in slots {
+        let value = match slot {
+            Slot::Tensor(entry) => Value::Tensor(catalog.push_tensor(entry)),
+            Slot::Object(file, stored) => read_object(files, file, stored, &fqn, &mut catalog)?,
+        };
+        state.insert(&path, value).map_err(|found| Error::malformed(folder, fqn, "a path of its own", found))?;
+    }
+    catalog.state = state.finish().map_err(|found| Error::malformed(folder, "planner_data", "a state dict", found))?;
+    Ok(catalog)
+}
+
+/// A metadata file and the data files it names.
+struct MetadataFile {
+    path: PathBuf,
+    data_files: Vec<FileId>,
+}
+
+impl MetadataFile {
+    fn slot(&self, files: &Files, fqn: &str, kind: EntryKind) -> Result<Slot> {
+        match kind {
+            EntryKind::Bytes(None) => Err(Error::malformed(&self.path, fqn, "a place in storage_data", "none")),
+            EntryKind::Bytes(Some(stored)) => {
+                let file = self.stretch(files, fqn, stored)?;
+                Ok(Slot::Object(file, stored))
+            }
+            EntryKind::Tensor { dtype, shape, chunks } => {
+                let table = ChunkTable::new(shape.len());
+                let mut entry = TensorEntry { fqn: fqn.into(), dtype, shape, sharding: None, chunks: table };
+                for chunk in chunks {
+                    self.push_chunk(files, &mut entry, chunk)?;
+                }
+                Ok(Slot::Tensor(entry))
+            }
+        }
+    }
+
+    fn push_chunk(&self, files: &Files, entry: &mut TensorEntry, chunk: StoredChunk) -> Result<()> {
+        let region = Region::new(chunk.offsets, chunk.sizes);
+        if !region.fits(&entry.shape) {
+            return Err(Error::Coverage {
+                fqn: entry.fqn.to_string(),
+                kind: CoverageKind::OutOfBounds,
+                region: region.to_string(),
+                detail: format!("a chunk reaches beyond shape {:?}", entry.shape.as_slice()),
+                hint: Some(format!(
+                    "{} does not describe its own tensors; save the checkpoint again",
+                    self.path.display()
+                )),
+            });
+        }
+        let place = match chunk.stored {
+            Some(stored) => {
+                let file = self.stretch(files, entry.fqn.as_str(), stored)?;
+                Place::Item { file, offset: stored.offset, len: stored.len }
+            }
+            None if region.is_empty() => Place::Nowhere,
+            None => {
+                let expected = format!("a place in storage_data for the chunk at {region}");
+                return Err(Error::malformed(&self.path, entry.fqn.as_str(), expected, "none"));
+            }
+        };
+        // An empty chunk may be stored, but there is nothing in it to read.
+        let place = if region.is_empty() { Place::Nowhere } else { place };
+        entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank: None });
+        Ok(())
+    }
+
+    /// The file of a stretch, which must lie inside it.
+    fn stretch(&self, files: &Files, fqn: &str, stored: Stored) -> Result<FileId> {
+        let file = self.data_files[stored.path as usize];
+        let len = files.len_bytes(file);
+        match stored.offset.checked_add(stored.len) {
+            Some(end) if end <= len => Ok(file),
+            end => {
+                let end = end.map_or_else(|| String::from("2^64"), |end| end.to_string());
+                let found = format!("a file of {len} bytes");
+                Err(Error::malformed(files.path(file), fqn, format!("its item up to byte {end}"), found))
+            }
+        }
+    }
+}
+
+/// The data files that a metadata file names; all must be there.
+fn open_data_files(files: &mut Files, folder: &Path, metadata_path: &Path, metadata: &Metadata) -> Result<Vec<FileId>> {
+    let paths: Vec<PathBuf> =
+        (metadata.paths.iter()).map(|name| relative_to_folder(folder, name, metadata_path)).collect::<Result<_>>()?;
+    let missing: Vec<&str> =
+        (paths.iter().zip(&metadata.paths)).filter(|(path, _)| !path.exists()).map(|(_, name)| name.as_str()).collect();
+    if !missing.is_empty() {
+        let expected = format!("{} data files beside it", paths.len());
+        return Err(Error::malformed(
+            metadata_path,
+            "storage_data",
+            expected,
+            format!("missing: {}", missing.join(", ")),
+        ));
+    }
+    paths.into_iter().map(|path| files.add(path)).collect()
+}
+
+/// Add another rank's chunks of a tensor.
+fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> {
+    if (known.dtype, &known.shape) != (more.dtype, &more.shape) {
+        let expected = format!("{} {:?} as in other ranks' metadata", known.dtype, known.shape.as_slice());
+        let found = format!("{} {:?}", more.dtype, more.shape.as_slice());
+        return Err(Error::malformed(path, known.fqn.as_str(), expected, found));
+    }
+    more.chunks.iter().for_each(|chunk| known.chunks.push(chunk));
+    Ok(())
+}
+
+/// A value that is not a tensor. Tensors inside it (in a tuple, say) become entries of their own.
+fn read_object(files: &Files, file: FileId, stored: Stored, fqn: &str, catalog: &mut Catalog) -> Result<Value> {
+    let mut contents = reader::read(files, file, stored.offset, stored.len)?;
+    let shift = u32::try_from(catalog.tensors.len()).expect("fewer than 2^32 tensors");
+    for found in &contents.tensors {
+        let Found::Plain(view) = found else {
+            return Err(Error::malformed(files.path(file), fqn, "plain tensors inside an object", "a distributed one"));
+        };
+        let mut chunks = ChunkTable::new(view.sizes.len());
+        chunks.push(whole_chunk(&contents, view));
+        let entry =
+            TensorEntry { fqn: fqn.into(), dtype: view.dtype, shape: view.sizes.clone(), sharding: None, chunks };
+        catalog.push_tensor(entry);
+    }
+    contents.value.shift_tensors(shift);
+    Ok(contents.value)
+}
+
+/// Where the tensor of an item lies: its own pickle and directory tell.
+///
+/// # Errors
+/// `Malformed` where the item is not the chunk that the metadata describes.
+pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, file: FileId, offset: u64, len: u64) -> Result<Located> {
+    let contents = reader::read(files, file, offset, len)?;
+    let path = files.path(file);
+    let at = format!("{} (item at byte {offset})", entry.fqn);
+    let (Value::Tensor(_), [Found::Plain(view)]) = (&contents.value, contents.tensors.as_slice()) else {
+        let found = contents.value.type_name().into_owned();
+        return Err(Error::malformed(path, at, "one tensor", found));
+    };
+    let sizes = entry.chunks.tile(chunk as usize).sizes();
+    if view.dtype != entry.dtype || view.sizes != sizes {
+        let expected = format!("{} {:?}", entry.dtype, sizes.as_slice());
+        return Err(Error::malformed(path, at, expected, format!("{} {:?}", view.dtype, view.sizes.as_slice())));
+    }
+    contents.locate(files, view)
+}

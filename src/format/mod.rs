@@ -1,0 +1,197 @@
+//! Formats: bytes on disk to and from catalogs.
+//!
+//! One format is one folder or file. Each reads a [`Catalog`] and reserves a target
+//! ([`Reservation`](crate::catalog::Reservation)); moving tensor data is no format's business.
+
+pub mod checksum;
+pub mod dcp;
+mod detect;
+pub mod pickle;
+pub mod safetensors;
+mod series;
+pub mod torch;
+pub mod zip;
+
+use std::cmp::Ordering;
+use std::fmt;
+use std::path::{Component, Path, PathBuf};
+
+pub use detect::{Detected, detect};
+pub use series::SeriesChoice;
+
+use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
+use crate::error::{Error, Result};
+use crate::storage::{Files, IoMode, filesystem};
+
+/// The formats, under the names of `--from` and `--to`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    Dcp,
+    Safetensors,
+    Torch,
+    TorchRanks,
+}
+
+impl Format {
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Dcp => "dcp",
+            Self::Safetensors => "safetensors",
+            Self::Torch => "torch",
+            Self::TorchRanks => "torch-ranks",
+        }
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(self.name())
+    }
+}
+
+/// A checkpoint that has been read: what it holds, and the files to take tensor data from.
+#[derive(Debug)]
+pub struct Checkpoint {
+    pub format: Format,
+    pub root: PathBuf,
+    pub files: Files,
+    pub catalog: Catalog,
+    /// Names of the series of rank files, where the format has them.
+    pub series: Vec<String>,
+    /// Set where the source is one rank's file of several: what to say to verbs that need all.
+    pub fragment: Option<String>,
+}
+
+/// How to read a checkpoint.
+#[derive(Clone, Debug, Default)]
+pub struct ReadOptions {
+    pub from: Option<Format>,
+    pub series: SeriesChoice,
+    pub io: Option<IoMode>,
+}
+
+impl Checkpoint {
+    /// Read everything but tensor data.
+    ///
+    /// # Errors
+    /// `Unsupported` for formats that are not read, `Malformed` and `Conflict` for damaged ones, `Io`.
+    pub fn open(path: &Path, options: &ReadOptions) -> Result<Self> {
+        let detected = detect(path, options.from)?;
+        let io = match options.io {
+            Some(io) => io,
+            None => filesystem::preferred_io(path)?,
+        };
+        let mut files = Files::new(io);
+        let mut names = Vec::new();
+        let mut fragment = None;
+        let (format, catalog) = match detected {
+            Detected::Dcp => (Format::Dcp, dcp::read(&mut files, path)?),
+            Detected::Safetensors { paths, index } => {
+                (Format::Safetensors, safetensors::read(&mut files, &paths, index.as_deref())?)
+            }
+            Detected::Torch { paths } => {
+                fragment = paths.first().filter(|_| paths.len() == 1).and_then(|path| series::fragment(path));
+                (Format::Torch, torch::read(&mut files, &paths)?)
+            }
+            Detected::TorchRanks(all) => {
+                let chosen = all.choose(&options.series)?;
+                names = chosen.names();
+                (Format::TorchRanks, chosen.read(&mut files)?)
+            }
+        };
+        Ok(Self { format, root: path.to_path_buf(), files, catalog, series: names, fragment })
+    }
+}
+
+/// Where a chunk lies; reads the file where the catalog leaves that open.
+///
+/// # Errors
+/// `Malformed`, `Io`.
+pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located> {
+    let index = chunk as usize;
+    let strides = || match entry.chunks.strides(index) {
+        Some(strides) => strides.clone(),
+        None => contiguous_strides(&entry.chunks.tile(index).sizes()),
+    };
+    match entry.chunks.place(index) {
+        Place::Bytes { file, offset } => Ok(Located { file, offset, strides: strides() }),
+        Place::Record { file, header, within } => {
+            let offset = zip::data_offset(files, file, header)?.checked_add(within);
+            let offset = offset.ok_or_else(|| {
+                Error::malformed(files.path(file), entry.fqn.as_str(), "an offset inside the file", "2^64")
+            })?;
+            Ok(Located { file, offset, strides: strides() })
+        }
+        Place::Item { file, offset, len } => dcp::resolve(files, entry, chunk, file, offset, len),
+        Place::Nowhere => Err(Error::unsupported(
+            format!("{}: chunk {chunk} has elements but no place", entry.fqn),
+            "the checkpoint does not say where they are",
+        )),
+    }
+}
+
+/// A name that a checkpoint gives for one of its own files, as a path inside its folder.
+///
+/// # Errors
+/// `Malformed` where it leads outside.
+fn relative_to_folder(folder: &Path, name: &str, named_by: &Path) -> Result<PathBuf> {
+    let path = Path::new(name);
+    if !name.is_empty() && path.components().all(|part| matches!(part, Component::Normal(_))) {
+        return Ok(folder.join(path));
+    }
+    Err(Error::malformed(named_by, "file name", "a file inside the checkpoint's folder", format!("`{name}`")))
+}
+
+/// Text order in which numbers count as numbers: `layers.2` before `layers.10`.
+#[must_use]
+pub fn natural_order(left: &str, right: &str) -> Ordering {
+    let (mut a, mut b) = (left.as_bytes(), right.as_bytes());
+    loop {
+        match (a.first(), b.first()) {
+            (Some(x), Some(y)) if x.is_ascii_digit() && y.is_ascii_digit() => {
+                let (number_a, rest_a) = split_number(a);
+                let (number_b, rest_b) = split_number(b);
+                let order = number_a.len().cmp(&number_b.len()).then_with(|| number_a.cmp(number_b));
+                if order != Ordering::Equal {
+                    return order;
+                }
+                (a, b) = (rest_a, rest_b);
+            }
+            (Some(x), Some(y)) if x == y => (a, b) = (&a[1..], &b[1..]),
+            // Equal but for leading zeros: plain order decides, so that the order is total.
+            (None, None) => return left.cmp(right),
+            (x, y) => return x.cmp(&y),
+        }
+    }
+}
+
+/// The digits at the start without leading zeros, and what follows them.
+fn split_number(text: &[u8]) -> (&[u8], &[u8]) {
+    let end = text.iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(text.len());
+    let (digits, rest) = text.split_at(end);
+    let zeros = digits.iter().take_while(|digit| **digit == b'0').count();
+    (&digits[zeros..], rest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_in_names_count_as_numbers() {
+        let mut names = ["layers.10.w", "layers.2.w", "layers.2.b", "embed", "layers.02.b", "layers"];
+        names.sort_by(|left, right| natural_order(left, right));
+        assert_eq!(names, ["embed", "layers", "layers.02.b", "layers.2.b", "layers.2.w", "layers.10.w"]);
+    }
+
+    #[test]
+    fn names_stay_inside_the_folder() {
+        let inside = |name| relative_to_folder(Path::new("/c"), name, Path::new("/c/.metadata"));
+        assert_eq!(inside("__0_0.distcp").unwrap(), Path::new("/c/__0_0.distcp"));
+        assert_eq!(inside("sub/x").unwrap(), Path::new("/c/sub/x"));
+        for name in ["../x", "/etc/passwd", "a/../../x", "", "."] {
+            assert!(inside(name).is_err(), "{name}");
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! Why a node is not a value, and where in the lifted value it lies.
+
+use thiserror::Error;
+
+use super::path;
+
+/// Why a node is not a value. Paths start at the lifted node and are empty for itself.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum LiftError {
+    #[error("{}`{symbol}` is not among the Python objects that are known to be plain data", place(path))]
+    Forbidden { symbol: String, path: String },
+    #[error("{}{what}", place(path))]
+    Limit { what: String, path: String },
+    #[error("{}{what}", place(path))]
+    Malformed { what: String, path: String },
+}
+
+fn place(path: &str) -> String {
+    if path.is_empty() { String::new() } else { format!("{path}: ") }
+}
+
+impl LiftError {
+    /// An error of the node at hand, whose path is still empty.
+    pub fn forbidden(symbol: impl Into<String>) -> Self {
+        Self::Forbidden { symbol: symbol.into(), path: String::new() }
+    }
+
+    /// An error of the node at hand, whose path is still empty.
+    pub fn malformed(what: impl Into<String>) -> Self {
+        Self::Malformed { what: what.into(), path: String::new() }
+    }
+
+    pub(super) fn limit(what: impl Into<String>) -> Self {
+        Self::Limit { what: what.into(), path: String::new() }
+    }
+
+    pub fn path(&self) -> &str {
+        match self {
+            Self::Forbidden { path, .. } | Self::Limit { path, .. } | Self::Malformed { path, .. } => path,
+        }
+    }
+
+    /// The same error seen from outside of `prefix`, a path like `state['layer.0']`.
+    pub fn under(mut self, prefix: &str) -> Self {
+        let (Self::Forbidden { path, .. } | Self::Limit { path, .. } | Self::Malformed { path, .. }) = &mut self;
+        *path = path::join(prefix, path);
+        self
+    }
+}

@@ -1,0 +1,262 @@
+//! The lexer: one opcode with its argument at a time.
+//!
+//! Why apart from the machine: the reader walks every pickle twice, first to learn which memo entries
+//! are ever fetched (see [`super::memo`]) and then to run it. Sharing one lexer means that the second
+//! walk can only meet what the first has already measured.
+//!
+//! Unit: bytes of the input. Invariant: every [`Span`] handed out lies inside the input, and each opcode
+//! consumes at least one byte, so counts of opcodes, nodes and memo entries are bounded by its length.
+//!
+//! Source of the rule: CPython `Lib/pickletools.py` (argument encodings) and `Lib/pickle.py`. The text
+//! opcodes of protocols 0 and 1, the extension registry and out-of-band buffers are refused by name:
+//! no checkpoint holds them.
+
+use super::PickleError;
+
+/// A range of input bytes; 32 bits a side keep a node at 16 bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Span {
+    pub start: u32,
+    pub len: u32,
+}
+
+impl Span {
+    pub fn of(self, bytes: &[u8]) -> &[u8] {
+        let start = self.start as usize;
+        &bytes[start..start + self.len as usize]
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Op {
+    /// PROTO and FRAME, which say nothing the machine needs.
+    Nothing,
+    Stop,
+    Mark,
+    Pop,
+    PopMark,
+    Dup,
+    None,
+    Bool(bool),
+    Int(i64),
+    /// Little-endian two's complement, any length.
+    Long(Span),
+    Float(f64),
+    Unicode(Span),
+    /// Python 2's `str`: text if it can be, else bytes.
+    String(Span),
+    Bytes(Span),
+    ByteArray(Span),
+    EmptyTuple,
+    /// TUPLE1 to TUPLE3.
+    TupleOf(usize),
+    Tuple,
+    EmptyList,
+    Append,
+    Appends,
+    EmptyDict,
+    SetItem,
+    SetItems,
+    EmptySet,
+    AddItems,
+    FrozenSet,
+    Global {
+        module: Span,
+        name: Span,
+    },
+    StackGlobal,
+    Reduce,
+    NewObj,
+    NewObjEx,
+    Build,
+    PersistentId,
+    Put(u32),
+    Memoize,
+    Get(u32),
+}
+
+pub(super) struct Lexer<'a> {
+    bytes: &'a [u8],
+    pos: usize,
+}
+
+impl<'a> Lexer<'a> {
+    /// Inputs beyond 4 GiB would not fit a [`Span`]; tensor data never lies inside a checkpoint's pickle,
+    /// so no real one comes near.
+    pub fn new(bytes: &'a [u8]) -> Result<Self, PickleError> {
+        if bytes.len() >= u32::MAX as usize {
+            return Err(PickleError::limit(0, "the pickle is 4 GiB or longer"));
+        }
+        Ok(Self { bytes, pos: 0 })
+    }
+
+    /// Bytes consumed so far.
+    pub fn pos(&self) -> usize {
+        self.pos
+    }
+
+    pub fn next(&mut self) -> Result<Op, PickleError> {
+        let at = self.pos;
+        Ok(match self.u8()? {
+            0x80 => self.proto(at)?,
+            0x95 => self.frame()?,
+            b'.' => Op::Stop,
+            b'(' => Op::Mark,
+            b'0' => Op::Pop,
+            b'1' => Op::PopMark,
+            b'2' => Op::Dup,
+
+            b'N' => Op::None,
+            0x88 => Op::Bool(true),
+            0x89 => Op::Bool(false),
+            b'K' => Op::Int(self.u8()?.into()),
+            b'M' => Op::Int(u16::from_le_bytes(self.array()?).into()),
+            b'J' => Op::Int(i32::from_le_bytes(self.array()?).into()),
+            0x8a => Op::Long(self.counted8()?),
+            0x8b => Op::Long(self.counted_i32(at, "LONG4")?),
+            b'G' => Op::Float(f64::from_be_bytes(self.array()?)),
+
+            0x8c => Op::Unicode(self.counted8()?),
+            b'X' => Op::Unicode(self.counted32()?),
+            0x8d => Op::Unicode(self.counted64()?),
+            b'U' => Op::String(self.counted8()?),
+            b'T' => Op::String(self.counted_i32(at, "BINSTRING")?),
+            b'C' => Op::Bytes(self.counted8()?),
+            b'B' => Op::Bytes(self.counted32()?),
+            0x8e => Op::Bytes(self.counted64()?),
+            0x96 => Op::ByteArray(self.counted64()?),
+
+            b')' => Op::EmptyTuple,
+            0x85 => Op::TupleOf(1),
+            0x86 => Op::TupleOf(2),
+            0x87 => Op::TupleOf(3),
+            b't' => Op::Tuple,
+            b']' => Op::EmptyList,
+            b'a' => Op::Append,
+            b'e' => Op::Appends,
+            b'}' => Op::EmptyDict,
+            b's' => Op::SetItem,
+            b'u' => Op::SetItems,
+            0x8f => Op::EmptySet,
+            0x90 => Op::AddItems,
+            0x91 => Op::FrozenSet,
+
+            b'c' => Op::Global { module: self.line()?, name: self.line()? },
+            0x93 => Op::StackGlobal,
+            b'R' => Op::Reduce,
+            0x81 => Op::NewObj,
+            0x92 => Op::NewObjEx,
+            b'b' => Op::Build,
+            b'Q' => Op::PersistentId,
+
+            b'q' => Op::Put(self.u8()?.into()),
+            b'r' => Op::Put(self.memo_index(at)?),
+            0x94 => Op::Memoize,
+            b'h' => Op::Get(self.u8()?.into()),
+            b'j' => Op::Get(self.memo_index(at)?),
+
+            other => return Err(refused(at, other)),
+        })
+    }
+
+    fn proto(&mut self, at: usize) -> Result<Op, PickleError> {
+        match self.u8()? {
+            0..=5 => Ok(Op::Nothing),
+            n => Err(PickleError::malformed(at, format!("pickle protocol {n} is newer than 5"))),
+        }
+    }
+
+    /// A frame is a hint for buffering, yet one that claims more than there is tells of a cut file.
+    fn frame(&mut self) -> Result<Op, PickleError> {
+        let len = u64::from_le_bytes(self.array()?);
+        self.need(len)?;
+        Ok(Op::Nothing)
+    }
+
+    /// CPython numbers memo entries from 0, so an index past the input's length is no index; refusing it
+    /// keeps the memo as small as the input.
+    fn memo_index(&mut self, at: usize) -> Result<u32, PickleError> {
+        let index = u32::from_le_bytes(self.array()?);
+        if index as usize >= self.bytes.len() {
+            let what = format!("memo index {index} in a pickle of {} bytes", self.bytes.len());
+            return Err(PickleError::limit(at, what));
+        }
+        Ok(index)
+    }
+
+    fn counted8(&mut self) -> Result<Span, PickleError> {
+        let len = self.u8()?;
+        self.span(len.into())
+    }
+
+    fn counted32(&mut self) -> Result<Span, PickleError> {
+        let len = u32::from_le_bytes(self.array()?);
+        self.span(len.into())
+    }
+
+    fn counted64(&mut self) -> Result<Span, PickleError> {
+        let len = u64::from_le_bytes(self.array()?);
+        self.span(len)
+    }
+
+    /// LONG4 and BINSTRING count with a signed number.
+    fn counted_i32(&mut self, at: usize, op: &str) -> Result<Span, PickleError> {
+        let len = i32::from_le_bytes(self.array()?);
+        match u64::try_from(len) {
+            Ok(len) => self.span(len),
+            Err(_) => Err(PickleError::malformed(at, format!("{op} with the negative length {len}"))),
+        }
+    }
+
+    /// One newline-terminated argument of GLOBAL, without the newline.
+    fn line(&mut self) -> Result<Span, PickleError> {
+        let rest = &self.bytes[self.pos..];
+        let Some(len) = rest.iter().position(|&byte| byte == b'\n') else {
+            return Err(PickleError::truncated(self.bytes.len()));
+        };
+        let span = self.span(len as u64)?;
+        self.pos += 1;
+        Ok(span)
+    }
+
+    fn u8(&mut self) -> Result<u8, PickleError> {
+        Ok(self.array::<1>()?[0])
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], PickleError> {
+        match self.bytes[self.pos..].first_chunk::<N>() {
+            Some(array) => {
+                self.pos += N;
+                Ok(*array)
+            }
+            None => Err(PickleError::truncated(self.bytes.len())),
+        }
+    }
+
+    fn span(&mut self, len: u64) -> Result<Span, PickleError> {
+        self.need(len)?;
+        // Both fit: the input is shorter than 4 GiB and holds `len` more bytes.
+        let span = Span { start: self.pos as u32, len: len as u32 };
+        self.pos += len as usize;
+        Ok(span)
+    }
+
+    fn need(&self, len: u64) -> Result<(), PickleError> {
+        if len > (self.bytes.len() - self.pos) as u64 {
+            return Err(PickleError::truncated(self.bytes.len()));
+        }
+        Ok(())
+    }
+}
+
+fn refused(at: usize, op: u8) -> PickleError {
+    let why = match op {
+        b'F' | b'I' | b'L' | b'S' | b'V' | b'P' | b'p' | b'g' | b'd' | b'l' | b'i' | b'o' => {
+            "an opcode of the old text protocols"
+        }
+        0x82..=0x84 => "an opcode of the extension registry",
+        0x97 | 0x98 => "an opcode for out-of-band buffers",
+        _ => return PickleError::malformed(at, format!("0x{op:02x} is not a pickle opcode")),
+    };
+    PickleError::malformed(at, format!("0x{op:02x} is {why}, which no checkpoint uses"))
+}

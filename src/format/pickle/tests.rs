@@ -1,0 +1,46 @@
+//! What the parts do together. `tests/*.pkl` are CPython's own, made by `tests/samples.py`.
+
+mod folding;
+mod hostile;
+mod reading;
+mod round_trip;
+
+use super::*;
+use crate::catalog::value::{Construct, Dict, DictKind, Object, Symbol, Value};
+
+/// One object graph in protocols 2 to 5.
+const EVERYTHING: [&[u8]; 4] = [
+    include_bytes!("tests/everything.2.pkl"),
+    include_bytes!("tests/everything.3.pkl"),
+    include_bytes!("tests/everything.4.pkl"),
+    include_bytes!("tests/everything.5.pkl"),
+];
+
+fn read(bytes: &[u8]) -> Pickle<'_> {
+    let (pickle, len) = decode(bytes, &mut NoFold).unwrap();
+    assert_eq!(len, bytes.len());
+    pickle
+}
+
+fn lifted(bytes: &[u8]) -> Result<Value, LiftError> {
+    lift(read(bytes).root(), &mut |_| Ok(None))
+}
+
+fn error_of(bytes: &[u8]) -> PickleError {
+    match decode(bytes, &mut NoFold) {
+        Ok(_) => panic!("{bytes:?} was read"),
+        Err(error) => error,
+    }
+}
+
+fn text(text: &str) -> Value {
+    Value::Str(text.into())
+}
+
+fn dict(entries: Vec<(Value, Value)>) -> Value {
+    Value::Dict(Dict { entries, ..Dict::default() })
+}
+
+fn object(how: Construct, module: &str, name: &str, args: Vec<Value>) -> Object {
+    Object { args, ..Object::new(how, Symbol::new(module, name)) }
+}

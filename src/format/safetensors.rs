@@ -1,0 +1,403 @@
+//! safetensors: a length, a JSON header, the data. One file, or a folder with an index.
+//!
+//! Source of the rules: the safetensors format description and `safetensors/src/tensor.rs` (0.8), but stricter where
+//! the reference reader is lenient: duplicate keys are refused. The reference writer wants every tensor in memory, so
+//! headers are laid out here.
+//!
+//! ```text
+//! | u64 N | N bytes of JSON, padded with spaces | tensor data, tiled without holes |
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde::de::{Error as _, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+use serde_json::{Value as Json, json};
+
+use super::{natural_order, relative_to_folder};
+use crate::catalog::{
+    Catalog, Chunk, ChunkTable, Dict, Dtype, Fqn, OutputFile, Place, Reservation, Reserved, TensorEntry, TensorId,
+    Value, checked_len_bytes,
+};
+use crate::error::{Error, Result};
+use crate::layout::{Dims, Region, Tile};
+use crate::storage::{FileId, Files};
+
+/// Headers beyond this are refused by the reference reader, too.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+pub const INDEX_NAME: &str = "model.safetensors.index.json";
+
+// ---------------------------------------------------------------------------------------------------- reading
+
+/// One file's header, checked.
+#[derive(Debug)]
+struct Header {
+    metadata: BTreeMap<String, String>,
+    /// In the order of the data.
+    tensors: Vec<(String, Stored)>,
+}
+
+#[derive(Debug)]
+struct Stored {
+    dtype: Dtype,
+    shape: Dims,
+    /// Absolute offset in the file.
+    offset: u64,
+}
+
+/// An entry as the JSON gives it.
+#[derive(Deserialize)]
+struct RawEntry {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
+}
+
+/// A JSON object whose keys are distinct and keep their order.
+struct DistinctMap(Vec<(String, Json)>);
+
+impl<'de> Deserialize<'de> for DistinctMap {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct DistinctVisitor;
+        impl<'de> Visitor<'de> for DistinctVisitor {
+            type Value = DistinctMap;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a JSON object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<DistinctMap, A::Error> {
+                let mut seen = BTreeSet::new();
+                let mut entries = Vec::new();
+                while let Some((key, value)) = map.next_entry::<String, Json>()? {
+                    if !seen.insert(key.clone()) {
+                        return Err(A::Error::custom(format_args!("the key `{key}` twice")));
+                    }
+                    entries.push((key, value));
+                }
+                Ok(DistinctMap(entries))
+            }
+        }
+        deserializer.deserialize_map(DistinctVisitor)
+    }
+}
+
+fn read_header(files: &Files, file: FileId) -> Result<Header> {
+    let path = files.path(file);
+    let file_len = files.len_bytes(file);
+    let malformed = |at: &str, expected: &str, found: String| Error::malformed(path, at, expected, found);
+    if file_len < 8 {
+        return Err(malformed("byte 0", "an 8-byte header length", format!("a file of {file_len} bytes")));
+    }
+    let prefix = files.read(file, 0, 8)?;
+    let header_len = u64::from_le_bytes(prefix.try_into().expect("8 bytes were read"));
+    if header_len == 0 || header_len > MAX_HEADER_BYTES || header_len > file_len - 8 {
+        let expected = format!("a header length up to {}", MAX_HEADER_BYTES.min(file_len - 8));
+        return Err(malformed("byte 0", &expected, header_len.to_string()));
+    }
+    let text = files.read(file, 8, header_len)?;
+    let DistinctMap(entries) =
+        serde_json::from_slice(&text).map_err(|error| malformed("header", "a JSON object", error.to_string()))?;
+
+    let data_start = 8 + header_len;
+    let data_len = file_len - data_start;
+    let mut metadata = BTreeMap::new();
+    let mut tensors = Vec::with_capacity(entries.len());
+    for (name, value) in entries {
+        if name == "__metadata__" {
+            metadata = serde_json::from_value(value)
+                .map_err(|error| malformed("__metadata__", "a map of strings", error.to_string()))?;
+            continue;
+        }
+        let raw: RawEntry = serde_json::from_value(value)
+            .map_err(|error| malformed(&name, "dtype, shape and data_offsets", error.to_string()))?;
+        let (stored, len) = check_entry(path, &name, raw, data_start)?;
+        tensors.push((name, stored, len));
+    }
+    tensors.sort_by_key(|(_, stored, len)| (stored.offset, *len));
+    // The data must be tiled: each tensor begins where the one before it ends, the last one ends with the file.
+    let mut end = data_start;
+    for (name, stored, len) in &tensors {
+        if stored.offset != end {
+            let (expected, found) = (format!("data at {}", end - data_start), (stored.offset - data_start).to_string());
+            return Err(malformed(name, &expected, format!("data at {found}")));
+        }
+        end += len;
+    }
+    if end != file_len {
+        let expected = format!("{} bytes of data", end - data_start);
+        return Err(malformed("data", &expected, format!("{data_len} bytes")));
+    }
+    Ok(Header { metadata, tensors: tensors.into_iter().map(|(name, stored, _)| (name, stored)).collect() })
+}
+
+/// The tensor of an entry and its length in bytes.
+fn check_entry(path: &Path, name: &str, raw: RawEntry, data_start: u64) -> Result<(Stored, u64)> {
+    let malformed = |expected: String, found: String| Error::malformed(path, name, expected, found);
+    let Some(dtype) = Dtype::from_safetensors_tag(&raw.dtype) else {
+        return Err(Error::unsupported(
+            format!("{}: {name}: dtype {} has no PyTorch counterpart", path.display(), raw.dtype),
+            "convert that tensor to a dtype PyTorch has before it is saved",
+        ));
+    };
+    let mut shape: Dims = raw.shape.as_slice().into();
+    if dtype == Dtype::F4E2m1fnX2 {
+        // The file counts values, PyTorch the bytes that hold two of them.
+        let last = shape.last_mut().filter(|size| **size % 2 == 0);
+        let Some(last) = last else {
+            return Err(malformed(String::from("an even last dim of F4"), format!("{:?}", raw.shape)));
+        };
+        *last /= 2;
+    }
+    let (begin, end) = raw.data_offsets;
+    let Some(len) = checked_len_bytes(&shape, dtype).filter(|len| begin.checked_add(*len) == Some(end)) else {
+        let expected = format!("the bytes of {dtype} {:?}", raw.shape);
+        return Err(malformed(expected, format!("data_offsets [{begin}, {end}]")));
+    };
+    let Some(offset) = data_start.checked_add(begin).filter(|offset| offset.checked_add(len).is_some()) else {
+        return Err(malformed(String::from("data inside the file"), format!("data_offsets [{begin}, {end}]")));
+    };
+    Ok((Stored { dtype, shape, offset }, len))
+}
+
+/// Read one file, or every file of a folder. With an index, the index and the files must agree.
+///
+/// # Errors
+/// `Malformed`, `Unsupported`, `Io`.
+pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Result<Catalog> {
+    let mut catalog = Catalog::empty();
+    let mut found: BTreeMap<String, (PathBuf, TensorId)> = BTreeMap::new();
+    for path in paths {
+        let file = files.add(path)?;
+        let header = read_header(files, file)?;
+        for (name, stored) in header.tensors {
+            let id = catalog.push_tensor(whole_tensor(&name, stored, file));
+            if let Some((other, _)) = found.insert(name.clone(), (path.clone(), id)) {
+                let found = format!("it in {} as well", other.display());
+                return Err(Error::malformed(path, name, "a tensor in one file only", found));
+            }
+        }
+        for (key, value) in header.metadata {
+            // Loaders look for these two; they say nothing about the model.
+            if key != "format" && !(key == "total_size" && value.parse::<u64>().is_ok()) {
+                catalog.warnings.push(format!("{}: __metadata__ {key}: {value}", path.display()));
+            }
+        }
+    }
+    if let Some(index) = index {
+        check_index(index, &found)?;
+    }
+    let mut names: Vec<(String, TensorId)> = found.into_iter().map(|(name, (_, id))| (name, id)).collect();
+    names.sort_by(|(left, _), (right, _)| natural_order(left, right));
+    let entries = names.into_iter().map(|(name, id)| (Value::Str(name), Value::Tensor(id))).collect();
+    catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
+    Ok(catalog)
+}
+
+fn whole_tensor(name: &str, stored: Stored, file: FileId) -> TensorEntry {
+    let mut chunks = ChunkTable::new(stored.shape.len());
+    let tile = Tile::from_region(&Region::whole(&stored.shape));
+    let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset: stored.offset } };
+    chunks.push(Chunk { tile, place, strides: None, rank: None });
+    TensorEntry { fqn: Fqn::from(name), dtype: stored.dtype, shape: stored.shape, sharding: None, chunks }
+}
+
+/// The part of an index that binds.
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+/// The files that an index names, in the folder of the index.
+///
+/// # Errors
+/// `Malformed` where it is no index, or names a file outside its folder.
+pub fn index_files(index: &Path) -> Result<Vec<PathBuf>> {
+    let names: BTreeSet<String> = read_index(index)?.weight_map.into_values().collect();
+    let folder = index.parent().unwrap_or(Path::new("."));
+    names.iter().map(|name| relative_to_folder(folder, name, index)).collect()
+}
+
+fn read_index(index: &Path) -> Result<Index> {
+    let text = std::fs::read(index).map_err(Error::io("read", index))?;
+    serde_json::from_slice(&text)
+        .map_err(|error| Error::malformed(index, "index", "a JSON object with weight_map", error.to_string()))
+}
+
+fn check_index(index: &Path, found: &BTreeMap<String, (PathBuf, TensorId)>) -> Result<()> {
+    let map = read_index(index)?.weight_map;
+    for (name, file) in &map {
+        match found.get(name) {
+            Some((path, _)) if path.file_name().is_some_and(|own| own == file.as_str()) => {}
+            Some((path, _)) => {
+                let found = format!("it in {}", path.display());
+                return Err(Error::malformed(index, name.as_str(), format!("the tensor in {file}"), found));
+            }
+            None => {
+                return Err(Error::malformed(index, name.as_str(), format!("the tensor in {file}"), "no such tensor"));
+            }
+        }
+    }
+    match found.iter().find(|(name, _)| !map.contains_key(*name)) {
+        Some((name, (path, _))) => {
+            let found = format!("it in {} only", path.display());
+            Err(Error::malformed(index, name.as_str(), "every tensor of the files in weight_map", found))
+        }
+        None => Ok(()),
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------- writing
+
+/// How to write.
+#[derive(Clone, Debug)]
+pub enum Shape {
+    /// One file of this name.
+    File(PathBuf),
+    /// A folder; files hold at most this many bytes of tensor data, a larger tensor gets its own.
+    Folder { max_shard_bytes: u64 },
+}
+
+/// Lay out the named tensors of `source`, in this order.
+///
+/// # Errors
+/// `Unsupported` where the format has no tag for a dtype.
+pub fn reserve(source: &Catalog, tensors: &[(Fqn, TensorId)], shape: &Shape) -> Result<Reservation> {
+    let groups = match shape {
+        Shape::File(_) => vec![tensors],
+        Shape::Folder { max_shard_bytes } => split(source, tensors, *max_shard_bytes),
+    };
+    let mut reservation = Reservation::default();
+    let mut weight_map = serde_json::Map::new();
+    let count = groups.len();
+    for (index, group) in groups.into_iter().enumerate() {
+        let name = match shape {
+            Shape::File(name) => name.clone(),
+            Shape::Folder { .. } if count == 1 => PathBuf::from("model.safetensors"),
+            Shape::Folder { .. } => PathBuf::from(format!("model-{:05}-of-{count:05}.safetensors", index + 1)),
+        };
+        for (fqn, _) in group {
+            weight_map.insert(fqn.to_string(), json!(name.to_string_lossy()));
+        }
+        reserve_file(source, group, name, &mut reservation)?;
+    }
+    if count > 1 {
+        let total_size = reservation.payload_bytes();
+        let index = json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map });
+        let mut text = serde_json::to_string_pretty(&index).expect("strings and numbers serialise");
+        text.push('\n');
+        let mut file = OutputFile::new(INDEX_NAME);
+        file.push_literal(text.into_bytes());
+        reservation.files.push(file);
+    }
+    Ok(reservation)
+}
+
+/// Consecutive tensors, each group within the limit where its tensors are.
+fn split<'a>(source: &Catalog, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<&'a [(Fqn, TensorId)]> {
+    let mut groups = Vec::new();
+    let (mut start, mut bytes) = (0, 0_u64);
+    for (index, (_, id)) in tensors.iter().enumerate() {
+        let len = source.tensor(*id).len_bytes();
+        if index > start && bytes.saturating_add(len) > limit {
+            groups.push(&tensors[start..index]);
+            (start, bytes) = (index, 0);
+        }
+        bytes += len;
+    }
+    groups.push(&tensors[start..]);
+    groups
+}
+
+/// An entry as it is written; the order of the fields is the reference writer's.
+#[derive(serde::Serialize)]
+struct WrittenEntry<'a> {
+    dtype: &'a str,
+    shape: &'a [u64],
+    data_offsets: [u64; 2],
+}
+
+fn reserve_file(
+    source: &Catalog,
+    tensors: &[(Fqn, TensorId)],
+    name: PathBuf,
+    reservation: &mut Reservation,
+) -> Result<()> {
+    let file_id = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
+    let offsets = data_offsets(source, tensors);
+    let mut header = String::from(r#"{"__metadata__":{"format":"pt"}"#);
+    for ((fqn, id), &begin) in tensors.iter().zip(&offsets) {
+        let entry = source.tensor(*id);
+        let Some(tag) = entry.dtype.safetensors_tag() else {
+            return Err(Error::unsupported(
+                format!("{fqn}: safetensors cannot hold {}", entry.dtype),
+                "write a torch file (--to torch) or a DCP directory (reshard --to dcp)",
+            ));
+        };
+        let mut shape = entry.shape.clone();
+        if entry.dtype == Dtype::F4E2m1fnX2 {
+            let Some(last) = shape.last_mut() else {
+                return Err(Error::unsupported(
+                    format!("{fqn}: safetensors counts single values, and a 0-d F4 tensor has none"),
+                    "write a torch file (--to torch)",
+                ));
+            };
+            *last *= 2;
+        }
+        let written = WrittenEntry { dtype: tag, shape: &shape, data_offsets: [begin, begin + entry.len_bytes()] };
+        let key = serde_json::to_string(fqn.as_str()).expect("a string serialises");
+        let value = serde_json::to_string(&written).expect("an entry serialises");
+        header.push_str(&format!(",{key}:{value}"));
+    }
+    header.push('}');
+    while header.len() % 8 != 0 {
+        header.push(' ');
+    }
+    if header.len() as u64 > MAX_HEADER_BYTES {
+        return Err(Error::unsupported(
+            format!("{}: a header of {} bytes, more than readers accept", name.display(), header.len()),
+            "split the model with --max-shard-size",
+        ));
+    }
+    let mut file = OutputFile::new(name);
+    let mut prefix = (header.len() as u64).to_le_bytes().to_vec();
+    prefix.extend_from_slice(header.as_bytes());
+    file.push_literal(prefix);
+    let data_start = file.len;
+    let mut placed: Vec<(u64, &(Fqn, TensorId))> = offsets.into_iter().zip(tensors).collect();
+    placed.sort_by_key(|(offset, _)| *offset);
+    for (offset, (fqn, id)) in placed {
+        let entry = source.tensor(*id);
+        file.push_payload(entry.len_bytes());
+        let stored = Stored { dtype: entry.dtype, shape: entry.shape.clone(), offset: data_start + offset };
+        reservation.tensors.push(Reserved { source: *id, entry: whole_tensor(fqn.as_str(), stored, file_id) });
+    }
+    reservation.files.push(file);
+    Ok(())
+}
+
+/// Where each tensor's data begins. Data comes in the order given, unless that would leave a tensor on an address its
+/// dtype cannot be viewed at, which loaders refuse: then wider dtypes come first.
+fn data_offsets(source: &Catalog, tensors: &[(Fqn, TensorId)]) -> Vec<u64> {
+    let place = |order: &[usize]| {
+        let mut offsets = vec![0; tensors.len()];
+        let (mut end, mut aligned) = (0, true);
+        for &index in order {
+            let entry = source.tensor(tensors[index].1);
+            aligned &= end % entry.dtype.itemsize() == 0;
+            offsets[index] = end;
+            end += entry.len_bytes();
+        }
+        (offsets, aligned)
+    };
+    let mut order: Vec<usize> = (0..tensors.len()).collect();
+    let (offsets, aligned) = place(&order);
+    if aligned {
+        return offsets;
+    }
+    order.sort_by_key(|&index| std::cmp::Reverse(source.tensor(tensors[index].1).dtype.itemsize()));
+    place(&order).0
+}

@@ -1,0 +1,197 @@
+//! DeviceMesh objects as `PyTorch` 2.2 to 2.15 pickle them.
+//!
+//! Up to 2.9 the array of ranks is stored as it is. From 2.10 on a mesh is a layout over the ranks of its root: for
+//! each dim the sizes and strides of its (possibly flattened) axes. A slice does not say where in the root it lies;
+//! that follows from the saving rank and its coordinate.
+//!
+//! Source: `torch/distributed/device_mesh.py`, `torch/distributed/_mesh_layout.py`.
+
+use super::reader::Reader;
+use super::tensor::{Found, recognise};
+use crate::format::pickle::{LiftError, Ref};
+use crate::layout::{DeviceMesh, Dims, Rank};
+
+/// A mesh as one rank's file tells it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MeshSpec {
+    /// This rank's slice, where it is one.
+    pub mesh: DeviceMesh,
+    /// The mesh it is a slice of.
+    pub root: Option<DeviceMesh>,
+    /// The rank that saved the file, where it is recorded.
+    pub rank: Option<Rank>,
+    /// False where the saving rank is not in the mesh and holds nothing.
+    pub is_member: bool,
+}
+
+/// More ranks than any cluster has; a larger array is damage.
+const MAX_RANKS: u64 = 1 << 24;
+
+pub fn read_mesh(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<MeshSpec, LiftError> {
+    let key = node.id();
+    if let Some(known) = reader.meshes.get(&key) {
+        return Ok(known.clone());
+    }
+    let state = node.state().ok_or_else(|| LiftError::malformed("a DeviceMesh without state"))?;
+    let spec = if state.get("_layout").is_some() { from_layout(reader, state)? } else { from_array(reader, state)? };
+    reader.meshes.insert(key, spec.clone());
+    Ok(spec)
+}
+
+fn names(state: Ref<'_>) -> Result<Option<Vec<String>>, LiftError> {
+    let Some(names) = state.get("_mesh_dim_names").or_else(|| state.get("mesh_dim_names")) else { return Ok(None) };
+    if names.is_none() {
+        return Ok(None);
+    }
+    let items = names.as_tuple().or_else(|| names.as_list());
+    let names: Option<Vec<String>> =
+        items.and_then(|items| items.map(|name| name.as_str().map(str::to_owned)).collect());
+    names.map(Some).ok_or_else(|| LiftError::malformed("mesh_dim_names that are not names"))
+}
+
+/// The coordinate of the saving rank; `None` where it is not in the mesh or not recorded.
+fn coordinate(state: Ref<'_>) -> Option<Dims> {
+    state.get("_coordinate_on_dim").filter(|node| !node.is_none()).and_then(Ref::to_dims)
+}
+
+fn is_member(state: Ref<'_>) -> bool {
+    state.get("_coordinate_on_dim").is_none_or(|node| !node.is_none())
+}
+
+/// torch 2.2 to 2.9: `mesh` is the array of ranks.
+fn from_array(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, LiftError> {
+    let node = state.get("mesh").ok_or_else(|| LiftError::malformed("a DeviceMesh without ranks"))?;
+    let (shape, ranks) = rank_tensor(reader, node)?;
+    let mesh = build(shape, ranks, names(state)?)?;
+    let rank = coordinate(state)
+        .filter(|at| at.len() == mesh.ndim() && at.iter().zip(mesh.shape()).all(|(at, size)| at < size))
+        .map(|at| mesh.rank_at(&at));
+    let parent = state.get("_parent_mesh").filter(|node| !node.is_none());
+    let root = parent.map(|node| read_mesh(reader, node)).transpose()?.map(|spec| spec.mesh);
+    Ok(MeshSpec { mesh, root, rank, is_member: is_member(state) })
+}
+
+/// torch 2.10 and later: a layout over the ranks of the root.
+fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, LiftError> {
+    let malformed = |what: &str| LiftError::malformed(format!("a DeviceMesh {what}"));
+    let layout = state.get("_layout").and_then(Ref::state).ok_or_else(|| malformed("without a layout"))?;
+    let axes = axes(layout).ok_or_else(|| malformed("with a layout that cannot be read"))?;
+    let map = state.get("_rank_map").ok_or_else(|| malformed("without ranks"))?;
+    let (_, ranks) = rank_tensor(reader, map)?;
+    let root_node = state.get("_root_mesh").filter(|node| !node.is_none());
+    let root_spec = root_node.map(|node| read_mesh(reader, node)).transpose()?;
+    let at = coordinate(state);
+
+    let stored_rank = state.get("_rank").and_then(Ref::as_u64).and_then(|rank| u32::try_from(rank).ok()).map(Rank);
+    let base = match (&root_spec, &at) {
+        (None, _) => 0,
+        (Some(root), Some(at)) => {
+            let rank =
+                stored_rank.or(root.rank).ok_or_else(|| malformed("that is a slice, without the saving rank"))?;
+            let position = ranks.iter().position(|known| *known == rank);
+            let position = position.ok_or_else(|| malformed("whose saving rank is not among its ranks"))? as u64;
+            let own = axes.iter().zip(at).try_fold(0_u64, |sum, (axis, &at)| sum.checked_add(axis.offset(at)?));
+            own.filter(|_| at.len() == axes.len())
+                .and_then(|own| position.checked_sub(own))
+                .ok_or_else(|| malformed("whose coordinate does not fit its layout"))?
+        }
+        // The saving rank is outside: which slice this is cannot be told, and it holds nothing.
+        (Some(_), None) => 0,
+    };
+    let shape: Dims =
+        axes.iter().map(Axis::len).collect::<Option<_>>().ok_or_else(|| malformed("of impossible size"))?;
+    let count = crate::layout::numel(&shape)
+        .filter(|count| *count <= MAX_RANKS)
+        .ok_or_else(|| malformed("of impossible size"))?;
+    let mut own_ranks = Vec::new();
+    for index in 0..count {
+        let mut rest = index;
+        let mut offset = Some(base);
+        for axis in axes.iter().rev() {
+            let len = axis.len().unwrap_or(1).max(1);
+            offset = offset.zip(axis.offset(rest % len)).and_then(|(sum, own)| sum.checked_add(own));
+            rest /= len;
+        }
+        let rank = offset.and_then(|offset| ranks.get(usize::try_from(offset).ok()?));
+        own_ranks.push(*rank.ok_or_else(|| malformed("whose layout reaches beyond its ranks"))?);
+    }
+    let mesh = build(shape, own_ranks, names(state)?)?;
+    // 2.10 has no rank of its own: a root's follows from its coordinate.
+    let from_coordinate = || {
+        let at = at.as_ref().filter(|at| at.len() == mesh.ndim())?;
+        at.iter().zip(mesh.shape()).all(|(at, size)| at < size).then(|| mesh.rank_at(at))
+    };
+    let rank = stored_rank.or_else(from_coordinate);
+    Ok(MeshSpec { mesh, root: root_spec.map(|spec| spec.mesh), rank, is_member: is_member(state) })
+}
+
+/// One mesh dim: sizes and strides of the axes it was made of, row-major.
+struct Axis(Vec<(u64, u64)>);
+
+impl Axis {
+    fn len(&self) -> Option<u64> {
+        self.0.iter().try_fold(1_u64, |len, (size, _)| len.checked_mul(*size))
+    }
+
+    /// Offset in the root's list of ranks of a position along this dim.
+    fn offset(&self, position: u64) -> Option<u64> {
+        let mut rest = position;
+        let mut offset = 0_u64;
+        for &(size, stride) in self.0.iter().rev() {
+            offset = offset.checked_add((rest % size.max(1)).checked_mul(stride)?)?;
+            rest /= size.max(1);
+        }
+        Some(offset)
+    }
+}
+
+fn axes(layout: Ref<'_>) -> Option<Vec<Axis>> {
+    // 2.13 and later.
+    if let Some(axes) = layout.get("axes") {
+        return axes
+            .as_tuple()?
+            .map(|axis| {
+                let state = axis.state()?;
+                axis_of(state.get("shape")?, state.get("stride")?)
+            })
+            .collect();
+    }
+    let (shape, stride) = (layout.get("shape")?, layout.get("stride")?);
+    if let (Some(shape), Some(stride)) = (shape.as_u64(), stride.as_u64()) {
+        return Some(vec![Axis(vec![(shape, stride)])]);
+    }
+    if let (Some(shape), Some(stride)) = (shape.to_dims(), stride.to_dims()) {
+        return (shape.len() == stride.len())
+            .then(|| shape.into_iter().zip(stride).map(|pair| Axis(vec![pair])).collect());
+    }
+    let (shape, stride) = (shape.as_tuple()?, stride.as_tuple()?);
+    (shape.len() == stride.len()).then_some(())?;
+    shape.zip(stride).map(|(shape, stride)| axis_of(shape, stride)).collect()
+}
+
+fn axis_of(shape: Ref<'_>, stride: Ref<'_>) -> Option<Axis> {
+    if let (Some(shape), Some(stride)) = (shape.as_u64(), stride.as_u64()) {
+        return Some(Axis(vec![(shape, stride)]));
+    }
+    let (shape, stride) = (shape.to_dims()?, stride.to_dims()?);
+    (shape.len() == stride.len()).then(|| Axis(shape.into_iter().zip(stride).collect()))
+}
+
+/// The shape and row-major content of a tensor of ranks.
+fn rank_tensor(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<(Dims, Vec<Rank>), LiftError> {
+    let Some(Found::Plain(view)) = recognise(reader, node)? else {
+        return Err(LiftError::malformed(format!("mesh ranks that are {}", node.describe())));
+    };
+    let count: u64 = view.sizes.iter().product();
+    if count > MAX_RANKS {
+        return Err(LiftError::malformed(format!("a mesh of {count} ranks")));
+    }
+    let values = reader.integers(&view)?;
+    let ranks = values.into_iter().map(|value| u32::try_from(value).map(Rank));
+    let ranks = ranks.collect::<Result<_, _>>().map_err(|_| LiftError::malformed("a mesh with negative ranks"))?;
+    Ok((view.sizes, ranks))
+}
+
+fn build(shape: Dims, ranks: Vec<Rank>, names: Option<Vec<String>>) -> Result<DeviceMesh, LiftError> {
+    DeviceMesh::new(shape, ranks, names).map_err(|error| LiftError::malformed(error.to_string()))
+}

@@ -1,0 +1,49 @@
+//! torch.save files: one file, or one a rank.
+//!
+//! Source of the layout: `torch/serialization.py`; of what is in it: `torch/_utils.py`, `torch/distributed/tensor`.
+
+mod mesh;
+pub mod ranks;
+pub mod reader;
+mod tensor;
+mod write;
+
+use std::path::PathBuf;
+
+pub use tensor::{Found, View};
+pub use write::{Saved, reserve, reserved_whole, save, save_tensor, write_sizes};
+
+use crate::catalog::{Catalog, Chunk, contiguous_strides};
+use crate::error::Result;
+use crate::layout::Tile;
+use crate::storage::Files;
+use reader::Contents;
+
+/// Read files that each hold whole tensors: one torch.save file, or the set that an index names.
+///
+/// # Errors
+/// `Malformed`, `Unsupported`, `Io`.
+pub fn read(files: &mut Files, paths: &[PathBuf]) -> Result<Catalog> {
+    let mut loaded = Vec::new();
+    for path in paths {
+        let file = files.add(path)?;
+        let contents = reader::read(files, file, 0, files.len_bytes(file))?;
+        loaded.push(ranks::RankFile { rank: None, path: path.clone(), contents });
+    }
+    if loaded.len() == 1 {
+        let only = loaded.pop().expect("one file");
+        return ranks::single(only);
+    }
+    ranks::disjoint(loaded)
+}
+
+/// A chunk of `tile` that is the view.
+fn chunk(contents: &Contents, view: &View, tile: Tile, rank: Option<crate::layout::Rank>) -> Chunk {
+    let strides = (view.strides != contiguous_strides(&view.sizes)).then(|| view.strides.clone());
+    Chunk { tile, place: contents.place(view), strides, rank }
+}
+
+/// The chunk of a view that is a whole tensor.
+pub fn whole_chunk(contents: &Contents, view: &View) -> Chunk {
+    chunk(contents, view, Tile::from_region(&crate::layout::Region::whole(&view.sizes)), None)
+}

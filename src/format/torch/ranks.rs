@@ -1,0 +1,392 @@
+//! One torch.save file a rank: the state dicts of all ranks become one.
+//!
+//! Containers are merged by key. A DTensor or ShardedTensor contributes its local part, plain tensors and objects
+//! that several ranks store must be the same on all of them: objects are compared here, tensor data where it is
+//! read. Nothing is taken from rank 0 because it is rank 0.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+
+use super::reader::Contents;
+use super::{Found, View, chunk};
+use crate::catalog::path::key_text;
+use crate::catalog::{
+    Catalog, ChunkTable, Conflict, Dict, Fqn, Key, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes,
+};
+use crate::error::{Error, Result};
+use crate::layout::{DeviceMesh, Dims, Placement, Rank, Region, Tile, local_shard};
+
+/// What one rank saved.
+#[derive(Debug)]
+pub struct RankFile {
+    /// From the file name; `None` for a file of its own.
+    pub rank: Option<Rank>,
+    pub path: PathBuf,
+    pub contents: Contents,
+}
+
+/// The catalog of a file that is not one of a series. DTensors in it are only its rank's part, which coverage shows.
+///
+/// # Errors
+/// `Malformed`, `Conflict`.
+pub fn single(file: RankFile) -> Result<Catalog> {
+    merge(&[file])
+}
+
+/// The catalog of files that hold different tensors of one flat state dict.
+///
+/// # Errors
+/// `Conflict` where two files hold the same name.
+pub fn disjoint(files: Vec<RankFile>) -> Result<Catalog> {
+    let mut catalog = Catalog::empty();
+    let mut entries: Vec<(Value, Value)> = Vec::new();
+    let mut owners: HashMap<Box<str>, PathBuf> = HashMap::new();
+    for file in files {
+        let own = merge(std::slice::from_ref(&file))?;
+        let Value::Dict(dict) = own.state else {
+            let found = own.state.type_name().into_owned();
+            return Err(Error::malformed(&file.path, "the pickled object", "a state dict", found));
+        };
+        let shift = u32::try_from(catalog.tensors.len()).expect("fewer than 2^32 tensors");
+        catalog.tensors.extend(own.tensors);
+        for (key, mut value) in dict.entries {
+            let name = key_text(&key);
+            if let Some(other) = owners.insert(name.clone(), file.path.clone()) {
+                let between = format!("{} and {}", other.display(), file.path.display());
+                return Err(Fqn::from(name).disagreement(
+                    "presence",
+                    between,
+                    "each file of the set must hold its own",
+                ));
+            }
+            value.shift_tensors(shift);
+            entries.push((key, value));
+        }
+    }
+    catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
+    Ok(catalog)
+}
+
+/// One catalog of the files of all ranks.
+///
+/// # Errors
+/// `Conflict` where ranks disagree, `Malformed` where a file does not belong to its rank.
+pub fn merge(files: &[RankFile]) -> Result<Catalog> {
+    let mut merger = Merger { files, tensors: Vec::new(), conflicts: BTreeMap::new() };
+    let mut state: Option<Value> = None;
+    for (index, file) in files.iter().enumerate() {
+        let own = merger.adopt(index, &file.contents.value);
+        match &mut state {
+            None => state = Some(own),
+            Some(state) => merger.merge_value(state, own, &mut Path::default(), index),
+        }
+    }
+    let mut catalog = Catalog::empty();
+    catalog.conflicts = merger.conflicts.iter().map(|(path, groups)| merger.conflict(path, groups)).collect();
+    catalog.state = state.unwrap_or_else(|| Value::Dict(Dict::default()));
+    let mut names: Vec<Option<Path>> = vec![None; merger.tensors.len()];
+    crate::catalog::path::tensors(&catalog.state, &Path::default(), &mut |path, id| {
+        names[id.0 as usize].get_or_insert_with(|| path.clone());
+    });
+    // Parts that went into another rank's tensor have no name any more, and no entry.
+    let mut renumber = vec![TensorId(u32::MAX); names.len()];
+    for (old, name) in names.into_iter().enumerate() {
+        if let Some(path) = name {
+            let entry = merger.entry(path.fqn(), &merger.tensors[old], &mut catalog)?;
+            renumber[old] = catalog.push_tensor(entry);
+        }
+    }
+    catalog.state.map_tensors(&mut |id| renumber[id.0 as usize]);
+    Ok(catalog)
+}
+
+/// Which tensor of which file.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    file: usize,
+    tensor: usize,
+}
+
+struct Merger<'a> {
+    files: &'a [RankFile],
+    /// Parts by merged tensor.
+    tensors: Vec<Vec<Part>>,
+    /// Objects that differ: by path, each distinct value with the files that hold it.
+    conflicts: BTreeMap<Path, Vec<(String, Vec<usize>)>>,
+}
+
+impl Merger<'_> {
+    /// A file's value with tensors of its own in the merged numbering.
+    fn adopt(&mut self, file: usize, value: &Value) -> Value {
+        let first = self.tensors.len();
+        let count = self.files[file].contents.tensors.len();
+        self.tensors.extend((0..count).map(|tensor| vec![Part { file, tensor }]));
+        let mut value = value.clone();
+        value.shift_tensors(u32::try_from(first).expect("fewer than 2^32 tensors"));
+        value
+    }
+
+    fn merge_value(&mut self, into: &mut Value, from: Value, path: &mut Path, file: usize) {
+        match (into, from) {
+            (Value::Tensor(into), Value::Tensor(from)) => {
+                // Tied tensors meet once a name.
+                let parts = std::mem::take(&mut self.tensors[from.0 as usize]);
+                self.tensors[into.0 as usize].extend(parts);
+            }
+            (Value::Dict(into), Value::Dict(from)) => self.merge_dict(into, from, path, file),
+            (Value::List(into), Value::List(from)) | (Value::Tuple(into), Value::Tuple(from))
+                if into.len() == from.len() =>
+            {
+                for (index, (into, from)) in into.iter_mut().zip(from).enumerate() {
+                    path.0.push(Key::Index(index as u64));
+                    self.merge_value(into, from, path, file);
+                    path.0.pop();
+                }
+            }
+            (into, from) if *into != from => {
+                let groups =
+                    self.conflicts.entry(path.clone()).or_insert_with(|| vec![(into.to_string(), (0..file).collect())]);
+                let text = from.to_string();
+                match groups.iter_mut().find(|(known, _)| *known == text) {
+                    Some((_, files)) => files.push(file),
+                    None => groups.push((text, vec![file])),
+                }
+            }
+            // Equal to what the earlier ranks have; where some of those differed, it is one of the first group.
+            _ => {
+                if let Some(groups) = self.conflicts.get_mut(path) {
+                    groups[0].1.push(file);
+                }
+            }
+        }
+    }
+
+    fn merge_dict(&mut self, into: &mut Dict, from: Dict, path: &mut Path, file: usize) {
+        let mut positions: Option<HashMap<Box<str>, usize>> = None;
+        for (index, (key, value)) in from.entries.into_iter().enumerate() {
+            // Ranks nearly always have the same keys in the same order.
+            let same = into.entries.get(index).is_some_and(|(known, _)| *known == key);
+            let position = if same {
+                Some(index)
+            } else {
+                let positions = positions.get_or_insert_with(|| {
+                    (0..).zip(&into.entries).map(|(index, (key, _))| (key_text(key), index)).collect()
+                });
+                positions.get(&key_text(&key)).copied()
+            };
+            let Some(position) = position else {
+                into.entries.push((key, value));
+                continue;
+            };
+            path.0.push(Key::Name(key_text(&key)));
+            self.merge_value(&mut into.entries[position].1, value, path, file);
+            path.0.pop();
+        }
+    }
+
+    fn conflict(&self, path: &Path, groups: &[(String, Vec<usize>)]) -> Conflict {
+        let ranks = |files: &[usize]| {
+            let ranks: Vec<Rank> = files.iter().filter_map(|&file| self.files[file].rank).collect();
+            crate::catalog::list_ranks(&ranks)
+        };
+        let between: Vec<String> = groups.iter().map(|(_, files)| ranks(files)).collect();
+        let detail: Vec<String> = groups.iter().map(|(text, files)| format!("{} has {text}", ranks(files))).collect();
+        Conflict { path: path.clone(), between: between.join(" and "), detail: detail.join("; ") }
+    }
+
+    fn rank(&self, part: Part) -> Option<Rank> {
+        self.files[part.file].rank
+    }
+
+    fn found(&self, part: Part) -> &Found {
+        &self.files[part.file].contents.tensors[part.tensor]
+    }
+
+    /// One entry of the parts that all ranks have of a tensor.
+    fn entry(&self, fqn: Fqn, parts: &[Part], catalog: &mut Catalog) -> Result<TensorEntry> {
+        let first = parts[0];
+        for &part in parts {
+            self.check_agreement(&fqn, first, part)?;
+        }
+        match self.found(first) {
+            Found::Plain(view) => {
+                let mut entry = TensorEntry {
+                    fqn,
+                    dtype: view.dtype,
+                    shape: view.sizes.clone(),
+                    sharding: None,
+                    chunks: ChunkTable::new(view.sizes.len()),
+                };
+                for &part in parts {
+                    if let Found::Plain(view) = self.found(part) {
+                        let tile = Tile::from_region(&Region::whole(&view.sizes));
+                        entry.chunks.push(chunk(&self.files[part.file].contents, view, tile, self.rank(part)));
+                    }
+                }
+                Ok(entry)
+            }
+            Found::Distributed { local, shape, .. } => self.distributed(fqn, local, shape, parts, catalog),
+            Found::Sharded { dtype, shape, .. } => self.sharded(fqn, *dtype, shape, parts),
+        }
+    }
+
+    fn check_agreement(&self, fqn: &Fqn, first: Part, part: Part) -> Result<()> {
+        let describe = |found: &Found| match found {
+            Found::Plain(view) => ("tensor", view.dtype, view.sizes.clone()),
+            Found::Distributed { local, shape, .. } => ("DTensor", local.dtype, shape.clone()),
+            Found::Sharded { dtype, shape, .. } => ("ShardedTensor", *dtype, shape.clone()),
+        };
+        let (left, right) = (describe(self.found(first)), describe(self.found(part)));
+        let (what, left, right) = if left.0 != right.0 {
+            ("kind of tensor", left.0.to_owned(), right.0.to_owned())
+        } else if left.1 != right.1 {
+            ("dtype", left.1.to_string(), right.1.to_string())
+        } else if left.2 != right.2 {
+            ("shape", format!("{:?}", left.2.as_slice()), format!("{:?}", right.2.as_slice()))
+        } else {
+            return Ok(());
+        };
+        let name = |part| self.rank(part).map_or_else(|| String::from("one file"), |rank| format!("rank {rank}"));
+        Err(fqn.disagreement(
+            what,
+            format!("{} and {}", name(first), name(part)),
+            format!("{} has {left}, {} has {right}", name(first), name(part)),
+        ))
+    }
+
+    fn distributed(
+        &self,
+        fqn: Fqn,
+        local: &View,
+        shape: &Dims,
+        parts: &[Part],
+        catalog: &mut Catalog,
+    ) -> Result<TensorEntry> {
+        check_shape(&self.files[parts[0].file].path, &fqn, shape, local.dtype)?;
+        let mut entry = TensorEntry {
+            fqn,
+            dtype: local.dtype,
+            shape: shape.clone(),
+            sharding: None,
+            chunks: ChunkTable::new(shape.len()),
+        };
+        for &part in parts {
+            let Found::Distributed { local, mesh, placements, .. } = self.found(part) else { continue };
+            let file = &self.files[part.file];
+            if let (Some(own), Some(stored)) = (file.rank, mesh.rank) {
+                if own != stored {
+                    let found = format!("a DTensor saved by rank {stored}");
+                    return Err(Error::malformed(
+                        &file.path,
+                        entry.fqn.as_str(),
+                        format!("the file of rank {own}"),
+                        found,
+                    ));
+                }
+            }
+            let sharding = self.sharding(&mesh.mesh, mesh.root.as_ref(), placements, catalog);
+            match &entry.sharding {
+                None => entry.sharding = Some(sharding),
+                Some(known) if mesh.root.is_some() && *known != sharding => {
+                    return Err(self.layout_conflict(&entry.fqn, parts[0], part));
+                }
+                Some(_) => {}
+            }
+            if !mesh.is_member {
+                continue;
+            }
+            let rank = mesh.rank.or(file.rank);
+            let at = rank.and_then(|rank| mesh.mesh.coordinate(rank));
+            let Some(at) = at else {
+                let found = rank.map_or_else(|| String::from("a file of no rank"), |rank| format!("rank {rank}"));
+                let expected = format!("a rank of its mesh ({})", mesh.mesh);
+                return Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found));
+            };
+            let tile = local_shard(shape, mesh.mesh.shape(), placements, &at).map_err(|error| {
+                Error::malformed(&file.path, entry.fqn.as_str(), "placements that fit", error.to_string())
+            })?;
+            if tile.sizes() != local.sizes {
+                let expected = format!("a local tensor of shape {:?}", tile.sizes().as_slice());
+                let found = format!("{:?}", local.sizes.as_slice());
+                return Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found));
+            }
+            entry.chunks.push(chunk(&file.contents, local, tile, rank));
+        }
+        Ok(entry)
+    }
+
+    /// Mesh and placements as the root mesh sees them: a dim the slice does not have is replicated.
+    fn sharding(
+        &self,
+        mesh: &DeviceMesh,
+        root: Option<&DeviceMesh>,
+        placements: &[Placement],
+        catalog: &mut Catalog,
+    ) -> Sharding {
+        let lifted = root.and_then(|root| {
+            let (own, all) = (mesh.names()?, root.names()?);
+            let positions: Vec<usize> =
+                own.iter().map(|name| all.iter().position(|known| known == name)).collect::<Option<_>>()?;
+            let mut lifted = vec![Placement::Replicate; all.len()];
+            for (&position, placement) in positions.iter().zip(placements) {
+                lifted[position] = *placement;
+            }
+            positions.is_sorted().then_some((root, lifted))
+        });
+        match lifted {
+            Some((root, placements)) => Sharding { mesh: catalog.intern_mesh(root.clone()), placements },
+            None => Sharding { mesh: catalog.intern_mesh(mesh.clone()), placements: placements.to_vec() },
+        }
+    }
+
+    fn layout_conflict(&self, fqn: &Fqn, first: Part, part: Part) -> Error {
+        let describe = |part| match self.found(part) {
+            Found::Distributed { mesh, placements, .. } => {
+                let placements: Vec<String> = placements.iter().map(ToString::to_string).collect();
+                format!("{} on {}", placements.join(","), mesh.mesh)
+            }
+            _ => String::from("none"),
+        };
+        let name = |part| self.rank(part).map_or_else(|| String::from("one file"), |rank| format!("rank {rank}"));
+        fqn.disagreement(
+            "layout",
+            format!("{} and {}", name(first), name(part)),
+            format!("{} has {}, {} has {}", name(first), describe(first), name(part), describe(part)),
+        )
+    }
+
+    fn sharded(&self, fqn: Fqn, dtype: crate::catalog::Dtype, shape: &Dims, parts: &[Part]) -> Result<TensorEntry> {
+        check_shape(&self.files[parts[0].file].path, &fqn, shape, dtype)?;
+        let mut entry =
+            TensorEntry { fqn, dtype, shape: shape.clone(), sharding: None, chunks: ChunkTable::new(shape.len()) };
+        for &part in parts {
+            let Found::Sharded { rank, local, all, .. } = self.found(part) else { continue };
+            let file = &self.files[part.file];
+            let bad = |expected: String, found: String| {
+                Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found))
+            };
+            if let Some(own) = file.rank.filter(|own| own.0 != *rank) {
+                return bad(format!("the file of rank {own}"), format!("a ShardedTensor saved by rank {rank}"));
+            }
+            for (region, view) in local {
+                if !region.fits(shape) || region.sizes != view.sizes {
+                    let expected =
+                        format!("a shard of shape {:?} inside {:?}", view.sizes.as_slice(), shape.as_slice());
+                    return bad(expected, format!("offsets and sizes {region}"));
+                }
+                if !all.contains(region) {
+                    return bad(String::from("a shard listed in shards_metadata"), format!("{region}"));
+                }
+                entry.chunks.push(chunk(&file.contents, view, Tile::from_region(region), Some(Rank(*rank))));
+            }
+        }
+        Ok(entry)
+    }
+}
+
+fn check_shape(path: &std::path::Path, fqn: &Fqn, shape: &[u64], dtype: crate::catalog::Dtype) -> Result<()> {
+    match checked_len_bytes(shape, dtype) {
+        Some(_) => Ok(()),
+        None => Err(Error::malformed(path, fqn.as_str(), "a shape that fits memory", format!("{shape:?}"))),
+    }
+}

@@ -1,0 +1,211 @@
+//! One torch.save file: its archive, its pickle, its tensors.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use super::mesh::MeshSpec;
+use super::tensor::{Found, View, recognise};
+use crate::catalog::{Dtype, Located, Place, TensorId, Value};
+use crate::error::{Error, Result};
+use crate::format::pickle::{self, LiftError, NoFold, NodeId, PickleError, PickleErrorKind};
+use crate::format::zip::Archive;
+use crate::storage::{FileId, Files};
+
+/// What a file (or an item of a DCP data file) holds.
+#[derive(Debug)]
+pub struct Contents {
+    /// Tensors in it refer to `tensors`.
+    pub value: Value,
+    pub tensors: Vec<Found>,
+    archive: Archive,
+    file: FileId,
+}
+
+impl Contents {
+    /// Where the view's element 0 lies. The record was checked to hold the storage.
+    #[must_use]
+    pub fn place(&self, view: &View) -> Place {
+        match self.archive.get(&format!("data/{}", view.key)) {
+            Some(record) if !view.sizes.contains(&0) => {
+                Place::Record { file: self.file, header: record.header, within: view.offset * view.dtype.itemsize() }
+            }
+            _ => Place::Nowhere,
+        }
+    }
+
+    /// As [`Contents::place`], down to the byte.
+    ///
+    /// # Errors
+    /// `Malformed` where the record's local header is damaged.
+    pub fn locate(&self, files: &Files, view: &View) -> Result<Located> {
+        let name = format!("data/{}", view.key);
+        let Some((data, _)) = self.archive.locate(files, &name)? else {
+            return Err(Error::malformed(files.path(self.file), name, "a record of the archive", "none"));
+        };
+        let offset = data + view.offset * view.dtype.itemsize();
+        Ok(Located { file: self.file, offset, strides: view.strides.clone() })
+    }
+}
+
+/// State of reading one archive's pickle.
+pub struct Reader<'a> {
+    files: &'a Files,
+    file: FileId,
+    archive: &'a Archive,
+    /// Meshes are shared objects: each is read once.
+    pub meshes: HashMap<NodeId, MeshSpec>,
+    /// Why a tensor cannot be converted, where it is sound but not supported.
+    unsupported: std::cell::RefCell<Option<String>>,
+}
+
+impl Reader<'_> {
+    /// An error for something sound that is not converted.
+    pub fn unsupported(&self, what: impl Into<String>) -> LiftError {
+        let what = what.into();
+        *self.unsupported.borrow_mut() = Some(what.clone());
+        LiftError::malformed(what)
+    }
+
+    /// The values of a small integer tensor, row-major.
+    pub fn integers(&self, view: &View) -> Result<Vec<i64>, LiftError> {
+        let (Dtype::I32 | Dtype::I64) = view.dtype else {
+            return Err(LiftError::malformed(format!("ranks of dtype {}", view.dtype)));
+        };
+        let name = format!("data/{}", view.key);
+        let storage = (self.archive.content(self.files, &name))
+            .map_err(|error| LiftError::malformed(error.to_string()))?
+            .ok_or_else(|| LiftError::malformed(format!("a tensor whose storage `{name}` is missing")))?;
+        let width = usize::try_from(view.dtype.itemsize()).expect("a small number");
+        let count = view.sizes.iter().product::<u64>();
+        let mut values = Vec::new();
+        for index in 0..count {
+            let (mut rest, mut element) = (index, view.offset);
+            for (&size, &stride) in view.sizes.iter().zip(&view.strides).rev() {
+                element += (rest % size) * stride;
+                rest /= size;
+            }
+            let start = usize::try_from(element).ok().and_then(|element| element.checked_mul(width));
+            let bytes = start.and_then(|start| storage.get(start..start + width));
+            let bytes = bytes.ok_or_else(|| LiftError::malformed("ranks beyond the end of their storage"))?;
+            values.push(match *bytes {
+                [a, b, c, d] => i64::from(i32::from_le_bytes([a, b, c, d])),
+                _ => i64::from_le_bytes(bytes.try_into().expect("the width of an i64")),
+            });
+        }
+        Ok(values)
+    }
+
+    /// The record of a view's storage must be there and hold exactly the storage.
+    fn check_storage(&self, view: &View) -> Result<(), LiftError> {
+        let name = format!("data/{}", view.key);
+        match self.archive.get(&name) {
+            Some(record) if record.len == view.storage_bytes => Ok(()),
+            Some(record) => Err(LiftError::malformed(format!(
+                "a storage of {} bytes in the record `{name}` of {}",
+                view.storage_bytes, record.len
+            ))),
+            None if view.storage_bytes == 0 => Ok(()),
+            None => Err(LiftError::malformed(format!("a tensor whose storage `{name}` is missing"))),
+        }
+    }
+}
+
+/// Read the archive that fills `[base, base + len)` of a file.
+///
+/// # Errors
+/// `Malformed`, `Unsupported`, `Io`.
+pub fn read(files: &Files, file: FileId, base: u64, len: u64) -> Result<Contents> {
+    let path = files.path(file);
+    let archive = Archive::read(files, file, base, len)?;
+    check_kind(files, path, &archive)?;
+    let Some(bytes) = archive.content(files, "data.pkl")? else {
+        return Err(Error::malformed(path, "zip directory", "an entry data.pkl", "an archive without one"));
+    };
+    let (pickle, _) = pickle::decode(&bytes, &mut NoFold).map_err(|error| pickle_error(path, "data.pkl", &error))?;
+    let mut reader =
+        Reader { files, file, archive: &archive, meshes: HashMap::new(), unsupported: std::cell::RefCell::default() };
+    let mut tensors = Vec::new();
+    // Views that are the same view of the same storage are one tensor under several names.
+    let mut known: HashMap<(Box<str>, u64, Vec<u64>, Vec<u64>, Dtype), TensorId> = HashMap::new();
+    let mut by_node: HashMap<NodeId, TensorId> = HashMap::new();
+    let lifted = pickle::lift(pickle.root(), &mut |node| {
+        if let Some(id) = by_node.get(&node.id()).filter(|_| node.is_shared()) {
+            return Ok(Some(*id));
+        }
+        let Some(found) = recognise(&mut reader, node)? else { return Ok(None) };
+        let next = TensorId(u32::try_from(tensors.len()).expect("fewer than 2^32 tensors"));
+        let id = match &found {
+            Found::Plain(view) => {
+                reader.check_storage(view)?;
+                let shape = (view.sizes.to_vec(), view.strides.to_vec());
+                *known.entry((view.key.clone(), view.offset, shape.0, shape.1, view.dtype)).or_insert(next)
+            }
+            Found::Distributed { local, .. } => {
+                reader.check_storage(local)?;
+                next
+            }
+            Found::Sharded { local, .. } => {
+                local.iter().try_for_each(|(_, view)| reader.check_storage(view))?;
+                next
+            }
+        };
+        if id == next {
+            tensors.push(found);
+        }
+        by_node.insert(node.id(), id);
+        Ok(Some(id))
+    });
+    let unsupported = reader.unsupported.into_inner();
+    let value = lifted.map_err(|error| lift_error(path, &error, unsupported))?;
+    debug_assert_eq!(reader.file, file);
+    Ok(Contents { value, tensors, archive, file })
+}
+
+fn check_kind(files: &Files, path: &Path, archive: &Archive) -> Result<()> {
+    if archive.get("constants.pkl").is_some() {
+        return Err(Error::unsupported(
+            format!("{}: a TorchScript archive, not a checkpoint", path.display()),
+            "save the module's state_dict() with torch.save",
+        ));
+    }
+    match archive.content(files, "byteorder")?.as_deref() {
+        None | Some(b"little") => Ok(()),
+        Some(b"big") => Err(Error::unsupported(
+            format!("{}: saved on a big-endian machine", path.display()),
+            "load it with torch and save it again on a little-endian machine",
+        )),
+        Some(other) => {
+            let found = String::from_utf8_lossy(&other[..other.len().min(16)]).into_owned();
+            Err(Error::malformed(path, "byteorder", "little or big", found))
+        }
+    }
+}
+
+/// A pickle that cannot be read, as the error of its file.
+pub fn pickle_error(path: &Path, what: &str, error: &PickleError) -> Error {
+    let expected = match error.kind {
+        PickleErrorKind::Truncated => "a whole pickle",
+        PickleErrorKind::Limit => "a pickle within bounds",
+        PickleErrorKind::Malformed | PickleErrorKind::Rejected => "a well-formed pickle",
+    };
+    Error::malformed(path, format!("{what}, byte {}", error.at), expected, error.what.clone())
+}
+
+/// A value that cannot be used, as the error of its file.
+pub fn lift_error(path: &Path, error: &LiftError, unsupported: Option<String>) -> Error {
+    let at = if error.path().is_empty() { "the pickled object" } else { error.path() };
+    match (error, unsupported) {
+        (LiftError::Forbidden { symbol, .. }, _) => Error::unsupported(
+            format!("{}: {at} needs the Python object `{symbol}`, which is not known to be plain data", path.display()),
+            "nothing named in a pickle is ever run; remove that object from the checkpoint and save it again",
+        ),
+        (_, Some(what)) => Error::unsupported(
+            format!("{}: {at} is {what}", path.display()),
+            "convert it to a dense tensor before saving, or leave it out of the checkpoint",
+        ),
+        (LiftError::Limit { what, .. }, None) => Error::malformed(path, at, "a value within bounds", what.clone()),
+        (LiftError::Malformed { what, .. }, None) => {
+            Error::malformed(path, at, "plain data and dense tensors", what.clone())
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! Writing a torch.save file: `torch.load(weights_only=True)` gives the state dict back, with its containers, tied
+//! tensors and non-tensor values.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use smallvec::SmallVec;
+
+use crate::catalog::{
+    Catalog, Chunk, ChunkTable, Dtype, OutputFile, Place, Reservation, Reserved, TensorEntry, TensorId, Value,
+    contiguous_strides,
+};
+use crate::error::{Error, Result};
+use crate::format::pickle::{WriteError, Writer};
+use crate::format::zip::{ArchiveWriter, Frames};
+use crate::layout::{Region, Tile};
+use crate::storage::FileId;
+
+/// The folder inside the archive. PyTorch takes it from the file's name, but reads any; a fixed one makes equal
+/// checkpoints equal files.
+const PREFIX: &str = "archive";
+
+/// One archive appended to a file: a pickled value and the data of the tensors in it.
+pub struct Saved {
+    /// Tensors by storage key, with the offset of their data.
+    pub tensors: Vec<(TensorId, u64)>,
+    /// Length of the archive.
+    pub len: u64,
+}
+
+/// Append the archive that torch.save makes of `value`. A tensor that occurs twice is stored once.
+///
+/// # Errors
+/// A text where the value cannot be pickled.
+pub fn save(source: &Catalog, value: &Value, file: &mut OutputFile, frames: &mut Frames) -> Result<Saved, WriteError> {
+    let mut order: Vec<TensorId> = Vec::new();
+    let mut keys: HashMap<TensorId, usize> = HashMap::new();
+    let mut writer = Writer::new();
+    writer.value(value, &mut |writer, id| {
+        let key = *keys.entry(id).or_insert_with(|| {
+            order.push(id);
+            order.len() - 1
+        });
+        let entry = source.tensor(id);
+        write_tensor(writer, entry.dtype, key, &entry.shape);
+        Ok(())
+    })?;
+    let lens = order.iter().map(|id| source.tensor(*id).len_bytes());
+    let (offsets, len) = append(&writer.finish(), lens, file, frames);
+    Ok(Saved { tensors: order.into_iter().zip(offsets).collect(), len })
+}
+
+/// Append the archive that torch.save makes of one contiguous tensor; gives the offset of its data and the length.
+pub fn save_tensor(dtype: Dtype, sizes: &[u64], file: &mut OutputFile, frames: &mut Frames) -> (u64, u64) {
+    let mut writer = Writer::new();
+    write_tensor(&mut writer, dtype, 0, sizes);
+    let len = sizes.iter().product::<u64>() * dtype.itemsize();
+    let (offsets, archive) = append(&writer.finish(), std::iter::once(len), file, frames);
+    (offsets[0], archive)
+}
+
+fn append(
+    pickle: &[u8],
+    lens: impl Iterator<Item = u64>,
+    file: &mut OutputFile,
+    frames: &mut Frames,
+) -> (SmallVec<[u64; 1]>, u64) {
+    let mut archive = ArchiveWriter::new(file, frames, PREFIX);
+    archive.start(pickle);
+    let offsets = lens.enumerate().map(|(key, len)| archive.payload(&format!("data/{key}"), len)).collect();
+    (offsets, archive.finish())
+}
+
+/// `_rebuild_tensor_v2(storage, 0, size, stride, False, OrderedDict())`, or v3 with a dtype for an untyped storage.
+fn write_tensor(writer: &mut Writer, dtype: Dtype, key: usize, sizes: &[u64]) {
+    let numel: u64 = sizes.iter().product();
+    let (rebuild, class, stored) = match dtype.storage_class() {
+        Some(class) => ("_rebuild_tensor_v2", ("torch", class), numel),
+        None => ("_rebuild_tensor_v3", ("torch.storage", "UntypedStorage"), numel * dtype.itemsize()),
+    };
+    writer.global("torch._utils", rebuild).mark();
+    writer.mark().string("storage").global(class.0, class.1).string(&key.to_string()).string("cpu").uint(stored);
+    writer.tuple(5).binpersid();
+    writer.int(0);
+    write_sizes(writer, sizes);
+    write_sizes(writer, &contiguous_strides(sizes));
+    writer.boolean(false);
+    writer.global("collections", "OrderedDict").empty_tuple().reduce();
+    if dtype.storage_class().is_some() {
+        writer.tuple(6);
+    } else {
+        writer.global("torch", dtype.torch_name()).tuple(7);
+    }
+    writer.reduce();
+}
+
+/// A tuple of ints.
+pub fn write_sizes(writer: &mut Writer, sizes: &[u64]) {
+    if sizes.len() > 3 {
+        writer.mark();
+    }
+    for &size in sizes {
+        writer.uint(size);
+    }
+    writer.tuple(sizes.len());
+}
+
+/// Lay out one file that holds `state`, every tensor whole.
+///
+/// # Errors
+/// `Unsupported` where a value cannot be pickled.
+pub fn reserve(source: &Catalog, state: &Value, name: PathBuf) -> Result<Reservation> {
+    let mut reservation = Reservation::default();
+    let mut file = OutputFile::new(name);
+    let saved = save(source, state, &mut file, &mut Frames::default()).map_err(|error| {
+        Error::unsupported(
+            format!("the state dict cannot be pickled: {error}"),
+            "leave that object out of the checkpoint",
+        )
+    })?;
+    for (id, offset) in saved.tensors {
+        reservation.tensors.push(reserved_whole(source, id, FileId(0), offset));
+    }
+    reservation.files.push(file);
+    Ok(reservation)
+}
+
+/// A source tensor stored whole and contiguous at an offset of an output file.
+pub fn reserved_whole(source: &Catalog, id: TensorId, file: FileId, offset: u64) -> Reserved {
+    let entry = source.tensor(id);
+    let mut chunks = ChunkTable::new(entry.shape.len());
+    let tile = Tile::from_region(&Region::whole(&entry.shape));
+    let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
+    chunks.push(Chunk { tile, place, strides: None, rank: None });
+    let entry =
+        TensorEntry { fqn: entry.fqn.clone(), dtype: entry.dtype, shape: entry.shape.clone(), sharding: None, chunks };
+    Reserved { source: id, entry }
+}

@@ -1,0 +1,9 @@
+//! torch.save archives: ZIP files whose entries are all stored, read and written without touching tensor data.
+//!
+//! Source of the layout: `caffe2/serialize/inline_container.cc` (`PyTorchStreamReader`, `PyTorchStreamWriter`).
+
+mod read;
+mod write;
+
+pub use read::{Archive, Record, data_offset};
+pub use write::{ArchiveWriter, Frames};

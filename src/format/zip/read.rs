@@ -1,0 +1,292 @@
+//! Reading an archive's directory, and finding where a record's data begins.
+//!
+//! An archive may be a whole file or a stretch of one (an item of a DCP data file). Offsets in it are relative to
+//! where it begins; everything this module gives out is absolute in the file. Sizes and offsets are hostile until
+//! checked against the stretch.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+
+use rawzip::{CompressionMethod, ReaderAt, ZipArchive, ZipLocator};
+
+use crate::error::{Error, Result};
+use crate::storage::{FileId, Files, OpenFile};
+
+/// One stored entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// Absolute offset of its local header.
+    pub header: u64,
+    pub len: u64,
+    /// As the directory claims; 0 where the writer did not compute it.
+    pub crc: u32,
+}
+
+/// The directory of an archive.
+#[derive(Debug)]
+pub struct Archive {
+    file: FileId,
+    /// Text before the first `/` of every name.
+    prefix: String,
+    /// By name without the prefix.
+    records: HashMap<Box<str>, Record>,
+    window: Window,
+}
+
+/// A directory entry takes this many bytes at least, so a directory cannot claim more entries than fit its file.
+const MIN_ENTRY_BYTES: u64 = 46;
+
+impl Archive {
+    /// Read the directory of the archive that fills `[base, base + len)` of `file`.
+    ///
+    /// # Errors
+    /// `Malformed` where it is no archive, `Unsupported` where entries are compressed.
+    pub fn read(files: &Files, file: FileId, base: u64, len: u64) -> Result<Self> {
+        let path = files.path(file);
+        let malformed =
+            |found: String| Error::malformed(path, place(base, "zip directory"), "a torch.save archive", found);
+        if base.checked_add(len).is_none_or(|end| end > files.len_bytes(file)) {
+            let end = u128::from(base) + u128::from(len);
+            let found = format!("a file of {} bytes", files.len_bytes(file));
+            return Err(Error::malformed(path, place(base, "item"), format!("data up to byte {end}"), found));
+        }
+        let window = Window::new(files.open(file)?, base, len).map_err(Error::io("read", path))?;
+        // An item of a few hundred kB a thousand times over: small archives get small buffers.
+        let mut buffer = vec![0; if len > 1 << 20 { rawzip::RECOMMENDED_BUFFER_SIZE } else { 4 << 10 }];
+        let archive = ZipLocator::new()
+            .locate_in_reader(&window, &mut buffer, len)
+            .map_err(|(_, error)| malformed(error.to_string()))?;
+        if archive.entries_hint() > len / MIN_ENTRY_BYTES {
+            return Err(malformed(format!("{} entries in {len} bytes", archive.entries_hint())));
+        }
+        let (prefix, records) = read_entries(&archive, base, len, &mut buffer).map_err(|fault| match fault {
+            Fault::Malformed(found) => malformed(found),
+            Fault::Compressed(name) => Error::unsupported(
+                format!("{}: entry `{name}` is compressed", path.display()),
+                "torch.save stores entries as they are; the file was repacked by another tool",
+            ),
+        })?;
+        Ok(Self { file, prefix, records, window })
+    }
+
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<Record> {
+        self.records.get(name).copied()
+    }
+
+    /// All records with their names, in the order of the file.
+    #[must_use]
+    pub fn records(&self) -> Vec<(&str, Record)> {
+        let mut records: Vec<_> = self.records.iter().map(|(name, record)| (name.as_ref(), *record)).collect();
+        records.sort_by_key(|(_, record)| record.header);
+        records
+    }
+
+    /// Where the data of `name` begins and how long it is, if the archive has it.
+    ///
+    /// # Errors
+    /// `Malformed` where its local header is not what the directory says.
+    pub fn locate(&self, files: &Files, name: &str) -> Result<Option<(u64, Record)>> {
+        let Some(record) = self.get(name) else { return Ok(None) };
+        let path = files.path(self.file);
+        let header = self.window.header(record.header).map_err(Error::io("read", path))?;
+        let data = after_header(&header, record.header)
+            .filter(|data| data.checked_add(record.len).is_some_and(|end| end <= self.window.end()))
+            .ok_or_else(|| bad_header(path, &format!("{}/{name}", self.prefix), record.header))?;
+        Ok(Some((data, record)))
+    }
+
+    /// The content of `name`, if the archive has it. For records that are not tensor data.
+    ///
+    /// # Errors
+    /// `Malformed`, `Io`.
+    pub fn content(&self, files: &Files, name: &str) -> Result<Option<Vec<u8>>> {
+        let Some((data, record)) = self.locate(files, name)? else { return Ok(None) };
+        let len = usize::try_from(record.len).expect("checked against the file");
+        let mut content = vec![0; len];
+        (&self.window)
+            .read_exact_at(&mut content, data - self.window.base)
+            .map_err(Error::io("read", files.path(self.file)))?;
+        let crc = crc32fast::hash(&content);
+        if record.crc != 0 && record.crc != crc {
+            return Err(Error::malformed(
+                files.path(self.file),
+                place(self.window.base, name),
+                format!("content with CRC-32 {:08x}", record.crc),
+                format!("{crc:08x}"),
+            ));
+        }
+        Ok(Some(content))
+    }
+}
+
+impl Archive {
+    /// Check the CRC-32 of a record, block by block.
+    ///
+    /// # Errors
+    /// `Malformed` where it does not hold, `Io`, or what `each_block` returns.
+    pub fn check_record(&self, files: &Files, name: &str, each_block: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
+        const BLOCK: u64 = 1 << 20;
+        let Some((data, record)) = self.locate(files, name)? else { return Ok(()) };
+        let mut hasher = crc32fast::Hasher::new();
+        let mut buffer = Vec::new();
+        let mut done = 0;
+        while done < record.len {
+            let len = BLOCK.min(record.len - done);
+            buffer.resize(usize::try_from(len).expect("a block fits memory"), 0);
+            self.window.file.read_exact_at(&mut buffer, data + done)?;
+            hasher.update(&buffer);
+            done += len;
+            each_block(len)?;
+        }
+        let crc = hasher.finalize();
+        if crc == record.crc {
+            return Ok(());
+        }
+        Err(Error::malformed(
+            files.path(self.file),
+            place(self.window.base, name),
+            format!("content with CRC-32 {:08x}", record.crc),
+            format!("{crc:08x}: the data has changed since it was written"),
+        ))
+    }
+}
+
+/// Where the data of the record whose local header is at `header` begins.
+///
+/// # Errors
+/// `Malformed` where there is no local header, `Io`.
+pub fn data_offset(files: &Files, file: FileId, header: u64) -> Result<u64> {
+    let mut bytes = [0; LOCAL_HEADER];
+    files.open(file)?.read_exact_at(&mut bytes, header)?;
+    after_header(&bytes, header).ok_or_else(|| bad_header(files.path(file), "record", header))
+}
+
+const LOCAL_HEADER: usize = 30;
+
+/// The offset after a local header, its name and its extra field.
+fn after_header(bytes: &[u8; LOCAL_HEADER], header: u64) -> Option<u64> {
+    let [b'P', b'K', 3, 4, .., n0, n1, e0, e1] = *bytes else { return None };
+    let variable = u64::from(u16::from_le_bytes([n0, n1])) + u64::from(u16::from_le_bytes([e0, e1]));
+    header.checked_add(LOCAL_HEADER as u64 + variable)
+}
+
+fn bad_header(path: &std::path::Path, name: &str, header: u64) -> Error {
+    Error::malformed(path, format!("byte {header}"), format!("the local header of {name}"), "something else")
+}
+
+fn place(base: u64, what: &str) -> String {
+    if base == 0 { what.to_owned() } else { format!("{what} of the item at byte {base}") }
+}
+
+enum Fault {
+    Malformed(String),
+    Compressed(String),
+}
+
+impl From<rawzip::Error> for Fault {
+    fn from(error: rawzip::Error) -> Self {
+        Self::Malformed(error.to_string())
+    }
+}
+
+fn read_entries(
+    archive: &ZipArchive<&Window>,
+    base: u64,
+    len: u64,
+    buffer: &mut [u8],
+) -> Result<(String, HashMap<Box<str>, Record>), Fault> {
+    let mut prefix: Option<String> = None;
+    let mut records = HashMap::new();
+    let mut entries = archive.entries(buffer);
+    while let Some(entry) = entries.next_entry()? {
+        let raw = entry.file_path();
+        let full = std::str::from_utf8(raw.as_bytes())
+            .map_err(|_| Fault::Malformed(String::from("an entry whose name is not UTF-8")))?;
+        if entry.compression_method() != CompressionMethod::STORE {
+            return Err(Fault::Compressed(full.to_owned()));
+        }
+        // PyTorch takes the prefix from the first entry and looks all others up below it.
+        let Some((own, name)) = full.split_once('/') else {
+            return Err(Fault::Malformed(format!("entry `{full}` in no folder")));
+        };
+        if prefix.get_or_insert_with(|| own.to_owned()) != own {
+            return Err(Fault::Malformed(format!("entry `{full}` beside folder `{}`", prefix.unwrap_or_default())));
+        }
+        let (stored, size) = (entry.compressed_size_hint(), entry.uncompressed_size_hint());
+        let header = entry.local_header_offset();
+        let end = header.checked_add(size).and_then(|end| end.checked_add(LOCAL_HEADER as u64));
+        if stored != size || end.is_none_or(|end| end > len) {
+            return Err(Fault::Malformed(format!("entry `{full}` of {size} bytes at {header} in {len} bytes")));
+        }
+        let record = Record { header: base + header, len: size, crc: entry.crc32() };
+        if records.insert(Box::from(name), record).is_some() {
+            return Err(Fault::Malformed(format!("two entries `{full}`")));
+        }
+    }
+    let prefix = prefix.ok_or_else(|| Fault::Malformed(String::from("no entries")))?;
+    Ok((prefix, records))
+}
+
+/// A stretch of a file with both ends at hand: the directory of an item is in its tail, the pickle and the local
+/// headers in its head, so finding a tensor in an item costs two reads.
+#[derive(Debug)]
+struct Window {
+    file: Arc<OpenFile>,
+    base: u64,
+    len: u64,
+    head: Vec<u8>,
+    tail: Vec<u8>,
+}
+
+const HEAD_BYTES: u64 = 2 << 10;
+const TAIL_BYTES: u64 = 1 << 10;
+
+impl Window {
+    fn new(file: Arc<OpenFile>, base: u64, len: u64) -> io::Result<Self> {
+        let read = |offset: u64, len: u64| -> io::Result<Vec<u8>> {
+            let mut bytes = vec![0; usize::try_from(len).expect("a small length")];
+            file.read_exact_at(&mut bytes, offset).map_err(io::Error::other)?;
+            Ok(bytes)
+        };
+        let head_len = if len <= HEAD_BYTES + TAIL_BYTES { len } else { HEAD_BYTES };
+        let tail_len = TAIL_BYTES.min(len - head_len);
+        let head = read(base, head_len)?;
+        let tail = read(base + len - tail_len, tail_len)?;
+        Ok(Self { file, base, len, head, tail })
+    }
+
+    fn end(&self) -> u64 {
+        self.base + self.len
+    }
+
+    /// The local header at an absolute offset.
+    fn header(&self, offset: u64) -> io::Result<[u8; LOCAL_HEADER]> {
+        let mut bytes = [0; LOCAL_HEADER];
+        self.read_exact_at(&mut bytes, offset - self.base)?;
+        Ok(bytes)
+    }
+}
+
+impl ReaderAt for Window {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        if offset >= self.len {
+            return Ok(0);
+        }
+        let tail_at = self.len - self.tail.len() as u64;
+        let (cached, at) = if offset < self.head.len() as u64 {
+            (&self.head, offset)
+        } else if offset >= tail_at {
+            (&self.tail, offset - tail_at)
+        } else {
+            let want = buffer.len().min(usize::try_from(tail_at - offset).unwrap_or(usize::MAX));
+            self.file.read_exact_at(&mut buffer[..want], self.base + offset).map_err(io::Error::other)?;
+            return Ok(want);
+        };
+        let cached = &cached[usize::try_from(at).expect("within the cached end")..];
+        let count = cached.len().min(buffer.len());
+        buffer[..count].copy_from_slice(&cached[..count]);
+        Ok(count)
+    }
+}

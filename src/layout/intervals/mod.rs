@@ -1,0 +1,355 @@
+//! What one shard holds of one tensor dim: an ascending list of disjoint half-open intervals.
+//!
+//! Counts elements along that dim. A plain shard is one interval, but `_StridedShard` (FSDP2 over
+//! TP on one dim, or an interleaved fused weight) holds many: PyTorch carries them as an index
+//! tensor, `_StridedShard.local_shard_size_and_offset` in
+//! `torch/distributed/tensor/placement_types.py`. Here equal intervals at equal distances are one
+//! *run*, so a shard of 10^5 interleaved pieces costs as much as a plain one:
+//!
+//! ```text
+//!     0:2 + 4:6 + 8:10 + 11:12   =   Run {start 0, step 4, count 3, len 2}, Run {start 11, ..}
+//! ```
+//!
+//! Invariants: intervals are not empty and do not touch (adjacent ones are one), and runs are
+//! what greedy compression from the left gives. So the representation is a function of the
+//! set, and `==` and `Hash` are those of the set.
+//!
+//! Two coordinates matter and are never mixed: the *index* along the global dim, and the
+//! *position* in the list, which is the index along the local tensor's dim.
+
+mod walk;
+
+use std::{fmt, ops::Range};
+
+use smallvec::{SmallVec, smallvec};
+
+pub use walk::Segment;
+pub(super) use walk::{Piece, Pieces};
+
+/// `count` intervals of `len` elements, the first at `start`, one every `step`.
+///
+/// `step > len`, and 0 where there is only one interval.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Run {
+    start: u64,
+    step: u64,
+    count: u64,
+    len: u64,
+}
+
+impl Run {
+    fn interval(&self, k: u64) -> Range<u64> {
+        let start = self.start + k * self.step;
+        start..start + self.len
+    }
+
+    fn last(&self) -> Range<u64> {
+        self.interval(self.count - 1)
+    }
+
+    fn numel(&self) -> u64 {
+        self.count * self.len
+    }
+
+    /// Whether `interval` is the next one of this run, once the run has a rhythm.
+    fn continues_with(&self, interval: &Range<u64>) -> bool {
+        self.count > 1
+            && self.last().start.checked_add(self.step) == Some(interval.start)
+            && self.len == interval.end - interval.start
+    }
+}
+
+/// What a shard holds of one dim: disjoint intervals in ascending order, compressed into runs.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Intervals {
+    runs: SmallVec<[Run; 1]>,
+}
+
+impl Intervals {
+    #[must_use]
+    pub fn empty() -> Self {
+        Self { runs: SmallVec::new() }
+    }
+
+    /// One interval. Its end saturates, so that hostile numbers stay numbers.
+    #[must_use]
+    pub fn single(start: u64, len: u64) -> Self {
+        match len.min(u64::MAX - start) {
+            0 => Self::empty(),
+            len => Self { runs: smallvec![Run { start, step: 0, count: 1, len }] },
+        }
+    }
+
+    /// All of a dim of size `n`.
+    #[must_use]
+    pub fn full(n: u64) -> Self {
+        Self::single(0, n)
+    }
+
+    /// `count` intervals of `len <= step` elements, one every `step`; the last ends within `u64`.
+    #[must_use]
+    pub(super) fn progression(start: u64, step: u64, count: u64, len: u64) -> Self {
+        debug_assert!(len <= step, "intervals of a progression are disjoint");
+        if len == step || count <= 1 {
+            return Self::single(start, count * len);
+        }
+        let runs = if len == 0 { smallvec![] } else { smallvec![Run { start, step, count, len }] };
+        Self { runs }
+    }
+
+    /// The number of elements.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.runs.iter().map(Run::numel).sum()
+    }
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+
+    /// The first index.
+    #[must_use]
+    pub fn start(&self) -> Option<u64> {
+        self.runs.first().map(|run| run.start)
+    }
+
+    /// One past the last index.
+    #[must_use]
+    pub fn end(&self) -> Option<u64> {
+        self.runs.last().map(|run| run.last().end)
+    }
+
+    /// The smallest interval that holds all of them; `0..0` for none.
+    #[must_use]
+    pub fn bounds(&self) -> Range<u64> {
+        self.start().unwrap_or(0)..self.end().unwrap_or(0)
+    }
+
+    /// The interval, where it is exactly one.
+    #[must_use]
+    pub fn as_single(&self) -> Option<Range<u64>> {
+        match self.runs.as_slice() {
+            [run] if run.count == 1 => Some(run.last()),
+            _ => None,
+        }
+    }
+
+    /// The number of maximal intervals.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.runs.iter().map(|run| run.count).sum()
+    }
+
+    /// The maximal intervals, ascending.
+    pub fn iter(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        self.pieces().map(|piece| piece.range)
+    }
+
+    fn pieces(&self) -> Pieces<'_> {
+        Pieces::new(&self.runs)
+    }
+
+    /// Appends an interval; an empty one changes nothing.
+    ///
+    /// # Panics
+    /// When the interval begins before the end of the list: a list in another order would be
+    /// another tensor.
+    pub fn push(&mut self, mut interval: Range<u64>) {
+        if interval.is_empty() {
+            return;
+        }
+        let end = self.end().unwrap_or(0);
+        assert!(interval.start >= end, "{interval:?} pushed behind {end}: intervals ascend");
+        if interval.start == end && !self.is_empty() {
+            interval.start = self.pop().start;
+        }
+        let len = interval.end - interval.start;
+        match self.runs.last_mut() {
+            Some(run) if run.continues_with(&interval) => run.count += 1,
+            Some(run) if run.count == 1 && run.len == len => {
+                run.step = interval.start - run.start;
+                run.count = 2;
+            }
+            _ => self.runs.push(Run { start: interval.start, step: 0, count: 1, len }),
+        }
+    }
+
+    /// Takes the last interval off again, which leaves exactly what was there before its push.
+    fn pop(&mut self) -> Range<u64> {
+        let run = self.runs.last_mut().expect("only a list with an interval is popped");
+        let last = run.last();
+        run.count -= 1;
+        match run.count {
+            0 => drop(self.runs.pop()),
+            1 => run.step = 0,
+            _ => {}
+        }
+        last
+    }
+
+    /// Pushes every interval of a run, all but the first few at once.
+    fn push_run(&mut self, run: &Run) {
+        for k in 0..run.count {
+            let interval = run.interval(k);
+            match self.runs.last_mut() {
+                Some(last) if last.step == run.step && last.continues_with(&interval) => {
+                    last.count += run.count - k;
+                    return;
+                }
+                _ => self.push(interval),
+            }
+        }
+    }
+
+    /// Appends a list that begins where this one ends, or later.
+    ///
+    /// # Panics
+    /// As [`push`](Self::push) does.
+    pub fn concat(&mut self, other: &Self) {
+        other.runs.iter().for_each(|run| self.push_run(run));
+    }
+
+    /// The elements at `positions` of the list; what lies beyond its end is left out.
+    #[must_use]
+    pub fn slice(&self, positions: Range<u64>) -> Self {
+        let mut taken = Self::empty();
+        let mut before = 0;
+        for run in &self.runs {
+            let from = positions.start.saturating_sub(before);
+            let to = positions.end.saturating_sub(before).min(run.numel());
+            before += run.numel();
+            if from >= to {
+                continue;
+            }
+            let (first, last) = (from / run.len, (to - 1) / run.len);
+            let start = run.interval(first).start + from % run.len;
+            let end = run.interval(last).start + (to - 1) % run.len + 1;
+            if first == last {
+                taken.push(start..end);
+                continue;
+            }
+            taken.push(start..run.interval(first).end);
+            taken.push_run(&Run { start: run.interval(first + 1).start, count: last - first - 1, ..*run });
+            taken.push(run.interval(last).start..end);
+        }
+        taken
+    }
+
+    /// The elements at all of these positions, which exist: [`slice`](Self::slice) by a list.
+    #[must_use]
+    pub(super) fn select(&self, positions: &Self) -> Self {
+        debug_assert!(positions.bounds().end <= self.len(), "positions in the list");
+        if let Some(range) = positions.as_single() {
+            return self.slice(range);
+        }
+        let mut taken = Self::empty();
+        if let Some(Range { start, .. }) = self.as_single() {
+            for run in &positions.runs {
+                taken.push_run(&Run { start: start + run.start, ..*run });
+            }
+            return taken;
+        }
+        let mut pieces = self.pieces().peekable();
+        for wanted in positions.iter() {
+            while let Some(piece) = pieces.peek() {
+                let len = piece.range.end - piece.range.start;
+                let from = wanted.start.saturating_sub(piece.position);
+                let to = wanted.end.saturating_sub(piece.position).min(len);
+                if from < to {
+                    taken.push(piece.range.start + from..piece.range.start + to);
+                }
+                if piece.position + len > wanted.end {
+                    break;
+                }
+                pieces.next();
+            }
+        }
+        taken
+    }
+}
+
+impl FromIterator<Range<u64>> for Intervals {
+    /// # Panics
+    /// As [`Intervals::push`] does, when the ranges do not ascend.
+    fn from_iter<I: IntoIterator<Item = Range<u64>>>(ranges: I) -> Self {
+        let mut intervals = Self::empty();
+        ranges.into_iter().for_each(|range| intervals.push(range));
+        intervals
+    }
+}
+
+/// `0:2+4:6`, abridged where there are too many to read; `0:0` for none.
+impl fmt::Display for Intervals {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: u64 = 8;
+        if self.is_empty() {
+            return f.write_str("0:0");
+        }
+        for (i, range) in self.iter().take(if self.count() > SHOWN { 3 } else { 8 }).enumerate() {
+            let plus = if i == 0 { "" } else { "+" };
+            write!(f, "{plus}{}:{}", range.start, range.end)?;
+        }
+        if self.count() > SHOWN {
+            write!(f, "+..+({} intervals up to {})", self.count(), self.bounds().end)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn list(ranges: &[Range<u64>]) -> Intervals {
+        ranges.iter().cloned().collect()
+    }
+
+    #[test]
+    fn equal_intervals_at_equal_distances_are_one_run() {
+        let many: Intervals = (0..100_000).map(|i| 10 * i..10 * i + 3).collect();
+        assert_eq!(many.runs.len(), 1);
+        assert_eq!((many.count(), many.len(), many.end()), (100_000, 300_000, Some(999_993)));
+        assert_eq!(many, Intervals::progression(0, 10, 100_000, 3));
+        assert_eq!(many.to_string(), "0:3+10:13+20:23+..+(100000 intervals up to 999993)");
+    }
+
+    #[test]
+    fn the_same_set_is_the_same_value() {
+        assert_eq!(list(&[0..2, 2..4, 4..5]), Intervals::full(5));
+        assert_eq!(list(&[0..1, 4..5, 8..9, 9..10]), list(&[0..1, 4..5, 8..10]));
+        assert_eq!(list(&[3..3, 7..7]), Intervals::empty());
+        assert_eq!(Intervals::progression(5, 4, 3, 4), Intervals::single(5, 12));
+        let mut joined = list(&[0..1, 4..5]);
+        joined.concat(&list(&[8..9, 12..13, 16..17]));
+        assert_eq!(joined, Intervals::progression(0, 4, 5, 1));
+    }
+
+    #[test]
+    fn slices_cut_within_and_between_intervals() {
+        let list = list(&[0..3, 10..13, 20..23, 30..40]);
+        assert_eq!(list.slice(1..8).to_string(), "1:3+10:13+20:22");
+        assert_eq!(list.slice(3..6).as_single(), Some(10..13));
+        assert_eq!(list.slice(8..100).to_string(), "22:23+30:40");
+        assert!(list.slice(19..25).is_empty() && list.slice(4..4).is_empty());
+        assert_eq!(list.slice(0..u64::MAX), list);
+    }
+
+    #[test]
+    fn hostile_intervals_saturate() {
+        assert!(Intervals::single(u64::MAX, 7).is_empty());
+        let mut list = Intervals::single(u64::MAX - 1, 7);
+        assert_eq!(list.as_single(), Some(u64::MAX - 1..u64::MAX));
+        list.push(u64::MAX..u64::MAX);
+        let mut wide = Intervals::single(0, 1);
+        wide.push(u64::MAX - 3..u64::MAX - 2);
+        wide.push(u64::MAX - 1..u64::MAX);
+        assert_eq!((wide.len(), wide.count()), (3, 3));
+    }
+
+    #[test]
+    #[should_panic(expected = "intervals ascend")]
+    fn order_is_kept() {
+        list(&[4..5, 0..1]);
+    }
+}

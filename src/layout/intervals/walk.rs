@@ -1,0 +1,179 @@
+//! Walking interval lists in step: the intersection of two of them.
+//!
+//! A walk yields pieces in ascending order and knows each one's position in its list. It can
+//! also *seek*: within a run the next piece that matters is a division away, so intersecting one
+//! interval with a run of 10^5 costs as much as there is to find, not as much as there is to skip.
+
+use std::ops::Range;
+
+use super::{Intervals, Run};
+
+/// A stretch that two lists have in common: where it lies in each, and how long it is.
+///
+/// In `0:2+4:6` and `1:5` the common indices 1 and 4 are two segments, `{left: 1, right: 0,
+/// len: 1}` and `{left: 2, right: 3, len: 1}`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    pub left: u64,
+    pub right: u64,
+    pub len: u64,
+}
+
+/// A maximal interval and the position of its first element in the list.
+#[derive(Clone, Debug)]
+pub(in crate::layout) struct Piece {
+    pub position: u64,
+    pub range: Range<u64>,
+}
+
+/// The pieces of a list from some point on.
+#[derive(Clone, Debug)]
+pub(in crate::layout) struct Pieces<'a> {
+    runs: &'a [Run],
+    /// The next interval of the first run.
+    next: u64,
+    position: u64,
+}
+
+impl<'a> Pieces<'a> {
+    pub(super) fn new(runs: &'a [Run]) -> Self {
+        Self { runs, next: 0, position: 0 }
+    }
+
+    /// Skips every piece that ends at `index` or before.
+    fn seek(&mut self, index: u64) {
+        while let [run, rest @ ..] = self.runs {
+            let passed = match index.checked_sub(run.start + run.len) {
+                None => 0,
+                Some(_) if run.last().end <= index => run.count,
+                Some(beyond_first) => beyond_first / run.step + 1,
+            };
+            let skipped = passed.saturating_sub(self.next);
+            self.position += skipped * run.len;
+            self.next += skipped;
+            if self.next < run.count {
+                return;
+            }
+            (self.runs, self.next) = (rest, 0);
+        }
+    }
+}
+
+impl Iterator for Pieces<'_> {
+    type Item = Piece;
+
+    fn next(&mut self) -> Option<Piece> {
+        let [run, rest @ ..] = self.runs else {
+            return None;
+        };
+        let piece = Piece { position: self.position, range: run.interval(self.next) };
+        self.position += run.len;
+        self.next += 1;
+        if self.next == run.count {
+            (self.runs, self.next) = (rest, 0);
+        }
+        Some(piece)
+    }
+}
+
+impl Intervals {
+    /// The intervals with the position of each in the list.
+    pub(in crate::layout) fn positioned(&self) -> Pieces<'_> {
+        self.pieces()
+    }
+
+    /// What two lists have in common, ascending; segments which are contiguous in both are one.
+    #[must_use]
+    pub fn intersect(&self, other: &Self) -> Vec<Segment> {
+        if self == other {
+            // One segment, however many intervals it is made of.
+            let all = Segment { left: 0, right: 0, len: self.len() };
+            return if self.is_empty() { vec![] } else { vec![all] };
+        }
+        let mut segments: Vec<Segment> = Vec::new();
+        for (_, found) in self.common(other) {
+            match segments.last_mut() {
+                Some(last) if last.left + last.len == found.left && last.right + last.len == found.right => {
+                    last.len += found.len;
+                }
+                _ => segments.push(found),
+            }
+        }
+        segments
+    }
+
+    /// The first stretch of indices that two lists have in common.
+    pub(in crate::layout) fn first_common(&self, other: &Self) -> Option<Range<u64>> {
+        self.common(other).next().map(|(range, _)| range)
+    }
+
+    /// Whether any of the indices in `range` is in the list.
+    pub(in crate::layout) fn meets(&self, range: &Range<u64>) -> bool {
+        let mut pieces = self.pieces();
+        pieces.seek(range.start);
+        pieces.next().is_some_and(|piece| piece.range.start < range.end)
+    }
+
+    fn common<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = (Range<u64>, Segment)> + 'a {
+        let (mut lefts, mut rights) = (self.pieces(), other.pieces());
+        let (mut left, mut right) = (lefts.next(), rights.next());
+        std::iter::from_fn(move || {
+            while let (Some(a), Some(b)) = (&left, &right) {
+                let start = a.range.start.max(b.range.start);
+                let end = a.range.end.min(b.range.end);
+                let found = (start < end).then(|| {
+                    let left = a.position + (start - a.range.start);
+                    let right = b.position + (start - b.range.start);
+                    (start..end, Segment { left, right, len: end - start })
+                });
+                // The piece that ends first is done, and so is all of its list before the other's.
+                if a.range.end <= b.range.end {
+                    lefts.seek(b.range.start);
+                    left = lefts.next();
+                } else {
+                    rights.seek(a.range.start);
+                    right = rights.next();
+                }
+                if found.is_some() {
+                    return found;
+                }
+            }
+            None
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn segment(left: u64, right: u64, len: u64) -> Segment {
+        Segment { left, right, len }
+    }
+
+    #[test]
+    fn segments_carry_both_positions() {
+        let stripes = Intervals::progression(0, 4, 2, 2);
+        assert_eq!(stripes.intersect(&Intervals::single(1, 4)), [segment(1, 0, 1), segment(2, 3, 1)]);
+        assert_eq!(Intervals::single(3, 5).intersect(&Intervals::single(6, 9)), [segment(3, 0, 2)]);
+        assert_eq!(Intervals::single(3, 5).intersect(&Intervals::single(8, 1)), []);
+        assert_eq!(Intervals::empty().intersect(&Intervals::empty()), []);
+    }
+
+    #[test]
+    fn what_is_contiguous_in_both_is_one_segment() {
+        let stripes = Intervals::progression(0, 10, 100_000, 3);
+        assert_eq!(stripes.intersect(&stripes), [segment(0, 0, 300_000)]);
+        let longer = Intervals::progression(0, 10, 100_001, 3);
+        assert_eq!(stripes.intersect(&longer), [segment(0, 0, 300_000)]);
+    }
+
+    #[test]
+    fn seeking_skips_without_walking() {
+        // A walk over 2^60 pieces would never end.
+        let stripes = Intervals::progression(0, 4, 1 << 60, 1);
+        let far = Intervals::single(1 << 61, 8);
+        assert_eq!(stripes.intersect(&far), [segment(1 << 59, 0, 1), segment((1 << 59) + 1, 4, 1)]);
+        assert_eq!(far.intersect(&stripes), [segment(0, 1 << 59, 1), segment(4, (1 << 59) + 1, 1)]);
+    }
+}

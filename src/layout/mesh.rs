@@ -1,0 +1,252 @@
+//! The grid of ranks that a layout is written on.
+//!
+//! Counts ranks. A mesh is a row-major array of rank numbers with an optional name per dim. The
+//! ranks need be neither consecutive nor ascending: a mesh sliced out of a larger one keeps the
+//! numbers of the larger. Invariant: every dim is at least 1, and every rank appears once.
+//!
+//! The rule is `torch/distributed/device_mesh.py`: the coordinate of a rank is the index of its
+//! number in the array.
+//!
+//! ```text
+//!     dp=2,tp=3        tp=0 1 2
+//!              dp=0       0 1 2        rank 5 sits at (1, 2)
+//!              dp=1       3 4 5
+//! ```
+
+use std::{collections::HashSet, fmt};
+
+use super::{AsTuple, Dims, LayoutError, MeshDim, Rank, numel, ravel, unravel};
+
+/// The largest mesh that is built from a shape alone: some hundred times the largest machine, and
+/// small enough that a mistyped size does not ask for all of memory.
+const MAX_RANKS: u64 = 1 << 24;
+
+/// A row-major array of ranks, with or without names for its dims.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct DeviceMesh {
+    shape: Dims,
+    ranks: Vec<Rank>,
+    names: Option<Vec<String>>,
+    /// Every rank with its index in `ranks`, sorted by rank. Not stored for a row-major mesh,
+    /// where the two are the same number. A function of `ranks`, so equality may look at it.
+    by_rank: Vec<(Rank, u32)>,
+}
+
+impl DeviceMesh {
+    /// # Errors
+    /// When there are not as many ranks as cells or names as dims, a dim is 0, or a rank or
+    /// a name appears twice.
+    pub fn new(shape: impl Into<Dims>, ranks: Vec<Rank>, names: Option<Vec<String>>) -> Result<Self, LayoutError> {
+        let shape = shape.into();
+        let in_words = || AsTuple(&shape).to_string();
+        if shape.contains(&0) {
+            return Err(LayoutError::EmptyMesh { shape: in_words() });
+        }
+        if numel(&shape) != Some(ranks.len() as u64) {
+            return Err(LayoutError::RankCount { shape: in_words(), found: ranks.len() });
+        }
+        if let Some(names) = &names {
+            if names.len() != shape.len() {
+                return Err(LayoutError::NameCount { expected: shape.len(), found: names.len() });
+            }
+            let mut seen = HashSet::new();
+            if let Some(name) = names.iter().find(|name| !seen.insert(*name)) {
+                return Err(LayoutError::DuplicateName { name: name.clone() });
+            }
+        }
+        let mut by_rank = Vec::new();
+        if !is_row_major(&ranks) {
+            by_rank = ranks.iter().copied().zip(0..).collect();
+            by_rank.sort_unstable();
+            if let Some(pair) = by_rank.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+                return Err(LayoutError::DuplicateRank { rank: pair[0].0 });
+            }
+        }
+        Ok(Self { shape, ranks, names, by_rank })
+    }
+
+    /// The ranks `0..world_size` in order, on dims of these names and sizes.
+    ///
+    /// # Errors
+    /// When a size is 0, a name appears twice, or there would be more than 2^24 ranks.
+    pub fn row_major(named: &[(String, u64)]) -> Result<Self, LayoutError> {
+        let shape: Dims = named.iter().map(|&(_, size)| size).collect();
+        let world_size = numel(&shape).filter(|&n| n <= MAX_RANKS).and_then(|n| u32::try_from(n).ok());
+        let Some(world_size) = world_size else {
+            let shape = AsTuple(&shape).to_string();
+            return Err(LayoutError::MeshTooLarge { shape, limit: MAX_RANKS });
+        };
+        let names = named.iter().map(|(name, _)| name.clone()).collect();
+        Self::new(shape, (0..world_size).map(Rank).collect(), Some(names))
+    }
+
+    /// A row-major mesh as users write it: `dp=4,tp=2`, outermost dim first.
+    ///
+    /// # Errors
+    /// When the text is not a list of `name=size`, and as [`row_major`](Self::row_major) does.
+    pub fn parse(spec: &str) -> Result<Self, LayoutError> {
+        let error =
+            |expected, found: &str| LayoutError::MeshSpec { spec: spec.to_owned(), expected, found: found.to_owned() };
+        let mut named = Vec::new();
+        for item in spec.split(',').map(str::trim) {
+            let (name, size) = item.split_once('=').ok_or_else(|| error("name=size, as in dp=4,tp=2", item))?;
+            let (name, size) = (name.trim(), size.trim());
+            if name.is_empty() || !name.chars().all(|c| c.is_alphanumeric() || "_-.".contains(c)) {
+                return Err(error("a dim name of letters, digits, `_`, `-` and `.`", name));
+            }
+            // `u64::from_str` alone would accept "+4".
+            let digits = size.bytes().all(|byte| byte.is_ascii_digit());
+            match size.parse() {
+                Ok(1..) if !digits => return Err(error("a size in digits", size)),
+                Ok(number @ 1..) => named.push((name.to_owned(), number)),
+                Ok(0) | Err(_) => return Err(error("a size from 1 to 2^24", size)),
+            }
+        }
+        Self::row_major(&named)
+    }
+
+    #[must_use]
+    pub fn shape(&self) -> &[u64] {
+        &self.shape
+    }
+
+    #[must_use]
+    pub fn ndim(&self) -> usize {
+        self.shape.len()
+    }
+
+    /// The ranks in row-major order of their coordinates.
+    #[must_use]
+    pub fn ranks(&self) -> &[Rank] {
+        &self.ranks
+    }
+
+    #[must_use]
+    pub fn names(&self) -> Option<&[String]> {
+        self.names.as_deref()
+    }
+
+    #[must_use]
+    pub fn dim_by_name(&self, name: &str) -> Option<MeshDim> {
+        self.names()?.iter().position(|known| known == name).map(MeshDim)
+    }
+
+    /// The number of ranks in this mesh, which may be fewer than in the job.
+    #[must_use]
+    pub fn world_size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// Whether the ranks are `0..world_size` in order, so that the shape says everything.
+    #[must_use]
+    pub fn ranks_are_row_major(&self) -> bool {
+        is_row_major(&self.ranks)
+    }
+
+    /// Where a rank sits; `None` for one outside the mesh, which holds nothing.
+    #[must_use]
+    pub fn coordinate(&self, rank: Rank) -> Option<Dims> {
+        let index = if self.by_rank.is_empty() {
+            Some(rank.0).filter(|&index| (index as usize) < self.ranks.len())?
+        } else {
+            let at = self.by_rank.binary_search_by_key(&rank, |&(rank, _)| rank).ok()?;
+            self.by_rank[at].1
+        };
+        Some(unravel(index.into(), &self.shape))
+    }
+
+    /// The rank at a coordinate.
+    ///
+    /// # Panics
+    /// When the coordinate is not one of this mesh.
+    #[must_use]
+    #[expect(clippy::cast_possible_truncation, reason = "the index of an element of a Vec")]
+    pub fn rank_at(&self, coordinate: &[u64]) -> Rank {
+        let within = coordinate.len() == self.ndim() && coordinate.iter().zip(&self.shape).all(|(at, size)| at < size);
+        assert!(within, "coordinate {coordinate:?} of a mesh of shape {:?}", self.shape);
+        self.ranks[ravel(coordinate, &self.shape) as usize]
+    }
+
+    /// Every rank with its coordinate, in row-major order.
+    #[must_use]
+    pub fn coordinates(&self) -> impl ExactSizeIterator<Item = (Rank, Dims)> + '_ {
+        (self.ranks.iter().enumerate()).map(|(index, &rank)| (rank, unravel(index as u64, &self.shape)))
+    }
+}
+
+fn is_row_major(ranks: &[Rank]) -> bool {
+    ranks.iter().zip(0..).all(|(rank, index)| rank.0 == index)
+}
+
+/// `dp=4,tp=2`, or `(4, 2)` without names.
+impl fmt::Display for DeviceMesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(names) = &self.names else {
+            return AsTuple(&self.shape).fmt(f);
+        };
+        for (i, (name, size)) in names.iter().zip(&self.shape).enumerate() {
+            let comma = if i == 0 { "" } else { "," };
+            write!(f, "{comma}{name}={size}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ranks(numbers: &[u32]) -> Vec<Rank> {
+        numbers.iter().copied().map(Rank).collect()
+    }
+
+    #[test]
+    fn parses_what_it_prints() {
+        let mesh = DeviceMesh::parse(" dp=4, tp=2").unwrap();
+        assert_eq!((mesh.shape(), mesh.world_size()), (&[4, 2][..], 8));
+        assert_eq!(mesh.to_string(), "dp=4,tp=2");
+        assert_eq!(mesh.dim_by_name("tp"), Some(MeshDim(1)));
+        assert_eq!(mesh.dim_by_name("pp"), None);
+        assert_eq!(DeviceMesh::parse(&mesh.to_string()), Ok(mesh));
+    }
+
+    #[test]
+    fn rejects_what_is_not_a_mesh() {
+        let junk = ["", ",", "dp", "dp=", "=2", "dp=0", "dp=-1", "dp=+2", "dp=2,", "dp=2,dp=2", "d p=2"];
+        for spec in junk.into_iter().chain(["dp=2=3", "dp=16777217", "dp=4294967296,tp=4294967296,pp=9"]) {
+            let error = DeviceMesh::parse(spec).expect_err(spec).to_string();
+            assert!(error.contains("expected") && error.contains("found"), "{error}");
+        }
+        assert!(DeviceMesh::parse("dp=99999999999999999999").is_err());
+        assert!(DeviceMesh::parse("dp=16777216").is_ok());
+    }
+
+    #[test]
+    fn construction_is_checked() {
+        let names = |names: &[&str]| Some(names.iter().map(ToString::to_string).collect());
+        let new = |shape: &[u64], r: &[u32], names| DeviceMesh::new(shape, ranks(r), names);
+        assert!(new(&[2, 2], &[0, 1, 2], None).is_err());
+        assert!(new(&[0], &[], None).is_err());
+        assert!(new(&[u64::MAX, u64::MAX], &[0], None).is_err());
+        assert_eq!(new(&[2], &[3, 3], None), Err(LayoutError::DuplicateRank { rank: Rank(3) }));
+        assert!(new(&[2, 1], &[0, 1], names(&["dp"])).is_err());
+        assert!(new(&[2, 1], &[0, 1], names(&["dp", "dp"])).is_err());
+        assert_eq!(new(&[2, 1], &[0, 1], None).unwrap().to_string(), "(2, 1)");
+        assert_eq!(new(&[], &[5], None).unwrap().coordinate(Rank(5)), Some(Dims::new()));
+    }
+
+    #[test]
+    fn a_submesh_keeps_its_rank_numbers() {
+        let mesh = DeviceMesh::new([2_u64, 2].as_slice(), ranks(&[7, 3, 1, 9]), None).unwrap();
+        assert!(!mesh.ranks_are_row_major());
+        for (rank, coordinate) in mesh.coordinates() {
+            assert_eq!(mesh.coordinate(rank).unwrap(), coordinate);
+            assert_eq!(mesh.rank_at(&coordinate), rank);
+        }
+        assert_eq!(mesh.coordinate(Rank(1)).unwrap().to_vec(), [1, 0]);
+        assert_eq!(mesh.coordinate(Rank(0)), None);
+        let plain = DeviceMesh::parse("dp=2,tp=3").unwrap();
+        assert_eq!(plain.coordinate(Rank(5)).unwrap().to_vec(), [1, 2]);
+        assert_eq!(plain.coordinate(Rank(6)), None);
+    }
+}

@@ -1,0 +1,128 @@
+//! Where the elements of a sharded tensor live: the algebra under every conversion.
+//!
+//! Everything here counts in *elements* and is pure: no bytes, files or dtypes. A layout is a
+//! [`DeviceMesh`] and one [`Placement`] per mesh dim; [`local_shard`] evaluates it at one
+//! coordinate into a [`Tile`], the part of the global tensor which that rank holds; [`Cover`]
+//! proves that a set of tiles holds every element exactly once and then answers "who holds this?".
+//!
+//! Invariants kept throughout: intervals are half-open, offsets are global unless called *local*
+//! or *position*, order is row-major, and an empty intersection is `None`, never a zero-sized box.
+//!
+//! The rules are PyTorch's, from `torch/distributed/tensor/placement_types.py` and `_utils.py`.
+//!
+//! A `(4, 4)` tensor on the mesh `dp=2,tp=2` as `(S(0), S(1))`:
+//!
+//! ```text
+//!            tp=0  tp=1
+//!     dp=0   0 0 | 1 1       rank 1 sits at coordinate (0, 1)
+//!            0 0 | 1 1       and holds the tile [0:2, 2:4]
+//!            ----+----
+//!     dp=1   2 2 | 3 3
+//!            2 2 | 3 3
+//! ```
+
+use std::fmt;
+
+use smallvec::{SmallVec, smallvec};
+
+mod cover;
+mod error;
+mod intervals;
+mod mesh;
+mod pattern;
+mod placement;
+mod region;
+mod shard;
+pub mod target;
+mod tile;
+
+#[cfg(test)]
+mod tests;
+
+pub use cover::{Cover, CoverError};
+pub use error::LayoutError;
+pub use intervals::{Intervals, Segment};
+pub use mesh::DeviceMesh;
+pub use pattern::Pattern;
+pub use placement::{Placement, PlacementSpec, ReduceOp, parse_placements};
+pub use region::Region;
+pub use shard::{chunk, from_shard_order, local_shard};
+pub use tile::Tile;
+
+/// One number per dim of a tensor, or of a mesh.
+pub type Dims = SmallVec<[u64; 4]>;
+
+/// A dim of a tensor. Not a [`MeshDim`]: both are small integers and easily swapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TensorDim(pub usize);
+
+/// A dim of a [`DeviceMesh`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct MeshDim(pub usize);
+
+/// A process, by its number in the job (the *global* rank).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Rank(pub u32);
+
+impl fmt::Display for TensorDim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Display for MeshDim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Display for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// The number of elements of a tensor of this shape; 1 for `[]`, `None` beyond `u64`.
+///
+/// A size of 0 anywhere makes it 0, even where the other sizes alone would overflow.
+#[must_use]
+pub fn numel(shape: &[u64]) -> Option<u64> {
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    shape.iter().try_fold(1, |n: u64, &size| n.checked_mul(size))
+}
+
+/// The coordinate of the `index`-th cell of a row-major array; `index` is below its numel.
+fn unravel(mut index: u64, shape: &[u64]) -> Dims {
+    let mut coordinate: Dims = smallvec![0; shape.len()];
+    for (place, &size) in coordinate.iter_mut().zip(shape).rev() {
+        *place = index % size;
+        index /= size;
+    }
+    coordinate
+}
+
+/// The inverse of [`unravel`].
+fn ravel(coordinate: &[u64], shape: &[u64]) -> u64 {
+    (coordinate.iter().zip(shape)).fold(0, |index, (&at, &size)| index * size + at)
+}
+
+/// A shape as Python prints it: `()`, `(4,)`, `(4, 2)`.
+struct AsTuple<'a>(&'a [u64]);
+
+impl fmt::Display for AsTuple<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            [one] => write!(f, "({one},)"),
+            many => {
+                f.write_str("(")?;
+                for (i, size) in many.iter().enumerate() {
+                    let comma = if i == 0 { "" } else { ", " };
+                    write!(f, "{comma}{size}")?;
+                }
+                f.write_str(")")
+            }
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! What one mesh dim does to a tensor, and how people write it.
+//!
+//! Counts nothing yet: a placement becomes elements in [`super::local_shard`]. The classes are
+//! those of `torch/distributed/tensor/placement_types.py`, and the short forms are what PyTorch
+//! prints:
+//!
+//! ```text
+//!     S(0)        Shard(dim=0)                          one part per coordinate
+//!     _S(0,2)     _StridedShard(dim=0, split_factor=2)  one part of each of 2 blocks
+//!     R           Replicate()                           all of it
+//!     P(sum)      Partial(reduce_op=sum)                all of it, as a summand
+//! ```
+//!
+//! `StridedShard` is a sibling of `Shard`, not a kind of it: code that treats one as the other
+//! reads the wrong elements, and does so silently.
+//!
+//! Invariant: a [`Placement`] names a dim that exists. Text may count dims from the end, and `S(1)`
+//! may meet a 1-d tensor, so parsing gives a [`PlacementSpec`] first.
+
+use std::{fmt, str::FromStr};
+
+use super::{LayoutError, TensorDim};
+
+/// How the summands of a [`Placement::Partial`] become the value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    Sum,
+    Avg,
+    Max,
+    Min,
+    Product,
+    Band,
+    Bor,
+    Bxor,
+}
+
+impl ReduceOp {
+    const ALL: [Self; 8] =
+        [Self::Sum, Self::Avg, Self::Max, Self::Min, Self::Product, Self::Band, Self::Bor, Self::Bxor];
+
+    /// PyTorch's name for it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Sum => "sum",
+            Self::Avg => "avg",
+            Self::Max => "max",
+            Self::Min => "min",
+            Self::Product => "product",
+            Self::Band => "band",
+            Self::Bor => "bor",
+            Self::Bxor => "bxor",
+        }
+    }
+
+    /// The inverse of [`as_str`](Self::as_str), whatever the case.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|op| op.as_str().eq_ignore_ascii_case(name))
+    }
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// What one mesh dim does to one tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Placement {
+    Shard(TensorDim),
+    StridedShard { dim: TensorDim, split_factor: u64 },
+    Replicate,
+    Partial(ReduceOp),
+}
+
+impl Placement {
+    /// The tensor dim it shards, if any.
+    #[must_use]
+    pub fn sharded_dim(self) -> Option<TensorDim> {
+        match self {
+            Self::Shard(dim) | Self::StridedShard { dim, .. } => Some(dim),
+            Self::Replicate | Self::Partial(_) => None,
+        }
+    }
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Shard(dim) => write!(f, "S({dim})"),
+            Self::StridedShard { dim, split_factor } => write!(f, "_S({dim},{split_factor})"),
+            Self::Replicate => f.write_str("R"),
+            Self::Partial(op) => write!(f, "P({op})"),
+        }
+    }
+}
+
+/// A placement as written, before it has met a tensor: its dim may count from the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PlacementSpec {
+    Shard(i64),
+    StridedShard { dim: i64, split_factor: u64 },
+    Replicate,
+    Partial(ReduceOp),
+}
+
+impl PlacementSpec {
+    /// The placement of a tensor of `ndim` dims; `None` where it has no such dim.
+    #[must_use]
+    pub fn resolve(self, ndim: usize) -> Option<Placement> {
+        let resolve = |dim: i64| {
+            let magnitude = usize::try_from(dim.unsigned_abs()).ok()?;
+            let dim = if dim < 0 { ndim.checked_sub(magnitude)? } else { magnitude };
+            (dim < ndim).then_some(TensorDim(dim))
+        };
+        Some(match self {
+            Self::Shard(dim) => Placement::Shard(resolve(dim)?),
+            Self::StridedShard { dim, split_factor } => Placement::StridedShard { dim: resolve(dim)?, split_factor },
+            Self::Replicate => Placement::Replicate,
+            Self::Partial(op) => Placement::Partial(op),
+        })
+    }
+}
+
+impl fmt::Display for PlacementSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Shard(dim) => write!(f, "S({dim})"),
+            Self::StridedShard { dim, split_factor } => write!(f, "_S({dim},{split_factor})"),
+            Self::Replicate => f.write_str("R"),
+            Self::Partial(op) => write!(f, "P({op})"),
+        }
+    }
+}
+
+impl FromStr for PlacementSpec {
+    type Err = LayoutError;
+
+    /// The short or the long form, in any case, with or without keywords and spaces.
+    fn from_str(spec: &str) -> Result<Self, LayoutError> {
+        let spec = spec.trim();
+        let error = |expected, found: &str| LayoutError::PlacementSpec {
+            spec: spec.to_owned(),
+            expected,
+            found: found.to_owned(),
+        };
+        let (name, inside) = match spec.split_once('(') {
+            None => (spec, ""),
+            Some((name, rest)) => (name, rest.strip_suffix(')').ok_or_else(|| error("a closing parenthesis", rest))?),
+        };
+        let arguments: Vec<&str> = match inside.trim() {
+            "" => vec![],
+            inside => inside.split(',').collect(),
+        };
+        let dim = |argument| {
+            let text = keyword(argument, &["dim"]);
+            text.parse().map_err(|_| error("the number of a tensor dim", text))
+        };
+        let split_factor = |argument| {
+            let text = keyword(argument, &["split_factor", "sf"]);
+            let number = text.parse().ok().filter(|&factor: &u64| factor > 0);
+            number.ok_or_else(|| error("a split factor of at least 1", text))
+        };
+        match (name.trim().to_ascii_lowercase().as_str(), arguments.as_slice()) {
+            ("s" | "shard", &[a]) => Ok(Self::Shard(dim(a)?)),
+            ("s" | "shard", _) => Err(error("one tensor dim, as in S(0)", inside)),
+            ("_s" | "_stridedshard" | "stridedshard", &[a, b]) => {
+                Ok(Self::StridedShard { dim: dim(a)?, split_factor: split_factor(b)? })
+            }
+            ("_s" | "_stridedshard" | "stridedshard", _) => {
+                Err(error("a tensor dim and a split factor, as in _S(0,2)", inside))
+            }
+            ("r" | "replicate", []) => Ok(Self::Replicate),
+            ("r" | "replicate", _) => Err(error("nothing within the parentheses", inside)),
+            ("p" | "partial", []) => Ok(Self::Partial(ReduceOp::Sum)),
+            ("p" | "partial", &[a]) => {
+                let text = keyword(a, &["reduce_op"]).trim_matches(['\'', '"']);
+                let op = ReduceOp::from_name(text);
+                op.map(Self::Partial).ok_or_else(|| error("a reduce op, as in P(sum)", text))
+            }
+            _ => Err(error("S(dim), _S(dim,split_factor), R or P(op)", spec)),
+        }
+    }
+}
+
+/// The value of `key=value` where the key is known, else the argument as it stands.
+fn keyword<'a>(argument: &'a str, keys: &[&str]) -> &'a str {
+    match argument.split_once('=') {
+        Some((key, value)) if keys.contains(&key.trim()) => value.trim(),
+        _ => argument.trim(),
+    }
+}
+
+/// One placement per mesh dim, outermost first: `S(0),R` or `_S(0,2), S(0)`.
+///
+/// # Errors
+/// When one of them is not a placement, or a parenthesis is not closed.
+pub fn parse_placements(list: &str) -> Result<Vec<PlacementSpec>, LayoutError> {
+    let mut inside = false;
+    list.split(|c| {
+        inside = (inside || c == '(') && c != ')';
+        c == ',' && !inside
+    })
+    .map(str::parse)
+    .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_spelling_of_a_placement() {
+        let same = [
+            ("S(0)", vec!["s(0)", "Shard(0)", "Shard(dim=0)", " shard ( dim = 0 ) "]),
+            ("_S(0,2)", vec!["_s( 0 , 2 )", "_StridedShard(dim=0, sf=2)", "StridedShard(0, split_factor=2)"]),
+            ("R", vec!["r", "R()", "Replicate()", "Replicate"]),
+            ("P(sum)", vec!["P", "p(SUM)", "Partial()", "Partial(sum)", "Partial(reduce_op='sum')"]),
+            ("S(-1)", vec!["Shard(dim=-1)"]),
+        ];
+        for (short, others) in same {
+            for text in others.into_iter().chain([short]) {
+                assert_eq!(text.parse::<PlacementSpec>().unwrap().to_string(), short, "{text}");
+            }
+        }
+        for op in ReduceOp::ALL {
+            assert_eq!(format!("P({op})").parse(), Ok(PlacementSpec::Partial(op)));
+        }
+    }
+
+    #[test]
+    fn lists_split_outside_parentheses() {
+        let parsed = parse_placements("_S(0,2), S(0),R").unwrap();
+        let strided = PlacementSpec::StridedShard { dim: 0, split_factor: 2 };
+        assert_eq!(parsed, [strided, PlacementSpec::Shard(0), PlacementSpec::Replicate]);
+    }
+
+    #[test]
+    fn nonsense_is_named() {
+        let junk = ["", "S", "S()", "S(0", "S)0(", "S(a)", "S(0,1)", "_S(0)", "_S(0,0)", "R(1)", "P(mean)", "Q(0)"];
+        for text in junk.into_iter().chain(["S(0)x", "S((0))", "S(0),", "S(0)R", "S(dim=)", "S(99999999999999999999)"])
+        {
+            let error = parse_placements(text).expect_err(text).to_string();
+            assert!(error.contains("expected") && error.contains("found"), "{error}");
+        }
+    }
+
+    #[test]
+    fn dims_resolve_against_a_tensor() {
+        let resolve = |text: &str, ndim| text.parse::<PlacementSpec>().unwrap().resolve(ndim);
+        assert_eq!(resolve("S(-1)", 2), Some(Placement::Shard(TensorDim(1))));
+        assert_eq!(resolve("S(1)", 1), None);
+        assert_eq!(resolve("S(0)", 0), None);
+        assert_eq!(resolve("S(-3)", 2), None);
+        assert_eq!(resolve("S(-9223372036854775808)", 2), None);
+        assert_eq!(resolve("R", 0), Some(Placement::Replicate));
+    }
+}

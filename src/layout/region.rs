@@ -1,0 +1,195 @@
+//! One box of a tensor: the unit in which checkpoints name what a chunk holds.
+//!
+//! Counts elements of the global tensor, unless made relative to another box. A region is a plain
+//! value with public fields because formats read it from files: its numbers may be hostile until
+//! [`Region::fits`] has said otherwise, so nothing here overflows (ends saturate).
+//!
+//! The same pair is PyTorch's `ChunkStorageMetadata {offsets, sizes}` in
+//! `torch/distributed/checkpoint/metadata.py`; [`Region::cut`] is what an FSDP flat parameter
+//! (`torch/distributed/fsdp/_flat_param.py`) and a strip of an output file have in common.
+//!
+//! Cutting the linear interval `2..11` out of a `(4, 3)` box gives three boxes:
+//!
+//! ```text
+//!     . . a       [0:1, 2:3]     the rest of a row
+//!     b b b       [1:3, 0:3]     whole rows
+//!     b b b
+//!     c c .       [3:4, 0:2]     the beginning of a row
+//! ```
+
+use std::{fmt, ops::Range};
+
+use smallvec::smallvec;
+
+use super::{Dims, unravel};
+
+/// An N-d half-open box; no dims at all is the one element of a 0-d tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Region {
+    pub offsets: Dims,
+    pub sizes: Dims,
+}
+
+impl Region {
+    /// # Panics
+    /// When the two differ in their number of dims.
+    #[must_use]
+    pub fn new(offsets: impl Into<Dims>, sizes: impl Into<Dims>) -> Self {
+        let (offsets, sizes) = (offsets.into(), sizes.into());
+        assert_eq!(offsets.len(), sizes.len(), "a region has an offset and a size per dim");
+        Self { offsets, sizes }
+    }
+
+    /// All of a tensor of this shape.
+    #[must_use]
+    pub fn whole(shape: &[u64]) -> Self {
+        Self { offsets: smallvec![0; shape.len()], sizes: Dims::from_slice(shape) }
+    }
+
+    #[must_use]
+    pub fn ndim(&self) -> usize {
+        self.sizes.len()
+    }
+
+    /// The number of elements, saturating: exact for every region that [fits](Self::fits) a
+    /// shape whose own numel is a `u64`.
+    #[must_use]
+    pub fn numel(&self) -> u64 {
+        super::numel(&self.sizes).unwrap_or(u64::MAX)
+    }
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.sizes.contains(&0)
+    }
+
+    /// The half-open extent of each dim.
+    #[must_use]
+    pub fn ranges(&self) -> impl ExactSizeIterator<Item = Range<u64>> + '_ {
+        (self.offsets.iter().zip(&self.sizes)).map(|(&at, &size)| at..at.saturating_add(size))
+    }
+
+    /// The common box of two regions of one tensor; `None` when they share no element.
+    #[must_use]
+    pub fn intersect(&self, other: &Self) -> Option<Self> {
+        debug_assert_eq!(self.ndim(), other.ndim(), "regions of one tensor");
+        let mut common = Self { offsets: Dims::new(), sizes: Dims::new() };
+        for (a, b) in self.ranges().zip(other.ranges()) {
+            let start = a.start.max(b.start);
+            let size = a.end.min(b.end).checked_sub(start).filter(|&size| size > 0)?;
+            common.offsets.push(start);
+            common.sizes.push(size);
+        }
+        Some(common)
+    }
+
+    /// The same box counted from `origin`, which is nowhere behind its offsets.
+    #[must_use]
+    pub fn relative_to(&self, origin: &[u64]) -> Self {
+        debug_assert_eq!(self.ndim(), origin.len(), "an origin in the same tensor");
+        let offsets = (self.offsets.iter().zip(origin)).map(|(&at, &zero)| at - zero).collect();
+        Self { offsets, sizes: self.sizes.clone() }
+    }
+
+    /// Whether the box lies within a tensor of this shape, whatever its numbers are.
+    #[must_use]
+    pub fn fits(&self, shape: &[u64]) -> bool {
+        let ends = || self.offsets.iter().zip(&self.sizes).map(|(at, &size)| at.checked_add(size));
+        self.offsets.len() == shape.len()
+            && self.sizes.len() == shape.len()
+            && ends().zip(shape).all(|(end, &size)| end.is_some_and(|end| end <= size))
+    }
+
+    /// The elements `range` of a row-major box of these `sizes`, as at most `2 * ndim - 1` boxes
+    /// in linear order. What lies beyond the end of the box is left out.
+    ///
+    /// Each step takes the largest box that starts where the last one ended: first outwards, from
+    /// the rest of a row to the rest of a plane, then back inwards.
+    pub fn cut(sizes: &[u64], range: Range<u64>) -> impl Iterator<Item = Self> + '_ {
+        let end = range.end.min(super::numel(sizes).unwrap_or(u64::MAX));
+        let mut at = range.start;
+        std::iter::from_fn(move || {
+            let left = end.checked_sub(at).filter(|&left| left > 0)?;
+            // The outermost dim of which a whole slice starts here and is wanted. A slice of more
+            // than 2^64 elements is never wanted whole.
+            let (mut dim, mut slice) = (sizes.len(), 1);
+            while let Some(inner) = dim.checked_sub(1).filter(|&inner| inner > 0)
+                && let Some(larger) = sizes[inner].checked_mul(slice)
+                && at.is_multiple_of(larger)
+                && larger <= left
+            {
+                (dim, slice) = (inner, larger);
+            }
+            let mut region = Self { offsets: unravel(at, sizes), sizes: Dims::from_slice(sizes) };
+            if let Some(dim) = dim.checked_sub(1) {
+                let slices = (left / slice).min(sizes[dim] - region.offsets[dim]);
+                region.sizes[..dim].fill(1);
+                region.sizes[dim] = slices;
+                slice *= slices;
+            }
+            at += slice;
+            Some(region)
+        })
+    }
+}
+
+/// `[0:3, 4:8]`, and `[]` for the only region of a 0-d tensor.
+impl fmt::Display for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("[")?;
+        for (dim, range) in self.ranges().enumerate() {
+            let comma = if dim == 0 { "" } else { ", " };
+            write!(f, "{comma}{}:{}", range.start, range.end)?;
+        }
+        f.write_str("]")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn region(offsets: &[u64], sizes: &[u64]) -> Region {
+        Region::new(offsets, sizes)
+    }
+
+    fn cut(sizes: &[u64], range: Range<u64>) -> Vec<String> {
+        Region::cut(sizes, range).map(|region| region.to_string()).collect()
+    }
+
+    #[test]
+    fn intersections_are_boxes_or_nothing() {
+        let a = region(&[0, 2], &[4, 4]);
+        assert_eq!(a.intersect(&region(&[2, 0], &[4, 3])), Some(region(&[2, 2], &[2, 1])));
+        assert_eq!(a.intersect(&region(&[4, 2], &[1, 1])), None, "they only touch");
+        assert_eq!(a.intersect(&region(&[1, 3], &[0, 1])), None, "one is empty");
+        let scalar = Region::whole(&[]);
+        assert_eq!(scalar.intersect(&scalar), Some(scalar.clone()));
+        assert_eq!(region(&[2, 3], &[1, 1]).relative_to(&[2, 1]), region(&[0, 2], &[1, 1]));
+    }
+
+    #[test]
+    fn hostile_numbers_neither_fit_nor_overflow() {
+        let far = region(&[u64::MAX], &[u64::MAX]);
+        assert!(!far.fits(&[u64::MAX]));
+        assert_eq!(far.intersect(&Region::whole(&[u64::MAX])), None);
+        assert_eq!(far.to_string(), format!("[{0}:{0}]", u64::MAX));
+        assert_eq!(Region::whole(&[u64::MAX, 2]).numel(), u64::MAX);
+        assert_eq!(Region::whole(&[u64::MAX, u64::MAX, 0]).numel(), 0);
+        assert!(!region(&[], &[]).fits(&[1]) && region(&[], &[]).fits(&[]));
+        assert_eq!(cut(&[u64::MAX, u64::MAX], 0..2), ["[0:1, 0:2]"]);
+    }
+
+    #[test]
+    fn a_linear_interval_is_at_most_2n_minus_1_boxes() {
+        assert_eq!(cut(&[4, 3], 2..11), ["[0:1, 2:3]", "[1:3, 0:3]", "[3:4, 0:2]"]);
+        assert_eq!(cut(&[4, 3], 0..12), ["[0:4, 0:3]"]);
+        assert_eq!(cut(&[4, 3], 4..4), [""; 0]);
+        assert_eq!(cut(&[4, 0], 0..9), [""; 0]);
+        assert_eq!(cut(&[], 0..1), ["[]"]);
+        assert_eq!(
+            cut(&[3, 3, 3], 1..26),
+            ["[0:1, 0:1, 1:3]", "[0:1, 1:3, 0:3]", "[1:2, 0:3, 0:3]", "[2:3, 0:2, 0:3]", "[2:3, 2:3, 0:2]"]
+        );
+    }
+}

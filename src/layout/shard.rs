@@ -1,0 +1,259 @@
+//! From placements to elements: what the rank at one coordinate holds.
+//!
+//! Counts elements. Mesh dims are evaluated left to right; each takes the list of indices that is
+//! left of its tensor dim and keeps one part of it. Different tensor dims do not meet, so the
+//! result is a product: a [`Tile`]. Over all coordinates the distinct tiles cover the tensor
+//! exactly once.
+//!
+//! The rules are PyTorch's: `Shard` and `_StridedShard` in
+//! `torch/distributed/tensor/placement_types.py`, their composition in `_utils.py`, and
+//! `shard_order` in `_dtensor_spec.py`. Parts are those of `torch.chunk`, which is not the even
+//! split one might expect, and two splits in a row are not one finer split:
+//!
+//! ```text
+//!     5 elements, S(0) over 4                      0 1 | 2 3 | 4 | -
+//!     5 elements, (S(0), S(0)) over (2, 2)         0 1 | 2 | 3 | 4
+//!     8 elements, _S(0,2) over 2                   0 1 4 5 | 2 3 6 7
+//! ```
+
+use std::ops::Range;
+
+use smallvec::SmallVec;
+
+use super::{AsTuple, Intervals, LayoutError, MeshDim, Placement, TensorDim, Tile};
+
+/// The most intervals that a local shard may have along one dim.
+///
+/// Real split factors are products of mesh sizes, so this is more than any job makes; a split
+/// factor of 2^60 in a damaged file is an error and not a loop without end.
+const MAX_INTERVALS: u64 = 1 << 20;
+
+/// Part `r` of `n` elements over `k` parts, as `torch.chunk` cuts them: the first parts have
+/// `ceil(n / k)` elements, trailing ones may be short or empty.
+///
+/// # Panics
+/// When `k` is 0.
+#[must_use]
+pub fn chunk(n: u64, k: u64, r: u64) -> Range<u64> {
+    let len = n.div_ceil(k);
+    let start = r.saturating_mul(len).min(n);
+    start..start.saturating_add(len).min(n)
+}
+
+/// Part `r` of each of `blocks` blocks of `n` positions.
+///
+/// All blocks but one are of equal length, so this is a progression and a rest, however many
+/// blocks there are.
+fn strided_chunk(n: u64, k: u64, r: u64, blocks: u64) -> Intervals {
+    if n == 0 {
+        return Intervals::empty();
+    }
+    let block = n.div_ceil(blocks);
+    let (whole, rest) = (n / block, n % block);
+    let part = chunk(block, k, r);
+    let mut positions = Intervals::progression(part.start, block, whole, part.end - part.start);
+    let part = chunk(rest, k, r);
+    positions.push(whole * block + part.start..whole * block + part.end);
+    positions
+}
+
+/// The part of a tensor that the rank at `coordinate` holds.
+///
+/// `Replicate` and `Partial` leave everything to everyone.
+///
+/// # Errors
+/// When the lengths do not match the mesh, the coordinate lies outside it, a placement names a dim
+/// that the tensor lacks, or a split factor is 0 or shatters the tensor.
+pub fn local_shard(
+    shape: &[u64],
+    mesh_shape: &[u64],
+    placements: &[Placement],
+    coordinate: &[u64],
+) -> Result<Tile, LayoutError> {
+    check_count(mesh_shape, placements)?;
+    let within = coordinate.len() == mesh_shape.len() && coordinate.iter().zip(mesh_shape).all(|(at, size)| at < size);
+    if !within {
+        let mesh = AsTuple(mesh_shape).to_string();
+        return Err(LayoutError::Coordinate { mesh, found: AsTuple(coordinate).to_string() });
+    }
+
+    let mut dims: SmallVec<[Intervals; 4]> = shape.iter().map(|&n| Intervals::full(n)).collect();
+    for (mesh_dim, &placement) in placements.iter().enumerate() {
+        let (k, r) = (mesh_shape[mesh_dim], coordinate[mesh_dim]);
+        let mesh_dim = MeshDim(mesh_dim);
+        let Some(dim) = placement.sharded_dim() else {
+            continue;
+        };
+        let ndim = shape.len();
+        let held = dims.get_mut(dim.0).ok_or(LayoutError::NoSuchDim { mesh_dim, dim, ndim })?;
+        *held = match placement {
+            Placement::StridedShard { split_factor: 0, .. } => {
+                return Err(LayoutError::ZeroSplitFactor { mesh_dim });
+            }
+            Placement::StridedShard { split_factor, .. } => {
+                let positions = strided_chunk(held.len(), k, r, split_factor);
+                let pieces = held.count().saturating_add(positions.count());
+                if pieces > MAX_INTERVALS {
+                    return Err(LayoutError::Fragmented { dim, limit: MAX_INTERVALS, found: pieces });
+                }
+                held.select(&positions)
+            }
+            _ => held.slice(chunk(held.len(), k, r)),
+        };
+    }
+    Ok(Tile::new(dims))
+}
+
+/// Placements that say, read left to right, what plain ones say in an explicit order.
+///
+/// `order` lists, for a tensor dim, the mesh dims that shard it, outermost first. A mesh dim whose
+/// turn comes after that of mesh dims to its right becomes a `StridedShard` over the number of
+/// parts which those have made. Tensor dims without an entry keep the left-to-right order.
+///
+/// # Errors
+/// When an entry is not exactly the mesh dims that shard its tensor dim with a plain `Shard`.
+pub fn from_shard_order(
+    mesh_shape: &[u64],
+    placements: &[Placement],
+    order: &[(TensorDim, Vec<MeshDim>)],
+) -> Result<Vec<Placement>, LayoutError> {
+    check_count(mesh_shape, placements)?;
+    let mut converted = placements.to_vec();
+    for &(dim, ref mesh_dims) in order {
+        let error = |expected, found: String| LayoutError::ShardOrder { dim, expected, found };
+        let sharders: Vec<MeshDim> = (placements.iter().enumerate())
+            .filter(|(_, placement)| **placement == Placement::Shard(dim))
+            .map(|(mesh_dim, _)| MeshDim(mesh_dim))
+            .collect();
+        let mut sorted = mesh_dims.clone();
+        sorted.sort_unstable();
+        if sorted != sharders || order.iter().filter(|entry| entry.0 == dim).count() > 1 {
+            let found = mesh_dims.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            return Err(error("each mesh dim that shards it once", format!("mesh dims ({found})")));
+        }
+        for (i, &mesh_dim) in mesh_dims.iter().enumerate() {
+            let overtaken = mesh_dims[..i].iter().filter(|&&earlier| earlier > mesh_dim);
+            let split_factor = overtaken.map(|earlier| mesh_shape[earlier.0]).try_fold(1, u64::checked_mul);
+            match split_factor {
+                Some(1) => {}
+                Some(split_factor) => {
+                    converted[mesh_dim.0] = Placement::StridedShard { dim, split_factor };
+                }
+                None => {
+                    return Err(error("a mesh of fewer than 2^64 ranks", AsTuple(mesh_shape).to_string()));
+                }
+            }
+        }
+    }
+    Ok(converted)
+}
+
+fn check_count(mesh_shape: &[u64], placements: &[Placement]) -> Result<(), LayoutError> {
+    let (expected, found) = (mesh_shape.len(), placements.len());
+    if expected == found { Ok(()) } else { Err(LayoutError::PlacementCount { expected, found }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Placement::Replicate, *};
+    use crate::layout::{DeviceMesh, parse_placements};
+
+    const S0: Placement = Placement::Shard(TensorDim(0));
+
+    fn strided(split_factor: u64) -> Placement {
+        Placement::StridedShard { dim: TensorDim(0), split_factor }
+    }
+
+    /// What each coordinate holds of a 1-d tensor, in PyTorch's own notation: index lists.
+    fn held(n: u64, mesh: &[u64], placements: &[Placement]) -> Vec<Vec<u64>> {
+        let ranks = (0..).take(mesh.iter().product::<u64>() as usize).map(crate::layout::Rank).collect();
+        let mesh = DeviceMesh::new(mesh, ranks, None).unwrap();
+        mesh.coordinates()
+            .map(|(_, at)| local_shard(&[n], mesh.shape(), placements, &at).unwrap())
+            .map(|tile| tile.dims()[0].iter().flatten().collect())
+            .collect()
+    }
+
+    #[test]
+    fn chunks_are_those_of_torch() {
+        let parts = |n, k| (0..k).map(|r| chunk(n, k, r)).map(|c| (c.end - c.start, c.start)).collect::<Vec<_>>();
+        assert_eq!(parts(10, 4), [(3, 0), (3, 3), (3, 6), (1, 9)]);
+        assert_eq!(parts(5, 4), [(2, 0), (2, 2), (1, 4), (0, 5)]);
+        assert_eq!(parts(9, 8), [(2, 0), (2, 2), (2, 4), (2, 6), (1, 8), (0, 9), (0, 9), (0, 9)]);
+        assert_eq!(parts(1, 4), [(1, 0), (0, 1), (0, 1), (0, 1)]);
+        assert_eq!(parts(0, 2), [(0, 0), (0, 0)]);
+        assert_eq!(chunk(u64::MAX, 2, u64::MAX), u64::MAX..u64::MAX);
+    }
+
+    #[test]
+    fn two_mesh_dims_on_one_tensor_dim_split_in_turn() {
+        assert_eq!(held(8, &[2, 2], &[S0, S0]), [[0, 1], [2, 3], [4, 5], [6, 7]]);
+        assert_eq!(held(5, &[2, 2], &[S0, S0]), [vec![0, 1], vec![2], vec![3], vec![4]]);
+        assert_eq!(held(3, &[2, 2], &[S0, S0]), [vec![0], vec![1], vec![2], vec![]]);
+        let sizes: Vec<_> = held(7, &[2, 3], &[S0, S0]).iter().map(Vec::len).collect();
+        assert_eq!(sizes, [2, 2, 0, 1, 1, 1]);
+        assert_eq!(held(3, &[2], &[Replicate]), [[0, 1, 2], [0, 1, 2]]);
+    }
+
+    #[test]
+    fn an_empty_shard_reports_the_global_size_as_its_offset() {
+        let tile = local_shard(&[7], &[2, 3], &[S0, S0], &[0, 2]).unwrap();
+        assert_eq!((tile.sizes().to_vec(), tile.global_offsets(&[7]).to_vec()), (vec![0], vec![7]));
+        let tile = local_shard(&[7], &[2, 3], &[S0, S0], &[1, 1]).unwrap();
+        assert_eq!(tile.global_offsets(&[7]).to_vec(), [5]);
+    }
+
+    #[test]
+    fn strided_shards_take_a_part_of_each_block() {
+        assert_eq!(held(8, &[2], &[strided(2)]), [[0, 1, 4, 5], [2, 3, 6, 7]]);
+        assert_eq!(held(9, &[4], &[strided(2)]), [vec![0, 1, 5], vec![2, 3, 6], vec![4, 7], vec![8]]);
+        assert_eq!(held(5, &[2], &[strided(2)]), [vec![0, 1, 3], vec![2, 4]]);
+        assert_eq!(held(10, &[4], &[strided(3)]), [vec![0, 4, 8], vec![1, 5, 9], vec![2, 6], vec![3, 7]]);
+        assert_eq!(held(3, &[2], &[strided(4)]), [vec![0, 1, 2], vec![]]);
+        assert_eq!(held(8, &[2, 2], &[S0, strided(2)]), [[0, 2], [1, 3], [4, 6], [5, 7]]);
+    }
+
+    #[test]
+    fn fsdp_over_tp_is_tp_first_and_contiguous() {
+        let fsdp_tp = |n| held(n, &[2, 2], &[strided(2), S0]);
+        assert_eq!(fsdp_tp(8), [[0, 1], [4, 5], [2, 3], [6, 7]]);
+        assert_eq!(fsdp_tp(5), [vec![0, 1], vec![3], vec![2], vec![4]]);
+        assert_eq!(fsdp_tp(7), [vec![0, 1], vec![4, 5], vec![2, 3], vec![6]]);
+        assert_eq!(fsdp_tp(10), [vec![0, 1, 2], vec![5, 6, 7], vec![3, 4], vec![8, 9]]);
+    }
+
+    #[test]
+    fn an_explicit_shard_order_becomes_split_factors() {
+        let order = |dims: &[usize]| vec![(TensorDim(0), dims.iter().copied().map(MeshDim).collect())];
+        let convert = |mesh: &[u64], dims: &[usize]| from_shard_order(mesh, &vec![S0; mesh.len()], &order(dims));
+        assert_eq!(convert(&[4, 3, 2], &[2, 0, 1]), Ok(vec![strided(2), strided(2), S0]));
+        assert_eq!(convert(&[2, 2], &[1, 0]), Ok(vec![strided(2), S0]));
+        assert_eq!(convert(&[4, 3, 2], &[0, 1, 2]), Ok(vec![S0, S0, S0]));
+        assert_eq!(from_shard_order(&[2, 2], &[S0, Replicate], &[]), Ok(vec![S0, Replicate]));
+        for wrong in [&[0][..], &[0, 0], &[0, 1, 2], &[0, 7]] {
+            assert!(convert(&[2, 2], wrong).is_err(), "{wrong:?}");
+        }
+        assert!(from_shard_order(&[2], &[strided(2)], &order(&[0])).is_err());
+        assert!(convert(&[1, 1 << 40, 1 << 40], &[2, 1, 0]).is_err());
+    }
+
+    #[test]
+    fn what_does_not_match_is_named() {
+        let parse = |text| parse_placements(text).unwrap()[0].resolve(1).unwrap();
+        let error = |shape: &[u64], mesh: &[u64], placement, at: &[u64]| {
+            local_shard(shape, mesh, &[placement], at).unwrap_err().to_string()
+        };
+        assert!(error(&[], &[2], parse("S(0)"), &[0]).contains("found 0 dims"));
+        assert!(error(&[4], &[2, 2], parse("R"), &[0, 0]).contains("expected one placement for each of 2"));
+        assert!(error(&[4], &[2], parse("R"), &[2]).contains("(2,), found (2,)"));
+        assert!(error(&[4], &[2], parse("R"), &[]).contains("found ()"));
+        assert!(error(&[4], &[2], strided(0), &[0]).contains("found 0"));
+        assert!(error(&[u64::MAX], &[2], strided(1 << 60), &[0]).contains("at most 1048576 intervals"));
+    }
+
+    #[test]
+    fn a_finely_interleaved_shard_stays_small() {
+        let tile = local_shard(&[1_000_000], &[10], &[strided(100_000)], &[3]).unwrap();
+        assert_eq!(tile.dims()[0], Intervals::progression(3, 10, 100_000, 1));
+    }
+}

@@ -1,0 +1,201 @@
+//! The part of a tensor that one local tensor holds: a product over dims of [`Intervals`].
+//!
+//! Counts elements. A plain shard is one box, but under `_StridedShard` a rank holds several,
+//! which a single (offset, size) pair cannot say: PyTorch's own
+//! `compute_local_shape_and_global_offset` (`torch/distributed/tensor/_utils.py`) reports only
+//! the first. The product is never multiplied out; [`Tile::regions`] walks it.
+//!
+//! Invariant: local index and global index of each dim correspond by position in its list, so the
+//! local tensor is the tile with its gaps closed:
+//!
+//! ```text
+//!     tile [0:1+2:3, 0:2] of a (4, 4) tensor        its local (2, 2) tensor
+//!         a b . .
+//!         . . . .                                        a b
+//!         c d . .                                        c d
+//!         . . . .
+//! ```
+
+use std::fmt;
+
+use smallvec::SmallVec;
+
+use super::{
+    Dims, Intervals, Region,
+    intervals::{Piece, Pieces},
+};
+
+/// What one chunk or local tensor holds; no dims at all is the one element of a 0-d tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Tile {
+    dims: SmallVec<[Intervals; 4]>,
+}
+
+impl Tile {
+    #[must_use]
+    pub fn new(dims: impl IntoIterator<Item = Intervals>) -> Self {
+        Self { dims: dims.into_iter().collect() }
+    }
+
+    /// One box. Ends saturate: ask [`Region::fits`] first where the numbers come from a file.
+    #[must_use]
+    pub fn from_region(region: &Region) -> Self {
+        Self::new((region.offsets.iter().zip(&region.sizes)).map(|(&at, &size)| Intervals::single(at, size)))
+    }
+
+    #[must_use]
+    pub fn dims(&self) -> &[Intervals] {
+        &self.dims
+    }
+
+    #[must_use]
+    pub fn ndim(&self) -> usize {
+        self.dims.len()
+    }
+
+    /// The shape of the local tensor.
+    #[must_use]
+    pub fn sizes(&self) -> Dims {
+        self.dims.iter().map(Intervals::len).collect()
+    }
+
+    /// The number of elements, saturating as [`Region::numel`] does.
+    #[must_use]
+    pub fn numel(&self) -> u64 {
+        super::numel(&self.sizes()).unwrap_or(u64::MAX)
+    }
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.dims.iter().any(Intervals::is_empty)
+    }
+
+    /// The smallest box that holds the tile; a dim that holds nothing is `0:0`.
+    #[must_use]
+    pub fn bounds(&self) -> Region {
+        let bounds = || self.dims.iter().map(Intervals::bounds);
+        Region {
+            offsets: bounds().map(|range| range.start).collect(),
+            sizes: bounds().map(|range| range.end - range.start).collect(),
+        }
+    }
+
+    /// The offset PyTorch reports for the local tensor: the first index of each dim, and the
+    /// *size of the dim* where the shard holds nothing of it.
+    #[must_use]
+    pub fn global_offsets(&self, shape: &[u64]) -> Dims {
+        (self.dims.iter().zip(shape)).map(|(dim, &n)| dim.start().unwrap_or(n)).collect()
+    }
+
+    /// The tile as a box, where it is one that is not empty.
+    #[must_use]
+    pub fn as_region(&self) -> Option<Region> {
+        (self.dims.iter().all(|dim| dim.as_single().is_some())).then(|| self.bounds())
+    }
+
+    /// The boxes of the tile in row-major order, each with its offsets within the local tensor.
+    pub fn regions(&self) -> impl Iterator<Item = (Region, Dims)> + '_ {
+        Boxes::new(&self.dims)
+    }
+
+    /// The first box, and all of the tile where it is one; `None` for an empty tile.
+    pub(super) fn first_region(&self) -> Option<Region> {
+        self.regions().next().map(|(region, _)| region)
+    }
+
+    /// A box that two tiles have in common: the first, and all of it where both are boxes.
+    pub(super) fn first_common(&self, other: &Self) -> Option<Region> {
+        let mut common = Region { offsets: Dims::new(), sizes: Dims::new() };
+        for (a, b) in self.dims.iter().zip(&other.dims) {
+            let range = a.first_common(b)?;
+            common.offsets.push(range.start);
+            common.sizes.push(range.end - range.start);
+        }
+        Some(common)
+    }
+}
+
+/// An odometer over the pieces of every dim.
+struct Boxes<'a> {
+    dims: &'a [Intervals],
+    rest: SmallVec<[Pieces<'a>; 4]>,
+    /// The next box; `None` after the last.
+    next: Option<SmallVec<[Piece; 4]>>,
+}
+
+impl<'a> Boxes<'a> {
+    fn new(dims: &'a [Intervals]) -> Self {
+        let mut rest: SmallVec<[Pieces<'a>; 4]> = dims.iter().map(Intervals::positioned).collect();
+        let next = rest.iter_mut().map(Iterator::next).collect();
+        Self { dims, rest, next }
+    }
+
+    /// Turns the innermost dim that has a piece left, and sets those inside it back.
+    fn turn(&mut self) {
+        let Some(pieces) = &mut self.next else { return };
+        for dim in (0..self.dims.len()).rev() {
+            if let Some(piece) = self.rest[dim].next() {
+                pieces[dim] = piece;
+                return;
+            }
+            self.rest[dim] = self.dims[dim].positioned();
+            pieces[dim] = self.rest[dim].next().expect("a dim that had a first piece has it again");
+        }
+        self.next = None;
+    }
+}
+
+impl Iterator for Boxes<'_> {
+    type Item = (Region, Dims);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let pieces = self.next.as_ref()?;
+        let region = Region {
+            offsets: pieces.iter().map(|piece| piece.range.start).collect(),
+            sizes: pieces.iter().map(|piece| piece.range.end - piece.range.start).collect(),
+        };
+        let local = pieces.iter().map(|piece| piece.position).collect();
+        self.turn();
+        Some((region, local))
+    }
+}
+
+/// `[0:2+4:6, 0:8]`.
+impl fmt::Display for Tile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("[")?;
+        for (i, dim) in self.dims.iter().enumerate() {
+            let comma = if i == 0 { "" } else { ", " };
+            write!(f, "{comma}{dim}")?;
+        }
+        f.write_str("]")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tile_is_walked_box_by_box() {
+        let tile = Tile::new([Intervals::progression(0, 4, 2, 2), Intervals::progression(1, 2, 2, 1)]);
+        assert_eq!(tile.to_string(), "[0:2+4:6, 1:2+3:4]");
+        assert_eq!((tile.sizes().to_vec(), tile.numel()), (vec![4, 2], 8));
+        assert_eq!((tile.bounds().to_string(), tile.as_region()), ("[0:6, 1:4]".to_owned(), None));
+        let walked: Vec<_> = tile.regions().map(|(region, at)| format!("{region} at {at:?}")).collect();
+        let expected = ["[0:2, 1:2] at [0, 0]", "[0:2, 3:4] at [0, 1]", "[4:6, 1:2] at [2, 0]", "[4:6, 3:4] at [2, 1]"];
+        assert_eq!(walked, expected);
+    }
+
+    #[test]
+    fn scalars_and_empty_tiles() {
+        let scalar = Tile::new([]);
+        assert_eq!((scalar.numel(), scalar.is_empty(), scalar.to_string()), (1, false, "[]".to_owned()));
+        assert_eq!(scalar.regions().collect::<Vec<_>>(), [(Region::whole(&[]), Dims::new())]);
+        assert_eq!(scalar.as_region(), Some(Region::whole(&[])));
+        let empty = Tile::new([Intervals::full(3), Intervals::empty()]);
+        assert_eq!((empty.numel(), empty.regions().count(), empty.as_region()), (0, 0, None));
+        assert_eq!(empty.sizes().to_vec(), [3, 0]);
+        assert_eq!(empty.global_offsets(&[3, 7]).to_vec(), [0, 7]);
+    }
+}

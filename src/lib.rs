@@ -1,0 +1,25 @@
+//! dtshard converts sharded PyTorch checkpoints between layouts, without Python.
+//!
+//! A checkpoint is a [`catalog::Catalog`]: logical tensors whose content is covered by chunks, each a box of the
+//! tensor that lies somewhere in a file. Reading a format yields one; choosing a target layout and *reserving* its
+//! files yields another. A plan is the intersection of the two, tensor by tensor. Executed as *copy* it is `reshard`,
+//! `unshard` or `consolidate`; as *compare* it is `verify`; as *print* it is `--dry-run`.
+//!
+//! ```text
+//! SRC --format::read-->            Catalog(source) --+
+//!                                                    +--> plan (elements) --lower--> runs (bytes) --exec--> publish
+//! target layout --format::reserve--> Catalog(target) +
+//! ```
+//!
+//! Who may import whom: `commands` sees everything; `exec` sees `plan`, `catalog` and `storage` but no format and no
+//! terminal; `plan` and `format` see `catalog` and `layout`; `layout` is pure algebra and sees nothing of the crate.
+
+pub mod catalog;
+pub mod cli;
+pub mod commands;
+pub mod error;
+pub mod exec;
+pub mod format;
+pub mod layout;
+pub mod plan;
+pub mod storage;

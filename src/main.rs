@@ -1,0 +1,28 @@
+//! Parse, dispatch, print the error and its hint, turn it into an exit code.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use dtshard::cli::{Cli, normalise_long_options};
+use dtshard::commands::{self, Printer};
+
+fn main() -> ExitCode {
+    let arguments = normalise_long_options(std::env::args_os());
+    let cli = match Cli::try_parse_from(arguments) {
+        Ok(cli) => cli,
+        Err(error) => {
+            // `--help` and `--version` come here, too. A closed pipe is no error of ours.
+            let _ = error.print();
+            return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
+        }
+    };
+    let printer = Printer::new(cli.output_choice());
+    match commands::run(cli, &printer) {
+        Ok(status) => ExitCode::from(status.code()),
+        Err(error) => {
+            printer.error(&error);
+            ExitCode::from(commands::exit_code(&error))
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! From elements to bytes: the overlaps of a tile become strided copies.
+//!
+//! A [`Piece`] is a small loop nest over runs of bytes that are contiguous in source and target: `run_bytes` at
+//! `source`, repeated along a few levels of (count, source step, target step). Neighbouring dims that are contiguous
+//! on both sides are one run, so an unchanged row block is a single piece with no levels, whatever its shape.
+//!
+//! All units are bytes, except where a name says elements.
+
+use std::ops::Range;
+
+use smallvec::SmallVec;
+
+use super::intersect::{Overlap, TilePlan};
+use crate::layout::{Dims, Region, Segment};
+
+/// One level of a loop nest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Level {
+    pub count: u64,
+    pub source_step: u64,
+    pub target_step: u64,
+}
+
+/// A strided copy from one source chunk into the target strip.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Index into [`TilePlan::overlaps`].
+    pub overlap: usize,
+    /// First byte, relative to the chunk's element 0.
+    pub source: u64,
+    /// First byte, relative to the strip.
+    pub target: u64,
+    pub run_bytes: u64,
+    /// Outermost first.
+    pub levels: SmallVec<[Level; 4]>,
+}
+
+impl Piece {
+    /// Number of contiguous runs.
+    #[must_use]
+    pub fn runs(&self) -> u64 {
+        self.levels.iter().map(|level| level.count).product()
+    }
+
+    /// Bytes moved.
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.runs() * self.run_bytes
+    }
+
+    /// Bytes of the source from the first to one past the last that is read.
+    #[must_use]
+    pub fn source_span(&self) -> u64 {
+        self.levels.iter().map(|level| (level.count - 1) * level.source_step).sum::<u64>() + self.run_bytes
+    }
+}
+
+/// The pieces that fill the elements `range` of the target's local tensor, in row-major order of the target's boxes.
+///
+/// `strides` gives the element strides of each overlap's chunk.
+pub struct Pieces<'a> {
+    plan: &'a TilePlan,
+    strides: &'a [Dims],
+    itemsize: u64,
+}
+
+impl<'a> Pieces<'a> {
+    #[must_use]
+    pub fn new(plan: &'a TilePlan, strides: &'a [Dims], itemsize: u64) -> Self {
+        debug_assert_eq!(plan.overlaps.len(), strides.len());
+        Self { plan, strides, itemsize }
+    }
+
+    /// Visit every piece of the elements `range` of the target; target bytes are relative to the start of the range.
+    ///
+    /// # Errors
+    /// Whatever `visit` returns; the walk stops there.
+    pub fn visit<E>(&self, range: Range<u64>, mut visit: impl FnMut(Piece) -> Result<(), E>) -> Result<(), E> {
+        let target_strides = crate::catalog::contiguous_strides(&self.plan.sizes);
+        for region in Region::cut(&self.plan.sizes, range.clone()) {
+            for (index, overlap) in self.plan.overlaps.iter().enumerate() {
+                let walk = Walk {
+                    overlap: index,
+                    region: &region,
+                    source_strides: &self.strides[index],
+                    target_strides: &target_strides,
+                    itemsize: self.itemsize,
+                    first_element: range.start,
+                };
+                walk.visit(overlap, &mut visit)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One overlap within one box of the target.
+struct Walk<'a> {
+    overlap: usize,
+    region: &'a Region,
+    source_strides: &'a [u64],
+    target_strides: &'a [u64],
+    itemsize: u64,
+    first_element: u64,
+}
+
+impl Walk<'_> {
+    fn visit<E>(&self, overlap: &Overlap, visit: &mut impl FnMut(Piece) -> Result<(), E>) -> Result<(), E> {
+        let ndim = overlap.segments.len();
+        let mut clipped: SmallVec<[&[Segment]; 4]> = SmallVec::with_capacity(ndim);
+        for dim in 0..ndim {
+            let (start, size) = (self.region.offsets[dim], self.region.sizes[dim]);
+            let inside = within(&overlap.segments[dim], start, start + size);
+            if inside.is_empty() {
+                return Ok(());
+            }
+            clipped.push(inside);
+        }
+        // An odometer over the segments of each dim, the last dim fastest.
+        let mut at: SmallVec<[usize; 4]> = SmallVec::from_elem(0, ndim);
+        loop {
+            visit(self.piece(&clipped, &at))?;
+            let Some(dim) = (0..ndim).rev().find(|&dim| at[dim] + 1 < clipped[dim].len()) else {
+                return Ok(());
+            };
+            at[dim] += 1;
+            at[dim + 1..].fill(0);
+        }
+    }
+
+    /// The strided copy of one segment a dim, clipped to the region.
+    fn piece(&self, segments: &[&[Segment]], at: &[usize]) -> Piece {
+        let (mut source, mut target) = (0, 0);
+        let mut levels: SmallVec<[Level; 4]> = SmallVec::new();
+        let mut run_bytes = self.itemsize;
+        for dim in (0..segments.len()).rev() {
+            let segment = segments[dim][at[dim]];
+            let (start, end) = (self.region.offsets[dim], self.region.offsets[dim] + self.region.sizes[dim]);
+            let first = segment.right.max(start);
+            let count = (segment.right + segment.len).min(end) - first;
+            source += (segment.left + (first - segment.right)) * self.source_strides[dim];
+            target += first * self.target_strides[dim];
+            if count == 1 {
+                continue;
+            }
+            let source_step = self.source_strides[dim] * self.itemsize;
+            let target_step = self.target_strides[dim] * self.itemsize;
+            // Fold this dim into the run, or into the level inside it, where both sides go on without a gap.
+            match levels.first_mut() {
+                None if source_step == run_bytes && target_step == run_bytes => run_bytes *= count,
+                Some(inner)
+                    if source_step == inner.source_step * inner.count
+                        && target_step == inner.target_step * inner.count =>
+                {
+                    inner.count *= count;
+                }
+                _ => levels.insert(0, Level { count, source_step, target_step }),
+            }
+        }
+        Piece {
+            overlap: self.overlap,
+            source: source * self.itemsize,
+            target: (target - self.first_element) * self.itemsize,
+            run_bytes,
+            levels,
+        }
+    }
+}
+
+/// The segments that touch `[start, end)` of the target. Segments ascend, so both ends are found by bisection.
+fn within(segments: &[Segment], start: u64, end: u64) -> &[Segment] {
+    let first = segments.partition_point(|segment| segment.right + segment.len <= start);
+    let last = segments.partition_point(|segment| segment.right < end);
+    segments.get(first..last).unwrap_or(&[])
+}
