@@ -104,6 +104,16 @@ fn is_descended(value: &Value) -> bool {
     }
 }
 
+/// The leaves of a state dict that are not tensors.
+#[must_use]
+pub fn objects(state: &Value) -> Vec<(Path, &Value)> {
+    let leaf = |(path, leaf)| match leaf {
+        Leaf::Object(value) => Some((path, value)),
+        Leaf::Tensor(_) => None,
+    };
+    leaves(state).into_iter().filter_map(leaf).collect()
+}
+
 /// Every tensor of a value with its path, also those inside tuples and objects, which [`leaves`] does not enter.
 pub fn tensors(value: &Value, path: &Path, visit: &mut dyn FnMut(&Path, TensorId)) {
     match value {

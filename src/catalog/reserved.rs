@@ -87,7 +87,7 @@ impl Reservation {
     /// Bytes of tensor data.
     #[must_use]
     pub fn payload_bytes(&self) -> u64 {
-        self.tensors.iter().map(|tensor| tensor.payload_bytes()).sum()
+        self.tensors.iter().map(Reserved::payload_bytes).sum()
     }
 
     /// Bytes of all files.

@@ -63,7 +63,7 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
             ));
         }
     };
-    reservation.left_out = unshard::objects(&catalog.state);
+    reservation.left_out = unshard::object_names(&catalog.state);
     let left_out = left_out(&catalog.state, &tensors);
     if shape == Shape::Folder {
         add_assets(args, &checkpoint.root, &mut reservation)?;

@@ -1,13 +1,13 @@
 //! `inspect`: what a checkpoint holds and how it is laid out.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value as Json, json};
 
 use super::printer::Printer;
 use super::quantity::{count, human_bytes};
 use super::{Status, input, read_options, work_options};
-use crate::catalog::{Catalog, Leaf, TensorEntry, TensorId, Value, model, path};
+use crate::catalog::{Catalog, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Inspect;
 use crate::error::Result;
 use crate::exec::{Stop, compare};
@@ -51,10 +51,9 @@ fn digests(
     let options = work_options(&args.source, false)?;
     let stop = Stop::on_signals()?;
     let catalog = &checkpoint.catalog;
-    let distinct: BTreeMap<TensorId, ()> = names.iter().map(|(_, id)| (*id, ())).collect();
-    let total = distinct.keys().map(|id| catalog.tensor(*id).len_bytes()).sum();
-    let progress = printer.progress("hashing", total);
-    let entries: Vec<(TensorId, &TensorEntry)> = distinct.keys().map(|id| (*id, catalog.tensor(*id))).collect();
+    let distinct: BTreeSet<TensorId> = names.iter().map(|(_, id)| *id).collect();
+    let entries: Vec<(TensorId, &TensorEntry)> = distinct.into_iter().map(|id| (id, catalog.tensor(id))).collect();
+    let progress = printer.progress("hashing", entries.iter().map(|(_, entry)| entry.len_bytes()).sum());
     compare::digests(input(checkpoint), &entries, &options, &progress, &stop)
 }
 
@@ -85,7 +84,7 @@ fn summary(checkpoint: &Checkpoint, names: &[(String, TensorId)]) -> String {
     if let Some(step) = step(&catalog.state) {
         lines.push(format!("step        {step}"));
     }
-    lines.push(format!("objects     {}", objects(&catalog.state).len()));
+    lines.push(format!("objects     {}", path::objects(&catalog.state).len()));
     lines.join("\n") + "\n"
 }
 
@@ -101,8 +100,10 @@ fn table(catalog: &Catalog, names: &[(String, TensorId)], digests: &BTreeMap<Ten
         .map(|(name, id)| {
             let entry = catalog.tensor(*id);
             let dims: Vec<String> = entry.shape.iter().map(ToString::to_string).collect();
-            let placements =
-                entry.sharding.as_ref().map_or_else(|| String::from("-"), |sharding| sharding.display_placements());
+            let placements = entry
+                .sharding
+                .as_ref()
+                .map_or_else(|| String::from("-"), super::super::catalog::Sharding::display_placements);
             let last = digests.get(id).cloned().unwrap_or_else(|| entry.chunks.len().to_string());
             [name.clone(), entry.dtype.to_string(), format!("[{}]", dims.join(", ")), placements, last]
         })
@@ -124,16 +125,6 @@ fn table(catalog: &Catalog, names: &[(String, TensorId)], digests: &BTreeMap<Ten
     text
 }
 
-fn objects(state: &Value) -> Vec<(String, &Value)> {
-    let leaves = path::leaves(state).into_iter();
-    leaves
-        .filter_map(|(path, leaf)| match leaf {
-            Leaf::Object(value) => Some((path.to_string(), value)),
-            Leaf::Tensor(_) => None,
-        })
-        .collect()
-}
-
 fn document(
     args: &Inspect,
     checkpoint: &Checkpoint,
@@ -153,9 +144,9 @@ fn document(
         }
         tensors.insert(name.clone(), document);
     }
-    let objects: Map<String, Json> = objects(&catalog.state)
+    let objects: Map<String, Json> = path::objects(&catalog.state)
         .into_iter()
-        .map(|(name, value)| (name, json!({ "type": value.type_name(), "value": object_value(value) })))
+        .map(|(path, value)| (path.to_string(), json!({ "type": value.type_name(), "value": object_value(value) })))
         .collect();
     json!({
         "format": checkpoint.format.name(),
@@ -178,7 +169,7 @@ fn tensor_document(checkpoint: &Checkpoint, entry: &TensorEntry, brief: bool) ->
     let mut document = json!({
         "dtype": entry.dtype.name(),
         "shape": entry.shape.as_slice(),
-        "placements": entry.sharding.as_ref().map(|sharding| sharding.display_placements()),
+        "placements": entry.sharding.as_ref().map(super::super::catalog::Sharding::display_placements),
         "mesh": entry.sharding.as_ref().map(|sharding| sharding.mesh.0),
     });
     if !brief {

@@ -117,7 +117,8 @@ fn refuse_fragment(checkpoint: &Checkpoint) -> Result<()> {
 /// The names nearest to one that was not found, by edit distance.
 fn nearest(wanted: &str, names: &[String]) -> Vec<String> {
     const SHOWN: usize = 3;
-    let mut ranked: Vec<(usize, &String)> = names.iter().map(|name| (strsim::damerau_levenshtein(wanted, name), name)).collect();
+    let mut ranked: Vec<(usize, &String)> =
+        names.iter().map(|name| (strsim::damerau_levenshtein(wanted, name), name)).collect();
     ranked.sort();
     ranked.into_iter().take(SHOWN).map(|(_, name)| name.clone()).collect()
 }

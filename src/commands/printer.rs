@@ -50,24 +50,24 @@ impl Printer {
     /// A reader that went away is no error.
     fn write_stdout(text: &str) {
         let mut stdout = io::stdout().lock();
-        if let Err(error) = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-            if error.kind() == io::ErrorKind::BrokenPipe {
-                std::process::exit(0);
-            }
+        if let Err(error) = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())
+            && error.kind() == io::ErrorKind::BrokenPipe
+        {
+            exit_quietly();
         }
     }
 
     /// One line of what is or was done.
     pub fn line(&self, text: &str) {
         if !self.choice.quiet {
-            Self::write_stderr(text);
+            write_stderr(text);
         }
     }
 
     /// One line for who wants to know more.
     pub fn detail(&self, text: &str) {
         if self.choice.verbose && !self.choice.quiet {
-            Self::write_stderr(text);
+            write_stderr(text);
         }
     }
 
@@ -77,15 +77,11 @@ impl Printer {
 
     /// The error, its hint, and the JSON document of a failed run.
     pub fn error(&self, error: &Error) {
-        Self::write_stderr(&format!("error: {error}"));
+        write_stderr(&format!("error: {error}"));
         if let Some(hint) = error.hint() {
-            Self::write_stderr(&format!("hint: {hint}"));
+            write_stderr(&format!("hint: {hint}"));
         }
         self.document(&json!({ "error": error_document(error) }));
-    }
-
-    fn write_stderr(text: &str) {
-        let _ = writeln!(io::stderr().lock(), "{text}");
     }
 
     /// A progress display over `total` bytes.
@@ -98,6 +94,17 @@ impl Printer {
         };
         Progress::new(verb, total, shown, io::stderr().is_terminal())
     }
+}
+
+/// A reader that has seen enough (`| head`) is success.
+#[expect(clippy::exit, reason = "there is nobody left to tell anything")]
+fn exit_quietly() -> ! {
+    std::process::exit(0)
+}
+
+/// A line of talk. A terminal that went away is no error.
+pub(super) fn write_stderr(text: &str) {
+    let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
 fn error_document(error: &Error) -> Json {

@@ -65,7 +65,7 @@ impl Reporter for Progress {
                 let Ok(mut last) = last.try_lock() else { return };
                 if last.elapsed() >= LINE_EVERY {
                     *last = Instant::now();
-                    eprintln!("{}", line(verb, done, *total, started.elapsed()));
+                    super::printer::write_stderr(&line(verb, done, *total, started.elapsed()));
                 }
             }
         }

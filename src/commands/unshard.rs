@@ -3,7 +3,7 @@
 use super::convert::{Conversion, convert, file_name, target_format};
 use super::printer::Printer;
 use super::{Status, read_options, refuse_fragment};
-use crate::catalog::{model, path};
+use crate::catalog::{Value, model, path};
 use crate::cli::Unshard;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
@@ -28,7 +28,7 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
             tensors.sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
             let (shape, staged) = super::consolidate::safetensors_shape(destination, args.shards.max_shard_size);
             let mut reservation = safetensors::reserve(catalog, &tensors, &shape)?;
-            reservation.left_out = objects(&catalog.state);
+            reservation.left_out = object_names(&catalog.state);
             (reservation, staged)
         }
         Format::Dcp | Format::TorchRanks => {
@@ -51,7 +51,6 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
 }
 
 /// Names of everything in a state dict that is not a tensor.
-pub fn objects(state: &crate::catalog::Value) -> Vec<String> {
-    let leaves = path::leaves(state);
-    leaves.iter().filter(|(_, leaf)| matches!(leaf, path::Leaf::Object(_))).map(|(path, _)| path.to_string()).collect()
+pub fn object_names(state: &Value) -> Vec<String> {
+    path::objects(state).into_iter().map(|(path, _)| path.to_string()).collect()
 }

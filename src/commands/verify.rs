@@ -8,7 +8,7 @@ use serde_json::{Value as Json, json};
 use super::printer::Printer;
 use super::quantity::{count, human_bytes};
 use super::{Status, input, read_options, refuse_fragment, work_options};
-use crate::catalog::{Catalog, Leaf, TensorEntry, TensorId, Value, model, path};
+use crate::catalog::{Catalog, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Verify;
 use crate::error::{Error, Result};
 use crate::exec::{Options, Reporter, Stop, compare};
@@ -57,13 +57,13 @@ pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
     let options = work_options(&args.source, false)?;
     let stop = Stop::on_signals()?;
     let mut report = Report::default();
-    let Some(source) = open(args, &args.src, &mut report)? else { return finish(&report, args, printer) };
+    let Some(source) = open(args, &args.src, &mut report)? else { return Ok(finish(&report, args, printer)) };
     sound(&source, &options, printer, &stop, &mut report)?;
     if let Some(other_path) = &args.other {
-        let Some(other) = open(args, other_path, &mut report)? else { return finish(&report, args, printer) };
+        let Some(other) = open(args, other_path, &mut report)? else { return Ok(finish(&report, args, printer)) };
         same_values(args, (&source, &other), &options, printer, &stop, &mut report)?;
     }
-    finish(&report, args, printer)
+    Ok(finish(&report, args, printer))
 }
 
 /// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
@@ -204,27 +204,21 @@ fn same_objects(source: &Checkpoint, other: &Checkpoint, report: &mut Report) {
 }
 
 fn objects(state: &Value) -> BTreeMap<String, &Value> {
-    let leaves = path::leaves(state).into_iter();
-    leaves
-        .filter_map(|(path, leaf)| match leaf {
-            Leaf::Object(value) => Some((path.to_string(), value)),
-            Leaf::Tensor(_) => None,
-        })
-        .collect()
+    path::objects(state).into_iter().map(|(path, value)| (path.to_string(), value)).collect()
 }
 
-fn finish(report: &Report, args: &Verify, printer: &Printer) -> Result<Status> {
+fn finish(report: &Report, args: &Verify, printer: &Printer) -> Status {
     printer.document(&document(report));
     printer.data(&findings(report));
     let what = format!("{}, {}", count(report.tensors, "tensor"), human_bytes(report.bytes));
     if report.same() {
         let verdict = if args.other.is_some() { "the same" } else { "sound" };
         printer.line(&format!("{verdict}: {what}"));
-        return Ok(Status::Done);
+        return Status::Done;
     }
     let number = report.different.len() + report.only_in_src.len() + report.only_in_other.len();
     printer.line(&format!("{} in {what}", count(number, "finding")));
-    Ok(Status::Different)
+    Status::Different
 }
 
 fn findings(report: &Report) -> String {

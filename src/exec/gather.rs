@@ -172,7 +172,8 @@ fn read_blocks(
     }
     let (outer, inner) = levels.split_first().expect("checked not empty");
     let room = SCRATCH_BYTES.saturating_sub(span(inner));
-    let fitting = if outer.source_step == 0 { outer.count } else { (room / outer.source_step + 1).min(outer.count) };
+    // A step of 0, as in an expanded tensor, reads the same bytes again.
+    let fitting = room.checked_div(outer.source_step).map_or(outer.count, |steps| (steps + 1).min(outer.count));
     let mut done = 0;
     while done < outer.count {
         let count = fitting.min(outer.count - done);

@@ -166,7 +166,8 @@ mod tests {
 
     /// What each coordinate holds of a 1-d tensor, in PyTorch's own notation: index lists.
     fn held(n: u64, mesh: &[u64], placements: &[Placement]) -> Vec<Vec<u64>> {
-        let ranks = (0..).take(mesh.iter().product::<u64>() as usize).map(crate::layout::Rank).collect();
+        let world_size = u32::try_from(mesh.iter().product::<u64>()).unwrap();
+        let ranks = (0..world_size).map(crate::layout::Rank).collect();
         let mesh = DeviceMesh::new(mesh, ranks, None).unwrap();
         mesh.coordinates()
             .map(|(_, at)| local_shard(&[n], mesh.shape(), placements, &at).unwrap())

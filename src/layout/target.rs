@@ -101,12 +101,12 @@ impl TargetLayout {
                 let placements = resolved.into_iter().map(|found| found.unwrap_or(Placement::Replicate)).collect();
                 Chosen { placements, rule: None, misfit }
             }
-            Fallback::Source => Chosen { placements: self.from_source(source), rule: None, misfit: false },
+            Fallback::Source => Chosen { placements: self.as_in_source(source), rule: None, misfit: false },
         })
     }
 
     /// The source's placements on the mesh dims of the same names, Replicate on the others.
-    fn from_source(&self, source: Option<SourceLayout<'_>>) -> Vec<Placement> {
+    fn as_in_source(&self, source: Option<SourceLayout<'_>>) -> Vec<Placement> {
         let mut placements = vec![Placement::Replicate; self.mesh.ndim()];
         let Some((source, names)) = source.and_then(|source| Some((source, source.mesh.names()?))) else {
             return placements;

@@ -1,6 +1,8 @@
 //! The algebra against an oracle that knows no intervals: explicit lists of indices per dim, and
 //! a count of holders per element. Slow, obvious, and written from PyTorch's definitions alone.
 
+#![allow(clippy::cast_possible_truncation, reason = "test sizes are small")]
+
 use std::collections::HashSet;
 
 use proptest::prelude::*;

@@ -42,7 +42,7 @@ const REMOTE: &[u64] = &[
 pub fn preferred_io(path: &Path) -> Result<IoMode> {
     let info = rustix::fs::statfs(path).map_err(|error| Error::io("look at the file system of", path)(error.into()))?;
     // The type's width and sign differ by architecture; the magic numbers all fit 32 bits.
-    #[expect(clippy::cast_sign_loss, clippy::unnecessary_cast)]
+    #[expect(clippy::cast_sign_loss)]
     let magic = (info.f_type as u64) & 0xFFFF_FFFF;
     Ok(if REMOTE.contains(&magic) { IoMode::Read } else { IoMode::Mmap })
 }

@@ -215,10 +215,10 @@ impl Files {
         let file = Arc::new(OpenFile { path: entry.path.clone(), file, len: entry.identity.len, map: OnceLock::new() });
         // First in, first out: work goes through the files in order, so the oldest one is done with. A file still in
         // use stays open through its other `Arc`.
-        if set.recent.len() >= filesystem::open_file_budget() {
-            if let Some(oldest) = set.recent.pop_front() {
-                set.files[oldest as usize] = None;
-            }
+        if set.recent.len() >= filesystem::open_file_budget()
+            && let Some(oldest) = set.recent.pop_front()
+        {
+            set.files[oldest as usize] = None;
         }
         set.recent.push_back(id.0);
         set.files[id.0 as usize] = Some(Arc::clone(&file));

@@ -165,7 +165,7 @@ impl Line<'_, '_> {
             let mut rest = 0;
             for byte in magnitude.iter_mut().rev() {
                 let part = rest << 8 | u32::from(*byte);
-                *byte = (part / 10) as u8;
+                *byte = u8::try_from(part / 10).expect("a rest below 10 and a byte");
                 rest = part % 10;
             }
             digits.push(char::from_digit(rest, 10).unwrap_or('0'));

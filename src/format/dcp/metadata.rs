@@ -121,7 +121,7 @@ impl Columns {
 
     fn info(&mut self, state: Ref<'_>) -> Result<Option<u32>, String> {
         let transformed = state.get("transform_descriptors").filter(|node| !node.is_none());
-        if transformed.and_then(Ref::as_list).is_some_and(|list| list.len() > 0) {
+        if transformed.and_then(Ref::as_list).is_some_and(|list| !list.is_empty()) {
             return Err(String::from("an item stored through transforms (compression or encryption)"));
         }
         let fields = (|| {

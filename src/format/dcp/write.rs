@@ -83,7 +83,7 @@ pub fn reserve(
     for (rank, items) in assignment.items {
         layout.file(rank, items)?;
     }
-    layout.finish(&leaves)
+    Ok(layout.finish(&leaves))
 }
 
 /// Two paths must not have the same dotted name: DCP could not tell them apart.
@@ -174,7 +174,7 @@ impl<'a> Layout<'a> {
         Ok(())
     }
 
-    fn finish(mut self, leaves: &[(Path, Leaf<'_>)]) -> Result<Reservation> {
+    fn finish(mut self, leaves: &[(Path, Leaf<'_>)]) -> Reservation {
         for ((fqn, id), chunks) in self.tensors.iter().zip(&self.chunks) {
             let entry = self.source.tensor(*id);
             self.reservation.tensors.push(Reserved {
@@ -191,7 +191,7 @@ impl<'a> Layout<'a> {
         let mut file = OutputFile::new(".metadata");
         file.push_literal(self.metadata(leaves));
         self.reservation.files.push(file);
-        Ok(self.reservation)
+        self.reservation
     }
 
     /// The `.metadata` pickle: protocol 2 without a memo, which every reader takes.

@@ -245,7 +245,7 @@ impl<'a> Pickle<'a> {
             }
             match self.nodes.remove(id.0) {
                 Node::Tuple(seq) | Node::List(seq) | Node::Dict(seq) | Node::Set(seq) | Node::FrozenSet(seq) => {
-                    self.take_seq(seq, &mut doomed)
+                    self.take_seq(seq, &mut doomed);
                 }
                 Node::Call(make) | Node::New(make) => self.take_make(make, &mut doomed),
                 Node::PersistentId(id) => doomed.push(id),

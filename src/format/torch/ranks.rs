@@ -273,18 +273,13 @@ impl Merger<'_> {
         for &part in parts {
             let Found::Distributed { local, mesh, placements, .. } = self.found(part) else { continue };
             let file = &self.files[part.file];
-            if let (Some(own), Some(stored)) = (file.rank, mesh.rank) {
-                if own != stored {
-                    let found = format!("a DTensor saved by rank {stored}");
-                    return Err(Error::malformed(
-                        &file.path,
-                        entry.fqn.as_str(),
-                        format!("the file of rank {own}"),
-                        found,
-                    ));
-                }
+            if let (Some(own), Some(stored)) = (file.rank, mesh.rank)
+                && own != stored
+            {
+                let found = format!("a DTensor saved by rank {stored}");
+                return Err(Error::malformed(&file.path, entry.fqn.as_str(), format!("the file of rank {own}"), found));
             }
-            let sharding = self.sharding(&mesh.mesh, mesh.root.as_ref(), placements, catalog);
+            let sharding = lift_to_root(&mesh.mesh, mesh.root.as_ref(), placements, catalog);
             match &entry.sharding {
                 None => entry.sharding = Some(sharding),
                 Some(known) if mesh.root.is_some() && *known != sharding => {
@@ -313,30 +308,6 @@ impl Merger<'_> {
             entry.chunks.push(chunk(&file.contents, local, tile, rank));
         }
         Ok(entry)
-    }
-
-    /// Mesh and placements as the root mesh sees them: a dim the slice does not have is replicated.
-    fn sharding(
-        &self,
-        mesh: &DeviceMesh,
-        root: Option<&DeviceMesh>,
-        placements: &[Placement],
-        catalog: &mut Catalog,
-    ) -> Sharding {
-        let lifted = root.and_then(|root| {
-            let (own, all) = (mesh.names()?, root.names()?);
-            let positions: Vec<usize> =
-                own.iter().map(|name| all.iter().position(|known| known == name)).collect::<Option<_>>()?;
-            let mut lifted = vec![Placement::Replicate; all.len()];
-            for (&position, placement) in positions.iter().zip(placements) {
-                lifted[position] = *placement;
-            }
-            positions.is_sorted().then_some((root, lifted))
-        });
-        match lifted {
-            Some((root, placements)) => Sharding { mesh: catalog.intern_mesh(root.clone()), placements },
-            None => Sharding { mesh: catalog.intern_mesh(mesh.clone()), placements: placements.to_vec() },
-        }
     }
 
     fn layout_conflict(&self, fqn: &Fqn, first: Part, part: Part) -> Error {
@@ -388,5 +359,28 @@ fn check_shape(path: &std::path::Path, fqn: &Fqn, shape: &[u64], dtype: crate::c
     match checked_len_bytes(shape, dtype) {
         Some(_) => Ok(()),
         None => Err(Error::malformed(path, fqn.as_str(), "a shape that fits memory", format!("{shape:?}"))),
+    }
+}
+
+/// Mesh and placements as the root mesh sees them: a dim the slice does not have is replicated.
+fn lift_to_root(
+    mesh: &DeviceMesh,
+    root: Option<&DeviceMesh>,
+    placements: &[Placement],
+    catalog: &mut Catalog,
+) -> Sharding {
+    let lifted = root.and_then(|root| {
+        let (own, all) = (mesh.names()?, root.names()?);
+        let positions: Vec<usize> =
+            own.iter().map(|name| all.iter().position(|known| known == name)).collect::<Option<_>>()?;
+        let mut lifted = vec![Placement::Replicate; all.len()];
+        for (&position, placement) in positions.iter().zip(placements) {
+            lifted[position] = *placement;
+        }
+        positions.is_sorted().then_some((root, lifted))
+    });
+    match lifted {
+        Some((root, placements)) => Sharding { mesh: catalog.intern_mesh(root.clone()), placements },
+        None => Sharding { mesh: catalog.intern_mesh(mesh.clone()), placements: placements.to_vec() },
     }
 }

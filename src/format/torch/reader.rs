@@ -50,7 +50,6 @@ impl Contents {
 /// State of reading one archive's pickle.
 pub struct Reader<'a> {
     files: &'a Files,
-    file: FileId,
     archive: &'a Archive,
     /// Meshes are shared objects: each is read once.
     pub meshes: HashMap<NodeId, MeshSpec>,
@@ -123,10 +122,10 @@ pub fn read(files: &Files, file: FileId, base: u64, len: u64) -> Result<Contents
     };
     let (pickle, _) = pickle::decode(&bytes, &mut NoFold).map_err(|error| pickle_error(path, "data.pkl", &error))?;
     let mut reader =
-        Reader { files, file, archive: &archive, meshes: HashMap::new(), unsupported: std::cell::RefCell::default() };
+        Reader { files, archive: &archive, meshes: HashMap::new(), unsupported: std::cell::RefCell::default() };
     let mut tensors = Vec::new();
     // Views that are the same view of the same storage are one tensor under several names.
-    let mut known: HashMap<(Box<str>, u64, Vec<u64>, Vec<u64>, Dtype), TensorId> = HashMap::new();
+    let mut known: HashMap<View, TensorId> = HashMap::new();
     let mut by_node: HashMap<NodeId, TensorId> = HashMap::new();
     let lifted = pickle::lift(pickle.root(), &mut |node| {
         if let Some(id) = by_node.get(&node.id()).filter(|_| node.is_shared()) {
@@ -137,8 +136,7 @@ pub fn read(files: &Files, file: FileId, base: u64, len: u64) -> Result<Contents
         let id = match &found {
             Found::Plain(view) => {
                 reader.check_storage(view)?;
-                let shape = (view.sizes.to_vec(), view.strides.to_vec());
-                *known.entry((view.key.clone(), view.offset, shape.0, shape.1, view.dtype)).or_insert(next)
+                *known.entry(view.clone()).or_insert(next)
             }
             Found::Distributed { local, .. } => {
                 reader.check_storage(local)?;
@@ -157,7 +155,6 @@ pub fn read(files: &Files, file: FileId, base: u64, len: u64) -> Result<Contents
     });
     let unsupported = reader.unsupported.into_inner();
     let value = lifted.map_err(|error| lift_error(path, &error, unsupported))?;
-    debug_assert_eq!(reader.file, file);
     Ok(Contents { value, tensors, archive, file })
 }
 

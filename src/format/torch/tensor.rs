@@ -13,7 +13,7 @@ use crate::format::pickle::{Items, LiftError, Ref};
 use crate::layout::{Dims, MeshDim, Placement, ReduceOp, Region, TensorDim, from_shard_order};
 
 /// Part of a storage, as a strided array. Offset, sizes and strides in elements of `dtype`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct View {
     pub dtype: Dtype,
     /// The storage is the record `data/KEY`.
@@ -80,12 +80,10 @@ fn dtype(reader: &Reader<'_>, node: Ref<'_>) -> Result<Dtype, LiftError> {
 /// (storage, offset, size, stride, ...)
 fn plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) -> Result<Found, LiftError> {
     // The last argument, where it is a dict with something in it, says that the data must be conjugated or negated.
-    if let Some(flags) = args.get(if dtype.is_some() { 7 } else { 6 }).and_then(Ref::as_dict) {
-        if flags.into_iter().any(|(_, value)| value.as_bool() == Some(true)) {
-            return Err(
-                reader.unsupported("a tensor with a conjugate or negative bit (call resolve_conj() before saving)")
-            );
-        }
+    if let Some(flags) = args.get(if dtype.is_some() { 7 } else { 6 }).and_then(Ref::as_dict)
+        && flags.into_iter().any(|(_, value)| value.as_bool() == Some(true))
+    {
+        return Err(reader.unsupported("a tensor with a conjugate or negative bit (call resolve_conj() before saving)"));
     }
     let storage = storage(reader, arg(args, 0)?)?;
     let Some(dtype) = dtype.or(storage.dtype) else {
@@ -242,7 +240,7 @@ fn placement(reader: &Reader<'_>, node: Ref<'_>) -> Result<Placement, LiftError>
         "Replicate" => Ok(Placement::Replicate),
         "Partial" | "_Partial" => {
             let op = object.state.and_then(|state| state.get("reduce_op")).and_then(Ref::as_str);
-            let op = op.and_then(|op| ReduceOp::from_name(op));
+            let op = op.and_then(ReduceOp::from_name);
             op.map(Placement::Partial)
                 .ok_or_else(|| reader.unsupported("a Partial placement with an unknown reduce_op"))
         }

@@ -105,7 +105,7 @@ impl Archive {
         let Some((data, record)) = self.locate(files, name)? else { return Ok(None) };
         let len = usize::try_from(record.len).expect("checked against the file");
         let mut content = vec![0; len];
-        (&self.window)
+        self.window
             .read_exact_at(&mut content, data - self.window.base)
             .map_err(Error::io("read", files.path(self.file)))?;
         let crc = crc32fast::hash(&content);

@@ -75,7 +75,10 @@ fn views_are_typed_and_know_identity() {
     assert!(root.get("missing").is_none());
 
     let big = root.get("big").unwrap().as_list().unwrap();
-    assert_eq!(big.map(|r| r.as_u64()).collect::<Vec<_>>(), [Some(1 << 63), None, None, None, Some(0)]);
+    assert_eq!(
+        big.map(super::super::view::Ref::as_u64).collect::<Vec<_>>(),
+        [Some(1 << 63), None, None, None, Some(0)]
+    );
 
     let mut shared = root.get("shared").unwrap().as_list().unwrap();
     let (first, second) = (shared.next().unwrap(), shared.next().unwrap());

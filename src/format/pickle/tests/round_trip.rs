@@ -79,7 +79,7 @@ proptest! {
         let bytes = written(&value).unwrap();
         let pickle = read(&bytes);
         let back = lift(pickle.root(), &mut |r| {
-            let id = r.persistent_id().and_then(|id| id.as_u64());
+            let id = r.persistent_id().and_then(super::super::view::Ref::as_u64);
             Ok(id.map(|id| TensorId(u32::try_from(id).unwrap())))
         });
         prop_assert_eq!(back, Ok(value));
