@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 
 use crate::layout::{Dims, Rank, Region, Tile};
-use crate::storage::FileId;
+use crate::storage::{FileId, Stretch};
 
 /// Where the bytes of a chunk begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,9 +19,9 @@ pub enum Place {
     /// `within` bytes into the stored zip record whose local header is at `header`; where its data begins is
     /// learnt from that header, when the chunk is read.
     Record { file: FileId, header: u64, within: u64 },
-    /// In the torch.save archive that fills `[offset, offset + len)` of the file (an item of a DCP data file); its
-    /// own directory and pickle tell where, and with which strides, when the chunk is read.
-    Item { file: FileId, offset: u64, len: u64 },
+    /// In the torch.save archive that fills this stretch (an item of a DCP data file); its own directory and pickle
+    /// tell where, and with which strides, when the chunk is read.
+    Item(Stretch),
     /// Nowhere: the chunk is empty.
     Nowhere,
 }
@@ -30,7 +30,7 @@ impl Place {
     #[must_use]
     pub fn file(self) -> Option<FileId> {
         match self {
-            Self::Bytes { file, .. } | Self::Record { file, .. } | Self::Item { file, .. } => Some(file),
+            Self::Bytes { file, .. } | Self::Record { file, .. } | Self::Item(Stretch { file, .. }) => Some(file),
             Self::Nowhere => None,
         }
     }

@@ -166,7 +166,7 @@ enum Node {
     List(BTreeMap<u64, Node>),
 }
 
-/// Positions a list may skip beyond the ones given; a larger hole is a damaged path, not a state dict.
+/// Positions that all lists together may skip beyond the ones given; more is a damaged path, not a state dict.
 const MAX_PADDING: u64 = 1 << 16;
 
 impl Unflatten {
@@ -210,7 +210,7 @@ impl Unflatten {
     /// # Errors
     /// A text naming a list with an unreasonable hole.
     pub fn finish(self) -> Result<Value, String> {
-        Node::Dict(self.root).finish()
+        Node::Dict(self.root).finish(&mut { MAX_PADDING })
     }
 }
 
@@ -232,25 +232,27 @@ impl Node {
         }
     }
 
-    fn finish(self) -> Result<Value, String> {
+    fn finish(self, padding: &mut u64) -> Result<Value, String> {
         match self {
             Self::Leaf(value) => Ok(value),
             Self::Dict(entries) => {
-                let entries = entries.into_iter().map(|(name, node)| Ok((Value::Str(name.into()), node.finish()?)));
+                let entries =
+                    entries.into_iter().map(|(name, node)| Ok((Value::Str(name.into()), node.finish(padding)?)));
                 let entries = entries.collect::<Result<_, String>>()?;
                 Ok(Value::Dict(Dict { entries, ..Dict::default() }))
             }
             Self::List(given) => {
                 let len = given.last_key_value().map_or(0, |(&index, _)| index.saturating_add(1));
-                if len > given.len() as u64 + MAX_PADDING {
+                let Some(rest) = padding.checked_sub(len - given.len() as u64) else {
                     return Err(format!("a list of {len} items of which {} are given", given.len()));
-                }
+                };
+                *padding = rest;
                 let mut items = Vec::new();
                 for (index, node) in given {
                     while (items.len() as u64) < index {
                         items.push(Value::None);
                     }
-                    items.push(node.finish()?);
+                    items.push(node.finish(padding)?);
                 }
                 Ok(Value::List(items))
             }

@@ -11,7 +11,7 @@ use crate::catalog::{Fqn, OutputFile, Reservation, TensorId, Value, model};
 use crate::cli::Consolidate;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
-use crate::format::{Checkpoint, Format, SeriesChoice, natural_order, safetensors, torch};
+use crate::format::{Checkpoint, Format, SeriesChoice, distinct_names, natural_order, safetensors, torch};
 
 /// Files that loaders want beside the weights.
 const ASSETS: [&str; 16] = [
@@ -53,6 +53,7 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
             (safetensors::reserve(catalog, &tensors, &shape)?, staged)
         }
         Format::Torch => {
+            distinct_names(&tensors, &[])?;
             let state = model::flat_state(&tensors);
             (torch::reserve(catalog, &state, file_name(destination, "pytorch_model.bin"))?, Shape::File)
         }

@@ -67,10 +67,19 @@ fn work_options(args: &SourceArgs, sync: bool) -> Result<Options> {
     if threads == 0 {
         return Err(Error::usage("--threads 0: at least one thread is needed", "leave it out for one thread a core"));
     }
+    if threads > MAX_THREADS {
+        return Err(Error::usage(
+            format!("--threads {threads}: more than {MAX_THREADS}"),
+            "leave it out for one thread a core",
+        ));
+    }
     // Built once a process; a second verb in one process (tests) keeps the first one's pool.
     let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
     Ok(Options { threads, strip_bytes: strip_bytes(args.max_memory.0, threads)?, sync })
 }
+
+/// More than any machine has cores.
+const MAX_THREADS: usize = 4096;
 
 /// Memory that is not buffers: the program, its stacks, and a catalog of ordinary size.
 const BASE_BYTES: u64 = 32 << 20;

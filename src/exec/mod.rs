@@ -10,6 +10,8 @@ mod output;
 pub mod staging;
 mod stop;
 mod strips;
+#[cfg(test)]
+mod tests;
 
 pub use gather::{Locations, Prepared};
 pub use stop::Stop;

@@ -50,9 +50,11 @@ impl Staging {
     /// # Errors
     /// `Usage` where it exists and may not be replaced, or where another run is or was at work on it; `Io`.
     pub fn begin(destination: &Path, shape: Shape, existing: Existing) -> Result<Self> {
-        let parent = parent_of(destination);
-        fs::create_dir_all(&parent).map_err(Error::io("create", &parent))?;
         let old = beside(destination, "dtshard-old")?;
+        let parent = parent_of(destination);
+        // Without a slash at the end, which would keep a file from being renamed to it.
+        let destination = &destination.with_file_name(destination.file_name().unwrap_or_default());
+        fs::create_dir_all(&parent).map_err(Error::io("create", &parent))?;
         recover(destination, &old)?;
         check_destination(destination, existing.overwrite)?;
 

@@ -8,31 +8,20 @@ use super::zip::Archive;
 use super::{Checkpoint, Format};
 use crate::catalog::Place;
 use crate::error::Result;
-use crate::storage::{FileId, Files};
-
-/// A stretch of a file that is one archive.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Stretch {
-    pub file: FileId,
-    pub offset: u64,
-    pub len: u64,
-}
+use crate::storage::{Files, Stretch};
 
 /// The archives of a checkpoint; none where the format has no checksums.
 #[must_use]
 pub fn archives(checkpoint: &Checkpoint) -> Vec<Stretch> {
     match checkpoint.format {
         Format::Safetensors => Vec::new(),
-        Format::Torch | Format::TorchRanks => {
-            let whole = |file| Stretch { file, offset: 0, len: checkpoint.files.len_bytes(file) };
-            checkpoint.files.ids().map(whole).collect()
-        }
+        Format::Torch | Format::TorchRanks => checkpoint.files.ids().map(|file| checkpoint.files.whole(file)).collect(),
         Format::Dcp => {
             let tensors = checkpoint.catalog.tensors.iter();
             let places = tensors.flat_map(|entry| (0..entry.chunks.len()).map(|index| entry.chunks.place(index)));
             let items: BTreeSet<Stretch> = places
                 .filter_map(|place| match place {
-                    Place::Item { file, offset, len } => Some(Stretch { file, offset, len }),
+                    Place::Item(stretch) => Some(stretch),
                     _ => None,
                 })
                 .collect();
@@ -46,7 +35,7 @@ pub fn archives(checkpoint: &Checkpoint) -> Vec<Stretch> {
 /// # Errors
 /// `Malformed` naming the record, `Io`, or what `each_block` returns, which is told of every block that is read.
 pub fn check(files: &Files, stretch: Stretch, each_block: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
-    let archive = Archive::read(files, stretch.file, stretch.offset, stretch.len)?;
+    let archive = Archive::read(files, stretch)?;
     // All zero: the writer did not compute them (an empty record's sum is zero anyway).
     if archive.records().iter().all(|(_, record)| record.crc == 0) {
         return Ok(());

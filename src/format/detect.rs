@@ -37,6 +37,13 @@ const TORCH_INDEX_NAME: &str = "pytorch_model.bin.index.json";
 /// it holds two formats, or not the one of `from`.
 pub fn detect(path: &Path, from: Option<Format>) -> Result<Detected> {
     let metadata = std::fs::metadata(path).map_err(Error::io("open", path))?;
+    if !metadata.is_dir() && !metadata.is_file() {
+        // A pipe would be waited for.
+        return Err(Error::unsupported(
+            format!("{}: neither a file nor a folder", path.display()),
+            "checkpoints are read at random: write it to a file first",
+        ));
+    }
     let mut found = if metadata.is_dir() { detect_folder(path, from)? } else { vec![detect_file(path)?] };
     if let Some(from) = from {
         found.retain(|found| found.format() == from);

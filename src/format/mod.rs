@@ -13,13 +13,14 @@ pub mod torch;
 pub mod zip;
 
 use std::cmp::Ordering;
+use std::collections::HashSet;
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
 
 pub use detect::{Detected, detect};
 pub use series::SeriesChoice;
 
-use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
+use crate::catalog::{Catalog, Fqn, Located, Place, TensorEntry, TensorId, contiguous_strides};
 use crate::error::{Error, Result};
 use crate::storage::{Files, IoMode, filesystem};
 
@@ -100,8 +101,22 @@ impl Checkpoint {
                 (Format::TorchRanks, chosen.read(&mut files)?)
             }
         };
+        check_total(path, &catalog)?;
         Ok(Self { format, root: path.to_path_buf(), files, catalog, series: names, fragment })
     }
+}
+
+/// Views with stride 0 and metadata alone can claim any size. With all names and chunks of all tensors below 2^62
+/// bytes together, sums of them need no checks.
+fn check_total(path: &Path, catalog: &Catalog) -> Result<()> {
+    let named = crate::catalog::model::all_tensors(&catalog.state);
+    let copies = catalog.tensors.iter().map(|entry| (entry, entry.chunks.len().max(1)));
+    let claimed = named.iter().map(|(_, id)| (catalog.tensor(*id), 1)).chain(copies);
+    let total: u128 = claimed.map(|(entry, times)| u128::from(entry.len_bytes()) * times as u128).sum();
+    if total < 1 << 62 {
+        return Ok(());
+    }
+    Err(Error::malformed(path, "tensors", "fewer than 2^62 bytes in all", format!("{total}")))
 }
 
 /// Where a chunk lies; reads the file where the catalog leaves that open.
@@ -123,7 +138,7 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located
             })?;
             Ok(Located { file, offset, strides: strides() })
         }
-        Place::Item { file, offset, len } => dcp::resolve(files, entry, chunk, file, offset, len),
+        Place::Item(stretch) => dcp::resolve(files, entry, chunk, stretch),
         Place::Nowhere => Err(Error::unsupported(
             format!("{}: chunk {chunk} has elements but no place", entry.fqn),
             "the checkpoint does not say where they are",
@@ -141,6 +156,21 @@ fn relative_to_folder(folder: &Path, name: &str, named_by: &Path) -> Result<Path
         return Ok(folder.join(path));
     }
     Err(Error::malformed(named_by, "file name", "a file inside the checkpoint's folder", format!("`{name}`")))
+}
+
+/// Nested names that are joined with dots may become one, and none may be a `reserved` one.
+///
+/// # Errors
+/// `Unsupported` naming the first that is not one tensor's own.
+pub fn distinct_names(tensors: &[(Fqn, TensorId)], reserved: &[&str]) -> Result<()> {
+    let mut names: HashSet<&str> = reserved.iter().copied().collect();
+    match tensors.iter().find(|(fqn, _)| !names.insert(fqn.as_str())) {
+        None => Ok(()),
+        Some((fqn, _)) => Err(Error::unsupported(
+            format!("{fqn}: two entries of the state dict would have this name, or the format keeps it for itself"),
+            "rename one of them, or write a torch file with `dtshard unshard`, which keeps them apart",
+        )),
+    }
 }
 
 /// Text order in which numbers count as numbers: `layers.2` before `layers.10`.

@@ -16,7 +16,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value as Json, json};
 
-use super::{natural_order, relative_to_folder};
+use super::{distinct_names, natural_order, relative_to_folder};
 use crate::catalog::{
     Catalog, Chunk, ChunkTable, Dict, Dtype, Fqn, OutputFile, Place, Reservation, Reserved, TensorEntry, TensorId,
     Value, checked_len_bytes,
@@ -272,6 +272,7 @@ pub fn reserve(source: &Catalog, tensors: &[(Fqn, TensorId)], shape: &Shape) -> 
     };
     let mut reservation = Reservation::default();
     let mut weight_map = serde_json::Map::new();
+    distinct_names(tensors, &["__metadata__"])?;
     let count = groups.len();
     for (index, group) in groups.into_iter().enumerate() {
         let name = match shape {

@@ -147,7 +147,7 @@ impl SeriesSet {
             let mut loaded = Vec::with_capacity(ranks.len());
             for (rank, path) in ranks {
                 let file = files.add(&path)?;
-                let contents = reader::read(files, file, 0, files.len_bytes(file))?;
+                let contents = reader::read(files, files.whole(file), "")?;
                 loaded.push(RankFile { rank: Some(rank), path, contents });
             }
             let mut catalog = merge(&loaded)?;

@@ -23,6 +23,14 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FileId(pub u32);
 
+/// A stretch of a file: `[offset, offset + len)`, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Stretch {
+    pub file: FileId,
+    pub offset: u64,
+    pub len: u64,
+}
+
 /// What tells a file from another one at the same path, or from itself after a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Identity {
@@ -178,6 +186,12 @@ impl Files {
     #[must_use]
     pub fn len_bytes(&self, id: FileId) -> u64 {
         self.entries[id.0 as usize].identity.len
+    }
+
+    /// All of a file.
+    #[must_use]
+    pub fn whole(&self, id: FileId) -> Stretch {
+        Stretch { file: id, offset: 0, len: self.len_bytes(id) }
     }
 
     pub fn ids(&self) -> impl Iterator<Item = FileId> + use<> {

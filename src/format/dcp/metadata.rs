@@ -222,6 +222,9 @@ impl<'a> Places<'a> {
     }
 }
 
+/// Steps of a path; a state dict is walked by recursion, so its depth has a bound.
+const MAX_PATH: usize = 128;
+
 /// The path of each name, where the planner kept it.
 fn state_paths<'a>(path: &Path, planner_data: Option<Ref<'a>>) -> Result<HashMap<&'a str, StatePath>> {
     let mut paths = HashMap::new();
@@ -231,7 +234,7 @@ fn state_paths<'a>(path: &Path, planner_data: Option<Ref<'a>>) -> Result<HashMap
         let steps: Option<Vec<Key>> = steps
             .map(|step| (step.as_str().map(|name| Key::Name(name.into()))).or_else(|| step.as_u64().map(Key::Index)))
             .collect();
-        let steps = steps.filter(|steps| !steps.is_empty());
+        let steps = steps.filter(|steps| (1..=MAX_PATH).contains(&steps.len()));
         let Some(steps) = steps else {
             return Err(Error::malformed(path, fqn, "a path of names and positions", value.describe()));
         };

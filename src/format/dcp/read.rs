@@ -11,7 +11,7 @@ use crate::error::{CoverageKind, Error, Result};
 use crate::format::relative_to_folder;
 use crate::format::torch::{Found, reader, whole_chunk};
 use crate::layout::{Region, Tile};
-use crate::storage::{FileId, Files};
+use crate::storage::{FileId, Files, Stretch};
 
 /// The metadata files of a directory: `.metadata`, or `__R.metadata` of each rank where it was saved without
 /// collectives.
@@ -39,7 +39,7 @@ pub fn metadata_files(folder: &Path) -> Result<Vec<PathBuf>> {
 /// What one name stands for, all metadata files together.
 enum Slot {
     Tensor(TensorEntry),
-    Object(FileId, Stored),
+    Object(Stretch),
 }
 
 /// Read a DCP directory.
@@ -61,7 +61,7 @@ pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
                 }
                 // Another rank's part, of a save without collectives.
                 (Some((_, Slot::Tensor(known))), Slot::Tensor(more)) => join(&source.path, known, &more)?,
-                (Some((_, Slot::Object(..))), Slot::Object(..)) => {}
+                (Some((_, Slot::Object(_))), Slot::Object(_)) => {}
                 (Some(_), _) => {
                     let found = "a tensor and an object of this name";
                     return Err(Error::malformed(&source.path, entry.fqn, "one kind on all ranks", found));
@@ -74,7 +74,7 @@ pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
     for (fqn, (path, slot)) in slots {
         let value = match slot {
             Slot::Tensor(entry) => Value::Tensor(catalog.push_tensor(entry)),
-            Slot::Object(file, stored) => read_object(files, file, stored, &fqn, &mut catalog)?,
+            Slot::Object(stretch) => read_object(files, stretch, &fqn, &mut catalog)?,
         };
         state.insert(&path, value).map_err(|found| Error::malformed(folder, fqn, "a path of its own", found))?;
     }
@@ -92,10 +92,7 @@ impl MetadataFile {
     fn slot(&self, files: &Files, fqn: &str, kind: EntryKind) -> Result<Slot> {
         match kind {
             EntryKind::Bytes(None) => Err(Error::malformed(&self.path, fqn, "a place in storage_data", "none")),
-            EntryKind::Bytes(Some(stored)) => {
-                let file = self.stretch(files, fqn, stored)?;
-                Ok(Slot::Object(file, stored))
-            }
+            EntryKind::Bytes(Some(stored)) => Ok(Slot::Object(self.stretch(files, fqn, stored)?)),
             EntryKind::Tensor { dtype, shape, chunks } => {
                 let table = ChunkTable::new(shape.len());
                 let mut entry = TensorEntry { fqn: fqn.into(), dtype, shape, sharding: None, chunks: table };
@@ -122,10 +119,7 @@ impl MetadataFile {
             });
         }
         let place = match chunk.stored {
-            Some(stored) => {
-                let file = self.stretch(files, entry.fqn.as_str(), stored)?;
-                Place::Item { file, offset: stored.offset, len: stored.len }
-            }
+            Some(stored) => Place::Item(self.stretch(files, entry.fqn.as_str(), stored)?),
             None if region.is_empty() => Place::Nowhere,
             None => {
                 let expected = format!("a place in storage_data for the chunk at {region}");
@@ -138,12 +132,12 @@ impl MetadataFile {
         Ok(())
     }
 
-    /// The file of a stretch, which must lie inside it.
-    fn stretch(&self, files: &Files, fqn: &str, stored: Stored) -> Result<FileId> {
+    /// Where an item lies; it must lie inside its file.
+    fn stretch(&self, files: &Files, fqn: &str, stored: Stored) -> Result<Stretch> {
         let file = self.data_files[stored.path as usize];
         let len = files.len_bytes(file);
         match stored.offset.checked_add(stored.len) {
-            Some(end) if end <= len => Ok(file),
+            Some(end) if end <= len => Ok(Stretch { file, offset: stored.offset, len: stored.len }),
             end => {
                 let end = end.map_or_else(|| String::from("2^64"), |end| end.to_string());
                 let found = format!("a file of {len} bytes");
@@ -183,12 +177,13 @@ fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> 
 }
 
 /// A value that is not a tensor. Tensors inside it (in a tuple, say) become entries of their own.
-fn read_object(files: &Files, file: FileId, stored: Stored, fqn: &str, catalog: &mut Catalog) -> Result<Value> {
-    let mut contents = reader::read(files, file, stored.offset, stored.len)?;
+fn read_object(files: &Files, stretch: Stretch, fqn: &str, catalog: &mut Catalog) -> Result<Value> {
+    let mut contents = reader::read(files, stretch, fqn)?;
     let shift = u32::try_from(catalog.tensors.len()).expect("fewer than 2^32 tensors");
     for found in &contents.tensors {
         let Found::Plain(view) = found else {
-            return Err(Error::malformed(files.path(file), fqn, "plain tensors inside an object", "a distributed one"));
+            let found = "a distributed one";
+            return Err(Error::malformed(files.path(stretch.file), fqn, "plain tensors inside an object", found));
         };
         let mut chunks = ChunkTable::new(view.sizes.len());
         chunks.push(whole_chunk(&contents, view));
@@ -204,10 +199,10 @@ fn read_object(files: &Files, file: FileId, stored: Stored, fqn: &str, catalog: 
 ///
 /// # Errors
 /// `Malformed` where the item is not the chunk that the metadata describes.
-pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, file: FileId, offset: u64, len: u64) -> Result<Located> {
-    let contents = reader::read(files, file, offset, len)?;
-    let path = files.path(file);
-    let at = format!("{} (item at byte {offset})", entry.fqn);
+pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: Stretch) -> Result<Located> {
+    let contents = reader::read(files, stretch, entry.fqn.as_str())?;
+    let path = files.path(stretch.file);
+    let at = format!("{} (item at byte {})", entry.fqn, stretch.offset);
     let (Value::Tensor(_), [Found::Plain(view)]) = (&contents.value, contents.tensors.as_slice()) else {
         let found = contents.value.type_name().into_owned();
         return Err(Error::malformed(path, at, "one tensor", found));

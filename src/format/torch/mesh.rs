@@ -6,6 +6,8 @@
 //!
 //! Source: `torch/distributed/device_mesh.py`, `torch/distributed/_mesh_layout.py`.
 
+use std::sync::Arc;
+
 use super::reader::Reader;
 use super::tensor::{Found, recognise};
 use crate::format::pickle::{LiftError, Ref};
@@ -27,14 +29,15 @@ pub struct MeshSpec {
 /// More ranks than any cluster has; a larger array is damage.
 const MAX_RANKS: u64 = 1 << 24;
 
-pub fn read_mesh(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<MeshSpec, LiftError> {
+pub fn read_mesh(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Arc<MeshSpec>, LiftError> {
     let key = node.id();
     if let Some(known) = reader.meshes.get(&key) {
-        return Ok(known.clone());
+        return Ok(Arc::clone(known));
     }
     let state = node.state().ok_or_else(|| LiftError::malformed("a DeviceMesh without state"))?;
     let spec = if state.get("_layout").is_some() { from_layout(reader, state)? } else { from_array(reader, state)? };
-    reader.meshes.insert(key, spec.clone());
+    let spec = Arc::new(spec);
+    reader.meshes.insert(key, Arc::clone(&spec));
     Ok(spec)
 }
 
@@ -67,7 +70,7 @@ fn from_array(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, LiftE
         .filter(|at| at.len() == mesh.ndim() && at.iter().zip(mesh.shape()).all(|(at, size)| at < size))
         .map(|at| mesh.rank_at(&at));
     let parent = state.get("_parent_mesh").filter(|node| !node.is_none());
-    let root = parent.map(|node| read_mesh(reader, node)).transpose()?.map(|spec| spec.mesh);
+    let root = parent.map(|node| read_mesh(reader, node)).transpose()?.map(|spec| spec.mesh.clone());
     Ok(MeshSpec { mesh, root, rank, is_member: is_member(state) })
 }
 
@@ -101,7 +104,7 @@ fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, Lift
     let shape: Dims =
         axes.iter().map(Axis::len).collect::<Option<_>>().ok_or_else(|| malformed("of impossible size"))?;
     let count = crate::layout::numel(&shape)
-        .filter(|count| *count <= MAX_RANKS)
+        .filter(|count| *count <= ranks.len() as u64)
         .ok_or_else(|| malformed("of impossible size"))?;
     let mut own_ranks = Vec::new();
     for index in 0..count {
@@ -122,7 +125,7 @@ fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, Lift
         at.iter().zip(mesh.shape()).all(|(at, size)| at < size).then(|| mesh.rank_at(at))
     };
     let rank = stored_rank.or_else(from_coordinate);
-    Ok(MeshSpec { mesh, root: root_spec.map(|spec| spec.mesh), rank, is_member: is_member(state) })
+    Ok(MeshSpec { mesh, root: root_spec.map(|spec| spec.mesh.clone()), rank, is_member: is_member(state) })
 }
 
 /// One mesh dim: sizes and strides of the axes it was made of, row-major.
@@ -183,7 +186,8 @@ fn rank_tensor(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<(Dims, Vec<Rank
         return Err(LiftError::malformed(format!("mesh ranks that are {}", node.describe())));
     };
     let count: u64 = view.sizes.iter().product();
-    if count > MAX_RANKS {
+    // Every rank of a mesh is another one: a tensor that repeats its storage is none.
+    if count > MAX_RANKS || count > view.storage_bytes / view.dtype.itemsize() {
         return Err(LiftError::malformed(format!("a mesh of {count} ranks")));
     }
     let values = reader.integers(&view)?;

@@ -27,7 +27,7 @@ pub fn read(files: &mut Files, paths: &[PathBuf]) -> Result<Catalog> {
     let mut loaded = Vec::new();
     for path in paths {
         let file = files.add(path)?;
-        let contents = reader::read(files, file, 0, files.len_bytes(file))?;
+        let contents = reader::read(files, files.whole(file), "")?;
         loaded.push(ranks::RankFile { rank: None, path: path.clone(), contents });
     }
     if loaded.len() == 1 {

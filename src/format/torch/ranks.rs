@@ -101,7 +101,7 @@ pub fn merge(files: &[RankFile]) -> Result<Catalog> {
 }
 
 /// Which tensor of which file.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Part {
     file: usize,
     tensor: usize,
@@ -129,9 +129,12 @@ impl Merger<'_> {
     fn merge_value(&mut self, into: &mut Value, from: Value, path: &mut Path, file: usize) {
         match (into, from) {
             (Value::Tensor(into), Value::Tensor(from)) => {
-                // Tied tensors meet once a name.
-                let parts = std::mem::take(&mut self.tensors[from.0 as usize]);
-                self.tensors[into.0 as usize].extend(parts);
+                // Tied tensors meet once a name; a name that only this file has keeps its parts.
+                let (into, parts) = (into.0 as usize, self.tensors[from.0 as usize].clone());
+                let own = self.tensors[into].iter().rev().take_while(|part| part.file == file);
+                if into != from.0 as usize && !own.into_iter().any(|part| parts.contains(part)) {
+                    self.tensors[into].extend(parts);
+                }
             }
             (Value::Dict(into), Value::Dict(from)) => self.merge_dict(into, from, path, file),
             (Value::List(into), Value::List(from)) | (Value::Tuple(into), Value::Tuple(from))
@@ -272,6 +275,10 @@ impl Merger<'_> {
         };
         for &part in parts {
             let Found::Distributed { local, mesh, placements, .. } = self.found(part) else { continue };
+            // A rank outside the mesh holds nothing, and cannot tell which slice of the root the others share.
+            if !mesh.is_member {
+                continue;
+            }
             let file = &self.files[part.file];
             if let (Some(own), Some(stored)) = (file.rank, mesh.rank)
                 && own != stored
@@ -282,13 +289,11 @@ impl Merger<'_> {
             let sharding = lift_to_root(&mesh.mesh, mesh.root.as_ref(), placements, catalog);
             match &entry.sharding {
                 None => entry.sharding = Some(sharding),
-                Some(known) if mesh.root.is_some() && *known != sharding => {
+                // Without a root each rank may know its own slice of a mesh; the placements on it are the same.
+                Some(known) if known.placements != sharding.placements || mesh.root.is_some() && *known != sharding => {
                     return Err(self.layout_conflict(&entry.fqn, parts[0], part));
                 }
                 Some(_) => {}
-            }
-            if !mesh.is_member {
-                continue;
             }
             let rank = mesh.rank.or(file.rank);
             let at = rank.and_then(|rank| mesh.mesh.coordinate(rank));

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use super::mesh::MeshSpec;
 use super::tensor::{Found, View, recognise};
@@ -9,7 +10,7 @@ use crate::catalog::{Dtype, Located, Place, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::pickle::{self, LiftError, NoFold, NodeId, PickleError, PickleErrorKind};
 use crate::format::zip::Archive;
-use crate::storage::{FileId, Files};
+use crate::storage::{FileId, Files, Stretch};
 
 /// What a file (or an item of a DCP data file) holds.
 #[derive(Debug)]
@@ -52,7 +53,7 @@ pub struct Reader<'a> {
     files: &'a Files,
     archive: &'a Archive,
     /// Meshes are shared objects: each is read once.
-    pub meshes: HashMap<NodeId, MeshSpec>,
+    pub meshes: HashMap<NodeId, Arc<MeshSpec>>,
     /// Why a tensor cannot be converted, where it is sound but not supported.
     unsupported: std::cell::RefCell<Option<String>>,
 }
@@ -109,13 +110,15 @@ impl Reader<'_> {
     }
 }
 
-/// Read the archive that fills `[base, base + len)` of a file.
+/// Read the archive that fills a stretch. `name` is what its content is called, for messages; empty for a file of
+/// its own.
 ///
 /// # Errors
 /// `Malformed`, `Unsupported`, `Io`.
-pub fn read(files: &Files, file: FileId, base: u64, len: u64) -> Result<Contents> {
+pub fn read(files: &Files, stretch: Stretch, name: &str) -> Result<Contents> {
+    let file = stretch.file;
     let path = files.path(file);
-    let archive = Archive::read(files, file, base, len)?;
+    let archive = Archive::read(files, stretch)?;
     check_kind(files, path, &archive)?;
     let Some(bytes) = archive.content(files, "data.pkl")? else {
         return Err(Error::malformed(path, "zip directory", "an entry data.pkl", "an archive without one"));
@@ -154,7 +157,7 @@ pub fn read(files: &Files, file: FileId, base: u64, len: u64) -> Result<Contents
         Ok(Some(id))
     });
     let unsupported = reader.unsupported.into_inner();
-    let value = lifted.map_err(|error| lift_error(path, &error, unsupported))?;
+    let value = lifted.map_err(|error| lift_error(path, &error.under(name), unsupported))?;
     Ok(Contents { value, tensors, archive, file })
 }
 

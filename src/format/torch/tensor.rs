@@ -6,6 +6,8 @@
 //! Source: `torch/_utils.py` (`_rebuild_*`), `torch/_tensor.py` (`_rebuild_from_type_v2`),
 //! `torch/distributed/tensor/_api.py`, `torch/distributed/_shard/sharded_tensor/api.py`.
 
+use std::sync::Arc;
+
 use super::mesh::{MeshSpec, read_mesh};
 use super::reader::Reader;
 use crate::catalog::{Dtype, span};
@@ -28,7 +30,7 @@ pub struct View {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Found {
     Plain(View),
-    Distributed { local: View, shape: Dims, mesh: MeshSpec, placements: Vec<Placement> },
+    Distributed { local: View, shape: Dims, mesh: Arc<MeshSpec>, placements: Vec<Placement> },
     Sharded { dtype: Dtype, shape: Dims, rank: u32, local: Vec<(Region, View)>, all: Vec<Region> },
 }
 

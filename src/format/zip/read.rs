@@ -11,7 +11,7 @@ use std::sync::Arc;
 use rawzip::{CompressionMethod, ReaderAt, ZipArchive, ZipLocator};
 
 use crate::error::{Error, Result};
-use crate::storage::{FileId, Files, OpenFile};
+use crate::storage::{FileId, Files, OpenFile, Stretch};
 
 /// One stored entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,11 +38,12 @@ pub struct Archive {
 const MIN_ENTRY_BYTES: u64 = 46;
 
 impl Archive {
-    /// Read the directory of the archive that fills `[base, base + len)` of `file`.
+    /// Read the directory of the archive that fills a stretch.
     ///
     /// # Errors
     /// `Malformed` where it is no archive, `Unsupported` where entries are compressed.
-    pub fn read(files: &Files, file: FileId, base: u64, len: u64) -> Result<Self> {
+    pub fn read(files: &Files, stretch: Stretch) -> Result<Self> {
+        let Stretch { file, offset: base, len } = stretch;
         let path = files.path(file);
         let malformed =
             |found: String| Error::malformed(path, place(base, "zip directory"), "a torch.save archive", found);

@@ -1,0 +1,189 @@
+//! The planner and the gatherer together, against index arithmetic that knows nothing of either.
+//!
+//! A tensor whose elements are their own linear indices is laid out in a file under one layout, some chunks
+//! transposed, and read back tile by tile under another.
+
+use std::fs;
+
+use proptest::prelude::*;
+
+use super::{Input, Locations, Prepared};
+use crate::catalog::{Catalog, Chunk, ChunkTable, Dtype, Place, TensorEntry, checked_len_bytes, contiguous_strides};
+use crate::format::resolve;
+use crate::layout::{Dims, Placement, TensorDim, Tile, local_shard};
+use crate::plan::Source;
+use crate::storage::{Files, IoMode};
+
+/// Global linear indices that a tile holds, in the order of its local elements.
+fn linear_indices(shape: &[u64], tile: &Tile) -> Vec<u64> {
+    let strides = contiguous_strides(shape);
+    let mut indices = vec![0];
+    for (dim, intervals) in tile.dims().iter().enumerate() {
+        let positions: Vec<u64> = intervals.iter().flatten().collect();
+        indices = indices
+            .iter()
+            .flat_map(|index| positions.iter().map(move |position| (index, position)))
+            .map(|(index, position)| index + position * strides[dim])
+            .collect();
+    }
+    indices
+}
+
+/// One element: its linear index, cut or repeated to the item size.
+fn element(index: u64, itemsize: u64) -> Vec<u8> {
+    index.to_le_bytes().into_iter().cycle().take(usize::try_from(itemsize).unwrap()).collect()
+}
+
+#[derive(Clone, Debug)]
+struct Layout {
+    mesh: Vec<u64>,
+    placements: Vec<Placement>,
+}
+
+impl Layout {
+    fn tiles(&self, shape: &[u64]) -> Vec<Tile> {
+        let count: u64 = self.mesh.iter().product();
+        let mut tiles = Vec::new();
+        for rank in 0..count {
+            let mut rest = rank;
+            let mut at: Dims = self.mesh.iter().map(|_| 0).collect();
+            for (place, size) in at.iter_mut().zip(&self.mesh).rev() {
+                *place = rest % size;
+                rest /= size;
+            }
+            tiles.push(local_shard(shape, &self.mesh, &self.placements, &at).unwrap());
+        }
+        tiles
+    }
+}
+
+fn layout(ndim: usize) -> impl Strategy<Value = Layout> {
+    let placement = if ndim == 0 {
+        Just(Placement::Replicate).boxed()
+    } else {
+        prop_oneof![
+            1 => Just(Placement::Replicate),
+            4 => (0..ndim).prop_map(|dim| Placement::Shard(TensorDim(dim))),
+            2 => (0..ndim, 1..4_u64).prop_map(|(dim, split_factor)| Placement::StridedShard {
+                dim: TensorDim(dim),
+                split_factor,
+            }),
+        ]
+        .boxed()
+    };
+    prop::collection::vec((1..4_u64, placement), 1..3).prop_map(|dims| {
+        let (mesh, placements) = dims.into_iter().unzip();
+        Layout { mesh, placements }
+    })
+}
+
+fn case() -> impl Strategy<Value = (Vec<u64>, Dtype, Layout, Layout, bool, IoMode)> {
+    let dtype = prop::sample::select(vec![Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::I64, Dtype::C128]);
+    let io = prop::sample::select(vec![IoMode::Mmap, IoMode::Read]);
+    prop::collection::vec(0..9_u64, 0..4).prop_flat_map(move |shape| {
+        let ndim = shape.len();
+        (Just(shape), dtype.clone(), layout(ndim), layout(ndim), any::<bool>(), io.clone())
+    })
+}
+
+/// Write every tile of a layout into one file, every other one transposed where asked.
+fn store(
+    shape: &[u64],
+    dtype: Dtype,
+    layout: &Layout,
+    transpose: bool,
+    io: IoMode,
+    path: &std::path::Path,
+) -> (Files, TensorEntry) {
+    let itemsize = dtype.itemsize();
+    let mut chunks = ChunkTable::new(shape.len());
+    let mut bytes = vec![0xEE; 13];
+    let mut rows = Vec::new();
+    for (index, tile) in layout.tiles(shape).into_iter().enumerate() {
+        let offset = bytes.len() as u64;
+        let indices = linear_indices(shape, &tile);
+        let sizes = tile.sizes();
+        let strides: Dims = if transpose && index % 2 == 1 {
+            // Column-major: the first dim is the densest.
+            sizes.iter().scan(1, |step, size| Some(std::mem::replace(step, *step * (*size).max(1)))).collect()
+        } else {
+            contiguous_strides(&sizes)
+        };
+        let mut stored = vec![0; indices.len() * usize::try_from(itemsize).unwrap()];
+        for (local, index) in indices.iter().enumerate() {
+            let mut rest = local as u64;
+            let mut at = 0;
+            for (size, stride) in sizes.iter().zip(&strides).rev() {
+                at += (rest % size) * stride;
+                rest /= size;
+            }
+            let start = usize::try_from(at * itemsize).unwrap();
+            let element = element(*index, itemsize);
+            stored[start..start + element.len()].copy_from_slice(&element);
+        }
+        bytes.extend_from_slice(&stored);
+        rows.push((tile, offset, strides));
+    }
+    fs::write(path, &bytes).unwrap();
+    let mut files = Files::new(io);
+    let file = files.add(path).unwrap();
+    for (tile, offset, strides) in rows {
+        let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
+        chunks.push(Chunk { tile, place, strides: Some(strides), rank: None });
+    }
+    (files, TensorEntry { fqn: "t".into(), dtype, shape: shape.into(), sharding: None, chunks })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    /// Whatever the two layouts, every stretch of every target tile has the elements it should have.
+    #[test]
+    fn gathering_equals_indexing((shape, dtype, from, to, transpose, io) in case(), cut in 0.0..1.0_f64) {
+        prop_assume!(checked_len_bytes(&shape, dtype).is_some());
+        let folder = tempfile::tempdir().unwrap();
+        let (files, entry) = store(&shape, dtype, &from, transpose, io, &folder.path().join("data"));
+        let catalog = Catalog::empty();
+        let input = Input { files: &files, catalog: &catalog, resolve: &resolve };
+        let source = Source::new(&entry).unwrap();
+        let mut known = Locations::default();
+        for tile in to.tiles(&shape) {
+            let prepared = Prepared::new(input, &source, &tile, &mut known).unwrap();
+            let expected = linear_indices(&shape, &tile);
+            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
+            let middle = (expected.len() as f64 * cut) as usize;
+            for (first, part) in [(0, &expected[..middle]), (middle, &expected[middle..])] {
+                let mut buffer = vec![0x55; part.len() * usize::try_from(dtype.itemsize()).unwrap()];
+                prepared.read(input, first as u64, &mut buffer, &mut Vec::new()).unwrap();
+                let wanted: Vec<u8> = part.iter().flat_map(|index| element(*index, dtype.itemsize())).collect();
+                prop_assert_eq!(&buffer, &wanted);
+            }
+            let mut moved = 0;
+            prepared.pieces(|piece| moved += piece.len_bytes());
+            prop_assert_eq!(moved, tile.numel() * dtype.itemsize());
+        }
+    }
+}
+
+#[test]
+fn a_large_strided_cut_is_read_in_blocks() {
+    // 4,096 rows of 8 KiB, of which a column of 16 bytes is wanted: 32 MiB to skip through with 2 MiB of scratch.
+    let shape = [4096, 1024_u64];
+    let whole = Layout { mesh: vec![1], placements: vec![Placement::Replicate] };
+    let columns = Layout { mesh: vec![512], placements: vec![Placement::Shard(TensorDim(1))] };
+    let folder = tempfile::tempdir().unwrap();
+    for io in [IoMode::Read, IoMode::Mmap] {
+        let (files, entry) = store(&shape, Dtype::I64, &whole, false, io, &folder.path().join("data"));
+        let catalog = Catalog::empty();
+        let input = Input { files: &files, catalog: &catalog, resolve: &resolve };
+        let tile = &columns.tiles(&shape)[511];
+        let source = Source::new(&entry).unwrap();
+        let prepared = Prepared::new(input, &source, tile, &mut Locations::default()).unwrap();
+        let mut buffer = vec![0; 4096 * 2 * 8];
+        let mut scratch = Vec::new();
+        prepared.read(input, 0, &mut buffer, &mut scratch).unwrap();
+        let wanted: Vec<u8> = linear_indices(&shape, tile).iter().flat_map(|index| index.to_le_bytes()).collect();
+        assert_eq!(buffer, wanted);
+        assert!(scratch.capacity() as u64 <= super::SCRATCH_BYTES);
+    }
+}

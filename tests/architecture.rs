@@ -1,0 +1,61 @@
+//! Who may import whom. The picture is in `src/lib.rs`; this keeps it true.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// For each module, the modules of this crate that it may use besides itself and `error`.
+const ALLOWED: [(&str, &[&str]); 7] = [
+    ("layout", &[]),
+    ("storage", &[]),
+    ("catalog", &["layout", "storage"]),
+    ("plan", &["catalog", "layout"]),
+    ("format", &["catalog", "layout", "storage"]),
+    ("exec", &["plan", "catalog", "layout", "storage"]),
+    ("error", &["layout"]),
+];
+
+fn rust_files(path: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(path).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            rust_files(&path, found);
+        } else if path.extension().is_some_and(|suffix| suffix == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// Modules named in `crate::NAME` outside of tests and comments.
+fn imports(path: &Path) -> Vec<String> {
+    let text = fs::read_to_string(path).unwrap();
+    let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
+    code.lines()
+        .filter(|line| !line.trim_start().starts_with("//"))
+        .flat_map(|line| line.split("crate::").skip(1))
+        .map(|rest| rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect())
+        .filter(|name: &String| !name.is_empty() && name.chars().all(|c| !c.is_uppercase()))
+        .collect()
+}
+
+#[test]
+fn modules_use_only_what_is_below_them() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    rust_files(&source, &mut files);
+    assert!(files.len() > 40, "the sources were not found");
+    let mut wrong = Vec::new();
+    for file in files {
+        let relative = file.strip_prefix(&source).unwrap();
+        let module = relative.components().next().unwrap().as_os_str().to_str().unwrap().trim_end_matches(".rs");
+        let is_test = relative.components().any(|part| part.as_os_str().to_str().unwrap().starts_with("tests"));
+        let Some((_, allowed)) = ALLOWED.iter().find(|(name, _)| *name == module).filter(|_| !is_test) else {
+            continue;
+        };
+        for import in imports(&file) {
+            if import != module && import != "error" && !allowed.contains(&import.as_str()) {
+                wrong.push(format!("{} uses {import}", relative.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
