@@ -53,7 +53,7 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
             (safetensors::reserve(catalog, &tensors, &shape)?, staged)
         }
         Format::Torch => {
-            distinct_names(&tensors, &[])?;
+            distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &[])?;
             let state = model::flat_state(&tensors);
             (torch::reserve(catalog, &state, file_name(destination, "pytorch_model.bin"))?, Shape::File)
         }

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, SeriesChoice, dcp};
 use crate::layout::target::{Fallback, Rule, SourceLayout, TargetLayout};
-use crate::layout::{DeviceMesh, Pattern, Rank, parse_placements};
+use crate::layout::{DeviceMesh, LayoutError, Pattern, Rank, parse_placements};
 
 pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, SeriesChoice::All))?;
@@ -153,22 +153,29 @@ impl<'a> Chooser<'a> {
 
     fn shards(&mut self, fqn: &Fqn, path: &Path, entry: &TensorEntry) -> Result<dcp::Shards> {
         let mut names = model::rule_names(path, &self.model_root);
-        let parameter = model::optimizer_parameter(path).and_then(|name| self.parameters.get(&name).copied());
-        // State of another shape than its parameter (a step, a factored moment) does not follow it.
-        if parameter.is_some_and(|id| self.catalog.tensor(id).shape != entry.shape) {
+        let state_of = model::optimizer_parameter(path);
+        let parameter = state_of.as_ref().and_then(|name| self.parameters.get(name).copied());
+        let follows = parameter.filter(|id| self.catalog.tensor(*id).shape == entry.shape);
+        // State of another shape than its parameter (a step, a factored moment) does not follow it, nor does state
+        // whose parameter is known by a number, which is no name.
+        let stray = state_of.is_some() && follows.is_none();
+        if stray && !self.parameters.is_empty() {
             names.truncate(1);
         }
-        let own = entry.sharding.as_ref();
-        let inherited = parameter.and_then(|id| self.catalog.tensor(id).sharding.as_ref()).filter(|_| names.len() > 1);
-        let source = own
+        let inherited = follows.and_then(|id| self.catalog.tensor(id).sharding.as_ref());
+        let source = (entry.sharding.as_ref())
             .or(inherited)
             .map(|sharding| SourceLayout { mesh: self.catalog.mesh(sharding), placements: &sharding.placements });
         let borrowed: Vec<&str> = names.iter().map(String::as_str).collect();
-        let chosen = self.layout.choose(&borrowed, &entry.shape, source)?;
-        match chosen.rule {
-            Some(rule) => self.used[rule] = true,
-            None => self.misfits += usize::from(chosen.misfit),
+        for (used, rule) in self.used.iter_mut().zip(&self.layout.rules) {
+            *used |= borrowed.iter().any(|name| rule.pattern.covers(name));
         }
+        let chosen = match self.layout.choose(&borrowed, &entry.shape, source) {
+            // `**.w1.weight` is meant for the parameter, not for the step that has its name in its own.
+            Err(LayoutError::RuleMisfit { .. }) if stray => self.layout.choose(&[], &entry.shape, source)?,
+            chosen => chosen?,
+        };
+        self.misfits += usize::from(chosen.misfit);
         self.names.push(fqn.to_string());
         Ok(self.layout.shards(&entry.shape, &chosen.placements)?)
     }

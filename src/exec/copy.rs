@@ -68,10 +68,7 @@ pub fn copy(
     input.files.check_unchanged()?;
     if options.sync {
         let files = u32::try_from(outputs.len()).expect("fewer than 2^32 files");
-        (0..files).into_par_iter().try_for_each(|file| {
-            stop.check()?;
-            outputs.sync(file)
-        })?;
+        (0..files).into_par_iter().try_for_each(|file| outputs.sync(file, stop))?;
     }
     Ok(stats)
 }

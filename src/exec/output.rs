@@ -5,9 +5,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+use super::Stop;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
-use crate::storage::filesystem::open_file_budget;
+use crate::storage::filesystem::{open_file_budget, write_back};
 
 /// Output files, opened on demand.
 #[derive(Debug)]
@@ -57,13 +58,21 @@ impl Outputs {
         self.open(file)?.write_all_at(bytes, offset).map_err(Error::io("write", path))
     }
 
-    /// fsync one file.
+    /// fsync one file. The data goes first, block by block with a look at `stop` in between, since one fsync of many
+    /// GB could not be interrupted.
     ///
     /// # Errors
-    /// `Io` naming the file.
-    pub fn sync(&self, file: u32) -> Result<()> {
+    /// `Io` naming the file, `Stopped`.
+    pub fn sync(&self, file: u32, stop: &Stop) -> Result<()> {
+        const BLOCK: u64 = 32 << 20;
         let path = &self.paths[file as usize];
-        self.open(file)?.sync_all().map_err(Error::io("sync", path))
+        let handle = self.open(file)?;
+        let len = handle.metadata().map_err(Error::io("look at", path))?.len();
+        for block in 0..len.div_ceil(BLOCK) {
+            stop.check()?;
+            write_back(&handle, block * BLOCK, BLOCK);
+        }
+        handle.sync_all().map_err(Error::io("sync", path))
     }
 
     #[must_use]

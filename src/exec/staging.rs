@@ -79,7 +79,7 @@ impl Staging {
         let lock = File::create_new(&lock_path).map_err(Error::io("create", &lock_path))?;
         // A file system without locks only loses the distinction between a live and a dead partial.
         let _ = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
-        Ok(Self { destination: destination.to_path_buf(), partial, shape, overwrite: existing.overwrite, _lock: lock })
+        Ok(Self { destination: destination.clone(), partial, shape, overwrite: existing.overwrite, _lock: lock })
     }
 
     /// The folder to write into.

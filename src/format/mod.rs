@@ -20,7 +20,7 @@ use std::path::{Component, Path, PathBuf};
 pub use detect::{Detected, detect};
 pub use series::SeriesChoice;
 
-use crate::catalog::{Catalog, Fqn, Located, Place, TensorEntry, TensorId, contiguous_strides};
+use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
 use crate::storage::{Files, IoMode, filesystem};
 
@@ -161,13 +161,13 @@ fn relative_to_folder(folder: &Path, name: &str, named_by: &Path) -> Result<Path
 /// Nested names that are joined with dots may become one, and none may be a `reserved` one.
 ///
 /// # Errors
-/// `Unsupported` naming the first that is not one tensor's own.
-pub fn distinct_names(tensors: &[(Fqn, TensorId)], reserved: &[&str]) -> Result<()> {
-    let mut names: HashSet<&str> = reserved.iter().copied().collect();
-    match tensors.iter().find(|(fqn, _)| !names.insert(fqn.as_str())) {
+/// `Unsupported` naming the first that is not one entry's own.
+pub fn distinct_names<'a>(names: impl IntoIterator<Item = &'a str>, reserved: &[&'a str]) -> Result<()> {
+    let mut seen: HashSet<&str> = reserved.iter().copied().collect();
+    match names.into_iter().find(|name| !seen.insert(name)) {
         None => Ok(()),
-        Some((fqn, _)) => Err(Error::unsupported(
-            format!("{fqn}: two entries of the state dict would have this name, or the format keeps it for itself"),
+        Some(name) => Err(Error::unsupported(
+            format!("{name}: two entries of the state dict would have this name, or the format keeps it for itself"),
             "rename one of them, or write a torch file with `dtshard unshard`, which keeps them apart",
         )),
     }

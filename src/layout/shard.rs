@@ -111,7 +111,7 @@ pub fn local_shard(
 /// parts which those have made. Tensor dims without an entry keep the left-to-right order.
 ///
 /// # Errors
-/// When an entry is not exactly the mesh dims that shard its tensor dim with a plain `Shard`.
+/// When an entry is not exactly the mesh dims that shard its tensor dim.
 pub fn from_shard_order(
     mesh_shape: &[u64],
     placements: &[Placement],
@@ -122,7 +122,7 @@ pub fn from_shard_order(
     for &(dim, ref mesh_dims) in order {
         let error = |expected, found: String| LayoutError::ShardOrder { dim, expected, found };
         let sharders: Vec<MeshDim> = (placements.iter().enumerate())
-            .filter(|(_, placement)| **placement == Placement::Shard(dim))
+            .filter(|(_, placement)| placement.sharded_dim() == Some(dim))
             .map(|(mesh_dim, _)| MeshDim(mesh_dim))
             .collect();
         let mut sorted = mesh_dims.clone();
@@ -130,6 +130,10 @@ pub fn from_shard_order(
         if sorted != sharders || order.iter().filter(|entry| entry.0 == dim).count() > 1 {
             let found = mesh_dims.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
             return Err(error("each mesh dim that shards it once", format!("mesh dims ({found})")));
+        }
+        // PyTorch 2.10 derives the order from split factors and stores both: then those say it all.
+        if sharders.iter().any(|mesh_dim| placements[mesh_dim.0] != Placement::Shard(dim)) {
+            continue;
         }
         for (i, &mesh_dim) in mesh_dims.iter().enumerate() {
             let overtaken = mesh_dims[..i].iter().filter(|&&earlier| earlier > mesh_dim);
@@ -234,7 +238,8 @@ mod tests {
         for wrong in [&[0][..], &[0, 0], &[0, 1, 2], &[0, 7]] {
             assert!(convert(&[2, 2], wrong).is_err(), "{wrong:?}");
         }
-        assert!(from_shard_order(&[2], &[strided(2)], &order(&[0])).is_err());
+        let stored_both = [strided(2), S0];
+        assert_eq!(from_shard_order(&[2, 2], &stored_both, &order(&[1, 0])), Ok(stored_both.to_vec()));
         assert!(convert(&[1, 1 << 40, 1 << 40], &[2, 1, 0]).is_err());
     }
 

@@ -3,7 +3,7 @@
 //! A tile that several ranks hold is written once, by the one of them with the least bytes so far, then the lowest
 //! rank. A tile that is more than one box is written as its boxes, since the format knows boxes only.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 
 use super::METADATA;
 use crate::catalog::{
@@ -11,6 +11,7 @@ use crate::catalog::{
     TensorId, Value, path,
 };
 use crate::error::{Error, Result};
+use crate::format::distinct_names;
 use crate::format::pickle::{WriteError, Writer};
 use crate::format::torch::{reserved_whole, save, save_tensor, write_sizes};
 use crate::format::zip::Frames;
@@ -50,7 +51,9 @@ pub fn reserve(
     shards: &mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<Shards>,
 ) -> Result<Reservation> {
     let leaves = path::leaves(state);
-    check_names(&leaves)?;
+    // DCP could not tell two paths of the same dotted name apart.
+    let names: Vec<Fqn> = leaves.iter().map(|(path, _)| path.fqn()).collect();
+    distinct_names(names.iter().map(Fqn::as_str), &[])?;
     let mut assignment = Assignment::default();
     let mut tensors: Vec<(Fqn, TensorId)> = Vec::new();
     for (path, leaf) in &leaves {
@@ -84,18 +87,6 @@ pub fn reserve(
         layout.file(rank, items)?;
     }
     Ok(layout.finish(&leaves))
-}
-
-/// Two paths must not have the same dotted name: DCP could not tell them apart.
-fn check_names(leaves: &[(Path, Leaf<'_>)]) -> Result<()> {
-    let mut seen = HashSet::new();
-    match leaves.iter().map(|(path, _)| path.fqn()).find(|fqn| !seen.insert(fqn.clone())) {
-        None => Ok(()),
-        Some(fqn) => Err(Error::unsupported(
-            format!("{fqn}: two entries of the state dict have this dotted name"),
-            "rename one of them; a DCP directory knows entries by their dotted names",
-        )),
-    }
 }
 
 /// Which rank writes what.
