@@ -103,7 +103,9 @@ impl TensorEntry {
 #[must_use]
 pub fn checked_len_bytes(shape: &[u64], dtype: Dtype) -> Option<u64> {
     let bytes = crate::layout::numel(shape)?.checked_mul(dtype.itemsize())?;
-    i64::try_from(bytes).is_ok().then_some(bytes)
+    // Strides take a dim of 0 for one of 1, and whoever multiplies dims meets it last.
+    let spanned = shape.iter().try_fold(dtype.itemsize(), |bytes, size| bytes.checked_mul((*size).max(1)))?;
+    i64::try_from(spanned).is_ok().then_some(bytes)
 }
 
 /// An object that ranks store with different values.

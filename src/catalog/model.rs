@@ -65,29 +65,15 @@ pub fn model(state: &Value) -> Model {
     Model { root, tensors: found }
 }
 
-/// The tensors of the subtree at a dotted path, under names relative to it; `None` where there is no such subtree.
+/// The tensors whose dotted names lie below `path`, under names relative to it. Keys may hold dots themselves, so
+/// this goes by names, not by nesting: `model.layers.0` is found in a flat state dict, too.
 #[must_use]
-pub fn subtree(state: &Value, path: &str) -> Option<Vec<(Fqn, TensorId)>> {
-    let mut found = Vec::new();
-    collect(descend(state, path)?, &Path::default(), &mut found);
-    Some(found)
-}
-
-/// The value at a dotted path; keys may hold dots themselves.
-fn descend<'a>(value: &'a Value, path: &str) -> Option<&'a Value> {
-    if path.is_empty() {
-        return Some(value);
-    }
-    let step = |name: &str| {
-        path.strip_prefix(name).and_then(|rest| if rest.is_empty() { Some(rest) } else { rest.strip_prefix('.') })
+pub fn subtree(state: &Value, path: &str) -> Vec<(Fqn, TensorId)> {
+    let below = |(fqn, id): (Fqn, TensorId)| {
+        let name = fqn.as_str().strip_prefix(path)?.strip_prefix('.')?;
+        Some((Fqn::from(name), id))
     };
-    match value {
-        Value::Dict(dict) => dict.entries.iter().find_map(|(key, inner)| descend(inner, step(&key_text(key))?)),
-        Value::List(items) => {
-            items.iter().enumerate().find_map(|(index, inner)| descend(inner, step(&index.to_string())?))
-        }
-        _ => None,
-    }
+    all_tensors(state).into_iter().filter_map(below).collect()
 }
 
 /// Every tensor with its name.
@@ -204,11 +190,13 @@ mod tests {
 
     #[test]
     fn subtrees_are_found_by_dotted_path() {
-        let state =
-            dict(vec![("a.b", dict(vec![("c", tensor(0))])), ("l", Value::List(vec![dict(vec![("d", tensor(1))])]))]);
-        assert_eq!(names(&subtree(&state, "a.b").unwrap()), ["c"]);
-        assert_eq!(names(&subtree(&state, "l.0").unwrap()), ["d"]);
-        assert!(subtree(&state, "a").is_none());
+        let list = Value::List(vec![dict(vec![("d", tensor(1))])]);
+        let state = dict(vec![("a.b", dict(vec![("c", tensor(0))])), ("l", list), ("m.n.o", tensor(2))]);
+        assert_eq!(names(&subtree(&state, "a.b")), ["c"]);
+        assert_eq!(names(&subtree(&state, "l.0")), ["d"]);
+        assert_eq!(names(&subtree(&state, "m")), ["n.o"]);
+        assert!(subtree(&state, "m.n.o").is_empty());
+        assert!(subtree(&state, "a.bc").is_empty());
     }
 
     #[test]

@@ -78,15 +78,15 @@ fn choose(args: &Consolidate, state: &Value) -> Result<Vec<(Fqn, TensorId)>> {
     if args.everything {
         return Ok(model::all_tensors(state));
     }
-    match &args.root {
-        None => Ok(model::model(state).tensors),
-        Some(root) => model::subtree(state, root).filter(|tensors| !tensors.is_empty()).ok_or_else(|| {
-            Error::usage(
-                format!("--root {root}: there are no tensors under that path"),
-                format!("the top of the state dict has {}", top_keys(state)),
-            )
-        }),
+    let Some(root) = &args.root else { return Ok(model::model(state).tensors) };
+    let tensors = model::subtree(state, root);
+    if tensors.is_empty() {
+        return Err(Error::usage(
+            format!("--root {root}: there are no tensors under that path"),
+            format!("the top of the state dict has {}", top_keys(state)),
+        ));
     }
+    Ok(tensors)
 }
 
 fn top_keys(state: &Value) -> String {

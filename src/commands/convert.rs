@@ -59,8 +59,11 @@ pub fn convert(
 ) -> Result<Status> {
     let started = Instant::now();
     let options = work_options(source, !args.no_sync)?;
-    for warning in conversion.checkpoint.catalog.warnings.iter().chain(&conversion.notes) {
+    for warning in &conversion.checkpoint.catalog.warnings {
         printer.detail(warning);
+    }
+    for note in &conversion.notes {
+        printer.line(note);
     }
     if args.dry_run {
         let stats = copy::dry_run(input(conversion.checkpoint), &conversion.reservation, &Stop::default())?;
@@ -202,7 +205,8 @@ fn read_back(
 fn left_out(conversion: &Conversion<'_>) -> Vec<String> {
     let objects = conversion.reservation.left_out.len();
     let objects = (objects > 0).then(|| count(objects, "object"));
-    conversion.left_out.iter().cloned().chain(objects).collect()
+    let series = conversion.checkpoint.skipped_series.iter().map(|name| format!("series {name}"));
+    conversion.left_out.iter().cloned().chain(objects).chain(series).collect()
 }
 
 /// `wrote 7 files, 291 tensors, 14.96 GB in 9.8 s (1.5 GB/s); left out: 54 tensors (optim), 12 objects`

@@ -62,17 +62,22 @@ pub fn run(cli: Cli, printer: &Printer) -> Result<Status> {
 
 /// Threads and buffers for a run.
 fn work_options(args: &SourceArgs, sync: bool) -> Result<Options> {
-    let available = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let threads = args.threads.unwrap_or_else(available);
-    if threads == 0 {
-        return Err(Error::usage("--threads 0: at least one thread is needed", "leave it out for one thread a core"));
-    }
-    if threads > MAX_THREADS {
-        return Err(Error::usage(
-            format!("--threads {threads}: more than {MAX_THREADS}"),
-            "leave it out for one thread a core",
-        ));
-    }
+    let threads = match args.threads {
+        None => threads_within(args.max_memory.0),
+        Some(0) => {
+            return Err(Error::usage(
+                "--threads 0: at least one thread is needed",
+                "leave it out for one thread a core",
+            ));
+        }
+        Some(threads) if threads > MAX_THREADS => {
+            return Err(Error::usage(
+                format!("--threads {threads}: more than {MAX_THREADS}"),
+                "leave it out for one thread a core",
+            ));
+        }
+        Some(threads) => threads,
+    };
     // Built once a process; a second verb in one process (tests) keeps the first one's pool.
     let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
     Ok(Options { threads, strip_bytes: strip_bytes(args.max_memory.0, threads)?, sync })
@@ -84,11 +89,20 @@ const MAX_THREADS: usize = 4096;
 /// Memory that is not buffers: the program, its stacks, and a catalog of ordinary size.
 const BASE_BYTES: u64 = 32 << 20;
 
+/// The smallest strip that is worth a system call.
+const LEAST_STRIP_BYTES: u64 = 64 << 10;
+
+/// One thread a core, or as many as the memory allows.
+fn threads_within(max_memory: u64) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let affordable = max_memory.saturating_sub(BASE_BYTES) / (LEAST_STRIP_BYTES + SCRATCH_BYTES);
+    cores.min(usize::try_from(affordable).unwrap_or(cores)).clamp(1, MAX_THREADS)
+}
+
 /// Strips small enough for the memory that is allowed.
 fn strip_bytes(max_memory: u64, threads: usize) -> Result<u64> {
-    const LEAST: u64 = 64 << 10;
     let threads = threads as u64;
-    let floor = BASE_BYTES + threads * (LEAST + SCRATCH_BYTES);
+    let floor = BASE_BYTES + threads * (LEAST_STRIP_BYTES + SCRATCH_BYTES);
     if max_memory < floor {
         return Err(Error::usage(
             format!("--max-memory {max_memory}: {threads} threads need {floor} bytes at least"),
@@ -123,11 +137,18 @@ fn refuse_fragment(checkpoint: &Checkpoint) -> Result<()> {
     }
 }
 
-/// The names nearest to one that was not found, by edit distance.
-fn nearest(wanted: &str, names: &[String]) -> Vec<String> {
+/// The names nearest to a pattern that matched none, by edit distance. Wildcards count for nothing, and a pattern is
+/// held against as many last components of a name as it has itself.
+fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
     const SHOWN: usize = 3;
-    let mut ranked: Vec<(usize, &String)> =
-        names.iter().map(|name| (strsim::damerau_levenshtein(wanted, name), name)).collect();
+    let wanted: Vec<&str> = pattern.split('.').skip_while(|part| part.chars().all(|c| c == '*')).collect();
+    let distance = |name: &str| {
+        let parts: Vec<&str> = name.split('.').collect();
+        let tail = &parts[parts.len().saturating_sub(wanted.len())..];
+        let text = |parts: &[&str]| parts.join(".").replace(['*', '?', '{', '}'], "");
+        strsim::damerau_levenshtein(&text(&wanted), &text(tail))
+    };
+    let mut ranked: Vec<(usize, &String)> = names.iter().map(|name| (distance(name), name)).collect();
     ranked.sort();
     ranked.into_iter().take(SHOWN).map(|(_, name)| name.clone()).collect()
 }
@@ -140,6 +161,8 @@ mod tests {
     fn the_nearest_names_come_first() {
         let names = ["layers.0.w1.weight", "head.weight", "layers.0.w2.bias"].map(String::from);
         assert_eq!(nearest("layers.0.w1.wieght", &names)[0], "layers.0.w1.weight");
+        assert_eq!(nearest("**.w11.weight", &names)[0], "layers.0.w1.weight");
+        assert_eq!(nearest("layers.*.w2.bais", &names)[0], "layers.0.w2.bias");
     }
 
     #[test]
@@ -148,5 +171,6 @@ mod tests {
         let small = strip_bytes(40 << 20, 2).unwrap();
         assert!(small < DEFAULT_STRIP_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
         assert!(strip_bytes(32 << 20, 2).is_err());
+        assert_eq!(threads_within(36 << 20), 1);
     }
 }

@@ -39,9 +39,6 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let mut chooser = Chooser::new(catalog, &layout);
     let reservation = dcp::reserve(catalog, &catalog.state, &mut |fqn, path, entry| chooser.shards(fqn, path, entry))?;
     let notes = chooser.finish()?;
-    for note in &notes {
-        printer.line(note);
-    }
     let conversion = Conversion {
         checkpoint: &checkpoint,
         reservation,
@@ -133,6 +130,8 @@ struct Chooser<'a> {
     parameters: HashMap<Fqn, TensorId>,
     used: Vec<bool>,
     misfits: usize,
+    /// State of parameters that are known by number only.
+    numbered: usize,
     /// Names seen, for saying what a pattern came near to.
     names: Vec<String>,
 }
@@ -147,6 +146,7 @@ impl<'a> Chooser<'a> {
             parameters: found.tensors.into_iter().collect(),
             used: vec![false; layout.rules.len()],
             misfits: 0,
+            numbered: 0,
             names: Vec::new(),
         }
     }
@@ -162,6 +162,8 @@ impl<'a> Chooser<'a> {
         if stray && !self.parameters.is_empty() {
             names.truncate(1);
         }
+        let by_number = state_of.as_ref().is_some_and(|name| name.as_str().parse::<u64>().is_ok());
+        self.numbered += usize::from(by_number && !entry.shape.is_empty());
         let inherited = follows.and_then(|id| self.catalog.tensor(id).sharding.as_ref());
         let source = (entry.sharding.as_ref())
             .or(inherited)
@@ -190,8 +192,17 @@ impl<'a> Chooser<'a> {
                 format!("the nearest names are {}", nearest.join(", ")),
             ));
         }
-        let note =
-            format!("{} kept whole on a mesh dim where the placement does not fit", count(self.misfits, "tensor"));
-        Ok(if self.misfits > 0 { vec![note] } else { Vec::new() })
+        let mut notes = Vec::new();
+        if self.misfits > 0 {
+            let number = count(self.misfits, "tensor");
+            notes.push(format!("{number} kept whole on a mesh dim where the placement does not fit"));
+        }
+        if self.numbered > 0 && !self.layout.rules.is_empty() {
+            let number = count(self.numbered, "tensor");
+            notes.push(format!(
+                "{number} of optimizer state have numbers for names: rules for parameters did not reach them"
+            ));
+        }
+        Ok(notes)
     }
 }

@@ -179,10 +179,14 @@ fn same_values(
 fn named_tensors(catalog: &Catalog, root: Option<&str>) -> Result<BTreeMap<String, TensorId>> {
     let found = match root {
         None => model::all_tensors(&catalog.state),
-        Some(root) => model::subtree(&catalog.state, root).ok_or_else(|| {
-            Error::usage(format!("--root {root}: SRC has no such subtree"), "`dtshard inspect` shows its names")
-        })?,
+        Some(root) => model::subtree(&catalog.state, root),
     };
+    if let Some(root) = root.filter(|_| found.is_empty()) {
+        return Err(Error::usage(
+            format!("--root {root}: SRC has no tensors under that path"),
+            "`dtshard inspect` shows its names",
+        ));
+    }
     Ok(found.into_iter().map(|(fqn, id)| (fqn.to_string(), id)).collect())
 }
 

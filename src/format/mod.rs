@@ -60,6 +60,8 @@ pub struct Checkpoint {
     pub catalog: Catalog,
     /// Names of the series of rank files, where the format has them.
     pub series: Vec<String>,
+    /// Those that were left alone.
+    pub skipped_series: Vec<String>,
     /// Set where the source is one rank's file of several: what to say to verbs that need all.
     pub fragment: Option<String>,
 }
@@ -84,7 +86,7 @@ impl Checkpoint {
             None => filesystem::preferred_io(path)?,
         };
         let mut files = Files::new(io);
-        let mut names = Vec::new();
+        let (mut series, mut skipped_series) = (Vec::new(), Vec::new());
         let mut fragment = None;
         let (format, catalog) = match detected {
             Detected::Dcp => (Format::Dcp, dcp::read(&mut files, path)?),
@@ -97,12 +99,12 @@ impl Checkpoint {
             }
             Detected::TorchRanks(all) => {
                 let chosen = all.choose(&options.series)?;
-                names = chosen.names();
+                (series, skipped_series) = (chosen.names(), chosen.skipped());
                 (Format::TorchRanks, chosen.read(&mut files)?)
             }
         };
         check_total(path, &catalog)?;
-        Ok(Self { format, root: path.to_path_buf(), files, catalog, series: names, fragment })
+        Ok(Self { format, root: path.to_path_buf(), files, catalog, series, skipped_series, fragment })
     }
 }
 

@@ -71,6 +71,8 @@ pub struct SeriesSet {
     folder: PathBuf,
     /// Rank files by series, ascending by rank.
     series: Vec<(String, Vec<(Rank, PathBuf)>)>,
+    /// Series of the folder that were not chosen.
+    skipped: Vec<String>,
 }
 
 impl SeriesSet {
@@ -106,11 +108,15 @@ impl SeriesSet {
             series.push((name, ranks.into_iter().map(|(rank, path)| (Rank(rank), path)).collect()));
         }
         series.sort_by_key(|(name, _): &(String, _)| (name != "model", name.clone()));
-        Ok(Some(Self { folder: folder.to_path_buf(), series }))
+        Ok(Some(Self { folder: folder.to_path_buf(), series, skipped: Vec::new() }))
     }
 
     pub fn names(&self) -> Vec<String> {
         self.series.iter().map(|(name, _)| name.clone()).collect()
+    }
+
+    pub fn skipped(&self) -> Vec<String> {
+        self.skipped.clone()
     }
 
     /// Keep the series of the choice.
@@ -132,6 +138,7 @@ impl SeriesSet {
             ));
         }
         self.series.retain(|(name, _)| wanted.contains(name));
+        self.skipped = all.into_iter().filter(|name| !wanted.contains(name)).collect();
         Ok(self)
     }
 

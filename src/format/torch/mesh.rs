@@ -35,7 +35,9 @@ pub fn read_mesh(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Arc<MeshSpec>
         return Ok(Arc::clone(known));
     }
     let state = node.state().ok_or_else(|| LiftError::malformed("a DeviceMesh without state"))?;
-    let spec = if state.get("_layout").is_some() { from_layout(reader, state)? } else { from_array(reader, state)? };
+    let spec = reader.inside(|reader| {
+        if state.get("_layout").is_some() { from_layout(reader, state) } else { from_array(reader, state) }
+    })?;
     let spec = Arc::new(spec);
     reader.meshes.insert(key, Arc::clone(&spec));
     Ok(spec)

@@ -54,6 +54,10 @@ pub struct Reader<'a> {
     archive: &'a Archive,
     /// Meshes are shared objects: each is read once.
     pub meshes: HashMap<NodeId, Arc<MeshSpec>>,
+    /// Tensors within tensors that are being read, meshes included.
+    pub depth: usize,
+    /// Shards that may still be read: a list of them may be shared by many tensors, but not without end.
+    pub shards_left: usize,
     /// Why a tensor cannot be converted, where it is sound but not supported.
     unsupported: std::cell::RefCell<Option<String>>,
 }
@@ -64,6 +68,24 @@ impl Reader<'_> {
         let what = what.into();
         *self.unsupported.borrow_mut() = Some(what.clone());
         LiftError::malformed(what)
+    }
+
+    /// Read something inside the tensor or mesh that is being read; real ones are a few deep.
+    pub fn inside<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T, LiftError>) -> Result<T, LiftError> {
+        const MAX_DEPTH: usize = 32;
+        if self.depth == MAX_DEPTH {
+            return Err(LiftError::malformed("tensors or meshes within each other without end"));
+        }
+        self.depth += 1;
+        let read = read(self);
+        self.depth -= 1;
+        read
+    }
+
+    pub fn count_shard(&mut self) -> Result<(), LiftError> {
+        let left = self.shards_left.checked_sub(1);
+        self.shards_left = left.ok_or_else(|| LiftError::malformed("lists of shards that are shared without end"))?;
+        Ok(())
     }
 
     /// The values of a small integer tensor, row-major.
@@ -124,8 +146,14 @@ pub fn read(files: &Files, stretch: Stretch, name: &str) -> Result<Contents> {
         return Err(Error::malformed(path, "zip directory", "an entry data.pkl", "an archive without one"));
     };
     let (pickle, _) = pickle::decode(&bytes, &mut NoFold).map_err(|error| pickle_error(path, "data.pkl", &error))?;
-    let mut reader =
-        Reader { files, archive: &archive, meshes: HashMap::new(), unsupported: std::cell::RefCell::default() };
+    let mut reader = Reader {
+        files,
+        archive: &archive,
+        meshes: HashMap::new(),
+        depth: 0,
+        shards_left: bytes.len(),
+        unsupported: std::cell::RefCell::default(),
+    };
     let mut tensors = Vec::new();
     // Views that are the same view of the same storage are one tensor under several names.
     let mut known: HashMap<View, TensorId> = HashMap::new();

@@ -47,8 +47,11 @@ pub fn recognise(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<Found>
         (
             "torch._utils",
             "_rebuild_parameter" | "_rebuild_parameter_with_state" | "_rebuild_device_tensor_from_cpu_tensor",
-        ) => recognise(reader, arg(args, 0)?),
-        ("torch._tensor", "_rebuild_from_type_v2") => typed(reader, args).map(Some),
+        ) => {
+            let wrapped = arg(args, 0)?;
+            reader.inside(|reader| recognise(reader, wrapped))
+        }
+        ("torch._tensor", "_rebuild_from_type_v2") => reader.inside(|reader| typed(reader, args)).map(Some),
         ("torch._utils", name) if name.starts_with("_rebuild_") => {
             let kind = name.trim_start_matches("_rebuild_").replace('_', " ");
             Err(reader.unsupported(format!("a tensor of kind `{kind}`")))
@@ -62,7 +65,10 @@ fn arg(args: Items<'_>, index: usize) -> Result<Ref<'_>, LiftError> {
 }
 
 fn dims(node: Ref<'_>, what: &str) -> Result<Dims, LiftError> {
-    node.to_dims().ok_or_else(|| LiftError::malformed(format!("{what} is {}, not a list of sizes", node.describe())))
+    // A long tuple that many tensors share would be copied for each.
+    const MAX_DIMS: usize = 255;
+    (node.to_dims().filter(|dims| dims.len() <= MAX_DIMS))
+        .ok_or_else(|| LiftError::malformed(format!("{what} is {}, not a list of sizes", node.describe())))
 }
 
 fn unsigned(node: Ref<'_>, what: &str) -> Result<u64, LiftError> {
@@ -261,21 +267,24 @@ fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<F
     };
     let rank = group.state().and_then(|group| group.get("global_rank")).and_then(Ref::as_u64);
     let rank = rank.and_then(|rank| u32::try_from(rank).ok()).ok_or_else(|| malformed("without a rank"))?;
-    let mut local = Vec::new();
+    let (mut local, mut all) = (Vec::new(), Vec::new());
     for shard in shards.as_list().ok_or_else(|| malformed("without local shards"))? {
+        reader.count_shard()?;
         let state = shard.state().ok_or_else(|| malformed("with a shard that has no state"))?;
         let Some(Found::Plain(view)) = recognise(reader, attribute(state, "tensor")?)? else {
             return Err(reader.unsupported("a ShardedTensor whose shard is not a plain tensor"));
         };
         local.push((shard_region(attribute(state, "metadata")?)?, view));
     }
-    let all = metadata
+    let listed = metadata
         .state()
         .and_then(|metadata| metadata.get("shards_metadata"))
         .and_then(Ref::as_list)
-        .ok_or_else(|| malformed("without shards_metadata"))?
-        .map(shard_region)
-        .collect::<Result<_, _>>()?;
+        .ok_or_else(|| malformed("without shards_metadata"))?;
+    for shard in listed {
+        reader.count_shard()?;
+        all.push(shard_region(shard)?);
+    }
     Ok(Found::Sharded { dtype, shape, rank, local, all })
 }
 

@@ -92,8 +92,13 @@ impl Archive {
         let Some(record) = self.get(name) else { return Ok(None) };
         let path = files.path(self.file);
         let header = self.window.header(record.header).map_err(Error::io("read", path))?;
+        let mut extra = vec![0; usize::from(u16::from_le_bytes([header[28], header[29]]))];
         let data = after_header(&header, record.header)
             .filter(|data| data.checked_add(record.len).is_some_and(|end| end <= self.window.end()))
+            .filter(|data| {
+                let at = data - extra.len() as u64 - self.window.base;
+                (&self.window).read_exact_at(&mut extra, at).is_ok() && is_extra_field(&extra)
+            })
             .ok_or_else(|| bad_header(path, &format!("{}/{name}", self.prefix), record.header))?;
         Ok(Some((data, record)))
     }
@@ -160,8 +165,25 @@ impl Archive {
 /// `Malformed` where there is no local header, `Io`.
 pub fn data_offset(files: &Files, file: FileId, header: u64) -> Result<u64> {
     let mut bytes = [0; LOCAL_HEADER];
-    files.open(file)?.read_exact_at(&mut bytes, header)?;
-    after_header(&bytes, header).ok_or_else(|| bad_header(files.path(file), "record", header))
+    let source = files.open(file)?;
+    source.read_exact_at(&mut bytes, header)?;
+    let bad = || bad_header(files.path(file), "record", header);
+    let data = after_header(&bytes, header).ok_or_else(bad)?;
+    // Nothing else tells a wrong length of the extra field, which would shift the data.
+    let mut extra = vec![0; usize::from(u16::from_le_bytes([bytes[28], bytes[29]]))];
+    source.read_exact_at(&mut extra, data - extra.len() as u64)?;
+    is_extra_field(&extra).then_some(data).ok_or_else(bad)
+}
+
+/// Whether these are whole pairs of an id and a value.
+fn is_extra_field(mut extra: &[u8]) -> bool {
+    while let [_, _, low, high, rest @ ..] = extra {
+        match rest.get(usize::from(u16::from_le_bytes([*low, *high]))..) {
+            Some(after) => extra = after,
+            None => return false,
+        }
+    }
+    extra.is_empty()
 }
 
 const LOCAL_HEADER: usize = 30;
@@ -225,6 +247,14 @@ fn read_entries(
         if records.insert(Box::from(name), record).is_some() {
             return Err(Fault::Malformed(format!("two entries `{full}`")));
         }
+    }
+    // A header or a size that is off by a bit would give one record's bytes for another's.
+    let ends = |(name, record): (&Box<str>, &Record)| (record.header, name.len() as u64 + record.len);
+    let mut spans: Vec<(u64, u64)> = records.iter().map(ends).collect();
+    spans.sort_unstable();
+    let overlap = spans.array_windows().find(|[first, second]| second.0 - first.0 < first.1 + LOCAL_HEADER as u64);
+    if let Some([first, second]) = overlap {
+        return Err(Fault::Malformed(format!("entries at {} and {} that overlap", first.0, second.0)));
     }
     let prefix = prefix.ok_or_else(|| Fault::Malformed(String::from("no entries")))?;
     Ok((prefix, records))

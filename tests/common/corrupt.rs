@@ -1,0 +1,328 @@
+//! Damaged checkpoints: copies of fixtures in a sandbox, archives and pickles that no writer makes, and what the
+//! program must do about them.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use dtshard::format::pickle::Writer;
+
+pub fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+/// A folder for one test, removed with it.
+pub struct Sandbox(tempfile::TempDir);
+
+impl Sandbox {
+    pub fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// A copy of a fixture, file or folder.
+    pub fn copy(&self, name: &str) -> PathBuf {
+        let from = fixture(name);
+        let to = self.path("src").join(from.file_name().unwrap());
+        fs::create_dir_all(to.parent().unwrap()).unwrap();
+        copy_all(&from, &to);
+        to
+    }
+
+    pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.path(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    /// Everything in the sandbox, hidden things too.
+    pub fn names(&self) -> Vec<PathBuf> {
+        files_of(self.0.path())
+    }
+
+    /// Nothing but `verify`, `inspect` and a conversion can be asked of a damaged source: the last must exit with 2
+    /// and leave no trace, the first must exit with 1; each names all of `words`.
+    pub fn is_bad(&self, source: &Path, words: &[&str]) {
+        let before = self.names();
+        dtshard(&[&"unshard", &source, &self.path("out.pt")]).refused(words);
+        assert_eq!(self.names(), before, "something was left behind");
+        let verified = dtshard(&[&"verify", &source]);
+        assert_eq!(verified.code, Some(1), "verify: {verified:?}");
+        verified.says(words);
+        dtshard(&[&"inspect", &source]).did_not_crash();
+    }
+
+    /// As [`Self::is_bad`] where the bytes are sound but not supported: every verb but `inspect` exits with 2.
+    pub fn is_unsupported(&self, source: &Path, words: &[&str]) {
+        let before = self.names();
+        dtshard(&[&"unshard", &source, &self.path("out.pt")]).refused(words);
+        assert_eq!(self.names(), before, "something was left behind");
+        dtshard(&[&"verify", &source]).refused(words);
+        dtshard(&[&"inspect", &source]).did_not_crash();
+    }
+}
+
+pub fn copy_all(from: &Path, to: &Path) {
+    if !from.is_dir() {
+        fs::copy(from, to).unwrap();
+        return;
+    }
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        copy_all(&entry.path(), &to.join(entry.file_name()));
+    }
+}
+
+/// Files and folders below `folder`, sorted.
+pub fn files_of(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() && !path.is_symlink() {
+            found.extend(files_of(&path));
+        }
+        found.push(path);
+    }
+    found.sort();
+    found
+}
+
+/// How a run of the program ended.
+#[derive(Debug)]
+pub struct Outcome {
+    pub code: Option<i32>,
+    pub signal: Option<i32>,
+    pub out: String,
+    pub err: String,
+}
+
+impl From<Output> for Outcome {
+    fn from(output: Output) -> Self {
+        Self {
+            code: output.status.code(),
+            signal: output.status.signal(),
+            out: String::from_utf8_lossy(&output.stdout).into_owned(),
+            err: String::from_utf8_lossy(&output.stderr).into_owned(),
+        }
+    }
+}
+
+impl Outcome {
+    pub fn did_not_crash(&self) -> &Self {
+        assert!(matches!(self.code, Some(0..=2)) && !self.err.contains("panicked"), "{self:?}");
+        self
+    }
+
+    pub fn says(&self, words: &[&str]) -> &Self {
+        for word in words {
+            assert!(self.err.contains(word) || self.out.contains(word), "no `{word}` in {self:?}");
+        }
+        self
+    }
+
+    /// Exit code 2 with an error that has all these words.
+    pub fn refused(&self, words: &[&str]) -> &Self {
+        assert_eq!(self.code, Some(2), "{self:?}");
+        assert!(self.err.contains("error: ") && !self.err.contains("panicked"), "{self:?}");
+        self.says(words)
+    }
+
+    pub fn succeeded(&self) -> &Self {
+        assert_eq!(self.code, Some(0), "{self:?}");
+        self
+    }
+}
+
+pub fn command(args: &[&dyn AsRef<OsStr>]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_dtshard"));
+    command.args(args.iter().map(|arg| arg.as_ref())).stdin(Stdio::null()).env("RUST_BACKTRACE", "0");
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+pub fn dtshard(args: &[&dyn AsRef<OsStr>]) -> Outcome {
+    command(args).output().unwrap().into()
+}
+
+/// Change a file in place.
+pub fn edit(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
+    let mut bytes = fs::read(path).unwrap();
+    change(&mut bytes);
+    fs::write(path, bytes).unwrap();
+}
+
+/// Replace every occurrence, which there must be; lengths may differ.
+pub fn replace(bytes: &mut Vec<u8>, from: &[u8], to: &[u8]) {
+    let mut found = false;
+    let mut at = 0;
+    while let Some(next) = find(&bytes[at..], from) {
+        bytes.splice(at + next..at + next + from.len(), to.iter().copied());
+        at += next + to.len();
+        found = true;
+    }
+    assert!(found, "{:?} does not occur", String::from_utf8_lossy(from));
+}
+
+pub fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
+    bytes.windows(wanted.len()).position(|window| window == wanted)
+}
+
+// ------------------------------------------------------------------------------------------------------------- zip
+
+/// An entry of a zip archive, with what its directory says about it open to change.
+#[derive(Clone, Debug)]
+pub struct ZipEntry {
+    pub name: String,
+    pub data: Vec<u8>,
+    pub method: u16,
+    pub size: u32,
+    pub crc: u32,
+    /// Offset of the local header as the directory has it; the true one where `None`.
+    pub header: Option<u32>,
+    /// Extra field of the directory entry.
+    pub extra: Vec<u8>,
+}
+
+impl ZipEntry {
+    pub fn new(name: &str, data: impl Into<Vec<u8>>) -> Self {
+        let data = data.into();
+        let (size, crc) = (u32::try_from(data.len()).unwrap(), crc32fast::hash(&data));
+        Self { name: name.into(), data, method: 0, size, crc, header: None, extra: Vec::new() }
+    }
+}
+
+/// A torch.save archive: its pickle and its storages.
+pub fn torch_entries(pickle: impl Into<Vec<u8>>, storages: &[(&str, &[u8])]) -> Vec<ZipEntry> {
+    let mut entries = vec![ZipEntry::new("archive/data.pkl", pickle), ZipEntry::new("archive/byteorder", "little")];
+    entries.extend(storages.iter().map(|(key, data)| ZipEntry::new(&format!("archive/data/{key}"), *data)));
+    entries
+}
+
+pub fn torch_file(pickle: impl Into<Vec<u8>>, storages: &[(&str, &[u8])]) -> Vec<u8> {
+    zip(&torch_entries(pickle, storages))
+}
+
+pub fn zip(entries: &[ZipEntry]) -> Vec<u8> {
+    zip_claiming(entries, u16::try_from(entries.len()).unwrap())
+}
+
+/// An archive whose end record claims `count` entries.
+pub fn zip_claiming(entries: &[ZipEntry], count: u16) -> Vec<u8> {
+    let mut out = Vec::new();
+    let mut directory = Vec::new();
+    for entry in entries {
+        let header = entry.header.unwrap_or(u32::try_from(out.len()).unwrap());
+        let (name, extra) = (entry.name.as_bytes(), &entry.extra);
+        let sizes = [entry.crc, entry.size, entry.size].map(u32::to_le_bytes).concat();
+        let name_len = u16::try_from(name.len()).unwrap().to_le_bytes();
+        let method = entry.method.to_le_bytes();
+        out.extend(b"PK\x03\x04\x14\0\0\0");
+        out.extend(method);
+        out.extend([0; 4]);
+        out.extend(&sizes);
+        out.extend(name_len);
+        out.extend([0; 2]);
+        out.extend(name);
+        out.extend(&entry.data);
+        directory.extend(b"PK\x01\x02\x14\0\x14\0\0\0");
+        directory.extend(method);
+        directory.extend([0; 4]);
+        directory.extend(&sizes);
+        directory.extend(name_len);
+        directory.extend(u16::try_from(extra.len()).unwrap().to_le_bytes());
+        directory.extend([0; 10]);
+        directory.extend(header.to_le_bytes());
+        directory.extend(name);
+        directory.extend(extra);
+    }
+    let at = u32::try_from(out.len()).unwrap();
+    out.extend(&directory);
+    out.extend(b"PK\x05\x06\0\0\0\0");
+    out.extend(count.to_le_bytes());
+    out.extend(count.to_le_bytes());
+    out.extend(u32::try_from(directory.len()).unwrap().to_le_bytes());
+    out.extend(at.to_le_bytes());
+    out.extend([0; 2]);
+    out
+}
+
+/// The entries of a small archive of stored entries, such as torch.save's.
+pub fn unzip(bytes: &[u8]) -> Vec<ZipEntry> {
+    let u16_at = |at: usize| usize::from(u16::from_le_bytes(bytes[at..at + 2].try_into().unwrap()));
+    let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()) as usize;
+    let end = bytes.len() - 22;
+    let (count, mut at) = (u16_at(end + 10), u32_at(end + 16));
+    let mut entries = Vec::new();
+    for _ in 0..count {
+        let (size, name_len, extra_len, header) = (u32_at(at + 24), u16_at(at + 28), u16_at(at + 30), u32_at(at + 42));
+        let name = std::str::from_utf8(&bytes[at + 46..at + 46 + name_len]).unwrap();
+        let data = header + 30 + u16_at(header + 26) + u16_at(header + 28);
+        entries.push(ZipEntry::new(name, &bytes[data..data + size]));
+        at += 46 + name_len + extra_len + u16_at(at + 32);
+    }
+    entries
+}
+
+/// Change the pickle of a torch.save file, with sums that fit.
+pub fn edit_pickle(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
+    edit_entries(path, |entries| {
+        let pickle = entries.iter_mut().find(|entry| entry.name.ends_with("/data.pkl")).unwrap();
+        change(&mut pickle.data);
+        *pickle = ZipEntry::new(&pickle.name, std::mem::take(&mut pickle.data));
+    });
+}
+
+pub fn edit_entries(path: &Path, change: impl FnOnce(&mut Vec<ZipEntry>)) {
+    let mut entries = unzip(&fs::read(path).unwrap());
+    change(&mut entries);
+    fs::write(path, zip(&entries)).unwrap();
+}
+
+// --------------------------------------------------------------------------------------------------------- pickles
+
+/// A view of f32: sizes and strides over `numel` elements of the storage `key`.
+#[derive(Clone, Debug)]
+pub struct View<'a> {
+    pub key: &'a str,
+    pub numel: i64,
+    pub offset: i64,
+    pub sizes: &'a [i64],
+    pub strides: &'a [i64],
+}
+
+pub fn ints(writer: &mut Writer, values: &[i64]) {
+    if values.len() > 3 {
+        writer.mark();
+    }
+    for &value in values {
+        writer.int(value);
+    }
+    writer.tuple(values.len());
+}
+
+impl View<'_> {
+    pub fn write(&self, writer: &mut Writer) {
+        writer.global("torch._utils", "_rebuild_tensor_v2").mark().mark();
+        writer.string("storage").global("torch", "FloatStorage").string(self.key).string("cpu").int(self.numel);
+        writer.tuple(5).binpersid().int(self.offset);
+        ints(writer, self.sizes);
+        ints(writer, self.strides);
+        writer.boolean(false).global("collections", "OrderedDict").empty_tuple().reduce().tuple(6).reduce();
+    }
+}
+
+/// A pickle of the dict `{"w": ...}`.
+pub fn dict_of(name: &str, value: impl FnOnce(&mut Writer)) -> Vec<u8> {
+    let mut writer = Writer::new();
+    writer.empty_dict().string(name);
+    value(&mut writer);
+    writer.setitem();
+    writer.finish()
+}
