@@ -16,9 +16,9 @@ use crate::storage::{FileId, Stretch};
 pub enum Place {
     /// At this byte of the file.
     Bytes { file: FileId, offset: u64 },
-    /// `within` bytes into the stored zip record whose local header is at `header`; where its data begins is
-    /// learnt from that header, when the chunk is read.
-    Record { file: FileId, header: u64, within: u64 },
+    /// `within` bytes into a stored zip record; where its data begins is learnt from its local header, when the chunk
+    /// is read.
+    Record { file: FileId, record: Record, within: u64 },
     /// In the torch.save archive that fills this stretch (an item of a DCP data file); its own directory and pickle
     /// tell where, and with which strides, when the chunk is read.
     Item(Stretch),
@@ -36,6 +36,33 @@ impl Place {
     }
 }
 
+/// A stored entry of a zip archive, as its directory has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// Absolute offset of its local header.
+    pub header: u64,
+    pub len: u64,
+    /// CRC-32 of its data; 0 where the writer did not compute it.
+    pub crc: u32,
+}
+
+/// A stretch of data with a checksum that its writer computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Summed {
+    /// Absolute offset of the data.
+    pub start: u64,
+    pub len: u64,
+    pub crc: u32,
+}
+
+impl Record {
+    /// The data of the record, which begins at `start`; `None` where it has no checksum.
+    #[must_use]
+    pub fn summed(self, start: u64) -> Option<Summed> {
+        (self.crc != 0).then_some(Summed { start, len: self.len, crc: self.crc })
+    }
+}
+
 /// Where element 0 of a chunk lies in the end, and how the others follow.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Located {
@@ -44,6 +71,8 @@ pub struct Located {
     pub offset: u64,
     /// In elements.
     pub strides: Dims,
+    /// The record it is part of, where that has a checksum.
+    pub summed: Option<Summed>,
 }
 
 /// One row of a [`ChunkTable`].

@@ -14,7 +14,7 @@ pub mod value;
 
 use std::fmt;
 
-pub use chunk::{Chunk, ChunkTable, Located, Place, contiguous_strides, span};
+pub use chunk::{Chunk, ChunkTable, Located, Place, Record, Summed, contiguous_strides, span};
 pub use dtype::Dtype;
 pub use path::{Key, Leaf, Path};
 pub use reserved::{Literal, OutputFile, Reservation, Reserved, Sum};
@@ -23,6 +23,7 @@ pub use value::{Dict, DictKind, TensorId, Value};
 
 use crate::error::Error;
 use crate::layout::{DeviceMesh, Dims, Placement};
+use crate::storage::Stretch;
 
 /// A fully qualified name: the path of a tensor or object in its state dict, joined with dots.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -140,6 +141,8 @@ pub struct Catalog {
     pub state: Value,
     /// Objects of which ranks hold different values. The state dict has the first one's.
     pub conflicts: Vec<Conflict>,
+    /// The torch.save archives that were read, where checksums are; items that are located late have their own.
+    pub archives: Vec<Stretch>,
     /// What a reader noticed and the user should know.
     pub warnings: Vec<String>,
 }
@@ -152,6 +155,7 @@ impl Catalog {
             tensors: Vec::new(),
             state: Value::Dict(Dict::default()),
             conflicts: Vec::new(),
+            archives: Vec::new(),
             warnings: Vec::new(),
         }
     }

@@ -246,10 +246,11 @@ impl PartialEq for Value {
             (Self::Complex(a, b), Self::Complex(c, d)) => same(a, c) && same(b, d),
             (Self::Str(a), Self::Str(b)) => a == b,
             (Self::Bytes(a), Self::Bytes(b)) | (Self::ByteArray(a), Self::ByteArray(b)) => a == b,
-            (Self::List(a), Self::List(b))
-            | (Self::Tuple(a), Self::Tuple(b))
-            | (Self::Set(a), Self::Set(b))
-            | (Self::FrozenSet(a), Self::FrozenSet(b)) => a == b,
+            (Self::List(a), Self::List(b)) | (Self::Tuple(a), Self::Tuple(b)) => a == b,
+            // Python writes a set in the order of its hashes, which may differ from process to process.
+            (Self::Set(a), Self::Set(b)) | (Self::FrozenSet(a), Self::FrozenSet(b)) => {
+                a.len() == b.len() && a.iter().all(|item| b.contains(item))
+            }
             (Self::Dict(a), Self::Dict(b)) => a == b,
             (Self::Symbol(a), Self::Symbol(b)) => a == b,
             (Self::Object(a), Self::Object(b)) => a == b,
@@ -274,6 +275,14 @@ mod tests {
         assert_eq!(Value::Float(f64::NAN), Value::Float(f64::NAN));
         assert_ne!(Value::Float(0.0), Value::Float(-0.0));
         assert_ne!(Value::Int(1), Value::Float(1.0));
+    }
+
+    #[test]
+    fn sets_have_no_order() {
+        let set = |items: [i64; 2]| Value::Set(items.map(Value::Int).into());
+        assert_eq!(set([1, 2]), set([2, 1]));
+        assert_ne!(set([1, 2]), set([1, 3]));
+        assert_ne!(set([1, 2]), Value::FrozenSet(vec![Value::Int(1), Value::Int(2)]));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
+use std::time::Instant;
 
 use super::convert::{Conversion, convert, file_name, target_format};
 use super::printer::Printer;
@@ -34,6 +35,7 @@ const ASSETS: [&str; 16] = [
 ];
 
 pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
+    let started = Instant::now();
     let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, SeriesChoice::Model))?;
     refuse_fragment(&checkpoint)?;
     let catalog = &checkpoint.catalog;
@@ -69,8 +71,16 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
     if shape == Shape::Folder {
         add_assets(args, &checkpoint.root, &mut reservation)?;
     }
-    let conversion =
-        Conversion { checkpoint: &checkpoint, reservation, destination, shape, to, left_out, notes: Vec::new() };
+    let conversion = Conversion {
+        started,
+        checkpoint: &checkpoint,
+        reservation,
+        destination,
+        shape,
+        to,
+        left_out,
+        notes: Vec::new(),
+    };
     convert(conversion, &args.source, &args.destination, printer)
 }
 

@@ -21,6 +21,8 @@ use crate::storage::filesystem;
 
 /// A conversion with everything decided.
 pub struct Conversion<'a> {
+    /// When the verb began, reading the source included.
+    pub started: Instant,
     pub checkpoint: &'a Checkpoint,
     pub reservation: Reservation,
     pub destination: Option<&'a Path>,
@@ -57,7 +59,6 @@ pub fn convert(
     args: &DestinationArgs,
     printer: &Printer,
 ) -> Result<Status> {
-    let started = Instant::now();
     let options = work_options(source, !args.no_sync)?;
     for warning in &conversion.checkpoint.catalog.warnings {
         printer.detail(warning);
@@ -73,6 +74,11 @@ pub fn convert(
     }
     let destination = conversion.destination.expect("clap asks for DST unless --dry-run is given");
     refuse_nesting(&conversion.checkpoint.root, destination)?;
+    if conversion.checkpoint.root.is_file() {
+        // An index stands for the files it names.
+        let files = &conversion.checkpoint.files;
+        files.ids().try_for_each(|id| refuse_nesting(files.path(id), destination))?;
+    }
     let stop = Stop::on_signals()?;
     let existing = Existing { overwrite: args.overwrite, restart: args.restart };
     let staging = Staging::begin(destination, conversion.shape, existing)?;
@@ -95,7 +101,7 @@ pub fn convert(
     stop.check()?;
     staging.publish(options.sync)?;
     printer.document(&document(&conversion, &stats, &options));
-    printer.line(&closing_line(&conversion, started.elapsed().as_secs_f64()));
+    printer.line(&closing_line(&conversion, conversion.started.elapsed().as_secs_f64()));
     Ok(Status::Done)
 }
 

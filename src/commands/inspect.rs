@@ -7,7 +7,7 @@ use serde_json::{Map, Value as Json, json};
 use super::printer::Printer;
 use super::quantity::{count, human_bytes};
 use super::{Status, input, read_options, work_options};
-use crate::catalog::{Catalog, TensorEntry, TensorId, Value, model, path};
+use crate::catalog::{Catalog, Sharding, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Inspect;
 use crate::error::Result;
 use crate::exec::{Stop, compare};
@@ -52,7 +52,11 @@ fn digests(
     let stop = Stop::on_signals()?;
     let catalog = &checkpoint.catalog;
     let distinct: BTreeSet<TensorId> = names.iter().map(|(_, id)| *id).collect();
-    let entries: Vec<(TensorId, &TensorEntry)> = distinct.into_iter().map(|id| (id, catalog.tensor(id))).collect();
+    let (partial, entries): (Vec<_>, Vec<_>) = (distinct.into_iter().map(|id| (id, catalog.tensor(id))))
+        .partition(|(_, entry)| entry.sharding.as_ref().is_some_and(Sharding::is_partial));
+    for (_, entry) in partial {
+        printer.warning(&format!("{}: no digest, its Partial values have not been reduced", entry.fqn));
+    }
     let progress = printer.progress("hashing", entries.iter().map(|(_, entry)| entry.len_bytes()).sum());
     compare::digests(input(checkpoint), &entries, &options, &progress, &stop)
 }

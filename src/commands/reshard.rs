@@ -1,6 +1,7 @@
 //! `reshard`: another mesh, other placements; everything is carried.
 
 use std::collections::HashMap;
+use std::time::Instant;
 
 use super::convert::{Conversion, convert, target_format};
 use super::printer::Printer;
@@ -15,6 +16,7 @@ use crate::layout::target::{Fallback, Rule, SourceLayout, TargetLayout};
 use crate::layout::{DeviceMesh, LayoutError, Pattern, Rank, parse_placements};
 
 pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
+    let started = Instant::now();
     let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, SeriesChoice::All))?;
     refuse_fragment(&checkpoint)?;
     let catalog = &checkpoint.catalog;
@@ -40,6 +42,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let reservation = dcp::reserve(catalog, &catalog.state, &mut |fqn, path, entry| chooser.shards(fqn, path, entry))?;
     let notes = chooser.finish()?;
     let conversion = Conversion {
+        started,
         checkpoint: &checkpoint,
         reservation,
         destination,

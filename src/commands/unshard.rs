@@ -1,5 +1,7 @@
 //! `unshard`: every tensor whole, the nested state dict kept.
 
+use std::time::Instant;
+
 use super::convert::{Conversion, convert, file_name, target_format};
 use super::printer::Printer;
 use super::{Status, read_options, refuse_fragment};
@@ -10,6 +12,7 @@ use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, SeriesChoice, natural_order, safetensors, torch};
 
 pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
+    let started = Instant::now();
     let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, SeriesChoice::Model))?;
     refuse_fragment(&checkpoint)?;
     let catalog = &checkpoint.catalog;
@@ -39,6 +42,7 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
         }
     };
     let conversion = Conversion {
+        started,
         checkpoint: &checkpoint,
         reservation,
         destination,

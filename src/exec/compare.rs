@@ -74,6 +74,16 @@ pub fn first_difference(
     })
 }
 
+/// Find every stored chunk, replicas included, without reading its data.
+///
+/// # Errors
+/// `Malformed` where a chunk is not where, or not what, the catalog says.
+pub fn locate(input: Input<'_>, entry: &TensorEntry) -> Result<()> {
+    let chunks = u32::try_from(entry.chunks.len()).expect("fewer than 2^32 chunks a tensor");
+    let stored = (0..chunks).filter(|chunk| !entry.chunks.tile(*chunk as usize).is_empty());
+    stored.into_iter().try_for_each(|chunk| Prepared::chunk(input, entry, chunk).map(drop))
+}
+
 /// A stored replica that differs from the one that is read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReplicaDifference {
@@ -140,7 +150,8 @@ fn compare_blocks(
     read: impl Fn(u64, u64, &mut (Vec<u8>, Vec<u8>), &mut Vec<u8>) -> Result<()> + Sync,
 ) -> Result<Option<u64>> {
     let lowest = AtomicU64::new(u64::MAX);
-    let blocks = Mutex::new(blocks(entry, options.strip_bytes));
+    // Two buffers a thread share what is meant for one.
+    let blocks = Mutex::new(blocks(entry, options.strip_bytes / 2));
     let itemsize = entry.dtype.itemsize();
     (0..options.threads).into_par_iter().with_max_len(1).try_for_each(|_| -> Result<()> {
         let (mut buffers, mut scratch) = ((Vec::new(), Vec::new()), Vec::new());

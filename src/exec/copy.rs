@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use rayon::prelude::*;
 
 use super::output::Outputs;
+use super::passing::Passing;
 use super::strips::{Content, Cutter, Payload, Strip};
 use super::{Input, Locations, Options, Prepared, Reporter, Stop};
 use crate::catalog::{Reservation, Reserved};
@@ -47,13 +48,15 @@ pub fn copy(
     let outputs = Outputs::create(folder, &reservation.files)?;
     let mut cutter = Cutter::new(&reservation.files, options.strip_bytes);
     let sums = Sums::new(reservation);
+    let passing = Passing::default();
     let mut stats = Stats::default();
     for window in windows(&reservation.tensors) {
         stop.check()?;
         let (slots, payloads) = prepare(input, window)?;
         let strips = cutter.cut(payloads);
-        let filler = Filler { input, reservation, slots: &slots, outputs: &outputs, sums: &sums };
+        let filler = Filler { input, reservation, slots: &slots, outputs: &outputs, sums: &sums, passing: &passing };
         filler.fill(&strips, options, reporter, stop)?;
+        passing.settle(input.files)?;
         for slot in &slots {
             slot.pieces(|piece| {
                 stats.runs += piece.runs();
@@ -62,7 +65,7 @@ pub fn copy(
         }
     }
     let rest = cutter.finish();
-    let filler = Filler { input, reservation, slots: &[], outputs: &outputs, sums: &sums };
+    let filler = Filler { input, reservation, slots: &[], outputs: &outputs, sums: &sums, passing: &passing };
     filler.fill(&rest, options, reporter, stop)?;
     sums.patch(reservation, &outputs)?;
     input.files.check_unchanged()?;
@@ -148,6 +151,7 @@ struct Filler<'a> {
     slots: &'a [Prepared],
     outputs: &'a Outputs,
     sums: &'a Sums,
+    passing: &'a Passing,
 }
 
 impl Filler<'_> {
@@ -189,7 +193,8 @@ impl Filler<'_> {
                 }
                 Content::Payload { slot, bytes } => {
                     let prepared = &self.slots[*slot];
-                    prepared.read(self.input, bytes.start / prepared.itemsize(), target, scratch)?;
+                    let first = bytes.start / prepared.itemsize();
+                    prepared.read_summing(self.input, first, target, scratch, Some(self.passing))?;
                     self.sums.add(strip.file, part.offset, target);
                 }
             }

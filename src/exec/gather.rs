@@ -4,11 +4,13 @@
 //! at that, or out of a scratch block that is read once and covers many of them.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 
 use smallvec::SmallVec;
 
+use super::passing::Passing;
 use super::{Input, SCRATCH_BYTES};
-use crate::catalog::{Dtype, Located, TensorEntry, span};
+use crate::catalog::{Dtype, Located, Summed, TensorEntry, span};
 use crate::error::{Error, Result};
 use crate::layout::{Dims, Tile};
 use crate::plan::lower::Level;
@@ -86,19 +88,38 @@ impl Prepared {
     /// # Errors
     /// `Io` and `Malformed` from reading.
     pub fn read(&self, input: Input<'_>, first: u64, buffer: &mut [u8], scratch: &mut Vec<u8>) -> Result<()> {
+        self.read_summing(input, first, buffer, scratch, None)
+    }
+
+    /// As [`Prepared::read`]; stretches of records with checksums are noted in `passing`.
+    ///
+    /// # Errors
+    /// As [`Prepared::read`].
+    pub fn read_summing(
+        &self,
+        input: Input<'_>,
+        first: u64,
+        buffer: &mut [u8],
+        scratch: &mut Vec<u8>,
+        passing: Option<&Passing>,
+    ) -> Result<()> {
         let itemsize = self.dtype.itemsize();
         let range = first..first + buffer.len() as u64 / itemsize;
         Pieces::new(&self.plan, &self.strides, itemsize).visit(range, |piece| {
             let located = &self.located[piece.overlap];
             let file = input.files.open(located.file)?;
-            read_piece(&file, input.files.io(), located.offset, &piece, buffer, scratch)
+            read_piece(&file, input.files.io(), located.offset, &piece, buffer, scratch)?;
+            if let (Some(passing), Some(summed)) = (passing, located.summed) {
+                note_runs(passing, located, summed, &piece, buffer);
+            }
+            Ok(())
         })
     }
 
     /// Visit the pieces of the whole tile, for statistics.
     pub fn pieces(&self, mut visit: impl FnMut(&Piece)) {
         let pieces = Pieces::new(&self.plan, &self.strides, self.dtype.itemsize());
-        let walked: Result<(), std::convert::Infallible> = pieces.visit(0..self.numel(), |piece| {
+        let walked: Result<(), Infallible> = pieces.visit(0..self.numel(), |piece| {
             visit(&piece);
             Ok(())
         });
@@ -124,6 +145,25 @@ fn check_inside(input: Input<'_>, entry: &TensorEntry, sizes: &[u64], found: &Lo
         format!("tensor data up to byte {end}"),
         format!("a file of {len} bytes"),
     ))
+}
+
+/// Note the runs of a piece that were read in one go each. Short strided runs are not worth it: their record hardly
+/// ever passes through whole.
+fn note_runs(passing: &Passing, located: &Located, summed: Summed, piece: &Piece, buffer: &[u8]) {
+    if piece.run_bytes < LONG_RUN_BYTES && !piece.levels.is_empty() {
+        return;
+    }
+    let target = usize::try_from(piece.target).expect("a strip fits memory");
+    let run = usize::try_from(piece.run_bytes).expect("a strip fits memory");
+    let noted: Result<(), Infallible> = for_each_run(&piece.levels, 0, 0, &mut |source, offset| {
+        let start = target + offset;
+        let at = located.offset + piece.source + source;
+        passing.note(located.file, summed, at, &buffer[start..start + run]);
+        Ok(())
+    });
+    match noted {
+        Ok(()) => {}
+    }
 }
 
 fn read_piece(
@@ -218,7 +258,7 @@ fn copy_runs(source: &[u8], target: &mut [u8], run_bytes: u64, levels: &[Level])
         8 => copy_sized::<8>(source, target, levels),
         _ => {
             let run = usize::try_from(run_bytes).expect("a strip fits memory");
-            let copied: Result<(), std::convert::Infallible> = for_each_run(levels, 0, 0, &mut |from, to| {
+            let copied: Result<(), Infallible> = for_each_run(levels, 0, 0, &mut |from, to| {
                 let from = usize::try_from(from).expect("a mapping fits memory");
                 target[to..to + run].copy_from_slice(&source[from..from + run]);
                 Ok(())
@@ -231,7 +271,7 @@ fn copy_runs(source: &[u8], target: &mut [u8], run_bytes: u64, levels: &[Level])
 }
 
 fn copy_sized<const N: usize>(source: &[u8], target: &mut [u8], levels: &[Level]) {
-    let copied: Result<(), std::convert::Infallible> = for_each_run(levels, 0, 0, &mut |from, to| {
+    let copied: Result<(), Infallible> = for_each_run(levels, 0, 0, &mut |from, to| {
         let from = usize::try_from(from).expect("a mapping fits memory");
         let element: [u8; N] = source[from..from + N].try_into().expect("N bytes");
         target[to..to + N].copy_from_slice(&element);

@@ -7,6 +7,7 @@ pub mod compare;
 pub mod copy;
 mod gather;
 mod output;
+mod passing;
 pub mod staging;
 mod stop;
 mod strips;

@@ -5,29 +5,21 @@
 use std::collections::BTreeSet;
 
 use super::zip::Archive;
-use super::{Checkpoint, Format};
-use crate::catalog::Place;
+use crate::catalog::{Catalog, Place};
 use crate::error::Result;
 use crate::storage::{Files, Stretch};
 
 /// The archives of a checkpoint; none where the format has no checksums.
 #[must_use]
-pub fn archives(checkpoint: &Checkpoint) -> Vec<Stretch> {
-    match checkpoint.format {
-        Format::Safetensors => Vec::new(),
-        Format::Torch | Format::TorchRanks => checkpoint.files.ids().map(|file| checkpoint.files.whole(file)).collect(),
-        Format::Dcp => {
-            let tensors = checkpoint.catalog.tensors.iter();
-            let places = tensors.flat_map(|entry| (0..entry.chunks.len()).map(|index| entry.chunks.place(index)));
-            let items: BTreeSet<Stretch> = places
-                .filter_map(|place| match place {
-                    Place::Item(stretch) => Some(stretch),
-                    _ => None,
-                })
-                .collect();
-            items.into_iter().collect()
-        }
-    }
+pub fn archives(catalog: &Catalog) -> Vec<Stretch> {
+    let chunks =
+        catalog.tensors.iter().flat_map(|entry| (0..entry.chunks.len()).map(|index| entry.chunks.place(index)));
+    let items = chunks.filter_map(|place| match place {
+        Place::Item(stretch) => Some(stretch),
+        _ => None,
+    });
+    let distinct: BTreeSet<Stretch> = catalog.archives.iter().copied().chain(items).collect();
+    distinct.into_iter().collect()
 }
 
 /// Check every record of an archive whose writer computed sums.

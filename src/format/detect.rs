@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use super::series::SeriesSet;
 use super::{Format, dcp, safetensors};
 use crate::error::{Error, Result};
+use crate::storage::regular_file;
 
 /// A format and the files that make it up.
 #[derive(Debug)]
@@ -145,6 +146,7 @@ fn is_zip(path: &Path) -> Result<bool> {
 
 fn first_bytes(path: &Path) -> Result<Vec<u8>> {
     let mut head = Vec::new();
+    regular_file(path)?;
     let file = File::open(path).map_err(Error::io("open", path))?;
     file.take(512).read_to_end(&mut head).map_err(Error::io("read", path))?;
     Ok(head)

@@ -132,13 +132,14 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located
         None => contiguous_strides(&entry.chunks.tile(index).sizes()),
     };
     match entry.chunks.place(index) {
-        Place::Bytes { file, offset } => Ok(Located { file, offset, strides: strides() }),
-        Place::Record { file, header, within } => {
-            let offset = zip::data_offset(files, file, header)?.checked_add(within);
+        Place::Bytes { file, offset } => Ok(Located { file, offset, strides: strides(), summed: None }),
+        Place::Record { file, record, within } => {
+            let start = zip::data_offset(files, file, record.header)?;
+            let offset = start.checked_add(within);
             let offset = offset.ok_or_else(|| {
                 Error::malformed(files.path(file), entry.fqn.as_str(), "an offset inside the file", "2^64")
             })?;
-            Ok(Located { file, offset, strides: strides() })
+            Ok(Located { file, offset, strides: strides(), summed: record.summed(start) })
         }
         Place::Item(stretch) => dcp::resolve(files, entry, chunk, stretch),
         Place::Nowhere => Err(Error::unsupported(

@@ -23,7 +23,7 @@ use crate::catalog::{
 };
 use crate::error::{Error, Result};
 use crate::layout::{Dims, Region, Tile};
-use crate::storage::{FileId, Files};
+use crate::storage::{FileId, Files, regular_file};
 
 /// Headers beyond this are refused by the reference reader, too.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -222,6 +222,7 @@ pub fn index_files(index: &Path) -> Result<Vec<PathBuf>> {
 }
 
 fn read_index(index: &Path) -> Result<Index> {
+    regular_file(index)?;
     let text = std::fs::read(index).map_err(Error::io("read", index))?;
     serde_json::from_slice(&text)
         .map_err(|error| Error::malformed(index, "index", "a JSON object with weight_map", error.to_string()))

@@ -185,6 +185,7 @@ fn adopt(whole: &mut Catalog, part: &mut Catalog, name: &str) {
         conflict.path.0.insert(0, Key::Name(name.into()));
         whole.conflicts.push(conflict);
     }
+    whole.archives.append(&mut part.archives);
     whole.warnings.append(&mut part.warnings);
 }
 

@@ -168,11 +168,7 @@ impl Files {
     /// `Io` where the file cannot be looked at or is not a regular file.
     pub fn add(&mut self, path: impl Into<PathBuf>) -> Result<FileId> {
         let path = path.into();
-        let metadata = std::fs::metadata(&path).map_err(Error::io("open", &path))?;
-        if !metadata.is_file() {
-            let source = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
-            return Err(Error::Io { action: "open", path, source });
-        }
+        let metadata = regular_file(&path)?;
         let id = FileId(u32::try_from(self.entries.len()).expect("fewer than 2^32 files"));
         self.entries.push(Entry { path, identity: Identity::of(&metadata) });
         Ok(id)
@@ -266,6 +262,19 @@ impl Files {
         }
         Ok(())
     }
+}
+
+/// What the file is, where it is one that can be read without waiting: opening a pipe would wait for its writer.
+///
+/// # Errors
+/// `Io` where it cannot be looked at or is not a regular file.
+pub fn regular_file(path: &Path) -> Result<std::fs::Metadata> {
+    let metadata = std::fs::metadata(path).map_err(Error::io("open", path))?;
+    if metadata.is_file() {
+        return Ok(metadata);
+    }
+    let source = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
+    Err(Error::Io { action: "open", path: path.to_path_buf(), source })
 }
 
 fn changed(path: &Path) -> Error {

@@ -6,7 +6,7 @@ use indexmap::IndexMap;
 
 use super::metadata::{self, EntryKind, Metadata, Stored, StoredChunk};
 use crate::catalog::path::Unflatten;
-use crate::catalog::{Catalog, Chunk, ChunkTable, Located, Path as StatePath, Place, TensorEntry, Value};
+use crate::catalog::{Catalog, Chunk, ChunkTable, Conflict, Located, Path as StatePath, Place, TensorEntry, Value};
 use crate::error::{CoverageKind, Error, Result};
 use crate::format::relative_to_folder;
 use crate::format::torch::{Found, reader, whole_chunk};
@@ -39,7 +39,8 @@ pub fn metadata_files(folder: &Path) -> Result<Vec<PathBuf>> {
 /// What one name stands for, all metadata files together.
 enum Slot {
     Tensor(TensorEntry),
-    Object(Stretch),
+    /// One place, or one a rank where it was saved without collectives.
+    Object(Vec<Stretch>),
 }
 
 /// Read a DCP directory.
@@ -49,9 +50,8 @@ enum Slot {
 pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
     let mut slots: IndexMap<String, (StatePath, Slot)> = IndexMap::new();
     for path in metadata_files(folder)? {
-        let bytes = std::fs::read(&path).map_err(Error::io("read", &path))?;
-        let metadata = metadata::parse(&path, &bytes)?;
-        drop(bytes);
+        let file = files.add(&path)?;
+        let metadata = metadata::parse(&path, &files.read(file, 0, files.len_bytes(file))?)?;
         let source = MetadataFile { data_files: open_data_files(files, folder, &path, &metadata)?, path };
         for entry in metadata.entries {
             let slot = source.slot(files, &entry.fqn, entry.kind)?;
@@ -61,7 +61,7 @@ pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
                 }
                 // Another rank's part, of a save without collectives.
                 (Some((_, Slot::Tensor(known))), Slot::Tensor(more)) => join(&source.path, known, &more)?,
-                (Some((_, Slot::Object(_))), Slot::Object(_)) => {}
+                (Some((_, Slot::Object(known))), Slot::Object(more)) => known.extend(more),
                 (Some(_), _) => {
                     let found = "a tensor and an object of this name";
                     return Err(Error::malformed(&source.path, entry.fqn, "one kind on all ranks", found));
@@ -74,7 +74,7 @@ pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
     for (fqn, (path, slot)) in slots {
         let value = match slot {
             Slot::Tensor(entry) => Value::Tensor(catalog.push_tensor(entry)),
-            Slot::Object(stretch) => read_object(files, stretch, &fqn, &mut catalog)?,
+            Slot::Object(places) => read_objects(files, &places, &fqn, &path, &mut catalog)?,
         };
         state.insert(&path, value).map_err(|found| Error::malformed(folder, fqn, "a path of its own", found))?;
     }
@@ -92,7 +92,7 @@ impl MetadataFile {
     fn slot(&self, files: &Files, fqn: &str, kind: EntryKind) -> Result<Slot> {
         match kind {
             EntryKind::Bytes(None) => Err(Error::malformed(&self.path, fqn, "a place in storage_data", "none")),
-            EntryKind::Bytes(Some(stored)) => Ok(Slot::Object(self.stretch(files, fqn, stored)?)),
+            EntryKind::Bytes(Some(stored)) => Ok(Slot::Object(vec![self.stretch(files, fqn, stored)?])),
             EntryKind::Tensor { dtype, shape, chunks } => {
                 let table = ChunkTable::new(shape.len());
                 let mut entry = TensorEntry { fqn: fqn.into(), dtype, shape, sharding: None, chunks: table };
@@ -176,9 +176,33 @@ fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> 
     Ok(())
 }
 
-/// A value that is not a tensor. Tensors inside it (in a tuple, say) become entries of their own.
+/// A value that is not a tensor, which every rank that stores it must store alike.
+fn read_objects(
+    files: &Files,
+    places: &[Stretch],
+    fqn: &str,
+    path: &StatePath,
+    catalog: &mut Catalog,
+) -> Result<Value> {
+    let first = read_object(files, places[0], fqn, catalog)?;
+    for place in &places[1..] {
+        let other = read_object(files, *place, fqn, catalog)?;
+        if other != first {
+            let name = |place: &Stretch| files.path(place.file).display().to_string();
+            catalog.conflicts.push(Conflict {
+                path: path.clone(),
+                between: format!("{} and {}", name(&places[0]), name(place)),
+                detail: format!("{first:.60} and {other:.60}"),
+            });
+        }
+    }
+    Ok(first)
+}
+
+/// One stored value. Tensors inside it (in a tuple, say) become entries of their own.
 fn read_object(files: &Files, stretch: Stretch, fqn: &str, catalog: &mut Catalog) -> Result<Value> {
     let mut contents = reader::read(files, stretch, fqn)?;
+    catalog.archives.push(stretch);
     let shift = u32::try_from(catalog.tensors.len()).expect("fewer than 2^32 tensors");
     for found in &contents.tensors {
         let Found::Plain(view) = found else {

@@ -49,6 +49,7 @@ pub fn disjoint(files: Vec<RankFile>) -> Result<Catalog> {
         };
         let shift = u32::try_from(catalog.tensors.len()).expect("fewer than 2^32 tensors");
         catalog.tensors.extend(own.tensors);
+        catalog.archives.extend(own.archives);
         for (key, mut value) in dict.entries {
             let name = key_text(&key);
             if let Some(other) = owners.insert(name.clone(), file.path.clone()) {
@@ -82,6 +83,7 @@ pub fn merge(files: &[RankFile]) -> Result<Catalog> {
         }
     }
     let mut catalog = Catalog::empty();
+    catalog.archives = files.iter().map(|file| file.contents.stretch()).collect();
     catalog.conflicts = merger.conflicts.iter().map(|(path, groups)| merger.conflict(path, groups)).collect();
     catalog.state = state.unwrap_or_else(|| Value::Dict(Dict::default()));
     let mut names: Vec<Option<Path>> = vec![None; merger.tensors.len()];

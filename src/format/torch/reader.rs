@@ -10,7 +10,7 @@ use crate::catalog::{Dtype, Located, Place, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::pickle::{self, LiftError, NoFold, NodeId, PickleError, PickleErrorKind};
 use crate::format::zip::Archive;
-use crate::storage::{FileId, Files, Stretch};
+use crate::storage::{Files, Stretch};
 
 /// What a file (or an item of a DCP data file) holds.
 #[derive(Debug)]
@@ -19,16 +19,22 @@ pub struct Contents {
     pub value: Value,
     pub tensors: Vec<Found>,
     archive: Archive,
-    file: FileId,
+    stretch: Stretch,
 }
 
 impl Contents {
+    /// What was read.
+    #[must_use]
+    pub fn stretch(&self) -> Stretch {
+        self.stretch
+    }
+
     /// Where the view's element 0 lies. The record was checked to hold the storage.
     #[must_use]
     pub fn place(&self, view: &View) -> Place {
         match self.archive.get(&format!("data/{}", view.key)) {
             Some(record) if !view.sizes.contains(&0) => {
-                Place::Record { file: self.file, header: record.header, within: view.offset * view.dtype.itemsize() }
+                Place::Record { file: self.stretch.file, record, within: view.offset * view.dtype.itemsize() }
             }
             _ => Place::Nowhere,
         }
@@ -40,11 +46,11 @@ impl Contents {
     /// `Malformed` where the record's local header is damaged.
     pub fn locate(&self, files: &Files, view: &View) -> Result<Located> {
         let name = format!("data/{}", view.key);
-        let Some((data, _)) = self.archive.locate(files, &name)? else {
-            return Err(Error::malformed(files.path(self.file), name, "a record of the archive", "none"));
+        let Some((data, record)) = self.archive.locate(files, &name)? else {
+            return Err(Error::malformed(files.path(self.stretch.file), name, "a record of the archive", "none"));
         };
         let offset = data + view.offset * view.dtype.itemsize();
-        Ok(Located { file: self.file, offset, strides: view.strides.clone() })
+        Ok(Located { file: self.stretch.file, offset, strides: view.strides.clone(), summed: record.summed(data) })
     }
 }
 
@@ -186,7 +192,7 @@ pub fn read(files: &Files, stretch: Stretch, name: &str) -> Result<Contents> {
     });
     let unsupported = reader.unsupported.into_inner();
     let value = lifted.map_err(|error| lift_error(path, &error.under(name), unsupported))?;
-    Ok(Contents { value, tensors, archive, file })
+    Ok(Contents { value, tensors, archive, stretch })
 }
 
 fn check_kind(files: &Files, path: &Path, archive: &Archive) -> Result<()> {

@@ -10,18 +10,9 @@ use std::sync::Arc;
 
 use rawzip::{CompressionMethod, ReaderAt, ZipArchive, ZipLocator};
 
+use crate::catalog::Record;
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, OpenFile, Stretch};
-
-/// One stored entry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Record {
-    /// Absolute offset of its local header.
-    pub header: u64,
-    pub len: u64,
-    /// As the directory claims; 0 where the writer did not compute it.
-    pub crc: u32,
-}
 
 /// The directory of an archive.
 #[derive(Debug)]
@@ -171,7 +162,8 @@ pub fn data_offset(files: &Files, file: FileId, header: u64) -> Result<u64> {
     let data = after_header(&bytes, header).ok_or_else(bad)?;
     // Nothing else tells a wrong length of the extra field, which would shift the data.
     let mut extra = vec![0; usize::from(u16::from_le_bytes([bytes[28], bytes[29]]))];
-    source.read_exact_at(&mut extra, data - extra.len() as u64)?;
+    let at = data - extra.len() as u64;
+    source.read_exact_at(&mut extra, at)?;
     is_extra_field(&extra).then_some(data).ok_or_else(bad)
 }
 
