@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::commands::{OutputChoice, ProgressChoice, Quantity};
 use crate::format::Format;
+use crate::quantity::Quantity;
 use crate::storage::IoMode;
 
 /// Convert sharded PyTorch checkpoints between layouts, without Python.
@@ -72,7 +72,7 @@ pub struct TalkArgs {
     pub verbose: bool,
     /// Show progress
     #[arg(long, value_name = "WHEN", default_value = "auto")]
-    pub progress: ProgressArg,
+    pub progress: ProgressChoice,
 }
 
 /// Where to write to, and how.
@@ -98,6 +98,22 @@ pub struct DestinationArgs {
     pub verify: bool,
 }
 
+/// What the verbs that write have in common.
+#[derive(Args, Debug)]
+pub struct ConvertArgs {
+    /// The checkpoint: a folder or a file
+    pub src: PathBuf,
+    /// What to write: a folder or a file, as the format wants it [optional with --dry-run]
+    #[arg(required_unless_present = "dry_run")]
+    pub dst: Option<PathBuf>,
+    #[command(flatten)]
+    pub source: SourceArgs,
+    #[command(flatten)]
+    pub destination: DestinationArgs,
+    #[command(flatten)]
+    pub talk: TalkArgs,
+}
+
 #[derive(Args, Debug)]
 pub struct Inspect {
     /// The checkpoint: a folder or a file
@@ -116,11 +132,6 @@ pub struct Inspect {
 
 #[derive(Args, Debug)]
 pub struct Reshard {
-    /// The checkpoint: a folder or a file
-    pub src: PathBuf,
-    /// What to write [optional with --dry-run]
-    #[arg(required_unless_present = "dry_run")]
-    pub dst: Option<PathBuf>,
     /// Target mesh: named dims, row-major ranks (dp=4,tp=2)
     #[arg(long, value_name = "DIMS")]
     pub mesh: String,
@@ -132,28 +143,15 @@ pub struct Reshard {
     #[arg(long, value_name = "[PATTERN=]LIST")]
     pub placements: Vec<String>,
     #[command(flatten)]
-    pub source: SourceArgs,
-    #[command(flatten)]
-    pub destination: DestinationArgs,
-    #[command(flatten)]
-    pub talk: TalkArgs,
+    pub convert: ConvertArgs,
 }
 
 #[derive(Args, Debug)]
 pub struct Unshard {
-    /// The checkpoint: a folder or a file
-    pub src: PathBuf,
-    /// What to write: a torch file, unless --to or the suffix says otherwise [optional with --dry-run]
-    #[arg(required_unless_present = "dry_run")]
-    pub dst: Option<PathBuf>,
     #[command(flatten)]
     pub shards: ShardArgs,
     #[command(flatten)]
-    pub source: SourceArgs,
-    #[command(flatten)]
-    pub destination: DestinationArgs,
-    #[command(flatten)]
-    pub talk: TalkArgs,
+    pub convert: ConvertArgs,
 }
 
 /// Sizes of safetensors files.
@@ -166,11 +164,6 @@ pub struct ShardArgs {
 
 #[derive(Args, Debug)]
 pub struct Consolidate {
-    /// The checkpoint: a folder or a file
-    pub src: PathBuf,
-    /// What to write: a folder, or a file ending in .safetensors [optional with --dry-run]
-    #[arg(required_unless_present = "dry_run")]
-    pub dst: Option<PathBuf>,
     /// Take this subtree of the state dict instead of the model
     #[arg(long, value_name = "PATH", conflicts_with = "everything")]
     pub root: Option<String>,
@@ -183,11 +176,7 @@ pub struct Consolidate {
     #[command(flatten)]
     pub shards: ShardArgs,
     #[command(flatten)]
-    pub source: SourceArgs,
-    #[command(flatten)]
-    pub destination: DestinationArgs,
-    #[command(flatten)]
-    pub talk: TalkArgs,
+    pub convert: ConvertArgs,
 }
 
 #[derive(Args, Debug)]
@@ -242,8 +231,10 @@ impl IoArg {
     }
 }
 
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
-pub enum ProgressArg {
+/// When to show progress.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum ProgressChoice {
+    /// A bar on a terminal, plain lines for long runs elsewhere
     #[default]
     Auto,
     Always,
@@ -253,23 +244,13 @@ pub enum ProgressArg {
 impl Cli {
     /// How to talk, which is needed before anything is done.
     #[must_use]
-    pub fn output_choice(&self) -> OutputChoice {
-        let talk = match &self.command {
+    pub fn talk(&self) -> TalkArgs {
+        match &self.command {
             Command::Inspect(args) => args.talk,
-            Command::Reshard(args) => args.talk,
-            Command::Unshard(args) => args.talk,
-            Command::Consolidate(args) => args.talk,
+            Command::Reshard(args) => args.convert.talk,
+            Command::Unshard(args) => args.convert.talk,
+            Command::Consolidate(args) => args.convert.talk,
             Command::Verify(args) => args.talk,
-        };
-        OutputChoice {
-            json: talk.json,
-            quiet: talk.quiet,
-            verbose: talk.verbose,
-            progress: match talk.progress {
-                ProgressArg::Auto => ProgressChoice::Auto,
-                ProgressArg::Always => ProgressChoice::Always,
-                ProgressArg::Never => ProgressChoice::Never,
-            },
         }
     }
 }

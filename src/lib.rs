@@ -22,4 +22,5 @@ pub mod exec;
 pub mod format;
 pub mod layout;
 pub mod plan;
+pub mod quantity;
 pub mod storage;

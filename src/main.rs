@@ -17,7 +17,7 @@ fn main() -> ExitCode {
             return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
         }
     };
-    let printer = Printer::new(cli.output_choice());
+    let printer = Printer::new(cli.talk());
     match commands::run(cli, &printer) {
         Ok(status) => ExitCode::from(status.code()),
         Err(error) => {

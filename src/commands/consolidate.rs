@@ -4,15 +4,15 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 use std::time::Instant;
 
-use super::convert::{Conversion, convert, file_name, target_format};
+use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
 use super::printer::Printer;
-use super::quantity::count;
-use super::{Quantity, Status, read_options, refuse_fragment, unshard};
+use super::{Status, read_options, refuse_fragment, unshard};
 use crate::catalog::{Fqn, OutputFile, Reservation, TensorId, Value, model};
 use crate::cli::Consolidate;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, SeriesChoice, distinct_names, natural_order, safetensors, torch};
+use crate::quantity::{Quantity, count};
 
 /// Files that loaders want beside the weights.
 const ASSETS: [&str; 16] = [
@@ -36,19 +36,19 @@ const ASSETS: [&str; 16] = [
 
 pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
     let started = Instant::now();
-    let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, SeriesChoice::Model))?;
+    let checkpoint = Checkpoint::open(&args.convert.src, &read_options(&args.convert.source, SeriesChoice::Model))?;
     refuse_fragment(&checkpoint)?;
     let catalog = &checkpoint.catalog;
     let mut tensors = choose(args, &catalog.state)?;
     if tensors.is_empty() {
         return Err(Error::usage(
-            format!("{} has no model tensors", args.src.display()),
+            format!("{} has no model tensors", args.convert.src.display()),
             "`dtshard inspect` shows what it holds; --root or --everything takes something else",
         ));
     }
     tensors.sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
-    let destination = args.dst.as_deref();
-    let to = target_format(&args.destination, destination, Format::Safetensors);
+    let destination = args.convert.dst.as_deref();
+    let to = target_format(&args.convert.destination, destination, Format::Safetensors);
     let (mut reservation, shape) = match to {
         Format::Safetensors => {
             let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size);
@@ -59,12 +59,7 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
             let state = model::flat_state(&tensors);
             (torch::reserve(catalog, &state, file_name(destination, "pytorch_model.bin"))?, Shape::File)
         }
-        Format::Dcp | Format::TorchRanks => {
-            return Err(Error::usage(
-                format!("consolidate writes safetensors and torch, not {to}"),
-                "use `dtshard reshard` with a --mesh to write shards",
-            ));
-        }
+        Format::Dcp | Format::TorchRanks => return Err(holds_shards("consolidate", to)),
     };
     reservation.left_out = unshard::object_names(&catalog.state);
     let left_out = left_out(&catalog.state, &tensors);
@@ -81,7 +76,7 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
         left_out,
         notes: Vec::new(),
     };
-    convert(conversion, &args.source, &args.destination, printer)
+    convert(conversion, &args.convert, printer)
 }
 
 fn choose(args: &Consolidate, state: &Value) -> Result<Vec<(Fqn, TensorId)>> {

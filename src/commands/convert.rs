@@ -7,16 +7,17 @@ use std::time::Instant;
 use serde_json::{Value as Json, json};
 
 use super::printer::Printer;
-use super::quantity::{count, human_bytes};
+use super::progress::Progress;
 use super::{Status, input, work_options};
 use crate::catalog::{OutputFile, Reservation};
-use crate::cli::{DestinationArgs, SourceArgs};
+use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
 use crate::exec::staging::{Existing, Shape, Staging};
 use crate::exec::{Options, Stop, compare, copy};
 use crate::format::{Checkpoint, Format};
 use crate::layout::Rank;
+use crate::quantity::{count, human_bytes};
 use crate::storage::filesystem;
 
 /// A conversion with everything decided.
@@ -44,6 +45,14 @@ pub fn target_format(args: &DestinationArgs, destination: Option<&Path>, default
     args.to.map(Format::from).or_else(from_suffix).unwrap_or(default)
 }
 
+/// The error for a verb that writes whole tensors and is asked for a format of shards.
+pub fn holds_shards(verb: &str, to: Format) -> Error {
+    Error::usage(
+        format!("{verb} writes whole tensors, to torch or safetensors, not to {to}"),
+        "use `dtshard reshard` with a --mesh to write shards",
+    )
+}
+
 /// The name of a single-file destination.
 pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
     destination.and_then(Path::file_name).map_or_else(|| PathBuf::from(default), PathBuf::from)
@@ -53,12 +62,8 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 ///
 /// # Errors
 /// Anything; the destination is then as it was.
-pub fn convert(
-    conversion: Conversion<'_>,
-    source: &SourceArgs,
-    args: &DestinationArgs,
-    printer: &Printer,
-) -> Result<Status> {
+pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, printer: &Printer) -> Result<Status> {
+    let ConvertArgs { source, destination: args, .. } = args;
     let options = work_options(source, !args.no_sync)?;
     for warning in &conversion.checkpoint.catalog.warnings {
         printer.detail(warning);
@@ -85,7 +90,7 @@ pub fn convert(
     check_space(staging.folder(), conversion.reservation.len_bytes())?;
     check_plain_replicas(&conversion, &options, printer, &stop)?;
 
-    let progress = printer.progress("writing", conversion.reservation.len_bytes());
+    let progress = Progress::start(printer, "writing", conversion.reservation.len_bytes());
     let stats = copy::copy(
         input(conversion.checkpoint),
         &conversion.reservation,
@@ -157,7 +162,7 @@ fn check_plain_replicas(conversion: &Conversion<'_>, options: &Options, printer:
         .filter(|entry| entry.sharding.is_none() && entry.chunks.len() > 1)
         .collect();
     let total = plain.iter().map(|entry| entry.len_bytes() * entry.chunks.len() as u64).sum();
-    let progress = printer.progress("comparing replicas", total);
+    let progress = Progress::start(printer, "comparing replicas", total);
     for entry in plain {
         let found = compare::replica_difference(input(conversion.checkpoint), entry, options, &progress, stop)?;
         if let Some(difference) = found {
@@ -191,7 +196,7 @@ fn read_back(
     let catalog = crate::catalog::Catalog::empty();
     let written = crate::exec::Input { files: &files, catalog: &catalog, resolve: &crate::format::resolve };
     let source = &conversion.checkpoint.catalog;
-    let progress = printer.progress("verifying", conversion.reservation.payload_bytes());
+    let progress = Progress::start(printer, "verifying", conversion.reservation.payload_bytes());
     for tensor in &conversion.reservation.tensors {
         let left = (input(conversion.checkpoint), source.tensor(tensor.source));
         let found = compare::first_difference(left, (written, &tensor.entry), options, &progress, stop)?;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value as Json, json};
 
 use super::printer::Printer;
-use super::quantity::{count, human_bytes};
+use super::progress::Progress;
 use super::{Status, input, read_options, work_options};
 use crate::catalog::{Catalog, Sharding, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Inspect;
@@ -13,6 +13,7 @@ use crate::error::Result;
 use crate::exec::{Stop, compare};
 use crate::format::{Checkpoint, SeriesChoice};
 use crate::layout::DeviceMesh;
+use crate::quantity::{count, human_bytes};
 
 pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, SeriesChoice::All))?;
@@ -57,7 +58,7 @@ fn digests(
     for (_, entry) in partial {
         printer.warning(&format!("{}: no digest, its Partial values have not been reduced", entry.fqn));
     }
-    let progress = printer.progress("hashing", entries.iter().map(|(_, entry)| entry.len_bytes()).sum());
+    let progress = Progress::start(printer, "hashing", entries.iter().map(|(_, entry)| entry.len_bytes()).sum());
     compare::digests(input(checkpoint), &entries, &options, &progress, &stop)
 }
 

@@ -5,14 +5,11 @@ mod convert;
 mod inspect;
 mod printer;
 mod progress;
-mod quantity;
 mod reshard;
 mod unshard;
 mod verify;
 
-pub use printer::{OutputChoice, Printer};
-pub use progress::ProgressChoice;
-pub use quantity::Quantity;
+pub use printer::Printer;
 
 use crate::cli::{Cli, Command, SourceArgs};
 use crate::error::{Error, Result};

@@ -1,29 +1,20 @@
 //! The one door for output: stdout is data, stderr is talk.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, Write};
 
 use serde_json::{Value as Json, json};
 
-use super::progress::{Progress, ProgressChoice};
+use crate::cli::{ProgressChoice, TalkArgs};
 use crate::error::Error;
-
-/// How to talk.
-#[derive(Clone, Copy, Debug)]
-pub struct OutputChoice {
-    pub json: bool,
-    pub quiet: bool,
-    pub verbose: bool,
-    pub progress: ProgressChoice,
-}
 
 #[derive(Clone, Copy, Debug)]
 pub struct Printer {
-    choice: OutputChoice,
+    choice: TalkArgs,
 }
 
 impl Printer {
     #[must_use]
-    pub fn new(choice: OutputChoice) -> Self {
+    pub fn new(choice: TalkArgs) -> Self {
         Self { choice }
     }
 
@@ -84,15 +75,14 @@ impl Printer {
         self.document(&json!({ "error": error_document(error) }));
     }
 
-    /// A progress display over `total` bytes.
+    /// When to show progress. A JSON document is for a program, which is not waiting for a bar.
     #[must_use]
-    pub fn progress(&self, verb: &'static str, total: u64) -> Progress {
-        let shown = match self.choice.progress {
+    pub fn progress(&self) -> ProgressChoice {
+        match self.choice.progress {
             _ if self.choice.quiet => ProgressChoice::Never,
             ProgressChoice::Auto if self.choice.json => ProgressChoice::Never,
             choice => choice,
-        };
-        Progress::new(verb, total, shown, io::stderr().is_terminal())
+        }
     }
 }
 

@@ -1,22 +1,16 @@
 //! How far a run is: a bar with rate and remaining time on a terminal, a plain line now and then elsewhere.
 
+use std::io::IsTerminal;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::quantity::human_bytes;
+use super::printer::{Printer, write_stderr};
+use crate::cli::ProgressChoice;
 use crate::exec::Reporter;
-
-/// When to show progress.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProgressChoice {
-    /// A bar on a terminal, plain lines for long runs elsewhere.
-    Auto,
-    Always,
-    Never,
-}
+use crate::quantity::human_bytes;
 
 /// Time between plain lines, which go into logs.
 const LINE_EVERY: Duration = Duration::from_secs(10);
@@ -34,10 +28,11 @@ enum Display {
 }
 
 impl Progress {
-    pub fn new(verb: &'static str, total: u64, choice: ProgressChoice, is_terminal: bool) -> Self {
-        let display = match choice {
+    /// Begin to show progress over `total` bytes.
+    pub fn start(printer: &Printer, verb: &'static str, total: u64) -> Self {
+        let display = match printer.progress() {
             ProgressChoice::Never => Display::Nothing,
-            _ if is_terminal => Display::Bar(bar(verb, total)),
+            _ if std::io::stderr().is_terminal() => Display::Bar(bar(verb, total)),
             _ => {
                 let now = Instant::now();
                 Display::Lines { verb, total, done: AtomicU64::new(0), started: now, last: Mutex::new(now) }
@@ -65,7 +60,7 @@ impl Reporter for Progress {
                 let Ok(mut last) = last.try_lock() else { return };
                 if last.elapsed() >= LINE_EVERY {
                     *last = Instant::now();
-                    super::printer::write_stderr(&line(verb, done, *total, started.elapsed()));
+                    write_stderr(&line(verb, done, *total, started.elapsed()));
                 }
             }
         }

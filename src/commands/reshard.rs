@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use super::convert::{Conversion, convert, target_format};
 use super::printer::Printer;
-use super::quantity::count;
 use super::{Status, read_options, refuse_fragment};
 use crate::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, model};
 use crate::cli::Reshard;
@@ -14,17 +13,18 @@ use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, SeriesChoice, dcp};
 use crate::layout::target::{Fallback, Rule, SourceLayout, TargetLayout};
 use crate::layout::{DeviceMesh, LayoutError, Pattern, Rank, parse_placements};
+use crate::quantity::count;
 
 pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let started = Instant::now();
-    let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, SeriesChoice::All))?;
+    let checkpoint = Checkpoint::open(&args.convert.src, &read_options(&args.convert.source, SeriesChoice::All))?;
     refuse_fragment(&checkpoint)?;
     let catalog = &checkpoint.catalog;
     if let Some(conflict) = catalog.conflicts.first() {
         return Err(conflict.error());
     }
-    let destination = args.dst.as_deref();
-    let to = target_format(&args.destination, destination, default_format(checkpoint.format));
+    let destination = args.convert.dst.as_deref();
+    let to = target_format(&args.convert.destination, destination, default_format(checkpoint.format));
     if to != Format::Dcp {
         return Err(match to {
             Format::TorchRanks => Error::unsupported(
@@ -51,7 +51,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
         left_out: Vec::new(),
         notes,
     };
-    convert(conversion, &args.source, &args.destination, printer)
+    convert(conversion, &args.convert, printer)
 }
 
 /// The source's own format; a single file becomes a DCP directory, since it has no place for shards.

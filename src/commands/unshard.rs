@@ -2,25 +2,25 @@
 
 use std::time::Instant;
 
-use super::convert::{Conversion, convert, file_name, target_format};
+use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
 use super::printer::Printer;
 use super::{Status, read_options, refuse_fragment};
 use crate::catalog::{Value, model, path};
 use crate::cli::Unshard;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, SeriesChoice, natural_order, safetensors, torch};
 
 pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
     let started = Instant::now();
-    let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, SeriesChoice::Model))?;
+    let checkpoint = Checkpoint::open(&args.convert.src, &read_options(&args.convert.source, SeriesChoice::Model))?;
     refuse_fragment(&checkpoint)?;
     let catalog = &checkpoint.catalog;
     if let Some(conflict) = catalog.conflicts.first() {
         return Err(conflict.error());
     }
-    let destination = args.dst.as_deref();
-    let to = target_format(&args.destination, destination, Format::Torch);
+    let destination = args.convert.dst.as_deref();
+    let to = target_format(&args.convert.destination, destination, Format::Torch);
     let (reservation, shape) = match to {
         Format::Torch => {
             let name = file_name(destination, "checkpoint.pt");
@@ -34,12 +34,7 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
             reservation.left_out = object_names(&catalog.state);
             (reservation, staged)
         }
-        Format::Dcp | Format::TorchRanks => {
-            return Err(Error::usage(
-                format!("unshard writes torch and safetensors, not {to}"),
-                "use `dtshard reshard` with a --mesh to write shards",
-            ));
-        }
+        Format::Dcp | Format::TorchRanks => return Err(holds_shards("unshard", to)),
     };
     let conversion = Conversion {
         started,
@@ -51,7 +46,7 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
         left_out: Vec::new(),
         notes: Vec::new(),
     };
-    convert(conversion, &args.source, &args.destination, printer)
+    convert(conversion, &args.convert, printer)
 }
 
 /// Names of everything in a state dict that is not a tensor.

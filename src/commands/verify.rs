@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use serde_json::{Value as Json, json};
 
 use super::printer::Printer;
-use super::quantity::{count, human_bytes};
+use super::progress::Progress;
 use super::{Status, input, read_options, refuse_fragment, work_options};
 use crate::catalog::{Catalog, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Verify;
@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::exec::{Options, Reporter, Stop, compare};
 use crate::format::{Checkpoint, Format, SeriesChoice, checksum};
 use crate::layout::Rank;
+use crate::quantity::{count, human_bytes};
 
 /// Something that is not as it should be.
 #[derive(Debug)]
@@ -98,7 +99,7 @@ fn sound(
     check_sums(checkpoint, printer, stop, report)?;
     let catalog = &checkpoint.catalog;
     let replicas = catalog.tensors.iter().filter(|entry| entry.chunks.len() > 1);
-    let progress = printer.progress("comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
+    let progress = Progress::start(printer, "comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
     for entry in &catalog.tensors {
         let partial = entry.sharding.as_ref().is_some_and(crate::catalog::Sharding::is_partial);
         if partial {
@@ -126,7 +127,7 @@ fn sound(
 /// Every stored checksum holds.
 fn check_sums(checkpoint: &Checkpoint, printer: &Printer, stop: &Stop, report: &mut Report) -> Result<()> {
     let archives = checksum::archives(&checkpoint.catalog);
-    let progress = printer.progress("checking sums", archives.iter().map(|archive| archive.len).sum());
+    let progress = Progress::start(printer, "checking sums", archives.iter().map(|archive| archive.len).sum());
     let outcomes: Vec<Result<()>> = archives
         .par_iter()
         .map(|archive| {
@@ -155,7 +156,8 @@ fn same_values(
 ) -> Result<()> {
     let left = named_tensors(&source.catalog, args.root.as_deref())?;
     let mut right = named_tensors(&other.catalog, None)?;
-    let progress = printer.progress("comparing", left.values().map(|id| source.catalog.tensor(*id).len_bytes()).sum());
+    let progress =
+        Progress::start(printer, "comparing", left.values().map(|id| source.catalog.tensor(*id).len_bytes()).sum());
     for (name, id) in left {
         let Some(other_id) = right.remove(&name) else {
             report.only_in_src.push(name);

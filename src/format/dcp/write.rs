@@ -73,11 +73,11 @@ pub fn reserve(
                         let bytes = region.numel() * entry.dtype.itemsize();
                         assignment.push(rank, bytes, Item::Box { tensor: index, region });
                     }
-                    if entry.numel() == 0 && tile.is_empty() {
-                        // PyTorch stores a chunk of an empty tensor, too.
-                        let region = Region::whole(&entry.shape);
-                        assignment.push(rank, 0, Item::Box { tensor: index, region });
-                    }
+                }
+                if entry.numel() == 0 {
+                    // PyTorch stores a chunk of an empty tensor, too.
+                    let region = Region::whole(&entry.shape);
+                    assignment.push(Rank(0), 0, Item::Box { tensor: index, region });
                 }
             }
         }

@@ -88,7 +88,7 @@ impl Archive {
             .filter(|data| data.checked_add(record.len).is_some_and(|end| end <= self.window.end()))
             .filter(|data| {
                 let at = data - extra.len() as u64 - self.window.base;
-                (&self.window).read_exact_at(&mut extra, at).is_ok() && is_extra_field(&extra)
+                self.window.read_exact_at(&mut extra, at).is_ok() && is_extra_field(&extra)
             })
             .ok_or_else(|| bad_header(path, &format!("{}/{name}", self.prefix), record.header))?;
         Ok(Some((data, record)))
@@ -213,7 +213,7 @@ fn read_entries(
     buffer: &mut [u8],
 ) -> Result<(String, HashMap<Box<str>, Record>), Fault> {
     let mut prefix: Option<String> = None;
-    let mut records = HashMap::new();
+    let mut records: HashMap<Box<str>, Record> = HashMap::new();
     let mut entries = archive.entries(buffer);
     while let Some(entry) = entries.next_entry()? {
         let raw = entry.file_path();
@@ -241,8 +241,10 @@ fn read_entries(
         }
     }
     // A header or a size that is off by a bit would give one record's bytes for another's.
-    let ends = |(name, record): (&Box<str>, &Record)| (record.header, name.len() as u64 + record.len);
-    let mut spans: Vec<(u64, u64)> = records.iter().map(ends).collect();
+    let mut spans: Vec<(u64, u64)> = Vec::with_capacity(records.len());
+    for (name, record) in &records {
+        spans.push((record.header, name.len() as u64 + record.len));
+    }
     spans.sort_unstable();
     let overlap = spans.array_windows().find(|[first, second]| second.0 - first.0 < first.1 + LOCAL_HEADER as u64);
     if let Some([first, second]) = overlap {

@@ -1,0 +1,125 @@
+"""What runs in each rank's process."""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import common
+import generate
+
+# the modules of the fixtures, by case: sizes of generate.SmallModel
+MODELS = {
+    "fsdp3": {"blocks": 2}, "fsdp4": {"blocks": 2}, "hsdp": {}, "fsdp1_sharded": {},
+    "fsdp_tp": {"vocab": 10, "dim": 5, "q": 7, "k": 3, "hidden": 9},
+    "fsdp_tp6": {"vocab": 11, "dim": 7, "q": 8, "k": 4, "hidden": 10},
+    "tp2": {"dim": 5, "q": 7, "k": 3}, "llama_tiny": None,
+}
+
+
+def local_truth(tensor, like):
+    """The part of a whole tensor that this rank's DTensor should hold."""
+    placements = [generate.placement_text(p) for p in like.placements]
+    return generate.local_part(tensor, like.device_mesh.shape, like.device_mesh.get_coordinate(), placements)
+
+
+def check(found, whole, name):
+    if isinstance(found, DTensor):
+        assert found.shape == whole.shape, name
+        found, whole = found.to_local(), local_truth(whole, found)
+    assert generate.same(found.detach(), whole), f"{name}: other values on rank {dist.get_rank()}"
+
+
+def load_dtensors(expected, folders):
+    """Every tensor into a DTensor, sharded by the last dim, then by the first; objects as they are."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("other",))
+    world = dist.get_world_size()
+    expected = torch.load(expected, weights_only=False)
+    for folder, last in itertools.product(folders, (True, False)):
+        entries = common.dcp_keys(folder)
+        assert set(entries) == set(expected)
+        state = {}
+        for name, entry in entries.items():
+            if not hasattr(entry, "size"):
+                state[name] = None
+                continue
+            dim = len(entry.size) - 1 if last else 0
+            placement = generate.placement_object(f"S({dim})" if entry.size else "R")
+            size = list(entry.size)
+            if size:
+                size[dim] = len(generate.cut(range(size[dim]), world, dist.get_rank()))
+            local = torch.zeros(size, dtype=entry.properties.dtype)
+            state[name] = DTensor.from_local(local, mesh, [placement], run_check=False, shape=entry.size,
+                                             stride=torch.empty(entry.size, device="meta").stride())
+        dcp.load(state, checkpoint_id=folder)
+        for name, value in expected.items():
+            if isinstance(value, torch.Tensor):
+                check(state[name], value, name)
+            else:
+                common.assert_equal(state[name], value, name)
+
+
+def load_training(case, kind, folders):
+    """A model under FSDP2 with its optimizer, resumed the usual way."""
+    for folder in folders:
+        resume(case, kind, folder)
+
+
+def resume(case, kind, folder):
+    _, tensors = common.truth(case)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    if case == "llama_tiny":
+        module = generate.Llama(generate.LLAMA_CONFIG).to(torch.bfloat16)
+        blocks = module.model["layers"]
+        make = lambda: torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    else:
+        module = generate.SmallModel(**MODELS[case])
+        blocks = module.blocks
+        make = lambda: torch.optim.AdamW(module.parameters(), lr=0.5)
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = make()
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    by_index = kind == "ranks" and case != "fsdp1_sharded"  # the files of the ranks number their parameters
+    state = {"model": get_model_state_dict(module)}
+    if kind == "dcp" or case != "llama_tiny":
+        state["optim"] = optimizer.state_dict() if by_index else get_optimizer_state_dict(module, optimizer)
+    if kind == "ranks":
+        state["extra_state"] = {"lr_scheduler": {"base_lrs": None, "last_epoch": None, "_step_count": None}, "step": None}
+    elif case != "llama_tiny":
+        state["step"] = None
+    dcp.load(state, checkpoint_id=folder)
+    if kind == "ranks":
+        assert state["extra_state"] == generate.EXTRA_STATE
+    elif case != "llama_tiny":
+        assert state["step"] == 1000
+
+    set_model_state_dict(module, state["model"])
+    for name, found in module.state_dict().items():
+        check(found, tensors[f"model.{name}"], name)
+    if "optim" not in state:
+        return
+    if by_index:
+        optimizer.load_state_dict(state["optim"])
+    else:
+        set_optimizer_state_dict(module, optimizer, optim_state_dict=state["optim"])
+    count = 0
+    for name, p in module.named_parameters():
+        for key, found in optimizer.state[p].items():
+            check(found, tensors[f"optim.state.{name}.{key}"], f"{name} {key}")
+            count += 1
+    assert count == sum(name.startswith("optim.state.") for name in tensors)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (1e-3, 0.1)
+    optimizer.step()  # goes on

@@ -1,0 +1,28 @@
+"""`dtshard reshard ... --to dcp`, loaded by 2 and 3 processes: other world sizes than anything was written for."""
+
+import pytest
+import torch
+
+import common
+import ranks
+
+TARGET_OF = {2: ("s0x3", "s0s1"), 3: ("s0x4", "strided")}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("case,kind", common.SOURCES)
+def test_dtensors(resharded, tmp_path, case, kind, world):
+    """Every tensor into DTensors of another sharding."""
+    expected = str(tmp_path / "expected.pt")
+    whole = common.expected_by_key(case, kind)
+    torch.save({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in whole.items()}, expected)
+    common.run_ranks(ranks.load_dtensors, world, tmp_path, expected,
+                     [resharded(case, kind, target) for target in TARGET_OF[world]])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("case,kind", [s for s in common.SOURCES if s[0] in ranks.MODELS])
+def test_training_resumes(resharded, tmp_path, case, kind, world):
+    """Model and optimizer under FSDP2, loaded the usual way; the optimizer steps on."""
+    common.run_ranks(ranks.load_training, world, tmp_path, case, kind,
+                     [resharded(case, kind, target) for target in TARGET_OF[world]])
