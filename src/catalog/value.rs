@@ -249,7 +249,7 @@ impl PartialEq for Value {
             (Self::List(a), Self::List(b)) | (Self::Tuple(a), Self::Tuple(b)) => a == b,
             // Python writes a set in the order of its hashes, which may differ from process to process.
             (Self::Set(a), Self::Set(b)) | (Self::FrozenSet(a), Self::FrozenSet(b)) => {
-                a.len() == b.len() && a.iter().all(|item| b.contains(item))
+                a == b || a.len() == b.len() && sorted(a) == sorted(b)
             }
             (Self::Dict(a), Self::Dict(b)) => a == b,
             (Self::Symbol(a), Self::Symbol(b)) => a == b,
@@ -261,6 +261,13 @@ impl PartialEq for Value {
 }
 
 impl Eq for Value {}
+
+/// The items of a set in an order that does not depend on how they were written.
+fn sorted(items: &[Value]) -> Vec<String> {
+    let mut texts: Vec<String> = items.iter().map(|item| format!("{item:?}")).collect();
+    texts.sort_unstable();
+    texts
+}
 
 #[cfg(test)]
 mod tests {

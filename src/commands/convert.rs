@@ -1,7 +1,7 @@
 //! What `reshard`, `unshard` and `consolidate` share once each has chosen what to take and how to lay it out:
 //! check, stage, fill, publish, say what was done.
 
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::time::Instant;
 
 use serde_json::{Value as Json, json};
@@ -73,8 +73,8 @@ pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, printer: &Printer
     }
     if args.dry_run {
         let stats = copy::dry_run(input(conversion.checkpoint), &conversion.reservation, &Stop::default())?;
-        printer.document(&document(&conversion, &stats, &options));
-        printer.data(&dry_run_text(&conversion, &stats, &options));
+        printer.document(&document(&conversion, &stats, &options))?;
+        printer.data(&dry_run_text(&conversion, &stats, &options))?;
         return Ok(Status::Done);
     }
     let destination = conversion.destination.expect("clap asks for DST unless --dry-run is given");
@@ -105,22 +105,14 @@ pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, printer: &Printer
     }
     stop.check()?;
     staging.publish(options.sync)?;
-    printer.document(&document(&conversion, &stats, &options));
+    printer.document(&document(&conversion, &stats, &options))?;
     printer.line(&closing_line(&conversion, conversion.started.elapsed().as_secs_f64()));
     Ok(Status::Done)
 }
 
 /// A destination inside the source would change what is being read.
 fn refuse_nesting(source: &Path, destination: &Path) -> Result<()> {
-    let resolve = |path: &Path| {
-        // The destination need not exist: resolve what does and keep the rest.
-        path.ancestors().find_map(|ancestor| {
-            let here = if ancestor.as_os_str().is_empty() { Path::new(".") } else { ancestor };
-            let known = here.canonicalize().ok()?;
-            Some(known.join(path.strip_prefix(ancestor).ok()?))
-        })
-    };
-    let (Some(source), Some(target)) = (resolve(source), resolve(destination)) else { return Ok(()) };
+    let (source, target) = (resolve_missing(source)?, resolve_missing(destination)?);
     let relation = if target == source {
         "is the source itself"
     } else if target.starts_with(&source) {
@@ -134,6 +126,22 @@ fn refuse_nesting(source: &Path, destination: &Path) -> Result<()> {
         format!("the destination {} {relation}", destination.display()),
         "choose a destination beside the source; the source is never changed",
     ))
+}
+
+/// The path a file would have if it were made now: links are followed where there is something to follow, and what is
+/// missing is taken as the plain folders that will be made.
+fn resolve_missing(path: &Path) -> Result<PathBuf> {
+    let mut resolved = std::env::current_dir().map_err(Error::io("find", "the current folder"))?;
+    for part in path.components() {
+        match part {
+            Component::ParentDir => drop(resolved.pop()),
+            part => resolved.push(part),
+        }
+        if let Ok(known) = resolved.canonicalize() {
+            resolved = known;
+        }
+    }
+    Ok(resolved)
 }
 
 fn check_space(folder: &Path, needed: u64) -> Result<()> {

@@ -29,10 +29,10 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
         printer.warning(&format!("{} is {what}: its tensors are not whole", args.src.display()));
     }
     if printer.json() {
-        printer.document(&document(args, &checkpoint, &names, &digests));
+        printer.document(&document(args, &checkpoint, &names, &digests))?;
     } else {
-        printer.data(&summary(&checkpoint, &names));
-        printer.data(&table(&checkpoint.catalog, &names, &digests));
+        printer.data(&summary(&checkpoint, &names))?;
+        printer.data(&table(&checkpoint.catalog, &names, &digests))?;
     }
     Ok(Status::Done)
 }

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use serde_json::{Value as Json, json};
 
 use crate::cli::{ProgressChoice, TalkArgs};
-use crate::error::Error;
+use crate::error::{Error, Result};
 
 #[derive(Clone, Copy, Debug)]
 pub struct Printer {
@@ -24,28 +24,17 @@ impl Printer {
     }
 
     /// Data for people; the JSON document takes its place where that is asked for.
-    pub fn data(&self, text: &str) {
-        if !self.choice.json {
-            Self::write_stdout(text);
-        }
+    pub fn data(&self, text: &str) -> Result<()> {
+        if self.choice.json { Ok(()) } else { write_stdout(text) }
     }
 
     /// The JSON document of the run.
-    pub fn document(&self, document: &Json) {
-        if self.choice.json {
-            let text = serde_json::to_string_pretty(document).expect("a JSON value serialises");
-            Self::write_stdout(&(text + "\n"));
+    pub fn document(&self, document: &Json) -> Result<()> {
+        if !self.choice.json {
+            return Ok(());
         }
-    }
-
-    /// A reader that went away is no error.
-    fn write_stdout(text: &str) {
-        let mut stdout = io::stdout().lock();
-        if let Err(error) = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())
-            && error.kind() == io::ErrorKind::BrokenPipe
-        {
-            exit_quietly();
-        }
+        let text = serde_json::to_string_pretty(document).expect("a JSON value serialises");
+        write_stdout(&(text + "\n"))
     }
 
     /// One line of what is or was done.
@@ -72,7 +61,8 @@ impl Printer {
         if let Some(hint) = error.hint() {
             write_stderr(&format!("hint: {hint}"));
         }
-        self.document(&json!({ "error": error_document(error) }));
+        // The run has failed already; there is no second way to fail.
+        let _ = self.document(&json!({ "error": error_document(error) }));
     }
 
     /// When to show progress. A JSON document is for a program, which is not waiting for a bar.
@@ -83,6 +73,15 @@ impl Printer {
             ProgressChoice::Auto if self.choice.json => ProgressChoice::Never,
             choice => choice,
         }
+    }
+}
+
+/// Data that does not arrive is an error, unless the reader went away.
+fn write_stdout(text: &str) -> Result<()> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => exit_quietly(),
+        outcome => outcome.map_err(Error::io("write", "standard output")),
     }
 }
 

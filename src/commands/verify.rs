@@ -62,13 +62,13 @@ pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
     let options = work_options(&args.source, false)?;
     let stop = Stop::on_signals()?;
     let mut report = Report::default();
-    let Some(source) = open(args, &args.src, &mut report)? else { return Ok(finish(&report, args, printer)) };
+    let Some(source) = open(args, &args.src, &mut report)? else { return finish(&report, args, printer) };
     sound(&source, &options, printer, &stop, &mut report)?;
     if let Some(other_path) = &args.other {
-        let Some(other) = open(args, other_path, &mut report)? else { return Ok(finish(&report, args, printer)) };
+        let Some(other) = open(args, other_path, &mut report)? else { return finish(&report, args, printer) };
         same_values(args, (&source, &other), &options, printer, &stop, &mut report)?;
     }
-    Ok(finish(&report, args, printer))
+    finish(&report, args, printer)
 }
 
 /// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
@@ -229,18 +229,18 @@ fn objects(state: &Value) -> BTreeMap<String, &Value> {
     path::objects(state).into_iter().map(|(path, value)| (path.to_string(), value)).collect()
 }
 
-fn finish(report: &Report, args: &Verify, printer: &Printer) -> Status {
-    printer.document(&document(report));
-    printer.data(&findings(report));
+fn finish(report: &Report, args: &Verify, printer: &Printer) -> Result<Status> {
+    printer.document(&document(report))?;
+    printer.data(&findings(report))?;
     let what = format!("{}, {}", count(report.tensors, "tensor"), human_bytes(report.bytes));
     if report.same() {
         let verdict = if args.other.is_some() { "the same" } else { "sound" };
         printer.line(&format!("{verdict}: {what}"));
-        return Status::Done;
+        return Ok(Status::Done);
     }
     let number = report.different.len() + report.only_in_src.len() + report.only_in_other.len();
     printer.line(&format!("{} in {what}", count(number, "finding")));
-    Status::Different
+    Ok(Status::Different)
 }
 
 fn findings(report: &Report) -> String {

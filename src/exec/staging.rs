@@ -55,9 +55,6 @@ impl Staging {
         // Without a slash at the end, which would keep a file from being renamed to it.
         let destination = &destination.with_file_name(destination.file_name().unwrap_or_default());
         fs::create_dir_all(&parent).map_err(Error::io("create", &parent))?;
-        recover(destination, &old)?;
-        check_destination(destination, existing.overwrite)?;
-
         let partial = beside(destination, "dtshard-partial")?;
         if partial.symlink_metadata().is_ok() {
             if is_alive(&partial) {
@@ -79,7 +76,12 @@ impl Staging {
         let lock = File::create_new(&lock_path).map_err(Error::io("create", &lock_path))?;
         // A file system without locks only loses the distinction between a live and a dead partial.
         let _ = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
-        Ok(Self { destination: destination.clone(), partial, shape, overwrite: existing.overwrite, _lock: lock })
+        let staging =
+            Self { destination: destination.clone(), partial, shape, overwrite: existing.overwrite, _lock: lock };
+        // Only now, when no live run can be in the middle of a swap.
+        recover(destination, &old)?;
+        check_destination(destination, existing.overwrite)?;
+        Ok(staging)
     }
 
     /// The folder to write into.

@@ -161,6 +161,23 @@ fn relative_to_folder(folder: &Path, name: &str, named_by: &Path) -> Result<Path
     Err(Error::malformed(named_by, "file name", "a file inside the checkpoint's folder", format!("`{name}`")))
 }
 
+/// The files that an index or a metadata file names, in the folder it is in.
+///
+/// # Errors
+/// `Malformed` where one lies elsewhere, or where any are missing: all of those are listed.
+fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf>> {
+    let folder = named_by.parent().unwrap_or(Path::new("."));
+    let paths: Vec<PathBuf> =
+        names.iter().map(|name| relative_to_folder(folder, name, named_by)).collect::<Result<_>>()?;
+    let missing: Vec<&str> =
+        paths.iter().zip(names).filter(|(path, _)| !path.exists()).map(|(_, name)| *name).collect();
+    if missing.is_empty() {
+        return Ok(paths);
+    }
+    let expected = format!("{} files beside it", paths.len());
+    Err(Error::malformed(named_by, at, expected, format!("missing: {}", missing.join(", "))))
+}
+
 /// Nested names that are joined with dots may become one, and none may be a `reserved` one.
 ///
 /// # Errors

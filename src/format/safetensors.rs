@@ -16,7 +16,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value as Json, json};
 
-use super::{distinct_names, natural_order, relative_to_folder};
+use super::{distinct_names, files_beside, natural_order};
 use crate::catalog::{
     Catalog, Chunk, ChunkTable, Dict, Dtype, Fqn, OutputFile, Place, Reservation, Reserved, TensorEntry, TensorId,
     Value, checked_len_bytes,
@@ -217,8 +217,8 @@ struct Index {
 /// `Malformed` where it is no index, or names a file outside its folder.
 pub fn index_files(index: &Path) -> Result<Vec<PathBuf>> {
     let names: BTreeSet<String> = read_index(index)?.weight_map.into_values().collect();
-    let folder = index.parent().unwrap_or(Path::new("."));
-    names.iter().map(|name| relative_to_folder(folder, name, index)).collect()
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    files_beside(index, "weight_map", &names)
 }
 
 fn read_index(index: &Path) -> Result<Index> {

@@ -142,7 +142,7 @@ impl Outcome {
 
 pub fn command(args: &[&dyn AsRef<OsStr>]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dtshard"));
-    command.args(args.iter().map(|arg| arg.as_ref())).stdin(Stdio::null()).env("RUST_BACKTRACE", "0");
+    command.args(args.iter().map(AsRef::as_ref)).stdin(Stdio::null()).env("RUST_BACKTRACE", "0");
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }

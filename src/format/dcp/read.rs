@@ -8,7 +8,7 @@ use super::metadata::{self, EntryKind, Metadata, Stored, StoredChunk};
 use crate::catalog::path::Unflatten;
 use crate::catalog::{Catalog, Chunk, ChunkTable, Conflict, Located, Path as StatePath, Place, TensorEntry, Value};
 use crate::error::{CoverageKind, Error, Result};
-use crate::format::relative_to_folder;
+use crate::format::files_beside;
 use crate::format::torch::{Found, reader, whole_chunk};
 use crate::layout::{Region, Tile};
 use crate::storage::{FileId, Files, Stretch};
@@ -52,7 +52,7 @@ pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
     for path in metadata_files(folder)? {
         let file = files.add(&path)?;
         let metadata = metadata::parse(&path, &files.read(file, 0, files.len_bytes(file))?)?;
-        let source = MetadataFile { data_files: open_data_files(files, folder, &path, &metadata)?, path };
+        let source = MetadataFile { data_files: open_data_files(files, &path, &metadata)?, path };
         for entry in metadata.entries {
             let slot = source.slot(files, &entry.fqn, entry.kind)?;
             match (slots.get_mut(&entry.fqn), slot) {
@@ -148,20 +148,9 @@ impl MetadataFile {
 }
 
 /// The data files that a metadata file names; all must be there.
-fn open_data_files(files: &mut Files, folder: &Path, metadata_path: &Path, metadata: &Metadata) -> Result<Vec<FileId>> {
-    let paths: Vec<PathBuf> =
-        (metadata.paths.iter()).map(|name| relative_to_folder(folder, name, metadata_path)).collect::<Result<_>>()?;
-    let missing: Vec<&str> =
-        (paths.iter().zip(&metadata.paths)).filter(|(path, _)| !path.exists()).map(|(_, name)| name.as_str()).collect();
-    if !missing.is_empty() {
-        let expected = format!("{} data files beside it", paths.len());
-        return Err(Error::malformed(
-            metadata_path,
-            "storage_data",
-            expected,
-            format!("missing: {}", missing.join(", ")),
-        ));
-    }
+fn open_data_files(files: &mut Files, metadata_path: &Path, metadata: &Metadata) -> Result<Vec<FileId>> {
+    let names: Vec<&str> = metadata.paths.iter().map(String::as_str).collect();
+    let paths = files_beside(metadata_path, "storage_data", &names)?;
     paths.into_iter().map(|path| files.add(path)).collect()
 }
 

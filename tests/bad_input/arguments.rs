@@ -1,0 +1,195 @@
+//! Command lines that ask for what cannot be.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::Path;
+
+use crate::corrupt::{Sandbox, copy_all, dtshard, fixture};
+
+/// `reshard` a small DCP directory with these arguments: exit code 2, all words, nothing left.
+fn refused(args: &[&str], words: &[&str]) {
+    let sandbox = Sandbox::new();
+    let (source, target) = (fixture("replicated_plain/dcp"), sandbox.path("out"));
+    let mut all: Vec<&dyn AsRef<OsStr>> = vec![&"reshard", &source, &target];
+    all.extend(args.iter().map(|arg| arg as &dyn AsRef<OsStr>));
+    dtshard(&all).refused(words);
+    assert_eq!(sandbox.names(), Vec::<std::path::PathBuf>::new(), "{args:?}");
+}
+
+#[test]
+fn meshes() {
+    for mesh in [
+        "dp=0",
+        "dp",
+        "=4",
+        "dp=4,dp=2",
+        "dp=99999999999",
+        "",
+        ",",
+        "dp=",
+        "dp=-1",
+        "dp=4=2",
+        "dp=1.5",
+        "dp=4,",
+        "dp=18446744073709551616",
+        "dp=4294967296,tp=4294967296",
+        "dp=16777217",
+        "d p=2",
+        "dp=0x4",
+    ] {
+        refused(&["--mesh", mesh], &["expected", "found"]);
+    }
+    refused(&["--mesh=dp=2", "--mesh-ranks=0"], &["(2,)", "1"]);
+    refused(&["--mesh=dp=2", "--mesh-ranks=0,0"], &["rank 0"]);
+    refused(&["--mesh=dp=2", "--mesh-ranks=0,1,2"], &["3"]);
+    refused(&["--mesh=dp=2", "--mesh-ranks=0,x"], &["--mesh-ranks"]);
+    refused(&["--mesh=dp=2", "--mesh-ranks=0,4294967296"], &["--mesh-ranks"]);
+    refused(&[], &["--mesh"]);
+}
+
+#[test]
+fn placements() {
+    for list in ["S", "S(", "S(a)", "Q", "S(0)x", "S(99999999999999999999)", "_S(0)", "_S(0,0)", "", ",", "P(mean)"] {
+        refused(&["--mesh=dp=2", "--placements", list], &["expected", "found"]);
+    }
+    refused(&["--mesh=dp=2", "--placements=S(0),R"], &["S(0),R", "dp=2"]);
+    refused(&["--mesh=dp=2,tp=2", "--placements=S(0)"], &["S(0)", "dp=2,tp=2"]);
+    for partial in ["P", "P(sum)", "Partial(max)"] {
+        refused(&["--mesh=dp=2", "--placements", partial], &["Partial"]);
+    }
+    refused(&["--mesh=dp=2", "--placements=**=P(sum)"], &["Partial"]);
+    refused(&["--mesh=dp=2", "--placements=R", "--placements=S(0)"], &["a second fallback"]);
+    refused(&["--mesh=dp=2", "--placements=no.such.tensor=R"], &["no tensor has a name like that", "nearest names"]);
+    refused(&["--mesh=dp=2", "--placements=**=S(9)"], &["S(9)", "shape"]);
+    refused(&["--mesh=dp=2", "--placements=[=R"], &[]);
+    refused(&["--mesh=dp=2,tp=2"], &["--placements 'S(0),R'"]);
+}
+
+#[test]
+fn resources() {
+    refused(&["--mesh=dp=2", "--threads=0"], &["at least one thread"]);
+    for threads in ["-1", "x", "99999999999999999999", "1.5", ""] {
+        refused(&["--mesh=dp=2", &format!("--threads={threads}")], &["--threads"]);
+    }
+    for threads in ["100000", "18446744073709551615"] {
+        refused(&["--mesh=dp=2", "--max-memory=1000TB", "--threads", threads], &["--threads", threads]);
+    }
+    refused(&["--mesh=dp=2", "--max-memory=1"], &["--max-memory 1", "bytes at least"]);
+    refused(&["--mesh=dp=2", "--max-memory=40MB", "--threads=8"], &["8 threads need", "bytes at least"]);
+    for size in ["0", "-1", "x", "5XB", "99999999999999999999GB", "nan", "1e400"] {
+        refused(&["--mesh=dp=2", &format!("--max-memory={size}")], &["--max-memory"]);
+    }
+}
+
+#[test]
+fn formats_that_are_not_written_or_not_there() {
+    refused(&["--mesh=dp=2", "--to=safetensors"], &["whole tensors"]);
+    refused(&["--mesh=dp=2", "--to=nonsense"], &["--to"]);
+    refused(&["--mesh=dp=2", "--from=torch"], &["does not hold the format torch"]);
+    refused(&["--mesh=dp=2", "--io=nonsense"], &["--io"]);
+}
+
+#[test]
+fn series_and_roots() {
+    let sandbox = Sandbox::new();
+    let source = fixture("fsdp3/ranks");
+    let target = sandbox.path("o.pt");
+    dtshard(&[&"unshard", &source, &target, &"--series", &"nope"]).refused(&["no series `nope`", "model, extra_state"]);
+    let target = sandbox.path("o.safetensors");
+    dtshard(&[&"consolidate", &source, &target, &"--root", &"no.such"])
+        .refused(&["--root no.such", "top of the state"]);
+    dtshard(&[&"consolidate", &source, &target, &"--root", &"x", &"--everything"]).refused(&["--everything"]);
+    let none = sandbox.path("none");
+    dtshard(&[&"consolidate", &source, &sandbox.path("o"), &"--assets", &none])
+        .refused(&["--assets", "no such folder"]);
+    assert!(sandbox.names().is_empty());
+}
+
+fn unknown(source: &Path, words: &[&str]) {
+    let sandbox = Sandbox::new();
+    for verb in ["unshard", "consolidate"] {
+        dtshard(&[&verb, &source, &sandbox.path("out.pt")]).refused(words);
+    }
+    dtshard(&[&"verify", &source]).refused(words);
+    dtshard(&[&"inspect", &source]).refused(words);
+    assert!(sandbox.names().is_empty());
+}
+
+#[test]
+fn sources_that_are_no_checkpoint() {
+    let sandbox = Sandbox::new();
+    unknown(&sandbox.path("nowhere"), &["nowhere", "No such file"]);
+    fs::create_dir(sandbox.path("empty")).unwrap();
+    unknown(&sandbox.path("empty"), &["empty", "no checkpoint of a known format", "hint: known are"]);
+    for (name, bytes) in
+        [("a.txt", &b"hello"[..]), ("a.pt", b""), ("b.pt", b"PK"), ("zeros", &[0; 600]), ("x.bin", b"\x80\x02}.")]
+    {
+        unknown(&sandbox.write(name, bytes), &[name, "hint: "]);
+    }
+    sandbox.write("several/a.pt", b"PK\x03\x04");
+    sandbox.write("several/b.pt", b"PK\x03\x04");
+    unknown(&sandbox.path("several"), &["several", "no checkpoint of a known format"]);
+    unknown(Path::new("/dev/null"), &["/dev/null", "neither a file nor a folder"]);
+    unknown(Path::new("/dev/zero"), &["/dev/zero", "neither a file nor a folder"]);
+    let pipe = sandbox.path("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    unknown(&pipe, &["pipe", "neither a file nor a folder"]);
+    unknown(&fixture("fsdp3/dcp/.metadata"), &["one file of a DCP directory"]);
+    unknown(&fixture("fsdp3/dcp/__0_0.distcp"), &["one file of a DCP directory"]);
+}
+
+/// A folder where a file should be, and a pipe, which would be waited for without end.
+#[test]
+fn files_that_are_none() {
+    for name in
+        ["w.safetensors", "w.pt", "model_rank_0.pt", ".metadata", "__0.metadata", "model.safetensors.index.json"]
+    {
+        for pipe in [false, true] {
+            let sandbox = Sandbox::new();
+            let source = sandbox.path("src");
+            fs::create_dir(&source).unwrap();
+            if pipe {
+                let made = std::process::Command::new("mkfifo").arg(source.join(name)).status().unwrap();
+                assert!(made.success());
+            } else {
+                fs::create_dir(source.join(name)).unwrap();
+            }
+            let mut run = crate::corrupt::command(&[&"inspect", &source]).spawn().unwrap();
+            let mut waited = 0;
+            while run.try_wait().unwrap().is_none() {
+                std::thread::sleep(std::time::Duration::from_millis(20));
+                waited += 1;
+                if waited > 500 {
+                    run.kill().unwrap();
+                    panic!("{name} (pipe: {pipe}) is waited for");
+                }
+            }
+            crate::corrupt::Outcome::from(run.wait_with_output().unwrap()).refused(&["src"]);
+        }
+    }
+}
+
+#[test]
+fn a_folder_with_two_formats() {
+    let sandbox = Sandbox::new();
+    let source = sandbox.copy("fsdp3/dcp");
+    copy_all(&fixture("safetensors/single"), &source);
+    unknown(&source, &["holds two formats: dcp and safetensors", "--from dcp"]);
+    dtshard(&[&"verify", &source, &"--from", &"dcp"]).succeeded();
+    dtshard(&[&"verify", &source, &"--from", &"safetensors"]).succeeded();
+    copy_all(&fixture("fsdp3/ranks"), &source);
+    unknown(&source, &["torch-ranks", "--from"]);
+}
+
+#[test]
+fn other_frameworks_are_refused_by_name() {
+    for (name, word) in [
+        ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed"),
+        ("latest_checkpointed_iteration.txt", "Megatron"),
+        ("shard-00000-model-00001-of-00001.safetensors", "Hugging Face writer"),
+    ] {
+        let sandbox = Sandbox::new();
+        sandbox.write(&format!("src/{name}"), b"x");
+        unknown(&sandbox.path("src"), &[word, "hint: "]);
+    }
+}

@@ -1,0 +1,185 @@
+//! Runs that are stopped, killed, raced or lied to while they work.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use crate::corrupt::{Outcome, Sandbox, command, dtshard, fixture};
+
+const LARGE: u64 = 300 << 20;
+
+/// A sparse safetensors file with `LARGE` bytes of data.
+fn large(sandbox: &Sandbox) -> PathBuf {
+    let header = format!(r#"{{"w":{{"dtype":"U8","shape":[{LARGE}],"data_offsets":[0,{LARGE}]}}}}"#);
+    let path = sandbox.path("large.safetensors");
+    let mut file = File::create(&path).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    file.set_len(8 + header.len() as u64 + LARGE).unwrap();
+    path
+}
+
+fn partial(target: &Path) -> PathBuf {
+    let name = format!(".{}.dtshard-partial", target.file_name().unwrap().to_str().unwrap());
+    target.with_file_name(name)
+}
+
+/// Start `unshard` of the large file, slowly, and wait until it writes.
+fn start(source: &Path, target: &Path, more: &[&str]) -> Child {
+    let mut all: Vec<&dyn AsRef<OsStr>> = vec![&"unshard", &source, &target, &"--threads=1", &"--max-memory=40MB"];
+    all.extend(more.iter().map(|arg| arg as &dyn AsRef<OsStr>));
+    let mut child = command(&all).spawn().unwrap();
+    let begun = Instant::now();
+    while !partial(target).join(".lock").exists() {
+        assert!(begun.elapsed() < Duration::from_secs(30), "nothing is written");
+        if let Some(status) = child.try_wait().unwrap() {
+            panic!("ended too early: {status}");
+        }
+        sleep(Duration::from_millis(1));
+    }
+    child
+}
+
+fn signal(child: &Child, name: &str) {
+    assert!(Command::new("kill").arg(format!("-{name}")).arg(child.id().to_string()).status().unwrap().success());
+}
+
+fn wait(child: Child) -> Outcome {
+    child.wait_with_output().unwrap().into()
+}
+
+#[test]
+fn signals_stop_within_a_second_and_leave_nothing() {
+    let sandbox = Sandbox::new();
+    let source = large(&sandbox);
+    let target = sandbox.path("out.pt");
+    let before = sandbox.names();
+    for (name, code, io) in [("INT", 130, "--io=read"), ("TERM", 143, "--io=read"), ("INT", 130, "--io=mmap")] {
+        let child = start(&source, &target, &[io]);
+        let sent = Instant::now();
+        signal(&child, name);
+        let outcome = wait(child);
+        assert!(sent.elapsed() < Duration::from_secs(1), "{name}: {:?}", sent.elapsed());
+        assert_eq!(outcome.code, Some(code), "{outcome:?}");
+        outcome.says(&["stopped by", name]);
+        assert_eq!(sandbox.names(), before);
+    }
+}
+
+#[test]
+fn what_a_killed_run_leaves_is_in_the_way_until_restart() {
+    let sandbox = Sandbox::new();
+    let source = large(&sandbox);
+    let target = sandbox.path("out.pt");
+    let child = start(&source, &target, &[]);
+    signal(&child, "KILL");
+    assert_eq!(wait(child).signal, Some(9));
+    assert!(partial(&target).exists() && !target.exists());
+    let small = fixture("torch_file/trainer.pt");
+    dtshard(&[&"unshard", &small, &target]).refused(&["did not finish", "out.pt.dtshard-partial", "--restart"]);
+    dtshard(&[&"unshard", &small, &target, &"--overwrite"]).refused(&["did not finish", "--restart"]);
+    assert!(partial(&target).exists());
+    dtshard(&[&"unshard", &small, &target, &"--restart"]).succeeded();
+    assert!(!partial(&target).exists() && target.exists());
+}
+
+#[test]
+fn of_two_runs_into_one_destination_one_wins() {
+    let sandbox = Sandbox::new();
+    let source = large(&sandbox);
+    let target = sandbox.path("out.pt");
+    let first = start(&source, &target, &["--no-sync"]);
+    let small = fixture("torch_file/trainer.pt");
+    for more in ["--no-sync", "--restart", "--overwrite"] {
+        dtshard(&[&"unshard", &small, &target, &more]).refused(&["another run is writing", "out.pt", "hint: "]);
+    }
+    wait(first).succeeded();
+    assert!(fs::metadata(&target).unwrap().len() > LARGE);
+    assert!(!partial(&target).exists());
+}
+
+/// Many small runs at once: each is refused or done, and what stands in the end is whole.
+#[test]
+fn a_crowd_into_one_destination() {
+    let sandbox = Sandbox::new();
+    let source = fixture("fsdp3/dcp");
+    let target = sandbox.path("out");
+    for round in 0..3 {
+        let run = || command(&[&"consolidate", &source, &target, &"--no-sync"]).spawn().unwrap();
+        let runs: Vec<Child> = (0..6).map(|_| run()).collect();
+        let ended: Vec<Outcome> = runs.into_iter().map(wait).collect();
+        for outcome in &ended {
+            assert!(matches!(outcome.code, Some(0 | 2)) && !outcome.err.contains("panicked"), "{round}: {outcome:?}");
+        }
+        assert_eq!(ended.iter().filter(|outcome| outcome.code == Some(0)).count(), 1, "{ended:?}");
+        assert_eq!(sandbox.names().len(), 2, "{:?}", sandbox.names());
+        dtshard(&[&"verify", &target]).succeeded();
+        fs::remove_dir_all(&target).unwrap();
+    }
+}
+
+/// Killed at any moment, `--overwrite` leaves the old or the new at the destination, at the latest when the next run
+/// has tidied up.
+#[test]
+fn overwriting_is_all_or_nothing() {
+    let (old, new) = (fixture("safetensors/sharded"), fixture("fsdp3/dcp"));
+    let sandbox = Sandbox::new();
+    let target = sandbox.path("out");
+    dtshard(&[&"consolidate", &old, &target, &"--no-sync"]).succeeded();
+    for round in 0..40 {
+        let mut child = command(&[&"consolidate", &new, &target, &"--overwrite", &"--restart"]).spawn().unwrap();
+        sleep(Duration::from_micros(500 * round));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        if !target.exists() {
+            assert!(sandbox.path(".out.dtshard-old").exists(), "{:?}", sandbox.names());
+        }
+        // Another run that is refused, and tidies up.
+        dtshard(&[&"consolidate", &new, &target]).refused(&[]);
+        let same = |source: &Path| {
+            let verified = dtshard(&[&"verify", &source, &target, &"--root", &"model"]);
+            let whole = dtshard(&[&"verify", &source, &target]);
+            verified.code == Some(0) || whole.code == Some(0)
+        };
+        assert!(same(&old) || same(&new), "round {round}: {:?}", sandbox.names());
+    }
+    dtshard(&[&"consolidate", &new, &target, &"--overwrite", &"--restart"]).succeeded();
+    assert_eq!(fs::read_dir(sandbox.path("")).unwrap().count(), 1, "{:?}", sandbox.names());
+}
+
+#[test]
+fn a_source_that_changes_is_noticed() {
+    type Change = fn(&Path);
+    let cut: Change = |path| File::options().write(true).open(path).unwrap().set_len(1000).unwrap();
+    let grown: Change = |path| File::options().append(true).open(path).unwrap().write_all(b"more").unwrap();
+    let rewritten: Change = |path| {
+        use std::os::unix::fs::FileExt;
+        File::options().write(true).open(path).unwrap().write_all_at(b"other", LARGE / 2).unwrap();
+    };
+    let replaced: Change = |path| {
+        let aside = path.with_extension("aside");
+        fs::write(&aside, "another file").unwrap();
+        fs::rename(aside, path).unwrap();
+    };
+    for (what, change) in [("cut", cut), ("grown", grown), ("rewritten", rewritten), ("replaced", replaced)] {
+        for io in ["--io=read", "--io=mmap"] {
+            let sandbox = Sandbox::new();
+            let source = large(&sandbox);
+            let target = sandbox.path("out.pt");
+            let child = start(&source, &target, &[io, "--no-sync"]);
+            change(&source);
+            let outcome = wait(child);
+            assert_eq!(outcome.code, Some(2), "{what} {io}: {outcome:?}");
+            assert!(!target.exists(), "{what} {io}");
+            // A mapped file that is cut short ends the process at once; the next run finds what it left.
+            if (what, io) != ("cut", "--io=mmap") {
+                outcome.says(&["large.safetensors"]);
+                assert!(!partial(&target).exists(), "{what} {io}");
+            }
+        }
+    }
+}
