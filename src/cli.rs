@@ -103,7 +103,7 @@ pub struct DestinationArgs {
 pub struct ConvertArgs {
     /// The checkpoint: a folder or a file
     pub src: PathBuf,
-    /// What to write: a folder or a file, as the format wants it [optional with --dry-run]
+    /// What to write: a folder; for torch, or a name ending in .safetensors, a file [optional with --dry-run]
     #[arg(required_unless_present = "dry_run")]
     pub dst: Option<PathBuf>,
     #[command(flatten)]

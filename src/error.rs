@@ -38,6 +38,10 @@ pub enum Error {
     #[error("{}: {at}: expected {expected}, found {found}", path.display())]
     Malformed { path: PathBuf, at: String, expected: String, found: String },
 
+    /// Files that others say should be there.
+    #[error("{}: {at}: expected {expected}, missing: {missing}", path.display())]
+    Missing { path: PathBuf, at: String, expected: String, missing: String },
+
     /// Something real that this version does not convert.
     #[error("{what}")]
     Unsupported { what: String, hint: Option<String> },
@@ -100,7 +104,11 @@ impl Error {
             Self::Malformed { .. } => {
                 Some("the file is damaged or was not completely written; `dtshard verify` lists every fault")
             }
-            Self::Io { .. } | Self::Layout(_) | Self::Stopped { .. } => None,
+            Self::Missing { .. } => Some("copy the missing files into the folder, or save the checkpoint again"),
+            Self::Layout(_) => Some(
+                "a mesh is named dims (--mesh dp=4,tp=2), a layout one placement a mesh dim (--placements 'S(0),R')",
+            ),
+            Self::Io { .. } | Self::Stopped { .. } => None,
         }
     }
 
@@ -110,6 +118,7 @@ impl Error {
         match self {
             Self::Io { .. } => "io",
             Self::Malformed { .. } => "malformed",
+            Self::Missing { .. } => "missing",
             Self::Unsupported { .. } => "unsupported",
             Self::Coverage { .. } => "coverage",
             Self::Conflict { .. } => "conflict",
@@ -123,7 +132,24 @@ impl Error {
     /// and every other verb as bad input (exit 2).
     #[must_use]
     pub fn is_about_content(&self) -> bool {
-        matches!(self, Self::Malformed { .. } | Self::Coverage { .. } | Self::Conflict { .. })
+        matches!(self, Self::Malformed { .. } | Self::Missing { .. } | Self::Coverage { .. } | Self::Conflict { .. })
+    }
+
+    /// The name of the tensor or object it is about, where it is about one.
+    #[must_use]
+    pub fn fqn(&self) -> Option<&str> {
+        match self {
+            Self::Coverage { fqn, .. } | Self::Conflict { fqn, .. } => Some(fqn),
+            _ => None,
+        }
+    }
+
+    /// The message without the name, for lists that have names in a column of their own.
+    #[must_use]
+    pub fn detail(&self) -> String {
+        let whole = self.to_string();
+        let prefix = self.fqn().map(|fqn| format!("{fqn}: ")).unwrap_or_default();
+        whole.strip_prefix(&prefix).unwrap_or(&whole).to_owned()
     }
 }
 

@@ -63,19 +63,18 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
     };
     reservation.left_out = unshard::object_names(&catalog.state);
     let left_out = left_out(&catalog.state, &tensors);
+    let mut notes = Vec::new();
     if shape == Shape::Folder {
         add_assets(args, &checkpoint.root, &mut reservation)?;
+        let has_config = reservation.files.iter().any(|file| file.path == Path::new(ASSETS[0]));
+        if !has_config && args.assets.is_none() {
+            notes.push(String::from(
+                "no config.json found, which loaders want beside the weights: --assets DIR copies it",
+            ));
+        }
     }
-    let conversion = Conversion {
-        started,
-        checkpoint: &checkpoint,
-        reservation,
-        destination,
-        shape,
-        to,
-        left_out,
-        notes: Vec::new(),
-    };
+    let conversion =
+        Conversion { started, checkpoint: &checkpoint, reservation, destination, shape, to, left_out, notes };
     convert(conversion, &args.convert, printer)
 }
 

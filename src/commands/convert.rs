@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
 use crate::exec::staging::{Existing, Shape, Staging};
 use crate::exec::{Options, Stop, compare, copy};
-use crate::format::{Checkpoint, Format};
+use crate::format::{Checkpoint, Format, detect};
 use crate::layout::Rank;
 use crate::quantity::{count, human_bytes};
 use crate::storage::filesystem;
@@ -84,6 +84,7 @@ pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, printer: &Printer
         let files = &conversion.checkpoint.files;
         files.ids().try_for_each(|id| refuse_nesting(files.path(id), destination))?;
     }
+    check_replaceable(destination, conversion.shape, args.overwrite)?;
     let stop = Stop::on_signals()?;
     let existing = Existing { overwrite: args.overwrite, restart: args.restart };
     let staging = Staging::begin(destination, conversion.shape, existing)?;
@@ -108,6 +109,24 @@ pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, printer: &Printer
     printer.document(&document(&conversion, &stats, &options))?;
     printer.line(&closing_line(&conversion, conversion.started.elapsed().as_secs_f64()));
     Ok(Status::Done)
+}
+
+/// A slash at the end means a folder; and what --overwrite replaces must be a checkpoint, not somebody's other work.
+fn check_replaceable(destination: &Path, shape: Shape, overwrite: bool) -> Result<()> {
+    if shape == Shape::File && destination.as_os_str().as_encoded_bytes().ends_with(b"/") {
+        return Err(Error::usage(
+            format!("{} is to be a folder, and one file is to be written", destination.display()),
+            format!("give it a name there, such as {}", destination.join("model.pt").display()),
+        ));
+    }
+    let holds_something = || std::fs::read_dir(destination).is_ok_and(|mut entries| entries.next().is_some());
+    if overwrite && shape == Shape::Folder && holds_something() && detect(destination, None).is_err() {
+        return Err(Error::usage(
+            format!("{} holds no checkpoint, so --overwrite does not replace it", destination.display()),
+            "choose another destination, or remove it yourself",
+        ));
+    }
+    Ok(())
 }
 
 /// A destination inside the source would change what is being read.

@@ -76,19 +76,13 @@ impl Printer {
     }
 }
 
-/// Data that does not arrive is an error, unless the reader went away.
+/// Data that does not arrive is an error, unless the reader has seen enough (`| head`) and went away.
 fn write_stdout(text: &str) -> Result<()> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => exit_quietly(),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         outcome => outcome.map_err(Error::io("write", "standard output")),
     }
-}
-
-/// A reader that has seen enough (`| head`) is success.
-#[expect(clippy::exit, reason = "there is nobody left to tell anything")]
-fn exit_quietly() -> ! {
-    std::process::exit(0)
 }
 
 /// A line of talk. A terminal that went away is no error.
@@ -99,7 +93,7 @@ pub(super) fn write_stderr(text: &str) {
 fn error_document(error: &Error) -> Json {
     let (mut file, mut fqn, mut expected, mut found) = (None, None, None, None);
     match error {
-        Error::Io { path, .. } => file = Some(path.display().to_string()),
+        Error::Io { path, .. } | Error::Missing { path, .. } => file = Some(path.display().to_string()),
         Error::Malformed { path, at, expected: wanted, found: got } => {
             file = Some(path.display().to_string());
             fqn = Some(at.clone());

@@ -24,7 +24,7 @@ pub struct Progress {
 enum Display {
     Nothing,
     Bar(ProgressBar),
-    Lines { verb: &'static str, total: u64, done: AtomicU64, started: Instant, last: Mutex<Instant> },
+    Lines { verb: &'static str, total: u64, always: bool, done: AtomicU64, started: Instant, last: Mutex<Instant> },
 }
 
 impl Progress {
@@ -33,9 +33,10 @@ impl Progress {
         let display = match printer.progress() {
             ProgressChoice::Never => Display::Nothing,
             _ if std::io::stderr().is_terminal() => Display::Bar(bar(verb, total)),
-            _ => {
+            choice => {
                 let now = Instant::now();
-                Display::Lines { verb, total, done: AtomicU64::new(0), started: now, last: Mutex::new(now) }
+                let always = choice == ProgressChoice::Always;
+                Display::Lines { verb, total, always, done: AtomicU64::new(0), started: now, last: Mutex::new(now) }
             }
         };
         Self { display }
@@ -54,7 +55,7 @@ impl Reporter for Progress {
         match &self.display {
             Display::Nothing => {}
             Display::Bar(bar) => bar.inc(bytes),
-            Display::Lines { verb, total, done, started, last } => {
+            Display::Lines { verb, total, done, started, last, .. } => {
                 let done = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
                 // Whoever does not get the lock at once leaves the line to the one who has it.
                 let Ok(mut last) = last.try_lock() else { return };
@@ -69,8 +70,16 @@ impl Reporter for Progress {
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        if let Display::Bar(bar) = &self.display {
-            bar.finish_and_clear();
+        match &self.display {
+            Display::Bar(bar) => bar.finish_and_clear(),
+            // Whoever asks for progress gets a line even where there was no time for one.
+            Display::Lines { verb, total, always: true, done, started, .. } => {
+                let done = done.load(Ordering::Relaxed);
+                if done > 0 {
+                    write_stderr(&line(verb, done, *total, started.elapsed()));
+                }
+            }
+            _ => {}
         }
     }
 }

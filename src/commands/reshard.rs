@@ -1,6 +1,6 @@
 //! `reshard`: another mesh, other placements; everything is carried.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::time::Instant;
 
 use super::convert::{Conversion, convert, target_format};
@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, SeriesChoice, dcp};
 use crate::layout::target::{Fallback, Rule, SourceLayout, TargetLayout};
-use crate::layout::{DeviceMesh, LayoutError, Pattern, Rank, parse_placements};
+use crate::layout::{DeviceMesh, LayoutError, Pattern, PlacementSpec, Rank, parse_placements};
 use crate::quantity::count;
 
 pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
@@ -28,7 +28,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     if to != Format::Dcp {
         return Err(match to {
             Format::TorchRanks => Error::unsupported(
-                "files of one rank each are read, but not written",
+                "reshard keeps the format of SRC, and files of one rank each are read but not yet written",
                 "--to dcp writes a directory that torch.distributed.checkpoint loads on the new mesh",
             ),
             _ => Error::usage(
@@ -74,7 +74,7 @@ fn target_layout(args: &Reshard, catalog: &Catalog) -> Result<TargetLayout> {
     for text in &args.placements {
         match text.rsplit_once('=').filter(|(_, list)| parse_placements(list).is_ok()) {
             Some((pattern, list)) if parse_placements(text).is_err() => {
-                rules.push(Rule { pattern: Pattern::parse(pattern)?, placements: parse_placements(list)? });
+                rules.push(Rule { pattern: Pattern::parse(pattern.trim())?, placements: parse_placements(list)? });
             }
             _ => {
                 if fallback.replace(parse_placements(text)?).is_some() {
@@ -133,6 +133,10 @@ struct Chooser<'a> {
     parameters: HashMap<Fqn, TensorId>,
     used: Vec<bool>,
     misfits: usize,
+    /// Those of them that have no dims at all.
+    scalar_misfits: usize,
+    /// Numbers of dims of the tensors that got the fallback.
+    fallback_ndims: BTreeSet<usize>,
     /// State of parameters that are known by number only.
     numbered: usize,
     /// Names seen, for saying what a pattern came near to.
@@ -149,6 +153,8 @@ impl<'a> Chooser<'a> {
             parameters: found.tensors.into_iter().collect(),
             used: vec![false; layout.rules.len()],
             misfits: 0,
+            scalar_misfits: 0,
+            fallback_ndims: BTreeSet::new(),
             numbered: 0,
             names: Vec::new(),
         }
@@ -181,8 +187,25 @@ impl<'a> Chooser<'a> {
             chosen => chosen?,
         };
         self.misfits += usize::from(chosen.misfit);
+        self.scalar_misfits += usize::from(chosen.misfit && entry.shape.is_empty());
+        if chosen.rule.is_none() {
+            self.fallback_ndims.insert(entry.shape.len());
+        }
         self.names.push(fqn.to_string());
         Ok(self.layout.shards(&entry.shape, &chosen.placements)?)
+    }
+
+    /// A placement that fits no tensor at all would leave its mesh dim unused.
+    fn check_fallback(&self) -> Result<()> {
+        let Fallback::Placements(specs) = &self.layout.fallback else { return Ok(()) };
+        let fits_any = |spec: &&PlacementSpec| self.fallback_ndims.iter().any(|ndim| spec.resolve(*ndim).is_some());
+        match specs.iter().find(|spec| !self.fallback_ndims.is_empty() && !fits_any(spec)) {
+            None => Ok(()),
+            Some(spec) => Err(Error::usage(
+                format!("--placements: {spec} fits none of the tensors"),
+                "tensors of n dims have the dims 0 to n-1; `dtshard inspect` shows their shapes",
+            )),
+        }
     }
 
     /// What to tell, or the error for a rule that nothing matched.
@@ -195,10 +218,15 @@ impl<'a> Chooser<'a> {
                 format!("the nearest names are {}", nearest.join(", ")),
             ));
         }
+        self.check_fallback()?;
         let mut notes = Vec::new();
         if self.misfits > 0 {
             let number = count(self.misfits, "tensor");
-            notes.push(format!("{number} kept whole on a mesh dim where the placement does not fit"));
+            let scalars = match self.scalar_misfits {
+                0 => String::new(),
+                scalars => format!(" ({scalars} of them 0-d)"),
+            };
+            notes.push(format!("{number}{scalars} kept whole on a mesh dim where the placement does not fit"));
         }
         if self.numbered > 0 && !self.layout.rules.is_empty() {
             let number = count(self.numbered, "tensor");

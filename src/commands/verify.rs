@@ -45,11 +45,7 @@ impl Report {
         if !error.is_about_content() {
             return Err(error);
         }
-        let fqn = match &error {
-            Error::Coverage { fqn, .. } | Error::Conflict { fqn, .. } => fqn.clone(),
-            _ => fqn.to_owned(),
-        };
-        self.add(fqn, error.kind(), error.to_string());
+        self.add(error.fqn().unwrap_or(fqn).to_owned(), error.kind(), error.detail());
         Ok(())
     }
 
@@ -127,19 +123,26 @@ fn sound(
 /// Every stored checksum holds.
 fn check_sums(checkpoint: &Checkpoint, printer: &Printer, stop: &Stop, report: &mut Report) -> Result<()> {
     let archives = checksum::archives(&checkpoint.catalog);
-    let progress = Progress::start(printer, "checking sums", archives.iter().map(|archive| archive.len).sum());
+    let progress = Progress::start(printer, "checking sums", archives.iter().map(|(archive, _)| archive.len).sum());
     let outcomes: Vec<Result<()>> = archives
         .par_iter()
-        .map(|archive| {
+        .map(|(archive, _)| {
+            let mut summed = 0;
             checksum::check(&checkpoint.files, *archive, &mut |bytes| {
+                summed += bytes;
                 progress.advance(bytes);
                 stop.check()
-            })
+            })?;
+            // What lies between the records has no sum.
+            progress.advance(archive.len.saturating_sub(summed));
+            Ok(())
         })
         .collect();
-    for (archive, outcome) in archives.iter().zip(outcomes) {
+    for ((archive, fqn), outcome) in archives.iter().zip(outcomes) {
         if let Err(error) = outcome {
-            report.absorb(&checkpoint.files.path(archive.file).display().to_string(), error)?;
+            let name =
+                fqn.map_or_else(|| checkpoint.files.path(archive.file).display().to_string(), ToString::to_string);
+            report.absorb(&name, error)?;
         }
     }
     Ok(())
@@ -158,12 +161,16 @@ fn same_values(
     let mut right = named_tensors(&other.catalog, None)?;
     let progress =
         Progress::start(printer, "comparing", left.values().map(|id| source.catalog.tensor(*id).len_bytes()).sum());
+    // From here on what is counted is what is compared.
+    (report.tensors, report.bytes) = (0, 0);
     for (name, id) in left {
         let Some(other_id) = right.remove(&name) else {
             report.only_in_src.push(name);
             continue;
         };
         let (ours, theirs) = (source.catalog.tensor(id), other.catalog.tensor(other_id));
+        report.tensors += 1;
+        report.bytes += ours.len_bytes();
         if ours.dtype != theirs.dtype {
             report.add(name, "dtype", format!("{} in SRC, {} in OTHER", ours.dtype, theirs.dtype));
         } else if ours.shape != theirs.shape {
@@ -179,9 +186,20 @@ fn same_values(
     }
     report.only_in_other.extend(right.into_keys());
     if args.root.is_none() {
+        suggest_root(&source.catalog, printer, report);
         same_objects(source, other, report);
     }
     Ok(())
+}
+
+/// A shipped model has the names below the model of its checkpoint: say so where that is all there is to it.
+fn suggest_root(source: &Catalog, printer: &Printer, report: &Report) {
+    let root = model::model(&source.state).root.to_string();
+    let below = |name: &String| name.strip_prefix(&root).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
+    let shorter: Vec<String> = report.only_in_src.iter().filter_map(below).collect();
+    if !root.is_empty() && report.only_in_other.iter().any(|name| shorter.contains(name)) {
+        printer.line(&format!("hint: OTHER has the names that SRC has below `{root}`: add --root {root}"));
+    }
 }
 
 fn named_tensors(catalog: &Catalog, root: Option<&str>) -> Result<BTreeMap<String, TensorId>> {
@@ -267,6 +285,8 @@ fn document(report: &Report) -> Json {
         .collect();
     json!({
         "same": report.same(),
+        "tensors": report.tensors,
+        "bytes": report.bytes,
         "different": different,
         "only_in_src": report.only_in_src,
         "only_in_other": report.only_in_other,

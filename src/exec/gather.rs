@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 
 use super::passing::Passing;
 use super::{Input, SCRATCH_BYTES};
-use crate::catalog::{Dtype, Located, Summed, TensorEntry, span};
+use crate::catalog::{Dtype, Fqn, Located, Summed, TensorEntry, span};
 use crate::error::{Error, Result};
 use crate::layout::{Dims, Tile};
 use crate::plan::lower::Level;
@@ -27,6 +27,7 @@ const LONG_RUN_BYTES: u64 = 64 << 10;
 /// A target tile with its plan, and every chunk it needs found.
 #[derive(Debug)]
 pub struct Prepared {
+    fqn: Fqn,
     dtype: Dtype,
     plan: TilePlan,
     /// One an overlap.
@@ -68,7 +69,7 @@ impl Prepared {
             located.push(found);
         }
         let strides = located.iter().map(|found| found.strides.clone()).collect();
-        Ok(Self { dtype: entry.dtype, plan, located, strides })
+        Ok(Self { fqn: entry.fqn.clone(), dtype: entry.dtype, plan, located, strides })
     }
 
     /// Bytes an element.
@@ -110,7 +111,7 @@ impl Prepared {
             let file = input.files.open(located.file)?;
             read_piece(&file, input.files.io(), located.offset, &piece, buffer, scratch)?;
             if let (Some(passing), Some(summed)) = (passing, located.summed) {
-                note_runs(passing, located, summed, &piece, buffer);
+                note_runs(passing, &self.fqn, located, summed, &piece, buffer);
             }
             Ok(())
         })
@@ -149,7 +150,7 @@ fn check_inside(input: Input<'_>, entry: &TensorEntry, sizes: &[u64], found: &Lo
 
 /// Note the runs of a piece that were read in one go each. Short strided runs are not worth it: their record hardly
 /// ever passes through whole.
-fn note_runs(passing: &Passing, located: &Located, summed: Summed, piece: &Piece, buffer: &[u8]) {
+fn note_runs(passing: &Passing, fqn: &Fqn, located: &Located, summed: Summed, piece: &Piece, buffer: &[u8]) {
     if piece.run_bytes < LONG_RUN_BYTES && !piece.levels.is_empty() {
         return;
     }
@@ -158,7 +159,7 @@ fn note_runs(passing: &Passing, located: &Located, summed: Summed, piece: &Piece
     let noted: Result<(), Infallible> = for_each_run(&piece.levels, 0, 0, &mut |source, offset| {
         let start = target + offset;
         let at = located.offset + piece.source + source;
-        passing.note(located.file, summed, at, &buffer[start..start + run]);
+        passing.note(fqn, located.file, summed, at, &buffer[start..start + run]);
         Ok(())
     });
     match noted {

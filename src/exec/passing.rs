@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;
 
-use crate::catalog::Summed;
+use crate::catalog::{Fqn, Summed};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files};
 
@@ -19,6 +19,8 @@ pub struct Passing {
 
 #[derive(Debug)]
 struct Seen {
+    /// The first tensor that was seen in it.
+    name: Fqn,
     summed: Summed,
     /// By offset: length and sum of a stretch.
     stretches: BTreeMap<u64, (u64, crc32fast::Hasher)>,
@@ -26,11 +28,15 @@ struct Seen {
 
 impl Passing {
     /// Note that `bytes` were read at `offset` of the file, inside a record.
-    pub fn note(&self, file: FileId, summed: Summed, offset: u64, bytes: &[u8]) {
+    pub fn note(&self, name: &Fqn, file: FileId, summed: Summed, offset: u64, bytes: &[u8]) {
         let mut hasher = crc32fast::Hasher::new();
         hasher.update(bytes);
         let mut records = self.records.lock().expect("no panic while the lock is held");
-        let seen = records.entry((file, summed.start)).or_insert_with(|| Seen { summed, stretches: BTreeMap::new() });
+        let seen = records.entry((file, summed.start)).or_insert_with(|| Seen {
+            name: name.clone(),
+            summed,
+            stretches: BTreeMap::new(),
+        });
         seen.stretches.insert(offset, (bytes.len() as u64, hasher));
     }
 
@@ -45,7 +51,7 @@ impl Passing {
             if crc != seen.summed.crc {
                 return Err(Error::malformed(
                     files.path(file),
-                    format!("the record at byte {start}"),
+                    format!("{} (record at byte {start})", seen.name),
                     format!("data with CRC-32 {:08x}", seen.summed.crc),
                     format!("{crc:08x}: the data has changed since it was written"),
                 ));
@@ -85,18 +91,19 @@ mod tests {
         let file = files.add(&path).unwrap();
         let summed = Summed { start: 2, len: 6, crc: crc32fast::hash(b"abcdef") };
         let passing = Passing::default();
+        let name = Fqn::from("w");
 
-        passing.note(file, summed, 5, b"def");
-        passing.note(file, summed, 2, b"abc");
+        passing.note(&name, file, summed, 5, b"def");
+        passing.note(&name, file, summed, 2, b"abc");
         passing.settle(&files).unwrap();
 
         // A part is not enough to say anything.
-        passing.note(file, summed, 2, b"abX");
+        passing.note(&name, file, summed, 2, b"abX");
         passing.settle(&files).unwrap();
 
-        passing.note(file, summed, 2, b"abX");
-        passing.note(file, summed, 5, b"def");
+        passing.note(&name, file, summed, 2, b"abX");
+        passing.note(&name, file, summed, 5, b"def");
         let error = passing.settle(&files).unwrap_err();
-        assert!(error.to_string().contains("changed since it was written"), "{error}");
+        assert!(error.to_string().contains("w (record at byte 2)"), "{error}");
     }
 }

@@ -80,7 +80,7 @@ impl Staging {
             Self { destination: destination.clone(), partial, shape, overwrite: existing.overwrite, _lock: lock };
         // Only now, when no live run can be in the middle of a swap.
         recover(destination, &old)?;
-        check_destination(destination, existing.overwrite)?;
+        check_destination(destination, shape, existing.overwrite)?;
         Ok(staging)
     }
 
@@ -165,8 +165,14 @@ fn recover(destination: &Path, old: &Path) -> Result<()> {
     if destination.symlink_metadata().is_ok() { remove(old) } else { rename(old, destination) }
 }
 
-fn check_destination(destination: &Path, overwrite: bool) -> Result<()> {
+fn check_destination(destination: &Path, shape: Shape, overwrite: bool) -> Result<()> {
     let Ok(metadata) = destination.symlink_metadata() else { return Ok(()) };
+    if metadata.is_dir() && shape == Shape::File {
+        return Err(Error::usage(
+            format!("{} is a folder, and one file is to be written", destination.display()),
+            format!("give it a name there, such as {}", destination.join("model.pt").display()),
+        ));
+    }
     let empty_folder =
         metadata.is_dir() && fs::read_dir(destination).map_err(Error::io("list", destination))?.next().is_none();
     if empty_folder || overwrite {
@@ -192,9 +198,6 @@ fn rename_new(from: &Path, to: &Path) -> Result<()> {
         Ok(()) => Ok(()),
         Err(Errno::EXIST) if to.is_dir() => {
             // An empty folder was there from the start: plain rename replaces it, and fails if it has filled since.
-            if from.is_file() {
-                fs::remove_dir(to).map_err(Error::io("replace", to))?;
-            }
             fs::rename(from, to).map_err(Error::io("publish", to))
         }
         Err(Errno::EXIST) => Err(Error::usage(
@@ -291,16 +294,17 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_folder_may_be_the_destination() {
+    fn an_empty_folder_may_become_a_folder_but_not_a_file() {
         let root = tempfile::tempdir().unwrap();
-        for (name, shape) in [("folder", Shape::Folder), ("file", Shape::File)] {
-            let out = root.path().join(name);
-            fs::create_dir(&out).unwrap();
-            let staging = Staging::begin(&out, shape, Existing::default()).unwrap();
-            write(&staging.folder().join("x"), "1");
-            staging.publish(false).unwrap();
-            assert_eq!(out.is_file(), shape == Shape::File);
-        }
+        let out = root.path().join("folder");
+        fs::create_dir(&out).unwrap();
+        let replace = Existing { overwrite: true, restart: false };
+        let error = Staging::begin(&out, Shape::File, replace).unwrap_err();
+        assert!(error.hint().unwrap().contains("folder/model.pt"), "{error}");
+        let staging = Staging::begin(&out, Shape::Folder, Existing::default()).unwrap();
+        write(&staging.folder().join("x"), "1");
+        staging.publish(false).unwrap();
+        assert_eq!(names(&out), ["x"]);
     }
 
     #[test]

@@ -2,24 +2,26 @@
 //!
 //! torch.load never looks at them, so a flipped bit in a file loads in silence there.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use super::zip::Archive;
-use crate::catalog::{Catalog, Place};
+use crate::catalog::{Catalog, Fqn, Place};
 use crate::error::Result;
 use crate::storage::{Files, Stretch};
 
-/// The archives of a checkpoint; none where the format has no checksums.
+/// The archives of a checkpoint, those of single tensors with their names; none where the format has no checksums.
 #[must_use]
-pub fn archives(catalog: &Catalog) -> Vec<Stretch> {
-    let chunks =
-        catalog.tensors.iter().flat_map(|entry| (0..entry.chunks.len()).map(|index| entry.chunks.place(index)));
-    let items = chunks.filter_map(|place| match place {
-        Place::Item(stretch) => Some(stretch),
-        _ => None,
-    });
-    let distinct: BTreeSet<Stretch> = catalog.archives.iter().copied().chain(items).collect();
-    distinct.into_iter().collect()
+pub fn archives(catalog: &Catalog) -> Vec<(Stretch, Option<&Fqn>)> {
+    let mut archives: BTreeMap<Stretch, Option<&Fqn>> =
+        catalog.archives.iter().map(|stretch| (*stretch, None)).collect();
+    for entry in &catalog.tensors {
+        for index in 0..entry.chunks.len() {
+            if let Place::Item(stretch) = entry.chunks.place(index) {
+                archives.insert(stretch, Some(&entry.fqn));
+            }
+        }
+    }
+    archives.into_iter().collect()
 }
 
 /// Check every record of an archive whose writer computed sums.

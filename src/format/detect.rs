@@ -91,7 +91,12 @@ fn detect_folder(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
     if !dcp::metadata_files(folder)?.is_empty() {
         found.push(Detected::Dcp);
     } else if names.iter().any(|name| name.ends_with(".distcp")) && from.is_none() {
-        return Err(Error::malformed(folder, ".metadata", "the metadata of the .distcp files", "no such file"));
+        return Err(Error::Missing {
+            path: folder.to_path_buf(),
+            at: String::from("DCP directory"),
+            expected: String::from("the metadata of its .distcp files"),
+            missing: String::from(".metadata"),
+        });
     }
     let index = names.iter().find(|name| name.ends_with(".safetensors.index.json")).map(|name| folder.join(name));
     let tensors = with_suffix(&[".safetensors"]);
@@ -119,7 +124,7 @@ fn detect_folder(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
 fn refuse_known(folder: &Path, names: &[String]) -> Result<()> {
     let any = |test: &dyn Fn(&str) -> bool| names.iter().any(|name| test(name));
     let refuse = |what: &str, hint: &str| Err(Error::unsupported(format!("{}: {what}", folder.display()), hint));
-    if any(&|name| name.ends_with("_optim_states.pt") || name.starts_with("zero_pp_rank_")) {
+    if any(&|name| name.ends_with("_optim_states.pt") || name.ends_with("_model_states.pt")) {
         return refuse(
             "a DeepSpeed ZeRO checkpoint",
             "convert it with DeepSpeed's zero_to_fp32.py or ds_to_universal.py first",

@@ -104,6 +104,16 @@ impl Checkpoint {
             }
         };
         check_total(path, &catalog)?;
+        if let (SeriesChoice::Named(names), false) = (&options.series, format == Format::TorchRanks) {
+            return Err(Error::usage(
+                format!(
+                    "--series {}: {} is {format}, which has no series of rank files",
+                    names.join(","),
+                    path.display()
+                ),
+                "leave --series out",
+            ));
+        }
         Ok(Self { format, root: path.to_path_buf(), files, catalog, series, skipped_series, fragment })
     }
 }
@@ -174,8 +184,12 @@ fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf
     if missing.is_empty() {
         return Ok(paths);
     }
-    let expected = format!("{} files beside it", paths.len());
-    Err(Error::malformed(named_by, at, expected, format!("missing: {}", missing.join(", "))))
+    Err(Error::Missing {
+        path: named_by.to_path_buf(),
+        at: at.to_owned(),
+        expected: format!("{} files beside it", paths.len()),
+        missing: missing.join(", "),
+    })
 }
 
 /// Nested names that are joined with dots may become one, and none may be a `reserved` one.

@@ -273,7 +273,7 @@ pub fn reserve(source: &Catalog, tensors: &[(Fqn, TensorId)], shape: &Shape) -> 
     };
     let mut reservation = Reservation::default();
     let mut weight_map = serde_json::Map::new();
-    distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &["__metadata__"])?;
+    distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &["__metadata__", ""])?;
     let count = groups.len();
     for (index, group) in groups.into_iter().enumerate() {
         let name = match shape {

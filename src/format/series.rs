@@ -204,8 +204,12 @@ fn check_complete(folder: &Path, name: &str, world_size: Option<u32>, ranks: &BT
     let missing: Vec<Rank> = (0..size).filter(|rank| !ranks.contains_key(rank)).take(SHOWN).map(Rank).collect();
     let count = u64::from(size) - ranks.len() as u64;
     let more = if count > SHOWN as u64 { format!(" and {} more", count - SHOWN as u64) } else { String::new() };
-    let found = format!("{} (missing: {}{more})", ranks.len(), crate::catalog::list_ranks(&missing));
-    Err(Error::malformed(folder, at, format!("the files of {size} ranks"), found))
+    Err(Error::Missing {
+        path: folder.to_path_buf(),
+        at,
+        expected: format!("the files of {size} ranks"),
+        missing: format!("{}{more}", crate::catalog::list_ranks(&missing)),
+    })
 }
 
 #[cfg(test)]

@@ -188,7 +188,7 @@ fn missing_files_are_all_listed() {
     let sandbox = Sandbox::new();
     let source = sandbox.copy("fsdp4/dcp");
     fs::remove_file(source.join(".metadata")).unwrap();
-    sandbox.is_bad(&source, &[".metadata", "no such file"]);
+    sandbox.is_bad(&source, &[".metadata", "missing: .metadata"]);
 
     let sandbox = Sandbox::new();
     let source = sandbox.copy("safetensors/sharded");

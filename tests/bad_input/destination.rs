@@ -64,7 +64,8 @@ fn destinations_that_exist() {
     symlink(&file, sandbox.path("link.pt")).unwrap();
     for name in ["file.pt", "folder", "dangling", "link", "link.pt"] {
         let target = sandbox.path(name);
-        refused(&sandbox, &[&"unshard", &source, &target], &[name, "exists", "--overwrite"]);
+        let words = if name == "folder" { ["is a folder", "model.pt"] } else { ["exists", "--overwrite"] };
+        refused(&sandbox, &[&"unshard", &source, &target], &[name, words[0], words[1]]);
         refused(&sandbox, &[&"reshard", &source, &target, &"--mesh=a=2", &"--to=dcp"], &[name, "exists"]);
         refused(&sandbox, &[&"reshard", &source, &target, &"--mesh=a=2", &"--to=dcp", &"--restart"], &["exists"]);
     }
@@ -72,8 +73,11 @@ fn destinations_that_exist() {
     dtshard(&[&"unshard", &source, &sandbox.path("link"), &"--overwrite"]).succeeded();
     assert_eq!(fs::read_to_string(sandbox.path("folder/x")).unwrap(), "old");
     assert!(sandbox.path("link").is_file() && !sandbox.path("link").is_symlink());
-    dtshard(&[&"unshard", &source, &sandbox.path("folder"), &"--overwrite"]).succeeded();
-    assert!(sandbox.path("folder").is_file());
+    // A folder does not become a file, and one that holds no checkpoint is not replaced at all.
+    let folder = sandbox.path("folder");
+    refused(&sandbox, &[&"unshard", &source, &folder, &"--overwrite"], &["is a folder"]);
+    refused(&sandbox, &[&"reshard", &source, &folder, &"--mesh=a=2", &"--overwrite"], &["holds no checkpoint"]);
+    assert_eq!(fs::read_to_string(sandbox.path("folder/x")).unwrap(), "old");
 }
 
 #[test]
@@ -99,10 +103,9 @@ fn destinations_that_are_no_place() {
     refused(&sandbox, &[&"unshard", &source, &sandbox.path(&"x".repeat(300))], &[]);
     refused(&sandbox, &[&"unshard", &source, &"/dev/full/out.pt"], &["/dev/full"]);
     refused(&sandbox, &[&"unshard", &source, &"/dev/full"], &["/dev/full", "exists"]);
-    // A slash at the end changes nothing.
+    // A slash at the end says that it is a folder.
     let target = format!("{}/", sandbox.path("out.safetensors").display());
-    dtshard(&[&"consolidate", &source, &target, &"--everything"]).succeeded();
-    assert!(sandbox.path("out.safetensors").is_file());
+    refused(&sandbox, &[&"consolidate", &source, &target, &"--everything"], &["is to be a folder"]);
 }
 
 fn is_root() -> bool {

@@ -50,6 +50,12 @@ pub fn reserve(
     state: &Value,
     shards: &mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<Shards>,
 ) -> Result<Reservation> {
+    if !matches!(state, Value::Dict(_)) {
+        return Err(Error::unsupported(
+            format!("the top of the checkpoint is a {}; that of a DCP checkpoint must be a dict", state.type_name()),
+            "save it again as a dict, or write a torch file with `dtshard unshard`",
+        ));
+    }
     let leaves = path::leaves(state);
     // DCP could not tell two paths of the same dotted name apart.
     let names: Vec<Fqn> = leaves.iter().map(|(path, _)| path.fqn()).collect();

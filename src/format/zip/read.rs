@@ -48,7 +48,7 @@ impl Archive {
         let mut buffer = vec![0; if len > 1 << 20 { rawzip::RECOMMENDED_BUFFER_SIZE } else { 4 << 10 }];
         let archive = ZipLocator::new()
             .locate_in_reader(&window, &mut buffer, len)
-            .map_err(|(_, error)| malformed(error.to_string()))?;
+            .map_err(|(_, error)| malformed(describe(&error)))?;
         if archive.entries_hint() > len / MIN_ENTRY_BYTES {
             return Err(malformed(format!("{} entries in {len} bytes", archive.entries_hint())));
         }
@@ -200,9 +200,18 @@ enum Fault {
     Compressed(String),
 }
 
+fn describe(error: &rawzip::Error) -> String {
+    match error.kind() {
+        rawzip::ErrorKind::MissingEndOfCentralDirectory => {
+            String::from("no end of an archive: it is cut short, or no archive at all")
+        }
+        _ => error.to_string(),
+    }
+}
+
 impl From<rawzip::Error> for Fault {
     fn from(error: rawzip::Error) -> Self {
-        Self::Malformed(error.to_string())
+        Self::Malformed(describe(&error))
     }
 }
 
