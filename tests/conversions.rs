@@ -390,8 +390,8 @@ fn a_flipped_byte_is_found() {
         let found = expect(1, "verify", &[&damaged, &intact], "--json").json();
         assert_eq!(found["same"], false);
         let wrong = found["different"].as_array().unwrap();
-        let values = wrong.iter().find(|finding| finding["fqn"] == "model.embed.weight").expect("it is named");
-        assert_eq!(values["kind"], "values", "{found}");
+        let of_embed = |finding: &&Json| finding["fqn"] == "model.embed.weight" && finding["kind"] == "values";
+        let values = wrong.iter().find(of_embed).expect("it is named");
         assert_eq!(values["detail"], "first at element 1 (row-major)", "{found}");
         // Zip archives have checksums; safetensors does not.
         expect(i32::from(name != "hf"), "verify", &[&damaged], "");
@@ -689,7 +689,7 @@ fn rules_that_do_not_fit_are_refused() {
     let options = "--mesh dp=2 --placements S(1)";
     let outcome = succeed("reshard", &[&fixture("replicated_plain/dcp"), &folder.path().join("x")], options);
     let narrow = Truth::load("replicated_plain/truth").tensors.values().filter(|tensor| tensor.shape.len() < 2).count();
-    assert!(outcome.stderr.contains(&format!("{narrow} tensors kept whole")), "{}", outcome.stderr);
+    assert!(outcome.stderr.starts_with(&format!("{narrow} tensors (1 of them 0-d) kept whole")), "{}", outcome.stderr);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
 use super::printer::Printer;
-use super::{Status, read_options, refuse_fragment, unshard};
+use super::{Status, check_series, read_options, refuse_fragment, unshard};
 use crate::catalog::{Fqn, OutputFile, Reservation, TensorId, Value, model};
 use crate::cli::Consolidate;
 use crate::error::{Error, Result};
@@ -38,6 +38,7 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
     let started = Instant::now();
     let checkpoint = Checkpoint::open(&args.convert.src, &read_options(&args.convert.source, SeriesChoice::Model))?;
     refuse_fragment(&checkpoint)?;
+    check_series(&args.convert.source, &[&checkpoint])?;
     let catalog = &checkpoint.catalog;
     let mut tensors = choose(args, &catalog.state)?;
     if tensors.is_empty() {

@@ -200,7 +200,8 @@ fn check_plain_replicas(conversion: &Conversion<'_>, options: &Options, printer:
                 between: format!("rank {} and rank {}", rank(difference.first), rank(difference.second)),
                 detail: format!("first at element {} (row-major)", difference.element),
                 hint: Some(
-                    "tensors that every rank stores whole must be equal; `dtshard inspect` shows who has what".into(),
+                    "tensors that every rank stores whole must be equal; `dtshard verify` lists all such tensors"
+                        .into(),
                 ),
             });
         }

@@ -123,6 +123,24 @@ fn input(checkpoint: &Checkpoint) -> Input<'_> {
     Input { files: &checkpoint.files, catalog: &checkpoint.catalog, resolve: &resolve }
 }
 
+/// `--series` where there are no series would be an option without an effect.
+fn check_series(args: &SourceArgs, checkpoints: &[&Checkpoint]) -> Result<()> {
+    let named = !args.series.is_empty() && args.series != ["all"];
+    if !named || checkpoints.iter().any(|checkpoint| !checkpoint.series.is_empty()) {
+        return Ok(());
+    }
+    let checkpoint = checkpoints[0];
+    Err(Error::usage(
+        format!(
+            "--series {}: {} is {}, which has no series of rank files",
+            args.series.join(","),
+            checkpoint.root.display(),
+            checkpoint.format
+        ),
+        "leave --series out",
+    ))
+}
+
 /// Refuse one rank's file of several, which only `inspect` shows.
 fn refuse_fragment(checkpoint: &Checkpoint) -> Result<()> {
     match &checkpoint.fragment {

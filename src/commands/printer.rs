@@ -93,7 +93,12 @@ pub(super) fn write_stderr(text: &str) {
 fn error_document(error: &Error) -> Json {
     let (mut file, mut fqn, mut expected, mut found) = (None, None, None, None);
     match error {
-        Error::Io { path, .. } | Error::Missing { path, .. } => file = Some(path.display().to_string()),
+        Error::Io { path, .. } => file = Some(path.display().to_string()),
+        Error::Missing { path, at, expected: wanted, missing } => {
+            file = Some(path.display().to_string());
+            fqn = Some(at.clone());
+            (expected, found) = (Some(wanted.clone()), Some(format!("missing: {missing}")));
+        }
         Error::Malformed { path, at, expected: wanted, found: got } => {
             file = Some(path.display().to_string());
             fqn = Some(at.clone());

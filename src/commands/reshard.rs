@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::convert::{Conversion, convert, target_format};
 use super::printer::Printer;
-use super::{Status, read_options, refuse_fragment};
+use super::{Status, check_series, read_options, refuse_fragment};
 use crate::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, model};
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
@@ -19,6 +19,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let started = Instant::now();
     let checkpoint = Checkpoint::open(&args.convert.src, &read_options(&args.convert.source, SeriesChoice::All))?;
     refuse_fragment(&checkpoint)?;
+    check_series(&args.convert.source, &[&checkpoint])?;
     let catalog = &checkpoint.catalog;
     if let Some(conflict) = catalog.conflicts.first() {
         return Err(conflict.error());

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
 use super::printer::Printer;
-use super::{Status, read_options, refuse_fragment};
+use super::{Status, check_series, read_options, refuse_fragment};
 use crate::catalog::{Value, model, path};
 use crate::cli::Unshard;
 use crate::error::Result;
@@ -15,6 +15,7 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
     let started = Instant::now();
     let checkpoint = Checkpoint::open(&args.convert.src, &read_options(&args.convert.source, SeriesChoice::Model))?;
     refuse_fragment(&checkpoint)?;
+    check_series(&args.convert.source, &[&checkpoint])?;
     let catalog = &checkpoint.catalog;
     if let Some(conflict) = catalog.conflicts.first() {
         return Err(conflict.error());

@@ -7,7 +7,7 @@ use serde_json::{Value as Json, json};
 
 use super::printer::Printer;
 use super::progress::Progress;
-use super::{Status, input, read_options, refuse_fragment, work_options};
+use super::{Status, check_series, input, read_options, refuse_fragment, work_options};
 use crate::catalog::{Catalog, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Verify;
 use crate::error::{Error, Result};
@@ -59,9 +59,13 @@ pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
     let stop = Stop::on_signals()?;
     let mut report = Report::default();
     let Some(source) = open(args, &args.src, &mut report)? else { return finish(&report, args, printer) };
+    if args.other.is_none() {
+        check_series(&args.source, &[&source])?;
+    }
     sound(&source, &options, printer, &stop, &mut report)?;
     if let Some(other_path) = &args.other {
         let Some(other) = open(args, other_path, &mut report)? else { return finish(&report, args, printer) };
+        check_series(&args.source, &[&source, &other])?;
         same_values(args, (&source, &other), &options, printer, &stop, &mut report)?;
     }
     finish(&report, args, printer)

@@ -104,16 +104,6 @@ impl Checkpoint {
             }
         };
         check_total(path, &catalog)?;
-        if let (SeriesChoice::Named(names), false) = (&options.series, format == Format::TorchRanks) {
-            return Err(Error::usage(
-                format!(
-                    "--series {}: {} is {format}, which has no series of rank files",
-                    names.join(","),
-                    path.display()
-                ),
-                "leave --series out",
-            ));
-        }
         Ok(Self { format, root: path.to_path_buf(), files, catalog, series, skipped_series, fragment })
     }
 }
