@@ -21,9 +21,9 @@ pub use reserved::{Literal, OutputFile, Reservation, Reserved, Sum};
 pub use validate::{Tiling, list_ranks};
 pub use value::{Dict, DictKind, TensorId, Value};
 
-use crate::error::Error;
-use crate::layout::{DeviceMesh, Dims, Placement};
-use crate::storage::Stretch;
+use crate::error::{Error, Result};
+use crate::layout::{DeviceMesh, Dims, Placement, Region, Tile};
+use crate::storage::{FileId, Stretch};
 
 /// A fully qualified name: the path of a tensor or object in its state dict, joined with dots.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -88,6 +88,16 @@ pub struct TensorEntry {
 }
 
 impl TensorEntry {
+    /// A tensor that lies whole and contiguous at an offset of a file.
+    #[must_use]
+    pub fn whole(fqn: Fqn, dtype: Dtype, shape: Dims, file: FileId, offset: u64) -> Self {
+        let mut chunks = ChunkTable::new(shape.len());
+        let tile = Tile::from_region(&Region::whole(&shape));
+        let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
+        chunks.push(Chunk { tile, place, strides: None, rank: None });
+        Self { fqn, dtype, shape, sharding: None, chunks }
+    }
+
     /// Elements of the whole tensor; readers refuse shapes whose byte size overflows.
     #[must_use]
     pub fn numel(&self) -> u64 {
@@ -168,6 +178,12 @@ impl Catalog {
     #[must_use]
     pub fn mesh(&self, sharding: &Sharding) -> &DeviceMesh {
         &self.meshes[sharding.mesh.0 as usize]
+    }
+
+    /// # Errors
+    /// `Conflict` for the first object of which ranks hold different values.
+    pub fn check_agreement(&self) -> Result<()> {
+        self.conflicts.first().map_or(Ok(()), |conflict| Err(conflict.error()))
     }
 
     /// Add a tensor and give the reference to it.

@@ -93,10 +93,15 @@ impl TensorEntry {
     }
 
     fn holder_name(&self, holders: &[Vec<u32>], tile: usize) -> String {
-        let index = holders[tile][0] as usize;
-        match self.chunks.rank(index) {
+        self.chunk_name(holders[tile][0])
+    }
+
+    /// Who holds a chunk, for messages: its rank, or its number where the format does not tell.
+    #[must_use]
+    pub fn chunk_name(&self, chunk: u32) -> String {
+        match self.chunks.rank(chunk as usize) {
             Some(rank) => format!("rank {rank}"),
-            None => format!("chunk {index}"),
+            None => format!("chunk {chunk}"),
         }
     }
 }

@@ -4,14 +4,14 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 use std::time::Instant;
 
-use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
+use super::convert::{Conversion, convert, file_name, holds_shards, open_source, target_format};
 use super::printer::Printer;
-use super::{Status, check_series, read_options, refuse_fragment, unshard};
+use super::{Status, unshard};
 use crate::catalog::{Fqn, OutputFile, Reservation, TensorId, Value, model};
 use crate::cli::Consolidate;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
-use crate::format::{Checkpoint, Format, SeriesChoice, distinct_names, natural_order, safetensors, torch};
+use crate::format::{Format, SeriesChoice, distinct_names, natural_order, safetensors, torch};
 use crate::quantity::{Quantity, count};
 
 /// Files that loaders want beside the weights.
@@ -36,9 +36,7 @@ const ASSETS: [&str; 16] = [
 
 pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
     let started = Instant::now();
-    let checkpoint = Checkpoint::open(&args.convert.src, &read_options(&args.convert.source, SeriesChoice::Model))?;
-    refuse_fragment(&checkpoint)?;
-    check_series(&args.convert.source, &[&checkpoint])?;
+    let checkpoint = open_source(&args.convert, SeriesChoice::Model)?;
     let catalog = &checkpoint.catalog;
     let mut tensors = choose(args, &catalog.state)?;
     if tensors.is_empty() {

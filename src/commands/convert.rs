@@ -8,15 +8,14 @@ use serde_json::{Value as Json, json};
 
 use super::printer::Printer;
 use super::progress::Progress;
-use super::{Status, input, work_options};
+use super::{Status, check_series, input, read_options, refuse_fragment, work_options};
 use crate::catalog::{OutputFile, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
 use crate::exec::staging::{Existing, Shape, Staging};
 use crate::exec::{Options, Stop, compare, copy};
-use crate::format::{Checkpoint, Format, detect};
-use crate::layout::Rank;
+use crate::format::{Checkpoint, Format, SeriesChoice, detect};
 use crate::quantity::{count, human_bytes};
 use crate::storage::filesystem;
 
@@ -33,6 +32,14 @@ pub struct Conversion<'a> {
     pub left_out: Vec<String>,
     /// Further lines for the user.
     pub notes: Vec<String>,
+}
+
+/// Read the source of a verb that writes, which must be whole.
+pub fn open_source(args: &ConvertArgs, default: SeriesChoice) -> Result<Checkpoint> {
+    let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, default))?;
+    refuse_fragment(&checkpoint)?;
+    check_series(&args.source, &[&checkpoint])?;
+    Ok(checkpoint)
 }
 
 /// The format to write: `--to`, else the suffix of DST, else `default`.
@@ -193,11 +200,11 @@ fn check_plain_replicas(conversion: &Conversion<'_>, options: &Options, printer:
     for entry in plain {
         let found = compare::replica_difference(input(conversion.checkpoint), entry, options, &progress, stop)?;
         if let Some(difference) = found {
-            let rank = |chunk: u32| entry.chunks.rank(chunk as usize).unwrap_or(Rank(chunk));
+            let (first, second) = (entry.chunk_name(difference.first), entry.chunk_name(difference.second));
             return Err(Error::Conflict {
                 fqn: entry.fqn.to_string(),
                 what: "a plain tensor",
-                between: format!("rank {} and rank {}", rank(difference.first), rank(difference.second)),
+                between: format!("{first} and {second}"),
                 detail: format!("first at element {} (row-major)", difference.element),
                 hint: Some(
                     "tensors that every rank stores whole must be equal; `dtshard verify` lists all such tensors"

@@ -91,7 +91,8 @@ pub(super) fn write_stderr(text: &str) {
 }
 
 fn error_document(error: &Error) -> Json {
-    let (mut file, mut fqn, mut expected, mut found) = (None, None, None, None);
+    let mut fqn = error.fqn().map(str::to_owned);
+    let (mut file, mut expected, mut found) = (None, None, None);
     match error {
         Error::Io { path, .. } => file = Some(path.display().to_string()),
         Error::Missing { path, at, expected: wanted, missing } => {
@@ -104,7 +105,6 @@ fn error_document(error: &Error) -> Json {
             fqn = Some(at.clone());
             (expected, found) = (Some(wanted.clone()), Some(got.clone()));
         }
-        Error::Coverage { fqn: name, .. } | Error::Conflict { fqn: name, .. } => fqn = Some(name.clone()),
         _ => {}
     }
     json!({

@@ -3,27 +3,23 @@
 use std::collections::{BTreeSet, HashMap};
 use std::time::Instant;
 
-use super::convert::{Conversion, convert, target_format};
+use super::Status;
+use super::convert::{Conversion, convert, open_source, target_format};
 use super::printer::Printer;
-use super::{Status, check_series, read_options, refuse_fragment};
 use crate::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, model};
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
-use crate::format::{Checkpoint, Format, SeriesChoice, dcp};
+use crate::format::{Format, SeriesChoice, dcp};
 use crate::layout::target::{Fallback, Rule, SourceLayout, TargetLayout};
 use crate::layout::{DeviceMesh, LayoutError, Pattern, PlacementSpec, Rank, parse_placements};
 use crate::quantity::count;
 
 pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let started = Instant::now();
-    let checkpoint = Checkpoint::open(&args.convert.src, &read_options(&args.convert.source, SeriesChoice::All))?;
-    refuse_fragment(&checkpoint)?;
-    check_series(&args.convert.source, &[&checkpoint])?;
+    let checkpoint = open_source(&args.convert, SeriesChoice::All)?;
     let catalog = &checkpoint.catalog;
-    if let Some(conflict) = catalog.conflicts.first() {
-        return Err(conflict.error());
-    }
+    catalog.check_agreement()?;
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, default_format(checkpoint.format));
     if to != Format::Dcp {

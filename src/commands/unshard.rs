@@ -2,24 +2,20 @@
 
 use std::time::Instant;
 
-use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
+use super::Status;
+use super::convert::{Conversion, convert, file_name, holds_shards, open_source, target_format};
 use super::printer::Printer;
-use super::{Status, check_series, read_options, refuse_fragment};
 use crate::catalog::{Value, model, path};
 use crate::cli::Unshard;
 use crate::error::Result;
 use crate::exec::staging::Shape;
-use crate::format::{Checkpoint, Format, SeriesChoice, natural_order, safetensors, torch};
+use crate::format::{Format, SeriesChoice, natural_order, safetensors, torch};
 
 pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
     let started = Instant::now();
-    let checkpoint = Checkpoint::open(&args.convert.src, &read_options(&args.convert.source, SeriesChoice::Model))?;
-    refuse_fragment(&checkpoint)?;
-    check_series(&args.convert.source, &[&checkpoint])?;
+    let checkpoint = open_source(&args.convert, SeriesChoice::Model)?;
     let catalog = &checkpoint.catalog;
-    if let Some(conflict) = catalog.conflicts.first() {
-        return Err(conflict.error());
-    }
+    catalog.check_agreement()?;
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, Format::Torch);
     let (reservation, shape) = match to {

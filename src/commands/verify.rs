@@ -13,7 +13,6 @@ use crate::cli::Verify;
 use crate::error::{Error, Result};
 use crate::exec::{Options, Reporter, Stop, compare};
 use crate::format::{Checkpoint, Format, SeriesChoice, checksum};
-use crate::layout::Rank;
 use crate::quantity::{count, human_bytes};
 
 /// Something that is not as it should be.
@@ -111,9 +110,8 @@ fn sound(
         match checked {
             Ok(None) => {}
             Ok(Some(found)) => {
-                let rank = |chunk: u32| entry.chunks.rank(chunk as usize).unwrap_or(Rank(chunk));
-                let (first, second) = (rank(found.first), rank(found.second));
-                let detail = format!("rank {first} and rank {second} differ, first at element {}", found.element);
+                let (first, second) = (entry.chunk_name(found.first), entry.chunk_name(found.second));
+                let detail = format!("{first} and {second} differ, first at element {}", found.element);
                 report.add(entry.fqn.as_str(), "replica", detail);
             }
             Err(error) => report.absorb(entry.fqn.as_str(), error)?,

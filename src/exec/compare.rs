@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::{Input, Locations, Options, Prepared, Reporter, Stop};
 use crate::catalog::{TensorEntry, TensorId};
 use crate::error::Result;
-use crate::layout::Tile;
+use crate::layout::{Region, Tile};
 use crate::plan::Source;
 
 /// The digests of tensors, several at a time.
@@ -40,14 +40,14 @@ pub fn digest(
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<String> {
-    let whole = Whole::new(input, entry)?;
+    let values = Values::whole(input, entry)?;
     let dims: Vec<String> = entry.shape.iter().map(ToString::to_string).collect();
     let mut hasher = blake3::Hasher::new();
     hasher.update(format!("{} [{}]\n", entry.dtype, dims.join(",")).as_bytes());
     let (mut buffer, mut scratch) = (Vec::new(), Vec::new());
-    for (first, len) in blocks(entry, options.strip_bytes) {
+    for (first, len) in values.blocks(options.strip_bytes) {
         stop.check()?;
-        whole.read(first, len, &mut buffer, &mut scratch)?;
+        values.read(first, len, &mut buffer, &mut scratch)?;
         hasher.update(&buffer);
         reporter.advance(len);
     }
@@ -66,12 +66,8 @@ pub fn first_difference(
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<Option<u64>> {
-    let left_whole = Whole::new(left.0, left.1)?;
-    let right_whole = Whole::new(right.0, right.1)?;
-    compare_blocks(left.1, options, reporter, stop, |first, len, buffers, scratch| {
-        left_whole.read(first, len, &mut buffers.0, scratch)?;
-        right_whole.read(first, len, &mut buffers.1, scratch)
-    })
+    let (left, right) = (Values::whole(left.0, left.1)?, Values::whole(right.0, right.1)?);
+    compare_blocks(&left, &right, options, reporter, stop)
 }
 
 /// Find every stored chunk, replicas included, without reading its data.
@@ -80,8 +76,8 @@ pub fn first_difference(
 /// `Malformed` where a chunk is not where, or not what, the catalog says.
 pub fn locate(input: Input<'_>, entry: &TensorEntry) -> Result<()> {
     let chunks = u32::try_from(entry.chunks.len()).expect("fewer than 2^32 chunks a tensor");
-    let stored = (0..chunks).filter(|chunk| !entry.chunks.tile(*chunk as usize).is_empty());
-    stored.into_iter().try_for_each(|chunk| Prepared::chunk(input, entry, chunk).map(drop))
+    let mut stored = (0..chunks).filter(|chunk| !entry.chunks.tile(*chunk as usize).is_empty());
+    stored.try_for_each(|chunk| Prepared::chunk(input, entry, chunk).map(drop))
 }
 
 /// A stored replica that differs from the one that is read.
@@ -111,18 +107,10 @@ pub fn replica_difference(
         if others.is_empty() {
             continue;
         }
-        let reference = Prepared::chunk(input, entry, *first)?;
+        let reference = Values { input, prepared: Prepared::chunk(input, entry, *first)? };
         for second in others {
-            let other = Prepared::chunk(input, entry, *second)?;
-            let itemsize = entry.dtype.itemsize();
-            let part = TensorEntry { shape: [reference.numel()].as_slice().into(), ..without_chunks(entry) };
-            let found = compare_blocks(&part, options, reporter, stop, |first, len, buffers, scratch| {
-                for (prepared, buffer) in [(&reference, &mut buffers.0), (&other, &mut buffers.1)] {
-                    buffer.resize(usize::try_from(len).expect("a block fits memory"), 0);
-                    prepared.read(input, first / itemsize, buffer, scratch)?;
-                }
-                Ok(())
-            })?;
+            let other = Values { input, prepared: Prepared::chunk(input, entry, *second)? };
+            let found = compare_blocks(&reference, &other, options, reporter, stop)?;
             if let Some(element) = found {
                 return Ok(Some(ReplicaDifference { first: *first, second: *second, element }));
             }
@@ -131,28 +119,18 @@ pub fn replica_difference(
     Ok(None)
 }
 
-fn without_chunks(entry: &TensorEntry) -> TensorEntry {
-    TensorEntry {
-        fqn: entry.fqn.clone(),
-        dtype: entry.dtype,
-        shape: entry.shape.clone(),
-        sharding: None,
-        chunks: crate::catalog::ChunkTable::default(),
-    }
-}
-
-/// Compare two buffers block by block, blocks in parallel, and give the first element that differs.
+/// Compare values of equal dtype and number block by block, blocks in parallel, and give the first element that
+/// differs.
 fn compare_blocks(
-    entry: &TensorEntry,
+    left: &Values<'_>,
+    right: &Values<'_>,
     options: &Options,
     reporter: &dyn Reporter,
     stop: &Stop,
-    read: impl Fn(u64, u64, &mut (Vec<u8>, Vec<u8>), &mut Vec<u8>) -> Result<()> + Sync,
 ) -> Result<Option<u64>> {
     let lowest = AtomicU64::new(u64::MAX);
     // Two buffers a thread share what is meant for one.
-    let blocks = Mutex::new(blocks(entry, options.strip_bytes / 2));
-    let itemsize = entry.dtype.itemsize();
+    let blocks = Mutex::new(left.blocks(options.strip_bytes / 2));
     (0..options.threads).into_par_iter().with_max_len(1).try_for_each(|_| -> Result<()> {
         let (mut buffers, mut scratch) = ((Vec::new(), Vec::new()), Vec::new());
         loop {
@@ -162,7 +140,8 @@ fn compare_blocks(
                 return Ok(());
             };
             stop.check()?;
-            read(first, len, &mut buffers, &mut scratch)?;
+            left.read(first, len, &mut buffers.0, &mut scratch)?;
+            right.read(first, len, &mut buffers.1, &mut scratch)?;
             if buffers.0 != buffers.1 {
                 let at = buffers.0.iter().zip(&buffers.1).position(|(left, right)| left != right);
                 lowest.fetch_min(first + at.unwrap_or(0) as u64, Ordering::Relaxed);
@@ -171,35 +150,33 @@ fn compare_blocks(
         }
     })?;
     let lowest = lowest.into_inner();
-    Ok((lowest != u64::MAX).then_some(lowest / itemsize))
+    Ok((lowest != u64::MAX).then_some(lowest / left.prepared.itemsize()))
 }
 
-/// A tensor planned as one whole tile.
-struct Whole<'a> {
+/// Values to be read in row-major order: a whole tensor, or one stored chunk of it.
+struct Values<'a> {
     input: Input<'a>,
-    itemsize: u64,
     prepared: Prepared,
 }
 
-impl<'a> Whole<'a> {
-    fn new(input: Input<'a>, entry: &TensorEntry) -> Result<Self> {
+impl<'a> Values<'a> {
+    fn whole(input: Input<'a>, entry: &TensorEntry) -> Result<Self> {
         let source = Source::new(entry)?;
-        let tile = Tile::from_region(&crate::layout::Region::whole(&entry.shape));
-        let prepared = Prepared::new(input, &source, &tile, &mut Locations::default())?;
-        Ok(Self { input, itemsize: entry.dtype.itemsize(), prepared })
+        let tile = Tile::from_region(&Region::whole(&entry.shape));
+        Ok(Self { input, prepared: Prepared::new(input, &source, &tile, &mut Locations::default())? })
     }
 
-    /// Read `len` bytes from byte `first` of the row-major values.
+    /// Read `len` bytes from byte `first`.
     fn read(&self, first: u64, len: u64, buffer: &mut Vec<u8>, scratch: &mut Vec<u8>) -> Result<()> {
         buffer.resize(usize::try_from(len).expect("a block fits memory"), 0);
-        self.prepared.read(self.input, first / self.itemsize, buffer, scratch)
+        self.prepared.read(self.input, first / self.prepared.itemsize(), buffer, scratch)
     }
-}
 
-/// The (first byte, length) of each block of a tensor's values; blocks hold whole elements.
-fn blocks(entry: &TensorEntry, block_bytes: u64) -> impl Iterator<Item = (u64, u64)> + use<> {
-    let total = entry.len_bytes();
-    let itemsize = entry.dtype.itemsize();
-    let step = (block_bytes - block_bytes % itemsize).max(itemsize);
-    (0..total.div_ceil(step)).map(move |index| (index * step, step.min(total - index * step)))
+    /// The (first byte, length) of each block; blocks hold whole elements.
+    fn blocks(&self, block_bytes: u64) -> impl Iterator<Item = (u64, u64)> + use<> {
+        let itemsize = self.prepared.itemsize();
+        let total = self.prepared.numel() * itemsize;
+        let step = (block_bytes - block_bytes % itemsize).max(itemsize);
+        (0..total.div_ceil(step)).map(move |index| (index * step, step.min(total - index * step)))
+    }
 }

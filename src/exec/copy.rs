@@ -33,6 +33,17 @@ pub struct Stats {
     pub runs: u64,
 }
 
+impl Stats {
+    fn count(&mut self, tiles: &[Prepared]) {
+        for tile in tiles {
+            tile.pieces(|piece| {
+                self.runs += piece.runs();
+                self.bytes_read += piece.len_bytes();
+            });
+        }
+    }
+}
+
 /// Fill the files of `reservation`, which `folder` does not hold yet.
 ///
 /// # Errors
@@ -57,12 +68,7 @@ pub fn copy(
         let filler = Filler { input, reservation, slots: &slots, outputs: &outputs, sums: &sums, passing: &passing };
         filler.fill(&strips, options, reporter, stop)?;
         passing.settle(input.files)?;
-        for slot in &slots {
-            slot.pieces(|piece| {
-                stats.runs += piece.runs();
-                stats.bytes_read += piece.len_bytes();
-            });
-        }
+        stats.count(&slots);
     }
     let rest = cutter.finish();
     let filler = Filler { input, reservation, slots: &[], outputs: &outputs, sums: &sums, passing: &passing };
@@ -84,12 +90,7 @@ pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Resu
     let mut stats = Stats::default();
     for window in windows(&reservation.tensors) {
         stop.check()?;
-        for slot in prepare(input, window)?.0 {
-            slot.pieces(|piece| {
-                stats.runs += piece.runs();
-                stats.bytes_read += piece.len_bytes();
-            });
-        }
+        stats.count(&prepare(input, window)?.0);
     }
     Ok(stats)
 }

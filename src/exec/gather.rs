@@ -120,13 +120,10 @@ impl Prepared {
     /// Visit the pieces of the whole tile, for statistics.
     pub fn pieces(&self, mut visit: impl FnMut(&Piece)) {
         let pieces = Pieces::new(&self.plan, &self.strides, self.dtype.itemsize());
-        let walked: Result<(), Infallible> = pieces.visit(0..self.numel(), |piece| {
+        let Ok(()): Result<(), Infallible> = pieces.visit(0..self.numel(), |piece| {
             visit(&piece);
             Ok(())
         });
-        match walked {
-            Ok(()) => {}
-        }
     }
 }
 
@@ -156,15 +153,12 @@ fn note_runs(passing: &Passing, fqn: &Fqn, located: &Located, summed: Summed, pi
     }
     let target = usize::try_from(piece.target).expect("a strip fits memory");
     let run = usize::try_from(piece.run_bytes).expect("a strip fits memory");
-    let noted: Result<(), Infallible> = for_each_run(&piece.levels, 0, 0, &mut |source, offset| {
+    let Ok(()): Result<(), Infallible> = for_each_run(&piece.levels, 0, 0, &mut |source, offset| {
         let start = target + offset;
         let at = located.offset + piece.source + source;
         passing.note(fqn, located.file, summed, at, &buffer[start..start + run]);
         Ok(())
     });
-    match noted {
-        Ok(()) => {}
-    }
 }
 
 fn read_piece(
@@ -259,26 +253,20 @@ fn copy_runs(source: &[u8], target: &mut [u8], run_bytes: u64, levels: &[Level])
         8 => copy_sized::<8>(source, target, levels),
         _ => {
             let run = usize::try_from(run_bytes).expect("a strip fits memory");
-            let copied: Result<(), Infallible> = for_each_run(levels, 0, 0, &mut |from, to| {
+            let Ok(()): Result<(), Infallible> = for_each_run(levels, 0, 0, &mut |from, to| {
                 let from = usize::try_from(from).expect("a mapping fits memory");
                 target[to..to + run].copy_from_slice(&source[from..from + run]);
                 Ok(())
             });
-            match copied {
-                Ok(()) => {}
-            }
         }
     }
 }
 
 fn copy_sized<const N: usize>(source: &[u8], target: &mut [u8], levels: &[Level]) {
-    let copied: Result<(), Infallible> = for_each_run(levels, 0, 0, &mut |from, to| {
+    let Ok(()): Result<(), Infallible> = for_each_run(levels, 0, 0, &mut |from, to| {
         let from = usize::try_from(from).expect("a mapping fits memory");
         let element: [u8; N] = source[from..from + N].try_into().expect("N bytes");
         target[to..to + N].copy_from_slice(&element);
         Ok(())
     });
-    match copied {
-        Ok(()) => {}
-    }
 }

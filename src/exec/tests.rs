@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use super::{Input, Locations, Prepared};
 use crate::catalog::{Catalog, Chunk, ChunkTable, Dtype, Place, TensorEntry, checked_len_bytes, contiguous_strides};
 use crate::format::resolve;
-use crate::layout::{Dims, Placement, TensorDim, Tile, local_shard};
+use crate::layout::{DeviceMesh, Dims, Placement, Rank, TensorDim, Tile, local_shard};
 use crate::plan::Source;
 use crate::storage::{Files, IoMode};
 
@@ -42,18 +42,10 @@ struct Layout {
 
 impl Layout {
     fn tiles(&self, shape: &[u64]) -> Vec<Tile> {
-        let count: u64 = self.mesh.iter().product();
-        let mut tiles = Vec::new();
-        for rank in 0..count {
-            let mut rest = rank;
-            let mut at: Dims = self.mesh.iter().map(|_| 0).collect();
-            for (place, size) in at.iter_mut().zip(&self.mesh).rev() {
-                *place = rest % size;
-                rest /= size;
-            }
-            tiles.push(local_shard(shape, &self.mesh, &self.placements, &at).unwrap());
-        }
-        tiles
+        let world_size = u32::try_from(self.mesh.iter().product::<u64>()).unwrap();
+        let mesh = DeviceMesh::new(&self.mesh[..], (0..world_size).map(Rank).collect(), None).unwrap();
+        let tile = |(_, at): (Rank, Dims)| local_shard(shape, &self.mesh, &self.placements, &at).unwrap();
+        mesh.coordinates().map(tile).collect()
     }
 }
 

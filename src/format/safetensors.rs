@@ -18,11 +18,10 @@ use serde_json::{Value as Json, json};
 
 use super::{distinct_names, files_beside, natural_order};
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Dict, Dtype, Fqn, OutputFile, Place, Reservation, Reserved, TensorEntry, TensorId,
-    Value, checked_len_bytes,
+    Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, checked_len_bytes,
 };
 use crate::error::{Error, Result};
-use crate::layout::{Dims, Region, Tile};
+use crate::layout::Dims;
 use crate::storage::{FileId, Files, regular_file};
 
 /// Headers beyond this are refused by the reference reader, too.
@@ -174,7 +173,8 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Resul
         let file = files.add(path)?;
         let header = read_header(files, file)?;
         for (name, stored) in header.tensors {
-            let id = catalog.push_tensor(whole_tensor(&name, stored, file));
+            let fqn = Fqn::from(name.as_str());
+            let id = catalog.push_tensor(TensorEntry::whole(fqn, stored.dtype, stored.shape, file, stored.offset));
             if let Some((other, _)) = found.insert(name.clone(), (path.clone(), id)) {
                 let found = format!("it in {} as well", other.display());
                 return Err(Error::malformed(path, name, "a tensor in one file only", found));
@@ -195,14 +195,6 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Resul
     let entries = names.into_iter().map(|(name, id)| (Value::Str(name), Value::Tensor(id))).collect();
     catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
     Ok(catalog)
-}
-
-fn whole_tensor(name: &str, stored: Stored, file: FileId) -> TensorEntry {
-    let mut chunks = ChunkTable::new(stored.shape.len());
-    let tile = Tile::from_region(&Region::whole(&stored.shape));
-    let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset: stored.offset } };
-    chunks.push(Chunk { tile, place, strides: None, rank: None });
-    TensorEntry { fqn: Fqn::from(name), dtype: stored.dtype, shape: stored.shape, sharding: None, chunks }
 }
 
 /// The part of an index that binds.
@@ -374,8 +366,9 @@ fn reserve_file(
     for (offset, (fqn, id)) in placed {
         let entry = source.tensor(*id);
         file.push_payload(entry.len_bytes());
-        let stored = Stored { dtype: entry.dtype, shape: entry.shape.clone(), offset: data_start + offset };
-        reservation.tensors.push(Reserved { source: *id, entry: whole_tensor(fqn.as_str(), stored, file_id) });
+        let (dtype, shape) = (entry.dtype, entry.shape.clone());
+        let entry = TensorEntry::whole(fqn.clone(), dtype, shape, file_id, data_start + offset);
+        reservation.tensors.push(Reserved { source: *id, entry });
     }
     reservation.files.push(file);
     Ok(())

@@ -199,11 +199,6 @@ impl Files {
         self.io
     }
 
-    /// Choose how the bytes are read from now on.
-    pub fn set_io(&mut self, io: IoMode) {
-        self.io = io;
-    }
-
     /// The open file; opened now if it is not.
     ///
     /// # Errors

@@ -4,6 +4,7 @@
 //! rank. A tile that is more than one box is written as its boxes, since the format knows boxes only.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 
 use super::METADATA;
 use crate::catalog::{
@@ -193,14 +194,6 @@ impl<'a> Layout<'a> {
 
     /// The `.metadata` pickle: protocol 2 without a memo, which every reader takes.
     fn metadata(&self, leaves: &[(Path, Leaf<'_>)]) -> Vec<u8> {
-        // The id that ties data files to their save is random in PyTorch; here equal checkpoints are equal files.
-        let content = self.metadata_with(leaves, "");
-        let hash = blake3::hash(&content).to_hex();
-        let id: String = [&hash[..8], &hash[8..12], &hash[12..16], &hash[16..20], &hash[20..32]].join("-");
-        self.metadata_with(leaves, &id)
-    }
-
-    fn metadata_with(&self, leaves: &[(Path, Leaf<'_>)], save_id: &str) -> Vec<u8> {
         let mut writer = Writer::new();
         instance(&mut writer, METADATA, "Metadata");
         writer.empty_dict().mark();
@@ -223,10 +216,13 @@ impl<'a> Layout<'a> {
             write_index(writer, &index);
             write_info(writer, info);
         });
+        // The id that ties data files to their save is random in PyTorch; here equal checkpoints are equal files.
+        let hash = blake3::hash(writer.written()).to_hex();
+        let save_id = [&hash[..8], &hash[8..12], &hash[12..16], &hash[16..20], &hash[20..32]].join("-");
         writer.string("storage_meta");
         instance(&mut writer, METADATA, "StorageMeta");
         writer.empty_dict().mark();
-        writer.string("checkpoint_id").none().string("save_id").string(save_id);
+        writer.string("checkpoint_id").none().string("save_id").string(&save_id);
         writer.string("load_id").none().string("modules").empty_list().setitems().build();
         writer.string("version").string("1.0.0");
         writer.setitems().build();
@@ -242,21 +238,17 @@ impl<'a> Layout<'a> {
         writer.string("size");
         write_torch_size(writer, &entry.shape);
         writer.string("chunks").empty_list();
-        let written: Result<(), std::convert::Infallible> =
-            writer.extend_list(self.chunks[tensor].iter(), |writer, chunk| {
-                let region = chunk.tile.bounds();
-                instance(writer, METADATA, "ChunkStorageMetadata");
-                writer.empty_dict().mark();
-                writer.string("offsets");
-                write_torch_size(writer, &region.offsets);
-                writer.string("sizes");
-                write_torch_size(writer, &region.sizes);
-                writer.setitems().build();
-                Ok(())
-            });
-        match written {
-            Ok(()) => {}
-        }
+        let Ok(()): Result<(), Infallible> = writer.extend_list(self.chunks[tensor].iter(), |writer, chunk| {
+            let region = chunk.tile.bounds();
+            instance(writer, METADATA, "ChunkStorageMetadata");
+            writer.empty_dict().mark();
+            writer.string("offsets");
+            write_torch_size(writer, &region.offsets);
+            writer.string("sizes");
+            write_torch_size(writer, &region.sizes);
+            writer.setitems().build();
+            Ok(())
+        });
         writer.setitems().build();
     }
 
@@ -288,13 +280,10 @@ fn entries<T>(
     items: impl IntoIterator<Item = T, IntoIter: ExactSizeIterator>,
     mut each: impl FnMut(&mut Writer, T),
 ) {
-    let written: Result<(), std::convert::Infallible> = writer.extend_dict(items.into_iter(), |writer, item| {
+    let Ok(()): Result<(), Infallible> = writer.extend_dict(items.into_iter(), |writer, item| {
         each(writer, item);
         Ok(())
     });
-    match written {
-        Ok(()) => {}
-    }
 }
 
 /// `cls.__new__(cls)`

@@ -34,6 +34,11 @@ impl Writer {
         Self { out: vec![0x80, 2], depth: 0 }
     }
 
+    /// The pickle so far.
+    pub fn written(&self) -> &[u8] {
+        &self.out
+    }
+
     /// Ends with STOP.
     pub fn finish(mut self) -> Vec<u8> {
         self.out.push(b'.');

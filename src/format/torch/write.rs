@@ -7,13 +7,11 @@ use std::path::PathBuf;
 use smallvec::SmallVec;
 
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Dtype, OutputFile, Place, Reservation, Reserved, TensorEntry, TensorId, Value,
-    contiguous_strides,
+    Catalog, Dtype, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, contiguous_strides,
 };
 use crate::error::{Error, Result};
 use crate::format::pickle::{WriteError, Writer};
 use crate::format::zip::{ArchiveWriter, Frames};
-use crate::layout::{Region, Tile};
 use crate::storage::FileId;
 
 /// The folder inside the archive. PyTorch takes it from the file's name, but reads any; a fixed one makes equal
@@ -127,12 +125,6 @@ pub fn reserve(source: &Catalog, state: &Value, name: PathBuf) -> Result<Reserva
 
 /// A source tensor stored whole and contiguous at an offset of an output file.
 pub fn reserved_whole(source: &Catalog, id: TensorId, file: FileId, offset: u64) -> Reserved {
-    let entry = source.tensor(id);
-    let mut chunks = ChunkTable::new(entry.shape.len());
-    let tile = Tile::from_region(&Region::whole(&entry.shape));
-    let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
-    chunks.push(Chunk { tile, place, strides: None, rank: None });
-    let entry =
-        TensorEntry { fqn: entry.fqn.clone(), dtype: entry.dtype, shape: entry.shape.clone(), sharding: None, chunks };
-    Reserved { source: id, entry }
+    let TensorEntry { fqn, dtype, shape, .. } = source.tensor(id);
+    Reserved { source: id, entry: TensorEntry::whole(fqn.clone(), *dtype, shape.clone(), file, offset) }
 }

@@ -82,14 +82,10 @@ impl Archive {
     pub fn locate(&self, files: &Files, name: &str) -> Result<Option<(u64, Record)>> {
         let Some(record) = self.get(name) else { return Ok(None) };
         let path = files.path(self.file);
-        let header = self.window.header(record.header).map_err(Error::io("read", path))?;
-        let mut extra = vec![0; usize::from(u16::from_le_bytes([header[28], header[29]]))];
-        let data = after_header(&header, record.header)
+        let read = |buffer: &mut [u8], offset: u64| self.window.read_exact_at(buffer, offset - self.window.base);
+        let data = data_start(record.header, self.window.end(), read)
+            .map_err(Error::io("read", path))?
             .filter(|data| data.checked_add(record.len).is_some_and(|end| end <= self.window.end()))
-            .filter(|data| {
-                let at = data - extra.len() as u64 - self.window.base;
-                self.window.read_exact_at(&mut extra, at).is_ok() && is_extra_field(&extra)
-            })
             .ok_or_else(|| bad_header(path, &format!("{}/{name}", self.prefix), record.header))?;
         Ok(Some((data, record)))
     }
@@ -155,16 +151,27 @@ impl Archive {
 /// # Errors
 /// `Malformed` where there is no local header, `Io`.
 pub fn data_offset(files: &Files, file: FileId, header: u64) -> Result<u64> {
-    let mut bytes = [0; LOCAL_HEADER];
     let source = files.open(file)?;
-    source.read_exact_at(&mut bytes, header)?;
-    let bad = || bad_header(files.path(file), "record", header);
-    let data = after_header(&bytes, header).ok_or_else(bad)?;
+    data_start(header, source.len(), |buffer, offset| source.read_exact_at(buffer, offset))?
+        .ok_or_else(|| bad_header(files.path(file), "record", header))
+}
+
+const LOCAL_HEADER: usize = 30;
+
+/// The offset after a local header, its name and its extra field, if there is such a header before `end`.
+fn data_start<E>(header: u64, end: u64, read: impl Fn(&mut [u8], u64) -> Result<(), E>) -> Result<Option<u64>, E> {
+    let fits = |offset: u64, len: u64| offset.checked_add(len).filter(|after| *after <= end);
+    let Some(name) = fits(header, LOCAL_HEADER as u64) else { return Ok(None) };
+    let mut bytes = [0; LOCAL_HEADER];
+    read(&mut bytes, header)?;
+    let [b'P', b'K', 3, 4, .., n0, n1, e0, e1] = bytes else { return Ok(None) };
+    let extra_len = u16::from_le_bytes([e0, e1]);
+    let Some(at) = fits(name, u64::from(u16::from_le_bytes([n0, n1]))) else { return Ok(None) };
+    let Some(data) = fits(at, u64::from(extra_len)) else { return Ok(None) };
     // Nothing else tells a wrong length of the extra field, which would shift the data.
-    let mut extra = vec![0; usize::from(u16::from_le_bytes([bytes[28], bytes[29]]))];
-    let at = data - extra.len() as u64;
-    source.read_exact_at(&mut extra, at)?;
-    is_extra_field(&extra).then_some(data).ok_or_else(bad)
+    let mut extra = vec![0; usize::from(extra_len)];
+    read(&mut extra, at)?;
+    Ok(is_extra_field(&extra).then_some(data))
 }
 
 /// Whether these are whole pairs of an id and a value.
@@ -176,15 +183,6 @@ fn is_extra_field(mut extra: &[u8]) -> bool {
         }
     }
     extra.is_empty()
-}
-
-const LOCAL_HEADER: usize = 30;
-
-/// The offset after a local header, its name and its extra field.
-fn after_header(bytes: &[u8; LOCAL_HEADER], header: u64) -> Option<u64> {
-    let [b'P', b'K', 3, 4, .., n0, n1, e0, e1] = *bytes else { return None };
-    let variable = u64::from(u16::from_le_bytes([n0, n1])) + u64::from(u16::from_le_bytes([e0, e1]));
-    header.checked_add(LOCAL_HEADER as u64 + variable)
 }
 
 fn bad_header(path: &std::path::Path, name: &str, header: u64) -> Error {
@@ -293,13 +291,6 @@ impl Window {
 
     fn end(&self) -> u64 {
         self.base + self.len
-    }
-
-    /// The local header at an absolute offset.
-    fn header(&self, offset: u64) -> io::Result<[u8; LOCAL_HEADER]> {
-        let mut bytes = [0; LOCAL_HEADER];
-        self.read_exact_at(&mut bytes, offset - self.base)?;
-        Ok(bytes)
     }
 }
 
