@@ -118,14 +118,8 @@ pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, printer: &Printer
     Ok(Status::Done)
 }
 
-/// A slash at the end means a folder; and what --overwrite replaces must be a checkpoint, not somebody's other work.
+/// What --overwrite replaces must be a checkpoint, not somebody's other work.
 fn check_replaceable(destination: &Path, shape: Shape, overwrite: bool) -> Result<()> {
-    if shape == Shape::File && destination.as_os_str().as_encoded_bytes().ends_with(b"/") {
-        return Err(Error::usage(
-            format!("{} is to be a folder, and one file is to be written", destination.display()),
-            format!("give it a name there, such as {}", destination.join("model.pt").display()),
-        ));
-    }
     let holds_something = || std::fs::read_dir(destination).is_ok_and(|mut entries| entries.next().is_some());
     if overwrite && shape == Shape::Folder && holds_something() && detect(destination, None).is_err() {
         return Err(Error::usage(

@@ -50,6 +50,7 @@ impl Staging {
     /// # Errors
     /// `Usage` where it exists and may not be replaced, or where another run is or was at work on it; `Io`.
     pub fn begin(destination: &Path, shape: Shape, existing: Existing) -> Result<Self> {
+        refuse_folder(destination, shape)?;
         let old = beside(destination, "dtshard-old")?;
         let parent = parent_of(destination);
         // Without a slash at the end, which would keep a file from being renamed to it.
@@ -165,14 +166,23 @@ fn recover(destination: &Path, old: &Path) -> Result<()> {
     if destination.symlink_metadata().is_ok() { remove(old) } else { rename(old, destination) }
 }
 
+/// One file does not take the place of a folder, nor that of a name that is said to be one by a slash at its end.
+fn refuse_folder(destination: &Path, shape: Shape) -> Result<()> {
+    let is = match shape {
+        Shape::File if destination.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) => "is",
+        Shape::File if destination.as_os_str().as_encoded_bytes().ends_with(b"/") => "is to be",
+        Shape::File | Shape::Folder => return Ok(()),
+    };
+    Err(Error::usage(
+        format!("{} {is} a folder, and one file is to be written", destination.display()),
+        format!("give it a name there, such as {}", destination.join("model.pt").display()),
+    ))
+}
+
 fn check_destination(destination: &Path, shape: Shape, overwrite: bool) -> Result<()> {
     let Ok(metadata) = destination.symlink_metadata() else { return Ok(()) };
-    if metadata.is_dir() && shape == Shape::File {
-        return Err(Error::usage(
-            format!("{} is a folder, and one file is to be written", destination.display()),
-            format!("give it a name there, such as {}", destination.join("model.pt").display()),
-        ));
-    }
+    // Rolling back may have brought a folder.
+    refuse_folder(destination, shape)?;
     let empty_folder =
         metadata.is_dir() && fs::read_dir(destination).map_err(Error::io("list", destination))?.next().is_none();
     if empty_folder || overwrite {
