@@ -189,3 +189,25 @@ def resume_verl(folder, sources):
     for name, p, w in zip(names, module.parameters(), whole):
         check(p, w.detach(), f"{name} after a step")
         assert not generate.same(w.detach(), tensors[f"model.{name}"]), name
+
+
+# ---------------------------------------------------------------------------------------------------
+# PyTorch's Hugging Face storage: a file a rank, to be merged
+
+HF_SHAPES = {"w": ((7, 3), "f32"), "odd": ((5,), "bf16"), "ids": ((9,), "i64"), "flags": ((4, 2), "u8"),
+             "scale": ((), "f32"), "count": ((), "i64"), "alone": ((2, 2), "f32")}
+
+
+def save_hf(folder):
+    """Sharded by rows over all ranks; 0-d ones and `alone` are plain."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    state = {}
+    for name, (shape, dtype) in HF_SHAPES.items():
+        full = generate.values(name, shape, dtype)
+        if not shape or name == "alone":
+            state[name] = full
+            continue
+        placement = [generate.placement_object("S(0)")]
+        part = generate.local_part(full, mesh.shape, mesh.get_coordinate(), ["S(0)"])
+        state[name] = DTensor.from_local(part, mesh, placement, run_check=False, shape=full.shape, stride=full.stride())
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))
