@@ -178,8 +178,8 @@ def resume_verl(folder, sources):
     # one step, and the same one of whole tensors in one process
     whole = [torch.nn.Parameter(tensors[f"model.{n}"].clone()) for n in names]
     reference = torch.optim.AdamW(whole)
-    reference.load_state_dict({"state": {i: {k: tensors[f"optim.state.{n}.{k}"].clone() for k in ("step", "exp_avg", "exp_avg_sq")}
-                                         for i, n in enumerate(names)}, "param_groups": groups})
+    state_of = lambda n: {k: tensors[f"optim.state.{n}.{k}"].clone() for k in ("step", "exp_avg", "exp_avg_sq")}
+    reference.load_state_dict({"state": {i: state_of(n) for i, n in enumerate(names)}, "param_groups": groups})
     for name, p, w in zip(names, module.parameters(), whole):
         w.grad = generate.weights(f"grad.{name}", tuple(w.shape))
         p.grad = DTensor.from_local(local_truth(w.grad, p), mesh, p.placements, run_check=False,

@@ -13,7 +13,8 @@ import generate
 
 # DCP folder -> the case whose truth it is, and the prefix of its names there
 FOLDERS = {
-    "accelerate/pytorch_model_fsdp_0": ("accelerate", "model."), "accelerate/optimizer_0": ("accelerate", "optimizer."),
+    "accelerate_llama/pytorch_model_fsdp_0": ("accelerate_llama", "model."),
+    "accelerate_llama/optimizer_0": ("accelerate_llama", "optimizer."),
     "titan/step-1000": ("titan", ""), "dcp_trainer": ("dcp_trainer", ""),
 }
 TORCH_FILES = ["model", "objects", "trainer"]

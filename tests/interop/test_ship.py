@@ -19,15 +19,16 @@ SOURCES = {
     "verl": "verl",
     "verl/global_step_10": "verl",
     "verl/global_step_10/actor": "verl",
-    "accelerate": "accelerate",
-    "accelerate/pytorch_model_fsdp_0": "accelerate",
+    "accelerate_llama": "accelerate_llama",
+    "accelerate_llama/pytorch_model_fsdp_0": "accelerate_llama",
     "titan/step-1000": "titan",
     "dcp_trainer": "dcp_trainer",
 }
-CONFIG_APART = {"accelerate/pytorch_model_fsdp_0", "titan/step-1000"}
+CONFIG_APART = {"accelerate_llama/pytorch_model_fsdp_0", "titan/step-1000"}
 LAYERS = {"verl": 2}
 LEFT_OUT = {  # what the closing line must own up to
-    "verl": ["optim", "extra_state"], "accelerate": [], "titan": ["optimizer", "train_state"], "dcp_trainer": ["optim"],
+    "verl": ["optim", "extra_state"], "accelerate_llama": [], "titan": ["optimizer", "train_state"],
+    "dcp_trainer": ["optim"],
 }
 EACH = pytest.mark.parametrize("source", SOURCES)
 TOKENS = torch.arange(40).reshape(2, 20)
@@ -42,7 +43,7 @@ def state_of(case):
 
 
 def config_of(case):
-    dtype = torch.bfloat16 if case == "accelerate" else torch.float32
+    dtype = torch.bfloat16 if case == "accelerate_llama" else torch.float32
     return transformers.LlamaConfig(
         **generate.TRAINED_CONFIG, num_hidden_layers=LAYERS.get(case, 1), tie_word_embeddings=case == "dcp_trainer",
         architectures=["LlamaForCausalLM"], dtype=dtype)
@@ -100,7 +101,7 @@ def test_runs_in_bf16(tmp_path, source):
     state = {n: t.to(torch.bfloat16) for n, t in state_of(case).items()}
     common.assert_equal(load_file(tmp_path / "x" / "model.safetensors"), state, order=False)
     common.assert_equal(logits(load(tmp_path / "x", source, torch.bfloat16)), expected_logits(case, torch.bfloat16))
-    if case != "accelerate":  # bf16 already
+    if case != "accelerate_llama":  # bf16 already
         assert f"cast {len(state)} f32->bf16" in done.stderr
 
 
@@ -123,8 +124,9 @@ def test_many_files(tmp_path, source):
 
 
 @pytest.mark.parametrize("source,beside", [
-    ("verl", "verl/global_step_10/actor/huggingface"), ("verl/global_step_10/actor", "verl/global_step_10/actor/huggingface"),
-    ("accelerate", "accelerate"), ("dcp_trainer", "dcp_trainer")])
+    ("verl", "verl/global_step_10/actor/huggingface"),
+    ("verl/global_step_10/actor", "verl/global_step_10/actor/huggingface"),
+    ("accelerate_llama", "accelerate_llama"), ("dcp_trainer", "dcp_trainer")])
 def test_assets_are_copied(tmp_path, source, beside):
     """Config and tokenizer files byte for byte, and nothing that is not for a loader."""
     common.dtshard("consolidate", f"{common.FIXTURES}/{source}", tmp_path / "x")
@@ -145,8 +147,8 @@ def test_the_root_gives_the_same_bytes(tmp_path):
     assert same_file(tmp_path / "root" / "model.safetensors", tmp_path / "actor" / "model.safetensors")
 
 
-@pytest.mark.parametrize("source", ["verl/global_step_10/actor", "accelerate/pytorch_model_fsdp_0",
-                                    "accelerate/optimizer_0", "titan/step-1000", "dcp_trainer"])
+@pytest.mark.parametrize("source", ["verl/global_step_10/actor", "accelerate_llama/pytorch_model_fsdp_0",
+                                    "accelerate_llama/optimizer_0", "titan/step-1000", "dcp_trainer"])
 def test_what_trainers_leave_is_sound(source):
     """Random numbers' state is other on each rank by intent: no finding."""
     common.dtshard("verify", f"{common.FIXTURES}/{source}")
