@@ -392,7 +392,8 @@ fn a_flipped_byte_is_found() {
         let wrong = found["different"].as_array().unwrap();
         let of_embed = |finding: &&Json| finding["fqn"] == "model.embed.weight" && finding["kind"] == "values";
         let values = wrong.iter().find(of_embed).expect("it is named");
-        assert_eq!(values["detail"], "first at element 1 (row-major)", "{found}");
+        let detail = "first at element 1 (row-major), 1 of 30 elements differ, max abs difference 32";
+        assert_eq!(values["detail"], detail, "{found}");
         // Zip archives have checksums; safetensors does not.
         expect(i32::from(name != "hf"), "verify", &[&damaged], "");
     }
@@ -444,7 +445,7 @@ fn other_tensors_are_found() {
     succeed("verify", &[&source, &same], "--root model");
     let found = |other: &Path| expect(1, "verify", &[&source, other], "--root model --json").json();
     for (other, kind, detail) in [
-        (&value, "values", "first at element 2 (row-major)"),
+        (&value, "values", "first at element 2 (row-major), 1 of 3 elements differ, max abs difference 7999492"),
         (&retyped, "dtype", "f32 in SRC, i32 in OTHER"),
         (&reshaped, "shape", "[3] in SRC, [1, 3] in OTHER"),
     ] {

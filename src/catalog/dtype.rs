@@ -4,7 +4,7 @@ use std::fmt;
 
 /// The element type of a tensor. Sizes are in bytes; `F4E2m1fnX2` packs two values into one byte and, as in PyTorch,
 /// shapes count bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Dtype {
     Bool,
     U8,

@@ -228,13 +228,14 @@ fn read_back(
     let progress = Progress::start(printer, "verifying", conversion.reservation.payload_bytes());
     for tensor in &conversion.reservation.tensors {
         let left = (input(conversion.checkpoint), source.tensor(tensor.source));
-        let found = compare::first_difference(left, (written, &tensor.entry), options, &progress, stop)?;
-        if let Some(element) = found {
+        let right = (written, &tensor.entry);
+        let found = compare::first_difference(left, right, tensor.dtype(), options, &progress, stop)?;
+        if let Some(difference) = found {
             return Err(Error::Conflict {
                 fqn: tensor.entry.fqn.to_string(),
                 what: "a tensor",
                 between: "the source and what was written".into(),
-                detail: format!("first at element {element} (row-major)"),
+                detail: difference.detail(tensor.entry.numel()),
                 hint: Some("memory or disk is at fault; nothing was published".into()),
             });
         }

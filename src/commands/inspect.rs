@@ -59,7 +59,8 @@ fn digests(
     for (_, entry) in partial {
         printer.warning(&format!("{}: no digest, its Partial values have not been reduced", entry.fqn));
     }
-    let progress = Progress::start(printer, "hashing", entries.iter().map(|(_, entry)| entry.len_bytes()).sum());
+    let entries: Vec<_> = entries.into_iter().map(|(id, entry)| (id, entry, entry.dtype)).collect();
+    let progress = Progress::start(printer, "hashing", entries.iter().map(|(_, entry, _)| entry.len_bytes()).sum());
     compare::digests(input(checkpoint), &entries, &options, &progress, &stop)
 }
 

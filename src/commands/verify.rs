@@ -179,9 +179,10 @@ fn same_values(
             let (ours, theirs) = (ours.shape.as_slice(), theirs.shape.as_slice());
             report.add(name, "shape", format!("{ours:?} in SRC, {theirs:?} in OTHER"));
         } else {
-            match compare::first_difference((input(source), ours), (input(other), theirs), options, &progress, stop) {
+            let (left, right) = ((input(source), ours), (input(other), theirs));
+            match compare::first_difference(left, right, theirs.dtype, options, &progress, stop) {
                 Ok(None) => {}
-                Ok(Some(element)) => report.add(name, "values", format!("first at element {element} (row-major)")),
+                Ok(Some(difference)) => report.add(name, "values", difference.detail(ours.numel())),
                 Err(error) => report.absorb(&name, error)?,
             }
         }

@@ -23,7 +23,8 @@ fn digests(source: &Path) -> Result<BTreeMap<String, String>> {
     let options = Options { threads: 1, strip_bytes: 1 << 20, sync: false };
     let mut found = BTreeMap::new();
     for (fqn, id) in model::all_tensors(&catalog.state) {
-        let digest = compare::digest(input, catalog.tensor(id), &options, &Silent, &Stop::default())?;
+        let entry = catalog.tensor(id);
+        let digest = compare::digest(input, entry, entry.dtype, &options, &Silent, &Stop::default())?;
         found.insert(fqn.to_string(), digest);
     }
     Ok(found)
