@@ -103,7 +103,7 @@ impl Prepared {
         let Some(cast) = Cast::new(self.dtype, dtype) else {
             return Err(Error::unsupported(
                 format!("{}: {} cannot be cast to {dtype}", self.fqn, self.dtype),
-                "casts go from f64, f32, f16 and bf16 to these and to the 8-bit floats",
+                "casts go from f64, f32, f16 and bf16 to each other, to f8_e4m3fn, f8_e5m2 and their fnuz kinds",
             ));
         };
         Ok(Self { cast: Some(cast), ..self })
