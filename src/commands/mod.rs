@@ -1,13 +1,17 @@
 //! One file a verb: arguments to options, then one call. The three that write share [`convert`].
 
+mod completions;
 mod consolidate;
 mod convert;
 mod inspect;
+mod man;
 mod printer;
 mod progress;
 mod reshard;
 mod unshard;
 mod verify;
+
+use std::ffi::OsString;
 
 pub use printer::Printer;
 
@@ -43,6 +47,12 @@ pub fn exit_code(error: &Error) -> u8 {
     }
 }
 
+/// Say why arguments were not parsed, or the help that they ask for, and give the exit code.
+#[must_use]
+pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
+    Printer::new(printer::talk_of_unparsed(arguments)).not_parsed(error)
+}
+
 /// Run a verb.
 ///
 /// # Errors
@@ -54,6 +64,8 @@ pub fn run(cli: Cli, printer: &Printer) -> Result<Status> {
         Command::Unshard(args) => unshard::run(&args, printer),
         Command::Consolidate(args) => consolidate::run(&args, printer),
         Command::Verify(args) => verify::run(&args, printer),
+        Command::Completions(args) => completions::run(&args, printer),
+        Command::Man(args) => man::run(&args, printer),
     }
 }
 

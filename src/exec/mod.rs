@@ -5,7 +5,7 @@
 
 pub mod compare;
 pub mod copy;
-mod gather;
+pub mod gather;
 mod output;
 mod passing;
 pub mod staging;
