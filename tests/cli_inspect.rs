@@ -2,12 +2,15 @@
 
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod common;
+#[path = "common/snapshot.rs"]
+mod snapshot;
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::{assert_snapshot, expect, fixture, run, succeed};
+use common::{expect, fixture, run, succeed};
 use serde_json::{Value as Json, json};
+use snapshot::assert_snapshot;
 
 const VERBS: [&str; 7] = ["inspect", "reshard", "unshard", "consolidate", "verify", "completions", "man"];
 
@@ -16,7 +19,7 @@ fn portable(text: &str) -> String {
     text.replace(&fixture("").display().to_string(), "fixtures/")
 }
 
-fn snapshot(name: &str, source: &str, options: &str) {
+fn inspected(name: &str, source: &str, options: &str) {
     let outcome = succeed("inspect", &[&fixture(source)], options);
     assert_snapshot(name, &portable(&outcome.stdout));
 }
@@ -25,8 +28,8 @@ fn snapshot(name: &str, source: &str, options: &str) {
 fn summaries_and_tables() {
     for source in ["llama_tiny/ranks", "fsdp_tp/ranks", "fsdp4/dcp", "safetensors/sharded"] {
         let name = source.replace('/', "_");
-        snapshot(&format!("inspect_{name}.txt"), source, "");
-        snapshot(&format!("inspect_{name}.json"), source, "--json");
+        inspected(&format!("inspect_{name}.txt"), source, "");
+        inspected(&format!("inspect_{name}.json"), source, "--json");
     }
 }
 
@@ -39,9 +42,9 @@ fn brief_is_the_summary() {
         assert!(whole.starts_with(&format!("{brief}\ntensor ")), "{brief}");
     }
     // Two names of one tensor, ranks that disagree.
-    snapshot("inspect_ties.txt", "torch_file/model.pt", "--brief");
-    snapshot("inspect_conflict.txt", "conflict/object", "--brief");
-    snapshot("inspect_optimizer_alone.txt", "fsdp4/ranks", "--brief --series optim");
+    inspected("inspect_ties.txt", "torch_file/model.pt", "--brief");
+    inspected("inspect_conflict.txt", "conflict/object", "--brief");
+    inspected("inspect_optimizer_alone.txt", "fsdp4/ranks", "--brief --series optim");
 }
 
 /// Some trainers keep the step in a tensor, which is read; a float is no step.
@@ -64,10 +67,10 @@ fn a_step_may_be_a_tensor() {
 
 #[test]
 fn single_tensors() {
-    snapshot("tensor_chunks.txt", "fsdp_tp/ranks", "--tensor model.norm.weight --tensor model.blocks.*.w2");
-    snapshot("tensor_digest.txt", "fsdp_tp/ranks", "--tensor model.norm.weight --digest --brief");
-    snapshot("tensor_dcp.txt", "fsdp4/dcp", "--tensor model.blocks.0.w2.bias");
-    snapshot("tensor.json", "fsdp_tp/ranks", "--tensor model.blocks.0.wq.weight --json --digest");
+    inspected("tensor_chunks.txt", "fsdp_tp/ranks", "--tensor model.norm.weight --tensor model.blocks.*.w2");
+    inspected("tensor_digest.txt", "fsdp_tp/ranks", "--tensor model.norm.weight --digest --brief");
+    inspected("tensor_dcp.txt", "fsdp4/dcp", "--tensor model.blocks.0.w2.bias");
+    inspected("tensor.json", "fsdp_tp/ranks", "--tensor model.blocks.0.wq.weight --json --digest");
     let brief = succeed("inspect", &[&fixture("fsdp_tp/ranks")], "--tensor model.**.bias --json --brief").json();
     let names: Vec<&String> = brief["tensors"].as_object().unwrap().keys().collect();
     assert_eq!(names, ["model.blocks.0.wq.bias", "model.blocks.0.w2.bias"]);
@@ -77,9 +80,9 @@ fn single_tensors() {
 
 #[test]
 fn drawings() {
-    snapshot("draw_stripes.txt", "fsdp_tp/ranks", "--tensor model.blocks.0.wq.weight --draw");
-    snapshot("draw_grid.txt", "fsdp_tp/ranks", "--tensor model.blocks.0.w2.weight --draw");
-    snapshot("draw_files.txt", "fsdp4/dcp", "--tensor model.blocks.0.w1.weight --draw --digest");
+    inspected("draw_stripes.txt", "fsdp_tp/ranks", "--tensor model.blocks.0.wq.weight --draw");
+    inspected("draw_grid.txt", "fsdp_tp/ranks", "--tensor model.blocks.0.w2.weight --draw");
+    inspected("draw_files.txt", "fsdp4/dcp", "--tensor model.blocks.0.w1.weight --draw --digest");
 }
 
 #[test]
