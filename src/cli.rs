@@ -198,6 +198,7 @@ pub struct Verify {
 pub enum FormatArg {
     Dcp,
     Safetensors,
+    DcpHf,
     Torch,
     TorchRanks,
 }
@@ -207,6 +208,7 @@ impl From<FormatArg> for Format {
         match arg {
             FormatArg::Dcp => Self::Dcp,
             FormatArg::Safetensors => Self::Safetensors,
+            FormatArg::DcpHf => Self::DcpHf,
             FormatArg::Torch => Self::Torch,
             FormatArg::TorchRanks => Self::TorchRanks,
         }

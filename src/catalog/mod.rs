@@ -153,6 +153,8 @@ pub struct Catalog {
     pub conflicts: Vec<Conflict>,
     /// The torch.save archives that were read, where checksums are; items that are located late have their own.
     pub archives: Vec<Stretch>,
+    /// Objects that were left out because their classes are not known: `FQN (symbol)`.
+    pub dropped: Vec<String>,
     /// What a reader noticed and the user should know.
     pub warnings: Vec<String>,
 }
@@ -166,6 +168,7 @@ impl Catalog {
             state: Value::Dict(Dict::default()),
             conflicts: Vec::new(),
             archives: Vec::new(),
+            dropped: Vec::new(),
             warnings: Vec::new(),
         }
     }

@@ -11,7 +11,7 @@ use crate::catalog::{Fqn, OutputFile, Reservation, TensorId, Value, model};
 use crate::cli::Consolidate;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
-use crate::format::{Format, SeriesChoice, distinct_names, natural_order, safetensors, torch};
+use crate::format::{Format, SeriesChoice, Want, distinct_names, natural_order, safetensors, torch};
 use crate::quantity::{Quantity, count};
 
 /// Files that loaders want beside the weights.
@@ -36,7 +36,7 @@ const ASSETS: [&str; 16] = [
 
 pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
     let started = Instant::now();
-    let checkpoint = open_source(&args.convert, SeriesChoice::Model)?;
+    let checkpoint = open_source(&args.convert, SeriesChoice::Model, Want::Model, printer)?;
     let catalog = &checkpoint.catalog;
     let mut tensors = choose(args, &catalog.state)?;
     if tensors.is_empty() {
@@ -58,7 +58,7 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
             let state = model::flat_state(&tensors);
             (torch::reserve(catalog, &state, file_name(destination, "pytorch_model.bin"))?, Shape::File)
         }
-        Format::Dcp | Format::TorchRanks => return Err(holds_shards("consolidate", to)),
+        Format::Dcp | Format::DcpHf | Format::TorchRanks => return Err(holds_shards("consolidate", to)),
     };
     reservation.left_out = unshard::object_names(&catalog.state);
     let left_out = left_out(&catalog.state, &tensors);

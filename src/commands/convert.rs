@@ -8,14 +8,14 @@ use serde_json::{Value as Json, json};
 
 use super::printer::Printer;
 use super::progress::Progress;
-use super::{Status, check_series, input, read_options, refuse_fragment, work_options};
+use super::{Status, check_series, input, read_options, refuse_fragment, tell_resolved, work_options};
 use crate::catalog::{OutputFile, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
 use crate::exec::staging::{Existing, Shape, Staging};
 use crate::exec::{Options, Stop, compare, copy};
-use crate::format::{Checkpoint, Format, SeriesChoice, detect};
+use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want, detect};
 use crate::quantity::{count, human_bytes};
 use crate::storage::filesystem;
 
@@ -35,8 +35,10 @@ pub struct Conversion<'a> {
 }
 
 /// Read the source of a verb that writes, which must be whole.
-pub fn open_source(args: &ConvertArgs, default: SeriesChoice) -> Result<Checkpoint> {
-    let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, default))?;
+pub fn open_source(args: &ConvertArgs, default: SeriesChoice, want: Want, printer: &Printer) -> Result<Checkpoint> {
+    let options = ReadOptions { want, ..read_options(&args.source, default) };
+    let checkpoint = Checkpoint::open(&args.src, &options)?;
+    tell_resolved(&checkpoint, printer);
     refuse_fragment(&checkpoint)?;
     check_series(&args.source, &[&checkpoint])?;
     Ok(checkpoint)

@@ -6,7 +6,7 @@ use serde_json::{Map, Value as Json, json};
 
 use super::printer::Printer;
 use super::progress::Progress;
-use super::{Status, check_series, input, read_options, work_options};
+use super::{Status, check_series, input, read_options, tell_resolved, work_options};
 use crate::catalog::{Catalog, Sharding, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Inspect;
 use crate::error::Result;
@@ -17,6 +17,7 @@ use crate::quantity::{count, human_bytes};
 
 pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, SeriesChoice::All))?;
+    tell_resolved(&checkpoint, printer);
     check_series(&args.source, &[&checkpoint])?;
     let names = tensor_names(&checkpoint.catalog);
     let digests = if args.digest { digests(args, &checkpoint, &names, printer)? } else { BTreeMap::new() };

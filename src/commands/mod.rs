@@ -116,7 +116,7 @@ fn read_options(args: &SourceArgs, default: SeriesChoice) -> ReadOptions {
         [all] if all == "all" => SeriesChoice::All,
         names => SeriesChoice::Named(names.to_vec()),
     };
-    ReadOptions { from: args.from.map(Into::into), series, io: args.io.mode() }
+    ReadOptions { from: args.from.map(Into::into), series, io: args.io.mode(), ..ReadOptions::default() }
 }
 
 fn input(checkpoint: &Checkpoint) -> Input<'_> {
@@ -139,6 +139,13 @@ fn check_series(args: &SourceArgs, checkpoints: &[&Checkpoint]) -> Result<()> {
         ),
         "leave --series out",
     ))
+}
+
+/// Say which folder below the given one is read.
+fn tell_resolved(checkpoint: &Checkpoint, printer: &Printer) {
+    if let Some(given) = &checkpoint.resolved_from {
+        printer.line(&format!("{} is taken to be {}", given.display(), checkpoint.root.display()));
+    }
 }
 
 /// Refuse one rank's file of several, which only `inspect` shows.

@@ -95,7 +95,7 @@ fn error_document(error: &Error) -> Json {
     let (mut file, mut expected, mut found) = (None, None, None);
     match error {
         Error::Io { path, .. } => file = Some(path.display().to_string()),
-        Error::Missing { path, at, expected: wanted, missing } => {
+        Error::Missing { path, at, expected: wanted, missing, .. } => {
             file = Some(path.display().to_string());
             fqn = Some(at.clone());
             (expected, found) = (Some(wanted.clone()), Some(format!("missing: {missing}")));

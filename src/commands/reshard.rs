@@ -10,14 +10,14 @@ use crate::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, model};
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
-use crate::format::{Format, SeriesChoice, dcp};
+use crate::format::{Format, SeriesChoice, Want, dcp};
 use crate::layout::target::{Fallback, Rule, SourceLayout, TargetLayout};
 use crate::layout::{DeviceMesh, LayoutError, Pattern, PlacementSpec, Rank, parse_placements};
 use crate::quantity::count;
 
 pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let started = Instant::now();
-    let checkpoint = open_source(&args.convert, SeriesChoice::All)?;
+    let checkpoint = open_source(&args.convert, SeriesChoice::All, Want::All, printer)?;
     let catalog = &checkpoint.catalog;
     catalog.check_agreement()?;
     let destination = args.convert.dst.as_deref();
@@ -55,7 +55,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
 fn default_format(source: Format) -> Format {
     match source {
         Format::TorchRanks => Format::TorchRanks,
-        Format::Dcp | Format::Torch | Format::Safetensors => Format::Dcp,
+        Format::Dcp | Format::Torch | Format::Safetensors | Format::DcpHf => Format::Dcp,
     }
 }
 

@@ -9,11 +9,11 @@ use crate::catalog::{Value, model, path};
 use crate::cli::Unshard;
 use crate::error::Result;
 use crate::exec::staging::Shape;
-use crate::format::{Format, SeriesChoice, natural_order, safetensors, torch};
+use crate::format::{Format, SeriesChoice, Want, natural_order, safetensors, torch};
 
 pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
     let started = Instant::now();
-    let checkpoint = open_source(&args.convert, SeriesChoice::Model)?;
+    let checkpoint = open_source(&args.convert, SeriesChoice::Model, Want::Model, printer)?;
     let catalog = &checkpoint.catalog;
     catalog.check_agreement()?;
     let destination = args.convert.dst.as_deref();
@@ -31,7 +31,7 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
             reservation.left_out = object_names(&catalog.state);
             (reservation, staged)
         }
-        Format::Dcp | Format::TorchRanks => return Err(holds_shards("unshard", to)),
+        Format::Dcp | Format::DcpHf | Format::TorchRanks => return Err(holds_shards("unshard", to)),
     };
     let conversion = Conversion {
         started,

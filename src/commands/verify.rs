@@ -7,7 +7,7 @@ use serde_json::{Value as Json, json};
 
 use super::printer::Printer;
 use super::progress::Progress;
-use super::{Status, check_series, input, read_options, refuse_fragment, work_options};
+use super::{Status, check_series, input, read_options, refuse_fragment, tell_resolved, work_options};
 use crate::catalog::{Catalog, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Verify;
 use crate::error::{Error, Result};
@@ -57,13 +57,13 @@ pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
     let options = work_options(&args.source, false)?;
     let stop = Stop::on_signals()?;
     let mut report = Report::default();
-    let Some(source) = open(args, &args.src, &mut report)? else { return finish(&report, args, printer) };
+    let Some(source) = open(args, &args.src, printer, &mut report)? else { return finish(&report, args, printer) };
     if args.other.is_none() {
         check_series(&args.source, &[&source])?;
     }
     sound(&source, &options, printer, &stop, &mut report)?;
     if let Some(other_path) = &args.other {
-        let Some(other) = open(args, other_path, &mut report)? else { return finish(&report, args, printer) };
+        let Some(other) = open(args, other_path, printer, &mut report)? else { return finish(&report, args, printer) };
         check_series(&args.source, &[&source, &other])?;
         same_values(args, (&source, &other), &options, printer, &stop, &mut report)?;
     }
@@ -71,9 +71,10 @@ pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
 }
 
 /// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
-fn open(args: &Verify, path: &std::path::Path, report: &mut Report) -> Result<Option<Checkpoint>> {
+fn open(args: &Verify, path: &std::path::Path, printer: &Printer, report: &mut Report) -> Result<Option<Checkpoint>> {
     match Checkpoint::open(path, &read_options(&args.source, SeriesChoice::All)) {
         Ok(checkpoint) => {
+            tell_resolved(&checkpoint, printer);
             refuse_fragment(&checkpoint)?;
             Ok(Some(checkpoint))
         }
@@ -221,7 +222,8 @@ fn named_tensors(catalog: &Catalog, root: Option<&str>) -> Result<BTreeMap<Strin
 /// Objects are compared where both formats can hold them.
 fn same_objects(source: &Checkpoint, other: &Checkpoint, report: &mut Report) {
     let (left, mut right) = (objects(&source.catalog.state), objects(&other.catalog.state));
-    if source.format == Format::Safetensors || other.format == Format::Safetensors {
+    let holds_none = |format| matches!(format, Format::Safetensors | Format::DcpHf);
+    if holds_none(source.format) || holds_none(other.format) {
         report.not_comparable.extend(left.into_keys().chain(right.into_keys()));
         return;
     }

@@ -8,7 +8,7 @@
 //! | u64 N | N bytes of JSON, padded with spaces | tensor data, tiled without holes |
 //! ```
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -16,6 +16,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value as Json, json};
 
+use super::dcp_hf::{self, Shard};
 use super::{distinct_names, files_beside, natural_order};
 use crate::catalog::{
     Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, checked_len_bytes,
@@ -39,12 +40,13 @@ struct Header {
     tensors: Vec<(String, Stored)>,
 }
 
-#[derive(Debug)]
-struct Stored {
-    dtype: Dtype,
-    shape: Dims,
+/// A tensor of one file.
+#[derive(Clone, Debug)]
+pub struct Stored {
+    pub dtype: Dtype,
+    pub shape: Dims,
     /// Absolute offset in the file.
-    offset: u64,
+    pub offset: u64,
 }
 
 /// An entry as the JSON gives it.
@@ -165,36 +167,83 @@ fn check_entry(path: &Path, name: &str, raw: RawEntry, data_start: u64) -> Resul
 /// Read one file, or every file of a folder. With an index, the index and the files must agree.
 ///
 /// # Errors
-/// `Malformed`, `Unsupported`, `Io`.
+/// `Malformed`, `Conflict`, `Unsupported`, `Io`.
 pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Result<Catalog> {
     let mut catalog = Catalog::empty();
-    let mut found: BTreeMap<String, (PathBuf, TensorId)> = BTreeMap::new();
+    let mut shards: BTreeMap<String, Vec<Shard>> = BTreeMap::new();
+    let mut notes: Vec<(PathBuf, String, String)> = Vec::new();
     for path in paths {
         let file = files.add(path)?;
-        let header = read_header(files, file)?;
+        let mut header = read_header(files, file)?;
+        let mut offsets = match header.metadata.remove(dcp_hf::SHARDING_INFO) {
+            Some(text) => dcp_hf::sharding_info(path, &text)?,
+            None => BTreeMap::new(),
+        };
         for (name, stored) in header.tensors {
-            let fqn = Fqn::from(name.as_str());
-            let id = catalog.push_tensor(TensorEntry::whole(fqn, stored.dtype, stored.shape, file, stored.offset));
-            if let Some((other, _)) = found.insert(name.clone(), (path.clone(), id)) {
-                let found = format!("it in {} as well", other.display());
-                return Err(Error::malformed(path, name, "a tensor in one file only", found));
-            }
+            let shard = Shard { path: path.clone(), file, stored, offsets: offsets.remove(&name) };
+            shards.entry(name).or_default().push(shard);
         }
-        for (key, value) in header.metadata {
-            // Loaders look for these two; they say nothing about the model.
-            if key != "format" && !(key == "total_size" && value.parse::<u64>().is_ok()) {
-                catalog.warnings.push(format!("{}: __metadata__ {key}: {value}", path.display()));
-            }
+        if let Some((name, _)) = offsets.pop_first() {
+            let at = dcp_hf::SHARDING_INFO;
+            return Err(Error::malformed(path, at, format!("the tensor {name} in the same file"), "no such tensor"));
         }
+        notes.extend(header.metadata.into_iter().map(|(key, value)| (path.clone(), key, value)));
     }
+    let mut names: BTreeMap<String, (PathBuf, TensorId)> = BTreeMap::new();
+    for (name, shards) in shards {
+        if let [first, second, ..] = shards.as_slice()
+            && let Some(plain) = shards.iter().find(|shard| shard.offsets.is_none())
+        {
+            let other = if plain.path == first.path { second } else { first };
+            let found = format!("it in {} as well", other.path.display());
+            return Err(Error::malformed(&plain.path, name, "a tensor in one file only", found));
+        }
+        let id = catalog.push_tensor(dcp_hf::tensor(&name, &shards)?);
+        names.insert(name, (shards[0].path.clone(), id));
+    }
+    let aliases = aliases(&mut catalog, &names, notes)?;
     if let Some(index) = index {
-        check_index(index, &found)?;
+        check_index(index, &names, &aliases)?;
     }
-    let mut names: Vec<(String, TensorId)> = found.into_iter().map(|(name, (_, id))| (name, id)).collect();
+    names.extend(aliases);
+    let mut names: Vec<(String, TensorId)> = names.into_iter().map(|(name, (_, id))| (name, id)).collect();
     names.sort_by(|(left, _), (right, _)| natural_order(left, right));
+    let mut named = HashSet::new();
+    for (name, id) in &names {
+        // An entry bears the first of its names.
+        if named.insert(*id) {
+            catalog.tensors[id.0 as usize].fqn = Fqn::from(name.as_str());
+        }
+    }
     let entries = names.into_iter().map(|(name, id)| (Value::Str(name), Value::Tensor(id))).collect();
     catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
     Ok(catalog)
+}
+
+/// Further names of tensors: tied ones are written once, and `__metadata__` says which of the names was kept
+/// (`safetensors.torch.save_model`). Other notes in it are told to the user.
+fn aliases(
+    catalog: &mut Catalog,
+    names: &BTreeMap<String, (PathBuf, TensorId)>,
+    notes: Vec<(PathBuf, String, String)>,
+) -> Result<BTreeMap<String, (PathBuf, TensorId)>> {
+    let mut aliases: BTreeMap<String, (PathBuf, TensorId)> = BTreeMap::new();
+    for (path, key, value) in notes {
+        // Loaders look for these; they say nothing about the model.
+        if ["format", "DCP_VERSION"].contains(&key.as_str()) || key == "total_size" && value.parse::<u64>().is_ok() {
+            continue;
+        }
+        let Some(kept) = names.get(&value).filter(|_| !names.contains_key(&key)) else {
+            catalog.warnings.push(format!("{}: __metadata__ {key}: {value}", path.display()));
+            continue;
+        };
+        if let Some((_, other)) = aliases.insert(key.clone(), kept.clone()).filter(|(_, other)| *other != kept.1) {
+            let other = &catalog.tensor(other).fqn;
+            let found = format!("another name of {other} and of {value}");
+            return Err(Error::malformed(&path, key, "another name of one tensor", found));
+        }
+    }
+    Ok(aliases)
 }
 
 /// The part of an index that binds.
@@ -220,10 +269,15 @@ fn read_index(index: &Path) -> Result<Index> {
         .map_err(|error| Error::malformed(index, "index", "a JSON object with weight_map", error.to_string()))
 }
 
-fn check_index(index: &Path, found: &BTreeMap<String, (PathBuf, TensorId)>) -> Result<()> {
+/// The index must list every tensor, and may list further names of them.
+fn check_index(
+    index: &Path,
+    found: &BTreeMap<String, (PathBuf, TensorId)>,
+    aliases: &BTreeMap<String, (PathBuf, TensorId)>,
+) -> Result<()> {
     let map = read_index(index)?.weight_map;
     for (name, file) in &map {
-        match found.get(name) {
+        match found.get(name).or_else(|| aliases.get(name)) {
             Some((path, _)) if path.file_name().is_some_and(|own| own == file.as_str()) => {}
             Some((path, _)) => {
                 let found = format!("it in {}", path.display());

@@ -9,6 +9,7 @@ use crate::catalog::path::Unflatten;
 use crate::catalog::{Catalog, Chunk, ChunkTable, Conflict, Located, Path as StatePath, Place, TensorEntry, Value};
 use crate::error::{CoverageKind, Error, Result};
 use crate::format::files_beside;
+use crate::format::pickle::{LiftError, Unknown};
 use crate::format::torch::{Found, reader, whole_chunk};
 use crate::layout::{Region, Tile};
 use crate::storage::{FileId, Files, Stretch};
@@ -47,7 +48,7 @@ enum Slot {
 ///
 /// # Errors
 /// `Malformed`, `Coverage`, `Unsupported`, `Io`.
-pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
+pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalog> {
     let mut slots: IndexMap<String, (StatePath, Slot)> = IndexMap::new();
     for path in metadata_files(folder)? {
         let file = files.add(&path)?;
@@ -74,7 +75,10 @@ pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
     for (fqn, (path, slot)) in slots {
         let value = match slot {
             Slot::Tensor(entry) => Value::Tensor(catalog.push_tensor(entry)),
-            Slot::Object(places) => read_objects(files, &places, &fqn, &path, &mut catalog)?,
+            Slot::Object(places) => match read_objects(files, &places, &fqn, &path, unknown, &mut catalog)? {
+                Some(value) => value,
+                None => continue,
+            },
         };
         state.insert(&path, value).map_err(|found| Error::malformed(folder, fqn, "a path of its own", found))?;
     }
@@ -165,33 +169,53 @@ fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> 
     Ok(())
 }
 
-/// A value that is not a tensor, which every rank that stores it must store alike.
+/// A value that is not a tensor, which every rank that stores it must store alike; `None` where it is left out.
 fn read_objects(
     files: &Files,
     places: &[Stretch],
     fqn: &str,
     path: &StatePath,
+    unknown: Unknown,
     catalog: &mut Catalog,
-) -> Result<Value> {
-    let first = read_object(files, places[0], fqn, catalog)?;
+) -> Result<Option<Value>> {
+    let first = read_object(files, places[0], fqn, unknown, catalog)?;
     for place in &places[1..] {
-        let other = read_object(files, *place, fqn, catalog)?;
+        let other = read_object(files, *place, fqn, unknown, catalog)?;
         if other != first {
             let name = |place: &Stretch| files.path(place.file).display().to_string();
             catalog.conflicts.push(Conflict {
                 path: path.clone(),
                 between: format!("{} and {}", name(&places[0]), name(place)),
-                detail: format!("{first:.60} and {other:.60}"),
+                detail: format!("{} and {}", shown(first.as_ref()), shown(other.as_ref())),
             });
         }
     }
     Ok(first)
 }
 
+fn shown(value: Option<&Value>) -> String {
+    value.map_or_else(|| String::from("one that is left out"), |value| format!("{value:.60}"))
+}
+
 /// One stored value. Tensors inside it (in a tuple, say) become entries of their own.
-fn read_object(files: &Files, stretch: Stretch, fqn: &str, catalog: &mut Catalog) -> Result<Value> {
-    let mut contents = reader::read(files, stretch, fqn)?;
+fn read_object(
+    files: &Files,
+    stretch: Stretch,
+    fqn: &str,
+    unknown: Unknown,
+    catalog: &mut Catalog,
+) -> Result<Option<Value>> {
+    let mut contents = reader::read(files, stretch, fqn, unknown)?;
     catalog.archives.push(stretch);
+    for dropped in &contents.dropped {
+        let text = format!("{} ({})", LiftError::join(fqn, &dropped.path), dropped.symbol);
+        if !catalog.dropped.contains(&text) {
+            catalog.dropped.push(text);
+        }
+    }
+    if contents.dropped.iter().any(|dropped| dropped.path.is_empty()) {
+        return Ok(None);
+    }
     let shift = u32::try_from(catalog.tensors.len()).expect("fewer than 2^32 tensors");
     for found in &contents.tensors {
         let Found::Plain(view) = found else {
@@ -205,7 +229,7 @@ fn read_object(files: &Files, stretch: Stretch, fqn: &str, catalog: &mut Catalog
         catalog.push_tensor(entry);
     }
     contents.value.shift_tensors(shift);
-    Ok(contents.value)
+    Ok(Some(contents.value))
 }
 
 /// Where the tensor of an item lies: its own pickle and directory tell.
@@ -213,7 +237,7 @@ fn read_object(files: &Files, stretch: Stretch, fqn: &str, catalog: &mut Catalog
 /// # Errors
 /// `Malformed` where the item is not the chunk that the metadata describes.
 pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: Stretch) -> Result<Located> {
-    let contents = reader::read(files, stretch, entry.fqn.as_str())?;
+    let contents = reader::read(files, stretch, entry.fqn.as_str(), Unknown::Refuse)?;
     let path = files.path(stretch.file);
     let at = format!("{} (item at byte {})", entry.fqn, stretch.offset);
     let (Value::Tensor(_), [Found::Plain(view)]) = (&contents.value, contents.tensors.as_slice()) else {

@@ -285,7 +285,7 @@ impl Merger<'_> {
             if let (Some(own), Some(stored)) = (file.rank, mesh.rank)
                 && own != stored
             {
-                let found = format!("a DTensor saved by rank {stored}");
+                let found = format!("a DTensor saved by rank {stored}: the name of the file does not say its rank");
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), format!("the file of rank {own}"), found));
             }
             let sharding = lift_to_root(&mesh.mesh, mesh.root.as_ref(), placements, catalog);
@@ -344,7 +344,10 @@ impl Merger<'_> {
                 Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found))
             };
             if let Some(own) = file.rank.filter(|own| own.0 != *rank) {
-                return bad(format!("the file of rank {own}"), format!("a ShardedTensor saved by rank {rank}"));
+                return bad(
+                    format!("the file of rank {own}"),
+                    format!("a ShardedTensor saved by rank {rank}: the name of the file does not say its rank"),
+                );
             }
             for (region, view) in local {
                 if !region.fits(shape) || region.sizes != view.sizes {
