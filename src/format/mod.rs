@@ -124,7 +124,7 @@ impl Checkpoint {
         let mut reading = Reading::new(options, io);
         let (mut loaded, mut formats) = (Vec::new(), Vec::new());
         for (folder, detected) in folders {
-            let (format, own) = reading.read(&root.join(&folder), detected)?;
+            let (format, own) = reading.read(&parts::within(&root, &folder), detected)?;
             formats.push((folder.clone(), format));
             loaded.push((folder, own));
         }

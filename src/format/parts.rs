@@ -37,6 +37,12 @@ pub struct Loaded {
     pub parts: Vec<Part>,
 }
 
+/// A folder in another one; an empty name is that one itself.
+pub fn within(root: &Path, folder: &Path) -> PathBuf {
+    // Joined, it would end in a slash, and a file with a slash after it is no file.
+    if folder.as_os_str().is_empty() { root.to_path_buf() } else { root.join(folder) }
+}
+
 /// Several folders as one. Their state dicts lie side by side where their keys differ, else each under the name of
 /// its folder.
 pub fn join(folders: Vec<(PathBuf, Loaded)>) -> Loaded {
@@ -62,7 +68,7 @@ pub fn join(folders: Vec<(PathBuf, Loaded)>) -> Loaded {
                 (Content::Below(path), false) => Content::Below(format!("{name}.{path}")),
                 (_, false) => Content::Below(name.clone()),
             },
-            folder: folder.join(part.folder),
+            folder: within(&folder, &part.folder),
             names: part.names,
         }));
     }

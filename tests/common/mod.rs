@@ -261,6 +261,10 @@ pub fn inspect(path: &Path, options: &str) -> Json {
 pub fn read(path: &Path) -> Tensors {
     let options = ReadOptions { series: SeriesChoice::All, ..ReadOptions::default() };
     let checkpoint = Checkpoint::open(path, &options).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    tensors_of(&checkpoint)
+}
+
+pub fn tensors_of(checkpoint: &Checkpoint) -> Tensors {
     let (files, catalog) = (&checkpoint.files, &checkpoint.catalog);
     // Strips far shorter than the tensors, so that there are several of each.
     let options = Options { threads: 1, strip_bytes: 64, sync: false };
