@@ -99,6 +99,8 @@ fn every_verb_takes_a_parent_folder_and_says_which() {
     let root = folder();
     let actor = place("llama_tiny/ranks", &root, "global_step_10/actor");
     write(&root, "latest_checkpointed_iteration.txt", "10");
+    // verl leaves the state of the data loader there.
+    fs::copy(fixture("torch_file/objects.pt"), root.path().join("global_step_10/data.pt")).unwrap();
     let out = root.path().join("out");
     for (verb, paths) in [
         ("inspect", vec![root.path()]),
@@ -283,6 +285,25 @@ fn what_lies_beside_is_listed() {
     assert_eq!(found.beside, [PathBuf::from("config.json")]);
     let found = open(&place("fsdp3/dcp", &root, "d"), &ReadOptions::default());
     assert!(found.beside.is_empty(), "{:?}", found.beside);
+}
+
+/// The Trainer's last folder: a model, its arguments, and checkpoints below it.
+#[test]
+fn a_model_with_other_torch_files_beside_it() {
+    let root = folder();
+    copy_folder(&fixture("safetensors/sharded"), root.path());
+    for name in ["training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"] {
+        fs::copy(fixture("accelerate/scheduler.bin"), root.path().join(name)).unwrap();
+    }
+    place("accelerate/pytorch_model_fsdp_0", &root, "checkpoint-500/pytorch_model_fsdp_0");
+    let found = open(root.path(), &model_only());
+    assert_eq!((found.format, found.root.as_path()), (Format::Safetensors, root.path()));
+    // Alone, such a file is what there is.
+    let root = folder();
+    fs::copy(fixture("torch_file/trainer.pt"), root.path().join("optimizer.pt")).unwrap();
+    assert_eq!(open(root.path(), &ReadOptions::default()).format, Format::Torch);
+    fs::copy(fixture("torch_file/trainer.pt"), root.path().join("scheduler.pt")).unwrap();
+    refused(root.path(), &ReadOptions::default(), &["optimizer.pt, scheduler.pt are torch files", "give one of them"]);
 }
 
 // ----------------------------------------------------------------------------------------------- names of rank files
@@ -559,6 +580,23 @@ fn unknown_objects_are_left_out_on_request() {
     check(&root.path().join("ranks"));
     let both = open(&root.path().join("both"), &drop);
     assert_eq!(both.catalog.dropped[2], "extra.scaler (my.trainer.Scaler)");
+}
+
+/// As PyTorch writes them.
+#[test]
+fn unknown_objects_of_pytorch_are_left_out_on_request() {
+    let drop = ReadOptions { drop_unknown: true, ..ReadOptions::default() };
+    let truth = common::Truth::load("foreign_objects/truth").tensors;
+    let state = "{'model': {'w': <tensor 0>}, 'state': {'step': 3, 'pair': (1, None)}}";
+    let dropped = ["own", "state.sampler", "state.pair[1]"].map(|name| format!("{name} (their_trainer.Foreign)"));
+    for name in ["dcp", "foreign.pt"] {
+        let source = fixture("foreign_objects").join(name);
+        refused(&source, &ReadOptions::default(), &["`their_trainer.Foreign`", "--drop-unknown"]);
+        let found = open(&source, &drop);
+        assert_eq!(found.catalog.state.to_string(), state, "{name}");
+        assert_eq!(found.catalog.dropped, dropped, "{name}");
+        assert_same(&common::tensors_of(&found), &truth, name);
+    }
 }
 
 fn write_bytes(root: &TempDir, name: &str, bytes: &[u8]) {

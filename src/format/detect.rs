@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::dcp_hf::ShardName;
 use super::foreign::{self, first_bytes};
 use super::series::{SeriesSet, fragment, group};
-use super::{Format, dcp, safetensors};
+use super::{Format, dcp, folder, safetensors};
 use crate::error::{Error, Result};
 
 /// A format and the files that make it up.
@@ -194,7 +194,9 @@ fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
         (Some(series), ..) => found.push(Detected::TorchRanks(series)),
         (None, [(_, paths)], _) => found.push(Detected::Torch { paths: std::mem::take(paths) }),
         // A file that torch cannot have written may lie beside another format.
-        (None, [], [only]) if found.is_empty() || is_zip(only)? => found.push(detect_file(only)?),
+        (None, [], [only]) if (found.is_empty() || is_zip(only)?) && !folder::leads_on(folder)? => {
+            found.push(detect_file(only)?);
+        }
         _ => {}
     }
     Ok(found)

@@ -81,11 +81,29 @@ fn subfolders(folder: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
+/// Whether a folder leads on to others, so that a torch file in it is something that a trainer left there, as verl
+/// leaves `data.pt`.
+///
+/// # Errors
+/// `Io` where it cannot be listed.
+pub fn leads_on(folder: &Path) -> Result<bool> {
+    let names = subfolders(folder)?;
+    Ok(pointer_file(folder).is_some()
+        || names.iter().any(|name| name == "latest" || is_candidate(name) || is_model(name)))
+}
+
+fn is_candidate(name: &str) -> bool {
+    STEPS.iter().any(|(base, separator)| is_numbered(name, base, separator, false)) || ROLES.contains(&name)
+}
+
+/// accelerate's folder of a model.
+fn is_model(name: &str) -> bool {
+    is_numbered(name, "pytorch_model_fsdp", "_", true)
+}
+
 /// The model folder that accelerate writes, and the optimizer folders beside it.
 fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<Option<Place>> {
-    let called =
-        |base: &str| -> Vec<&String> { names.iter().filter(|name| is_numbered(name, base, "_", true)).collect() };
-    let models = called("pytorch_model_fsdp");
+    let models: Vec<&String> = names.iter().filter(|name| is_model(name)).collect();
     let model = match models.as_slice() {
         [] => return Ok(None),
         [only] => *only,
@@ -96,7 +114,8 @@ fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<
         let (_, found) = read(model)?;
         return Ok(Some(Place { root: folder.join(model), folders: vec![(PathBuf::new(), found)] }));
     }
-    let folders: Vec<_> = std::iter::once(model).chain(called("optimizer")).map(read).collect::<Result<_>>()?;
+    let optimizers = names.iter().filter(|name| is_numbered(name, "optimizer", "_", true));
+    let folders: Vec<_> = std::iter::once(model).chain(optimizers).map(read).collect::<Result<_>>()?;
     Ok(Some(Place { root: folder.to_path_buf(), folders }))
 }
 
@@ -127,9 +146,7 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
     if let Some(found) = pointer.as_ref().and_then(|pointer| pointer.target(folder)) {
         return Ok(Some(found));
     }
-    let is_step = |name: &str| STEPS.iter().any(|(base, separator)| is_numbered(name, base, separator, false));
-    let candidates: Vec<&str> =
-        names.iter().map(String::as_str).filter(|name| is_step(name) || ROLES.contains(name)).collect();
+    let candidates: Vec<&str> = names.iter().map(String::as_str).filter(|name| is_candidate(name)).collect();
     match (candidates.as_slice(), pointer) {
         ([], Some(pointer)) if pointer.file.ends_with(MEGATRON_POINTER) => Err(foreign::megatron(folder)),
         ([], Some(pointer)) => Err(Error::Missing {
@@ -172,13 +189,14 @@ struct Pointer {
     text: String,
 }
 
+fn pointer_file(folder: &Path) -> Option<PathBuf> {
+    ["latest", MEGATRON_POINTER].iter().map(|name| folder.join(name)).find(|path| path.is_file())
+}
+
 /// The pointer of a folder, if it has one.
 fn pointer(folder: &Path) -> Result<Option<Pointer>> {
     const LIMIT: u64 = 256;
-    let Some(file) = ["latest", MEGATRON_POINTER].iter().map(|name| folder.join(name)).find(|path| path.is_file())
-    else {
-        return Ok(None);
-    };
+    let Some(file) = pointer_file(folder) else { return Ok(None) };
     let mut bytes = Vec::new();
     let opened = std::fs::File::open(&file).map_err(Error::io("open", &file))?;
     opened.take(LIMIT).read_to_end(&mut bytes).map_err(Error::io("read", &file))?;
