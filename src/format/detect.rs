@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::dcp_hf::ShardName;
 use super::foreign::{self, first_bytes};
 use super::series::{SeriesSet, fragment, group};
-use super::{Format, dcp, folder, safetensors};
+use super::{Format, dcp, safetensors};
 use crate::error::{Error, Result};
 
 /// A format and the files that make it up.
@@ -57,8 +57,9 @@ pub fn detect(path: &Path, from: Option<Format>) -> Result<Detected> {
     }
 }
 
-/// As [`detect`]; `None` for a folder that may hold checkpoints in folders of its own, or only things that trainers
-/// leave beside them.
+/// As [`detect`]; `None` for a folder that may hold checkpoints in folders of its own: files that say what they are
+/// come first, then folders, and a torch file that says nothing of itself last, as verl leaves a `data.pt` above its
+/// checkpoints.
 ///
 /// # Errors
 /// As [`detect`].
@@ -100,14 +101,16 @@ fn not_that_format(path: &Path, from: Format) -> Error {
     )
 }
 
-/// A folder with nothing in it that says what it is: its one torch file, whatever that is called.
+/// A folder with nothing in it that says what it is: its one torch file, the model before what trainers leave beside
+/// one.
 ///
 /// # Errors
 /// `Unsupported`, `Usage`.
 pub fn lone_file(folder: &Path, from: Option<Format>) -> Result<Detected> {
     let names = list(folder)?;
     let saved = with_suffix(folder, &names, &TORCH_SUFFIXES);
-    if let [only] = saved.as_slice() {
+    let models: Vec<&PathBuf> = saved.iter().filter(|path| !is_no_model(path)).collect();
+    if let ([only], _) | ([], [only]) = (models.as_slice(), saved.iter().collect::<Vec<_>>().as_slice()) {
         let found = one_of(folder, from, vec![detect_file(only)?])?;
         return found.ok_or_else(|| unknown_folder(folder, &names));
     }
@@ -193,10 +196,8 @@ fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
     match (saved.ranks, saved.sets.as_mut_slice(), saved.plain.as_slice()) {
         (Some(series), ..) => found.push(Detected::TorchRanks(series)),
         (None, [(_, paths)], _) => found.push(Detected::Torch { paths: std::mem::take(paths) }),
-        // A file that torch cannot have written may lie beside another format.
-        (None, [], [only]) if (found.is_empty() || is_zip(only)?) && !folder::leads_on(folder)? => {
-            found.push(detect_file(only)?);
-        }
+        // Beside nothing else it may be something that a trainer left above its checkpoints: see `lone_file`.
+        (None, [], [only]) if !found.is_empty() && is_zip(only)? => found.push(detect_file(only)?),
         _ => {}
     }
     Ok(found)

@@ -81,17 +81,6 @@ fn subfolders(folder: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Whether a folder leads on to others, so that a torch file in it is something that a trainer left there, as verl
-/// leaves `data.pt`.
-///
-/// # Errors
-/// `Io` where it cannot be listed.
-pub fn leads_on(folder: &Path) -> Result<bool> {
-    let names = subfolders(folder)?;
-    Ok(pointer_file(folder).is_some()
-        || names.iter().any(|name| name == "latest" || is_candidate(name) || is_model(name)))
-}
-
 fn is_candidate(name: &str) -> bool {
     STEPS.iter().any(|(base, separator)| is_numbered(name, base, separator, false)) || ROLES.contains(&name)
 }
