@@ -423,6 +423,18 @@ fn read_with(path: &Path, options: &ReadOptions) -> common::Tensors {
     common::tensors_of(&open(path, options))
 }
 
+#[test]
+fn rank_0_may_be_the_missing_one() {
+    let allow = ReadOptions { allow_missing: true, ..ReadOptions::default() };
+    let root = folder();
+    for rank in 1..4 {
+        let from = fixture(&format!("hsdp/ranks/model_world_size_4_rank_{rank}.pt"));
+        fs::copy(from, root.path().join(format!("model_rank_{rank}.pt"))).unwrap();
+    }
+    refused(root.path(), &ReadOptions::default(), &["count from 1 to 3", "or rank 0 is missing"]);
+    assert_same(&read_with(root.path(), &allow), &read_with(&fixture("hsdp/ranks"), &model_only()), "without rank 0");
+}
+
 // ------------------------------------------------------------------------------------------------------------ dcp-hf
 
 #[test]

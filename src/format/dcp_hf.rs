@@ -12,15 +12,19 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
+use super::ReadOptions;
 use super::safetensors::{self, Stored};
 use super::series::list_missing;
-use super::{ReadOptions, WITHOUT_THEM};
 use crate::catalog::{Catalog, Chunk, ChunkTable, Fqn, Place, TensorEntry, checked_len_bytes};
 use crate::error::{Error, Result};
 use crate::layout::{Dims, Rank, Region, Tile};
 use crate::storage::{FileId, Files};
 
 pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
+
+/// What to say where missing shards may have been empty.
+const WITHOUT_THEM: &str = "a rank with nothing to write has no file, and the others have every element of the tensors \
+                            they name: --allow-missing goes on without the missing ones";
 
 /// What the name of a shard's file tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

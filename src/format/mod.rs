@@ -106,9 +106,6 @@ impl ReadOptions {
     }
 }
 
-/// What to say where missing files are not needed.
-const WITHOUT_THEM: &str = "replicas of the other ranks cover every tensor: --allow-missing goes on without them";
-
 impl Checkpoint {
     /// Read everything but tensor data.
     ///

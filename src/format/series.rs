@@ -6,11 +6,11 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
+use super::ReadOptions;
 use super::parts::{Content, Loaded, Part, adopt};
 use super::rank_names::{Numbering, RankName, RankNames};
 use super::torch::ranks::{RankFile, merge};
 use super::torch::{self, reader};
-use super::{ReadOptions, WITHOUT_THEM};
 use crate::catalog::{Catalog, Dict, Value, path};
 use crate::error::{Error, Result};
 use crate::layout::Rank;
@@ -167,6 +167,9 @@ fn model_of(names: &[String]) -> String {
     }
 }
 
+/// What to say where missing files are not needed.
+const WITHOUT_THEM: &str = "replicas of the other ranks cover every tensor: --allow-missing goes on without them";
+
 /// Ranks whose files are not there.
 struct Gap {
     at: String,
@@ -184,7 +187,7 @@ impl Series {
 
     fn read(&self, folder: &Path, files: &mut Files, options: &ReadOptions) -> Result<Catalog> {
         let (world_size, ranks) = self.ranks(folder)?;
-        let gap = self.gap(folder, world_size, &ranks)?;
+        let gap = self.gap(folder, world_size, &ranks, options)?;
         match gap {
             None => load(files, &ranks, options),
             Some(gap) if options.allow_missing => {
@@ -254,11 +257,21 @@ impl Series {
     }
 
     /// Ranks below the world size that have no file.
-    fn gap(&self, folder: &Path, world_size: Option<u32>, ranks: &BTreeMap<u32, PathBuf>) -> Result<Option<Gap>> {
+    fn gap(
+        &self,
+        folder: &Path,
+        world_size: Option<u32>,
+        ranks: &BTreeMap<u32, PathBuf>,
+        options: &ReadOptions,
+    ) -> Result<Option<Gap>> {
         let (lowest, highest) = (*ranks.keys().next().unwrap_or(&0), *ranks.keys().next_back().unwrap_or(&0));
         let size = world_size.unwrap_or(highest.saturating_add(1));
         let at = format!("series `{}`", self.name);
-        let from_one = world_size == Some(highest) || world_size.is_none() && ranks.len() > 1;
+        // Without a world size, rank 0 may as well be missing.
+        let from_one = match world_size {
+            Some(size) => size == highest,
+            None => ranks.len() > 1 && !options.allow_missing,
+        };
         if lowest == 1 && from_one && ranks.len() as u64 == u64::from(highest) {
             return Err(Error::unsupported(
                 format!("{}: {at}: its files count from 1 to {highest}, and ranks count from 0", folder.display()),
