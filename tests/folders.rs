@@ -464,6 +464,25 @@ fn shards_of_dcps_hugging_face_storage_are_read() {
     assert!(run.stderr.contains("give the folder"), "{}", run.stderr);
 }
 
+/// The offsets tell what a shard is, whatever its file is called; without them a name in two files is a mistake.
+#[test]
+fn shards_under_other_names_are_shards() {
+    let root = folder();
+    for shard in 1..=3 {
+        let from = fixture(&format!("dcp_hf/shards/shard-0000{shard}-model-00001-of-00001.safetensors"));
+        fs::copy(from, root.path().join(format!("part{shard}.safetensors"))).unwrap();
+    }
+    let found = open(root.path(), &ReadOptions::default());
+    assert_eq!(found.format, Format::Safetensors);
+    assert!(found.catalog.warnings[0].contains("lost last shard"), "{:?}", found.catalog.warnings);
+    assert_same(&read(root.path()), &common::Truth::load("dcp_hf/truth").tensors, "renamed");
+    let root = folder();
+    for name in ["a.safetensors", "b.safetensors"] {
+        fs::copy(fixture("safetensors/single/model.safetensors"), root.path().join(name)).unwrap();
+    }
+    refused(root.path(), &ReadOptions::default(), &["a tensor in one file only", "as well"]);
+}
+
 #[test]
 fn lost_shards_are_noticed_where_they_can_be() {
     let root = folder();

@@ -91,24 +91,25 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], options: &ReadO
         let folder = folder.display();
         catalog.warnings.push(format!("{folder}: read without shard {missing}"));
     }
-    if !tells_shapes(folder) {
-        catalog.warnings.push(format!(
-            "{}: shards do not store the shapes of whole tensors, so a lost last shard would not be noticed; compare \
-             the shapes with the model's config",
-            folder.display()
-        ));
-    }
     Ok(catalog)
 }
 
-/// Whether something beside the shards tells what the whole tensors are: a config, or the consolidated files that
-/// the writer puts above a folder `sharded`.
-fn tells_shapes(folder: &Path) -> bool {
+/// What to say of shards where nothing beside them tells the shapes of the whole tensors: no config, and none of the
+/// consolidated files that the writer puts above a folder `sharded`.
+pub fn untold_shapes(shard: &Path) -> Option<String> {
+    let folder = shard.parent()?;
     let known = |folder: &Path| {
         ["config.json", safetensors::INDEX_NAME, "model.safetensors"].iter().any(|name| folder.join(name).is_file())
     };
     let above = folder.parent().filter(|_| folder.file_name().is_some_and(|name| name == "sharded"));
-    known(folder) || above.is_some_and(known)
+    if known(folder) || above.is_some_and(known) {
+        return None;
+    }
+    Some(format!(
+        "{}: shards do not store the shapes of whole tensors, so a lost last shard would not be noticed; compare the \
+         shapes with the model's config",
+        folder.display()
+    ))
 }
 
 /// The offsets that a file gives for its tensors.

@@ -208,6 +208,19 @@ mod tests {
         assert_eq!(numbering("model-rank-3-of-8.pt"), Numbering::Rank);
     }
 
+    proptest::proptest! {
+        /// Whatever the name, it is what its own numbers give.
+        #[test]
+        fn names_are_what_their_numbers_give(
+            name in "(ü|model|rank|shard|world_size|of|[0-9]{1,4}|[_.-]|[a-z]){0,8}(\\.pt)?",
+        ) {
+            if let Some(parsed) = RankName::parse(Path::new(&name)) {
+                let rendered = parsed.names.render(parsed.rank, parsed.world_size.unwrap_or(0));
+                proptest::prop_assert_eq!(rendered, name);
+            }
+        }
+    }
+
     #[test]
     fn names_keep_their_style() {
         for (name, rendered) in [

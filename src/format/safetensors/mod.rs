@@ -36,11 +36,15 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Resul
     let mut catalog = Catalog::empty();
     let mut shards: BTreeMap<String, Vec<Shard>> = BTreeMap::new();
     let mut notes: Vec<(PathBuf, String, String)> = Vec::new();
+    let mut sharded = None;
     for path in paths {
         let file = files.add(path)?;
         let mut header = read_header(files, file)?;
         let mut offsets = match header.metadata.remove(dcp_hf::SHARDING_INFO) {
-            Some(text) => dcp_hf::sharding_info(path, &text)?,
+            Some(text) => {
+                sharded = Some(path);
+                dcp_hf::sharding_info(path, &text)?
+            }
             None => BTreeMap::new(),
         };
         for (name, stored) in header.tensors {
@@ -65,6 +69,7 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Resul
         let id = catalog.push_tensor(dcp_hf::tensor(&name, &shards)?);
         names.insert(name, (shards[0].path.clone(), id));
     }
+    catalog.warnings.extend(sharded.and_then(|path| dcp_hf::untold_shapes(path)));
     let aliases = aliases(&mut catalog, &names, notes)?;
     if let Some(index) = index {
         check_index(index, &names, &aliases)?;
