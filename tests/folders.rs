@@ -142,7 +142,11 @@ fn several_candidates_are_listed() {
     place("fsdp3/dcp", &root, "global_step_10/actor");
     place("fsdp3/dcp", &root, "global_step_10/critic");
     for options in [model_only(), ReadOptions::default()] {
-        refused(root.path(), &options, &["global_step_10 holds several checkpoints: actor, critic"]);
+        refused(
+            root.path(),
+            &options,
+            &["global_step_10 holds several checkpoints: actor, critic", "global_step_10/actor"],
+        );
     }
     let root = folder();
     for name in ["pytorch_model_fsdp_0", "pytorch_model_fsdp_1"] {
@@ -250,6 +254,9 @@ fn model_and_optimizer_beside_each_other_are_one() {
     succeed("consolidate", &[root.path(), &out], "");
     assert_same(&read(&out), &below("model.", &expected), "consolidated");
     succeed("verify", &[root.path()], "");
+    let out = root.path().join("resharded");
+    succeed("reshard", &[root.path(), &out], "--mesh dp=4");
+    assert_same(&read(&out), &expected, "resharded");
 }
 
 #[test]

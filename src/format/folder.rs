@@ -162,10 +162,12 @@ fn ambiguous<'a>(folder: &Path, names: impl Iterator<Item = &'a str>) -> Error {
     const SHOWN: usize = 16;
     let names: Vec<&str> = names.collect();
     let more = if names.len() > SHOWN { format!(" and {} more", names.len() - SHOWN) } else { String::new() };
-    let last = names.last().map(|name| folder.join(name).display().to_string()).unwrap_or_default();
+    // The newest step; of a trainer's models, the first.
+    let likely = names.iter().rfind(|name| !ROLES.contains(name)).or(names.first());
+    let likely = likely.map(|name| folder.join(name).display().to_string()).unwrap_or_default();
     Error::usage(
         format!("{} holds several checkpoints: {}{more}", folder.display(), names[..names.len().min(SHOWN)].join(", ")),
-        format!("give one of them: {last}"),
+        format!("give one of them: {likely}"),
     )
 }
 

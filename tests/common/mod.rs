@@ -185,6 +185,7 @@ pub fn files() -> Vec<Source> {
         file("torch_file/trainer.pt", "torch_file/trainer.truth"),
         file("safetensors/single", "safetensors/truth"),
         file("safetensors/sharded", "safetensors/sharded.truth"),
+        file("dcp_hf/shards", "dcp_hf/truth"),
     ]
 }
 
