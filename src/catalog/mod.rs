@@ -19,7 +19,7 @@ pub use dtype::Dtype;
 pub use path::{Key, Leaf, Path};
 pub use reserved::{Literal, OutputFile, Reservation, Reserved, Sum};
 pub use validate::{Tiling, list_ranks};
-pub use value::{Dict, DictKind, TensorId, Value};
+pub use value::{Dict, DictKind, Holding, TensorId, Value};
 
 use crate::error::{Error, Result};
 use crate::layout::{DeviceMesh, Dims, Placement, Region, Tile};
@@ -119,26 +119,18 @@ pub fn checked_len_bytes(shape: &[u64], dtype: Dtype) -> Option<u64> {
     i64::try_from(spanned).is_ok().then_some(bytes)
 }
 
-/// An object that ranks store with different values.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Conflict {
-    pub path: Path,
-    /// `ranks 0, 1 and rank 2`
-    pub between: String,
-    pub detail: String,
-}
-
-impl Conflict {
-    #[must_use]
-    pub fn error(&self) -> Error {
-        let hint = "state that belongs to single ranks cannot go into one checkpoint; --series leaves its files out";
-        Error::Conflict {
-            fqn: self.path.to_string(),
-            what: "an object",
-            between: self.between.clone(),
-            detail: self.detail.clone(),
-            hint: Some(hint.into()),
-        }
+/// The error for an object of which ranks hold different values.
+fn conflict(path: &Path, holdings: &[Holding]) -> Error {
+    let between: Vec<String> = holdings.iter().map(|holding| list_ranks(&holding.ranks)).collect();
+    let has = |holding: &Holding| format!("{} has {:.60}", list_ranks(&holding.ranks), holding.value);
+    Error::Conflict {
+        fqn: path.to_string(),
+        what: "an object",
+        between: between.join(" and "),
+        detail: holdings.iter().map(has).collect::<Vec<_>>().join("; "),
+        hint: Some(String::from(
+            "--on-conflict per-rank keeps every rank's, rank0 takes the lowest rank's, drop leaves it out",
+        )),
     }
 }
 
@@ -149,8 +141,6 @@ pub struct Catalog {
     pub tensors: Vec<TensorEntry>,
     /// The state dict: containers and non-tensor values as they were saved, tensors as references into `tensors`.
     pub state: Value,
-    /// Objects of which ranks hold different values. The state dict has the first one's.
-    pub conflicts: Vec<Conflict>,
     /// The torch.save archives that were read, where checksums are; items that are located late have their own.
     pub archives: Vec<Stretch>,
     /// What a reader noticed and the user should know.
@@ -164,7 +154,6 @@ impl Catalog {
             meshes: Vec::new(),
             tensors: Vec::new(),
             state: Value::Dict(Dict::default()),
-            conflicts: Vec::new(),
             archives: Vec::new(),
             warnings: Vec::new(),
         }
@@ -183,7 +172,17 @@ impl Catalog {
     /// # Errors
     /// `Conflict` for the first object of which ranks hold different values.
     pub fn check_agreement(&self) -> Result<()> {
-        self.conflicts.first().map_or(Ok(()), |conflict| Err(conflict.error()))
+        self.conflicts().into_iter().next().map_or(Ok(()), Err)
+    }
+
+    /// An error for each object of which ranks hold different values.
+    #[must_use]
+    pub fn conflicts(&self) -> Vec<Error> {
+        let disagreed = path::objects(&self.state).into_iter().filter_map(|(path, value)| match value {
+            Value::PerRank(holdings) => Some(conflict(&path, holdings)),
+            _ => None,
+        });
+        disagreed.collect()
     }
 
     /// Add a tensor and give the reference to it.

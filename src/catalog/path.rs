@@ -10,6 +10,7 @@ use std::fmt;
 use indexmap::IndexMap;
 
 use super::{Dict, Fqn, TensorId, Value};
+use crate::layout::Rank;
 
 /// One step of a path.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -114,6 +115,12 @@ pub fn objects(state: &Value) -> Vec<(Path, &Value)> {
     leaves(state).into_iter().filter_map(leaf).collect()
 }
 
+/// The name of one rank's value where the values of all ranks stand side by side: `rank_3`.
+#[must_use]
+pub fn rank_key(rank: Rank) -> Key {
+    Key::Name(format!("rank_{rank}").into())
+}
+
 /// Every tensor of a value with its path, also those inside tuples and objects, which [`leaves`] does not enter.
 pub fn tensors(value: &Value, path: &Path, visit: &mut dyn FnMut(&Path, TensorId)) {
     match value {
@@ -137,6 +144,11 @@ pub fn tensors(value: &Value, path: &Path, visit: &mut dyn FnMut(&Path, TensorId
             }
             if let Some(state) = &object.state {
                 tensors(state, path, visit);
+            }
+        }
+        Value::PerRank(holdings) => {
+            for holding in holdings {
+                tensors(&holding.value, &path.child(rank_key(holding.ranks[0])), visit);
             }
         }
         _ => {}

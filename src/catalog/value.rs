@@ -11,6 +11,8 @@ mod repr;
 use std::borrow::Cow;
 use std::fmt;
 
+use crate::layout::Rank;
+
 /// A tensor of the catalog, by number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TensorId(pub u32);
@@ -38,6 +40,15 @@ pub enum Value {
     Symbol(Symbol),
     Object(Box<Object>),
     Tensor(TensorId),
+    /// What ranks store different values of. Only in the state of files of several ranks; no pickle holds it.
+    PerRank(Vec<Holding>),
+}
+
+/// One of several values, and the ranks that store it, ascending.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holding {
+    pub value: Value,
+    pub ranks: Vec<Rank>,
 }
 
 /// A dict in insertion order.
@@ -111,6 +122,7 @@ impl Value {
             Self::Symbol(_) => "type",
             Self::Object(object) => return Cow::Owned(object.class.to_string()),
             Self::Tensor(_) => "torch.Tensor",
+            Self::PerRank(_) => "per rank",
         })
     }
 
@@ -133,6 +145,7 @@ impl Value {
                 values.extend(pairs.flat_map(|(key, value)| [key, value]));
                 values.extend(&mut object.state);
             }
+            Self::PerRank(holdings) => values.extend(holdings.iter_mut().map(|holding| &mut holding.value)),
             _ => {}
         }
         for value in values {
@@ -143,6 +156,26 @@ impl Value {
     /// Add to the number of every tensor: the tensors of a file become part of a longer list.
     pub fn shift_tensors(&mut self, by: u32) {
         self.map_tensors(&mut |id| TensorId(id.0 + by));
+    }
+
+    /// The tensors of a value, in the order of [`Value::map_tensors`].
+    pub fn tensor_ids(&self) -> Vec<TensorId> {
+        let mut ids = Vec::new();
+        self.clone().map_tensors(&mut |id| {
+            ids.push(id);
+            id
+        });
+        ids
+    }
+
+    /// Whether two values are equal but for which tensors stand in them.
+    pub fn same_but_tensors(&self, other: &Self) -> bool {
+        let unnumbered = |value: &Self| {
+            let mut value = value.clone();
+            value.map_tensors(&mut |_| TensorId(0));
+            value
+        };
+        self == other || self.contains_tensor() && unnumbered(self) == unnumbered(other)
     }
 
     pub fn contains_tensor(&self) -> bool {
@@ -162,6 +195,7 @@ impl Value {
                     || object.class.contains_tensor()
                     || object.state.as_ref().is_some_and(Self::contains_tensor)
             }
+            Self::PerRank(holdings) => holdings.iter().any(|holding| holding.value.contains_tensor()),
             _ => false,
         }
     }
@@ -255,6 +289,7 @@ impl PartialEq for Value {
             (Self::Symbol(a), Self::Symbol(b)) => a == b,
             (Self::Object(a), Self::Object(b)) => a == b,
             (Self::Tensor(a), Self::Tensor(b)) => a == b,
+            (Self::PerRank(a), Self::PerRank(b)) => a == b,
             _ => false,
         }
     }

@@ -23,8 +23,8 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     for warning in &checkpoint.catalog.warnings {
         printer.detail(warning);
     }
-    for conflict in &checkpoint.catalog.conflicts {
-        printer.warning(&conflict.error().to_string());
+    for conflict in checkpoint.catalog.conflicts() {
+        printer.warning(&conflict.to_string());
     }
     if let Some(what) = &checkpoint.fragment {
         printer.warning(&format!("{} is {what}: its tensors are not whole", args.src.display()));

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::torch::ranks::{RankFile, merge};
 use super::torch::reader;
-use crate::catalog::{Catalog, Dict, Key, Value};
+use crate::catalog::{Catalog, Dict, Value};
 use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::Files;
@@ -180,10 +180,6 @@ fn adopt(whole: &mut Catalog, part: &mut Catalog, name: &str) {
             sharding.mesh = meshes[sharding.mesh.0 as usize];
         }
         whole.tensors.push(entry);
-    }
-    for mut conflict in part.conflicts.drain(..) {
-        conflict.path.0.insert(0, Key::Name(name.into()));
-        whole.conflicts.push(conflict);
     }
     whole.archives.append(&mut part.archives);
     whole.warnings.append(&mut part.warnings);

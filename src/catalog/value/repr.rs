@@ -71,6 +71,15 @@ impl Line<'_, '_> {
             Value::Symbol(symbol) => write!(self, "{symbol}"),
             Value::Object(object) => self.object(object),
             Value::Tensor(TensorId(id)) => write!(self, "<tensor {id}>"),
+            Value::PerRank(holdings) => {
+                self.write_str("<")?;
+                for (i, holding) in holdings.iter().enumerate() {
+                    self.comma(i)?;
+                    write!(self, "{}: ", crate::catalog::list_ranks(&holding.ranks))?;
+                    self.value(&holding.value)?;
+                }
+                self.write_char('>')
+            }
         }
     }
 

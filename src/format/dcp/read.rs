@@ -6,22 +6,22 @@ use indexmap::IndexMap;
 
 use super::metadata::{self, EntryKind, Metadata, Stored, StoredChunk};
 use crate::catalog::path::Unflatten;
-use crate::catalog::{Catalog, Chunk, ChunkTable, Conflict, Located, Path as StatePath, Place, TensorEntry, Value};
+use crate::catalog::{Catalog, Chunk, ChunkTable, Holding, Located, Path as StatePath, Place, TensorEntry, Value};
 use crate::error::{CoverageKind, Error, Result};
 use crate::format::files_beside;
 use crate::format::torch::{Found, reader, whole_chunk};
-use crate::layout::{Region, Tile};
+use crate::layout::{Rank, Region, Tile};
 use crate::storage::{FileId, Files, Stretch};
 
 /// The metadata files of a directory: `.metadata`, or `__R.metadata` of each rank where it was saved without
-/// collectives.
+/// collectives. The rank of a `.metadata` is that of its writer, 0.
 ///
 /// # Errors
 /// `Io` where the directory cannot be listed.
-pub fn metadata_files(folder: &Path) -> Result<Vec<PathBuf>> {
+pub fn metadata_files(folder: &Path) -> Result<Vec<(Rank, PathBuf)>> {
     let whole = folder.join(".metadata");
     if whole.is_file() {
-        return Ok(vec![whole]);
+        return Ok(vec![(Rank(0), whole)]);
     }
     let mut ranks = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(Error::io("list", folder))? {
@@ -29,18 +29,18 @@ pub fn metadata_files(folder: &Path) -> Result<Vec<PathBuf>> {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let rank = name.strip_prefix("__").and_then(|rest| rest.strip_suffix(".metadata"));
         if let Some(rank) = rank.and_then(|rank| rank.parse::<u32>().ok()) {
-            ranks.push((rank, path));
+            ranks.push((Rank(rank), path));
         }
     }
     ranks.sort();
-    Ok(ranks.into_iter().map(|(_, path)| path).collect())
+    Ok(ranks)
 }
 
 /// What one name stands for, all metadata files together.
 enum Slot {
     Tensor(TensorEntry),
     /// One place, or one a rank where it was saved without collectives.
-    Object(Vec<Stretch>),
+    Object(Vec<(Rank, Stretch)>),
 }
 
 /// Read a DCP directory.
@@ -49,10 +49,10 @@ enum Slot {
 /// `Malformed`, `Coverage`, `Unsupported`, `Io`.
 pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
     let mut slots: IndexMap<String, (StatePath, Slot)> = IndexMap::new();
-    for path in metadata_files(folder)? {
+    for (rank, path) in metadata_files(folder)? {
         let file = files.add(&path)?;
         let metadata = metadata::parse(&path, &files.read(file, 0, files.len_bytes(file))?)?;
-        let source = MetadataFile { data_files: open_data_files(files, &path, &metadata)?, path };
+        let source = MetadataFile { data_files: open_data_files(files, &path, &metadata)?, rank, path };
         for entry in metadata.entries {
             let slot = source.slot(files, &entry.fqn, entry.kind)?;
             match (slots.get_mut(&entry.fqn), slot) {
@@ -74,7 +74,7 @@ pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
     for (fqn, (path, slot)) in slots {
         let value = match slot {
             Slot::Tensor(entry) => Value::Tensor(catalog.push_tensor(entry)),
-            Slot::Object(places) => read_objects(files, &places, &fqn, &path, &mut catalog)?,
+            Slot::Object(places) => read_objects(files, &places, &fqn, &mut catalog)?,
         };
         state.insert(&path, value).map_err(|found| Error::malformed(folder, fqn, "a path of its own", found))?;
     }
@@ -84,6 +84,7 @@ pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
 
 /// A metadata file and the data files it names.
 struct MetadataFile {
+    rank: Rank,
     path: PathBuf,
     data_files: Vec<FileId>,
 }
@@ -92,7 +93,7 @@ impl MetadataFile {
     fn slot(&self, files: &Files, fqn: &str, kind: EntryKind) -> Result<Slot> {
         match kind {
             EntryKind::Bytes(None) => Err(Error::malformed(&self.path, fqn, "a place in storage_data", "none")),
-            EntryKind::Bytes(Some(stored)) => Ok(Slot::Object(vec![self.stretch(files, fqn, stored)?])),
+            EntryKind::Bytes(Some(stored)) => Ok(Slot::Object(vec![(self.rank, self.stretch(files, fqn, stored)?)])),
             EntryKind::Tensor { dtype, shape, chunks } => {
                 let table = ChunkTable::new(shape.len());
                 let mut entry = TensorEntry { fqn: fqn.into(), dtype, shape, sharding: None, chunks: table };
@@ -165,27 +166,20 @@ fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> 
     Ok(())
 }
 
-/// A value that is not a tensor, which every rank that stores it must store alike.
-fn read_objects(
-    files: &Files,
-    places: &[Stretch],
-    fqn: &str,
-    path: &StatePath,
-    catalog: &mut Catalog,
-) -> Result<Value> {
-    let first = read_object(files, places[0], fqn, catalog)?;
-    for place in &places[1..] {
-        let other = read_object(files, *place, fqn, catalog)?;
-        if other != first {
-            let name = |place: &Stretch| files.path(place.file).display().to_string();
-            catalog.conflicts.push(Conflict {
-                path: path.clone(),
-                between: format!("{} and {}", name(&places[0]), name(place)),
-                detail: format!("{first:.60} and {other:.60}"),
-            });
+/// A value that is not a tensor, from every rank that stores it.
+fn read_objects(files: &Files, places: &[(Rank, Stretch)], fqn: &str, catalog: &mut Catalog) -> Result<Value> {
+    let mut holdings: Vec<Holding> = Vec::new();
+    for (rank, place) in places {
+        let value = read_object(files, *place, fqn, catalog)?;
+        match holdings.iter_mut().find(|holding| holding.value.same_but_tensors(&value)) {
+            Some(holding) => holding.ranks.push(*rank),
+            None => holdings.push(Holding { value, ranks: vec![*rank] }),
         }
     }
-    Ok(first)
+    match <[Holding; 1]>::try_from(holdings) {
+        Ok([agreed]) => Ok(agreed.value),
+        Err(holdings) => Ok(Value::PerRank(holdings)),
+    }
 }
 
 /// One stored value. Tensors inside it (in a tuple, say) become entries of their own.

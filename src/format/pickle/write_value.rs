@@ -27,6 +27,8 @@ pub enum WriteError {
     TooLong { what: &'static str, len: usize },
     #[error("a value nested deeper than {MAX_DEPTH}")]
     TooDeep,
+    #[error("{ranks} store different values")]
+    PerRank { ranks: String },
     /// A tensor's own trouble, in the words of who writes it.
     #[error("{0}")]
     Tensor(String),
@@ -72,6 +74,10 @@ impl Writer {
             Value::Symbol(symbol) => return self.symbol(symbol, Use::bare),
             Value::Object(object) => return self.object(object, tensors),
             Value::Tensor(id) => return tensors(self, *id),
+            Value::PerRank(holdings) => {
+                let ranks: Vec<_> = holdings.iter().flat_map(|holding| holding.ranks.iter().copied()).collect();
+                return Err(WriteError::PerRank { ranks: crate::catalog::list_ranks(&ranks) });
+            }
         };
         Ok(())
     }

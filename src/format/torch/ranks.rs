@@ -4,14 +4,15 @@
 //! that several ranks store must be the same on all of them: objects are compared here, tensor data where it is
 //! read. Nothing is taken from rank 0 because it is rank 0.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use super::reader::Contents;
 use super::{Found, View, chunk};
 use crate::catalog::path::key_text;
 use crate::catalog::{
-    Catalog, ChunkTable, Conflict, Dict, Fqn, Key, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes,
+    Catalog, ChunkTable, Dict, Fqn, Holding, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes,
 };
 use crate::error::{Error, Result};
 use crate::layout::{DeviceMesh, Dims, Placement, Rank, Region, Tile, local_shard};
@@ -73,18 +74,17 @@ pub fn disjoint(files: Vec<RankFile>) -> Result<Catalog> {
 /// # Errors
 /// `Conflict` where ranks disagree, `Malformed` where a file does not belong to its rank.
 pub fn merge(files: &[RankFile]) -> Result<Catalog> {
-    let mut merger = Merger { files, tensors: Vec::new(), conflicts: BTreeMap::new() };
+    let mut merger = Merger { files, tensors: Vec::new() };
     let mut state: Option<Value> = None;
     for (index, file) in files.iter().enumerate() {
         let own = merger.adopt(index, &file.contents.value);
         match &mut state {
             None => state = Some(own),
-            Some(state) => merger.merge_value(state, own, &mut Path::default(), index),
+            Some(state) => merger.merge_value(state, own, index),
         }
     }
     let mut catalog = Catalog::empty();
     catalog.archives = files.iter().map(|file| file.contents.stretch()).collect();
-    catalog.conflicts = merger.conflicts.iter().map(|(path, groups)| merger.conflict(path, groups)).collect();
     catalog.state = state.unwrap_or_else(|| Value::Dict(Dict::default()));
     let mut names: Vec<Option<Path>> = vec![None; merger.tensors.len()];
     crate::catalog::path::tensors(&catalog.state, &Path::default(), &mut |path, id| {
@@ -113,8 +113,6 @@ struct Merger<'a> {
     files: &'a [RankFile],
     /// Parts by merged tensor.
     tensors: Vec<Vec<Part>>,
-    /// Objects that differ: by path, each distinct value with the files that hold it.
-    conflicts: BTreeMap<Path, Vec<(String, Vec<usize>)>>,
 }
 
 impl Merger<'_> {
@@ -128,45 +126,54 @@ impl Merger<'_> {
         value
     }
 
-    fn merge_value(&mut self, into: &mut Value, from: Value, path: &mut Path, file: usize) {
+    fn merge_value(&mut self, into: &mut Value, from: Value, file: usize) {
         match (into, from) {
-            (Value::Tensor(into), Value::Tensor(from)) => {
-                // Tied tensors meet once a name; a name that only this file has keeps its parts.
-                let (into, parts) = (into.0 as usize, self.tensors[from.0 as usize].clone());
-                let own = self.tensors[into].iter().rev().take_while(|part| part.file == file);
-                if into != from.0 as usize && !own.into_iter().any(|part| parts.contains(part)) {
-                    self.tensors[into].extend(parts);
-                }
-            }
-            (Value::Dict(into), Value::Dict(from)) => self.merge_dict(into, from, path, file),
+            (Value::Tensor(into), Value::Tensor(from)) => self.merge_tensor(*into, from, file),
+            (Value::Dict(into), Value::Dict(from)) => self.merge_dict(into, from, file),
             (Value::List(into), Value::List(from)) | (Value::Tuple(into), Value::Tuple(from))
                 if into.len() == from.len() =>
             {
-                for (index, (into, from)) in into.iter_mut().zip(from).enumerate() {
-                    path.0.push(Key::Index(index as u64));
-                    self.merge_value(into, from, path, file);
-                    path.0.pop();
+                for (into, from) in into.iter_mut().zip(from) {
+                    self.merge_value(into, from, file);
                 }
             }
-            (into, from) if *into != from => {
-                let groups =
-                    self.conflicts.entry(path.clone()).or_insert_with(|| vec![(into.to_string(), (0..file).collect())]);
-                let text = from.to_string();
-                match groups.iter_mut().find(|(known, _)| *known == text) {
-                    Some((_, files)) => files.push(file),
-                    None => groups.push((text, vec![file])),
+            (Value::PerRank(holdings), from) => {
+                match holdings.iter_mut().find(|holding| holding.value.same_but_tensors(&from)) {
+                    Some(holding) => {
+                        holding.ranks.extend(self.files[file].rank);
+                        for (into, from) in holding.value.tensor_ids().into_iter().zip(from.tensor_ids()) {
+                            self.merge_tensor(into, from, file);
+                        }
+                    }
+                    None => holdings.push(self.holding(from, file..=file)),
                 }
             }
-            // Equal to what the earlier ranks have; where some of those differed, it is one of the first group.
-            _ => {
-                if let Some(groups) = self.conflicts.get_mut(path) {
-                    groups[0].1.push(file);
+            (into, from) if into.same_but_tensors(&from) => {
+                for (into, from) in into.tensor_ids().into_iter().zip(from.tensor_ids()) {
+                    self.merge_tensor(into, from, file);
                 }
+            }
+            (into, from) => {
+                let first = std::mem::replace(into, Value::None);
+                *into = Value::PerRank(vec![self.holding(first, 0..=file - 1), self.holding(from, file..=file)]);
             }
         }
     }
 
-    fn merge_dict(&mut self, into: &mut Dict, from: Dict, path: &mut Path, file: usize) {
+    fn merge_tensor(&mut self, into: TensorId, from: TensorId, file: usize) {
+        // Tied tensors meet once a name; a name that only this file has keeps its parts.
+        let (into, parts) = (into.0 as usize, self.tensors[from.0 as usize].clone());
+        let own = self.tensors[into].iter().rev().take_while(|part| part.file == file);
+        if into != from.0 as usize && !own.into_iter().any(|part| parts.contains(part)) {
+            self.tensors[into].extend(parts);
+        }
+    }
+
+    fn holding(&self, value: Value, files: RangeInclusive<usize>) -> Holding {
+        Holding { value, ranks: self.files[files].iter().filter_map(|file| file.rank).collect() }
+    }
+
+    fn merge_dict(&mut self, into: &mut Dict, from: Dict, file: usize) {
         let mut positions: Option<HashMap<Box<str>, usize>> = None;
         for (index, (key, value)) in from.entries.into_iter().enumerate() {
             // Ranks nearly always have the same keys in the same order.
@@ -183,20 +190,8 @@ impl Merger<'_> {
                 into.entries.push((key, value));
                 continue;
             };
-            path.0.push(Key::Name(key_text(&key)));
-            self.merge_value(&mut into.entries[position].1, value, path, file);
-            path.0.pop();
+            self.merge_value(&mut into.entries[position].1, value, file);
         }
-    }
-
-    fn conflict(&self, path: &Path, groups: &[(String, Vec<usize>)]) -> Conflict {
-        let ranks = |files: &[usize]| {
-            let ranks: Vec<Rank> = files.iter().filter_map(|&file| self.files[file].rank).collect();
-            crate::catalog::list_ranks(&ranks)
-        };
-        let between: Vec<String> = groups.iter().map(|(_, files)| ranks(files)).collect();
-        let detail: Vec<String> = groups.iter().map(|(text, files)| format!("{} has {text}", ranks(files))).collect();
-        Conflict { path: path.clone(), between: between.join(" and "), detail: detail.join("; ") }
     }
 
     fn rank(&self, part: Part) -> Option<Rank> {
