@@ -7,11 +7,15 @@ pub mod ranks;
 pub mod reader;
 mod tensor;
 mod write;
+mod write_dtensor;
+mod write_ranks;
 
 use std::path::PathBuf;
 
 pub use tensor::{Found, View};
 pub use write::{Saved, reserve, reserved_whole, save, save_tensor, write_sizes};
+pub use write_dtensor::{Release, Style};
+pub use write_ranks::{RankLayout, RankTarget, reserve_ranks};
 
 use crate::catalog::{Catalog, Chunk, contiguous_strides};
 use crate::error::Result;
