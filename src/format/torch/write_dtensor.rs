@@ -19,6 +19,9 @@ use crate::format::pickle::Writer;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, TensorDim};
 
 use super::write::{write_sizes, write_tensor};
+use super::{Found, reader};
+use crate::error::Result;
+use crate::storage::{FileId, Files};
 
 /// The PyTorch releases whose DeviceMesh is written, by the first that had it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -58,6 +61,20 @@ pub struct Style {
 impl Default for Style {
     fn default() -> Self {
         Self { release: Release::default(), device_type: String::from("cpu") }
+    }
+}
+
+impl Style {
+    /// That of the DTensors of a torch.save file; `None` where it has none.
+    ///
+    /// # Errors
+    /// As reading the file.
+    pub fn of_file(files: &Files, file: FileId) -> Result<Option<Self>> {
+        let contents = reader::read(files, files.whole(file), "")?;
+        Ok(contents.tensors.iter().find_map(|found| match found {
+            Found::Distributed { mesh, .. } => Some(mesh.style.clone()),
+            Found::Plain(_) | Found::Sharded { .. } => None,
+        }))
     }
 }
 
