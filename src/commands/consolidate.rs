@@ -51,7 +51,7 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
     let (mut reservation, shape) = match to {
         Format::Safetensors => {
             let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size);
-            (safetensors::reserve(catalog, &tensors, &shape)?, staged)
+            (safetensors::reserve(catalog, &tensors, &[], &shape)?, staged)
         }
         Format::Torch => {
             distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &[])?;

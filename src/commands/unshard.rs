@@ -27,7 +27,7 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
             let mut tensors = model::all_tensors(&catalog.state);
             tensors.sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
             let (shape, staged) = super::consolidate::safetensors_shape(destination, args.shards.max_shard_size);
-            let mut reservation = safetensors::reserve(catalog, &tensors, &shape)?;
+            let mut reservation = safetensors::reserve(catalog, &tensors, &[], &shape)?;
             reservation.left_out = object_names(&catalog.state);
             (reservation, staged)
         }

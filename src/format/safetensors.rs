@@ -8,7 +8,7 @@
 //! | u64 N | N bytes of JSON, padded with spaces | tensor data, tiled without holes |
 //! ```
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -26,6 +26,9 @@ use crate::storage::{FileId, Files, regular_file};
 
 /// Headers beyond this are refused by the reference reader, too.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// Says which framework wrote a file: loaders want `pt`.
+const FORMAT_KEY: &str = "format";
 
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
@@ -254,18 +257,37 @@ pub enum Shape {
     Folder { max_shard_bytes: u64 },
 }
 
-/// Lay out the named tensors of `source`, in this order.
+/// Lay out the named tensors of `source`, in this order. Of each pair of `ties` the first is a further name of the
+/// second, which is one of `tensors`: it is recorded in the `__metadata__` of the file that has it, as `{alias: kept}`.
 ///
 /// # Errors
 /// `Unsupported` where the format has no tag for a dtype.
-pub fn reserve(source: &Catalog, tensors: &[(Fqn, TensorId)], shape: &Shape) -> Result<Reservation> {
+///
+/// # Panics
+/// Where a tie is with a tensor that is not written.
+pub fn reserve(
+    source: &Catalog,
+    tensors: &[(Fqn, TensorId)],
+    ties: &[(Fqn, Fqn)],
+    shape: &Shape,
+) -> Result<Reservation> {
     let groups = match shape {
         Shape::File(_) => vec![tensors],
         Shape::Folder { max_shard_bytes } => split(source, tensors, *max_shard_bytes),
     };
     let mut reservation = Reservation::default();
     let mut weight_map = serde_json::Map::new();
-    distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &["__metadata__", ""])?;
+    let aliases = ties.iter().map(|(alias, _)| alias.as_str());
+    distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()).chain(aliases.clone()), &["__metadata__", ""])?;
+    // A key of the format's own among the metadata.
+    if aliases.clone().any(|alias| alias == FORMAT_KEY) {
+        return Err(Error::unsupported(
+            format!("a tied tensor called `{FORMAT_KEY}` cannot be recorded, since the metadata has that key already"),
+            "write tied tensors under every name (--tied keep)",
+        ));
+    }
+    let written: HashSet<&Fqn> = tensors.iter().map(|(fqn, _)| fqn).collect();
+    assert!(ties.iter().all(|(_, kept)| written.contains(kept)), "ties are with tensors that are written");
     let count = groups.len();
     for (index, group) in groups.into_iter().enumerate() {
         let name = match shape {
@@ -276,7 +298,9 @@ pub fn reserve(source: &Catalog, tensors: &[(Fqn, TensorId)], shape: &Shape) -> 
         for (fqn, _) in group {
             weight_map.insert(fqn.to_string(), json!(name.to_string_lossy()));
         }
-        reserve_file(source, group, name, &mut reservation)?;
+        let names: HashSet<&Fqn> = group.iter().map(|(fqn, _)| fqn).collect();
+        let ties: Vec<&(Fqn, Fqn)> = ties.iter().filter(|(_, kept)| names.contains(kept)).collect();
+        reserve_file(source, group, &ties, name, &mut reservation)?;
     }
     if count > 1 {
         let total_size = reservation.payload_bytes();
@@ -317,12 +341,17 @@ struct WrittenEntry<'a> {
 fn reserve_file(
     source: &Catalog,
     tensors: &[(Fqn, TensorId)],
+    ties: &[&(Fqn, Fqn)],
     name: PathBuf,
     reservation: &mut Reservation,
 ) -> Result<()> {
     let file_id = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
     let offsets = data_offsets(source, tensors);
-    let mut header = String::from(r#"{"__metadata__":{"format":"pt"}"#);
+    let mut metadata = serde_json::Map::new();
+    metadata.insert(FORMAT_KEY.into(), json!("pt"));
+    metadata.extend(ties.iter().map(|(alias, kept)| (alias.to_string(), json!(kept.as_str()))));
+    let metadata = serde_json::to_string(&metadata).expect("strings serialise");
+    let mut header = format!(r#"{{"__metadata__":{metadata}"#);
     for ((fqn, id), &begin) in tensors.iter().zip(&offsets) {
         let entry = source.tensor(*id);
         let Some(tag) = entry.dtype.safetensors_tag() else {

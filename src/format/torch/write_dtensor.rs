@@ -238,9 +238,9 @@ impl DTensorWriter<'_> {
             writer.empty_dict();
             // An axis of one rank has no stride.
             if size == 1 {
-                write_layout(writer, &[], &[])
+                write_layout(writer, &[], &[]);
             } else {
-                write_layout(writer, &[size], &[stride])
+                write_layout(writer, &[size], &[stride]);
             }
             writer.build();
         });
