@@ -139,7 +139,7 @@ fn what_is_written_is_read_back() {
         check(case, &mesh("dp=2,tp=3", &[]), "_S(0,3),S(0)", Release::V2_10);
         check(case, &mesh("dp=2,tp=2", &[0, 2, 1, 3]), "S(0),S(1)", Release::V2_5);
         check(case, &mesh("rep=2,fsdp=2", &[3, 1, 0, 2]), "R,S(1)", Release::V2_13);
-        check(case, &mesh("a=1,b=2,c=2", &[]), "S(1),_S(0,2),R", Release::V2_10);
+        check(case, &mesh("a=1,b=2,c=2", &[]), "S(1),_S(0,2),R", Release::V2_11);
         check(case, &mesh("one=1", &[]), "S(0)", Release::V2_13);
     }
 }
@@ -147,7 +147,7 @@ fn what_is_written_is_read_back() {
 #[test]
 fn meshes_without_names_and_of_one_rank_a_dim() {
     let unnamed = DeviceMesh::new([1_u64, 3].as_slice(), vec![Rank(0), Rank(1), Rank(2)], None).unwrap();
-    for release in [Release::V2_5, Release::V2_10, Release::V2_13] {
+    for release in [Release::V2_5, Release::V2_10, Release::V2_11, Release::V2_13] {
         check("fsdp4", &unnamed, "R,S(0)", release);
     }
 }

@@ -136,7 +136,12 @@ fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, Lift
         at.iter().zip(mesh.shape()).all(|(at, size)| at < size).then(|| mesh.rank_at(at))
     };
     let rank = stored_rank.or_else(from_coordinate);
-    let style = style(if layout.get("axes").is_some() { Release::V2_13 } else { Release::V2_10 }, state);
+    let release = match (layout.get("axes"), state.get("_rank")) {
+        (Some(_), _) => Release::V2_13,
+        (None, Some(_)) => Release::V2_11,
+        (None, None) => Release::V2_10,
+    };
+    let style = style(release, state);
     Ok(MeshSpec { mesh, root: root_spec.map(|spec| spec.mesh.clone()), rank, is_member: is_member(state), style })
 }
 

@@ -7,12 +7,15 @@
 //! ```text
 //! written for   loads and works in   elsewhere
 //! 2.5           2.5 to 2.9           loads from 2.10 on, too: local tensors and placements are there, the mesh is not
-//! 2.10          2.10 to 2.12         2.13 and later: the same; earlier ones lack a module
+//! 2.10          2.10                 2.11 and 2.12, but for strided shards, whose order they write otherwise
+//! 2.11          2.11 and 2.12        2.13 and later: as above; 2.10 but for strided shards; earlier ones lack a module
 //! 2.13          2.13 and later       earlier ones lack a class
 //! ```
 //!
 //! Source: `torch/distributed/tensor/_dtensor_spec.py`, `torch/distributed/device_mesh.py`,
 //! `torch/distributed/_mesh_layout.py`.
+
+use std::collections::BTreeMap;
 
 use crate::catalog::{Dtype, contiguous_strides};
 use crate::format::pickle::Writer;
@@ -28,8 +31,10 @@ use crate::storage::{FileId, Files};
 pub enum Release {
     /// To 2.9: the array of ranks.
     V2_5,
-    /// To 2.12: a layout of nested sizes and strides.
+    /// A layout of nested sizes and strides.
     V2_10,
+    /// To 2.12: the same, with the rank, and with strided shards that say their order themselves.
+    V2_11,
     /// And later: a layout of axes.
     #[default]
     V2_13,
@@ -42,7 +47,8 @@ impl Release {
         let mut parts = version.split(['.', '+']).map(str::parse::<u32>);
         match (parts.next()?.ok()?, parts.next()?.ok()?) {
             (2, 5..=9) => Some(Self::V2_5),
-            (2, 10..=12) => Some(Self::V2_10),
+            (2, 10) => Some(Self::V2_10),
+            (2, 11..=12) => Some(Self::V2_11),
             (2, 13..) | (3.., _) => Some(Self::V2_13),
             _ => None,
         }
@@ -158,13 +164,16 @@ impl DTensorWriter<'_> {
             let is_strided = |placement: &Placement| matches!(placement, Placement::StridedShard { .. });
             let strided = tensor.placements.iter().any(is_strided);
             writer.string("shard_order");
-            if strided {
+            match shard_order(tensor.placements, self.mesh.shape()) {
+                Some(order) if !strided || self.style.release == Release::V2_10 => write_shard_order(writer, &order),
                 // The split factors say it.
-                writer.none();
-            } else {
-                write_shard_order(writer, tensor.placements);
+                _ => {
+                    writer.none();
+                }
             }
-            writer.string("use_strided_shard_as_shard_order").boolean(strided);
+            if self.style.release >= Release::V2_11 {
+                writer.string("use_strided_shard_as_shard_order").boolean(strided);
+            }
         }
         // Computed when it is asked for.
         writer.string("_hash").none();
@@ -210,9 +219,17 @@ impl DTensorWriter<'_> {
             writer.string("_flatten_rank_map");
             write_ranks(writer, mesh.ranks());
             writer.string("_flatten_mapping").empty_dict();
-            writer.string("_rank").uint(rank.0.into());
+            if style.release >= Release::V2_11 {
+                writer.string("_rank").uint(rank.0.into());
+            }
             writer.string("_coordinate_on_dim");
-            write_sizes(writer, coordinate);
+            if style.release == Release::V2_10 {
+                list(writer, coordinate, |writer, at| {
+                    writer.uint(*at);
+                });
+            } else {
+                write_sizes(writer, coordinate);
+            }
         }
         writer.string("_dim_group_names");
         list(writer, &self.groups(), |writer, group| {
@@ -226,7 +243,7 @@ impl DTensorWriter<'_> {
     fn layout(&self, writer: &mut Writer, strides: &[u64]) {
         instance(writer, (LAYOUT, "_MeshLayout"));
         writer.empty_dict();
-        if self.style.release == Release::V2_10 {
+        if self.style.release < Release::V2_13 {
             write_layout(writer, self.mesh.shape(), strides);
             writer.build();
             return;
@@ -355,17 +372,25 @@ fn write_placement(writer: &mut Writer, placement: Placement) {
     writer.build();
 }
 
-/// The mesh dims that shard each tensor dim, left to right.
-fn write_shard_order(writer: &mut Writer, placements: &[Placement]) {
-    let mut order: Vec<(TensorDim, Vec<MeshDim>)> = Vec::new();
-    for (mesh_dim, dim) in placements.iter().enumerate().filter_map(|(at, p)| Some((MeshDim(at), p.sharded_dim()?))) {
-        match order.iter_mut().find(|(known, _)| *known == dim) {
-            Some((_, mesh_dims)) => mesh_dims.push(mesh_dim),
-            None => order.push((dim, vec![mesh_dim])),
-        }
+/// For each tensor dim the mesh dims that shard it, in the order in which they do; `None` where a split factor is not
+/// that of an order.
+fn shard_order(placements: &[Placement], mesh_shape: &[u64]) -> Option<Vec<(TensorDim, Vec<MeshDim>)>> {
+    let mut order: BTreeMap<TensorDim, Vec<MeshDim>> = BTreeMap::new();
+    for (at, placement) in placements.iter().enumerate().rev() {
+        let Some(dim) = placement.sharded_dim() else { continue };
+        let factor = if let Placement::StridedShard { split_factor, .. } = placement { *split_factor } else { 1 };
+        let known = order.entry(dim).or_default();
+        // It comes behind as many of the dims to its right as make that many parts.
+        let before =
+            |count: &usize| known[..*count].iter().try_fold(1, |parts: u64, dim| parts.checked_mul(mesh_shape[dim.0]));
+        let position = (0..=known.len()).find(|count| before(count) == Some(factor))?;
+        known.insert(position, MeshDim(at));
     }
-    order.sort_unstable_by_key(|(dim, _)| *dim);
-    tuple(writer, &order, |writer, (dim, mesh_dims)| {
+    Some(order.into_iter().collect())
+}
+
+fn write_shard_order(writer: &mut Writer, order: &[(TensorDim, Vec<MeshDim>)]) {
+    tuple(writer, order, |writer, (dim, mesh_dims)| {
         writer.global(SPEC, "ShardOrderEntry").uint(dim.0 as u64);
         tuple(writer, mesh_dims, |writer, mesh_dim| {
             writer.uint(mesh_dim.0 as u64);
@@ -388,8 +413,32 @@ mod tests {
         );
         assert_eq!(
             (of("2.12.0"), of("2.15.0+cu132"), of("3.0")),
-            (Some(Release::V2_10), Some(Release::V2_13), Some(Release::V2_13))
+            (Some(Release::V2_11), Some(Release::V2_13), Some(Release::V2_13))
         );
+    }
+
+    #[test]
+    fn orders_follow_from_split_factors() {
+        let (plain, dim) = (Placement::Shard(TensorDim(0)), TensorDim(0));
+        let strided = |split_factor| Placement::StridedShard { dim, split_factor };
+        let order = |placements: &[Placement], mesh: &[u64]| {
+            let order = shard_order(placements, mesh)?;
+            Some(
+                order
+                    .into_iter()
+                    .map(|(dim, mesh_dims)| (dim.0, mesh_dims.iter().map(|dim| dim.0).collect()))
+                    .collect(),
+            )
+        };
+        let expected = |order: &[(usize, &[usize])]| -> Option<Vec<(usize, Vec<usize>)>> {
+            Some(order.iter().map(|(dim, mesh_dims)| (*dim, mesh_dims.to_vec())).collect())
+        };
+        assert_eq!(order(&[plain, plain], &[2, 2]), expected(&[(0, &[0, 1])]));
+        assert_eq!(order(&[strided(2), plain], &[2, 2]), expected(&[(0, &[1, 0])]));
+        assert_eq!(order(&[strided(2), strided(2), plain], &[4, 3, 2]), expected(&[(0, &[2, 0, 1])]));
+        assert_eq!(order(&[strided(3), plain], &[2, 2]), None);
+        let one = Placement::Shard(TensorDim(1));
+        assert_eq!(order(&[one, Placement::Replicate, plain], &[2, 2, 2]), expected(&[(0, &[2]), (1, &[0])]));
     }
 
     #[test]
