@@ -21,6 +21,8 @@ pub mod error;
 pub mod exec;
 pub mod format;
 pub mod layout;
+pub mod nearest;
 pub mod plan;
 pub mod quantity;
+pub mod select;
 pub mod storage;

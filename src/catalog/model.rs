@@ -28,6 +28,12 @@ const BESIDE: [&str; 16] = [
     "config",
 ];
 
+/// Children of a module that has a child `model` as well: where they stand beside it, `model` is a part, not the whole.
+const HEADS: [&str; 6] = ["lm_head", "embed_out", "score", "classifier", "qa_outputs", "v_head"];
+
+/// Keys under which trainers put an optimizer.
+pub const OPTIMIZER: [&str; 5] = ["optimizer", "optim", "optimizers", "optimizer_state_dict", "optimizer_states"];
+
 /// The model of a state dict.
 #[derive(Debug)]
 pub struct Model {
@@ -40,17 +46,7 @@ pub struct Model {
 /// Find the model.
 #[must_use]
 pub fn model(state: &Value) -> Model {
-    let mut root = Path::default();
-    let mut at = state;
-    if let Some((key, inner)) = child(at, &["app"]).filter(|(_, inner)| child(inner, &MODEL).is_some()) {
-        root.0.push(key);
-        at = inner;
-    }
-    // `{"module": {"state_dict": {...}}}`: as deep as the nesting goes.
-    while let Some((key, inner)) = child(at, &MODEL) {
-        root.0.push(key);
-        at = inner;
-    }
+    let (root, at) = descend(state);
     let mut found = Vec::new();
     if let (true, Value::Dict(dict)) = (root.0.is_empty(), at) {
         for (key, value) in &dict.entries {
@@ -63,6 +59,42 @@ pub fn model(state: &Value) -> Model {
         collect(at, &Path::default(), &mut found);
     }
     Model { root, tensors: found }
+}
+
+/// Where the model is; empty where it is at the top.
+#[must_use]
+pub fn model_root(state: &Value) -> Path {
+    descend(state).0
+}
+
+fn descend(state: &Value) -> (Path, &Value) {
+    let mut root = Path::default();
+    let mut at = state;
+    if let Some((key, inner)) = child(at, &["app"]).filter(|(_, inner)| child(inner, &MODEL).is_some()) {
+        root.0.push(key);
+        at = inner;
+    }
+    // `{"module": {"state_dict": {...}}}`: as deep as the nesting goes. `state_dict` is no module's name, but `model`
+    // is one in most models, so below the outermost it is a wrapper only where it is alone.
+    let mut keys = &MODEL[..];
+    while let Some((key, inner)) = child(at, keys).filter(|_| !has_head(at)) {
+        root.0.push(key);
+        at = inner;
+        keys = if is_alone(at) { &MODEL } else { &MODEL[2..] };
+    }
+    (root, at)
+}
+
+fn is_alone(value: &Value) -> bool {
+    value.as_dict().is_some_and(|dict| dict.entries.len() == 1)
+}
+
+/// Whether a dict is a module whose child `model` is one of several parts of it.
+fn has_head(value: &Value) -> bool {
+    let head = |key: &Value, value: &Value| {
+        key.as_str().is_some_and(|key| HEADS.contains(&key)) && value.as_dict().is_some() && value.contains_tensor()
+    };
+    value.as_dict().is_some_and(|dict| dict.entries.iter().any(|(key, value)| head(key, value)))
 }
 
 /// The tensors whose dotted names lie below `path`, under names relative to it. Keys may hold dots themselves, so
@@ -98,17 +130,21 @@ fn child<'a>(value: &'a Value, keys: &[&str]) -> Option<(Key, &'a Value)> {
 }
 
 /// A container beside the model. A tensor called `scaler` is a parameter.
-fn is_beside(name: &str, value: &Value) -> bool {
+#[must_use]
+pub fn is_beside(name: &str, value: &Value) -> bool {
     let container = !matches!(value, Value::Tensor(_));
     container && BESIDE.contains(&name) || name == "rng" || name.starts_with("rng_") || name.ends_with("rng_state")
 }
 
-/// The parameter an optimizer's state tensor belongs to: `optim.state.FQN.exp_avg` is FQN's `exp_avg`.
+/// The parameter an optimizer's state tensor belongs to: `optim.state.FQN.exp_avg` is FQN's `exp_avg`, be `state` a
+/// dict or, as `flatten_optimizer_state_dict` writes it, the beginning of a key.
 #[must_use]
 pub fn optimizer_parameter(path: &Path) -> Option<Fqn> {
     let is = |key: &Key, names: &[&str]| matches!(key, Key::Name(name) if names.contains(&name.as_ref()));
-    let optimizer =
-        path.0.iter().position(|key| is(key, &["optimizer", "optim", "optimizers", "optimizer_state_dict"]))?;
+    let optimizer = path.0.iter().position(|key| is(key, &OPTIMIZER))?;
+    if let [Key::Name(last)] = &path.0[optimizer + 1..] {
+        return last.strip_prefix("state.")?.rsplit_once('.').map(|(parameter, _)| Fqn::from(parameter));
+    }
     let state = optimizer + 1 + path.0[optimizer + 1..].iter().position(|key| is(key, &["state"]))?;
     let parameter = &path.0[state + 1..path.0.len().checked_sub(1)?.max(state + 1)];
     (!parameter.is_empty()).then(|| Path(parameter.to_vec()).fqn())
@@ -189,6 +225,27 @@ mod tests {
     }
 
     #[test]
+    fn a_child_called_model_is_not_always_the_model() {
+        let layers = || dict(vec![("layers", tensor(0))]);
+        let head = || ("lm_head", dict(vec![("weight", tensor(1))]));
+        let cases = [
+            (dict(vec![("model", dict(vec![("model", layers()), head()]))]), "model"),
+            (dict(vec![("model", dict(vec![("model", layers()), ("other", tensor(1))]))]), "model"),
+            (dict(vec![("model", dict(vec![("model", layers())]))]), "model.model"),
+            (dict(vec![("model", layers()), head()]), ""),
+            (dict(vec![("model", layers()), ("ema", dict(vec![("layers", tensor(1))]))]), "model"),
+            (dict(vec![("app", dict(vec![("model", layers()), ("optim", layers())])), ("x", tensor(1))]), "app.model"),
+            (
+                dict(vec![("module", dict(vec![("state_dict", layers()), ("epoch", Value::Int(1))]))]),
+                "module.state_dict",
+            ),
+        ];
+        for (state, root) in cases {
+            assert_eq!(model_root(&state).to_string(), root, "{state}");
+        }
+    }
+
+    #[test]
     fn subtrees_are_found_by_dotted_path() {
         let list = Value::List(vec![dict(vec![("d", tensor(1))])]);
         let state = dict(vec![("a.b", dict(vec![("c", tensor(0))])), ("l", list), ("m.n.o", tensor(2))]);
@@ -208,6 +265,9 @@ mod tests {
             rule_names(&state, &path(&["model"])),
             ["optim.state.layers.0.weight.exp_avg", "model.layers.0.weight", "layers.0.weight"]
         );
+        let flat = path(&["optimizer", "state.layers.0.weight.exp_avg"]);
+        assert_eq!(optimizer_parameter(&flat).unwrap().as_str(), "layers.0.weight");
+        assert_eq!(optimizer_parameter(&path(&["optimizer", "param_groups.layers.0.weight.lr"])), None);
         assert_eq!(optimizer_parameter(&path(&["model", "w"])), None);
         assert_eq!(optimizer_parameter(&path(&["optim", "state"])), None);
         assert_eq!(optimizer_parameter(&path(&["optim"])), None);

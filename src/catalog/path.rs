@@ -97,7 +97,9 @@ fn collect_leaves<'a>(value: &'a Value, path: &mut Path, found: &mut Vec<(Path, 
     }
 }
 
-fn is_descended(value: &Value) -> bool {
+/// Whether an item makes its list one that is descended.
+#[must_use]
+pub fn is_descended(value: &Value) -> bool {
     match value {
         Value::Tensor(_) | Value::Dict(_) => true,
         Value::List(items) => items.iter().any(is_descended),
