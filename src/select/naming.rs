@@ -143,8 +143,7 @@ impl<'a, 'o> Naming<'a, 'o> {
         if let Some(path) = &self.options.nest {
             steps.splice(0..0, path.split('.').map(|part| Step::new(part.to_owned(), None)));
         }
-        let limit = MAX_KEYS.max(self.survey.named(leaf).steps.len());
-        if steps.len() > limit {
+        if steps.len() > MAX_KEYS && steps.len() > self.survey.named(leaf).steps.len() {
             return Err(Error::usage(
                 format!("{}: its new name has {} parts, more than {MAX_KEYS}", self.survey.raw_name(leaf), steps.len()),
                 "state dicts that are nested deeper cannot be loaded",
@@ -239,14 +238,17 @@ impl<'a, 'o> Naming<'a, 'o> {
                 name.drain(..cut);
             }
         }
-        let mut new = name.clone();
+        // Keys are found anew after each rename: several at once have less in common with the old name.
         for (rename, used) in self.options.renames.iter().zip(&self.renames_used) {
-            if let Some(renamed) = rename.apply(&new) {
+            if let Some(renamed) = rename.apply(&name) {
                 used.set(true);
-                new = renamed;
+                if renamed != name {
+                    steps = rekey(&steps, &renamed, &|node| self.is_flat(node));
+                    name = renamed;
+                }
             }
         }
-        if new == name { steps } else { rekey(&steps, &new, &|node| self.is_flat(node)) }
+        steps
     }
 
     /// Where `model.layers.` goes, without prefix and nest: a module has no leaf whose name would tell.

@@ -182,9 +182,9 @@ impl<'a> Rebuild<'a> {
         let content = &mut self.nodes[node as usize].content;
         let Content::List(items) = content else { return };
         let items = std::mem::take(items);
-        let entries: Vec<_> = items.into_iter().map(|(index, child)| (None, index.to_string().into(), child)).collect();
+        let entries: Vec<(_, Box<str>, _)> =
+            items.into_iter().map(|(index, child)| (None, index.to_string().into(), child)).collect();
         for (_, text, child) in &entries {
-            let text: &Box<str> = text;
             self.children.insert((node, text.clone(), true), *child);
         }
         *content = Content::Dict(entries);
@@ -291,7 +291,7 @@ impl<'a> Rebuild<'a> {
                 return false;
             };
             let Some(relative) = renamed.strip_prefix(&new) else { return false };
-            *module = relative.strip_suffix('.').unwrap_or(relative).to_owned();
+            *module = String::from(relative.strip_suffix('.').unwrap_or(relative));
             seen.insert(module.clone())
         });
     }

@@ -283,9 +283,12 @@ impl<'a> Survey<'a> {
     fn tensors_under(&self, leaf: Leaf, name: &str, visit: &mut dyn FnMut(&str, TensorId)) {
         match self.value(leaf) {
             Value::Tensor(id) => visit(name, *id),
-            value => path::tensors(value, &Path::default(), &mut |path, id| match path.0.is_empty() {
-                true => visit(name, id),
-                false => visit(&format!("{name}.{path}"), id),
+            value => path::tensors(value, &Path::default(), &mut |path, id| {
+                if path.0.is_empty() {
+                    visit(name, id);
+                } else {
+                    visit(&format!("{name}.{path}"), id);
+                }
             }),
         }
     }
