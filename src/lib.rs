@@ -12,7 +12,8 @@
 //! ```
 //!
 //! Who may import whom: `commands` sees everything; `exec` sees `plan`, `catalog` and `storage` but no format and no
-//! terminal; `plan` and `format` see `catalog` and `layout`; `layout` is pure algebra and sees nothing of the crate.
+//! terminal; `plan`, `format` and `select` see `catalog` and `layout`; `layout` is pure algebra and sees nothing of the
+//! crate.
 
 pub mod catalog;
 pub mod cli;

@@ -174,6 +174,8 @@ pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, r
             continue;
         }
         match reason_to_keep(entry.dtype, entry.shape.is_empty(), *seen) {
+            // There is nothing to tell of an 8-bit float, which is small already.
+            Some(Kept::NotFloat) if is_small_float(entry.dtype) => {}
             Some(reason) => casts.count_kept(reason),
             None => {
                 casts.count_cast(entry.dtype, target);
@@ -194,4 +196,9 @@ fn reason_to_keep(dtype: Dtype, is_scalar: bool, seen: Seen) -> Option<Kept> {
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 => None,
         _ => Some(Kept::NotFloat),
     }
+}
+
+fn is_small_float(dtype: Dtype) -> bool {
+    let others = [Dtype::F8E8m0fnu, Dtype::F4E2m1fnX2];
+    dtype.itemsize() == 1 && (TARGETS.contains(&dtype) || others.contains(&dtype))
 }

@@ -63,6 +63,14 @@ pub struct Options {
     pub dtypes: Vec<DtypeRule>,
 }
 
+impl Options {
+    /// Whether all names stay as they are, once cleaned.
+    fn keep_names(&self) -> bool {
+        let changes = self.root != Root::Whole || self.add_prefix.is_some() || self.nest.is_some();
+        !changes && self.strip_prefixes.is_empty() && self.renames.is_empty()
+    }
+}
+
 /// What was taken, and what was not.
 #[derive(Debug)]
 pub struct Selected {
@@ -116,28 +124,37 @@ pub fn select(source: &Catalog, options: &Options) -> Result<Selected> {
     }
     let survey = Survey::new(source, options.clean);
     let mut kept = filter::keep(&survey, options)?;
-    let mut naming = Naming::new(&survey, options)?;
-    let mut notes = filter::notes(&survey, options, &kept);
-    if survey.optimizers > 0 {
-        naming.learn_parameters(&kept)?;
-    }
-    let filtered = kept.clone();
-    let mut rebuild = Rebuild::new(&survey);
-    for (index, leaf) in survey.leaves.iter().enumerate().filter(|(index, _)| filtered[*index]) {
-        let Some(steps) = naming.path(*leaf)? else {
-            kept[index] = false;
-            continue;
-        };
-        rebuild.insert(*leaf, value(&survey, &naming, *leaf, &filtered), &steps)?;
-    }
-    naming.check_used()?;
-    let state = rebuild.finish(&naming)?;
+    let notes = filter::notes(&survey, options, &kept);
+    let state = if options.keep_names() && !survey.wrapped && kept.iter().all(|kept| *kept) {
+        source.state.clone()
+    } else {
+        rename(&survey, options, &mut kept)?
+    };
     let mut catalog = Catalog { meshes: source.meshes.clone(), state, ..Catalog::empty() };
     catalog.tensors = source.tensors.iter().map(without_chunks).collect();
     let casts = dtypes::apply(&survey, &kept, &mut catalog, &options.dtypes)?;
     name_tensors(&mut catalog);
-    notes.extend(casts.notes());
+    let notes = notes.into_iter().chain(casts.notes()).collect();
     Ok(Selected { catalog, left_out: left_out(&survey, &kept), casts, notes })
+}
+
+/// The state dict of what is kept; what is not under the root is kept no more.
+fn rename(survey: &Survey<'_>, options: &Options, kept: &mut [bool]) -> Result<Value> {
+    let mut naming = Naming::new(survey, options)?;
+    if survey.optimizers > 0 {
+        naming.learn_parameters(kept);
+    }
+    // Lists of parameters lose those that were excluded, not those that another root leaves behind.
+    let filtered = kept.to_vec();
+    let mut rebuild = Rebuild::new(survey);
+    for (index, leaf) in survey.leaves.iter().enumerate().filter(|(index, _)| filtered[*index]) {
+        match naming.path(*leaf)? {
+            Some(steps) => rebuild.insert(*leaf, value(survey, &naming, *leaf, &filtered), &steps)?,
+            None => kept[index] = false,
+        }
+    }
+    naming.check_used()?;
+    rebuild.finish(&naming)
 }
 
 fn without_chunks(entry: &TensorEntry) -> TensorEntry {

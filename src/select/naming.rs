@@ -100,25 +100,18 @@ impl<'a, 'o> Naming<'a, 'o> {
     }
 
     /// Learn what parameters will be called, which their optimizer state follows.
-    ///
-    /// # Errors
-    /// `Usage` for a parameter without a name.
-    pub fn learn_parameters(&mut self, kept: &[bool]) -> Result<()> {
-        let model =
-            if self.survey.model_root.is_empty() { String::new() } else { self.survey.model_root.clone() + "." };
-        let place = self.place(&model).unwrap_or_default();
-        let mut learnt = HashMap::with_capacity(self.survey.parameters.len());
-        for (name, index) in &self.survey.parameters {
+    pub fn learn_parameters(&mut self, kept: &[bool]) {
+        let root = &self.survey.model_root;
+        let place = self.place(&if root.is_empty() { String::new() } else { format!("{root}.") }).unwrap_or_default();
+        let learnt = self.survey.parameters.iter().filter(|(_, index)| kept[**index as usize]);
+        let learnt = learnt.filter_map(|(name, index)| {
             let leaf = self.survey.leaves[*index as usize];
-            if !kept[*index as usize] || !self.is_under_root(leaf) {
-                continue;
-            }
-            let Some(steps) = self.steps(leaf)? else { continue };
+            // One without a name is an error when its turn comes.
+            let steps = self.steps(leaf).ok().flatten().filter(|_| self.is_under_root(leaf))?;
             let new = steps::join(&steps);
-            learnt.insert(name.clone(), new.strip_prefix(&place).map(str::to_owned).unwrap_or(new));
-        }
-        self.parameters = learnt;
-        Ok(())
+            Some((name.clone(), new.strip_prefix(&place).map(str::to_owned).unwrap_or(new)))
+        });
+        self.parameters = learnt.collect();
     }
 
     fn is_under_root(&self, leaf: Leaf) -> bool {

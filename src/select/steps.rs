@@ -52,7 +52,7 @@ impl Step<'_> {
 
     /// Without wrappers; `None` where nothing else is in it. The last component of a name is no wrapper.
     pub fn clean(mut self, is_last: bool) -> Option<Self> {
-        if !WRAPPERS.iter().any(|wrapper| self.text.contains(wrapper)) {
+        if !has_wrapper(&self.text) {
             return Some(self);
         }
         let parts: Vec<&str> = self.text.split('.').collect();
@@ -68,6 +68,10 @@ impl Step<'_> {
         }
         Some(self)
     }
+}
+
+pub(super) fn has_wrapper(text: &str) -> bool {
+    WRAPPERS.iter().any(|wrapper| text.contains(wrapper))
 }
 
 /// A name of a module, or `model.layers.` with its last dot, without wrappers.

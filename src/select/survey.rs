@@ -99,6 +99,8 @@ pub(super) struct Survey<'a> {
     /// Parameters of the model by their names in it (clean, where names are cleaned), as indexes of `leaves`.
     pub parameters: HashMap<String, u32>,
     clean: bool,
+    /// Names are cleaned, and there is something to clean.
+    pub wrapped: bool,
     root_keys: Vec<Box<str>>,
 }
 
@@ -124,6 +126,7 @@ impl<'a> Survey<'a> {
             list_items: 0,
             parameters: HashMap::new(),
             clean,
+            wrapped: false,
             root_keys: root.0.iter().map(|key| key.to_string().into()).collect(),
         };
         let in_model = false;
@@ -173,6 +176,7 @@ impl<'a> Survey<'a> {
         for (key, value) in &dict.entries {
             let node = self.push(at.node, KeyRef::Entry(key), value);
             let name = key_text(key);
+            self.wrapped |= self.clean && steps::has_wrapper(&name);
             let below = At {
                 node,
                 depth: at.depth + 1,
