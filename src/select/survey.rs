@@ -347,26 +347,26 @@ impl<'a> Survey<'a> {
         if let Some((_, prefix)) = head.filter(|(head, _)| *head < keys.len()) {
             let below = &named.steps[after_head..];
             named.tail = steps::join(below).len().saturating_sub(prefix);
-            let what = if prefix > 0 { None } else { below.last().map(|step| step.text.len()) };
-            named.parameter = self.parameter_len(&named.name[named.name.len() - named.tail..], what);
+            let keys = if prefix > 0 { None } else { below.first().zip(below.last()) };
+            named.parameter = self.parameter_len(&named.name[named.name.len() - named.tail..], keys);
         }
         named
     }
 
-    /// How much of `FQN.exp_avg` is the parameter: as much as the model has, or all but the last part, which has
-    /// `what` bytes.
-    fn parameter_len(&self, text: &str, what: Option<usize>) -> usize {
-        let first = text.split('.').next().unwrap_or_default();
-        if is_number(first) {
-            return first.len();
+    /// How much of `FQN.exp_avg` is the parameter: a key that is a number; else as much as the model has; else all but
+    /// the last part, which is the last key where there are keys.
+    fn parameter_len(&self, text: &str, keys: Option<(&Step<'_>, &Step<'_>)>) -> usize {
+        if let Some((first, _)) = keys.filter(|(first, _)| matches!(first.key, Some(KeyRef::Entry(Value::Int(_))))) {
+            return first.text.len();
         }
         let mut dots = text.rmatch_indices('.').map(|(at, _)| at);
         let known = dots.find(|at| self.parameters.contains_key(&text[..*at]));
-        let last = || match what {
-            Some(len) => text.len().saturating_sub(len + 1),
+        let unknown = || match keys {
+            Some((first, _)) if is_number(&first.text) => first.text.len(),
+            Some((_, last)) => text.len().saturating_sub(last.text.len() + 1),
             None => text.rfind('.').unwrap_or(0),
         };
-        known.unwrap_or_else(last)
+        known.unwrap_or_else(unknown)
     }
 }
 

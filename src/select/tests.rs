@@ -417,6 +417,21 @@ fn optimizer_state_follows_its_parameter() {
         dict(vec![("model", tree(t(0))), ("optim", dict(vec![("state", states)]))])
     };
     assert_state(&state(&both("layers"), &renaming(&[r"^model\.layers=model.blocks"])), &both("blocks"));
+    // Names of `nn.Sequential` begin with numbers.
+    let sequential = |name: &str| {
+        let flat = format!("state.{name}.exp_avg");
+        let nested = dict(vec![(name, dict(vec![("exp_avg", t(2))]))]);
+        dict(vec![
+            ("model", dict(vec![(name, t(0))])),
+            ("optimizer", dict(vec![("adam", dict(vec![(flat.as_str(), t(1))]))])),
+            ("optim", dict(vec![("state", nested)])),
+        ])
+    };
+    assert_state(&state(&sequential("0.weight"), &renaming(&[r"^model\.0=model.1"])), &sequential("1.weight"));
+    assert_state(
+        &state(&sequential("0.weight"), &Options { exclude: patterns(&["0.weight"]), ..Options::default() }),
+        &dict(vec![]),
+    );
     // Parameters that nothing is known of: the whole name.
     let alone = |name: &str| {
         let group = dict(vec![("params", names(&[name]))]);
