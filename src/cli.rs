@@ -10,36 +10,105 @@ use crate::quantity::Quantity;
 use crate::storage::IoMode;
 
 /// Convert sharded PyTorch checkpoints between layouts, without Python.
-///
-/// Reads DCP directories, per-rank DTensor files, torch.save files and safetensors, found out by itself. Memory stays
-/// bounded whatever the size of the model, nothing stands at DST until it is complete, and every element is proven to
-/// be there exactly once.
 #[derive(Debug, Parser)]
-#[command(name = "dtshard", version, max_term_width = 100)]
+#[command(name = "dtshard", version, max_term_width = 120, after_help = EXAMPLES)]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
+    #[command(flatten)]
+    pub talk: TalkArgs,
 }
+
+/// What the man page says beyond the first line. In `--help` it would stand between the reader and the verbs.
+pub const DESCRIPTION: &str = "\
+Convert sharded PyTorch checkpoints between layouts, without Python.
+
+Reads DCP directories, per-rank DTensor files, torch.save files and safetensors, found out by itself. Memory stays \
+bounded whatever the size of the model, nothing stands at DST until it is complete, and every element is proven to be \
+there exactly once.";
+
+const EXAMPLES: &str = "\
+Examples:
+  dtshard inspect checkpoints/step-1000
+  dtshard consolidate checkpoints/step-1000 out
+  dtshard reshard actor actor16 --mesh fsdp=16
+  dtshard verify checkpoints/step-1000 out --root model
+
+`dtshard VERB --help` tells the options of a verb.";
+
+const INSPECT_EXAMPLES: &str = "\
+Examples:
+  dtshard inspect checkpoints/step-1000
+  dtshard inspect checkpoints/step-1000 --brief
+  dtshard inspect checkpoints/step-1000 --tensor model.layers.0.attention.wq.weight --draw
+  dtshard inspect checkpoints/step-1000 --tensor '**.wq' --digest
+  dtshard inspect checkpoints/step-1000 --json | jq '.tensors | keys'";
+
+const RESHARD_EXAMPLES: &str = "\
+Examples:
+  dtshard reshard actor actor16 --mesh fsdp=16
+  dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements 'S(0),S(1)'
+  dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements '**.wo=S(0),S(1)' --placements 'S(0),S(0)'
+  dtshard reshard model.pt sharded --to dcp --mesh dp=8 --dry-run";
+
+const UNSHARD_EXAMPLES: &str = "\
+Examples:
+  dtshard unshard checkpoints/step-1000 step-1000.pt
+  dtshard unshard actor whole.safetensors
+  dtshard unshard actor whole --to safetensors --max-shard-size 2GB";
+
+const CONSOLIDATE_EXAMPLES: &str = "\
+Examples:
+  dtshard consolidate checkpoints/step-1000 out
+  dtshard consolidate actor out --assets path/to/base-model
+  dtshard consolidate step-1000 ema.safetensors --root ema
+  dtshard consolidate step-1000 pytorch_model.bin --verify";
+
+const VERIFY_EXAMPLES: &str = "\
+Examples:
+  dtshard verify checkpoints/step-1000
+  dtshard verify actor actor16
+  dtshard verify checkpoints/step-1000 out --root model
+  dtshard verify a b --json | jq .different";
+
+const COMPLETIONS_EXAMPLES: &str = "\
+Examples:
+  dtshard completions bash > ~/.local/share/bash-completion/completions/dtshard
+  dtshard completions fish > ~/.config/fish/completions/dtshard.fish
+  dtshard completions zsh > \"${fpath[1]}/_dtshard\"";
+
+const MAN_EXAMPLES: &str = "\
+Examples:
+  dtshard man ~/.local/share/man/man1";
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Show what a checkpoint holds and how it is laid out
+    #[command(after_help = INSPECT_EXAMPLES)]
     Inspect(Inspect),
-    /// Write a checkpoint for another mesh, other placements or another format; everything is carried
-    #[command(alias = "convert")]
+    /// Write everything for another mesh, other placements or another format
+    #[command(alias = "convert", after_help = RESHARD_EXAMPLES)]
     Reshard(Reshard),
     /// Write every tensor whole, nested state dict kept
+    #[command(after_help = UNSHARD_EXAMPLES)]
     Unshard(Unshard),
     /// Write the model, merged, to ship
-    #[command(alias = "merge")]
+    #[command(alias = "merge", after_help = CONSOLIDATE_EXAMPLES)]
     Consolidate(Consolidate),
     /// Check that a checkpoint is sound, or that two hold the same values
-    #[command(alias = "diff")]
+    #[command(alias = "diff", after_help = VERIFY_EXAMPLES)]
     Verify(Verify),
+    /// Print the completions of a shell
+    #[command(after_help = COMPLETIONS_EXAMPLES)]
+    Completions(Completions),
+    /// Write the man pages
+    #[command(after_help = MAN_EXAMPLES)]
+    Man(Man),
 }
 
 /// Where to read from, and how.
 #[derive(Args, Debug)]
+#[command(next_help_heading = "Source")]
 pub struct SourceArgs {
     /// Format of SRC [default: detected]
     #[arg(long, value_name = "FORMAT")]
@@ -47,36 +116,120 @@ pub struct SourceArgs {
     /// Series of rank files to take: names with commas between them, or all
     #[arg(long, value_name = "A,B|all", value_delimiter = ',')]
     pub series: Vec<String>,
-    /// How to read: mapped, by positional reads, or as suits the file system
-    #[arg(long, value_name = "HOW", default_value = "auto")]
+    /// How to read: mapped, by positional reads, past the page cache, or as suits the file system
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Running")]
     pub io: IoArg,
     /// Worker threads [default: one a core]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Running")]
     pub threads: Option<usize>,
     /// Anonymous memory to stay within, page cache apart
-    #[arg(long, value_name = "SIZE", default_value = "512MB")]
+    #[arg(long, value_name = "SIZE", default_value = "512MB", help_heading = "Running")]
     pub max_memory: Quantity,
+    /// Go on where rank files are missing and replicas of other ranks hold all that was in them
+    #[arg(long)]
+    pub allow_missing: bool,
+    /// Go on without objects whose Python class is not known to be plain data
+    #[arg(long)]
+    pub drop_unknown: bool,
 }
 
-/// What to tell, and how.
+/// What of SRC is taken, under which names and in which dtypes.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Names and values")]
+pub struct SelectArgs {
+    /// Take only what a pattern covers (* within a component, ** across, {a,b}); a module covers what is below it
+    #[arg(long, value_name = "PATTERN")]
+    pub include: Vec<String>,
+    /// Leave out what a pattern covers; a parameter's optimizer state goes with it
+    #[arg(long, value_name = "PATTERN")]
+    pub exclude: Vec<String>,
+    /// Further --include patterns, one a line
+    #[arg(long, value_name = "FILE")]
+    pub include_from: Option<PathBuf>,
+    /// Take this subtree of the state dict, under names relative to it
+    #[arg(long, value_name = "PATH")]
+    pub root: Option<String>,
+    /// Cut this from the front of names that begin with it
+    #[arg(long, value_name = "TEXT")]
+    pub strip_prefix: Vec<String>,
+    /// Replace every match of a regular expression in names; \1 and ${1} are its groups
+    #[arg(long, value_name = "REGEX=REPL")]
+    pub rename: Vec<String>,
+    /// Further --rename rules, one a line
+    #[arg(long, value_name = "FILE")]
+    pub rename_file: Option<PathBuf>,
+    /// Put this text before every name
+    #[arg(long, value_name = "TEXT")]
+    pub add_prefix: Option<String>,
+    /// Put everything into nested dicts of this dotted path
+    #[arg(long, value_name = "PATH")]
+    pub nest: Option<String>,
+    /// Keep wrapper prefixes in names (_orig_mod., _fsdp_wrapped_module., _checkpoint_wrapped_module.)
+    #[arg(long)]
+    pub keep_names: bool,
+    /// Cast float tensors of 1 or more dims, outside optimizer state: to DTYPE, or those that a pattern covers
+    #[arg(long, value_name = "[PATTERN=]DTYPE")]
+    pub dtype: Vec<String>,
+}
+
+/// What is checked before anything is written, and what to do about it.
 #[derive(Args, Clone, Copy, Debug, Default)]
+#[command(next_help_heading = "Checks")]
+pub struct CheckArgs {
+    /// Where ranks store different values of a plain tensor or object, take the lowest rank's, keep each rank's, or
+    /// leave it out [default: an error]
+    #[arg(long, value_name = "CHOICE")]
+    pub on_conflict: Option<OnConflict>,
+    /// Compare replicas of DTensors, too; plain tensors always are
+    #[arg(long)]
+    pub check_replicas: bool,
+    /// Check every stored checksum first, not only those of records that pass through whole
+    #[arg(long)]
+    pub check_crc: bool,
+}
+
+/// Whose value is taken where ranks disagree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OnConflict {
+    // The lowest rank's.
+    Rank0,
+    // Every rank's: in rank files each its own, in other formats a dict of rank_0, rank_1, ...
+    PerRank,
+    // None: it is left out.
+    Drop,
+}
+
+/// What becomes of several names of one tensor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Tied {
+    // Every name is written.
+    #[default]
+    Keep,
+    // The first name is written, the others are recorded in `__metadata__`.
+    Drop,
+}
+
+/// What to tell, and how. Before or behind the verb.
+#[derive(Args, Clone, Copy, Debug, Default)]
+#[command(next_help_heading = "Running")]
 pub struct TalkArgs {
     /// One JSON document on stdout, also on failure
-    #[arg(long)]
+    #[arg(long, global = true, display_order = 100)]
     pub json: bool,
     /// Say nothing but errors
-    #[arg(short, long)]
+    #[arg(short, long, global = true, display_order = 101)]
     pub quiet: bool,
     /// Say more
-    #[arg(short, long)]
+    #[arg(short, long, global = true, display_order = 102)]
     pub verbose: bool,
     /// Show progress
-    #[arg(long, value_name = "WHEN", default_value = "auto")]
+    #[arg(long, value_name = "WHEN", default_value = "auto", global = true, display_order = 103)]
     pub progress: ProgressChoice,
 }
 
 /// Where to write to, and how.
 #[derive(Args, Debug)]
+#[command(next_help_heading = "Output")]
 pub struct DestinationArgs {
     /// Format of DST [default: from its suffix, else the verb's]
     #[arg(long, value_name = "FORMAT")]
@@ -107,27 +260,36 @@ pub struct ConvertArgs {
     #[arg(required_unless_present = "dry_run")]
     pub dst: Option<PathBuf>,
     #[command(flatten)]
-    pub source: SourceArgs,
-    #[command(flatten)]
     pub destination: DestinationArgs,
     #[command(flatten)]
-    pub talk: TalkArgs,
+    pub select: SelectArgs,
+    /// Several names of one tensor: write it under each, or under the first and record the others (safetensors)
+    #[arg(long, value_name = "CHOICE", default_value = "keep", help_heading = "Names and values")]
+    pub tied: Tied,
+    #[command(flatten)]
+    pub checks: CheckArgs,
+    #[command(flatten)]
+    pub source: SourceArgs,
 }
 
 #[derive(Args, Debug)]
 pub struct Inspect {
     /// The checkpoint: a folder or a file
     pub src: PathBuf,
-    /// Leave the chunks out of --json
+    /// Only the summary; with --tensor or --json, everything but the chunks
     #[arg(long)]
     pub brief: bool,
-    /// Hash the values of every tensor (BLAKE3, the same for every layout and format)
+    /// Only tensors of this name or pattern, with their chunks; repeatable
+    #[arg(long, value_name = "FQN")]
+    pub tensor: Vec<String>,
+    /// Draw which rank holds which part of each --tensor
+    #[arg(long, requires = "tensor")]
+    pub draw: bool,
+    /// Hash the values of every tensor: BLAKE3, the same in any layout and format
     #[arg(long)]
     pub digest: bool,
     #[command(flatten)]
     pub source: SourceArgs,
-    #[command(flatten)]
-    pub talk: TalkArgs,
 }
 
 #[derive(Args, Debug)]
@@ -164,11 +326,8 @@ pub struct ShardArgs {
 
 #[derive(Args, Debug)]
 pub struct Consolidate {
-    /// Take this subtree of the state dict instead of the model
-    #[arg(long, value_name = "PATH", conflicts_with = "everything")]
-    pub root: Option<String>,
     /// Take every tensor, under its whole dotted name
-    #[arg(long)]
+    #[arg(long, conflicts_with = "root")]
     pub everything: bool,
     /// Folder whose config and tokenizer files are copied, or none [default: SRC, SRC/huggingface]
     #[arg(long, value_name = "DIR|none")]
@@ -185,19 +344,32 @@ pub struct Verify {
     pub src: PathBuf,
     /// One that should hold the same values, in whatever layout and format
     pub other: Option<PathBuf>,
-    /// Compare only this subtree of SRC, under names relative to it
-    #[arg(long, value_name = "PATH")]
-    pub root: Option<String>,
+    /// Compare only names that both have
+    #[arg(long, requires = "other")]
+    pub common: bool,
+    #[command(flatten)]
+    pub select: SelectArgs,
     #[command(flatten)]
     pub source: SourceArgs,
-    #[command(flatten)]
-    pub talk: TalkArgs,
+}
+
+#[derive(Args, Debug)]
+pub struct Completions {
+    /// The shell that will read them
+    pub shell: clap_complete::Shell,
+}
+
+#[derive(Args, Debug)]
+pub struct Man {
+    /// The folder to write to, made where it is missing
+    pub dir: PathBuf,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum FormatArg {
     Dcp,
     Safetensors,
+    DcpHf,
     Torch,
     TorchRanks,
 }
@@ -207,6 +379,7 @@ impl From<FormatArg> for Format {
         match arg {
             FormatArg::Dcp => Self::Dcp,
             FormatArg::Safetensors => Self::Safetensors,
+            FormatArg::DcpHf => Self::DcpHf,
             FormatArg::Torch => Self::Torch,
             FormatArg::TorchRanks => Self::TorchRanks,
         }
@@ -218,6 +391,8 @@ pub enum IoArg {
     Auto,
     Mmap,
     Read,
+    // Past the page cache, where the file system can.
+    Direct,
 }
 
 impl IoArg {
@@ -227,6 +402,7 @@ impl IoArg {
             Self::Auto => None,
             Self::Mmap => Some(IoMode::Mmap),
             Self::Read => Some(IoMode::Read),
+            Self::Direct => Some(IoMode::Direct),
         }
     }
 }
@@ -234,25 +410,11 @@ impl IoArg {
 /// When to show progress.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum ProgressChoice {
-    /// A bar on a terminal, plain lines for long runs elsewhere
+    // A bar on a terminal, plain lines for long runs elsewhere. A document comment here would spread `--help` out.
     #[default]
     Auto,
     Always,
     Never,
-}
-
-impl Cli {
-    /// How to talk, which is needed before anything is done.
-    #[must_use]
-    pub fn talk(&self) -> TalkArgs {
-        match &self.command {
-            Command::Inspect(args) => args.talk,
-            Command::Reshard(args) => args.convert.talk,
-            Command::Unshard(args) => args.convert.talk,
-            Command::Consolidate(args) => args.convert.talk,
-            Command::Verify(args) => args.talk,
-        }
-    }
 }
 
 /// Long options may be written with underscores: `--max_shard_size` is `--max-shard-size`.

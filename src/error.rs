@@ -40,7 +40,7 @@ pub enum Error {
 
     /// Files that others say should be there.
     #[error("{}: {at}: expected {expected}, missing: {missing}", path.display())]
-    Missing { path: PathBuf, at: String, expected: String, missing: String },
+    Missing { path: PathBuf, at: String, expected: String, missing: String, hint: Option<String> },
 
     /// Something real that this version does not convert.
     #[error("{what}")]
@@ -104,7 +104,9 @@ impl Error {
             Self::Malformed { .. } => {
                 Some("the file is damaged or was not completely written; `dtshard verify` lists every fault")
             }
-            Self::Missing { .. } => Some("copy the missing files into the folder, or save the checkpoint again"),
+            Self::Missing { hint, .. } => {
+                Some(hint.as_deref().unwrap_or("copy the missing files into the folder, or save the checkpoint again"))
+            }
             Self::Layout(_) => Some(
                 "a mesh is named dims (--mesh dp=4,tp=2), a layout one placement a mesh dim (--placements 'S(0),R')",
             ),

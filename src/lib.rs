@@ -12,7 +12,8 @@
 //! ```
 //!
 //! Who may import whom: `commands` sees everything; `exec` sees `plan`, `catalog` and `storage` but no format and no
-//! terminal; `plan` and `format` see `catalog` and `layout`; `layout` is pure algebra and sees nothing of the crate.
+//! terminal; `plan`, `format` and `select` see `catalog` and `layout`; `layout` is pure algebra and sees nothing of the
+//! crate.
 
 pub mod catalog;
 pub mod cli;
@@ -21,6 +22,8 @@ pub mod error;
 pub mod exec;
 pub mod format;
 pub mod layout;
+pub mod nearest;
 pub mod plan;
 pub mod quantity;
+pub mod select;
 pub mod storage;

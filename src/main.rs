@@ -9,15 +9,12 @@ use dtshard::commands::{self, Printer};
 
 fn main() -> ExitCode {
     let arguments = normalise_long_options(std::env::args_os());
-    let cli = match Cli::try_parse_from(arguments) {
+    let cli = match Cli::try_parse_from(&arguments) {
         Ok(cli) => cli,
-        Err(error) => {
-            // `--help` and `--version` come here, too. A closed pipe is no error of ours.
-            let _ = error.print();
-            return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
-        }
+        // `--help` and `--version` come here, too.
+        Err(error) => return ExitCode::from(commands::not_parsed(&error, &arguments)),
     };
-    let printer = Printer::new(cli.talk());
+    let printer = Printer::new(cli.talk);
     match commands::run(cli, &printer) {
         Ok(status) => ExitCode::from(status.code()),
         Err(error) => {

@@ -390,9 +390,10 @@ fn a_flipped_byte_is_found() {
         let found = expect(1, "verify", &[&damaged, &intact], "--json").json();
         assert_eq!(found["same"], false);
         let wrong = found["different"].as_array().unwrap();
-        let of_embed = |finding: &&Json| finding["fqn"] == "model.embed.weight" && finding["kind"] == "values";
+        let of_embed = |finding: &&Json| finding["fqn"] == "model.embed.weight" && finding["kind"] == "differing";
         let values = wrong.iter().find(of_embed).expect("it is named");
-        assert_eq!(values["detail"], "first at element 1 (row-major)", "{found}");
+        let detail = "first at element 1 (row-major), 1 of 30 elements differ, max abs difference 32";
+        assert_eq!(values["detail"], detail, "{found}");
         // Zip archives have checksums; safetensors does not.
         expect(i32::from(name != "hf"), "verify", &[&damaged], "");
     }
@@ -444,9 +445,9 @@ fn other_tensors_are_found() {
     succeed("verify", &[&source, &same], "--root model");
     let found = |other: &Path| expect(1, "verify", &[&source, other], "--root model --json").json();
     for (other, kind, detail) in [
-        (&value, "values", "first at element 2 (row-major)"),
-        (&retyped, "dtype", "f32 in SRC, i32 in OTHER"),
-        (&reshaped, "shape", "[3] in SRC, [1, 3] in OTHER"),
+        (&value, "differing", "first at element 2 (row-major), 1 of 3 elements differ, max abs difference 7999492"),
+        (&retyped, "retyped", "f32 in SRC, i32 in OTHER"),
+        (&reshaped, "reshaped", "[3] in SRC, [1, 3] in OTHER"),
     ] {
         assert_eq!(found(other)["different"], json!([{ "fqn": chosen, "kind": kind, "detail": detail }]));
     }

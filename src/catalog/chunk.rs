@@ -150,6 +150,18 @@ impl ChunkTable {
         self.places[index]
     }
 
+    /// Add to the number of every file: files become part of a longer list.
+    pub fn shift_files(&mut self, by: u32) {
+        for place in &mut self.places {
+            match place {
+                Place::Bytes { file, .. } | Place::Record { file, .. } | Place::Item(Stretch { file, .. }) => {
+                    file.0 += by;
+                }
+                Place::Nowhere => {}
+            }
+        }
+    }
+
     #[must_use]
     pub fn rank(&self, index: usize) -> Option<Rank> {
         (self.ranks[index] != NO_RANK).then_some(Rank(self.ranks[index]))

@@ -4,7 +4,7 @@ use std::fmt;
 
 /// The element type of a tensor. Sizes are in bytes; `F4E2m1fnX2` packs two values into one byte and, as in PyTorch,
 /// shapes count bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Dtype {
     Bool,
     U8,
@@ -82,6 +82,11 @@ impl Dtype {
     #[must_use]
     pub fn itemsize(self) -> u64 {
         self.row().5
+    }
+
+    #[must_use]
+    pub fn is_float(self) -> bool {
+        self >= Self::F16 && self <= Self::F64 || self >= Self::F8E4m3fn
     }
 
     /// The short name: `bf16`.

@@ -120,14 +120,20 @@ pub fn checked_len_bytes(shape: &[u64], dtype: Dtype) -> Option<u64> {
 }
 
 /// The error for an object of which ranks hold different values.
-fn conflict(path: &Path, holdings: &[Holding]) -> Error {
+#[must_use]
+pub fn conflict(path: &Path, holdings: &[Holding]) -> Error {
     let between: Vec<String> = holdings.iter().map(|holding| list_ranks(&holding.ranks)).collect();
-    let has = |holding: &Holding| format!("{} has {:.60}", list_ranks(&holding.ranks), holding.value);
+    let mut shown: Vec<String> = holdings.iter().map(|holding| format!("{:.60}", holding.value)).collect();
+    let alike = shown.iter().all(|text| *text == shown[0]);
+    if alike {
+        shown.fill(format!("{} of its own", holdings[0].value.type_name()));
+    }
+    let has = |(holding, text): (&Holding, &String)| format!("{} has {text}", list_ranks(&holding.ranks));
     Error::Conflict {
         fqn: path.to_string(),
         what: "an object",
         between: between.join(" and "),
-        detail: holdings.iter().map(has).collect::<Vec<_>>().join("; "),
+        detail: holdings.iter().zip(&shown).map(has).collect::<Vec<_>>().join("; "),
         hint: Some(String::from(
             "--on-conflict per-rank keeps every rank's, rank0 takes the lowest rank's, drop leaves it out",
         )),
@@ -143,8 +149,12 @@ pub struct Catalog {
     pub state: Value,
     /// The torch.save archives that were read, where checksums are; items that are located late have their own.
     pub archives: Vec<Stretch>,
+    /// Objects that were left out because their classes are not known: `FQN (symbol)`.
+    pub dropped: Vec<String>,
     /// What a reader noticed and the user should know.
     pub warnings: Vec<String>,
+    /// What a reader noticed for who wants to know more.
+    pub details: Vec<String>,
 }
 
 impl Catalog {
@@ -155,7 +165,9 @@ impl Catalog {
             tensors: Vec::new(),
             state: Value::Dict(Dict::default()),
             archives: Vec::new(),
+            dropped: Vec::new(),
             warnings: Vec::new(),
+            details: Vec::new(),
         }
     }
 
@@ -175,10 +187,11 @@ impl Catalog {
         self.conflicts().into_iter().next().map_or(Ok(()), Err)
     }
 
-    /// An error for each object of which ranks hold different values.
+    /// An error for each object of which ranks hold different values without being meant to.
     #[must_use]
     pub fn conflicts(&self) -> Vec<Error> {
         let disagreed = path::objects(&self.state).into_iter().filter_map(|(path, value)| match value {
+            Value::PerRank(_) if model::is_random_state(path.fqn().as_str()) => None,
             Value::PerRank(holdings) => Some(conflict(&path, holdings)),
             _ => None,
         });

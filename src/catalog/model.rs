@@ -2,8 +2,10 @@
 //!
 //! Decided by the nesting that the file records, not by dots in names.
 
+use std::collections::HashSet;
+
 use super::path::{key_text, tensors};
-use super::{Dict, Fqn, Key, Path, TensorId, Value};
+use super::{Catalog, Dict, Fqn, Key, Path, TensorId, Value};
 
 /// Keys under which trainers put the model.
 const MODEL: [&str; 4] = ["model", "module", "state_dict", "model_state_dict"];
@@ -28,6 +30,12 @@ const BESIDE: [&str; 16] = [
     "config",
 ];
 
+/// Children of a module that has a child `model` as well: where they stand beside it, `model` is a part, not the whole.
+const HEADS: [&str; 6] = ["lm_head", "embed_out", "score", "classifier", "qa_outputs", "v_head"];
+
+/// Keys under which trainers put an optimizer.
+pub const OPTIMIZER: [&str; 5] = ["optimizer", "optim", "optimizers", "optimizer_state_dict", "optimizer_states"];
+
 /// The model of a state dict.
 #[derive(Debug)]
 pub struct Model {
@@ -40,17 +48,7 @@ pub struct Model {
 /// Find the model.
 #[must_use]
 pub fn model(state: &Value) -> Model {
-    let mut root = Path::default();
-    let mut at = state;
-    if let Some((key, inner)) = child(at, &["app"]).filter(|(_, inner)| child(inner, &MODEL).is_some()) {
-        root.0.push(key);
-        at = inner;
-    }
-    // `{"module": {"state_dict": {...}}}`: as deep as the nesting goes.
-    while let Some((key, inner)) = child(at, &MODEL) {
-        root.0.push(key);
-        at = inner;
-    }
+    let (root, at) = descend(state);
     let mut found = Vec::new();
     if let (true, Value::Dict(dict)) = (root.0.is_empty(), at) {
         for (key, value) in &dict.entries {
@@ -63,6 +61,42 @@ pub fn model(state: &Value) -> Model {
         collect(at, &Path::default(), &mut found);
     }
     Model { root, tensors: found }
+}
+
+/// Where the model is; empty where it is at the top.
+#[must_use]
+pub fn model_root(state: &Value) -> Path {
+    descend(state).0
+}
+
+fn descend(state: &Value) -> (Path, &Value) {
+    let mut root = Path::default();
+    let mut at = state;
+    if let Some((key, inner)) = child(at, &["app"]).filter(|(_, inner)| child(inner, &MODEL).is_some()) {
+        root.0.push(key);
+        at = inner;
+    }
+    // `{"module": {"state_dict": {...}}}`: as deep as the nesting goes. `state_dict` is no module's name, but `model`
+    // is one in most models, so below the outermost it is a wrapper only where it is alone.
+    let mut keys = &MODEL[..];
+    while let Some((key, inner)) = child(at, keys).filter(|_| !has_head(at)) {
+        root.0.push(key);
+        at = inner;
+        keys = if is_alone(at) { &MODEL } else { &MODEL[2..] };
+    }
+    (root, at)
+}
+
+fn is_alone(value: &Value) -> bool {
+    value.as_dict().is_some_and(|dict| dict.entries.len() == 1)
+}
+
+/// Whether a dict is a module whose child `model` is one of several parts of it.
+fn has_head(value: &Value) -> bool {
+    let head = |key: &Value, value: &Value| {
+        key.as_str().is_some_and(|key| HEADS.contains(&key)) && value.as_dict().is_some() && value.contains_tensor()
+    };
+    value.as_dict().is_some_and(|dict| dict.entries.iter().any(|(key, value)| head(key, value)))
 }
 
 /// The tensors whose dotted names lie below `path`, under names relative to it. Keys may hold dots themselves, so
@@ -97,21 +131,103 @@ fn child<'a>(value: &'a Value, keys: &[&str]) -> Option<(Key, &'a Value)> {
     })
 }
 
+/// State of random number generators, by the names that trainers give it: the one thing that is meant to differ from
+/// rank to rank.
+#[must_use]
+pub fn is_random_state(name: &str) -> bool {
+    const NAMES: [&str; 5] = ["rng", "rng_state", "rng_states", "random_state", "random_states"];
+    name.split('.').any(|part| NAMES.contains(&part) || part.ends_with("_rng_state"))
+}
+
 /// A container beside the model. A tensor called `scaler` is a parameter.
-fn is_beside(name: &str, value: &Value) -> bool {
+#[must_use]
+pub fn is_beside(name: &str, value: &Value) -> bool {
     let container = !matches!(value, Value::Tensor(_));
     container && BESIDE.contains(&name) || name == "rng" || name.starts_with("rng_") || name.ends_with("rng_state")
 }
 
-/// The parameter an optimizer's state tensor belongs to: `optim.state.FQN.exp_avg` is FQN's `exp_avg`.
+/// What the path of an optimizer's state tensor tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OptimizerState {
+    /// Where the optimizer is.
+    pub optimizer: Path,
+    /// The parameter it belongs to, by its name or by a number.
+    pub parameter: Fqn,
+}
+
+/// `optim.state.FQN.exp_avg` is state of FQN, be `state` a dict or, as `flatten_optimizer_state_dict` writes it, the
+/// beginning of a key.
+#[must_use]
+pub fn optimizer_state(path: &Path) -> Option<OptimizerState> {
+    let is = |key: &Key, names: &[&str]| matches!(key, Key::Name(name) if names.contains(&name.as_ref()));
+    let at = path.0.iter().position(|key| is(key, &OPTIMIZER))?;
+    let to = |end: usize| Path(path.0[..end].to_vec());
+    if let [Key::Name(last)] = &path.0[at + 1..] {
+        let (parameter, _) = last.strip_prefix("state.")?.rsplit_once('.')?;
+        return Some(OptimizerState { optimizer: to(at + 1), parameter: Fqn::from(parameter) });
+    }
+    let state = at + 1 + path.0[at + 1..].iter().position(|key| is(key, &["state"]))?;
+    let parameter = &path.0[state + 1..path.0.len().checked_sub(1)?.max(state + 1)];
+    (!parameter.is_empty()).then(|| OptimizerState { optimizer: to(state), parameter: Path(parameter.to_vec()).fqn() })
+}
+
+/// The parameter an optimizer's state tensor belongs to.
 #[must_use]
 pub fn optimizer_parameter(path: &Path) -> Option<Fqn> {
-    let is = |key: &Key, names: &[&str]| matches!(key, Key::Name(name) if names.contains(&name.as_ref()));
-    let optimizer =
-        path.0.iter().position(|key| is(key, &["optimizer", "optim", "optimizers", "optimizer_state_dict"]))?;
-    let state = optimizer + 1 + path.0[optimizer + 1..].iter().position(|key| is(key, &["state"]))?;
-    let parameter = &path.0[state + 1..path.0.len().checked_sub(1)?.max(state + 1)];
-    (!parameter.is_empty()).then(|| Path(parameter.to_vec()).fqn())
+    optimizer_state(path).map(|state| state.parameter)
+}
+
+/// Whether a flat name looks like state of an optimizer: `optim.state.w.exp_avg`, where no nesting says so.
+#[must_use]
+pub fn reads_as_optimizer_state(name: &str) -> bool {
+    let mut parts = name.split('.');
+    parts.any(|part| OPTIMIZER.contains(&part)) && parts.next() == Some("state")
+}
+
+/// The value at a path.
+#[must_use]
+pub fn value_at<'a>(state: &'a Value, path: &Path) -> Option<&'a Value> {
+    path.0.iter().try_fold(state, |value, key| match (value, key) {
+        (Value::Dict(dict), Key::Name(name)) => {
+            dict.entries.iter().find(|(own, _)| key_text(own) == *name).map(|(_, value)| value)
+        }
+        (Value::List(items), Key::Index(index)) => items.get(usize::try_from(*index).ok()?),
+        _ => None,
+    })
+}
+
+/// The parameters that an optimizer of plain `optimizer.state_dict()` knows by numbers: `numbers[i]` is parameter `i`.
+///
+/// Such a state dict does not say which parameter a number stands for; PyTorch numbers them in the order of
+/// `model.parameters()`, which is that of the model's state dict without its buffers. `None` unless that is the only
+/// reading: one parameter group, numbered from 0, with as many numbers as there are parameters, and every state tensor
+/// with dims of the shape of its parameter.
+#[must_use]
+pub fn numbered_parameters(catalog: &Catalog, optimizer: &Value) -> Option<Vec<(Fqn, TensorId)>> {
+    let dict = optimizer.as_dict()?;
+    let (Value::List(groups), Value::Dict(states)) = (dict.get("param_groups")?, dict.get("state")?) else {
+        return None;
+    };
+    let [Value::Dict(group)] = groups.as_slice() else { return None };
+    let Value::List(numbers) = group.get("params")? else { return None };
+    if !(0..).zip(numbers).all(|(index, number)| number.as_i64() == Some(index)) {
+        return None;
+    }
+    let mut seen = HashSet::new();
+    let mut floats = model(&catalog.state).tensors;
+    floats.retain(|(_, id)| catalog.tensor(*id).dtype.is_float() && seen.insert(*id));
+    // Parallelized models have DTensors for parameters and plain tensors for buffers.
+    let is_sharded = |(_, id): &&(Fqn, TensorId)| catalog.tensor(*id).sharding.is_some();
+    let sharded: Vec<_> = floats.iter().filter(is_sharded).cloned().collect();
+    let parameters = [floats, sharded].into_iter().find(|parameters| parameters.len() == numbers.len())?;
+    let fits = |number: &Value, state: &Value| {
+        let index = number.as_i64().and_then(|number| usize::try_from(number).ok());
+        let Some((_, parameter)) = index.and_then(|index| parameters.get(index)) else { return false };
+        let shape = &catalog.tensor(*parameter).shape;
+        let ids = state.tensor_ids();
+        ids.iter().map(|id| &catalog.tensor(*id).shape).all(|own| own.is_empty() || own == shape)
+    };
+    states.entries.iter().all(|(number, state)| fits(number, state)).then_some(parameters)
 }
 
 /// The names a rule may know a tensor by: its own, that within the model, that of the parameter it is state of.
@@ -189,6 +305,27 @@ mod tests {
     }
 
     #[test]
+    fn a_child_called_model_is_not_always_the_model() {
+        let layers = || dict(vec![("layers", tensor(0))]);
+        let head = || ("lm_head", dict(vec![("weight", tensor(1))]));
+        let cases = [
+            (dict(vec![("model", dict(vec![("model", layers()), head()]))]), "model"),
+            (dict(vec![("model", dict(vec![("model", layers()), ("other", tensor(1))]))]), "model"),
+            (dict(vec![("model", dict(vec![("model", layers())]))]), "model.model"),
+            (dict(vec![("model", layers()), head()]), ""),
+            (dict(vec![("model", layers()), ("ema", dict(vec![("layers", tensor(1))]))]), "model"),
+            (dict(vec![("app", dict(vec![("model", layers()), ("optim", layers())])), ("x", tensor(1))]), "app.model"),
+            (
+                dict(vec![("module", dict(vec![("state_dict", layers()), ("epoch", Value::Int(1))]))]),
+                "module.state_dict",
+            ),
+        ];
+        for (state, root) in cases {
+            assert_eq!(model_root(&state).to_string(), root, "{state}");
+        }
+    }
+
+    #[test]
     fn subtrees_are_found_by_dotted_path() {
         let list = Value::List(vec![dict(vec![("d", tensor(1))])]);
         let state = dict(vec![("a.b", dict(vec![("c", tensor(0))])), ("l", list), ("m.n.o", tensor(2))]);
@@ -208,6 +345,9 @@ mod tests {
             rule_names(&state, &path(&["model"])),
             ["optim.state.layers.0.weight.exp_avg", "model.layers.0.weight", "layers.0.weight"]
         );
+        let flat = path(&["optimizer", "state.layers.0.weight.exp_avg"]);
+        assert_eq!(optimizer_parameter(&flat).unwrap().as_str(), "layers.0.weight");
+        assert_eq!(optimizer_parameter(&path(&["optimizer", "param_groups.layers.0.weight.lr"])), None);
         assert_eq!(optimizer_parameter(&path(&["model", "w"])), None);
         assert_eq!(optimizer_parameter(&path(&["optim", "state"])), None);
         assert_eq!(optimizer_parameter(&path(&["optim"])), None);

@@ -97,11 +97,58 @@ fn collect_leaves<'a>(value: &'a Value, path: &mut Path, found: &mut Vec<(Path, 
     }
 }
 
-fn is_descended(value: &Value) -> bool {
+/// Whether an item makes its list one that is descended.
+#[must_use]
+pub fn is_descended(value: &Value) -> bool {
     match value {
-        Value::Tensor(_) | Value::Dict(_) => true,
+        Value::Tensor(_) | Value::Dict(_) | Value::PerRank(_) => true,
         Value::List(items) => items.iter().any(is_descended),
         _ => false,
+    }
+}
+
+/// The names of the leaves that are not tensors.
+#[must_use]
+pub fn object_names(state: &Value) -> Vec<String> {
+    objects(state).into_iter().map(|(path, _)| path.to_string()).collect()
+}
+
+/// What becomes of a leaf.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    Keep,
+    /// A dict loses the key, and goes itself where that was its last; a list keeps its positions and has `None` there.
+    Remove,
+}
+
+/// Let `visit` change or remove the leaves of a state dict: the same ones as [`leaves`] gives, in the same order.
+pub fn edit_leaves(state: &mut Value, visit: &mut dyn FnMut(&Path, &mut Value) -> Fate) {
+    edit_below(state, &mut Path::default(), visit);
+}
+
+fn edit_below(value: &mut Value, path: &mut Path, visit: &mut dyn FnMut(&Path, &mut Value) -> Fate) -> Fate {
+    match value {
+        Value::Dict(dict) => {
+            let was_empty = dict.entries.is_empty();
+            dict.entries.retain_mut(|(key, child)| {
+                path.0.push(Key::Name(key_text(key)));
+                let fate = edit_below(child, path, visit);
+                path.0.pop();
+                fate == Fate::Keep
+            });
+            if dict.entries.is_empty() && !was_empty { Fate::Remove } else { Fate::Keep }
+        }
+        Value::List(items) if items.iter().any(is_descended) => {
+            for (index, child) in items.iter_mut().enumerate() {
+                path.0.push(Key::Index(index as u64));
+                if edit_below(child, path, visit) == Fate::Remove {
+                    *child = Value::None;
+                }
+                path.0.pop();
+            }
+            Fate::Keep
+        }
+        leaf => visit(path, leaf),
     }
 }
 

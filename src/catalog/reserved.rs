@@ -7,7 +7,7 @@
 //! All units are bytes.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -84,6 +84,24 @@ impl OutputFile {
 }
 
 impl Reservation {
+    /// Take in what another part of the checkpoint reserves: its files come to lie in `folder`, behind the ones here.
+    ///
+    /// # Panics
+    /// At 2^32 files.
+    pub fn append(&mut self, folder: &Path, other: Self) {
+        let shift = u32::try_from(self.files.len()).expect("fewer than 2^32 files");
+        self.files.extend(other.files.into_iter().map(|mut file| {
+            file.path = folder.join(file.path);
+            file
+        }));
+        self.tensors.extend(other.tensors.into_iter().map(|mut tensor| {
+            tensor.entry.chunks.shift_files(shift);
+            tensor
+        }));
+        self.left_out.extend(other.left_out);
+        self.notes.extend(other.notes);
+    }
+
     /// Bytes of tensor data.
     #[must_use]
     pub fn payload_bytes(&self) -> u64 {
@@ -121,5 +139,37 @@ impl Reserved {
             Place::Bytes { file, offset } => Some((file.0, offset)),
             _ => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::storage::FileId;
+
+    fn part(name: &str, offset: u64) -> Reservation {
+        let mut file = OutputFile::new(name);
+        file.push_literal(vec![0; usize::try_from(offset).unwrap()]);
+        let at = file.push_payload(8);
+        let entry = TensorEntry::whole("w".into(), Dtype::F32, smallvec::smallvec![2], FileId(0), at);
+        Reservation {
+            files: vec![file, OutputFile::new("empty")],
+            tensors: vec![Reserved { source: TensorId(3), entry }],
+            left_out: vec![format!("{name} object")],
+            notes: vec![format!("{name} note")],
+        }
+    }
+
+    #[test]
+    fn parts_join_with_their_files_behind_each_other() {
+        let mut whole = Reservation::default();
+        whole.append(Path::new("model"), part("a", 16));
+        whole.append(Path::new(""), part("b", 32));
+        let paths: Vec<&Path> = whole.files.iter().map(|file| file.path.as_path()).collect();
+        assert_eq!(paths, ["model/a", "model/empty", "b", "empty"].map(Path::new));
+        let places: Vec<_> = whole.tensors.iter().map(|tensor| tensor.place(0).unwrap()).collect();
+        assert_eq!(places, [(0, 16), (2, 32)]);
+        assert_eq!(whole.tensors[1].source, TensorId(3));
+        assert_eq!((whole.left_out, whole.notes.len()), (vec!["a object".into(), "b object".into()], 2));
     }
 }

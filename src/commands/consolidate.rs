@@ -1,103 +1,153 @@
 //! `consolidate`: the model, merged, to ship.
 
 use std::collections::{BTreeMap, HashSet};
-use std::path::Path;
-use std::time::Instant;
+use std::path::{Path, PathBuf};
 
-use super::convert::{Conversion, convert, file_name, holds_shards, open_source, target_format};
+use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
+
+use super::Status;
+use super::conflicts::Ranks;
+use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
 use super::printer::Printer;
-use super::{Status, unshard};
-use crate::catalog::{Fqn, OutputFile, Reservation, TensorId, Value, model};
-use crate::cli::Consolidate;
+use super::run::Run;
+use super::source::{Defaults, Source};
+use crate::catalog::{Dtype, Fqn, TensorId, model, path};
+use crate::cli::{Consolidate, Tied};
 use crate::error::{Error, Result};
+use crate::exec::carry::Carried;
 use crate::exec::staging::Shape;
-use crate::format::{Format, SeriesChoice, distinct_names, natural_order, safetensors, torch};
-use crate::quantity::{Quantity, count};
+use crate::format::{Checkpoint, Format, SeriesChoice, Want, distinct_names, natural_order, safetensors, torch};
+use crate::quantity::Quantity;
+use crate::select::Root;
 
-/// Files that loaders want beside the weights.
-const ASSETS: [&str; 16] = [
-    "config.json",
+/// The file without which loaders do not know what to build.
+const CONFIG: &str = "config.json";
+
+/// Files that loaders want beside the weights: configuration, tokenizer, processors, code of the model's own.
+const ASSETS: [&str; 19] = [
+    CONFIG,
     "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
+    "tokenizer*",
+    "*.tiktoken",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
+    "vocab.{json,txt}",
     "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+    "{,video_,image_}preprocessor_config.json",
+    "{,image_}processor_config.json",
     "spiece.model",
-    "sentencepiece.bpe.model",
+    "sentencepiece*.model",
+    "configuration_*.py",
+    "modeling_*.py",
+    "modular_*.py",
+    "{tokenization,processing,image_processing}_*.py",
+    "LICENSE*",
 ];
 
 pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
-    let started = Instant::now();
-    let checkpoint = open_source(&args.convert, SeriesChoice::Model)?;
-    let catalog = &checkpoint.catalog;
-    let mut tensors = choose(args, &catalog.state)?;
+    let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
+    let root = if args.everything { Root::Whole } else { Root::Model };
+    let defaults = Defaults { want: Want::Model, series: SeriesChoice::Model, root, clean: true };
+    let mut source = Source::open(&args.convert, defaults, &run)?;
+    source.settle(args.convert.checks, Ranks::Together, &run)?;
+    check_model(args, &source)?;
+    let destination = args.convert.dst.as_deref();
+    let to = target_format(&args.convert.destination, destination, Format::Safetensors);
+    let mut tied = Vec::new();
+    let (mut reservation, shape) = match to {
+        Format::Safetensors => {
+            let written;
+            (written, tied) = names_to_write(&source, args.convert.tied);
+            let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size);
+            (safetensors::reserve(&source.wanted.catalog, &written, &tied, &shape)?, staged)
+        }
+        Format::Torch => {
+            check_tied(args.convert.tied, to)?;
+            let mut tensors = source.tensors();
+            tensors.sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
+            distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &[])?;
+            let state = model::flat_state(&tensors);
+            let name = file_name(destination, "pytorch_model.bin");
+            (torch::reserve(&source.wanted.catalog, &state, name)?, Shape::File)
+        }
+        _ => return Err(holds_shards("consolidate", to)),
+    };
+    reservation.left_out = path::object_names(&source.wanted.catalog.state);
+    let mut notes = Vec::new();
+    let mut carried = Vec::new();
+    if shape == Shape::Folder {
+        carried = assets(args, &source.checkpoint)?;
+        notes.extend(dtype_note(&carried, &source));
+        if !carried.iter().any(|file| file.to == Path::new(CONFIG)) && args.assets.is_none() {
+            notes.push(format!("no {CONFIG} found, which loaders want beside the weights: --assets DIR copies it"));
+        }
+    }
+    let conversion = Conversion { source: &source, reservation, carried, shape, to, tied, notes };
+    convert(&conversion, &args.convert, &run)
+}
+
+/// What is shipped is a model: something, and no optimizer in it that nobody asked for.
+fn check_model(args: &Consolidate, source: &Source) -> Result<()> {
+    let tensors = source.tensors();
     if tensors.is_empty() {
         return Err(Error::usage(
             format!("{} has no model tensors", args.convert.src.display()),
             "`dtshard inspect` shows what it holds; --root or --everything takes something else",
         ));
     }
+    let select = &args.convert.select;
+    let asked = args.everything || select.root.is_some() || !select.include.is_empty() || select.include_from.is_some();
+    match tensors.iter().find(|(fqn, _)| model::reads_as_optimizer_state(fqn.as_str())) {
+        Some((fqn, _)) if !asked => Err(Error::usage(
+            format!("{fqn}: reads as state of an optimizer, but the file does not record where the model ends"),
+            "say what the model is with --root PATH (names below model: --root model) or --include, or take --everything",
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Loaders go by the dtype that the configuration names, whatever the weights are.
+fn dtype_note(carried: &[Carried], source: &Source) -> Option<String> {
+    let config = carried.iter().find(|file| file.to == Path::new(CONFIG)).filter(|file| file.len < 1 << 20)?;
+    let text = std::fs::read(&config.from).ok()?;
+    let config: serde_json::Value = serde_json::from_slice(&text).ok()?;
+    let named = ["dtype", "torch_dtype"].iter().find_map(|key| config.get(key)?.as_str())?;
+    let named = Dtype::from_name(named)?;
+    let cast = source.wanted.casts.cast.iter().find(|(_, to, _)| *to != named);
+    cast.map(|(_, to, _)| {
+        format!("{CONFIG} says {}, which loaders go by; the weights are cast to {to}", named.torch_name())
+    })
+}
+
+/// A name that is recorded, not written, and the one that is.
+type Alias = (Fqn, Fqn);
+
+/// The tensors of a safetensors target in natural order, and the names that are only recorded, with what they name.
+pub fn names_to_write(source: &Source, tied: Tied) -> (Vec<(Fqn, TensorId)>, Vec<Alias>) {
+    let mut aliases = Vec::new();
+    if tied == Tied::Drop {
+        for (kept, others) in source.wanted.ties() {
+            aliases.extend(others.into_iter().map(|alias| (alias, kept.clone())));
+        }
+    }
+    let recorded: HashSet<&Fqn> = aliases.iter().map(|(alias, _)| alias).collect();
+    let mut tensors = source.tensors();
+    tensors.retain(|(fqn, _)| !recorded.contains(fqn));
     tensors.sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
-    let destination = args.convert.dst.as_deref();
-    let to = target_format(&args.convert.destination, destination, Format::Safetensors);
-    let (mut reservation, shape) = match to {
-        Format::Safetensors => {
-            let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size);
-            (safetensors::reserve(catalog, &tensors, &shape)?, staged)
-        }
-        Format::Torch => {
-            distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &[])?;
-            let state = model::flat_state(&tensors);
-            (torch::reserve(catalog, &state, file_name(destination, "pytorch_model.bin"))?, Shape::File)
-        }
-        Format::Dcp | Format::TorchRanks => return Err(holds_shards("consolidate", to)),
-    };
-    reservation.left_out = unshard::object_names(&catalog.state);
-    let left_out = left_out(&catalog.state, &tensors);
-    let mut notes = Vec::new();
-    if shape == Shape::Folder {
-        add_assets(args, &checkpoint.root, &mut reservation)?;
-        let has_config = reservation.files.iter().any(|file| file.path == Path::new(ASSETS[0]));
-        if !has_config && args.assets.is_none() {
-            notes.push(String::from(
-                "no config.json found, which loaders want beside the weights: --assets DIR copies it",
-            ));
-        }
-    }
-    let conversion =
-        Conversion { started, checkpoint: &checkpoint, reservation, destination, shape, to, left_out, notes };
-    convert(conversion, &args.convert, printer)
+    (tensors, aliases)
 }
 
-fn choose(args: &Consolidate, state: &Value) -> Result<Vec<(Fqn, TensorId)>> {
-    if args.everything {
-        return Ok(model::all_tensors(state));
+/// Only safetensors has a place to record the names that are dropped.
+pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
+    if tied == Tied::Keep {
+        return Ok(());
     }
-    let Some(root) = &args.root else { return Ok(model::model(state).tensors) };
-    let tensors = model::subtree(state, root);
-    if tensors.is_empty() {
-        return Err(Error::usage(
-            format!("--root {root}: there are no tensors under that path"),
-            format!("the top of the state dict has {}", top_keys(state)),
-        ));
-    }
-    Ok(tensors)
-}
-
-fn top_keys(state: &Value) -> String {
-    const SHOWN: usize = 12;
-    let keys = state.as_dict().map_or(&[][..], |dict| dict.entries.as_slice());
-    let names: Vec<_> = keys.iter().take(SHOWN).map(|(key, _)| crate::catalog::path::key_text(key)).collect();
-    let more = if keys.len() > SHOWN { format!(", ... ({} in all)", keys.len()) } else { String::new() };
-    names.join(", ") + &more
+    Err(Error::usage(
+        format!("--tied drop: {to} cannot record the names that are dropped"),
+        "leave it out: a torch file stores tied tensors once anyway",
+    ))
 }
 
 /// What DST is: a file of its own, or a folder.
@@ -110,23 +160,11 @@ pub fn safetensors_shape(destination: Option<&Path>, max_shard_size: Quantity) -
     }
 }
 
-/// Tensors of the source that are not taken, by the top of their paths: `54 tensors (optim)`.
-fn left_out(state: &Value, taken: &[(Fqn, TensorId)]) -> Vec<String> {
-    let taken: HashSet<TensorId> = taken.iter().map(|(_, id)| *id).collect();
-    let mut groups: BTreeMap<String, usize> = BTreeMap::new();
-    crate::catalog::path::tensors(state, &crate::catalog::Path::default(), &mut |path, id| {
-        if !taken.contains(&id) {
-            let top = path.0.first().map_or_else(String::new, ToString::to_string);
-            *groups.entry(top).or_default() += 1;
-        }
-    });
-    groups.into_iter().map(|(top, number)| format!("{} ({top})", count(number, "tensor"))).collect()
-}
-
-/// Copy the small files that make a folder of weights a model.
-fn add_assets(args: &Consolidate, source: &Path, reservation: &mut Reservation) -> Result<()> {
+/// The files that make a folder of weights a model: those of `--assets`, else of the source's folder, of `huggingface`
+/// in it, and of the folders above up to the one that was given.
+fn assets(args: &Consolidate, checkpoint: &Checkpoint) -> Result<Vec<Carried>> {
     let folders = match &args.assets {
-        Some(none) if none.as_os_str() == "none" => return Ok(()),
+        Some(none) if none.as_os_str() == "none" => return Ok(Vec::new()),
         Some(folder) if !folder.is_dir() => {
             return Err(Error::usage(
                 format!("--assets {}: no such folder", folder.display()),
@@ -134,15 +172,60 @@ fn add_assets(args: &Consolidate, source: &Path, reservation: &mut Reservation) 
             ));
         }
         Some(folder) => vec![folder.clone()],
-        None if source.is_dir() => vec![source.join("huggingface"), source.to_path_buf()],
-        None => return Ok(()),
+        None if checkpoint.root.is_dir() => {
+            let given = checkpoint.resolved_from.as_deref().unwrap_or(&checkpoint.root);
+            let above = checkpoint.root.ancestors().take_while(|folder| folder.starts_with(given));
+            above.flat_map(|folder| [folder.join("huggingface"), folder.to_path_buf()]).collect()
+        }
+        None => return Ok(Vec::new()),
     };
-    for name in ASSETS {
-        let Some(path) = folders.iter().map(|folder| folder.join(name)).find(|path| path.is_file()) else { continue };
-        let content = std::fs::read(&path).map_err(Error::io("read", &path))?;
-        let mut file = OutputFile::new(name);
-        file.push_literal(content);
-        reservation.files.push(file);
+    let wanted = asset_names();
+    let mut found: BTreeMap<PathBuf, Carried> = BTreeMap::new();
+    for folder in folders {
+        for name in [PathBuf::new(), PathBuf::from("additional_chat_templates")] {
+            let Ok(entries) = std::fs::read_dir(folder.join(&name)) else { continue };
+            for entry in entries.flatten() {
+                let to = name.join(entry.file_name());
+                let from = folder.join(&to);
+                let Ok(metadata) = std::fs::metadata(&from) else { continue };
+                if metadata.is_file() && wanted.is_match(&to) {
+                    found.entry(to.clone()).or_insert(Carried { from, to, len: metadata.len() });
+                }
+            }
+        }
     }
-    Ok(())
+    Ok(found.into_values().collect())
+}
+
+fn asset_names() -> GlobSet {
+    let glob = |name: &&str| GlobBuilder::new(name).literal_separator(true).empty_alternates(true).build();
+    let mut names = GlobSetBuilder::new();
+    for glob in ASSETS.iter().map(|name| glob(name).expect("a pattern that a test has parsed")) {
+        names.add(glob);
+    }
+    names.build().expect("a set that a test has built")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn assets_are_known_by_name() {
+        let names = asset_names();
+        let known = [
+            "config.json",
+            "tokenizer.json",
+            "tokenizer.model",
+            "vocab.txt",
+            "preprocessor_config.json",
+            "video_preprocessor_config.json",
+            "chat_template.jinja",
+            "additional_chat_templates/rag.jinja",
+            "modeling_mine.py",
+        ];
+        assert!(known.iter().all(|name| names.is_match(name)));
+        let unknown = ["optimizer.pt", "model.safetensors", "trainer_state.json", "sub/config.json", "train.py"];
+        assert!(!unknown.iter().any(|name| names.is_match(name)));
+    }
 }

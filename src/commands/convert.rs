@@ -1,45 +1,38 @@
 //! What `reshard`, `unshard` and `consolidate` share once each has chosen what to take and how to lay it out:
 //! check, stage, fill, publish, say what was done.
 
+use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
-use std::time::Instant;
 
-use serde_json::{Value as Json, json};
+use serde_json::{Map, Value as Json, json};
 
-use super::printer::Printer;
 use super::progress::Progress;
-use super::{Status, check_series, input, read_options, refuse_fragment, work_options};
-use crate::catalog::{OutputFile, Reservation};
+use super::run::Run;
+use super::source::Source;
+use super::{Status, input};
+use crate::catalog::{Fqn, OutputFile, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::error::{Error, Result};
+use crate::exec::carry::{Carried, carry};
 use crate::exec::copy::Stats;
 use crate::exec::staging::{Existing, Shape, Staging};
-use crate::exec::{Options, Stop, compare, copy};
-use crate::format::{Checkpoint, Format, SeriesChoice, detect};
+use crate::exec::{Options, Silent, Stop, compare, copy};
+use crate::format::{Format, is_checkpoint};
 use crate::quantity::{count, human_bytes};
 use crate::storage::filesystem;
 
 /// A conversion with everything decided.
 pub struct Conversion<'a> {
-    /// When the verb began, reading the source included.
-    pub started: Instant,
-    pub checkpoint: &'a Checkpoint,
+    pub source: &'a Source,
     pub reservation: Reservation,
-    pub destination: Option<&'a Path>,
+    /// Files that go to the destination as they are.
+    pub carried: Vec<Carried>,
     pub shape: Shape,
     pub to: Format,
-    /// Tensors of the source that are not written, in words for the closing line: `54 tensors (optim)`.
-    pub left_out: Vec<String>,
+    /// Names that are not written but recorded as others: alias to kept.
+    pub tied: Vec<(Fqn, Fqn)>,
     /// Further lines for the user.
     pub notes: Vec<String>,
-}
-
-/// Read the source of a verb that writes, which must be whole.
-pub fn open_source(args: &ConvertArgs, default: SeriesChoice) -> Result<Checkpoint> {
-    let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, default))?;
-    refuse_fragment(&checkpoint)?;
-    check_series(&args.source, &[&checkpoint])?;
-    Ok(checkpoint)
 }
 
 /// The format to write: `--to`, else the suffix of DST, else `default`.
@@ -69,59 +62,56 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 ///
 /// # Errors
 /// Anything; the destination is then as it was.
-pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, printer: &Printer) -> Result<Status> {
-    let ConvertArgs { source, destination: args, .. } = args;
-    let options = work_options(source, !args.no_sync)?;
-    for warning in &conversion.checkpoint.catalog.warnings {
-        printer.detail(warning);
+pub fn convert(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
+    let Run { printer, options, stop, started } = run;
+    let source = &conversion.source.checkpoint;
+    for note in notes(conversion) {
+        printer.line(&note);
     }
-    for note in &conversion.notes {
-        printer.line(note);
-    }
+    let (checks, dst) = (args.checks, args.dst.as_deref());
+    let args = &args.destination;
+    let report = Report { conversion, destination: dst, options };
     if args.dry_run {
-        let stats = copy::dry_run(input(conversion.checkpoint), &conversion.reservation, &Stop::default())?;
-        printer.document(&document(&conversion, &stats, &options))?;
-        printer.data(&dry_run_text(&conversion, &stats, &options))?;
+        let stats = copy::dry_run(input(source), &conversion.reservation, &Stop::default())?;
+        printer.document(&report.document(&stats))?;
+        printer.data(&report.dry_run_text(&stats))?;
         return Ok(Status::Done);
     }
-    let destination = conversion.destination.expect("clap asks for DST unless --dry-run is given");
-    refuse_nesting(&conversion.checkpoint.root, destination)?;
-    if conversion.checkpoint.root.is_file() {
+    let destination = dst.expect("clap asks for DST unless --dry-run is given");
+    refuse_nesting(&source.root, destination)?;
+    if source.root.is_file() {
         // An index stands for the files it names.
-        let files = &conversion.checkpoint.files;
-        files.ids().try_for_each(|id| refuse_nesting(files.path(id), destination))?;
+        source.files.ids().try_for_each(|id| refuse_nesting(source.files.path(id), destination))?;
     }
     check_replaceable(destination, conversion.shape, args.overwrite)?;
-    let stop = Stop::on_signals()?;
     let existing = Existing { overwrite: args.overwrite, restart: args.restart };
     let staging = Staging::begin(destination, conversion.shape, existing)?;
-    check_space(staging.folder(), conversion.reservation.len_bytes())?;
-    check_plain_replicas(&conversion, &options, printer, &stop)?;
+    let carried_bytes: u64 = conversion.carried.iter().map(|file| file.len).sum();
+    let total = conversion.reservation.len_bytes() + carried_bytes;
+    check_space(staging.folder(), total)?;
+    conversion.source.check(checks, run)?;
 
-    let progress = Progress::start(printer, "writing", conversion.reservation.len_bytes());
-    let stats = copy::copy(
-        input(conversion.checkpoint),
-        &conversion.reservation,
-        staging.folder(),
-        &options,
-        &progress,
-        &stop,
-    )?;
+    let progress = Progress::start(printer, "writing", total);
+    let stats = copy::copy(input(source), &conversion.reservation, staging.folder(), options, &progress, stop)?;
+    carry(&conversion.carried, staging.folder(), options.sync, &progress, stop)?;
     drop(progress);
     if args.verify {
-        read_back(&conversion, staging.folder(), &options, printer, &stop)?;
+        read_back(conversion, staging.folder(), run)?;
     }
     stop.check()?;
     staging.publish(options.sync)?;
-    printer.document(&document(&conversion, &stats, &options))?;
-    printer.line(&closing_line(&conversion, conversion.started.elapsed().as_secs_f64()));
+    printer.document(&report.document(&stats))?;
+    for warning in cast_warnings(&stats) {
+        printer.warning(&warning);
+    }
+    printer.line(&report.closing_line(&stats, started.elapsed().as_secs_f64()));
     Ok(Status::Done)
 }
 
 /// What --overwrite replaces must be a checkpoint, not somebody's other work.
 fn check_replaceable(destination: &Path, shape: Shape, overwrite: bool) -> Result<()> {
     let holds_something = || std::fs::read_dir(destination).is_ok_and(|mut entries| entries.next().is_some());
-    if overwrite && shape == Shape::Folder && holds_something() && detect(destination, None).is_err() {
+    if overwrite && shape == Shape::Folder && holds_something() && !is_checkpoint(destination) {
         return Err(Error::usage(
             format!("{} holds no checkpoint, so --overwrite does not replace it", destination.display()),
             "choose another destination, or remove it yourself",
@@ -180,61 +170,33 @@ fn check_space(folder: &Path, needed: u64) -> Result<()> {
     ))
 }
 
-/// Tensors that several ranks store whole must be equal on all of them.
-fn check_plain_replicas(conversion: &Conversion<'_>, options: &Options, printer: &Printer, stop: &Stop) -> Result<()> {
-    let catalog = &conversion.checkpoint.catalog;
-    let mut checked = std::collections::HashSet::new();
-    let plain: Vec<_> = (conversion.reservation.tensors.iter())
-        .filter(|tensor| checked.insert(tensor.source))
-        .map(|tensor| catalog.tensor(tensor.source))
-        .filter(|entry| entry.sharding.is_none() && entry.chunks.len() > 1)
-        .collect();
-    let total = plain.iter().map(|entry| entry.len_bytes() * entry.chunks.len() as u64).sum();
-    let progress = Progress::start(printer, "comparing replicas", total);
-    for entry in plain {
-        let found = compare::replica_difference(input(conversion.checkpoint), entry, options, &progress, stop)?;
-        if let Some(difference) = found {
-            let (first, second) = (entry.chunk_name(difference.first), entry.chunk_name(difference.second));
-            return Err(Error::Conflict {
-                fqn: entry.fqn.to_string(),
-                what: "a plain tensor",
-                between: format!("{first} and {second}"),
-                detail: format!("first at element {} (row-major)", difference.element),
-                hint: Some(
-                    "tensors that every rank stores whole must be equal; `dtshard verify` lists all such tensors"
-                        .into(),
-                ),
-            });
-        }
-    }
-    Ok(())
-}
-
 /// Compare what was written with the source, before anybody can see it.
-fn read_back(
-    conversion: &Conversion<'_>,
-    folder: &Path,
-    options: &Options,
-    printer: &Printer,
-    stop: &Stop,
-) -> Result<()> {
-    let mut files = crate::storage::Files::new(conversion.checkpoint.files.io());
+fn read_back(conversion: &Conversion<'_>, folder: &Path, run: &Run<'_>) -> Result<()> {
+    let checkpoint = &conversion.source.checkpoint;
+    let mut files = crate::storage::Files::new(checkpoint.files.io());
     for file in &conversion.reservation.files {
         files.add(folder.join(&file.path))?;
     }
     let catalog = crate::catalog::Catalog::empty();
     let written = crate::exec::Input { files: &files, catalog: &catalog, resolve: &crate::format::resolve };
-    let source = &conversion.checkpoint.catalog;
-    let progress = Progress::start(printer, "verifying", conversion.reservation.payload_bytes());
+    let progress = Progress::start(run.printer, "verifying", conversion.reservation.payload_bytes());
     for tensor in &conversion.reservation.tensors {
-        let left = (input(conversion.checkpoint), source.tensor(tensor.source));
-        let found = compare::first_difference(left, (written, &tensor.entry), options, &progress, stop)?;
-        if let Some(element) = found {
+        let left = (input(checkpoint), checkpoint.catalog.tensor(tensor.source));
+        let right = (written, &tensor.entry);
+        let found = compare::first_difference(left, right, tensor.dtype(), &run.options, &progress, &run.stop)?;
+        let found = found.map(|difference| difference.detail(tensor.entry.numel()));
+        // Rank files have copies of their own of what is replicated.
+        let found = match found {
+            None => compare::replica_difference(written, &tensor.entry, &run.options, &Silent, &run.stop)?
+                .map(|difference| format!("{} is not as the others", tensor.entry.chunk_name(difference.second))),
+            found => found,
+        };
+        if let Some(detail) = found {
             return Err(Error::Conflict {
                 fqn: tensor.entry.fqn.to_string(),
                 what: "a tensor",
                 between: "the source and what was written".into(),
-                detail: format!("first at element {element} (row-major)"),
+                detail,
                 hint: Some("memory or disk is at fault; nothing was published".into()),
             });
         }
@@ -242,88 +204,151 @@ fn read_back(
     Ok(())
 }
 
-fn left_out(conversion: &Conversion<'_>) -> Vec<String> {
-    let objects = conversion.reservation.left_out.len();
-    let objects = (objects > 0).then(|| count(objects, "object"));
-    let series = conversion.checkpoint.skipped_series.iter().map(|name| format!("series {name}"));
-    conversion.left_out.iter().cloned().chain(objects).chain(series).collect()
+/// What a run tells of itself.
+struct Report<'a> {
+    conversion: &'a Conversion<'a>,
+    destination: Option<&'a Path>,
+    options: &'a Options,
 }
 
-/// `wrote 7 files, 291 tensors, 14.96 GB in 9.8 s (1.5 GB/s); left out: 54 tensors (optim), 12 objects`
-fn closing_line(conversion: &Conversion<'_>, seconds: f64) -> String {
-    let reservation = &conversion.reservation;
-    let bytes = reservation.len_bytes();
-    #[expect(clippy::cast_precision_loss, reason = "shown with one decimal")]
-    let rate = bytes as f64 / seconds.max(1e-3) / 1e9;
-    let mut line = format!(
-        "wrote {}, {}, {} in {seconds:.1} s ({rate:.1} GB/s)",
-        count(reservation.files.len(), "file"),
-        count(reservation.tensors.len(), "tensor"),
-        human_bytes(bytes),
-    );
-    let left_out = left_out(conversion);
-    if !left_out.is_empty() {
-        line.push_str(&format!("; left out: {}", left_out.join(", ")));
+/// Lines for the user before the work begins.
+fn notes(conversion: &Conversion<'_>) -> Vec<String> {
+    let source = conversion.source;
+    let mut notes = source.wanted.notes.clone();
+    notes.extend_from_slice(&conversion.reservation.notes);
+    notes.extend_from_slice(&conversion.notes);
+    notes
+}
+
+/// What is not written: groups for the closing line, then every name for the document.
+fn left_out(conversion: &Conversion<'_>) -> (Vec<String>, Vec<String>) {
+    let source = conversion.source;
+    let left = &source.wanted.left_out;
+    let objects = [&left.objects, &conversion.reservation.left_out].into_iter().flatten();
+    let objects: Vec<String> =
+        objects.chain(&source.settled.dropped).chain(&source.checkpoint.catalog.dropped).cloned().collect();
+    let number = (!objects.is_empty()).then(|| count(objects.len(), "object"));
+    let series = source.checkpoint.skipped_series.iter().map(|name| format!("series {name}"));
+    let tensors = left.groups.iter().map(|(top, number)| format!("{} ({top})", count(*number, "tensor")));
+    let groups = tensors.chain(number).chain(series).collect();
+    (groups, [left.tensors.clone(), objects].concat())
+}
+
+/// `290 f32->bf16`
+fn cast_text(stats: &Stats) -> Vec<String> {
+    stats.casts.iter().map(|((from, to), cast)| format!("{} {from}->{to}", cast.tensors)).collect()
+}
+
+fn cast_warnings(stats: &Stats) -> Vec<String> {
+    let mut warnings = Vec::new();
+    for ((from, to), cast) in &stats.casts {
+        if cast.overflows > 0 {
+            warnings.push(format!("{} overflowed from {from} to {to}", count_values(cast.overflows)));
+        }
+        if cast.nans > 0 {
+            warnings.push(format!("{} that were cast from {from} to {to} are NaN", count_values(cast.nans)));
+        }
     }
-    line
+    warnings
 }
 
-fn peak_bytes(options: &Options) -> u64 {
-    super::BASE_BYTES + options.buffer_bytes()
+fn count_values(number: u64) -> String {
+    format!("{number} {}", if number == 1 { "value" } else { "values" })
+}
+
+impl Report<'_> {
+    /// `wrote 7 files, 291 tensors, 14.96 GB in 9.8 s (1.5 GB/s); left out: 54 tensors (optim), 12 objects; cast 290
+    /// f32->bf16`
+    fn closing_line(&self, stats: &Stats, seconds: f64) -> String {
+        let reservation = &self.conversion.reservation;
+        let carried = &self.conversion.carried;
+        let bytes = reservation.len_bytes() + carried.iter().map(|file| file.len).sum::<u64>();
+        #[expect(clippy::cast_precision_loss, reason = "shown with one decimal")]
+        let rate = bytes as f64 / seconds.max(1e-3) / 1e9;
+        let mut line = format!(
+            "wrote {}, {}, {} in {seconds:.1} s ({rate:.1} GB/s)",
+            count(reservation.files.len() + carried.len(), "file"),
+            count(reservation.tensors.len(), "tensor"),
+            human_bytes(bytes),
+        );
+        let (left_out, _) = left_out(self.conversion);
+        let parts = [("left out: ", left_out), ("cast ", cast_text(stats))];
+        for (what, list) in parts.into_iter().filter(|(_, list)| !list.is_empty()) {
+            line.push_str(&format!("; {what}{}", list.join(", ")));
+        }
+        line
+    }
+
+    fn peak_bytes(&self) -> u64 {
+        super::BASE_BYTES + self.options.buffer_bytes()
+    }
+
+    fn document(&self, stats: &Stats) -> Json {
+        let Conversion { source, reservation, carried, to, tied, .. } = self.conversion;
+        let checkpoint = &source.checkpoint;
+        let carried = carried.iter().map(|file| json!({ "path": file.to.display().to_string(), "bytes": file.len }));
+        let files: Vec<Json> = reservation.files.iter().map(file_document).chain(carried).collect();
+        let (groups, names) = left_out(self.conversion);
+        let left_out = [groups, names].concat();
+        let cast: Map<String, Json> = (stats.casts.iter())
+            .map(|((from, to), cast)| {
+                let counts = json!({ "tensors": cast.tensors, "overflows": cast.overflows, "nans": cast.nans });
+                (format!("{from}->{to}"), counts)
+            })
+            .collect();
+        let tied: BTreeMap<&str, &str> = tied.iter().map(|(alias, kept)| (alias.as_str(), kept.as_str())).collect();
+        let mut warnings = checkpoint.catalog.warnings.clone();
+        warnings.extend(notes(self.conversion));
+        warnings.extend(cast_warnings(stats));
+        json!({
+            "source": { "path": checkpoint.root.display().to_string(), "format": checkpoint.format.name() },
+            "target": {
+                "path": self.destination.map(|path| path.display().to_string()),
+                "format": to.name(),
+            },
+            "files": files,
+            "tensors": reservation.tensors.len(),
+            "bytes_read": stats.bytes_read,
+            "bytes_written": reservation.len_bytes(),
+            "runs": stats.runs,
+            "mean_run_bytes": mean_run_bytes(stats),
+            "peak_bytes": self.peak_bytes(),
+            "left_out": left_out,
+            "cast": cast,
+            "tied": tied,
+            "warnings": warnings,
+        })
+    }
+
+    fn dry_run_text(&self, stats: &Stats) -> String {
+        let Conversion { source, reservation, carried, to, .. } = self.conversion;
+        let checkpoint = &source.checkpoint;
+        let mut lines = vec![
+            format!("source        {} ({})", checkpoint.root.display(), checkpoint.format),
+            format!(
+                "target        {} ({to})",
+                self.destination.map_or_else(|| String::from("-"), |path| path.display().to_string()),
+            ),
+            format!("files         {}", reservation.files.len() + carried.len()),
+            format!("tensors       {}", reservation.tensors.len()),
+            format!("bytes read    {}", human_bytes(stats.bytes_read)),
+            format!("bytes written {}", human_bytes(reservation.len_bytes())),
+            format!("runs          {} (mean {})", stats.runs, human_bytes(mean_run_bytes(stats))),
+            format!("peak memory   {} (anonymous)", human_bytes(self.peak_bytes())),
+        ];
+        let (left_out, _) = left_out(self.conversion);
+        let lists = [("left out", left_out), ("cast", cast_text(stats))];
+        for (what, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
+            lines.push(format!("{what:13} {}", list.join(", ")));
+        }
+        lines.join("\n") + "\n"
+    }
 }
 
 fn mean_run_bytes(stats: &Stats) -> u64 {
     stats.bytes_read.checked_div(stats.runs).unwrap_or(0)
 }
 
-fn document(conversion: &Conversion<'_>, stats: &Stats, options: &Options) -> Json {
-    let reservation = &conversion.reservation;
-    let files: Vec<Json> = reservation.files.iter().map(file_document).collect();
-    let mut left_out = left_out(conversion);
-    left_out.extend(reservation.left_out.iter().cloned());
-    json!({
-        "source": { "path": conversion.checkpoint.root.display().to_string(), "format": conversion.checkpoint.format.name() },
-        "target": {
-            "path": conversion.destination.map(|path| path.display().to_string()),
-            "format": conversion.to.name(),
-        },
-        "files": files,
-        "tensors": reservation.tensors.len(),
-        "bytes_read": stats.bytes_read,
-        "bytes_written": reservation.len_bytes(),
-        "runs": stats.runs,
-        "mean_run_bytes": mean_run_bytes(stats),
-        "peak_bytes": peak_bytes(options),
-        "left_out": left_out,
-        "cast": {},
-        "tied": {},
-        "warnings": conversion.checkpoint.catalog.warnings.iter().chain(&conversion.notes).collect::<Vec<_>>(),
-    })
-}
-
 fn file_document(file: &OutputFile) -> Json {
     json!({ "path": file.path.display().to_string(), "bytes": file.len })
-}
-
-fn dry_run_text(conversion: &Conversion<'_>, stats: &Stats, options: &Options) -> String {
-    let reservation = &conversion.reservation;
-    let mut lines = vec![
-        format!("source        {} ({})", conversion.checkpoint.root.display(), conversion.checkpoint.format),
-        format!(
-            "target        {} ({})",
-            conversion.destination.map_or_else(|| String::from("-"), |path| path.display().to_string()),
-            conversion.to
-        ),
-        format!("files         {}", reservation.files.len()),
-        format!("tensors       {}", reservation.tensors.len()),
-        format!("bytes read    {}", human_bytes(stats.bytes_read)),
-        format!("bytes written {}", human_bytes(reservation.len_bytes())),
-        format!("runs          {} (mean {})", stats.runs, human_bytes(mean_run_bytes(stats))),
-        format!("peak memory   {} (anonymous)", human_bytes(peak_bytes(options))),
-    ];
-    let left_out = left_out(conversion);
-    if !left_out.is_empty() {
-        lines.push(format!("left out      {}", left_out.join(", ")));
-    }
-    lines.join("\n") + "\n"
 }

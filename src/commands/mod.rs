@@ -1,20 +1,31 @@
 //! One file a verb: arguments to options, then one call. The three that write share [`convert`].
 
+mod checks;
+mod completions;
+mod conflicts;
 mod consolidate;
 mod convert;
+mod digests;
 mod inspect;
+mod man;
 mod printer;
 mod progress;
 mod reshard;
+mod run;
+mod source;
 mod unshard;
 mod verify;
+
+use std::ffi::OsString;
 
 pub use printer::Printer;
 
 use crate::cli::{Cli, Command, SourceArgs};
 use crate::error::{Error, Result};
 use crate::exec::{DEFAULT_STRIP_BYTES, Input, Options, SCRATCH_BYTES};
-use crate::format::{Checkpoint, ReadOptions, SeriesChoice, resolve};
+use crate::format::{Checkpoint, ReadOptions, SeriesChoice, Want, resolve};
+use crate::nearest::nearest;
+use crate::storage::{BOUNCE_BYTES, IoMode};
 
 /// How a verb ended, where it ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +54,12 @@ pub fn exit_code(error: &Error) -> u8 {
     }
 }
 
+/// Say why arguments were not parsed, or the help that they ask for, and give the exit code.
+#[must_use]
+pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
+    Printer::new(printer::talk_of_unparsed(arguments)).not_parsed(error)
+}
+
 /// Run a verb.
 ///
 /// # Errors
@@ -54,6 +71,8 @@ pub fn run(cli: Cli, printer: &Printer) -> Result<Status> {
         Command::Unshard(args) => unshard::run(&args, printer),
         Command::Consolidate(args) => consolidate::run(&args, printer),
         Command::Verify(args) => verify::run(&args, printer),
+        Command::Completions(args) => completions::run(&args, printer),
+        Command::Man(args) => man::run(&args, printer),
     }
 }
 
@@ -77,7 +96,8 @@ fn work_options(args: &SourceArgs, sync: bool) -> Result<Options> {
     };
     // Built once a process; a second verb in one process (tests) keeps the first one's pool.
     let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
-    Ok(Options { threads, strip_bytes: strip_bytes(args.max_memory.0, threads)?, sync })
+    let bounce = if args.io.mode() == Some(IoMode::Direct) { threads as u64 * BOUNCE_BYTES } else { 0 };
+    Ok(Options { threads, strip_bytes: strip_bytes(args.max_memory.0.saturating_sub(bounce), threads)?, sync })
 }
 
 /// More than any machine has cores.
@@ -110,13 +130,20 @@ fn strip_bytes(max_memory: u64, threads: usize) -> Result<u64> {
 }
 
 /// What `--series` asks for, or `default` where it is not given.
-fn read_options(args: &SourceArgs, default: SeriesChoice) -> ReadOptions {
+fn read_options(args: &SourceArgs, default: SeriesChoice, want: Want) -> ReadOptions {
     let series = match args.series.as_slice() {
         [] => default,
         [all] if all == "all" => SeriesChoice::All,
         names => SeriesChoice::Named(names.to_vec()),
     };
-    ReadOptions { from: args.from.map(Into::into), series, io: args.io.mode() }
+    ReadOptions {
+        from: args.from.map(Into::into),
+        want,
+        series,
+        io: args.io.mode(),
+        allow_missing: args.allow_missing,
+        drop_unknown: args.drop_unknown,
+    }
 }
 
 fn input(checkpoint: &Checkpoint) -> Input<'_> {
@@ -152,33 +179,9 @@ fn refuse_fragment(checkpoint: &Checkpoint) -> Result<()> {
     }
 }
 
-/// The names nearest to a pattern that matched none, by edit distance. Wildcards count for nothing, and a pattern is
-/// held against as many last components of a name as it has itself.
-fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
-    const SHOWN: usize = 3;
-    let wanted: Vec<&str> = pattern.split('.').skip_while(|part| part.chars().all(|c| c == '*')).collect();
-    let distance = |name: &str| {
-        let parts: Vec<&str> = name.split('.').collect();
-        let tail = &parts[parts.len().saturating_sub(wanted.len())..];
-        let text = |parts: &[&str]| parts.join(".").replace(['*', '?', '{', '}'], "");
-        strsim::damerau_levenshtein(&text(&wanted), &text(tail))
-    };
-    let mut ranked: Vec<(usize, &String)> = names.iter().map(|name| (distance(name), name)).collect();
-    ranked.sort();
-    ranked.into_iter().take(SHOWN).map(|(_, name)| name.clone()).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_nearest_names_come_first() {
-        let names = ["layers.0.w1.weight", "head.weight", "layers.0.w2.bias"].map(String::from);
-        assert_eq!(nearest("layers.0.w1.wieght", &names)[0], "layers.0.w1.weight");
-        assert_eq!(nearest("**.w11.weight", &names)[0], "layers.0.w1.weight");
-        assert_eq!(nearest("layers.*.w2.bais", &names)[0], "layers.0.w2.bias");
-    }
 
     #[test]
     fn strips_shrink_with_the_memory_that_is_allowed() {

@@ -1,7 +1,15 @@
 //! The one door for output: stdout is data, stderr is talk.
+//!
+//! Text for people is made [`harmless`] on the way out: names in a checkpoint are written by others, and must neither
+//! send escape codes to a terminal nor pass for lines of ours. JSON has its own escapes.
 
+use std::ffi::{OsStr, OsString};
+use std::fmt::Write as _;
 use std::io::{self, Write};
 
+use anstream::{AutoStream, ColorChoice};
+use anstyle::{Ansi256Color, Color, Style};
+use clap::error::ErrorKind;
 use serde_json::{Value as Json, json};
 
 use crate::cli::{ProgressChoice, TalkArgs};
@@ -23,9 +31,29 @@ impl Printer {
         self.choice.json
     }
 
-    /// Data for people; the JSON document takes its place where that is asked for.
+    /// Data for people; the JSON document takes its place where that is asked for. Cells that must stay on their line
+    /// are made [`harmless`] before.
     pub fn data(&self, text: &str) -> Result<()> {
-        if self.choice.json { Ok(()) } else { write_stdout(text) }
+        if self.choice.json {
+            return Ok(());
+        }
+        let lines: Vec<String> = text.split('\n').map(harmless).collect();
+        write_stdout(&lines.join("\n"))
+    }
+
+    /// Data for people with colours, where there are any: stdout is a terminal, or `CLICOLOR_FORCE` says so, and
+    /// `NO_COLOR` is not set.
+    pub fn picture(&self, lines: &[Vec<Span>]) -> Result<()> {
+        if self.choice.json {
+            return Ok(());
+        }
+        write_stdout(&paint(lines, AutoStream::choice(&io::stdout()) != ColorChoice::Never))
+    }
+
+    /// Columns there are for data: those of the terminal, or `most`.
+    #[must_use]
+    pub fn columns(&self, most: usize) -> usize {
+        terminal_size::terminal_size_of(io::stdout()).map_or(most, |(width, _)| most.min(width.0.into()))
     }
 
     /// The JSON document of the run.
@@ -65,6 +93,21 @@ impl Printer {
         let _ = self.document(&json!({ "error": error_document(error) }));
     }
 
+    /// What clap has to say instead of running anything, and the exit code: help and version are data, the rest are
+    /// errors, which have a JSON document like all others.
+    pub fn not_parsed(&self, error: &clap::Error) -> u8 {
+        let printed = match error.print() {
+            Err(problem) if problem.kind() != io::ErrorKind::BrokenPipe => 2,
+            _ => 0,
+        };
+        if !error.use_stderr() {
+            return printed;
+        }
+        let (message, hint) = usage_text(error);
+        let _ = self.document(&json!({ "error": error_document(&Error::Usage { message, hint }) }));
+        2
+    }
+
     /// When to show progress. A JSON document is for a program, which is not waiting for a bar.
     #[must_use]
     pub fn progress(&self) -> ProgressChoice {
@@ -87,7 +130,76 @@ fn write_stdout(text: &str) -> Result<()> {
 
 /// A line of talk. A terminal that went away is no error.
 pub(super) fn write_stderr(text: &str) {
-    let _ = writeln!(io::stderr().lock(), "{text}");
+    let _ = writeln!(io::stderr().lock(), "{}", harmless(text));
+}
+
+/// Part of a line, on one of 256 colours or on none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Span {
+    pub text: String,
+    pub ground: Option<u8>,
+}
+
+fn paint(lines: &[Vec<Span>], coloured: bool) -> String {
+    let mut text = String::new();
+    for line in lines {
+        for span in line {
+            let ground = span.ground.filter(|_| coloured).map(|colour| Color::Ansi256(Ansi256Color(colour)));
+            let style = match ground {
+                None => Style::new(),
+                // Grounds are light, whatever the terminal is.
+                ground => Style::new().bg_color(ground).fg_color(Some(Color::Ansi256(Ansi256Color(16)))),
+            };
+            write!(text, "{style}{}{style:#}", harmless(&span.text)).expect("writing to memory");
+        }
+        text.truncate(text.trim_end_matches(' ').len());
+        text.push('\n');
+    }
+    text
+}
+
+/// Text with control characters, and those that turn or break lines of text, as escapes: `\u{1b}`. Twice is as once.
+pub fn harmless(text: &str) -> String {
+    let hostile = |c: char| {
+        let turns =
+            matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        c.is_control() || turns || matches!(c, '\u{2028}' | '\u{2029}')
+    };
+    let mut harmless = String::with_capacity(text.len());
+    for c in text.chars() {
+        if hostile(c) { harmless.extend(c.escape_default()) } else { harmless.push(c) }
+    }
+    harmless
+}
+
+/// How to talk where the arguments could not be parsed.
+pub fn talk_of_unparsed(arguments: &[OsString]) -> TalkArgs {
+    let options = || arguments.iter().skip(1).take_while(|argument| *argument != OsStr::new("--"));
+    TalkArgs { json: options().any(|argument| argument == "--json"), ..TalkArgs::default() }
+}
+
+/// What clap says, in two: its own words, and its tips; the usage is the tip where there is no other.
+fn usage_text(error: &clap::Error) -> (String, Option<String>) {
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        return (String::from("no verb is given"), Some(String::from("`dtshard --help` lists the verbs")));
+    }
+    let text = error.render().to_string();
+    let mut message = Vec::new();
+    let (mut tips, mut usage) = (Vec::new(), None);
+    let mut beginning = true;
+    for line in text.lines().map(str::trim) {
+        if line.is_empty() {
+            beginning = false;
+        } else if beginning {
+            message.push(line.strip_prefix("error: ").unwrap_or(line));
+        } else if let Some(tip) = line.strip_prefix("tip: ") {
+            tips.push(tip);
+        } else if let Some(line) = line.strip_prefix("Usage: ") {
+            usage = Some(format!("usage: {line}"));
+        }
+    }
+    let hint = if tips.is_empty() { usage } else { Some(tips.join("; ")) };
+    (message.join(" "), hint)
 }
 
 fn error_document(error: &Error) -> Json {
@@ -95,7 +207,7 @@ fn error_document(error: &Error) -> Json {
     let (mut file, mut expected, mut found) = (None, None, None);
     match error {
         Error::Io { path, .. } => file = Some(path.display().to_string()),
-        Error::Missing { path, at, expected: wanted, missing } => {
+        Error::Missing { path, at, expected: wanted, missing, .. } => {
             file = Some(path.display().to_string());
             fqn = Some(at.clone());
             (expected, found) = (Some(wanted.clone()), Some(format!("missing: {missing}")));
@@ -116,4 +228,26 @@ fn error_document(error: &Error) -> Json {
         "found": found,
         "hint": error.hint(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_cannot_command_a_terminal() {
+        let hostile = "w\u{1b}]0;owned\u{7}\u{9b}2J\r\nerror: x\u{202e}\u{2028}";
+        let shown = harmless(hostile);
+        assert_eq!(shown, "w\\u{1b}]0;owned\\u{7}\\u{9b}2J\\r\\nerror: x\\u{202e}\\u{2028}");
+        assert_eq!(harmless(&shown), shown);
+        assert_eq!(harmless("Schlüssel.權重 [0]"), "Schlüssel.權重 [0]");
+    }
+
+    #[test]
+    fn colour_is_all_that_colour_adds() {
+        let span = |text: &str, ground| Span { text: text.into(), ground };
+        let lines = [vec![span("a", None), span(" 0\u{1b}", Some(75)), span("  ", None)], vec![]];
+        assert_eq!(paint(&lines, false), "a 0\\u{1b}\n\n");
+        assert_eq!(paint(&lines, true), "a\u{1b}[38;5;16m\u{1b}[48;5;75m 0\\u{1b}\u{1b}[0m\n\n");
+    }
 }

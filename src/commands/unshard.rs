@@ -1,52 +1,44 @@
 //! `unshard`: every tensor whole, the nested state dict kept.
 
-use std::time::Instant;
-
 use super::Status;
-use super::convert::{Conversion, convert, file_name, holds_shards, open_source, target_format};
+use super::conflicts::Ranks;
+use super::consolidate::{check_tied, names_to_write, safetensors_shape};
+use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
 use super::printer::Printer;
-use crate::catalog::{Value, model, path};
+use super::run::Run;
+use super::source::{Defaults, Source};
+use crate::catalog::path;
 use crate::cli::Unshard;
 use crate::error::Result;
 use crate::exec::staging::Shape;
-use crate::format::{Format, SeriesChoice, natural_order, safetensors, torch};
+use crate::format::{Format, SeriesChoice, Want, safetensors, torch};
+use crate::select::Root;
 
 pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
-    let started = Instant::now();
-    let checkpoint = open_source(&args.convert, SeriesChoice::Model)?;
-    let catalog = &checkpoint.catalog;
-    catalog.check_agreement()?;
+    let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
+    let defaults = Defaults { want: Want::Model, series: SeriesChoice::Model, root: Root::Whole, clean: true };
+    let mut source = Source::open(&args.convert, defaults, &run)?;
+    source.settle(args.convert.checks, Ranks::Together, &run)?;
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, Format::Torch);
+    let wanted = &source.wanted.catalog;
+    let mut tied = Vec::new();
     let (reservation, shape) = match to {
         Format::Torch => {
-            let name = file_name(destination, "checkpoint.pt");
-            (torch::reserve(catalog, &catalog.state, name)?, Shape::File)
+            check_tied(args.convert.tied, to)?;
+            (torch::reserve(wanted, &wanted.state, file_name(destination, "checkpoint.pt"))?, Shape::File)
         }
         Format::Safetensors => {
-            let mut tensors = model::all_tensors(&catalog.state);
-            tensors.sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
-            let (shape, staged) = super::consolidate::safetensors_shape(destination, args.shards.max_shard_size);
-            let mut reservation = safetensors::reserve(catalog, &tensors, &shape)?;
-            reservation.left_out = object_names(&catalog.state);
+            let written;
+            (written, tied) = names_to_write(&source, args.convert.tied);
+            let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size);
+            let mut reservation = safetensors::reserve(wanted, &written, &tied, &shape)?;
+            reservation.left_out = path::object_names(&wanted.state);
             (reservation, staged)
         }
-        Format::Dcp | Format::TorchRanks => return Err(holds_shards("unshard", to)),
+        _ => return Err(holds_shards("unshard", to)),
     };
-    let conversion = Conversion {
-        started,
-        checkpoint: &checkpoint,
-        reservation,
-        destination,
-        shape,
-        to,
-        left_out: Vec::new(),
-        notes: Vec::new(),
-    };
-    convert(conversion, &args.convert, printer)
-}
-
-/// Names of everything in a state dict that is not a tensor.
-pub fn object_names(state: &Value) -> Vec<String> {
-    path::objects(state).into_iter().map(|(path, _)| path.to_string()).collect()
+    let conversion =
+        Conversion { source: &source, reservation, carried: Vec::new(), shape, to, tied, notes: Vec::new() };
+    convert(&conversion, &args.convert, &run)
 }

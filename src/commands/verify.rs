@@ -2,18 +2,21 @@
 
 use std::collections::BTreeMap;
 
-use rayon::prelude::*;
 use serde_json::{Value as Json, json};
 
+use super::digests::{Listed, Listing};
 use super::printer::Printer;
 use super::progress::Progress;
-use super::{Status, check_series, input, read_options, refuse_fragment, work_options};
-use crate::catalog::{Catalog, TensorEntry, TensorId, Value, model, path};
+use super::run::Run;
+use super::source::{Defaults, announce, select_options};
+use super::{Status, check_series, checks, input, read_options, refuse_fragment};
+use crate::catalog::{Catalog, Sharding, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Verify;
 use crate::error::{Error, Result};
-use crate::exec::{Options, Reporter, Stop, compare};
-use crate::format::{Checkpoint, Format, SeriesChoice, checksum};
+use crate::exec::compare;
+use crate::format::{Checkpoint, SeriesChoice, Want};
 use crate::quantity::{count, human_bytes};
+use crate::select::{self, Root, Selected};
 
 /// Something that is not as it should be.
 #[derive(Debug)]
@@ -54,26 +57,53 @@ impl Report {
 }
 
 pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
-    let options = work_options(&args.source, false)?;
-    let stop = Stop::on_signals()?;
+    let run = Run::begin(&args.source, false, printer)?;
     let mut report = Report::default();
-    let Some(source) = open(args, &args.src, &mut report)? else { return finish(&report, args, printer) };
-    if args.other.is_none() {
-        check_series(&args.source, &[&source])?;
-    }
-    sound(&source, &options, printer, &stop, &mut report)?;
-    if let Some(other_path) = &args.other {
-        let Some(other) = open(args, other_path, &mut report)? else { return finish(&report, args, printer) };
-        check_series(&args.source, &[&source, &other])?;
-        same_values(args, (&source, &other), &options, printer, &stop, &mut report)?;
+    let listing = args.other.as_deref().map(Listing::read_if_any).transpose()?.flatten();
+    let Some(source) = open(args, &args.src, printer, &mut report)? else { return finish(&report, args, printer) };
+    let other = match &args.other {
+        Some(path) if listing.is_none() => match open(args, path, printer, &mut report)? {
+            Some(other) => Some(other),
+            None => return finish(&report, args, printer),
+        },
+        _ => None,
+    };
+    let opened: Vec<&Checkpoint> = std::iter::once(&source).chain(&other).collect();
+    check_series(&args.source, &opened)?;
+    // Names that cannot be had are known before hours of reading.
+    let names = Names::new(args, &source, other.as_ref())?;
+    sound(&source, &run, &mut report)?;
+    match (&other, &listing) {
+        (Some(other), _) => Comparison { source: &source, other, names: &names, args, run: &run }.same(&mut report)?,
+        (None, Some(listing)) => names.same_digests(&source, listing, args, &run, &mut report)?,
+        (None, None) => {}
     }
     finish(&report, args, printer)
 }
 
+/// What is compared: SRC under the names and in the dtypes that were asked for, OTHER as it is.
+struct Names {
+    source: Selected,
+    other: Option<Selected>,
+}
+
+impl Names {
+    fn new(args: &Verify, source: &Checkpoint, other: Option<&Checkpoint>) -> Result<Self> {
+        let defaults = || Defaults { want: Want::All, series: SeriesChoice::All, root: Root::Whole, clean: true };
+        let options = select_options(&args.select, defaults())?;
+        let as_it_is = select::Options { clean: options.clean, ..select::Options::default() };
+        Ok(Self {
+            source: select::select(&source.catalog, &options)?,
+            other: other.map(|other| select::select(&other.catalog, &as_it_is)).transpose()?,
+        })
+    }
+}
+
 /// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
-fn open(args: &Verify, path: &std::path::Path, report: &mut Report) -> Result<Option<Checkpoint>> {
-    match Checkpoint::open(path, &read_options(&args.source, SeriesChoice::All)) {
+fn open(args: &Verify, path: &std::path::Path, printer: &Printer, report: &mut Report) -> Result<Option<Checkpoint>> {
+    match Checkpoint::open(path, &read_options(&args.source, SeriesChoice::All, Want::All)) {
         Ok(checkpoint) => {
+            announce(&checkpoint, printer);
             refuse_fragment(&checkpoint)?;
             Ok(Some(checkpoint))
         }
@@ -85,28 +115,28 @@ fn open(args: &Verify, path: &std::path::Path, report: &mut Report) -> Result<Op
 }
 
 /// Every tensor is covered once, every replica is equal, every stored checksum holds.
-fn sound(
-    checkpoint: &Checkpoint,
-    options: &Options,
-    printer: &Printer,
-    stop: &Stop,
-    report: &mut Report,
-) -> Result<()> {
-    for conflict in checkpoint.catalog.conflicts() {
+fn sound(checkpoint: &Checkpoint, run: &Run<'_>, report: &mut Report) -> Result<()> {
+    let catalog = &checkpoint.catalog;
+    report.not_comparable.extend(catalog.dropped.iter().map(|name| format!("{name}, dropped")));
+    for conflict in catalog.conflicts() {
         report.absorb("", conflict)?;
     }
-    check_sums(checkpoint, printer, stop, report)?;
-    let catalog = &checkpoint.catalog;
+    for (name, error) in checks::sums(checkpoint, run) {
+        report.absorb(&name, error)?;
+    }
     let replicas = catalog.tensors.iter().filter(|entry| entry.chunks.len() > 1);
-    let progress = Progress::start(printer, "comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
+    let progress = Progress::start(run.printer, "comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
     for entry in &catalog.tensors {
-        let partial = entry.sharding.as_ref().is_some_and(crate::catalog::Sharding::is_partial);
-        if partial {
+        if is_partial(entry) {
             report.not_comparable.push(format!("{} (Partial)", entry.fqn));
             continue;
         }
-        let checked = compare::locate(input(checkpoint), entry)
-            .and_then(|()| compare::replica_difference(input(checkpoint), entry, options, &progress, stop));
+        let checked = compare::locate(input(checkpoint), entry).and_then(|()| {
+            if model::is_random_state(entry.fqn.as_str()) {
+                return Ok(None);
+            }
+            compare::replica_difference(input(checkpoint), entry, &run.options, &progress, &run.stop)
+        });
         match checked {
             Ok(None) => {}
             Ok(Some(found)) => {
@@ -122,81 +152,198 @@ fn sound(
     Ok(())
 }
 
-/// Every stored checksum holds.
-fn check_sums(checkpoint: &Checkpoint, printer: &Printer, stop: &Stop, report: &mut Report) -> Result<()> {
-    let archives = checksum::archives(&checkpoint.catalog);
-    let progress = Progress::start(printer, "checking sums", archives.iter().map(|(archive, _)| archive.len).sum());
-    let outcomes: Vec<Result<()>> = archives
-        .par_iter()
-        .map(|(archive, _)| {
-            let mut summed = 0;
-            checksum::check(&checkpoint.files, *archive, &mut |bytes| {
-                summed += bytes;
-                progress.advance(bytes);
-                stop.check()
-            })?;
-            // What lies between the records has no sum.
-            progress.advance(archive.len.saturating_sub(summed));
-            Ok(())
-        })
-        .collect();
-    for ((archive, fqn), outcome) in archives.iter().zip(outcomes) {
-        if let Err(error) = outcome {
-            let name =
-                fqn.map_or_else(|| checkpoint.files.path(archive.file).display().to_string(), ToString::to_string);
-            report.absorb(&name, error)?;
-        }
-    }
-    Ok(())
+fn is_partial(entry: &TensorEntry) -> bool {
+    entry.sharding.as_ref().is_some_and(Sharding::is_partial)
 }
 
-/// Both hold the same tensors and objects, whatever their layouts and formats.
-fn same_values(
-    args: &Verify,
-    (source, other): (&Checkpoint, &Checkpoint),
-    options: &Options,
-    printer: &Printer,
-    stop: &Stop,
-    report: &mut Report,
-) -> Result<()> {
-    let left = named_tensors(&source.catalog, args.root.as_deref())?;
-    let mut right = named_tensors(&other.catalog, None)?;
-    let progress =
-        Progress::start(printer, "comparing", left.values().map(|id| source.catalog.tensor(*id).len_bytes()).sum());
-    // From here on what is counted is what is compared.
-    (report.tensors, report.bytes) = (0, 0);
-    for (name, id) in left {
-        let Some(other_id) = right.remove(&name) else {
-            report.only_in_src.push(name);
-            continue;
-        };
-        let (ours, theirs) = (source.catalog.tensor(id), other.catalog.tensor(other_id));
-        report.tensors += 1;
-        report.bytes += ours.len_bytes();
-        if ours.dtype != theirs.dtype {
-            report.add(name, "dtype", format!("{} in SRC, {} in OTHER", ours.dtype, theirs.dtype));
-        } else if ours.shape != theirs.shape {
-            let (ours, theirs) = (ours.shape.as_slice(), theirs.shape.as_slice());
-            report.add(name, "shape", format!("{ours:?} in SRC, {theirs:?} in OTHER"));
-        } else {
-            match compare::first_difference((input(source), ours), (input(other), theirs), options, &progress, stop) {
+/// Two checkpoints side by side.
+struct Comparison<'a> {
+    source: &'a Checkpoint,
+    other: &'a Checkpoint,
+    names: &'a Names,
+    args: &'a Verify,
+    run: &'a Run<'a>,
+}
+
+impl Comparison<'_> {
+    /// Both hold the same tensors and objects, whatever their layouts and formats.
+    fn same(&self, report: &mut Report) -> Result<()> {
+        let Self { source, other, names, args, run } = self;
+        let (ours, theirs) = (&names.source.catalog, &names.other.as_ref().expect("OTHER is a checkpoint").catalog);
+        let left = named_tensors(ours);
+        let mut right = named_tensors(theirs);
+        let progress =
+            Progress::start(run.printer, "comparing", left.values().map(|id| ours.tensor(*id).len_bytes()).sum());
+        // From here on what is counted is what is compared.
+        (report.tensors, report.bytes) = (0, 0);
+        for (name, id) in left {
+            let Some(other_id) = right.remove(&name) else {
+                report.removed(name, args);
+                continue;
+            };
+            // The wishes have the dtypes to compare in, the checkpoints the places.
+            let (wish, entry, other_entry) =
+                (ours.tensor(id), source.catalog.tensor(id), other.catalog.tensor(other_id));
+            if is_partial(entry) || is_partial(other_entry) {
+                continue;
+            }
+            report.tensors += 1;
+            report.bytes += wish.len_bytes();
+            if !report.same_kind(&name, wish, other_entry) {
+                continue;
+            }
+            let (left, right) = ((input(source), entry), (input(other), other_entry));
+            match compare::first_difference(left, right, wish.dtype, &run.options, &progress, &run.stop) {
                 Ok(None) => {}
-                Ok(Some(element)) => report.add(name, "values", format!("first at element {element} (row-major)")),
+                Ok(Some(difference)) => report.add(name, "differing", difference.detail(wish.numel())),
                 Err(error) => report.absorb(&name, error)?,
             }
         }
+        for name in right.into_keys() {
+            report.added(name, args);
+        }
+        suggest_root(&names.source, run.printer, report);
+        let (ours, theirs) = (objects(&ours.state), objects(&theirs.state));
+        if source.format.holds_objects() && other.format.holds_objects() {
+            report.same_objects(ours, theirs, args);
+        } else {
+            report.not_comparable.extend(ours.into_keys().chain(theirs.into_keys()));
+        }
+        Ok(())
     }
-    report.only_in_other.extend(right.into_keys());
-    if args.root.is_none() {
-        suggest_root(&source.catalog, printer, report);
-        same_objects(source, other, report);
+}
+
+impl Names {
+    /// SRC has the tensors and objects that were listed with their digests.
+    fn same_digests(
+        &self,
+        source: &Checkpoint,
+        listing: &Listing,
+        args: &Verify,
+        run: &Run<'_>,
+        report: &mut Report,
+    ) -> Result<()> {
+        let wanted = &self.source.catalog;
+        let mut listed: BTreeMap<&str, &Listed> =
+            listing.tensors.iter().map(|(name, one)| (name.as_str(), one)).collect();
+        let progress = Progress::start(run.printer, "hashing", wanted.tensors.iter().map(TensorEntry::len_bytes).sum());
+        (report.tensors, report.bytes) = (0, 0);
+        let mut known: BTreeMap<TensorId, String> = BTreeMap::new();
+        for (name, id) in named_tensors(wanted) {
+            let Some(other) = listed.remove(name.as_str()) else {
+                report.removed(name, args);
+                continue;
+            };
+            let (wish, entry) = (wanted.tensor(id), source.catalog.tensor(id));
+            let Some(expected) = other.digest.as_deref().filter(|_| !is_partial(entry)) else {
+                report.not_comparable.push(format!("{name} (no digest)"));
+                continue;
+            };
+            report.tensors += 1;
+            report.bytes += wish.len_bytes();
+            if !report.same_listed_kind(&name, wish, other) {
+                continue;
+            }
+            let digest = match known.get(&id) {
+                Some(digest) => Ok(digest.clone()),
+                None => compare::digest(input(source), entry, wish.dtype, &run.options, &progress, &run.stop),
+            };
+            match digest {
+                Ok(digest) => {
+                    if digest != expected {
+                        report.add(name, "differing", format!("{digest} in SRC, {expected} listed"));
+                    }
+                    known.insert(id, digest);
+                }
+                Err(error) => report.absorb(&name, error)?,
+            }
+        }
+        for name in listed.into_keys() {
+            report.added(name.to_owned(), args);
+        }
+        suggest_root(&self.source, run.printer, report);
+        let ours = objects(&wanted.state);
+        if source.format.holds_objects() && listing.holds_objects() {
+            report.same_listed_objects(ours, listing, args);
+        } else {
+            report.not_comparable.extend(ours.into_keys());
+        }
+        Ok(())
     }
-    Ok(())
+}
+
+impl Report {
+    fn removed(&mut self, name: String, args: &Verify) {
+        if model::is_random_state(&name) {
+            self.not_comparable.push(name);
+        } else if !args.common {
+            self.only_in_src.push(name);
+        }
+    }
+
+    fn added(&mut self, name: String, args: &Verify) {
+        if model::is_random_state(&name) {
+            self.not_comparable.push(name);
+        } else if !args.common {
+            self.only_in_other.push(name);
+        }
+    }
+
+    /// Equal dtypes and shapes; a difference is noted.
+    fn same_kind(&mut self, name: &str, ours: &TensorEntry, theirs: &TensorEntry) -> bool {
+        self.same_dtype_and_shape(name, (ours.dtype.name(), &ours.shape), (theirs.dtype.name(), &theirs.shape))
+    }
+
+    fn same_listed_kind(&mut self, name: &str, ours: &TensorEntry, listed: &Listed) -> bool {
+        self.same_dtype_and_shape(name, (ours.dtype.name(), &ours.shape), (&listed.dtype, &listed.shape))
+    }
+
+    fn same_dtype_and_shape(&mut self, name: &str, ours: (&str, &[u64]), theirs: (&str, &[u64])) -> bool {
+        if ours.0 != theirs.0 {
+            self.add(name, "retyped", format!("{} in SRC, {} in OTHER", ours.0, theirs.0));
+        } else if ours.1 != theirs.1 {
+            self.add(name, "reshaped", format!("{:?} in SRC, {:?} in OTHER", ours.1, theirs.1));
+        }
+        ours == theirs
+    }
+
+    fn same_objects(&mut self, ours: BTreeMap<String, &Value>, mut theirs: BTreeMap<String, &Value>, args: &Verify) {
+        for (name, value) in ours {
+            match theirs.remove(&name) {
+                None => self.removed(name, args),
+                // Tensors in objects are compared by their own names; here they only have to stand in the same places.
+                Some(other) if value.same_but_tensors(other) => {}
+                // Every rank has its own, and there may be more ranks now.
+                Some(_) if model::is_random_state(&name) => self.not_comparable.push(name),
+                Some(other) => self.add(name, "object", format!("{value:.60} in SRC, {other:.60} in OTHER")),
+            }
+        }
+        for name in theirs.into_keys() {
+            self.added(name, args);
+        }
+    }
+
+    /// Objects are listed as they are shown, which is all there is to compare.
+    fn same_listed_objects(&mut self, ours: BTreeMap<String, &Value>, listing: &Listing, args: &Verify) {
+        let mut listed: BTreeMap<&str, &Json> =
+            listing.objects.iter().map(|(name, one)| (name.as_str(), one)).collect();
+        for (name, value) in ours {
+            let shown = super::inspect::object_document(value);
+            match listed.remove(name.as_str()) {
+                None => self.removed(name, args),
+                Some(other) if *other == shown => {}
+                Some(other) => self.add(name, "object", format!("{shown} in SRC, {other} listed")),
+            }
+        }
+        for name in listed.into_keys() {
+            self.added(name.to_owned(), args);
+        }
+    }
 }
 
 /// A shipped model has the names below the model of its checkpoint: say so where that is all there is to it.
-fn suggest_root(source: &Catalog, printer: &Printer, report: &Report) {
-    let root = model::model(&source.state).root.to_string();
+fn suggest_root(source: &Selected, printer: &Printer, report: &Report) {
+    let root = model::model(&source.catalog.state).root.to_string();
     let below = |name: &String| name.strip_prefix(&root).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
     let shorter: Vec<String> = report.only_in_src.iter().filter_map(below).collect();
     if !root.is_empty() && report.only_in_other.iter().any(|name| shorter.contains(name)) {
@@ -204,36 +351,8 @@ fn suggest_root(source: &Catalog, printer: &Printer, report: &Report) {
     }
 }
 
-fn named_tensors(catalog: &Catalog, root: Option<&str>) -> Result<BTreeMap<String, TensorId>> {
-    let found = match root {
-        None => model::all_tensors(&catalog.state),
-        Some(root) => model::subtree(&catalog.state, root),
-    };
-    if let Some(root) = root.filter(|_| found.is_empty()) {
-        return Err(Error::usage(
-            format!("--root {root}: SRC has no tensors under that path"),
-            "`dtshard inspect` shows its names",
-        ));
-    }
-    Ok(found.into_iter().map(|(fqn, id)| (fqn.to_string(), id)).collect())
-}
-
-/// Objects are compared where both formats can hold them.
-fn same_objects(source: &Checkpoint, other: &Checkpoint, report: &mut Report) {
-    let (left, mut right) = (objects(&source.catalog.state), objects(&other.catalog.state));
-    if source.format == Format::Safetensors || other.format == Format::Safetensors {
-        report.not_comparable.extend(left.into_keys().chain(right.into_keys()));
-        return;
-    }
-    for (name, value) in left {
-        match right.remove(&name) {
-            None => report.only_in_src.push(name),
-            // Tensors in objects are compared by their own names; here they only have to stand in the same places.
-            Some(theirs) if value.same_but_tensors(theirs) => {}
-            Some(theirs) => report.add(name, "object", format!("{value:.60} in SRC, {theirs:.60} in OTHER")),
-        }
-    }
-    report.only_in_other.extend(right.into_keys());
+fn named_tensors(catalog: &Catalog) -> BTreeMap<String, TensorId> {
+    model::all_tensors(&catalog.state).into_iter().map(|(fqn, id)| (fqn.to_string(), id)).collect()
 }
 
 fn objects(state: &Value) -> BTreeMap<String, &Value> {
@@ -260,8 +379,8 @@ fn findings(report: &Report) -> String {
         text.push_str(&format!("{}: {}: {}\n", finding.fqn, finding.kind, finding.detail));
     }
     let lists = [
-        ("only in SRC", &report.only_in_src),
-        ("only in OTHER", &report.only_in_other),
+        ("removed: only in SRC", &report.only_in_src),
+        ("added: only in OTHER", &report.only_in_other),
         ("not compared", &report.not_comparable),
     ];
     for (what, names) in lists {

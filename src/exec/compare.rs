@@ -6,45 +6,48 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::prelude::*;
 
-use super::{Input, Locations, Options, Prepared, Reporter, Stop};
-use crate::catalog::{TensorEntry, TensorId};
+pub use super::difference::Difference;
+use super::{Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
+use crate::catalog::{Dtype, TensorEntry, TensorId};
 use crate::error::Result;
 use crate::layout::{Region, Tile};
 use crate::plan::Source;
 
-/// The digests of tensors, several at a time.
+/// The digests of tensors, each read as a dtype, several at a time.
 ///
 /// # Errors
 /// As [`digest`].
 pub fn digests(
     input: Input<'_>,
-    entries: &[(TensorId, &TensorEntry)],
+    entries: &[(TensorId, &TensorEntry, Dtype)],
     options: &Options,
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<BTreeMap<TensorId, String>> {
-    entries.par_iter().map(|(id, entry)| Ok((*id, digest(input, entry, options, reporter, stop)?))).collect()
+    let digest = |entry, dtype| digest(input, entry, dtype, options, reporter, stop);
+    entries.par_iter().map(|(id, entry, dtype)| Ok((*id, digest(entry, *dtype)?))).collect()
 }
 
-/// The BLAKE3 hash of a tensor's values, whatever its layout and format.
+/// The BLAKE3 hash of a tensor's values, cast to `dtype` where they have another one, whatever its layout and format.
 ///
 /// Hashed are the text `DTYPE [D0,D1,...]\n` (`bf16 [4,3]\n`, `f32 []\n`) and then the elements, row-major,
 /// little-endian.
 ///
 /// # Errors
-/// As reading: `Coverage`, `Malformed`, `Io`, `Stopped`.
+/// As reading: `Coverage`, `Malformed`, `Io`, `Stopped`; `Unsupported` where there is no such cast.
 pub fn digest(
     input: Input<'_>,
     entry: &TensorEntry,
+    dtype: Dtype,
     options: &Options,
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<String> {
-    let values = Values::whole(input, entry)?;
+    let values = Values::whole(input, entry, dtype)?;
     let dims: Vec<String> = entry.shape.iter().map(ToString::to_string).collect();
     let mut hasher = blake3::Hasher::new();
-    hasher.update(format!("{} [{}]\n", entry.dtype, dims.join(",")).as_bytes());
-    let (mut buffer, mut scratch) = (Vec::new(), Vec::new());
+    hasher.update(format!("{dtype} [{}]\n", dims.join(",")).as_bytes());
+    let (mut buffer, mut scratch) = (Vec::new(), Scratch::default());
     for (first, len) in values.blocks(options.strip_bytes) {
         stop.check()?;
         values.read(first, len, &mut buffer, &mut scratch)?;
@@ -54,20 +57,21 @@ pub fn digest(
     Ok(format!("blake3:{}", hasher.finalize().to_hex()))
 }
 
-/// The first element in which two tensors of equal dtype and shape differ, in row-major order; `None` where they are
-/// equal bit for bit.
+/// How two tensors of equal shape differ, both read as `dtype` (a cast of the one that has another); `None` where they
+/// are equal bit for bit.
 ///
 /// # Errors
 /// As [`digest`].
 pub fn first_difference(
     left: (Input<'_>, &TensorEntry),
     right: (Input<'_>, &TensorEntry),
+    dtype: Dtype,
     options: &Options,
     reporter: &dyn Reporter,
     stop: &Stop,
-) -> Result<Option<u64>> {
-    let (left, right) = (Values::whole(left.0, left.1)?, Values::whole(right.0, right.1)?);
-    compare_blocks(&left, &right, options, reporter, stop)
+) -> Result<Option<Difference>> {
+    let (left, right) = (Values::whole(left.0, left.1, dtype)?, Values::whole(right.0, right.1, dtype)?);
+    compare_blocks(&left, &right, Extent::Whole, options, reporter, stop)
 }
 
 /// Find every stored chunk, replicas included, without reading its data.
@@ -107,11 +111,11 @@ pub fn replica_difference(
         if others.is_empty() {
             continue;
         }
-        let reference = Values { input, prepared: Prepared::chunk(input, entry, *first)? };
+        let reference = Values::chunk(input, entry, *first)?;
         for second in others {
-            let other = Values { input, prepared: Prepared::chunk(input, entry, *second)? };
-            let found = compare_blocks(&reference, &other, options, reporter, stop)?;
-            if let Some(element) = found {
+            let other = Values::chunk(input, entry, *second)?;
+            let found = compare_blocks(&reference, &other, Extent::UntilOneDiffers, options, reporter, stop)?;
+            if let Some(Difference { element, .. }) = found {
                 return Ok(Some(ReplicaDifference { first: *first, second: *second, element }));
             }
         }
@@ -119,55 +123,75 @@ pub fn replica_difference(
     Ok(None)
 }
 
-/// Compare values of equal dtype and number block by block, blocks in parallel, and give the first element that
-/// differs.
+/// How much to compare.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Extent {
+    /// Everything.
+    Whole,
+    /// What is needed to know the first element that differs; how many do, and by how much, is then left open.
+    UntilOneDiffers,
+}
+
+/// Compare values of equal dtype and number block by block, blocks in parallel.
 fn compare_blocks(
     left: &Values<'_>,
     right: &Values<'_>,
+    extent: Extent,
     options: &Options,
     reporter: &dyn Reporter,
     stop: &Stop,
-) -> Result<Option<u64>> {
-    let lowest = AtomicU64::new(u64::MAX);
+) -> Result<Option<Difference>> {
+    // The byte up to which there is something to do: blocks come in order, so a difference decides for all after it.
+    let end = AtomicU64::new(u64::MAX);
+    let found = Mutex::new(None::<Difference>);
     // Two buffers a thread share what is meant for one.
     let blocks = Mutex::new(left.blocks(options.strip_bytes / 2));
     (0..options.threads).into_par_iter().with_max_len(1).try_for_each(|_| -> Result<()> {
-        let (mut buffers, mut scratch) = ((Vec::new(), Vec::new()), Vec::new());
+        let (mut buffers, mut scratch) = ((Vec::new(), Vec::new()), Scratch::default());
         loop {
             let next = blocks.lock().expect("no panic while the lock is held").next();
-            // A difference before this block decides already; blocks come in order.
-            let Some((first, len)) = next.filter(|(first, _)| *first < lowest.load(Ordering::Relaxed)) else {
+            let Some((first, len)) = next.filter(|(first, _)| *first < end.load(Ordering::Relaxed)) else {
                 return Ok(());
             };
             stop.check()?;
             left.read(first, len, &mut buffers.0, &mut scratch)?;
             right.read(first, len, &mut buffers.1, &mut scratch)?;
-            if buffers.0 != buffers.1 {
-                let at = buffers.0.iter().zip(&buffers.1).position(|(left, right)| left != right);
-                lowest.fetch_min(first + at.unwrap_or(0) as u64, Ordering::Relaxed);
+            let element = first / left.prepared.itemsize();
+            if let Some(difference) = Difference::between(left.dtype, element, &buffers.0, &buffers.1) {
+                let mut found = found.lock().expect("no panic while the lock is held");
+                *found = Some(found.map_or(difference, |found| found.join(difference)));
+                if extent == Extent::UntilOneDiffers {
+                    end.fetch_min(first, Ordering::Relaxed);
+                }
             }
             reporter.advance(len);
         }
     })?;
-    let lowest = lowest.into_inner();
-    Ok((lowest != u64::MAX).then_some(lowest / left.prepared.itemsize()))
+    Ok(found.into_inner().expect("no panic while the lock is held"))
 }
 
 /// Values to be read in row-major order: a whole tensor, or one stored chunk of it.
 struct Values<'a> {
     input: Input<'a>,
     prepared: Prepared,
+    /// As they are read.
+    dtype: Dtype,
 }
 
 impl<'a> Values<'a> {
-    fn whole(input: Input<'a>, entry: &TensorEntry) -> Result<Self> {
+    fn whole(input: Input<'a>, entry: &TensorEntry, dtype: Dtype) -> Result<Self> {
         let source = Source::new(entry)?;
         let tile = Tile::from_region(&Region::whole(&entry.shape));
-        Ok(Self { input, prepared: Prepared::new(input, &source, &tile, &mut Locations::default())? })
+        let prepared = Prepared::new(input, &source, &tile, &mut Locations::default())?.cast_to(dtype)?;
+        Ok(Self { input, prepared, dtype })
+    }
+
+    fn chunk(input: Input<'a>, entry: &TensorEntry, chunk: u32) -> Result<Self> {
+        Ok(Self { input, prepared: Prepared::chunk(input, entry, chunk)?, dtype: entry.dtype })
     }
 
     /// Read `len` bytes from byte `first`.
-    fn read(&self, first: u64, len: u64, buffer: &mut Vec<u8>, scratch: &mut Vec<u8>) -> Result<()> {
+    fn read(&self, first: u64, len: u64, buffer: &mut Vec<u8>, scratch: &mut Scratch) -> Result<()> {
         buffer.resize(usize::try_from(len).expect("a block fits memory"), 0);
         self.prepared.read(self.input, first / self.prepared.itemsize(), buffer, scratch)
     }

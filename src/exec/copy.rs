@@ -4,17 +4,18 @@
 //! chunks are located, in parallel; then the window's strips are filled in parallel, in file order. So memory follows
 //! the window and the strips in flight, not the model.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
 
+use super::cast::Counts;
 use super::output::Outputs;
 use super::passing::Passing;
 use super::strips::{Content, Cutter, Payload, Strip};
-use super::{Input, Locations, Options, Prepared, Reporter, Stop};
-use crate::catalog::{Reservation, Reserved};
+use super::{Input, Locations, Options, Prepared, Reporter, Scratch, Stop, room};
+use crate::catalog::{Dtype, Reservation, Reserved};
 use crate::error::Result;
 use crate::plan::Source;
 
@@ -25,21 +26,49 @@ const WINDOW_BYTES: u64 = 256 << 20;
 const WINDOW_TILES: usize = 1 << 14;
 
 /// Counts of what a copy moves.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Bytes of tensor data taken from the source.
     pub bytes_read: u64,
     /// Contiguous runs they come in.
     pub runs: u64,
+    /// By dtype in the source and in the target.
+    pub casts: BTreeMap<DtypePair, CastCount>,
+}
+
+/// What a tensor is stored as in the source, and in the target.
+pub type DtypePair = (Dtype, Dtype);
+
+/// Tensors that were cast, and the elements of them that did not come through; replicas count once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CastCount {
+    pub tensors: u64,
+    /// See [`Counts`].
+    pub overflows: u64,
+    pub nans: u64,
 }
 
 impl Stats {
-    fn count(&mut self, tiles: &[Prepared]) {
-        for tile in tiles {
-            tile.pieces(|piece| {
+    fn count(&mut self, input: Input<'_>, window: &[Reserved], slots: &[Slot]) {
+        for slot in slots {
+            slot.tile.pieces(|piece| {
                 self.runs += piece.runs();
                 self.bytes_read += piece.len_bytes();
             });
+        }
+        for tensor in window {
+            let pair = (input.catalog.tensor(tensor.source).dtype, tensor.dtype());
+            if pair.0 != pair.1 {
+                self.casts.entry(pair).or_default().tensors += 1;
+            }
+        }
+    }
+
+    fn count_lost(&mut self, lost: BTreeMap<DtypePair, Counts>) {
+        for (pair, counts) in lost {
+            let cast = self.casts.entry(pair).or_default();
+            cast.overflows += counts.overflows;
+            cast.nans += counts.nans;
         }
     }
 }
@@ -60,19 +89,20 @@ pub fn copy(
     let mut cutter = Cutter::new(&reservation.files, options.strip_bytes);
     let sums = Sums::new(reservation);
     let passing = Passing::default();
+    let lost = Mutex::default();
+    let filler =
+        Filler { input, reservation, slots: &[], outputs: &outputs, sums: &sums, passing: &passing, lost: &lost };
     let mut stats = Stats::default();
     for window in windows(&reservation.tensors) {
         stop.check()?;
         let (slots, payloads) = prepare(input, window)?;
         let strips = cutter.cut(payloads);
-        let filler = Filler { input, reservation, slots: &slots, outputs: &outputs, sums: &sums, passing: &passing };
-        filler.fill(&strips, options, reporter, stop)?;
+        Filler { slots: &slots, ..filler }.fill(&strips, options, reporter, stop)?;
         passing.settle(input.files)?;
-        stats.count(&slots);
+        stats.count(input, window, &slots);
     }
-    let rest = cutter.finish();
-    let filler = Filler { input, reservation, slots: &[], outputs: &outputs, sums: &sums, passing: &passing };
-    filler.fill(&rest, options, reporter, stop)?;
+    filler.fill(&cutter.finish(), options, reporter, stop)?;
+    stats.count_lost(lost.into_inner().expect("no panic while the lock is held"));
     sums.patch(reservation, &outputs)?;
     input.files.check_unchanged()?;
     if options.sync {
@@ -82,7 +112,8 @@ pub fn copy(
     Ok(stats)
 }
 
-/// What [`copy`] would move, without moving it. Chunks are located, so what cannot be read is found here.
+/// What [`copy`] would move, without moving it. Chunks are located, so what cannot be read is found here; what casts
+/// would meet is not.
 ///
 /// # Errors
 /// As [`copy`], but for writing.
@@ -90,7 +121,7 @@ pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Resu
     let mut stats = Stats::default();
     for window in windows(&reservation.tensors) {
         stop.check()?;
-        stats.count(&prepare(input, window)?.0);
+        stats.count(input, window, &prepare(input, window)?.0);
     }
     Ok(stats)
 }
@@ -117,42 +148,55 @@ fn windows(tensors: &[Reserved]) -> impl Iterator<Item = &[Reserved]> {
     })
 }
 
+/// A tile to fill.
+struct Slot {
+    tile: Prepared,
+    /// Where what its cast meets is counted; `None` without a cast, and for all replicas but the first.
+    counted: Option<DtypePair>,
+}
+
 /// Prove, plan and locate the tensors of a window.
-fn prepare(input: Input<'_>, window: &[Reserved]) -> Result<(Vec<Prepared>, Vec<Payload>)> {
-    let per_tensor: Vec<Vec<(Prepared, Payload)>> = window
+fn prepare(input: Input<'_>, window: &[Reserved]) -> Result<(Vec<Slot>, Vec<Payload>)> {
+    let per_tensor: Vec<Vec<(Slot, Payload)>> = window
         .par_iter()
         .map(|tensor| {
             let source = Source::new(input.catalog.tensor(tensor.source))?;
+            let pair = (source.entry.dtype, tensor.dtype());
             let mut known = Locations::default();
+            let mut counted = HashSet::new();
             let mut tiles = Vec::with_capacity(tensor.entry.chunks.len());
             for index in 0..tensor.entry.chunks.len() {
                 let Some((file, offset)) = tensor.place(index) else { continue };
-                let prepared = Prepared::new(input, &source, &tensor.entry.chunks.tile(index), &mut known)?;
-                let itemsize = tensor.dtype().itemsize();
+                let tile = tensor.entry.chunks.tile(index);
+                let prepared = Prepared::new(input, &source, &tile, &mut known)?.cast_to(pair.1)?;
+                let slot = Slot { tile: prepared, counted: (pair.0 != pair.1 && counted.insert(tile)).then_some(pair) };
+                let itemsize = pair.1.itemsize();
                 let payload = Payload { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize };
-                tiles.push((prepared, payload));
+                tiles.push((slot, payload));
             }
             Ok(tiles)
         })
         .collect::<Result<_>>()?;
     let mut slots = Vec::new();
     let mut payloads = Vec::new();
-    for (prepared, mut payload) in per_tensor.into_iter().flatten() {
+    for (slot, mut payload) in per_tensor.into_iter().flatten() {
         payload.slot = slots.len();
-        slots.push(prepared);
+        slots.push(slot);
         payloads.push(payload);
     }
     Ok((slots, payloads))
 }
 
 /// Everything a worker needs to fill strips.
+#[derive(Clone, Copy)]
 struct Filler<'a> {
     input: Input<'a>,
     reservation: &'a Reservation,
-    slots: &'a [Prepared],
+    slots: &'a [Slot],
     outputs: &'a Outputs,
     sums: &'a Sums,
     passing: &'a Passing,
+    lost: &'a Mutex<BTreeMap<DtypePair, Counts>>,
 }
 
 impl Filler<'_> {
@@ -161,7 +205,7 @@ impl Filler<'_> {
         let next = AtomicUsize::new(0);
         let work = |_worker: usize| -> Result<()> {
             let mut buffer = Vec::new();
-            let mut scratch = Vec::new();
+            let mut scratch = Scratch::default();
             while let Some(strip) = strips.get(next.fetch_add(1, Ordering::Relaxed)) {
                 stop.check()?;
                 if let Err(error) = self.fill_one(strip, &mut buffer, &mut scratch) {
@@ -176,11 +220,9 @@ impl Filler<'_> {
         (0..options.threads.min(strips.len())).into_par_iter().with_max_len(1).map(work).collect()
     }
 
-    fn fill_one(&self, strip: &Strip, buffer: &mut Vec<u8>, scratch: &mut Vec<u8>) -> Result<()> {
+    fn fill_one(&self, strip: &Strip, buffer: &mut Vec<u8>, scratch: &mut Scratch) -> Result<()> {
         let len = usize::try_from(strip.range.end - strip.range.start).expect("a strip fits memory");
-        // Every byte is overwritten below; only growing costs a fill.
-        buffer.resize(len.max(buffer.len()), 0);
-        let buffer = &mut buffer[..len];
+        let buffer = room(buffer, len);
         let file = &self.reservation.files[strip.file as usize];
         for part in &strip.parts {
             let start = usize::try_from(part.offset - strip.range.start).expect("a strip fits memory");
@@ -193,9 +235,13 @@ impl Filler<'_> {
                     target.copy_from_slice(&file.literals[*literal].bytes[range]);
                 }
                 Content::Payload { slot, bytes } => {
-                    let prepared = &self.slots[*slot];
-                    let first = bytes.start / prepared.itemsize();
-                    prepared.read_summing(self.input, first, target, scratch, Some(self.passing))?;
+                    let Slot { tile, counted } = &self.slots[*slot];
+                    let first = bytes.start / tile.itemsize();
+                    let counts = tile.read_summing(self.input, first, target, scratch, Some(self.passing))?;
+                    if let Some(pair) = counted {
+                        let mut lost = self.lost.lock().expect("no panic while the lock is held");
+                        lost.entry(*pair).or_default().add(counts);
+                    }
                     self.sums.add(strip.file, part.offset, target);
                 }
             }

@@ -1,15 +1,17 @@
 //! Filling a buffer with a stretch of a target tile, from wherever its bytes lie.
 //!
 //! Long runs are read straight into the buffer. Short runs are copied out of a mapping where the file system is good
-//! at that, or out of a scratch block that is read once and covers many of them.
+//! at that, or out of a scratch block that is read once and covers many of them. A tile that is read as another dtype
+//! passes through a second scratch, in blocks: memory does not follow its size.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
 
 use smallvec::SmallVec;
 
+use super::cast::{Cast, Counts};
 use super::passing::Passing;
-use super::{Input, SCRATCH_BYTES};
+use super::{BLOCK_BYTES, CAST_BYTES, Input, room};
 use crate::catalog::{Dtype, Fqn, Located, Summed, TensorEntry, span};
 use crate::error::{Error, Result};
 use crate::layout::{Dims, Tile};
@@ -24,11 +26,29 @@ pub struct Locations(HashMap<u32, Located>);
 /// Runs at least this long are worth a read of their own; below, many are copied from one mapping or block.
 const LONG_RUN_BYTES: u64 = 64 << 10;
 
+/// Buffers of a worker that outlive a read, so that they are allocated once.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    /// What short strided runs are copied out of; at most [`BLOCK_BYTES`].
+    block: Vec<u8>,
+    /// Elements on their way to another dtype; at most [`CAST_BYTES`].
+    uncast: Vec<u8>,
+}
+
+impl Scratch {
+    #[cfg(test)]
+    pub fn capacity(&self) -> usize {
+        self.block.capacity() + self.uncast.capacity()
+    }
+}
+
 /// A target tile with its plan, and every chunk it needs found.
 #[derive(Debug)]
 pub struct Prepared {
     fqn: Fqn,
+    /// Of the source.
     dtype: Dtype,
+    cast: Option<Cast>,
     plan: TilePlan,
     /// One an overlap.
     located: Vec<Located>,
@@ -69,13 +89,30 @@ impl Prepared {
             located.push(found);
         }
         let strides = located.iter().map(|found| found.strides.clone()).collect();
-        Ok(Self { fqn: entry.fqn.clone(), dtype: entry.dtype, plan, located, strides })
+        Ok(Self { fqn: entry.fqn.clone(), dtype: entry.dtype, cast: None, plan, located, strides })
     }
 
-    /// Bytes an element.
+    /// Read the elements as another dtype than they are stored in.
+    ///
+    /// # Errors
+    /// `Unsupported` where there is no such cast.
+    pub fn cast_to(self, dtype: Dtype) -> Result<Self> {
+        if dtype == self.dtype {
+            return Ok(self);
+        }
+        let Some(cast) = Cast::new(self.dtype, dtype) else {
+            return Err(Error::unsupported(
+                format!("{}: {} cannot be cast to {dtype}", self.fqn, self.dtype),
+                "casts go from f64, f32, f16 and bf16 to these and to the 8-bit floats",
+            ));
+        };
+        Ok(Self { cast: Some(cast), ..self })
+    }
+
+    /// Bytes an element, as it is read.
     #[must_use]
     pub fn itemsize(&self) -> u64 {
-        self.dtype.itemsize()
+        self.cast.map_or(self.dtype, |cast| cast.to()).itemsize()
     }
 
     /// Elements of the tile.
@@ -88,11 +125,12 @@ impl Prepared {
     ///
     /// # Errors
     /// `Io` and `Malformed` from reading.
-    pub fn read(&self, input: Input<'_>, first: u64, buffer: &mut [u8], scratch: &mut Vec<u8>) -> Result<()> {
-        self.read_summing(input, first, buffer, scratch, None)
+    pub fn read(&self, input: Input<'_>, first: u64, buffer: &mut [u8], scratch: &mut Scratch) -> Result<()> {
+        self.read_summing(input, first, buffer, scratch, None).map(drop)
     }
 
-    /// As [`Prepared::read`]; stretches of records with checksums are noted in `passing`.
+    /// As [`Prepared::read`]; stretches of records with checksums are noted in `passing`, and what a cast met is
+    /// returned.
     ///
     /// # Errors
     /// As [`Prepared::read`].
@@ -101,7 +139,34 @@ impl Prepared {
         input: Input<'_>,
         first: u64,
         buffer: &mut [u8],
-        scratch: &mut Vec<u8>,
+        scratch: &mut Scratch,
+        passing: Option<&Passing>,
+    ) -> Result<Counts> {
+        let mut counts = Counts::default();
+        let Scratch { block, uncast } = scratch;
+        let Some(cast) = self.cast else {
+            self.read_uncast(input, first, buffer, block, passing)?;
+            return Ok(counts);
+        };
+        let stored = usize::try_from(cast.from().itemsize()).expect("a few bytes");
+        let itemsize = usize::try_from(cast.to().itemsize()).expect("a few bytes");
+        let elements = usize::try_from(CAST_BYTES).expect("a scratch fits memory") / stored;
+        for (index, target) in (0_u64..).zip(buffer.chunks_mut(elements * itemsize)) {
+            let len = target.len() / itemsize * stored;
+            let source = room(uncast, len);
+            self.read_uncast(input, first + index * elements as u64, source, block, passing)?;
+            counts.add(cast.convert(source, target));
+        }
+        Ok(counts)
+    }
+
+    /// Fill `buffer` with elements as they are stored.
+    fn read_uncast(
+        &self,
+        input: Input<'_>,
+        first: u64,
+        buffer: &mut [u8],
+        block: &mut Vec<u8>,
         passing: Option<&Passing>,
     ) -> Result<()> {
         let itemsize = self.dtype.itemsize();
@@ -109,7 +174,7 @@ impl Prepared {
         Pieces::new(&self.plan, &self.strides, itemsize).visit(range, |piece| {
             let located = &self.located[piece.overlap];
             let file = input.files.open(located.file)?;
-            read_piece(&file, input.files.io(), located.offset, &piece, buffer, scratch)?;
+            read_piece(&file, input.files.io(), located.offset, &piece, buffer, block)?;
             if let (Some(passing), Some(summed)) = (passing, located.summed) {
                 note_runs(passing, &self.fqn, located, summed, &piece, buffer);
             }
@@ -170,7 +235,7 @@ fn read_piece(
     scratch: &mut Vec<u8>,
 ) -> Result<()> {
     let target = usize::try_from(piece.target).expect("a strip fits memory");
-    if piece.run_bytes >= LONG_RUN_BYTES || piece.levels.is_empty() && io == IoMode::Read {
+    if piece.run_bytes >= LONG_RUN_BYTES || piece.levels.is_empty() && io != IoMode::Mmap {
         let run = usize::try_from(piece.run_bytes).expect("a strip fits memory");
         return for_each_run(&piece.levels, 0, 0, &mut |source, offset| {
             let start = target + offset;
@@ -183,7 +248,9 @@ fn read_piece(
             copy_runs(source, &mut strip[target..], piece.run_bytes, &piece.levels);
             Ok(())
         }
-        IoMode::Read => read_blocks(file, base + piece.source, piece, &piece.levels, &mut strip[target..], scratch),
+        IoMode::Read | IoMode::Direct => {
+            read_blocks(file, base + piece.source, piece, &piece.levels, &mut strip[target..], scratch)
+        }
     }
 }
 
@@ -199,14 +266,14 @@ fn read_blocks(
     let span = |levels: &[Level]| {
         levels.iter().map(|level| (level.count - 1) * level.source_step).sum::<u64>() + piece.run_bytes
     };
-    if span(levels) <= SCRATCH_BYTES || levels.is_empty() {
-        scratch.resize(usize::try_from(span(levels)).expect("bounded by the scratch size"), 0);
-        file.read_exact_at(scratch, source)?;
-        copy_runs(scratch, target, piece.run_bytes, levels);
+    if span(levels) <= BLOCK_BYTES || levels.is_empty() {
+        let block = room(scratch, usize::try_from(span(levels)).expect("bounded by the scratch size"));
+        file.read_exact_at(block, source)?;
+        copy_runs(block, target, piece.run_bytes, levels);
         return Ok(());
     }
     let (outer, inner) = levels.split_first().expect("checked not empty");
-    let room = SCRATCH_BYTES.saturating_sub(span(inner));
+    let room = BLOCK_BYTES.saturating_sub(span(inner));
     // A step of 0, as in an expanded tensor, reads the same bytes again.
     let fitting = room.checked_div(outer.source_step).map_or(outer.count, |steps| (steps + 1).min(outer.count));
     let mut done = 0;

@@ -3,9 +3,12 @@
 //! Knows no format, no command line and no terminal: progress goes to a [`Reporter`], interruption comes from a
 //! [`Stop`], where a late-bound chunk lies is asked of an [`Input`]'s resolver.
 
+pub mod carry;
+pub mod cast;
 pub mod compare;
 pub mod copy;
-mod gather;
+mod difference;
+pub mod gather;
 mod output;
 mod passing;
 pub mod staging;
@@ -14,7 +17,7 @@ mod strips;
 #[cfg(test)]
 mod tests;
 
-pub use gather::{Locations, Prepared};
+pub use gather::{Locations, Prepared, Scratch};
 pub use stop::Stop;
 
 use crate::catalog::{Catalog, Located, TensorEntry};
@@ -58,8 +61,14 @@ pub struct Options {
 /// A strip that is long enough to hide the cost of a system call and short enough to stay in cache with its source.
 pub const DEFAULT_STRIP_BYTES: u64 = 4 << 20;
 
-/// Memory a worker needs besides its strip: the scratch block for strided reads.
-pub const SCRATCH_BYTES: u64 = 2 << 20;
+/// The scratch block for strided reads.
+const BLOCK_BYTES: u64 = 2 << 20;
+
+/// The scratch block for elements that are cast: long enough for a good read, short enough to stay in cache.
+const CAST_BYTES: u64 = 1 << 20;
+
+/// Memory a worker needs besides its strip.
+pub const SCRATCH_BYTES: u64 = BLOCK_BYTES + CAST_BYTES;
 
 impl Options {
     /// Anonymous memory that the workers' buffers take.
@@ -67,4 +76,14 @@ impl Options {
     pub fn buffer_bytes(&self) -> u64 {
         self.threads as u64 * (self.strip_bytes + SCRATCH_BYTES)
     }
+}
+
+/// The first bytes of a buffer that is used again and again, for somebody who overwrites them all. It grows to the
+/// longest that was asked for and no further, which `Vec::resize` alone does not promise: the memory bound counts on it.
+fn room(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
+    if buffer.len() < len {
+        buffer.reserve_exact(len - buffer.len());
+        buffer.resize(len, 0);
+    }
+    &mut buffer[..len]
 }

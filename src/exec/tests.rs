@@ -3,11 +3,13 @@
 //! A tensor whose elements are their own linear indices is laid out in a file under one layout, some chunks
 //! transposed, and read back tile by tile under another.
 
+mod casting;
+
 use std::fs;
 
 use proptest::prelude::*;
 
-use super::{Input, Locations, Prepared};
+use super::{Input, Locations, Prepared, Scratch};
 use crate::catalog::{Catalog, Chunk, ChunkTable, Dtype, Place, TensorEntry, checked_len_bytes, contiguous_strides};
 use crate::format::resolve;
 use crate::layout::{DeviceMesh, Dims, Placement, Rank, TensorDim, Tile, local_shard};
@@ -78,7 +80,7 @@ fn case() -> impl Strategy<Value = (Vec<u64>, Dtype, Layout, Layout, bool, IoMod
     })
 }
 
-/// Write every tile of a layout into one file, every other one transposed where asked.
+/// As [`store_values`], of a tensor whose elements are their own linear indices.
 fn store(
     shape: &[u64],
     dtype: Dtype,
@@ -86,6 +88,19 @@ fn store(
     transpose: bool,
     io: IoMode,
     path: &std::path::Path,
+) -> (Files, TensorEntry) {
+    store_values(shape, dtype, layout, transpose, io, path, &|index| element(index, dtype.itemsize()))
+}
+
+/// Write every tile of a layout into one file, every other one transposed where asked.
+fn store_values(
+    shape: &[u64],
+    dtype: Dtype,
+    layout: &Layout,
+    transpose: bool,
+    io: IoMode,
+    path: &std::path::Path,
+    value: &dyn Fn(u64) -> Vec<u8>,
 ) -> (Files, TensorEntry) {
     let itemsize = dtype.itemsize();
     let mut chunks = ChunkTable::new(shape.len());
@@ -110,7 +125,7 @@ fn store(
                 rest /= size;
             }
             let start = usize::try_from(at * itemsize).unwrap();
-            let element = element(*index, itemsize);
+            let element = value(*index);
             stored[start..start + element.len()].copy_from_slice(&element);
         }
         bytes.extend_from_slice(&stored);
@@ -146,7 +161,7 @@ proptest! {
             let middle = (expected.len() as f64 * cut) as usize;
             for (first, part) in [(0, &expected[..middle]), (middle, &expected[middle..])] {
                 let mut buffer = vec![0x55; part.len() * usize::try_from(dtype.itemsize()).unwrap()];
-                prepared.read(input, first as u64, &mut buffer, &mut Vec::new()).unwrap();
+                prepared.read(input, first as u64, &mut buffer, &mut Scratch::default()).unwrap();
                 let wanted: Vec<u8> = part.iter().flat_map(|index| element(*index, dtype.itemsize())).collect();
                 prop_assert_eq!(&buffer, &wanted);
             }
@@ -172,10 +187,10 @@ fn a_large_strided_cut_is_read_in_blocks() {
         let source = Source::new(&entry).unwrap();
         let prepared = Prepared::new(input, &source, tile, &mut Locations::default()).unwrap();
         let mut buffer = vec![0; 4096 * 2 * 8];
-        let mut scratch = Vec::new();
+        let mut scratch = Scratch::default();
         prepared.read(input, 0, &mut buffer, &mut scratch).unwrap();
         let wanted: Vec<u8> = linear_indices(&shape, tile).iter().flat_map(|index| index.to_le_bytes()).collect();
         assert_eq!(buffer, wanted);
-        assert!(scratch.capacity() as u64 <= super::SCRATCH_BYTES);
+        assert!(scratch.capacity() as u64 <= super::BLOCK_BYTES);
     }
 }

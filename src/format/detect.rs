@@ -1,19 +1,19 @@
 //! What a path holds, from names and first bytes.
 
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use super::series::SeriesSet;
+use super::dcp_hf::ShardName;
+use super::foreign::{self, first_bytes};
+use super::series::{SeriesSet, fragment, group};
 use super::{Format, dcp, safetensors};
 use crate::error::{Error, Result};
-use crate::storage::regular_file;
 
 /// A format and the files that make it up.
 #[derive(Debug)]
 pub enum Detected {
     Dcp,
     Safetensors { paths: Vec<PathBuf>, index: Option<PathBuf> },
+    DcpHf { paths: Vec<PathBuf> },
     Torch { paths: Vec<PathBuf> },
     TorchRanks(SeriesSet),
 }
@@ -23,13 +23,27 @@ impl Detected {
         match self {
             Self::Dcp => Format::Dcp,
             Self::Safetensors { .. } => Format::Safetensors,
+            Self::DcpHf { .. } => Format::DcpHf,
             Self::Torch { .. } => Format::Torch,
             Self::TorchRanks(_) => Format::TorchRanks,
         }
     }
 }
 
-const TORCH_INDEX_NAME: &str = "pytorch_model.bin.index.json";
+pub const TORCH_INDEX_NAME: &str = "pytorch_model.bin.index.json";
+
+/// Torch files that trainers leave beside a model, by the beginnings of their names.
+const NO_MODEL: [&str; 9] = [
+    "scheduler",
+    "optimizer",
+    "rng_state",
+    "random_states",
+    "training_args",
+    "sampler",
+    "scaler",
+    "dataloader",
+    "dl_state_dict",
+];
 
 /// Look at `path`; `from` says what it must be.
 ///
@@ -37,6 +51,19 @@ const TORCH_INDEX_NAME: &str = "pytorch_model.bin.index.json";
 /// `Unsupported` where it is nothing that is read, with what to do for formats that are known by name; `Usage` where
 /// it holds two formats, or not the one of `from`.
 pub fn detect(path: &Path, from: Option<Format>) -> Result<Detected> {
+    match look(path, from)? {
+        Some(found) => Ok(found),
+        None => lone_file(path, from),
+    }
+}
+
+/// As [`detect`]; `None` for a folder that may hold checkpoints in folders of its own: files that say what they are
+/// come first, then folders, and a torch file that says nothing of itself last, as verl leaves a `data.pt` above its
+/// checkpoints.
+///
+/// # Errors
+/// As [`detect`].
+pub fn look(path: &Path, from: Option<Format>) -> Result<Option<Detected>> {
     let metadata = std::fs::metadata(path).map_err(Error::io("open", path))?;
     if !metadata.is_dir() && !metadata.is_file() {
         // A pipe would be waited for.
@@ -45,14 +72,16 @@ pub fn detect(path: &Path, from: Option<Format>) -> Result<Detected> {
             "checkpoints are read at random: write it to a file first",
         ));
     }
-    let mut found = if metadata.is_dir() { detect_folder(path, from)? } else { vec![detect_file(path)?] };
+    let found = if metadata.is_dir() { look_in(path, from)? } else { vec![detect_file(path)?] };
+    one_of(path, from, found)
+}
+
+fn one_of(path: &Path, from: Option<Format>, mut found: Vec<Detected>) -> Result<Option<Detected>> {
+    let any = !found.is_empty();
     if let Some(from) = from {
         found.retain(|found| found.format() == from);
-        if found.is_empty() {
-            return Err(Error::usage(
-                format!("{} does not hold the format {from}", path.display()),
-                "leave --from out to have the format detected",
-            ));
+        if any && found.is_empty() {
+            return Err(not_that_format(path, from));
         }
     }
     if found.len() > 1 {
@@ -62,18 +91,53 @@ pub fn detect(path: &Path, from: Option<Format>) -> Result<Detected> {
             format!("say which with --from {}", names[0]),
         ));
     }
-    found.pop().ok_or_else(|| unknown_folder(path))
+    Ok(found.pop())
 }
 
-fn unknown_folder(path: &Path) -> Error {
+fn not_that_format(path: &Path, from: Format) -> Error {
+    Error::usage(
+        format!("{} does not hold the format {from}", path.display()),
+        "leave --from out to have the format detected",
+    )
+}
+
+/// A folder with nothing in it that says what it is: its one torch file, the model before what trainers leave beside
+/// one.
+///
+/// # Errors
+/// `Unsupported`, `Usage`.
+pub fn lone_file(folder: &Path, from: Option<Format>) -> Result<Detected> {
+    let names = list(folder)?;
+    let saved = with_suffix(folder, &names, &TORCH_SUFFIXES);
+    let models: Vec<&PathBuf> = saved.iter().filter(|path| !is_no_model(path)).collect();
+    if let ([only], _) | ([], [only]) = (models.as_slice(), saved.iter().collect::<Vec<_>>().as_slice()) {
+        let found = one_of(folder, from, vec![detect_file(only)?])?;
+        return found.ok_or_else(|| unknown_folder(folder, &names));
+    }
+    Err(from.map_or_else(|| unknown_folder(folder, &names), |from| not_that_format(folder, from)))
+}
+
+fn unknown_folder(path: &Path, names: &[String]) -> Error {
+    let what = format!("{} holds no checkpoint of a known format", path.display());
+    if let Some(error) = names.iter().find_map(|name| foreign::by_name(&path.join(name))) {
+        return error;
+    }
+    const SHOWN: usize = 8;
+    let saved: Vec<&String> = names.iter().filter(|name| has_suffix(name, &TORCH_SUFFIXES)).collect();
+    if saved.len() > 1 {
+        let listed: Vec<&str> = saved.iter().take(SHOWN).map(|name| name.as_str()).collect();
+        let more = if saved.len() > SHOWN { format!(" and {} more", saved.len() - SHOWN) } else { String::new() };
+        let own = format!("{} are torch files of their own", listed.join(", "));
+        return Error::unsupported(format!("{what}: {own}{more}"), "give one of them");
+    }
     Error::unsupported(
-        format!("{} holds no checkpoint of a known format", path.display()),
+        if names.is_empty() { format!("{what}: it is empty") } else { what },
         "known are DCP directories (.metadata), rank files (*_rank_N.pt), torch.save files and safetensors; give the \
          folder that holds the files themselves",
     )
 }
 
-fn detect_folder(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
+fn list(folder: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(Error::io("list", folder))? {
         let entry = entry.map_err(Error::io("list", folder))?;
@@ -82,11 +146,22 @@ fn detect_folder(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
         }
     }
     names.sort();
-    refuse_known(folder, &names)?;
-    let with_suffix = |suffixes: &[&str]| -> Vec<PathBuf> {
-        let matches = |name: &&String| !name.starts_with('.') && suffixes.iter().any(|suffix| name.ends_with(suffix));
-        names.iter().filter(matches).map(|name| folder.join(name)).collect()
-    };
+    Ok(names)
+}
+
+const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
+
+fn has_suffix(name: &str, suffixes: &[&str]) -> bool {
+    !name.starts_with('.') && suffixes.iter().any(|suffix| name.ends_with(suffix))
+}
+
+fn with_suffix(folder: &Path, names: &[String], suffixes: &[&str]) -> Vec<PathBuf> {
+    names.iter().filter(|name| has_suffix(name, suffixes)).map(|name| folder.join(name)).collect()
+}
+
+fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
+    let names = list(folder)?;
+    foreign::refuse_folder(folder, &names, from)?;
     let mut found = Vec::new();
     if !dcp::metadata_files(folder)?.is_empty() {
         found.push(Detected::Dcp);
@@ -96,10 +171,15 @@ fn detect_folder(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
             at: String::from("DCP directory"),
             expected: String::from("the metadata of its .distcp files"),
             missing: String::from(".metadata"),
+            hint: None,
         });
     }
     let index = names.iter().find(|name| name.ends_with(".safetensors.index.json")).map(|name| folder.join(name));
-    let tensors = with_suffix(&[".safetensors"]);
+    let (shards, tensors): (Vec<_>, Vec<_>) =
+        with_suffix(folder, &names, &[".safetensors"]).into_iter().partition(|path| ShardName::parse(path).is_some());
+    if !shards.is_empty() {
+        found.push(Detected::DcpHf { paths: shards });
+    }
     if let Some(index) = index {
         let paths = safetensors::index_files(&index)?;
         found.push(Detected::Safetensors { paths, index: Some(index) });
@@ -109,52 +189,35 @@ fn detect_folder(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
     if names.iter().any(|name| name == TORCH_INDEX_NAME) {
         let paths = safetensors::index_files(&folder.join(TORCH_INDEX_NAME))?;
         found.push(Detected::Torch { paths });
-    } else {
-        let saved = with_suffix(&[".pt", ".pth", ".bin", ".ckpt"]);
-        match SeriesSet::group(folder, &saved)? {
-            Some(series) => found.push(Detected::TorchRanks(series)),
-            None if saved.len() == 1 && is_zip(&saved[0])? => found.push(Detected::Torch { paths: saved }),
-            None => {}
-        }
+        return Ok(found);
+    }
+    let mut saved = group(folder, &with_suffix(folder, &names, &TORCH_SUFFIXES))?;
+    saved.plain.retain(|path| !is_no_model(path));
+    match (saved.ranks, saved.sets.as_mut_slice(), saved.plain.as_slice()) {
+        (Some(series), ..) => found.push(Detected::TorchRanks(series)),
+        (None, [(_, paths)], _) => found.push(Detected::Torch { paths: std::mem::take(paths) }),
+        // Beside nothing else it may be something that a trainer left above its checkpoints: see `lone_file`.
+        (None, [], [only]) if !found.is_empty() && is_zip(only)? => found.push(detect_file(only)?),
+        _ => {}
     }
     Ok(found)
 }
 
-/// Formats of other frameworks, by their file names.
-fn refuse_known(folder: &Path, names: &[String]) -> Result<()> {
-    let any = |test: &dyn Fn(&str) -> bool| names.iter().any(|name| test(name));
-    let refuse = |what: &str, hint: &str| Err(Error::unsupported(format!("{}: {what}", folder.display()), hint));
-    if any(&|name| name.ends_with("_optim_states.pt") || name.ends_with("_model_states.pt")) {
-        return refuse(
-            "a DeepSpeed ZeRO checkpoint",
-            "convert it with DeepSpeed's zero_to_fp32.py or ds_to_universal.py first",
-        );
-    }
-    if any(&|name| name == "latest_checkpointed_iteration.txt" || name.starts_with("mp_rank_")) {
-        return refuse(
-            "a Megatron-LM checkpoint",
-            "save it with --ckpt-format torch_dist, or export it with Megatron's own tools",
-        );
-    }
-    if any(&|name| name.starts_with("shard-") && name.contains("-model-") && name.ends_with(".safetensors")) {
-        return refuse(
-            "shards of DCP's Hugging Face writer",
-            "consolidate them with torch.distributed.checkpoint's consolidate_safetensors_files",
-        );
-    }
-    Ok(())
+fn is_no_model(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    NO_MODEL.iter().any(|beginning| name.starts_with(beginning))
 }
 
 fn is_zip(path: &Path) -> Result<bool> {
     Ok(first_bytes(path)?.starts_with(b"PK\x03\x04"))
 }
 
-fn first_bytes(path: &Path) -> Result<Vec<u8>> {
-    let mut head = Vec::new();
-    regular_file(path)?;
-    let file = File::open(path).map_err(Error::io("open", path))?;
-    file.take(512).read_to_end(&mut head).map_err(Error::io("read", path))?;
-    Ok(head)
+/// What to say where the file is only a part of a checkpoint: `1 of 8 files of its series`.
+pub fn part_of(path: &Path) -> Option<String> {
+    match ShardName::parse(path) {
+        Some(name) => Some(format!("shard {} of DCP's Hugging Face storage", name.shard)),
+        None => fragment(path),
+    }
 }
 
 fn detect_file(path: &Path) -> Result<Detected> {
@@ -171,18 +234,13 @@ fn detect_file(path: &Path) -> Result<Detected> {
         return Ok(Detected::Torch { paths: safetensors::index_files(path)? });
     }
     let head = first_bytes(path)?;
+    foreign::refuse_file(path, &head)?;
     let paths = vec![path.to_path_buf()];
     if head.starts_with(b"PK\x03\x04") {
         return Ok(Detected::Torch { paths });
     }
-    if head.starts_with(&[0x80, 2, 0x8A, 0x0A, 0x6C, 0xFC, 0x9C, 0x46, 0xF9, 0x20, 0x6A, 0xA8, 0x50, 0x19, 0x2E]) {
-        return refuse(
-            "a legacy torch file (before PyTorch 1.6, or saved with _use_new_zipfile_serialization=False)",
-            "load it with torch and save it again",
-        );
-    }
-    if head.get(257..262) == Some(b"ustar") {
-        return refuse("a tar file of PyTorch's earliest days", "load it with torch and save it again");
+    if ShardName::parse(path).is_some() {
+        return Ok(Detected::DcpHf { paths });
     }
     if head.get(8) == Some(&b'{') || name.ends_with(".safetensors") {
         return Ok(Detected::Safetensors { paths, index: None });

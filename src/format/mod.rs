@@ -5,8 +5,13 @@
 
 pub mod checksum;
 pub mod dcp;
+mod dcp_hf;
 mod detect;
+mod folder;
+mod foreign;
+mod parts;
 pub mod pickle;
+mod rank_names;
 pub mod safetensors;
 mod series;
 pub mod torch;
@@ -18,7 +23,13 @@ use std::fmt;
 use std::path::{Component, Path, PathBuf};
 
 pub use detect::{Detected, detect};
+pub use folder::Want;
+pub use parts::{Content, Part};
+pub use rank_names::RankNames;
 pub use series::SeriesChoice;
+
+use parts::Loaded;
+use pickle::Unknown;
 
 use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
@@ -29,16 +40,24 @@ use crate::storage::{Files, IoMode, filesystem};
 pub enum Format {
     Dcp,
     Safetensors,
+    DcpHf,
     Torch,
     TorchRanks,
 }
 
 impl Format {
+    /// Whether it has a place for values that are not tensors.
+    #[must_use]
+    pub fn holds_objects(self) -> bool {
+        !matches!(self, Self::Safetensors | Self::DcpHf)
+    }
+
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::Dcp => "dcp",
             Self::Safetensors => "safetensors",
+            Self::DcpHf => "dcp-hf",
             Self::Torch => "torch",
             Self::TorchRanks => "torch-ranks",
         }
@@ -55,9 +74,17 @@ impl fmt::Display for Format {
 #[derive(Debug)]
 pub struct Checkpoint {
     pub format: Format,
+    /// The file or folder that is the checkpoint.
     pub root: PathBuf,
+    /// What was given, where the root is a folder below it.
+    pub resolved_from: Option<PathBuf>,
     pub files: Files,
     pub catalog: Catalog,
+    /// The checkpoints it was read from, each for itself.
+    pub parts: Vec<Part>,
+    /// Regular files below the root that are no part of the checkpoint, relative to it; looked for where everything
+    /// is wanted.
+    pub beside: Vec<PathBuf>,
     /// Names of the series of rank files, where the format has them.
     pub series: Vec<String>,
     /// Those that were left alone.
@@ -72,39 +99,134 @@ pub struct ReadOptions {
     pub from: Option<Format>,
     pub series: SeriesChoice,
     pub io: Option<IoMode>,
+    pub want: Want,
+    /// Go on where files of ranks are missing: that the others have everything is proven tensor by tensor.
+    pub allow_missing: bool,
+    /// Leave out objects whose classes are not known to be plain data.
+    pub drop_unknown: bool,
+}
+
+impl ReadOptions {
+    fn unknown(&self) -> Unknown {
+        if self.drop_unknown { Unknown::Drop } else { Unknown::Refuse }
+    }
+}
+
+/// Whether a path holds a checkpoint, itself or in the folders that trainers make in it.
+#[must_use]
+pub fn is_checkpoint(path: &Path) -> bool {
+    folder::find(path, &ReadOptions::default()).is_ok()
 }
 
 impl Checkpoint {
     /// Read everything but tensor data.
     ///
     /// # Errors
-    /// `Unsupported` for formats that are not read, `Malformed` and `Conflict` for damaged ones, `Io`.
+    /// `Unsupported` for formats that are not read, `Usage` where there are several checkpoints to choose from,
+    /// `Malformed` and `Conflict` for damaged ones, `Io`.
     pub fn open(path: &Path, options: &ReadOptions) -> Result<Self> {
-        let detected = detect(path, options.from)?;
+        let folder::Place { root, folders } = folder::find(path, options)?;
         let io = match options.io {
             Some(io) => io,
-            None => filesystem::preferred_io(path)?,
+            None => filesystem::preferred_io(&root)?,
         };
-        let mut files = Files::new(io);
-        let (mut series, mut skipped_series) = (Vec::new(), Vec::new());
-        let mut fragment = None;
+        let mut reading = Reading::new(options, io);
+        let (mut loaded, mut formats) = (Vec::new(), Vec::new());
+        for (folder, detected) in folders {
+            let (format, own) = reading.read(&parts::within(&root, &folder), detected)?;
+            formats.push((folder.clone(), format));
+            loaded.push((folder, own));
+        }
+        folder::same_format(&root, &formats)?;
+        let Loaded { mut catalog, parts } = match loaded.len() {
+            1 if loaded[0].0.as_os_str().is_empty() => loaded.pop().expect("one folder").1,
+            _ => parts::join(loaded),
+        };
+        check_total(&root, &catalog)?;
+        let beside = match options.want {
+            Want::All if root.is_dir() => reading.beside(&root, &mut catalog),
+            Want::All | Want::Model => Vec::new(),
+        };
+        let resolved_from = (root != path).then(|| path.to_path_buf());
+        let Reading { files, series, skipped_series, fragment, .. } = reading;
+        let format = formats[0].1;
+        Ok(Self { format, root, resolved_from, files, catalog, parts, beside, series, skipped_series, fragment })
+    }
+}
+
+/// What is learnt while folders are read.
+struct Reading<'a> {
+    options: &'a ReadOptions,
+    files: Files,
+    series: Vec<String>,
+    skipped_series: Vec<String>,
+    fragment: Option<String>,
+    /// Files of the checkpoint that were not read as such.
+    other_files: Vec<PathBuf>,
+}
+
+impl<'a> Reading<'a> {
+    fn new(options: &'a ReadOptions, io: IoMode) -> Self {
+        Self {
+            options,
+            files: Files::new(io),
+            series: Vec::new(),
+            skipped_series: Vec::new(),
+            fragment: None,
+            other_files: Vec::new(),
+        }
+    }
+
+    fn read(&mut self, path: &Path, detected: Detected) -> Result<(Format, Loaded)> {
+        let unknown = self.options.unknown();
         let (format, catalog) = match detected {
-            Detected::Dcp => (Format::Dcp, dcp::read(&mut files, path)?),
+            Detected::Dcp => (Format::Dcp, dcp::read(&mut self.files, path, unknown)?),
             Detected::Safetensors { paths, index } => {
-                (Format::Safetensors, safetensors::read(&mut files, &paths, index.as_deref())?)
+                let catalog = safetensors::read(&mut self.files, &paths, index.as_deref())?;
+                self.other_files.extend(index);
+                (Format::Safetensors, catalog)
             }
+            Detected::DcpHf { paths } if path.is_file() => {
+                self.fragment = detect::part_of(path);
+                (Format::DcpHf, safetensors::read(&mut self.files, &paths, None)?)
+            }
+            Detected::DcpHf { paths } => (Format::DcpHf, dcp_hf::read(&mut self.files, path, &paths, self.options)?),
             Detected::Torch { paths } => {
-                fragment = paths.first().filter(|_| paths.len() == 1).and_then(|path| series::fragment(path));
-                (Format::Torch, torch::read(&mut files, &paths)?)
+                self.fragment = match paths.as_slice() {
+                    [only] => detect::part_of(only),
+                    _ => None,
+                };
+                self.other_files.push(path.join(detect::TORCH_INDEX_NAME));
+                (Format::Torch, torch::read(&mut self.files, &paths, unknown)?)
             }
             Detected::TorchRanks(all) => {
-                let chosen = all.choose(&options.series)?;
-                (series, skipped_series) = (chosen.names(), chosen.skipped());
-                (Format::TorchRanks, chosen.read(&mut files)?)
+                let chosen = all.choose(&self.options.series)?;
+                self.series.extend(chosen.names());
+                self.skipped_series.extend(chosen.skipped());
+                self.other_files.extend(chosen.skipped_files().cloned());
+                return Ok((Format::TorchRanks, chosen.read(&mut self.files, self.options)?));
             }
         };
-        check_total(path, &catalog)?;
-        Ok(Self { format, root: path.to_path_buf(), files, catalog, series, skipped_series, fragment })
+        let whole = Part { folder: PathBuf::new(), content: Content::Whole, names: None };
+        Ok((format, Loaded { catalog, parts: vec![whole] }))
+    }
+
+    /// Files that lie beside those of the checkpoint.
+    fn beside(&self, root: &Path, catalog: &mut Catalog) -> Vec<PathBuf> {
+        let own: HashSet<&Path> = self
+            .files
+            .ids()
+            .map(|id| self.files.path(id))
+            .chain(self.other_files.iter().map(PathBuf::as_path))
+            .collect();
+        let is_part = |path: &Path| {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            own.contains(root.join(path).as_path()) || name.ends_with(".distcp") || name.ends_with(".metadata")
+        };
+        parts::beside(root, &is_part).unwrap_or_else(|| {
+            catalog.warnings.push(format!("{}: too many other files in it to look at", root.display()));
+            Vec::new()
+        })
     }
 }
 
@@ -179,6 +301,7 @@ fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf
         at: at.to_owned(),
         expected: format!("{} files beside it", paths.len()),
         missing: missing.join(", "),
+        hint: None,
     })
 }
 

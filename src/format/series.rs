@@ -1,11 +1,17 @@
 //! Series of rank files in one folder: `model_world_size_8_rank_3.pt` beside `optim_world_size_8_rank_3.pt`.
+//!
+//! Ranks count from 0, as in `torch.distributed`, and all of a series' ranks must be there: what a rank alone holds
+//! cannot be made up. Where the others are replicas of it, the user may go on without it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
+use super::ReadOptions;
+use super::parts::{Content, Loaded, Part, adopt};
+use super::rank_names::{Numbering, RankName, RankNames};
 use super::torch::ranks::{RankFile, merge};
-use super::torch::reader;
-use crate::catalog::{Catalog, Dict, Value};
+use super::torch::{self, reader};
+use crate::catalog::{Catalog, Dict, Value, path};
 use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::Files;
@@ -20,37 +26,9 @@ pub enum SeriesChoice {
     Named(Vec<String>),
 }
 
-/// What the name of a rank's file tells.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct RankName {
-    series: String,
-    rank: u32,
-    world_size: Option<u32>,
-}
-
-/// Take `model_world_size_8_rank_3` or `checkpoint_rank3_of_8` or `rank_3` apart; `None` where there is no rank in it.
-fn parse_name(path: &Path) -> Option<RankName> {
-    let stem = path.file_stem()?.to_str()?;
-    let rank_at = stem.rfind("rank").filter(|at| stem[at + 4..].contains(|c: char| c.is_ascii_digit()))?;
-    let rank = number_after(&stem[rank_at + 4..])?;
-    let world_size = (stem.find("world_size").map(|at| (at, at + "world_size".len())))
-        .or_else(|| stem[rank_at..].find("_of_").map(|at| (rank_at + at, rank_at + at + 3)))
-        .and_then(|(at, end)| Some((at, number_after(&stem[end..])?)));
-    let series_end = world_size.map_or(rank_at, |(at, _)| at.min(rank_at));
-    let series = stem[..series_end].trim_end_matches(['_', '-', '.']);
-    Some(RankName { series: series.to_owned(), rank, world_size: world_size.map(|(_, size)| size) })
-}
-
-/// The number after at most one separator.
-fn number_after(text: &str) -> Option<u32> {
-    let text = text.strip_prefix(['_', '-', '.']).unwrap_or(text);
-    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    text[..end].parse().ok()
-}
-
 /// What to say where one rank's file is given and the whole is needed.
 pub fn fragment(path: &Path) -> Option<String> {
-    let name = parse_name(path)?;
+    let name = RankName::parse(path)?;
     let count = match name.world_size {
         Some(size) => size,
         None => u32::try_from(siblings(path)?.len()).ok()?,
@@ -59,64 +37,79 @@ pub fn fragment(path: &Path) -> Option<String> {
 }
 
 fn siblings(path: &Path) -> Option<Vec<PathBuf>> {
-    let own = parse_name(path)?;
+    let own = RankName::parse(path)?;
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let entries = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
-    Some(entries.filter(|path| parse_name(path).is_some_and(|name| name.series == own.series)).collect())
+    Some(entries.filter(|path| RankName::parse(path).is_some_and(|name| name.series == own.series)).collect())
 }
 
-/// The series of a folder, each complete.
+/// The rank files of one series, as they were found.
+#[derive(Debug)]
+struct Series {
+    name: String,
+    files: Vec<(RankName, PathBuf)>,
+}
+
+/// The series of a folder.
 #[derive(Debug)]
 pub struct SeriesSet {
     folder: PathBuf,
-    /// Rank files by series, ascending by rank.
-    series: Vec<(String, Vec<(Rank, PathBuf)>)>,
+    series: Vec<Series>,
     /// Series of the folder that were not chosen.
-    skipped: Vec<String>,
+    skipped: Vec<Series>,
+}
+
+/// What the torch files of a folder are, by their names.
+#[derive(Debug)]
+pub struct Grouped {
+    pub ranks: Option<SeriesSet>,
+    /// Files that say that they are one of several, from 1 on, without an index that lists them.
+    pub sets: Vec<(String, Vec<PathBuf>)>,
+    pub plain: Vec<PathBuf>,
+}
+
+/// Group the torch files of a folder by their names.
+///
+/// # Errors
+/// `Missing` where a set is not complete.
+pub fn group(folder: &Path, paths: &[PathBuf]) -> Result<Grouped> {
+    let mut found: BTreeMap<String, Vec<(RankName, PathBuf)>> = BTreeMap::new();
+    let mut grouped = Grouped { ranks: None, sets: Vec::new(), plain: Vec::new() };
+    for path in paths {
+        match RankName::parse(path) {
+            Some(name) => found.entry(name.series.clone()).or_default().push((name, path.clone())),
+            None => grouped.plain.push(path.clone()),
+        }
+    }
+    let mut series = Vec::new();
+    for (name, files) in found {
+        let own = Series { name, files };
+        let counts_from_one = own.files.iter().all(|(name, _)| name.numbering == Numbering::OfTotal && name.rank > 0);
+        if counts_from_one {
+            let paths = own.set(folder)?;
+            grouped.sets.push((own.name, paths));
+        } else {
+            series.push(own);
+        }
+    }
+    series.sort_by_key(|series| (series.name != "model", series.name.clone()));
+    if !series.is_empty() {
+        grouped.ranks = Some(SeriesSet { folder: folder.to_path_buf(), series, skipped: Vec::new() });
+    }
+    Ok(grouped)
 }
 
 impl SeriesSet {
-    /// Group the rank files among `paths`; `None` where there are none.
-    ///
-    /// # Errors
-    /// `Malformed` where a series is incomplete or of two world sizes.
-    pub fn group(folder: &Path, paths: &[PathBuf]) -> Result<Option<Self>> {
-        let mut found: BTreeMap<String, BTreeMap<Option<u32>, BTreeMap<u32, PathBuf>>> = BTreeMap::new();
-        for path in paths {
-            let Some(name) = parse_name(path) else { continue };
-            let ranks = found.entry(name.series).or_default().entry(name.world_size).or_default();
-            if let Some(other) = ranks.insert(name.rank, path.clone()) {
-                let found = format!("{} as well", other.display());
-                return Err(Error::malformed(path, "file name", format!("the only file of rank {}", name.rank), found));
-            }
-        }
-        if found.is_empty() {
-            return Ok(None);
-        }
-        let mut series = Vec::new();
-        for (name, sizes) in found {
-            if sizes.len() > 1 {
-                let sizes: Vec<String> = sizes
-                    .keys()
-                    .map(|size| size.map_or_else(|| String::from("no size"), |size| size.to_string()))
-                    .collect();
-                let found = format!("files of {}", sizes.join(" and "));
-                return Err(Error::malformed(folder, format!("series `{name}`"), "one world size", found));
-            }
-            let (world_size, ranks) = sizes.into_iter().next().expect("one world size");
-            check_complete(folder, &name, world_size, &ranks)?;
-            series.push((name, ranks.into_iter().map(|(rank, path)| (Rank(rank), path)).collect()));
-        }
-        series.sort_by_key(|(name, _): &(String, _)| (name != "model", name.clone()));
-        Ok(Some(Self { folder: folder.to_path_buf(), series, skipped: Vec::new() }))
-    }
-
     pub fn names(&self) -> Vec<String> {
-        self.series.iter().map(|(name, _)| name.clone()).collect()
+        self.series.iter().map(|series| series.name.clone()).collect()
     }
 
     pub fn skipped(&self) -> Vec<String> {
-        self.skipped.clone()
+        self.skipped.iter().map(|series| series.name.clone()).collect()
+    }
+
+    pub fn skipped_files(&self) -> impl Iterator<Item = &PathBuf> {
+        self.skipped.iter().flat_map(|series| &series.files).map(|(_, path)| path)
     }
 
     /// Keep the series of the choice.
@@ -124,103 +117,228 @@ impl SeriesSet {
     /// # Errors
     /// `Usage` where there is none of that name, or no way to tell which is the model.
     pub fn choose(mut self, choice: &SeriesChoice) -> Result<Self> {
+        let all = self.names();
         let wanted: Vec<String> = match choice {
             SeriesChoice::All => return Ok(self),
-            SeriesChoice::Model if self.series.len() == 1 => return Ok(self),
-            SeriesChoice::Model => vec![String::from("model")],
+            SeriesChoice::Model if all.len() == 1 => return Ok(self),
+            SeriesChoice::Model => vec![model_of(&all)],
             SeriesChoice::Named(names) => names.clone(),
         };
-        let all = self.names();
         if let Some(missing) = wanted.iter().find(|name| !all.contains(name)) {
             return Err(Error::usage(
                 format!("{} has no series `{missing}`", self.folder.display()),
                 format!("its series are {}: choose with --series", all.join(", ")),
             ));
         }
-        self.series.retain(|(name, _)| wanted.contains(name));
-        self.skipped = all.into_iter().filter(|name| !wanted.contains(name)).collect();
+        (self.series, self.skipped) = self.series.into_iter().partition(|series| wanted.contains(&series.name));
         Ok(self)
     }
 
     /// One catalog; several series are subtrees of it.
     ///
     /// # Errors
-    /// As reading and merging rank files.
-    pub fn read(self, files: &mut Files) -> Result<Catalog> {
+    /// As reading and merging rank files; `Missing` where ranks are.
+    pub fn read(&self, files: &mut Files, options: &ReadOptions) -> Result<Loaded> {
         let several = self.series.len() > 1;
         let mut whole = Catalog::empty();
         let mut entries = Vec::new();
-        for (name, ranks) in self.series {
-            let mut loaded = Vec::with_capacity(ranks.len());
-            for (rank, path) in ranks {
-                let file = files.add(&path)?;
-                let contents = reader::read(files, files.whole(file), "")?;
-                loaded.push(RankFile { rank: Some(rank), path, contents });
-            }
-            let mut catalog = merge(&loaded)?;
+        let mut parts = Vec::new();
+        for series in &self.series {
+            let catalog = series.read(&self.folder, files, options)?;
+            let content = if several { Content::Below(series.name.clone()) } else { Content::Whole };
+            parts.push(Part { folder: PathBuf::new(), content, names: Some(series.names()) });
             if !several {
-                return Ok(catalog);
+                return Ok(Loaded { catalog, parts });
             }
-            adopt(&mut whole, &mut catalog, &name);
-            entries.push((Value::Str(name), catalog.state));
+            let state = adopt(&mut whole, catalog, Some(&series.name));
+            entries.push((Value::Str(series.name.clone()), state));
         }
         whole.state = Value::Dict(Dict { entries, ..Dict::default() });
-        Ok(whole)
+        Ok(Loaded { catalog: whole, parts })
     }
 }
 
-/// Move everything but the state of `part` into `whole`, where it is the subtree `name`.
-fn adopt(whole: &mut Catalog, part: &mut Catalog, name: &str) {
-    let shift = u32::try_from(whole.tensors.len()).expect("fewer than 2^32 tensors");
-    part.state.shift_tensors(shift);
-    let meshes: Vec<_> = part.meshes.drain(..).map(|mesh| whole.intern_mesh(mesh)).collect();
-    for mut entry in part.tensors.drain(..) {
-        entry.fqn = format!("{name}.{}", entry.fqn).into();
-        if let Some(sharding) = &mut entry.sharding {
-            sharding.mesh = meshes[sharding.mesh.0 as usize];
+/// `model`, or the only one that calls itself a model, as `pytorch_model` does.
+fn model_of(names: &[String]) -> String {
+    let models: Vec<&String> = names.iter().filter(|name| name.ends_with("model")).collect();
+    match models.as_slice() {
+        [only] => (*only).clone(),
+        _ => String::from("model"),
+    }
+}
+
+/// What to say where missing files are not needed.
+const WITHOUT_THEM: &str = "replicas of the other ranks cover every tensor: --allow-missing goes on without them";
+
+/// Ranks whose files are not there.
+struct Gap {
+    at: String,
+    ranks: String,
+    error: Error,
+}
+
+impl Series {
+    /// The style of its names.
+    fn names(&self) -> RankNames {
+        let mut names = self.files[0].0.names.clone();
+        self.files.iter().for_each(|(name, _)| names.widen(&name.names));
+        names
+    }
+
+    fn read(&self, folder: &Path, files: &mut Files, options: &ReadOptions) -> Result<Catalog> {
+        let (world_size, ranks) = self.ranks(folder)?;
+        let gap = self.gap(folder, world_size, &ranks, options)?;
+        match gap {
+            None => load(files, &ranks, options),
+            Some(gap) if options.allow_missing => {
+                let mut catalog = load(files, &ranks, options)?;
+                catalog.warnings.push(format!(
+                    "{}: read without {}; a tensor that only such a rank had would not be noticed",
+                    gap.at, gap.ranks
+                ));
+                Ok(catalog)
+            }
+            Some(gap) => Err(match gap.error {
+                Error::Missing { path, at, expected, missing, .. } => {
+                    let covered = covers(&ranks, files, options);
+                    Error::Missing { path, at, expected, missing, hint: covered.then(|| WITHOUT_THEM.into()) }
+                }
+                other => other,
+            }),
         }
-        whole.tensors.push(entry);
     }
-    whole.archives.append(&mut part.archives);
-    whole.warnings.append(&mut part.warnings);
+
+    /// The files by rank, and the world size in their names.
+    fn ranks(&self, folder: &Path) -> Result<(Option<u32>, BTreeMap<u32, PathBuf>)> {
+        let mut sizes: BTreeMap<Option<u32>, BTreeMap<u32, PathBuf>> = BTreeMap::new();
+        for (name, path) in &self.files {
+            let ranks = sizes.entry(name.world_size).or_default();
+            if let Some(other) = ranks.insert(name.rank, path.clone()) {
+                let found = format!("{} as well", other.display());
+                return Err(Error::malformed(path, "file name", format!("the only file of rank {}", name.rank), found));
+            }
+        }
+        let names: Vec<String> =
+            sizes.keys().map(|size| size.map_or_else(|| String::from("no size"), |size| size.to_string())).collect();
+        let mut sizes = sizes.into_iter();
+        match (sizes.next(), sizes.next()) {
+            (Some(only), None) => Ok(only),
+            _ => Err(Error::Conflict {
+                fqn: format!("{}: series `{}`", folder.display(), self.name),
+                what: "the world size",
+                between: String::from("its files"),
+                detail: format!("expected one world size, found files of {}", names.join(" and ")),
+                hint: Some(String::from(
+                    "move the files of one of them into another folder; --series cannot tell them apart",
+                )),
+            }),
+        }
+    }
+
+    /// A set of files that are numbered from 1.
+    fn set(&self, folder: &Path) -> Result<Vec<PathBuf>> {
+        let (size, files) = self.ranks(folder)?;
+        let size = size.unwrap_or_default();
+        let missing = list_missing(1..=size, &files);
+        if let Some(highest) = files.keys().next_back().filter(|highest| **highest > size) {
+            let at = format!("files `{}`", self.name);
+            return Err(Error::malformed(folder, at, format!("files up to {size}"), format!("file {highest}")));
+        }
+        match missing {
+            None => Ok(files.into_values().collect()),
+            Some(numbers) => Err(Error::Missing {
+                path: folder.to_path_buf(),
+                at: format!("files `{}`", self.name),
+                expected: format!("{size} files, numbered in their names"),
+                missing: format!("{numbers} of {size}"),
+                hint: None,
+            }),
+        }
+    }
+
+    /// Ranks below the world size that have no file.
+    fn gap(
+        &self,
+        folder: &Path,
+        world_size: Option<u32>,
+        ranks: &BTreeMap<u32, PathBuf>,
+        options: &ReadOptions,
+    ) -> Result<Option<Gap>> {
+        let (lowest, highest) = (*ranks.keys().next().unwrap_or(&0), *ranks.keys().next_back().unwrap_or(&0));
+        let size = world_size.unwrap_or(highest.saturating_add(1));
+        let at = format!("series `{}`", self.name);
+        // Without a world size, rank 0 may as well be missing.
+        let from_one = match world_size {
+            Some(size) => size == highest,
+            None => ranks.len() > 1 && !options.allow_missing,
+        };
+        if lowest == 1 && from_one && ranks.len() as u64 == u64::from(highest) {
+            return Err(Error::unsupported(
+                format!("{}: {at}: its files count from 1 to {highest}, and ranks count from 0", folder.display()),
+                "rename the files so that the first one is rank 0; or rank 0 is missing",
+            ));
+        }
+        if highest >= size {
+            return Err(Error::malformed(folder, at, format!("ranks below {size}"), format!("rank {highest}")));
+        }
+        Ok(list_missing(0..=size - 1, ranks).map(|numbers| {
+            let several = numbers.contains(',') || numbers.contains("more");
+            let ranks = format!("{} {numbers}", if several { "ranks" } else { "rank" });
+            let error = Error::Missing {
+                path: folder.to_path_buf(),
+                at: at.clone(),
+                expected: format!("the files of {size} ranks"),
+                missing: ranks.clone(),
+                hint: None,
+            };
+            Gap { at: format!("{}: {at}", folder.display()), ranks, error }
+        }))
+    }
 }
 
-fn check_complete(folder: &Path, name: &str, world_size: Option<u32>, ranks: &BTreeMap<u32, PathBuf>) -> Result<()> {
-    let highest = *ranks.last_key_value().expect("a series has a file").0;
-    let size = world_size.unwrap_or(highest.saturating_add(1));
-    let at = format!("series `{name}`");
-    if highest >= size {
-        return Err(Error::malformed(folder, at, format!("ranks below {size}"), format!("rank {highest}")));
-    }
-    // A world size is a number in a file name: compare before listing, so that a huge one costs nothing.
-    if ranks.len() as u64 == u64::from(size) {
-        return Ok(());
-    }
+/// The numbers that no file has; the first of them, where there are many. Totals come from file names: they are
+/// compared before anything is listed, so that a huge one costs nothing.
+pub fn list_missing(all: std::ops::RangeInclusive<u32>, files: &BTreeMap<u32, PathBuf>) -> Option<String> {
     const SHOWN: usize = 16;
-    let missing: Vec<Rank> = (0..size).filter(|rank| !ranks.contains_key(rank)).take(SHOWN).map(Rank).collect();
-    let count = u64::from(size) - ranks.len() as u64;
+    if all.is_empty() {
+        return None;
+    }
+    let size = u64::from(*all.end()) - u64::from(*all.start()) + 1;
+    let count = size.checked_sub(files.range(all.clone()).count() as u64).filter(|count| *count > 0)?;
+    let first: Vec<String> =
+        all.filter(|number| !files.contains_key(number)).take(SHOWN).map(|number| number.to_string()).collect();
     let more = if count > SHOWN as u64 { format!(" and {} more", count - SHOWN as u64) } else { String::new() };
-    Err(Error::Missing {
-        path: folder.to_path_buf(),
-        at,
-        expected: format!("the files of {size} ranks"),
-        missing: format!("{}{more}", crate::catalog::list_ranks(&missing)),
-    })
+    Some(first.join(", ") + &more)
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+fn load(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, options: &ReadOptions) -> Result<Catalog> {
+    let loaded = load_files(files, ranks, options)?;
+    let mut catalog = merge(&loaded)?;
+    catalog.dropped = torch::dropped(&loaded);
+    Ok(catalog)
+}
 
-    #[test]
-    fn ranks_are_found_in_common_names() {
-        let parse = |name: &str| parse_name(Path::new(name)).map(|name| (name.series, name.rank, name.world_size));
-        assert_eq!(parse("model_world_size_8_rank_3.pt"), Some(("model".into(), 3, Some(8))));
-        assert_eq!(parse("extra_state_world_size_2_rank_0.pt"), Some(("extra_state".into(), 0, Some(2))));
-        assert_eq!(parse("rank_12.pt"), Some((String::new(), 12, None)));
-        assert_eq!(parse("optim-rank7.pt"), Some(("optim".into(), 7, None)));
-        assert_eq!(parse("model_rank_1_of_4.pt"), Some(("model".into(), 1, Some(4))));
-        assert_eq!(parse("model.pt"), None);
-        assert_eq!(parse("frank.pt"), None);
-    }
+fn load_files(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, options: &ReadOptions) -> Result<Vec<RankFile>> {
+    let load = |(rank, path): (&u32, &PathBuf)| {
+        let file = files.add(path)?;
+        let contents = reader::read(files, files.whole(file), "", options.unknown())?;
+        Ok(RankFile { rank: Some(Rank(*rank)), path: path.clone(), contents })
+    };
+    ranks.iter().map(load).collect()
+}
+
+/// Whether these ranks alone have every element of every tensor. That they know every tensor is only likely, where
+/// all of them know the same.
+fn covers(ranks: &BTreeMap<u32, PathBuf>, files: &Files, options: &ReadOptions) -> bool {
+    let mut own = Files::new(files.io());
+    let Ok(loaded) = load_files(&mut own, ranks, options) else { return false };
+    let names = |file: &RankFile| {
+        let mut names = HashSet::new();
+        path::tensors(&file.contents.value, &path::Path::default(), &mut |path, _| _ = names.insert(path.clone()));
+        names
+    };
+    let Some((first, others)) = loaded.split_first() else { return false };
+    let known = names(first);
+    others.iter().all(|file| names(file) == known)
+        && merge(&loaded).is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tiling().is_ok()))
 }

@@ -15,6 +15,8 @@ pub enum IoMode {
     Mmap,
     /// Positional reads into buffers: best over a network.
     Read,
+    /// Positional reads past the page cache: for sources that nobody reads again.
+    Direct,
 }
 
 /// File systems, by the magic numbers of statfs(2), where mapping is slow or unsafe. FUSE stands for sshfs, gcsfuse,

@@ -4,6 +4,7 @@
 //! 16,384 rank files works under a limit of 1,024 descriptors. What a file was (device, inode, size, modification
 //! time) is remembered from the first look and checked again before a result is published.
 
+mod direct;
 pub mod filesystem;
 mod sigbus;
 
@@ -15,6 +16,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use memmap2::{Advice, Mmap};
 
+pub use direct::BOUNCE_BYTES;
 pub use filesystem::IoMode;
 
 use crate::error::{Error, Result};
@@ -62,6 +64,8 @@ struct Entry {
 pub struct OpenFile {
     path: PathBuf,
     file: File,
+    /// The same file, to be read past the page cache, where that is asked for and possible.
+    direct: Option<File>,
     len: u64,
     map: OnceLock<Mmap>,
 }
@@ -87,7 +91,13 @@ impl OpenFile {
     /// # Errors
     /// `Malformed` where the file ends first, `Io` where the read fails.
     pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> Result<()> {
-        self.file.read_exact_at(buffer, offset).map_err(|error| {
+        // A file system may open a file for direct reads and still refuse them.
+        let direct = self.direct.as_ref().map(|file| direct::read_exact_at(file, buffer, offset));
+        let read = match direct {
+            Some(Err(error)) if error.kind() == io::ErrorKind::InvalidInput => None,
+            read => read,
+        };
+        read.unwrap_or_else(|| self.file.read_exact_at(buffer, offset)).map_err(|error| {
             if error.kind() == io::ErrorKind::UnexpectedEof {
                 self.too_short(offset, buffer.len() as u64)
             } else {
@@ -217,7 +227,9 @@ impl Files {
         if Identity::of(&metadata) != entry.identity {
             return Err(changed(&entry.path));
         }
-        let file = Arc::new(OpenFile { path: entry.path.clone(), file, len: entry.identity.len, map: OnceLock::new() });
+        let direct = (self.io == IoMode::Direct).then(|| direct::open(&entry.path)).flatten();
+        let len = entry.identity.len;
+        let file = Arc::new(OpenFile { path: entry.path.clone(), file, direct, len, map: OnceLock::new() });
         // First in, first out: work goes through the files in order, so the oldest one is done with. A file still in
         // use stays open through its other `Arc`.
         if set.recent.len() >= filesystem::open_file_budget()

@@ -120,7 +120,19 @@ fn sources_that_are_no_checkpoint() {
     let sandbox = Sandbox::new();
     unknown(&sandbox.path("nowhere"), &["nowhere", "No such file"]);
     fs::create_dir(sandbox.path("empty")).unwrap();
-    unknown(&sandbox.path("empty"), &["empty", "no checkpoint of a known format", "hint: known are"]);
+    unknown(&sandbox.path("empty"), &["no checkpoint of a known format: it is empty", "hint: known are"]);
+    for (address, words) in [
+        ("s3://bucket/x", "object storage (s3://)"),
+        ("gs://bucket/x", "mount the bucket"),
+        ("hf://org/model", "hf download"),
+        ("https://example.org/model.pt", "copy the checkpoint to a disk first"),
+    ] {
+        unknown(Path::new(address), &[address, words]);
+    }
+    unknown(&sandbox.write("model.gguf", b"GGUF\x03\0\0\0"), &["a GGUF file", "hint: "]);
+    unknown(&sandbox.write("hidden.bin", b"\x89HDF\r\n\x1a\n"), &["an HDF5 file", "hint: "]);
+    unknown(&fixture("torch_file/script.pt"), &["TorchScript", "state_dict()"]);
+    unknown(&fixture("torch_file/legacy.pt"), &["legacy torch file", "save it again"]);
     for (name, bytes) in
         [("a.txt", &b"hello"[..]), ("a.pt", b""), ("b.pt", b"PK"), ("zeros", &[0; 600]), ("x.bin", b"\x80\x02}.")]
     {
@@ -128,7 +140,7 @@ fn sources_that_are_no_checkpoint() {
     }
     sandbox.write("several/a.pt", b"PK\x03\x04");
     sandbox.write("several/b.pt", b"PK\x03\x04");
-    unknown(&sandbox.path("several"), &["several", "no checkpoint of a known format"]);
+    unknown(&sandbox.path("several"), &["a.pt, b.pt are torch files", "give one of them"]);
     unknown(Path::new("/dev/null"), &["/dev/null", "neither a file nor a folder"]);
     unknown(Path::new("/dev/zero"), &["/dev/zero", "neither a file nor a folder"]);
     let pipe = sandbox.path("pipe");
@@ -186,7 +198,15 @@ fn other_frameworks_are_refused_by_name() {
     for (name, word) in [
         ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed"),
         ("latest_checkpointed_iteration.txt", "Megatron"),
-        ("shard-00000-model-00001-of-00001.safetensors", "Hugging Face writer"),
+        ("mp_rank_00", "Megatron"),
+        ("_CHECKPOINT_METADATA", "JAX"),
+        ("manifest.ocdbt", "Orbax"),
+        ("flax_model.msgpack", "Flax"),
+        ("model.onnx", "ONNX"),
+        ("model.Q4_K_M.gguf", "GGUF"),
+        ("weights.h5", "HDF5"),
+        ("arrays.npz", "NumPy"),
+        ("model.ckpt.index", "TensorFlow"),
     ] {
         let sandbox = Sandbox::new();
         sandbox.write(&format!("src/{name}"), b"x");

@@ -23,7 +23,8 @@ fn digests(source: &Path) -> Result<BTreeMap<String, String>> {
     let options = Options { threads: 1, strip_bytes: 1 << 20, sync: false };
     let mut found = BTreeMap::new();
     for (fqn, id) in model::all_tensors(&catalog.state) {
-        let digest = compare::digest(input, catalog.tensor(id), &options, &Silent, &Stop::default())?;
+        let entry = catalog.tensor(id);
+        let digest = compare::digest(input, entry, entry.dtype, &options, &Silent, &Stop::default())?;
         found.insert(fqn.to_string(), digest);
     }
     Ok(found)
@@ -167,7 +168,7 @@ fn verify_finds_a_flipped_byte_against_another_copy() {
     edit(&source.join("model.safetensors"), |bytes| *bytes.last_mut().unwrap() ^= 1);
     let found = dtshard(&[&"verify", &source, &crate::corrupt::fixture("safetensors/single")]);
     assert_eq!(found.code, Some(1), "{found:?}");
-    found.says(&["values", "first at element"]);
+    found.says(&["differing", "first at element"]);
 }
 
 #[test]

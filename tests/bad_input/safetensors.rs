@@ -188,3 +188,47 @@ fn two_names_that_become_one_are_refused() {
     let source = sandbox.write("m.pt", torch_file(pickle, &[("0", b"1111")]));
     dtshard(&[&"consolidate", &source, &sandbox.path("m.safetensors")]).refused(&["__metadata__"]);
 }
+
+/// Shards of DCP's Hugging Face storage: one f32 tensor `w` of `shape` in each, with this DCP_SHARDING_INFO.
+fn shards(files: &[(&str, &str)]) -> (Sandbox, std::path::PathBuf) {
+    let sandbox = Sandbox::new();
+    for (index, (shape, info)) in files.iter().enumerate() {
+        let info = serde_json::to_string(info).unwrap();
+        let tensor = entry("F32", shape, "[0,16]");
+        let header = format!(r#"{{"__metadata__":{{"DCP_SHARDING_INFO":{info}}},"w":{tensor}}}"#);
+        let name = format!("src/shard-{:05}-model-00001-of-00001.safetensors", index + 1);
+        sandbox.write(&name, file(&header, 16));
+    }
+    let source = sandbox.path("src");
+    (sandbox, source)
+}
+
+fn at(offsets: &str) -> String {
+    format!(r#"{{"w":{{"saved_offsets":{offsets}}}}}"#)
+}
+
+#[test]
+fn sharding_info_that_lies() {
+    let (sandbox, source) = shards(&[("[4]", &at("[0]")), ("[4]", &at("[4]"))]);
+    dtshard(&[&"unshard", &source, &sandbox.path("out.pt")]).succeeded();
+    for (files, words) in [
+        ([("[4]", at("[0]")), ("[4]", at("[5]"))], "gap"),
+        ([("[4]", at("[0]")), ("[4]", at("[3]"))], "overlap"),
+        ([("[4]", at("[1]")), ("[4]", at("[5]"))], "gap"),
+        ([("[4]", at("[0]")), ("[4]", at("[4000]"))], "gap"),
+        ([("[4]", at("[0]")), ("[4]", at("[18446744073709551615]"))], "offsets inside a tensor"),
+        ([("[4]", at("[0]")), ("[4]", at("[4611686018427387904]"))], "a shape that fits memory"),
+        ([("[4]", at("[0]")), ("[4]", at("[4,0]"))], "saved_offsets of 1 dims"),
+        ([("[4]", at("[0]")), ("[2,2]", at("[4,0]"))], "dtype or number of dims differs"),
+        ([("[4]", at("[0]")), ("[4]", at("[-4]"))], "saved_offsets for each tensor"),
+        ([("[4]", at("[0]")), ("[4]", String::from("{"))], "saved_offsets for each tensor"),
+        ([("[4]", at("[0]")), ("[4]", String::from("[1]"))], "saved_offsets for each tensor"),
+        ([("[4]", at("[0]")), ("[4]", String::from(r#"{"w":{}}"#))], "saved_offsets for each tensor"),
+        ([("[4]", at("[0]")), ("[4]", at("[4]").replace('w', "v"))], "the tensor v in the same file"),
+        // A shard that does not say where it lies is no shard.
+        ([("[4]", at("[0]")), ("[4]", String::from("{}"))], "a tensor in one file only"),
+    ] {
+        let (sandbox, source) = shards(&files.each_ref().map(|(shape, info)| (*shape, info.as_str())));
+        sandbox.is_bad(&source, &[words]);
+    }
+}

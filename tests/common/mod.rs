@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
-use dtshard::catalog::model;
+use dtshard::catalog::{TensorEntry, model};
 use dtshard::exec::{Input, Options, Silent, Stop, compare};
 use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, resolve};
 use safetensors::SafeTensors;
@@ -185,6 +185,7 @@ pub fn files() -> Vec<Source> {
         file("torch_file/trainer.pt", "torch_file/trainer.truth"),
         file("safetensors/single", "safetensors/truth"),
         file("safetensors/sharded", "safetensors/sharded.truth"),
+        file("dcp_hf/shards", "dcp_hf/truth"),
     ]
 }
 
@@ -261,12 +262,16 @@ pub fn inspect(path: &Path, options: &str) -> Json {
 pub fn read(path: &Path) -> Tensors {
     let options = ReadOptions { series: SeriesChoice::All, ..ReadOptions::default() };
     let checkpoint = Checkpoint::open(path, &options).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    tensors_of(&checkpoint)
+}
+
+pub fn tensors_of(checkpoint: &Checkpoint) -> Tensors {
     let (files, catalog) = (&checkpoint.files, &checkpoint.catalog);
     // Strips far shorter than the tensors, so that there are several of each.
     let options = Options { threads: 1, strip_bytes: 64, sync: false };
-    let digest = |entry| {
+    let digest = |entry: &TensorEntry| {
         let input = Input { files, catalog, resolve: &resolve };
-        compare::digest(input, entry, &options, &Silent, &Stop::default()).unwrap()
+        compare::digest(input, entry, entry.dtype, &options, &Silent, &Stop::default()).unwrap()
     };
     let tensors = model::all_tensors(&catalog.state).into_iter().map(|(name, id)| {
         let entry = catalog.tensor(id);

@@ -55,9 +55,13 @@ def binary():
     raise FileNotFoundError("no dtshard: set DTSHARD, or run `cargo build --release`")
 
 
+def run(*arguments):
+    return subprocess.run([binary(), *map(str, arguments)], capture_output=True, text=True, timeout=120)
+
+
 def dtshard(*arguments):
-    done = subprocess.run([binary(), *map(str, arguments)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, f"dtshard {' '.join(map(str, arguments))}\n{done.stderr}"
+    done = run(*arguments)
+    assert done.returncode == 0, f"dtshard {' '.join(map(str, arguments))}\n{done.stderr[:4000]}"
     return done
 
 
@@ -68,6 +72,11 @@ def dtshard(*arguments):
 def truth(case, stem="truth"):
     """(the JSON, whole tensors by name); tensors are never modified by tests."""
     return generate.read_truth(os.path.join(FIXTURES, case), stem)
+
+
+def trainer_truth(case):
+    """The same for a whole folder of a trainer, whose truth lies beside it."""
+    return truth(".", f"{case}.truth")
 
 
 def plain_tree(tree, whole, name=""):
@@ -129,8 +138,12 @@ def decode(value):
     if isinstance(value, list):
         return [decode(v) for v in value]
     if isinstance(value, dict):
-        assert set(value) == {"$tuple"}, value
-        return tuple(map(decode, value["$tuple"]))
+        if set(value) == {"$tuple"}:
+            return tuple(map(decode, value["$tuple"]))
+        if set(value) == {"$bytes"}:
+            return bytes.fromhex(value["$bytes"])
+        assert not any(k.startswith("$") for k in value), value
+        return {k: decode(v) for k, v in value.items()}
     return value
 
 

@@ -123,3 +123,90 @@ def resume(case, kind, folder):
     group = optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (1e-3, 0.1)
     optimizer.step()  # goes on
+
+
+# ---------------------------------------------------------------------------------------------------
+# verl's own files
+
+def resume_verl(folder, sources):
+    """As verl's FSDPCheckpointManager.load_checkpoint does it, from this rank's three files; then one step.
+
+    `sources` is how many ranks the original was written by: random numbers' state may be any one of theirs.
+    """
+    info, tensors = common.trainer_truth("verl")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    state = {kind: torch.load(f"{folder}/{kind}_world_size_{world}_rank_{rank}.pt", weights_only=False)
+             for kind in ("model", "optim", "extra_state")}
+    for name, t in generate.leaves({k: state[k] for k in ("model", "optim")}):
+        if name.endswith(".step"):
+            assert type(t) is torch.Tensor, name
+            continue
+        assert type(t) is DTensor and t.device_mesh.mesh_dim_names == ("fsdp",), name
+        assert t.device_mesh.mesh.tolist() == list(range(world)), name
+        assert [generate.placement_text(p) for p in t.placements] == ["S(0)"], name
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+    module = generate.llama(generate.Truth(), layers=2)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.zero_()
+    generate.shard_llama(module, mesh)
+    optimizer = torch.optim.AdamW(module.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, generate.warm_up)
+
+    module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optim"])
+    scheduler.load_state_dict(state["extra_state"]["lr_scheduler"])
+    assert set(state["model"]) == set(module.state_dict())
+    for name, t in module.state_dict().items():
+        check(t, tensors[f"model.{name}"], name)
+        assert generate.same(t.full_tensor(), tensors[f"model.{name}"]), name
+    names = [name for name, _ in module.named_parameters()]
+    assert names == info["optim_params"]
+    for name, p in module.named_parameters():
+        assert set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
+        for key, t in optimizer.state[p].items():
+            check(t, tensors[f"optim.state.{name}.{key}"], f"{name} {key}")
+    groups = common.decode(info["ranks_objects"]["optim"]["param_groups"])
+    common.assert_equal(state["optim"]["param_groups"], groups)
+    common.assert_equal(state["extra_state"]["lr_scheduler"],
+                        common.decode(info["ranks_objects"]["extra_state"]["lr_scheduler"]))
+    if "rng" in state["extra_state"]:  # verl goes on without the key, but not with a part of the state
+        assert any(generate.same_rng(state["extra_state"]["rng"], generate.rng_state(r)) for r in range(sources))
+
+    # one step, and the same one of whole tensors in one process
+    whole = [torch.nn.Parameter(tensors[f"model.{n}"].clone()) for n in names]
+    reference = torch.optim.AdamW(whole)
+    state_of = lambda n: {k: tensors[f"optim.state.{n}.{k}"].clone() for k in ("step", "exp_avg", "exp_avg_sq")}
+    reference.load_state_dict({"state": {i: state_of(n) for i, n in enumerate(names)}, "param_groups": groups})
+    for name, p, w in zip(names, module.parameters(), whole):
+        w.grad = generate.weights(f"grad.{name}", tuple(w.shape))
+        p.grad = DTensor.from_local(local_truth(w.grad, p), mesh, p.placements, run_check=False,
+                                    shape=p.shape, stride=p.stride())
+    optimizer.step()
+    reference.step()
+    for name, p, w in zip(names, module.parameters(), whole):
+        check(p, w.detach(), f"{name} after a step")
+        assert not generate.same(w.detach(), tensors[f"model.{name}"]), name
+
+
+# ---------------------------------------------------------------------------------------------------
+# PyTorch's Hugging Face storage: a file a rank, to be merged
+
+HF_SHAPES = {"w": ((7, 3), "f32"), "odd": ((5,), "bf16"), "ids": ((9,), "i64"), "flags": ((4, 2), "u8"),
+             "scale": ((), "f32"), "count": ((), "i64"), "alone": ((2, 2), "f32")}
+
+
+def save_hf(folder):
+    """Sharded by rows over all ranks; 0-d ones and `alone` are plain."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    state = {}
+    for name, (shape, dtype) in HF_SHAPES.items():
+        full = generate.values(name, shape, dtype)
+        if not shape or name == "alone":
+            state[name] = full
+            continue
+        placement = [generate.placement_object("S(0)")]
+        part = generate.local_part(full, mesh.shape, mesh.get_coordinate(), ["S(0)"])
+        state[name] = DTensor.from_local(part, mesh, placement, run_check=False, shape=full.shape, stride=full.stride())
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))

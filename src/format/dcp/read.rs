@@ -9,6 +9,7 @@ use crate::catalog::path::Unflatten;
 use crate::catalog::{Catalog, Chunk, ChunkTable, Holding, Located, Path as StatePath, Place, TensorEntry, Value};
 use crate::error::{CoverageKind, Error, Result};
 use crate::format::files_beside;
+use crate::format::pickle::{LiftError, Unknown};
 use crate::format::torch::{Found, reader, whole_chunk};
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::{FileId, Files, Stretch};
@@ -47,7 +48,7 @@ enum Slot {
 ///
 /// # Errors
 /// `Malformed`, `Coverage`, `Unsupported`, `Io`.
-pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
+pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalog> {
     let mut slots: IndexMap<String, (StatePath, Slot)> = IndexMap::new();
     for (rank, path) in metadata_files(folder)? {
         let file = files.add(&path)?;
@@ -74,7 +75,10 @@ pub fn read(files: &mut Files, folder: &Path) -> Result<Catalog> {
     for (fqn, (path, slot)) in slots {
         let value = match slot {
             Slot::Tensor(entry) => Value::Tensor(catalog.push_tensor(entry)),
-            Slot::Object(places) => read_objects(files, &places, &fqn, &mut catalog)?,
+            Slot::Object(places) => match read_objects(files, &places, &fqn, unknown, &mut catalog)? {
+                Some(value) => value,
+                None => continue,
+            },
         };
         state.insert(&path, value).map_err(|found| Error::malformed(folder, fqn, "a path of its own", found))?;
     }
@@ -166,26 +170,47 @@ fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> 
     Ok(())
 }
 
-/// A value that is not a tensor, from every rank that stores it.
-fn read_objects(files: &Files, places: &[(Rank, Stretch)], fqn: &str, catalog: &mut Catalog) -> Result<Value> {
+/// A value that is not a tensor, from every rank that stores it; `None` where it is left out.
+fn read_objects(
+    files: &Files,
+    places: &[(Rank, Stretch)],
+    fqn: &str,
+    unknown: Unknown,
+    catalog: &mut Catalog,
+) -> Result<Option<Value>> {
     let mut holdings: Vec<Holding> = Vec::new();
     for (rank, place) in places {
-        let value = read_object(files, *place, fqn, catalog)?;
+        let Some(value) = read_object(files, *place, fqn, unknown, catalog)? else { continue };
         match holdings.iter_mut().find(|holding| holding.value.same_but_tensors(&value)) {
             Some(holding) => holding.ranks.push(*rank),
             None => holdings.push(Holding { value, ranks: vec![*rank] }),
         }
     }
-    match <[Holding; 1]>::try_from(holdings) {
-        Ok([agreed]) => Ok(agreed.value),
-        Err(holdings) => Ok(Value::PerRank(holdings)),
+    if holdings.len() > 1 {
+        return Ok(Some(Value::PerRank(holdings)));
     }
+    Ok(holdings.pop().map(|agreed| agreed.value))
 }
 
 /// One stored value. Tensors inside it (in a tuple, say) become entries of their own.
-fn read_object(files: &Files, stretch: Stretch, fqn: &str, catalog: &mut Catalog) -> Result<Value> {
-    let mut contents = reader::read(files, stretch, fqn)?;
+fn read_object(
+    files: &Files,
+    stretch: Stretch,
+    fqn: &str,
+    unknown: Unknown,
+    catalog: &mut Catalog,
+) -> Result<Option<Value>> {
+    let mut contents = reader::read(files, stretch, fqn, unknown)?;
     catalog.archives.push(stretch);
+    for dropped in &contents.dropped {
+        let text = format!("{} ({})", LiftError::join(fqn, &dropped.path), dropped.symbol);
+        if !catalog.dropped.contains(&text) {
+            catalog.dropped.push(text);
+        }
+    }
+    if contents.dropped.iter().any(|dropped| dropped.path.is_empty()) {
+        return Ok(None);
+    }
     let shift = u32::try_from(catalog.tensors.len()).expect("fewer than 2^32 tensors");
     for found in &contents.tensors {
         let Found::Plain(view) = found else {
@@ -199,7 +224,7 @@ fn read_object(files: &Files, stretch: Stretch, fqn: &str, catalog: &mut Catalog
         catalog.push_tensor(entry);
     }
     contents.value.shift_tensors(shift);
-    Ok(contents.value)
+    Ok(Some(contents.value))
 }
 
 /// Where the tensor of an item lies: its own pickle and directory tell.
@@ -207,7 +232,7 @@ fn read_object(files: &Files, stretch: Stretch, fqn: &str, catalog: &mut Catalog
 /// # Errors
 /// `Malformed` where the item is not the chunk that the metadata describes.
 pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: Stretch) -> Result<Located> {
-    let contents = reader::read(files, stretch, entry.fqn.as_str())?;
+    let contents = reader::read(files, stretch, entry.fqn.as_str(), Unknown::Refuse)?;
     let path = files.path(stretch.file);
     let at = format!("{} (item at byte {})", entry.fqn, stretch.offset);
     let (Value::Tensor(_), [Found::Plain(view)]) = (&contents.value, contents.tensors.as_slice()) else {

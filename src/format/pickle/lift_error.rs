@@ -40,6 +40,12 @@ impl LiftError {
         }
     }
 
+    /// `path` as seen from outside of `prefix`.
+    #[must_use]
+    pub fn join(prefix: &str, path: &str) -> String {
+        path::join(prefix, path)
+    }
+
     /// The same error seen from outside of `prefix`, a path like `state['layer.0']`.
     pub fn under(mut self, prefix: &str) -> Self {
         let (Self::Forbidden { path, .. } | Self::Limit { path, .. } | Self::Malformed { path, .. }) = &mut self;

@@ -1,8 +1,9 @@
-//! A writer of protocol 2, without a memo.
+//! A writer of protocol 2, without a memo of its own.
 //!
 //! Why protocol 2: it is what `torch.save` writes, and `torch.load(weights_only=True)` takes no opcode of
 //! the later ones. Why no memo: no reader needs one, and without it a file does not depend on which
-//! equal objects happened to be the same. One price: shared objects are written out each time.
+//! equal objects happened to be the same. One price: shared objects are written out each time, unless a
+//! format that means them to be one [`put`](Writer::put)s and [`get`](Writer::get)s them.
 //!
 //! Here are the opcodes; [`super::write_value`] strings them together for whole values. What a format spells
 //! out through these methods is its own promise.
@@ -11,6 +12,7 @@
 
 use super::long;
 use super::symbols;
+use crate::layout::Rank;
 
 /// CPython's batch of items for one APPENDS or SETITEMS.
 const BATCH: usize = 1000;
@@ -20,6 +22,8 @@ const BATCH: usize = 1000;
 pub struct Writer {
     out: Vec<u8>,
     pub(super) depth: usize,
+    /// Whose pickle it is, where ranks store different values.
+    pub(super) rank: Option<Rank>,
 }
 
 impl Default for Writer {
@@ -31,7 +35,12 @@ impl Default for Writer {
 impl Writer {
     /// A pickle that so far says PROTO 2.
     pub fn new() -> Self {
-        Self { out: vec![0x80, 2], depth: 0 }
+        Self { out: vec![0x80, 2], depth: 0, rank: None }
+    }
+
+    /// The same, of one rank's values: where ranks store different ones, that rank's is written.
+    pub fn of_rank(rank: Rank) -> Self {
+        Self { rank: Some(rank), ..Self::new() }
     }
 
     /// The pickle so far.
@@ -178,6 +187,22 @@ impl Writer {
 
     pub fn binpersid(&mut self) -> &mut Self {
         self.op(b'Q')
+    }
+
+    /// Remembers the value on top under a number.
+    pub fn put(&mut self, index: u32) -> &mut Self {
+        match u8::try_from(index) {
+            Ok(index) => self.op(b'q').raw(&[index]),
+            Err(_) => self.op(b'r').raw(&index.to_le_bytes()),
+        }
+    }
+
+    /// The very object that was remembered.
+    pub fn get(&mut self, index: u32) -> &mut Self {
+        match u8::try_from(index) {
+            Ok(index) => self.op(b'h').raw(&[index]),
+            Err(_) => self.op(b'j').raw(&index.to_le_bytes()),
+        }
     }
 
     /// Appends `items` to the list on top, each written by `each` as one value.

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use super::reader::Reader;
 use super::tensor::{Found, recognise};
+use super::write_dtensor::{Release, Style};
 use crate::format::pickle::{LiftError, Ref};
 use crate::layout::{DeviceMesh, Dims, Rank};
 
@@ -24,6 +25,8 @@ pub struct MeshSpec {
     pub rank: Option<Rank>,
     /// False where the saving rank is not in the mesh and holds nothing.
     pub is_member: bool,
+    /// How it was written.
+    pub style: Style,
 }
 
 /// More ranks than any cluster has; a larger array is damage.
@@ -41,6 +44,12 @@ pub fn read_mesh(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Arc<MeshSpec>
     let spec = Arc::new(spec);
     reader.meshes.insert(key, Arc::clone(&spec));
     Ok(spec)
+}
+
+fn style(release: Release, state: Ref<'_>) -> Style {
+    let device_type = state.get("_device_type").or_else(|| state.get("device_type")).and_then(Ref::as_str);
+    let default = Style::default().device_type;
+    Style { release, device_type: device_type.map_or(default, str::to_owned) }
 }
 
 fn names(state: Ref<'_>) -> Result<Option<Vec<String>>, LiftError> {
@@ -73,7 +82,7 @@ fn from_array(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, LiftE
         .map(|at| mesh.rank_at(&at));
     let parent = state.get("_parent_mesh").filter(|node| !node.is_none());
     let root = parent.map(|node| read_mesh(reader, node)).transpose()?.map(|spec| spec.mesh.clone());
-    Ok(MeshSpec { mesh, root, rank, is_member: is_member(state) })
+    Ok(MeshSpec { mesh, root, rank, is_member: is_member(state), style: style(Release::V2_5, state) })
 }
 
 /// torch 2.10 and later: a layout over the ranks of the root.
@@ -127,7 +136,13 @@ fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, Lift
         at.iter().zip(mesh.shape()).all(|(at, size)| at < size).then(|| mesh.rank_at(at))
     };
     let rank = stored_rank.or_else(from_coordinate);
-    Ok(MeshSpec { mesh, root: root_spec.map(|spec| spec.mesh.clone()), rank, is_member: is_member(state) })
+    let release = match (layout.get("axes"), state.get("_rank")) {
+        (Some(_), _) => Release::V2_13,
+        (None, Some(_)) => Release::V2_11,
+        (None, None) => Release::V2_10,
+    };
+    let style = style(release, state);
+    Ok(MeshSpec { mesh, root: root_spec.map(|spec| spec.mesh.clone()), rank, is_member: is_member(state), style })
 }
 
 /// One mesh dim: sizes and strides of the axes it was made of, row-major.

@@ -7,14 +7,21 @@ pub mod ranks;
 pub mod reader;
 mod tensor;
 mod write;
+mod write_dtensor;
+mod write_ranks;
 
 use std::path::PathBuf;
 
 pub use tensor::{Found, View};
 pub use write::{Saved, reserve, reserved_whole, save, save_tensor, write_sizes};
+pub use write_dtensor::{Release, Style};
+pub use write_ranks::{RankLayout, RankTarget, reserve_ranks};
+
+use indexmap::IndexSet;
 
 use crate::catalog::{Catalog, Chunk, contiguous_strides};
 use crate::error::Result;
+use crate::format::pickle::Unknown;
 use crate::layout::Tile;
 use crate::storage::Files;
 use reader::Contents;
@@ -23,18 +30,27 @@ use reader::Contents;
 ///
 /// # Errors
 /// `Malformed`, `Unsupported`, `Io`.
-pub fn read(files: &mut Files, paths: &[PathBuf]) -> Result<Catalog> {
+pub fn read(files: &mut Files, paths: &[PathBuf], unknown: Unknown) -> Result<Catalog> {
     let mut loaded = Vec::new();
     for path in paths {
         let file = files.add(path)?;
-        let contents = reader::read(files, files.whole(file), "")?;
+        let contents = reader::read(files, files.whole(file), "", unknown)?;
         loaded.push(ranks::RankFile { rank: None, path: path.clone(), contents });
     }
-    if loaded.len() == 1 {
-        let only = loaded.pop().expect("one file");
-        return ranks::single(only);
-    }
-    ranks::disjoint(loaded)
+    let dropped = dropped(&loaded);
+    let mut catalog = match loaded.len() {
+        1 => ranks::single(loaded.pop().expect("one file"))?,
+        _ => ranks::disjoint(loaded)?,
+    };
+    catalog.dropped = dropped;
+    Ok(catalog)
+}
+
+/// What was left out of some of the files: `FQN (symbol)`, each once.
+pub fn dropped(files: &[ranks::RankFile]) -> Vec<String> {
+    let all = files.iter().flat_map(|file| &file.contents.dropped);
+    let distinct: IndexSet<String> = all.map(|dropped| format!("{} ({})", dropped.path, dropped.symbol)).collect();
+    distinct.into_iter().collect()
 }
 
 /// A chunk of `tile` that is the view.

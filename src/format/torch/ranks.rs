@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use super::reader::Contents;
 use super::{Found, View, chunk};
-use crate::catalog::path::key_text;
+use crate::catalog::path::{is_descended, key_text};
 use crate::catalog::{
     Catalog, ChunkTable, Dict, Fqn, Holding, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes,
 };
@@ -130,8 +130,9 @@ impl Merger<'_> {
         match (into, from) {
             (Value::Tensor(into), Value::Tensor(from)) => self.merge_tensor(*into, from, file),
             (Value::Dict(into), Value::Dict(from)) => self.merge_dict(into, from, file),
-            (Value::List(into), Value::List(from)) | (Value::Tuple(into), Value::Tuple(from))
-                if into.len() == from.len() =>
+            // What has no names within it is one value, on which ranks agree or not.
+            (Value::List(into), Value::List(from))
+                if into.len() == from.len() && into.iter().chain(&from).any(is_descended) =>
             {
                 for (into, from) in into.iter_mut().zip(from) {
                     self.merge_value(into, from, file);
@@ -280,7 +281,7 @@ impl Merger<'_> {
             if let (Some(own), Some(stored)) = (file.rank, mesh.rank)
                 && own != stored
             {
-                let found = format!("a DTensor saved by rank {stored}");
+                let found = format!("a DTensor saved by rank {stored}: the name of the file does not say its rank");
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), format!("the file of rank {own}"), found));
             }
             let sharding = lift_to_root(&mesh.mesh, mesh.root.as_ref(), placements, catalog);
@@ -339,7 +340,10 @@ impl Merger<'_> {
                 Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found))
             };
             if let Some(own) = file.rank.filter(|own| own.0 != *rank) {
-                return bad(format!("the file of rank {own}"), format!("a ShardedTensor saved by rank {rank}"));
+                return bad(
+                    format!("the file of rank {own}"),
+                    format!("a ShardedTensor saved by rank {rank}: the name of the file does not say its rank"),
+                );
             }
             for (region, view) in local {
                 if !region.fits(shape) || region.sizes != view.sizes {

@@ -8,8 +8,8 @@ use super::mesh::MeshSpec;
 use super::tensor::{Found, View, recognise};
 use crate::catalog::{Dtype, Located, Place, TensorId, Value};
 use crate::error::{Error, Result};
-use crate::format::pickle::{self, LiftError, NoFold, NodeId, PickleError, PickleErrorKind};
-use crate::format::zip::Archive;
+use crate::format::pickle::{self, Dropped, LiftError, NoFold, NodeId, PickleError, PickleErrorKind, Unknown};
+use crate::format::zip::{Archive, torch_script};
 use crate::storage::{Files, Stretch};
 
 /// What a file (or an item of a DCP data file) holds.
@@ -18,6 +18,8 @@ pub struct Contents {
     /// Tensors in it refer to `tensors`.
     pub value: Value,
     pub tensors: Vec<Found>,
+    /// Objects that were left out because their classes are not known.
+    pub dropped: Vec<Dropped>,
     archive: Archive,
     stretch: Stretch,
 }
@@ -143,7 +145,7 @@ impl Reader<'_> {
 ///
 /// # Errors
 /// `Malformed`, `Unsupported`, `Io`.
-pub fn read(files: &Files, stretch: Stretch, name: &str) -> Result<Contents> {
+pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Result<Contents> {
     let file = stretch.file;
     let path = files.path(file);
     let archive = Archive::read(files, stretch)?;
@@ -164,7 +166,7 @@ pub fn read(files: &Files, stretch: Stretch, name: &str) -> Result<Contents> {
     // Views that are the same view of the same storage are one tensor under several names.
     let mut known: HashMap<View, TensorId> = HashMap::new();
     let mut by_node: HashMap<NodeId, TensorId> = HashMap::new();
-    let lifted = pickle::lift(pickle.root(), &mut |node| {
+    let lifted = pickle::lift_with(pickle.root(), unknown, &mut |node| {
         if let Some(id) = by_node.get(&node.id()).filter(|_| node.is_shared()) {
             return Ok(Some(*id));
         }
@@ -191,16 +193,13 @@ pub fn read(files: &Files, stretch: Stretch, name: &str) -> Result<Contents> {
         Ok(Some(id))
     });
     let unsupported = reader.unsupported.into_inner();
-    let value = lifted.map_err(|error| lift_error(path, &error.under(name), unsupported))?;
-    Ok(Contents { value, tensors, archive, stretch })
+    let lifted = lifted.map_err(|error| lift_error(path, &error.under(name), unsupported))?;
+    Ok(Contents { value: lifted.value, tensors, dropped: lifted.dropped, archive, stretch })
 }
 
 fn check_kind(files: &Files, path: &Path, archive: &Archive) -> Result<()> {
     if archive.get("constants.pkl").is_some() {
-        return Err(Error::unsupported(
-            format!("{}: a TorchScript archive, not a checkpoint", path.display()),
-            "save the module's state_dict() with torch.save",
-        ));
+        return Err(torch_script(path));
     }
     match archive.content(files, "byteorder")?.as_deref() {
         None | Some(b"little") => Ok(()),
@@ -231,7 +230,8 @@ pub fn lift_error(path: &Path, error: &LiftError, unsupported: Option<String>) -
     match (error, unsupported) {
         (LiftError::Forbidden { symbol, .. }, _) => Error::unsupported(
             format!("{}: {at} needs the Python object `{symbol}`, which is not known to be plain data", path.display()),
-            "nothing named in a pickle is ever run; remove that object from the checkpoint and save it again",
+            "nothing named in a pickle is ever run; remove that object from the checkpoint and save it again, or go \
+             on without such objects with --drop-unknown",
         ),
         (_, Some(what)) => Error::unsupported(
             format!("{}: {at} is {what}", path.display()),

@@ -16,7 +16,7 @@ use crate::storage::FileId;
 
 /// The folder inside the archive. PyTorch takes it from the file's name, but reads any; a fixed one makes equal
 /// checkpoints equal files.
-const PREFIX: &str = "archive";
+pub(super) const PREFIX: &str = "archive";
 
 /// One archive appended to a file: a pickled value and the data of the tensors in it.
 pub struct Saved {
@@ -70,7 +70,7 @@ fn append(
 }
 
 /// `_rebuild_tensor_v2(storage, 0, size, stride, False, OrderedDict())`, or v3 with a dtype for an untyped storage.
-fn write_tensor(writer: &mut Writer, dtype: Dtype, key: usize, sizes: &[u64]) {
+pub(super) fn write_tensor(writer: &mut Writer, dtype: Dtype, key: usize, sizes: &[u64]) {
     let numel: u64 = sizes.iter().product();
     let (rebuild, class, stored) = match dtype.storage_class() {
         Some(class) => ("_rebuild_tensor_v2", ("torch", class), numel),

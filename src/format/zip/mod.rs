@@ -5,5 +5,5 @@
 mod read;
 mod write;
 
-pub use read::{Archive, data_offset};
+pub use read::{Archive, data_offset, torch_script};
 pub use write::{ArchiveWriter, Frames};

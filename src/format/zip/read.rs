@@ -54,6 +54,8 @@ impl Archive {
         }
         let (prefix, records) = read_entries(&archive, base, len, &mut buffer).map_err(|fault| match fault {
             Fault::Malformed(found) => malformed(found),
+            // Only archives of torch.jit.save have code, and nothing else of theirs is compressed.
+            Fault::Compressed(name) if name.contains("/code/") => torch_script(path),
             Fault::Compressed(name) => Error::unsupported(
                 format!("{}: entry `{name}` is compressed", path.display()),
                 "torch.save stores entries as they are; the file was repacked by another tool",
@@ -187,6 +189,14 @@ fn is_extra_field(mut extra: &[u8]) -> bool {
 
 fn bad_header(path: &std::path::Path, name: &str, header: u64) -> Error {
     Error::malformed(path, format!("byte {header}"), format!("the local header of {name}"), "something else")
+}
+
+/// The error for an archive of torch.jit.save.
+pub fn torch_script(path: &std::path::Path) -> Error {
+    Error::unsupported(
+        format!("{}: a TorchScript archive, not a checkpoint", path.display()),
+        "save the module's state_dict() with torch.save",
+    )
 }
 
 fn place(base: u64, what: &str) -> String {

@@ -63,7 +63,22 @@ impl<'a> ArchiveWriter<'a> {
 
     /// The pickle and the small records that PyTorch writes before any data.
     pub fn start(&mut self, pickle: &[u8]) {
-        self.literal("data.pkl", pickle);
+        self.start_in_parts(pickle, &[]);
+    }
+
+    /// The same, with the pickle kept in parts that end at `cuts` (ascending): parts that other archives have too are
+    /// kept once.
+    pub fn start_in_parts(&mut self, pickle: &[u8], cuts: &[usize]) {
+        let header = self.header("data.pkl", pickle.len() as u64);
+        let mut start = 0;
+        for &cut in cuts {
+            self.flush();
+            self.pending.extend_from_slice(&pickle[start..cut]);
+            start = cut;
+        }
+        self.flush();
+        self.pending.extend_from_slice(&pickle[start..]);
+        self.known("data.pkl", header, pickle);
         self.literal(".format_version", b"1");
         self.literal(".storage_alignment", b"64");
         self.literal("byteorder", b"little");
@@ -73,6 +88,11 @@ impl<'a> ArchiveWriter<'a> {
     pub fn literal(&mut self, name: &str, content: &[u8]) {
         let header = self.header(name, content.len() as u64);
         self.pending.extend_from_slice(content);
+        self.known(name, header, content);
+    }
+
+    /// What follows content that is known.
+    fn known(&mut self, name: &str, header: u64, content: &[u8]) {
         let crc = crc32fast::hash(content);
         self.descriptor(header, content.len() as u64, crc);
         self.entries.push(Entry { name: self.full(name), header, len: content.len() as u64, crc, payload: None });

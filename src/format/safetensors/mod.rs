@@ -8,193 +8,114 @@
 //! | u64 N | N bytes of JSON, padded with spaces | tensor data, tiled without holes |
 //! ```
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
+mod header;
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 
-use serde::de::{Error as _, MapAccess, Visitor};
-use serde::{Deserialize, Deserializer};
-use serde_json::{Value as Json, json};
+pub use header::Stored;
+use header::{MAX_HEADER_BYTES, read_header};
+use serde::Deserialize;
+use serde_json::json;
 
+use super::dcp_hf::{self, Shard};
 use super::{distinct_names, files_beside, natural_order};
-use crate::catalog::{
-    Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, checked_len_bytes,
-};
+use crate::catalog::{Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value};
 use crate::error::{Error, Result};
-use crate::layout::Dims;
 use crate::storage::{FileId, Files, regular_file};
 
-/// Headers beyond this are refused by the reference reader, too.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Says which framework wrote a file: loaders want `pt`.
+const FORMAT_KEY: &str = "format";
 
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
 // ---------------------------------------------------------------------------------------------------- reading
 
-/// One file's header, checked.
-#[derive(Debug)]
-struct Header {
-    metadata: BTreeMap<String, String>,
-    /// In the order of the data.
-    tensors: Vec<(String, Stored)>,
-}
-
-#[derive(Debug)]
-struct Stored {
-    dtype: Dtype,
-    shape: Dims,
-    /// Absolute offset in the file.
-    offset: u64,
-}
-
-/// An entry as the JSON gives it.
-#[derive(Deserialize)]
-struct RawEntry {
-    dtype: String,
-    shape: Vec<u64>,
-    data_offsets: (u64, u64),
-}
-
-/// A JSON object whose keys are distinct and keep their order.
-struct DistinctMap(Vec<(String, Json)>);
-
-impl<'de> Deserialize<'de> for DistinctMap {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct DistinctVisitor;
-        impl<'de> Visitor<'de> for DistinctVisitor {
-            type Value = DistinctMap;
-
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("a JSON object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<DistinctMap, A::Error> {
-                let mut seen = BTreeSet::new();
-                let mut entries = Vec::new();
-                while let Some((key, value)) = map.next_entry::<String, Json>()? {
-                    if !seen.insert(key.clone()) {
-                        return Err(A::Error::custom(format_args!("the key `{key}` twice")));
-                    }
-                    entries.push((key, value));
-                }
-                Ok(DistinctMap(entries))
-            }
-        }
-        deserializer.deserialize_map(DistinctVisitor)
-    }
-}
-
-fn read_header(files: &Files, file: FileId) -> Result<Header> {
-    let path = files.path(file);
-    let file_len = files.len_bytes(file);
-    let malformed = |at: &str, expected: &str, found: String| Error::malformed(path, at, expected, found);
-    if file_len < 8 {
-        return Err(malformed("byte 0", "an 8-byte header length", format!("a file of {file_len} bytes")));
-    }
-    let prefix = files.read(file, 0, 8)?;
-    let header_len = u64::from_le_bytes(prefix.try_into().expect("8 bytes were read"));
-    if header_len == 0 || header_len > MAX_HEADER_BYTES || header_len > file_len - 8 {
-        let expected = format!("a header length up to {}", MAX_HEADER_BYTES.min(file_len - 8));
-        return Err(malformed("byte 0", &expected, header_len.to_string()));
-    }
-    let text = files.read(file, 8, header_len)?;
-    let DistinctMap(entries) =
-        serde_json::from_slice(&text).map_err(|error| malformed("header", "a JSON object", error.to_string()))?;
-
-    let data_start = 8 + header_len;
-    let data_len = file_len - data_start;
-    let mut metadata = BTreeMap::new();
-    let mut tensors = Vec::with_capacity(entries.len());
-    for (name, value) in entries {
-        if name == "__metadata__" {
-            metadata = serde_json::from_value(value)
-                .map_err(|error| malformed("__metadata__", "a map of strings", error.to_string()))?;
-            continue;
-        }
-        let raw: RawEntry = serde_json::from_value(value)
-            .map_err(|error| malformed(&name, "dtype, shape and data_offsets", error.to_string()))?;
-        let (stored, len) = check_entry(path, &name, raw, data_start)?;
-        tensors.push((name, stored, len));
-    }
-    tensors.sort_by_key(|(_, stored, len)| (stored.offset, *len));
-    // The data must be tiled: each tensor begins where the one before it ends, the last one ends with the file.
-    let mut end = data_start;
-    for (name, stored, len) in &tensors {
-        if stored.offset != end {
-            let (expected, found) = (format!("data at {}", end - data_start), (stored.offset - data_start).to_string());
-            return Err(malformed(name, &expected, format!("data at {found}")));
-        }
-        end += len;
-    }
-    if end != file_len {
-        let expected = format!("{} bytes of data", end - data_start);
-        return Err(malformed("data", &expected, format!("{data_len} bytes")));
-    }
-    Ok(Header { metadata, tensors: tensors.into_iter().map(|(name, stored, _)| (name, stored)).collect() })
-}
-
-/// The tensor of an entry and its length in bytes.
-fn check_entry(path: &Path, name: &str, raw: RawEntry, data_start: u64) -> Result<(Stored, u64)> {
-    let malformed = |expected: String, found: String| Error::malformed(path, name, expected, found);
-    let Some(dtype) = Dtype::from_safetensors_tag(&raw.dtype) else {
-        return Err(Error::unsupported(
-            format!("{}: {name}: dtype {} has no PyTorch counterpart", path.display(), raw.dtype),
-            "convert that tensor to a dtype PyTorch has before it is saved",
-        ));
-    };
-    let mut shape: Dims = raw.shape.as_slice().into();
-    if dtype == Dtype::F4E2m1fnX2 {
-        // The file counts values, PyTorch the bytes that hold two of them.
-        let last = shape.last_mut().filter(|size| **size % 2 == 0);
-        let Some(last) = last else {
-            return Err(malformed(String::from("an even last dim of F4"), format!("{:?}", raw.shape)));
-        };
-        *last /= 2;
-    }
-    let (begin, end) = raw.data_offsets;
-    let Some(len) = checked_len_bytes(&shape, dtype).filter(|len| begin.checked_add(*len) == Some(end)) else {
-        let expected = format!("the bytes of {dtype} {:?}", raw.shape);
-        return Err(malformed(expected, format!("data_offsets [{begin}, {end}]")));
-    };
-    let Some(offset) = data_start.checked_add(begin).filter(|offset| offset.checked_add(len).is_some()) else {
-        return Err(malformed(String::from("data inside the file"), format!("data_offsets [{begin}, {end}]")));
-    };
-    Ok((Stored { dtype, shape, offset }, len))
-}
-
 /// Read one file, or every file of a folder. With an index, the index and the files must agree.
 ///
 /// # Errors
-/// `Malformed`, `Unsupported`, `Io`.
+/// `Malformed`, `Conflict`, `Unsupported`, `Io`.
 pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Result<Catalog> {
     let mut catalog = Catalog::empty();
-    let mut found: BTreeMap<String, (PathBuf, TensorId)> = BTreeMap::new();
+    let mut shards: BTreeMap<String, Vec<Shard>> = BTreeMap::new();
+    let mut notes: Vec<(PathBuf, String, String)> = Vec::new();
+    let mut sharded = None;
     for path in paths {
         let file = files.add(path)?;
-        let header = read_header(files, file)?;
+        let mut header = read_header(files, file)?;
+        let mut offsets = match header.metadata.remove(dcp_hf::SHARDING_INFO) {
+            Some(text) => {
+                sharded = Some(path);
+                dcp_hf::sharding_info(path, &text)?
+            }
+            None => BTreeMap::new(),
+        };
         for (name, stored) in header.tensors {
-            let fqn = Fqn::from(name.as_str());
-            let id = catalog.push_tensor(TensorEntry::whole(fqn, stored.dtype, stored.shape, file, stored.offset));
-            if let Some((other, _)) = found.insert(name.clone(), (path.clone(), id)) {
-                let found = format!("it in {} as well", other.display());
-                return Err(Error::malformed(path, name, "a tensor in one file only", found));
-            }
+            let shard = Shard { path: path.clone(), file, stored, offsets: offsets.remove(&name) };
+            shards.entry(name).or_default().push(shard);
         }
-        for (key, value) in header.metadata {
-            // Loaders look for these two; they say nothing about the model.
-            if key != "format" && !(key == "total_size" && value.parse::<u64>().is_ok()) {
-                catalog.warnings.push(format!("{}: __metadata__ {key}: {value}", path.display()));
-            }
+        if let Some((name, _)) = offsets.pop_first() {
+            let at = dcp_hf::SHARDING_INFO;
+            return Err(Error::malformed(path, at, format!("the tensor {name} in the same file"), "no such tensor"));
         }
+        notes.extend(header.metadata.into_iter().map(|(key, value)| (path.clone(), key, value)));
     }
+    let mut names: BTreeMap<String, (PathBuf, TensorId)> = BTreeMap::new();
+    for (name, shards) in shards {
+        if let [first, second, ..] = shards.as_slice()
+            && let Some(plain) = shards.iter().find(|shard| shard.offsets.is_none())
+        {
+            let other = if plain.path == first.path { second } else { first };
+            let found = format!("it in {} as well", other.path.display());
+            return Err(Error::malformed(&plain.path, name, "a tensor in one file only", found));
+        }
+        let id = catalog.push_tensor(dcp_hf::tensor(&name, &shards)?);
+        names.insert(name, (shards[0].path.clone(), id));
+    }
+    catalog.warnings.extend(sharded.and_then(|path| dcp_hf::untold_shapes(path)));
+    let aliases = aliases(&mut catalog, &names, notes)?;
     if let Some(index) = index {
-        check_index(index, &found)?;
+        check_index(index, &names, &aliases)?;
     }
-    let mut names: Vec<(String, TensorId)> = found.into_iter().map(|(name, (_, id))| (name, id)).collect();
+    names.extend(aliases);
+    let mut names: Vec<(String, TensorId)> = names.into_iter().map(|(name, (_, id))| (name, id)).collect();
     names.sort_by(|(left, _), (right, _)| natural_order(left, right));
+    let mut named = HashSet::new();
+    for (name, id) in &names {
+        // An entry bears the first of its names.
+        if named.insert(*id) {
+            catalog.tensors[id.0 as usize].fqn = Fqn::from(name.as_str());
+        }
+    }
     let entries = names.into_iter().map(|(name, id)| (Value::Str(name), Value::Tensor(id))).collect();
     catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
     Ok(catalog)
+}
+
+/// Further names of tensors: tied ones are written once, and `__metadata__` says which of the names was kept
+/// (`safetensors.torch.save_model`). Other notes in it are told to the user.
+fn aliases(
+    catalog: &mut Catalog,
+    names: &BTreeMap<String, (PathBuf, TensorId)>,
+    notes: Vec<(PathBuf, String, String)>,
+) -> Result<BTreeMap<String, (PathBuf, TensorId)>> {
+    let mut aliases: BTreeMap<String, (PathBuf, TensorId)> = BTreeMap::new();
+    for (path, key, value) in notes {
+        // Loaders look for these; they say nothing about the model.
+        if ["format", "DCP_VERSION"].contains(&key.as_str()) || key == "total_size" && value.parse::<u64>().is_ok() {
+            continue;
+        }
+        let Some(kept) = names.get(&value).filter(|_| !names.contains_key(&key)) else {
+            catalog.details.push(format!("{}: __metadata__ {key}: {value}", path.display()));
+            continue;
+        };
+        if let Some((_, other)) = aliases.insert(key.clone(), kept.clone()).filter(|(_, other)| *other != kept.1) {
+            let other = &catalog.tensor(other).fqn;
+            let found = format!("another name of {other} and of {value}");
+            return Err(Error::malformed(&path, key, "another name of one tensor", found));
+        }
+    }
+    Ok(aliases)
 }
 
 /// The part of an index that binds.
@@ -220,10 +141,15 @@ fn read_index(index: &Path) -> Result<Index> {
         .map_err(|error| Error::malformed(index, "index", "a JSON object with weight_map", error.to_string()))
 }
 
-fn check_index(index: &Path, found: &BTreeMap<String, (PathBuf, TensorId)>) -> Result<()> {
+/// The index must list every tensor, and may list further names of them.
+fn check_index(
+    index: &Path,
+    found: &BTreeMap<String, (PathBuf, TensorId)>,
+    aliases: &BTreeMap<String, (PathBuf, TensorId)>,
+) -> Result<()> {
     let map = read_index(index)?.weight_map;
     for (name, file) in &map {
-        match found.get(name) {
+        match found.get(name).or_else(|| aliases.get(name)) {
             Some((path, _)) if path.file_name().is_some_and(|own| own == file.as_str()) => {}
             Some((path, _)) => {
                 let found = format!("it in {}", path.display());
@@ -254,18 +180,37 @@ pub enum Shape {
     Folder { max_shard_bytes: u64 },
 }
 
-/// Lay out the named tensors of `source`, in this order.
+/// Lay out the named tensors of `source`, in this order. Of each pair of `ties` the first is a further name of the
+/// second, which is one of `tensors`: it is recorded in the `__metadata__` of the file that has it, as `{alias: kept}`.
 ///
 /// # Errors
 /// `Unsupported` where the format has no tag for a dtype.
-pub fn reserve(source: &Catalog, tensors: &[(Fqn, TensorId)], shape: &Shape) -> Result<Reservation> {
+///
+/// # Panics
+/// Where a tie is with a tensor that is not written.
+pub fn reserve(
+    source: &Catalog,
+    tensors: &[(Fqn, TensorId)],
+    ties: &[(Fqn, Fqn)],
+    shape: &Shape,
+) -> Result<Reservation> {
     let groups = match shape {
         Shape::File(_) => vec![tensors],
         Shape::Folder { max_shard_bytes } => split(source, tensors, *max_shard_bytes),
     };
     let mut reservation = Reservation::default();
     let mut weight_map = serde_json::Map::new();
-    distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &["__metadata__", ""])?;
+    let aliases = ties.iter().map(|(alias, _)| alias.as_str());
+    distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()).chain(aliases.clone()), &["__metadata__", ""])?;
+    // A key of the format's own among the metadata.
+    if aliases.clone().any(|alias| alias == FORMAT_KEY) {
+        return Err(Error::unsupported(
+            format!("a tied tensor called `{FORMAT_KEY}` cannot be recorded, since the metadata has that key already"),
+            "write tied tensors under every name (--tied keep)",
+        ));
+    }
+    let written: HashSet<&Fqn> = tensors.iter().map(|(fqn, _)| fqn).collect();
+    assert!(ties.iter().all(|(_, kept)| written.contains(kept)), "ties are with tensors that are written");
     let count = groups.len();
     for (index, group) in groups.into_iter().enumerate() {
         let name = match shape {
@@ -276,7 +221,9 @@ pub fn reserve(source: &Catalog, tensors: &[(Fqn, TensorId)], shape: &Shape) -> 
         for (fqn, _) in group {
             weight_map.insert(fqn.to_string(), json!(name.to_string_lossy()));
         }
-        reserve_file(source, group, name, &mut reservation)?;
+        let names: HashSet<&Fqn> = group.iter().map(|(fqn, _)| fqn).collect();
+        let ties: Vec<&(Fqn, Fqn)> = ties.iter().filter(|(_, kept)| names.contains(kept)).collect();
+        reserve_file(source, group, &ties, name, &mut reservation)?;
     }
     if count > 1 {
         let total_size = reservation.payload_bytes();
@@ -317,12 +264,17 @@ struct WrittenEntry<'a> {
 fn reserve_file(
     source: &Catalog,
     tensors: &[(Fqn, TensorId)],
+    ties: &[&(Fqn, Fqn)],
     name: PathBuf,
     reservation: &mut Reservation,
 ) -> Result<()> {
     let file_id = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
     let offsets = data_offsets(source, tensors);
-    let mut header = String::from(r#"{"__metadata__":{"format":"pt"}"#);
+    let mut metadata = serde_json::Map::new();
+    metadata.insert(FORMAT_KEY.into(), json!("pt"));
+    metadata.extend(ties.iter().map(|(alias, kept)| (alias.to_string(), json!(kept.as_str()))));
+    let metadata = serde_json::to_string(&metadata).expect("strings serialise");
+    let mut header = format!(r#"{{"__metadata__":{metadata}"#);
     for ((fqn, id), &begin) in tensors.iter().zip(&offsets) {
         let entry = source.tensor(*id);
         let Some(tag) = entry.dtype.safetensors_tag() else {

@@ -1,0 +1,94 @@
+//! Checks of a source that read its data: stored checksums, and replicas against each other.
+
+use rayon::prelude::*;
+
+use super::input;
+use super::progress::Progress;
+use super::run::Run;
+use crate::catalog::{TensorEntry, TensorId};
+use crate::error::{Error, Result};
+use crate::exec::Reporter;
+use crate::exec::compare::{self, ReplicaDifference};
+use crate::format::{Checkpoint, checksum};
+
+/// Hold every stored checksum against its data; gives what is wrong with which file or item.
+pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
+    let archives = checksum::archives(&checkpoint.catalog);
+    let total = archives.iter().map(|(archive, _)| archive.len).sum();
+    let progress = Progress::start(run.printer, "checking sums", total);
+    let outcomes: Vec<Result<()>> = archives
+        .par_iter()
+        .map(|(archive, _)| {
+            let mut summed = 0;
+            checksum::check(&checkpoint.files, *archive, &mut |bytes| {
+                summed += bytes;
+                progress.advance(bytes);
+                run.stop.check()
+            })?;
+            // What lies between the records has no sum.
+            progress.advance(archive.len.saturating_sub(summed));
+            Ok(())
+        })
+        .collect();
+    let name = |index: usize| {
+        let (archive, fqn) = &archives[index];
+        fqn.map_or_else(|| checkpoint.files.path(archive.file).display().to_string(), ToString::to_string)
+    };
+    let wrong = outcomes.into_iter().enumerate().filter_map(|(index, outcome)| Some((index, outcome.err()?)));
+    wrong.map(|(index, error)| (name(index), error)).collect()
+}
+
+/// Which replicas to compare.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Replicas {
+    /// Plain tensors that several ranks store whole: nothing says that they are one.
+    Plain,
+    /// Those of DTensors as well.
+    All,
+}
+
+impl Replicas {
+    fn covers(self, entry: &TensorEntry) -> bool {
+        let partial = entry.sharding.as_ref().is_some_and(crate::catalog::Sharding::is_partial);
+        entry.chunks.len() > 1 && !partial && (self == Self::All || entry.sharding.is_none())
+    }
+}
+
+/// The first difference between the replicas of each of the tensors that has one.
+///
+/// # Errors
+/// As reading: `Coverage`, `Malformed`, `Io`, `Stopped`.
+pub fn differing(
+    checkpoint: &Checkpoint,
+    tensors: &[TensorId],
+    which: Replicas,
+    run: &Run<'_>,
+) -> Result<Vec<(TensorId, ReplicaDifference)>> {
+    let tensors: Vec<(TensorId, &TensorEntry)> = (tensors.iter())
+        .map(|id| (*id, checkpoint.catalog.tensor(*id)))
+        .filter(|(_, entry)| which.covers(entry))
+        .collect();
+    let total = tensors.iter().map(|(_, entry)| entry.len_bytes() * (entry.chunks.len() as u64 - 1)).sum();
+    let progress = Progress::start(run.printer, "comparing replicas", total);
+    let mut found = Vec::new();
+    for (id, entry) in tensors {
+        let difference = compare::replica_difference(input(checkpoint), entry, &run.options, &progress, &run.stop)?;
+        found.extend(difference.map(|difference| (id, difference)));
+    }
+    Ok(found)
+}
+
+/// The error for a tensor whose replicas differ.
+pub fn replica_conflict(entry: &TensorEntry, difference: &ReplicaDifference) -> Error {
+    let (first, second) = (entry.chunk_name(difference.first), entry.chunk_name(difference.second));
+    Error::Conflict {
+        fqn: entry.fqn.to_string(),
+        what: if entry.sharding.is_none() { "a plain tensor" } else { "a replica" },
+        between: format!("{first} and {second}"),
+        detail: format!("first at element {} (row-major)", difference.element),
+        hint: Some(String::from(
+            "`dtshard verify` lists all such tensors; --on-conflict rank0 takes the lowest rank's value, per-rank keeps \
+             every rank's, drop leaves the tensor out",
+        )),
+    }
+}

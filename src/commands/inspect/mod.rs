@@ -1,0 +1,193 @@
+//! `inspect`: what a checkpoint holds and how it is laid out.
+//!
+//! One document for programs; for people a summary, then a table, or for single tensors their chunks or a drawing.
+
+mod document;
+mod draw;
+mod summary;
+mod table;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use super::printer::{Printer, Span, harmless};
+use super::progress::Progress;
+use super::source::announce;
+use super::{Status, check_series, input, nearest, read_options, work_options};
+use crate::catalog::{Catalog, Chunk, Place, Sharding, TensorEntry, TensorId, model};
+use crate::cli::Inspect;
+use crate::error::{Error, Result};
+use crate::exec::{Stop, compare};
+use crate::format::{Checkpoint, SeriesChoice, Want};
+use crate::layout::Pattern;
+pub use document::object_document;
+use draw::{Holder, Room};
+
+/// What is shown: tensors under every name they have, in the order of the state dict, and digests where asked for.
+struct View<'a> {
+    checkpoint: &'a Checkpoint,
+    names: Vec<(String, TensorId)>,
+    digests: BTreeMap<TensorId, String>,
+}
+
+pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
+    if args.draw && printer.json() {
+        return Err(Error::usage(
+            "--draw draws for people, --json is for programs",
+            "leave one of them out; the chunks in the JSON document say the same as the drawing",
+        ));
+    }
+    let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, SeriesChoice::All, Want::All))?;
+    check_series(&args.source, &[&checkpoint])?;
+    let names = choose(&args.tensor, tensor_names(&checkpoint.catalog))?;
+    let digests = if args.digest { digests(args, &checkpoint, &names, printer)? } else { BTreeMap::new() };
+    announce(&checkpoint, printer);
+    for conflict in checkpoint.catalog.conflicts() {
+        printer.warning(&conflict.to_string());
+    }
+    if let Some(what) = &checkpoint.fragment {
+        printer.warning(&format!("{} is {what}: its tensors are not whole", args.src.display()));
+    }
+    let view = View { checkpoint: &checkpoint, names, digests };
+    if printer.json() {
+        printer.document(&document::document(args, &view))?;
+    } else if args.tensor.is_empty() {
+        printer.data(&summary::summary(args, &view))?;
+        if !args.brief {
+            printer.data(&format!("\n{}", table::tensors(&view)))?;
+        }
+    } else {
+        printer.data(&table::tensors(&view))?;
+        if args.draw {
+            drawings(&view, printer)?;
+        } else if !args.brief {
+            printer.data(&table::chunks(&view))?;
+        }
+    }
+    Ok(Status::Done)
+}
+
+fn tensor_names(catalog: &Catalog) -> Vec<(String, TensorId)> {
+    let all = model::all_tensors(&catalog.state);
+    all.into_iter().map(|(fqn, id)| (fqn.to_string(), id)).collect()
+}
+
+/// The tensors that are asked for: those of a name, or else those that a pattern covers; all where nothing is asked.
+fn choose(wanted: &[String], names: Vec<(String, TensorId)>) -> Result<Vec<(String, TensorId)>> {
+    if wanted.is_empty() {
+        return Ok(names);
+    }
+    let mut chosen = BTreeSet::new();
+    for wanted in wanted {
+        let exact = names.iter().position(|(name, _)| name == wanted);
+        if let Some(index) = exact {
+            chosen.insert(index);
+            continue;
+        }
+        let pattern = Pattern::parse(wanted)?;
+        let covered = names.iter().enumerate().filter(|(_, (name, _))| pattern.covers(name));
+        let covered: Vec<usize> = covered.map(|(index, _)| index).collect();
+        if covered.is_empty() {
+            return Err(unknown(wanted, &names));
+        }
+        chosen.extend(covered);
+    }
+    Ok(names.into_iter().enumerate().filter(|(index, _)| chosen.contains(index)).map(|(_, name)| name).collect())
+}
+
+fn unknown(wanted: &str, names: &[(String, TensorId)]) -> Error {
+    let names: Vec<String> = names.iter().map(|(name, _)| name.clone()).collect();
+    let hint = match nearest(wanted, &names).as_slice() {
+        [] => String::from("the checkpoint holds no tensors"),
+        nearest => format!("the nearest names are {}", nearest.join(", ")),
+    };
+    Error::usage(format!("--tensor {wanted}: no tensor has a name like that"), hint)
+}
+
+fn digests(
+    args: &Inspect,
+    checkpoint: &Checkpoint,
+    names: &[(String, TensorId)],
+    printer: &Printer,
+) -> Result<BTreeMap<TensorId, String>> {
+    let options = work_options(&args.source, false)?;
+    let stop = Stop::on_signals()?;
+    let catalog = &checkpoint.catalog;
+    let distinct: BTreeSet<TensorId> = names.iter().map(|(_, id)| *id).collect();
+    let (partial, entries): (Vec<_>, Vec<_>) = (distinct.into_iter().map(|id| (id, catalog.tensor(id))))
+        .partition(|(_, entry)| entry.sharding.as_ref().is_some_and(Sharding::is_partial));
+    for (_, entry) in partial {
+        printer.warning(&format!("{}: no digest, its Partial values have not been reduced", entry.fqn));
+    }
+    let entries: Vec<_> = entries.into_iter().map(|(id, entry)| (id, entry, entry.dtype)).collect();
+    let progress = Progress::start(printer, "hashing", entries.iter().map(|(_, entry, _)| entry.len_bytes()).sum());
+    compare::digests(input(checkpoint), &entries, &options, &progress, &stop)
+}
+
+/// The most room a drawing takes.
+const ROOM: Room = Room { columns: 100, lines: 24 };
+
+fn drawings(view: &View<'_>, printer: &Printer) -> Result<()> {
+    let room = Room { columns: printer.columns(ROOM.columns), ..ROOM };
+    for (name, id) in &view.names {
+        let entry = view.checkpoint.catalog.tensor(*id);
+        let chunks: Vec<_> =
+            entry.chunks.iter().filter_map(|chunk| Some((holder(view, &chunk)?, chunk.tile))).collect();
+        let mut lines = vec![vec![], vec![Span { text: heading(view, name, entry), ground: None }]];
+        lines.extend(draw::draw(&entry.shape, &chunks, room));
+        printer.picture(&lines)?;
+    }
+    Ok(())
+}
+
+/// `model.norm.weight: S(0),R on dp=2,tp=2`
+fn heading(view: &View<'_>, name: &str, entry: &TensorEntry) -> String {
+    match &entry.sharding {
+        Some(sharding) => {
+            let mesh = view.checkpoint.catalog.mesh(sharding);
+            format!("{}: {} on {mesh}", harmless(name), sharding.display_placements())
+        }
+        None => harmless(name),
+    }
+}
+
+/// The rank or file of a chunk; an empty one may have neither.
+fn holder(view: &View<'_>, chunk: &Chunk) -> Option<Holder> {
+    let file = || file_name(view, chunk.place).map(Holder::File);
+    chunk.rank.map(Holder::Rank).or_else(file)
+}
+
+/// The file of a chunk, relative to the checkpoint.
+fn file_name(view: &View<'_>, place: Place) -> Option<String> {
+    let path = view.checkpoint.files.path(place.file()?);
+    let inside = path.strip_prefix(&view.checkpoint.root).ok().filter(|rest| !rest.as_os_str().is_empty());
+    Some(inside.or(path.file_name().map(Path::new)).unwrap_or(path).display().to_string())
+}
+
+/// A stored box of a tensor.
+struct Part {
+    offsets: Vec<u64>,
+    sizes: Vec<u64>,
+    rank: Option<u32>,
+    file: Option<String>,
+}
+
+/// The boxes of a tensor, chunk by chunk. A local tensor may be several boxes of the whole; an empty one is shown as
+/// PyTorch reports it.
+fn parts(view: &View<'_>, entry: &TensorEntry) -> impl Iterator<Item = Part> {
+    entry.chunks.iter().flat_map(move |chunk| {
+        let regions: Vec<_> = if chunk.tile.is_empty() {
+            vec![(chunk.tile.global_offsets(&entry.shape), chunk.tile.sizes())]
+        } else {
+            chunk.tile.regions().map(|(region, _)| (region.offsets, region.sizes)).collect()
+        };
+        let (rank, file) = (chunk.rank.map(|rank| rank.0), file_name(view, chunk.place));
+        let part = move |(offsets, sizes): (crate::layout::Dims, crate::layout::Dims)| Part {
+            offsets: offsets.to_vec(),
+            sizes: sizes.to_vec(),
+            rank,
+            file: file.clone(),
+        };
+        regions.into_iter().map(part)
+    })
+}

@@ -1,0 +1,210 @@
+//! What somebody wants to know first.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use super::{View, harmless};
+use crate::catalog::{Catalog, Key, Path, TensorEntry, TensorId, Value, model, path};
+use crate::cli::Inspect;
+use crate::error::Result;
+use crate::exec::gather::{Prepared, Scratch};
+use crate::layout::DeviceMesh;
+use crate::quantity::{count, human_bytes};
+
+/// Names that a list shows.
+const SHOWN: usize = 4;
+
+pub fn summary(args: &Inspect, view: &View<'_>) -> String {
+    let (checkpoint, catalog) = (view.checkpoint, &view.checkpoint.catalog);
+    let mut lines = vec![("format", checkpoint.format.to_string())];
+    if checkpoint.root != args.src {
+        lines.push(("found at", checkpoint.root.display().to_string()));
+    }
+    let shares = Shares::of(catalog);
+    if shares.model.tensors > 0 {
+        lines.push(("parameters", shares.parameters()));
+        lines.push(("model", shares.model.to_string()));
+    }
+    if shares.optimizer.tensors > 0 {
+        lines.push(("optimizer", shares.optimizer.to_string()));
+    }
+    if shares.other.tensors > 0 {
+        lines.push(("other", shares.other.to_string()));
+    }
+    if let Some(step) = step(view) {
+        lines.push(("step", step.to_string()));
+    }
+    for mesh in &catalog.meshes {
+        lines.push(("mesh", mesh_text(mesh)));
+    }
+    for (dtype, share) in &shares.dtypes {
+        lines.push(("dtype", format!("{dtype} in {share}")));
+    }
+    if !checkpoint.series.is_empty() {
+        let skipped = match checkpoint.skipped_series.as_slice() {
+            [] => String::new(),
+            skipped => format!(" (not read: {})", skipped.join(", ")),
+        };
+        lines.push(("series", checkpoint.series.join(", ") + &skipped));
+    }
+    let sizes: Vec<u64> = checkpoint.files.ids().map(|file| checkpoint.files.len_bytes(file)).collect();
+    lines.push(("files", format!("{} ({} on disk)", sizes.len(), human_bytes(sizes.iter().sum()))));
+    lines.push(("objects", path::objects(&catalog.state).len().to_string()));
+    if !catalog.dropped.is_empty() {
+        lines.push(("dropped", some(catalog.dropped.clone())));
+    }
+    let conflicts = catalog.conflicts();
+    if !conflicts.is_empty() {
+        let names = conflicts.iter().filter_map(|conflict| conflict.fqn().map(str::to_owned));
+        lines.push(("conflicts", format!("ranks disagree about {}", some(names.collect()))));
+    }
+    let tied = tied(view);
+    if !tied.is_empty() {
+        lines.push(("tied", some(tied)));
+    }
+    let line = |(what, text): (&str, String)| format!("{what:<12}{}\n", harmless(&text));
+    lines.into_iter().map(line).collect()
+}
+
+/// The first few of a list.
+fn some(mut names: Vec<String>) -> String {
+    let more = names.len().saturating_sub(SHOWN);
+    names.truncate(SHOWN);
+    if more > 0 {
+        names.push(format!("... and {more} more"));
+    }
+    names.join(", ")
+}
+
+/// Tensors, each counted once, and their bytes.
+#[derive(Debug, Default)]
+struct Share {
+    tensors: usize,
+    bytes: u64,
+}
+
+impl Share {
+    fn add(&mut self, entry: &TensorEntry) {
+        self.tensors += 1;
+        self.bytes += entry.len_bytes();
+    }
+}
+
+impl std::fmt::Display for Share {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "{} ({})", count(self.tensors, "tensor"), human_bytes(self.bytes))
+    }
+}
+
+/// Who the tensors belong to.
+#[derive(Debug, Default)]
+struct Shares {
+    model: Share,
+    optimizer: Share,
+    other: Share,
+    elements: u64,
+    dtypes: BTreeMap<&'static str, Share>,
+}
+
+impl Shares {
+    fn of(catalog: &Catalog) -> Self {
+        let model = model::model(&catalog.state);
+        let model: BTreeSet<TensorId> = if is_optimizer(&catalog.state) {
+            BTreeSet::new()
+        } else {
+            model.tensors.iter().map(|(_, id)| *id).collect()
+        };
+        let mut shares = Self::default();
+        let mut seen = BTreeSet::new();
+        path::tensors(&catalog.state, &Path::default(), &mut |path, id| {
+            if !seen.insert(id) {
+                return;
+            }
+            let entry = catalog.tensor(id);
+            shares.dtypes.entry(entry.dtype.name()).or_default().add(entry);
+            if model.contains(&id) {
+                shares.model.add(entry);
+                shares.elements += entry.numel();
+            } else if is_optimizer(&catalog.state) || is_in_optimizer(path) {
+                shares.optimizer.add(entry);
+            } else {
+                shares.other.add(entry);
+            }
+        });
+        shares
+    }
+
+    /// `1.24 B (1235814400)`
+    fn parameters(&self) -> String {
+        let number = self.elements;
+        let Some((unit, name)) = [(1_000_000_000_000, "T"), (1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K")]
+            .into_iter()
+            .find(|(unit, _)| number >= *unit)
+        else {
+            return number.to_string();
+        };
+        // In hundredths, cut off: what is short of a billion is not called one.
+        let hundredths = u128::from(number) * 100 / u128::from(unit);
+        format!("{}.{:02} {name} ({number})", hundredths / 100, hundredths % 100)
+    }
+}
+
+/// The state dict of an optimizer itself, as the series of its rank files holds it.
+fn is_optimizer(state: &Value) -> bool {
+    state.as_dict().is_some_and(|dict| dict.get("state").is_some() && dict.get("param_groups").is_some())
+}
+
+fn is_in_optimizer(path: &Path) -> bool {
+    const NAMES: [&str; 5] = ["optimizer", "optim", "optimizers", "optimizer_state_dict", "optimizer_states"];
+    path.0.iter().any(|key| matches!(key, Key::Name(name) if NAMES.contains(&name.as_ref())))
+}
+
+/// `dp=2,tp=2 (4 ranks)`; the ranks themselves where they are others than the first ones.
+fn mesh_text(mesh: &DeviceMesh) -> String {
+    if mesh.ranks_are_row_major() {
+        return format!("{mesh} ({})", count(mesh.world_size(), "rank"));
+    }
+    let ranks: Vec<String> = mesh.ranks().iter().take(2 * SHOWN).map(ToString::to_string).collect();
+    let more = if mesh.world_size() > ranks.len() { ", ..." } else { "" };
+    format!("{mesh} ({}: {}{more})", count(mesh.world_size(), "rank"), ranks.join(", "))
+}
+
+/// Names of one tensor, `head.weight = embed.weight`.
+fn tied(view: &View<'_>) -> Vec<String> {
+    let mut names: HashMap<TensorId, Vec<&str>> = HashMap::new();
+    for (name, id) in &view.names {
+        names.entry(*id).or_default().push(name);
+    }
+    let first = |(name, id): &(String, TensorId)| names.remove(id).filter(|names| names.len() > 1 && names[0] == name);
+    view.names.iter().filter_map(first).map(|names| names.join(" = ")).collect()
+}
+
+/// Names that trainers give the training step.
+const STEP: [&str; 3] = ["step", "global_step", "iteration"];
+
+/// Where they put it, besides the top. Not in the optimizer, whose own steps may be counted otherwise.
+const PLACES: [&str; 5] = ["train_state", "extra_state", "trainer_state", "trainer", "app"];
+
+/// The training step: an integer, or torchtitan's tensor of one. What cannot be read is left to `verify` to tell.
+fn step(view: &View<'_>) -> Option<i64> {
+    let state = &view.checkpoint.catalog.state;
+    let top = state.as_dict().filter(|_| !is_optimizer(state))?;
+    let places = std::iter::once(top).chain(PLACES.iter().filter_map(|key| top.get(key)?.as_dict()));
+    let values = places.flat_map(|dict| STEP.iter().filter_map(|key| dict.get(key)));
+    values.into_iter().find_map(|value| match value {
+        Value::Int(step) => Some(*step),
+        Value::Tensor(id) => integer(view, view.checkpoint.catalog.tensor(*id)).ok().flatten(),
+        _ => None,
+    })
+}
+
+/// The value of a 0-d integer tensor.
+fn integer(view: &View<'_>, entry: &TensorEntry) -> Result<Option<i64>> {
+    if !entry.shape.is_empty() || entry.chunks.is_empty() || !["i32", "i64"].contains(&entry.dtype.name()) {
+        return Ok(None);
+    }
+    let input = super::input(view.checkpoint);
+    let mut bytes = vec![0; usize::try_from(entry.dtype.itemsize()).expect("4 or 8")];
+    Prepared::chunk(input, entry, 0)?.read(input, 0, &mut bytes, &mut Scratch::default())?;
+    let narrow = || bytes.as_slice().try_into().map(i32::from_le_bytes).map(i64::from);
+    Ok(bytes.as_slice().try_into().map(i64::from_le_bytes).or_else(|_| narrow()).ok())
+}

@@ -1,0 +1,43 @@
+//! `man`: a page for the program and one for each verb, from the declaration of the command line.
+//!
+//! Pages bear no date: the same program writes the same bytes.
+
+use std::fs;
+
+use clap::{Command, CommandFactory};
+use clap_mangen::Man as Page;
+use serde_json::json;
+
+use super::Status;
+use super::printer::Printer;
+use crate::cli::{Cli, DESCRIPTION, Man};
+use crate::error::{Error, Result};
+
+pub fn run(args: &Man, printer: &Printer) -> Result<Status> {
+    fs::create_dir_all(&args.dir).map_err(Error::io("make", &args.dir))?;
+    let mut names = Vec::new();
+    for command in commands() {
+        let page = Page::new(command).source(concat!("dtshard ", env!("CARGO_PKG_VERSION"))).manual("dtshard");
+        let name = page.get_filename();
+        let path = args.dir.join(&name);
+        fs::write(&path, text(&page)).map_err(Error::io("write", &path))?;
+        names.push(name);
+    }
+    printer.document(&json!({ "files": names }))?;
+    printer.line(&format!("wrote {} to {}", crate::quantity::count(names.len(), "man page"), args.dir.display()));
+    Ok(Status::Done)
+}
+
+/// The program and its verbs, each with the options that all of them take. `help` needs no page of its own.
+fn commands() -> Vec<Command> {
+    let mut program = Cli::command().disable_help_subcommand(true).long_about(DESCRIPTION);
+    program.build();
+    let verbs: Vec<Command> = program.get_subcommands().cloned().collect();
+    std::iter::once(program).chain(verbs).collect()
+}
+
+fn text(page: &Page) -> Vec<u8> {
+    let mut text = Vec::new();
+    page.render(&mut text).expect("writing to memory");
+    text
+}

@@ -1,0 +1,214 @@
+//! The placements of each tensor on the target mesh.
+//!
+//! Optimizer state follows its parameter: a rule matches the parameter's name, and state of the parameter's shape gets
+//! its placements. What the source stores plain beside DTensors (buffers, steps) is replicated unless a rule says
+//! otherwise.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+
+use crate::catalog::model::{self, OptimizerState};
+use crate::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, path};
+use crate::error::{Error, Result};
+use crate::format::dcp;
+use crate::format::torch::RankLayout;
+use crate::layout::target::{Fallback, SourceLayout, TargetLayout};
+use crate::layout::{LayoutError, Placement, PlacementSpec};
+use crate::quantity::count;
+
+/// Chooses the placements of each tensor, and remembers what to tell the user.
+pub struct Chooser<'a> {
+    catalog: &'a Catalog,
+    layout: &'a TargetLayout,
+    /// The source says which tensors are DTensors.
+    layouts_known: bool,
+    model_root: Path,
+    /// Tensors of the model by name, for the state that follows them.
+    parameters: HashMap<Fqn, TensorId>,
+    /// For each optimizer the parameters it knows by numbers, where they can be told.
+    numbered: HashMap<Path, Option<Vec<(Fqn, TensorId)>>>,
+    /// Tensors that an optimizer has state of: parameters, whether they are DTensors or not.
+    trained: HashSet<Fqn>,
+    used: Vec<bool>,
+    misfits: usize,
+    /// Those of them that have no dims at all.
+    scalar_misfits: usize,
+    /// Tensors with dims that stay plain because the source has them plain beside DTensors.
+    plain: usize,
+    /// Numbers of dims of the tensors that got the fallback.
+    fallback_ndims: BTreeSet<usize>,
+    /// State of parameters that are known by number only.
+    nameless: usize,
+    /// Names seen, for saying what a pattern came near to.
+    names: Vec<String>,
+}
+
+/// The parameter that a tensor is state of.
+struct Owner {
+    by_number: bool,
+    /// `None` where it is known by a number that stands for nobody knows which.
+    name: Option<Fqn>,
+    id: Option<TensorId>,
+}
+
+impl<'a> Chooser<'a> {
+    pub fn new(catalog: &'a Catalog, layout: &'a TargetLayout, layouts_known: bool) -> Self {
+        let found = model::model(&catalog.state);
+        let mut chooser = Self {
+            catalog,
+            layout,
+            layouts_known,
+            model_root: found.root,
+            parameters: found.tensors.into_iter().collect(),
+            numbered: HashMap::new(),
+            trained: HashSet::new(),
+            used: vec![false; layout.rules.len()],
+            misfits: 0,
+            scalar_misfits: 0,
+            plain: 0,
+            fallback_ndims: BTreeSet::new(),
+            nameless: 0,
+            names: Vec::new(),
+        };
+        let mut trained = HashSet::new();
+        path::tensors(&catalog.state, &Path::default(), &mut |path, id| {
+            if let Some(parameter) = chooser.owner(path).and_then(|owner| owner.id)
+                && catalog.tensor(parameter).shape == catalog.tensor(id).shape
+            {
+                trained.insert(catalog.tensor(parameter).fqn.clone());
+            }
+        });
+        chooser.trained = trained;
+        chooser
+    }
+
+    /// The distinct tiles of a tensor, for a format that stores those.
+    pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<dcp::Shards> {
+        let placements = match self.choose(path, entry)? {
+            RankLayout::Plain => vec![Placement::Replicate; self.layout.mesh.ndim()],
+            RankLayout::Distributed { placements } => placements,
+        };
+        Ok(self.layout.shards(&entry.shape, &placements)?)
+    }
+
+    /// A plain tensor on every rank, or a DTensor.
+    pub fn choose(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout> {
+        let mut names = model::rule_names(path, &self.model_root);
+        let owner = self.owner(path);
+        let parameter = owner.as_ref().and_then(|owner| owner.id);
+        let follows = parameter.filter(|id| self.catalog.tensor(*id).shape == entry.shape);
+        // State of another shape than its parameter (a step, a factored moment) does not follow it, and a number is no
+        // name.
+        let stray = owner.is_some() && follows.is_none();
+        if stray && !self.parameters.is_empty() || owner.as_ref().is_some_and(|owner| owner.by_number) {
+            names.truncate(1);
+        }
+        match &owner {
+            Some(Owner { name: None, .. }) => self.nameless += usize::from(!entry.shape.is_empty()),
+            Some(Owner { by_number: true, name: Some(name), .. }) if !stray => {
+                names.push(format!("{}.{name}", self.model_root));
+                names.push(name.to_string());
+            }
+            _ => {}
+        }
+        let inherited = follows.and_then(|id| self.catalog.tensor(id).sharding.as_ref());
+        let sharding = entry.sharding.as_ref().or(inherited);
+        let source = sharding
+            .map(|sharding| SourceLayout { mesh: self.catalog.mesh(sharding), placements: &sharding.placements });
+        let borrowed: Vec<&str> = names.iter().map(String::as_str).collect();
+        for (used, rule) in self.used.iter_mut().zip(&self.layout.rules) {
+            *used |= borrowed.iter().any(|name| rule.pattern.covers(name));
+        }
+        let chosen = match self.layout.choose(&borrowed, &entry.shape, source) {
+            // `**.w1.weight` is meant for the parameter, not for the step that has its name in its own.
+            Err(LayoutError::RuleMisfit { .. }) if stray => self.layout.choose(&[], &entry.shape, source)?,
+            chosen => chosen?,
+        };
+        self.names.push(path.to_string());
+        if chosen.rule.is_none() {
+            let is_parameter = sharding.is_some() || self.trained.contains(&entry.fqn) || follows.is_some();
+            if self.layouts_known && !is_parameter {
+                self.plain +=
+                    usize::from(!entry.shape.is_empty() && self.parameters.contains_key(&self.in_model(path)));
+                return Ok(RankLayout::Plain);
+            }
+            self.fallback_ndims.insert(entry.shape.len());
+            self.misfits += usize::from(chosen.misfit);
+            self.scalar_misfits += usize::from(chosen.misfit && entry.shape.is_empty());
+            if entry.shape.is_empty() && sharding.is_none() {
+                return Ok(RankLayout::Plain);
+            }
+        }
+        Ok(RankLayout::Distributed { placements: chosen.placements })
+    }
+
+    /// The name a tensor of the model has within it; for others the whole name.
+    fn in_model(&self, path: &Path) -> Fqn {
+        let inner = path.0.strip_prefix(self.model_root.0.as_slice()).unwrap_or(&path.0);
+        Path(inner.to_vec()).fqn()
+    }
+
+    fn owner(&mut self, path: &Path) -> Option<Owner> {
+        let OptimizerState { optimizer, parameter } = model::optimizer_state(path)?;
+        let Ok(number) = parameter.as_str().parse::<usize>() else {
+            let id = self.parameters.get(&parameter).copied();
+            return Some(Owner { by_number: false, id, name: Some(parameter) });
+        };
+        let catalog = self.catalog;
+        let numbered = self.numbered.entry(optimizer).or_insert_with_key(|optimizer| {
+            model::numbered_parameters(catalog, model::value_at(&catalog.state, optimizer)?)
+        });
+        let known = numbered.as_ref().and_then(|parameters| parameters.get(number));
+        Some(match known {
+            Some((name, id)) => Owner { by_number: true, name: Some(name.clone()), id: Some(*id) },
+            None => Owner { by_number: true, name: None, id: None },
+        })
+    }
+
+    /// A placement that fits no tensor at all would leave its mesh dim unused.
+    fn check_fallback(&self) -> Result<()> {
+        let Fallback::Placements(specs) = &self.layout.fallback else { return Ok(()) };
+        let fits_any = |spec: &&PlacementSpec| self.fallback_ndims.iter().any(|ndim| spec.resolve(*ndim).is_some());
+        match specs.iter().find(|spec| !self.fallback_ndims.is_empty() && !fits_any(spec)) {
+            None => Ok(()),
+            Some(spec) => Err(Error::usage(
+                format!("--placements: {spec} fits none of the tensors"),
+                "tensors of n dims have the dims 0 to n-1; `dtshard inspect` shows their shapes",
+            )),
+        }
+    }
+
+    /// What to tell, or the error for a rule that nothing matched.
+    pub fn finish(self) -> Result<Vec<String>> {
+        if let Some(unused) = self.used.iter().position(|used| !used) {
+            let pattern = self.layout.rules[unused].pattern.as_str();
+            let nearest = crate::commands::nearest(pattern, &self.names);
+            return Err(Error::usage(
+                format!("--placements {pattern}=...: no tensor has a name like that"),
+                format!("the nearest names are {}", nearest.join(", ")),
+            ));
+        }
+        self.check_fallback()?;
+        let mut notes = Vec::new();
+        if self.misfits > 0 {
+            let number = count(self.misfits, "tensor");
+            let scalars = match self.scalar_misfits {
+                0 => String::new(),
+                scalars => format!(" ({scalars} of them 0-d)"),
+            };
+            notes.push(format!("{number}{scalars} kept whole on a mesh dim where the placement does not fit"));
+        }
+        if self.plain > 0 {
+            let number = count(self.plain, "tensor");
+            notes.push(format!(
+                "{number} without state of an optimizer, plain in the source (buffers): whole on every rank"
+            ));
+        }
+        if self.nameless > 0 && !self.layout.rules.is_empty() {
+            let number = count(self.nameless, "tensor");
+            notes.push(format!(
+                "{number} of optimizer state have numbers for names: rules for parameters did not reach them"
+            ));
+        }
+        Ok(notes)
+    }
+}

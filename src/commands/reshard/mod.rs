@@ -1,0 +1,296 @@
+//! `reshard`: another mesh, other placements; everything is carried.
+
+mod chooser;
+
+use std::path::PathBuf;
+
+use regex::bytes::Regex;
+
+use super::Status;
+use super::conflicts::Ranks;
+use super::consolidate::check_tied;
+use super::convert::{Conversion, convert, target_format};
+use super::printer::Printer;
+use super::run::Run;
+use super::source::{Defaults, Source};
+use crate::catalog::path::key_text;
+use crate::catalog::{Catalog, Dict, Key, OutputFile, Path, Reservation, TensorEntry, Value};
+use crate::cli::Reshard;
+use crate::error::{Error, Result};
+use crate::exec::carry::Carried;
+use crate::exec::staging::Shape;
+use crate::format::{Content, Format, RankNames, SeriesChoice, Want, dcp, torch};
+use crate::layout::target::{Fallback, Rule, TargetLayout};
+use crate::layout::{DeviceMesh, Pattern, Rank, parse_placements};
+use crate::select::Root;
+use chooser::Chooser;
+
+pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
+    let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
+    let defaults = Defaults { want: Want::All, series: SeriesChoice::All, root: Root::Whole, clean: false };
+    let mut source = Source::open(&args.convert, defaults, &run)?;
+    let destination = args.convert.dst.as_deref();
+    let to = target_format(&args.convert.destination, destination, default_format(source.checkpoint.format));
+    let ranks = match to {
+        Format::Dcp => Ranks::Together,
+        Format::TorchRanks => Ranks::Apart,
+        _ => {
+            return Err(Error::usage(
+                format!("{to} holds whole tensors, which have no mesh"),
+                "--to dcp and --to torch-ranks write shards; `dtshard unshard` and `dtshard consolidate` write whole \
+                 tensors",
+            ));
+        }
+    };
+    check_tied(args.convert.tied, to)?;
+    source.settle(args.convert.checks, ranks, &run)?;
+    let layout = target_layout(args, &source.wanted.catalog)?;
+    let world_size = ranks_of(&layout.mesh);
+    let mut notes = source.settled.notes((to == Format::TorchRanks).then_some(world_size));
+    let (mut reservation, more) = reserve(&source, &layout, to)?;
+    notes.extend(more);
+    let carried = carry_along(&source, to, world_size, &mut reservation)?;
+    let conversion =
+        Conversion { source: &source, reservation, carried, shape: Shape::Folder, to, tied: Vec::new(), notes };
+    convert(&conversion, &args.convert, &run)
+}
+
+/// Lay out every part of the source by itself, and say what there is to say about the layout.
+fn reserve(source: &Source, layout: &TargetLayout, to: Format) -> Result<(Reservation, Vec<String>)> {
+    let wanted = &source.wanted.catalog;
+    let known = source.checkpoint.catalog.tensors.iter().any(|entry| entry.sharding.is_some());
+    let world_size = ranks_of(&layout.mesh);
+    let style = style(source)?;
+    let mut chooser = Chooser::new(wanted, layout, known);
+    let mut whole = Reservation::default();
+    for part in parts(source, to) {
+        let full = |path: &Path| Path(part.at.0.iter().chain(&path.0).cloned().collect());
+        let reservation = match &part.names {
+            None => dcp::reserve(wanted, &part.state, &mut |_, path, entry| chooser.shards(&full(path), entry))?,
+            Some(names) => torch::reserve_ranks(
+                wanted,
+                &part.state,
+                torch::RankTarget {
+                    mesh: &layout.mesh,
+                    style: &style,
+                    name: &|rank| PathBuf::from(names.render(rank.0, world_size)),
+                    layout: &mut |_, path, entry| chooser.choose(&full(path), entry),
+                },
+            )?,
+        };
+        whole.append(&part.folder, reservation);
+    }
+    Ok((whole, chooser.finish()?))
+}
+
+/// Rank files are written for the PyTorch, and with the device, of the rank files they come from.
+fn style(source: &Source) -> Result<torch::Style> {
+    let files = &source.checkpoint.files;
+    let first = files.ids().next().filter(|_| source.checkpoint.format == Format::TorchRanks);
+    let known = first.map(|first| torch::Style::of_file(files, first)).transpose()?;
+    Ok(known.flatten().unwrap_or_default())
+}
+
+/// How many ranks a mesh has.
+fn ranks_of(mesh: &DeviceMesh) -> u32 {
+    u32::try_from(mesh.world_size()).expect("ranks are 32-bit numbers")
+}
+
+/// A checkpoint to write: some of the state dict, in a folder of the destination.
+struct Target {
+    folder: PathBuf,
+    state: Value,
+    /// Where in the whole state dict it is.
+    at: Path,
+    /// How its rank files are called; a DCP directory has fixed names.
+    names: Option<RankNames>,
+}
+
+/// The state dict divided as it was in the source, as far as the target format divides at all.
+fn parts(source: &Source, to: Format) -> Vec<Target> {
+    let state = &source.wanted.catalog.state;
+    let parts = &source.checkpoint.parts;
+    let whole = |names| Target { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
+    if to == Format::TorchRanks {
+        let known: Vec<(&str, RankNames)> = parts
+            .iter()
+            .filter_map(|part| match (&part.content, &part.names) {
+                (Content::Below(key), Some(names)) => Some((key.as_str(), names.clone())),
+                _ => None,
+            })
+            .collect();
+        let names_of = |key: &str| {
+            let own = known.iter().find(|(name, _)| *name == key).map(|(_, names)| names.clone());
+            own.unwrap_or_else(|| RankNames::new_series(key))
+        };
+        return match series(state) {
+            Some(series) => series
+                .into_iter()
+                .map(|(key, state)| Target {
+                    folder: PathBuf::new(),
+                    state: state.clone(),
+                    names: Some(names_of(&key)),
+                    at: Path(vec![Key::Name(key)]),
+                })
+                .collect(),
+            None => {
+                let own = parts.first().filter(|_| parts.len() == 1).and_then(|part| part.names.clone());
+                vec![whole(Some(own.unwrap_or_else(|| RankNames::new_series("model"))))]
+            }
+        };
+    }
+    folders(source).unwrap_or_else(|| vec![whole(None)])
+}
+
+/// A state dict that is a series of rank files each key: nothing but dicts at the top, one of them the model.
+fn series(state: &Value) -> Option<Vec<(Box<str>, &Value)>> {
+    let dict = state.as_dict()?;
+    let is_series = |(key, value): &(Value, Value)| key.as_str().is_some() && value.as_dict().is_some();
+    let has_model = dict.entries.len() > 1 && dict.get("model").is_some();
+    (has_model && dict.entries.iter().all(is_series))
+        .then(|| dict.entries.iter().map(|(key, value)| (key_text(key), value)).collect())
+}
+
+/// A folder each, where the source was several and every entry of the state dict still is one of theirs.
+fn folders(source: &Source) -> Option<Vec<Target>> {
+    let parts = &source.checkpoint.parts;
+    let dict = source.wanted.catalog.state.as_dict()?;
+    if parts.len() < 2 {
+        return None;
+    }
+    let mut targets = Vec::new();
+    let mut taken = 0;
+    for part in parts {
+        let Content::Keys(keys) = &part.content else { return None };
+        let own = |(key, _): &&(Value, Value)| keys.iter().any(|name| *name == *key_text(key));
+        let entries: Vec<_> = dict.entries.iter().filter(own).cloned().collect();
+        taken += entries.len();
+        if !entries.is_empty() {
+            let state = Value::Dict(Dict { entries, ..Dict::default() });
+            targets.push(Target { folder: part.folder.clone(), state, at: Path::default(), names: None });
+        }
+    }
+    (taken == dict.entries.len()).then_some(targets)
+}
+
+/// The files beside the checkpoint go along. One of them may know the world size.
+fn carry_along(source: &Source, to: Format, world_size: u32, reservation: &mut Reservation) -> Result<Vec<Carried>> {
+    let root = &source.checkpoint.root;
+    let mut carried = Vec::new();
+    for to_path in &source.checkpoint.beside {
+        let from = root.join(to_path);
+        let len = std::fs::metadata(&from).map_err(Error::io("look at", &from))?.len();
+        if to == Format::TorchRanks && to_path.ends_with(FSDP_CONFIG) && len < 1 << 20 {
+            let text = std::fs::read(&from).map_err(Error::io("read", &from))?;
+            let mut file = OutputFile::new(to_path);
+            file.push_literal(with_world_size(&text, world_size));
+            reservation.files.push(file);
+        } else {
+            carried.push(Carried { from, to: to_path.clone(), len });
+        }
+    }
+    Ok(carried)
+}
+
+/// Where trainers note how many ranks wrote the files.
+const FSDP_CONFIG: &str = "fsdp_config.json";
+
+fn with_world_size(text: &[u8], world_size: u32) -> Vec<u8> {
+    let number = Regex::new(r#"("world_size"\s*:\s*)\d+"#).expect("a regular expression");
+    number.replace(text, format!("${{1}}{world_size}").as_bytes()).into_owned()
+}
+
+/// The source's own format; a single file becomes a DCP directory, since it has no place for shards.
+fn default_format(source: Format) -> Format {
+    match source {
+        Format::TorchRanks => Format::TorchRanks,
+        Format::Dcp | Format::Torch | Format::Safetensors | Format::DcpHf => Format::Dcp,
+    }
+}
+
+/// Mesh and rules from the command line.
+fn target_layout(args: &Reshard, catalog: &Catalog) -> Result<TargetLayout> {
+    let mut mesh = DeviceMesh::parse(&args.mesh)?;
+    if !args.mesh_ranks.is_empty() {
+        let ranks = args.mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
+        mesh = DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec))?;
+    }
+    let mut rules = Vec::new();
+    let mut fallback = None;
+    for text in &args.placements {
+        match text.rsplit_once('=').filter(|(_, list)| parse_placements(list).is_ok()) {
+            Some((pattern, list)) if parse_placements(text).is_err() => {
+                rules.push(Rule { pattern: Pattern::parse(pattern.trim())?, placements: parse_placements(list)? });
+            }
+            _ => {
+                if fallback.replace(parse_placements(text)?).is_some() {
+                    return Err(Error::usage(
+                        format!("--placements {text}: a second fallback"),
+                        "give one list for every tensor, and PATTERN=LIST for the exceptions",
+                    ));
+                }
+            }
+        }
+    }
+    let fallback = match fallback {
+        Some(list) => Fallback::Placements(list),
+        None => default_fallback(&mesh, catalog)?,
+    };
+    Ok(TargetLayout::new(mesh, rules, fallback)?)
+}
+
+/// Without a list for every tensor: the source's placements where its mesh dims have the same names, else S(0) on a
+/// mesh of one dim. Never everything replicated in silence.
+fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
+    let mut own: Vec<&String> = mesh.names().map(|names| names.iter().collect()).unwrap_or_default();
+    own.sort();
+    let known = |entry: &&TensorEntry| entry.sharding.is_some();
+    let mut sharded = catalog.tensors.iter().filter(known).peekable();
+    let any = sharded.peek().is_some();
+    let same_names = any
+        && sharded.all(|entry| {
+            let names = entry.sharding.as_ref().and_then(|sharding| catalog.mesh(sharding).names());
+            names.is_some_and(|names| names.iter().all(|name| own.contains(&name)))
+        });
+    if same_names {
+        return Ok(Fallback::Source);
+    }
+    if mesh.ndim() == 1 {
+        return Ok(Fallback::Placements(parse_placements("S(0)")?));
+    }
+    let several: Vec<&str> = mesh.shape().iter().map(|_| "R").collect();
+    let (sharded_first, replicated_first) = (several.join(",").replacen('R', "S(0)", 1), {
+        let mut list = several.clone();
+        list[mesh.ndim() - 1] = "S(0)";
+        list.join(",")
+    });
+    Err(Error::usage(
+        format!("--mesh {mesh}: the source does not say how tensors lie on these mesh dims"),
+        format!("say it for every tensor: --placements '{sharded_first}' or --placements '{replicated_first}'"),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_world_size_of_a_config_changes() {
+        let text = b"{\n    \"FSDP_version\": 2,\n    \"world_size\": 4\n}";
+        assert_eq!(with_world_size(text, 16), b"{\n    \"FSDP_version\": 2,\n    \"world_size\": 16\n}");
+        assert_eq!(with_world_size(b"{}", 16), b"{}");
+    }
+
+    #[test]
+    fn a_series_each_needs_a_model_among_dicts() {
+        let dict = |keys: &[&str], value: &Value| {
+            let entries = keys.iter().map(|key| (Value::Str((*key).into()), value.clone())).collect();
+            Value::Dict(Dict { entries, ..Dict::default() })
+        };
+        let empty = dict(&[], &Value::None);
+        assert_eq!(series(&dict(&["model", "optim"], &empty)).unwrap().len(), 2);
+        assert!(series(&dict(&["model"], &empty)).is_none());
+        assert!(series(&dict(&["weights", "optim"], &empty)).is_none());
+        assert!(series(&dict(&["model", "step"], &Value::Int(1))).is_none());
+    }
+}

@@ -1,0 +1,191 @@
+//! What a verb reads, and what it takes of it: the names, values and disagreements of SRC, decided before anything is
+//! laid out.
+
+use std::collections::BTreeSet;
+
+use super::checks::{self, Replicas};
+use super::conflicts::{self, Ranks, Settled};
+use super::printer::Printer;
+use super::run::Run;
+use super::{check_series, read_options, refuse_fragment};
+use crate::catalog::path::{self, Fate};
+use crate::catalog::{Fqn, TensorId, Value, model};
+use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs};
+use crate::error::{Error, Result};
+use crate::format::{Checkpoint, SeriesChoice, Want};
+use crate::layout::Pattern;
+use crate::select::{self, DtypeRule, Rename, Root, Selected};
+use crate::storage::regular_file;
+
+/// What a verb takes where the command line does not say otherwise.
+pub struct Defaults {
+    pub want: Want,
+    pub series: SeriesChoice,
+    pub root: Root,
+    /// Wrapper prefixes are cut from names.
+    pub clean: bool,
+}
+
+pub struct Source {
+    pub checkpoint: Checkpoint,
+    /// What is taken, under the names and in the dtypes it will have.
+    pub wanted: Selected,
+    pub settled: Settled,
+    /// Replicas have been compared already.
+    pub compared: bool,
+}
+
+impl Source {
+    /// Read the source of a verb that writes, which must be whole, and choose what to take.
+    ///
+    /// # Errors
+    /// As reading and selecting.
+    pub fn open(args: &ConvertArgs, defaults: Defaults, run: &Run<'_>) -> Result<Self> {
+        let checkpoint =
+            Checkpoint::open(&args.src, &read_options(&args.source, defaults.series.clone(), defaults.want))?;
+        refuse_fragment(&checkpoint)?;
+        check_series(&args.source, &[&checkpoint])?;
+        announce(&checkpoint, run.printer);
+        let options = select_options(&args.select, defaults)?;
+        let wanted = select::select(&checkpoint.catalog, &options)?;
+        Ok(Self { checkpoint, wanted, settled: Settled::default(), compared: false })
+    }
+
+    /// Decide what is taken where ranks disagree.
+    ///
+    /// Plain tensors are compared here only where there is something to decide; otherwise just before the copy.
+    ///
+    /// # Errors
+    /// `Conflict` where nothing was chosen; as reading.
+    pub fn settle(&mut self, args: CheckArgs, ranks: Ranks, run: &Run<'_>) -> Result<()> {
+        let mut dropped = Vec::new();
+        let undecided = match args.on_conflict {
+            Some(_) => self.tensor_ids(),
+            None => self.random_state(),
+        };
+        self.compared = args.on_conflict.is_some();
+        for (id, difference) in checks::differing(&self.checkpoint, &undecided, replicas(args), run)? {
+            let entry = self.checkpoint.catalog.tensor(id);
+            match args.on_conflict.unwrap_or(OnConflict::PerRank) {
+                OnConflict::Rank0 => self.settled.rank0.push(entry.fqn.to_string()),
+                OnConflict::Drop => path::edit_leaves(&mut self.wanted.catalog.state, &mut |path, leaf| {
+                    if *leaf != Value::Tensor(id) {
+                        return Fate::Keep;
+                    }
+                    dropped.push(path.to_string());
+                    Fate::Remove
+                }),
+                OnConflict::PerRank if entry.sharding.is_some() || !conflicts::has_ranks(entry) => {
+                    return Err(checks::replica_conflict(entry, &difference));
+                }
+                OnConflict::PerRank => {
+                    conflicts::split_by_rank(&mut self.checkpoint.catalog, &mut self.wanted.catalog, id);
+                }
+            }
+        }
+        let settled = conflicts::settle(&mut self.wanted.catalog, args.on_conflict, ranks)?;
+        self.settled = Settled {
+            dropped: [dropped, settled.dropped].concat(),
+            rank0: [std::mem::take(&mut self.settled.rank0), settled.rank0].concat(),
+            ..settled
+        };
+        Ok(())
+    }
+
+    /// Check what must hold of the source before it is copied.
+    ///
+    /// # Errors
+    /// `Malformed` for a checksum, `Conflict` for replicas that differ.
+    pub fn check(&self, args: CheckArgs, run: &Run<'_>) -> Result<()> {
+        if args.check_crc
+            && let Some((_, error)) = checks::sums(&self.checkpoint, run).into_iter().next()
+        {
+            return Err(error);
+        }
+        if self.compared {
+            return Ok(());
+        }
+        let found = checks::differing(&self.checkpoint, &self.tensor_ids(), replicas(args), run)?;
+        match found.first() {
+            None => Ok(()),
+            Some((id, difference)) => Err(checks::replica_conflict(self.checkpoint.catalog.tensor(*id), difference)),
+        }
+    }
+
+    /// Every tensor that is taken, with its names.
+    #[must_use]
+    pub fn tensors(&self) -> Vec<(Fqn, TensorId)> {
+        model::all_tensors(&self.wanted.catalog.state)
+    }
+
+    /// Tensors that may differ from rank to rank without being asked for.
+    fn random_state(&self) -> Vec<TensorId> {
+        let mut tensors = self.tensors();
+        tensors.retain(|(fqn, _)| model::is_random_state(fqn.as_str()));
+        tensors.into_iter().map(|(_, id)| id).collect()
+    }
+
+    fn tensor_ids(&self) -> Vec<TensorId> {
+        let distinct: BTreeSet<TensorId> = self.tensors().into_iter().map(|(_, id)| id).collect();
+        distinct.into_iter().collect()
+    }
+}
+
+/// Say what was taken for SRC, and what reading it brought to light.
+pub fn announce(checkpoint: &Checkpoint, printer: &Printer) {
+    if let Some(given) = &checkpoint.resolved_from {
+        printer.line(&format!("{} is taken to be {}", given.display(), checkpoint.root.display()));
+    }
+    for warning in &checkpoint.catalog.warnings {
+        printer.warning(warning);
+    }
+    for detail in &checkpoint.catalog.details {
+        printer.detail(detail);
+    }
+}
+
+fn replicas(args: CheckArgs) -> Replicas {
+    if args.check_replicas { Replicas::All } else { Replicas::Plain }
+}
+
+/// The name options of the command line.
+///
+/// # Errors
+/// `Layout` and `Usage` for patterns and rules that are none, `Io` for files of them.
+pub fn select_options(args: &SelectArgs, defaults: Defaults) -> Result<select::Options> {
+    let mut include = args.include.clone();
+    if let Some(file) = &args.include_from {
+        let lines = read_text(file)?;
+        let patterns = lines.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+        let before = include.len();
+        include.extend(patterns.map(str::to_owned));
+        if include.len() == before {
+            return Err(Error::usage(
+                format!("--include-from {}: no pattern in it", file.display()),
+                "one pattern a line; lines that begin with # are comments",
+            ));
+        }
+    }
+    let patterns =
+        |texts: &[String]| -> Result<Vec<Pattern>> { texts.iter().map(|text| Ok(Pattern::parse(text)?)).collect() };
+    let mut renames: Vec<Rename> = args.rename.iter().map(|text| Rename::parse(text)).collect::<Result<_>>()?;
+    if let Some(file) = &args.rename_file {
+        renames.extend(Rename::parse_file(&read_text(file)?)?);
+    }
+    Ok(select::Options {
+        clean: defaults.clean && !args.keep_names,
+        include: patterns(&include)?,
+        exclude: patterns(&args.exclude)?,
+        root: args.root.clone().map_or(defaults.root, Root::At),
+        strip_prefixes: args.strip_prefix.clone(),
+        renames,
+        add_prefix: args.add_prefix.clone(),
+        nest: args.nest.clone(),
+        dtypes: args.dtype.iter().map(|text| DtypeRule::parse(text)).collect::<Result<_>>()?,
+    })
+}
+
+fn read_text(path: &std::path::Path) -> Result<String> {
+    regular_file(path)?;
+    std::fs::read_to_string(path).map_err(Error::io("read", path))
+}

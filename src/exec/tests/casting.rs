@@ -1,0 +1,314 @@
+//! Casts on their way through the copier and the comparer, against casts of whole tensors.
+
+use std::path::Path;
+
+use super::*;
+use crate::catalog::{Located, OutputFile, Reservation, Reserved, Sum, Summed, TensorId};
+use crate::error::{Error, Result};
+use crate::exec::cast::{Cast, Counts};
+use crate::exec::compare::{Difference, digest, first_difference};
+use crate::exec::copy::{CastCount, Stats, copy, dry_run};
+use crate::exec::{Options, SCRATCH_BYTES, Silent, Stop};
+use crate::storage::FileId;
+
+/// Values that overflow now and then, NaNs among them, everything of many magnitudes.
+fn value(index: u64) -> f64 {
+    if index % 97 == 13 {
+        return f64::NAN;
+    }
+    #[expect(clippy::cast_possible_truncation, reason = "below 40")]
+    let exponent = (index.wrapping_mul(0x9E37_79B9) >> 7) as i32 % 40;
+    let size = f64::from(u32::try_from(index % 4093 + 1).unwrap()) * f64::powi(2.0, exponent.abs() - 24);
+    if index.is_multiple_of(2) { size } else { -size }
+}
+
+/// Element `index` in a dtype: f64, cast where it is another one.
+fn element_of(dtype: Dtype, index: u64) -> Vec<u8> {
+    cast(Dtype::F64, dtype, &value(index).to_le_bytes()).0
+}
+
+fn cast(from: Dtype, to: Dtype, source: &[u8]) -> (Vec<u8>, Counts) {
+    let Some(cast) = Cast::new(from, to) else { return (source.to_vec(), Counts::default()) };
+    let mut target = vec![0; source.len() / bytes(from.itemsize()) * bytes(to.itemsize())];
+    let counts = cast.convert(source, &mut target);
+    (target, counts)
+}
+
+fn bytes(len: u64) -> usize {
+    usize::try_from(len).unwrap()
+}
+
+/// A tensor in a file of its own.
+struct Source {
+    _folder: tempfile::TempDir,
+    files: Files,
+    catalog: Catalog,
+}
+
+impl Source {
+    fn new(shape: &[u64], dtype: Dtype, layout: &Layout, transpose: bool, io: IoMode) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("data");
+        let values = |index| element_of(dtype, index);
+        let (files, entry) = store_values(shape, dtype, layout, transpose, io, &path, &values);
+        Self { _folder: folder, files, catalog: Catalog { tensors: vec![entry], ..Catalog::empty() } }
+    }
+
+    fn input(&self) -> Input<'_> {
+        Input { files: &self.files, catalog: &self.catalog, resolve: &resolve }
+    }
+
+    fn entry(&self) -> &TensorEntry {
+        &self.catalog.tensors[0]
+    }
+}
+
+/// One file with every tile of a layout behind a header, each with its sum in 4 bytes after it.
+fn reserve(source: &Source, to: Dtype, layouts: &[&Layout]) -> Reservation {
+    let mut reservation = Reservation::default();
+    let mut file = OutputFile::new("out");
+    file.push_literal(vec![0xAA; 11]);
+    let shape = source.entry().shape.clone();
+    for layout in layouts {
+        let mut chunks = ChunkTable::new(shape.len());
+        for tile in layout.tiles(&shape) {
+            let len = tile.numel() * to.itemsize();
+            let offset = file.push_payload(len);
+            let place = if len == 0 { Place::Nowhere } else { Place::Bytes { file: FileId(0), offset } };
+            if len > 0 {
+                file.sums.push(Sum { range: offset..offset + len, sites: [file.len].into_iter().collect() });
+            }
+            file.push_literal(vec![0; 4]);
+            chunks.push(Chunk { tile, place, strides: None, rank: None });
+        }
+        let entry = TensorEntry { fqn: "t".into(), dtype: to, shape: shape.clone(), sharding: None, chunks };
+        reservation.tensors.push(Reserved { source: TensorId(0), entry });
+    }
+    reservation.files.push(file);
+    reservation
+}
+
+fn options(threads: usize, strip_bytes: u64) -> Options {
+    Options { threads, strip_bytes, sync: false }
+}
+
+fn fill(input: Input<'_>, reservation: &Reservation, folder: &Path, options: &Options) -> Result<Stats> {
+    copy(input, reservation, folder, options, &Silent, &Stop::default())
+}
+
+/// What was written, as a checkpoint to read.
+fn written(folder: &Path) -> Files {
+    let mut files = Files::new(IoMode::Read);
+    files.add(folder.join("out")).unwrap();
+    files
+}
+
+/// Every tile and every sum is what it should be.
+fn check(source: &Source, reservation: &Reservation, folder: &Path) {
+    let found = fs::read(folder.join("out")).unwrap();
+    let from = source.entry().dtype;
+    for Reserved { entry, .. } in &reservation.tensors {
+        for chunk in entry.chunks.iter() {
+            let Place::Bytes { offset, .. } = chunk.place else { continue };
+            let indices = linear_indices(&entry.shape, &chunk.tile);
+            let stored: Vec<u8> = indices.iter().flat_map(|index| element_of(from, *index)).collect();
+            let wanted = cast(from, entry.dtype, &stored).0;
+            let end = bytes(offset) + wanted.len();
+            assert!(found[bytes(offset)..end] == wanted, "tile {} to {}", chunk.tile, entry.dtype);
+            assert_eq!(found[end..end + 4], crc32fast::hash(&wanted).to_le_bytes());
+        }
+    }
+}
+
+fn whole() -> Layout {
+    Layout { mesh: vec![1], placements: vec![Placement::Replicate] }
+}
+
+fn sharded(dim: usize, ranks: u64) -> Layout {
+    Layout { mesh: vec![ranks], placements: vec![Placement::Shard(TensorDim(dim))] }
+}
+
+/// Rows of (dp, tp) ranks in turn, and every one of them twice.
+fn interleaved() -> Layout {
+    let strided = Placement::StridedShard { dim: TensorDim(0), split_factor: 2 };
+    let placements = vec![strided, Placement::Shard(TensorDim(0)), Placement::Replicate];
+    Layout { mesh: vec![2, 2, 2], placements }
+}
+
+#[test]
+fn casts_do_not_depend_on_layouts_or_strips() {
+    let shape = [37, 23];
+    let pairs =
+        [(Dtype::F32, Dtype::Bf16), (Dtype::Bf16, Dtype::F32), (Dtype::F64, Dtype::F16), (Dtype::F32, Dtype::F8E4m3fn)];
+    for (from, to) in pairs {
+        for (layout, transpose) in
+            [(whole(), false), (sharded(0, 3), true), (sharded(1, 4), true), (interleaved(), false)]
+        {
+            let io = if transpose { IoMode::Mmap } else { IoMode::Read };
+            let source = Source::new(&shape, from, &layout, transpose, io);
+            for (threads, strip_bytes) in [(1, 1), (2, 7), (1, 64), (2, 1001), (1, 4 << 20)] {
+                let reservation = reserve(&source, to, &[&interleaved(), &sharded(1, 5)]);
+                let folder = tempfile::tempdir().unwrap();
+                fill(source.input(), &reservation, folder.path(), &options(threads, strip_bytes)).unwrap();
+                check(&source, &reservation, folder.path());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tensor_is_counted_once_whatever_its_replicas_and_strips() {
+    let source = Source::new(&[37, 23], Dtype::F32, &sharded(0, 3), false, IoMode::Read);
+    let all: Vec<u8> = (0..37 * 23).flat_map(|index| element_of(Dtype::F32, index)).collect();
+    let lost = cast(Dtype::F32, Dtype::F16, &all).1;
+    assert!(lost.overflows > 0 && lost.nans > 0, "{lost:?}");
+    let pair = (Dtype::F32, Dtype::F16);
+    for strip_bytes in [10, 4 << 20] {
+        let reservation = reserve(&source, Dtype::F16, &[&interleaved(), &sharded(1, 5)]);
+        let folder = tempfile::tempdir().unwrap();
+        let stats = fill(source.input(), &reservation, folder.path(), &options(2, strip_bytes)).unwrap();
+        let (overflows, nans) = (2 * lost.overflows, 2 * lost.nans);
+        assert_eq!(stats.casts, [(pair, CastCount { tensors: 2, overflows, nans })].into());
+        // Twice four bytes an element, once for the replicas.
+        assert_eq!(stats.bytes_read, 3 * 37 * 23 * 4);
+        let dry = dry_run(source.input(), &reservation, &Stop::default()).unwrap();
+        assert_eq!(dry.casts, [(pair, CastCount { tensors: 2, overflows: 0, nans: 0 })].into());
+        assert_eq!((dry.bytes_read, dry.runs), (stats.bytes_read, stats.runs));
+    }
+    let same = reserve(&source, Dtype::F32, &[&whole()]);
+    assert!(dry_run(source.input(), &same, &Stop::default()).unwrap().casts.is_empty());
+}
+
+#[test]
+fn casts_go_through_windows() {
+    // As many tiles as a window has, so there are three.
+    let source = Source::new(&[1 << 14], Dtype::F32, &sharded(0, 2), false, IoMode::Read);
+    let reservation = reserve(&source, Dtype::Bf16, &[&sharded(0, 1 << 14), &sharded(0, 1 << 14), &whole()]);
+    let folder = tempfile::tempdir().unwrap();
+    let stats = fill(source.input(), &reservation, folder.path(), &options(2, 5000)).unwrap();
+    assert_eq!(stats.casts[&(Dtype::F32, Dtype::Bf16)].tensors, 3);
+    check(&source, &reservation, folder.path());
+}
+
+#[test]
+fn memory_is_bounded_and_long_reads_come_in_blocks() {
+    let shape = [700, 1000];
+    let wanted: Vec<u8> = (0..700_000).flat_map(|index| element_of(Dtype::Bf16, index)).collect();
+    for (transpose, io) in [(false, IoMode::Read), (true, IoMode::Read), (true, IoMode::Mmap)] {
+        let source = Source::new(&shape, Dtype::F32, &sharded(0, 2), transpose, io);
+        let plan = crate::plan::Source::new(source.entry()).unwrap();
+        let tile = &whole().tiles(&shape)[0];
+        let prepared = Prepared::new(source.input(), &plan, tile, &mut Locations::default()).unwrap();
+        let prepared = prepared.cast_to(Dtype::Bf16).unwrap();
+        assert_eq!(prepared.itemsize(), 2);
+        let mut buffer = vec![0x55; wanted.len() - 6];
+        let mut scratch = Scratch::default();
+        prepared.read(source.input(), 3, &mut buffer, &mut scratch).unwrap();
+        assert!(buffer == wanted[6..]);
+        assert!(scratch.capacity() as u64 <= SCRATCH_BYTES);
+    }
+}
+
+#[test]
+fn records_that_pass_through_a_cast_are_checked() {
+    let source = Source::new(&[300, 1000], Dtype::F32, &whole(), false, IoMode::Read);
+    let Place::Bytes { offset: start, .. } = source.entry().chunks.place(0) else { unreachable!() };
+    let data: Vec<u8> = (0..300_000).flat_map(|index| element_of(Dtype::F32, index)).collect();
+    let (len, crc) = (data.len() as u64, crc32fast::hash(&data));
+    for (crc, sound) in [(crc, true), (crc ^ 1, false)] {
+        let resolve = move |files: &Files, entry: &TensorEntry, chunk: u32| -> Result<Located> {
+            Ok(Located { summed: Some(Summed { start, len, crc }), ..resolve(files, entry, chunk)? })
+        };
+        let input = Input { resolve: &resolve, ..source.input() };
+        for strip_bytes in [100_000, 4 << 20] {
+            let reservation = reserve(&source, Dtype::Bf16, &[&sharded(0, 2)]);
+            let folder = tempfile::tempdir().unwrap();
+            match fill(input, &reservation, folder.path(), &options(2, strip_bytes)) {
+                Ok(_) => {
+                    assert!(sound);
+                    check(&source, &reservation, folder.path());
+                }
+                Err(error) => {
+                    assert!(!sound, "{error}");
+                    assert!(matches!(error, Error::Malformed { .. }), "{error}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_cast_is_named() {
+    let mut source = Source::new(&[4], Dtype::F32, &whole(), false, IoMode::Read);
+    source.catalog.tensors[0].dtype = Dtype::I32;
+    let error = dry_run(source.input(), &reserve(&source, Dtype::Bf16, &[&whole()]), &Stop::default()).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    assert_eq!(error.to_string(), "t: i32 cannot be cast to bf16");
+}
+
+#[test]
+fn what_was_written_is_read_back_through_the_cast() {
+    let source = Source::new(&[37, 23], Dtype::F32, &sharded(0, 3), true, IoMode::Read);
+    let reservation = reserve(&source, Dtype::Bf16, &[&sharded(1, 5)]);
+    let folder = tempfile::tempdir().unwrap();
+    fill(source.input(), &reservation, folder.path(), &options(2, 100)).unwrap();
+    let target = &reservation.tensors[0].entry;
+    let catalog = Catalog::empty();
+    let compared = |files: &Files, options: &Options| {
+        let right = Input { files, catalog: &catalog, resolve: &resolve };
+        let (left, right) = ((source.input(), source.entry()), (right, target));
+        first_difference(left, right, Dtype::Bf16, options, &Silent, &Stop::default()).unwrap()
+    };
+    for strip_bytes in [1, 50, 4 << 20] {
+        assert_eq!(compared(&written(folder.path()), &options(2, strip_bytes)), None);
+    }
+    let digest = |input, entry| digest(input, entry, Dtype::Bf16, &options(1, 64), &Silent, &Stop::default()).unwrap();
+    let files = written(folder.path());
+    let right = Input { files: &files, catalog: &catalog, resolve: &resolve };
+    assert_eq!(digest(source.input(), source.entry()), digest(right, target));
+
+    let path = folder.path().join("out");
+    let mut bytes = fs::read(&path).unwrap();
+    let Place::Bytes { offset, .. } = target.chunks.place(1) else { unreachable!() };
+    // The sign of row 1, column 5: element 0 of the second of five pieces of 23 columns in row 0, 5 elements further.
+    bytes[super::casting::bytes(offset) + 5 * 2 + 1] ^= 0x80;
+    fs::write(&path, &bytes).unwrap();
+    let found = compared(&written(folder.path()), &options(2, 50)).unwrap();
+    assert_eq!((found.element, found.differing), (23 + 5, 1));
+    assert_eq!(found.max_abs, Some(2.0 * value_of(Dtype::Bf16, 28).abs()));
+}
+
+/// What an element comes back as.
+fn value_of(dtype: Dtype, index: u64) -> f64 {
+    f64::from_le_bytes(cast(dtype, Dtype::F64, &element_of(dtype, index)).0.try_into().unwrap())
+}
+
+#[test]
+fn differences_do_not_depend_on_threads_or_strips() {
+    let shape = [61, 41];
+    let left = Source::new(&shape, Dtype::F32, &sharded(0, 3), false, IoMode::Read);
+    let right = Source::new(&shape, Dtype::Bf16, &sharded(1, 2), true, IoMode::Mmap);
+    let mut wanted: Option<Difference> = None;
+    for index in 0..61 * 41 {
+        let (ours, theirs) =
+            (element_of(Dtype::F32, index), cast(Dtype::Bf16, Dtype::F32, &element_of(Dtype::Bf16, index)).0);
+        if ours != theirs {
+            let distance = (value_of(Dtype::F32, index) - value_of(Dtype::Bf16, index)).abs();
+            let so_far = wanted.unwrap_or(Difference { element: index, max_abs: Some(0.0), differing: 0 });
+            let max_abs = so_far.max_abs.map(|max| max.max(distance));
+            wanted = Some(Difference { max_abs, differing: so_far.differing + 1, ..so_far });
+        }
+    }
+    let wanted = wanted.unwrap();
+    assert!(wanted.differing > 100, "{wanted:?}");
+    for threads in [1, 2, 5] {
+        for strip_bytes in [1, 90, 4 << 20] {
+            let sides = ((left.input(), left.entry()), (right.input(), right.entry()));
+            let options = options(threads, strip_bytes);
+            let found = first_difference(sides.0, sides.1, Dtype::F32, &options, &Silent, &Stop::default());
+            assert_eq!(found.unwrap(), Some(wanted));
+            let same = first_difference(sides.0, sides.1, Dtype::Bf16, &options, &Silent, &Stop::default());
+            assert_eq!(same.unwrap(), None, "the same once both are bf16");
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! Shards of DCP's Hugging Face storage: safetensors files that say where in its tensor each of theirs lies.
+//!
+//! A file `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors` is what rank R (counted from 1) has of the F-th file of the
+//! whole. `DCP_SHARDING_INFO` in its `__metadata__` gives the offsets of each tensor in the whole one; the shape of
+//! that is stored nowhere and is taken to reach as far as the shards do, as PyTorch's own reader takes it. A hole
+//! shows, a lost end does not.
+//!
+//! Source: `torch/distributed/checkpoint/hf_storage.py` and `_hf_utils.py` (2.15).
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use super::ReadOptions;
+use super::safetensors::{self, Stored};
+use super::series::list_missing;
+use crate::catalog::{Catalog, Chunk, ChunkTable, Fqn, Place, TensorEntry, checked_len_bytes};
+use crate::error::{Error, Result};
+use crate::layout::{Dims, Rank, Region, Tile};
+use crate::storage::{FileId, Files};
+
+pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
+
+/// What to say where missing shards may have been empty.
+const WITHOUT_THEM: &str = "a rank with nothing to write has no file, and the others have every element of the tensors \
+                            they name: --allow-missing goes on without the missing ones";
+
+/// What the name of a shard's file tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShardName {
+    /// Of the rank, from 1.
+    pub shard: u32,
+    pub files: u32,
+}
+
+impl ShardName {
+    /// Take `shard-00002-model-00001-of-00003.safetensors` apart.
+    #[must_use]
+    pub fn parse(path: &Path) -> Option<Self> {
+        let name = path.file_name()?.to_str()?.strip_prefix("shard-")?.strip_suffix(".safetensors")?;
+        let (shard, rest) = name.split_once("-model-")?;
+        let (file, files) = rest.split_once("-of-")?;
+        let number = |text: &str| text.parse::<u32>().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()));
+        number(file)?;
+        Some(Self { shard: number(shard).filter(|shard| *shard > 0)?, files: number(files)? })
+    }
+}
+
+/// Read the shards of a folder.
+///
+/// # Errors
+/// `Missing` where ranks between 1 and the highest have no file, `Conflict` where files belong to different saves,
+/// else as [`safetensors::read`].
+pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], options: &ReadOptions) -> Result<Catalog> {
+    let mut ranks = BTreeMap::new();
+    let mut totals = BTreeMap::new();
+    for path in paths {
+        if let Some(name) = ShardName::parse(path) {
+            ranks.insert(name.shard, path.clone());
+            totals.insert(name.files, path);
+        }
+    }
+    if let (Some((first, _)), Some((last, _))) = (totals.first_key_value(), totals.last_key_value())
+        && first != last
+    {
+        return Err(Error::Conflict {
+            fqn: folder.display().to_string(),
+            what: "the number of files",
+            between: String::from("names of shards"),
+            detail: format!("some are of {first}, others of {last}"),
+            hint: Some(String::from("the files are of two saves: move those of one of them into another folder")),
+        });
+    }
+    let highest = ranks.last_key_value().map_or(0, |(rank, _)| *rank);
+    let missing = list_missing(1..=highest, &ranks);
+    if let Some(missing) = missing.as_ref().filter(|_| !options.allow_missing) {
+        let mut own = Files::new(files.io());
+        let rest = safetensors::read(&mut own, paths, None);
+        let covered = rest.is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tiling().is_ok()));
+        return Err(Error::Missing {
+            path: folder.to_path_buf(),
+            at: String::from("shards"),
+            expected: format!("the files of shards 1 to {highest}"),
+            missing: format!("shard {missing}"),
+            hint: covered.then(|| WITHOUT_THEM.into()),
+        });
+    }
+    let mut catalog = safetensors::read(files, paths, None)?;
+    if let Some(missing) = missing {
+        let folder = folder.display();
+        catalog.warnings.push(format!("{folder}: read without shard {missing}"));
+    }
+    Ok(catalog)
+}
+
+/// What to say of shards where nothing beside them tells the shapes of the whole tensors: no config, and none of the
+/// consolidated files that the writer puts above a folder `sharded`.
+pub fn untold_shapes(shard: &Path) -> Option<String> {
+    let folder = shard.parent()?;
+    let known = |folder: &Path| {
+        ["config.json", safetensors::INDEX_NAME, "model.safetensors"].iter().any(|name| folder.join(name).is_file())
+    };
+    let above = folder.parent().filter(|_| folder.file_name().is_some_and(|name| name == "sharded"));
+    if known(folder) || above.is_some_and(known) {
+        return None;
+    }
+    Some(format!(
+        "{}: shards do not store the shapes of whole tensors, so a lost last shard would not be noticed; compare the \
+         shapes with the model's config",
+        folder.display()
+    ))
+}
+
+/// The offsets that a file gives for its tensors.
+///
+/// # Errors
+/// `Malformed` where the text is not what the writer puts there.
+pub fn sharding_info(path: &Path, text: &str) -> Result<BTreeMap<String, Dims>> {
+    #[derive(Deserialize)]
+    struct Entry {
+        saved_offsets: Vec<u64>,
+    }
+    let entries: BTreeMap<String, Entry> = serde_json::from_str(text)
+        .map_err(|error| Error::malformed(path, SHARDING_INFO, "saved_offsets for each tensor", error.to_string()))?;
+    Ok(entries.into_iter().map(|(name, entry)| (name, entry.saved_offsets.as_slice().into())).collect())
+}
+
+/// One file's part of a tensor.
+#[derive(Debug)]
+pub struct Shard {
+    pub path: PathBuf,
+    pub file: FileId,
+    pub stored: Stored,
+    /// Where it lies in the whole tensor, if the file says so.
+    pub offsets: Option<Dims>,
+}
+
+/// The tensor that these parts make up.
+///
+/// # Errors
+/// `Conflict` where they disagree, `Malformed` where offsets do not fit the parts.
+pub fn tensor(name: &str, shards: &[Shard]) -> Result<TensorEntry> {
+    let fqn = Fqn::from(name);
+    let first = &shards[0];
+    let dtype = first.stored.dtype;
+    let mut shape: Dims = Dims::from_elem(0, first.stored.shape.len());
+    let mut regions = Vec::with_capacity(shards.len());
+    for shard in shards {
+        let sizes = &shard.stored.shape;
+        if (shard.stored.dtype, sizes.len()) != (dtype, shape.len()) {
+            let between = format!("{} and {}", first.path.display(), shard.path.display());
+            let detail = format!(
+                "{dtype} of {} dims and {} of {} dims",
+                first.stored.shape.len(),
+                shard.stored.dtype,
+                sizes.len()
+            );
+            return Err(fqn.disagreement("dtype or number of dims", between, detail));
+        }
+        let offsets = match &shard.offsets {
+            Some(offsets) => offsets.clone(),
+            None => Dims::from_elem(0, sizes.len()),
+        };
+        if offsets.len() != sizes.len() {
+            let found = format!("{:?}", offsets.as_slice());
+            return Err(Error::malformed(&shard.path, name, format!("saved_offsets of {} dims", sizes.len()), found));
+        }
+        for ((whole, &offset), &size) in shape.iter_mut().zip(&offsets).zip(sizes) {
+            let Some(end) = offset.checked_add(size) else {
+                let found = format!("{:?}", offsets.as_slice());
+                return Err(Error::malformed(&shard.path, name, "offsets inside a tensor", found));
+            };
+            *whole = end.max(*whole);
+        }
+        regions.push(Region::new(offsets, sizes.clone()));
+    }
+    if checked_len_bytes(&shape, dtype).is_none() {
+        return Err(Error::malformed(&first.path, name, "a shape that fits memory", format!("{:?}", shape.as_slice())));
+    }
+    let mut chunks = ChunkTable::new(shape.len());
+    for (shard, region) in shards.iter().zip(regions) {
+        let place = Place::Bytes { file: shard.file, offset: shard.stored.offset };
+        let place = if region.is_empty() { Place::Nowhere } else { place };
+        let rank = ShardName::parse(&shard.path).map(|name| Rank(name.shard - 1));
+        chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank });
+    }
+    Ok(TensorEntry { fqn, dtype, shape, sharding: None, chunks })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shards_are_known_by_name() {
+        let parse = |name: &str| ShardName::parse(Path::new(name)).map(|name| (name.shard, name.files));
+        assert_eq!(parse("shard-00002-model-00001-of-00003.safetensors"), Some((2, 3)));
+        for name in [
+            "shard-00000-model-00001-of-00001.safetensors",
+            "model-00001-of-00003.safetensors",
+            "shard-x-model-00001-of-00003.safetensors",
+            "shard-00002-model-00001-of-00003.pt",
+            "shard-+2-model-1-of-1.safetensors",
+        ] {
+            assert_eq!(parse(name), None, "{name}");
+        }
+    }
+
+    fn shard(offsets: &[u64], sizes: &[u64]) -> Shard {
+        let stored = Stored { dtype: crate::catalog::Dtype::F32, shape: sizes.into(), offset: 0 };
+        Shard { path: PathBuf::from("f"), file: FileId(0), stored, offsets: Some(offsets.into()) }
+    }
+
+    #[test]
+    fn the_whole_reaches_as_far_as_its_shards() {
+        let entry = tensor("w", &[shard(&[3, 0], &[2, 4]), shard(&[0, 0], &[3, 4])]).unwrap();
+        assert_eq!(entry.shape.as_slice(), [5, 4]);
+        assert!(entry.tiling().is_ok());
+        assert!(tensor("w", &[shard(&[3, 0], &[2, 4])]).unwrap().tiling().is_err());
+        assert!(tensor("w", &[shard(&[u64::MAX], &[2])]).is_err());
+        assert!(tensor("w", &[shard(&[1 << 62], &[2])]).is_err());
+        assert!(tensor("w", &[shard(&[0], &[2, 2])]).is_err());
+        assert!(tensor("w", &[shard(&[0], &[2]), shard(&[0, 0], &[2, 2])]).is_err());
+    }
+}

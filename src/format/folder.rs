@@ -1,0 +1,277 @@
+//! From the folder that people have to the folders that a checkpoint is in.
+//!
+//! Trainers put checkpoints a few folders down: `root/latest` names `global_step_10`, in that is `actor`. Where one
+//! folder fits it is taken; where several do, the user is asked. What `latest` says is text from a file: it may only
+//! name a folder beside it.
+//!
+//! Source of the names: verl (`global_step_N/actor`), torchtitan (`step-N`), Megatron-LM (`iter_NNNNNNN`), DeepSpeed
+//! (`latest`), Hugging Face Trainer (`checkpoint-N`), accelerate (`pytorch_model_fsdp_N` beside `optimizer_N`,
+//! `utils/fsdp_utils.py`).
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use super::detect::{Detected, detect, lone_file, look};
+use super::{Format, ReadOptions, foreign, natural_order, relative_to_folder};
+use crate::error::{Error, Result};
+
+/// What a verb takes where a folder has more than the model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Want {
+    /// Everything: model and optimizer, and the files beside them.
+    #[default]
+    All,
+    /// The model alone.
+    Model,
+}
+
+/// Where a checkpoint is.
+#[derive(Debug)]
+pub struct Place {
+    pub root: PathBuf,
+    /// Its folders, relative to the root, and what each holds.
+    pub folders: Vec<(PathBuf, Detected)>,
+}
+
+/// Folders in folders: real ones are three deep.
+const MAX_DEPTH: usize = 8;
+
+/// Find the checkpoint at or below `path`.
+///
+/// # Errors
+/// `Usage` listing the candidates where there are several, else as [`detect`].
+pub fn find(path: &Path, options: &ReadOptions) -> Result<Place> {
+    foreign::refuse_address(path)?;
+    let from = options.from;
+    let mut at = path.to_path_buf();
+    for _ in 0..MAX_DEPTH {
+        if let Some(found) = look(&at, from)? {
+            return Ok(Place { root: at, folders: vec![(PathBuf::new(), found)] });
+        }
+        let names = subfolders(&at)?;
+        if let Some(place) = accelerate(&at, &names, options)? {
+            return Ok(place);
+        }
+        match next(&at, &names)? {
+            Some(next) => at.push(next),
+            None => {
+                let found = lone_file(&at, from)?;
+                return Ok(Place { root: at, folders: vec![(PathBuf::new(), found)] });
+            }
+        }
+    }
+    Err(Error::usage(
+        format!("{}: folders in folders, and no checkpoint down to {}", path.display(), at.display()),
+        "give the folder that holds the files themselves",
+    ))
+}
+
+/// Names of the folders in a folder, links to folders among them, in natural order.
+fn subfolders(folder: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(Error::io("list", folder))? {
+        let entry = entry.map_err(Error::io("list", folder))?;
+        if let Ok(name) = entry.file_name().into_string()
+            && entry.path().is_dir()
+        {
+            names.push(name);
+        }
+    }
+    names.sort_by(|left, right| natural_order(left, right));
+    Ok(names)
+}
+
+fn is_candidate(name: &str) -> bool {
+    STEPS.iter().any(|(base, separator)| is_numbered(name, base, separator, false)) || ROLES.contains(&name)
+}
+
+/// accelerate's folder of a model.
+fn is_model(name: &str) -> bool {
+    is_numbered(name, "pytorch_model_fsdp", "_", true)
+}
+
+/// The model folder that accelerate writes, and the optimizer folders beside it.
+fn accelerate(folder: &Path, names: &[String], options: &ReadOptions) -> Result<Option<Place>> {
+    let models: Vec<&String> = names.iter().filter(|name| is_model(name)).collect();
+    let model = match models.as_slice() {
+        [] => return Ok(None),
+        [only] => *only,
+        several => return Err(ambiguous(folder, several.iter().map(|name| name.as_str()))),
+    };
+    let read = |name: &String| Ok((PathBuf::from(name), detect(&folder.join(name), options.from)?));
+    if options.want == Want::Model {
+        let (_, found) = read(model)?;
+        return Ok(Some(Place { root: folder.join(model), folders: vec![(PathBuf::new(), found)] }));
+    }
+    let optimizers = names.iter().filter(|name| is_numbered(name, "optimizer", "_", true));
+    let folders: Vec<_> = std::iter::once(model).chain(optimizers).map(read).collect::<Result<_>>()?;
+    Ok(Some(Place { root: folder.to_path_buf(), folders }))
+}
+
+/// `BASE` + separator + number, or the base alone where that is allowed.
+fn is_numbered(name: &str, base: &str, separator: &str, alone: bool) -> bool {
+    let Some(rest) = name.strip_prefix(base) else { return false };
+    if rest.is_empty() {
+        return alone;
+    }
+    let number = rest.strip_prefix(separator).unwrap_or_default();
+    !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+/// What a folder of one training step is called.
+const STEPS: [(&str, &str); 6] =
+    [("global_step", "_"), ("global_step", ""), ("iter", "_"), ("step", "-"), ("step", "_"), ("checkpoint", "-")];
+
+/// The folders of verl's models.
+const ROLES: [&str; 2] = ["actor", "critic"];
+
+/// The one folder to go on in, if there is one.
+fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
+    // A link, where it is not a text.
+    if names.iter().any(|name| name == "latest") {
+        return Ok(Some(String::from("latest")));
+    }
+    let pointer = pointer(folder)?;
+    if let Some(found) = pointer.as_ref().and_then(|pointer| pointer.target(folder)) {
+        return Ok(Some(found));
+    }
+    let candidates: Vec<&str> = names.iter().map(String::as_str).filter(|name| is_candidate(name)).collect();
+    match (candidates.as_slice(), pointer) {
+        ([], Some(pointer)) if pointer.file.ends_with(MEGATRON_POINTER) => Err(foreign::megatron(folder)),
+        ([], Some(pointer)) => Err(Error::Missing {
+            path: pointer.file,
+            at: String::from("content"),
+            expected: String::from("the folder it names"),
+            missing: pointer.text,
+            hint: None,
+        }),
+        ([], None) => Ok(None),
+        ([only], None) => Ok(Some((*only).to_owned())),
+        (several, Some(pointer)) => {
+            let name = pointer.file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+            Err(Error::usage(
+                format!("{}: {name} names `{}`, which is not there", folder.display(), pointer.text),
+                format!("give a folder that is: {}", several.join(", ")),
+            ))
+        }
+        (several, None) => Err(ambiguous(folder, several.iter().copied())),
+    }
+}
+
+fn ambiguous<'a>(folder: &Path, names: impl Iterator<Item = &'a str>) -> Error {
+    const SHOWN: usize = 16;
+    let names: Vec<&str> = names.collect();
+    let more = if names.len() > SHOWN { format!(" and {} more", names.len() - SHOWN) } else { String::new() };
+    // The newest step; of a trainer's models, the first.
+    let likely = names.iter().rfind(|name| !ROLES.contains(name)).or(names.first());
+    let likely = likely.map(|name| folder.join(name).display().to_string()).unwrap_or_default();
+    Error::usage(
+        format!("{} holds several checkpoints: {}{more}", folder.display(), names[..names.len().min(SHOWN)].join(", ")),
+        format!("give one of them: {likely}"),
+    )
+}
+
+const MEGATRON_POINTER: &str = "latest_checkpointed_iteration.txt";
+
+/// A file that names the newest checkpoint.
+#[derive(Debug)]
+struct Pointer {
+    file: PathBuf,
+    text: String,
+}
+
+fn pointer_file(folder: &Path) -> Option<PathBuf> {
+    ["latest", MEGATRON_POINTER].iter().map(|name| folder.join(name)).find(|path| path.is_file())
+}
+
+/// The pointer of a folder, if it has one.
+fn pointer(folder: &Path) -> Result<Option<Pointer>> {
+    const LIMIT: u64 = 256;
+    let Some(file) = pointer_file(folder) else { return Ok(None) };
+    let mut bytes = Vec::new();
+    let opened = std::fs::File::open(&file).map_err(Error::io("open", &file))?;
+    opened.take(LIMIT).read_to_end(&mut bytes).map_err(Error::io("read", &file))?;
+    let text = String::from_utf8_lossy(&bytes).trim().to_owned();
+    // It is shown in messages, and looked up: nothing but an ordinary name.
+    if text.chars().any(char::is_control) || relative_to_folder(folder, &text, &file).is_err() {
+        let found = format!("{:?}", text.chars().take(60).collect::<String>());
+        return Err(Error::malformed(&file, "content", "the name of a folder beside it", found));
+    }
+    Ok(Some(Pointer { file, text }))
+}
+
+impl Pointer {
+    /// The folder it names: by its name, or by a number that is part of the name.
+    fn target(&self, folder: &Path) -> Option<String> {
+        let text = &self.text;
+        let mut names = vec![text.clone()];
+        if let Ok(number) = text.parse::<u64>() {
+            names.push(format!("iter_{number:07}"));
+        }
+        names.extend(STEPS.iter().map(|(base, separator)| format!("{base}{separator}{text}")));
+        names.into_iter().find(|name| folder.join(name).is_dir())
+    }
+}
+
+/// The formats of several folders must be one.
+///
+/// # Errors
+/// `Unsupported` naming two that differ.
+pub fn same_format(root: &Path, formats: &[(PathBuf, Format)]) -> Result<()> {
+    let differing = formats.array_windows().find(|[first, second]| first.1 != second.1);
+    let Some([first, second]) = differing else { return Ok(()) };
+    Err(Error::unsupported(
+        format!("{}: {} is {}, {} is {}", root.display(), first.0.display(), first.1, second.0.display(), second.1),
+        "give one of these folders",
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbered_folders() {
+        for (name, base, separator, alone, expected) in [
+            ("global_step_10", "global_step", "_", false, true),
+            ("global_step10", "global_step", "", false, true),
+            ("global_step_", "global_step", "_", false, false),
+            ("step-100", "step", "-", false, true),
+            ("steps", "step", "-", false, false),
+            ("pytorch_model_fsdp", "pytorch_model_fsdp", "_", true, true),
+            ("pytorch_model_fsdp_0", "pytorch_model_fsdp", "_", true, true),
+            ("pytorch_model_fsdp_x", "pytorch_model_fsdp", "_", true, false),
+            ("optimizer", "optimizer", "_", false, false),
+        ] {
+            assert_eq!(is_numbered(name, base, separator, alone), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn pointers_name_folders_beside_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        let point = |text: &[u8]| {
+            std::fs::write(root.join("latest"), text).unwrap();
+            pointer(root).map(|pointer| pointer.unwrap().target(root))
+        };
+        for name in ["global_step_7", "iter_0000100", "step-3", "my run"] {
+            std::fs::create_dir(root.join(name)).unwrap();
+        }
+        for (text, found) in [
+            ("7\n", "global_step_7"),
+            ("global_step_7", "global_step_7"),
+            ("100", "iter_0000100"),
+            ("3", "step-3"),
+            ("my run\r\n", "my run"),
+        ] {
+            assert_eq!(point(text.as_bytes()).unwrap().as_deref(), Some(found), "{text}");
+        }
+        assert_eq!(point(b"8").unwrap(), None);
+        for text in [&b"../x"[..], b"/etc", b"", b"a\nb", b"a\0b", b".", b"a/../../x"] {
+            assert!(point(text).is_err(), "{text:?}");
+        }
+        assert_eq!(point(b"\xff\xfe").unwrap(), None);
+        assert!(point(&[b'.'; 10_000]).is_ok());
+    }
+}

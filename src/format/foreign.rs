@@ -1,0 +1,207 @@
+//! What other frameworks write, and what cannot be read in place: refused by name, with what to do instead.
+//!
+//! Only names and first bytes are looked at.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use super::Format;
+use crate::error::{Error, Result};
+use crate::storage::regular_file;
+
+fn refuse(path: &Path, what: &str, hint: &str) -> Error {
+    Error::unsupported(format!("{}: {what}", path.display()), hint)
+}
+
+/// A path that is an address: `s3://bucket/checkpoint`.
+///
+/// # Errors
+/// `Unsupported` naming the kind of address.
+pub fn refuse_address(path: &Path) -> Result<()> {
+    let Some((scheme, _)) = path.to_str().and_then(|text| text.split_once("://")) else { return Ok(()) };
+    let is_scheme = !scheme.is_empty() && scheme.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
+    if !is_scheme || path.exists() {
+        return Ok(());
+    }
+    let (what, hint) = match scheme {
+        "s3" | "s3a" | "gs" | "gcs" | "az" | "abfs" | "abfss" | "r2" | "oss" => {
+            ("object storage", "copy the checkpoint to a disk first, or mount the bucket")
+        }
+        "hf" => ("a Hugging Face repository", "download it first: `hf download REPO --local-dir DIR`"),
+        "file" => ("an address of a local file", "give the path itself, without file://"),
+        _ => ("an address, not a path", "copy the checkpoint to a disk first"),
+    };
+    Err(refuse(path, &format!("{what} ({scheme}://) is not read in place"), hint))
+}
+
+/// Formats of other frameworks, by the names of the files of a folder.
+///
+/// # Errors
+/// `Unsupported` naming the format.
+pub fn refuse_folder(folder: &Path, names: &[String], from: Option<Format>) -> Result<()> {
+    let any = |test: &dyn Fn(&str) -> bool| names.iter().any(|name| test(name));
+    if any(&|name| name.ends_with("_optim_states.pt") || name.ends_with("_model_states.pt")) {
+        return Err(refuse(
+            folder,
+            "a DeepSpeed ZeRO checkpoint",
+            "convert it with DeepSpeed's zero_to_fp32.py or ds_to_universal.py first",
+        ));
+    }
+    if any(&|name| name.starts_with("mp_rank_")) {
+        return Err(megatron(folder));
+    }
+    if any(&|name| name == "metadata.json") && from != Some(Format::Dcp) && is_torch_dist(&folder.join("metadata.json"))
+    {
+        return Err(refuse(
+            folder,
+            "a Megatron-LM checkpoint (torch_dist)",
+            "--from dcp reads its tensors, under Megatron's own names; Megatron-Bridge exports Hugging Face names",
+        ));
+    }
+    if any(&|name| ["_CHECKPOINT_METADATA", "manifest.ocdbt"].contains(&name)) {
+        return Err(refuse(
+            folder,
+            "a JAX checkpoint (Orbax)",
+            "load it with orbax and save its arrays with safetensors.numpy",
+        ));
+    }
+    Ok(())
+}
+
+pub fn megatron(folder: &Path) -> Error {
+    refuse(
+        folder,
+        "a Megatron-LM checkpoint",
+        "save it with --ckpt-format torch_dist, or export it with Megatron's own tools",
+    )
+}
+
+/// Whether this is the `metadata.json` of Megatron's `dist_checkpointing`.
+fn is_torch_dist(path: &Path) -> bool {
+    const LIMIT: u64 = 1 << 20;
+    let read = || -> Option<serde_json::Value> {
+        regular_file(path).ok()?;
+        let mut text = Vec::new();
+        File::open(path).ok()?.take(LIMIT).read_to_end(&mut text).ok()?;
+        serde_json::from_slice(&text).ok()
+    };
+    read().is_some_and(|json| json.get("sharded_backend").is_some())
+}
+
+/// The start of a file, enough to tell formats apart.
+///
+/// # Errors
+/// `Io` where it is no regular file or cannot be read.
+pub fn first_bytes(path: &Path) -> Result<Vec<u8>> {
+    let mut head = Vec::new();
+    regular_file(path)?;
+    let file = File::open(path).map_err(Error::io("open", path))?;
+    file.take(512).read_to_end(&mut head).map_err(Error::io("read", path))?;
+    Ok(head)
+}
+
+/// Formats of other frameworks, by the first bytes of a file or by its name.
+///
+/// # Errors
+/// `Unsupported` naming the format.
+pub fn refuse_file(path: &Path, head: &[u8]) -> Result<()> {
+    const LEGACY: &[u8] = &[0x80, 2, 0x8A, 0x0A, 0x6C, 0xFC, 0x9C, 0x46, 0xF9, 0x20, 0x6A, 0xA8, 0x50, 0x19, 0x2E];
+    if head.starts_with(LEGACY) {
+        return Err(refuse(
+            path,
+            "a legacy torch file (before PyTorch 1.6, or saved with _use_new_zipfile_serialization=False)",
+            "load it with torch and save it again",
+        ));
+    }
+    if head.get(257..262) == Some(b"ustar") {
+        return Err(refuse(path, "a tar file of PyTorch's earliest days", "load it with torch and save it again"));
+    }
+    if head.starts_with(b"GGUF") {
+        return Err(gguf(path));
+    }
+    if head.starts_with(b"\x89HDF\r\n\x1a\n") {
+        return Err(hdf5(path));
+    }
+    if head.starts_with(b"\x93NUMPY") {
+        return Err(numpy(path));
+    }
+    by_name(path).map_or(Ok(()), Err)
+}
+
+fn gguf(path: &Path) -> Error {
+    refuse(path, "a GGUF file", "take the checkpoint it was made from: its tensors are quantized in llama.cpp's way")
+}
+
+fn hdf5(path: &Path) -> Error {
+    refuse(path, "an HDF5 file (Keras)", "load it with Keras and save its weights with safetensors")
+}
+
+fn numpy(path: &Path) -> Error {
+    refuse(path, "a NumPy file", "load it with numpy and save its arrays with safetensors.numpy.save_file")
+}
+
+/// Formats of other frameworks that a file's name tells.
+#[must_use]
+pub fn by_name(path: &Path) -> Option<Error> {
+    let name = path.file_name()?.to_str()?;
+    let (_, suffix) = name.rsplit_once('.')?;
+    match suffix {
+        "gguf" => Some(gguf(path)),
+        "h5" | "hdf5" | "keras" => Some(hdf5(path)),
+        "npz" | "npy" => Some(numpy(path)),
+        "onnx" => Some(refuse(path, "an ONNX graph", "take the PyTorch checkpoint it was exported from")),
+        "msgpack" => Some(refuse(
+            path,
+            "a Flax checkpoint (msgpack)",
+            "load it with flax.serialization and save its arrays with safetensors.numpy",
+        )),
+        _ if name.contains(".ckpt.data-") || name.ends_with(".ckpt.index") || name.ends_with(".ckpt.meta") => {
+            let hint = "load it with TensorFlow and save its variables with safetensors";
+            Some(refuse(path, "a TensorFlow checkpoint", hint))
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_formats_are_named() {
+        let named = |name: &str, head: &[u8]| refuse_file(Path::new(name), head).map_err(|error| error.to_string());
+        for (name, head, word) in [
+            ("model.gguf", &b"GGUF\x03"[..], "GGUF"),
+            ("model", b"GGUF\x03", "GGUF"),
+            ("model.bin", b"\x89HDF\r\n\x1a\n", "HDF5"),
+            ("weights.h5", b"", "HDF5"),
+            ("arrays.npz", b"PK\x03\x04", "NumPy"),
+            ("array", b"\x93NUMPY\x01", "NumPy"),
+            ("model.onnx", b"\x08", "ONNX"),
+            ("flax_model.msgpack", b"\x81", "Flax"),
+            ("model.ckpt.data-00000-of-00001", b"", "TensorFlow"),
+            ("model.ckpt.index", b"", "TensorFlow"),
+        ] {
+            assert!(named(name, head).unwrap_err().contains(word), "{name}");
+        }
+        assert!(named("model.ckpt", b"PK\x03\x04").is_ok());
+        assert!(named("model.pt", b"PK\x03\x04").is_ok());
+    }
+
+    #[test]
+    fn addresses_are_no_paths() {
+        for (path, word) in [
+            ("s3://bucket/x", "object storage"),
+            ("gs://bucket/x", "object storage"),
+            ("hf://org/model", "Hugging Face"),
+            ("https://example.org/x.pt", "an address"),
+            ("file:///x", "local file"),
+        ] {
+            assert!(refuse_address(Path::new(path)).unwrap_err().to_string().contains(word), "{path}");
+        }
+        for path in ["/data/x", "x", "a b://x", "://x"] {
+            assert!(refuse_address(Path::new(path)).is_ok(), "{path}");
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! Names of files that belong together by their numbers: `model_world_size_8_rank_3.pt`, `model-00001-of-00002.bin`.
+//!
+//! A name is text with two numbers in it, the rank and, where it has one, the world size. Taken apart it says which
+//! series the file belongs to; with other numbers put in, how files for another world size are called, in the style
+//! of the ones that were read.
+
+use std::path::Path;
+
+/// Characters between the words of a name.
+const SEPARATORS: [char; 3] = ['_', '-', '.'];
+
+/// What the name of one file tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankName {
+    pub series: String,
+    pub rank: u32,
+    pub world_size: Option<u32>,
+    pub numbering: Numbering,
+    pub names: RankNames,
+}
+
+/// How a name says its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Numbering {
+    /// As `rank_3` or `shard3`: a rank, counted from 0.
+    Rank,
+    /// As `00001-of-00002` alone: a rank where it counts from 0; from 1, it is a file of a set, as Hugging Face
+    /// writes them.
+    OfTotal,
+}
+
+/// A file name with its numbers left open.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankNames(Vec<Piece>);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Piece {
+    Text(String),
+    Rank { width: usize },
+    WorldSize { width: usize },
+}
+
+/// A number in a name: where its word begins, and its digits.
+#[derive(Clone, Copy, Debug)]
+struct Field {
+    start: usize,
+    digits: (usize, usize),
+}
+
+impl RankName {
+    /// Take the name of a file apart; `None` where there is no rank in it.
+    #[must_use]
+    pub fn parse(path: &Path) -> Option<Self> {
+        let (stem, name) = (path.file_stem()?.to_str()?, path.file_name()?.to_str()?);
+        let marked = marked(stem, "rank").or_else(|| marked(stem, "shard"));
+        let (numbering, rank, world_size) = match marked {
+            Some(rank) => {
+                let after = of_total(stem, rank.digits.1).filter(|field| value(stem, *field).is_some());
+                let size = self::marked(stem, "world_size").filter(|field| value(stem, *field).is_some());
+                (Numbering::Rank, rank, size.or(after))
+            }
+            None => {
+                let (rank, size) = numbered(stem)?;
+                (Numbering::OfTotal, rank, Some(size))
+            }
+        };
+        let number = value(stem, rank)?;
+        let mut fields = vec![(rank, true)];
+        fields.extend(world_size.map(|field| (field, false)));
+        fields.sort_by_key(|(field, _)| field.start);
+        let (first, last) = (fields[0].0, fields[fields.len() - 1].0);
+        let around = [&stem[..first.start], &stem[last.digits.1..]].map(|text| text.trim_matches(SEPARATORS));
+        let series: Vec<&str> = around.into_iter().filter(|text| !text.is_empty()).collect();
+        let mut pieces = Vec::new();
+        let mut at = 0;
+        for (Field { digits: (start, end), .. }, is_rank) in fields {
+            pieces.push(Piece::Text(name[at..start].to_owned()));
+            // A number without leading zeros is as wide as it is by chance.
+            let width = if name[start..end].starts_with('0') { end - start } else { 1 };
+            pieces.push(if is_rank { Piece::Rank { width } } else { Piece::WorldSize { width } });
+            at = end;
+        }
+        pieces.push(Piece::Text(name[at..].to_owned()));
+        Some(Self {
+            series: series.join("_"),
+            rank: number,
+            world_size: world_size.and_then(|field| value(stem, field)),
+            numbering,
+            names: RankNames(pieces),
+        })
+    }
+}
+
+impl RankNames {
+    /// The names of a series that no file was read of: `NAME_world_size_N_rank_R.pt`.
+    #[must_use]
+    pub fn new_series(name: &str) -> Self {
+        let prefix = if name.is_empty() { String::new() } else { format!("{name}_") };
+        Self(vec![
+            Piece::Text(format!("{prefix}world_size_")),
+            Piece::WorldSize { width: 1 },
+            Piece::Text(String::from("_rank_")),
+            Piece::Rank { width: 1 },
+            Piece::Text(String::from(".pt")),
+        ])
+    }
+
+    /// The name of one rank's file.
+    #[must_use]
+    pub fn render(&self, rank: u32, world_size: u32) -> String {
+        let text = |piece: &Piece| match piece {
+            Piece::Text(text) => text.clone(),
+            Piece::Rank { width } => format!("{rank:0width$}"),
+            Piece::WorldSize { width } => format!("{world_size:0width$}"),
+        };
+        self.0.iter().map(text).collect()
+    }
+
+    /// Take over the zeros that another name of the series is padded with: `rank_10` does not show them.
+    pub fn widen(&mut self, other: &Self) {
+        for (own, other) in self.0.iter_mut().zip(&other.0) {
+            if let (Piece::Rank { width }, Piece::Rank { width: more })
+            | (Piece::WorldSize { width }, Piece::WorldSize { width: more }) = (own, other)
+            {
+                *width = (*width).max(*more);
+            }
+        }
+    }
+}
+
+/// The last place where `word` is followed by a number and is not the end of a longer word.
+fn marked(stem: &str, word: &str) -> Option<Field> {
+    stem.rmatch_indices(word)
+        .filter(|(start, _)| !stem[..*start].ends_with(char::is_alphabetic))
+        .find_map(|(start, _)| Some(Field { start, digits: digits_after(stem, start + word.len())? }))
+}
+
+fn after_separator(stem: &str, at: usize) -> usize {
+    if stem[at..].starts_with(SEPARATORS) { at + 1 } else { at }
+}
+
+/// The digits after at most one separator.
+fn digits_after(stem: &str, at: usize) -> Option<(usize, usize)> {
+    let start = after_separator(stem, at);
+    let len = stem[start..].find(|c: char| !c.is_ascii_digit()).unwrap_or(stem.len() - start);
+    (len > 0).then_some((start, start + len))
+}
+
+/// `_of_8`, `.of.8` or `of8` at this place.
+fn of_total(stem: &str, at: usize) -> Option<Field> {
+    let word = after_separator(stem, at);
+    let digits = stem[word..].starts_with("of").then(|| digits_after(stem, word + 2))??;
+    Some(Field { start: at, digits })
+}
+
+/// `00001-of-00002` at the end of a name.
+fn numbered(stem: &str) -> Option<(Field, Field)> {
+    let digits_before = |end: usize| {
+        let start = stem[..end].trim_end_matches(|c: char| c.is_ascii_digit()).len();
+        (start < end).then_some((start, end))
+    };
+    let size = digits_before(stem.len())?;
+    let between = stem[..size.0].strip_suffix(SEPARATORS)?.strip_suffix("of")?.strip_suffix(SEPARATORS)?;
+    let rank = digits_before(between.len())?;
+    let of = Field { start: rank.1, digits: size };
+    Some((Field { start: rank.0, digits: rank }, of))
+}
+
+fn value(stem: &str, field: Field) -> Option<u32> {
+    stem[field.digits.0..field.digits.1].parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(name: &str) -> Option<(String, u32, Option<u32>)> {
+        RankName::parse(Path::new(name)).map(|name| (name.series, name.rank, name.world_size))
+    }
+
+    #[test]
+    fn ranks_are_found_in_common_names() {
+        for (name, series, rank, world_size) in [
+            ("model_world_size_8_rank_3.pt", "model", 3, Some(8)),
+            ("extra_state_world_size_2_rank_0.pt", "extra_state", 0, Some(2)),
+            ("rank_12.pt", "", 12, None),
+            ("optim-rank7.pt", "optim", 7, None),
+            ("model_rank_1_of_4.pt", "model", 1, Some(4)),
+            ("model_rank_3.pt", "model", 3, None),
+            ("rank3.pt", "", 3, None),
+            ("rank-00003.pt", "", 3, None),
+            ("model.rank3.of.8.pt", "model", 3, Some(8)),
+            ("shard_3_of_8.pt", "", 3, Some(8)),
+            ("model_part-0-shard3.pt", "model_part-0", 3, None),
+            ("rank_3_optim.pt", "optim", 3, None),
+            ("pytorch_model_rank0.bin", "pytorch_model", 0, None),
+            ("model-00003-of-00008.pt", "model", 3, Some(8)),
+            ("00003_of_00008.pt", "", 3, Some(8)),
+        ] {
+            assert_eq!(parse(name), Some((series.into(), rank, world_size)), "{name}");
+        }
+        for name in ["model.pt", "frank.pt", "frank3.pt", "__3_0.pt", "sharded.pt", "model-of-8.pt", "proof3.pt"] {
+            assert_eq!(parse(name), None, "{name}");
+        }
+        assert_eq!(parse("model_world_size_99999999999_rank_99999999999.pt"), None);
+        let numbering = |name: &str| RankName::parse(Path::new(name)).unwrap().numbering;
+        assert_eq!(numbering("model-00003-of-00008.pt"), Numbering::OfTotal);
+        assert_eq!(numbering("model-rank-3-of-8.pt"), Numbering::Rank);
+    }
+
+    proptest::proptest! {
+        /// Whatever the name, it is what its own numbers give.
+        #[test]
+        fn names_are_what_their_numbers_give(
+            name in "(ü|model|rank|shard|world_size|of|[0-9]{1,4}|[_.-]|[a-z]){0,8}(\\.pt)?",
+        ) {
+            if let Some(parsed) = RankName::parse(Path::new(&name)) {
+                let rendered = parsed.names.render(parsed.rank, parsed.world_size.unwrap_or(0));
+                proptest::prop_assert_eq!(rendered, name);
+            }
+        }
+    }
+
+    #[test]
+    fn names_keep_their_style() {
+        for (name, rendered) in [
+            ("model_world_size_8_rank_3.pt", "model_world_size_16_rank_11.pt"),
+            ("model_rank_3.bin", "model_rank_11.bin"),
+            ("rank-00003.pt", "rank-00011.pt"),
+            ("model.rank03.of.08.pt", "model.rank11.of.16.pt"),
+            ("shard_3_of_8.pth", "shard_11_of_16.pth"),
+            ("model-00003-of-00008.pt", "model-00011-of-00016.pt"),
+            ("rank_3_optim.pt", "rank_11_optim.pt"),
+        ] {
+            let names = RankName::parse(Path::new(name)).unwrap().names;
+            assert_eq!(names.render(11, 16), rendered);
+        }
+        let names = RankNames::new_series("model");
+        assert_eq!(names.render(3, 8), "model_world_size_8_rank_3.pt");
+        assert_eq!(RankNames::new_series("").render(3, 8), "world_size_8_rank_3.pt");
+        let names = |name: &str| RankName::parse(Path::new(name)).unwrap().names;
+        let mut ten = names("rank_10.pt");
+        ten.widen(&names("rank_03.pt"));
+        assert_eq!(ten.render(4, 16), "rank_04.pt");
+        assert_eq!(names("rank_0.pt").render(12, 16), "rank_12.pt");
+    }
+}

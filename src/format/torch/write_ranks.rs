@@ -1,0 +1,261 @@
+//! Writing one torch.save file a rank: each holds the same tree, with that rank's part of each tensor.
+//!
+//! A tensor is a DTensor of the rank's local tensor, or a plain tensor, whole on every rank. Nothing is shared between
+//! files, so a replica is stored once for each rank that has it, as PyTorch does.
+//!
+//! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`], whatever differs
+//! between the trees of ranks.
+
+use std::path::PathBuf;
+
+use indexmap::IndexMap;
+
+use super::Style;
+use super::write::{PREFIX, write_tensor};
+use super::write_dtensor::{DTensor, DTensorWriter, FIRST_FREE_MEMO, MESH_KEY};
+use crate::catalog::{
+    Catalog, Chunk, ChunkTable, Fqn, OutputFile, Path, Place, Reservation, Reserved, TensorEntry, TensorId, Value, path,
+};
+use crate::error::{Error, Result};
+use crate::format::pickle::{WriteError, Writer};
+use crate::format::zip::{ArchiveWriter, Frames};
+use crate::layout::{DeviceMesh, Dims, Placement, Rank, Region, Tile, local_shard};
+use crate::storage::FileId;
+
+/// How a tensor lies on the ranks of the target mesh.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RankLayout {
+    /// A plain tensor, whole on every rank.
+    Plain,
+    /// A DTensor.
+    Distributed { placements: Vec<Placement> },
+}
+
+/// What to write.
+pub struct RankTarget<'a> {
+    pub mesh: &'a DeviceMesh,
+    pub style: &'a Style,
+    /// The file of a rank.
+    pub name: &'a dyn Fn(Rank) -> PathBuf,
+    /// Asked for each name of each tensor; where names are tied, the first decides.
+    pub layout: &'a mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
+}
+
+/// Lay out a file for each rank of the mesh. Where ranks of the source store different values of an object, a rank
+/// gets that of the same number; ranks beyond theirs get them in turn.
+///
+/// Only dtypes and shapes of `source` are looked at.
+///
+/// # Errors
+/// `Unsupported` where the mesh does not hold the ranks from 0 on or an object cannot be pickled, what `layout` gives,
+/// and where placements do not fit.
+pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) -> Result<Reservation> {
+    let RankTarget { mesh, style, name, layout } = target;
+    check_ranks(mesh)?;
+    let mut reservation = Reservation::default();
+    let tensors = plan(source, state, layout, &mut reservation.notes)?;
+    let mut chunks: Vec<ChunkTable> =
+        tensors.keys().map(|id| ChunkTable::new(source.tensor(*id).shape.len())).collect();
+    let mut frames = Frames::default();
+    for rank in (0..).map(Rank).take(mesh.world_size()) {
+        let coordinate = mesh.coordinate(rank).expect("the mesh holds the ranks from 0 on");
+        let tiles = tensors.iter().map(|(id, planned)| planned.tile(source.tensor(*id), mesh, &coordinate));
+        let file = RankFile {
+            source,
+            tensors: &tensors,
+            tiles: tiles.collect::<Result<_>>()?,
+            distributed: tensors.values().any(|planned| planned.layout != RankLayout::Plain),
+        };
+        let writer = DTensorWriter { mesh, style, rank, coordinate: &coordinate, mesh_is_known: false };
+        let pickle = file.pickle(state, writer).map_err(|error| {
+            Error::unsupported(
+                format!("the state dict cannot be pickled: {error}"),
+                "leave that object out of the checkpoint",
+            )
+        })?;
+        let id = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
+        let mut output = OutputFile::new(name(rank));
+        let offsets = file.lay_out(&pickle, mesh, &mut output, &mut frames);
+        for (((tile, offset), chunks), used) in file.tiles.into_iter().zip(offsets).zip(&mut chunks).zip(&pickle.used) {
+            if *used {
+                let place = offset.map_or(Place::Nowhere, |offset| Place::Bytes { file: id, offset });
+                chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
+            }
+        }
+        reservation.files.push(output);
+    }
+    reservation.tensors = tensors
+        .into_iter()
+        .zip(chunks)
+        .map(|((id, planned), chunks)| {
+            let TensorEntry { dtype, shape, .. } = source.tensor(id);
+            let (fqn, dtype, shape) = (planned.fqn, *dtype, shape.clone());
+            Reserved { source: id, entry: TensorEntry { fqn, dtype, shape, sharding: None, chunks } }
+        })
+        .collect();
+    Ok(reservation)
+}
+
+/// Files are numbered by ranks, and readers expect a file of every rank.
+fn check_ranks(mesh: &DeviceMesh) -> Result<()> {
+    // Every rank is there once, so that none beyond the last is enough.
+    match mesh.ranks().iter().find(|rank| rank.0 as usize >= mesh.world_size()) {
+        None => Ok(()),
+        Some(rank) => Err(Error::unsupported(
+            format!("rank files for a mesh of {} ranks with rank {rank} in it", mesh.world_size()),
+            "give the mesh the ranks from 0 on, in any order",
+        )),
+    }
+}
+
+/// A tensor to write.
+struct Planned {
+    /// Its first name.
+    fqn: Fqn,
+    layout: RankLayout,
+    /// How often it occurs in the tree. What occurs again is the same object, as it was for whoever saved it.
+    count: usize,
+}
+
+/// The tensors in the order in which their data will lie in each file.
+fn plan(
+    source: &Catalog,
+    state: &Value,
+    layout: &mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
+    notes: &mut Vec<String>,
+) -> Result<IndexMap<TensorId, Planned>> {
+    let mut named: Vec<(Path, TensorId)> = Vec::new();
+    path::tensors(state, &Path::default(), &mut |path, id| named.push((path.clone(), id)));
+    let mut tensors: IndexMap<TensorId, Planned> = IndexMap::new();
+    for (path, id) in named {
+        let (entry, fqn) = (source.tensor(id), path.fqn());
+        let chosen = layout(&fqn, &path, entry)?;
+        if let RankLayout::Distributed { placements } = &chosen
+            && placements.iter().any(|placement| matches!(placement, Placement::Partial(_)))
+        {
+            return Err(Error::unsupported(
+                format!("{fqn}: a target with Partial placements"),
+                "choose S(d), _S(d,f) or R for each mesh dim",
+            ));
+        }
+        match tensors.get_mut(&id) {
+            None => drop(tensors.insert(id, Planned { fqn, layout: chosen, count: 1 })),
+            Some(known) => {
+                if known.layout != chosen {
+                    notes.push(format!("{fqn} is tied to {} and lies as that does", known.fqn));
+                }
+                known.count += 1;
+            }
+        }
+    }
+    // Those within attributes of dicts have no name.
+    for id in state.tensor_ids() {
+        let nameless = || Planned { fqn: source.tensor(id).fqn.clone(), layout: RankLayout::Plain, count: 1 };
+        tensors.entry(id).or_insert_with(nameless);
+    }
+    Ok(tensors)
+}
+
+impl Planned {
+    fn tile(&self, entry: &TensorEntry, mesh: &DeviceMesh, coordinate: &Dims) -> Result<Tile> {
+        Ok(match &self.layout {
+            RankLayout::Plain => Tile::from_region(&Region::whole(&entry.shape)),
+            RankLayout::Distributed { placements } => local_shard(&entry.shape, mesh.shape(), placements, coordinate)?,
+        })
+    }
+}
+
+/// One rank's file in the making.
+struct RankFile<'a> {
+    source: &'a Catalog,
+    tensors: &'a IndexMap<TensorId, Planned>,
+    /// Of each tensor, what the rank holds.
+    tiles: Vec<Tile>,
+    /// Whether any file has a DTensor, and so a mesh.
+    distributed: bool,
+}
+
+/// One rank's pickle, and which tensors are in it.
+struct RankPickle {
+    bytes: Vec<u8>,
+    /// Where to cut it into parts: most of them are equal on all ranks, and kept once.
+    cuts: Vec<usize>,
+    used: Vec<bool>,
+    has_mesh: bool,
+}
+
+/// DTensors in one part of a pickle.
+const TENSORS_A_PART: usize = 16;
+
+impl RankFile<'_> {
+    /// Storage keys are the same on all ranks: that of the mesh, then the tensors in order.
+    fn key(&self, index: usize) -> usize {
+        index + if self.distributed { MESH_KEY + 1 } else { 0 }
+    }
+
+    fn pickle(&self, state: &Value, mut dtensors: DTensorWriter<'_>) -> Result<RankPickle, WriteError> {
+        let mut used = vec![false; self.tensors.len()];
+        let mut cuts = Vec::new();
+        let mut written = 0;
+        let mut writer = Writer::of_rank(dtensors.rank);
+        writer.value(state, &mut |writer, id| {
+            let (index, _, planned) = self.tensors.get_full(&id).expect("all tensors of the tree are planned");
+            let memo = FIRST_FREE_MEMO + u32::try_from(index).expect("fewer than 2^32 tensors");
+            if used[index] {
+                writer.get(memo);
+                return Ok(());
+            }
+            used[index] = true;
+            let entry = self.source.tensor(id);
+            let sizes = self.tiles[index].sizes();
+            match &planned.layout {
+                RankLayout::Plain => write_tensor(writer, entry.dtype, self.key(index), &sizes),
+                RankLayout::Distributed { placements } => dtensors.write(
+                    writer,
+                    DTensor {
+                        dtype: entry.dtype,
+                        shape: &entry.shape,
+                        placements,
+                        key: self.key(index),
+                        local_sizes: &sizes,
+                    },
+                ),
+            }
+            if planned.count > 1 {
+                writer.put(memo);
+            }
+            if written % TENSORS_A_PART == 0 {
+                cuts.push(writer.written().len());
+            }
+            written += 1;
+            Ok(())
+        })?;
+        Ok(RankPickle { bytes: writer.finish(), cuts, used, has_mesh: dtensors.mesh_is_known })
+    }
+
+    /// The archive; gives the offset of each tensor of which the rank holds something.
+    fn lay_out(
+        &self,
+        pickle: &RankPickle,
+        mesh: &DeviceMesh,
+        output: &mut OutputFile,
+        frames: &mut Frames,
+    ) -> Vec<Option<u64>> {
+        let mut archive = ArchiveWriter::new(output, frames, PREFIX);
+        archive.start_in_parts(&pickle.bytes, &pickle.cuts);
+        if pickle.has_mesh {
+            let ranks: Vec<u8> = mesh.ranks().iter().flat_map(|rank| rank.0.to_le_bytes()).collect();
+            archive.literal(&format!("data/{MESH_KEY}"), &ranks);
+        }
+        let mut offsets = Vec::with_capacity(self.tiles.len());
+        for (index, (tile, id)) in self.tiles.iter().zip(self.tensors.keys()).enumerate() {
+            let offset = pickle.used[index].then(|| {
+                let len = tile.numel() * self.source.tensor(*id).dtype.itemsize();
+                archive.payload(&format!("data/{}", self.key(index)), len)
+            });
+            offsets.push(offset.filter(|_| !tile.is_empty()));
+        }
+        archive.finish();
+        offsets
+    }
+}

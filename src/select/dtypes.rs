@@ -1,0 +1,204 @@
+//! `--dtype`: in which element type each tensor is written.
+//!
+//! A bare dtype is for the weights of a model: f32, f16 and bf16 tensors of 1 or more dims outside optimizer state.
+//! A rule with a pattern reaches f64 and, by their own names, optimizer state as well; the first pattern that covers
+//! a tensor decides. Integers, bools, complex numbers, 8-bit floats and 0-d tensors are never cast.
+
+use super::filter::nearest_names;
+use super::survey::Survey;
+use crate::catalog::path::tensors;
+use crate::catalog::{Catalog, Dtype, Path};
+use crate::error::{Error, Result};
+use crate::layout::Pattern;
+
+const TARGETS: [Dtype; 8] = [
+    Dtype::F64,
+    Dtype::F32,
+    Dtype::F16,
+    Dtype::Bf16,
+    Dtype::F8E4m3fn,
+    Dtype::F8E5m2,
+    Dtype::F8E4m3fnuz,
+    Dtype::F8E5m2fnuz,
+];
+
+/// `bf16`, or `PATTERN=f32`. [`DtypeRule::parse`] gives only dtypes that can be cast to.
+#[derive(Clone, Debug)]
+pub struct DtypeRule {
+    pub pattern: Option<Pattern>,
+    pub dtype: Dtype,
+}
+
+impl DtypeRule {
+    /// # Errors
+    /// `Usage` for an unknown dtype or one that nothing is cast to, `Layout` for a pattern that is none.
+    pub fn parse(text: &str) -> Result<Self> {
+        let (pattern, name) = match text.rsplit_once('=') {
+            Some((pattern, name)) => (Some(Pattern::parse(pattern.trim())?), name.trim()),
+            None => (None, text.trim()),
+        };
+        let targets = TARGETS.map(Dtype::name).join(", ");
+        let Some(dtype) = Dtype::from_name(name) else {
+            return Err(Error::usage(
+                format!("--dtype {text}: there is no dtype `{name}`"),
+                format!("it is one of {targets}"),
+            ));
+        };
+        if !TARGETS.contains(&dtype) {
+            return Err(Error::usage(
+                format!("--dtype {text}: nothing is cast to {dtype}"),
+                format!("it is one of {targets}"),
+            ));
+        }
+        Ok(Self { pattern, dtype })
+    }
+}
+
+/// Why a tensor that a rule is for keeps its dtype.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kept {
+    Scalar,
+    OptimizerState,
+    /// f64, which takes a pattern.
+    Double,
+    NotFloat,
+}
+
+impl Kept {
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Scalar => "0-d",
+            Self::OptimizerState => "optimizer state",
+            Self::Double => "f64",
+            Self::NotFloat => "not float",
+        }
+    }
+}
+
+/// How many tensors are cast, and how many are not although `--dtype` is given.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Casts {
+    pub cast: Vec<(Dtype, Dtype, usize)>,
+    pub kept: Vec<(Kept, usize)>,
+}
+
+impl Casts {
+    fn count_cast(&mut self, from: Dtype, to: Dtype) {
+        match self.cast.iter_mut().find(|known| (known.0, known.1) == (from, to)) {
+            Some(known) => known.2 += 1,
+            None => self.cast.push((from, to, 1)),
+        }
+    }
+
+    fn count_kept(&mut self, reason: Kept) {
+        match self.kept.iter_mut().find(|known| known.0 == reason) {
+            Some(known) => known.1 += 1,
+            None => self.kept.push((reason, 1)),
+        }
+    }
+
+    /// `kept as they are: 12 tensors (0-d), 3 tensors (not float)`
+    pub(super) fn notes(&self) -> Vec<String> {
+        let part = |(kept, number): &(Kept, usize)| {
+            format!("{number} {} ({})", if *number == 1 { "tensor" } else { "tensors" }, kept.as_str())
+        };
+        let parts: Vec<String> = self.kept.iter().map(part).collect();
+        if parts.is_empty() { Vec::new() } else { vec![format!("--dtype leaves as they are: {}", parts.join(", "))] }
+    }
+}
+
+/// What the rules see of a tensor that is taken.
+#[derive(Clone, Copy, Default)]
+struct Seen {
+    taken: bool,
+    /// It has a name that is not in an optimizer.
+    outside: bool,
+    /// The first rule with a pattern that covers one of its names.
+    rule: Option<usize>,
+}
+
+/// Set the dtypes of the tensors that are in the new state dict.
+pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, rules: &[DtypeRule]) -> Result<Casts> {
+    if rules.is_empty() {
+        return Ok(Casts::default());
+    }
+    let mut bare = rules.iter().filter(|rule| rule.pattern.is_none());
+    let fallback = bare.next().map(|rule| rule.dtype);
+    if let Some(second) = bare.next() {
+        return Err(Error::usage(
+            format!("--dtype {}: a second dtype for every tensor", second.dtype),
+            "give one dtype, and PATTERN=DTYPE for the exceptions",
+        ));
+    }
+    let mut seen = vec![Seen::default(); catalog.tensors.len()];
+    let mut used: Vec<bool> = rules.iter().map(|rule| rule.pattern.is_none()).collect();
+    let mut try_names = |seen: &mut Seen, names: &[&str]| {
+        for (index, (rule, used)) in rules.iter().zip(&mut used).enumerate() {
+            let Some(pattern) = &rule.pattern else { continue };
+            let better = seen.rule.is_none_or(|known| index < known);
+            if (better || !*used) && names.iter().any(|name| pattern.covers(name)) {
+                *used = true;
+                seen.rule = seen.rule.filter(|_| !better).or(Some(index));
+            }
+        }
+    };
+    for (leaf, kept) in survey.leaves.iter().zip(kept) {
+        survey.clean_tensors(*leaf, &mut |name, id| {
+            let mut one = seen[id.0 as usize];
+            let names = [Some(name), survey.in_model(name)];
+            let names: Vec<&str> = names.into_iter().flatten().collect();
+            try_names(&mut one, &names);
+            if *kept {
+                one.taken = true;
+                one.outside |= leaf.optimizer.is_none();
+                seen[id.0 as usize] = one;
+            }
+        });
+    }
+    tensors(&catalog.state, &Path::default(), &mut |path, id| {
+        try_names(&mut seen[id.0 as usize], &[&path.to_string()]);
+    });
+    if let Some(unused) = used.iter().position(|used| !used) {
+        let (pattern, dtype) = (rules[unused].pattern.as_ref().map_or("", Pattern::as_str), rules[unused].dtype);
+        let holding = survey.leaves.iter().filter(|leaf| !survey.tensor_ids(**leaf).is_empty());
+        return Err(Error::usage(
+            format!("--dtype {pattern}={dtype}: no tensor has a name like that"),
+            nearest_names(pattern, holding, survey),
+        ));
+    }
+    let mut casts = Casts::default();
+    for (entry, seen) in catalog.tensors.iter_mut().zip(&seen).filter(|(_, seen)| seen.taken) {
+        let Some(target) = seen.rule.map(|rule| rules[rule].dtype).or(fallback) else { continue };
+        if entry.dtype == target {
+            continue;
+        }
+        match reason_to_keep(entry.dtype, entry.shape.is_empty(), *seen) {
+            // There is nothing to tell of an 8-bit float, which is small already.
+            Some(Kept::NotFloat) if is_small_float(entry.dtype) => {}
+            Some(reason) => casts.count_kept(reason),
+            None => {
+                casts.count_cast(entry.dtype, target);
+                entry.dtype = target;
+            }
+        }
+    }
+    casts.kept.sort_unstable();
+    Ok(casts)
+}
+
+fn reason_to_keep(dtype: Dtype, is_scalar: bool, seen: Seen) -> Option<Kept> {
+    let by_name = seen.rule.is_some();
+    match dtype {
+        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if is_scalar => Some(Kept::Scalar),
+        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if !by_name && !seen.outside => Some(Kept::OptimizerState),
+        Dtype::F64 if !by_name => Some(Kept::Double),
+        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 => None,
+        _ => Some(Kept::NotFloat),
+    }
+}
+
+fn is_small_float(dtype: Dtype) -> bool {
+    let others = [Dtype::F8E8m0fnu, Dtype::F4E2m1fnX2];
+    dtype.itemsize() == 1 && (TARGETS.contains(&dtype) || others.contains(&dtype))
+}

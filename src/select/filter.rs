@@ -1,0 +1,125 @@
+//! `--include` and `--exclude`: which leaves are kept.
+//!
+//! A pattern is tried on all the names somebody may know a leaf by: its own, its name within the model, and for what
+//! an optimizer keeps of a parameter the names of that parameter. So excluding a parameter excludes its state.
+
+use std::collections::HashSet;
+
+use super::Options;
+use super::survey::{Kind, Leaf, Named, Survey, is_number};
+use crate::error::{Error, Result};
+use crate::layout::Pattern;
+use crate::nearest::nearest;
+
+/// Patterns, and which of them have covered something.
+struct Tried<'o> {
+    patterns: &'o [Pattern],
+    used: Vec<bool>,
+}
+
+impl<'o> Tried<'o> {
+    fn new(patterns: &'o [Pattern]) -> Self {
+        Self { patterns, used: vec![false; patterns.len()] }
+    }
+
+    /// Whether any covers any of the names. Patterns that are known to be of use are not tried beyond the first hit.
+    fn cover(&mut self, names: &[&str], is_leaf: bool) -> bool {
+        let mut covered = false;
+        for (pattern, used) in self.patterns.iter().zip(&mut self.used) {
+            if (!covered || !*used) && names.iter().any(|name| pattern.covers(name)) {
+                covered = true;
+                *used |= is_leaf;
+            }
+        }
+        covered
+    }
+
+    fn check_used(&self, option: &str, survey: &Survey<'_>) -> Result<()> {
+        let Some(unused) = self.used.iter().position(|used| !used) else { return Ok(()) };
+        let pattern = self.patterns[unused].as_str();
+        Err(Error::usage(
+            format!("{option} {pattern}: nothing has a name like that"),
+            nearest_names(pattern, survey.leaves.iter().filter(|leaf| leaf.kind != Kind::EmptyDict), survey),
+        ))
+    }
+}
+
+/// What to say where no name is like a pattern.
+pub(super) fn nearest_names<'s>(pattern: &str, leaves: impl Iterator<Item = &'s Leaf>, survey: &Survey<'_>) -> String {
+    let names: Vec<String> = leaves.map(|leaf| survey.named(*leaf).name).collect();
+    match nearest(pattern, &names).as_slice() {
+        [] => String::from("there are no names at all"),
+        names => format!("the nearest names are {}", names.join(", ")),
+    }
+}
+
+/// For each leaf whether it is kept.
+pub(super) fn keep(survey: &Survey<'_>, options: &Options) -> Result<Vec<bool>> {
+    let mut kept = vec![true; survey.leaves.len()];
+    if options.include.is_empty() && options.exclude.is_empty() {
+        return Ok(kept);
+    }
+    let (mut include, mut exclude) = (Tried::new(&options.include), Tried::new(&options.exclude));
+    let mut in_use: HashSet<u32> = HashSet::new();
+    let mut excluded = vec![false; survey.leaves.len()];
+    for (index, leaf) in survey.leaves.iter().enumerate() {
+        let named = survey.named(*leaf);
+        let names = names(survey, &named);
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        let is_leaf = leaf.kind != Kind::EmptyDict;
+        let included = include.cover(&names, is_leaf) || options.include.is_empty();
+        excluded[index] = exclude.cover(&names, is_leaf);
+        kept[index] = included && !excluded[index];
+        if let Some((number, _)) = leaf.optimizer.filter(|_| kept[index] && leaf.in_state()) {
+            in_use.insert(number);
+        }
+    }
+    include.check_used("--include", survey)?;
+    exclude.check_used("--exclude", survey)?;
+    for (index, leaf) in survey.leaves.iter().enumerate() {
+        let of_used = leaf.in_groups() && leaf.optimizer.is_some_and(|(number, _)| in_use.contains(&number));
+        if of_used && !excluded[index] && !is_of_left_out(survey, *leaf, &kept) {
+            kept[index] = true;
+        }
+    }
+    Ok(kept)
+}
+
+/// Flattened groups have a key a parameter, which goes where the parameter goes.
+fn is_of_left_out(survey: &Survey<'_>, leaf: Leaf, kept: &[bool]) -> bool {
+    let named = survey.named(leaf);
+    let parameter = named.parameter().and_then(|parameter| survey.parameters.get(parameter));
+    parameter.is_some_and(|index| !kept[*index as usize])
+}
+
+fn names(survey: &Survey<'_>, named: &Named<'_>) -> Vec<String> {
+    let mut names = vec![named.name.clone()];
+    names.extend(survey.in_model(&named.name).map(str::to_owned));
+    if let Some(parameter) = named.parameter().filter(|parameter| !is_number(parameter)) {
+        if !survey.model_root.is_empty() {
+            names.push(format!("{}.{parameter}", survey.model_root));
+        }
+        names.push(parameter.to_owned());
+    }
+    names
+}
+
+/// State that is known by number only cannot follow a parameter that is left out.
+pub(super) fn notes(survey: &Survey<'_>, options: &Options, kept: &[bool]) -> Vec<String> {
+    if options.include.is_empty() && options.exclude.is_empty() {
+        return Vec::new();
+    }
+    let leaves = || survey.leaves.iter().zip(kept);
+    let lost = leaves().any(|(leaf, kept)| leaf.is_parameter() && !kept);
+    let by_number = |leaf: &Leaf| {
+        leaf.in_state() && leaf.kind == Kind::Tensor && survey.named(*leaf).parameter().is_some_and(is_number)
+    };
+    let numbered = if lost { leaves().filter(|(leaf, kept)| **kept && by_number(leaf)).count() } else { 0 };
+    if numbered == 0 {
+        return Vec::new();
+    }
+    let tensors = if numbered == 1 { "tensor" } else { "tensors" };
+    vec![format!(
+        "{numbered} {tensors} of optimizer state have numbers for names, so those of parameters that are left out were kept"
+    )]
+}

@@ -1,0 +1,302 @@
+//! The state dict of the result: leaves put at their new keys, containers made as the source has them.
+//!
+//! A container comes into being with its first leaf, so one that loses all its leaves is gone, and one that keeps
+//! some keeps their order. It has the kind of the source's container that its leaf stepped from. A list keeps its
+//! length, with `None` where an item is gone, because positions mean something; where a new name is no position of
+//! it, the list becomes a dict.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use super::naming::Naming;
+use super::steps::{self, KeyRef, Step};
+use super::survey::{Leaf, Survey};
+use crate::catalog::{Dict, Value};
+use crate::error::{Error, Result};
+
+/// Items that all lists together may have beyond those of the source's: renames can multiply lists.
+const MAX_PADDING: usize = 1 << 16;
+
+pub(super) struct Rebuild<'a> {
+    survey: &'a Survey<'a>,
+    nodes: Vec<Node<'a>>,
+    /// Children by their container, text, and whether the key is text.
+    children: HashMap<(u32, Box<str>, bool), u32>,
+    /// Leaves by their new name.
+    names: HashMap<String, (Leaf, bool)>,
+}
+
+struct Node<'a> {
+    content: Content<'a>,
+    /// The source's container, whose kind it has.
+    source: Option<u32>,
+    /// The first of the source's containers in it that has attributes.
+    attributes: Option<u32>,
+    /// Something below has another name in it than in the source's container.
+    renamed: bool,
+}
+
+enum Content<'a> {
+    Leaf(Value, Leaf),
+    Dict(Vec<(Option<KeyRef<'a>>, Box<str>, u32)>),
+    List(BTreeMap<usize, u32>),
+}
+
+impl<'a> Rebuild<'a> {
+    pub fn new(survey: &'a Survey<'a>) -> Self {
+        Self { survey, nodes: Vec::new(), children: HashMap::new(), names: HashMap::new() }
+    }
+
+    /// Put a leaf at its keys.
+    ///
+    /// # Errors
+    /// `Usage` naming both where another one is in the way.
+    pub fn insert(&mut self, leaf: Leaf, value: Value, steps: &[Step<'a>]) -> Result<()> {
+        let is_container = matches!(&value, Value::Dict(dict) if dict.entries.is_empty());
+        if !is_container {
+            self.claim_name(leaf, steps)?;
+        }
+        let mut content = Some(match &value {
+            Value::Dict(dict) if dict.entries.is_empty() => Content::Dict(Vec::new()),
+            _ => Content::Leaf(value, leaf),
+        });
+        // From here on all keys are the source's.
+        let intact = steps.iter().rposition(|step| step.key.is_none()).map_or(0, |last| last + 1);
+        let mut at = None;
+        for depth in 0..=steps.len() {
+            let from = depth.checked_sub(1).map(|above| &steps[above]);
+            let next = steps.get(depth);
+            let known = match (at, from) {
+                (None, _) => (!self.nodes.is_empty()).then_some(0),
+                (Some(parent), Some(step)) => self.child(parent, step),
+                (Some(_), None) => None,
+            };
+            let node = match known {
+                Some(node) if next.is_some() || is_container => {
+                    if let Content::Leaf(_, other) = self.nodes[node as usize].content {
+                        return Err(self.clash(leaf, other, &steps[..depth]));
+                    }
+                    node
+                }
+                Some(node) => {
+                    let other = self.any_leaf(node);
+                    return Err(self.clash(leaf, other.unwrap_or(leaf), &steps[..depth]));
+                }
+                None => {
+                    let fresh = match next {
+                        Some(next) if self.position(next).is_some() => Content::List(BTreeMap::new()),
+                        Some(_) => Content::Dict(Vec::new()),
+                        None => content.take().expect("the last step is taken once"),
+                    };
+                    self.add(at, from, fresh)
+                }
+            };
+            let source = match next {
+                Some(step) => step.container,
+                None => is_container.then_some(leaf.node),
+            };
+            self.settle(node, source, depth < intact);
+            at = Some(node);
+        }
+        Ok(())
+    }
+
+    /// Remember what of the source a container is.
+    fn settle(&mut self, node: u32, source: Option<u32>, renamed: bool) {
+        let Some(source) = source else { return };
+        let has_attributes =
+            matches!(self.survey.nodes[source as usize].value, Value::Dict(Dict { attributes: Some(_), .. }));
+        let node = &mut self.nodes[node as usize];
+        node.source = node.source.or(Some(source));
+        node.attributes = node.attributes.or(has_attributes.then_some(source));
+        node.renamed |= renamed;
+    }
+
+    /// Two leaves of one name are an error where one of them was renamed; a source may have such itself.
+    fn claim_name(&mut self, leaf: Leaf, steps: &[Step<'_>]) -> Result<()> {
+        let name = steps::join(steps);
+        let renamed = name != self.survey.raw_name(leaf);
+        match self.names.get(&name) {
+            Some((other, other_renamed)) if renamed || *other_renamed => Err(self.clash(leaf, *other, steps)),
+            Some(_) => Ok(()),
+            None => {
+                self.names.insert(name, (leaf, renamed));
+                Ok(())
+            }
+        }
+    }
+
+    fn clash(&self, leaf: Leaf, other: Leaf, steps: &[Step<'_>]) -> Error {
+        let (first, second) = (self.survey.raw_name(other), self.survey.raw_name(leaf));
+        Error::usage(
+            format!("{first} and {second} would both be called {}", steps::join(steps)),
+            "change --rename, --strip-prefix or --root, or leave one of them out with --exclude; wrapper prefixes are \
+             kept with --keep-names",
+        )
+    }
+
+    fn any_leaf(&self, mut node: u32) -> Option<Leaf> {
+        loop {
+            node = match &self.nodes[node as usize].content {
+                Content::Leaf(_, leaf) => return Some(*leaf),
+                Content::Dict(entries) => entries.first()?.2,
+                Content::List(items) => *items.first_key_value()?.1,
+            };
+        }
+    }
+
+    /// The position of a step within the source's list that it steps from.
+    fn position(&self, step: &Step<'_>) -> Option<usize> {
+        let Value::List(items) = self.survey.nodes[step.container? as usize].value else { return None };
+        // As `str(int)` has it: `007` is a name.
+        step.text.parse::<usize>().ok().filter(|index| *index < items.len() && index.to_string() == step.text)
+    }
+
+    fn child(&mut self, parent: u32, step: &Step<'a>) -> Option<u32> {
+        if let Content::List(items) = &self.nodes[parent as usize].content {
+            match self.position(step) {
+                Some(index) => return items.get(&index).copied(),
+                None => self.list_to_dict(parent),
+            }
+        }
+        self.children.get(&(parent, step.text.as_ref().into(), is_text(step))).copied()
+    }
+
+    fn add(&mut self, parent: Option<u32>, step: Option<&Step<'a>>, content: Content<'a>) -> u32 {
+        let id = u32::try_from(self.nodes.len()).expect("fewer than 2^32 values");
+        self.nodes.push(Node { content, source: None, attributes: None, renamed: false });
+        let (Some(parent), Some(step)) = (parent, step) else { return id };
+        let position = self.position(step);
+        match (&mut self.nodes[parent as usize].content, position) {
+            (Content::List(items), Some(index)) => drop(items.insert(index, id)),
+            (Content::Dict(entries), _) => {
+                let text: Box<str> = step.text.as_ref().into();
+                entries.push((step.key, text.clone(), id));
+                self.children.insert((parent, text, is_text(step)), id);
+            }
+            _ => unreachable!("a list is made a dict before a name is looked up in it"),
+        }
+        id
+    }
+
+    fn list_to_dict(&mut self, node: u32) {
+        let content = &mut self.nodes[node as usize].content;
+        let Content::List(items) = content else { return };
+        let items = std::mem::take(items);
+        let entries: Vec<(_, Box<str>, _)> =
+            items.into_iter().map(|(index, child)| (None, index.to_string().into(), child)).collect();
+        for (_, text, child) in &entries {
+            self.children.insert((node, text.clone(), true), *child);
+        }
+        *content = Content::Dict(entries);
+    }
+
+    /// # Errors
+    /// `Usage` where renames would make the state dict much larger than it is.
+    pub fn finish(mut self, naming: &Naming<'_, '_>) -> Result<Value> {
+        if self.nodes.is_empty() {
+            let kind = self.survey.nodes[0].value.as_dict().map(|dict| dict.kind).unwrap_or_default();
+            return Ok(Value::Dict(Dict { kind, ..Dict::default() }));
+        }
+        self.children = HashMap::new();
+        self.names = HashMap::new();
+        let mut room = self.survey.list_items.saturating_add(MAX_PADDING);
+        self.value(0, &mut Vec::new(), naming, &mut room)
+    }
+
+    fn value(
+        &mut self,
+        node: u32,
+        path: &mut Vec<Box<str>>,
+        naming: &Naming<'_, '_>,
+        room: &mut usize,
+    ) -> Result<Value> {
+        let content = std::mem::replace(&mut self.nodes[node as usize].content, Content::Dict(Vec::new()));
+        let source = self.nodes[node as usize].source.map(|source| self.survey.nodes[source as usize].value);
+        Ok(match content {
+            Content::Leaf(value, _) => value,
+            Content::List(items) => {
+                let len = match source {
+                    Some(Value::List(items)) => items.len(),
+                    _ => 0,
+                };
+                let len = len.max(items.last_key_value().map_or(0, |(last, _)| last + 1));
+                *room = room.checked_sub(len).ok_or_else(|| {
+                    Error::usage(
+                        format!("{}: renames make too many lists of one", path.join(".")),
+                        "rename the list as a whole, or not at all",
+                    )
+                })?;
+                let mut values = vec![Value::None; len];
+                for (index, child) in items {
+                    path.push(index.to_string().into());
+                    values[index] = self.value(child, path, naming, room)?;
+                    path.pop();
+                }
+                Value::List(values)
+            }
+            Content::Dict(entries) => {
+                let attributes = self.attributes(node, path, naming);
+                let mut dict = Dict { entries: Vec::with_capacity(entries.len()), attributes, ..Dict::default() };
+                if let Some(Value::Dict(source)) = source {
+                    dict.kind = source.kind;
+                }
+                for (key, text, child) in entries {
+                    let key = match key {
+                        Some(KeyRef::Entry(key)) => key.clone(),
+                        _ => Value::Str(text.to_string()),
+                    };
+                    path.push(text);
+                    dict.entries.push((key, self.value(child, path, naming, room)?));
+                    path.pop();
+                }
+                Value::Dict(dict)
+            }
+        })
+    }
+
+    /// The attributes of a dict; torch keeps versions of modules there, under names relative to it.
+    fn attributes(&self, node: u32, path: &[Box<str>], naming: &Naming<'_, '_>) -> Option<Box<Value>> {
+        let node = &self.nodes[node as usize];
+        let source = node.attributes?;
+        let Value::Dict(Dict { attributes: Some(attributes), .. }) = self.survey.nodes[source as usize].value else {
+            return None;
+        };
+        let mut attributes = attributes.clone();
+        if !node.renamed {
+            return Some(attributes);
+        }
+        let Value::Dict(named) = attributes.as_mut() else { return Some(attributes) };
+        for (key, value) in &mut named.entries {
+            if let (Some("_metadata"), Value::Dict(modules)) = (key.as_str(), value) {
+                self.rename_modules(&mut modules.entries, source, path, naming);
+            }
+        }
+        Some(attributes)
+    }
+
+    fn rename_modules(
+        &self,
+        modules: &mut Vec<(Value, Value)>,
+        source: u32,
+        path: &[Box<str>],
+        naming: &Naming<'_, '_>,
+    ) {
+        let with_dot = |name: &str| if name.is_empty() { String::new() } else { format!("{name}.") };
+        let old = with_dot(&self.survey.container_name(source));
+        let new = with_dot(&path.join("."));
+        let mut seen = HashSet::new();
+        modules.retain_mut(|(key, _)| {
+            let Value::Str(module) = key else { return true };
+            let Some(renamed) = naming.module(&format!("{old}{}", with_dot(&self.survey.clean(module)))) else {
+                return false;
+            };
+            let Some(relative) = renamed.strip_prefix(&new) else { return false };
+            *module = String::from(relative.strip_suffix('.').unwrap_or(relative));
+            seen.insert(module.clone())
+        });
+    }
+}
+
+fn is_text(step: &Step<'_>) -> bool {
+    !matches!(step.key, Some(KeyRef::Entry(key)) if key.as_str().is_none())
+}

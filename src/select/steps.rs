@@ -1,0 +1,226 @@
+//! The way to a leaf as keys that still know where they come from, and how a new dotted name becomes such keys.
+//!
+//! A name is keys joined with dots, and keys may hold dots themselves, so a new name alone does not tell where its
+//! keys end. What it has in common with the old one keeps the old keys, from both ends, and what has as many parts as
+//! before is cut where it was:
+//!
+//! ```text
+//! old   optim . state . layers.0.w1 . exp_avg        old   layers . 0 . attn . wq . weight
+//! new   optim . state . blocks.0.w1 . exp_avg        new   layers . 0 . self_attn . q . weight
+//!       kept    kept    one key       kept          kept     kept  two keys, as before  kept
+//! ```
+
+use std::borrow::Cow;
+
+use crate::catalog::Value;
+use crate::catalog::path::key_text;
+
+/// Components that wrapper modules put into names: FSDP1, `torch.compile` and activation checkpointing.
+const WRAPPERS: [&str; 3] = ["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"];
+
+/// A key of the source.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum KeyRef<'a> {
+    Entry(&'a Value),
+    Item(u64),
+}
+
+impl<'a> KeyRef<'a> {
+    pub fn text(self) -> Cow<'a, str> {
+        match self {
+            Self::Entry(Value::Str(text)) => Cow::Borrowed(text),
+            Self::Entry(key) => Cow::Owned(key_text(key).into()),
+            Self::Item(index) => Cow::Owned(index.to_string()),
+        }
+    }
+}
+
+/// One key on the way to a leaf.
+#[derive(Clone, Debug)]
+pub(super) struct Step<'a> {
+    pub text: Cow<'a, str>,
+    /// The key it was in the source, where it still is that.
+    pub key: Option<KeyRef<'a>>,
+    /// The source's dict or list that it steps from, as a node of the survey.
+    pub container: Option<u32>,
+}
+
+impl Step<'_> {
+    pub fn new(text: String, container: Option<u32>) -> Self {
+        Self { text: Cow::Owned(text), key: None, container }
+    }
+
+    /// Without wrappers; `None` where nothing else is in it. The last component of a name is no wrapper.
+    pub fn clean(mut self, is_last: bool) -> Option<Self> {
+        if !has_wrapper(&self.text) {
+            return Some(self);
+        }
+        let parts: Vec<&str> = self.text.split('.').collect();
+        let last = parts.len() - 1;
+        let kept = parts.iter().enumerate();
+        let kept = kept.filter(|(index, part)| is_last && *index == last || !WRAPPERS.contains(part));
+        let kept: Vec<&str> = kept.map(|(_, part)| *part).collect();
+        if kept.is_empty() {
+            return None;
+        }
+        if kept.len() < parts.len() {
+            (self.text, self.key) = (Cow::Owned(kept.join(".")), None);
+        }
+        Some(self)
+    }
+}
+
+pub(super) fn has_wrapper(text: &str) -> bool {
+    WRAPPERS.iter().any(|wrapper| text.contains(wrapper))
+}
+
+/// A name of a module, or `model.layers.` with its last dot, without wrappers.
+pub(super) fn clean_name(name: &str) -> String {
+    let parts: Vec<&str> = name.split('.').filter(|part| !WRAPPERS.contains(part)).collect();
+    parts.join(".")
+}
+
+pub(super) fn join(steps: &[Step<'_>]) -> String {
+    let mut name = String::new();
+    for (index, step) in steps.iter().enumerate() {
+        if index > 0 {
+            name.push('.');
+        }
+        name.push_str(&step.text);
+    }
+    name
+}
+
+/// Take this many bytes from the front of the name.
+pub(super) fn cut_front(steps: &mut Vec<Step<'_>>, mut bytes: usize) {
+    let whole = steps.iter().take_while(|step| {
+        let goes = bytes > step.text.len();
+        bytes -= if goes { step.text.len() + 1 } else { 0 };
+        goes
+    });
+    let whole = whole.count();
+    steps.drain(..whole);
+    if let Some(first) = steps.first_mut().filter(|_| bytes > 0) {
+        (first.text, first.key) = (Cow::Owned(first.text[bytes..].to_owned()), None);
+    }
+}
+
+/// The keys of a new name for the leaf that had these; `flat` tells containers whose keys are dotted names.
+pub(super) fn rekey<'a>(old: &[Step<'a>], new: &str, flat: &dyn Fn(u32) -> bool) -> Vec<Step<'a>> {
+    let mut rest = new;
+    let mut start = 0;
+    while start + 1 < old.len() {
+        let Some(after) = rest.strip_prefix(old[start].text.as_ref()).and_then(|after| after.strip_prefix('.')) else {
+            break;
+        };
+        (rest, start) = (after, start + 1);
+    }
+    let mut end = old.len();
+    let mut done = false;
+    while end > start && !done {
+        let Some(before) = rest.strip_suffix(old[end - 1].text.as_ref()) else { break };
+        done = before.is_empty();
+        if !done && !before.ends_with('.') {
+            break;
+        }
+        (rest, end) = (before.strip_suffix('.').unwrap_or(before), end - 1);
+    }
+    let mut middle = rest.to_owned();
+    let is_flat = |step: &Step<'_>| step.container.is_some_and(flat);
+    let put_before_flat = !done && start == end && old.get(end).is_some_and(is_flat);
+    if put_before_flat {
+        middle = format!("{middle}.{}", old[end].text);
+        end += 1;
+    }
+    let mut steps = old[..start].to_vec();
+    if !done {
+        steps.extend(replace(&old[start..end], &middle, old.get(start).and_then(|step| step.container)));
+    }
+    steps.extend_from_slice(&old[end..]);
+    steps
+}
+
+/// The keys of `text` in place of `old` ones: as long as those where there are as many parts; else one key where one
+/// was, or where keys held dots; else a key a part.
+fn replace<'a>(old: &[Step<'a>], text: &str, container: Option<u32>) -> Vec<Step<'a>> {
+    let parts: Vec<&str> = text.split('.').collect();
+    let len = |step: &Step<'_>| step.text.split('.').count();
+    if parts.len() == old.iter().map(len).sum::<usize>() {
+        let mut rest = parts.as_slice();
+        let steps = old.iter().map(|step| {
+            let (own, after) = rest.split_at(len(step));
+            rest = after;
+            let text = own.join(".");
+            if text == step.text { step.clone() } else { Step::new(text, step.container) }
+        });
+        return steps.collect();
+    }
+    if old.len() == 1 || old.iter().any(|step| step.text.contains('.')) {
+        return vec![Step::new(text.to_owned(), container)];
+    }
+    let fresh = |(index, part): (usize, &&str)| Step::new((*part).to_owned(), container.filter(|_| index == 0));
+    parts.iter().enumerate().map(fresh).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rekeyed(old: &[&str], new: &str, flat: &[u32]) -> Vec<String> {
+        let step = |(index, text): (usize, &&str)| Step::new((*text).to_owned(), u32::try_from(index).ok());
+        let old: Vec<Step<'_>> = old.iter().enumerate().map(step).collect();
+        let new_steps = rekey(&old, new, &|container| flat.contains(&container));
+        assert_eq!(join(&new_steps), new);
+        new_steps.into_iter().map(|step| step.text.into_owned()).collect()
+    }
+
+    #[test]
+    fn keys_are_kept_from_both_ends() {
+        let state = ["optim", "state", "layers.0.w", "exp_avg"];
+        assert_eq!(rekeyed(&state, "optim.state.blk.0.w.exp_avg", &[]), ["optim", "state", "blk.0.w", "exp_avg"]);
+        let nested = ["layers", "0", "attn", "wq", "weight"];
+        assert_eq!(rekeyed(&nested, "layers.0.self_attn.q.weight", &[]), ["layers", "0", "self_attn", "q", "weight"]);
+        assert_eq!(rekeyed(&nested, "layers.0.a.b.c.weight", &[]), ["layers", "0", "a", "b", "c", "weight"]);
+        assert_eq!(rekeyed(&nested, "layers.0.wq.weight", &[]), ["layers", "0", "wq", "weight"]);
+        assert_eq!(rekeyed(&nested, "layers.0.weight", &[]), ["layers", "0", "weight"]);
+        assert_eq!(rekeyed(&["a", "a", "w"], "a.w", &[]), ["a", "w"]);
+        assert_eq!(rekeyed(&["a", "w"], "a.a.w", &[]), ["a", "a", "w"]);
+        assert_eq!(rekeyed(&["head", "weight"], "head", &[]), ["head"]);
+        assert_eq!(rekeyed(&["w"], "w.x", &[]), ["w.x"]);
+        assert_eq!(rekeyed(&["a", "w"], "aw", &[]), ["aw"]);
+    }
+
+    #[test]
+    fn flat_dicts_stay_flat() {
+        assert_eq!(rekeyed(&["model", "layers.0.w"], "model.net.layers.0.w", &[1]), ["model", "net.layers.0.w"]);
+        assert_eq!(rekeyed(&["model.w"], "base.model.w", &[0]), ["base.model.w"]);
+        assert_eq!(rekeyed(&["model", "w"], "model.net.w", &[1]), ["model", "net.w"]);
+        assert_eq!(rekeyed(&["model", "w"], "model.net.w", &[]), ["model", "net", "w"]);
+        assert_eq!(rekeyed(&["model.a", "b.w"], "x.y.z", &[]), ["x.y.z"]);
+        assert_eq!(rekeyed(&["model.a", "b.w"], "x.a.y.v", &[]), ["x.a", "y.v"]);
+        assert_eq!(rekeyed(&["b", "a.b", "w"], "c.a.c.v", &[]), ["c", "a.c", "v"]);
+    }
+
+    #[test]
+    fn the_front_is_cut_by_bytes() {
+        for (bytes, left) in [(0, "model|layers.0|w"), (6, "layers.0|w"), (13, "0|w"), (15, "w"), (3, "el|layers.0|w")]
+        {
+            let texts = ["model", "layers.0", "w"];
+            let mut steps: Vec<Step<'_>> = texts.iter().map(|text| Step::new((*text).to_owned(), None)).collect();
+            cut_front(&mut steps, bytes);
+            assert_eq!(steps.iter().map(|step| step.text.as_ref()).collect::<Vec<_>>().join("|"), left, "{bytes}");
+        }
+    }
+
+    #[test]
+    fn wrappers_are_no_part_of_a_name() {
+        let clean =
+            |text: &str, is_last| Step::new(text.to_owned(), None).clean(is_last).map(|step| step.text.into_owned());
+        assert_eq!(clean("_orig_mod.a._fsdp_wrapped_module.w", true).as_deref(), Some("a.w"));
+        assert_eq!(clean("_orig_mod", false), None);
+        assert_eq!(clean("_orig_mod", true).as_deref(), Some("_orig_mod"));
+        assert_eq!(clean("a._checkpoint_wrapped_module", false).as_deref(), Some("a"));
+        assert_eq!(clean("my_orig_mod.w", true).as_deref(), Some("my_orig_mod.w"));
+        assert_eq!(clean_name("m._orig_mod.a."), "m.a.");
+    }
+}

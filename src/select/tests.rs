@@ -1,0 +1,767 @@
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::catalog::{Dict, DictKind, Dtype, Fqn, Holding, Value, model, path};
+use crate::layout::{Dims, Rank};
+use crate::storage::FileId;
+
+fn text(text: &str) -> Value {
+    Value::Str(text.into())
+}
+
+fn dict(entries: Vec<(&str, Value)>) -> Value {
+    let entries = entries.into_iter().map(|(key, value)| (text(key), value)).collect();
+    Value::Dict(Dict { entries, ..Dict::default() })
+}
+
+/// An `OrderedDict` with torch's `_metadata` of these modules.
+fn ordered(entries: Vec<(&str, Value)>, modules: &[&str]) -> Value {
+    let version = || dict(vec![("version", Value::Int(1))]);
+    let modules = modules.iter().map(|module| (*module, version())).collect();
+    let Value::Dict(mut made) = dict(entries) else { unreachable!() };
+    made.kind = DictKind::Ordered;
+    made.attributes = Some(Box::new(dict(vec![("_metadata", dict(modules))])));
+    Value::Dict(made)
+}
+
+fn list(items: Vec<Value>) -> Value {
+    Value::List(items)
+}
+
+fn t(id: u32) -> Value {
+    Value::Tensor(TensorId(id))
+}
+
+fn names(values: &[&str]) -> Value {
+    list(values.iter().map(|name| text(name)).collect())
+}
+
+/// A catalog of f32 matrices around a state dict.
+fn catalog(state: Value) -> Catalog {
+    let mut catalog = Catalog::empty();
+    let count = state.tensor_ids().iter().map(|id| id.0 + 1).max().unwrap_or(0);
+    for id in 0..count {
+        let shape = Dims::from_slice(&[2, 3]);
+        catalog.push_tensor(TensorEntry::whole(Fqn::from(format!("t{id}")), Dtype::F32, shape, FileId(0), 0));
+    }
+    catalog.state = state;
+    catalog
+}
+
+fn patterns(texts: &[&str]) -> Vec<Pattern> {
+    texts.iter().map(|text| Pattern::parse(text).unwrap()).collect()
+}
+
+fn renames(texts: &[&str]) -> Vec<Rename> {
+    texts.iter().map(|text| Rename::parse(text).unwrap()).collect()
+}
+
+fn renaming(texts: &[&str]) -> Options {
+    Options { renames: renames(texts), ..Options::default() }
+}
+
+fn stripping(prefix: &str) -> Options {
+    Options { strip_prefixes: vec![prefix.into()], ..Options::default() }
+}
+
+fn chosen(state: &Value, options: &Options) -> Selected {
+    select(&catalog(state.clone()), options).unwrap()
+}
+
+fn state(state: &Value, options: &Options) -> Value {
+    chosen(state, options).catalog.state
+}
+
+/// All of it: the text of a value is cut short for people.
+#[track_caller]
+fn assert_state(found: &Value, expected: &Value) {
+    assert!(found == expected, "found    {found:.2000}\nexpected {expected:.2000}");
+}
+
+fn error(state: &Value, options: &Options) -> (String, String) {
+    let error = select(&catalog(state.clone()), options).unwrap_err();
+    assert_eq!(error.kind(), "usage");
+    (error.to_string(), error.hint().unwrap_or_default().to_owned())
+}
+
+fn tensor_names(state: &Value) -> Vec<String> {
+    model::all_tensors(state).iter().map(|(fqn, _)| fqn.to_string()).collect()
+}
+
+/// Model and optimizer as FSDP2 jobs save them.
+fn training() -> Value {
+    let weights = vec![("layers.0.w", t(0)), ("layers.1.w", t(1)), ("head.w", t(2))];
+    let moments = |first, second| dict(vec![("step", Value::Int(7)), ("exp_avg", t(first)), ("exp_avg_sq", t(second))]);
+    let states = dict(vec![("layers.0.w", moments(3, 4)), ("layers.1.w", moments(5, 6)), ("head.w", moments(7, 8))]);
+    let group = dict(vec![("lr", Value::Float(0.1)), ("params", names(&["layers.0.w", "layers.1.w", "head.w"]))]);
+    dict(vec![
+        ("model", ordered(weights, &["", "layers", "layers.0", "layers.1", "head"])),
+        ("optim", dict(vec![("state", states), ("param_groups", list(vec![group]))])),
+        ("extra", dict(vec![("step", Value::Int(7)), ("none", dict(vec![])), ("rng", Value::Bytes(vec![1]))])),
+    ])
+}
+
+/// Every kind of container and key.
+fn odd() -> Value {
+    let Value::Dict(mut keyed) = dict(vec![("name", t(2))]) else { unreachable!() };
+    keyed.entries.insert(0, (Value::Int(0), t(0)));
+    keyed.entries.push((Value::Tuple(vec![Value::Int(1), Value::None]), t(1)));
+    let holdings = vec![
+        Holding { value: Value::Int(1), ranks: vec![Rank(0)] },
+        Holding { value: Value::Int(2), ranks: vec![Rank(1)] },
+    ];
+    dict(vec![
+        ("keyed", Value::Dict(keyed)),
+        ("list", list(vec![t(3), Value::None, dict(vec![]), list(vec![Value::Int(1)]), list(vec![t(4)])])),
+        ("tuple", Value::Tuple(vec![t(5), Value::Int(1)])),
+        ("empty", ordered(vec![], &[""])),
+        ("empty list", list(vec![])),
+        ("per rank", Value::PerRank(holdings)),
+        ("a.b", t(6)),
+        ("a", ordered(vec![("b", t(0))], &["", "_orig_mod.b"])),
+        ("", t(7)),
+    ])
+}
+
+#[test]
+fn without_a_change_the_state_is_the_same() {
+    let bare = [t(0), list(vec![t(0), Value::None]), dict(vec![]), ordered(vec![], &[""]), Value::Int(1)];
+    for source in [training(), odd()].into_iter().chain(bare) {
+        for options in [
+            Options::default(),
+            Options { clean: true, ..Options::default() },
+            Options { dtypes: vec![DtypeRule::parse("bf16").unwrap()], ..Options::default() },
+        ] {
+            let selected = chosen(&source, &options);
+            assert_state(&selected.catalog.state, &source);
+            assert_eq!(selected.left_out, LeftOut::default());
+        }
+    }
+    let source = training();
+    assert_state(&state(&source, &renaming(&["head=head", "(step)=\\1"])), &source);
+    assert_state(&state(&source, &Options { include: patterns(&["**"]), ..Options::default() }), &source);
+    assert_state(&state(&odd(), &renaming(&[r"(.)=\1"])), &odd());
+}
+
+#[test]
+fn wishes_keep_ids_and_shapes_but_no_chunks() {
+    let source = catalog(training());
+    let options = Options { root: Root::Model, exclude: patterns(&["head"]), ..Options::default() };
+    let selected = select(&source, &options).unwrap();
+    assert_eq!(selected.catalog.tensors.len(), source.tensors.len());
+    for (wish, entry) in selected.catalog.tensors.iter().zip(&source.tensors) {
+        assert_eq!((&wish.shape, &wish.sharding, wish.dtype), (&entry.shape, &entry.sharding, entry.dtype));
+        assert!(wish.chunks.is_empty());
+    }
+    assert_eq!(selected.catalog.tensors[1].fqn.as_str(), "layers.1.w");
+    assert_eq!(selected.catalog.tensors[2].fqn.as_str(), "t2");
+}
+
+#[test]
+fn wrappers_are_cleaned_everywhere_or_nowhere() {
+    let wrapped = "_fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.w";
+    let modules = ["", "_fsdp_wrapped_module", "_fsdp_wrapped_module.layers"];
+    let group = dict(vec![("params", names(&[wrapped]))]);
+    let source = dict(vec![
+        ("model", dict(vec![("_orig_mod", ordered(vec![(wrapped, t(0)), ("_orig_mod", t(2))], &modules))])),
+        (
+            "optim",
+            dict(vec![
+                ("state", dict(vec![(wrapped, dict(vec![("exp_avg", t(1))]))])),
+                ("param_groups", list(vec![group])),
+            ]),
+        ),
+    ]);
+    let clean = Options { clean: true, ..Options::default() };
+    let group = dict(vec![("params", names(&["layers.0.w"]))]);
+    let expected = dict(vec![
+        ("model", ordered(vec![("layers.0.w", t(0)), ("_orig_mod", t(2))], &["", "layers"])),
+        (
+            "optim",
+            dict(vec![
+                ("state", dict(vec![("layers.0.w", dict(vec![("exp_avg", t(1))]))])),
+                ("param_groups", list(vec![group])),
+            ]),
+        ),
+    ]);
+    let found = state(&source, &clean);
+    assert_eq!(tensor_names(&found), ["model.layers.0.w", "model._orig_mod", "optim.state.layers.0.w.exp_avg"]);
+    assert_state(&found, &expected);
+    assert_state(&state(&source, &Options::default()), &source);
+
+    let twice = dict(vec![("_orig_mod.w", t(0)), ("w", t(1))]);
+    let (message, hint) = error(&twice, &clean);
+    assert_eq!(message, "_orig_mod.w and w would both be called w");
+    assert!(hint.contains("--keep-names"));
+}
+
+#[test]
+fn patterns_choose_by_any_name() {
+    // What is left of `training`, as tensors.
+    let cases: [(&[&str], &[&str], &[u32]); 9] = [
+        (&["model.layers.0"], &[], &[0, 3, 4]),
+        (&["layers.0"], &[], &[0, 3, 4]),
+        (&["optim"], &[], &[3, 4, 5, 6, 7, 8]),
+        (&["**.exp_avg"], &[], &[3, 5, 7]),
+        (&[], &["head"], &[0, 1, 3, 4, 5, 6]),
+        (&[], &["optim"], &[0, 1, 2]),
+        (&[], &["optim.state.**.exp_avg"], &[0, 1, 2, 4, 6, 8]),
+        (&["layers.*"], &["layers.1", "**.exp_avg_sq"], &[0, 3]),
+        (&["layers.0", "head"], &["optim.state"], &[0, 2]),
+    ];
+    for (include, exclude, ids) in cases {
+        let options = Options { include: patterns(include), exclude: patterns(exclude), ..Options::default() };
+        let found: Vec<u32> = state(&training(), &options).tensor_ids().iter().map(|id| id.0).collect();
+        assert_eq!(found, ids, "{include:?} {exclude:?}");
+    }
+}
+
+fn params(state: &Value) -> Option<Value> {
+    let leaves = path::leaves(state);
+    leaves.iter().find_map(|(path, leaf)| match leaf {
+        path::Leaf::Object(value) if path.to_string().ends_with("param_groups.0.params") => Some((*value).clone()),
+        _ => None,
+    })
+}
+
+#[test]
+fn param_groups_follow_the_state_they_are_for() {
+    let only = |include: &[&str], exclude: &[&str]| {
+        let options = Options { include: patterns(include), exclude: patterns(exclude), ..Options::default() };
+        params(&state(&training(), &options))
+    };
+    assert_eq!(only(&[], &["head"]), Some(names(&["layers.0.w", "layers.1.w"])));
+    assert_eq!(only(&["layers.0"], &[]), Some(names(&["layers.0.w"])));
+    assert_eq!(only(&["model.layers.0"], &["optim.param_groups"]), None);
+    assert_eq!(only(&["extra"], &[]), None);
+    assert_eq!(only(&["layers"], &["optim.state"]), None);
+}
+
+#[test]
+fn numbered_state_stays_and_says_so() {
+    let Value::Dict(mut by_number) = dict(vec![]) else { unreachable!() };
+    by_number.entries = vec![(Value::Int(0), dict(vec![("exp_avg", t(2))])), (Value::Int(1), dict(vec![("m", t(3))]))];
+    let group =
+        dict(vec![("params", list(vec![Value::Int(0), Value::Int(1)])), ("param_names", names(&["a.w", "b.w"]))]);
+    let source = dict(vec![
+        ("model", dict(vec![("a.w", t(0)), ("b.w", t(1))])),
+        ("optimizer", dict(vec![("state", Value::Dict(by_number.clone())), ("param_groups", list(vec![group]))])),
+    ]);
+    let selected = chosen(&source, &Options { exclude: patterns(&["b"]), ..renaming(&[r"\ba\.=c.", r"\b0\b=zero"]) });
+    let group =
+        dict(vec![("params", list(vec![Value::Int(0), Value::Int(1)])), ("param_names", names(&["c.w", "b.w"]))]);
+    let expected = dict(vec![
+        ("model", dict(vec![("c.w", t(0))])),
+        ("optimizer", dict(vec![("state", Value::Dict(by_number)), ("param_groups", list(vec![group]))])),
+    ]);
+    // `0` occurs in `param_groups.0`, too, which is a list no more then.
+    let unzeroed = chosen(&source, &Options { exclude: patterns(&["b"]), ..renaming(&[r"\ba\.=c."]) });
+    assert_state(&unzeroed.catalog.state, &expected);
+    assert!(tensor_names(&selected.catalog.state).contains(&"optimizer.state.0.exp_avg".to_owned()));
+    assert_eq!(
+        selected.notes,
+        ["2 tensors of optimizer state have numbers for names, so those of parameters that are left out were kept"]
+    );
+}
+
+#[test]
+fn a_pattern_for_nothing_is_an_error() {
+    let cases = [
+        (Options { include: patterns(&["layers.0", "laiers.1.w"]), ..Options::default() }, "--include laiers.1.w"),
+        (Options { exclude: patterns(&["model.laiers.1.w"]), ..Options::default() }, "--exclude model.laiers.1.w"),
+        (
+            Options { dtypes: vec![DtypeRule::parse("laiers.1.w=f32").unwrap()], ..Options::default() },
+            "--dtype laiers.1.w=f32",
+        ),
+        (renaming(&["laiers.1.w=x"]), "--rename laiers.1.w=x"),
+        (stripping("modle.layers."), "--strip-prefix modle.layers."),
+        (Options { root: Root::At("modle.layers".into()), ..Options::default() }, "--root modle.layers"),
+    ];
+    for (options, start) in cases {
+        let (message, hint) = error(&training(), &options);
+        assert!(message.starts_with(start), "{message}");
+        assert!(hint.contains("model.layers"), "{message}: {hint}");
+    }
+    // An empty dict is no leaf.
+    assert!(
+        error(&training(), &Options { exclude: patterns(&["extra.none"]), ..Options::default() }).0.contains("none")
+    );
+    let (_, hint) = error(&dict(vec![]), &Options { include: patterns(&["a"]), ..Options::default() });
+    assert_eq!(hint, "there are no names at all");
+}
+
+#[test]
+fn the_model_is_the_root_of_what_is_shipped() {
+    let shipped = |source: &Value| state(source, &Options { root: Root::Model, ..Options::default() });
+    assert_state(&shipped(&training()), training().as_dict().unwrap().get("model").unwrap());
+
+    // torchtitan: the model at the top, the optimizer flattened.
+    let source = dict(vec![
+        ("layers.0.w", t(0)),
+        ("scaler", t(1)),
+        ("version", Value::Int(2)),
+        (
+            "optimizer",
+            dict(vec![("state.layers.0.w.exp_avg", t(2)), ("param_groups.layers.0.w.lr", Value::Float(0.1))]),
+        ),
+        ("train_state", dict(vec![("step", t(3))])),
+        ("rng_state", t(4)),
+    ]);
+    let selected = chosen(&source, &Options { root: Root::Model, ..Options::default() });
+    assert_state(
+        &selected.catalog.state,
+        &dict(vec![("layers.0.w", t(0)), ("scaler", t(1)), ("version", Value::Int(2))]),
+    );
+    assert_eq!(
+        selected.left_out.groups,
+        [("optimizer".into(), 1), ("rng_state".into(), 1), ("train_state".into(), 1)] as [(String, usize); 3]
+    );
+
+    // A nested Hugging Face model keeps the `model` it has itself.
+    let inner = dict(vec![
+        ("model", dict(vec![("layers", list(vec![dict(vec![("w", t(0))])]))])),
+        ("lm_head", dict(vec![("weight", t(1))])),
+    ]);
+    assert_state(&shipped(&dict(vec![("model", inner.clone())])), &inner);
+    assert_state(&shipped(&inner), &inner);
+    let flat = dict(vec![("model.embed.w", t(0)), ("lm_head.w", t(1))]);
+    assert_state(&shipped(&flat), &flat);
+    assert_state(&shipped(&dict(vec![("model", dict(vec![("model", flat.clone())]))])), &flat);
+
+    // A file of the optimizer alone has no model.
+    let optimizer =
+        dict(vec![("state", dict(vec![("w", dict(vec![("exp_avg", t(0))]))])), ("param_groups", list(vec![]))]);
+    assert_state(&shipped(&optimizer), &dict(vec![]));
+}
+
+#[test]
+fn roots_may_end_within_a_key() {
+    let at = |source: &Value, path: &str| state(source, &Options { root: Root::At(path.into()), ..Options::default() });
+    assert_state(&at(&training(), "model"), training().as_dict().unwrap().get("model").unwrap());
+    assert_state(&at(&training(), "model.layers"), &ordered(vec![("0.w", t(0)), ("1.w", t(1))], &["", "0", "1"]));
+    assert_state(&at(&training(), "model.layers.0."), &ordered(vec![("w", t(0))], &[""]));
+    assert_eq!(tensor_names(&at(&training(), "optim.state.layers")).len(), 4);
+    let nested = dict(vec![("a", list(vec![dict(vec![("w", t(0))]), dict(vec![("w", t(1))])]))]);
+    assert_state(&at(&nested, "a.1"), &dict(vec![("w", t(1))]));
+    assert_state(&at(&nested, "a"), &list(vec![dict(vec![("w", t(0))]), dict(vec![("w", t(1))])]));
+    for path in ["model.layers.0.w", "model.lay", "extra", ""] {
+        let (message, hint) = error(&training(), &Options { root: Root::At(path.into()), ..Options::default() });
+        assert_eq!(message, format!("--root {path}: there are no tensors under that path"));
+        assert!(
+            hint.starts_with("the top of the state dict has model, optim, extra; the nearest paths are "),
+            "{hint}"
+        );
+    }
+}
+
+#[test]
+fn optimizer_state_follows_its_parameter() {
+    let renamed = |options: &Options| {
+        let found = state(&training(), options);
+        (tensor_names(&found)[0].clone(), tensor_names(&found)[3].clone(), params(&found).unwrap().to_string())
+    };
+    for (options, parameter, of_state, first) in [
+        (
+            renaming(&[r"^model\.layers=model.blocks"]),
+            "model.blocks.0.w",
+            "optim.state.blocks.0.w.exp_avg",
+            "blocks.0.w",
+        ),
+        (renaming(&[r"^model\.=net."]), "net.layers.0.w", "optim.state.layers.0.w.exp_avg", "layers.0.w"),
+        (renaming(&[r"^model\.="]), "layers.0.w", "optim.state.layers.0.w.exp_avg", "layers.0.w"),
+        (stripping("model."), "layers.0.w", "optim.state.layers.0.w.exp_avg", "layers.0.w"),
+        (stripping("model"), "layers.0.w", "optim.state.layers.0.w.exp_avg", "layers.0.w"),
+        (renaming(&["^(.*)$=top.\\1"]), "top.model.layers.0.w", "top.optim.state.layers.0.w.exp_avg", "layers.0.w"),
+        (renaming(&[r"layers\.(\d)=h.\1", "optim=opt"]), "model.h.0.w", "opt.state.h.0.w.exp_avg", "h.0.w"),
+        (renaming(&["exp_avg$=m"]), "model.layers.0.w", "optim.state.layers.0.w.m", "layers.0.w"),
+        (
+            renaming(&[r"\.w$=.weight"]),
+            "model.layers.0.weight",
+            "optim.state.layers.0.weight.exp_avg",
+            "layers.0.weight",
+        ),
+        (
+            Options { add_prefix: Some("x.".into()), ..renaming(&["layers=l"]) },
+            "x.model.l.0.w",
+            "x.optim.state.l.0.w.exp_avg",
+            "l.0.w",
+        ),
+        (
+            Options { nest: Some("a.b".into()), ..renaming(&["layers=l"]) },
+            "a.b.model.l.0.w",
+            "a.b.optim.state.l.0.w.exp_avg",
+            "l.0.w",
+        ),
+    ] {
+        let (found_parameter, found_state, params) = renamed(&options);
+        assert_eq!((found_parameter.as_str(), found_state.as_str()), (parameter, of_state), "{options:?}");
+        assert!(params.starts_with(&format!("['{first}'")), "{params}");
+    }
+    // Flattened, and nested as the model is.
+    let flat = dict(vec![
+        ("layers.0.w", t(0)),
+        ("optimizer", dict(vec![("state.layers.0.w.exp_avg", t(1)), ("param_groups.layers.0.w.lr", Value::Int(1))])),
+    ]);
+    let expected = dict(vec![
+        ("blocks.0.w", t(0)),
+        ("optimizer", dict(vec![("state.blocks.0.w.exp_avg", t(1)), ("param_groups.blocks.0.w.lr", Value::Int(1))])),
+    ]);
+    assert_state(&state(&flat, &renaming(&["^layers=blocks"])), &expected);
+    assert_state(&state(&flat, &Options { exclude: patterns(&["layers"]), ..Options::default() }), &dict(vec![]));
+    assert_state(&state(&flat, &Options { include: patterns(&["layers"]), ..Options::default() }), &flat);
+    let both = |name: &str| {
+        let tree = |leaf| dict(vec![(name, list(vec![dict(vec![("w", leaf)])]))]);
+        let states = tree(dict(vec![("deep", dict(vec![("exp_avg", t(1))]))]));
+        dict(vec![("model", tree(t(0))), ("optim", dict(vec![("state", states)]))])
+    };
+    assert_state(&state(&both("layers"), &renaming(&[r"^model\.layers=model.blocks"])), &both("blocks"));
+    // Names of `nn.Sequential` begin with numbers.
+    let sequential = |name: &str| {
+        let flat = format!("state.{name}.exp_avg");
+        let nested = dict(vec![(name, dict(vec![("exp_avg", t(2))]))]);
+        dict(vec![
+            ("model", dict(vec![(name, t(0))])),
+            ("optimizer", dict(vec![("adam", dict(vec![(flat.as_str(), t(1))]))])),
+            ("optim", dict(vec![("state", nested)])),
+        ])
+    };
+    assert_state(&state(&sequential("0.weight"), &renaming(&[r"^model\.0=model.1"])), &sequential("1.weight"));
+    assert_state(
+        &state(&sequential("0.weight"), &Options { exclude: patterns(&["0.weight"]), ..Options::default() }),
+        &dict(vec![]),
+    );
+    // Parameters that nothing is known of: the whole name.
+    let alone = |name: &str| {
+        let group = dict(vec![("params", names(&[name]))]);
+        dict(vec![("state", dict(vec![(name, dict(vec![("exp_avg", t(0))]))])), ("param_groups", list(vec![group]))])
+    };
+    assert_state(&state(&alone("layers.0.w"), &renaming(&["layers=blocks"])), &alone("blocks.0.w"));
+    let at = Options { root: Root::At("optim".into()), ..renaming(&["layers=blocks"]) };
+    assert_eq!(tensor_names(&state(&training(), &at))[0], "state.blocks.0.w.exp_avg");
+}
+
+#[test]
+fn containers_are_rebuilt_as_they_were() {
+    // Modules follow; a flat dict stays flat; what is nested stays nested.
+    let found = state(&training(), &Options { root: Root::Model, ..renaming(&["layers=net.blocks"]) });
+    let expected = vec![("net.blocks.0.w", t(0)), ("net.blocks.1.w", t(1)), ("head.w", t(2))];
+    assert_state(&found, &ordered(expected, &["", "net.blocks", "net.blocks.0", "net.blocks.1", "head"]));
+    let found = state(&training(), &Options { root: Root::Model, ..renaming(&["^=net."]) });
+    assert_eq!(found.as_dict().unwrap().entries[0].0, text("net.layers.0.w"));
+
+    let nested = |name: &str| dict(vec![("m", dict(vec![(name, dict(vec![("w", t(0)), ("b", t(1))]))])), ("x", t(2))]);
+    assert_state(&state(&nested("attn"), &renaming(&["attn=self_attn"])), &nested("self_attn"));
+    let deeper =
+        dict(vec![("m", dict(vec![("attn", dict(vec![("in", dict(vec![("w", t(0)), ("b", t(1))]))]))])), ("x", t(2))]);
+    assert_state(&state(&nested("attn"), &renaming(&[r"\.(w|b)$=.in.\1"])), &deeper);
+
+    // Prefix and nest.
+    let prefixed = Options {
+        add_prefix: Some("model.".into()),
+        nest: Some("a.b".into()),
+        root: Root::Model,
+        ..Options::default()
+    };
+    let expected = vec![("model.layers.0.w", t(0)), ("model.layers.1.w", t(1)), ("model.head.w", t(2))];
+    let modules = ["model", "model.layers", "model.layers.0", "model.layers.1", "model.head"];
+    let expected = dict(vec![("a", dict(vec![("b", ordered(expected, &modules))]))]);
+    assert_state(&state(&training(), &prefixed), &expected);
+    let (message, _) = error(&training(), &Options { nest: Some("a..b".into()), ..Options::default() });
+    assert_eq!(message, "--nest a..b: a part of the path is empty");
+}
+
+#[test]
+fn what_is_gone_leaves_no_empty_place() {
+    let exclude =
+        |source: &Value, texts: &[&str]| state(source, &Options { exclude: patterns(texts), ..Options::default() });
+    let Value::Dict(mut expected) = training() else { unreachable!() };
+    expected.entries.pop();
+    // The empty dict below `extra` was empty before.
+    let extra = dict(vec![("none", dict(vec![]))]);
+    expected.entries.push((text("extra"), extra));
+    assert_state(&exclude(&training(), &["extra.step", "extra.rng"]), &Value::Dict(expected.clone()));
+    expected.entries.pop();
+    assert_state(&exclude(&training(), &["extra"]), &Value::Dict(expected));
+
+    let layers = |items| dict(vec![("layers", list(items)), ("w", t(2))]);
+    let source = layers(vec![dict(vec![("w", t(0))]), dict(vec![("w", t(1))]), t(3)]);
+    assert_state(
+        &exclude(&source, &["layers.0", "layers.2"]),
+        &layers(vec![Value::None, dict(vec![("w", t(1))]), Value::None]),
+    );
+    assert_state(&exclude(&source, &["layers"]), &dict(vec![("w", t(2))]));
+    assert_state(&exclude(&source, &["**"]), &dict(vec![]));
+}
+
+#[test]
+fn lists_keep_positions_or_become_dicts() {
+    let items = |items| dict(vec![("l", list(items))]);
+    let w = |id| dict(vec![("w", t(id))]);
+    let source = items(vec![w(0), w(1), w(2)]);
+    assert_state(
+        &state(&source, &Options { exclude: patterns(&["l.0"]), ..renaming(&[r"l\.1=l.0"]) }),
+        &items(vec![w(1), Value::None, w(2)]),
+    );
+    assert_state(
+        &state(&source, &renaming(&[r"l\.1=l.one"])),
+        &dict(vec![("l", dict(vec![("0", w(0)), ("one", w(1)), ("2", w(2))]))]),
+    );
+    assert_state(
+        &state(&source, &renaming(&[r"l\.2=l.99999999999"])),
+        &dict(vec![("l", dict(vec![("0", w(0)), ("1", w(1)), ("99999999999", w(2))]))]),
+    );
+    // A list a name would be larger than anything read.
+    let many = items((0..2000).map(w).collect());
+    let (message, _) = error(&many, &renaming(&[r"^l\.(\d+)=l\1.\1"]));
+    assert!(message.ends_with("renames make too many lists of one"), "{message}");
+}
+
+#[test]
+fn collisions_name_both() {
+    let source = dict(vec![("a.w", t(0)), ("b.w", t(1)), ("c", dict(vec![("w", t(2)), ("v", t(3))]))]);
+    for (rename, message) in [
+        ("^a=b", "a.w and b.w would both be called b.w"),
+        (r"^c\.w=a.w", "a.w and c.w would both be called a.w"),
+        (r"^c\.w=c", "c.w and c.v would both be called c"),
+        (r"^a\.w=c", "a.w and c.w would both be called c"),
+    ] {
+        assert_eq!(error(&source, &renaming(&[rename])).0, message, "{rename}");
+    }
+    let nothing = [stripping("a.w"), renaming(&["^a.w$="])];
+    for options in nothing {
+        assert_eq!(error(&source, &options).0, "a.w: nothing is left of its name");
+    }
+    let deep = renaming(&[r"^c=${0}.c.c.c.c.c.c.c.c", "c=c.c.c.c.c.c.c.c.c", "c=c.c.c.c.c.c"]);
+    assert!(error(&source, &deep).0.contains("more than 256"));
+    // One that the file has itself is the file's own affair.
+    let twice = dict(vec![("a.b", t(0)), ("a", dict(vec![("b", t(1))]))]);
+    assert_state(&state(&twice, &Options { clean: true, ..Options::default() }), &twice);
+}
+
+#[test]
+fn what_is_left_out_is_counted_by_its_top() {
+    let selected =
+        chosen(&training(), &Options { root: Root::Model, exclude: patterns(&["head"]), ..Options::default() });
+    assert_eq!(selected.left_out.groups, [("model".into(), 1), ("optim".into(), 6)] as [(String, usize); 2]);
+    assert_eq!(selected.left_out.tensors[0], "model.head.w");
+    assert_eq!(selected.left_out.tensors.len(), 7);
+    assert!(selected.left_out.objects.contains(&"extra.rng".to_owned()));
+    assert!(selected.left_out.objects.contains(&"optim.param_groups.0.params".to_owned()));
+    // One name is enough.
+    let tied = dict(vec![("a.w", t(0)), ("b.w", t(0)), ("c.w", t(1))]);
+    let selected = chosen(&tied, &Options { exclude: patterns(&["a", "c"]), ..Options::default() });
+    assert_eq!(selected.left_out.tensors, ["c.w"]);
+    assert_eq!(selected.left_out.groups, [("c".into(), 1)] as [(String, usize); 1]);
+}
+
+#[test]
+fn ties_are_listed_under_new_names() {
+    let tied = dict(vec![("a.w", t(0)), ("b", t(1)), ("c", t(0)), ("d", t(2)), ("e", t(1)), ("f", t(0))]);
+    let selected = chosen(&tied, &renaming(&["^=x."]));
+    let ties: Vec<(String, Vec<String>)> = selected
+        .ties()
+        .into_iter()
+        .map(|(kept, aliases)| (kept.to_string(), aliases.iter().map(ToString::to_string).collect()))
+        .collect();
+    assert_eq!(
+        ties,
+        [("x.a.w".into(), vec!["x.c".into(), "x.f".into()]), ("x.b".into(), vec!["x.e".into()]),]
+            as [(String, Vec<String>); 2]
+    );
+}
+
+/// `training` with tensors of other dtypes and shapes added to the model.
+fn typed() -> Catalog {
+    let mut source = catalog(training());
+    let mut add = |name: &str, dtype, shape: &[u64]| {
+        let entry = TensorEntry::whole(Fqn::from(name), dtype, Dims::from_slice(shape), FileId(0), 0);
+        let id = source.push_tensor(entry);
+        let Value::Dict(top) = &mut source.state else { unreachable!() };
+        let Value::Dict(model) = &mut top.entries[0].1 else { unreachable!() };
+        model.entries.push((text(name), Value::Tensor(id)));
+    };
+    add("half", Dtype::F16, &[2]);
+    add("double", Dtype::F64, &[2]);
+    add("scale", Dtype::F32, &[]);
+    add("ids", Dtype::I64, &[2]);
+    add("mask", Dtype::Bool, &[2]);
+    add("freqs", Dtype::C64, &[2]);
+    add("quant", Dtype::F8E4m3fn, &[2]);
+    source
+}
+
+fn dtypes(rules: &[&str]) -> (BTreeMap<String, Dtype>, Selected) {
+    let source = typed();
+    let rules = rules.iter().map(|rule| DtypeRule::parse(rule).unwrap()).collect();
+    let selected = select(&source, &Options { dtypes: rules, ..renaming(&["^extra=more"]) }).unwrap();
+    let all = model::all_tensors(&selected.catalog.state).into_iter();
+    (all.map(|(fqn, id)| (fqn.to_string(), selected.catalog.tensor(id).dtype)).collect(), selected)
+}
+
+#[test]
+fn a_bare_dtype_is_for_weights() {
+    let (found, selected) = dtypes(&["bf16"]);
+    let kept = |name: &str| found[&format!("model.{name}")];
+    assert_eq!((kept("layers.0.w"), kept("half"), kept("head.w")), (Dtype::Bf16, Dtype::Bf16, Dtype::Bf16));
+    assert_eq!((kept("double"), kept("scale"), kept("ids")), (Dtype::F64, Dtype::F32, Dtype::I64));
+    assert_eq!((kept("mask"), kept("freqs"), kept("quant")), (Dtype::Bool, Dtype::C64, Dtype::F8E4m3fn));
+    assert_eq!(found["optim.state.layers.0.w.exp_avg"], Dtype::F32);
+    assert_eq!(selected.casts.cast, [(Dtype::F32, Dtype::Bf16, 3), (Dtype::F16, Dtype::Bf16, 1)]);
+    assert_eq!(
+        selected.casts.kept,
+        [(Kept::Scalar, 1), (Kept::OptimizerState, 6), (Kept::Double, 1), (Kept::NotFloat, 3)]
+    );
+    assert_eq!(
+        selected.notes,
+        [
+            "--dtype leaves as they are: 1 tensor (0-d), 6 tensors (optimizer state), 1 tensor (f64), 3 tensors (not float)"
+        ]
+    );
+    assert_eq!(selected.catalog.tensors.len(), typed().tensors.len());
+}
+
+#[test]
+fn the_first_pattern_decides() {
+    let (found, _) = dtypes(&["bf16", "layers.0=f32", "layers=f16", "model.double=f32", "**.exp_avg=torch.half"]);
+    assert_eq!(found["model.layers.0.w"], Dtype::F32);
+    assert_eq!(found["model.layers.1.w"], Dtype::F16);
+    assert_eq!(found["model.head.w"], Dtype::Bf16);
+    assert_eq!(found["model.double"], Dtype::F32);
+    // By its own name, and not by that of its parameter.
+    assert_eq!(found["optim.state.layers.0.w.exp_avg"], Dtype::F16);
+    assert_eq!(found["optim.state.layers.0.w.exp_avg_sq"], Dtype::F32);
+    let (found, selected) = dtypes(&["{ids,scale,mask,quant}=bf16"]);
+    assert_eq!((found["model.ids"], found["model.scale"]), (Dtype::I64, Dtype::F32));
+    assert_eq!(selected.casts.kept, [(Kept::Scalar, 1), (Kept::NotFloat, 2)]);
+
+    // New names count as well as old ones, and any name of a tied tensor.
+    let source = catalog(dict(vec![("a.w", t(0)), ("b.w", t(0)), ("c.w", t(1))]));
+    let rules = |rules: &[&str]| rules.iter().map(|rule| DtypeRule::parse(rule).unwrap()).collect();
+    let options = Options { dtypes: rules(&["new=f16", "b=bf16"]), ..renaming(&["^c=new"]) };
+    let selected = select(&source, &options).unwrap();
+    assert_eq!(selected.catalog.tensors.iter().map(|entry| entry.dtype).collect::<Vec<_>>(), [Dtype::Bf16, Dtype::F16]);
+    // What is left out is not cast, and not counted.
+    let options = Options { dtypes: rules(&["c=bf16", "f16"]), exclude: patterns(&["c"]), ..Options::default() };
+    assert_eq!(select(&source, &options).unwrap().casts.cast, [(Dtype::F32, Dtype::F16, 1)]);
+    let (message, _) = error(&source.state, &Options { dtypes: rules(&["f16", "bf16"]), ..Options::default() });
+    assert_eq!(message, "--dtype bf16: a second dtype for every tensor");
+}
+
+#[test]
+fn dtypes_have_many_names() {
+    for (rule, dtype) in [
+        ("bf16", Dtype::Bf16),
+        ("bfloat16", Dtype::Bf16),
+        ("torch.bfloat16", Dtype::Bf16),
+        ("half", Dtype::F16),
+        ("fp16", Dtype::F16),
+        ("float16", Dtype::F16),
+        ("torch.float32", Dtype::F32),
+        ("fp32", Dtype::F32),
+        ("float", Dtype::F32),
+        ("double", Dtype::F64),
+        ("float64", Dtype::F64),
+        ("float8_e4m3fn", Dtype::F8E4m3fn),
+        ("f8_e5m2fnuz", Dtype::F8E5m2fnuz),
+    ] {
+        let parsed = DtypeRule::parse(rule).unwrap();
+        assert_eq!((parsed.dtype, parsed.pattern.is_none()), (dtype, true), "{rule}");
+        assert_eq!(DtypeRule::parse(&format!("a.*={rule}")).unwrap().pattern.unwrap().as_str(), "a.*");
+    }
+    for (rule, message) in [
+        ("bf61", "--dtype bf61: there is no dtype `bf61`"),
+        ("a=", "--dtype a=: there is no dtype ``"),
+        ("a=i8", "--dtype a=i8: nothing is cast to i8"),
+        ("f8_e8m0fnu", "--dtype f8_e8m0fnu: nothing is cast to f8_e8m0fnu"),
+        ("c64", "--dtype c64: nothing is cast to c64"),
+    ] {
+        let error = DtypeRule::parse(rule).unwrap_err();
+        assert_eq!(error.to_string(), message);
+        assert!(error.hint().unwrap().contains("f32, f16, bf16"));
+    }
+    assert!(DtypeRule::parse("=bf16").is_err());
+}
+
+/// Random trees of tensors with names of few words, so that keys repeat, and some keys hold dots.
+fn trees() -> impl Strategy<Value = Value> {
+    let key = || proptest::sample::select(vec!["a", "b", "a.b", "layers", "layers.0", "w"]);
+    let leaf = prop_oneof![4 => Just(t(0)), 1 => Just(Value::Int(1)), 1 => Just(dict(vec![]))];
+    let tree = leaf.prop_recursive(4, 24, 4, move |inner| {
+        let entries = proptest::collection::btree_map(key(), inner.clone(), 1..4);
+        prop_oneof![
+            3 => entries.prop_map(|entries| dict(entries.into_iter().collect())),
+            1 => proptest::collection::vec(inner, 1..4).prop_map(list),
+        ]
+    });
+    let entries = proptest::collection::btree_map(key(), tree, 1..5);
+    entries.prop_map(|entries| {
+        let mut state = dict(entries.into_iter().collect());
+        let mut next = 0;
+        state.map_tensors(&mut |_| {
+            next += 1;
+            TensorId(next - 1)
+        });
+        state
+    })
+}
+
+proptest! {
+    /// One to one on names: no tensor is lost, none gets another's name, and the way back leads back.
+    #[test]
+    fn renaming_one_to_one_keeps_everything(
+        source in trees(),
+        steps in proptest::collection::vec(0..5_usize, 1..5),
+    ) {
+        let ways: [(&str, &str, &str, &str); 5] = [
+            (r"\ba\b=x", r"\bx\b=a", "a", "x"),
+            (r"\blayers\b=blocks", r"\bblocks\b=layers", "layers", "blocks"),
+            (r"\b(w)\b=${1}eight", r"\bweight\b=w", "w", "weight"),
+            (r"\bb\b=b_", r"\bb_\b=b", "b", "b_"),
+            (r"^=top.", r"^top\.=", "", ""),
+        ];
+        let names = tensor_names(&source);
+        let all: Vec<String> = path::leaves(&source).iter().map(|(path, _)| path.to_string()).collect();
+        prop_assume!(all.iter().collect::<BTreeSet<_>>().len() == all.len());
+        let mut expected = names.clone();
+        let mut forth = Vec::new();
+        let mut back = Vec::new();
+        for step in steps {
+            let (there, again, old, new) = ways[step];
+            let word = |part: &str| if part == old { new.to_owned() } else { part.to_owned() };
+            let next = |name: &String| match old {
+                "" => format!("top.{name}"),
+                _ => name.split('.').map(word).collect::<Vec<_>>().join("."),
+            };
+            let renamed: Vec<String> = expected.iter().map(next).collect();
+            if renamed != expected {
+                expected = renamed;
+                forth.push(there);
+                back.insert(0, again);
+            }
+        }
+        let there = select(&catalog(source.clone()), &renaming(&forth)).unwrap().catalog;
+        let found: BTreeMap<u32, String> =
+            model::all_tensors(&there.state).into_iter().map(|(fqn, id)| (id.0, fqn.to_string())).collect();
+        prop_assert_eq!(found.into_values().collect::<Vec<_>>(), expected);
+        let again = select(&catalog(there.state), &renaming(&back)).unwrap().catalog;
+        let by_id = |state: &Value| {
+            let all = model::all_tensors(state).into_iter();
+            all.map(|(fqn, id)| (id.0, fqn.to_string())).collect::<BTreeMap<u32, String>>()
+        };
+        prop_assert_eq!(by_id(&again.state), by_id(&source));
+        if !forth.contains(&"^=top.") {
+            prop_assert_eq!(again.state, source);
+        }
+    }
+
+    #[test]
+    fn nothing_is_changed_without_options(source in trees(), clean: bool) {
+        let options = Options { clean, ..Options::default() };
+        prop_assert_eq!(&select(&catalog(source.clone()), &options).unwrap().catalog.state, &source);
+        // A rename that changes nothing takes everything apart and puts it together again.
+        let options = Options { clean, ..renaming(&[r"(.)=\1"]) };
+        prop_assert_eq!(select(&catalog(source.clone()), &options).unwrap().catalog.state, source);
+    }
+}

@@ -1,0 +1,109 @@
+"""`dtshard reshard` of rank files to rank files: each process loads its own with torch.load, as DTensors.
+
+DTSHARD_COMPAT_PYTHONS and `-m compat` check the same with other PyTorch releases, from the rank files these wrote.
+"""
+
+import glob
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import common
+import generate
+
+PYTHONS = [p for p in os.environ.get("DTSHARD_COMPAT_PYTHONS", "").split(":") if p]
+
+TARGETS = {
+    "6": ([("fsdp", 6)], ["S(0)"]),
+    "2": ([("fsdp", 2)], ["S(0)"]),
+    "2x2": ([("dp", 2), ("tp", 2)], ["S(0)", "S(1)"]),
+    "replicas": ([("rep", 2), ("fsdp", 3)], ["R", "S(0)"]),
+    "strided": ([("dp", 2), ("tp", 3)], ["_S(0,3)", "S(0)"]),
+}
+
+
+def reshard(source, folder, target):
+    mesh, placements = TARGETS[target]
+    common.dtshard("reshard", source, folder, "--mesh", ",".join(f"{n}={s}" for n, s in mesh), "--placements",
+                   ",".join(placements))
+
+
+def load(python, tmp_path, folder, truth, target, full=True, **more):
+    mesh, placements = TARGETS[target]
+    job = {"folder": str(folder), "truth": str(truth), "mesh": mesh, "placements": placements, "full": full,
+           "world": math.prod(s for _, s in mesh), "rendezvous": str(tmp_path / "rendezvous"), **more}
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(job))
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank_files.py")
+    done = subprocess.run([python, script, str(path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def objects(case):
+    """What the files of a case hold beside tensors, by series."""
+    import rank_files
+    series = common.ranks_tree(case)
+    return {kind: generate.encode(rank_files.plain(tree)) for kind, tree in series.items()}
+
+
+@pytest.mark.parametrize("case,target", [
+    *(("fsdp4", target) for target in TARGETS), *(("fsdp_tp", target) for target in TARGETS), ("hsdp", "6"), ("tp2", "2x2"),
+])
+def test_each_rank_loads_its_dtensors(tmp_path, case, target):
+    folder = tmp_path / "written"
+    reshard(common.source(case, "ranks"), folder, target)
+    load(sys.executable, tmp_path, folder, os.path.join(common.FIXTURES, case), target, objects=objects(case))
+
+
+@pytest.mark.parametrize("case", ["fsdp4", "fsdp_tp", "odd4", "replicated_plain"])
+def test_same_bytes_again(tmp_path, case):
+    for name in ("a", "b"):
+        reshard(common.source(case, "ranks"), tmp_path / name, "strided")
+    names = sorted(os.listdir(tmp_path / "a"))
+    assert names == sorted(os.listdir(tmp_path / "b"))
+    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
+
+
+def test_there_and_back(tmp_path):
+    """Onto another mesh and back again: the same values."""
+    source = common.source("odd4", "ranks")
+    reshard(source, tmp_path / "there", "strided")
+    reshard(tmp_path / "there", tmp_path / "back", "2")
+    common.dtshard("verify", source, tmp_path / "back")
+
+
+def test_ties_stay_one_object(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    tied, other = torch.arange(6.0), torch.ones(2, 2, dtype=torch.int64)
+    for rank in range(2):
+        torch.save({"embed": tied, "other": other, "head": {"weight": tied}}, source / f"model_world_size_2_rank_{rank}.pt")
+    reshard(source, tmp_path / "written", "2x2")
+    paths = glob.glob(f"{tmp_path}/written/*.pt")
+    assert len(paths) == 4
+    for path in paths:
+        for weights_only in (False, True):
+            found = torch.load(path, weights_only=weights_only)
+            assert found["embed"] is found["head"]["weight"]
+            assert torch.equal(found["embed"], tied) and torch.equal(found["other"], other)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("target", ["6", "2x2", "strided"])
+@pytest.mark.parametrize("case", ["fsdp4", "hsdp", "fsdp_tp"])
+@pytest.mark.parametrize("python", PYTHONS)
+def test_releases_load_what_comes_of_their_own_files(tmp_path, python, case, target):
+    """Meshes are written as the source has them, so whoever wrote the source can load the result."""
+    version = subprocess.run([python, "-c", "import torch; print(torch.__version__.split('+')[0])"],
+                             capture_output=True, text=True, check=True).stdout.strip()
+    folder = os.path.join(common.FIXTURES, "compat", f"torch-{version}", case)
+    if not os.path.isdir(f"{folder}/ranks"):
+        pytest.skip(f"no rank files of {version}")
+    reshard(f"{folder}/ranks", tmp_path / "written", target)
+    # Releases before 2.15 do not put uneven strided shards together again.
+    load(python, tmp_path, tmp_path / "written", folder, target, full=target != "strided")

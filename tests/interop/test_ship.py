@@ -1,0 +1,154 @@
+"""`dtshard consolidate` of what trainers leave, without options: transformers runs it, bit for bit as it was trained."""
+
+import json
+import os
+import re
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import common
+import generate
+
+
+# SRC -> the case whose truth it is; config.json lies in SRC or its huggingface/, save for those in CONFIG_APART
+SOURCES = {
+    "verl": "verl",
+    "verl/global_step_10": "verl",
+    "verl/global_step_10/actor": "verl",
+    "accelerate_llama": "accelerate_llama",
+    "accelerate_llama/pytorch_model_fsdp_0": "accelerate_llama",
+    "titan/step-1000": "titan",
+    "dcp_trainer": "dcp_trainer",
+}
+CONFIG_APART = {"accelerate_llama/pytorch_model_fsdp_0", "titan/step-1000"}
+LAYERS = {"verl": 2}
+LEFT_OUT = {  # what the closing line must own up to
+    "verl": ["optim", "extra_state"], "accelerate_llama": [], "titan": ["optimizer", "train_state"],
+    "dcp_trainer": ["optim"],
+}
+EACH = pytest.mark.parametrize("source", SOURCES)
+TOKENS = torch.arange(40).reshape(2, 20)
+
+
+def state_of(case):
+    """The model's own state dict."""
+    _, tensors = common.trainer_truth(case)
+    if case == "titan":  # no prefix to cut: the model's names begin with "model." themselves
+        return {n: t for n, t in tensors.items() if not n.startswith(("optimizer.", "train_state."))}
+    return {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+
+
+def config_of(case):
+    dtype = torch.bfloat16 if case == "accelerate_llama" else torch.float32
+    return transformers.LlamaConfig(
+        **generate.TRAINED_CONFIG, num_hidden_layers=LAYERS.get(case, 1), tie_word_embeddings=case == "dcp_trainer",
+        architectures=["LlamaForCausalLM"], dtype=dtype)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def expected_logits(case, dtype):
+    """What the trained model says, made of the truth without any file between."""
+    model = transformers.LlamaForCausalLM._from_config(config_of(case), dtype=dtype)
+    model.load_state_dict({n: t.to(dtype) for n, t in state_of(case).items()}, strict=True)
+    return logits(model)
+
+
+def load(folder, source, dtype):
+    """By Auto classes, as users do; every key must find its place."""
+    if source in CONFIG_APART:
+        assert not os.path.exists(f"{folder}/config.json")
+        config_of(SOURCES[source]).save_pretrained(folder)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(info.values()), info
+    assert all(p.dtype == dtype for p in model.parameters())
+    return model
+
+
+def same_file(a, b):
+    with open(a, "rb") as x, open(b, "rb") as y:
+        return x.read() == y.read()
+
+
+@EACH
+def test_runs_as_trained(tmp_path, source):
+    case = SOURCES[source]
+    dtype = config_of(case).dtype
+    done = common.dtshard("consolidate", f"{common.FIXTURES}/{source}", tmp_path / "x")
+    assert re.search(r"^wrote \d+ files?, \d+ tensors, ", done.stderr, re.M), done.stderr
+    for part in LEFT_OUT[case]:
+        assert re.search(rf"^wrote .*; left out: .*\b{part}\b", done.stderr, re.M), done.stderr
+    with safe_open(tmp_path / "x" / "model.safetensors", "pt") as f:
+        assert f.metadata() == {"format": "pt"}
+    common.assert_equal(load_file(tmp_path / "x" / "model.safetensors"), state_of(case), order=False)
+    found = logits(load(tmp_path / "x", source, dtype))
+    assert found.isfinite().all() and found.std() > 0
+    common.assert_equal(found, expected_logits(case, dtype))
+
+
+@EACH
+def test_runs_in_bf16(tmp_path, source):
+    """--dtype bf16 rounds as PyTorch does."""
+    case = SOURCES[source]
+    done = common.dtshard("consolidate", f"{common.FIXTURES}/{source}", tmp_path / "x", "--dtype", "bf16")
+    state = {n: t.to(torch.bfloat16) for n, t in state_of(case).items()}
+    common.assert_equal(load_file(tmp_path / "x" / "model.safetensors"), state, order=False)
+    common.assert_equal(logits(load(tmp_path / "x", source, torch.bfloat16)), expected_logits(case, torch.bfloat16))
+    if case != "accelerate_llama":  # bf16 already
+        assert f"cast {len(state)} f32->bf16" in done.stderr
+
+
+@EACH
+def test_many_files(tmp_path, source):
+    """With an index: total_size is the tensors' bytes, and the same model comes out."""
+    case = SOURCES[source]
+    dtype = config_of(case).dtype
+    common.dtshard("consolidate", f"{common.FIXTURES}/{source}", tmp_path / "x", "--max-shard-size", "4KB")
+    with open(tmp_path / "x" / "model.safetensors.index.json") as f:
+        index = json.load(f)
+    state = state_of(case)
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in state.values())
+    assert set(index["weight_map"]) == set(state)
+    for file in sorted(set(index["weight_map"].values())):
+        assert re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", file)
+        with safe_open(tmp_path / "x" / file, "pt") as f:
+            assert f.metadata() == {"format": "pt"}
+    common.assert_equal(logits(load(tmp_path / "x", source, dtype)), expected_logits(case, dtype))
+
+
+@pytest.mark.parametrize("source,beside", [
+    ("verl", "verl/global_step_10/actor/huggingface"),
+    ("verl/global_step_10/actor", "verl/global_step_10/actor/huggingface"),
+    ("accelerate_llama", "accelerate_llama"), ("dcp_trainer", "dcp_trainer")])
+def test_assets_are_copied(tmp_path, source, beside):
+    """Config and tokenizer files byte for byte, and nothing that is not for a loader."""
+    common.dtshard("consolidate", f"{common.FIXTURES}/{source}", tmp_path / "x")
+    beside = f"{common.FIXTURES}/{beside}"
+    assets = {n for n in os.listdir(beside) if n.endswith(".json")}
+    assert set(os.listdir(tmp_path / "x")) == {"model.safetensors", *assets}
+    for name in assets:
+        assert same_file(f"{beside}/{name}", tmp_path / "x" / name), name
+    if source.startswith("verl"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "x")
+        assert tokenizer("w4 w39 w7")["input_ids"] == [4, 39, 7]
+
+
+def test_the_root_gives_the_same_bytes(tmp_path):
+    """A trainer's root resolves to the one checkpoint in it."""
+    common.dtshard("consolidate", f"{common.FIXTURES}/verl", tmp_path / "root")
+    common.dtshard("consolidate", f"{common.FIXTURES}/verl/global_step_10/actor", tmp_path / "actor")
+    assert same_file(tmp_path / "root" / "model.safetensors", tmp_path / "actor" / "model.safetensors")
+
+
+@pytest.mark.parametrize("source", ["verl/global_step_10/actor", "accelerate_llama/pytorch_model_fsdp_0",
+                                    "accelerate_llama/optimizer_0", "titan/step-1000", "dcp_trainer"])
+def test_what_trainers_leave_is_sound(source):
+    """Random numbers' state is other on each rank by intent: no finding."""
+    common.dtshard("verify", f"{common.FIXTURES}/{source}")
