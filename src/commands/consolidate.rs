@@ -18,7 +18,7 @@ use crate::exec::carry::Carried;
 use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, SeriesChoice, Want, distinct_names, natural_order, safetensors, torch};
 use crate::quantity::Quantity;
-use crate::select::Root;
+use crate::select::{Root, Wrappers};
 
 /// The file without which loaders do not know what to build.
 const CONFIG: &str = "config.json";
@@ -49,7 +49,7 @@ const ASSETS: [&str; 19] = [
 pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
     let root = if args.everything { Root::Whole } else { Root::Model };
-    let defaults = Defaults { want: Want::Model, series: SeriesChoice::Model, root, clean: true };
+    let defaults = Defaults { want: Want::Model, series: SeriesChoice::Model, root, wrappers: Wrappers::Cut };
     let mut source = Source::open(&args.convert, defaults, &run)?;
     source.settle(args.convert.checks, Ranks::Together, &run)?;
     check_model(args, &source)?;

@@ -14,7 +14,7 @@ use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs};
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, SeriesChoice, Want};
 use crate::layout::Pattern;
-use crate::select::{self, DtypeRule, Rename, Root, Selected};
+use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
 use crate::storage::regular_file;
 
 /// What a verb takes where the command line does not say otherwise.
@@ -22,8 +22,7 @@ pub struct Defaults {
     pub want: Want,
     pub series: SeriesChoice,
     pub root: Root,
-    /// Wrapper prefixes are cut from names.
-    pub clean: bool,
+    pub wrappers: Wrappers,
 }
 
 pub struct Source {
@@ -173,7 +172,7 @@ pub fn select_options(args: &SelectArgs, defaults: Defaults) -> Result<select::O
         renames.extend(Rename::parse_file(&read_text(file)?)?);
     }
     Ok(select::Options {
-        clean: defaults.clean && !args.keep_names,
+        wrappers: if args.keep_names { Wrappers::Keep } else { defaults.wrappers },
         include: patterns(&include)?,
         exclude: patterns(&args.exclude)?,
         root: args.root.clone().map_or(defaults.root, Root::At),

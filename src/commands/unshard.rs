@@ -12,11 +12,12 @@ use crate::cli::Unshard;
 use crate::error::Result;
 use crate::exec::staging::Shape;
 use crate::format::{Format, SeriesChoice, Want, safetensors, torch};
-use crate::select::Root;
+use crate::select::{Root, Wrappers};
 
 pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
-    let defaults = Defaults { want: Want::Model, series: SeriesChoice::Model, root: Root::Whole, clean: true };
+    let defaults =
+        Defaults { want: Want::Model, series: SeriesChoice::Model, root: Root::Whole, wrappers: Wrappers::Cut };
     let mut source = Source::open(&args.convert, defaults, &run)?;
     source.settle(args.convert.checks, Ranks::Together, &run)?;
     let destination = args.convert.dst.as_deref();

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::exec::compare;
 use crate::format::{Checkpoint, SeriesChoice, Want};
 use crate::quantity::{count, human_bytes};
-use crate::select::{self, Root, Selected};
+use crate::select::{self, Root, Selected, Wrappers};
 
 /// Something that is not as it should be.
 #[derive(Debug)]
@@ -89,9 +89,10 @@ struct Names {
 
 impl Names {
     fn new(args: &Verify, source: &Checkpoint, other: Option<&Checkpoint>) -> Result<Self> {
-        let defaults = || Defaults { want: Want::All, series: SeriesChoice::All, root: Root::Whole, clean: true };
+        let defaults =
+            || Defaults { want: Want::All, series: SeriesChoice::All, root: Root::Whole, wrappers: Wrappers::Cut };
         let options = select_options(&args.select, defaults())?;
-        let as_it_is = select::Options { clean: options.clean, ..select::Options::default() };
+        let as_it_is = select::Options { wrappers: options.wrappers, ..select::Options::default() };
         Ok(Self {
             source: select::select(&source.catalog, &options)?,
             other: other.map(|other| select::select(&other.catalog, &as_it_is)).transpose()?,

@@ -147,7 +147,8 @@ pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, r
         survey.clean_tensors(*leaf, &mut |name, id| {
             let mut one = seen[id.0 as usize];
             let names = [Some(name), survey.in_model(name)];
-            let names: Vec<&str> = names.into_iter().flatten().collect();
+            let names = survey.for_patterns(names.into_iter().flatten().map(str::to_owned).collect());
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
             try_names(&mut one, &names);
             if *kept {
                 one.taken = true;

@@ -101,7 +101,7 @@ fn names(survey: &Survey<'_>, named: &Named<'_>) -> Vec<String> {
         }
         names.push(parameter.to_owned());
     }
-    names
+    survey.for_patterns(names)
 }
 
 /// State that is known by number only cannot follow a parameter that is left out.

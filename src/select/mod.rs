@@ -26,6 +26,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 pub use dtypes::{Casts, DtypeRule, Kept};
 pub use rename::Rename;
+pub use steps::with_clean;
 
 use crate::catalog::path::tensors;
 use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Value};
@@ -46,10 +47,21 @@ pub enum Root {
     At(String),
 }
 
+/// What becomes of `_fsdp_wrapped_module.`, `_orig_mod.` and `_checkpoint_wrapped_module.` in names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Wrappers {
+    /// They are part of the names.
+    #[default]
+    Keep,
+    /// They stay in the names, but patterns match with and without them.
+    Match,
+    /// They are cut from the names.
+    Cut,
+}
+
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Cut `_fsdp_wrapped_module.`, `_orig_mod.` and `_checkpoint_wrapped_module.` from names.
-    pub clean: bool,
+    pub wrappers: Wrappers,
     pub include: Vec<Pattern>,
     pub exclude: Vec<Pattern>,
     pub root: Root,
@@ -122,7 +134,7 @@ pub fn select(source: &Catalog, options: &Options) -> Result<Selected> {
             "a path is names joined with dots, such as app.model",
         ));
     }
-    let survey = Survey::new(source, options.clean);
+    let survey = Survey::new(source, options.wrappers);
     let mut kept = filter::keep(&survey, options)?;
     let notes = filter::notes(&survey, options, &kept);
     let state = if options.keep_names() && !survey.wrapped && kept.iter().all(|kept| *kept) {

@@ -80,6 +80,15 @@ pub(super) fn clean_name(name: &str) -> String {
     parts.join(".")
 }
 
+/// Add the names that names with wrappers have without them.
+pub fn with_clean(names: &mut Vec<String>) {
+    for index in 0..names.len() {
+        if has_wrapper(&names[index]) {
+            names.push(clean_name(&names[index]));
+        }
+    }
+}
+
 pub(super) fn join(steps: &[Step<'_>]) -> String {
     let mut name = String::new();
     for (index, step) in steps.iter().enumerate() {

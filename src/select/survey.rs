@@ -10,6 +10,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 
+use super::Wrappers;
 use super::steps::{self, KeyRef, Step};
 use crate::catalog::path::{self, is_descended, key_text};
 use crate::catalog::{Catalog, Dict, Path, TensorId, Value, model};
@@ -98,6 +99,7 @@ pub(super) struct Survey<'a> {
     pub list_items: usize,
     /// Parameters of the model by their names in it (clean, where names are cleaned), as indexes of `leaves`.
     pub parameters: HashMap<String, u32>,
+    wrappers: Wrappers,
     clean: bool,
     /// Names are cleaned, and there is something to clean.
     pub wrapped: bool,
@@ -116,7 +118,7 @@ struct At {
 }
 
 impl<'a> Survey<'a> {
-    pub fn new(catalog: &'a Catalog, clean: bool) -> Self {
+    pub fn new(catalog: &'a Catalog, wrappers: Wrappers) -> Self {
         let root = model::model_root(&catalog.state);
         let mut survey = Self {
             nodes: vec![Node { parent: None, key: None, value: &catalog.state, flat: false }],
@@ -125,7 +127,8 @@ impl<'a> Survey<'a> {
             optimizers: 0,
             list_items: 0,
             parameters: HashMap::new(),
-            clean,
+            wrappers,
+            clean: wrappers == Wrappers::Cut,
             wrapped: false,
             root_keys: root.0.iter().map(|key| key.to_string().into()).collect(),
         };
@@ -307,6 +310,14 @@ impl<'a> Survey<'a> {
     pub fn container_name(&self, node: u32) -> String {
         let texts: Vec<Cow<'_, str>> = self.keys(node).into_iter().map(|(key, _)| key.text()).collect();
         self.clean(&texts.join("."))
+    }
+
+    /// The names that patterns are tried on.
+    pub fn for_patterns(&self, mut names: Vec<String>) -> Vec<String> {
+        if self.wrappers == Wrappers::Match {
+            steps::with_clean(&mut names);
+        }
+        names
     }
 
     /// The name of a module, without wrappers where they are cleaned.

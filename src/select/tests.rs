@@ -131,7 +131,7 @@ fn without_a_change_the_state_is_the_same() {
     for source in [training(), odd()].into_iter().chain(bare) {
         for options in [
             Options::default(),
-            Options { clean: true, ..Options::default() },
+            Options { wrappers: Wrappers::Cut, ..Options::default() },
             Options { dtypes: vec![DtypeRule::parse("bf16").unwrap()], ..Options::default() },
         ] {
             let selected = chosen(&source, &options);
@@ -174,7 +174,7 @@ fn wrappers_are_cleaned_everywhere_or_nowhere() {
             ]),
         ),
     ]);
-    let clean = Options { clean: true, ..Options::default() };
+    let clean = Options { wrappers: Wrappers::Cut, ..Options::default() };
     let group = dict(vec![("params", names(&["layers.0.w"]))]);
     let expected = dict(vec![
         ("model", ordered(vec![("layers.0.w", t(0)), ("_orig_mod", t(2))], &["", "layers"])),
@@ -537,7 +537,7 @@ fn collisions_name_both() {
     assert!(error(&source, &deep).0.contains("more than 256"));
     // One that the file has itself is the file's own affair.
     let twice = dict(vec![("a.b", t(0)), ("a", dict(vec![("b", t(1))]))]);
-    assert_state(&state(&twice, &Options { clean: true, ..Options::default() }), &twice);
+    assert_state(&state(&twice, &Options { wrappers: Wrappers::Cut, ..Options::default() }), &twice);
 }
 
 #[test]
@@ -758,10 +758,20 @@ proptest! {
 
     #[test]
     fn nothing_is_changed_without_options(source in trees(), clean: bool) {
-        let options = Options { clean, ..Options::default() };
+        let wrappers = if clean { Wrappers::Cut } else { Wrappers::Keep };
+        let options = Options { wrappers, ..Options::default() };
         prop_assert_eq!(&select(&catalog(source.clone()), &options).unwrap().catalog.state, &source);
         // A rename that changes nothing takes everything apart and puts it together again.
-        let options = Options { clean, ..renaming(&[r"(.)=\1"]) };
+        let options = Options { wrappers, ..renaming(&[r"(.)=\1"]) };
         prop_assert_eq!(select(&catalog(source.clone()), &options).unwrap().catalog.state, source);
     }
+}
+
+#[test]
+fn patterns_match_with_and_without_wrappers_where_names_keep_them() {
+    let source = dict(vec![("model", dict(vec![("_orig_mod.w", t(0)), ("_orig_mod.b", t(1))]))]);
+    let matching = |wrappers| Options { wrappers, exclude: patterns(&["model.w"]), ..Options::default() };
+    let expected = dict(vec![("model", dict(vec![("_orig_mod.b", t(1))]))]);
+    assert_state(&state(&source, &matching(Wrappers::Match)), &expected);
+    assert!(error(&source, &matching(Wrappers::Keep)).0.contains("--exclude model.w"));
 }

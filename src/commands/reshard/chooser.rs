@@ -14,11 +14,13 @@ use crate::format::torch::RankLayout;
 use crate::layout::target::{Fallback, SourceLayout, TargetLayout};
 use crate::layout::{LayoutError, Placement, PlacementSpec};
 use crate::quantity::count;
+use crate::select::{Wrappers, with_clean};
 
 /// Chooses the placements of each tensor, and remembers what to tell the user.
 pub struct Chooser<'a> {
     catalog: &'a Catalog,
     layout: &'a TargetLayout,
+    wrappers: Wrappers,
     /// The source says which tensors are DTensors.
     layouts_known: bool,
     model_root: Path,
@@ -51,11 +53,12 @@ struct Owner {
 }
 
 impl<'a> Chooser<'a> {
-    pub fn new(catalog: &'a Catalog, layout: &'a TargetLayout, layouts_known: bool) -> Self {
+    pub fn new(catalog: &'a Catalog, layout: &'a TargetLayout, wrappers: Wrappers, layouts_known: bool) -> Self {
         let found = model::model(&catalog.state);
         let mut chooser = Self {
             catalog,
             layout,
+            wrappers,
             layouts_known,
             model_root: found.root,
             parameters: found.tensors.into_iter().collect(),
@@ -109,6 +112,9 @@ impl<'a> Chooser<'a> {
                 names.push(name.to_string());
             }
             _ => {}
+        }
+        if self.wrappers == Wrappers::Match {
+            with_clean(&mut names);
         }
         let inherited = follows.and_then(|id| self.catalog.tensor(id).sharding.as_ref());
         let sharding = entry.sharding.as_ref().or(inherited);

@@ -22,12 +22,13 @@ use crate::exec::staging::Shape;
 use crate::format::{Content, Format, RankNames, SeriesChoice, Want, dcp, torch};
 use crate::layout::target::{Fallback, Rule, TargetLayout};
 use crate::layout::{DeviceMesh, Pattern, Rank, parse_placements};
-use crate::select::Root;
+use crate::select::{Root, Wrappers};
 use chooser::Chooser;
 
 pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
-    let defaults = Defaults { want: Want::All, series: SeriesChoice::All, root: Root::Whole, clean: false };
+    let defaults =
+        Defaults { want: Want::All, series: SeriesChoice::All, root: Root::Whole, wrappers: Wrappers::Match };
     let mut source = Source::open(&args.convert, defaults, &run)?;
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, default_format(source.checkpoint.format));
@@ -47,7 +48,8 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let layout = target_layout(args, &source.wanted.catalog)?;
     let world_size = ranks_of(&layout.mesh);
     let mut notes = source.settled.notes((to == Format::TorchRanks).then_some(world_size));
-    let (mut reservation, more) = reserve(&source, &layout, to)?;
+    let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
+    let (mut reservation, more) = reserve(&source, &layout, wrappers, to)?;
     notes.extend(more);
     let carried = carry_along(&source, to, world_size, &mut reservation)?;
     let conversion =
@@ -56,12 +58,17 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
 }
 
 /// Lay out every part of the source by itself, and say what there is to say about the layout.
-fn reserve(source: &Source, layout: &TargetLayout, to: Format) -> Result<(Reservation, Vec<String>)> {
+fn reserve(
+    source: &Source,
+    layout: &TargetLayout,
+    wrappers: Wrappers,
+    to: Format,
+) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.wanted.catalog;
     let known = source.checkpoint.catalog.tensors.iter().any(|entry| entry.sharding.is_some());
     let world_size = ranks_of(&layout.mesh);
     let style = style(source)?;
-    let mut chooser = Chooser::new(wanted, layout, known);
+    let mut chooser = Chooser::new(wanted, layout, wrappers, known);
     let mut whole = Reservation::default();
     for part in parts(source, to) {
         let full = |path: &Path| Path(part.at.0.iter().chain(&path.0).cloned().collect());
