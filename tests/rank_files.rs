@@ -8,7 +8,7 @@ use dtshard::exec::{Input, Options, Silent, Stop, compare, copy};
 use dtshard::format::pickle::Unknown;
 use dtshard::format::torch::{RankLayout, RankTarget, Release, Style, reserve_ranks};
 use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, dcp, resolve, safetensors, torch};
-use dtshard::layout::{DeviceMesh, Placement, Rank, Tile, local_shard, parse_placements};
+use dtshard::layout::{DeviceMesh, MeshDim, Placement, Rank, Tile, local_shard, parse_placements};
 
 const OPTIONS: Options = Options { threads: 2, strip_bytes: 1 << 10, sync: false };
 
@@ -57,7 +57,7 @@ fn reserve(catalog: &Catalog, state: &Value, mesh: &DeviceMesh, list: &str, styl
         layout: &mut |_, _, entry| {
             Ok(match entry.sharding {
                 None => RankLayout::Plain,
-                Some(_) => RankLayout::Distributed { placements: placements(list, entry) },
+                Some(_) => RankLayout::Distributed { placements: placements(list, entry), slice: None },
             })
         },
     };
@@ -242,4 +242,40 @@ fn safetensors_records_ties_where_the_kept_tensor_is() {
     }
     let format = [(Fqn::from("format"), last)];
     assert!(safetensors::reserve(&source.catalog, &tensors, &format, &shape).is_err());
+}
+
+#[test]
+fn a_slice_of_a_mesh_is_read_and_written() {
+    let source = open(&fixture("fsdp_tp/ranks"));
+    let norm = |catalog: &Catalog| {
+        let is_norm = |entry: &&TensorEntry| entry.fqn.as_str().ends_with("norm.weight");
+        catalog.tensors.iter().find(is_norm).expect("a norm").sharding.clone().expect("a DTensor")
+    };
+    assert_eq!(norm(&source.catalog).slice, Some(vec![MeshDim(0)]));
+    let state = source.catalog.state.clone();
+    for (release, slice) in
+        [(Release::V2_13, Some(vec![MeshDim(0)])), (Release::V2_10, Some(vec![MeshDim(0)])), (Release::V2_5, None)]
+    {
+        let style = Style { release, ..Style::default() };
+        let target = RankTarget {
+            mesh: &mesh("dp=2,tp=3", &[]),
+            style: &style,
+            name: &|rank| PathBuf::from(format!("model_world_size_6_rank_{rank}.pt")),
+            layout: &mut |_, _, entry| {
+                Ok(match &entry.sharding {
+                    None => RankLayout::Plain,
+                    Some(own) => RankLayout::Distributed {
+                        placements: placements(if own.slice.is_some() { "S(0),R" } else { "S(0),S(1)" }, entry),
+                        slice: own.slice.clone(),
+                    },
+                })
+            },
+        };
+        let reservation = reserve_ranks(&wishes(&source.catalog), &state, target).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        copy::copy(input(&source), &reservation, folder.path(), &OPTIONS, &Silent, &Stop::default()).unwrap();
+        let written = Checkpoint::open(folder.path(), &ReadOptions::default()).unwrap();
+        let found = norm(&written.catalog);
+        assert_eq!((found.slice, found.placements.len()), (slice, 2), "{release:?}");
+    }
 }

@@ -22,7 +22,7 @@ pub use validate::{Tiling, list_ranks};
 pub use value::{Dict, DictKind, Holding, TensorId, Value};
 
 use crate::error::{Error, Result};
-use crate::layout::{DeviceMesh, Dims, Placement, Region, Tile};
+use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Region, Tile};
 use crate::storage::{FileId, Stretch};
 
 /// A fully qualified name: the path of a tensor or object in its state dict, joined with dots.
@@ -56,8 +56,12 @@ pub struct MeshId(pub u32);
 /// How the ranks of a mesh share a tensor: one placement a mesh dim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sharding {
+    /// The root, where the tensor lies on a slice of one.
     pub mesh: MeshId,
+    /// Replicate on the dims that are not in the slice.
     pub placements: Vec<Placement>,
+    /// The dims of the tensor's own mesh, where that is a slice.
+    pub slice: Option<Vec<MeshDim>>,
 }
 
 impl Sharding {

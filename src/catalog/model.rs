@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 
 use super::path::{key_text, tensors};
-use super::{Catalog, Dict, Fqn, Key, Path, TensorId, Value};
+use super::{Catalog, Dict, Fqn, Key, Path, TensorEntry, TensorId, Value};
 
 /// Keys under which trainers put the model.
 const MODEL: [&str; 4] = ["model", "module", "state_dict", "model_state_dict"];
@@ -198,10 +198,10 @@ pub fn value_at<'a>(state: &'a Value, path: &Path) -> Option<&'a Value> {
 
 /// The parameters that an optimizer of plain `optimizer.state_dict()` knows by numbers: `numbers[i]` is parameter `i`.
 ///
-/// Such a state dict does not say which parameter a number stands for; PyTorch numbers them in the order of
-/// `model.parameters()`, which is that of the model's state dict without its buffers. `None` unless that is the only
-/// reading: one parameter group, numbered from 0, with as many numbers as there are parameters, and every state tensor
-/// with dims of the shape of its parameter.
+/// Such a state dict does not say which parameter a number stands for. PyTorch numbers them in the order of
+/// `model.parameters()`, which is that of the model's state dict without its buffers and whatever is not trained.
+/// `None` unless there is only one reading: one parameter group, numbered from 0, and one way to go through the model
+/// in order such that all state tensors with dims have the shape of their parameter and are DTensors where it is one.
 #[must_use]
 pub fn numbered_parameters(catalog: &Catalog, optimizer: &Value) -> Option<Vec<(Fqn, TensorId)>> {
     let dict = optimizer.as_dict()?;
@@ -213,21 +213,30 @@ pub fn numbered_parameters(catalog: &Catalog, optimizer: &Value) -> Option<Vec<(
     if !(0..).zip(numbers).all(|(index, number)| number.as_i64() == Some(index)) {
         return None;
     }
+    let mut kept: Vec<Vec<&TensorEntry>> = vec![Vec::new(); numbers.len()];
+    for (number, state) in &states.entries {
+        let number = usize::try_from(number.as_i64()?).ok()?;
+        let tensors = state.tensor_ids().into_iter().map(|id| catalog.tensor(id));
+        *kept.get_mut(number)? = tensors.filter(|entry| !entry.shape.is_empty()).collect();
+    }
     let mut seen = HashSet::new();
     let mut floats = model(&catalog.state).tensors;
     floats.retain(|(_, id)| catalog.tensor(*id).dtype.is_float() && seen.insert(*id));
-    // Parallelized models have DTensors for parameters and plain tensors for buffers.
-    let is_sharded = |(_, id): &&(Fqn, TensorId)| catalog.tensor(*id).sharding.is_some();
-    let sharded: Vec<_> = floats.iter().filter(is_sharded).cloned().collect();
-    let parameters = [floats, sharded].into_iter().find(|parameters| parameters.len() == numbers.len())?;
-    let fits = |number: &Value, state: &Value| {
-        let index = number.as_i64().and_then(|number| usize::try_from(number).ok());
-        let Some((_, parameter)) = index.and_then(|index| parameters.get(index)) else { return false };
-        let shape = &catalog.tensor(*parameter).shape;
-        let ids = state.tensor_ids();
-        ids.iter().map(|id| &catalog.tensor(*id).shape).all(|own| own.is_empty() || own == shape)
+    let fits = |number: usize, (_, id): &(Fqn, TensorId)| {
+        let parameter = catalog.tensor(*id);
+        let alike = |state: &&TensorEntry| {
+            state.shape == parameter.shape && state.sharding.is_some() == parameter.sharding.is_some()
+        };
+        kept[number].iter().all(alike)
     };
-    states.entries.iter().all(|(number, state)| fits(number, state)).then_some(parameters)
+    // Where the leftmost and the rightmost way are one, there is no other between them.
+    let mut rest = floats.iter().enumerate();
+    let leftmost = (0..kept.len()).map(|number| rest.find(|(_, float)| fits(number, float)).map(|(at, _)| at));
+    let leftmost: Vec<usize> = leftmost.collect::<Option<_>>()?;
+    let mut rest = floats.iter().enumerate().rev();
+    let rightmost = (0..kept.len()).rev().map(|number| rest.find(|(_, float)| fits(number, float)).map(|(at, _)| at));
+    let rightmost: Vec<usize> = rightmost.collect::<Option<_>>()?;
+    leftmost.iter().eq(rightmost.iter().rev()).then(|| leftmost.into_iter().map(|at| floats[at].clone()).collect())
 }
 
 /// The names a rule may know a tensor by: its own, that within the model, that of the parameter it is state of.
@@ -255,6 +264,7 @@ pub fn flat_state(tensors: &[(Fqn, TensorId)]) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::storage::FileId;
 
     fn dict(entries: Vec<(&str, Value)>) -> Value {
         let entries = entries.into_iter().map(|(key, value)| (Value::Str(key.into()), value)).collect();
@@ -352,5 +362,39 @@ mod tests {
         assert_eq!(optimizer_parameter(&path(&["optim", "state"])), None);
         assert_eq!(optimizer_parameter(&path(&["optim"])), None);
         assert_eq!(rule_names(&path(&["model", "w"]), &path(&["model"])), ["model.w", "w"]);
+    }
+
+    #[test]
+    fn numbers_stand_for_parameters_where_there_is_one_reading() {
+        let float = |name: &str, size: u64| {
+            TensorEntry::whole(name.into(), super::super::Dtype::F32, [size].as_slice().into(), FileId(0), 0)
+        };
+        // a [4], a buffer [2], b [3]; state of two parameters.
+        let read = |sizes: [u64; 3], states: [u64; 2], groups: &[&[i64]]| {
+            let mut catalog = Catalog::empty();
+            let weights = dict(["a", "buffer", "b"].into_iter().zip((0..).map(tensor)).collect());
+            catalog.tensors =
+                ["a", "buffer", "b"].into_iter().zip(sizes).map(|(name, size)| float(name, size)).collect();
+            catalog.tensors.extend(states.map(|size| float("state", size)));
+            catalog.state = dict(vec![("model", weights)]);
+            let state = |id| dict(vec![("exp_avg", tensor(id))]);
+            let states = vec![(Value::Int(0), state(3)), (Value::Int(1), state(4))];
+            let group = |numbers: &&[i64]| {
+                dict(vec![("params", Value::List(numbers.iter().copied().map(Value::Int).collect()))])
+            };
+            let optimizer = dict(vec![
+                ("state", Value::Dict(Dict { entries: states, ..Dict::default() })),
+                ("param_groups", Value::List(groups.iter().map(group).collect())),
+            ]);
+            let found = numbered_parameters(&catalog, &optimizer)?;
+            Some(found.iter().map(|(fqn, _)| fqn.to_string()).collect::<Vec<_>>())
+        };
+        assert_eq!(read([4, 2, 3], [4, 3], &[&[0, 1]]).unwrap(), ["a", "b"]);
+        // The buffer could be the second parameter.
+        assert_eq!(read([4, 3, 3], [4, 3], &[&[0, 1]]), None);
+        assert_eq!(read([4, 2, 3], [4, 5], &[&[0, 1]]), None);
+        // Groups are in an order of their own.
+        assert_eq!(read([4, 2, 3], [4, 3], &[&[0], &[1]]), None);
+        assert_eq!(read([4, 2, 3], [4, 3], &[&[1, 0]]), None);
     }
 }

@@ -7,12 +7,12 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use crate::catalog::model::{self, OptimizerState};
-use crate::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, path};
+use crate::catalog::{Catalog, Fqn, Path, Sharding, TensorEntry, TensorId, path};
 use crate::error::{Error, Result};
 use crate::format::dcp;
 use crate::format::torch::RankLayout;
 use crate::layout::target::{Fallback, SourceLayout, TargetLayout};
-use crate::layout::{LayoutError, Placement, PlacementSpec};
+use crate::layout::{LayoutError, MeshDim, Placement, PlacementSpec};
 use crate::quantity::count;
 use crate::select::{Wrappers, with_clean};
 
@@ -21,8 +21,8 @@ pub struct Chooser<'a> {
     catalog: &'a Catalog,
     layout: &'a TargetLayout,
     wrappers: Wrappers,
-    /// The source says which tensors are DTensors.
-    layouts_known: bool,
+    /// Tensors that ranks share in the source; empty where it does not tell those from what every rank has.
+    shared: HashSet<Fqn>,
     model_root: Path,
     /// Tensors of the model by name, for the state that follows them.
     parameters: HashMap<Fqn, TensorId>,
@@ -53,13 +53,13 @@ struct Owner {
 }
 
 impl<'a> Chooser<'a> {
-    pub fn new(catalog: &'a Catalog, layout: &'a TargetLayout, wrappers: Wrappers, layouts_known: bool) -> Self {
+    pub fn new(catalog: &'a Catalog, layout: &'a TargetLayout, wrappers: Wrappers, shared: HashSet<Fqn>) -> Self {
         let found = model::model(&catalog.state);
         let mut chooser = Self {
             catalog,
             layout,
             wrappers,
-            layouts_known,
+            shared,
             model_root: found.root,
             parameters: found.tensors.into_iter().collect(),
             numbered: HashMap::new(),
@@ -88,7 +88,7 @@ impl<'a> Chooser<'a> {
     pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<dcp::Shards> {
         let placements = match self.choose(path, entry)? {
             RankLayout::Plain => vec![Placement::Replicate; self.layout.mesh.ndim()],
-            RankLayout::Distributed { placements } => placements,
+            RankLayout::Distributed { placements, .. } => placements,
         };
         Ok(self.layout.shards(&entry.shape, &placements)?)
     }
@@ -131,10 +131,12 @@ impl<'a> Chooser<'a> {
         };
         self.names.push(path.to_string());
         if chosen.rule.is_none() {
-            let is_parameter = sharding.is_some() || self.trained.contains(&entry.fqn) || follows.is_some();
-            if self.layouts_known && !is_parameter {
-                self.plain +=
-                    usize::from(!entry.shape.is_empty() && self.parameters.contains_key(&self.in_model(path)));
+            let shared = self.shared.contains(&entry.fqn) || sharding.is_some();
+            let as_it_is = matches!(self.layout.fallback, Fallback::Source);
+            let is_parameter = self.trained.contains(&entry.fqn) || follows.is_some();
+            if !self.shared.is_empty() && !shared && (as_it_is || !is_parameter) {
+                let of_model = self.parameters.contains_key(&self.in_model(path));
+                self.plain += usize::from(!entry.shape.is_empty() && of_model && !as_it_is);
                 return Ok(RankLayout::Plain);
             }
             self.fallback_ndims.insert(entry.shape.len());
@@ -144,7 +146,19 @@ impl<'a> Chooser<'a> {
                 return Ok(RankLayout::Plain);
             }
         }
-        Ok(RankLayout::Distributed { placements: chosen.placements })
+        let slice = sharding.and_then(|sharding| self.slice(sharding, &chosen.placements));
+        Ok(RankLayout::Distributed { placements: chosen.placements, slice })
+    }
+
+    /// A tensor on a slice of its mesh (norms under FSDP over TP) stays on the dims of the same names, where it is
+    /// replicated on the others.
+    fn slice(&self, sharding: &Sharding, placements: &[Placement]) -> Option<Vec<MeshDim>> {
+        let names = self.catalog.mesh(sharding).names()?;
+        let dims = sharding.slice.as_ref()?.iter().map(|dim| self.layout.mesh.dim_by_name(&names[dim.0]));
+        let dims: Vec<MeshDim> = dims.collect::<Option<_>>()?;
+        let outside = |dim: &usize| !dims.contains(&MeshDim(*dim));
+        let replicated = (0..placements.len()).filter(outside).all(|dim| placements[dim] == Placement::Replicate);
+        (replicated && dims.is_sorted() && dims.len() < placements.len()).then_some(dims)
     }
 
     /// The name a tensor of the model has within it; for others the whole name.

@@ -2,6 +2,7 @@
 
 mod chooser;
 
+use std::collections::HashSet;
 use std::path::PathBuf;
 
 use regex::bytes::Regex;
@@ -14,7 +15,7 @@ use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
 use crate::catalog::path::key_text;
-use crate::catalog::{Catalog, Dict, Key, OutputFile, Path, Reservation, TensorEntry, Value};
+use crate::catalog::{Catalog, Dict, Fqn, Key, OutputFile, Path, Reservation, TensorEntry, Value};
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
@@ -65,10 +66,9 @@ fn reserve(
     to: Format,
 ) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.wanted.catalog;
-    let known = source.checkpoint.catalog.tensors.iter().any(|entry| entry.sharding.is_some());
     let world_size = ranks_of(&layout.mesh);
     let style = style(source)?;
-    let mut chooser = Chooser::new(wanted, layout, wrappers, known);
+    let mut chooser = Chooser::new(wanted, layout, wrappers, shared(source));
     let mut whole = Reservation::default();
     for part in parts(source, to) {
         let full = |path: &Path| Path(part.at.0.iter().chain(&path.0).cloned().collect());
@@ -88,6 +88,18 @@ fn reserve(
         whole.append(&part.folder, reservation);
     }
     Ok((whole, chooser.finish()?))
+}
+
+/// Tensors that ranks share. Rank files tell them from those that every rank has; a DCP directory does not.
+fn shared(source: &Source) -> HashSet<Fqn> {
+    if source.checkpoint.format != Format::TorchRanks {
+        return HashSet::new();
+    }
+    let pairs = source.checkpoint.catalog.tensors.iter().zip(&source.wanted.catalog.tensors);
+    let is_shared = |entry: &TensorEntry| {
+        entry.sharding.is_some() || entry.chunks.iter().any(|chunk| chunk.tile.sizes() != entry.shape)
+    };
+    pairs.filter(|(entry, _)| is_shared(entry)).map(|(_, wish)| wish.fqn.clone()).collect()
 }
 
 /// Rank files are written for the PyTorch, and with the device, of the rank files they come from.

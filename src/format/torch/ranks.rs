@@ -15,7 +15,7 @@ use crate::catalog::{
     Catalog, ChunkTable, Dict, Fqn, Holding, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes,
 };
 use crate::error::{Error, Result};
-use crate::layout::{DeviceMesh, Dims, Placement, Rank, Region, Tile, local_shard};
+use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, local_shard};
 
 /// What one rank saved.
 #[derive(Debug)]
@@ -383,10 +383,11 @@ fn lift_to_root(
         for (&position, placement) in positions.iter().zip(placements) {
             lifted[position] = *placement;
         }
-        positions.is_sorted().then_some((root, lifted))
+        let slice = (positions.len() < all.len()).then(|| positions.iter().copied().map(MeshDim).collect());
+        positions.is_sorted().then_some((root, lifted, slice))
     });
     match lifted {
-        Some((root, placements)) => Sharding { mesh: catalog.intern_mesh(root.clone()), placements },
-        None => Sharding { mesh: catalog.intern_mesh(mesh.clone()), placements: placements.to_vec() },
+        Some((root, placements, slice)) => Sharding { mesh: catalog.intern_mesh(root.clone()), placements, slice },
+        None => Sharding { mesh: catalog.intern_mesh(mesh.clone()), placements: placements.to_vec(), slice: None },
     }
 }

@@ -15,15 +15,14 @@
 //! Source: `torch/distributed/tensor/_dtensor_spec.py`, `torch/distributed/device_mesh.py`,
 //! `torch/distributed/_mesh_layout.py`.
 
-use std::collections::BTreeMap;
-
-use crate::catalog::{Dtype, contiguous_strides};
-use crate::format::pickle::{Unknown, Writer};
-use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, TensorDim};
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::write::{write_sizes, write_tensor};
 use super::{Found, reader};
+use crate::catalog::{Dtype, contiguous_strides};
 use crate::error::Result;
+use crate::format::pickle::{Unknown, Writer};
+use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, TensorDim};
 use crate::storage::{FileId, Files};
 
 /// The PyTorch releases whose DeviceMesh is written, by the first that had it.
@@ -90,11 +89,12 @@ const LAYOUT: &str = "torch.distributed._mesh_layout";
 const PLACEMENTS: &str = "torch.distributed.tensor.placement_types";
 const SPEC: &str = "torch.distributed.tensor._dtensor_spec";
 
-/// The number in the pickle's memo under which the mesh is known: all DTensors of a file share one.
+/// The number in the pickle's memo under which the mesh is known: all DTensors of a file share one. Slices of it have
+/// the numbers that their dims give as bits.
 const MESH_MEMO: u32 = 0;
 
-/// The first number of the memo that is free for others.
-pub const FIRST_FREE_MEMO: u32 = MESH_MEMO + 1;
+/// A mesh of more dims is not sliced.
+const MAX_SLICED_DIMS: usize = 8;
 
 /// The storage key of the mesh's tensor of ranks.
 pub const MESH_KEY: usize = 0;
@@ -106,8 +106,8 @@ pub struct DTensorWriter<'a> {
     pub rank: Rank,
     /// Of the rank in the mesh.
     pub coordinate: &'a Dims,
-    /// Whether the mesh is in the pickle's memo.
-    pub mesh_is_known: bool,
+    /// The meshes that are in the pickle's memo.
+    pub known: BTreeSet<u32>,
 }
 
 /// What is to be known of a DTensor.
@@ -116,6 +116,8 @@ pub struct DTensor<'a> {
     pub dtype: Dtype,
     pub shape: &'a [u64],
     pub placements: &'a [Placement],
+    /// The dims of its own mesh, where that is a slice.
+    pub slice: Option<&'a [MeshDim]>,
     /// Storage key and sizes of the local tensor, which is contiguous.
     pub key: usize,
     pub local_sizes: &'a [u64],
@@ -141,19 +143,44 @@ impl DTensorWriter<'_> {
         writer.setitems().tuple(2).tuple(4).reduce();
     }
 
+    /// The first number of the memo that is free for others.
+    pub fn first_free_memo(&self) -> u32 {
+        1 << self.mesh.ndim().min(MAX_SLICED_DIMS)
+    }
+
+    /// The dims of a tensor's own mesh: all, unless it is a slice. Before 2.10 a slice cannot say what it is one of.
+    fn dims(&self, slice: Option<&[MeshDim]>) -> Vec<usize> {
+        match slice {
+            Some(dims) if self.style.release >= Release::V2_10 && self.mesh.ndim() <= MAX_SLICED_DIMS => {
+                dims.iter().map(|dim| dim.0).collect()
+            }
+            _ => (0..self.mesh.ndim()).collect(),
+        }
+    }
+
+    /// The mesh of these dims: written the first time, the same object from then on.
+    fn mesh_of(&mut self, writer: &mut Writer, dims: &[usize]) {
+        let is_whole = dims.len() == self.mesh.ndim();
+        let memo = if is_whole { MESH_MEMO } else { dims.iter().map(|dim| 1 << dim).sum() };
+        if self.known.contains(&memo) {
+            writer.get(memo);
+            return;
+        }
+        self.mesh(writer, dims);
+        writer.put(memo);
+        self.known.insert(memo);
+    }
+
     fn spec(&mut self, writer: &mut Writer, tensor: DTensor<'_>) {
+        let dims = self.dims(tensor.slice);
+        let placements: Vec<Placement> = dims.iter().map(|&dim| tensor.placements[dim]).collect();
+        let shape: Dims = dims.iter().map(|&dim| self.mesh.shape()[dim]).collect();
         instance(writer, (SPEC, "DTensorSpec"));
         writer.empty_dict().mark();
         writer.string("mesh");
-        if self.mesh_is_known {
-            writer.get(MESH_MEMO);
-        } else {
-            self.mesh(writer);
-            writer.put(MESH_MEMO);
-            self.mesh_is_known = true;
-        }
+        self.mesh_of(writer, &dims);
         writer.string("placements");
-        tuple(writer, tensor.placements, |writer, placement| write_placement(writer, *placement));
+        tuple(writer, &placements, |writer, placement| write_placement(writer, *placement));
         writer.string("tensor_meta").global(SPEC, "TensorMeta");
         writer.global("torch", "Size");
         write_sizes(writer, tensor.shape);
@@ -162,9 +189,9 @@ impl DTensorWriter<'_> {
         writer.global("torch", tensor.dtype.torch_name()).tuple(3).newobj();
         if self.style.release >= Release::V2_10 {
             let is_strided = |placement: &Placement| matches!(placement, Placement::StridedShard { .. });
-            let strided = tensor.placements.iter().any(is_strided);
+            let strided = placements.iter().any(is_strided);
             writer.string("shard_order");
-            match shard_order(tensor.placements, self.mesh.shape()) {
+            match shard_order(&placements, &shape) {
                 Some(order) if !strided || self.style.release == Release::V2_10 => write_shard_order(writer, &order),
                 // The split factors say it.
                 _ => {
@@ -180,9 +207,10 @@ impl DTensorWriter<'_> {
         writer.setitems().build();
     }
 
-    fn mesh(&self, writer: &mut Writer) {
-        let Self { mesh, style, rank, coordinate, .. } = self;
-        let strides = contiguous_strides(mesh.shape());
+    fn mesh(&mut self, writer: &mut Writer, dims: &[usize]) {
+        let (mesh, style, rank) = (self.mesh, self.style, self.rank);
+        let names: Option<Vec<&str>> = mesh.names().map(|names| dims.iter().map(|&dim| names[dim].as_str()).collect());
+        let coordinate: Dims = dims.iter().map(|&dim| self.coordinate[dim]).collect();
         instance(writer, DEVICE_MESH);
         writer.empty_dict().mark();
         if style.release == Release::V2_5 {
@@ -190,7 +218,7 @@ impl DTensorWriter<'_> {
             writer.string("mesh");
             write_tensor(writer, Dtype::I32, MESH_KEY, mesh.shape());
             writer.string("mesh_dim_names");
-            write_names(writer, mesh);
+            write_names(writer, names.as_deref());
             writer.string("_flatten_mesh_list");
             write_ranks(writer, mesh.ranks());
             // To 2.7 groups have tags and ranks, in 2.8 and 2.9 names.
@@ -203,18 +231,24 @@ impl DTensorWriter<'_> {
                 writer.string(&group.name.to_string()).tuple(3);
             });
             writer.string("_coordinate_on_dim");
-            list(writer, coordinate, |writer, at| {
+            list(writer, &coordinate, |writer, at| {
                 writer.uint(*at);
             });
         } else {
             writer.string("_device_type").string(&style.device_type);
             writer.string("_layout");
-            self.layout(writer, &strides);
+            self.layout(writer, dims);
             writer.string("_rank_map");
             write_tensor(writer, Dtype::I32, MESH_KEY, &[mesh.world_size() as u64]);
             writer.string("_mesh_dim_names");
-            write_names(writer, mesh);
-            writer.string("_root_mesh").none();
+            write_names(writer, names.as_deref());
+            writer.string("_root_mesh");
+            if dims.len() == mesh.ndim() {
+                writer.none();
+            } else {
+                let all: Vec<usize> = (0..mesh.ndim()).collect();
+                self.mesh_of(writer, &all);
+            }
             writer.string("_preserve_rank_order").boolean(false);
             writer.string("_flatten_rank_map");
             write_ranks(writer, mesh.ranks());
@@ -224,15 +258,17 @@ impl DTensorWriter<'_> {
             }
             writer.string("_coordinate_on_dim");
             if style.release == Release::V2_10 {
-                list(writer, coordinate, |writer, at| {
+                list(writer, &coordinate, |writer, at| {
                     writer.uint(*at);
                 });
             } else {
-                write_sizes(writer, coordinate);
+                write_sizes(writer, &coordinate);
             }
         }
         writer.string("_dim_group_names");
-        list(writer, &self.groups(), |writer, group| {
+        let groups = self.groups();
+        let groups: Vec<&Group> = dims.iter().map(|&dim| &groups[dim]).collect();
+        list(writer, &groups, |writer, group| {
             writer.string(&group.name.to_string());
         });
         writer.string("_thread_id").none();
@@ -240,17 +276,20 @@ impl DTensorWriter<'_> {
         writer.setitems().build();
     }
 
-    fn layout(&self, writer: &mut Writer, strides: &[u64]) {
+    fn layout(&self, writer: &mut Writer, dims: &[usize]) {
+        // Strides count in the list of ranks of the root.
+        let strides = contiguous_strides(self.mesh.shape());
+        let axes: Vec<(u64, u64)> = dims.iter().map(|&dim| (self.mesh.shape()[dim], strides[dim])).collect();
         instance(writer, (LAYOUT, "_MeshLayout"));
         writer.empty_dict();
         if self.style.release < Release::V2_13 {
-            write_layout(writer, self.mesh.shape(), strides);
+            let (sizes, strides): (Dims, Dims) = axes.into_iter().unzip();
+            write_layout(writer, &sizes, &strides);
             writer.build();
             return;
         }
         writer.string("axes");
-        let dims: Vec<(u64, u64)> = self.mesh.shape().iter().copied().zip(strides.iter().copied()).collect();
-        tuple(writer, &dims, |writer, &(size, stride)| {
+        tuple(writer, &axes, |writer, &(size, stride)| {
             instance(writer, (LAYOUT, "_FlatLayout"));
             writer.empty_dict();
             // An axis of one rank has no stride.
@@ -329,8 +368,8 @@ fn list<T>(writer: &mut Writer, items: &[T], mut each: impl FnMut(&mut Writer, &
     });
 }
 
-fn write_names(writer: &mut Writer, mesh: &DeviceMesh) {
-    match mesh.names() {
+fn write_names(writer: &mut Writer, names: Option<&[&str]>) {
+    match names {
         Some(names) => tuple(writer, names, |writer, name| {
             writer.string(name);
         }),
@@ -452,7 +491,7 @@ mod tests {
                 style: &style,
                 rank: Rank(rank),
                 coordinate: &coordinate,
-                mesh_is_known: false,
+                known: BTreeSet::new(),
             };
             writer.groups().iter().map(|group| group.name).collect::<Vec<_>>()
         };

@@ -6,20 +6,21 @@
 //! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`], whatever differs
 //! between the trees of ranks.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use indexmap::IndexMap;
 
 use super::Style;
 use super::write::{PREFIX, write_tensor};
-use super::write_dtensor::{DTensor, DTensorWriter, FIRST_FREE_MEMO, MESH_KEY};
+use super::write_dtensor::{DTensor, DTensorWriter, MESH_KEY};
 use crate::catalog::{
     Catalog, Chunk, ChunkTable, Fqn, OutputFile, Path, Place, Reservation, Reserved, TensorEntry, TensorId, Value, path,
 };
 use crate::error::{Error, Result};
 use crate::format::pickle::{WriteError, Writer};
 use crate::format::zip::{ArchiveWriter, Frames};
-use crate::layout::{DeviceMesh, Dims, Placement, Rank, Region, Tile, local_shard};
+use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, local_shard};
 use crate::storage::FileId;
 
 /// How a tensor lies on the ranks of the target mesh.
@@ -28,7 +29,12 @@ pub enum RankLayout {
     /// A plain tensor, whole on every rank.
     Plain,
     /// A DTensor.
-    Distributed { placements: Vec<Placement> },
+    Distributed {
+        /// One for each dim of the mesh.
+        placements: Vec<Placement>,
+        /// The dims of the tensor's own mesh, where that is to be a slice; it is replicated on the others.
+        slice: Option<Vec<MeshDim>>,
+    },
 }
 
 /// What to write.
@@ -66,7 +72,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
             tiles: tiles.collect::<Result<_>>()?,
             distributed: tensors.values().any(|planned| planned.layout != RankLayout::Plain),
         };
-        let writer = DTensorWriter { mesh, style, rank, coordinate: &coordinate, mesh_is_known: false };
+        let writer = DTensorWriter { mesh, style, rank, coordinate: &coordinate, known: BTreeSet::new() };
         let pickle = file.pickle(state, writer).map_err(|error| {
             Error::unsupported(
                 format!("the state dict cannot be pickled: {error}"),
@@ -130,7 +136,7 @@ fn plan(
     for (path, id) in named {
         let (entry, fqn) = (source.tensor(id), path.fqn());
         let chosen = layout(&fqn, &path, entry)?;
-        if let RankLayout::Distributed { placements } = &chosen
+        if let RankLayout::Distributed { placements, .. } = &chosen
             && placements.iter().any(|placement| matches!(placement, Placement::Partial(_)))
         {
             return Err(Error::unsupported(
@@ -160,7 +166,9 @@ impl Planned {
     fn tile(&self, entry: &TensorEntry, mesh: &DeviceMesh, coordinate: &Dims) -> Result<Tile> {
         Ok(match &self.layout {
             RankLayout::Plain => Tile::from_region(&Region::whole(&entry.shape)),
-            RankLayout::Distributed { placements } => local_shard(&entry.shape, mesh.shape(), placements, coordinate)?,
+            RankLayout::Distributed { placements, .. } => {
+                local_shard(&entry.shape, mesh.shape(), placements, coordinate)?
+            }
         })
     }
 }
@@ -200,7 +208,7 @@ impl RankFile<'_> {
         let mut writer = Writer::of_rank(dtensors.rank);
         writer.value(state, &mut |writer, id| {
             let (index, _, planned) = self.tensors.get_full(&id).expect("all tensors of the tree are planned");
-            let memo = FIRST_FREE_MEMO + u32::try_from(index).expect("fewer than 2^32 tensors");
+            let memo = dtensors.first_free_memo() + u32::try_from(index).expect("fewer than 2^32 tensors");
             if used[index] {
                 writer.get(memo);
                 return Ok(());
@@ -210,12 +218,13 @@ impl RankFile<'_> {
             let sizes = self.tiles[index].sizes();
             match &planned.layout {
                 RankLayout::Plain => write_tensor(writer, entry.dtype, self.key(index), &sizes),
-                RankLayout::Distributed { placements } => dtensors.write(
+                RankLayout::Distributed { placements, slice } => dtensors.write(
                     writer,
                     DTensor {
                         dtype: entry.dtype,
                         shape: &entry.shape,
                         placements,
+                        slice: slice.as_deref(),
                         key: self.key(index),
                         local_sizes: &sizes,
                     },
@@ -230,7 +239,7 @@ impl RankFile<'_> {
             written += 1;
             Ok(())
         })?;
-        Ok(RankPickle { bytes: writer.finish(), cuts, used, has_mesh: dtensors.mesh_is_known })
+        Ok(RankPickle { bytes: writer.finish(), cuts, used, has_mesh: !dtensors.known.is_empty() })
     }
 
     /// The archive; gives the offset of each tensor of which the rank holds something.
