@@ -34,10 +34,11 @@ pub struct Settled {
     pub rank0: Vec<String>,
 }
 
-/// Make each rank's copy of a plain tensor a tensor of its own, in the source and in what is `wanted` of it.
+/// Make each rank's copy of a plain tensor a tensor of its own, in the source and in what is `wanted` of it. Where it
+/// stands in a tuple or an object, which have no names within them, the ranks differ in the whole of that.
 pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
     let entry = source.tensor(id);
-    let mut holdings = Vec::new();
+    let mut own_tensors: Vec<(TensorId, Option<Rank>)> = Vec::new();
     let copies: Vec<(TensorEntry, Option<Rank>)> = (entry.chunks.iter())
         .map(|chunk| {
             let rank = chunk.rank;
@@ -51,14 +52,47 @@ pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
         let wish = TensorEntry { dtype, chunks: ChunkTable::new(copy.shape.len()), ..copy.clone() };
         let own = source.push_tensor(copy);
         assert_eq!(own, wanted.push_tensor(wish), "the wanted catalog has the tensors of the source");
-        holdings.push(Holding { value: Value::Tensor(own), ranks: rank.into_iter().collect() });
+        own_tensors.push((own, rank));
     }
+    let of_each = |value: &Value, ranks: Option<&[Rank]>| -> Vec<Holding> {
+        let own_tensors = own_tensors.iter().filter(|(_, rank)| match (ranks, rank) {
+            (Some(ranks), Some(rank)) => ranks.contains(rank),
+            _ => true,
+        });
+        let holding = |(own, rank): &(TensorId, Option<Rank>)| {
+            let mut value = value.clone();
+            value.map_tensors(&mut |other| if other == id { *own } else { other });
+            Holding { value, ranks: rank.iter().copied().collect() }
+        };
+        own_tensors.map(holding).collect()
+    };
     path::edit_leaves(&mut wanted.state, &mut |_, leaf| {
-        if *leaf == Value::Tensor(id) {
-            *leaf = Value::PerRank(holdings.clone());
+        if !holds(leaf, id) {
+            return Fate::Keep;
         }
+        let holdings = match &*leaf {
+            Value::PerRank(holdings) => (holdings.iter())
+                .flat_map(|known| {
+                    if holds(&known.value, id) {
+                        of_each(&known.value, Some(&known.ranks))
+                    } else {
+                        vec![known.clone()]
+                    }
+                })
+                .collect(),
+            whole => of_each(whole, None),
+        };
+        *leaf = Value::PerRank(holdings);
         Fate::Keep
     });
+}
+
+/// Whether a leaf is this tensor, or has it within.
+pub fn holds(leaf: &Value, id: TensorId) -> bool {
+    match leaf {
+        Value::Tensor(own) => *own == id,
+        leaf => leaf.contains_tensor() && leaf.tensor_ids().contains(&id),
+    }
 }
 
 /// Take one value, each rank's, or none of everything that ranks disagree on.

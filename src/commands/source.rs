@@ -9,7 +9,7 @@ use super::printer::Printer;
 use super::run::Run;
 use super::{check_series, read_options, refuse_fragment};
 use crate::catalog::path::{self, Fate};
-use crate::catalog::{Fqn, TensorId, Value, model};
+use crate::catalog::{Fqn, TensorId, model};
 use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs};
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, SeriesChoice, Want};
@@ -68,7 +68,7 @@ impl Source {
             match args.on_conflict.unwrap_or(OnConflict::PerRank) {
                 OnConflict::Rank0 => self.settled.rank0.push(entry.fqn.to_string()),
                 OnConflict::Drop => path::edit_leaves(&mut self.wanted.catalog.state, &mut |path, leaf| {
-                    if *leaf != Value::Tensor(id) {
+                    if !conflicts::holds(leaf, id) {
                         return Fate::Keep;
                     }
                     dropped.push(path.to_string());

@@ -26,11 +26,17 @@ pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 const WITHOUT_THEM: &str = "a rank with nothing to write has no file, and the others have every element of the tensors \
                             they name: --allow-missing goes on without the missing ones";
 
+/// What to say where no rank has anything of one of the files.
+const WITHOUT_FILES: &str = "the tensors of these files are lost, unless the job that saved had none of them: \
+                             --allow-missing goes on without them";
+
 /// What the name of a shard's file tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardName {
     /// Of the rank, from 1.
     pub shard: u32,
+    /// Of the file in the whole, from 1, and how many there are.
+    pub file: u32,
     pub files: u32,
 }
 
@@ -42,23 +48,25 @@ impl ShardName {
         let (shard, rest) = name.split_once("-model-")?;
         let (file, files) = rest.split_once("-of-")?;
         let number = |text: &str| text.parse::<u32>().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()));
-        number(file)?;
-        Some(Self { shard: number(shard).filter(|shard| *shard > 0)?, files: number(files)? })
+        let (shard, file, files) = (number(shard)?, number(file)?, number(files)?);
+        (shard > 0 && file > 0).then_some(Self { shard, file, files })
     }
 }
 
 /// Read the shards of a folder.
 ///
 /// # Errors
-/// `Missing` where ranks between 1 and the highest have no file, `Conflict` where files belong to different saves,
+/// `Missing` where ranks between 1 and the highest have no file, or one of the files no rank, `Conflict` where files belong to different saves,
 /// else as [`safetensors::read`].
 pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], options: &ReadOptions) -> Result<Catalog> {
     let mut ranks = BTreeMap::new();
     let mut totals = BTreeMap::new();
+    let mut parts = BTreeMap::new();
     for path in paths {
         if let Some(name) = ShardName::parse(path) {
             ranks.insert(name.shard, path.clone());
             totals.insert(name.files, path);
+            parts.insert(name.file, path.clone());
         }
     }
     if let (Some((first, _)), Some((last, _))) = (totals.first_key_value(), totals.last_key_value())
@@ -86,10 +94,25 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], options: &ReadO
             hint: covered.then(|| WITHOUT_THEM.into()),
         });
     }
+    let total = totals.last_key_value().map_or(0, |(total, _)| *total);
+    if let Some((highest, path)) = parts.last_key_value().filter(|(highest, _)| **highest > total) {
+        let expected = format!("a file up to {total}");
+        return Err(Error::malformed(path, "file name", expected, format!("file {highest}")));
+    }
+    let lost = list_missing(1..=total, &parts);
+    if let Some(lost) = lost.as_ref().filter(|_| !options.allow_missing) {
+        return Err(Error::Missing {
+            path: folder.to_path_buf(),
+            at: String::from("files"),
+            expected: format!("a shard of each of {total} files"),
+            missing: format!("file {lost}"),
+            hint: Some(WITHOUT_FILES.into()),
+        });
+    }
     let mut catalog = safetensors::read(files, paths, None)?;
-    if let Some(missing) = missing {
-        let folder = folder.display();
-        catalog.warnings.push(format!("{folder}: read without shard {missing}"));
+    for (what, missing) in [("shard", missing), ("file", lost)] {
+        let Some(missing) = missing else { continue };
+        catalog.warnings.push(format!("{}: read without {what} {missing}", folder.display()));
     }
     Ok(catalog)
 }
@@ -194,10 +217,11 @@ mod tests {
 
     #[test]
     fn shards_are_known_by_name() {
-        let parse = |name: &str| ShardName::parse(Path::new(name)).map(|name| (name.shard, name.files));
-        assert_eq!(parse("shard-00002-model-00001-of-00003.safetensors"), Some((2, 3)));
+        let parse = |name: &str| ShardName::parse(Path::new(name)).map(|name| (name.shard, name.file, name.files));
+        assert_eq!(parse("shard-00002-model-00001-of-00003.safetensors"), Some((2, 1, 3)));
         for name in [
             "shard-00000-model-00001-of-00001.safetensors",
+            "shard-00001-model-00000-of-00001.safetensors",
             "model-00001-of-00003.safetensors",
             "shard-x-model-00001-of-00003.safetensors",
             "shard-00002-model-00001-of-00003.pt",

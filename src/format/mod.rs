@@ -25,7 +25,7 @@ use std::path::{Component, Path, PathBuf};
 pub use detect::{Detected, detect};
 pub use folder::Want;
 pub use parts::{Content, Part};
-pub use rank_names::RankNames;
+pub use rank_names::{RankName, RankNames};
 pub use series::SeriesChoice;
 
 use parts::Loaded;

@@ -17,6 +17,9 @@ use crate::nearest::nearest;
 /// Stands for a parameter while renames are applied; from Unicode's private use area.
 const OPAQUE: char = '\u{E0F0}';
 
+/// Bytes of a name that a rename made: each can double it, so that a few dozen would fill any memory.
+const MAX_RENAMED: usize = 1 << 16;
+
 /// Values are at most this deep (see [`crate::catalog::value`]).
 const MAX_KEYS: usize = 256;
 
@@ -27,6 +30,8 @@ pub(super) struct Naming<'a, 'o> {
     root: String,
     strips_used: Vec<Cell<bool>>,
     renames_used: Vec<Cell<bool>>,
+    /// The first rename that made a name too long; nothing is renamed after that.
+    overlong: Cell<Option<usize>>,
     /// New names of the parameters, relative to the new place of the model, by their old ones.
     parameters: HashMap<String, String>,
 }
@@ -48,6 +53,7 @@ impl<'a, 'o> Naming<'a, 'o> {
             root,
             strips_used: unused(options.strip_prefixes.len()),
             renames_used: unused(options.renames.len()),
+            overlong: Cell::new(None),
             parameters: HashMap::new(),
         };
         if let Root::At(path) = &options.root {
@@ -121,7 +127,7 @@ impl<'a, 'o> Naming<'a, 'o> {
     /// The keys of a leaf in the result; `None` where it is not under the root.
     ///
     /// # Errors
-    /// `Usage` where nothing is left of its name.
+    /// `Usage` where nothing is left of its name, or too much is made of it.
     pub fn path(&self, leaf: Leaf) -> Result<Option<Vec<Step<'a>>>> {
         if !self.is_under_root(leaf) {
             return Ok(None);
@@ -165,6 +171,7 @@ impl<'a, 'o> Naming<'a, 'o> {
             Some(steps) => steps,
             None => self.rename(named.steps),
         };
+        self.check_lengths()?;
         if steps.is_empty() || steps.iter().all(|step| step.text.is_empty()) {
             return Err(Error::usage(
                 format!("{}: nothing is left of its name", self.survey.raw_name(leaf)),
@@ -232,8 +239,8 @@ impl<'a, 'o> Naming<'a, 'o> {
             }
         }
         // Keys are found anew after each rename: several at once have less in common with the old name.
-        for (rename, used) in self.options.renames.iter().zip(&self.renames_used) {
-            if let Some(renamed) = rename.apply(&name) {
+        for (index, used) in self.renames_used.iter().enumerate() {
+            if let Some(renamed) = self.apply(index, &name) {
                 used.set(true);
                 if renamed != name {
                     steps = rekey(&steps, &renamed, &|node| self.is_flat(node));
@@ -244,14 +251,39 @@ impl<'a, 'o> Naming<'a, 'o> {
         steps
     }
 
+    /// The name that a rename makes of this one, where it has a match.
+    fn apply(&self, index: usize, name: &str) -> Option<String> {
+        if self.overlong.get().is_some() {
+            return None;
+        }
+        let renamed = self.options.renames[index].apply(name)?;
+        if renamed.len() > MAX_RENAMED && renamed.len() > name.len() {
+            self.overlong.set(Some(index));
+        }
+        Some(renamed)
+    }
+
+    /// # Errors
+    /// `Usage` for a rename that made a name too long.
+    fn check_lengths(&self) -> Result<()> {
+        let Some(index) = self.overlong.get() else { return Ok(()) };
+        Err(Error::usage(
+            format!(
+                "--rename {}: it makes a name of more than {MAX_RENAMED} bytes",
+                self.options.renames[index].as_str()
+            ),
+            "every match is replaced, by every --rename in turn: leave out what repeats the name",
+        ))
+    }
+
     /// Where `model.layers.` goes, without prefix and nest: a module has no leaf whose name would tell.
     fn place(&self, module: &str) -> Option<String> {
         let mut text = module.strip_prefix(&self.root)?.to_owned();
         for prefix in &self.options.strip_prefixes {
             text.drain(..strip_len(&text, prefix));
         }
-        for rename in self.options.renames.iter().filter(|_| !module.is_empty()) {
-            text = rename.apply(&text).unwrap_or(text);
+        for index in (0..self.options.renames.len()).filter(|_| !module.is_empty()) {
+            text = self.apply(index, &text).unwrap_or(text);
         }
         Some(text)
     }

@@ -292,6 +292,13 @@ fn a_pattern_for_nothing_is_an_error() {
     assert_eq!(hint, "there are no names at all");
 }
 
+/// Each of them doubles the name.
+#[test]
+fn names_do_not_grow_without_end() {
+    let (message, _) = error(&training(), &renaming(&[r".*=\0\0"; 40]));
+    assert!(message.contains("a name of more than 65536 bytes"), "{message}");
+}
+
 #[test]
 fn the_model_is_the_root_of_what_is_shipped() {
     let shipped = |source: &Value| state(source, &Options { root: Root::Model, ..Options::default() });

@@ -233,3 +233,74 @@ fn one_rank_of_several_is_no_checkpoint() {
     dtshard(&[&"unshard", &source, &sandbox.path("out.pt")]).refused(&["1 of 4", "give the folder"]);
     dtshard(&[&"verify", &source]).refused(&["1 of 4"]);
 }
+
+/// A tensor in a tuple has no name that an option could drop; what has one is the tuple.
+#[test]
+fn a_tensor_that_differs_within_a_tuple() {
+    let sandbox = Sandbox::new();
+    let pickle = dict_of("pair", |writer| {
+        VIEW.write(writer);
+        writer.int(1).tuple(2);
+    });
+    for (index, data) in [b"0123456789abcdef", b"0123456789ABCDEF"].into_iter().enumerate() {
+        sandbox
+            .write(&format!("src/model_world_size_2_rank_{index}.pt"), torch_file(pickle.clone(), &[("0", &data[..])]));
+    }
+    let source = sandbox.path("src");
+    let reshard = |target: &str, choice: &str| {
+        let target = sandbox.path(target);
+        dtshard(&[&"reshard", &source, &target, &"--mesh=dp=2", &"--to=dcp", &"--on-conflict", &choice])
+    };
+    reshard("dropped", "drop").succeeded().says(&["left out: 1 object"]);
+    reshard("each", "per-rank").succeeded().says(&["1 value of each rank kept (pair)"]);
+    dtshard(&[&"inspect", &sandbox.path("each")]).succeeded().says(&["pair.rank_0.0", "pair.rank_1.0"]);
+    reshard("first", "rank0").succeeded().says(&["the lowest rank's value is taken of pair.0"]);
+}
+
+#[test]
+fn ranks_without_a_value_have_none() {
+    let (with, without) =
+        (|value: i64| dict_of("a", move |writer| _ = writer.int(value)), dict_of("b", |writer| _ = writer.int(0)));
+    let sandbox = Sandbox::new();
+    for (index, pickle) in [without, with(1), with(2)].into_iter().enumerate() {
+        sandbox.write(&format!("src/model_world_size_3_rank_{index}.pt"), torch_file(pickle, &[]));
+    }
+    sandbox.is_bad(&sandbox.path("src"), &["a: ", "an object differs between rank 1 and rank 2"]);
+}
+
+/// A dict may have both of them.
+#[test]
+fn a_number_and_its_digits_are_two_keys() {
+    let pickle = |number_first: bool| {
+        let mut writer = dtshard::format::pickle::Writer::new();
+        writer.empty_dict();
+        for is_number in [number_first, !number_first] {
+            if is_number {
+                writer.int(0).int(1).setitem()
+            } else {
+                writer.string("0").int(2).setitem()
+            };
+        }
+        writer.finish()
+    };
+    let (_sandbox, source) = two(pickle(true), pickle(false));
+    dtshard(&[&"verify", &source]).succeeded();
+}
+
+/// Keys of a file are no file names.
+#[test]
+fn a_series_stays_in_the_destination() {
+    let sandbox = Sandbox::new();
+    let mut writer = dtshard::format::pickle::Writer::new();
+    writer.empty_dict();
+    for key in ["model", "../../evil"] {
+        writer.string(key).empty_dict().string("w");
+        VIEW.write(&mut writer);
+        writer.setitem().setitem();
+    }
+    let source = sandbox.write("src/a.pt", torch_file(writer.finish(), &[("0", b"0123456789abcdef")]));
+    let target = sandbox.path("deep/out");
+    dtshard(&[&"reshard", &source, &target, &"--mesh=dp=2", &"--to=torch-ranks"]).succeeded();
+    let written = sandbox.names().into_iter().filter(|name| name.is_file() && !name.starts_with(&target));
+    assert_eq!(written.collect::<Vec<_>>(), [source]);
+}

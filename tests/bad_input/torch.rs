@@ -289,3 +289,33 @@ fn a_pickle_may_not_make_up_tensors() {
 fn conversion_fails(sandbox: &Sandbox, path: &Path) {
     dtshard(&[&"unshard", &path, &sandbox.path("out.pt")]).refused(&["w.pt"]);
 }
+
+/// `state_dict._metadata` may hold anything.
+#[test]
+fn tensors_in_the_attributes_of_a_dict() {
+    let sandbox = Sandbox::new();
+    let view = View { key: "0", numel: 4, offset: 0, sizes: &[4], strides: &[1] };
+    let mut writer = Writer::new();
+    writer.global("collections", "OrderedDict").empty_tuple().reduce().string("w");
+    view.write(&mut writer);
+    writer.setitem().empty_dict().string("_metadata");
+    view.write(&mut writer);
+    writer.setitem().build();
+    let source = sandbox.write("src/a.pt", torch_file(writer.finish(), &[("0", b"0123456789abcdef")]));
+    let (whole, ranks) = (sandbox.path("out.pt"), sandbox.path("ranks"));
+    dtshard(&[&"unshard", &source, &whole]).succeeded();
+    dtshard(&[&"verify", &source, &whole]).succeeded();
+    dtshard(&[&"reshard", &source, &ranks, &"--mesh=dp=2", &"--to=torch-ranks"]).succeeded();
+    dtshard(&[&"verify", &source, &ranks]).succeeded();
+}
+
+#[test]
+fn very_long_names() {
+    let sandbox = Sandbox::new();
+    let view = View { key: "0", numel: 4, offset: 0, sizes: &[4], strides: &[1] };
+    let pickle = dict_of(&"k".repeat(70_000), |writer| view.write(writer));
+    let source = sandbox.write("src/a.pt", torch_file(pickle, &[("0", b"0123456789abcdef")]));
+    dtshard(&[&"inspect", &source]).succeeded();
+    dtshard(&[&"inspect", &source, &"--chunks"]).did_not_crash();
+    dtshard(&[&"unshard", &source, &sandbox.path("out.pt")]).succeeded();
+}

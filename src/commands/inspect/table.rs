@@ -36,17 +36,20 @@ pub fn chunks(view: &View<'_>) -> String {
     text
 }
 
+/// A longer name sticks out alone. Formatting panics from 2^16 on.
+const MAX_WIDTH: usize = 4096;
+
 fn dims(dims: &[u64]) -> String {
     format!("{dims:?}")
 }
 
-/// Columns as wide as their widest cell.
+/// Columns as wide as their widest cell, up to what is a line at all: names come from files.
 fn align<const N: usize>(header: [&str; N], rows: Vec<[String; N]>) -> String {
     let header = header.map(String::from);
     let mut widths = [0; N];
     for row in iter::once(&header).chain(&rows) {
         for (width, cell) in widths.iter_mut().zip(row) {
-            *width = cell.chars().count().max(*width);
+            *width = cell.chars().count().max(*width).min(MAX_WIDTH);
         }
     }
     let mut text = String::new();

@@ -20,7 +20,7 @@ use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
 use crate::exec::staging::Shape;
-use crate::format::{Content, Format, RankNames, SeriesChoice, Want, dcp, torch};
+use crate::format::{Content, Format, RankName, RankNames, SeriesChoice, Want, dcp, torch};
 use crate::layout::target::{Fallback, Rule, TargetLayout};
 use crate::layout::{DeviceMesh, Pattern, Rank, parse_placements};
 use crate::select::{Root, Wrappers};
@@ -162,9 +162,16 @@ fn parts(source: &Source, to: Format) -> Vec<Target> {
 }
 
 /// A state dict that is a series of rank files each key: nothing but dicts at the top, one of them the model.
+///
+/// Keys are text from a file, and become file names: one that such a name would not give back (`../model`, or `model_`
+/// beside `model`) names no series.
 fn series(state: &Value) -> Option<Vec<(Box<str>, &Value)>> {
     let dict = state.as_dict()?;
-    let is_series = |(key, value): &(Value, Value)| key.as_str().is_some() && value.as_dict().is_some();
+    let names_series = |key: &str| {
+        let file = PathBuf::from(RankNames::new_series(key).render(0, 1));
+        RankName::parse(&file).is_some_and(|name| name.series == key)
+    };
+    let is_series = |(key, value): &(Value, Value)| key.as_str().is_some_and(names_series) && value.as_dict().is_some();
     let has_model = dict.entries.len() > 1 && dict.get("model").is_some();
     (has_model && dict.entries.iter().all(is_series))
         .then(|| dict.entries.iter().map(|(key, value)| (key_text(key), value)).collect())
@@ -311,5 +318,20 @@ mod tests {
         assert!(series(&dict(&["model"], &empty)).is_none());
         assert!(series(&dict(&["weights", "optim"], &empty)).is_none());
         assert!(series(&dict(&["model", "step"], &Value::Int(1))).is_none());
+    }
+
+    #[test]
+    fn keys_that_are_no_file_names_are_no_series() {
+        let empty = || Value::Dict(Dict::default());
+        let with_model = |key: &str| {
+            let entries = vec![(Value::Str("model".into()), empty()), (Value::Str(key.into()), empty())];
+            Value::Dict(Dict { entries, ..Dict::default() })
+        };
+        for key in ["extra_state", "ema.0", "a_rank_3", "b_world_size_2"] {
+            assert!(series(&with_model(key)).is_some(), "{key}");
+        }
+        for key in ["../evil", "/tmp/evil", "a/b", "..", ".", "model_", "_model", ".hidden"] {
+            assert!(series(&with_model(key)).is_none(), "{key}");
+        }
     }
 }

@@ -10,9 +10,10 @@ use std::path::PathBuf;
 
 use super::reader::Contents;
 use super::{Found, View, chunk};
-use crate::catalog::path::{is_descended, key_text};
+use crate::catalog::path::{self, Fate, is_descended, key_text};
 use crate::catalog::{
-    Catalog, ChunkTable, Dict, Fqn, Holding, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes,
+    Catalog, ChunkTable, Dict, Fqn, Holding, Key, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes,
+    model,
 };
 use crate::error::{Error, Result};
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, local_shard};
@@ -86,10 +87,20 @@ pub fn merge(files: &[RankFile]) -> Result<Catalog> {
     let mut catalog = Catalog::empty();
     catalog.archives = files.iter().map(|file| file.contents.stretch()).collect();
     catalog.state = state.unwrap_or_else(|| Value::Dict(Dict::default()));
+    path::edit_leaves(&mut catalog.state, &mut |path, leaf| {
+        if let Value::PerRank(holdings) = leaf {
+            merger.only_holders(path, holdings);
+        }
+        Fate::Keep
+    });
     let mut names: Vec<Option<Path>> = vec![None; merger.tensors.len()];
-    crate::catalog::path::tensors(&catalog.state, &Path::default(), &mut |path, id| {
+    path::tensors(&catalog.state, &Path::default(), &mut |path, id| {
         names[id.0 as usize].get_or_insert_with(|| path.clone());
     });
+    // Nobody asks for what is in attributes of dicts, but it is written again with them.
+    for id in catalog.state.tensor_ids() {
+        names[id.0 as usize].get_or_insert_with(|| Path(vec![Key::Name("attributes".into()), Key::Index(id.0.into())]));
+    }
     // Parts that went into another rank's tensor have no name any more, and no entry.
     let mut renumber = vec![TensorId(u32::MAX); names.len()];
     for (old, name) in names.into_iter().enumerate() {
@@ -170,12 +181,23 @@ impl Merger<'_> {
         }
     }
 
+    /// The first value of a conflict was taken to be that of all ranks before: some of them may have none.
+    fn only_holders(&self, path: &Path, holdings: &mut [Holding]) {
+        let has_value = |rank: &Rank| {
+            let file = self.files.iter().find(|file| file.rank == Some(*rank));
+            file.is_none_or(|file| model::value_at(&file.contents.value, path).is_some())
+        };
+        for holding in holdings.iter_mut() {
+            holding.ranks.retain(has_value);
+        }
+    }
+
     fn holding(&self, value: Value, files: RangeInclusive<usize>) -> Holding {
         Holding { value, ranks: self.files[files].iter().filter_map(|file| file.rank).collect() }
     }
 
     fn merge_dict(&mut self, into: &mut Dict, from: Dict, file: usize) {
-        let mut positions: Option<HashMap<Box<str>, usize>> = None;
+        let mut positions: Option<HashMap<(Box<str>, bool), usize>> = None;
         for (index, (key, value)) in from.entries.into_iter().enumerate() {
             // Ranks nearly always have the same keys in the same order.
             let same = into.entries.get(index).is_some_and(|(known, _)| *known == key);
@@ -183,9 +205,9 @@ impl Merger<'_> {
                 Some(index)
             } else {
                 let positions = positions.get_or_insert_with(|| {
-                    (0..).zip(&into.entries).map(|(index, (key, _))| (key_text(key), index)).collect()
+                    (0..).zip(&into.entries).map(|(index, (key, _))| (distinct_text(key), index)).collect()
                 });
-                positions.get(&key_text(&key)).copied()
+                positions.get(&distinct_text(&key)).copied()
             };
             let Some(position) = position else {
                 into.entries.push((key, value));
@@ -359,6 +381,11 @@ impl Merger<'_> {
         }
         Ok(entry)
     }
+}
+
+/// A key as text, and whether it is one: a dict may have both `0` and `'0'`.
+fn distinct_text(key: &Value) -> (Box<str>, bool) {
+    (key_text(key), key.as_str().is_some())
 }
 
 fn check_shape(path: &std::path::Path, fqn: &Fqn, shape: &[u64], dtype: crate::catalog::Dtype) -> Result<()> {

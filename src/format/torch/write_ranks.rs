@@ -145,19 +145,17 @@ fn plan(
             ));
         }
         match tensors.get_mut(&id) {
-            None => drop(tensors.insert(id, Planned { fqn, layout: chosen, count: 1 })),
-            Some(known) => {
-                if known.layout != chosen {
-                    notes.push(format!("{fqn} is tied to {} and lies as that does", known.fqn));
-                }
-                known.count += 1;
+            None => drop(tensors.insert(id, Planned { fqn, layout: chosen, count: 0 })),
+            Some(known) if known.layout != chosen => {
+                notes.push(format!("{fqn} is tied to {} and lies as that does", known.fqn));
             }
+            Some(_) => {}
         }
     }
     // Those within attributes of dicts have no name.
     for id in state.tensor_ids() {
-        let nameless = || Planned { fqn: source.tensor(id).fqn.clone(), layout: RankLayout::Plain, count: 1 };
-        tensors.entry(id).or_insert_with(nameless);
+        let nameless = || Planned { fqn: source.tensor(id).fqn.clone(), layout: RankLayout::Plain, count: 0 };
+        tensors.entry(id).or_insert_with(nameless).count += 1;
     }
     Ok(tensors)
 }
