@@ -85,7 +85,7 @@ impl Source {
         }
         let settled = conflicts::settle(&mut self.wanted.catalog, args.on_conflict, ranks)?;
         self.settled = Settled {
-            dropped: [dropped, settled.dropped].concat(),
+            dropped_tensors: dropped,
             rank0: [std::mem::take(&mut self.settled.rank0), settled.rank0].concat(),
             ..settled
         };
@@ -174,6 +174,7 @@ pub fn select_options(args: &SelectArgs, defaults: Defaults) -> Result<select::O
     }
     Ok(select::Options {
         clean: defaults.clean && !args.keep_names,
+        match_clean: !args.keep_names,
         include: patterns(&include)?,
         exclude: patterns(&args.exclude)?,
         root: args.root.clone().map_or(defaults.root, Root::At),

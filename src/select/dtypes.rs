@@ -4,7 +4,9 @@
 //! A rule with a pattern reaches f64 and, by their own names, optimizer state as well; the first pattern that covers
 //! a tensor decides. Integers, bools, complex numbers, 8-bit floats and 0-d tensors are never cast.
 
+use super::Options;
 use super::filter::nearest_names;
+use super::steps::covers;
 use super::survey::Survey;
 use crate::catalog::path::tensors;
 use crate::catalog::{Catalog, Dtype, Path};
@@ -119,7 +121,8 @@ struct Seen {
 }
 
 /// Set the dtypes of the tensors that are in the new state dict.
-pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, rules: &[DtypeRule]) -> Result<Casts> {
+pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, options: &Options) -> Result<Casts> {
+    let rules = &options.dtypes;
     if rules.is_empty() {
         return Ok(Casts::default());
     }
@@ -137,7 +140,7 @@ pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, r
         for (index, (rule, used)) in rules.iter().zip(&mut used).enumerate() {
             let Some(pattern) = &rule.pattern else { continue };
             let better = seen.rule.is_none_or(|known| index < known);
-            if (better || !*used) && names.iter().any(|name| pattern.covers(name)) {
+            if (better || !*used) && names.iter().any(|name| covers(pattern, name, options.match_clean)) {
                 *used = true;
                 seen.rule = seen.rule.filter(|_| !better).or(Some(index));
             }

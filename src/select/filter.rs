@@ -6,6 +6,7 @@
 use std::collections::HashSet;
 
 use super::Options;
+use super::steps::covers;
 use super::survey::{Kind, Leaf, Named, Survey, is_number};
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
@@ -14,19 +15,20 @@ use crate::nearest::nearest;
 /// Patterns, and which of them have covered something.
 struct Tried<'o> {
     patterns: &'o [Pattern],
+    match_clean: bool,
     used: Vec<bool>,
 }
 
 impl<'o> Tried<'o> {
-    fn new(patterns: &'o [Pattern]) -> Self {
-        Self { patterns, used: vec![false; patterns.len()] }
+    fn new(patterns: &'o [Pattern], match_clean: bool) -> Self {
+        Self { patterns, match_clean, used: vec![false; patterns.len()] }
     }
 
     /// Whether any covers any of the names. Patterns that are known to be of use are not tried beyond the first hit.
     fn cover(&mut self, names: &[&str], is_leaf: bool) -> bool {
         let mut covered = false;
         for (pattern, used) in self.patterns.iter().zip(&mut self.used) {
-            if (!covered || !*used) && names.iter().any(|name| pattern.covers(name)) {
+            if (!covered || !*used) && names.iter().any(|name| covers(pattern, name, self.match_clean)) {
                 covered = true;
                 *used |= is_leaf;
             }
@@ -59,7 +61,8 @@ pub(super) fn keep(survey: &Survey<'_>, options: &Options) -> Result<Vec<bool>> 
     if options.include.is_empty() && options.exclude.is_empty() {
         return Ok(kept);
     }
-    let (mut include, mut exclude) = (Tried::new(&options.include), Tried::new(&options.exclude));
+    let tried = |patterns| Tried::new(patterns, options.match_clean);
+    let (mut include, mut exclude) = (tried(&options.include), tried(&options.exclude));
     let mut in_use: HashSet<u32> = HashSet::new();
     let mut excluded = vec![false; survey.leaves.len()];
     for (index, leaf) in survey.leaves.iter().enumerate() {

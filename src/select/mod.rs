@@ -26,6 +26,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 pub use dtypes::{Casts, DtypeRule, Kept};
 pub use rename::Rename;
+pub use steps::clean_name;
 
 use crate::catalog::path::tensors;
 use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Value};
@@ -50,6 +51,8 @@ pub enum Root {
 pub struct Options {
     /// Cut `_fsdp_wrapped_module.`, `_orig_mod.` and `_checkpoint_wrapped_module.` from names.
     pub clean: bool,
+    /// Patterns are tried on names without those prefixes, too, where the names keep them.
+    pub match_clean: bool,
     pub include: Vec<Pattern>,
     pub exclude: Vec<Pattern>,
     pub root: Root,
@@ -132,7 +135,7 @@ pub fn select(source: &Catalog, options: &Options) -> Result<Selected> {
     };
     let mut catalog = Catalog { meshes: source.meshes.clone(), state, ..Catalog::empty() };
     catalog.tensors = source.tensors.iter().map(without_chunks).collect();
-    let casts = dtypes::apply(&survey, &kept, &mut catalog, &options.dtypes)?;
+    let casts = dtypes::apply(&survey, &kept, &mut catalog, options)?;
     name_tensors(&mut catalog);
     let notes = notes.into_iter().chain(casts.notes()).collect();
     Ok(Selected { catalog, left_out: left_out(&survey, &kept), casts, notes })

@@ -14,6 +14,7 @@ use std::borrow::Cow;
 
 use crate::catalog::Value;
 use crate::catalog::path::key_text;
+use crate::layout::Pattern;
 
 /// Components that wrapper modules put into names: FSDP1, `torch.compile` and activation checkpointing.
 const WRAPPERS: [&str; 3] = ["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"];
@@ -74,8 +75,14 @@ pub(super) fn has_wrapper(text: &str) -> bool {
     WRAPPERS.iter().any(|wrapper| text.contains(wrapper))
 }
 
+/// Whether the pattern covers the name, or, where `match_clean`, the name without wrappers.
+pub(super) fn covers(pattern: &Pattern, name: &str, match_clean: bool) -> bool {
+    pattern.covers(name) || match_clean && has_wrapper(name) && pattern.covers(&clean_name(name))
+}
+
 /// A name of a module, or `model.layers.` with its last dot, without wrappers.
-pub(super) fn clean_name(name: &str) -> String {
+#[must_use]
+pub fn clean_name(name: &str) -> String {
     let parts: Vec<&str> = name.split('.').filter(|part| !WRAPPERS.contains(part)).collect();
     parts.join(".")
 }

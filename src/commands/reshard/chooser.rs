@@ -14,6 +14,7 @@ use crate::format::torch::RankLayout;
 use crate::layout::target::{Fallback, SourceLayout, TargetLayout};
 use crate::layout::{LayoutError, Placement, PlacementSpec};
 use crate::quantity::count;
+use crate::select;
 
 /// Chooses the placements of each tensor, and remembers what to tell the user.
 pub struct Chooser<'a> {
@@ -21,6 +22,8 @@ pub struct Chooser<'a> {
     layout: &'a TargetLayout,
     /// The source says which tensors are DTensors.
     layouts_known: bool,
+    /// Rules are tried on names without wrapper prefixes, too.
+    match_clean: bool,
     model_root: Path,
     /// Tensors of the model by name, for the state that follows them.
     parameters: HashMap<Fqn, TensorId>,
@@ -51,12 +54,13 @@ struct Owner {
 }
 
 impl<'a> Chooser<'a> {
-    pub fn new(catalog: &'a Catalog, layout: &'a TargetLayout, layouts_known: bool) -> Self {
+    pub fn new(catalog: &'a Catalog, layout: &'a TargetLayout, layouts_known: bool, match_clean: bool) -> Self {
         let found = model::model(&catalog.state);
         let mut chooser = Self {
             catalog,
             layout,
             layouts_known,
+            match_clean,
             model_root: found.root,
             parameters: found.tensors.into_iter().collect(),
             numbered: HashMap::new(),
@@ -109,6 +113,10 @@ impl<'a> Chooser<'a> {
                 names.push(name.to_string());
             }
             _ => {}
+        }
+        if self.match_clean {
+            let clean: Vec<String> = names.iter().map(|name| select::clean_name(name)).collect();
+            names.extend(clean.into_iter().filter(|name| !names.contains(name)).collect::<Vec<_>>());
         }
         let inherited = follows.and_then(|id| self.catalog.tensor(id).sharding.as_ref());
         let sharding = entry.sharding.as_ref().or(inherited);

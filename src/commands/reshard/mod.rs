@@ -47,7 +47,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let layout = target_layout(args, &source.wanted.catalog)?;
     let world_size = ranks_of(&layout.mesh);
     let mut notes = source.settled.notes((to == Format::TorchRanks).then_some(world_size));
-    let (mut reservation, more) = reserve(&source, &layout, to)?;
+    let (mut reservation, more) = reserve(&source, &layout, to, !args.convert.select.keep_names)?;
     notes.extend(more);
     let carried = carry_along(&source, to, world_size, &mut reservation)?;
     let conversion =
@@ -56,12 +56,17 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
 }
 
 /// Lay out every part of the source by itself, and say what there is to say about the layout.
-fn reserve(source: &Source, layout: &TargetLayout, to: Format) -> Result<(Reservation, Vec<String>)> {
+fn reserve(
+    source: &Source,
+    layout: &TargetLayout,
+    to: Format,
+    match_clean: bool,
+) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.wanted.catalog;
     let known = source.checkpoint.catalog.tensors.iter().any(|entry| entry.sharding.is_some());
     let world_size = ranks_of(&layout.mesh);
     let style = style(source)?;
-    let mut chooser = Chooser::new(wanted, layout, known);
+    let mut chooser = Chooser::new(wanted, layout, known, match_clean);
     let mut whole = Reservation::default();
     for part in parts(source, to) {
         let full = |path: &Path| Path(part.at.0.iter().chain(&path.0).cloned().collect());
