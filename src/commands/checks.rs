@@ -86,9 +86,10 @@ pub fn replica_conflict(entry: &TensorEntry, difference: &ReplicaDifference) -> 
         what: if entry.sharding.is_none() { "a plain tensor" } else { "a replica" },
         between: format!("{first} and {second}"),
         detail: format!("first at element {} (row-major)", difference.element),
-        hint: Some(String::from(
-            "`dtshard verify` lists all such tensors; --on-conflict rank0 takes the lowest rank's value, per-rank keeps \
-             every rank's, drop leaves the tensor out",
+        hint: Some(format!(
+            "`dtshard verify` lists all such tensors; --on-conflict rank0 takes the lowest rank's value, {}drop leaves \
+             the tensor out",
+            if entry.sharding.is_none() { "per-rank keeps every rank's, " } else { "" },
         )),
     }
 }

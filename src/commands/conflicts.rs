@@ -24,8 +24,10 @@ pub enum Ranks {
 /// What was done about the conflicts of a state.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Settled {
-    /// Names that are left out.
+    /// Names of objects that are left out.
     pub dropped: Vec<String>,
+    /// Names of tensors that are left out.
+    pub dropped_tensors: Vec<String>,
     /// Names that every rank keeps its own value of, and the ranks that have one.
     pub per_rank: Vec<String>,
     /// Ranks of the source that have a value of their own.

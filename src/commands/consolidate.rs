@@ -75,7 +75,7 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
         _ => return Err(holds_shards("consolidate", to)),
     };
     reservation.left_out = path::object_names(&source.wanted.catalog.state);
-    let mut notes = Vec::new();
+    let mut notes = source.settled.notes(None);
     let mut carried = Vec::new();
     if shape == Shape::Folder {
         carried = assets(args, &source.checkpoint)?;

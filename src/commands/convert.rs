@@ -230,8 +230,10 @@ fn left_out(conversion: &Conversion<'_>) -> (Vec<String>, Vec<String>) {
     let number = (!objects.is_empty()).then(|| count(objects.len(), "object"));
     let series = source.checkpoint.skipped_series.iter().map(|name| format!("series {name}"));
     let tensors = left.groups.iter().map(|(top, number)| format!("{} ({top})", count(*number, "tensor")));
-    let groups = tensors.chain(number).chain(series).collect();
-    (groups, [left.tensors.clone(), objects].concat())
+    let differing = &source.settled.dropped_tensors;
+    let differing_number = (!differing.is_empty()).then(|| format!("{} (differing)", count(differing.len(), "tensor")));
+    let groups = tensors.chain(differing_number).chain(number).chain(series).collect();
+    (groups, [&left.tensors, differing, &objects].into_iter().flatten().cloned().collect())
 }
 
 /// `290 f32->bf16`
@@ -261,8 +263,7 @@ impl Report<'_> {
     /// f32->bf16`
     fn closing_line(&self, stats: &Stats, seconds: f64) -> String {
         let reservation = &self.conversion.reservation;
-        let carried = &self.conversion.carried;
-        let bytes = reservation.len_bytes() + carried.iter().map(|file| file.len).sum::<u64>();
+        let (carried, bytes) = (&self.conversion.carried, self.bytes_written());
         #[expect(clippy::cast_precision_loss, reason = "shown with one decimal")]
         let rate = bytes as f64 / seconds.max(1e-3) / 1e9;
         let mut line = format!(
@@ -277,6 +278,12 @@ impl Report<'_> {
             line.push_str(&format!("; {what}{}", list.join(", ")));
         }
         line
+    }
+
+    /// With the files that are carried along.
+    fn bytes_written(&self) -> u64 {
+        let Conversion { reservation, carried, .. } = self.conversion;
+        reservation.len_bytes() + carried.iter().map(|file| file.len).sum::<u64>()
     }
 
     fn peak_bytes(&self) -> u64 {
@@ -309,7 +316,7 @@ impl Report<'_> {
             "files": files,
             "tensors": reservation.tensors.len(),
             "bytes_read": stats.bytes_read,
-            "bytes_written": reservation.len_bytes(),
+            "bytes_written": self.bytes_written(),
             "runs": stats.runs,
             "mean_run_bytes": mean_run_bytes(stats),
             "peak_bytes": self.peak_bytes(),
@@ -332,7 +339,7 @@ impl Report<'_> {
             format!("files         {}", reservation.files.len() + carried.len()),
             format!("tensors       {}", reservation.tensors.len()),
             format!("bytes read    {}", human_bytes(stats.bytes_read)),
-            format!("bytes written {}", human_bytes(reservation.len_bytes())),
+            format!("bytes written {}", human_bytes(self.bytes_written())),
             format!("runs          {} (mean {})", stats.runs, human_bytes(mean_run_bytes(stats))),
             format!("peak memory   {} (anonymous)", human_bytes(self.peak_bytes())),
         ];

@@ -217,6 +217,14 @@ fn error_document(error: &Error) -> Json {
             fqn = Some(at.clone());
             (expected, found) = (Some(wanted.clone()), Some(got.clone()));
         }
+        Error::Coverage { kind, region, detail, .. } => {
+            expected = Some(String::from("every element exactly once"));
+            found = Some(format!("{} at {region}: {detail}", kind.as_str()));
+        }
+        Error::Conflict { what, between, detail, .. } => {
+            expected = Some(format!("the same from {between}"));
+            found = Some(format!("{what} differs: {detail}"));
+        }
         _ => {}
     }
     json!({

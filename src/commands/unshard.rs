@@ -39,7 +39,7 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
         }
         _ => return Err(holds_shards("unshard", to)),
     };
-    let conversion =
-        Conversion { source: &source, reservation, carried: Vec::new(), shape, to, tied, notes: Vec::new() };
+    let notes = source.settled.notes(None);
+    let conversion = Conversion { source: &source, reservation, carried: Vec::new(), shape, to, tied, notes };
     convert(&conversion, &args.convert, &run)
 }

@@ -6,11 +6,11 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
-use super::ReadOptions;
 use super::parts::{Content, Loaded, Part, adopt};
 use super::rank_names::{Numbering, RankName, RankNames};
 use super::torch::ranks::{RankFile, merge};
 use super::torch::{self, reader};
+use super::{ReadOptions, natural_order};
 use crate::catalog::{Catalog, Dict, Value, path};
 use crate::error::{Error, Result};
 use crate::layout::Rank;
@@ -29,18 +29,34 @@ pub enum SeriesChoice {
 /// What to say where one rank's file is given and the whole is needed.
 pub fn fragment(path: &Path) -> Option<String> {
     let name = RankName::parse(path)?;
+    let beside = siblings(path)?;
     let count = match name.world_size {
         Some(size) => size,
-        None => u32::try_from(siblings(path)?.len()).ok()?,
+        None => u32::try_from(beside.len()).ok()?,
     };
-    (count > 1).then(|| format!("1 of {count} files of its series"))
+    let others = beside.iter().filter(|other| other.file_name() != path.file_name());
+    let mut others: Vec<String> = others.filter_map(|other| Some(other.file_name()?.to_str()?.to_owned())).collect();
+    others.sort_by(|left, right| natural_order(left, right));
+    if others.len() > SHOWN {
+        others.splice(SHOWN - 1..others.len() - 1, [String::from("...")]);
+    }
+    let others = if others.is_empty() { others.join("") } else { format!(" ({} beside it)", others.join(", ")) };
+    (count > 1).then(|| format!("1 of {count} files of its series{others}"))
 }
+
+/// How many of the other ranks' files are named.
+const SHOWN: usize = 8;
 
 fn siblings(path: &Path) -> Option<Vec<PathBuf>> {
     let own = RankName::parse(path)?;
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let entries = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
-    Some(entries.filter(|path| RankName::parse(path).is_some_and(|name| name.series == own.series)).collect())
+    let is_sibling = |path: &PathBuf| {
+        path.is_file()
+            && path.extension().is_some()
+            && RankName::parse(path).is_some_and(|name| name.series == own.series)
+    };
+    Some(entries.filter(is_sibling).collect())
 }
 
 /// The rank files of one series, as they were found.

@@ -1,0 +1,157 @@
+//! The contract of the command line, promise by promise: names and defaults that scripts depend on. A module a
+//! section; the name of a test is the promise it holds the binary to. Comments name where a promise is tested that is
+//! not tested here.
+
+#[allow(dead_code, reason = "each test program uses its own part")]
+mod common;
+#[path = "common/snapshot.rs"]
+mod snapshot;
+
+#[path = "contract/consolidate.rs"]
+mod consolidate;
+#[path = "contract/formats.rs"]
+mod formats;
+#[path = "contract/inspect.rs"]
+mod inspect;
+#[path = "contract/json.rs"]
+mod json;
+#[path = "contract/layout.rs"]
+mod layout;
+#[path = "contract/names.rs"]
+mod names;
+#[path = "contract/running.rs"]
+mod running;
+#[path = "contract/values.rs"]
+mod values;
+#[path = "contract/verify.rs"]
+mod verify;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use common::{Run, Tensors, expect, fixture, read, succeed};
+use safetensors::tensor::TensorView;
+use tempfile::TempDir;
+
+/// A folder to write to.
+struct Desk(TempDir);
+
+impl Desk {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// Everything in it, with folders in folders, relative and sorted.
+    fn names(&self) -> Vec<String> {
+        names_below(self.0.path())
+    }
+
+    /// Write a text, with its folders.
+    fn write(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.path(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, text).unwrap();
+        path
+    }
+
+    /// A safetensors file of small f32 vectors: the number of elements of each.
+    fn vectors(&self, name: &str, tensors: &[(&str, usize)]) -> PathBuf {
+        let data: Vec<(&str, Vec<u8>)> = (1_u8..)
+            .zip(tensors)
+            .map(|(first, (name, len))| {
+                let values =
+                    (0..*len).map(|index| f32::from(first) + f32::from(u16::try_from(index).unwrap()) / 4096.0);
+                (*name, values.flat_map(f32::to_le_bytes).collect())
+            })
+            .collect();
+        let views = data.iter().map(|(name, bytes)| {
+            (*name, TensorView::new(safetensors::Dtype::F32, vec![bytes.len() / 4], bytes).unwrap())
+        });
+        let path = self.path(name);
+        fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
+        path
+    }
+
+    /// Convert a fixture or a path to a new place here and give what the run said.
+    #[track_caller]
+    fn make(&self, verb: &str, source: impl AsRef<Path>, name: &str, options: &str) -> Made {
+        let source = fixture("").join(source);
+        let path = self.path(name);
+        let run = succeed(verb, &[&source, &path], options);
+        Made { path, run }
+    }
+
+    /// Convert and expect exit code 2, nothing new, and all the words in what is said.
+    #[track_caller]
+    fn refuse(&self, verb: &str, source: impl AsRef<Path>, name: &str, options: &str, words: &[&str]) -> Run {
+        let source = fixture("").join(source);
+        let before = self.names();
+        let run = expect(2, verb, &[&source, &self.path(name)], options);
+        for word in words {
+            assert!(run.stderr.contains(word), "no `{word}` in: {}", run.stderr);
+        }
+        assert_eq!(self.names(), before, "{options}");
+        run
+    }
+}
+
+/// What a conversion made.
+struct Made {
+    path: PathBuf,
+    run: Run,
+}
+
+impl Made {
+    fn tensors(&self) -> Tensors {
+        read(&self.path)
+    }
+
+    fn tensor_names(&self) -> Vec<String> {
+        self.tensors().into_keys().collect()
+    }
+
+    fn closing(&self) -> &str {
+        self.run.stderr.lines().last().unwrap_or_default()
+    }
+}
+
+fn names_below(root: &Path) -> Vec<String> {
+    fn walk(root: &Path, folder: &Path, found: &mut Vec<String>) {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                walk(root, &path, found);
+            }
+            found.push(path.strip_prefix(root).unwrap().display().to_string());
+        }
+    }
+    let mut found = Vec::new();
+    walk(root, root, &mut found);
+    found.sort();
+    found
+}
+
+/// Files below a folder, with their content.
+fn contents(root: &Path) -> BTreeMap<String, Vec<u8>> {
+    let files = names_below(root).into_iter().filter(|name| root.join(name).is_file());
+    files.map(|name| (name.clone(), fs::read(root.join(name)).unwrap())).collect()
+}
+
+fn copy_tree(from: &Path, to: &Path) {
+    for (name, content) in contents(from) {
+        let target = to.join(name);
+        fs::create_dir_all(target.parent().unwrap()).unwrap();
+        fs::write(target, content).unwrap();
+    }
+}
+
+fn holds(text: &str, words: &[&str]) {
+    for word in words {
+        assert!(text.contains(word), "no `{word}` in: {text}");
+    }
+}
