@@ -174,6 +174,11 @@ impl Settled {
             if target_ranks.is_some_and(|target| target as usize > source) {
                 note.push_str(&format!("; rank r of the new job takes that of rank r mod {source}"));
             }
+            let beyond = |rank: &&Rank| target_ranks.is_some_and(|target| rank.0 >= target);
+            let lost: Vec<Rank> = self.ranks.iter().filter(beyond).copied().collect();
+            if !lost.is_empty() {
+                note.push_str(&format!("; the new job has no {}, whose values are left out", list_ranks(&lost)));
+            }
             notes.push(note);
         }
         if !self.rank0.is_empty() {
@@ -222,6 +227,12 @@ mod tests {
         assert_eq!(
             settled.notes(Some(4)),
             ["1 value of each rank kept (rng.cpu): ranks 0, 1, 2; rank r of the new job takes that of rank r mod 3"]
+        );
+        assert_eq!(
+            settled.notes(Some(2)),
+            [
+                "1 value of each rank kept (rng.cpu): ranks 0, 1, 2; the new job has no rank 2, whose values are left out"
+            ]
         );
     }
 

@@ -353,11 +353,23 @@ fn suggest_root(source: &Selected, printer: &Printer, report: &Report) {
 }
 
 fn named_tensors(catalog: &Catalog) -> BTreeMap<String, TensorId> {
-    model::all_tensors(&catalog.state).into_iter().map(|(fqn, id)| (fqn.to_string(), id)).collect()
+    by_name(model::all_tensors(&catalog.state).into_iter().map(|(fqn, id)| (fqn.to_string(), id)))
 }
 
 fn objects(state: &Value) -> BTreeMap<String, &Value> {
-    path::objects(state).into_iter().map(|(path, value)| (path.to_string(), value)).collect()
+    by_name(path::objects(state).into_iter().map(|(path, value)| (path.to_string(), value)))
+}
+
+/// A state dict may have `{"a.b": ..}` beside `{"a": {"b": ..}}`, and each of them is compared.
+fn by_name<T>(named: impl Iterator<Item = (String, T)>) -> BTreeMap<String, T> {
+    let mut all = BTreeMap::new();
+    for (mut name, value) in named {
+        while all.contains_key(&name) {
+            name.push_str(" (again)");
+        }
+        all.insert(name, value);
+    }
+    all
 }
 
 fn finish(report: &Report, args: &Verify, printer: &Printer) -> Result<Status> {

@@ -319,3 +319,23 @@ fn very_long_names() {
     dtshard(&[&"inspect", &source, &"--chunks"]).did_not_crash();
     dtshard(&[&"unshard", &source, &sandbox.path("out.pt")]).succeeded();
 }
+
+/// One name, two tensors: both are compared.
+#[test]
+fn a_name_that_two_tensors_have() {
+    let sandbox = Sandbox::new();
+    let pickle = {
+        let mut writer = Writer::new();
+        writer.empty_dict().string("a.b");
+        View { key: "0", ..VIEW }.write(&mut writer);
+        writer.setitem().string("a").empty_dict().string("b");
+        View { key: "1", ..VIEW }.write(&mut writer);
+        writer.setitem().setitem();
+        writer.finish()
+    };
+    let write =
+        |name: &str, first: &[u8]| sandbox.write(name, torch_file(pickle.clone(), &[("0", first), ("1", DATA)]));
+    let (left, same, right) = (write("l.pt", DATA), write("s.pt", DATA), write("r.pt", b"87654321"));
+    dtshard(&[&"verify", &left, &same]).succeeded().says(&["2 tensors"]);
+    assert_eq!(dtshard(&[&"verify", &left, &right]).code, Some(1));
+}
