@@ -11,7 +11,8 @@ use crate::storage::IoMode;
 
 /// Convert sharded PyTorch checkpoints between layouts, without Python.
 #[derive(Debug, Parser)]
-#[command(name = "dtshard", version, max_term_width = 120, after_help = EXAMPLES)]
+// An option that is given twice counts as given last, so that aliases with options can be corrected.
+#[command(name = "dtshard", version, max_term_width = 120, after_help = EXAMPLES, args_override_self = true)]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
@@ -69,7 +70,9 @@ Examples:
   dtshard verify checkpoints/step-1000
   dtshard verify actor actor16
   dtshard verify checkpoints/step-1000 out --root model
-  dtshard verify a b --json | jq .different";
+  dtshard verify a b --json | jq .different
+
+Exit status: 0 sound, and the same; 1 a difference or damage; 2 could not run.";
 
 const COMPLETIONS_EXAMPLES: &str = "\
 Examples:
@@ -113,7 +116,8 @@ pub struct SourceArgs {
     /// Format of SRC [default: detected]
     #[arg(long, value_name = "FORMAT")]
     pub from: Option<FormatArg>,
-    /// Series of rank files to take: names with commas between them, or all
+    /// Series of rank files to take: names with commas between them, or all [default: model for unshard and
+    /// consolidate, else all]
     #[arg(long, value_name = "A,B|all", value_delimiter = ',')]
     pub series: Vec<String>,
     /// How to read: mapped, by positional reads, past the page cache, or as suits the file system
@@ -137,10 +141,11 @@ pub struct SourceArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Names and values")]
 pub struct SelectArgs {
-    /// Take only what a pattern covers (* within a component, ** across, {a,b}); a module covers what is below it
+    /// Take only what a pattern covers (* within a component, ** across, {a,b}); a module covers what is below it;
+    /// repeatable
     #[arg(long, value_name = "PATTERN")]
     pub include: Vec<String>,
-    /// Leave out what a pattern covers; a parameter's optimizer state goes with it
+    /// Leave out what a pattern covers; a parameter's optimizer state goes with it; repeatable
     #[arg(long, value_name = "PATTERN")]
     pub exclude: Vec<String>,
     /// Further --include patterns, one a line
@@ -149,25 +154,27 @@ pub struct SelectArgs {
     /// Take this subtree of the state dict, under names relative to it
     #[arg(long, value_name = "PATH")]
     pub root: Option<String>,
-    /// Cut this from the front of names that begin with it
+    /// Cut this from the front of names that begin with it; repeatable, in the order given
     #[arg(long, value_name = "TEXT")]
     pub strip_prefix: Vec<String>,
-    /// Replace every match of a regular expression in names; \1 and ${1} are its groups
+    /// Replace every match of a regular expression in names; \1 and ${1} are its groups; repeatable, in the order given
     #[arg(long, value_name = "REGEX=REPL")]
     pub rename: Vec<String>,
     /// Further --rename rules, one a line
     #[arg(long, value_name = "FILE")]
     pub rename_file: Option<PathBuf>,
-    /// Put this text before every name
+    /// Put this text before every name, after the renames
     #[arg(long, value_name = "TEXT")]
     pub add_prefix: Option<String>,
     /// Put everything into nested dicts of this dotted path
     #[arg(long, value_name = "PATH")]
     pub nest: Option<String>,
-    /// Keep wrapper prefixes in names (_orig_mod., _fsdp_wrapped_module., _checkpoint_wrapped_module.)
+    /// Keep wrapper prefixes in names (_orig_mod., _fsdp_wrapped_module., _checkpoint_wrapped_module.); reshard keeps
+    /// them, and only matches patterns without them
     #[arg(long)]
     pub keep_names: bool,
-    /// Cast float tensors of 1 or more dims, outside optimizer state: to DTYPE, or those that a pattern covers
+    /// Cast float tensors of 1 or more dims: to DTYPE all f32, f16 and bf16 ones outside optimizer state, with PATTERN=
+    /// those that it covers; repeatable, the first pattern wins [default: no bit changes]
     #[arg(long, value_name = "[PATTERN=]DTYPE")]
     pub dtype: Vec<String>,
 }
@@ -219,7 +226,7 @@ pub struct TalkArgs {
     /// Say nothing but errors
     #[arg(short, long, global = true, display_order = 101)]
     pub quiet: bool,
-    /// Say more
+    /// Say more, such as each name that is left out
     #[arg(short, long, global = true, display_order = 102)]
     pub verbose: bool,
     /// Show progress
@@ -231,10 +238,11 @@ pub struct TalkArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Output")]
 pub struct DestinationArgs {
-    /// Format of DST [default: from its suffix, else the verb's]
+    /// Format of DST [default: by its suffix (.safetensors; .pt .pth .bin .ckpt), else torch for unshard, safetensors
+    /// for consolidate, that of SRC for reshard (dcp where SRC is no folder of shards)]
     #[arg(long, value_name = "FORMAT")]
     pub to: Option<FormatArg>,
-    /// Replace DST if it exists
+    /// Replace DST if it exists [default: refused, unless it is an empty folder]
     #[arg(long)]
     pub overwrite: bool,
     /// Throw away what an interrupted run left beside DST
@@ -294,14 +302,15 @@ pub struct Inspect {
 
 #[derive(Args, Debug)]
 pub struct Reshard {
-    /// Target mesh: named dims, row-major ranks (dp=4,tp=2)
+    /// Target mesh: named dims, row-major ranks (dp=4,tp=2). Alone: the placements of SRC where its mesh dims have the
+    /// same names, else S(0) on a mesh of one dim
     #[arg(long, value_name = "DIMS")]
     pub mesh: String,
     /// Ranks of the mesh in row-major order of its cells [default: 0,1,2,...]
     #[arg(long, value_name = "RANKS", value_delimiter = ',')]
     pub mesh_ranks: Vec<u32>,
-    /// Placements, one a mesh dim: S(d), _S(d,sf) or R. A bare list is the fallback for every tensor, PATTERN=LIST a
-    /// rule; the first rule that matches wins
+    /// Placements, one a mesh dim: S(d), _S(d,sf) or R; negative d count from the end. A bare list is the fallback for
+    /// every tensor, and R where it does not fit; PATTERN=LIST is a rule, and the first one that matches wins
     #[arg(long, value_name = "[PATTERN=]LIST")]
     pub placements: Vec<String>,
     #[command(flatten)]
@@ -326,10 +335,10 @@ pub struct ShardArgs {
 
 #[derive(Args, Debug)]
 pub struct Consolidate {
-    /// Take every tensor, under its whole dotted name
+    /// Take every tensor, under its whole dotted name [default: the model, its prefix cut]
     #[arg(long, conflicts_with = "root")]
     pub everything: bool,
-    /// Folder whose config and tokenizer files are copied, or none [default: SRC, SRC/huggingface]
+    /// Folder whose config and tokenizer files are copied, or none [default: SRC/huggingface, then SRC]
     #[arg(long, value_name = "DIR|none")]
     pub assets: Option<PathBuf>,
     #[command(flatten)]
@@ -342,7 +351,8 @@ pub struct Consolidate {
 pub struct Verify {
     /// The checkpoint to check
     pub src: PathBuf,
-    /// One that should hold the same values, in whatever layout and format
+    /// One that should hold the same values, in whatever layout and format, or the saved output of `inspect --digest
+    /// --json`. Name options and --dtype apply to SRC
     pub other: Option<PathBuf>,
     /// Compare only names that both have
     #[arg(long, requires = "other")]

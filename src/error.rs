@@ -6,6 +6,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::layout::LayoutError;
+
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// How chunks fail to tile their tensor.
@@ -56,7 +58,7 @@ pub enum Error {
 
     /// A layout that cannot be, or cannot be applied to a tensor.
     #[error("{0}")]
-    Layout(String),
+    Layout(LayoutError),
 
     /// The command line asks for something that cannot be done.
     #[error("{message}")]
@@ -101,11 +103,20 @@ impl Error {
             Self::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => {
                 Some("free space on the file system of the destination, or choose another one")
             }
+            Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+                Some("check the path; relative ones start at the current folder")
+            }
             Self::Malformed { .. } => {
                 Some("the file is damaged or was not completely written; `dtshard verify` lists every fault")
             }
             Self::Missing { hint, .. } => {
                 Some(hint.as_deref().unwrap_or("copy the missing files into the folder, or save the checkpoint again"))
+            }
+            Self::Layout(LayoutError::RuleMisfit { .. }) => {
+                Some("give it placements that its dims allow, in a rule before that one or in its place")
+            }
+            Self::Layout(LayoutError::Pattern { .. }) => {
+                Some("a pattern is a name with * within a component, ** across and {a,b}; quote it for the shell")
             }
             Self::Layout(_) => Some(
                 "a mesh is named dims (--mesh dp=4,tp=2), a layout one placement a mesh dim (--placements 'S(0),R')",
@@ -141,7 +152,9 @@ impl Error {
     #[must_use]
     pub fn fqn(&self) -> Option<&str> {
         match self {
-            Self::Coverage { fqn, .. } | Self::Conflict { fqn, .. } => Some(fqn),
+            Self::Coverage { fqn, .. }
+            | Self::Conflict { fqn, .. }
+            | Self::Layout(LayoutError::RuleMisfit { fqn, .. }) => Some(fqn),
             _ => None,
         }
     }
@@ -155,8 +168,8 @@ impl Error {
     }
 }
 
-impl From<crate::layout::LayoutError> for Error {
-    fn from(error: crate::layout::LayoutError) -> Self {
-        Self::Layout(error.to_string())
+impl From<LayoutError> for Error {
+    fn from(error: LayoutError) -> Self {
+        Self::Layout(error)
     }
 }

@@ -68,6 +68,9 @@ pub fn convert(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -
     for note in notes(conversion) {
         printer.line(&note);
     }
+    for name in left_out(conversion).1 {
+        printer.detail(&format!("left out: {name}"));
+    }
     let (checks, dst) = (args.checks, args.dst.as_deref());
     let args = &args.destination;
     let report = Report { conversion, destination: dst, options };

@@ -14,6 +14,7 @@ use serde_json::{Value as Json, json};
 
 use crate::cli::{ProgressChoice, TalkArgs};
 use crate::error::{Error, Result};
+use crate::layout::LayoutError;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Printer {
@@ -224,6 +225,10 @@ fn error_document(error: &Error) -> Json {
         Error::Conflict { what, between, detail, .. } => {
             expected = Some(format!("the same from {between}"));
             found = Some(format!("{what} differs: {detail}"));
+        }
+        Error::Layout(LayoutError::RuleMisfit { placement, shape, .. }) => {
+            expected = Some(format!("placements that fit its shape {shape:?}"));
+            found = Some(placement.clone());
         }
         _ => {}
     }

@@ -173,6 +173,7 @@ impl Comparison<'_> {
         let (ours, theirs) = (&names.source.catalog, &names.other.as_ref().expect("OTHER is a checkpoint").catalog);
         let left = named_tensors(ours);
         let mut right = named_tensors(theirs);
+        check_common(args, left.keys(), |name| right.contains_key(name))?;
         let progress =
             Progress::start(run.printer, "comparing", left.values().map(|id| ours.tensor(*id).len_bytes()).sum());
         // From here on what is counted is what is compared.
@@ -227,10 +228,12 @@ impl Names {
         let wanted = &self.source.catalog;
         let mut listed: BTreeMap<&str, &Listed> =
             listing.tensors.iter().map(|(name, one)| (name.as_str(), one)).collect();
+        let ours = named_tensors(wanted);
+        check_common(args, ours.keys(), |name| listed.contains_key(name))?;
         let progress = Progress::start(run.printer, "hashing", wanted.tensors.iter().map(TensorEntry::len_bytes).sum());
         (report.tensors, report.bytes) = (0, 0);
         let mut known: BTreeMap<TensorId, String> = BTreeMap::new();
-        for (name, id) in named_tensors(wanted) {
+        for (name, id) in ours {
             let Some(other) = listed.remove(name.as_str()) else {
                 report.removed(name, args);
                 continue;
@@ -271,6 +274,21 @@ impl Names {
         }
         Ok(())
     }
+}
+
+/// Two that have no name in common would be the same whatever they hold.
+fn check_common<'n>(
+    args: &Verify,
+    mut ours: impl Iterator<Item = &'n String>,
+    in_other: impl Fn(&str) -> bool,
+) -> Result<()> {
+    if !args.common || ours.any(|name| in_other(name)) {
+        return Ok(());
+    }
+    Err(Error::usage(
+        "--common: SRC and OTHER have no name of a tensor in common",
+        "`dtshard inspect` shows their names; --root, --strip-prefix and --rename change those of SRC",
+    ))
 }
 
 impl Report {

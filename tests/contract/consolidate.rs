@@ -62,7 +62,7 @@ fn both_end_with_one_fixed_line() {
     let desk = Desk::new();
     let numbers = |line: &str| {
         let time = line.find(" in ").unwrap();
-        let rest = line[time..].find(")").map_or("", |end| &line[time + end + 1..]);
+        let rest = line[time..].find(')').map_or("", |end| &line[time + end + 1..]);
         format!("{}{rest}", &line[..time])
     };
     let made = desk.make("consolidate", "dcp_trainer", "out", "--dtype bf16");
