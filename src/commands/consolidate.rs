@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
 use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, SeriesChoice, Want, distinct_names, natural_order, safetensors, torch};
-use crate::quantity::Quantity;
+use crate::quantity::{Quantity, count};
 use crate::select::{Root, Wrappers};
 
 /// The file without which loaders do not know what to build.
@@ -95,6 +95,17 @@ fn check_model(args: &Consolidate, source: &Source) -> Result<()> {
         return Err(Error::usage(
             format!("{} has no model tensors", args.convert.src.display()),
             "`dtshard inspect` shows what it holds; --root or --everything takes something else",
+        ));
+    }
+    let is_float = |(_, id): &(Fqn, TensorId)| source.wanted.catalog.tensor(*id).dtype.is_float();
+    if !args.everything && !tensors.iter().any(is_float) {
+        return Err(Error::usage(
+            format!(
+                "{}: none of its {} is of floating point",
+                args.convert.src.display(),
+                count(tensors.len(), "tensor")
+            ),
+            "this is no model, but state of something else; --everything takes it all the same",
         ));
     }
     let select = &args.convert.select;

@@ -84,7 +84,7 @@ impl Source {
         }
         let settled = conflicts::settle(&mut self.wanted.catalog, args.on_conflict, ranks)?;
         self.settled = Settled {
-            dropped: [dropped, settled.dropped].concat(),
+            dropped_tensors: dropped,
             rank0: [std::mem::take(&mut self.settled.rank0), settled.rank0].concat(),
             ..settled
         };

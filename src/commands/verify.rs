@@ -393,7 +393,10 @@ fn by_name<T>(named: impl Iterator<Item = (String, T)>) -> BTreeMap<String, T> {
 fn finish(report: &Report, args: &Verify, printer: &Printer) -> Result<Status> {
     printer.document(&document(report))?;
     printer.data(&findings(report))?;
-    let what = format!("{}, {}", count(report.tensors, "tensor"), human_bytes(report.bytes));
+    let mut what = format!("{}, {}", count(report.tensors, "tensor"), human_bytes(report.bytes));
+    if !report.not_comparable.is_empty() {
+        what.push_str(&format!("; {} not compared", report.not_comparable.len()));
+    }
     if report.same() {
         let verdict = if args.other.is_some() { "the same" } else { "sound" };
         printer.line(&format!("{verdict}: {what}"));

@@ -33,7 +33,7 @@ impl Detected {
 pub const TORCH_INDEX_NAME: &str = "pytorch_model.bin.index.json";
 
 /// Torch files that trainers leave beside a model, by the beginnings of their names.
-const NO_MODEL: [&str; 9] = [
+const NO_MODEL: [&str; 11] = [
     "scheduler",
     "optimizer",
     "rng_state",
@@ -43,6 +43,9 @@ const NO_MODEL: [&str; 9] = [
     "scaler",
     "dataloader",
     "dl_state_dict",
+    // What Lightning and Megatron leave in DCP directories.
+    "meta.pt",
+    "common.pt",
 ];
 
 /// Look at `path`; `from` says what it must be.

@@ -152,7 +152,7 @@ impl Drop for Tiny {
 fn weights(path: &Path, count: usize, bytes: usize) {
     let entry = |index: usize| {
         let (begin, end) = (index * bytes, (index + 1) * bytes);
-        format!(r#""w{index}":{{"dtype":"U8","shape":[{bytes}],"data_offsets":[{begin},{end}]}}"#)
+        format!(r#""w{index}":{{"dtype":"F8_E5M2","shape":[{bytes}],"data_offsets":[{begin},{end}]}}"#)
     };
     let header = format!("{{{}}}", (0..count).map(entry).collect::<Vec<_>>().join(","));
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
