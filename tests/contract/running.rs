@@ -101,7 +101,6 @@ fn an_interrupted_swap_is_rolled_back_by_restart() {
 }
 
 #[test]
-#[ignore = "a dead partial is refused before the swap is rolled back, so that DST stays away until --restart"]
 fn an_interrupted_swap_is_finished_or_rolled_back_at_the_next_start() {
     let desk = killed_within_a_swap();
     expect(2, "consolidate", &[&fixture("fsdp3/dcp"), &desk.path("out")], "");
