@@ -1,6 +1,22 @@
 //! The contract of the command line, promise by promise: names and defaults that scripts depend on. A module a
-//! section; the name of a test is the promise it holds the binary to. Comments name where a promise is tested that is
-//! not tested here.
+//! section, in the order in which the command line is described; the name of a test is the promise it holds the binary
+//! to. The head of a module names where those promises are tested that are not tested in it.
+//!
+//! | what is promised | module |
+//! |---|---|
+//! | verbs, hidden aliases, long options with underscores, typing errors | `running` |
+//! | `completions`, `man`, `--help`, `--version` | `cli_inspect`; every word of `--help`: `json` |
+//! | the two promises for day one, the closing line | `consolidate` |
+//! | `--from`, `--to`, names of files, parent folders, series, one rank's file | `formats` |
+//! | what consolidate takes, `--root`, `--everything`, `--assets` | `consolidate` |
+//! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
+//! | `--include` to `--keep-names`, patterns, collisions, what matches nothing | `names` |
+//! | `--dtype`, `--tied`, `--on-conflict`, `--check-replicas`, `--check-crc`, `--allow-missing`, `--drop-unknown` | `values` |
+//! | what a format cannot hold, `--max-shard-size`, natural order, same bytes | `values` |
+//! | `--dry-run` to `--verify`, `--overwrite`, `--restart`, `-q`, `-v`, exit codes, broken pipes | `running` |
+//! | `verify`, its exit codes and lists, digests as OTHER | `verify` |
+//! | errors, and the `--json` document of every verb | `json` |
+//! | `inspect`, its document, digests | `inspect` |
 
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod common;

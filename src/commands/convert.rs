@@ -47,9 +47,20 @@ pub fn target_format(args: &DestinationArgs, destination: Option<&Path>, default
 
 /// The error for a verb that writes whole tensors and is asked for a format of shards.
 pub fn holds_shards(verb: &str, to: Format) -> Error {
+    if to == Format::DcpHf {
+        return not_written(to);
+    }
     Error::usage(
         format!("{verb} writes whole tensors, to torch or safetensors, not to {to}"),
         "use `dtshard reshard` with a --mesh to write shards",
+    )
+}
+
+/// The error for a format that is only read.
+pub fn not_written(to: Format) -> Error {
+    Error::usage(
+        format!("{to} is read, not written"),
+        "--to safetensors is what Hugging Face loaders open, --to dcp what DCP loads; leave --to out for the verb's own",
     )
 }
 

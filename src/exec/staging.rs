@@ -65,6 +65,8 @@ impl Staging {
                 ));
             }
             if !existing.restart {
+                // It may have died within a swap, and what it was to replace is not to stay away until --restart.
+                recover(destination, &old)?;
                 return Err(Error::usage(
                     format!("an earlier run did not finish: {} is in the way", partial.display()),
                     "--restart throws it away and starts again",

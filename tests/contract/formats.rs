@@ -143,6 +143,25 @@ fn to_is_else_the_default_of_the_verb() {
 }
 
 #[test]
+fn formats_that_a_verb_does_not_write_are_refused_with_those_it_does() {
+    let desk = Desk::new();
+    for (verb, options) in [("consolidate", ""), ("unshard", ""), ("reshard", "--mesh dp=2")] {
+        let words = ["dcp-hf is read, not written", "--to safetensors", "--to dcp"];
+        desk.refuse(verb, "fsdp4/dcp", "x", &format!("{options} --to dcp-hf"), &words);
+    }
+    for verb in ["consolidate", "unshard"] {
+        for to in ["dcp", "torch-ranks"] {
+            let words = ["writes whole tensors, to torch or safetensors", "dtshard reshard"];
+            desk.refuse(verb, "fsdp4/dcp", "x", &format!("--to {to}"), &words);
+        }
+    }
+    for to in ["torch", "safetensors"] {
+        let words = ["holds whole tensors, which have no mesh", "--to dcp", "dtshard unshard"];
+        desk.refuse("reshard", "fsdp4/dcp", "x", &format!("--mesh dp=2 --to {to}"), &words);
+    }
+}
+
+#[test]
 fn reshard_keeps_the_format_of_src_and_a_single_file_goes_to_dcp() {
     let desk = Desk::new();
     for (source, format) in [

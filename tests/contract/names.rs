@@ -207,8 +207,15 @@ fn wrapper_prefixes_are_cleaned_in_consolidate_unshard_and_verify_but_for_keep_n
     let shards = desk.make("reshard", &source.path, "shards", options);
     assert_same(&shards.tensors(), &source.tensors(), "reshard");
     assert_eq!(inspect(&shards.path, "")["tensors"][long]["chunks"].as_array().unwrap().len(), 1);
-    let some = desk.make("reshard", &source.path, "some", "--mesh dp=2 --include layers.0.a");
+    let some = desk.make("reshard", &source.path, "some", "--mesh dp=2 --include layers.0.a --dtype layers.0.a=f16");
     assert_eq!(some.tensor_names(), [long]);
+    assert_eq!(some.tensors()[long].dtype, "f16");
+    for pattern in
+        ["--include layers.0.a", "--exclude layers.0.a", "--dtype layers.0.a=f16", "--placements layers.0.a=R"]
+    {
+        let options = format!("--mesh dp=2 --keep-names --placements S(0) {pattern}");
+        desk.refuse("reshard", &source.path, "x", &options, &["has a name like that", "nearest"]);
+    }
 }
 
 #[test]

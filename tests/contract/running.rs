@@ -79,6 +79,34 @@ fn an_existing_dst_is_refused_unless_it_is_an_empty_directory_or_overwrite_is_gi
     }
 }
 
+/// A run that was killed in the middle of a swap, between the two renames.
+fn killed_within_a_swap() -> Desk {
+    let desk = Desk::new();
+    desk.make("consolidate", "fsdp4/dcp", "out", "");
+    fs::rename(desk.path("out"), desk.path(".out.dtshard-old")).unwrap();
+    copy_tree(&fixture("safetensors/single"), &desk.path(".out.dtshard-partial"));
+    desk
+}
+
+#[test]
+fn an_interrupted_swap_is_rolled_back_by_restart() {
+    let desk = killed_within_a_swap();
+    let options = ["consolidate", "--no-sync", "--restart"];
+    let (source, target) = (fixture("fsdp3/dcp"), desk.path("out"));
+    let outcome = run(options.iter().map(AsRef::as_ref).chain([source.as_os_str(), target.as_os_str()]));
+    assert_eq!(outcome.code, 2, "the old one is there again: {outcome:?}");
+    holds(&outcome.stderr, &["exists", "--overwrite"]);
+    succeed("verify", &[&fixture("fsdp4/dcp"), &target], "--root model");
+    assert_eq!(desk.names(), ["out", "out/model.safetensors"]);
+}
+
+#[test]
+fn an_interrupted_swap_is_finished_or_rolled_back_at_the_next_start() {
+    let desk = killed_within_a_swap();
+    expect(2, "consolidate", &[&fixture("fsdp3/dcp"), &desk.path("out")], "");
+    succeed("verify", &[&fixture("fsdp4/dcp"), &desk.path("out")], "--root model");
+}
+
 #[test]
 fn dst_inside_src_is_refused_and_src_is_never_touched() {
     for (verb, name, options) in WAYS {

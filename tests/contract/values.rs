@@ -353,6 +353,9 @@ fn stored_checksums_are_checked_of_records_that_pass_through_and_with_check_crc_
     // It does not pass at all.
     desk.make("unshard", &source, "good.pt", "--exclude rotten");
     desk.refuse("unshard", &source, "x.pt", "--exclude rotten --check-crc", &["damaged.pt", "CRC-32"]);
+    // It passes in parts.
+    let parts = "--mesh dp=2 --include rotten";
+    desk.refuse("reshard", &source, "x", &format!("{parts} --check-crc"), &["damaged.pt", "CRC-32"]);
     // verify always checks.
     holds(&expect(1, "verify", &[&source], "").stdout, &["CRC-32"]);
     expect(1, "verify", &[&source, &source], "--exclude rotten");

@@ -107,6 +107,37 @@ fn objects_the_other_format_cannot_hold_are_listed_and_no_difference() {
 }
 
 #[test]
+fn partial_tensors_are_listed_and_not_compared() {
+    let source = fixture("partial2/ranks");
+    let found = succeed("verify", &[&source], "--json").json();
+    let listed = found["not_comparable"].to_string();
+    for name in read_names(&source) {
+        assert!(listed.contains(&format!("{name} (Partial)")) || !name.contains("sum"), "{name}: {listed}");
+    }
+    assert_eq!(found["same"], true);
+}
+
+fn read_names(path: &std::path::Path) -> Vec<String> {
+    inspect(path, "--brief")["tensors"].as_object().unwrap().keys().cloned().collect()
+}
+
+#[test]
+fn anything_wrong_with_bytes_that_exist_is_exit_1_of_verify_and_2_of_the_others() {
+    let desk = Desk::new();
+    let missing = desk.path("missing");
+    crate::copy_tree(&fixture("fsdp4/ranks"), &missing);
+    fs::remove_file(missing.join("model_world_size_4_rank_2.pt")).unwrap();
+    let cut = desk.path("cut.safetensors");
+    let whole = fs::read(fixture("safetensors/single/model.safetensors")).unwrap();
+    fs::write(&cut, &whole[..whole.len() - 4]).unwrap();
+    for source in [missing, cut, fixture("conflict/tensor"), fixture("conflict/shape")] {
+        expect(1, "verify", &[&source], "");
+        expect(1, "verify", &[&fixture("fsdp4/dcp"), &source], "");
+        desk.refuse("unshard", &source, "x.pt", "", &["error: ", "hint: "]);
+    }
+}
+
+#[test]
 fn differing_objects_are_a_difference() {
     let found =
         expect(1, "verify", &[&fixture("replicated_plain/dcp"), &fixture("replicated_plain/ranks")], "--json").json();

@@ -10,7 +10,7 @@ use regex::bytes::Regex;
 use super::Status;
 use super::conflicts::Ranks;
 use super::consolidate::check_tied;
-use super::convert::{Conversion, convert, target_format};
+use super::convert::{Conversion, convert, not_written, target_format};
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
@@ -36,6 +36,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let ranks = match to {
         Format::Dcp => Ranks::Together,
         Format::TorchRanks => Ranks::Apart,
+        Format::DcpHf => return Err(not_written(to)),
         _ => {
             return Err(Error::usage(
                 format!("{to} holds whole tensors, which have no mesh"),
