@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 
 use crate::error::{Error, Result};
 
@@ -15,7 +15,8 @@ pub struct Stop {
 
 impl Stop {
     /// A flag that the process's INT and TERM set from now on. A second signal of the same kind ends the process at
-    /// once, so that a hung file system cannot hold a user.
+    /// once, so that a hung file system cannot hold a user. Beyond a limit to the size of files a write fails from now
+    /// on, and is an error as any other; the signal would end the process and leave half of the work there.
     ///
     /// # Errors
     /// `Io` where the handlers cannot be installed.
@@ -29,6 +30,8 @@ impl Stop {
                 .and_then(|_| signal_hook::flag::register_usize(signal, Arc::clone(&stop.signal), number))
                 .map_err(Error::io("install a signal handler in", "this process"))?;
         }
+        signal_hook::flag::register(SIGXFSZ, Arc::default())
+            .map_err(Error::io("install a signal handler in", "this process"))?;
         Ok(stop)
     }
 

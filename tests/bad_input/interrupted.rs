@@ -183,3 +183,19 @@ fn a_source_that_changes_is_noticed() {
         }
     }
 }
+
+/// `ulimit -f`: the signal for it would leave the half-written work behind.
+#[test]
+fn a_limit_to_the_size_of_files() {
+    let sandbox = Sandbox::new();
+    let (source, target) = (fixture("verl/global_step_10/actor"), sandbox.path("out"));
+    let limited = Command::new("bash")
+        .args(["-c", "ulimit -f 8; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_dtshard"), "reshard"])
+        .args([source.as_os_str(), target.as_os_str(), "--mesh=fsdp=2".as_ref()])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&limited.stderr);
+    assert_eq!(limited.status.code(), Some(2), "{said}");
+    assert!(said.contains("File too large"), "{said}");
+    assert!(sandbox.names().is_empty(), "{:?}", sandbox.names());
+}
