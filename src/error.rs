@@ -64,6 +64,10 @@ pub enum Error {
     #[error("{message}")]
     Usage { message: String, hint: Option<String> },
 
+    /// An error about a tensor, in the checkpoint it is in.
+    #[error("{}: {error}", path.display())]
+    Within { path: PathBuf, error: Box<Error> },
+
     /// INT or TERM; nothing was published.
     #[error("stopped by {signal}; nothing was written at the destination")]
     Stopped { signal: &'static str, exit: u8 },
@@ -92,10 +96,22 @@ impl Error {
         Self::Usage { message: message.into(), hint: Some(hint.into()) }
     }
 
+    /// Name the checkpoint where the error names a tensor only.
+    #[must_use]
+    pub fn within(self, path: &Path) -> Self {
+        match self {
+            Self::Coverage { .. } | Self::Conflict { .. } => {
+                Self::Within { path: path.to_path_buf(), error: Box::new(self) }
+            }
+            error => error,
+        }
+    }
+
     /// What the reader can do next, if there is something to say.
     #[must_use]
     pub fn hint(&self) -> Option<&str> {
         match self {
+            Self::Within { error, .. } => error.hint(),
             Self::Unsupported { hint, .. }
             | Self::Coverage { hint, .. }
             | Self::Conflict { hint, .. }
@@ -129,6 +145,7 @@ impl Error {
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
+            Self::Within { error, .. } => error.kind(),
             Self::Io { .. } => "io",
             Self::Malformed { .. } => "malformed",
             Self::Missing { .. } => "missing",
@@ -145,13 +162,18 @@ impl Error {
     /// and every other verb as bad input (exit 2).
     #[must_use]
     pub fn is_about_content(&self) -> bool {
-        matches!(self, Self::Malformed { .. } | Self::Missing { .. } | Self::Coverage { .. } | Self::Conflict { .. })
+        match self {
+            Self::Within { error, .. } => error.is_about_content(),
+            Self::Malformed { .. } | Self::Missing { .. } | Self::Coverage { .. } | Self::Conflict { .. } => true,
+            _ => false,
+        }
     }
 
     /// The name of the tensor or object it is about, where it is about one.
     #[must_use]
     pub fn fqn(&self) -> Option<&str> {
         match self {
+            Self::Within { error, .. } => error.fqn(),
             Self::Coverage { fqn, .. }
             | Self::Conflict { fqn, .. }
             | Self::Layout(LayoutError::RuleMisfit { fqn, .. }) => Some(fqn),
@@ -162,6 +184,9 @@ impl Error {
     /// The message without the name, for lists that have names in a column of their own.
     #[must_use]
     pub fn detail(&self) -> String {
+        if let Self::Within { error, .. } = self {
+            return error.detail();
+        }
         let whole = self.to_string();
         let prefix = self.fqn().map(|fqn| format!("{fqn}: ")).unwrap_or_default();
         whole.strip_prefix(&prefix).unwrap_or(&whole).to_owned()

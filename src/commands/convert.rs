@@ -74,6 +74,10 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 /// # Errors
 /// Anything; the destination is then as it was.
 pub fn convert(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
+    perform(conversion, args, run).map_err(|error| error.within(&conversion.source.checkpoint.root))
+}
+
+fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
     let Run { printer, options, stop, started } = run;
     let source = &conversion.source.checkpoint;
     for note in notes(conversion) {

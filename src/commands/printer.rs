@@ -206,7 +206,12 @@ fn usage_text(error: &clap::Error) -> (String, Option<String>) {
 fn error_document(error: &Error) -> Json {
     let mut fqn = error.fqn().map(str::to_owned);
     let (mut file, mut expected, mut found) = (None, None, None);
-    match error {
+    let mut inner = error;
+    if let Error::Within { path, error } = error {
+        file = Some(path.display().to_string());
+        inner = error;
+    }
+    match inner {
         Error::Io { path, .. } => file = Some(path.display().to_string()),
         Error::Missing { path, at, expected: wanted, missing, .. } => {
             file = Some(path.display().to_string());

@@ -40,8 +40,8 @@ impl Source {
     /// # Errors
     /// As reading and selecting.
     pub fn open(args: &ConvertArgs, defaults: Defaults, run: &Run<'_>) -> Result<Self> {
-        let checkpoint =
-            Checkpoint::open(&args.src, &read_options(&args.source, defaults.series.clone(), defaults.want))?;
+        let options = read_options(&args.source, defaults.series.clone(), defaults.want);
+        let checkpoint = Checkpoint::open(&args.src, &options).map_err(|error| error.within(&args.src))?;
         refuse_fragment(&checkpoint)?;
         check_series(&args.source, &[&checkpoint])?;
         announce(&checkpoint, run.printer);
@@ -57,6 +57,11 @@ impl Source {
     /// # Errors
     /// `Conflict` where nothing was chosen; as reading.
     pub fn settle(&mut self, args: CheckArgs, ranks: Ranks, run: &Run<'_>) -> Result<()> {
+        let settled = self.decide(args, ranks, run);
+        settled.map_err(|error| error.within(&self.checkpoint.root))
+    }
+
+    fn decide(&mut self, args: CheckArgs, ranks: Ranks, run: &Run<'_>) -> Result<()> {
         let mut dropped = Vec::new();
         let undecided = match args.on_conflict {
             Some(_) => self.tensor_ids(),
