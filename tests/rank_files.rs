@@ -240,8 +240,10 @@ fn safetensors_records_ties_where_the_kept_tensor_is() {
         assert_eq!(header.contains(&recorded), holds, "{header}");
         assert_eq!(header.contains("alias"), holds);
     }
-    let format = [(Fqn::from("format"), last)];
-    assert!(safetensors::reserve(&source.catalog, &tensors, &format, &shape).is_err());
+    for name in ["format", "DCP_SHARDING_INFO", "DCP_VERSION", "total_size"] {
+        let own = [(Fqn::from(name), last.clone())];
+        assert!(safetensors::reserve(&source.catalog, &tensors, &own, &shape).is_err(), "{name}");
+    }
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //! at that, or out of a scratch block that is read once and covers many of them. A tile that is read as another dtype
 //! passes through a second scratch, in blocks: memory does not follow its size.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::convert::Infallible;
 
@@ -249,7 +250,11 @@ fn read_piece(
             Ok(())
         }
         IoMode::Read | IoMode::Direct => {
-            read_blocks(file, base + piece.source, piece, &piece.levels, &mut strip[target..], scratch)
+            // Along the file, not along the target: of a transposed view each block would else give a few elements, and
+            // be read again for the next ones.
+            let mut levels = piece.levels.clone();
+            levels.sort_by_key(|level| Reverse(level.source_step));
+            read_blocks(file, base + piece.source, piece, &levels, &mut strip[target..], scratch)
         }
     }
 }

@@ -304,3 +304,21 @@ fn a_series_stays_in_the_destination() {
     let written = sandbox.names().into_iter().filter(|name| name.is_file() && !name.starts_with(&target));
     assert_eq!(written.collect::<Vec<_>>(), [source]);
 }
+
+/// Cut by a placement, each rank would keep a shard of its own tensor, and nobody the rest.
+#[test]
+fn a_tensor_of_each_rank_is_kept_whole() {
+    let sandbox = Sandbox::new();
+    let data = [b"0123456789abcdef", b"0123456789ABCDEF"];
+    for (index, data) in data.into_iter().enumerate() {
+        let pickle = dict_of("own", |writer| VIEW.write(writer));
+        sandbox.write(&format!("src/model_world_size_2_rank_{index}.pt"), torch_file(pickle, &[("0", &data[..])]));
+    }
+    let (source, target) = (sandbox.path("src"), sandbox.path("out"));
+    dtshard(&[&"reshard", &source, &target, &"--mesh=dp=2", &"--placements=S(0)", &"--on-conflict=per-rank"])
+        .succeeded();
+    for (index, data) in data.into_iter().enumerate() {
+        let bytes = fs::read(rank(&target, 2, u32::try_from(index).unwrap())).unwrap();
+        assert!(find(&bytes, data).is_some(), "rank {index} lost its own");
+    }
+}

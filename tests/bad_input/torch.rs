@@ -339,3 +339,22 @@ fn a_name_that_two_tensors_have() {
     dtshard(&[&"verify", &left, &same]).succeeded().says(&["2 tensors"]);
     assert_eq!(dtshard(&[&"verify", &left, &right]).code, Some(1));
 }
+
+/// Blocks that follow the target would be read again for every few elements of it: minutes, where a second is enough.
+#[test]
+fn transposed_views_are_read_along_the_file() {
+    let sandbox = Sandbox::new();
+    let (rows, columns) = (1000, 2000);
+    let numel = rows * columns;
+    let view = View { key: "0", numel, offset: 0, sizes: &[columns, rows], strides: &[1, columns] };
+    let pickle = dict_of("w", |writer| view.write(writer));
+    let data: Vec<u8> = (0..u32::try_from(numel).unwrap()).flat_map(u32::to_le_bytes).collect();
+    let source = sandbox.write("src/a.pt", torch_file(pickle, &[("0", &data)]));
+    let started = std::time::Instant::now();
+    for io in ["read", "direct"] {
+        let target = sandbox.path(io).with_extension("pt");
+        dtshard(&[&"unshard", &source, &target, &"--io", &io, &"--threads=1"]).succeeded();
+        dtshard(&[&"verify", &source, &target, &"--io=mmap"]).succeeded();
+    }
+    assert!(started.elapsed().as_secs() < 20, "{:?}", started.elapsed());
+}

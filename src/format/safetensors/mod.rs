@@ -27,6 +27,9 @@ use crate::storage::{FileId, Files, regular_file};
 /// Says which framework wrote a file: loaders want `pt`.
 const FORMAT_KEY: &str = "format";
 
+/// Keys of the metadata that say something of the file, and so are no names of tied tensors.
+const OWN_KEYS: [&str; 4] = [FORMAT_KEY, dcp_hf::SHARDING_INFO, "DCP_VERSION", "total_size"];
+
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
 // ---------------------------------------------------------------------------------------------------- reading
@@ -102,7 +105,7 @@ fn aliases(
     let mut aliases: BTreeMap<String, (PathBuf, TensorId)> = BTreeMap::new();
     for (path, key, value) in notes {
         // Loaders look for these; they say nothing about the model.
-        if ["format", "DCP_VERSION"].contains(&key.as_str()) || key == "total_size" && value.parse::<u64>().is_ok() {
+        if [FORMAT_KEY, "DCP_VERSION"].contains(&key.as_str()) || key == "total_size" && value.parse::<u64>().is_ok() {
             continue;
         }
         let Some(kept) = names.get(&value).filter(|_| !names.contains_key(&key)) else {
@@ -202,10 +205,9 @@ pub fn reserve(
     let mut weight_map = serde_json::Map::new();
     let aliases = ties.iter().map(|(alias, _)| alias.as_str());
     distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()).chain(aliases.clone()), &["__metadata__", ""])?;
-    // A key of the format's own among the metadata.
-    if aliases.clone().any(|alias| alias == FORMAT_KEY) {
+    if let Some(alias) = aliases.clone().find(|alias| OWN_KEYS.contains(alias)) {
         return Err(Error::unsupported(
-            format!("a tied tensor called `{FORMAT_KEY}` cannot be recorded, since the metadata has that key already"),
+            format!("a tied tensor called `{alias}` cannot be recorded, since that key of the metadata has a meaning"),
             "write tied tensors under every name (--tied keep)",
         ));
     }

@@ -6,7 +6,7 @@
 //! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`], whatever differs
 //! between the trees of ranks.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::path::PathBuf;
 
 use indexmap::IndexMap;
@@ -43,7 +43,8 @@ pub struct RankTarget<'a> {
     pub style: &'a Style,
     /// The file of a rank.
     pub name: &'a dyn Fn(Rank) -> PathBuf,
-    /// Asked for each name of each tensor; where names are tied, the first decides.
+    /// Asked for each name of each tensor; where names are tied, the first decides. What a rank has of its own is plain
+    /// all the same.
     pub layout: &'a mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
 }
 
@@ -130,12 +131,18 @@ fn plan(
     layout: &mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
     notes: &mut Vec<String>,
 ) -> Result<IndexMap<TensorId, Planned>> {
+    // A rank's own tensor is nothing that ranks could share: a shard of it would be all that is left.
+    let own_values = path::objects(state).into_iter().filter(|(_, value)| matches!(value, Value::PerRank(_)));
+    let own: HashSet<TensorId> = own_values.flat_map(|(_, value)| value.tensor_ids()).collect();
     let mut named: Vec<(Path, TensorId)> = Vec::new();
     path::tensors(state, &Path::default(), &mut |path, id| named.push((path.clone(), id)));
     let mut tensors: IndexMap<TensorId, Planned> = IndexMap::new();
     for (path, id) in named {
         let (entry, fqn) = (source.tensor(id), path.fqn());
-        let chosen = layout(&fqn, &path, entry)?;
+        let mut chosen = layout(&fqn, &path, entry)?;
+        if own.contains(&id) {
+            chosen = RankLayout::Plain;
+        }
         if let RankLayout::Distributed { placements, .. } = &chosen
             && placements.iter().any(|placement| matches!(placement, Placement::Partial(_)))
         {
