@@ -303,9 +303,9 @@ pub struct Inspect {
 #[derive(Args, Debug)]
 pub struct Reshard {
     /// Target mesh: named dims, row-major ranks (dp=4,tp=2). Alone: the placements of SRC where its mesh dims have the
-    /// same names, else S(0) on a mesh of one dim
+    /// same names, else S(0) on a mesh of one dim [default: the mesh of SRC, where it has one]
     #[arg(long, value_name = "DIMS")]
-    pub mesh: String,
+    pub mesh: Vec<String>,
     /// Ranks of the mesh in row-major order of its cells [default: 0,1,2,...]
     #[arg(long, value_name = "RANKS", value_delimiter = ',')]
     pub mesh_ranks: Vec<u32>,

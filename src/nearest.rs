@@ -1,5 +1,7 @@
 //! The names that somebody may have meant: what an error says of a pattern that no name matches.
 
+use crate::layout::Pattern;
+
 /// The names nearest to a pattern that matched none, by edit distance. Wildcards count for nothing, and a pattern is
 /// held against as many components of a name as it has itself, wherever in the name they are: it may mean a module.
 #[must_use]
@@ -16,6 +18,18 @@ pub fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
     let mut ranked: Vec<(Option<usize>, &String)> = names.iter().map(|name| (distance(name), name)).collect();
     ranked.sort();
     ranked.into_iter().take(SHOWN).map(|(_, name)| name.clone()).collect()
+}
+
+/// What to say where no name is like a pattern: that it would be with `**.` before it, or the nearest names.
+#[must_use]
+pub fn hint(pattern: &str, names: &[String]) -> String {
+    let anywhere = format!("**.{pattern}");
+    let covers = Pattern::parse(&anywhere).is_ok_and(|anywhere| names.iter().any(|name| anywhere.covers(name)));
+    match nearest(pattern, names).as_slice() {
+        _ if covers => format!("names are matched from their beginning: {anywhere} matches it wherever it is"),
+        [] => String::from("there are no names at all"),
+        names => format!("the nearest names are {}", names.join(", ")),
+    }
 }
 
 #[cfg(test)]

@@ -26,7 +26,10 @@ impl FromStr for Quantity {
         };
         let too_large = || format!("`{text}` is more bytes than there are");
         if let Ok(whole) = number.parse::<u64>() {
-            return whole.checked_mul(factor).filter(|bytes| *bytes > 0).map(Self).ok_or_else(too_large);
+            if whole == 0 {
+                return Err(format!("`{text}` is nothing: give at least a byte"));
+            }
+            return whole.checked_mul(factor).map(Self).ok_or_else(too_large);
         }
         let value: f64 = number.parse().map_err(|_| format!("`{text}` is no number of bytes, such as 5GB"))?;
         #[expect(clippy::cast_precision_loss, reason = "sizes with a fraction are not exact anyway")]

@@ -11,7 +11,7 @@ const ALLOWED: [(&str, &[&str]); 9] = [
     ("plan", &["catalog", "layout"]),
     ("format", &["catalog", "layout", "storage"]),
     ("select", &["catalog", "layout", "nearest"]),
-    ("nearest", &[]),
+    ("nearest", &["layout"]),
     ("exec", &["plan", "catalog", "layout", "storage"]),
     ("error", &["layout"]),
 ];

@@ -101,7 +101,8 @@ fn every_verb_takes_a_parent_folder_and_says_which() {
     write(&root, "latest_checkpointed_iteration.txt", "10");
     // verl leaves the state of the data loader there.
     fs::copy(fixture("torch_file/objects.pt"), root.path().join("global_step_10/data.pt")).unwrap();
-    let out = root.path().join("out");
+    let beside = folder();
+    let out = beside.path().join("out");
     for (verb, paths) in [
         ("inspect", vec![root.path()]),
         ("verify", vec![root.path()]),
@@ -250,11 +251,12 @@ fn model_and_optimizer_beside_each_other_are_one() {
     assert_same(&read(root.path()), &expected, "both folders");
     assert_eq!(model::model(&found.catalog.state).root.to_string(), "model");
 
-    let out = root.path().join("out");
+    let targets = folder();
+    let out = targets.path().join("out");
     succeed("consolidate", &[root.path(), &out], "");
     assert_same(&read(&out), &below("model.", &expected), "consolidated");
     succeed("verify", &[root.path()], "");
-    let out = root.path().join("resharded");
+    let out = targets.path().join("resharded");
     succeed("reshard", &[root.path(), &out], "--mesh dp=4");
     assert_same(&read(&out), &expected, "resharded");
 }

@@ -6,6 +6,7 @@
 //!
 //! All units are bytes.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -84,6 +85,19 @@ impl OutputFile {
 }
 
 impl Reservation {
+    /// Memory that what is known now takes until it is written: literals, each once however often it is used, and the
+    /// tables of chunks.
+    #[must_use]
+    pub fn held_bytes(&self) -> u64 {
+        /// Bounds, place and rank of a chunk of two dims.
+        const CHUNK_BYTES: u64 = 64;
+        let mut seen = HashSet::new();
+        let literals = self.files.iter().flat_map(|file| &file.literals);
+        let distinct = literals.filter(|literal| seen.insert(literal.bytes.as_ptr()));
+        let literals: u64 = distinct.map(|literal| literal.bytes.len() as u64).sum();
+        literals + self.tensors.iter().map(|tensor| tensor.entry.chunks.len() as u64).sum::<u64>() * CHUNK_BYTES
+    }
+
     /// Take in what another part of the checkpoint reserves: its files come to lie in `folder`, behind the ones here.
     ///
     /// # Panics

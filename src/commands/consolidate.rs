@@ -54,7 +54,7 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
     source.settle(args.convert.checks, Ranks::Together, &run)?;
     check_model(args, &source)?;
     let destination = args.convert.dst.as_deref();
-    let to = target_format(&args.convert.destination, destination, Format::Safetensors);
+    let to = target_format(&args.convert.destination, destination, Format::Safetensors)?;
     let mut tied = Vec::new();
     let (mut reservation, shape) = match to {
         Format::Safetensors => {
@@ -80,9 +80,16 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
     if shape == Shape::Folder {
         carried = assets(args, &source.checkpoint)?;
         notes.extend(dtype_note(&carried, &source));
-        if !carried.iter().any(|file| file.to == Path::new(CONFIG)) && args.assets.is_none() {
+        let wants_assets = args.assets.as_ref().is_none_or(|folder| folder.as_os_str() != "none");
+        if !carried.iter().any(|file| file.to == Path::new(CONFIG)) && wants_assets {
             notes.push(format!("no {CONFIG} found, which loaders want beside the weights: --assets DIR copies it"));
         }
+    }
+    if shape == Shape::File && args.assets.is_some() {
+        return Err(Error::usage(
+            "--assets: DST is one file, which has no place for them",
+            "let DST be a folder, or leave --assets out",
+        ));
     }
     let conversion = Conversion { source: &source, reservation, carried, shape, to, tied, notes };
     convert(&conversion, &args.convert, &run)
@@ -128,7 +135,12 @@ fn dtype_note(carried: &[Carried], source: &Source) -> Option<String> {
     let named = Dtype::from_name(named)?;
     let cast = source.wanted.casts.cast.iter().find(|(_, to, _)| *to != named);
     cast.map(|(_, to, _)| {
-        format!("{CONFIG} says {}, which loaders go by; the weights are cast to {to}", named.torch_name())
+        format!(
+            "{CONFIG} says {}, which loaders go by, and the weights are cast to {to}: change its dtype, or load with \
+             dtype=torch.{}",
+            named.torch_name(),
+            to.torch_name()
+        )
     })
 }
 

@@ -36,13 +36,34 @@ pub struct Conversion<'a> {
 }
 
 /// The format to write: `--to`, else the suffix of DST, else `default`.
-pub fn target_format(args: &DestinationArgs, destination: Option<&Path>, default: Format) -> Format {
-    let from_suffix = || match destination?.extension()?.to_str()? {
-        "safetensors" => Some(Format::Safetensors),
-        "pt" | "pth" | "bin" | "ckpt" => Some(Format::Torch),
-        _ => None,
-    };
-    args.to.map(Format::from).or_else(from_suffix).unwrap_or(default)
+///
+/// # Errors
+/// `Usage` where the suffix is that of a file in another format, or nearly that of one: DST would become a folder.
+pub fn target_format(args: &DestinationArgs, destination: Option<&Path>, default: Format) -> Result<Format> {
+    const WRITTEN: [(&str, Format); 5] = [
+        ("safetensors", Format::Safetensors),
+        ("pt", Format::Torch),
+        ("pth", Format::Torch),
+        ("bin", Format::Torch),
+        ("ckpt", Format::Torch),
+    ];
+    const OTHERS: [&str; 10] = ["gguf", "ggml", "h5", "npz", "npy", "onnx", "msgpack", "pkl", "zip", "json"];
+    if let Some(to) = args.to {
+        return Ok(to.into());
+    }
+    let path = destination.filter(|path| !path.is_dir());
+    let Some(suffix) = path.and_then(Path::extension).and_then(|suffix| suffix.to_str()) else { return Ok(default) };
+    if let Some((_, format)) = WRITTEN.iter().find(|(known, _)| *known == suffix) {
+        return Ok(*format);
+    }
+    let meant = (suffix.len() > 4).then(|| WRITTEN.iter().find(|(known, _)| strsim::levenshtein(known, suffix) <= 2));
+    if !OTHERS.contains(&suffix) && meant.flatten().is_none() {
+        return Ok(default);
+    }
+    Err(Error::usage(
+        format!("DST ends in .{suffix}, which is no format that is written"),
+        "files end in .safetensors, .pt, .pth, .bin or .ckpt; --to says the format of any other name",
+    ))
 }
 
 /// The error for a verb that writes whole tensors and is asked for a format of shards.
@@ -86,9 +107,10 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     for name in left_out(conversion).1 {
         printer.detail(&format!("left out: {name}"));
     }
-    let (checks, dst) = (args.checks, args.dst.as_deref());
+    let (checks, dst, max_memory) = (args.checks, args.dst.as_deref(), args.source.max_memory.0);
     let args = &args.destination;
     let report = Report { conversion, destination: dst, options };
+    report.check_memory(max_memory)?;
     if args.dry_run {
         let stats = copy::dry_run(input(source), &conversion.reservation, &Stop::default())?;
         printer.document(&report.document(&stats))?;
@@ -96,7 +118,9 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
         return Ok(Status::Done);
     }
     let destination = dst.expect("clap asks for DST unless --dry-run is given");
-    refuse_nesting(&source.root, destination)?;
+    for given in [Some(&source.root), source.resolved_from.as_ref()].into_iter().flatten() {
+        refuse_nesting(given, destination)?;
+    }
     if source.root.is_file() {
         // An index stands for the files it names.
         source.files.ids().try_for_each(|id| refuse_nesting(source.files.path(id), destination))?;
@@ -129,7 +153,8 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
 /// What --overwrite replaces must be a checkpoint, not somebody's other work.
 fn check_replaceable(destination: &Path, shape: Shape, overwrite: bool) -> Result<()> {
     let holds_something = || std::fs::read_dir(destination).is_ok_and(|mut entries| entries.next().is_some());
-    if overwrite && shape == Shape::Folder && holds_something() && !is_checkpoint(destination) {
+    let occupied = destination.is_file() || shape == Shape::Folder && holds_something();
+    if overwrite && occupied && !is_checkpoint(destination) {
         return Err(Error::usage(
             format!("{} holds no checkpoint, so --overwrite does not replace it", destination.display()),
             "choose another destination, or remove it yourself",
@@ -304,8 +329,29 @@ impl Report<'_> {
         reservation.len_bytes() + carried.iter().map(|file| file.len).sum::<u64>()
     }
 
+    /// What headers, pickles and tables take beyond what every run is allowed for them.
     fn peak_bytes(&self) -> u64 {
-        super::BASE_BYTES + self.options.buffer_bytes()
+        const ALLOWED: u64 = 16 << 20;
+        let held = self.conversion.reservation.held_bytes().saturating_sub(ALLOWED);
+        super::BASE_BYTES + self.options.buffer_bytes() + held
+    }
+
+    /// # Errors
+    /// `Usage` with the floor, where the memory that is allowed is less.
+    fn check_memory(&self, max_memory: u64) -> Result<()> {
+        let needed = self.peak_bytes();
+        if needed <= max_memory {
+            return Ok(());
+        }
+        Err(Error::usage(
+            format!(
+                "--max-memory {}: the headers of {} and their tables take more, {} in all",
+                human_bytes(max_memory),
+                count(self.conversion.reservation.files.len(), "file"),
+                human_bytes(needed)
+            ),
+            format!("allow at least --max-memory {needed}"),
+        ))
     }
 
     fn document(&self, stats: &Stats) -> Json {

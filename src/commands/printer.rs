@@ -73,6 +73,11 @@ impl Printer {
         }
     }
 
+    #[must_use]
+    pub fn verbose(&self) -> bool {
+        self.choice.verbose
+    }
+
     /// One line for who wants to know more.
     pub fn detail(&self, text: &str) {
         if self.choice.verbose && !self.choice.quiet {

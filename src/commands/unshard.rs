@@ -21,7 +21,7 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
     let mut source = Source::open(&args.convert, defaults, &run)?;
     source.settle(args.convert.checks, Ranks::Together, &run)?;
     let destination = args.convert.dst.as_deref();
-    let to = target_format(&args.convert.destination, destination, Format::Torch);
+    let to = target_format(&args.convert.destination, destination, Format::Torch)?;
     let wanted = &source.wanted.catalog;
     let mut tied = Vec::new();
     let (reservation, shape) = match to {

@@ -35,6 +35,8 @@ struct Report {
     not_comparable: Vec<String>,
     tensors: usize,
     bytes: u64,
+    /// What may bring the two together.
+    hint: Option<String>,
 }
 
 impl Report {
@@ -204,7 +206,7 @@ impl Comparison<'_> {
         for name in right.into_keys() {
             report.added(name, args);
         }
-        suggest_root(&names.source, run.printer, report);
+        suggest_root(&names.source, report);
         let (ours, theirs) = (objects(&ours.state), objects(&theirs.state));
         if source.format.holds_objects() && other.format.holds_objects() {
             report.same_objects(ours, theirs, args);
@@ -265,7 +267,7 @@ impl Names {
         for name in listed.into_keys() {
             report.added(name.to_owned(), args);
         }
-        suggest_root(&self.source, run.printer, report);
+        suggest_root(&self.source, report);
         let ours = objects(&wanted.state);
         if source.format.holds_objects() && listing.holds_objects() {
             report.same_listed_objects(ours, listing, args);
@@ -351,6 +353,8 @@ impl Report {
             match listed.remove(name.as_str()) {
                 None => self.removed(name, args),
                 Some(other) if *other == shown => {}
+                // Every rank has its own, and there may be more ranks now.
+                Some(_) if model::is_random_state(&name) => self.not_comparable.push(name),
                 Some(other) => self.add(name, "object", format!("{shown} in SRC, {other} listed")),
             }
         }
@@ -361,12 +365,12 @@ impl Report {
 }
 
 /// A shipped model has the names below the model of its checkpoint: say so where that is all there is to it.
-fn suggest_root(source: &Selected, printer: &Printer, report: &Report) {
+fn suggest_root(source: &Selected, report: &mut Report) {
     let root = model::model(&source.catalog.state).root.to_string();
     let below = |name: &String| name.strip_prefix(&root).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
     let shorter: Vec<String> = report.only_in_src.iter().filter_map(below).collect();
     if !root.is_empty() && report.only_in_other.iter().any(|name| shorter.contains(name)) {
-        printer.line(&format!("hint: OTHER has the names that SRC has below `{root}`: add --root {root}"));
+        report.hint = Some(format!("OTHER has the names that SRC has below `{root}`: add --root {root}"));
     }
 }
 
@@ -392,7 +396,7 @@ fn by_name<T>(named: impl Iterator<Item = (String, T)>) -> BTreeMap<String, T> {
 
 fn finish(report: &Report, args: &Verify, printer: &Printer) -> Result<Status> {
     printer.document(&document(report))?;
-    printer.data(&findings(report))?;
+    printer.data(&findings(report, if printer.verbose() { usize::MAX } else { SHOWN }))?;
     let mut what = format!("{}, {}", count(report.tensors, "tensor"), human_bytes(report.bytes));
     if !report.not_comparable.is_empty() {
         what.push_str(&format!("; {} not compared", report.not_comparable.len()));
@@ -404,10 +408,16 @@ fn finish(report: &Report, args: &Verify, printer: &Printer) -> Result<Status> {
     }
     let number = report.different.len() + report.only_in_src.len() + report.only_in_other.len();
     printer.line(&format!("{} in {what}", count(number, "finding")));
+    if let Some(hint) = &report.hint {
+        printer.line(&format!("hint: {hint}"));
+    }
     Ok(Status::Different)
 }
 
-fn findings(report: &Report) -> String {
+/// Names of a list that are shown; `-v` shows all.
+const SHOWN: usize = 20;
+
+fn findings(report: &Report, shown: usize) -> String {
     let mut text = String::new();
     for finding in &report.different {
         text.push_str(&format!("{}: {}: {}\n", finding.fqn, finding.kind, finding.detail));
@@ -418,8 +428,11 @@ fn findings(report: &Report) -> String {
         ("not compared", &report.not_comparable),
     ];
     for (what, names) in lists {
-        for name in names {
+        for name in names.iter().take(shown) {
             text.push_str(&format!("{name}: {what}\n"));
+        }
+        if let Some(more @ 1..) = names.len().checked_sub(shown) {
+            text.push_str(&format!("{more} more {what} (-v lists all)\n"));
         }
     }
     text

@@ -9,7 +9,7 @@ use super::Options;
 use super::survey::{Kind, Leaf, Named, Survey, is_number};
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
-use crate::nearest::nearest;
+use crate::nearest;
 
 /// Patterns, and which of them have covered something.
 struct Tried<'o> {
@@ -47,10 +47,7 @@ impl<'o> Tried<'o> {
 /// What to say where no name is like a pattern.
 pub(super) fn nearest_names<'s>(pattern: &str, leaves: impl Iterator<Item = &'s Leaf>, survey: &Survey<'_>) -> String {
     let names: Vec<String> = leaves.map(|leaf| survey.named(*leaf).name).collect();
-    match nearest(pattern, &names).as_slice() {
-        [] => String::from("there are no names at all"),
-        names => format!("the nearest names are {}", names.join(", ")),
-    }
+    nearest::hint(pattern, &names)
 }
 
 /// For each leaf whether it is kept.

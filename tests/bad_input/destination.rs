@@ -186,7 +186,20 @@ fn a_conversion_that_fails_late_leaves_nothing() {
     let sandbox = Sandbox::new();
     let source = sandbox.copy("conflict/tensor");
     refused(&sandbox, &[&"unshard", &source, &sandbox.path("out.pt"), &"--verify"], &["differs"]);
-    let old = sandbox.write("kept.pt", "old");
+    let old = sandbox.copy("torch_file/model.pt");
+    let content = fs::read(&old).unwrap();
     refused(&sandbox, &[&"unshard", &source, &old, &"--overwrite"], &["differs"]);
-    assert_eq!(fs::read_to_string(old).unwrap(), "old");
+    assert_eq!(fs::read(old).unwrap(), content);
+}
+
+/// What somebody wrote by hand is not replaced by a slip of the fingers.
+#[test]
+fn a_file_that_is_no_checkpoint_is_not_replaced() {
+    let sandbox = Sandbox::new();
+    let source = sandbox.copy("torch_file/model.pt");
+    for name in ["notes.txt", "train.py", "x.pt"] {
+        let own = sandbox.write(name, "mine");
+        refused(&sandbox, &[&"unshard", &source, &own, &"--overwrite"], &["holds no checkpoint"]);
+        assert_eq!(fs::read_to_string(own).unwrap(), "mine");
+    }
 }

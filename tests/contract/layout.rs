@@ -9,7 +9,7 @@
 
 use serde_json::Value as Json;
 
-use crate::common::{assert_same, below, fixture, inspect, read};
+use crate::common::{assert_same, below, expect, fixture, inspect, read};
 use crate::{Desk, holds};
 
 /// `rank: offsets+sizes` of each chunk, in the order of ranks.
@@ -137,4 +137,16 @@ fn the_same_options_lay_out_rank_files_and_dcp_alike() {
     for name in [EMBED, "model.blocks.0.w1.weight", "model.norm.weight"] {
         assert_eq!(boxes(&ranks, name), boxes(&dcp, name), "{name}");
     }
+}
+
+#[test]
+fn one_mesh_is_given_or_that_of_the_source_is_taken() {
+    let desk = Desk::new();
+    let made = desk.make("reshard", "fsdp_tp/ranks", "out", "");
+    assert_eq!(inspect(&made.path, "")["mesh"], serde_json::json!([["dp", 2], ["tp", 2]]));
+    let (source, two) = (fixture("fsdp_tp/ranks"), desk.path("two"));
+    let told = expect(2, "reshard", &[&source, &two], "--mesh dp=2 --mesh tp=2").stderr;
+    assert!(told.contains("two meshes") && told.contains("--mesh dp=2,tp=2"), "{told}");
+    let told = expect(2, "reshard", &[&fixture("fsdp4/dcp"), &two], "").stderr;
+    assert!(told.contains("no --mesh is given") && told.contains("--mesh fsdp=8"), "{told}");
 }

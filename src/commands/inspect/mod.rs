@@ -39,7 +39,7 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     }
     let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, SeriesChoice::All, Want::All))?;
     check_series(&args.source, &[&checkpoint])?;
-    let names = choose(&args.tensor, tensor_names(&checkpoint.catalog))?;
+    let names = choose(&args.tensor, model_root(&checkpoint.catalog), tensor_names(&checkpoint.catalog))?;
     let digests = if args.digest { digests(args, &checkpoint, &names, printer)? } else { BTreeMap::new() };
     announce(&checkpoint, printer);
     for conflict in checkpoint.catalog.conflicts() {
@@ -67,25 +67,38 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     Ok(Status::Done)
 }
 
+/// Names may be given as the model has them.
+fn model_root(catalog: &Catalog) -> Option<String> {
+    Some(model::model_root(&catalog.state)).filter(|root| !root.0.is_empty()).map(|root| root.to_string())
+}
+
 fn tensor_names(catalog: &Catalog) -> Vec<(String, TensorId)> {
     let all = model::all_tensors(&catalog.state);
     all.into_iter().map(|(fqn, id)| (fqn.to_string(), id)).collect()
 }
 
 /// The tensors that are asked for: those of a name, or else those that a pattern covers; all where nothing is asked.
-fn choose(wanted: &[String], names: Vec<(String, TensorId)>) -> Result<Vec<(String, TensorId)>> {
+fn choose(
+    wanted: &[String],
+    model_root: Option<String>,
+    names: Vec<(String, TensorId)>,
+) -> Result<Vec<(String, TensorId)>> {
     if wanted.is_empty() {
         return Ok(names);
     }
     let mut chosen = BTreeSet::new();
     for wanted in wanted {
-        let exact = names.iter().position(|(name, _)| name == wanted);
+        let within = model_root.as_ref().map(|root| format!("{root}.{wanted}"));
+        let is_it = |name: &String| name == wanted || Some(name) == within.as_ref();
+        let exact = names.iter().position(|(name, _)| is_it(name));
         if let Some(index) = exact {
             chosen.insert(index);
             continue;
         }
         let pattern = Pattern::parse(wanted)?;
-        let covered = names.iter().enumerate().filter(|(_, (name, _))| pattern.covers(name));
+        let inner = |name: &'_ str| Some(name.strip_prefix(model_root.as_deref()?)?.strip_prefix('.')?.to_owned());
+        let covers = |name: &str| pattern.covers(name) || inner(name).is_some_and(|name| pattern.covers(&name));
+        let covered = names.iter().enumerate().filter(|(_, (name, _))| covers(name));
         let covered: Vec<usize> = covered.map(|(index, _)| index).collect();
         if covered.is_empty() {
             return Err(unknown(wanted, &names));

@@ -23,6 +23,7 @@ use crate::exec::staging::Shape;
 use crate::format::{Content, Format, RankName, RankNames, SeriesChoice, Want, dcp, torch};
 use crate::layout::target::{Fallback, Rule, TargetLayout};
 use crate::layout::{DeviceMesh, Pattern, Rank, parse_placements};
+use crate::quantity::human_bytes;
 use crate::select::{Root, Wrappers};
 use chooser::Chooser;
 
@@ -32,7 +33,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
         Defaults { want: Want::All, series: SeriesChoice::All, root: Root::Whole, wrappers: Wrappers::Match };
     let mut source = Source::open(&args.convert, defaults, &run)?;
     let destination = args.convert.dst.as_deref();
-    let to = target_format(&args.convert.destination, destination, default_format(source.checkpoint.format));
+    let to = target_format(&args.convert.destination, destination, default_format(source.checkpoint.format))?;
     let ranks = match to {
         Format::Dcp => Ranks::Together,
         Format::TorchRanks => Ranks::Apart,
@@ -51,6 +52,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let world_size = ranks_of(&layout.mesh);
     let mut notes = source.settled.notes((to == Format::TorchRanks).then_some(world_size));
     let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
+    check_room(&source, &layout.mesh, to, args.convert.source.max_memory.0)?;
     let (mut reservation, more) = reserve(&source, &layout, wrappers, to)?;
     notes.extend(more);
     let carried = carry_along(&source, to, world_size, &mut reservation)?;
@@ -109,6 +111,25 @@ fn style(source: &Source) -> Result<torch::Style> {
     let first = files.ids().next().filter(|_| source.checkpoint.format == Format::TorchRanks);
     let known = first.map(|first| torch::Style::of_file(files, first)).transpose()?;
     Ok(known.flatten().unwrap_or_default())
+}
+
+/// Every rank's file names every tensor, and all of that is laid out before the first byte is written.
+fn check_room(source: &Source, mesh: &DeviceMesh, to: Format, max_memory: u64) -> Result<()> {
+    /// What the pickle of a DTensor takes at the least, as far as it is not that of other ranks.
+    const LEAST_BYTES: u64 = 128;
+    let tensors = source.tensors().len() as u64;
+    let needed = (mesh.world_size() as u64).saturating_mul(tensors).saturating_mul(LEAST_BYTES);
+    if to != Format::TorchRanks || needed <= max_memory {
+        return Ok(());
+    }
+    Err(Error::usage(
+        format!(
+            "--max-memory: files of {} ranks that name {tensors} tensors each take {} at the least to lay out",
+            mesh.world_size(),
+            human_bytes(needed)
+        ),
+        "allow more memory, or write a DCP directory (--to dcp), which names each tensor once",
+    ))
 }
 
 /// How many ranks a mesh has.
@@ -235,9 +256,29 @@ fn default_format(source: Format) -> Format {
     }
 }
 
+/// The mesh that all DTensors of the source share.
+fn own_mesh(catalog: &Catalog) -> Result<DeviceMesh> {
+    match catalog.meshes.as_slice() {
+        [one] => Ok(one.clone()),
+        meshes => Err(Error::usage(
+            format!("no --mesh is given, and SRC has {} meshes of its own", meshes.len()),
+            "say it with --mesh, such as --mesh fsdp=8 or --mesh dp=4,tp=2",
+        )),
+    }
+}
+
 /// Mesh and rules from the command line.
 fn target_layout(args: &Reshard, catalog: &Catalog) -> Result<TargetLayout> {
-    let mut mesh = DeviceMesh::parse(&args.mesh)?;
+    let mut mesh = match args.mesh.as_slice() {
+        [one] => DeviceMesh::parse(one)?,
+        [] => own_mesh(catalog)?,
+        [first, second, ..] => {
+            return Err(Error::usage(
+                format!("--mesh {first} and --mesh {second}: two meshes"),
+                format!("dims of one mesh have commas between them: --mesh {first},{second}"),
+            ));
+        }
+    };
     if !args.mesh_ranks.is_empty() {
         let ranks = args.mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
         mesh = DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec))?;
