@@ -157,7 +157,8 @@ struct Slot {
 
 /// Prove, plan and locate the tensors of a window.
 fn prepare(input: Input<'_>, window: &[Reserved]) -> Result<(Vec<Slot>, Vec<Payload>)> {
-    let per_tensor: Vec<Vec<(Slot, Payload)>> = window
+    // Each for itself, so that of several faults the first is told, whichever thread was faster.
+    let per_tensor: Vec<Result<Vec<(Slot, Payload)>>> = window
         .par_iter()
         .map(|tensor| {
             let source = Source::new(input.catalog.tensor(tensor.source))?;
@@ -176,7 +177,8 @@ fn prepare(input: Input<'_>, window: &[Reserved]) -> Result<(Vec<Slot>, Vec<Payl
             }
             Ok(tiles)
         })
-        .collect::<Result<_>>()?;
+        .collect();
+    let per_tensor: Vec<Vec<(Slot, Payload)>> = per_tensor.into_iter().collect::<Result<_>>()?;
     let mut slots = Vec::new();
     let mut payloads = Vec::new();
     for (slot, mut payload) in per_tensor.into_iter().flatten() {

@@ -116,9 +116,12 @@ fn style(source: &Source) -> Result<torch::Style> {
 /// Every rank's file names every tensor, and all of that is laid out before the first byte is written.
 fn check_room(source: &Source, mesh: &DeviceMesh, to: Format, max_memory: u64) -> Result<()> {
     /// What the pickle of a DTensor takes at the least, as far as it is not that of other ranks.
-    const LEAST_BYTES: u64 = 128;
-    let tensors = source.tensors().len() as u64;
-    let needed = (mesh.world_size() as u64).saturating_mul(tensors).saturating_mul(LEAST_BYTES);
+    const TENSOR_BYTES: u64 = 128;
+    /// Every file lists the ranks of the mesh, as a tensor and as a tuple.
+    const RANK_BYTES: u64 = 16;
+    let (ranks, tensors) = (mesh.world_size() as u64, source.tensors().len() as u64);
+    let a_file = tensors.saturating_mul(TENSOR_BYTES).saturating_add(ranks.saturating_mul(RANK_BYTES));
+    let needed = ranks.saturating_mul(a_file);
     if to != Format::TorchRanks || needed <= max_memory {
         return Ok(());
     }
