@@ -1,14 +1,16 @@
 //! dtshard converts sharded PyTorch checkpoints between layouts, without Python.
 //!
 //! A checkpoint is a [`catalog::Catalog`]: logical tensors whose content is covered by chunks, each a box of the
-//! tensor that lies somewhere in a file. Reading a format yields one; choosing a target layout and *reserving* its
-//! files yields another. A plan is the intersection of the two, tensor by tensor. Executed as *copy* it is `reshard`,
-//! `unshard` or `consolidate`; as *compare* it is `verify`; as *print* it is `--dry-run`.
+//! tensor that lies somewhere in a file. Reading a format yields one; choosing what is wanted of it, under which names
+//! and in which dtypes, yields another; choosing a target layout and *reserving* its files yields a third. A plan is the
+//! intersection of the first and the last, tensor by tensor. Executed as *copy* it is `reshard`, `unshard` or
+//! `consolidate`; as *compare* it is `verify`; as *print* it is `--dry-run`.
 //!
 //! ```text
-//! SRC --format::read-->            Catalog(source) --+
-//!                                                    +--> plan (elements) --lower--> runs (bytes) --exec--> publish
-//! target layout --format::reserve--> Catalog(target) +
+//! SRC --format::read--> Catalog(source) -------------------------------+--> plan (elements) --lower--> runs (bytes)
+//!                            | select                                  |                                 | exec
+//!                            v                                         |                                 v
+//!                       Catalog(wanted) --format::reserve--> Catalog(target)                          publish
 //! ```
 //!
 //! Who may import whom: `commands` sees everything; `exec` sees `plan`, `catalog` and `storage` but no format and no

@@ -73,6 +73,10 @@ const ALIASES: [(&str, Dtype); 9] = [
 ];
 
 impl Dtype {
+    /// What floating-point tensors can be cast to.
+    pub const CAST_TARGETS: [Self; 8] =
+        [Self::F64, Self::F32, Self::F16, Self::Bf16, Self::F8E4m3fn, Self::F8E5m2, Self::F8E4m3fnuz, Self::F8E5m2fnuz];
+
     fn row(self) -> &'static Row {
         // The table is in declaration order, which a test checks.
         &TABLE[self as usize]

@@ -77,15 +77,14 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
     reservation.left_out = path::object_names(&source.wanted.catalog.state);
     let mut notes = source.settled.notes(None);
     let mut carried = Vec::new();
+    let no_assets = args.assets.as_ref().is_some_and(|folder| folder.as_os_str() == "none");
     if shape == Shape::Folder {
         carried = assets(args, &source.checkpoint)?;
         notes.extend(dtype_note(&carried, &source));
-        let wants_assets = args.assets.as_ref().is_none_or(|folder| folder.as_os_str() != "none");
-        if !carried.iter().any(|file| file.to == Path::new(CONFIG)) && wants_assets {
+        if !carried.iter().any(|file| file.to == Path::new(CONFIG)) && !no_assets {
             notes.push(format!("no {CONFIG} found, which loaders want beside the weights: --assets DIR copies it"));
         }
-    }
-    if shape == Shape::File && args.assets.is_some() {
+    } else if args.assets.is_some() && !no_assets {
         return Err(Error::usage(
             "--assets: DST is one file, which has no place for them",
             "let DST be a folder, or leave --assets out",

@@ -360,19 +360,8 @@ mod tests {
     use super::*;
     use safetensors::SafeTensors;
 
-    const FLOATS: [Dtype; 8] = [
-        Dtype::F64,
-        Dtype::F32,
-        Dtype::F16,
-        Dtype::Bf16,
-        Dtype::F8E4m3fn,
-        Dtype::F8E5m2,
-        Dtype::F8E4m3fnuz,
-        Dtype::F8E5m2fnuz,
-    ];
-
     fn pairs() -> Vec<Cast> {
-        let all = FLOATS.iter().flat_map(|from| FLOATS.iter().map(move |to| (*from, *to)));
+        let all = Dtype::CAST_TARGETS.iter().flat_map(|from| Dtype::CAST_TARGETS.iter().map(move |to| (*from, *to)));
         all.filter_map(|(from, to)| Cast::new(from, to)).collect()
     }
 

@@ -11,17 +11,6 @@ use crate::catalog::{Catalog, Dtype, Path};
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
 
-const TARGETS: [Dtype; 8] = [
-    Dtype::F64,
-    Dtype::F32,
-    Dtype::F16,
-    Dtype::Bf16,
-    Dtype::F8E4m3fn,
-    Dtype::F8E5m2,
-    Dtype::F8E4m3fnuz,
-    Dtype::F8E5m2fnuz,
-];
-
 /// `bf16`, or `PATTERN=f32`. [`DtypeRule::parse`] gives only dtypes that can be cast to.
 #[derive(Clone, Debug)]
 pub struct DtypeRule {
@@ -37,14 +26,14 @@ impl DtypeRule {
             Some((pattern, name)) => (Some(Pattern::parse(pattern.trim())?), name.trim()),
             None => (None, text.trim()),
         };
-        let targets = TARGETS.map(Dtype::name).join(", ");
+        let targets = Dtype::CAST_TARGETS.map(Dtype::name).join(", ");
         let Some(dtype) = Dtype::from_name(name) else {
             return Err(Error::usage(
                 format!("--dtype {text}: there is no dtype `{name}`"),
                 format!("it is one of {targets}"),
             ));
         };
-        if !TARGETS.contains(&dtype) {
+        if !Dtype::CAST_TARGETS.contains(&dtype) {
             return Err(Error::usage(
                 format!("--dtype {text}: nothing is cast to {dtype}"),
                 format!("it is one of {targets}"),
@@ -201,5 +190,5 @@ fn reason_to_keep(dtype: Dtype, is_scalar: bool, seen: Seen) -> Option<Kept> {
 
 fn is_small_float(dtype: Dtype) -> bool {
     let others = [Dtype::F8E8m0fnu, Dtype::F4E2m1fnX2];
-    dtype.itemsize() == 1 && (TARGETS.contains(&dtype) || others.contains(&dtype))
+    dtype.itemsize() == 1 && (Dtype::CAST_TARGETS.contains(&dtype) || others.contains(&dtype))
 }
