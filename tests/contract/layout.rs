@@ -150,3 +150,11 @@ fn one_mesh_is_given_or_that_of_the_source_is_taken() {
     let told = expect(2, "reshard", &[&fixture("fsdp4/dcp"), &two], "").stderr;
     assert!(told.contains("no --mesh is given") && told.contains("--mesh fsdp=8"), "{told}");
 }
+
+#[test]
+fn mesh_dims_that_lose_their_names_are_told() {
+    let desk = Desk::new();
+    let told = |mesh: &str, out: &str| desk.make("reshard", "verl/global_step_10/actor", out, mesh).run.stderr;
+    assert!(told("--mesh dp=2", "a").contains("mesh dims are called dp now, fsdp in SRC"));
+    assert!(!told("--mesh fsdp=2", "b").contains("mesh dims"));
+}

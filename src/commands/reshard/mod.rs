@@ -51,6 +51,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let layout = target_layout(args, &source.wanted.catalog)?;
     let world_size = ranks_of(&layout.mesh);
     let mut notes = source.settled.notes((to == Format::TorchRanks).then_some(world_size));
+    notes.extend(renamed_dims(&source.wanted.catalog, &layout.mesh).filter(|_| to == Format::TorchRanks));
     let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
     check_room(&source, &layout.mesh, to, args.convert.source.max_memory.0)?;
     let (mut reservation, more) = reserve(&source, &layout, wrappers, to)?;
@@ -111,6 +112,16 @@ fn style(source: &Source) -> Result<torch::Style> {
     let first = files.ids().next().filter(|_| source.checkpoint.format == Format::TorchRanks);
     let known = first.map(|first| torch::Style::of_file(files, first)).transpose()?;
     Ok(known.flatten().unwrap_or_default())
+}
+
+/// A job takes DTensors on a mesh whose dims are called as those of its own.
+fn renamed_dims(source: &Catalog, mesh: &DeviceMesh) -> Option<String> {
+    let (own, new) = (source.meshes.first()?.names()?, mesh.names()?);
+    let none_in_common = !own.iter().any(|name| new.contains(name));
+    none_in_common.then(|| {
+        let (own, new) = (own.join(","), new.join(","));
+        format!("mesh dims are called {new} now, {own} in SRC: a job loads what is called as in the job")
+    })
 }
 
 /// Every rank's file names every tensor, and all of that is laid out before the first byte is written.
