@@ -21,7 +21,7 @@ pub use reserved::{Literal, OutputFile, Reservation, Reserved, Sum};
 pub use validate::{Tiling, list_ranks};
 pub use value::{Dict, DictKind, Holding, TensorId, Value};
 
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Region, Tile};
 use crate::storage::{FileId, Stretch};
 
@@ -183,12 +183,6 @@ impl Catalog {
     #[must_use]
     pub fn mesh(&self, sharding: &Sharding) -> &DeviceMesh {
         &self.meshes[sharding.mesh.0 as usize]
-    }
-
-    /// # Errors
-    /// `Conflict` for the first object of which ranks hold different values.
-    pub fn check_agreement(&self) -> Result<()> {
-        self.conflicts().into_iter().next().map_or(Ok(()), Err)
     }
 
     /// An error for each object of which ranks hold different values without being meant to.

@@ -99,17 +99,6 @@ fn has_head(value: &Value) -> bool {
     value.as_dict().is_some_and(|dict| dict.entries.iter().any(|(key, value)| head(key, value)))
 }
 
-/// The tensors whose dotted names lie below `path`, under names relative to it. Keys may hold dots themselves, so
-/// this goes by names, not by nesting: `model.layers.0` is found in a flat state dict, too.
-#[must_use]
-pub fn subtree(state: &Value, path: &str) -> Vec<(Fqn, TensorId)> {
-    let below = |(fqn, id): (Fqn, TensorId)| {
-        let name = fqn.as_str().strip_prefix(path)?.strip_prefix('.')?;
-        Some((Fqn::from(name), id))
-    };
-    all_tensors(state).into_iter().filter_map(below).collect()
-}
-
 /// Every tensor with its name.
 #[must_use]
 pub fn all_tensors(state: &Value) -> Vec<(Fqn, TensorId)> {
@@ -333,17 +322,6 @@ mod tests {
         for (state, root) in cases {
             assert_eq!(model_root(&state).to_string(), root, "{state}");
         }
-    }
-
-    #[test]
-    fn subtrees_are_found_by_dotted_path() {
-        let list = Value::List(vec![dict(vec![("d", tensor(1))])]);
-        let state = dict(vec![("a.b", dict(vec![("c", tensor(0))])), ("l", list), ("m.n.o", tensor(2))]);
-        assert_eq!(names(&subtree(&state, "a.b")), ["c"]);
-        assert_eq!(names(&subtree(&state, "l.0")), ["d"]);
-        assert_eq!(names(&subtree(&state, "m")), ["n.o"]);
-        assert!(subtree(&state, "m.n.o").is_empty());
-        assert!(subtree(&state, "a.bc").is_empty());
     }
 
     #[test]

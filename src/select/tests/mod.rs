@@ -1,6 +1,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
-use proptest::prelude::*;
+mod dtypes;
+mod properties;
 
 use super::*;
 use crate::catalog::{Dict, DictKind, Dtype, Fqn, Holding, Value, model, path};
@@ -353,6 +354,14 @@ fn roots_may_end_within_a_key() {
     let nested = dict(vec![("a", list(vec![dict(vec![("w", t(0))]), dict(vec![("w", t(1))])]))]);
     assert_state(&at(&nested, "a.1"), &dict(vec![("w", t(1))]));
     assert_state(&at(&nested, "a"), &list(vec![dict(vec![("w", t(0))]), dict(vec![("w", t(1))])]));
+    let inner = list(vec![dict(vec![("d", t(1))])]);
+    let flat = dict(vec![("a.b", dict(vec![("c", t(0))])), ("l", inner), ("m.n.o", t(2))]);
+    for (path, name) in [("a.b", "c"), ("l.0", "d"), ("m", "n.o")] {
+        assert_eq!(tensor_names(&at(&flat, path)), [name], "{path}");
+    }
+    for path in ["m.n.o", "a.bc"] {
+        error(&flat, &Options { root: Root::At(path.into()), ..Options::default() });
+    }
     for path in ["model.layers.0.w", "model.lay", "extra", ""] {
         let (message, hint) = error(&training(), &Options { root: Root::At(path.into()), ..Options::default() });
         assert_eq!(message, format!("--root {path}: there are no tensors under that path"));
@@ -577,201 +586,6 @@ fn ties_are_listed_under_new_names() {
         [("x.a.w".into(), vec!["x.c".into(), "x.f".into()]), ("x.b".into(), vec!["x.e".into()]),]
             as [(String, Vec<String>); 2]
     );
-}
-
-/// `training` with tensors of other dtypes and shapes added to the model.
-fn typed() -> Catalog {
-    let mut source = catalog(training());
-    let mut add = |name: &str, dtype, shape: &[u64]| {
-        let entry = TensorEntry::whole(Fqn::from(name), dtype, Dims::from_slice(shape), FileId(0), 0);
-        let id = source.push_tensor(entry);
-        let Value::Dict(top) = &mut source.state else { unreachable!() };
-        let Value::Dict(model) = &mut top.entries[0].1 else { unreachable!() };
-        model.entries.push((text(name), Value::Tensor(id)));
-    };
-    add("half", Dtype::F16, &[2]);
-    add("double", Dtype::F64, &[2]);
-    add("scale", Dtype::F32, &[]);
-    add("ids", Dtype::I64, &[2]);
-    add("mask", Dtype::Bool, &[2]);
-    add("freqs", Dtype::C64, &[2]);
-    add("quant", Dtype::F8E4m3fn, &[2]);
-    source
-}
-
-fn dtypes(rules: &[&str]) -> (BTreeMap<String, Dtype>, Selected) {
-    let source = typed();
-    let rules = rules.iter().map(|rule| DtypeRule::parse(rule).unwrap()).collect();
-    let selected = select(&source, &Options { dtypes: rules, ..renaming(&["^extra=more"]) }).unwrap();
-    let all = model::all_tensors(&selected.catalog.state).into_iter();
-    (all.map(|(fqn, id)| (fqn.to_string(), selected.catalog.tensor(id).dtype)).collect(), selected)
-}
-
-#[test]
-fn a_bare_dtype_is_for_weights() {
-    let (found, selected) = dtypes(&["bf16"]);
-    let kept = |name: &str| found[&format!("model.{name}")];
-    assert_eq!((kept("layers.0.w"), kept("half"), kept("head.w")), (Dtype::Bf16, Dtype::Bf16, Dtype::Bf16));
-    assert_eq!((kept("double"), kept("scale"), kept("ids")), (Dtype::F64, Dtype::F32, Dtype::I64));
-    assert_eq!((kept("mask"), kept("freqs"), kept("quant")), (Dtype::Bool, Dtype::C64, Dtype::F8E4m3fn));
-    assert_eq!(found["optim.state.layers.0.w.exp_avg"], Dtype::F32);
-    assert_eq!(selected.casts.cast, [(Dtype::F32, Dtype::Bf16, 3), (Dtype::F16, Dtype::Bf16, 1)]);
-    assert_eq!(
-        selected.casts.kept,
-        [(Kept::Scalar, 1), (Kept::OptimizerState, 6), (Kept::Double, 1), (Kept::NotFloat, 3)]
-    );
-    assert_eq!(
-        selected.notes,
-        [
-            "--dtype leaves as they are: 1 tensor (0-d), 6 tensors (optimizer state), 1 tensor (f64), 3 tensors (not float)"
-        ]
-    );
-    assert_eq!(selected.catalog.tensors.len(), typed().tensors.len());
-}
-
-#[test]
-fn the_first_pattern_decides() {
-    let (found, _) = dtypes(&["bf16", "layers.0=f32", "layers=f16", "model.double=f32", "**.exp_avg=torch.half"]);
-    assert_eq!(found["model.layers.0.w"], Dtype::F32);
-    assert_eq!(found["model.layers.1.w"], Dtype::F16);
-    assert_eq!(found["model.head.w"], Dtype::Bf16);
-    assert_eq!(found["model.double"], Dtype::F32);
-    // By its own name, and not by that of its parameter.
-    assert_eq!(found["optim.state.layers.0.w.exp_avg"], Dtype::F16);
-    assert_eq!(found["optim.state.layers.0.w.exp_avg_sq"], Dtype::F32);
-    let (found, selected) = dtypes(&["{ids,scale,mask,quant}=bf16"]);
-    assert_eq!((found["model.ids"], found["model.scale"]), (Dtype::I64, Dtype::F32));
-    assert_eq!(selected.casts.kept, [(Kept::Scalar, 1), (Kept::NotFloat, 2)]);
-
-    // New names count as well as old ones, and any name of a tied tensor.
-    let source = catalog(dict(vec![("a.w", t(0)), ("b.w", t(0)), ("c.w", t(1))]));
-    let rules = |rules: &[&str]| rules.iter().map(|rule| DtypeRule::parse(rule).unwrap()).collect();
-    let options = Options { dtypes: rules(&["new=f16", "b=bf16"]), ..renaming(&["^c=new"]) };
-    let selected = select(&source, &options).unwrap();
-    assert_eq!(selected.catalog.tensors.iter().map(|entry| entry.dtype).collect::<Vec<_>>(), [Dtype::Bf16, Dtype::F16]);
-    // What is left out is not cast, and not counted.
-    let options = Options { dtypes: rules(&["c=bf16", "f16"]), exclude: patterns(&["c"]), ..Options::default() };
-    assert_eq!(select(&source, &options).unwrap().casts.cast, [(Dtype::F32, Dtype::F16, 1)]);
-    let (message, _) = error(&source.state, &Options { dtypes: rules(&["f16", "bf16"]), ..Options::default() });
-    assert_eq!(message, "--dtype bf16: a second dtype for every tensor");
-}
-
-#[test]
-fn dtypes_have_many_names() {
-    for (rule, dtype) in [
-        ("bf16", Dtype::Bf16),
-        ("bfloat16", Dtype::Bf16),
-        ("torch.bfloat16", Dtype::Bf16),
-        ("half", Dtype::F16),
-        ("fp16", Dtype::F16),
-        ("float16", Dtype::F16),
-        ("torch.float32", Dtype::F32),
-        ("fp32", Dtype::F32),
-        ("float", Dtype::F32),
-        ("double", Dtype::F64),
-        ("float64", Dtype::F64),
-        ("float8_e4m3fn", Dtype::F8E4m3fn),
-        ("f8_e5m2fnuz", Dtype::F8E5m2fnuz),
-    ] {
-        let parsed = DtypeRule::parse(rule).unwrap();
-        assert_eq!((parsed.dtype, parsed.pattern.is_none()), (dtype, true), "{rule}");
-        assert_eq!(DtypeRule::parse(&format!("a.*={rule}")).unwrap().pattern.unwrap().as_str(), "a.*");
-    }
-    for (rule, message) in [
-        ("bf61", "--dtype bf61: there is no dtype `bf61`"),
-        ("a=", "--dtype a=: there is no dtype ``"),
-        ("a=i8", "--dtype a=i8: nothing is cast to i8"),
-        ("f8_e8m0fnu", "--dtype f8_e8m0fnu: nothing is cast to f8_e8m0fnu"),
-        ("c64", "--dtype c64: nothing is cast to c64"),
-    ] {
-        let error = DtypeRule::parse(rule).unwrap_err();
-        assert_eq!(error.to_string(), message);
-        assert!(error.hint().unwrap().contains("f32, f16, bf16"));
-    }
-    assert!(DtypeRule::parse("=bf16").is_err());
-}
-
-/// Random trees of tensors with names of few words, so that keys repeat, and some keys hold dots.
-fn trees() -> impl Strategy<Value = Value> {
-    let key = || proptest::sample::select(vec!["a", "b", "a.b", "layers", "layers.0", "w"]);
-    let leaf = prop_oneof![4 => Just(t(0)), 1 => Just(Value::Int(1)), 1 => Just(dict(vec![]))];
-    let tree = leaf.prop_recursive(4, 24, 4, move |inner| {
-        let entries = proptest::collection::btree_map(key(), inner.clone(), 1..4);
-        prop_oneof![
-            3 => entries.prop_map(|entries| dict(entries.into_iter().collect())),
-            1 => proptest::collection::vec(inner, 1..4).prop_map(list),
-        ]
-    });
-    let entries = proptest::collection::btree_map(key(), tree, 1..5);
-    entries.prop_map(|entries| {
-        let mut state = dict(entries.into_iter().collect());
-        let mut next = 0;
-        state.map_tensors(&mut |_| {
-            next += 1;
-            TensorId(next - 1)
-        });
-        state
-    })
-}
-
-proptest! {
-    /// One to one on names: no tensor is lost, none gets another's name, and the way back leads back.
-    #[test]
-    fn renaming_one_to_one_keeps_everything(
-        source in trees(),
-        steps in proptest::collection::vec(0..5_usize, 1..5),
-    ) {
-        let ways: [(&str, &str, &str, &str); 5] = [
-            (r"\ba\b=x", r"\bx\b=a", "a", "x"),
-            (r"\blayers\b=blocks", r"\bblocks\b=layers", "layers", "blocks"),
-            (r"\b(w)\b=${1}eight", r"\bweight\b=w", "w", "weight"),
-            (r"\bb\b=b_", r"\bb_\b=b", "b", "b_"),
-            (r"^=top.", r"^top\.=", "", ""),
-        ];
-        let names = tensor_names(&source);
-        let all: Vec<String> = path::leaves(&source).iter().map(|(path, _)| path.to_string()).collect();
-        prop_assume!(all.iter().collect::<BTreeSet<_>>().len() == all.len());
-        let mut expected = names.clone();
-        let mut forth = Vec::new();
-        let mut back = Vec::new();
-        for step in steps {
-            let (there, again, old, new) = ways[step];
-            let word = |part: &str| if part == old { new.to_owned() } else { part.to_owned() };
-            let next = |name: &String| match old {
-                "" => format!("top.{name}"),
-                _ => name.split('.').map(word).collect::<Vec<_>>().join("."),
-            };
-            let renamed: Vec<String> = expected.iter().map(next).collect();
-            if renamed != expected {
-                expected = renamed;
-                forth.push(there);
-                back.insert(0, again);
-            }
-        }
-        let there = select(&catalog(source.clone()), &renaming(&forth)).unwrap().catalog;
-        let found: BTreeMap<u32, String> =
-            model::all_tensors(&there.state).into_iter().map(|(fqn, id)| (id.0, fqn.to_string())).collect();
-        prop_assert_eq!(found.into_values().collect::<Vec<_>>(), expected);
-        let again = select(&catalog(there.state), &renaming(&back)).unwrap().catalog;
-        let by_id = |state: &Value| {
-            let all = model::all_tensors(state).into_iter();
-            all.map(|(fqn, id)| (id.0, fqn.to_string())).collect::<BTreeMap<u32, String>>()
-        };
-        prop_assert_eq!(by_id(&again.state), by_id(&source));
-        if !forth.contains(&"^=top.") {
-            prop_assert_eq!(again.state, source);
-        }
-    }
-
-    #[test]
-    fn nothing_is_changed_without_options(source in trees(), clean: bool) {
-        let wrappers = if clean { Wrappers::Cut } else { Wrappers::Keep };
-        let options = Options { wrappers, ..Options::default() };
-        prop_assert_eq!(&select(&catalog(source.clone()), &options).unwrap().catalog.state, &source);
-        // A rename that changes nothing takes everything apart and puts it together again.
-        let options = Options { wrappers, ..renaming(&[r"(.)=\1"]) };
-        prop_assert_eq!(select(&catalog(source.clone()), &options).unwrap().catalog.state, source);
-    }
 }
 
 #[test]
