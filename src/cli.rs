@@ -135,6 +135,9 @@ pub struct SourceArgs {
     /// Go on without objects whose Python class is not known to be plain data
     #[arg(long)]
     pub drop_unknown: bool,
+    /// Units, order and shapes of the parameters in FSDP1 flat parameters [default: flat_layout.json in SRC]
+    #[arg(long, value_name = "FILE")]
+    pub flat_layout: Option<PathBuf>,
 }
 
 /// What of SRC is taken, under which names and in which dtypes.
@@ -382,6 +385,7 @@ pub enum FormatArg {
     DcpHf,
     Torch,
     TorchRanks,
+    FsdpFlat,
 }
 
 impl From<FormatArg> for Format {
@@ -392,6 +396,7 @@ impl From<FormatArg> for Format {
             FormatArg::DcpHf => Self::DcpHf,
             FormatArg::Torch => Self::Torch,
             FormatArg::TorchRanks => Self::TorchRanks,
+            FormatArg::FsdpFlat => Self::FsdpFlat,
         }
     }
 }

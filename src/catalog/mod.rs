@@ -6,6 +6,7 @@
 
 mod chunk;
 mod dtype;
+pub mod flat;
 pub mod model;
 pub mod path;
 mod reserved;
@@ -155,6 +156,8 @@ pub struct Catalog {
     pub archives: Vec<Stretch>,
     /// Objects that were left out because their classes are not known: `FQN (symbol)`.
     pub dropped: Vec<String>,
+    /// How the source laid parameters into flat ones, where it did and that is known.
+    pub flat: Option<flat::FlatLayout>,
     /// What a reader noticed and the user should know.
     pub warnings: Vec<String>,
     /// What a reader noticed for who wants to know more.
@@ -170,6 +173,7 @@ impl Catalog {
             state: Value::Dict(Dict::default()),
             archives: Vec::new(),
             dropped: Vec::new(),
+            flat: None,
             warnings: Vec::new(),
             details: Vec::new(),
         }

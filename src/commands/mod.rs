@@ -23,7 +23,7 @@ pub use printer::Printer;
 use crate::cli::{Cli, Command, SourceArgs};
 use crate::error::{Error, Result};
 use crate::exec::{DEFAULT_STRIP_BYTES, Input, Options, SCRATCH_BYTES};
-use crate::format::{Checkpoint, ReadOptions, SeriesChoice, Want, resolve};
+use crate::format::{Checkpoint, FlatKnowledge, ReadOptions, SeriesChoice, Want, resolve};
 use crate::nearest::nearest;
 use crate::storage::{BOUNCE_BYTES, IoMode};
 
@@ -143,6 +143,7 @@ fn read_options(args: &SourceArgs, default: SeriesChoice, want: Want) -> ReadOpt
         io: args.io.mode(),
         allow_missing: args.allow_missing,
         drop_unknown: args.drop_unknown,
+        flat: FlatKnowledge { layout: args.flat_layout.clone(), ..FlatKnowledge::default() },
     }
 }
 

@@ -43,6 +43,7 @@ pub enum Format {
     DcpHf,
     Torch,
     TorchRanks,
+    FsdpFlat,
 }
 
 impl Format {
@@ -60,6 +61,7 @@ impl Format {
             Self::DcpHf => "dcp-hf",
             Self::Torch => "torch",
             Self::TorchRanks => "torch-ranks",
+            Self::FsdpFlat => "fsdp-flat",
         }
     }
 }
@@ -104,6 +106,19 @@ pub struct ReadOptions {
     pub allow_missing: bool,
     /// Leave out objects whose classes are not known to be plain data.
     pub drop_unknown: bool,
+    /// What is known of flat parameters beyond what their files tell.
+    pub flat: FlatKnowledge,
+}
+
+/// Where the units, orders and shapes of flat parameters come from.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FlatKnowledge {
+    /// A flat layout.
+    pub layout: Option<PathBuf>,
+    /// A checkpoint of the same model, whose parameters have their shapes.
+    pub like: Option<PathBuf>,
+    /// Where nothing tells shapes, take parameters as flat as they lie.
+    pub raw: bool,
 }
 
 impl ReadOptions {

@@ -266,6 +266,7 @@ fn with_world_size(text: &[u8], world_size: u32) -> Vec<u8> {
 fn default_format(source: Format) -> Format {
     match source {
         Format::TorchRanks => Format::TorchRanks,
+        Format::FsdpFlat => Format::FsdpFlat,
         Format::Dcp | Format::Torch | Format::Safetensors | Format::DcpHf => Format::Dcp,
     }
 }

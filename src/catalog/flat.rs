@@ -1,0 +1,282 @@
+//! How FSDP1 laid the parameters of a model into flat parameters: which units there are, and which parameters each
+//! holds in which order.
+//!
+//! Files of FSDP1 do not record this, or not all of it, and a wrong order of equal shapes would scramble a model in
+//! silence. It is read from files where they tell, given by the user, and written beside what is written.
+//!
+//! Names are relative to the model. Numels and alignments count elements.
+
+use std::collections::HashSet;
+
+use super::{Dtype, Fqn, checked_len_bytes};
+use crate::layout::Dims;
+use crate::layout::flat::{FlatParameter, StorageOrder};
+
+/// The last part of a flat parameter's name.
+pub const FLAT_PARAM: &str = "_flat_param";
+
+/// The units of a model, and the ranks that share them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FlatLayout {
+    pub world_size: u32,
+    /// Ranks that share one copy of a flat parameter: the world, or less under `HYBRID_SHARD`; 1 under `NO_SHARD`.
+    pub shard_group_size: u32,
+    pub use_orig_params: bool,
+    /// The root unit first, the others in the order in which the module registered them.
+    pub units: Vec<FlatUnit>,
+    /// What the optimizer updates, a list a parameter group, in its order: parameters with `use_orig_params`, else flat
+    /// parameters by their keys.
+    pub optimizer: Option<Vec<Vec<Fqn>>>,
+}
+
+/// A wrapped module.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FlatUnit {
+    /// Its path; empty for the root.
+    pub module: Box<str>,
+    pub dtype: Option<Dtype>,
+    /// What each parameter is aligned to under `use_orig_params`: 16 bytes of the dtype of the forward pass.
+    pub align_numel: Option<u64>,
+    pub params: Vec<FlatParam>,
+    /// Further names of parameters, of any unit.
+    pub shared: Vec<Shared>,
+}
+
+/// A parameter in a flat parameter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FlatParam {
+    pub fqn: Fqn,
+    pub shape: Dims,
+    /// In elements, where it is not row-major.
+    pub stride: Option<Dims>,
+}
+
+/// Another name of a parameter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shared {
+    pub fqn: Fqn,
+    pub with: Fqn,
+}
+
+impl FlatLayout {
+    /// How many copies of the model the ranks hold.
+    #[must_use]
+    pub fn replicas(&self) -> u32 {
+        self.world_size / self.shard_group_size
+    }
+
+    /// Which shard of each flat parameter a rank holds: groups are ranks in a row.
+    #[must_use]
+    pub fn shard_of(&self, rank: u32) -> u64 {
+        u64::from(rank % self.shard_group_size)
+    }
+
+    /// The flat parameter of a unit.
+    ///
+    /// # Panics
+    /// Where the layout does not pass [`FlatLayout::check`].
+    #[must_use]
+    pub fn flat(&self, unit: &FlatUnit) -> FlatParameter {
+        self.checked_flat(unit).expect("a layout that was checked")
+    }
+
+    fn checked_flat(&self, unit: &FlatUnit) -> Option<FlatParameter> {
+        let numels: Vec<u64> = unit.params.iter().map(FlatParam::numel).collect();
+        let align = if self.use_orig_params { Some(unit.align_numel()?) } else { None };
+        FlatParameter::new(&numels, align, u64::from(self.shard_group_size))
+    }
+
+    /// Every parameter with its unit.
+    pub fn params(&self) -> impl Iterator<Item = (&FlatUnit, &FlatParam)> {
+        self.units.iter().flat_map(|unit| unit.params.iter().map(move |param| (unit, param)))
+    }
+
+    /// Whether it can be that of a model: what it lacks is said, with the unit, as `(where, expected, found)`.
+    ///
+    /// # Errors
+    /// The first thing that is wrong.
+    pub fn check(&self) -> Result<(), Wrong> {
+        let wrong = |at: &str, expected: &str, found: String| {
+            Err(Wrong { at: at.to_owned(), expected: expected.to_owned(), found })
+        };
+        let group = self.shard_group_size;
+        if self.world_size == 0 || group == 0 || !self.world_size.is_multiple_of(group) {
+            let found = format!("{group} of {}", self.world_size);
+            return wrong("shard_group_size", "a divisor of world_size, both at least 1", found);
+        }
+        let mut names: HashSet<&Fqn> = HashSet::new();
+        let mut modules: HashSet<&str> = HashSet::new();
+        for unit in &self.units {
+            let at = unit.describe();
+            if !modules.insert(&unit.module) {
+                return wrong(&at, "each module once", format!("`{}` again", unit.module));
+            }
+            for param in &unit.params {
+                if !names.insert(&param.fqn) {
+                    return wrong(&at, "each name once", format!("`{}` again", param.fqn));
+                }
+                let inside = unit.module.is_empty()
+                    || param.fqn.as_str().strip_prefix(&*unit.module).is_some_and(|rest| rest.starts_with('.'));
+                if !inside {
+                    return wrong(&at, "names below its module", format!("`{}`", param.fqn));
+                }
+                // Where a unit has no dtype, 16 bytes an element are the most there is.
+                if checked_len_bytes(&param.shape, unit.dtype.unwrap_or(Dtype::C128)).is_none() {
+                    return wrong(
+                        &at,
+                        "shapes that fit memory",
+                        format!("{} of {:?}", param.fqn, param.shape.as_slice()),
+                    );
+                }
+                if param.order().is_none() {
+                    let stride = param.stride.as_deref().unwrap_or_default();
+                    let found = format!("{} of shape {:?} with stride {stride:?}", param.fqn, param.shape.as_slice());
+                    return wrong(&at, "strides without holes", found);
+                }
+            }
+            if self.use_orig_params && unit.align_numel().is_none() {
+                return wrong(&at, "a dtype or an align_numel, with use_orig_params", String::from("neither"));
+            }
+            if self.checked_flat(unit).is_none() {
+                return wrong(&at, "an align_numel of at least 1 and a total below 2^64", String::from("none"));
+            }
+        }
+        for unit in &self.units {
+            for Shared { fqn, with } in &unit.shared {
+                if !names.contains(with) {
+                    return wrong(
+                        &unit.describe(),
+                        "shared_with a parameter of a unit",
+                        format!("`{fqn}` with `{with}`"),
+                    );
+                }
+            }
+        }
+        let mut aliases: HashSet<&Fqn> = HashSet::new();
+        for Shared { fqn, .. } in self.units.iter().flat_map(|unit| &unit.shared) {
+            if names.contains(fqn) || !aliases.insert(fqn) {
+                return wrong("params", "each name once", format!("`{fqn}` again"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What is wrong with a flat layout.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wrong {
+    pub at: String,
+    pub expected: String,
+    pub found: String,
+}
+
+impl FlatUnit {
+    /// `layers.0._flat_param`
+    #[must_use]
+    pub fn key(&self) -> Fqn {
+        match &*self.module {
+            "" => Fqn::from(FLAT_PARAM),
+            module => Fqn::from(format!("{module}.{FLAT_PARAM}")),
+        }
+    }
+
+    /// For messages: `unit layers.0`, `the root unit`.
+    #[must_use]
+    pub fn describe(&self) -> String {
+        if self.module.is_empty() { String::from("the root unit") } else { format!("unit {}", self.module) }
+    }
+
+    /// As given, else 16 bytes of its dtype.
+    #[must_use]
+    pub fn align_numel(&self) -> Option<u64> {
+        self.align_numel.or_else(|| Some(16 / self.dtype?.itemsize()))
+    }
+}
+
+impl FlatParam {
+    /// Elements; shapes are checked with the layout.
+    #[must_use]
+    pub fn numel(&self) -> u64 {
+        crate::layout::numel(&self.shape).unwrap_or(u64::MAX)
+    }
+
+    /// The order of its elements; `None` where strides leave holes.
+    #[must_use]
+    pub fn order(&self) -> Option<StorageOrder> {
+        match &self.stride {
+            None => Some(StorageOrder::row_major(self.shape.len())),
+            Some(stride) => StorageOrder::of_strides(&self.shape, stride),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use smallvec::smallvec;
+
+    use super::*;
+
+    fn layout() -> FlatLayout {
+        let param = |fqn: &str, shape: Dims| FlatParam { fqn: fqn.into(), shape, stride: None };
+        let unit = |module: &str, params| FlatUnit {
+            module: module.into(),
+            dtype: Some(Dtype::F32),
+            align_numel: None,
+            params,
+            shared: Vec::new(),
+        };
+        let mut root = unit("", vec![param("emb.weight", smallvec![5, 3]), param("l1.weight", smallvec![5, 3])]);
+        root.shared.push(Shared { fqn: "head.weight".into(), with: "emb.weight".into() });
+        FlatLayout {
+            world_size: 4,
+            shard_group_size: 2,
+            use_orig_params: true,
+            units: vec![root, unit("blk", vec![param("blk.w", smallvec![7])])],
+            optimizer: None,
+        }
+    }
+
+    #[test]
+    fn a_sound_layout_gives_flat_parameters() {
+        let layout = layout();
+        layout.check().unwrap();
+        assert_eq!(layout.flat(&layout.units[0]).total(), 32);
+        assert_eq!((layout.replicas(), layout.shard_of(3)), (2, 1));
+        assert_eq!(
+            layout.units.iter().map(|unit| unit.key().to_string()).collect::<Vec<_>>(),
+            ["_flat_param", "blk._flat_param"]
+        );
+    }
+
+    #[test]
+    fn what_cannot_be_is_told() {
+        let broken = |change: &dyn Fn(&mut FlatLayout)| {
+            let mut layout = layout();
+            change(&mut layout);
+            let Wrong { at, expected, found } = layout.check().unwrap_err();
+            format!("{at}: {expected}, {found}")
+        };
+        let cases: [(&dyn Fn(&mut FlatLayout), &str); 8] = [
+            (&|l| l.shard_group_size = 3, "shard_group_size: a divisor of world_size, both at least 1, 3 of 4"),
+            (&|l| l.units[1].module = "".into(), "the root unit: each module once, `` again"),
+            (&|l| l.units[1].params[0].fqn = "blkw".into(), "unit blk: names below its module, `blkw`"),
+            (&|l| l.units[0].params[1].fqn = "emb.weight".into(), "the root unit: each name once, `emb.weight` again"),
+            (
+                &|l| l.units[1].params[0].stride = Some(smallvec![2]),
+                "unit blk: strides without holes, blk.w of shape [7] with stride [2]",
+            ),
+            (
+                &|l| l.units[1].params[0].shape = smallvec![1 << 40, 1 << 40],
+                "unit blk: shapes that fit memory, blk.w of [1099511627776, 1099511627776]",
+            ),
+            (
+                &|l| l.units[0].shared[0].with = "x".into(),
+                "the root unit: shared_with a parameter of a unit, `head.weight` with `x`",
+            ),
+            (&|l| l.units[1].dtype = None, "unit blk: a dtype or an align_numel, with use_orig_params, neither"),
+        ];
+        for (change, expected) in cases {
+            assert_eq!(broken(change), expected);
+        }
+    }
+}

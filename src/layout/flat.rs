@@ -1,0 +1,356 @@
+//! FSDP1's flat parameter: the parameters of one wrapped module behind each other, cut evenly among ranks.
+//!
+//! Counts elements. Parameters lie in the order in which the module registered them, each flattened in the order of its
+//! own storage. With `use_orig_params` every one begins at a multiple of the alignment and the whole is padded for all
+//! shards to be equal; without, nothing is padded but the last shard in memory, and trailing shards may be short or
+//! empty. Nothing of this depends on where one parameter ends and a shard begins:
+//!
+//! ```text
+//!     a (15)          b (15)          c (5)            with use_orig_params, alignment 4, 2 shards
+//!     aaaaaaaaaaaaaaa#bbb|bbbbbbbbbbbb#ccccc#          38 elements, # is padding
+//!     shard 0: a, b[0:3]  shard 1: b[3:15], c
+//! ```
+//!
+//! Source: `FlatParamHandle._init_flat_param_and_metadata`, `_get_shard_metadata`, `_get_unpadded_shard` in
+//! `torch/distributed/fsdp/_flat_param.py`.
+
+use std::ops::Range;
+
+use smallvec::SmallVec;
+
+use super::{Dims, Region, unravel};
+
+/// Where the parameters of a unit lie in its flat parameter, and how that is cut.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FlatParameter {
+    params: Vec<Range<u64>>,
+    total: u64,
+    shards: u64,
+}
+
+/// A stretch of a shard.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FlatPiece {
+    /// From the start of the shard.
+    pub offset: u64,
+    pub len: u64,
+    pub content: FlatContent,
+}
+
+/// What a stretch of a shard holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FlatContent {
+    /// These elements of a parameter, in the order of its storage.
+    Parameter { index: usize, elements: Range<u64> },
+    /// Nothing that anybody reads.
+    Padding,
+}
+
+impl FlatParameter {
+    /// Parameters of these numels for so many shards; `None` where no numbers can say it.
+    ///
+    /// `align` is the alignment in elements, given with `use_orig_params`.
+    #[must_use]
+    pub fn new(numels: &[u64], align: Option<u64>, shards: u64) -> Option<Self> {
+        let (align, padded_to) = match align {
+            Some(align) => (align, shards),
+            None => (1, 1),
+        };
+        let mut params = Vec::with_capacity(numels.len());
+        let mut end: u64 = 0;
+        for numel in numels {
+            let start = end.checked_next_multiple_of(align)?;
+            end = start.checked_add(*numel)?;
+            params.push(start..end);
+        }
+        let total = end.checked_next_multiple_of(padded_to)?;
+        // Room for shards of equal length.
+        total.div_ceil(shards.max(1)).checked_mul(shards)?;
+        (shards > 0).then_some(Self { params, total, shards })
+    }
+
+    /// The elements of each parameter.
+    #[must_use]
+    pub fn params(&self) -> &[Range<u64>] {
+        &self.params
+    }
+
+    /// Elements with the padding that is stored: PyTorch's `_unpadded_unsharded_size`.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.total
+    }
+
+    #[must_use]
+    pub fn shards(&self) -> u64 {
+        self.shards
+    }
+
+    /// Elements of a shard in memory, where short ones are padded.
+    #[must_use]
+    pub fn shard_len(&self) -> u64 {
+        self.total.div_ceil(self.shards)
+    }
+
+    /// The elements that a shard holds; trailing shards may hold fewer than others, or none.
+    #[must_use]
+    pub fn shard(&self, index: u64) -> Range<u64> {
+        let len = self.shard_len();
+        let start = index.saturating_mul(len).min(self.total);
+        start..start.saturating_add(len).min(self.total)
+    }
+
+    /// What lies in a shard, without a hole, from its start to its end.
+    pub fn pieces(&self, shard: u64) -> impl Iterator<Item = FlatPiece> + '_ {
+        self.pieces_within(self.shard(shard))
+    }
+
+    /// What lies in any stretch of the flat parameter.
+    pub fn pieces_within(&self, range: Range<u64>) -> impl Iterator<Item = FlatPiece> + '_ {
+        let mut at = range.start;
+        let mut next = self.params.partition_point(|param| param.end <= range.start);
+        std::iter::from_fn(move || {
+            if at >= range.end {
+                return None;
+            }
+            // One without elements is nowhere.
+            while self.params.get(next).is_some_and(|param| param.end <= at) {
+                next += 1;
+            }
+            let (start, end, content) = match self.params.get(next) {
+                Some(param) if param.start <= at => {
+                    let end = param.end.min(range.end);
+                    let elements = at - param.start..end - param.start;
+                    (at, end, FlatContent::Parameter { index: next, elements })
+                }
+                following => {
+                    let end = following.map_or(self.total, |param| param.start).min(range.end);
+                    (at, end, FlatContent::Padding)
+                }
+            };
+            at = end;
+            Some(FlatPiece { offset: start - range.start, len: end - start, content })
+        })
+    }
+}
+
+/// The order in which the elements of a dense tensor lie in its storage: its dims, the slowest first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StorageOrder(SmallVec<[usize; 4]>);
+
+impl StorageOrder {
+    #[must_use]
+    pub fn row_major(ndim: usize) -> Self {
+        Self((0..ndim).collect())
+    }
+
+    /// The order that these strides give; `None` where they leave holes or share elements.
+    #[must_use]
+    pub fn of_strides(shape: &[u64], strides: &[u64]) -> Option<Self> {
+        if shape.len() != strides.len() {
+            return None;
+        }
+        let mut dims: SmallVec<[usize; 4]> = (0..shape.len()).collect();
+        // Where a dim has one element its stride says nothing.
+        dims.sort_by_key(|&dim| (std::cmp::Reverse(if shape[dim] == 1 { u64::MAX } else { strides[dim] }), dim));
+        let mut expected: u64 = 1;
+        for &dim in dims.iter().rev() {
+            if shape[dim] != 1 && strides[dim] != expected {
+                return None;
+            }
+            expected = expected.checked_mul(shape[dim])?;
+        }
+        Some(Self(dims))
+    }
+
+    /// The boxes that elements `range` of the storage are, in the order they lie there, each with the strides its
+    /// elements have in it: at most two a dim.
+    pub fn cut(&self, shape: &[u64], range: Range<u64>) -> Vec<(Region, Dims)> {
+        let sizes = self.permuted(shape);
+        let boxes = Region::cut(&sizes, range).map(|region| {
+            let mut strides: Dims = region.sizes.iter().map(|_| 1).collect();
+            for dim in (1..strides.len()).rev() {
+                strides[dim - 1] = strides[dim] * region.sizes[dim];
+            }
+            (Region::new(self.back(&region.offsets), self.back(&region.sizes)), self.back(&strides))
+        });
+        boxes.collect()
+    }
+
+    /// The same elements as boxes that lie in the storage in row-major order each.
+    pub fn cut_row_major(&self, shape: &[u64], range: Range<u64>) -> Vec<Region> {
+        let sizes = self.permuted(shape);
+        let mut boxes = Vec::new();
+        for region in Region::cut(&sizes, range) {
+            // The dims from here on, inwards, come in the order of the tensor.
+            let mut tail = region.ndim();
+            let mut inner = usize::MAX;
+            while tail > 0 && (region.sizes[tail - 1] == 1 || self.0[tail - 1] < inner) {
+                tail -= 1;
+                if region.sizes[tail] > 1 {
+                    inner = self.0[tail];
+                }
+            }
+            let outer = &region.sizes[..tail];
+            for index in 0..outer.iter().product() {
+                let (mut offsets, mut sizes) = (region.offsets.clone(), region.sizes.clone());
+                for (dim, at) in unravel(index, outer).into_iter().enumerate() {
+                    offsets[dim] += at;
+                    sizes[dim] = 1;
+                }
+                boxes.push(Region::new(self.back(&offsets), self.back(&sizes)));
+            }
+        }
+        boxes
+    }
+
+    fn permuted(&self, dims: &[u64]) -> Dims {
+        self.0.iter().map(|&dim| dims[dim]).collect()
+    }
+
+    fn back(&self, permuted: &[u64]) -> Dims {
+        let mut dims = Dims::from_elem(0, permuted.len());
+        for (&dim, &value) in self.0.iter().zip(permuted) {
+            dims[dim] = value;
+        }
+        dims
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use FlatContent::{Padding, Parameter};
+
+    fn shown(flat: &FlatParameter, shard: u64) -> Vec<String> {
+        let show = |piece: FlatPiece| match piece.content {
+            Parameter { index, elements } => {
+                format!("{}[{}..{}]@{}", ["a", "b", "c"][index], elements.start, elements.end, piece.offset)
+            }
+            Padding => format!("#{}@{}", piece.len, piece.offset),
+        };
+        flat.pieces(shard).map(show).collect()
+    }
+
+    /// What PyTorch 2.15 made of Embedding(5, 3), Linear(3, 5) on two ranks, f32.
+    #[test]
+    fn the_flat_parameter_of_pytorch() {
+        let views = FlatParameter::new(&[15, 15, 5], Some(4), 2).unwrap();
+        assert_eq!((views.total(), views.shard_len()), (38, 19));
+        assert_eq!(shown(&views, 0), ["a[0..15]@0", "#1@15", "b[0..3]@16"]);
+        assert_eq!(shown(&views, 1), ["b[3..15]@0", "#1@12", "c[0..5]@13", "#1@18"]);
+        let flat = FlatParameter::new(&[15, 15, 5], None, 2).unwrap();
+        assert_eq!((flat.total(), flat.shard_len()), (35, 18));
+        assert_eq!(shown(&flat, 0), ["a[0..15]@0", "b[0..3]@15"]);
+        assert_eq!((shown(&flat, 1), flat.shard(1)), (vec!["b[3..15]@0".into(), "c[0..5]@12".into()], 18..35));
+        let nested = FlatParameter::new(&[15, 3, 3, 3], Some(4), 2).unwrap();
+        assert_eq!((nested.total(), nested.shard_len()), (28, 14));
+    }
+
+    #[test]
+    fn trailing_shards_may_be_short_or_empty() {
+        let tiny = FlatParameter::new(&[5], None, 4).unwrap();
+        let lens: Vec<u64> = (0..4).map(|shard| tiny.shard(shard)).map(|range| range.end - range.start).collect();
+        assert_eq!(lens, [2, 2, 1, 0]);
+        assert_eq!(shown(&tiny, 3), [""; 0]);
+    }
+
+    #[test]
+    fn numbers_beyond_bounds_are_refused() {
+        assert_eq!(FlatParameter::new(&[1], None, 0), None);
+        assert_eq!(FlatParameter::new(&[1], Some(0), 2), None);
+        assert_eq!(FlatParameter::new(&[u64::MAX, 1], None, 2), None);
+        assert_eq!(FlatParameter::new(&[u64::MAX], Some(2), 2), None);
+        assert_eq!(FlatParameter::new(&[u64::MAX], None, 2), None);
+    }
+
+    #[test]
+    fn channels_last_lies_in_another_order() {
+        // (2, 3, 2, 2) as N, H, W, C.
+        let order = StorageOrder::of_strides(&[2, 3, 2, 2], &[12, 1, 6, 3]).unwrap();
+        assert_eq!(order, StorageOrder(SmallVec::from_slice(&[0, 2, 3, 1])));
+        let cut = order.cut(&[2, 3, 2, 2], 12..24);
+        assert_eq!(cut.len(), 1);
+        assert_eq!((cut[0].0.to_string().as_str(), cut[0].1.to_vec()), ("[1:2, 0:3, 0:2, 0:2]", vec![12, 1, 6, 3]));
+        assert_eq!(order.cut_row_major(&[2, 3, 2, 2], 12..24).len(), 4);
+        assert_eq!(StorageOrder::of_strides(&[2, 3], &[4, 1]), None);
+        assert_eq!(StorageOrder::of_strides(&[2, 3], &[1, 2]).unwrap().0.to_vec(), [1, 0]);
+        assert_eq!(StorageOrder::of_strides(&[1, 3], &[77, 1]).unwrap(), StorageOrder::row_major(2));
+    }
+
+    /// Linear index in storage of an element.
+    fn position(order: &StorageOrder, shape: &[u64], at: &[u64]) -> u64 {
+        let (sizes, at) = (order.permuted(shape), order.permuted(at));
+        super::super::ravel(&at, &sizes)
+    }
+
+    proptest! {
+        #[test]
+        fn shards_hold_every_element_once(
+            numels in prop::collection::vec(0_u64..40, 0..6),
+            align in prop::option::of(1_u64..9),
+            shards in 1_u64..7,
+        ) {
+            let flat = FlatParameter::new(&numels, align, shards).unwrap();
+            let mut held: Vec<Vec<u64>> = vec![Vec::new(); numels.len()];
+            let mut total = 0;
+            for shard in 0..shards {
+                let mut offset = 0;
+                for piece in flat.pieces(shard) {
+                    prop_assert_eq!(piece.offset, offset);
+                    prop_assert!(piece.len > 0);
+                    offset += piece.len;
+                    if let Parameter { index, elements } = piece.content {
+                        prop_assert_eq!(elements.end - elements.start, piece.len);
+                        held[index].extend(elements);
+                    }
+                }
+                let range = flat.shard(shard);
+                prop_assert_eq!(offset, range.end - range.start);
+                prop_assert!(align.is_none() || offset == flat.shard_len());
+                total += offset;
+            }
+            prop_assert_eq!(total, flat.total());
+            for (held, numel) in held.iter().zip(&numels) {
+                prop_assert!(held.iter().copied().eq(0..*numel));
+            }
+        }
+
+        #[test]
+        fn boxes_hold_the_elements_in_their_order(
+            shape in prop::collection::vec(1_u64..4, 0..4),
+            seed in any::<u64>(),
+            ends in (0_u64..64, 0_u64..64),
+        ) {
+            let mut dims: Vec<usize> = (0..shape.len()).collect();
+            dims.sort_by_key(|dim| seed.wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(u32::try_from(*dim).unwrap() * 7));
+            let order = StorageOrder(dims.into_iter().collect());
+            let numel: u64 = shape.iter().product();
+            let range = ends.0.min(ends.1).min(numel)..ends.0.max(ends.1).min(numel);
+            // Row-major boxes one behind the other are the range itself.
+            let mut walked = Vec::new();
+            for region in order.cut_row_major(&shape, range.clone()) {
+                for index in 0..region.numel() {
+                    let within = unravel(index, &region.sizes);
+                    let at: Dims = within.iter().zip(&region.offsets).map(|(at, offset)| at + offset).collect();
+                    walked.push(position(&order, &shape, &at));
+                }
+            }
+            prop_assert!(walked.into_iter().eq(range.clone()));
+            // Boxes with strides hold each element where it lies in them.
+            let mut start = range.start;
+            for (region, strides) in order.cut(&shape, range.clone()) {
+                for index in 0..region.numel() {
+                    let within = unravel(index, &region.sizes);
+                    let at: Dims = within.iter().zip(&region.offsets).map(|(at, offset)| at + offset).collect();
+                    let inside: u64 = within.iter().zip(&strides).map(|(at, stride)| at * stride).sum();
+                    prop_assert_eq!(start + inside, position(&order, &shape, &at));
+                }
+                start += region.numel();
+            }
+            prop_assert_eq!(start, range.end);
+        }
+    }
+}
