@@ -6,6 +6,7 @@ mod conflicts;
 mod consolidate;
 mod convert;
 mod digests;
+mod flatten;
 mod inspect;
 mod man;
 mod printer;
@@ -69,6 +70,7 @@ pub fn run(cli: Cli, printer: &Printer) -> Result<Status> {
         Command::Inspect(args) => inspect::run(&args, printer),
         Command::Reshard(args) => reshard::run(&args, printer),
         Command::Unshard(args) => unshard::run(&args, printer),
+        Command::Flatten(args) => flatten::run(&args, printer),
         Command::Consolidate(args) => consolidate::run(&args, printer),
         Command::Verify(args) => verify::run(&args, printer),
         Command::Completions(args) => completions::run(&args, printer),

@@ -23,6 +23,7 @@ pub struct Defaults {
     pub series: SeriesChoice,
     pub root: Root,
     pub wrappers: Wrappers,
+    pub without_gradients: bool,
 }
 
 pub struct Source {
@@ -180,6 +181,7 @@ pub fn select_options(args: &SelectArgs, defaults: Defaults) -> Result<select::O
         wrappers: if args.keep_names { Wrappers::Keep } else { defaults.wrappers },
         include: patterns(&include)?,
         exclude: patterns(&args.exclude)?,
+        without_gradients: defaults.without_gradients,
         root: args.root.clone().map_or(defaults.root, Root::At),
         strip_prefixes: args.strip_prefix.clone(),
         renames,

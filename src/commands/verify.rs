@@ -91,8 +91,13 @@ struct Names {
 
 impl Names {
     fn new(args: &Verify, source: &Checkpoint, other: Option<&Checkpoint>) -> Result<Self> {
-        let defaults =
-            Defaults { want: Want::All, series: SeriesChoice::All, root: Root::Whole, wrappers: Wrappers::Cut };
+        let defaults = Defaults {
+            want: Want::All,
+            series: SeriesChoice::All,
+            root: Root::Whole,
+            wrappers: Wrappers::Cut,
+            without_gradients: false,
+        };
         let options = select_options(&args.select, defaults)?;
         let as_it_is = select::Options { wrappers: options.wrappers, ..select::Options::default() };
         Ok(Self {

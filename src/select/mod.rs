@@ -64,6 +64,8 @@ pub struct Options {
     pub wrappers: Wrappers,
     pub include: Vec<Pattern>,
     pub exclude: Vec<Pattern>,
+    /// Leave out the subtree of gradients beside a model, where there is one.
+    pub without_gradients: bool,
     pub root: Root,
     pub strip_prefixes: Vec<String>,
     /// In the order given.

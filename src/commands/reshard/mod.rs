@@ -29,8 +29,13 @@ use chooser::Chooser;
 
 pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
-    let defaults =
-        Defaults { want: Want::All, series: SeriesChoice::All, root: Root::Whole, wrappers: Wrappers::Match };
+    let defaults = Defaults {
+        want: Want::All,
+        series: SeriesChoice::All,
+        root: Root::Whole,
+        wrappers: Wrappers::Match,
+        without_gradients: false,
+    };
     let mut source = Source::open(&args.convert, defaults, &run)?;
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, default_format(source.checkpoint.format))?;
@@ -107,7 +112,7 @@ fn shared(source: &Source) -> HashSet<Fqn> {
 }
 
 /// Rank files are written for the PyTorch, and with the device, of the rank files they come from.
-fn style(source: &Source) -> Result<torch::Style> {
+pub fn style(source: &Source) -> Result<torch::Style> {
     let files = &source.checkpoint.files;
     let first = files.ids().next().filter(|_| source.checkpoint.format == Format::TorchRanks);
     let known = first.map(|first| torch::Style::of_file(files, first)).transpose()?;
@@ -152,21 +157,21 @@ fn ranks_of(mesh: &DeviceMesh) -> u32 {
 }
 
 /// A checkpoint to write: some of the state dict, in a folder of the destination.
-struct Target {
-    folder: PathBuf,
-    state: Value,
+pub struct Target {
+    pub folder: PathBuf,
+    pub state: Value,
     /// Where in the whole state dict it is.
-    at: Path,
+    pub at: Path,
     /// How its rank files are called; a DCP directory has fixed names.
-    names: Option<RankNames>,
+    pub names: Option<RankNames>,
 }
 
 /// The state dict divided as it was in the source, as far as the target format divides at all.
-fn parts(source: &Source, to: Format) -> Vec<Target> {
+pub fn parts(source: &Source, to: Format) -> Vec<Target> {
     let state = &source.wanted.catalog.state;
     let parts = &source.checkpoint.parts;
     let whole = |names| Target { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
-    if to == Format::TorchRanks {
+    if to.has_rank_files() {
         let known: Vec<(&str, RankNames)> = parts
             .iter()
             .filter_map(|part| match (&part.content, &part.names) {
@@ -236,13 +241,18 @@ fn folders(source: &Source) -> Option<Vec<Target>> {
 }
 
 /// The files beside the checkpoint go along. One of them may know the world size.
-fn carry_along(source: &Source, to: Format, world_size: u32, reservation: &mut Reservation) -> Result<Vec<Carried>> {
+pub fn carry_along(
+    source: &Source,
+    to: Format,
+    world_size: u32,
+    reservation: &mut Reservation,
+) -> Result<Vec<Carried>> {
     let root = &source.checkpoint.root;
     let mut carried = Vec::new();
     for to_path in &source.checkpoint.beside {
         let from = root.join(to_path);
         let len = std::fs::metadata(&from).map_err(Error::io("look at", &from))?.len();
-        if to == Format::TorchRanks && to_path.ends_with(FSDP_CONFIG) && len < 1 << 20 {
+        if to.has_rank_files() && to_path.ends_with(FSDP_CONFIG) && len < 1 << 20 {
             let text = std::fs::read(&from).map_err(Error::io("read", &from))?;
             let mut file = OutputFile::new(to_path);
             file.push_literal(with_world_size(&text, world_size));
@@ -272,7 +282,7 @@ fn default_format(source: Format) -> Format {
 }
 
 /// The mesh that all DTensors of the source share.
-fn own_mesh(catalog: &Catalog) -> Result<DeviceMesh> {
+pub fn own_mesh(catalog: &Catalog) -> Result<DeviceMesh> {
     match catalog.meshes.as_slice() {
         [one] => Ok(one.clone()),
         meshes => Err(Error::usage(
