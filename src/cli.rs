@@ -50,7 +50,8 @@ Examples:
   dtshard reshard actor actor16 --mesh fsdp=16
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements 'S(0),S(1)'
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements '**.wo=S(0),S(1)' --placements 'S(0),S(0)'
-  dtshard reshard model.pt sharded --to dcp --mesh dp=8 --dry-run";
+  dtshard reshard model.pt sharded --to dcp --mesh dp=8 --dry-run
+  dtshard reshard edited.safetensors actor-edited --like actor --fill-from actor";
 
 const UNSHARD_EXAMPLES: &str = "\
 Examples:
@@ -313,6 +314,14 @@ pub struct Reshard {
     /// every tensor, and R where it does not fit; PATTERN=LIST is a rule, and the first one that matches wins
     #[arg(long, value_name = "[PATTERN=]LIST")]
     pub placements: Vec<String>,
+    /// Lay tensors out as those of the same names in this checkpoint: its mesh, placements, format and names of files.
+    /// --mesh with the same dim names takes the place of its mesh, --placements rules that of its placements
+    #[arg(long, value_name = "CKPT")]
+    pub like: Option<PathBuf>,
+    /// Take everything that SRC lacks from this checkpoint. DST is that one, with the tensors and objects of SRC in
+    /// place of its own
+    #[arg(long, value_name = "CKPT")]
+    pub fill_from: Option<PathBuf>,
     #[command(flatten)]
     pub convert: ConvertArgs,
 }
