@@ -50,7 +50,8 @@ Examples:
   dtshard reshard actor actor16 --mesh fsdp=16
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements 'S(0),S(1)'
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements '**.wo=S(0),S(1)' --placements 'S(0),S(0)'
-  dtshard reshard model.pt sharded --to dcp --mesh dp=8 --dry-run";
+  dtshard reshard model.pt sharded --to dcp --mesh dp=8 --dry-run
+  dtshard reshard edited.safetensors actor-edited --like actor --fill-from actor";
 
 const UNSHARD_EXAMPLES: &str = "\
 Examples:
@@ -148,6 +149,16 @@ pub struct SourceArgs {
     /// Units, order and shapes of the parameters in FSDP1 flat parameters [default: flat_layout.json in SRC]
     #[arg(long, value_name = "FILE")]
     pub flat_layout: Option<PathBuf>,
+}
+
+/// What FSDP1 files lack.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Source")]
+pub struct ShapeArgs {
+    /// A checkpoint of the same model, for the shapes that an FSDP1 SRC lacks, and the order of parameters where it is a
+    /// torch file
+    #[arg(long, value_name = "CKPT")]
+    pub like: Option<PathBuf>,
 }
 
 /// What of SRC is taken, under which names and in which dtypes.
@@ -310,6 +321,8 @@ pub struct Inspect {
     #[arg(long)]
     pub digest: bool,
     #[command(flatten)]
+    pub shapes: ShapeArgs,
+    #[command(flatten)]
     pub source: SourceArgs,
 }
 
@@ -326,6 +339,14 @@ pub struct Reshard {
     /// every tensor, and R where it does not fit; PATTERN=LIST is a rule, and the first one that matches wins
     #[arg(long, value_name = "[PATTERN=]LIST")]
     pub placements: Vec<String>,
+    /// Lay tensors out as those of the same names in this checkpoint: its mesh, placements, format and names of files.
+    /// --mesh with the same dim names takes the place of its mesh, --placements rules that of its placements
+    #[arg(long, value_name = "CKPT")]
+    pub like: Option<PathBuf>,
+    /// Take everything that SRC lacks from this checkpoint. DST is that one, with the tensors and objects of SRC in
+    /// place of its own
+    #[arg(long, value_name = "CKPT")]
+    pub fill_from: Option<PathBuf>,
     #[command(flatten)]
     pub convert: ConvertArgs,
 }
@@ -347,6 +368,8 @@ pub struct Unshard {
     pub with_grads: bool,
     #[command(flatten)]
     pub shards: ShardArgs,
+    #[command(flatten)]
+    pub shapes: ShapeArgs,
     #[command(flatten)]
     pub convert: ConvertArgs,
 }
@@ -419,6 +442,8 @@ pub struct Consolidate {
     #[command(flatten)]
     pub shards: ShardArgs,
     #[command(flatten)]
+    pub shapes: ShapeArgs,
+    #[command(flatten)]
     pub convert: ConvertArgs,
 }
 
@@ -434,6 +459,8 @@ pub struct Verify {
     pub common: bool,
     #[command(flatten)]
     pub select: SelectArgs,
+    #[command(flatten)]
+    pub shapes: ShapeArgs,
     #[command(flatten)]
     pub source: SourceArgs,
 }

@@ -56,7 +56,7 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
         wrappers: Wrappers::Cut,
         without_gradients: false,
     };
-    let mut source = Source::open(&args.convert, defaults, &run)?;
+    let mut source = Source::open(&args.convert, args.shapes.like.as_deref(), defaults, &run)?;
     source.settle(args.convert.checks, Ranks::Together, &run)?;
     check_model(args, &source)?;
     let destination = args.convert.dst.as_deref();

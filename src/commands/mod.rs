@@ -6,9 +6,11 @@ mod conflicts;
 mod consolidate;
 mod convert;
 mod digests;
+mod fill;
 mod flatten;
 mod inspect;
 mod man;
+mod names;
 mod printer;
 mod progress;
 mod reshard;
@@ -18,6 +20,7 @@ mod unshard;
 mod verify;
 
 use std::ffi::OsString;
+use std::path::Path;
 
 pub use printer::Printer;
 
@@ -132,7 +135,7 @@ fn strip_bytes(max_memory: u64, threads: usize) -> Result<u64> {
 }
 
 /// What `--series` asks for, or `default` where it is not given.
-fn read_options(args: &SourceArgs, default: SeriesChoice, want: Want) -> ReadOptions {
+fn read_options(args: &SourceArgs, like: Option<&Path>, default: SeriesChoice, want: Want) -> ReadOptions {
     let series = match args.series.as_slice() {
         [] => default,
         [all] if all == "all" => SeriesChoice::All,
@@ -145,7 +148,7 @@ fn read_options(args: &SourceArgs, default: SeriesChoice, want: Want) -> ReadOpt
         io: args.io.mode(),
         allow_missing: args.allow_missing,
         drop_unknown: args.drop_unknown,
-        flat: FlatKnowledge { layout: args.flat_layout.clone(), ..FlatKnowledge::default() },
+        flat: FlatKnowledge { layout: args.flat_layout.clone(), like: like.map(Path::to_path_buf), raw: false },
     }
 }
 

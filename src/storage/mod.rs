@@ -184,6 +184,20 @@ impl Files {
         Ok(id)
     }
 
+    /// Take in the files of another checkpoint, behind the ones here, and give what is to be added to their numbers.
+    /// Where the two would be read in different ways, both are read in the one that is right for every file system.
+    ///
+    /// # Panics
+    /// At 2^32 files.
+    pub fn append(&mut self, other: Self) -> u32 {
+        let shift = u32::try_from(self.entries.len()).expect("fewer than 2^32 files");
+        self.entries.extend(other.entries);
+        if self.io != other.io {
+            self.io = IoMode::Read;
+        }
+        shift
+    }
+
     #[must_use]
     pub fn path(&self, id: FileId) -> &Path {
         &self.entries[id.0 as usize].path

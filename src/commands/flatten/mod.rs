@@ -16,13 +16,13 @@ use super::run::Run;
 use super::source::{Defaults, Source};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Path, Reservation, TensorId, model};
-use crate::cli::Flatten;
+use crate::cli::{ConvertArgs, Flatten};
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::exec::{Silent, compare};
 use crate::format::{Format, SeriesChoice, Want, fsdp_flat};
 use crate::select::{Root, Wrappers};
-pub use target::Wish;
+pub use target::{Group, Wish, layout_file};
 
 pub fn run(args: &Flatten, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
@@ -33,7 +33,10 @@ pub fn run(args: &Flatten, printer: &Printer) -> Result<Status> {
         wrappers: Wrappers::Match,
         without_gradients: false,
     };
-    let mut source = Source::open(&args.convert, defaults, &run)?;
+    let mut source = Source::open(&args.convert, args.flat.like.as_deref(), defaults, &run)?;
+    if let Some(like) = &args.flat.like {
+        source.lay_out_like(like, &args.convert, &run)?;
+    }
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, Format::FsdpFlat)?;
     if to != Format::FsdpFlat {
@@ -42,16 +45,28 @@ pub fn run(args: &Flatten, printer: &Printer) -> Result<Status> {
             "`dtshard unshard` and `dtshard consolidate` write whole tensors, `dtshard reshard` DTensors",
         ));
     }
-    check_tied(args.convert.tied, to)?;
-    source.settle(args.convert.checks, Ranks::Apart, &run)?;
     let wish = Wish::of_arguments(args, &source)?;
-    let (layout, mut notes) = wish.layout(&source)?;
+    perform(&wish, &args.convert, &mut source, &run)
+}
+
+/// Write flat parameters.
+pub fn perform(wish: &Wish, args: &ConvertArgs, source: &mut Source, run: &Run<'_>) -> Result<Status> {
+    check_tied(args.tied, Format::FsdpFlat)?;
+    source.settle(args.checks, Ranks::Apart, run)?;
+    let (layout, mut notes) = wish.layout(source)?;
     notes.extend(source.settled.notes(Some(layout.world_size)));
-    let mut reservation = reserve(&source, &layout, &run)?;
-    let carried = carry_along(&source, to, layout.world_size, &mut reservation)?;
-    let conversion =
-        Conversion { source: &source, reservation, carried, shape: Shape::Folder, to, tied: Vec::new(), notes };
-    convert(&conversion, &args.convert, &run)
+    let mut reservation = reserve(source, &layout, run)?;
+    let carried = carry_along(source, Format::FsdpFlat, layout.world_size, &mut reservation)?;
+    let conversion = Conversion {
+        source,
+        reservation,
+        carried,
+        shape: Shape::Folder,
+        to: Format::FsdpFlat,
+        tied: Vec::new(),
+        notes,
+    };
+    convert(&conversion, args, run)
 }
 
 /// Lay out every series of the source, once it is certain that nothing is lost: what has one place in a flat parameter

@@ -2,16 +2,15 @@
 //! state dict; for the ranks that are asked for.
 
 use std::collections::HashMap;
-use std::path::Path;
 
 use super::super::source::Source;
 use super::numbering;
 use super::units::{self, Ordered, Wrapping};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Dtype, Fqn, TensorId, model};
-use crate::cli::{Flatten, Strategy};
+use crate::cli::{ConvertArgs, Flatten, Strategy};
 use crate::error::{Error, Result};
-use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want, fsdp_flat};
+use crate::format::{Checkpoint, Format, fsdp_flat};
 use crate::layout::Pattern;
 
 /// What a target starts from.
@@ -23,19 +22,20 @@ struct Base {
 }
 
 /// How many ranks share a copy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Group {
     /// As the layout says, or all.
+    #[default]
     Unsaid,
     All,
     Of(u32),
 }
 
 /// What is asked for.
+#[derive(Default)]
 pub struct Wish {
     /// Of the model, from a file.
     pub layout: Option<FlatLayout>,
-    pub like: Option<Checkpoint>,
     pub wrap: Vec<Pattern>,
     pub buffers: Vec<Pattern>,
     pub world_size: Option<u32>,
@@ -70,13 +70,8 @@ impl Wish {
                 Error::usage(format!("--forward-dtype {name}: no dtype of floats"), "f32, bf16 and f16 are usual")
             })
         });
-        let file = args.convert.source.flat_layout.as_deref();
         Ok(Self {
-            layout: file
-                .filter(|_| source.checkpoint.catalog.flat.is_none())
-                .map(fsdp_flat::read_layout)
-                .transpose()?,
-            like: flat.like.as_deref().map(open_like).transpose()?,
+            layout: layout_file(&args.convert, source)?,
             wrap: patterns(&flat.wrap)?,
             buffers: patterns(&flat.buffers)?,
             world_size: flat.world_size,
@@ -95,7 +90,7 @@ impl Wish {
         let (world_size, shard_group_size) = self.ranks(&base, derived)?;
         let use_orig_params = self.use_orig_params.unwrap_or(base.use_orig_params);
         let optimizer = if use_orig_params {
-            let order = self.order(source);
+            let order = Self::order(source);
             numbering::of_parameters(&base, &source.wanted.catalog.state, order.as_deref())?
         } else {
             numbering::of_flat_parameters(&base)
@@ -157,10 +152,12 @@ impl Wish {
 
     /// The units, and how ranks shared them.
     fn base(&self, source: &Source) -> Result<Base> {
-        let like = self.like.as_ref();
-        let known = (self.layout.as_ref())
-            .or(source.checkpoint.catalog.flat.as_ref())
-            .or(like.and_then(|like| like.catalog.flat.as_ref()));
+        let like = source.like.as_ref();
+        let known = (self.layout.as_ref()).or(like.and_then(|like| like.catalog.flat.as_ref())).or(source
+            .checkpoint
+            .catalog
+            .flat
+            .as_ref());
         if let Some(layout) = known.filter(|_| self.wrap.is_empty()) {
             return Ok(Base { layout: layout.clone(), derived: false, notes: Vec::new() });
         }
@@ -181,12 +178,18 @@ impl Wish {
     }
 
     /// The names of the model in the order of registration, where something keeps it.
-    fn order(&self, source: &Source) -> Option<Vec<Fqn>> {
+    fn order(source: &Source) -> Option<Vec<Fqn>> {
         let names = |state| model::model(state).tensors.into_iter().map(|(fqn, _)| fqn).collect();
-        let like = self.like.as_ref().filter(|like| keeps_order(like));
+        let like = source.like.as_ref().filter(|like| keeps_order(like));
         let own = || keeps_order(&source.checkpoint).then(|| names(&source.wanted.catalog.state));
         like.map(|like| names(&like.catalog.state)).or_else(own)
     }
+}
+
+/// `--flat-layout`, where it says how to write; where SRC is flat it says how to read that.
+pub fn layout_file(args: &ConvertArgs, source: &Source) -> Result<Option<FlatLayout>> {
+    let file = args.source.flat_layout.as_deref().filter(|_| source.checkpoint.catalog.flat.is_none());
+    file.map(fsdp_flat::document::read).transpose()
 }
 
 /// Whether the state dict that was saved is in the order of the module's.
@@ -199,11 +202,6 @@ fn not_kept(checkpoint: &Checkpoint) -> String {
         Format::FsdpFlat => format!("{} is flat, and its units would be others", checkpoint.root.display()),
         format => format!("{} is {format}, which does not keep it", checkpoint.root.display()),
     }
-}
-
-fn open_like(path: &Path) -> Result<Checkpoint> {
-    let options = ReadOptions { series: SeriesChoice::Model, want: Want::Model, ..ReadOptions::default() };
-    Checkpoint::open(path, &options).map_err(|error| error.within(path))
 }
 
 fn patterns(texts: &[String]) -> Result<Vec<Pattern>> {

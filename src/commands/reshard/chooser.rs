@@ -16,11 +16,15 @@ use crate::layout::{LayoutError, MeshDim, Placement, PlacementSpec};
 use crate::quantity::count;
 use crate::select::{Wrappers, with_clean};
 
+use super::like::{Like, is_whole_anyway};
+
 /// Chooses the placements of each tensor, and remembers what to tell the user.
 pub struct Chooser<'a> {
     catalog: &'a Catalog,
     layout: &'a TargetLayout,
     wrappers: Wrappers,
+    /// A checkpoint whose tensors say how those without a rule lie.
+    like: Option<Like<'a>>,
     /// Tensors that ranks share in the source; empty where it does not tell those from what every rank has.
     shared: HashSet<Fqn>,
     model_root: Path,
@@ -59,6 +63,7 @@ impl<'a> Chooser<'a> {
             catalog,
             layout,
             wrappers,
+            like: None,
             shared,
             model_root: found.root,
             parameters: found.tensors.into_iter().collect(),
@@ -82,6 +87,10 @@ impl<'a> Chooser<'a> {
         });
         chooser.trained = trained;
         chooser
+    }
+
+    pub fn like(self, like: Option<Like<'a>>) -> Self {
+        Self { like, ..self }
     }
 
     /// The distinct tiles of a tensor, for a format that stores those.
@@ -130,6 +139,11 @@ impl<'a> Chooser<'a> {
             chosen => chosen?,
         };
         self.names.push(path.to_string());
+        if chosen.rule.is_none()
+            && let Some(layout) = self.as_like(path, entry, owner.as_ref())?
+        {
+            return Ok(layout);
+        }
         if chosen.rule.is_none() {
             let shared = self.shared.contains(&entry.fqn) || sharding.is_some();
             let as_it_is = matches!(self.layout.fallback, Fallback::Source);
@@ -146,14 +160,38 @@ impl<'a> Chooser<'a> {
                 return Ok(RankLayout::Plain);
             }
         }
-        let slice = sharding.and_then(|sharding| self.slice(sharding, &chosen.placements));
+        let slice = sharding.and_then(|sharding| self.slice(self.catalog, sharding, &chosen.placements));
         Ok(RankLayout::Distributed { placements: chosen.placements, slice })
+    }
+
+    /// How --like has it; `None` where the fallback is to say it.
+    fn as_like(&mut self, path: &Path, entry: &TensorEntry, owner: Option<&Owner>) -> Result<Option<RankLayout>> {
+        let in_model = Some(self.in_model(path)).filter(|name| self.parameters.contains_key(name));
+        let Some(like) = &mut self.like else { return Ok(None) };
+        let parameter = owner.and_then(|owner| owner.name.as_ref());
+        let Some(found) = like.find(path, in_model.as_ref(), parameter, entry)? else {
+            // State of another shape than its parameter has nothing to follow.
+            let parameter = owner.and_then(|owner| owner.id).map(|id| self.catalog.tensor(id));
+            if parameter.is_some_and(|known| known.shape != entry.shape) || is_whole_anyway(path, entry) {
+                return Ok(Some(RankLayout::Plain));
+            }
+            if matches!(self.layout.fallback, Fallback::Source) {
+                like.miss(path, in_model.as_ref());
+                return Ok(Some(RankLayout::Plain));
+            }
+            return Ok(None);
+        };
+        let (catalog, Some(sharding)) = (like.catalog, &found.sharding) else { return Ok(Some(RankLayout::Plain)) };
+        let source = SourceLayout { mesh: catalog.mesh(sharding), placements: &sharding.placements };
+        let placements = self.layout.as_in(source);
+        let slice = self.slice(catalog, sharding, &placements);
+        Ok(Some(RankLayout::Distributed { placements, slice }))
     }
 
     /// A tensor on a slice of its mesh (norms under FSDP over TP) stays on the dims of the same names, where it is
     /// replicated on the others.
-    fn slice(&self, sharding: &Sharding, placements: &[Placement]) -> Option<Vec<MeshDim>> {
-        let names = self.catalog.mesh(sharding).names()?;
+    fn slice(&self, of: &Catalog, sharding: &Sharding, placements: &[Placement]) -> Option<Vec<MeshDim>> {
+        let names = of.mesh(sharding).names()?;
         let dims = sharding.slice.as_ref()?.iter().map(|dim| self.layout.mesh.dim_by_name(&names[dim.0]));
         let dims: Vec<MeshDim> = dims.collect::<Option<_>>()?;
         let outside = |dim: &usize| !dims.contains(&MeshDim(*dim));
@@ -208,6 +246,7 @@ impl<'a> Chooser<'a> {
             ));
         }
         self.check_fallback()?;
+        self.like.map_or(Ok(()), Like::finish)?;
         let mut notes = Vec::new();
         if self.misfits > 0 {
             let number = count(self.misfits, "tensor");

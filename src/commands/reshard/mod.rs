@@ -1,6 +1,9 @@
 //! `reshard`: another mesh, other placements; everything is carried.
 
 mod chooser;
+mod flat;
+mod like;
+mod target;
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -15,17 +18,20 @@ use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
 use crate::catalog::path::key_text;
-use crate::catalog::{Catalog, Dict, Fqn, Key, OutputFile, Path, Reservation, TensorEntry, Value};
+use crate::catalog::{Catalog, Dict, Fqn, Key, OutputFile, Path, Reservation, TensorEntry, TensorId, Value};
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
 use crate::exec::staging::Shape;
-use crate::format::{Content, Format, RankName, RankNames, SeriesChoice, Want, dcp, torch};
-use crate::layout::target::{Fallback, Rule, TargetLayout};
-use crate::layout::{DeviceMesh, Pattern, Rank, parse_placements};
+use crate::format::{Checkpoint, Content, Format, RankName, RankNames, SeriesChoice, Want, dcp, torch};
+use crate::layout::DeviceMesh;
+use crate::layout::target::TargetLayout;
 use crate::quantity::human_bytes;
 use crate::select::{Root, Wrappers};
 use chooser::Chooser;
+use like::Like;
+pub use target::own_mesh;
+use target::target_layout;
 
 pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
@@ -36,12 +42,19 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
         wrappers: Wrappers::Match,
         without_gradients: false,
     };
-    let mut source = Source::open(&args.convert, defaults, &run)?;
+    let mut source = Source::open(&args.convert, args.like.as_deref(), defaults, &run)?;
+    if let Some(filler) = &args.fill_from {
+        source = source.fill_from(filler, &args.convert, &run)?;
+    }
+    if let Some(like) = &args.like {
+        source.lay_out_like(like, &args.convert, &run)?;
+    }
     let destination = args.convert.dst.as_deref();
-    let to = target_format(&args.convert.destination, destination, default_format(source.checkpoint.format))?;
+    let to = target_format(&args.convert.destination, destination, default_format(model_of(&source).format))?;
     let ranks = match to {
         Format::Dcp => Ranks::Together,
         Format::TorchRanks => Ranks::Apart,
+        Format::FsdpFlat => return flat::run(args, &mut source, &run),
         Format::DcpHf => return Err(not_written(to)),
         _ => {
             return Err(Error::usage(
@@ -53,10 +66,11 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     };
     check_tied(args.convert.tied, to)?;
     source.settle(args.convert.checks, ranks, &run)?;
-    let layout = target_layout(args, &source.wanted.catalog)?;
+    let layout = target_layout(args, &source)?;
     let world_size = ranks_of(&layout.mesh);
     let mut notes = source.settled.notes((to == Format::TorchRanks).then_some(world_size));
-    notes.extend(renamed_dims(&source.wanted.catalog, &layout.mesh).filter(|_| to == Format::TorchRanks));
+    let renamed = renamed_dims(&source.wanted.catalog, &layout.mesh);
+    notes.extend(renamed.filter(|_| to == Format::TorchRanks && source.like.is_none()));
     let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
     check_room(&source, &layout.mesh, to, args.convert.source.max_memory.0)?;
     let (mut reservation, more) = reserve(&source, &layout, wrappers, to)?;
@@ -77,7 +91,8 @@ fn reserve(
     let wanted = &source.wanted.catalog;
     let world_size = ranks_of(&layout.mesh);
     let style = style(source)?;
-    let mut chooser = Chooser::new(wanted, layout, wrappers, shared(source));
+    let like = source.like.as_ref().map(|like| Like::new(like, wrappers));
+    let mut chooser = Chooser::new(wanted, layout, wrappers, shared(source)).like(like);
     let mut whole = Reservation::default();
     for part in parts(source, to) {
         let full = |path: &Path| Path(part.at.0.iter().chain(&path.0).cloned().collect());
@@ -104,17 +119,22 @@ fn shared(source: &Source) -> HashSet<Fqn> {
     if source.checkpoint.format != Format::TorchRanks {
         return HashSet::new();
     }
-    let pairs = source.checkpoint.catalog.tensors.iter().zip(&source.wanted.catalog.tensors);
+    let wishes = (0..).map(TensorId).zip(&source.wanted.catalog.tensors);
     let is_shared = |entry: &TensorEntry| {
         entry.sharding.is_some() || entry.chunks.iter().any(|chunk| chunk.tile.sizes() != entry.shape)
     };
-    pairs.filter(|(entry, _)| is_shared(entry)).map(|(_, wish)| wish.fqn.clone()).collect()
+    wishes.filter(|(id, _)| is_shared(source.layout_of(*id))).map(|(_, wish)| wish.fqn.clone()).collect()
+}
+
+/// The checkpoint whose format, and forms of it, are those of the result.
+fn model_of(source: &Source) -> &Checkpoint {
+    source.like.as_ref().unwrap_or(&source.checkpoint)
 }
 
 /// Rank files are written for the PyTorch, and with the device, of the rank files they come from.
 pub fn style(source: &Source) -> Result<torch::Style> {
-    let files = &source.checkpoint.files;
-    let first = files.ids().next().filter(|_| source.checkpoint.format == Format::TorchRanks);
+    let Checkpoint { files, format, .. } = model_of(source);
+    let first = files.ids().next().filter(|_| *format == Format::TorchRanks);
     let known = first.map(|first| torch::Style::of_file(files, first)).transpose()?;
     Ok(known.flatten().unwrap_or_default())
 }
@@ -169,7 +189,7 @@ pub struct Target {
 /// The state dict divided as it was in the source, as far as the target format divides at all.
 pub fn parts(source: &Source, to: Format) -> Vec<Target> {
     let state = &source.wanted.catalog.state;
-    let parts = &source.checkpoint.parts;
+    let parts = &model_of(source).parts;
     let whole = |names| Target { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
     if to.has_rank_files() {
         let known: Vec<(&str, RankNames)> = parts
@@ -194,8 +214,9 @@ pub fn parts(source: &Source, to: Format) -> Vec<Target> {
                 })
                 .collect(),
             None => {
-                let own = parts.first().filter(|_| parts.len() == 1).and_then(|part| part.names.clone());
-                vec![whole(Some(own.unwrap_or_else(|| RankNames::new_series("model"))))]
+                let only = || parts.first().filter(|_| parts.len() == 1).and_then(|part| part.names.clone());
+                let model = || source.like.is_some().then(|| names_of("model"));
+                vec![whole(only().or_else(model).or_else(|| Some(RankNames::new_series("model"))))]
             }
         };
     }
@@ -279,88 +300,6 @@ fn default_format(source: Format) -> Format {
         Format::FsdpFlat => Format::FsdpFlat,
         Format::Dcp | Format::Torch | Format::Safetensors | Format::DcpHf => Format::Dcp,
     }
-}
-
-/// The mesh that all DTensors of the source share.
-pub fn own_mesh(catalog: &Catalog) -> Result<DeviceMesh> {
-    match catalog.meshes.as_slice() {
-        [one] => Ok(one.clone()),
-        meshes => Err(Error::usage(
-            format!("no --mesh is given, and SRC has {} meshes of its own", meshes.len()),
-            "say it with --mesh, such as --mesh fsdp=8 or --mesh dp=4,tp=2",
-        )),
-    }
-}
-
-/// Mesh and rules from the command line.
-fn target_layout(args: &Reshard, catalog: &Catalog) -> Result<TargetLayout> {
-    let mut mesh = match args.mesh.as_slice() {
-        [one] => DeviceMesh::parse(one)?,
-        [] => own_mesh(catalog)?,
-        [first, second, ..] => {
-            return Err(Error::usage(
-                format!("--mesh {first} and --mesh {second}: two meshes"),
-                format!("dims of one mesh have commas between them: --mesh {first},{second}"),
-            ));
-        }
-    };
-    if !args.mesh_ranks.is_empty() {
-        let ranks = args.mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
-        mesh = DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec))?;
-    }
-    let mut rules = Vec::new();
-    let mut fallback = None;
-    for text in &args.placements {
-        match text.rsplit_once('=').filter(|(_, list)| parse_placements(list).is_ok()) {
-            Some((pattern, list)) if parse_placements(text).is_err() => {
-                rules.push(Rule { pattern: Pattern::parse(pattern.trim())?, placements: parse_placements(list)? });
-            }
-            _ => {
-                if fallback.replace(parse_placements(text)?).is_some() {
-                    return Err(Error::usage(
-                        format!("--placements {text}: a second fallback"),
-                        "give one list for every tensor, and PATTERN=LIST for the exceptions",
-                    ));
-                }
-            }
-        }
-    }
-    let fallback = match fallback {
-        Some(list) => Fallback::Placements(list),
-        None => default_fallback(&mesh, catalog)?,
-    };
-    Ok(TargetLayout::new(mesh, rules, fallback)?)
-}
-
-/// Without a list for every tensor: the source's placements where its mesh dims have the same names, else S(0) on a
-/// mesh of one dim. Never everything replicated in silence.
-fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
-    let mut own: Vec<&String> = mesh.names().map(|names| names.iter().collect()).unwrap_or_default();
-    own.sort();
-    let known = |entry: &&TensorEntry| entry.sharding.is_some();
-    let mut sharded = catalog.tensors.iter().filter(known).peekable();
-    let any = sharded.peek().is_some();
-    let same_names = any
-        && sharded.all(|entry| {
-            let names = entry.sharding.as_ref().and_then(|sharding| catalog.mesh(sharding).names());
-            names.is_some_and(|names| names.iter().all(|name| own.contains(&name)))
-        });
-    if same_names {
-        return Ok(Fallback::Source);
-    }
-    if mesh.ndim() == 1 {
-        return Ok(Fallback::Placements(parse_placements("S(0)")?));
-    }
-    let several: Vec<&str> = mesh.shape().iter().map(|_| "R").collect();
-    let (sharded_first, replicated_first) = (several.join(",").replacen('R', "S(0)", 1), {
-        let mut list = several.clone();
-        list[mesh.ndim() - 1] = "S(0)";
-        list.join(",")
-    });
-    Err(Error::usage(
-        format!("--mesh {mesh}: the source does not say how tensors lie on these mesh dims"),
-        format!("say it for every tensor: --placements '{sharded_first}' or --placements '{replicated_first}'"),
-    ))
 }
 
 #[cfg(test)]

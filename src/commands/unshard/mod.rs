@@ -25,7 +25,7 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
         wrappers: Wrappers::Cut,
         without_gradients: !args.with_grads,
     };
-    let mut source = Source::open(&args.convert, defaults, &run)?;
+    let mut source = Source::open(&args.convert, args.shapes.like.as_deref(), defaults, &run)?;
     let in_rank_files = args.all_ranks || !args.unit.is_empty();
     source.settle(args.convert.checks, if in_rank_files { Ranks::Apart } else { Ranks::Together }, &run)?;
     let destination = args.convert.dst.as_deref();
