@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 
 use crate::catalog::{Key, Path, TensorId, Value, model, path};
-use crate::nearest::nearest;
+use crate::nearest;
 use crate::select::{Wrappers, clean_name};
 
 /// What a name was found to be.
@@ -66,10 +66,7 @@ impl Names {
             None => (path.to_string(), &self.whole),
         };
         let names: Vec<String> = lookup.exact.keys().cloned().collect();
-        match nearest(&name, &names).as_slice() {
-            [] => String::from("there are no names at all"),
-            names => format!("the nearest names are {}", names.join(", ")),
-        }
+        nearest::listed(&name, &names)
     }
 }
 

@@ -87,7 +87,7 @@ impl Source {
 
     /// Every checkpoint that is read, and what to call it.
     #[must_use]
-    pub fn read(&self) -> Vec<(&'static str, &Path)> {
+    pub fn paths_read(&self) -> Vec<(&'static str, &Path)> {
         fn both<'a>(name: &'static str, root: &'a Path, given: Option<&'a PathBuf>) -> Vec<(&'static str, &'a Path)> {
             [Some(root), given.map(PathBuf::as_path)].into_iter().flatten().map(|path| (name, path)).collect()
         }

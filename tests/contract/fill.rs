@@ -251,6 +251,53 @@ fn tied_names_stay_tied() {
 }
 
 #[test]
+fn names_that_are_tied_in_the_edited_file_only_stay_apart() {
+    let desk = Desk::new();
+    let tied = fixture("torch_file/model.pt");
+    let (flat, apart) = (desk.path("flat.safetensors"), desk.path("apart"));
+    succeed("consolidate", &[&tied, &flat], "--assets none --include {embed,head,norm}");
+    succeed("reshard", &[&flat, &apart], "--mesh fsdp=2 --to torch-ranks");
+    let options = format!("--include {{embed,head}} {}", both(&apart));
+    let made = desk.make("reshard", &tied, "made", &options);
+    assert_eq!(bytes_of(&made.path), bytes_of(&apart));
+    assert!(!made.closing().contains("left out"), "{}", made.closing());
+    holds(&made.run.stderr, &["names of ", "not taken"]);
+}
+
+#[test]
+fn objects_come_from_the_edited_checkpoint_where_it_has_them() {
+    let desk = Desk::new();
+    let (source, sharded) = (fixture("torch_file/trainer.pt"), desk.path("sharded"));
+    succeed("reshard", &[&source, &sharded], "--mesh fsdp=2 --placements S(0)");
+    let made = desk.make("reshard", &source, "same", &both_with_mesh(&sharded));
+    assert_eq!(bytes_of(&made.path), bytes_of(&sharded));
+    let model = desk.path("model");
+    succeed("reshard", &[&source, &model], "--mesh fsdp=2 --include model");
+    let words = ["no object of this name", "--exclude"];
+    desk.refuse("reshard", &source, "x", &format!("--exclude {{optimizer,rng}} {}", both_with_mesh(&model)), &words);
+}
+
+/// A DCP directory to fill from, and the mesh that it does not tell.
+fn both_with_mesh(sharded: &Path) -> String {
+    format!("--mesh fsdp=2 --placements S(0) --fill-from {}", sharded.display())
+}
+
+#[test]
+fn a_name_that_means_two_tensors_is_refused() {
+    let desk = Desk::new();
+    let (flat, sharded) = (desk.vectors("flat.safetensors", &[("x", 4), ("model.x", 4), ("y", 2)]), desk.path("s"));
+    succeed("reshard", &[&flat, &sharded], "--mesh fsdp=2 --to torch-ranks --nest model");
+    let one = desk.vectors("one.safetensors", &[("unused", 4), ("model.x", 4)]);
+    let options = format!("--exclude unused {}", both(&sharded));
+    desk.refuse("reshard", &one, "x", &options, &["model.x", "model.model.x", "--nest model", "--root model"]);
+    let new = read(&one).remove("model.x").unwrap();
+    let made = desk.make("reshard", &one, "nested", &format!("{options} --nest model"));
+    assert_eq!(made.tensors()["model.model.x"], new);
+    let made = desk.make("reshard", &one, "rooted", &format!("--root model {}", both(&sharded)));
+    assert_eq!(made.tensors()["model.x"], new);
+}
+
+#[test]
 fn wrapper_prefixes_do_not_keep_names_apart() {
     let desk = Desk::new();
     let (plain, wrapped) = (desk.vectors("plain.safetensors", &[("a.w", 4), ("b.w", 6)]), desk.path("wrapped"));
@@ -276,7 +323,8 @@ fn like_lays_out_as_another_checkpoint() {
     for (name, tensor) in new["tensors"].as_object().unwrap() {
         // The optimizer of a DCP directory knows its parameters by name, that of rank files by number.
         let parameter = name.strip_prefix("optim.state.").and_then(|rest| Some(rest.rsplit_once('.')?.0));
-        let parameter = parameter.filter(|_| !name.ends_with(".step")).map(|name| format!("model.{name}"));
+        let parameter =
+            parameter.filter(|_| name.rsplit_once('.').unwrap().1 != "step").map(|name| format!("model.{name}"));
         let expected = &old["tensors"][parameter.as_ref().unwrap_or(name)];
         assert_eq!(tensor["placements"], expected["placements"], "{name}");
     }

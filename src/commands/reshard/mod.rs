@@ -43,7 +43,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
         source.lay_out_like(like, &args.convert, &run)?;
     }
     let destination = args.convert.dst.as_deref();
-    let to = target_format(&args.convert.destination, destination, default_format(model_of(&source).format))?;
+    let to = target_format(&args.convert.destination, destination, default_format(example_of(&source).format))?;
     let ranks = match to {
         Format::Dcp => Ranks::Together,
         Format::TorchRanks => Ranks::Apart,
@@ -119,13 +119,13 @@ fn shared(source: &Source) -> HashSet<Fqn> {
 }
 
 /// The checkpoint whose format, and forms of it, are those of the result.
-fn model_of(source: &Source) -> &Checkpoint {
+fn example_of(source: &Source) -> &Checkpoint {
     source.like.as_ref().unwrap_or(&source.checkpoint)
 }
 
 /// Rank files are written for the PyTorch, and with the device, of the rank files they come from.
 fn style(source: &Source) -> Result<torch::Style> {
-    let Checkpoint { files, format, .. } = model_of(source);
+    let Checkpoint { files, format, .. } = example_of(source);
     let first = files.ids().next().filter(|_| *format == Format::TorchRanks);
     let known = first.map(|first| torch::Style::of_file(files, first)).transpose()?;
     Ok(known.flatten().unwrap_or_default())
@@ -181,7 +181,7 @@ struct Target {
 /// The state dict divided as it was in the source, as far as the target format divides at all.
 fn parts(source: &Source, to: Format) -> Vec<Target> {
     let state = &source.wanted.catalog.state;
-    let parts = &model_of(source).parts;
+    let parts = &example_of(source).parts;
     let whole = |names| Target { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
     if to == Format::TorchRanks {
         let known: Vec<(&str, RankNames)> = parts
