@@ -7,6 +7,7 @@
 //! Invariant: everything that is taken of SRC has its place in FILLER, in the same shape and dtype, or it is an error.
 
 use std::collections::{BTreeMap, HashSet};
+use std::fmt;
 use std::path::PathBuf;
 
 use super::input;
@@ -217,7 +218,8 @@ impl Filling<'_> {
         let (ours, theirs) = (self.source.wanted.catalog.tensor(tensor.id), self.filler.catalog.tensor(id));
         if ours.shape != theirs.shape {
             let hint = "--exclude leaves it out, and that of --fill-from stays";
-            return Err(self.misfit(&tensor.path, "the shape", &theirs.shape, &ours.shape, hint));
+            let [theirs, ours] = [theirs, ours].map(|entry| format!("{:?}", entry.shape));
+            return Err(self.misfit(&tensor.path, "the shape", &theirs, &ours, hint));
         }
         if ours.dtype != theirs.dtype {
             let (name, dtype) = (&self.source.checkpoint.catalog.tensor(tensor.id).fqn, theirs.dtype);
@@ -251,8 +253,8 @@ impl Filling<'_> {
         &self,
         path: &Path,
         what: &'static str,
-        theirs: &dyn std::fmt::Debug,
-        ours: &dyn std::fmt::Debug,
+        theirs: &dyn fmt::Display,
+        ours: &dyn fmt::Display,
         hint: &str,
     ) -> Error {
         let (source, filler) = (self.source.checkpoint.root.display(), self.filler.root.display());
@@ -260,7 +262,7 @@ impl Filling<'_> {
             fqn: path.to_string(),
             what,
             between: format!("{filler} and {source}"),
-            detail: format!("expected {theirs:?}, found {ours:?}"),
+            detail: format!("expected {theirs}, found {ours}"),
             hint: Some(hint.to_owned()),
         }
     }
@@ -268,7 +270,7 @@ impl Filling<'_> {
     fn other(&self, path: &Path, what: &'static str, theirs: &Value, ours: &Value) -> Error {
         let hint = "--exclude leaves it out, and that of --fill-from stays";
         let [theirs, ours] = [theirs, ours].map(|value| format!("{value:.60}"));
-        self.misfit(path, what, &format_args!("{theirs}"), &format_args!("{ours}"), hint)
+        self.misfit(path, what, &theirs, &ours, hint)
     }
 
     fn unknown(&self, what: &str, path: &Path, number: usize, nearest: &str) -> Error {

@@ -205,7 +205,7 @@ fn what_does_not_fit_is_refused() {
             *dtype = safetensors::Dtype::F64;
             *bytes = bytes.repeat(2);
         },
-        &[EDITED, "the dtype differs", "expected F32, found F64", "--dtype 'blocks.0.w1.weight=f32'"],
+        &[EDITED, "the dtype differs", "expected f32, found f64", "--dtype 'blocks.0.w1.weight=f32'"],
     );
     refuse(
         &|tensors| {

@@ -35,13 +35,8 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
     let defaults =
         Defaults { want: Want::All, series: SeriesChoice::All, root: Root::Whole, wrappers: Wrappers::Match };
-    let mut source = Source::open(&args.convert, defaults, &run)?;
-    if let Some(filler) = &args.fill_from {
-        source = source.fill_from(filler, &args.convert, &run)?;
-    }
-    if let Some(like) = &args.like {
-        source.lay_out_like(like, &args.convert, &run)?;
-    }
+    let source = Source::open(&args.convert, defaults, &run)?;
+    let mut source = source.with(args.fill_from.as_deref(), args.like.as_deref(), &args.convert, &run)?;
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, default_format(example_of(&source).format))?;
     let ranks = match to {

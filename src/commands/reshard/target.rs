@@ -11,11 +11,12 @@ use crate::layout::target::{Fallback, Rule, TargetLayout};
 use crate::layout::{DeviceMesh, Pattern, Rank, parse_placements};
 
 /// The mesh that all DTensors of the source share.
-fn own_mesh(catalog: &Catalog) -> Result<DeviceMesh> {
-    match catalog.meshes.as_slice() {
+fn own_mesh(source: &Source) -> Result<DeviceMesh> {
+    let name = if source.filled.is_some() { "the checkpoint of --fill-from" } else { "SRC" };
+    match source.wanted.catalog.meshes.as_slice() {
         [one] => Ok(one.clone()),
         meshes => Err(Error::usage(
-            format!("no --mesh is given, and SRC has {} meshes of its own", meshes.len()),
+            format!("no --mesh is given, and {name} has {} meshes of its own", meshes.len()),
             "say it with --mesh, such as --mesh fsdp=8 or --mesh dp=4,tp=2",
         )),
     }
@@ -72,7 +73,7 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<TargetLayout> {
     let mut mesh = match (args.mesh.as_slice(), &source.like) {
         ([one], None) => DeviceMesh::parse(one)?,
         ([one], Some(like)) => check_dims(DeviceMesh::parse(one)?, like)?,
-        ([], None) => own_mesh(catalog)?,
+        ([], None) => own_mesh(source)?,
         ([], Some(like)) => mesh_of(like)?,
         ([first, second, ..], _) => {
             return Err(Error::usage(
