@@ -38,10 +38,10 @@ fn invert(stored: &mut Stored) {
 const EDITED: &str = "blocks.0.w1.weight";
 
 /// The model of a sharded checkpoint in one file, one tensor of it edited.
-fn edited(desk: &Desk, sharded: &Path) -> PathBuf {
+fn edited(desk: &Desk, sharded: &Path, name: &str) -> PathBuf {
     let path = desk.path("edited.safetensors");
     succeed("consolidate", &[sharded, &path], "--assets none --overwrite");
-    edit(&path, |tensors| invert(tensors.get_mut(EDITED).unwrap()));
+    edit(&path, |tensors| invert(tensors.get_mut(name).unwrap()));
     path
 }
 
@@ -50,12 +50,24 @@ fn both(sharded: &Path) -> String {
     format!("--like {0} --fill-from {0}", sharded.display())
 }
 
+/// The same files, objects, meshes and placements.
+fn check_layout(found: &Path, sharded: &Path) {
+    assert_eq!(names_below(found), names_below(sharded));
+    let (new, old) = (inspect(found, ""), inspect(sharded, ""));
+    let at = sharded.display();
+    assert_eq!((&new["meshes"], &new["objects"]), (&old["meshes"], &old["objects"]), "{at}");
+    for (name, tensor) in old["tensors"].as_object().unwrap() {
+        for key in ["dtype", "shape", "placements", "mesh"] {
+            assert_eq!(new["tensors"][name][key], tensor[key], "{at}: {key} of {name}");
+        }
+    }
+}
+
 /// All that is not edited is as it was, and what is edited is as in the file.
-fn check_edited(found: &Tensors, sharded: &Path, edited: &Path) {
+fn check_edited(found: &Tensors, sharded: &Path, edited: &Path, name: &str) {
     let mut expected = read(sharded);
-    let name = format!("model.{EDITED}");
-    let new = read(edited).remove(EDITED).unwrap();
-    let old = expected.insert(name, new.clone()).unwrap();
+    let new = read(edited).remove(name).unwrap();
+    let old = expected.insert(format!("model.{name}"), new.clone()).unwrap();
     assert_ne!(old.digest, new.digest);
     assert_same(found, &expected, "only one tensor is another");
 }
@@ -65,19 +77,32 @@ fn an_edited_model_goes_back_into_rank_files() {
     let desk = Desk::new();
     for case in ["fsdp_tp", "fsdp4", "hsdp", "tp2"] {
         let sharded = fixture(case).join("ranks");
-        let edited = edited(&desk, &sharded);
+        let edited = edited(&desk, &sharded, EDITED);
         let made = desk.make("reshard", &edited, case, &both(&sharded));
-        check_edited(&made.tensors(), &sharded, &edited);
-        assert_eq!(names_below(&made.path), names_below(&sharded), "{case}");
-        let (new, old) = (inspect(&made.path, ""), inspect(&sharded, ""));
-        assert_eq!(new["mesh"], old["mesh"]);
-        assert_eq!(new["objects"], old["objects"]);
-        for (name, tensor) in old["tensors"].as_object().unwrap() {
-            for key in ["dtype", "shape", "placements", "mesh"] {
-                assert_eq!(new["tensors"][name][key], tensor[key], "{case}: {key} of {name}");
-            }
-        }
+        check_edited(&made.tensors(), &sharded, &edited, EDITED);
+        check_layout(&made.path, &sharded);
         holds(&made.run.stderr, &[" from ", "edited.safetensors, "]);
+    }
+}
+
+#[test]
+fn the_mesh_is_found_where_files_do_not_record_what_is_a_slice_of_it() {
+    let desk = Desk::new();
+    for version in ["2.5.1", "2.9.1", "2.10.0", "2.12.0"] {
+        let sharded = fixture("compat").join(format!("torch-{version}/fsdp_tp/ranks"));
+        if !sharded.is_dir() {
+            continue;
+        }
+        let edited = edited(&desk, &sharded, "head.weight");
+        for (name, options) in [("like", both(&sharded)), ("fill", format!("--fill-from {}", sharded.display()))] {
+            let made = desk.make("reshard", &edited, &format!("{name}-{version}"), &options);
+            check_edited(&made.tensors(), &sharded, &edited, "head.weight");
+            let found = inspect(&made.path, "--brief");
+            assert_eq!(found["mesh"], serde_json::json!([["dp", 2], ["tp", 2]]), "{version}");
+            // Before 2.10 a slice is written as the whole, which it cannot name.
+            let norm = &found["tensors"]["model.norm.weight"]["placements"];
+            assert!(norm == "S(0)" || norm == "S(0),R", "{version}: {norm}");
+        }
     }
 }
 
@@ -105,14 +130,14 @@ fn nothing_edited_gives_the_same_files_again() {
 fn an_edited_model_goes_back_into_dcp() {
     let desk = Desk::new();
     let sharded = fixture("fsdp_tp/dcp");
-    let edited = edited(&desk, &sharded);
+    let edited = edited(&desk, &sharded, EDITED);
     // A DCP directory has no placements of its own.
     let mesh = format!("--like {} --fill-from {}", fixture("fsdp_tp/ranks").display(), sharded.display());
     let made = desk.make("reshard", &edited, "like", &format!("{mesh} --to dcp"));
-    check_edited(&made.tensors(), &sharded, &edited);
+    check_edited(&made.tensors(), &sharded, &edited, EDITED);
     let mesh = format!("--mesh fsdp=3 --fill-from {}", sharded.display());
     let made = desk.make("reshard", &edited, "meshed", &mesh);
-    check_edited(&made.tensors(), &sharded, &edited);
+    check_edited(&made.tensors(), &sharded, &edited, EDITED);
     assert_eq!(made.closing().split(',').next().unwrap(), "wrote 4 files");
 }
 
@@ -120,7 +145,7 @@ fn an_edited_model_goes_back_into_dcp() {
 fn the_layout_of_what_fills_is_the_default() {
     let desk = Desk::new();
     let sharded = fixture("fsdp_tp/ranks");
-    let edited = edited(&desk, &sharded);
+    let edited = edited(&desk, &sharded, EDITED);
     let filled = desk.make("reshard", &edited, "filled", &format!("--fill-from {}", sharded.display()));
     let like = desk.make("reshard", &edited, "like", &both(&sharded));
     assert_eq!(bytes_of(&filled.path), bytes_of(&like.path));
@@ -183,7 +208,7 @@ fn files_and_sums_of_both_are_checked() {
 fn what_does_not_fit_is_refused() {
     let desk = Desk::new();
     let sharded = fixture("fsdp_tp/ranks");
-    let path = edited(&desk, &sharded);
+    let path = edited(&desk, &sharded, EDITED);
     let original = fs::read(&path).unwrap();
     let options = both(&sharded);
     let refuse = |change: &dyn Fn(&mut BTreeMap<String, Stored>), words: &[&str]| {
@@ -359,7 +384,7 @@ fn nothing_is_written_into_what_is_read() {
     let desk = Desk::new();
     let sharded = desk.path("sharded");
     copy_folder(&fixture("fsdp4/ranks"), &sharded);
-    let edited = edited(&desk, &sharded);
+    let edited = edited(&desk, &sharded, EDITED);
     for (option, dst) in [("--like", "sharded"), ("--fill-from", "sharded"), ("--fill-from", "sharded/inside")] {
         let options = format!("{option} {} --overwrite", sharded.display());
         desk.refuse("reshard", &edited, dst, &options, &["the destination", option]);
