@@ -118,7 +118,7 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
         return Ok(Status::Done);
     }
     let destination = dst.expect("clap asks for DST unless --dry-run is given");
-    let read = conversion.source.read();
+    let read = conversion.source.paths_read();
     read.iter().try_for_each(|(name, path)| refuse_nesting(name, path, destination))?;
     if read.iter().any(|(_, path)| path.is_file()) {
         // An index stands for the files it names.

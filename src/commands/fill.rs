@@ -7,6 +7,7 @@
 //! Invariant: everything that is taken of SRC has its place in FILLER, in the same shape and dtype, or it is an error.
 
 use std::collections::{BTreeMap, HashSet};
+use std::fmt;
 use std::path::PathBuf;
 
 use super::input;
@@ -18,6 +19,7 @@ use crate::catalog::{Catalog, Dtype, MeshId, Path, TensorEntry, TensorId, Value}
 use crate::error::{Error, Result};
 use crate::exec::{Silent, compare};
 use crate::format::{Checkpoint, Format};
+use crate::nearest;
 use crate::quantity::count;
 use crate::select::{self, Selected, Wrappers, clean_name};
 
@@ -47,23 +49,44 @@ pub fn fill(source: Source, mut filler: Checkpoint, wrappers: Wrappers, run: &Ru
     let taken = filling.tensors()?;
     let objects = filling.objects(&mut wanted.catalog)?;
     let own_values = filling.own_values;
-    let kept: HashSet<TensorId> = wanted.catalog.state.tensor_ids().into_iter().collect();
-    let mut note = format!("{} from {}", count(taken.len(), "tensor"), source.checkpoint.root.display());
-    if objects > 0 {
-        note.push_str(&format!(" and {}", count(objects, "object")));
-    }
-    note.push_str(&format!(", {} from {}", count(kept.len() - taken.len(), "tensor"), filler.root.display()));
-    let mut notes = source.wanted.notes;
-    notes.push(note);
-    if own_values > 0 {
-        notes.push(format!("{} of single ranks left as they are there", count(own_values, "value")));
-    }
-    let Checkpoint { root, resolved_from, format, files, catalog, skipped_series, .. } = source.checkpoint;
+    let notes = notes(&source, &filler, Counts { tensors: taken.len(), objects, own_values });
+    let Checkpoint { root, resolved_from, format, files, catalog, .. } = source.checkpoint;
     let replaced = put(&mut filler.catalog, catalog, &taken, filler.files.append(files));
-    filler.skipped_series = skipped_series;
-    let wanted = Selected { catalog: wanted.catalog, notes, ..source.wanted };
+    // What is not taken of SRC is not left out: FILLER has it.
+    wanted = Selected { notes, casts: source.wanted.casts, ..wanted };
     let filled = Some(Filled { root, resolved_from, format, replaced });
     Ok(Source { checkpoint: filler, wanted, filled, ..source })
+}
+
+/// How much is from SRC.
+struct Counts {
+    tensors: usize,
+    objects: usize,
+    own_values: usize,
+}
+
+/// What the user should know.
+fn notes(source: &Source, filler: &Checkpoint, counts: Counts) -> Vec<String> {
+    let all: HashSet<TensorId> = filler.catalog.state.tensor_ids().into_iter().collect();
+    let objects = if counts.objects > 0 { format!(" and {}", count(counts.objects, "object")) } else { String::new() };
+    let mut notes = source.wanted.notes.clone();
+    notes.push(format!(
+        "{}{objects} from {}, {} from {}",
+        count(counts.tensors, "tensor"),
+        source.checkpoint.root.display(),
+        count(all.len() - counts.tensors, "tensor"),
+        filler.root.display()
+    ));
+    let left_out = &source.wanted.left_out;
+    let not_taken = left_out.tensors.len() + left_out.objects.len();
+    if not_taken > 0 {
+        notes.push(format!("{} of {} not taken", count(not_taken, "name"), source.checkpoint.root.display()));
+    }
+    if counts.own_values > 0 {
+        let values = count(counts.own_values, "value");
+        notes.push(format!("{values} of single ranks not taken: {} has them for each rank", filler.root.display()));
+    }
+    notes
 }
 
 /// Give tensors of `catalog` the content that others have in `from`, whose files come behind `files` others now; gives
@@ -88,7 +111,6 @@ fn put(
         archive.file.0 += files;
         archive
     }));
-    catalog.dropped.extend(from.dropped);
     catalog.warnings.extend(from.warnings);
     replaced
 }
@@ -164,17 +186,16 @@ impl Filling<'_> {
         }
         if let Some(path) = unknown.first() {
             let theirs: Vec<String> = theirs.into_iter().collect();
-            let nearest = format!("the nearest names are {}", super::nearest(&path.to_string(), &theirs).join(", "));
+            let nearest = nearest::listed(&path.to_string(), &theirs);
             return Err(self.unknown("object", path, unknown.len(), &nearest));
         }
         let (mut changed, mut refused) = (0, None);
         path::edit_leaves(&mut filled.state, &mut |path, leaf| {
             match given.get(&self.name(path)) {
                 // Tensors in it are replaced by themselves.
+                Some(value) if leaf.contains_tensor() && leaf.same_but_tensors(value) => {}
                 Some(value) if leaf.contains_tensor() || value.contains_tensor() => {
-                    if !leaf.same_but_tensors(value) {
-                        refused.get_or_insert_with(|| self.other(path, "an object with tensors in it", leaf, value));
-                    }
+                    refused.get_or_insert_with(|| self.other(path, "an object with tensors in it", leaf, value));
                 }
                 Some(value) if leaf != *value => {
                     changed += 1;
@@ -197,7 +218,8 @@ impl Filling<'_> {
         let (ours, theirs) = (self.source.wanted.catalog.tensor(tensor.id), self.filler.catalog.tensor(id));
         if ours.shape != theirs.shape {
             let hint = "--exclude leaves it out, and that of --fill-from stays";
-            return Err(self.misfit(&tensor.path, "the shape", &theirs.shape, &ours.shape, hint));
+            let [theirs, ours] = [theirs, ours].map(|entry| format!("{:?}", entry.shape));
+            return Err(self.misfit(&tensor.path, "the shape", &theirs, &ours, hint));
         }
         if ours.dtype != theirs.dtype {
             let (name, dtype) = (&self.source.checkpoint.catalog.tensor(tensor.id).fqn, theirs.dtype);
@@ -231,8 +253,8 @@ impl Filling<'_> {
         &self,
         path: &Path,
         what: &'static str,
-        theirs: &dyn std::fmt::Debug,
-        ours: &dyn std::fmt::Debug,
+        theirs: &dyn fmt::Display,
+        ours: &dyn fmt::Display,
         hint: &str,
     ) -> Error {
         let (source, filler) = (self.source.checkpoint.root.display(), self.filler.root.display());
@@ -240,7 +262,7 @@ impl Filling<'_> {
             fqn: path.to_string(),
             what,
             between: format!("{filler} and {source}"),
-            detail: format!("expected {theirs:?}, found {ours:?}"),
+            detail: format!("expected {theirs}, found {ours}"),
             hint: Some(hint.to_owned()),
         }
     }
@@ -248,7 +270,7 @@ impl Filling<'_> {
     fn other(&self, path: &Path, what: &'static str, theirs: &Value, ours: &Value) -> Error {
         let hint = "--exclude leaves it out, and that of --fill-from stays";
         let [theirs, ours] = [theirs, ours].map(|value| format!("{value:.60}"));
-        self.misfit(path, what, &format_args!("{theirs}"), &format_args!("{ours}"), hint)
+        self.misfit(path, what, &theirs, &ours, hint)
     }
 
     fn unknown(&self, what: &str, path: &Path, number: usize, nearest: &str) -> Error {

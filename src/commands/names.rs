@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 
 use crate::catalog::{Key, Path, TensorId, Value, model, path};
-use crate::nearest::nearest;
+use crate::nearest;
 use crate::select::{Wrappers, clean_name};
 
 /// What a name was found to be.
@@ -66,10 +66,7 @@ impl Names {
             None => (path.to_string(), &self.whole),
         };
         let names: Vec<String> = lookup.exact.keys().cloned().collect();
-        match nearest(&name, &names).as_slice() {
-            [] => String::from("there are no names at all"),
-            names => format!("the nearest names are {}", names.join(", ")),
-        }
+        nearest::listed(&name, &names)
     }
 }
 
@@ -104,5 +101,55 @@ impl Lookup {
 
     fn get(&self, name: &str) -> Option<TensorId> {
         self.exact.get(name).copied().or_else(|| *self.clean.get(&clean_name(name))?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::catalog::Dict;
+
+    fn dict(entries: &[(&str, Value)]) -> Value {
+        let entries = entries.iter().map(|(key, value)| (Value::Str((*key).into()), value.clone())).collect();
+        Value::Dict(Dict { entries, ..Dict::default() })
+    }
+
+    fn path(keys: &[&str]) -> Path {
+        Path(keys.iter().map(|key| Key::Name((*key).into())).collect())
+    }
+
+    fn found(names: &Names, keys: &[&str], in_model: Option<&str>) -> Found {
+        names.find(&path(keys), in_model)
+    }
+
+    #[test]
+    fn a_tensor_is_found_by_its_name_in_the_model_or_by_its_path() {
+        let [a, b, c] = [0, 1, 2].map(TensorId);
+        let model = dict(&[("_orig_mod.w", Value::Tensor(a)), ("model.w", Value::Tensor(b))]);
+        let state = dict(&[("model", model), ("optim", dict(&[("step", Value::Tensor(c))]))]);
+        let names = Names::new(&state, Wrappers::Match);
+        assert_eq!(found(&names, &["w"], Some("w")), Found::One(a));
+        assert_eq!(found(&names, &["model.model.w"], Some("model.model.w")), Found::One(b));
+        assert_eq!(found(&names, &["model.w"], Some("model.w")), Found::Two(b, a));
+        assert_eq!(found(&names, &["optim.step"], None), Found::One(c));
+        assert_eq!(found(&names, &["step"], Some("step")), Found::Nothing);
+        assert_eq!(names.within_model(&path(&["model", "model.w"])).as_deref(), Some("model.w"));
+        assert_eq!(names.within_model(&path(&["optim", "step"])), None);
+        assert_eq!(found(&Names::new(&state, Wrappers::Keep), &["w"], Some("w")), Found::Nothing);
+    }
+
+    #[test]
+    fn names_that_only_wrappers_keep_apart_stay_apart() {
+        let state = dict(&[("_orig_mod.w", Value::Tensor(TensorId(0))), ("w", Value::Tensor(TensorId(1)))]);
+        let names = Names::new(&state, Wrappers::Match);
+        assert_eq!(names.parameter("w"), Some(TensorId(1)));
+        assert_eq!(names.parameter("_fsdp_wrapped_module.w"), None);
+    }
+
+    #[test]
+    fn the_value_of_a_rank_is_known_by_its_last_key() {
+        assert_eq!(of_all_ranks(&path(&["rng", "rank_3"])), Some(path(&["rng"])));
+        assert_eq!(of_all_ranks(&path(&["rng", "rank_x"])), None);
+        assert_eq!(of_all_ranks(&path(&[])), None);
     }
 }

@@ -59,23 +59,31 @@ impl Source {
         Ok(Self { checkpoint, filled: None, like: None, wanted, settled: Settled::default(), compared: false })
     }
 
-    /// Take what SRC lacks from the checkpoint at `path`.
+    /// Take what SRC lacks from the checkpoint at `filler`, and remember the one at `like`, which is not read again where
+    /// it is the same.
     ///
     /// # Errors
-    /// As reading that, and as [`fill`].
-    pub fn fill_from(self, path: &Path, args: &ConvertArgs, run: &Run<'_>) -> Result<Self> {
-        let filler = open_whole(path, args, run)?;
-        let wrappers = if args.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
-        fill(self, filler, wrappers, run)
-    }
-
-    /// Read the checkpoint at `path` to lay out what is taken like it.
-    ///
-    /// # Errors
-    /// As reading it.
-    pub fn lay_out_like(&mut self, path: &Path, args: &ConvertArgs, run: &Run<'_>) -> Result<()> {
-        self.like = Some(open_whole(path, args, run)?);
-        Ok(())
+    /// As reading those, and as [`fill`].
+    pub fn with(
+        mut self,
+        filler: Option<&Path>,
+        like: Option<&Path>,
+        args: &ConvertArgs,
+        run: &Run<'_>,
+    ) -> Result<Self> {
+        let options = read_options(&args.source, None, SeriesChoice::All, Want::All);
+        let options = ReadOptions { from: None, series: SeriesChoice::All, ..options };
+        if let Some(path) = filler {
+            let filler = open_whole(path, &options, run)?;
+            self.like = like.filter(|like| *like == path).map(|_| filler.clone());
+            let wrappers = if args.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
+            self = fill(self, filler, wrappers, run)?;
+        }
+        if let (Some(path), None) = (like, &self.like) {
+            // Objects do not say how tensors lie.
+            self.like = Some(open_whole(path, &ReadOptions { drop_unknown: true, ..options }, run)?);
+        }
+        Ok(self)
     }
 
     /// Where SRC is, and what.
@@ -89,7 +97,7 @@ impl Source {
 
     /// Every checkpoint that is read, and what to call it.
     #[must_use]
-    pub fn read(&self) -> Vec<(&'static str, &Path)> {
+    pub fn paths_read(&self) -> Vec<(&'static str, &Path)> {
         fn both<'a>(name: &'static str, root: &'a Path, given: Option<&'a PathBuf>) -> Vec<(&'static str, &'a Path)> {
             [Some(root), given.map(PathBuf::as_path)].into_iter().flatten().map(|path| (name, path)).collect()
         }
@@ -211,13 +219,8 @@ impl Source {
 }
 
 /// Read all of a checkpoint that stands beside SRC, which must be whole.
-fn open_whole(path: &Path, args: &ConvertArgs, run: &Run<'_>) -> Result<Checkpoint> {
-    let options = ReadOptions {
-        from: None,
-        series: SeriesChoice::All,
-        ..read_options(&args.source, None, SeriesChoice::All, Want::All)
-    };
-    let checkpoint = Checkpoint::open(path, &options).map_err(|error| error.within(path))?;
+fn open_whole(path: &Path, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
+    let checkpoint = Checkpoint::open(path, options).map_err(|error| error.within(path))?;
     refuse_fragment(&checkpoint)?;
     announce(&checkpoint, run.printer);
     Ok(checkpoint)

@@ -80,7 +80,7 @@ impl fmt::Display for Format {
 }
 
 /// A checkpoint that has been read: what it holds, and the files to take tensor data from.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Checkpoint {
     pub format: Format,
     /// The file or folder that is the checkpoint.

@@ -53,7 +53,7 @@ impl Identity {
     }
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Entry {
     path: PathBuf,
     identity: Identity,
@@ -164,6 +164,13 @@ pub struct Files {
 struct OpenSet {
     files: Vec<Option<Arc<OpenFile>>>,
     recent: std::collections::VecDeque<u32>,
+}
+
+/// The same files, as they were first seen; those that are open are not shared.
+impl Clone for Files {
+    fn clone(&self) -> Self {
+        Self { entries: self.entries.clone(), ..Self::new(self.io) }
+    }
 }
 
 impl Files {

@@ -38,10 +38,10 @@ fn invert(stored: &mut Stored) {
 const EDITED: &str = "blocks.0.w1.weight";
 
 /// The model of a sharded checkpoint in one file, one tensor of it edited.
-fn edited(desk: &Desk, sharded: &Path) -> PathBuf {
+fn edited(desk: &Desk, sharded: &Path, name: &str) -> PathBuf {
     let path = desk.path("edited.safetensors");
     succeed("consolidate", &[sharded, &path], "--assets none --overwrite");
-    edit(&path, |tensors| invert(tensors.get_mut(EDITED).unwrap()));
+    edit(&path, |tensors| invert(tensors.get_mut(name).unwrap()));
     path
 }
 
@@ -50,12 +50,24 @@ fn both(sharded: &Path) -> String {
     format!("--like {0} --fill-from {0}", sharded.display())
 }
 
+/// The same files, objects, meshes and placements.
+fn check_layout(found: &Path, sharded: &Path) {
+    assert_eq!(names_below(found), names_below(sharded));
+    let (new, old) = (inspect(found, ""), inspect(sharded, ""));
+    let at = sharded.display();
+    assert_eq!((&new["meshes"], &new["objects"]), (&old["meshes"], &old["objects"]), "{at}");
+    for (name, tensor) in old["tensors"].as_object().unwrap() {
+        for key in ["dtype", "shape", "placements", "mesh"] {
+            assert_eq!(new["tensors"][name][key], tensor[key], "{at}: {key} of {name}");
+        }
+    }
+}
+
 /// All that is not edited is as it was, and what is edited is as in the file.
-fn check_edited(found: &Tensors, sharded: &Path, edited: &Path) {
+fn check_edited(found: &Tensors, sharded: &Path, edited: &Path, name: &str) {
     let mut expected = read(sharded);
-    let name = format!("model.{EDITED}");
-    let new = read(edited).remove(EDITED).unwrap();
-    let old = expected.insert(name, new.clone()).unwrap();
+    let new = read(edited).remove(name).unwrap();
+    let old = expected.insert(format!("model.{name}"), new.clone()).unwrap();
     assert_ne!(old.digest, new.digest);
     assert_same(found, &expected, "only one tensor is another");
 }
@@ -65,19 +77,32 @@ fn an_edited_model_goes_back_into_rank_files() {
     let desk = Desk::new();
     for case in ["fsdp_tp", "fsdp4", "hsdp", "tp2"] {
         let sharded = fixture(case).join("ranks");
-        let edited = edited(&desk, &sharded);
+        let edited = edited(&desk, &sharded, EDITED);
         let made = desk.make("reshard", &edited, case, &both(&sharded));
-        check_edited(&made.tensors(), &sharded, &edited);
-        assert_eq!(names_below(&made.path), names_below(&sharded), "{case}");
-        let (new, old) = (inspect(&made.path, ""), inspect(&sharded, ""));
-        assert_eq!(new["mesh"], old["mesh"]);
-        assert_eq!(new["objects"], old["objects"]);
-        for (name, tensor) in old["tensors"].as_object().unwrap() {
-            for key in ["dtype", "shape", "placements", "mesh"] {
-                assert_eq!(new["tensors"][name][key], tensor[key], "{case}: {key} of {name}");
-            }
-        }
+        check_edited(&made.tensors(), &sharded, &edited, EDITED);
+        check_layout(&made.path, &sharded);
         holds(&made.run.stderr, &[" from ", "edited.safetensors, "]);
+    }
+}
+
+#[test]
+fn the_mesh_is_found_where_files_do_not_record_what_is_a_slice_of_it() {
+    let desk = Desk::new();
+    for version in ["2.5.1", "2.9.1", "2.10.0", "2.12.0"] {
+        let sharded = fixture("compat").join(format!("torch-{version}/fsdp_tp/ranks"));
+        if !sharded.is_dir() {
+            continue;
+        }
+        let edited = edited(&desk, &sharded, "head.weight");
+        for (name, options) in [("like", both(&sharded)), ("fill", format!("--fill-from {}", sharded.display()))] {
+            let made = desk.make("reshard", &edited, &format!("{name}-{version}"), &options);
+            check_edited(&made.tensors(), &sharded, &edited, "head.weight");
+            let found = inspect(&made.path, "--brief");
+            assert_eq!(found["mesh"], serde_json::json!([["dp", 2], ["tp", 2]]), "{version}");
+            // Before 2.10 a slice is written as the whole, which it cannot name.
+            let norm = &found["tensors"]["model.norm.weight"]["placements"];
+            assert!(norm == "S(0)" || norm == "S(0),R", "{version}: {norm}");
+        }
     }
 }
 
@@ -105,14 +130,14 @@ fn nothing_edited_gives_the_same_files_again() {
 fn an_edited_model_goes_back_into_dcp() {
     let desk = Desk::new();
     let sharded = fixture("fsdp_tp/dcp");
-    let edited = edited(&desk, &sharded);
+    let edited = edited(&desk, &sharded, EDITED);
     // A DCP directory has no placements of its own.
     let mesh = format!("--like {} --fill-from {}", fixture("fsdp_tp/ranks").display(), sharded.display());
     let made = desk.make("reshard", &edited, "like", &format!("{mesh} --to dcp"));
-    check_edited(&made.tensors(), &sharded, &edited);
+    check_edited(&made.tensors(), &sharded, &edited, EDITED);
     let mesh = format!("--mesh fsdp=3 --fill-from {}", sharded.display());
     let made = desk.make("reshard", &edited, "meshed", &mesh);
-    check_edited(&made.tensors(), &sharded, &edited);
+    check_edited(&made.tensors(), &sharded, &edited, EDITED);
     assert_eq!(made.closing().split(',').next().unwrap(), "wrote 4 files");
 }
 
@@ -120,7 +145,7 @@ fn an_edited_model_goes_back_into_dcp() {
 fn the_layout_of_what_fills_is_the_default() {
     let desk = Desk::new();
     let sharded = fixture("fsdp_tp/ranks");
-    let edited = edited(&desk, &sharded);
+    let edited = edited(&desk, &sharded, EDITED);
     let filled = desk.make("reshard", &edited, "filled", &format!("--fill-from {}", sharded.display()));
     let like = desk.make("reshard", &edited, "like", &both(&sharded));
     assert_eq!(bytes_of(&filled.path), bytes_of(&like.path));
@@ -183,7 +208,7 @@ fn files_and_sums_of_both_are_checked() {
 fn what_does_not_fit_is_refused() {
     let desk = Desk::new();
     let sharded = fixture("fsdp_tp/ranks");
-    let path = edited(&desk, &sharded);
+    let path = edited(&desk, &sharded, EDITED);
     let original = fs::read(&path).unwrap();
     let options = both(&sharded);
     let refuse = |change: &dyn Fn(&mut BTreeMap<String, Stored>), words: &[&str]| {
@@ -205,7 +230,7 @@ fn what_does_not_fit_is_refused() {
             *dtype = safetensors::Dtype::F64;
             *bytes = bytes.repeat(2);
         },
-        &[EDITED, "the dtype differs", "expected F32, found F64", "--dtype 'blocks.0.w1.weight=f32'"],
+        &[EDITED, "the dtype differs", "expected f32, found f64", "--dtype 'blocks.0.w1.weight=f32'"],
     );
     refuse(
         &|tensors| {
@@ -251,6 +276,53 @@ fn tied_names_stay_tied() {
 }
 
 #[test]
+fn names_that_are_tied_in_the_edited_file_only_stay_apart() {
+    let desk = Desk::new();
+    let tied = fixture("torch_file/model.pt");
+    let (flat, apart) = (desk.path("flat.safetensors"), desk.path("apart"));
+    succeed("consolidate", &[&tied, &flat], "--assets none --include {embed,head,norm}");
+    succeed("reshard", &[&flat, &apart], "--mesh fsdp=2 --to torch-ranks");
+    let options = format!("--include {{embed,head}} {}", both(&apart));
+    let made = desk.make("reshard", &tied, "made", &options);
+    assert_eq!(bytes_of(&made.path), bytes_of(&apart));
+    assert!(!made.closing().contains("left out"), "{}", made.closing());
+    holds(&made.run.stderr, &["names of ", "not taken"]);
+}
+
+#[test]
+fn objects_come_from_the_edited_checkpoint_where_it_has_them() {
+    let desk = Desk::new();
+    let (source, sharded) = (fixture("torch_file/trainer.pt"), desk.path("sharded"));
+    succeed("reshard", &[&source, &sharded], "--mesh fsdp=2 --placements S(0)");
+    let made = desk.make("reshard", &source, "same", &both_with_mesh(&sharded));
+    assert_eq!(bytes_of(&made.path), bytes_of(&sharded));
+    let model = desk.path("model");
+    succeed("reshard", &[&source, &model], "--mesh fsdp=2 --include model");
+    let words = ["no object of this name", "--exclude"];
+    desk.refuse("reshard", &source, "x", &format!("--exclude {{optimizer,rng}} {}", both_with_mesh(&model)), &words);
+}
+
+/// A DCP directory to fill from, and the mesh that it does not tell.
+fn both_with_mesh(sharded: &Path) -> String {
+    format!("--mesh fsdp=2 --placements S(0) --fill-from {}", sharded.display())
+}
+
+#[test]
+fn a_name_that_means_two_tensors_is_refused() {
+    let desk = Desk::new();
+    let (flat, sharded) = (desk.vectors("flat.safetensors", &[("x", 4), ("model.x", 4), ("y", 2)]), desk.path("s"));
+    succeed("reshard", &[&flat, &sharded], "--mesh fsdp=2 --to torch-ranks --nest model");
+    let one = desk.vectors("one.safetensors", &[("unused", 4), ("model.x", 4)]);
+    let options = format!("--exclude unused {}", both(&sharded));
+    desk.refuse("reshard", &one, "x", &options, &["model.x", "model.model.x", "--nest model", "--root model"]);
+    let new = read(&one).remove("model.x").unwrap();
+    let made = desk.make("reshard", &one, "nested", &format!("{options} --nest model"));
+    assert_eq!(made.tensors()["model.model.x"], new);
+    let made = desk.make("reshard", &one, "rooted", &format!("--root model {}", both(&sharded)));
+    assert_eq!(made.tensors()["model.x"], new);
+}
+
+#[test]
 fn wrapper_prefixes_do_not_keep_names_apart() {
     let desk = Desk::new();
     let (plain, wrapped) = (desk.vectors("plain.safetensors", &[("a.w", 4), ("b.w", 6)]), desk.path("wrapped"));
@@ -276,7 +348,8 @@ fn like_lays_out_as_another_checkpoint() {
     for (name, tensor) in new["tensors"].as_object().unwrap() {
         // The optimizer of a DCP directory knows its parameters by name, that of rank files by number.
         let parameter = name.strip_prefix("optim.state.").and_then(|rest| Some(rest.rsplit_once('.')?.0));
-        let parameter = parameter.filter(|_| !name.ends_with(".step")).map(|name| format!("model.{name}"));
+        let parameter =
+            parameter.filter(|_| name.rsplit_once('.').unwrap().1 != "step").map(|name| format!("model.{name}"));
         let expected = &old["tensors"][parameter.as_ref().unwrap_or(name)];
         assert_eq!(tensor["placements"], expected["placements"], "{name}");
     }
@@ -311,7 +384,7 @@ fn nothing_is_written_into_what_is_read() {
     let desk = Desk::new();
     let sharded = desk.path("sharded");
     copy_folder(&fixture("fsdp4/ranks"), &sharded);
-    let edited = edited(&desk, &sharded);
+    let edited = edited(&desk, &sharded, EDITED);
     for (option, dst) in [("--like", "sharded"), ("--fill-from", "sharded"), ("--fill-from", "sharded/inside")] {
         let options = format!("{option} {} --overwrite", sharded.display());
         desk.refuse("reshard", &edited, dst, &options, &["the destination", option]);

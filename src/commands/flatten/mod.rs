@@ -33,10 +33,8 @@ pub fn run(args: &Flatten, printer: &Printer) -> Result<Status> {
         wrappers: Wrappers::Match,
         without_gradients: false,
     };
-    let mut source = Source::open(&args.convert, args.flat.like.as_deref(), defaults, &run)?;
-    if let Some(like) = &args.flat.like {
-        source.lay_out_like(like, &args.convert, &run)?;
-    }
+    let like = args.flat.like.as_deref();
+    let mut source = Source::open(&args.convert, like, defaults, &run)?.with(None, like, &args.convert, &run)?;
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, Format::FsdpFlat)?;
     if to != Format::FsdpFlat {

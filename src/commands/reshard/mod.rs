@@ -42,15 +42,10 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
         wrappers: Wrappers::Match,
         without_gradients: false,
     };
-    let mut source = Source::open(&args.convert, args.like.as_deref(), defaults, &run)?;
-    if let Some(filler) = &args.fill_from {
-        source = source.fill_from(filler, &args.convert, &run)?;
-    }
-    if let Some(like) = &args.like {
-        source.lay_out_like(like, &args.convert, &run)?;
-    }
+    let source = Source::open(&args.convert, args.like.as_deref(), defaults, &run)?;
+    let mut source = source.with(args.fill_from.as_deref(), args.like.as_deref(), &args.convert, &run)?;
     let destination = args.convert.dst.as_deref();
-    let to = target_format(&args.convert.destination, destination, default_format(model_of(&source).format))?;
+    let to = target_format(&args.convert.destination, destination, default_format(example_of(&source).format))?;
     let ranks = match to {
         Format::Dcp => Ranks::Together,
         Format::TorchRanks => Ranks::Apart,
@@ -127,13 +122,13 @@ fn shared(source: &Source) -> HashSet<Fqn> {
 }
 
 /// The checkpoint whose format, and forms of it, are those of the result.
-fn model_of(source: &Source) -> &Checkpoint {
+fn example_of(source: &Source) -> &Checkpoint {
     source.like.as_ref().unwrap_or(&source.checkpoint)
 }
 
 /// Rank files are written for the PyTorch, and with the device, of the rank files they come from.
 pub fn style(source: &Source) -> Result<torch::Style> {
-    let Checkpoint { files, format, .. } = model_of(source);
+    let Checkpoint { files, format, .. } = example_of(source);
     let first = files.ids().next().filter(|_| *format == Format::TorchRanks);
     let known = first.map(|first| torch::Style::of_file(files, first)).transpose()?;
     Ok(known.flatten().unwrap_or_default())
@@ -189,7 +184,7 @@ pub struct Target {
 /// The state dict divided as it was in the source, as far as the target format divides at all.
 pub fn parts(source: &Source, to: Format) -> Vec<Target> {
     let state = &source.wanted.catalog.state;
-    let parts = &model_of(source).parts;
+    let parts = &example_of(source).parts;
     let whole = |names| Target { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
     if to.has_rank_files() {
         let known: Vec<(&str, RankNames)> = parts

@@ -1,6 +1,6 @@
 //! The target mesh, and the rules that say how tensors lie on it, from the command line.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
 use crate::catalog::{Catalog, TensorEntry};
 use crate::cli::Reshard;
@@ -10,27 +10,43 @@ use crate::format::{Checkpoint, Format};
 use crate::layout::target::{Fallback, Rule, TargetLayout};
 use crate::layout::{DeviceMesh, Pattern, Rank, parse_placements};
 
+/// The mesh of which all the others are slices: to 2.9, PyTorch does not record of what a mesh is one.
+fn root_of(meshes: &[DeviceMesh]) -> Option<&DeviceMesh> {
+    let is_root = |root: &&DeviceMesh| {
+        let dims = |mesh: &DeviceMesh| {
+            mesh.names().is_some_and(|names| names.iter().all(|name| root.dim_by_name(name).is_some()))
+        };
+        let ranks: HashSet<Rank> = root.ranks().iter().copied().collect();
+        meshes.iter().all(|mesh| mesh == *root || dims(mesh) && mesh.ranks().iter().all(|rank| ranks.contains(rank)))
+    };
+    // The largest is the only one that can be it.
+    meshes.iter().max_by_key(|mesh| (mesh.world_size(), mesh.ndim())).filter(is_root)
+}
+
 /// The mesh that all DTensors of the source share.
-pub fn own_mesh(catalog: &Catalog) -> Result<DeviceMesh> {
-    match catalog.meshes.as_slice() {
-        [one] => Ok(one.clone()),
-        meshes => Err(Error::usage(
-            format!("no --mesh is given, and SRC has {} meshes of its own", meshes.len()),
+pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
+    let name = if source.filled.is_some() { "the checkpoint of --fill-from" } else { "SRC" };
+    let meshes = &source.wanted.catalog.meshes;
+    root_of(meshes).cloned().ok_or_else(|| {
+        Error::usage(
+            format!("no --mesh is given, and {name} has {} meshes of its own", meshes.len()),
             "say it with --mesh, such as --mesh fsdp=8 or --mesh dp=4,tp=2",
-        )),
-    }
+        )
+    })
 }
 
 /// The mesh that all DTensors of the checkpoint of --like share.
 fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
-    match like.catalog.meshes.as_slice() {
-        [one] => Ok(one.clone()),
-        [] => Err(without_mesh(like)),
-        meshes => Err(Error::usage(
+    let meshes = &like.catalog.meshes;
+    if meshes.is_empty() {
+        return Err(without_mesh(like));
+    }
+    root_of(meshes).cloned().ok_or_else(|| {
+        Error::usage(
             format!("--like {}: it has {} meshes", like.root.display(), meshes.len()),
             "say with --mesh which dims there are to be, called as there",
-        )),
-    }
+        )
+    })
 }
 
 /// Placements are carried over by the names of mesh dims.
@@ -72,7 +88,7 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<TargetLayout> {
     let mut mesh = match (args.mesh.as_slice(), &source.like) {
         ([one], None) => DeviceMesh::parse(one)?,
         ([one], Some(like)) => check_dims(DeviceMesh::parse(one)?, like)?,
-        ([], None) => own_mesh(catalog)?,
+        ([], None) => own_mesh(source)?,
         ([], Some(like)) => mesh_of(like)?,
         ([first, second, ..], _) => {
             return Err(Error::usage(
@@ -139,4 +155,25 @@ fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
         format!("--mesh {mesh}: the source does not say how tensors lie on these mesh dims"),
         format!("say it for every tensor: --placements '{sharded_first}' or --placements '{replicated_first}'"),
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_root_is_the_mesh_that_all_others_are_slices_of() {
+        let mesh = |spec: &str, ranks: &[u32]| {
+            let mesh = DeviceMesh::parse(spec).unwrap();
+            DeviceMesh::new(mesh.shape(), ranks.iter().copied().map(Rank).collect(), mesh.names().map(<[_]>::to_vec))
+                .unwrap()
+        };
+        let (whole, first, second) = (mesh("dp=2,tp=2", &[0, 1, 2, 3]), mesh("dp=2", &[0, 2]), mesh("dp=2", &[1, 3]));
+        assert_eq!(root_of(&[first.clone(), whole.clone(), second.clone()]), Some(&whole));
+        assert_eq!(root_of(std::slice::from_ref(&whole)), Some(&whole));
+        assert_eq!(root_of(&[first, second]), None);
+        assert_eq!(root_of(&[whole.clone(), mesh("ep=2", &[0, 1])]), None);
+        assert_eq!(root_of(&[whole, mesh("dp=2", &[0, 4])]), None);
+        assert_eq!(root_of(&[]), None);
+    }
 }

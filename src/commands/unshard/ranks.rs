@@ -72,7 +72,7 @@ fn everything(source: &Source) -> Result<Reservation> {
 
 /// The modules of some patterns whole in the file of every rank.
 fn some_modules(patterns: &Patterns, source: &Source) -> Result<(Reservation, Vec<String>)> {
-    let mesh = own_mesh(&source.checkpoint.catalog)?;
+    let mesh = own_mesh(source)?;
     let root = model::model_root(&source.wanted.catalog.state);
     let mut whole = 0;
     let mut used = vec![false; patterns.0.len()];
