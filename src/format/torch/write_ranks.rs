@@ -96,8 +96,8 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
         .zip(chunks)
         .map(|((id, planned), chunks)| {
             let TensorEntry { dtype, shape, .. } = source.tensor(id);
-            let (fqn, dtype, shape) = (planned.fqn, *dtype, shape.clone());
-            Reserved { source: id, entry: TensorEntry { fqn, dtype, shape, sharding: None, chunks } }
+            let entry = TensorEntry { chunks, ..TensorEntry::new(planned.fqn, *dtype, shape.clone()) };
+            Reserved { source: id, entry }
         })
         .collect();
     Ok(reservation)
