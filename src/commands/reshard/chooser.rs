@@ -8,13 +8,30 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use crate::catalog::model::{self, OptimizerState};
 use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, path};
+use crate::cli::TensorClass;
 use crate::error::{Error, Result};
-use crate::format::dcp;
 use crate::format::torch::RankLayout;
+use crate::format::{Format, dcp};
 use crate::layout::target::{Fallback, SourceLayout, TargetLayout};
 use crate::layout::{LayoutError, MeshDim, Placement, PlacementSpec};
 use crate::quantity::count;
 use crate::select::{Wrappers, with_clean};
+
+/// The Python class of tensors that ranks share; `None` for that of each in the source.
+///
+/// # Errors
+/// `Usage` where the target is not rank files.
+pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Class>> {
+    match given {
+        Some(_) if to != Format::TorchRanks => Err(Error::usage(
+            format!("--tensor-class is for rank files, and DST is to be {to}"),
+            "leave it out, or write rank files with --to torch-ranks",
+        )),
+        None | Some(TensorClass::Auto) => Ok(None),
+        Some(TensorClass::DTensor) => Ok(Some(Class::DTensor)),
+        Some(TensorClass::ShardedTensor) => Ok(Some(Class::ShardedTensor)),
+    }
+}
 
 /// Chooses the placements of each tensor, and remembers what to tell the user.
 pub struct Chooser<'a> {

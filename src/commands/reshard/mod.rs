@@ -15,7 +15,7 @@ use super::run::Run;
 use super::source::{Defaults, Source};
 use crate::catalog::path::key_text;
 use crate::catalog::{Catalog, Class, Dict, Key, OutputFile, Path, Reservation, TensorEntry, Value};
-use crate::cli::{Reshard, TensorClass};
+use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
 use crate::exec::staging::Shape;
@@ -24,7 +24,7 @@ use crate::layout::target::{Fallback, Rule, TargetLayout};
 use crate::layout::{DeviceMesh, Pattern, Rank, parse_placements};
 use crate::quantity::human_bytes;
 use crate::select::{Root, Wrappers};
-use chooser::Chooser;
+use chooser::{Chooser, tensor_class};
 
 pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
@@ -95,19 +95,6 @@ fn reserve(
     Ok((whole, chooser.finish()?))
 }
 
-/// The Python class of tensors that ranks share; `None` for that of each in the source.
-fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Class>> {
-    match given {
-        Some(_) if to != Format::TorchRanks => Err(Error::usage(
-            format!("--tensor-class is for rank files, and DST is to be {to}"),
-            "leave it out, or write rank files with --to torch-ranks",
-        )),
-        None | Some(TensorClass::Auto) => Ok(None),
-        Some(TensorClass::DTensor) => Ok(Some(Class::DTensor)),
-        Some(TensorClass::ShardedTensor) => Ok(Some(Class::ShardedTensor)),
-    }
-}
-
 /// Rank files are written for the PyTorch, and with the device, of the rank files they come from.
 fn style(source: &Source) -> Result<torch::Style> {
     let files = &source.checkpoint.files;
@@ -131,7 +118,7 @@ fn check_room(source: &Source, mesh: &DeviceMesh, class: Option<Class>, to: Form
     /// What the pickle of a DTensor takes at the least, as far as it is not that of other ranks.
     const TENSOR_BYTES: u64 = 128;
     /// What a ShardedTensor says of a rank: kept once, and in the pickle that is being made.
-    const BOX_BYTES: u64 = 2 * 128;
+    const BOX_BYTES: u64 = 2 * 40;
     /// Every file lists the ranks of the mesh, as a tensor and as a tuple.
     const RANK_BYTES: u64 = 16;
     let (ranks, named) = (mesh.world_size() as u64, source.tensors());
