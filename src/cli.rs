@@ -347,6 +347,9 @@ pub struct Reshard {
     /// place of its own
     #[arg(long, value_name = "CKPT")]
     pub fill_from: Option<PathBuf>,
+    /// Python class of sharded tensors in rank files [default: auto, as in SRC; DTensor where SRC has none]
+    #[arg(long, value_name = "CLASS")]
+    pub tensor_class: Option<TensorClass>,
     #[command(flatten)]
     pub convert: ConvertArgs,
 }
@@ -519,6 +522,15 @@ impl IoArg {
             Self::Direct => Some(IoMode::Direct),
         }
     }
+}
+
+/// How rank files hold tensors that ranks share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TensorClass {
+    Auto,
+    #[value(name = "dtensor")]
+    DTensor,
+    ShardedTensor,
 }
 
 /// When to show progress.

@@ -11,6 +11,7 @@
 //! | what consolidate takes, `--root`, `--everything`, `--assets` | `consolidate` |
 //! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
 //! | `--like`, `--fill-from` | `fill` |
+//! | `--tensor-class` | `sharded_tensors` |
 //! | `--include` to `--keep-names`, patterns, collisions, what matches nothing | `names` |
 //! | `--dtype`, `--tied`, `--on-conflict`, `--check-replicas`, `--check-crc`, `--allow-missing`, `--drop-unknown` | `values` |
 //! | what a format cannot hold, `--max-shard-size`, natural order, same bytes | `values` |

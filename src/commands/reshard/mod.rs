@@ -5,7 +5,6 @@ mod flat;
 mod like;
 mod target;
 
-use std::collections::HashSet;
 use std::path::PathBuf;
 
 use regex::bytes::Regex;
@@ -18,7 +17,7 @@ use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
 use crate::catalog::path::key_text;
-use crate::catalog::{Catalog, Dict, Fqn, Key, OutputFile, Path, Reservation, TensorEntry, TensorId, Value};
+use crate::catalog::{Catalog, Class, Dict, Key, OutputFile, Path, Reservation, Value};
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
@@ -28,7 +27,7 @@ use crate::layout::DeviceMesh;
 use crate::layout::target::TargetLayout;
 use crate::quantity::human_bytes;
 use crate::select::{Root, Wrappers};
-use chooser::Chooser;
+use chooser::{Chooser, tensor_class};
 use like::Like;
 pub use target::own_mesh;
 use target::target_layout;
@@ -60,6 +59,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
         }
     };
     check_tied(args.convert.tied, to)?;
+    let class = tensor_class(args.tensor_class, to)?;
     source.settle(args.convert.checks, ranks, &run)?;
     let layout = target_layout(args, &source)?;
     let world_size = ranks_of(&layout.mesh);
@@ -67,8 +67,8 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let renamed = renamed_dims(&source.wanted.catalog, &layout.mesh);
     notes.extend(renamed.filter(|_| to == Format::TorchRanks && source.like.is_none()));
     let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
-    check_room(&source, &layout.mesh, to, args.convert.source.max_memory.0)?;
-    let (mut reservation, more) = reserve(&source, &layout, wrappers, to)?;
+    check_room(&source, &layout.mesh, class, to, args.convert.source.max_memory.0)?;
+    let (mut reservation, more) = reserve(&source, &layout, wrappers, class, to)?;
     notes.extend(more);
     let carried = carry_along(&source, to, world_size, &mut reservation)?;
     let conversion =
@@ -81,13 +81,14 @@ fn reserve(
     source: &Source,
     layout: &TargetLayout,
     wrappers: Wrappers,
+    class: Option<Class>,
     to: Format,
 ) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.wanted.catalog;
     let world_size = ranks_of(&layout.mesh);
     let style = style(source)?;
     let like = source.like.as_ref().map(|like| Like::new(like, wrappers));
-    let mut chooser = Chooser::new(wanted, layout, wrappers, shared(source)).like(like);
+    let mut chooser = Chooser::new(wanted, layout, wrappers, class).like(like);
     let mut whole = Reservation::default();
     for part in parts(source, to) {
         let full = |path: &Path| Path(part.at.0.iter().chain(&path.0).cloned().collect());
@@ -100,25 +101,13 @@ fn reserve(
                     mesh: &layout.mesh,
                     style: &style,
                     name: &|rank| PathBuf::from(names.render(rank.0, world_size)),
-                    layout: &mut |_, path, entry| chooser.choose(&full(path), entry),
+                    layout: &mut |_, path, entry| chooser.rank_layout(&full(path), entry),
                 },
             )?,
         };
         whole.append(&part.folder, reservation);
     }
     Ok((whole, chooser.finish()?))
-}
-
-/// Tensors that ranks share. Rank files tell them from those that every rank has; a DCP directory does not.
-fn shared(source: &Source) -> HashSet<Fqn> {
-    if source.checkpoint.format != Format::TorchRanks {
-        return HashSet::new();
-    }
-    let wishes = (0..).map(TensorId).zip(&source.wanted.catalog.tensors);
-    let is_shared = |entry: &TensorEntry| {
-        entry.sharding.is_some() || entry.chunks.iter().any(|chunk| chunk.tile.sizes() != entry.shape)
-    };
-    wishes.filter(|(id, _)| is_shared(source.layout_of(*id))).map(|(_, wish)| wish.fqn.clone()).collect()
 }
 
 /// The checkpoint whose format, and forms of it, are those of the result.
@@ -145,14 +134,23 @@ fn renamed_dims(source: &Catalog, mesh: &DeviceMesh) -> Option<String> {
 }
 
 /// Every rank's file names every tensor, and all of that is laid out before the first byte is written.
-fn check_room(source: &Source, mesh: &DeviceMesh, to: Format, max_memory: u64) -> Result<()> {
+fn check_room(source: &Source, mesh: &DeviceMesh, class: Option<Class>, to: Format, max_memory: u64) -> Result<()> {
     /// What the pickle of a DTensor takes at the least, as far as it is not that of other ranks.
     const TENSOR_BYTES: u64 = 128;
+    /// What a ShardedTensor says of a rank: kept once, and in the pickle that is being made.
+    const BOX_BYTES: u64 = 2 * 40;
     /// Every file lists the ranks of the mesh, as a tensor and as a tuple.
     const RANK_BYTES: u64 = 16;
-    let (ranks, tensors) = (mesh.world_size() as u64, source.tensors().len() as u64);
+    let (ranks, named) = (mesh.world_size() as u64, source.tensors());
+    let boxes = named.iter().map(|(_, id)| {
+        let entry = source.wanted.catalog.tensor(*id);
+        let is_sharded = class.unwrap_or(entry.class) == Class::ShardedTensor;
+        entry.shape.first().filter(|_| is_sharded).map_or(0, |rows| ranks.min(*rows))
+    });
+    let boxes = boxes.fold(0, u64::saturating_add);
+    let tensors = named.len() as u64;
     let a_file = tensors.saturating_mul(TENSOR_BYTES).saturating_add(ranks.saturating_mul(RANK_BYTES));
-    let needed = ranks.saturating_mul(a_file);
+    let needed = ranks.saturating_mul(a_file).saturating_add(boxes.saturating_mul(BOX_BYTES));
     if to != Format::TorchRanks || needed <= max_memory {
         return Ok(());
     }
