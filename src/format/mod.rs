@@ -9,6 +9,7 @@ mod dcp_hf;
 mod detect;
 mod folder;
 mod foreign;
+pub mod fsdp_flat;
 mod parts;
 pub mod pickle;
 mod rank_names;
