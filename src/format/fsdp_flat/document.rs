@@ -1,0 +1,315 @@
+//! `flat_layout.json`: the units of an FSDP1 model as a document that people write and read.
+//!
+//! ```json
+//! {"version": 1, "world_size": 2, "use_orig_params": false, "units": [
+//!   {"module": "", "dtype": "f32", "params": [
+//!     {"fqn": "embed.weight", "shape": [5, 3]},
+//!     {"fqn": "head.weight", "shared_with": "embed.weight"}]}]}
+//! ```
+//!
+//! Parameters stand in the order in which the module registered them. `shard_group_size`, `optimizer`, and of a unit
+//! `dtype` and `align_numel`, of a parameter `stride` may be left out. Numbers count ranks and elements. A document that is
+//! read has passed [`FlatLayout::check`]; the same layout always gives the same text.
+
+use std::fmt::Write as _;
+use std::io::Read;
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::json;
+
+use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared, Wrong};
+use crate::catalog::{Dtype, Fqn};
+use crate::error::{Error, Result};
+use crate::layout::Dims;
+use crate::storage::regular_file;
+
+/// The name of the document beside rank files.
+pub const FILE_NAME: &str = "flat_layout.json";
+
+/// That of a model of a million parameters is a third of it.
+const MAX_BYTES: u64 = 256 << 20;
+
+/// More than tensors have.
+const MAX_DIMS: usize = 64;
+
+const VERSION: u64 = 1;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Document {
+    version: u64,
+    world_size: u32,
+    shard_group_size: Option<u32>,
+    use_orig_params: bool,
+    units: Vec<Unit>,
+    optimizer: Option<Vec<Vec<String>>>,
+}
+
+/// As a later version may be written: with anything.
+#[derive(Deserialize)]
+struct Versioned {
+    version: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Unit {
+    module: String,
+    dtype: Option<String>,
+    align_numel: Option<u64>,
+    params: Vec<Param>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Param {
+    fqn: String,
+    shape: Option<Vec<u64>>,
+    stride: Option<Vec<u64>>,
+    shared_with: Option<String>,
+}
+
+/// Read a document.
+///
+/// # Errors
+/// `Malformed` naming the place in the file, `Unsupported` for a version to come, `Io`.
+pub fn read(path: &Path) -> Result<FlatLayout> {
+    regular_file(path)?;
+    let mut text = Vec::new();
+    let file = std::fs::File::open(path).map_err(Error::io("open", path))?;
+    file.take(MAX_BYTES + 1).read_to_end(&mut text).map_err(Error::io("read", path))?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err(Error::malformed(path, "content", format!("at most {MAX_BYTES} bytes"), "more"));
+    }
+    parse(path, &text)
+}
+
+/// The layout that a text says; `path` is for messages.
+///
+/// # Errors
+/// As [`read`].
+pub fn parse(path: &Path, text: &[u8]) -> Result<FlatLayout> {
+    let document: Document =
+        serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<Versioned>(text) {
+            Ok(Versioned { version }) if version != VERSION => unknown_version(path, version),
+            _ => Error::malformed(path, place(&error), "a flat layout", plain(&error)),
+        })?;
+    if document.version != VERSION {
+        return Err(unknown_version(path, document.version));
+    }
+    let layout = FlatLayout {
+        world_size: document.world_size,
+        shard_group_size: document.shard_group_size.unwrap_or(document.world_size),
+        use_orig_params: document.use_orig_params,
+        units: document.units.into_iter().map(|unit| read_unit(path, unit)).collect::<Result<_>>()?,
+        optimizer: document
+            .optimizer
+            .map(|groups| groups.into_iter().map(|group| group.into_iter().map(Fqn::from).collect()).collect()),
+    };
+    match layout.check() {
+        Ok(()) => Ok(layout),
+        Err(Wrong { at, expected, found }) => Err(Error::malformed(path, at, expected, found)),
+    }
+}
+
+fn unknown_version(path: &Path, version: u64) -> Error {
+    Error::unsupported(
+        format!("{}: version {version} of the flat layout; this version of dtshard knows {VERSION}", path.display()),
+        "write it again with \"version\": 1, or use a newer dtshard",
+    )
+}
+
+fn place(error: &serde_json::Error) -> String {
+    format!("line {}, column {}", error.line(), error.column())
+}
+
+/// What is wrong, without the place.
+fn plain(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let end = text.rfind(" at line ").unwrap_or(text.len());
+    text[..end].to_owned()
+}
+
+fn read_unit(path: &Path, unit: Unit) -> Result<FlatUnit> {
+    let bad = |at: &str, expected: &str, found: String| Err(Error::malformed(path, at, expected, found));
+    let at = if unit.module.is_empty() { String::from("the root unit") } else { format!("unit {}", unit.module) };
+    let dtype = match &unit.dtype {
+        None => None,
+        Some(name) => match Dtype::from_name(name) {
+            None => return bad(&at, "the dtype of a tensor", format!("`{name}`")),
+            known => known,
+        },
+    };
+    let (mut params, mut shared) = (Vec::new(), Vec::new());
+    for param in unit.params {
+        let fqn = Fqn::from(param.fqn);
+        match (param.shape, param.stride, param.shared_with) {
+            (Some(shape), stride, None) => {
+                if shape.len() > MAX_DIMS {
+                    return bad(fqn.as_str(), &format!("at most {MAX_DIMS} dims"), shape.len().to_string());
+                }
+                params.push(FlatParam { fqn, shape: Dims::from(shape), stride: stride.map(Dims::from) });
+            }
+            (None, None, Some(with)) => shared.push(Shared { fqn, with: Fqn::from(with) }),
+            (None, _, None) => return bad(fqn.as_str(), "a shape or shared_with", String::from("neither")),
+            (..) => return bad(fqn.as_str(), "either a shape or shared_with", String::from("both")),
+        }
+    }
+    Ok(FlatUnit { module: unit.module.into(), dtype, align_numel: unit.align_numel, params, shared })
+}
+
+/// The document of a layout, a parameter a line.
+#[must_use]
+pub fn render(layout: &FlatLayout) -> String {
+    let mut text = String::new();
+    let FlatLayout { world_size, shard_group_size, use_orig_params, units, optimizer } = layout;
+    let _ = write!(
+        text,
+        "{{\n  \"version\": {VERSION},\n  \"world_size\": {world_size},\n  \"shard_group_size\": {shard_group_size},\n  \
+         \"use_orig_params\": {use_orig_params},\n  \"units\": ["
+    );
+    let rendered: Vec<String> = units.iter().map(render_unit).collect();
+    text += &rendered.join(",");
+    text += if units.is_empty() { "]" } else { "\n  ]" };
+    if let Some(groups) = optimizer {
+        let groups: Vec<String> = groups.iter().map(|group| indented(group.iter().map(quoted), 4)).collect();
+        let _ = write!(text, ",\n  \"optimizer\": {}", indented(groups.into_iter(), 2));
+    }
+    text += "\n}\n";
+    text
+}
+
+fn render_unit(unit: &FlatUnit) -> String {
+    let mut text = format!("\n    {{\n      \"module\": {}", json!(*unit.module));
+    if let Some(dtype) = unit.dtype {
+        let _ = write!(text, ",\n      \"dtype\": {}", json!(dtype.name()));
+    }
+    if let Some(align) = unit.align_numel {
+        let _ = write!(text, ",\n      \"align_numel\": {align}");
+    }
+    let params = unit.params.iter().map(|param| {
+        let stride = param.stride.as_ref().map(|stride| format!(", \"stride\": {:?}", stride.as_slice()));
+        let (fqn, stride) = (quoted(&param.fqn), stride.unwrap_or_default());
+        format!("{{\"fqn\": {fqn}, \"shape\": {:?}{stride}}}", param.shape.as_slice())
+    });
+    let shared = unit
+        .shared
+        .iter()
+        .map(|shared| format!("{{\"fqn\": {}, \"shared_with\": {}}}", quoted(&shared.fqn), quoted(&shared.with)));
+    let _ = write!(text, ",\n      \"params\": {}\n    }}", indented(params.chain(shared), 6));
+    text
+}
+
+fn quoted(fqn: &Fqn) -> String {
+    json!(fqn.as_str()).to_string()
+}
+
+/// A list, an item a line; its end stands at a column.
+fn indented(items: impl Iterator<Item = String>, column: usize) -> String {
+    let items: Vec<String> = items.map(|item| format!("\n{:column$}  {item}", "")).collect();
+    if items.is_empty() { String::from("[]") } else { format!("[{}\n{:column$}]", items.join(","), "") }
+}
+
+#[cfg(test)]
+mod tests {
+    use smallvec::smallvec;
+
+    use super::*;
+
+    fn read_text(text: &str) -> Result<FlatLayout> {
+        parse(Path::new("flat_layout.json"), text.as_bytes())
+    }
+
+    fn layout() -> FlatLayout {
+        let param = |fqn: &str, shape: Dims, stride| FlatParam { fqn: fqn.into(), shape, stride };
+        FlatLayout {
+            world_size: 4,
+            shard_group_size: 2,
+            use_orig_params: true,
+            units: vec![
+                FlatUnit {
+                    module: "".into(),
+                    dtype: Some(Dtype::F32),
+                    align_numel: Some(8),
+                    params: vec![param("emb.\"weight\"", smallvec![5, 3], None), param("s", smallvec![], None)],
+                    shared: vec![Shared { fqn: "head.weight".into(), with: "s".into() }],
+                },
+                FlatUnit {
+                    module: "conv".into(),
+                    dtype: Some(Dtype::Bf16),
+                    align_numel: None,
+                    params: vec![param("conv.w", smallvec![2, 3, 2, 2], Some(smallvec![12, 1, 6, 3]))],
+                    shared: Vec::new(),
+                },
+                FlatUnit {
+                    module: "e".into(),
+                    dtype: Some(Dtype::F16),
+                    align_numel: None,
+                    params: vec![],
+                    shared: vec![],
+                },
+            ],
+            optimizer: Some(vec![vec!["s".into(), "conv.w".into()], vec![]]),
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let text = render(&layout());
+        assert_eq!(read_text(&text).unwrap(), layout());
+        assert!(text.contains(
+            "\n        {\"fqn\": \"conv.w\", \"shape\": [2, 3, 2, 2], \"stride\": [12, 1, 6, 3]}\n      ]\n"
+        ));
+        let empty = FlatLayout { units: vec![], optimizer: None, ..layout() };
+        assert_eq!(read_text(&render(&empty)).unwrap(), empty);
+    }
+
+    #[test]
+    fn little_need_be_said() {
+        let text = r#"{"version": 1, "world_size": 2, "use_orig_params": false,
+            "units": [{"module": "", "params": [{"fqn": "w", "shape": [2]}]}]}"#;
+        let layout = read_text(text).unwrap();
+        assert_eq!((layout.shard_group_size, layout.units[0].dtype, layout.optimizer), (2, None, None));
+    }
+
+    #[test]
+    fn what_is_wrong_is_told_with_its_place() {
+        let whole = |unit: &str| {
+            format!("{{\"version\": 1, \"world_size\": 2, \"use_orig_params\": true, \"units\": [{unit}]}}")
+        };
+        let unit = |param: &str| whole(&format!("{{\"module\": \"a\", \"dtype\": \"f32\", \"params\": [{param}]}}"));
+        let cases = [
+            (String::new(), "line 1, column 0: expected a flat layout, found EOF while parsing a value"),
+            (String::from("[1]"), "line 1, column 3: expected a flat layout, found invalid length 1"),
+            (String::from("{\"version\": 1}"), "found missing field `world_size`"),
+            (String::from("{\"version\": 2, \"world\": {}}"), "version 2 of the flat layout"),
+            (
+                whole("").replace('1', "1, \"version\": 1"),
+                "column 24: expected a flat layout, found duplicate field `version`",
+            ),
+            (whole("").replace("version", "Version"), "unknown field `Version`"),
+            (whole("").replace(": 2", ": -2"), "found invalid value: integer `-2`, expected u32"),
+            (whole("").replace(": 2", ": 0"), "shard_group_size: expected a divisor of world_size, both at least 1"),
+            (
+                whole("{\"module\": \"\", \"params\": [], \"dtype\": \"x\"}"),
+                "the root unit: expected the dtype of a tensor, found `x`",
+            ),
+            (whole("{\"module\": \"\", \"params\": []}"), "a dtype or an align_numel"),
+            (unit("{\"fqn\": \"a.w\"}"), "a.w: expected a shape or shared_with, found neither"),
+            (unit("{\"fqn\": \"a.w\", \"shape\": [1], \"shared_with\": \"x\"}"), "found both"),
+            (unit("{\"fqn\": \"a.w\", \"shape\": [1.5]}"), "found invalid type: floating point `1.5`, expected u64"),
+            (unit("{\"fqn\": \"a.w\", \"shape\": [18446744073709551615, 2]}"), "expected shapes that fit memory"),
+            (unit("{\"fqn\": \"b\", \"shape\": [1]}"), "unit a: expected names below its module, found `b`"),
+            (
+                unit(&format!("{{\"fqn\": \"a.w\", \"shape\": {:?}}}", [1; 65])),
+                "a.w: expected at most 64 dims, found 65",
+            ),
+            ("[".repeat(100_000), "expected a flat layout"),
+        ];
+        for (text, expected) in cases {
+            let found = read_text(&text).unwrap_err().to_string();
+            assert!(found.contains(expected), "{found}");
+        }
+    }
+}
