@@ -316,6 +316,9 @@ pub struct Reshard {
     /// every tensor, and R where it does not fit; PATTERN=LIST is a rule, and the first one that matches wins
     #[arg(long, value_name = "[PATTERN=]LIST")]
     pub placements: Vec<String>,
+    /// Python class of sharded tensors in rank files [default: auto, as in SRC; DTensor where SRC has none]
+    #[arg(long, value_name = "CLASS")]
+    pub tensor_class: Option<TensorClass>,
     #[command(flatten)]
     pub convert: ConvertArgs,
 }
@@ -420,6 +423,15 @@ impl IoArg {
             Self::Direct => Some(IoMode::Direct),
         }
     }
+}
+
+/// How rank files hold tensors that ranks share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TensorClass {
+    Auto,
+    #[value(name = "dtensor")]
+    DTensor,
+    ShardedTensor,
 }
 
 /// When to show progress.

@@ -10,6 +10,7 @@
 //! | `--from`, `--to`, names of files, parent folders, series, one rank's file | `formats` |
 //! | what consolidate takes, `--root`, `--everything`, `--assets` | `consolidate` |
 //! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
+//! | `--tensor-class` | `sharded_tensors` |
 //! | `--include` to `--keep-names`, patterns, collisions, what matches nothing | `names` |
 //! | `--dtype`, `--tied`, `--on-conflict`, `--check-replicas`, `--check-crc`, `--allow-missing`, `--drop-unknown` | `values` |
 //! | what a format cannot hold, `--max-shard-size`, natural order, same bytes | `values` |

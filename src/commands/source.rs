@@ -9,7 +9,7 @@ use super::printer::Printer;
 use super::run::Run;
 use super::{check_series, read_options, refuse_fragment};
 use crate::catalog::path::{self, Fate};
-use crate::catalog::{Fqn, TensorId, model};
+use crate::catalog::{Class, Fqn, TensorId, model};
 use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs};
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, SeriesChoice, Want};
@@ -79,7 +79,7 @@ impl Source {
                     dropped.push(path.to_string());
                     Fate::Remove
                 }),
-                OnConflict::PerRank if entry.sharding.is_some() || !conflicts::has_ranks(entry) => {
+                OnConflict::PerRank if entry.class != Class::Tensor || !conflicts::has_ranks(entry) => {
                     return Err(checks::replica_conflict(entry, &difference));
                 }
                 OnConflict::PerRank => {

@@ -174,6 +174,7 @@ fn without_chunks(entry: &TensorEntry) -> TensorEntry {
         fqn: entry.fqn.clone(),
         dtype: entry.dtype,
         shape: entry.shape.clone(),
+        class: entry.class,
         sharding: entry.sharding.clone(),
         chunks: ChunkTable::new(entry.shape.len()),
     }

@@ -2,7 +2,6 @@
 
 mod chooser;
 
-use std::collections::HashSet;
 use std::path::PathBuf;
 
 use regex::bytes::Regex;
@@ -15,8 +14,8 @@ use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
 use crate::catalog::path::key_text;
-use crate::catalog::{Catalog, Dict, Fqn, Key, OutputFile, Path, Reservation, TensorEntry, Value};
-use crate::cli::Reshard;
+use crate::catalog::{Catalog, Class, Dict, Key, OutputFile, Path, Reservation, TensorEntry, Value};
+use crate::cli::{Reshard, TensorClass};
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
 use crate::exec::staging::Shape;
@@ -47,14 +46,15 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
         }
     };
     check_tied(args.convert.tied, to)?;
+    let class = tensor_class(args.tensor_class, to)?;
     source.settle(args.convert.checks, ranks, &run)?;
     let layout = target_layout(args, &source.wanted.catalog)?;
     let world_size = ranks_of(&layout.mesh);
     let mut notes = source.settled.notes((to == Format::TorchRanks).then_some(world_size));
     notes.extend(renamed_dims(&source.wanted.catalog, &layout.mesh).filter(|_| to == Format::TorchRanks));
     let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
-    check_room(&source, &layout.mesh, to, args.convert.source.max_memory.0)?;
-    let (mut reservation, more) = reserve(&source, &layout, wrappers, to)?;
+    check_room(&source, &layout.mesh, class, to, args.convert.source.max_memory.0)?;
+    let (mut reservation, more) = reserve(&source, &layout, wrappers, class, to)?;
     notes.extend(more);
     let carried = carry_along(&source, to, world_size, &mut reservation)?;
     let conversion =
@@ -67,12 +67,13 @@ fn reserve(
     source: &Source,
     layout: &TargetLayout,
     wrappers: Wrappers,
+    class: Option<Class>,
     to: Format,
 ) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.wanted.catalog;
     let world_size = ranks_of(&layout.mesh);
     let style = style(source)?;
-    let mut chooser = Chooser::new(wanted, layout, wrappers, shared(source));
+    let mut chooser = Chooser::new(wanted, layout, wrappers, class);
     let mut whole = Reservation::default();
     for part in parts(source, to) {
         let full = |path: &Path| Path(part.at.0.iter().chain(&path.0).cloned().collect());
@@ -85,7 +86,7 @@ fn reserve(
                     mesh: &layout.mesh,
                     style: &style,
                     name: &|rank| PathBuf::from(names.render(rank.0, world_size)),
-                    layout: &mut |_, path, entry| chooser.choose(&full(path), entry),
+                    layout: &mut |_, path, entry| chooser.rank_layout(&full(path), entry),
                 },
             )?,
         };
@@ -94,16 +95,17 @@ fn reserve(
     Ok((whole, chooser.finish()?))
 }
 
-/// Tensors that ranks share. Rank files tell them from those that every rank has; a DCP directory does not.
-fn shared(source: &Source) -> HashSet<Fqn> {
-    if source.checkpoint.format != Format::TorchRanks {
-        return HashSet::new();
+/// The Python class of tensors that ranks share; `None` for that of each in the source.
+fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Class>> {
+    match given {
+        Some(_) if to != Format::TorchRanks => Err(Error::usage(
+            format!("--tensor-class is for rank files, and DST is to be {to}"),
+            "leave it out, or write rank files with --to torch-ranks",
+        )),
+        None | Some(TensorClass::Auto) => Ok(None),
+        Some(TensorClass::DTensor) => Ok(Some(Class::DTensor)),
+        Some(TensorClass::ShardedTensor) => Ok(Some(Class::ShardedTensor)),
     }
-    let pairs = source.checkpoint.catalog.tensors.iter().zip(&source.wanted.catalog.tensors);
-    let is_shared = |entry: &TensorEntry| {
-        entry.sharding.is_some() || entry.chunks.iter().any(|chunk| chunk.tile.sizes() != entry.shape)
-    };
-    pairs.filter(|(entry, _)| is_shared(entry)).map(|(_, wish)| wish.fqn.clone()).collect()
 }
 
 /// Rank files are written for the PyTorch, and with the device, of the rank files they come from.
@@ -125,14 +127,23 @@ fn renamed_dims(source: &Catalog, mesh: &DeviceMesh) -> Option<String> {
 }
 
 /// Every rank's file names every tensor, and all of that is laid out before the first byte is written.
-fn check_room(source: &Source, mesh: &DeviceMesh, to: Format, max_memory: u64) -> Result<()> {
+fn check_room(source: &Source, mesh: &DeviceMesh, class: Option<Class>, to: Format, max_memory: u64) -> Result<()> {
     /// What the pickle of a DTensor takes at the least, as far as it is not that of other ranks.
     const TENSOR_BYTES: u64 = 128;
+    /// What a ShardedTensor says of a rank: kept once, and in the pickle that is being made.
+    const BOX_BYTES: u64 = 2 * 128;
     /// Every file lists the ranks of the mesh, as a tensor and as a tuple.
     const RANK_BYTES: u64 = 16;
-    let (ranks, tensors) = (mesh.world_size() as u64, source.tensors().len() as u64);
+    let (ranks, named) = (mesh.world_size() as u64, source.tensors());
+    let boxes = named.iter().map(|(_, id)| {
+        let entry = source.wanted.catalog.tensor(*id);
+        let is_sharded = class.unwrap_or(entry.class) == Class::ShardedTensor;
+        entry.shape.first().filter(|_| is_sharded).map_or(0, |rows| ranks.min(*rows))
+    });
+    let boxes = boxes.fold(0, u64::saturating_add);
+    let tensors = named.len() as u64;
     let a_file = tensors.saturating_mul(TENSOR_BYTES).saturating_add(ranks.saturating_mul(RANK_BYTES));
-    let needed = ranks.saturating_mul(a_file);
+    let needed = ranks.saturating_mul(a_file).saturating_add(boxes.saturating_mul(BOX_BYTES));
     if to != Format::TorchRanks || needed <= max_memory {
         return Ok(());
     }

@@ -9,6 +9,7 @@ mod tensor;
 mod write;
 mod write_dtensor;
 mod write_ranks;
+mod write_sharded;
 
 use std::path::PathBuf;
 

@@ -112,6 +112,30 @@ pub fn write_view(writer: &mut Writer, view: StoredView<'_>) {
     writer.reduce();
 }
 
+/// `_rebuild_from_type_v2(_rebuild_wrapper_subclass, CLASS, (..),` on a mark: the state and `tuple(4).reduce()` are to
+/// follow.
+pub(super) fn start_wrapper(writer: &mut Writer, class: (&str, &str), dtype: Dtype, shape: &[u64]) {
+    writer.global("torch._tensor", "_rebuild_from_type_v2").mark();
+    writer.global("torch._utils", "_rebuild_wrapper_subclass").global(class.0, class.1);
+    writer.mark().global(class.0, class.1).global("torch", dtype.torch_name());
+    write_sizes(writer, shape);
+    write_sizes(writer, &contiguous_strides(shape));
+    writer.int(0);
+    write_strided(writer);
+    write_cpu(writer);
+    writer.boolean(false).tuple(8);
+}
+
+/// `torch.strided`
+pub(super) fn write_strided(writer: &mut Writer) {
+    writer.global("torch.serialization", "_get_layout").string("torch.strided").tuple(1).reduce();
+}
+
+/// `torch.device('cpu')`
+pub(super) fn write_cpu(writer: &mut Writer) {
+    writer.global("torch", "device").string("cpu").tuple(1).reduce();
+}
+
 /// A tuple of ints.
 pub fn write_sizes(writer: &mut Writer, sizes: &[u64]) {
     if sizes.len() > 3 {
