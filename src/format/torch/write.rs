@@ -114,7 +114,13 @@ pub fn write_view(writer: &mut Writer, view: StoredView<'_>) {
 
 /// `_rebuild_from_type_v2(_rebuild_wrapper_subclass, CLASS, (..),` on a mark: the state and `tuple(4).reduce()` are to
 /// follow.
-pub(super) fn start_wrapper(writer: &mut Writer, class: (&str, &str), dtype: Dtype, shape: &[u64]) {
+pub(super) fn start_wrapper(
+    writer: &mut Writer,
+    class: (&str, &str),
+    dtype: Dtype,
+    shape: &[u64],
+    requires_grad: bool,
+) {
     writer.global("torch._tensor", "_rebuild_from_type_v2").mark();
     writer.global("torch._utils", "_rebuild_wrapper_subclass").global(class.0, class.1);
     writer.mark().global(class.0, class.1).global("torch", dtype.torch_name());
@@ -123,7 +129,7 @@ pub(super) fn start_wrapper(writer: &mut Writer, class: (&str, &str), dtype: Dty
     writer.int(0);
     write_strided(writer);
     write_cpu(writer);
-    writer.boolean(false).tuple(8);
+    writer.boolean(requires_grad).tuple(8);
 }
 
 /// `torch.strided`

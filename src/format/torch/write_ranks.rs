@@ -239,7 +239,7 @@ impl RankFile<'_> {
             move |index: usize| first + u32::try_from(index).expect("fewer than 2^32 tensors")
         };
         let (world_size, memo) = (dtensors.mesh.world_size(), memo_of(self.tensors.len()));
-        let mut sharded = group.map(|group| ShardedWriter { group, world_size, memo, known: BTreeSet::new() });
+        let mut sharded = group.map(|group| ShardedWriter::new(group, world_size, memo));
         let mut used = vec![false; self.tensors.len()];
         let mut stored = used.clone();
         let mut cuts = Vec::new();
@@ -263,7 +263,7 @@ impl RankFile<'_> {
                 ),
                 RankLayout::Sharded { .. } => {
                     let sharded = sharded.as_mut().expect("ShardedTensors have a group");
-                    cuts.push(sharded.write(writer, Sharded { dtype, shape, key }));
+                    cuts.push(sharded.write(writer, Sharded { dtype, shape, key, stored: None, requires_grad: false }));
                     stored[index] = !self.tiles[index].is_empty();
                 }
             }

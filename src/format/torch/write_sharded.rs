@@ -13,7 +13,7 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use super::write::{start_wrapper, write_cpu, write_sizes, write_strided, write_tensor};
+use super::write::{StoredView, start_wrapper, write_cpu, write_sizes, write_strided, write_view};
 use super::write_dtensor::{instance, list};
 use super::write_ranks::RankLayout;
 use crate::catalog::{Dtype, Fqn, TensorEntry};
@@ -115,6 +115,11 @@ impl Group {
         Self { ranks: (0..mesh.shape()[dim.0]).map(rank_at).collect(), own }
     }
 
+    /// So many ranks from a first one on.
+    pub fn in_a_row(first: Rank, len: u32, own: u32) -> Self {
+        Self { ranks: (first.0..first.0 + len).map(Rank).collect(), own: own as usize }
+    }
+
     /// The boxes of a tensor, each of the rank at that place; ranks beyond the last have nothing.
     fn boxes(&self, shape: &[u64]) -> Vec<Region> {
         let (rows, parts) = (shape[0], self.ranks.len() as u64);
@@ -130,14 +135,14 @@ impl Group {
 
 /// Writes the ShardedTensors of one rank.
 pub struct ShardedWriter {
-    pub group: Group,
+    group: Group,
     /// How many ranks the job has.
-    pub world_size: usize,
+    world_size: usize,
     /// The first number of the pickle's memo that is free. What all tensors have alike, they share: the state of the
     /// process group, and behind it the device of each rank.
-    pub memo: u32,
+    memo: u32,
     /// The numbers that are taken.
-    pub known: BTreeSet<u32>,
+    known: BTreeSet<u32>,
 }
 
 /// What is to be known of a ShardedTensor.
@@ -146,22 +151,31 @@ pub struct Sharded<'a> {
     pub dtype: Dtype,
     /// Of one or more dims, none of them 0.
     pub shape: &'a [u64],
-    /// Storage key of the rank's rows, which are contiguous.
+    /// Storage key of the rank's rows, which are contiguous from the start.
     pub key: usize,
+    /// Elements of that storage, where it has more.
+    pub stored: Option<u64>,
+    pub requires_grad: bool,
 }
 
 impl ShardedWriter {
+    pub fn new(group: Group, world_size: usize, memo: u32) -> Self {
+        Self { group, world_size, memo, known: BTreeSet::new() }
+    }
+
     /// `_rebuild_from_type_v2(_rebuild_wrapper_subclass, ShardedTensor, (..), (local shards, metadata, group, spec,
     /// init_rrefs))`. Gives where in the pickle ends what other ranks of the group do not have alike.
     pub fn write(&mut self, writer: &mut Writer, tensor: Sharded<'_>) -> usize {
         let boxes = self.group.boxes(tensor.shape);
-        start_wrapper(writer, SHARDED_TENSOR, tensor.dtype, tensor.shape);
+        let Sharded { dtype, key, requires_grad, .. } = tensor;
+        start_wrapper(writer, SHARDED_TENSOR, dtype, tensor.shape, requires_grad);
         writer.mark();
         let own = self.group.own;
         list(writer, boxes.get(own).as_slice(), |writer, region| {
             instance(writer, SHARD);
             writer.none().empty_dict().mark().string("tensor");
-            write_tensor(writer, tensor.dtype, tensor.key, &region.sizes);
+            let stored = tensor.stored.unwrap_or_else(|| region.numel());
+            write_view(writer, StoredView { dtype, key, stored, offset: 0, sizes: &region.sizes, requires_grad });
             writer.string("metadata");
             self.shard_metadata(writer, own, region);
             writer.setitems().tuple(2).build();
@@ -173,7 +187,7 @@ impl ShardedWriter {
         writer.string("size").global("torch", "Size");
         write_sizes(writer, tensor.shape);
         writer.tuple(1).reduce().string("tensor_properties");
-        write_properties(writer, tensor.dtype);
+        write_properties(writer, dtype, requires_grad);
         writer.setitems().build();
         self.group_state(writer);
         self.spec(writer, &boxes);
@@ -250,11 +264,11 @@ impl ShardedWriter {
 }
 
 /// `(dtype, layout, requires_grad, memory format, pin_memory)`
-fn write_properties(writer: &mut Writer, dtype: Dtype) {
+fn write_properties(writer: &mut Writer, dtype: Dtype, requires_grad: bool) {
     instance(writer, (METADATA, "TensorProperties"));
     writer.mark().global("torch", dtype.torch_name());
     write_strided(writer);
-    writer.boolean(false);
+    writer.boolean(requires_grad);
     writer.global(METADATA, "MEM_FORMAT_ENCODING").int(0).tuple(1).reduce();
     writer.boolean(false).tuple(5).build();
 }

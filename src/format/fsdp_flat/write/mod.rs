@@ -16,14 +16,14 @@ mod optimizer;
 mod params;
 mod plan;
 mod rank_file;
-mod sharded;
 
 use std::path::PathBuf;
 
+use super::document::{FILE_NAME, render};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::path::key_text;
 use crate::catalog::{
-    Catalog, ChunkTable, Dict, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
+    Catalog, ChunkTable, Class, Dict, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
 };
 use crate::error::{Error, Result};
 use crate::format::zip::Frames;
@@ -43,7 +43,7 @@ pub struct FlatTarget<'a> {
     pub name: &'a dyn Fn(Rank) -> PathBuf,
 }
 
-/// Lay out a file for each rank.
+/// Lay out a file for each rank, and `flat_layout.json` with the model's.
 ///
 /// Only dtypes and shapes of `source` are looked at.
 ///
@@ -66,9 +66,14 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
         for (source_id, chunks) in storage.tensors().into_iter().zip(tables) {
             let TensorEntry { fqn, dtype, shape, .. } = source.tensor(source_id);
             let (fqn, dtype, shape) = (fqn.clone(), *dtype, shape.clone());
-            let entry = TensorEntry { fqn, dtype, shape, sharding: None, chunks };
+            let entry = TensorEntry { fqn, dtype, shape, class: Class::Tensor, sharding: None, chunks };
             reservation.tensors.push(Reserved { source: source_id, entry });
         }
+    }
+    if model.is_some() {
+        let mut beside = OutputFile::new(FILE_NAME);
+        beside.push_literal(render(&plan.written_layout()).into_bytes());
+        reservation.files.push(beside);
     }
     Ok(reservation)
 }
@@ -141,8 +146,5 @@ impl<'a> Planned<'a> {
 
 /// The error for a value of the state dict that pickle cannot hold.
 fn cannot_pickle(error: &crate::format::pickle::WriteError) -> Error {
-    Error::unsupported(
-        format!("the state dict cannot be pickled: {error}"),
-        "leave that object out of the checkpoint",
-    )
+    Error::unsupported(format!("the state dict cannot be pickled: {error}"), "leave that object out of the checkpoint")
 }

@@ -43,6 +43,7 @@ pub fn plan(model: &Value, names: &Names<'_>, plan: &mut Plan<'_>, notes: &mut V
         entries.push((name, entry));
     }
     let units = params::find(plan, names, &tensors)?;
+    plan.dtypes = units.iter().map(|unit| unit.dtype).collect();
     add_missing_names(&mut entries, plan, names);
     notes.extend(tell_others(&entries, plan, &units));
 
@@ -145,7 +146,8 @@ impl FlatParameters {
             return (before, after);
         }
         let layout = plan.layout;
-        let mut order: Vec<usize> = (0..self.units.len()).filter(|&unit| !layout.units[unit].params.is_empty()).collect();
+        let mut order: Vec<usize> =
+            (0..self.units.len()).filter(|&unit| !layout.units[unit].params.is_empty()).collect();
         // Outer modules first.
         order.sort_by_key(|&unit| layout.units[unit].module.len());
         let below = |unit: usize, name: &str| {

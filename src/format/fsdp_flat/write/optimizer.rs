@@ -29,12 +29,15 @@ pub fn is_optimizer(dict: &Dict) -> bool {
 
 /// Where each parameter's options are keys of their own, groups and their order are not known any more.
 pub fn refuse_flattened(dict: &Dict, path: &Path) -> Result<()> {
-    let has = |prefix: &str| dict.entries.iter().any(|(key, _)| key.as_str().is_some_and(|key| key.starts_with(prefix)));
+    let has =
+        |prefix: &str| dict.entries.iter().any(|(key, _)| key.as_str().is_some_and(|key| key.starts_with(prefix)));
     if !(has("state.") && has("param_groups.")) {
         return Ok(());
     }
     Err(Error::unsupported(
-        format!("{path}: optimizer state saved with flatten_optimizer_state_dict, which does not tell parameter groups"),
+        format!(
+            "{path}: optimizer state saved with flatten_optimizer_state_dict, which does not tell parameter groups"
+        ),
         "leave it out (--exclude), or save it without that option",
     ))
 }
@@ -337,7 +340,12 @@ impl<'v> SourceOptimizer<'v> {
         };
         let param = plan.param(at);
         Err(self.unfit(
-            format!("`{}` of {}: {shape}, and the parameter has {:?}", key_text(key), param.fqn, param.shape.as_slice()),
+            format!(
+                "`{}` of {}: {shape}, and the parameter has {:?}",
+                key_text(key),
+                param.fqn,
+                param.shape.as_slice()
+            ),
             "FSDP1 flattens state of the shape of its parameter; leave this optimizer out",
         ))
     }

@@ -54,9 +54,16 @@ pub enum Content {
     Nothing,
     Whole(TensorId),
     /// What a shard of a unit holds of tensors of its parameters, one each.
-    Shard { unit: usize, tensors: Vec<TensorId>, padding: Padding },
+    Shard {
+        unit: usize,
+        tensors: Vec<TensorId>,
+        padding: Padding,
+    },
     /// The same of one parameter alone.
-    Slice { at: At, tensor: TensorId },
+    Slice {
+        at: At,
+        tensor: TensorId,
+    },
 }
 
 /// The value of elements that nobody reads.
@@ -76,6 +83,8 @@ pub struct Plan<'a> {
     pub storages: Vec<Storage>,
     /// The storages of tensors that are whole on every rank.
     whole: HashMap<TensorId, usize>,
+    /// The dtype of each unit's parameters, where the model is in the state.
+    pub dtypes: Vec<Dtype>,
     pub ties: Vec<(TensorId, TensorId)>,
     pub same_steps: Vec<(TensorId, TensorId)>,
 }
@@ -108,9 +117,20 @@ impl<'a> Plan<'a> {
             items: Vec::new(),
             storages: Vec::new(),
             whole: HashMap::new(),
+            dtypes: Vec::new(),
             ties: Vec::new(),
             same_steps: Vec::new(),
         })
+    }
+
+    /// The layout with nothing left to conclude.
+    pub fn written_layout(&self) -> FlatLayout {
+        let mut layout = self.layout.clone();
+        for (index, unit) in layout.units.iter_mut().enumerate() {
+            unit.align_numel = unit.align_numel().filter(|_| layout.use_orig_params);
+            unit.dtype = self.dtypes.get(index).copied().or(unit.dtype);
+        }
+        layout
     }
 
     pub fn unit(&self, at: At) -> &'a FlatUnit {

@@ -6,11 +6,11 @@ use std::ops::Range;
 
 use super::cannot_pickle;
 use super::plan::{At, Content, Item, Padding, Plan, Role};
-use super::sharded::{Sharded, ShardedWriter};
+use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Chunk, ChunkTable, Dict, OutputFile, Place, TensorId, Value};
 use crate::error::Result;
 use crate::format::pickle::{WriteError, Writer};
-use crate::format::torch::{PREFIX, StoredView, write_view};
+use crate::format::torch::{Group, PREFIX, Sharded, ShardedWriter, StoredView, write_view};
 use crate::format::zip::{ArchiveWriter, Frames, Span};
 use crate::layout::flat::FlatContent;
 use crate::layout::{Rank, Region, Tile};
@@ -36,7 +36,11 @@ struct RankPickle {
 /// A stretch of a storage.
 enum Stretch {
     /// Elements of one of its tensors, in the order in which FSDP flattens that.
-    Tensor { index: usize, param: Option<At>, elements: Range<u64> },
+    Tensor {
+        index: usize,
+        param: Option<At>,
+        elements: Range<u64>,
+    },
     Known(Vec<u8>),
 }
 
@@ -114,7 +118,7 @@ impl<'a> RankFile<'a> {
         let mut used = vec![false; self.plan.storages.len()];
         let mut cuts = Vec::new();
         let mut since_cut = 0;
-        let mut sharded = ShardedWriter::new(self.plan.layout, self.rank);
+        let mut sharded = self.sharded_writer();
         let mut writer = Writer::of_rank(self.rank);
         writer.value(tree, &mut |writer, id| {
             let item = self.item(id);
@@ -160,13 +164,7 @@ impl<'a> RankFile<'a> {
     }
 
     /// Gives where in the pickle ends what other ranks do not have alike.
-    fn write_flat(
-        &self,
-        writer: &mut Writer,
-        storage: usize,
-        sharded: &mut ShardedWriter,
-        used: &mut [bool],
-    ) -> usize {
+    fn write_flat(&self, writer: &mut Writer, storage: usize, sharded: &mut ShardedWriter, used: &mut [bool]) -> usize {
         let plan = self.plan;
         let Content::Shard { unit, .. } = &plan.storages[storage].content else {
             unreachable!("flat parameters are views of shards");
@@ -174,21 +172,17 @@ impl<'a> RankFile<'a> {
         let flat = &plan.flats[*unit];
         let own = flat.shard(self.shard);
         used[storage] = !own.is_empty();
-        sharded.write(
-            writer,
-            Sharded {
-                dtype: plan.storages[storage].dtype,
-                total: flat.total(),
-                local: StoredView {
-                    dtype: plan.storages[storage].dtype,
-                    key: storage,
-                    stored: flat.shard_len(),
-                    offset: 0,
-                    sizes: &[own.end - own.start],
-                    requires_grad: true,
-                },
-            },
-        )
+        let dtype = plan.storages[storage].dtype;
+        let stored = Some(flat.shard_len());
+        sharded.write(writer, Sharded { dtype, shape: &[flat.total()], key: storage, stored, requires_grad: true })
+    }
+
+    /// Ranks in a row share the shards.
+    fn sharded_writer(&self) -> ShardedWriter {
+        let FlatLayout { world_size, shard_group_size, .. } = *self.plan.layout;
+        let own = self.rank.0 % shard_group_size;
+        let group = Group::in_a_row(Rank(self.rank.0 - own), shard_group_size, own);
+        ShardedWriter::new(group, world_size as usize, 0)
     }
 
     /// What this rank has in a storage.
