@@ -126,7 +126,7 @@ pub struct DTensor<'a> {
 impl DTensorWriter<'_> {
     /// `_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (..), (None, {_local_tensor, _spec}))`
     pub fn write(&mut self, writer: &mut Writer, tensor: DTensor<'_>) {
-        start_wrapper(writer, DTENSOR, tensor.dtype, tensor.shape);
+        start_wrapper(writer, DTENSOR, tensor.dtype, tensor.shape, false);
         writer.none().empty_dict().mark();
         writer.string("_local_tensor");
         write_tensor(writer, tensor.dtype, tensor.key, tensor.local_sizes);

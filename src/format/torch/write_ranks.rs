@@ -264,7 +264,7 @@ impl RankFile<'_> {
                 RankLayout::Sharded { .. } => {
                     let sharded = sharded.as_mut().expect("ShardedTensors have a group");
                     // What it says of other ranks is long.
-                    let own = sharded.write(writer, Sharded { dtype, shape, key });
+                    let own = sharded.write(writer, Sharded { dtype, shape, key, stored: None, requires_grad: false });
                     cuts.extend([own.start, own.end]);
                     stored[index] = !self.tiles[index].is_empty();
                 }

@@ -13,7 +13,7 @@
 
 use std::ops::Range;
 
-use super::write::{start_wrapper, write_cpu, write_sizes, write_strided, write_tensor};
+use super::write::{StoredView, start_wrapper, write_cpu, write_sizes, write_strided, write_view};
 use super::write_dtensor::{instance, list};
 use super::write_ranks::RankLayout;
 use crate::catalog::{Dtype, Fqn, TensorEntry};
@@ -115,6 +115,11 @@ impl Group {
         Self { ranks: (0..mesh.shape()[dim.0]).map(rank_at).collect(), own }
     }
 
+    /// So many ranks from a first one on.
+    pub fn in_a_row(first: Rank, len: u32, own: u32) -> Self {
+        Self { ranks: (first.0..first.0 + len).map(Rank).collect(), own: own as usize }
+    }
+
     /// The boxes of a tensor, each of the rank at that place; ranks beyond the last have nothing.
     fn boxes(&self, shape: &[u64]) -> Vec<Region> {
         let (rows, parts) = (shape[0], self.ranks.len() as u64);
@@ -156,8 +161,11 @@ pub struct Sharded<'a> {
     pub dtype: Dtype,
     /// Of one or more dims, none of them 0.
     pub shape: &'a [u64],
-    /// Storage key of the rank's rows, which are contiguous.
+    /// Storage key of the rank's rows, which are contiguous from the start.
     pub key: usize,
+    /// Elements of that storage, where it has more.
+    pub stored: Option<u64>,
+    pub requires_grad: bool,
 }
 
 impl ShardedWriter {
@@ -170,14 +178,16 @@ impl ShardedWriter {
     /// init_rrefs))`. Gives where in the pickle is what other ranks of the group do not have alike.
     pub fn write(&mut self, writer: &mut Writer, tensor: Sharded<'_>) -> Range<usize> {
         let boxes = self.group.boxes(tensor.shape);
-        start_wrapper(writer, SHARDED_TENSOR, tensor.dtype, tensor.shape);
+        let Sharded { dtype, key, requires_grad, .. } = tensor;
+        start_wrapper(writer, SHARDED_TENSOR, dtype, tensor.shape, requires_grad);
         writer.mark();
         let own_from = writer.written().len();
         let own = self.group.own;
         list(writer, boxes.get(own).as_slice(), |writer, region| {
             instance(writer, SHARD);
             writer.none().empty_dict().mark().string("tensor");
-            write_tensor(writer, tensor.dtype, tensor.key, &region.sizes);
+            let stored = tensor.stored.unwrap_or_else(|| region.numel());
+            write_view(writer, StoredView { dtype, key, stored, offset: 0, sizes: &region.sizes, requires_grad });
             writer.string("metadata");
             self.shard_metadata(writer, own, region);
             writer.setitems().tuple(2).build();
@@ -189,7 +199,7 @@ impl ShardedWriter {
         writer.string("size").global("torch", "Size");
         write_sizes(writer, tensor.shape);
         writer.tuple(1).reduce().string("tensor_properties");
-        write_properties(writer, tensor.dtype);
+        write_properties(writer, dtype, requires_grad);
         writer.setitems().build();
         self.group_state(writer);
         self.spec(writer, &boxes);
@@ -278,11 +288,11 @@ impl ShardedWriter {
 }
 
 /// `(dtype, layout, requires_grad, memory format, pin_memory)`
-fn write_properties(writer: &mut Writer, dtype: Dtype) {
+fn write_properties(writer: &mut Writer, dtype: Dtype, requires_grad: bool) {
     instance(writer, (METADATA, "TensorProperties"));
     writer.mark().global("torch", dtype.torch_name());
     write_strided(writer);
-    writer.boolean(false);
+    writer.boolean(requires_grad);
     writer.global(METADATA, "MEM_FORMAT_ENCODING").int(0).tuple(1).reduce();
     writer.boolean(false).tuple(5).build();
 }
