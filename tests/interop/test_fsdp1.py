@@ -19,7 +19,7 @@ import generate_fsdp1
 MODELS = {"flat_mixed": {"mixed": True}, "flat_bf16": {"dtype": "bf16"}, "flat_hybrid": {"strategy": "hybrid"},
           "flat_none": {"strategy": "none"}}
 RANKS = {"flat2": 2, "flat3": 3, "flat4": 4, "flat_mixed": 2, "flat_bf16": 2, "flat_hybrid": 4, "flat_none": 2}
-FOLDERS = [(case, folder) for case in RANKS for folder in ("views", "flat")] + [("flat2", "groups"), ("flat2", "one_file")]
+FOLDERS = [*((case, folder) for case in RANKS for folder in ("views", "flat")), ("flat2", "groups"), ("flat2", "one_file")]
 LOCAL = FOLDERS[:12] + FOLDERS[14:]
 
 
@@ -130,8 +130,8 @@ def test_from_whole_tensors(tmp_path, flat_layout, kind, folder):
                  for fqn in info["flat_layout"]["views"]["optimizer"][0]}
         groups = [{**common.decode(info["param_groups"]["views"])[0], "params": list(state)}]
         source = tmp_path / "dcp"
-        dcp.save({"model": whole_model("flat2"), "optim": {"state": state, "param_groups": groups}}, checkpoint_id=source,
-                 no_dist=True)
+        tree = {"model": whole_model("flat2"), "optim": {"state": state, "param_groups": groups}}
+        dcp.save(tree, checkpoint_id=source, no_dist=True)
     out = flatten(source, tmp_path / "out", 3, folder == "views", flat_layout("flat2", folder))
     resume(tmp_path, out, "flat2", 3, folder == "views", order=False)
     assert ("optim" in fsdp1.load_all(out, 3)[0]) == (kind == "dcp")
