@@ -5,4 +5,7 @@
 pub mod document;
 mod write;
 
-pub use write::{FlatTarget, reserve, same_steps, ties};
+pub use write::{FlatTarget, merged, reserve};
+
+/// What writes a flat layout from a live model, in few lines, for an error to show; `docs/fsdp1.md` has the whole.
+pub const SNIPPET: &str = "TODO";

@@ -78,26 +78,19 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
     Ok(reservation)
 }
 
-/// Tensors of the source that become one: what is kept, and what must be equal to it.
+/// Tensors of the source that become one, what is kept and what must be equal to it: tied parameters that the source has
+/// apart, and scalars of optimizer state, of which a flat parameter has one.
 ///
 /// # Errors
 /// As [`reserve`].
-pub fn ties(source: &Catalog, state: &Value, layout: &FlatLayout, model: &Path) -> Result<Vec<(TensorId, TensorId)>> {
-    Ok(Planned::new(source, state, layout, Some(model))?.plan.ties)
-}
-
-/// Scalars of optimizer state that become one for all parameters of a unit: the one that is kept, and what must be
-/// equal to it.
-///
-/// # Errors
-/// As [`reserve`].
-pub fn same_steps(
+pub fn merged(
     source: &Catalog,
     state: &Value,
     layout: &FlatLayout,
     model: Option<&Path>,
 ) -> Result<Vec<(TensorId, TensorId)>> {
-    Ok(Planned::new(source, state, layout, model)?.plan.same_steps)
+    let Plan { ties, same_steps, .. } = Planned::new(source, state, layout, model)?.plan;
+    Ok([ties, same_steps].concat())
 }
 
 /// The tree that every rank's file has, with numbers of items for tensors.
