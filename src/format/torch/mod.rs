@@ -12,7 +12,7 @@ mod write_ranks;
 
 use std::path::PathBuf;
 
-pub use tensor::{Found, View};
+pub use tensor::{Found, Group, View};
 pub use write::{Saved, reserve, reserved_whole, save, save_tensor, write_sizes};
 pub use write_dtensor::{Release, Style};
 pub use write_ranks::{RankLayout, RankTarget, reserve_ranks};

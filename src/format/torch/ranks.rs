@@ -9,7 +9,7 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use super::reader::Contents;
-use super::{Found, View, chunk};
+use super::{Found, Group, View, chunk};
 use crate::catalog::path::{self, Fate, is_descended, key_text};
 use crate::catalog::{
     Catalog, ChunkTable, Dict, Fqn, Holding, Key, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes,
@@ -356,7 +356,7 @@ impl Merger<'_> {
         let mut entry =
             TensorEntry { fqn, dtype, shape: shape.clone(), sharding: None, chunks: ChunkTable::new(shape.len()) };
         for &part in parts {
-            let Found::Sharded { rank, local, all, .. } = self.found(part) else { continue };
+            let Found::Sharded { group: Group { rank, .. }, local, all, .. } = self.found(part) else { continue };
             let file = &self.files[part.file];
             let bad = |expected: String, found: String| {
                 Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found))
