@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use super::recover::shortened;
-use super::survey::{Beside, FlatPart, FlatState, RankState};
+use super::survey::{Beside, FlatPart, FlatState, RankState, module_of};
 use super::totals;
 use crate::catalog::Fqn;
 use crate::catalog::flat::{FlatLayout, FlatUnit};
@@ -23,8 +23,28 @@ pub fn check(state: &FlatState, layout: &FlatLayout, source: &str) -> Result<()>
         return Err(Error::malformed(&state.ranks[0].at, "the state dict", expected, says(state.has_views())));
     }
     let flats: Vec<(&FlatUnit, FlatParameter)> = layout.units.iter().map(|unit| (unit, layout.flat(unit))).collect();
+    check_order(state, layout, source)?;
     for rank in &state.ranks {
         check_rank(rank, layout, &flats, source)?;
+    }
+    Ok(())
+}
+
+/// Parameters come module by module, in the order in which the modules are registered.
+fn check_order(state: &FlatState, layout: &FlatLayout, source: &str) -> Result<()> {
+    let Some(registered) = &state.registered else { return Ok(()) };
+    for unit in &layout.units {
+        let known =
+            unit.params.iter().filter_map(|param| Some((registered.get(module_of(param.fqn.as_str()))?, param)));
+        let mut last = None;
+        for (position, param) in known {
+            if let Some((_, before)) = last.filter(|(highest, _)| *highest > position) {
+                let expected = format!("{} before {before}, as its _metadata has the modules", param.fqn);
+                let found = format!("the other order in {source}");
+                return Err(Error::malformed(&state.ranks[0].at, unit.describe(), expected, found));
+            }
+            last = Some((position, &param.fqn));
+        }
     }
     Ok(())
 }

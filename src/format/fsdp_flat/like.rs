@@ -62,11 +62,6 @@ impl Like {
     pub fn is_ordered(&self) -> bool {
         matches!(self.format, Format::Torch | Format::TorchRanks | Format::FsdpFlat)
     }
-
-    #[must_use]
-    pub fn position(&self, name: &str) -> usize {
-        self.params.get_index_of(&Fqn::from(name)).unwrap_or(usize::MAX)
-    }
 }
 
 fn params(catalog: &Catalog, format: Format) -> IndexMap<Fqn, LikeParam> {

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use super::like::{Like, LikeParam, Order};
 use super::snippet::refuse;
-use super::survey::{Beside, FlatState, unit_of};
+use super::survey::{Beside, FlatState, module_of, unit_of};
 use super::totals;
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
 use crate::catalog::{Dtype, Fqn};
@@ -231,8 +231,7 @@ fn units_of_like(state: &FlatState, group: u32, like: &Like) -> Result<Vec<FlatU
         if buffers.contains(name) {
             continue;
         }
-        let module = name.as_str().rsplit_once('.').map_or("", |(module, _)| module);
-        let Some(unit) = unit_of(module, &known) else {
+        let Some(unit) = unit_of(module_of(name.as_str()), &known) else {
             return Err(refuse(format!(
                 "{name}: {} has it, and no unit of the files is around it",
                 like.path.display()

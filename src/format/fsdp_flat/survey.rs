@@ -26,6 +26,8 @@ pub struct FlatState {
     pub path: Path,
     /// One a file that has it.
     pub ranks: Vec<RankState>,
+    /// Which module is registered before which, where the state dict has PyTorch's `_metadata`.
+    pub registered: Option<HashMap<Box<str>, usize>>,
 }
 
 /// A state dict with flat parameters in one rank's file.
@@ -114,8 +116,7 @@ fn enclosing<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str> {
     if module.is_empty() {
         return None;
     }
-    let outer = module.rsplit_once('.').map_or("", |(outer, _)| outer);
-    unit_of(outer, units)
+    unit_of(module_of(module), units)
 }
 
 /// The innermost unit that a module is, or lies in.
@@ -128,7 +129,7 @@ pub fn unit_of<'a>(module: &'a str, units: &HashSet<&str>) -> Option<&'a str> {
         if at.is_empty() {
             return None;
         }
-        at = at.rsplit_once('.').map_or("", |(outer, _)| outer);
+        at = module_of(at);
     }
 }
 
@@ -152,8 +153,8 @@ pub fn survey(files: &[RankFile]) -> Result<Vec<FlatState>> {
         visit_dicts(&file.contents.value, &Path::default(), &mut |path, dict| match rank_state(index, file, dict) {
             Ok(None) => {}
             Ok(Some(own)) => {
-                let state = states.entry(path.clone());
-                state.or_insert_with(|| FlatState { path: path.clone(), ranks: Vec::new() }).ranks.push(own);
+                let make = || FlatState { path: path.clone(), ranks: Vec::new(), registered: registered(dict) };
+                states.entry(path.clone()).or_insert_with(make).ranks.push(own);
             }
             Err(found) => error = error.take().or(Some(found)),
         });
@@ -162,6 +163,22 @@ pub fn survey(files: &[RankFile]) -> Result<Vec<FlatState>> {
         }
     }
     Ok(states.into_values().collect())
+}
+
+/// The modules that `_metadata` names, in the order in which a state dict visits them.
+fn registered(dict: &Dict) -> Option<HashMap<Box<str>, usize>> {
+    let metadata = dict.attributes.as_ref()?.as_dict()?.get("_metadata")?.as_dict()?;
+    let names = metadata.entries.iter().filter_map(|(key, _)| key.as_str());
+    let mut positions = HashMap::new();
+    for (position, name) in names.enumerate() {
+        positions.entry(clean_name(name).into()).or_insert(position);
+    }
+    Some(positions)
+}
+
+/// The module that has a tensor of this name.
+pub fn module_of(name: &str) -> &str {
+    name.rsplit_once('.').map_or("", |(module, _)| module)
 }
 
 /// Every dict that names lead to.

@@ -1,12 +1,13 @@
 //! State dicts with flat parameters become what they are of: parameters in their shapes, under their names.
 //!
 //! Only where things lie changes: a rank's stretch of a parameter becomes the boxes of the parameter that it is, at most
-//! `2n - 1` of `n` dims, as views of the storage that the flat parameter is in.
+//! `2n - 1` of `n` dims, as views of the storage that the flat parameter is in. Names come in the order of the state dict
+//! that the model had without FSDP, where the files know the order of its modules.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::survey::{FlatState, flat_module, value_at_mut};
+use super::survey::{FlatState, flat_module, module_of, value_at_mut};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit};
 use crate::catalog::path::clean_name;
 use crate::catalog::{Dtype, Fqn, TensorId, Value};
@@ -91,6 +92,13 @@ pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout)
         if let Some(Value::Dict(dict)) = value_at_mut(&mut contents.value, &state.path) {
             let entries = std::mem::take(&mut dict.entries);
             dict.entries = entries.into_iter().flat_map(|(key, value)| replaced(key, value, layout, &ids)).collect();
+            if let Some(registered) = &state.registered {
+                // What a unit holds is spread over modules with other units between them.
+                dict.entries.sort_by_cached_key(|(key, _)| {
+                    let name = clean_name(key.as_str().unwrap_or_default());
+                    registered.get(module_of(&name)).copied().unwrap_or(usize::MAX)
+                });
+            }
         }
     }
 }
