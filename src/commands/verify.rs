@@ -104,7 +104,10 @@ impl Names {
 
 /// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
 fn open(args: &Verify, path: &std::path::Path, printer: &Printer, report: &mut Report) -> Result<Option<Checkpoint>> {
-    match Checkpoint::open(path, &read_options(&args.source, SeriesChoice::All, Want::All)) {
+    let mut options = read_options(&args.source, SeriesChoice::All, Want::All);
+    // Soundness needs no shapes, a comparison does.
+    options.flat.raw = args.other.is_none();
+    match Checkpoint::open(path, &options) {
         Ok(checkpoint) => {
             announce(&checkpoint, printer);
             refuse_fragment(&checkpoint)?;
