@@ -110,7 +110,7 @@ impl Names {
 /// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
 fn open(args: &Verify, path: &std::path::Path, printer: &Printer, report: &mut Report) -> Result<Option<Checkpoint>> {
     let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::All);
-    // Whether bytes are sound does not depend on shapes.
+    // Soundness needs no shapes, a comparison does.
     options.flat.raw = args.other.is_none();
     match Checkpoint::open(path, &options) {
         Ok(checkpoint) => {
