@@ -26,9 +26,9 @@ fn about(found: &Found) -> String {
     match found {
         Found::Plain(view) => format!("{} {:?}", view.dtype, view.sizes),
         Found::Distributed { shape, placements, .. } => format!("DTensor {shape:?} {placements:?}"),
-        Found::Sharded { dtype, shape, rank, local, all } => {
+        Found::Sharded { dtype, shape, group, local, all } => {
             let local: Vec<&Region> = local.iter().map(|(region, _)| region).collect();
-            format!("ShardedTensor {dtype} {shape:?} of {rank}: {local:?} of {all:?}")
+            format!("ShardedTensor {dtype} {shape:?} of {}: {local:?} of {all:?}", group.rank)
         }
     }
 }
