@@ -1,5 +1,6 @@
 //! Flat parameters of FSDP1: read from rank files and compared with the ground truth bit for bit.
 
+#[allow(dead_code, reason = "each test binary uses its own share")]
 mod common;
 
 use std::fs;
