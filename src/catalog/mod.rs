@@ -78,6 +78,18 @@ impl Sharding {
     }
 }
 
+/// The Python class of what a rank stores of a tensor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Class {
+    /// A plain tensor; also where the format does not say how ranks shared it (DCP).
+    #[default]
+    Tensor,
+    /// Has a [`Sharding`].
+    DTensor,
+    /// That of FSDP1: boxes and the ranks that hold them, no mesh.
+    ShardedTensor,
+}
+
 /// One logical tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorEntry {
@@ -86,6 +98,7 @@ pub struct TensorEntry {
     pub dtype: Dtype,
     /// The global shape, in elements.
     pub shape: Dims,
+    pub class: Class,
     /// Mesh and placements, where the format records them (DCP does not).
     pub sharding: Option<Sharding>,
     /// Every stored chunk, replicas included.
@@ -93,14 +106,21 @@ pub struct TensorEntry {
 }
 
 impl TensorEntry {
+    /// A plain tensor of which no chunk is known.
+    #[must_use]
+    pub fn new(fqn: Fqn, dtype: Dtype, shape: Dims) -> Self {
+        let chunks = ChunkTable::new(shape.len());
+        Self { fqn, dtype, shape, class: Class::Tensor, sharding: None, chunks }
+    }
+
     /// A tensor that lies whole and contiguous at an offset of a file.
     #[must_use]
     pub fn whole(fqn: Fqn, dtype: Dtype, shape: Dims, file: FileId, offset: u64) -> Self {
-        let mut chunks = ChunkTable::new(shape.len());
         let tile = Tile::from_region(&Region::whole(&shape));
         let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
-        chunks.push(Chunk { tile, place, strides: None, rank: None });
-        Self { fqn, dtype, shape, sharding: None, chunks }
+        let mut entry = Self::new(fqn, dtype, shape);
+        entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
+        entry
     }
 
     /// Elements of the whole tensor; readers refuse shapes whose byte size overflows.

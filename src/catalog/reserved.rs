@@ -42,7 +42,7 @@ pub struct OutputFile {
     pub len: u64,
     /// Ascending, disjoint. Together with the chunks of the tensors they cover the file.
     pub literals: Vec<Literal>,
-    /// Ascending by range.
+    /// Ascending by range, disjoint.
     pub sums: Vec<Sum>,
 }
 
@@ -53,7 +53,7 @@ pub struct Literal {
     pub bytes: Arc<[u8]>,
 }
 
-/// A span of tensor data whose CRC-32 (IEEE, little-endian) goes to `sites`.
+/// A span of tensor data whose CRC-32 (IEEE, little-endian) goes to `sites`. A literal lies in it wholly or not at all.
 #[derive(Clone, Debug)]
 pub struct Sum {
     pub range: Range<u64>,
@@ -81,6 +81,13 @@ impl OutputFile {
         let offset = self.len;
         self.len += len;
         offset
+    }
+
+    /// Whether the byte at this offset lies in a span that is summed.
+    #[must_use]
+    pub fn sums_at(&self, offset: u64) -> bool {
+        let next = self.sums.partition_point(|sum| sum.range.end <= offset);
+        self.sums.get(next).is_some_and(|sum| sum.range.start <= offset)
     }
 }
 

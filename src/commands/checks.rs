@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::input;
 use super::progress::Progress;
 use super::run::Run;
-use crate::catalog::{TensorEntry, TensorId};
+use crate::catalog::{Class, TensorEntry, TensorId};
 use crate::error::{Error, Result};
 use crate::exec::Reporter;
 use crate::exec::compare::{self, ReplicaDifference};
@@ -43,14 +43,14 @@ pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
 pub enum Replicas {
     /// Plain tensors that several ranks store whole: nothing says that they are one.
     Plain,
-    /// Those of DTensors as well.
+    /// Those of DTensors and ShardedTensors as well.
     All,
 }
 
 impl Replicas {
     fn covers(self, entry: &TensorEntry) -> bool {
         let partial = entry.sharding.as_ref().is_some_and(crate::catalog::Sharding::is_partial);
-        entry.chunks.len() > 1 && !partial && (self == Self::All || entry.sharding.is_none())
+        entry.chunks.len() > 1 && !partial && (self == Self::All || entry.class == Class::Tensor)
     }
 }
 
@@ -83,13 +83,13 @@ pub fn replica_conflict(entry: &TensorEntry, difference: &ReplicaDifference) -> 
     let (first, second) = (entry.chunk_name(difference.first), entry.chunk_name(difference.second));
     Error::Conflict {
         fqn: entry.fqn.to_string(),
-        what: if entry.sharding.is_none() { "a plain tensor" } else { "a replica" },
+        what: if entry.class == Class::Tensor { "a plain tensor" } else { "a replica" },
         between: format!("{first} and {second}"),
         detail: format!("first at element {} (row-major)", difference.element),
         hint: Some(format!(
             "`dtshard verify` lists all such tensors; --on-conflict rank0 takes the lowest rank's value, {}drop leaves \
              the tensor out",
-            if entry.sharding.is_none() { "per-rank keeps every rank's, " } else { "" },
+            if entry.class == Class::Tensor { "per-rank keeps every rank's, " } else { "" },
         )),
     }
 }

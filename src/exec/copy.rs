@@ -235,6 +235,10 @@ impl Filler<'_> {
                     let range = usize::try_from(bytes.start).expect("literals fit memory")
                         ..usize::try_from(bytes.end).expect("literals fit memory");
                     target.copy_from_slice(&file.literals[*literal].bytes[range]);
+                    // What lies between tensor data of one span is summed with it.
+                    if file.sums_at(part.offset) {
+                        self.sums.add(strip.file, part.offset, target);
+                    }
                 }
                 Content::Payload { slot, bytes } => {
                     let Slot { tile, counted } = &self.slots[*slot];

@@ -138,7 +138,7 @@ fn store_values(
         let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
         chunks.push(Chunk { tile, place, strides: Some(strides), rank: None });
     }
-    (files, TensorEntry { fqn: "t".into(), dtype, shape: shape.into(), sharding: None, chunks })
+    (files, TensorEntry { chunks, ..TensorEntry::new("t".into(), dtype, shape.into()) })
 }
 
 proptest! {

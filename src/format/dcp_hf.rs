@@ -15,7 +15,7 @@ use serde::Deserialize;
 use super::ReadOptions;
 use super::safetensors::{self, Stored};
 use super::series::list_missing;
-use crate::catalog::{Catalog, Chunk, ChunkTable, Fqn, Place, TensorEntry, checked_len_bytes};
+use crate::catalog::{Catalog, Chunk, Fqn, Place, TensorEntry, checked_len_bytes};
 use crate::error::{Error, Result};
 use crate::layout::{Dims, Rank, Region, Tile};
 use crate::storage::{FileId, Files};
@@ -201,14 +201,14 @@ pub fn tensor(name: &str, shards: &[Shard]) -> Result<TensorEntry> {
     if checked_len_bytes(&shape, dtype).is_none() {
         return Err(Error::malformed(&first.path, name, "a shape that fits memory", format!("{:?}", shape.as_slice())));
     }
-    let mut chunks = ChunkTable::new(shape.len());
+    let mut entry = TensorEntry::new(fqn, dtype, shape);
     for (shard, region) in shards.iter().zip(regions) {
         let place = Place::Bytes { file: shard.file, offset: shard.stored.offset };
         let place = if region.is_empty() { Place::Nowhere } else { place };
         let rank = ShardName::parse(&shard.path).map(|name| Rank(name.shard - 1));
-        chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank });
+        entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank });
     }
-    Ok(TensorEntry { fqn, dtype, shape, sharding: None, chunks })
+    Ok(entry)
 }
 
 #[cfg(test)]

@@ -64,6 +64,8 @@ pub struct Options {
     pub wrappers: Wrappers,
     pub include: Vec<Pattern>,
     pub exclude: Vec<Pattern>,
+    /// Leave out the subtree of gradients beside a model, where there is one.
+    pub without_gradients: bool,
     pub root: Root,
     pub strip_prefixes: Vec<String>,
     /// In the order given.
@@ -174,6 +176,7 @@ fn without_chunks(entry: &TensorEntry) -> TensorEntry {
         fqn: entry.fqn.clone(),
         dtype: entry.dtype,
         shape: entry.shape.clone(),
+        class: entry.class,
         sharding: entry.sharding.clone(),
         chunks: ChunkTable::new(entry.shape.len()),
     }

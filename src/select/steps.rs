@@ -13,7 +13,7 @@
 use std::borrow::Cow;
 
 use crate::catalog::Value;
-pub(super) use crate::catalog::path::clean_name;
+use crate::catalog::path::clean_name;
 use crate::catalog::path::{WRAPPERS, key_text};
 
 /// A key of the source.

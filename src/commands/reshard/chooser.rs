@@ -1,4 +1,4 @@
-//! The placements of each tensor on the target mesh.
+//! The placements of each tensor on the target mesh, and the Python class it has in rank files.
 //!
 //! Optimizer state follows its parameter: a rule matches the parameter's name, and state of the parameter's shape gets
 //! its placements. What the source stores plain beside DTensors (buffers, steps) is replicated unless a rule says
@@ -7,22 +7,46 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use crate::catalog::model::{self, OptimizerState};
-use crate::catalog::{Catalog, Fqn, Path, Sharding, TensorEntry, TensorId, path};
+use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, path};
+use crate::cli::TensorClass;
 use crate::error::{Error, Result};
-use crate::format::dcp;
 use crate::format::torch::RankLayout;
+use crate::format::{Format, dcp};
 use crate::layout::target::{Fallback, SourceLayout, TargetLayout};
 use crate::layout::{LayoutError, MeshDim, Placement, PlacementSpec};
 use crate::quantity::count;
 use crate::select::{Wrappers, with_clean};
+
+use super::like::{Like, is_whole_anyway};
+/// The Python class of tensors that ranks share; `None` for that of each in the source.
+///
+/// # Errors
+/// `Usage` where the target is not rank files.
+pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Class>> {
+    match given {
+        Some(_) if to != Format::TorchRanks => Err(Error::usage(
+            format!("--tensor-class is for rank files, and DST is to be {to}"),
+            "leave it out, or write rank files with --to torch-ranks",
+        )),
+        None | Some(TensorClass::Auto) => Ok(None),
+        Some(TensorClass::DTensor) => Ok(Some(Class::DTensor)),
+        Some(TensorClass::ShardedTensor) => Ok(Some(Class::ShardedTensor)),
+    }
+}
 
 /// Chooses the placements of each tensor, and remembers what to tell the user.
 pub struct Chooser<'a> {
     catalog: &'a Catalog,
     layout: &'a TargetLayout,
     wrappers: Wrappers,
-    /// Tensors that ranks share in the source; empty where it does not tell those from what every rank has.
-    shared: HashSet<Fqn>,
+    /// A checkpoint whose tensors say how those without a rule lie.
+    like: Option<Like<'a>>,
+    /// The class of tensors that ranks share; `None` for that of each in the source.
+    class: Option<Class>,
+    /// The same for those that have none there.
+    usual_class: Class,
+    /// How tensors that ranks share are told from those that every rank has.
+    told_by: ToldBy,
     model_root: Path,
     /// Tensors of the model by name, for the state that follows them.
     parameters: HashMap<Fqn, TensorId>,
@@ -44,6 +68,16 @@ pub struct Chooser<'a> {
     names: Vec<String>,
 }
 
+/// How tensors that ranks share are told from those that every rank has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ToldBy {
+    /// The source's rank files tell.
+    Class,
+    /// A DCP directory does not; parameters have state of an optimizer.
+    Optimizer,
+    Nothing,
+}
+
 /// The parameter that a tensor is state of.
 struct Owner {
     by_number: bool,
@@ -52,14 +86,26 @@ struct Owner {
     id: Option<TensorId>,
 }
 
+/// How ranks share a tensor.
+struct Shared {
+    placements: Vec<Placement>,
+    /// The dims of the tensor's own mesh, where that is to be a slice.
+    slice: Option<Vec<MeshDim>>,
+}
+
 impl<'a> Chooser<'a> {
-    pub fn new(catalog: &'a Catalog, layout: &'a TargetLayout, wrappers: Wrappers, shared: HashSet<Fqn>) -> Self {
+    pub fn new(catalog: &'a Catalog, layout: &'a TargetLayout, wrappers: Wrappers, class: Option<Class>) -> Self {
         let found = model::model(&catalog.state);
+        let has = |class| catalog.tensors.iter().any(|entry| entry.class == class);
+        let (has_dtensors, has_sharded) = (has(Class::DTensor), has(Class::ShardedTensor));
         let mut chooser = Self {
             catalog,
             layout,
             wrappers,
-            shared,
+            like: None,
+            class,
+            usual_class: if has_sharded && !has_dtensors { Class::ShardedTensor } else { Class::DTensor },
+            told_by: if has_dtensors || has_sharded { ToldBy::Class } else { ToldBy::Nothing },
             model_root: found.root,
             parameters: found.tensors.into_iter().collect(),
             numbered: HashMap::new(),
@@ -80,21 +126,42 @@ impl<'a> Chooser<'a> {
                 trained.insert(catalog.tensor(parameter).fqn.clone());
             }
         });
+        // FSDP1 takes buffers from plain tensors only.
+        if class == Some(Class::ShardedTensor) && chooser.told_by == ToldBy::Nothing && !trained.is_empty() {
+            chooser.told_by = ToldBy::Optimizer;
+        }
         chooser.trained = trained;
         chooser
+    }
+
+    pub fn like(self, like: Option<Like<'a>>) -> Self {
+        Self { like, ..self }
     }
 
     /// The distinct tiles of a tensor, for a format that stores those.
     pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<dcp::Shards> {
         let placements = match self.choose(path, entry)? {
-            RankLayout::Plain => vec![Placement::Replicate; self.layout.mesh.ndim()],
-            RankLayout::Distributed { placements, .. } => placements,
+            Some(shared) => shared.placements,
+            None => vec![Placement::Replicate; self.layout.mesh.ndim()],
         };
         Ok(self.layout.shards(&entry.shape, &placements)?)
     }
 
-    /// A plain tensor on every rank, or a DTensor.
-    pub fn choose(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout> {
+    /// A plain tensor on every rank, a DTensor or a ShardedTensor.
+    pub fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout> {
+        let own = Some(entry.class).filter(|class| *class != Class::Tensor);
+        let class = self.class.or(own).unwrap_or(self.usual_class);
+        match self.choose(path, entry)? {
+            None => Ok(RankLayout::Plain),
+            Some(shared) if class == Class::ShardedTensor => {
+                RankLayout::of_fsdp1(&path.fqn(), entry, &self.layout.mesh, &shared.placements)
+            }
+            Some(Shared { placements, slice }) => Ok(RankLayout::Distributed { placements, slice }),
+        }
+    }
+
+    /// `None` for a plain tensor on every rank.
+    fn choose(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<Shared>> {
         let mut names = model::rule_names(path, &self.model_root);
         let owner = self.owner(path);
         let parameter = owner.as_ref().and_then(|owner| owner.id);
@@ -130,30 +197,59 @@ impl<'a> Chooser<'a> {
             chosen => chosen?,
         };
         self.names.push(path.to_string());
+        if chosen.rule.is_none()
+            && let Some(layout) = self.as_like(path, entry, owner.as_ref())?
+        {
+            return Ok(layout);
+        }
         if chosen.rule.is_none() {
-            let shared = self.shared.contains(&entry.fqn) || sharding.is_some();
+            let shared = entry.class != Class::Tensor || sharding.is_some();
             let as_it_is = matches!(self.layout.fallback, Fallback::Source);
             let is_parameter = self.trained.contains(&entry.fqn) || follows.is_some();
-            if !self.shared.is_empty() && !shared && (as_it_is || !is_parameter) {
+            if self.told_by != ToldBy::Nothing && !shared && (as_it_is || !is_parameter) {
                 let of_model = self.parameters.contains_key(&self.in_model(path));
                 self.plain += usize::from(!entry.shape.is_empty() && of_model && !as_it_is);
-                return Ok(RankLayout::Plain);
+                return Ok(None);
             }
             self.fallback_ndims.insert(entry.shape.len());
             self.misfits += usize::from(chosen.misfit);
             self.scalar_misfits += usize::from(chosen.misfit && entry.shape.is_empty());
             if entry.shape.is_empty() && sharding.is_none() {
-                return Ok(RankLayout::Plain);
+                return Ok(None);
             }
         }
-        let slice = sharding.and_then(|sharding| self.slice(sharding, &chosen.placements));
-        Ok(RankLayout::Distributed { placements: chosen.placements, slice })
+        let slice = sharding.and_then(|sharding| self.slice(self.catalog, sharding, &chosen.placements));
+        Ok(Some(Shared { placements: chosen.placements, slice }))
+    }
+
+    /// How --like has it; `None` where the fallback is to say it.
+    fn as_like(&mut self, path: &Path, entry: &TensorEntry, owner: Option<&Owner>) -> Result<Option<Option<Shared>>> {
+        let in_model = Some(self.in_model(path)).filter(|name| self.parameters.contains_key(name));
+        let Some(like) = &mut self.like else { return Ok(None) };
+        let parameter = owner.and_then(|owner| owner.name.as_ref());
+        let Some(found) = like.find(path, in_model.as_ref(), parameter, entry)? else {
+            // State of another shape than its parameter has nothing to follow.
+            let parameter = owner.and_then(|owner| owner.id).map(|id| self.catalog.tensor(id));
+            if parameter.is_some_and(|known| known.shape != entry.shape) || is_whole_anyway(path, entry) {
+                return Ok(Some(None));
+            }
+            if matches!(self.layout.fallback, Fallback::Source) {
+                like.miss(path, in_model.as_ref());
+                return Ok(Some(None));
+            }
+            return Ok(None);
+        };
+        let (catalog, Some(sharding)) = (like.catalog, &found.sharding) else { return Ok(Some(None)) };
+        let source = SourceLayout { mesh: catalog.mesh(sharding), placements: &sharding.placements };
+        let placements = self.layout.as_in(source);
+        let slice = self.slice(catalog, sharding, &placements);
+        Ok(Some(Some(Shared { placements, slice })))
     }
 
     /// A tensor on a slice of its mesh (norms under FSDP over TP) stays on the dims of the same names, where it is
     /// replicated on the others.
-    fn slice(&self, sharding: &Sharding, placements: &[Placement]) -> Option<Vec<MeshDim>> {
-        let names = self.catalog.mesh(sharding).names()?;
+    fn slice(&self, of: &Catalog, sharding: &Sharding, placements: &[Placement]) -> Option<Vec<MeshDim>> {
+        let names = of.mesh(sharding).names()?;
         let dims = sharding.slice.as_ref()?.iter().map(|dim| self.layout.mesh.dim_by_name(&names[dim.0]));
         let dims: Vec<MeshDim> = dims.collect::<Option<_>>()?;
         let outside = |dim: &usize| !dims.contains(&MeshDim(*dim));
@@ -208,6 +304,7 @@ impl<'a> Chooser<'a> {
             ));
         }
         self.check_fallback()?;
+        self.like.map_or(Ok(()), Like::finish)?;
         let mut notes = Vec::new();
         if self.misfits > 0 {
             let number = count(self.misfits, "tensor");
@@ -219,9 +316,11 @@ impl<'a> Chooser<'a> {
         }
         if self.plain > 0 {
             let number = count(self.plain, "tensor");
-            notes.push(format!(
-                "{number} without state of an optimizer, plain in the source (buffers): whole on every rank"
-            ));
+            let why = match self.told_by {
+                ToldBy::Class => "plain in the source (buffers)",
+                ToldBy::Optimizer | ToldBy::Nothing => "taken for buffers",
+            };
+            notes.push(format!("{number} without state of an optimizer, {why}: whole on every rank"));
         }
         if self.nameless > 0 && !self.layout.rules.is_empty() {
             let number = count(self.nameless, "tensor");

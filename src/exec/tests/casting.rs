@@ -81,7 +81,7 @@ fn reserve(source: &Source, to: Dtype, layouts: &[&Layout]) -> Reservation {
             file.push_literal(vec![0; 4]);
             chunks.push(Chunk { tile, place, strides: None, rank: None });
         }
-        let entry = TensorEntry { fqn: "t".into(), dtype: to, shape: shape.clone(), sharding: None, chunks };
+        let entry = TensorEntry { chunks, ..TensorEntry::new("t".into(), to, shape.clone()) };
         reservation.tensors.push(Reserved { source: TensorId(0), entry });
     }
     reservation.files.push(file);

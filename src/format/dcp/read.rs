@@ -6,7 +6,7 @@ use indexmap::IndexMap;
 
 use super::metadata::{self, EntryKind, Metadata, Stored, StoredChunk};
 use crate::catalog::path::Unflatten;
-use crate::catalog::{Catalog, Chunk, ChunkTable, Holding, Located, Path as StatePath, Place, TensorEntry, Value};
+use crate::catalog::{Catalog, Chunk, Holding, Located, Path as StatePath, Place, TensorEntry, Value};
 use crate::error::{CoverageKind, Error, Result};
 use crate::format::files_beside;
 use crate::format::pickle::{LiftError, Unknown};
@@ -99,8 +99,7 @@ impl MetadataFile {
             EntryKind::Bytes(None) => Err(Error::malformed(&self.path, fqn, "a place in storage_data", "none")),
             EntryKind::Bytes(Some(stored)) => Ok(Slot::Object(vec![(self.rank, self.stretch(files, fqn, stored)?)])),
             EntryKind::Tensor { dtype, shape, chunks } => {
-                let table = ChunkTable::new(shape.len());
-                let mut entry = TensorEntry { fqn: fqn.into(), dtype, shape, sharding: None, chunks: table };
+                let mut entry = TensorEntry::new(fqn.into(), dtype, shape);
                 for chunk in chunks {
                     self.push_chunk(files, &mut entry, chunk)?;
                 }
@@ -217,10 +216,8 @@ fn read_object(
             let found = "a distributed one";
             return Err(Error::malformed(files.path(stretch.file), fqn, "plain tensors inside an object", found));
         };
-        let mut chunks = ChunkTable::new(view.sizes.len());
-        chunks.push(whole_chunk(&contents, view));
-        let entry =
-            TensorEntry { fqn: fqn.into(), dtype: view.dtype, shape: view.sizes.clone(), sharding: None, chunks };
+        let mut entry = TensorEntry::new(fqn.into(), view.dtype, view.sizes.clone());
+        entry.chunks.push(whole_chunk(&contents, view));
         catalog.push_tensor(entry);
     }
     contents.value.shift_tensors(shift);

@@ -178,11 +178,8 @@ impl<'a> Layout<'a> {
             self.reservation.tensors.push(Reserved {
                 source: *id,
                 entry: TensorEntry {
-                    fqn: fqn.clone(),
-                    dtype: entry.dtype,
-                    shape: entry.shape.clone(),
-                    sharding: None,
                     chunks: chunks.clone(),
+                    ..TensorEntry::new(fqn.clone(), entry.dtype, entry.shape.clone())
                 },
             });
         }

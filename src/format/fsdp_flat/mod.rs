@@ -19,6 +19,10 @@ mod snippet;
 mod survey;
 mod totals;
 mod unflatten;
+mod write;
+
+pub use snippet::refuse;
+pub use write::{FlatTarget, merged, reserve};
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};

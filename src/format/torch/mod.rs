@@ -9,13 +9,15 @@ mod tensor;
 mod write;
 mod write_dtensor;
 mod write_ranks;
+mod write_sharded;
 
 use std::path::PathBuf;
 
 pub use tensor::{Found, Group, View};
-pub use write::{Saved, reserve, reserved_whole, save, save_tensor, write_sizes};
+pub use write::{PREFIX, Saved, StoredView, reserve, reserved_whole, save, save_tensor, write_sizes, write_view};
 pub use write_dtensor::{Release, Style};
 pub use write_ranks::{RankLayout, RankTarget, reserve_ranks};
+pub use write_sharded::{RankGroup, Sharded, ShardedWriter};
 
 use indexmap::IndexSet;
 

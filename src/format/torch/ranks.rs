@@ -12,8 +12,7 @@ use super::reader::Contents;
 use super::{Found, Group, View, chunk};
 use crate::catalog::path::{self, Fate, is_descended, key_text};
 use crate::catalog::{
-    Catalog, ChunkTable, Dict, Fqn, Holding, Key, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes,
-    model,
+    Catalog, Class, Dict, Fqn, Holding, Key, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes, model,
 };
 use crate::error::{Error, Result};
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, local_shard};
@@ -233,13 +232,7 @@ impl Merger<'_> {
         }
         match self.found(first) {
             Found::Plain(view) => {
-                let mut entry = TensorEntry {
-                    fqn,
-                    dtype: view.dtype,
-                    shape: view.sizes.clone(),
-                    sharding: None,
-                    chunks: ChunkTable::new(view.sizes.len()),
-                };
+                let mut entry = TensorEntry::new(fqn, view.dtype, view.sizes.clone());
                 for &part in parts {
                     if let Found::Plain(view) = self.found(part) {
                         let tile = Tile::from_region(&Region::whole(&view.sizes));
@@ -286,13 +279,8 @@ impl Merger<'_> {
         catalog: &mut Catalog,
     ) -> Result<TensorEntry> {
         check_shape(&self.files[parts[0].file].path, &fqn, shape, local.dtype)?;
-        let mut entry = TensorEntry {
-            fqn,
-            dtype: local.dtype,
-            shape: shape.clone(),
-            sharding: None,
-            chunks: ChunkTable::new(shape.len()),
-        };
+        let mut entry = TensorEntry::new(fqn, local.dtype, shape.clone());
+        entry.class = Class::DTensor;
         for &part in parts {
             let Found::Distributed { local, mesh, placements, .. } = self.found(part) else { continue };
             // A rank outside the mesh holds nothing, and cannot tell which slice of the root the others share.
@@ -353,8 +341,8 @@ impl Merger<'_> {
 
     fn sharded(&self, fqn: Fqn, dtype: crate::catalog::Dtype, shape: &Dims, parts: &[Part]) -> Result<TensorEntry> {
         check_shape(&self.files[parts[0].file].path, &fqn, shape, dtype)?;
-        let mut entry =
-            TensorEntry { fqn, dtype, shape: shape.clone(), sharding: None, chunks: ChunkTable::new(shape.len()) };
+        let mut entry = TensorEntry::new(fqn, dtype, shape.clone());
+        entry.class = Class::ShardedTensor;
         for &part in parts {
             let Found::Sharded { group: Group { rank, .. }, local, all, .. } = self.found(part) else { continue };
             let file = &self.files[part.file];

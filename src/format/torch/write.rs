@@ -16,7 +16,7 @@ use crate::storage::FileId;
 
 /// The folder inside the archive. PyTorch takes it from the file's name, but reads any; a fixed one makes equal
 /// checkpoints equal files.
-pub(super) const PREFIX: &str = "archive";
+pub const PREFIX: &str = "archive";
 
 /// One archive appended to a file: a pickled value and the data of the tensors in it.
 pub struct Saved {
@@ -69,20 +69,40 @@ fn append(
     (offsets, archive.finish())
 }
 
-/// `_rebuild_tensor_v2(storage, 0, size, stride, False, OrderedDict())`, or v3 with a dtype for an untyped storage.
+/// A tensor that is a row-major view of a storage.
+#[derive(Clone, Copy, Debug)]
+pub struct StoredView<'a> {
+    pub dtype: Dtype,
+    /// Storage key.
+    pub key: usize,
+    /// Elements of the storage, and where in it the view begins.
+    pub stored: u64,
+    pub offset: u64,
+    pub sizes: &'a [u64],
+    pub requires_grad: bool,
+}
+
+/// A contiguous tensor that fills its storage.
 pub(super) fn write_tensor(writer: &mut Writer, dtype: Dtype, key: usize, sizes: &[u64]) {
-    let numel: u64 = sizes.iter().product();
+    let stored = sizes.iter().product();
+    write_view(writer, StoredView { dtype, key, stored, offset: 0, sizes, requires_grad: false });
+}
+
+/// `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict())`, or v3 with a dtype for an untyped
+/// storage.
+pub fn write_view(writer: &mut Writer, view: StoredView<'_>) {
+    let StoredView { dtype, key, stored, offset, sizes, requires_grad } = view;
     let (rebuild, class, stored) = match dtype.storage_class() {
-        Some(class) => ("_rebuild_tensor_v2", ("torch", class), numel),
-        None => ("_rebuild_tensor_v3", ("torch.storage", "UntypedStorage"), numel * dtype.itemsize()),
+        Some(class) => ("_rebuild_tensor_v2", ("torch", class), stored),
+        None => ("_rebuild_tensor_v3", ("torch.storage", "UntypedStorage"), stored * dtype.itemsize()),
     };
     writer.global("torch._utils", rebuild).mark();
     writer.mark().string("storage").global(class.0, class.1).string(&key.to_string()).string("cpu").uint(stored);
     writer.tuple(5).binpersid();
-    writer.int(0);
+    writer.uint(offset);
     write_sizes(writer, sizes);
     write_sizes(writer, &contiguous_strides(sizes));
-    writer.boolean(false);
+    writer.boolean(requires_grad);
     writer.global("collections", "OrderedDict").empty_tuple().reduce();
     if dtype.storage_class().is_some() {
         writer.tuple(6);
@@ -90,6 +110,36 @@ pub(super) fn write_tensor(writer: &mut Writer, dtype: Dtype, key: usize, sizes:
         writer.global("torch", dtype.torch_name()).tuple(7);
     }
     writer.reduce();
+}
+
+/// `_rebuild_from_type_v2(_rebuild_wrapper_subclass, CLASS, (..),` on a mark: the state and `tuple(4).reduce()` are to
+/// follow.
+pub(super) fn start_wrapper(
+    writer: &mut Writer,
+    class: (&str, &str),
+    dtype: Dtype,
+    shape: &[u64],
+    requires_grad: bool,
+) {
+    writer.global("torch._tensor", "_rebuild_from_type_v2").mark();
+    writer.global("torch._utils", "_rebuild_wrapper_subclass").global(class.0, class.1);
+    writer.mark().global(class.0, class.1).global("torch", dtype.torch_name());
+    write_sizes(writer, shape);
+    write_sizes(writer, &contiguous_strides(shape));
+    writer.int(0);
+    write_strided(writer);
+    write_cpu(writer);
+    writer.boolean(requires_grad).tuple(8);
+}
+
+/// `torch.strided`
+pub(super) fn write_strided(writer: &mut Writer) {
+    writer.global("torch.serialization", "_get_layout").string("torch.strided").tuple(1).reduce();
+}
+
+/// `torch.device('cpu')`
+pub(super) fn write_cpu(writer: &mut Writer) {
+    writer.global("torch", "device").string("cpu").tuple(1).reduce();
 }
 
 /// A tuple of ints.

@@ -17,7 +17,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::write::{write_sizes, write_tensor};
+use super::write::{start_wrapper, write_sizes, write_tensor};
 use super::{Found, reader};
 use crate::catalog::{Dtype, contiguous_strides};
 use crate::error::Result;
@@ -126,15 +126,7 @@ pub struct DTensor<'a> {
 impl DTensorWriter<'_> {
     /// `_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, (..), (None, {_local_tensor, _spec}))`
     pub fn write(&mut self, writer: &mut Writer, tensor: DTensor<'_>) {
-        writer.global("torch._tensor", "_rebuild_from_type_v2").mark();
-        writer.global("torch._utils", "_rebuild_wrapper_subclass").global(DTENSOR.0, DTENSOR.1);
-        writer.mark().global(DTENSOR.0, DTENSOR.1).global("torch", tensor.dtype.torch_name());
-        write_sizes(writer, tensor.shape);
-        write_sizes(writer, &contiguous_strides(tensor.shape));
-        writer.int(0);
-        writer.global("torch.serialization", "_get_layout").string("torch.strided").tuple(1).reduce();
-        writer.global("torch", "device").string("cpu").tuple(1).reduce();
-        writer.boolean(false).tuple(8);
+        start_wrapper(writer, DTENSOR, tensor.dtype, tensor.shape, false);
         writer.none().empty_dict().mark();
         writer.string("_local_tensor");
         write_tensor(writer, tensor.dtype, tensor.key, tensor.local_sizes);
@@ -338,7 +330,7 @@ struct Group {
 }
 
 /// `cls.__new__(cls)`
-fn instance(writer: &mut Writer, class: (&str, &str)) {
+pub(super) fn instance(writer: &mut Writer, class: (&str, &str)) {
     writer.global(class.0, class.1).empty_tuple().newobj();
 }
 
@@ -361,7 +353,7 @@ fn tuple<T>(writer: &mut Writer, items: &[T], mut each: impl FnMut(&mut Writer, 
     writer.tuple(items.len());
 }
 
-fn list<T>(writer: &mut Writer, items: &[T], mut each: impl FnMut(&mut Writer, &T)) {
+pub(super) fn list<T>(writer: &mut Writer, items: &[T], mut each: impl FnMut(&mut Writer, &T)) {
     let Ok(()): Result<(), std::convert::Infallible> = writer.empty_list().extend_list(items.iter(), |writer, item| {
         each(writer, item);
         Ok(())

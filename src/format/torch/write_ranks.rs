@@ -1,7 +1,7 @@
 //! Writing one torch.save file a rank: each holds the same tree, with that rank's part of each tensor.
 //!
-//! A tensor is a DTensor of the rank's local tensor, or a plain tensor, whole on every rank. Nothing is shared between
-//! files, so a replica is stored once for each rank that has it, as PyTorch does.
+//! A tensor is a DTensor or ShardedTensor of the rank's part, or a plain tensor, whole on every rank. Nothing is shared
+//! between files, so a replica is stored once for each rank that has it, as PyTorch does.
 //!
 //! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`], whatever differs
 //! between the trees of ranks.
@@ -14,13 +14,14 @@ use indexmap::IndexMap;
 use super::Style;
 use super::write::{PREFIX, write_tensor};
 use super::write_dtensor::{DTensor, DTensorWriter, MESH_KEY};
+use super::write_sharded::{RankGroup, Sharded, ShardedWriter, common_dim, sharding_dim};
 use crate::catalog::{
     Catalog, Chunk, ChunkTable, Fqn, OutputFile, Path, Place, Reservation, Reserved, TensorEntry, TensorId, Value, path,
 };
 use crate::error::{Error, Result};
 use crate::format::pickle::{WriteError, Writer};
 use crate::format::zip::{ArchiveWriter, Frames};
-use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, local_shard};
+use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, TensorDim, Tile, local_shard};
 use crate::storage::FileId;
 
 /// How a tensor lies on the ranks of the target mesh.
@@ -35,6 +36,19 @@ pub enum RankLayout {
         /// The dims of the tensor's own mesh, where that is to be a slice; it is replicated on the others.
         slice: Option<Vec<MeshDim>>,
     },
+    /// A ShardedTensor: its rows over one mesh dim, the same of all such tensors.
+    Sharded { dim: MeshDim },
+}
+
+impl RankLayout {
+    /// That of FSDP1 where it has one for these placements: a ShardedTensor, or a plain tensor where nothing is cut.
+    ///
+    /// # Errors
+    /// `Unsupported` for what is not `S(0)` on one mesh dim.
+    pub fn of_fsdp1(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
+        let dim = sharding_dim(fqn, entry, mesh, placements)?;
+        Ok(dim.map_or(Self::Plain, |dim| Self::Sharded { dim }))
+    }
 }
 
 /// What to write.
@@ -61,6 +75,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
     check_ranks(mesh)?;
     let mut reservation = Reservation::default();
     let tensors = plan(source, state, layout, &mut reservation.notes)?;
+    let shared_dim = common_dim(tensors.values().map(|planned| (&planned.fqn, &planned.layout)), mesh)?;
     let mut chunks: Vec<ChunkTable> =
         tensors.keys().map(|id| ChunkTable::new(source.tensor(*id).shape.len())).collect();
     let mut frames = Frames::default();
@@ -71,10 +86,11 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
             source,
             tensors: &tensors,
             tiles: tiles.collect::<Result<_>>()?,
-            distributed: tensors.values().any(|planned| planned.layout != RankLayout::Plain),
+            distributed: tensors.values().any(|planned| matches!(planned.layout, RankLayout::Distributed { .. })),
         };
-        let writer = DTensorWriter { mesh, style, rank, coordinate: &coordinate, known: BTreeSet::new() };
-        let pickle = file.pickle(state, writer).map_err(|error| {
+        let dtensors = DTensorWriter { mesh, style, rank, coordinate: &coordinate, known: BTreeSet::new() };
+        let group = shared_dim.map(|dim| RankGroup::new(mesh, dim, &coordinate));
+        let pickle = file.pickle(state, dtensors, group).map_err(|error| {
             Error::unsupported(
                 format!("the state dict cannot be pickled: {error}"),
                 "leave that object out of the checkpoint",
@@ -83,8 +99,10 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
         let id = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
         let mut output = OutputFile::new(name(rank));
         let offsets = file.lay_out(&pickle, mesh, &mut output, &mut frames);
-        for (((tile, offset), chunks), used) in file.tiles.into_iter().zip(offsets).zip(&mut chunks).zip(&pickle.used) {
-            if *used {
+        for (((tile, offset), chunks), stored) in
+            file.tiles.into_iter().zip(offsets).zip(&mut chunks).zip(&pickle.stored)
+        {
+            if *stored {
                 let place = offset.map_or(Place::Nowhere, |offset| Place::Bytes { file: id, offset });
                 chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
             }
@@ -96,8 +114,8 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
         .zip(chunks)
         .map(|((id, planned), chunks)| {
             let TensorEntry { dtype, shape, .. } = source.tensor(id);
-            let (fqn, dtype, shape) = (planned.fqn, *dtype, shape.clone());
-            Reserved { source: id, entry: TensorEntry { fqn, dtype, shape, sharding: None, chunks } }
+            let entry = TensorEntry { chunks, ..TensorEntry::new(planned.fqn, *dtype, shape.clone()) };
+            Reserved { source: id, entry }
         })
         .collect();
     Ok(reservation)
@@ -174,6 +192,10 @@ impl Planned {
             RankLayout::Distributed { placements, .. } => {
                 local_shard(&entry.shape, mesh.shape(), placements, coordinate)?
             }
+            RankLayout::Sharded { dim } => {
+                let placements = [Placement::Shard(TensorDim(0))];
+                local_shard(&entry.shape, &[mesh.shape()[dim.0]], &placements, &[coordinate[dim.0]])?
+            }
         })
     }
 }
@@ -188,16 +210,16 @@ struct RankFile<'a> {
     distributed: bool,
 }
 
-/// One rank's pickle, and which tensors are in it.
+/// One rank's pickle, and which tensors it has a part of.
 struct RankPickle {
     bytes: Vec<u8>,
     /// Where to cut it into parts: most of them are equal on all ranks, and kept once.
     cuts: Vec<usize>,
-    used: Vec<bool>,
+    stored: Vec<bool>,
     has_mesh: bool,
 }
 
-/// DTensors in one part of a pickle.
+/// Tensors in one part of a pickle.
 const TENSORS_A_PART: usize = 16;
 
 impl RankFile<'_> {
@@ -206,37 +228,49 @@ impl RankFile<'_> {
         index + if self.distributed { MESH_KEY + 1 } else { 0 }
     }
 
-    fn pickle(&self, state: &Value, mut dtensors: DTensorWriter<'_>) -> Result<RankPickle, WriteError> {
+    fn pickle(
+        &self,
+        state: &Value,
+        mut dtensors: DTensorWriter<'_>,
+        group: Option<RankGroup>,
+    ) -> Result<RankPickle, WriteError> {
+        let memo_of = {
+            let first = dtensors.first_free_memo();
+            move |index: usize| first + u32::try_from(index).expect("fewer than 2^32 tensors")
+        };
+        let (world_size, memo) = (dtensors.mesh.world_size(), memo_of(self.tensors.len()));
+        let mut sharded = group.map(|group| ShardedWriter::new(group, world_size, memo));
         let mut used = vec![false; self.tensors.len()];
+        let mut stored = used.clone();
         let mut cuts = Vec::new();
         let mut written = 0;
         let mut writer = Writer::of_rank(dtensors.rank);
         writer.value(state, &mut |writer, id| {
             let (index, _, planned) = self.tensors.get_full(&id).expect("all tensors of the tree are planned");
-            let memo = dtensors.first_free_memo() + u32::try_from(index).expect("fewer than 2^32 tensors");
             if used[index] {
-                writer.get(memo);
+                writer.get(memo_of(index));
                 return Ok(());
             }
             used[index] = true;
-            let entry = self.source.tensor(id);
-            let sizes = self.tiles[index].sizes();
+            stored[index] = true;
+            let TensorEntry { dtype, shape, .. } = self.source.tensor(id);
+            let (dtype, key, sizes) = (*dtype, self.key(index), self.tiles[index].sizes());
             match &planned.layout {
-                RankLayout::Plain => write_tensor(writer, entry.dtype, self.key(index), &sizes),
+                RankLayout::Plain => write_tensor(writer, dtype, key, &sizes),
                 RankLayout::Distributed { placements, slice } => dtensors.write(
                     writer,
-                    DTensor {
-                        dtype: entry.dtype,
-                        shape: &entry.shape,
-                        placements,
-                        slice: slice.as_deref(),
-                        key: self.key(index),
-                        local_sizes: &sizes,
-                    },
+                    DTensor { dtype, shape, placements, slice: slice.as_deref(), key, local_sizes: &sizes },
                 ),
+                RankLayout::Sharded { .. } => {
+                    let sharded = sharded.as_mut().expect("ShardedTensors have a group");
+                    // What it says of other ranks is long.
+                    let own = sharded.write(writer, Sharded { dtype, shape, key, stored: None, requires_grad: false });
+                    cuts.extend([own.start, own.end]);
+                    stored[index] = !self.tiles[index].is_empty();
+                }
             }
             if planned.count > 1 {
-                writer.put(memo);
+                writer.put(memo_of(index));
             }
             if written % TENSORS_A_PART == 0 {
                 cuts.push(writer.written().len());
@@ -244,7 +278,9 @@ impl RankFile<'_> {
             written += 1;
             Ok(())
         })?;
-        Ok(RankPickle { bytes: writer.finish(), cuts, used, has_mesh: !dtensors.known.is_empty() })
+        let bytes = writer.finish();
+        cuts.push(bytes.len());
+        Ok(RankPickle { bytes, cuts, stored, has_mesh: !dtensors.known.is_empty() })
     }
 
     /// The archive; gives the offset of each tensor of which the rank holds something.
@@ -263,7 +299,7 @@ impl RankFile<'_> {
         }
         let mut offsets = Vec::with_capacity(self.tiles.len());
         for (index, (tile, id)) in self.tiles.iter().zip(self.tensors.keys()).enumerate() {
-            let offset = pickle.used[index].then(|| {
+            let offset = pickle.stored[index].then(|| {
                 let len = tile.numel() * self.source.tensor(*id).dtype.itemsize();
                 archive.payload(&format!("data/{}", self.key(index)), len)
             });

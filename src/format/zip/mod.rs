@@ -6,4 +6,4 @@ mod read;
 mod write;
 
 pub use read::{Archive, data_offset, torch_script};
-pub use write::{ArchiveWriter, Frames};
+pub use write::{ArchiveWriter, Frames, Span};

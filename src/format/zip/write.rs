@@ -33,6 +33,23 @@ impl Frames {
     }
 }
 
+/// A stretch of a record.
+#[derive(Clone, Copy, Debug)]
+pub enum Span<'a> {
+    /// So many bytes of tensor data.
+    Payload(u64),
+    Known(&'a [u8]),
+}
+
+impl Span<'_> {
+    fn len(&self) -> u64 {
+        match self {
+            Self::Payload(len) => *len,
+            Self::Known(bytes) => bytes.len() as u64,
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Entry {
     name: String,
@@ -100,15 +117,37 @@ impl<'a> ArchiveWriter<'a> {
 
     /// A record of `len` bytes of tensor data; gives its absolute offset.
     pub fn payload(&mut self, name: &str, len: u64) -> u64 {
+        self.mixed(name, &[Span::Payload(len)])[0]
+    }
+
+    /// A record of tensor data and known bytes; gives the absolute offset of each span.
+    pub fn mixed(&mut self, name: &str, spans: &[Span<'_>]) -> Vec<u64> {
+        let len = spans.iter().map(Span::len).sum();
         let header = self.header(name, len);
         self.flush();
-        let data = self.file.push_payload(len);
-        self.descriptor(header, len, 0);
+        let data = self.file.len;
+        let mut known = crc32fast::Hasher::new();
+        let mut offsets = Vec::with_capacity(spans.len());
+        for span in spans {
+            offsets.push(self.file.len);
+            match span {
+                Span::Payload(len) => {
+                    self.file.push_payload(*len);
+                }
+                Span::Known(bytes) => {
+                    known.update(bytes);
+                    self.pending.extend_from_slice(bytes);
+                    self.flush();
+                }
+            }
+        }
+        let waits = spans.iter().any(|span| matches!(span, Span::Payload(1..)));
+        let crc = if waits { 0 } else { known.finalize() };
+        self.descriptor(header, len, crc);
         // After the descriptor's signature.
-        let site = data + len + 4;
-        let payload = (len > 0).then_some((data..data + len, site));
-        self.entries.push(Entry { name: self.full(name), header, len, crc: 0, payload });
-        data
+        let payload = waits.then(|| (data..data + len, data + len + 4));
+        self.entries.push(Entry { name: self.full(name), header, len, crc, payload });
+        offsets
     }
 
     /// The last records, the directory and the end records. Gives the length of the archive.

@@ -1,0 +1,69 @@
+//! The `_metadata` of a model's state dict: the versions of its modules, by their paths.
+//!
+//! A wrapped module is two, the wrapper and what it wraps: `layers.0` and `layers.0._fsdp_wrapped_module`, and the
+//! wrapper is in the path of everything below it.
+//!
+//! Source: `Module.state_dict` in `torch/nn/modules/module.py`, `FSDP_WRAPPED_MODULE` in
+//! `torch/distributed/fsdp/_common_utils.py`.
+
+use crate::catalog::flat::FlatLayout;
+use crate::catalog::{Dict, Value};
+
+const METADATA: &str = "_metadata";
+const WRAPPED: &str = "_fsdp_wrapped_module";
+
+/// The attributes of a state dict as they are with these units wrapped: as they were where they have wrappers, with
+/// wrappers put in where they have none. `None` where they are something else.
+pub fn wrapped(attributes: &Value, layout: &FlatLayout) -> Option<Value> {
+    let Value::Dict(attributes) = attributes else { return None };
+    let Some(Value::Dict(metadata)) = attributes.get(METADATA) else { return None };
+    if attributes.entries.len() != 1 || metadata.entries.iter().any(|(_, value)| value.contains_tensor()) {
+        return None;
+    }
+    let paths: Vec<&str> = metadata.entries.iter().map(|(path, _)| path.as_str()).collect::<Option<_>>()?;
+    let has = |path: &str| paths.contains(&path);
+    let entries = if paths.iter().any(|path| path.split('.').any(|part| part == WRAPPED)) {
+        // That of other units would be wrong.
+        let fits = layout.units.iter().all(|unit| has(&join(&wrapper(&unit.module, layout), WRAPPED)));
+        fits.then(|| metadata.entries.clone())?
+    } else {
+        let mut entries = Vec::with_capacity(metadata.entries.len());
+        for (path, (_, value)) in paths.iter().zip(&metadata.entries) {
+            let outside = wrapper(path, layout);
+            if is_unit(path, layout) {
+                let version = Dict { entries: vec![(Value::Str("version".into()), Value::Int(1))], ..Dict::default() };
+                entries.push((Value::Str(outside.clone()), Value::Dict(version)));
+                entries.push((Value::Str(join(&outside, WRAPPED)), value.clone()));
+            } else {
+                entries.push((Value::Str(outside), value.clone()));
+            }
+        }
+        entries
+    };
+    let metadata = Dict { kind: metadata.kind, entries, attributes: None };
+    let entries = vec![(Value::Str(METADATA.into()), Value::Dict(metadata))];
+    Some(Value::Dict(Dict { kind: attributes.kind, entries, attributes: None }))
+}
+
+/// The path of a module with all the wrappers around it, but for its own.
+fn wrapper(module: &str, layout: &FlatLayout) -> String {
+    let mut path = String::new();
+    let mut plain = String::new();
+    for part in module.split('.').filter(|part| !part.is_empty()) {
+        if is_unit(&plain, layout) {
+            path = join(&path, WRAPPED);
+        }
+        path = join(&path, part);
+        plain = join(&plain, part);
+    }
+    path
+}
+
+/// The root is wrapped also where all of its parameters are in other units.
+fn is_unit(module: &str, layout: &FlatLayout) -> bool {
+    module.is_empty() || layout.units.iter().any(|unit| *unit.module == *module)
+}
+
+fn join(path: &str, part: &str) -> String {
+    if path.is_empty() { part.to_owned() } else { format!("{path}.{part}") }
+}

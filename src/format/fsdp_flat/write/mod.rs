@@ -1,0 +1,143 @@
+//! Writing LOCAL_STATE_DICT files, and the optimizer state that goes with them.
+//!
+//! A rank's file has the tree of the state dict with its own shards in it. The tree is planned once: each tensor of the
+//! target is an [`Item`](plan::Item), a view of a [`Storage`](plan::Storage), and both have the same numbers on all
+//! ranks; what a rank holds of them follows from the flat layout. Data of parameters and known bytes of padding lie in
+//! one storage behind each other.
+//!
+//! Invariant: in every file the data of tensors comes in the order of [`Reservation::tensors`].
+//!
+//! Source: `_local_post_state_dict_hook` and `_local_pre_load_state_dict_hook` in
+//! `torch/distributed/fsdp/_state_dict_utils.py`.
+
+mod metadata;
+mod model;
+mod optimizer;
+mod params;
+mod plan;
+mod rank_file;
+
+use std::path::PathBuf;
+
+use super::document::{FILE_NAME, render};
+use crate::catalog::flat::FlatLayout;
+use crate::catalog::path::key_text;
+use crate::catalog::{
+    Catalog, ChunkTable, Class, Dict, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
+};
+use crate::error::{Error, Result};
+use crate::format::zip::Frames;
+use crate::layout::Rank;
+use crate::storage::FileId;
+use params::Names;
+use plan::Plan;
+use rank_file::RankFile;
+
+/// What to write.
+pub struct FlatTarget<'a> {
+    /// Of the target; it has passed [`FlatLayout::check`].
+    pub layout: &'a FlatLayout,
+    /// Where in the state the model's dict is, if it is there.
+    pub model: Option<Path>,
+    /// The file of a rank.
+    pub name: &'a dyn Fn(Rank) -> PathBuf,
+}
+
+/// Lay out a file for each rank, and `flat_layout.json` with the model's.
+///
+/// Only dtypes and shapes of `source` are looked at.
+///
+/// # Errors
+/// `Unsupported` where the layout is not that of the model, where parameters or their optimizer state cannot be
+/// flattened, and where an object cannot be pickled.
+pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Result<Reservation> {
+    let FlatTarget { layout, model, name } = target;
+    let Planned { tree, plan, notes, .. } = Planned::new(source, state, layout, model.as_ref())?;
+    let mut reservation = Reservation { notes, ..Reservation::default() };
+    let mut chunks: Vec<Vec<ChunkTable>> = plan.storages.iter().map(|storage| storage.chunk_tables(source)).collect();
+    let mut frames = Frames::default();
+    for rank in (0..layout.world_size).map(Rank) {
+        let file = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
+        let mut output = OutputFile::new(name(rank));
+        RankFile::new(&plan, rank).lay_out(&tree, file, &mut output, &mut frames, &mut chunks)?;
+        reservation.files.push(output);
+    }
+    for (storage, tables) in plan.storages.iter().zip(chunks) {
+        for (source_id, chunks) in storage.tensors().into_iter().zip(tables) {
+            let TensorEntry { fqn, dtype, shape, .. } = source.tensor(source_id);
+            let (fqn, dtype, shape) = (fqn.clone(), *dtype, shape.clone());
+            let entry = TensorEntry { fqn, dtype, shape, class: Class::Tensor, sharding: None, chunks };
+            reservation.tensors.push(Reserved { source: source_id, entry });
+        }
+    }
+    if model.is_some() {
+        let mut beside = OutputFile::new(FILE_NAME);
+        beside.push_literal(render(&plan.written_layout()).into_bytes());
+        reservation.files.push(beside);
+    }
+    Ok(reservation)
+}
+
+/// Tensors of the source that become one, what is kept and what must be equal to it: tied parameters that the source has
+/// apart, and scalars of optimizer state, of which a flat parameter has one.
+///
+/// # Errors
+/// As [`reserve`].
+pub fn merged(
+    source: &Catalog,
+    state: &Value,
+    layout: &FlatLayout,
+    model: Option<&Path>,
+) -> Result<Vec<(TensorId, TensorId)>> {
+    let Plan { ties, same_steps, .. } = Planned::new(source, state, layout, model)?.plan;
+    Ok([ties, same_steps].concat())
+}
+
+/// The tree that every rank's file has, with numbers of items for tensors.
+struct Planned<'a> {
+    tree: Value,
+    plan: Plan<'a>,
+    notes: Vec<String>,
+    names: Names<'a>,
+    model: Option<&'a Path>,
+}
+
+impl<'a> Planned<'a> {
+    fn new(source: &'a Catalog, state: &Value, layout: &'a FlatLayout, model: Option<&'a Path>) -> Result<Self> {
+        let plan = Plan::new(source, layout)?;
+        let mut planned = Self { tree: Value::None, plan, notes: Vec::new(), names: Names::new(layout), model };
+        planned.tree = planned.convert(state, &Path::default())?;
+        Ok(planned)
+    }
+
+    fn convert(&mut self, value: &Value, path: &Path) -> Result<Value> {
+        if self.model == Some(path) {
+            return model::plan(value, &self.names, &mut self.plan, &mut self.notes);
+        }
+        Ok(match value {
+            Value::Dict(dict) if optimizer::is_optimizer(dict) => {
+                optimizer::plan(dict, path, &self.names, &mut self.plan)?
+            }
+            Value::Dict(dict) => {
+                optimizer::refuse_flattened(dict, path)?;
+                let entries = dict.entries.iter().map(|(key, child)| {
+                    let below = path.child(Key::Name(key_text(key)));
+                    Ok((key.clone(), self.convert(child, &below)?))
+                });
+                let entries = entries.collect::<Result<_>>()?;
+                let attributes = dict.attributes.as_ref().map(|value| Box::new(self.plan.whole_value(value)));
+                Value::Dict(Dict { kind: dict.kind, entries, attributes })
+            }
+            Value::List(items) => {
+                let items = (0..).zip(items).map(|(index, child)| self.convert(child, &path.child(Key::Index(index))));
+                Value::List(items.collect::<Result<_>>()?)
+            }
+            other => self.plan.whole_value(other),
+        })
+    }
+}
+
+/// The error for a value of the state dict that pickle cannot hold.
+fn cannot_pickle(error: &crate::format::pickle::WriteError) -> Error {
+    Error::unsupported(format!("the state dict cannot be pickled: {error}"), "leave that object out of the checkpoint")
+}

@@ -1,0 +1,152 @@
+//! Finding the parameters of a flat layout in a model.
+
+use std::collections::HashMap;
+
+use super::plan::{At, Padding, Plan};
+use crate::catalog::flat::{FLAT_PARAM, FlatLayout};
+use crate::catalog::{Dtype, TensorEntry, TensorId};
+use crate::error::{Error, Result};
+
+/// The names of a layout's parameters.
+pub struct Names<'a> {
+    /// Those of tied parameters, too.
+    params: HashMap<&'a str, At>,
+    /// The names a parameter has besides its own.
+    aliases: HashMap<At, Vec<&'a str>>,
+    units: HashMap<Box<str>, usize>,
+}
+
+impl<'a> Names<'a> {
+    pub fn new(layout: &'a FlatLayout) -> Self {
+        let mut params = HashMap::new();
+        for (unit, flat) in layout.units.iter().enumerate() {
+            for (param, known) in flat.params.iter().enumerate() {
+                params.insert(known.fqn.as_str(), At { unit, param });
+            }
+        }
+        let mut aliases: HashMap<At, Vec<&str>> = HashMap::new();
+        for shared in layout.units.iter().flat_map(|unit| &unit.shared) {
+            if let Some(at) = params.get(shared.with.as_str()).copied() {
+                params.insert(shared.fqn.as_str(), at);
+                aliases.entry(at).or_default().push(shared.fqn.as_str());
+            }
+        }
+        let units = layout.units.iter().enumerate().map(|(unit, flat)| (flat.key().as_str().into(), unit)).collect();
+        Self { params, aliases, units }
+    }
+
+    /// The parameter of this name, which may be one of several that it has.
+    pub fn find(&self, fqn: &str) -> Option<At> {
+        self.params.get(fqn).copied()
+    }
+
+    /// The unit whose flat parameter has this name.
+    pub fn find_unit(&self, key: &str) -> Option<usize> {
+        self.units.get(key).copied()
+    }
+
+    fn aliases(&self, at: At) -> &[&'a str] {
+        self.aliases.get(&at).map_or(&[], Vec::as_slice)
+    }
+}
+
+/// The tensors of a unit's parameters, and their dtype.
+pub struct UnitTensors {
+    pub dtype: Dtype,
+    pub tensors: Vec<TensorId>,
+}
+
+/// Find the parameters of each unit among the tensors of a model.
+///
+/// # Errors
+/// `Unsupported` where some are missing or have other shapes, or where dtypes differ within a unit.
+pub fn find(plan: &mut Plan<'_>, names: &Names<'_>, model: &HashMap<String, TensorId>) -> Result<Vec<UnitTensors>> {
+    let (layout, source) = (plan.layout, plan.source);
+    let mut units = Vec::with_capacity(layout.units.len());
+    let mut missing = Vec::new();
+    for (index, unit) in layout.units.iter().enumerate() {
+        let mut tensors = Vec::with_capacity(unit.params.len());
+        for (param, known) in unit.params.iter().enumerate() {
+            let at = At { unit: index, param };
+            let found = std::iter::once(known.fqn.as_str())
+                .chain(names.aliases(at).iter().copied())
+                .filter_map(|fqn| Some((fqn, *model.get(fqn)?)));
+            let found: Vec<(&str, TensorId)> = found.collect();
+            let Some(&(_, kept)) = found.first() else {
+                missing.push(known.fqn.as_str());
+                continue;
+            };
+            for &(fqn, id) in &found {
+                let entry = source.tensor(id);
+                if entry.shape != known.shape {
+                    return Err(Error::unsupported(
+                        format!(
+                            "{fqn}: expected the shape {:?} of the flat layout, found {:?}",
+                            known.shape.as_slice(),
+                            entry.shape.as_slice()
+                        ),
+                        "the flat layout must be that of this very model",
+                    ));
+                }
+                if id != kept {
+                    plan.ties.push((kept, id));
+                }
+            }
+            tensors.push(kept);
+        }
+        units.push(tensors);
+    }
+    if !missing.is_empty() {
+        return Err(not_in_model(&missing, model));
+    }
+    let dtyped = units.into_iter().enumerate().map(|(index, tensors)| {
+        let entries = tensors.iter().map(|id| source.tensor(*id)).collect::<Vec<_>>();
+        let dtype = unit_dtype(layout, index, &entries)?;
+        Ok(UnitTensors { dtype, tensors })
+    });
+    dtyped.collect()
+}
+
+fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {
+    const SHOWN: usize = 3;
+    let shown = missing.iter().take(SHOWN).copied().collect::<Vec<_>>().join(", ");
+    let more = if missing.len() > SHOWN { ", ..." } else { "" };
+    let what = if missing.len() == 1 { "a parameter" } else { "parameters" };
+    let hint = if model.keys().any(|name| name.ends_with(FLAT_PARAM)) {
+        "SRC has flat parameters; give the layout they were made with"
+    } else {
+        "the flat layout must be that of this very model, with names as in its state dict"
+    };
+    Error::unsupported(
+        format!("{} {what} of the flat layout that the model does not have: {shown}{more}", missing.len()),
+        hint,
+    )
+}
+
+/// The one dtype of a unit's parameters.
+fn unit_dtype(layout: &FlatLayout, unit: usize, entries: &[&TensorEntry]) -> Result<Dtype> {
+    let known = &layout.units[unit];
+    // A unit without parameters has no flat parameter.
+    let Some(first) = entries.first() else { return Ok(known.dtype.unwrap_or(Dtype::F32)) };
+    if let Some((param, other)) = entries.iter().enumerate().find(|(_, entry)| entry.dtype != first.dtype) {
+        return Err(Error::unsupported(
+            format!(
+                "{}: {} is {}, {} is {}, and a flat parameter has one dtype",
+                known.describe(),
+                known.params[0].fqn,
+                first.dtype,
+                known.params[param].fqn,
+                other.dtype
+            ),
+            "--dtype casts all parameters to one, --dtype PATTERN=DTYPE some of them",
+        ));
+    }
+    let padded = layout.use_orig_params && Padding::Parameter.element(first.dtype).is_none();
+    if !first.dtype.is_float() || padded {
+        return Err(Error::unsupported(
+            format!("{}: {} is {}", known.describe(), known.params[0].fqn, first.dtype),
+            "FSDP1 flattens f64, f32, f16 and bf16 parameters; --dtype casts floating-point tensors",
+        ));
+    }
+    Ok(first.dtype)
+}

@@ -1,0 +1,298 @@
+//! ShardedTensors as FSDP1 pickles them under `SHARDED_STATE_DICT`, for `torch.load` in a process of the same rank to
+//! give back as ShardedTensors.
+//!
+//! Each lists the boxes of all ranks that share it and has the data of its own. `_sharded_pre_load_state_dict_hook`
+//! does not look at the boxes: it takes the rows of the n-th rank of its process group for the n-th part of
+//! `torch.chunk`. So nothing but such rows is written here, and the ranks of a [`RankGroup`] ascend.
+//!
+//! Properties are a tuple of five: early releases take no sixth field, strides, and 2.15 takes both. Under hybrid
+//! sharding PyTorch's local shard has its rank within the group, the list that of the job; here both are the job's.
+//!
+//! Source: `torch/distributed/fsdp/_shard_utils.py` (`_create_chunk_sharded_tensor`),
+//! `torch/distributed/_shard/sharded_tensor/api.py` (`__getstate__`, `__setstate__`), `metadata.py`.
+
+use std::ops::Range;
+
+use super::write::{StoredView, start_wrapper, write_cpu, write_sizes, write_strided, write_view};
+use super::write_dtensor::{instance, list};
+use super::write_ranks::RankLayout;
+use crate::catalog::{Dtype, Fqn, TensorEntry};
+use crate::error::{Error, Result};
+use crate::format::pickle::Writer;
+use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, TensorDim, chunk};
+
+const SHARDED_TENSOR: (&str, &str) = ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor");
+const GROUP_STATE: (&str, &str) = (SHARDED_TENSOR.0, "ShardedTensor.ProcessGroupState");
+const SHARD: (&str, &str) = ("torch.distributed._shard.sharded_tensor.shard", "Shard");
+const METADATA: &str = "torch.distributed._shard.sharded_tensor.metadata";
+const SHARD_METADATA: (&str, &str) = ("torch.distributed._shard.metadata", "ShardMetadata");
+const REMOTE_DEVICE: (&str, &str) = ("torch.distributed.remote_device", "_remote_device");
+const CHUNKS: (&str, &str) = ("torch.distributed._shard.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec");
+const BOXES: (&str, &str) = ("torch.distributed._shard.sharding_spec.api", "EnumerableShardingSpec");
+
+/// The mesh dim over which FSDP1 shards a tensor with these placements; `None` for a tensor that every rank has whole,
+/// which is a plain one.
+///
+/// # Errors
+/// `Unsupported` for what is not `S(0)` on one mesh dim.
+pub fn sharding_dim(
+    fqn: &Fqn,
+    entry: &TensorEntry,
+    mesh: &DeviceMesh,
+    placements: &[Placement],
+) -> Result<Option<MeshDim>> {
+    // A mesh dim of one rank shards nothing.
+    let cut = |(dim, placement): &(usize, &Placement)| mesh.shape()[*dim] > 1 && **placement != Placement::Replicate;
+    let mut cuts = placements.iter().enumerate().filter(cut);
+    match (cuts.next(), cuts.next()) {
+        (None, _) => Ok(None),
+        _ if entry.shape.contains(&0) => Ok(None),
+        (Some((dim, Placement::Shard(TensorDim(0)))), None) => Ok(Some(MeshDim(dim))),
+        _ => {
+            let list: Vec<String> = placements.iter().map(ToString::to_string).collect();
+            Err(Error::unsupported(
+                format!("{fqn}: a ShardedTensor with placements {} on {mesh}", list.join(",")),
+                "FSDP1 shards rows over one mesh dim: S(0) on it, R on the others; --tensor-class dtensor writes any \
+                 placements",
+            ))
+        }
+    }
+}
+
+/// The mesh dim that all ShardedTensors of a target have in common, if there are any.
+///
+/// # Errors
+/// `Unsupported` where there are several, or the ranks along it do not ascend.
+pub fn common_dim<'l>(
+    layouts: impl Iterator<Item = (&'l Fqn, &'l RankLayout)>,
+    mesh: &DeviceMesh,
+) -> Result<Option<MeshDim>> {
+    let mut common: Option<(&Fqn, MeshDim)> = None;
+    for (fqn, layout) in layouts {
+        let RankLayout::Sharded { dim } = *layout else { continue };
+        match common {
+            None => common = Some((fqn, dim)),
+            Some((_, known)) if known == dim => {}
+            Some((first, _)) => {
+                return Err(Error::unsupported(
+                    format!("ShardedTensors over different mesh dims: {first} and {fqn}"),
+                    "those of a file share one process group; shard all over one mesh dim, or write --tensor-class \
+                     dtensor",
+                ));
+            }
+        }
+    }
+    let Some((fqn, dim)) = common else { return Ok(None) };
+    for (_, coordinate) in mesh.coordinates().filter(|(_, coordinate)| coordinate[dim.0] == 0) {
+        let group = RankGroup::new(mesh, dim, &coordinate);
+        if !group.ranks.is_sorted() {
+            let ranks: Vec<String> = group.ranks.iter().map(ToString::to_string).collect();
+            return Err(Error::unsupported(
+                format!("{fqn}: a ShardedTensor on ranks {} in this order", ranks.join(",")),
+                "FSDP1 takes rows in the order of ranks; leave --mesh-ranks out, or write --tensor-class dtensor",
+            ));
+        }
+    }
+    Ok(Some(dim))
+}
+
+/// The ranks that share ShardedTensors: a process group of the job.
+pub struct RankGroup {
+    ranks: Vec<Rank>,
+    /// Which of them is written.
+    own: usize,
+}
+
+impl RankGroup {
+    /// The ranks along a mesh dim through a coordinate.
+    pub fn new(mesh: &DeviceMesh, dim: MeshDim, coordinate: &Dims) -> Self {
+        let rank_at = |at| {
+            let mut other = coordinate.clone();
+            other[dim.0] = at;
+            mesh.rank_at(&other)
+        };
+        let own = usize::try_from(coordinate[dim.0]).expect("ranks are 32-bit numbers");
+        Self { ranks: (0..mesh.shape()[dim.0]).map(rank_at).collect(), own }
+    }
+
+    /// So many ranks from a first one on.
+    pub fn in_a_row(first: Rank, len: u32, own: u32) -> Self {
+        Self { ranks: (first.0..first.0 + len).map(Rank).collect(), own: own as usize }
+    }
+
+    /// The boxes of a tensor, each of the rank at that place; ranks beyond the last have nothing.
+    fn boxes(&self, shape: &[u64]) -> Vec<Region> {
+        let (rows, parts) = (shape[0], self.ranks.len() as u64);
+        let rows_of = (0..parts).map(|part| chunk(rows, parts, part)).take_while(|range| !range.is_empty());
+        let region = |range: Range<u64>| {
+            let mut region = Region::whole(shape);
+            (region.offsets[0], region.sizes[0]) = (range.start, range.end - range.start);
+            region
+        };
+        rows_of.map(region).collect()
+    }
+}
+
+/// Writes the ShardedTensors of one rank.
+pub struct ShardedWriter {
+    group: RankGroup,
+    /// How many ranks the job has.
+    world_size: usize,
+    /// The first number of the pickle's memo that is free.
+    memo: u32,
+    /// What is in the memo, by the numbers of [`memo`].
+    known: Vec<bool>,
+}
+
+/// What tensors and shards have alike is written once, as every tensor lists every rank: numbers in the memo.
+mod memo {
+    pub const GROUP: usize = 0;
+    pub const SHARD_METADATA: usize = 1;
+    pub const OFFSETS: usize = 2;
+    pub const SIZES: usize = 3;
+    pub const PLACEMENT: usize = 4;
+    /// And that of each rank of the group behind it.
+    pub const DEVICES: usize = 5;
+}
+
+/// What is to be known of a ShardedTensor.
+#[derive(Clone, Copy)]
+pub struct Sharded<'a> {
+    pub dtype: Dtype,
+    /// Of one or more dims, none of them 0.
+    pub shape: &'a [u64],
+    /// Storage key of the rank's rows, which are contiguous from the start.
+    pub key: usize,
+    /// Elements of that storage, where it has more.
+    pub stored: Option<u64>,
+    pub requires_grad: bool,
+}
+
+impl ShardedWriter {
+    pub fn new(group: RankGroup, world_size: usize, memo: u32) -> Self {
+        let known = vec![false; memo::DEVICES + group.ranks.len()];
+        Self { group, world_size, memo, known }
+    }
+
+    /// `_rebuild_from_type_v2(_rebuild_wrapper_subclass, ShardedTensor, (..), (local shards, metadata, group, spec,
+    /// init_rrefs))`. Gives where in the pickle is what other ranks of the group do not have alike.
+    pub fn write(&mut self, writer: &mut Writer, tensor: Sharded<'_>) -> Range<usize> {
+        let boxes = self.group.boxes(tensor.shape);
+        let Sharded { dtype, key, requires_grad, .. } = tensor;
+        start_wrapper(writer, SHARDED_TENSOR, dtype, tensor.shape, requires_grad);
+        writer.mark();
+        let own_from = writer.written().len();
+        let own = self.group.own;
+        list(writer, boxes.get(own).as_slice(), |writer, region| {
+            instance(writer, SHARD);
+            writer.none().empty_dict().mark().string("tensor");
+            let stored = tensor.stored.unwrap_or_else(|| region.numel());
+            write_view(writer, StoredView { dtype, key, stored, offset: 0, sizes: &region.sizes, requires_grad });
+            writer.string("metadata");
+            self.shard_metadata(writer, own, region);
+            writer.setitems().tuple(2).build();
+        });
+        let own_until = writer.written().len();
+        instance(writer, (METADATA, "ShardedTensorMetadata"));
+        writer.empty_dict().mark().string("shards_metadata");
+        self.shards_metadata(writer, &boxes);
+        writer.string("size").global("torch", "Size");
+        write_sizes(writer, tensor.shape);
+        writer.tuple(1).reduce().string("tensor_properties");
+        write_properties(writer, dtype, requires_grad);
+        writer.setitems().build();
+        self.group_state(writer);
+        self.spec(writer, &boxes);
+        writer.boolean(false).tuple(5).tuple(4).reduce();
+        own_from..own_until
+    }
+
+    /// Something that is written the first time, and the same object from then on.
+    fn once(&mut self, writer: &mut Writer, what: usize, write: impl FnOnce(&Self, &mut Writer)) {
+        let number = self.memo + u32::try_from(what).expect("ranks are 32-bit numbers");
+        if std::mem::replace(&mut self.known[what], true) {
+            writer.get(number);
+        } else {
+            write(self, writer);
+            writer.put(number);
+        }
+    }
+
+    fn group_state(&mut self, writer: &mut Writer) {
+        self.once(writer, memo::GROUP, |Self { group, world_size, .. }, writer| {
+            instance(writer, GROUP_STATE);
+            writer.empty_dict().mark();
+            writer.string("local_rank").uint(group.own as u64);
+            writer.string("global_rank").uint(group.ranks[group.own].0.into());
+            writer.string("local_world_size").uint(group.ranks.len() as u64);
+            writer.string("global_world_size").uint(*world_size as u64);
+            writer.setitems().build();
+        });
+    }
+
+    fn device(&mut self, writer: &mut Writer, part: usize) {
+        self.once(writer, memo::DEVICES + part, |own, writer| {
+            instance(writer, REMOTE_DEVICE);
+            writer.empty_dict().mark().string("_worker_name").none();
+            writer.string("_rank").uint(own.group.ranks[part].0.into()).string("_device");
+            write_cpu(writer);
+            writer.setitems().build();
+        });
+    }
+
+    fn key(&mut self, writer: &mut Writer, what: usize, name: &str) {
+        self.once(writer, what, |_, writer| {
+            writer.string(name);
+        });
+    }
+
+    fn shard_metadata(&mut self, writer: &mut Writer, part: usize, region: &Region) {
+        let write_number = |writer: &mut Writer, number: &u64| {
+            writer.uint(*number);
+        };
+        self.once(writer, memo::SHARD_METADATA, |_, writer| {
+            writer.global(SHARD_METADATA.0, SHARD_METADATA.1);
+        });
+        writer.empty_tuple().newobj().none().empty_dict().mark();
+        self.key(writer, memo::OFFSETS, "shard_offsets");
+        list(writer, &region.offsets, write_number);
+        self.key(writer, memo::SIZES, "shard_sizes");
+        list(writer, &region.sizes, write_number);
+        self.key(writer, memo::PLACEMENT, "placement");
+        self.device(writer, part);
+        writer.setitems().tuple(2).build();
+    }
+
+    fn shards_metadata(&mut self, writer: &mut Writer, boxes: &[Region]) {
+        let numbered: Vec<(usize, &Region)> = boxes.iter().enumerate().collect();
+        list(writer, &numbered, |writer, (part, region)| self.shard_metadata(writer, *part, region));
+    }
+
+    /// What `_infer_sharding_spec_from_shards_metadata` makes of the boxes: of one alone it cannot tell the dim.
+    fn spec(&mut self, writer: &mut Writer, boxes: &[Region]) {
+        if boxes.len() == 1 {
+            instance(writer, BOXES);
+            writer.empty_dict().string("shards");
+            self.shards_metadata(writer, boxes);
+            writer.setitem().build();
+            return;
+        }
+        instance(writer, CHUNKS);
+        writer.empty_dict().mark().string("dim").int(0).string("placements");
+        let parts: Vec<usize> = (0..boxes.len()).collect();
+        list(writer, &parts, |writer, part| {
+            self.device(writer, *part);
+        });
+        writer.setitems().build();
+    }
+}
+
+/// `(dtype, layout, requires_grad, memory format, pin_memory)`
+fn write_properties(writer: &mut Writer, dtype: Dtype, requires_grad: bool) {
+    instance(writer, (METADATA, "TensorProperties"));
+    writer.mark().global("torch", dtype.torch_name());
+    write_strided(writer);
+    writer.boolean(requires_grad);
+    writer.global(METADATA, "MEM_FORMAT_ENCODING").int(0).tuple(1).reduce();
+    writer.boolean(false).tuple(5).build();
+}

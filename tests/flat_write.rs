@@ -1,0 +1,315 @@
+//! FSDP1's LOCAL_STATE_DICT files as they are written, against those that PyTorch wrote of the same state: the same
+//! tree, the same views of the same storages, the same bytes, padding included.
+
+use std::collections::HashMap;
+use std::path::{Path as FilePath, PathBuf};
+
+use dtshard::catalog::flat::FlatLayout;
+use dtshard::catalog::{Dict, DictKind, Fqn, Path, TensorId, Value};
+use dtshard::catalog::{Key, Reservation};
+use dtshard::exec::{Input, Options, Silent, Stop, copy};
+use dtshard::format::fsdp_flat::{self, FlatTarget, document};
+use dtshard::format::pickle::Unknown;
+use dtshard::format::torch::reader::{self, Contents};
+use dtshard::format::torch::{Found, View};
+use dtshard::format::zip::Archive;
+use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, resolve};
+use dtshard::layout::Rank;
+use dtshard::storage::{Files, IoMode};
+use serde_json::Value as Json;
+
+const OPTIONS: Options = Options { threads: 2, strip_bytes: 300, sync: false };
+
+const CASES: [(&str, &[&str]); 7] = [
+    ("flat2", &["views", "flat", "groups", "one_file"]),
+    ("flat3", &["views", "flat"]),
+    ("flat4", &["views", "flat"]),
+    ("flat_mixed", &["views", "flat"]),
+    ("flat_bf16", &["views", "flat"]),
+    ("flat_hybrid", &["views", "flat"]),
+    ("flat_none", &["views", "flat"]),
+];
+
+fn fixture(path: &str) -> PathBuf {
+    FilePath::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(path)
+}
+
+fn dict(kind: DictKind, entries: Vec<(Value, Value)>) -> Value {
+    Value::Dict(Dict { kind, entries, attributes: None })
+}
+
+fn text(text: &str) -> Value {
+    Value::Str(text.into())
+}
+
+/// The whole tensors of a case, and what is said of them.
+struct Truth {
+    checkpoint: Checkpoint,
+    json: Json,
+    by_name: HashMap<String, TensorId>,
+    names: Vec<String>,
+}
+
+impl Truth {
+    fn open(case: &str) -> Self {
+        let options = ReadOptions { series: SeriesChoice::All, ..ReadOptions::default() };
+        let checkpoint = Checkpoint::open(&fixture(&format!("{case}/truth.safetensors")), &options).unwrap();
+        let json: Json =
+            serde_json::from_slice(&std::fs::read(fixture(&format!("{case}/truth.json"))).unwrap()).unwrap();
+        let entries = &checkpoint.catalog.state.as_dict().unwrap().entries;
+        let by_name =
+            entries.iter().map(|(key, value)| (key.as_str().unwrap().into(), value.tensor_ids()[0])).collect();
+        let names = json["tensors"].as_object().unwrap().keys().cloned().collect();
+        Self { checkpoint, json, by_name, names }
+    }
+
+    fn layout(&self, folder: &str) -> FlatLayout {
+        document::parse(FilePath::new("truth.json"), self.json["flat_layout"][folder].to_string().as_bytes()).unwrap()
+    }
+
+    /// As a plain module has it.
+    fn model(&self, order: &[String]) -> Value {
+        let entries = order.iter().map(|name| (text(name), Value::Tensor(self.by_name[&format!("model.{name}")])));
+        dict(DictKind::Ordered, entries.collect())
+    }
+
+    /// By names of parameters, in the groups of the job.
+    fn optimizer(&self, folder: &str, layout: &FlatLayout) -> Value {
+        let members = |fqn: &Fqn| -> Vec<String> {
+            match layout.units.iter().find(|unit| unit.key() == *fqn) {
+                Some(unit) => unit.params.iter().map(|param| param.fqn.to_string()).collect(),
+                None => vec![fqn.to_string()],
+            }
+        };
+        let mut states = Vec::new();
+        let mut groups = Vec::new();
+        for (list, options) in
+            layout.optimizer.iter().flatten().zip(self.json["param_groups"][folder].as_array().unwrap())
+        {
+            let names: Vec<String> = list.iter().flat_map(members).collect();
+            let state = |name: &String| {
+                let keys = ["step", "exp_avg", "exp_avg_sq"];
+                let tensor = |key: &str| Value::Tensor(self.by_name[&format!("optim.state.{name}.{key}")]);
+                dict(DictKind::Plain, keys.map(|key| (text(key), tensor(key))).to_vec())
+            };
+            states.extend(names.iter().map(|name| (text(name), state(name))));
+            let options = options.as_object().unwrap().iter().map(|(key, value)| {
+                let value = match key.as_str() {
+                    "params" => Value::List(names.iter().map(|name| text(name)).collect()),
+                    _ => decode(value),
+                };
+                (text(key), value)
+            });
+            groups.push(dict(DictKind::Plain, options.collect()));
+        }
+        let states = dict(DictKind::Plain, states);
+        dict(DictKind::Plain, vec![(text("state"), states), (text("param_groups"), Value::List(groups))])
+    }
+}
+
+fn decode(json: &Json) -> Value {
+    match json {
+        Json::Null => Value::None,
+        Json::Bool(value) => Value::Bool(*value),
+        Json::Number(value) => value.as_i64().map_or_else(|| Value::Float(value.as_f64().unwrap()), Value::Int),
+        Json::Object(object) => Value::Tuple(object["$tuple"].as_array().unwrap().iter().map(decode).collect()),
+        other => panic!("{other}"),
+    }
+}
+
+/// The order of keys in a plain module's state dict, and its `_metadata`, from what wrappers made of them.
+fn unwrapped(model: &Dict, truth: &Truth) -> (Vec<String>, Option<Value>) {
+    let order = truth.names.iter().filter_map(|name| name.strip_prefix("model.").map(str::to_owned)).collect();
+    let Some(Value::Dict(attributes)) = model.attributes.as_deref() else { return (order, None) };
+    let Some(Value::Dict(metadata)) = attributes.get("_metadata") else { return (order, None) };
+    let mut plain: Vec<(Value, Value)> = Vec::new();
+    for (path, value) in &metadata.entries {
+        let parts = path.as_str().unwrap().split('.').filter(|part| *part != "_fsdp_wrapped_module");
+        let path = text(&parts.collect::<Vec<_>>().join("."));
+        if plain.iter().all(|(known, _)| *known != path) {
+            plain.push((path, value.clone()));
+        }
+    }
+    let metadata = dict(metadata.kind, plain);
+    (order, Some(dict(attributes.kind, vec![(text("_metadata"), metadata)])))
+}
+
+fn read(path: &FilePath) -> (Files, Contents) {
+    let mut files = Files::new(IoMode::Read);
+    let file = files.add(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let contents = reader::read(&files, files.whole(file), "", Unknown::Refuse).unwrap();
+    let archive = Archive::read(&files, files.whole(file)).unwrap();
+    for (name, _) in archive.records() {
+        archive.check_record(&files, name, &mut |_| Ok(())).unwrap();
+    }
+    (files, contents)
+}
+
+/// All of the storage that a view is of.
+fn storage(files: &Files, contents: &Contents, view: &View) -> Vec<u8> {
+    if view.storage_bytes == 0 {
+        return Vec::new();
+    }
+    let at = contents.locate(files, view).unwrap();
+    files.read(at.file, at.offset - view.offset * view.dtype.itemsize(), view.storage_bytes).unwrap()
+}
+
+/// The elements of a view, row-major.
+fn elements(files: &Files, contents: &Contents, view: &View) -> Vec<u8> {
+    let storage = storage(files, contents, view);
+    let width = usize::try_from(view.dtype.itemsize()).unwrap();
+    let mut elements = Vec::new();
+    for index in 0..view.sizes.iter().product::<u64>() {
+        let (mut rest, mut at) = (index, view.offset);
+        for (size, stride) in view.sizes.iter().zip(&view.strides).rev() {
+            at += rest % size * stride;
+            rest /= size;
+        }
+        let start = usize::try_from(at).unwrap() * width;
+        elements.extend_from_slice(&storage[start..start + width]);
+    }
+    elements
+}
+
+/// A file that was written beside the one that it should be.
+struct Comparison {
+    own: (Files, Contents),
+    real: (Files, Contents),
+    /// Storages of the real file, and what they are called in the other.
+    keys: HashMap<String, String>,
+    /// Where nothing is sharded PyTorch clones what is tied, and keeps the order of elements.
+    is_sharded: bool,
+}
+
+impl Comparison {
+    fn run(own: &FilePath, real: &FilePath, is_sharded: bool) {
+        let mut comparison = Self { own: read(own), real: read(real), keys: HashMap::new(), is_sharded };
+        let (own, contents) = (&comparison.own.1, &comparison.real.1);
+        assert!(own.value.same_but_tensors(&contents.value), "{}\n{:#?}", real.display(), own.value);
+        let found = |contents: &Contents| -> Vec<Found> {
+            let ids = contents.value.tensor_ids();
+            ids.into_iter().map(|id| contents.tensors[id.0 as usize].clone()).collect()
+        };
+        for (index, pair) in found(own).into_iter().zip(found(contents)).enumerate() {
+            let what = format!("{}: tensor {index}", real.display());
+            match pair {
+                (Found::Plain(own), Found::Plain(real)) => comparison.views(&own, &real, &what),
+                (
+                    Found::Sharded { dtype, shape, group, local, all },
+                    Found::Sharded {
+                        dtype: real_dtype,
+                        shape: real_shape,
+                        group: real_group,
+                        local: real,
+                        all: real_all,
+                    },
+                ) => {
+                    assert_eq!((dtype, shape, group, all), (real_dtype, real_shape, real_group, real_all), "{what}");
+                    assert_eq!(local.len(), real.len(), "{what}");
+                    for ((own_region, own), (region, real)) in local.iter().zip(&real) {
+                        assert_eq!(own_region, region, "{what}");
+                        comparison.views(own, real, &what);
+                    }
+                }
+                other => panic!("{what}: {other:?}"),
+            }
+        }
+        let distinct: std::collections::HashSet<_> = comparison.keys.values().collect();
+        assert!(!is_sharded || distinct.len() == comparison.keys.len(), "{}: storages that are one", real.display());
+    }
+
+    /// The same part of equal storages.
+    #[track_caller]
+    fn views(&mut self, own: &View, real: &View, what: &str) {
+        let known = self.keys.entry(real.key.to_string()).or_insert_with(|| own.key.to_string());
+        assert_eq!(*known, *own.key, "{what}: another storage");
+        let numbers = |view: &View| (view.dtype, view.storage_bytes, view.offset, view.sizes.clone());
+        assert_eq!(numbers(own), numbers(real), "{what}");
+        let (own_at, real_at) = ((&self.own.0, &self.own.1), (&self.real.0, &self.real.1));
+        assert!(elements(own_at.0, own_at.1, own) == elements(real_at.0, real_at.1, real), "{what}: other values");
+        if self.is_sharded {
+            assert_eq!(own.strides, real.strides, "{what}");
+            assert!(storage(own_at.0, own_at.1, own) == storage(real_at.0, real_at.1, real), "{what}: other padding");
+        }
+    }
+}
+
+fn write(truth: &Truth, reservation: &Reservation, folder: &FilePath) {
+    let Checkpoint { files, catalog, .. } = &truth.checkpoint;
+    let input = Input { files, catalog, resolve: &resolve };
+    copy::copy(input, reservation, folder, &OPTIONS, &Silent, &Stop::default()).unwrap();
+}
+
+fn key(name: &str) -> Path {
+    Path(vec![Key::Name(name.into())])
+}
+
+/// Where files go: a folder that stays, where one is named.
+fn destination(case: &str, sub: &str) -> (Option<tempfile::TempDir>, PathBuf) {
+    match std::env::var_os("FLAT_WRITE_OUT") {
+        Some(out) => {
+            let folder = PathBuf::from(out).join(case).join(sub);
+            std::fs::remove_dir_all(&folder).ok();
+            std::fs::create_dir_all(&folder).unwrap();
+            (None, folder)
+        }
+        None => {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().to_path_buf();
+            (Some(folder), path)
+        }
+    }
+}
+
+#[test]
+fn what_is_written_is_what_pytorch_wrote() {
+    for (case, folders) in CASES {
+        let truth = Truth::open(case);
+        let catalog = &truth.checkpoint.catalog;
+        for &sub in folders {
+            let layout = truth.layout(sub);
+            let ranks = layout.world_size;
+            let own = fixture(&format!("{case}/{sub}"));
+            let name = |series: &str, rank: Rank| format!("{series}_world_size_{ranks}_rank_{rank}.pt");
+            let one_file = sub == "one_file";
+            let (_, first) = read(&own.join(name(if one_file { "checkpoint" } else { "model" }, Rank(0))));
+            let saved = if one_file { first.value.as_dict().unwrap().get("model").unwrap() } else { &first.value };
+            let (order, metadata) = unwrapped(saved.as_dict().unwrap(), &truth);
+            let mut model = truth.model(&order);
+            if let Value::Dict(dict) = &mut model {
+                dict.attributes = metadata.map(Box::new);
+            }
+            let optimizer = truth.optimizer(sub, &layout);
+            // Each alone, or both.
+            let series: Vec<(&str, Value, Option<Path>)> = if one_file {
+                let whole = vec![(text("model"), model), (text("optim"), optimizer), (text("step"), Value::Int(7))];
+                vec![("checkpoint", dict(DictKind::Plain, whole), Some(key("model")))]
+            } else {
+                vec![("model", model, Some(Path::default())), ("optim", optimizer, None)]
+            };
+            // What the layout says of the optimizer is what its groups say.
+            for optimizer in [layout.optimizer.clone(), None] {
+                let layout = FlatLayout { optimizer, ..layout.clone() };
+                let (_kept, out) = destination(case, sub);
+                for (series, state, model) in &series {
+                    let target = FlatTarget {
+                        layout: &layout,
+                        model: model.clone(),
+                        name: &|rank| PathBuf::from(name(series, rank)),
+                    };
+                    let reservation = fsdp_flat::reserve(catalog, state, target).unwrap();
+                    assert!(reservation.left_out.is_empty());
+                    write(&truth, &reservation, &out);
+                    for rank in (0..ranks).map(Rank) {
+                        let file = name(series, rank);
+                        Comparison::run(&out.join(&file), &own.join(&file), layout.shard_group_size > 1);
+                    }
+                    if model.is_some() {
+                        let written = document::read(&out.join("flat_layout.json")).unwrap();
+                        assert_eq!(written, layout, "{case}/{sub}");
+                    }
+                }
+            }
+        }
+    }
+}
