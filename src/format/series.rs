@@ -171,7 +171,7 @@ impl SeriesSet {
             gaps.push(gap);
         }
         let model_beside = || self.model_beside(files.io(), options);
-        let flat = fsdp_flat::unflatten(&self.folder, &mut read, &model_beside, &options.flat)?;
+        let flat = fsdp_flat::read(&self.folder, &mut read, &model_beside, &options.flat)?;
         let mut whole = Catalog::empty();
         let mut entries = Vec::new();
         let mut parts = Vec::new();
@@ -261,7 +261,7 @@ impl Series {
     fn covers(&self, folder: &Path, ranks: &BTreeMap<u32, PathBuf>, io: IoMode, options: &ReadOptions) -> bool {
         let Ok(files) = load_files(&mut Files::new(io), ranks, options) else { return false };
         let mut own = [SeriesFiles { name: self.name.clone(), files, incomplete: true }];
-        if fsdp_flat::unflatten(folder, &mut own, &|| Ok(None), &options.flat).is_err() {
+        if fsdp_flat::read(folder, &mut own, &|| Ok(None), &options.flat).is_err() {
             return false;
         }
         let [SeriesFiles { files: loaded, .. }] = own;

@@ -5,25 +5,26 @@ use std::ops::Range;
 
 use super::recover::shortened;
 use super::survey::{Beside, FlatPart, FlatState, RankState, module_of};
-use super::totals;
+use super::totals::{self, Misfit};
 use crate::catalog::Fqn;
 use crate::catalog::flat::{FlatLayout, FlatUnit};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::layout::Region;
 use crate::layout::flat::{FlatContent, FlatParameter};
 
 /// Compare a state dict with flat parameters with its layout; `source` is where that is from, for messages.
 ///
 /// # Errors
-/// `Malformed` for the first thing that differs, naming rank file and unit or parameter.
+/// `Conflict` for the first thing that differs, naming rank file and unit or parameter.
 pub fn check(state: &FlatState, layout: &FlatLayout, source: &str) -> Result<()> {
+    let misfit = Misfit { file: &state.ranks[0].at, source };
     if layout.use_orig_params != state.has_views() && layout.params().any(|(_, param)| param.numel() > 0) {
         let says = |yes| if yes { "views of parameters beside flat ones" } else { "flat parameters alone" };
-        let expected = format!("{}, as use_orig_params says in {source}", says(layout.use_orig_params));
-        return Err(Error::malformed(&state.ranks[0].at, "the state dict", expected, says(state.has_views())));
+        let expected = format!("{}, as use_orig_params says", says(layout.use_orig_params));
+        return Err(misfit.error("the state dict", expected, says(state.has_views())));
     }
     let flats: Vec<(&FlatUnit, FlatParameter)> = layout.units.iter().map(|unit| (unit, layout.flat(unit))).collect();
-    check_order(state, layout, source)?;
+    check_order(state, layout, misfit)?;
     for rank in &state.ranks {
         check_rank(rank, layout, &flats, source)?;
     }
@@ -31,7 +32,7 @@ pub fn check(state: &FlatState, layout: &FlatLayout, source: &str) -> Result<()>
 }
 
 /// Parameters come module by module, in the order in which the modules are registered.
-fn check_order(state: &FlatState, layout: &FlatLayout, source: &str) -> Result<()> {
+fn check_order(state: &FlatState, layout: &FlatLayout, misfit: Misfit<'_>) -> Result<()> {
     let Some(registered) = &state.registered else { return Ok(()) };
     for unit in &layout.units {
         let known =
@@ -40,8 +41,7 @@ fn check_order(state: &FlatState, layout: &FlatLayout, source: &str) -> Result<(
         for (position, param) in known {
             if let Some((_, before)) = last.filter(|(highest, _)| *highest > position) {
                 let expected = format!("{} before {before}, as its _metadata has the modules", param.fqn);
-                let found = format!("the other order in {source}");
-                return Err(Error::malformed(&state.ranks[0].at, unit.describe(), expected, found));
+                return Err(misfit.error(&unit.describe(), expected, "the other order"));
             }
             last = Some((position, &param.fqn));
         }
@@ -50,9 +50,10 @@ fn check_order(state: &FlatState, layout: &FlatLayout, source: &str) -> Result<(
 }
 
 fn check_rank(rank: &RankState, layout: &FlatLayout, flats: &[(&FlatUnit, FlatParameter)], source: &str) -> Result<()> {
-    let bad = |at: &str, expected: String, found: String| Err(Error::malformed(&rank.at, at, expected, found));
+    let misfit = Misfit { file: &rank.at, source };
+    let bad = |at: &str, expected: String, found: String| Err(misfit.error(at, expected, found));
     if rank.rank >= layout.world_size {
-        let expected = format!("a rank below {}, the world_size of {source}", layout.world_size);
+        let expected = format!("a rank below {}, the world_size", layout.world_size);
         return bad("the name of the file", expected, format!("rank {}", rank.rank));
     }
     let known: HashSet<&str> = layout.units.iter().map(|unit| &*unit.module).collect();
@@ -63,14 +64,18 @@ fn check_rank(rank: &RankState, layout: &FlatLayout, flats: &[(&FlatUnit, FlatPa
         .map(|(_, part)| part.key.to_string())
         .collect();
     if !extra.is_empty() {
-        return bad("the state dict", format!("the units of {source}"), format!("{} as well", shortened(&extra)));
+        return bad(
+            "the state dict",
+            String::from("the units of the layout"),
+            format!("{} as well", shortened(&extra)),
+        );
     }
     let missing: Vec<String> = (flats.iter())
         .filter(|(unit, flat)| flat.total() > 0 && !rank.flats.contains_key(&unit.module))
         .map(|(unit, _)| unit.key().to_string())
         .collect();
     if !missing.is_empty() {
-        return bad("the state dict", format!("the units of {source}"), format!("no {}", shortened(&missing)));
+        return bad("the state dict", String::from("the units of the layout"), format!("no {}", shortened(&missing)));
     }
     let shard = layout.shard_of(rank.rank);
     for (unit, flat) in flats {
@@ -78,9 +83,9 @@ fn check_rank(rank: &RankState, layout: &FlatLayout, flats: &[(&FlatUnit, FlatPa
             check_part(rank, part, layout, unit, flat, source)?;
         }
         if layout.use_orig_params {
-            check_views(rank, unit, flat, shard)?;
+            check_views(rank, unit, flat, shard, misfit)?;
         } else if let Some(twice) = unit.params.iter().find(|param| rank.beside.contains_key(&param.fqn)) {
-            let expected = format!("a parameter in {}, as in {source}", unit.key());
+            let expected = format!("a parameter in {}", unit.key());
             return bad(twice.fqn.as_str(), expected, String::from("a tensor of its own"));
         }
     }
@@ -96,17 +101,18 @@ fn check_part(
     source: &str,
 ) -> Result<()> {
     let at = part.key.as_str();
-    let bad = |expected: String, found: String| Err(Error::malformed(&rank.at, at, expected, found));
+    let misfit = Misfit { file: &rank.at, source };
+    let bad = |expected: String, found: String| Err(misfit.error(at, expected, found));
     let expected = (layout.shard_group_size, layout.world_size);
     if let Some(found) = part.sizes.filter(|found| *found != expected) {
         let sizes = |(group, world)| format!("shards over {group} of {world} ranks");
-        return bad(format!("{}, as in {source}", sizes(expected)), sizes(found));
+        return bad(sizes(expected), sizes(found));
     }
     if let Some(dtype) = unit.dtype.filter(|dtype| *dtype != part.dtype) {
-        return bad(format!("{dtype}, as in {source}"), part.dtype.to_string());
+        return bad(dtype.to_string(), part.dtype.to_string());
     }
     let align = if layout.use_orig_params { unit.align_numel() } else { None };
-    totals::check(&rank.at, unit, align, u64::from(layout.shard_group_size), part.total)?;
+    totals::check(misfit, unit, align, u64::from(layout.shard_group_size), part.total)?;
     let range = flat.shard(layout.shard_of(rank.rank));
     let found = part.stretch.as_ref().map_or(range.start..range.start, |(found, _)| found.clone());
     if found != range {
@@ -130,7 +136,7 @@ fn region_of(range: &Range<u64>) -> Region {
 }
 
 /// Every parameter, under each of its names, is the view that the layout says.
-fn check_views(rank: &RankState, unit: &FlatUnit, flat: &FlatParameter, shard: u64) -> Result<()> {
+fn check_views(rank: &RankState, unit: &FlatUnit, flat: &FlatParameter, shard: u64, misfit: Misfit<'_>) -> Result<()> {
     let mut held: Vec<Option<Range<u64>>> = vec![None; unit.params.len()];
     let own = flat.shard(shard);
     for piece in flat.pieces(shard) {
@@ -157,7 +163,7 @@ fn check_views(rank: &RankState, unit: &FlatUnit, flat: &FlatParameter, shard: u
             None => String::from("nothing of it on this rank"),
         };
         let found = found.map_or_else(|| format!("no view of {}", unit.key()), |found| show(&found));
-        return Err(Error::malformed(&rank.at, name.as_str(), show(expected), found));
+        return Err(misfit.error(name.as_str(), show(expected), found));
     }
     Ok(())
 }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use indexmap::IndexMap;
 
+use crate::catalog::flat::FlatLayout;
 use crate::catalog::path::clean_name;
 use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, contiguous_strides, model};
 use crate::error::Result;
@@ -65,7 +66,7 @@ impl Like {
 }
 
 fn params(catalog: &Catalog, format: Format) -> IndexMap<Fqn, LikeParam> {
-    let flat = catalog.flat.iter().flat_map(|layout| layout.params());
+    let flat = catalog.flat.iter().flat_map(FlatLayout::params);
     let known: HashMap<&Fqn, Order> =
         flat.map(|(_, param)| (&param.fqn, param.stride.clone().map_or(Order::RowMajor, Order::Strides))).collect();
     let mut first: HashMap<TensorId, Fqn> = HashMap::new();

@@ -10,7 +10,7 @@ use std::ops::Range;
 use super::like::{Like, LikeParam, Order};
 use super::snippet::refuse;
 use super::survey::{Beside, FlatState, module_of, unit_of};
-use super::totals;
+use super::totals::{self, Misfit};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
@@ -241,8 +241,7 @@ fn units_of_like(state: &FlatState, group: u32, like: &Like) -> Result<Vec<FlatU
         match &param.shared_with {
             Some(with) => unit.shared.push(Shared { fqn: name.clone(), with: with.clone() }),
             None => {
-                let stride = stride_of(like, name, param)?;
-                unit.params.push(FlatParam { fqn: name.clone(), shape: param.shape.clone(), stride });
+                unit.params.push(FlatParam { fqn: name.clone(), shape: param.shape.clone(), stride: None });
             }
         }
     }
@@ -255,9 +254,14 @@ fn units_of_like(state: &FlatState, group: u32, like: &Like) -> Result<Vec<FlatU
             like.format
         )));
     }
-    for unit in &units {
+    for unit in &mut units {
+        for param in &mut unit.params {
+            param.stride = stride_of(like, &param.fqn, &like.params[&param.fqn])?;
+        }
         let total = dtype_and_total(state, &unit.module).map_or(0, |(_, total)| total);
-        totals::check(&state.ranks[0].at, unit, None, u64::from(group), total)?;
+        let source = like.path.display().to_string();
+        let misfit = Misfit { file: &state.ranks[0].at, source: &source };
+        totals::check(misfit, unit, None, u64::from(group), total)?;
     }
     Ok(units)
 }

@@ -6,15 +6,38 @@ use crate::catalog::flat::{FlatParam, FlatUnit};
 use crate::error::{Error, Result};
 use crate::layout::flat::FlatParameter;
 
+/// A layout and a file of which it is not the layout.
+#[derive(Clone, Copy, Debug)]
+pub struct Misfit<'a> {
+    pub file: &'a Path,
+    /// Where the layout is from.
+    pub source: &'a str,
+}
+
+impl Misfit<'_> {
+    /// The error for what the layout says of `name`, and what the file has.
+    pub fn error(self, name: &str, expected: impl Into<String>, found: impl Into<String>) -> Error {
+        Error::Conflict {
+            fqn: name.to_owned(),
+            what: "the flat layout",
+            between: format!("{} and {}", self.source, self.file.display()),
+            detail: format!("expected {}, found {}", expected.into(), found.into()),
+            hint: Some(String::from(
+                "a flat layout is that of the job that saved the files: its units, use_orig_params, mixed precision",
+            )),
+        }
+    }
+}
+
 /// Compare with the total that a file has. `align` is given with `use_orig_params`.
 ///
 /// # Errors
-/// `Malformed` naming the unit, both totals and the likely cause.
-pub fn check(at: &Path, unit: &FlatUnit, align: Option<u64>, group: u64, found: u64) -> Result<()> {
+/// `Conflict` naming the unit, both totals and the likely cause.
+pub fn check(misfit: Misfit<'_>, unit: &FlatUnit, align: Option<u64>, group: u64, found: u64) -> Result<()> {
     let numels: Vec<u64> = unit.params.iter().map(FlatParam::numel).collect();
     let total = |align| FlatParameter::new(&numels, align, group).map(|flat| flat.total());
     let Some(expected) = total(align) else {
-        return Err(Error::malformed(at, unit.describe(), "a total below 2^64", "more"));
+        return Err(misfit.error(&unit.describe(), "a total below 2^64", "more"));
     };
     if expected == found {
         return Ok(());
@@ -23,7 +46,7 @@ pub fn check(at: &Path, unit: &FlatUnit, align: Option<u64>, group: u64, found: 
         String::from("other units, parameters or a part of the model trained in another way would explain it")
     });
     let expected = format!("a flat parameter of {expected} elements for {}", count(unit.params.len()));
-    Err(Error::malformed(at, unit.describe(), expected, format!("{found}: {cause}")))
+    Err(misfit.error(&unit.describe(), expected, format!("{found}: {cause}")))
 }
 
 fn count(params: usize) -> String {
