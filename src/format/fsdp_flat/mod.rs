@@ -5,4 +5,4 @@
 pub mod document;
 mod write;
 
-pub use write::{FlatTarget, reserve, same_steps, ties};
+pub use write::{FlatTarget, reserve, same_steps, ties, with_dtypes};

@@ -17,11 +17,13 @@ mod params;
 mod plan;
 mod rank_file;
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 
 use super::document::{FILE_NAME, render};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::path::key_text;
+use crate::catalog::model::value_at;
+use crate::catalog::path::{Leaf, key_text, leaves};
 use crate::catalog::{
     Catalog, ChunkTable, Class, Dict, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
 };
@@ -78,12 +80,41 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
     Ok(reservation)
 }
 
+/// The layout with the dtypes that the parameters of a model have. Where that is another one than before, alignment
+/// follows it, unless it was that of another dtype already: of mixed precision.
+///
+/// # Errors
+/// As [`reserve`].
+pub fn with_dtypes(source: &Catalog, state: &Value, layout: &FlatLayout, model: &Path) -> Result<FlatLayout> {
+    let found = model_tensors(state, model);
+    let found = params::find(source, layout, &Names::new(layout), &found)?;
+    let mut layout = layout.clone();
+    for (unit, found) in layout.units.iter_mut().zip(found.units) {
+        let own = unit.dtype.map(|dtype| 16 / dtype.itemsize());
+        if unit.dtype != Some(found.dtype) && unit.align_numel == own {
+            unit.align_numel = None;
+        }
+        unit.dtype = Some(found.dtype);
+    }
+    Ok(layout)
+}
+
+fn model_tensors(state: &Value, model: &Path) -> HashMap<String, TensorId> {
+    let leaves = value_at(state, model).map(leaves).unwrap_or_default();
+    let tensor = |(path, leaf): (Path, Leaf<'_>)| match leaf {
+        Leaf::Tensor(id) => Some((path.to_string(), id)),
+        Leaf::Object(_) => None,
+    };
+    leaves.into_iter().filter_map(tensor).collect()
+}
+
 /// Tensors of the source that become one: what is kept, and what must be equal to it.
 ///
 /// # Errors
 /// As [`reserve`].
 pub fn ties(source: &Catalog, state: &Value, layout: &FlatLayout, model: &Path) -> Result<Vec<(TensorId, TensorId)>> {
-    Ok(Planned::new(source, state, layout, Some(model))?.plan.ties)
+    let names = Names::new(layout);
+    Ok(params::find(source, layout, &names, &model_tensors(state, model))?.ties)
 }
 
 /// Scalars of optimizer state that become one for all parameters of a unit: the one that is kept, and what must be
@@ -114,7 +145,12 @@ impl<'a> Planned<'a> {
         let plan = Plan::new(source, layout)?;
         let mut planned = Self { tree: Value::None, plan, notes: Vec::new(), names: Names::new(layout), model };
         planned.tree = planned.convert(state, &Path::default())?;
-        Ok(planned)
+        match model {
+            Some(path) if planned.plan.dtypes.is_none() => {
+                Err(Error::unsupported(format!("there is no model at `{path}`"), "name the part that is the model"))
+            }
+            _ => Ok(planned),
+        }
     }
 
     fn convert(&mut self, value: &Value, path: &Path) -> Result<Value> {

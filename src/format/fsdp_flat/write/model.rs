@@ -17,7 +17,7 @@ use super::metadata;
 use super::params::{self, Names, UnitTensors};
 use super::plan::{At, Content, Padding, Plan, Role};
 use crate::catalog::path::{Leaf, leaves};
-use crate::catalog::{Dict, DictKind, TensorId, Value};
+use crate::catalog::{Dict, DictKind, Fqn, TensorId, Value};
 use crate::error::{Error, Result};
 
 /// What stands under a name.
@@ -42,8 +42,9 @@ pub fn plan(model: &Value, names: &Names<'_>, plan: &mut Plan<'_>, notes: &mut V
         };
         entries.push((name, entry));
     }
-    let units = params::find(plan, names, &tensors)?;
-    plan.dtypes = units.iter().map(|unit| unit.dtype).collect();
+    let params::Found { units, ties } = params::find(plan.source, plan.layout, names, &tensors)?;
+    plan.ties = ties;
+    plan.dtypes = Some(units.iter().map(|unit| unit.dtype).collect());
     add_missing_names(&mut entries, plan, names);
     notes.extend(tell_others(&entries, plan, &units));
 
@@ -69,7 +70,7 @@ fn add_missing_names(entries: &mut Vec<(String, Entry<'_>)>, plan: &Plan<'_>, na
     let present: HashSet<String> = entries.iter().map(|(name, _)| name.clone()).collect();
     for (index, unit) in plan.layout.units.iter().enumerate() {
         let all = unit.params.iter().map(|param| &param.fqn).chain(unit.shared.iter().map(|shared| &shared.fqn));
-        let missing: Vec<&str> = all.map(|fqn| fqn.as_str()).filter(|fqn| !present.contains(*fqn)).collect();
+        let missing: Vec<&str> = all.map(Fqn::as_str).filter(|fqn| !present.contains(*fqn)).collect();
         if missing.is_empty() {
             continue;
         }

@@ -22,9 +22,11 @@ const PARAMS: &str = "params";
 /// The names of parameters, which optimizers of named ones have since 2.6.
 const PARAM_NAMES: &str = "param_names";
 
-/// Whether a dict is the state dict of an optimizer.
+/// Whether a dict is the state dict of an optimizer. DCP does not keep that it has a state without entries.
 pub fn is_optimizer(dict: &Dict) -> bool {
-    matches!((dict.get(STATE), dict.get(GROUPS)), (Some(Value::Dict(_)), Some(Value::List(_))))
+    let Some(Value::List(groups)) = dict.get(GROUPS) else { return false };
+    let is_group = |group: &Value| group.as_dict().is_some_and(|options| options.get(PARAMS).is_some());
+    groups.iter().all(is_group) && matches!(dict.get(STATE), None | Some(Value::Dict(_)))
 }
 
 /// Where each parameter's options are keys of their own, groups and their order are not known any more.
@@ -62,15 +64,12 @@ pub fn plan(dict: &Dict, path: &Path, names: &Names<'_>, plan: &mut Plan<'_>) ->
         }
         written.push(write_group(options, first..next, &members, plan));
     }
-    let entries = dict.entries.iter().map(|(key, value)| {
-        let value = match key.as_str() {
-            Some(STATE) => Value::Dict(Dict { entries: std::mem::take(&mut states), ..Dict::default() }),
-            Some(GROUPS) => Value::List(std::mem::take(&mut written)),
-            _ => plan.whole_value(value),
-        };
-        (key.clone(), value)
-    });
-    Ok(Value::Dict(Dict { kind: dict.kind, entries: entries.collect(), attributes: None }))
+    // As PyTorch orders them.
+    let states = Value::Dict(Dict { entries: states, ..Dict::default() });
+    let mut entries = vec![(Value::Str(STATE.into()), states), (Value::Str(GROUPS.into()), Value::List(written))];
+    let others = dict.entries.iter().filter(|(key, _)| !matches!(key.as_str(), Some(STATE | GROUPS)));
+    entries.extend(others.map(|(key, value)| (key.clone(), plan.whole_value(value))));
+    Ok(Value::Dict(Dict { kind: dict.kind, entries, attributes: None }))
 }
 
 fn write_group(options: &Dict, numbers: std::ops::Range<i64>, members: &[Member], plan: &mut Plan<'_>) -> Value {
@@ -108,8 +107,13 @@ struct SourceOptimizer<'v> {
 
 impl<'v> SourceOptimizer<'v> {
     fn read(dict: &'v Dict, path: &'v Path, names: &Names<'_>, plan: &Plan<'_>) -> Result<Self> {
-        let (Some(Value::Dict(stored)), Some(Value::List(listed))) = (dict.get(STATE), dict.get(GROUPS)) else {
-            unreachable!("only optimizers are planned");
+        let stored = match dict.get(STATE) {
+            Some(Value::Dict(stored)) => stored.entries.as_slice(),
+            _ => &[],
+        };
+        let listed = match dict.get(GROUPS) {
+            Some(Value::List(listed)) => listed.as_slice(),
+            _ => &[],
         };
         let by_number = Numbers::new(dict, stored, listed, names, plan);
         let parameter = |key: &Value| match key {
@@ -132,7 +136,7 @@ impl<'v> SourceOptimizer<'v> {
             groups.push((options, members));
         }
         let mut states = HashMap::new();
-        for (key, value) in &stored.entries {
+        for (key, value) in stored {
             let at = parameter(key)?;
             let fqn = &plan.param(at).fqn;
             let Value::Dict(state) = value else {
@@ -368,14 +372,14 @@ enum Kind {
 struct Numbers(Option<Vec<Option<At>>>);
 
 impl Numbers {
-    fn new(dict: &Dict, stored: &Dict, listed: &[Value], names: &Names<'_>, plan: &Plan<'_>) -> Self {
+    fn new(dict: &Dict, stored: &[(Value, Value)], listed: &[Value], names: &Names<'_>, plan: &Plan<'_>) -> Self {
         let is_number = |key: &Value| matches!(key, Value::Int(_));
         let mut params = listed.iter().filter_map(|group| match group.as_dict()?.get(PARAMS)? {
             Value::List(params) => Some(params),
             _ => None,
         });
         let numbered =
-            stored.entries.iter().any(|(key, _)| is_number(key)) || params.any(|params| params.iter().any(is_number));
+            stored.iter().any(|(key, _)| is_number(key)) || params.any(|params| params.iter().any(is_number));
         if !numbered {
             return Self(None);
         }

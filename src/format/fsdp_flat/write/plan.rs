@@ -83,8 +83,8 @@ pub struct Plan<'a> {
     pub storages: Vec<Storage>,
     /// The storages of tensors that are whole on every rank.
     whole: HashMap<TensorId, usize>,
-    /// The dtype of each unit's parameters, where the model is in the state.
-    pub dtypes: Vec<Dtype>,
+    /// The dtype of each unit's parameters, once the model is planned.
+    pub dtypes: Option<Vec<Dtype>>,
     pub ties: Vec<(TensorId, TensorId)>,
     pub same_steps: Vec<(TensorId, TensorId)>,
 }
@@ -117,7 +117,7 @@ impl<'a> Plan<'a> {
             items: Vec::new(),
             storages: Vec::new(),
             whole: HashMap::new(),
-            dtypes: Vec::new(),
+            dtypes: None,
             ties: Vec::new(),
             same_steps: Vec::new(),
         })
@@ -128,7 +128,7 @@ impl<'a> Plan<'a> {
         let mut layout = self.layout.clone();
         for (index, unit) in layout.units.iter_mut().enumerate() {
             unit.align_numel = unit.align_numel().filter(|_| layout.use_orig_params);
-            unit.dtype = self.dtypes.get(index).copied().or(unit.dtype);
+            unit.dtype = self.dtypes.as_ref().map_or(unit.dtype, |dtypes| Some(dtypes[index]));
         }
         layout
     }
