@@ -50,13 +50,21 @@ Examples:
   dtshard reshard actor actor16 --mesh fsdp=16
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements 'S(0),S(1)'
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements '**.wo=S(0),S(1)' --placements 'S(0),S(0)'
-  dtshard reshard model.pt sharded --to dcp --mesh dp=8 --dry-run";
+  dtshard reshard model.pt sharded --to dcp --mesh dp=8 --dry-run
+  dtshard reshard edited.safetensors actor-edited --like actor --fill-from actor";
 
 const UNSHARD_EXAMPLES: &str = "\
 Examples:
   dtshard unshard checkpoints/step-1000 step-1000.pt
   dtshard unshard actor whole.safetensors
   dtshard unshard actor whole --to safetensors --max-shard-size 2GB";
+
+const FLATTEN_EXAMPLES: &str = "\
+Examples:
+  dtshard flatten flat8 flat6 --world-size 6
+  dtshard flatten model.pt flat --world-size 8 --wrap 'layers.*' --use-orig-params
+  dtshard flatten step-1000 flat --world-size 16 --flat-layout flat_layout.json
+  dtshard flatten step-1000 flat --world-size 16 --strategy hybrid-shard --shard-group-size 8 --like old-flat";
 
 const CONSOLIDATE_EXAMPLES: &str = "\
 Examples:
@@ -95,6 +103,9 @@ pub enum Command {
     /// Write every tensor whole, nested state dict kept
     #[command(after_help = UNSHARD_EXAMPLES)]
     Unshard(Unshard),
+    /// Write FSDP1 flat-parameter shards
+    #[command(after_help = FLATTEN_EXAMPLES)]
+    Flatten(Flatten),
     /// Write the model, merged, to ship
     #[command(alias = "merge", after_help = CONSOLIDATE_EXAMPLES)]
     Consolidate(Consolidate),
@@ -138,6 +149,16 @@ pub struct SourceArgs {
     /// Units, order and shapes of the parameters in FSDP1 flat parameters [default: flat_layout.json in SRC]
     #[arg(long, value_name = "FILE")]
     pub flat_layout: Option<PathBuf>,
+}
+
+/// What FSDP1 files lack.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Source")]
+pub struct ShapeArgs {
+    /// A checkpoint of the same model, for the shapes that an FSDP1 SRC lacks, and the order of parameters where it is a
+    /// torch file
+    #[arg(long, value_name = "CKPT")]
+    pub like: Option<PathBuf>,
 }
 
 /// What of SRC is taken, under which names and in which dtypes.
@@ -300,6 +321,8 @@ pub struct Inspect {
     #[arg(long)]
     pub digest: bool,
     #[command(flatten)]
+    pub shapes: ShapeArgs,
+    #[command(flatten)]
     pub source: SourceArgs,
 }
 
@@ -316,6 +339,14 @@ pub struct Reshard {
     /// every tensor, and R where it does not fit; PATTERN=LIST is a rule, and the first one that matches wins
     #[arg(long, value_name = "[PATTERN=]LIST")]
     pub placements: Vec<String>,
+    /// Lay tensors out as those of the same names in this checkpoint: its mesh, placements, format and names of files.
+    /// --mesh with the same dim names takes the place of its mesh, --placements rules that of its placements
+    #[arg(long, value_name = "CKPT")]
+    pub like: Option<PathBuf>,
+    /// Take everything that SRC lacks from this checkpoint. DST is that one, with the tensors and objects of SRC in
+    /// place of its own
+    #[arg(long, value_name = "CKPT")]
+    pub fill_from: Option<PathBuf>,
     /// Python class of sharded tensors in rank files [default: auto, as in SRC; DTensor where SRC has none]
     #[arg(long, value_name = "CLASS")]
     pub tensor_class: Option<TensorClass>,
@@ -325,10 +356,74 @@ pub struct Reshard {
 
 #[derive(Args, Debug)]
 pub struct Unshard {
+    /// One file [default]
+    #[arg(long)]
+    pub rank0_only: bool,
+    /// A file for every rank of SRC, each of them whole
+    #[arg(long, conflicts_with = "rank0_only")]
+    pub all_ranks: bool,
+    /// Only these modules (FSDP1 units; `.` is the root unit): rank files with their parameters whole on every rank, the
+    /// rest as it is; repeatable
+    #[arg(long, value_name = "PATTERN", conflicts_with_all = ["rank0_only", "all_ranks"])]
+    pub unit: Vec<String>,
+    /// Gradients, too: a subtree or series `grads`
+    #[arg(long)]
+    pub with_grads: bool,
     #[command(flatten)]
     pub shards: ShardArgs,
     #[command(flatten)]
+    pub shapes: ShapeArgs,
+    #[command(flatten)]
     pub convert: ConvertArgs,
+}
+
+#[derive(Args, Debug)]
+pub struct Flatten {
+    #[command(flatten)]
+    pub flat: FlatArgs,
+    #[command(flatten)]
+    pub convert: ConvertArgs,
+}
+
+/// What FSDP1 will be told when it loads.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Target layout")]
+pub struct FlatArgs {
+    /// Ranks that will load the files [default: as in the flat layout]
+    #[arg(long, value_name = "N")]
+    pub world_size: Option<u32>,
+    /// A module that is a unit of its own (the module itself, not what is below it); the rest is the root unit;
+    /// repeatable
+    #[arg(long, value_name = "PATTERN")]
+    pub wrap: Vec<String>,
+    /// Whether FSDP is told use_orig_params [default: as in the flat layout, else false]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub use_orig_params: Option<bool>,
+    /// How ranks share [default: as in the flat layout, else full-shard]
+    #[arg(long, value_name = "STRATEGY")]
+    pub strategy: Option<Strategy>,
+    /// Ranks that share one copy, under hybrid-shard
+    #[arg(long, value_name = "N")]
+    pub shard_group_size: Option<u32>,
+    /// MixedPrecision(param_dtype=...), which parameters are aligned for with use_orig_params [default: their own]
+    #[arg(long, value_name = "DTYPE")]
+    pub forward_dtype: Option<String>,
+    /// Tensors of floats that are buffers, not parameters; repeatable
+    #[arg(long, value_name = "PATTERN")]
+    pub buffers: Vec<String>,
+    /// A checkpoint of the same model: its units where it is flat, else the order of its state dict, which torch files
+    /// keep
+    #[arg(long, value_name = "CKPT")]
+    pub like: Option<PathBuf>,
+}
+
+/// What FSDP1 calls its `ShardingStrategy`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Strategy {
+    // SHARD_GRAD_OP has the same files.
+    FullShard,
+    HybridShard,
+    NoShard,
 }
 
 /// Sizes of safetensors files.
@@ -350,6 +445,8 @@ pub struct Consolidate {
     #[command(flatten)]
     pub shards: ShardArgs,
     #[command(flatten)]
+    pub shapes: ShapeArgs,
+    #[command(flatten)]
     pub convert: ConvertArgs,
 }
 
@@ -365,6 +462,8 @@ pub struct Verify {
     pub common: bool,
     #[command(flatten)]
     pub select: SelectArgs,
+    #[command(flatten)]
+    pub shapes: ShapeArgs,
     #[command(flatten)]
     pub source: SourceArgs,
 }

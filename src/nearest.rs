@@ -25,8 +25,16 @@ pub fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
 pub fn hint(pattern: &str, names: &[String]) -> String {
     let anywhere = format!("**.{pattern}");
     let covers = Pattern::parse(&anywhere).is_ok_and(|anywhere| names.iter().any(|name| anywhere.covers(name)));
-    match nearest(pattern, names).as_slice() {
-        _ if covers => format!("names are matched from their beginning: {anywhere} matches it wherever it is"),
+    if covers {
+        return format!("names are matched from their beginning: {anywhere} matches it wherever it is");
+    }
+    listed(pattern, names)
+}
+
+/// What to say where there is no such name: the nearest ones.
+#[must_use]
+pub fn listed(name: &str, names: &[String]) -> String {
+    match nearest(name, names).as_slice() {
         [] => String::from("there are no names at all"),
         names => format!("the nearest names are {}", names.join(", ")),
     }

@@ -10,6 +10,7 @@
 //! | `--from`, `--to`, names of files, parent folders, series, one rank's file | `formats` |
 //! | what consolidate takes, `--root`, `--everything`, `--assets` | `consolidate` |
 //! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
+//! | `--like`, `--fill-from` | `fill` |
 //! | `--tensor-class` | `sharded_tensors` |
 //! | `--include` to `--keep-names`, patterns, collisions, what matches nothing | `names` |
 //! | `--dtype`, `--tied`, `--on-conflict`, `--check-replicas`, `--check-crc`, `--allow-missing`, `--drop-unknown` | `values` |
@@ -26,6 +27,8 @@ mod snapshot;
 
 #[path = "contract/consolidate.rs"]
 mod consolidate;
+#[path = "contract/fill.rs"]
+mod fill;
 #[path = "contract/formats.rs"]
 mod formats;
 #[path = "contract/inspect.rs"]

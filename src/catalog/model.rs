@@ -11,7 +11,7 @@ use super::{Catalog, Dict, Fqn, Key, Path, TensorEntry, TensorId, Value};
 const MODEL: [&str; 4] = ["model", "module", "state_dict", "model_state_dict"];
 
 /// Keys that stand beside a model at the top and are not part of it.
-const BESIDE: [&str; 16] = [
+const BESIDE: [&str; 18] = [
     "optimizer",
     "optimizers",
     "optim",
@@ -28,7 +28,12 @@ const BESIDE: [&str; 16] = [
     "scaler",
     "args",
     "config",
+    GRADIENTS[0],
+    GRADIENTS[1],
 ];
+
+/// Keys under which gradients stand, by the names of their parameters.
+pub const GRADIENTS: [&str; 2] = ["grads", "gradients"];
 
 /// Children of a module that has a child `model` as well: where they stand beside it, `model` is a part, not the whole.
 const HEADS: [&str; 6] = ["lm_head", "embed_out", "score", "classifier", "qa_outputs", "v_head"];

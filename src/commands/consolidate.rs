@@ -49,8 +49,14 @@ const ASSETS: [&str; 19] = [
 pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
     let root = if args.everything { Root::Whole } else { Root::Model };
-    let defaults = Defaults { want: Want::Model, series: SeriesChoice::Model, root, wrappers: Wrappers::Cut };
-    let mut source = Source::open(&args.convert, defaults, &run)?;
+    let defaults = Defaults {
+        want: Want::Model,
+        series: SeriesChoice::Model,
+        root,
+        wrappers: Wrappers::Cut,
+        without_gradients: false,
+    };
+    let mut source = Source::open(&args.convert, args.shapes.like.as_deref(), defaults, &run)?;
     source.settle(args.convert.checks, Ranks::Together, &run)?;
     check_model(args, &source)?;
     let destination = args.convert.dst.as_deref();

@@ -95,7 +95,7 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 /// # Errors
 /// Anything; the destination is then as it was.
 pub fn convert(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
-    perform(conversion, args, run).map_err(|error| error.within(&conversion.source.checkpoint.root))
+    perform(conversion, args, run).map_err(|error| conversion.source.locate(error))
 }
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
@@ -118,12 +118,11 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
         return Ok(Status::Done);
     }
     let destination = dst.expect("clap asks for DST unless --dry-run is given");
-    for given in [Some(&source.root), source.resolved_from.as_ref()].into_iter().flatten() {
-        refuse_nesting(given, destination)?;
-    }
-    if source.root.is_file() {
+    let read = conversion.source.paths_read();
+    read.iter().try_for_each(|(name, path)| refuse_nesting(name, path, destination))?;
+    if read.iter().any(|(_, path)| path.is_file()) {
         // An index stands for the files it names.
-        source.files.ids().try_for_each(|id| refuse_nesting(source.files.path(id), destination))?;
+        source.files.ids().try_for_each(|id| refuse_nesting("the source", source.files.path(id), destination))?;
     }
     check_replaceable(destination, conversion.shape, args.overwrite)?;
     let existing = Existing { overwrite: args.overwrite, restart: args.restart };
@@ -164,20 +163,20 @@ fn check_replaceable(destination: &Path, shape: Shape, overwrite: bool) -> Resul
 }
 
 /// A destination inside the source would change what is being read.
-fn refuse_nesting(source: &Path, destination: &Path) -> Result<()> {
+fn refuse_nesting(name: &str, source: &Path, destination: &Path) -> Result<()> {
     let (source, target) = (resolve_missing(source)?, resolve_missing(destination)?);
     let relation = if target == source {
-        "is the source itself"
+        format!("is {name} itself")
     } else if target.starts_with(&source) {
-        "lies inside the source"
+        format!("lies inside {name}")
     } else if source.starts_with(&target) {
-        "contains the source"
+        format!("contains {name}")
     } else {
         return Ok(());
     };
     Err(Error::usage(
         format!("the destination {} {relation}", destination.display()),
-        "choose a destination beside the source; the source is never changed",
+        format!("choose a destination beside {name}, which is never changed"),
     ))
 }
 
@@ -356,7 +355,7 @@ impl Report<'_> {
 
     fn document(&self, stats: &Stats) -> Json {
         let Conversion { source, reservation, carried, to, tied, .. } = self.conversion;
-        let checkpoint = &source.checkpoint;
+        let (checkpoint, (given, format)) = (&source.checkpoint, source.given());
         let carried = carried.iter().map(|file| json!({ "path": file.to.display().to_string(), "bytes": file.len }));
         let files: Vec<Json> = reservation.files.iter().map(file_document).chain(carried).collect();
         let (groups, names) = left_out(self.conversion);
@@ -372,7 +371,7 @@ impl Report<'_> {
         warnings.extend(notes(self.conversion));
         warnings.extend(cast_warnings(stats));
         json!({
-            "source": { "path": checkpoint.root.display().to_string(), "format": checkpoint.format.name() },
+            "source": { "path": given.display().to_string(), "format": format.name() },
             "target": {
                 "path": self.destination.map(|path| path.display().to_string()),
                 "format": to.name(),
@@ -393,9 +392,9 @@ impl Report<'_> {
 
     fn dry_run_text(&self, stats: &Stats) -> String {
         let Conversion { source, reservation, carried, to, .. } = self.conversion;
-        let checkpoint = &source.checkpoint;
+        let (given, format) = source.given();
         let mut lines = vec![
-            format!("source        {} ({})", checkpoint.root.display(), checkpoint.format),
+            format!("source        {} ({format})", given.display()),
             format!(
                 "target        {} ({to})",
                 self.destination.map_or_else(|| String::from("-"), |path| path.display().to_string()),

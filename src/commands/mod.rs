@@ -6,8 +6,11 @@ mod conflicts;
 mod consolidate;
 mod convert;
 mod digests;
+mod fill;
+mod flatten;
 mod inspect;
 mod man;
+mod names;
 mod printer;
 mod progress;
 mod reshard;
@@ -17,6 +20,7 @@ mod unshard;
 mod verify;
 
 use std::ffi::OsString;
+use std::path::Path;
 
 pub use printer::Printer;
 
@@ -69,6 +73,7 @@ pub fn run(cli: Cli, printer: &Printer) -> Result<Status> {
         Command::Inspect(args) => inspect::run(&args, printer),
         Command::Reshard(args) => reshard::run(&args, printer),
         Command::Unshard(args) => unshard::run(&args, printer),
+        Command::Flatten(args) => flatten::run(&args, printer),
         Command::Consolidate(args) => consolidate::run(&args, printer),
         Command::Verify(args) => verify::run(&args, printer),
         Command::Completions(args) => completions::run(&args, printer),
@@ -130,7 +135,7 @@ fn strip_bytes(max_memory: u64, threads: usize) -> Result<u64> {
 }
 
 /// What `--series` asks for, or `default` where it is not given.
-fn read_options(args: &SourceArgs, default: SeriesChoice, want: Want) -> ReadOptions {
+fn read_options(args: &SourceArgs, like: Option<&Path>, default: SeriesChoice, want: Want) -> ReadOptions {
     let series = match args.series.as_slice() {
         [] => default,
         [all] if all == "all" => SeriesChoice::All,
@@ -143,7 +148,7 @@ fn read_options(args: &SourceArgs, default: SeriesChoice, want: Want) -> ReadOpt
         io: args.io.mode(),
         allow_missing: args.allow_missing,
         drop_unknown: args.drop_unknown,
-        flat: FlatKnowledge { layout: args.flat_layout.clone(), ..FlatKnowledge::default() },
+        flat: FlatKnowledge { layout: args.flat_layout.clone(), like: like.map(Path::to_path_buf), raw: false },
     }
 }
 

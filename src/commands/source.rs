@@ -2,17 +2,19 @@
 //! laid out.
 
 use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 
 use super::checks::{self, Replicas};
 use super::conflicts::{self, Ranks, Settled};
+use super::fill::{Filled, fill};
 use super::printer::Printer;
 use super::run::Run;
 use super::{check_series, read_options, refuse_fragment};
 use crate::catalog::path::{self, Fate};
-use crate::catalog::{Class, Fqn, TensorId, model};
+use crate::catalog::{Class, Fqn, TensorEntry, TensorId, model};
 use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs};
 use crate::error::{Error, Result};
-use crate::format::{Checkpoint, SeriesChoice, Want};
+use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
 use crate::layout::Pattern;
 use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
 use crate::storage::regular_file;
@@ -23,10 +25,16 @@ pub struct Defaults {
     pub series: SeriesChoice,
     pub root: Root,
     pub wrappers: Wrappers,
+    pub without_gradients: bool,
 }
 
 pub struct Source {
+    /// SRC; where that is put into another one, that one, with the files of both.
     pub checkpoint: Checkpoint,
+    /// What SRC was before it was put into another checkpoint.
+    pub filled: Option<Filled>,
+    /// A checkpoint to be laid out like.
+    pub like: Option<Checkpoint>,
     /// What is taken, under the names and in the dtypes it will have.
     pub wanted: Selected,
     pub settled: Settled,
@@ -35,19 +43,94 @@ pub struct Source {
 }
 
 impl Source {
-    /// Read the source of a verb that writes, which must be whole, and choose what to take.
+    /// Read the source of a verb that writes, which must be whole, and choose what to take. `like` has the shapes that
+    /// flat parameters lack.
     ///
     /// # Errors
     /// As reading and selecting.
-    pub fn open(args: &ConvertArgs, defaults: Defaults, run: &Run<'_>) -> Result<Self> {
-        let options = read_options(&args.source, defaults.series.clone(), defaults.want);
+    pub fn open(args: &ConvertArgs, like: Option<&Path>, defaults: Defaults, run: &Run<'_>) -> Result<Self> {
+        let options = read_options(&args.source, like, defaults.series.clone(), defaults.want);
         let checkpoint = Checkpoint::open(&args.src, &options).map_err(|error| error.within(&args.src))?;
         refuse_fragment(&checkpoint)?;
         check_series(&args.source, &[&checkpoint])?;
         announce(&checkpoint, run.printer);
         let options = select_options(&args.select, defaults)?;
         let wanted = select::select(&checkpoint.catalog, &options)?;
-        Ok(Self { checkpoint, wanted, settled: Settled::default(), compared: false })
+        Ok(Self { checkpoint, filled: None, like: None, wanted, settled: Settled::default(), compared: false })
+    }
+
+    /// Take what SRC lacks from the checkpoint at `filler`, and remember the one at `like`, which is not read again where
+    /// it is the same.
+    ///
+    /// # Errors
+    /// As reading those, and as [`fill`].
+    pub fn with(
+        mut self,
+        filler: Option<&Path>,
+        like: Option<&Path>,
+        args: &ConvertArgs,
+        run: &Run<'_>,
+    ) -> Result<Self> {
+        let options = read_options(&args.source, None, SeriesChoice::All, Want::All);
+        let options = ReadOptions { from: None, series: SeriesChoice::All, ..options };
+        if let Some(path) = filler {
+            let filler = open_whole(path, &options, run)?;
+            self.like = like.filter(|like| *like == path).map(|_| filler.clone());
+            let wrappers = if args.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
+            self = fill(self, filler, wrappers, run)?;
+        }
+        if let (Some(path), None) = (like, &self.like) {
+            // Objects do not say how tensors lie.
+            self.like = Some(open_whole(path, &ReadOptions { drop_unknown: true, ..options }, run)?);
+        }
+        Ok(self)
+    }
+
+    /// Where SRC is, and what.
+    #[must_use]
+    pub fn given(&self) -> (&Path, Format) {
+        match &self.filled {
+            Some(Filled { root, format, .. }) => (root, *format),
+            None => (&self.checkpoint.root, self.checkpoint.format),
+        }
+    }
+
+    /// Every checkpoint that is read, and what to call it.
+    #[must_use]
+    pub fn paths_read(&self) -> Vec<(&'static str, &Path)> {
+        fn both<'a>(name: &'static str, root: &'a Path, given: Option<&'a PathBuf>) -> Vec<(&'static str, &'a Path)> {
+            [Some(root), given.map(PathBuf::as_path)].into_iter().flatten().map(|path| (name, path)).collect()
+        }
+        let mut read = Vec::new();
+        let name = match &self.filled {
+            Some(filled) => {
+                read.extend(both("the source", &filled.root, filled.resolved_from.as_ref()));
+                "the checkpoint of --fill-from"
+            }
+            None => "the source",
+        };
+        let Checkpoint { root, resolved_from, .. } = &self.checkpoint;
+        read.extend(both(name, root, resolved_from.as_ref()));
+        if let Some(Checkpoint { root, resolved_from, .. }) = &self.like {
+            read.extend(both("the checkpoint of --like", root, resolved_from.as_ref()));
+        }
+        read
+    }
+
+    /// Name the checkpoint where the error names a tensor only.
+    #[must_use]
+    pub fn locate(&self, error: Error) -> Error {
+        let replaced = self.filled.iter().flat_map(|filled| filled.replaced.keys());
+        let from_src = |fqn: &str| replaced.clone().any(|id| self.checkpoint.catalog.tensor(*id).fqn.as_str() == fqn);
+        let root = if error.fqn().is_some_and(from_src) { self.given().0 } else { &self.checkpoint.root };
+        error.within(root)
+    }
+
+    /// How the checkpoint that is written anew has a tensor, wherever its values are from.
+    #[must_use]
+    pub fn layout_of(&self, id: TensorId) -> &TensorEntry {
+        let replaced = self.filled.as_ref().and_then(|filled| filled.replaced.get(&id));
+        replaced.unwrap_or_else(|| self.checkpoint.catalog.tensor(id))
     }
 
     /// Decide what is taken where ranks disagree.
@@ -58,7 +141,7 @@ impl Source {
     /// `Conflict` where nothing was chosen; as reading.
     pub fn settle(&mut self, args: CheckArgs, ranks: Ranks, run: &Run<'_>) -> Result<()> {
         let settled = self.decide(args, ranks, run);
-        settled.map_err(|error| error.within(&self.checkpoint.root))
+        settled.map_err(|error| self.locate(error))
     }
 
     fn decide(&mut self, args: CheckArgs, ranks: Ranks, run: &Run<'_>) -> Result<()> {
@@ -135,6 +218,14 @@ impl Source {
     }
 }
 
+/// Read all of a checkpoint that stands beside SRC, which must be whole.
+fn open_whole(path: &Path, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
+    let checkpoint = Checkpoint::open(path, options).map_err(|error| error.within(path))?;
+    refuse_fragment(&checkpoint)?;
+    announce(&checkpoint, run.printer);
+    Ok(checkpoint)
+}
+
 /// Say what was taken for SRC, and what reading it brought to light.
 pub fn announce(checkpoint: &Checkpoint, printer: &Printer) {
     if let Some(given) = &checkpoint.resolved_from {
@@ -180,6 +271,7 @@ pub fn select_options(args: &SelectArgs, defaults: Defaults) -> Result<select::O
         wrappers: if args.keep_names { Wrappers::Keep } else { defaults.wrappers },
         include: patterns(&include)?,
         exclude: patterns(&args.exclude)?,
+        without_gradients: defaults.without_gradients,
         root: args.root.clone().map_or(defaults.root, Root::At),
         strip_prefixes: args.strip_prefix.clone(),
         renames,
@@ -189,7 +281,7 @@ pub fn select_options(args: &SelectArgs, defaults: Defaults) -> Result<select::O
     })
 }
 
-fn read_text(path: &std::path::Path) -> Result<String> {
+fn read_text(path: &Path) -> Result<String> {
     regular_file(path)?;
     std::fs::read_to_string(path).map_err(Error::io("read", path))
 }

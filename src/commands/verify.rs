@@ -91,8 +91,13 @@ struct Names {
 
 impl Names {
     fn new(args: &Verify, source: &Checkpoint, other: Option<&Checkpoint>) -> Result<Self> {
-        let defaults =
-            Defaults { want: Want::All, series: SeriesChoice::All, root: Root::Whole, wrappers: Wrappers::Cut };
+        let defaults = Defaults {
+            want: Want::All,
+            series: SeriesChoice::All,
+            root: Root::Whole,
+            wrappers: Wrappers::Cut,
+            without_gradients: false,
+        };
         let options = select_options(&args.select, defaults)?;
         let as_it_is = select::Options { wrappers: options.wrappers, ..select::Options::default() };
         Ok(Self {
@@ -104,7 +109,10 @@ impl Names {
 
 /// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
 fn open(args: &Verify, path: &std::path::Path, printer: &Printer, report: &mut Report) -> Result<Option<Checkpoint>> {
-    match Checkpoint::open(path, &read_options(&args.source, SeriesChoice::All, Want::All)) {
+    let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::All);
+    // Whether bytes are sound does not depend on shapes.
+    options.flat.raw = args.other.is_none();
+    match Checkpoint::open(path, &options) {
         Ok(checkpoint) => {
             announce(&checkpoint, printer);
             refuse_fragment(&checkpoint)?;

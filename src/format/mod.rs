@@ -54,6 +54,12 @@ impl Format {
         !matches!(self, Self::Safetensors | Self::DcpHf)
     }
 
+    /// Whether it has a file a rank, in series.
+    #[must_use]
+    pub fn has_rank_files(self) -> bool {
+        matches!(self, Self::TorchRanks | Self::FsdpFlat)
+    }
+
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -74,7 +80,7 @@ impl fmt::Display for Format {
 }
 
 /// A checkpoint that has been read: what it holds, and the files to take tensor data from.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Checkpoint {
     pub format: Format,
     /// The file or folder that is the checkpoint.
@@ -167,6 +173,19 @@ impl Checkpoint {
         let Reading { files, series, skipped_series, fragment, .. } = reading;
         let format = formats[0].1;
         Ok(Self { format, root, resolved_from, files, catalog, parts, beside, series, skipped_series, fragment })
+    }
+}
+
+impl Checkpoint {
+    /// How many ranks wrote it, where anything tells.
+    #[must_use]
+    pub fn world_size(&self) -> Option<u32> {
+        let catalog = &self.catalog;
+        let flat = catalog.flat.as_ref().map(|flat| flat.world_size);
+        let ranks =
+            catalog.tensors.iter().flat_map(|entry| (0..entry.chunks.len()).filter_map(|at| entry.chunks.rank(at)));
+        let meshes = catalog.meshes.iter().flat_map(|mesh| mesh.ranks().iter().copied());
+        flat.or_else(|| ranks.chain(meshes).map(|rank| rank.0.saturating_add(1)).max())
     }
 }
 

@@ -11,6 +11,7 @@ use super::rank_names::{Numbering, RankName, RankNames};
 use super::torch::ranks::{RankFile, merge};
 use super::torch::{self, reader};
 use super::{ReadOptions, natural_order};
+use crate::catalog::model::GRADIENTS;
 use crate::catalog::{Catalog, Dict, Value, path};
 use crate::error::{Error, Result};
 use crate::layout::Rank;
@@ -23,6 +24,8 @@ pub enum SeriesChoice {
     All,
     /// The model; or the only one there is.
     Model,
+    /// And gradients, where there are any.
+    ModelAndGradients,
     Named(Vec<String>),
 }
 
@@ -136,8 +139,12 @@ impl SeriesSet {
         let all = self.names();
         let wanted: Vec<String> = match choice {
             SeriesChoice::All => return Ok(self),
-            SeriesChoice::Model if all.len() == 1 => return Ok(self),
+            SeriesChoice::Model | SeriesChoice::ModelAndGradients if all.len() == 1 => return Ok(self),
             SeriesChoice::Model => vec![model_of(&all)],
+            SeriesChoice::ModelAndGradients => {
+                let gradients = all.iter().filter(|name| GRADIENTS.contains(&name.as_str())).cloned();
+                std::iter::once(model_of(&all)).chain(gradients).collect()
+            }
             SeriesChoice::Named(names) => names.clone(),
         };
         if let Some(missing) = wanted.iter().find(|name| !all.contains(name)) {

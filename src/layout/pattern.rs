@@ -43,6 +43,12 @@ impl Pattern {
         modules.chain(std::iter::once(path.as_str())).any(|module| self.matcher.is_match(module))
     }
 
+    /// Whether it matches this name itself.
+    #[must_use]
+    pub fn matches(&self, name: &str) -> bool {
+        self.matcher.is_match(as_path(name))
+    }
+
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.text

@@ -101,16 +101,22 @@ impl TargetLayout {
                 let placements = resolved.into_iter().map(|found| found.unwrap_or(Placement::Replicate)).collect();
                 Chosen { placements, rule: None, misfit }
             }
-            Fallback::Source => Chosen { placements: self.as_in_source(source), rule: None, misfit: false },
+            Fallback::Source => {
+                let replicated = || vec![Placement::Replicate; self.mesh.ndim()];
+                let placements = source.map_or_else(replicated, |source| self.as_in(source));
+                Chosen { placements, rule: None, misfit: false }
+            }
         })
     }
 
     /// The source's placements on the mesh dims of the same names, Replicate on the others.
-    fn as_in_source(&self, source: Option<SourceLayout<'_>>) -> Vec<Placement> {
+    #[must_use]
+    pub fn as_in(&self, source: SourceLayout<'_>) -> Vec<Placement> {
+        if (source.mesh.shape(), source.mesh.names()) == (self.mesh.shape(), self.mesh.names()) {
+            return source.placements.to_vec();
+        }
         let mut placements = vec![Placement::Replicate; self.mesh.ndim()];
-        let Some((source, names)) = source.and_then(|source| Some((source, source.mesh.names()?))) else {
-            return placements;
-        };
+        let Some(names) = source.mesh.names() else { return placements };
         let target_dims: Vec<Option<usize>> =
             names.iter().map(|name| self.mesh.dim_by_name(name).map(|dim| dim.0)).collect();
         for (index, placement) in source.placements.iter().enumerate() {
@@ -206,6 +212,16 @@ mod tests {
         assert_eq!(text(&layout("dp=8,tp=2", &[], "source").choose(&["w"], &[8, 8], source).unwrap()), "_S(0,2),S(0)");
         assert_eq!(text(&layout("dp=8", &[], "source").choose(&["w"], &[8, 8], source).unwrap()), "S(0)");
         assert_eq!(text(&layout("dp=8", &[], "source").choose(&["w"], &[8, 8], None).unwrap()), "R");
+    }
+
+    #[test]
+    fn placements_on_the_same_mesh_dims_need_no_names() {
+        let dims = || smallvec::SmallVec::from_slice(&[2, 2]);
+        let mesh = |ranks: [u32; 4]| DeviceMesh::new(dims(), ranks.map(Rank).to_vec(), None).unwrap();
+        let target = TargetLayout::new(mesh([0, 2, 1, 3]), vec![], Fallback::Source).unwrap();
+        let placements = [Placement::Shard(TensorDim(1)), Placement::Replicate];
+        let source = SourceLayout { mesh: &mesh([0, 1, 2, 3]), placements: &placements };
+        assert_eq!(target.as_in(source), placements);
     }
 
     #[test]

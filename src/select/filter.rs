@@ -7,6 +7,7 @@ use std::collections::HashSet;
 
 use super::Options;
 use super::survey::{Kind, Leaf, Named, Survey, is_number};
+use crate::catalog::model;
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
 use crate::nearest;
@@ -52,7 +53,9 @@ pub(super) fn nearest_names<'s>(pattern: &str, leaves: impl Iterator<Item = &'s 
 
 /// For each leaf whether it is kept.
 pub(super) fn keep(survey: &Survey<'_>, options: &Options) -> Result<Vec<bool>> {
-    let mut kept = vec![true; survey.leaves.len()];
+    let is_gradient = |leaf: &Leaf| model::GRADIENTS.contains(&survey.top(*leaf).as_str());
+    let mut kept: Vec<bool> =
+        survey.leaves.iter().map(|leaf| !(options.without_gradients && is_gradient(leaf))).collect();
     if options.include.is_empty() && options.exclude.is_empty() {
         return Ok(kept);
     }
@@ -66,7 +69,7 @@ pub(super) fn keep(survey: &Survey<'_>, options: &Options) -> Result<Vec<bool>> 
         let is_leaf = leaf.kind != Kind::EmptyDict;
         let included = include.cover(&names, is_leaf) || options.include.is_empty();
         excluded[index] = exclude.cover(&names, is_leaf);
-        kept[index] = included && !excluded[index];
+        kept[index] &= included && !excluded[index];
         if let Some((number, _)) = leaf.optimizer.filter(|_| kept[index] && leaf.in_state()) {
             in_use.insert(number);
         }

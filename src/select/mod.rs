@@ -26,7 +26,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 pub use dtypes::{Casts, DtypeRule, Kept};
 pub use rename::Rename;
-pub use steps::with_clean;
+pub use steps::{clean_name, with_clean};
 
 use crate::catalog::path::tensors;
 use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Value};
@@ -64,6 +64,8 @@ pub struct Options {
     pub wrappers: Wrappers,
     pub include: Vec<Pattern>,
     pub exclude: Vec<Pattern>,
+    /// Leave out the subtree of gradients beside a model, where there is one.
+    pub without_gradients: bool,
     pub root: Root,
     pub strip_prefixes: Vec<String>,
     /// In the order given.

@@ -75,7 +75,8 @@ pub(super) fn has_wrapper(text: &str) -> bool {
 }
 
 /// A name of a module, or `model.layers.` with its last dot, without wrappers.
-pub(super) fn clean_name(name: &str) -> String {
+#[must_use]
+pub fn clean_name(name: &str) -> String {
     let parts: Vec<&str> = name.split('.').filter(|part| !WRAPPERS.contains(part)).collect();
     parts.join(".")
 }

@@ -53,7 +53,7 @@ impl Identity {
     }
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Entry {
     path: PathBuf,
     identity: Identity,
@@ -166,6 +166,13 @@ struct OpenSet {
     recent: std::collections::VecDeque<u32>,
 }
 
+/// The same files, as they were first seen; those that are open are not shared.
+impl Clone for Files {
+    fn clone(&self) -> Self {
+        Self { entries: self.entries.clone(), ..Self::new(self.io) }
+    }
+}
+
 impl Files {
     #[must_use]
     pub fn new(io: IoMode) -> Self {
@@ -182,6 +189,20 @@ impl Files {
         let id = FileId(u32::try_from(self.entries.len()).expect("fewer than 2^32 files"));
         self.entries.push(Entry { path, identity: Identity::of(&metadata) });
         Ok(id)
+    }
+
+    /// Take in the files of another checkpoint, behind the ones here, and give what is to be added to their numbers.
+    /// Where the two would be read in different ways, both are read in the one that is right for every file system.
+    ///
+    /// # Panics
+    /// At 2^32 files.
+    pub fn append(&mut self, other: Self) -> u32 {
+        let shift = u32::try_from(self.entries.len()).expect("fewer than 2^32 files");
+        self.entries.extend(other.entries);
+        if self.io != other.io {
+            self.io = IoMode::Read;
+        }
+        shift
     }
 
     #[must_use]

@@ -37,7 +37,9 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
             "leave one of them out; the chunks in the JSON document say the same as the drawing",
         ));
     }
-    let checkpoint = Checkpoint::open(&args.src, &read_options(&args.source, SeriesChoice::All, Want::All))?;
+    let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::All);
+    options.flat.raw = true;
+    let checkpoint = Checkpoint::open(&args.src, &options)?;
     check_series(&args.source, &[&checkpoint])?;
     let names = choose(&args.tensor, model_root(&checkpoint.catalog), tensor_names(&checkpoint.catalog))?;
     let digests = if args.digest { digests(args, &checkpoint, &names, printer)? } else { BTreeMap::new() };

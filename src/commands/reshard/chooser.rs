@@ -8,19 +8,39 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use crate::catalog::model::{self, OptimizerState};
 use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, path};
+use crate::cli::TensorClass;
 use crate::error::{Error, Result};
-use crate::format::dcp;
 use crate::format::torch::RankLayout;
+use crate::format::{Format, dcp};
 use crate::layout::target::{Fallback, SourceLayout, TargetLayout};
 use crate::layout::{LayoutError, MeshDim, Placement, PlacementSpec};
 use crate::quantity::count;
 use crate::select::{Wrappers, with_clean};
+
+use super::like::{Like, is_whole_anyway};
+/// The Python class of tensors that ranks share; `None` for that of each in the source.
+///
+/// # Errors
+/// `Usage` where the target is not rank files.
+pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Class>> {
+    match given {
+        Some(_) if to != Format::TorchRanks => Err(Error::usage(
+            format!("--tensor-class is for rank files, and DST is to be {to}"),
+            "leave it out, or write rank files with --to torch-ranks",
+        )),
+        None | Some(TensorClass::Auto) => Ok(None),
+        Some(TensorClass::DTensor) => Ok(Some(Class::DTensor)),
+        Some(TensorClass::ShardedTensor) => Ok(Some(Class::ShardedTensor)),
+    }
+}
 
 /// Chooses the placements of each tensor, and remembers what to tell the user.
 pub struct Chooser<'a> {
     catalog: &'a Catalog,
     layout: &'a TargetLayout,
     wrappers: Wrappers,
+    /// A checkpoint whose tensors say how those without a rule lie.
+    like: Option<Like<'a>>,
     /// The class of tensors that ranks share; `None` for that of each in the source.
     class: Option<Class>,
     /// The same for those that have none there.
@@ -82,6 +102,7 @@ impl<'a> Chooser<'a> {
             catalog,
             layout,
             wrappers,
+            like: None,
             class,
             usual_class: if has_sharded && !has_dtensors { Class::ShardedTensor } else { Class::DTensor },
             told_by: if has_dtensors || has_sharded { ToldBy::Class } else { ToldBy::Nothing },
@@ -111,6 +132,10 @@ impl<'a> Chooser<'a> {
         }
         chooser.trained = trained;
         chooser
+    }
+
+    pub fn like(self, like: Option<Like<'a>>) -> Self {
+        Self { like, ..self }
     }
 
     /// The distinct tiles of a tensor, for a format that stores those.
@@ -172,6 +197,11 @@ impl<'a> Chooser<'a> {
             chosen => chosen?,
         };
         self.names.push(path.to_string());
+        if chosen.rule.is_none()
+            && let Some(layout) = self.as_like(path, entry, owner.as_ref())?
+        {
+            return Ok(layout);
+        }
         if chosen.rule.is_none() {
             let shared = entry.class != Class::Tensor || sharding.is_some();
             let as_it_is = matches!(self.layout.fallback, Fallback::Source);
@@ -188,14 +218,38 @@ impl<'a> Chooser<'a> {
                 return Ok(None);
             }
         }
-        let slice = sharding.and_then(|sharding| self.slice(sharding, &chosen.placements));
+        let slice = sharding.and_then(|sharding| self.slice(self.catalog, sharding, &chosen.placements));
         Ok(Some(Shared { placements: chosen.placements, slice }))
+    }
+
+    /// How --like has it; `None` where the fallback is to say it.
+    fn as_like(&mut self, path: &Path, entry: &TensorEntry, owner: Option<&Owner>) -> Result<Option<Option<Shared>>> {
+        let in_model = Some(self.in_model(path)).filter(|name| self.parameters.contains_key(name));
+        let Some(like) = &mut self.like else { return Ok(None) };
+        let parameter = owner.and_then(|owner| owner.name.as_ref());
+        let Some(found) = like.find(path, in_model.as_ref(), parameter, entry)? else {
+            // State of another shape than its parameter has nothing to follow.
+            let parameter = owner.and_then(|owner| owner.id).map(|id| self.catalog.tensor(id));
+            if parameter.is_some_and(|known| known.shape != entry.shape) || is_whole_anyway(path, entry) {
+                return Ok(Some(None));
+            }
+            if matches!(self.layout.fallback, Fallback::Source) {
+                like.miss(path, in_model.as_ref());
+                return Ok(Some(None));
+            }
+            return Ok(None);
+        };
+        let (catalog, Some(sharding)) = (like.catalog, &found.sharding) else { return Ok(Some(None)) };
+        let source = SourceLayout { mesh: catalog.mesh(sharding), placements: &sharding.placements };
+        let placements = self.layout.as_in(source);
+        let slice = self.slice(catalog, sharding, &placements);
+        Ok(Some(Some(Shared { placements, slice })))
     }
 
     /// A tensor on a slice of its mesh (norms under FSDP over TP) stays on the dims of the same names, where it is
     /// replicated on the others.
-    fn slice(&self, sharding: &Sharding, placements: &[Placement]) -> Option<Vec<MeshDim>> {
-        let names = self.catalog.mesh(sharding).names()?;
+    fn slice(&self, of: &Catalog, sharding: &Sharding, placements: &[Placement]) -> Option<Vec<MeshDim>> {
+        let names = of.mesh(sharding).names()?;
         let dims = sharding.slice.as_ref()?.iter().map(|dim| self.layout.mesh.dim_by_name(&names[dim.0]));
         let dims: Vec<MeshDim> = dims.collect::<Option<_>>()?;
         let outside = |dim: &usize| !dims.contains(&MeshDim(*dim));
@@ -250,6 +304,7 @@ impl<'a> Chooser<'a> {
             ));
         }
         self.check_fallback()?;
+        self.like.map_or(Ok(()), Like::finish)?;
         let mut notes = Vec::new();
         if self.misfits > 0 {
             let number = count(self.misfits, "tensor");

@@ -1,6 +1,9 @@
 //! `reshard`: another mesh, other placements; everything is carried.
 
 mod chooser;
+mod flat;
+mod like;
+mod target;
 
 use std::path::PathBuf;
 
@@ -14,28 +17,38 @@ use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
 use crate::catalog::path::key_text;
-use crate::catalog::{Catalog, Class, Dict, Key, OutputFile, Path, Reservation, TensorEntry, Value};
-use crate::cli::{Reshard, TensorClass};
+use crate::catalog::{Catalog, Class, Dict, Key, OutputFile, Path, Reservation, Value};
+use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
 use crate::exec::staging::Shape;
-use crate::format::{Content, Format, RankName, RankNames, SeriesChoice, Want, dcp, torch};
-use crate::layout::target::{Fallback, Rule, TargetLayout};
-use crate::layout::{DeviceMesh, Pattern, Rank, parse_placements};
+use crate::format::{Checkpoint, Content, Format, RankName, RankNames, SeriesChoice, Want, dcp, torch};
+use crate::layout::DeviceMesh;
+use crate::layout::target::TargetLayout;
 use crate::quantity::human_bytes;
 use crate::select::{Root, Wrappers};
-use chooser::Chooser;
+use chooser::{Chooser, tensor_class};
+use like::Like;
+pub use target::own_mesh;
+use target::target_layout;
 
 pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
-    let defaults =
-        Defaults { want: Want::All, series: SeriesChoice::All, root: Root::Whole, wrappers: Wrappers::Match };
-    let mut source = Source::open(&args.convert, defaults, &run)?;
+    let defaults = Defaults {
+        want: Want::All,
+        series: SeriesChoice::All,
+        root: Root::Whole,
+        wrappers: Wrappers::Match,
+        without_gradients: false,
+    };
+    let source = Source::open(&args.convert, args.like.as_deref(), defaults, &run)?;
+    let mut source = source.with(args.fill_from.as_deref(), args.like.as_deref(), &args.convert, &run)?;
     let destination = args.convert.dst.as_deref();
-    let to = target_format(&args.convert.destination, destination, default_format(source.checkpoint.format))?;
+    let to = target_format(&args.convert.destination, destination, default_format(example_of(&source).format))?;
     let ranks = match to {
         Format::Dcp => Ranks::Together,
         Format::TorchRanks => Ranks::Apart,
+        Format::FsdpFlat => return flat::run(args, &mut source, &run),
         Format::DcpHf => return Err(not_written(to)),
         _ => {
             return Err(Error::usage(
@@ -48,10 +61,11 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     check_tied(args.convert.tied, to)?;
     let class = tensor_class(args.tensor_class, to)?;
     source.settle(args.convert.checks, ranks, &run)?;
-    let layout = target_layout(args, &source.wanted.catalog)?;
+    let layout = target_layout(args, &source)?;
     let world_size = ranks_of(&layout.mesh);
     let mut notes = source.settled.notes((to == Format::TorchRanks).then_some(world_size));
-    notes.extend(renamed_dims(&source.wanted.catalog, &layout.mesh).filter(|_| to == Format::TorchRanks));
+    let renamed = renamed_dims(&source.wanted.catalog, &layout.mesh);
+    notes.extend(renamed.filter(|_| to == Format::TorchRanks && source.like.is_none()));
     let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
     check_room(&source, &layout.mesh, class, to, args.convert.source.max_memory.0)?;
     let (mut reservation, more) = reserve(&source, &layout, wrappers, class, to)?;
@@ -73,7 +87,8 @@ fn reserve(
     let wanted = &source.wanted.catalog;
     let world_size = ranks_of(&layout.mesh);
     let style = style(source)?;
-    let mut chooser = Chooser::new(wanted, layout, wrappers, class);
+    let like = source.like.as_ref().map(|like| Like::new(like, wrappers));
+    let mut chooser = Chooser::new(wanted, layout, wrappers, class).like(like);
     let mut whole = Reservation::default();
     for part in parts(source, to) {
         let full = |path: &Path| Path(part.at.0.iter().chain(&path.0).cloned().collect());
@@ -95,23 +110,15 @@ fn reserve(
     Ok((whole, chooser.finish()?))
 }
 
-/// The Python class of tensors that ranks share; `None` for that of each in the source.
-fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Class>> {
-    match given {
-        Some(_) if to != Format::TorchRanks => Err(Error::usage(
-            format!("--tensor-class is for rank files, and DST is to be {to}"),
-            "leave it out, or write rank files with --to torch-ranks",
-        )),
-        None | Some(TensorClass::Auto) => Ok(None),
-        Some(TensorClass::DTensor) => Ok(Some(Class::DTensor)),
-        Some(TensorClass::ShardedTensor) => Ok(Some(Class::ShardedTensor)),
-    }
+/// The checkpoint whose format, and forms of it, are those of the result.
+fn example_of(source: &Source) -> &Checkpoint {
+    source.like.as_ref().unwrap_or(&source.checkpoint)
 }
 
 /// Rank files are written for the PyTorch, and with the device, of the rank files they come from.
-fn style(source: &Source) -> Result<torch::Style> {
-    let files = &source.checkpoint.files;
-    let first = files.ids().next().filter(|_| source.checkpoint.format == Format::TorchRanks);
+pub fn style(source: &Source) -> Result<torch::Style> {
+    let Checkpoint { files, format, .. } = example_of(source);
+    let first = files.ids().next().filter(|_| *format == Format::TorchRanks);
     let known = first.map(|first| torch::Style::of_file(files, first)).transpose()?;
     Ok(known.flatten().unwrap_or_default())
 }
@@ -131,7 +138,7 @@ fn check_room(source: &Source, mesh: &DeviceMesh, class: Option<Class>, to: Form
     /// What the pickle of a DTensor takes at the least, as far as it is not that of other ranks.
     const TENSOR_BYTES: u64 = 128;
     /// What a ShardedTensor says of a rank: kept once, and in the pickle that is being made.
-    const BOX_BYTES: u64 = 2 * 128;
+    const BOX_BYTES: u64 = 2 * 40;
     /// Every file lists the ranks of the mesh, as a tensor and as a tuple.
     const RANK_BYTES: u64 = 16;
     let (ranks, named) = (mesh.world_size() as u64, source.tensors());
@@ -163,21 +170,21 @@ fn ranks_of(mesh: &DeviceMesh) -> u32 {
 }
 
 /// A checkpoint to write: some of the state dict, in a folder of the destination.
-struct Target {
-    folder: PathBuf,
-    state: Value,
+pub struct Target {
+    pub folder: PathBuf,
+    pub state: Value,
     /// Where in the whole state dict it is.
-    at: Path,
+    pub at: Path,
     /// How its rank files are called; a DCP directory has fixed names.
-    names: Option<RankNames>,
+    pub names: Option<RankNames>,
 }
 
 /// The state dict divided as it was in the source, as far as the target format divides at all.
-fn parts(source: &Source, to: Format) -> Vec<Target> {
+pub fn parts(source: &Source, to: Format) -> Vec<Target> {
     let state = &source.wanted.catalog.state;
-    let parts = &source.checkpoint.parts;
+    let parts = &example_of(source).parts;
     let whole = |names| Target { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
-    if to == Format::TorchRanks {
+    if to.has_rank_files() {
         let known: Vec<(&str, RankNames)> = parts
             .iter()
             .filter_map(|part| match (&part.content, &part.names) {
@@ -200,8 +207,9 @@ fn parts(source: &Source, to: Format) -> Vec<Target> {
                 })
                 .collect(),
             None => {
-                let own = parts.first().filter(|_| parts.len() == 1).and_then(|part| part.names.clone());
-                vec![whole(Some(own.unwrap_or_else(|| RankNames::new_series("model"))))]
+                let only = || parts.first().filter(|_| parts.len() == 1).and_then(|part| part.names.clone());
+                let model = || source.like.is_some().then(|| names_of("model"));
+                vec![whole(only().or_else(model).or_else(|| Some(RankNames::new_series("model"))))]
             }
         };
     }
@@ -247,13 +255,18 @@ fn folders(source: &Source) -> Option<Vec<Target>> {
 }
 
 /// The files beside the checkpoint go along. One of them may know the world size.
-fn carry_along(source: &Source, to: Format, world_size: u32, reservation: &mut Reservation) -> Result<Vec<Carried>> {
+pub fn carry_along(
+    source: &Source,
+    to: Format,
+    world_size: u32,
+    reservation: &mut Reservation,
+) -> Result<Vec<Carried>> {
     let root = &source.checkpoint.root;
     let mut carried = Vec::new();
     for to_path in &source.checkpoint.beside {
         let from = root.join(to_path);
         let len = std::fs::metadata(&from).map_err(Error::io("look at", &from))?.len();
-        if to == Format::TorchRanks && to_path.ends_with(FSDP_CONFIG) && len < 1 << 20 {
+        if to.has_rank_files() && to_path.ends_with(FSDP_CONFIG) && len < 1 << 20 {
             let text = std::fs::read(&from).map_err(Error::io("read", &from))?;
             let mut file = OutputFile::new(to_path);
             file.push_literal(with_world_size(&text, world_size));
@@ -280,88 +293,6 @@ fn default_format(source: Format) -> Format {
         Format::FsdpFlat => Format::FsdpFlat,
         Format::Dcp | Format::Torch | Format::Safetensors | Format::DcpHf => Format::Dcp,
     }
-}
-
-/// The mesh that all DTensors of the source share.
-fn own_mesh(catalog: &Catalog) -> Result<DeviceMesh> {
-    match catalog.meshes.as_slice() {
-        [one] => Ok(one.clone()),
-        meshes => Err(Error::usage(
-            format!("no --mesh is given, and SRC has {} meshes of its own", meshes.len()),
-            "say it with --mesh, such as --mesh fsdp=8 or --mesh dp=4,tp=2",
-        )),
-    }
-}
-
-/// Mesh and rules from the command line.
-fn target_layout(args: &Reshard, catalog: &Catalog) -> Result<TargetLayout> {
-    let mut mesh = match args.mesh.as_slice() {
-        [one] => DeviceMesh::parse(one)?,
-        [] => own_mesh(catalog)?,
-        [first, second, ..] => {
-            return Err(Error::usage(
-                format!("--mesh {first} and --mesh {second}: two meshes"),
-                format!("dims of one mesh have commas between them: --mesh {first},{second}"),
-            ));
-        }
-    };
-    if !args.mesh_ranks.is_empty() {
-        let ranks = args.mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
-        mesh = DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec))?;
-    }
-    let mut rules = Vec::new();
-    let mut fallback = None;
-    for text in &args.placements {
-        match text.rsplit_once('=').filter(|(_, list)| parse_placements(list).is_ok()) {
-            Some((pattern, list)) if parse_placements(text).is_err() => {
-                rules.push(Rule { pattern: Pattern::parse(pattern.trim())?, placements: parse_placements(list)? });
-            }
-            _ => {
-                if fallback.replace(parse_placements(text)?).is_some() {
-                    return Err(Error::usage(
-                        format!("--placements {text}: a second fallback"),
-                        "give one list for every tensor, and PATTERN=LIST for the exceptions",
-                    ));
-                }
-            }
-        }
-    }
-    let fallback = match fallback {
-        Some(list) => Fallback::Placements(list),
-        None => default_fallback(&mesh, catalog)?,
-    };
-    Ok(TargetLayout::new(mesh, rules, fallback)?)
-}
-
-/// Without a list for every tensor: the source's placements where its mesh dims have the same names, else S(0) on a
-/// mesh of one dim. Never everything replicated in silence.
-fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
-    let mut own: Vec<&String> = mesh.names().map(|names| names.iter().collect()).unwrap_or_default();
-    own.sort();
-    let known = |entry: &&TensorEntry| entry.sharding.is_some();
-    let mut sharded = catalog.tensors.iter().filter(known).peekable();
-    let any = sharded.peek().is_some();
-    let same_names = any
-        && sharded.all(|entry| {
-            let names = entry.sharding.as_ref().and_then(|sharding| catalog.mesh(sharding).names());
-            names.is_some_and(|names| names.iter().all(|name| own.contains(&name)))
-        });
-    if same_names {
-        return Ok(Fallback::Source);
-    }
-    if mesh.ndim() == 1 {
-        return Ok(Fallback::Placements(parse_placements("S(0)")?));
-    }
-    let several: Vec<&str> = mesh.shape().iter().map(|_| "R").collect();
-    let (sharded_first, replicated_first) = (several.join(",").replacen('R', "S(0)", 1), {
-        let mut list = several.clone();
-        list[mesh.ndim() - 1] = "S(0)";
-        list.join(",")
-    });
-    Err(Error::usage(
-        format!("--mesh {mesh}: the source does not say how tensors lie on these mesh dims"),
-        format!("say it for every tensor: --placements '{sharded_first}' or --placements '{replicated_first}'"),
-    ))
 }
 
 #[cfg(test)]

@@ -263,21 +263,24 @@ impl RankFile<'_> {
                 ),
                 RankLayout::Sharded { .. } => {
                     let sharded = sharded.as_mut().expect("ShardedTensors have a group");
-                    cuts.push(sharded.write(writer, Sharded { dtype, shape, key, stored: None, requires_grad: false }));
+                    // What it says of other ranks is long.
+                    let own = sharded.write(writer, Sharded { dtype, shape, key, stored: None, requires_grad: false });
+                    cuts.extend([own.start, own.end]);
                     stored[index] = !self.tiles[index].is_empty();
                 }
             }
             if planned.count > 1 {
                 writer.put(memo_of(index));
             }
-            // What a ShardedTensor says of other ranks is long.
-            if sharded.is_some() || written % TENSORS_A_PART == 0 {
+            if written % TENSORS_A_PART == 0 {
                 cuts.push(writer.written().len());
             }
             written += 1;
             Ok(())
         })?;
-        Ok(RankPickle { bytes: writer.finish(), cuts, stored, has_mesh: !dtensors.known.is_empty() })
+        let bytes = writer.finish();
+        cuts.push(bytes.len());
+        Ok(RankPickle { bytes, cuts, stored, has_mesh: !dtensors.known.is_empty() })
     }
 
     /// The archive; gives the offset of each tensor of which the rank holds something.

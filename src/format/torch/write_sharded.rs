@@ -5,12 +5,12 @@
 //! does not look at the boxes: it takes the rows of the n-th rank of its process group for the n-th part of
 //! `torch.chunk`. So nothing but such rows is written here, and the ranks of a [`Group`] ascend.
 //!
-//! Properties are a tuple of five, which every release from 2.0 to 2.15 takes.
+//! Properties are a tuple of five: early releases take no sixth field, strides, and 2.15 takes both. Under hybrid
+//! sharding PyTorch's local shard has its rank within the group, the list that of the job; here both are the job's.
 //!
 //! Source: `torch/distributed/fsdp/_shard_utils.py` (`_create_chunk_sharded_tensor`),
 //! `torch/distributed/_shard/sharded_tensor/api.py` (`__getstate__`, `__setstate__`), `metadata.py`.
 
-use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::write::{StoredView, start_wrapper, write_cpu, write_sizes, write_strided, write_view};
@@ -138,11 +138,21 @@ pub struct ShardedWriter {
     group: Group,
     /// How many ranks the job has.
     world_size: usize,
-    /// The first number of the pickle's memo that is free. What all tensors have alike, they share: the state of the
-    /// process group, and behind it the device of each rank.
+    /// The first number of the pickle's memo that is free.
     memo: u32,
-    /// The numbers that are taken.
-    known: BTreeSet<u32>,
+    /// What is in the memo, by the numbers of [`memo`].
+    known: Vec<bool>,
+}
+
+/// What tensors and shards have alike is written once, as every tensor lists every rank: numbers in the memo.
+mod memo {
+    pub const GROUP: usize = 0;
+    pub const SHARD_METADATA: usize = 1;
+    pub const OFFSETS: usize = 2;
+    pub const SIZES: usize = 3;
+    pub const PLACEMENT: usize = 4;
+    /// And that of each rank of the group behind it.
+    pub const DEVICES: usize = 5;
 }
 
 /// What is to be known of a ShardedTensor.
@@ -160,16 +170,18 @@ pub struct Sharded<'a> {
 
 impl ShardedWriter {
     pub fn new(group: Group, world_size: usize, memo: u32) -> Self {
-        Self { group, world_size, memo, known: BTreeSet::new() }
+        let known = vec![false; memo::DEVICES + group.ranks.len()];
+        Self { group, world_size, memo, known }
     }
 
     /// `_rebuild_from_type_v2(_rebuild_wrapper_subclass, ShardedTensor, (..), (local shards, metadata, group, spec,
-    /// init_rrefs))`. Gives where in the pickle ends what other ranks of the group do not have alike.
-    pub fn write(&mut self, writer: &mut Writer, tensor: Sharded<'_>) -> usize {
+    /// init_rrefs))`. Gives where in the pickle is what other ranks of the group do not have alike.
+    pub fn write(&mut self, writer: &mut Writer, tensor: Sharded<'_>) -> Range<usize> {
         let boxes = self.group.boxes(tensor.shape);
         let Sharded { dtype, key, requires_grad, .. } = tensor;
         start_wrapper(writer, SHARDED_TENSOR, dtype, tensor.shape, requires_grad);
         writer.mark();
+        let own_from = writer.written().len();
         let own = self.group.own;
         list(writer, boxes.get(own).as_slice(), |writer, region| {
             instance(writer, SHARD);
@@ -192,49 +204,61 @@ impl ShardedWriter {
         self.group_state(writer);
         self.spec(writer, &boxes);
         writer.boolean(false).tuple(5).tuple(4).reduce();
-        own_until
+        own_from..own_until
     }
 
-    /// The state of the process group: written the first time, the same object from then on.
+    /// Something that is written the first time, and the same object from then on.
+    fn once(&mut self, writer: &mut Writer, what: usize, write: impl FnOnce(&Self, &mut Writer)) {
+        let number = self.memo + u32::try_from(what).expect("ranks are 32-bit numbers");
+        if std::mem::replace(&mut self.known[what], true) {
+            writer.get(number);
+        } else {
+            write(self, writer);
+            writer.put(number);
+        }
+    }
+
     fn group_state(&mut self, writer: &mut Writer) {
-        if !self.known.insert(self.memo) {
-            writer.get(self.memo);
-            return;
-        }
-        let Group { ranks, own } = &self.group;
-        instance(writer, GROUP_STATE);
-        writer.empty_dict().mark();
-        writer.string("local_rank").uint(*own as u64);
-        writer.string("global_rank").uint(ranks[*own].0.into());
-        writer.string("local_world_size").uint(ranks.len() as u64);
-        writer.string("global_world_size").uint(self.world_size as u64);
-        writer.setitems().build().put(self.memo);
+        self.once(writer, memo::GROUP, |Self { group, world_size, .. }, writer| {
+            instance(writer, GROUP_STATE);
+            writer.empty_dict().mark();
+            writer.string("local_rank").uint(group.own as u64);
+            writer.string("global_rank").uint(group.ranks[group.own].0.into());
+            writer.string("local_world_size").uint(group.ranks.len() as u64);
+            writer.string("global_world_size").uint(*world_size as u64);
+            writer.setitems().build();
+        });
     }
 
-    /// The device of a rank of the group, likewise.
     fn device(&mut self, writer: &mut Writer, part: usize) {
-        let memo = self.memo + 1 + u32::try_from(part).expect("ranks are 32-bit numbers");
-        if !self.known.insert(memo) {
-            writer.get(memo);
-            return;
-        }
-        instance(writer, REMOTE_DEVICE);
-        writer.empty_dict().mark().string("_worker_name").none();
-        writer.string("_rank").uint(self.group.ranks[part].0.into()).string("_device");
-        write_cpu(writer);
-        writer.setitems().build().put(memo);
+        self.once(writer, memo::DEVICES + part, |own, writer| {
+            instance(writer, REMOTE_DEVICE);
+            writer.empty_dict().mark().string("_worker_name").none();
+            writer.string("_rank").uint(own.group.ranks[part].0.into()).string("_device");
+            write_cpu(writer);
+            writer.setitems().build();
+        });
+    }
+
+    fn key(&mut self, writer: &mut Writer, what: usize, name: &str) {
+        self.once(writer, what, |_, writer| {
+            writer.string(name);
+        });
     }
 
     fn shard_metadata(&mut self, writer: &mut Writer, part: usize, region: &Region) {
-        instance(writer, SHARD_METADATA);
-        writer.none().empty_dict().mark();
-        for (name, numbers) in [("shard_offsets", &region.offsets), ("shard_sizes", &region.sizes)] {
-            writer.string(name);
-            list(writer, numbers, |writer, number| {
-                writer.uint(*number);
-            });
-        }
-        writer.string("placement");
+        let write_number = |writer: &mut Writer, number: &u64| {
+            writer.uint(*number);
+        };
+        self.once(writer, memo::SHARD_METADATA, |_, writer| {
+            writer.global(SHARD_METADATA.0, SHARD_METADATA.1);
+        });
+        writer.empty_tuple().newobj().none().empty_dict().mark();
+        self.key(writer, memo::OFFSETS, "shard_offsets");
+        list(writer, &region.offsets, write_number);
+        self.key(writer, memo::SIZES, "shard_sizes");
+        list(writer, &region.sizes, write_number);
+        self.key(writer, memo::PLACEMENT, "placement");
         self.device(writer, part);
         writer.setitems().tuple(2).build();
     }

@@ -1,0 +1,85 @@
+//! The numbers under which an optimizer will know what it updates.
+//!
+//! `optimizer.state_dict()` has numbers for names. With `use_orig_params` they count parameters in the order of
+//! `model.parameters()`, which is not the order in which they lie in flat parameters: the root's come first there, be
+//! they registered behind its children or not. A state dict that names parameters may have them in either order.
+
+use std::collections::HashSet;
+
+use crate::catalog::flat::FlatLayout;
+use crate::catalog::{Fqn, Value};
+use crate::error::{Error, Result};
+
+/// The optimizer of a layout whose `use_orig_params` is to be false: flat parameters, in the order in which their first
+/// parameters come.
+pub fn of_flat_parameters(layout: &FlatLayout) -> Option<Vec<Vec<Fqn>>> {
+    let groups = layout.optimizer.as_ref()?;
+    if !layout.use_orig_params {
+        return Some(groups.clone());
+    }
+    let unit_of = |fqn: &Fqn| layout.params().find(|(_, param)| param.fqn == *fqn).map(|(unit, _)| unit.key());
+    let keys = |group: &Vec<Fqn>| {
+        let mut seen = HashSet::new();
+        group.iter().filter_map(unit_of).filter(|key| seen.insert(key.clone())).collect()
+    };
+    Some(groups.iter().map(keys).collect())
+}
+
+/// The optimizer of a layout whose `use_orig_params` is to be true, from the names in a state dict and the order of
+/// the model, where one is known.
+///
+/// # Errors
+/// `Unsupported` where the order of the names is not that of the model.
+pub fn of_parameters(layout: &FlatLayout, state: &Value, order: Option<&[Fqn]>) -> Result<Option<Vec<Vec<Fqn>>>> {
+    if layout.use_orig_params && layout.optimizer.is_some() {
+        return Ok(layout.optimizer.clone());
+    }
+    let Some(mut groups) = trained(state) else { return Ok(None) };
+    let flattened: Vec<&Fqn> = layout.params().map(|(_, param)| &param.fqn).collect();
+    for group in &mut groups {
+        let members: HashSet<&Fqn> = group.iter().collect();
+        let as_flattened = flattened.iter().filter(|fqn| members.contains(**fqn)).copied().eq(&*group);
+        let registered: Option<Vec<Fqn>> =
+            order.map(|order| order.iter().filter(|fqn| members.contains(fqn)).cloned().collect());
+        match registered {
+            Some(registered) if registered == *group => {}
+            Some(registered) if as_flattened && registered.len() == group.len() => *group = registered,
+            // One unit has one order.
+            None if !as_flattened || layout.units.len() == 1 => {}
+            _ => {
+                return Err(Error::unsupported(
+                    "the order in which the optimizer numbers parameters is not known: its state dict has them in \
+                     another order than the model",
+                    "--flat-layout FILE with an `optimizer` tells it, --like CKPT a torch file of the same model; or \
+                     leave the optimizer out with --series model or --exclude optim",
+                ));
+            }
+        }
+    }
+    Ok(Some(groups))
+}
+
+/// The parameters an optimizer knows by their names, group by group; `None` where none knows any.
+pub fn trained(state: &Value) -> Option<Vec<Vec<Fqn>>> {
+    /// `app.optim.param_groups`
+    const DEPTH: usize = 2;
+    groups_below(state, DEPTH)
+}
+
+fn groups_below(state: &Value, depth: usize) -> Option<Vec<Vec<Fqn>>> {
+    let dict = state.as_dict()?;
+    let own = || groups(dict.get("param_groups")?);
+    let below = || dict.entries.iter().find_map(|(_, value)| groups_below(value, depth.checked_sub(1)?));
+    own().or_else(below)
+}
+
+/// `params` of each group, where they are names.
+fn groups(value: &Value) -> Option<Vec<Vec<Fqn>>> {
+    let Value::List(groups) = value else { return None };
+    let names = |group: &Value| match group.as_dict()?.get("params")? {
+        Value::List(names) => names.iter().map(|name| name.as_str().map(Fqn::from)).collect::<Option<Vec<_>>>(),
+        _ => None,
+    };
+    let groups: Vec<Vec<Fqn>> = groups.iter().map(names).collect::<Option<_>>()?;
+    (!groups.is_empty()).then_some(groups)
+}

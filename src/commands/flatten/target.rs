@@ -1,0 +1,209 @@
+//! The flat layout to write: that of a file, of the source or of a checkpoint like it, or derived from the order of a
+//! state dict; for the ranks that are asked for.
+
+use std::collections::HashMap;
+
+use super::super::source::Source;
+use super::numbering;
+use super::units::{self, Ordered, Wrapping};
+use crate::catalog::flat::FlatLayout;
+use crate::catalog::{Dtype, Fqn, TensorId, model};
+use crate::cli::{ConvertArgs, Flatten, Strategy};
+use crate::error::{Error, Result};
+use crate::format::{Checkpoint, Format, fsdp_flat};
+use crate::layout::Pattern;
+
+/// What a target starts from.
+struct Base {
+    layout: FlatLayout,
+    /// From nothing but the order of a state dict, which knows no ranks.
+    derived: bool,
+    notes: Vec<String>,
+}
+
+/// How many ranks share a copy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Group {
+    /// As the layout says, or all.
+    #[default]
+    Unsaid,
+    All,
+    Of(u32),
+}
+
+/// What is asked for.
+#[derive(Default)]
+pub struct Wish {
+    /// Of the model, from a file.
+    pub layout: Option<FlatLayout>,
+    pub wrap: Vec<Pattern>,
+    pub buffers: Vec<Pattern>,
+    pub world_size: Option<u32>,
+    pub group: Group,
+    pub use_orig_params: Option<bool>,
+    pub forward_dtype: Option<Dtype>,
+}
+
+impl Wish {
+    /// # Errors
+    /// As reading the checkpoint and the layout that arguments name.
+    pub fn of_arguments(args: &Flatten, source: &Source) -> Result<Self> {
+        let flat = &args.flat;
+        let group = match (flat.strategy, flat.shard_group_size) {
+            (None, None) => Group::Unsaid,
+            (Some(Strategy::FullShard), None) => Group::All,
+            (Some(Strategy::NoShard), None) => Group::Of(1),
+            (None | Some(Strategy::HybridShard), Some(size)) => Group::Of(size),
+            (Some(Strategy::HybridShard), None) => {
+                return Err(Error::usage(
+                    "--strategy hybrid-shard: how many ranks share one copy?",
+                    "say it with --shard-group-size N; FSDP takes the ranks of a node",
+                ));
+            }
+            (Some(_), Some(_)) => {
+                return Err(Error::usage("--shard-group-size is for --strategy hybrid-shard", "leave one of them out"));
+            }
+        };
+        let forward_dtype = flat.forward_dtype.as_deref().map(|name| {
+            let known = Dtype::from_name(name).filter(|dtype| dtype.is_float());
+            known.ok_or_else(|| {
+                Error::usage(format!("--forward-dtype {name}: no dtype of floats"), "f32, bf16 and f16 are usual")
+            })
+        });
+        Ok(Self {
+            layout: layout_file(&args.convert, source)?,
+            wrap: patterns(&flat.wrap)?,
+            buffers: patterns(&flat.buffers)?,
+            world_size: flat.world_size,
+            group,
+            use_orig_params: flat.use_orig_params,
+            forward_dtype: forward_dtype.transpose()?,
+        })
+    }
+
+    /// The layout of the target, and what to tell the user.
+    ///
+    /// # Errors
+    /// `Unsupported` where an order would be a guess, `Usage` for wishes that contradict each other.
+    pub fn layout(&self, source: &Source) -> Result<(FlatLayout, Vec<String>)> {
+        let Base { layout: base, derived, notes } = self.base(source)?;
+        let (world_size, shard_group_size) = self.ranks(&base, derived)?;
+        let use_orig_params = self.use_orig_params.unwrap_or(base.use_orig_params);
+        let optimizer = if use_orig_params {
+            let order = Self::order(source);
+            numbering::of_parameters(&base, &source.wanted.catalog.state, order.as_deref())?
+        } else {
+            numbering::of_flat_parameters(&base)
+        };
+        let mut layout = FlatLayout { world_size, shard_group_size, use_orig_params, optimizer, units: base.units };
+        self.retype(&mut layout, source);
+        layout.check().map_err(|wrong| {
+            Error::usage(
+                format!("the flat layout, {}: expected {}, found {}", wrong.at, wrong.expected, wrong.found),
+                "docs/fsdp1.md tells what a flat layout says",
+            )
+        })?;
+        Ok((layout, notes))
+    }
+
+    /// The world size, and that of the groups in which ranks share a copy.
+    fn ranks(&self, base: &FlatLayout, derived: bool) -> Result<(u32, u32)> {
+        let world_size = match self.world_size {
+            Some(0) => return Err(Error::usage("--world-size 0: no ranks", "give the ranks that will load")),
+            Some(size) => size,
+            None if derived => {
+                return Err(Error::usage("how many ranks will load the files?", "say it with --world-size N"));
+            }
+            None => base.world_size,
+        };
+        let group = match self.group {
+            Group::All => world_size,
+            Group::Of(size) => size,
+            // NO_SHARD and HYBRID_SHARD stay what they are.
+            Group::Unsaid if !derived && base.shard_group_size < base.world_size => base.shard_group_size,
+            Group::Unsaid => world_size,
+        };
+        if group == 0 || !world_size.is_multiple_of(group) {
+            return Err(Error::usage(
+                format!("groups of {group} among {world_size} ranks"),
+                "the size of a group must divide the world size: --shard-group-size N",
+            ));
+        }
+        Ok((world_size, group))
+    }
+
+    /// Parameters that are cast are aligned as those of their new dtype are, but under mixed precision.
+    fn retype(&self, layout: &mut FlatLayout, source: &Source) {
+        let wanted = &source.wanted.catalog;
+        let tensors: HashMap<Fqn, TensorId> = model::model(&wanted.state).tensors.into_iter().collect();
+        let usual = |dtype: Dtype| (16 / dtype.itemsize()).max(1);
+        for unit in &mut layout.units {
+            let first = unit.params.first().and_then(|param| tensors.get(&param.fqn));
+            if let Some(dtype) = first.map(|id| wanted.tensor(*id).dtype) {
+                let mixed = unit.align_numel.filter(|align| unit.dtype.map(usual) != Some(*align));
+                unit.align_numel = Some(mixed.unwrap_or(usual(dtype)));
+                unit.dtype = Some(dtype);
+            }
+            if let Some(forward) = self.forward_dtype {
+                unit.align_numel = Some(usual(forward));
+            }
+        }
+    }
+
+    /// The units, and how ranks shared them.
+    fn base(&self, source: &Source) -> Result<Base> {
+        let like = source.like.as_ref();
+        let known = (self.layout.as_ref()).or(like.and_then(|like| like.catalog.flat.as_ref())).or(source
+            .checkpoint
+            .catalog
+            .flat
+            .as_ref());
+        if let Some(layout) = known.filter(|_| self.wrap.is_empty()) {
+            return Ok(Base { layout: layout.clone(), derived: false, notes: Vec::new() });
+        }
+        if self.layout.is_some() {
+            return Err(Error::usage("--wrap and --flat-layout: both say the units", "leave one of them out"));
+        }
+        let wrapping = Wrapping { wrap: &self.wrap, buffers: &self.buffers };
+        let ordered = match like {
+            Some(like) if keeps_order(like) => Ordered { catalog: &like.catalog, state: &like.catalog.state },
+            Some(like) => return Err(units::unordered(&not_kept(like))),
+            None if keeps_order(&source.checkpoint) => {
+                Ordered { catalog: &source.wanted.catalog, state: &source.wanted.catalog.state }
+            }
+            None => return Err(units::unordered(&not_kept(&source.checkpoint))),
+        };
+        let (layout, notes) = units::derive(&ordered, &wrapping)?;
+        Ok(Base { layout, derived: true, notes })
+    }
+
+    /// The names of the model in the order of registration, where something keeps it.
+    fn order(source: &Source) -> Option<Vec<Fqn>> {
+        let names = |state| model::model(state).tensors.into_iter().map(|(fqn, _)| fqn).collect();
+        let like = source.like.as_ref().filter(|like| keeps_order(like));
+        let own = || keeps_order(&source.checkpoint).then(|| names(&source.wanted.catalog.state));
+        like.map(|like| names(&like.catalog.state)).or_else(own)
+    }
+}
+
+/// `--flat-layout`, where it says how to write; where SRC is flat it says how to read that.
+pub fn layout_file(args: &ConvertArgs, source: &Source) -> Result<Option<FlatLayout>> {
+    let file = args.source.flat_layout.as_deref().filter(|_| source.checkpoint.catalog.flat.is_none());
+    file.map(fsdp_flat::document::read).transpose()
+}
+
+/// Whether the state dict that was saved is in the order of the module's.
+fn keeps_order(checkpoint: &Checkpoint) -> bool {
+    matches!(checkpoint.format, Format::Torch | Format::TorchRanks)
+}
+
+fn not_kept(checkpoint: &Checkpoint) -> String {
+    match checkpoint.format {
+        Format::FsdpFlat => format!("{} is flat, and its units would be others", checkpoint.root.display()),
+        format => format!("{} is {format}, which does not keep it", checkpoint.root.display()),
+    }
+}
+
+fn patterns(texts: &[String]) -> Result<Vec<Pattern>> {
+    texts.iter().map(|text| Ok(Pattern::parse(text)?)).collect()
+}

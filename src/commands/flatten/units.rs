@@ -1,0 +1,207 @@
+//! The units of a model that is not flat yet: which parameters FSDP1 would put into which flat parameter, in which
+//! order.
+//!
+//! That order is the one in which modules registered their parameters. A state dict has it, a sorted list of names has
+//! not, and with a wrong one parameters of equal shapes change places in silence: what has no order is refused.
+//!
+//! Source: `_get_orig_params`, `FlatParamHandle._init_flat_param_and_metadata` in `torch/distributed/fsdp`.
+
+use std::collections::{HashMap, HashSet};
+
+use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
+use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, model};
+use crate::error::{Error, Result};
+use crate::layout::Pattern;
+use crate::nearest;
+use crate::quantity::count;
+
+use super::numbering::trained;
+
+/// A model whose order is taken.
+pub struct Ordered<'a> {
+    pub catalog: &'a Catalog,
+    /// Its state dict, in the order of registration.
+    pub state: &'a Value,
+}
+
+/// What FSDP is told of the model.
+pub struct Wrapping<'a> {
+    /// Modules that are units.
+    pub wrap: &'a [Pattern],
+    /// Tensors that are no parameters.
+    pub buffers: &'a [Pattern],
+}
+
+/// Last parts of names that PyTorch's own modules and common models give to buffers of floats.
+const BUFFERS: [&str; 4] = ["running_mean", "running_var", "inv_freq", "original_inv_freq"];
+
+/// The layout for one rank, without its optimizer; and what to tell the user.
+pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayout, Vec<String>)> {
+    let tensors = model::model(model.state).tensors;
+    let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
+    refuse_sorted(&names)?;
+    let modules = wrapped_modules(&names, wrapping.wrap)?;
+    let Divided { parameters, shared, notes } = divide(model, &tensors, wrapping.buffers)?;
+    let mut units: Vec<FlatUnit> = Vec::new();
+    for module in std::iter::once("").chain(modules.iter().map(String::as_str)) {
+        units.push(FlatUnit {
+            module: module.into(),
+            dtype: None,
+            align_numel: None,
+            params: Vec::new(),
+            shared: Vec::new(),
+        });
+    }
+    // The innermost module that holds it.
+    let unit_of = |fqn: &Fqn| {
+        let below = |module: &str| fqn.as_str().strip_prefix(module).is_some_and(|rest| rest.starts_with('.'));
+        let holders = (1..).zip(&modules).filter(|(_, module)| below(module));
+        holders.max_by_key(|(_, module)| module.len()).map_or(0, |(index, _)| index)
+    };
+    for (fqn, entry) in &parameters {
+        let unit = &mut units[unit_of(fqn)];
+        unit.dtype.get_or_insert(entry.dtype);
+        unit.params.push(FlatParam { fqn: fqn.clone(), shape: entry.shape.clone(), stride: None });
+    }
+    for alias in shared {
+        units[unit_of(&alias.fqn)].shared.push(alias);
+    }
+    // A module without parameters of its own has no flat parameter.
+    units.retain(|unit| !unit.params.is_empty());
+    let layout = FlatLayout { world_size: 1, shard_group_size: 1, use_orig_params: false, units, optimizer: None };
+    Ok((layout, notes))
+}
+
+/// A state dict in the order of its names was sorted by somebody: modules register `weight` before `bias`.
+fn refuse_sorted(names: &[String]) -> Result<()> {
+    /// Fewer may be in order by chance.
+    const TELLING: usize = 6;
+    if names.len() < TELLING || !names.is_sorted() {
+        return Ok(());
+    }
+    Err(unordered("the names in the state dict are sorted, which is not the order in which modules register them"))
+}
+
+/// The error for a model without an order.
+pub fn unordered(why: &str) -> Error {
+    Error::unsupported(
+        format!("the order of parameters in flat parameters is not known: {why}"),
+        format!(
+            "--like CKPT takes it from a torch file of the same model that keeps the order of its state dict; \
+             --flat-layout FILE from the live model:\n{SNIPPET}"
+        ),
+    )
+}
+
+/// What makes a flat layout of a live model; `docs/fsdp1.md` has the whole.
+pub const SNIPPET: &str = crate::format::fsdp_flat::SNIPPET;
+
+/// The modules that patterns mean, in the order of the state dict.
+fn wrapped_modules(names: &[String], patterns: &[Pattern]) -> Result<Vec<String>> {
+    let mut modules: Vec<&str> = Vec::new();
+    let mut seen = HashSet::new();
+    for name in names {
+        let ends = name.match_indices('.').map(|(at, _)| at);
+        modules.extend(ends.map(|at| &name[..at]).filter(|module| seen.insert(*module)));
+    }
+    for pattern in patterns {
+        if !modules.iter().any(|module| pattern.matches(module)) {
+            let modules: Vec<String> = modules.iter().map(ToString::to_string).collect();
+            return Err(Error::usage(
+                format!("--wrap {pattern}: no module has a path like that"),
+                nearest::hint(pattern.as_str(), &modules),
+            ));
+        }
+    }
+    modules.retain(|module| patterns.iter().any(|pattern| pattern.matches(module)));
+    Ok(modules.into_iter().map(str::to_owned).collect())
+}
+
+/// The tensors of a model by what they are.
+struct Divided<'a> {
+    parameters: Vec<(Fqn, &'a TensorEntry)>,
+    shared: Vec<Shared>,
+    notes: Vec<String>,
+}
+
+fn divide<'a>(model: &Ordered<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Pattern]) -> Result<Divided<'a>> {
+    let trained: Option<HashSet<Fqn>> = trained(model.state).map(|groups| groups.into_iter().flatten().collect());
+    let mut used = vec![false; buffers.len()];
+    let mut first_names: HashMap<TensorId, Fqn> = HashMap::new();
+    let mut divided = Divided { parameters: Vec::new(), shared: Vec::new(), notes: Vec::new() };
+    let mut doubtful: Vec<&Fqn> = Vec::new();
+    let mut taken_for_buffers: Vec<&str> = Vec::new();
+    for (fqn, id) in tensors {
+        let entry = model.catalog.tensor(*id);
+        let named = buffers.iter().zip(&mut used).filter(|(pattern, _)| pattern.covers(fqn.as_str()));
+        let is_named = named.map(|(_, used)| *used = true).count() > 0;
+        if is_named || !entry.dtype.is_float() {
+            continue;
+        }
+        if let Some(first) = first_names.get(id) {
+            divided.shared.push(Shared { fqn: fqn.clone(), with: first.clone() });
+            continue;
+        }
+        let is_trained = trained.as_ref().map(|names| names.contains(fqn));
+        let last = fqn.as_str().rsplit('.').next().unwrap_or_default();
+        if is_trained != Some(true) && BUFFERS.contains(&last) {
+            taken_for_buffers.push(fqn.as_str());
+            continue;
+        }
+        if is_trained == Some(false) {
+            doubtful.push(fqn);
+        }
+        first_names.insert(*id, fqn.clone());
+        divided.parameters.push((fqn.clone(), entry));
+    }
+    if let Some(unused) = used.iter().position(|used| !used) {
+        let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
+        let pattern = buffers[unused].as_str();
+        return Err(Error::usage(
+            format!("--buffers {pattern}: no tensor of the model has a name like that"),
+            nearest::hint(pattern, &names),
+        ));
+    }
+    if !doubtful.is_empty() {
+        return Err(doubt(&doubtful, &divided.parameters));
+    }
+    if !taken_for_buffers.is_empty() {
+        let number = count(taken_for_buffers.len(), "tensor");
+        divided.notes.push(format!("{number} taken for buffers by name: {}", some_of(&taken_for_buffers)));
+    }
+    if trained.is_none() {
+        let number = count(divided.parameters.len(), "tensor");
+        divided.notes.push(format!(
+            "no optimizer state by names tells parameters from buffers: {number} of floats taken for parameters \
+             (--buffers names those that are none)"
+        ));
+    }
+    Ok(divided)
+}
+
+/// The error for tensors of floats that the optimizer does not know.
+fn doubt(names: &[&Fqn], parameters: &[(Fqn, &TensorEntry)]) -> Error {
+    let texts: Vec<&str> = names.iter().map(|fqn| fqn.as_str()).collect();
+    let shape_of = |name: &Fqn| parameters.iter().find(|(fqn, _)| fqn == name).map(|(_, entry)| &entry.shape);
+    let twin = names.iter().find_map(|name| {
+        let shape = shape_of(name)?;
+        let alike = |(fqn, entry): &&(Fqn, &TensorEntry)| !names.contains(&fqn) && entry.shape == *shape;
+        parameters.iter().find(alike).map(|(fqn, _)| format!(" (is {name} tied to {fqn}, which has its shape?)"))
+    });
+    Error::unsupported(
+        format!(
+            "{} of floats without a place in the optimizer: {}{}",
+            count(names.len(), "tensor"),
+            some_of(&texts),
+            twin.unwrap_or_default()
+        ),
+        "--buffers PATTERN says that they are buffers; tied and frozen parameters have to be told by --flat-layout FILE",
+    )
+}
+
+/// The first few of many names.
+fn some_of(names: &[&str]) -> String {
+    const SHOWN: usize = 4;
+    let more = if names.len() > SHOWN { ", ..." } else { "" };
+    names[..names.len().min(SHOWN)].join(", ") + more
+}

@@ -1,0 +1,40 @@
+//! `reshard` to flat parameters: those of SRC, or of a checkpoint like it, for another number of ranks.
+
+use super::super::Status;
+use super::super::flatten::{self, Group, Wish};
+use super::super::run::Run;
+use super::super::source::Source;
+use crate::cli::Reshard;
+use crate::error::{Error, Result};
+use crate::layout::DeviceMesh;
+
+pub fn run(args: &Reshard, source: &mut Source, run: &Run<'_>) -> Result<Status> {
+    if let Some(placements) = args.placements.first() {
+        return Err(Error::usage(
+            format!("--placements {placements}: flat parameters have none"),
+            "--to torch-ranks or --to dcp writes tensors that are sharded one by one",
+        ));
+    }
+    let mut wish = Wish { layout: flatten::layout_file(&args.convert, source)?, ..Wish::default() };
+    if let Some(text) = args.mesh.first() {
+        let mesh = DeviceMesh::parse(text)?;
+        wish.world_size = u32::try_from(mesh.world_size()).ok();
+        wish.group = match *mesh.shape() {
+            [_] => Group::All,
+            [_, shard] => Group::Of(u32::try_from(shard).expect("ranks are 32-bit numbers")),
+            _ => {
+                return Err(Error::usage(
+                    format!("--mesh {text}: flat parameters are cut once"),
+                    "give one dim, or two for HYBRID_SHARD: the copies, then the ranks that share one",
+                ));
+            }
+        };
+    }
+    if args.mesh.len() > 1 || !args.mesh_ranks.is_empty() {
+        return Err(Error::usage(
+            "flat parameters lie on the ranks from 0 on, in order",
+            "give one --mesh, without --mesh-ranks",
+        ));
+    }
+    flatten::perform(&wish, &args.convert, source, run)
+}

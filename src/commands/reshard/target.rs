@@ -1,0 +1,179 @@
+//! The target mesh, and the rules that say how tensors lie on it, from the command line.
+
+use std::collections::{BTreeSet, HashSet};
+
+use crate::catalog::{Catalog, TensorEntry};
+use crate::cli::Reshard;
+use crate::commands::source::Source;
+use crate::error::{Error, Result};
+use crate::format::{Checkpoint, Format};
+use crate::layout::target::{Fallback, Rule, TargetLayout};
+use crate::layout::{DeviceMesh, Pattern, Rank, parse_placements};
+
+/// The mesh of which all the others are slices: to 2.9, PyTorch does not record of what a mesh is one.
+fn root_of(meshes: &[DeviceMesh]) -> Option<&DeviceMesh> {
+    let is_root = |root: &&DeviceMesh| {
+        let dims = |mesh: &DeviceMesh| {
+            mesh.names().is_some_and(|names| names.iter().all(|name| root.dim_by_name(name).is_some()))
+        };
+        let ranks: HashSet<Rank> = root.ranks().iter().copied().collect();
+        meshes.iter().all(|mesh| mesh == *root || dims(mesh) && mesh.ranks().iter().all(|rank| ranks.contains(rank)))
+    };
+    // The largest is the only one that can be it.
+    meshes.iter().max_by_key(|mesh| (mesh.world_size(), mesh.ndim())).filter(is_root)
+}
+
+/// The mesh that all DTensors of the source share.
+pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
+    let name = if source.filled.is_some() { "the checkpoint of --fill-from" } else { "SRC" };
+    let meshes = &source.wanted.catalog.meshes;
+    root_of(meshes).cloned().ok_or_else(|| {
+        Error::usage(
+            format!("no --mesh is given, and {name} has {} meshes of its own", meshes.len()),
+            "say it with --mesh, such as --mesh fsdp=8 or --mesh dp=4,tp=2",
+        )
+    })
+}
+
+/// The mesh that all DTensors of the checkpoint of --like share.
+fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
+    let meshes = &like.catalog.meshes;
+    if meshes.is_empty() {
+        return Err(without_mesh(like));
+    }
+    root_of(meshes).cloned().ok_or_else(|| {
+        Error::usage(
+            format!("--like {}: it has {} meshes", like.root.display(), meshes.len()),
+            "say with --mesh which dims there are to be, called as there",
+        )
+    })
+}
+
+/// Placements are carried over by the names of mesh dims.
+fn check_dims(mesh: DeviceMesh, like: &Checkpoint) -> Result<DeviceMesh> {
+    fn names(meshes: &[DeviceMesh]) -> BTreeSet<&String> {
+        meshes.iter().filter_map(DeviceMesh::names).flatten().collect()
+    }
+    let theirs = &like.catalog.meshes;
+    if theirs.is_empty() {
+        return Err(without_mesh(like));
+    }
+    if names(theirs) == names(std::slice::from_ref(&mesh)) {
+        return Ok(mesh);
+    }
+    let theirs: Vec<String> = theirs.iter().map(ToString::to_string).collect();
+    Err(Error::usage(
+        format!("--mesh {mesh}: that of --like {} is {}", like.root.display(), theirs.join(" and ")),
+        "give the same dims in other sizes; or leave --like out, and say --placements",
+    ))
+}
+
+fn without_mesh(like: &Checkpoint) -> Error {
+    let root = like.root.display();
+    if like.format == Format::Dcp {
+        return Error::usage(
+            format!("--like {root}: a DCP directory does not record on which mesh, and how, its tensors lie"),
+            "give rank files of the same job; or say it with --mesh and --placements",
+        );
+    }
+    Error::usage(
+        format!("--like {root}: none of its tensors lies on a mesh"),
+        "give a checkpoint with DTensors; or say it with --mesh and --placements",
+    )
+}
+
+/// Mesh and rules from the command line.
+pub fn target_layout(args: &Reshard, source: &Source) -> Result<TargetLayout> {
+    let catalog = &source.wanted.catalog;
+    let mut mesh = match (args.mesh.as_slice(), &source.like) {
+        ([one], None) => DeviceMesh::parse(one)?,
+        ([one], Some(like)) => check_dims(DeviceMesh::parse(one)?, like)?,
+        ([], None) => own_mesh(source)?,
+        ([], Some(like)) => mesh_of(like)?,
+        ([first, second, ..], _) => {
+            return Err(Error::usage(
+                format!("--mesh {first} and --mesh {second}: two meshes"),
+                format!("dims of one mesh have commas between them: --mesh {first},{second}"),
+            ));
+        }
+    };
+    if !args.mesh_ranks.is_empty() {
+        let ranks = args.mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
+        mesh = DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec))?;
+    }
+    let mut rules = Vec::new();
+    let mut fallback = None;
+    for text in &args.placements {
+        match text.rsplit_once('=').filter(|(_, list)| parse_placements(list).is_ok()) {
+            Some((pattern, list)) if parse_placements(text).is_err() => {
+                rules.push(Rule { pattern: Pattern::parse(pattern.trim())?, placements: parse_placements(list)? });
+            }
+            _ => {
+                if fallback.replace(parse_placements(text)?).is_some() {
+                    return Err(Error::usage(
+                        format!("--placements {text}: a second fallback"),
+                        "give one list for every tensor, and PATTERN=LIST for the exceptions",
+                    ));
+                }
+            }
+        }
+    }
+    let fallback = match fallback {
+        Some(list) => Fallback::Placements(list),
+        None if source.like.is_some() => Fallback::Source,
+        None => default_fallback(&mesh, catalog)?,
+    };
+    Ok(TargetLayout::new(mesh, rules, fallback)?)
+}
+
+/// Without a list for every tensor: the source's placements where its mesh dims have the same names, else S(0) on a
+/// mesh of one dim. Never everything replicated in silence.
+fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
+    let mut own: Vec<&String> = mesh.names().map(|names| names.iter().collect()).unwrap_or_default();
+    own.sort();
+    let known = |entry: &&TensorEntry| entry.sharding.is_some();
+    let mut sharded = catalog.tensors.iter().filter(known).peekable();
+    let any = sharded.peek().is_some();
+    let same_names = any
+        && sharded.all(|entry| {
+            let names = entry.sharding.as_ref().and_then(|sharding| catalog.mesh(sharding).names());
+            names.is_some_and(|names| names.iter().all(|name| own.contains(&name)))
+        });
+    if same_names {
+        return Ok(Fallback::Source);
+    }
+    if mesh.ndim() == 1 {
+        return Ok(Fallback::Placements(parse_placements("S(0)")?));
+    }
+    let several: Vec<&str> = mesh.shape().iter().map(|_| "R").collect();
+    let (sharded_first, replicated_first) = (several.join(",").replacen('R', "S(0)", 1), {
+        let mut list = several.clone();
+        list[mesh.ndim() - 1] = "S(0)";
+        list.join(",")
+    });
+    Err(Error::usage(
+        format!("--mesh {mesh}: the source does not say how tensors lie on these mesh dims"),
+        format!("say it for every tensor: --placements '{sharded_first}' or --placements '{replicated_first}'"),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_root_is_the_mesh_that_all_others_are_slices_of() {
+        let mesh = |spec: &str, ranks: &[u32]| {
+            let mesh = DeviceMesh::parse(spec).unwrap();
+            DeviceMesh::new(mesh.shape(), ranks.iter().copied().map(Rank).collect(), mesh.names().map(<[_]>::to_vec))
+                .unwrap()
+        };
+        let (whole, first, second) = (mesh("dp=2,tp=2", &[0, 1, 2, 3]), mesh("dp=2", &[0, 2]), mesh("dp=2", &[1, 3]));
+        assert_eq!(root_of(&[first.clone(), whole.clone(), second.clone()]), Some(&whole));
+        assert_eq!(root_of(std::slice::from_ref(&whole)), Some(&whole));
+        assert_eq!(root_of(&[first, second]), None);
+        assert_eq!(root_of(&[whole.clone(), mesh("ep=2", &[0, 1])]), None);
+        assert_eq!(root_of(&[whole, mesh("dp=2", &[0, 4])]), None);
+        assert_eq!(root_of(&[]), None);
+    }
+}

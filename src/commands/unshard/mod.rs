@@ -1,0 +1,62 @@
+//! `unshard`: every tensor whole, the nested state dict kept.
+
+mod ranks;
+
+use super::Status;
+use super::conflicts::Ranks;
+use super::consolidate::{check_tied, names_to_write, safetensors_shape};
+use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
+use super::printer::Printer;
+use super::run::Run;
+use super::source::{Defaults, Source};
+use crate::catalog::path;
+use crate::cli::Unshard;
+use crate::error::Result;
+use crate::exec::staging::Shape;
+use crate::format::{Format, SeriesChoice, Want, safetensors, torch};
+use crate::select::{Root, Wrappers};
+
+pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
+    let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
+    let defaults = Defaults {
+        want: Want::Model,
+        series: if args.with_grads { SeriesChoice::ModelAndGradients } else { SeriesChoice::Model },
+        root: Root::Whole,
+        wrappers: Wrappers::Cut,
+        without_gradients: !args.with_grads,
+    };
+    let mut source = Source::open(&args.convert, args.shapes.like.as_deref(), defaults, &run)?;
+    let in_rank_files = args.all_ranks || !args.unit.is_empty();
+    source.settle(args.convert.checks, if in_rank_files { Ranks::Apart } else { Ranks::Together }, &run)?;
+    let destination = args.convert.dst.as_deref();
+    let mut tied = Vec::new();
+    let mut notes = source.settled.notes(None);
+    let (to, reservation, shape) = if in_rank_files {
+        let to = target_format(&args.convert.destination, None, ranks::default_format(args, &source)?)?;
+        check_tied(args.convert.tied, to)?;
+        let (reservation, more) = ranks::reserve(args, &source, to, &run)?;
+        notes.extend(more);
+        (to, reservation, Shape::Folder)
+    } else {
+        let to = target_format(&args.convert.destination, destination, Format::Torch)?;
+        let wanted = &source.wanted.catalog;
+        let (reservation, shape) = match to {
+            Format::Torch => {
+                check_tied(args.convert.tied, to)?;
+                (torch::reserve(wanted, &wanted.state, file_name(destination, "checkpoint.pt"))?, Shape::File)
+            }
+            Format::Safetensors => {
+                let written;
+                (written, tied) = names_to_write(&source, args.convert.tied);
+                let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size);
+                let mut reservation = safetensors::reserve(wanted, &written, &tied, &shape)?;
+                reservation.left_out = path::object_names(&wanted.state);
+                (reservation, staged)
+            }
+            _ => return Err(holds_shards("unshard", to)),
+        };
+        (to, reservation, shape)
+    };
+    let conversion = Conversion { source: &source, reservation, carried: Vec::new(), shape, to, tied, notes };
+    convert(&conversion, &args.convert, &run)
+}

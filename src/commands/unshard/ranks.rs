@@ -1,0 +1,162 @@
+//! Whole tensors in rank files: all of them on every rank, or those of some units while the others stay as they are.
+//!
+//! The first is what `FULL_STATE_DICT` saves where it is not told `rank0_only`, the second what is in memory within
+//! `FullyShardedDataParallel.summon_full_params(unit)`.
+
+use std::path::PathBuf;
+
+use super::super::flatten;
+use super::super::reshard::{own_mesh, parts, style};
+use super::super::run::Run;
+use super::super::source::Source;
+use crate::catalog::flat::FlatLayout;
+use crate::catalog::{Path, Reservation, model};
+use crate::cli::Unshard;
+use crate::error::{Error, Result};
+use crate::format::{Format, torch};
+use crate::layout::{DeviceMesh, Pattern};
+use crate::nearest;
+use crate::quantity::count;
+
+/// The root unit, whose path is empty.
+const ROOT: &str = ".";
+
+/// # Errors
+/// `Usage` where SRC has no shards that could stay.
+pub fn default_format(args: &Unshard, source: &Source) -> Result<Format> {
+    match source.checkpoint.format {
+        Format::FsdpFlat if !args.unit.is_empty() => Ok(Format::FsdpFlat),
+        format if args.unit.is_empty() || format == Format::TorchRanks => Ok(Format::TorchRanks),
+        format => Err(Error::usage(
+            format!("--unit: {format} does not say how the other tensors lie on ranks"),
+            "it is for rank files of DTensors and for flat parameters",
+        )),
+    }
+}
+
+/// Lay out rank files, and say what there is to say about them.
+///
+/// # Errors
+/// `Usage` for a pattern that means nothing, for another format, and where ranks cannot be counted.
+pub fn reserve(args: &Unshard, source: &Source, to: Format, run: &Run<'_>) -> Result<(Reservation, Vec<String>)> {
+    let expected = default_format(args, source)?;
+    if to != expected {
+        return Err(Error::usage(
+            format!("--all-ranks and --unit write {expected} here, not {to}"),
+            "leave --to out, or leave them out for one whole file",
+        ));
+    }
+    let patterns = Patterns::parse(&args.unit)?;
+    match &source.checkpoint.catalog.flat {
+        _ if args.unit.is_empty() => Ok((everything(source)?, Vec::new())),
+        Some(layout) => {
+            let (rest, whole) = patterns.without(layout)?;
+            let note = format!("{} whole on every rank, {} flat", count(whole, "unit"), rest.units.len());
+            Ok((flatten::reserve(source, &rest, run)?, vec![note]))
+        }
+        None => some_modules(&patterns, source),
+    }
+}
+
+/// Every tensor whole in the file of every rank.
+fn everything(source: &Source) -> Result<Reservation> {
+    let Some(world_size) = source.checkpoint.world_size() else {
+        return Err(Error::usage(
+            format!("--all-ranks: {} does not say how many ranks there are", source.checkpoint.format),
+            "leave it out for one file; every rank can load that",
+        ));
+    };
+    let mesh = DeviceMesh::parse(&format!("ranks={world_size}"))?;
+    in_ranks(source, &mesh, &mut |_, _| torch::RankLayout::Plain)
+}
+
+/// The modules of some patterns whole in the file of every rank.
+fn some_modules(patterns: &Patterns, source: &Source) -> Result<(Reservation, Vec<String>)> {
+    let mesh = own_mesh(source)?;
+    let root = model::model_root(&source.wanted.catalog.state);
+    let mut whole = 0;
+    let mut used = vec![false; patterns.0.len()];
+    let mut names = Vec::new();
+    let reservation = in_ranks(source, &mesh, &mut |path, sharded| {
+        let name = Path(path.0.strip_prefix(root.0.as_slice()).unwrap_or(&path.0).to_vec()).to_string();
+        let covering = patterns.0.iter().zip(&mut used).filter(|(pattern, _)| pattern.covers(&name));
+        let is_covered = covering.map(|(_, used)| *used = true).count() > 0;
+        names.push(name);
+        if is_covered {
+            whole += 1;
+            return torch::RankLayout::Plain;
+        }
+        sharded
+    })?;
+    if let Some(unused) = used.iter().position(|used| !used) {
+        return Err(no_such_unit(patterns.0[unused].as_str(), &names));
+    }
+    Ok((reservation, vec![format!("{} whole on every rank", count(whole, "tensor"))]))
+}
+
+/// Rank files on a mesh; `choose` is given how a tensor lies in the source.
+fn in_ranks(
+    source: &Source,
+    mesh: &DeviceMesh,
+    choose: &mut dyn FnMut(&Path, torch::RankLayout) -> torch::RankLayout,
+) -> Result<Reservation> {
+    let wanted = &source.wanted.catalog;
+    let world_size = u32::try_from(mesh.world_size()).expect("ranks are 32-bit numbers");
+    let style = style(source)?;
+    let mut whole = Reservation::default();
+    for part in parts(source, Format::TorchRanks) {
+        let names = part.names.as_ref().expect("rank files have names");
+        let target = torch::RankTarget {
+            mesh,
+            style: &style,
+            name: &|rank| PathBuf::from(names.render(rank.0, world_size)),
+            layout: &mut |_, path, entry| {
+                let full = Path(part.at.0.iter().chain(&path.0).cloned().collect());
+                let sharded = entry.sharding.as_ref().map_or(torch::RankLayout::Plain, |sharding| {
+                    torch::RankLayout::Distributed {
+                        placements: sharding.placements.clone(),
+                        slice: sharding.slice.clone(),
+                    }
+                });
+                Ok(choose(&full, sharded))
+            },
+        };
+        whole.append(&part.folder, torch::reserve_ranks(wanted, &part.state, target)?);
+    }
+    Ok(whole)
+}
+
+/// What `--unit` means.
+struct Patterns(Vec<Pattern>);
+
+impl Patterns {
+    fn parse(texts: &[String]) -> Result<Self> {
+        Ok(Self(texts.iter().map(|text| Ok(Pattern::parse(text)?)).collect::<Result<_>>()?))
+    }
+
+    /// A layout without the units that are meant, and how many those are.
+    fn without(&self, layout: &FlatLayout) -> Result<(FlatLayout, usize)> {
+        let is_meant = |pattern: &Pattern, module: &str| match module {
+            "" => pattern.as_str() == ROOT,
+            module => pattern.matches(module),
+        };
+        let unused = |pattern: &&Pattern| !layout.units.iter().any(|unit| is_meant(pattern, &unit.module));
+        if let Some(pattern) = self.0.iter().find(unused) {
+            let modules = layout.units.iter().map(|unit| match &*unit.module {
+                "" => String::from(ROOT),
+                module => module.to_owned(),
+            });
+            return Err(no_such_unit(pattern.as_str(), &modules.collect::<Vec<_>>()));
+        }
+        let mut rest = layout.clone();
+        rest.units.retain(|unit| !self.0.iter().any(|pattern| is_meant(pattern, &unit.module)));
+        // What is no flat parameter any more has its own names in an optimizer.
+        rest.optimizer = None;
+        let whole = layout.units.len() - rest.units.len();
+        Ok((rest, whole))
+    }
+}
+
+fn no_such_unit(pattern: &str, names: &[String]) -> Error {
+    Error::usage(format!("--unit {pattern}: no module has a path like that"), nearest::hint(pattern, names))
+}
