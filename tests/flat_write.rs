@@ -8,7 +8,8 @@ use dtshard::catalog::flat::FlatLayout;
 use dtshard::catalog::{Dict, DictKind, Fqn, Path, TensorId, Value};
 use dtshard::catalog::{Key, Reservation};
 use dtshard::exec::{Input, Options, Silent, Stop, copy};
-use dtshard::format::fsdp_flat::{self, FlatTarget, document};
+use dtshard::format::fsdp_flat::document;
+use dtshard::format::fsdp_flat::write::{FlatTarget, reserve};
 use dtshard::format::pickle::Unknown;
 use dtshard::format::torch::reader::{self, Contents};
 use dtshard::format::torch::{Found, View};
@@ -281,7 +282,7 @@ fn what_is_written_is_what_pytorch_wrote() {
                         model: model.clone(),
                         name: &|rank| PathBuf::from(name(series, rank)),
                     };
-                    let reservation = fsdp_flat::reserve(catalog, state, target).unwrap();
+                    let reservation = reserve(catalog, state, target).unwrap();
                     assert!(reservation.left_out.is_empty());
                     write(&truth, &reservation, out);
                     for rank in (0..ranks).map(Rank) {

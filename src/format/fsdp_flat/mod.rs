@@ -3,6 +3,4 @@
 //! Source: `torch/distributed/fsdp/_state_dict_utils.py`, `torch/distributed/fsdp/_flat_param.py`.
 
 pub mod document;
-mod write;
-
-pub use write::{FlatTarget, reserve, same_steps, ties, with_dtypes};
+pub mod write;

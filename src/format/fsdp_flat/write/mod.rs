@@ -10,6 +10,7 @@
 //! Source: `_local_post_state_dict_hook` and `_local_pre_load_state_dict_hook` in
 //! `torch/distributed/fsdp/_state_dict_utils.py`.
 
+mod groups;
 mod metadata;
 mod model;
 mod optimizer;
@@ -22,7 +23,7 @@ use std::path::PathBuf;
 
 use super::document::{FILE_NAME, render};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::model::value_at;
+use crate::catalog::model::{is_beside, value_at};
 use crate::catalog::path::{Leaf, key_text, leaves};
 use crate::catalog::{
     Catalog, ChunkTable, Class, Dict, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
@@ -108,27 +109,18 @@ fn model_tensors(state: &Value, model: &Path) -> HashMap<String, TensorId> {
     leaves.into_iter().filter_map(tensor).collect()
 }
 
-/// Tensors of the source that become one: what is kept, and what must be equal to it.
+/// Tensors of the source of which one is written for all: what is kept, and what must be equal to it. These are the
+/// tensors of tied names, and scalars of optimizer state that a flat parameter has once.
 ///
 /// # Errors
 /// As [`reserve`].
-pub fn ties(source: &Catalog, state: &Value, layout: &FlatLayout, model: &Path) -> Result<Vec<(TensorId, TensorId)>> {
-    let names = Names::new(layout);
-    Ok(params::find(source, layout, &names, &model_tensors(state, model))?.ties)
-}
-
-/// Scalars of optimizer state that become one for all parameters of a unit: the one that is kept, and what must be
-/// equal to it.
-///
-/// # Errors
-/// As [`reserve`].
-pub fn same_steps(
+pub fn merged(
     source: &Catalog,
     state: &Value,
     layout: &FlatLayout,
     model: Option<&Path>,
 ) -> Result<Vec<(TensorId, TensorId)>> {
-    Ok(Planned::new(source, state, layout, model)?.plan.same_steps)
+    Ok(Planned::new(source, state, layout, model)?.plan.merged)
 }
 
 /// The tree that every rank's file has, with numbers of items for tensors.
@@ -146,16 +138,14 @@ impl<'a> Planned<'a> {
         let mut planned = Self { tree: Value::None, plan, notes: Vec::new(), names: Names::new(layout), model };
         planned.tree = planned.convert(state, &Path::default())?;
         match model {
-            Some(path) if planned.plan.dtypes.is_none() => {
-                Err(Error::unsupported(format!("there is no model at `{path}`"), "name the part that is the model"))
-            }
+            Some(path) if planned.plan.dtypes.is_none() => Err(no_model(path)),
             _ => Ok(planned),
         }
     }
 
     fn convert(&mut self, value: &Value, path: &Path) -> Result<Value> {
         if self.model == Some(path) {
-            return model::plan(value, &self.names, &mut self.plan, &mut self.notes);
+            return self.convert_model(value, path);
         }
         Ok(match value {
             Value::Dict(dict) if optimizer::is_optimizer(dict) => {
@@ -178,6 +168,28 @@ impl<'a> Planned<'a> {
             other => self.plan.whole_value(other),
         })
     }
+}
+
+impl Planned<'_> {
+    /// The model, and what stands beside it where it is at the top.
+    fn convert_model(&mut self, value: &Value, path: &Path) -> Result<Value> {
+        let Value::Dict(dict) = value else {
+            return Err(no_model(path));
+        };
+        let is_beside = |(key, value): &&(Value, Value)| path.0.is_empty() && is_beside(&key_text(key), value);
+        let (beside, own): (Vec<_>, Vec<_>) = dict.entries.iter().partition(|entry| is_beside(entry));
+        let own = Dict { entries: own.into_iter().cloned().collect(), ..dict.clone() };
+        let mut written = model::plan(&own, &self.names, &mut self.plan, &mut self.notes)?;
+        for (key, value) in beside {
+            let value = self.convert(value, &path.child(Key::Name(key_text(key))))?;
+            written.entries.push((key.clone(), value));
+        }
+        Ok(Value::Dict(written))
+    }
+}
+
+fn no_model(path: &Path) -> Error {
+    Error::unsupported(format!("no dict of a model at `{path}`"), "--root names the part that is the model")
 }
 
 /// The error for a value of the state dict that pickle cannot hold.

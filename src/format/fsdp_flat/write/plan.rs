@@ -85,8 +85,8 @@ pub struct Plan<'a> {
     whole: HashMap<TensorId, usize>,
     /// The dtype of each unit's parameters, once the model is planned.
     pub dtypes: Option<Vec<Dtype>>,
-    pub ties: Vec<(TensorId, TensorId)>,
-    pub same_steps: Vec<(TensorId, TensorId)>,
+    /// Tensors of the source of which one is written: that one, and what must be equal to it.
+    pub merged: Vec<(TensorId, TensorId)>,
 }
 
 /// Elements that 16 bytes hold at most.
@@ -118,8 +118,7 @@ impl<'a> Plan<'a> {
             storages: Vec::new(),
             whole: HashMap::new(),
             dtypes: None,
-            ties: Vec::new(),
-            same_steps: Vec::new(),
+            merged: Vec::new(),
         })
     }
 

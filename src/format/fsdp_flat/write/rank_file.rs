@@ -124,8 +124,8 @@ impl<'a> RankFile<'a> {
             let item = self.item(id);
             since_cut += 1;
             if let Role::Flat = item.role {
-                cuts.push(writer.written().len());
-                cuts.push(self.write_flat(writer, item.storage, &mut sharded, &mut used));
+                let own = self.write_flat(writer, item.storage, &mut sharded, &mut used);
+                cuts.extend([own.start, own.end]);
                 since_cut = TENSORS_A_PART;
             } else {
                 self.write_plain(writer, item, &mut used);
@@ -163,8 +163,14 @@ impl<'a> RankFile<'a> {
         write_view(writer, view);
     }
 
-    /// Gives where in the pickle ends what other ranks do not have alike.
-    fn write_flat(&self, writer: &mut Writer, storage: usize, sharded: &mut ShardedWriter, used: &mut [bool]) -> usize {
+    /// Gives where in the pickle is what other ranks do not have alike.
+    fn write_flat(
+        &self,
+        writer: &mut Writer,
+        storage: usize,
+        sharded: &mut ShardedWriter,
+        used: &mut [bool],
+    ) -> Range<usize> {
         let plan = self.plan;
         let Content::Shard { unit, .. } = &plan.storages[storage].content else {
             unreachable!("flat parameters are views of shards");
