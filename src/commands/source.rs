@@ -11,7 +11,7 @@ use super::printer::Printer;
 use super::run::Run;
 use super::{check_series, read_options, refuse_fragment};
 use crate::catalog::path::{self, Fate};
-use crate::catalog::{Class, Fqn, TensorEntry, TensorId, model};
+use crate::catalog::{Class, Fqn, TensorId, model};
 use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs};
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
@@ -124,13 +124,6 @@ impl Source {
         let from_src = |fqn: &str| replaced.clone().any(|id| self.checkpoint.catalog.tensor(*id).fqn.as_str() == fqn);
         let root = if error.fqn().is_some_and(from_src) { self.given().0 } else { &self.checkpoint.root };
         error.within(root)
-    }
-
-    /// How the checkpoint that is written anew has a tensor, wherever its values are from.
-    #[must_use]
-    pub fn layout_of(&self, id: TensorId) -> &TensorEntry {
-        let replaced = self.filled.as_ref().and_then(|filled| filled.replaced.get(&id));
-        replaced.unwrap_or_else(|| self.checkpoint.catalog.tensor(id))
     }
 
     /// Decide what is taken where ranks disagree.

@@ -22,12 +22,13 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 # rank files
 
 def load_rank(folder, ranks, rank, series=("model", "optim")):
-    """{series: tree}, inside a process group that fits; from the one file of a rank that holds them all, too."""
+    """{series: tree} of what there is, inside a process group that fits; one file of a rank may hold them all."""
     one = f"{folder}/checkpoint_world_size_{ranks}_rank_{rank}.pt"
     if os.path.exists(one):
         tree = torch.load(one, weights_only=False)
         return {name: tree[name] for name in series}
-    return {name: torch.load(f"{folder}/{name}_world_size_{ranks}_rank_{rank}.pt", weights_only=False) for name in series}
+    paths = {name: f"{folder}/{name}_world_size_{ranks}_rank_{rank}.pt" for name in series}
+    return {name: torch.load(path, weights_only=False) for name, path in paths.items() if os.path.exists(path)}
 
 
 def load_all(folder, ranks, group_size=None):
@@ -186,16 +187,20 @@ def resume(job):
         extra = [unit for unit, _ in flat.units(module)] if job["views"] and job.get("strategy") != "none" else []
         assert not left.missing_keys, left
         assert sorted(left.unexpected_keys) == sorted(f"{unit}._flat_param".lstrip(".") for unit in extra), left
-    optimizer.load_state_dict(files["optim"])
+    if "optim" in files:
+        optimizer.load_state_dict(files["optim"])
     check_loaded(module, optimizer, tensors)
 
     again = {"model": flat.local(module), "optim": optimizer.state_dict()}
+    again = {series: tree for series, tree in again.items() if series in files}
     assert_same_files({**files, "model": untouched}, again, order=job.get("order", True))
     if job["views"] and job.get("strategy") != "none":
         assert_views(untouched)
     if "again" in job:
         for series, tree in again.items():
             generate.save_rank_file(series, tree, job["again"])
+    if "optim" not in files:
+        return
 
     loss = one_step(module, optimizer)
     expected, whole, state = reference_step(job, tensors, files["optim"]["param_groups"])

@@ -1,20 +1,26 @@
 """FSDP1's flat parameters: PyTorch loads what dtshard wrote, rank by rank, and trains on."""
 
+import itertools
 import json
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import common
 import fsdp1
 import generate
+import generate_fsdp1
 
 # how the model of a case is wrapped, where it isn't FULL_SHARD in f32
 MODELS = {"flat_mixed": {"mixed": True}, "flat_bf16": {"dtype": "bf16"}, "flat_hybrid": {"strategy": "hybrid"},
           "flat_none": {"strategy": "none"}}
 RANKS = {"flat2": 2, "flat3": 3, "flat4": 4, "flat_mixed": 2, "flat_bf16": 2, "flat_hybrid": 4, "flat_none": 2}
+FOLDERS = [*((case, folder) for case in RANKS for folder in ("views", "flat")), ("flat2", "groups"), ("flat2", "one_file")]
+LOCAL = FOLDERS[:12] + FOLDERS[14:]
 
 
 def resume(tmp_path, folder, case, ranks, views, **more):
@@ -22,10 +28,11 @@ def resume(tmp_path, folder, case, ranks, views, **more):
     common.run_ranks(fsdp1.resume, ranks, tmp_path, job)
 
 
-@pytest.mark.parametrize("case,folder", [
-    *((case, folder) for case in RANKS for folder in ("views", "flat")), ("flat2", "groups"), ("flat2", "one_file")])
+# ---------------------------------------------------------------------------------------------------
+# the harness itself, without dtshard
+
+@pytest.mark.parametrize("case,folder", FOLDERS)
 def test_pytorch_loads_its_own(tmp_path, case, folder):
-    """The harness itself, without dtshard."""
     resume(tmp_path, common.source(case, folder), case, RANKS[case], folder != "flat",
            groups=folder in ("groups", "one_file"), again=str(tmp_path / "again"))
     group = 2 if case == "flat_hybrid" else RANKS[case]
@@ -34,6 +41,159 @@ def test_pytorch_loads_its_own(tmp_path, case, folder):
         fsdp1.assert_same_files(again, own)
 
 
-def test_pytorch_loads_its_own_sharded(tmp_path):
-    common.run_ranks(fsdp1.resume_sharded, 2, tmp_path, {
-        "folder": common.source("flat2", "sharded"), "truth": "flat2", "views": True, "by_rows": True})
+@pytest.mark.parametrize("case,folder,ranks", [("flat2", "sharded", 2), ("fsdp1_sharded", "ranks", 4)])
+def test_pytorch_loads_its_own_sharded(tmp_path, case, folder, ranks):
+    common.run_ranks(fsdp1.resume_sharded, ranks, tmp_path, {
+        "folder": common.source(case, folder), "truth": case, "views": True, "by_rows": True})
+
+
+# ---------------------------------------------------------------------------------------------------
+# dtshard
+
+@pytest.fixture(scope="module")
+def flat_layout(tmp_path_factory):
+    """(case, folder) -> the file that `flat_layout(model, optimizer)` of the live model was written to."""
+    if common.run("flatten", "--help").returncode:
+        pytest.skip("this dtshard has no flatten")
+    root = tmp_path_factory.mktemp("layouts")
+
+    def get(case, folder):
+        path = root / f"{case}-{folder}.json"
+        path.write_text(json.dumps(common.truth(case)[0]["flat_layout"][folder]))
+        return path
+
+    return get
+
+
+def flatten(source, out, ranks, views, layout, *more):
+    common.dtshard("flatten", source, out, "--world-size", ranks, "--flat-layout", layout,
+                   *(["--use-orig-params"] if views else []), *more)
+    return out
+
+
+def whole_model(case):
+    return {name.removeprefix("model."): t for name, t in common.truth(case)[1].items() if name.startswith("model.")}
+
+
+def assert_model(found, case):
+    expected = whole_model(case)
+    assert set(found) == set(expected), set(found) ^ set(expected)
+    assert all(generate.same(found[name], t) for name, t in expected.items())
+
+
+@pytest.mark.parametrize("source,ranks,views_from,views_to", [
+    (*move, *views) for move in (("flat2", 3), ("flat4", 2), ("flat3", 4))
+    for views in itertools.product((True, False), repeat=2)])
+def test_other_ranks(tmp_path, flat_layout, source, ranks, views_from, views_to):
+    """The very tensors PyTorch saves on so many ranks; it goes on from them."""
+    folder, target = ("views" if views else "flat" for views in (views_from, views_to))
+    out = flatten(common.source(source, folder), tmp_path / "out", ranks, views_to, flat_layout(source, folder))
+    for found, own in zip(fsdp1.load_all(out, ranks), fsdp1.load_all(common.source(f"flat{ranks}", target), ranks)):
+        fsdp1.assert_same_files(found, own, order=False)
+    resume(tmp_path, out, source, ranks, views_to, order=False)
+
+
+@pytest.mark.parametrize("case,folder,ranks", [
+    ("flat_mixed", "views", 3), ("flat_mixed", "flat", 3), ("flat_bf16", "views", 3), ("flat_bf16", "flat", 4),
+    ("flat2", "groups", 3), ("flat2", "one_file", 4)])
+def test_other_models(tmp_path, flat_layout, case, folder, ranks):
+    """Aligned as the forward dtype says; param groups stay apart."""
+    views = folder != "flat"
+    out = flatten(common.source(case, folder), tmp_path / "out", ranks, views, flat_layout(case, folder))
+    resume(tmp_path, out, case, ranks, views, order=False, groups=folder in ("groups", "one_file"))
+
+
+@pytest.mark.parametrize("folder", ["views", "flat"])
+def test_hybrid(tmp_path, flat_layout, folder):
+    """From full to hybrid sharding and back to full, on another number of ranks."""
+    views = folder == "views"
+    hybrid = flatten(common.source("flat2", folder), tmp_path / "hybrid", 4, views, flat_layout("flat_hybrid", folder),
+                     "--strategy", "hybrid-shard")
+    for found, own in zip(fsdp1.load_all(hybrid, 4, 2), fsdp1.load_all(common.source("flat_hybrid", folder), 4, 2)):
+        fsdp1.assert_same_files(found, own, order=False)
+    resume(tmp_path, hybrid, "flat_hybrid", 4, views, order=False)
+    full = flatten(hybrid, tmp_path / "full", 3, views, flat_layout("flat_hybrid", folder), "--strategy", "full-shard")
+    (tmp_path / "rendezvous").unlink(missing_ok=True)
+    resume(tmp_path, full, "flat2", 3, views, order=False)
+
+
+@pytest.mark.parametrize("folder", ["views", "flat"])
+@pytest.mark.parametrize("kind", ["safetensors", "dcp"])
+def test_from_whole_tensors(tmp_path, flat_layout, kind, folder):
+    """A model, or model and optimizer, that never saw FSDP1; the order is that of the layout, not of names."""
+    info, tensors = common.truth("flat2")
+    if kind == "safetensors":
+        source = tmp_path / "model.safetensors"
+        save_file(whole_model("flat2"), source)
+    else:
+        state = {fqn: {key: tensors[f"optim.state.{fqn}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+                 for fqn in info["flat_layout"]["views"]["optimizer"][0]}
+        groups = [{**common.decode(info["param_groups"]["views"])[0], "params": list(state)}]
+        source = tmp_path / "dcp"
+        tree = {"model": whole_model("flat2"), "optim": {"state": state, "param_groups": groups}}
+        dcp.save(tree, checkpoint_id=source, no_dist=True)
+    out = flatten(source, tmp_path / "out", 3, folder == "views", flat_layout("flat2", folder))
+    resume(tmp_path, out, "flat2", 3, folder == "views", order=False)
+    assert ("optim" in fsdp1.load_all(out, 3)[0]) == (kind == "dcp")
+
+
+@pytest.mark.parametrize("case,folder", LOCAL)
+def test_whole_again(tmp_path, flat_layout, case, folder):
+    """unshard, consolidate and verify."""
+    source, layout = common.source(case, folder), ("--flat-layout", flat_layout(case, folder))
+    common.dtshard("unshard", source, tmp_path / "whole.pt", *layout)
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert_model(found["model"] if folder == "one_file" else found, case)
+    common.dtshard("consolidate", source, tmp_path / "whole.safetensors", *layout)
+    assert_model(load_file(tmp_path / "whole.safetensors"), case)
+    out = flatten(source, tmp_path / "out", 3, folder != "flat", layout[1])
+    common.dtshard("verify", source, out, *layout)
+
+
+@pytest.mark.parametrize("case,folder", LOCAL[:8])
+def test_to_dtensors(tmp_path, flat_layout, case, folder):
+    """Out of FSDP1: DCP, and a file of DTensors a rank."""
+    source, layout = common.source(case, folder), ("--flat-layout", flat_layout(case, folder))
+    common.dtshard("reshard", source, tmp_path / "dcp", "--mesh", "fsdp=2", "--to", "dcp", *layout)
+    found = dict(generate.leaves(common.load_nested(str(tmp_path / "dcp"))))
+    assert_model({name.removeprefix("model."): t for name, t in found.items() if name.startswith("model.")}, case)
+    state = {name: t for name, t in found.items() if name.startswith("optim.state.")}
+    tensors = common.truth(case)[1]
+    assert set(state) == {name for name in tensors if name.startswith("optim.state.")}
+    assert all(generate.same(t, tensors[name]) for name, t in state.items())
+
+    common.dtshard("reshard", source, tmp_path / "ranks", "--mesh", "fsdp=2", "--to", "torch-ranks", *layout)
+    for rank in range(2):
+        dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+        try:
+            model = torch.load(tmp_path / f"ranks/model_world_size_2_rank_{rank}.pt", weights_only=False)
+            assert set(model) == set(whole_model(case))
+            for name, t in whole_model(case).items():
+                if name.endswith(("weight", "bias")):
+                    part = generate.local_part(t, (2,), (rank,), ["S(0)"])
+                    assert generate.same(model[name].to_local(), part), name
+        finally:
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("folder", ["views", "flat"])
+def test_edited_weights_go_back(tmp_path, flat_layout, folder):
+    """Edited whole weights, in the flat layout of the checkpoint they came from; the optimizer is carried."""
+    info, tensors = common.truth("flat2")
+    edited = {**tensors, "model.conv.weight": tensors["model.conv.weight"] + 1, "model.tiny.bias": torch.tensor([5.0])}
+    save_file({name: edited[f"model.{name}"] for name in ("conv.weight", "tiny.bias")}, tmp_path / "edited.safetensors")
+    source, out = common.source("flat2", folder), tmp_path / "out"
+    common.dtshard("reshard", tmp_path / "edited.safetensors", out, "--like", source, "--fill-from", source,
+                   "--flat-layout", flat_layout("flat2", folder))
+    for rank, files in enumerate(fsdp1.load_all(out, 2)):
+        generate_fsdp1.verify_flat_rank(files["model"], files["optim"], rank, info["flat_layout"][folder], edited,
+                                        info["param_groups"][folder])
+
+
+@pytest.mark.parametrize("case,folder", [("flat2", "sharded"), ("fsdp1_sharded", "ranks")])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sharded_tensors(tmp_path, flat_layout, case, folder, ranks):
+    """SHARDED_STATE_DICT: ShardedTensors stay such, and FSDP1 loads model and optimizer."""
+    common.dtshard("reshard", common.source(case, folder), tmp_path / "out", "--mesh", f"fsdp={ranks}")
+    common.run_ranks(fsdp1.resume_sharded, ranks, tmp_path, {
+        "folder": str(tmp_path / "out"), "truth": case, "views": True, "by_rows": True})

@@ -76,15 +76,15 @@ pub fn reserve(source: &Source, layout: &FlatLayout, run: &Run<'_>) -> Result<Re
     for part in parts(source, Format::FsdpFlat) {
         let names = part.names.as_ref().expect("rank files have names");
         let model = root.0.strip_prefix(part.at.0.as_slice()).map(|rest| Path(rest.to_vec()));
-        for (kept, other) in fsdp_flat::write::merged(wanted, &part.state, layout, model.as_ref())? {
+        for (kept, other) in fsdp_flat::merged(wanted, &part.state, layout, model.as_ref())? {
             require_same(source, kept, other, run)?;
         }
-        let target = fsdp_flat::write::FlatTarget {
+        let target = fsdp_flat::FlatTarget {
             layout,
             model,
             name: &|rank| PathBuf::from(names.render(rank.0, layout.world_size)),
         };
-        whole.append(&part.folder, fsdp_flat::write::reserve(wanted, &part.state, target)?);
+        whole.append(&part.folder, fsdp_flat::reserve(wanted, &part.state, target)?);
     }
     Ok(whole)
 }

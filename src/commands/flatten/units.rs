@@ -11,6 +11,7 @@ use std::collections::{HashMap, HashSet};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
 use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, model};
 use crate::error::{Error, Result};
+use crate::format::fsdp_flat;
 use crate::layout::Pattern;
 use crate::nearest;
 use crate::quantity::count;
@@ -88,13 +89,11 @@ pub fn unordered(why: &str) -> Error {
         format!("the order of parameters in flat parameters is not known: {why}"),
         format!(
             "--like CKPT takes it from a torch file of the same model that keeps the order of its state dict; \
-             --flat-layout FILE from the live model:\n{SNIPPET}"
+             --flat-layout FILE from the live model:\n{}",
+            fsdp_flat::SNIPPET
         ),
     )
 }
-
-/// What makes a flat layout of a live model; `docs/fsdp1.md` has the whole.
-pub const SNIPPET: &str = crate::format::fsdp_flat::SNIPPET;
 
 /// The modules that patterns mean, in the order of the state dict.
 fn wrapped_modules(names: &[String], patterns: &[Pattern]) -> Result<Vec<String>> {

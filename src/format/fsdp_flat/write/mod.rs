@@ -18,13 +18,12 @@ mod params;
 mod plan;
 mod rank_file;
 
-use std::collections::HashMap;
 use std::path::PathBuf;
 
 use super::document::{FILE_NAME, render};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::model::{is_beside, value_at};
-use crate::catalog::path::{Leaf, key_text, leaves};
+use crate::catalog::model::is_beside;
+use crate::catalog::path::key_text;
 use crate::catalog::{
     Catalog, ChunkTable, Class, Dict, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
 };
@@ -81,36 +80,8 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
     Ok(reservation)
 }
 
-/// The layout with the dtypes that the parameters of a model have. Where that is another one than before, alignment
-/// follows it, unless it was that of another dtype already: of mixed precision.
-///
-/// # Errors
-/// As [`reserve`].
-pub fn with_dtypes(source: &Catalog, state: &Value, layout: &FlatLayout, model: &Path) -> Result<FlatLayout> {
-    let found = model_tensors(state, model);
-    let found = params::find(source, layout, &Names::new(layout), &found)?;
-    let mut layout = layout.clone();
-    for (unit, found) in layout.units.iter_mut().zip(found.units) {
-        let own = unit.dtype.map(|dtype| 16 / dtype.itemsize());
-        if unit.dtype != Some(found.dtype) && unit.align_numel == own {
-            unit.align_numel = None;
-        }
-        unit.dtype = Some(found.dtype);
-    }
-    Ok(layout)
-}
-
-fn model_tensors(state: &Value, model: &Path) -> HashMap<String, TensorId> {
-    let leaves = value_at(state, model).map(leaves).unwrap_or_default();
-    let tensor = |(path, leaf): (Path, Leaf<'_>)| match leaf {
-        Leaf::Tensor(id) => Some((path.to_string(), id)),
-        Leaf::Object(_) => None,
-    };
-    leaves.into_iter().filter_map(tensor).collect()
-}
-
-/// Tensors of the source of which one is written for all: what is kept, and what must be equal to it. These are the
-/// tensors of tied names, and scalars of optimizer state that a flat parameter has once.
+/// Tensors of the source that become one, what is kept and what must be equal to it: tied parameters that the source has
+/// apart, and scalars of optimizer state, of which a flat parameter has one.
 ///
 /// # Errors
 /// As [`reserve`].
