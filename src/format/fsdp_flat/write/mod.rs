@@ -17,6 +17,8 @@ mod optimizer;
 mod params;
 mod plan;
 mod rank_file;
+#[cfg(test)]
+mod tests;
 
 use std::path::PathBuf;
 
