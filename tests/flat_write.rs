@@ -195,16 +195,16 @@ impl Comparison {
             match pair {
                 (Found::Plain(own), Found::Plain(real)) => comparison.views(&own, &real, &what),
                 (
-                    Found::Sharded { dtype, shape, rank, local, all },
+                    Found::Sharded { dtype, shape, group, local, all },
                     Found::Sharded {
                         dtype: real_dtype,
                         shape: real_shape,
-                        rank: real_rank,
+                        group: real_group,
                         local: real,
                         all: real_all,
                     },
                 ) => {
-                    assert_eq!((dtype, shape, rank, all), (real_dtype, real_shape, real_rank, real_all), "{what}");
+                    assert_eq!((dtype, shape, group, all), (real_dtype, real_shape, real_group, real_all), "{what}");
                     assert_eq!(local.len(), real.len(), "{what}");
                     for ((own_region, own), (region, real)) in local.iter().zip(&real) {
                         assert_eq!(own_region, region, "{what}");

@@ -250,13 +250,14 @@ mod tests {
 
     #[test]
     fn what_cannot_be_is_told() {
-        let broken = |change: &dyn Fn(&mut FlatLayout)| {
+        type Change<'a> = &'a dyn Fn(&mut FlatLayout);
+        let broken = |change: Change<'_>| {
             let mut layout = layout();
             change(&mut layout);
             let Wrong { at, expected, found } = layout.check().unwrap_err();
             format!("{at}: {expected}, {found}")
         };
-        let cases: [(&dyn Fn(&mut FlatLayout), &str); 8] = [
+        let cases: [(Change<'_>, &str); 8] = [
             (&|l| l.shard_group_size = 3, "shard_group_size: a divisor of world_size, both at least 1, 3 of 4"),
             (&|l| l.units[1].module = "".into(), "the root unit: each module once, `` again"),
             (&|l| l.units[1].params[0].fqn = "blkw".into(), "unit blk: names below its module, `blkw`"),

@@ -14,14 +14,14 @@ use super::input;
 use super::names::{Found, Names, of_all_ranks};
 use super::run::Run;
 use super::source::Source;
-use crate::catalog::path::{self, Fate};
+use crate::catalog::path::{self, Fate, clean_name};
 use crate::catalog::{Catalog, Dtype, MeshId, Path, TensorEntry, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::exec::{Silent, compare};
 use crate::format::{Checkpoint, Format};
 use crate::nearest;
 use crate::quantity::count;
-use crate::select::{self, Selected, Wrappers, clean_name};
+use crate::select::{self, Selected, Wrappers};
 
 /// SRC, once it has become part of another checkpoint.
 pub struct Filled {

@@ -6,9 +6,10 @@
 
 use std::collections::HashMap;
 
+use crate::catalog::path::clean_name;
 use crate::catalog::{Key, Path, TensorId, Value, model, path};
 use crate::nearest;
-use crate::select::{Wrappers, clean_name};
+use crate::select::Wrappers;
 
 /// What a name was found to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -93,7 +93,10 @@ impl Printer {
     pub fn error(&self, error: &Error) {
         write_stderr(&format!("error: {error}"));
         if let Some(hint) = error.hint() {
-            write_stderr(&format!("hint: {hint}"));
+            // Indented lines are ours or pass for none of ours.
+            let mut lines = hint.split("\n    ");
+            write_stderr(&format!("hint: {}", lines.next().unwrap_or_default()));
+            lines.for_each(|line| write_stderr(&format!("    {line}")));
         }
         // The run has failed already; there is no second way to fail.
         let _ = self.document(&json!({ "error": error_document(error) }));

@@ -28,6 +28,11 @@ impl Detected {
             Self::TorchRanks(_) => Format::TorchRanks,
         }
     }
+
+    /// Whether rank files hold flat parameters shows when they are read.
+    fn can_be(&self, format: Format) -> bool {
+        self.format() == format || matches!(self, Self::TorchRanks(_)) && format == Format::FsdpFlat
+    }
 }
 
 pub const TORCH_INDEX_NAME: &str = "pytorch_model.bin.index.json";
@@ -82,7 +87,7 @@ pub fn look(path: &Path, from: Option<Format>) -> Result<Option<Detected>> {
 fn one_of(path: &Path, from: Option<Format>, mut found: Vec<Detected>) -> Result<Option<Detected>> {
     let any = !found.is_empty();
     if let Some(from) = from {
-        found.retain(|found| found.format() == from);
+        found.retain(|found| found.can_be(from));
         if any && found.is_empty() {
             return Err(not_that_format(path, from));
         }
@@ -97,7 +102,7 @@ fn one_of(path: &Path, from: Option<Format>, mut found: Vec<Detected>) -> Result
     Ok(found.pop())
 }
 
-fn not_that_format(path: &Path, from: Format) -> Error {
+pub fn not_that_format(path: &Path, from: Format) -> Error {
     Error::usage(
         format!("{} does not hold the format {from}", path.display()),
         "leave --from out to have the format detected",

@@ -239,7 +239,15 @@ impl<'a> Reading<'a> {
                 self.series.extend(chosen.names());
                 self.skipped_series.extend(chosen.skipped());
                 self.other_files.extend(chosen.skipped_files().cloned());
-                return Ok((Format::TorchRanks, chosen.read(&mut self.files, self.options)?));
+                let (loaded, flat) = chosen.read(&mut self.files, self.options)?;
+                // What it says is in the catalog, and written anew.
+                self.other_files.push(path.join(fsdp_flat::document::FILE_NAME));
+                let asked = self.options.from == Some(Format::FsdpFlat);
+                if asked && !flat.any && loaded.catalog.flat.is_none() {
+                    return Err(detect::not_that_format(path, Format::FsdpFlat));
+                }
+                let format = if flat.any || asked { Format::FsdpFlat } else { Format::TorchRanks };
+                return Ok((format, loaded));
             }
         };
         let whole = Part { folder: PathBuf::new(), content: Content::Whole, names: None };

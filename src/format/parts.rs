@@ -97,6 +97,7 @@ pub fn adopt(whole: &mut Catalog, mut part: Catalog, under: Option<&str>) -> Val
     }
     let dropped = part.dropped.into_iter().map(|text| under.map_or(text.clone(), |name| format!("{name}.{text}")));
     whole.dropped.extend(dropped);
+    whole.flat = whole.flat.take().or(part.flat);
     whole.archives.append(&mut part.archives);
     whole.warnings.append(&mut part.warnings);
     whole.details.append(&mut part.details);

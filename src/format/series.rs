@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
+use super::fsdp_flat::{self, SeriesFiles, Unflattened};
 use super::parts::{Content, Loaded, Part, adopt};
 use super::rank_names::{Numbering, RankName, RankNames};
 use super::torch::ranks::{RankFile, merge};
@@ -15,7 +16,7 @@ use crate::catalog::model::GRADIENTS;
 use crate::catalog::{Catalog, Dict, Value, path};
 use crate::error::{Error, Result};
 use crate::layout::Rank;
-use crate::storage::Files;
+use crate::storage::{Files, IoMode};
 
 /// Which series of a folder to read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -161,23 +162,46 @@ impl SeriesSet {
     ///
     /// # Errors
     /// As reading and merging rank files; `Missing` where ranks are.
-    pub fn read(&self, files: &mut Files, options: &ReadOptions) -> Result<Loaded> {
+    pub fn read(&self, files: &mut Files, options: &ReadOptions) -> Result<(Loaded, Unflattened)> {
         let several = self.series.len() > 1;
+        let (mut read, mut gaps) = (Vec::new(), Vec::new());
+        for series in &self.series {
+            let (own, gap) = series.read(&self.folder, files, options)?;
+            read.push(own);
+            gaps.push(gap);
+        }
+        let model_beside = || self.model_beside(files.io(), options);
+        let flat = fsdp_flat::read(&self.folder, &mut read, &model_beside, &options.flat)?;
         let mut whole = Catalog::empty();
         let mut entries = Vec::new();
         let mut parts = Vec::new();
-        for series in &self.series {
-            let catalog = series.read(&self.folder, files, options)?;
+        for ((series, SeriesFiles { files, .. }), gap) in self.series.iter().zip(read).zip(gaps) {
+            let mut catalog = merge(&files)?;
+            catalog.dropped = torch::dropped(&files);
+            catalog.warnings.extend(gap);
             let content = if several { Content::Below(series.name.clone()) } else { Content::Whole };
             parts.push(Part { folder: PathBuf::new(), content, names: Some(series.names()) });
-            if !several {
-                return Ok(Loaded { catalog, parts });
+            if several {
+                let state = adopt(&mut whole, catalog, Some(&series.name));
+                entries.push((Value::Str(series.name.clone()), state));
+            } else {
+                whole = catalog;
             }
-            let state = adopt(&mut whole, catalog, Some(&series.name));
-            entries.push((Value::Str(series.name.clone()), state));
         }
-        whole.state = Value::Dict(Dict { entries, ..Dict::default() });
-        Ok(Loaded { catalog: whole, parts })
+        if several {
+            whole.state = Value::Dict(Dict { entries, ..Dict::default() });
+        }
+        whole.flat.clone_from(&flat.layout);
+        whole.warnings.extend(flat.warnings.iter().cloned());
+        Ok((Loaded { catalog: whole, parts }, flat))
+    }
+
+    /// The model series, where it was not chosen.
+    fn model_beside(&self, io: IoMode, options: &ReadOptions) -> Result<Option<Vec<RankFile>>> {
+        let name = model_of(&self.skipped());
+        let Some(series) = self.skipped.iter().find(|series| series.name == name) else { return Ok(None) };
+        let (_, ranks) = series.ranks(&self.folder)?;
+        load_files(&mut Files::new(io), &ranks, options).map(Some)
     }
 }
 
@@ -208,27 +232,48 @@ impl Series {
         names
     }
 
-    fn read(&self, folder: &Path, files: &mut Files, options: &ReadOptions) -> Result<Catalog> {
+    /// Its files, and what to say where some are missing.
+    fn read(&self, folder: &Path, files: &mut Files, options: &ReadOptions) -> Result<(SeriesFiles, Option<String>)> {
         let (world_size, ranks) = self.ranks(folder)?;
         let gap = self.gap(folder, world_size, &ranks, options)?;
-        match gap {
-            None => load(files, &ranks, options),
-            Some(gap) if options.allow_missing => {
-                let mut catalog = load(files, &ranks, options)?;
-                catalog.warnings.push(format!(
-                    "{}: read without {}; a tensor that only such a rank had would not be noticed",
-                    gap.at, gap.ranks
-                ));
-                Ok(catalog)
+        let warning = match gap {
+            None => None,
+            Some(gap) if options.allow_missing => Some(format!(
+                "{}: read without {}; a tensor that only such a rank had would not be noticed",
+                gap.at, gap.ranks
+            )),
+            Some(gap) => {
+                return Err(match gap.error {
+                    Error::Missing { path, at, expected, missing, .. } => {
+                        let covered = self.covers(folder, &ranks, files.io(), options);
+                        Error::Missing { path, at, expected, missing, hint: covered.then(|| WITHOUT_THEM.into()) }
+                    }
+                    other => other,
+                });
             }
-            Some(gap) => Err(match gap.error {
-                Error::Missing { path, at, expected, missing, .. } => {
-                    let covered = covers(&ranks, files, options);
-                    Error::Missing { path, at, expected, missing, hint: covered.then(|| WITHOUT_THEM.into()) }
-                }
-                other => other,
-            }),
+        };
+        let own = load_files(files, &ranks, options)?;
+        Ok((SeriesFiles { name: self.name.clone(), files: own, incomplete: warning.is_some() }, warning))
+    }
+
+    /// Whether these ranks alone have every element of every tensor. That they know every tensor is only likely, where
+    /// all of them know the same.
+    fn covers(&self, folder: &Path, ranks: &BTreeMap<u32, PathBuf>, io: IoMode, options: &ReadOptions) -> bool {
+        let Ok(files) = load_files(&mut Files::new(io), ranks, options) else { return false };
+        let mut own = [SeriesFiles { name: self.name.clone(), files, incomplete: true }];
+        if fsdp_flat::read(folder, &mut own, &|| Ok(None), &options.flat).is_err() {
+            return false;
         }
+        let [SeriesFiles { files: loaded, .. }] = own;
+        let names = |file: &RankFile| {
+            let mut names = HashSet::new();
+            path::tensors(&file.contents.value, &path::Path::default(), &mut |path, _| _ = names.insert(path.clone()));
+            names
+        };
+        let Some((first, others)) = loaded.split_first() else { return false };
+        let known = names(first);
+        others.iter().all(|file| names(file) == known)
+            && merge(&loaded).is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tiling().is_ok()))
     }
 
     /// The files by rank, and the world size in their names.
@@ -334,13 +379,6 @@ pub fn list_missing(all: std::ops::RangeInclusive<u32>, files: &BTreeMap<u32, Pa
     Some(first.join(", ") + &more)
 }
 
-fn load(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, options: &ReadOptions) -> Result<Catalog> {
-    let loaded = load_files(files, ranks, options)?;
-    let mut catalog = merge(&loaded)?;
-    catalog.dropped = torch::dropped(&loaded);
-    Ok(catalog)
-}
-
 fn load_files(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, options: &ReadOptions) -> Result<Vec<RankFile>> {
     let load = |(rank, path): (&u32, &PathBuf)| {
         let file = files.add(path)?;
@@ -348,20 +386,4 @@ fn load_files(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, options: &ReadO
         Ok(RankFile { rank: Some(Rank(*rank)), path: path.clone(), contents })
     };
     ranks.iter().map(load).collect()
-}
-
-/// Whether these ranks alone have every element of every tensor. That they know every tensor is only likely, where
-/// all of them know the same.
-fn covers(ranks: &BTreeMap<u32, PathBuf>, files: &Files, options: &ReadOptions) -> bool {
-    let mut own = Files::new(files.io());
-    let Ok(loaded) = load_files(&mut own, ranks, options) else { return false };
-    let names = |file: &RankFile| {
-        let mut names = HashSet::new();
-        path::tensors(&file.contents.value, &path::Path::default(), &mut |path, _| _ = names.insert(path.clone()));
-        names
-    };
-    let Some((first, others)) = loaded.split_first() else { return false };
-    let known = names(first);
-    others.iter().all(|file| names(file) == known)
-        && merge(&loaded).is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tiling().is_ok()))
 }

@@ -13,10 +13,8 @@
 use std::borrow::Cow;
 
 use crate::catalog::Value;
-use crate::catalog::path::key_text;
-
-/// Components that wrapper modules put into names: FSDP1, `torch.compile` and activation checkpointing.
-const WRAPPERS: [&str; 3] = ["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"];
+use crate::catalog::path::clean_name;
+use crate::catalog::path::{WRAPPERS, key_text};
 
 /// A key of the source.
 #[derive(Clone, Copy, Debug)]
@@ -72,13 +70,6 @@ impl Step<'_> {
 
 pub(super) fn has_wrapper(text: &str) -> bool {
     WRAPPERS.iter().any(|wrapper| text.contains(wrapper))
-}
-
-/// A name of a module, or `model.layers.` with its last dot, without wrappers.
-#[must_use]
-pub fn clean_name(name: &str) -> String {
-    let parts: Vec<&str> = name.split('.').filter(|part| !WRAPPERS.contains(part)).collect();
-    parts.join(".")
 }
 
 /// Add the names that names with wrappers have without them.

@@ -12,7 +12,7 @@ use std::collections::HashMap;
 
 use super::Wrappers;
 use super::steps::{self, KeyRef, Step};
-use crate::catalog::path::{self, is_descended, key_text};
+use crate::catalog::path::{self, clean_name, is_descended, key_text};
 use crate::catalog::{Catalog, Dict, Path, TensorId, Value, model};
 
 #[derive(Debug)]
@@ -322,7 +322,7 @@ impl<'a> Survey<'a> {
 
     /// The name of a module, without wrappers where they are cleaned.
     pub fn clean(&self, module: &str) -> String {
-        if self.clean { steps::clean_name(module) } else { module.to_owned() }
+        if self.clean { clean_name(module) } else { module.to_owned() }
     }
 
     /// `optim.state.` for what is in that optimizer.

@@ -85,14 +85,7 @@ fn refuse_sorted(names: &[String]) -> Result<()> {
 
 /// The error for a model without an order.
 pub fn unordered(why: &str) -> Error {
-    Error::unsupported(
-        format!("the order of parameters in flat parameters is not known: {why}"),
-        format!(
-            "--like CKPT takes it from a torch file of the same model that keeps the order of its state dict; \
-             --flat-layout FILE from the live model:\n{}",
-            fsdp_flat::SNIPPET
-        ),
-    )
+    fsdp_flat::refuse(format!("the order of parameters in flat parameters is not known: {why}"))
 }
 
 /// The modules that patterns mean, in the order of the state dict.

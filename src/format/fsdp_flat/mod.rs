@@ -1,11 +1,20 @@
 //! FSDP1's `LOCAL_STATE_DICT`: a file a rank, with that rank's shard of every flat parameter.
 //!
-//! Source: `torch/distributed/fsdp/_state_dict_utils.py`, `torch/distributed/fsdp/_flat_param.py`.
+//! Source: `torch/distributed/fsdp/_state_dict_utils.py`, `_flat_param.py`, `_optim_utils.py`.
 
+mod check;
 pub mod document;
+mod known;
+mod like;
+mod optimizer;
+mod read;
+mod recover;
+mod snippet;
+mod survey;
+mod totals;
+mod unflatten;
 mod write;
 
+pub use read::{SeriesFiles, Unflattened, read};
+pub use snippet::refuse;
 pub use write::{FlatTarget, merged, reserve};
-
-/// What writes a flat layout from a live model, in few lines, for an error to show; `docs/fsdp1.md` has the whole.
-pub const SNIPPET: &str = "TODO";

@@ -9,7 +9,7 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use super::reader::Contents;
-use super::{Found, View, chunk};
+use super::{Found, Group, View, chunk};
 use crate::catalog::path::{self, Fate, is_descended, key_text};
 use crate::catalog::{
     Catalog, Class, Dict, Fqn, Holding, Key, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes, model,
@@ -344,7 +344,7 @@ impl Merger<'_> {
         let mut entry = TensorEntry::new(fqn, dtype, shape.clone());
         entry.class = Class::ShardedTensor;
         for &part in parts {
-            let Found::Sharded { rank, local, all, .. } = self.found(part) else { continue };
+            let Found::Sharded { group: Group { rank, .. }, local, all, .. } = self.found(part) else { continue };
             let file = &self.files[part.file];
             let bad = |expected: String, found: String| {
                 Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found))

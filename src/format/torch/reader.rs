@@ -25,6 +25,13 @@ pub struct Contents {
 }
 
 impl Contents {
+    /// Add a tensor and give the reference to it.
+    pub fn push(&mut self, found: Found) -> TensorId {
+        let id = TensorId(u32::try_from(self.tensors.len()).expect("fewer than 2^32 tensors"));
+        self.tensors.push(found);
+        id
+    }
+
     /// What was read.
     #[must_use]
     pub fn stretch(&self) -> Stretch {

@@ -31,7 +31,16 @@ pub struct View {
 pub enum Found {
     Plain(View),
     Distributed { local: View, shape: Dims, mesh: Arc<MeshSpec>, placements: Vec<Placement> },
-    Sharded { dtype: Dtype, shape: Dims, rank: u32, local: Vec<(Region, View)>, all: Vec<Region> },
+    Sharded { dtype: Dtype, shape: Dims, group: Group, local: Vec<(Region, View)>, all: Vec<Region> },
+}
+
+/// The process group that a ShardedTensor lay on, as one of its ranks knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// The rank in the job.
+    pub rank: u32,
+    /// Ranks of the group, and of the job.
+    pub sizes: Option<(u32, u32)>,
 }
 
 /// The tensor at a node, if it is one.
@@ -265,8 +274,12 @@ fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<F
     let [shards, metadata, group, ..] = fields.as_slice() else {
         return Err(malformed("whose state is not a tuple of five"));
     };
-    let rank = group.state().and_then(|group| group.get("global_rank")).and_then(Ref::as_u64);
-    let rank = rank.and_then(|rank| u32::try_from(rank).ok()).ok_or_else(|| malformed("without a rank"))?;
+    let number = |name: &str| {
+        let value = group.state().and_then(|group| group.get(name)).and_then(Ref::as_u64);
+        value.and_then(|value| u32::try_from(value).ok())
+    };
+    let rank = number("global_rank").ok_or_else(|| malformed("without a rank"))?;
+    let group = Group { rank, sizes: number("local_world_size").zip(number("global_world_size")) };
     let (mut local, mut all) = (Vec::new(), Vec::new());
     for shard in shards.as_list().ok_or_else(|| malformed("without local shards"))? {
         reader.count_shard()?;
@@ -285,7 +298,7 @@ fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<F
         reader.count_shard()?;
         all.push(shard_region(shard)?);
     }
-    Ok(Found::Sharded { dtype, shape, rank, local, all })
+    Ok(Found::Sharded { dtype, shape, group, local, all })
 }
 
 /// `ShardMetadata(shard_offsets, shard_sizes, placement)`

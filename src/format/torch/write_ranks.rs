@@ -14,7 +14,7 @@ use indexmap::IndexMap;
 use super::Style;
 use super::write::{PREFIX, write_tensor};
 use super::write_dtensor::{DTensor, DTensorWriter, MESH_KEY};
-use super::write_sharded::{Group, Sharded, ShardedWriter, common_dim, sharding_dim};
+use super::write_sharded::{RankGroup, Sharded, ShardedWriter, common_dim, sharding_dim};
 use crate::catalog::{
     Catalog, Chunk, ChunkTable, Fqn, OutputFile, Path, Place, Reservation, Reserved, TensorEntry, TensorId, Value, path,
 };
@@ -89,7 +89,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
             distributed: tensors.values().any(|planned| matches!(planned.layout, RankLayout::Distributed { .. })),
         };
         let dtensors = DTensorWriter { mesh, style, rank, coordinate: &coordinate, known: BTreeSet::new() };
-        let group = shared_dim.map(|dim| Group::new(mesh, dim, &coordinate));
+        let group = shared_dim.map(|dim| RankGroup::new(mesh, dim, &coordinate));
         let pickle = file.pickle(state, dtensors, group).map_err(|error| {
             Error::unsupported(
                 format!("the state dict cannot be pickled: {error}"),
@@ -232,7 +232,7 @@ impl RankFile<'_> {
         &self,
         state: &Value,
         mut dtensors: DTensorWriter<'_>,
-        group: Option<Group>,
+        group: Option<RankGroup>,
     ) -> Result<RankPickle, WriteError> {
         let memo_of = {
             let first = dtensors.first_free_memo();

@@ -3,7 +3,7 @@
 //!
 //! Each lists the boxes of all ranks that share it and has the data of its own. `_sharded_pre_load_state_dict_hook`
 //! does not look at the boxes: it takes the rows of the n-th rank of its process group for the n-th part of
-//! `torch.chunk`. So nothing but such rows is written here, and the ranks of a [`Group`] ascend.
+//! `torch.chunk`. So nothing but such rows is written here, and the ranks of a [`RankGroup`] ascend.
 //!
 //! Properties are a tuple of five: early releases take no sixth field, strides, and 2.15 takes both. Under hybrid
 //! sharding PyTorch's local shard has its rank within the group, the list that of the job; here both are the job's.
@@ -84,7 +84,7 @@ pub fn common_dim<'l>(
     }
     let Some((fqn, dim)) = common else { return Ok(None) };
     for (_, coordinate) in mesh.coordinates().filter(|(_, coordinate)| coordinate[dim.0] == 0) {
-        let group = Group::new(mesh, dim, &coordinate);
+        let group = RankGroup::new(mesh, dim, &coordinate);
         if !group.ranks.is_sorted() {
             let ranks: Vec<String> = group.ranks.iter().map(ToString::to_string).collect();
             return Err(Error::unsupported(
@@ -97,13 +97,13 @@ pub fn common_dim<'l>(
 }
 
 /// The ranks that share ShardedTensors: a process group of the job.
-pub struct Group {
+pub struct RankGroup {
     ranks: Vec<Rank>,
     /// Which of them is written.
     own: usize,
 }
 
-impl Group {
+impl RankGroup {
     /// The ranks along a mesh dim through a coordinate.
     pub fn new(mesh: &DeviceMesh, dim: MeshDim, coordinate: &Dims) -> Self {
         let rank_at = |at| {
@@ -135,7 +135,7 @@ impl Group {
 
 /// Writes the ShardedTensors of one rank.
 pub struct ShardedWriter {
-    group: Group,
+    group: RankGroup,
     /// How many ranks the job has.
     world_size: usize,
     /// The first number of the pickle's memo that is free.
@@ -169,7 +169,7 @@ pub struct Sharded<'a> {
 }
 
 impl ShardedWriter {
-    pub fn new(group: Group, world_size: usize, memo: u32) -> Self {
+    pub fn new(group: RankGroup, world_size: usize, memo: u32) -> Self {
         let known = vec![false; memo::DEVICES + group.ranks.len()];
         Self { group, world_size, memo, known }
     }

@@ -10,7 +10,7 @@ use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Chunk, ChunkTable, Dict, OutputFile, Place, TensorId, Value};
 use crate::error::Result;
 use crate::format::pickle::{WriteError, Writer};
-use crate::format::torch::{Group, PREFIX, Sharded, ShardedWriter, StoredView, write_view};
+use crate::format::torch::{PREFIX, RankGroup, Sharded, ShardedWriter, StoredView, write_view};
 use crate::format::zip::{ArchiveWriter, Frames, Span};
 use crate::layout::flat::FlatContent;
 use crate::layout::{Rank, Region, Tile};
@@ -187,7 +187,7 @@ impl<'a> RankFile<'a> {
     fn sharded_writer(&self) -> ShardedWriter {
         let FlatLayout { world_size, shard_group_size, .. } = *self.plan.layout;
         let own = self.rank.0 % shard_group_size;
-        let group = Group::in_a_row(Rank(self.rank.0 - own), shard_group_size, own);
+        let group = RankGroup::in_a_row(Rank(self.rank.0 - own), shard_group_size, own);
         ShardedWriter::new(group, world_size as usize, 0)
     }
 

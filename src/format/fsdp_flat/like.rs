@@ -1,0 +1,105 @@
+//! What another checkpoint of the same model tells of its parameters: shapes, which of them are one, and, where its
+//! format keeps the order of a state dict, the order of registration.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use indexmap::IndexMap;
+
+use crate::catalog::flat::FlatLayout;
+use crate::catalog::path::clean_name;
+use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, contiguous_strides, model};
+use crate::error::Result;
+use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want};
+use crate::layout::Dims;
+
+/// The model of a checkpoint.
+#[derive(Debug)]
+pub struct Like {
+    pub path: PathBuf,
+    pub format: Format,
+    /// By name, without wrappers, in the order of the checkpoint.
+    pub params: IndexMap<Fqn, LikeParam>,
+}
+
+/// A tensor of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LikeParam {
+    pub shape: Dims,
+    pub order: Order,
+    /// The first name of the same tensor.
+    pub shared_with: Option<Fqn>,
+}
+
+/// The order in which a module keeps the elements of a parameter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Order {
+    RowMajor,
+    Strides(Dims),
+    /// The format keeps only values, and `channels_last` would be another order.
+    Unknown,
+}
+
+impl Like {
+    /// # Errors
+    /// As reading a checkpoint.
+    pub fn open(path: &Path) -> Result<Self> {
+        let options = ReadOptions {
+            want: Want::Model,
+            series: SeriesChoice::Model,
+            flat: FlatKnowledge::default(),
+            ..ReadOptions::default()
+        };
+        let checkpoint = Checkpoint::open(path, &options).map_err(|error| error.within(path))?;
+        Ok(Self {
+            path: path.to_path_buf(),
+            format: checkpoint.format,
+            params: params(&checkpoint.catalog, checkpoint.format),
+        })
+    }
+
+    /// Whether parameters come in the order in which the module registered them.
+    #[must_use]
+    pub fn is_ordered(&self) -> bool {
+        matches!(self.format, Format::Torch | Format::TorchRanks | Format::FsdpFlat)
+    }
+}
+
+fn params(catalog: &Catalog, format: Format) -> IndexMap<Fqn, LikeParam> {
+    let flat = catalog.flat.iter().flat_map(FlatLayout::params);
+    let known: HashMap<&Fqn, Order> =
+        flat.map(|(_, param)| (&param.fqn, param.stride.clone().map_or(Order::RowMajor, Order::Strides))).collect();
+    let mut first: HashMap<TensorId, Fqn> = HashMap::new();
+    let mut found = IndexMap::new();
+    for (name, id) in model::model(&catalog.state).tensors {
+        let name = Fqn::from(clean_name(name.as_str()));
+        let entry = catalog.tensor(id);
+        let order = known.get(&name).cloned().unwrap_or_else(|| order_of(entry, format));
+        let shared_with = first.get(&id).cloned();
+        first.entry(id).or_insert_with(|| name.clone());
+        found.entry(name).or_insert(LikeParam { shape: entry.shape.clone(), order, shared_with });
+    }
+    found
+}
+
+/// The order of a tensor that lies whole in a torch file is that of the module's.
+fn order_of(entry: &TensorEntry, format: Format) -> Order {
+    if matches!(format, Format::Torch | Format::TorchRanks) {
+        let mut chunks = entry.chunks.iter();
+        if let Some(whole) = chunks.find(|chunk| chunk.tile.sizes() == entry.shape) {
+            return match whole.strides.filter(|strides| *strides != contiguous_strides(&entry.shape)) {
+                // What lies with holes was not a parameter when it was saved.
+                Some(strides) if crate::layout::flat::StorageOrder::of_strides(&entry.shape, &strides).is_some() => {
+                    Order::Strides(strides)
+                }
+                Some(_) => Order::Unknown,
+                None => Order::RowMajor,
+            };
+        }
+    }
+    let channels_last = entry.shape.len() >= 4 && {
+        let (channels, spatial) = (entry.shape[1], &entry.shape[2..]);
+        channels > 1 && spatial.iter().any(|size| *size > 1)
+    };
+    if channels_last { Order::Unknown } else { Order::RowMajor }
+}

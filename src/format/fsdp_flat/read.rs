@@ -1,0 +1,142 @@
+//! Rank files that hold flat parameters, as what `SHARDED_STATE_DICT` would have held.
+//!
+//! The files of all ranks are rewritten before they are merged: flat parameters go, and every parameter is there under
+//! its name and in its shape, with the boxes that the rank holds of it. Everything after that knows nothing of flat
+//! parameters.
+//!
+//! What the files do not tell comes from a flat layout, given or found beside them, or from a checkpoint of the same
+//! model; and whatever it comes from is compared with all that the files do tell. Nothing is guessed.
+
+use std::collections::HashSet;
+use std::path::Path;
+
+use super::known::Known;
+use super::survey::{FlatState, survey};
+use super::{check, optimizer, unflatten};
+use crate::catalog::flat::{FlatLayout, FlatUnit};
+use crate::catalog::{self as state, Fqn};
+use crate::error::{Error, Result};
+use crate::format::FlatKnowledge;
+use crate::format::torch::ranks::RankFile;
+
+/// The files of all ranks of one series.
+#[derive(Debug)]
+pub struct SeriesFiles {
+    pub name: String,
+    pub files: Vec<RankFile>,
+    /// Ranks are missing, and it goes on without them.
+    pub incomplete: bool,
+}
+
+/// What was found out on the way.
+#[derive(Debug, Default)]
+pub struct Unflattened {
+    /// Whether there were flat parameters.
+    pub any: bool,
+    /// How the files are laid out, where that is known to the last parameter.
+    pub layout: Option<FlatLayout>,
+    pub warnings: Vec<String>,
+}
+
+/// Put parameters in the place of flat ones in all series of a folder. `model_beside` reads the model series where it is
+/// not among them.
+///
+/// # Errors
+/// `Unsupported` where the layout would be a guess; `Malformed`, `Conflict` where files do not fit it; as reading.
+pub fn read(
+    folder: &Path,
+    series: &mut [SeriesFiles],
+    model_beside: &dyn Fn() -> Result<Option<Vec<RankFile>>>,
+    knowledge: &FlatKnowledge,
+) -> Result<Unflattened> {
+    let mut found = Unflattened::default();
+    let mut states: Vec<(usize, FlatState)> = Vec::new();
+    let mut optimizers: Vec<(usize, state::Path)> = Vec::new();
+    for (index, own) in series.iter().enumerate() {
+        states.extend(survey(&own.files)?.into_iter().map(|state| (index, state)));
+        optimizers.extend(optimizer::find(&own.files).into_iter().map(|path| (index, path)));
+    }
+    let beside: Vec<FlatState> = match (states.is_empty() && !optimizers.is_empty()).then(model_beside).transpose()? {
+        Some(Some(files)) => survey(&files)?,
+        _ => Vec::new(),
+    };
+    let all: Vec<&FlatState> = states.iter().map(|(_, state)| state).chain(&beside).collect();
+    found.any = !all.is_empty();
+    let known = Known::find(folder, knowledge, &all)?;
+    if all.is_empty() {
+        let only_optimizers = (0..series.len()).all(|index| optimizers.iter().any(|(own, _)| *own == index));
+        match &known {
+            // Under NO_SHARD, parameters are whole.
+            Known::Document { layout, .. } if layout.shard_group_size == 1 || only_optimizers => {}
+            // It says how to write.
+            Known::Document { given: true, .. } => return Ok(found),
+            Known::Document { path, .. } => {
+                found.warnings.push(format!("{} holds no flat parameters for {}", folder.display(), path.display()));
+                return Ok(found);
+            }
+            Known::Like(_) | Known::Nothing => return Ok(found),
+        }
+    }
+    let mut layout = known.layout(&all, knowledge.raw)?;
+    let source = known.describe();
+    check_counts(folder, series, &layout, &source)?;
+    for state in &all {
+        check::check(state, &layout, &source)?;
+    }
+    for (index, state) in &states {
+        unflatten::unflatten(&mut series[*index].files, state, &layout);
+    }
+    let default = default_order(all.first().copied(), &layout);
+    for (index, at) in &optimizers {
+        let files = &mut series[*index].files;
+        match optimizer::unflatten(files, at, &layout, default.as_deref()) {
+            Ok(names) => layout.optimizer = Some(names),
+            Err(Error::Unsupported { what, .. }) if knowledge.raw => {
+                optimizer::drop_state(files, at);
+                found.warnings.push(format!("{what}: its state is left out"));
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    match known {
+        Known::Nothing => found.warnings.push(format!("{}: {}", folder.display(), raw_warning(&layout))),
+        Known::Document { .. } | Known::Like(_) => found.layout = Some(layout),
+    }
+    Ok(found)
+}
+
+fn raw_warning(layout: &FlatLayout) -> &'static str {
+    if layout.use_orig_params {
+        "the shapes of parameters are not known, so they are shown with 1 dim; --flat-layout FILE or --like CKPT tells"
+    } else {
+        "what flat parameters hold is not known, so they are shown whole; --flat-layout FILE or --like CKPT tells"
+    }
+}
+
+/// Every rank has a file, or those that have none are known to be missing.
+fn check_counts(folder: &Path, series: &[SeriesFiles], layout: &FlatLayout, source: &str) -> Result<()> {
+    let expected = layout.world_size;
+    match series.iter().find(|own| !own.incomplete && own.files.len() as u64 != u64::from(expected)) {
+        None => Ok(()),
+        Some(own) => {
+            let at = format!("series `{}`", own.name);
+            let found = own.files.len().to_string();
+            Err(Error::malformed(
+                folder,
+                at,
+                format!("the files of {expected} ranks, the world_size of {source}"),
+                found,
+            ))
+        }
+    }
+}
+
+/// What an optimizer of one parameter group updates: all that there is, in the order of the state dict.
+fn default_order(state: Option<&FlatState>, layout: &FlatLayout) -> Option<Vec<Fqn>> {
+    if !layout.use_orig_params {
+        return Some(layout.units.iter().map(FlatUnit::key).collect());
+    }
+    let shared: HashSet<&Fqn> = layout.units.iter().flat_map(|unit| &unit.shared).map(|shared| &shared.fqn).collect();
+    let names = state?.parameters().into_iter().filter(|name| !shared.contains(*name));
+    Some(names.cloned().collect())
+}
