@@ -139,6 +139,32 @@ fn optimizers_know_parameters_or_units_by_numbers() {
     assert_eq!(groups(&tree), "[{'lr': 1, 'params': [0, 1]}, {'lr': 0, 'params': [2, 3]}]");
 }
 
+/// As torchtitan saves it: options of single parameters.
+#[test]
+fn names_may_be_keys_where_the_groups_are_known() {
+    let mut source = Source::sound();
+    let named = |source: &Source, layout: &FlatLayout| source.tree(layout);
+    let optimizer = Some(vec![["emb", "blk.w", "blk.b", "norm"].map(Fqn::from).to_vec()]);
+    let with_groups = FlatLayout { optimizer, ..layout(true) };
+    let expected = [named(&source, &layout(false)), named(&source, &with_groups)];
+    let mut flattened = Vec::new();
+    for (fqn, state) in &source.states {
+        let state = state.as_dict().unwrap().entries.iter();
+        flattened.extend(state.map(|(key, value)| (format!("state.{fqn}.{}", key.as_str().unwrap()), value.clone())));
+        flattened.push((format!("param_groups.{fqn}.lr"), Value::Int(0)));
+    }
+    let mut plan = |layout: &FlatLayout| {
+        let state = dict([("model", dict(source.model.clone())), ("optim", dict(flattened.clone()))]);
+        source.catalog.state = state.clone();
+        let model = key("model");
+        let planned = Planned::new(&source.catalog, &state, layout, Some(&model));
+        planned.map(|planned| planned.tree).map_err(|error| error.to_string())
+    };
+    assert_eq!([plan(&layout(false)).unwrap(), plan(&with_groups).unwrap()], expected);
+    let error = plan(&layout(true)).unwrap_err();
+    assert!(error.starts_with("optim: optimizer state saved with flatten_optimizer_state_dict does not"), "{error}");
+}
+
 /// As `optimizer.state_dict()` of FSDP2 has it in rank files.
 #[test]
 fn numbers_of_the_source_stand_for_parameters() {
@@ -252,12 +278,6 @@ fn what_cannot_be_flattened_is_told() {
     for (change, expected) in views {
         assert_eq!(told(change, true), expected);
     }
-    // Without dims for groups.
-    let flattened = dict([("state.emb.step", Value::Int(1)), ("param_groups.emb.lr", Value::Int(1))]);
-    let state = dict([("optim", flattened)]);
-    let target = FlatTarget { layout: &layout(true), model: None, name: &|_| PathBuf::from("x") };
-    let error = reserve(&Catalog::empty(), &state, target).unwrap_err().to_string();
-    assert!(error.starts_with("optim: optimizer state saved with flatten_optimizer_state_dict"), "{error}");
 }
 
 #[test]
