@@ -259,9 +259,36 @@ fn units_of_like(state: &FlatState, group: u32, like: &Like) -> Result<Vec<FlatU
             param.stride = stride_of(like, &param.fqn, &like.params[&param.fqn])?;
         }
         let total = dtype_and_total(state, &unit.module).map_or(0, |(_, total)| total);
+        tie_copies(unit, like, total)?;
         let source = like.path.display().to_string();
         let misfit = Misfit { file: &state.ranks[0].at, source: &source };
         totals::check(misfit, unit, None, u64::from(group), total)?;
     }
     Ok(units)
+}
+
+/// Where a unit is too long by one weight, and there is one that the other checkpoint has twice, that is tied.
+fn tie_copies(unit: &mut FlatUnit, like: &Like, total: u64) -> Result<()> {
+    let sum = unit.params.iter().try_fold(0_u64, |sum, param| sum.checked_add(param.numel()));
+    let Some(extra) = sum.and_then(|sum| sum.checked_sub(total)).filter(|extra| *extra > 0) else { return Ok(()) };
+    const MAX_CANDIDATES: usize = 32;
+    let mut copies: Vec<(usize, usize)> = Vec::new();
+    // Vectors are equal by themselves: new norms are all ones.
+    let candidates: Vec<usize> = (0..unit.params.len())
+        .filter(|index| unit.params[*index].numel() == extra && unit.params[*index].shape.len() > 1)
+        .take(MAX_CANDIDATES)
+        .collect();
+    for (at, &second) in candidates.iter().enumerate() {
+        for &first in &candidates[..at] {
+            if like.are_copies(&unit.params[first].fqn, &unit.params[second].fqn)? {
+                copies.push((first, second));
+            }
+        }
+    }
+    if let [(first, second)] = copies.as_slice() {
+        let with = unit.params[*first].fqn.clone();
+        let FlatParam { fqn, .. } = unit.params.remove(*second);
+        unit.shared.push(Shared { fqn, with });
+    }
+    Ok(())
 }
