@@ -292,3 +292,54 @@ fn tie_copies(unit: &mut FlatUnit, like: &Like, total: u64) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::survey::tests::state_of_views;
+    use super::*;
+
+    fn shown(layout: &FlatLayout) -> Vec<String> {
+        let unit = |unit: &FlatUnit| {
+            let params = unit.params.iter().map(|param| format!("{} {}", param.fqn, param.numel()));
+            let shared = unit.shared.iter().map(|shared| format!("{}={}", shared.fqn, shared.with));
+            let all: Vec<String> = params.chain(shared).collect();
+            format!("{} align {}: {}", unit.module, unit.align_numel().unwrap(), all.join(", "))
+        };
+        layout.units.iter().map(unit).collect()
+    }
+
+    /// What PyTorch made of Embedding(5, 3) tied with a head and Linear(3, 5) on two ranks.
+    #[test]
+    fn views_tell_order_numels_ties_and_alignment() {
+        let of_rank_0 = [("", "emb", 0..15), ("", "weight", 16..19), ("", "head", 0..15)];
+        let of_rank_1 = [("", "weight", 19..31), ("", "bias", 32..37)];
+        let ranks: [(u32, &[_]); 2] = [(0, &of_rank_0), (1, &of_rank_1)];
+        let layout = recover(&state_of_views(38, (2, 2), &ranks), Shapes::Raw).unwrap();
+        assert_eq!(shown(&layout), [" align 4: emb 15, weight 15, bias 5, head=emb"]);
+        // Replicas of both shards; then without one, and without both holders of another.
+        let ranks: [(u32, &[_]); 4] = [(0, &of_rank_0), (1, &of_rank_1), (2, &of_rank_0), (3, &of_rank_1)];
+        let hybrid = recover(&state_of_views(38, (2, 4), &ranks), Shapes::Raw).unwrap();
+        assert_eq!((hybrid.units == layout.units, hybrid.shard_group_size, hybrid.world_size), (true, 2, 4));
+        assert!(recover(&state_of_views(38, (2, 4), &ranks[..3]), Shapes::Raw).is_ok());
+        let error = recover(&state_of_views(38, (2, 2), &ranks[1..2]), Shapes::Raw).unwrap_err().to_string();
+        assert!(error.contains("expected parameters that follow each other, padded to 16 bytes"), "{error}");
+    }
+
+    #[test]
+    fn views_that_cannot_be_are_refused() {
+        let with = |second: Range<u64>| {
+            let ranks: [(u32, &[_]); 2] = [(0, &[("", "w", 0..8)]), (1, &[("", "w", second)])];
+            recover(&state_of_views(16, (2, 2), &ranks), Shapes::Raw)
+        };
+        assert!(with(8..16).is_ok());
+        for second in [9..16, 7..16, 8..20] {
+            assert!(with(second.clone()).is_err(), "{second:?}");
+        }
+        let mixed: [(u32, &[_]); 1] = [(0, &[("", "a", 0..3), ("", "b", 8..11)])];
+        let layout = recover(&state_of_views(11, (1, 1), &mixed), Shapes::Raw).unwrap();
+        assert_eq!(layout.units[0].align_numel, Some(8));
+        for sizes in [(0, 2), (2, 3), (3, 2)] {
+            assert!(recover(&state_of_views(11, sizes, &mixed), Shapes::Raw).is_err(), "{sizes:?}");
+        }
+    }
+}
