@@ -127,14 +127,20 @@ fn with_an_ordered_model_like_it_flat_parameters_are_the_truth() {
 
 /// A full state dict has a copy of a tied weight under each of its names.
 #[test]
-fn tied_weights_that_are_counted_twice_are_named() {
-    let error = Copy::new("flat2", "flat").opened(Some(&fixture("flat2/full/model.pt"))).unwrap_err().to_string();
-    assert!(
-        error.contains("the root unit: the flat layout differs between")
-            && error.contains("expected a flat parameter of 402"),
-        "{error}"
-    );
-    assert!(error.contains("as if emb.weight and head.weight were tied, and one"), "{error}");
+fn tied_weights_of_a_full_state_dict_are_found() {
+    let full = fixture("flat2/full/model.pt");
+    for case in ["flat2", "flat4", "flat_hybrid"] {
+        let copy = Copy::new(case, "flat");
+        let checkpoint = copy.opened(Some(&full)).unwrap();
+        assert_same(&tensors_of(&checkpoint), &copy.expected(), case);
+        assert_eq!(checkpoint.catalog.flat, Some(layout_of(&copy.layout)), "{case}");
+        let warnings = &checkpoint.catalog.warnings;
+        assert!(warnings.len() == 1 && warnings[0].contains("head.weight is taken to be tied to emb.weight"));
+    }
+    let (src, out) = (Copy::new("flat3", "flat"), Copy::new("flat3", "flat"));
+    let options = format!("--like {}", full.display());
+    succeed("consolidate", &[&src.path(), &out.at("model")], &options);
+    assert_same(&read_safetensors(&out.at("model")), &src.model(), "--like");
 }
 
 /// Loaders and other wrappings rely on it: parameters in the order of `named_parameters()`, buffers behind those of

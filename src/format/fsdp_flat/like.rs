@@ -10,7 +10,7 @@ use crate::catalog::flat::FlatLayout;
 use crate::catalog::path::clean_name;
 use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, contiguous_strides, model};
 use crate::error::Result;
-use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want};
+use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
 use crate::layout::Dims;
 
 /// The model of a checkpoint.
@@ -20,11 +20,13 @@ pub struct Like {
     pub format: Format,
     /// By name, without wrappers, in the order of the checkpoint.
     pub params: IndexMap<Fqn, LikeParam>,
+    checkpoint: Checkpoint,
 }
 
 /// A tensor of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LikeParam {
+    id: TensorId,
     pub shape: Dims,
     pub order: Order,
     /// The first name of the same tensor.
@@ -55,7 +57,41 @@ impl Like {
             path: path.to_path_buf(),
             format: checkpoint.format,
             params: params(&checkpoint.catalog, checkpoint.format),
+            checkpoint,
         })
+    }
+
+    /// Whether two tensors that lie whole in files have the same bytes: tied weights of a full state dict are copies.
+    ///
+    /// # Errors
+    /// As reading.
+    pub fn are_copies(&self, left: &Fqn, right: &Fqn) -> Result<bool> {
+        const STRIP_BYTES: u64 = 1 << 20;
+        let Checkpoint { files, catalog, .. } = &self.checkpoint;
+        let whole = |name: &Fqn| {
+            let entry = catalog.tensor(self.params.get(name)?.id);
+            let chunk = (0..entry.chunks.len()).find(|chunk| entry.chunks.tile(*chunk).sizes() == entry.shape)?;
+            Some((entry, u32::try_from(chunk).ok()?))
+        };
+        let (Some((left, left_chunk)), Some((right, right_chunk))) = (whole(left), whole(right)) else {
+            return Ok(false);
+        };
+        if left.dtype != right.dtype || left.shape != right.shape {
+            return Ok(false);
+        }
+        let (one, other) = (resolve(files, left, left_chunk)?, resolve(files, right, right_chunk)?);
+        let contiguous = contiguous_strides(&left.shape);
+        if one.strides != contiguous || other.strides != contiguous {
+            return Ok(false);
+        }
+        let len = left.len_bytes();
+        for at in (0..len).step_by(usize::try_from(STRIP_BYTES).expect("a small number")) {
+            let strip = STRIP_BYTES.min(len - at);
+            if files.read(one.file, one.offset + at, strip)? != files.read(other.file, other.offset + at, strip)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Whether parameters come in the order in which the module registered them.
@@ -77,7 +113,7 @@ fn params(catalog: &Catalog, format: Format) -> IndexMap<Fqn, LikeParam> {
         let order = known.get(&name).cloned().unwrap_or_else(|| order_of(entry, format));
         let shared_with = first.get(&id).cloned();
         first.entry(id).or_insert_with(|| name.clone());
-        found.entry(name).or_insert(LikeParam { shape: entry.shape.clone(), order, shared_with });
+        found.entry(name).or_insert(LikeParam { id, shape: entry.shape.clone(), order, shared_with });
     }
     found
 }

@@ -11,9 +11,10 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use super::known::Known;
+use super::like::Like;
 use super::survey::{FlatState, survey};
 use super::{check, optimizer, unflatten};
-use crate::catalog::flat::{FlatLayout, FlatUnit};
+use crate::catalog::flat::{FlatLayout, FlatUnit, Shared};
 use crate::catalog::{self as state, Fqn};
 use crate::error::{Error, Result};
 use crate::format::FlatKnowledge;
@@ -100,9 +101,24 @@ pub fn read(
     }
     match known {
         Known::Nothing => found.warnings.push(format!("{}: {}", folder.display(), raw_warning(&layout))),
-        Known::Document { .. } | Known::Like(_) => found.layout = Some(layout),
+        Known::Like(like) => {
+            found.warnings.extend(assumed_ties(&like, &layout));
+            found.layout = Some(layout);
+        }
+        Known::Document { .. } => found.layout = Some(layout),
     }
     Ok(found)
+}
+
+/// What was concluded from totals and equal values.
+fn assumed_ties(like: &Like, layout: &FlatLayout) -> Vec<String> {
+    let all = layout.units.iter().flat_map(|unit| &unit.shared).filter(|_| !layout.use_orig_params);
+    let copies = all.filter(|shared| like.params.get(&shared.fqn).is_some_and(|param| param.shared_with.is_none()));
+    let told = copies.map(|Shared { fqn, with }| {
+        let like = like.path.display();
+        format!("{fqn} is taken to be tied to {with}: {like} has the same values, and the files have room for one")
+    });
+    told.collect()
 }
 
 fn raw_warning(layout: &FlatLayout) -> &'static str {

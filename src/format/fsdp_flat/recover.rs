@@ -259,9 +259,87 @@ fn units_of_like(state: &FlatState, group: u32, like: &Like) -> Result<Vec<FlatU
             param.stride = stride_of(like, &param.fqn, &like.params[&param.fqn])?;
         }
         let total = dtype_and_total(state, &unit.module).map_or(0, |(_, total)| total);
+        tie_copies(unit, like, total)?;
         let source = like.path.display().to_string();
         let misfit = Misfit { file: &state.ranks[0].at, source: &source };
         totals::check(misfit, unit, None, u64::from(group), total)?;
     }
     Ok(units)
+}
+
+/// Where a unit is too long by one weight, and there is one that the other checkpoint has twice, that is tied.
+fn tie_copies(unit: &mut FlatUnit, like: &Like, total: u64) -> Result<()> {
+    let sum = unit.params.iter().try_fold(0_u64, |sum, param| sum.checked_add(param.numel()));
+    let Some(extra) = sum.and_then(|sum| sum.checked_sub(total)).filter(|extra| *extra > 0) else { return Ok(()) };
+    const MAX_CANDIDATES: usize = 32;
+    let mut copies: Vec<(usize, usize)> = Vec::new();
+    // Vectors are equal by themselves: new norms are all ones.
+    let candidates: Vec<usize> = (0..unit.params.len())
+        .filter(|index| unit.params[*index].numel() == extra && unit.params[*index].shape.len() > 1)
+        .take(MAX_CANDIDATES)
+        .collect();
+    for (at, &second) in candidates.iter().enumerate() {
+        for &first in &candidates[..at] {
+            if like.are_copies(&unit.params[first].fqn, &unit.params[second].fqn)? {
+                copies.push((first, second));
+            }
+        }
+    }
+    if let [(first, second)] = copies.as_slice() {
+        let with = unit.params[*first].fqn.clone();
+        let FlatParam { fqn, .. } = unit.params.remove(*second);
+        unit.shared.push(Shared { fqn, with });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::survey::tests::state_of_views;
+    use super::*;
+
+    fn shown(layout: &FlatLayout) -> Vec<String> {
+        let unit = |unit: &FlatUnit| {
+            let params = unit.params.iter().map(|param| format!("{} {}", param.fqn, param.numel()));
+            let shared = unit.shared.iter().map(|shared| format!("{}={}", shared.fqn, shared.with));
+            let all: Vec<String> = params.chain(shared).collect();
+            format!("{} align {}: {}", unit.module, unit.align_numel().unwrap(), all.join(", "))
+        };
+        layout.units.iter().map(unit).collect()
+    }
+
+    /// What PyTorch made of Embedding(5, 3) tied with a head and Linear(3, 5) on two ranks.
+    #[test]
+    fn views_tell_order_numels_ties_and_alignment() {
+        let of_rank_0 = [("", "emb", 0..15), ("", "weight", 16..19), ("", "head", 0..15)];
+        let of_rank_1 = [("", "weight", 19..31), ("", "bias", 32..37)];
+        let ranks: [(u32, &[_]); 2] = [(0, &of_rank_0), (1, &of_rank_1)];
+        let layout = recover(&state_of_views(38, (2, 2), &ranks), Shapes::Raw).unwrap();
+        assert_eq!(shown(&layout), [" align 4: emb 15, weight 15, bias 5, head=emb"]);
+        // Replicas of both shards; then without one, and without both holders of another.
+        let ranks: [(u32, &[_]); 4] = [(0, &of_rank_0), (1, &of_rank_1), (2, &of_rank_0), (3, &of_rank_1)];
+        let hybrid = recover(&state_of_views(38, (2, 4), &ranks), Shapes::Raw).unwrap();
+        assert_eq!((hybrid.units == layout.units, hybrid.shard_group_size, hybrid.world_size), (true, 2, 4));
+        assert!(recover(&state_of_views(38, (2, 4), &ranks[..3]), Shapes::Raw).is_ok());
+        let error = recover(&state_of_views(38, (2, 2), &ranks[1..2]), Shapes::Raw).unwrap_err().to_string();
+        assert!(error.contains("expected parameters that follow each other, padded to 16 bytes"), "{error}");
+    }
+
+    #[test]
+    fn views_that_cannot_be_are_refused() {
+        let with = |second: Range<u64>| {
+            let ranks: [(u32, &[_]); 2] = [(0, &[("", "w", 0..8)]), (1, &[("", "w", second)])];
+            recover(&state_of_views(16, (2, 2), &ranks), Shapes::Raw)
+        };
+        assert!(with(8..16).is_ok());
+        for second in [9..16, 7..16, 8..20] {
+            assert!(with(second.clone()).is_err(), "{second:?}");
+        }
+        let mixed: [(u32, &[_]); 1] = [(0, &[("", "a", 0..3), ("", "b", 8..11)])];
+        let layout = recover(&state_of_views(11, (1, 1), &mixed), Shapes::Raw).unwrap();
+        assert_eq!(layout.units[0].align_numel, Some(8));
+        for sizes in [(0, 2), (2, 3), (3, 2)] {
+            assert!(recover(&state_of_views(11, sizes, &mixed), Shapes::Raw).is_err(), "{sizes:?}");
+        }
+    }
 }

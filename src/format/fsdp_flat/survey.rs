@@ -297,3 +297,61 @@ fn flat_part(file: &RankFile, name: &str, found: &Found) -> Result<FlatPart> {
     let listed = all.iter().filter(|region| region.numel() > 0).cloned().collect();
     Ok(FlatPart { key: Fqn::from(name), dtype: *dtype, total: *total, stretch, sizes: group.sizes, listed })
 }
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+
+    /// A rank, and of what it holds the module, the name and where it lies.
+    pub type Views<'a> = (u32, &'a [(&'a str, &'a str, Range<u64>)]);
+
+    /// A state dict with views.
+    pub fn state_of_views(total: u64, sizes: (u32, u32), ranks: &[Views<'_>]) -> FlatState {
+        let rank_state = |(rank, views): &Views<'_>| {
+            let (mut flats, mut beside) = (IndexMap::new(), IndexMap::new());
+            for (module, name, range) in *views {
+                let part = FlatPart {
+                    key: format!("{module}.{FLAT_PARAM}").into(),
+                    dtype: Dtype::F32,
+                    total,
+                    stretch: None,
+                    sizes: Some(sizes),
+                    listed: Vec::new(),
+                };
+                flats.entry(Box::from(*module)).or_insert(part);
+                beside.insert(Fqn::from(*name), Beside::View { module: (*module).into(), range: range.clone() });
+            }
+            RankState { file: *rank as usize, rank: *rank, at: format!("rank_{rank}.pt").into(), flats, beside }
+        };
+        FlatState { path: Path::default(), ranks: ranks.iter().map(rank_state).collect(), registered: None }
+    }
+
+    #[test]
+    fn keys_of_flat_parameters() {
+        for (key, module) in [
+            ("_flat_param", Some("")),
+            ("layers.0._flat_param", Some("layers.0")),
+            ("_fsdp_wrapped_module.layers.0._checkpoint_wrapped_module._flat_param", Some("layers.0")),
+            ("my_flat_param", None),
+            ("_flat_param.x", None),
+            ("", None),
+        ] {
+            assert_eq!(flat_module(key).as_deref(), module, "{key}");
+        }
+    }
+
+    #[test]
+    fn units_come_before_those_within_them() {
+        let inner_first =
+            [("a.b.c", "x", 0..1), ("a.b", "x", 0..1), ("a.b2", "x", 0..1), ("", "x", 0..1), ("z", "x", 0..1)];
+        let state = state_of_views(1, (1, 1), &[(0, &inner_first)]);
+        assert_eq!(state.modules(), ["", "a.b", "a.b.c", "a.b2", "z"]);
+        let rootless = [("b.x", "x", 0..1), ("a", "x", 0..1), ("b", "x", 0..1)];
+        assert_eq!(state_of_views(1, (1, 1), &[(0, &rootless)]).modules(), ["a", "b", "b.x"]);
+        let units = HashSet::from(["", "a.b"]);
+        assert_eq!(
+            (unit_of("a.b.c.d", &units), unit_of("a.bc", &units), unit_of("x", &HashSet::new())),
+            (Some("a.b"), Some(""), None)
+        );
+    }
+}

@@ -82,3 +82,45 @@ fn ties(unit: &FlatUnit, expected: u64, found: u64) -> Option<String> {
         unit.shared.iter().find(|shared| own(shared.with.clone()).is_some_and(|with| with.numel() == missing))?;
     Some(format!("as if {} and {} were not tied", shared.with, shared.fqn))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::catalog::Dtype;
+    use crate::catalog::flat::Shared;
+
+    fn told(unit: &FlatUnit, align: Option<u64>, found: u64) -> Option<String> {
+        let misfit = Misfit { file: Path::new("rank_0.pt"), source: "flat_layout.json" };
+        check(misfit, unit, align, 2, found).err().map(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_likely_cause_of_another_total_is_told() {
+        let param = |fqn: &str, shape: &[u64]| FlatParam { fqn: fqn.into(), shape: shape.into(), stride: None };
+        let params = vec![param("emb", &[5, 3]), param("bias", &[5]), param("head", &[5, 3])];
+        let shared = vec![Shared { fqn: "tail".into(), with: "emb".into() }];
+        let unit = FlatUnit { module: "".into(), dtype: Some(Dtype::F32), align_numel: None, params, shared };
+        assert_eq!(told(&unit, None, 35), None);
+        // 15, 1 of padding, 5, 3 of padding, 15, 1 of padding for 2 shards.
+        assert_eq!(told(&unit, Some(4), 40), None);
+        let cases = [
+            (
+                None,
+                40,
+                "expected a flat parameter of 35 elements for its 3 parameters, found 40: the total with padding",
+            ),
+            (None, 40, "to align_numel 4, as it is where use_orig_params is true"),
+            (Some(4), 35, "found 35: the total without padding, as it is where use_orig_params is false"),
+            (Some(4), 48, "align_numel 16, as mixed precision may have it"),
+            (None, 20, "found 20: as if emb and head were tied, and one"),
+            (None, 34, "found 34: other units"),
+            (None, 50, "found 50: as if emb and tail were not tied"),
+        ];
+        for (align, found, expected) in cases {
+            let told = told(&unit, align, found).unwrap();
+            assert!(told.contains(expected), "{told}");
+        }
+        let huge = FlatUnit { params: vec![param("a", &[u64::MAX]), param("b", &[2])], ..unit };
+        assert!(told(&huge, None, 1).is_some());
+    }
+}

@@ -122,3 +122,67 @@ fn replaced(key: Value, value: Value, layout: &FlatLayout, ids: &HashMap<&Fqn, T
         None => vec![(key, value)],
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn unravel(mut element: u64, sizes: &[u64]) -> Vec<u64> {
+        let mut at = vec![0; sizes.len()];
+        for (at, size) in at.iter_mut().zip(sizes).rev() {
+            (*at, element) = (element % size, element / size);
+        }
+        at
+    }
+
+    /// Elements of a flat parameter at their places in the parameters, from the views that are made of its shards.
+    #[test]
+    fn every_element_is_where_it_was() {
+        let param = |fqn: &str, shape: &[u64], stride: Option<&[u64]>| FlatParam {
+            fqn: fqn.into(),
+            shape: shape.into(),
+            stride: stride.map(Into::into),
+        };
+        let params = vec![
+            param("scalar", &[], None),
+            param("matrix", &[3, 5], None),
+            param("empty", &[0, 4], None),
+            param("image", &[2, 3, 2, 2], Some(&[12, 1, 6, 3])),
+        ];
+        let unit = FlatUnit { module: "".into(), dtype: None, align_numel: None, params, shared: Vec::new() };
+        let numels: Vec<u64> = unit.params.iter().map(FlatParam::numel).collect();
+        for (shards, align) in (1..6).flat_map(|shards| [(shards, None), (shards, Some(4))]) {
+            let flat = FlatParameter::new(&numels, align, shards).unwrap();
+            let mut seen = 0;
+            for shard in 0..shards {
+                let group = Group { rank: 0, sizes: None };
+                let held = Held { unit: &unit, flat: &flat, shard, group };
+                let range = flat.shard(shard);
+                // Storages begin somewhere, and elements may be apart.
+                let (base, apart) = (7, 3);
+                let sizes = [range.end - range.start].as_slice().into();
+                let strides = [apart].as_slice().into();
+                let view = View { dtype: Dtype::F32, key: "0".into(), storage_bytes: 0, offset: base, sizes, strides };
+                for (index, found) in held.parameters(Dtype::F32, Some(&view)).into_iter().enumerate() {
+                    let Found::Sharded { local, shape, .. } = found else { panic!("a ShardedTensor") };
+                    assert!(local.len() < 2 * shape.len().max(1));
+                    let strides = unit.params[index].stride.clone();
+                    let strides = strides.unwrap_or_else(|| crate::catalog::contiguous_strides(&shape));
+                    let step = if range.end - range.start > 1 { apart } else { 1 };
+                    for (region, view) in local {
+                        for element in 0..region.numel() {
+                            let within = unravel(element, &region.sizes);
+                            let at: u64 = within.iter().zip(&view.strides).map(|(at, stride)| at * stride).sum();
+                            let whole = within.iter().zip(&region.offsets).map(|(at, offset)| at + offset);
+                            let lies: u64 = whole.zip(&strides).map(|(at, stride)| at * stride).sum();
+                            let expected = flat.params()[index].start + lies - range.start;
+                            assert_eq!(view.offset + at, base + expected * step);
+                            seen += 1;
+                        }
+                    }
+                }
+            }
+            assert_eq!(seen, numels.iter().sum::<u64>());
+        }
+    }
+}
