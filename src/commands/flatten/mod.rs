@@ -10,8 +10,8 @@ use super::Status;
 use super::conflicts::Ranks;
 use super::consolidate::check_tied;
 use super::convert::{Conversion, convert, target_format};
+use super::parts::{carry_along, check_room, parts};
 use super::printer::Printer;
-use super::reshard::{carry_along, parts};
 use super::run::Run;
 use super::source::{Defaults, Source};
 use crate::catalog::flat::FlatLayout;
@@ -53,6 +53,7 @@ pub fn perform(wish: &Wish, args: &ConvertArgs, source: &mut Source, run: &Run<'
     source.settle(args.checks, Ranks::Apart, run)?;
     let (layout, mut notes) = wish.layout(source)?;
     notes.extend(source.settled.notes(Some(layout.world_size)));
+    check_room(u64::from(layout.world_size), source.tensors().len(), 0, args.source.max_memory.0)?;
     let mut reservation = reserve(source, &layout, run)?;
     let carried = carry_along(source, Format::FsdpFlat, layout.world_size, &mut reservation)?;
     let conversion = Conversion {

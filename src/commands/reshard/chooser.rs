@@ -93,6 +93,14 @@ struct Shared {
     slice: Option<Vec<MeshDim>>,
 }
 
+/// How a checkpoint to be laid out like has a tensor.
+enum AsLike {
+    /// It does not have it: rules and the fallback say it.
+    Unsaid,
+    Plain,
+    Shared(Shared),
+}
+
 impl<'a> Chooser<'a> {
     pub fn new(catalog: &'a Catalog, layout: &'a TargetLayout, wrappers: Wrappers, class: Option<Class>) -> Self {
         let found = model::model(&catalog.state);
@@ -197,10 +205,12 @@ impl<'a> Chooser<'a> {
             chosen => chosen?,
         };
         self.names.push(path.to_string());
-        if chosen.rule.is_none()
-            && let Some(layout) = self.as_like(path, entry, owner.as_ref())?
-        {
-            return Ok(layout);
+        if chosen.rule.is_none() {
+            match self.as_like(path, entry, owner.as_ref())? {
+                AsLike::Unsaid => {}
+                AsLike::Plain => return Ok(None),
+                AsLike::Shared(shared) => return Ok(Some(shared)),
+            }
         }
         if chosen.rule.is_none() {
             let shared = entry.class != Class::Tensor || sharding.is_some();
@@ -222,28 +232,28 @@ impl<'a> Chooser<'a> {
         Ok(Some(Shared { placements: chosen.placements, slice }))
     }
 
-    /// How --like has it; `None` where the fallback is to say it.
-    fn as_like(&mut self, path: &Path, entry: &TensorEntry, owner: Option<&Owner>) -> Result<Option<Option<Shared>>> {
+    /// How --like has it.
+    fn as_like(&mut self, path: &Path, entry: &TensorEntry, owner: Option<&Owner>) -> Result<AsLike> {
         let in_model = Some(self.in_model(path)).filter(|name| self.parameters.contains_key(name));
-        let Some(like) = &mut self.like else { return Ok(None) };
+        let Some(like) = &mut self.like else { return Ok(AsLike::Unsaid) };
         let parameter = owner.and_then(|owner| owner.name.as_ref());
         let Some(found) = like.find(path, in_model.as_ref(), parameter, entry)? else {
             // State of another shape than its parameter has nothing to follow.
             let parameter = owner.and_then(|owner| owner.id).map(|id| self.catalog.tensor(id));
             if parameter.is_some_and(|known| known.shape != entry.shape) || is_whole_anyway(path, entry) {
-                return Ok(Some(None));
+                return Ok(AsLike::Plain);
             }
             if matches!(self.layout.fallback, Fallback::Source) {
                 like.miss(path, in_model.as_ref());
-                return Ok(Some(None));
+                return Ok(AsLike::Plain);
             }
-            return Ok(None);
+            return Ok(AsLike::Unsaid);
         };
-        let (catalog, Some(sharding)) = (like.catalog, &found.sharding) else { return Ok(Some(None)) };
+        let (catalog, Some(sharding)) = (like.catalog, &found.sharding) else { return Ok(AsLike::Plain) };
         let source = SourceLayout { mesh: catalog.mesh(sharding), placements: &sharding.placements };
         let placements = self.layout.as_in(source);
         let slice = self.slice(catalog, sharding, &placements);
-        Ok(Some(Some(Shared { placements, slice })))
+        Ok(AsLike::Shared(Shared { placements, slice }))
     }
 
     /// A tensor on a slice of its mesh (norms under FSDP over TP) stays on the dims of the same names, where it is

@@ -6,7 +6,8 @@
 use std::path::PathBuf;
 
 use super::super::flatten;
-use super::super::reshard::{own_mesh, parts, style};
+use super::super::parts::parts;
+use super::super::reshard::{own_mesh, style};
 use super::super::run::Run;
 use super::super::source::Source;
 use crate::catalog::flat::FlatLayout;
