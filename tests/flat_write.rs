@@ -8,7 +8,7 @@ use dtshard::catalog::flat::FlatLayout;
 use dtshard::catalog::{Dict, DictKind, Fqn, Path, TensorId, Value};
 use dtshard::catalog::{Key, Reservation};
 use dtshard::exec::{Input, Options, Silent, Stop, copy};
-use dtshard::format::fsdp_flat::{self, FlatTarget, document};
+use dtshard::format::fsdp_flat::{FlatTarget, document, reserve};
 use dtshard::format::pickle::Unknown;
 use dtshard::format::torch::reader::{self, Contents};
 use dtshard::format::torch::{Found, View};
@@ -244,23 +244,6 @@ fn key(name: &str) -> Path {
     Path(vec![Key::Name(name.into())])
 }
 
-/// Where files go: a folder that stays, where one is named.
-fn destination(case: &str, sub: &str) -> (Option<tempfile::TempDir>, PathBuf) {
-    match std::env::var_os("FLAT_WRITE_OUT") {
-        Some(out) => {
-            let folder = PathBuf::from(out).join(case).join(sub);
-            std::fs::remove_dir_all(&folder).ok();
-            std::fs::create_dir_all(&folder).unwrap();
-            (None, folder)
-        }
-        None => {
-            let folder = tempfile::tempdir().unwrap();
-            let path = folder.path().to_path_buf();
-            (Some(folder), path)
-        }
-    }
-}
-
 #[test]
 fn what_is_written_is_what_pytorch_wrote() {
     for (case, folders) in CASES {
@@ -290,16 +273,17 @@ fn what_is_written_is_what_pytorch_wrote() {
             // What the layout says of the optimizer is what its groups say.
             for optimizer in [layout.optimizer.clone(), None] {
                 let layout = FlatLayout { optimizer, ..layout.clone() };
-                let (_kept, out) = destination(case, sub);
+                let folder = tempfile::tempdir().unwrap();
+                let out = folder.path();
                 for (series, state, model) in &series {
                     let target = FlatTarget {
                         layout: &layout,
                         model: model.clone(),
                         name: &|rank| PathBuf::from(name(series, rank)),
                     };
-                    let reservation = fsdp_flat::reserve(catalog, state, target).unwrap();
+                    let reservation = reserve(catalog, state, target).unwrap();
                     assert!(reservation.left_out.is_empty());
-                    write(&truth, &reservation, &out);
+                    write(&truth, &reservation, out);
                     for rank in (0..ranks).map(Rank) {
                         let file = name(series, rank);
                         Comparison::run(&out.join(&file), &own.join(&file), layout.shard_group_size > 1);

@@ -342,6 +342,8 @@ impl Report {
                 None => self.removed(name, args),
                 // Tensors in objects are compared by their own names; here they only have to stand in the same places.
                 Some(other) if value.same_but_tensors(other) => {}
+                // Flat parameters list what they hold in an order of their own.
+                Some(other) if name.ends_with(".params") && same_names(value, other) => {}
                 // Every rank has its own, and there may be more ranks now.
                 Some(_) if model::is_random_state(&name) => self.not_comparable.push(name),
                 Some(other) => self.add(name, "object", format!("{value:.60} in SRC, {other:.60} in OTHER")),
@@ -384,6 +386,20 @@ fn suggest_root(source: &Selected, report: &mut Report) {
 
 fn named_tensors(catalog: &Catalog) -> BTreeMap<String, TensorId> {
     by_name(model::all_tensors(&catalog.state).into_iter().map(|(fqn, id)| (fqn.to_string(), id)))
+}
+
+/// Whether two lists hold the same names, in whatever order.
+fn same_names(left: &Value, right: &Value) -> bool {
+    let names = |value: &Value| match value {
+        Value::List(items) => {
+            let mut names: Vec<String> =
+                items.iter().map(|item| item.as_str().map(str::to_owned)).collect::<Option<_>>()?;
+            names.sort_unstable();
+            Some(names)
+        }
+        _ => None,
+    };
+    names(left).is_some_and(|left| names(right) == Some(left))
 }
 
 fn objects(state: &Value) -> BTreeMap<String, &Value> {

@@ -240,7 +240,8 @@ impl<'a> Reading<'a> {
                 self.skipped_series.extend(chosen.skipped());
                 self.other_files.extend(chosen.skipped_files().cloned());
                 let (loaded, flat) = chosen.read(&mut self.files, self.options)?;
-                self.other_files.extend(flat.document);
+                // What it says is in the catalog, and written anew.
+                self.other_files.push(path.join(fsdp_flat::document::FILE_NAME));
                 let asked = self.options.from == Some(Format::FsdpFlat);
                 if asked && !flat.any && loaded.catalog.flat.is_none() {
                     return Err(detect::not_that_format(path, Format::FsdpFlat));

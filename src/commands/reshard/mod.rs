@@ -59,7 +59,8 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
         }
     };
     check_tied(args.convert.tied, to)?;
-    let class = tensor_class(args.tensor_class, to)?;
+    let of_flat = (source.checkpoint.format == Format::FsdpFlat).then_some(Class::DTensor);
+    let class = tensor_class(args.tensor_class, to)?.or(of_flat);
     source.settle(args.convert.checks, ranks, &run)?;
     let layout = target_layout(args, &source)?;
     let world_size = ranks_of(&layout.mesh);

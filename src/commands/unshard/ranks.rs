@@ -52,7 +52,9 @@ pub fn reserve(args: &Unshard, source: &Source, to: Format, run: &Run<'_>) -> Re
         Some(layout) => {
             let (rest, whole) = patterns.without(layout)?;
             let note = format!("{} whole on every rank, {} flat", count(whole, "unit"), rest.units.len());
-            Ok((flatten::reserve(source, &rest, run)?, vec![note]))
+            // What it would say of tensors that are no parameters was asked for.
+            let reservation = Reservation { notes: Vec::new(), ..flatten::reserve(source, &rest, run)? };
+            Ok((reservation, vec![note]))
         }
         None => some_modules(&patterns, source),
     }

@@ -15,7 +15,13 @@ use crate::format::FlatKnowledge;
 /// What is known of a model beyond its files.
 #[derive(Debug)]
 pub enum Known {
-    Document { path: PathBuf, layout: FlatLayout },
+    /// A flat layout: one that lay beside the files is that of the files, one that is given that of the model, in
+    /// whatever job it was made.
+    Document {
+        path: PathBuf,
+        layout: FlatLayout,
+        given: bool,
+    },
     Like(Like),
     Nothing,
 }
@@ -27,7 +33,7 @@ impl Known {
         let beside = Some(folder.join(document::FILE_NAME)).filter(|path| path.is_file());
         if let Some(path) = knowledge.layout.clone().or(beside) {
             let layout = document::read(&path)?;
-            return Ok(Self::Document { path, layout });
+            return Ok(Self::Document { path, layout, given: knowledge.layout.is_some() });
         }
         match &knowledge.like {
             Some(path) if !states.is_empty() => Ok(Self::Like(Like::open(path)?)),
@@ -41,6 +47,7 @@ impl Known {
     /// `Unsupported` where it would be a guess, or where they have several; as recovering.
     pub fn layout(&self, states: &[&FlatState], raw: bool) -> Result<FlatLayout> {
         let shapes = match self {
+            Self::Document { layout, given: true, .. } => return of_these_files(layout, states),
             Self::Document { layout, .. } => return Ok(layout.clone()),
             Self::Like(like) => Shapes::Like(like),
             Self::Nothing if raw => Shapes::Raw,
@@ -68,15 +75,6 @@ impl Known {
         Ok(layout.expect("a state dict with flat parameters"))
     }
 
-    /// The flat layout that was read.
-    #[must_use]
-    pub fn document(&self) -> Option<&Path> {
-        match self {
-            Self::Document { path, .. } => Some(path),
-            _ => None,
-        }
-    }
-
     /// For messages.
     #[must_use]
     pub fn describe(&self) -> String {
@@ -88,11 +86,21 @@ impl Known {
     }
 }
 
-/// What to say of a flat layout that nothing in the files goes with.
-///
-/// # Errors
-/// `Usage` where it was given.
-pub fn unused(path: &Path, folder: &Path, knowledge: &FlatKnowledge) -> Result<String> {
-    let what = format!("{} holds no flat parameters for {}", folder.display(), path.display());
-    if knowledge.layout.is_some() { Err(Error::usage(what, "leave --flat-layout out")) } else { Ok(what) }
+/// The layout of a model, for the ranks and the `use_orig_params` that files tell of.
+fn of_these_files(layout: &FlatLayout, states: &[&FlatState]) -> Result<FlatLayout> {
+    let mut layout = layout.clone();
+    let Some(state) = states.first() else { return Ok(layout) };
+    let mut parts = state.ranks.iter().flat_map(|rank| rank.flats.values());
+    if let Some((group, world)) = parts.find_map(|part| part.sizes) {
+        (layout.shard_group_size, layout.world_size) = (group, world);
+    }
+    if layout.use_orig_params != state.has_views() {
+        layout.use_orig_params = !layout.use_orig_params;
+        // It numbers something else.
+        layout.optimizer = None;
+    }
+    match layout.check() {
+        Ok(()) => Ok(layout),
+        Err(wrong) => Err(Error::malformed(&state.ranks[0].at, wrong.at, wrong.expected, wrong.found)),
+    }
 }

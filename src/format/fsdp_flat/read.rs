@@ -8,9 +8,9 @@
 //! model; and whatever it comes from is compared with all that the files do tell. Nothing is guessed.
 
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use super::known::{self, Known};
+use super::known::Known;
 use super::like::Like;
 use super::survey::{FlatState, survey};
 use super::{check, optimizer, unflatten};
@@ -36,8 +36,6 @@ pub struct Unflattened {
     pub any: bool,
     /// How the files are laid out, where that is known to the last parameter.
     pub layout: Option<FlatLayout>,
-    /// The flat layout that lay beside the files.
-    pub document: Option<PathBuf>,
     pub warnings: Vec<String>,
 }
 
@@ -66,16 +64,19 @@ pub fn read(
     let all: Vec<&FlatState> = states.iter().map(|(_, state)| state).chain(&beside).collect();
     found.any = !all.is_empty();
     let known = Known::find(folder, knowledge, &all)?;
-    found.document = known.document().map(Path::to_path_buf);
-    match &known {
-        // Under NO_SHARD, parameters are whole.
-        Known::Document { path, layout } if all.is_empty() && optimizers.is_empty() && layout.shard_group_size > 1 => {
-            found.warnings.push(known::unused(path, folder, knowledge)?);
-            return Ok(found);
+    if all.is_empty() {
+        let only_optimizers = (0..series.len()).all(|index| optimizers.iter().any(|(own, _)| *own == index));
+        match &known {
+            // Under NO_SHARD, parameters are whole.
+            Known::Document { layout, .. } if layout.shard_group_size == 1 || only_optimizers => {}
+            // It says how to write.
+            Known::Document { given: true, .. } => return Ok(found),
+            Known::Document { path, .. } => {
+                found.warnings.push(format!("{} holds no flat parameters for {}", folder.display(), path.display()));
+                return Ok(found);
+            }
+            Known::Like(_) | Known::Nothing => return Ok(found),
         }
-        Known::Document { .. } => {}
-        _ if all.is_empty() => return Ok(found),
-        _ => {}
     }
     let mut layout = known.layout(&all, knowledge.raw)?;
     let source = known.describe();

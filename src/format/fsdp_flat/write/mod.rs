@@ -10,6 +10,7 @@
 //! Source: `_local_post_state_dict_hook` and `_local_pre_load_state_dict_hook` in
 //! `torch/distributed/fsdp/_state_dict_utils.py`.
 
+mod groups;
 mod metadata;
 mod model;
 mod optimizer;
@@ -21,6 +22,7 @@ use std::path::PathBuf;
 
 use super::document::{FILE_NAME, render};
 use crate::catalog::flat::FlatLayout;
+use crate::catalog::model::is_beside;
 use crate::catalog::path::key_text;
 use crate::catalog::{
     Catalog, ChunkTable, Class, Dict, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
@@ -89,8 +91,7 @@ pub fn merged(
     layout: &FlatLayout,
     model: Option<&Path>,
 ) -> Result<Vec<(TensorId, TensorId)>> {
-    let Plan { ties, same_steps, .. } = Planned::new(source, state, layout, model)?.plan;
-    Ok([ties, same_steps].concat())
+    Ok(Planned::new(source, state, layout, model)?.plan.merged)
 }
 
 /// The tree that every rank's file has, with numbers of items for tensors.
@@ -107,12 +108,15 @@ impl<'a> Planned<'a> {
         let plan = Plan::new(source, layout)?;
         let mut planned = Self { tree: Value::None, plan, notes: Vec::new(), names: Names::new(layout), model };
         planned.tree = planned.convert(state, &Path::default())?;
-        Ok(planned)
+        match model {
+            Some(path) if planned.plan.dtypes.is_none() => Err(no_model(path)),
+            _ => Ok(planned),
+        }
     }
 
     fn convert(&mut self, value: &Value, path: &Path) -> Result<Value> {
         if self.model == Some(path) {
-            return model::plan(value, &self.names, &mut self.plan, &mut self.notes);
+            return self.convert_model(value, path);
         }
         Ok(match value {
             Value::Dict(dict) if optimizer::is_optimizer(dict) => {
@@ -135,6 +139,28 @@ impl<'a> Planned<'a> {
             other => self.plan.whole_value(other),
         })
     }
+}
+
+impl Planned<'_> {
+    /// The model, and what stands beside it where it is at the top.
+    fn convert_model(&mut self, value: &Value, path: &Path) -> Result<Value> {
+        let Value::Dict(dict) = value else {
+            return Err(no_model(path));
+        };
+        let is_beside = |(key, value): &&(Value, Value)| path.0.is_empty() && is_beside(&key_text(key), value);
+        let (beside, own): (Vec<_>, Vec<_>) = dict.entries.iter().partition(|entry| is_beside(entry));
+        let own = Dict { entries: own.into_iter().cloned().collect(), ..dict.clone() };
+        let mut written = model::plan(&own, &self.names, &mut self.plan, &mut self.notes)?;
+        for (key, value) in beside {
+            let value = self.convert(value, &path.child(Key::Name(key_text(key))))?;
+            written.entries.push((key.clone(), value));
+        }
+        Ok(Value::Dict(written))
+    }
+}
+
+fn no_model(path: &Path) -> Error {
+    Error::unsupported(format!("no dict of a model at `{path}`"), "--root names the part that is the model")
 }
 
 /// The error for a value of the state dict that pickle cannot hold.

@@ -17,7 +17,7 @@ use super::metadata;
 use super::params::{self, Names, UnitTensors};
 use super::plan::{At, Content, Padding, Plan, Role};
 use crate::catalog::path::{Leaf, leaves};
-use crate::catalog::{Dict, DictKind, TensorId, Value};
+use crate::catalog::{Dict, DictKind, Fqn, TensorId, Value};
 use crate::error::{Error, Result};
 
 /// What stands under a name.
@@ -28,10 +28,11 @@ enum Entry<'v> {
 }
 
 /// The dict, with numbers of items for tensors.
-pub fn plan(model: &Value, names: &Names<'_>, plan: &mut Plan<'_>, notes: &mut Vec<String>) -> Result<Value> {
+pub fn plan(model: &Dict, names: &Names<'_>, plan: &mut Plan<'_>, notes: &mut Vec<String>) -> Result<Dict> {
     let mut entries: Vec<(String, Entry<'_>)> = Vec::new();
     let mut tensors: HashMap<String, TensorId> = HashMap::new();
-    for (path, leaf) in leaves(model) {
+    let value = Value::Dict(model.clone());
+    for (path, leaf) in leaves(&value) {
         let name = path.to_string();
         let entry = match leaf {
             Leaf::Object(value) => Entry::Object(value),
@@ -42,8 +43,9 @@ pub fn plan(model: &Value, names: &Names<'_>, plan: &mut Plan<'_>, notes: &mut V
         };
         entries.push((name, entry));
     }
-    let units = params::find(plan, names, &tensors)?;
-    plan.dtypes = units.iter().map(|unit| unit.dtype).collect();
+    let params::Found { units, ties } = params::find(plan.source, plan.layout, names, &tensors)?;
+    plan.merged.extend(ties);
+    plan.dtypes = Some(units.iter().map(|unit| unit.dtype).collect());
     add_missing_names(&mut entries, plan, names);
     notes.extend(tell_others(&entries, plan, &units));
 
@@ -59,9 +61,8 @@ pub fn plan(model: &Value, names: &Names<'_>, plan: &mut Plan<'_>, notes: &mut V
         }
         written.extend(after.get(&index).into_iter().flatten().map(|&unit| flats.flat(unit, plan)));
     }
-    let attributes = model.as_dict().and_then(|dict| dict.attributes.as_deref());
-    let attributes = attributes.and_then(|own| metadata::wrapped(own, plan.layout)).map(Box::new);
-    Ok(Value::Dict(Dict { kind: DictKind::Ordered, entries: written, attributes }))
+    let attributes = model.attributes.as_deref().and_then(|own| metadata::wrapped(own, plan.layout)).map(Box::new);
+    Ok(Dict { kind: DictKind::Ordered, entries: written, attributes })
 }
 
 /// Names of tied parameters that the source left out come behind the others of their unit.
@@ -69,7 +70,7 @@ fn add_missing_names(entries: &mut Vec<(String, Entry<'_>)>, plan: &Plan<'_>, na
     let present: HashSet<String> = entries.iter().map(|(name, _)| name.clone()).collect();
     for (index, unit) in plan.layout.units.iter().enumerate() {
         let all = unit.params.iter().map(|param| &param.fqn).chain(unit.shared.iter().map(|shared| &shared.fqn));
-        let missing: Vec<&str> = all.map(|fqn| fqn.as_str()).filter(|fqn| !present.contains(*fqn)).collect();
+        let missing: Vec<&str> = all.map(Fqn::as_str).filter(|fqn| !present.contains(*fqn)).collect();
         if missing.is_empty() {
             continue;
         }

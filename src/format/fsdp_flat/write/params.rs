@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use super::plan::{At, Padding, Plan};
+use super::plan::{At, Padding};
 use crate::catalog::flat::{FLAT_PARAM, FlatLayout};
-use crate::catalog::{Dtype, TensorEntry, TensorId};
+use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId};
 use crate::error::{Error, Result};
 
 /// The names of a layout's parameters.
@@ -56,13 +56,25 @@ pub struct UnitTensors {
     pub tensors: Vec<TensorId>,
 }
 
+/// The parameters of a layout.
+pub struct Found {
+    pub units: Vec<UnitTensors>,
+    /// What is kept of tied tensors, and what must be equal to it.
+    pub ties: Vec<(TensorId, TensorId)>,
+}
+
 /// Find the parameters of each unit among the tensors of a model.
 ///
 /// # Errors
 /// `Unsupported` where some are missing or have other shapes, or where dtypes differ within a unit.
-pub fn find(plan: &mut Plan<'_>, names: &Names<'_>, model: &HashMap<String, TensorId>) -> Result<Vec<UnitTensors>> {
-    let (layout, source) = (plan.layout, plan.source);
+pub fn find(
+    source: &Catalog,
+    layout: &FlatLayout,
+    names: &Names<'_>,
+    model: &HashMap<String, TensorId>,
+) -> Result<Found> {
     let mut units = Vec::with_capacity(layout.units.len());
+    let mut ties = Vec::new();
     let mut missing = Vec::new();
     for (index, unit) in layout.units.iter().enumerate() {
         let mut tensors = Vec::with_capacity(unit.params.len());
@@ -89,7 +101,7 @@ pub fn find(plan: &mut Plan<'_>, names: &Names<'_>, model: &HashMap<String, Tens
                     ));
                 }
                 if id != kept {
-                    plan.ties.push((kept, id));
+                    ties.push((kept, id));
                 }
             }
             tensors.push(kept);
@@ -104,7 +116,7 @@ pub fn find(plan: &mut Plan<'_>, names: &Names<'_>, model: &HashMap<String, Tens
         let dtype = unit_dtype(layout, index, &entries)?;
         Ok(UnitTensors { dtype, tensors })
     });
-    dtyped.collect()
+    Ok(Found { units: dtyped.collect::<Result<_>>()?, ties })
 }
 
 fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {

@@ -83,10 +83,10 @@ pub struct Plan<'a> {
     pub storages: Vec<Storage>,
     /// The storages of tensors that are whole on every rank.
     whole: HashMap<TensorId, usize>,
-    /// The dtype of each unit's parameters, where the model is in the state.
-    pub dtypes: Vec<Dtype>,
-    pub ties: Vec<(TensorId, TensorId)>,
-    pub same_steps: Vec<(TensorId, TensorId)>,
+    /// The dtype of each unit's parameters, once the model is planned.
+    pub dtypes: Option<Vec<Dtype>>,
+    /// Tensors of the source of which one is written: that one, and what must be equal to it.
+    pub merged: Vec<(TensorId, TensorId)>,
 }
 
 /// Elements that 16 bytes hold at most.
@@ -117,9 +117,8 @@ impl<'a> Plan<'a> {
             items: Vec::new(),
             storages: Vec::new(),
             whole: HashMap::new(),
-            dtypes: Vec::new(),
-            ties: Vec::new(),
-            same_steps: Vec::new(),
+            dtypes: None,
+            merged: Vec::new(),
         })
     }
 
@@ -128,7 +127,7 @@ impl<'a> Plan<'a> {
         let mut layout = self.layout.clone();
         for (index, unit) in layout.units.iter_mut().enumerate() {
             unit.align_numel = unit.align_numel().filter(|_| layout.use_orig_params);
-            unit.dtype = self.dtypes.get(index).copied().or(unit.dtype);
+            unit.dtype = self.dtypes.as_ref().map_or(unit.dtype, |dtypes| Some(dtypes[index]));
         }
         layout
     }
