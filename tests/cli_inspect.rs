@@ -12,7 +12,7 @@ use common::{expect, fixture, run, succeed};
 use serde_json::{Value as Json, json};
 use snapshot::assert_snapshot;
 
-const VERBS: [&str; 7] = ["inspect", "reshard", "unshard", "consolidate", "verify", "completions", "man"];
+const VERBS: [&str; 8] = ["inspect", "reshard", "unshard", "flatten", "consolidate", "verify", "completions", "man"];
 
 /// Without the places of this machine.
 fn portable(text: &str) -> String {
@@ -210,7 +210,7 @@ fn options(verb: &str) -> Vec<String> {
     let name = |line: &str| {
         let option = line.trim_start().trim_start_matches(|c: char| c != ' ').trim_start();
         let option = [line.trim_start(), option].into_iter().find_map(|text| text.strip_prefix("--"))?;
-        Some(option.split(' ').next()?.to_owned())
+        Some(option.split([' ', '[']).next()?.to_owned())
     };
     // Deeper in are the words of an option, which may name others.
     help.lines().filter(|line| line.find('-').is_some_and(|at| at < 7)).filter_map(name).collect()
@@ -238,7 +238,7 @@ fn man_pages_for_every_verb() {
     let folder = tempfile::tempdir().unwrap();
     let (first, second) = (folder.path().join("man/man1"), folder.path().join("again"));
     let document = succeed("man", &[&first], "--json").json();
-    assert!(succeed("man", &[&second], "").stderr.contains("wrote 8 man pages"));
+    assert!(succeed("man", &[&second], "").stderr.contains("wrote 9 man pages"));
     let pages = common::bytes_of(&first);
     assert_eq!(pages, common::bytes_of(&second));
     let mut names: Vec<String> = VERBS.iter().map(|verb| format!("dtshard-{verb}.1")).collect();

@@ -29,7 +29,7 @@ fn document(name: &str, desk: &Desk, code: i32, verb: &str, paths: &[&Path], opt
 
 #[test]
 fn every_verb_has_its_help() {
-    for verb in ["reshard", "unshard", "consolidate", "verify", "completions", "man"] {
+    for verb in ["reshard", "unshard", "flatten", "consolidate", "verify", "completions", "man"] {
         assert_snapshot(&format!("help_{verb}.txt"), &run([verb, "--help"]).stdout);
     }
 }

@@ -350,6 +350,27 @@ mod tests {
         assert!(file.sums.is_empty());
     }
 
+    /// Known bytes are literals within the span that is summed; a record of nothing else is summed now.
+    #[test]
+    fn a_record_is_data_and_known_bytes() {
+        let mut file = OutputFile::new("m.pt");
+        let mut frames = Frames::default();
+        let mut writer = ArchiveWriter::new(&mut file, &mut frames, "m");
+        let spans = [Span::Payload(10), Span::Known(&[42; 3]), Span::Payload(0), Span::Payload(7), Span::Known(&[0])];
+        let offsets = writer.mixed("data/0", &spans);
+        let start = offsets[0];
+        assert_eq!(offsets, [0, 10, 13, 13, 20].map(|offset| start + offset));
+        let known = writer.mixed("data/1", &[Span::Known(b"ab"), Span::Known(b"c")])[0];
+        assert_eq!(writer.entries[1].crc, crc32fast::hash(b"abc"));
+        writer.finish();
+        assert_eq!(file.sums.len(), 1);
+        assert_eq!((file.sums[0].range.clone(), file.sums[0].sites[0]), (start..start + 21, start + 21 + 4));
+        let within: Vec<u64> =
+            file.literals.iter().map(|literal| literal.offset).filter(|offset| file.sums_at(*offset)).collect();
+        assert_eq!(within, [start + 10, start + 20]);
+        assert!(!file.sums_at(start - 1) && !file.sums_at(start + 21) && !file.sums_at(known));
+    }
+
     #[test]
     fn sizes_beyond_32_bits_take_zip64_fields() {
         let mut file = OutputFile::new("big.pt");

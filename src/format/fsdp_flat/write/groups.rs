@@ -224,7 +224,7 @@ pub fn of_member(member: Member, plan: &Plan<'_>) -> Vec<At> {
     }
 }
 
-fn same_options(left: &Dict, right: &Dict) -> bool {
+pub fn same_options(left: &Dict, right: &Dict) -> bool {
     let options = |dict: &Dict| {
         let is_option = |key: &Value| !matches!(key.as_str(), Some(PARAMS | PARAM_NAMES));
         let mut options = dict.clone();
@@ -234,11 +234,11 @@ fn same_options(left: &Dict, right: &Dict) -> bool {
     options(left) == options(right)
 }
 
-fn prefix(path: &Path) -> String {
+pub fn prefix(path: &Path) -> String {
     if path.0.is_empty() { String::new() } else { format!("{path}: ") }
 }
 
-fn unknown(path: &Path, name: &str) -> Error {
+pub fn unknown(path: &Path, name: &str) -> Error {
     Error::unsupported(
         format!("{}optimizer state of {name}, which is not known to be a parameter of the flat layout", prefix(path)),
         "the flat layout must be that of this very model; optimizer.state_dict() without names tells parameters only \

@@ -10,6 +10,7 @@
 //! Source: `_local_post_state_dict_hook` and `_local_pre_load_state_dict_hook` in
 //! `torch/distributed/fsdp/_state_dict_utils.py`.
 
+mod flattened;
 mod groups;
 mod metadata;
 mod model;
@@ -17,6 +18,8 @@ mod optimizer;
 mod params;
 mod plan;
 mod rank_file;
+#[cfg(test)]
+mod tests;
 
 use std::path::PathBuf;
 
@@ -122,8 +125,11 @@ impl<'a> Planned<'a> {
             Value::Dict(dict) if optimizer::is_optimizer(dict) => {
                 optimizer::plan(dict, path, &self.names, &mut self.plan)?
             }
+            Value::Dict(dict) if flattened::is_flattened(dict) => {
+                let dict = flattened::unflattened(dict, path, &self.names, self.plan.layout)?;
+                optimizer::plan(&dict, path, &self.names, &mut self.plan)?
+            }
             Value::Dict(dict) => {
-                optimizer::refuse_flattened(dict, path)?;
                 let entries = dict.entries.iter().map(|(key, child)| {
                     let below = path.child(Key::Name(key_text(key)));
                     Ok((key.clone(), self.convert(child, &below)?))

@@ -13,28 +13,13 @@ use super::params::Names;
 use super::plan::{At, Content, Padding, Plan, Role};
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Path, TensorId, Value};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Whether a dict is the state dict of an optimizer. DCP does not keep that it has a state without entries.
 pub fn is_optimizer(dict: &Dict) -> bool {
     let Some(Value::List(groups)) = dict.get(GROUPS) else { return false };
     let is_group = |group: &Value| group.as_dict().is_some_and(|options| options.get(PARAMS).is_some());
     groups.iter().all(is_group) && matches!(dict.get(STATE), None | Some(Value::Dict(_)))
-}
-
-/// Where each parameter's options are keys of their own, groups and their order are not known any more.
-pub fn refuse_flattened(dict: &Dict, path: &Path) -> Result<()> {
-    let has =
-        |prefix: &str| dict.entries.iter().any(|(key, _)| key.as_str().is_some_and(|key| key.starts_with(prefix)));
-    if !(has("state.") && has("param_groups.")) {
-        return Ok(());
-    }
-    Err(Error::unsupported(
-        format!(
-            "{path}: optimizer state saved with flatten_optimizer_state_dict, which does not tell parameter groups"
-        ),
-        "leave it out (--exclude), or save it without that option",
-    ))
 }
 
 /// The state dict, with numbers of items for tensors.

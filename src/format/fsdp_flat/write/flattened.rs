@@ -1,0 +1,79 @@
+//! Optimizer state whose names are keys: `{'state.w.exp_avg': .., 'param_groups.w.lr': ..}`.
+//!
+//! Options are those of single parameters then, and neither groups nor their order can be told. So these come from the
+//! layout; but flat parameters of one group have an order without it.
+//!
+//! Source: `_flatten_optim_state_dict` in `torch/distributed/checkpoint/state_dict.py`, which
+//! `flatten_optimizer_state_dict` asks for.
+
+use indexmap::IndexMap;
+
+use super::groups::{GROUPS, PARAMS, STATE, prefix, same_options, unknown};
+use super::params::Names;
+use crate::catalog::flat::FlatLayout;
+use crate::catalog::{Dict, Path, Value};
+use crate::error::{Error, Result};
+
+/// Whether a dict is of this form.
+pub fn is_flattened(dict: &Dict) -> bool {
+    let has = |container: &str| dict.entries.iter().any(|(key, _)| below(container, key).is_some());
+    has(STATE) && has(GROUPS)
+}
+
+/// The same optimizer with dicts for names, each parameter in a group of its own or all in one.
+pub fn unflattened(dict: &Dict, path: &Path, names: &Names<'_>, layout: &FlatLayout) -> Result<Dict> {
+    let mut states: IndexMap<&str, Dict> = IndexMap::new();
+    let mut options: IndexMap<&str, Dict> = IndexMap::new();
+    let mut others = Vec::new();
+    for (key, value) in &dict.entries {
+        let (found, rest) = match (below(STATE, key), below(GROUPS, key)) {
+            (Some(rest), _) => (&mut states, rest),
+            (None, Some(rest)) => (&mut options, rest),
+            (None, None) => {
+                others.push((key.clone(), value.clone()));
+                continue;
+            }
+        };
+        let (fqn, last) =
+            rest.rsplit_once('.').filter(|(fqn, _)| names.find(fqn).is_some()).ok_or_else(|| unknown(path, rest))?;
+        found.entry(fqn).or_default().entries.push((Value::Str(last.into()), value.clone()));
+    }
+    let groups = if layout.optimizer.is_some() {
+        options.into_iter().map(|(fqn, options)| group(options, &[fqn])).collect()
+    } else {
+        let fqns: Vec<&str> = options.keys().copied().collect();
+        let mut all = options.into_values();
+        match all.next() {
+            Some(first) if !layout.use_orig_params && all.all(|other| same_options(&first, &other)) => {
+                vec![group(first, &fqns)]
+            }
+            _ => return Err(no_groups(path)),
+        }
+    };
+    let states = states.into_iter().map(|(fqn, state)| (Value::Str(fqn.into()), Value::Dict(state))).collect();
+    let states = Value::Dict(Dict { entries: states, ..Dict::default() });
+    let mut entries = vec![(Value::Str(STATE.into()), states), (Value::Str(GROUPS.into()), Value::List(groups))];
+    entries.extend(others);
+    Ok(Dict { kind: dict.kind, entries, attributes: None })
+}
+
+fn below<'k>(container: &str, key: &'k Value) -> Option<&'k str> {
+    key.as_str()?.strip_prefix(container)?.strip_prefix('.')
+}
+
+fn group(mut options: Dict, fqns: &[&str]) -> Value {
+    options.entries.retain(|(key, _)| key.as_str() != Some(PARAMS));
+    let params = fqns.iter().map(|fqn| Value::Str((*fqn).into())).collect();
+    options.entries.push((Value::Str(PARAMS.into()), Value::List(params)));
+    Value::Dict(options)
+}
+
+fn no_groups(path: &Path) -> Error {
+    Error::unsupported(
+        format!(
+            "{}optimizer state saved with flatten_optimizer_state_dict does not tell parameter groups",
+            prefix(path)
+        ),
+        "a flat layout with an `optimizer` tells them (--flat-layout); or leave it out (--exclude)",
+    )
+}
