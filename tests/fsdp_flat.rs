@@ -165,6 +165,19 @@ fn names_come_in_the_order_of_the_model() {
     }
 }
 
+/// A layout that is given is that of the model: ranks and `use_orig_params` are those of the files.
+#[test]
+fn a_given_layout_may_be_that_of_another_job() {
+    for (case, name, other) in [("flat2", "flat", "views"), ("flat3", "views", "flat"), ("flat_hybrid", "flat", "flat")]
+    {
+        let (copy, given) = (Copy::new(case, name), Copy::with_layout("flat4", other));
+        let whole = copy.at("whole.pt");
+        let options = format!("--series all --flat-layout {}", given.path().join("flat_layout.json").display());
+        succeed("unshard", &[&copy.path(), &whole], &options);
+        assert_same(&read(&whole), &copy.expected(), case);
+    }
+}
+
 /// Under NO_SHARD files hold whole parameters; a flat layout says what the optimizer numbers.
 #[test]
 fn without_shards_parameters_are_whole() {

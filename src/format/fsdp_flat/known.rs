@@ -9,7 +9,7 @@ use super::recover::{Shapes, recover};
 use super::snippet::refuse;
 use super::survey::FlatState;
 use crate::catalog::flat::FlatLayout;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::format::FlatKnowledge;
 
 /// What is known of a model beyond its files.
@@ -47,7 +47,7 @@ impl Known {
     /// `Unsupported` where it would be a guess, or where they have several; as recovering.
     pub fn layout(&self, states: &[&FlatState], raw: bool) -> Result<FlatLayout> {
         let shapes = match self {
-            Self::Document { layout, given: true, .. } => return Ok(of_these_files(layout, states)),
+            Self::Document { layout, given: true, .. } => return of_these_files(layout, states),
             Self::Document { layout, .. } => return Ok(layout.clone()),
             Self::Like(like) => Shapes::Like(like),
             Self::Nothing if raw => Shapes::Raw,
@@ -87,9 +87,9 @@ impl Known {
 }
 
 /// The layout of a model, for the ranks and the `use_orig_params` that files tell of.
-fn of_these_files(layout: &FlatLayout, states: &[&FlatState]) -> FlatLayout {
+fn of_these_files(layout: &FlatLayout, states: &[&FlatState]) -> Result<FlatLayout> {
     let mut layout = layout.clone();
-    let Some(state) = states.first() else { return layout };
+    let Some(state) = states.first() else { return Ok(layout) };
     let mut parts = state.ranks.iter().flat_map(|rank| rank.flats.values());
     if let Some((group, world)) = parts.find_map(|part| part.sizes) {
         (layout.shard_group_size, layout.world_size) = (group, world);
@@ -99,5 +99,8 @@ fn of_these_files(layout: &FlatLayout, states: &[&FlatState]) -> FlatLayout {
         // It numbers something else.
         layout.optimizer = None;
     }
-    layout
+    match layout.check() {
+        Ok(()) => Ok(layout),
+        Err(wrong) => Err(Error::malformed(&state.ranks[0].at, wrong.at, wrong.expected, wrong.found)),
+    }
 }

@@ -34,6 +34,18 @@ pub fn find(files: &[RankFile]) -> Vec<Path> {
     paths
 }
 
+/// Whether the state of an optimizer looks like that of flat parameters: nothing has more than 1 dim.
+#[must_use]
+pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
+    let flat = |file: &RankFile| {
+        let state =
+            model::value_at(&file.contents.value, at).and_then(Value::as_dict).and_then(|dict| dict.get("state"));
+        let ids = state.map(Value::tensor_ids).unwrap_or_default();
+        ids.iter().all(|id| matches!(&file.contents.tensors[id.0 as usize], Found::Plain(view) if view.sizes.len() < 2))
+    };
+    files.iter().all(flat)
+}
+
 /// The numbers of each parameter group; `None` where it is no optimizer's state dict, or one that goes by names.
 fn numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
     let (Value::Dict(states), Value::List(groups)) = (dict.get("state")?, dict.get("param_groups")?) else {

@@ -57,7 +57,9 @@ pub fn read(
         states.extend(survey(&own.files)?.into_iter().map(|state| (index, state)));
         optimizers.extend(optimizer::find(&own.files).into_iter().map(|path| (index, path)));
     }
-    let beside: Vec<FlatState> = match (states.is_empty() && !optimizers.is_empty()).then(model_beside).transpose()? {
+    let may_be_flat = |(index, at): &(usize, state::Path)| optimizer::may_be_flat(&series[*index].files, at);
+    let alone = states.is_empty() && optimizers.iter().any(may_be_flat);
+    let beside: Vec<FlatState> = match alone.then(model_beside).transpose()? {
         Some(Some(files)) => survey(&files)?,
         _ => Vec::new(),
     };
