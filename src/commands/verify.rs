@@ -14,7 +14,7 @@ use crate::catalog::{Catalog, Sharding, TensorEntry, TensorId, Value, model, pat
 use crate::cli::Verify;
 use crate::error::{Error, Result};
 use crate::exec::compare;
-use crate::format::{Checkpoint, SeriesChoice, Want};
+use crate::format::{Checkpoint, SeriesChoice, Want, fsdp_flat};
 use crate::quantity::{count, human_bytes};
 use crate::select::{self, Root, Selected, Wrappers};
 
@@ -110,6 +110,10 @@ impl Names {
 /// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
 fn open(args: &Verify, path: &std::path::Path, printer: &Printer, report: &mut Report) -> Result<Option<Checkpoint>> {
     let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::All);
+    // Damage to that is none of the checkpoint.
+    if let Some(path) = &options.flat.layout {
+        fsdp_flat::document::read(path)?;
+    }
     // Soundness needs no shapes, a comparison does.
     options.flat.raw = args.other.is_none();
     match Checkpoint::open(path, &options) {
