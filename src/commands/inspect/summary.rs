@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::{View, harmless};
+use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Catalog, Key, Path, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Inspect;
 use crate::error::Result;
@@ -36,6 +37,9 @@ pub fn summary(args: &Inspect, view: &View<'_>) -> String {
     for mesh in &catalog.meshes {
         lines.push(("mesh", mesh_text(mesh)));
     }
+    if let Some(flat) = &catalog.flat {
+        lines.push(("units", units_text(flat)));
+    }
     for (dtype, share) in &shares.dtypes {
         lines.push(("dtype", format!("{dtype} in {share}")));
     }
@@ -63,6 +67,18 @@ pub fn summary(args: &Inspect, view: &View<'_>) -> String {
     }
     let line = |(what, text): (&str, String)| format!("{what:<12}{}\n", harmless(&text));
     lines.into_iter().map(line).collect()
+}
+
+/// `5 flat parameters over 4 ranks (groups of 2; use_orig_params)`
+fn units_text(flat: &FlatLayout) -> String {
+    let hybrid = (flat.shard_group_size < flat.world_size).then(|| match flat.shard_group_size {
+        1 => String::from("not sharded"),
+        size => format!("groups of {size}"),
+    });
+    let views = flat.use_orig_params.then(|| String::from("use_orig_params"));
+    let notes: Vec<String> = hybrid.into_iter().chain(views).collect();
+    let notes = if notes.is_empty() { String::new() } else { format!(" ({})", notes.join("; ")) };
+    format!("{} over {} ranks{notes}", count(flat.units.len(), "flat parameter"), flat.world_size)
 }
 
 /// The first few of a list.
