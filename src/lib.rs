@@ -3,7 +3,7 @@
 //! A checkpoint is a [`catalog::Catalog`]: logical tensors whose content is covered by chunks, each a box of the
 //! tensor that lies somewhere in a file. Reading a format yields one; choosing what is wanted of it, under which names
 //! and in which dtypes, yields another; choosing a target layout and *reserving* its files yields a third. A plan is the
-//! intersection of the first and the last, tensor by tensor. Executed as *copy* it is `reshard`, `unshard` or
+//! intersection of the first and the last, tensor by tensor. Executed as *copy* it is `reshard`, `flatten`, `unshard` or
 //! `consolidate`; as *compare* it is `verify`; as *print* it is `--dry-run`.
 //!
 //! ```text
@@ -12,6 +12,9 @@
 //!                            v                                         |                                 v
 //!                       Catalog(wanted) --format::reserve--> Catalog(target)                          publish
 //! ```
+//!
+//! Flat parameters of FSDP1 are no tensors of a catalog: reading puts parameters in their place, and writing puts them
+//! behind each other again, as a [`catalog::flat::FlatLayout`] says.
 //!
 //! Who may import whom: `commands` sees everything; `exec` sees `plan`, `catalog` and `storage` but no format and no
 //! terminal; `plan`, `format` and `select` see `catalog` and `layout`; `layout` is pure algebra and sees nothing of the

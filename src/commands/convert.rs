@@ -1,4 +1,4 @@
-//! What `reshard`, `unshard` and `consolidate` share once each has chosen what to take and how to lay it out:
+//! What the verbs that write share once each has chosen what to take and how to lay it out:
 //! check, stage, fill, publish, say what was done.
 
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Filling reserved files: the executor behind `reshard`, `unshard` and `consolidate`.
+//! Filling reserved files: the executor behind `reshard`, `flatten`, `unshard` and `consolidate`.
 //!
 //! Work goes in windows of some hundred MiB of output. For each window every tensor is proven and planned and its
 //! chunks are located, in parallel; then the window's strips are filled in parallel, in file order. So memory follows
