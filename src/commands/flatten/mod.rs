@@ -22,6 +22,7 @@ use crate::exec::staging::Shape;
 use crate::exec::{Silent, compare};
 use crate::format::{Format, SeriesChoice, Want, fsdp_flat};
 use crate::select::{Root, Wrappers};
+pub use numbering::trained;
 pub use target::{Group, Wish, layout_file};
 
 pub fn run(args: &Flatten, printer: &Printer) -> Result<Status> {
@@ -102,7 +103,10 @@ fn require_same(source: &Source, kept: TensorId, other: TensorId, run: &Run<'_>)
             what: "a tensor",
             between: format!("it and {}", entries[0].fqn),
             detail: format!("a flat parameter has one place for both: {}", difference.detail(entries[0].numel())),
-            hint: Some(String::from("another --flat-layout keeps them apart")),
+            hint: Some(String::from(
+                "another --flat-layout keeps tensors apart, --use-orig-params the state of each parameter; --exclude \
+                 leaves them out",
+            )),
         }),
     }
 }
