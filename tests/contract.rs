@@ -12,6 +12,7 @@
 //! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
 //! | `--like`, `--fill-from` | `fill` |
 //! | `--tensor-class` | `sharded_tensors` |
+//! | `flatten`, `--flat-layout`, `--wrap`; `unshard --unit`, `--all-ranks`; `--fill-from` with flat parameters | `flat` |
 //! | `--include` to `--keep-names`, patterns, collisions, what matches nothing | `names` |
 //! | `--dtype`, `--tied`, `--on-conflict`, `--check-replicas`, `--check-crc`, `--allow-missing`, `--drop-unknown` | `values` |
 //! | what a format cannot hold, `--max-shard-size`, natural order, same bytes | `values` |
@@ -22,6 +23,9 @@
 
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod common;
+#[allow(dead_code, reason = "each test program uses its own part")]
+#[path = "common/rank_file.rs"]
+mod rank_file;
 #[path = "common/snapshot.rs"]
 mod snapshot;
 
@@ -29,6 +33,8 @@ mod snapshot;
 mod consolidate;
 #[path = "contract/fill.rs"]
 mod fill;
+#[path = "contract/flat.rs"]
+mod flat;
 #[path = "contract/formats.rs"]
 mod formats;
 #[path = "contract/inspect.rs"]
