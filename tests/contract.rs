@@ -11,6 +11,7 @@
 //! | what consolidate takes, `--root`, `--everything`, `--assets` | `consolidate` |
 //! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
 //! | `--like`, `--fill-from` | `fill` |
+//! | gradients, `--with-grads` | `gradients` |
 //! | `--tensor-class` | `sharded_tensors` |
 //! | `flatten`, `--flat-layout`, `--wrap`; `unshard --unit`, `--all-ranks`; `--fill-from` with flat parameters | `flat` |
 //! | `--include` to `--keep-names`, patterns, collisions, what matches nothing | `names` |
@@ -37,6 +38,8 @@ mod fill;
 mod flat;
 #[path = "contract/formats.rs"]
 mod formats;
+#[path = "contract/gradients.rs"]
+mod gradients;
 #[path = "contract/inspect.rs"]
 mod inspect;
 #[path = "contract/json.rs"]

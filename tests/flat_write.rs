@@ -179,6 +179,7 @@ fn what_is_written_is_what_pytorch_wrote() {
                     let target = FlatTarget {
                         layout: &layout,
                         model: model.clone(),
+                        gradients: None,
                         name: &|rank| PathBuf::from(name(series, rank)),
                     };
                     let reservation = reserve(catalog, state, target).unwrap();

@@ -22,7 +22,7 @@ use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
 use crate::exec::staging::Shape;
-use crate::format::{Checkpoint, Content, Format, RankName, RankNames, SeriesChoice, Want, dcp, torch};
+use crate::format::{Checkpoint, Content, Format, Part, RankName, RankNames, SeriesChoice, Want, dcp, torch};
 use crate::layout::DeviceMesh;
 use crate::layout::target::TargetLayout;
 use crate::quantity::human_bytes;
@@ -186,6 +186,11 @@ pub fn parts(source: &Source, to: Format) -> Vec<Target> {
     let parts = &example_of(source).parts;
     let whole = |names| Target { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
     if to.has_rank_files() {
+        if let [Part { content: Content::Whole, names: Some(names), .. }] = source.checkpoint.parts.as_slice()
+            && *parts == source.checkpoint.parts
+        {
+            return vec![whole(Some(names.clone()))];
+        }
         let known: Vec<(&str, RankNames)> = parts
             .iter()
             .filter_map(|part| match (&part.content, &part.names) {
