@@ -11,7 +11,9 @@
 //! | what consolidate takes, `--root`, `--everything`, `--assets` | `consolidate` |
 //! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
 //! | `--like`, `--fill-from` | `fill` |
+//! | gradients, `--with-grads` | `gradients` |
 //! | `--tensor-class` | `sharded_tensors` |
+//! | `flatten`, `--flat-layout`, `--wrap`; `unshard --unit`, `--all-ranks`; `--fill-from` with flat parameters | `flat` |
 //! | `--include` to `--keep-names`, patterns, collisions, what matches nothing | `names` |
 //! | `--dtype`, `--tied`, `--on-conflict`, `--check-replicas`, `--check-crc`, `--allow-missing`, `--drop-unknown` | `values` |
 //! | what a format cannot hold, `--max-shard-size`, natural order, same bytes | `values` |
@@ -22,6 +24,9 @@
 
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod common;
+#[allow(dead_code, reason = "each test program uses its own part")]
+#[path = "common/rank_file.rs"]
+mod rank_file;
 #[path = "common/snapshot.rs"]
 mod snapshot;
 
@@ -29,8 +34,12 @@ mod snapshot;
 mod consolidate;
 #[path = "contract/fill.rs"]
 mod fill;
+#[path = "contract/flat.rs"]
+mod flat;
 #[path = "contract/formats.rs"]
 mod formats;
+#[path = "contract/gradients.rs"]
+mod gradients;
 #[path = "contract/inspect.rs"]
 mod inspect;
 #[path = "contract/json.rs"]

@@ -1,6 +1,10 @@
 //! FSDP1's LOCAL_STATE_DICT files as they are written, against those that PyTorch wrote of the same state: the same
 //! tree, the same views of the same storages, the same bytes, padding included.
 
+#[allow(dead_code, reason = "each test program uses its own part")]
+#[path = "common/rank_file.rs"]
+mod rank_file;
+
 use std::collections::HashMap;
 use std::path::{Path as FilePath, PathBuf};
 
@@ -9,13 +13,9 @@ use dtshard::catalog::{Dict, DictKind, Fqn, Path, TensorId, Value};
 use dtshard::catalog::{Key, Reservation};
 use dtshard::exec::{Input, Options, Silent, Stop, copy};
 use dtshard::format::fsdp_flat::{FlatTarget, document, reserve};
-use dtshard::format::pickle::Unknown;
-use dtshard::format::torch::reader::{self, Contents};
-use dtshard::format::torch::{Found, View};
-use dtshard::format::zip::Archive;
 use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, resolve};
 use dtshard::layout::Rank;
-use dtshard::storage::{Files, IoMode};
+use rank_file::{Comparison, read};
 use serde_json::Value as Json;
 
 const OPTIONS: Options = Options { threads: 2, strip_bytes: 300, sync: false };
@@ -134,106 +134,6 @@ fn unwrapped(model: &Dict, truth: &Truth) -> (Vec<String>, Option<Value>) {
     (order, Some(dict(attributes.kind, vec![(text("_metadata"), metadata)])))
 }
 
-fn read(path: &FilePath) -> (Files, Contents) {
-    let mut files = Files::new(IoMode::Read);
-    let file = files.add(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-    let contents = reader::read(&files, files.whole(file), "", Unknown::Refuse).unwrap();
-    let archive = Archive::read(&files, files.whole(file)).unwrap();
-    for (name, _) in archive.records() {
-        archive.check_record(&files, name, &mut |_| Ok(())).unwrap();
-    }
-    (files, contents)
-}
-
-/// All of the storage that a view is of.
-fn storage(files: &Files, contents: &Contents, view: &View) -> Vec<u8> {
-    if view.storage_bytes == 0 {
-        return Vec::new();
-    }
-    let at = contents.locate(files, view).unwrap();
-    files.read(at.file, at.offset - view.offset * view.dtype.itemsize(), view.storage_bytes).unwrap()
-}
-
-/// The elements of a view, row-major.
-fn elements(files: &Files, contents: &Contents, view: &View) -> Vec<u8> {
-    let storage = storage(files, contents, view);
-    let width = usize::try_from(view.dtype.itemsize()).unwrap();
-    let mut elements = Vec::new();
-    for index in 0..view.sizes.iter().product::<u64>() {
-        let (mut rest, mut at) = (index, view.offset);
-        for (size, stride) in view.sizes.iter().zip(&view.strides).rev() {
-            at += rest % size * stride;
-            rest /= size;
-        }
-        let start = usize::try_from(at).unwrap() * width;
-        elements.extend_from_slice(&storage[start..start + width]);
-    }
-    elements
-}
-
-/// A file that was written beside the one that it should be.
-struct Comparison {
-    own: (Files, Contents),
-    real: (Files, Contents),
-    /// Storages of the real file, and what they are called in the other.
-    keys: HashMap<String, String>,
-    /// Where nothing is sharded PyTorch clones what is tied, and keeps the order of elements.
-    is_sharded: bool,
-}
-
-impl Comparison {
-    fn run(own: &FilePath, real: &FilePath, is_sharded: bool) {
-        let mut comparison = Self { own: read(own), real: read(real), keys: HashMap::new(), is_sharded };
-        let (own, contents) = (&comparison.own.1, &comparison.real.1);
-        assert!(own.value.same_but_tensors(&contents.value), "{}\n{:#?}", real.display(), own.value);
-        let found = |contents: &Contents| -> Vec<Found> {
-            let ids = contents.value.tensor_ids();
-            ids.into_iter().map(|id| contents.tensors[id.0 as usize].clone()).collect()
-        };
-        for (index, pair) in found(own).into_iter().zip(found(contents)).enumerate() {
-            let what = format!("{}: tensor {index}", real.display());
-            match pair {
-                (Found::Plain(own), Found::Plain(real)) => comparison.views(&own, &real, &what),
-                (
-                    Found::Sharded { dtype, shape, group, local, all },
-                    Found::Sharded {
-                        dtype: real_dtype,
-                        shape: real_shape,
-                        group: real_group,
-                        local: real,
-                        all: real_all,
-                    },
-                ) => {
-                    assert_eq!((dtype, shape, group, all), (real_dtype, real_shape, real_group, real_all), "{what}");
-                    assert_eq!(local.len(), real.len(), "{what}");
-                    for ((own_region, own), (region, real)) in local.iter().zip(&real) {
-                        assert_eq!(own_region, region, "{what}");
-                        comparison.views(own, real, &what);
-                    }
-                }
-                other => panic!("{what}: {other:?}"),
-            }
-        }
-        let distinct: std::collections::HashSet<_> = comparison.keys.values().collect();
-        assert!(!is_sharded || distinct.len() == comparison.keys.len(), "{}: storages that are one", real.display());
-    }
-
-    /// The same part of equal storages.
-    #[track_caller]
-    fn views(&mut self, own: &View, real: &View, what: &str) {
-        let known = self.keys.entry(real.key.to_string()).or_insert_with(|| own.key.to_string());
-        assert_eq!(*known, *own.key, "{what}: another storage");
-        let numbers = |view: &View| (view.dtype, view.storage_bytes, view.offset, view.sizes.clone());
-        assert_eq!(numbers(own), numbers(real), "{what}");
-        let (own_at, real_at) = ((&self.own.0, &self.own.1), (&self.real.0, &self.real.1));
-        assert!(elements(own_at.0, own_at.1, own) == elements(real_at.0, real_at.1, real), "{what}: other values");
-        if self.is_sharded {
-            assert_eq!(own.strides, real.strides, "{what}");
-            assert!(storage(own_at.0, own_at.1, own) == storage(real_at.0, real_at.1, real), "{what}: other padding");
-        }
-    }
-}
-
 fn write(truth: &Truth, reservation: &Reservation, folder: &FilePath) {
     let Checkpoint { files, catalog, .. } = &truth.checkpoint;
     let input = Input { files, catalog, resolve: &resolve };
@@ -279,6 +179,7 @@ fn what_is_written_is_what_pytorch_wrote() {
                     let target = FlatTarget {
                         layout: &layout,
                         model: model.clone(),
+                        gradients: None,
                         name: &|rank| PathBuf::from(name(series, rank)),
                     };
                     let reservation = reserve(catalog, state, target).unwrap();

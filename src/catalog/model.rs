@@ -171,6 +171,24 @@ pub fn optimizer_parameter(path: &Path) -> Option<Fqn> {
     optimizer_state(path).map(|state| state.parameter)
 }
 
+/// `grads.FQN` is the gradient of FQN.
+#[must_use]
+pub fn gradient_parameter(path: &Path) -> Option<Fqn> {
+    let is_gradients = |key: &Key| matches!(key, Key::Name(name) if GRADIENTS.contains(&name.as_ref()));
+    let at = path.0.iter().position(is_gradients)?;
+    let parameter = &path.0[at + 1..];
+    (!parameter.is_empty()).then(|| Path(parameter.to_vec()).fqn())
+}
+
+/// Where the gradients of a model are, which stand beside it.
+#[must_use]
+pub fn gradients_root(state: &Value, model_root: &Path) -> Option<Path> {
+    let beside = Path(model_root.0[..model_root.0.len().saturating_sub(1)].to_vec());
+    let dict = value_at(state, &beside)?.as_dict()?;
+    let is_there = |name: &&str| matches!(dict.get(name), Some(Value::Dict(_)));
+    GRADIENTS.iter().copied().find(is_there).map(|name| beside.child(Key::Name(name.into())))
+}
+
 /// Whether a flat name looks like state of an optimizer: `optim.state.w.exp_avg`, where no nesting says so.
 #[must_use]
 pub fn reads_as_optimizer_state(name: &str) -> bool {
@@ -233,13 +251,14 @@ pub fn numbered_parameters(catalog: &Catalog, optimizer: &Value) -> Option<Vec<(
     leftmost.iter().eq(rightmost.iter().rev()).then(|| leftmost.into_iter().map(|at| floats[at].clone()).collect())
 }
 
-/// The names a rule may know a tensor by: its own, that within the model, that of the parameter it is state of.
+/// The names a rule may know a tensor by: its own, that within the model, that of the parameter it is state or gradient
+/// of.
 #[must_use]
 pub fn rule_names(path: &Path, model_root: &Path) -> Vec<String> {
     let mut names = vec![path.to_string()];
     if !model_root.0.is_empty() && path.0.starts_with(&model_root.0) {
         names.push(Path(path.0[model_root.0.len()..].to_vec()).to_string());
-    } else if let Some(parameter) = optimizer_parameter(path) {
+    } else if let Some(parameter) = optimizer_parameter(path).or_else(|| gradient_parameter(path)) {
         if !model_root.0.is_empty() {
             names.push(format!("{model_root}.{parameter}"));
         }

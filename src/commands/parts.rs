@@ -10,7 +10,7 @@ use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Key, OutputFile, Path, Reservation, Value};
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
-use crate::format::{Checkpoint, Content, Format, RankName, RankNames};
+use crate::format::{Checkpoint, Content, Format, Part, RankName, RankNames};
 use crate::quantity::{count, human_bytes};
 
 /// The checkpoint whose format, and forms of it, are those of the result.
@@ -34,6 +34,11 @@ pub fn parts(source: &Source, to: Format) -> Vec<Target> {
     let parts = &example_of(source).parts;
     let whole = |names| Target { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
     if to.has_rank_files() {
+        if let [Part { content: Content::Whole, names: Some(names), .. }] = source.checkpoint.parts.as_slice()
+            && *parts == source.checkpoint.parts
+        {
+            return vec![whole(Some(names.clone()))];
+        }
         let known: Vec<(&str, RankNames)> = parts
             .iter()
             .filter_map(|part| match (&part.content, &part.names) {

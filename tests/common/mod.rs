@@ -240,7 +240,7 @@ pub fn expect(code: i32, verb: &str, paths: &[&Path], options: &str) -> Run {
     let mut arguments: Vec<&OsStr> = vec![verb.as_ref()];
     arguments.extend(paths.iter().map(|path| path.as_os_str()));
     arguments.extend(options.split_whitespace().map(OsStr::new));
-    if ["consolidate", "unshard", "reshard"].contains(&verb) {
+    if ["consolidate", "unshard", "reshard", "flatten"].contains(&verb) {
         arguments.push("--no-sync".as_ref());
     }
     let outcome = run(&arguments);

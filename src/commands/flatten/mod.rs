@@ -22,6 +22,7 @@ use crate::exec::staging::Shape;
 use crate::exec::{Silent, compare};
 use crate::format::{Format, SeriesChoice, Want, fsdp_flat};
 use crate::select::{Root, Wrappers};
+pub use numbering::trained;
 pub use target::{Group, Wish, layout_file};
 
 pub fn run(args: &Flatten, printer: &Printer) -> Result<Status> {
@@ -73,18 +74,20 @@ pub fn perform(wish: &Wish, args: &ConvertArgs, source: &mut Source, run: &Run<'
 pub fn reserve(source: &Source, layout: &FlatLayout, run: &Run<'_>) -> Result<Reservation> {
     let wanted = &source.wanted.catalog;
     let root = model::model_root(&wanted.state);
+    let gradients = model::gradients_root(&wanted.state, &root);
     let mut whole = Reservation::default();
     for part in parts(source, Format::FsdpFlat) {
         let names = part.names.as_ref().expect("rank files have names");
-        let model = root.0.strip_prefix(part.at.0.as_slice()).map(|rest| Path(rest.to_vec()));
-        for (kept, other) in fsdp_flat::merged(wanted, &part.state, layout, model.as_ref())? {
-            require_same(source, kept, other, run)?;
-        }
+        let within = |path: &Path| path.0.strip_prefix(part.at.0.as_slice()).map(|rest| Path(rest.to_vec()));
         let target = fsdp_flat::FlatTarget {
             layout,
-            model,
+            model: within(&root),
+            gradients: gradients.as_ref().and_then(within),
             name: &|rank| PathBuf::from(names.render(rank.0, layout.world_size)),
         };
+        for (kept, other) in fsdp_flat::merged(wanted, &part.state, &target)? {
+            require_same(source, kept, other, run)?;
+        }
         whole.append(&part.folder, fsdp_flat::reserve(wanted, &part.state, target)?);
     }
     Ok(whole)
@@ -103,7 +106,10 @@ fn require_same(source: &Source, kept: TensorId, other: TensorId, run: &Run<'_>)
             what: "a tensor",
             between: format!("it and {}", entries[0].fqn),
             detail: format!("a flat parameter has one place for both: {}", difference.detail(entries[0].numel())),
-            hint: Some(String::from("another --flat-layout keeps them apart")),
+            hint: Some(String::from(
+                "another --flat-layout keeps tensors apart, --use-orig-params the state of each parameter; --exclude \
+                 leaves them out",
+            )),
         }),
     }
 }

@@ -11,7 +11,7 @@ use crate::catalog::{Fqn, Value};
 use crate::error::{Error, Result};
 
 /// The optimizer of a layout whose `use_orig_params` is to be false: flat parameters, in the order in which their first
-/// parameters come.
+/// parameters come. `None` where one would be in two groups, which is for those to refuse that know the optimizer.
 pub fn of_flat_parameters(layout: &FlatLayout) -> Option<Vec<Vec<Fqn>>> {
     let groups = layout.optimizer.as_ref()?;
     if !layout.use_orig_params {
@@ -22,7 +22,9 @@ pub fn of_flat_parameters(layout: &FlatLayout) -> Option<Vec<Vec<Fqn>>> {
         let mut seen = HashSet::new();
         group.iter().filter_map(unit_of).filter(|key| seen.insert(key.clone())).collect()
     };
-    Some(groups.iter().map(keys).collect())
+    let keys: Vec<Vec<Fqn>> = groups.iter().map(keys).collect();
+    let mut seen = HashSet::new();
+    keys.iter().flatten().all(|key| seen.insert(key)).then_some(keys)
 }
 
 /// The optimizer of a layout whose `use_orig_params` is to be true, from the names in a state dict and the order of

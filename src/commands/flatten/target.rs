@@ -1,13 +1,15 @@
 //! The flat layout to write: that of a file, of the source or of a checkpoint like it, or derived from the order of a
 //! state dict; for the ranks that are asked for.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use super::super::source::Source;
 use super::numbering;
 use super::units::{self, Ordered, Wrapping};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Dtype, Fqn, TensorId, model};
+use crate::catalog::model::{self, Model};
+use crate::catalog::path::clean_name;
+use crate::catalog::{Dtype, Fqn, TensorId, Value};
 use crate::cli::{ConvertArgs, Flatten, Strategy};
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format, fsdp_flat};
@@ -181,7 +183,9 @@ impl Wish {
     fn order(source: &Source) -> Option<Vec<Fqn>> {
         let names = |state| model::model(state).tensors.into_iter().map(|(fqn, _)| fqn).collect();
         let like = source.like.as_ref().filter(|like| keeps_order(like));
-        let own = || keeps_order(&source.checkpoint).then(|| names(&source.wanted.catalog.state));
+        let own = &source.checkpoint;
+        let has_order = keeps_order(own) || own.format == Format::FsdpFlat && knows_modules(&own.catalog.state);
+        let own = || has_order.then(|| names(&source.wanted.catalog.state));
         like.map(|like| names(&like.catalog.state)).or_else(own)
     }
 }
@@ -195,6 +199,20 @@ pub fn layout_file(args: &ConvertArgs, source: &Source) -> Result<Option<FlatLay
 /// Whether the state dict that was saved is in the order of the module's.
 fn keeps_order(checkpoint: &Checkpoint) -> bool {
     matches!(checkpoint.format, Format::Torch | Format::TorchRanks)
+}
+
+/// Whether the model has PyTorch's `_metadata` of all its modules: flat parameters are read in that order.
+fn knows_modules(state: &Value) -> bool {
+    let Model { root, tensors } = model::model(state);
+    let metadata = || {
+        let attributes = model::value_at(state, &root)?.as_dict()?.attributes.as_ref()?;
+        attributes.as_dict()?.get("_metadata")?.as_dict()
+    };
+    let Some(metadata) = metadata() else { return false };
+    let modules: HashSet<String> =
+        metadata.entries.iter().filter_map(|(key, _)| key.as_str().map(clean_name)).collect();
+    let is_known = |name: &str| modules.contains(name.rsplit_once('.').map_or("", |(module, _)| module));
+    tensors.iter().all(|(fqn, _)| is_known(&clean_name(fqn.as_str())))
 }
 
 fn not_kept(checkpoint: &Checkpoint) -> String {

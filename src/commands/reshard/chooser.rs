@@ -1,6 +1,6 @@
 //! The placements of each tensor on the target mesh, and the Python class it has in rank files.
 //!
-//! Optimizer state follows its parameter: a rule matches the parameter's name, and state of the parameter's shape gets
+//! Optimizer state and gradients follow their parameter: a rule matches the parameter's name, and state of the parameter's shape gets
 //! its placements. What the source stores plain beside DTensors (buffers, steps) is replicated unless a rule says
 //! otherwise.
 
@@ -78,7 +78,7 @@ enum ToldBy {
     Nothing,
 }
 
-/// The parameter that a tensor is state of.
+/// The parameter that a tensor is state or gradient of.
 struct Owner {
     by_number: bool,
     /// `None` where it is known by a number that stands for nobody knows which.
@@ -274,6 +274,11 @@ impl<'a> Chooser<'a> {
     }
 
     fn owner(&mut self, path: &Path) -> Option<Owner> {
+        let beside_model = self.model_root.0.is_empty() || !path.0.starts_with(&self.model_root.0);
+        if let Some(parameter) = model::gradient_parameter(path).filter(|_| beside_model) {
+            let id = self.parameters.get(&parameter).copied();
+            return Some(Owner { by_number: false, id, name: Some(parameter) });
+        }
         let OptimizerState { optimizer, parameter } = model::optimizer_state(path)?;
         let Ok(number) = parameter.as_str().parse::<usize>() else {
             let id = self.parameters.get(&parameter).copied();

@@ -50,6 +50,11 @@ pub fn reserve(args: &Unshard, source: &Source, to: Format, run: &Run<'_>) -> Re
     let patterns = Patterns::parse(&args.unit)?;
     match &source.checkpoint.catalog.flat {
         _ if args.unit.is_empty() => Ok((everything(source)?, Vec::new())),
+        Some(_) if flatten::trained(&source.wanted.catalog.state).is_some() => Err(Error::usage(
+            "--unit takes the model alone: an optimizer does not know the parameters of some units by name, and those of \
+             others by flat parameter",
+            "--series model leaves the optimizer out, --exclude its part of one file; without --unit all of it is whole",
+        )),
         Some(layout) => {
             let (rest, whole) = patterns.without(layout)?;
             let note = format!("{} whole on every rank, {} flat", count(whole, "unit"), rest.units.len());

@@ -4,6 +4,7 @@
 
 mod check;
 pub mod document;
+mod gradients;
 mod known;
 mod like;
 mod optimizer;

@@ -11,7 +11,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use super::snippet::refuse;
 use super::survey::{value_at_mut, visit_dicts};
-use super::unflatten::{Held, boxes};
+use super::unflatten::{Held, boxes, flat_parameters};
 use crate::catalog::flat::{FlatLayout, FlatUnit};
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Fqn, Path, TensorId, Value, model};
@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::format::torch::ranks::RankFile;
 use crate::format::torch::reader::Contents;
 use crate::format::torch::{Found, Group, View};
+use crate::layout::Rank;
 use crate::layout::flat::FlatParameter;
 
 /// Where plain optimizers are: dicts with `state` and `param_groups` that go by numbers.
@@ -76,7 +77,7 @@ pub fn unflatten(
     default: Option<&[Fqn]>,
 ) -> Result<Vec<Vec<Fqn>>> {
     let numbered = Numbered::new(files, at, layout, default)?;
-    let flats: Vec<FlatParameter> = layout.units.iter().map(|unit| layout.flat(unit)).collect();
+    let flats = flat_parameters(layout);
     let mut used: BTreeSet<i64> = BTreeSet::new();
     for file in files.iter() {
         let states =
@@ -87,14 +88,7 @@ pub fn unflatten(
     let places = places(layout);
     for file in files {
         let Some(rank) = file.rank else { continue };
-        let one = OneRank {
-            layout,
-            flats: &flats,
-            places: &places,
-            shard: layout.shard_of(rank.0),
-            group: Group { rank: rank.0, sizes: Some((layout.shard_group_size, layout.world_size)) },
-            path: &file.path,
-        };
+        let one = OneRank::new(layout, &flats, &places, rank, &file.path);
         let Some(Value::Dict(dict)) = value_at_mut(&mut file.contents.value, at) else { continue };
         let Some((_, state)) = dict.entries.iter_mut().find(|(key, _)| key.as_str() == Some("state")) else { continue };
         let Value::Dict(mut state) = std::mem::replace(state, Value::None) else { continue };
@@ -165,12 +159,12 @@ fn shown(at: &Path) -> String {
 
 /// What a number stands for.
 #[derive(Clone, Copy)]
-enum Place {
+pub enum Place {
     Unit(usize),
     Param(usize, usize),
 }
 
-fn places(layout: &FlatLayout) -> HashMap<Fqn, Place> {
+pub fn places(layout: &FlatLayout) -> HashMap<Fqn, Place> {
     let mut places = HashMap::new();
     for (index, unit) in layout.units.iter().enumerate() {
         if layout.use_orig_params {
@@ -184,7 +178,7 @@ fn places(layout: &FlatLayout) -> HashMap<Fqn, Place> {
 }
 
 /// One rank's file.
-struct OneRank<'a> {
+pub struct OneRank<'a> {
     layout: &'a FlatLayout,
     flats: &'a [FlatParameter],
     places: &'a HashMap<Fqn, Place>,
@@ -193,8 +187,21 @@ struct OneRank<'a> {
     path: &'a std::path::Path,
 }
 
+impl<'a> OneRank<'a> {
+    pub fn new(
+        layout: &'a FlatLayout,
+        flats: &'a [FlatParameter],
+        places: &'a HashMap<Fqn, Place>,
+        rank: Rank,
+        path: &'a std::path::Path,
+    ) -> Self {
+        let group = Group { rank: rank.0, sizes: Some((layout.shard_group_size, layout.world_size)) };
+        Self { layout, flats, places, shard: layout.shard_of(rank.0), group, path }
+    }
+}
+
 impl OneRank<'_> {
-    fn held(&self, unit: usize) -> Held<'_> {
+    pub fn held(&self, unit: usize) -> Held<'_> {
         Held { unit: &self.layout.units[unit], flat: &self.flats[unit], shard: self.shard, group: self.group }
     }
 
@@ -232,7 +239,7 @@ impl OneRank<'_> {
     }
 
     /// State of a flat parameter, as that of each of its parameters.
-    fn state_of_unit(&self, contents: &mut Contents, unit: usize, state: &Value) -> Result<Vec<(Value, Value)>> {
+    pub fn state_of_unit(&self, contents: &mut Contents, unit: usize, state: &Value) -> Result<Vec<(Value, Value)>> {
         let held = self.held(unit);
         let mut made: HashMap<TensorId, Vec<TensorId>> = HashMap::new();
         for id in state.tensor_ids() {
@@ -258,7 +265,8 @@ impl OneRank<'_> {
         Ok(states.collect())
     }
 
-    fn state_of_param(
+    /// State of a parameter that stands beside flat ones.
+    pub fn state_of_param(
         &self,
         contents: &mut Contents,
         unit: usize,

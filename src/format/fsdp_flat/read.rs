@@ -13,7 +13,7 @@ use std::path::Path;
 use super::known::Known;
 use super::like::Like;
 use super::survey::{FlatState, survey};
-use super::{check, optimizer, unflatten};
+use super::{check, gradients, optimizer, unflatten};
 use crate::catalog::flat::{FlatLayout, FlatUnit, Shared};
 use crate::catalog::{self as state, Fqn};
 use crate::error::{Error, Result};
@@ -53,12 +53,14 @@ pub fn read(
     let mut found = Unflattened::default();
     let mut states: Vec<(usize, FlatState)> = Vec::new();
     let mut optimizers: Vec<(usize, state::Path)> = Vec::new();
+    let mut grads: Vec<(usize, state::Path)> = Vec::new();
     for (index, own) in series.iter().enumerate() {
         states.extend(survey(&own.files)?.into_iter().map(|state| (index, state)));
         optimizers.extend(optimizer::find(&own.files).into_iter().map(|path| (index, path)));
+        grads.extend(gradients::find(own).into_iter().map(|path| (index, path)));
     }
     let may_be_flat = |(index, at): &(usize, state::Path)| optimizer::may_be_flat(&series[*index].files, at);
-    let alone = states.is_empty() && optimizers.iter().any(may_be_flat);
+    let alone = states.is_empty() && (!grads.is_empty() || optimizers.iter().any(may_be_flat));
     let beside: Vec<FlatState> = match alone.then(model_beside).transpose()? {
         Some(Some(files)) => survey(&files)?,
         _ => Vec::new(),
@@ -67,10 +69,11 @@ pub fn read(
     found.any = !all.is_empty();
     let known = Known::find(folder, knowledge, &all)?;
     if all.is_empty() {
-        let only_optimizers = (0..series.len()).all(|index| optimizers.iter().any(|(own, _)| *own == index));
+        let is_state = |index| optimizers.iter().chain(&grads).any(|(own, _)| *own == index);
+        let without_model = (0..series.len()).all(is_state);
         match &known {
             // Under NO_SHARD, parameters are whole.
-            Known::Document { layout, .. } if layout.shard_group_size == 1 || only_optimizers => {}
+            Known::Document { layout, .. } if layout.shard_group_size == 1 || without_model => {}
             // It says how to write.
             Known::Document { given: true, .. } => return Ok(found),
             Known::Document { path, .. } => {
@@ -100,6 +103,9 @@ pub fn read(
             }
             Err(error) => return Err(error),
         }
+    }
+    for (index, at) in &grads {
+        gradients::unflatten(&mut series[*index].files, at, &layout)?;
     }
     match known {
         Known::Nothing => found.warnings.push(format!("{}: {}", folder.display(), raw_warning(&layout))),

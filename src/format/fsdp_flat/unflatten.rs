@@ -68,9 +68,14 @@ pub fn boxes(param: &FlatParam, elements: Range<u64>, view: &View, mut at: u64) 
     boxes.collect()
 }
 
+/// The flat parameter of each unit.
+pub fn flat_parameters(layout: &FlatLayout) -> Vec<FlatParameter> {
+    layout.units.iter().map(|unit| layout.flat(unit)).collect()
+}
+
 /// Put the parameters of a state dict, which has been checked with the layout, in the place of its flat parameters.
 pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout) {
-    let flats: Vec<FlatParameter> = layout.units.iter().map(|unit| layout.flat(unit)).collect();
+    let flats = flat_parameters(layout);
     for rank in &state.ranks {
         let contents = &mut files[rank.file].contents;
         let mut ids: HashMap<&Fqn, TensorId> = HashMap::new();

@@ -12,6 +12,14 @@ use crate::catalog::{Dict, Value};
 const METADATA: &str = "_metadata";
 const WRAPPED: &str = "_fsdp_wrapped_module";
 
+/// The name that a parameter, or a flat one, has among the wrapped model's `named_parameters()`.
+pub fn wrapped_name(name: &str, layout: &FlatLayout) -> String {
+    let (module, last) = name.rsplit_once('.').unwrap_or(("", name));
+    let path = wrapper(module, layout);
+    let inner = if is_unit(module, layout) { join(&path, WRAPPED) } else { path };
+    join(&inner, last)
+}
+
 /// The attributes of a state dict as they are with these units wrapped: as they were where they have wrappers, with
 /// wrappers put in where they have none. `None` where they are something else.
 pub fn wrapped(attributes: &Value, layout: &FlatLayout) -> Option<Value> {

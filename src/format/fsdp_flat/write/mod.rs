@@ -11,6 +11,7 @@
 //! `torch/distributed/fsdp/_state_dict_utils.py`.
 
 mod flattened;
+mod gradients;
 mod groups;
 mod metadata;
 mod model;
@@ -44,6 +45,8 @@ pub struct FlatTarget<'a> {
     pub layout: &'a FlatLayout,
     /// Where in the state the model's dict is, if it is there.
     pub model: Option<Path>,
+    /// Where the dict of its gradients is, if there are any.
+    pub gradients: Option<Path>,
     /// The file of a rank.
     pub name: &'a dyn Fn(Rank) -> PathBuf,
 }
@@ -56,8 +59,8 @@ pub struct FlatTarget<'a> {
 /// `Unsupported` where the layout is not that of the model, where parameters or their optimizer state cannot be
 /// flattened, and where an object cannot be pickled.
 pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Result<Reservation> {
-    let FlatTarget { layout, model, name } = target;
-    let Planned { tree, plan, notes, .. } = Planned::new(source, state, layout, model.as_ref())?;
+    let FlatTarget { layout, name, .. } = target;
+    let Planned { tree, plan, notes, .. } = Planned::new(source, state, &target)?;
     let mut reservation = Reservation { notes, ..Reservation::default() };
     let mut chunks: Vec<Vec<ChunkTable>> = plan.storages.iter().map(|storage| storage.chunk_tables(source)).collect();
     let mut frames = Frames::default();
@@ -75,7 +78,7 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
             reservation.tensors.push(Reserved { source: source_id, entry });
         }
     }
-    if model.is_some() {
+    if target.model.is_some() {
         let mut beside = OutputFile::new(FILE_NAME);
         beside.push_literal(render(&plan.written_layout()).into_bytes());
         reservation.files.push(beside);
@@ -88,13 +91,8 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
 ///
 /// # Errors
 /// As [`reserve`].
-pub fn merged(
-    source: &Catalog,
-    state: &Value,
-    layout: &FlatLayout,
-    model: Option<&Path>,
-) -> Result<Vec<(TensorId, TensorId)>> {
-    Ok(Planned::new(source, state, layout, model)?.plan.merged)
+pub fn merged(source: &Catalog, state: &Value, target: &FlatTarget<'_>) -> Result<Vec<(TensorId, TensorId)>> {
+    Ok(Planned::new(source, state, target)?.plan.merged)
 }
 
 /// The tree that every rank's file has, with numbers of items for tensors.
@@ -104,12 +102,16 @@ struct Planned<'a> {
     notes: Vec<String>,
     names: Names<'a>,
     model: Option<&'a Path>,
+    gradients: Option<&'a Path>,
 }
 
 impl<'a> Planned<'a> {
-    fn new(source: &'a Catalog, state: &Value, layout: &'a FlatLayout, model: Option<&'a Path>) -> Result<Self> {
+    fn new(source: &'a Catalog, state: &Value, target: &'a FlatTarget<'a>) -> Result<Self> {
+        let FlatTarget { layout, model, gradients, .. } = target;
+        let (model, gradients) = (model.as_ref(), gradients.as_ref());
         let plan = Plan::new(source, layout)?;
-        let mut planned = Self { tree: Value::None, plan, notes: Vec::new(), names: Names::new(layout), model };
+        let names = Names::new(layout);
+        let mut planned = Self { tree: Value::None, plan, notes: Vec::new(), names, model, gradients };
         planned.tree = planned.convert(state, &Path::default())?;
         match model {
             Some(path) if planned.plan.dtypes.is_none() => Err(no_model(path)),
@@ -122,6 +124,9 @@ impl<'a> Planned<'a> {
             return self.convert_model(value, path);
         }
         Ok(match value {
+            Value::Dict(dict) if self.gradients == Some(path) => {
+                gradients::plan(dict, path, &self.names, &mut self.plan)?
+            }
             Value::Dict(dict) if optimizer::is_optimizer(dict) => {
                 optimizer::plan(dict, path, &self.names, &mut self.plan)?
             }

@@ -39,6 +39,8 @@ pub enum Role {
     View { at: At, empty: usize },
     /// State of one parameter, which is left out where nothing of that is there.
     Slice(At),
+    /// The gradient of one parameter, of which only itself is left out.
+    Gradient(At),
     /// State of a flat parameter, as long as that is in memory.
     State,
 }
@@ -156,7 +158,7 @@ impl<'a> Plan<'a> {
     /// Whether the tensor is in the files of ranks that have this shard.
     pub fn is_there(&self, item: Item, shard: u64) -> bool {
         match item.role {
-            Role::WithParameter(at) | Role::Slice(at) => !self.held(at, shard).is_empty(),
+            Role::WithParameter(at) | Role::Slice(at) | Role::Gradient(at) => !self.held(at, shard).is_empty(),
             _ => true,
         }
     }

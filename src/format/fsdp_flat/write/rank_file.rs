@@ -88,12 +88,13 @@ impl<'a> RankFile<'a> {
         Ok(())
     }
 
-    /// Take the state of parameters out of which this rank holds nothing.
+    /// Take the state and gradients of parameters out of which this rank holds nothing.
     fn prune(&self, value: &mut Value) {
         match value {
             Value::Dict(dict) => {
                 dict.entries.retain(|(_, child)| match child {
                     Value::Dict(state) => !self.is_absent(state),
+                    Value::Tensor(id) => self.plan.is_there(self.item(*id), self.shard),
                     _ => true,
                 });
                 dict.entries.iter_mut().for_each(|(_, child)| self.prune(child));
@@ -105,7 +106,10 @@ impl<'a> RankFile<'a> {
 
     fn is_absent(&self, state: &Dict) -> bool {
         state.entries.iter().any(|(_, value)| match value {
-            Value::Tensor(id) => !self.plan.is_there(self.item(*id), self.shard),
+            Value::Tensor(id) => {
+                let item = self.item(*id);
+                !matches!(item.role, Role::Gradient(_)) && !self.plan.is_there(item, self.shard)
+            }
             _ => false,
         })
     }

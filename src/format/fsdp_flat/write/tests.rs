@@ -88,7 +88,7 @@ impl Source {
 
     fn reserve(&self, layout: &FlatLayout) -> crate::error::Result<Reservation> {
         let name = |rank| PathBuf::from(format!("{rank}.pt"));
-        let target = FlatTarget { layout, model: Some(key("model")), name: &name };
+        let target = FlatTarget { layout, model: Some(key("model")), gradients: None, name: &name };
         reserve(&self.catalog, &self.state(), target)
     }
 

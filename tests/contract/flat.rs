@@ -1,0 +1,545 @@
+//! Flat parameters of FSDP1: `flatten`, and what the other verbs make of them.
+//!
+//! - What is read, and which layouts are refused: `fsdp_flat`; what is written, without the command line: `flat_write`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use dtshard::format::torch::{Found, View};
+use safetensors::SafeTensors;
+use serde_json::{Value as Json, json};
+
+use crate::common::{Truth, assert_same, below, bytes_of, copy_folder, expect, fixture, inspect, read, succeed};
+use crate::rank_file::{self, Comparison};
+use crate::{Desk, contents, holds};
+
+/// What the units of the fixtures' model are, for a state dict in its order.
+const WRAP: &str = "--wrap layers.* --wrap layers.1.inner --wrap tiny --buffers freqs --buffers **.scale";
+
+/// The model as `FULL_STATE_DICT` saves it.
+fn full() -> PathBuf {
+    fixture("flat2/full/model.pt")
+}
+
+/// Files of a fixture with their flat layout.
+fn folder(desk: &Desk, case: &str, name: &str) -> PathBuf {
+    let path = desk.path(&format!("{case}.{name}"));
+    copy_folder(&fixture(case).join(name), &path);
+    layout_file(desk, case, name, &format!("{case}.{name}/flat_layout.json"));
+    path
+}
+
+/// The flat layout of a fixture.
+fn layout_file(desk: &Desk, case: &str, name: &str, file: &str) -> PathBuf {
+    desk.write(file, &Truth::load(&format!("{case}/truth")).json["flat_layout"][name].to_string())
+}
+
+/// The optimizer and the model in the files of these ranks are those that PyTorch saved.
+#[track_caller]
+fn check_files(made: &Path, case: &str, name: &str, series: &[&str]) {
+    let layout = &Truth::load(&format!("{case}/truth")).json["flat_layout"][name];
+    let ranks = layout["world_size"].as_u64().unwrap();
+    let is_sharded = layout["shard_group_size"].as_u64() != Some(1);
+    for (series, rank) in series.iter().flat_map(|series| (0..ranks).map(move |rank| (series, rank))) {
+        let file = format!("{series}_world_size_{ranks}_rank_{rank}.pt");
+        Comparison::run(&made.join(&file), &fixture(case).join(name).join(&file), is_sharded);
+    }
+}
+
+const BOTH: [&str; 2] = ["model", "optim"];
+
+// ---------------------------------------------------------------------------------------------------------------
+// flatten
+// ---------------------------------------------------------------------------------------------------------------
+
+/// From another world size, in either form: the files are those that a job of PyTorch's saved itself.
+#[test]
+fn flat_parameters_of_other_ranks_are_as_pytorch_saves_them() {
+    let desk = Desk::new();
+    let (views, flat) = (folder(&desk, "flat3", "views"), folder(&desk, "flat3", "flat"));
+    let targets = [
+        ("flat2", "--world-size 2"),
+        ("flat4", "--world-size 4"),
+        ("flat_mixed", "--world-size 2 --forward-dtype bf16"),
+        ("flat_hybrid", "--world-size 4 --strategy hybrid-shard --shard-group-size 2"),
+        ("flat_none", "--world-size 2 --strategy no-shard"),
+    ];
+    for (case, options) in targets {
+        for (source, to, more) in [
+            (&views, "views", ""),
+            (&views, "flat", "--use-orig-params=false"),
+            (&flat, "flat", ""),
+            (&flat, "views", "--use-orig-params"),
+        ] {
+            let from = source.extension().unwrap().display();
+            let made = desk.make("flatten", source, &format!("{case}-{from}-{to}"), &format!("{options} {more}"));
+            check_files(&made.path, case, to, &BOTH);
+            let layout: Json = serde_json::from_slice(&fs::read(made.path.join("flat_layout.json")).unwrap()).unwrap();
+            let truth = &Truth::load(&format!("{case}/truth")).json["flat_layout"][to];
+            for key in ["world_size", "shard_group_size", "use_orig_params", "optimizer"] {
+                assert_eq!(layout[key], truth[key], "{case}: {key}");
+            }
+        }
+    }
+}
+
+/// `NO_SHARD` is where a job of one rank starts from, and the way back from it.
+#[test]
+fn what_is_not_sharded_is_flattened_again() {
+    let desk = Desk::new();
+    for name in ["views", "flat"] {
+        let source = folder(&desk, "flat_none", name);
+        let made = desk.make("flatten", &source, name, "--world-size 4 --strategy full-shard");
+        check_files(&made.path, "flat4", name, &BOTH);
+        let kept = desk.make("flatten", &source, &format!("{name}-kept"), "--world-size 3");
+        let layout: Json = serde_json::from_slice(&fs::read(kept.path.join("flat_layout.json")).unwrap()).unwrap();
+        assert_eq!((&layout["world_size"], &layout["shard_group_size"]), (&json!(3), &json!(1)));
+    }
+}
+
+/// Several groups of parameters stay; one file a rank stays one.
+#[test]
+fn groups_and_one_file_a_rank_stay() {
+    let desk = Desk::new();
+    for name in ["groups", "one_file"] {
+        let source = folder(&desk, "flat2", name);
+        let four = desk.make("flatten", &source, &format!("{name}-4"), "--world-size 4");
+        let two = desk.make("flatten", &four.path, &format!("{name}-2"), "--world-size 2");
+        let series: &[&str] = if name == "groups" { &BOTH } else { &["checkpoint"] };
+        check_files(&two.path, "flat2", name, series);
+    }
+}
+
+#[test]
+fn a_cast_changes_the_alignment() {
+    let desk = Desk::new();
+    for name in ["views", "flat"] {
+        let source = folder(&desk, "flat2", name);
+        let made = desk.make("flatten", &source, name, "--dtype bf16 --series model");
+        check_files(&made.path, "flat_bf16", name, &["model"]);
+        holds(made.closing(), &["; cast ", " f32->bf16"]);
+    }
+}
+
+/// A state dict in the order of registration and --wrap say as much as the job; only ties and strides lack.
+#[test]
+fn a_state_dict_in_its_order_needs_the_units_alone() {
+    let desk = Desk::new();
+    let source = folder(&desk, "flat3", "views");
+    let whole = desk.make("unshard", &source, "whole.pt", "--series all").path;
+    for (name, more) in [("views", "--use-orig-params"), ("flat", "")] {
+        let made = desk.make("flatten", &whole, name, &format!("--world-size 2 {WRAP} {more}"));
+        let layout: Json = serde_json::from_slice(&fs::read(made.path.join("flat_layout.json")).unwrap()).unwrap();
+        let truth = &Truth::load("flat2/truth").json["flat_layout"][name];
+        let order = |layout: &Json| -> Vec<(Json, Vec<Json>)> {
+            let names = |unit: &Json| unit["params"].as_array().unwrap().iter().map(|p| p["fqn"].clone()).collect();
+            let units = layout["units"].as_array().unwrap().iter();
+            let mut units: Vec<_> = units.map(|unit| (unit["module"].clone(), names(unit))).collect();
+            units.sort_by_key(|(module, _)| module.to_string());
+            units
+        };
+        assert_eq!(order(&layout), order(truth), "{name}");
+        assert_same(&read(&made.path), &read(&source), name);
+    }
+    // With the strides of the job, and its order of units, every byte of tensors is that of PyTorch's files.
+    for name in ["views", "flat"] {
+        let layout = layout_file(&desk, "flat2", name, &format!("{name}.json"));
+        let options = format!("--flat-layout {}", layout.display());
+        for (source, series) in [(&whole, &BOTH[..]), (&full(), &BOTH[..1])] {
+            let at = format!("{name}-{}", series.len());
+            let made = desk.make("flatten", source, &at, &options);
+            check_files(&made.path, "flat2", name, series);
+        }
+    }
+}
+
+/// What has no order takes that of a flat layout, or of flat parameters.
+#[test]
+fn sharded_tensors_become_flat_parameters() {
+    let desk = Desk::new();
+    for name in ["views", "flat"] {
+        let like = folder(&desk, "flat4", name);
+        let layout = like.join("flat_layout.json");
+        let ways = [format!("--like {}", like.display()), format!("--flat-layout {}", layout.display())];
+        let targets = [
+            ("ranks", "--to torch-ranks --mesh dp=2,tp=2 --placements S(0),S(1)"),
+            ("dcp", "--to dcp --mesh dp=3"),
+            ("sharded", "--to torch-ranks --mesh fsdp=2 --tensor-class sharded-tensor"),
+        ];
+        for (kind, options) in targets {
+            let between = desk.make("reshard", &like, &format!("{name}-{kind}"), options).path;
+            for (index, way) in ways.iter().enumerate() {
+                let made = desk.make("flatten", &between, &format!("{name}-{kind}-{index}"), way);
+                assert_same(&read(&made.path), &read(&like), kind);
+                check_data(&made.path, &like);
+            }
+        }
+        let between = desk.make("consolidate", &like, &format!("{name}-model"), "").path;
+        let made = desk.make("flatten", &between, &format!("{name}-again"), &ways[0]);
+        let expected = below("model.", &read(&like));
+        assert_same(&read(&made.path), &expected, "safetensors");
+    }
+    let sharded = fixture("flat2/sharded");
+    let made = desk.make("flatten", &sharded, "own", &format!("--like {}", desk.path("flat4.flat").display()));
+    assert_same(&read(&made.path), &read(&sharded), "ShardedTensors");
+}
+
+/// The shards of flat parameters and of their state are the same bytes, padding included, whatever stands around them.
+#[track_caller]
+fn check_data(found: &Path, expected: &Path) {
+    for file in bytes_of(expected).into_keys().filter(|name| name.extension().is_some_and(|suffix| suffix == "pt")) {
+        let [own, real] = [found, expected].map(|root| rank_file::read(&root.join(&file)));
+        let stretches = |(files, contents): &rank_file::Opened| -> Vec<Vec<u8>> {
+            let view = |found: &Found| match found {
+                Found::Plain(view) => Some(view.clone()),
+                Found::Sharded { local, .. } => local.first().map(|(_, view)| view.clone()),
+                Found::Distributed { .. } => None,
+            };
+            let views = contents.tensors.iter().filter_map(view);
+            let mut all: Vec<Vec<u8>> = views.map(|view: View| rank_file::storage(files, contents, &view)).collect();
+            all.sort();
+            all
+        };
+        assert!(stretches(&own) == stretches(&real), "{}", file.display());
+    }
+}
+
+/// Most ranks hold nothing of the smaller units.
+#[test]
+fn there_may_be_more_ranks_than_elements() {
+    let desk = Desk::new();
+    for name in ["views", "flat"] {
+        let source = folder(&desk, "flat3", name);
+        let many = desk.make("flatten", &source, &format!("{name}-many"), "--world-size 40 --verify").path;
+        assert_same(&read(&many), &read(&source), name);
+        let back = desk.make("flatten", &many, &format!("{name}-back"), "--world-size 3").path;
+        check_files(&back, "flat3", name, &BOTH);
+    }
+}
+
+#[test]
+fn the_same_flat_files_come_every_time_and_none_with_dry_run() {
+    let desk = Desk::new();
+    let source = folder(&desk, "flat3", "views");
+    let one = desk.make("flatten", &source, "one", "--world-size 4 --threads 1 --verify");
+    let dry = succeed("flatten", &[&source, &desk.path("dry")], "--world-size 4 --dry-run --json").json();
+    assert!(!desk.path("dry").exists());
+    let two = succeed("flatten", &[&source, &desk.path("two")], "--world-size 4 --threads 4 --json").json();
+    assert_eq!(contents(&one.path), contents(&desk.path("two")));
+    for key in ["files", "tensors", "bytes_written"] {
+        assert_eq!(dry[key], two[key], "{key}");
+    }
+    assert_eq!(two["target"]["format"], "fsdp-flat");
+    // What stands is kept, and kept as it is.
+    let again = desk.refuse("flatten", &source, "one", "--world-size 2", &["exists", "--overwrite"]);
+    assert_eq!(again.code, 2);
+    desk.make("flatten", &source, "one", "--world-size 4 --overwrite");
+    assert_eq!(contents(&one.path), contents(&desk.path("two")));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// There and back
+// ---------------------------------------------------------------------------------------------------------------
+
+#[test]
+fn there_and_back_is_the_same_bytes() {
+    let desk = Desk::new();
+    for name in ["views", "flat"] {
+        let source = folder(&desk, "flat3", name);
+        let eight = desk.make("reshard", &source, &format!("{name}-8"), "--mesh fsdp=8").path;
+        let six = desk.make("reshard", &eight, &format!("{name}-6"), "--mesh fsdp=6").path;
+        let again = desk.make("reshard", &six, &format!("{name}-8-again"), "--mesh fsdp=8").path;
+        assert_eq!(contents(&again), contents(&eight), "{name}");
+        let hybrid = desk.make("reshard", &eight, &format!("{name}-h"), "--mesh replicate=2,shard=4").path;
+        let again = desk.make("reshard", &hybrid, &format!("{name}-h-again"), "--mesh fsdp=8").path;
+        assert_eq!(contents(&again), contents(&eight), "{name}");
+        check_files(&desk.make("reshard", &eight, &format!("{name}-3"), "--mesh fsdp=3").path, "flat3", name, &BOTH);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// unshard
+// ---------------------------------------------------------------------------------------------------------------
+
+#[test]
+fn whole_tensors_are_those_of_a_full_state_dict() {
+    let desk = Desk::new();
+    for (case, name) in [("flat2", "views"), ("flat2", "flat"), ("flat4", "flat"), ("flat_hybrid", "views")] {
+        let source = folder(&desk, case, name);
+        let model = desk.make("unshard", &source, &format!("{case}-{name}.pt"), "--rank0-only");
+        let same = succeed("verify", &[&model.path, &full()], "");
+        holds(&same.stderr, &["the same: 25 tensors"]);
+        let optim = desk.make("unshard", &source, &format!("{case}-{name}-optim.pt"), "--series optim").path;
+        assert_same(&read(&optim), &read(&fixture("flat2/full/optim.pt")), name);
+        // Ties are kept, and each parameter has a step of its own, that an optimizer counts up by itself.
+        let all = desk.make("unshard", &source, &format!("{case}-{name}-all.pt"), "--series all").path;
+        let (_, contents) = rank_file::read(&all);
+        let steps: Vec<&View> = contents
+            .tensors
+            .iter()
+            .filter_map(|found| match found {
+                Found::Plain(view) if view.sizes.is_empty() => Some(view),
+                _ => None,
+            })
+            .collect();
+        let storages: std::collections::HashSet<_> = steps.iter().map(|view| view.key.clone()).collect();
+        assert_eq!((steps.len(), storages.len()), (20, 20), "{case}/{name}");
+    }
+}
+
+#[test]
+fn every_rank_has_all_of_it_if_asked() {
+    let desk = Desk::new();
+    let source = folder(&desk, "flat4", "views");
+    let made = desk.make("unshard", &source, "all", "--all-ranks");
+    let files = bytes_of(&made.path);
+    assert_eq!(files.len(), 4);
+    let first = files.values().next().unwrap();
+    assert!(files.values().all(|file| file == first));
+    succeed("verify", &[&made.path, &full()], "");
+    desk.refuse(
+        "unshard",
+        desk.make("reshard", &source, "dcp", "--to dcp --mesh fsdp=4").path,
+        "x",
+        "--all-ranks",
+        &["dcp does not"],
+    );
+}
+
+#[test]
+fn some_units_are_whole_and_the_rest_is_read_again() {
+    let desk = Desk::new();
+    for name in ["views", "flat"] {
+        let source = folder(&desk, "flat4", name);
+        for (unit, more) in [("layers.1", 4), ("layers.*", 3), (".", 4), ("layers.1.inner", 4)] {
+            let made = desk.make("unshard", &source, &format!("{name}-{unit}"), &format!("--unit {unit}"));
+            holds(&made.run.stderr, &[&format!("whole on every rank, {more} flat")]);
+            assert_same(&made.tensors(), &below("model.", &read(&source)), unit);
+            assert_eq!(inspect(&made.path, "--brief")["format"], "fsdp-flat");
+        }
+        let words = ["--unit layers.7: no module has a path like that", "layers.0, layers.1"];
+        desk.refuse("unshard", &source, "x", "--unit layers.7", &words);
+        let words = ["--unit takes the model alone", "--series model"];
+        desk.refuse("unshard", &source, "x", "--unit layers.1 --series all", &words);
+        desk.refuse("unshard", &source, "x", "--unit layers.1 --to torch", &["fsdp-flat here, not torch"]);
+    }
+    let sharded = fixture("fsdp_tp/ranks");
+    let made = desk.make("unshard", &sharded, "dtensors", "--unit blocks.0");
+    let found = inspect(&made.path, "--brief");
+    assert_eq!(found["tensors"]["blocks.0.w1.weight"]["placements"], Json::Null);
+    assert_eq!(found["tensors"]["head.weight"]["placements"].as_str().map(|text| text.contains('S')), Some(true));
+    assert_same(&made.tensors(), &below("model.", &read(&sharded)), "--unit");
+    desk.refuse("unshard", &sharded, "x", "--unit blocks.9", &["--unit blocks.9: no module has a path like that"]);
+    desk.refuse("unshard", fixture("fsdp_tp/dcp"), "x", "--unit blocks.0", &["--unit: dcp does not say"]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// What is edited goes back
+// ---------------------------------------------------------------------------------------------------------------
+
+/// The bytes of one f32 or bf16 tensor of a safetensors file, each xor 1: another file with these tensors alone.
+fn edited(desk: &Desk, model: &Path, name: &str, change: &[&str], keep: &dyn Fn(&str) -> bool) -> PathBuf {
+    let content = fs::read(model).unwrap();
+    let stored = SafeTensors::deserialize(&content).unwrap();
+    let tensors = stored.tensors().into_iter().filter(|(name, _)| keep(name));
+    let tensors: Vec<(String, safetensors::Dtype, Vec<usize>, Vec<u8>)> = tensors
+        .map(|(name, view)| {
+            let flip = u8::from(change.contains(&name.as_str()));
+            let bytes = view.data().iter().map(|byte| byte ^ flip).collect();
+            (name, view.dtype(), view.shape().to_vec(), bytes)
+        })
+        .collect();
+    let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
+        (name, safetensors::tensor::TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+    });
+    let path = desk.path(name);
+    fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
+    path
+}
+
+#[test]
+fn an_edited_model_goes_back_into_flat_parameters() {
+    let desk = Desk::new();
+    const EDITED: &str = "layers.0.wq.weight";
+    for name in ["views", "flat"] {
+        let source = folder(&desk, "flat3", name);
+        let both = format!("--like {0} --fill-from {0}", source.display());
+        let model = desk.make("consolidate", &source, &format!("{name}.safetensors"), "").path;
+        let same = desk.make("reshard", &model, &format!("{name}-same"), &both);
+        check_files(&same.path, "flat3", name, &BOTH);
+        let ways: [(&str, &[&str], &dyn Fn(&str) -> bool, &[&str]); 5] = [
+            ("all", &[EDITED], &|_| true, &[EDITED]),
+            ("one", &[EDITED], &|name| name == EDITED, &[EDITED]),
+            ("alias", &["head.weight"], &|name| name == "head.weight", &["head.weight", "emb.weight"]),
+            ("tied", &["head.weight", "emb.weight"], &|_| true, &["head.weight", "emb.weight"]),
+            ("strided", &["conv.weight"], &|_| true, &["conv.weight"]),
+        ];
+        for (way, change, keep, changed) in ways {
+            let file = edited(&desk, &model, &format!("{name}-{way}.safetensors"), change, keep);
+            let made = desk.make("reshard", &file, &format!("{name}-{way}"), &both);
+            let mut expected = read(&source);
+            let new = read(&file);
+            for changed in changed {
+                let content = new.get(*changed).or_else(|| new.get(change[0])).unwrap().clone();
+                let old = expected.insert(format!("model.{changed}"), content.clone()).unwrap();
+                assert_ne!(old.digest, content.digest);
+            }
+            assert_same(&made.tensors(), &expected, way);
+            // Only the records of the edited model are others.
+            let (own, unedited) = (contents(&made.path), contents(&same.path));
+            assert_eq!(own.keys().collect::<Vec<_>>(), unedited.keys().collect::<Vec<_>>());
+            for (file, content) in own.iter().filter(|(file, _)| !file.starts_with("model")) {
+                assert!(unedited[file] == *content, "{file}");
+            }
+            check_padding(&made.path, &same.path, change, way);
+        }
+        let file = edited(&desk, &model, "apart.safetensors", &["head.weight"], &|_| true);
+        desk.refuse("reshard", &file, "x", &both, &["a tensor that is tied in FILLER", "--exclude one of them"]);
+        // Other ranks, and what is like it need not be what it is filled from.
+        let four = folder(&desk, "flat4", name);
+        let options = format!("--like {} --fill-from {}", four.display(), source.display());
+        let made = desk.make("reshard", &model, &format!("{name}-4"), &options);
+        check_files(&made.path, "flat4", name, &BOTH);
+    }
+}
+
+/// Files that differ in nothing but few bytes: the edited elements and the checksums of their records.
+fn check_padding(found: &Path, unedited: &Path, change: &[&str], way: &str) {
+    let (own, old) = (contents(found), contents(unedited));
+    let mut differing = 0;
+    for (file, content) in own.iter().filter(|(file, _)| file.starts_with("model")) {
+        assert_eq!(content.len(), old[file].len(), "{way}: {file}");
+        let (own, old) = (rank_file::read(&found.join(file)), rank_file::read(&unedited.join(file)));
+        for (new, before) in own.1.tensors.iter().zip(&old.1.tensors) {
+            if let (Found::Sharded { local: new, .. }, Found::Sharded { local: before, .. }) = (new, before) {
+                let (Some((_, new)), Some((_, before))) = (new.first(), before.first()) else { continue };
+                let [new, before] =
+                    [rank_file::storage(&own.0, &own.1, new), rank_file::storage(&old.0, &old.1, before)];
+                differing += new.iter().zip(&before).filter(|(new, before)| new != before).count();
+            }
+        }
+    }
+    let numel = match change[0] {
+        "layers.0.wq.weight" => 36,
+        "conv.weight" => 48,
+        _ => 66,
+    };
+    assert_eq!(differing, numel * 4, "{way}: every byte of the edited tensor, and no other");
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// What is refused
+// ---------------------------------------------------------------------------------------------------------------
+
+#[test]
+fn an_order_is_never_guessed() {
+    let desk = Desk::new();
+    let source = folder(&desk, "flat3", "flat");
+    let snippet = "docs/fsdp1.md has the Python snippet";
+    let dcp = desk.make("reshard", &source, "dcp", "--to dcp --mesh fsdp=2").path;
+    desk.refuse("flatten", &dcp, "x", "--world-size 2 --wrap layers.*", &["is dcp, which does not keep it", snippet]);
+    let model = desk.make("consolidate", &source, "model", "").path;
+    let options = "--world-size 2 --wrap layers.*";
+    desk.refuse("flatten", &model, "x", options, &["is safetensors, which does not keep it", snippet]);
+    desk.refuse("flatten", &source, "x", options, &["is flat, and its units would be others", snippet]);
+    let like = format!("--world-size 2 --wrap layers.* --like {}", model.display());
+    desk.refuse("flatten", &dcp, "x", &like, &["is safetensors, which does not keep it", snippet]);
+    let sorted = desk.make("unshard", &model, "sorted.pt", "").path;
+    desk.refuse("flatten", &sorted, "x", options, &["the names in the state dict are sorted", snippet]);
+}
+
+#[test]
+fn what_is_asked_for_must_be_one_thing() {
+    let desk = Desk::new();
+    let source = folder(&desk, "flat3", "flat");
+    let layout = layout_file(&desk, "flat2", "flat", "layout.json");
+    let full = full();
+    let refuse =
+        |source: &Path, options: &str, words: &[&str]| drop(desk.refuse("flatten", source, "x", options, words));
+    let words = ["--wrap blocks.*: no module has a path like that", "the nearest names are"];
+    refuse(&full, "--world-size 2 --wrap blocks.*", &words);
+    refuse(&full, "--wrap layers.*", &["how many ranks will load the files?", "--world-size N"]);
+    refuse(&full, "--world-size 0 --wrap layers.*", &["--world-size 0: no ranks"]);
+    refuse(
+        &full,
+        "--world-size 2 --buffers nope",
+        &["--buffers nope: no tensor of the model", "the nearest names are"],
+    );
+    refuse(&full, "--world-size 2 --forward-dtype i32", &["--forward-dtype i32: no dtype of floats"]);
+    refuse(&full, "--world-size 2 --to dcp", &["flatten writes flat parameters, not dcp", "`dtshard reshard`"]);
+    let both = format!("--world-size 2 --wrap layers.* --flat-layout {}", layout.display());
+    refuse(&full, &both, &["--wrap and --flat-layout: both say the units"]);
+    refuse(&source, "--world-size 4 --strategy hybrid-shard", &["how many ranks share one copy?"]);
+    let words = ["groups of 3 among 4 ranks", "--shard-group-size N"];
+    refuse(&source, "--world-size 4 --strategy hybrid-shard --shard-group-size 3", &words);
+    let words = ["--shard-group-size is for --strategy hybrid-shard"];
+    refuse(&source, "--world-size 4 --strategy full-shard --shard-group-size 2", &words);
+    let words = ["--placements S(0): flat parameters have none", "--to torch-ranks"];
+    drop(desk.refuse("reshard", &source, "x", "--placements S(0)", &words));
+    let words = ["flat parameters are cut once", "one dim, or two for HYBRID_SHARD"];
+    drop(desk.refuse("reshard", &source, "x", "--mesh a=2,b=2,c=2", &words));
+}
+
+#[test]
+fn a_layout_of_another_model_is_refused() {
+    let desk = Desk::new();
+    let layout = |change: &dyn Fn(&mut Json)| {
+        let mut layout = Truth::load("flat2/truth").json["flat_layout"]["flat"].clone();
+        change(&mut layout);
+        let path = desk.write("layout.json", &layout.to_string());
+        format!("--flat-layout {}", path.display())
+    };
+    let (full, whole) = (full(), desk.path("whole.pt"));
+    succeed("unshard", &[&folder(&desk, "flat2", "flat"), &whole], "--series all");
+    let refuse = |source: &Path, change: &dyn Fn(&mut Json), words: &[&str]| {
+        desk.refuse("flatten", source, "x", &layout(change), words);
+    };
+    refuse(
+        &full,
+        &|layout| layout["units"][1]["params"][0]["shape"] = json!([5, 6]),
+        &["layers.0.wq.weight: expected the shape [5, 6] of the flat layout, found [6, 6]", "that of this very model"],
+    );
+    refuse(
+        &full,
+        &|layout| layout["units"][1]["params"][0]["fqn"] = json!("layers.0.wz.weight"),
+        &["layers.0.wz.weight", "that of this very model"],
+    );
+    refuse(&full, &|layout| layout["units"][0]["params"][6]["shared_with"] = json!("proj.bias"), &["head.weight"]);
+    // What one unit holds cannot be in two parameter groups, and has one step.
+    let groups = folder(&desk, "flat2", "groups");
+    let words = ["the root unit", "a flat parameter is in one parameter group", "write with use_orig_params"];
+    desk.refuse("flatten", &groups, "x", "--use-orig-params=false", &words);
+    desk.refuse("flatten", fixture("fsdp4/ranks"), "x", &layout(&|_| {}), &["of the flat layout, found", "very model"]);
+}
+
+#[test]
+fn files_that_do_not_fit_are_refused_by_every_verb() {
+    let desk = Desk::new();
+    let verbs = [("flatten", "--world-size 4"), ("consolidate", ""), ("reshard", "--mesh fsdp=4"), ("unshard", "")];
+    let check = |source: &Path, words: &[&str]| {
+        for (verb, options) in verbs {
+            desk.refuse(verb, source, "x", options, words);
+        }
+    };
+    let wide = folder(&desk, "flat_mixed", "views");
+    let mut layout: Json = serde_json::from_slice(&fs::read(wide.join("flat_layout.json")).unwrap()).unwrap();
+    layout["units"].as_array_mut().unwrap().iter_mut().for_each(|unit| unit["align_numel"] = json!(4));
+    fs::write(wide.join("flat_layout.json"), layout.to_string()).unwrap();
+    check(&wide, &["the root unit", "expected a flat parameter of 342 elements", "align_numel 8, as mixed precision"]);
+    let missing = folder(&desk, "flat2", "flat");
+    fs::remove_file(missing.join("model_world_size_2_rank_1.pt")).unwrap();
+    check(&missing, &["series `model`: expected the files of 2 ranks, missing: rank 1"]);
+    let short = folder(&desk, "flat3", "flat");
+    let file = short.join("model_world_size_3_rank_1.pt");
+    let content = fs::read(&file).unwrap();
+    fs::write(&file, &content[..content.len() / 2]).unwrap();
+    check(&short, &["model_world_size_3_rank_1.pt", "cut short", "hint: "]);
+    let other = folder(&desk, "flat4", "flat");
+    layout_file(&desk, "flat3", "flat", "flat4.flat/flat_layout.json");
+    check(&other, &["expected the files of 3 ranks, the world_size of", "found 4"]);
+    let bare = desk.path("bare");
+    copy_folder(&fixture("flat2/flat"), &bare);
+    check(&bare, &["nothing tells the names, order and shapes", "--flat-layout FILE, or --like CKPT"]);
+    let json = expect(2, "flatten", &[&bare, &desk.path("x")], "--world-size 4 --json").json();
+    assert_eq!(json["error"]["kind"], "unsupported");
+}
