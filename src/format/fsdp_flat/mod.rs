@@ -7,6 +7,7 @@ pub mod document;
 mod known;
 mod like;
 mod optimizer;
+pub mod order;
 mod read;
 mod recover;
 mod snippet;
