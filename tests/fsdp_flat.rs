@@ -414,6 +414,44 @@ fn without_a_layout_there_is_no_guess() {
     assert!(copy.refused().to_string().contains("which parameters its 2 groups hold is not known"));
 }
 
+/// What was put together from sorted names, and kept in a file that keeps orders, has none.
+#[test]
+fn sorted_names_are_no_order() {
+    let copy = Copy::with_layout("flat2", "views");
+    let (whole, sorted) = (copy.at("model.safetensors"), copy.at("sorted.pt"));
+    succeed("consolidate", &[&copy.path(), &whole], "");
+    succeed("unshard", &[&whole, &sorted], "");
+    let error = Copy::new("flat2", "flat").opened(Some(&sorted)).unwrap_err().to_string();
+    assert!(error.contains("(torch, sorted by names) does not tell their order"), "{error}");
+    let outcome = expect(2, "flatten", &[&sorted, &copy.at("out")], "--world-size 2 --wrap layers.*");
+    assert!(outcome.stderr.contains("the names in the state dict are sorted"), "{outcome:?}");
+}
+
+/// The order of units in a layout says nothing of an optimizer: that of the files does.
+#[test]
+fn an_optimizer_numbers_units_as_the_files_have_them() {
+    let copy = Copy::with_layout("flat2", "flat");
+    let mut layout = copy.layout.clone();
+    layout.as_object_mut().unwrap().remove("optimizer");
+    // A unit without parameters has no number.
+    units(&mut layout).push(json!({"module": "act", "params": []}));
+    units(&mut layout).reverse();
+    copy.write_layout(&layout);
+    assert_same(&tensors_of(&copy.opened(None).unwrap()), &copy.expected(), "units in another order");
+}
+
+/// A buffer is not lost to a name of a parameter.
+#[test]
+fn a_tied_name_of_another_tensor_is_refused() {
+    for name in ["views", "flat"] {
+        let copy = Copy::new("flat2", name);
+        let mut layout = copy.layout.clone();
+        params(&mut layout, 0).push(json!({"fqn": "freqs", "shared_with": "norm.bias"}));
+        copy.write_layout(&layout);
+        assert!(copy.refused().to_string().contains("freqs: the flat layout differs"), "{name}");
+    }
+}
+
 #[test]
 fn a_damaged_file_is_refused() {
     let copy = Copy::with_layout("flat2", "flat");

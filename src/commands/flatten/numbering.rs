@@ -9,6 +9,7 @@ use std::collections::HashSet;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Fqn, Value};
 use crate::error::{Error, Result};
+use crate::format::fsdp_flat::order;
 
 /// The optimizer of a layout whose `use_orig_params` is to be false: flat parameters, in the order in which their first
 /// parameters come. `None` where one would be in two groups, which is for those to refuse that know the optimizer.
@@ -38,6 +39,8 @@ pub fn of_parameters(layout: &FlatLayout, state: &Value, order: Option<&[Fqn]>) 
     }
     let Some(mut groups) = trained(state) else { return Ok(None) };
     let flattened: Vec<&Fqn> = layout.params().map(|(_, param)| &param.fqn).collect();
+    // One alone may be so by chance.
+    let are_sorted = groups.iter().all(|group| order::is_sorted(group.iter().map(Fqn::as_str)));
     for group in &mut groups {
         let members: HashSet<&Fqn> = group.iter().collect();
         let as_flattened = flattened.iter().filter(|fqn| members.contains(**fqn)).copied().eq(&*group);
@@ -47,7 +50,8 @@ pub fn of_parameters(layout: &FlatLayout, state: &Value, order: Option<&[Fqn]>) 
             Some(registered) if registered == *group => {}
             Some(registered) if as_flattened && registered.len() == group.len() => *group = registered,
             // One unit has one order.
-            None if !as_flattened || layout.units.len() == 1 => {}
+            None if as_flattened && layout.units.len() == 1 => {}
+            None if !as_flattened && !are_sorted => {}
             _ => {
                 return Err(Error::unsupported(
                     "the order in which the optimizer numbers parameters is not known: its state dict has them in \

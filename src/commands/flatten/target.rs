@@ -12,6 +12,7 @@ use crate::catalog::path::clean_name;
 use crate::catalog::{Dtype, Fqn, TensorId, Value};
 use crate::cli::{ConvertArgs, Flatten, Strategy};
 use crate::error::{Error, Result};
+use crate::format::fsdp_flat::order;
 use crate::format::{Checkpoint, Format, fsdp_flat};
 use crate::layout::Pattern;
 
@@ -181,12 +182,13 @@ impl Wish {
 
     /// The names of the model in the order of registration, where something keeps it.
     fn order(source: &Source) -> Option<Vec<Fqn>> {
-        let names = |state| model::model(state).tensors.into_iter().map(|(fqn, _)| fqn).collect();
+        let names = |state| -> Vec<Fqn> { model::model(state).tensors.into_iter().map(|(fqn, _)| fqn).collect() };
         let like = source.like.as_ref().filter(|like| keeps_order(like));
         let own = &source.checkpoint;
         let has_order = keeps_order(own) || own.format == Format::FsdpFlat && knows_modules(&own.catalog.state);
         let own = || has_order.then(|| names(&source.wanted.catalog.state));
-        like.map(|like| names(&like.catalog.state)).or_else(own)
+        let found = like.map(|like| names(&like.catalog.state)).or_else(own);
+        found.filter(|names| !order::is_sorted(names.iter().map(Fqn::as_str)))
     }
 }
 

@@ -11,7 +11,7 @@ use std::collections::{HashMap, HashSet};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
 use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, model};
 use crate::error::{Error, Result};
-use crate::format::fsdp_flat;
+use crate::format::fsdp_flat::{self, order};
 use crate::layout::Pattern;
 use crate::nearest;
 use crate::quantity::count;
@@ -73,11 +73,9 @@ pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayou
     Ok((layout, notes))
 }
 
-/// A state dict in the order of its names was sorted by somebody: modules register `weight` before `bias`.
+/// A state dict in the order of its names tells nothing of the order of registration.
 fn refuse_sorted(names: &[String]) -> Result<()> {
-    /// Fewer may be in order by chance.
-    const TELLING: usize = 6;
-    if names.len() < TELLING || !names.is_sorted() {
+    if !order::is_sorted(names.iter().map(String::as_str)) {
         return Ok(());
     }
     Err(unordered("the names in the state dict are sorted, which is not the order in which modules register them"))

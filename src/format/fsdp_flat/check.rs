@@ -84,9 +84,9 @@ fn check_rank(rank: &RankState, layout: &FlatLayout, flats: &[(&FlatUnit, FlatPa
         }
         if layout.use_orig_params {
             check_views(rank, unit, flat, shard, misfit)?;
-        } else if let Some(twice) = unit.params.iter().find(|param| rank.beside.contains_key(&param.fqn)) {
+        } else if let Some(twice) = names(unit).find(|(name, _)| rank.beside.contains_key(*name)) {
             let expected = format!("a parameter in {}", unit.key());
-            return bad(twice.fqn.as_str(), expected, String::from("a tensor of its own"));
+            return bad(twice.0.as_str(), expected, String::from("a tensor of its own"));
         }
     }
     Ok(())
@@ -135,6 +135,12 @@ fn region_of(range: &Range<u64>) -> Region {
     Region::new([range.start].as_slice(), [range.end - range.start].as_slice())
 }
 
+/// All names of a unit, each with the parameter that it is of.
+fn names(unit: &FlatUnit) -> impl Iterator<Item = (&Fqn, &Fqn)> {
+    let own = unit.params.iter().map(|param| (&param.fqn, &param.fqn));
+    own.chain(unit.shared.iter().map(|shared| (&shared.fqn, &shared.with)))
+}
+
 /// Every parameter, under each of its names, is the view that the layout says.
 fn check_views(rank: &RankState, unit: &FlatUnit, flat: &FlatParameter, shard: u64, misfit: Misfit<'_>) -> Result<()> {
     let mut held: Vec<Option<Range<u64>>> = vec![None; unit.params.len()];
@@ -146,9 +152,7 @@ fn check_views(rank: &RankState, unit: &FlatUnit, flat: &FlatParameter, shard: u
         }
     }
     let positions: HashMap<&Fqn, usize> = unit.params.iter().map(|param| &param.fqn).zip(0..).collect();
-    let names = unit.params.iter().map(|param| (&param.fqn, &param.fqn));
-    let names = names.chain(unit.shared.iter().map(|shared| (&shared.fqn, &shared.with)));
-    for (name, of) in names {
+    for (name, of) in names(unit) {
         let Some(expected) = positions.get(of).map(|index| &held[*index]) else { continue };
         let found = match rank.beside.get(name) {
             Some(Beside::View { module, range }) if *module == unit.module => Some(Some(range.clone())),

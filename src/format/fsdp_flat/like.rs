@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use indexmap::IndexMap;
 
+use super::order;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::path::clean_name;
 use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, contiguous_strides, model};
@@ -97,7 +98,11 @@ impl Like {
     /// Whether parameters come in the order in which the module registered them.
     #[must_use]
     pub fn is_ordered(&self) -> bool {
-        matches!(self.format, Format::Torch | Format::TorchRanks | Format::FsdpFlat)
+        match self.format {
+            Format::FsdpFlat => true,
+            Format::Torch | Format::TorchRanks => !order::is_sorted(self.params.keys().map(Fqn::as_str)),
+            _ => false,
+        }
     }
 }
 

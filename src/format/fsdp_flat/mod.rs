@@ -8,6 +8,7 @@ mod gradients;
 mod known;
 mod like;
 mod optimizer;
+pub mod order;
 mod read;
 mod recover;
 mod snippet;

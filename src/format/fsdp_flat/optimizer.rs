@@ -279,6 +279,9 @@ impl OneRank<'_> {
         let (start, end) = (whole.start.max(shard.start), whole.end.min(shard.end));
         let piece = (start < end).then(|| start - whole.start..end - whole.start);
         let numel = piece.as_ref().map_or(0, |elements| elements.end - elements.start);
+        let empty = Value::Dict(Dict::default());
+        // Optimizers that make state at once have some for what the rank does not hold, and never step it.
+        let state = if piece.is_none() && known.numel() > 0 { &empty } else { state };
         let mut made: HashMap<TensorId, TensorId> = HashMap::new();
         for id in state.tensor_ids() {
             let tensor = match &contents.tensors[id.0 as usize] {

@@ -155,10 +155,13 @@ fn check_counts(folder: &Path, series: &[SeriesFiles], layout: &FlatLayout, sour
     }
 }
 
-/// What an optimizer of one parameter group updates: all that there is, in the order of the state dict.
+/// What an optimizer of one parameter group updates: all that there is, in the order of the state dict. That is known,
+/// a flat layout may have been put together in another.
 fn default_order(state: Option<&FlatState>, layout: &FlatLayout) -> Option<Vec<Fqn>> {
     if !layout.use_orig_params {
-        return Some(layout.units.iter().map(FlatUnit::key).collect());
+        let Some(state) = state else { return Some(layout.units.iter().map(FlatUnit::key).collect()) };
+        let unit = |module: &str| layout.units.iter().find(|unit| *unit.module == *module);
+        return state.modules().into_iter().map(|module| unit(module).map(FlatUnit::key)).collect();
     }
     let shared: HashSet<&Fqn> = layout.units.iter().flat_map(|unit| &unit.shared).map(|shared| &shared.fqn).collect();
     let names = state?.parameters().into_iter().filter(|name| !shared.contains(*name));

@@ -14,6 +14,7 @@ use super::totals::{self, Misfit};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
+use crate::format::Format;
 use crate::layout::Dims;
 use crate::layout::flat::FlatParameter;
 
@@ -91,6 +92,7 @@ fn raw_unit(state: &FlatState, module: &str) -> FlatUnit {
 // ---------------------------------------------------------------------------------------------------------------
 
 fn units_of_views(state: &FlatState, group: u32, shapes: Shapes<'_>) -> Result<Vec<FlatUnit>> {
+    refuse_empty(state, shapes)?;
     let mut by_unit: HashMap<&str, Vec<(&Fqn, Range<u64>)>> = HashMap::new();
     for name in state.parameters() {
         let (module, range) = whole_range(state, group, name)?;
@@ -123,6 +125,23 @@ fn units_of_views(state: &FlatState, group: u32, shapes: Shapes<'_>) -> Result<V
         Ok(FlatUnit { module: module.into(), dtype: Some(dtype), align_numel: Some(align), params, shared })
     };
     state.modules().into_iter().map(unit).collect()
+}
+
+/// A parameter without elements is a view of nothing, so its unit and its place are not known, nor that it is none.
+fn refuse_empty(state: &FlatState, shapes: Shapes<'_>) -> Result<()> {
+    let Shapes::Like(like) = shapes else { return Ok(()) };
+    let viewed: HashSet<&Fqn> = state.parameters().into_iter().collect();
+    let mut empty = state.ranks[0].beside.iter().filter(|(name, is)| **is == Beside::Empty && !viewed.contains(name));
+    let differs = |name: &Fqn| like.params.get(name).is_some_and(|param| *param.shape != [0]);
+    match empty.find(|(name, _)| differs(name)) {
+        None => Ok(()),
+        Some((name, _)) => {
+            let shape = like.params[name].shape.as_slice();
+            Err(refuse(format!(
+                "{name}: of shape {shape:?}, and the files do not tell where a parameter without elements is"
+            )))
+        }
+    }
 }
 
 /// Where a parameter lies in its flat parameter: what ranks have of it must be one stretch.
@@ -248,10 +267,11 @@ fn units_of_like(state: &FlatState, group: u32, like: &Like) -> Result<Vec<FlatU
     if let Some(unit) = units.iter().find(|unit| unit.params.len() > 1 && !like.is_ordered()) {
         let several = format!("{} has {} parameters", unit.describe(), unit.params.len());
         return Err(refuse(format!(
-            "{}: {several}, and {} ({}) does not tell their order",
+            "{}: {several}, and {} ({}{}) does not tell their order",
             state.ranks[0].at.display(),
             like.path.display(),
-            like.format
+            like.format,
+            if matches!(like.format, Format::Torch | Format::TorchRanks) { ", sorted by names" } else { "" }
         )));
     }
     for unit in &mut units {

@@ -1,0 +1,47 @@
+//! Whether names may stand in the order in which modules registered their parameters.
+//!
+//! Many tools sort a state dict, DCP and safetensors among them, and a torch file keeps what it is given. With such an
+//! order parameters of equal shapes would change places in silence.
+
+use crate::format::natural_order;
+
+/// Whether these names, of all that is in a model, were sorted by somebody: they come in the order of text, of text
+/// with numbers, or have every `bias` before its `weight`, which modules register the other way round.
+#[must_use]
+pub fn is_sorted<'a>(names: impl Iterator<Item = &'a str>) -> bool {
+    /// Fewer may be in order by chance.
+    const TELLING: usize = 6;
+    let names: Vec<&str> = names.collect();
+    if names.len() < TELLING {
+        return false;
+    }
+    names.is_sorted()
+        || names.is_sorted_by(|left, right| natural_order(left, right).is_le())
+        || has_biases_first(&names)
+}
+
+/// Whether there are modules with both, and in all of them the bias stands right before the weight.
+fn has_biases_first(names: &[&str]) -> bool {
+    let is_pair = |first: &str, second: &str, order: [&str; 2]| {
+        let module = first.strip_suffix(order[0]);
+        module.is_some_and(|module| second.strip_suffix(order[1]) == Some(module))
+    };
+    let count = |order| names.windows(2).filter(|pair| is_pair(pair[0], pair[1], order)).count();
+    count(["weight", "bias"]) == 0 && count(["bias", "weight"]) > 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_order_of_names_is_not_that_of_modules() {
+        let is_sorted = |names: &str| is_sorted(names.split(' '));
+        assert!(is_sorted("emb h.0.wk h.0.wq h.1.wk h.1.wq norm"));
+        assert!(is_sorted("emb h.2.wk h.2.wq h.10.wk h.10.wq norm"), "natural order");
+        assert!(is_sorted("z.bias z.weight b.bias b.weight a.bias a.weight"), "files of sorted names");
+        assert!(!is_sorted("z.weight z.bias b.weight b.bias a.weight a.bias"));
+        assert!(!is_sorted("emb h.0.wq h.0.wk h.1.wq h.1.wk norm"));
+        assert!(!is_sorted("a b c"), "by chance");
+    }
+}
