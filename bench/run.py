@@ -1,8 +1,8 @@
-"""Measure dtshard side by side with `cp -r` and PyTorch's own converter on one checkpoint: `run.py`.
+"""Measure dtshard side by side with `cp -r` and PyTorch's own converter: `run.py`, `run.py --only flat`.
 
 Commands run in turn (A B A B ...), after one warm-up each, with the source in the page cache. Prints Markdown: medians
-of wall, user and system time, peak anonymous and peak resident memory, and the median ratio to the `cp` run just before.
-Needs a Python with torch (tests/interop/requirements.txt) and a release build of dtshard.
+of wall, user and system time, peak anonymous and peak resident memory, and the median ratio to the `cp` run just before,
+which copies the same source. Needs a Python with torch (tests/interop/requirements.txt) and a release build of dtshard.
 """
 
 import argparse
@@ -70,21 +70,31 @@ def clear(path):
     Path(path).unlink(missing_ok=True)
 
 
-def pairs(name, command, target, copy, copy_target, count):
+@dataclass
+class Case:
+    name: str
+    source: Path
+    command: list
+    target: Path
+    pairs: int
+
+
+def pairs(case, copy_target):
     """Runs of a command, each right after a run of cp."""
+    copy = ["cp", "-r", "--reflink=never", case.source, copy_target]
     runs, ratios, copies = [], [], []
-    for index in range(count + 1):
+    for index in range(case.pairs + 1):
         clear(copy_target)
         reference = measure(copy)
         clear(copy_target)
-        clear(target)
-        run = measure(command)
+        clear(case.target)
+        run = measure(case.command)
         if index > 0:
             runs.append(run)
             copies.append(reference)
             ratios.append(run.wall / reference.wall)
-    clear(target)
-    return name, runs, ratios, copies
+    clear(case.target)
+    return case.name, runs, ratios, copies
 
 
 def median(runs, field):
@@ -112,40 +122,82 @@ def cpu_name():
     return platform.machine()
 
 
+class Bench:
+    """What is measured, from which sources; a source is made for the first case that has it."""
+
+    def __init__(self, args):
+        self.args = args
+        self.work = Path(args.directory)
+        self.target, self.whole = self.work / "target", self.work / "whole.pt"
+
+    def dcp(self, *more):
+        args = self.args
+        source = self.work / "-".join([f"source-{args.gigabytes:g}GB-{args.ranks}", *(word.strip("-") for word in more)])
+        if not source.exists():
+            self.work.mkdir(parents=True, exist_ok=True)
+            make = [sys.executable, HERE / "make_checkpoint.py", source, *more]
+            subprocess.run([*make, "--gigabytes", str(args.gigabytes), "--ranks", str(args.ranks)], check=True)
+        return source
+
+    def flat(self, source, views):
+        flat = source.with_name(f"{source.name}-{'views' if views else 'flat'}")
+        if not flat.exists():
+            subprocess.run(self.flatten(source, views, flat), check=True)
+        return flat
+
+    def flatten(self, source, views, target):
+        layout = ["--flat-layout", source.with_name(f"{source.name}.flat_layout.json")]
+        return [self.args.dtshard, "flatten", source, target, *layout, f"--use-orig-params={str(views).lower()}", *QUIET]
+
+    def case(self, name, source, verb, *more, count=None):
+        target = self.whole if verb == "unshard" else self.target
+        command = [self.args.dtshard, verb, source, target, *more, *QUIET]
+        return Case(name, source, command, target, count or self.args.pairs)
+
+    def dtensors(self):
+        source, mesh = self.dcp(), ["--mesh", f"fsdp={self.args.ranks}"]
+        torch = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", source, self.whole]
+        yield self.case("consolidate to safetensors", source, "consolidate")
+        yield self.case("reshard S(0) to S(1)", source, "reshard", *mesh, "--placements", "S(1)")
+        yield self.case("unshard to torch", source, "unshard")
+        yield Case("PyTorch `dcp_to_torch`", source, torch, self.whole, min(self.args.pairs, 3))
+
+    def flat_parameters(self):
+        source, ranks = self.dcp(), self.args.ranks
+        fewer = ["--world-size", str(ranks * 3 // 4)]
+        for kind, views in (("flat", False), ("views", True)):
+            yield Case(f"flatten DCP to {kind}", source, self.flatten(source, views, self.target), self.target, self.args.pairs)
+        for kind, views in (("flat", False), ("views", True)):
+            flat = self.flat(source, views)
+            yield self.case(f"flatten {kind} {ranks} to {fewer[1]} ranks", flat, "flatten", *fewer)
+            yield self.case(f"consolidate {kind} to safetensors", flat, "consolidate")
+            yield self.case(f"unshard {kind} to torch", flat, "unshard")
+            yield self.case(f"reshard {kind} to DCP on {ranks // 2} ranks", flat, "reshard", "--to", "dcp", "--mesh", f"fsdp={ranks // 2}")
+            clear(flat)
+        flat = self.flat(self.dcp("--adamw"), True)
+        yield self.case(f"flatten views and AdamW {ranks} to {fewer[1]} ranks", flat, "flatten", *fewer)
+        yield self.case("unshard views and AdamW to torch", flat, "unshard")
+
+
+QUIET = ["--no-sync", "-q"]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", default="/dev/shm/dtshard-bench", help="where to work; tmpfs measures pure work")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--only", choices=["dtensors", "flat"], help="DTensors, or the flat parameters of FSDP1")
     parser.add_argument("--dtshard", default=ROOT / "target/release/dtshard")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoint for the next run")
     args = parser.parse_args()
 
-    work = Path(args.directory)
-    source = work / f"source-{args.gigabytes:g}GB-{args.ranks}"
-    if not source.exists():
-        work.mkdir(parents=True, exist_ok=True)
-        make = [sys.executable, HERE / "make_checkpoint.py", source]
-        subprocess.run([*make, "--gigabytes", str(args.gigabytes), "--ranks", str(args.ranks)], check=True)
-    size = sum(file.stat().st_size for file in source.iterdir())
-    copy_target, target, whole = work / "copy", work / "target", work / "whole.pt"
-    copy = ["cp", "-r", "--reflink=never", source, copy_target]
-    dtshard = [args.dtshard]
-    quiet = ["--no-sync", "-q"]
-    mesh = ["--mesh", f"fsdp={args.ranks}"]
-    cases = [
-        ("consolidate to safetensors", [*dtshard, "consolidate", source, target, *quiet], target, args.pairs),
-        ("reshard S(0) to S(1)", [*dtshard, "reshard", source, target, *mesh, "--placements", "S(1)", *quiet], target, args.pairs),
-        ("unshard to torch", [*dtshard, "unshard", source, whole, *quiet], whole, args.pairs),
-        (
-            "PyTorch dcp_to_torch",
-            [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", source, whole],
-            whole,
-            min(args.pairs, 3),
-        ),
-    ]
-    results = [pairs(name, command, out, copy, copy_target, count) for name, command, out, count in cases]
+    bench = Bench(args)
+    size = sum(file.stat().st_size for file in bench.dcp().iterdir())
+    groups = {"dtensors": bench.dtensors, "flat": bench.flat_parameters}
+    cases = (case for name, group in groups.items() if args.only in (None, name) for case in group())
+    results = [pairs(case, bench.work / "copy") for case in cases]
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     print(f"{size / 1e9:.2f} GB over {args.ranks} ranks; {os.cpu_count()} cores ({cpu_name()}), commit {commit}\n")
@@ -155,7 +207,7 @@ def main():
     for name, runs, ratios, _ in results:
         print(row(name, runs, ratios))
     if not args.keep:
-        shutil.rmtree(work)
+        shutil.rmtree(bench.work)
 
 
 if __name__ == "__main__":
