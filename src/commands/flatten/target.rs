@@ -169,10 +169,13 @@ impl Wish {
         }
         let wrapping = Wrapping { wrap: &self.wrap, buffers: &self.buffers };
         let ordered = match like {
-            Some(like) if keeps_order(like) => Ordered { catalog: &like.catalog, state: &like.catalog.state },
+            Some(like) if keeps_order(like) => {
+                Ordered { checkpoint: like, catalog: &like.catalog, state: &like.catalog.state }
+            }
             Some(like) => return Err(units::unordered(&not_kept(like))),
             None if keeps_order(&source.checkpoint) => {
-                Ordered { catalog: &source.wanted.catalog, state: &source.wanted.catalog.state }
+                let wanted = &source.wanted.catalog;
+                Ordered { checkpoint: &source.checkpoint, catalog: wanted, state: &wanted.state }
             }
             None => return Err(units::unordered(&not_kept(&source.checkpoint))),
         };

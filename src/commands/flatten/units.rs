@@ -11,8 +11,9 @@ use std::collections::{HashMap, HashSet};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
 use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, model};
 use crate::error::{Error, Result};
-use crate::format::fsdp_flat::{self, order};
-use crate::layout::Pattern;
+use crate::format::Checkpoint;
+use crate::format::fsdp_flat::{self, Order, order};
+use crate::layout::{Dims, Pattern};
 use crate::nearest;
 use crate::quantity::count;
 
@@ -20,6 +21,9 @@ use super::numbering::trained;
 
 /// A model whose order is taken.
 pub struct Ordered<'a> {
+    /// Where its tensors are stored.
+    pub checkpoint: &'a Checkpoint,
+    /// The tensors by the same numbers, as they are wanted.
     pub catalog: &'a Catalog,
     /// Its state dict, in the order of registration.
     pub state: &'a Value,
@@ -43,6 +47,7 @@ pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayou
     refuse_sorted(&names)?;
     let modules = wrapped_modules(&names, wrapping.wrap)?;
     let Divided { parameters, shared, notes } = divide(model, &tensors, wrapping.buffers)?;
+    let stored: HashMap<&Fqn, TensorId> = tensors.iter().map(|(fqn, id)| (fqn, *id)).collect();
     let mut units: Vec<FlatUnit> = Vec::new();
     for module in std::iter::once("").chain(modules.iter().map(String::as_str)) {
         units.push(FlatUnit {
@@ -62,7 +67,8 @@ pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayou
     for (fqn, entry) in &parameters {
         let unit = &mut units[unit_of(fqn)];
         unit.dtype.get_or_insert(entry.dtype);
-        unit.params.push(FlatParam { fqn: fqn.clone(), shape: entry.shape.clone(), stride: None });
+        let stride = stride_of(model.checkpoint, fqn, stored[fqn])?;
+        unit.params.push(FlatParam { fqn: fqn.clone(), shape: entry.shape.clone(), stride });
     }
     for alias in shared {
         units[unit_of(&alias.fqn)].shared.push(alias);
@@ -71,6 +77,20 @@ pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayou
     units.retain(|unit| !unit.params.is_empty());
     let layout = FlatLayout { world_size: 1, shard_group_size: 1, use_orig_params: false, units, optimizer: None };
     Ok((layout, notes))
+}
+
+/// How the module keeps a parameter, which is how FSDP1 flattens it; `None` where that is by rows.
+fn stride_of(checkpoint: &Checkpoint, fqn: &Fqn, id: TensorId) -> Result<Option<Dims>> {
+    let entry = checkpoint.catalog.tensor(id);
+    match fsdp_flat::order_of(entry, checkpoint.format) {
+        Order::RowMajor => Ok(None),
+        Order::Strides(strides) => Ok(Some(strides)),
+        Order::Unknown => Err(fsdp_flat::refuse(format!(
+            "{fqn}: of shape {:?}, it may lie by rows or channels last, and {} does not tell",
+            entry.shape.as_slice(),
+            checkpoint.root.display()
+        ))),
+    }
 }
 
 /// A state dict in the order of its names tells nothing of the order of registration.

@@ -124,7 +124,8 @@ fn params(catalog: &Catalog, format: Format) -> IndexMap<Fqn, LikeParam> {
 }
 
 /// The order of a tensor that lies whole in a torch file is that of the module's.
-fn order_of(entry: &TensorEntry, format: Format) -> Order {
+#[must_use]
+pub fn order_of(entry: &TensorEntry, format: Format) -> Order {
     if matches!(format, Format::Torch | Format::TorchRanks) {
         let mut chunks = entry.chunks.iter();
         if let Some(whole) = chunks.find(|chunk| chunk.tile.sizes() == entry.shape) {
