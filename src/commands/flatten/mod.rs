@@ -23,7 +23,7 @@ use crate::exec::{Silent, compare};
 use crate::format::{Format, SeriesChoice, Want, fsdp_flat};
 use crate::select::{Root, Wrappers};
 pub use numbering::trained;
-pub use target::{Group, Wish, layout_file};
+pub use target::{Group, Wish};
 
 pub fn run(args: &Flatten, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;

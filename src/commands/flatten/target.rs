@@ -37,8 +37,10 @@ pub enum Group {
 /// What is asked for.
 #[derive(Default)]
 pub struct Wish {
-    /// Of the model, from a file.
-    pub layout: Option<FlatLayout>,
+    /// Of the model, from a file. Where SRC is flat, that says how to read it, and nothing here.
+    layout: Option<FlatLayout>,
+    /// What an optimizer numbers with `use_orig_params`, from the same file.
+    numbered: Option<Vec<Vec<Fqn>>>,
     pub wrap: Vec<Pattern>,
     pub buffers: Vec<Pattern>,
     pub world_size: Option<u32>,
@@ -73,15 +75,29 @@ impl Wish {
                 Error::usage(format!("--forward-dtype {name}: no dtype of floats"), "f32, bf16 and f16 are usual")
             })
         });
-        Ok(Self {
-            layout: layout_file(&args.convert, source)?,
+        let wish = Self {
             wrap: patterns(&flat.wrap)?,
             buffers: patterns(&flat.buffers)?,
             world_size: flat.world_size,
             group,
             use_orig_params: flat.use_orig_params,
             forward_dtype: forward_dtype.transpose()?,
-        })
+            ..Self::default()
+        };
+        wish.with_layout(&args.convert, source)
+    }
+
+    /// With what `--flat-layout` says of the target.
+    ///
+    /// # Errors
+    /// As reading the file.
+    pub fn with_layout(mut self, args: &ConvertArgs, source: &Source) -> Result<Self> {
+        if let Some(path) = &args.source.flat_layout {
+            let layout = fsdp_flat::document::read(path)?;
+            self.numbered = layout.optimizer.clone().filter(|_| layout.use_orig_params);
+            self.layout = source.checkpoint.catalog.flat.is_none().then_some(layout);
+        }
+        Ok(self)
     }
 
     /// The layout of the target, and what to tell the user.
@@ -92,11 +108,13 @@ impl Wish {
         let Base { layout: base, derived, notes } = self.base(source)?;
         let (world_size, shard_group_size) = self.ranks(&base, derived)?;
         let use_orig_params = self.use_orig_params.unwrap_or(base.use_orig_params);
-        let optimizer = if use_orig_params {
-            let order = Self::order(source);
-            numbering::of_parameters(&base, &source.wanted.catalog.state, order.as_deref())?
-        } else {
-            numbering::of_flat_parameters(&base)
+        let optimizer = match (use_orig_params, &self.numbered) {
+            (false, _) => numbering::of_flat_parameters(&base),
+            (true, Some(groups)) => Some(groups.clone()),
+            (true, None) => {
+                let order = Self::order(source);
+                numbering::of_parameters(&base, &source.wanted.catalog.state, order.as_deref())?
+            }
         };
         let mut layout = FlatLayout { world_size, shard_group_size, use_orig_params, optimizer, units: base.units };
         self.retype(&mut layout, source);
@@ -193,12 +211,6 @@ impl Wish {
         let found = like.map(|like| names(&like.catalog.state)).or_else(own);
         found.filter(|names| !order::is_sorted(names.iter().map(Fqn::as_str)))
     }
-}
-
-/// `--flat-layout`, where it says how to write; where SRC is flat it says how to read that.
-pub fn layout_file(args: &ConvertArgs, source: &Source) -> Result<Option<FlatLayout>> {
-    let file = args.source.flat_layout.as_deref().filter(|_| source.checkpoint.catalog.flat.is_none());
-    file.map(fsdp_flat::document::read).transpose()
 }
 
 /// Whether the state dict that was saved is in the order of the module's.

@@ -46,7 +46,7 @@ pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayou
     let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
     refuse_sorted(&names)?;
     let modules = wrapped_modules(&names, wrapping.wrap)?;
-    let Divided { parameters, shared, notes } = divide(model, &tensors, wrapping.buffers)?;
+    let Divided { parameters, shared, mut notes } = divide(model, &tensors, wrapping.buffers)?;
     let stored: HashMap<&Fqn, TensorId> = tensors.iter().map(|(fqn, id)| (fqn, *id)).collect();
     let mut units: Vec<FlatUnit> = Vec::new();
     for module in std::iter::once("").chain(modules.iter().map(String::as_str)) {
@@ -76,6 +76,8 @@ pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayou
     // A module without parameters of its own has no flat parameter.
     units.retain(|unit| !unit.params.is_empty());
     let layout = FlatLayout { world_size: 1, shard_group_size: 1, use_orig_params: false, units, optimizer: None };
+    let params = layout.params().map(|(_, param)| (&param.fqn, &*param.shape, param.stride.is_none()));
+    notes.extend(fsdp_flat::by_rows(&model.checkpoint.root, params));
     Ok((layout, notes))
 }
 

@@ -15,7 +15,7 @@ pub fn run(args: &Reshard, source: &mut Source, run: &Run<'_>) -> Result<Status>
             "--to torch-ranks or --to dcp writes tensors that are sharded one by one",
         ));
     }
-    let mut wish = Wish { layout: flatten::layout_file(&args.convert, source)?, ..Wish::default() };
+    let mut wish = Wish::default().with_layout(&args.convert, source)?;
     if let Some(text) = args.mesh.first() {
         let mesh = DeviceMesh::parse(text)?;
         wish.world_size = u32::try_from(mesh.world_size()).ok();

@@ -95,6 +95,13 @@ impl Like {
         Ok(true)
     }
 
+    /// What to say of parameters whose elements may lie in another order than here.
+    #[must_use]
+    pub fn by_rows(&self) -> Option<String> {
+        let params = self.params.iter().filter(|_| matches!(self.format, Format::Torch | Format::TorchRanks));
+        by_rows(&self.path, params.map(|(fqn, param)| (fqn, &*param.shape, param.order == Order::RowMajor)))
+    }
+
     /// Whether parameters come in the order in which the module registered them.
     #[must_use]
     pub fn is_ordered(&self) -> bool {
@@ -139,9 +146,27 @@ pub fn order_of(entry: &TensorEntry, format: Format) -> Order {
             };
         }
     }
-    let channels_last = entry.shape.len() >= 4 && {
-        let (channels, spatial) = (entry.shape[1], &entry.shape[2..]);
-        channels > 1 && spatial.iter().any(|size| *size > 1)
+    if may_be_channels_last(&entry.shape) { Order::Unknown } else { Order::RowMajor }
+}
+
+/// Whether `channels_last` is another order than that by rows.
+fn may_be_channels_last(shape: &[u64]) -> bool {
+    shape.len() >= 4 && shape[1] > 1 && shape[2..].iter().any(|size| *size > 1)
+}
+
+/// What to say where weights lie by rows in a file from which the order of their elements is taken: whoever wrote it may
+/// have brought them into that order.
+#[must_use]
+pub fn by_rows<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn, &'a [u64], bool)>) -> Option<String> {
+    let mut doubtful = params.filter(|(_, shape, is_by_rows)| *is_by_rows && may_be_channels_last(shape));
+    let (first, ..) = doubtful.next()?;
+    let more = match doubtful.count() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
     };
-    if channels_last { Order::Unknown } else { Order::RowMajor }
+    Some(format!(
+        "{first}{more}: by rows in {}, so taken to be so in the job; where the module is channels_last, --flat-layout \
+         FILE has to say it",
+        path.display()
+    ))
 }

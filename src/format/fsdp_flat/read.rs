@@ -111,6 +111,7 @@ pub fn read(
         Known::Nothing => found.warnings.push(format!("{}: {}", folder.display(), raw_warning(&layout))),
         Known::Like(like) => {
             found.warnings.extend(assumed_ties(&like, &layout));
+            found.warnings.extend(like.by_rows());
             found.layout = Some(layout);
         }
         Known::Document { .. } => found.layout = Some(layout),
