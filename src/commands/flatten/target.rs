@@ -167,11 +167,19 @@ impl Wish {
         }
         let wrapping = Wrapping { wrap: &self.wrap, buffers: &self.buffers };
         let ordered = match like {
-            Some(like) if keeps_order(like) => Ordered { catalog: &like.catalog, state: &like.catalog.state },
+            Some(like) if keeps_order(like) => Ordered {
+                catalog: &like.catalog,
+                state: &like.catalog.state,
+                stored: &like.catalog,
+                format: like.format,
+            },
             Some(like) => return Err(units::unordered(&not_kept(like))),
-            None if keeps_order(&source.checkpoint) => {
-                Ordered { catalog: &source.wanted.catalog, state: &source.wanted.catalog.state }
-            }
+            None if keeps_order(&source.checkpoint) => Ordered {
+                catalog: &source.wanted.catalog,
+                state: &source.wanted.catalog.state,
+                stored: &source.checkpoint.catalog,
+                format: source.checkpoint.format,
+            },
             None => return Err(units::unordered(&not_kept(&source.checkpoint))),
         };
         let (layout, notes) = units::derive(&ordered, &wrapping)?;

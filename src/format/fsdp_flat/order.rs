@@ -1,9 +1,46 @@
-//! Whether names may stand in the order in which modules registered their parameters.
+//! What a checkpoint tells of the order of parameters, and of the order of elements in each.
 //!
 //! Many tools sort a state dict, DCP and safetensors among them, and a torch file keeps what it is given. With such an
 //! order parameters of equal shapes would change places in silence.
 
-use crate::format::natural_order;
+use crate::catalog::{TensorEntry, contiguous_strides};
+use crate::format::{Format, natural_order};
+use crate::layout::Dims;
+use crate::layout::flat::StorageOrder;
+
+/// The order in which a module keeps the elements of a parameter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Order {
+    RowMajor,
+    Strides(Dims),
+    /// The format keeps only values, and `channels_last` would be another order.
+    Unknown,
+}
+
+impl Order {
+    /// That of a tensor which lies whole in a torch file is that of the module's.
+    #[must_use]
+    pub fn of(entry: &TensorEntry, format: Format) -> Self {
+        if matches!(format, Format::Torch | Format::TorchRanks) {
+            let mut chunks = entry.chunks.iter();
+            if let Some(whole) = chunks.find(|chunk| chunk.tile.sizes() == entry.shape) {
+                return match whole.strides.filter(|strides| *strides != contiguous_strides(&entry.shape)) {
+                    // What lies with holes was not a parameter when it was saved.
+                    Some(strides) if StorageOrder::of_strides(&entry.shape, &strides).is_some() => {
+                        Self::Strides(strides)
+                    }
+                    Some(_) => Self::Unknown,
+                    None => Self::RowMajor,
+                };
+            }
+        }
+        let channels_last = entry.shape.len() >= 4 && {
+            let (channels, spatial) = (entry.shape[1], &entry.shape[2..]);
+            channels > 1 && spatial.iter().any(|size| *size > 1)
+        };
+        if channels_last { Self::Unknown } else { Self::RowMajor }
+    }
+}
 
 /// Whether these names, of all that is in a model, were sorted by somebody: they come in the order of text, of text
 /// with numbers, or have every `bias` before its `weight`, which modules register the other way round.
