@@ -427,6 +427,21 @@ fn sorted_names_are_no_order() {
     assert!(outcome.stderr.contains("the names in the state dict are sorted"), "{outcome:?}");
 }
 
+/// Elements of a torch file's tensors lie as those of the module's parameters do, and FSDP1 flattens them so.
+#[test]
+fn units_of_a_torch_file_are_those_of_the_job() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let options = "--world-size 2 --wrap layers.* --wrap layers.1.inner --wrap tiny --buffers freqs --buffers **.scale";
+    succeed("flatten", &[&fixture("flat2/full/model.pt"), &out], options);
+    let written: Json = serde_json::from_slice(&fs::read(out.join("flat_layout.json")).unwrap()).unwrap();
+    let mut expected = Copy::new("flat2", "flat").layout;
+    // A full state dict has copies of tied weights.
+    params(&mut expected, 0).pop();
+    params(&mut expected, 0).push(json!({"fqn": "head.weight", "shape": [11, 6]}));
+    assert_eq!(written["units"], expected["units"]);
+}
+
 /// The order of units in a layout says nothing of an optimizer: that of the files does.
 #[test]
 fn an_optimizer_numbers_units_as_the_files_have_them() {

@@ -12,8 +12,9 @@ use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
 use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, model};
 use crate::error::{Error, Result};
 use crate::format::Checkpoint;
-use crate::format::fsdp_flat::{self, Order, order};
-use crate::layout::{Dims, Pattern};
+use crate::format::fsdp_flat;
+use crate::format::fsdp_flat::order::{self, Order};
+use crate::layout::Pattern;
 use crate::nearest;
 use crate::quantity::count;
 
@@ -47,7 +48,6 @@ pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayou
     refuse_sorted(&names)?;
     let modules = wrapped_modules(&names, wrapping.wrap)?;
     let Divided { parameters, shared, mut notes } = divide(model, &tensors, wrapping.buffers)?;
-    let stored: HashMap<&Fqn, TensorId> = tensors.iter().map(|(fqn, id)| (fqn, *id)).collect();
     let mut units: Vec<FlatUnit> = Vec::new();
     for module in std::iter::once("").chain(modules.iter().map(String::as_str)) {
         units.push(FlatUnit {
@@ -64,35 +64,29 @@ pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayou
         let holders = (1..).zip(&modules).filter(|(_, module)| below(module));
         holders.max_by_key(|(_, module)| module.len()).map_or(0, |(index, _)| index)
     };
-    for (fqn, entry) in &parameters {
+    for (fqn, id, entry) in &parameters {
         let unit = &mut units[unit_of(fqn)];
         unit.dtype.get_or_insert(entry.dtype);
-        let stride = stride_of(model.checkpoint, fqn, stored[fqn])?;
+        let stride = match Order::of(model.checkpoint.catalog.tensor(*id), model.checkpoint.format) {
+            Order::RowMajor => None,
+            Order::Strides(stride) => Some(stride),
+            Order::Unknown => return Err(unordered_elements(fqn, entry)),
+        };
         unit.params.push(FlatParam { fqn: fqn.clone(), shape: entry.shape.clone(), stride });
     }
     for alias in shared {
-        units[unit_of(&alias.fqn)].shared.push(alias);
+        let unit = unit_of(&alias.fqn);
+        if unit != unit_of(&alias.with) {
+            return Err(tied_across(&alias));
+        }
+        units[unit].shared.push(alias);
     }
     // A module without parameters of its own has no flat parameter.
     units.retain(|unit| !unit.params.is_empty());
     let layout = FlatLayout { world_size: 1, shard_group_size: 1, use_orig_params: false, units, optimizer: None };
     let params = layout.params().map(|(_, param)| (&param.fqn, &*param.shape, param.stride.is_none()));
-    notes.extend(fsdp_flat::by_rows(&model.checkpoint.root, params));
+    notes.extend(order::by_rows(&model.checkpoint.root, params));
     Ok((layout, notes))
-}
-
-/// How the module keeps a parameter, which is how FSDP1 flattens it; `None` where that is by rows.
-fn stride_of(checkpoint: &Checkpoint, fqn: &Fqn, id: TensorId) -> Result<Option<Dims>> {
-    let entry = checkpoint.catalog.tensor(id);
-    match fsdp_flat::order_of(entry, checkpoint.format) {
-        Order::RowMajor => Ok(None),
-        Order::Strides(strides) => Ok(Some(strides)),
-        Order::Unknown => Err(fsdp_flat::refuse(format!(
-            "{fqn}: of shape {:?}, it may lie by rows or channels last, and {} does not tell",
-            entry.shape.as_slice(),
-            checkpoint.root.display()
-        ))),
-    }
 }
 
 /// A state dict in the order of its names tells nothing of the order of registration.
@@ -106,6 +100,21 @@ fn refuse_sorted(names: &[String]) -> Result<()> {
 /// The error for a model without an order.
 pub fn unordered(why: &str) -> Error {
     fsdp_flat::refuse(format!("the order of parameters in flat parameters is not known: {why}"))
+}
+
+fn unordered_elements(fqn: &Fqn, entry: &TensorEntry) -> Error {
+    let shape = entry.shape.as_slice();
+    fsdp_flat::refuse(format!(
+        "{fqn}: of shape {shape:?}, it may lie by rows or channels last, and the checkpoint does not tell"
+    ))
+}
+
+/// FSDP1 makes two parameters of it, of which only one has a state.
+fn tied_across(alias: &Shared) -> Error {
+    Error::unsupported(
+        format!("{} is tied to {}, and they would be in two units", alias.fqn, alias.with),
+        "FSDP1 shares parameters within a unit: --wrap neither of their modules, or one around both",
+    )
 }
 
 /// The modules that patterns mean, in the order of the state dict.
@@ -131,7 +140,7 @@ fn wrapped_modules(names: &[String], patterns: &[Pattern]) -> Result<Vec<String>
 
 /// The tensors of a model by what they are.
 struct Divided<'a> {
-    parameters: Vec<(Fqn, &'a TensorEntry)>,
+    parameters: Vec<(Fqn, TensorId, &'a TensorEntry)>,
     shared: Vec<Shared>,
     notes: Vec<String>,
 }
@@ -164,7 +173,7 @@ fn divide<'a>(model: &Ordered<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Patte
             doubtful.push(fqn);
         }
         first_names.insert(*id, fqn.clone());
-        divided.parameters.push((fqn.clone(), entry));
+        divided.parameters.push((fqn.clone(), *id, entry));
     }
     if let Some(unused) = used.iter().position(|used| !used) {
         let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
@@ -192,13 +201,13 @@ fn divide<'a>(model: &Ordered<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Patte
 }
 
 /// The error for tensors of floats that the optimizer does not know.
-fn doubt(names: &[&Fqn], parameters: &[(Fqn, &TensorEntry)]) -> Error {
+fn doubt(names: &[&Fqn], parameters: &[(Fqn, TensorId, &TensorEntry)]) -> Error {
     let texts: Vec<&str> = names.iter().map(|fqn| fqn.as_str()).collect();
-    let shape_of = |name: &Fqn| parameters.iter().find(|(fqn, _)| fqn == name).map(|(_, entry)| &entry.shape);
+    let shape_of = |name: &Fqn| parameters.iter().find(|(fqn, ..)| fqn == name).map(|(.., entry)| &entry.shape);
     let twin = names.iter().find_map(|name| {
         let shape = shape_of(name)?;
-        let alike = |(fqn, entry): &&(Fqn, &TensorEntry)| !names.contains(&fqn) && entry.shape == *shape;
-        parameters.iter().find(alike).map(|(fqn, _)| format!(" (is {name} tied to {fqn}, which has its shape?)"))
+        let alike = |(fqn, _, entry): &&(Fqn, TensorId, &TensorEntry)| !names.contains(&fqn) && entry.shape == *shape;
+        parameters.iter().find(alike).map(|(fqn, ..)| format!(" (is {name} tied to {fqn}, which has its shape?)"))
     });
     Error::unsupported(
         format!(

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 
 use indexmap::IndexMap;
 
-use super::order;
+use super::order::{self, Order};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::path::clean_name;
-use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, contiguous_strides, model};
+use crate::catalog::{Catalog, Fqn, TensorId, contiguous_strides, model};
 use crate::error::Result;
 use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
 use crate::layout::Dims;
@@ -32,15 +32,6 @@ pub struct LikeParam {
     pub order: Order,
     /// The first name of the same tensor.
     pub shared_with: Option<Fqn>,
-}
-
-/// The order in which a module keeps the elements of a parameter.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Order {
-    RowMajor,
-    Strides(Dims),
-    /// The format keeps only values, and `channels_last` would be another order.
-    Unknown,
 }
 
 impl Like {
@@ -99,7 +90,7 @@ impl Like {
     #[must_use]
     pub fn by_rows(&self) -> Option<String> {
         let params = self.params.iter().filter(|_| matches!(self.format, Format::Torch | Format::TorchRanks));
-        by_rows(&self.path, params.map(|(fqn, param)| (fqn, &*param.shape, param.order == Order::RowMajor)))
+        order::by_rows(&self.path, params.map(|(fqn, param)| (fqn, &*param.shape, param.order == Order::RowMajor)))
     }
 
     /// Whether parameters come in the order in which the module registered them.
@@ -122,51 +113,10 @@ fn params(catalog: &Catalog, format: Format) -> IndexMap<Fqn, LikeParam> {
     for (name, id) in model::model(&catalog.state).tensors {
         let name = Fqn::from(clean_name(name.as_str()));
         let entry = catalog.tensor(id);
-        let order = known.get(&name).cloned().unwrap_or_else(|| order_of(entry, format));
+        let order = known.get(&name).cloned().unwrap_or_else(|| Order::of(entry, format));
         let shared_with = first.get(&id).cloned();
         first.entry(id).or_insert_with(|| name.clone());
         found.entry(name).or_insert(LikeParam { id, shape: entry.shape.clone(), order, shared_with });
     }
     found
-}
-
-/// The order of a tensor that lies whole in a torch file is that of the module's.
-#[must_use]
-pub fn order_of(entry: &TensorEntry, format: Format) -> Order {
-    if matches!(format, Format::Torch | Format::TorchRanks) {
-        let mut chunks = entry.chunks.iter();
-        if let Some(whole) = chunks.find(|chunk| chunk.tile.sizes() == entry.shape) {
-            return match whole.strides.filter(|strides| *strides != contiguous_strides(&entry.shape)) {
-                // What lies with holes was not a parameter when it was saved.
-                Some(strides) if crate::layout::flat::StorageOrder::of_strides(&entry.shape, &strides).is_some() => {
-                    Order::Strides(strides)
-                }
-                Some(_) => Order::Unknown,
-                None => Order::RowMajor,
-            };
-        }
-    }
-    if may_be_channels_last(&entry.shape) { Order::Unknown } else { Order::RowMajor }
-}
-
-/// Whether `channels_last` is another order than that by rows.
-fn may_be_channels_last(shape: &[u64]) -> bool {
-    shape.len() >= 4 && shape[1] > 1 && shape[2..].iter().any(|size| *size > 1)
-}
-
-/// What to say where weights lie by rows in a file from which the order of their elements is taken: whoever wrote it may
-/// have brought them into that order.
-#[must_use]
-pub fn by_rows<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn, &'a [u64], bool)>) -> Option<String> {
-    let mut doubtful = params.filter(|(_, shape, is_by_rows)| *is_by_rows && may_be_channels_last(shape));
-    let (first, ..) = doubtful.next()?;
-    let more = match doubtful.count() {
-        0 => String::new(),
-        more => format!(" and {more} more"),
-    };
-    Some(format!(
-        "{first}{more}: by rows in {}, so taken to be so in the job; where the module is channels_last, --flat-layout \
-         FILE has to say it",
-        path.display()
-    ))
 }

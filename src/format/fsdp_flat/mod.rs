@@ -17,7 +17,6 @@ mod totals;
 mod unflatten;
 mod write;
 
-pub use like::{Order, by_rows, order_of};
 pub use read::{SeriesFiles, Unflattened, read};
 pub use snippet::refuse;
 pub use write::{FlatTarget, merged, reserve};

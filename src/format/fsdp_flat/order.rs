@@ -1,9 +1,66 @@
-//! Whether names may stand in the order in which modules registered their parameters.
+//! What a checkpoint tells of the order of parameters, and of the order of elements in each.
 //!
 //! Many tools sort a state dict, DCP and safetensors among them, and a torch file keeps what it is given. With such an
 //! order parameters of equal shapes would change places in silence.
 
-use crate::format::natural_order;
+use std::path::Path;
+
+use crate::catalog::{Fqn, TensorEntry, contiguous_strides};
+use crate::format::{Format, natural_order};
+use crate::layout::Dims;
+use crate::layout::flat::StorageOrder;
+
+/// The order in which a module keeps the elements of a parameter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Order {
+    RowMajor,
+    Strides(Dims),
+    /// The format keeps only values, and `channels_last` would be another order.
+    Unknown,
+}
+
+impl Order {
+    /// That of a tensor which lies whole in a torch file is that of the module's.
+    #[must_use]
+    pub fn of(entry: &TensorEntry, format: Format) -> Self {
+        if matches!(format, Format::Torch | Format::TorchRanks) {
+            let mut chunks = entry.chunks.iter();
+            if let Some(whole) = chunks.find(|chunk| chunk.tile.sizes() == entry.shape) {
+                return match whole.strides.filter(|strides| *strides != contiguous_strides(&entry.shape)) {
+                    // What lies with holes was not a parameter when it was saved.
+                    Some(strides) if StorageOrder::of_strides(&entry.shape, &strides).is_some() => {
+                        Self::Strides(strides)
+                    }
+                    Some(_) => Self::Unknown,
+                    None => Self::RowMajor,
+                };
+            }
+        }
+        if may_be_channels_last(&entry.shape) { Self::Unknown } else { Self::RowMajor }
+    }
+}
+
+/// Whether `channels_last` is another order than that by rows.
+fn may_be_channels_last(shape: &[u64]) -> bool {
+    shape.len() >= 4 && shape[1] > 1 && shape[2..].iter().any(|size| *size > 1)
+}
+
+/// What to say where weights lie by rows in a file from which the order of their elements is taken: whoever wrote it may
+/// have brought them into that order. Of each: its name, its shape, whether it lies by rows.
+#[must_use]
+pub fn by_rows<'a>(path: &Path, params: impl Iterator<Item = (&'a Fqn, &'a [u64], bool)>) -> Option<String> {
+    let mut doubtful = params.filter(|(_, shape, is_by_rows)| *is_by_rows && may_be_channels_last(shape));
+    let (first, ..) = doubtful.next()?;
+    let more = match doubtful.count() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    Some(format!(
+        "{first}{more}: by rows in {}, so taken to be so in the job; where the module is channels_last, --flat-layout \
+         FILE has to say it",
+        path.display()
+    ))
+}
 
 /// Whether these names, of all that is in a model, were sorted by somebody: they come in the order of text, of text
 /// with numbers, or have every `bias` before its `weight`, which modules register the other way round.
@@ -12,7 +69,13 @@ pub fn is_sorted<'a>(names: impl Iterator<Item = &'a str>) -> bool {
     /// Fewer may be in order by chance.
     const TELLING: usize = 6;
     let names: Vec<&str> = names.collect();
-    if names.len() < TELLING {
+    // Numbers are in the order of registration already.
+    let by_number = |pair: &[&str]| {
+        let mut parts = pair[0].split('.').zip(pair[1].split('.'));
+        let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+        parts.find(|(left, right)| left != right).is_some_and(|(left, right)| is_number(left) && is_number(right))
+    };
+    if names.len() < TELLING || names.windows(2).all(by_number) {
         return false;
     }
     names.is_sorted()
@@ -43,5 +106,6 @@ mod tests {
         assert!(!is_sorted("z.weight z.bias b.weight b.bias a.weight a.bias"));
         assert!(!is_sorted("emb h.0.wq h.0.wk h.1.wq h.1.wk norm"));
         assert!(!is_sorted("a b c"), "by chance");
+        assert!(!is_sorted("0.w 1.w 2.w 3.w 4.w 10.w 11.w"), "no other order");
     }
 }

@@ -7,7 +7,8 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use super::like::{Like, LikeParam, Order};
+use super::like::{Like, LikeParam};
+use super::order::Order;
 use super::snippet::refuse;
 use super::survey::{Beside, FlatState, module_of, unit_of};
 use super::totals::{self, Misfit};
