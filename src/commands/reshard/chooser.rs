@@ -18,6 +18,8 @@ use crate::quantity::count;
 use crate::select::{Wrappers, with_clean};
 
 use super::like::{Like, is_whole_anyway};
+use super::sharded::rows;
+
 /// The Python class of tensors that ranks share; `None` for that of each in the source.
 ///
 /// # Errors
@@ -89,8 +91,18 @@ struct Owner {
 /// How ranks share a tensor.
 struct Shared {
     placements: Vec<Placement>,
+    /// The class it has in --like.
+    class: Option<Class>,
     /// The dims of the tensor's own mesh, where that is to be a slice.
     slice: Option<Vec<MeshDim>>,
+}
+
+/// How --like has a tensor.
+enum Alike {
+    /// The fallback is to say it.
+    Untold,
+    Plain,
+    Shared(Shared),
 }
 
 impl<'a> Chooser<'a> {
@@ -150,13 +162,15 @@ impl<'a> Chooser<'a> {
     /// A plain tensor on every rank, a DTensor or a ShardedTensor.
     pub fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout> {
         let own = Some(entry.class).filter(|class| *class != Class::Tensor);
-        let class = self.class.or(own).unwrap_or(self.usual_class);
-        match self.choose(path, entry)? {
+        let shared = self.choose(path, entry)?;
+        let like = shared.as_ref().and_then(|shared| shared.class);
+        let class = self.class.or(like).or(own).unwrap_or(self.usual_class);
+        match shared {
             None => Ok(RankLayout::Plain),
             Some(shared) if class == Class::ShardedTensor => {
                 RankLayout::of_fsdp1(&path.fqn(), entry, &self.layout.mesh, &shared.placements)
             }
-            Some(Shared { placements, slice }) => Ok(RankLayout::Distributed { placements, slice }),
+            Some(Shared { placements, slice, .. }) => Ok(RankLayout::Distributed { placements, slice }),
         }
     }
 
@@ -197,10 +211,12 @@ impl<'a> Chooser<'a> {
             chosen => chosen?,
         };
         self.names.push(path.to_string());
-        if chosen.rule.is_none()
-            && let Some(layout) = self.as_like(path, entry, owner.as_ref())?
-        {
-            return Ok(layout);
+        if chosen.rule.is_none() {
+            match self.as_like(path, entry, owner.as_ref())? {
+                Alike::Untold => {}
+                Alike::Plain => return Ok(None),
+                Alike::Shared(shared) => return Ok(Some(shared)),
+            }
         }
         if chosen.rule.is_none() {
             let shared = entry.class != Class::Tensor || sharding.is_some();
@@ -219,32 +235,35 @@ impl<'a> Chooser<'a> {
             }
         }
         let slice = sharding.and_then(|sharding| self.slice(self.catalog, sharding, &chosen.placements));
-        Ok(Some(Shared { placements: chosen.placements, slice }))
+        Ok(Some(Shared { placements: chosen.placements, class: None, slice }))
     }
 
-    /// How --like has it; `None` where the fallback is to say it.
-    #[allow(clippy::option_option, reason = "`Some(None)` is plain, `None` not told")]
-    fn as_like(&mut self, path: &Path, entry: &TensorEntry, owner: Option<&Owner>) -> Result<Option<Option<Shared>>> {
+    /// How --like has it.
+    fn as_like(&mut self, path: &Path, entry: &TensorEntry, owner: Option<&Owner>) -> Result<Alike> {
         let in_model = Some(self.in_model(path)).filter(|name| self.parameters.contains_key(name));
-        let Some(like) = &mut self.like else { return Ok(None) };
+        let Some(like) = &mut self.like else { return Ok(Alike::Untold) };
         let parameter = owner.and_then(|owner| owner.name.as_ref());
         let Some(found) = like.find(path, in_model.as_ref(), parameter, entry)? else {
             // State of another shape than its parameter has nothing to follow.
             let parameter = owner.and_then(|owner| owner.id).map(|id| self.catalog.tensor(id));
             if parameter.is_some_and(|known| known.shape != entry.shape) || is_whole_anyway(path, entry) {
-                return Ok(Some(None));
+                return Ok(Alike::Plain);
             }
             if matches!(self.layout.fallback, Fallback::Source) {
                 like.miss(path, in_model.as_ref());
-                return Ok(Some(None));
+                return Ok(Alike::Plain);
             }
-            return Ok(None);
+            return Ok(Alike::Untold);
         };
-        let (catalog, Some(sharding)) = (like.catalog, &found.sharding) else { return Ok(Some(None)) };
+        let class = Some(found.class);
+        if found.class == Class::ShardedTensor {
+            return Ok(Alike::Shared(Shared { placements: rows(&self.layout.mesh), class, slice: None }));
+        }
+        let (catalog, Some(sharding)) = (like.catalog, &found.sharding) else { return Ok(Alike::Plain) };
         let source = SourceLayout { mesh: catalog.mesh(sharding), placements: &sharding.placements };
         let placements = self.layout.as_in(source);
         let slice = self.slice(catalog, sharding, &placements);
-        Ok(Some(Some(Shared { placements, slice })))
+        Ok(Alike::Shared(Shared { placements, class, slice }))
     }
 
     /// A tensor on a slice of its mesh (norms under FSDP over TP) stays on the dims of the same names, where it is
