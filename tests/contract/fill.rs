@@ -366,6 +366,68 @@ fn like_lays_out_as_another_checkpoint() {
     assert_eq!(inspect(&made.path, "--brief")["tensors"][&name]["placements"], "R,R");
 }
 
+/// ShardedTensors record no mesh: rows over the ranks that share a copy, as who has which rows tells.
+#[test]
+fn like_may_be_sharded_tensors() {
+    let desk = Desk::new();
+    for (index, (folder, ranks)) in
+        [("fsdp1_sharded/ranks", 4), ("flat2/sharded", 2), ("flat_hybrid/sharded", 4)].into_iter().enumerate()
+    {
+        let sharded = fixture(folder);
+        let names = read(&sharded).into_keys().find(|name| name.ends_with("w1.weight") || name.ends_with("wq.weight"));
+        let name = names.map(|name| name.strip_prefix("model.").map_or(name.clone(), str::to_owned)).unwrap();
+        let edited = edited(&desk, &sharded, &name);
+        for (way, options) in [("both", both(&sharded)), ("fill", format!("--fill-from {}", sharded.display()))] {
+            let made = desk.make("reshard", &edited, &format!("{way}-{index}"), &options);
+            let whole = read(&sharded);
+            let mut expected = whole.clone();
+            let key = if whole.contains_key(&name) { name.clone() } else { format!("model.{name}") };
+            let new = read(&edited).remove(&name).unwrap();
+            assert_ne!(expected.insert(key, new.clone()).unwrap().digest, new.digest);
+            assert_same(&made.tensors(), &expected, folder);
+            check_layout(&made.path, &sharded);
+            check_boxes(&made.path, &sharded);
+        }
+        // From what is sharded otherwise, and whole.
+        let model = desk.path(&format!("model-{index}.safetensors"));
+        succeed("consolidate", &[&sharded, &model], "--assets none");
+        let dtensors = desk.path(&format!("dtensors-{index}"));
+        succeed("reshard", &[&sharded, &dtensors], "--mesh a=3,b=2 --placements R,S(0) --tensor-class dtensor");
+        for (source, name) in [(&model, "whole"), (&dtensors, "dtensors")] {
+            let options = format!("--like {}", sharded.display());
+            let made = desk.make("reshard", source, &format!("as-{name}-{index}"), &options);
+            let model = |path: &Path| -> Tensors {
+                let all = read(path);
+                let cut =
+                    |(name, tensor): (String, _)| (name.strip_prefix("model.").unwrap_or(&name).to_owned(), tensor);
+                all.into_iter().filter(|(name, _)| !name.starts_with("extra_state")).map(cut).collect()
+            };
+            assert_same(&model(&made.path), &model(source), name);
+            assert_eq!(inspect(&made.path, "--brief")["meshes"], serde_json::json!([]), "{name}: no DTensors");
+            assert!(made.path.join(format!("model_world_size_{ranks}_rank_{}.pt", ranks - 1)).exists());
+        }
+        let made = desk.make(
+            "reshard",
+            &model,
+            &format!("six-{index}"),
+            &format!("--like {} --mesh fsdp=6", sharded.display()),
+        );
+        assert!(made.path.join("model_world_size_6_rank_5.pt").exists());
+    }
+}
+
+/// Every rank has the same boxes of the same tensors.
+fn check_boxes(found: &Path, sharded: &Path) {
+    let (new, old) = (inspect(found, ""), inspect(sharded, ""));
+    let boxes = |tensor: &serde_json::Value| -> Vec<String> {
+        let chunks = tensor["chunks"].as_array().unwrap().iter();
+        chunks.map(|chunk| format!("{} {} {}", chunk["rank"], chunk["offsets"], chunk["sizes"])).collect()
+    };
+    for (name, tensor) in old["tensors"].as_object().unwrap() {
+        assert_eq!(boxes(&new["tensors"][name]), boxes(tensor), "{name}");
+    }
+}
+
 #[test]
 fn like_must_know_the_layout_of_every_tensor() {
     let desk = Desk::new();

@@ -357,6 +357,9 @@ fn edited(desk: &Desk, model: &Path, name: &str, change: &[&str], keep: &dyn Fn(
     path
 }
 
+/// What it is called, which tensors are edited, which are in the file, and which names of the checkpoint are others then.
+type Edit<'a> = (&'a str, &'a [&'a str], &'a dyn Fn(&str) -> bool, &'a [&'a str]);
+
 #[test]
 fn an_edited_model_goes_back_into_flat_parameters() {
     let desk = Desk::new();
@@ -367,7 +370,7 @@ fn an_edited_model_goes_back_into_flat_parameters() {
         let model = desk.make("consolidate", &source, &format!("{name}.safetensors"), "").path;
         let same = desk.make("reshard", &model, &format!("{name}-same"), &both);
         check_files(&same.path, "flat3", name, &BOTH);
-        let ways: [(&str, &[&str], &dyn Fn(&str) -> bool, &[&str]); 5] = [
+        let ways: [Edit<'_>; 5] = [
             ("all", &[EDITED], &|_| true, &[EDITED]),
             ("one", &[EDITED], &|name| name == EDITED, &[EDITED]),
             ("alias", &["head.weight"], &|name| name == "head.weight", &["head.weight", "emb.weight"]),

@@ -18,6 +18,8 @@ use crate::quantity::count;
 use crate::select::{Wrappers, with_clean};
 
 use super::like::{Like, is_whole_anyway};
+use super::sharded::rows;
+
 /// The Python class of tensors that ranks share; `None` for that of each in the source.
 ///
 /// # Errors
@@ -89,14 +91,16 @@ struct Owner {
 /// How ranks share a tensor.
 struct Shared {
     placements: Vec<Placement>,
+    /// The class it has in --like.
+    class: Option<Class>,
     /// The dims of the tensor's own mesh, where that is to be a slice.
     slice: Option<Vec<MeshDim>>,
 }
 
-/// How a checkpoint to be laid out like has a tensor.
-enum AsLike {
-    /// It does not have it: rules and the fallback say it.
-    Unsaid,
+/// How --like has a tensor.
+enum Alike {
+    /// The fallback is to say it.
+    Untold,
     Plain,
     Shared(Shared),
 }
@@ -158,13 +162,15 @@ impl<'a> Chooser<'a> {
     /// A plain tensor on every rank, a DTensor or a ShardedTensor.
     pub fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout> {
         let own = Some(entry.class).filter(|class| *class != Class::Tensor);
-        let class = self.class.or(own).unwrap_or(self.usual_class);
-        match self.choose(path, entry)? {
+        let shared = self.choose(path, entry)?;
+        let like = shared.as_ref().and_then(|shared| shared.class);
+        let class = self.class.or(like).or(own).unwrap_or(self.usual_class);
+        match shared {
             None => Ok(RankLayout::Plain),
             Some(shared) if class == Class::ShardedTensor => {
                 RankLayout::of_fsdp1(&path.fqn(), entry, &self.layout.mesh, &shared.placements)
             }
-            Some(Shared { placements, slice }) => Ok(RankLayout::Distributed { placements, slice }),
+            Some(Shared { placements, slice, .. }) => Ok(RankLayout::Distributed { placements, slice }),
         }
     }
 
@@ -207,9 +213,9 @@ impl<'a> Chooser<'a> {
         self.names.push(path.to_string());
         if chosen.rule.is_none() {
             match self.as_like(path, entry, owner.as_ref())? {
-                AsLike::Unsaid => {}
-                AsLike::Plain => return Ok(None),
-                AsLike::Shared(shared) => return Ok(Some(shared)),
+                Alike::Untold => {}
+                Alike::Plain => return Ok(None),
+                Alike::Shared(shared) => return Ok(Some(shared)),
             }
         }
         if chosen.rule.is_none() {
@@ -229,31 +235,35 @@ impl<'a> Chooser<'a> {
             }
         }
         let slice = sharding.and_then(|sharding| self.slice(self.catalog, sharding, &chosen.placements));
-        Ok(Some(Shared { placements: chosen.placements, slice }))
+        Ok(Some(Shared { placements: chosen.placements, class: None, slice }))
     }
 
     /// How --like has it.
-    fn as_like(&mut self, path: &Path, entry: &TensorEntry, owner: Option<&Owner>) -> Result<AsLike> {
+    fn as_like(&mut self, path: &Path, entry: &TensorEntry, owner: Option<&Owner>) -> Result<Alike> {
         let in_model = Some(self.in_model(path)).filter(|name| self.parameters.contains_key(name));
-        let Some(like) = &mut self.like else { return Ok(AsLike::Unsaid) };
+        let Some(like) = &mut self.like else { return Ok(Alike::Untold) };
         let parameter = owner.and_then(|owner| owner.name.as_ref());
         let Some(found) = like.find(path, in_model.as_ref(), parameter, entry)? else {
             // State of another shape than its parameter has nothing to follow.
             let parameter = owner.and_then(|owner| owner.id).map(|id| self.catalog.tensor(id));
             if parameter.is_some_and(|known| known.shape != entry.shape) || is_whole_anyway(path, entry) {
-                return Ok(AsLike::Plain);
+                return Ok(Alike::Plain);
             }
             if matches!(self.layout.fallback, Fallback::Source) {
                 like.miss(path, in_model.as_ref());
-                return Ok(AsLike::Plain);
+                return Ok(Alike::Plain);
             }
-            return Ok(AsLike::Unsaid);
+            return Ok(Alike::Untold);
         };
-        let (catalog, Some(sharding)) = (like.catalog, &found.sharding) else { return Ok(AsLike::Plain) };
+        let class = Some(found.class);
+        if found.class == Class::ShardedTensor {
+            return Ok(Alike::Shared(Shared { placements: rows(&self.layout.mesh), class, slice: None }));
+        }
+        let (catalog, Some(sharding)) = (like.catalog, &found.sharding) else { return Ok(Alike::Plain) };
         let source = SourceLayout { mesh: catalog.mesh(sharding), placements: &sharding.placements };
         let placements = self.layout.as_in(source);
         let slice = self.slice(catalog, sharding, &placements);
-        Ok(AsLike::Shared(Shared { placements, slice }))
+        Ok(Alike::Shared(Shared { placements, class, slice }))
     }
 
     /// A tensor on a slice of its mesh (norms under FSDP over TP) stays on the dims of the same names, where it is

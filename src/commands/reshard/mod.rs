@@ -3,6 +3,7 @@
 mod chooser;
 mod flat;
 mod like;
+mod sharded;
 mod target;
 
 use std::path::PathBuf;

@@ -2,13 +2,14 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use crate::catalog::{Catalog, TensorEntry};
+use super::sharded::{mesh_of_rows, rows};
+use crate::catalog::{Catalog, TensorEntry, TensorId};
 use crate::cli::Reshard;
 use crate::commands::source::Source;
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format};
 use crate::layout::target::{Fallback, Rule, TargetLayout};
-use crate::layout::{DeviceMesh, Pattern, Rank, parse_placements};
+use crate::layout::{DeviceMesh, Pattern, PlacementSpec, Rank, parse_placements};
 
 /// The mesh of which all the others are slices: to 2.9, PyTorch does not record of what a mesh is one.
 fn root_of(meshes: &[DeviceMesh]) -> Option<&DeviceMesh> {
@@ -27,7 +28,14 @@ fn root_of(meshes: &[DeviceMesh]) -> Option<&DeviceMesh> {
 pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
     let name = if source.filled.is_some() { "the checkpoint of --fill-from" } else { "SRC" };
     let meshes = &source.wanted.catalog.meshes;
-    root_of(meshes).cloned().ok_or_else(|| {
+    let of_rows = || {
+        // What comes from SRC lies as it did in FILLER.
+        let replaced = |id: u32| source.filled.as_ref()?.replaced.get(&TensorId(id));
+        let entries = (0..).zip(&source.checkpoint.catalog.tensors);
+        let entries: Vec<&TensorEntry> = entries.map(|(id, own)| replaced(id).unwrap_or(own)).collect();
+        own_rows(&entries, meshes, source.checkpoint.format)
+    };
+    root_of(meshes).cloned().or_else(of_rows).ok_or_else(|| {
         Error::usage(
             format!("no --mesh is given, and {name} has {} meshes of its own", meshes.len()),
             "say it with --mesh, such as --mesh fsdp=8 or --mesh dp=4,tp=2",
@@ -39,7 +47,7 @@ pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
 fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
     let meshes = &like.catalog.meshes;
     if meshes.is_empty() {
-        return Err(without_mesh(like));
+        return rows_of(like).ok_or_else(|| without_mesh(like));
     }
     root_of(meshes).cloned().ok_or_else(|| {
         Error::usage(
@@ -49,6 +57,17 @@ fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
     })
 }
 
+/// The mesh of ShardedTensors. What was flat is none.
+fn own_rows(entries: &[&TensorEntry], meshes: &[DeviceMesh], format: Format) -> Option<DeviceMesh> {
+    (meshes.is_empty() && format == Format::TorchRanks).then(|| mesh_of_rows(entries))?
+}
+
+/// That of the checkpoint of --like.
+fn rows_of(like: &Checkpoint) -> Option<DeviceMesh> {
+    let entries: Vec<&TensorEntry> = like.catalog.tensors.iter().collect();
+    own_rows(&entries, &like.catalog.meshes, like.format)
+}
+
 /// Placements are carried over by the names of mesh dims.
 fn check_dims(mesh: DeviceMesh, like: &Checkpoint) -> Result<DeviceMesh> {
     fn names(meshes: &[DeviceMesh]) -> BTreeSet<&String> {
@@ -56,7 +75,8 @@ fn check_dims(mesh: DeviceMesh, like: &Checkpoint) -> Result<DeviceMesh> {
     }
     let theirs = &like.catalog.meshes;
     if theirs.is_empty() {
-        return Err(without_mesh(like));
+        // They lie by rows on whatever there is.
+        return rows_of(like).map(|_| mesh).ok_or_else(|| without_mesh(like));
     }
     if names(theirs) == names(std::slice::from_ref(&mesh)) {
         return Ok(mesh);
@@ -78,7 +98,7 @@ fn without_mesh(like: &Checkpoint) -> Error {
     }
     Error::usage(
         format!("--like {root}: none of its tensors lies on a mesh"),
-        "give a checkpoint with DTensors; or say it with --mesh and --placements",
+        "give a checkpoint with DTensors or ShardedTensors; or say it with --mesh and --placements",
     )
 }
 
@@ -121,9 +141,16 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<TargetLayout> {
     let fallback = match fallback {
         Some(list) => Fallback::Placements(list),
         None if source.like.is_some() => Fallback::Source,
+        None if args.mesh.is_empty() && catalog.meshes.is_empty() => Fallback::Placements(row_specs(&mesh)?),
         None => default_fallback(&mesh, catalog)?,
     };
     Ok(TargetLayout::new(mesh, rules, fallback)?)
+}
+
+/// How ShardedTensors lie, as if it had been said.
+fn row_specs(mesh: &DeviceMesh) -> Result<Vec<PlacementSpec>> {
+    let list: Vec<String> = rows(mesh).iter().map(ToString::to_string).collect();
+    Ok(parse_placements(&list.join(","))?)
 }
 
 /// Without a list for every tensor: the source's placements where its mesh dims have the same names, else S(0) on a

@@ -15,6 +15,10 @@ fn dict<K: Into<String>>(entries: impl IntoIterator<Item = (K, Value)>) -> Value
     Value::Dict(Dict { entries, ..Dict::default() })
 }
 
+fn target(layout: &FlatLayout) -> FlatTarget<'_> {
+    FlatTarget { layout, model: Some(key("model")), gradients: None, name: &|rank| PathBuf::from(format!("{rank}.pt")) }
+}
+
 fn key(name: &str) -> Path {
     Path(vec![Key::Name(name.into())])
 }
@@ -87,14 +91,12 @@ impl Source {
     }
 
     fn reserve(&self, layout: &FlatLayout) -> crate::error::Result<Reservation> {
-        let name = |rank| PathBuf::from(format!("{rank}.pt"));
-        let target = FlatTarget { layout, model: Some(key("model")), gradients: None, name: &name };
-        reserve(&self.catalog, &self.state(), target)
+        reserve(&self.catalog, &self.state(), target(layout))
     }
 
     /// The tree as it is on all ranks.
     fn tree(&self, layout: &FlatLayout) -> Value {
-        Planned::new(&self.catalog, &self.state(), layout, Some(&key("model"))).unwrap().tree
+        Planned::new(&self.catalog, &self.state(), &target(layout)).unwrap().tree
     }
 }
 
@@ -156,8 +158,8 @@ fn names_may_be_keys_where_the_groups_are_known() {
     let mut plan = |layout: &FlatLayout| {
         let state = dict([("model", dict(source.model.clone())), ("optim", dict(flattened.clone()))]);
         source.catalog.state = state.clone();
-        let model = key("model");
-        let planned = Planned::new(&source.catalog, &state, layout, Some(&model));
+        let target = target(layout);
+        let planned = Planned::new(&source.catalog, &state, &target);
         planned.map(|planned| planned.tree).map_err(|error| error.to_string())
     };
     assert_eq!([plan(&layout(false)).unwrap(), plan(&with_groups).unwrap()], expected);
@@ -185,24 +187,23 @@ fn numbers_of_the_source_stand_for_parameters() {
     optimizer.entries[1].1 = Value::List(vec![dict([("lr", Value::Int(0)), ("params", params)])]);
     source.catalog.state = state.clone();
     let layout = layout(false);
-    let model = key("model");
-    let planned = Planned::new(&source.catalog, &state, &layout, Some(&model)).unwrap();
+    let target = target(&layout);
+    let planned = Planned::new(&source.catalog, &state, &target).unwrap();
     assert_eq!(planned.tree, named);
     // Nothing tells which parameter a number is where they are in groups.
     let Value::Dict(whole) = &mut state else { unreachable!() };
     let Value::Dict(optimizer) = &mut whole.entries[1].1 else { unreachable!() };
     let group = |numbers: [i64; 2]| dict([("params", Value::List(numbers.map(Value::Int).to_vec()))]);
     optimizer.entries[1].1 = Value::List(vec![group([0, 1]), group([2, 3])]);
-    let error = Planned::new(&source.catalog, &state, &layout, Some(&model)).err().unwrap().to_string();
+    let error = Planned::new(&source.catalog, &state, &target).err().unwrap().to_string();
     assert!(error.starts_with("optim: optimizer state of number 0, which is not known"), "{error}");
 }
 
 #[test]
 fn what_becomes_one_is_told() {
     let mut source = Source::sound();
-    let merged = |source: &Source, layout: &FlatLayout| {
-        merged(&source.catalog, &source.state(), layout, Some(&key("model"))).unwrap()
-    };
+    let merged =
+        |source: &Source, layout: &FlatLayout| merged(&source.catalog, &source.state(), &target(layout)).unwrap();
     assert_eq!(merged(&source, &layout(true)), []);
     // Steps of two parameters a unit.
     assert_eq!(merged(&source, &layout(false)).len(), 2);
