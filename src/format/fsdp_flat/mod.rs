@@ -2,19 +2,10 @@
 //!
 //! Source: `torch/distributed/fsdp/_state_dict_utils.py`, `_flat_param.py`, `_optim_utils.py`.
 
-mod check;
 pub mod document;
-mod gradients;
-mod known;
-mod like;
-mod optimizer;
 pub mod order;
 mod read;
-mod recover;
 mod snippet;
-mod survey;
-mod totals;
-mod unflatten;
 mod write;
 
 pub use read::{SeriesFiles, Unflattened, read};

@@ -7,18 +7,27 @@
 //! What the files do not tell comes from a flat layout, given or found beside them, or from a checkpoint of the same
 //! model; and whatever it comes from is compared with all that the files do tell. Nothing is guessed.
 
+mod check;
+mod gradients;
+mod known;
+mod like;
+mod optimizer;
+mod recover;
+mod survey;
+mod totals;
+mod unflatten;
+
 use std::collections::HashSet;
 use std::path::Path;
 
-use super::known::Known;
-use super::like::Like;
-use super::survey::{FlatState, survey};
-use super::{check, gradients, optimizer, unflatten};
 use crate::catalog::flat::{FlatLayout, FlatUnit, Shared};
 use crate::catalog::{self as state, Fqn};
 use crate::error::{Error, Result};
 use crate::format::FlatKnowledge;
 use crate::format::torch::ranks::RankFile;
+use known::Known;
+use like::Like;
+use survey::{FlatState, survey};
 
 /// The files of all ranks of one series.
 #[derive(Debug)]

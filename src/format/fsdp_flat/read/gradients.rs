@@ -11,8 +11,8 @@ use std::collections::HashMap;
 
 use indexmap::IndexMap;
 
+use super::SeriesFiles;
 use super::optimizer::{OneRank, Place, places};
-use super::read::SeriesFiles;
 use super::survey::{flat_module, value_at_mut, visit_dicts};
 use super::unflatten::{Held, flat_parameters};
 use crate::catalog::flat::FlatLayout;

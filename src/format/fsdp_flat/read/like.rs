@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 
 use indexmap::IndexMap;
 
-use super::order::{self, Order};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::path::clean_name;
 use crate::catalog::{Catalog, Fqn, TensorId, contiguous_strides, model};
 use crate::error::Result;
+use crate::format::fsdp_flat::order::{self, Order};
 use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
 use crate::layout::Dims;
 

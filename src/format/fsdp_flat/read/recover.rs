@@ -8,14 +8,14 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use super::like::{Like, LikeParam};
-use super::order::Order;
-use super::snippet::refuse;
 use super::survey::{Beside, FlatState, module_of, unit_of};
 use super::totals::{self, Misfit};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
 use crate::format::Format;
+use crate::format::fsdp_flat::order::Order;
+use crate::format::fsdp_flat::refuse;
 use crate::layout::Dims;
 use crate::layout::flat::FlatParameter;
 

@@ -3,14 +3,14 @@
 
 use std::path::{Path, PathBuf};
 
-use super::document;
 use super::like::Like;
 use super::recover::{Shapes, recover};
-use super::snippet::refuse;
 use super::survey::FlatState;
 use crate::catalog::flat::FlatLayout;
 use crate::error::{Error, Result};
 use crate::format::FlatKnowledge;
+use crate::format::fsdp_flat::document;
+use crate::format::fsdp_flat::refuse;
 
 /// What is known of a model beyond its files.
 #[derive(Debug)]

@@ -9,13 +9,13 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::snippet::refuse;
 use super::survey::{value_at_mut, visit_dicts};
 use super::unflatten::{Held, boxes, flat_parameters};
 use crate::catalog::flat::{FlatLayout, FlatUnit};
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Fqn, Path, TensorId, Value, model};
 use crate::error::{Error, Result};
+use crate::format::fsdp_flat::refuse;
 use crate::format::torch::ranks::RankFile;
 use crate::format::torch::reader::Contents;
 use crate::format::torch::{Found, Group, View};
