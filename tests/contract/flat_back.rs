@@ -162,6 +162,39 @@ fn an_edited_model_goes_back_into_flat_parameters() {
     }
 }
 
+/// A flat parameter has one step, a parameter beside it one of its own.
+#[test]
+fn optimizer_state_goes_back_where_it_has_a_place() {
+    const STEP: &str = "optim.state.layers.0.wk.weight.step";
+    const MOMENT: &str = "optim.state.layers.0.wk.weight.exp_avg";
+    let desk = Desk::new();
+    for name in ["views", "flat"] {
+        let source = folder(&desk, "flat3", name);
+        let both = format!("--like {0} --fill-from {0}", source.display());
+        let whole = desk.make("unshard", &source, &format!("{name}.safetensors"), "--series all").path;
+        let check = |changed: &str| {
+            let file = edited(&desk, &whole, &format!("{name}-edited.safetensors"), &[changed], &|_| true);
+            let made = desk.make("reshard", &file, &format!("{name}-{changed}"), &both);
+            let mut expected = read(&source);
+            let old = expected.insert(changed.to_owned(), read(&file).remove(changed).unwrap()).unwrap();
+            assert_ne!(old.digest, expected[changed].digest);
+            assert_same(&made.tensors(), &expected, changed);
+        };
+        check(MOMENT);
+        if name == "views" {
+            check(STEP);
+            continue;
+        }
+        let file = edited(&desk, &whole, "steps.safetensors", &[STEP], &|_| true);
+        let words = [STEP, "a flat parameter has one place for both", "max abs difference", "--use-orig-params"];
+        desk.refuse("reshard", &file, "x", &both, &words);
+        // Where that is asked for, each keeps its own.
+        let views = folder(&desk, "flat4", "views");
+        let options = format!("--like {} --fill-from {}", views.display(), source.display());
+        desk.make("reshard", &file, "apart", &options);
+    }
+}
+
 /// Files that differ in nothing but few bytes: the edited elements and the checksums of their records.
 fn check_padding(found: &Path, unedited: &Path, change: &[&str], way: &str) {
     let (own, old) = (contents(found), contents(unedited));
