@@ -13,7 +13,8 @@
 //! | `--like`, `--fill-from` | `fill` |
 //! | gradients, `--with-grads` | `gradients` |
 //! | `--tensor-class` | `sharded_tensors` |
-//! | `flatten`, `--flat-layout`, `--wrap`; `unshard --unit`, `--all-ranks`; `--fill-from` with flat parameters | `flat` |
+//! | `flatten`, `--flat-layout`, `--wrap` | `flat` |
+//! | `unshard --unit`, `--all-ranks`; `--fill-from` with flat parameters | `flat_back` |
 //! | `--include` to `--keep-names`, patterns, collisions, what matches nothing | `names` |
 //! | `--dtype`, `--tied`, `--on-conflict`, `--check-replicas`, `--check-crc`, `--allow-missing`, `--drop-unknown` | `values` |
 //! | what a format cannot hold, `--max-shard-size`, natural order, same bytes | `values` |
@@ -36,6 +37,8 @@ mod consolidate;
 mod fill;
 #[path = "contract/flat.rs"]
 mod flat;
+#[path = "contract/flat_back.rs"]
+mod flat_back;
 #[path = "contract/formats.rs"]
 mod formats;
 #[path = "contract/gradients.rs"]

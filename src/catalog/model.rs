@@ -349,6 +349,19 @@ mod tests {
     }
 
     #[test]
+    fn gradients_know_their_parameter() {
+        let path = |keys: &[&str]| Path(keys.iter().map(|key| Key::Name((*key).into())).collect());
+        let parameter = |keys: &[&str]| gradient_parameter(&path(keys)).map(|fqn| fqn.to_string());
+        assert_eq!(parameter(&["grads", "a.w"]).as_deref(), Some("a.w"));
+        assert_eq!(parameter(&["app", "gradients", "a", "w"]).as_deref(), Some("a.w"));
+        assert_eq!((parameter(&["grads"]), parameter(&["model", "grads.w"])), (None, None));
+        let own = || dict(vec![("w", tensor(0))]);
+        let state = dict(vec![("app", dict(vec![("model", own()), ("grads", own())]))]);
+        assert_eq!(gradients_root(&state, &path(&["app", "model"])), Some(path(&["app", "grads"])));
+        assert_eq!(gradients_root(&state, &path(&[])), None);
+    }
+
+    #[test]
     fn optimizer_state_knows_its_parameter() {
         let path = |steps: &[&str]| Path(steps.iter().map(|step| Key::Name((*step).into())).collect());
         let state = path(&["optim", "state", "layers.0.weight", "exp_avg"]);

@@ -108,28 +108,31 @@ fn gradients_of_a_part_of_a_flat_parameter_are_refused() {
     }
 }
 
+/// In the files of the model, or as a series.
 #[test]
 fn gradients_lie_as_their_parameters() {
     let desk = Desk::new();
-    let source = folder(&desk, "views");
-    let options = "--to torch-ranks --mesh dp=2,tp=2 --placements **.wq.weight=S(1),S(0) --placements S(0),R";
-    let made = desk.make("reshard", &source, "ranks", options);
-    assert_same(&made.tensors(), &truth(), "DTensors");
-    check_placements(&made.path);
-    // As they are, like another checkpoint, and with a mesh alone.
-    let again = desk.make("reshard", &made.path, "again", "--mesh dp=3,tp=1");
-    assert_same(&again.tensors(), &truth(), "another mesh");
-    check_placements(&again.path);
-    let like = format!("--to torch-ranks --like {}", made.path.display());
-    let alike = desk.make("reshard", &source, "alike", &like);
-    check_placements(&alike.path);
-    // They come back, whole and flat.
-    let whole = desk.make("unshard", &made.path, "whole.pt", "--with-grads");
-    assert_same(&whole.tensors(), &truth(), "--with-grads");
-    let flat = desk.make("flatten", &again.path, "flat", &format!("--like {} --world-size 2", source.display()));
-    assert_same(&flat.tensors(), &truth(), "flat again");
-    let dcp = desk.make("reshard", &source, "dcp", "--to dcp --mesh fsdp=3");
-    assert_same(&dcp.tensors(), &truth(), "dcp");
+    for name in ["views", "flat"] {
+        let source = folder(&desk, name);
+        let options = "--to torch-ranks --mesh dp=2,tp=2 --placements **.wq.weight=S(1),S(0) --placements S(0),R";
+        let made = desk.make("reshard", &source, &format!("{name}-ranks"), options);
+        assert_same(&made.tensors(), &truth(), "DTensors");
+        check_placements(&made.path);
+        // As they are, like another checkpoint, and with a mesh alone.
+        let again = desk.make("reshard", &made.path, &format!("{name}-again"), "--mesh dp=3,tp=1");
+        assert_same(&again.tensors(), &truth(), "another mesh");
+        check_placements(&again.path);
+        let like = format!("--to torch-ranks --like {}", made.path.display());
+        check_placements(&desk.make("reshard", &source, &format!("{name}-alike"), &like).path);
+        // They come back, whole and flat.
+        let whole = desk.make("unshard", &made.path, &format!("{name}.pt"), "--with-grads");
+        assert_same(&whole.tensors(), &truth(), "--with-grads");
+        let options = format!("--like {} --world-size 2", source.display());
+        let flat = desk.make("flatten", &again.path, &format!("{name}-flat"), &options);
+        assert_same(&flat.tensors(), &truth(), "flat again");
+        let dcp = desk.make("reshard", &source, &format!("{name}-dcp"), "--to dcp --mesh fsdp=3");
+        assert_same(&dcp.tensors(), &truth(), "dcp");
+    }
 }
 
 /// Every gradient has the placements of its parameter.

@@ -16,8 +16,8 @@ const COPIES: &str = "replicate";
 pub fn mesh_of_rows(entries: &[&TensorEntry]) -> Option<DeviceMesh> {
     let ranks = entries.iter().flat_map(|entry| (0..entry.chunks.len()).filter_map(|at| entry.chunks.rank(at)));
     let world_size = ranks.max()?.0.checked_add(1)?;
-    let sharded: Vec<&TensorEntry> =
-        entries.iter().copied().filter(|entry| entry.class == Class::ShardedTensor).collect();
+    let tells = |entry: &&TensorEntry| entry.class == Class::ShardedTensor && !entry.shape.contains(&0);
+    let sharded: Vec<&TensorEntry> = entries.iter().copied().filter(tells).collect();
     let most = sharded.iter().map(|entry| entry.chunks.len()).min()?;
     // Every copy has a chunk.
     let mut copies = (1..=world_size).take(most).filter(|copies| world_size.is_multiple_of(*copies));
@@ -49,4 +49,47 @@ pub fn rows(mesh: &DeviceMesh) -> Vec<Placement> {
         *last = Placement::Shard(TensorDim(0));
     }
     placements
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::catalog::{Chunk, ChunkTable, Dtype, Place};
+    use crate::layout::{Rank, Region, Tile};
+
+    /// So many rows over groups of ranks; `None` is a plain tensor on all ranks.
+    fn entry(rows: u64, world_size: u32, group_size: Option<u32>) -> TensorEntry {
+        let mut chunks = ChunkTable::new(2);
+        for rank in 0..world_size {
+            let own = group_size.map_or(0..rows, |size| chunk(rows, size.into(), (rank % size).into()));
+            let mut region = Region::whole(&[rows, 3]);
+            (region.offsets[0], region.sizes[0]) = (own.start, own.end - own.start);
+            if !region.is_empty() {
+                let tile = Tile::from_region(&region);
+                chunks.push(Chunk { tile, place: Place::Nowhere, strides: None, rank: Some(Rank(rank)) });
+            }
+        }
+        let class = if group_size.is_some() { Class::ShardedTensor } else { Class::Tensor };
+        let shape = [rows, 3].as_slice().into();
+        TensorEntry { fqn: "w".into(), dtype: Dtype::F32, shape, class, sharding: None, chunks }
+    }
+
+    fn mesh(entries: &[TensorEntry]) -> Option<String> {
+        mesh_of_rows(&entries.iter().collect::<Vec<_>>()).map(|mesh| mesh.to_string())
+    }
+
+    #[test]
+    fn who_has_which_rows_tells_the_mesh() {
+        let plain = || entry(2, 6, None);
+        let of_groups = |size: u32| [entry(7, 6, Some(size)), entry(1, 6, Some(size)), plain()];
+        assert_eq!(mesh(&of_groups(6)).as_deref(), Some("fsdp=6"));
+        assert_eq!(mesh(&of_groups(3)).as_deref(), Some("replicate=2,fsdp=3"));
+        assert_eq!(mesh(&of_groups(2)).as_deref(), Some("replicate=3,fsdp=2"));
+        // One row is with one rank, or with one of each group.
+        assert_eq!(mesh(&[entry(1, 6, Some(6)), plain()]).as_deref(), Some("fsdp=6"));
+        assert_eq!(mesh(&[entry(1, 6, Some(3)), plain()]).as_deref(), Some("replicate=2,fsdp=3"));
+        assert_eq!(mesh(&[plain()]), None);
+        assert_eq!(mesh(&[entry(7, 6, Some(6)), entry(7, 6, Some(3))]), None);
+        assert_eq!(mesh(&[entry(7, 6, Some(4)), plain()]), None);
+    }
 }
