@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 
-use super::Status;
 use super::conflicts::Ranks;
 use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
+use super::{Status, check_flat};
 use crate::catalog::{Dtype, Fqn, TensorId, model, path};
 use crate::cli::{Consolidate, Tied};
 use crate::error::{Error, Result};
@@ -56,7 +56,9 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
         wrappers: Wrappers::Cut,
         without_gradients: false,
     };
-    let mut source = Source::open(&args.convert, args.shapes.like.as_deref(), defaults, &run)?;
+    let like = args.shapes.like.as_deref();
+    let mut source = Source::open(&args.convert, like, defaults, &run)?;
+    check_flat(&args.convert.source, like, &[&source.checkpoint])?;
     source.settle(args.convert.checks, Ranks::Together, &run)?;
     check_model(args, &source)?;
     let destination = args.convert.dst.as_deref();

@@ -28,7 +28,7 @@ pub use printer::Printer;
 use crate::cli::{Cli, Command, SourceArgs};
 use crate::error::{Error, Result};
 use crate::exec::{DEFAULT_STRIP_BYTES, Input, Options, SCRATCH_BYTES};
-use crate::format::{Checkpoint, FlatKnowledge, ReadOptions, SeriesChoice, Want, resolve};
+use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
 use crate::nearest::nearest;
 use crate::storage::{BOUNCE_BYTES, IoMode};
 
@@ -172,6 +172,28 @@ fn check_series(args: &SourceArgs, checkpoints: &[&Checkpoint]) -> Result<()> {
             checkpoint.format
         ),
         "leave --series out",
+    ))
+}
+
+/// What tells of flat parameters would be without an effect where there are none.
+fn check_flat(args: &SourceArgs, like: Option<&Path>, checkpoints: &[&Checkpoint]) -> Result<()> {
+    let is_flat = |checkpoint: &&Checkpoint| checkpoint.format == Format::FsdpFlat || checkpoint.catalog.flat.is_some();
+    let option = match (&args.flat_layout, like) {
+        (Some(_), _) => "--flat-layout",
+        (None, Some(_)) => "--like",
+        (None, None) => return Ok(()),
+    };
+    if checkpoints.iter().any(|checkpoint| is_flat(checkpoint)) {
+        return Ok(());
+    }
+    let checkpoint = checkpoints[0];
+    Err(Error::usage(
+        format!(
+            "{option} tells what FSDP1 flat parameters hold: {} is {}, which has none",
+            checkpoint.root.display(),
+            checkpoint.format
+        ),
+        format!("leave {option} out"),
     ))
 }
 

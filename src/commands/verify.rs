@@ -9,7 +9,7 @@ use super::printer::Printer;
 use super::progress::Progress;
 use super::run::Run;
 use super::source::{Defaults, announce, select_options};
-use super::{Status, check_series, checks, input, read_options, refuse_fragment};
+use super::{Status, check_flat, check_series, checks, input, read_options, refuse_fragment};
 use crate::catalog::{Catalog, Sharding, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Verify;
 use crate::error::{Error, Result};
@@ -72,6 +72,7 @@ pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
     };
     let opened: Vec<&Checkpoint> = std::iter::once(&source).chain(&other).collect();
     check_series(&args.source, &opened)?;
+    check_flat(&args.source, args.shapes.like.as_deref(), &opened)?;
     // Names that cannot be had are known before hours of reading.
     let names = Names::new(args, &source, other.as_ref())?;
     sound(&source, &run, &mut report)?;

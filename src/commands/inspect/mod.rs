@@ -13,7 +13,7 @@ use std::path::Path;
 use super::printer::{Printer, Span, harmless};
 use super::progress::Progress;
 use super::source::announce;
-use super::{Status, check_series, input, nearest, read_options, work_options};
+use super::{Status, check_flat, check_series, input, nearest, read_options, work_options};
 use crate::catalog::{Catalog, Chunk, Place, Sharding, TensorEntry, TensorId, model};
 use crate::cli::Inspect;
 use crate::error::{Error, Result};
@@ -41,6 +41,7 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     options.flat.raw = true;
     let checkpoint = Checkpoint::open(&args.src, &options)?;
     check_series(&args.source, &[&checkpoint])?;
+    check_flat(&args.source, args.shapes.like.as_deref(), &[&checkpoint])?;
     let names = choose(&args.tensor, model_root(&checkpoint.catalog), tensor_names(&checkpoint.catalog))?;
     let digests = if args.digest { digests(args, &checkpoint, &names, printer)? } else { BTreeMap::new() };
     announce(&checkpoint, printer);

@@ -8,7 +8,6 @@ mod target;
 
 use std::path::PathBuf;
 
-use super::Status;
 use super::conflicts::Ranks;
 use super::consolidate::check_tied;
 use super::convert::{Conversion, convert, not_written, target_format};
@@ -16,6 +15,7 @@ use super::parts::{self, carry_along, example_of, parts};
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
+use super::{Status, check_flat};
 use crate::catalog::{Catalog, Class, Path, Reservation};
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
@@ -55,6 +55,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
             ));
         }
     };
+    check_flat(&args.convert.source, None, &[&source.checkpoint])?;
     check_tied(args.convert.tied, to)?;
     let of_flat = (source.checkpoint.format == Format::FsdpFlat).then_some(Class::DTensor);
     let class = tensor_class(args.tensor_class, to)?.or(of_flat);

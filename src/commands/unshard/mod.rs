@@ -2,13 +2,13 @@
 
 mod ranks;
 
-use super::Status;
 use super::conflicts::Ranks;
 use super::consolidate::{check_tied, names_to_write, safetensors_shape};
 use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
+use super::{Status, check_flat};
 use crate::catalog::path;
 use crate::cli::Unshard;
 use crate::error::Result;
@@ -25,7 +25,9 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
         wrappers: Wrappers::Cut,
         without_gradients: !args.with_grads,
     };
-    let mut source = Source::open(&args.convert, args.shapes.like.as_deref(), defaults, &run)?;
+    let like = args.shapes.like.as_deref();
+    let mut source = Source::open(&args.convert, like, defaults, &run)?;
+    check_flat(&args.convert.source, like, &[&source.checkpoint])?;
     let in_rank_files = args.all_ranks || !args.unit.is_empty();
     source.settle(args.convert.checks, if in_rank_files { Ranks::Apart } else { Ranks::Together }, &run)?;
     let destination = args.convert.dst.as_deref();
