@@ -132,7 +132,8 @@ class Bench:
 
     def dcp(self, *more):
         args = self.args
-        source = self.work / "-".join([f"source-{args.gigabytes:g}GB-{args.ranks}", *(word.strip("-") for word in more)])
+        words = [f"source-{args.gigabytes:g}GB-{args.ranks}", *(word.strip("-") for word in more)]
+        source = self.work / "-".join(words)
         if not source.exists():
             self.work.mkdir(parents=True, exist_ok=True)
             make = [sys.executable, HERE / "make_checkpoint.py", source, *more]
@@ -146,8 +147,9 @@ class Bench:
         return flat
 
     def flatten(self, source, views, target):
-        layout = ["--flat-layout", source.with_name(f"{source.name}.flat_layout.json")]
-        return [self.args.dtshard, "flatten", source, target, *layout, f"--use-orig-params={str(views).lower()}", *QUIET]
+        layout = source.with_name(f"{source.name}.flat_layout.json")
+        how = ["--flat-layout", layout, f"--use-orig-params={str(views).lower()}"]
+        return [self.args.dtshard, "flatten", source, target, *how, *QUIET]
 
     def case(self, name, source, verb, *more, count=None):
         target = self.whole if verb == "unshard" else self.target
@@ -164,19 +166,20 @@ class Bench:
 
     def flat_parameters(self):
         source, ranks = self.dcp(), self.args.ranks
-        fewer = ["--world-size", str(ranks * 3 // 4)]
+        fewer, mesh = ["--world-size", str(ranks * 3 // 4)], ["--mesh", f"fsdp={ranks // 2}"]
         for kind, views in (("flat", False), ("views", True)):
-            yield Case(f"flatten DCP to {kind}", source, self.flatten(source, views, self.target), self.target, self.args.pairs)
+            command = self.flatten(source, views, self.target)
+            yield Case(f"flatten DCP to {kind}", source, command, self.target, self.args.pairs)
         for kind, views in (("flat", False), ("views", True)):
             flat = self.flat(source, views)
             yield self.case(f"flatten {kind} {ranks} to {fewer[1]} ranks", flat, "flatten", *fewer)
             yield self.case(f"consolidate {kind} to safetensors", flat, "consolidate")
             yield self.case(f"unshard {kind} to torch", flat, "unshard")
-            yield self.case(f"reshard {kind} to DCP on {ranks // 2} ranks", flat, "reshard", "--to", "dcp", "--mesh", f"fsdp={ranks // 2}")
+            yield self.case(f"reshard {kind} to DCP on {ranks // 2} ranks", flat, "reshard", "--to", "dcp", *mesh)
             clear(flat)
         flat = self.flat(self.dcp("--adamw"), True)
         yield self.case(f"flatten views and AdamW {ranks} to {fewer[1]} ranks", flat, "flatten", *fewer)
-        yield self.case("unshard views and AdamW to torch", flat, "unshard")
+        yield self.case("unshard views and AdamW to torch", flat, "unshard", "--series", "all")
 
 
 QUIET = ["--no-sync", "-q"]

@@ -47,7 +47,7 @@ fn check_boxes(folder: &Path, series: &str, world_size: u32, group_size: u32) ->
             });
             let boxes: Vec<Region> = boxes.collect();
             let own = &boxes[(rank % group_size) as usize];
-            assert_eq!(all, boxes.iter().filter(|region| !region.is_empty()).cloned().collect::<Vec<_>>());
+            assert_eq!(all.to_vec(), boxes.iter().filter(|region| !region.is_empty()).cloned().collect::<Vec<_>>());
             assert_eq!(local.len(), usize::from(!own.is_empty()));
             for (region, view) in local {
                 assert_eq!((&region, &view.sizes, view.dtype, group.rank), (own, &own.sizes, dtype, rank));

@@ -9,13 +9,13 @@ use std::path::{Path, PathBuf};
 use super::fsdp_flat::{self, SeriesFiles, Unflattened};
 use super::parts::{Content, Loaded, Part, adopt};
 use super::rank_names::{Numbering, RankName, RankNames};
+use super::torch;
+use super::torch::load::load;
 use super::torch::ranks::{RankFile, merge};
-use super::torch::{self, reader};
 use super::{ReadOptions, natural_order};
 use crate::catalog::model::GRADIENTS;
 use crate::catalog::{Catalog, Dict, Value, path};
 use crate::error::{Error, Result};
-use crate::layout::Rank;
 use crate::storage::{Files, IoMode};
 
 /// Which series of a folder to read.
@@ -201,7 +201,7 @@ impl SeriesSet {
         let name = model_of(&self.skipped());
         let Some(series) = self.skipped.iter().find(|series| series.name == name) else { return Ok(None) };
         let (_, ranks) = series.ranks(&self.folder)?;
-        load_files(&mut Files::new(io), &ranks, options).map(Some)
+        load(&mut Files::new(io), &ranks, options.unknown()).map(Some)
     }
 }
 
@@ -252,14 +252,14 @@ impl Series {
                 });
             }
         };
-        let own = load_files(files, &ranks, options)?;
+        let own = load(files, &ranks, options.unknown())?;
         Ok((SeriesFiles { name: self.name.clone(), files: own, incomplete: warning.is_some() }, warning))
     }
 
     /// Whether these ranks alone have every element of every tensor. That they know every tensor is only likely, where
     /// all of them know the same.
     fn covers(&self, folder: &Path, ranks: &BTreeMap<u32, PathBuf>, io: IoMode, options: &ReadOptions) -> bool {
-        let Ok(files) = load_files(&mut Files::new(io), ranks, options) else { return false };
+        let Ok(files) = load(&mut Files::new(io), ranks, options.unknown()) else { return false };
         let mut own = [SeriesFiles { name: self.name.clone(), files, incomplete: true }];
         if fsdp_flat::read(folder, &mut own, &|| Ok(None), &options.flat).is_err() {
             return false;
@@ -377,13 +377,4 @@ pub fn list_missing(all: std::ops::RangeInclusive<u32>, files: &BTreeMap<u32, Pa
         all.filter(|number| !files.contains_key(number)).take(SHOWN).map(|number| number.to_string()).collect();
     let more = if count > SHOWN as u64 { format!(" and {} more", count - SHOWN as u64) } else { String::new() };
     Some(first.join(", ") + &more)
-}
-
-fn load_files(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, options: &ReadOptions) -> Result<Vec<RankFile>> {
-    let load = |(rank, path): (&u32, &PathBuf)| {
-        let file = files.add(path)?;
-        let contents = reader::read(files, files.whole(file), "", options.unknown())?;
-        Ok(RankFile { rank: Some(Rank(*rank)), path: path.clone(), contents })
-    };
-    ranks.iter().map(load).collect()
 }

@@ -21,6 +21,16 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from flat_layout import flat_layout
 
 
+class Stream(torch.cpu.Stream):
+    """That of 2.1 takes no arguments, although FSDP1 gives it some."""
+
+    def __init__(self, *_, **__):
+        pass
+
+
+torch.cpu.Stream = Stream
+
+
 class Block(nn.Module):
     def __init__(self, dim):
         super().__init__()

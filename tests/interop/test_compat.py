@@ -1,11 +1,16 @@
-"""Other PyTorch releases load what dtshard wrote. Not run by default; DTSHARD_COMPAT_PYTHONS lists interpreters."""
+"""Other PyTorch releases load what dtshard wrote; FSDP1 of theirs saves what it reads.
+
+Not run by default; DTSHARD_COMPAT_PYTHONS lists interpreters.
+"""
 
 import os
 import subprocess
 
 import pytest
+import torch
 
 import common
+import generate
 
 PYTHONS = [p for p in os.environ.get("DTSHARD_COMPAT_PYTHONS", "").split(":") if p]
 CHECK = """
@@ -33,3 +38,30 @@ def test_older_releases(resharded, tmp_path, python, case):
     arguments = [common.FIXTURES, os.path.join(common.FIXTURES, case), resharded(case, "dcp", "s0s1"), path]
     done = subprocess.run([python, "-c", CHECK, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("python", PYTHONS)
+def test_flat_parameters(tmp_path, python, views):
+    """FSDP1 of that release saves, with its own flat layout; dtshard reads it, and writes other ranks' for it to load."""
+    def fsdp1(work, folder, ranks):
+        script = os.path.join(os.path.dirname(__file__), "compat_fsdp1.py")
+        command = [python, script, work, folder, "--ranks", str(ranks), *(["--views"] if views else [])]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    two, three, whole = tmp_path / "two", tmp_path / "three", tmp_path / "whole.pt"
+    two.mkdir()
+    fsdp1("save", two, 2)
+    truth = torch.load(two / "truth.pt", weights_only=True)
+    common.dtshard("unshard", two, whole, "--series", "all")
+    found = torch.load(whole, weights_only=True)
+    assert generate.same(found["model"]["head.weight"], truth["emb.weight/"])
+    for name, t in truth.items():
+        fqn, _, key = name.partition("/")
+        assert generate.same(found["optim"]["state"][fqn][key] if key else found["model"][fqn], t), name
+
+    common.dtshard("flatten", two, three, "--world-size", 3)
+    (two / "truth.pt").rename(three / "truth.pt")
+    fsdp1("load", three, 3)

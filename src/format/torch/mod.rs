@@ -2,6 +2,7 @@
 //!
 //! Source of the layout: `torch/serialization.py`; of what is in it: `torch/_utils.py`, `torch/distributed/tensor`.
 
+pub mod load;
 mod mesh;
 pub mod ranks;
 pub mod reader;

@@ -30,8 +30,20 @@ pub struct View {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Found {
     Plain(View),
-    Distributed { local: View, shape: Dims, mesh: Arc<MeshSpec>, placements: Vec<Placement> },
-    Sharded { dtype: Dtype, shape: Dims, group: Group, local: Vec<(Region, View)>, all: Vec<Region> },
+    Distributed {
+        local: View,
+        shape: Dims,
+        mesh: Arc<MeshSpec>,
+        placements: Vec<Placement>,
+    },
+    /// `all` is what the ranks of the group have.
+    Sharded {
+        dtype: Dtype,
+        shape: Dims,
+        group: Group,
+        local: Vec<(Region, View)>,
+        all: Arc<[Region]>,
+    },
 }
 
 /// The process group that a ShardedTensor lay on, as one of its ranks knows it.
@@ -280,7 +292,7 @@ fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<F
     };
     let rank = number("global_rank").ok_or_else(|| malformed("without a rank"))?;
     let group = Group { rank, sizes: number("local_world_size").zip(number("global_world_size")) };
-    let (mut local, mut all) = (Vec::new(), Vec::new());
+    let mut local = Vec::new();
     for shard in shards.as_list().ok_or_else(|| malformed("without local shards"))? {
         reader.count_shard()?;
         let state = shard.state().ok_or_else(|| malformed("with a shard that has no state"))?;
@@ -294,10 +306,7 @@ fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<F
         .and_then(|metadata| metadata.get("shards_metadata"))
         .and_then(Ref::as_list)
         .ok_or_else(|| malformed("without shards_metadata"))?;
-    for shard in listed {
-        reader.count_shard()?;
-        all.push(shard_region(shard)?);
-    }
+    let all = listed.map(|shard| reader.count_shard().and_then(|()| shard_region(shard))).collect::<Result<_, _>>()?;
     Ok(Found::Sharded { dtype, shape, group, local, all })
 }
 

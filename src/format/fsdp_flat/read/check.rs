@@ -122,7 +122,7 @@ fn check_part(
         );
     }
     let listed = (0..flat.shards()).map(|shard| flat.shard(shard)).take_while(|range| !range.is_empty());
-    let mut found = part.listed.iter();
+    let mut found = part.listed.iter().filter(|region| region.numel() > 0);
     let same = listed.into_iter().all(|range| found.next().is_some_and(|region| *region == region_of(&range)));
     if !same || found.next().is_some() {
         let lens: Vec<String> = part.listed.iter().map(ToString::to_string).collect();

@@ -9,6 +9,7 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use indexmap::IndexMap;
 
@@ -53,8 +54,8 @@ pub struct FlatPart {
     pub stretch: Option<(Range<u64>, View)>,
     /// Ranks of the shard group and of the job.
     pub sizes: Option<(u32, u32)>,
-    /// The stretches of all ranks that have one.
-    pub listed: Vec<Region>,
+    /// The stretches of all ranks.
+    pub listed: Arc<[Region]>,
 }
 
 /// A tensor beside flat parameters.
@@ -294,7 +295,7 @@ fn flat_part(file: &RankFile, name: &str, found: &Found) -> Result<FlatPart> {
         }
         several => return bad(String::from("one shard of a flat parameter"), several.len().to_string()),
     };
-    let listed = all.iter().filter(|region| region.numel() > 0).cloned().collect();
+    let listed = Arc::clone(all);
     Ok(FlatPart { key: Fqn::from(name), dtype: *dtype, total: *total, stretch, sizes: group.sizes, listed })
 }
 
@@ -316,7 +317,7 @@ pub mod tests {
                     total,
                     stretch: None,
                     sizes: Some(sizes),
-                    listed: Vec::new(),
+                    listed: Arc::default(),
                 };
                 flats.entry(Box::from(*module)).or_insert(part);
                 beside.insert(Fqn::from(*name), Beside::View { module: (*module).into(), range: range.clone() });

@@ -1,0 +1,55 @@
+//! The files of all ranks, read side by side.
+//!
+//! Every ShardedTensor in every file lists the boxes of all ranks, so what is listed grows with the square of their
+//! number: 1,024 ranks with 40 flat parameters list 42 million boxes. Equal lists are kept once.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use rayon::prelude::*;
+
+use super::ranks::RankFile;
+use super::reader::{Contents, read};
+use super::tensor::Found;
+use crate::error::Result;
+use crate::format::pickle::Unknown;
+use crate::layout::{Rank, Region};
+use crate::storage::{FileId, Files};
+
+/// Read the files of ranks.
+///
+/// # Errors
+/// As reading one; of several faults that of the lowest rank.
+pub fn load(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>, unknown: Unknown) -> Result<Vec<RankFile>> {
+    let own: Vec<(Rank, &PathBuf, FileId)> =
+        ranks.iter().map(|(rank, path)| Ok((Rank(*rank), path, files.add(path)?))).collect::<Result<_>>()?;
+    let files = &*files;
+    let lists = Lists::default();
+    let loaded: Vec<Result<RankFile>> = own
+        .into_par_iter()
+        .map(|(rank, path, file)| {
+            let mut contents = read(files, files.whole(file), "", unknown)?;
+            lists.share(&mut contents);
+            Ok(RankFile { rank: Some(rank), path: path.clone(), contents })
+        })
+        .collect();
+    loaded.into_iter().collect()
+}
+
+/// Lists of boxes, each once.
+#[derive(Default)]
+struct Lists(Mutex<HashSet<Arc<[Region]>>>);
+
+impl Lists {
+    fn share(&self, contents: &mut Contents) {
+        let mut known = self.0.lock().expect("no panic while the lock is held");
+        for tensor in &mut contents.tensors {
+            let Found::Sharded { all, .. } = tensor else { continue };
+            match known.get(all) {
+                Some(shared) => *all = Arc::clone(shared),
+                None => _ = known.insert(Arc::clone(all)),
+            }
+        }
+    }
+}
