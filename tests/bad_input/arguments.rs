@@ -193,6 +193,28 @@ fn a_folder_with_two_formats() {
     unknown(&source, &["torch-ranks", "--from"]);
 }
 
+/// What would not change a byte of flat parameters, and what would be too many files.
+#[test]
+fn flat_parameters_that_cannot_be() {
+    let sandbox = Sandbox::new();
+    let (model, flat) = (fixture("flat2/full/model.pt"), sandbox.path("flat"));
+    dtshard(&[&"flatten", &model, &flat, &"--world-size", &"2", &"--wrap", &"layers.*"]).succeeded();
+    let before = sandbox.names();
+    let again = sandbox.path("again");
+    let refused = |verb: &str, args: &[&str], words: &[&str]| {
+        let mut all: Vec<&dyn AsRef<OsStr>> = vec![&verb, &flat, &again];
+        all.extend(args.iter().map(|arg| arg as &dyn AsRef<OsStr>));
+        dtshard(&all).refused(words);
+        assert_eq!(sandbox.names(), before, "{args:?}");
+    };
+    refused("flatten", &["--buffers", "freqs"], &["--buffers freqs", "the flat layout says"]);
+    refused("flatten", &["--forward-dtype", "bf16"], &["--forward-dtype bf16", "use_orig_params"]);
+    refused("flatten", &["--world-size", "4294967295"], &["4294967295 ranks"]);
+    refused("reshard", &["--mesh", "fsdp=16777216"], &["16777216 ranks"]);
+    refused("reshard", &["--mesh", "fsdp=2", "--tensor-class", "dtensor"], &["--tensor-class is for rank files"]);
+    dtshard(&[&"flatten", &flat, &again, &"--use-orig-params", &"--forward-dtype", &"bf16"]).succeeded();
+}
+
 #[test]
 fn other_frameworks_are_refused_by_name() {
     for (name, word) in [

@@ -6,22 +6,23 @@
 
 use std::collections::HashSet;
 
-use crate::catalog::flat::FlatLayout;
+use crate::catalog::flat::{FlatLayout, FlatUnit};
 use crate::catalog::{Fqn, Value};
 use crate::error::{Error, Result};
 use crate::format::fsdp_flat::order;
 
-/// The optimizer of a layout whose `use_orig_params` is to be false: flat parameters, in the order in which their first
-/// parameters come. `None` where one would be in two groups, which is for those to refuse that know the optimizer.
+/// The optimizer of a layout whose `use_orig_params` is to be false: flat parameters, in the order of their units. That of
+/// the root is registered first, whichever unit the first parameter of the model is in. `None` where one would be
+/// in two groups, which is for those to refuse that know the optimizer.
 pub fn of_flat_parameters(layout: &FlatLayout) -> Option<Vec<Vec<Fqn>>> {
     let groups = layout.optimizer.as_ref()?;
     if !layout.use_orig_params {
         return Some(groups.clone());
     }
-    let unit_of = |fqn: &Fqn| layout.params().find(|(_, param)| param.fqn == *fqn).map(|(unit, _)| unit.key());
     let keys = |group: &Vec<Fqn>| {
-        let mut seen = HashSet::new();
-        group.iter().filter_map(unit_of).filter(|key| seen.insert(key.clone())).collect()
+        let members: HashSet<&Fqn> = group.iter().collect();
+        let has = |unit: &&FlatUnit| unit.params.iter().any(|param| members.contains(&param.fqn));
+        layout.units.iter().filter(has).map(FlatUnit::key).collect()
     };
     let keys: Vec<Vec<Fqn>> = groups.iter().map(keys).collect();
     let mut seen = HashSet::new();
@@ -88,4 +89,30 @@ fn groups(value: &Value) -> Option<Vec<Vec<Fqn>>> {
     };
     let groups: Vec<Vec<Fqn>> = groups.iter().map(names).collect::<Option<_>>()?;
     (!groups.is_empty()).then_some(groups)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::catalog::flat::FlatParam;
+
+    /// As with a wrapped embedding, and a norm of the root unit behind it.
+    #[test]
+    fn the_flat_parameter_of_the_root_is_the_first() {
+        let unit = |module: &str, fqn: &str| FlatUnit {
+            module: module.into(),
+            dtype: None,
+            align_numel: Some(4),
+            params: vec![FlatParam { fqn: fqn.into(), shape: [4].as_slice().into(), stride: None }],
+            shared: Vec::new(),
+        };
+        let layout = FlatLayout {
+            world_size: 2,
+            shard_group_size: 2,
+            use_orig_params: true,
+            units: vec![unit("", "norm.weight"), unit("emb", "emb.weight")],
+            optimizer: Some(vec![vec!["emb.weight".into(), "norm.weight".into()]]),
+        };
+        assert_eq!(of_flat_parameters(&layout), Some(vec![vec!["_flat_param".into(), "emb._flat_param".into()]]));
+    }
 }

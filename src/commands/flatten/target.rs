@@ -16,6 +16,9 @@ use crate::format::fsdp_flat::order;
 use crate::format::{Checkpoint, Format, fsdp_flat};
 use crate::layout::Pattern;
 
+/// What files say grows with the square of it.
+const MAX_RANKS: u32 = 1 << 14;
+
 /// What a target starts from.
 struct Base {
     layout: FlatLayout,
@@ -108,6 +111,12 @@ impl Wish {
         let Base { layout: base, derived, notes } = self.base(source)?;
         let (world_size, shard_group_size) = self.ranks(&base, derived)?;
         let use_orig_params = self.use_orig_params.unwrap_or(base.use_orig_params);
+        if let (false, Some(dtype)) = (use_orig_params, self.forward_dtype) {
+            return Err(Error::usage(
+                format!("--forward-dtype {dtype}: without use_orig_params nothing is aligned"),
+                "leave it out, or give --use-orig-params as well",
+            ));
+        }
         let optimizer = match (use_orig_params, &self.numbered) {
             (false, _) => numbering::of_flat_parameters(&base),
             (true, Some(groups)) => Some(groups.clone()),
@@ -131,6 +140,12 @@ impl Wish {
     fn ranks(&self, base: &FlatLayout, derived: bool) -> Result<(u32, u32)> {
         let world_size = match self.world_size {
             Some(0) => return Err(Error::usage("--world-size 0: no ranks", "give the ranks that will load")),
+            Some(size) if size > MAX_RANKS => {
+                return Err(Error::usage(
+                    format!("{size} ranks: every file lists them all"),
+                    format!("flat parameters are written for {MAX_RANKS} ranks at most"),
+                ));
+            }
             Some(size) => size,
             None if derived => {
                 return Err(Error::usage("how many ranks will load the files?", "say it with --world-size N"));
@@ -180,6 +195,12 @@ impl Wish {
             .flat
             .as_ref());
         if let Some(layout) = known.filter(|_| self.wrap.is_empty()) {
+            if let Some(pattern) = self.buffers.first() {
+                return Err(Error::usage(
+                    format!("--buffers {}: the flat layout says what is a parameter", pattern.as_str()),
+                    "leave it out; what is not in the layout is a buffer",
+                ));
+            }
             return Ok(Base { layout: layout.clone(), derived: false, notes: Vec::new() });
         }
         if self.layout.is_some() {

@@ -4,8 +4,10 @@ use super::super::Status;
 use super::super::flatten::{self, Group, Wish};
 use super::super::run::Run;
 use super::super::source::Source;
+use super::chooser::tensor_class;
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
+use crate::format::Format;
 use crate::layout::DeviceMesh;
 
 pub fn run(args: &Reshard, source: &mut Source, run: &Run<'_>) -> Result<Status> {
@@ -15,6 +17,7 @@ pub fn run(args: &Reshard, source: &mut Source, run: &Run<'_>) -> Result<Status>
             "--to torch-ranks or --to dcp writes tensors that are sharded one by one",
         ));
     }
+    tensor_class(args.tensor_class, Format::FsdpFlat)?;
     let mut wish = Wish::default().with_layout(&args.convert, source)?;
     if let Some(text) = args.mesh.first() {
         let mesh = DeviceMesh::parse(text)?;
