@@ -122,6 +122,9 @@ impl Error {
             Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
                 Some("check the path; relative ones start at the current folder")
             }
+            Self::Malformed { path, .. } if is_written_by_hand(path) => {
+                Some("mend it, or write it anew; docs/fsdp1.md tells what a flat layout says")
+            }
             Self::Malformed { .. } => {
                 Some("the file is damaged or was not completely written; `dtshard verify` lists every fault")
             }
@@ -197,4 +200,9 @@ impl From<LayoutError> for Error {
     fn from(error: LayoutError) -> Self {
         Self::Layout(error)
     }
+}
+/// A flat layout, which somebody may have written; indexes of safetensors and torch files are not.
+fn is_written_by_hand(path: &Path) -> bool {
+    let is_index = path.file_stem().map(Path::new).and_then(Path::extension).is_some_and(|part| part == "index");
+    path.extension().is_some_and(|extension| extension == "json") && !is_index
 }

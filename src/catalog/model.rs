@@ -214,8 +214,13 @@ pub fn value_at<'a>(state: &'a Value, path: &Path) -> Option<&'a Value> {
 /// `model.parameters()`, which is that of the model's state dict without its buffers and whatever is not trained.
 /// `None` unless there is only one reading: one parameter group, numbered from 0, and one way to go through the model
 /// in order such that all state tensors with dims have the shape of their parameter and are DTensors where it is one.
+/// Only tensors that may be parameters are gone through.
 #[must_use]
-pub fn numbered_parameters(catalog: &Catalog, optimizer: &Value) -> Option<Vec<(Fqn, TensorId)>> {
+pub fn numbered_parameters(
+    catalog: &Catalog,
+    optimizer: &Value,
+    may_be: &dyn Fn(&Fqn) -> bool,
+) -> Option<Vec<(Fqn, TensorId)>> {
     let dict = optimizer.as_dict()?;
     let (Value::List(groups), Value::Dict(states)) = (dict.get("param_groups")?, dict.get("state")?) else {
         return None;
@@ -233,7 +238,7 @@ pub fn numbered_parameters(catalog: &Catalog, optimizer: &Value) -> Option<Vec<(
     }
     let mut seen = HashSet::new();
     let mut floats = model(&catalog.state).tensors;
-    floats.retain(|(_, id)| catalog.tensor(*id).dtype.is_float() && seen.insert(*id));
+    floats.retain(|(fqn, id)| catalog.tensor(*id).dtype.is_float() && may_be(fqn) && seen.insert(*id));
     let fits = |number: usize, (_, id): &(Fqn, TensorId)| {
         let parameter = catalog.tensor(*id);
         let alike = |state: &&TensorEntry| {
@@ -401,7 +406,7 @@ mod tests {
                 ("state", Value::Dict(Dict { entries: states, ..Dict::default() })),
                 ("param_groups", Value::List(groups.iter().map(group).collect())),
             ]);
-            let found = numbered_parameters(&catalog, &optimizer)?;
+            let found = numbered_parameters(&catalog, &optimizer, &|_| true)?;
             Some(found.iter().map(|(fqn, _)| fqn.to_string()).collect::<Vec<_>>())
         };
         assert_eq!(read([4, 2, 3], [4, 3], &[&[0, 1]]).unwrap(), ["a", "b"]);

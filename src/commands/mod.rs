@@ -183,7 +183,7 @@ fn check_flat(args: &SourceArgs, like: Option<&Path>, checkpoints: &[&Checkpoint
         (None, Some(_)) => "--like",
         (None, None) => return Ok(()),
     };
-    if checkpoints.iter().any(|checkpoint| is_flat(checkpoint)) {
+    if checkpoints.iter().any(is_flat) {
         return Ok(());
     }
     let checkpoint = checkpoints[0];

@@ -296,7 +296,7 @@ impl<'a> Chooser<'a> {
         };
         let catalog = self.catalog;
         let numbered = self.numbered.entry(optimizer).or_insert_with_key(|optimizer| {
-            model::numbered_parameters(catalog, model::value_at(&catalog.state, optimizer)?)
+            model::numbered_parameters(catalog, model::value_at(&catalog.state, optimizer)?, &|_| true)
         });
         let known = numbered.as_ref().and_then(|parameters| parameters.get(number));
         Some(match known {

@@ -47,6 +47,12 @@ pub fn reserve(args: &Unshard, source: &Source, to: Format, run: &Run<'_>) -> Re
             "leave --to out, or leave them out for one whole file",
         ));
     }
+    if let Some(file) = args.convert.dst.as_deref().filter(|path| path.extension().is_some_and(|it| it == "pt")) {
+        return Err(Error::usage(
+            format!("{} is called like a file, and rank files lie in a folder", file.display()),
+            "name a folder; without --all-ranks and --unit there is one file",
+        ));
+    }
     let patterns = Patterns::parse(&args.unit)?;
     match &source.checkpoint.catalog.flat {
         _ if args.unit.is_empty() => Ok((everything(source)?, Vec::new())),

@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 use super::params::Names;
 use super::plan::{At, Plan};
 use crate::catalog::path::key_text;
-use crate::catalog::{Dict, Path, Value, model};
+use crate::catalog::{Dict, Fqn, Path, Value, model};
 use crate::error::{Error, Result};
 
 pub const STATE: &str = "state";
@@ -207,7 +207,9 @@ impl Numbers {
         if !numbered {
             return Self(None);
         }
-        let known = model::numbered_parameters(plan.source, &Value::Dict(dict.clone()));
+        // The layout tells parameters from buffers.
+        let is_parameter = |fqn: &Fqn| names.find(fqn.as_str()).is_some_and(|at| plan.param(at).fqn == *fqn);
+        let known = model::numbered_parameters(plan.source, &Value::Dict(dict.clone()), &is_parameter);
         Self(known.map(|known| known.iter().map(|(fqn, _)| names.find(fqn.as_str())).collect()))
     }
 
@@ -242,7 +244,7 @@ pub fn unknown(path: &Path, name: &str) -> Error {
     Error::unsupported(
         format!("{}optimizer state of {name}, which is not known to be a parameter of the flat layout", prefix(path)),
         "the flat layout must be that of this very model; optimizer.state_dict() without names tells parameters only \
-         where there is one reading",
+         where there is one reading, for which --buffers PATTERN may have to say what is none",
     )
 }
 
