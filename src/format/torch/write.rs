@@ -20,9 +20,10 @@ use crate::storage::FileId;
 /// checkpoints equal files.
 pub const PREFIX: &str = "archive";
 
-/// A tensor that lies in another order than by rows is written as boxes that are by rows each. Archives have a few a
-/// filter of their convolutions; this bounds the memory for those that are made of such boxes of a few bytes.
-const MAX_BOXES: u64 = 1 << 22;
+/// A tensor in another order than by rows is written as boxes that are by rows each: one a filter and place of its
+/// kernel. This bounds the memory for a tensor of boxes of a few bytes, and for an archive of such tensors.
+const MAX_BOXES: u64 = 1 << 18;
+const MAX_BOXES_AN_ARCHIVE: u64 = 1 << 21;
 
 /// One archive appended to a file: a pickled value and the data of the tensors in it.
 pub struct Saved {
@@ -73,12 +74,13 @@ impl SavedOrder {
     fn choose(entry: &TensorEntry, boxes_left: &mut u64) -> Self {
         let order = entry.stride.as_ref().and_then(|stride| StorageOrder::of_strides(&entry.shape, stride));
         let Some(order) = order else { return Self::RowMajor };
-        match boxes_left.checked_sub(order.count_row_major(&entry.shape)) {
-            Some(left) => {
+        let boxes = order.count_row_major(&entry.shape);
+        match boxes_left.checked_sub(boxes) {
+            Some(left) if boxes <= MAX_BOXES => {
                 *boxes_left = left;
                 Self::Kept(order)
             }
-            None => Self::Lost,
+            _ => Self::Lost,
         }
     }
 }
@@ -91,7 +93,7 @@ impl SavedOrder {
 pub fn save(source: &Catalog, value: &Value, file: &mut OutputFile, frames: &mut Frames) -> Result<Saved, WriteError> {
     let mut stored: Vec<(TensorId, SavedOrder)> = Vec::new();
     let mut keys: HashMap<TensorId, usize> = HashMap::new();
-    let mut boxes_left = MAX_BOXES;
+    let mut boxes_left = MAX_BOXES_AN_ARCHIVE;
     let mut writer = Writer::new();
     writer.value(value, &mut |writer, id| {
         let entry = source.tensor(id);
@@ -249,4 +251,56 @@ pub fn reserve(source: &Catalog, state: &Value, name: PathBuf) -> Result<Reserva
     }
     reservation.files.push(file);
     Ok(reservation)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::catalog::permuted_stride;
+
+    fn entry(shape: &[u64], strides: &[u64]) -> TensorEntry {
+        let stride = permuted_stride(shape, &strides.into());
+        TensorEntry { stride, ..TensorEntry::new("w".into(), Dtype::F32, shape.into()) }
+    }
+
+    fn written(entry: TensorEntry) -> (SavedTensor, Reserved) {
+        let mut catalog = Catalog::empty();
+        let id = catalog.push_tensor(entry);
+        let mut saved = save(&catalog, &Value::Tensor(id), &mut OutputFile::new("x"), &mut Frames::default()).unwrap();
+        let tensor = saved.tensors.remove(0);
+        let reserved = tensor.reserved(&catalog, FileId(0));
+        (tensor, reserved)
+    }
+
+    #[test]
+    fn an_order_of_memory_is_written_as_boxes() {
+        let (tensor, reserved) = written(entry(&[2, 3, 2, 2], &[12, 1, 6, 3]));
+        let chunks: Vec<_> = reserved.entry.chunks.iter().map(|chunk| (chunk.tile, chunk.place)).collect();
+        assert_eq!(chunks.len(), 8);
+        let (last, place) = chunks.last().unwrap();
+        assert_eq!(last.as_region().unwrap().to_string(), "[1:2, 0:3, 1:2, 1:2]");
+        assert_eq!(*place, Place::Bytes { file: FileId(0), offset: tensor.offset + 7 * 12 });
+        reserved.entry.tiling().unwrap();
+    }
+
+    #[test]
+    fn what_is_not_dense_is_written_by_rows() {
+        for (shape, strides) in
+            [([4, 3], [0, 1]), ([3, 3], [12, 1]), ([4, 3], [3, 1]), ([0, 3], [1, 7]), ([1, 3], [u64::MAX, 1])]
+        {
+            let (tensor, reserved) = written(entry(&shape, &strides));
+            assert_eq!((tensor.order, reserved.entry.chunks.len()), (SavedOrder::RowMajor, 1), "{strides:?}");
+        }
+    }
+
+    #[test]
+    fn boxes_without_end_are_not_made() {
+        let n = MAX_BOXES + 1;
+        assert_eq!(written(entry(&[2, n], &[1, 2])).0.order, SavedOrder::Lost);
+        assert!(matches!(written(entry(&[n, 2], &[1, n])).0.order, SavedOrder::Kept(_)));
+        let mut boxes_left = 8;
+        let conv = entry(&[2, 3, 2, 2], &[12, 1, 6, 3]);
+        assert!(matches!(SavedOrder::choose(&conv, &mut boxes_left), SavedOrder::Kept(_)));
+        assert_eq!((SavedOrder::choose(&conv, &mut boxes_left), boxes_left), (SavedOrder::Lost, 0));
+    }
 }
