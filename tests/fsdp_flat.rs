@@ -3,6 +3,7 @@
 #[allow(dead_code, reason = "each test binary uses its own share")]
 mod common;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{self, PathBuf};
 
@@ -440,6 +441,61 @@ fn units_of_a_torch_file_are_those_of_the_job() {
     params(&mut expected, 0).pop();
     params(&mut expected, 0).push(json!({"fqn": "head.weight", "shape": [11, 6]}));
     assert_eq!(written["units"], expected["units"]);
+}
+
+/// The strides of what a torch file has.
+fn strides(path: &path::Path) -> BTreeMap<String, Vec<u64>> {
+    let checkpoint = Checkpoint::open(path, &ReadOptions::default()).unwrap();
+    let permuted = checkpoint.catalog.tensors.iter().filter_map(|entry| {
+        let stride = entry.chunks.get(0).strides?;
+        Some((entry.fqn.to_string(), stride.to_vec()))
+    });
+    permuted.collect()
+}
+
+/// What is written whole lies as it did in the module, so flat parameters are made of it again, and read with it.
+#[test]
+fn whole_parameters_keep_their_order_in_memory() {
+    let channels_last = |name: &str| (name.to_owned(), vec![8, 1, 4, 2]);
+    for (case, name) in [("flat2", "flat"), ("flat2", "views"), ("flat3", "flat"), ("flat_hybrid", "flat")] {
+        let copy = Copy::with_layout(case, name);
+        let (whole, state) = (copy.at("whole.pt"), copy.at("optim.pt"));
+        succeed("unshard", &[&copy.path(), &whole], "");
+        assert_eq!(strides(&whole), BTreeMap::from([channels_last("conv.weight")]), "{case}/{name}");
+        assert_same(&read(&whole), &copy.model(), case);
+        succeed("unshard", &[&copy.path(), &state], "--series optim --dtype f64");
+        let expected = ["exp_avg", "exp_avg_sq"].map(|key| channels_last(&format!("state.conv.weight.{key}")));
+        assert_eq!(strides(&state), BTreeMap::from(expected), "{case}/{name}");
+
+        let again = Copy::new(case, name);
+        let outcome =
+            succeed("unshard", &[&again.path(), &again.at("again.pt")], &format!("--like {}", whole.display()));
+        assert!(!outcome.stderr.contains("by rows"), "{outcome:?}");
+        assert_same(&read(&again.at("again.pt")), &copy.model(), case);
+    }
+    let copy = Copy::with_layout("flat2", "flat");
+    let (whole, out) = (copy.at("whole.pt"), copy.at("out"));
+    succeed("unshard", &[&copy.path(), &whole], "");
+    let options = "--world-size 2 --wrap layers.* --wrap layers.1.inner --wrap tiny --buffers freqs --buffers **.scale";
+    succeed("flatten", &[&whole, &out], options);
+    let written: Json = serde_json::from_slice(&fs::read(out.join("flat_layout.json")).unwrap()).unwrap();
+    assert_eq!(written["units"], copy.layout["units"]);
+}
+
+/// Dense tensors of a torch file keep theirs; expanded ones and those with holes have none to keep.
+#[test]
+fn a_torch_file_keeps_orders_in_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, whole, cast) =
+        (fixture("torch_file/model.pt"), folder.path().join("a.pt"), folder.path().join("b.pt"));
+    succeed("unshard", &[&source, &whole], "");
+    let expected = [("stride.transposed", vec![1, 4]), ("stride.channels_last", vec![12, 1, 6, 3])];
+    let expected = BTreeMap::from(expected.map(|(name, stride)| (name.to_owned(), stride)));
+    assert_eq!(strides(&whole), expected);
+    assert_same(&read(&whole), &read(&source), "torch_file");
+    succeed("verify", &[&source, &whole], "");
+    succeed("consolidate", &[&source, &cast], "--to torch --dtype bf16 --verify");
+    assert_eq!(strides(&cast), expected);
 }
 
 /// The order of units in a layout says nothing of an optimizer: that of the files does.

@@ -26,7 +26,7 @@ fn about(found: &Found) -> String {
     match found {
         Found::Plain(view) => format!("{} {:?}", view.dtype, view.sizes),
         Found::Distributed { shape, placements, .. } => format!("DTensor {shape:?} {placements:?}"),
-        Found::Sharded { dtype, shape, group, local, all } => {
+        Found::Sharded { dtype, shape, group, local, all, .. } => {
             let local: Vec<&Region> = local.iter().map(|(region, _)| region).collect();
             format!("ShardedTensor {dtype} {shape:?} of {}: {local:?} of {all:?}", group.rank)
         }
@@ -38,7 +38,7 @@ fn check_boxes(folder: &Path, series: &str, world_size: u32, group_size: u32) ->
     let mut sharded = 0;
     for rank in 0..world_size {
         for found in found(folder, series, world_size, rank) {
-            let Found::Sharded { dtype, shape, group, local, all } = found else { continue };
+            let Found::Sharded { dtype, shape, group, local, all, .. } = found else { continue };
             let boxes = (0..u64::from(group_size)).map(|part| {
                 let rows = chunk(shape[0], group_size.into(), part);
                 let mut region = Region::whole(&shape);

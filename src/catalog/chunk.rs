@@ -8,6 +8,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::layout::flat::StorageOrder;
 use crate::layout::{Dims, Rank, Region, Tile};
 use crate::storage::{FileId, Stretch};
 
@@ -196,6 +197,15 @@ pub fn contiguous_strides(sizes: &[u64]) -> Dims {
         strides[dim - 1] = strides[dim].saturating_mul(sizes[dim].max(1));
     }
     strides
+}
+
+/// The strides of a tensor that is dense, but not by rows; `None` for any other. What the stride of a dim of one element
+/// is does not matter, and a wild one is not passed on.
+#[must_use]
+pub fn permuted_stride(shape: &[u64], strides: &Dims) -> Option<Dims> {
+    let numel = crate::layout::numel(shape).filter(|numel| *numel > 0)?;
+    let is_permuted = *strides != contiguous_strides(shape) && strides.iter().all(|stride| *stride <= numel);
+    (is_permuted && StorageOrder::of_strides(shape, strides).is_some()).then(|| strides.clone())
 }
 
 /// Elements from the first to one past the last that a view touches, or `None` on overflow.

@@ -15,7 +15,7 @@ pub mod value;
 
 use std::fmt;
 
-pub use chunk::{Chunk, ChunkTable, Located, Place, Record, Summed, contiguous_strides, span};
+pub use chunk::{Chunk, ChunkTable, Located, Place, Record, Summed, contiguous_strides, permuted_stride, span};
 pub use dtype::Dtype;
 pub use path::{Key, Leaf, Path};
 pub use reserved::{Literal, OutputFile, Reservation, Reserved, Sum};
@@ -101,6 +101,9 @@ pub struct TensorEntry {
     pub class: Class,
     /// Mesh and placements, where the format records them (DCP does not).
     pub sharding: Option<Sharding>,
+    /// In elements, where the whole tensor was dense in memory in another order than by rows (`channels_last`), and the
+    /// format tells. Chunks have strides of their own.
+    pub stride: Option<Dims>,
     /// Every stored chunk, replicas included.
     pub chunks: ChunkTable,
 }
@@ -110,7 +113,7 @@ impl TensorEntry {
     #[must_use]
     pub fn new(fqn: Fqn, dtype: Dtype, shape: Dims) -> Self {
         let chunks = ChunkTable::new(shape.len());
-        Self { fqn, dtype, shape, class: Class::Tensor, sharding: None, chunks }
+        Self { fqn, dtype, shape, class: Class::Tensor, sharding: None, stride: None, chunks }
     }
 
     /// A tensor that lies whole and contiguous at an offset of a file.

@@ -182,16 +182,7 @@ impl StorageOrder {
         let sizes = self.permuted(shape);
         let mut boxes = Vec::new();
         for region in Region::cut(&sizes, range) {
-            // The dims from here on, inwards, come in the order of the tensor.
-            let mut tail = region.ndim();
-            let mut inner = usize::MAX;
-            while tail > 0 && (region.sizes[tail - 1] == 1 || self.0[tail - 1] < inner) {
-                tail -= 1;
-                if region.sizes[tail] > 1 {
-                    inner = self.0[tail];
-                }
-            }
-            let outer = &region.sizes[..tail];
+            let outer = self.outer(&region.sizes);
             for index in 0..outer.iter().product() {
                 let (mut offsets, mut sizes) = (region.offsets.clone(), region.sizes.clone());
                 for (dim, at) in unravel(index, outer).into_iter().enumerate() {
@@ -202,6 +193,25 @@ impl StorageOrder {
             }
         }
         boxes
+    }
+
+    /// How many boxes [`Self::cut_row_major`] makes of the whole tensor.
+    #[must_use]
+    pub fn count_row_major(&self, shape: &[u64]) -> u64 {
+        self.outer(&self.permuted(shape)).iter().fold(1, |count, size| count.saturating_mul(*size))
+    }
+
+    /// Of sizes in storage order, those before the dims which, inwards, come in the order of the tensor.
+    fn outer<'a>(&self, sizes: &'a [u64]) -> &'a [u64] {
+        let mut tail = sizes.len();
+        let mut inner = usize::MAX;
+        while tail > 0 && (sizes[tail - 1] == 1 || self.0[tail - 1] < inner) {
+            tail -= 1;
+            if sizes[tail] > 1 {
+                inner = self.0[tail];
+            }
+        }
+        &sizes[..tail]
     }
 
     fn permuted(&self, dims: &[u64]) -> Dims {
@@ -275,6 +285,7 @@ mod tests {
         assert_eq!(cut.len(), 1);
         assert_eq!((cut[0].0.to_string().as_str(), cut[0].1.to_vec()), ("[1:2, 0:3, 0:2, 0:2]", vec![12, 1, 6, 3]));
         assert_eq!(order.cut_row_major(&[2, 3, 2, 2], 12..24).len(), 4);
+        assert_eq!((order.cut_row_major(&[2, 3, 2, 2], 0..24).len(), order.count_row_major(&[2, 3, 2, 2])), (8, 8));
         assert_eq!(StorageOrder::of_strides(&[2, 3], &[4, 1]), None);
         assert_eq!(StorageOrder::of_strides(&[2, 3], &[1, 2]).unwrap().0.to_vec(), [1, 0]);
         assert_eq!(StorageOrder::of_strides(&[1, 3], &[77, 1]).unwrap(), StorageOrder::row_major(2));

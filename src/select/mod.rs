@@ -178,6 +178,7 @@ fn without_chunks(entry: &TensorEntry) -> TensorEntry {
         shape: entry.shape.clone(),
         class: entry.class,
         sharding: entry.sharding.clone(),
+        stride: entry.stride.clone(),
         chunks: ChunkTable::new(entry.shape.len()),
     }
 }

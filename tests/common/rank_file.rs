@@ -74,13 +74,14 @@ impl Comparison {
             match pair {
                 (Found::Plain(own), Found::Plain(real)) => comparison.views(&own, &real, &what),
                 (
-                    Found::Sharded { dtype, shape, group, local, all },
+                    Found::Sharded { dtype, shape, group, local, all, .. },
                     Found::Sharded {
                         dtype: real_dtype,
                         shape: real_shape,
                         group: real_group,
                         local: real,
                         all: real_all,
+                        ..
                     },
                 ) => {
                     assert_eq!((dtype, shape, group, all), (real_dtype, real_shape, real_group, real_all), "{what}");

@@ -71,7 +71,7 @@ mod tests {
         }
         let class = if group_size.is_some() { Class::ShardedTensor } else { Class::Tensor };
         let shape = [rows, 3].as_slice().into();
-        TensorEntry { fqn: "w".into(), dtype: Dtype::F32, shape, class, sharding: None, chunks }
+        TensorEntry { class, chunks, ..TensorEntry::new("w".into(), Dtype::F32, shape) }
     }
 
     fn mesh(entries: &[TensorEntry]) -> Option<String> {

@@ -14,7 +14,7 @@ use crate::catalog::{
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
 use crate::format::pickle::{WriteError, Writer};
-use crate::format::torch::{reserved_whole, save, save_tensor, write_sizes};
+use crate::format::torch::{save, save_tensor, write_sizes};
 use crate::format::zip::Frames;
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::FileId;
@@ -153,9 +153,8 @@ impl<'a> Layout<'a> {
                 Item::Object { fqn, value } => {
                     let saved = save(self.source, value, &mut file, &mut self.frames)
                         .map_err(|error| unpicklable(&fqn, &error))?;
-                    for (tensor, at) in saved.tensors {
-                        self.reservation.tensors.push(reserved_whole(self.source, tensor, id, at));
-                    }
+                    let tensors = saved.tensors.iter().map(|tensor| tensor.reserved(self.source, id));
+                    self.reservation.tensors.extend(tensors);
                     self.objects.insert(fqn, StorageInfo { file: name.clone(), offset, len: saved.len });
                 }
                 Item::Box { tensor, region } => {

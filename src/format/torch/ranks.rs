@@ -13,6 +13,7 @@ use super::{Found, Group, View, chunk};
 use crate::catalog::path::{self, Fate, is_descended, key_text};
 use crate::catalog::{
     Catalog, Class, Dict, Fqn, Holding, Key, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes, model,
+    permuted_stride,
 };
 use crate::error::{Error, Result};
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, local_shard};
@@ -233,6 +234,7 @@ impl Merger<'_> {
         match self.found(first) {
             Found::Plain(view) => {
                 let mut entry = TensorEntry::new(fqn, view.dtype, view.sizes.clone());
+                entry.stride = permuted_stride(&view.sizes, &view.strides);
                 for &part in parts {
                     if let Found::Plain(view) = self.found(part) {
                         let tile = Tile::from_region(&Region::whole(&view.sizes));
@@ -242,7 +244,10 @@ impl Merger<'_> {
                 Ok(entry)
             }
             Found::Distributed { local, shape, .. } => self.distributed(fqn, local, shape, parts, catalog),
-            Found::Sharded { dtype, shape, .. } => self.sharded(fqn, *dtype, shape, parts),
+            Found::Sharded { dtype, shape, stride, .. } => {
+                let entry = TensorEntry { stride: stride.clone(), ..TensorEntry::new(fqn, *dtype, shape.clone()) };
+                self.sharded(entry, parts)
+            }
         }
     }
 
@@ -339,9 +344,8 @@ impl Merger<'_> {
         )
     }
 
-    fn sharded(&self, fqn: Fqn, dtype: crate::catalog::Dtype, shape: &Dims, parts: &[Part]) -> Result<TensorEntry> {
-        check_shape(&self.files[parts[0].file].path, &fqn, shape, dtype)?;
-        let mut entry = TensorEntry::new(fqn, dtype, shape.clone());
+    fn sharded(&self, mut entry: TensorEntry, parts: &[Part]) -> Result<TensorEntry> {
+        check_shape(&self.files[parts[0].file].path, &entry.fqn, &entry.shape, entry.dtype)?;
         entry.class = Class::ShardedTensor;
         for &part in parts {
             let Found::Sharded { group: Group { rank, .. }, local, all, .. } = self.found(part) else { continue };
@@ -356,9 +360,9 @@ impl Merger<'_> {
                 );
             }
             for (region, view) in local {
-                if !region.fits(shape) || region.sizes != view.sizes {
+                if !region.fits(&entry.shape) || region.sizes != view.sizes {
                     let expected =
-                        format!("a shard of shape {:?} inside {:?}", view.sizes.as_slice(), shape.as_slice());
+                        format!("a shard of shape {:?} inside {:?}", view.sizes.as_slice(), entry.shape.as_slice());
                     return bad(expected, format!("offsets and sizes {region}"));
                 }
                 if !all.contains(region) {

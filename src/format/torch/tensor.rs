@@ -40,6 +40,8 @@ pub enum Found {
     Sharded {
         dtype: Dtype,
         shape: Dims,
+        /// Of the whole tensor in memory, as [`crate::catalog::TensorEntry::stride`]; the class does not tell it.
+        stride: Option<Dims>,
         group: Group,
         local: Vec<(Region, View)>,
         all: Arc<[Region]>,
@@ -307,7 +309,7 @@ fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<F
         .and_then(Ref::as_list)
         .ok_or_else(|| malformed("without shards_metadata"))?;
     let all = listed.map(|shard| reader.count_shard().and_then(|()| shard_region(shard))).collect::<Result<_, _>>()?;
-    Ok(Found::Sharded { dtype, shape, group, local, all })
+    Ok(Found::Sharded { dtype, shape, stride: None, group, local, all })
 }
 
 /// `ShardMetadata(shard_offsets, shard_sizes, placement)`

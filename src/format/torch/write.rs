@@ -7,45 +7,109 @@ use std::path::PathBuf;
 use smallvec::SmallVec;
 
 use crate::catalog::{
-    Catalog, Dtype, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, contiguous_strides,
+    Catalog, Chunk, Dtype, OutputFile, Place, Reservation, Reserved, TensorEntry, TensorId, Value, contiguous_strides,
 };
 use crate::error::{Error, Result};
 use crate::format::pickle::{WriteError, Writer};
 use crate::format::zip::{ArchiveWriter, Frames};
+use crate::layout::Tile;
+use crate::layout::flat::StorageOrder;
 use crate::storage::FileId;
 
 /// The folder inside the archive. PyTorch takes it from the file's name, but reads any; a fixed one makes equal
 /// checkpoints equal files.
 pub const PREFIX: &str = "archive";
 
+/// A tensor in another order than by rows is written as boxes that are by rows each: one a filter and place of its
+/// kernel. This bounds the memory for a tensor of boxes of a few bytes, and for an archive of such tensors.
+const MAX_BOXES: u64 = 1 << 18;
+const MAX_BOXES_AN_ARCHIVE: u64 = 1 << 21;
+
 /// One archive appended to a file: a pickled value and the data of the tensors in it.
 pub struct Saved {
-    /// Tensors by storage key, with the offset of their data.
-    pub tensors: Vec<(TensorId, u64)>,
+    /// By storage key.
+    pub tensors: Vec<SavedTensor>,
     /// Length of the archive.
     pub len: u64,
 }
 
-/// Append the archive that torch.save makes of `value`. A tensor that occurs twice is stored once.
+/// A tensor that has a storage to itself.
+pub struct SavedTensor {
+    pub id: TensorId,
+    /// Of its data.
+    pub offset: u64,
+    order: SavedOrder,
+}
+
+impl SavedTensor {
+    /// As a part of an output file.
+    pub fn reserved(&self, source: &Catalog, file: FileId) -> Reserved {
+        let TensorEntry { fqn, dtype, shape, .. } = source.tensor(self.id);
+        let SavedOrder::Kept(order) = &self.order else {
+            let entry = TensorEntry::whole(fqn.clone(), *dtype, shape.clone(), file, self.offset);
+            return Reserved { source: self.id, entry };
+        };
+        let mut entry = TensorEntry::new(fqn.clone(), *dtype, shape.clone());
+        let mut offset = self.offset;
+        for region in order.cut_row_major(shape, 0..entry.numel()) {
+            let place = Place::Bytes { file, offset };
+            offset += region.numel() * dtype.itemsize();
+            entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank: None });
+        }
+        Reserved { source: self.id, entry }
+    }
+}
+
+/// The order of its elements in its storage.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum SavedOrder {
+    RowMajor,
+    /// As it was in memory.
+    Kept(StorageOrder),
+    /// By rows, though it was another in memory: boxes would be too many.
+    Lost,
+}
+
+impl SavedOrder {
+    fn choose(entry: &TensorEntry, boxes_left: &mut u64) -> Self {
+        let order = entry.stride.as_ref().and_then(|stride| StorageOrder::of_strides(&entry.shape, stride));
+        let Some(order) = order else { return Self::RowMajor };
+        let boxes = order.count_row_major(&entry.shape);
+        match boxes_left.checked_sub(boxes) {
+            Some(left) if boxes <= MAX_BOXES => {
+                *boxes_left = left;
+                Self::Kept(order)
+            }
+            _ => Self::Lost,
+        }
+    }
+}
+
+/// Append the archive that torch.save makes of `value`. A tensor that occurs twice is stored once, with the strides it
+/// had in memory.
 ///
 /// # Errors
 /// A text where the value cannot be pickled.
 pub fn save(source: &Catalog, value: &Value, file: &mut OutputFile, frames: &mut Frames) -> Result<Saved, WriteError> {
-    let mut order: Vec<TensorId> = Vec::new();
+    let mut stored: Vec<(TensorId, SavedOrder)> = Vec::new();
     let mut keys: HashMap<TensorId, usize> = HashMap::new();
+    let mut boxes_left = MAX_BOXES_AN_ARCHIVE;
     let mut writer = Writer::new();
     writer.value(value, &mut |writer, id| {
-        let key = *keys.entry(id).or_insert_with(|| {
-            order.push(id);
-            order.len() - 1
-        });
         let entry = source.tensor(id);
-        write_tensor(writer, entry.dtype, key, &entry.shape);
+        let key = *keys.entry(id).or_insert_with(|| {
+            stored.push((id, SavedOrder::choose(entry, &mut boxes_left)));
+            stored.len() - 1
+        });
+        let is_kept = matches!(stored[key].1, SavedOrder::Kept(_));
+        let strides = entry.stride.as_deref().filter(|_| is_kept);
+        write_view(writer, StoredView { strides, ..StoredView::whole(entry.dtype, key, &entry.shape) });
         Ok(())
     })?;
-    let lens = order.iter().map(|id| source.tensor(*id).len_bytes());
+    let lens = stored.iter().map(|(id, _)| source.tensor(*id).len_bytes());
     let (offsets, len) = append(&writer.finish(), lens, file, frames);
-    Ok(Saved { tensors: order.into_iter().zip(offsets).collect(), len })
+    let tensors = stored.into_iter().zip(offsets).map(|((id, order), offset)| SavedTensor { id, offset, order });
+    Ok(Saved { tensors: tensors.collect(), len })
 }
 
 /// Append the archive that torch.save makes of one contiguous tensor; gives the offset of its data and the length.
@@ -69,7 +133,7 @@ fn append(
     (offsets, archive.finish())
 }
 
-/// A tensor that is a row-major view of a storage.
+/// A tensor that is a view of a storage.
 #[derive(Clone, Copy, Debug)]
 pub struct StoredView<'a> {
     pub dtype: Dtype,
@@ -79,19 +143,28 @@ pub struct StoredView<'a> {
     pub stored: u64,
     pub offset: u64,
     pub sizes: &'a [u64],
+    /// `None` is row-major.
+    pub strides: Option<&'a [u64]>,
     pub requires_grad: bool,
+}
+
+impl<'a> StoredView<'a> {
+    /// A contiguous tensor that fills its storage.
+    pub fn whole(dtype: Dtype, key: usize, sizes: &'a [u64]) -> Self {
+        let stored = sizes.iter().product();
+        Self { dtype, key, stored, offset: 0, sizes, strides: None, requires_grad: false }
+    }
 }
 
 /// A contiguous tensor that fills its storage.
 pub(super) fn write_tensor(writer: &mut Writer, dtype: Dtype, key: usize, sizes: &[u64]) {
-    let stored = sizes.iter().product();
-    write_view(writer, StoredView { dtype, key, stored, offset: 0, sizes, requires_grad: false });
+    write_view(writer, StoredView::whole(dtype, key, sizes));
 }
 
 /// `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict())`, or v3 with a dtype for an untyped
 /// storage.
 pub fn write_view(writer: &mut Writer, view: StoredView<'_>) {
-    let StoredView { dtype, key, stored, offset, sizes, requires_grad } = view;
+    let StoredView { dtype, key, stored, offset, sizes, strides, requires_grad } = view;
     let (rebuild, class, stored) = match dtype.storage_class() {
         Some(class) => ("_rebuild_tensor_v2", ("torch", class), stored),
         None => ("_rebuild_tensor_v3", ("torch.storage", "UntypedStorage"), stored * dtype.itemsize()),
@@ -101,7 +174,10 @@ pub fn write_view(writer: &mut Writer, view: StoredView<'_>) {
     writer.tuple(5).binpersid();
     writer.uint(offset);
     write_sizes(writer, sizes);
-    write_sizes(writer, &contiguous_strides(sizes));
+    match strides {
+        Some(strides) => write_sizes(writer, strides),
+        None => write_sizes(writer, &contiguous_strides(sizes)),
+    }
     writer.boolean(requires_grad);
     writer.global("collections", "OrderedDict").empty_tuple().reduce();
     if dtype.storage_class().is_some() {
@@ -153,7 +229,7 @@ pub fn write_sizes(writer: &mut Writer, sizes: &[u64]) {
     writer.tuple(sizes.len());
 }
 
-/// Lay out one file that holds `state`, every tensor whole.
+/// Lay out one file that holds `state`, every tensor whole and in the order it had in memory.
 ///
 /// # Errors
 /// `Unsupported` where a value cannot be pickled.
@@ -166,15 +242,65 @@ pub fn reserve(source: &Catalog, state: &Value, name: PathBuf) -> Result<Reserva
             "leave that object out of the checkpoint",
         )
     })?;
-    for (id, offset) in saved.tensors {
-        reservation.tensors.push(reserved_whole(source, id, FileId(0), offset));
+    for tensor in &saved.tensors {
+        if tensor.order == SavedOrder::Lost {
+            let fqn = &source.tensor(tensor.id).fqn;
+            reservation.notes.push(format!("{fqn}: written by rows, its order in memory is too fragmented to keep"));
+        }
+        reservation.tensors.push(tensor.reserved(source, FileId(0)));
     }
     reservation.files.push(file);
     Ok(reservation)
 }
 
-/// A source tensor stored whole and contiguous at an offset of an output file.
-pub fn reserved_whole(source: &Catalog, id: TensorId, file: FileId, offset: u64) -> Reserved {
-    let TensorEntry { fqn, dtype, shape, .. } = source.tensor(id);
-    Reserved { source: id, entry: TensorEntry::whole(fqn.clone(), *dtype, shape.clone(), file, offset) }
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::catalog::permuted_stride;
+
+    fn entry(shape: &[u64], strides: &[u64]) -> TensorEntry {
+        let stride = permuted_stride(shape, &strides.into());
+        TensorEntry { stride, ..TensorEntry::new("w".into(), Dtype::F32, shape.into()) }
+    }
+
+    fn written(entry: TensorEntry) -> (SavedTensor, Reserved) {
+        let mut catalog = Catalog::empty();
+        let id = catalog.push_tensor(entry);
+        let mut saved = save(&catalog, &Value::Tensor(id), &mut OutputFile::new("x"), &mut Frames::default()).unwrap();
+        let tensor = saved.tensors.remove(0);
+        let reserved = tensor.reserved(&catalog, FileId(0));
+        (tensor, reserved)
+    }
+
+    #[test]
+    fn an_order_of_memory_is_written_as_boxes() {
+        let (tensor, reserved) = written(entry(&[2, 3, 2, 2], &[12, 1, 6, 3]));
+        let chunks: Vec<_> = reserved.entry.chunks.iter().map(|chunk| (chunk.tile, chunk.place)).collect();
+        assert_eq!(chunks.len(), 8);
+        let (last, place) = chunks.last().unwrap();
+        assert_eq!(last.as_region().unwrap().to_string(), "[1:2, 0:3, 1:2, 1:2]");
+        assert_eq!(*place, Place::Bytes { file: FileId(0), offset: tensor.offset + 7 * 12 });
+        reserved.entry.tiling().unwrap();
+    }
+
+    #[test]
+    fn what_is_not_dense_is_written_by_rows() {
+        for (shape, strides) in
+            [([4, 3], [0, 1]), ([3, 3], [12, 1]), ([4, 3], [3, 1]), ([0, 3], [1, 7]), ([1, 3], [u64::MAX, 1])]
+        {
+            let (tensor, reserved) = written(entry(&shape, &strides));
+            assert_eq!((tensor.order, reserved.entry.chunks.len()), (SavedOrder::RowMajor, 1), "{strides:?}");
+        }
+    }
+
+    #[test]
+    fn boxes_without_end_are_not_made() {
+        let n = MAX_BOXES + 1;
+        assert_eq!(written(entry(&[2, n], &[1, 2])).0.order, SavedOrder::Lost);
+        assert!(matches!(written(entry(&[n, 2], &[1, n])).0.order, SavedOrder::Kept(_)));
+        let mut boxes_left = 8;
+        let conv = entry(&[2, 3, 2, 2], &[12, 1, 6, 3]);
+        assert!(matches!(SavedOrder::choose(&conv, &mut boxes_left), SavedOrder::Kept(_)));
+        assert_eq!((SavedOrder::choose(&conv, &mut boxes_left), boxes_left), (SavedOrder::Lost, 0));
+    }
 }

@@ -187,7 +187,7 @@ impl ShardedWriter {
             instance(writer, SHARD);
             writer.none().empty_dict().mark().string("tensor");
             let stored = tensor.stored.unwrap_or_else(|| region.numel());
-            write_view(writer, StoredView { dtype, key, stored, offset: 0, sizes: &region.sizes, requires_grad });
+            write_view(writer, StoredView { stored, requires_grad, ..StoredView::whole(dtype, key, &region.sizes) });
             writer.string("metadata");
             self.shard_metadata(writer, own, region);
             writer.setitems().tuple(2).build();

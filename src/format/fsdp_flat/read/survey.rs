@@ -268,7 +268,7 @@ fn rank_state(index: usize, file: &RankFile, dict: &Dict) -> Result<Option<RankS
 
 fn flat_part(file: &RankFile, name: &str, found: &Found) -> Result<FlatPart> {
     let bad = |expected: String, found: String| Err(Error::malformed(&file.path, name, expected, found));
-    let Found::Sharded { dtype, shape, group, local, all } = found else { unreachable!("a ShardedTensor") };
+    let Found::Sharded { dtype, shape, group, local, all, .. } = found else { unreachable!("a ShardedTensor") };
     let [total] = shape.as_slice() else {
         return bad(String::from("a flat parameter of 1 dim"), format!("shape {:?}", shape.as_slice()));
     };

@@ -10,7 +10,7 @@ use std::ops::Range;
 use super::survey::{FlatState, flat_module, module_of, value_at_mut};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit};
 use crate::catalog::path::clean_name;
-use crate::catalog::{Dtype, Fqn, TensorId, Value};
+use crate::catalog::{Dtype, Fqn, TensorId, Value, permuted_stride};
 use crate::format::torch::ranks::RankFile;
 use crate::format::torch::{Found, Group, View};
 use crate::layout::Region;
@@ -42,7 +42,8 @@ impl Held<'_> {
     /// A parameter of which the rank holds these boxes.
     pub fn sharded(&self, param: &FlatParam, dtype: Dtype, local: Vec<(Region, View)>) -> Found {
         let all = local.iter().map(|(region, _)| region.clone()).collect();
-        Found::Sharded { dtype, shape: param.shape.clone(), group: self.group, local, all }
+        let stride = param.stride.as_ref().and_then(|stride| permuted_stride(&param.shape, stride));
+        Found::Sharded { dtype, shape: param.shape.clone(), stride, group: self.group, local, all }
     }
 }
 

@@ -29,7 +29,7 @@ use crate::catalog::flat::FlatLayout;
 use crate::catalog::model::is_beside;
 use crate::catalog::path::key_text;
 use crate::catalog::{
-    Catalog, ChunkTable, Class, Dict, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
+    Catalog, ChunkTable, Dict, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
 };
 use crate::error::{Error, Result};
 use crate::format::zip::Frames;
@@ -73,8 +73,7 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
     for (storage, tables) in plan.storages.iter().zip(chunks) {
         for (source_id, chunks) in storage.tensors().into_iter().zip(tables) {
             let TensorEntry { fqn, dtype, shape, .. } = source.tensor(source_id);
-            let (fqn, dtype, shape) = (fqn.clone(), *dtype, shape.clone());
-            let entry = TensorEntry { fqn, dtype, shape, class: Class::Tensor, sharding: None, chunks };
+            let entry = TensorEntry { chunks, ..TensorEntry::new(fqn.clone(), *dtype, shape.clone()) };
             reservation.tensors.push(Reserved { source: source_id, entry });
         }
     }

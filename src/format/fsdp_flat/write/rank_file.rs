@@ -147,7 +147,8 @@ impl<'a> RankFile<'a> {
         let plan = self.plan;
         let stored = plan.numel(item.storage, self.shard);
         let dtype = plan.storages[item.storage].dtype;
-        let whole = StoredView { dtype, key: item.storage, stored, offset: 0, sizes: &[stored], requires_grad: false };
+        let sizes = [stored];
+        let whole = StoredView::whole(dtype, item.storage, &sizes);
         let (offset, len);
         let view = match (item.role, &plan.storages[item.storage].content) {
             (Role::View { at, empty }, Content::Shard { unit, .. }) => {
