@@ -92,17 +92,20 @@ impl OutputFile {
 }
 
 impl Reservation {
-    /// Memory that what is known now takes until it is written: literals, each once however often it is used, and the
-    /// tables of chunks.
+    /// Memory that what is known now takes until it is written: literals, each once however often it is used, the tables
+    /// of chunks, and the plan of the tensor that has most of them.
     #[must_use]
     pub fn held_bytes(&self) -> u64 {
         /// Bounds, place and rank of a chunk of two dims.
         const CHUNK_BYTES: u64 = 64;
+        /// A chunk on its way: where all that is in it comes from. Tensors are planned whole.
+        const PLANNED_BYTES: u64 = 1400;
         let mut seen = HashSet::new();
         let literals = self.files.iter().flat_map(|file| &file.literals);
         let distinct = literals.filter(|literal| seen.insert(literal.bytes.as_ptr()));
         let literals: u64 = distinct.map(|literal| literal.bytes.len() as u64).sum();
-        literals + self.tensors.iter().map(|tensor| tensor.entry.chunks.len() as u64).sum::<u64>() * CHUNK_BYTES
+        let chunks = || self.tensors.iter().map(|tensor| tensor.entry.chunks.len() as u64);
+        literals + chunks().sum::<u64>() * CHUNK_BYTES + chunks().max().unwrap_or(0) * PLANNED_BYTES
     }
 
     /// Take in what another part of the checkpoint reserves: its files come to lie in `folder`, behind the ones here.

@@ -22,7 +22,7 @@ pub const PREFIX: &str = "archive";
 
 /// A tensor in another order than by rows is written as boxes that are by rows each: one a filter and place of its
 /// kernel. This bounds the memory for a tensor of boxes of a few bytes, and for an archive of such tensors.
-const MAX_BOXES: u64 = 1 << 18;
+const MAX_BOXES: u64 = 1 << 16;
 const MAX_BOXES_AN_ARCHIVE: u64 = 1 << 21;
 
 /// One archive appended to a file: a pickled value and the data of the tensors in it.
