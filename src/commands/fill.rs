@@ -223,11 +223,19 @@ impl Filling<'_> {
         }
         if ours.dtype != theirs.dtype {
             let (name, dtype) = (&self.source.checkpoint.catalog.tensor(tensor.id).fqn, theirs.dtype);
-            let hint = if Dtype::CAST_TARGETS.contains(&dtype) && ours.dtype.is_float() {
-                format!("--dtype {dtype} casts all weights of SRC, --dtype '{name}={dtype}' this one")
-            } else {
-                format!("save it as {dtype}; --exclude leaves it out, and that of --fill-from stays")
+            let this_one = format!("--dtype '{name}={dtype}' casts this one");
+            let hint = match ours.dtype {
+                // What --dtype leaves as it is in any case.
+                _ if ours.shape.is_empty() || !Dtype::CAST_TARGETS.contains(&dtype) => None,
+                Dtype::F64 => Some(this_one),
+                Dtype::F32 | Dtype::F16 | Dtype::Bf16 => {
+                    Some(format!("{this_one}, --dtype {dtype} all weights of SRC"))
+                }
+                _ => None,
             };
+            let hint = hint.unwrap_or_else(|| {
+                format!("save it as {dtype}; --exclude leaves it out, and that of --fill-from stays")
+            });
             return Err(self.misfit(&tensor.path, "the dtype", &theirs.dtype, &ours.dtype, &hint));
         }
         Ok(())

@@ -230,7 +230,15 @@ fn what_does_not_fit_is_refused() {
             *dtype = safetensors::Dtype::F64;
             *bytes = bytes.repeat(2);
         },
-        &[EDITED, "the dtype differs", "expected f32, found f64", "--dtype 'blocks.0.w1.weight=f32'"],
+        &[EDITED, "the dtype differs", "expected f32, found f64", "--dtype 'blocks.0.w1.weight=f32' casts this one\n"],
+    );
+    refuse(
+        &|tensors| {
+            let (dtype, _, bytes) = tensors.get_mut(EDITED).unwrap();
+            *dtype = safetensors::Dtype::F16;
+            bytes.truncate(bytes.len() / 2);
+        },
+        &["expected f32, found f16", "--dtype 'blocks.0.w1.weight=f32' casts this one, --dtype f32 all weights of SRC"],
     );
     refuse(
         &|tensors| {

@@ -73,6 +73,12 @@ fn some_units_are_whole_and_the_rest_is_read_again() {
             assert_same(&made.tensors(), &below("model.", &read(&source)), unit);
             assert_eq!(inspect(&made.path, "--brief")["format"], "fsdp-flat");
         }
+        let made = desk.make("unshard", &source, &format!("{name}-every"), "--unit ** --unit .");
+        holds(&made.run.stderr, &["5 units whole on every rank, 0 flat"]);
+        assert_eq!(inspect(&made.path, "--brief")["format"], "torch-ranks");
+        let again = desk.make("unshard", &made.path, &format!("{name}-again.pt"), "");
+        assert!(!again.run.stderr.contains("warning"), "{}", again.run.stderr);
+        assert_same(&again.tensors(), &below("model.", &read(&source)), "all units");
         let words = ["--unit layers.7: no module has a path like that", "layers.0, layers.1"];
         desk.refuse("unshard", &source, "x", "--unit layers.7", &words);
         let words = ["--unit takes the model alone", "--series model"];

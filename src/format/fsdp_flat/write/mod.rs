@@ -51,7 +51,7 @@ pub struct FlatTarget<'a> {
     pub name: &'a dyn Fn(Rank) -> PathBuf,
 }
 
-/// Lay out a file for each rank, and `flat_layout.json` with the model's.
+/// Lay out a file for each rank, and `flat_layout.json` where the model has units.
 ///
 /// Only dtypes and shapes of `source` are looked at.
 ///
@@ -77,7 +77,8 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
             reservation.tensors.push(Reserved { source: source_id, entry });
         }
     }
-    if target.model.is_some() {
+    // A layout of no units would only be doubted when it is read.
+    if target.model.is_some() && !layout.units.is_empty() {
         let mut beside = OutputFile::new(FILE_NAME);
         beside.push_literal(render(&plan.written_layout()).into_bytes());
         reservation.files.push(beside);
