@@ -22,7 +22,6 @@ use crate::exec::staging::Shape;
 use crate::exec::{Silent, compare};
 use crate::format::{Format, SeriesChoice, Want, fsdp_flat};
 use crate::select::{Root, Wrappers};
-pub use numbering::trained;
 pub use target::{Group, Wish};
 
 pub fn run(args: &Flatten, printer: &Printer) -> Result<Status> {

@@ -243,7 +243,7 @@ fn keeps_order(checkpoint: &Checkpoint) -> bool {
 fn knows_modules(state: &Value) -> bool {
     let Model { root, tensors } = model::model(state);
     let metadata = || {
-        let attributes = model::value_at(state, &root)?.as_dict()?.attributes.as_ref()?;
+        let attributes = state.at(&root)?.as_dict()?.attributes.as_ref()?;
         attributes.as_dict()?.get("_metadata")?.as_dict()
     };
     let Some(metadata) = metadata() else { return false };

@@ -9,6 +9,7 @@
 use std::collections::{HashMap, HashSet};
 
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
+use crate::catalog::optimizer::named_groups;
 use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, model};
 use crate::error::{Error, Result};
 use crate::format::Checkpoint;
@@ -17,8 +18,6 @@ use crate::format::fsdp_flat::order::{self, Order};
 use crate::layout::Pattern;
 use crate::nearest;
 use crate::quantity::count;
-
-use super::numbering::trained;
 
 /// A model whose order is taken.
 pub struct Ordered<'a> {
@@ -146,7 +145,7 @@ struct Divided<'a> {
 }
 
 fn divide<'a>(model: &Ordered<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Pattern]) -> Result<Divided<'a>> {
-    let trained: Option<HashSet<Fqn>> = trained(model.state).map(|groups| groups.into_iter().flatten().collect());
+    let trained: Option<HashSet<Fqn>> = named_groups(model.state).map(|groups| groups.into_iter().flatten().collect());
     let mut used = vec![false; buffers.len()];
     let mut first_names: HashMap<TensorId, Fqn> = HashMap::new();
     let mut divided = Divided { parameters: Vec::new(), shared: Vec::new(), notes: Vec::new() };

@@ -204,17 +204,6 @@ pub fn visit_dicts<'a>(value: &'a Value, path: &Path, visit: &mut dyn FnMut(&Pat
     }
 }
 
-/// The value at a path that [`visit_dicts`] gave.
-pub fn value_at_mut<'a>(value: &'a mut Value, path: &Path) -> Option<&'a mut Value> {
-    path.0.iter().try_fold(value, |value, key| match (value, key) {
-        (Value::Dict(dict), Key::Name(name)) => {
-            dict.entries.iter_mut().find(|(own, _)| key_text(own) == *name).map(|(_, value)| value)
-        }
-        (Value::List(items), Key::Index(index)) => items.get_mut(usize::try_from(*index).ok()?),
-        _ => None,
-    })
-}
-
 fn rank_state(index: usize, file: &RankFile, dict: &Dict) -> Result<Option<RankState>> {
     let Some(rank) = file.rank else { return Ok(None) };
     let mut state =

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::survey::{FlatState, flat_module, module_of, value_at_mut};
+use super::survey::{FlatState, flat_module, module_of};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit};
 use crate::catalog::path::clean_name;
 use crate::catalog::{Dtype, Fqn, TensorId, Value};
@@ -94,7 +94,7 @@ pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout)
                 ids.insert(&shared.fqn, id);
             }
         }
-        if let Some(Value::Dict(dict)) = value_at_mut(&mut contents.value, &state.path) {
+        if let Some(Value::Dict(dict)) = contents.value.at_mut(&state.path) {
             let entries = std::mem::take(&mut dict.entries);
             dict.entries = entries.into_iter().flat_map(|(key, value)| replaced(key, value, layout, &ids)).collect();
             if let Some(registered) = &state.registered {
