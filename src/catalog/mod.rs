@@ -8,6 +8,7 @@ mod chunk;
 mod dtype;
 pub mod flat;
 pub mod model;
+pub mod modules;
 pub mod optimizer;
 pub mod path;
 mod reserved;

@@ -76,11 +76,9 @@ mod tests {
     #[test]
     fn the_flat_parameter_of_the_root_is_the_first() {
         let unit = |module: &str, fqn: &str| FlatUnit {
-            module: module.into(),
-            dtype: None,
             align_numel: Some(4),
             params: vec![FlatParam { fqn: fqn.into(), shape: [4].as_slice().into(), stride: None }],
-            shared: Vec::new(),
+            ..FlatUnit::new(module, None)
         };
         let layout = FlatLayout {
             world_size: 2,

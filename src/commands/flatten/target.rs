@@ -8,6 +8,7 @@ use super::numbering;
 use super::units::{self, Ordered, Wrapping};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::model::{self, Model};
+use crate::catalog::modules::{self, module_of};
 use crate::catalog::path::clean_name;
 use crate::catalog::{Dtype, Fqn, TensorId, Value};
 use crate::cli::{ConvertArgs, Flatten, Strategy};
@@ -242,15 +243,10 @@ fn keeps_order(checkpoint: &Checkpoint) -> bool {
 /// Whether the model has PyTorch's `_metadata` of all its modules: flat parameters are read in that order.
 fn knows_modules(state: &Value) -> bool {
     let Model { root, tensors } = model::model(state);
-    let metadata = || {
-        let attributes = state.at(&root)?.as_dict()?.attributes.as_ref()?;
-        attributes.as_dict()?.get("_metadata")?.as_dict()
-    };
-    let Some(metadata) = metadata() else { return false };
-    let modules: HashSet<String> =
-        metadata.entries.iter().filter_map(|(key, _)| key.as_str().map(clean_name)).collect();
-    let is_known = |name: &str| modules.contains(name.rsplit_once('.').map_or("", |(module, _)| module));
-    tensors.iter().all(|(fqn, _)| is_known(&clean_name(fqn.as_str())))
+    let dict = state.at(&root).and_then(Value::as_dict);
+    let Some(registered) = dict.and_then(modules::registered) else { return false };
+    let registered: HashSet<String> = registered.into_iter().collect();
+    tensors.iter().all(|(fqn, _)| registered.contains(module_of(&clean_name(fqn.as_str()))))
 }
 
 fn not_kept(checkpoint: &Checkpoint) -> String {

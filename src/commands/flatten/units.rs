@@ -9,6 +9,7 @@
 use std::collections::{HashMap, HashSet};
 
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
+use crate::catalog::modules::is_within;
 use crate::catalog::optimizer::named_groups;
 use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, model};
 use crate::error::{Error, Result};
@@ -47,20 +48,11 @@ pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayou
     refuse_sorted(&names)?;
     let modules = wrapped_modules(&names, wrapping.wrap)?;
     let Divided { parameters, shared, mut notes } = divide(model, &tensors, wrapping.buffers)?;
-    let mut units: Vec<FlatUnit> = Vec::new();
-    for module in std::iter::once("").chain(modules.iter().map(String::as_str)) {
-        units.push(FlatUnit {
-            module: module.into(),
-            dtype: None,
-            align_numel: None,
-            params: Vec::new(),
-            shared: Vec::new(),
-        });
-    }
+    let with_root = std::iter::once("").chain(modules.iter().map(String::as_str));
+    let mut units: Vec<FlatUnit> = with_root.map(|module| FlatUnit::new(module, None)).collect();
     // The innermost module that holds it.
     let unit_of = |fqn: &Fqn| {
-        let below = |module: &str| fqn.as_str().strip_prefix(module).is_some_and(|rest| rest.starts_with('.'));
-        let holders = (1..).zip(&modules).filter(|(_, module)| below(module));
+        let holders = (1..).zip(&modules).filter(|(_, module)| is_within(fqn.as_str(), module));
         holders.max_by_key(|(_, module)| module.len()).map_or(0, |(index, _)| index)
     };
     for (fqn, id, entry) in &parameters {

@@ -4,10 +4,11 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use super::recover::shortened;
-use super::survey::{Beside, FlatPart, FlatState, RankState, module_of};
+use super::survey::{Beside, FlatPart, FlatState, RankState};
 use super::totals::{self, Misfit};
 use crate::catalog::Fqn;
 use crate::catalog::flat::{FlatLayout, FlatUnit};
+use crate::catalog::modules::module_of;
 use crate::error::Result;
 use crate::layout::Region;
 use crate::layout::flat::{FlatContent, FlatParameter};

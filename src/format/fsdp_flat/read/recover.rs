@@ -8,9 +8,10 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use super::like::{Like, LikeParam};
-use super::survey::{Beside, FlatState, module_of, unit_of};
+use super::survey::{Beside, FlatState, unit_of};
 use super::totals::{self, Misfit};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
+use crate::catalog::modules::module_of;
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
 use crate::format::Format;
@@ -76,13 +77,7 @@ fn dtype_and_total(state: &FlatState, module: &str) -> Option<(Dtype, u64)> {
 /// A unit whose flat parameter is a parameter.
 fn raw_unit(state: &FlatState, module: &str) -> FlatUnit {
     let (dtype, total) = dtype_and_total(state, module).unwrap_or((Dtype::F32, 0));
-    let mut unit = FlatUnit {
-        module: module.into(),
-        dtype: Some(dtype),
-        align_numel: None,
-        params: Vec::new(),
-        shared: Vec::new(),
-    };
+    let mut unit = FlatUnit::new(module, Some(dtype));
     let shape = Dims::from_elem(total, 1);
     unit.params.push(FlatParam { fqn: unit.key(), shape, stride: None });
     unit
@@ -191,8 +186,7 @@ fn alignment(
     candidates.into_iter().find(fits).ok_or_else(|| {
         let places: Vec<String> = params.iter().map(|(name, range)| format!("{name} at {}", range.start)).collect();
         let expected = format!("parameters that follow each other, padded to 16 bytes, in {total} elements");
-        let at = FlatUnit { module: module.into(), dtype: None, align_numel: None, params: vec![], shared: vec![] };
-        Error::malformed(&state.ranks[0].at, at.describe(), expected, shortened(&places))
+        Error::malformed(&state.ranks[0].at, FlatUnit::new(module, None).describe(), expected, shortened(&places))
     })
 }
 
@@ -244,7 +238,7 @@ fn units_of_like(state: &FlatState, group: u32, like: &Like) -> Result<Vec<FlatU
     let mut units: Vec<FlatUnit> = Vec::new();
     for module in &modules {
         let dtype = dtype_and_total(state, module).map(|(dtype, _)| dtype);
-        units.push(FlatUnit { module: (*module).into(), dtype, align_numel: None, params: vec![], shared: vec![] });
+        units.push(FlatUnit::new(*module, dtype));
     }
     let positions: HashMap<&str, usize> = modules.iter().copied().zip(0..).collect();
     for (name, param) in &like.params {

@@ -7,8 +7,9 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::survey::{FlatState, flat_module, module_of};
+use super::survey::{FlatState, flat_module};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit};
+use crate::catalog::modules::module_of;
 use crate::catalog::path::clean_name;
 use crate::catalog::{Dtype, Fqn, TensorId, Value};
 use crate::format::torch::ranks::RankFile;
@@ -131,14 +132,7 @@ fn replaced(key: Value, value: Value, layout: &FlatLayout, ids: &HashMap<&Fqn, T
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn unravel(mut element: u64, sizes: &[u64]) -> Vec<u64> {
-        let mut at = vec![0; sizes.len()];
-        for (at, size) in at.iter_mut().zip(sizes).rev() {
-            (*at, element) = (element % size, element / size);
-        }
-        at
-    }
+    use crate::layout::unravel;
 
     /// Elements of a flat parameter at their places in the parameters, from the views that are made of its shards.
     #[test]
@@ -154,7 +148,7 @@ mod tests {
             param("empty", &[0, 4], None),
             param("image", &[2, 3, 2, 2], Some(&[12, 1, 6, 3])),
         ];
-        let unit = FlatUnit { module: "".into(), dtype: None, align_numel: None, params, shared: Vec::new() };
+        let unit = FlatUnit { params, ..FlatUnit::new("", None) };
         let numels: Vec<u64> = unit.params.iter().map(FlatParam::numel).collect();
         for (shards, align) in (1..6).flat_map(|shards| [(shards, None), (shards, Some(4))]) {
             let flat = FlatParameter::new(&numels, align, shards).unwrap();
