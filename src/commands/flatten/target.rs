@@ -80,8 +80,8 @@ impl Wish {
             })
         });
         let wish = Self {
-            wrap: patterns(&flat.wrap)?,
-            buffers: patterns(&flat.buffers)?,
+            wrap: Pattern::parse_all(&flat.wrap)?,
+            buffers: Pattern::parse_all(&flat.buffers)?,
             world_size: flat.world_size,
             group,
             use_orig_params: flat.use_orig_params,
@@ -209,11 +209,11 @@ impl Wish {
         }
         let wrapping = Wrapping { wrap: &self.wrap, buffers: &self.buffers };
         let ordered = match like {
-            Some(like) if keeps_order(like) => {
+            Some(like) if like.format.keeps_order() => {
                 Ordered { checkpoint: like, catalog: &like.catalog, state: &like.catalog.state }
             }
             Some(like) => return Err(units::unordered(&not_kept(like))),
-            None if keeps_order(&source.checkpoint) => {
+            None if source.checkpoint.format.keeps_order() => {
                 let wanted = &source.wanted.catalog;
                 Ordered { checkpoint: &source.checkpoint, catalog: wanted, state: &wanted.state }
             }
@@ -226,18 +226,13 @@ impl Wish {
     /// The names of the model in the order of registration, where something keeps it.
     fn order(source: &Source) -> Option<Vec<Fqn>> {
         let names = |state| -> Vec<Fqn> { model::model(state).tensors.into_iter().map(|(fqn, _)| fqn).collect() };
-        let like = source.like.as_ref().filter(|like| keeps_order(like));
-        let own = &source.checkpoint;
-        let has_order = keeps_order(own) || own.format == Format::FsdpFlat && knows_modules(&own.catalog.state);
+        let like = source.like.as_ref().filter(|like| like.format.keeps_order());
+        let Checkpoint { format, catalog, .. } = &source.checkpoint;
+        let has_order = format.keeps_order() || *format == Format::FsdpFlat && knows_modules(&catalog.state);
         let own = || has_order.then(|| names(&source.wanted.catalog.state));
         let found = like.map(|like| names(&like.catalog.state)).or_else(own);
         found.filter(|names| !order::is_sorted(names.iter().map(Fqn::as_str)))
     }
-}
-
-/// Whether the state dict that was saved is in the order of the module's.
-fn keeps_order(checkpoint: &Checkpoint) -> bool {
-    matches!(checkpoint.format, Format::Torch | Format::TorchRanks)
 }
 
 /// Whether the model has PyTorch's `_metadata` of all its modules: flat parameters are read in that order.
@@ -254,8 +249,4 @@ fn not_kept(checkpoint: &Checkpoint) -> String {
         Format::FsdpFlat => format!("{} is flat, and its units would be others", checkpoint.root.display()),
         format => format!("{} is {format}, which does not keep it", checkpoint.root.display()),
     }
-}
-
-fn patterns(texts: &[String]) -> Result<Vec<Pattern>> {
-    texts.iter().map(|text| Ok(Pattern::parse(text)?)).collect()
 }

@@ -145,7 +145,7 @@ struct Patterns(Vec<Pattern>);
 
 impl Patterns {
     fn parse(texts: &[String]) -> Result<Self> {
-        Ok(Self(texts.iter().map(|text| Ok(Pattern::parse(text)?)).collect::<Result<_>>()?))
+        Ok(Self(Pattern::parse_all(texts)?))
     }
 
     /// A layout without the units that are meant, and how many those are.
