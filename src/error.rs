@@ -196,6 +196,21 @@ impl Error {
     }
 }
 
+/// The first of many names, for a message: `a, b and 3 more`.
+#[must_use]
+pub fn first_of(names: &[impl AsRef<str>], most: usize) -> String {
+    let more = names.len().saturating_sub(most);
+    let shown: Vec<&str> = names.iter().take(most).map(AsRef::as_ref).collect();
+    shown.join(", ") + &if more > 0 { format!(" and {more} more") } else { String::new() }
+}
+
+/// The same where their number has been said: `a, b, ...`.
+#[must_use]
+pub fn some_of(names: &[impl AsRef<str>], most: usize) -> String {
+    let shown: Vec<&str> = names.iter().take(most).map(AsRef::as_ref).collect();
+    shown.join(", ") + if names.len() > most { ", ..." } else { "" }
+}
+
 impl From<LayoutError> for Error {
     fn from(error: LayoutError) -> Self {
         Self::Layout(error)

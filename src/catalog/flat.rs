@@ -8,6 +8,7 @@
 
 use std::collections::HashSet;
 
+use super::modules::is_within;
 use super::{Dtype, Fqn, checked_len_bytes};
 use crate::layout::Dims;
 use crate::layout::flat::{FlatParameter, StorageOrder};
@@ -91,71 +92,54 @@ impl FlatLayout {
         self.units.iter().flat_map(|unit| unit.params.iter().map(move |param| (unit, param)))
     }
 
-    /// Whether it can be that of a model: what it lacks is said, with the unit, as `(where, expected, found)`.
+    /// Whether it can be that of a model.
     ///
     /// # Errors
     /// The first thing that is wrong.
     pub fn check(&self) -> Result<(), Wrong> {
-        let wrong = |at: &str, expected: &str, found: String| {
-            Err(Wrong { at: at.to_owned(), expected: expected.to_owned(), found })
-        };
-        let group = self.shard_group_size;
-        if self.world_size == 0 || group == 0 || !self.world_size.is_multiple_of(group) {
-            let found = format!("{group} of {}", self.world_size);
-            return wrong("shard_group_size", "a divisor of world_size, both at least 1", found);
+        let (world_size, group) = (self.world_size, self.shard_group_size);
+        if world_size == 0 || group == 0 || !world_size.is_multiple_of(group) {
+            let expected = "a divisor of world_size, both at least 1";
+            return Err(Wrong::new("shard_group_size", expected, format!("{group} of {world_size}")));
         }
         let mut names: HashSet<&Fqn> = HashSet::new();
         let mut modules: HashSet<&str> = HashSet::new();
         for unit in &self.units {
-            let at = unit.describe();
             if !modules.insert(&unit.module) {
-                return wrong(&at, "each module once", format!("`{}` again", unit.module));
+                return Err(Wrong::new(unit.describe(), "each module once", format!("`{}` again", unit.module)));
             }
             for param in &unit.params {
                 if !names.insert(&param.fqn) {
-                    return wrong(&at, "each name once", format!("`{}` again", param.fqn));
+                    return Err(Wrong::new(unit.describe(), "each name once", format!("`{}` again", param.fqn)));
                 }
-                let inside = unit.module.is_empty()
-                    || param.fqn.as_str().strip_prefix(&*unit.module).is_some_and(|rest| rest.starts_with('.'));
-                if !inside {
-                    return wrong(&at, "names below its module", format!("`{}`", param.fqn));
-                }
-                // Where a unit has no dtype, 16 bytes an element are the most there is.
-                if checked_len_bytes(&param.shape, unit.dtype.unwrap_or(Dtype::C128)).is_none() {
-                    return wrong(
-                        &at,
-                        "shapes that fit memory",
-                        format!("{} of {:?}", param.fqn, param.shape.as_slice()),
-                    );
-                }
-                if param.order().is_none() {
-                    let stride = param.stride.as_deref().unwrap_or_default();
-                    let found = format!("{} of shape {:?} with stride {stride:?}", param.fqn, param.shape.as_slice());
-                    return wrong(&at, "strides without holes", found);
-                }
+                unit.check_param(param)?;
             }
             if self.use_orig_params && unit.align_numel().is_none() {
-                return wrong(&at, "a dtype or an align_numel, with use_orig_params", String::from("neither"));
+                let expected = "a dtype or an align_numel, with use_orig_params";
+                return Err(Wrong::new(unit.describe(), expected, "neither"));
             }
             if self.checked_flat(unit).is_none() {
-                return wrong(&at, "an align_numel of at least 1 and a total below 2^64", String::from("none"));
+                let expected = "an align_numel of at least 1 and a total below 2^64";
+                return Err(Wrong::new(unit.describe(), expected, "none"));
             }
         }
+        self.check_shared(&names)
+    }
+
+    /// Further names are those of parameters, and of nothing else.
+    fn check_shared(&self, names: &HashSet<&Fqn>) -> Result<(), Wrong> {
         for unit in &self.units {
             for Shared { fqn, with } in &unit.shared {
                 if !names.contains(with) {
-                    return wrong(
-                        &unit.describe(),
-                        "shared_with a parameter of a unit",
-                        format!("`{fqn}` with `{with}`"),
-                    );
+                    let expected = "shared_with a parameter of a unit";
+                    return Err(Wrong::new(unit.describe(), expected, format!("`{fqn}` with `{with}`")));
                 }
             }
         }
         let mut aliases: HashSet<&Fqn> = HashSet::new();
         for Shared { fqn, .. } in self.units.iter().flat_map(|unit| &unit.shared) {
             if names.contains(fqn) || !aliases.insert(fqn) {
-                return wrong("params", "each name once", format!("`{fqn}` again"));
+                return Err(Wrong::new("params", "each name once", format!("`{fqn}` again")));
             }
         }
         Ok(())
@@ -165,12 +149,25 @@ impl FlatLayout {
 /// What is wrong with a flat layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wrong {
+    /// A unit, or a field of the layout.
     pub at: String,
     pub expected: String,
     pub found: String,
 }
 
+impl Wrong {
+    fn new(at: impl Into<String>, expected: &str, found: impl Into<String>) -> Self {
+        Self { at: at.into(), expected: expected.to_owned(), found: found.into() }
+    }
+}
+
 impl FlatUnit {
+    /// One without parameters.
+    #[must_use]
+    pub fn new(module: impl Into<Box<str>>, dtype: Option<Dtype>) -> Self {
+        Self { module: module.into(), dtype, align_numel: None, params: Vec::new(), shared: Vec::new() }
+    }
+
     /// `layers.0._flat_param`
     #[must_use]
     pub fn key(&self) -> Fqn {
@@ -184,6 +181,24 @@ impl FlatUnit {
     #[must_use]
     pub fn describe(&self) -> String {
         if self.module.is_empty() { String::from("the root unit") } else { format!("unit {}", self.module) }
+    }
+
+    fn check_param(&self, param: &FlatParam) -> Result<(), Wrong> {
+        let FlatParam { fqn, shape, stride } = param;
+        let wrong = |expected, found| Err(Wrong::new(self.describe(), expected, found));
+        if !is_within(fqn.as_str(), &self.module) {
+            return wrong("names below its module", format!("`{fqn}`"));
+        }
+        // Where a unit has no dtype, 16 bytes an element are the most there is.
+        if checked_len_bytes(shape, self.dtype.unwrap_or(Dtype::C128)).is_none() {
+            return wrong("shapes that fit memory", format!("{fqn} of {:?}", shape.as_slice()));
+        }
+        if param.order().is_none() {
+            let stride = stride.as_deref().unwrap_or_default();
+            let found = format!("{fqn} of shape {:?} with stride {stride:?}", shape.as_slice());
+            return wrong("strides without holes", found);
+        }
+        Ok(())
     }
 
     /// As given, else 16 bytes of its dtype.
@@ -218,13 +233,7 @@ mod tests {
 
     fn layout() -> FlatLayout {
         let param = |fqn: &str, shape: Dims| FlatParam { fqn: fqn.into(), shape, stride: None };
-        let unit = |module: &str, params| FlatUnit {
-            module: module.into(),
-            dtype: Some(Dtype::F32),
-            align_numel: None,
-            params,
-            shared: Vec::new(),
-        };
+        let unit = |module: &str, params| FlatUnit { params, ..FlatUnit::new(module, Some(Dtype::F32)) };
         let mut root = unit("", vec![param("emb.weight", smallvec![5, 3]), param("l1.weight", smallvec![5, 3])]);
         root.shared.push(Shared { fqn: "head.weight".into(), with: "emb.weight".into() });
         FlatLayout {

@@ -8,6 +8,8 @@ mod chunk;
 mod dtype;
 pub mod flat;
 pub mod model;
+pub mod modules;
+pub mod optimizer;
 pub mod path;
 mod reserved;
 mod validate;

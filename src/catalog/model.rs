@@ -1,11 +1,10 @@
-//! Which part of a state dict is the model, and which tensors belong to which parameter.
+//! Which part of a state dict is the model, and which gradients belong to which parameter.
 //!
 //! Decided by the nesting that the file records, not by dots in names.
 
-use std::collections::HashSet;
-
+use super::optimizer::optimizer_parameter;
 use super::path::{key_text, tensors};
-use super::{Catalog, Dict, Fqn, Key, Path, TensorEntry, TensorId, Value};
+use super::{Dict, Fqn, Key, Path, TensorId, Value};
 
 /// Keys under which trainers put the model.
 const MODEL: [&str; 4] = ["model", "module", "state_dict", "model_state_dict"];
@@ -37,9 +36,6 @@ pub const GRADIENTS: [&str; 2] = ["grads", "gradients"];
 
 /// Children of a module that has a child `model` as well: where they stand beside it, `model` is a part, not the whole.
 const HEADS: [&str; 6] = ["lm_head", "embed_out", "score", "classifier", "qa_outputs", "v_head"];
-
-/// Keys under which trainers put an optimizer.
-pub const OPTIMIZER: [&str; 5] = ["optimizer", "optim", "optimizers", "optimizer_state_dict", "optimizer_states"];
 
 /// The model of a state dict.
 #[derive(Debug)]
@@ -140,37 +136,6 @@ pub fn is_beside(name: &str, value: &Value) -> bool {
     container && BESIDE.contains(&name) || name == "rng" || name.starts_with("rng_") || name.ends_with("rng_state")
 }
 
-/// What the path of an optimizer's state tensor tells.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OptimizerState {
-    /// Where the optimizer is.
-    pub optimizer: Path,
-    /// The parameter it belongs to, by its name or by a number.
-    pub parameter: Fqn,
-}
-
-/// `optim.state.FQN.exp_avg` is state of FQN, be `state` a dict or, as `flatten_optimizer_state_dict` writes it, the
-/// beginning of a key.
-#[must_use]
-pub fn optimizer_state(path: &Path) -> Option<OptimizerState> {
-    let is = |key: &Key, names: &[&str]| matches!(key, Key::Name(name) if names.contains(&name.as_ref()));
-    let at = path.0.iter().position(|key| is(key, &OPTIMIZER))?;
-    let to = |end: usize| Path(path.0[..end].to_vec());
-    if let [Key::Name(last)] = &path.0[at + 1..] {
-        let (parameter, _) = last.strip_prefix("state.")?.rsplit_once('.')?;
-        return Some(OptimizerState { optimizer: to(at + 1), parameter: Fqn::from(parameter) });
-    }
-    let state = at + 1 + path.0[at + 1..].iter().position(|key| is(key, &["state"]))?;
-    let parameter = &path.0[state + 1..path.0.len().checked_sub(1)?.max(state + 1)];
-    (!parameter.is_empty()).then(|| OptimizerState { optimizer: to(state), parameter: Path(parameter.to_vec()).fqn() })
-}
-
-/// The parameter an optimizer's state tensor belongs to.
-#[must_use]
-pub fn optimizer_parameter(path: &Path) -> Option<Fqn> {
-    optimizer_state(path).map(|state| state.parameter)
-}
-
 /// `grads.FQN` is the gradient of FQN.
 #[must_use]
 pub fn gradient_parameter(path: &Path) -> Option<Fqn> {
@@ -184,76 +149,9 @@ pub fn gradient_parameter(path: &Path) -> Option<Fqn> {
 #[must_use]
 pub fn gradients_root(state: &Value, model_root: &Path) -> Option<Path> {
     let beside = Path(model_root.0[..model_root.0.len().saturating_sub(1)].to_vec());
-    let dict = value_at(state, &beside)?.as_dict()?;
+    let dict = state.at(&beside)?.as_dict()?;
     let is_there = |name: &&str| matches!(dict.get(name), Some(Value::Dict(_)));
     GRADIENTS.iter().copied().find(is_there).map(|name| beside.child(Key::Name(name.into())))
-}
-
-/// Whether a flat name looks like state of an optimizer: `optim.state.w.exp_avg`, where no nesting says so.
-#[must_use]
-pub fn reads_as_optimizer_state(name: &str) -> bool {
-    let mut parts = name.split('.');
-    parts.any(|part| OPTIMIZER.contains(&part)) && parts.next() == Some("state")
-}
-
-/// The value at a path.
-#[must_use]
-pub fn value_at<'a>(state: &'a Value, path: &Path) -> Option<&'a Value> {
-    path.0.iter().try_fold(state, |value, key| match (value, key) {
-        (Value::Dict(dict), Key::Name(name)) => {
-            dict.entries.iter().find(|(own, _)| key_text(own) == *name).map(|(_, value)| value)
-        }
-        (Value::List(items), Key::Index(index)) => items.get(usize::try_from(*index).ok()?),
-        _ => None,
-    })
-}
-
-/// The parameters that an optimizer of plain `optimizer.state_dict()` knows by numbers: `numbers[i]` is parameter `i`.
-///
-/// Such a state dict does not say which parameter a number stands for. PyTorch numbers them in the order of
-/// `model.parameters()`, which is that of the model's state dict without its buffers and whatever is not trained.
-/// `None` unless there is only one reading: one parameter group, numbered from 0, and one way to go through the model
-/// in order such that all state tensors with dims have the shape of their parameter and are DTensors where it is one.
-/// Only tensors that may be parameters are gone through.
-#[must_use]
-pub fn numbered_parameters(
-    catalog: &Catalog,
-    optimizer: &Value,
-    may_be: &dyn Fn(&Fqn) -> bool,
-) -> Option<Vec<(Fqn, TensorId)>> {
-    let dict = optimizer.as_dict()?;
-    let (Value::List(groups), Value::Dict(states)) = (dict.get("param_groups")?, dict.get("state")?) else {
-        return None;
-    };
-    let [Value::Dict(group)] = groups.as_slice() else { return None };
-    let Value::List(numbers) = group.get("params")? else { return None };
-    if !(0..).zip(numbers).all(|(index, number)| number.as_i64() == Some(index)) {
-        return None;
-    }
-    let mut kept: Vec<Vec<&TensorEntry>> = vec![Vec::new(); numbers.len()];
-    for (number, state) in &states.entries {
-        let number = usize::try_from(number.as_i64()?).ok()?;
-        let tensors = state.tensor_ids().into_iter().map(|id| catalog.tensor(id));
-        *kept.get_mut(number)? = tensors.filter(|entry| !entry.shape.is_empty()).collect();
-    }
-    let mut seen = HashSet::new();
-    let mut floats = model(&catalog.state).tensors;
-    floats.retain(|(fqn, id)| catalog.tensor(*id).dtype.is_float() && may_be(fqn) && seen.insert(*id));
-    let fits = |number: usize, (_, id): &(Fqn, TensorId)| {
-        let parameter = catalog.tensor(*id);
-        let alike = |state: &&TensorEntry| {
-            state.shape == parameter.shape && state.sharding.is_some() == parameter.sharding.is_some()
-        };
-        kept[number].iter().all(alike)
-    };
-    // Where the leftmost and the rightmost way are one, there is no other between them.
-    let mut rest = floats.iter().enumerate();
-    let leftmost = (0..kept.len()).map(|number| rest.find(|(_, float)| fits(number, float)).map(|(at, _)| at));
-    let leftmost: Vec<usize> = leftmost.collect::<Option<_>>()?;
-    let mut rest = floats.iter().enumerate().rev();
-    let rightmost = (0..kept.len()).rev().map(|number| rest.find(|(_, float)| fits(number, float)).map(|(at, _)| at));
-    let rightmost: Vec<usize> = rightmost.collect::<Option<_>>()?;
-    leftmost.iter().eq(rightmost.iter().rev()).then(|| leftmost.into_iter().map(|at| floats[at].clone()).collect())
 }
 
 /// The names a rule may know a tensor by: its own, that within the model, that of the parameter it is state or gradient
@@ -282,7 +180,6 @@ pub fn flat_state(tensors: &[(Fqn, TensorId)]) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::storage::FileId;
 
     fn dict(entries: Vec<(&str, Value)>) -> Value {
         let entries = entries.into_iter().map(|(key, value)| (Value::Str(key.into()), value)).collect();
@@ -367,54 +264,13 @@ mod tests {
     }
 
     #[test]
-    fn optimizer_state_knows_its_parameter() {
+    fn rules_know_a_tensor_by_several_names() {
         let path = |steps: &[&str]| Path(steps.iter().map(|step| Key::Name((*step).into())).collect());
         let state = path(&["optim", "state", "layers.0.weight", "exp_avg"]);
-        assert_eq!(optimizer_parameter(&state).unwrap().as_str(), "layers.0.weight");
         assert_eq!(
             rule_names(&state, &path(&["model"])),
             ["optim.state.layers.0.weight.exp_avg", "model.layers.0.weight", "layers.0.weight"]
         );
-        let flat = path(&["optimizer", "state.layers.0.weight.exp_avg"]);
-        assert_eq!(optimizer_parameter(&flat).unwrap().as_str(), "layers.0.weight");
-        assert_eq!(optimizer_parameter(&path(&["optimizer", "param_groups.layers.0.weight.lr"])), None);
-        assert_eq!(optimizer_parameter(&path(&["model", "w"])), None);
-        assert_eq!(optimizer_parameter(&path(&["optim", "state"])), None);
-        assert_eq!(optimizer_parameter(&path(&["optim"])), None);
         assert_eq!(rule_names(&path(&["model", "w"]), &path(&["model"])), ["model.w", "w"]);
-    }
-
-    #[test]
-    fn numbers_stand_for_parameters_where_there_is_one_reading() {
-        let float = |name: &str, size: u64| {
-            TensorEntry::whole(name.into(), super::super::Dtype::F32, [size].as_slice().into(), FileId(0), 0)
-        };
-        // a [4], a buffer [2], b [3]; state of two parameters.
-        let read = |sizes: [u64; 3], states: [u64; 2], groups: &[&[i64]]| {
-            let mut catalog = Catalog::empty();
-            let weights = dict(["a", "buffer", "b"].into_iter().zip((0..).map(tensor)).collect());
-            catalog.tensors =
-                ["a", "buffer", "b"].into_iter().zip(sizes).map(|(name, size)| float(name, size)).collect();
-            catalog.tensors.extend(states.map(|size| float("state", size)));
-            catalog.state = dict(vec![("model", weights)]);
-            let state = |id| dict(vec![("exp_avg", tensor(id))]);
-            let states = vec![(Value::Int(0), state(3)), (Value::Int(1), state(4))];
-            let group = |numbers: &&[i64]| {
-                dict(vec![("params", Value::List(numbers.iter().copied().map(Value::Int).collect()))])
-            };
-            let optimizer = dict(vec![
-                ("state", Value::Dict(Dict { entries: states, ..Dict::default() })),
-                ("param_groups", Value::List(groups.iter().map(group).collect())),
-            ]);
-            let found = numbered_parameters(&catalog, &optimizer, &|_| true)?;
-            Some(found.iter().map(|(fqn, _)| fqn.to_string()).collect::<Vec<_>>())
-        };
-        assert_eq!(read([4, 2, 3], [4, 3], &[&[0, 1]]).unwrap(), ["a", "b"]);
-        // The buffer could be the second parameter.
-        assert_eq!(read([4, 3, 3], [4, 3], &[&[0, 1]]), None);
-        assert_eq!(read([4, 2, 3], [4, 5], &[&[0, 1]]), None);
-        // Groups are in an order of their own.
-        assert_eq!(read([4, 2, 3], [4, 3], &[&[0], &[1]]), None);
-        assert_eq!(read([4, 2, 3], [4, 3], &[&[1, 0]]), None);
     }
 }

@@ -11,6 +11,7 @@ mod repr;
 use std::borrow::Cow;
 use std::fmt;
 
+use super::path::{Key, Path, key_text};
 use crate::layout::Rank;
 
 /// A tensor of the catalog, by number.
@@ -219,6 +220,29 @@ impl Value {
             Self::Dict(dict) => Some(dict),
             _ => None,
         }
+    }
+
+    /// The value at a path.
+    #[must_use]
+    pub fn at(&self, path: &Path) -> Option<&Self> {
+        path.0.iter().try_fold(self, |value, key| match (value, key) {
+            (Self::Dict(dict), Key::Name(name)) => {
+                dict.entries.iter().find(|(own, _)| key_text(own) == *name).map(|(_, value)| value)
+            }
+            (Self::List(items), Key::Index(index)) => items.get(usize::try_from(*index).ok()?),
+            _ => None,
+        })
+    }
+
+    /// The value at a path, to be changed.
+    pub fn at_mut(&mut self, path: &Path) -> Option<&mut Self> {
+        path.0.iter().try_fold(self, |value, key| match (value, key) {
+            (Self::Dict(dict), Key::Name(name)) => {
+                dict.entries.iter_mut().find(|(own, _)| key_text(own) == *name).map(|(_, value)| value)
+            }
+            (Self::List(items), Key::Index(index)) => items.get_mut(usize::try_from(*index).ok()?),
+            _ => None,
+        })
     }
 }
 

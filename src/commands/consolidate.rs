@@ -11,7 +11,7 @@ use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
 use super::{Status, check_flat};
-use crate::catalog::{Dtype, Fqn, TensorId, model, path};
+use crate::catalog::{Dtype, Fqn, TensorId, model, optimizer, path};
 use crate::cli::{Consolidate, Tied};
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
@@ -124,7 +124,7 @@ fn check_model(args: &Consolidate, source: &Source) -> Result<()> {
     }
     let select = &args.convert.select;
     let asked = args.everything || select.root.is_some() || !select.include.is_empty() || select.include_from.is_some();
-    match tensors.iter().find(|(fqn, _)| model::reads_as_optimizer_state(fqn.as_str())) {
+    match tensors.iter().find(|(fqn, _)| optimizer::reads_as_optimizer_state(fqn.as_str())) {
         Some((fqn, _)) if !asked => Err(Error::usage(
             format!("{fqn}: reads as state of an optimizer, but the file does not record where the model ends"),
             "say what the model is with --root PATH (names below model: --root model) or --include, or take --everything",

@@ -28,6 +28,19 @@ pub struct Defaults {
     pub without_gradients: bool,
 }
 
+impl Defaults {
+    /// All that there is, as it is.
+    pub fn everything() -> Self {
+        Self {
+            want: Want::All,
+            series: SeriesChoice::All,
+            root: Root::Whole,
+            wrappers: Wrappers::Match,
+            without_gradients: false,
+        }
+    }
+}
+
 pub struct Source {
     /// SRC; where that is put into another one, that one, with the files of both.
     pub checkpoint: Checkpoint,
@@ -254,16 +267,14 @@ pub fn select_options(args: &SelectArgs, defaults: Defaults) -> Result<select::O
             ));
         }
     }
-    let patterns =
-        |texts: &[String]| -> Result<Vec<Pattern>> { texts.iter().map(|text| Ok(Pattern::parse(text)?)).collect() };
     let mut renames: Vec<Rename> = args.rename.iter().map(|text| Rename::parse(text)).collect::<Result<_>>()?;
     if let Some(file) = &args.rename_file {
         renames.extend(Rename::parse_file(&read_text(file)?)?);
     }
     Ok(select::Options {
         wrappers: if args.keep_names { Wrappers::Keep } else { defaults.wrappers },
-        include: patterns(&include)?,
-        exclude: patterns(&args.exclude)?,
+        include: Pattern::parse_all(&include)?,
+        exclude: Pattern::parse_all(&args.exclude)?,
         without_gradients: defaults.without_gradients,
         root: args.root.clone().map_or(defaults.root, Root::At),
         strip_prefixes: args.strip_prefix.clone(),

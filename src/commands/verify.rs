@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::exec::compare;
 use crate::format::{Checkpoint, SeriesChoice, Want, fsdp_flat};
 use crate::quantity::{count, human_bytes};
-use crate::select::{self, Root, Selected, Wrappers};
+use crate::select::{self, Selected, Wrappers};
 
 /// Something that is not as it should be.
 #[derive(Debug)]
@@ -92,13 +92,7 @@ struct Names {
 
 impl Names {
     fn new(args: &Verify, source: &Checkpoint, other: Option<&Checkpoint>) -> Result<Self> {
-        let defaults = Defaults {
-            want: Want::All,
-            series: SeriesChoice::All,
-            root: Root::Whole,
-            wrappers: Wrappers::Cut,
-            without_gradients: false,
-        };
+        let defaults = Defaults { wrappers: Wrappers::Cut, ..Defaults::everything() };
         let options = select_options(&args.select, defaults)?;
         let as_it_is = select::Options { wrappers: options.wrappers, ..select::Options::default() };
         Ok(Self {

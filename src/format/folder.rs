@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use super::detect::{Detected, detect, lone_file, look};
 use super::{Format, ReadOptions, foreign, natural_order, relative_to_folder};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, first_of};
 
 /// What a verb takes where a folder has more than the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -161,12 +161,11 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
 fn ambiguous<'a>(folder: &Path, names: impl Iterator<Item = &'a str>) -> Error {
     const SHOWN: usize = 16;
     let names: Vec<&str> = names.collect();
-    let more = if names.len() > SHOWN { format!(" and {} more", names.len() - SHOWN) } else { String::new() };
     // The newest step; of a trainer's models, the first.
     let likely = names.iter().rfind(|name| !ROLES.contains(name)).or(names.first());
     let likely = likely.map(|name| folder.join(name).display().to_string()).unwrap_or_default();
     Error::usage(
-        format!("{} holds several checkpoints: {}{more}", folder.display(), names[..names.len().min(SHOWN)].join(", ")),
+        format!("{} holds several checkpoints: {}", folder.display(), first_of(&names, SHOWN)),
         format!("give one of them: {likely}"),
     )
 }

@@ -60,6 +60,12 @@ impl Format {
         matches!(self, Self::TorchRanks | Self::FsdpFlat)
     }
 
+    /// Whether it keeps tensors as a module's state dict has them: in the order of that, and with their strides.
+    #[must_use]
+    pub fn keeps_order(self) -> bool {
+        matches!(self, Self::Torch | Self::TorchRanks)
+    }
+
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

@@ -95,7 +95,8 @@ pub fn numel(shape: &[u64]) -> Option<u64> {
 }
 
 /// The coordinate of the `index`-th cell of a row-major array; `index` is below its numel.
-fn unravel(mut index: u64, shape: &[u64]) -> Dims {
+#[must_use]
+pub fn unravel(mut index: u64, shape: &[u64]) -> Dims {
     let mut coordinate: Dims = smallvec![0; shape.len()];
     for (place, &size) in coordinate.iter_mut().zip(shape).rev() {
         *place = index % size;

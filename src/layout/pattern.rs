@@ -35,6 +35,12 @@ impl Pattern {
         Ok(Self { text: text.to_owned(), matcher })
     }
 
+    /// # Errors
+    /// As [`Pattern::parse`], for the first of them that is none.
+    pub fn parse_all(texts: &[String]) -> Result<Vec<Self>, LayoutError> {
+        texts.iter().map(|text| Self::parse(text)).collect()
+    }
+
     /// Whether it matches the name or a module above it.
     #[must_use]
     pub fn covers(&self, name: &str) -> bool {

@@ -3,7 +3,7 @@
 //! Leaves are those of [`crate::catalog::path`], and dicts that are empty, which have no name anybody asks for but
 //! are put back where they were. Nodes refer to their parents, so that a million leaves share their containers.
 //!
-//! An optimizer is a dict with `state` and `param_groups`, or what stands under one of [`model::OPTIMIZER`]; inside
+//! An optimizer is a dict with `state` and `param_groups`, or what stands under one of [`optimizer::OPTIMIZER`]; inside
 //! of a model there is none. Its state is keyed by parameter: `{"state": {FQN: {"exp_avg": ..}}}` or, flattened as
 //! `torch.distributed.checkpoint.state_dict` does on request, `{"state.FQN.exp_avg": ..}`.
 
@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use super::Wrappers;
 use super::steps::{self, KeyRef, Step};
 use crate::catalog::path::{self, clean_name, is_descended, key_text};
-use crate::catalog::{Catalog, Dict, Path, TensorId, Value, model};
+use crate::catalog::{Catalog, Dict, Path, TensorId, Value, model, optimizer};
 
 #[derive(Debug)]
 pub(super) struct Node<'a> {
@@ -199,7 +199,7 @@ impl<'a> Survey<'a> {
     fn optimizer_below(&mut self, at: At, name: &str, value: &Value) -> Option<(u32, Part)> {
         let container = matches!(value, Value::Dict(_) | Value::List(_));
         let Some((number, part)) = at.optimizer else {
-            let begins = container && !at.in_model && model::OPTIMIZER.contains(&name);
+            let begins = container && !at.in_model && optimizer::OPTIMIZER.contains(&name);
             return begins.then(|| {
                 self.optimizers += 1;
                 (self.optimizers - 1, Part::Rest)

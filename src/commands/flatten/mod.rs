@@ -20,22 +20,14 @@ use crate::cli::{ConvertArgs, Flatten};
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::exec::{Silent, compare};
-use crate::format::{Format, SeriesChoice, Want, fsdp_flat};
-use crate::select::{Root, Wrappers};
-pub use numbering::trained;
+use crate::format::{Format, fsdp_flat};
 pub use target::{Group, Wish};
 
 pub fn run(args: &Flatten, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
-    let defaults = Defaults {
-        want: Want::All,
-        series: SeriesChoice::All,
-        root: Root::Whole,
-        wrappers: Wrappers::Match,
-        without_gradients: false,
-    };
     let like = args.flat.like.as_deref();
-    let mut source = Source::open(&args.convert, like, defaults, &run)?.with(None, like, &args.convert, &run)?;
+    let mut source =
+        Source::open(&args.convert, like, Defaults::everything(), &run)?.with(None, like, &args.convert, &run)?;
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, Format::FsdpFlat)?;
     if to != Format::FsdpFlat {

@@ -7,6 +7,7 @@
 use std::collections::HashSet;
 
 use crate::catalog::flat::{FlatLayout, FlatUnit};
+use crate::catalog::optimizer::named_groups;
 use crate::catalog::{Fqn, Value};
 use crate::error::{Error, Result};
 use crate::format::fsdp_flat::order;
@@ -38,7 +39,7 @@ pub fn of_parameters(layout: &FlatLayout, state: &Value, order: Option<&[Fqn]>) 
     if layout.use_orig_params && layout.optimizer.is_some() {
         return Ok(layout.optimizer.clone());
     }
-    let Some(mut groups) = trained(state) else { return Ok(None) };
+    let Some(mut groups) = named_groups(state) else { return Ok(None) };
     let flattened: Vec<&Fqn> = layout.params().map(|(_, param)| &param.fqn).collect();
     // One alone may be so by chance.
     let are_sorted = groups.iter().all(|group| order::is_sorted(group.iter().map(Fqn::as_str)));
@@ -66,31 +67,6 @@ pub fn of_parameters(layout: &FlatLayout, state: &Value, order: Option<&[Fqn]>) 
     Ok(Some(groups))
 }
 
-/// The parameters an optimizer knows by their names, group by group; `None` where none knows any.
-pub fn trained(state: &Value) -> Option<Vec<Vec<Fqn>>> {
-    /// `app.optim.param_groups`
-    const DEPTH: usize = 2;
-    groups_below(state, DEPTH)
-}
-
-fn groups_below(state: &Value, depth: usize) -> Option<Vec<Vec<Fqn>>> {
-    let dict = state.as_dict()?;
-    let own = || groups(dict.get("param_groups")?);
-    let below = || dict.entries.iter().find_map(|(_, value)| groups_below(value, depth.checked_sub(1)?));
-    own().or_else(below)
-}
-
-/// `params` of each group, where they are names.
-fn groups(value: &Value) -> Option<Vec<Vec<Fqn>>> {
-    let Value::List(groups) = value else { return None };
-    let names = |group: &Value| match group.as_dict()?.get("params")? {
-        Value::List(names) => names.iter().map(|name| name.as_str().map(Fqn::from)).collect::<Option<Vec<_>>>(),
-        _ => None,
-    };
-    let groups: Vec<Vec<Fqn>> = groups.iter().map(names).collect::<Option<_>>()?;
-    (!groups.is_empty()).then_some(groups)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -100,11 +76,9 @@ mod tests {
     #[test]
     fn the_flat_parameter_of_the_root_is_the_first() {
         let unit = |module: &str, fqn: &str| FlatUnit {
-            module: module.into(),
-            dtype: None,
             align_numel: Some(4),
             params: vec![FlatParam { fqn: fqn.into(), shape: [4].as_slice().into(), stride: None }],
-            shared: Vec::new(),
+            ..FlatUnit::new(module, None)
         };
         let layout = FlatLayout {
             world_size: 2,

@@ -8,6 +8,7 @@ use super::numbering;
 use super::units::{self, Ordered, Wrapping};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::model::{self, Model};
+use crate::catalog::modules::{self, module_of};
 use crate::catalog::path::clean_name;
 use crate::catalog::{Dtype, Fqn, TensorId, Value};
 use crate::cli::{ConvertArgs, Flatten, Strategy};
@@ -79,8 +80,8 @@ impl Wish {
             })
         });
         let wish = Self {
-            wrap: patterns(&flat.wrap)?,
-            buffers: patterns(&flat.buffers)?,
+            wrap: Pattern::parse_all(&flat.wrap)?,
+            buffers: Pattern::parse_all(&flat.buffers)?,
             world_size: flat.world_size,
             group,
             use_orig_params: flat.use_orig_params,
@@ -208,11 +209,11 @@ impl Wish {
         }
         let wrapping = Wrapping { wrap: &self.wrap, buffers: &self.buffers };
         let ordered = match like {
-            Some(like) if keeps_order(like) => {
+            Some(like) if like.format.keeps_order() => {
                 Ordered { checkpoint: like, catalog: &like.catalog, state: &like.catalog.state }
             }
             Some(like) => return Err(units::unordered(&not_kept(like))),
-            None if keeps_order(&source.checkpoint) => {
+            None if source.checkpoint.format.keeps_order() => {
                 let wanted = &source.wanted.catalog;
                 Ordered { checkpoint: &source.checkpoint, catalog: wanted, state: &wanted.state }
             }
@@ -225,32 +226,22 @@ impl Wish {
     /// The names of the model in the order of registration, where something keeps it.
     fn order(source: &Source) -> Option<Vec<Fqn>> {
         let names = |state| -> Vec<Fqn> { model::model(state).tensors.into_iter().map(|(fqn, _)| fqn).collect() };
-        let like = source.like.as_ref().filter(|like| keeps_order(like));
-        let own = &source.checkpoint;
-        let has_order = keeps_order(own) || own.format == Format::FsdpFlat && knows_modules(&own.catalog.state);
+        let like = source.like.as_ref().filter(|like| like.format.keeps_order());
+        let Checkpoint { format, catalog, .. } = &source.checkpoint;
+        let has_order = format.keeps_order() || *format == Format::FsdpFlat && knows_modules(&catalog.state);
         let own = || has_order.then(|| names(&source.wanted.catalog.state));
         let found = like.map(|like| names(&like.catalog.state)).or_else(own);
         found.filter(|names| !order::is_sorted(names.iter().map(Fqn::as_str)))
     }
 }
 
-/// Whether the state dict that was saved is in the order of the module's.
-fn keeps_order(checkpoint: &Checkpoint) -> bool {
-    matches!(checkpoint.format, Format::Torch | Format::TorchRanks)
-}
-
 /// Whether the model has PyTorch's `_metadata` of all its modules: flat parameters are read in that order.
 fn knows_modules(state: &Value) -> bool {
     let Model { root, tensors } = model::model(state);
-    let metadata = || {
-        let attributes = model::value_at(state, &root)?.as_dict()?.attributes.as_ref()?;
-        attributes.as_dict()?.get("_metadata")?.as_dict()
-    };
-    let Some(metadata) = metadata() else { return false };
-    let modules: HashSet<String> =
-        metadata.entries.iter().filter_map(|(key, _)| key.as_str().map(clean_name)).collect();
-    let is_known = |name: &str| modules.contains(name.rsplit_once('.').map_or("", |(module, _)| module));
-    tensors.iter().all(|(fqn, _)| is_known(&clean_name(fqn.as_str())))
+    let dict = state.at(&root).and_then(Value::as_dict);
+    let Some(registered) = dict.and_then(modules::registered) else { return false };
+    let registered: HashSet<String> = registered.into_iter().collect();
+    tensors.iter().all(|(fqn, _)| registered.contains(module_of(&clean_name(fqn.as_str()))))
 }
 
 fn not_kept(checkpoint: &Checkpoint) -> String {
@@ -258,8 +249,4 @@ fn not_kept(checkpoint: &Checkpoint) -> String {
         Format::FsdpFlat => format!("{} is flat, and its units would be others", checkpoint.root.display()),
         format => format!("{} is {format}, which does not keep it", checkpoint.root.display()),
     }
-}
-
-fn patterns(texts: &[String]) -> Result<Vec<Pattern>> {
-    texts.iter().map(|text| Ok(Pattern::parse(text)?)).collect()
 }

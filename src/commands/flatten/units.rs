@@ -9,16 +9,16 @@
 use std::collections::{HashMap, HashSet};
 
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
+use crate::catalog::modules::is_within;
+use crate::catalog::optimizer::named_groups;
 use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, model};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, some_of};
 use crate::format::Checkpoint;
 use crate::format::fsdp_flat;
 use crate::format::fsdp_flat::order::{self, Order};
 use crate::layout::Pattern;
 use crate::nearest;
 use crate::quantity::count;
-
-use super::numbering::trained;
 
 /// A model whose order is taken.
 pub struct Ordered<'a> {
@@ -41,6 +41,9 @@ pub struct Wrapping<'a> {
 /// Last parts of names that PyTorch's own modules and common models give to buffers of floats.
 const BUFFERS: [&str; 4] = ["running_mean", "running_var", "inv_freq", "original_inv_freq"];
 
+/// How many of many names a message has.
+const NAMES_SHOWN: usize = 4;
+
 /// The layout for one rank, without its optimizer; and what to tell the user.
 pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayout, Vec<String>)> {
     let tensors = model::model(model.state).tensors;
@@ -48,20 +51,11 @@ pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayou
     refuse_sorted(&names)?;
     let modules = wrapped_modules(&names, wrapping.wrap)?;
     let Divided { parameters, shared, mut notes } = divide(model, &tensors, wrapping.buffers)?;
-    let mut units: Vec<FlatUnit> = Vec::new();
-    for module in std::iter::once("").chain(modules.iter().map(String::as_str)) {
-        units.push(FlatUnit {
-            module: module.into(),
-            dtype: None,
-            align_numel: None,
-            params: Vec::new(),
-            shared: Vec::new(),
-        });
-    }
+    let with_root = std::iter::once("").chain(modules.iter().map(String::as_str));
+    let mut units: Vec<FlatUnit> = with_root.map(|module| FlatUnit::new(module, None)).collect();
     // The innermost module that holds it.
     let unit_of = |fqn: &Fqn| {
-        let below = |module: &str| fqn.as_str().strip_prefix(module).is_some_and(|rest| rest.starts_with('.'));
-        let holders = (1..).zip(&modules).filter(|(_, module)| below(module));
+        let holders = (1..).zip(&modules).filter(|(_, module)| is_within(fqn.as_str(), module));
         holders.max_by_key(|(_, module)| module.len()).map_or(0, |(index, _)| index)
     };
     for (fqn, id, entry) in &parameters {
@@ -146,7 +140,7 @@ struct Divided<'a> {
 }
 
 fn divide<'a>(model: &Ordered<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Pattern]) -> Result<Divided<'a>> {
-    let trained: Option<HashSet<Fqn>> = trained(model.state).map(|groups| groups.into_iter().flatten().collect());
+    let trained: Option<HashSet<Fqn>> = named_groups(model.state).map(|groups| groups.into_iter().flatten().collect());
     let mut used = vec![false; buffers.len()];
     let mut first_names: HashMap<TensorId, Fqn> = HashMap::new();
     let mut divided = Divided { parameters: Vec::new(), shared: Vec::new(), notes: Vec::new() };
@@ -188,7 +182,7 @@ fn divide<'a>(model: &Ordered<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Patte
     }
     if !taken_for_buffers.is_empty() {
         let number = count(taken_for_buffers.len(), "tensor");
-        divided.notes.push(format!("{number} taken for buffers by name: {}", some_of(&taken_for_buffers)));
+        divided.notes.push(format!("{number} taken for buffers by name: {}", some_of(&taken_for_buffers, NAMES_SHOWN)));
     }
     if trained.is_none() {
         let number = count(divided.parameters.len(), "tensor");
@@ -213,16 +207,9 @@ fn doubt(names: &[&Fqn], parameters: &[(Fqn, TensorId, &TensorEntry)]) -> Error 
         format!(
             "{} of floats without a place in the optimizer: {}{}",
             count(names.len(), "tensor"),
-            some_of(&texts),
+            some_of(&texts, NAMES_SHOWN),
             twin.unwrap_or_default()
         ),
         "--buffers PATTERN says that they are buffers; tied and frozen parameters have to be told by --flat-layout FILE",
     )
-}
-
-/// The first few of many names.
-fn some_of(names: &[&str]) -> String {
-    const SHOWN: usize = 4;
-    let more = if names.len() > SHOWN { ", ..." } else { "" };
-    names[..names.len().min(SHOWN)].join(", ") + more
 }

@@ -1,13 +1,12 @@
 //! The placements of each tensor on the target mesh, and the Python class it has in rank files.
 //!
-//! Optimizer state and gradients follow their parameter: a rule matches the parameter's name, and state of the parameter's shape gets
-//! its placements. What the source stores plain beside DTensors (buffers, steps) is replicated unless a rule says
-//! otherwise.
+//! Optimizer state and gradients follow their parameter: a rule matches the name of that, and state of its shape gets its
+//! placements. What the source stores plain beside DTensors (buffers, steps) is replicated unless a rule says otherwise.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use crate::catalog::model::{self, OptimizerState};
-use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, path};
+use crate::catalog::optimizer::{self, OptimizerState};
+use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, model, path};
 use crate::cli::TensorClass;
 use crate::error::{Error, Result};
 use crate::format::torch::RankLayout;
@@ -289,14 +288,14 @@ impl<'a> Chooser<'a> {
             let id = self.parameters.get(&parameter).copied();
             return Some(Owner { by_number: false, id, name: Some(parameter) });
         }
-        let OptimizerState { optimizer, parameter } = model::optimizer_state(path)?;
+        let OptimizerState { optimizer, parameter } = optimizer::optimizer_state(path)?;
         let Ok(number) = parameter.as_str().parse::<usize>() else {
             let id = self.parameters.get(&parameter).copied();
             return Some(Owner { by_number: false, id, name: Some(parameter) });
         };
         let catalog = self.catalog;
         let numbered = self.numbered.entry(optimizer).or_insert_with_key(|optimizer| {
-            model::numbered_parameters(catalog, model::value_at(&catalog.state, optimizer)?, &|_| true)
+            optimizer::numbered_parameters(catalog, catalog.state.at(optimizer)?, &|_| true)
         });
         let known = numbered.as_ref().and_then(|parameters| parameters.get(number));
         Some(match known {

@@ -20,10 +20,10 @@ use crate::catalog::{Catalog, Class, Path, Reservation};
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
-use crate::format::{Checkpoint, Format, SeriesChoice, Want, dcp, torch};
+use crate::format::{Checkpoint, Format, dcp, torch};
 use crate::layout::DeviceMesh;
 use crate::layout::target::TargetLayout;
-use crate::select::{Root, Wrappers};
+use crate::select::Wrappers;
 use chooser::{Chooser, tensor_class};
 use like::Like;
 pub use target::own_mesh;
@@ -31,14 +31,7 @@ use target::target_layout;
 
 pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
-    let defaults = Defaults {
-        want: Want::All,
-        series: SeriesChoice::All,
-        root: Root::Whole,
-        wrappers: Wrappers::Match,
-        without_gradients: false,
-    };
-    let source = Source::open(&args.convert, args.like.as_deref(), defaults, &run)?;
+    let source = Source::open(&args.convert, args.like.as_deref(), Defaults::everything(), &run)?;
     let mut source = source.with(args.fill_from.as_deref(), args.like.as_deref(), &args.convert, &run)?;
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, default_format(example_of(&source).format))?;

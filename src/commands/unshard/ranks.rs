@@ -11,7 +11,7 @@ use super::super::reshard::{own_mesh, style};
 use super::super::run::Run;
 use super::super::source::Source;
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Path, Reservation, model};
+use crate::catalog::{Path, Reservation, model, optimizer};
 use crate::cli::Unshard;
 use crate::error::{Error, Result};
 use crate::format::{Format, torch};
@@ -56,7 +56,7 @@ pub fn reserve(args: &Unshard, source: &Source, to: Format, run: &Run<'_>) -> Re
     let patterns = Patterns::parse(&args.unit)?;
     match &source.checkpoint.catalog.flat {
         _ if args.unit.is_empty() => Ok((everything(source)?, Vec::new())),
-        Some(_) if flatten::trained(&source.wanted.catalog.state).is_some() => Err(Error::usage(
+        Some(_) if optimizer::named_groups(&source.wanted.catalog.state).is_some() => Err(Error::usage(
             "--unit takes the model alone: an optimizer does not know the parameters of some units by name, and those of \
              others by flat parameter",
             "--series model leaves the optimizer out, --exclude its part of one file; without --unit all of it is whole",
@@ -145,7 +145,7 @@ struct Patterns(Vec<Pattern>);
 
 impl Patterns {
     fn parse(texts: &[String]) -> Result<Self> {
-        Ok(Self(texts.iter().map(|text| Ok(Pattern::parse(text)?)).collect::<Result<_>>()?))
+        Ok(Self(Pattern::parse_all(texts)?))
     }
 
     /// A layout without the units that are meant, and how many those are.

@@ -133,15 +133,15 @@ fn plain(error: &serde_json::Error) -> String {
 
 fn read_unit(path: &Path, unit: Unit) -> Result<FlatUnit> {
     let bad = |at: &str, expected: &str, found: String| Err(Error::malformed(path, at, expected, found));
-    let at = if unit.module.is_empty() { String::from("the root unit") } else { format!("unit {}", unit.module) };
-    let dtype = match &unit.dtype {
+    let mut known = FlatUnit::new(unit.module, None);
+    known.align_numel = unit.align_numel;
+    known.dtype = match &unit.dtype {
         None => None,
         Some(name) => match Dtype::from_name(name) {
-            None => return bad(&at, "the dtype of a tensor", format!("`{name}`")),
-            known => known,
+            None => return bad(&known.describe(), "the dtype of a tensor", format!("`{name}`")),
+            dtype => dtype,
         },
     };
-    let (mut params, mut shared) = (Vec::new(), Vec::new());
     for param in unit.params {
         let fqn = Fqn::from(param.fqn);
         match (param.shape, param.stride, param.shared_with) {
@@ -149,14 +149,14 @@ fn read_unit(path: &Path, unit: Unit) -> Result<FlatUnit> {
                 if shape.len() > MAX_DIMS {
                     return bad(fqn.as_str(), &format!("at most {MAX_DIMS} dims"), shape.len().to_string());
                 }
-                params.push(FlatParam { fqn, shape: Dims::from(shape), stride: stride.map(Dims::from) });
+                known.params.push(FlatParam { fqn, shape: Dims::from(shape), stride: stride.map(Dims::from) });
             }
-            (None, None, Some(with)) => shared.push(Shared { fqn, with: Fqn::from(with) }),
+            (None, None, Some(with)) => known.shared.push(Shared { fqn, with: Fqn::from(with) }),
             (None, _, None) => return bad(fqn.as_str(), "a shape or shared_with", String::from("neither")),
             (..) => return bad(fqn.as_str(), "either a shape or shared_with", String::from("both")),
         }
     }
-    Ok(FlatUnit { module: unit.module.into(), dtype, align_numel: unit.align_numel, params, shared })
+    Ok(known)
 }
 
 /// The document of a layout, a parameter a line.
@@ -236,19 +236,10 @@ mod tests {
                     shared: vec![Shared { fqn: "head.weight".into(), with: "s".into() }],
                 },
                 FlatUnit {
-                    module: "conv".into(),
-                    dtype: Some(Dtype::Bf16),
-                    align_numel: None,
                     params: vec![param("conv.w", smallvec![2, 3, 2, 2], Some(smallvec![12, 1, 6, 3]))],
-                    shared: Vec::new(),
+                    ..FlatUnit::new("conv", Some(Dtype::Bf16))
                 },
-                FlatUnit {
-                    module: "e".into(),
-                    dtype: Some(Dtype::F16),
-                    align_numel: None,
-                    params: vec![],
-                    shared: vec![],
-                },
+                FlatUnit::new("e", Some(Dtype::F16)),
             ],
             optimizer: Some(vec![vec!["s".into(), "conv.w".into()], vec![]]),
         }

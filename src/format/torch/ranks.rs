@@ -12,7 +12,7 @@ use super::reader::Contents;
 use super::{Found, Group, View, chunk};
 use crate::catalog::path::{self, Fate, is_descended, key_text};
 use crate::catalog::{
-    Catalog, Class, Dict, Fqn, Holding, Key, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes, model,
+    Catalog, Class, Dict, Fqn, Holding, Key, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes,
     permuted_stride,
 };
 use crate::error::{Error, Result};
@@ -185,7 +185,7 @@ impl Merger<'_> {
     fn only_holders(&self, path: &Path, holdings: &mut [Holding]) {
         let has_value = |rank: &Rank| {
             let file = self.files.iter().find(|file| file.rank == Some(*rank));
-            file.is_none_or(|file| model::value_at(&file.contents.value, path).is_some())
+            file.is_none_or(|file| file.contents.value.at(path).is_some())
         };
         for holding in holdings.iter_mut() {
             holding.ranks.retain(has_value);

@@ -3,12 +3,13 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use super::recover::shortened;
-use super::survey::{Beside, FlatPart, FlatState, RankState, module_of};
+use super::NAMES_SHOWN;
+use super::survey::{Beside, FlatPart, FlatState, RankState};
 use super::totals::{self, Misfit};
 use crate::catalog::Fqn;
 use crate::catalog::flat::{FlatLayout, FlatUnit};
-use crate::error::Result;
+use crate::catalog::modules::module_of;
+use crate::error::{Result, first_of};
 use crate::layout::Region;
 use crate::layout::flat::{FlatContent, FlatParameter};
 
@@ -67,7 +68,7 @@ fn check_rank(rank: &RankState, layout: &FlatLayout, flats: &[(&FlatUnit, FlatPa
         return bad(
             "the state dict",
             String::from("the units of the layout"),
-            format!("{} as well", shortened(&extra)),
+            format!("{} as well", first_of(&extra, NAMES_SHOWN)),
         );
     }
     let missing: Vec<String> = (flats.iter())
@@ -75,7 +76,11 @@ fn check_rank(rank: &RankState, layout: &FlatLayout, flats: &[(&FlatUnit, FlatPa
         .map(|(unit, _)| unit.key().to_string())
         .collect();
     if !missing.is_empty() {
-        return bad("the state dict", String::from("the units of the layout"), format!("no {}", shortened(&missing)));
+        return bad(
+            "the state dict",
+            String::from("the units of the layout"),
+            format!("no {}", first_of(&missing, NAMES_SHOWN)),
+        );
     }
     let shard = layout.shard_of(rank.rank);
     for (unit, flat) in flats {
@@ -126,7 +131,7 @@ fn check_part(
     let same = listed.into_iter().all(|range| found.next().is_some_and(|region| *region == region_of(&range)));
     if !same || found.next().is_some() {
         let lens: Vec<String> = part.listed.iter().map(ToString::to_string).collect();
-        return bad(format!("shards of {} elements", flat.shard_len()), shortened(&lens));
+        return bad(format!("shards of {} elements", flat.shard_len()), first_of(&lens, NAMES_SHOWN));
     }
     Ok(())
 }

@@ -13,10 +13,10 @@ use indexmap::IndexMap;
 
 use super::SeriesFiles;
 use super::optimizer::{OneRank, Place, places};
-use super::survey::{flat_module, value_at_mut, visit_dicts};
+use super::survey::{flat_module, visit_dicts};
 use super::unflatten::{Held, flat_parameters};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::model::{self, GRADIENTS};
+use crate::catalog::model::GRADIENTS;
 use crate::catalog::path::clean_name;
 use crate::catalog::{Dict, Dtype, Fqn, Key, Path, TensorId, Value};
 use crate::error::Result;
@@ -65,10 +65,10 @@ pub fn unflatten(files: &mut [RankFile], at: &Path, layout: &FlatLayout) -> Resu
     for file in files {
         let Some(rank) = file.rank else { continue };
         let one = OneRank::new(layout, &flats, &places, rank, &file.path);
-        let Some(Value::Dict(dict)) = value_at_mut(&mut file.contents.value, at) else { continue };
+        let Some(Value::Dict(dict)) = file.contents.value.at_mut(at) else { continue };
         let stored = std::mem::take(dict);
         let entries = names.entries(&stored, &known, &one, &mut file.contents)?;
-        if let Some(Value::Dict(dict)) = value_at_mut(&mut file.contents.value, at) {
+        if let Some(Value::Dict(dict)) = file.contents.value.at_mut(at) {
             *dict = Dict { entries, ..stored };
         }
     }
@@ -98,7 +98,7 @@ impl Names<'_> {
     fn dtypes(&self, files: &[RankFile], at: &Path) -> Option<IndexMap<Fqn, (Place, Dtype)>> {
         let mut known = IndexMap::new();
         for file in files {
-            let dict = model::value_at(&file.contents.value, at).and_then(Value::as_dict);
+            let dict = file.contents.value.at(at).and_then(Value::as_dict);
             for (key, value) in dict.map(|dict| dict.entries.as_slice()).unwrap_or_default() {
                 let (Some((name, place)), Value::Tensor(_)) = (self.find(key), value) else { continue };
                 let (_, dtype, dims) = tensor(&file.contents, value)?;

@@ -89,18 +89,15 @@ impl Like {
     /// What to say of parameters whose elements may lie in another order than here.
     #[must_use]
     pub fn by_rows(&self) -> Option<String> {
-        let params = self.params.iter().filter(|_| matches!(self.format, Format::Torch | Format::TorchRanks));
+        let params = self.params.iter().filter(|_| self.format.keeps_order());
         order::by_rows(&self.path, params.map(|(fqn, param)| (fqn, &*param.shape, param.order == Order::RowMajor)))
     }
 
     /// Whether parameters come in the order in which the module registered them.
     #[must_use]
     pub fn is_ordered(&self) -> bool {
-        match self.format {
-            Format::FsdpFlat => true,
-            Format::Torch | Format::TorchRanks => !order::is_sorted(self.params.keys().map(Fqn::as_str)),
-            _ => false,
-        }
+        let is_unsorted = || !order::is_sorted(self.params.keys().map(Fqn::as_str));
+        self.format == Format::FsdpFlat || self.format.keeps_order() && is_unsorted()
     }
 }
 

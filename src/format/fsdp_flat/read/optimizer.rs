@@ -8,12 +8,14 @@
 //! Source: `_flatten_optim_state_dict`, `_unflatten_optim_state` in `torch/distributed/fsdp/_optim_utils.py`.
 
 use std::collections::{BTreeSet, HashMap};
+use std::path::Path as FilePath;
 
-use super::survey::{value_at_mut, visit_dicts};
+use super::survey::visit_dicts;
 use super::unflatten::{Held, boxes, flat_parameters};
 use crate::catalog::flat::{FlatLayout, FlatUnit};
+use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::path::key_text;
-use crate::catalog::{Dict, Fqn, Path, TensorId, Value, model};
+use crate::catalog::{Dict, Fqn, Path, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::fsdp_flat::refuse;
 use crate::format::torch::ranks::RankFile;
@@ -39,21 +41,30 @@ pub fn find(files: &[RankFile]) -> Vec<Path> {
 #[must_use]
 pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
     let flat = |file: &RankFile| {
-        let state =
-            model::value_at(&file.contents.value, at).and_then(Value::as_dict).and_then(|dict| dict.get("state"));
-        let ids = state.map(Value::tensor_ids).unwrap_or_default();
+        let ids = state_of(&file.contents.value, at).map(Value::tensor_ids).unwrap_or_default();
         ids.iter().all(|id| matches!(&file.contents.tensors[id.0 as usize], Found::Plain(view) if view.sizes.len() < 2))
     };
     files.iter().all(flat)
 }
 
+/// The state of the optimizer at a path.
+fn state_of<'a>(value: &'a Value, at: &Path) -> Option<&'a Value> {
+    value.at(at)?.as_dict()?.get(STATE)
+}
+
+/// The same, to be changed.
+fn state_of_mut<'a>(value: &'a mut Value, at: &Path) -> Option<&'a mut Value> {
+    let Value::Dict(dict) = value.at_mut(at)? else { return None };
+    dict.entries.iter_mut().find(|(key, _)| key.as_str() == Some(STATE)).map(|(_, state)| state)
+}
+
 /// The numbers of each parameter group; `None` where it is no optimizer's state dict, or one that goes by names.
 fn numbers(dict: &Dict) -> Option<Vec<Vec<i64>>> {
-    let (Value::Dict(states), Value::List(groups)) = (dict.get("state")?, dict.get("param_groups")?) else {
+    let (Value::Dict(states), Value::List(groups)) = (dict.get(STATE)?, dict.get(GROUPS)?) else {
         return None;
     };
     states.entries.iter().all(|(key, _)| key.as_i64().is_some()).then_some(())?;
-    let group = |group: &Value| match group.as_dict()?.get("params")? {
+    let group = |group: &Value| match group.as_dict()?.get(PARAMS)? {
         Value::List(params) => params.iter().map(Value::as_i64).collect::<Option<Vec<i64>>>(),
         _ => None,
     };
@@ -80,24 +91,25 @@ pub fn unflatten(
     let flats = flat_parameters(layout);
     let mut used: BTreeSet<i64> = BTreeSet::new();
     for file in files.iter() {
-        let states =
-            model::value_at(&file.contents.value, at).and_then(Value::as_dict).and_then(|dict| dict.get("state"));
-        let entries = states.and_then(Value::as_dict).map(|dict| dict.entries.as_slice()).unwrap_or_default();
-        used.extend(entries.iter().filter_map(|(key, _)| key.as_i64()));
+        if let Some(Value::Dict(states)) = state_of(&file.contents.value, at) {
+            used.extend(states.entries.iter().filter_map(|(key, _)| key.as_i64()));
+        }
     }
     let places = places(layout);
     for file in files {
         let Some(rank) = file.rank else { continue };
         let one = OneRank::new(layout, &flats, &places, rank, &file.path);
-        let Some(Value::Dict(dict)) = value_at_mut(&mut file.contents.value, at) else { continue };
-        let Some((_, state)) = dict.entries.iter_mut().find(|(key, _)| key.as_str() == Some("state")) else { continue };
-        let Value::Dict(mut state) = std::mem::replace(state, Value::None) else { continue };
+        let Some(Value::Dict(mut state)) =
+            state_of_mut(&mut file.contents.value, at).map(|state| std::mem::replace(state, Value::None))
+        else {
+            continue;
+        };
         state.entries = one.states(&mut file.contents, &state.entries, &used, &numbered)?;
-        let Some(Value::Dict(dict)) = value_at_mut(&mut file.contents.value, at) else { continue };
+        let Some(Value::Dict(dict)) = file.contents.value.at_mut(at) else { continue };
         for (key, value) in &mut dict.entries {
             match (key.as_str(), value) {
-                (Some("state"), value) => *value = Value::Dict(std::mem::take(&mut state)),
-                (Some("param_groups"), Value::List(groups)) => one.name_groups(groups, &numbered),
+                (Some(STATE), value) => *value = Value::Dict(std::mem::take(&mut state)),
+                (Some(GROUPS), Value::List(groups)) => one.name_groups(groups, &numbered),
                 _ => {}
             }
         }
@@ -109,7 +121,7 @@ impl Numbered {
     fn new(files: &[RankFile], at: &Path, layout: &FlatLayout, default: Option<&[Fqn]>) -> Result<Self> {
         let mut counts: Option<Vec<usize>> = None;
         for file in files {
-            let dict = model::value_at(&file.contents.value, at).and_then(Value::as_dict);
+            let dict = file.contents.value.at(at).and_then(Value::as_dict);
             let Some(groups) = dict.and_then(numbers) else {
                 return Err(Error::malformed(
                     &file.path,
@@ -184,7 +196,7 @@ pub struct OneRank<'a> {
     places: &'a HashMap<Fqn, Place>,
     shard: u64,
     group: Group,
-    path: &'a std::path::Path,
+    path: &'a FilePath,
 }
 
 impl<'a> OneRank<'a> {
@@ -193,7 +205,7 @@ impl<'a> OneRank<'a> {
         flats: &'a [FlatParameter],
         places: &'a HashMap<Fqn, Place>,
         rank: Rank,
-        path: &'a std::path::Path,
+        path: &'a FilePath,
     ) -> Self {
         let group = Group { rank: rank.0, sizes: Some((layout.shard_group_size, layout.world_size)) };
         Self { layout, flats, places, shard: layout.shard_of(rank.0), group, path }
@@ -327,7 +339,7 @@ impl OneRank<'_> {
                 }
                 _ => vec![Value::Str(name.to_string())],
             });
-            if let Some((_, params)) = group.entries.iter_mut().find(|(key, _)| key.as_str() == Some("params")) {
+            if let Some((_, params)) = group.entries.iter_mut().find(|(key, _)| key.as_str() == Some(PARAMS)) {
                 *params = Value::List(names.collect());
             }
         }
@@ -337,9 +349,7 @@ impl OneRank<'_> {
 /// Leave out the state of an optimizer whose numbers nobody knows.
 pub fn drop_state(files: &mut [RankFile], at: &Path) {
     for file in files {
-        if let Some(Value::Dict(dict)) = value_at_mut(&mut file.contents.value, at)
-            && let Some((_, state)) = dict.entries.iter_mut().find(|(key, _)| key.as_str() == Some("state"))
-        {
+        if let Some(state) = state_of_mut(&mut file.contents.value, at) {
             *state = Value::Dict(Dict::default());
         }
     }

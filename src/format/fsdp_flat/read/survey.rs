@@ -14,6 +14,7 @@ use std::sync::Arc;
 use indexmap::IndexMap;
 
 use crate::catalog::flat::FLAT_PARAM;
+use crate::catalog::modules::{self, module_of};
 use crate::catalog::path::{clean_name, key_text};
 use crate::catalog::{Dict, Dtype, Fqn, Key, Path, Value};
 use crate::error::{Error, Result};
@@ -154,7 +155,7 @@ pub fn survey(files: &[RankFile]) -> Result<Vec<FlatState>> {
         visit_dicts(&file.contents.value, &Path::default(), &mut |path, dict| match rank_state(index, file, dict) {
             Ok(None) => {}
             Ok(Some(own)) => {
-                let make = || FlatState { path: path.clone(), ranks: Vec::new(), registered: registered(dict) };
+                let make = || FlatState { path: path.clone(), ranks: Vec::new(), registered: positions(dict) };
                 states.entry(path.clone()).or_insert_with(make).ranks.push(own);
             }
             Err(found) => error = error.take().or(Some(found)),
@@ -166,20 +167,13 @@ pub fn survey(files: &[RankFile]) -> Result<Vec<FlatState>> {
     Ok(states.into_values().collect())
 }
 
-/// The modules that `_metadata` names, in the order in which a state dict visits them.
-fn registered(dict: &Dict) -> Option<HashMap<Box<str>, usize>> {
-    let metadata = dict.attributes.as_ref()?.as_dict()?.get("_metadata")?.as_dict()?;
-    let names = metadata.entries.iter().filter_map(|(key, _)| key.as_str());
+/// The places of modules in the order in which a state dict visits them.
+fn positions(dict: &Dict) -> Option<HashMap<Box<str>, usize>> {
     let mut positions = HashMap::new();
-    for (position, name) in names.enumerate() {
-        positions.entry(clean_name(name).into()).or_insert(position);
+    for (position, module) in modules::registered(dict)?.into_iter().enumerate() {
+        positions.entry(module.into()).or_insert(position);
     }
     Some(positions)
-}
-
-/// The module that has a tensor of this name.
-pub fn module_of(name: &str) -> &str {
-    name.rsplit_once('.').map_or("", |(module, _)| module)
 }
 
 /// Every dict that names lead to.
@@ -202,17 +196,6 @@ pub fn visit_dicts<'a>(value: &'a Value, path: &Path, visit: &mut dyn FnMut(&Pat
         }
         _ => {}
     }
-}
-
-/// The value at a path that [`visit_dicts`] gave.
-pub fn value_at_mut<'a>(value: &'a mut Value, path: &Path) -> Option<&'a mut Value> {
-    path.0.iter().try_fold(value, |value, key| match (value, key) {
-        (Value::Dict(dict), Key::Name(name)) => {
-            dict.entries.iter_mut().find(|(own, _)| key_text(own) == *name).map(|(_, value)| value)
-        }
-        (Value::List(items), Key::Index(index)) => items.get_mut(usize::try_from(*index).ok()?),
-        _ => None,
-    })
 }
 
 fn rank_state(index: usize, file: &RankFile, dict: &Dict) -> Result<Option<RankState>> {

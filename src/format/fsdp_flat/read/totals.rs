@@ -99,7 +99,7 @@ mod tests {
         let param = |fqn: &str, shape: &[u64]| FlatParam { fqn: fqn.into(), shape: shape.into(), stride: None };
         let params = vec![param("emb", &[5, 3]), param("bias", &[5]), param("head", &[5, 3])];
         let shared = vec![Shared { fqn: "tail".into(), with: "emb".into() }];
-        let unit = FlatUnit { module: "".into(), dtype: Some(Dtype::F32), align_numel: None, params, shared };
+        let unit = FlatUnit { params, shared, ..FlatUnit::new("", Some(Dtype::F32)) };
         assert_eq!(told(&unit, None, 35), None);
         // 15, 1 of padding, 5, 3 of padding, 15, 1 of padding for 2 shards.
         assert_eq!(told(&unit, Some(4), 40), None);

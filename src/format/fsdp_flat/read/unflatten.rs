@@ -7,8 +7,9 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::survey::{FlatState, flat_module, module_of, value_at_mut};
+use super::survey::{FlatState, flat_module};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit};
+use crate::catalog::modules::module_of;
 use crate::catalog::path::clean_name;
 use crate::catalog::{Dtype, Fqn, TensorId, Value, permuted_stride};
 use crate::format::torch::ranks::RankFile;
@@ -95,7 +96,7 @@ pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout)
                 ids.insert(&shared.fqn, id);
             }
         }
-        if let Some(Value::Dict(dict)) = value_at_mut(&mut contents.value, &state.path) {
+        if let Some(Value::Dict(dict)) = contents.value.at_mut(&state.path) {
             let entries = std::mem::take(&mut dict.entries);
             dict.entries = entries.into_iter().flat_map(|(key, value)| replaced(key, value, layout, &ids)).collect();
             if let Some(registered) = &state.registered {
@@ -132,14 +133,7 @@ fn replaced(key: Value, value: Value, layout: &FlatLayout, ids: &HashMap<&Fqn, T
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn unravel(mut element: u64, sizes: &[u64]) -> Vec<u64> {
-        let mut at = vec![0; sizes.len()];
-        for (at, size) in at.iter_mut().zip(sizes).rev() {
-            (*at, element) = (element % size, element / size);
-        }
-        at
-    }
+    use crate::layout::unravel;
 
     /// Elements of a flat parameter at their places in the parameters, from the views that are made of its shards.
     #[test]
@@ -155,7 +149,7 @@ mod tests {
             param("empty", &[0, 4], None),
             param("image", &[2, 3, 2, 2], Some(&[12, 1, 6, 3])),
         ];
-        let unit = FlatUnit { module: "".into(), dtype: None, align_numel: None, params, shared: Vec::new() };
+        let unit = FlatUnit { params, ..FlatUnit::new("", None) };
         let numels: Vec<u64> = unit.params.iter().map(FlatParam::numel).collect();
         for (shards, align) in (1..6).flat_map(|shards| [(shards, None), (shards, Some(4))]) {
             let flat = FlatParameter::new(&numels, align, shards).unwrap();

@@ -8,9 +8,10 @@
 
 use indexmap::IndexMap;
 
-use super::groups::{GROUPS, PARAMS, STATE, prefix, same_options, unknown};
+use super::groups::{prefix, same_options, unknown};
 use super::params::Names;
 use crate::catalog::flat::FlatLayout;
+use crate::catalog::optimizer::{GROUPS, PARAMS, STATE};
 use crate::catalog::{Dict, Path, Value};
 use crate::error::{Error, Result};
 

@@ -7,15 +7,10 @@ use std::collections::{HashMap, HashSet};
 
 use super::params::Names;
 use super::plan::{At, Plan};
+use crate::catalog::optimizer::{self, GROUPS, PARAM_NAMES, PARAMS, STATE};
 use crate::catalog::path::key_text;
-use crate::catalog::{Dict, Fqn, Path, Value, model};
+use crate::catalog::{Dict, Fqn, Path, Value};
 use crate::error::{Error, Result};
-
-pub const STATE: &str = "state";
-pub const GROUPS: &str = "param_groups";
-pub const PARAMS: &str = "params";
-/// The names of parameters, which optimizers of named ones have since 2.6.
-pub const PARAM_NAMES: &str = "param_names";
 
 /// What the optimizer of the target updates: one number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -209,7 +204,7 @@ impl Numbers {
         }
         // The layout tells parameters from buffers.
         let is_parameter = |fqn: &Fqn| names.find(fqn.as_str()).is_some_and(|at| plan.param(at).fqn == *fqn);
-        let known = model::numbered_parameters(plan.source, &Value::Dict(dict.clone()), &is_parameter);
+        let known = optimizer::numbered_parameters(plan.source, &Value::Dict(dict.clone()), &is_parameter);
         Self(known.map(|known| known.iter().map(|(fqn, _)| names.find(fqn.as_str())).collect()))
     }
 

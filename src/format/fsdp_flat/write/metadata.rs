@@ -7,16 +7,15 @@
 //! `torch/distributed/fsdp/_common_utils.py`.
 
 use crate::catalog::flat::FlatLayout;
+use crate::catalog::modules::METADATA;
+use crate::catalog::path::FSDP_WRAPPED;
 use crate::catalog::{Dict, Value};
-
-const METADATA: &str = "_metadata";
-const WRAPPED: &str = "_fsdp_wrapped_module";
 
 /// The name that a parameter, or a flat one, has among the wrapped model's `named_parameters()`.
 pub fn wrapped_name(name: &str, layout: &FlatLayout) -> String {
     let (module, last) = name.rsplit_once('.').unwrap_or(("", name));
     let path = wrapper(module, layout);
-    let inner = if is_unit(module, layout) { join(&path, WRAPPED) } else { path };
+    let inner = if is_unit(module, layout) { join(&path, FSDP_WRAPPED) } else { path };
     join(&inner, last)
 }
 
@@ -30,9 +29,9 @@ pub fn wrapped(attributes: &Value, layout: &FlatLayout) -> Option<Value> {
     }
     let paths: Vec<&str> = metadata.entries.iter().map(|(path, _)| path.as_str()).collect::<Option<_>>()?;
     let has = |path: &str| paths.contains(&path);
-    let entries = if paths.iter().any(|path| path.split('.').any(|part| part == WRAPPED)) {
+    let entries = if paths.iter().any(|path| path.split('.').any(|part| part == FSDP_WRAPPED)) {
         // That of other units would be wrong.
-        let fits = layout.units.iter().all(|unit| has(&join(&wrapper(&unit.module, layout), WRAPPED)));
+        let fits = layout.units.iter().all(|unit| has(&join(&wrapper(&unit.module, layout), FSDP_WRAPPED)));
         fits.then(|| metadata.entries.clone())?
     } else {
         let mut entries = Vec::with_capacity(metadata.entries.len());
@@ -41,7 +40,7 @@ pub fn wrapped(attributes: &Value, layout: &FlatLayout) -> Option<Value> {
             if is_unit(path, layout) {
                 let version = Dict { entries: vec![(Value::Str("version".into()), Value::Int(1))], ..Dict::default() };
                 entries.push((Value::Str(outside.clone()), Value::Dict(version)));
-                entries.push((Value::Str(join(&outside, WRAPPED)), value.clone()));
+                entries.push((Value::Str(join(&outside, FSDP_WRAPPED)), value.clone()));
             } else {
                 entries.push((Value::Str(outside), value.clone()));
             }
@@ -59,7 +58,7 @@ fn wrapper(module: &str, layout: &FlatLayout) -> String {
     let mut plain = String::new();
     for part in module.split('.').filter(|part| !part.is_empty()) {
         if is_unit(&plain, layout) {
-            path = join(&path, WRAPPED);
+            path = join(&path, FSDP_WRAPPED);
         }
         path = join(&path, part);
         plain = join(&plain, part);

@@ -16,6 +16,7 @@ use std::collections::{HashMap, HashSet};
 use super::metadata;
 use super::params::{self, Names, UnitTensors};
 use super::plan::{At, Content, Padding, Plan, Role};
+use crate::catalog::modules::is_within;
 use crate::catalog::path::{Leaf, leaves};
 use crate::catalog::{Dict, DictKind, Fqn, TensorId, Value};
 use crate::error::{Error, Result};
@@ -151,10 +152,7 @@ impl FlatParameters {
             (0..self.units.len()).filter(|&unit| !layout.units[unit].params.is_empty()).collect();
         // Outer modules first.
         order.sort_by_key(|&unit| layout.units[unit].module.len());
-        let below = |unit: usize, name: &str| {
-            let module = &*layout.units[unit].module;
-            module.is_empty() || name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
-        };
+        let below = |unit: usize, name: &str| is_within(name, &layout.units[unit].module);
         if layout.use_orig_params {
             for unit in order.into_iter().rev() {
                 let last = entries.iter().rposition(|(name, _)| below(unit, name));

@@ -8,9 +8,10 @@
 //! Source: `Optimizer.state_dict` in `torch/optim/optimizer.py`, `_flatten_optim_state` in
 //! `torch/distributed/fsdp/_optim_utils.py`.
 
-use super::groups::{GROUPS, Member, PARAM_NAMES, PARAMS, STATE, SourceOptimizer, of_member};
+use super::groups::{Member, SourceOptimizer, of_member};
 use super::params::Names;
 use super::plan::{At, Content, Padding, Plan, Role};
+use crate::catalog::optimizer::{GROUPS, PARAM_NAMES, PARAMS, STATE};
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Path, TensorId, Value};
 use crate::error::Result;

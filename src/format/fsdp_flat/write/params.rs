@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use super::plan::{At, Padding};
 use crate::catalog::flat::{FLAT_PARAM, FlatLayout};
 use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, some_of};
 
 /// The names of a layout's parameters.
 pub struct Names<'a> {
@@ -121,8 +121,6 @@ pub fn find(
 
 fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {
     const SHOWN: usize = 3;
-    let shown = missing.iter().take(SHOWN).copied().collect::<Vec<_>>().join(", ");
-    let more = if missing.len() > SHOWN { ", ..." } else { "" };
     let what = if missing.len() == 1 { "a parameter" } else { "parameters" };
     let hint = if model.keys().any(|name| name.ends_with(FLAT_PARAM)) {
         "SRC has flat parameters; give the layout they were made with"
@@ -130,7 +128,11 @@ fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {
         "the flat layout must be that of this very model, with names as in its state dict"
     };
     Error::unsupported(
-        format!("{} {what} of the flat layout that the model does not have: {shown}{more}", missing.len()),
+        format!(
+            "{} {what} of the flat layout that the model does not have: {}",
+            missing.len(),
+            some_of(missing, SHOWN)
+        ),
         hint,
     )
 }

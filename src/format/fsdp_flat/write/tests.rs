@@ -28,7 +28,7 @@ fn param(fqn: &str, shape: &[u64]) -> FlatParam {
 }
 
 fn unit(module: &str, params: Vec<FlatParam>) -> FlatUnit {
-    FlatUnit { module: module.into(), dtype: Some(Dtype::F32), align_numel: None, params, shared: Vec::new() }
+    FlatUnit { params, ..FlatUnit::new(module, Some(Dtype::F32)) }
 }
 
 /// The root has `emb` [5, 3], tied to `head`, and `norm` [3]; the unit `blk` has `blk.w` [3, 5] and `blk.b` [5].

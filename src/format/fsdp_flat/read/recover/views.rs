@@ -1,98 +1,23 @@
-//! The flat layout that rank files tell by themselves, with shapes from another checkpoint of the model.
+//! Units as the views of files with `use_orig_params` tell them: where every parameter lies, which are one, and how they
+//! are aligned. Shapes are from elsewhere. Counts elements.
 //!
-//! Files with views tell units, order, numels and padding. Files without tell only units and totals: what a unit holds
-//! is every parameter below its module that no unit within it holds, in the order of registration. Nothing is ever
-//! taken in the order of its name: where the order is not known, this refuses. Counts elements.
+//! Source: `FlatParamHandle._use_sharded_views` in `torch/distributed/fsdp/_flat_param.py`.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use super::like::{Like, LikeParam};
-use super::survey::{Beside, FlatState, module_of, unit_of};
-use super::totals::{self, Misfit};
-use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
+use super::super::NAMES_SHOWN;
+use super::super::like::Like;
+use super::super::survey::{Beside, FlatState};
+use super::{Shapes, dtype_and_total, stride_of};
+use crate::catalog::flat::{FlatParam, FlatUnit, Shared};
 use crate::catalog::{Dtype, Fqn};
-use crate::error::{Error, Result};
-use crate::format::Format;
-use crate::format::fsdp_flat::order::Order;
+use crate::error::{Error, Result, first_of};
 use crate::format::fsdp_flat::refuse;
 use crate::layout::Dims;
 use crate::layout::flat::FlatParameter;
 
-/// What tells shapes.
-#[derive(Clone, Copy, Debug)]
-pub enum Shapes<'a> {
-    Like(&'a Like),
-    /// Nothing: parameters as flat as they lie.
-    Raw,
-}
-
-/// The layout of a state dict with flat parameters.
-///
-/// # Errors
-/// `Unsupported` where the order would be a guess, `Malformed` and `Conflict` where the files do not fit.
-pub fn recover(state: &FlatState, shapes: Shapes<'_>) -> Result<FlatLayout> {
-    let (shard_group_size, world_size) = sizes(state)?;
-    let mut layout = FlatLayout {
-        world_size,
-        shard_group_size,
-        use_orig_params: state.has_views(),
-        units: Vec::new(),
-        optimizer: None,
-    };
-    layout.units = if layout.use_orig_params {
-        units_of_views(state, shard_group_size, shapes)?
-    } else {
-        match shapes {
-            Shapes::Raw => state.modules().into_iter().map(|module| raw_unit(state, module)).collect(),
-            Shapes::Like(like) => units_of_like(state, shard_group_size, like)?,
-        }
-    };
-    match layout.check() {
-        Ok(()) => Ok(layout),
-        Err(wrong) => Err(Error::malformed(&state.ranks[0].at, wrong.at, wrong.expected, wrong.found)),
-    }
-}
-
-/// Ranks of a shard group and of the job, as every flat parameter has them.
-fn sizes(state: &FlatState) -> Result<(u32, u32)> {
-    let first = &state.ranks[0];
-    let Some((_, part)) = first.flats.first() else { unreachable!("a state with flat parameters") };
-    match part.sizes {
-        Some((group, world)) if group > 0 && world.is_multiple_of(group) => Ok((group, world)),
-        Some((group, world)) => {
-            let found = format!("a group of {group} of {world}");
-            Err(Error::malformed(&first.at, part.key.as_str(), "a shard group that divides the ranks", found))
-        }
-        None => Err(refuse(format!("{}: {} does not say how many ranks share it", first.at.display(), part.key))),
-    }
-}
-
-fn dtype_and_total(state: &FlatState, module: &str) -> Option<(Dtype, u64)> {
-    let part = state.ranks.iter().find_map(|rank| rank.flats.get(module))?;
-    Some((part.dtype, part.total))
-}
-
-/// A unit whose flat parameter is a parameter.
-fn raw_unit(state: &FlatState, module: &str) -> FlatUnit {
-    let (dtype, total) = dtype_and_total(state, module).unwrap_or((Dtype::F32, 0));
-    let mut unit = FlatUnit {
-        module: module.into(),
-        dtype: Some(dtype),
-        align_numel: None,
-        params: Vec::new(),
-        shared: Vec::new(),
-    };
-    let shape = Dims::from_elem(total, 1);
-    unit.params.push(FlatParam { fqn: unit.key(), shape, stride: None });
-    unit
-}
-
-// ---------------------------------------------------------------------------------------------------------------
-// From views
-// ---------------------------------------------------------------------------------------------------------------
-
-fn units_of_views(state: &FlatState, group: u32, shapes: Shapes<'_>) -> Result<Vec<FlatUnit>> {
+pub fn units(state: &FlatState, group: u32, shapes: Shapes<'_>) -> Result<Vec<FlatUnit>> {
     refuse_empty(state, shapes)?;
     let mut by_unit: HashMap<&str, Vec<(&Fqn, Range<u64>)>> = HashMap::new();
     for name in state.parameters() {
@@ -191,16 +116,13 @@ fn alignment(
     candidates.into_iter().find(fits).ok_or_else(|| {
         let places: Vec<String> = params.iter().map(|(name, range)| format!("{name} at {}", range.start)).collect();
         let expected = format!("parameters that follow each other, padded to 16 bytes, in {total} elements");
-        let at = FlatUnit { module: module.into(), dtype: None, align_numel: None, params: vec![], shared: vec![] };
-        Error::malformed(&state.ranks[0].at, at.describe(), expected, shortened(&places))
+        Error::malformed(
+            &state.ranks[0].at,
+            FlatUnit::new(module, None).describe(),
+            expected,
+            first_of(&places, NAMES_SHOWN),
+        )
     })
-}
-
-/// A list that fits a message.
-pub fn shortened(items: &[String]) -> String {
-    const SHOWN: usize = 8;
-    let more = if items.len() > SHOWN { format!(" and {} more", items.len() - SHOWN) } else { String::new() };
-    items[..items.len().min(SHOWN)].join(", ") + &more
 }
 
 fn shape_in(like: &Like, name: &Fqn, numel: u64) -> Result<(Dims, Option<Dims>)> {
@@ -220,104 +142,12 @@ fn shape_in(like: &Like, name: &Fqn, numel: u64) -> Result<(Dims, Option<Dims>)>
     Ok((param.shape.clone(), stride_of(like, name, param)?))
 }
 
-fn stride_of(like: &Like, name: &Fqn, param: &LikeParam) -> Result<Option<Dims>> {
-    match &param.order {
-        Order::RowMajor => Ok(None),
-        Order::Strides(strides) => Ok(Some(strides.clone())),
-        Order::Unknown => Err(refuse(format!(
-            "{name}: of shape {:?}, it may lie by rows or channels last, and {} ({}) does not tell",
-            param.shape.as_slice(),
-            like.path.display(),
-            like.format
-        ))),
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------
-// From another checkpoint
-// ---------------------------------------------------------------------------------------------------------------
-
-fn units_of_like(state: &FlatState, group: u32, like: &Like) -> Result<Vec<FlatUnit>> {
-    let modules = state.modules();
-    let known: HashSet<&str> = modules.iter().copied().collect();
-    let buffers: HashSet<&Fqn> = state.ranks.iter().flat_map(|rank| rank.beside.keys()).collect();
-    let mut units: Vec<FlatUnit> = Vec::new();
-    for module in &modules {
-        let dtype = dtype_and_total(state, module).map(|(dtype, _)| dtype);
-        units.push(FlatUnit { module: (*module).into(), dtype, align_numel: None, params: vec![], shared: vec![] });
-    }
-    let positions: HashMap<&str, usize> = modules.iter().copied().zip(0..).collect();
-    for (name, param) in &like.params {
-        if buffers.contains(name) {
-            continue;
-        }
-        let Some(unit) = unit_of(module_of(name.as_str()), &known) else {
-            return Err(refuse(format!(
-                "{name}: {} has it, and no unit of the files is around it",
-                like.path.display()
-            )));
-        };
-        let unit = &mut units[positions[unit]];
-        match &param.shared_with {
-            Some(with) => unit.shared.push(Shared { fqn: name.clone(), with: with.clone() }),
-            None => {
-                unit.params.push(FlatParam { fqn: name.clone(), shape: param.shape.clone(), stride: None });
-            }
-        }
-    }
-    if let Some(unit) = units.iter().find(|unit| unit.params.len() > 1 && !like.is_ordered()) {
-        let several = format!("{} has {} parameters", unit.describe(), unit.params.len());
-        return Err(refuse(format!(
-            "{}: {several}, and {} ({}{}) does not tell their order",
-            state.ranks[0].at.display(),
-            like.path.display(),
-            like.format,
-            if matches!(like.format, Format::Torch | Format::TorchRanks) { ", sorted by names" } else { "" }
-        )));
-    }
-    for unit in &mut units {
-        for param in &mut unit.params {
-            param.stride = stride_of(like, &param.fqn, &like.params[&param.fqn])?;
-        }
-        let total = dtype_and_total(state, &unit.module).map_or(0, |(_, total)| total);
-        tie_copies(unit, like, total)?;
-        let source = like.path.display().to_string();
-        let misfit = Misfit { file: &state.ranks[0].at, source: &source };
-        totals::check(misfit, unit, None, u64::from(group), total)?;
-    }
-    Ok(units)
-}
-
-/// Where a unit is too long by one weight, and there is one that the other checkpoint has twice, that is tied.
-fn tie_copies(unit: &mut FlatUnit, like: &Like, total: u64) -> Result<()> {
-    let sum = unit.params.iter().try_fold(0_u64, |sum, param| sum.checked_add(param.numel()));
-    let Some(extra) = sum.and_then(|sum| sum.checked_sub(total)).filter(|extra| *extra > 0) else { return Ok(()) };
-    const MAX_CANDIDATES: usize = 32;
-    let mut copies: Vec<(usize, usize)> = Vec::new();
-    // Vectors are equal by themselves: new norms are all ones.
-    let candidates: Vec<usize> = (0..unit.params.len())
-        .filter(|index| unit.params[*index].numel() == extra && unit.params[*index].shape.len() > 1)
-        .take(MAX_CANDIDATES)
-        .collect();
-    for (at, &second) in candidates.iter().enumerate() {
-        for &first in &candidates[..at] {
-            if like.are_copies(&unit.params[first].fqn, &unit.params[second].fqn)? {
-                copies.push((first, second));
-            }
-        }
-    }
-    if let [(first, second)] = copies.as_slice() {
-        let with = unit.params[*first].fqn.clone();
-        let FlatParam { fqn, .. } = unit.params.remove(*second);
-        unit.shared.push(Shared { fqn, with });
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::survey::tests::state_of_views;
+    use super::super::super::survey::tests::state_of_views;
+    use super::super::recover;
     use super::*;
+    use crate::catalog::flat::FlatLayout;
 
     fn shown(layout: &FlatLayout) -> Vec<String> {
         let unit = |unit: &FlatUnit| {

@@ -1,0 +1,93 @@
+//! Units as another checkpoint of the model tells them, for files without views: what a unit holds is every parameter
+//! below its module that no unit within it holds, in the order of registration. Counts elements.
+//!
+//! Source: `_get_orig_params`, `FlatParamHandle._init_flat_param_and_metadata` in `torch/distributed/fsdp`.
+
+use std::collections::{HashMap, HashSet};
+
+use super::super::like::Like;
+use super::super::survey::{FlatState, unit_of};
+use super::super::totals::{self, Misfit};
+use super::{dtype_and_total, stride_of};
+use crate::catalog::Fqn;
+use crate::catalog::flat::{FlatParam, FlatUnit, Shared};
+use crate::catalog::modules::module_of;
+use crate::error::Result;
+use crate::format::fsdp_flat::refuse;
+
+pub fn units(state: &FlatState, group: u32, like: &Like) -> Result<Vec<FlatUnit>> {
+    let modules = state.modules();
+    let known: HashSet<&str> = modules.iter().copied().collect();
+    let buffers: HashSet<&Fqn> = state.ranks.iter().flat_map(|rank| rank.beside.keys()).collect();
+    let mut units: Vec<FlatUnit> = Vec::new();
+    for module in &modules {
+        let dtype = dtype_and_total(state, module).map(|(dtype, _)| dtype);
+        units.push(FlatUnit::new(*module, dtype));
+    }
+    let positions: HashMap<&str, usize> = modules.iter().copied().zip(0..).collect();
+    for (name, param) in &like.params {
+        if buffers.contains(name) {
+            continue;
+        }
+        let Some(unit) = unit_of(module_of(name.as_str()), &known) else {
+            return Err(refuse(format!(
+                "{name}: {} has it, and no unit of the files is around it",
+                like.path.display()
+            )));
+        };
+        let unit = &mut units[positions[unit]];
+        match &param.shared_with {
+            Some(with) => unit.shared.push(Shared { fqn: name.clone(), with: with.clone() }),
+            None => {
+                unit.params.push(FlatParam { fqn: name.clone(), shape: param.shape.clone(), stride: None });
+            }
+        }
+    }
+    if let Some(unit) = units.iter().find(|unit| unit.params.len() > 1 && !like.is_ordered()) {
+        let several = format!("{} has {} parameters", unit.describe(), unit.params.len());
+        return Err(refuse(format!(
+            "{}: {several}, and {} ({}{}) does not tell their order",
+            state.ranks[0].at.display(),
+            like.path.display(),
+            like.format,
+            if like.format.keeps_order() { ", sorted by names" } else { "" }
+        )));
+    }
+    for unit in &mut units {
+        for param in &mut unit.params {
+            param.stride = stride_of(like, &param.fqn, &like.params[&param.fqn])?;
+        }
+        let total = dtype_and_total(state, &unit.module).map_or(0, |(_, total)| total);
+        tie_copies(unit, like, total)?;
+        let source = like.path.display().to_string();
+        let misfit = Misfit { file: &state.ranks[0].at, source: &source };
+        totals::check(misfit, unit, None, u64::from(group), total)?;
+    }
+    Ok(units)
+}
+
+/// Where a unit is too long by one weight, and there is one that the other checkpoint has twice, that is tied.
+fn tie_copies(unit: &mut FlatUnit, like: &Like, total: u64) -> Result<()> {
+    let sum = unit.params.iter().try_fold(0_u64, |sum, param| sum.checked_add(param.numel()));
+    let Some(extra) = sum.and_then(|sum| sum.checked_sub(total)).filter(|extra| *extra > 0) else { return Ok(()) };
+    const MAX_CANDIDATES: usize = 32;
+    let mut copies: Vec<(usize, usize)> = Vec::new();
+    // Vectors are equal by themselves: new norms are all ones.
+    let candidates: Vec<usize> = (0..unit.params.len())
+        .filter(|index| unit.params[*index].numel() == extra && unit.params[*index].shape.len() > 1)
+        .take(MAX_CANDIDATES)
+        .collect();
+    for (at, &second) in candidates.iter().enumerate() {
+        for &first in &candidates[..at] {
+            if like.are_copies(&unit.params[first].fqn, &unit.params[second].fqn)? {
+                copies.push((first, second));
+            }
+        }
+    }
+    if let [(first, second)] = copies.as_slice() {
+        let with = unit.params[*first].fqn.clone();
+        let FlatParam { fqn, .. } = unit.params.remove(*second);
+        unit.shared.push(Shared { fqn, with });
+    }
+    Ok(())
+}
