@@ -91,6 +91,14 @@ fn some_units_are_whole_and_the_rest_is_read_again() {
     assert_eq!(found["tensors"]["blocks.0.w1.weight"]["placements"], Json::Null);
     assert_eq!(found["tensors"]["head.weight"]["placements"].as_str().map(|text| text.contains('S')), Some(true));
     assert_same(&made.tensors(), &below("model.", &read(&sharded)), "--unit");
+    let of_rows = fixture("fsdp1_sharded/ranks");
+    let made = desk.make("unshard", &of_rows, "sharded-tensors", "--unit blocks.0");
+    let (own, found) = (inspect(&of_rows, ""), inspect(&made.path, ""));
+    let chunk = |document: &Json, name: &str| document["tensors"][name]["chunks"][0]["sizes"].clone();
+    assert_eq!(chunk(&found, "blocks.0.w1.weight"), found["tensors"]["blocks.0.w1.weight"]["shape"]);
+    assert_eq!(chunk(&found, "head.weight"), chunk(&own, "model.head.weight"));
+    assert_ne!(chunk(&found, "head.weight"), found["tensors"]["head.weight"]["shape"]);
+    assert_same(&made.tensors(), &below("model.", &read(&of_rows)), "--unit of ShardedTensors");
     desk.refuse("unshard", &sharded, "x", "--unit blocks.9", &["--unit blocks.9: no module has a path like that"]);
     desk.refuse("unshard", fixture("fsdp_tp/dcp"), "x", "--unit blocks.0", &["--unit: dcp does not say"]);
 }
