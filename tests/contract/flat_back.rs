@@ -100,6 +100,7 @@ fn some_units_are_whole_and_the_rest_is_read_again() {
     assert_ne!(chunk(&found, "head.weight"), found["tensors"]["head.weight"]["shape"]);
     assert_same(&made.tensors(), &below("model.", &read(&of_rows)), "--unit of ShardedTensors");
     desk.refuse("unshard", &sharded, "x", "--unit blocks.9", &["--unit blocks.9: no module has a path like that"]);
+    desk.refuse("unshard", fixture("odd4/ranks"), "x", "--unit zero", &["--unit: the tensors of ", "lie on one mesh"]);
     desk.refuse("unshard", fixture("fsdp_tp/dcp"), "x", "--unit blocks.0", &["--unit: dcp does not say"]);
 }
 

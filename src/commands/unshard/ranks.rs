@@ -86,7 +86,12 @@ fn everything(source: &Source) -> Result<Reservation> {
 
 /// The modules of some patterns whole in the file of every rank.
 fn some_modules(patterns: &Patterns, source: &Source) -> Result<(Reservation, Vec<String>)> {
-    let mesh = own_mesh(source)?;
+    let mesh = own_mesh(source).map_err(|_| {
+        Error::usage(
+            format!("--unit: the tensors of {} do not lie on one mesh", source.checkpoint.root.display()),
+            "leave it out for whole tensors; `dtshard reshard --mesh` writes the rest for one mesh",
+        )
+    })?;
     let root = model::model_root(&source.wanted.catalog.state);
     let mut whole = 0;
     let mut used = vec![false; patterns.0.len()];
