@@ -210,6 +210,22 @@ fn optimizer_state_goes_back_where_it_has_a_place() {
     }
 }
 
+#[test]
+fn parameters_that_are_left_out_stay_in_the_groups_of_what_fills() {
+    let desk = Desk::new();
+    let flat = folder(&desk, "flat3", "views");
+    let (whole, sharded) = (desk.path("whole.pt"), desk.path("sharded"));
+    succeed("unshard", &[&flat, &whole], "--series all");
+    succeed("reshard", &[&flat, &sharded], "--mesh fsdp=2 --to torch-ranks");
+    for (at, name) in [(&flat, "flat"), (&sharded, "sharded")] {
+        for (number, option) in ["--exclude model.norm", "--include model.layers.0"].iter().enumerate() {
+            let options = format!("{option} --fill-from {}", at.display());
+            let made = desk.make("reshard", &whole, &format!("{name}-{number}"), &options);
+            succeed("verify", &[&made.path, at], "");
+        }
+    }
+}
+
 /// Files that differ in nothing but few bytes: the edited elements and the checksums of their records.
 fn check_padding(found: &Path, unedited: &Path, change: &[&str], way: &str) {
     let (own, old) = (contents(found), contents(unedited));
