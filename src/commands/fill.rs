@@ -15,7 +15,7 @@ use super::names::{Found, Names, of_all_ranks};
 use super::run::Run;
 use super::source::Source;
 use crate::catalog::path::{self, Fate, clean_name};
-use crate::catalog::{Catalog, Dtype, MeshId, Path, TensorEntry, TensorId, Value};
+use crate::catalog::{Catalog, Dtype, Key, MeshId, Path, TensorEntry, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::exec::{Silent, compare};
 use crate::format::{Checkpoint, Format};
@@ -77,8 +77,7 @@ fn notes(source: &Source, filler: &Checkpoint, counts: Counts) -> Vec<String> {
         count(all.len() - counts.tensors, "tensor"),
         filler.root.display()
     ));
-    let left_out = &source.wanted.left_out;
-    let not_taken = left_out.tensors.len() + left_out.objects.len();
+    let not_taken = not_taken(source);
     if not_taken > 0 {
         notes.push(format!("{} of {} not taken", count(not_taken, "name"), source.checkpoint.root.display()));
     }
@@ -87,6 +86,17 @@ fn notes(source: &Source, filler: &Checkpoint, counts: Counts) -> Vec<String> {
         notes.push(format!("{values} of single ranks not taken: {} has them for each rank", filler.root.display()));
     }
     notes
+}
+
+/// How many names `--include` and the like leave out of SRC.
+fn not_taken(source: &Source) -> usize {
+    source.wanted.left_out.tensors.len() + source.wanted.left_out.objects.len()
+}
+
+/// Whether this is what a parameter group of an optimizer updates: `param_groups.0.params`.
+fn is_list_of_parameters(path: &Path) -> bool {
+    matches!(path.0.as_slice(), [.., Key::Name(groups), Key::Index(_), Key::Name(key)]
+        if **groups == *"param_groups" && **key == *"params")
 }
 
 /// Give tensors of `catalog` the content that others have in `from`, whose files come behind `files` others now; gives
@@ -192,6 +202,8 @@ impl Filling<'_> {
         let (mut changed, mut refused) = (0, None);
         path::edit_leaves(&mut filled.state, &mut |path, leaf| {
             match given.get(&self.name(path)) {
+                // With what is left out of SRC its lists have lost names, of which FILLER has the state.
+                Some(_) if not_taken(self.source) > 0 && is_list_of_parameters(path) => {}
                 // Tensors in it are replaced by themselves.
                 Some(value) if leaf.contains_tensor() && leaf.same_but_tensors(value) => {}
                 Some(value) if leaf.contains_tensor() || value.contains_tensor() => {

@@ -91,7 +91,16 @@ fn some_units_are_whole_and_the_rest_is_read_again() {
     assert_eq!(found["tensors"]["blocks.0.w1.weight"]["placements"], Json::Null);
     assert_eq!(found["tensors"]["head.weight"]["placements"].as_str().map(|text| text.contains('S')), Some(true));
     assert_same(&made.tensors(), &below("model.", &read(&sharded)), "--unit");
+    let of_rows = fixture("fsdp1_sharded/ranks");
+    let made = desk.make("unshard", &of_rows, "sharded-tensors", "--unit blocks.0");
+    let (own, found) = (inspect(&of_rows, ""), inspect(&made.path, ""));
+    let chunk = |document: &Json, name: &str| document["tensors"][name]["chunks"][0]["sizes"].clone();
+    assert_eq!(chunk(&found, "blocks.0.w1.weight"), found["tensors"]["blocks.0.w1.weight"]["shape"]);
+    assert_eq!(chunk(&found, "head.weight"), chunk(&own, "model.head.weight"));
+    assert_ne!(chunk(&found, "head.weight"), found["tensors"]["head.weight"]["shape"]);
+    assert_same(&made.tensors(), &below("model.", &read(&of_rows)), "--unit of ShardedTensors");
     desk.refuse("unshard", &sharded, "x", "--unit blocks.9", &["--unit blocks.9: no module has a path like that"]);
+    desk.refuse("unshard", fixture("odd4/ranks"), "x", "--unit zero", &["--unit: the tensors of ", "lie on one mesh"]);
     desk.refuse("unshard", fixture("fsdp_tp/dcp"), "x", "--unit blocks.0", &["--unit: dcp does not say"]);
 }
 
@@ -198,6 +207,22 @@ fn optimizer_state_goes_back_where_it_has_a_place() {
         let views = folder(&desk, "flat4", "views");
         let options = format!("--like {} --fill-from {}", views.display(), source.display());
         desk.make("reshard", &file, "apart", &options);
+    }
+}
+
+#[test]
+fn parameters_that_are_left_out_stay_in_the_groups_of_what_fills() {
+    let desk = Desk::new();
+    let flat = folder(&desk, "flat3", "views");
+    let (whole, sharded) = (desk.path("whole.pt"), desk.path("sharded"));
+    succeed("unshard", &[&flat, &whole], "--series all");
+    succeed("reshard", &[&flat, &sharded], "--mesh fsdp=2 --to torch-ranks");
+    for (at, name) in [(&flat, "flat"), (&sharded, "sharded")] {
+        for (number, option) in ["--exclude model.norm", "--include model.layers.0"].iter().enumerate() {
+            let options = format!("{option} --fill-from {}", at.display());
+            let made = desk.make("reshard", &whole, &format!("{name}-{number}"), &options);
+            succeed("verify", &[&made.path, at], "");
+        }
     }
 }
 

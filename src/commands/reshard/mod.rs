@@ -26,6 +26,7 @@ use crate::layout::target::TargetLayout;
 use crate::select::Wrappers;
 use chooser::{Chooser, tensor_class};
 use like::Like;
+pub use sharded::rows;
 pub use target::own_mesh;
 use target::target_layout;
 

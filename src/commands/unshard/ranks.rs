@@ -7,11 +7,11 @@ use std::path::PathBuf;
 
 use super::super::flatten;
 use super::super::parts::parts;
-use super::super::reshard::{own_mesh, style};
+use super::super::reshard::{own_mesh, rows, style};
 use super::super::run::Run;
 use super::super::source::Source;
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Path, Reservation, model, optimizer};
+use crate::catalog::{Class, Path, Reservation, Sharding, TensorEntry, model, optimizer};
 use crate::cli::Unshard;
 use crate::error::{Error, Result};
 use crate::format::{Format, torch};
@@ -30,7 +30,7 @@ pub fn default_format(args: &Unshard, source: &Source) -> Result<Format> {
         format if args.unit.is_empty() || format == Format::TorchRanks => Ok(Format::TorchRanks),
         format => Err(Error::usage(
             format!("--unit: {format} does not say how the other tensors lie on ranks"),
-            "it is for rank files of DTensors and for flat parameters",
+            "it is for rank files of DTensors or ShardedTensors, and for flat parameters",
         )),
     }
 }
@@ -81,26 +81,31 @@ fn everything(source: &Source) -> Result<Reservation> {
         ));
     };
     let mesh = DeviceMesh::parse(&format!("ranks={world_size}"))?;
-    in_ranks(source, &mesh, &mut |_, _| torch::RankLayout::Plain)
+    in_ranks(source, &mesh, &mut |_, _| Ok(torch::RankLayout::Plain))
 }
 
 /// The modules of some patterns whole in the file of every rank.
 fn some_modules(patterns: &Patterns, source: &Source) -> Result<(Reservation, Vec<String>)> {
-    let mesh = own_mesh(source)?;
+    let mesh = own_mesh(source).map_err(|_| {
+        Error::usage(
+            format!("--unit: the tensors of {} do not lie on one mesh", source.checkpoint.root.display()),
+            "leave it out for whole tensors; `dtshard reshard --mesh` writes the rest for one mesh",
+        )
+    })?;
     let root = model::model_root(&source.wanted.catalog.state);
     let mut whole = 0;
     let mut used = vec![false; patterns.0.len()];
     let mut names = Vec::new();
-    let reservation = in_ranks(source, &mesh, &mut |path, sharded| {
+    let reservation = in_ranks(source, &mesh, &mut |path, entry| {
         let name = Path(path.0.strip_prefix(root.0.as_slice()).unwrap_or(&path.0).to_vec()).to_string();
         let covering = patterns.0.iter().zip(&mut used).filter(|(pattern, _)| pattern.covers(&name));
         let is_covered = covering.map(|(_, used)| *used = true).count() > 0;
         names.push(name);
         if is_covered {
             whole += 1;
-            return torch::RankLayout::Plain;
+            return Ok(torch::RankLayout::Plain);
         }
-        sharded
+        as_it_is(path, entry, &mesh)
     })?;
     if let Some(unused) = used.iter().position(|used| !used) {
         return Err(no_such_unit(patterns.0[unused].as_str(), &names));
@@ -108,11 +113,27 @@ fn some_modules(patterns: &Patterns, source: &Source) -> Result<(Reservation, Ve
     Ok((reservation, vec![format!("{} whole on every rank", count(whole, "tensor"))]))
 }
 
-/// Rank files on a mesh; `choose` is given how a tensor lies in the source.
+/// How a tensor lies in the source.
+///
+/// # Errors
+/// As [`torch::RankLayout::of_fsdp1`].
+fn as_it_is(path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<torch::RankLayout> {
+    match &entry.sharding {
+        Some(Sharding { placements, slice, .. }) => {
+            Ok(torch::RankLayout::Distributed { placements: placements.clone(), slice: slice.clone() })
+        }
+        None if entry.class == Class::ShardedTensor => {
+            torch::RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &rows(mesh))
+        }
+        None => Ok(torch::RankLayout::Plain),
+    }
+}
+
+/// Rank files on a mesh, in which every tensor lies as `choose` says.
 fn in_ranks(
     source: &Source,
     mesh: &DeviceMesh,
-    choose: &mut dyn FnMut(&Path, torch::RankLayout) -> torch::RankLayout,
+    choose: &mut dyn FnMut(&Path, &TensorEntry) -> Result<torch::RankLayout>,
 ) -> Result<Reservation> {
     let wanted = &source.wanted.catalog;
     let world_size = u32::try_from(mesh.world_size()).expect("ranks are 32-bit numbers");
@@ -124,16 +145,7 @@ fn in_ranks(
             mesh,
             style: &style,
             name: &|rank| PathBuf::from(names.render(rank.0, world_size)),
-            layout: &mut |_, path, entry| {
-                let full = Path(part.at.0.iter().chain(&path.0).cloned().collect());
-                let sharded = entry.sharding.as_ref().map_or(torch::RankLayout::Plain, |sharding| {
-                    torch::RankLayout::Distributed {
-                        placements: sharding.placements.clone(),
-                        slice: sharding.slice.clone(),
-                    }
-                });
-                Ok(choose(&full, sharded))
-            },
+            layout: &mut |_, path, entry| choose(&Path(part.at.0.iter().chain(&path.0).cloned().collect()), entry),
         };
         whole.append(&part.folder, torch::reserve_ranks(wanted, &part.state, target)?);
     }

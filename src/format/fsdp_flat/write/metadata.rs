@@ -6,9 +6,13 @@
 //! Source: `Module.state_dict` in `torch/nn/modules/module.py`, `FSDP_WRAPPED_MODULE` in
 //! `torch/distributed/fsdp/_common_utils.py`.
 
+use std::collections::HashSet;
+
+use indexmap::IndexMap;
+
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::modules::METADATA;
-use crate::catalog::path::FSDP_WRAPPED;
+use crate::catalog::path::{FSDP_WRAPPED, clean_name};
 use crate::catalog::{Dict, Value};
 
 /// The name that a parameter, or a flat one, has among the wrapped model's `named_parameters()`.
@@ -19,8 +23,8 @@ pub fn wrapped_name(name: &str, layout: &FlatLayout) -> String {
     join(&inner, last)
 }
 
-/// The attributes of a state dict as they are with these units wrapped: as they were where they have wrappers, with
-/// wrappers put in where they have none. `None` where they are something else.
+/// The attributes of a state dict as they are with these units wrapped: as they were where they have these wrappers,
+/// else with others taken out and these put in. `None` where they are something else.
 pub fn wrapped(attributes: &Value, layout: &FlatLayout) -> Option<Value> {
     let Value::Dict(attributes) = attributes else { return None };
     let Some(Value::Dict(metadata)) = attributes.get(METADATA) else { return None };
@@ -28,28 +32,31 @@ pub fn wrapped(attributes: &Value, layout: &FlatLayout) -> Option<Value> {
         return None;
     }
     let paths: Vec<&str> = metadata.entries.iter().map(|(path, _)| path.as_str()).collect::<Option<_>>()?;
-    let has = |path: &str| paths.contains(&path);
-    let entries = if paths.iter().any(|path| path.split('.').any(|part| part == FSDP_WRAPPED)) {
-        // That of other units would be wrong.
-        let fits = layout.units.iter().all(|unit| has(&join(&wrapper(&unit.module, layout), FSDP_WRAPPED)));
-        fits.then(|| metadata.entries.clone())?
+    let units = layout.units.iter().map(|unit| join(&wrapper(&unit.module, layout), FSDP_WRAPPED));
+    let known: HashSet<&str> = paths.iter().copied().collect();
+    let wrappers = paths.iter().filter(|path| path.rsplit('.').next() == Some(FSDP_WRAPPED)).count();
+    let entries = if units.clone().all(|unit| known.contains(unit.as_str())) && wrappers == units.count() {
+        metadata.entries.clone()
     } else {
-        let mut entries = Vec::with_capacity(metadata.entries.len());
-        for (path, (_, value)) in paths.iter().zip(&metadata.entries) {
-            let outside = wrapper(path, layout);
-            if is_unit(path, layout) {
-                let version = Dict { entries: vec![(Value::Str("version".into()), Value::Int(1))], ..Dict::default() };
-                entries.push((Value::Str(outside.clone()), Value::Dict(version)));
-                entries.push((Value::Str(join(&outside, FSDP_WRAPPED)), value.clone()));
-            } else {
-                entries.push((Value::Str(outside), value.clone()));
-            }
-        }
-        entries
+        // What a wrapper wraps comes behind it, and is the module.
+        let modules: IndexMap<String, &Value> =
+            paths.iter().zip(&metadata.entries).map(|(path, (_, value))| (clean_name(path), value)).collect();
+        modules.iter().flat_map(|(module, value)| wrapped_entries(module, value, layout)).collect()
     };
     let metadata = Dict { kind: metadata.kind, entries, attributes: None };
     let entries = vec![(Value::Str(METADATA.into()), Value::Dict(metadata))];
     Some(Value::Dict(Dict { kind: attributes.kind, entries, attributes: None }))
+}
+
+/// A module as it is listed; a unit is listed behind its wrapper.
+fn wrapped_entries(module: &str, value: &Value, layout: &FlatLayout) -> Vec<(Value, Value)> {
+    let outside = wrapper(module, layout);
+    if !is_unit(module, layout) {
+        return vec![(Value::Str(outside), value.clone())];
+    }
+    let version = Dict { entries: vec![(Value::Str("version".into()), Value::Int(1))], ..Dict::default() };
+    let inside = join(&outside, FSDP_WRAPPED);
+    vec![(Value::Str(outside), Value::Dict(version)), (Value::Str(inside), value.clone())]
 }
 
 /// The path of a module with all the wrappers around it, but for its own.
