@@ -13,7 +13,8 @@
 //! | `--like`, `--fill-from` | `fill` |
 //! | gradients, `--with-grads` | `gradients` |
 //! | `--tensor-class` | `sharded_tensors` |
-//! | `flatten`, `--flat-layout`, `--wrap` | `flat` |
+//! | `flatten`, `--flat-layout` | `flat` |
+//! | `--wrap`, `--buffers` | `units`; refusals: `flat` |
 //! | `unshard --unit`, `--all-ranks`; `--fill-from` with flat parameters | `flat_back` |
 //! | `--include` to `--keep-names`, patterns, collisions, what matches nothing | `names` |
 //! | `--dtype`, `--tied`, `--on-conflict`, `--check-replicas`, `--check-crc`, `--allow-missing`, `--drop-unknown` | `values` |
@@ -53,6 +54,8 @@ mod layout;
 mod names;
 #[path = "contract/running.rs"]
 mod running;
+#[path = "contract/units.rs"]
+mod units;
 #[path = "contract/values.rs"]
 mod values;
 #[path = "contract/verify.rs"]

@@ -1,6 +1,8 @@
 //! FSDP1's LOCAL_STATE_DICT files as they are written, against those that PyTorch wrote of the same state: the same
 //! tree, the same views of the same storages, the same bytes, padding included.
 
+#[allow(dead_code, reason = "each test binary uses its own share")]
+mod common;
 #[allow(dead_code, reason = "each test program uses its own part")]
 #[path = "common/rank_file.rs"]
 mod rank_file;
@@ -8,6 +10,8 @@ mod rank_file;
 use std::collections::HashMap;
 use std::path::{Path as FilePath, PathBuf};
 
+use common::fixture;
+use common::flat::layout_file;
 use dtshard::catalog::flat::FlatLayout;
 use dtshard::catalog::{Dict, DictKind, Fqn, Path, TensorId, Value};
 use dtshard::catalog::{Key, Reservation};
@@ -29,10 +33,6 @@ const CASES: [(&str, &[&str]); 7] = [
     ("flat_hybrid", &["views", "flat"]),
     ("flat_none", &["views", "flat"]),
 ];
-
-fn fixture(path: &str) -> PathBuf {
-    FilePath::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(path)
-}
 
 fn dict(kind: DictKind, entries: Vec<(Value, Value)>) -> Value {
     Value::Dict(Dict { kind, entries, attributes: None })
@@ -61,10 +61,6 @@ impl Truth {
             entries.iter().map(|(key, value)| (key.as_str().unwrap().into(), value.tensor_ids()[0])).collect();
         let names = json["tensors"].as_object().unwrap().keys().cloned().collect();
         Self { checkpoint, json, by_name, names }
-    }
-
-    fn layout(&self, folder: &str) -> FlatLayout {
-        document::parse(FilePath::new("truth.json"), self.json["flat_layout"][folder].to_string().as_bytes()).unwrap()
     }
 
     /// As a plain module has it.
@@ -150,7 +146,7 @@ fn what_is_written_is_what_pytorch_wrote() {
         let truth = Truth::open(case);
         let catalog = &truth.checkpoint.catalog;
         for &sub in folders {
-            let layout = truth.layout(sub);
+            let layout = document::read(&layout_file(case, sub)).unwrap();
             let ranks = layout.world_size;
             let own = fixture(&format!("{case}/{sub}"));
             let name = |series: &str, rank: Rank| format!("{series}_world_size_{ranks}_rank_{rank}.pt");

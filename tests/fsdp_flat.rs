@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{self, PathBuf};
 
+use common::flat;
 use common::{Tensors, Truth, assert_same, copy_folder, expect, fixture, inspect, read, read_safetensors, succeed};
 use common::{below, tensors_of};
 use dtshard::catalog::flat::FlatLayout;
@@ -36,7 +37,7 @@ impl Copy {
         let folder = tempfile::tempdir().unwrap();
         copy_folder(&fixture(case).join(name), &folder.path().join("src"));
         let truth = Truth::load(&format!("{case}/truth"));
-        let layout = truth.json["flat_layout"][name].clone();
+        let layout = flat::layout(case, name);
         Self { folder, truth, layout }
     }
 
@@ -426,21 +427,6 @@ fn sorted_names_are_no_order() {
     assert!(error.contains("(torch, sorted by names) does not tell their order"), "{error}");
     let outcome = expect(2, "flatten", &[&sorted, &copy.at("out")], "--world-size 2 --wrap layers.*");
     assert!(outcome.stderr.contains("the names in the state dict are sorted"), "{outcome:?}");
-}
-
-/// Elements of a torch file's tensors lie as those of the module's parameters do, and FSDP1 flattens them so.
-#[test]
-fn units_of_a_torch_file_are_those_of_the_job() {
-    let folder = tempfile::tempdir().unwrap();
-    let out = folder.path().join("out");
-    let options = "--world-size 2 --wrap layers.* --wrap layers.1.inner --wrap tiny --buffers freqs --buffers **.scale";
-    succeed("flatten", &[&fixture("flat2/full/model.pt"), &out], options);
-    let written: Json = serde_json::from_slice(&fs::read(out.join("flat_layout.json")).unwrap()).unwrap();
-    let mut expected = Copy::new("flat2", "flat").layout;
-    // A full state dict has copies of tied weights.
-    params(&mut expected, 0).pop();
-    params(&mut expected, 0).push(json!({"fqn": "head.weight", "shape": [11, 6]}));
-    assert_eq!(written["units"], expected["units"]);
 }
 
 /// The strides of what a torch file has.

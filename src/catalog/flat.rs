@@ -92,6 +92,25 @@ impl FlatLayout {
         self.units.iter().flat_map(|unit| unit.params.iter().map(move |param| (unit, param)))
     }
 
+    /// What the optimizer updates where `use_orig_params` is to be false: flat parameters, in the order of their units.
+    /// That of the root is registered first, whichever unit the first parameter of the model is in. `None` where it is not
+    /// known, and where a flat parameter would be in two groups, which is for those to refuse that know the optimizer.
+    #[must_use]
+    pub fn optimizer_of_units(&self) -> Option<Vec<Vec<Fqn>>> {
+        let groups = self.optimizer.as_ref()?;
+        if !self.use_orig_params {
+            return Some(groups.clone());
+        }
+        let keys = |group: &Vec<Fqn>| {
+            let members: HashSet<&Fqn> = group.iter().collect();
+            let has = |unit: &&FlatUnit| unit.params.iter().any(|param| members.contains(&param.fqn));
+            self.units.iter().filter(has).map(FlatUnit::key).collect()
+        };
+        let keys: Vec<Vec<Fqn>> = groups.iter().map(keys).collect();
+        let mut seen = HashSet::new();
+        keys.iter().flatten().all(|key| seen.insert(key)).then_some(keys)
+    }
+
     /// Whether it can be that of a model.
     ///
     /// # Errors
@@ -288,5 +307,18 @@ mod tests {
         for (change, expected) in cases {
             assert_eq!(broken(change), expected);
         }
+    }
+
+    /// As with a norm of the root unit behind a wrapped embedding.
+    #[test]
+    fn the_flat_parameter_of_the_root_is_the_first() {
+        let names = |names: &[&str]| names.iter().map(|name| Fqn::from(*name)).collect::<Vec<_>>();
+        let of_units = |groups: &[&[&str]]| {
+            let optimizer = Some(groups.iter().copied().map(names).collect());
+            FlatLayout { optimizer, ..layout() }.optimizer_of_units()
+        };
+        let keys = Some(vec![names(&["_flat_param", "blk._flat_param"])]);
+        assert_eq!(of_units(&[&["blk.w", "emb.weight", "l1.weight"]]), keys);
+        assert_eq!(of_units(&[&["blk.w", "emb.weight"], &["l1.weight"]]), None);
     }
 }

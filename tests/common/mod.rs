@@ -1,5 +1,8 @@
 //! What the integration tests share: the fixtures and their ground truth, the binary, and readers of what it wrote.
 
+#[allow(dead_code, reason = "few test binaries are about flat parameters")]
+pub mod flat;
+
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;

@@ -8,12 +8,10 @@ use std::path::{Path, PathBuf};
 use dtshard::format::torch::{Found, View};
 use serde_json::{Value as Json, json};
 
-use crate::common::{Truth, assert_same, below, bytes_of, copy_folder, expect, fixture, read, succeed};
+use crate::common::flat::{self, copy_with_layout, layout_file};
+use crate::common::{assert_same, below, bytes_of, copy_folder, expect, fixture, read, succeed};
 use crate::rank_file::{self, Comparison};
 use crate::{Desk, contents, holds};
-
-/// What the units of the fixtures' model are, for a state dict in its order.
-const WRAP: &str = "--wrap layers.* --wrap layers.1.inner --wrap tiny --buffers freqs --buffers **.scale";
 
 /// The model as `FULL_STATE_DICT` saves it.
 pub fn full() -> PathBuf {
@@ -23,20 +21,14 @@ pub fn full() -> PathBuf {
 /// Files of a fixture with their flat layout.
 pub fn folder(desk: &Desk, case: &str, name: &str) -> PathBuf {
     let path = desk.path(&format!("{case}.{name}"));
-    copy_folder(&fixture(case).join(name), &path);
-    layout_file(desk, case, name, &format!("{case}.{name}/flat_layout.json"));
+    copy_with_layout(case, name, &path);
     path
-}
-
-/// The flat layout of a fixture.
-pub fn layout_file(desk: &Desk, case: &str, name: &str, file: &str) -> PathBuf {
-    desk.write(file, &Truth::load(&format!("{case}/truth")).json["flat_layout"][name].to_string())
 }
 
 /// The optimizer and the model in the files of these ranks are those that PyTorch saved.
 #[track_caller]
 pub fn check_files(made: &Path, case: &str, name: &str, series: &[&str]) {
-    let layout = &Truth::load(&format!("{case}/truth")).json["flat_layout"][name];
+    let layout = flat::layout(case, name);
     let ranks = layout["world_size"].as_u64().unwrap();
     let is_sharded = layout["shard_group_size"].as_u64() != Some(1);
     for (series, rank) in series.iter().flat_map(|series| (0..ranks).map(move |rank| (series, rank))) {
@@ -75,8 +67,8 @@ fn flat_parameters_of_other_ranks_are_as_pytorch_saves_them() {
             let options = format!("{options} {more} {mixed}");
             let made = desk.make("flatten", source, &format!("{case}-{from}-{to}"), &options);
             check_files(&made.path, case, to, &BOTH);
-            let layout: Json = serde_json::from_slice(&fs::read(made.path.join("flat_layout.json")).unwrap()).unwrap();
-            let truth = &Truth::load(&format!("{case}/truth")).json["flat_layout"][to];
+            let layout = flat::read_layout(&made.path.join("flat_layout.json"));
+            let truth = flat::layout(case, to);
             for key in ["world_size", "shard_group_size", "use_orig_params", "optimizer"] {
                 assert_eq!(layout[key], truth[key], "{case}: {key}");
             }
@@ -93,7 +85,7 @@ fn what_is_not_sharded_is_flattened_again() {
         let made = desk.make("flatten", &source, name, "--world-size 4 --strategy full-shard");
         check_files(&made.path, "flat4", name, &BOTH);
         let kept = desk.make("flatten", &source, &format!("{name}-kept"), "--world-size 3");
-        let layout: Json = serde_json::from_slice(&fs::read(kept.path.join("flat_layout.json")).unwrap()).unwrap();
+        let layout = flat::read_layout(&kept.path.join("flat_layout.json"));
         assert_eq!((&layout["world_size"], &layout["shard_group_size"]), (&json!(3), &json!(1)));
     }
 }
@@ -119,38 +111,6 @@ fn a_cast_changes_the_alignment() {
         let made = desk.make("flatten", &source, name, "--dtype bf16 --series model");
         check_files(&made.path, "flat_bf16", name, &["model"]);
         holds(made.closing(), &["; cast ", " f32->bf16"]);
-    }
-}
-
-/// A state dict in the order of registration and --wrap say as much as the job; only ties and strides lack.
-#[test]
-fn a_state_dict_in_its_order_needs_the_units_alone() {
-    let desk = Desk::new();
-    let source = folder(&desk, "flat3", "views");
-    let whole = desk.make("unshard", &source, "whole.pt", "--series all").path;
-    for (name, more) in [("views", "--use-orig-params"), ("flat", "")] {
-        let made = desk.make("flatten", &whole, name, &format!("--world-size 2 {WRAP} {more}"));
-        let layout: Json = serde_json::from_slice(&fs::read(made.path.join("flat_layout.json")).unwrap()).unwrap();
-        let truth = &Truth::load("flat2/truth").json["flat_layout"][name];
-        let order = |layout: &Json| -> Vec<(Json, Vec<Json>)> {
-            let names = |unit: &Json| unit["params"].as_array().unwrap().iter().map(|p| p["fqn"].clone()).collect();
-            let units = layout["units"].as_array().unwrap().iter();
-            let mut units: Vec<_> = units.map(|unit| (unit["module"].clone(), names(unit))).collect();
-            units.sort_by_key(|(module, _)| module.to_string());
-            units
-        };
-        assert_eq!(order(&layout), order(truth), "{name}");
-        assert_same(&read(&made.path), &read(&source), name);
-    }
-    // With the strides of the job, and its order of units, every byte of tensors is that of PyTorch's files.
-    for name in ["views", "flat"] {
-        let layout = layout_file(&desk, "flat2", name, &format!("{name}.json"));
-        let options = format!("--flat-layout {}", layout.display());
-        for (source, series) in [(&whole, &BOTH[..]), (&full(), &BOTH[..1])] {
-            let at = format!("{name}-{}", series.len());
-            let made = desk.make("flatten", source, &at, &options);
-            check_files(&made.path, "flat2", name, series);
-        }
     }
 }
 
@@ -283,7 +243,7 @@ fn an_order_is_never_guessed() {
 fn what_is_asked_for_must_be_one_thing() {
     let desk = Desk::new();
     let source = folder(&desk, "flat3", "flat");
-    let layout = layout_file(&desk, "flat2", "flat", "layout.json");
+    let layout = layout_file("flat2", "flat");
     let full = full();
     let refuse =
         |source: &Path, options: &str, words: &[&str]| drop(desk.refuse("flatten", source, "x", options, words));
@@ -315,7 +275,7 @@ fn what_is_asked_for_must_be_one_thing() {
 fn a_layout_of_another_model_is_refused() {
     let desk = Desk::new();
     let layout = |change: &dyn Fn(&mut Json)| {
-        let mut layout = Truth::load("flat2/truth").json["flat_layout"]["flat"].clone();
+        let mut layout = flat::layout("flat2", "flat");
         change(&mut layout);
         let path = desk.write("layout.json", &layout.to_string());
         format!("--flat-layout {}", path.display())
@@ -366,7 +326,7 @@ fn files_that_do_not_fit_are_refused_by_every_verb() {
     fs::write(&file, &content[..content.len() / 2]).unwrap();
     check(&short, &["model_world_size_3_rank_1.pt", "cut short", "hint: "]);
     let other = folder(&desk, "flat4", "flat");
-    layout_file(&desk, "flat3", "flat", "flat4.flat/flat_layout.json");
+    fs::copy(layout_file("flat3", "flat"), other.join("flat_layout.json")).unwrap();
     check(&other, &["expected the files of 3 ranks, the world_size of", "found 4"]);
     let bare = desk.path("bare");
     copy_folder(&fixture("flat2/flat"), &bare);

@@ -7,16 +7,15 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
 
-use crate::common::{Tensors, Truth, assert_same, below, copy_folder, fixture, inspect, read};
+use crate::common::flat::copy_with_layout;
+use crate::common::{Tensors, Truth, assert_same, below, fixture, inspect, read};
 use crate::rank_file::Comparison;
 use crate::{Desk, holds};
 
 /// The fixture's files with their flat layout.
 fn folder(desk: &Desk, name: &str) -> PathBuf {
     let path = desk.path(&format!("src-{name}"));
-    copy_folder(&fixture("flat_grads").join(name), &path);
-    let layout = &Truth::load("flat_grads/truth").json["flat_layout"][name];
-    fs::write(path.join("flat_layout.json"), layout.to_string()).unwrap();
+    copy_with_layout("flat_grads", name, &path);
     path
 }
 

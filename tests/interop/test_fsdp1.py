@@ -1,7 +1,6 @@
 """FSDP1's flat parameters: PyTorch loads what dtshard wrote, rank by rank, and trains on."""
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -50,19 +49,9 @@ def test_pytorch_loads_its_own_sharded(tmp_path, case, folder, ranks):
 # ---------------------------------------------------------------------------------------------------
 # dtshard
 
-@pytest.fixture(scope="module")
-def flat_layout(tmp_path_factory):
-    """(case, folder) -> the file that `flat_layout(model, optimizer)` of the live model was written to."""
-    if common.run("flatten", "--help").returncode:
-        pytest.skip("this dtshard has no flatten")
-    root = tmp_path_factory.mktemp("layouts")
-
-    def get(case, folder):
-        path = root / f"{case}-{folder}.json"
-        path.write_text(json.dumps(common.truth(case)[0]["flat_layout"][folder]))
-        return path
-
-    return get
+def flat_layout(case, folder):
+    """The file that `flat_layout(model, optimizer)` of the live model was written to."""
+    return common.source(case, f"{folder}.flat_layout.json")
 
 
 def flatten(source, out, ranks, views, layout, *more):
@@ -84,7 +73,7 @@ def assert_model(found, case):
 @pytest.mark.parametrize("source,ranks,views_from,views_to", [
     (*move, *views) for move in (("flat2", 3), ("flat4", 2), ("flat3", 4))
     for views in itertools.product((True, False), repeat=2)])
-def test_other_ranks(tmp_path, flat_layout, source, ranks, views_from, views_to):
+def test_other_ranks(tmp_path, source, ranks, views_from, views_to):
     """The very tensors PyTorch saves on so many ranks; it goes on from them."""
     folder, target = ("views" if views else "flat" for views in (views_from, views_to))
     # Flat parameters do not tell the order in which an optimizer would number what is in them.
@@ -98,7 +87,7 @@ def test_other_ranks(tmp_path, flat_layout, source, ranks, views_from, views_to)
 @pytest.mark.parametrize("case,folder,ranks", [
     ("flat_mixed", "views", 3), ("flat_mixed", "flat", 3), ("flat_bf16", "views", 3), ("flat_bf16", "flat", 4),
     ("flat2", "groups", 3), ("flat2", "one_file", 4)])
-def test_other_models(tmp_path, flat_layout, case, folder, ranks):
+def test_other_models(tmp_path, case, folder, ranks):
     """Aligned as the forward dtype says; param groups stay apart."""
     views = folder != "flat"
     out = flatten(common.source(case, folder), tmp_path / "out", ranks, views, flat_layout(case, folder))
@@ -106,7 +95,7 @@ def test_other_models(tmp_path, flat_layout, case, folder, ranks):
 
 
 @pytest.mark.parametrize("folder", ["views", "flat"])
-def test_hybrid(tmp_path, flat_layout, folder):
+def test_hybrid(tmp_path, folder):
     """From full to hybrid sharding and back to full, on another number of ranks."""
     views = folder == "views"
     hybrid = flatten(common.source("flat2", folder), tmp_path / "hybrid", 4, views, flat_layout("flat2", folder),
@@ -121,7 +110,7 @@ def test_hybrid(tmp_path, flat_layout, folder):
 
 @pytest.mark.parametrize("folder", ["views", "flat"])
 @pytest.mark.parametrize("kind", ["safetensors", "dcp"])
-def test_from_whole_tensors(tmp_path, flat_layout, kind, folder):
+def test_from_whole_tensors(tmp_path, kind, folder):
     """A model, or model and optimizer, that never saw FSDP1; the order is that of the layout, not of names."""
     info, tensors = common.truth("flat2")
     if kind == "safetensors":
@@ -129,7 +118,7 @@ def test_from_whole_tensors(tmp_path, flat_layout, kind, folder):
         save_file(whole_model("flat2"), source)
     else:
         state = {fqn: {key: tensors[f"optim.state.{fqn}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-                 for fqn in info["flat_layout"]["views"]["optimizer"][0]}
+                 for fqn in generate_fsdp1.read_layout(common.source("flat2", "views"))["optimizer"][0]}
         groups = [{**common.decode(info["param_groups"]["views"])[0], "params": list(state)}]
         source = tmp_path / "dcp"
         tree = {"model": whole_model("flat2"), "optim": {"state": state, "param_groups": groups}}
@@ -140,7 +129,7 @@ def test_from_whole_tensors(tmp_path, flat_layout, kind, folder):
 
 
 @pytest.mark.parametrize("case,folder", LOCAL)
-def test_whole_again(tmp_path, flat_layout, case, folder):
+def test_whole_again(tmp_path, case, folder):
     """unshard, consolidate and verify."""
     source, layout = common.source(case, folder), ("--flat-layout", flat_layout(case, folder))
     common.dtshard("unshard", source, tmp_path / "whole.pt", *layout)
@@ -153,7 +142,7 @@ def test_whole_again(tmp_path, flat_layout, case, folder):
 
 
 @pytest.mark.parametrize("case,folder", LOCAL[:8])
-def test_to_dtensors(tmp_path, flat_layout, case, folder):
+def test_to_dtensors(tmp_path, case, folder):
     """Out of FSDP1: DCP, and a file of DTensors a rank."""
     source, layout = common.source(case, folder), ("--flat-layout", flat_layout(case, folder))
     common.dtshard("reshard", source, tmp_path / "dcp", "--mesh", "fsdp=2", "--to", "dcp", *layout)
@@ -179,7 +168,7 @@ def test_to_dtensors(tmp_path, flat_layout, case, folder):
 
 
 @pytest.mark.parametrize("folder", ["views", "flat"])
-def test_edited_weights_go_back(tmp_path, flat_layout, folder):
+def test_edited_weights_go_back(tmp_path, folder):
     """Edited whole weights, in the flat layout of the checkpoint they came from; the optimizer is carried."""
     info, tensors = common.truth("flat2")
     edited = {**tensors, "model.conv.weight": tensors["model.conv.weight"] + 1, "model.tiny.bias": torch.tensor([5.0])}
@@ -188,13 +177,13 @@ def test_edited_weights_go_back(tmp_path, flat_layout, folder):
     common.dtshard("reshard", tmp_path / "edited.safetensors", out, "--like", source, "--fill-from", source,
                    "--flat-layout", flat_layout("flat2", folder))
     for rank, files in enumerate(fsdp1.load_all(out, 2)):
-        generate_fsdp1.verify_flat_rank(files["model"], files["optim"], rank, info["flat_layout"][folder], edited,
+        generate_fsdp1.verify_flat_rank(files["model"], files["optim"], rank, generate_fsdp1.read_layout(source), edited,
                                         info["param_groups"][folder])
 
 
 @pytest.mark.parametrize("case,folder", [("flat2", "sharded"), ("fsdp1_sharded", "ranks")])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_sharded_tensors(tmp_path, flat_layout, case, folder, ranks):
+def test_sharded_tensors(tmp_path, case, folder, ranks):
     """SHARDED_STATE_DICT: ShardedTensors stay such, and FSDP1 loads model and optimizer."""
     common.dtshard("reshard", common.source(case, folder), tmp_path / "out", "--mesh", f"fsdp={ranks}")
     common.run_ranks(fsdp1.resume_sharded, ranks, tmp_path, {

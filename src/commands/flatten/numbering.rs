@@ -6,29 +6,11 @@
 
 use std::collections::HashSet;
 
-use crate::catalog::flat::{FlatLayout, FlatUnit};
+use crate::catalog::flat::FlatLayout;
 use crate::catalog::optimizer::named_groups;
 use crate::catalog::{Fqn, Value};
 use crate::error::{Error, Result};
 use crate::format::fsdp_flat::order;
-
-/// The optimizer of a layout whose `use_orig_params` is to be false: flat parameters, in the order of their units. That of
-/// the root is registered first, whichever unit the first parameter of the model is in. `None` where one would be
-/// in two groups, which is for those to refuse that know the optimizer.
-pub fn of_flat_parameters(layout: &FlatLayout) -> Option<Vec<Vec<Fqn>>> {
-    let groups = layout.optimizer.as_ref()?;
-    if !layout.use_orig_params {
-        return Some(groups.clone());
-    }
-    let keys = |group: &Vec<Fqn>| {
-        let members: HashSet<&Fqn> = group.iter().collect();
-        let has = |unit: &&FlatUnit| unit.params.iter().any(|param| members.contains(&param.fqn));
-        layout.units.iter().filter(has).map(FlatUnit::key).collect()
-    };
-    let keys: Vec<Vec<Fqn>> = groups.iter().map(keys).collect();
-    let mut seen = HashSet::new();
-    keys.iter().flatten().all(|key| seen.insert(key)).then_some(keys)
-}
 
 /// The optimizer of a layout whose `use_orig_params` is to be true, from the names in a state dict and the order of
 /// the model, where one is known.
@@ -65,28 +47,4 @@ pub fn of_parameters(layout: &FlatLayout, state: &Value, order: Option<&[Fqn]>) 
         }
     }
     Ok(Some(groups))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::catalog::flat::FlatParam;
-
-    /// As with a wrapped embedding, and a norm of the root unit behind it.
-    #[test]
-    fn the_flat_parameter_of_the_root_is_the_first() {
-        let unit = |module: &str, fqn: &str| FlatUnit {
-            align_numel: Some(4),
-            params: vec![FlatParam { fqn: fqn.into(), shape: [4].as_slice().into(), stride: None }],
-            ..FlatUnit::new(module, None)
-        };
-        let layout = FlatLayout {
-            world_size: 2,
-            shard_group_size: 2,
-            use_orig_params: true,
-            units: vec![unit("", "norm.weight"), unit("emb", "emb.weight")],
-            optimizer: Some(vec![vec!["emb.weight".into(), "norm.weight".into()]]),
-        };
-        assert_eq!(of_flat_parameters(&layout), Some(vec![vec!["_flat_param".into(), "emb._flat_param".into()]]));
-    }
 }

@@ -119,7 +119,7 @@ impl Wish {
             ));
         }
         let optimizer = match (use_orig_params, &self.numbered) {
-            (false, _) => numbering::of_flat_parameters(&base),
+            (false, _) => base.optimizer_of_units(),
             (true, Some(groups)) => Some(groups.clone()),
             (true, None) => {
                 let order = Self::order(source);

@@ -27,7 +27,7 @@ pub fn check(state: &FlatState, layout: &FlatLayout, source: &str) -> Result<()>
     let flats: Vec<(&FlatUnit, FlatParameter)> = layout.units.iter().map(|unit| (unit, layout.flat(unit))).collect();
     check_order(state, layout, misfit)?;
     for rank in &state.ranks {
-        check_rank(rank, layout, &flats, source)?;
+        check_rank(rank, layout, &flats, Misfit { file: &rank.at, source })?;
     }
     Ok(())
 }
@@ -50,8 +50,12 @@ fn check_order(state: &FlatState, layout: &FlatLayout, misfit: Misfit<'_>) -> Re
     Ok(())
 }
 
-fn check_rank(rank: &RankState, layout: &FlatLayout, flats: &[(&FlatUnit, FlatParameter)], source: &str) -> Result<()> {
-    let misfit = Misfit { file: &rank.at, source };
+fn check_rank(
+    rank: &RankState,
+    layout: &FlatLayout,
+    flats: &[(&FlatUnit, FlatParameter)],
+    misfit: Misfit<'_>,
+) -> Result<()> {
     let bad = |at: &str, expected: String, found: String| Err(misfit.error(at, expected, found));
     if rank.rank >= layout.world_size {
         let expected = format!("a rank below {}, the world_size", layout.world_size);
@@ -85,7 +89,7 @@ fn check_rank(rank: &RankState, layout: &FlatLayout, flats: &[(&FlatUnit, FlatPa
     let shard = layout.shard_of(rank.rank);
     for (unit, flat) in flats {
         if let Some(part) = rank.flats.get(&unit.module) {
-            check_part(rank, part, layout, unit, flat, source)?;
+            check_part(rank.rank, part, layout, (unit, flat), misfit)?;
         }
         if layout.use_orig_params {
             check_views(rank, unit, flat, shard, misfit)?;
@@ -97,17 +101,15 @@ fn check_rank(rank: &RankState, layout: &FlatLayout, flats: &[(&FlatUnit, FlatPa
     Ok(())
 }
 
+/// What a rank has of a flat parameter is the shard that the layout gives it.
 fn check_part(
-    rank: &RankState,
+    rank: u32,
     part: &FlatPart,
     layout: &FlatLayout,
-    unit: &FlatUnit,
-    flat: &FlatParameter,
-    source: &str,
+    (unit, flat): (&FlatUnit, &FlatParameter),
+    misfit: Misfit<'_>,
 ) -> Result<()> {
-    let at = part.key.as_str();
-    let misfit = Misfit { file: &rank.at, source };
-    let bad = |expected: String, found: String| Err(misfit.error(at, expected, found));
+    let bad = |expected: String, found: String| Err(misfit.error(part.key.as_str(), expected, found));
     let expected = (layout.shard_group_size, layout.world_size);
     if let Some(found) = part.sizes.filter(|found| *found != expected) {
         let sizes = |(group, world)| format!("shards over {group} of {world} ranks");
@@ -118,22 +120,26 @@ fn check_part(
     }
     let align = if layout.use_orig_params { unit.align_numel() } else { None };
     totals::check(misfit, unit, align, u64::from(layout.shard_group_size), part.total)?;
-    let range = flat.shard(layout.shard_of(rank.rank));
+    let range = flat.shard(layout.shard_of(rank));
     let found = part.stretch.as_ref().map_or(range.start..range.start, |(found, _)| found.clone());
     if found != range {
         return bad(
-            format!("elements {} to {} on rank {}", range.start, range.end, rank.rank),
+            format!("elements {} to {} on rank {rank}", range.start, range.end),
             format!("{} to {}", found.start, found.end),
         );
     }
-    let listed = (0..flat.shards()).map(|shard| flat.shard(shard)).take_while(|range| !range.is_empty());
-    let mut found = part.listed.iter().filter(|region| region.numel() > 0);
-    let same = listed.into_iter().all(|range| found.next().is_some_and(|region| *region == region_of(&range)));
-    if !same || found.next().is_some() {
+    if !lists_shards(part, flat) {
         let lens: Vec<String> = part.listed.iter().map(ToString::to_string).collect();
         return bad(format!("shards of {} elements", flat.shard_len()), first_of(&lens, NAMES_SHOWN));
     }
     Ok(())
+}
+
+/// Whether it says of all ranks what each has.
+fn lists_shards(part: &FlatPart, flat: &FlatParameter) -> bool {
+    let shards = (0..flat.shards()).map(|shard| flat.shard(shard)).take_while(|range| !range.is_empty());
+    let listed = part.listed.iter().filter(|region| region.numel() > 0).cloned();
+    listed.eq(shards.map(|range| region_of(&range)))
 }
 
 fn region_of(range: &Range<u64>) -> Region {

@@ -63,29 +63,18 @@ pub fn read(
     knowledge: &FlatKnowledge,
 ) -> Result<Unflattened> {
     let mut found = Unflattened::default();
-    let mut states: Vec<(usize, FlatState)> = Vec::new();
-    let mut optimizers: Vec<(usize, state::Path)> = Vec::new();
-    let mut grads: Vec<(usize, state::Path)> = Vec::new();
-    for (index, own) in series.iter().enumerate() {
-        states.extend(survey(&own.files)?.into_iter().map(|state| (index, state)));
-        optimizers.extend(optimizer::find(&own.files).into_iter().map(|path| (index, path)));
-        grads.extend(gradients::find(own).into_iter().map(|path| (index, path)));
-    }
-    let may_be_flat = |(index, at): &(usize, state::Path)| optimizer::may_be_flat(&series[*index].files, at);
-    let alone = states.is_empty() && (!grads.is_empty() || optimizers.iter().any(may_be_flat));
-    let beside: Vec<FlatState> = match alone.then(model_beside).transpose()? {
+    let candidates = Candidates::find(series)?;
+    let beside: Vec<FlatState> = match candidates.lack_model(series).then(model_beside).transpose()? {
         Some(Some(files)) => survey(&files)?,
         _ => Vec::new(),
     };
-    let all: Vec<&FlatState> = states.iter().map(|(_, state)| state).chain(&beside).collect();
+    let all: Vec<&FlatState> = candidates.states.iter().map(|(_, state)| state).chain(&beside).collect();
     found.any = !all.is_empty();
     let known = Known::find(folder, knowledge, &all)?;
     if all.is_empty() {
-        let is_state = |index| optimizers.iter().chain(&grads).any(|(own, _)| *own == index);
-        let without_model = (0..series.len()).all(is_state);
         match &known {
             // Under NO_SHARD, parameters are whole.
-            Known::Document { layout, .. } if layout.shard_group_size == 1 || without_model => {}
+            Known::Document { layout, .. } if layout.shard_group_size == 1 || candidates.are_without_model(series) => {}
             // It says how to write.
             Known::Document { given: true, .. } => return Ok(found),
             Known::Document { path, .. } => {
@@ -101,24 +90,8 @@ pub fn read(
     for state in &all {
         check::check(state, &layout, &source)?;
     }
-    for (index, state) in &states {
-        unflatten::unflatten(&mut series[*index].files, state, &layout);
-    }
     let default = default_order(all.first().copied(), &layout);
-    for (index, at) in &optimizers {
-        let files = &mut series[*index].files;
-        match optimizer::unflatten(files, at, &layout, default.as_deref()) {
-            Ok(names) => layout.optimizer = Some(names),
-            Err(Error::Unsupported { what, .. }) if knowledge.raw => {
-                optimizer::drop_state(files, at);
-                found.warnings.push(format!("{what}: its state is left out"));
-            }
-            Err(error) => return Err(error),
-        }
-    }
-    for (index, at) in &grads {
-        gradients::unflatten(&mut series[*index].files, at, &layout)?;
-    }
+    found.warnings.extend(candidates.unflatten(series, &mut layout, default.as_deref(), knowledge)?);
     match known {
         Known::Nothing => found.warnings.push(format!("{}: {}", folder.display(), raw_warning(&layout))),
         Known::Like(like) => {
@@ -129,6 +102,67 @@ pub fn read(
         Known::Document { .. } => found.layout = Some(layout),
     }
     Ok(found)
+}
+
+/// Where in the files something may be of flat parameters, each with the number of its series.
+struct Candidates {
+    states: Vec<(usize, FlatState)>,
+    optimizers: Vec<(usize, state::Path)>,
+    gradients: Vec<(usize, state::Path)>,
+}
+
+impl Candidates {
+    fn find(series: &[SeriesFiles]) -> Result<Self> {
+        let mut candidates = Self { states: Vec::new(), optimizers: Vec::new(), gradients: Vec::new() };
+        for (index, own) in series.iter().enumerate() {
+            candidates.states.extend(survey(&own.files)?.into_iter().map(|state| (index, state)));
+            candidates.optimizers.extend(optimizer::find(&own.files).into_iter().map(|path| (index, path)));
+            candidates.gradients.extend(gradients::find(own).into_iter().map(|path| (index, path)));
+        }
+        Ok(candidates)
+    }
+
+    /// Whether there is something that only flat parameters beside it would explain.
+    fn lack_model(&self, series: &[SeriesFiles]) -> bool {
+        let may_be_flat = |(index, at): &(usize, state::Path)| optimizer::may_be_flat(&series[*index].files, at);
+        self.states.is_empty() && (!self.gradients.is_empty() || self.optimizers.iter().any(may_be_flat))
+    }
+
+    /// Whether every series has state or gradients.
+    fn are_without_model(&self, series: &[SeriesFiles]) -> bool {
+        let has_some = |index| self.optimizers.iter().chain(&self.gradients).any(|(own, _)| *own == index);
+        (0..series.len()).all(has_some)
+    }
+
+    /// Put parameters in the place of flat ones everywhere; gives what to tell the user. What the optimizer numbers is
+    /// part of the layout from then on.
+    fn unflatten(
+        &self,
+        series: &mut [SeriesFiles],
+        layout: &mut FlatLayout,
+        default: Option<&[Fqn]>,
+        knowledge: &FlatKnowledge,
+    ) -> Result<Vec<String>> {
+        let mut warnings = Vec::new();
+        for (index, state) in &self.states {
+            unflatten::unflatten(&mut series[*index].files, state, layout);
+        }
+        for (index, at) in &self.optimizers {
+            let files = &mut series[*index].files;
+            match optimizer::unflatten(files, at, layout, default) {
+                Ok(names) => layout.optimizer = Some(names),
+                Err(Error::Unsupported { what, .. }) if knowledge.raw => {
+                    optimizer::drop_state(files, at);
+                    warnings.push(format!("{what}: its state is left out"));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        for (index, at) in &self.gradients {
+            gradients::unflatten(&mut series[*index].files, at, layout)?;
+        }
+        Ok(warnings)
+    }
 }
 
 /// What was concluded from totals and equal values.

@@ -1,0 +1,30 @@
+//! The fixtures with flat parameters of FSDP1, and the flat layouts that lie beside their folders.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value as Json;
+
+use super::{copy_folder, fixture};
+
+/// Options of `flatten`: the units of the fixtures' model, and its buffers, for a state dict in its order.
+pub const WRAP: &str = "--wrap layers.* --wrap layers.1.inner --wrap tiny --buffers freqs --buffers **.scale";
+
+/// What the live model of a fixture said of its flat layout.
+pub fn layout_file(case: &str, name: &str) -> PathBuf {
+    fixture(case).join(format!("{name}.flat_layout.json"))
+}
+
+pub fn layout(case: &str, name: &str) -> Json {
+    read_layout(&layout_file(case, name))
+}
+
+pub fn read_layout(path: &Path) -> Json {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+/// A copy of a fixture's folder with the flat layout of one of that case beside its files.
+pub fn copy_with_layout(case: &str, name: &str, to: &Path) {
+    copy_folder(&fixture(case).join(name), to);
+    fs::copy(layout_file(case, name), to.join("flat_layout.json")).unwrap();
+}
