@@ -10,7 +10,7 @@ use super::Status;
 use super::conflicts::Ranks;
 use super::consolidate::check_tied;
 use super::convert::{Conversion, convert, target_format};
-use super::parts::{carry_along, check_room, parts};
+use super::parts::{Target, carry_along, check_room, parts};
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
@@ -20,7 +20,9 @@ use crate::cli::{ConvertArgs, Flatten};
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::exec::{Silent, compare};
+use crate::format::fsdp_flat::{FlatTarget, Survey};
 use crate::format::{Format, fsdp_flat};
+use crate::layout::Rank;
 pub use target::{Group, Wish};
 
 pub fn run(args: &Flatten, printer: &Printer) -> Result<Status> {
@@ -62,24 +64,31 @@ pub fn perform(wish: &Wish, args: &ConvertArgs, source: &mut Source, run: &Run<'
 }
 
 /// Lay out every series of the source, once it is certain that nothing is lost: what has one place in a flat parameter
-/// must be the same under all of its names.
+/// must be the same under all of its names. What the optimizer numbers goes into the layout beside the files, whatever
+/// told it here.
 pub fn reserve(source: &Source, layout: &FlatLayout, run: &Run<'_>) -> Result<Reservation> {
     let wanted = &source.wanted.catalog;
     let root = model::model_root(&wanted.state);
     let gradients = model::gradients_root(&wanted.state, &root);
-    let mut whole = Reservation::default();
-    for part in parts(source, Format::FsdpFlat) {
-        let names = part.names.as_ref().expect("rank files have names");
-        let within = |path: &Path| path.0.strip_prefix(part.at.0.as_slice()).map(|rest| Path(rest.to_vec()));
-        let target = fsdp_flat::FlatTarget {
-            layout,
-            model: within(&root),
-            gradients: gradients.as_ref().and_then(within),
-            name: &|rank| PathBuf::from(names.render(rank.0, layout.world_size)),
-        };
-        for (kept, other) in fsdp_flat::merged(wanted, &part.state, &target)? {
+    let parts = parts(source, Format::FsdpFlat);
+    let within = |path: &Path, at: &Path| path.0.strip_prefix(at.0.as_slice()).map(|rest| Path(rest.to_vec()));
+    let model = |part: &Target| within(&root, &part.at);
+    let gradients = |part: &Target| gradients.as_ref().and_then(|path| within(path, &part.at));
+    let mut layout = layout.clone();
+    for part in &parts {
+        let name = &|_: Rank| PathBuf::new();
+        let target = FlatTarget { layout: &layout, model: model(part), gradients: gradients(part), name };
+        let Survey { merged, numbered } = fsdp_flat::survey(wanted, &part.state, &target)?;
+        for (kept, other) in merged {
             require_same(source, kept, other, run)?;
         }
+        layout.optimizer = layout.optimizer.or(numbered);
+    }
+    let mut whole = Reservation::default();
+    for part in &parts {
+        let names = part.names.as_ref().expect("rank files have names");
+        let name = &|rank: Rank| PathBuf::from(names.render(rank.0, layout.world_size));
+        let target = FlatTarget { layout: &layout, model: model(part), gradients: gradients(part), name };
         whole.append(&part.folder, fsdp_flat::reserve(wanted, &part.state, target)?);
     }
     Ok(whole)

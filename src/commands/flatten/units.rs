@@ -159,7 +159,8 @@ fn divide<'a>(model: &Ordered<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Patte
         }
         let is_trained = trained.as_ref().map(|names| names.contains(fqn));
         let last = fqn.as_str().rsplit('.').next().unwrap_or_default();
-        if is_trained != Some(true) && BUFFERS.contains(&last) {
+        // FSDP1 has no parameters without dims.
+        if is_trained != Some(true) && (BUFFERS.contains(&last) || entry.shape.is_empty()) {
             taken_for_buffers.push(fqn.as_str());
             continue;
         }
@@ -182,7 +183,7 @@ fn divide<'a>(model: &Ordered<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Patte
     }
     if !taken_for_buffers.is_empty() {
         let number = count(taken_for_buffers.len(), "tensor");
-        divided.notes.push(format!("{number} taken for buffers by name: {}", some_of(&taken_for_buffers, NAMES_SHOWN)));
+        divided.notes.push(format!("{number} taken for buffers: {}", some_of(&taken_for_buffers, NAMES_SHOWN)));
     }
     if trained.is_none() {
         let number = count(divided.parameters.len(), "tensor");

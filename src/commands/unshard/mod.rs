@@ -9,9 +9,9 @@ use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
 use super::{Status, check_flat};
-use crate::catalog::path;
+use crate::catalog::{model, path};
 use crate::cli::Unshard;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::format::{Format, SeriesChoice, Want, safetensors, torch};
 use crate::select::{Root, Wrappers};
@@ -28,6 +28,12 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
     let like = args.shapes.like.as_deref();
     let mut source = Source::open(&args.convert, like, defaults, &run)?;
     check_flat(&args.convert.source, like, &[&source.checkpoint])?;
+    if args.with_grads && !has_gradients(&source) {
+        return Err(Error::usage(
+            "--with-grads: there are no gradients",
+            "they are a subtree or a series of rank files called grads or gradients; leave it out",
+        ));
+    }
     let in_rank_files = args.all_ranks || !args.unit.is_empty();
     source.settle(args.convert.checks, if in_rank_files { Ranks::Apart } else { Ranks::Together }, &run)?;
     let destination = args.convert.dst.as_deref();
@@ -61,4 +67,9 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
     };
     let conversion = Conversion { source: &source, reservation, carried: Vec::new(), shape, to, tied, notes };
     convert(&conversion, &args.convert, &run)
+}
+
+fn has_gradients(source: &Source) -> bool {
+    let state = &source.wanted.catalog.state;
+    model::gradients_root(state, &model::model_root(state)).is_some()
 }

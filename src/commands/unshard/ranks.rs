@@ -184,5 +184,8 @@ impl Patterns {
 }
 
 fn no_such_unit(pattern: &str, names: &[String]) -> Error {
-    Error::usage(format!("--unit {pattern}: no module has a path like that"), nearest::hint(pattern, names))
+    Error::usage(
+        format!("--unit {pattern}: no unit or module that is sharded has a path like that"),
+        nearest::hint(pattern, names),
+    )
 }

@@ -10,4 +10,4 @@ mod write;
 
 pub use read::{SeriesFiles, Unflattened, read};
 pub use snippet::refuse;
-pub use write::{FlatTarget, merged, reserve};
+pub use write::{FlatTarget, Survey, reserve, survey};

@@ -150,11 +150,11 @@ impl Numbered {
             (Some(groups), ..) => groups.clone(),
             (None, Some(default), [_]) => vec![default.to_vec()],
             (None, ..) => {
-                return Err(refuse(format!(
-                    "{}: which parameters its {} groups hold is not known",
-                    shown(at),
-                    counts.len()
-                )));
+                return Err(Error::unsupported(
+                    format!("{}: which parameters its {} groups hold is not known", shown(at), counts.len()),
+                    "a flat layout with `optimizer` tells, as flat_layout(model, optimizer) of docs/fsdp1.md makes it; \
+                     --series model leaves the optimizer out",
+                ));
             }
         };
         let own: Vec<usize> = names.iter().map(Vec::len).collect();

@@ -20,6 +20,16 @@ pub enum Member {
     Unit(usize),
 }
 
+impl Member {
+    /// The name of the parameter, or the key of the flat one.
+    pub fn name(self, plan: &Plan<'_>) -> Fqn {
+        match self {
+            Self::Parameter(at) => plan.param(at).fqn.clone(),
+            Self::Unit(unit) => plan.layout.units[unit].key(),
+        }
+    }
+}
+
 pub struct SourceOptimizer<'v> {
     /// For messages.
     path: &'v Path,
@@ -188,30 +198,62 @@ impl<'v> SourceOptimizer<'v> {
 }
 
 /// The parameters behind the numbers of a plain `optimizer.state_dict()`, where it has numbers.
-struct Numbers(Option<Vec<Option<At>>>);
+struct Numbers(HashMap<i64, At>);
 
 impl Numbers {
     fn new(dict: &Dict, stored: &[(Value, Value)], listed: &[Value], names: &Names<'_>, plan: &Plan<'_>) -> Self {
         let is_number = |key: &Value| matches!(key, Value::Int(_));
-        let mut params = listed.iter().filter_map(|group| match group.as_dict()?.get(PARAMS)? {
-            Value::List(params) => Some(params),
-            _ => None,
-        });
-        let numbered =
-            stored.iter().any(|(key, _)| is_number(key)) || params.any(|params| params.iter().any(is_number));
+        let groups: Vec<(&Dict, &[Value])> = (listed.iter())
+            .filter_map(|group| match (group.as_dict()?, group.as_dict()?.get(PARAMS)?) {
+                (options, Value::List(params)) => Some((options, params.as_slice())),
+                _ => None,
+            })
+            .collect();
+        let numbered = stored.iter().any(|(key, _)| is_number(key))
+            || groups.iter().any(|(_, params)| params.iter().any(is_number));
         if !numbered {
-            return Self(None);
+            return Self(HashMap::new());
         }
         // The layout tells parameters from buffers.
         let is_parameter = |fqn: &Fqn| names.find(fqn.as_str()).is_some_and(|at| plan.param(at).fqn == *fqn);
-        let known = optimizer::numbered_parameters(plan.source, &Value::Dict(dict.clone()), &is_parameter);
-        Self(known.map(|known| known.iter().map(|(fqn, _)| names.find(fqn.as_str())).collect()))
+        let in_order = || {
+            let known = optimizer::numbered_parameters(plan.source, &Value::Dict(dict.clone()), &is_parameter)?;
+            let known = (0..).zip(known);
+            Some(known.filter_map(|(number, (fqn, _))| Some((number, names.find(fqn.as_str())?))).collect())
+        };
+        Self(named(&groups, names).or_else(|| listed_alike(&groups, names, plan)).or_else(in_order).unwrap_or_default())
     }
 
     fn get(&self, path: &Path, number: i64) -> Result<At> {
-        let known = self.0.as_ref().and_then(|known| *known.get(usize::try_from(number).ok()?)?);
-        known.ok_or_else(|| unknown(path, &format!("number {number}")))
+        self.0.get(&number).copied().ok_or_else(|| unknown(path, &format!("number {number}")))
     }
+}
+
+/// Optimizers of named parameters have the names beside the numbers.
+fn named(groups: &[(&Dict, &[Value])], names: &Names<'_>) -> Option<HashMap<i64, At>> {
+    let mut known = HashMap::new();
+    for (options, params) in groups {
+        let Some(Value::List(own)) = options.get(PARAM_NAMES) else { return None };
+        if own.len() != params.len() {
+            return None;
+        }
+        for (number, name) in params.iter().zip(own) {
+            known.insert(number.as_i64()?, names.find(name.as_str()?)?);
+        }
+    }
+    Some(known)
+}
+
+/// Several groups that have as many parameters each as those of the layout are those. One group has all of them, in an
+/// order that shapes can confirm.
+fn listed_alike(groups: &[(&Dict, &[Value])], names: &Names<'_>, plan: &Plan<'_>) -> Option<HashMap<i64, At>> {
+    let listed = plan.layout.optimizer.as_ref().filter(|_| plan.layout.use_orig_params && groups.len() > 1)?;
+    let sizes = groups.iter().map(|(_, params)| params.len());
+    if !sizes.eq(listed.iter().map(Vec::len)) {
+        return None;
+    }
+    let pairs = groups.iter().flat_map(|(_, params)| *params).zip(listed.iter().flatten());
+    pairs.map(|(number, fqn)| Some((number.as_i64()?, names.find(fqn.as_str())?))).collect()
 }
 
 pub fn of_member(member: Member, plan: &Plan<'_>) -> Vec<At> {
@@ -239,7 +281,8 @@ pub fn unknown(path: &Path, name: &str) -> Error {
     Error::unsupported(
         format!("{}optimizer state of {name}, which is not known to be a parameter of the flat layout", prefix(path)),
         "the flat layout must be that of this very model; optimizer.state_dict() without names tells parameters only \
-         where there is one reading, for which --buffers PATTERN may have to say what is none",
+         where there is one reading, for which --buffers PATTERN may have to say what is none; several groups have to be \
+         in the `optimizer` of a flat layout with use_orig_params",
     )
 }
 

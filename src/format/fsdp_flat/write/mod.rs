@@ -29,7 +29,7 @@ use crate::catalog::flat::FlatLayout;
 use crate::catalog::model::is_beside;
 use crate::catalog::path::key_text;
 use crate::catalog::{
-    Catalog, ChunkTable, Dict, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
+    Catalog, ChunkTable, Dict, Fqn, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
 };
 use crate::error::{Error, Result};
 use crate::format::zip::Frames;
@@ -86,13 +86,22 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
     Ok(reservation)
 }
 
-/// Tensors of the source that become one, what is kept and what must be equal to it: tied parameters that the source has
-/// apart, and scalars of optimizer state, of which a flat parameter has one.
+/// What is to be known of a part before any is laid out.
+pub struct Survey {
+    /// Tensors of the source that become one, what is kept and what must be equal to it: tied parameters that the source
+    /// has apart, and scalars of optimizer state, of which a flat parameter has one.
+    pub merged: Vec<(TensorId, TensorId)>,
+    /// What an optimizer in it will number, group by group.
+    pub numbered: Option<Vec<Vec<Fqn>>>,
+}
+
+/// Look at a part of the state dict.
 ///
 /// # Errors
 /// As [`reserve`].
-pub fn merged(source: &Catalog, state: &Value, target: &FlatTarget<'_>) -> Result<Vec<(TensorId, TensorId)>> {
-    Ok(Planned::new(source, state, target)?.plan.merged)
+pub fn survey(source: &Catalog, state: &Value, target: &FlatTarget<'_>) -> Result<Survey> {
+    let Plan { merged, numbered, .. } = Planned::new(source, state, target)?.plan;
+    Ok(Survey { merged, numbered })
 }
 
 /// The tree that every rank's file has, with numbers of items for tensors.

@@ -48,7 +48,7 @@ pub fn plan(model: &Dict, names: &Names<'_>, plan: &mut Plan<'_>, notes: &mut Ve
     plan.merged.extend(ties);
     plan.dtypes = Some(units.iter().map(|unit| unit.dtype).collect());
     add_missing_names(&mut entries, plan, names);
-    notes.extend(tell_others(&entries, plan, &units));
+    notes.extend(tell_others(&entries));
 
     let flats = FlatParameters::new(plan, units)?;
     let (before, after) = flats.places(&entries, plan);
@@ -82,28 +82,11 @@ fn add_missing_names(entries: &mut Vec<(String, Entry<'_>)>, plan: &Plan<'_>, na
     }
 }
 
-/// What is not in the layout is taken for buffers; one that looks like a parameter may be tied to it.
-fn tell_others(entries: &[(String, Entry<'_>)], plan: &Plan<'_>, units: &[UnitTensors]) -> Option<String> {
-    let others: Vec<(&str, TensorId)> = entries
-        .iter()
-        .filter_map(|(name, entry)| match entry {
-            Entry::Other(id) => Some((name.as_str(), *id)),
-            _ => None,
-        })
-        .collect();
-    if others.is_empty() {
-        return None;
-    }
-    let kind = |id: TensorId| {
-        let entry = plan.source.tensor(id);
-        (entry.dtype, entry.shape.clone())
-    };
-    let kinds: HashSet<_> = units.iter().flat_map(|unit| &unit.tensors).map(|id| kind(*id)).collect();
-    let alike = |id: TensorId| plan.source.tensor(id).dtype.is_float() && kinds.contains(&kind(id));
-    let suspect = others.iter().find(|(_, id)| alike(*id));
-    let doubt = suspect.map(|(name, _)| format!("; {name} is like a parameter: tied to one?")).unwrap_or_default();
-    let what = if others.len() == 1 { "tensor that is no parameter" } else { "tensors that are no parameters" };
-    Some(format!("{} {what}: whole on every rank{doubt}", others.len()))
+/// What is not in the layout is taken for buffers.
+fn tell_others(entries: &[(String, Entry<'_>)]) -> Option<String> {
+    let others = entries.iter().filter(|(_, entry)| matches!(entry, Entry::Other(_))).count();
+    let what = if others == 1 { "tensor that is no parameter" } else { "tensors that are no parameters" };
+    (others > 0).then(|| format!("{others} {what}: whole on every rank"))
 }
 
 /// The storages of the units' shards.

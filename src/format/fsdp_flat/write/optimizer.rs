@@ -27,6 +27,9 @@ pub fn is_optimizer(dict: &Dict) -> bool {
 pub fn plan(dict: &Dict, path: &Path, names: &Names<'_>, plan: &mut Plan<'_>) -> Result<Value> {
     let source = SourceOptimizer::read(dict, path, names, plan)?;
     let groups = source.target_groups(names, plan)?;
+    let numbered = groups.iter().map(|(_, members)| members.iter().map(|member| member.name(plan)).collect());
+    let numbered = numbered.collect();
+    plan.numbered.get_or_insert(numbered);
     let mut states = Vec::new();
     let mut written = Vec::new();
     let mut next = 0;
@@ -52,11 +55,7 @@ pub fn plan(dict: &Dict, path: &Path, names: &Names<'_>, plan: &mut Plan<'_>) ->
 }
 
 fn write_group(options: &Dict, numbers: std::ops::Range<i64>, members: &[Member], plan: &mut Plan<'_>) -> Value {
-    let name = |member: &Member| match member {
-        Member::Parameter(at) => plan.param(*at).fqn.to_string(),
-        Member::Unit(unit) => plan.layout.units[*unit].key().to_string(),
-    };
-    let names: Vec<Value> = members.iter().map(|member| Value::Str(name(member))).collect();
+    let names: Vec<Value> = members.iter().map(|member| Value::Str(member.name(plan).to_string())).collect();
     let entries = options.entries.iter().map(|(key, value)| {
         let value = match key.as_str() {
             Some(PARAMS) => Value::List(numbers.clone().map(Value::Int).collect()),

@@ -122,10 +122,14 @@ pub fn find(
 fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {
     const SHOWN: usize = 3;
     let what = if missing.len() == 1 { "a parameter" } else { "parameters" };
+    let wrapped = format!(".{}", missing[0]);
     let hint = if model.keys().any(|name| name.ends_with(FLAT_PARAM)) {
-        "SRC has flat parameters; give the layout they were made with"
+        String::from("SRC has flat parameters; give the layout they were made with")
+    } else if let Some(found) = model.keys().filter(|name| name.ends_with(&wrapped)).min_by_key(|name| name.len()) {
+        let before = found[..=found.len() - wrapped.len()].replace('.', r"\.");
+        format!(r"SRC has {found}: --rename '\b{before}=' cuts what is before the name")
     } else {
-        "the flat layout must be that of this very model, with names as in its state dict"
+        String::from("the flat layout must be that of this very model, with names as in its state dict")
     };
     Error::unsupported(
         format!(

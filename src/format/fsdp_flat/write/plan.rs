@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit};
-use crate::catalog::{Catalog, ChunkTable, Dtype, TensorId, Value};
+use crate::catalog::{Catalog, ChunkTable, Dtype, Fqn, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::layout::flat::FlatParameter;
 
@@ -89,6 +89,8 @@ pub struct Plan<'a> {
     pub dtypes: Option<Vec<Dtype>>,
     /// Tensors of the source of which one is written: that one, and what must be equal to it.
     pub merged: Vec<(TensorId, TensorId)>,
+    /// What the optimizer that was planned first numbers, group by group.
+    pub numbered: Option<Vec<Vec<Fqn>>>,
 }
 
 /// Elements that 16 bytes hold at most.
@@ -107,7 +109,7 @@ impl<'a> Plan<'a> {
             if let Some(FlatParam { fqn, .. }) = unit.params.iter().find(|param| param.shape.is_empty()) {
                 return Err(Error::unsupported(
                     format!("{}: {fqn} has no dims", unit.describe()),
-                    "FSDP1 wraps no scalar parameters; make it a tensor of one dim",
+                    "FSDP1 wraps no scalar parameters; a buffer is no part of a flat layout",
                 ));
             }
         }
@@ -121,6 +123,7 @@ impl<'a> Plan<'a> {
             whole: HashMap::new(),
             dtypes: None,
             merged: Vec::new(),
+            numbered: None,
         })
     }
 
