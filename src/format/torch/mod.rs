@@ -2,6 +2,7 @@
 //!
 //! Source of the layout: `torch/serialization.py`; of what is in it: `torch/_utils.py`, `torch/distributed/tensor`.
 
+mod disjoint;
 pub mod load;
 mod mesh;
 pub mod ranks;
@@ -41,9 +42,9 @@ pub fn read(files: &mut Files, paths: &[PathBuf], unknown: Unknown) -> Result<Ca
         loaded.push(ranks::RankFile { rank: None, path: path.clone(), contents });
     }
     let dropped = dropped(&loaded);
-    let mut catalog = match loaded.len() {
-        1 => ranks::single(loaded.pop().expect("one file"))?,
-        _ => ranks::disjoint(loaded)?,
+    let mut catalog = match loaded.as_slice() {
+        [only] => ranks::single(only)?,
+        several => disjoint::disjoint(several)?,
     };
     catalog.dropped = dropped;
     Ok(catalog)

@@ -1,0 +1,46 @@
+//! Files that hold different tensors of one flat state dict, as `save_pretrained` cuts large models.
+//!
+//! Invariant: every name is in one file.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use super::ranks::{RankFile, single};
+use crate::catalog::path::key_text;
+use crate::catalog::{Catalog, Dict, Fqn, Value};
+use crate::error::{Error, Result};
+
+/// The catalog of all of them.
+///
+/// # Errors
+/// `Conflict` where two files hold the same name.
+pub fn disjoint(files: &[RankFile]) -> Result<Catalog> {
+    let mut catalog = Catalog::empty();
+    let mut entries: Vec<(Value, Value)> = Vec::new();
+    let mut owners: HashMap<Box<str>, PathBuf> = HashMap::new();
+    for file in files {
+        let own = single(file)?;
+        let Value::Dict(dict) = own.state else {
+            let found = own.state.type_name().into_owned();
+            return Err(Error::malformed(&file.path, "the pickled object", "a state dict", found));
+        };
+        let shift = u32::try_from(catalog.tensors.len()).expect("fewer than 2^32 tensors");
+        catalog.tensors.extend(own.tensors);
+        catalog.archives.extend(own.archives);
+        for (key, mut value) in dict.entries {
+            let name = key_text(&key);
+            if let Some(other) = owners.insert(name.clone(), file.path.clone()) {
+                let between = format!("{} and {}", other.display(), file.path.display());
+                return Err(Fqn::from(name).disagreement(
+                    "presence",
+                    between,
+                    "each file of the set must hold its own",
+                ));
+            }
+            value.shift_tensors(shift);
+            entries.push((key, value));
+        }
+    }
+    catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
+    Ok(catalog)
+}
