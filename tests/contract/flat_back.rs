@@ -79,7 +79,7 @@ fn some_units_are_whole_and_the_rest_is_read_again() {
         let again = desk.make("unshard", &made.path, &format!("{name}-again.pt"), "");
         assert!(!again.run.stderr.contains("warning"), "{}", again.run.stderr);
         assert_same(&again.tensors(), &below("model.", &read(&source)), "all units");
-        let words = ["--unit layers.7: no module has a path like that", "layers.0, layers.1"];
+        let words = ["--unit layers.7: no sharded module has a path like that", "layers.0, layers.1"];
         desk.refuse("unshard", &source, "x", "--unit layers.7", &words);
         let words = ["--unit takes the model alone", "--series model"];
         desk.refuse("unshard", &source, "x", "--unit layers.1 --series all", &words);
@@ -99,7 +99,13 @@ fn some_units_are_whole_and_the_rest_is_read_again() {
     assert_eq!(chunk(&found, "head.weight"), chunk(&own, "model.head.weight"));
     assert_ne!(chunk(&found, "head.weight"), found["tensors"]["head.weight"]["shape"]);
     assert_same(&made.tensors(), &below("model.", &read(&of_rows)), "--unit of ShardedTensors");
-    desk.refuse("unshard", &sharded, "x", "--unit blocks.9", &["--unit blocks.9: no module has a path like that"]);
+    desk.refuse(
+        "unshard",
+        &sharded,
+        "x",
+        "--unit blocks.9",
+        &["--unit blocks.9: no sharded module has a path like that"],
+    );
     desk.refuse("unshard", fixture("odd4/ranks"), "x", "--unit zero", &["--unit: the tensors of ", "lie on one mesh"]);
     desk.refuse("unshard", fixture("fsdp_tp/dcp"), "x", "--unit blocks.0", &["--unit: dcp does not say"]);
 }

@@ -184,8 +184,5 @@ impl Patterns {
 }
 
 fn no_such_unit(pattern: &str, names: &[String]) -> Error {
-    Error::usage(
-        format!("--unit {pattern}: no unit or module that is sharded has a path like that"),
-        nearest::hint(pattern, names),
-    )
+    Error::usage(format!("--unit {pattern}: no sharded module has a path like that"), nearest::hint(pattern, names))
 }

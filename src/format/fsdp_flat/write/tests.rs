@@ -19,6 +19,10 @@ fn target(layout: &FlatLayout) -> FlatTarget<'_> {
     FlatTarget { layout, model: Some(key("model")), gradients: None, name: &|rank| PathBuf::from(format!("{rank}.pt")) }
 }
 
+fn names(names: &[&str]) -> Vec<Fqn> {
+    names.iter().map(|name| Fqn::from(*name)).collect()
+}
+
 fn key(name: &str) -> Path {
     Path(vec![Key::Name(name.into())])
 }
@@ -135,7 +139,6 @@ fn optimizers_know_parameters_or_units_by_numbers() {
     source.groups = vec![vec!["blk.w".into(), "blk.b".into()], vec!["norm".into(), "emb".into()]];
     assert_eq!(groups(&source.tree(&layout(false))), "[{'lr': 0, 'params': [0]}, {'lr': 1, 'params': [1]}]");
     // The order of the job, which the layout has.
-    let names = |names: &[&str]| names.iter().map(|name| Fqn::from(*name)).collect::<Vec<_>>();
     let optimizer = Some(vec![names(&["norm", "emb"]), names(&["blk.b", "blk.w"])]);
     let tree = source.tree(&FlatLayout { optimizer, ..layout(true) });
     assert_eq!(groups(&tree), "[{'lr': 1, 'params': [0, 1]}, {'lr': 0, 'params': [2, 3]}]");
@@ -197,6 +200,22 @@ fn numbers_of_the_source_stand_for_parameters() {
     optimizer.entries[1].1 = Value::List(vec![group([0, 1]), group([2, 3])]);
     let error = Planned::new(&source.catalog, &state, &target).err().unwrap().to_string();
     assert!(error.starts_with("optim: optimizer state of number 0, which is not known"), "{error}");
+
+    // But for a layout with such groups, or names beside the numbers.
+    let listed = Some(vec![names(&["emb", "blk.w"]), names(&["blk.b", "norm"])]);
+    let listed = FlatLayout { optimizer: listed, ..self::layout(true) };
+    let numbered = survey(&source.catalog, &state, &self::target(&listed)).unwrap().numbered;
+    assert_eq!(numbered, listed.optimizer);
+    let Value::Dict(whole) = &mut state else { unreachable!() };
+    let Value::Dict(optimizer) = &mut whole.entries[1].1 else { unreachable!() };
+    let group = |numbers: [i64; 2], names: [&str; 2]| {
+        let names = Value::List(names.map(text).to_vec());
+        dict([("params", Value::List(numbers.map(Value::Int).to_vec())), ("param_names", names)])
+    };
+    optimizer.entries[1].1 = Value::List(vec![group([0, 1], ["emb", "blk.w"]), group([2, 3], ["blk.b", "norm"])]);
+    let views = self::layout(true);
+    let numbered = survey(&source.catalog, &state, &self::target(&views)).unwrap().numbered;
+    assert_eq!(numbered, listed.optimizer);
 }
 
 #[test]
@@ -313,7 +332,16 @@ fn metadata_is_that_of_wrapped_modules() {
     assert_eq!(of(&wrapped, &layout(true)).unwrap(), wrapped);
     let mut others = layout(true);
     others.units[1].module = "norm".into();
-    assert_eq!(of(&wrapped, &others), None);
+    // Wrappers of other units are taken out.
+    let rewrapped = metadata(&[
+        ("", 1),
+        ("_fsdp_wrapped_module", 2),
+        ("_fsdp_wrapped_module.norm", 1),
+        ("_fsdp_wrapped_module.norm._fsdp_wrapped_module", 3),
+        ("_fsdp_wrapped_module.blk", 4),
+        ("_fsdp_wrapped_module.blk.w", 5),
+    ]);
+    assert_eq!(of(&wrapped, &others).unwrap(), rewrapped);
 }
 
 /// 64 ranks, 100 units of 5 parameters, and AdamW.
