@@ -31,7 +31,9 @@ pub struct Target {
 /// The state dict divided as it was in the source, as far as the target format divides at all.
 pub fn parts(source: &Source, to: Format) -> Vec<Target> {
     let state = &source.wanted.catalog.state;
-    let parts = &example_of(source).parts;
+    // A whole file has no names for those of ranks.
+    let example = Some(example_of(source)).filter(|example| example.format.has_rank_files() || !to.has_rank_files());
+    let parts = &example.unwrap_or(&source.checkpoint).parts;
     let whole = |names| Target { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
     if to.has_rank_files() {
         if let [Part { content: Content::Whole, names: Some(names), .. }] = source.checkpoint.parts.as_slice()

@@ -7,7 +7,7 @@ use serde_json::{Value as Json, json};
 use super::flat::{BOTH, check_files, folder, full};
 use crate::Desk;
 use crate::common::flat::{self, WRAP, layout_file};
-use crate::common::{assert_same, expect, read, succeed};
+use crate::common::{assert_same, expect, fixture, read, succeed};
 
 #[test]
 fn what_follows_from_a_state_dict_is_what_the_live_model_had() {
@@ -78,4 +78,32 @@ fn a_state_dict_in_its_order_needs_the_units_alone() {
             check_files(&made.path, "flat2", name, series);
         }
     }
+}
+
+/// Without a flat layout, `--like` of whole tensors gives `reshard` the shapes of what it reads, and no layout to write.
+#[test]
+fn shapes_of_another_checkpoint_are_no_target() {
+    let desk = Desk::new();
+    let source = fixture("flat3/flat");
+    let like = format!("--like {}", full().display());
+    let whole = desk.make("unshard", &source, "whole.pt", &format!("{like} --series all")).path;
+    for (name, options) in [("ranks", "--to torch-ranks --mesh fsdp=2"), ("dcp", "--to dcp --mesh fsdp=2")] {
+        let made = desk.make("reshard", &source, name, &format!("{options} {like}"));
+        succeed("verify", &[&made.path, &whole], "");
+    }
+    let made = desk.make("reshard", &source, "flat", &format!("--mesh fsdp=2 {like}"));
+    check_files(&made.path, "flat2", "flat", &BOTH);
+}
+
+#[test]
+fn files_keep_their_names_whatever_tells_the_units() {
+    let desk = Desk::new();
+    let source = folder(&desk, "flat2", "flat");
+    for rank in 0..2 {
+        let old = source.join(format!("model_world_size_2_rank_{rank}.pt"));
+        fs::rename(old, source.join(format!("model-rank{rank}.pt"))).unwrap();
+    }
+    let made =
+        desk.make("flatten", &source, "out", &format!("--world-size 3 --series model --like {}", full().display()));
+    assert!(made.path.join("model-rank2.pt").is_file(), "{:?}", fs::read_dir(&made.path).unwrap().collect::<Vec<_>>());
 }

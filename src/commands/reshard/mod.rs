@@ -16,7 +16,7 @@ use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
 use super::{Status, check_flat};
-use crate::catalog::{Catalog, Class, Path, Reservation};
+use crate::catalog::{Catalog, Class, Path, Reservation, TensorEntry};
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
@@ -34,6 +34,9 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
     let source = Source::open(&args.convert, args.like.as_deref(), Defaults::everything(), &run)?;
     let mut source = source.with(args.fill_from.as_deref(), args.like.as_deref(), &args.convert, &run)?;
+    if tells_shapes_alone(&source) {
+        source.like = None;
+    }
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, default_format(example_of(&source).format))?;
     let ranks = match to {
@@ -69,6 +72,16 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let conversion =
         Conversion { source: &source, reservation, carried, shape: Shape::Folder, to, tied: Vec::new(), notes };
     convert(&conversion, &args.convert, &run)
+}
+
+/// Whether --like has the shapes that flat parameters lack, and no layout that could be meant.
+fn tells_shapes_alone(source: &Source) -> bool {
+    let is_whole = |like: &Checkpoint| {
+        let catalog = &like.catalog;
+        let shared = |entry: &TensorEntry| entry.class != Class::Tensor;
+        like.format != Format::Dcp && catalog.flat.is_none() && !catalog.tensors.iter().any(shared)
+    };
+    source.given().1 == Format::FsdpFlat && source.like.as_ref().is_some_and(is_whole)
 }
 
 /// Lay out every part of the source by itself, and say what there is to say about the layout.
