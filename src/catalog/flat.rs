@@ -180,6 +180,12 @@ impl Wrong {
     }
 }
 
+/// Elements of this dtype in 16 bytes, which is what FSDP1 aligns parameters to.
+#[must_use]
+pub fn usual_align(dtype: Dtype) -> u64 {
+    16 / dtype.itemsize()
+}
+
 impl FlatUnit {
     /// One without parameters.
     #[must_use]
@@ -223,7 +229,7 @@ impl FlatUnit {
     /// As given, else 16 bytes of its dtype.
     #[must_use]
     pub fn align_numel(&self) -> Option<u64> {
-        self.align_numel.or_else(|| Some(16 / self.dtype?.itemsize()))
+        self.align_numel.or_else(|| self.dtype.map(usual_align))
     }
 }
 

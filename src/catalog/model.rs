@@ -178,15 +178,15 @@ pub fn flat_state(tensors: &[(Fqn, TensorId)]) -> Value {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    fn dict(entries: Vec<(&str, Value)>) -> Value {
+    pub fn dict(entries: Vec<(&str, Value)>) -> Value {
         let entries = entries.into_iter().map(|(key, value)| (Value::Str(key.into()), value)).collect();
         Value::Dict(Dict { entries, ..Dict::default() })
     }
 
-    fn tensor(id: u32) -> Value {
+    pub fn tensor(id: u32) -> Value {
         Value::Tensor(TensorId(id))
     }
 

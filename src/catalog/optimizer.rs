@@ -137,17 +137,9 @@ pub fn numbered_parameters(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::catalog::model::tests::{dict, tensor};
     use crate::catalog::{Dict, Dtype};
     use crate::storage::FileId;
-
-    fn dict(entries: Vec<(&str, Value)>) -> Value {
-        let entries = entries.into_iter().map(|(key, value)| (Value::Str(key.into()), value)).collect();
-        Value::Dict(Dict { entries, ..Dict::default() })
-    }
-
-    fn tensor(id: u32) -> Value {
-        Value::Tensor(TensorId(id))
-    }
 
     #[test]
     fn optimizer_state_knows_its_parameter() {

@@ -28,6 +28,13 @@ pub struct Target {
     pub names: Option<RankNames>,
 }
 
+impl Target {
+    /// Where in the whole state dict something of this part is.
+    pub fn whole_path(&self, path: &Path) -> Path {
+        Path([self.at.0.as_slice(), &path.0].concat())
+    }
+}
+
 /// The state dict divided as it was in the source, as far as the target format divides at all.
 pub fn parts(source: &Source, to: Format) -> Vec<Target> {
     let state = &source.wanted.catalog.state;

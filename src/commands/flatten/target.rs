@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet};
 use super::super::source::Source;
 use super::numbering;
 use super::units::{self, Ordered, Wrapping};
-use crate::catalog::flat::FlatLayout;
+use crate::catalog::flat::{FlatLayout, usual_align};
 use crate::catalog::model::{self, Model};
 use crate::catalog::modules::{self, module_of};
 use crate::catalog::path::clean_name;
@@ -173,28 +173,24 @@ impl Wish {
     fn retype(&self, layout: &mut FlatLayout, source: &Source) {
         let wanted = &source.wanted.catalog;
         let tensors: HashMap<Fqn, TensorId> = model::model(&wanted.state).tensors.into_iter().collect();
-        let usual = |dtype: Dtype| (16 / dtype.itemsize()).max(1);
         for unit in &mut layout.units {
             let first = unit.params.first().and_then(|param| tensors.get(&param.fqn));
             if let Some(dtype) = first.map(|id| wanted.tensor(*id).dtype) {
-                let mixed = unit.align_numel.filter(|align| unit.dtype.map(usual) != Some(*align));
-                unit.align_numel = Some(mixed.unwrap_or(usual(dtype)));
+                let mixed = unit.align_numel.filter(|align| unit.dtype.map(usual_align) != Some(*align));
+                unit.align_numel = Some(mixed.unwrap_or(usual_align(dtype)));
                 unit.dtype = Some(dtype);
             }
             if let Some(forward) = self.forward_dtype {
-                unit.align_numel = Some(usual(forward));
+                unit.align_numel = Some(usual_align(forward));
             }
         }
     }
 
     /// The units, and how ranks shared them.
-    fn base(&self, source: &Source) -> Result<Base> {
+    fn base<'s>(&'s self, source: &'s Source) -> Result<Base> {
         let like = source.like.as_ref();
-        let known = (self.layout.as_ref()).or(like.and_then(|like| like.catalog.flat.as_ref())).or(source
-            .checkpoint
-            .catalog
-            .flat
-            .as_ref());
+        let of = |checkpoint: &'s Checkpoint| checkpoint.catalog.flat.as_ref();
+        let known = self.layout.as_ref().or_else(|| like.and_then(of)).or_else(|| of(&source.checkpoint));
         if let Some(layout) = known.filter(|_| self.wrap.is_empty()) {
             if let Some(pattern) = self.buffers.first() {
                 return Err(Error::usage(

@@ -16,7 +16,7 @@ use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
 use super::{Status, check_flat};
-use crate::catalog::{Catalog, Class, Path, Reservation, TensorEntry};
+use crate::catalog::{Catalog, Class, Reservation, TensorEntry};
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
@@ -99,9 +99,10 @@ fn reserve(
     let mut chooser = Chooser::new(wanted, layout, wrappers, class).like(like);
     let mut whole = Reservation::default();
     for part in parts(source, to) {
-        let full = |path: &Path| Path(part.at.0.iter().chain(&path.0).cloned().collect());
         let reservation = match &part.names {
-            None => dcp::reserve(wanted, &part.state, &mut |_, path, entry| chooser.shards(&full(path), entry))?,
+            None => {
+                dcp::reserve(wanted, &part.state, &mut |_, path, entry| chooser.shards(&part.whole_path(path), entry))?
+            }
             Some(names) => torch::reserve_ranks(
                 wanted,
                 &part.state,
@@ -109,7 +110,7 @@ fn reserve(
                     mesh: &layout.mesh,
                     style: &style,
                     name: &|rank| PathBuf::from(names.render(rank.0, world_size)),
-                    layout: &mut |_, path, entry| chooser.rank_layout(&full(path), entry),
+                    layout: &mut |_, path, entry| chooser.rank_layout(&part.whole_path(path), entry),
                 },
             )?,
         };

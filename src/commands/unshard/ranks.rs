@@ -145,7 +145,7 @@ fn in_ranks(
             mesh,
             style: &style,
             name: &|rank| PathBuf::from(names.render(rank.0, world_size)),
-            layout: &mut |_, path, entry| choose(&Path(part.at.0.iter().chain(&path.0).cloned().collect()), entry),
+            layout: &mut |_, path, entry| choose(&part.whole_path(path), entry),
         };
         whole.append(&part.folder, torch::reserve_ranks(wanted, &part.state, target)?);
     }

@@ -68,23 +68,16 @@ fn check_rank(
         .filter(|(module, _)| !known.contains(&***module))
         .map(|(_, part)| part.key.to_string())
         .collect();
+    let other_units = |found: String| bad("the state dict", String::from("the units of the layout"), found);
     if !extra.is_empty() {
-        return bad(
-            "the state dict",
-            String::from("the units of the layout"),
-            format!("{} as well", first_of(&extra, NAMES_SHOWN)),
-        );
+        return other_units(format!("{} as well", first_of(&extra, NAMES_SHOWN)));
     }
     let missing: Vec<String> = (flats.iter())
         .filter(|(unit, flat)| flat.total() > 0 && !rank.flats.contains_key(&unit.module))
         .map(|(unit, _)| unit.key().to_string())
         .collect();
     if !missing.is_empty() {
-        return bad(
-            "the state dict",
-            String::from("the units of the layout"),
-            format!("no {}", first_of(&missing, NAMES_SHOWN)),
-        );
+        return other_units(format!("no {}", first_of(&missing, NAMES_SHOWN)));
     }
     let shard = layout.shard_of(rank.rank);
     for (unit, flat) in flats {
