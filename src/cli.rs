@@ -531,6 +531,8 @@ pub enum TensorClass {
     #[value(name = "dtensor")]
     DTensor,
     ShardedTensor,
+    // Plain tensors: of each the part that the rank holds.
+    Local,
 }
 
 /// When to show progress.

@@ -25,7 +25,9 @@ pub use validate::{Tiling, list_ranks};
 pub use value::{Dict, DictKind, Holding, TensorId, Value};
 
 use crate::error::Error;
-use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Region, Tile};
+use crate::layout::partial::Reduction;
+use crate::layout::rules::Shared;
+use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Region, Split, Tile};
 use crate::storage::{FileId, Stretch};
 
 /// A fully qualified name: the path of a tensor or object in its state dict, joined with dots.
@@ -63,6 +65,8 @@ pub struct Sharding {
     pub mesh: MeshId,
     /// Replicate on the dims that are not in the slice.
     pub placements: Vec<Placement>,
+    /// How each mesh dim cuts; none where all do as DTensors.
+    pub splits: Vec<Split>,
     /// The dims of the tensor's own mesh, where that is a slice.
     pub slice: Option<Vec<MeshDim>>,
 }
@@ -71,6 +75,12 @@ impl Sharding {
     #[must_use]
     pub fn is_partial(&self) -> bool {
         self.placements.iter().any(|placement| matches!(placement, Placement::Partial(_)))
+    }
+
+    /// What of it does not depend on this catalog.
+    #[must_use]
+    pub fn shared(&self) -> Shared {
+        Shared { placements: self.placements.clone(), splits: self.splits.clone(), slice: self.slice.clone() }
     }
 
     /// `S(0),R`
@@ -83,7 +93,8 @@ impl Sharding {
 /// The Python class of what a rank stores of a tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Class {
-    /// A plain tensor; also where the format does not say how ranks shared it (DCP).
+    /// A plain tensor: whole on every rank, or, where it has a [`Sharding`], the part of one that a rank held; also
+    /// where the format does not say how ranks shared it (DCP).
     #[default]
     Tensor,
     /// Has a [`Sharding`].
@@ -106,8 +117,18 @@ pub struct TensorEntry {
     /// In elements, where the whole tensor was dense in memory in another order than by rows (`channels_last`), and the
     /// format tells. Chunks have strides of their own.
     pub stride: Option<Dims>,
+    /// Set where ranks hold summands, not values: [`Placement::Partial`].
+    pub summands: Option<Summands>,
     /// Every stored chunk, replicas included.
     pub chunks: ChunkTable,
+}
+
+/// Chunks that are to be reduced before they are a value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Summands {
+    pub reduction: Reduction,
+    /// Which summand each chunk is a part of, in the order of the chunk table.
+    pub of_chunk: Vec<u64>,
 }
 
 impl TensorEntry {
@@ -115,7 +136,7 @@ impl TensorEntry {
     #[must_use]
     pub fn new(fqn: Fqn, dtype: Dtype, shape: Dims) -> Self {
         let chunks = ChunkTable::new(shape.len());
-        Self { fqn, dtype, shape, class: Class::Tensor, sharding: None, stride: None, chunks }
+        Self { fqn, dtype, shape, class: Class::Tensor, sharding: None, stride: None, summands: None, chunks }
     }
 
     /// A tensor that lies whole and contiguous at an offset of a file.

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::{Dtype, Place, TensorEntry, TensorId};
+use crate::layout::partial::Share;
 
 /// Everything an executor needs to write a checkpoint.
 #[derive(Debug, Default)]
@@ -32,6 +33,8 @@ pub struct Reservation {
 pub struct Reserved {
     pub source: TensorId,
     pub entry: TensorEntry,
+    /// What each chunk gets of the source's summands; empty where it gets the value.
+    pub shares: Vec<Share>,
 }
 
 /// One file to write.
@@ -140,6 +143,12 @@ impl Reservation {
 }
 
 impl Reserved {
+    /// A tensor of which every chunk gets the value.
+    #[must_use]
+    pub fn new(source: TensorId, entry: TensorEntry) -> Self {
+        Self { source, entry, shares: Vec::new() }
+    }
+
     /// Bytes this tensor takes in the output, all chunks together.
     #[must_use]
     pub fn payload_bytes(&self) -> u64 {
@@ -178,7 +187,7 @@ mod tests {
         let entry = TensorEntry::whole("w".into(), Dtype::F32, smallvec::smallvec![2], FileId(0), at);
         Reservation {
             files: vec![file, OutputFile::new("empty")],
-            tensors: vec![Reserved { source: TensorId(3), entry }],
+            tensors: vec![Reserved::new(TensorId(3), entry)],
             left_out: vec![format!("{name} object")],
             notes: vec![format!("{name} note")],
         }

@@ -3,7 +3,11 @@
 //! Each message names what was expected and what was found, and is complete without its context.
 //! What can be wrong with *tiles* is [`super::CoverError`].
 
-use super::{MeshDim, Rank, TensorDim};
+use super::{MeshDim, Rank, ReduceOp, TensorDim};
+
+fn sum_of(sizes: &[u64]) -> String {
+    sizes.iter().map(ToString::to_string).collect::<Vec<_>>().join("+")
+}
 
 /// A mesh, placement or coordinate that makes no sense by itself or next to the others.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -47,8 +51,35 @@ pub enum LayoutError {
     #[error("dim {dim}: expected a local shard of at most {limit} intervals, found {found}")]
     Fragmented { dim: TensorDim, limit: u64, found: u64 },
 
+    #[error("split `{spec}`: expected chunk, balanced, makani or sizes such as 3+1")]
+    SplitSpec { spec: String },
+
+    #[error("expected no split or one for each of {expected} mesh dims, found {found}")]
+    SplitCount { expected: usize, found: usize },
+
+    #[error("sizes {}: expected {parts} that add up to {numel}", sum_of(sizes))]
+    SplitSizes { sizes: Vec<u64>, parts: u64, numel: u64 },
+
+    #[error(
+        "mesh dim {mesh_dim}: expected a dim that divides evenly into the parts of _S with split factor {split_factor}, \
+         found {numel} elements to be split by {split}"
+    )]
+    SplitStrided { mesh_dim: MeshDim, split: String, split_factor: u64, numel: u64 },
+
+    #[error("mesh dims reduce by {first} and {second}, which do not commute: there is no one value")]
+    MixedReduction { first: ReduceOp, second: ReduceOp },
+
+    #[error("P({from}) cannot become P({to}): summands of one are none of the other")]
+    PartialToPartial { from: ReduceOp, to: ReduceOp },
+
+    #[error("P({op}) cannot be made of a whole value: no values of the ranks are known whose {op} it is")]
+    NoSummands { op: ReduceOp },
+
     #[error("shard order of dim {dim}: expected {expected}, found {found}")]
     ShardOrder { dim: TensorDim, expected: &'static str, found: String },
+
+    #[error("style `{text}`: expected {expected}")]
+    Style { text: String, expected: &'static str },
 
     #[error("pattern `{text}`: {problem}")]
     Pattern { text: String, problem: String },
@@ -56,8 +87,8 @@ pub enum LayoutError {
     #[error("placements `{placements}`: expected one for each dim of the mesh {mesh}")]
     PlacementList { placements: String, mesh: String },
 
-    #[error("placements `{placements}`: expected S, _S or R, found a Partial, which is no layout to save in")]
-    PartialTarget { placements: String },
+    #[error("placements `{placements}`: expected R on mesh dim {mesh_dim}, which is not among the dims of the slice")]
+    OutsideSlice { placements: String, mesh_dim: MeshDim },
 
     #[error("{fqn}: the rule `{rule}` gives it {placement}, which does not fit its shape {shape:?}")]
     RuleMisfit { rule: String, placement: String, fqn: String, shape: Vec<u64> },

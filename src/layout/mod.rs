@@ -30,11 +30,14 @@ mod error;
 pub mod flat;
 mod intervals;
 mod mesh;
+pub mod parallelize;
+pub mod partial;
 mod pattern;
 mod placement;
 mod region;
+pub mod rules;
 mod shard;
-pub mod target;
+mod split;
 mod tile;
 
 #[cfg(test)]
@@ -47,7 +50,8 @@ pub use mesh::DeviceMesh;
 pub use pattern::Pattern;
 pub use placement::{Placement, PlacementSpec, ReduceOp, parse_placements};
 pub use region::Region;
-pub use shard::{chunk, from_shard_order, local_shard};
+pub use shard::{chunk, from_shard_order, local_part, local_shard};
+pub use split::Split;
 pub use tile::Tile;
 
 /// One number per dim of a tensor, or of a mesh.

@@ -20,7 +20,7 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use super::{AsTuple, Intervals, LayoutError, MeshDim, Placement, TensorDim, Tile};
+use super::{AsTuple, Intervals, LayoutError, MeshDim, Placement, Split, TensorDim, Tile};
 
 /// The most intervals that a local shard may have along one dim.
 ///
@@ -57,7 +57,7 @@ fn strided_chunk(n: u64, k: u64, r: u64, blocks: u64) -> Intervals {
     positions
 }
 
-/// The part of a tensor that the rank at `coordinate` holds.
+/// The part of a tensor that the rank at `coordinate` holds, cut as DTensors are.
 ///
 /// `Replicate` and `Partial` leave everything to everyone.
 ///
@@ -70,7 +70,25 @@ pub fn local_shard(
     placements: &[Placement],
     coordinate: &[u64],
 ) -> Result<Tile, LayoutError> {
+    local_part(shape, mesh_shape, placements, &[], coordinate)
+}
+
+/// As [`local_shard`], where mesh dims may cut by other rules: one a mesh dim, or none at all for `torch.chunk`.
+///
+/// # Errors
+/// As [`local_shard`]; where sizes that are written down do not fit, and where a `StridedShard` is to be cut by another
+/// rule than that of DTensors and it makes a difference.
+pub fn local_part(
+    shape: &[u64],
+    mesh_shape: &[u64],
+    placements: &[Placement],
+    splits: &[Split],
+    coordinate: &[u64],
+) -> Result<Tile, LayoutError> {
     check_count(mesh_shape, placements)?;
+    if !splits.is_empty() && splits.len() != mesh_shape.len() {
+        return Err(LayoutError::SplitCount { expected: mesh_shape.len(), found: splits.len() });
+    }
     let within = coordinate.len() == mesh_shape.len() && coordinate.iter().zip(mesh_shape).all(|(at, size)| at < size);
     if !within {
         let mesh = AsTuple(mesh_shape).to_string();
@@ -80,6 +98,7 @@ pub fn local_shard(
     let mut dims: SmallVec<[Intervals; 4]> = shape.iter().map(|&n| Intervals::full(n)).collect();
     for (mesh_dim, &placement) in placements.iter().enumerate() {
         let (k, r) = (mesh_shape[mesh_dim], coordinate[mesh_dim]);
+        let split = splits.get(mesh_dim).unwrap_or(&Split::Chunk);
         let mesh_dim = MeshDim(mesh_dim);
         let Some(dim) = placement.sharded_dim() else {
             continue;
@@ -91,6 +110,11 @@ pub fn local_shard(
                 return Err(LayoutError::ZeroSplitFactor { mesh_dim });
             }
             Placement::StridedShard { split_factor, .. } => {
+                let even = split_factor.checked_mul(k).is_some_and(|parts| held.len().is_multiple_of(parts));
+                if *split != Split::Chunk && (!even || matches!(split, Split::Sizes(_))) {
+                    let (split, numel) = (split.to_string(), held.len());
+                    return Err(LayoutError::SplitStrided { mesh_dim, split, split_factor, numel });
+                }
                 let positions = strided_chunk(held.len(), k, r, split_factor);
                 let pieces = held.count().saturating_add(positions.count());
                 if pieces > MAX_INTERVALS {
@@ -98,7 +122,7 @@ pub fn local_shard(
                 }
                 held.select(&positions)
             }
-            _ => held.slice(chunk(held.len(), k, r)),
+            _ => held.slice(split.part(held.len(), k, r)?),
         };
     }
     Ok(Tile::new(dims))
@@ -188,6 +212,24 @@ mod tests {
         assert_eq!(parts(1, 4), [(1, 0), (0, 1), (0, 1), (0, 1)]);
         assert_eq!(parts(0, 2), [(0, 0), (0, 0)]);
         assert_eq!(chunk(u64::MAX, 2, u64::MAX), u64::MAX..u64::MAX);
+    }
+
+    #[test]
+    fn other_splits_cut_what_chunks_would() {
+        let held = |n, splits: &[Split]| -> Vec<Vec<u64>> {
+            let part = |r: u64| local_part(&[n], &[2, 2], &[S0, S0], splits, &[r / 2, r % 2]).unwrap();
+            (0..4).map(|r| part(r).dims()[0].iter().flatten().collect()).collect()
+        };
+        assert_eq!(held(5, &[]), [vec![0, 1], vec![2], vec![3], vec![4]]);
+        let sizes = |list: &[u64]| Split::Sizes(list.into());
+        assert_eq!(held(5, &[sizes(&[1, 4]), Split::Chunk]), [vec![0], vec![], vec![1, 2], vec![3, 4]]);
+        assert_eq!(held(6, &[sizes(&[3, 3]), sizes(&[1, 2])]), [vec![0], vec![1, 2], vec![3], vec![4, 5]]);
+        let part = |n, split| local_part(&[n], &[2], &[strided(2)], &[split], &[0]).map(|tile| tile.to_string());
+        assert_eq!(part(8, Split::Makani), Ok("[0:2+4:6]".to_owned()));
+        assert!(part(9, Split::Makani).unwrap_err().to_string().contains("makani"));
+        assert!(part(8, sizes(&[4, 4])).is_err());
+        assert!(local_part(&[4], &[2], &[S0], &[Split::Chunk, Split::Chunk], &[0]).is_err());
+        assert!(local_part(&[4], &[2], &[S0], &[sizes(&[4, 1])], &[0]).unwrap_err().to_string().contains("4+1"));
     }
 
     #[test]

@@ -179,6 +179,7 @@ fn without_chunks(entry: &TensorEntry) -> TensorEntry {
         class: entry.class,
         sharding: entry.sharding.clone(),
         stride: entry.stride.clone(),
+        summands: None,
         chunks: ChunkTable::new(entry.shape.len()),
     }
 }

@@ -11,7 +11,7 @@ use crate::cli::TensorClass;
 use crate::error::{Error, Result};
 use crate::format::torch::RankLayout;
 use crate::format::{Format, dcp};
-use crate::layout::target::{Fallback, SourceLayout, TargetLayout};
+use crate::layout::rules::{Fallback, Layout, Shared, SourceLayout};
 use crate::layout::{LayoutError, MeshDim, Placement, PlacementSpec};
 use crate::quantity::count;
 use crate::select::{Wrappers, with_clean};
@@ -32,13 +32,14 @@ pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Cla
         None | Some(TensorClass::Auto) => Ok(None),
         Some(TensorClass::DTensor) => Ok(Some(Class::DTensor)),
         Some(TensorClass::ShardedTensor) => Ok(Some(Class::ShardedTensor)),
+        Some(TensorClass::Local) => Ok(Some(Class::Tensor)),
     }
 }
 
 /// Chooses the placements of each tensor, and remembers what to tell the user.
 pub struct Chooser<'a> {
     catalog: &'a Catalog,
-    layout: &'a TargetLayout,
+    layout: &'a Layout,
     wrappers: Wrappers,
     /// A checkpoint whose tensors say how those without a rule lie.
     like: Option<Like<'a>>,
@@ -87,13 +88,11 @@ struct Owner {
     id: Option<TensorId>,
 }
 
-/// How ranks share a tensor.
-struct Shared {
-    placements: Vec<Placement>,
+/// How a tensor is to lie.
+struct Choice {
+    shared: Shared,
     /// The class it has in --like.
     class: Option<Class>,
-    /// The dims of the tensor's own mesh, where that is to be a slice.
-    slice: Option<Vec<MeshDim>>,
 }
 
 /// How --like has a tensor.
@@ -101,11 +100,16 @@ enum Alike {
     /// The fallback is to say it.
     Untold,
     Plain,
-    Shared(Shared),
+    Shared(Choice),
+}
+
+fn source_layout<'c>(catalog: &'c Catalog, sharding: &'c Sharding) -> SourceLayout<'c> {
+    let Sharding { placements, splits, .. } = sharding;
+    SourceLayout { mesh: catalog.mesh(sharding), placements, splits }
 }
 
 impl<'a> Chooser<'a> {
-    pub fn new(catalog: &'a Catalog, layout: &'a TargetLayout, wrappers: Wrappers, class: Option<Class>) -> Self {
+    pub fn new(catalog: &'a Catalog, layout: &'a Layout, wrappers: Wrappers, class: Option<Class>) -> Self {
         let found = model::model(&catalog.state);
         let has = |class| catalog.tensors.iter().any(|entry| entry.class == class);
         let (has_dtensors, has_sharded) = (has(Class::DTensor), has(Class::ShardedTensor));
@@ -151,30 +155,25 @@ impl<'a> Chooser<'a> {
 
     /// The distinct tiles of a tensor, for a format that stores those.
     pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<dcp::Shards> {
-        let placements = match self.choose(path, entry)? {
-            Some(shared) => shared.placements,
-            None => vec![Placement::Replicate; self.layout.mesh.ndim()],
-        };
-        Ok(self.layout.shards(&entry.shape, &placements)?)
+        let replicated = || Shared::from(vec![Placement::Replicate; self.layout.mesh.ndim()]);
+        let shared = self.choose(path, entry)?.map_or_else(replicated, |choice| choice.shared);
+        Ok(self.layout.shards(&entry.shape, &shared)?)
     }
 
     /// A plain tensor on every rank, a DTensor or a ShardedTensor.
     pub fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout> {
-        let own = Some(entry.class).filter(|class| *class != Class::Tensor);
-        let shared = self.choose(path, entry)?;
-        let like = shared.as_ref().and_then(|shared| shared.class);
-        let class = self.class.or(like).or(own).unwrap_or(self.usual_class);
-        match shared {
-            None => Ok(RankLayout::Plain),
-            Some(shared) if class == Class::ShardedTensor => {
-                RankLayout::of_fsdp1(&path.fqn(), entry, &self.layout.mesh, &shared.placements)
-            }
-            Some(Shared { placements, slice, .. }) => Ok(RankLayout::Distributed { placements, slice }),
+        let own = (entry.class != Class::Tensor || entry.sharding.is_some()).then_some(entry.class);
+        let Some(Choice { shared, class: like }) = self.choose(path, entry)? else { return Ok(RankLayout::Plain) };
+        let mesh = &self.layout.mesh;
+        match self.class.or(like).or(own).unwrap_or(self.usual_class) {
+            Class::ShardedTensor => RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &shared),
+            Class::DTensor => RankLayout::of_dtensor(&path.fqn(), entry, mesh, shared),
+            Class::Tensor => Ok(RankLayout::Local(shared)),
         }
     }
 
     /// `None` for a plain tensor on every rank.
-    fn choose(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<Shared>> {
+    fn choose(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<Choice>> {
         let mut names = model::rule_names(path, &self.model_root);
         let owner = self.owner(path);
         let parameter = owner.as_ref().and_then(|owner| owner.id);
@@ -198,8 +197,7 @@ impl<'a> Chooser<'a> {
         }
         let inherited = follows.and_then(|id| self.catalog.tensor(id).sharding.as_ref());
         let sharding = entry.sharding.as_ref().or(inherited);
-        let source = sharding
-            .map(|sharding| SourceLayout { mesh: self.catalog.mesh(sharding), placements: &sharding.placements });
+        let source = sharding.map(|sharding| source_layout(self.catalog, sharding));
         let borrowed: Vec<&str> = names.iter().map(String::as_str).collect();
         for (used, rule) in self.used.iter_mut().zip(&self.layout.rules) {
             *used |= borrowed.iter().any(|name| rule.pattern.covers(name));
@@ -233,8 +231,11 @@ impl<'a> Chooser<'a> {
                 return Ok(None);
             }
         }
-        let slice = sharding.and_then(|sharding| self.slice(self.catalog, sharding, &chosen.placements));
-        Ok(Some(Shared { placements: chosen.placements, class: None, slice }))
+        let Some(mut shared) = chosen.shared else { return Ok(None) };
+        if shared.slice.is_none() {
+            shared.slice = sharding.and_then(|sharding| self.slice(self.catalog, sharding, &shared.placements));
+        }
+        Ok(Some(Choice { shared, class: None }))
     }
 
     /// How --like has it.
@@ -256,13 +257,12 @@ impl<'a> Chooser<'a> {
         };
         let class = Some(found.class);
         if found.class == Class::ShardedTensor {
-            return Ok(Alike::Shared(Shared { placements: rows(&self.layout.mesh), class, slice: None }));
+            return Ok(Alike::Shared(Choice { shared: rows(&self.layout.mesh).into(), class }));
         }
         let (catalog, Some(sharding)) = (like.catalog, &found.sharding) else { return Ok(Alike::Plain) };
-        let source = SourceLayout { mesh: catalog.mesh(sharding), placements: &sharding.placements };
-        let placements = self.layout.as_in(source);
-        let slice = self.slice(catalog, sharding, &placements);
-        Ok(Alike::Shared(Shared { placements, class, slice }))
+        let shared = self.layout.as_in(source_layout(catalog, sharding));
+        let slice = self.slice(catalog, sharding, &shared.placements);
+        Ok(Alike::Shared(Choice { shared: Shared { slice, ..shared }, class }))
     }
 
     /// A tensor on a slice of its mesh (norms under FSDP over TP) stays on the dims of the same names, where it is
@@ -320,10 +320,10 @@ impl<'a> Chooser<'a> {
     /// What to tell, or the error for a rule that nothing matched.
     pub fn finish(self) -> Result<Vec<String>> {
         if let Some(unused) = self.used.iter().position(|used| !used) {
-            let pattern = self.layout.rules[unused].pattern.as_str();
-            let nearest = crate::commands::nearest(pattern, &self.names);
+            let rule = &self.layout.rules[unused];
+            let nearest = crate::commands::nearest(rule.pattern.as_str(), &self.names);
             return Err(Error::usage(
-                format!("--placements {pattern}=...: no tensor has a name like that"),
+                format!("{}: no tensor has a name like that", rule.said),
                 format!("the nearest names are {}", nearest.join(", ")),
             ));
         }

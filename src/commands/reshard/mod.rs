@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, dcp, torch};
 use crate::layout::DeviceMesh;
-use crate::layout::target::TargetLayout;
+use crate::layout::rules::Layout;
 use crate::select::Wrappers;
 use chooser::{Chooser, tensor_class};
 use like::Like;
@@ -87,7 +87,7 @@ fn tells_shapes_alone(source: &Source) -> bool {
 /// Lay out every part of the source by itself, and say what there is to say about the layout.
 fn reserve(
     source: &Source,
-    layout: &TargetLayout,
+    layout: &Layout,
     wrappers: Wrappers,
     class: Option<Class>,
     to: Format,

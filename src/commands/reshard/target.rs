@@ -8,7 +8,7 @@ use crate::cli::Reshard;
 use crate::commands::source::Source;
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format};
-use crate::layout::target::{Fallback, Rule, TargetLayout};
+use crate::layout::rules::{Fallback, Layout, Lies, Rule};
 use crate::layout::{DeviceMesh, Pattern, PlacementSpec, Rank, parse_placements};
 
 /// The mesh of which all the others are slices: to 2.9, PyTorch does not record of what a mesh is one.
@@ -103,7 +103,7 @@ fn without_mesh(like: &Checkpoint) -> Error {
 }
 
 /// Mesh and rules from the command line.
-pub fn target_layout(args: &Reshard, source: &Source) -> Result<TargetLayout> {
+pub fn target_layout(args: &Reshard, source: &Source) -> Result<Layout> {
     let catalog = &source.wanted.catalog;
     let mut mesh = match (args.mesh.as_slice(), &source.like) {
         ([one], None) => DeviceMesh::parse(one)?,
@@ -126,7 +126,11 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<TargetLayout> {
     for text in &args.placements {
         match text.rsplit_once('=').filter(|(_, list)| parse_placements(list).is_ok()) {
             Some((pattern, list)) if parse_placements(text).is_err() => {
-                rules.push(Rule { pattern: Pattern::parse(pattern.trim())?, placements: parse_placements(list)? });
+                rules.push(Rule {
+                    pattern: Pattern::parse(pattern.trim())?,
+                    lies: Lies::Shared(parse_placements(list)?.into()),
+                    said: format!("--placements {text}"),
+                });
             }
             _ => {
                 if fallback.replace(parse_placements(text)?).is_some() {
@@ -144,7 +148,7 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<TargetLayout> {
         None if args.mesh.is_empty() && catalog.meshes.is_empty() => Fallback::Placements(row_specs(&mesh)?),
         None => default_fallback(&mesh, catalog)?,
     };
-    Ok(TargetLayout::new(mesh, rules, fallback)?)
+    Ok(Layout::new(mesh, rules, fallback, None)?)
 }
 
 /// How ShardedTensors lie, as if it had been said.

@@ -11,7 +11,7 @@ use super::super::reshard::{own_mesh, rows, style};
 use super::super::run::Run;
 use super::super::source::Source;
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Class, Path, Reservation, Sharding, TensorEntry, model, optimizer};
+use crate::catalog::{Class, Path, Reservation, TensorEntry, model, optimizer};
 use crate::cli::Unshard;
 use crate::error::{Error, Result};
 use crate::format::{Format, torch};
@@ -119,11 +119,10 @@ fn some_modules(patterns: &Patterns, source: &Source) -> Result<(Reservation, Ve
 /// As [`torch::RankLayout::of_fsdp1`].
 fn as_it_is(path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<torch::RankLayout> {
     match &entry.sharding {
-        Some(Sharding { placements, slice, .. }) => {
-            Ok(torch::RankLayout::Distributed { placements: placements.clone(), slice: slice.clone() })
-        }
+        Some(sharding) if entry.class == Class::Tensor => Ok(torch::RankLayout::Local(sharding.shared())),
+        Some(sharding) => torch::RankLayout::of_dtensor(&path.fqn(), entry, mesh, sharding.shared()),
         None if entry.class == Class::ShardedTensor => {
-            torch::RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &rows(mesh))
+            torch::RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &rows(mesh).into())
         }
         None => Ok(torch::RankLayout::Plain),
     }

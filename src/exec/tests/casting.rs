@@ -82,7 +82,7 @@ fn reserve(source: &Source, to: Dtype, layouts: &[&Layout]) -> Reservation {
             chunks.push(Chunk { tile, place, strides: None, rank: None });
         }
         let entry = TensorEntry { chunks, ..TensorEntry::new("t".into(), to, shape.clone()) };
-        reservation.tensors.push(Reserved { source: TensorId(0), entry });
+        reservation.tensors.push(Reserved::new(TensorId(0), entry));
     }
     reservation.files.push(file);
     reservation

@@ -174,13 +174,8 @@ impl<'a> Layout<'a> {
     fn finish(mut self, leaves: &[(Path, Leaf<'_>)]) -> Reservation {
         for ((fqn, id), chunks) in self.tensors.iter().zip(&self.chunks) {
             let entry = self.source.tensor(*id);
-            self.reservation.tensors.push(Reserved {
-                source: *id,
-                entry: TensorEntry {
-                    chunks: chunks.clone(),
-                    ..TensorEntry::new(fqn.clone(), entry.dtype, entry.shape.clone())
-                },
-            });
+            let target = TensorEntry::new(fqn.clone(), entry.dtype, entry.shape.clone());
+            self.reservation.tensors.push(Reserved::new(*id, TensorEntry { chunks: chunks.clone(), ..target }));
         }
         let mut file = OutputFile::new(".metadata");
         file.push_literal(self.metadata(leaves));

@@ -322,7 +322,7 @@ fn reserve_file(
         file.push_payload(entry.len_bytes());
         let (dtype, shape) = (entry.dtype, entry.shape.clone());
         let entry = TensorEntry::whole(fqn.clone(), dtype, shape, file_id, data_start + offset);
-        reservation.tensors.push(Reserved { source: *id, entry });
+        reservation.tensors.push(Reserved::new(*id, entry));
     }
     reservation.files.push(file);
     Ok(())

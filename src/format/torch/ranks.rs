@@ -371,7 +371,14 @@ fn lift_to_root(
         positions.is_sorted().then_some((root, lifted, slice))
     });
     match lifted {
-        Some((root, placements, slice)) => Sharding { mesh: catalog.intern_mesh(root.clone()), placements, slice },
-        None => Sharding { mesh: catalog.intern_mesh(mesh.clone()), placements: placements.to_vec(), slice: None },
+        Some((root, placements, slice)) => {
+            Sharding { mesh: catalog.intern_mesh(root.clone()), placements, splits: Vec::new(), slice }
+        }
+        None => Sharding {
+            mesh: catalog.intern_mesh(mesh.clone()),
+            placements: placements.to_vec(),
+            splits: Vec::new(),
+            slice: None,
+        },
     }
 }

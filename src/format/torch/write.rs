@@ -47,7 +47,7 @@ impl SavedTensor {
         let TensorEntry { fqn, dtype, shape, .. } = source.tensor(self.id);
         let SavedOrder::Kept(order) = &self.order else {
             let entry = TensorEntry::whole(fqn.clone(), *dtype, shape.clone(), file, self.offset);
-            return Reserved { source: self.id, entry };
+            return Reserved::new(self.id, entry);
         };
         let mut entry = TensorEntry::new(fqn.clone(), *dtype, shape.clone());
         let mut offset = self.offset;
@@ -56,7 +56,7 @@ impl SavedTensor {
             offset += region.numel() * dtype.itemsize();
             entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank: None });
         }
-        Reserved { source: self.id, entry }
+        Reserved::new(self.id, entry)
     }
 }
 

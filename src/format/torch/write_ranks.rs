@@ -21,6 +21,7 @@ use crate::catalog::{
 use crate::error::{Error, Result};
 use crate::format::pickle::{WriteError, Writer};
 use crate::format::zip::{ArchiveWriter, Frames};
+use crate::layout::rules::Shared;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, TensorDim, Tile, local_shard};
 use crate::storage::FileId;
 
@@ -36,19 +37,48 @@ pub enum RankLayout {
         /// The dims of the tensor's own mesh, where that is to be a slice; it is replicated on the others.
         slice: Option<Vec<MeshDim>>,
     },
+    /// A plain tensor, of which each rank has its part.
+    Local(Shared),
     /// A ShardedTensor: its rows over one mesh dim, the same of all such tensors.
     Sharded { dim: MeshDim },
 }
 
 impl RankLayout {
+    /// A DTensor.
+    ///
+    /// # Errors
+    /// `Unsupported` where it is cut as DTensors are not.
+    pub fn of_dtensor(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, shared: Shared) -> Result<Self> {
+        check_chunks(fqn, entry, mesh, &shared)?;
+        Ok(Self::Distributed { placements: shared.placements, slice: shared.slice })
+    }
+
     /// That of FSDP1 where it has one for these placements: a ShardedTensor, or a plain tensor where nothing is cut.
     ///
     /// # Errors
-    /// `Unsupported` for what is not `S(0)` on one mesh dim.
-    pub fn of_fsdp1(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, placements: &[Placement]) -> Result<Self> {
-        let dim = sharding_dim(fqn, entry, mesh, placements)?;
+    /// `Unsupported` for what is not `S(0)` on one mesh dim, and where it is cut as FSDP1 does not.
+    pub fn of_fsdp1(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, shared: &Shared) -> Result<Self> {
+        check_chunks(fqn, entry, mesh, shared)?;
+        let dim = sharding_dim(fqn, entry, mesh, &shared.placements)?;
         Ok(dim.map_or(Self::Plain, |dim| Self::Sharded { dim }))
     }
+}
+
+/// The classes of PyTorch do not record how a dim was cut: whoever loads them reckons with `torch.chunk`.
+fn check_chunks(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, shared: &Shared) -> Result<()> {
+    for (rank, coordinate) in mesh.coordinates().filter(|_| !shared.splits.is_empty()) {
+        let own = shared.part(&entry.shape, mesh, &coordinate)?;
+        let chunk = local_shard(&entry.shape, mesh.shape(), &shared.placements, &coordinate)?;
+        if own != chunk {
+            let splits: Vec<String> = shared.splits.iter().map(ToString::to_string).collect();
+            return Err(Error::unsupported(
+                format!("{fqn}: split by {}, rank {rank} has {own}, of a DTensor {chunk}", splits.join(",")),
+                "DTensors and ShardedTensors are cut by torch.chunk: leave out --split, or write plain local tensors \
+                 with --tensor-class local, --to local or --to dcp",
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// What to write.
@@ -115,7 +145,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
         .map(|((id, planned), chunks)| {
             let TensorEntry { dtype, shape, .. } = source.tensor(id);
             let entry = TensorEntry { chunks, ..TensorEntry::new(planned.fqn, *dtype, shape.clone()) };
-            Reserved { source: id, entry }
+            Reserved::new(id, entry)
         })
         .collect();
     Ok(reservation)
@@ -161,14 +191,6 @@ fn plan(
         if own.contains(&id) {
             chosen = RankLayout::Plain;
         }
-        if let RankLayout::Distributed { placements, .. } = &chosen
-            && placements.iter().any(|placement| matches!(placement, Placement::Partial(_)))
-        {
-            return Err(Error::unsupported(
-                format!("{fqn}: a target with Partial placements"),
-                "choose S(d), _S(d,f) or R for each mesh dim",
-            ));
-        }
         match tensors.get_mut(&id) {
             None => drop(tensors.insert(id, Planned { fqn, layout: chosen, count: 0 })),
             Some(known) if known.layout != chosen => {
@@ -192,6 +214,7 @@ impl Planned {
             RankLayout::Distributed { placements, .. } => {
                 local_shard(&entry.shape, mesh.shape(), placements, coordinate)?
             }
+            RankLayout::Local(shared) => shared.part(&entry.shape, mesh, coordinate)?,
             RankLayout::Sharded { dim } => {
                 let placements = [Placement::Shard(TensorDim(0))];
                 local_shard(&entry.shape, &[mesh.shape()[dim.0]], &placements, &[coordinate[dim.0]])?
@@ -256,7 +279,7 @@ impl RankFile<'_> {
             let TensorEntry { dtype, shape, .. } = self.source.tensor(id);
             let (dtype, key, sizes) = (*dtype, self.key(index), self.tiles[index].sizes());
             match &planned.layout {
-                RankLayout::Plain => write_tensor(writer, dtype, key, &sizes),
+                RankLayout::Plain | RankLayout::Local(_) => write_tensor(writer, dtype, key, &sizes),
                 RankLayout::Distributed { placements, slice } => dtensors.write(
                     writer,
                     DTensor { dtype, shape, placements, slice: slice.as_deref(), key, local_sizes: &sizes },

@@ -74,7 +74,7 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
         for (source_id, chunks) in storage.tensors().into_iter().zip(tables) {
             let TensorEntry { fqn, dtype, shape, .. } = source.tensor(source_id);
             let entry = TensorEntry { chunks, ..TensorEntry::new(fqn.clone(), *dtype, shape.clone()) };
-            reservation.tensors.push(Reserved { source: source_id, entry });
+            reservation.tensors.push(Reserved::new(source_id, entry));
         }
     }
     // A layout of no units would only be doubted when it is read.

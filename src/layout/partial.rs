@@ -1,0 +1,226 @@
+//! Summands: what a mesh dim with `Partial` means for the ranks along it.
+//!
+//! Counts elements. Along a Partial dim every rank holds a *summand* (or a candidate for the maximum) of the same part
+//! of the tensor, so what ranks hold there are no replicas. Summands are numbered row-major over the Partial dims of a
+//! layout, and reduced in that order. The way back, from a value to summands, is defined for some ops only:
+//!
+//! ```text
+//!     target dim      source                            a rank gets
+//!     P(sum)          P(sum) on the same mesh           its own summand, as it is
+//!     P(sum)          S(d) or _S(d,f), same mesh        its shard, and zeros around it
+//!     P(sum)          anything else                     the value divided by the size of the mesh dim
+//!     P(avg|max|min)  anything but another P            the value
+//!     P(product|...)  anything but the same P           refused
+//!     P(a)            P(b)                              refused
+//! ```
+//!
+//! The rules are PyTorch's: `Partial` in `torch/distributed/tensor/placement_types.py` and `redistribute_local_tensor` in
+//! `_redistribute.py`, which has the second line, but refuses to divide.
+
+use super::{Dims, LayoutError, Placement, ReduceOp, Split, Tile, local_part, numel, ravel, unravel};
+
+/// How summands become the value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reduction {
+    /// Never `Avg`, which is a sum that is divided.
+    pub op: ReduceOp,
+    /// Sizes of the Partial mesh dims, outermost first.
+    pub dims: Dims,
+    /// Which of them average.
+    averages: Vec<bool>,
+}
+
+impl Reduction {
+    /// That of these placements; `None` where none of them is Partial.
+    ///
+    /// # Errors
+    /// `MixedReduction` where the ops of two mesh dims do not commute: only sum and avg do.
+    pub fn of(mesh_shape: &[u64], placements: &[Placement]) -> Result<Option<Self>, LayoutError> {
+        let mut found: Option<Self> = None;
+        for (&size, &placement) in mesh_shape.iter().zip(placements) {
+            let Placement::Partial(stated) = placement else { continue };
+            let op = if stated == ReduceOp::Avg { ReduceOp::Sum } else { stated };
+            let known = found.get_or_insert_with(|| Self { op, dims: Dims::new(), averages: Vec::new() });
+            if known.op != op {
+                return Err(LayoutError::MixedReduction { first: known.op, second: stated });
+            }
+            known.dims.push(size);
+            known.averages.push(stated == ReduceOp::Avg);
+        }
+        Ok(found)
+    }
+
+    /// How many summands there are.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        numel(&self.dims).expect("a mesh has fewer than 2^64 ranks")
+    }
+
+    /// The whole value.
+    #[must_use]
+    pub fn whole(&self) -> Share {
+        let averaged = self.dims.iter().zip(&self.averages).filter(|(_, average)| **average);
+        Share { summands: (0..self.count()).collect(), divisor: averaged.map(|(size, _)| size).product(), within: None }
+    }
+}
+
+/// The number of the summand that the rank at a coordinate holds; 0 where nothing is Partial.
+#[must_use]
+pub fn summand(mesh_shape: &[u64], placements: &[Placement], coordinate: &[u64]) -> u64 {
+    let is_partial = |dim: &usize| matches!(placements[*dim], Placement::Partial(_));
+    let dims: Vec<usize> = (0..placements.len()).filter(is_partial).collect();
+    let pick = |of: &[u64]| -> Dims { dims.iter().map(|&dim| of[dim]).collect() };
+    ravel(&pick(coordinate), &pick(mesh_shape))
+}
+
+/// A layout as far as summands go.
+#[derive(Clone, Copy, Debug)]
+pub struct Summed<'a> {
+    pub mesh_shape: &'a [u64],
+    pub placements: &'a [Placement],
+    pub splits: &'a [Split],
+}
+
+/// What of the source's summands a rank of the target gets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// The summands that are reduced for it, ascending.
+    pub summands: Vec<u64>,
+    /// What the result is divided by.
+    pub divisor: u64,
+    /// Where it is not zero, in the whole tensor; `None` for all of it.
+    pub within: Option<Tile>,
+}
+
+impl Share {
+    /// The part that falls to the rank at `coordinate` of the target. `source` is `None` where nothing is known of how
+    /// the value lay, and `same_mesh` whether a coordinate there and here means the same rank.
+    ///
+    /// # Errors
+    /// `PartialToPartial`, `NoSummands`, `MixedReduction` for what has no definition, and as [`local_part`].
+    pub fn of(
+        shape: &[u64],
+        source: Option<Summed<'_>>,
+        target: Summed<'_>,
+        same_mesh: bool,
+        coordinate: &[u64],
+    ) -> Result<Self, LayoutError> {
+        Reduction::of(target.mesh_shape, target.placements)?;
+        let reduction = match source {
+            Some(source) => Reduction::of(source.mesh_shape, source.placements)?,
+            None => None,
+        };
+        let mut kept: Vec<Option<u64>> = vec![None; reduction.as_ref().map_or(0, |reduction| reduction.dims.len())];
+        let mut divisor: u64 = 1;
+        let mut zeros_around = vec![Placement::Replicate; target.placements.len()];
+        let mut within = false;
+        for (dim, &placement) in target.placements.iter().enumerate() {
+            let Placement::Partial(to) = placement else { continue };
+            let from = source.filter(|_| same_mesh).map(|source| source.placements[dim]);
+            match from {
+                Some(Placement::Partial(from)) if from == to => {
+                    let before = source.expect("it has this dim").placements[..dim].iter();
+                    kept[before.filter(|other| matches!(other, Placement::Partial(_))).count()] = Some(coordinate[dim]);
+                    continue;
+                }
+                Some(Placement::Shard(_) | Placement::StridedShard { .. }) if to == ReduceOp::Sum => {
+                    zeros_around[dim] = from.expect("it is a shard");
+                    within = true;
+                    continue;
+                }
+                _ => {}
+            }
+            let partials = source.map_or(&[][..], |source| source.placements);
+            let other = partials.iter().find_map(|placement| match placement {
+                Placement::Partial(from) if *from != to => Some(*from),
+                _ => None,
+            });
+            if let Some(from) = other {
+                return Err(LayoutError::PartialToPartial { from, to });
+            }
+            match to {
+                ReduceOp::Sum => divisor = divisor.saturating_mul(target.mesh_shape[dim]),
+                ReduceOp::Avg | ReduceOp::Max | ReduceOp::Min => {}
+                ReduceOp::Product | ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => {
+                    return Err(LayoutError::NoSummands { op: to });
+                }
+            }
+        }
+        let within = match (within, source) {
+            (true, Some(source)) => {
+                Some(local_part(shape, source.mesh_shape, &zeros_around, source.splits, coordinate)?)
+            }
+            _ => None,
+        };
+        let Some(reduction) = reduction else { return Ok(Self { summands: vec![0], divisor, within }) };
+        for ((at, &size), &average) in kept.iter().zip(&reduction.dims).zip(&reduction.averages) {
+            if at.is_none() && average {
+                divisor = divisor.saturating_mul(size);
+            }
+        }
+        let is_kept = |number: &u64| {
+            let at = unravel(*number, &reduction.dims);
+            kept.iter().zip(&at).all(|(kept, at)| kept.is_none_or(|kept| kept == *at))
+        };
+        let summands = (0..reduction.count()).filter(is_kept).collect();
+        Ok(Self { summands, divisor, within })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::{PlacementSpec, parse_placements};
+
+    fn resolve(list: &str) -> Vec<Placement> {
+        parse_placements(list).unwrap().into_iter().map(|spec: PlacementSpec| spec.resolve(2).unwrap()).collect()
+    }
+
+    /// The share of a rank, as `summands /divisor within`.
+    fn share(mesh: &[u64], source: &str, target: &str, same: bool, at: &[u64]) -> Result<String, String> {
+        let (source, target) = (resolve(source), resolve(target));
+        let of = |placements| Summed { mesh_shape: mesh, placements, splits: &[] };
+        let share = Share::of(&[4, 4], Some(of(&source)), of(&target), same, at).map_err(|error| error.to_string())?;
+        let within = share.within.map_or(String::new(), |tile| format!(" {tile}"));
+        Ok(format!("{:?} /{}{within}", share.summands, share.divisor))
+    }
+
+    #[test]
+    fn summands_are_numbered_over_partial_dims() {
+        let placements = resolve("P(sum),S(0),P(avg)");
+        assert_eq!(summand(&[2, 3, 4], &placements, &[1, 2, 3]), 7);
+        assert_eq!(summand(&[2, 3, 4], &resolve("R,S(0),R"), &[1, 2, 3]), 0);
+        let reduction = Reduction::of(&[2, 3, 4], &placements).unwrap().unwrap();
+        assert_eq!((reduction.op, reduction.count()), (ReduceOp::Sum, 8));
+        assert_eq!(Reduction::of(&[2], &resolve("R")), Ok(None));
+        assert!(Reduction::of(&[2, 2], &resolve("P(sum),P(max)")).is_err());
+    }
+
+    #[test]
+    fn summands_are_reduced_kept_or_made() {
+        let mesh = [2, 2];
+        assert_eq!(share(&mesh, "P(sum),R", "R,R", true, &[1, 0]), Ok("[0, 1] /1".into()));
+        assert_eq!(share(&mesh, "P(avg),P(sum)", "R,S(0)", true, &[1, 0]), Ok("[0, 1, 2, 3] /2".into()));
+        assert_eq!(share(&mesh, "P(sum),S(0)", "P(sum),S(1)", true, &[1, 0]), Ok("[1] /1".into()));
+        assert_eq!(share(&mesh, "P(avg),P(avg)", "P(avg),R", true, &[1, 0]), Ok("[2, 3] /2".into()));
+        assert_eq!(share(&mesh, "R,P(avg)", "R,P(avg)", true, &[0, 1]), Ok("[1] /1".into()));
+        assert_eq!(share(&mesh, "R,R", "P(sum),P(sum)", true, &[0, 1]), Ok("[0] /4".into()));
+        assert_eq!(share(&mesh, "R,R", "P(max),R", true, &[0, 1]), Ok("[0] /1".into()));
+        assert_eq!(share(&mesh, "S(0),R", "P(sum),R", true, &[1, 1]), Ok("[0] /1 [2:4, 0:4]".into()));
+        assert_eq!(share(&mesh, "S(0),R", "P(max),R", true, &[1, 1]), Ok("[0] /1".into()));
+        // Elsewhere a coordinate means another rank.
+        assert_eq!(share(&mesh, "P(sum),R", "P(sum),R", false, &[1, 1]), Ok("[0, 1] /2".into()));
+        assert_eq!(share(&mesh, "S(0),R", "P(sum),R", false, &[1, 1]), Ok("[0] /2".into()));
+    }
+
+    #[test]
+    fn what_has_no_definition_is_refused() {
+        let mesh = [2, 2];
+        assert!(share(&mesh, "P(sum),R", "P(max),R", true, &[0, 0]).unwrap_err().contains("P(sum)"));
+        assert!(share(&mesh, "R,P(max)", "P(sum),R", true, &[0, 0]).is_err());
+        assert!(share(&mesh, "R,R", "P(product),R", true, &[0, 0]).unwrap_err().contains("P(product)"));
+        assert!(share(&mesh, "R,R", "P(sum),P(max)", true, &[0, 0]).is_err());
+        assert!(share(&mesh, "P(sum),P(min)", "R,R", true, &[0, 0]).is_err());
+        assert_eq!(share(&mesh, "P(product),R", "P(product),R", true, &[1, 0]), Ok("[1] /1".into()));
+    }
+}

@@ -1,0 +1,344 @@
+//! Which placements a tensor gets on a mesh.
+//!
+//! Rules are tried in order and the first that matches one of a tensor's names wins; a rule must fit the tensor. What
+//! no rule matches gets the fallback, which gives Replicate on a mesh dim where it does not fit (`S(1)` of a bias).
+
+use super::{DeviceMesh, Dims, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Rank, Split, Tile, local_part};
+
+/// What somebody says of some tensors.
+#[derive(Clone, Debug)]
+pub struct Rule {
+    pub pattern: Pattern,
+    pub lies: Lies,
+    /// Where it was said, for messages: `--placements '**.w1=S(0)'`, `layout.toml line 7`.
+    pub said: String,
+}
+
+/// How tensors lie, before it has met one of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Lies {
+    /// Plain, whole on every rank.
+    Plain,
+    Shared(Spec),
+}
+
+/// Placements as written down.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Spec {
+    /// One a mesh dim.
+    pub placements: Vec<PlacementSpec>,
+    /// One a mesh dim, or none for what the layout says of all tensors.
+    pub splits: Vec<Split>,
+    /// The dims of the tensor's own mesh, ascending, where that is to be a slice.
+    pub slice: Option<Vec<MeshDim>>,
+}
+
+impl From<Vec<PlacementSpec>> for Spec {
+    fn from(placements: Vec<PlacementSpec>) -> Self {
+        Self { placements, splits: Vec::new(), slice: None }
+    }
+}
+
+impl Spec {
+    fn check(&self, mesh: &DeviceMesh) -> Result<(), LayoutError> {
+        let text = || self.placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        if self.placements.len() != mesh.ndim() {
+            return Err(LayoutError::PlacementList { placements: text(), mesh: mesh.to_string() });
+        }
+        if !self.splits.is_empty() && self.splits.len() != mesh.ndim() {
+            return Err(LayoutError::SplitCount { expected: mesh.ndim(), found: self.splits.len() });
+        }
+        let in_slice = |dim: usize| self.slice.as_ref().is_none_or(|dims| dims.contains(&MeshDim(dim)));
+        let outside = self
+            .placements
+            .iter()
+            .enumerate()
+            .find(|(dim, spec)| **spec != PlacementSpec::Replicate && !in_slice(*dim));
+        match outside {
+            None => Ok(()),
+            Some((dim, _)) => Err(LayoutError::OutsideSlice { placements: text(), mesh_dim: MeshDim(dim) }),
+        }
+    }
+}
+
+/// What tensors without a rule get.
+#[derive(Clone, Debug)]
+pub enum Fallback {
+    /// These, where they fit.
+    Placements(Vec<PlacementSpec>),
+    /// What they have in the source, mesh dim by mesh dim of the same name.
+    Source,
+}
+
+/// A mesh and the placements on it.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    pub mesh: DeviceMesh,
+    pub rules: Vec<Rule>,
+    pub fallback: Fallback,
+    /// How dims are cut where nothing more particular is said; `None` as in the source, else as DTensors are.
+    pub split: Option<Split>,
+}
+
+/// The layout a tensor has in the source.
+#[derive(Clone, Copy, Debug)]
+pub struct SourceLayout<'a> {
+    pub mesh: &'a DeviceMesh,
+    pub placements: &'a [Placement],
+    /// One a mesh dim, or none where all are as in DTensors.
+    pub splits: &'a [Split],
+}
+
+/// How ranks share one tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shared {
+    /// One a mesh dim.
+    pub placements: Vec<Placement>,
+    /// One a mesh dim, or none where all are as in DTensors.
+    pub splits: Vec<Split>,
+    /// The dims of the tensor's own mesh, where that is to be a slice; it is replicated on the others.
+    pub slice: Option<Vec<MeshDim>>,
+}
+
+impl From<Vec<Placement>> for Shared {
+    fn from(placements: Vec<Placement>) -> Self {
+        Self { placements, splits: Vec::new(), slice: None }
+    }
+}
+
+impl Shared {
+    /// The part of a tensor that the rank at `coordinate` holds.
+    ///
+    /// # Errors
+    /// As [`local_part`].
+    pub fn part(&self, shape: &[u64], mesh: &DeviceMesh, coordinate: &Dims) -> Result<Tile, LayoutError> {
+        local_part(shape, mesh.shape(), &self.placements, &self.splits, coordinate)
+    }
+}
+
+/// What was chosen for a tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Chosen {
+    /// `None` for a plain tensor on every rank.
+    pub shared: Option<Shared>,
+    /// Index of the rule, if one matched.
+    pub rule: Option<usize>,
+    /// Where the fallback had to become Replicate.
+    pub misfit: bool,
+}
+
+impl Layout {
+    /// # Errors
+    /// `LayoutError` where a list of placements has not one a mesh dim, or says something of dims outside its slice.
+    pub fn new(
+        mesh: DeviceMesh,
+        rules: Vec<Rule>,
+        fallback: Fallback,
+        split: Option<Split>,
+    ) -> Result<Self, LayoutError> {
+        for rule in &rules {
+            if let Lies::Shared(spec) = &rule.lies {
+                spec.check(&mesh)?;
+            }
+        }
+        if let Fallback::Placements(list) = &fallback {
+            Spec::from(list.clone()).check(&mesh)?;
+        }
+        Ok(Self { mesh, rules, fallback, split })
+    }
+
+    /// How a tensor of this shape lies that is known by `names`.
+    ///
+    /// # Errors
+    /// `LayoutError` where a rule does not fit.
+    pub fn choose(
+        &self,
+        names: &[&str],
+        shape: &[u64],
+        source: Option<SourceLayout<'_>>,
+    ) -> Result<Chosen, LayoutError> {
+        let matches = |rule: &&Rule| names.iter().any(|name| rule.pattern.covers(name));
+        if let Some(index) = self.rules.iter().position(|rule| matches(&rule)) {
+            let shared = match &self.rules[index].lies {
+                Lies::Plain => None,
+                Lies::Shared(spec) => Some(self.resolve(spec, &self.rules[index], names, shape)?),
+            };
+            return Ok(Chosen { shared, rule: Some(index), misfit: false });
+        }
+        Ok(match &self.fallback {
+            Fallback::Placements(specs) => {
+                let resolved: Vec<Option<Placement>> = specs.iter().map(|spec| spec.resolve(shape.len())).collect();
+                let misfit = resolved.contains(&None);
+                let placements = resolved.into_iter().map(|found| found.unwrap_or(Placement::Replicate)).collect();
+                let shared = Shared { placements, splits: self.splits(), slice: None };
+                Chosen { shared: Some(shared), rule: None, misfit }
+            }
+            Fallback::Source => {
+                let replicated = || Shared::from(vec![Placement::Replicate; self.mesh.ndim()]);
+                let shared = source.map_or_else(replicated, |source| self.as_in(source));
+                Chosen { shared: Some(shared), rule: None, misfit: false }
+            }
+        })
+    }
+
+    fn resolve(&self, spec: &Spec, rule: &Rule, names: &[&str], shape: &[u64]) -> Result<Shared, LayoutError> {
+        let placements = spec.placements.iter().map(|placement| {
+            placement.resolve(shape.len()).ok_or_else(|| LayoutError::RuleMisfit {
+                rule: rule.said.clone(),
+                placement: placement.to_string(),
+                fqn: names.first().copied().unwrap_or_default().to_owned(),
+                shape: shape.to_vec(),
+            })
+        });
+        let placements = placements.collect::<Result<_, _>>()?;
+        let splits = if spec.splits.is_empty() { self.splits() } else { spec.splits.clone() };
+        Ok(Shared { placements, splits, slice: spec.slice.clone() })
+    }
+
+    /// What is said of all tensors.
+    fn splits(&self) -> Vec<Split> {
+        match &self.split {
+            None | Some(Split::Chunk) => Vec::new(),
+            Some(split) => vec![split.clone(); self.mesh.ndim()],
+        }
+    }
+
+    /// The source's placements on the mesh dims of the same names, Replicate on the others.
+    #[must_use]
+    pub fn as_in(&self, source: SourceLayout<'_>) -> Shared {
+        let said = self.split.as_ref().map(|_| self.splits());
+        if (source.mesh.shape(), source.mesh.names()) == (self.mesh.shape(), self.mesh.names()) {
+            let splits = said.unwrap_or_else(|| source.splits.to_vec());
+            return Shared { placements: source.placements.to_vec(), splits, slice: None };
+        }
+        let mut placements = vec![Placement::Replicate; self.mesh.ndim()];
+        let mut splits = if source.splits.is_empty() { Vec::new() } else { vec![Split::Chunk; self.mesh.ndim()] };
+        let Some(names) = source.mesh.names() else { return placements.into() };
+        let target_dims: Vec<Option<usize>> =
+            names.iter().map(|name| self.mesh.dim_by_name(name).map(|dim| dim.0)).collect();
+        for (index, placement) in source.placements.iter().enumerate() {
+            let Some(target) = target_dims[index] else { continue };
+            if let Some(split) = source.splits.get(index) {
+                splits[target] = split.clone();
+            }
+            placements[target] = match *placement {
+                // A split factor that stands for the mesh dims further right (FSDP over TP) follows their new sizes;
+                // where they come to stand further left, a plain shard already means that they split first.
+                Placement::StridedShard { dim, split_factor } => {
+                    let inner: Vec<usize> = (index + 1..source.placements.len())
+                        .filter(|&later| source.placements[later].sharded_dim() == Some(dim))
+                        .collect();
+                    let before: u64 = inner.iter().map(|&later| source.mesh.shape()[later]).product();
+                    let still_inner = inner.iter().filter_map(|&later| target_dims[later]).filter(|&at| at > target);
+                    let after: u64 = still_inner.map(|at| self.mesh.shape()[at]).product();
+                    match (before == split_factor, after) {
+                        (true, 0 | 1) => Placement::Shard(dim),
+                        (true, after) => Placement::StridedShard { dim, split_factor: after },
+                        (false, _) => Placement::StridedShard { dim, split_factor },
+                    }
+                }
+                other => other,
+            };
+        }
+        Shared { placements, splits: said.unwrap_or(splits), slice: None }
+    }
+
+    /// The distinct tiles of a tensor, each with the ranks that hold it.
+    ///
+    /// # Errors
+    /// `LayoutError` where the placements do not fit the shape.
+    pub fn shards(&self, shape: &[u64], shared: &Shared) -> Result<Vec<(Tile, Vec<Rank>)>, LayoutError> {
+        let mut shards: indexmap::IndexMap<Tile, Vec<Rank>> = indexmap::IndexMap::new();
+        for (rank, coordinate) in self.mesh.coordinates() {
+            let tile = shared.part(shape, &self.mesh, &coordinate)?;
+            shards.entry(tile).or_default().push(rank);
+        }
+        for ranks in shards.values_mut() {
+            ranks.sort_unstable();
+        }
+        Ok(shards.into_iter().collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{TensorDim, parse_placements};
+    use super::*;
+
+    fn layout(mesh: &str, rules: &[(&str, &str)], fallback: &str) -> Layout {
+        let rules = rules
+            .iter()
+            .map(|(pattern, list)| Rule {
+                pattern: Pattern::parse(pattern).unwrap(),
+                lies: Lies::Shared(parse_placements(list).unwrap().into()),
+                said: (*pattern).to_owned(),
+            })
+            .collect();
+        let fallback = match fallback {
+            "source" => Fallback::Source,
+            list => Fallback::Placements(parse_placements(list).unwrap()),
+        };
+        Layout::new(DeviceMesh::parse(mesh).unwrap(), rules, fallback, None).unwrap()
+    }
+
+    fn text(chosen: &Chosen) -> String {
+        chosen.shared.as_ref().unwrap().placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+    }
+
+    #[test]
+    fn the_first_rule_wins_and_must_fit() {
+        let layout = layout("dp=2,tp=2", &[("**.w1", "R,S(0)"), ("**.w?", "R,S(-1)")], "S(0),R");
+        assert_eq!(text(&layout.choose(&["a.w1.weight"], &[4, 4], None).unwrap()), "R,S(0)");
+        assert_eq!(text(&layout.choose(&["a.w2.weight"], &[4, 4], None).unwrap()), "R,S(1)");
+        assert_eq!(text(&layout.choose(&["optim.x", "a.w2.weight"], &[4, 4], None).unwrap()), "R,S(1)");
+        assert!(layout.choose(&["a.w2.scale"], &[], None).is_err());
+    }
+
+    #[test]
+    fn the_fallback_becomes_replicate_where_it_does_not_fit() {
+        let layout = layout("dp=2,tp=2", &[], "S(0),S(1)");
+        let bias = layout.choose(&["b"], &[4], None).unwrap();
+        assert_eq!((text(&bias).as_str(), bias.misfit), ("S(0),R", true));
+        let scalar = layout.choose(&["s"], &[], None).unwrap();
+        assert_eq!((text(&scalar).as_str(), scalar.misfit), ("R,R", true));
+    }
+
+    #[test]
+    fn source_placements_follow_mesh_dim_names() {
+        let source_mesh = DeviceMesh::parse("dp=2,tp=4").unwrap();
+        let dim = TensorDim(0);
+        let placements = [Placement::StridedShard { dim, split_factor: 4 }, Placement::Shard(dim)];
+        let source = Some(SourceLayout { mesh: &source_mesh, placements: &placements, splits: &[] });
+        assert_eq!(text(&layout("tp=2,dp=8", &[], "source").choose(&["w"], &[8, 8], source).unwrap()), "S(0),S(0)");
+        assert_eq!(text(&layout("dp=8,tp=2", &[], "source").choose(&["w"], &[8, 8], source).unwrap()), "_S(0,2),S(0)");
+        assert_eq!(text(&layout("dp=8", &[], "source").choose(&["w"], &[8, 8], source).unwrap()), "S(0)");
+        assert_eq!(text(&layout("dp=8", &[], "source").choose(&["w"], &[8, 8], None).unwrap()), "R");
+    }
+
+    #[test]
+    fn placements_on_the_same_mesh_dims_need_no_names() {
+        let dims = || smallvec::SmallVec::from_slice(&[2, 2]);
+        let mesh = |ranks: [u32; 4]| DeviceMesh::new(dims(), ranks.map(Rank).to_vec(), None).unwrap();
+        let target = Layout::new(mesh([0, 2, 1, 3]), vec![], Fallback::Source, None).unwrap();
+        let placements = [Placement::Shard(TensorDim(1)), Placement::Replicate];
+        let source = SourceLayout { mesh: &mesh([0, 1, 2, 3]), placements: &placements, splits: &[] };
+        assert_eq!(target.as_in(source).placements, placements);
+    }
+
+    #[test]
+    fn placements_must_be_one_a_mesh_dim() {
+        let mesh = DeviceMesh::parse("dp=2,tp=2").unwrap();
+        for list in ["S(0)", "S(0),R,R"] {
+            let fallback = Fallback::Placements(parse_placements(list).unwrap());
+            assert!(Layout::new(mesh.clone(), vec![], fallback, None).is_err(), "{list}");
+        }
+    }
+
+    #[test]
+    fn replicas_share_a_tile() {
+        let layout = layout("dp=2,tp=2", &[], "R,S(0)");
+        let shards = layout.shards(&[5], &layout.choose(&["w"], &[5], None).unwrap().shared.unwrap()).unwrap();
+        assert_eq!(shards.len(), 2);
+        assert_eq!(shards[0].1, [Rank(0), Rank(2)]);
+    }
+}
