@@ -50,6 +50,7 @@ Examples:
   dtshard reshard actor actor16 --mesh fsdp=16
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements 'S(0),S(1)'
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements '**.wo=S(0),S(1)' --placements 'S(0),S(0)'
+  dtshard reshard step-1000 step-1000-tp --mesh dp_shard=4,tp=2 --plan llama
   dtshard reshard model.pt sharded --to dcp --mesh dp=8 --dry-run
   dtshard reshard edited.safetensors actor-edited --like actor --fill-from actor";
 
@@ -339,6 +340,19 @@ pub struct Reshard {
     /// every tensor, and R where it does not fit; PATTERN=LIST is a rule, and the first one that matches wins
     #[arg(long, value_name = "[PATTERN=]LIST")]
     pub placements: Vec<String>,
+    /// Cut modules as a parallelize plan says: llama, mistral, qwen2, qwen3, mixtral, qwen2-moe, qwen3-moe, gpt-neox, gpt2.
+    /// FSDP comes on top, over what else the mesh has: `--mesh dp_shard=8,tp=8 --plan llama` is complete
+    #[arg(long, value_name = "NAME")]
+    pub plan: Option<String>,
+    /// Mesh dim over which --plan cuts modules [default: tp]
+    #[arg(long, value_name = "DIM")]
+    pub tp: Option<String>,
+    /// Mesh dim over which FSDP cuts dim 0 of what that leaves [default: with --plan fsdp, dp_shard or dp]
+    #[arg(long, value_name = "DIM")]
+    pub fsdp: Option<String>,
+    /// Mesh dim of copies, as in HSDP [default: with --plan or --fsdp dp_replicate or replicate]
+    #[arg(long, value_name = "DIM")]
+    pub replicate: Option<String>,
     /// Lay tensors out as those of the same names in this checkpoint: its mesh, placements, format and names of files.
     /// --mesh with the same dim names takes the place of its mesh, --placements rules that of its placements
     #[arg(long, value_name = "CKPT")]

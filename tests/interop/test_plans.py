@@ -17,7 +17,9 @@ import plans
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "plans.py")
 MESHES = sorted({mesh for family in generate_plans.FAMILIES if family != "styles" for mesh, _ in generate_plans.placings(family)})
 # the plan's name where it is not the family's
-PLANS = {"mixtral_hub": "mixtral", "qwen2_moe_hub": "qwen2_moe", "qwen3_moe_hub": "qwen3_moe", "gpt_neox_hub": "gpt_neox"}
+PLANS = {"titan": "llama", "mixtral_hub": "mixtral", "qwen2_moe_hub": "qwen2_moe", "qwen3_moe_hub": "qwen3_moe", "gpt_neox_hub": "gpt_neox"}
+# Placed by PyTorch elsewhere than its placements say: dtshard has it whole on dp (docs/parallelize.md).
+MISPLACED = {("gpt2", "dp=2,tp=2"): "transformer.h.0.attn.c_attn.bias: "}
 
 
 def in_ranks(verb, folder, mesh):
@@ -56,5 +58,6 @@ def compared(folder, mesh):
 
 @pytest.mark.parametrize("family,mesh", [(family, mesh) for mesh in MESHES for family in plans.families(mesh)])
 def test_each_rank_has_what_pytorch_makes(differences, family, mesh):
-    lines = differences(family, mesh)
+    misplaced = MISPLACED.get((family, mesh))
+    lines = [line for line in differences(family, mesh) if misplaced is None or misplaced not in line]
     assert not lines, "\n".join(lines[:20])

@@ -3,6 +3,7 @@
 mod chooser;
 mod flat;
 mod like;
+mod plan;
 mod sharded;
 mod target;
 
@@ -22,6 +23,7 @@ use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, dcp, torch};
 use crate::layout::DeviceMesh;
+use crate::layout::parallelize::Order;
 use crate::layout::rules::Layout;
 use crate::select::Wrappers;
 use chooser::{Chooser, tensor_class};
@@ -66,7 +68,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     if to == Format::TorchRanks {
         check_room(&source, &layout.mesh, class, args.convert.source.max_memory.0)?;
     }
-    let (mut reservation, more) = reserve(&source, &layout, wrappers, class, to)?;
+    let (mut reservation, more) = reserve(&source, &layout, wrappers, class, to, printer)?;
     notes.extend(more);
     let carried = carry_along(&source, to, world_size, &mut reservation)?;
     let conversion =
@@ -84,6 +86,11 @@ fn tells_shapes_alone(source: &Source) -> bool {
     source.given().1 == Format::FsdpFlat && source.like.as_ref().is_some_and(is_whole)
 }
 
+/// Whether the source has parameters in the order in which modules registered them.
+fn order(source: &Source) -> Order {
+    if source.checkpoint.format.keeps_order() { Order::Registered } else { Order::Unknown }
+}
+
 /// Lay out every part of the source by itself, and say what there is to say about the layout.
 fn reserve(
     source: &Source,
@@ -91,12 +98,16 @@ fn reserve(
     wrappers: Wrappers,
     class: Option<Class>,
     to: Format,
+    printer: &Printer,
 ) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.wanted.catalog;
     let world_size = ranks_of(&layout.mesh);
     let style = style(source)?;
     let like = source.like.as_ref().map(|like| Like::new(like, wrappers));
-    let mut chooser = Chooser::new(wanted, layout, wrappers, class).like(like);
+    let mut chooser = Chooser::new(wanted, layout, wrappers, class).like(like).plan(order(source))?;
+    for detail in chooser.details() {
+        printer.detail(&detail);
+    }
     let mut whole = Reservation::default();
     for part in parts(source, to) {
         let reservation = match &part.names {

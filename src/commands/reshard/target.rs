@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, HashSet};
 
+use super::plan;
 use super::sharded::{mesh_of_rows, rows};
 use crate::catalog::{Catalog, TensorEntry, TensorId};
 use crate::cli::Reshard;
@@ -142,13 +143,15 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<Layout> {
             }
         }
     }
+    let plan = plan::of_arguments(args, &mesh)?;
     let fallback = match fallback {
         Some(list) => Fallback::Placements(list),
         None if source.like.is_some() => Fallback::Source,
+        None if plan.is_some() => Fallback::Placements(vec![PlacementSpec::Replicate; mesh.ndim()]),
         None if args.mesh.is_empty() && catalog.meshes.is_empty() => Fallback::Placements(row_specs(&mesh)?),
         None => default_fallback(&mesh, catalog)?,
     };
-    Ok(Layout::new(mesh, rules, fallback, None)?)
+    Ok(Layout { plan, ..Layout::new(mesh, rules, fallback, None)? })
 }
 
 /// How ShardedTensors lie, as if it had been said.
