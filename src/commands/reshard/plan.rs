@@ -130,7 +130,7 @@ impl Planned {
             let own = self.plan.family.map(|family| family.name);
             let other =
                 Some(&self.alike).filter(|alike| !alike.is_empty() && !alike.iter().any(|name| Some(*name) == own));
-            let other = other.map(|alike| format!("; --plan {} names more", alike.join(" or "))).unwrap_or_default();
+            let other = other.map(|alike| format!("; --plan {} names more", any_of(alike))).unwrap_or_default();
             note(self.names(|laid| laid.by == By::Nobody), &(lie + &other));
         }
         note(self.names(|laid| laid.by == By::Buffer), "taken for buffers: plain on every rank");
@@ -174,7 +174,7 @@ fn told(error: PlanError, parameters: &[Parameter<'_>]) -> Error {
             String::from("no built-in plan knows these names; --placements 'PATTERN=LIST' says how tensors lie")
         }
         PlanError::OtherFamily { alike, .. } => {
-            format!("these names look like {}: --plan {}", alike.join(" or "), alike[0])
+            format!("these names look like {}: --plan {}", any_of(alike), alike[0])
         }
         PlanError::UnknownOrder { .. } => String::from(
             "name the style of each child, colwise and rowwise; torch files keep the order of a state dict",
@@ -183,6 +183,14 @@ fn told(error: PlanError, parameters: &[Parameter<'_>]) -> Error {
         PlanError::Layout(error) => return Error::Layout(error.clone()),
     };
     Error::usage(error.to_string(), hint)
+}
+
+/// `llama, mistral or qwen2`
+fn any_of(names: &[&str]) -> String {
+    match names {
+        [first @ .., before, last] => [first, &[&format!("{before} or {last}")]].concat().join(", "),
+        few => few.concat(),
+    }
 }
 
 /// The names of parameters, and of the modules that have them.

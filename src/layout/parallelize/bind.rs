@@ -59,15 +59,10 @@ impl Candidate {
     }
 
     /// Whether it gives its own style to this parameter.
-    fn names(&self, parameter: &str) -> bool {
+    pub fn names(&self, parameter: &str) -> bool {
         self.rule.style != Style::Pairwise
             && (self.names_module(module_of(parameter)) || self.rule.pattern.matches(parameter))
     }
-}
-
-/// Whether one of these names the parameter.
-pub(super) fn names_any(candidates: &[&Candidate], parameter: &str) -> bool {
-    candidates.iter().any(|candidate| candidate.names(parameter))
 }
 
 /// The module that has a parameter, or a module as its child.
@@ -159,8 +154,16 @@ fn pairs(candidate: &Candidate, parameters: &[Parameter<'_>], order: Order) -> R
         let (pairs, _) = linears.as_chunks::<2>();
         styles.extend(pairs.iter().flat_map(|pair| pair.iter().copied().zip(IN_TURN)));
     }
-    if let (true, Some((module, linears))) = (styles.is_empty(), modules.first()) {
-        return Err(PlanError::NoPair { said: said(), module: shown(module), found: linears.len() });
+    if styles.is_empty() {
+        let alone = modules.first().map(|(module, linears)| (*module, linears.len()));
+        let childless = || {
+            let mut modules = parameters.iter().map(|parameter| module_of(&parameter.name));
+            modules.find(|module| candidate.names_module(module)).map(|module| (module, 0))
+        };
+        return match alone.or_else(childless) {
+            Some((module, found)) => Err(PlanError::NoPair { said: said(), module: shown(module), found }),
+            None => Ok(Vec::new()),
+        };
     }
     let style = |(at, parameter): (usize, &Parameter<'_>)| Some((at, *styles.get(module_of(&parameter.name))?));
     Ok(parameters.iter().enumerate().filter_map(style).collect())

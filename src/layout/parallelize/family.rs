@@ -5,8 +5,10 @@
 //!
 //! Source: `base_model_tp_plan` of transformers' configurations, and `parallelize.py` of torchtitan's models.
 
+use std::cmp::{Ordering, Reverse};
+
 use super::super::Pattern;
-use super::bind::{Candidate, Origin, Parameter, names_any};
+use super::bind::{Candidate, Origin, Parameter};
 use super::{Style, StyleRule};
 
 /// The plan of a model family.
@@ -178,19 +180,21 @@ fn parse(pattern: &str) -> Pattern {
     Pattern::parse(pattern).expect("built-in patterns are globs")
 }
 
-/// The families whose plans name most of the attention and MLPs among these parameters.
+/// The families whose plans name most of the attention and MLPs among these parameters, with the fewest rows beside.
 #[must_use]
 pub fn alike(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
-    let mut best = (0, Vec::new());
+    let mut best = ((1, Reverse(usize::MAX)), Vec::new());
     for family in Family::all() {
-        let candidates = family.candidates();
-        let of_layers = |candidate: &&Candidate| candidate.origin == Origin::Layers;
-        let layers: Vec<&Candidate> = candidates.iter().filter(of_layers).collect();
-        let named = parameters.iter().filter(|parameter| names_any(&layers, &parameter.name)).count();
-        match named.cmp(&best.0) {
-            std::cmp::Ordering::Greater => best = (named, vec![family.name]),
-            std::cmp::Ordering::Equal if named > 0 => best.1.push(family.name),
-            _ => {}
+        let mut layers = family.candidates();
+        layers.retain(|candidate| candidate.origin == Origin::Layers);
+        let is_named = |parameter: &&Parameter<'_>| layers.iter().any(|candidate| candidate.names(&parameter.name));
+        let named = parameters.iter().filter(is_named).count();
+        let is_idle = |candidate: &&Candidate| !parameters.iter().any(|parameter| candidate.names(&parameter.name));
+        let likeness = (named, Reverse(layers.iter().filter(is_idle).count()));
+        match likeness.cmp(&best.0) {
+            Ordering::Greater => best = (likeness, vec![family.name]),
+            Ordering::Equal => best.1.push(family.name),
+            Ordering::Less => {}
         }
     }
     best.1

@@ -57,9 +57,9 @@ impl Roles {
         for index in 0..uses.len() {
             let (role, dim, usual) = uses[index];
             let user = |dim| uses.iter().find(|(other, used, _)| *other != role && *used == Some(dim));
-            if let Some((first, _, _)) = dim.and_then(user) {
+            if let Some((second, _, _)) = dim.and_then(user) {
                 let name = dim.map(|dim| names[dim.0].clone()).unwrap_or_default();
-                return Err(PlanError::DimTwice { name, first, second: role });
+                return Err(PlanError::DimTwice { name, first: role, second });
             }
             let free = || usual.iter().filter_map(|name| mesh.dim_by_name(name)).find(|dim| user(*dim).is_none());
             uses[index].1 = dim.or_else(free);
