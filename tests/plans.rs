@@ -288,3 +288,20 @@ fn blocks_under_fsdp_stay_whole_and_are_told() {
     let shown = common::inspect(&target, "--brief");
     assert_eq!(shown["tensors"][MISPLACED]["placements"], "R,_S(0,3)");
 }
+
+/// The page of plans has every row of every built-in plan.
+#[test]
+fn built_in_plans_are_as_documented() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let page = fs::read_to_string(root.join("docs/parallelize.md")).unwrap();
+    for family in Family::all() {
+        assert!(page.contains(&format!("`{}`", family.name)), "{}", family.name);
+        for row in family.layers.iter().copied().flatten().chain(family.around) {
+            let cells = format!("| `{}` | `{}` |", row.pattern, row.style);
+            assert!(page.contains(&cells), "{}: {cells}", family.name);
+        }
+    }
+    for style in Style::NAMES {
+        assert!(page.contains(&format!("`{style}`")), "{style}");
+    }
+}
