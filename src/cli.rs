@@ -266,6 +266,9 @@ pub struct DestinationArgs {
     /// for consolidate, that of SRC for reshard (dcp where SRC is no folder of shards)]
     #[arg(long, value_name = "FORMAT")]
     pub to: Option<FormatArg>,
+    /// The PyTorch that is to load DTensors in rank files, such as 2.9 [default: as SRC, else the newest known]
+    #[arg(long, value_name = "VERSION")]
+    pub torch_version: Option<String>,
     /// Replace DST if it exists [default: refused, unless it is an empty folder]
     #[arg(long)]
     pub overwrite: bool,

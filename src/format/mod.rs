@@ -256,7 +256,7 @@ impl<'a> Reading<'a> {
                 return Ok((format, loaded));
             }
         };
-        let whole = Part { folder: PathBuf::new(), content: Content::Whole, names: None };
+        let whole = Part { folder: PathBuf::new(), content: Content::Whole, names: None, world_size: 0 };
         Ok((format, Loaded { catalog, parts: vec![whole] }))
     }
 

@@ -180,7 +180,8 @@ impl SeriesSet {
             catalog.dropped = torch::dropped(&files);
             catalog.warnings.extend(gap);
             let content = if several { Content::Below(series.name.clone()) } else { Content::Whole };
-            parts.push(Part { folder: PathBuf::new(), content, names: Some(series.names()) });
+            let (names, world_size) = (Some(series.names()), series.world_size(&self.folder)?);
+            parts.push(Part { folder: PathBuf::new(), content, names, world_size });
             if several {
                 let state = adopt(&mut whole, catalog, Some(&series.name));
                 entries.push((Value::Str(series.name.clone()), state));
@@ -230,6 +231,13 @@ impl Series {
         let mut names = self.files[0].0.names.clone();
         self.files.iter().for_each(|(name, _)| names.widen(&name.names));
         names
+    }
+
+    /// How many ranks its files are of.
+    fn world_size(&self, folder: &Path) -> Result<u32> {
+        let (stated, ranks) = self.ranks(folder)?;
+        let highest = ranks.keys().next_back().map_or(0, |rank| rank.saturating_add(1));
+        Ok(stated.unwrap_or(highest))
     }
 
     /// Its files, and what to say where some are missing.
