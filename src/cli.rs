@@ -375,8 +375,6 @@ pub struct Unshard {
     #[command(flatten)]
     pub shards: ShardArgs,
     #[command(flatten)]
-    pub shapes: ShapeArgs,
-    #[command(flatten)]
     pub convert: ConvertArgs,
 }
 
@@ -429,9 +427,13 @@ pub enum Strategy {
     NoShard,
 }
 
-/// Sizes of safetensors files.
+/// Which tensors are in which safetensors file.
 #[derive(Args, Debug)]
 pub struct ShardArgs {
+    /// A checkpoint of the same model: where it is a folder of safetensors files, every tensor goes into the file that it
+    /// is in there; where SRC is FSDP1, the shapes and the order that SRC lacks
+    #[arg(long, value_name = "CKPT")]
+    pub like: Option<PathBuf>,
     /// Largest safetensors file in a folder (5GB = 5e9, 5GiB = 5 * 2^30); a larger tensor gets its own
     #[arg(long, value_name = "SIZE", default_value = "5GB")]
     pub max_shard_size: Quantity,
@@ -447,8 +449,6 @@ pub struct Consolidate {
     pub assets: Option<PathBuf>,
     #[command(flatten)]
     pub shards: ShardArgs,
-    #[command(flatten)]
-    pub shapes: ShapeArgs,
     #[command(flatten)]
     pub convert: ConvertArgs,
 }

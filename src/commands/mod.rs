@@ -19,6 +19,7 @@ mod run;
 mod source;
 mod unshard;
 mod verify;
+mod whole;
 
 use std::ffi::OsString;
 use std::path::Path;

@@ -9,12 +9,12 @@ mod target;
 use std::path::PathBuf;
 
 use super::conflicts::Ranks;
-use super::consolidate::check_tied;
 use super::convert::{Conversion, convert, not_written, target_format};
 use super::parts::{self, carry_along, example_of, parts};
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
+use super::whole::check_tied;
 use super::{Status, check_flat};
 use crate::catalog::{Catalog, Class, Reservation, TensorEntry};
 use crate::cli::Reshard;
