@@ -281,7 +281,7 @@ impl Series {
         let Some((first, others)) = loaded.split_first() else { return false };
         let known = names(first);
         others.iter().all(|file| names(file) == known)
-            && merge(&loaded).is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tiling().is_ok()))
+            && merge(&loaded).is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()))
     }
 
     /// The files by rank, and the world size in their names.
