@@ -10,6 +10,7 @@ pub mod flat;
 pub mod model;
 pub mod modules;
 pub mod optimizer;
+pub mod owner;
 pub mod path;
 mod reserved;
 mod validate;

@@ -39,6 +39,7 @@ pub mod rules;
 mod shard;
 mod split;
 mod tile;
+pub mod whole;
 
 #[cfg(test)]
 mod tests;
