@@ -207,6 +207,8 @@ pub struct Catalog {
     pub flat: Option<flat::FlatLayout>,
     /// What a reader noticed and the user should know.
     pub warnings: Vec<String>,
+    /// What a reader did because it was asked to.
+    pub notes: Vec<String>,
     /// What a reader noticed for who wants to know more.
     pub details: Vec<String>,
 }
@@ -222,6 +224,7 @@ impl Catalog {
             dropped: Vec::new(),
             flat: None,
             warnings: Vec::new(),
+            notes: Vec::new(),
             details: Vec::new(),
         }
     }

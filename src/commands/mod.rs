@@ -12,11 +12,13 @@ mod inspect;
 mod man;
 mod names;
 mod parts;
+mod placements;
 mod printer;
 mod progress;
 mod reshard;
 mod run;
 mod source;
+mod told;
 mod unshard;
 mod verify;
 
@@ -149,6 +151,7 @@ fn read_options(args: &SourceArgs, like: Option<&Path>, default: SeriesChoice, w
         io: args.io.mode(),
         allow_missing: args.allow_missing,
         drop_unknown: args.drop_unknown,
+        told: None,
         flat: FlatKnowledge { layout: args.flat_layout.clone(), like: like.map(Path::to_path_buf), raw: false },
     }
 }

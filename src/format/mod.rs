@@ -15,11 +15,12 @@ pub mod pickle;
 mod rank_names;
 pub mod safetensors;
 mod series;
+pub mod told;
 pub mod torch;
 pub mod zip;
 
 use std::cmp::Ordering;
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
 
@@ -28,12 +29,15 @@ pub use folder::Want;
 pub use parts::{Content, Part};
 pub use rank_names::{RankName, RankNames};
 pub use series::SeriesChoice;
+pub use told::Told;
 
 use parts::Loaded;
 use pickle::Unknown;
+use torch::ranks::Plain;
 
 use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
+use crate::layout::Rank;
 use crate::storage::{Files, IoMode, filesystem};
 
 /// The formats, under the names of `--from` and `--to`.
@@ -121,6 +125,8 @@ pub struct ReadOptions {
     pub drop_unknown: bool,
     /// What is known of flat parameters beyond what their files tell.
     pub flat: FlatKnowledge,
+    /// How plain tensors lie on ranks, where files do not tell.
+    pub told: Option<Told>,
 }
 
 /// Where the units, orders and shapes of flat parameters come from.
@@ -137,6 +143,10 @@ pub struct FlatKnowledge {
 impl ReadOptions {
     fn unknown(&self) -> Unknown {
         if self.drop_unknown { Unknown::Drop } else { Unknown::Refuse }
+    }
+
+    fn plain(&self) -> Plain {
+        if self.told.is_some() { Plain::Parts } else { Plain::Replicas }
     }
 }
 
@@ -170,6 +180,9 @@ impl Checkpoint {
             1 if loaded[0].0.as_os_str().is_empty() => loaded.pop().expect("one folder").1,
             _ => parts::join(loaded),
         };
+        if let Some(told) = &options.told {
+            told::tell(told, &mut catalog, &root, &reading)?;
+        }
         check_total(&root, &catalog)?;
         let beside = match options.want {
             Want::All if root.is_dir() => reading.beside(&root, &mut catalog),
@@ -202,6 +215,8 @@ struct Reading<'a> {
     series: Vec<String>,
     skipped_series: Vec<String>,
     fragment: Option<String>,
+    /// Ranks that have files, where there is one a rank.
+    ranks: BTreeSet<Rank>,
     /// Files of the checkpoint that were not read as such.
     other_files: Vec<PathBuf>,
 }
@@ -214,6 +229,7 @@ impl<'a> Reading<'a> {
             series: Vec::new(),
             skipped_series: Vec::new(),
             fragment: None,
+            ranks: BTreeSet::new(),
             other_files: Vec::new(),
         }
     }
@@ -245,6 +261,7 @@ impl<'a> Reading<'a> {
                 self.series.extend(chosen.names());
                 self.skipped_series.extend(chosen.skipped());
                 self.other_files.extend(chosen.skipped_files().cloned());
+                self.ranks.extend(chosen.ranks());
                 let (loaded, flat) = chosen.read(&mut self.files, self.options)?;
                 // What it says is in the catalog, and written anew.
                 self.other_files.push(path.join(fsdp_flat::document::FILE_NAME));

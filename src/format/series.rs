@@ -11,11 +11,12 @@ use super::parts::{Content, Loaded, Part, adopt};
 use super::rank_names::{Numbering, RankName, RankNames};
 use super::torch;
 use super::torch::load::load;
-use super::torch::ranks::{RankFile, merge};
+use super::torch::ranks::{Plain, RankFile, merge};
 use super::{ReadOptions, natural_order};
 use crate::catalog::model::GRADIENTS;
 use crate::catalog::{Catalog, Dict, Value, path};
 use crate::error::{Error, Result};
+use crate::layout::Rank;
 use crate::storage::{Files, IoMode};
 
 /// Which series of a folder to read.
@@ -132,6 +133,11 @@ impl SeriesSet {
         self.skipped.iter().flat_map(|series| &series.files).map(|(_, path)| path)
     }
 
+    /// Ranks that have files.
+    pub fn ranks(&self) -> impl Iterator<Item = Rank> {
+        self.series.iter().flat_map(|series| &series.files).map(|(name, _)| Rank(name.rank))
+    }
+
     /// Keep the series of the choice.
     ///
     /// # Errors
@@ -176,7 +182,7 @@ impl SeriesSet {
         let mut entries = Vec::new();
         let mut parts = Vec::new();
         for ((series, SeriesFiles { files, .. }), gap) in self.series.iter().zip(read).zip(gaps) {
-            let mut catalog = merge(&files)?;
+            let mut catalog = merge(&files, options.plain())?;
             catalog.dropped = torch::dropped(&files);
             catalog.warnings.extend(gap);
             let content = if several { Content::Below(series.name.clone()) } else { Content::Whole };
@@ -273,7 +279,9 @@ impl Series {
         let Some((first, others)) = loaded.split_first() else { return false };
         let known = names(first);
         others.iter().all(|file| names(file) == known)
-            && merge(&loaded).is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tiling().is_ok()))
+            && options.told.is_none()
+            && merge(&loaded, Plain::Replicas)
+                .is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tiling().is_ok()))
     }
 
     /// The files by rank, and the world size in their names.

@@ -13,6 +13,7 @@ use std::path::Path;
 use super::printer::{Printer, Span, harmless};
 use super::progress::Progress;
 use super::source::announce;
+use super::told::told;
 use super::{Status, check_flat, check_series, input, nearest, read_options, work_options};
 use crate::catalog::{Catalog, Chunk, Place, Sharding, TensorEntry, TensorId, model};
 use crate::cli::Inspect;
@@ -39,6 +40,7 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     }
     let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::All);
     options.flat.raw = true;
+    options.told = told(&args.source.told, false)?;
     let checkpoint = Checkpoint::open(&args.src, &options)?;
     check_series(&args.source, &[&checkpoint])?;
     check_flat(&args.source, args.shapes.like.as_deref(), &[&checkpoint])?;

@@ -101,14 +101,21 @@ impl<'a> Chooser<'a> {
     pub fn new(catalog: &'a Catalog, layout: &'a Layout, wrappers: Wrappers, class: Option<Class>) -> Self {
         let has = |class| catalog.tensors.iter().any(|entry| entry.class == class);
         let (has_dtensors, has_sharded) = (has(Class::DTensor), has(Class::ShardedTensor));
+        // Plain tensors that are parts: the source says, or was told, which are and which are not.
+        let has_parts = catalog.tensors.iter().any(|entry| entry.class == Class::Tensor && entry.sharding.is_some());
+        let usual_class = match (has_dtensors, has_sharded, has_parts) {
+            (false, true, _) => Class::ShardedTensor,
+            (false, false, true) => Class::Tensor,
+            _ => Class::DTensor,
+        };
         let mut chooser = Self {
             catalog,
             layout,
             wrappers,
             like: None,
             class,
-            usual_class: if has_sharded && !has_dtensors { Class::ShardedTensor } else { Class::DTensor },
-            told_by: if has_dtensors || has_sharded { ToldBy::Class } else { ToldBy::Nothing },
+            usual_class,
+            told_by: if has_dtensors || has_sharded || has_parts { ToldBy::Class } else { ToldBy::Nothing },
             owners: Owners::new(catalog),
             trained: HashSet::new(),
             used: vec![false; layout.rules.len()],

@@ -5,11 +5,12 @@ use std::collections::BTreeSet;
 use super::sharded::{mesh_of_rows, rows};
 use crate::catalog::{Catalog, TensorEntry, TensorId};
 use crate::cli::Reshard;
+use crate::commands::placements;
 use crate::commands::source::Source;
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format};
-use crate::layout::rules::{Fallback, Layout, Lies, Rule};
-use crate::layout::{DeviceMesh, Pattern, PlacementSpec, Rank, parse_placements};
+use crate::layout::rules::{Fallback, Layout};
+use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
 
 /// The mesh that all DTensors of the source share.
 pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
@@ -108,27 +109,7 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<Layout> {
         let ranks = args.mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
         mesh = DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec))?;
     }
-    let mut rules = Vec::new();
-    let mut fallback = None;
-    for text in &args.placements {
-        match text.rsplit_once('=').filter(|(_, list)| parse_placements(list).is_ok()) {
-            Some((pattern, list)) if parse_placements(text).is_err() => {
-                rules.push(Rule {
-                    pattern: Pattern::parse(pattern.trim())?,
-                    lies: Lies::Shared(parse_placements(list)?.into()),
-                    said: format!("--placements {text}"),
-                });
-            }
-            _ => {
-                if fallback.replace(parse_placements(text)?).is_some() {
-                    return Err(Error::usage(
-                        format!("--placements {text}: a second fallback"),
-                        "give one list for every tensor, and PATTERN=LIST for the exceptions",
-                    ));
-                }
-            }
-        }
-    }
+    let (rules, fallback) = placements::read("--placements", &args.placements)?;
     let fallback = match fallback {
         Some(list) => Fallback::Placements(list),
         None if source.like.is_some() => Fallback::Source,
