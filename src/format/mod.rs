@@ -238,6 +238,9 @@ impl<'a> Reading<'a> {
         let unknown = self.options.unknown();
         let (format, catalog) = match detected {
             Detected::Dcp => (Format::Dcp, dcp::read(&mut self.files, path, unknown)?),
+            Detected::Safetensors { paths, index: None } if self.options.told.is_some() => {
+                return self.read_parts(path, &paths);
+            }
             Detected::Safetensors { paths, index } => {
                 let catalog = safetensors::read(&mut self.files, &paths, index.as_deref())?;
                 self.other_files.extend(index);
@@ -275,6 +278,22 @@ impl<'a> Reading<'a> {
         };
         let whole = Part { folder: PathBuf::new(), content: Content::Whole, names: None };
         Ok((format, Loaded { catalog, parts: vec![whole] }))
+    }
+
+    /// Safetensors files that hold what one rank each has, where they are called so.
+    fn read_parts(&mut self, path: &Path, paths: &[PathBuf]) -> Result<(Format, Loaded)> {
+        let Some(set) = series::group(path, paths)?.ranks.filter(|_| path.is_dir()) else {
+            return Err(told::without_ranks(path));
+        };
+        let chosen = set.choose(&self.options.series)?;
+        self.series.extend(chosen.names());
+        self.skipped_series.extend(chosen.skipped());
+        self.other_files.extend(chosen.skipped_files().cloned());
+        self.ranks.extend(chosen.ranks());
+        let mut loaded = chosen.read_by(self.options, &mut |ranks| safetensors::ranks::read(&mut self.files, ranks))?;
+        // Names of these are none for torch files.
+        loaded.parts.iter_mut().for_each(|part| part.names = None);
+        Ok((Format::Safetensors, loaded))
     }
 
     /// Files that lie beside those of the checkpoint.

@@ -169,7 +169,6 @@ impl SeriesSet {
     /// # Errors
     /// As reading and merging rank files; `Missing` where ranks are.
     pub fn read(&self, files: &mut Files, options: &ReadOptions) -> Result<(Loaded, Unflattened)> {
-        let several = self.series.len() > 1;
         let (mut read, mut gaps) = (Vec::new(), Vec::new());
         for series in &self.series {
             let (own, gap) = series.read(&self.folder, files, options)?;
@@ -178,28 +177,54 @@ impl SeriesSet {
         }
         let model_beside = || self.model_beside(files.io(), options);
         let flat = fsdp_flat::read(&self.folder, &mut read, &model_beside, &options.flat)?;
-        let mut whole = Catalog::empty();
-        let mut entries = Vec::new();
-        let mut parts = Vec::new();
-        for ((series, SeriesFiles { files, .. }), gap) in self.series.iter().zip(read).zip(gaps) {
+        let mut catalogs = Vec::new();
+        for (SeriesFiles { files, .. }, gap) in read.into_iter().zip(gaps) {
             let mut catalog = merge(&files, options.plain())?;
             catalog.dropped = torch::dropped(&files);
             catalog.warnings.extend(gap);
-            let content = if several { Content::Below(series.name.clone()) } else { Content::Whole };
-            parts.push(Part { folder: PathBuf::new(), content, names: Some(series.names()) });
-            if several {
-                let state = adopt(&mut whole, catalog, Some(&series.name));
-                entries.push((Value::Str(series.name.clone()), state));
-            } else {
-                whole = catalog;
-            }
+            catalogs.push(catalog);
         }
-        if several {
-            whole.state = Value::Dict(Dict { entries, ..Dict::default() });
+        let mut loaded = self.join(catalogs);
+        loaded.catalog.flat.clone_from(&flat.layout);
+        loaded.catalog.warnings.extend(flat.warnings.iter().cloned());
+        Ok((loaded, flat))
+    }
+
+    /// As [`read`](Self::read), for files that are no torch files: `read_ranks` reads those of a series.
+    ///
+    /// # Errors
+    /// `Missing` where ranks are, and as `read_ranks`.
+    pub fn read_by(
+        &self,
+        options: &ReadOptions,
+        read_ranks: &mut dyn FnMut(&BTreeMap<u32, PathBuf>) -> Result<Catalog>,
+    ) -> Result<Loaded> {
+        let mut catalogs = Vec::new();
+        for series in &self.series {
+            let (ranks, gap) = series.present(&self.folder, options, &|_| false)?;
+            let mut catalog = read_ranks(&ranks)?;
+            catalog.warnings.extend(gap);
+            catalogs.push(catalog);
         }
-        whole.flat.clone_from(&flat.layout);
-        whole.warnings.extend(flat.warnings.iter().cloned());
-        Ok((Loaded { catalog: whole, parts }, flat))
+        Ok(self.join(catalogs))
+    }
+
+    /// One catalog of one a series; several are subtrees of it.
+    fn join(&self, mut catalogs: Vec<Catalog>) -> Loaded {
+        let part = |series: &Series, content| Part { folder: PathBuf::new(), content, names: Some(series.names()) };
+        if let ([only], 1) = (self.series.as_slice(), catalogs.len()) {
+            return Loaded { catalog: catalogs.remove(0), parts: vec![part(only, Content::Whole)] };
+        }
+        let mut whole = Catalog::empty();
+        let mut entries = Vec::new();
+        let mut parts = Vec::new();
+        for (series, catalog) in self.series.iter().zip(catalogs) {
+            let state = adopt(&mut whole, catalog, Some(&series.name));
+            entries.push((Value::Str(series.name.clone()), state));
+            parts.push(part(series, Content::Below(series.name.clone())));
+        }
+        whole.state = Value::Dict(Dict { entries, ..Dict::default() });
+        Loaded { catalog: whole, parts }
     }
 
     /// The model series, where it was not chosen.
@@ -240,9 +265,21 @@ impl Series {
 
     /// Its files, and what to say where some are missing.
     fn read(&self, folder: &Path, files: &mut Files, options: &ReadOptions) -> Result<(SeriesFiles, Option<String>)> {
+        let covers = |ranks: &_| self.covers(folder, ranks, files.io(), options);
+        let (ranks, warning) = self.present(folder, options, &covers)?;
+        let own = load(files, &ranks, options.unknown())?;
+        Ok((SeriesFiles { name: self.name.clone(), files: own, incomplete: warning.is_some() }, warning))
+    }
+
+    /// The files that are there, and what to say of those that are not. `covers` tells whether it goes on without them.
+    fn present(
+        &self,
+        folder: &Path,
+        options: &ReadOptions,
+        covers: &dyn Fn(&BTreeMap<u32, PathBuf>) -> bool,
+    ) -> Result<(BTreeMap<u32, PathBuf>, Option<String>)> {
         let (world_size, ranks) = self.ranks(folder)?;
-        let gap = self.gap(folder, world_size, &ranks, options)?;
-        let warning = match gap {
+        let warning = match self.gap(folder, world_size, &ranks, options)? {
             None => None,
             Some(gap) if options.allow_missing => Some(format!(
                 "{}: read without {}; a tensor that only such a rank had would not be noticed",
@@ -251,15 +288,14 @@ impl Series {
             Some(gap) => {
                 return Err(match gap.error {
                     Error::Missing { path, at, expected, missing, .. } => {
-                        let covered = self.covers(folder, &ranks, files.io(), options);
-                        Error::Missing { path, at, expected, missing, hint: covered.then(|| WITHOUT_THEM.into()) }
+                        let hint = covers(&ranks).then(|| WITHOUT_THEM.into());
+                        Error::Missing { path, at, expected, missing, hint }
                     }
                     other => other,
                 });
             }
         };
-        let own = load(files, &ranks, options.unknown())?;
-        Ok((SeriesFiles { name: self.name.clone(), files: own, incomplete: warning.is_some() }, warning))
+        Ok((ranks, warning))
     }
 
     /// Whether these ranks alone have every element of every tensor. That they know every tensor is only likely, where

@@ -18,6 +18,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 pub use reduce::Reduce;
+pub(super) use refuse::without_ranks;
 
 use super::Reading;
 use crate::catalog::Catalog;
@@ -51,7 +52,7 @@ pub struct Told {
 /// `Conflict` where local shapes are not as they are said to be, `Layout` for rules that do not fit.
 pub(super) fn tell(told: &Told, catalog: &mut Catalog, root: &Path, reading: &Reading<'_>) -> Result<()> {
     if reading.ranks.is_empty() {
-        return Err(refuse::without_ranks(root));
+        return Err(without_ranks(root));
     }
     let mesh = told.mesh_of(catalog, root)?;
     check_ranks(&mesh, &reading.ranks, reading.options.allow_missing)?;
