@@ -152,6 +152,31 @@ pub struct SourceArgs {
     /// Units, order and shapes of the parameters in FSDP1 flat parameters [default: flat_layout.json in SRC]
     #[arg(long, value_name = "FILE")]
     pub flat_layout: Option<PathBuf>,
+    #[command(flatten)]
+    pub told: ToldArgs,
+}
+
+/// How plain tensors of rank files lie, which the files do not say.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Source")]
+pub struct ToldArgs {
+    /// Mesh of the ranks that saved SRC, where its plain tensors are parts of tensors: named dims, row-major ranks
+    /// [default: that of its DTensors]
+    #[arg(long, value_name = "DIMS")]
+    pub src_mesh: Option<String>,
+    /// Ranks of that mesh in row-major order of its cells [default: 0,1,2,...]
+    #[arg(long, value_name = "RANKS", value_delimiter = ',')]
+    pub src_mesh_ranks: Vec<u32>,
+    /// How plain tensors of SRC lie on it, as --placements says it of DST [default: whole on every rank]
+    #[arg(long, value_name = "[PATTERN=]LIST")]
+    pub src_placements: Vec<String>,
+    /// How dims of plain tensors of SRC are cut: chunk, balanced, makani, or sizes such as 3+1 [default: chunk]
+    #[arg(long, value_name = "RULE")]
+    pub src_split: Option<Split>,
+    /// Mesh dims along which ranks hold summands of plain tensors (their own gradients), and how these are reduced: sum,
+    /// avg, max, min or product; repeatable [default: sum]
+    #[arg(long, value_name = "DIMS[=OP]")]
+    pub reduce: Vec<String>,
 }
 
 /// What FSDP1 files lack.

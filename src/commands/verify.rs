@@ -9,12 +9,13 @@ use super::printer::Printer;
 use super::progress::Progress;
 use super::run::Run;
 use super::source::{Defaults, announce, select_options};
+use super::told::told;
 use super::{Status, check_flat, check_series, checks, input, read_options, refuse_fragment};
 use crate::catalog::{Catalog, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Verify;
 use crate::error::{Error, Result};
 use crate::exec::compare;
-use crate::format::{Checkpoint, SeriesChoice, Want, fsdp_flat};
+use crate::format::{Checkpoint, SeriesChoice, Told, Want, fsdp_flat};
 use crate::quantity::{count, human_bytes};
 use crate::select::{self, Selected, Wrappers};
 
@@ -62,9 +63,12 @@ pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.source, false, printer)?;
     let mut report = Report::default();
     let listing = args.other.as_deref().map(Listing::read_if_any).transpose()?.flatten();
-    let Some(source) = open(args, &args.src, printer, &mut report)? else { return finish(&report, args, printer) };
+    let Some(source) = open(args, &args.src, told(&args.source.told, args.select.keep_names)?, printer, &mut report)?
+    else {
+        return finish(&report, args, printer);
+    };
     let other = match &args.other {
-        Some(path) if listing.is_none() => match open(args, path, printer, &mut report)? {
+        Some(path) if listing.is_none() => match open(args, path, None, printer, &mut report)? {
             Some(other) => Some(other),
             None => return finish(&report, args, printer),
         },
@@ -103,8 +107,15 @@ impl Names {
 }
 
 /// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
-fn open(args: &Verify, path: &std::path::Path, printer: &Printer, report: &mut Report) -> Result<Option<Checkpoint>> {
+fn open(
+    args: &Verify,
+    path: &std::path::Path,
+    told: Option<Told>,
+    printer: &Printer,
+    report: &mut Report,
+) -> Result<Option<Checkpoint>> {
     let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::All);
+    options.told = told;
     // Damage to that is none of the checkpoint.
     if let Some(path) = &options.flat.layout {
         fsdp_flat::document::read(path)?;

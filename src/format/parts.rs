@@ -103,6 +103,7 @@ pub fn adopt(whole: &mut Catalog, mut part: Catalog, under: Option<&str>) -> Val
     whole.flat = whole.flat.take().or(part.flat);
     whole.archives.append(&mut part.archives);
     whole.warnings.append(&mut part.warnings);
+    whole.notes.append(&mut part.notes);
     whole.details.append(&mut part.details);
     part.state
 }

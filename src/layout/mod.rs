@@ -40,6 +40,7 @@ pub mod rules;
 mod shard;
 mod split;
 mod tile;
+pub mod whole;
 
 #[cfg(test)]
 mod tests;

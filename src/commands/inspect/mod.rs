@@ -14,6 +14,7 @@ use std::path::Path;
 use super::printer::{Printer, Span, harmless};
 use super::progress::Progress;
 use super::source::announce;
+use super::told::told;
 use super::verify::has_no_value;
 use super::{Status, check_flat, check_series, input, nearest, read_options, work_options};
 use crate::catalog::{Catalog, Chunk, Place, TensorEntry, TensorId, model};
@@ -41,6 +42,7 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     }
     let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::All);
     options.flat.raw = !args.layout;
+    options.told = told(&args.source.told, false)?;
     let checkpoint = Checkpoint::open(&args.src, &options)?;
     check_series(&args.source, &[&checkpoint])?;
     check_flat(&args.source, args.shapes.like.as_deref(), &[&checkpoint])?;

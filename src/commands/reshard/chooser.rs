@@ -3,10 +3,10 @@
 //! Optimizer state and gradients follow their parameter: a rule matches the name of that, and state of its shape gets its
 //! placements. What the source stores plain beside DTensors (buffers, steps) is replicated unless a rule says otherwise.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashSet};
 
-use crate::catalog::optimizer::{self, OptimizerState};
-use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, model, path};
+use crate::catalog::owner::{Owner, Owners};
+use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, path};
 use crate::cli::TensorClass;
 use crate::error::{Error, Result};
 use crate::format::torch::RankLayout;
@@ -49,11 +49,8 @@ pub struct Chooser<'a> {
     usual_class: Class,
     /// How tensors that ranks share are told from those that every rank has.
     told_by: ToldBy,
-    model_root: Path,
-    /// Tensors of the model by name, for the state that follows them.
-    parameters: HashMap<Fqn, TensorId>,
-    /// For each optimizer the parameters it knows by numbers, where they can be told.
-    numbered: HashMap<Path, Option<Vec<(Fqn, TensorId)>>>,
+    /// For the state that follows its parameter.
+    owners: Owners<'a>,
     /// Tensors that an optimizer has state of: parameters, whether they are DTensors or not.
     trained: HashSet<Fqn>,
     used: Vec<bool>,
@@ -80,14 +77,6 @@ enum ToldBy {
     /// A DCP directory does not; parameters have state of an optimizer.
     Optimizer,
     Nothing,
-}
-
-/// The parameter that a tensor is state or gradient of.
-struct Owner {
-    by_number: bool,
-    /// `None` where it is known by a number that stands for nobody knows which.
-    name: Option<Fqn>,
-    id: Option<TensorId>,
 }
 
 /// How a tensor is to lie.
@@ -121,20 +110,24 @@ fn source_layout<'c>(catalog: &'c Catalog, sharding: &'c Sharding) -> SourceLayo
 
 impl<'a> Chooser<'a> {
     pub fn new(catalog: &'a Catalog, layout: &'a Layout, wrappers: Wrappers, class: Option<Class>) -> Self {
-        let found = model::model(&catalog.state);
         let has = |class| catalog.tensors.iter().any(|entry| entry.class == class);
         let (has_dtensors, has_sharded) = (has(Class::DTensor), has(Class::ShardedTensor));
+        // Plain tensors that are parts: the source says, or was told, which are and which are not.
+        let has_parts = catalog.tensors.iter().any(|entry| entry.class == Class::Tensor && entry.sharding.is_some());
+        let usual_class = match (has_dtensors, has_sharded, has_parts) {
+            (false, true, _) => Class::ShardedTensor,
+            (false, false, true) => Class::Tensor,
+            _ => Class::DTensor,
+        };
         let mut chooser = Self {
             catalog,
             layout,
             wrappers,
             like: None,
             class,
-            usual_class: if has_sharded && !has_dtensors { Class::ShardedTensor } else { Class::DTensor },
-            told_by: if has_dtensors || has_sharded { ToldBy::Class } else { ToldBy::Nothing },
-            model_root: found.root,
-            parameters: found.tensors.into_iter().collect(),
-            numbered: HashMap::new(),
+            usual_class,
+            told_by: if has_dtensors || has_sharded || has_parts { ToldBy::Class } else { ToldBy::Nothing },
+            owners: Owners::new(catalog),
             trained: HashSet::new(),
             used: vec![false; layout.rules.len()],
             misfits: 0,
@@ -147,7 +140,7 @@ impl<'a> Chooser<'a> {
         };
         let mut trained = HashSet::new();
         path::tensors(&catalog.state, &Path::default(), &mut |path, id| {
-            if let Some(parameter) = chooser.owner(path).and_then(|owner| owner.id)
+            if let Some(parameter) = chooser.owners.of(path).and_then(|owner| owner.id)
                 && catalog.tensor(parameter).shape == catalog.tensor(id).shape
             {
                 trained.insert(catalog.tensor(parameter).fqn.clone());
@@ -205,23 +198,14 @@ impl<'a> Chooser<'a> {
 
     /// `None` for a plain tensor on every rank.
     fn choose(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<Choice>> {
-        let mut names = model::rule_names(path, &self.model_root);
-        let owner = self.owner(path);
+        let owner = self.owners.of(path);
         let parameter = owner.as_ref().and_then(|owner| owner.id);
         let follows = parameter.filter(|id| self.catalog.tensor(*id).shape == entry.shape);
-        // State of another shape than its parameter (a step, a factored moment) does not follow it, and a number is no
-        // name.
+        // State of another shape than its parameter (a step, a factored moment) does not follow it.
         let stray = owner.is_some() && follows.is_none();
-        if stray && !self.parameters.is_empty() || owner.as_ref().is_some_and(|owner| owner.by_number) {
-            names.truncate(1);
-        }
-        match &owner {
-            Some(Owner { name: None, .. }) => self.nameless += usize::from(!entry.shape.is_empty()),
-            Some(Owner { by_number: true, name: Some(name), .. }) if !stray => {
-                names.push(format!("{}.{name}", self.model_root));
-                names.push(name.to_string());
-            }
-            _ => {}
+        let mut names = self.owners.rule_names(path, owner.as_ref(), stray);
+        if let Some(Owner { name: None, .. }) = &owner {
+            self.nameless += usize::from(!entry.shape.is_empty());
         }
         if self.wrappers == Wrappers::Match {
             with_clean(&mut names);
@@ -251,7 +235,7 @@ impl<'a> Chooser<'a> {
             let as_it_is = matches!(self.layout.fallback, Fallback::Source);
             let is_parameter = self.trained.contains(&entry.fqn) || follows.is_some();
             if self.told_by != ToldBy::Nothing && !shared && (as_it_is || !is_parameter) {
-                let of_model = self.parameters.contains_key(&self.in_model(path));
+                let of_model = self.owners.parameters.contains_key(&self.in_model(path));
                 self.plain += usize::from(!entry.shape.is_empty() && of_model && !as_it_is);
                 return Ok(None);
             }
@@ -272,7 +256,7 @@ impl<'a> Chooser<'a> {
 
     /// How --like has it.
     fn as_like(&mut self, path: &Path, entry: &TensorEntry, owner: Option<&Owner>) -> Result<Alike> {
-        let in_model = Some(self.in_model(path)).filter(|name| self.parameters.contains_key(name));
+        let in_model = Some(self.in_model(path)).filter(|name| self.owners.parameters.contains_key(name));
         let Some(like) = &mut self.like else { return Ok(Alike::Untold) };
         let parameter = owner.and_then(|owner| owner.name.as_ref());
         let Some(found) = like.find(path, in_model.as_ref(), parameter, entry)? else {
@@ -310,30 +294,8 @@ impl<'a> Chooser<'a> {
 
     /// The name a tensor of the model has within it; for others the whole name.
     fn in_model(&self, path: &Path) -> Fqn {
-        let inner = path.0.strip_prefix(self.model_root.0.as_slice()).unwrap_or(&path.0);
+        let inner = path.0.strip_prefix(self.owners.model_root.0.as_slice()).unwrap_or(&path.0);
         Path(inner.to_vec()).fqn()
-    }
-
-    fn owner(&mut self, path: &Path) -> Option<Owner> {
-        let beside_model = self.model_root.0.is_empty() || !path.0.starts_with(&self.model_root.0);
-        if let Some(parameter) = model::gradient_parameter(path).filter(|_| beside_model) {
-            let id = self.parameters.get(&parameter).copied();
-            return Some(Owner { by_number: false, id, name: Some(parameter) });
-        }
-        let OptimizerState { optimizer, parameter } = optimizer::optimizer_state(path)?;
-        let Ok(number) = parameter.as_str().parse::<usize>() else {
-            let id = self.parameters.get(&parameter).copied();
-            return Some(Owner { by_number: false, id, name: Some(parameter) });
-        };
-        let catalog = self.catalog;
-        let numbered = self.numbered.entry(optimizer).or_insert_with_key(|optimizer| {
-            optimizer::numbered_parameters(catalog, catalog.state.at(optimizer)?, &|_| true)
-        });
-        let known = numbered.as_ref().and_then(|parameters| parameters.get(number));
-        Some(match known {
-            Some((name, id)) => Owner { by_number: true, name: Some(name.clone()), id: Some(*id) },
-            None => Owner { by_number: true, name: None, id: None },
-        })
     }
 
     /// A placement that fits no tensor at all would leave its mesh dim unused.

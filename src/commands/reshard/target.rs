@@ -1,29 +1,17 @@
 //! The target mesh, and the rules that say how tensors lie on it, from the command line.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::BTreeSet;
 
 use super::sharded::{mesh_of_rows, rows};
 use crate::catalog::{Catalog, TensorEntry, TensorId};
 use crate::cli::Reshard;
+use crate::commands::placements;
 use crate::commands::source::Source;
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format, layout_file};
 use crate::layout::file::LayoutFile;
-use crate::layout::rules::{Fallback, Layout, Lies, Rule};
-use crate::layout::{DeviceMesh, Pattern, PlacementSpec, Rank, Split, parse_placements};
-
-/// The mesh of which all the others are slices: to 2.9, PyTorch does not record of what a mesh is one.
-fn root_of(meshes: &[DeviceMesh]) -> Option<&DeviceMesh> {
-    let is_root = |root: &&DeviceMesh| {
-        let dims = |mesh: &DeviceMesh| {
-            mesh.names().is_some_and(|names| names.iter().all(|name| root.dim_by_name(name).is_some()))
-        };
-        let ranks: HashSet<Rank> = root.ranks().iter().copied().collect();
-        meshes.iter().all(|mesh| mesh == *root || dims(mesh) && mesh.ranks().iter().all(|rank| ranks.contains(rank)))
-    };
-    // The largest is the only one that can be it.
-    meshes.iter().max_by_key(|mesh| (mesh.world_size(), mesh.ndim())).filter(is_root)
-}
+use crate::layout::rules::{Fallback, Layout};
+use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split, parse_placements};
 
 /// The mesh that all DTensors of the source share.
 pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
@@ -36,7 +24,7 @@ pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
         let entries: Vec<&TensorEntry> = entries.map(|(id, own)| replaced(id).unwrap_or(own)).collect();
         own_rows(&entries, meshes, source.checkpoint.format)
     };
-    root_of(meshes).cloned().or_else(of_rows).ok_or_else(|| {
+    DeviceMesh::root_of(meshes).cloned().or_else(of_rows).ok_or_else(|| {
         Error::usage(
             format!("no --mesh is given, and {name} has {} meshes of its own", meshes.len()),
             "say it with --mesh, such as --mesh fsdp=8 or --mesh dp=4,tp=2",
@@ -48,7 +36,7 @@ pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
 pub fn shared_mesh(checkpoint: &Checkpoint) -> Option<DeviceMesh> {
     match checkpoint.catalog.meshes.as_slice() {
         [] => rows_of(checkpoint),
-        meshes => root_of(meshes).cloned(),
+        meshes => DeviceMesh::root_of(meshes).cloned(),
     }
 }
 
@@ -160,27 +148,7 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<Layout> {
         let ranks = args.mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
         mesh = DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec))?;
     }
-    let mut rules = Vec::new();
-    let mut fallback = None;
-    for text in &args.placements {
-        match text.rsplit_once('=').filter(|(_, list)| parse_placements(list).is_ok()) {
-            Some((pattern, list)) if parse_placements(text).is_err() => {
-                rules.push(Rule {
-                    pattern: Pattern::parse(pattern.trim())?,
-                    lies: Lies::Shared(parse_placements(list)?.into()),
-                    said: format!("--placements {text}"),
-                });
-            }
-            _ => {
-                if fallback.replace(parse_placements(text)?).is_some() {
-                    return Err(Error::usage(
-                        format!("--placements {text}: a second fallback"),
-                        "give one list for every tensor, and PATTERN=LIST for the exceptions",
-                    ));
-                }
-            }
-        }
-    }
+    let (mut rules, fallback) = placements::read("--placements", &args.placements)?;
     if let Some(file) = &file {
         rules.extend(file.rules(&mesh)?);
     }
@@ -229,25 +197,4 @@ fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
         format!("--mesh {mesh}: the source does not say how tensors lie on these mesh dims"),
         format!("say it for every tensor: --placements '{sharded_first}' or --placements '{replicated_first}'"),
     ))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_root_is_the_mesh_that_all_others_are_slices_of() {
-        let mesh = |spec: &str, ranks: &[u32]| {
-            let mesh = DeviceMesh::parse(spec).unwrap();
-            DeviceMesh::new(mesh.shape(), ranks.iter().copied().map(Rank).collect(), mesh.names().map(<[_]>::to_vec))
-                .unwrap()
-        };
-        let (whole, first, second) = (mesh("dp=2,tp=2", &[0, 1, 2, 3]), mesh("dp=2", &[0, 2]), mesh("dp=2", &[1, 3]));
-        assert_eq!(root_of(&[first.clone(), whole.clone(), second.clone()]), Some(&whole));
-        assert_eq!(root_of(std::slice::from_ref(&whole)), Some(&whole));
-        assert_eq!(root_of(&[first, second]), None);
-        assert_eq!(root_of(&[whole.clone(), mesh("ep=2", &[0, 1])]), None);
-        assert_eq!(root_of(&[whole, mesh("dp=2", &[0, 4])]), None);
-        assert_eq!(root_of(&[]), None);
-    }
 }

@@ -9,6 +9,7 @@
 //! ```
 
 mod header;
+pub mod ranks;
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::dcp_hf::{self, Shard};
-use super::{distinct_names, files_beside, natural_order};
+use super::{RankName, distinct_names, files_beside, natural_order};
 use crate::catalog::{
     Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, model,
 };
@@ -71,8 +72,7 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Resul
             && let Some(plain) = shards.iter().find(|shard| shard.offsets.is_none())
         {
             let other = if plain.path == first.path { second } else { first };
-            let found = format!("it in {} as well", other.path.display());
-            return Err(Error::malformed(&plain.path, name, "a tensor in one file only", found));
+            return Err(twice(&name, &plain.path, &other.path));
         }
         let id = catalog.push_tensor(dcp_hf::tensor(&name, &shards)?);
         names.insert(name, (shards[0].path.clone(), id));
@@ -83,6 +83,12 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Resul
         check_index(index, &names, &aliases)?;
     }
     names.extend(aliases);
+    put_in_order(&mut catalog, names);
+    Ok(catalog)
+}
+
+/// Make names the state dict, and the first of each tensor that of its entry.
+fn put_in_order(catalog: &mut Catalog, names: BTreeMap<String, (PathBuf, TensorId)>) {
     let mut names: Vec<(String, TensorId)> = names.into_iter().map(|(name, (_, id))| (name, id)).collect();
     names.sort_by(|(left, _), (right, _)| natural_order(left, right));
     let mut named = HashSet::new();
@@ -94,7 +100,20 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Resul
     }
     let entries = names.into_iter().map(|(name, id)| (Value::Str(name), Value::Tensor(id))).collect();
     catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
-    Ok(catalog)
+}
+
+/// A tensor in two files, which may be those of ranks.
+fn twice(name: &str, path: &Path, other: &Path) -> Error {
+    let found = format!("it in {} as well", other.display());
+    let of_ranks = [path, other].iter().all(|path| RankName::parse(path).is_some());
+    if !of_ranks {
+        return Error::malformed(path, name, "a tensor in one file only", found);
+    }
+    Error::unsupported(
+        format!("{}: {name}: expected a tensor in one file only, found {found}", path.display()),
+        "where each file holds what one rank had, --src-mesh and --src-placements say how its tensors lie (--src-mesh \
+         tp=2 --src-placements '**.w1=S(0)')",
+    )
 }
 
 /// Further names of tensors: tied ones are written once, and `__metadata__` says which of the names was kept

@@ -19,6 +19,11 @@ use crate::error::{Error, Result};
 use crate::layout::partial::{Reduction, summand};
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, local_shard};
 
+/// What to say where plain tensors have other shapes on other ranks.
+const PARTS_UNTOLD: &str = "where they are parts of one tensor, --src-mesh and --src-placements say how it lies (--src-mesh \
+                            tp=2 --src-placements '**.w1=S(0)'); else check that all the files come from one save of one \
+                            job";
+
 /// What one rank saved.
 #[derive(Debug)]
 pub struct RankFile {
@@ -28,20 +33,30 @@ pub struct RankFile {
     pub contents: Contents,
 }
 
+/// What the plain tensors that ranks have under one name are to each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Plain {
+    /// The same on all of them.
+    Replicas,
+    /// Parts of one, of whatever shapes: the whole is to be told ([`crate::format::told`]). Until then a tensor has the
+    /// shape of its first part, and the tile of each chunk is all of that part.
+    Parts,
+}
+
 /// The catalog of a file that is not one of a series. DTensors in it are only its rank's part, which coverage shows.
 ///
 /// # Errors
 /// `Malformed`, `Conflict`.
 pub fn single(file: &RankFile) -> Result<Catalog> {
-    merge(std::slice::from_ref(file))
+    merge(std::slice::from_ref(file), Plain::Replicas)
 }
 
 /// One catalog of the files of all ranks.
 ///
 /// # Errors
 /// `Conflict` where ranks disagree, `Malformed` where a file does not belong to its rank.
-pub fn merge(files: &[RankFile]) -> Result<Catalog> {
-    let mut merger = Merger { files, tensors: Vec::new() };
+pub fn merge(files: &[RankFile], plain: Plain) -> Result<Catalog> {
+    let mut merger = Merger { files, plain, tensors: Vec::new() };
     let mut state: Option<Value> = None;
     for (index, file) in files.iter().enumerate() {
         let own = merger.adopt(index, &file.contents.value);
@@ -88,6 +103,7 @@ struct Part {
 
 struct Merger<'a> {
     files: &'a [RankFile],
+    plain: Plain,
     /// Parts by merged tensor.
     tensors: Vec<Vec<Part>>,
 }
@@ -228,17 +244,27 @@ impl Merger<'_> {
             ("kind of tensor", left.0.to_owned(), right.0.to_owned())
         } else if left.1 != right.1 {
             ("dtype", left.1.to_string(), right.1.to_string())
-        } else if left.2 != right.2 {
+        } else if self.may_be_parts(first) && left.2.len() != right.2.len() {
+            ("number of dims", left.2.len().to_string(), right.2.len().to_string())
+        } else if !self.may_be_parts(first) && left.2 != right.2 {
             ("shape", format!("{:?}", left.2.as_slice()), format!("{:?}", right.2.as_slice()))
         } else {
             return Ok(());
         };
         let name = |part| self.rank(part).map_or_else(|| String::from("one file"), |rank| format!("rank {rank}"));
-        Err(fqn.disagreement(
+        let mut error = fqn.disagreement(
             what,
             format!("{} and {}", name(first), name(part)),
             format!("{} has {left}, {} has {right}", name(first), name(part)),
-        ))
+        );
+        if let (Error::Conflict { hint, .. }, "shape", Found::Plain(_)) = (&mut error, what, self.found(first)) {
+            *hint = Some(PARTS_UNTOLD.into());
+        }
+        Err(error)
+    }
+
+    fn may_be_parts(&self, part: Part) -> bool {
+        self.plain == Plain::Parts && matches!(self.found(part), Found::Plain(_))
     }
 
     fn distributed(
