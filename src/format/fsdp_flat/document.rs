@@ -12,7 +12,6 @@
 //! read has passed [`FlatLayout::check`]; the same layout always gives the same text.
 
 use std::fmt::Write as _;
-use std::io::Read;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -21,8 +20,8 @@ use serde_json::json;
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared, Wrong};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
+use crate::format::json;
 use crate::layout::Dims;
-use crate::storage::regular_file;
 
 /// The name of the document beside rank files.
 pub const FILE_NAME: &str = "flat_layout.json";
@@ -75,14 +74,7 @@ struct Param {
 /// # Errors
 /// `Malformed` naming the place in the file, `Unsupported` for a version to come, `Io`.
 pub fn read(path: &Path) -> Result<FlatLayout> {
-    regular_file(path)?;
-    let mut text = Vec::new();
-    let file = std::fs::File::open(path).map_err(Error::io("open", path))?;
-    file.take(MAX_BYTES + 1).read_to_end(&mut text).map_err(Error::io("read", path))?;
-    if text.len() as u64 > MAX_BYTES {
-        return Err(Error::malformed(path, "content", format!("at most {MAX_BYTES} bytes"), "more"));
-    }
-    parse(path, &text)
+    parse(path, &json::read_document(path, MAX_BYTES)?)
 }
 
 /// The layout that a text says; `path` is for messages.
@@ -93,7 +85,7 @@ pub fn parse(path: &Path, text: &[u8]) -> Result<FlatLayout> {
     let document: Document =
         serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<Versioned>(text) {
             Ok(Versioned { version }) if version != VERSION => unknown_version(path, version),
-            _ => Error::malformed(path, place(&error), "a flat layout", plain(&error)),
+            _ => Error::malformed(path, json::place(&error), "a flat layout", json::plain(&error)),
         })?;
     if document.version != VERSION {
         return Err(unknown_version(path, document.version));
@@ -118,17 +110,6 @@ fn unknown_version(path: &Path, version: u64) -> Error {
         format!("{}: version {version} of the flat layout; this version of dtshard knows {VERSION}", path.display()),
         "write it again with \"version\": 1, or use a newer dtshard",
     )
-}
-
-fn place(error: &serde_json::Error) -> String {
-    format!("line {}, column {}", error.line(), error.column())
-}
-
-/// What is wrong, without the place.
-fn plain(error: &serde_json::Error) -> String {
-    let text = error.to_string();
-    let end = text.rfind(" at line ").unwrap_or(text.len());
-    text[..end].to_owned()
 }
 
 fn read_unit(path: &Path, unit: Unit) -> Result<FlatUnit> {

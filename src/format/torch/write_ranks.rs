@@ -152,7 +152,10 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
 }
 
 /// Files are numbered by ranks, and readers expect a file of every rank.
-fn check_ranks(mesh: &DeviceMesh) -> Result<()> {
+///
+/// # Errors
+/// `Unsupported` where the mesh does not hold the ranks from 0 on.
+pub fn check_ranks(mesh: &DeviceMesh) -> Result<()> {
     // Every rank is there once, so that none beyond the last is enough.
     match mesh.ranks().iter().find(|rank| rank.0 as usize >= mesh.world_size()) {
         None => Ok(()),
