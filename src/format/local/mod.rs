@@ -19,6 +19,8 @@ mod document;
 mod encode;
 mod own;
 mod read;
+#[cfg(test)]
+mod tests;
 mod tree;
 mod write;
 
