@@ -533,6 +533,7 @@ pub enum FormatArg {
     Torch,
     TorchRanks,
     FsdpFlat,
+    Local,
 }
 
 impl From<FormatArg> for Format {
@@ -544,6 +545,7 @@ impl From<FormatArg> for Format {
             FormatArg::Torch => Self::Torch,
             FormatArg::TorchRanks => Self::TorchRanks,
             FormatArg::FsdpFlat => Self::FsdpFlat,
+            FormatArg::Local => Self::Local,
         }
     }
 }

@@ -249,7 +249,7 @@ fn model_of(names: &[String]) -> String {
 }
 
 /// What to say where missing files are not needed.
-const WITHOUT_THEM: &str = "replicas of the other ranks cover every tensor: --allow-missing goes on without them";
+pub const WITHOUT_THEM: &str = "replicas of the other ranks cover every tensor: --allow-missing goes on without them";
 
 /// Ranks whose files are not there.
 struct Gap {

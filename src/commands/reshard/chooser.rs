@@ -22,10 +22,10 @@ use super::sharded::rows;
 /// The Python class of tensors that ranks share; `None` for that of each in the source.
 ///
 /// # Errors
-/// `Usage` where the target is not rank files.
+/// `Usage` where the target does not keep it.
 pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Class>> {
     match given {
-        Some(_) if to != Format::TorchRanks => Err(Error::usage(
+        Some(_) if !matches!(to, Format::TorchRanks | Format::Local) => Err(Error::usage(
             format!("--tensor-class is for rank files, and DST is to be {to}"),
             "leave it out, or write rank files with --to torch-ranks",
         )),
@@ -184,16 +184,22 @@ impl<'a> Chooser<'a> {
         Ok(shared)
     }
 
-    /// A plain tensor on every rank, a DTensor or a ShardedTensor.
+    /// How rank files of torch.save have it.
     pub fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout> {
-        let own = (entry.class != Class::Tensor || entry.sharding.is_some()).then_some(entry.class);
-        let Some(Choice { shared, class: like, .. }) = self.choose(path, entry)? else { return Ok(RankLayout::Plain) };
         let mesh = &self.layout.mesh;
-        match self.class.or(like).or(own).unwrap_or(self.usual_class) {
-            Class::ShardedTensor => RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &shared),
-            Class::DTensor => RankLayout::of_dtensor(&path.fqn(), entry, mesh, shared),
-            Class::Tensor => Ok(RankLayout::Local(shared)),
+        match self.class_and_part(path, entry)? {
+            None => Ok(RankLayout::Plain),
+            Some((Class::ShardedTensor, shared)) => RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &shared),
+            Some((Class::DTensor, shared)) => RankLayout::of_dtensor(&path.fqn(), entry, mesh, shared),
+            Some((Class::Tensor, shared)) => Ok(RankLayout::Local(shared)),
         }
+    }
+
+    /// The class of a tensor that ranks share, and how; `None` for a plain tensor on every rank.
+    pub fn class_and_part(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<(Class, Shared)>> {
+        let own = (entry.class != Class::Tensor || entry.sharding.is_some()).then_some(entry.class);
+        let Some(Choice { shared, class: like, .. }) = self.choose(path, entry)? else { return Ok(None) };
+        Ok(Some((self.class.or(like).or(own).unwrap_or(self.usual_class), shared)))
     }
 
     /// `None` for a plain tensor on every rank.

@@ -20,7 +20,7 @@ use crate::catalog::{Catalog, Class, Reservation, TensorEntry};
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
-use crate::format::{Checkpoint, Format, dcp, torch};
+use crate::format::{Checkpoint, Format, dcp, local, torch};
 use crate::layout::DeviceMesh;
 use crate::layout::rules::Layout;
 use crate::select::Wrappers;
@@ -42,13 +42,13 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let to = target_format(&args.convert.destination, destination, default_format(example_of(&source).format))?;
     let ranks = match to {
         Format::Dcp => Ranks::Together,
-        Format::TorchRanks => Ranks::Apart,
+        Format::TorchRanks | Format::Local => Ranks::Apart,
         Format::FsdpFlat => return flat::run(args, &mut source, &run),
         Format::DcpHf => return Err(not_written(to)),
         _ => {
             return Err(Error::usage(
                 format!("{to} holds whole tensors, which have no mesh"),
-                "--to dcp and --to torch-ranks write shards; `dtshard unshard` and `dtshard consolidate` write whole \
+                "--to dcp, --to torch-ranks and --to local write shards; `dtshard unshard` and `dtshard consolidate` write whole \
                  tensors",
             ));
         }
@@ -62,12 +62,15 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let own_ranks = args.mesh.is_empty() && args.mesh_ranks.is_empty();
     let saved = Some(example_of(&source)).filter(|_| own_ranks);
     let job = Job::new(&layout.mesh, saved, &source, args.convert.destination.torch_version.as_deref())?;
-    let mut notes = source.settled.notes((to == Format::TorchRanks).then_some(job.world_size));
+    let mut notes = source.settled.notes((ranks == Ranks::Apart).then_some(job.world_size));
     let renamed = renamed_dims(&source.wanted.catalog, &layout.mesh);
-    notes.extend(renamed.filter(|_| to == Format::TorchRanks && source.like.is_none()));
+    notes.extend(renamed.filter(|_| ranks == Ranks::Apart && source.like.is_none()));
     let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
-    if to == Format::TorchRanks {
-        check_room(&source, &layout.mesh, job.world_size, class, args.convert.source.max_memory.0)?;
+    let max_memory = args.convert.source.max_memory.0;
+    match to {
+        Format::TorchRanks => check_room(&source, &layout.mesh, job.world_size, class, max_memory)?,
+        Format::Local => parts::check_room(job.world_size.into(), source.tensors().len(), 0, max_memory)?,
+        _ => {}
     }
     let (mut reservation, more) = reserve(&source, &layout, &job, wrappers, class, to)?;
     notes.extend(more);
@@ -102,6 +105,15 @@ fn reserve(
     let mut whole = Reservation::default();
     for part in parts(source, to) {
         let reservation = match &part.names {
+            None if to == Format::Local => local::reserve(
+                wanted,
+                &part.state,
+                local::LocalTarget {
+                    mesh: &layout.mesh,
+                    world_size: job.world_size,
+                    layout: &mut |path, entry| chooser.class_and_part(&part.whole_path(path), entry),
+                },
+            )?,
             None => {
                 dcp::reserve(wanted, &part.state, &mut |_, path, entry| chooser.shards(&part.whole_path(path), entry))?
             }
@@ -193,6 +205,7 @@ fn default_format(source: Format) -> Format {
     match source {
         Format::TorchRanks => Format::TorchRanks,
         Format::FsdpFlat => Format::FsdpFlat,
+        Format::Local => Format::Local,
         Format::Dcp | Format::Torch | Format::Safetensors | Format::DcpHf => Format::Dcp,
     }
 }

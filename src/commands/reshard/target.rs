@@ -56,7 +56,7 @@ fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
 
 /// The mesh of ShardedTensors. What was flat is none.
 fn own_rows(entries: &[&TensorEntry], meshes: &[DeviceMesh], format: Format) -> Option<DeviceMesh> {
-    (meshes.is_empty() && format == Format::TorchRanks).then(|| mesh_of_rows(entries))?
+    (meshes.is_empty() && matches!(format, Format::TorchRanks | Format::Local)).then(|| mesh_of_rows(entries))?
 }
 
 /// That of the checkpoint of --like.

@@ -27,7 +27,8 @@ const ROOT: &str = ".";
 pub fn default_format(args: &Unshard, source: &Source) -> Result<Format> {
     match source.checkpoint.format {
         Format::FsdpFlat if !args.unit.is_empty() => Ok(Format::FsdpFlat),
-        format if args.unit.is_empty() || format == Format::TorchRanks => Ok(Format::TorchRanks),
+        Format::TorchRanks | Format::Local => Ok(Format::TorchRanks),
+        _ if args.unit.is_empty() => Ok(Format::TorchRanks),
         format => Err(Error::usage(
             format!("--unit: {format} does not say how the other tensors lie on ranks"),
             "it is for rank files of DTensors or ShardedTensors, and for flat parameters",

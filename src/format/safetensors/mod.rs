@@ -14,21 +14,18 @@ pub mod ranks;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 
-pub use header::Stored;
-use header::{MAX_HEADER_BYTES, read_header};
+pub use header::{Stored, Written, read_header, write_header};
 use serde::Deserialize;
 use serde_json::json;
 
 use super::dcp_hf::{self, Shard};
 use super::{RankName, distinct_names, files_beside, natural_order};
-use crate::catalog::{
-    Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, model,
-};
+use crate::catalog::{Catalog, Dict, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, model};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, regular_file};
 
 /// Says which framework wrote a file: loaders want `pt`.
-const FORMAT_KEY: &str = "format";
+pub const FORMAT_KEY: &str = "format";
 
 /// Keys of the metadata that say something of the file, and so are no names of tied tensors.
 const OWN_KEYS: [&str; 4] = [FORMAT_KEY, dcp_hf::SHARDING_INFO, "DCP_VERSION", "total_size"];
@@ -315,14 +312,6 @@ fn split(source: &Catalog, tensors: &[(Fqn, TensorId)], limit: u64) -> Vec<(Path
     groups.into_iter().enumerate().map(|(index, group)| (name(index), group.to_vec())).collect()
 }
 
-/// An entry as it is written; the order of the fields is the reference writer's.
-#[derive(serde::Serialize)]
-struct WrittenEntry<'a> {
-    dtype: &'a str,
-    shape: &'a [u64],
-    data_offsets: [u64; 2],
-}
-
 fn reserve_file(
     source: &Catalog,
     tensors: &[(Fqn, TensorId)],
@@ -335,45 +324,13 @@ fn reserve_file(
     let mut metadata = serde_json::Map::new();
     metadata.insert(FORMAT_KEY.into(), json!("pt"));
     metadata.extend(ties.iter().map(|(alias, kept)| (alias.to_string(), json!(kept.as_str()))));
-    let metadata = serde_json::to_string(&metadata).expect("strings serialise");
-    let mut header = format!(r#"{{"__metadata__":{metadata}"#);
-    for ((fqn, id), &begin) in tensors.iter().zip(&offsets) {
-        let entry = source.tensor(*id);
-        let Some(tag) = entry.dtype.safetensors_tag() else {
-            return Err(Error::unsupported(
-                format!("{fqn}: safetensors cannot hold {}", entry.dtype),
-                "write a torch file (--to torch) or a DCP directory (reshard --to dcp)",
-            ));
-        };
-        let mut shape = entry.shape.clone();
-        if entry.dtype == Dtype::F4E2m1fnX2 {
-            let Some(last) = shape.last_mut() else {
-                return Err(Error::unsupported(
-                    format!("{fqn}: safetensors counts single values, and a 0-d F4 tensor has none"),
-                    "write a torch file (--to torch)",
-                ));
-            };
-            *last *= 2;
-        }
-        let written = WrittenEntry { dtype: tag, shape: &shape, data_offsets: [begin, begin + entry.len_bytes()] };
-        let key = serde_json::to_string(fqn.as_str()).expect("a string serialises");
-        let value = serde_json::to_string(&written).expect("an entry serialises");
-        header.push_str(&format!(",{key}:{value}"));
-    }
-    header.push('}');
-    while header.len() % 8 != 0 {
-        header.push(' ');
-    }
-    if header.len() as u64 > MAX_HEADER_BYTES {
-        return Err(Error::unsupported(
-            format!("{}: a header of {} bytes, more than readers accept", name.display(), header.len()),
-            "split the model with --max-shard-size",
-        ));
-    }
+    let written = tensors.iter().zip(&offsets).map(|((fqn, id), &begin)| {
+        let TensorEntry { dtype, shape, .. } = source.tensor(*id);
+        Written { name: fqn.as_str(), dtype: *dtype, shape, begin }
+    });
+    let header = write_header(&name, &metadata, written, "split the model with --max-shard-size")?;
     let mut file = OutputFile::new(name);
-    let mut prefix = (header.len() as u64).to_le_bytes().to_vec();
-    prefix.extend_from_slice(header.as_bytes());
-    file.push_literal(prefix);
+    file.push_literal(header);
     let data_start = file.len;
     let mut placed: Vec<(u64, &(Fqn, TensorId))> = offsets.into_iter().zip(tensors).collect();
     placed.sort_by_key(|(offset, _)| *offset);
