@@ -108,3 +108,57 @@ fn what_a_plan_cannot_mean_is_refused_with_the_nearest() {
         desk.refuse("reshard", VERL, "out", options, words);
     }
 }
+
+const STYLES: &str = r#"
+fsdp = "data"
+
+[styles]
+"**.down_proj" = "replicate"
+[styles."model.layers.*"]
+mlp = "pairwise"
+"self_attn.{q,k,v}_proj" = "colwise"
+"#;
+
+#[test]
+fn styles_of_a_layout_file_come_before_a_plan() {
+    let desk = Desk::new();
+    let file = desk.write("styles.toml", STYLES);
+    let file = file.display();
+    // The order of gate_proj, up_proj and down_proj is that of the rank files: the last has nobody to be paired with.
+    let lie = |name: &str, options: &str| {
+        let found =
+            inspect(&desk.make("reshard", VERL, name, &format!("--mesh data=2,tp=2 {options}")).path, "--brief");
+        let names = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj"];
+        names.map(|name| placements(&found, &format!("model.model.layers.0.{name}.weight")).to_owned())
+    };
+    let styled = ["_S(0,2),S(0)", "S(0),S(1)", "S(0),R", "_S(0,2),S(0)", "S(0),R"];
+    assert_eq!(lie("alone", &format!("--plan {file}")), styled);
+    assert_eq!(lie("layout", &format!("--layout {file}")), styled);
+    let behind = ["_S(0,2),S(0)", "S(0),S(1)", "S(0),R", "_S(0,2),S(0)", "S(0),S(1)"];
+    assert_eq!(lie("behind", &format!("--layout {file} --plan llama")), behind);
+}
+
+#[test]
+fn what_a_file_says_of_a_plan_is_refused_with_its_line() {
+    let desk = Desk::new();
+    let cases: [(&str, &[&str]); 6] = [
+        ("plan = \"lama\"", &["plan.toml line 1: plan: no built-in plan", "llama"]),
+        ("tp = \"tp\"\n[styles]\n\"**.q_prj\" = \"colwise\"", &["plan.toml line 3: styles \"**.q_prj\"", "q_proj"]),
+        ("[styles]\n\"**.mlp\" = \"pairwise\"\nhead = \"rowwise\"", &["plan.toml line 3: styles \"head\"", "lm_head"]),
+        ("[styles]\nmodel = \"pairwise\"", &["plan.toml line 2: styles \"model\"", "two linear children at least"]),
+        ("plan = \"llama\"\nsplit = \"balanced\"", &["it has more than a plan", "--layout"]),
+        ("split = \"balanced\"", &["it has no plan and no styles", "--layout"]),
+    ];
+    for (text, words) in cases {
+        let file = desk.write("plan.toml", text);
+        let options = format!("--mesh dp=2,tp=2 --plan {}", file.display());
+        let words: Vec<&str> = words.to_vec();
+        desk.refuse("reshard", VERL, "out", &options, &words);
+    }
+    // Safetensors files have sorted names.
+    let file = desk.write("plan.toml", "[styles]\n\"**.layers.*.mlp\" = \"pairwise\"");
+    let options = format!("--mesh tp=2 --plan {}", file.display());
+    let words =
+        ["plan.toml line 2", "the order in which model.layers.0.mlp registered", "name the style of each child"];
+    desk.refuse("reshard", "safetensors/sharded", "out", &options, &words);
+}

@@ -2,6 +2,7 @@
 //! is to tell of it.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use indexmap::IndexMap;
 
@@ -9,6 +10,8 @@ use crate::catalog::path::clean_name;
 use crate::catalog::{Fqn, TensorEntry};
 use crate::cli::Reshard;
 use crate::error::{Error, Result, first_of};
+use crate::format::layout_file;
+use crate::layout::file::{PlanSaid, Said};
 use crate::layout::parallelize::{
     By, Family, Kind, Laid, Order, Parameter, Plan, PlanError, RoleNames, Roles, Whole, alike,
 };
@@ -17,29 +20,65 @@ use crate::nearest;
 use crate::quantity::count;
 use crate::select::Wrappers;
 
-/// The plan of the command line.
+/// The plan of the command line and of the layout file beside it. Where both say something, the command line has it;
+/// styles of files come before a built-in plan.
 ///
 /// # Errors
-/// `Usage` for plans and mesh dims that there are not.
-pub fn of_arguments(args: &Reshard, mesh: &DeviceMesh) -> Result<Option<Plan>> {
+/// `Usage` and `Layout` for plans and mesh dims that there are not.
+pub fn of_arguments(args: &Reshard, layout: Option<&PlanSaid>, mesh: &DeviceMesh) -> Result<Option<Plan>> {
     let Reshard { plan, tp, fsdp, replicate, .. } = args;
-    if [plan, tp, fsdp, replicate].iter().all(|given| given.is_none()) {
+    let is_given = [plan, tp, fsdp, replicate].iter().any(|given| given.is_some());
+    if !is_given && layout.is_none_or(PlanSaid::is_empty) {
         return Ok(None);
     }
-    let names = RoleNames { tp: tp.clone(), fsdp: fsdp.clone(), replicate: replicate.clone() };
-    let family = plan.as_deref().map(family).transpose()?;
+    let beside = layout.cloned().unwrap_or_default();
+    let (name, said) = match plan.as_deref() {
+        Some(name) if Family::named(name).is_none() && is_path(name) => (None, plan_file(Path::new(name), &beside)?),
+        name => (name, beside),
+    };
+    let family = match (name, &said.name) {
+        (Some(name), _) => {
+            let usage = |(problem, hint)| Error::usage(format!("--plan {name}: {problem}"), hint);
+            Some(built_in(name).map_err(usage)?)
+        }
+        (None, Some(said)) => Some(built_in(&said.value).map_err(|(problem, hint)| said.wrong(problem, hint))?),
+        (None, None) => None,
+    };
+    let dim = |given: &Option<String>, said: &Option<Said<String>>| {
+        given.clone().or_else(|| said.as_ref().map(|said| said.value.clone()))
+    };
+    let names =
+        RoleNames { tp: dim(tp, &said.tp), fsdp: dim(fsdp, &said.fsdp), replicate: dim(replicate, &said.replicate) };
     let roles = Roles::of(mesh, &names).map_err(|error| told(error, &[]))?;
-    Ok(Some(Plan { styles: Vec::new(), family, roles }))
+    Ok(Some(Plan { styles: said.styles, family, roles }))
 }
 
-fn family(name: &str) -> Result<&'static Family> {
-    let known = || Family::all().iter().map(|family| family.name.to_owned()).collect::<Vec<_>>();
+/// Whether it is no name of a plan.
+fn is_path(text: &str) -> bool {
+    text.contains(['/', '.']) || Path::new(text).is_file()
+}
+
+/// What a layout file says of a plan, and of nothing else.
+fn plan_file(path: &Path, beside: &PlanSaid) -> Result<PlanSaid> {
+    let file = layout_file::read(path)?;
+    let option = format!("--plan {}", path.display());
+    if let Some(said) = beside.said() {
+        return Err(Error::usage(format!("{option}: {said} is a plan, too"), "leave one of them out"));
+    }
+    if file.is_plan_alone() {
+        return Ok(file.plan);
+    }
+    let hint = format!("--layout {} takes all that it says", path.display());
+    let found = if file.plan.is_empty() { "it has no plan and no styles" } else { "it has more than a plan" };
+    Err(Error::usage(format!("{option}: {found}"), hint))
+}
+
+/// A built-in plan; else what is wrong, and what to do.
+fn built_in(name: &str) -> Result<&'static Family, (String, String)> {
     Family::named(name).ok_or_else(|| {
-        let nearest = nearest::listed(name, &known());
-        Error::usage(
-            format!("--plan {name}: no built-in plan has this name"),
-            format!("{nearest}; there are {}", known().join(", ")),
-        )
+        let known: Vec<String> = Family::all().iter().map(|family| family.name.to_owned()).collect();
+        let nearest = nearest::listed(name, &known);
+        (String::from("no built-in plan has this name"), format!("{nearest}; there are {}", known.join(", ")))
     })
 }
 
