@@ -63,6 +63,19 @@ fn fsdp_alone_cuts_what_is_trained() {
 }
 
 #[test]
+fn gradients_lie_as_their_parameters() {
+    let desk = Desk::new();
+    let known = fixture("flat_grads/views.flat_layout.json");
+    let options = format!("--to torch-ranks --mesh a=2,b=2 --replicate a --fsdp b --flat-layout {}", known.display());
+    let made = desk.make("reshard", "flat_grads/views", "out", &options);
+    let found = inspect(&made.path, "--brief");
+    for name in ["model.emb.weight", "grads.emb.weight", "grads.norm.bias"] {
+        assert_eq!(placements(&found, name), "R,S(0)", "{name}");
+    }
+    assert_eq!(found["tensors"]["model.layers.0.scale"]["placements"], Json::Null, "no parameter");
+}
+
+#[test]
 fn placements_come_before_a_plan() {
     let desk = Desk::new();
     let options = "--mesh dp=2,tp=2 --plan llama --placements **.down_proj=R,R";
