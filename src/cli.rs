@@ -374,9 +374,13 @@ pub struct Reshard {
     /// every tensor, and R where it does not fit; PATTERN=LIST is a rule, and the first one that matches wins
     #[arg(long, value_name = "[PATTERN=]LIST")]
     pub placements: Vec<String>,
+    /// A layout file (TOML or JSON): mesh, rules, styles, flat units. --mesh with the same dim names takes the place of
+    /// its mesh, --placements rules come before its own, and a bare list takes the place of its fallback
+    #[arg(long, value_name = "FILE")]
+    pub layout: Option<PathBuf>,
     /// Cut modules as a parallelize plan says: llama, mistral, qwen2, qwen3, mixtral, qwen2-moe, qwen3-moe, gpt-neox, gpt2,
-    /// or a layout file with styles. FSDP comes on top, over what else the mesh has: `--mesh dp_shard=8,tp=8 --plan llama`
-    /// is complete
+    /// or the styles of a layout file. FSDP comes on top, over what else the mesh has: `--mesh dp_shard=8,tp=8 --plan
+    /// llama` is complete
     #[arg(long, value_name = "NAME|FILE")]
     pub plan: Option<String>,
     /// Mesh dim over which --plan cuts modules [default: tp]
@@ -388,10 +392,6 @@ pub struct Reshard {
     /// Mesh dim of copies, as in HSDP [default: with --plan or --fsdp dp_replicate or replicate]
     #[arg(long, value_name = "DIM")]
     pub replicate: Option<String>,
-    /// A layout file (TOML or JSON): mesh, rules, styles, flat units. --mesh with the same dim names takes the place of
-    /// its mesh, --placements rules come before its own, and a bare list takes the place of its fallback
-    #[arg(long, value_name = "FILE")]
-    pub layout: Option<PathBuf>,
     /// How a dim is cut that does not divide evenly: as torch.chunk, the first n mod k ranks one more, or as the region
     /// mappings of makani [default: as in SRC, else chunk]
     #[arg(long, value_name = "RULE")]

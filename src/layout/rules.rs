@@ -210,9 +210,14 @@ impl Layout {
         Ok(Shared { placements, splits, slice: spec.slice.clone() })
     }
 
-    /// What is said of all tensors.
+    /// Cut as is said of all tensors, where nothing more particular is.
     #[must_use]
-    pub fn splits(&self) -> Vec<Split> {
+    pub fn split_as_said(&self, shared: Shared) -> Shared {
+        if shared.splits.is_empty() { Shared { splits: self.splits(), ..shared } } else { shared }
+    }
+
+    /// What is said of all tensors.
+    fn splits(&self) -> Vec<Split> {
         match &self.split {
             None | Some(Split::Chunk) => Vec::new(),
             Some(split) => vec![split.clone(); self.mesh.ndim()],

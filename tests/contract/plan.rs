@@ -155,12 +155,12 @@ fn styles_of_a_layout_file_come_before_a_plan() {
 fn what_a_file_says_of_a_plan_is_refused_with_its_line() {
     let desk = Desk::new();
     let cases: [(&str, &[&str]); 6] = [
-        ("plan = \"lama\"", &["plan.toml line 1: plan: no built-in plan", "llama"]),
+        ("plan = \"lama\"", &["plan.toml line 1: plan: no built-in plan is called lama", "llama"]),
         ("tp = \"tp\"\n[styles]\n\"**.q_prj\" = \"colwise\"", &["plan.toml line 3: styles \"**.q_prj\"", "q_proj"]),
         ("[styles]\n\"**.mlp\" = \"pairwise\"\nhead = \"rowwise\"", &["plan.toml line 3: styles \"head\"", "lm_head"]),
         ("[styles]\nmodel = \"pairwise\"", &["plan.toml line 2: styles \"model\"", "two linear children at least"]),
-        ("plan = \"llama\"\nsplit = \"balanced\"", &["it has more than a plan", "--layout"]),
-        ("split = \"balanced\"", &["it has no plan and no styles", "--layout"]),
+        ("plan = \"llama\"\nsplit = \"balanced\"", &["it says more than a plan, or none", "--layout"]),
+        ("split = \"balanced\"", &["it says more than a plan, or none", "--layout"]),
     ];
     for (text, words) in cases {
         let file = desk.write("plan.toml", text);

@@ -307,7 +307,7 @@ impl<'a> Chooser<'a> {
         };
         match name.and_then(|name| planned.laid(&name)) {
             Some(Laid { shared: Some(shared), .. }) => {
-                let shared = Shared { splits: self.layout.splits(), ..shared.clone() };
+                let shared = self.layout.split_as_said(shared.clone());
                 Alike::Shared(Choice { shared, class: None, by: By::CommandLine })
             }
             Some(Laid { shared: None, .. }) => Alike::Plain,

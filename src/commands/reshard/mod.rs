@@ -74,12 +74,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
         Format::Local => parts::check_room(job.world_size.into(), source.tensors().len(), 0, max_memory)?,
         _ => {}
     }
-    let like = source.like.as_ref().map(|like| Like::new(like, wrappers));
-    let chooser = Chooser::new(&source.wanted.catalog, &layout, wrappers, class).like(like).plan(order(&source))?;
-    for detail in chooser.details() {
-        printer.detail(&detail);
-    }
-    let (mut reservation, more) = reserve(&source, &layout, &job, chooser, to)?;
+    let (mut reservation, more) = reserve(&source, &layout, &job, wrappers, class, to, printer)?;
     notes.extend(more);
     let carried = carry_along(&source, to, job.world_size, &mut reservation)?;
     let conversion =
@@ -107,10 +102,17 @@ fn reserve(
     source: &Source,
     layout: &Layout,
     job: &Job,
-    mut chooser: Chooser<'_>,
+    wrappers: Wrappers,
+    class: Option<Class>,
     to: Format,
+    printer: &Printer,
 ) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.wanted.catalog;
+    let like = source.like.as_ref().map(|like| Like::new(like, wrappers));
+    let mut chooser = Chooser::new(wanted, layout, wrappers, class).like(like).plan(order(source))?;
+    for detail in chooser.details() {
+        printer.detail(&detail);
+    }
     let mut whole = Reservation::default();
     for part in parts(source, to) {
         let reservation = match &part.names {

@@ -11,7 +11,7 @@ use crate::catalog::{Fqn, TensorEntry};
 use crate::cli::Reshard;
 use crate::error::{Error, Result, first_of};
 use crate::format::layout_file;
-use crate::layout::file::{PlanSaid, Said};
+use crate::layout::file::{LayoutFile, PlanSaid, Said};
 use crate::layout::parallelize::{
     By, Family, Kind, Laid, Order, Parameter, Plan, PlanError, RoleNames, Roles, Whole, alike,
 };
@@ -20,66 +20,61 @@ use crate::nearest;
 use crate::quantity::count;
 use crate::select::Wrappers;
 
-/// The plan of the command line and of the layout file beside it. Where both say something, the command line has it;
-/// styles of files come before a built-in plan.
+/// The plan of the command line, and of the layout file: what the first says goes before what the other does.
 ///
 /// # Errors
-/// `Usage` and `Layout` for plans and mesh dims that there are not.
-pub fn of_arguments(args: &Reshard, layout: Option<&PlanSaid>, mesh: &DeviceMesh) -> Result<Option<Plan>> {
+/// `Usage` for plans and mesh dims that there are not, and as reading the file of `--plan`.
+pub fn wanted(args: &Reshard, layout: Option<&LayoutFile>, mesh: &DeviceMesh) -> Result<Option<Plan>> {
     let Reshard { plan, tp, fsdp, replicate, .. } = args;
-    let is_given = [plan, tp, fsdp, replicate].iter().any(|given| given.is_some());
-    if !is_given && layout.is_none_or(PlanSaid::is_empty) {
+    let built_in = plan.as_deref().and_then(Family::named);
+    let file = match plan {
+        Some(name) if built_in.is_none() => Some(file_of(name)?),
+        _ => None,
+    };
+    let said: Vec<&PlanSaid> = file.iter().chain(layout).map(|file| &file.plan).collect();
+    if [plan, tp, fsdp, replicate].iter().all(|given| given.is_none()) && said.iter().all(|said| said.is_empty()) {
         return Ok(None);
     }
-    let beside = layout.cloned().unwrap_or_default();
-    let (name, said) = match plan.as_deref() {
-        Some(name) if Family::named(name).is_none() && is_path(name) => (None, plan_file(Path::new(name), &beside)?),
-        name => (name, beside),
+    let dim = |given: &Option<String>, of: fn(&PlanSaid) -> &Option<Said<String>>| {
+        given.clone().or_else(|| said.iter().find_map(|said| of(said).as_ref()).map(|said| said.value.clone()))
     };
-    let family = match (name, &said.name) {
-        (Some(name), _) => {
-            let usage = |(problem, hint)| Error::usage(format!("--plan {name}: {problem}"), hint);
-            Some(built_in(name).map_err(usage)?)
+    let names = RoleNames {
+        tp: dim(tp, |said| &said.tp),
+        fsdp: dim(fsdp, |said| &said.fsdp),
+        replicate: dim(replicate, |said| &said.replicate),
+    };
+    let styles = said.iter().flat_map(|said| said.styles.iter().cloned()).collect();
+    let family = match (built_in, said.iter().find_map(|said| said.name.as_ref())) {
+        (Some(family), _) => Some(family),
+        (None, Some(name)) => {
+            let unknown = || name.wrong(format!("no built-in plan is called {}", name.value), hint(&name.value));
+            Some(Family::named(&name.value).ok_or_else(unknown)?)
         }
-        (None, Some(said)) => Some(built_in(&said.value).map_err(|(problem, hint)| said.wrong(problem, hint))?),
         (None, None) => None,
     };
-    let dim = |given: &Option<String>, said: &Option<Said<String>>| {
-        given.clone().or_else(|| said.as_ref().map(|said| said.value.clone()))
-    };
-    let names =
-        RoleNames { tp: dim(tp, &said.tp), fsdp: dim(fsdp, &said.fsdp), replicate: dim(replicate, &said.replicate) };
     let roles = Roles::of(mesh, &names).map_err(|error| told(error, &[]))?;
-    Ok(Some(Plan { styles: said.styles, family, roles }))
+    Ok(Some(Plan { styles, family, roles }))
 }
 
-/// Whether it is no name of a plan.
-fn is_path(text: &str) -> bool {
-    text.contains(['/', '.']) || Path::new(text).is_file()
-}
-
-/// What a layout file says of a plan, and of nothing else.
-fn plan_file(path: &Path, beside: &PlanSaid) -> Result<PlanSaid> {
+/// The layout file that `--plan` names.
+fn file_of(name: &str) -> Result<LayoutFile> {
+    let path = Path::new(name);
+    if !path.exists() && path.extension().is_none() {
+        return Err(Error::usage(format!("--plan {name}: no built-in plan has this name"), hint(name)));
+    }
     let file = layout_file::read(path)?;
-    let option = format!("--plan {}", path.display());
-    if let Some(said) = beside.said() {
-        return Err(Error::usage(format!("{option}: {said} is a plan, too"), "leave one of them out"));
+    if !file.is_plan_alone() {
+        return Err(Error::usage(
+            format!("--plan {name}: it says more than a plan, or none"),
+            "--layout takes mesh, placements and rules of a file as well as its plan and styles",
+        ));
     }
-    if file.is_plan_alone() {
-        return Ok(file.plan);
-    }
-    let hint = format!("--layout {} takes all that it says", path.display());
-    let found = if file.plan.is_empty() { "it has no plan and no styles" } else { "it has more than a plan" };
-    Err(Error::usage(format!("{option}: {found}"), hint))
+    Ok(file)
 }
 
-/// A built-in plan; else what is wrong, and what to do.
-fn built_in(name: &str) -> Result<&'static Family, (String, String)> {
-    Family::named(name).ok_or_else(|| {
-        let known: Vec<String> = Family::all().iter().map(|family| family.name.to_owned()).collect();
-        let nearest = nearest::listed(name, &known);
-        (String::from("no built-in plan has this name"), format!("{nearest}; there are {}", known.join(", ")))
-    })
+fn hint(name: &str) -> String {
+    let known: Vec<String> = Family::all().iter().map(|family| family.name.to_owned()).collect();
+    format!("{}; there are {}, and layout files with styles", nearest::listed(name, &known), known.join(", "))
 }
 
 /// How a plan has the parameters of a model.

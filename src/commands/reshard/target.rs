@@ -147,7 +147,7 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<Layout> {
     if let Some(file) = &file {
         rules.extend(file.rules(&mesh)?);
     }
-    let plan = plan::of_arguments(args, file.as_ref().map(|file| &file.plan), &mesh)?;
+    let plan = plan::wanted(args, file.as_ref(), &mesh)?;
     let split = file.as_ref().map_or(args.split.map(Split::from), |file| file.split.clone());
     let fallback = fallback.or_else(|| file.as_ref()?.fallback().map(<[PlacementSpec]>::to_vec));
     let fallback = match fallback {
