@@ -27,7 +27,7 @@ use crate::layout::rules::{Fallback, Layout, Rule};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split};
 use crate::quantity::count;
 use reduce::Reductions;
-use teller::Teller;
+use teller::{Findings, Teller};
 
 /// What somebody says of how plain tensors lie on the ranks that saved them.
 #[derive(Clone, Debug, Default)]
@@ -62,11 +62,11 @@ pub(super) fn tell(told: &Told, catalog: &mut Catalog, root: &Path, reading: &Re
     let layout = Layout::new(mesh, told.rules.clone(), Fallback::Placements(fallback), told.split.clone())?;
     let mesh = catalog.intern_mesh(layout.mesh.clone());
     let teller = Teller::new(told, &layout, mesh, catalog, root, reading, reductions);
-    let (entries, notes) = teller.tell()?;
+    let Findings { entries, note } = teller.tell()?;
     for (id, entry) in entries {
         catalog.tensors[id.0 as usize] = entry;
     }
-    catalog.notes.extend(notes);
+    catalog.notes.extend(note);
     Ok(())
 }
 

@@ -43,6 +43,14 @@ pub struct Teller<'a> {
     names: Vec<String>,
 }
 
+/// What was found out.
+pub struct Findings {
+    /// Tensors as they are.
+    pub entries: Vec<(TensorId, TensorEntry)>,
+    /// What to tell of it.
+    pub note: Option<String>,
+}
+
 /// By what a rule may know a tensor.
 struct Known {
     names: Vec<String>,
@@ -80,9 +88,8 @@ impl<'a> Teller<'a> {
         }
     }
 
-    /// The entries that change, and what to tell.
-    pub fn tell(mut self) -> Result<(Vec<(TensorId, TensorEntry)>, Vec<String>)> {
-        let mut changed = Vec::new();
+    pub fn tell(mut self) -> Result<Findings> {
+        let mut entries = Vec::new();
         for (id, entry) in (0..).map(TensorId).zip(&self.catalog.tensors) {
             if entry.class != Class::Tensor || entry.sharding.is_some() {
                 continue;
@@ -90,9 +97,9 @@ impl<'a> Teller<'a> {
             let paths = &self.paths[id.0 as usize];
             let is_own = paths.iter().any(|path| model::is_random_state(path.fqn().as_str()));
             if paths.is_empty() || is_own {
-                self.same_shapes(entry)?;
+                same_shapes(entry)?;
             } else {
-                changed.push((id, self.entry(id, entry)?));
+                entries.push((id, self.entry(id, entry)?));
             }
         }
         if let Some(unused) = self.used.iter().position(|used| !used) {
@@ -102,8 +109,7 @@ impl<'a> Teller<'a> {
                 nearest::hint(rule.pattern.as_str(), &self.names),
             ));
         }
-        let notes = self.reductions.finish()?.into_iter().collect();
-        Ok((changed, notes))
+        Ok(Findings { entries, note: self.reductions.finish()? })
     }
 
     fn entry(&mut self, id: TensorId, entry: &TensorEntry) -> Result<TensorEntry> {
@@ -213,19 +219,10 @@ impl<'a> Teller<'a> {
         left == right
     }
 
-    /// What nothing is said of is the same everywhere, its values apart.
-    fn same_shapes(&self, entry: &TensorEntry) -> Result<()> {
-        let other = entry.chunks.iter().find(|chunk| chunk.tile.sizes() != entry.shape);
-        let Some(other) = other else { return Ok(()) };
-        let between = format!("{} and {}", entry.chunk_name(0), list_rank(&other));
-        let detail = format!("{:?} and {:?}", entry.shape.as_slice(), other.tile.sizes().as_slice());
-        Err(entry.fqn.disagreement("shape", between, detail))
-    }
-
     /// The file of a rank, where it has a chunk that is anywhere.
     fn file(&self, entry: &TensorEntry, rank: Option<Rank>) -> PathBuf {
-        let own = entry.chunks.iter().filter(|chunk| rank.is_none() || chunk.rank == rank);
-        let file = own.filter_map(|chunk| chunk.place.file()).next();
+        let mut own = entry.chunks.iter().filter(|chunk| rank.is_none() || chunk.rank == rank);
+        let file = own.find_map(|chunk| chunk.place.file());
         file.map_or_else(|| self.root.to_path_buf(), |file| self.reading.files.path(file).to_path_buf())
     }
 }
@@ -242,6 +239,15 @@ fn held(entry: &TensorEntry) -> Vec<Held> {
         }
     }
     held
+}
+
+/// What nothing is said of is the same everywhere, its values apart.
+fn same_shapes(entry: &TensorEntry) -> Result<()> {
+    let other = entry.chunks.iter().find(|chunk| chunk.tile.sizes() != entry.shape);
+    let Some(other) = other else { return Ok(()) };
+    let between = format!("{} and {}", entry.chunk_name(0), list_rank(&other));
+    let detail = format!("{:?} and {:?}", entry.shape.as_slice(), other.tile.sizes().as_slice());
+    Err(entry.fqn.disagreement("shape", between, detail))
 }
 
 fn list_rank(chunk: &Chunk) -> String {
