@@ -44,7 +44,8 @@ Examples:
   dtshard inspect checkpoints/step-1000 --brief
   dtshard inspect checkpoints/step-1000 --tensor model.layers.0.attention.wq.weight --draw
   dtshard inspect checkpoints/step-1000 --tensor '**.wq' --digest
-  dtshard inspect checkpoints/step-1000 --json | jq '.tensors | keys'";
+  dtshard inspect checkpoints/step-1000 --json | jq '.tensors | keys'
+  dtshard inspect actor --layout > actor.toml";
 
 const RESHARD_EXAMPLES: &str = "\
 Examples:
@@ -52,6 +53,7 @@ Examples:
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements 'S(0),S(1)'
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements '**.wo=S(0),S(1)' --placements 'S(0),S(0)'
   dtshard reshard model.pt sharded --to dcp --mesh dp=8 --dry-run
+  dtshard reshard actor actor-edited --layout actor.toml
   dtshard reshard edited.safetensors actor-edited --like actor --fill-from actor";
 
 const UNSHARD_EXAMPLES: &str = "\
@@ -343,6 +345,9 @@ pub struct Inspect {
     /// Draw which rank holds which part of each --tensor
     #[arg(long, requires = "tensor")]
     pub draw: bool,
+    /// Print the layout as a layout file: TOML, or JSON with --json
+    #[arg(long, conflicts_with_all = ["brief", "tensor", "draw", "digest"])]
+    pub layout: bool,
     /// Hash the values of every tensor: BLAKE3, the same in any layout and format
     #[arg(long)]
     pub digest: bool,
@@ -365,6 +370,14 @@ pub struct Reshard {
     /// every tensor, and R where it does not fit; PATTERN=LIST is a rule, and the first one that matches wins
     #[arg(long, value_name = "[PATTERN=]LIST")]
     pub placements: Vec<String>,
+    /// A layout file (TOML or JSON): mesh, rules, styles, flat units. --mesh with the same dim names takes the place of
+    /// its mesh, --placements rules come before its own, and a bare list takes the place of its fallback
+    #[arg(long, value_name = "FILE")]
+    pub layout: Option<PathBuf>,
+    /// How a dim is cut that does not divide evenly: as torch.chunk, the first n mod k ranks one more, or as the region
+    /// mappings of makani [default: as in SRC, else chunk]
+    #[arg(long, value_name = "RULE")]
+    pub split: Option<SplitArg>,
     /// Lay tensors out as those of the same names in this checkpoint: its mesh, placements, format and names of files.
     /// --mesh with the same dim names takes the place of its mesh, --placements rules that of its placements
     #[arg(long, value_name = "CKPT")]
@@ -437,6 +450,9 @@ pub struct FlatArgs {
     /// Tensors of floats that are buffers, not parameters; repeatable
     #[arg(long, value_name = "PATTERN")]
     pub buffers: Vec<String>,
+    /// A layout file with [flat], or a flat_layout.json: the units to write, also where SRC has others
+    #[arg(long, value_name = "FILE")]
+    pub layout: Option<PathBuf>,
     /// A checkpoint of the same model: its units where it is flat, else the order of its state dict, which torch files
     /// keep
     #[arg(long, value_name = "CKPT")]
@@ -546,6 +562,24 @@ impl IoArg {
             Self::Mmap => Some(IoMode::Mmap),
             Self::Read => Some(IoMode::Read),
             Self::Direct => Some(IoMode::Direct),
+        }
+    }
+}
+
+/// How a dim is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SplitArg {
+    Chunk,
+    Balanced,
+    Makani,
+}
+
+impl From<SplitArg> for Split {
+    fn from(arg: SplitArg) -> Self {
+        match arg {
+            SplitArg::Chunk => Self::Chunk,
+            SplitArg::Balanced => Self::Balanced,
+            SplitArg::Makani => Self::Makani,
         }
     }
 }

@@ -10,6 +10,7 @@ mod detect;
 mod folder;
 mod foreign;
 pub mod fsdp_flat;
+pub mod layout_file;
 mod parts;
 pub mod pickle;
 mod rank_names;

@@ -27,6 +27,7 @@ use smallvec::{SmallVec, smallvec};
 
 mod cover;
 mod error;
+pub mod file;
 pub mod flat;
 mod intervals;
 mod mesh;

@@ -4,6 +4,7 @@
 
 mod document;
 mod draw;
+mod layout;
 mod summary;
 mod table;
 
@@ -39,11 +40,18 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
         ));
     }
     let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::All);
-    options.flat.raw = true;
+    options.flat.raw = !args.layout;
     options.told = told(&args.source.told, false)?;
     let checkpoint = Checkpoint::open(&args.src, &options)?;
     check_series(&args.source, &[&checkpoint])?;
     check_flat(&args.source, args.shapes.like.as_deref(), &[&checkpoint])?;
+    if args.layout {
+        announce(&checkpoint, printer);
+        let document = layout::document(&checkpoint)?;
+        printer.data(&layout::toml(&document))?;
+        printer.document(&document)?;
+        return Ok(Status::Done);
+    }
     let names = choose(&args.tensor, model_root(&checkpoint.catalog), tensor_names(&checkpoint.catalog))?;
     let digests = if args.digest { digests(args, &checkpoint, &names, printer)? } else { BTreeMap::new() };
     announce(&checkpoint, printer);

@@ -24,11 +24,12 @@ use crate::format::{Checkpoint, Format, dcp, torch};
 use crate::layout::DeviceMesh;
 use crate::layout::rules::Layout;
 use crate::select::Wrappers;
-use chooser::{Chooser, tensor_class};
+pub use chooser::Chooser;
+use chooser::tensor_class;
 use like::Like;
 pub use sharded::rows;
-pub use target::own_mesh;
 use target::target_layout;
+pub use target::{own_mesh, row_specs, shared_mesh};
 
 pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;

@@ -8,9 +8,10 @@ use crate::cli::Reshard;
 use crate::commands::placements;
 use crate::commands::source::Source;
 use crate::error::{Error, Result};
-use crate::format::{Checkpoint, Format};
+use crate::format::{Checkpoint, Format, layout_file};
+use crate::layout::file::LayoutFile;
 use crate::layout::rules::{Fallback, Layout};
-use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
+use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split, parse_placements};
 
 /// The mesh that all DTensors of the source share.
 pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
@@ -31,13 +32,21 @@ pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
     })
 }
 
+/// The mesh that all tensors of a checkpoint share which are shared at all.
+pub fn shared_mesh(checkpoint: &Checkpoint) -> Option<DeviceMesh> {
+    match checkpoint.catalog.meshes.as_slice() {
+        [] => rows_of(checkpoint),
+        meshes => DeviceMesh::root_of(meshes).cloned(),
+    }
+}
+
 /// The mesh that all DTensors of the checkpoint of --like share.
 fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
     let meshes = &like.catalog.meshes;
-    if meshes.is_empty() {
-        return rows_of(like).ok_or_else(|| without_mesh(like));
-    }
-    DeviceMesh::root_of(meshes).cloned().ok_or_else(|| {
+    shared_mesh(like).ok_or_else(|| {
+        if meshes.is_empty() {
+            return without_mesh(like);
+        }
         Error::usage(
             format!("--like {}: it has {} meshes", like.root.display(), meshes.len()),
             "say with --mesh which dims there are to be, called as there",
@@ -90,39 +99,73 @@ fn without_mesh(like: &Checkpoint) -> Error {
     )
 }
 
+/// The layout file of the command line.
+///
+/// # Errors
+/// As reading it, and where nothing in it is for tensors one by one.
+fn file_of(args: &Reshard) -> Result<Option<LayoutFile>> {
+    let Some(path) = &args.layout else { return Ok(None) };
+    let mut file = layout_file::read(path)?;
+    file.split = args.split.map(Split::from).or(file.split);
+    if file.is_flat_alone() {
+        return Err(Error::usage(
+            format!("--layout {}: it has [flat] alone, which is for flat parameters", path.display()),
+            "--to fsdp-flat writes them; for tensors say a mesh and placements: docs/layout-file.md",
+        ));
+    }
+    if let Some(said) = file.plan.said() {
+        return Err(Error::unsupported(
+            format!("{said}: this version applies no parallelize plans"),
+            "say it with rules: docs/layout-file.md",
+        ));
+    }
+    Ok(Some(file))
+}
+
 /// Mesh and rules from the command line.
 pub fn target_layout(args: &Reshard, source: &Source) -> Result<Layout> {
     let catalog = &source.wanted.catalog;
-    let mut mesh = match (args.mesh.as_slice(), &source.like) {
-        ([one], None) => DeviceMesh::parse(one)?,
-        ([one], Some(like)) => check_dims(DeviceMesh::parse(one)?, like)?,
-        ([], None) => own_mesh(source)?,
-        ([], Some(like)) => mesh_of(like)?,
-        ([first, second, ..], _) => {
+    let file = file_of(args)?;
+    let given = match args.mesh.as_slice() {
+        [] => None,
+        [one] => Some(DeviceMesh::parse(one)?),
+        [first, second, ..] => {
             return Err(Error::usage(
                 format!("--mesh {first} and --mesh {second}: two meshes"),
                 format!("dims of one mesh have commas between them: --mesh {first},{second}"),
             ));
         }
     };
+    let said = file.as_ref().map_or(Ok(given.clone()), |file| file.mesh(given))?;
+    let is_own = said.is_none();
+    let mut mesh = match (said, &source.like) {
+        (Some(mesh), None) => mesh,
+        (Some(mesh), Some(like)) => check_dims(mesh, like)?,
+        (None, None) => own_mesh(source)?,
+        (None, Some(like)) => mesh_of(like)?,
+    };
     if !args.mesh_ranks.is_empty() {
         let ranks = args.mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
         mesh = DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec))?;
     }
-    let (rules, fallback) = placements::read("--placements", &args.placements)?;
+    let (mut rules, fallback) = placements::read("--placements", &args.placements)?;
+    if let Some(file) = &file {
+        rules.extend(file.rules(&mesh)?);
+    }
+    let split = file.as_ref().map_or(args.split.map(Split::from), |file| file.split.clone());
+    let fallback = fallback.or_else(|| file.as_ref()?.fallback().map(<[PlacementSpec]>::to_vec));
     let fallback = match fallback {
         Some(list) => Fallback::Placements(list),
         None if source.like.is_some() => Fallback::Source,
-        None if args.mesh.is_empty() && catalog.meshes.is_empty() => Fallback::Placements(row_specs(&mesh)?),
+        None if is_own && catalog.meshes.is_empty() => Fallback::Placements(row_specs(&mesh)),
         None => default_fallback(&mesh, catalog)?,
     };
-    Ok(Layout::new(mesh, rules, fallback, None)?)
+    Ok(Layout::new(mesh, rules, fallback, split)?)
 }
 
 /// How ShardedTensors lie, as if it had been said.
-fn row_specs(mesh: &DeviceMesh) -> Result<Vec<PlacementSpec>> {
-    let list: Vec<String> = rows(mesh).iter().map(ToString::to_string).collect();
-    Ok(parse_placements(&list.join(","))?)
+pub fn row_specs(mesh: &DeviceMesh) -> Vec<PlacementSpec> {
+    rows(mesh).into_iter().map(PlacementSpec::from).collect()
 }
 
 /// Without a list for every tensor: the source's placements where its mesh dims have the same names, else S(0) on a
