@@ -49,8 +49,7 @@ pub enum Replicas {
 
 impl Replicas {
     fn covers(self, entry: &TensorEntry) -> bool {
-        let partial = entry.sharding.as_ref().is_some_and(crate::catalog::Sharding::is_partial);
-        entry.chunks.len() > 1 && !partial && (self == Self::All || entry.class == Class::Tensor)
+        entry.chunks.len() > 1 && (self == Self::All || entry.class == Class::Tensor)
     }
 }
 

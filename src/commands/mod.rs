@@ -11,6 +11,7 @@ mod flatten;
 mod inspect;
 mod man;
 mod names;
+mod partial;
 mod parts;
 mod placements;
 mod printer;

@@ -171,7 +171,9 @@ impl Source {
                     dropped.push(path.to_string());
                     Fate::Remove
                 }),
-                OnConflict::PerRank if entry.class != Class::Tensor || !conflicts::has_ranks(entry) => {
+                OnConflict::PerRank
+                    if entry.class != Class::Tensor || entry.summands.is_some() || !conflicts::has_ranks(entry) =>
+                {
                     return Err(checks::replica_conflict(entry, &difference));
                 }
                 OnConflict::PerRank => {

@@ -11,7 +11,7 @@ use super::run::Run;
 use super::source::{Defaults, announce, select_options};
 use super::told::told;
 use super::{Status, check_flat, check_series, checks, input, read_options, refuse_fragment};
-use crate::catalog::{Catalog, Sharding, TensorEntry, TensorId, Value, model, path};
+use crate::catalog::{Catalog, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Verify;
 use crate::error::{Error, Result};
 use crate::exec::compare;
@@ -148,10 +148,6 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, report: &mut Report) -> Result<
     let replicas = catalog.tensors.iter().filter(|entry| entry.chunks.len() > 1);
     let progress = Progress::start(run.printer, "comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
     for entry in &catalog.tensors {
-        if is_partial(entry) {
-            report.not_comparable.push(format!("{} (Partial)", entry.fqn));
-            continue;
-        }
         let checked = compare::locate(input(checkpoint), entry).and_then(|()| {
             if model::is_random_state(entry.fqn.as_str()) {
                 return Ok(None);
@@ -173,8 +169,10 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, report: &mut Report) -> Result<
     Ok(())
 }
 
-fn is_partial(entry: &TensorEntry) -> bool {
-    entry.sharding.as_ref().is_some_and(Sharding::is_partial)
+/// Whether tensors cannot be compared because the summands of one make no value: the op is not one of its dtype, or the
+/// result does not fit.
+pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
+    matches!(error, Error::Unsupported { .. }) && entries.iter().any(|entry| entry.summands.is_some())
 }
 
 /// Two checkpoints side by side.
@@ -206,9 +204,6 @@ impl Comparison<'_> {
             // The wishes have the dtypes to compare in, the checkpoints the places.
             let (wish, entry, other_entry) =
                 (ours.tensor(id), source.catalog.tensor(id), other.catalog.tensor(other_id));
-            if is_partial(entry) || is_partial(other_entry) {
-                continue;
-            }
             report.tensors += 1;
             report.bytes += wish.len_bytes();
             if !report.same_kind(&name, wish, other_entry) {
@@ -218,6 +213,9 @@ impl Comparison<'_> {
             match compare::first_difference(left, right, wish.dtype, &run.options, &progress, &run.stop) {
                 Ok(None) => {}
                 Ok(Some(difference)) => report.add(name, "differing", difference.detail(wish.numel())),
+                Err(error) if has_no_value(&error, &[entry, other_entry]) => {
+                    report.not_comparable.push(error.to_string())
+                }
                 Err(error) => report.absorb(&name, error)?,
             }
         }
@@ -259,7 +257,7 @@ impl Names {
                 continue;
             };
             let (wish, entry) = (wanted.tensor(id), source.catalog.tensor(id));
-            let Some(expected) = other.digest.as_deref().filter(|_| !is_partial(entry)) else {
+            let Some(expected) = other.digest.as_deref() else {
                 report.not_comparable.push(format!("{name} (no digest)"));
                 continue;
             };
@@ -279,6 +277,7 @@ impl Names {
                     }
                     known.insert(id, digest);
                 }
+                Err(error) if has_no_value(&error, &[entry]) => report.not_comparable.push(error.to_string()),
                 Err(error) => report.absorb(&name, error)?,
             }
         }

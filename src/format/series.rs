@@ -317,7 +317,7 @@ impl Series {
         others.iter().all(|file| names(file) == known)
             && options.told.is_none()
             && merge(&loaded, Plain::Replicas)
-                .is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tiling().is_ok()))
+                .is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()))
     }
 
     /// The files by rank, and the world size in their names.

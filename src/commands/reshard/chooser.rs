@@ -63,6 +63,8 @@ pub struct Chooser<'a> {
     fallback_ndims: BTreeSet<usize>,
     /// State of parameters that are known by number only.
     nameless: usize,
+    /// Tensors of summands, of which only the value can be written.
+    reduced: usize,
     /// Names seen, for saying what a pattern came near to.
     names: Vec<String>,
 }
@@ -82,6 +84,15 @@ struct Choice {
     shared: Shared,
     /// The class it has in --like.
     class: Option<Class>,
+    /// Whether the placements were asked for; else they come from SRC or --like.
+    by: By,
+}
+
+/// Who says how a tensor is to lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum By {
+    CommandLine,
+    Example,
 }
 
 /// How --like has a tensor.
@@ -124,6 +135,7 @@ impl<'a> Chooser<'a> {
             plain: 0,
             fallback_ndims: BTreeSet::new(),
             nameless: 0,
+            reduced: 0,
             names: Vec::new(),
         };
         let mut trained = HashSet::new();
@@ -149,18 +161,38 @@ impl<'a> Chooser<'a> {
     /// The distinct tiles of a tensor, for a format that stores those.
     pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<dcp::Shards> {
         let replicated = || Shared::from(vec![Placement::Replicate; self.layout.mesh.ndim()]);
-        let shared = self.choose(path, entry)?.map_or_else(replicated, |choice| choice.shared);
+        let shared = match self.choose(path, entry)? {
+            Some(Choice { shared, by, .. }) => self.without_summands(path, shared, by)?,
+            None => replicated(),
+        };
         Ok(self.layout.shards(&entry.shape, &shared)?)
+    }
+
+    /// A DCP directory has no place for summands, and a plain tensor does not say that it is one: their value goes there.
+    fn without_summands(&mut self, path: &Path, mut shared: Shared, by: By) -> Result<Shared> {
+        let is_partial = |placement: &&mut Placement| matches!(placement, Placement::Partial(_));
+        let mut partial = shared.placements.iter_mut().filter(is_partial).peekable();
+        let Some(first) = partial.peek() else { return Ok(shared) };
+        if by == By::CommandLine {
+            return Err(Error::unsupported(
+                format!("{path}: {first} in a DCP directory, which holds values, not summands"),
+                "write rank files (--to torch-ranks), or give it S or R placements, for which it is reduced",
+            ));
+        }
+        partial.for_each(|placement| *placement = Placement::Replicate);
+        self.reduced += 1;
+        Ok(shared)
     }
 
     /// A plain tensor on every rank, a DTensor or a ShardedTensor.
     pub fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout> {
         let own = (entry.class != Class::Tensor || entry.sharding.is_some()).then_some(entry.class);
-        let Some(Choice { shared, class: like }) = self.choose(path, entry)? else { return Ok(RankLayout::Plain) };
+        let Some(Choice { shared, class: like, by }) = self.choose(path, entry)? else { return Ok(RankLayout::Plain) };
         let mesh = &self.layout.mesh;
         match self.class.or(like).or(own).unwrap_or(self.usual_class) {
             Class::ShardedTensor => RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &shared),
             Class::DTensor => RankLayout::of_dtensor(&path.fqn(), entry, mesh, shared),
+            Class::Tensor if by == By::Example => Ok(RankLayout::Local(self.without_summands(path, shared, by)?)),
             Class::Tensor => Ok(RankLayout::Local(shared)),
         }
     }
@@ -219,7 +251,8 @@ impl<'a> Chooser<'a> {
         if shared.slice.is_none() {
             shared.slice = sharding.and_then(|sharding| self.slice(self.catalog, sharding, &shared.placements));
         }
-        Ok(Some(Choice { shared, class: None }))
+        let asked = chosen.rule.is_some() || matches!(self.layout.fallback, Fallback::Placements(_));
+        Ok(Some(Choice { shared, class: None, by: if asked { By::CommandLine } else { By::Example } }))
     }
 
     /// How --like has it.
@@ -241,12 +274,12 @@ impl<'a> Chooser<'a> {
         };
         let class = Some(found.class);
         if found.class == Class::ShardedTensor {
-            return Ok(Alike::Shared(Choice { shared: rows(&self.layout.mesh).into(), class }));
+            return Ok(Alike::Shared(Choice { shared: rows(&self.layout.mesh).into(), class, by: By::Example }));
         }
         let (catalog, Some(sharding)) = (like.catalog, &found.sharding) else { return Ok(Alike::Plain) };
         let shared = self.layout.as_in(source_layout(catalog, sharding));
         let slice = self.slice(catalog, sharding, &shared.placements);
-        Ok(Alike::Shared(Choice { shared: Shared { slice, ..shared }, class }))
+        Ok(Alike::Shared(Choice { shared: Shared { slice, ..shared }, class, by: By::Example }))
     }
 
     /// A tensor on a slice of its mesh (norms under FSDP over TP) stays on the dims of the same names, where it is
@@ -307,6 +340,10 @@ impl<'a> Chooser<'a> {
                 ToldBy::Optimizer | ToldBy::Nothing => "taken for buffers",
             };
             notes.push(format!("{number} without state of an optimizer, {why}: whole on every rank"));
+        }
+        if self.reduced > 0 {
+            let number = count(self.reduced, "tensor");
+            notes.push(format!("{number} R where Partial in SRC or --like: values are written, not summands"));
         }
         if self.nameless > 0 && !self.layout.rules.is_empty() {
             let number = count(self.nameless, "tensor");

@@ -15,7 +15,7 @@ use super::parts::{self, carry_along, example_of, parts};
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
-use super::{Status, check_flat};
+use super::{Status, check_flat, partial};
 use crate::catalog::{Catalog, Class, Reservation, TensorEntry};
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
@@ -117,6 +117,7 @@ fn reserve(
         };
         whole.append(&part.folder, reservation);
     }
+    partial::share(&source.checkpoint.catalog, &layout.mesh, &mut whole)?;
     Ok((whole, chooser.finish()?))
 }
 

@@ -5,11 +5,11 @@
 
 use std::path::PathBuf;
 
-use super::super::flatten;
 use super::super::parts::parts;
 use super::super::reshard::{own_mesh, rows, style};
 use super::super::run::Run;
 use super::super::source::Source;
+use super::super::{flatten, partial};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Class, Path, Reservation, TensorEntry, model, optimizer};
 use crate::cli::Unshard;
@@ -148,6 +148,7 @@ fn in_ranks(
         };
         whole.append(&part.folder, torch::reserve_ranks(wanted, &part.state, target)?);
     }
+    partial::share(&source.checkpoint.catalog, mesh, &mut whole)?;
     Ok(whole)
 }
 

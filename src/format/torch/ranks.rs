@@ -12,10 +12,11 @@ use super::reader::Contents;
 use super::{Found, Group, View, chunk};
 use crate::catalog::path::{self, Fate, is_descended, key_text};
 use crate::catalog::{
-    Catalog, Class, Dict, Fqn, Holding, Key, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes,
+    Catalog, Class, Dict, Fqn, Holding, Key, Path, Sharding, Summands, TensorEntry, TensorId, Value, checked_len_bytes,
     permuted_stride,
 };
 use crate::error::{Error, Result};
+use crate::layout::partial::{Reduction, summand};
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, local_shard};
 
 /// What to say where plain tensors have other shapes on other ranks.
@@ -290,11 +291,21 @@ impl Merger<'_> {
                 let found = format!("a DTensor saved by rank {stored}: the name of the file does not say its rank");
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), format!("the file of rank {own}"), found));
             }
+            let reduction = Reduction::of(mesh.mesh.shape(), placements).map_err(|error| {
+                let hint = "redistribute it to Shard or Replicate in the job, before it is saved";
+                Error::unsupported(format!("{}: {}: {error}", file.path.display(), entry.fqn), hint)
+            })?;
             let sharding = lift_to_root(&mesh.mesh, mesh.root.as_ref(), placements, catalog);
             match &entry.sharding {
-                None => entry.sharding = Some(sharding),
+                None => {
+                    entry.sharding = Some(sharding);
+                    entry.summands = reduction.map(|reduction| Summands { reduction, of_chunk: Vec::new() });
+                }
                 // Without a root each rank may know its own slice of a mesh; the placements on it are the same.
                 Some(known) if known.placements != sharding.placements || mesh.root.is_some() && *known != sharding => {
+                    return Err(self.layout_conflict(&entry.fqn, parts[0], part));
+                }
+                Some(_) if entry.summands.as_ref().map(|summands| &summands.reduction) != reduction.as_ref() => {
                     return Err(self.layout_conflict(&entry.fqn, parts[0], part));
                 }
                 Some(_) => {}
@@ -315,6 +326,10 @@ impl Merger<'_> {
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found));
             }
             entry.chunks.push(chunk(&file.contents, local, tile, rank));
+            // Where ranks know only a slice each, those of another slice hold replicas.
+            if let Some(summands) = &mut entry.summands {
+                summands.of_chunk.push(summand(mesh.mesh.shape(), placements, &at));
+            }
         }
         Ok(entry)
     }

@@ -53,6 +53,15 @@ impl RankLayout {
         Ok(Self::Distributed { placements: shared.placements, slice: shared.slice })
     }
 
+    /// How ranks share it, as far as placements say it.
+    fn shared(self) -> Option<Shared> {
+        match self {
+            Self::Plain | Self::Sharded { .. } => None,
+            Self::Distributed { placements, slice } => Some(Shared { placements, splits: Vec::new(), slice }),
+            Self::Local(shared) => Some(shared),
+        }
+    }
+
     /// That of FSDP1 where it has one for these placements: a ShardedTensor, or a plain tensor where nothing is cut.
     ///
     /// # Errors
@@ -145,7 +154,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
         .map(|((id, planned), chunks)| {
             let TensorEntry { dtype, shape, .. } = source.tensor(id);
             let entry = TensorEntry { chunks, ..TensorEntry::new(planned.fqn, *dtype, shape.clone()) };
-            Reserved::new(id, entry)
+            Reserved { shared: planned.layout.shared(), ..Reserved::new(id, entry) }
         })
         .collect();
     Ok(reservation)
