@@ -13,6 +13,7 @@
 //! | `--like`, `--fill-from` | `fill` |
 //! | gradients, `--with-grads` | `gradients` |
 //! | `--tensor-class` | `sharded_tensors` |
+//! | `--src-mesh` to `--reduce`: what SRC does not say | `told` |
 //! | `flatten`, `--flat-layout` | `flat` |
 //! | `--wrap`, `--buffers` | `units`; refusals: `flat` |
 //! | `unshard --unit`, `--all-ranks`; `--fill-from` with flat parameters | `flat_back` |
@@ -54,6 +55,8 @@ mod layout;
 mod names;
 #[path = "contract/running.rs"]
 mod running;
+#[path = "contract/told.rs"]
+mod told;
 #[path = "contract/units.rs"]
 mod units;
 #[path = "contract/values.rs"]

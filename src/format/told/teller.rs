@@ -37,10 +37,6 @@ pub struct Teller<'a> {
     /// Where each tensor stands, by number; nowhere where only ranks that disagree have it.
     paths: Vec<Vec<Path>>,
     reductions: Reductions,
-    /// By rule.
-    used: Vec<bool>,
-    /// Names seen, for saying what a pattern came near to.
-    names: Vec<String>,
 }
 
 /// What was found out.
@@ -73,23 +69,11 @@ impl<'a> Teller<'a> {
     ) -> Self {
         let mut paths = vec![Vec::new(); catalog.tensors.len()];
         tensors(&catalog.state, &Path::default(), &mut |path, id| paths[id.0 as usize].push(path.clone()));
-        Self {
-            told,
-            layout,
-            mesh,
-            catalog,
-            root,
-            reading,
-            owners: Owners::new(catalog),
-            paths,
-            reductions,
-            used: vec![false; layout.rules.len()],
-            names: Vec::new(),
-        }
+        Self { told, layout, mesh, catalog, root, reading, owners: Owners::new(catalog), paths, reductions }
     }
 
     pub fn tell(mut self) -> Result<Findings> {
-        let mut entries = Vec::new();
+        let mut meant = Vec::new();
         for (id, entry) in (0..).map(TensorId).zip(&self.catalog.tensors) {
             if entry.class != Class::Tensor || entry.sharding.is_some() {
                 continue;
@@ -99,25 +83,29 @@ impl<'a> Teller<'a> {
             if paths.is_empty() || is_own {
                 same_shapes(entry)?;
             } else {
-                entries.push((id, self.entry(id, entry)?));
+                meant.push((id, entry, self.known(id)));
             }
         }
-        if let Some(unused) = self.used.iter().position(|used| !used) {
-            let rule = &self.layout.rules[unused];
-            return Err(Error::usage(
-                format!("{}: no plain tensor has a name like that", rule.said),
-                nearest::hint(rule.pattern.as_str(), &self.names),
-            ));
-        }
-        Ok(Findings { entries, note: self.reductions.finish()? })
+        // A misspelt rule would be missed at the first tensor that it was for.
+        self.check_rules(&meant)?;
+        let entries = meant.iter().map(|(id, entry, known)| Ok((*id, self.entry(*id, entry, known)?)));
+        Ok(Findings { entries: entries.collect::<Result<_>>()?, note: self.reductions.finish()? })
     }
 
-    fn entry(&mut self, id: TensorId, entry: &TensorEntry) -> Result<TensorEntry> {
-        let known = self.known(id);
-        let (mut shared, said) = self.choose(entry, &known)?;
-        let path = self.paths[id.0 as usize][0].clone();
-        self.names.push(path.to_string());
-        self.reductions.apply(&path, entry.dtype, &mut shared.placements);
+    fn check_rules(&self, meant: &[(TensorId, &TensorEntry, Known)]) -> Result<()> {
+        let mut names = meant.iter().flat_map(|(.., known)| &known.names);
+        let unused = self.layout.rules.iter().find(|rule| !names.clone().any(|name| rule.pattern.covers(name)));
+        let Some(rule) = unused else { return Ok(()) };
+        let names: Vec<String> = names.by_ref().cloned().collect();
+        Err(Error::usage(
+            format!("{}: no plain tensor has a name like that", rule.said),
+            nearest::hint(rule.pattern.as_str(), &names),
+        ))
+    }
+
+    fn entry(&mut self, id: TensorId, entry: &TensorEntry, known: &Known) -> Result<TensorEntry> {
+        let (mut shared, said) = self.choose(entry, known)?;
+        self.reductions.apply(&self.paths[id.0 as usize][0], entry.dtype, &mut shared.placements);
         let held = held(entry);
         let mesh = &self.layout.mesh;
         let is_missing = |rank: Rank| !self.reading.ranks.contains(&rank);
@@ -152,11 +140,8 @@ impl<'a> Teller<'a> {
         Ok(TensorEntry { shape: found.shape, sharding, stride, summands, chunks, ..entry.clone() })
     }
 
-    fn choose(&mut self, entry: &TensorEntry, known: &Known) -> Result<(Shared, String)> {
+    fn choose(&self, entry: &TensorEntry, known: &Known) -> Result<(Shared, String)> {
         let names: Vec<&str> = known.names.iter().map(String::as_str).collect();
-        for (used, rule) in self.used.iter_mut().zip(&self.layout.rules) {
-            *used |= names.iter().any(|name| rule.pattern.covers(name));
-        }
         let (layout, given) = match &known.stray {
             None => (self.layout.clone(), &self.told.fallback),
             Some(parameter) => (self.beyond(parameter), &None),
