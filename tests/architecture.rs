@@ -9,7 +9,7 @@ const ALLOWED: [(&str, &[&str]); 9] = [
     ("storage", &[]),
     ("catalog", &["layout", "storage"]),
     ("plan", &["catalog", "layout"]),
-    ("format", &["catalog", "layout", "nearest", "storage"]),
+    ("format", &["catalog", "layout", "nearest", "quantity", "storage"]),
     ("select", &["catalog", "layout", "nearest"]),
     ("nearest", &["layout"]),
     ("exec", &["plan", "catalog", "layout", "storage"]),

@@ -71,11 +71,11 @@ pub(super) fn tell(told: &Told, catalog: &mut Catalog, root: &Path, reading: &Re
     let layout = Layout::new(mesh, rules, Fallback::Placements(fallback), split)?;
     let mesh = catalog.intern_mesh(layout.mesh.clone());
     let teller = Teller::new(told, &layout, mesh, catalog, root, reading, reductions);
-    let Findings { entries, note } = teller.tell()?;
+    let Findings { entries, notes } = teller.tell()?;
     for (id, entry) in entries {
         catalog.tensors[id.0 as usize] = entry;
     }
-    catalog.notes.extend(note);
+    catalog.notes.extend(notes);
     Ok(())
 }
 

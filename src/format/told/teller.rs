@@ -4,12 +4,13 @@
 //! every rank holds of both the same shape. State of another shape (a step, a factored moment) is not meant by what is
 //! said of parameters: it is whole on every rank, unless a rule is for that state itself.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path as FilePath, PathBuf};
 
 use super::reduce::Reductions;
 use super::refuse::{self, Refused};
 use super::{Reading, Told};
+use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::path::{clean_name, tensors};
 use crate::catalog::{
@@ -22,9 +23,12 @@ use crate::layout::rules::{Chosen, Fallback, Layout, Shared};
 use crate::layout::whole::{Held, PartError, whole};
 use crate::layout::{Dims, LayoutError, Placement, PlacementSpec, Rank, Tile};
 use crate::nearest;
+use crate::quantity::count;
 
 /// What tensors without a rule are, where nothing is said of them.
 const UNSAID: &str = "what is not said of it (whole on every rank)";
+/// What tensors of a model are without a rule where an optimizer has state of others.
+const UNTRAINED: &str = "what no optimizer has state of and no rule is for (a buffer, whole on every rank)";
 
 pub struct Teller<'a> {
     told: &'a Told,
@@ -34,9 +38,15 @@ pub struct Teller<'a> {
     root: &'a FilePath,
     reading: &'a Reading<'a>,
     owners: Owners<'a>,
+    /// Tensors of the model.
+    parameters: HashSet<TensorId>,
     /// Where each tensor stands, by number; nowhere where only ranks that disagree have it.
     paths: Vec<Vec<Path>>,
     reductions: Reductions,
+    /// Parameters that an optimizer has state of, in their shape.
+    trained: HashSet<TensorId>,
+    /// Tensors that were taken for buffers.
+    buffers: usize,
 }
 
 /// What was found out.
@@ -44,7 +54,7 @@ pub struct Findings {
     /// Tensors as they are.
     pub entries: Vec<(TensorId, TensorEntry)>,
     /// What to tell of it.
-    pub note: Option<String>,
+    pub notes: Vec<String>,
 }
 
 /// By what a rule may know a tensor.
@@ -55,6 +65,7 @@ struct Known {
     /// The parameter it belongs to is not there.
     is_orphan: bool,
     is_nameless: bool,
+    is_of_model: bool,
 }
 
 impl<'a> Teller<'a> {
@@ -69,7 +80,10 @@ impl<'a> Teller<'a> {
     ) -> Self {
         let mut paths = vec![Vec::new(); catalog.tensors.len()];
         tensors(&catalog.state, &Path::default(), &mut |path, id| paths[id.0 as usize].push(path.clone()));
-        Self { told, layout, mesh, catalog, root, reading, owners: Owners::new(catalog), paths, reductions }
+        let owners = Owners::new(catalog);
+        let parameters = owners.parameters.values().copied().collect();
+        let (trained, buffers) = (HashSet::new(), 0);
+        Self { told, layout, mesh, catalog, root, reading, owners, parameters, paths, reductions, trained, buffers }
     }
 
     pub fn tell(mut self) -> Result<Findings> {
@@ -89,7 +103,11 @@ impl<'a> Teller<'a> {
         // A misspelt rule would be missed at the first tensor that it was for.
         self.check_rules(&meant)?;
         let entries = meant.iter().map(|(id, entry, known)| Ok((*id, self.entry(*id, entry, known)?)));
-        Ok(Findings { entries: entries.collect::<Result<_>>()?, note: self.reductions.finish()? })
+        let entries = entries.collect::<Result<_>>()?;
+        let number = count(self.buffers, "tensor");
+        let buffers = format!("{number} without state of an optimizer, taken for buffers: whole on every rank");
+        let buffers = (self.buffers > 0).then_some(buffers);
+        Ok(Findings { entries, notes: self.reductions.finish()?.into_iter().chain(buffers).collect() })
     }
 
     fn check_rules(&self, meant: &[(TensorId, &TensorEntry, Known)]) -> Result<()> {
@@ -104,7 +122,7 @@ impl<'a> Teller<'a> {
     }
 
     fn entry(&mut self, id: TensorId, entry: &TensorEntry, known: &Known) -> Result<TensorEntry> {
-        let (mut shared, said) = self.choose(entry, known)?;
+        let (mut shared, said) = self.choose(id, entry, known)?;
         self.reductions.apply(&self.paths[id.0 as usize][0], entry.dtype, &mut shared.placements);
         let held = held(entry);
         let mesh = &self.layout.mesh;
@@ -140,11 +158,12 @@ impl<'a> Teller<'a> {
         Ok(TensorEntry { shape: found.shape, sharding, stride, summands, chunks, ..entry.clone() })
     }
 
-    fn choose(&self, entry: &TensorEntry, known: &Known) -> Result<(Shared, String)> {
+    fn choose(&mut self, id: TensorId, entry: &TensorEntry, known: &Known) -> Result<(Shared, String)> {
         let names: Vec<&str> = known.names.iter().map(String::as_str).collect();
-        let (layout, given) = match &known.stray {
-            None => (self.layout.clone(), &self.told.fallback),
-            Some(parameter) => (self.beyond(parameter), &None),
+        let (layout, said) = match (&known.stray, &self.told.fallback) {
+            (Some(parameter), _) => (self.beyond(parameter), UNSAID),
+            (None, Some((_, said))) => (self.layout.clone(), said.as_str()),
+            (None, None) => (self.layout.clone(), UNSAID),
         };
         let chosen = match layout.choose(&names, &entry.shape, None) {
             Err(LayoutError::RuleMisfit { .. }) if known.is_orphan || known.stray.is_some() => {
@@ -155,13 +174,19 @@ impl<'a> Teller<'a> {
         let Chosen { shared, rule, .. } = chosen?;
         let whole = || Shared::from(vec![Placement::Replicate; layout.mesh.ndim()]);
         let shared = shared.unwrap_or_else(whole);
-        let is_all = shared.placements.iter().all(|placement| *placement == Placement::Replicate);
-        let nothing_said = self.layout.rules.is_empty() && is_all;
-        if known.is_nameless && rule.is_none() && !entry.shape.is_empty() && !nothing_said {
+        if let Some(rule) = rule {
+            return Ok((shared, layout.rules[rule].said.clone()));
+        }
+        let is_whole = shared.placements.iter().all(|placement| *placement == Placement::Replicate);
+        if known.is_nameless && !entry.shape.is_empty() && !(is_whole && self.layout.rules.is_empty()) {
             return Err(refuse::unknown_number(&entry.fqn));
         }
-        let of_fallback = || given.as_ref().map_or_else(|| UNSAID.to_owned(), |(_, said)| said.clone());
-        Ok((shared, rule.map_or_else(of_fallback, |rule| layout.rules[rule].said.clone())))
+        // To take a whole tensor for a part would make up a larger one, and nothing would show it.
+        if known.is_of_model && !is_whole && !self.trained.is_empty() && !self.trained.contains(&id) {
+            self.buffers += 1;
+            return Ok((whole(), UNTRAINED.to_owned()));
+        }
+        Ok((shared, said.to_owned()))
     }
 
     /// What is said of state, not of the parameter that it belongs to.
@@ -173,7 +198,8 @@ impl<'a> Teller<'a> {
     }
 
     fn known(&mut self, id: TensorId) -> Known {
-        let mut known = Known { names: Vec::new(), stray: None, is_orphan: false, is_nameless: false };
+        let mut known =
+            Known { names: Vec::new(), stray: None, is_orphan: false, is_nameless: false, is_of_model: false };
         for path in self.paths[id.0 as usize].clone() {
             let owner = self.owners.of(&path);
             let parameter = owner.as_ref().and_then(|owner| owner.id);
@@ -188,6 +214,10 @@ impl<'a> Teller<'a> {
                     known.names.extend(names);
                 }
             }
+            if let Some(parameter) = follows.filter(|_| optimizer_state(&path).is_some()) {
+                self.trained.insert(parameter);
+            }
+            known.is_of_model |= owner.is_none() && self.parameters.contains(&id);
             known.is_orphan |= owner.is_some() && parameter.is_none();
             known.is_nameless |= matches!(owner, Some(Owner { by_number: true, name: None, .. }));
         }
