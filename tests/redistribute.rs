@@ -86,15 +86,20 @@ mod model_of {
         elements(&mesh.iter().map(|&size| (0..size).collect()).collect::<Vec<_>>())
     }
 
-    /// Why there is no way from one list to another.
-    pub fn refused(from: &[Place], to: &[Place]) -> Option<&'static str> {
+    /// Why there is no way from one list to another; `same` where the meshes are one.
+    pub fn refused(from: &[Place], to: &[Place], same: bool) -> Option<&'static str> {
         let ops = |list: &[Place]| list.iter().filter_map(|place| place.op()).collect::<Vec<_>>();
         let mixed = |ops: &[&str]| ops.iter().any(|op| *op != ops[0]);
-        let (from, to) = (ops(from), ops(to));
-        if mixed(&from) || mixed(&to) {
+        if mixed(&ops(from)) || mixed(&ops(to)) {
             return Some("do not commute");
         }
-        (!from.is_empty() && !to.is_empty() && from[0] != to[0]).then_some("cannot become")
+        let differ = |from: &Place, to: &Place| from.op().is_some() && to.op().is_some() && from.op() != to.op();
+        let refused = if same {
+            from.iter().zip(to).any(|(from, to)| differ(from, to))
+        } else {
+            from.iter().any(|from| to.iter().any(|to| differ(from, to)))
+        };
+        refused.then_some("cannot become")
     }
 
     /// One tensor of a conversion.
@@ -362,10 +367,10 @@ const KINDS: [(&str, [usize; 2]); 6] =
     [("f32", [7, 5]), ("f32", [5, 4]), ("f32", [3, 2]), ("f32", [1, 4]), ("bf16", [7, 5]), ("i64", [5, 4])];
 
 /// The pairs of lists that have a way between them, each with so many kinds of tensors in turn.
-fn cases(ndim: usize, kinds: usize) -> Cases {
+fn cases(ndim: usize, kinds: usize, same: bool) -> Cases {
     let mut cases = Cases::new();
     for (number, to) in lists(ndim).iter().enumerate() {
-        for from in lists(ndim).iter().filter(|from| refused(from, to).is_none()) {
+        for from in lists(ndim).iter().filter(|from| refused(from, to, same).is_none()) {
             for _ in 0..kinds {
                 let seed = cases.len() as u64;
                 let (dtype, shape) = KINDS[cases.len() % KINDS.len()];
@@ -394,7 +399,7 @@ fn redistribute(meshes: (&[usize], &[usize]), ranks: &[u32], cases: &Cases) {
 
 #[test]
 fn every_pair_on_one_mesh_dim() {
-    let cases = cases(1, KINDS.len());
+    let cases = cases(1, KINDS.len(), true);
     for size in 1..=4 {
         redistribute((&[size], &[size]), &[], &cases);
     }
@@ -402,24 +407,24 @@ fn every_pair_on_one_mesh_dim() {
 
 #[test]
 fn every_pair_on_two_by_two() {
-    redistribute((&[2, 2], &[2, 2]), &[], &cases(2, 2));
+    redistribute((&[2, 2], &[2, 2]), &[], &cases(2, 2, true));
 }
 
 #[test]
 fn every_pair_on_two_by_three() {
-    redistribute((&[2, 3], &[2, 3]), &[], &cases(2, 2));
+    redistribute((&[2, 3], &[2, 3]), &[], &cases(2, 2, true));
 }
 
 /// Elsewhere a coordinate is of another rank: what is kept on the same mesh is reduced and split again.
 #[test]
 fn other_meshes() {
-    let mut cases = cases(2, 1);
+    let mut cases = cases(2, 1, false);
     redistribute((&[2, 2], &[3, 2]), &[], &cases);
     redistribute((&[2, 2], &[2, 2]), &[0, 2, 1, 3], &cases);
     for (_, case) in &mut cases {
         case.to.truncate(1);
     }
-    cases.retain(|(_, case)| refused(&case.from, &case.to).is_none());
+    cases.retain(|(_, case)| refused(&case.from, &case.to, false).is_none());
     redistribute((&[2, 3], &[4]), &[], &cases);
 }
 
@@ -446,7 +451,7 @@ fn what_has_no_definition_is_refused_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();
     let (source, target) = (folder.path().join("source"), folder.path().join("target"));
     let case = |from: &Vec<Place>| Case { dtype: "f32", shape: vec![3, 2], from: from.clone(), to: vec![], seed: 0 };
-    let sound: Vec<Vec<Place>> = lists(2).into_iter().filter(|list| refused(list, &[]).is_none()).collect();
+    let sound: Vec<Vec<Place>> = lists(2).into_iter().filter(|list| refused(list, &[], true).is_none()).collect();
     let cases: Cases = sound.iter().enumerate().map(|(number, from)| (format!("t{number}"), case(from))).collect();
     write(&[2, 2], &cases, &source);
     let says = |options: &[&str], words: &[&str]| {
@@ -459,12 +464,12 @@ fn what_has_no_definition_is_refused_with_the_reason() {
     let mut number = 0;
     for to in lists(2) {
         for ((name, _), from) in cases.iter().zip(&sound) {
-            let Some(why) = refused(from, &to) else { continue };
+            let Some(why) = refused(from, &to, true) else { continue };
             says(&["--include", name, &format!("--placements={}", text(&to))], &[name, why]);
             number += 1;
         }
     }
-    assert!(number > 200, "{number}");
+    assert!(number > 150, "{number}");
     let whole = "t0";
     for op in ["product", "band", "bor", "bxor"] {
         let list = format!("--placements=P({op}),R");
@@ -472,7 +477,7 @@ fn what_has_no_definition_is_refused_with_the_reason() {
     }
     says(&["--to=dcp", "--placements=P(sum),R"], &["P(sum) in a DCP directory", "--to torch-ranks"]);
     says(&["--tensor-class=sharded-tensor", "--placements=P(sum),R"], &["a ShardedTensor with placements P(sum),R"]);
-    for from in lists(2).iter().filter(|list| refused(list, &[]).is_some()) {
+    for from in lists(2).iter().filter(|list| refused(list, &[], true).is_some()) {
         let mixed = folder.path().join("mixed");
         write(&[2, 2], &vec![("w".into(), case(from))], &mixed);
         let error = dtshard(&["inspect", mixed.to_str().unwrap()]).unwrap_err().to_string();
@@ -520,7 +525,7 @@ fn a_summand_that_is_missing_is_missed() {
 fn the_default_keeps_summands_and_they_are_read_back() {
     let folder = tempfile::tempdir().unwrap();
     let (source, target) = (folder.path().join("source"), folder.path().join("target"));
-    let mut cases = cases(2, 1);
+    let mut cases = cases(2, 1, true);
     cases.retain(|(name, _)| name.starts_with("to0."));
     for (_, case) in &mut cases {
         case.to = case.from.clone();
