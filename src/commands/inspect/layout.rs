@@ -37,7 +37,7 @@ pub fn document(checkpoint: &Checkpoint) -> Result<Json> {
     let wanting = (0..).zip(&tensors).filter(|(_, tensor)| tensor.of_model && !tensor.is_as_usual(&layout));
     let wanting: BTreeSet<usize> = wanting.map(|(index, _)| index).collect();
     layout.rules = rules_of(&tensors, &wanting, Naming::InModel, &layout)?;
-    for naming in [Naming::Numbered, Naming::Whole] {
+    for naming in [Naming::Wide, Naming::Whole] {
         let wanting = misled(checkpoint, &layout, &tensors)?;
         let more = rules_of(&tensors, &wanting, naming, &layout)?;
         layout.rules.splice(..0, more);
@@ -184,34 +184,51 @@ fn beginning(mesh: DeviceMesh, tensors: &[Tensor]) -> Result<Layout> {
 /// What rules call tensors.
 #[derive(Clone, Copy)]
 enum Naming {
-    /// By names within the model, `*` for numbers where all of them lie alike.
+    /// Names within the model, or `*` for their numbers.
     InModel,
-    /// The same with whole names.
-    Numbered,
-    /// By the whole names alone.
+    /// Whole names, `*` for their numbers, or what is first and last in them: `optim.**.exp_avg`.
+    Wide,
+    /// Whole names alone.
     Whole,
+}
+
+impl Naming {
+    /// Patterns to try before the name itself. A pattern is taken where all that it covers lies alike.
+    fn wider(self, name: &str) -> Vec<String> {
+        let parts: Vec<&str> = name.split('.').collect();
+        let numbered = || parts.iter().map(|part| any_number(part)).collect::<Vec<_>>().join(".");
+        match (self, parts.as_slice()) {
+            (Self::Whole, _) => Vec::new(),
+            (Self::Wide, [first, _, .., last]) => vec![format!("{first}.**.{last}"), numbered()],
+            (Self::InModel | Self::Wide, _) => vec![numbered()],
+        }
+    }
 }
 
 /// A rule for each of these tensors, or for several.
 fn rules_of(tensors: &[Tensor], wanting: &BTreeSet<usize>, naming: Naming, layout: &Layout) -> Result<Vec<Rule>> {
     let name_of = |tensor: &Tensor| match naming {
         Naming::InModel => tensor.name.clone(),
-        Naming::Numbered | Naming::Whole => tensor.path.to_string(),
+        Naming::Wide | Naming::Whole => tensor.path.to_string(),
     };
     let mut found: IndexMap<String, &Lies> = IndexMap::new();
     for &index in wanting {
         let tensor = &tensors[index];
         let name = name_of(tensor);
-        let numbered = literal(&name).split('.').map(any_number).collect::<Vec<_>>().join(".");
-        if found.get(&numbered).is_some_and(|known| **known == tensor.lies) {
+        let wider = naming.wider(&literal(&name));
+        if wider.iter().any(|pattern| found.get(pattern).is_some_and(|known| **known == tensor.lies)) {
             continue;
         }
-        let pattern = Pattern::parse(&numbered)?;
-        let others = tensors.iter().filter(|other| !matches!(naming, Naming::InModel) || other.of_model);
-        let alike = !matches!(naming, Naming::Whole)
-            && numbered != name
-            && others.filter(|other| pattern.covers(&name_of(other))).all(|other| other.lies == tensor.lies);
-        found.insert(if alike { numbered } else { literal(&name) }, &tensor.lies);
+        let mut chosen = literal(&name);
+        for wider in wider {
+            let pattern = Pattern::parse(&wider)?;
+            let mut others = tensors.iter().filter(|other| !matches!(naming, Naming::InModel) || other.of_model);
+            if others.all(|other| other.lies == tensor.lies || !pattern.covers(&name_of(other))) {
+                chosen = wider;
+                break;
+            }
+        }
+        found.insert(chosen, &tensor.lies);
     }
     let rule = |(pattern, lies): (String, &Lies)| {
         let lies = match lies {
