@@ -10,6 +10,7 @@
 //! | `--from`, `--to`, names of files, parent folders, series, one rank's file | `formats` |
 //! | what consolidate takes, `--root`, `--everything`, `--assets` | `consolidate` |
 //! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
+//! | `--layout`, `--split`, `inspect --layout` | `layout_file` |
 //! | `--like`, `--fill-from` | `fill` |
 //! | gradients, `--with-grads` | `gradients` |
 //! | `--tensor-class` | `sharded_tensors` |
@@ -51,6 +52,8 @@ mod inspect;
 mod json;
 #[path = "contract/layout.rs"]
 mod layout;
+#[path = "contract/layout_file.rs"]
+mod layout_file;
 #[path = "contract/names.rs"]
 mod names;
 #[path = "contract/running.rs"]

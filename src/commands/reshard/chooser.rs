@@ -306,7 +306,7 @@ impl<'a> Chooser<'a> {
         match specs.iter().find(|spec| !self.fallback_ndims.is_empty() && !fits_any(spec)) {
             None => Ok(()),
             Some(spec) => Err(Error::usage(
-                format!("--placements: {spec} fits none of the tensors"),
+                format!("placements {spec} for every tensor: they fit none"),
                 "tensors of n dims have the dims 0 to n-1; `dtshard inspect` shows their shapes",
             )),
         }
