@@ -350,7 +350,7 @@ fn what_does_not_fit_is_refused() {
         ("--src-mesh tp=2 --src-placements down=S(2)", &["down.bias", "down=S(2)", "does not fit"]),
         ("--src-mesh tp=2 --src-placements upp=S(0)", &["no plain tensor has a name like that", "up."]),
         ("--src-mesh tp=2 --src-placements S(0) --src-placements R", &["a second fallback"]),
-        ("--src-mesh tp=2 --src-placements up=S(0)", &["embed.weight", "what is not said of it", "embed.weight=S(0)"]),
+        ("--src-mesh tp=2 --src-placements up=S(0)", &["embed.weight", "nothing is said of it", "embed.weight=S(0)"]),
         (
             "--src-mesh tp=2 --src-placements embed=S(1) --src-placements R",
             &["embed.weight", "--src-placements embed=S(1)", "expected [6, 4]", "[5, 4]", "rank_1.pt", "S(0)"],

@@ -26,9 +26,10 @@ use crate::nearest;
 use crate::quantity::count;
 
 /// What tensors without a rule are, where nothing is said of them.
-const UNSAID: &str = "what is not said of it (whole on every rank)";
+const UNSAID: &str = "the others (nothing is said of it: whole on every rank)";
 /// What tensors of a model are without a rule where an optimizer has state of others.
-const UNTRAINED: &str = "what no optimizer has state of and no rule is for (a buffer, whole on every rank)";
+const UNTRAINED: &str =
+    "the others (no rule is for it and no optimizer has state of it: a buffer, whole on every rank)";
 
 pub struct Teller<'a> {
     told: &'a Told,
