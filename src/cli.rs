@@ -171,9 +171,13 @@ pub struct ToldArgs {
     /// How plain tensors of SRC lie on it, as --placements says it of DST [default: whole on every rank]
     #[arg(long, value_name = "[PATTERN=]LIST")]
     pub src_placements: Vec<String>,
-    /// How dims of plain tensors of SRC are cut: chunk, balanced, makani, or sizes such as 3+1 [default: chunk]
+    /// How dims of plain tensors of SRC are cut [default: chunk]
     #[arg(long, value_name = "RULE")]
-    pub src_split: Option<Split>,
+    pub src_split: Option<SplitArg>,
+    /// A layout file that says all this. --src-mesh takes the place of its mesh, --src-placements rules come before its
+    /// own, and a bare list takes the place of its fallback
+    #[arg(long, value_name = "FILE")]
+    pub src_layout: Option<PathBuf>,
     /// Mesh dims along which ranks hold summands of plain tensors (their own gradients), and how these are reduced: sum,
     /// avg, max, min or product; repeatable [default: sum]
     #[arg(long, value_name = "DIMS[=OP]")]

@@ -11,9 +11,11 @@
 //! | what consolidate takes, `--root`, `--everything`, `--assets` | `consolidate` |
 //! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
 //! | `--plan`, `--tp`, `--fsdp`, `--replicate` | `plan`; what PyTorch makes of plans: `plans` |
+//! | `--layout`, `--split`, `inspect --layout` | `layout_file` |
 //! | `--like`, `--fill-from` | `fill` |
 //! | gradients, `--with-grads` | `gradients` |
 //! | `--tensor-class` | `sharded_tensors` |
+//! | `--src-mesh` to `--reduce`: what SRC does not say | `told` |
 //! | `flatten`, `--flat-layout` | `flat` |
 //! | `--wrap`, `--buffers` | `units`; refusals: `flat` |
 //! | `unshard --unit`, `--all-ranks`; `--fill-from` with flat parameters | `flat_back` |
@@ -51,12 +53,16 @@ mod inspect;
 mod json;
 #[path = "contract/layout.rs"]
 mod layout;
+#[path = "contract/layout_file.rs"]
+mod layout_file;
 #[path = "contract/names.rs"]
 mod names;
 #[path = "contract/plan.rs"]
 mod plan;
 #[path = "contract/running.rs"]
 mod running;
+#[path = "contract/told.rs"]
+mod told;
 #[path = "contract/units.rs"]
 mod units;
 #[path = "contract/values.rs"]

@@ -151,7 +151,7 @@ fn side_by_side(holdings: &[Holding]) -> Value {
 /// Whether a tensor's copies can be told apart by rank: each chunk is the whole tensor of one rank.
 pub fn has_ranks(entry: &TensorEntry) -> bool {
     let is_whole = |chunk: &Chunk| chunk.tile.sizes() == entry.shape && !matches!(chunk.place, Place::Nowhere);
-    entry.summands.is_none() && entry.chunks.iter().all(|chunk| chunk.rank.is_some() && is_whole(&chunk))
+    entry.chunks.iter().all(|chunk| chunk.rank.is_some() && is_whole(&chunk))
 }
 
 /// `extra_state.rng.cpu and 3 more`

@@ -1,20 +1,22 @@
 //! What the command line says of how SRC lies, where its files do not: `--src-mesh` to `--reduce`.
 
-use crate::cli::ToldArgs;
-use crate::error::{Error, Result};
-use crate::format::Told;
-use crate::format::told::Reduce;
-use crate::layout::{DeviceMesh, Rank, ReduceOp};
+use std::path::Path;
 
 use super::placements;
+use crate::cli::ToldArgs;
+use crate::error::{Error, Result};
+use crate::format::told::Reduce;
+use crate::format::{Told, layout_file};
+use crate::layout::file::LayoutFile;
+use crate::layout::{DeviceMesh, PlacementSpec, Rank, ReduceOp, Split};
 
 /// `None` where nothing is said.
 ///
 /// # Errors
-/// `Layout` and `Usage` for what makes no sense by itself.
+/// `Layout` and `Usage` for what makes no sense by itself, as reading a layout file.
 pub fn told(args: &ToldArgs, keep_names: bool) -> Result<Option<Told>> {
-    let ToldArgs { src_mesh, src_mesh_ranks, src_placements, src_split, reduce } = args;
-    let says_how = !src_placements.is_empty() || !reduce.is_empty();
+    let ToldArgs { src_mesh, src_mesh_ranks, src_placements, src_split, src_layout, reduce } = args;
+    let says_how = !src_placements.is_empty() || !reduce.is_empty() || src_layout.is_some();
     let given = [
         ("--src-mesh", src_mesh.is_some()),
         ("--src-mesh-ranks", !src_mesh_ranks.is_empty()),
@@ -26,27 +28,45 @@ pub fn told(args: &ToldArgs, keep_names: bool) -> Result<Option<Told>> {
             return Err(Error::usage(
                 format!("{option} alone says nothing of how tensors lie"),
                 "say it with --src-placements '**.w1=S(0)', a rule for each kind of tensor that ranks have parts of, or \
-                 with --reduce",
+                 with --src-layout FILE or --reduce",
             ));
         }
         _ => {}
     }
     let (rules, fallback) = placements::read("--src-placements", src_placements)?;
-    let said = |list: &Vec<crate::layout::PlacementSpec>| {
-        let list: Vec<String> = list.iter().map(ToString::to_string).collect();
-        format!("--src-placements {}", list.join(","))
+    let split = src_split.map(Split::from);
+    let file = src_layout.as_deref().map(|path| file(path, split.clone())).transpose()?;
+    let fallback = fallback.map(|list| (said("--src-placements", &list), list));
+    let of_file = || {
+        let list = file.as_ref()?.fallback()?.to_vec();
+        Some((said(&src_layout.as_ref()?.display().to_string(), &list), list))
     };
-    Ok(Some(Told {
-        mesh: mesh(args)?,
-        rules,
-        fallback: fallback.map(|list| {
-            let said = said(&list);
-            (list, said)
-        }),
-        split: src_split.clone(),
-        reduce: reduce.iter().map(|text| parse_reduce(text)).collect::<Result<_>>()?,
-        keep_names,
-    }))
+    let fallback = fallback.or_else(of_file).map(|(said, list)| (list, said));
+    let reduce = reduce.iter().map(|text| parse_reduce(text)).collect::<Result<_>>()?;
+    Ok(Some(Told { mesh: mesh(args)?, rules, fallback, split, file, reduce, keep_names }))
+}
+
+/// `--src-placements S(0),R`
+fn said(by: &str, list: &[PlacementSpec]) -> String {
+    format!("{by} {}", list.iter().map(ToString::to_string).collect::<Vec<_>>().join(","))
+}
+
+fn file(path: &Path, split: Option<Split>) -> Result<LayoutFile> {
+    let mut file = layout_file::read(path)?;
+    file.split = split.or(file.split);
+    if file.is_flat_alone() {
+        return Err(Error::usage(
+            format!("--src-layout {}: it has [flat] alone, which is for flat parameters", path.display()),
+            "--flat-layout reads them; for plain tensors say a mesh and placements: docs/layout-file.md",
+        ));
+    }
+    if !file.plan.is_empty() {
+        return Err(Error::unsupported(
+            format!("--src-layout {}: a source is not told by parallelize plans and styles", path.display()),
+            "say how its tensors lie with rules: docs/layout-file.md",
+        ));
+    }
+    Ok(file)
 }
 
 fn mesh(args: &ToldArgs) -> Result<Option<DeviceMesh>> {

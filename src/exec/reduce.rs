@@ -87,7 +87,11 @@ impl Reducer {
             _ if dtype.is_float() => averages || matches!(op, Max | Min | Product),
             _ => true,
         };
-        if defined { Ok(Self { dtype, op, divisor }) } else { Err(Fault::Undefined { dtype, op }) }
+        if defined {
+            return Ok(Self { dtype, op, divisor });
+        }
+        // Who divides wants summands.
+        Err(Fault::Undefined { dtype, op: if divisor == 1 { op } else { Sum } })
     }
 
     /// Bytes of room for each byte of the dtype.

@@ -14,6 +14,8 @@
 //!     P(a)            P(b)                              refused
 //! ```
 //!
+//! On the same mesh the source dim is that dim; elsewhere every Partial dim of the source stands against it.
+//!
 //! The rules are PyTorch's: `Partial` in `torch/distributed/tensor/placement_types.py` and `redistribute_local_tensor` in
 //! `_redistribute.py`, which has the second line, but refuses to divide.
 
@@ -136,8 +138,9 @@ impl Share {
                 }
                 _ => {}
             }
-            let partials = source.map_or(&[][..], |source| source.placements);
-            let other = partials.iter().find_map(|placement| match placement {
+            // On the same mesh each dim is a matter of its own; elsewhere none is the other's.
+            let facing = from.as_ref().map_or(source.map_or(&[][..], |source| source.placements), std::slice::from_ref);
+            let other = facing.iter().find_map(|placement| match placement {
                 Placement::Partial(from) if *from != to => Some(*from),
                 _ => None,
             });
@@ -214,6 +217,8 @@ mod tests {
         assert_eq!(share(&mesh, "R,R", "P(max),R", true, &[0, 1]), Ok("[0] /1".into()));
         assert_eq!(share(&mesh, "S(0),R", "P(sum),R", true, &[1, 1]), Ok("[0] /1 [2:4, 0:4]".into()));
         assert_eq!(share(&mesh, "S(0),R", "P(max),R", true, &[1, 1]), Ok("[0] /1".into()));
+        assert_eq!(share(&mesh, "R,P(max)", "P(sum),R", true, &[1, 0]), Ok("[0, 1] /2".into()));
+        assert_eq!(share(&mesh, "P(max),S(0)", "R,P(sum)", true, &[0, 1]), Ok("[0, 1] /1 [2:4, 0:4]".into()));
         // Elsewhere a coordinate means another rank.
         assert_eq!(share(&mesh, "P(sum),R", "P(sum),R", false, &[1, 1]), Ok("[0, 1] /2".into()));
         assert_eq!(share(&mesh, "S(0),R", "P(sum),R", false, &[1, 1]), Ok("[0] /2".into()));
@@ -223,7 +228,7 @@ mod tests {
     fn what_has_no_definition_is_refused() {
         let mesh = [2, 2];
         assert!(share(&mesh, "P(sum),R", "P(max),R", true, &[0, 0]).unwrap_err().contains("P(sum)"));
-        assert!(share(&mesh, "R,P(max)", "P(sum),R", true, &[0, 0]).is_err());
+        assert!(share(&mesh, "R,P(max)", "P(sum),R", false, &[0, 0]).is_err());
         assert!(share(&mesh, "R,R", "P(product),R", true, &[0, 0]).unwrap_err().contains("P(product)"));
         assert!(share(&mesh, "R,R", "P(sum),P(max)", true, &[0, 0]).is_err());
         assert!(share(&mesh, "P(sum),P(min)", "R,R", true, &[0, 0]).is_err());

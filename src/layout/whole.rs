@@ -46,7 +46,7 @@ pub enum PartError {
     /// Sizes that add up to more than there are numbers.
     Overflow { dim: TensorDim },
     /// Placements that fit no tensor of these dims, or no whole of this shape.
-    Layout { error: LayoutError, shape: Dims },
+    Layout { error: Box<LayoutError>, shape: Dims },
 }
 
 /// Put together what ranks hold, each of them once. A rank for which `is_missing` may lack its part, where others have
@@ -84,7 +84,7 @@ pub fn whole(
     for Held { rank, sizes: found } in held {
         let at = mesh.coordinate(*rank).expect("a rank of the mesh");
         let tile = shared.part(&shape, mesh, &at);
-        let tile = tile.map_err(|error| PartError::Layout { error, shape: shape.clone() })?;
+        let tile = tile.map_err(|error| PartError::Layout { error: Box::new(error), shape: shape.clone() })?;
         let expected = tile.sizes();
         if expected != *found {
             return Err(PartError::Sizes { rank: *rank, expected, found: found.clone(), shape });

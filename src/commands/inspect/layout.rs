@@ -5,13 +5,13 @@
 //! document that was made, tells what still needs one. Invariant: a document that is printed says of every tensor what
 //! the checkpoint has.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
-use indexmap::IndexMap;
+use indexmap::{IndexMap, IndexSet};
 use serde_json::{Value as Json, json};
 
 use super::super::reshard::{Chooser, row_specs, shared_mesh};
-use crate::catalog::{Path, TensorId, model, path};
+use crate::catalog::{Catalog, Path, TensorId, model, path};
 use crate::error::{Error, Result};
 use crate::format::torch::RankLayout;
 use crate::format::{Checkpoint, Format, fsdp_flat};
@@ -32,18 +32,23 @@ pub fn document(checkpoint: &Checkpoint) -> Result<Json> {
         return Ok(json!({ "flat": flat }));
     }
     let mesh = shared_mesh(checkpoint).ok_or_else(|| untold(checkpoint))?;
-    let tensors = tensors(checkpoint, &mesh)?;
+    Ok(file::document(&of_tensors(&checkpoint.catalog, mesh)?))
+}
+
+/// The layout of tensors that ranks share.
+fn of_tensors(catalog: &Catalog, mesh: DeviceMesh) -> Result<Layout> {
+    let tensors = tensors(catalog, &mesh)?;
     let mut layout = beginning(mesh, &tensors)?;
     let wanting = (0..).zip(&tensors).filter(|(_, tensor)| tensor.of_model && !tensor.is_as_usual(&layout));
     let wanting: BTreeSet<usize> = wanting.map(|(index, _)| index).collect();
     layout.rules = rules_of(&tensors, &wanting, Naming::InModel, &layout)?;
-    for naming in [Naming::Numbered, Naming::Whole] {
-        let wanting = misled(checkpoint, &layout, &tensors)?;
+    for naming in [Naming::Wide, Naming::Whole] {
+        let wanting = misled(catalog, &layout, &tensors)?;
         let more = rules_of(&tensors, &wanting, naming, &layout)?;
         layout.rules.splice(..0, more);
     }
-    match misled(checkpoint, &layout, &tensors)?.first() {
-        None => Ok(file::document(&layout)),
+    match misled(catalog, &layout, &tensors)?.first() {
+        None => Ok(layout),
         Some(index) => Err(Error::unsupported(
             format!("{}: no rules by names tell how it lies", tensors[*index].path),
             "`dtshard inspect` shows the layout of every tensor; --like CKPT takes it as it is",
@@ -129,8 +134,7 @@ fn lies(layout: RankLayout, mesh: &DeviceMesh) -> Lies {
 }
 
 /// Every tensor, as reshard would write it again.
-fn tensors(checkpoint: &Checkpoint, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
-    let catalog = &checkpoint.catalog;
+fn tensors(catalog: &Catalog, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
     // ShardedTensors lie by rows, and record no mesh.
     let by_rows = || Fallback::Placements(row_specs(mesh));
     let as_it_is = if catalog.meshes.is_empty() { by_rows() } else { Fallback::Source };
@@ -153,29 +157,25 @@ fn tensors(checkpoint: &Checkpoint, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
 
 /// The mesh, what most tensors have, and no rules.
 fn beginning(mesh: DeviceMesh, tensors: &[Tensor]) -> Result<Layout> {
-    let shared = |tensor: &Tensor| match &tensor.lies {
-        Lies::Plain => None,
-        Lies::Shared(spec) => Some(spec.clone()),
-    };
-    let mut lists: IndexMap<Vec<PlacementSpec>, usize> = IndexMap::new();
-    let mut splits: Vec<Split> = Vec::new();
-    for spec in tensors.iter().filter_map(shared) {
-        splits.extend(if spec.splits.is_empty() { vec![Split::Chunk] } else { spec.splits.clone() });
-        lists.entry(spec.placements).or_default();
+    let mut lists: IndexSet<Vec<PlacementSpec>> = IndexSet::new();
+    let mut splits: IndexSet<Option<Split>> = IndexSet::from([None]);
+    for tensor in tensors {
+        if let Lies::Shared(spec) = &tensor.lies {
+            lists.insert(spec.placements.clone());
+            let words = spec.splits.iter().filter(|split| !matches!(split, Split::Chunk | Split::Sizes(_)));
+            splits.extend(words.cloned().map(Some));
+        }
     }
-    // One rule for all of them: what is not cut counts as chunks.
-    splits.retain(|split| *split != Split::Chunk);
-    splits.dedup();
-    let candidate = <[Split; 1]>::try_from(splits).ok().map(|[split]| split);
-    let split = candidate.filter(|split| !matches!(split, Split::Sizes(_)));
-    let layout =
-        |list: Vec<PlacementSpec>| Layout::new(mesh.clone(), Vec::new(), Fallback::Placements(list), split.clone());
-    let mut best = (0, layout(vec![PlacementSpec::Replicate; mesh.ndim()])?);
-    for list in lists.into_keys() {
-        let layout = layout(list)?;
-        let served = tensors.iter().filter(|tensor| tensor.ndim > 0 && tensor.is_as_usual(&layout)).count();
-        if served > best.0 {
-            best = (served, layout);
+    let whole = vec![PlacementSpec::Replicate; mesh.ndim()];
+    let mut best = (0, Layout::new(mesh.clone(), Vec::new(), Fallback::Placements(whole), None)?);
+    for list in lists {
+        for split in &splits {
+            let fallback = Fallback::Placements(list.clone());
+            let layout = Layout::new(mesh.clone(), Vec::new(), fallback, split.clone())?;
+            let served = tensors.iter().filter(|tensor| tensor.ndim > 0 && tensor.is_as_usual(&layout)).count();
+            if served > best.0 {
+                best = (served, layout);
+            }
         }
     }
     Ok(best.1)
@@ -184,34 +184,53 @@ fn beginning(mesh: DeviceMesh, tensors: &[Tensor]) -> Result<Layout> {
 /// What rules call tensors.
 #[derive(Clone, Copy)]
 enum Naming {
-    /// By names within the model, `*` for numbers where all of them lie alike.
+    /// Names within the model, or `*` for their numbers.
     InModel,
-    /// The same with whole names.
-    Numbered,
-    /// By the whole names alone.
+    /// Whole names, `*` for their numbers, or what is first and last in them: `optim.**.exp_avg`.
+    Wide,
+    /// Whole names alone.
     Whole,
+}
+
+impl Naming {
+    /// Patterns to try before the name itself. A pattern is taken where all that it covers lies alike.
+    fn wider(self, name: &str) -> Vec<String> {
+        let parts: Vec<&str> = name.split('.').collect();
+        let numbered = || parts.iter().map(|part| any_number(part)).collect::<Vec<_>>().join(".");
+        match (self, parts.as_slice()) {
+            (Self::Whole, _) => Vec::new(),
+            (Self::Wide, [first, _, .., last]) => vec![format!("{first}.**.{last}"), numbered()],
+            (Self::InModel | Self::Wide, _) => vec![numbered()],
+        }
+    }
 }
 
 /// A rule for each of these tensors, or for several.
 fn rules_of(tensors: &[Tensor], wanting: &BTreeSet<usize>, naming: Naming, layout: &Layout) -> Result<Vec<Rule>> {
     let name_of = |tensor: &Tensor| match naming {
         Naming::InModel => tensor.name.clone(),
-        Naming::Numbered | Naming::Whole => tensor.path.to_string(),
+        Naming::Wide | Naming::Whole => tensor.path.to_string(),
     };
     let mut found: IndexMap<String, &Lies> = IndexMap::new();
+    let mut mixed: HashSet<String> = HashSet::new();
     for &index in wanting {
         let tensor = &tensors[index];
         let name = name_of(tensor);
-        let numbered = literal(&name).split('.').map(any_number).collect::<Vec<_>>().join(".");
-        if found.get(&numbered).is_some_and(|known| **known == tensor.lies) {
+        let wider = naming.wider(&literal(&name));
+        if wider.iter().any(|pattern| found.get(pattern).is_some_and(|known| **known == tensor.lies)) {
             continue;
         }
-        let pattern = Pattern::parse(&numbered)?;
-        let others = tensors.iter().filter(|other| !matches!(naming, Naming::InModel) || other.of_model);
-        let alike = !matches!(naming, Naming::Whole)
-            && numbered != name
-            && others.filter(|other| pattern.covers(&name_of(other))).all(|other| other.lies == tensor.lies);
-        found.insert(if alike { numbered } else { literal(&name) }, &tensor.lies);
+        let mut chosen = literal(&name);
+        for wider in wider.into_iter().filter(|wider| !mixed.contains(wider)).collect::<Vec<_>>() {
+            let pattern = Pattern::parse(&wider)?;
+            let mut others = tensors.iter().filter(|other| !matches!(naming, Naming::InModel) || other.of_model);
+            if others.all(|other| other.lies == tensor.lies || !pattern.covers(&name_of(other))) {
+                chosen = wider;
+                break;
+            }
+            mixed.insert(wider);
+        }
+        found.insert(chosen, &tensor.lies);
     }
     let rule = |(pattern, lies): (String, &Lies)| {
         let lies = match lies {
@@ -245,16 +264,93 @@ fn literal(name: &str) -> String {
 }
 
 /// The tensors that a layout, as it will be read, says something else of than it should.
-fn misled(checkpoint: &Checkpoint, layout: &Layout, tensors: &[Tensor]) -> Result<BTreeSet<usize>> {
+fn misled(catalog: &Catalog, layout: &Layout, tensors: &[Tensor]) -> Result<BTreeSet<usize>> {
     let read = LayoutFile::parse("the layout", &toml(&file::document(layout)))?;
     let layout = Layout::new(layout.mesh.clone(), read.rules(&layout.mesh)?, layout.fallback.clone(), read.split)?;
-    let mut chooser = Chooser::new(&checkpoint.catalog, &layout, Wrappers::Match, None);
+    let mut chooser = Chooser::new(catalog, &layout, Wrappers::Match, None);
     let mut wrong = BTreeSet::new();
     for (index, tensor) in tensors.iter().enumerate() {
-        let found = chooser.rank_layout(&tensor.path, checkpoint.catalog.tensor(tensor.id))?;
+        let found = chooser.rank_layout(&tensor.path, catalog.tensor(tensor.id))?;
         if lies(found, &layout.mesh) != tensor.lies {
             wrong.insert(index);
         }
     }
     Ok(wrong)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::catalog::{Class, Dict, Dtype, MeshId, Sharding, TensorEntry, Value};
+    use crate::layout::parse_placements;
+
+    /// The document of a model of plain parts of tensors, each of a name, placements and splits.
+    fn printed(tensors: &[(&str, &str, &[&str])]) -> String {
+        let mesh = DeviceMesh::parse("h=2,w=3").unwrap();
+        let mut catalog = Catalog { meshes: vec![mesh.clone()], ..Catalog::empty() };
+        let mut entries = Vec::new();
+        for (name, list, splits) in tensors {
+            let shape = [7, 10].as_slice().into();
+            let specs = parse_placements(list).unwrap();
+            let sharding = Sharding {
+                mesh: MeshId(0),
+                placements: specs.iter().map(|spec| spec.resolve(2).unwrap()).collect(),
+                splits: splits.iter().map(|split| split.parse().unwrap()).collect(),
+                slice: None,
+            };
+            let sharding = Some(sharding).filter(|_| *list != "R,R");
+            let entry =
+                TensorEntry { class: Class::Tensor, sharding, ..TensorEntry::new((*name).into(), Dtype::F32, shape) };
+            entries.push((Value::Str((*name).into()), Value::Tensor(catalog.push_tensor(entry))));
+        }
+        catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
+        toml(&file::document(&of_tensors(&catalog, mesh).unwrap()))
+    }
+
+    #[test]
+    fn the_split_of_most_tensors_is_that_of_the_layout() {
+        let makani: &[&str] = &["makani", "makani"];
+        let text = printed(&[
+            ("layers.0.w", "S(0),S(1)", makani),
+            ("layers.1.w", "S(0),S(1)", makani),
+            ("layers.0.v", "R,S(0)", makani),
+            ("layers.1.v", "R,S(0)", makani),
+            ("chunks", "S(0),R", &[]),
+            ("a{b}*", "S(1),R", &["3+7", "chunk"]),
+            ("layers.0.u", "S(0),S(1)", &["balanced", "makani"]),
+            ("layers.1.u", "S(0),S(1)", makani),
+        ]);
+        let expected = r#"mesh = "h=2,w=3"
+placements = "S(0),S(1)"
+split = "makani"
+
+[[rules]]
+tensors = "layers.*.v"
+placements = "R,S(0)"
+
+[[rules]]
+tensors = "chunks"
+placements = "S(0),R"
+split = "chunk"
+
+[[rules]]
+tensors = "a?b??"
+placements = "S(1),R"
+split = "3+7,chunk"
+
+[[rules]]
+tensors = "layers.0.u"
+placements = "S(0),S(1)"
+split = "balanced,makani"
+"#;
+        assert_eq!(text, expected);
+    }
+
+    #[test]
+    fn chunks_need_no_word() {
+        let chunks: &[&str] = &["chunk", "chunk"];
+        let text = printed(&[("w", "S(0),S(1)", chunks), ("v", "S(0),S(1)", &[]), ("u", "S(1),R", chunks)]);
+        let rule = "[[rules]]\ntensors = \"u\"\nplacements = \"S(1),R\"\n";
+        assert_eq!(text, format!("mesh = \"h=2,w=3\"\nplacements = \"S(0),S(1)\"\n\n{rule}"));
+    }
 }

@@ -200,7 +200,7 @@ impl<'a> Chooser<'a> {
         Ok(self.layout.shards(&entry.shape, &shared)?)
     }
 
-    /// A DCP directory has no place for summands: their value goes there.
+    /// A DCP directory has no place for summands, and a plain tensor does not say that it is one: their value goes there.
     fn without_summands(&mut self, path: &Path, mut shared: Shared, by: By) -> Result<Shared> {
         let is_partial = |placement: &&mut Placement| matches!(placement, Placement::Partial(_));
         let mut partial = shared.placements.iter_mut().filter(is_partial).peekable();
@@ -219,19 +219,27 @@ impl<'a> Chooser<'a> {
     /// How rank files of torch.save have it.
     pub fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout> {
         let mesh = &self.layout.mesh;
-        match self.class_and_part(path, entry)? {
+        match self.with_class(path, entry)? {
             None => Ok(RankLayout::Plain),
-            Some((Class::ShardedTensor, shared)) => RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &shared),
-            Some((Class::DTensor, shared)) => RankLayout::of_dtensor(&path.fqn(), entry, mesh, shared),
-            Some((Class::Tensor, shared)) => Ok(RankLayout::Local(shared)),
+            Some((Class::ShardedTensor, shared, _)) => RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &shared),
+            Some((Class::DTensor, shared, _)) => RankLayout::of_dtensor(&path.fqn(), entry, mesh, shared),
+            // Nothing in the file would say that it is a summand.
+            Some((Class::Tensor, shared, By::Example)) => {
+                Ok(RankLayout::Local(self.without_summands(path, shared, By::Example)?))
+            }
+            Some((Class::Tensor, shared, By::CommandLine)) => Ok(RankLayout::Local(shared)),
         }
     }
 
     /// The class of a tensor that ranks share, and how; `None` for a plain tensor on every rank.
     pub fn class_and_part(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<(Class, Shared)>> {
+        Ok(self.with_class(path, entry)?.map(|(class, shared, _)| (class, shared)))
+    }
+
+    fn with_class(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<(Class, Shared, By)>> {
         let own = (entry.class != Class::Tensor || entry.sharding.is_some()).then_some(entry.class);
-        let Some(Choice { shared, class: like, .. }) = self.choose(path, entry)? else { return Ok(None) };
-        Ok(Some((self.class.or(like).or(own).unwrap_or(self.usual_class), shared)))
+        let Some(Choice { shared, class: like, by }) = self.choose(path, entry)? else { return Ok(None) };
+        Ok(Some((self.class.or(like).or(own).unwrap_or(self.usual_class), shared, by)))
     }
 
     /// `None` for a plain tensor on every rank.
@@ -368,7 +376,7 @@ impl<'a> Chooser<'a> {
         match specs.iter().find(|spec| !self.fallback_ndims.is_empty() && !fits_any(spec)) {
             None => Ok(()),
             Some(spec) => Err(Error::usage(
-                format!("--placements: {spec} fits none of the tensors"),
+                format!("placements {spec} for every tensor: they fit none"),
                 "tensors of n dims have the dims 0 to n-1; `dtshard inspect` shows their shapes",
             )),
         }
@@ -405,8 +413,7 @@ impl<'a> Chooser<'a> {
         }
         if self.reduced > 0 {
             let number = count(self.reduced, "tensor");
-            notes
-                .push(format!("{number} R where Partial in SRC or --like: a DCP directory holds values, not summands"));
+            notes.push(format!("{number} R where Partial in SRC or --like: values are written, not summands"));
         }
         if self.nameless > 0 && (!self.layout.rules.is_empty() || self.planned.is_some()) {
             let number = count(self.nameless, "tensor");

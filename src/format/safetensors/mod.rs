@@ -101,16 +101,21 @@ fn put_in_order(catalog: &mut Catalog, names: BTreeMap<String, (PathBuf, TensorI
 
 /// A tensor in two files, which may be those of ranks.
 fn twice(name: &str, path: &Path, other: &Path) -> Error {
-    let found = format!("it in {} as well", other.display());
-    let of_ranks = [path, other].iter().all(|path| RankName::parse(path).is_some());
-    if !of_ranks {
+    let is_of_rank = |path: &&Path| RankName::parse(path).is_some() && dcp_hf::ShardName::parse(path).is_none();
+    if ![path, other].iter().all(is_of_rank) {
+        let found = format!("it in {} as well", other.display());
         return Error::malformed(path, name, "a tensor in one file only", found);
     }
-    Error::unsupported(
-        format!("{}: {name}: expected a tensor in one file only, found {found}", path.display()),
-        "where each file holds what one rank had, --src-mesh and --src-placements say how its tensors lie (--src-mesh \
-         tp=2 --src-placements '**.w1=S(0)')",
-    )
+    Error::Conflict {
+        fqn: name.to_owned(),
+        what: "the file",
+        between: format!("{} and {}", path.display(), other.display()),
+        detail: String::from("expected a tensor in one file only"),
+        hint: Some(String::from(
+            "where each file holds what one rank had, --src-mesh and --src-placements say how its tensors lie (--src-mesh \
+             tp=2 --src-placements '**.w1=S(0)')",
+        )),
+    }
 }
 
 /// Further names of tensors: tied ones are written once, and `__metadata__` says which of the names was kept

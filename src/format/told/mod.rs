@@ -23,11 +23,12 @@ pub(super) use refuse::without_ranks;
 use super::Reading;
 use crate::catalog::Catalog;
 use crate::error::{Error, Result};
+use crate::layout::file::LayoutFile;
 use crate::layout::rules::{Fallback, Layout, Rule};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split};
 use crate::quantity::count;
 use reduce::Reductions;
-use teller::Teller;
+use teller::{Findings, Teller};
 
 /// What somebody says of how plain tensors lie on the ranks that saved them.
 #[derive(Clone, Debug, Default)]
@@ -39,6 +40,8 @@ pub struct Told {
     pub fallback: Option<(Vec<PlacementSpec>, String)>,
     /// How dims are cut where nothing more particular is said.
     pub split: Option<Split>,
+    /// A layout file, whose mesh and rules come behind the ones here.
+    pub file: Option<LayoutFile>,
     /// Mesh dims along which ranks hold summands.
     pub reduce: Vec<Reduce>,
     /// Whether patterns match names only as they are, with the prefixes of wrappers.
@@ -59,10 +62,16 @@ pub(super) fn tell(told: &Told, catalog: &mut Catalog, root: &Path, reading: &Re
     let reductions = Reductions::new(&told.reduce, &mesh, &catalog.state)?;
     let whole = || vec![PlacementSpec::Replicate; mesh.ndim()];
     let fallback = told.fallback.as_ref().map_or_else(whole, |(list, _)| list.clone());
-    let layout = Layout::new(mesh, told.rules.clone(), Fallback::Placements(fallback), told.split.clone())?;
+    let mut rules = told.rules.clone();
+    let mut split = told.split.clone();
+    if let Some(file) = &told.file {
+        rules.extend(file.rules(&mesh)?);
+        split = split.or_else(|| file.split.clone());
+    }
+    let layout = Layout::new(mesh, rules, Fallback::Placements(fallback), split)?;
     let mesh = catalog.intern_mesh(layout.mesh.clone());
     let teller = Teller::new(told, &layout, mesh, catalog, root, reading, reductions);
-    let (entries, notes) = teller.tell()?;
+    let Findings { entries, notes } = teller.tell()?;
     for (id, entry) in entries {
         catalog.tensors[id.0 as usize] = entry;
     }
@@ -73,7 +82,8 @@ pub(super) fn tell(told: &Told, catalog: &mut Catalog, root: &Path, reading: &Re
 impl Told {
     fn mesh_of(&self, catalog: &Catalog, root: &Path) -> Result<DeviceMesh> {
         let own = || DeviceMesh::root_of(&catalog.meshes).cloned();
-        self.mesh.clone().or_else(own).ok_or_else(|| {
+        let said = self.file.as_ref().map_or(Ok(self.mesh.clone()), |file| file.mesh(self.mesh.clone()))?;
+        said.or_else(own).ok_or_else(|| {
             Error::usage(
                 format!("no --src-mesh is given, and {} has {}", root.display(), count(catalog.meshes.len(), "mesh")),
                 "say on which mesh the ranks lay that saved it, such as --src-mesh tp=8 or --src-mesh dp=4,tp=2",

@@ -116,9 +116,9 @@ impl Reductions {
         }
         let sharded = match self.sharded {
             0 => String::new(),
-            number => format!("; {number} sharded on one of these dims, and not reduced there"),
+            number => format!("; {number} sharded on one of these dims, and no summands there"),
         };
-        Ok(Some(format!("reduced: {} {what}, {}{sharded}", count(self.reduced, "plain tensor"), self.said)))
+        Ok(Some(format!("{} {what} are summands: {}{sharded}", count(self.reduced, "plain tensor"), self.said)))
     }
 }
 

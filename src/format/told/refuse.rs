@@ -11,7 +11,7 @@ use crate::layout::{DeviceMesh, Split};
 pub fn without_ranks(root: &Path) -> Error {
     Error::usage(
         format!("{} is no folder of rank files, so that no plain tensor in it is a part", root.display()),
-        "--src-mesh, --src-placements, --src-split and --reduce say how plain tensors of rank files lie (one torch.save \
+        "--src-mesh, --src-placements, --src-split, --src-layout and --reduce say how plain tensors of rank files lie (one torch.save \
          or safetensors file a rank); leave them out",
     )
 }
@@ -80,8 +80,9 @@ impl Refused<'_> {
     fn hint(&self) -> String {
         let Some(near) = nearest(self.mesh, self.shared, self.held) else {
             return String::from(
-                "these sizes are what no rule gives; check which ranks the mesh has where (--src-mesh-ranks), and that \
-                 all the files come from one save of one job",
+                "these sizes are what no rule gives: sizes of their own are said in a layout file (--src-layout); or \
+                 check which ranks the mesh has where (--src-mesh-ranks), and that all the files come from one save of \
+                 one job",
             );
         };
         let rule = near.splits.first().unwrap_or(&Split::Chunk);

@@ -4,12 +4,13 @@
 //! every rank holds of both the same shape. State of another shape (a step, a factored moment) is not meant by what is
 //! said of parameters: it is whole on every rank, unless a rule is for that state itself.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path as FilePath, PathBuf};
 
 use super::reduce::Reductions;
 use super::refuse::{self, Refused};
 use super::{Reading, Told};
+use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::path::{clean_name, tensors};
 use crate::catalog::{
@@ -22,9 +23,13 @@ use crate::layout::rules::{Chosen, Fallback, Layout, Shared};
 use crate::layout::whole::{Held, PartError, whole};
 use crate::layout::{Dims, LayoutError, Placement, PlacementSpec, Rank, Tile};
 use crate::nearest;
+use crate::quantity::count;
 
 /// What tensors without a rule are, where nothing is said of them.
-const UNSAID: &str = "what is not said of it (whole on every rank)";
+const UNSAID: &str = "the others (nothing is said of it: whole on every rank)";
+/// What tensors of a model are without a rule where an optimizer has state of others.
+const UNTRAINED: &str =
+    "the others (no rule is for it and no optimizer has state of it: a buffer, whole on every rank)";
 
 pub struct Teller<'a> {
     told: &'a Told,
@@ -34,13 +39,23 @@ pub struct Teller<'a> {
     root: &'a FilePath,
     reading: &'a Reading<'a>,
     owners: Owners<'a>,
+    /// Tensors of the model.
+    parameters: HashSet<TensorId>,
     /// Where each tensor stands, by number; nowhere where only ranks that disagree have it.
     paths: Vec<Vec<Path>>,
     reductions: Reductions,
-    /// By rule.
-    used: Vec<bool>,
-    /// Names seen, for saying what a pattern came near to.
-    names: Vec<String>,
+    /// Parameters that an optimizer has state of, in their shape.
+    trained: HashSet<TensorId>,
+    /// Tensors that were taken for buffers.
+    buffers: usize,
+}
+
+/// What was found out.
+pub struct Findings {
+    /// Tensors as they are.
+    pub entries: Vec<(TensorId, TensorEntry)>,
+    /// What to tell of it.
+    pub notes: Vec<String>,
 }
 
 /// By what a rule may know a tensor.
@@ -51,6 +66,7 @@ struct Known {
     /// The parameter it belongs to is not there.
     is_orphan: bool,
     is_nameless: bool,
+    is_of_model: bool,
 }
 
 impl<'a> Teller<'a> {
@@ -65,24 +81,14 @@ impl<'a> Teller<'a> {
     ) -> Self {
         let mut paths = vec![Vec::new(); catalog.tensors.len()];
         tensors(&catalog.state, &Path::default(), &mut |path, id| paths[id.0 as usize].push(path.clone()));
-        Self {
-            told,
-            layout,
-            mesh,
-            catalog,
-            root,
-            reading,
-            owners: Owners::new(catalog),
-            paths,
-            reductions,
-            used: vec![false; layout.rules.len()],
-            names: Vec::new(),
-        }
+        let owners = Owners::new(catalog);
+        let parameters = owners.parameters.values().copied().collect();
+        let (trained, buffers) = (HashSet::new(), 0);
+        Self { told, layout, mesh, catalog, root, reading, owners, parameters, paths, reductions, trained, buffers }
     }
 
-    /// The entries that change, and what to tell.
-    pub fn tell(mut self) -> Result<(Vec<(TensorId, TensorEntry)>, Vec<String>)> {
-        let mut changed = Vec::new();
+    pub fn tell(mut self) -> Result<Findings> {
+        let mut meant = Vec::new();
         for (id, entry) in (0..).map(TensorId).zip(&self.catalog.tensors) {
             if entry.class != Class::Tensor || entry.sharding.is_some() {
                 continue;
@@ -90,28 +96,35 @@ impl<'a> Teller<'a> {
             let paths = &self.paths[id.0 as usize];
             let is_own = paths.iter().any(|path| model::is_random_state(path.fqn().as_str()));
             if paths.is_empty() || is_own {
-                self.same_shapes(entry)?;
+                same_shapes(entry)?;
             } else {
-                changed.push((id, self.entry(id, entry)?));
+                meant.push((id, entry, self.known(id)));
             }
         }
-        if let Some(unused) = self.used.iter().position(|used| !used) {
-            let rule = &self.layout.rules[unused];
-            return Err(Error::usage(
-                format!("{}: no plain tensor has a name like that", rule.said),
-                nearest::hint(rule.pattern.as_str(), &self.names),
-            ));
-        }
-        let notes = self.reductions.finish()?.into_iter().collect();
-        Ok((changed, notes))
+        // A misspelt rule would be missed at the first tensor that it was for.
+        self.check_rules(&meant)?;
+        let entries = meant.iter().map(|(id, entry, known)| Ok((*id, self.entry(*id, entry, known)?)));
+        let entries = entries.collect::<Result<_>>()?;
+        let number = count(self.buffers, "tensor");
+        let buffers = format!("{number} without state of an optimizer, taken for buffers: whole on every rank");
+        let buffers = (self.buffers > 0).then_some(buffers);
+        Ok(Findings { entries, notes: self.reductions.finish()?.into_iter().chain(buffers).collect() })
     }
 
-    fn entry(&mut self, id: TensorId, entry: &TensorEntry) -> Result<TensorEntry> {
-        let known = self.known(id);
-        let (mut shared, said) = self.choose(entry, &known)?;
-        let path = self.paths[id.0 as usize][0].clone();
-        self.names.push(path.to_string());
-        self.reductions.apply(&path, entry.dtype, &mut shared.placements);
+    fn check_rules(&self, meant: &[(TensorId, &TensorEntry, Known)]) -> Result<()> {
+        let mut names = meant.iter().flat_map(|(.., known)| &known.names);
+        let unused = self.layout.rules.iter().find(|rule| !names.clone().any(|name| rule.pattern.covers(name)));
+        let Some(rule) = unused else { return Ok(()) };
+        let names: Vec<String> = names.by_ref().cloned().collect();
+        Err(Error::usage(
+            format!("{}: no plain tensor has a name like that", rule.said),
+            nearest::hint(rule.pattern.as_str(), &names),
+        ))
+    }
+
+    fn entry(&mut self, id: TensorId, entry: &TensorEntry, known: &Known) -> Result<TensorEntry> {
+        let (mut shared, said) = self.choose(id, entry, known)?;
+        self.reductions.apply(&self.paths[id.0 as usize][0], entry.dtype, &mut shared.placements);
         let held = held(entry);
         let mesh = &self.layout.mesh;
         let is_missing = |rank: Rank| !self.reading.ranks.contains(&rank);
@@ -146,14 +159,12 @@ impl<'a> Teller<'a> {
         Ok(TensorEntry { shape: found.shape, sharding, stride, summands, chunks, ..entry.clone() })
     }
 
-    fn choose(&mut self, entry: &TensorEntry, known: &Known) -> Result<(Shared, String)> {
+    fn choose(&mut self, id: TensorId, entry: &TensorEntry, known: &Known) -> Result<(Shared, String)> {
         let names: Vec<&str> = known.names.iter().map(String::as_str).collect();
-        for (used, rule) in self.used.iter_mut().zip(&self.layout.rules) {
-            *used |= names.iter().any(|name| rule.pattern.covers(name));
-        }
-        let (layout, given) = match &known.stray {
-            None => (self.layout.clone(), &self.told.fallback),
-            Some(parameter) => (self.beyond(parameter), &None),
+        let (layout, said) = match (&known.stray, &self.told.fallback) {
+            (Some(parameter), _) => (self.beyond(parameter), UNSAID),
+            (None, Some((_, said))) => (self.layout.clone(), said.as_str()),
+            (None, None) => (self.layout.clone(), UNSAID),
         };
         let chosen = match layout.choose(&names, &entry.shape, None) {
             Err(LayoutError::RuleMisfit { .. }) if known.is_orphan || known.stray.is_some() => {
@@ -164,13 +175,19 @@ impl<'a> Teller<'a> {
         let Chosen { shared, rule, .. } = chosen?;
         let whole = || Shared::from(vec![Placement::Replicate; layout.mesh.ndim()]);
         let shared = shared.unwrap_or_else(whole);
-        let is_all = shared.placements.iter().all(|placement| *placement == Placement::Replicate);
-        let nothing_said = self.layout.rules.is_empty() && is_all;
-        if known.is_nameless && rule.is_none() && !entry.shape.is_empty() && !nothing_said {
+        if let Some(rule) = rule {
+            return Ok((shared, layout.rules[rule].said.clone()));
+        }
+        let is_whole = shared.placements.iter().all(|placement| *placement == Placement::Replicate);
+        if known.is_nameless && !entry.shape.is_empty() && !(is_whole && self.layout.rules.is_empty()) {
             return Err(refuse::unknown_number(&entry.fqn));
         }
-        let of_fallback = || given.as_ref().map_or_else(|| UNSAID.to_owned(), |(_, said)| said.clone());
-        Ok((shared, rule.map_or_else(of_fallback, |rule| layout.rules[rule].said.clone())))
+        // To take a whole tensor for a part would make up a larger one, and nothing would show it.
+        if known.is_of_model && !is_whole && !self.trained.is_empty() && !self.trained.contains(&id) {
+            self.buffers += 1;
+            return Ok((whole(), UNTRAINED.to_owned()));
+        }
+        Ok((shared, said.to_owned()))
     }
 
     /// What is said of state, not of the parameter that it belongs to.
@@ -182,7 +199,8 @@ impl<'a> Teller<'a> {
     }
 
     fn known(&mut self, id: TensorId) -> Known {
-        let mut known = Known { names: Vec::new(), stray: None, is_orphan: false, is_nameless: false };
+        let mut known =
+            Known { names: Vec::new(), stray: None, is_orphan: false, is_nameless: false, is_of_model: false };
         for path in self.paths[id.0 as usize].clone() {
             let owner = self.owners.of(&path);
             let parameter = owner.as_ref().and_then(|owner| owner.id);
@@ -197,6 +215,10 @@ impl<'a> Teller<'a> {
                     known.names.extend(names);
                 }
             }
+            if let Some(parameter) = follows.filter(|_| optimizer_state(&path).is_some()) {
+                self.trained.insert(parameter);
+            }
+            known.is_of_model |= owner.is_none() && self.parameters.contains(&id);
             known.is_orphan |= owner.is_some() && parameter.is_none();
             known.is_nameless |= matches!(owner, Some(Owner { by_number: true, name: None, .. }));
         }
@@ -213,19 +235,10 @@ impl<'a> Teller<'a> {
         left == right
     }
 
-    /// What nothing is said of is the same everywhere, its values apart.
-    fn same_shapes(&self, entry: &TensorEntry) -> Result<()> {
-        let other = entry.chunks.iter().find(|chunk| chunk.tile.sizes() != entry.shape);
-        let Some(other) = other else { return Ok(()) };
-        let between = format!("{} and {}", entry.chunk_name(0), list_rank(&other));
-        let detail = format!("{:?} and {:?}", entry.shape.as_slice(), other.tile.sizes().as_slice());
-        Err(entry.fqn.disagreement("shape", between, detail))
-    }
-
     /// The file of a rank, where it has a chunk that is anywhere.
     fn file(&self, entry: &TensorEntry, rank: Option<Rank>) -> PathBuf {
-        let own = entry.chunks.iter().filter(|chunk| rank.is_none() || chunk.rank == rank);
-        let file = own.filter_map(|chunk| chunk.place.file()).next();
+        let mut own = entry.chunks.iter().filter(|chunk| rank.is_none() || chunk.rank == rank);
+        let file = own.find_map(|chunk| chunk.place.file());
         file.map_or_else(|| self.root.to_path_buf(), |file| self.reading.files.path(file).to_path_buf())
     }
 }
@@ -242,6 +255,15 @@ fn held(entry: &TensorEntry) -> Vec<Held> {
         }
     }
     held
+}
+
+/// What nothing is said of is the same everywhere, its values apart.
+fn same_shapes(entry: &TensorEntry) -> Result<()> {
+    let other = entry.chunks.iter().find(|chunk| chunk.tile.sizes() != entry.shape);
+    let Some(other) = other else { return Ok(()) };
+    let between = format!("{} and {}", entry.chunk_name(0), list_rank(&other));
+    let detail = format!("{:?} and {:?}", entry.shape.as_slice(), other.tile.sizes().as_slice());
+    Err(entry.fqn.disagreement("shape", between, detail))
 }
 
 fn list_rank(chunk: &Chunk) -> String {

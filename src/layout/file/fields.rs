@@ -64,14 +64,6 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The same table, once it is known what to call it.
-    pub fn called<'b>(self, at: At<'b>) -> Fields<'b>
-    where
-        'a: 'b,
-    {
-        Fields { at, entries: self.entries }
-    }
-
     pub fn get(&self, key: &str) -> Option<&'a Entry> {
         self.entries.iter().find(|entry| entry.key == key)
     }

@@ -144,14 +144,18 @@ fn split_of_all(at: At<'_>, text: &str) -> Result<Split, LayoutError> {
 }
 
 fn rule(top: At<'_>, node: &Node) -> Result<Written, LayoutError> {
-    // Before the pattern is known, a rule has a line only.
-    let fields = Fields::of(At { what: "rules", ..top }.on(node.line), node, &RULE_KEYS)?;
+    // Where it can be, a rule is called by its pattern, also where it has other faults.
+    let entries = table(At { what: "rules", ..top }, node)?;
+    let named = entries.iter().find(|entry| entry.key == "tensors");
+    let (line, what) = match named.map(|entry| (entry.line, &entry.value.value)) {
+        Some((line, Value::Text(tensors))) => (line, format!("rules \"{tensors}\"")),
+        _ => (node.line, String::from("rules")),
+    };
+    let fields = Fields::of(At { what: &what, ..top }.on(line), node, &RULE_KEYS)?;
     let Some((at, tensors)) = fields.text("tensors")? else {
         return Err(fields.at.wrong("expected `tensors`, the pattern of their names", None));
     };
     let pattern = Pattern::parse(tensors).map_err(at.within())?;
-    let (line, what) = (at.line, format!("rules \"{tensors}\""));
-    let fields = fields.called(At { what: &what, ..at });
     let lies = match fields.text("placements")? {
         None => return Err(fields.at.wrong("expected `placements`, as in \"S(0),R\", or \"plain\"", None)),
         Some((at, PLAIN)) => match ["slice", "split", "sizes"].into_iter().find(|key| fields.get(key).is_some()) {

@@ -90,6 +90,15 @@ fn everything_that_can_be_said_is_understood() {
 }
 
 #[test]
+fn the_example_of_the_documents_is_one() {
+    let page = include_str!("../../../docs/layout-file.md");
+    let text = page.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+    let file = parse(text);
+    let mesh = file.mesh(None).unwrap().unwrap();
+    assert_eq!((file.rules(&mesh).unwrap().len(), file.plan.styles.len()), (3, 4));
+}
+
+#[test]
 fn json_says_the_same() {
     let toml = parse(WHOLE);
     let text = r#"{"version": 1, "mesh": "dp=2,tp=4", "mesh_ranks": [0, 2, 4, 6, 1, 3, 5, 7], "placements": "S(0),R",
@@ -202,7 +211,7 @@ fn what_is_wrong_is_told_with_line_and_rule() {
         (&rule(""), "l.toml line 3: rules \"**.w1\": expected `placements`, as in \"S(0),R\", or \"plain\""),
         (
             &rule("tensor = 1"),
-            "l.toml line 4: rules: there is no key `tensor` (did you mean `tensors`? there are tensors, placements, slice, split, sizes)",
+            "l.toml line 4: rules \"**.w1\": there is no key `tensor` (did you mean `tensors`? there are tensors, placements, slice, split, sizes)",
         ),
         (
             &rule("placements = \"S(0)\""),

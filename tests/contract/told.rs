@@ -1,0 +1,407 @@
+//! What SRC does not say: plain tensors of rank files that are parts of tensors (`--src-mesh` to `--reduce`).
+//!
+//! - The shape of a whole from its parts, and what does not fit: `layout::whole`.
+//! - Sums, means and their rounding: `exec::reduce`.
+//! - Real torch, gradients of real ranks: `interop/test_told.py`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::TensorView;
+
+use crate::common::{Run, expect, fixture, inspect, read, succeed};
+use crate::{Desk, holds};
+
+/// A tensor of f32: a shape and its elements.
+#[derive(Clone, Debug)]
+struct Array(Vec<usize>, Vec<f32>);
+
+impl Array {
+    /// Every element another value, and those of two tensors too.
+    fn new(shape: &[usize], first: u16) -> Self {
+        let len = u16::try_from(shape.iter().product::<usize>()).unwrap();
+        Self(shape.to_vec(), (0..len).map(|index| f32::from(first * 1000 + index)).collect())
+    }
+
+    /// `len` from `start` along a dim.
+    fn part(&self, dim: usize, start: usize, len: usize) -> Self {
+        let (outer, inner) = (self.0[..dim].iter().product::<usize>(), self.0[dim + 1..].iter().product::<usize>());
+        let row = |at: usize| &self.1[(at * self.0[dim] + start) * inner..][..len * inner];
+        let mut shape = self.0.clone();
+        shape[dim] = len;
+        Self(shape, (0..outer).flat_map(row).copied().collect())
+    }
+
+    /// Consecutive parts.
+    fn cut(&self, dim: usize, sizes: &[usize]) -> Vec<Self> {
+        let starts = sizes.iter().scan(0, |end, size| Some(std::mem::replace(end, *end + size)));
+        starts.zip(sizes).map(|(start, size)| self.part(dim, start, *size)).collect()
+    }
+}
+
+type State<'a> = Vec<(&'a str, Array)>;
+
+fn safetensors_file(path: &Path, state: &State<'_>) {
+    let bytes: Vec<Vec<u8>> =
+        state.iter().map(|(_, array)| array.1.iter().flat_map(|value| value.to_le_bytes()).collect()).collect();
+    let views = state.iter().zip(&bytes).map(|((name, array), bytes)| {
+        (*name, TensorView::new(safetensors::Dtype::F32, array.0.clone(), bytes).unwrap())
+    });
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+/// How ranks save.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Files {
+    Safetensors,
+    Torch,
+}
+
+/// One file a rank, as a job without DTensors saves it.
+fn rank_files(desk: &Desk, name: &str, ranks: &[State<'_>], files: Files) -> PathBuf {
+    for (rank, state) in ranks.iter().enumerate() {
+        let path = desk.path(&format!("{name}.st/model-rank-{rank:05}-of-{:05}.safetensors", ranks.len()));
+        safetensors_file(&path, state);
+        if files == Files::Torch {
+            succeed("unshard", &[&path, &desk.path(&format!("{name}/rank_{rank}.pt"))], "");
+        }
+    }
+    desk.path(if files == Files::Torch { name.to_owned() } else { format!("{name}.st") }.as_str())
+}
+
+/// A whole model, and what it is to be.
+fn whole(desk: &Desk, state: &State<'_>) -> PathBuf {
+    let path = desk.path("whole.safetensors");
+    safetensors_file(&path, state);
+    path
+}
+
+/// Embedding, a column-parallel and a row-parallel linear with their biases, a norm.
+fn model() -> State<'static> {
+    vec![
+        ("embed.weight", Array::new(&[11, 4], 1)),
+        ("up.weight", Array::new(&[6, 4], 2)),
+        ("up.bias", Array::new(&[6], 3)),
+        ("down.weight", Array::new(&[4, 6], 4)),
+        ("down.bias", Array::new(&[4], 5)),
+        ("norm.weight", Array::new(&[4], 6)),
+        ("scale", Array::new(&[], 7)),
+    ]
+}
+
+const RULES: &str = "--src-placements embed=S(0) --src-placements up=S(0) --src-placements down.weight=S(1)";
+
+/// What each of `tp` ranks has of the model, dims cut by these sizes: 11 rows of the embedding, 6 of the linears.
+fn tensor_parallel(rows: &[usize], hidden: &[usize]) -> Vec<State<'static>> {
+    (0..rows.len())
+        .map(|rank| {
+            let part = |(name, array): (&'static str, Array)| {
+                let own = match name {
+                    "embed.weight" => array.cut(0, rows)[rank].clone(),
+                    "up.weight" | "up.bias" => array.cut(0, hidden)[rank].clone(),
+                    "down.weight" => array.cut(1, hidden)[rank].clone(),
+                    _ => array,
+                };
+                (name, own)
+            };
+            model().into_iter().map(part).collect()
+        })
+        .collect()
+}
+
+/// Expect exit code 2 and all of these words.
+#[track_caller]
+fn refuse(source: &Path, options: &str, words: &[&str]) -> Run {
+    let run = expect(2, "inspect", &[source], options);
+    holds(&run.stderr, words);
+    run
+}
+
+#[test]
+fn tensor_parallel_parts_become_a_checkpoint() {
+    let desk = Desk::new();
+    let truth = whole(&desk, &model());
+    for files in [Files::Safetensors, Files::Torch] {
+        for (name, rows, hidden) in
+            [("even", [4, 4, 3], [2, 2, 2]), ("uneven", [4, 4, 3], [2, 2, 2]), ("one", [4, 4, 3], [2, 2, 2])]
+        {
+            let source = rank_files(&desk, &format!("{name}{files:?}"), &tensor_parallel(&rows, &hidden), files);
+            let options = format!("--src-mesh tp=3 {RULES}");
+            succeed("verify", &[&source, &truth], &options);
+            for (verb, to) in [("reshard", "dcp"), ("unshard", "pt"), ("consolidate", "safetensors")] {
+                let out = desk.path(&format!("{name}{files:?}.{to}"));
+                succeed(verb, &[&source, &out], &format!("{options} --verify --to {}", to.replace("pt", "torch")));
+                succeed("verify", &[&out, &truth], "");
+            }
+            let shown = inspect(&source, &options);
+            assert_eq!(shown["tensors"]["down.weight"]["placements"], "S(1)");
+            assert_eq!(shown["tensors"]["down.bias"]["placements"], "R");
+            assert_eq!(shown["mesh"], serde_json::json!([["tp", 3]]));
+        }
+    }
+}
+
+#[test]
+fn ranks_may_hold_nothing() {
+    let desk = Desk::new();
+    let truth = whole(&desk, &model());
+    let source = rank_files(&desk, "a", &tensor_parallel(&[3, 3, 3, 2], &[2, 2, 2, 0]), Files::Torch);
+    succeed("verify", &[&source, &truth], &format!("--src-mesh tp=4 {RULES}"));
+}
+
+#[test]
+fn other_splits_are_told_and_proven() {
+    let desk = Desk::new();
+    let truth = whole(&desk, &model());
+    let makani = rank_files(&desk, "makani", &tensor_parallel(&[2, 2, 2, 2, 3], &[1, 1, 1, 1, 2]), Files::Torch);
+    let options = format!("--src-mesh model=5 {RULES}");
+    succeed("verify", &[&makani, &truth], &format!("{options} --src-split makani"));
+    refuse(&makani, &options, &["down.weight", "rank 0", "expected [4, 2]", "found [4, 1]", "--src-split makani"]);
+
+    let balanced = rank_files(&desk, "balanced", &tensor_parallel(&[3, 3, 3, 2], &[2, 2, 1, 1]), Files::Safetensors);
+    let options = format!("--src-mesh tp=4 {RULES}");
+    succeed("verify", &[&balanced, &truth], &format!("{options} --src-split balanced"));
+    refuse(&balanced, &options, &["down.weight", "--src-split balanced", "rank-00002-of-00004.safetensors"]);
+
+    let own = rank_files(&desk, "own", &tensor_parallel(&[1, 10], &[4, 2]), Files::Torch);
+    refuse(&own, &format!("--src-mesh tp=2 {RULES}"), &["down.weight", "found [4, 4]", "--src-layout"]);
+    let layout = desk.write(
+        "layout.toml",
+        "mesh = \"tp=2\"\nplacements = \"R\"\n\
+         [[rules]]\ntensors = \"embed\"\nplacements = \"S(0)\"\nsizes = { tp = [1, 10] }\n\
+         [[rules]]\ntensors = \"up\"\nplacements = \"S(0)\"\nsizes = { tp = [4, 2] }\n\
+         [[rules]]\ntensors = \"down.weight\"\nplacements = \"S(1)\"\nsizes = { tp = [4, 2] }\n",
+    );
+    let options = format!("--src-layout {}", layout.display());
+    succeed("verify", &[&own, &truth], &options);
+    let other = desk.write("other.toml", &fs::read_to_string(&layout).unwrap().replace("[1, 10]", "[1, 9]"));
+    refuse(&own, &format!("--src-layout {}", other.display()), &["embed.weight", "1+9"]);
+}
+
+#[test]
+fn a_job_goes_on_with_other_ranks() {
+    let desk = Desk::new();
+    let truth = whole(&desk, &model());
+    let source = rank_files(&desk, "mp5", &tensor_parallel(&[2, 2, 2, 2, 3], &[1, 1, 1, 1, 2]), Files::Torch);
+    let told = format!("--src-mesh model=5 {RULES} --src-split makani");
+    // Plain parts again, cut as before.
+    let made = desk.make("reshard", &source, "mp4", &format!("{told} --mesh model=4 --verify"));
+    let sizes = |path: &Path, rank: usize| inspect(&path.join(format!("rank_{rank}.pt")), "")["tensors"].clone();
+    let shape = |path: &Path, rank, name: &str| sizes(path, rank)[name]["shape"].to_string();
+    assert_eq!(shape(&made.path, 3, "embed.weight"), "[2,4]");
+    assert_eq!(shape(&made.path, 3, "down.weight"), "[4,3]");
+    assert_eq!(shape(&made.path, 3, "norm.weight"), "[4]");
+    succeed("verify", &[&made.path, &truth], &told.replace("model=5", "model=4"));
+    // DTensors are cut by torch.chunk.
+    let classes = "--tensor-class dtensor --mesh model=4 --split chunk";
+    let made = desk.make("reshard", &source, "dtensors", &format!("{told} {classes}"));
+    succeed("verify", &[&made.path, &truth], "");
+    assert_eq!(inspect(&made.path, "")["tensors"]["up.weight"]["placements"], "S(0)");
+}
+
+/// What `--tensor-class local` writes of a checkpoint of PyTorch says nothing of how it lies; told so, it is what it was.
+#[test]
+fn local_parts_of_any_layout_are_told_again() {
+    let desk = Desk::new();
+    for (name, layout) in [
+        ("a", "mesh dp=2,tp=2 --placements S(0),S(1)"),
+        ("b", "mesh dp=2,tp=3 --placements S(0),S(0)"),
+        ("c", "mesh dp=2,tp=2 --placements _S(0,2),S(0)"),
+        ("d", "mesh dp=2,tp=2 --placements R,S(-1) --mesh-ranks 0,2,1,3"),
+        ("e", "mesh tp=5 --placements **.weight=S(0) --placements R"),
+        ("f", "mesh tp=2,dp=3 --placements S(0),S(1) --split makani"),
+        ("g", "mesh tp=7 --placements S(0) --split balanced"),
+    ] {
+        for source in ["fsdp4/ranks", "hsdp/ranks"] {
+            let options = format!("--{layout} --tensor-class local");
+            let made = desk.make("reshard", source, &format!("{name}{}", source.len()), &options);
+            let told: Vec<String> = format!("--{layout}")
+                .split_whitespace()
+                .map(|word| word.replacen("--", "--src-", usize::from(word.starts_with("--"))))
+                .collect();
+            succeed("verify", &[&made.path, &fixture(source)], &told.join(" "));
+        }
+    }
+}
+
+#[test]
+fn state_and_gradients_follow_their_parameter() {
+    let desk = Desk::new();
+    let weight = Array::new(&[6, 4], 1);
+    let moment = Array::new(&[6, 4], 2);
+    let row = Array::new(&[6], 3);
+    let step = Array::new(&[1], 4);
+    let state = |part: &dyn Fn(&Array) -> Array| -> State<'static> {
+        vec![
+            ("model.w", part(&weight)),
+            ("optim.state.w.exp_avg", part(&moment)),
+            ("optim.state.w.row", part(&row)),
+            ("optim.state.w.step", step.clone()),
+        ]
+    };
+    let truth = whole(&desk, &state(&Array::clone));
+    let ranks: Vec<_> = (0..2).map(|rank| state(&move |array| array.cut(0, &[3, 3])[rank].clone())).collect();
+    let source = desk.path("ranks");
+    for (rank, own) in ranks.iter().enumerate() {
+        let flat = desk.path(&format!("flat{rank}.safetensors"));
+        safetensors_file(&flat, own);
+        // Names with dots become dicts in each other.
+        succeed("unshard", &[&flat, &desk.path(&format!("ranks/rank_{rank}.pt"))], "");
+    }
+    let verify =
+        |options: &str, code| expect(code, "verify", &[&source, &truth], &format!("--src-mesh tp=2 {options}"));
+    // Of a flat state dict, state of another shape than its parameter needs a rule of its own.
+    verify("--src-placements model.w=S(0) --src-placements **.exp_avg=S(0) --src-placements **.row=S(0)", 0);
+    let run = verify("--src-placements model.w=S(0)", 1);
+    holds(&run.stdout, &["optim.state.w"]);
+}
+
+#[test]
+fn gradients_are_reduced_over_named_dims() {
+    let desk = Desk::new();
+    let weight = Array::new(&[4, 2], 1);
+    let bias = Array::new(&[3], 2);
+    let times = |array: &Array, by: f32| Array(array.0.clone(), array.1.iter().map(|value| value * by).collect());
+    // dp=2,cp=2,tp=2: rank r has (r + 1) times its part.
+    let ranks: Vec<State<'_>> = (0_u8..8)
+        .map(|rank| {
+            let by = f32::from(rank / 2 + 1);
+            let part = weight.cut(0, &[2, 2])[usize::from(rank % 2)].clone();
+            vec![("w", times(&part, by)), ("b", times(&bias, by)), ("n", Array::new(&[2], 9))]
+        })
+        .collect();
+    let told = "--src-mesh dp=2,cp=2,tp=2 --src-placements w=R,R,S(0)";
+    for (name, reduce, by) in [
+        ("mean", "--reduce dp,cp=avg", 2.5_f32),
+        ("sum", "--reduce dp,cp", 10.0),
+        ("both", "--reduce dp=avg --reduce cp=sum", 5.0),
+    ] {
+        let of_all = if name == "mean" { 1.0 } else { by / 2.5 };
+        let truth = desk.path(&format!("{name}.safetensors"));
+        let n = times(&Array::new(&[2], 9), of_all);
+        safetensors_file(&truth, &vec![("w", times(&weight, by)), ("b", times(&bias, by)), ("n", n)]);
+        let source = rank_files(&desk, name, &ranks, Files::Torch);
+        let out = desk.path(&format!("{name}.out"));
+        for to in ["dcp", "torch-ranks"] {
+            let run = succeed("reshard", &[&source, &out], &format!("--to {to} {told} {reduce} --overwrite --verify"));
+            holds(&run.stderr, &["3 plain tensors", "are summands: ", "over dp"]);
+            let again = if to == "dcp" { "" } else { told };
+            succeed("verify", &[&out, &truth], again);
+        }
+        succeed("consolidate", &[&source, &desk.path(&format!("{name}.st.safetensors"))], &format!("{told} {reduce}"));
+        succeed("verify", &[&desk.path(&format!("{name}.st.safetensors")), &truth], "");
+        succeed("verify", &[&source, &truth], &format!("{told} {reduce}"));
+    }
+    let source = desk.path("mean");
+    let shown = inspect(&source, &format!("{told} --reduce dp,cp=avg"));
+    assert_eq!(shown["tensors"]["w"]["placements"], "P(avg),P(avg),S(0)");
+    // Without it they are taken for copies, and are none.
+    let run = expect(2, "unshard", &[&source, &desk.path("x.pt")], told);
+    holds(&run.stderr, &["a plain tensor differs", "--reduce"]);
+    refuse(&source, &format!("{told} --reduce db"), &["no dim `db`", "did you mean dp?"]);
+    refuse(&source, &format!("{told} --reduce dp --reduce dp=avg"), &["dp is named twice"]);
+    refuse(&source, &format!("{told} --reduce dp --reduce cp=max"), &["do not commute"]);
+    refuse(&source, &format!("{told} --reduce dp=mean"), &["--reduce dp=mean", "sum, avg, max, min"]);
+    let sharded = "--src-mesh dp=2,cp=2,tp=2 --src-placements *=R,R,S(0)";
+    refuse(&source, &format!("{sharded} --reduce tp"), &["--reduce: no plain tensor"]);
+}
+
+#[test]
+fn ranks_stand_in_any_order() {
+    let desk = Desk::new();
+    let truth = whole(&desk, &model());
+    let parts = tensor_parallel(&[6, 5], &[3, 3]);
+    let ranks = [0, 0, 1, 1].map(|part: usize| parts[part].clone());
+    let source = rank_files(&desk, "a", &ranks, Files::Torch);
+    let rules = RULES.replace("=S", "=R,S");
+    succeed("verify", &[&source, &truth], &format!("--src-mesh dp=2,tp=2 --src-mesh-ranks 0,2,1,3 {rules}"));
+    // In the other order replicas are none, and are told to be.
+    let run = expect(2, "inspect", &[&source], &format!("--src-mesh dp=2,tp=2 {rules}"));
+    holds(&run.stderr, &["embed.weight", "rank 2", "expected [6, 4]", "found [5, 4]"]);
+}
+
+#[test]
+fn without_being_told_plain_tensors_are_copies() {
+    let desk = Desk::new();
+    let uneven = rank_files(&desk, "a", &tensor_parallel(&[6, 5], &[3, 3]), Files::Torch);
+    let run = refuse(&uneven, "", &["shape differs between rank 0 and rank 1", "--src-mesh", "--src-placements"]);
+    assert!(!run.stderr.contains("damaged"));
+    let even =
+        rank_files(&desk, "b", &[vec![("w", Array::new(&[2], 1))], vec![("w", Array::new(&[2], 2))]], Files::Torch);
+    let run = expect(2, "unshard", &[&even, &desk.path("x.pt")], "");
+    holds(&run.stderr, &["a plain tensor differs between rank 0 and rank 1", "--src-mesh and --src-placements"]);
+    let run = refuse(&desk.path("b.st"), "", &["a tensor in one file only", "--src-mesh and --src-placements"]);
+    holds(&run.stderr, &["model-rank-00001-of-00002.safetensors"]);
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let desk = Desk::new();
+    let source = rank_files(&desk, "a", &tensor_parallel(&[6, 5], &[3, 3]), Files::Torch);
+    for (options, words) in [
+        ("--src-mesh tp=2", &["--src-mesh alone says nothing"][..]),
+        ("--src-split makani", &["--src-split alone says nothing"]),
+        ("--src-mesh-ranks 1,0 --src-placements S(0)", &["there is no --src-mesh"]),
+        ("--src-placements S(0)", &["no --src-mesh is given"]),
+        ("--src-mesh tp=3 --src-placements S(0)", &["the mesh tp=3 has 3 ranks", "files of 2", "rank 2 has none"]),
+        ("--src-mesh tp=1 --src-placements S(0)", &["has 1 ranks", "rank 1 is none of them"]),
+        ("--src-mesh tp=2 --src-placements up=S(0),R", &["one for each dim of the mesh tp=2"]),
+        ("--src-mesh tp=2 --src-placements down=S(2)", &["down.bias", "down=S(2)", "does not fit"]),
+        ("--src-mesh tp=2 --src-placements upp=S(0)", &["no plain tensor has a name like that", "up."]),
+        ("--src-mesh tp=2 --src-placements S(0) --src-placements R", &["a second fallback"]),
+        ("--src-mesh tp=2 --src-placements up=S(0)", &["embed.weight", "nothing is said of it", "embed.weight=S(0)"]),
+        (
+            "--src-mesh tp=2 --src-placements embed=S(1) --src-placements R",
+            &["embed.weight", "--src-placements embed=S(1)", "expected [6, 4]", "[5, 4]", "rank_1.pt", "S(0)"],
+        ),
+    ] {
+        refuse(&source, options, words);
+    }
+    let file = desk.path("a/rank_0.pt");
+    refuse(&file, "--src-mesh tp=2 --src-placements S(0)", &["no folder of rank files", "leave them out"]);
+    refuse(&fixture("fsdp4/dcp"), "--src-mesh tp=2 --src-placements S(0)", &["no folder of rank files"]);
+    let whole = whole(&desk, &model());
+    refuse(&whole, "--src-mesh tp=2 --src-placements S(0)", &["no folder of rank files"]);
+    let flat = desk.write("flat.toml", "[flat]\n");
+    refuse(&source, &format!("--src-layout {}", flat.display()), &["[flat]"]);
+}
+
+#[test]
+fn ranks_may_lack_what_others_replicate_only() {
+    let desk = Desk::new();
+    let parts = tensor_parallel(&[6, 5], &[3, 3]);
+    let without = |name: &str, rank: usize| -> State<'_> {
+        parts[rank].iter().filter(|(own, _)| *own != name).cloned().collect()
+    };
+    let lacking = rank_files(&desk, "a", &[parts[0].clone(), without("up.weight", 1)], Files::Torch);
+    let options = format!("--src-mesh tp=2 {RULES}");
+    refuse(&lacking, &options, &["up.weight", "presence", "rank 1 has no such tensor"]);
+    // Stages of a pipeline have other layers.
+    let [first, second] = [0, 1].map(|rank| parts[rank].clone());
+    let stage = |state: &State<'static>, embed: bool| -> State<'static> {
+        state.iter().filter(|(name, _)| name.starts_with("embed") == embed).cloned().collect()
+    };
+    let stages = [stage(&first, true), stage(&second, true), stage(&first, false), stage(&second, false)];
+    let source = rank_files(&desk, "b", &stages, Files::Torch);
+    let options = format!("--src-mesh pp=2,tp=2 {}", RULES.replace("=S", "=R,S"));
+    succeed("verify", &[&source, &whole(&desk, &model())], &options);
+    // A missing file is a missing part.
+    let source = rank_files(&desk, "c", &parts, Files::Torch);
+    fs::remove_file(source.join("rank_0.pt")).unwrap();
+    let run = expect(2, "inspect", &[&source], &format!("--src-mesh tp=2 {RULES} --allow-missing"));
+    holds(&run.stderr, &["rank 0 has no such tensor"]);
+    let copies = rank_files(&desk, "d", &[&parts[..], &parts[..]].concat(), Files::Torch);
+    fs::remove_file(copies.join("rank_1.pt")).unwrap();
+    let options = format!("--src-mesh dp=2,tp=2 {} --allow-missing", RULES.replace("=S", "=R,S"));
+    succeed("verify", &[&copies, &whole(&desk, &model())], &options);
+}
+
+#[test]
+fn dtensors_keep_their_own_layout() {
+    let desk = Desk::new();
+    let source = fixture("fsdp4/ranks");
+    // What is plain in them is the same on all ranks, whatever is said of the mesh.
+    let made = desk.make("reshard", &source, "out", "--src-placements R --to dcp");
+    assert_eq!(read(&made.path), read(&desk.make("reshard", &source, "plain", "--to dcp").path));
+}

@@ -1,0 +1,170 @@
+"""Plain tensors of rank files, told with `--src-mesh` to `--reduce` how they lie, as DCP that PyTorch loads."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import common
+import generate  # noqa: F401  (the path of the fixtures)
+
+
+class Block(nn.Module):
+    """An embedding, a column-parallel and a row-parallel linear, a norm; sizes that no number of ranks divides."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6, dtype=dtype)
+        self.up = nn.Linear(6, 13, dtype=dtype)
+        self.down = nn.Linear(13, 6, dtype=dtype)
+        self.norm = nn.LayerNorm(6, dtype=dtype)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        return self.norm(hidden + self.down(torch.nn.functional.gelu(self.up(hidden))))
+
+
+# What ranks share, and along which dim.
+DIMS = {"embed.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1}
+RULES = [("embed", "S(0)"), ("up", "S(0)"), ("down.weight", "S(1)")]
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Block(dtype)
+
+
+def rules(*before):
+    """The placements of RULES behind those of other mesh dims."""
+    return [word for name, last in RULES for word in ("--src-placements", f"{name}={','.join([*before, last])}")]
+
+
+def makani_sizes(size, parts):
+    """`compute_split_shapes` of makani and torch-harmonics."""
+    if parts == 1:
+        return [size]
+    chunk = (size + parts - 1) // parts
+    last = max(0, size - chunk * (parts - 1))
+    if last == 0:
+        chunk = size // parts
+        last = size - chunk * (parts - 1)
+    return [chunk] * (parts - 1) + [last]
+
+
+def cut(tensor, dim, parts, split):
+    if split == "makani":
+        return tensor.split(makani_sizes(tensor.size(dim), parts), dim)
+    if split == "balanced":
+        return torch.tensor_split(tensor, parts, dim)
+    shards = list(tensor.chunk(parts, dim))
+    return shards + [tensor.narrow(dim, tensor.size(dim), 0)] * (parts - len(shards))
+
+
+def part(name, tensor, rank, parts, split="chunk"):
+    dim = DIMS.get(name)
+    return tensor.clone() if dim is None else cut(tensor, dim, parts, split)[rank].clone()
+
+
+def load_dcp(folder, like):
+    state = {name: torch.full_like(tensor, float("nan")) for name, tensor in like.items()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("split,parts", [("chunk", 2), ("chunk", 5), ("balanced", 4), ("makani", 4), ("makani", 5)])
+def test_tensor_parallel_parts(tmp_path, split, parts):
+    """torch.save of plain parts in every rank; reshard to DCP; dcp.load gives the whole weights."""
+    whole = model().state_dict()
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    for rank in range(parts):
+        own = {name: part(name, tensor, rank, parts, split) for name, tensor in whole.items()}
+        torch.save(own, folder / f"model_rank_{rank}.pt")
+    told = ["--src-mesh", f"tp={parts}", *rules(), "--src-split", split]
+    common.dtshard("reshard", folder, tmp_path / "dcp", "--to", "dcp", "--mesh", "fsdp=3", *told)
+    found = load_dcp(tmp_path / "dcp", whole)
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    common.dtshard("unshard", folder, tmp_path / "whole.pt", *told)
+    found = torch.load(tmp_path / "whole.pt")
+    assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+    # The same job on other ranks loads plain parts again.
+    common.dtshard("reshard", folder, tmp_path / "other", "--mesh", "tp=3", *told)
+    for rank in range(3):
+        own = torch.load(tmp_path / "other" / f"model_rank_{rank}.pt")
+        assert {type(tensor) for tensor in own.values()} == {torch.Tensor}
+        expected = {name: part(name, tensor, rank, 3, split) for name, tensor in whole.items()}
+        assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
+
+
+def test_optimizer_of_parts(tmp_path):
+    """Adam of plain parts numbers its parameters; its state is cut as they are."""
+    whole = model()
+    parts = 3
+    moments = {name: torch.randn_like(tensor) for name, tensor in whole.named_parameters()}
+    for rank in range(parts):
+        own = {name: nn.Parameter(part(name, tensor.data, rank, parts)) for name, tensor in whole.named_parameters()}
+        optimizer = torch.optim.Adam(own.values())
+        for name, tensor in own.items():
+            tensor.grad = part(name, moments[name], rank, parts)
+        optimizer.step()
+        state = {"model": {name: tensor.data for name, tensor in own.items()}, "optimizer": optimizer.state_dict()}
+        (tmp_path / "ranks").mkdir(exist_ok=True)
+        torch.save(state, tmp_path / "ranks" / f"rank_{rank}.pt")
+    common.dtshard("unshard", tmp_path / "ranks", tmp_path / "whole.pt", "--src-mesh", f"tp={parts}", *rules())
+    found = torch.load(tmp_path / "whole.pt")
+    reference = torch.optim.Adam(whole.parameters())
+    for name, tensor in whole.named_parameters():
+        tensor.grad = moments[name]
+    reference.step()
+    for index, (name, tensor) in enumerate(whole.named_parameters()):
+        assert torch.equal(found["model"][name], tensor.data), name
+        for key, value in reference.state_dict()["state"][index].items():
+            assert torch.equal(found["optimizer"]["state"][index][key], value), (name, key)
+
+
+def own_gradients(ranks, dtype):
+    """What backward leaves on each rank, of data of its own."""
+    gradients = []
+    for rank in range(ranks):
+        own = model(dtype)
+        torch.manual_seed(rank + 1)
+        own(torch.randint(0, 11, (4, 5))).square().sum().backward()
+        gradients.append({name: tensor.grad for name, tensor in own.named_parameters()})
+    return gradients
+
+
+def reduced(values, op):
+    """Sums in rank order: f32 and f64 in f64, f16 and bf16 in f32; one rounding, at the end."""
+    wide = torch.float32 if values[0].dtype in (torch.bfloat16, torch.float16) else torch.float64
+    total = values[0].to(wide)
+    for value in values[1:]:
+        total = total + value.to(wide)
+    return (total / len(values) if op == "avg" else total).to(values[0].dtype)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("nested", [False, True])
+def test_gradients_of_ranks(tmp_path, dtype, op, nested):
+    """dp=2, cp=3, tp=2: gradients are summed over the first two, parts along the last."""
+    gradients = own_gradients(6, dtype)
+    expected = {name: reduced([own[name] for own in gradients], op) for name in gradients[0]}
+    weights = model(dtype).state_dict()
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    for rank, (data, tp) in enumerate(itertools.product(range(6), range(2))):
+        own = {name: part(name, tensor, tp, 2) for name, tensor in gradients[data].items()}
+        whole = {name: part(name, tensor, tp, 2) for name, tensor in weights.items()}
+        torch.save({"model": whole, "grads": own} if nested else own, folder / f"rank_{rank}.pt")
+    told = ["--src-mesh", "dp=2,cp=3,tp=2", *rules("R", "R"), "--reduce", f"dp,cp={op}"]
+    done = common.dtshard("reshard", folder, tmp_path / "dcp", "--to", "dcp", "--mesh", "fsdp=2", "--verify", *told)
+    assert f"{op} over dp, cp" in done.stderr
+    like = {f"grads.{name}": tensor for name, tensor in expected.items()} if nested else expected
+    found = load_dcp(tmp_path / "dcp", like)
+    for name, tensor in like.items():
+        assert torch.equal(found[name], tensor), name
+    if nested:  # weights are copies along dp and cp
+        found = load_dcp(tmp_path / "dcp", {f"model.{name}": tensor for name, tensor in weights.items()})
+        assert all(torch.equal(found[f"model.{name}"], tensor) for name, tensor in weights.items())
