@@ -157,18 +157,21 @@ fn tensors(catalog: &Catalog, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
 
 /// The mesh, what most tensors have, and no rules.
 fn beginning(mesh: DeviceMesh, tensors: &[Tensor]) -> Result<Layout> {
-    let mut lists: IndexSet<Vec<PlacementSpec>> = IndexSet::new();
+    /// Lists that are tried: the most frequent one may serve fewer tensors than another, but not many are frequent.
+    const TRIED: usize = 16;
+    let mut lists: IndexMap<Vec<PlacementSpec>, usize> = IndexMap::new();
     let mut splits: IndexSet<Option<Split>> = IndexSet::from([None]);
     for tensor in tensors {
         if let Lies::Shared(spec) = &tensor.lies {
-            lists.insert(spec.placements.clone());
+            *lists.entry(spec.placements.clone()).or_default() += 1;
             let words = spec.splits.iter().filter(|split| !matches!(split, Split::Chunk | Split::Sizes(_)));
             splits.extend(words.cloned().map(Some));
         }
     }
     let whole = vec![PlacementSpec::Replicate; mesh.ndim()];
     let mut best = (0, Layout::new(mesh.clone(), Vec::new(), Fallback::Placements(whole), None)?);
-    for list in lists {
+    lists.sort_by(|_, left, _, right| right.cmp(left));
+    for list in lists.into_keys().take(TRIED) {
         for split in &splits {
             let fallback = Fallback::Placements(list.clone());
             let layout = Layout::new(mesh.clone(), Vec::new(), fallback, split.clone())?;
