@@ -227,7 +227,7 @@ fn the_command_line_goes_before_the_file() {
     assert_eq!(placements("c", "--placements S(1),R"), of("R,S(0)", "S(1),R", 2));
     assert_eq!(placements("d", "--mesh dp=2,tp=3"), of("R,S(0)", "S(0),R", 3));
     let path = layout.display();
-    let words = ["layout.toml line 1: mesh", "--mesh tp=2,dp=2 has other dims"];
+    let words = ["layout.toml line 1: mesh", "tp=2,dp=2, which is given beside it, has other dims"];
     desk.refuse("reshard", "fsdp4/dcp", "x", &format!("--layout {path} --mesh tp=2,dp=2"), &words);
     // A file without a mesh says something of that of SRC.
     let rule = desk.write("rule.toml", "[[rules]]\ntensors = \"embed\"\nplacements = \"R\"\n");

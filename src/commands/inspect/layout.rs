@@ -157,18 +157,21 @@ fn tensors(catalog: &Catalog, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
 
 /// The mesh, what most tensors have, and no rules.
 fn beginning(mesh: DeviceMesh, tensors: &[Tensor]) -> Result<Layout> {
-    let mut lists: IndexSet<Vec<PlacementSpec>> = IndexSet::new();
+    /// Lists that are tried: the most frequent one may serve fewer tensors than another, but not many are frequent.
+    const TRIED: usize = 16;
+    let mut lists: IndexMap<Vec<PlacementSpec>, usize> = IndexMap::new();
     let mut splits: IndexSet<Option<Split>> = IndexSet::from([None]);
     for tensor in tensors {
         if let Lies::Shared(spec) = &tensor.lies {
-            lists.insert(spec.placements.clone());
+            *lists.entry(spec.placements.clone()).or_default() += 1;
             let words = spec.splits.iter().filter(|split| !matches!(split, Split::Chunk | Split::Sizes(_)));
             splits.extend(words.cloned().map(Some));
         }
     }
     let whole = vec![PlacementSpec::Replicate; mesh.ndim()];
     let mut best = (0, Layout::new(mesh.clone(), Vec::new(), Fallback::Placements(whole), None)?);
-    for list in lists {
+    lists.sort_by(|_, left, _, right| right.cmp(left));
+    for list in lists.into_keys().take(TRIED) {
         for split in &splits {
             let fallback = Fallback::Placements(list.clone());
             let layout = Layout::new(mesh.clone(), Vec::new(), fallback, split.clone())?;
@@ -196,12 +199,20 @@ impl Naming {
     /// Patterns to try before the name itself. A pattern is taken where all that it covers lies alike.
     fn wider(self, name: &str) -> Vec<String> {
         let parts: Vec<&str> = name.split('.').collect();
-        let numbered = || parts.iter().map(|part| any_number(part)).collect::<Vec<_>>().join(".");
-        match (self, parts.as_slice()) {
-            (Self::Whole, _) => Vec::new(),
-            (Self::Wide, [first, _, .., last]) => vec![format!("{first}.**.{last}"), numbered()],
-            (Self::InModel | Self::Wide, _) => vec![numbered()],
-        }
+        let numbers: Vec<usize> = (0..parts.len()).filter(|at| is_number(parts[*at])).collect();
+        let numbered = |kept: Option<usize>| {
+            let part = |at: usize| if numbers.contains(&at) && kept != Some(at) { "*" } else { parts[at] };
+            (0..parts.len()).map(part).collect::<Vec<_>>().join(".")
+        };
+        let mut wider = match (self, parts.as_slice()) {
+            (Self::Whole, _) => return Vec::new(),
+            (Self::Wide, [first, _, .., last]) => vec![format!("{first}.**.{last}")],
+            (Self::InModel | Self::Wide, _) => Vec::new(),
+        };
+        wider.push(numbered(None));
+        // All experts of one layer.
+        wider.extend(numbers.iter().filter(|_| numbers.len() > 1).map(|at| numbered(Some(*at))));
+        wider
     }
 }
 
@@ -215,6 +226,7 @@ fn rules_of(tensors: &[Tensor], wanting: &BTreeSet<usize>, naming: Naming, layou
     let mut mixed: HashSet<String> = HashSet::new();
     for &index in wanting {
         let tensor = &tensors[index];
+        check_size(found.len() + mixed.len(), tensors.len())?;
         let name = name_of(tensor);
         let wider = naming.wider(&literal(&name));
         if wider.iter().any(|pattern| found.get(pattern).is_some_and(|known| **known == tensor.lies)) {
@@ -252,10 +264,9 @@ fn usual_splits(spec: &Spec, layout: &Layout) -> Vec<Split> {
     splits_of(&spec.placements, &vec![layout.split.clone().unwrap_or_default(); spec.placements.len()])
 }
 
-/// The number of a layer, whichever it is.
-fn any_number(part: &str) -> &str {
-    let is_number = !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-    if is_number { "*" } else { part }
+/// The number of a layer, or of an expert.
+fn is_number(part: &str) -> bool {
+    !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 /// A pattern that covers a name; what means something in patterns is any one character.
@@ -263,8 +274,24 @@ fn literal(name: &str) -> String {
     name.replace(['*', '?', '{', '}'], "?")
 }
 
+/// Every pattern is held against every tensor, here and by whoever takes the layout.
+const MAX_TRIALS: usize = 1 << 24;
+
+/// # Errors
+/// `Unsupported` where tensors lie in too many ways to be told by rules.
+fn check_size(patterns: usize, tensors: usize) -> Result<()> {
+    if patterns.saturating_mul(tensors) <= MAX_TRIALS {
+        return Ok(());
+    }
+    Err(Error::unsupported(
+        format!("{tensors} tensors lie in so many ways that a layout would take {patterns} rules, and more"),
+        "--like CKPT takes the layout as it is",
+    ))
+}
+
 /// The tensors that a layout, as it will be read, says something else of than it should.
 fn misled(catalog: &Catalog, layout: &Layout, tensors: &[Tensor]) -> Result<BTreeSet<usize>> {
+    check_size(layout.rules.len(), tensors.len())?;
     let read = LayoutFile::parse("the layout", &toml(&file::document(layout)))?;
     let layout = Layout::new(layout.mesh.clone(), read.rules(&layout.mesh)?, layout.fallback.clone(), read.split)?;
     let mut chooser = Chooser::new(catalog, &layout, Wrappers::Match, None);
@@ -344,6 +371,24 @@ placements = "S(0),S(1)"
 split = "balanced,makani"
 "#;
         assert_eq!(text, expected);
+    }
+
+    #[test]
+    fn experts_of_a_layer_are_one_rule() {
+        let lists = ["S(0),R", "S(1),R"];
+        let names: Vec<(String, &str)> =
+            (0..12).map(|at| (format!("layers.{}.experts.{}.w", at / 3, at % 3), lists[(at / 3) % 2])).collect();
+        let tensors: Vec<(&str, &str, &[&str])> =
+            names.iter().map(|(name, list)| (name.as_str(), *list, [].as_slice())).collect();
+        let text = printed(&tensors);
+        let patterns: Vec<&str> = text.lines().filter(|line| line.starts_with("tensors")).collect();
+        assert_eq!(patterns, ["tensors = \"layers.1.experts.*.w\"", "tensors = \"layers.3.experts.*.w\""]);
+    }
+
+    #[test]
+    fn tensors_that_lie_in_too_many_ways_are_refused() {
+        assert!(check_size(64, 1 << 18).is_ok());
+        assert!(check_size(65, 1 << 18).unwrap_err().to_string().contains("would take 65 rules"));
     }
 
     #[test]

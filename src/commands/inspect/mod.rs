@@ -46,13 +46,6 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     let checkpoint = Checkpoint::open(&args.src, &options)?;
     check_series(&args.source, &[&checkpoint])?;
     check_flat(&args.source, args.shapes.like.as_deref(), &[&checkpoint])?;
-    if args.layout {
-        announce(&checkpoint, printer);
-        let document = layout::document(&checkpoint)?;
-        printer.data(&layout::toml(&document))?;
-        printer.document(&document)?;
-        return Ok(Status::Done);
-    }
     let names = choose(&args.tensor, model_root(&checkpoint.catalog), tensor_names(&checkpoint.catalog))?;
     let digests = if args.digest { digests(args, &checkpoint, &names, printer)? } else { BTreeMap::new() };
     announce(&checkpoint, printer);
@@ -61,6 +54,12 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     }
     if let Some(what) = &checkpoint.fragment {
         printer.warning(&format!("{} is {what}: its tensors are not whole", args.src.display()));
+    }
+    if args.layout {
+        let document = layout::document(&checkpoint)?;
+        printer.data(&layout::toml(&document))?;
+        printer.document(&document)?;
+        return Ok(Status::Done);
     }
     let view = View { checkpoint: &checkpoint, names, digests };
     if printer.json() {

@@ -107,13 +107,13 @@ fn without_mesh(like: &Checkpoint) -> Error {
 fn file_of(args: &Reshard) -> Result<Option<LayoutFile>> {
     let Some(path) = &args.layout else { return Ok(None) };
     let mut file = layout_file::read(path)?;
-    file.split = args.split.map(Split::from).or(file.split);
     if file.is_flat_alone() {
         return Err(Error::usage(
             format!("--layout {}: it has [flat] alone, which is for flat parameters", path.display()),
             "--to fsdp-flat writes them; for tensors say a mesh and placements: docs/layout-file.md",
         ));
     }
+    file.split = args.split.map(Split::from).or(file.split);
     Ok(Some(file))
 }
 

@@ -145,7 +145,7 @@ impl LayoutFile {
         if own.value.names() == given.names() && own.value.ndim() == given.ndim() {
             return Ok(Some(given.clone()));
         }
-        let problem = format!("the mesh is {}, and --mesh {given} has other dims", own.value);
+        let problem = format!("the mesh is {}, and {given}, which is given beside it, has other dims", own.value);
         Err(own.wrong(problem, "give the same dims, in their order, in other sizes; or change the mesh of the file"))
     }
 

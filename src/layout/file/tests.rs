@@ -280,6 +280,8 @@ fn what_is_wrong_is_told_with_line_and_rule() {
     assert_eq!(wrong("l.json", &deep), "l.json line 1: nested more than 64 deep");
     let told = wrong("l.toml", &format!("x = {deep}"));
     assert_eq!(told, "l.toml line 1: cannot recurse further; max recursion depth met");
+    let long = format!("[{}]", vec!["a"; 100_000].join("."));
+    assert!(wrong("l.toml", &long).contains("recursion"));
     let large = " ".repeat(usize::try_from(MAX_BYTES).unwrap() + 1);
     assert_eq!(wrong("l.toml", &large), "l.toml line 1: expected at most 16777216 bytes, found 16777217");
 }
@@ -290,7 +292,10 @@ fn another_mesh_has_the_same_dims() {
     let mesh = |text: &str| Some(DeviceMesh::parse(text).unwrap());
     assert_eq!(file.mesh(mesh("dp=8,tp=1")).unwrap(), mesh("dp=8,tp=1"));
     let error = file.mesh(mesh("tp=4,dp=2")).unwrap_err().to_string();
-    assert_eq!(error, "l.toml line 2: mesh: the mesh is dp=2,tp=4, and --mesh tp=4,dp=2 has other dims");
+    assert_eq!(
+        error,
+        "l.toml line 2: mesh: the mesh is dp=2,tp=4, and tp=4,dp=2, which is given beside it, has other dims"
+    );
     let unnamed = parse("mesh = [2, 4]").mesh(None).unwrap().unwrap();
     assert_eq!((unnamed.names(), unnamed.shape()), (None, &[2, 4][..]));
     assert_eq!(parse("split = \"makani\"").mesh(None).unwrap(), None);
