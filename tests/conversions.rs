@@ -136,13 +136,20 @@ fn checkpoints_of_other_torch_versions_to_whole_files() {
 }
 
 #[test]
-fn partial_tensors_are_refused() {
+fn partial_tensors_are_reduced() {
     let (source, folder) = (fixture("partial2/ranks"), temporary());
-    for (verb, options) in [("consolidate", ""), ("unshard", ""), ("reshard", "--to dcp --mesh dp=2")] {
-        let outcome = expect(2, verb, &[&source, &folder.path().join("x")], options);
-        assert!(outcome.stderr.contains("Partial"), "{outcome:?}");
+    let expected = below("model.", &Truth::load("partial2/truth").tensors);
+    assert_same(&read(&source), &expected, "as they are");
+    for (verb, options) in [("consolidate", ""), ("unshard", ""), ("reshard", "--to dcp --mesh dp=3"), ("reshard", "")]
+    {
+        let target = folder.path().join(format!("{verb}{}", options.len()));
+        let outcome = succeed(verb, &[&source, &target], &format!("{options} --verify"));
+        let told = "5 tensors reduced: 1 P(avg), 1 P(max), 1 P(min), 2 P(sum)";
+        assert_eq!(outcome.stderr.contains(told), verb != "reshard" || !options.is_empty(), "{outcome:?}");
+        assert_eq!(outcome.stderr.contains("a DCP directory holds values"), options.contains("dcp"), "{outcome:?}");
+        assert_same(&read(&target), &expected, verb);
+        succeed("verify", &[&source, &target], "");
     }
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------

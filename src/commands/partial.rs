@@ -1,6 +1,6 @@
 //! `Partial`: which of the source's summands each rank of a target gets, and what was reduced on the way.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use crate::catalog::{Catalog, Reservation, Reserved};
@@ -57,9 +57,9 @@ fn shares(
     each.collect()
 }
 
-/// `3 tensors reduced: 2 by sum, 1 by P(avg),P(sum)`
+/// `3 tensors reduced: 1 P(avg),P(sum), 2 P(sum)`
 pub fn note(source: &Catalog, reservation: &Reservation) -> Option<String> {
-    let mut reduced: Vec<(String, usize)> = Vec::new();
+    let mut reduced: BTreeMap<String, usize> = BTreeMap::new();
     for tensor in &reservation.tensors {
         let entry = source.tensor(tensor.source);
         let several = || tensor.shares.iter().any(|share| share.summands.len() > 1);
@@ -69,12 +69,9 @@ pub fn note(source: &Catalog, reservation: &Reservation) -> Option<String> {
         }
         let partial = sharding.placements.iter().filter(|placement| matches!(placement, Placement::Partial(_)));
         let ops = partial.map(ToString::to_string).collect::<Vec<_>>().join(",");
-        match reduced.iter_mut().find(|(known, _)| *known == ops) {
-            Some((_, number)) => *number += 1,
-            None => reduced.push((ops, 1)),
-        }
+        *reduced.entry(ops).or_default() += 1;
     }
-    let total: usize = reduced.iter().map(|(_, number)| number).sum();
+    let total: usize = reduced.values().sum();
     let list: Vec<String> = reduced.iter().map(|(ops, number)| format!("{number} {ops}")).collect();
     (total > 0).then(|| format!("{} reduced: {}", count(total, "tensor"), list.join(", ")))
 }

@@ -214,7 +214,7 @@ impl Comparison<'_> {
                 Ok(None) => {}
                 Ok(Some(difference)) => report.add(name, "differing", difference.detail(wish.numel())),
                 Err(error) if has_no_value(&error, &[entry, other_entry]) => {
-                    report.not_comparable.push(error.to_string())
+                    report.not_comparable.push(error.to_string());
                 }
                 Err(error) => report.absorb(&name, error)?,
             }

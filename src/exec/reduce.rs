@@ -145,29 +145,29 @@ impl Reducer {
                 let to = if matches!(self.dtype, Dtype::F64 | Dtype::C128) { Dtype::F64 } else { Dtype::F32 };
                 divide(sums, self.divisor as f64, f64::NAN);
                 round(Dtype::F64, to, sums, value);
+                Ok(())
             }
             Dtype::F16 | Dtype::C32 | Dtype::Bf16 => {
                 let to = if self.dtype == Dtype::Bf16 { Dtype::Bf16 } else { Dtype::F16 };
                 divide(sums, self.divisor as f32, f32::NAN);
                 round(Dtype::F32, to, sums, value);
+                Ok(())
             }
             Dtype::F8E4m3fn | Dtype::F8E5m2 | Dtype::F8E4m3fnuz | Dtype::F8E5m2fnuz => {
                 divide(sums, self.divisor as f32, f32::NAN);
                 round(Dtype::F32, self.dtype, sums, value);
+                Ok(())
             }
-            Dtype::Bool | Dtype::U8 => {
-                self.store(sums, value, |whole| u8::try_from(whole).ok().map(u8::to_le_bytes))?
-            }
-            Dtype::U16 => self.store(sums, value, |whole| u16::try_from(whole).ok().map(u16::to_le_bytes))?,
-            Dtype::U32 => self.store(sums, value, |whole| u32::try_from(whole).ok().map(u32::to_le_bytes))?,
-            Dtype::U64 => self.store(sums, value, |whole| u64::try_from(whole).ok().map(u64::to_le_bytes))?,
-            Dtype::I8 => self.store(sums, value, |whole| i8::try_from(whole).ok().map(i8::to_le_bytes))?,
-            Dtype::I16 => self.store(sums, value, |whole| i16::try_from(whole).ok().map(i16::to_le_bytes))?,
-            Dtype::I32 => self.store(sums, value, |whole| i32::try_from(whole).ok().map(i32::to_le_bytes))?,
-            Dtype::I64 => self.store(sums, value, |whole| i64::try_from(whole).ok().map(i64::to_le_bytes))?,
+            Dtype::Bool | Dtype::U8 => self.store(sums, value, |whole| u8::try_from(whole).ok().map(u8::to_le_bytes)),
+            Dtype::U16 => self.store(sums, value, |whole| u16::try_from(whole).ok().map(u16::to_le_bytes)),
+            Dtype::U32 => self.store(sums, value, |whole| u32::try_from(whole).ok().map(u32::to_le_bytes)),
+            Dtype::U64 => self.store(sums, value, |whole| u64::try_from(whole).ok().map(u64::to_le_bytes)),
+            Dtype::I8 => self.store(sums, value, |whole| i8::try_from(whole).ok().map(i8::to_le_bytes)),
+            Dtype::I16 => self.store(sums, value, |whole| i16::try_from(whole).ok().map(i16::to_le_bytes)),
+            Dtype::I32 => self.store(sums, value, |whole| i32::try_from(whole).ok().map(i32::to_le_bytes)),
+            Dtype::I64 => self.store(sums, value, |whole| i64::try_from(whole).ok().map(i64::to_le_bytes)),
             Dtype::F8E8m0fnu | Dtype::F4E2m1fnX2 => unreachable!("{} is not reduced", self.dtype),
         }
-        Ok(())
     }
 
     fn store<const N: usize>(

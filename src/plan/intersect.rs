@@ -129,17 +129,17 @@ mod tests {
 
     #[test]
     fn what_is_kept_is_clipped() {
-        let tile = |ranges: &[std::ops::Range<u64>]| {
+        let tile = |ranges: &[(u64, u64)]| {
             let mut dim = Intervals::empty();
-            ranges.iter().for_each(|range| dim.push(range.clone()));
+            ranges.iter().for_each(|(start, end)| dim.push(*start..*end));
             Tile::new([dim])
         };
-        let target = tile(&[0..4, 6..20]);
+        let target = tile(&[(0, 4), (6, 20)]);
         for (source, within) in [
-            (tile(&[1..9, 12..19]), tile(&[0..2, 3..7, 8..14, 18..20])),
-            (tile(&[0..20]), tile(&[7..8])),
-            (tile(&[0..2, 9..10]), tile(&[1..10])),
-            (tile(&[0..3]), tile(&[3..20])),
+            (tile(&[(1, 9), (12, 19)]), tile(&[(0, 2), (3, 7), (8, 14), (18, 20)])),
+            (tile(&[(0, 20)]), tile(&[(7, 8)])),
+            (tile(&[(0, 2), (9, 10)]), tile(&[(1, 10)])),
+            (tile(&[(0, 3)]), tile(&[(3, 20)])),
         ] {
             let held = |tile: &Tile| tile.dims()[0].iter().flatten().collect::<Vec<u64>>();
             let (all, own, kept) = (held(&target), held(&source), held(&within));

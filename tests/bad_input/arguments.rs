@@ -54,10 +54,9 @@ fn placements() {
     }
     refused(&["--mesh=dp=2", "--placements=S(0),R"], &["S(0),R", "dp=2"]);
     refused(&["--mesh=dp=2,tp=2", "--placements=S(0)"], &["S(0)", "dp=2,tp=2"]);
-    for partial in ["P", "P(sum)", "Partial(max)"] {
-        refused(&["--mesh=dp=2", "--placements", partial], &["Partial"]);
+    for partial in ["P", "P(sum)", "Partial(max)", "**=P(sum)"] {
+        refused(&["--mesh=dp=2", "--placements", partial], &["in a DCP directory, which holds values"]);
     }
-    refused(&["--mesh=dp=2", "--placements=**=P(sum)"], &["Partial"]);
     refused(&["--mesh=dp=2", "--placements=R", "--placements=S(0)"], &["a second fallback"]);
     refused(&["--mesh=dp=2", "--placements=no.such.tensor=R"], &["no tensor has a name like that", "nearest names"]);
     refused(&["--mesh=dp=2", "--placements=**=S(9)"], &["S(9)", "shape"]);

@@ -1,0 +1,44 @@
+"""Every ordered pair of placement lists against DTensor.redistribute on gloo.
+
+Each rank saves DTensors with the source placements, `dtshard reshard` runs once with a rule for each target list, and
+each rank compares what it loads: with the definition always, and with PyTorch where PyTorch can. `-rP` prints which
+pairs those are.
+"""
+
+import math
+
+import pytest
+import torch
+
+import common
+import redistribute
+
+MESHES = [((1,), 6), ((2,), 6), ((3,), 6), ((4,), 6), ((2, 2), 2), ((2, 3), 2)]
+
+
+@pytest.mark.parametrize("sizes,kinds", MESHES, ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else "")
+def test_every_pair(tmp_path, sizes, kinds):
+    source, target, report = tmp_path / "source", tmp_path / "target", tmp_path / "report"
+    source.mkdir()
+    for folder in ("save", "compare"):
+        (tmp_path / folder).mkdir()
+    world = math.prod(sizes)
+    common.run_ranks(redistribute.save, world, tmp_path / "save", sizes, kinds, str(source))
+    cases = redistribute.cases(len(sizes), kinds)
+    rules = {name.split(".")[0]: ",".join(places) for name, _, _, _, places in cases}
+    common.dtshard("reshard", source, target, "--verify",
+                   *(f"--placements={first}.**={places}" for first, places in rules.items()))
+    common.run_ranks(redistribute.compare, world, tmp_path / "compare", sizes, kinds, str(target), str(report))
+
+    told = torch.load(report)
+    by_outcome = {}
+    for (places, wanted), outcomes in told.items():
+        by_outcome.setdefault(" or ".join(sorted(outcomes)), []).append(f"{','.join(places)} -> {','.join(wanted)}")
+    for outcome, pairs in sorted(by_outcome.items()):
+        print(f"{len(pairs)} pairs: {outcome}")
+        if outcome != "as in PyTorch":
+            print("".join(f"  {pair}\n" for pair in pairs), end="")
+    for (places, wanted), outcomes in told.items():
+        # Where no summands are made there is one right answer.
+        if not any(place.startswith("P") for place in wanted):
+            assert outcomes == {"as in PyTorch"} or all("PyTorch refuses" in o for o in outcomes), (places, wanted, outcomes)

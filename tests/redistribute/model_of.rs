@@ -1,0 +1,207 @@
+//! What each rank should have.
+
+#![expect(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "elements are small")]
+
+/// A placement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    Whole,
+    Shard(usize),
+    Strided(usize, usize),
+    Partial(&'static str),
+}
+
+impl Place {
+    fn op(self) -> Option<&'static str> {
+        if let Self::Partial(op) = self { Some(op) } else { None }
+    }
+
+    fn is_shard(self) -> bool {
+        matches!(self, Self::Shard(_) | Self::Strided(..))
+    }
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Whole => f.write_str("R"),
+            Self::Shard(dim) => write!(f, "S({dim})"),
+            Self::Strided(dim, factor) => write!(f, "_S({dim},{factor})"),
+            Self::Partial(op) => write!(f, "P({op})"),
+        }
+    }
+}
+
+pub fn text(list: &[Place]) -> String {
+    list.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+}
+
+/// Part `r` of `k`, as `torch.chunk` cuts.
+fn chunk(list: &[usize], k: usize, r: usize) -> Vec<usize> {
+    let size = list.len().div_ceil(k).max(1);
+    list.chunks(size).nth(r).unwrap_or_default().to_vec()
+}
+
+/// The indices of each dim that a coordinate holds.
+pub fn held(shape: &[usize], mesh: &[usize], list: &[Place], at: &[usize]) -> Vec<Vec<usize>> {
+    let mut dims: Vec<Vec<usize>> = shape.iter().map(|&n| (0..n).collect()).collect();
+    for (mesh_dim, place) in list.iter().enumerate() {
+        let (k, r) = (mesh[mesh_dim], at[mesh_dim]);
+        match *place {
+            Place::Shard(dim) => dims[dim] = chunk(&dims[dim], k, r),
+            Place::Strided(dim, factor) => {
+                let blocks = (0..factor).flat_map(|block| chunk(&chunk(&dims[dim], factor, block), k, r));
+                dims[dim] = blocks.collect();
+            }
+            Place::Whole | Place::Partial(_) => {}
+        }
+    }
+    dims
+}
+
+pub fn elements(dims: &[Vec<usize>]) -> Vec<Vec<usize>> {
+    dims.iter().fold(vec![vec![]], |all, dim| {
+        all.iter().flat_map(|index| dim.iter().map(move |at| [&index[..], &[*at]].concat())).collect()
+    })
+}
+
+pub fn coordinates(mesh: &[usize]) -> Vec<Vec<usize>> {
+    elements(&mesh.iter().map(|&size| (0..size).collect()).collect::<Vec<_>>())
+}
+
+/// Why there is no way from one list to another; `same` where the meshes are one.
+pub fn refused(from: &[Place], to: &[Place], same: bool) -> Option<&'static str> {
+    let ops = |list: &[Place]| list.iter().filter_map(|place| place.op()).collect::<Vec<_>>();
+    let mixed = |ops: &[&str]| ops.iter().any(|op| *op != ops[0]);
+    if mixed(&ops(from)) || mixed(&ops(to)) {
+        return Some("do not commute");
+    }
+    let differ = |from: &Place, to: &Place| from.op().is_some() && to.op().is_some() && from.op() != to.op();
+    let refused = if same {
+        from.iter().zip(to).any(|(from, to)| differ(from, to))
+    } else {
+        from.iter().any(|from| to.iter().any(|to| differ(from, to)))
+    };
+    refused.then_some("cannot become")
+}
+
+/// One tensor of a conversion.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub dtype: &'static str,
+    pub shape: Vec<usize>,
+    pub from: Vec<Place>,
+    pub to: Vec<Place>,
+    pub seed: u64,
+}
+
+impl Case {
+    /// What the rank at `at` holds of the element at `index`, as the dtype stores it.
+    pub fn stored(&self, index: &[usize], at: &[usize]) -> f64 {
+        let summand = self.from.iter().zip(at).map(|(place, at)| if place.op().is_some() { *at + 1 } else { 0 });
+        let mut hash = self.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x51_7CC1;
+        for number in summand.chain(index.iter().map(|at| at + 7)) {
+            hash = (hash ^ number as u64).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+            hash ^= hash >> 29;
+        }
+        let small = f64::from(u32::try_from(hash >> 40).unwrap() % 2001) - 1000.0;
+        match self.dtype {
+            "f32" => f64::from((small / 7.0) as f32),
+            "bf16" => f64::from(f32::from_bits(((small / 7.0) as f32).to_bits() & 0xffff_0000)),
+            // All meshes here divide it.
+            _ => small * 36.0,
+        }
+    }
+
+    pub fn bytes(&self, value: f64) -> Vec<u8> {
+        match self.dtype {
+            "f32" => (value as f32).to_le_bytes().to_vec(),
+            "bf16" => {
+                let bits = (value as f32).to_bits();
+                let even = bits + 0x7fff + ((bits >> 16) & 1);
+                even.to_le_bytes()[2..].to_vec()
+            }
+            _ => (value as i64).to_le_bytes().to_vec(),
+        }
+    }
+
+    /// Reckoned in f32 or f64.
+    fn round(&self, value: f64) -> f64 {
+        if self.dtype == "bf16" { f64::from(value as f32) } else { value }
+    }
+
+    /// The elements of the rank at `at` of the source.
+    pub fn source(&self, mesh: &[usize], at: &[usize]) -> Vec<u8> {
+        let elements = elements(&held(&self.shape, mesh, &self.from, at));
+        elements.iter().flat_map(|index| self.bytes(self.stored(index, at))).collect()
+    }
+
+    /// The elements of the rank at `at` of the target; `same` where the meshes are one.
+    pub fn target(&self, meshes: (&[usize], &[usize]), same: bool, at: &[usize]) -> Vec<u8> {
+        let (mesh, target) = meshes;
+        let op = self.from.iter().find_map(|place| place.op());
+        let (mut divisor, mut inside) = (1, held(&self.shape, target, &[], at));
+        // The summands that come together: those of all coordinates on Partial dims but the ones that are kept.
+        let is_partial = |dim: usize| self.from[dim].op().is_some();
+        let mut kept: Vec<Option<usize>> = (0..mesh.len()).map(|dim| (!is_partial(dim)).then_some(0)).collect();
+        for (dim, place) in self.to.iter().enumerate() {
+            let from = if same { self.from[dim] } else { Place::Whole };
+            match (place.op(), from) {
+                (None, _) => {}
+                (Some(to), Place::Partial(from)) if from == to => kept[dim] = Some(at[dim]),
+                (Some("sum"), from) if from.is_shard() => {
+                    let mut alone = vec![Place::Whole; mesh.len()];
+                    alone[dim] = from;
+                    // Of several such dims each cuts what the ones before have left.
+                    let before = self.to[..dim].iter().zip(&self.from).enumerate();
+                    for (other, (to, from)) in before {
+                        if to.op() == Some("sum") && from.is_shard() {
+                            alone[other] = *from;
+                        }
+                    }
+                    inside = held(&self.shape, mesh, &alone, at);
+                }
+                (Some("sum"), _) => divisor *= target[dim],
+                (Some(_), _) => {}
+            }
+        }
+        for (dim, place) in self.from.iter().enumerate() {
+            if place.op() == Some("avg") && kept[dim].is_none() {
+                divisor *= mesh[dim];
+            }
+        }
+        let ranges: Vec<Vec<usize>> = kept
+            .iter()
+            .zip(mesh)
+            .map(|(kept, size)| kept.map_or_else(|| (0..*size).collect(), |at| vec![at]))
+            .collect();
+        let summands = elements(&ranges);
+        let value = |index: &Vec<usize>| {
+            if index.iter().zip(&inside).any(|(at, held)| !held.contains(at)) {
+                return self.bytes(0.0);
+            }
+            let mut found = summands.iter().map(|at| self.stored(index, at));
+            let first = found.next().unwrap();
+            let reduced = found.fold(first, |sum, other| match op {
+                Some("max") => {
+                    if other > sum {
+                        other
+                    } else {
+                        sum
+                    }
+                }
+                Some("min") => {
+                    if other < sum {
+                        other
+                    } else {
+                        sum
+                    }
+                }
+                Some("product") => self.round(sum * other),
+                _ => self.round(sum + other),
+            });
+            self.bytes(self.round(reduced / divisor as f64))
+        };
+        elements(&held(&self.shape, target, &self.to, at)).iter().flat_map(value).collect()
+    }
+}
