@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::format::Format;
+use crate::layout::Split;
 use crate::quantity::Quantity;
 use crate::storage::IoMode;
 
@@ -43,7 +44,8 @@ Examples:
   dtshard inspect checkpoints/step-1000 --brief
   dtshard inspect checkpoints/step-1000 --tensor model.layers.0.attention.wq.weight --draw
   dtshard inspect checkpoints/step-1000 --tensor '**.wq' --digest
-  dtshard inspect checkpoints/step-1000 --json | jq '.tensors | keys'";
+  dtshard inspect checkpoints/step-1000 --json | jq '.tensors | keys'
+  dtshard inspect actor --layout > actor.toml";
 
 const RESHARD_EXAMPLES: &str = "\
 Examples:
@@ -51,6 +53,7 @@ Examples:
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements 'S(0),S(1)'
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements '**.wo=S(0),S(1)' --placements 'S(0),S(0)'
   dtshard reshard model.pt sharded --to dcp --mesh dp=8 --dry-run
+  dtshard reshard actor actor-edited --layout actor.toml
   dtshard reshard edited.safetensors actor-edited --like actor --fill-from actor";
 
 const UNSHARD_EXAMPLES: &str = "\
@@ -149,6 +152,31 @@ pub struct SourceArgs {
     /// Units, order and shapes of the parameters in FSDP1 flat parameters [default: flat_layout.json in SRC]
     #[arg(long, value_name = "FILE")]
     pub flat_layout: Option<PathBuf>,
+    #[command(flatten)]
+    pub told: ToldArgs,
+}
+
+/// How plain tensors of rank files lie, which the files do not say.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Source")]
+pub struct ToldArgs {
+    /// Mesh of the ranks that saved SRC, where its plain tensors are parts of tensors: named dims, row-major ranks
+    /// [default: that of its DTensors]
+    #[arg(long, value_name = "DIMS")]
+    pub src_mesh: Option<String>,
+    /// Ranks of that mesh in row-major order of its cells [default: 0,1,2,...]
+    #[arg(long, value_name = "RANKS", value_delimiter = ',')]
+    pub src_mesh_ranks: Vec<u32>,
+    /// How plain tensors of SRC lie on it, as --placements says it of DST [default: whole on every rank]
+    #[arg(long, value_name = "[PATTERN=]LIST")]
+    pub src_placements: Vec<String>,
+    /// How dims of plain tensors of SRC are cut: chunk, balanced, makani, or sizes such as 3+1 [default: chunk]
+    #[arg(long, value_name = "RULE")]
+    pub src_split: Option<Split>,
+    /// Mesh dims along which ranks hold summands of plain tensors (their own gradients), and how these are reduced: sum,
+    /// avg, max, min or product; repeatable [default: sum]
+    #[arg(long, value_name = "DIMS[=OP]")]
+    pub reduce: Vec<String>,
 }
 
 /// What FSDP1 files lack.
@@ -266,6 +294,9 @@ pub struct DestinationArgs {
     /// for consolidate, that of SRC for reshard (dcp where SRC is no folder of shards)]
     #[arg(long, value_name = "FORMAT")]
     pub to: Option<FormatArg>,
+    /// The PyTorch that is to load DTensors in rank files, such as 2.9 [default: as SRC, else the newest known]
+    #[arg(long, value_name = "VERSION")]
+    pub torch_version: Option<String>,
     /// Replace DST if it exists [default: refused, unless it is an empty folder]
     #[arg(long)]
     pub overwrite: bool,
@@ -317,6 +348,9 @@ pub struct Inspect {
     /// Draw which rank holds which part of each --tensor
     #[arg(long, requires = "tensor")]
     pub draw: bool,
+    /// Print the layout as a layout file: TOML, or JSON with --json
+    #[arg(long, conflicts_with_all = ["brief", "tensor", "draw", "digest"])]
+    pub layout: bool,
     /// Hash the values of every tensor: BLAKE3, the same in any layout and format
     #[arg(long)]
     pub digest: bool,
@@ -339,6 +373,14 @@ pub struct Reshard {
     /// every tensor, and R where it does not fit; PATTERN=LIST is a rule, and the first one that matches wins
     #[arg(long, value_name = "[PATTERN=]LIST")]
     pub placements: Vec<String>,
+    /// A layout file (TOML or JSON): mesh, rules, styles, flat units. --mesh with the same dim names takes the place of
+    /// its mesh, --placements rules come before its own, and a bare list takes the place of its fallback
+    #[arg(long, value_name = "FILE")]
+    pub layout: Option<PathBuf>,
+    /// How a dim is cut that does not divide evenly: as torch.chunk, the first n mod k ranks one more, or as the region
+    /// mappings of makani [default: as in SRC, else chunk]
+    #[arg(long, value_name = "RULE")]
+    pub split: Option<SplitArg>,
     /// Lay tensors out as those of the same names in this checkpoint: its mesh, placements, format and names of files.
     /// --mesh with the same dim names takes the place of its mesh, --placements rules that of its placements
     #[arg(long, value_name = "CKPT")]
@@ -371,8 +413,6 @@ pub struct Unshard {
     pub with_grads: bool,
     #[command(flatten)]
     pub shards: ShardArgs,
-    #[command(flatten)]
-    pub shapes: ShapeArgs,
     #[command(flatten)]
     pub convert: ConvertArgs,
 }
@@ -411,6 +451,9 @@ pub struct FlatArgs {
     /// Tensors of floats that are buffers, not parameters; repeatable
     #[arg(long, value_name = "PATTERN")]
     pub buffers: Vec<String>,
+    /// A layout file with [flat], or a flat_layout.json: the units to write, also where SRC has others
+    #[arg(long, value_name = "FILE")]
+    pub layout: Option<PathBuf>,
     /// A checkpoint of the same model: its units where it is flat, else the order of its state dict, which torch files
     /// keep
     #[arg(long, value_name = "CKPT")]
@@ -426,9 +469,13 @@ pub enum Strategy {
     NoShard,
 }
 
-/// Sizes of safetensors files.
+/// Which tensors are in which safetensors file.
 #[derive(Args, Debug)]
 pub struct ShardArgs {
+    /// A checkpoint of the same model: where it is a folder of safetensors files, every tensor goes into the file that it
+    /// is in there; where SRC is FSDP1, the shapes and the order that SRC lacks
+    #[arg(long, value_name = "CKPT")]
+    pub like: Option<PathBuf>,
     /// Largest safetensors file in a folder (5GB = 5e9, 5GiB = 5 * 2^30); a larger tensor gets its own
     #[arg(long, value_name = "SIZE", default_value = "5GB")]
     pub max_shard_size: Quantity,
@@ -444,8 +491,6 @@ pub struct Consolidate {
     pub assets: Option<PathBuf>,
     #[command(flatten)]
     pub shards: ShardArgs,
-    #[command(flatten)]
-    pub shapes: ShapeArgs,
     #[command(flatten)]
     pub convert: ConvertArgs,
 }
@@ -522,6 +567,24 @@ impl IoArg {
             Self::Mmap => Some(IoMode::Mmap),
             Self::Read => Some(IoMode::Read),
             Self::Direct => Some(IoMode::Direct),
+        }
+    }
+}
+
+/// How a dim is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SplitArg {
+    Chunk,
+    Balanced,
+    Makani,
+}
+
+impl From<SplitArg> for Split {
+    fn from(arg: SplitArg) -> Self {
+        match arg {
+            SplitArg::Chunk => Self::Chunk,
+            SplitArg::Balanced => Self::Balanced,
+            SplitArg::Makani => Self::Makani,
         }
     }
 }

@@ -137,6 +137,9 @@ impl Error {
             Self::Layout(LayoutError::Pattern { .. }) => {
                 Some("a pattern is a name with * within a component, ** across and {a,b}; quote it for the shell")
             }
+            Self::Layout(LayoutError::File { hint, .. }) => {
+                Some(hint.as_deref().unwrap_or("docs/layout-file.md tells what a layout file says"))
+            }
             Self::Layout(_) => Some(
                 "a mesh is named dims (--mesh dp=4,tp=2), a layout one placement a mesh dim (--placements 'S(0),R')",
             ),

@@ -9,7 +9,7 @@ const ALLOWED: [(&str, &[&str]); 9] = [
     ("storage", &[]),
     ("catalog", &["layout", "storage"]),
     ("plan", &["catalog", "layout"]),
-    ("format", &["catalog", "layout", "storage"]),
+    ("format", &["catalog", "layout", "nearest", "storage"]),
     ("select", &["catalog", "layout", "nearest"]),
     ("nearest", &["layout"]),
     ("exec", &["plan", "catalog", "layout", "storage"]),

@@ -10,6 +10,7 @@ pub mod flat;
 pub mod model;
 pub mod modules;
 pub mod optimizer;
+pub mod owner;
 pub mod path;
 mod reserved;
 mod validate;
@@ -206,6 +207,8 @@ pub struct Catalog {
     pub flat: Option<flat::FlatLayout>,
     /// What a reader noticed and the user should know.
     pub warnings: Vec<String>,
+    /// What a reader did because it was asked to.
+    pub notes: Vec<String>,
     /// What a reader noticed for who wants to know more.
     pub details: Vec<String>,
 }
@@ -221,6 +224,7 @@ impl Catalog {
             dropped: Vec::new(),
             flat: None,
             warnings: Vec::new(),
+            notes: Vec::new(),
             details: Vec::new(),
         }
     }

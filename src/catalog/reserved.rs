@@ -13,8 +13,9 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::{Dtype, Place, TensorEntry, TensorId};
+use super::{Catalog, Dtype, Place, TensorEntry, TensorId};
 use crate::layout::partial::Share;
+use crate::layout::rules::Shared;
 
 /// Everything an executor needs to write a checkpoint.
 #[derive(Debug, Default)]
@@ -34,7 +35,9 @@ pub struct Reserved {
     pub source: TensorId,
     pub entry: TensorEntry,
     /// What each chunk gets of the source's summands; empty where it gets the value.
-    pub shares: Vec<Share>,
+    pub shares: Vec<Arc<Share>>,
+    /// How ranks share it, where they do.
+    pub shared: Option<Shared>,
 }
 
 /// One file to write.
@@ -98,7 +101,7 @@ impl Reservation {
     /// Memory that what is known now takes until it is written: literals, each once however often it is used, the tables
     /// of chunks, and the plan of the tensor that has most of them.
     #[must_use]
-    pub fn held_bytes(&self) -> u64 {
+    pub fn held_bytes(&self, source: &Catalog) -> u64 {
         /// Bounds, place and rank of a chunk of two dims.
         const CHUNK_BYTES: u64 = 64;
         /// A chunk on its way: where all that is in it comes from. Tensors are planned whole.
@@ -107,8 +110,9 @@ impl Reservation {
         let literals = self.files.iter().flat_map(|file| &file.literals);
         let distinct = literals.filter(|literal| seen.insert(literal.bytes.as_ptr()));
         let literals: u64 = distinct.map(|literal| literal.bytes.len() as u64).sum();
-        let chunks = || self.tensors.iter().map(|tensor| tensor.entry.chunks.len() as u64);
-        literals + chunks().sum::<u64>() * CHUNK_BYTES + chunks().max().unwrap_or(0) * PLANNED_BYTES
+        let chunks: u64 = self.tensors.iter().map(|tensor| tensor.entry.chunks.len() as u64).sum();
+        let planned = self.tensors.iter().map(|tensor| tensor.tiles_read(source.tensor(tensor.source)) as u64);
+        literals + chunks * CHUNK_BYTES + planned.max().unwrap_or(0).saturating_mul(PLANNED_BYTES)
     }
 
     /// Take in what another part of the checkpoint reserves: its files come to lie in `folder`, behind the ones here.
@@ -146,7 +150,7 @@ impl Reserved {
     /// A tensor of which every chunk gets the value.
     #[must_use]
     pub fn new(source: TensorId, entry: TensorEntry) -> Self {
-        Self { source, entry, shares: Vec::new() }
+        Self { source, entry, shares: Vec::new(), shared: None }
     }
 
     /// Bytes this tensor takes in the output, all chunks together.
@@ -158,6 +162,15 @@ impl Reserved {
     #[must_use]
     pub fn chunk_bytes(&self, index: usize) -> u64 {
         self.entry.chunks.tile(index).numel() * self.dtype().itemsize()
+    }
+
+    /// How many tiles of the source tensor make up the chunks: one each, or one a summand.
+    #[must_use]
+    pub fn tiles_read(&self, source: &TensorEntry) -> usize {
+        let whole = source.summands.as_ref().map_or(1, |summands| summands.reduction.count());
+        let of_chunk = |index: usize| self.shares.get(index).map_or(whole, |share| share.summands.len() as u64);
+        let tiles = (0..self.entry.chunks.len()).map(of_chunk).fold(0, u64::saturating_add);
+        usize::try_from(tiles).unwrap_or(usize::MAX)
     }
 
     #[must_use]

@@ -2,18 +2,19 @@
 //!
 //! Replicas overlap by intent: chunks of equal tiles are grouped and one holder of each is picked. The picks must then
 //! cover every element exactly once. The proof is the look-up structure of the planner, so a tensor that was not
-//! proven cannot be planned.
+//! proven cannot be planned. Where ranks hold summands, those of one summand must do that, and so for every one.
 //!
 //! Source of the rule: `torch/distributed/checkpoint/default_planner.py` (`_validate_global_plan`) checks the same at
 //! save time; nothing checks it at load time, where holes keep old values in silence.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use super::{Fqn, TensorEntry};
 use crate::error::{CoverageKind, Error, Result};
+use crate::layout::partial::Reduction;
 use crate::layout::{Cover, CoverError, Rank, Tile};
 
-/// The distinct tiles of a tensor, who holds each, and the proof that they tile it.
+/// The distinct tiles of a tensor, or of one of its summands, who holds each, and the proof that they tile it.
 #[derive(Debug)]
 pub struct Tiling {
     pub tiles: Vec<Tile>,
@@ -23,30 +24,43 @@ pub struct Tiling {
 }
 
 impl TensorEntry {
-    /// Group replicas and prove that the rest tiles the tensor.
+    /// Group replicas and prove that the rest tiles the tensor: one tiling a summand, in their order, and one where
+    /// ranks hold values.
     ///
     /// # Errors
-    /// `Coverage` naming the first bad region, `Unsupported` for Partial chunks, which are summands, not tiles.
-    pub fn tiling(&self) -> Result<Tiling> {
-        if let Some(sharding) = self.sharding.as_ref().filter(|sharding| sharding.is_partial()) {
-            return Err(Error::unsupported(
-                format!(
-                    "{}: its placements are {}, and Partial values have not been reduced",
-                    self.fqn,
-                    sharding.display_placements()
-                ),
-                "`dtshard inspect` shows such tensors; redistribute them to Shard or Replicate before saving",
-            ));
+    /// `Coverage` naming the first bad region.
+    pub fn tilings(&self) -> Result<Vec<Tiling>> {
+        let chunks = 0..u32::try_from(self.chunks.len()).expect("fewer than 2^32 chunks a tensor");
+        let Some(summands) = self.summands.as_ref().filter(|_| self.numel() > 0) else {
+            return Ok(vec![self.tile(chunks, None)?]);
+        };
+        // Of a mesh that a file makes up, few ranks are there.
+        let held: HashSet<u64> = summands.of_chunk.iter().copied().collect();
+        if let Some(missing) = (0..summands.reduction.count()).find(|number| !held.contains(number)) {
+            return self.tile(0..0, Some((&summands.reduction, missing))).map(|tiling| vec![tiling]);
         }
-        let mut index_of: HashMap<Tile, usize> = HashMap::with_capacity(self.chunks.len());
+        let mut of_each: Vec<Vec<u32>> = vec![Vec::new(); held.len()];
+        for (chunk, &summand) in chunks.zip(&summands.of_chunk) {
+            of_each[usize::try_from(summand).expect("below the number of chunks")].push(chunk);
+        }
+        (0..).zip(of_each).map(|(number, chunks)| self.tile(chunks, Some((&summands.reduction, number)))).collect()
+    }
+
+    /// The proof for some of the chunks, which are those of a summand where it is named.
+    fn tile(
+        &self,
+        chunks: impl IntoIterator<Item = u32, IntoIter: ExactSizeIterator>,
+        summand: Option<(&Reduction, u64)>,
+    ) -> Result<Tiling> {
+        let chunks = chunks.into_iter();
+        let mut index_of: HashMap<Tile, usize> = HashMap::with_capacity(chunks.len());
         let mut tiles = Vec::new();
         let mut holders: Vec<Vec<u32>> = Vec::new();
-        for index in 0..self.chunks.len() {
-            let tile = self.chunks.tile(index);
+        for chunk in chunks {
+            let tile = self.chunks.tile(chunk as usize);
             if tile.is_empty() {
                 continue;
             }
-            let chunk = u32::try_from(index).expect("fewer than 2^32 chunks a tensor");
             match index_of.get(&tile) {
                 Some(&known) => holders[known].push(chunk),
                 None => {
@@ -56,14 +70,14 @@ impl TensorEntry {
                 }
             }
         }
-        match Cover::prove(&self.shape, &tiles) {
-            Ok(cover) => Ok(Tiling { tiles, holders, cover }),
-            Err(error) => Err(self.coverage_error(&error, &holders)),
-        }
+        Cover::prove(&self.shape, &tiles)
+            .map_err(|error| self.coverage_error(&error, &holders, summand))
+            .map(|cover| Tiling { tiles, holders, cover })
     }
 
-    fn coverage_error(&self, error: &CoverError, holders: &[Vec<u32>]) -> Error {
+    fn coverage_error(&self, error: &CoverError, holders: &[Vec<u32>], summand: Option<(&Reduction, u64)>) -> Error {
         let shape = format!("shape {:?}", self.shape.as_slice());
+        let shape = summand.map_or(shape.clone(), |(of, number)| format!("{}, {shape}", of.name(number)));
         let (kind, region, detail) = match error {
             CoverError::Gap { region } => {
                 let detail = format!("no chunk holds this part of {shape}");

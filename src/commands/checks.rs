@@ -49,8 +49,7 @@ pub enum Replicas {
 
 impl Replicas {
     fn covers(self, entry: &TensorEntry) -> bool {
-        let partial = entry.sharding.as_ref().is_some_and(crate::catalog::Sharding::is_partial);
-        entry.chunks.len() > 1 && !partial && (self == Self::All || entry.class == Class::Tensor)
+        entry.chunks.len() > 1 && (self == Self::All || entry.class == Class::Tensor)
     }
 }
 
@@ -78,6 +77,9 @@ pub fn differing(
     Ok(found)
 }
 
+/// What to do where one value is to be chosen.
+const LISTED: &str = "`dtshard verify` lists all such tensors; --on-conflict rank0 takes the lowest rank's value";
+
 /// The error for a tensor whose replicas differ.
 pub fn replica_conflict(entry: &TensorEntry, difference: &ReplicaDifference) -> Error {
     let (first, second) = (entry.chunk_name(difference.first), entry.chunk_name(difference.second));
@@ -86,10 +88,16 @@ pub fn replica_conflict(entry: &TensorEntry, difference: &ReplicaDifference) -> 
         what: if entry.class == Class::Tensor { "a plain tensor" } else { "a replica" },
         between: format!("{first} and {second}"),
         detail: format!("first at element {} (row-major)", difference.element),
-        hint: Some(format!(
-            "`dtshard verify` lists all such tensors; --on-conflict rank0 takes the lowest rank's value, {}drop leaves \
-             the tensor out",
-            if entry.class == Class::Tensor { "per-rank keeps every rank's, " } else { "" },
-        )),
+        hint: Some(match (entry.class, &entry.sharding) {
+            (Class::Tensor, Some(_)) => String::from(
+                "these ranks were said to hold the same: --src-placements says which parts they hold, if they do, and \
+                 --reduce that they hold summands",
+            ),
+            (Class::Tensor, None) => format!(
+                "{LISTED}, per-rank keeps every rank's, drop leaves the tensor out; where ranks hold parts of it, \
+                 --src-mesh and --src-placements say which"
+            ),
+            _ => format!("{LISTED}, drop leaves the tensor out"),
+        }),
     }
 }

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use crate::catalog::path::{self, Fate, rank_key};
 use crate::catalog::{
-    self, Catalog, ChunkTable, Dict, Holding, Key, Place, TensorEntry, TensorId, Value, list_ranks, model,
+    self, Catalog, Chunk, ChunkTable, Dict, Holding, Key, Place, TensorEntry, TensorId, Value, list_ranks, model,
 };
 use crate::cli::OnConflict;
 use crate::error::Result;
@@ -150,7 +150,8 @@ fn side_by_side(holdings: &[Holding]) -> Value {
 
 /// Whether a tensor's copies can be told apart by rank: each chunk is the whole tensor of one rank.
 pub fn has_ranks(entry: &TensorEntry) -> bool {
-    entry.chunks.iter().all(|chunk| chunk.rank.is_some() && !matches!(chunk.place, Place::Nowhere))
+    let is_whole = |chunk: &Chunk| chunk.tile.sizes() == entry.shape && !matches!(chunk.place, Place::Nowhere);
+    entry.summands.is_none() && entry.chunks.iter().all(|chunk| chunk.rank.is_some() && is_whole(&chunk))
 }
 
 /// `extra_state.rng.cpu and 3 more`

@@ -9,7 +9,7 @@ use serde_json::{Map, Value as Json, json};
 use super::progress::Progress;
 use super::run::Run;
 use super::source::Source;
-use super::{Status, input};
+use super::{Status, input, partial};
 use crate::catalog::{Fqn, OutputFile, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::error::{Error, Result};
@@ -40,6 +40,17 @@ pub struct Conversion<'a> {
 /// # Errors
 /// `Usage` where the suffix is that of a file in another format, or nearly that of one: DST would become a folder.
 pub fn target_format(args: &DestinationArgs, destination: Option<&Path>, default: Format) -> Result<Format> {
+    let to = named_format(args, destination, default)?;
+    match &args.torch_version {
+        Some(version) if to != Format::TorchRanks => Err(Error::usage(
+            format!("--torch-version {version} is for DTensors in rank files, and DST is to be {to}"),
+            "leave it out: every PyTorch that is supported loads the same",
+        )),
+        _ => Ok(to),
+    }
+}
+
+fn named_format(args: &DestinationArgs, destination: Option<&Path>, default: Format) -> Result<Format> {
     const WRITTEN: [(&str, Format); 5] = [
         ("safetensors", Format::Safetensors),
         ("pt", Format::Torch),
@@ -225,12 +236,19 @@ fn read_back(conversion: &Conversion<'_>, folder: &Path, run: &Run<'_>) -> Resul
     for tensor in &conversion.reservation.tensors {
         let left = (input(checkpoint), checkpoint.catalog.tensor(tensor.source));
         let right = (written, &tensor.entry);
-        let found = compare::first_difference(left, right, tensor.dtype(), &run.options, &progress, &run.stop)?;
-        let found = found.map(|difference| difference.detail(tensor.entry.numel()));
+        let found = if tensor.shares.is_empty() {
+            compare::first_difference(left, right, tensor.dtype(), &run.options, &progress, &run.stop)?
+                .map(|difference| difference.detail(tensor.entry.numel()))
+        } else {
+            compare::share_difference(left, written, tensor, &run.options, &progress, &run.stop)?
+                .map(|chunk| format!("{} is not as it should be", tensor.entry.chunk_name(chunk)))
+        };
         // Rank files have copies of their own of what is replicated.
         let found = match found {
-            None => compare::replica_difference(written, &tensor.entry, &run.options, &Silent, &run.stop)?
-                .map(|difference| format!("{} is not as the others", tensor.entry.chunk_name(difference.second))),
+            None if tensor.shares.is_empty() => {
+                compare::replica_difference(written, &tensor.entry, &run.options, &Silent, &run.stop)?
+                    .map(|difference| format!("{} is not as the others", tensor.entry.chunk_name(difference.second)))
+            }
             found => found,
         };
         if let Some(detail) = found {
@@ -259,6 +277,7 @@ fn notes(conversion: &Conversion<'_>) -> Vec<String> {
     let mut notes = source.wanted.notes.clone();
     notes.extend_from_slice(&conversion.reservation.notes);
     notes.extend_from_slice(&conversion.notes);
+    notes.extend(partial::note(&source.checkpoint.catalog, &conversion.reservation));
     notes
 }
 
@@ -331,7 +350,8 @@ impl Report<'_> {
     /// What headers, pickles and tables take beyond what every run is allowed for them.
     fn peak_bytes(&self) -> u64 {
         const ALLOWED: u64 = 16 << 20;
-        let held = self.conversion.reservation.held_bytes().saturating_sub(ALLOWED);
+        let held =
+            self.conversion.reservation.held_bytes(&self.conversion.source.checkpoint.catalog).saturating_sub(ALLOWED);
         super::BASE_BYTES + self.options.buffer_bytes() + held
     }
 

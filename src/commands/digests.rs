@@ -23,7 +23,7 @@ pub struct Listing {
 pub struct Listed {
     pub dtype: String,
     pub shape: Vec<u64>,
-    /// Partial tensors have none.
+    /// Summands that make no value have none.
     pub digest: Option<String>,
 }
 

@@ -11,14 +11,18 @@ mod flatten;
 mod inspect;
 mod man;
 mod names;
+mod partial;
 mod parts;
+mod placements;
 mod printer;
 mod progress;
 mod reshard;
 mod run;
 mod source;
+mod told;
 mod unshard;
 mod verify;
+mod whole;
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -149,6 +153,7 @@ fn read_options(args: &SourceArgs, like: Option<&Path>, default: SeriesChoice, w
         io: args.io.mode(),
         allow_missing: args.allow_missing,
         drop_unknown: args.drop_unknown,
+        told: None,
         flat: FlatKnowledge { layout: args.flat_layout.clone(), like: like.map(Path::to_path_buf), raw: false },
     }
 }

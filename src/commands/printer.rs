@@ -239,6 +239,7 @@ fn error_document(error: &Error) -> Json {
             expected = Some(format!("the same from {between}"));
             found = Some(format!("{what} differs: {detail}"));
         }
+        Error::Layout(LayoutError::File { file: name, .. }) => file = Some(name.clone()),
         Error::Layout(LayoutError::RuleMisfit { placement, shape, .. }) => {
             expected = Some(format!("placements that fit its shape {shape:?}"));
             found = Some(placement.clone());

@@ -9,6 +9,7 @@ use super::conflicts::{self, Ranks, Settled};
 use super::fill::{Filled, fill};
 use super::printer::Printer;
 use super::run::Run;
+use super::told::told;
 use super::{check_series, read_options, refuse_fragment};
 use crate::catalog::path::{self, Fate};
 use crate::catalog::{Class, Fqn, TensorId, model};
@@ -62,7 +63,9 @@ impl Source {
     /// # Errors
     /// As reading and selecting.
     pub fn open(args: &ConvertArgs, like: Option<&Path>, defaults: Defaults, run: &Run<'_>) -> Result<Self> {
+        let told = told(&args.source.told, args.select.keep_names)?;
         let options = read_options(&args.source, like, defaults.series.clone(), defaults.want);
+        let options = ReadOptions { told, ..options };
         let checkpoint = Checkpoint::open(&args.src, &options).map_err(|error| error.within(&args.src))?;
         refuse_fragment(&checkpoint)?;
         check_series(&args.source, &[&checkpoint])?;
@@ -168,7 +171,9 @@ impl Source {
                     dropped.push(path.to_string());
                     Fate::Remove
                 }),
-                OnConflict::PerRank if entry.class != Class::Tensor || !conflicts::has_ranks(entry) => {
+                OnConflict::PerRank
+                    if entry.class != Class::Tensor || entry.summands.is_some() || !conflicts::has_ranks(entry) =>
+                {
                     return Err(checks::replica_conflict(entry, &difference));
                 }
                 OnConflict::PerRank => {
@@ -239,6 +244,9 @@ pub fn announce(checkpoint: &Checkpoint, printer: &Printer) {
     }
     for warning in &checkpoint.catalog.warnings {
         printer.warning(warning);
+    }
+    for note in &checkpoint.catalog.notes {
+        printer.line(note);
     }
     for detail in &checkpoint.catalog.details {
         printer.detail(detail);

@@ -9,12 +9,13 @@ use super::printer::Printer;
 use super::progress::Progress;
 use super::run::Run;
 use super::source::{Defaults, announce, select_options};
+use super::told::told;
 use super::{Status, check_flat, check_series, checks, input, read_options, refuse_fragment};
-use crate::catalog::{Catalog, Sharding, TensorEntry, TensorId, Value, model, path};
+use crate::catalog::{Catalog, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Verify;
 use crate::error::{Error, Result};
 use crate::exec::compare;
-use crate::format::{Checkpoint, SeriesChoice, Want, fsdp_flat};
+use crate::format::{Checkpoint, SeriesChoice, Told, Want, fsdp_flat};
 use crate::quantity::{count, human_bytes};
 use crate::select::{self, Selected, Wrappers};
 
@@ -62,9 +63,12 @@ pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
     let run = Run::begin(&args.source, false, printer)?;
     let mut report = Report::default();
     let listing = args.other.as_deref().map(Listing::read_if_any).transpose()?.flatten();
-    let Some(source) = open(args, &args.src, printer, &mut report)? else { return finish(&report, args, printer) };
+    let Some(source) = open(args, &args.src, told(&args.source.told, args.select.keep_names)?, printer, &mut report)?
+    else {
+        return finish(&report, args, printer);
+    };
     let other = match &args.other {
-        Some(path) if listing.is_none() => match open(args, path, printer, &mut report)? {
+        Some(path) if listing.is_none() => match open(args, path, None, printer, &mut report)? {
             Some(other) => Some(other),
             None => return finish(&report, args, printer),
         },
@@ -103,8 +107,15 @@ impl Names {
 }
 
 /// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
-fn open(args: &Verify, path: &std::path::Path, printer: &Printer, report: &mut Report) -> Result<Option<Checkpoint>> {
+fn open(
+    args: &Verify,
+    path: &std::path::Path,
+    told: Option<Told>,
+    printer: &Printer,
+    report: &mut Report,
+) -> Result<Option<Checkpoint>> {
     let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::All);
+    options.told = told;
     // Damage to that is none of the checkpoint.
     if let Some(path) = &options.flat.layout {
         fsdp_flat::document::read(path)?;
@@ -137,10 +148,6 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, report: &mut Report) -> Result<
     let replicas = catalog.tensors.iter().filter(|entry| entry.chunks.len() > 1);
     let progress = Progress::start(run.printer, "comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
     for entry in &catalog.tensors {
-        if is_partial(entry) {
-            report.not_comparable.push(format!("{} (Partial)", entry.fqn));
-            continue;
-        }
         let checked = compare::locate(input(checkpoint), entry).and_then(|()| {
             if model::is_random_state(entry.fqn.as_str()) {
                 return Ok(None);
@@ -162,8 +169,10 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, report: &mut Report) -> Result<
     Ok(())
 }
 
-fn is_partial(entry: &TensorEntry) -> bool {
-    entry.sharding.as_ref().is_some_and(Sharding::is_partial)
+/// Whether tensors cannot be compared because the summands of one make no value: the op is not one of its dtype, or the
+/// result does not fit.
+pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
+    matches!(error, Error::Unsupported { .. }) && entries.iter().any(|entry| entry.summands.is_some())
 }
 
 /// Two checkpoints side by side.
@@ -195,9 +204,6 @@ impl Comparison<'_> {
             // The wishes have the dtypes to compare in, the checkpoints the places.
             let (wish, entry, other_entry) =
                 (ours.tensor(id), source.catalog.tensor(id), other.catalog.tensor(other_id));
-            if is_partial(entry) || is_partial(other_entry) {
-                continue;
-            }
             report.tensors += 1;
             report.bytes += wish.len_bytes();
             if !report.same_kind(&name, wish, other_entry) {
@@ -207,6 +213,9 @@ impl Comparison<'_> {
             match compare::first_difference(left, right, wish.dtype, &run.options, &progress, &run.stop) {
                 Ok(None) => {}
                 Ok(Some(difference)) => report.add(name, "differing", difference.detail(wish.numel())),
+                Err(error) if has_no_value(&error, &[entry, other_entry]) => {
+                    report.not_comparable.push(error.to_string())
+                }
                 Err(error) => report.absorb(&name, error)?,
             }
         }
@@ -248,7 +257,7 @@ impl Names {
                 continue;
             };
             let (wish, entry) = (wanted.tensor(id), source.catalog.tensor(id));
-            let Some(expected) = other.digest.as_deref().filter(|_| !is_partial(entry)) else {
+            let Some(expected) = other.digest.as_deref() else {
                 report.not_comparable.push(format!("{name} (no digest)"));
                 continue;
             };
@@ -268,6 +277,7 @@ impl Names {
                     }
                     known.insert(id, digest);
                 }
+                Err(error) if has_no_value(&error, &[entry]) => report.not_comparable.push(error.to_string()),
                 Err(error) => report.absorb(&name, error)?,
             }
         }

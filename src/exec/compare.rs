@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 pub use super::difference::Difference;
 use super::{Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
-use crate::catalog::{Dtype, TensorEntry, TensorId};
+use crate::catalog::{Dtype, Reserved, TensorEntry, TensorId};
 use crate::error::Result;
 use crate::layout::{Region, Tile};
 use crate::plan::Source;
@@ -105,8 +105,8 @@ pub fn replica_difference(
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<Option<ReplicaDifference>> {
-    let tiling = entry.tiling()?;
-    for holders in &tiling.holders {
+    let tilings = entry.tilings()?;
+    for holders in tilings.iter().flat_map(|tiling| &tiling.holders) {
         let [first, others @ ..] = holders.as_slice() else { continue };
         if others.is_empty() {
             continue;
@@ -118,6 +118,34 @@ pub fn replica_difference(
             if let Some(Difference { element, .. }) = found {
                 return Ok(Some(ReplicaDifference { first: *first, second: *second, element }));
             }
+        }
+    }
+    Ok(None)
+}
+
+/// The first chunk of a written tensor that is not the share of the source's summands that falls to it.
+///
+/// # Errors
+/// As [`digest`].
+pub fn share_difference(
+    source: (Input<'_>, &TensorEntry),
+    written: Input<'_>,
+    tensor: &Reserved,
+    options: &Options,
+    reporter: &dyn Reporter,
+    stop: &Stop,
+) -> Result<Option<u32>> {
+    let (input, plan, mut known) = (source.0, Source::new(source.1)?, Locations::default());
+    for (chunk, share) in (0..).zip(&tensor.shares) {
+        if tensor.place(chunk as usize).is_none() {
+            continue;
+        }
+        let tile = tensor.entry.chunks.tile(chunk as usize);
+        let prepared = Prepared::share(input, &plan, &tile, Some(share), &mut known)?.cast_to(tensor.dtype())?;
+        let left = Values { input, prepared, dtype: tensor.dtype() };
+        let right = Values::chunk(written, &tensor.entry, chunk)?;
+        if compare_blocks(&left, &right, Extent::UntilOneDiffers, options, reporter, stop)?.is_some() {
+            return Ok(Some(chunk));
         }
     }
     Ok(None)

@@ -5,8 +5,8 @@
 //! the window and the strips in flight, not the model.
 
 use std::collections::{BTreeMap, HashSet};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
 
@@ -93,7 +93,7 @@ pub fn copy(
     let filler =
         Filler { input, reservation, slots: &[], outputs: &outputs, sums: &sums, passing: &passing, lost: &lost };
     let mut stats = Stats::default();
-    for window in windows(&reservation.tensors) {
+    for window in windows(input, &reservation.tensors) {
         stop.check()?;
         let (slots, payloads) = prepare(input, window)?;
         let strips = cutter.cut(payloads);
@@ -119,7 +119,7 @@ pub fn copy(
 /// As [`copy`], but for writing.
 pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Result<Stats> {
     let mut stats = Stats::default();
-    for window in windows(&reservation.tensors) {
+    for window in windows(input, &reservation.tensors) {
         stop.check()?;
         stats.count(input, window, &prepare(input, window)?.0);
     }
@@ -127,7 +127,7 @@ pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Resu
 }
 
 /// Cut the target's tensors into windows of bounded output and number of tiles.
-fn windows(tensors: &[Reserved]) -> impl Iterator<Item = &[Reserved]> {
+fn windows<'a>(input: Input<'a>, tensors: &'a [Reserved]) -> impl Iterator<Item = &'a [Reserved]> {
     let mut rest = tensors;
     std::iter::from_fn(move || {
         if rest.is_empty() {
@@ -136,7 +136,7 @@ fn windows(tensors: &[Reserved]) -> impl Iterator<Item = &[Reserved]> {
         let (mut bytes, mut tiles, mut count) = (0, 0, 0);
         while let Some(tensor) = rest.get(count) {
             bytes += tensor.payload_bytes();
-            tiles += tensor.entry.chunks.len();
+            tiles += tensor.tiles_read(input.catalog.tensor(tensor.source));
             count += 1;
             if bytes >= WINDOW_BYTES || tiles >= WINDOW_TILES {
                 break;
@@ -169,8 +169,10 @@ fn prepare(input: Input<'_>, window: &[Reserved]) -> Result<(Vec<Slot>, Vec<Payl
             for index in 0..tensor.entry.chunks.len() {
                 let Some((file, offset)) = tensor.place(index) else { continue };
                 let tile = tensor.entry.chunks.tile(index);
-                let prepared = Prepared::new(input, &source, &tile, &mut known)?.cast_to(pair.1)?;
-                let slot = Slot { tile: prepared, counted: (pair.0 != pair.1 && counted.insert(tile)).then_some(pair) };
+                let share = tensor.shares.get(index);
+                let prepared = Prepared::share(input, &source, &tile, share.map(Arc::as_ref), &mut known)?;
+                let is_new = pair.0 != pair.1 && counted.insert((tile, share));
+                let slot = Slot { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(pair) };
                 let itemsize = pair.1.itemsize();
                 let payload = Payload { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize };
                 tiles.push((slot, payload));

@@ -2,7 +2,8 @@
 //!
 //! Long runs are read straight into the buffer. Short runs are copied out of a mapping where the file system is good
 //! at that, or out of a scratch block that is read once and covers many of them. A tile that is read as another dtype
-//! passes through a second scratch, in blocks: memory does not follow its size.
+//! passes through a second scratch, in blocks: memory does not follow its size. So does one of summands that are reduced,
+//! which are read one after the other, block by block.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -12,10 +13,12 @@ use smallvec::SmallVec;
 
 use super::cast::{Cast, Counts};
 use super::passing::Passing;
-use super::{BLOCK_BYTES, CAST_BYTES, Input, room};
+use super::reduce::{Fault, Reducer};
+use super::{BLOCK_BYTES, CAST_BYTES, Input, SUM_BYTES, room};
 use crate::catalog::{Dtype, Fqn, Located, Summed, TensorEntry, span};
 use crate::error::{Error, Result};
-use crate::layout::{Dims, Tile};
+use crate::layout::partial::Share;
+use crate::layout::{Dims, ReduceOp, Tile};
 use crate::plan::lower::Level;
 use crate::plan::{Piece, Pieces, Source, TilePlan};
 use crate::storage::{IoMode, OpenFile};
@@ -34,12 +37,14 @@ pub struct Scratch {
     block: Vec<u8>,
     /// Elements on their way to another dtype; at most [`CAST_BYTES`].
     uncast: Vec<u8>,
+    /// What summands add up to; at most [`SUM_BYTES`].
+    sums: Vec<u8>,
 }
 
 impl Scratch {
     #[cfg(test)]
     pub fn capacity(&self) -> usize {
-        self.block.capacity() + self.uncast.capacity()
+        self.block.capacity() + self.uncast.capacity() + self.sums.capacity()
     }
 }
 
@@ -50,6 +55,26 @@ pub struct Prepared {
     /// Of the source.
     dtype: Dtype,
     cast: Option<Cast>,
+    numel: u64,
+    /// One a summand that it is made of.
+    parts: SmallVec<[Gathered; 1]>,
+    /// How they become one; `None` where one is taken as it is.
+    reducer: Option<Reducer>,
+    /// Whether there is more of it than is gathered.
+    fill: Fill,
+}
+
+/// What elements are that are not gathered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fill {
+    /// There are none.
+    Nothing,
+    Zeros,
+}
+
+/// Where the bytes of a tile lie.
+#[derive(Debug)]
+struct Gathered {
     plan: TilePlan,
     /// One an overlap.
     located: Vec<Located>,
@@ -57,12 +82,56 @@ pub struct Prepared {
 }
 
 impl Prepared {
-    /// Plan `tile` and locate its chunks.
+    /// Plan the values of `tile` and locate their chunks.
     ///
     /// # Errors
-    /// What the resolver returns; `Malformed` where a chunk reaches beyond its file.
+    /// What the resolver returns; `Malformed` where a chunk reaches beyond its file; `Unsupported` where summands have no
+    /// value.
     pub fn new(input: Input<'_>, source: &Source<'_>, tile: &Tile, known: &mut Locations) -> Result<Self> {
-        Self::from_plan(input, source.entry, source.plan(tile), known)
+        Self::share(input, source, tile, None, known)
+    }
+
+    /// As [`Prepared::new`], where only a share of the summands is wanted.
+    ///
+    /// # Errors
+    /// As [`Prepared::new`].
+    pub fn share(
+        input: Input<'_>,
+        source: &Source<'_>,
+        tile: &Tile,
+        share: Option<&Share>,
+        known: &mut Locations,
+    ) -> Result<Self> {
+        let entry = source.entry;
+        let mut prepared = Self::of(entry, tile.numel());
+        if tile.is_empty() {
+            return Ok(prepared);
+        }
+        let whole;
+        let share = match (share, &entry.summands) {
+            (Some(share), _) => share,
+            (None, Some(summands)) => {
+                whole = summands.reduction.whole();
+                &whole
+            }
+            (None, None) => {
+                prepared.parts.push(Gathered::new(input, entry, source.plan(tile, 0, None), known)?);
+                return Ok(prepared);
+            }
+        };
+        if share.summands.len() > 1 || share.divisor > 1 {
+            let op = entry.summands.as_ref().map_or(ReduceOp::Sum, |summands| summands.reduction.op);
+            prepared.reducer =
+                Some(Reducer::new(entry.dtype, op, share.divisor).map_err(|fault| prepared.fault(&fault))?);
+        }
+        for &summand in &share.summands {
+            let plan = source.plan(tile, summand, share.within.as_ref());
+            prepared.parts.push(Gathered::new(input, entry, plan, known)?);
+        }
+        if share.within.is_some() {
+            prepared.fill = Fill::Zeros;
+        }
+        Ok(prepared)
     }
 
     /// As [`Prepared::new`], for one stored chunk as it is, whatever the others hold: for comparing replicas.
@@ -74,23 +143,15 @@ impl Prepared {
         let whole = |&size: &u64| vec![crate::layout::Segment { left: 0, right: 0, len: size }];
         let segments = sizes.iter().map(whole).collect();
         let overlap = crate::plan::Overlap { chunk, source_sizes: sizes.clone(), segments };
-        Self::from_plan(input, entry, TilePlan { sizes, overlaps: vec![overlap] }, &mut Locations::default())
+        let mut prepared = Self::of(entry, sizes.iter().product());
+        let plan = TilePlan { sizes, overlaps: vec![overlap] };
+        prepared.parts.push(Gathered::new(input, entry, plan, &mut Locations::default())?);
+        Ok(prepared)
     }
 
-    fn from_plan(input: Input<'_>, entry: &TensorEntry, plan: TilePlan, known: &mut Locations) -> Result<Self> {
-        let mut located = Vec::with_capacity(plan.overlaps.len());
-        for overlap in &plan.overlaps {
-            if let Some(found) = known.0.get(&overlap.chunk) {
-                located.push(found.clone());
-                continue;
-            }
-            let found = (input.resolve)(input.files, entry, overlap.chunk)?;
-            check_inside(input, entry, &overlap.source_sizes, &found)?;
-            known.0.insert(overlap.chunk, found.clone());
-            located.push(found);
-        }
-        let strides = located.iter().map(|found| found.strides.clone()).collect();
-        Ok(Self { fqn: entry.fqn.clone(), dtype: entry.dtype, cast: None, plan, located, strides })
+    fn of(entry: &TensorEntry, numel: u64) -> Self {
+        let (fqn, dtype) = (entry.fqn.clone(), entry.dtype);
+        Self { fqn, dtype, cast: None, numel, parts: SmallVec::new(), reducer: None, fill: Fill::Nothing }
     }
 
     /// Read the elements as another dtype than they are stored in.
@@ -119,7 +180,7 @@ impl Prepared {
     /// Elements of the tile.
     #[must_use]
     pub fn numel(&self) -> u64 {
-        self.plan.sizes.iter().product()
+        self.numel
     }
 
     /// Fill `buffer` with the elements of the target tile that begin at `first`, row-major.
@@ -144,9 +205,9 @@ impl Prepared {
         passing: Option<&Passing>,
     ) -> Result<Counts> {
         let mut counts = Counts::default();
-        let Scratch { block, uncast } = scratch;
+        let Scratch { block, uncast, sums } = scratch;
         let Some(cast) = self.cast else {
-            self.read_uncast(input, first, buffer, block, passing)?;
+            self.read_uncast(input, first, buffer, (block, sums), passing)?;
             return Ok(counts);
         };
         let stored = usize::try_from(cast.from().itemsize()).expect("a few bytes");
@@ -155,41 +216,97 @@ impl Prepared {
         for (index, target) in (0_u64..).zip(buffer.chunks_mut(elements * itemsize)) {
             let len = target.len() / itemsize * stored;
             let source = room(uncast, len);
-            self.read_uncast(input, first + index * elements as u64, source, block, passing)?;
+            self.read_uncast(input, first + index * elements as u64, source, (block, sums), passing)?;
             counts.add(cast.convert(source, target));
         }
         Ok(counts)
     }
 
-    /// Fill `buffer` with elements as they are stored.
+    /// Fill `buffer` with elements of the dtype they are stored in.
     fn read_uncast(
         &self,
         input: Input<'_>,
         first: u64,
         buffer: &mut [u8],
-        block: &mut Vec<u8>,
+        (block, sums): (&mut Vec<u8>, &mut Vec<u8>),
         passing: Option<&Passing>,
     ) -> Result<()> {
-        let itemsize = self.dtype.itemsize();
+        let mut read = |part: &Gathered, first: u64, buffer: &mut [u8]| {
+            if self.fill == Fill::Zeros {
+                buffer.fill(0);
+            }
+            part.read(input, self.dtype.itemsize(), first, buffer, block, passing.map(|passing| (passing, &self.fqn)))
+        };
+        let Some(reducer) = self.reducer else {
+            return self.parts.iter().try_for_each(|part| read(part, first, buffer));
+        };
+        let itemsize = usize::try_from(self.dtype.itemsize()).expect("a few bytes");
+        let room_for = usize::try_from(SUM_BYTES).expect("a scratch fits memory") / (itemsize * reducer.widening());
+        for (index, target) in (0_u64..).zip(buffer.chunks_mut(room_for * itemsize)) {
+            let sums = room(sums, target.len() * reducer.widening());
+            for (number, part) in self.parts.iter().enumerate() {
+                read(part, first + index * room_for as u64, target)?;
+                reducer.add(number == 0, target, sums);
+            }
+            reducer.finish(sums, target).map_err(|fault| self.fault(&fault))?;
+        }
+        Ok(())
+    }
+
+    /// The error for summands that have no value.
+    fn fault(&self, fault: &Fault) -> Error {
+        Error::unsupported(format!("{}: {fault}", self.fqn), fault.hint())
+    }
+
+    /// Visit the pieces of the whole tile, for statistics.
+    pub fn pieces(&self, mut visit: impl FnMut(&Piece)) {
+        for part in &self.parts {
+            let pieces = Pieces::new(&part.plan, &part.strides, self.dtype.itemsize());
+            let Ok(()): Result<(), Infallible> = pieces.visit(0..self.numel(), |piece| {
+                visit(&piece);
+                Ok(())
+            });
+        }
+    }
+}
+
+impl Gathered {
+    fn new(input: Input<'_>, entry: &TensorEntry, plan: TilePlan, known: &mut Locations) -> Result<Self> {
+        let mut located = Vec::with_capacity(plan.overlaps.len());
+        for overlap in &plan.overlaps {
+            if let Some(found) = known.0.get(&overlap.chunk) {
+                located.push(found.clone());
+                continue;
+            }
+            let found = (input.resolve)(input.files, entry, overlap.chunk)?;
+            check_inside(input, entry, &overlap.source_sizes, &found)?;
+            known.0.insert(overlap.chunk, found.clone());
+            located.push(found);
+        }
+        let strides = located.iter().map(|found| found.strides.clone()).collect();
+        Ok(Self { plan, located, strides })
+    }
+
+    /// Fill `buffer` with elements as they are stored; the runs of records with checksums are noted.
+    fn read(
+        &self,
+        input: Input<'_>,
+        itemsize: u64,
+        first: u64,
+        buffer: &mut [u8],
+        block: &mut Vec<u8>,
+        noted: Option<(&Passing, &Fqn)>,
+    ) -> Result<()> {
         let range = first..first + buffer.len() as u64 / itemsize;
         Pieces::new(&self.plan, &self.strides, itemsize).visit(range, |piece| {
             let located = &self.located[piece.overlap];
             let file = input.files.open(located.file)?;
             read_piece(&file, input.files.io(), located.offset, &piece, buffer, block)?;
-            if let (Some(passing), Some(summed)) = (passing, located.summed) {
-                note_runs(passing, &self.fqn, located, summed, &piece, buffer);
+            if let (Some((passing, fqn)), Some(summed)) = (noted, located.summed) {
+                note_runs(passing, fqn, located, summed, &piece, buffer);
             }
             Ok(())
         })
-    }
-
-    /// Visit the pieces of the whole tile, for statistics.
-    pub fn pieces(&self, mut visit: impl FnMut(&Piece)) {
-        let pieces = Pieces::new(&self.plan, &self.strides, self.dtype.itemsize());
-        let Ok(()): Result<(), Infallible> = pieces.visit(0..self.numel(), |piece| {
-            visit(&piece);
-            Ok(())
-        });
     }
 }
 

@@ -11,6 +11,7 @@ mod difference;
 pub mod gather;
 mod output;
 mod passing;
+mod reduce;
 pub mod staging;
 mod stop;
 mod strips;
@@ -67,8 +68,11 @@ const BLOCK_BYTES: u64 = 2 << 20;
 /// The scratch block for elements that are cast: long enough for a good read, short enough to stay in cache.
 const CAST_BYTES: u64 = 1 << 20;
 
+/// The scratch block for summands that are reduced: sums are wider than what they are of.
+const SUM_BYTES: u64 = 512 << 10;
+
 /// Memory a worker needs besides its strip.
-pub const SCRATCH_BYTES: u64 = BLOCK_BYTES + CAST_BYTES;
+pub const SCRATCH_BYTES: u64 = BLOCK_BYTES + CAST_BYTES + SUM_BYTES;
 
 impl Options {
     /// Anonymous memory that the workers' buffers take.

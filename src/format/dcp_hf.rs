@@ -85,7 +85,7 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], options: &ReadO
     if let Some(missing) = missing.as_ref().filter(|_| !options.allow_missing) {
         let mut own = Files::new(files.io());
         let rest = safetensors::read(&mut own, paths, None);
-        let covered = rest.is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tiling().is_ok()));
+        let covered = rest.is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()));
         return Err(Error::Missing {
             path: folder.to_path_buf(),
             at: String::from("shards"),
@@ -240,8 +240,8 @@ mod tests {
     fn the_whole_reaches_as_far_as_its_shards() {
         let entry = tensor("w", &[shard(&[3, 0], &[2, 4]), shard(&[0, 0], &[3, 4])]).unwrap();
         assert_eq!(entry.shape.as_slice(), [5, 4]);
-        assert!(entry.tiling().is_ok());
-        assert!(tensor("w", &[shard(&[3, 0], &[2, 4])]).unwrap().tiling().is_err());
+        assert!(entry.tilings().is_ok());
+        assert!(tensor("w", &[shard(&[3, 0], &[2, 4])]).unwrap().tilings().is_err());
         assert!(tensor("w", &[shard(&[u64::MAX], &[2])]).is_err());
         assert!(tensor("w", &[shard(&[1 << 62], &[2])]).is_err());
         assert!(tensor("w", &[shard(&[0], &[2, 2])]).is_err());

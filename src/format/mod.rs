@@ -11,17 +11,19 @@ mod folder;
 mod foreign;
 pub mod fsdp_flat;
 mod json;
+pub mod layout_file;
 pub mod local;
 mod parts;
 pub mod pickle;
 mod rank_names;
 pub mod safetensors;
 mod series;
+pub mod told;
 pub mod torch;
 pub mod zip;
 
 use std::cmp::Ordering;
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
 
@@ -30,12 +32,15 @@ pub use folder::Want;
 pub use parts::{Content, Part};
 pub use rank_names::{RankName, RankNames};
 pub use series::SeriesChoice;
+pub use told::Told;
 
 use parts::Loaded;
 use pickle::Unknown;
+use torch::ranks::Plain;
 
 use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
+use crate::layout::Rank;
 use crate::storage::{Files, IoMode, filesystem};
 
 /// The formats, under the names of `--from` and `--to`.
@@ -131,6 +136,8 @@ pub struct ReadOptions {
     pub drop_unknown: bool,
     /// What is known of flat parameters beyond what their files tell.
     pub flat: FlatKnowledge,
+    /// How plain tensors lie on ranks, where files do not tell.
+    pub told: Option<Told>,
 }
 
 /// Where the units, orders and shapes of flat parameters come from.
@@ -147,6 +154,10 @@ pub struct FlatKnowledge {
 impl ReadOptions {
     fn unknown(&self) -> Unknown {
         if self.drop_unknown { Unknown::Drop } else { Unknown::Refuse }
+    }
+
+    fn plain(&self) -> Plain {
+        if self.told.is_some() { Plain::Parts } else { Plain::Replicas }
     }
 }
 
@@ -180,6 +191,9 @@ impl Checkpoint {
             1 if loaded[0].0.as_os_str().is_empty() => loaded.pop().expect("one folder").1,
             _ => parts::join(loaded),
         };
+        if let Some(told) = &options.told {
+            told::tell(told, &mut catalog, &root, &reading)?;
+        }
         check_total(&root, &catalog)?;
         let beside = match options.want {
             Want::All if root.is_dir() => reading.beside(&root, &mut catalog),
@@ -212,6 +226,8 @@ struct Reading<'a> {
     series: Vec<String>,
     skipped_series: Vec<String>,
     fragment: Option<String>,
+    /// Ranks that have files, where there is one a rank.
+    ranks: BTreeSet<Rank>,
     /// Files of the checkpoint that were not read as such.
     other_files: Vec<PathBuf>,
 }
@@ -224,14 +240,19 @@ impl<'a> Reading<'a> {
             series: Vec::new(),
             skipped_series: Vec::new(),
             fragment: None,
+            ranks: BTreeSet::new(),
             other_files: Vec::new(),
         }
     }
 
     fn read(&mut self, path: &Path, detected: Detected) -> Result<(Format, Loaded)> {
         let unknown = self.options.unknown();
+        let mut world_size = 0;
         let (format, catalog) = match detected {
             Detected::Dcp => (Format::Dcp, dcp::read(&mut self.files, path, unknown)?),
+            Detected::Safetensors { paths, index: None } if self.options.told.is_some() => {
+                return self.read_parts(path, &paths);
+            }
             Detected::Safetensors { paths, index } => {
                 let catalog = safetensors::read(&mut self.files, &paths, index.as_deref())?;
                 self.other_files.extend(index);
@@ -250,15 +271,21 @@ impl<'a> Reading<'a> {
                 self.other_files.push(path.join(detect::TORCH_INDEX_NAME));
                 (Format::Torch, torch::read(&mut self.files, &paths, unknown)?)
             }
+            Detected::Local { paths } if self.options.told.is_some() && !path.join(local::FILE_NAME).exists() => {
+                return self.read_parts(path, &paths);
+            }
             Detected::Local { paths } => {
                 self.other_files.push(path.join(local::FILE_NAME));
-                (Format::Local, local::read(&mut self.files, path, &paths, self.options.allow_missing)?)
+                let (catalog, ranks) = local::read(&mut self.files, path, &paths, self.options.allow_missing)?;
+                world_size = ranks;
+                (Format::Local, catalog)
             }
             Detected::TorchRanks(all) => {
                 let chosen = all.choose(&self.options.series)?;
                 self.series.extend(chosen.names());
                 self.skipped_series.extend(chosen.skipped());
                 self.other_files.extend(chosen.skipped_files().cloned());
+                self.ranks.extend(chosen.ranks());
                 let (loaded, flat) = chosen.read(&mut self.files, self.options)?;
                 // What it says is in the catalog, and written anew.
                 self.other_files.push(path.join(fsdp_flat::document::FILE_NAME));
@@ -270,8 +297,24 @@ impl<'a> Reading<'a> {
                 return Ok((format, loaded));
             }
         };
-        let whole = Part { folder: PathBuf::new(), content: Content::Whole, names: None };
+        let whole = Part { folder: PathBuf::new(), content: Content::Whole, names: None, world_size };
         Ok((format, Loaded { catalog, parts: vec![whole] }))
+    }
+
+    /// Safetensors files that hold what one rank each has, where they are called so.
+    fn read_parts(&mut self, path: &Path, paths: &[PathBuf]) -> Result<(Format, Loaded)> {
+        let Some(set) = series::group(path, paths)?.ranks.filter(|_| path.is_dir()) else {
+            return Err(told::without_ranks(path));
+        };
+        let chosen = set.choose(&self.options.series)?;
+        self.series.extend(chosen.names());
+        self.skipped_series.extend(chosen.skipped());
+        self.other_files.extend(chosen.skipped_files().cloned());
+        self.ranks.extend(chosen.ranks());
+        let mut loaded = chosen.read_by(self.options, &mut |ranks| safetensors::ranks::read(&mut self.files, ranks))?;
+        // Names of these are none for torch files.
+        loaded.parts.iter_mut().for_each(|part| part.names = None);
+        Ok((Format::Safetensors, loaded))
     }
 
     /// Files that lie beside those of the checkpoint.

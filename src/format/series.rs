@@ -11,11 +11,12 @@ use super::parts::{Content, Loaded, Part, adopt};
 use super::rank_names::{Numbering, RankName, RankNames};
 use super::torch;
 use super::torch::load::load;
-use super::torch::ranks::{RankFile, merge};
+use super::torch::ranks::{Plain, RankFile, merge};
 use super::{ReadOptions, natural_order};
 use crate::catalog::model::GRADIENTS;
 use crate::catalog::{Catalog, Dict, Value, path};
 use crate::error::{Error, Result};
+use crate::layout::Rank;
 use crate::storage::{Files, IoMode};
 
 /// Which series of a folder to read.
@@ -132,6 +133,11 @@ impl SeriesSet {
         self.skipped.iter().flat_map(|series| &series.files).map(|(_, path)| path)
     }
 
+    /// Ranks that have files.
+    pub fn ranks(&self) -> impl Iterator<Item = Rank> {
+        self.series.iter().flat_map(|series| &series.files).map(|(name, _)| Rank(name.rank))
+    }
+
     /// Keep the series of the choice.
     ///
     /// # Errors
@@ -163,7 +169,6 @@ impl SeriesSet {
     /// # Errors
     /// As reading and merging rank files; `Missing` where ranks are.
     pub fn read(&self, files: &mut Files, options: &ReadOptions) -> Result<(Loaded, Unflattened)> {
-        let several = self.series.len() > 1;
         let (mut read, mut gaps) = (Vec::new(), Vec::new());
         for series in &self.series {
             let (own, gap) = series.read(&self.folder, files, options)?;
@@ -172,28 +177,57 @@ impl SeriesSet {
         }
         let model_beside = || self.model_beside(files.io(), options);
         let flat = fsdp_flat::read(&self.folder, &mut read, &model_beside, &options.flat)?;
+        let mut catalogs = Vec::new();
+        for (SeriesFiles { files, .. }, gap) in read.into_iter().zip(gaps) {
+            let mut catalog = merge(&files, options.plain())?;
+            catalog.dropped = torch::dropped(&files);
+            catalog.warnings.extend(gap);
+            catalogs.push(catalog);
+        }
+        let mut loaded = self.join(catalogs);
+        loaded.catalog.flat.clone_from(&flat.layout);
+        loaded.catalog.warnings.extend(flat.warnings.iter().cloned());
+        Ok((loaded, flat))
+    }
+
+    /// As [`read`](Self::read), for files that are no torch files: `read_ranks` reads those of a series.
+    ///
+    /// # Errors
+    /// `Missing` where ranks are, and as `read_ranks`.
+    pub fn read_by(
+        &self,
+        options: &ReadOptions,
+        read_ranks: &mut dyn FnMut(&BTreeMap<u32, PathBuf>) -> Result<Catalog>,
+    ) -> Result<Loaded> {
+        let mut catalogs = Vec::new();
+        for series in &self.series {
+            let (ranks, gap) = series.present(&self.folder, options, &|_| false)?;
+            let mut catalog = read_ranks(&ranks)?;
+            catalog.warnings.extend(gap);
+            catalogs.push(catalog);
+        }
+        Ok(self.join(catalogs))
+    }
+
+    /// One catalog of one a series; several are subtrees of it.
+    fn join(&self, mut catalogs: Vec<Catalog>) -> Loaded {
+        let part = |series: &Series, content| {
+            let (names, world_size) = (Some(series.names()), series.world_size());
+            Part { folder: PathBuf::new(), content, names, world_size }
+        };
+        if let ([only], 1) = (self.series.as_slice(), catalogs.len()) {
+            return Loaded { catalog: catalogs.remove(0), parts: vec![part(only, Content::Whole)] };
+        }
         let mut whole = Catalog::empty();
         let mut entries = Vec::new();
         let mut parts = Vec::new();
-        for ((series, SeriesFiles { files, .. }), gap) in self.series.iter().zip(read).zip(gaps) {
-            let mut catalog = merge(&files)?;
-            catalog.dropped = torch::dropped(&files);
-            catalog.warnings.extend(gap);
-            let content = if several { Content::Below(series.name.clone()) } else { Content::Whole };
-            parts.push(Part { folder: PathBuf::new(), content, names: Some(series.names()) });
-            if several {
-                let state = adopt(&mut whole, catalog, Some(&series.name));
-                entries.push((Value::Str(series.name.clone()), state));
-            } else {
-                whole = catalog;
-            }
+        for (series, catalog) in self.series.iter().zip(catalogs) {
+            let state = adopt(&mut whole, catalog, Some(&series.name));
+            entries.push((Value::Str(series.name.clone()), state));
+            parts.push(part(series, Content::Below(series.name.clone())));
         }
-        if several {
-            whole.state = Value::Dict(Dict { entries, ..Dict::default() });
-        }
-        whole.flat.clone_from(&flat.layout);
-        whole.warnings.extend(flat.warnings.iter().cloned());
-        Ok((Loaded { catalog: whole, parts }, flat))
+        whole.state = Value::Dict(Dict { entries, ..Dict::default() });
+        Loaded { catalog: whole, parts }
     }
 
     /// The model series, where it was not chosen.
@@ -232,11 +266,29 @@ impl Series {
         names
     }
 
+    /// How many ranks its files are of.
+    fn world_size(&self) -> u32 {
+        let sizes = self.files.iter().map(|(name, _)| name.world_size.unwrap_or(name.rank.saturating_add(1)));
+        sizes.max().unwrap_or(0)
+    }
+
     /// Its files, and what to say where some are missing.
     fn read(&self, folder: &Path, files: &mut Files, options: &ReadOptions) -> Result<(SeriesFiles, Option<String>)> {
+        let covers = |ranks: &_| self.covers(folder, ranks, files.io(), options);
+        let (ranks, warning) = self.present(folder, options, &covers)?;
+        let own = load(files, &ranks, options.unknown())?;
+        Ok((SeriesFiles { name: self.name.clone(), files: own, incomplete: warning.is_some() }, warning))
+    }
+
+    /// The files that are there, and what to say of those that are not. `covers` tells whether it goes on without them.
+    fn present(
+        &self,
+        folder: &Path,
+        options: &ReadOptions,
+        covers: &dyn Fn(&BTreeMap<u32, PathBuf>) -> bool,
+    ) -> Result<(BTreeMap<u32, PathBuf>, Option<String>)> {
         let (world_size, ranks) = self.ranks(folder)?;
-        let gap = self.gap(folder, world_size, &ranks, options)?;
-        let warning = match gap {
+        let warning = match self.gap(folder, world_size, &ranks, options)? {
             None => None,
             Some(gap) if options.allow_missing => Some(format!(
                 "{}: read without {}; a tensor that only such a rank had would not be noticed",
@@ -245,15 +297,14 @@ impl Series {
             Some(gap) => {
                 return Err(match gap.error {
                     Error::Missing { path, at, expected, missing, .. } => {
-                        let covered = self.covers(folder, &ranks, files.io(), options);
-                        Error::Missing { path, at, expected, missing, hint: covered.then(|| WITHOUT_THEM.into()) }
+                        let hint = covers(&ranks).then(|| WITHOUT_THEM.into());
+                        Error::Missing { path, at, expected, missing, hint }
                     }
                     other => other,
                 });
             }
         };
-        let own = load(files, &ranks, options.unknown())?;
-        Ok((SeriesFiles { name: self.name.clone(), files: own, incomplete: warning.is_some() }, warning))
+        Ok((ranks, warning))
     }
 
     /// Whether these ranks alone have every element of every tensor. That they know every tensor is only likely, where
@@ -273,7 +324,9 @@ impl Series {
         let Some((first, others)) = loaded.split_first() else { return false };
         let known = names(first);
         others.iter().all(|file| names(file) == known)
-            && merge(&loaded).is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tiling().is_ok()))
+            && options.told.is_none()
+            && merge(&loaded, Plain::Replicas)
+                .is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()))
     }
 
     /// The files by rank, and the world size in their names.

@@ -90,6 +90,10 @@ pub enum LayoutError {
     #[error("placements `{placements}`: expected R on mesh dim {mesh_dim}, which is not among the dims of the slice")]
     OutsideSlice { placements: String, mesh_dim: MeshDim },
 
+    /// In a layout file; `said` is the place, with the name of the file.
+    #[error("{said}: {problem}")]
+    File { file: String, said: String, problem: String, hint: Option<String> },
+
     #[error("{fqn}: the rule `{rule}` gives it {placement}, which does not fit its shape {shape:?}")]
     RuleMisfit { rule: String, placement: String, fqn: String, shape: Vec<u64> },
 }

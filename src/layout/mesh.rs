@@ -105,6 +105,21 @@ impl DeviceMesh {
         Self::row_major(&named)
     }
 
+    /// The mesh of which all the others are slices: to 2.9, PyTorch does not record of what a mesh is one.
+    #[must_use]
+    pub fn root_of(meshes: &[Self]) -> Option<&Self> {
+        let is_root = |root: &&Self| {
+            let dims = |mesh: &Self| {
+                mesh.names().is_some_and(|names| names.iter().all(|name| root.dim_by_name(name).is_some()))
+            };
+            let ranks: HashSet<Rank> = root.ranks().iter().copied().collect();
+            let within = |mesh: &Self| mesh.ranks().iter().all(|rank| ranks.contains(rank));
+            meshes.iter().all(|mesh| mesh == *root || dims(mesh) && within(mesh))
+        };
+        // The largest is the only one that can be it.
+        meshes.iter().max_by_key(|mesh| (mesh.world_size(), mesh.ndim())).filter(is_root)
+    }
+
     #[must_use]
     pub fn shape(&self) -> &[u64] {
         &self.shape
@@ -135,6 +150,12 @@ impl DeviceMesh {
     #[must_use]
     pub fn world_size(&self) -> usize {
         self.ranks.len()
+    }
+
+    /// The number of ranks that a job with this mesh has at the least: they count from 0.
+    #[must_use]
+    pub fn job_size(&self) -> u32 {
+        self.ranks.iter().map(|rank| rank.0.saturating_add(1)).max().unwrap_or(0)
     }
 
     /// Whether the ranks are `0..world_size` in order, so that the shape says everything.
@@ -248,5 +269,20 @@ mod tests {
         let plain = DeviceMesh::parse("dp=2,tp=3").unwrap();
         assert_eq!(plain.coordinate(Rank(5)).unwrap().to_vec(), [1, 2]);
         assert_eq!(plain.coordinate(Rank(6)), None);
+    }
+
+    #[test]
+    fn the_root_is_the_mesh_that_all_others_are_slices_of() {
+        let mesh = |spec: &str, ranks: &[u32]| {
+            let mesh = DeviceMesh::parse(spec).unwrap();
+            DeviceMesh::new(mesh.shape(), self::ranks(ranks), mesh.names().map(<[_]>::to_vec)).unwrap()
+        };
+        let (whole, first, second) = (mesh("dp=2,tp=2", &[0, 1, 2, 3]), mesh("dp=2", &[0, 2]), mesh("dp=2", &[1, 3]));
+        assert_eq!(DeviceMesh::root_of(&[first.clone(), whole.clone(), second.clone()]), Some(&whole));
+        assert_eq!(DeviceMesh::root_of(std::slice::from_ref(&whole)), Some(&whole));
+        assert_eq!(DeviceMesh::root_of(&[first, second]), None);
+        assert_eq!(DeviceMesh::root_of(&[whole.clone(), mesh("ep=2", &[0, 1])]), None);
+        assert_eq!(DeviceMesh::root_of(&[whole, mesh("dp=2", &[0, 4])]), None);
+        assert_eq!(DeviceMesh::root_of(&[]), None);
     }
 }

@@ -27,6 +27,7 @@ use smallvec::{SmallVec, smallvec};
 
 mod cover;
 mod error;
+pub mod file;
 pub mod flat;
 mod intervals;
 mod mesh;
@@ -39,6 +40,7 @@ pub mod rules;
 mod shard;
 mod split;
 mod tile;
+pub mod whole;
 
 #[cfg(test)]
 mod tests;

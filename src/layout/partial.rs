@@ -17,7 +17,7 @@
 //! The rules are PyTorch's: `Partial` in `torch/distributed/tensor/placement_types.py` and `redistribute_local_tensor` in
 //! `_redistribute.py`, which has the second line, but refuses to divide.
 
-use super::{Dims, LayoutError, Placement, ReduceOp, Split, Tile, local_part, numel, ravel, unravel};
+use super::{AsTuple, Dims, LayoutError, Placement, ReduceOp, Split, Tile, local_part, numel, ravel, unravel};
 
 /// How summands become the value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,6 +56,12 @@ impl Reduction {
         numel(&self.dims).expect("a mesh has fewer than 2^64 ranks")
     }
 
+    /// A summand, for messages: by the coordinate on the Partial mesh dims, `summand (1, 0) of (2, 2)`.
+    #[must_use]
+    pub fn name(&self, number: u64) -> String {
+        format!("summand {} of {}", AsTuple(&unravel(number, &self.dims)), AsTuple(&self.dims))
+    }
+
     /// The whole value.
     #[must_use]
     pub fn whole(&self) -> Share {
@@ -82,7 +88,7 @@ pub struct Summed<'a> {
 }
 
 /// What of the source's summands a rank of the target gets.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Share {
     /// The summands that are reduced for it, ascending.
     pub summands: Vec<u64>,

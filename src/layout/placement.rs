@@ -124,6 +124,18 @@ impl PlacementSpec {
     }
 }
 
+impl From<Placement> for PlacementSpec {
+    fn from(placement: Placement) -> Self {
+        let number = |dim: TensorDim| i64::try_from(dim.0).expect("tensors have few dims");
+        match placement {
+            Placement::Shard(dim) => Self::Shard(number(dim)),
+            Placement::StridedShard { dim, split_factor } => Self::StridedShard { dim: number(dim), split_factor },
+            Placement::Replicate => Self::Replicate,
+            Placement::Partial(op) => Self::Partial(op),
+        }
+    }
+}
+
 impl fmt::Display for PlacementSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -40,7 +40,9 @@ impl From<Vec<PlacementSpec>> for Spec {
 }
 
 impl Spec {
-    fn check(&self, mesh: &DeviceMesh) -> Result<(), LayoutError> {
+    /// # Errors
+    /// `LayoutError` where there is not one placement, or split, a mesh dim, or one for a dim outside the slice.
+    pub fn check(&self, mesh: &DeviceMesh) -> Result<(), LayoutError> {
         let text = || self.placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
         if self.placements.len() != mesh.ndim() {
             return Err(LayoutError::PlacementList { placements: text(), mesh: mesh.to_string() });

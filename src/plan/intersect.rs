@@ -21,29 +21,32 @@ use crate::layout::{Dims, Segment, Tile};
 #[derive(Debug)]
 pub struct Source<'a> {
     pub entry: &'a TensorEntry,
-    pub tiling: Tiling,
+    /// One a summand, and one where ranks hold values.
+    tilings: Vec<Tiling>,
 }
 
 impl<'a> Source<'a> {
     /// # Errors
-    /// As [`TensorEntry::tiling`].
+    /// As [`TensorEntry::tilings`].
     pub fn new(entry: &'a TensorEntry) -> Result<Self> {
-        Ok(Self { entry, tiling: entry.tiling()? })
+        Ok(Self { entry, tilings: entry.tilings()? })
     }
 
-    /// What a target tile takes from the source, or `None` where the tile is empty.
+    /// What a target tile takes from a summand of the source (0 where ranks hold values), of what lies in `within`.
     #[must_use]
-    pub fn plan(&self, target: &Tile) -> TilePlan {
+    pub fn plan(&self, target: &Tile, summand: u64, within: Option<&Tile>) -> TilePlan {
         let mut overlaps = Vec::new();
         if !target.is_empty() {
-            for index in self.tiling.cover.overlapping(target) {
-                if let Some(segments) = overlap(&self.tiling.tiles[index], target) {
-                    let tile = &self.tiling.tiles[index];
-                    overlaps.push(Overlap {
-                        chunk: self.tiling.holders[index][0],
-                        source_sizes: tile.sizes(),
-                        segments,
-                    });
+            let number = usize::try_from(summand).expect("an index of the tilings");
+            let Tiling { tiles, holders, cover } = &self.tilings[number];
+            let kept = within.map(|within| overlap(within, target).unwrap_or_default());
+            for index in cover.overlapping(target) {
+                let segments = overlap(&tiles[index], target).and_then(|segments| match &kept {
+                    Some(kept) => clip(&segments, kept),
+                    None => Some(segments),
+                });
+                if let Some(segments) = segments {
+                    overlaps.push(Overlap { chunk: holders[index][0], source_sizes: tiles[index].sizes(), segments });
                 }
             }
         }
@@ -51,7 +54,8 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Where the contents of a target tile come from: overlaps that together hold every element of it exactly once.
+/// Where the contents of a target tile come from: overlaps that together hold every element of it exactly once, but for
+/// those that are to be zero.
 #[derive(Debug)]
 pub struct TilePlan {
     /// Sizes of the target's local tensor.
@@ -67,11 +71,14 @@ pub struct Overlap {
     /// Sizes of that chunk's local tensor, from which its strides follow where it is contiguous.
     pub source_sizes: Dims,
     /// For each dim the common stretches: `left` counts in the source's local tensor, `right` in the target's.
-    pub segments: SmallVec<[Vec<Segment>; 4]>,
+    pub segments: Common,
 }
 
+/// What two tiles have in common: for each dim the stretches.
+type Common = SmallVec<[Vec<Segment>; 4]>;
+
 /// `None` where the tiles have nothing in common.
-fn overlap(source: &Tile, target: &Tile) -> Option<SmallVec<[Vec<Segment>; 4]>> {
+fn overlap(source: &Tile, target: &Tile) -> Option<Common> {
     let mut segments = SmallVec::with_capacity(source.dims().len());
     for (left, right) in source.dims().iter().zip(target.dims()) {
         let common = left.intersect(right);
@@ -81,4 +88,72 @@ fn overlap(source: &Tile, target: &Tile) -> Option<SmallVec<[Vec<Segment>; 4]>> 
         segments.push(common);
     }
     Some(segments)
+}
+
+/// What of `segments` lies in stretches of the same target that `kept` has; `None` where nothing does.
+fn clip(segments: &Common, kept: &Common) -> Option<Common> {
+    let mut clipped = Common::with_capacity(segments.len());
+    for (dim, own) in segments.iter().enumerate() {
+        let mut common = Vec::new();
+        let mut next = kept.get(dim)?.iter().peekable();
+        for segment in own {
+            // Both ascend in the target.
+            while let Some(stretch) = next.peek() {
+                let start = segment.right.max(stretch.right);
+                let end = (segment.right + segment.len).min(stretch.right + stretch.len);
+                if start < end {
+                    common.push(Segment {
+                        left: segment.left + (start - segment.right),
+                        right: start,
+                        len: end - start,
+                    });
+                }
+                if stretch.right + stretch.len > segment.right + segment.len {
+                    break;
+                }
+                next.next();
+            }
+        }
+        if common.is_empty() {
+            return None;
+        }
+        clipped.push(common);
+    }
+    Some(clipped)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::Intervals;
+
+    #[test]
+    fn what_is_kept_is_clipped() {
+        let tile = |ranges: &[std::ops::Range<u64>]| {
+            let mut dim = Intervals::empty();
+            ranges.iter().for_each(|range| dim.push(range.clone()));
+            Tile::new([dim])
+        };
+        let target = tile(&[0..4, 6..20]);
+        for (source, within) in [
+            (tile(&[1..9, 12..19]), tile(&[0..2, 3..7, 8..14, 18..20])),
+            (tile(&[0..20]), tile(&[7..8])),
+            (tile(&[0..2, 9..10]), tile(&[1..10])),
+            (tile(&[0..3]), tile(&[3..20])),
+        ] {
+            let held = |tile: &Tile| tile.dims()[0].iter().flatten().collect::<Vec<u64>>();
+            let (all, own, kept) = (held(&target), held(&source), held(&within));
+            let wanted: Vec<(usize, usize)> = (all.iter().enumerate())
+                .filter(|(_, element)| own.contains(element) && kept.contains(element))
+                .map(|(at, element)| (own.iter().position(|other| other == element).unwrap(), at))
+                .collect();
+            let found = clip(&overlap(&source, &target).unwrap(), &overlap(&within, &target).unwrap());
+            let pairs = |segment: &Segment| {
+                let Segment { left, right, len } = *segment;
+                (0..len).map(move |at| (usize::try_from(left + at).unwrap(), usize::try_from(right + at).unwrap()))
+            };
+            let found: Vec<(usize, usize)> = found.iter().flat_map(|dims| dims[0].iter().flat_map(pairs)).collect();
+            assert_eq!(found, wanted);
+        }
+    }
 }

@@ -259,7 +259,7 @@ fn what_is_asked_for_must_be_one_thing() {
     refuse(&full, "--world-size 2 --forward-dtype i32", &["--forward-dtype i32: no dtype of floats"]);
     refuse(&full, "--world-size 2 --to dcp", &["flatten writes flat parameters, not dcp", "`dtshard reshard`"]);
     let both = format!("--world-size 2 --wrap layers.* --flat-layout {}", layout.display());
-    refuse(&full, &both, &["--wrap and --flat-layout: both say the units"]);
+    refuse(&full, &both, &["--wrap and a flat layout: both say the units"]);
     refuse(&source, "--world-size 4 --strategy hybrid-shard", &["how many ranks share one copy?"]);
     let words = ["groups of 3 among 4 ranks", "--shard-group-size N"];
     refuse(&source, "--world-size 4 --strategy hybrid-shard --shard-group-size 3", &words);

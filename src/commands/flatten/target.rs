@@ -2,6 +2,7 @@
 //! state dict; for the ranks that are asked for.
 
 use std::collections::{HashMap, HashSet};
+use std::path::Path;
 
 use super::super::source::Source;
 use super::numbering;
@@ -88,18 +89,23 @@ impl Wish {
             forward_dtype: forward_dtype.transpose()?,
             ..Self::default()
         };
-        wish.with_layout(&args.convert, source)
+        wish.with_layout(&args.convert, flat.layout.as_deref(), source)
     }
 
-    /// With what `--flat-layout` says of the target.
+    /// With what a layout file, or else `--flat-layout`, says of the target.
     ///
     /// # Errors
-    /// As reading the file.
-    pub fn with_layout(mut self, args: &ConvertArgs, source: &Source) -> Result<Self> {
-        if let Some(path) = &args.source.flat_layout {
+    /// As reading the file, `Usage` where both say the same.
+    pub fn with_layout(mut self, args: &ConvertArgs, target: Option<&Path>, source: &Source) -> Result<Self> {
+        let of_source = source.checkpoint.catalog.flat.is_some();
+        let given = args.source.flat_layout.as_deref();
+        if let (Some(_), Some(_), false) = (target, given, of_source) {
+            return Err(Error::usage("--layout and --flat-layout: both say the units", "leave one of them out"));
+        }
+        if let Some(path) = target.or(given) {
             let layout = fsdp_flat::document::read(path)?;
             self.numbered = layout.optimizer.clone().filter(|_| layout.use_orig_params);
-            self.layout = source.checkpoint.catalog.flat.is_none().then_some(layout);
+            self.layout = Some(layout).filter(|_| target.is_some() || !of_source);
         }
         Ok(self)
     }
@@ -201,7 +207,7 @@ impl Wish {
             return Ok(Base { layout: layout.clone(), derived: false, notes: Vec::new() });
         }
         if self.layout.is_some() {
-            return Err(Error::usage("--wrap and --flat-layout: both say the units", "leave one of them out"));
+            return Err(Error::usage("--wrap and a flat layout: both say the units", "leave one of them out"));
         }
         let wrapping = Wrapping { wrap: &self.wrap, buffers: &self.buffers };
         let ordered = match like {

@@ -4,6 +4,7 @@
 
 mod document;
 mod draw;
+mod layout;
 mod summary;
 mod table;
 
@@ -13,8 +14,10 @@ use std::path::Path;
 use super::printer::{Printer, Span, harmless};
 use super::progress::Progress;
 use super::source::announce;
+use super::told::told;
+use super::verify::has_no_value;
 use super::{Status, check_flat, check_series, input, nearest, read_options, work_options};
-use crate::catalog::{Catalog, Chunk, Place, Sharding, TensorEntry, TensorId, model};
+use crate::catalog::{Catalog, Chunk, Place, TensorEntry, TensorId, model};
 use crate::cli::Inspect;
 use crate::error::{Error, Result};
 use crate::exec::{Stop, compare};
@@ -38,10 +41,18 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
         ));
     }
     let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::All);
-    options.flat.raw = true;
+    options.flat.raw = !args.layout;
+    options.told = told(&args.source.told, false)?;
     let checkpoint = Checkpoint::open(&args.src, &options)?;
     check_series(&args.source, &[&checkpoint])?;
     check_flat(&args.source, args.shapes.like.as_deref(), &[&checkpoint])?;
+    if args.layout {
+        announce(&checkpoint, printer);
+        let document = layout::document(&checkpoint)?;
+        printer.data(&layout::toml(&document))?;
+        printer.document(&document)?;
+        return Ok(Status::Done);
+    }
     let names = choose(&args.tensor, model_root(&checkpoint.catalog), tensor_names(&checkpoint.catalog))?;
     let digests = if args.digest { digests(args, &checkpoint, &names, printer)? } else { BTreeMap::new() };
     announce(&checkpoint, printer);
@@ -130,14 +141,19 @@ fn digests(
     let stop = Stop::on_signals()?;
     let catalog = &checkpoint.catalog;
     let distinct: BTreeSet<TensorId> = names.iter().map(|(_, id)| *id).collect();
-    let (partial, entries): (Vec<_>, Vec<_>) = (distinct.into_iter().map(|id| (id, catalog.tensor(id))))
-        .partition(|(_, entry)| entry.sharding.as_ref().is_some_and(Sharding::is_partial));
-    for (_, entry) in partial {
-        printer.warning(&format!("{}: no digest, its Partial values have not been reduced", entry.fqn));
+    let entries = distinct.into_iter().map(|id| (id, catalog.tensor(id), catalog.tensor(id).dtype));
+    let (reduced, stored): (Vec<_>, Vec<_>) = entries.partition(|(_, entry, _)| entry.summands.is_some());
+    let total = reduced.iter().chain(&stored).map(|(_, entry, _)| entry.len_bytes()).sum();
+    let progress = Progress::start(printer, "hashing", total);
+    let mut digests = compare::digests(input(checkpoint), &stored, &options, &progress, &stop)?;
+    for (id, entry, dtype) in reduced {
+        match compare::digest(input(checkpoint), entry, dtype, &options, &progress, &stop) {
+            Ok(digest) => drop(digests.insert(id, digest)),
+            Err(error) if has_no_value(&error, &[entry]) => printer.warning(&format!("no digest: {error}")),
+            Err(error) => return Err(error),
+        }
     }
-    let entries: Vec<_> = entries.into_iter().map(|(id, entry)| (id, entry, entry.dtype)).collect();
-    let progress = Progress::start(printer, "hashing", entries.iter().map(|(_, entry, _)| entry.len_bytes()).sum());
-    compare::digests(input(checkpoint), &entries, &options, &progress, &stop)
+    Ok(digests)
 }
 
 /// The most room a drawing takes.

@@ -3,10 +3,10 @@
 //! Optimizer state and gradients follow their parameter: a rule matches the name of that, and state of its shape gets its
 //! placements. What the source stores plain beside DTensors (buffers, steps) is replicated unless a rule says otherwise.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashSet};
 
-use crate::catalog::optimizer::{self, OptimizerState};
-use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, model, path};
+use crate::catalog::owner::{Owner, Owners};
+use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, path};
 use crate::cli::TensorClass;
 use crate::error::{Error, Result};
 use crate::format::torch::RankLayout;
@@ -49,11 +49,8 @@ pub struct Chooser<'a> {
     usual_class: Class,
     /// How tensors that ranks share are told from those that every rank has.
     told_by: ToldBy,
-    model_root: Path,
-    /// Tensors of the model by name, for the state that follows them.
-    parameters: HashMap<Fqn, TensorId>,
-    /// For each optimizer the parameters it knows by numbers, where they can be told.
-    numbered: HashMap<Path, Option<Vec<(Fqn, TensorId)>>>,
+    /// For the state that follows its parameter.
+    owners: Owners<'a>,
     /// Tensors that an optimizer has state of: parameters, whether they are DTensors or not.
     trained: HashSet<Fqn>,
     used: Vec<bool>,
@@ -66,6 +63,8 @@ pub struct Chooser<'a> {
     fallback_ndims: BTreeSet<usize>,
     /// State of parameters that are known by number only.
     nameless: usize,
+    /// Tensors of summands, of which only the value can be written.
+    reduced: usize,
     /// Names seen, for saying what a pattern came near to.
     names: Vec<String>,
 }
@@ -80,19 +79,20 @@ enum ToldBy {
     Nothing,
 }
 
-/// The parameter that a tensor is state or gradient of.
-struct Owner {
-    by_number: bool,
-    /// `None` where it is known by a number that stands for nobody knows which.
-    name: Option<Fqn>,
-    id: Option<TensorId>,
-}
-
 /// How a tensor is to lie.
 struct Choice {
     shared: Shared,
     /// The class it has in --like.
     class: Option<Class>,
+    /// Whether the placements were asked for; else they come from SRC or --like.
+    by: By,
+}
+
+/// Who says how a tensor is to lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum By {
+    CommandLine,
+    Example,
 }
 
 /// How --like has a tensor.
@@ -110,20 +110,24 @@ fn source_layout<'c>(catalog: &'c Catalog, sharding: &'c Sharding) -> SourceLayo
 
 impl<'a> Chooser<'a> {
     pub fn new(catalog: &'a Catalog, layout: &'a Layout, wrappers: Wrappers, class: Option<Class>) -> Self {
-        let found = model::model(&catalog.state);
         let has = |class| catalog.tensors.iter().any(|entry| entry.class == class);
         let (has_dtensors, has_sharded) = (has(Class::DTensor), has(Class::ShardedTensor));
+        // Plain tensors that are parts: the source says, or was told, which are and which are not.
+        let has_parts = catalog.tensors.iter().any(|entry| entry.class == Class::Tensor && entry.sharding.is_some());
+        let usual_class = match (has_dtensors, has_sharded, has_parts) {
+            (false, true, _) => Class::ShardedTensor,
+            (false, false, true) => Class::Tensor,
+            _ => Class::DTensor,
+        };
         let mut chooser = Self {
             catalog,
             layout,
             wrappers,
             like: None,
             class,
-            usual_class: if has_sharded && !has_dtensors { Class::ShardedTensor } else { Class::DTensor },
-            told_by: if has_dtensors || has_sharded { ToldBy::Class } else { ToldBy::Nothing },
-            model_root: found.root,
-            parameters: found.tensors.into_iter().collect(),
-            numbered: HashMap::new(),
+            usual_class,
+            told_by: if has_dtensors || has_sharded || has_parts { ToldBy::Class } else { ToldBy::Nothing },
+            owners: Owners::new(catalog),
             trained: HashSet::new(),
             used: vec![false; layout.rules.len()],
             misfits: 0,
@@ -131,11 +135,12 @@ impl<'a> Chooser<'a> {
             plain: 0,
             fallback_ndims: BTreeSet::new(),
             nameless: 0,
+            reduced: 0,
             names: Vec::new(),
         };
         let mut trained = HashSet::new();
         path::tensors(&catalog.state, &Path::default(), &mut |path, id| {
-            if let Some(parameter) = chooser.owner(path).and_then(|owner| owner.id)
+            if let Some(parameter) = chooser.owners.of(path).and_then(|owner| owner.id)
                 && catalog.tensor(parameter).shape == catalog.tensor(id).shape
             {
                 trained.insert(catalog.tensor(parameter).fqn.clone());
@@ -156,8 +161,27 @@ impl<'a> Chooser<'a> {
     /// The distinct tiles of a tensor, for a format that stores those.
     pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<dcp::Shards> {
         let replicated = || Shared::from(vec![Placement::Replicate; self.layout.mesh.ndim()]);
-        let shared = self.choose(path, entry)?.map_or_else(replicated, |choice| choice.shared);
+        let shared = match self.choose(path, entry)? {
+            Some(Choice { shared, by, .. }) => self.without_summands(path, shared, by)?,
+            None => replicated(),
+        };
         Ok(self.layout.shards(&entry.shape, &shared)?)
+    }
+
+    /// A DCP directory has no place for summands: their value goes there.
+    fn without_summands(&mut self, path: &Path, mut shared: Shared, by: By) -> Result<Shared> {
+        let is_partial = |placement: &&mut Placement| matches!(placement, Placement::Partial(_));
+        let mut partial = shared.placements.iter_mut().filter(is_partial).peekable();
+        let Some(first) = partial.peek() else { return Ok(shared) };
+        if by == By::CommandLine {
+            return Err(Error::unsupported(
+                format!("{path}: {first} in a DCP directory, which holds values, not summands"),
+                "write rank files (--to torch-ranks), or give it S or R placements, for which it is reduced",
+            ));
+        }
+        partial.for_each(|placement| *placement = Placement::Replicate);
+        self.reduced += 1;
+        Ok(shared)
     }
 
     /// How rank files of torch.save have it.
@@ -174,29 +198,20 @@ impl<'a> Chooser<'a> {
     /// The class of a tensor that ranks share, and how; `None` for a plain tensor on every rank.
     pub fn class_and_part(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<(Class, Shared)>> {
         let own = (entry.class != Class::Tensor || entry.sharding.is_some()).then_some(entry.class);
-        let Some(Choice { shared, class: like }) = self.choose(path, entry)? else { return Ok(None) };
+        let Some(Choice { shared, class: like, .. }) = self.choose(path, entry)? else { return Ok(None) };
         Ok(Some((self.class.or(like).or(own).unwrap_or(self.usual_class), shared)))
     }
 
     /// `None` for a plain tensor on every rank.
     fn choose(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<Choice>> {
-        let mut names = model::rule_names(path, &self.model_root);
-        let owner = self.owner(path);
+        let owner = self.owners.of(path);
         let parameter = owner.as_ref().and_then(|owner| owner.id);
         let follows = parameter.filter(|id| self.catalog.tensor(*id).shape == entry.shape);
-        // State of another shape than its parameter (a step, a factored moment) does not follow it, and a number is no
-        // name.
+        // State of another shape than its parameter (a step, a factored moment) does not follow it.
         let stray = owner.is_some() && follows.is_none();
-        if stray && !self.parameters.is_empty() || owner.as_ref().is_some_and(|owner| owner.by_number) {
-            names.truncate(1);
-        }
-        match &owner {
-            Some(Owner { name: None, .. }) => self.nameless += usize::from(!entry.shape.is_empty()),
-            Some(Owner { by_number: true, name: Some(name), .. }) if !stray => {
-                names.push(format!("{}.{name}", self.model_root));
-                names.push(name.to_string());
-            }
-            _ => {}
+        let mut names = self.owners.rule_names(path, owner.as_ref(), stray);
+        if let Some(Owner { name: None, .. }) = &owner {
+            self.nameless += usize::from(!entry.shape.is_empty());
         }
         if self.wrappers == Wrappers::Match {
             with_clean(&mut names);
@@ -226,7 +241,7 @@ impl<'a> Chooser<'a> {
             let as_it_is = matches!(self.layout.fallback, Fallback::Source);
             let is_parameter = self.trained.contains(&entry.fqn) || follows.is_some();
             if self.told_by != ToldBy::Nothing && !shared && (as_it_is || !is_parameter) {
-                let of_model = self.parameters.contains_key(&self.in_model(path));
+                let of_model = self.owners.parameters.contains_key(&self.in_model(path));
                 self.plain += usize::from(!entry.shape.is_empty() && of_model && !as_it_is);
                 return Ok(None);
             }
@@ -241,12 +256,13 @@ impl<'a> Chooser<'a> {
         if shared.slice.is_none() {
             shared.slice = sharding.and_then(|sharding| self.slice(self.catalog, sharding, &shared.placements));
         }
-        Ok(Some(Choice { shared, class: None }))
+        let asked = chosen.rule.is_some() || matches!(self.layout.fallback, Fallback::Placements(_));
+        Ok(Some(Choice { shared, class: None, by: if asked { By::CommandLine } else { By::Example } }))
     }
 
     /// How --like has it.
     fn as_like(&mut self, path: &Path, entry: &TensorEntry, owner: Option<&Owner>) -> Result<Alike> {
-        let in_model = Some(self.in_model(path)).filter(|name| self.parameters.contains_key(name));
+        let in_model = Some(self.in_model(path)).filter(|name| self.owners.parameters.contains_key(name));
         let Some(like) = &mut self.like else { return Ok(Alike::Untold) };
         let parameter = owner.and_then(|owner| owner.name.as_ref());
         let Some(found) = like.find(path, in_model.as_ref(), parameter, entry)? else {
@@ -263,12 +279,12 @@ impl<'a> Chooser<'a> {
         };
         let class = Some(found.class);
         if found.class == Class::ShardedTensor {
-            return Ok(Alike::Shared(Choice { shared: rows(&self.layout.mesh).into(), class }));
+            return Ok(Alike::Shared(Choice { shared: rows(&self.layout.mesh).into(), class, by: By::Example }));
         }
         let (catalog, Some(sharding)) = (like.catalog, &found.sharding) else { return Ok(Alike::Plain) };
         let shared = self.layout.as_in(source_layout(catalog, sharding));
         let slice = self.slice(catalog, sharding, &shared.placements);
-        Ok(Alike::Shared(Choice { shared: Shared { slice, ..shared }, class }))
+        Ok(Alike::Shared(Choice { shared: Shared { slice, ..shared }, class, by: By::Example }))
     }
 
     /// A tensor on a slice of its mesh (norms under FSDP over TP) stays on the dims of the same names, where it is
@@ -284,30 +300,8 @@ impl<'a> Chooser<'a> {
 
     /// The name a tensor of the model has within it; for others the whole name.
     fn in_model(&self, path: &Path) -> Fqn {
-        let inner = path.0.strip_prefix(self.model_root.0.as_slice()).unwrap_or(&path.0);
+        let inner = path.0.strip_prefix(self.owners.model_root.0.as_slice()).unwrap_or(&path.0);
         Path(inner.to_vec()).fqn()
-    }
-
-    fn owner(&mut self, path: &Path) -> Option<Owner> {
-        let beside_model = self.model_root.0.is_empty() || !path.0.starts_with(&self.model_root.0);
-        if let Some(parameter) = model::gradient_parameter(path).filter(|_| beside_model) {
-            let id = self.parameters.get(&parameter).copied();
-            return Some(Owner { by_number: false, id, name: Some(parameter) });
-        }
-        let OptimizerState { optimizer, parameter } = optimizer::optimizer_state(path)?;
-        let Ok(number) = parameter.as_str().parse::<usize>() else {
-            let id = self.parameters.get(&parameter).copied();
-            return Some(Owner { by_number: false, id, name: Some(parameter) });
-        };
-        let catalog = self.catalog;
-        let numbered = self.numbered.entry(optimizer).or_insert_with_key(|optimizer| {
-            optimizer::numbered_parameters(catalog, catalog.state.at(optimizer)?, &|_| true)
-        });
-        let known = numbered.as_ref().and_then(|parameters| parameters.get(number));
-        Some(match known {
-            Some((name, id)) => Owner { by_number: true, name: Some(name.clone()), id: Some(*id) },
-            None => Owner { by_number: true, name: None, id: None },
-        })
     }
 
     /// A placement that fits no tensor at all would leave its mesh dim unused.
@@ -351,6 +345,11 @@ impl<'a> Chooser<'a> {
                 ToldBy::Optimizer | ToldBy::Nothing => "taken for buffers",
             };
             notes.push(format!("{number} without state of an optimizer, {why}: whole on every rank"));
+        }
+        if self.reduced > 0 {
+            let number = count(self.reduced, "tensor");
+            notes
+                .push(format!("{number} R where Partial in SRC or --like: a DCP directory holds values, not summands"));
         }
         if self.nameless > 0 && !self.layout.rules.is_empty() {
             let number = count(self.nameless, "tensor");

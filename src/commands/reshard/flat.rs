@@ -18,7 +18,10 @@ pub fn run(args: &Reshard, source: &mut Source, run: &Run<'_>) -> Result<Status>
         ));
     }
     tensor_class(args.tensor_class, Format::FsdpFlat)?;
-    let mut wish = Wish::default().with_layout(&args.convert, source)?;
+    if args.split.is_some() {
+        return Err(Error::usage("--split: flat parameters are cut in one way", "leave it out"));
+    }
+    let mut wish = Wish::default().with_layout(&args.convert, args.layout.as_deref(), source)?;
     if let Some(text) = args.mesh.first() {
         let mesh = DeviceMesh::parse(text)?;
         wish.world_size = u32::try_from(mesh.world_size()).ok();

@@ -1,28 +1,17 @@
 //! The target mesh, and the rules that say how tensors lie on it, from the command line.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::BTreeSet;
 
 use super::sharded::{mesh_of_rows, rows};
 use crate::catalog::{Catalog, TensorEntry, TensorId};
 use crate::cli::Reshard;
+use crate::commands::placements;
 use crate::commands::source::Source;
 use crate::error::{Error, Result};
-use crate::format::{Checkpoint, Format};
-use crate::layout::rules::{Fallback, Layout, Lies, Rule};
-use crate::layout::{DeviceMesh, Pattern, PlacementSpec, Rank, parse_placements};
-
-/// The mesh of which all the others are slices: to 2.9, PyTorch does not record of what a mesh is one.
-fn root_of(meshes: &[DeviceMesh]) -> Option<&DeviceMesh> {
-    let is_root = |root: &&DeviceMesh| {
-        let dims = |mesh: &DeviceMesh| {
-            mesh.names().is_some_and(|names| names.iter().all(|name| root.dim_by_name(name).is_some()))
-        };
-        let ranks: HashSet<Rank> = root.ranks().iter().copied().collect();
-        meshes.iter().all(|mesh| mesh == *root || dims(mesh) && mesh.ranks().iter().all(|rank| ranks.contains(rank)))
-    };
-    // The largest is the only one that can be it.
-    meshes.iter().max_by_key(|mesh| (mesh.world_size(), mesh.ndim())).filter(is_root)
-}
+use crate::format::{Checkpoint, Format, layout_file};
+use crate::layout::file::LayoutFile;
+use crate::layout::rules::{Fallback, Layout};
+use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split, parse_placements};
 
 /// The mesh that all DTensors of the source share.
 pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
@@ -35,7 +24,7 @@ pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
         let entries: Vec<&TensorEntry> = entries.map(|(id, own)| replaced(id).unwrap_or(own)).collect();
         own_rows(&entries, meshes, source.checkpoint.format)
     };
-    root_of(meshes).cloned().or_else(of_rows).ok_or_else(|| {
+    DeviceMesh::root_of(meshes).cloned().or_else(of_rows).ok_or_else(|| {
         Error::usage(
             format!("no --mesh is given, and {name} has {} meshes of its own", meshes.len()),
             "say it with --mesh, such as --mesh fsdp=8 or --mesh dp=4,tp=2",
@@ -43,13 +32,21 @@ pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
     })
 }
 
+/// The mesh that all tensors of a checkpoint share which are shared at all.
+pub fn shared_mesh(checkpoint: &Checkpoint) -> Option<DeviceMesh> {
+    match checkpoint.catalog.meshes.as_slice() {
+        [] => rows_of(checkpoint),
+        meshes => DeviceMesh::root_of(meshes).cloned(),
+    }
+}
+
 /// The mesh that all DTensors of the checkpoint of --like share.
 fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
     let meshes = &like.catalog.meshes;
-    if meshes.is_empty() {
-        return rows_of(like).ok_or_else(|| without_mesh(like));
-    }
-    root_of(meshes).cloned().ok_or_else(|| {
+    shared_mesh(like).ok_or_else(|| {
+        if meshes.is_empty() {
+            return without_mesh(like);
+        }
         Error::usage(
             format!("--like {}: it has {} meshes", like.root.display(), meshes.len()),
             "say with --mesh which dims there are to be, called as there",
@@ -102,59 +99,73 @@ fn without_mesh(like: &Checkpoint) -> Error {
     )
 }
 
+/// The layout file of the command line.
+///
+/// # Errors
+/// As reading it, and where nothing in it is for tensors one by one.
+fn file_of(args: &Reshard) -> Result<Option<LayoutFile>> {
+    let Some(path) = &args.layout else { return Ok(None) };
+    let mut file = layout_file::read(path)?;
+    file.split = args.split.map(Split::from).or(file.split);
+    if file.is_flat_alone() {
+        return Err(Error::usage(
+            format!("--layout {}: it has [flat] alone, which is for flat parameters", path.display()),
+            "--to fsdp-flat writes them; for tensors say a mesh and placements: docs/layout-file.md",
+        ));
+    }
+    if let Some(said) = file.plan.said() {
+        return Err(Error::unsupported(
+            format!("{said}: this version applies no parallelize plans"),
+            "say it with rules: docs/layout-file.md",
+        ));
+    }
+    Ok(Some(file))
+}
+
 /// Mesh and rules from the command line.
 pub fn target_layout(args: &Reshard, source: &Source) -> Result<Layout> {
     let catalog = &source.wanted.catalog;
-    let mut mesh = match (args.mesh.as_slice(), &source.like) {
-        ([one], None) => DeviceMesh::parse(one)?,
-        ([one], Some(like)) => check_dims(DeviceMesh::parse(one)?, like)?,
-        ([], None) => own_mesh(source)?,
-        ([], Some(like)) => mesh_of(like)?,
-        ([first, second, ..], _) => {
+    let file = file_of(args)?;
+    let given = match args.mesh.as_slice() {
+        [] => None,
+        [one] => Some(DeviceMesh::parse(one)?),
+        [first, second, ..] => {
             return Err(Error::usage(
                 format!("--mesh {first} and --mesh {second}: two meshes"),
                 format!("dims of one mesh have commas between them: --mesh {first},{second}"),
             ));
         }
     };
+    let said = file.as_ref().map_or(Ok(given.clone()), |file| file.mesh(given))?;
+    let is_own = said.is_none();
+    let mut mesh = match (said, &source.like) {
+        (Some(mesh), None) => mesh,
+        (Some(mesh), Some(like)) => check_dims(mesh, like)?,
+        (None, None) => own_mesh(source)?,
+        (None, Some(like)) => mesh_of(like)?,
+    };
     if !args.mesh_ranks.is_empty() {
         let ranks = args.mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
         mesh = DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec))?;
     }
-    let mut rules = Vec::new();
-    let mut fallback = None;
-    for text in &args.placements {
-        match text.rsplit_once('=').filter(|(_, list)| parse_placements(list).is_ok()) {
-            Some((pattern, list)) if parse_placements(text).is_err() => {
-                rules.push(Rule {
-                    pattern: Pattern::parse(pattern.trim())?,
-                    lies: Lies::Shared(parse_placements(list)?.into()),
-                    said: format!("--placements {text}"),
-                });
-            }
-            _ => {
-                if fallback.replace(parse_placements(text)?).is_some() {
-                    return Err(Error::usage(
-                        format!("--placements {text}: a second fallback"),
-                        "give one list for every tensor, and PATTERN=LIST for the exceptions",
-                    ));
-                }
-            }
-        }
+    let (mut rules, fallback) = placements::read("--placements", &args.placements)?;
+    if let Some(file) = &file {
+        rules.extend(file.rules(&mesh)?);
     }
+    let split = file.as_ref().map_or(args.split.map(Split::from), |file| file.split.clone());
+    let fallback = fallback.or_else(|| file.as_ref()?.fallback().map(<[PlacementSpec]>::to_vec));
     let fallback = match fallback {
         Some(list) => Fallback::Placements(list),
         None if source.like.is_some() => Fallback::Source,
-        None if args.mesh.is_empty() && catalog.meshes.is_empty() => Fallback::Placements(row_specs(&mesh)?),
+        None if is_own && catalog.meshes.is_empty() => Fallback::Placements(row_specs(&mesh)),
         None => default_fallback(&mesh, catalog)?,
     };
-    Ok(Layout::new(mesh, rules, fallback, None)?)
+    Ok(Layout::new(mesh, rules, fallback, split)?)
 }
 
 /// How ShardedTensors lie, as if it had been said.
-fn row_specs(mesh: &DeviceMesh) -> Result<Vec<PlacementSpec>> {
-    let list: Vec<String> = rows(mesh).iter().map(ToString::to_string).collect();
-    Ok(parse_placements(&list.join(","))?)
+pub fn row_specs(mesh: &DeviceMesh) -> Vec<PlacementSpec> {
+    rows(mesh).into_iter().map(PlacementSpec::from).collect()
 }
 
 /// Without a list for every tensor: the source's placements where its mesh dims have the same names, else S(0) on a
@@ -186,25 +197,4 @@ fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
         format!("--mesh {mesh}: the source does not say how tensors lie on these mesh dims"),
         format!("say it for every tensor: --placements '{sharded_first}' or --placements '{replicated_first}'"),
     ))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_root_is_the_mesh_that_all_others_are_slices_of() {
-        let mesh = |spec: &str, ranks: &[u32]| {
-            let mesh = DeviceMesh::parse(spec).unwrap();
-            DeviceMesh::new(mesh.shape(), ranks.iter().copied().map(Rank).collect(), mesh.names().map(<[_]>::to_vec))
-                .unwrap()
-        };
-        let (whole, first, second) = (mesh("dp=2,tp=2", &[0, 1, 2, 3]), mesh("dp=2", &[0, 2]), mesh("dp=2", &[1, 3]));
-        assert_eq!(root_of(&[first.clone(), whole.clone(), second.clone()]), Some(&whole));
-        assert_eq!(root_of(std::slice::from_ref(&whole)), Some(&whole));
-        assert_eq!(root_of(&[first, second]), None);
-        assert_eq!(root_of(&[whole.clone(), mesh("ep=2", &[0, 1])]), None);
-        assert_eq!(root_of(&[whole, mesh("dp=2", &[0, 4])]), None);
-        assert_eq!(root_of(&[]), None);
-    }
 }

@@ -9,19 +9,22 @@
 //!
 //! Parameters stand in the order in which the module registered them. `shard_group_size`, `optimizer`, and of a unit
 //! `dtype` and `align_numel`, of a parameter `stride` may be left out. Numbers count ranks and elements. A document that is
-//! read has passed [`FlatLayout::check`]; the same layout always gives the same text.
+//! read has passed [`FlatLayout::check`]; the same layout always gives the same text. A [layout file](crate::layout::file)
+//! has the same document under `flat`.
 
 use std::fmt::Write as _;
 use std::path::Path;
 
 use serde::Deserialize;
-use serde_json::json;
+use serde::de::IgnoredAny;
+use serde_json::{Value as Json, json};
 
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared, Wrong};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
-use crate::format::json;
+use crate::format::{json, layout_file};
 use crate::layout::Dims;
+use crate::layout::file::LayoutFile;
 
 /// The name of the document beside rank files.
 pub const FILE_NAME: &str = "flat_layout.json";
@@ -69,12 +72,44 @@ struct Param {
     shared_with: Option<String>,
 }
 
-/// Read a document.
+/// A layout file, which has a flat layout among other things.
+#[derive(Deserialize)]
+struct Wider {
+    #[serde(rename = "flat")]
+    _flat: IgnoredAny,
+}
+
+/// Read a document, or that of a layout file.
 ///
 /// # Errors
 /// `Malformed` naming the place in the file, `Unsupported` for a version to come, `Io`.
 pub fn read(path: &Path) -> Result<FlatLayout> {
-    parse(path, &json::read_document(path, MAX_BYTES)?)
+    let text = json::read_document(path, MAX_BYTES)?;
+    let is_toml = path.extension().is_some_and(|suffix| suffix.eq_ignore_ascii_case("toml"));
+    if is_toml || serde_json::from_slice::<Wider>(&text).is_ok() {
+        return of_layout_file(path, &layout_file::parse(path, &text)?);
+    }
+    parse(path, &text)
+}
+
+/// The flat layout in a layout file.
+///
+/// # Errors
+/// `Usage` where it has none, else as [`read`].
+pub fn of_layout_file(path: &Path, file: &LayoutFile) -> Result<FlatLayout> {
+    let Some(flat) = &file.flat else {
+        return Err(Error::usage(
+            format!("{}: it has no [flat], which says what flat parameters hold", path.display()),
+            "docs/layout-file.md tells what a layout file says, docs/fsdp1.md how to get a flat layout",
+        ));
+    };
+    let mut document = flat.value.clone();
+    if let Json::Object(table) = &mut document {
+        table.entry("version").or_insert(json!(VERSION));
+    }
+    let document = Document::deserialize(document)
+        .map_err(|error| flat.wrong(error, "docs/fsdp1.md tells what a flat layout says"))?;
+    checked(path, document)
 }
 
 /// The layout that a text says; `path` is for messages.
@@ -87,6 +122,10 @@ pub fn parse(path: &Path, text: &[u8]) -> Result<FlatLayout> {
             Ok(Versioned { version }) if version != VERSION => unknown_version(path, version),
             _ => Error::malformed(path, json::place(&error), "a flat layout", json::plain(&error)),
         })?;
+    checked(path, document)
+}
+
+fn checked(path: &Path, document: Document) -> Result<FlatLayout> {
     if document.version != VERSION {
         return Err(unknown_version(path, document.version));
     }

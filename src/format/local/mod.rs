@@ -27,7 +27,7 @@ mod write;
 use std::path::Path;
 
 pub use document::FILE_NAME;
-pub use read::{RankTensors, read, read_rank_files};
+pub use read::read;
 pub use write::{LocalTarget, reserve};
 
 use crate::layout::Rank;

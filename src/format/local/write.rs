@@ -22,7 +22,6 @@ use crate::catalog::{
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
 use crate::format::safetensors::{FORMAT_KEY, Written, write_header};
-use crate::format::torch::check_ranks;
 use crate::layout::rules::Shared;
 use crate::layout::{DeviceMesh, Dims, Placement, Rank, Region, Split, Tile};
 use crate::storage::FileId;
@@ -30,28 +29,28 @@ use crate::storage::FileId;
 /// What to write.
 pub struct LocalTarget<'a> {
     pub mesh: &'a DeviceMesh,
+    /// The number of files. Ranks that are not in the mesh hold nothing of what the others share.
+    pub world_size: u32,
     /// Asked for each name of each tensor; where names are tied, the first decides. `None` for a plain tensor on every
     /// rank, as what a rank has of its own is all the same.
     pub layout: &'a mut dyn FnMut(&Path, &TensorEntry) -> Result<Option<(Class, Shared)>>,
 }
 
-/// Lay out a file for each rank of the mesh, and the document.
+/// Lay out a file for each rank, and the document.
 ///
 /// Only dtypes and shapes of `source` are looked at.
 ///
 /// # Errors
-/// `Unsupported` where the mesh does not hold the ranks from 0 on, two paths have the same dotted name or the format has
-/// no tag for a dtype; what `layout` gives, and where placements do not fit.
+/// `Unsupported` where two paths have the same dotted name or the format has no tag for a dtype; what `layout` gives, and
+/// where placements do not fit.
 pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Result<Reservation> {
-    let LocalTarget { mesh, layout } = target;
-    check_ranks(mesh)?;
+    let LocalTarget { mesh, world_size, layout } = target;
     if !matches!(state, Value::Dict(_)) {
         return Err(Error::unsupported(
             format!("the top of the checkpoint is a {}; that of rank files must be a dict", state.type_name()),
             "save it again as a dict, or write a torch file with `dtshard unshard`",
         ));
     }
-    let world_size = u32::try_from(mesh.world_size()).expect("ranks are 32-bit numbers");
     let mut reservation = Reservation::default();
     let (mut state, own) = spread(source, state, world_size);
     leave_out(&mut state, &mut reservation.left_out);
@@ -62,7 +61,7 @@ pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Resu
     let mut order: Vec<usize> = (0..plan.names.len()).collect();
     order.sort_by_key(|&at| std::cmp::Reverse(plan.of(at).dtype.itemsize()));
     let mut writer = Writer { plan: &plan, mesh, headers: HashSet::new(), chunks: vec![BTreeMap::new(); order.len()] };
-    for rank in (0..).map(Rank).take(mesh.world_size()) {
+    for rank in (0..world_size).map(Rank) {
         reservation.files.push(writer.file(rank, &order)?);
     }
     let mut chunks = writer.chunks;
@@ -70,11 +69,12 @@ pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Resu
         let (fqn, described) = (&plan.names[at].0, plan.of(at));
         reservation.tensors.extend(std::mem::take(&mut chunks[at]).into_iter().map(|(source, chunks)| {
             let entry = TensorEntry::new(fqn.clone(), described.dtype, described.shape.clone());
-            Reserved::new(source, TensorEntry { chunks, ..entry })
+            let shared = described.sharding.as_ref().map(Sharding::shared);
+            Reserved { shared, ..Reserved::new(source, TensorEntry { chunks, ..entry }) }
         }));
     }
     let mut file = OutputFile::new(FILE_NAME);
-    file.push_literal(plan.document(mesh, state).render(&tree).into_bytes());
+    file.push_literal(plan.document(mesh, world_size, state).render(&tree).into_bytes());
     reservation.files.push(file);
     Ok(reservation)
 }
@@ -177,23 +177,23 @@ impl Plan {
     }
 
     /// What a rank holds of a tensor, and from which of the source's it is.
-    fn part(&self, at: usize, mesh: &DeviceMesh, rank: Rank, coordinate: &Dims) -> Result<Option<(TensorId, Tile)>> {
+    fn part(&self, at: usize, mesh: &DeviceMesh, rank: Rank) -> Result<Option<(TensorId, Tile)>> {
         let Described { shape, sharding, .. } = self.of(at);
         let source = match &self.contents[self.names[at].1] {
             Content::Shared(id) => Some(*id),
             Content::Own(by_rank) => by_rank.get(&rank).copied(),
         };
-        let tile = match sharding {
-            None => Tile::from_region(&Region::whole(shape)),
-            Some(sharding) => sharding.shared().part(shape, mesh, coordinate)?,
+        let tile = match (sharding, mesh.coordinate(rank)) {
+            (None, _) => Some(Tile::from_region(&Region::whole(shape))),
+            (Some(sharding), Some(at)) => Some(sharding.shared().part(shape, mesh, &at)?),
+            (Some(_), None) => None,
         };
-        Ok(source.map(|source| (source, tile)))
+        Ok(source.zip(tile))
     }
 
-    fn document(mut self, mesh: &DeviceMesh, mut state: Value) -> Document {
-        let world_size = u32::try_from(mesh.world_size()).expect("ranks are 32-bit numbers");
+    fn document(mut self, mesh: &DeviceMesh, world_size: u32, mut state: Value) -> Document {
         for described in &mut self.described {
-            described.ranks.take_if(|ranks| ranks.len() == mesh.world_size());
+            described.ranks.take_if(|ranks| ranks.len() == world_size as usize);
         }
         let any = self.described.iter().any(|described| described.sharding.is_some());
         let meshes = any.then(|| mesh.clone()).into_iter().collect();
@@ -219,11 +219,10 @@ struct Writer<'a> {
 
 impl Writer<'_> {
     fn file(&mut self, rank: Rank, order: &[usize]) -> Result<OutputFile> {
-        let coordinate = self.mesh.coordinate(rank).expect("the mesh holds the ranks from 0 on");
         let mut parts: Vec<(usize, TensorId, Tile, u64)> = Vec::new();
         let mut end = 0;
         for &at in order {
-            if let Some((source, tile)) = self.plan.part(at, self.mesh, rank, &coordinate)? {
+            if let Some((source, tile)) = self.plan.part(at, self.mesh, rank)? {
                 let len = tile.numel() * self.plan.of(at).dtype.itemsize();
                 parts.push((at, source, tile, end));
                 end += len;

@@ -9,6 +9,7 @@
 //! ```
 
 mod header;
+pub mod ranks;
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
@@ -18,8 +19,8 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::dcp_hf::{self, Shard};
-use super::{distinct_names, files_beside, natural_order};
-use crate::catalog::{Catalog, Dict, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value};
+use super::{RankName, distinct_names, files_beside, natural_order};
+use crate::catalog::{Catalog, Dict, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, model};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, regular_file};
 
@@ -68,8 +69,7 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Resul
             && let Some(plain) = shards.iter().find(|shard| shard.offsets.is_none())
         {
             let other = if plain.path == first.path { second } else { first };
-            let found = format!("it in {} as well", other.path.display());
-            return Err(Error::malformed(&plain.path, name, "a tensor in one file only", found));
+            return Err(twice(&name, &plain.path, &other.path));
         }
         let id = catalog.push_tensor(dcp_hf::tensor(&name, &shards)?);
         names.insert(name, (shards[0].path.clone(), id));
@@ -80,6 +80,12 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Resul
         check_index(index, &names, &aliases)?;
     }
     names.extend(aliases);
+    put_in_order(&mut catalog, names);
+    Ok(catalog)
+}
+
+/// Make names the state dict, and the first of each tensor that of its entry.
+fn put_in_order(catalog: &mut Catalog, names: BTreeMap<String, (PathBuf, TensorId)>) {
     let mut names: Vec<(String, TensorId)> = names.into_iter().map(|(name, (_, id))| (name, id)).collect();
     names.sort_by(|(left, _), (right, _)| natural_order(left, right));
     let mut named = HashSet::new();
@@ -91,7 +97,20 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Resul
     }
     let entries = names.into_iter().map(|(name, id)| (Value::Str(name), Value::Tensor(id))).collect();
     catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
-    Ok(catalog)
+}
+
+/// A tensor in two files, which may be those of ranks.
+fn twice(name: &str, path: &Path, other: &Path) -> Error {
+    let found = format!("it in {} as well", other.display());
+    let of_ranks = [path, other].iter().all(|path| RankName::parse(path).is_some());
+    if !of_ranks {
+        return Error::malformed(path, name, "a tensor in one file only", found);
+    }
+    Error::unsupported(
+        format!("{}: {name}: expected a tensor in one file only, found {found}", path.display()),
+        "where each file holds what one rank had, --src-mesh and --src-placements say how its tensors lie (--src-mesh \
+         tp=2 --src-placements '**.w1=S(0)')",
+    )
 }
 
 /// Further names of tensors: tied ones are written once, and `__metadata__` says which of the names was kept
@@ -180,6 +199,44 @@ pub enum Shape {
     File(PathBuf),
     /// A folder; files hold at most this many bytes of tensor data, a larger tensor gets its own.
     Folder { max_shard_bytes: u64 },
+    /// A folder of the files that another one has.
+    Like(Placing),
+}
+
+/// Which file of a folder each tensor is in.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Placing(BTreeMap<Fqn, PathBuf>);
+
+impl Placing {
+    /// That of safetensors files; `None` where there is only one.
+    #[must_use]
+    pub fn of(catalog: &Catalog, files: &Files) -> Option<Self> {
+        let file_of = |id: TensorId| {
+            let places = catalog.tensor(id).chunks.iter().find_map(|chunk| chunk.place.file());
+            places.and_then(|file| files.path(file).file_name()).map(PathBuf::from)
+        };
+        let named = model::all_tensors(&catalog.state).into_iter();
+        let placing: BTreeMap<Fqn, PathBuf> = named.filter_map(|(fqn, id)| Some((fqn, file_of(id)?))).collect();
+        let distinct: BTreeSet<&PathBuf> = placing.values().collect();
+        (distinct.len() > 1).then_some(Self(placing))
+    }
+
+    #[must_use]
+    pub fn has(&self, fqn: &Fqn) -> bool {
+        self.0.contains_key(fqn)
+    }
+
+    /// The tensors of each file, in their order. One that is in none joins the one before it.
+    fn groups<T: Clone>(&self, tensors: &[(Fqn, T)]) -> Vec<(PathBuf, Vec<(Fqn, T)>)> {
+        let first = self.0.values().min().cloned().unwrap_or_default();
+        let mut at = tensors.iter().find_map(|(fqn, _)| self.0.get(fqn)).unwrap_or(&first);
+        let mut groups: BTreeMap<&PathBuf, Vec<(Fqn, T)>> = BTreeMap::new();
+        for tensor in tensors {
+            at = self.0.get(&tensor.0).unwrap_or(at);
+            groups.entry(at).or_default().push(tensor.clone());
+        }
+        groups.into_iter().map(|(name, tensors)| (name.clone(), tensors)).collect()
+    }
 }
 
 /// Lay out the named tensors of `source`, in this order. Of each pair of `ties` the first is a further name of the
@@ -196,9 +253,10 @@ pub fn reserve(
     ties: &[(Fqn, Fqn)],
     shape: &Shape,
 ) -> Result<Reservation> {
-    let groups = match shape {
-        Shape::File(_) => vec![tensors],
+    let groups: Vec<(PathBuf, Vec<(Fqn, TensorId)>)> = match shape {
+        Shape::File(name) => vec![(name.clone(), tensors.to_vec())],
         Shape::Folder { max_shard_bytes } => split(source, tensors, *max_shard_bytes),
+        Shape::Like(placing) => placing.groups(tensors),
     };
     let mut reservation = Reservation::default();
     let mut weight_map = serde_json::Map::new();
@@ -213,18 +271,13 @@ pub fn reserve(
     let written: HashSet<&Fqn> = tensors.iter().map(|(fqn, _)| fqn).collect();
     assert!(ties.iter().all(|(_, kept)| written.contains(kept)), "ties are with tensors that are written");
     let count = groups.len();
-    for (index, group) in groups.into_iter().enumerate() {
-        let name = match shape {
-            Shape::File(name) => name.clone(),
-            Shape::Folder { .. } if count == 1 => PathBuf::from("model.safetensors"),
-            Shape::Folder { .. } => PathBuf::from(format!("model-{:05}-of-{count:05}.safetensors", index + 1)),
-        };
-        for (fqn, _) in group {
+    for (name, group) in groups {
+        for (fqn, _) in &group {
             weight_map.insert(fqn.to_string(), json!(name.to_string_lossy()));
         }
         let names: HashSet<&Fqn> = group.iter().map(|(fqn, _)| fqn).collect();
         let ties: Vec<&(Fqn, Fqn)> = ties.iter().filter(|(_, kept)| names.contains(kept)).collect();
-        reserve_file(source, group, &ties, name, &mut reservation)?;
+        reserve_file(source, &group, &ties, name, &mut reservation)?;
     }
     if count > 1 {
         let total_size = reservation.payload_bytes();
@@ -239,7 +292,7 @@ pub fn reserve(
 }
 
 /// Consecutive tensors, each group within the limit where its tensors are.
-fn split<'a>(source: &Catalog, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<&'a [(Fqn, TensorId)]> {
+fn split(source: &Catalog, tensors: &[(Fqn, TensorId)], limit: u64) -> Vec<(PathBuf, Vec<(Fqn, TensorId)>)> {
     let mut groups = Vec::new();
     let (mut start, mut bytes) = (0, 0_u64);
     for (index, (_, id)) in tensors.iter().enumerate() {
@@ -251,7 +304,12 @@ fn split<'a>(source: &Catalog, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Ve
         bytes += len;
     }
     groups.push(&tensors[start..]);
-    groups
+    let count = groups.len();
+    let name = |index: usize| match count {
+        1 => PathBuf::from("model.safetensors"),
+        _ => PathBuf::from(format!("model-{:05}-of-{count:05}.safetensors", index + 1)),
+    };
+    groups.into_iter().enumerate().map(|(index, group)| (name(index), group.to_vec())).collect()
 }
 
 fn reserve_file(

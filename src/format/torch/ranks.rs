@@ -12,11 +12,17 @@ use super::reader::Contents;
 use super::{Found, Group, View, chunk};
 use crate::catalog::path::{self, Fate, is_descended, key_text};
 use crate::catalog::{
-    Catalog, Class, Dict, Fqn, Holding, Key, Path, Sharding, TensorEntry, TensorId, Value, checked_len_bytes,
+    Catalog, Class, Dict, Fqn, Holding, Key, Path, Sharding, Summands, TensorEntry, TensorId, Value, checked_len_bytes,
     permuted_stride,
 };
 use crate::error::{Error, Result};
+use crate::layout::partial::{Reduction, summand};
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, local_shard};
+
+/// What to say where plain tensors have other shapes on other ranks.
+const PARTS_UNTOLD: &str = "where they are parts of one tensor, --src-mesh and --src-placements say how it lies (--src-mesh \
+                            tp=2 --src-placements '**.w1=S(0)'); else check that all the files come from one save of one \
+                            job";
 
 /// What one rank saved.
 #[derive(Debug)]
@@ -27,20 +33,30 @@ pub struct RankFile {
     pub contents: Contents,
 }
 
+/// What the plain tensors that ranks have under one name are to each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Plain {
+    /// The same on all of them.
+    Replicas,
+    /// Parts of one, of whatever shapes: the whole is to be told ([`crate::format::told`]). Until then a tensor has the
+    /// shape of its first part, and the tile of each chunk is all of that part.
+    Parts,
+}
+
 /// The catalog of a file that is not one of a series. DTensors in it are only its rank's part, which coverage shows.
 ///
 /// # Errors
 /// `Malformed`, `Conflict`.
 pub fn single(file: &RankFile) -> Result<Catalog> {
-    merge(std::slice::from_ref(file))
+    merge(std::slice::from_ref(file), Plain::Replicas)
 }
 
 /// One catalog of the files of all ranks.
 ///
 /// # Errors
 /// `Conflict` where ranks disagree, `Malformed` where a file does not belong to its rank.
-pub fn merge(files: &[RankFile]) -> Result<Catalog> {
-    let mut merger = Merger { files, tensors: Vec::new() };
+pub fn merge(files: &[RankFile], plain: Plain) -> Result<Catalog> {
+    let mut merger = Merger { files, plain, tensors: Vec::new() };
     let mut state: Option<Value> = None;
     for (index, file) in files.iter().enumerate() {
         let own = merger.adopt(index, &file.contents.value);
@@ -87,6 +103,7 @@ struct Part {
 
 struct Merger<'a> {
     files: &'a [RankFile],
+    plain: Plain,
     /// Parts by merged tensor.
     tensors: Vec<Vec<Part>>,
 }
@@ -227,17 +244,27 @@ impl Merger<'_> {
             ("kind of tensor", left.0.to_owned(), right.0.to_owned())
         } else if left.1 != right.1 {
             ("dtype", left.1.to_string(), right.1.to_string())
-        } else if left.2 != right.2 {
+        } else if self.may_be_parts(first) && left.2.len() != right.2.len() {
+            ("number of dims", left.2.len().to_string(), right.2.len().to_string())
+        } else if !self.may_be_parts(first) && left.2 != right.2 {
             ("shape", format!("{:?}", left.2.as_slice()), format!("{:?}", right.2.as_slice()))
         } else {
             return Ok(());
         };
         let name = |part| self.rank(part).map_or_else(|| String::from("one file"), |rank| format!("rank {rank}"));
-        Err(fqn.disagreement(
+        let mut error = fqn.disagreement(
             what,
             format!("{} and {}", name(first), name(part)),
             format!("{} has {left}, {} has {right}", name(first), name(part)),
-        ))
+        );
+        if let (Error::Conflict { hint, .. }, "shape", Found::Plain(_)) = (&mut error, what, self.found(first)) {
+            *hint = Some(PARTS_UNTOLD.into());
+        }
+        Err(error)
+    }
+
+    fn may_be_parts(&self, part: Part) -> bool {
+        self.plain == Plain::Parts && matches!(self.found(part), Found::Plain(_))
     }
 
     fn distributed(
@@ -264,11 +291,21 @@ impl Merger<'_> {
                 let found = format!("a DTensor saved by rank {stored}: the name of the file does not say its rank");
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), format!("the file of rank {own}"), found));
             }
+            let reduction = Reduction::of(mesh.mesh.shape(), placements).map_err(|error| {
+                let hint = "redistribute it to Shard or Replicate in the job, before it is saved";
+                Error::unsupported(format!("{}: {}: {error}", file.path.display(), entry.fqn), hint)
+            })?;
             let sharding = lift_to_root(&mesh.mesh, mesh.root.as_ref(), placements, catalog);
             match &entry.sharding {
-                None => entry.sharding = Some(sharding),
+                None => {
+                    entry.sharding = Some(sharding);
+                    entry.summands = reduction.map(|reduction| Summands { reduction, of_chunk: Vec::new() });
+                }
                 // Without a root each rank may know its own slice of a mesh; the placements on it are the same.
                 Some(known) if known.placements != sharding.placements || mesh.root.is_some() && *known != sharding => {
+                    return Err(self.layout_conflict(&entry.fqn, parts[0], part));
+                }
+                Some(_) if entry.summands.as_ref().map(|summands| &summands.reduction) != reduction.as_ref() => {
                     return Err(self.layout_conflict(&entry.fqn, parts[0], part));
                 }
                 Some(_) => {}
@@ -289,6 +326,10 @@ impl Merger<'_> {
                 return Err(Error::malformed(&file.path, entry.fqn.as_str(), expected, found));
             }
             entry.chunks.push(chunk(&file.contents, local, tile, rank));
+            // Where ranks know only a slice each, those of another slice hold replicas.
+            if let Some(summands) = &mut entry.summands {
+                summands.of_chunk.push(summand(mesh.mesh.shape(), placements, &at));
+            }
         }
         Ok(entry)
     }

@@ -275,7 +275,14 @@ fn placement(reader: &Reader<'_>, node: Ref<'_>) -> Result<Placement, LiftError>
             op.map(Placement::Partial)
                 .ok_or_else(|| reader.unsupported("a Partial placement with an unknown reduce_op"))
         }
-        name => Err(reader.unsupported(format!("a DTensor with placement `{}.{name}`", object.module))),
+        name => {
+            let why = match name {
+                "_MaskPartial" | "MaskPartial" => ", whose mask is not saved with it",
+                "_NormPartial" => ", a step on the way to a norm",
+                _ => "",
+            };
+            Err(reader.unsupported(format!("a DTensor with placement `{}.{name}`{why}", object.module)))
+        }
     }
 }
 

@@ -280,7 +280,7 @@ mod tests {
         let (last, place) = chunks.last().unwrap();
         assert_eq!(last.as_region().unwrap().to_string(), "[1:2, 0:3, 1:2, 1:2]");
         assert_eq!(*place, Place::Bytes { file: FileId(0), offset: tensor.offset + 7 * 12 });
-        reserved.entry.tiling().unwrap();
+        reserved.entry.tilings().unwrap();
     }
 
     #[test]

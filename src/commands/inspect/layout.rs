@@ -1,0 +1,260 @@
+//! `inspect --layout`: the layout of a checkpoint as a layout file that `reshard` and `flatten` take.
+//!
+//! What each tensor of rank files is to be, reshard's own [`Chooser`] tells where it keeps the layout of its source. The
+//! most frequent list becomes the fallback, other tensors of the model get rules, and the same chooser, asked with the
+//! document that was made, tells what still needs one. Invariant: a document that is printed says of every tensor what
+//! the checkpoint has.
+
+use std::collections::BTreeSet;
+
+use indexmap::IndexMap;
+use serde_json::{Value as Json, json};
+
+use super::super::reshard::{Chooser, row_specs, shared_mesh};
+use crate::catalog::{Path, TensorId, model, path};
+use crate::error::{Error, Result};
+use crate::format::torch::RankLayout;
+use crate::format::{Checkpoint, Format, fsdp_flat};
+use crate::layout::file::{self, LayoutFile};
+use crate::layout::rules::{Fallback, Layout, Lies, Rule, Shared, Spec};
+use crate::layout::{DeviceMesh, Pattern, Placement, PlacementSpec, Split, TensorDim};
+use crate::select::Wrappers;
+pub use file::toml;
+
+/// The document of a checkpoint.
+///
+/// # Errors
+/// `Unsupported` where its files do not tell, or what they tell is not one layout.
+pub fn document(checkpoint: &Checkpoint) -> Result<Json> {
+    if let Some(flat) = &checkpoint.catalog.flat {
+        let text = fsdp_flat::document::render(flat);
+        let flat: Json = serde_json::from_str(&text).expect("a document that was just written");
+        return Ok(json!({ "flat": flat }));
+    }
+    let mesh = shared_mesh(checkpoint).ok_or_else(|| untold(checkpoint))?;
+    let tensors = tensors(checkpoint, &mesh)?;
+    let mut layout = beginning(mesh, &tensors)?;
+    let wanting = (0..).zip(&tensors).filter(|(_, tensor)| tensor.of_model && !tensor.is_as_usual(&layout));
+    let wanting: BTreeSet<usize> = wanting.map(|(index, _)| index).collect();
+    layout.rules = rules_of(&tensors, &wanting, Naming::InModel, &layout)?;
+    for naming in [Naming::Numbered, Naming::Whole] {
+        let wanting = misled(checkpoint, &layout, &tensors)?;
+        let more = rules_of(&tensors, &wanting, naming, &layout)?;
+        layout.rules.splice(..0, more);
+    }
+    match misled(checkpoint, &layout, &tensors)?.first() {
+        None => Ok(file::document(&layout)),
+        Some(index) => Err(Error::unsupported(
+            format!("{}: no rules by names tell how it lies", tensors[*index].path),
+            "`dtshard inspect` shows the layout of every tensor; --like CKPT takes it as it is",
+        )),
+    }
+}
+
+/// Why there is no layout to print.
+fn untold(checkpoint: &Checkpoint) -> Error {
+    let (root, meshes) = (checkpoint.root.display(), &checkpoint.catalog.meshes);
+    if !meshes.is_empty() {
+        let meshes: Vec<String> = meshes.iter().map(ToString::to_string).collect();
+        return Error::unsupported(
+            format!("{root}: its tensors lie on several meshes, {}, and a layout has one", meshes.join(" and ")),
+            "`dtshard inspect` shows the mesh of every tensor; --like CKPT takes its layout as it is",
+        );
+    }
+    let by_hand = "write a layout by hand: docs/layout-file.md";
+    match checkpoint.format {
+        Format::TorchRanks => Error::unsupported(format!("{root}: none of its tensors lies on a mesh"), by_hand),
+        Format::Dcp => Error::unsupported(
+            format!("{root}: a DCP directory does not record on which mesh, and how, its tensors lie"),
+            format!("inspect rank files of the same job; or {by_hand}"),
+        ),
+        format => Error::unsupported(
+            format!("{root}: {format} holds whole tensors, which lie on no mesh"),
+            format!("inspect rank files of the same job; or {by_hand}"),
+        ),
+    }
+}
+
+/// A name of a tensor, and how it lies.
+struct Tensor {
+    path: Path,
+    id: TensorId,
+    /// Within the model, where it is of that.
+    name: String,
+    of_model: bool,
+    ndim: usize,
+    lies: Lies,
+}
+
+impl Tensor {
+    /// Whether it needs no rule: it lies as the fallback says, or there is nothing to say.
+    fn is_as_usual(&self, layout: &Layout) -> bool {
+        match &self.lies {
+            Lies::Plain => self.ndim == 0,
+            Lies::Shared(spec) => *spec == usual(layout, self.ndim),
+        }
+    }
+}
+
+/// What the fallback gives a tensor of so many dims.
+fn usual(layout: &Layout, ndim: usize) -> Spec {
+    let Fallback::Placements(list) = &layout.fallback else { unreachable!("a layout that is printed says all") };
+    let fitting = |spec: &PlacementSpec| spec.resolve(ndim).map_or(PlacementSpec::Replicate, PlacementSpec::from);
+    let placements: Vec<PlacementSpec> = list.iter().map(fitting).collect();
+    let split = layout.split.clone().unwrap_or_default();
+    Spec { splits: splits_of(&placements, &vec![split; list.len()]), placements, slice: None }
+}
+
+/// Splits of what is cut; none where all is cut as in DTensors.
+fn splits_of(placements: &[PlacementSpec], splits: &[Split]) -> Vec<Split> {
+    let is_cut = |spec: &PlacementSpec| matches!(spec, PlacementSpec::Shard(_) | PlacementSpec::StridedShard { .. });
+    let of_dim = |(spec, split): (&PlacementSpec, &Split)| if is_cut(spec) { split.clone() } else { Split::Chunk };
+    let splits: Vec<Split> = placements.iter().zip(splits).map(of_dim).collect();
+    if splits.iter().all(|split| *split == Split::Chunk) { Vec::new() } else { splits }
+}
+
+fn lies(layout: RankLayout, mesh: &DeviceMesh) -> Lies {
+    let shared = match layout {
+        RankLayout::Plain => return Lies::Plain,
+        RankLayout::Distributed { placements, slice } => Shared { placements, splits: Vec::new(), slice },
+        RankLayout::Local(shared) => shared,
+        RankLayout::Sharded { dim } => {
+            let mut placements = vec![Placement::Replicate; mesh.ndim()];
+            placements[dim.0] = Placement::Shard(TensorDim(0));
+            placements.into()
+        }
+    };
+    let placements: Vec<PlacementSpec> = shared.placements.into_iter().map(Into::into).collect();
+    Lies::Shared(Spec { splits: splits_of(&placements, &shared.splits), placements, slice: shared.slice })
+}
+
+/// Every tensor, as reshard would write it again.
+fn tensors(checkpoint: &Checkpoint, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
+    let catalog = &checkpoint.catalog;
+    // ShardedTensors lie by rows, and record no mesh.
+    let by_rows = || Fallback::Placements(row_specs(mesh));
+    let as_it_is = if catalog.meshes.is_empty() { by_rows() } else { Fallback::Source };
+    let layout = Layout::new(mesh.clone(), Vec::new(), as_it_is, None)?;
+    let mut chooser = Chooser::new(catalog, &layout, Wrappers::Match, None);
+    let found = model::model(&catalog.state);
+    let names: BTreeSet<&str> = found.tensors.iter().map(|(fqn, _)| fqn.as_str()).collect();
+    let mut paths = Vec::new();
+    path::tensors(&catalog.state, &Path::default(), &mut |path, id| paths.push((path.clone(), id)));
+    let tensor = |(path, id): (Path, TensorId)| {
+        let entry = catalog.tensor(id);
+        let lies = lies(chooser.rank_layout(&path, entry)?, mesh);
+        let inner = path.0.strip_prefix(found.root.0.as_slice());
+        let name = inner.map(|inner| Path(inner.to_vec()).to_string()).filter(|name| names.contains(name.as_str()));
+        let of_model = name.is_some();
+        Ok(Tensor { name: name.unwrap_or_default(), path, id, of_model, ndim: entry.shape.len(), lies })
+    };
+    paths.into_iter().map(tensor).collect()
+}
+
+/// The mesh, what most tensors have, and no rules.
+fn beginning(mesh: DeviceMesh, tensors: &[Tensor]) -> Result<Layout> {
+    let shared = |tensor: &Tensor| match &tensor.lies {
+        Lies::Plain => None,
+        Lies::Shared(spec) => Some(spec.clone()),
+    };
+    let mut lists: IndexMap<Vec<PlacementSpec>, usize> = IndexMap::new();
+    let mut splits: Vec<Split> = Vec::new();
+    for spec in tensors.iter().filter_map(shared) {
+        splits.extend(if spec.splits.is_empty() { vec![Split::Chunk] } else { spec.splits.clone() });
+        lists.entry(spec.placements).or_default();
+    }
+    // One rule for all of them: what is not cut counts as chunks.
+    splits.retain(|split| *split != Split::Chunk);
+    splits.dedup();
+    let candidate = <[Split; 1]>::try_from(splits).ok().map(|[split]| split);
+    let split = candidate.filter(|split| !matches!(split, Split::Sizes(_)));
+    let layout =
+        |list: Vec<PlacementSpec>| Layout::new(mesh.clone(), Vec::new(), Fallback::Placements(list), split.clone());
+    let mut best = (0, layout(vec![PlacementSpec::Replicate; mesh.ndim()])?);
+    for list in lists.into_keys() {
+        let layout = layout(list)?;
+        let served = tensors.iter().filter(|tensor| tensor.ndim > 0 && tensor.is_as_usual(&layout)).count();
+        if served > best.0 {
+            best = (served, layout);
+        }
+    }
+    Ok(best.1)
+}
+
+/// What rules call tensors.
+#[derive(Clone, Copy)]
+enum Naming {
+    /// By names within the model, `*` for numbers where all of them lie alike.
+    InModel,
+    /// The same with whole names.
+    Numbered,
+    /// By the whole names alone.
+    Whole,
+}
+
+/// A rule for each of these tensors, or for several.
+fn rules_of(tensors: &[Tensor], wanting: &BTreeSet<usize>, naming: Naming, layout: &Layout) -> Result<Vec<Rule>> {
+    let name_of = |tensor: &Tensor| match naming {
+        Naming::InModel => tensor.name.clone(),
+        Naming::Numbered | Naming::Whole => tensor.path.to_string(),
+    };
+    let mut found: IndexMap<String, &Lies> = IndexMap::new();
+    for &index in wanting {
+        let tensor = &tensors[index];
+        let name = name_of(tensor);
+        let numbered = literal(&name).split('.').map(any_number).collect::<Vec<_>>().join(".");
+        if found.get(&numbered).is_some_and(|known| **known == tensor.lies) {
+            continue;
+        }
+        let pattern = Pattern::parse(&numbered)?;
+        let others = tensors.iter().filter(|other| !matches!(naming, Naming::InModel) || other.of_model);
+        let alike = !matches!(naming, Naming::Whole)
+            && numbered != name
+            && others.filter(|other| pattern.covers(&name_of(other))).all(|other| other.lies == tensor.lies);
+        found.insert(if alike { numbered } else { literal(&name) }, &tensor.lies);
+    }
+    let rule = |(pattern, lies): (String, &Lies)| {
+        let lies = match lies {
+            Lies::Shared(spec) if layout.split.is_some() && spec.splits == usual_splits(spec, layout) => {
+                Lies::Shared(Spec { splits: Vec::new(), ..spec.clone() })
+            }
+            Lies::Shared(spec) if layout.split.is_some() && spec.splits.is_empty() => {
+                Lies::Shared(Spec { splits: vec![Split::Chunk; layout.mesh.ndim()], ..spec.clone() })
+            }
+            other => other.clone(),
+        };
+        Ok(Rule { said: pattern.clone(), pattern: Pattern::parse(&pattern)?, lies })
+    };
+    found.into_iter().map(rule).collect()
+}
+
+/// The splits that tensors with these placements have where no rule says any.
+fn usual_splits(spec: &Spec, layout: &Layout) -> Vec<Split> {
+    splits_of(&spec.placements, &vec![layout.split.clone().unwrap_or_default(); spec.placements.len()])
+}
+
+/// The number of a layer, whichever it is.
+fn any_number(part: &str) -> &str {
+    let is_number = !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    if is_number { "*" } else { part }
+}
+
+/// A pattern that covers a name; what means something in patterns is any one character.
+fn literal(name: &str) -> String {
+    name.replace(['*', '?', '{', '}'], "?")
+}
+
+/// The tensors that a layout, as it will be read, says something else of than it should.
+fn misled(checkpoint: &Checkpoint, layout: &Layout, tensors: &[Tensor]) -> Result<BTreeSet<usize>> {
+    let read = LayoutFile::parse("the layout", &toml(&file::document(layout)))?;
+    let layout = Layout::new(layout.mesh.clone(), read.rules(&layout.mesh)?, layout.fallback.clone(), read.split)?;
+    let mut chooser = Chooser::new(&checkpoint.catalog, &layout, Wrappers::Match, None);
+    let mut wrong = BTreeSet::new();
+    for (index, tensor) in tensors.iter().enumerate() {
+        let found = chooser.rank_layout(&tensor.path, checkpoint.catalog.tensor(tensor.id))?;
+        if lies(found, &layout.mesh) != tensor.lies {
+            wrong.insert(index);
+        }
+    }
+    Ok(wrong)
+}

@@ -1,0 +1,80 @@
+//! `Partial`: which of the source's summands each rank of a target gets, and what was reduced on the way.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::catalog::{Catalog, Reservation, Reserved};
+use crate::error::{Error, Result};
+use crate::layout::partial::{Share, Summed};
+use crate::layout::rules::Shared;
+use crate::layout::{DeviceMesh, Dims, LayoutError, Placement};
+use crate::quantity::count;
+
+/// Say of every tensor that ranks of the target hold as summands which of the source's each gets. All others get values.
+///
+/// # Errors
+/// `Unsupported` where there is no way from one to the other.
+pub fn share(source: &Catalog, mesh: &DeviceMesh, reservation: &mut Reservation) -> Result<()> {
+    for tensor in &mut reservation.tensors {
+        let Some(shared) = tensor.shared.as_ref().filter(|shared| is_partial(&shared.placements)) else { continue };
+        tensor.shares = shares(source, mesh, tensor, shared).map_err(|error| {
+            let hint = match error {
+                LayoutError::NoSummands { .. } => "P(sum), P(avg), P(max) and P(min) can be made of a value",
+                _ => "reduce it: give it S or R placements",
+            };
+            Error::unsupported(format!("{}: {error}", tensor.entry.fqn), hint)
+        })?;
+    }
+    Ok(())
+}
+
+fn is_partial(placements: &[Placement]) -> bool {
+    placements.iter().any(|placement| matches!(placement, Placement::Partial(_)))
+}
+
+/// One a chunk; those that are equal are kept once.
+fn shares(
+    source: &Catalog,
+    mesh: &DeviceMesh,
+    tensor: &Reserved,
+    shared: &Shared,
+) -> Result<Vec<Arc<Share>>, LayoutError> {
+    let entry = source.tensor(tensor.source);
+    let (mut from, mut same_mesh) = (None, false);
+    if let Some(sharding) = &entry.sharding {
+        let own = source.mesh(sharding);
+        same_mesh = own == mesh;
+        from = Some(Summed { mesh_shape: own.shape(), placements: &sharding.placements, splits: &sharding.splits });
+    }
+    let to = Summed { mesh_shape: mesh.shape(), placements: &shared.placements, splits: &shared.splits };
+    let mut known: HashMap<Share, Arc<Share>> = HashMap::new();
+    let each = (0..tensor.entry.chunks.len()).map(|chunk| {
+        let rank = tensor.entry.chunks.rank(chunk).expect("chunks of rank files have ranks");
+        let at: Dims = mesh.coordinate(rank).expect("they are ranks of the mesh");
+        let share = Share::of(&entry.shape, from, to, same_mesh, &at)?;
+        Ok(known.entry(share.clone()).or_insert_with(|| Arc::new(share)).clone())
+    });
+    each.collect()
+}
+
+/// `3 tensors reduced: 2 by sum, 1 by P(avg),P(sum)`
+pub fn note(source: &Catalog, reservation: &Reservation) -> Option<String> {
+    let mut reduced: Vec<(String, usize)> = Vec::new();
+    for tensor in &reservation.tensors {
+        let entry = source.tensor(tensor.source);
+        let several = || tensor.shares.iter().any(|share| share.summands.len() > 1);
+        let Some(sharding) = &entry.sharding else { continue };
+        if entry.summands.is_none() || !tensor.shares.is_empty() && !several() {
+            continue;
+        }
+        let partial = sharding.placements.iter().filter(|placement| matches!(placement, Placement::Partial(_)));
+        let ops = partial.map(ToString::to_string).collect::<Vec<_>>().join(",");
+        match reduced.iter_mut().find(|(known, _)| *known == ops) {
+            Some((_, number)) => *number += 1,
+            None => reduced.push((ops, 1)),
+        }
+    }
+    let total: usize = reduced.iter().map(|(_, number)| number).sum();
+    let list: Vec<String> = reduced.iter().map(|(ops, number)| format!("{number} {ops}")).collect();
+    (total > 0).then(|| format!("{} reduced: {}", count(total, "tensor"), list.join(", ")))
+}

@@ -1,0 +1,34 @@
+//! Placements as they are said on the command line, of a target (`--placements`) or of a source (`--src-placements`).
+
+use crate::error::{Error, Result};
+use crate::layout::rules::{Lies, Rule};
+use crate::layout::{Pattern, PlacementSpec, parse_placements};
+
+/// A bare list is for every tensor, `PATTERN=LIST` a rule.
+///
+/// # Errors
+/// `Layout` for what is no list and no pattern, `Usage` for a second list for every tensor.
+pub fn read(option: &str, texts: &[String]) -> Result<(Vec<Rule>, Option<Vec<PlacementSpec>>)> {
+    let mut rules = Vec::new();
+    let mut fallback = None;
+    for text in texts {
+        match text.rsplit_once('=').filter(|(_, list)| parse_placements(list).is_ok()) {
+            Some((pattern, list)) if parse_placements(text).is_err() => {
+                rules.push(Rule {
+                    pattern: Pattern::parse(pattern.trim())?,
+                    lies: Lies::Shared(parse_placements(list)?.into()),
+                    said: format!("{option} {text}"),
+                });
+            }
+            _ => {
+                if fallback.replace(parse_placements(text)?).is_some() {
+                    return Err(Error::usage(
+                        format!("{option} {text}: a second fallback"),
+                        "give one list for every tensor, and PATTERN=LIST for the exceptions",
+                    ));
+                }
+            }
+        }
+    }
+    Ok((rules, fallback))
+}

@@ -1,0 +1,98 @@
+//! Plain tensors of rank files as parts of one: what the files do not say is told.
+//!
+//! Jobs without DTensors (tensor parallelism of plain tensors, region mappings, exported local tensors, gradients of each
+//! rank) save on every rank what that rank holds, and nothing tells a part from a copy. With a mesh and placements said
+//! of them, the parts become one tensor with a [`Sharding`](crate::catalog::Sharding): its shape follows from the local
+//! shapes of all ranks ([`crate::layout::whole`]), and every one of these must be what the placements give that rank.
+//! Nothing is taken for granted: what is said to be whole on several ranks is compared before it is used, as plain tensors
+//! always are.
+//!
+//! DTensors and ShardedTensors in the same files know how they lie, and keep it. So does random state, which is each
+//! rank's own.
+
+mod reduce;
+mod refuse;
+mod teller;
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+pub use reduce::Reduce;
+pub(super) use refuse::without_ranks;
+
+use super::Reading;
+use crate::catalog::Catalog;
+use crate::error::{Error, Result};
+use crate::layout::rules::{Fallback, Layout, Rule};
+use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split};
+use crate::quantity::count;
+use reduce::Reductions;
+use teller::Teller;
+
+/// What somebody says of how plain tensors lie on the ranks that saved them.
+#[derive(Clone, Debug, Default)]
+pub struct Told {
+    /// `None` for the mesh that DTensors of the same files have.
+    pub mesh: Option<DeviceMesh>,
+    pub rules: Vec<Rule>,
+    /// Of tensors without a rule, and where that was said; without it they are whole on every rank.
+    pub fallback: Option<(Vec<PlacementSpec>, String)>,
+    /// How dims are cut where nothing more particular is said.
+    pub split: Option<Split>,
+    /// Mesh dims along which ranks hold summands.
+    pub reduce: Vec<Reduce>,
+    /// Whether patterns match names only as they are, with the prefixes of wrappers.
+    pub keep_names: bool,
+}
+
+/// Put together what ranks hold.
+///
+/// # Errors
+/// `Usage` where there are no rank files, the mesh is not that of their ranks, and for rules without an effect;
+/// `Conflict` where local shapes are not as they are said to be, `Layout` for rules that do not fit.
+pub(super) fn tell(told: &Told, catalog: &mut Catalog, root: &Path, reading: &Reading<'_>) -> Result<()> {
+    if reading.ranks.is_empty() {
+        return Err(without_ranks(root));
+    }
+    let mesh = told.mesh_of(catalog, root)?;
+    check_ranks(&mesh, &reading.ranks, reading.options.allow_missing)?;
+    let reductions = Reductions::new(&told.reduce, &mesh, &catalog.state)?;
+    let whole = || vec![PlacementSpec::Replicate; mesh.ndim()];
+    let fallback = told.fallback.as_ref().map_or_else(whole, |(list, _)| list.clone());
+    let layout = Layout::new(mesh, told.rules.clone(), Fallback::Placements(fallback), told.split.clone())?;
+    let mesh = catalog.intern_mesh(layout.mesh.clone());
+    let teller = Teller::new(told, &layout, mesh, catalog, root, reading, reductions);
+    let (entries, notes) = teller.tell()?;
+    for (id, entry) in entries {
+        catalog.tensors[id.0 as usize] = entry;
+    }
+    catalog.notes.extend(notes);
+    Ok(())
+}
+
+impl Told {
+    fn mesh_of(&self, catalog: &Catalog, root: &Path) -> Result<DeviceMesh> {
+        let own = || DeviceMesh::root_of(&catalog.meshes).cloned();
+        self.mesh.clone().or_else(own).ok_or_else(|| {
+            Error::usage(
+                format!("no --src-mesh is given, and {} has {}", root.display(), count(catalog.meshes.len(), "mesh")),
+                "say on which mesh the ranks lay that saved it, such as --src-mesh tp=8 or --src-mesh dp=4,tp=2",
+            )
+        })
+    }
+}
+
+/// Every rank of the mesh has files, and every file is of one of them.
+fn check_ranks(mesh: &DeviceMesh, ranks: &BTreeSet<Rank>, allow_missing: bool) -> Result<()> {
+    let outside = ranks.iter().find(|rank| mesh.coordinate(**rank).is_none());
+    let absent = mesh.ranks().iter().filter(|rank| !ranks.contains(rank)).min().filter(|_| !allow_missing);
+    let what = match (outside, absent) {
+        (None, None) => return Ok(()),
+        (Some(rank), _) => format!("rank {rank} is none of them"),
+        (None, Some(rank)) => format!("rank {rank} has none"),
+    };
+    Err(Error::usage(
+        format!("the mesh {mesh} has {} ranks, and there are files of {}: {what}", mesh.world_size(), ranks.len()),
+        "the sizes of --src-mesh multiply to the number of ranks; --src-mesh-ranks says which of them are where",
+    ))
+}

@@ -1,0 +1,159 @@
+//! Mesh dims along which ranks hold summands of plain tensors.
+//!
+//! A rank's own gradients, as backward leaves them where nothing reduced them yet, are summands along the data-parallel
+//! dims of the job. Which tensors are meant: those of the subtree of gradients where there is one, else all tensors of
+//! floats that are not optimizer state, random state or what trainers put beside a model. Integers are never summed: they
+//! count something that is the same on all ranks, and are compared.
+
+use crate::catalog::model::{self, GRADIENTS, gradients_root, is_beside, is_random_state, model_root};
+use crate::catalog::optimizer::optimizer_state;
+use crate::catalog::path::key_text;
+use crate::catalog::{Dtype, Key, Path, Value};
+use crate::error::{Error, Result};
+use crate::layout::partial::Reduction;
+use crate::layout::{DeviceMesh, Placement, ReduceOp};
+use crate::nearest::nearest;
+use crate::quantity::count;
+
+/// `--reduce dp,cp=avg`
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reduce {
+    pub dims: Vec<String>,
+    pub op: ReduceOp,
+}
+
+/// What is reduced, and what was.
+#[derive(Debug)]
+pub struct Reductions {
+    /// One a mesh dim.
+    ops: Vec<Option<ReduceOp>>,
+    /// `dp, cp (avg)`
+    said: String,
+    reach: Reach,
+    reduced: usize,
+    /// Those of them that are sharded on one of the dims.
+    sharded: usize,
+}
+
+/// Which tensors are meant.
+#[derive(Debug)]
+enum Reach {
+    Gradients(Path),
+    /// Where a model is that stands beside other things; empty where it is at the top.
+    Floats {
+        siblings: usize,
+        beside: Vec<Key>,
+    },
+}
+
+impl Reductions {
+    /// # Errors
+    /// `Usage` for dims that the mesh does not have or that are named twice, `Layout` for ops that do not commute.
+    pub fn new(reduce: &[Reduce], mesh: &DeviceMesh, state: &Value) -> Result<Self> {
+        let mut ops: Vec<Option<ReduceOp>> = vec![None; mesh.ndim()];
+        for (name, op) in reduce.iter().flat_map(|reduce| reduce.dims.iter().map(|name| (name, reduce.op))) {
+            let Some(dim) = mesh.dim_by_name(name) else { return Err(unknown_dim(name, mesh)) };
+            if let Some(known) = ops[dim.0].replace(op) {
+                return Err(Error::usage(
+                    format!("--reduce: {name} is named twice, with {known} and {op}"),
+                    "say of each mesh dim once how it is reduced",
+                ));
+            }
+        }
+        let placements: Vec<Placement> =
+            ops.iter().map(|op| op.map_or(Placement::Replicate, Placement::Partial)).collect();
+        Reduction::of(mesh.shape(), &placements)?;
+        let said: Vec<String> =
+            reduce.iter().map(|reduce| format!("{} over {}", reduce.op, reduce.dims.join(", "))).collect();
+        let root = model_root(state);
+        let reach = match gradients_root(state, &root) {
+            Some(gradients) => Reach::Gradients(gradients),
+            None => Reach::floats(state, &root),
+        };
+        Ok(Self { ops, said: said.join("; "), reach, reduced: 0, sharded: 0 })
+    }
+
+    /// Make placements of a tensor Partial where it is reduced.
+    pub fn apply(&mut self, path: &Path, dtype: Dtype, placements: &mut [Placement]) {
+        if !dtype.is_float() || !self.reach.covers(path) {
+            return;
+        }
+        let mut reduced = false;
+        let mut sharded = false;
+        for (op, placement) in self.ops.iter().zip(placements) {
+            match (op, &placement) {
+                (Some(op), Placement::Replicate) => {
+                    *placement = Placement::Partial(*op);
+                    reduced = true;
+                }
+                (Some(_), Placement::Shard(_) | Placement::StridedShard { .. }) => sharded = true,
+                _ => {}
+            }
+        }
+        self.reduced += usize::from(reduced);
+        self.sharded += usize::from(sharded);
+    }
+
+    /// What to tell.
+    ///
+    /// # Errors
+    /// `Usage` where there was nothing to reduce.
+    pub fn finish(&self) -> Result<Option<String>> {
+        if self.ops.iter().all(Option::is_none) {
+            return Ok(None);
+        }
+        let what = match &self.reach {
+            Reach::Gradients(root) => format!("below {root}"),
+            Reach::Floats { .. } => {
+                format!("of floats (no subtree {}, no optimizer state, no random state)", GRADIENTS.join(" or "))
+            }
+        };
+        if self.reduced == 0 {
+            return Err(Error::usage(
+                format!("--reduce: no plain tensor {what} is whole on these mesh dims"),
+                "DTensors say themselves what is Partial, and a dim that shards has nothing to sum; leave it out",
+            ));
+        }
+        let sharded = match self.sharded {
+            0 => String::new(),
+            number => format!("; {number} sharded on one of these dims, and not reduced there"),
+        };
+        Ok(Some(format!("reduced: {} {what}, {}{sharded}", count(self.reduced, "plain tensor"), self.said)))
+    }
+}
+
+impl Reach {
+    fn floats(state: &Value, root: &Path) -> Self {
+        let siblings = root.0.len().saturating_sub(1);
+        let dict = state.at(&Path(root.0[..siblings].to_vec())).and_then(Value::as_dict);
+        let entries = dict.into_iter().flat_map(|dict| &dict.entries).map(|(key, value)| (key_text(key), value));
+        let beside = entries.filter(|(name, value)| is_beside(name, value)).map(|(name, _)| Key::Name(name)).collect();
+        Self::Floats { siblings, beside }
+    }
+
+    fn covers(&self, path: &Path) -> bool {
+        match self {
+            Self::Gradients(root) => path.0.starts_with(&root.0),
+            Self::Floats { siblings, beside } => {
+                let sibling = path.0.get(*siblings);
+                optimizer_state(path).is_none()
+                    && !is_random_state(path.fqn().as_str())
+                    && sibling.is_none_or(|key| !beside.contains(key) || is_gradients(key))
+            }
+        }
+    }
+}
+
+/// Gradients of another nesting than that beside a model.
+fn is_gradients(key: &Key) -> bool {
+    matches!(key, Key::Name(name) if model::GRADIENTS.contains(&name.as_ref()))
+}
+
+fn unknown_dim(name: &str, mesh: &DeviceMesh) -> Error {
+    let names = mesh.names().unwrap_or_default();
+    let hint = match nearest(name, names).first() {
+        None => String::from("the dims of its mesh have no names: say them with --src-mesh"),
+        Some(near) => format!("did you mean {near}? The dims are {}", names.join(", ")),
+    };
+    Error::usage(format!("--reduce: the mesh {mesh} has no dim `{name}`"), hint)
+}

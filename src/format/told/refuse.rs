@@ -1,0 +1,112 @@
+//! What to say where files are not as they are told to be.
+
+use std::path::Path;
+
+use crate::catalog::{Fqn, TensorEntry};
+use crate::error::Error;
+use crate::layout::rules::Shared;
+use crate::layout::whole::{Held, PartError, nearest};
+use crate::layout::{DeviceMesh, Split};
+
+pub fn without_ranks(root: &Path) -> Error {
+    Error::usage(
+        format!("{} is no folder of rank files, so that no plain tensor in it is a part", root.display()),
+        "--src-mesh, --src-placements, --src-split and --reduce say how plain tensors of rank files lie (one torch.save \
+         or safetensors file a rank); leave them out",
+    )
+}
+
+/// A tensor that is not as it is told to be.
+pub struct Refused<'a> {
+    pub entry: &'a TensorEntry,
+    /// The name to put into a rule.
+    pub name: &'a str,
+    pub shared: &'a Shared,
+    /// Where it was said.
+    pub said: &'a str,
+    pub held: &'a [Held],
+    pub mesh: &'a DeviceMesh,
+}
+
+impl Refused<'_> {
+    /// `file` is that of the rank in question.
+    pub fn error(&self, error: PartError, file: &Path) -> Error {
+        let placements = list(self.shared);
+        let conflict = |what, between: String, detail| Error::Conflict {
+            fqn: self.entry.fqn.to_string(),
+            what,
+            between,
+            detail,
+            hint: Some(self.hint()),
+        };
+        let said = self.said;
+        match error {
+            PartError::Sizes { rank, expected, found, shape } => conflict(
+                "the local shape",
+                format!("rank {rank} and {said}"),
+                format!(
+                    "expected {:?} ({placements} of {:?}), found {:?} in {}",
+                    expected.as_slice(),
+                    shape.as_slice(),
+                    found.as_slice(),
+                    file.display()
+                ),
+            ),
+            PartError::Absent { rank } => conflict(
+                "presence",
+                format!("rank {rank} and {said}"),
+                format!("expected a part on every rank that shares it ({placements}), rank {rank} has no such tensor"),
+            ),
+            PartError::Outside { rank } => conflict(
+                "presence",
+                format!("rank {rank} and the mesh {}", self.mesh),
+                format!("{} holds a part of it and is no rank of the mesh", file.display()),
+            ),
+            PartError::Overflow { dim } => Error::malformed(
+                file,
+                self.entry.fqn.as_str(),
+                "local sizes that add up to a size",
+                format!("more than 2^64 along dim {dim}"),
+            ),
+            PartError::Layout { error, shape } => conflict(
+                "the layout",
+                format!("the files and {said}"),
+                format!("{placements} of {:?}: {error}", shape.as_slice()),
+            ),
+        }
+    }
+
+    /// What would fit.
+    fn hint(&self) -> String {
+        let Some(near) = nearest(self.mesh, self.shared, self.held) else {
+            return String::from(
+                "these sizes are what no rule gives; check which ranks the mesh has where (--src-mesh-ranks), and that \
+                 all the files come from one save of one job",
+            );
+        };
+        let rule = near.splits.first().unwrap_or(&Split::Chunk);
+        if near.placements == self.shared.placements {
+            return format!("these sizes are what the rule of {rule} gives: --src-split {rule}");
+        }
+        let split = if near.splits == self.shared.splits { String::new() } else { format!(" --src-split {rule}") };
+        format!("these sizes would fit --src-placements '{}={}'{split}", self.name, list(&near))
+    }
+}
+
+/// A shape that no machine could hold.
+pub fn too_large(file: &Path, fqn: &Fqn, shape: &[u64]) -> Error {
+    Error::malformed(file, fqn.as_str(), "local shapes of a whole that fits memory", format!("{shape:?}"))
+}
+
+/// State that nothing is said of, by a number that stands for nobody knows which parameter.
+pub fn unknown_number(fqn: &Fqn) -> Error {
+    Error::unsupported(
+        format!("{fqn}: the optimizer numbers its parameters, and which this is cannot be told"),
+        "save the state by names (get_optimizer_state_dict); or say how it lies, by the number: --src-placements \
+         'optim.state.0=S(0)'",
+    )
+}
+
+fn list(shared: &Shared) -> String {
+    shared.placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+}

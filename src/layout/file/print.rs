@@ -1,0 +1,145 @@
+//! A layout as a document, and a document as TOML. What is printed is read as the same layout.
+
+use std::fmt::Write as _;
+
+use serde_json::{Map, Value as Json, json};
+
+use crate::layout::rules::{Fallback, Layout, Lies, Rule, Spec};
+use crate::layout::{DeviceMesh, PlacementSpec, Split};
+
+/// A layout in the grammar. A fallback that is the source's is not said.
+#[must_use]
+pub fn document(layout: &Layout) -> Json {
+    let mut document = Map::new();
+    let mesh = &layout.mesh;
+    document.insert("mesh".into(), mesh.names().map_or_else(|| json!(mesh.shape()), |_| json!(mesh.to_string())));
+    if !mesh.ranks_are_row_major() {
+        let ranks: Vec<u32> = mesh.ranks().iter().map(|rank| rank.0).collect();
+        document.insert("mesh_ranks".into(), json!(ranks));
+    }
+    if let Fallback::Placements(list) = &layout.fallback {
+        document.insert("placements".into(), json!(placements(list)));
+    }
+    if let Some(split) = &layout.split {
+        document.insert("split".into(), json!(split.to_string()));
+    }
+    if !layout.rules.is_empty() {
+        document.insert("rules".into(), layout.rules.iter().map(|said| rule(said, mesh)).collect());
+    }
+    Json::Object(document)
+}
+
+fn rule(rule: &Rule, mesh: &DeviceMesh) -> Json {
+    let mut document = Map::new();
+    document.insert("tensors".into(), json!(rule.pattern.as_str()));
+    let Lies::Shared(Spec { placements: list, splits, slice }) = &rule.lies else {
+        document.insert("placements".into(), json!("plain"));
+        return Json::Object(document);
+    };
+    document.insert("placements".into(), json!(placements(list)));
+    if let (Some(dims), Some(names)) = (slice, mesh.names()) {
+        let dims: Vec<&str> = dims.iter().map(|dim| names[dim.0].as_str()).collect();
+        document.insert("slice".into(), json!(dims.join(",")));
+    }
+    match splits.as_slice() {
+        [] => {}
+        [first, rest @ ..] if rest.iter().all(|split| split == first) => {
+            document.insert("split".into(), json!(first.to_string()));
+        }
+        splits => {
+            let splits: Vec<String> = splits.iter().map(Split::to_string).collect();
+            document.insert("split".into(), json!(splits.join(",")));
+        }
+    }
+    Json::Object(document)
+}
+
+fn placements(list: &[PlacementSpec]) -> String {
+    list.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+}
+
+/// A document as TOML: what is plain first, then its tables.
+///
+/// # Panics
+/// Where the document is no table.
+#[must_use]
+pub fn toml(document: &Json) -> String {
+    let mut text = String::new();
+    let table = document.as_object().expect("a document is a table");
+    write_table(&mut text, "", table);
+    text
+}
+
+fn write_table(text: &mut String, path: &str, table: &Map<String, Json>) {
+    let (tables, plain): (Vec<_>, Vec<_>) = table.iter().partition(|(_, value)| is_section(path, value));
+    for (key, value) in plain {
+        let _ = writeln!(text, "{} = {}", bare(key), inline(value, true));
+    }
+    for (key, value) in tables {
+        let path = if path.is_empty() { bare(key) } else { format!("{path}.{}", bare(key)) };
+        let (header, items) = match value {
+            Json::Array(items) => (format!("[[{path}]]"), items.as_slice()),
+            one => (format!("[{path}]"), std::slice::from_ref(one)),
+        };
+        for table in items.iter().filter_map(Json::as_object) {
+            let gap = if text.is_empty() { "" } else { "\n" };
+            let _ = writeln!(text, "{gap}{header}");
+            write_table(text, &path, table);
+        }
+    }
+}
+
+/// Whether something has a header of its own. Below that, it is in one line.
+fn is_section(path: &str, value: &Json) -> bool {
+    let shallow = path.matches('.').count() == 0;
+    match value {
+        Json::Object(_) => shallow,
+        Json::Array(items) => shallow && !items.is_empty() && items.iter().all(Json::is_object),
+        _ => false,
+    }
+}
+
+/// A value behind its key; lists of more than numbers, an item a line.
+fn inline(value: &Json, may_break: bool) -> String {
+    match value {
+        Json::Array(items) => {
+            let long = may_break && items.iter().any(|item| item.is_object() || item.is_array() || item.is_string());
+            let items: Vec<String> = items.iter().map(|item| inline(item, false)).collect();
+            match items.as_slice() {
+                [] => String::from("[]"),
+                items if long => format!("[\n  {},\n]", items.join(",\n  ")),
+                items => format!("[{}]", items.join(", ")),
+            }
+        }
+        Json::Object(table) => {
+            let entries: Vec<String> =
+                table.iter().map(|(key, value)| format!("{} = {}", bare(key), inline(value, false))).collect();
+            if entries.is_empty() { String::from("{}") } else { format!("{{ {} }}", entries.join(", ")) }
+        }
+        Json::String(text) => quoted(text),
+        // TOML knows no null; no document has one.
+        other => other.to_string(),
+    }
+}
+
+fn bare(key: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
+    if !key.is_empty() && key.chars().all(plain) { key.to_owned() } else { quoted(key) }
+}
+
+/// Names come from checkpoints: what a terminal or a reader may take for something else is escaped.
+fn quoted(text: &str) -> String {
+    let mut quoted = String::from("\"");
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => quoted.extend(['\\', c]),
+            ' '..='~' => quoted.push(c),
+            c if c.is_alphanumeric() => quoted.push(c),
+            c => {
+                let _ = write!(quoted, "\\U{:08X}", u32::from(c));
+            }
+        }
+    }
+    quoted.push('"');
+    quoted
+}
