@@ -21,6 +21,7 @@
 //! | what a format cannot hold, `--max-shard-size`, natural order, same bytes | `values` |
 //! | `--dry-run` to `--verify`, `--overwrite`, `--restart`, `-q`, `-v`, exit codes, broken pipes | `running` |
 //! | `verify`, its exit codes and lists, digests as OTHER | `verify` |
+//! | `local` | `local` |
 //! | errors, and the `--json` document of every verb | `json` |
 //! | `inspect`, its document, digests | `inspect` |
 
@@ -50,6 +51,8 @@ mod inspect;
 mod json;
 #[path = "contract/layout.rs"]
 mod layout;
+#[path = "contract/local.rs"]
+mod local;
 #[path = "contract/names.rs"]
 mod names;
 #[path = "contract/running.rs"]

@@ -256,6 +256,7 @@ impl<'a> Reading<'a> {
             Detected::Safetensors { paths, index } => {
                 let catalog = safetensors::read(&mut self.files, &paths, index.as_deref())?;
                 self.other_files.extend(index);
+                self.fragment = detect::part_of(path).filter(|_| local::is_part(path));
                 (Format::Safetensors, catalog)
             }
             Detected::DcpHf { paths } if path.is_file() => {
@@ -271,7 +272,8 @@ impl<'a> Reading<'a> {
                 self.other_files.push(path.join(detect::TORCH_INDEX_NAME));
                 (Format::Torch, torch::read(&mut self.files, &paths, unknown)?)
             }
-            Detected::Local { paths } if self.options.told.is_some() && !path.join(local::FILE_NAME).exists() => {
+            Detected::Local { paths } if self.options.told.is_some() => {
+                local::refuse_told(path)?;
                 return self.read_parts(path, &paths);
             }
             Detected::Local { paths } => {
