@@ -9,6 +9,7 @@ use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, path};
 use crate::cli::TensorClass;
 use crate::error::{Error, Result};
+use crate::format::local::LocalLayout;
 use crate::format::torch::RankLayout;
 use crate::format::{Format, dcp};
 use crate::layout::rules::{Fallback, Layout, Shared, SourceLayout};
@@ -187,7 +188,7 @@ impl<'a> Chooser<'a> {
     /// How rank files of torch.save have it.
     pub fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout> {
         let mesh = &self.layout.mesh;
-        match self.class_and_part(path, entry)? {
+        match self.local_layout(path, entry)? {
             None => Ok(RankLayout::Plain),
             Some((Class::ShardedTensor, shared)) => RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &shared),
             Some((Class::DTensor, shared)) => RankLayout::of_dtensor(&path.fqn(), entry, mesh, shared),
@@ -196,7 +197,7 @@ impl<'a> Chooser<'a> {
     }
 
     /// The class of a tensor that ranks share, and how; `None` for a plain tensor on every rank.
-    pub fn class_and_part(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<(Class, Shared)>> {
+    pub fn local_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<LocalLayout> {
         let own = (entry.class != Class::Tensor || entry.sharding.is_some()).then_some(entry.class);
         let Some(Choice { shared, class: like, .. }) = self.choose(path, entry)? else { return Ok(None) };
         Ok(Some((self.class.or(like).or(own).unwrap_or(self.usual_class), shared)))

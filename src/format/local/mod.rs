@@ -28,7 +28,7 @@ use std::path::Path;
 
 pub use document::FILE_NAME;
 pub use read::read;
-pub use write::{LocalTarget, reserve};
+pub use write::{LocalLayout, LocalTarget, reserve};
 
 use crate::error::{Error, Result};
 use crate::layout::Rank;

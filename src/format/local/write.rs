@@ -26,14 +26,20 @@ use crate::layout::rules::Shared;
 use crate::layout::{DeviceMesh, Dims, Placement, Rank, Region, Split, Tile};
 use crate::storage::FileId;
 
+/// How a tensor lies: with which class and placements; `None` for a plain tensor on every rank.
+pub type LocalLayout = Option<(Class, Shared)>;
+
+/// Says it of a tensor at a path.
+pub type Choose<'a> = dyn FnMut(&Path, &TensorEntry) -> Result<LocalLayout> + 'a;
+
 /// What to write.
 pub struct LocalTarget<'a> {
     pub mesh: &'a DeviceMesh,
     /// The number of files. Ranks that are not in the mesh hold nothing of what the others share.
     pub world_size: u32,
-    /// Asked for each name of each tensor; where names are tied, the first decides. `None` for a plain tensor on every
-    /// rank, as what a rank has of its own is all the same.
-    pub layout: &'a mut dyn FnMut(&Path, &TensorEntry) -> Result<Option<(Class, Shared)>>,
+    /// Asked for each name of each tensor; where names are tied, the first decides. What a rank has of its own is plain all
+    /// the same.
+    pub layout: &'a mut Choose<'a>,
 }
 
 /// Lay out a file for each rank, and the document.
@@ -133,7 +139,7 @@ impl Plan {
         source: &Catalog,
         state: &Value,
         own: &OwnTensors,
-        layout: &mut dyn FnMut(&Path, &TensorEntry) -> Result<Option<(Class, Shared)>>,
+        layout: &mut Choose<'_>,
         notes: &mut Vec<String>,
     ) -> Result<Self> {
         let mut named: Vec<(Path, TensorId)> = Vec::new();
