@@ -52,6 +52,7 @@ Examples:
   dtshard reshard actor actor16 --mesh fsdp=16
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements 'S(0),S(1)'
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements '**.wo=S(0),S(1)' --placements 'S(0),S(0)'
+  dtshard reshard step-1000 step-1000-tp --mesh dp_shard=4,tp=2 --plan llama
   dtshard reshard model.pt sharded --to dcp --mesh dp=8 --dry-run
   dtshard reshard actor actor-edited --layout actor.toml
   dtshard reshard edited.safetensors actor-edited --like actor --fill-from actor";
@@ -377,6 +378,20 @@ pub struct Reshard {
     /// its mesh, --placements rules come before its own, and a bare list takes the place of its fallback
     #[arg(long, value_name = "FILE")]
     pub layout: Option<PathBuf>,
+    /// Cut modules as a parallelize plan says: llama, mistral, qwen2, qwen3, mixtral, qwen2-moe, qwen3-moe, gpt-neox, gpt2,
+    /// or the styles of a layout file. FSDP comes on top, over what else the mesh has: `--mesh dp_shard=8,tp=8 --plan
+    /// llama` is complete
+    #[arg(long, value_name = "NAME|FILE")]
+    pub plan: Option<String>,
+    /// Mesh dim over which --plan cuts modules [default: tp]
+    #[arg(long, value_name = "DIM")]
+    pub tp: Option<String>,
+    /// Mesh dim over which FSDP cuts dim 0 of what that leaves [default: with --plan fsdp, dp_shard or dp]
+    #[arg(long, value_name = "DIM")]
+    pub fsdp: Option<String>,
+    /// Mesh dim of copies, as in HSDP [default: with --plan or --fsdp dp_replicate or replicate]
+    #[arg(long, value_name = "DIM")]
+    pub replicate: Option<String>,
     /// How a dim is cut that does not divide evenly: as torch.chunk, the first n mod k ranks one more, or as the region
     /// mappings of makani [default: as in SRC, else chunk]
     #[arg(long, value_name = "RULE")]

@@ -412,7 +412,7 @@ fn missing_ranks_are_listed_and_may_be_replicas() {
     let error = Checkpoint::open(&source, &model_only()).unwrap_err();
     assert!(!error.hint().unwrap().contains("--allow-missing"), "{error}");
     let rest = open(&source, &allow);
-    let gap = rest.catalog.tensors.iter().find_map(|entry| entry.tiling().err()).expect("a hole");
+    let gap = rest.catalog.tensors.iter().find_map(|entry| entry.tilings().err()).expect("a hole");
     assert!(gap.to_string().contains("gap"), "{gap}");
 
     // Ranks that do not know the same names prove nothing.

@@ -3,6 +3,7 @@
 mod chooser;
 mod flat;
 mod like;
+mod plan;
 mod sharded;
 mod target;
 
@@ -22,6 +23,7 @@ use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, dcp, local, torch};
 use crate::layout::DeviceMesh;
+use crate::layout::parallelize::Order;
 use crate::layout::rules::Layout;
 use crate::select::Wrappers;
 pub use chooser::Chooser;
@@ -72,7 +74,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
         Format::Local => parts::check_room(job.world_size.into(), source.tensors().len(), 0, max_memory)?,
         _ => {}
     }
-    let (mut reservation, more) = reserve(&source, &layout, &job, wrappers, class, to)?;
+    let (mut reservation, more) = reserve(&source, &layout, &job, wrappers, class, to, printer)?;
     notes.extend(more);
     let carried = carry_along(&source, to, job.world_size, &mut reservation)?;
     let conversion =
@@ -90,6 +92,11 @@ fn tells_shapes_alone(source: &Source) -> bool {
     source.given().1 == Format::FsdpFlat && source.like.as_ref().is_some_and(is_whole)
 }
 
+/// Whether the source has parameters in the order in which modules registered them.
+fn order(source: &Source) -> Order {
+    if source.checkpoint.format.keeps_order() { Order::Registered } else { Order::Unknown }
+}
+
 /// Lay out every part of the source by itself, and say what there is to say about the layout.
 fn reserve(
     source: &Source,
@@ -98,10 +105,14 @@ fn reserve(
     wrappers: Wrappers,
     class: Option<Class>,
     to: Format,
+    printer: &Printer,
 ) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.wanted.catalog;
     let like = source.like.as_ref().map(|like| Like::new(like, wrappers));
-    let mut chooser = Chooser::new(wanted, layout, wrappers, class).like(like);
+    let mut chooser = Chooser::new(wanted, layout, wrappers, class).like(like).plan(order(source))?;
+    for detail in chooser.details() {
+        printer.detail(&detail);
+    }
     let mut whole = Reservation::default();
     for part in parts(source, to) {
         let reservation = match &part.names {

@@ -182,7 +182,7 @@ impl Plan {
         &self.described[self.names[at].1]
     }
 
-    /// What a rank holds of a tensor, and from which of the source's it is.
+    /// What a rank holds of a tensor, and from which of the source's it is; `None` where it has no part.
     fn part(&self, at: usize, mesh: &DeviceMesh, rank: Rank) -> Result<Option<(TensorId, Tile)>> {
         let Described { shape, sharding, .. } = self.of(at);
         let source = match &self.contents[self.names[at].1] {
