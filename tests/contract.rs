@@ -10,6 +10,7 @@
 //! | `--from`, `--to`, names of files, parent folders, series, one rank's file | `formats` |
 //! | what consolidate takes, `--root`, `--everything`, `--assets` | `consolidate` |
 //! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
+//! | `--plan`, `--tp`, `--fsdp`, `--replicate` | `plan`; what PyTorch makes of plans: `plans` |
 //! | `--like`, `--fill-from` | `fill` |
 //! | gradients, `--with-grads` | `gradients` |
 //! | `--tensor-class` | `sharded_tensors` |
@@ -55,6 +56,8 @@ mod layout;
 mod local;
 #[path = "contract/names.rs"]
 mod names;
+#[path = "contract/plan.rs"]
+mod plan;
 #[path = "contract/running.rs"]
 mod running;
 #[path = "contract/units.rs"]

@@ -274,6 +274,23 @@ fn built_in_plans_are_found_by_names() {
     }
 }
 
+/// Fused weights are no boxes: DCP directories and plain parts hold them in pieces.
+#[test]
+fn fused_weights_come_back_from_every_format() {
+    for (family, plan) in [("gpt2", "gpt2"), ("mixtral", "mixtral")] {
+        let desk = tempfile::tempdir().unwrap();
+        let model = desk.path().join("model.safetensors");
+        write_model(&truth(family), &model);
+        for to in ["dcp", "local", "torch-ranks"] {
+            for mesh in ["tp=2", "dp=2,tp=3", "tp=2,dp=3"] {
+                let target = desk.path().join(format!("{to}.{mesh}"));
+                succeed("reshard", &[&model, &target], &format!("--to {to} --mesh {mesh} --plan {plan}"));
+                succeed("verify", &[&target, &model], "");
+            }
+        }
+    }
+}
+
 /// What no placement says is not cut.
 #[test]
 fn blocks_under_fsdp_stay_whole_and_are_told() {
@@ -287,4 +304,21 @@ fn blocks_under_fsdp_stay_whole_and_are_told() {
     succeed("verify", &[&target, &model], "");
     let shown = common::inspect(&target, "--brief");
     assert_eq!(shown["tensors"][MISPLACED]["placements"], "R,_S(0,3)");
+}
+
+/// The page of plans has every row of every built-in plan.
+#[test]
+fn built_in_plans_are_as_documented() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let page = fs::read_to_string(root.join("docs/parallelize.md")).unwrap();
+    for family in Family::all() {
+        assert!(page.contains(&format!("`{}`", family.name)), "{}", family.name);
+        for row in family.layers.iter().copied().flatten().chain(family.around) {
+            let cells = format!("| `{}` | `{}` |", row.pattern, row.style);
+            assert!(page.contains(&cells), "{}: {cells}", family.name);
+        }
+    }
+    for style in Style::NAMES {
+        assert!(page.contains(&format!("`{style}`")), "{style}");
+    }
 }

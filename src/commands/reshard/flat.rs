@@ -17,6 +17,13 @@ pub fn run(args: &Reshard, source: &mut Source, run: &Run<'_>) -> Result<Status>
             "--to torch-ranks or --to dcp writes tensors that are sharded one by one",
         ));
     }
+    let plan = [("--plan", &args.plan), ("--tp", &args.tp), ("--fsdp", &args.fsdp), ("--replicate", &args.replicate)];
+    if let Some((option, Some(name))) = plan.into_iter().find(|(_, given)| given.is_some()) {
+        return Err(Error::usage(
+            format!("{option} {name}: flat parameters are cut as a whole, by FSDP1 alone"),
+            "--to torch-ranks or --to dcp writes tensors that are sharded one by one",
+        ));
+    }
     tensor_class(args.tensor_class, Format::FsdpFlat)?;
     if args.split.is_some() {
         return Err(Error::usage("--split: flat parameters are cut in one way", "leave it out"));

@@ -6,6 +6,7 @@
 //! Source: `base_model_tp_plan` of transformers' configurations, and `parallelize.py` of torchtitan's models.
 
 use std::cmp::{Ordering, Reverse};
+use std::collections::BTreeSet;
 
 use super::super::Pattern;
 use super::bind::{Candidate, Origin, Parameter};
@@ -183,13 +184,14 @@ fn parse(pattern: &str) -> Pattern {
 /// The families whose plans name most of the attention and MLPs among these parameters, with the fewest rows beside.
 #[must_use]
 pub fn alike(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
+    // Layers and experts are all alike.
+    let names: BTreeSet<String> = parameters.iter().map(|parameter| numberless(&parameter.name)).collect();
     let mut best = ((1, Reverse(usize::MAX)), Vec::new());
     for family in Family::all() {
         let mut layers = family.candidates();
         layers.retain(|candidate| candidate.origin == Origin::Layers);
-        let is_named = |parameter: &&Parameter<'_>| layers.iter().any(|candidate| candidate.names(&parameter.name));
-        let named = parameters.iter().filter(is_named).count();
-        let is_idle = |candidate: &&Candidate| !parameters.iter().any(|parameter| candidate.names(&parameter.name));
+        let named = names.iter().filter(|name| layers.iter().any(|candidate| candidate.names(name))).count();
+        let is_idle = |candidate: &&Candidate| !names.iter().any(|name| candidate.names(name));
         let likeness = (named, Reverse(layers.iter().filter(is_idle).count()));
         match likeness.cmp(&best.0) {
             Ordering::Greater => best = (likeness, vec![family.name]),
@@ -198,4 +200,10 @@ pub fn alike(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
         }
     }
     best.1
+}
+
+/// With 0 for every number.
+fn numberless(name: &str) -> String {
+    let parts = name.split('.').map(|part| if part.parse::<u64>().is_ok() { "0" } else { part });
+    parts.collect::<Vec<_>>().join(".")
 }
