@@ -13,6 +13,8 @@ mod dcp;
 mod destination;
 #[path = "bad_input/interrupted.rs"]
 mod interrupted;
+#[path = "bad_input/local.rs"]
+mod local;
 #[path = "bad_input/ranks.rs"]
 mod ranks;
 #[path = "bad_input/safetensors.rs"]

@@ -24,6 +24,7 @@
 //! | what a format cannot hold, `--max-shard-size`, natural order, same bytes | `values` |
 //! | `--dry-run` to `--verify`, `--overwrite`, `--restart`, `-q`, `-v`, exit codes, broken pipes | `running` |
 //! | `verify`, its exit codes and lists, digests as OTHER | `verify` |
+//! | `local` | `local` |
 //! | errors, and the `--json` document of every verb | `json` |
 //! | `inspect`, its document, digests | `inspect` |
 
@@ -55,6 +56,8 @@ mod json;
 mod layout;
 #[path = "contract/layout_file.rs"]
 mod layout_file;
+#[path = "contract/local.rs"]
+mod local;
 #[path = "contract/names.rs"]
 mod names;
 #[path = "contract/plan.rs"]

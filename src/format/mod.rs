@@ -247,6 +247,7 @@ impl<'a> Reading<'a> {
 
     fn read(&mut self, path: &Path, detected: Detected) -> Result<(Format, Loaded)> {
         let unknown = self.options.unknown();
+        let mut world_size = 0;
         let (format, catalog) = match detected {
             Detected::Dcp => (Format::Dcp, dcp::read(&mut self.files, path, unknown)?),
             Detected::Safetensors { paths, index: None } if self.options.told.is_some() => {
@@ -255,6 +256,7 @@ impl<'a> Reading<'a> {
             Detected::Safetensors { paths, index } => {
                 let catalog = safetensors::read(&mut self.files, &paths, index.as_deref())?;
                 self.other_files.extend(index);
+                self.fragment = detect::part_of(path).filter(|_| local::is_part(path));
                 (Format::Safetensors, catalog)
             }
             Detected::DcpHf { paths } if path.is_file() => {
@@ -270,9 +272,15 @@ impl<'a> Reading<'a> {
                 self.other_files.push(path.join(detect::TORCH_INDEX_NAME));
                 (Format::Torch, torch::read(&mut self.files, &paths, unknown)?)
             }
+            Detected::Local { paths } if self.options.told.is_some() => {
+                local::refuse_told(path)?;
+                return self.read_parts(path, &paths);
+            }
             Detected::Local { paths } => {
                 self.other_files.push(path.join(local::FILE_NAME));
-                (Format::Local, local::read(&mut self.files, path, &paths, self.options.allow_missing)?)
+                let (catalog, ranks) = local::read(&mut self.files, path, &paths, self.options.allow_missing)?;
+                world_size = ranks;
+                (Format::Local, catalog)
             }
             Detected::TorchRanks(all) => {
                 let chosen = all.choose(&self.options.series)?;
@@ -291,7 +299,7 @@ impl<'a> Reading<'a> {
                 return Ok((format, loaded));
             }
         };
-        let whole = Part { folder: PathBuf::new(), content: Content::Whole, names: None, world_size: 0 };
+        let whole = Part { folder: PathBuf::new(), content: Content::Whole, names: None, world_size };
         Ok((format, Loaded { catalog, parts: vec![whole] }))
     }
 

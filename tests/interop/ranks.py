@@ -1,6 +1,8 @@
 """What runs in each rank's process."""
 
 import itertools
+import json
+import re
 
 import torch
 import torch.distributed as dist
@@ -10,9 +12,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from safetensors.torch import load_file
 
 import common
 import generate
+import rank_files
 
 # the modules of the fixtures, by case: sizes of generate.SmallModel
 MODELS = {
@@ -210,3 +214,25 @@ def save_hf(folder):
         part = generate.local_part(full, mesh.shape, mesh.get_coordinate(), ["S(0)"])
         state[name] = DTensor.from_local(part, mesh, placement, run_check=False, shape=full.shape, stride=full.stride())
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))
+
+
+def put_together(folder, case):
+    """The rank's file of the `local` format, read with nothing but safetensors and json, as DTensors."""
+    with open(f"{folder}/layout.json") as f:
+        layout = json.load(f)
+    found = load_file(f"{folder}/rank-{dist.get_rank():05}.safetensors")
+    names, sizes = zip(*layout["meshes"][0]["dims"])
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    info, tensors = common.truth(case)
+    assert set(found) == set(layout["tensors"])
+    for name, said in layout["tensors"].items():
+        kind, rest = name.split(".", 1)
+        whole = tensors[rank_files.truth_name(kind, rest, info)]
+        assert list(whole.shape) == said["shape"], name
+        if "placements" not in said:
+            assert generate.same(found[name], whole), name
+            continue
+        placements = [generate.placement_object(p) for p in re.findall(r"_?[A-Z](?:\([^)]*\))?", said["placements"])]
+        tensor = DTensor.from_local(found[name], mesh, placements, run_check=False, shape=whole.shape,
+                                    stride=whole.stride())
+        assert generate.same(tensor.full_tensor(), whole), f"{name} on rank {dist.get_rank()}"

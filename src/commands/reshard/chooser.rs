@@ -9,6 +9,7 @@ use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, model, path};
 use crate::cli::TensorClass;
 use crate::error::{Error, Result};
+use crate::format::local::LocalLayout;
 use crate::format::torch::RankLayout;
 use crate::format::{Format, dcp};
 use crate::layout::parallelize::{Kind, Laid, Order};
@@ -232,7 +233,7 @@ impl<'a> Chooser<'a> {
     }
 
     /// The class of a tensor that ranks share, and how; `None` for a plain tensor on every rank.
-    pub fn class_and_part(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<(Class, Shared)>> {
+    pub fn local_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<LocalLayout> {
         Ok(self.with_class(path, entry)?.map(|(class, shared, _)| (class, shared)))
     }
 

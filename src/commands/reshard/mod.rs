@@ -122,7 +122,7 @@ fn reserve(
                 local::LocalTarget {
                     mesh: &layout.mesh,
                     world_size: job.world_size,
-                    layout: &mut |path, entry| chooser.class_and_part(&part.whole_path(path), entry),
+                    layout: &mut |path, entry| chooser.local_layout(&part.whole_path(path), entry),
                 },
             )?,
             None => {

@@ -27,9 +27,10 @@ mod write;
 use std::path::Path;
 
 pub use document::FILE_NAME;
-pub use read::{RankTensors, read, read_rank_files};
-pub use write::{LocalTarget, reserve};
+pub use read::read;
+pub use write::{LocalLayout, LocalTarget, reserve};
 
+use crate::error::{Error, Result};
 use crate::layout::Rank;
 
 /// The name of a rank's file.
@@ -44,4 +45,24 @@ pub fn rank_of(path: &Path) -> Option<Rank> {
     let name = path.file_name()?.to_str()?;
     let rank = Rank(name.strip_prefix("rank-")?.strip_suffix(".safetensors")?.parse().ok()?);
     (file_name(rank) == name).then_some(rank)
+}
+
+/// Whether a file is one rank's of several, beside the document that tells the whole.
+#[must_use]
+pub fn is_part(path: &Path) -> bool {
+    rank_of(path).is_some() && path.is_file() && path.with_file_name(FILE_NAME).exists()
+}
+
+/// What rank files are parts of is told by the document where there is one.
+///
+/// # Errors
+/// `Usage` where there is.
+pub fn refuse_told(folder: &Path) -> Result<()> {
+    if !folder.join(FILE_NAME).exists() {
+        return Ok(());
+    }
+    Err(Error::usage(
+        format!("{}: its {FILE_NAME} says how its tensors lie", folder.display()),
+        "leave out --src-mesh, --src-placements, --src-split and --reduce",
+    ))
 }

@@ -11,23 +11,14 @@ use crate::format::safetensors::{Stored, read_header};
 use crate::format::series::{WITHOUT_THEM, list_missing};
 use crate::layout::partial::{Reduction, summand};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Rank, Region, Tile};
-use crate::storage::{FileId, Files};
+use crate::storage::Files;
 
-/// The tensors of one rank's file.
-#[derive(Debug)]
-pub struct RankTensors {
-    pub rank: Rank,
-    pub file: FileId,
-    /// In the order of the file.
-    pub tensors: Vec<(String, Stored)>,
-}
-
-/// Read a folder.
+/// Read a folder; gives the number of ranks, too.
 ///
 /// # Errors
 /// `Usage` without a document, `Missing` listing the ranks that have no file, `Malformed` where a file is not as the
 /// document says, `Io`.
-pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: bool) -> Result<Catalog> {
+pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: bool) -> Result<(Catalog, u32)> {
     let path = folder.join(FILE_NAME);
     if !path.exists() {
         return Err(without_document(folder));
@@ -46,7 +37,7 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
     }
     let mut catalog = assembly.finish();
     catalog.state = document.state;
-    let Some(numbers) = missing else { return Ok(catalog) };
+    let Some(numbers) = missing else { return Ok((catalog, document.world_size)) };
     let missing = format!("{} {numbers}", if numbers.contains(", ") { "ranks" } else { "rank" });
     if !allow_missing {
         let is_whole = |entry: &TensorEntry| !entry.chunks.is_empty() && entry.tilings().is_ok();
@@ -59,7 +50,7 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
         });
     }
     catalog.warnings.push(format!("{}: read without {missing}", folder.display()));
-    Ok(catalog)
+    Ok((catalog, document.world_size))
 }
 
 fn without_document(folder: &Path) -> Error {
@@ -67,21 +58,6 @@ fn without_document(folder: &Path) -> Error {
         format!("{}: rank files without {FILE_NAME}, which says of what their tensors are parts", folder.display()),
         "say it with --src-mesh and --src-placements, or --src-layout; --from safetensors takes files of whole tensors",
     )
-}
-
-/// What plain rank files hold, without anything that says of what it is a part.
-///
-/// # Errors
-/// As reading safetensors.
-pub fn read_rank_files(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>) -> Result<Vec<RankTensors>> {
-    let read = |(rank, path): (&u32, &PathBuf)| read_rank_file(files, Rank(*rank), path);
-    ranks.iter().map(read).collect()
-}
-
-fn read_rank_file(files: &mut Files, rank: Rank, path: &Path) -> Result<RankTensors> {
-    let file = files.add(path)?;
-    let tensors = read_header(files, file)?.tensors;
-    Ok(RankTensors { rank, file, tensors })
 }
 
 /// A catalog in the making, rank by rank.
@@ -118,8 +94,8 @@ impl<'a> Assembly<'a> {
 
     /// Take in a rank's file.
     fn add(&mut self, files: &mut Files, rank: Rank, path: &Path) -> Result<()> {
-        let RankTensors { file, tensors, .. } = read_rank_file(files, rank, path)?;
-        let mut stored: HashMap<String, Stored> = tensors.into_iter().collect();
+        let file = files.add(path)?;
+        let mut stored: HashMap<String, Stored> = read_header(files, file)?.tensors.into_iter().collect();
         for (described, entry) in self.document.tensors.iter().zip(&mut self.catalog.tensors) {
             let part = Part::of(self.document, described, rank).map_err(|error| {
                 Error::malformed(path, entry.fqn.as_str(), "placements that fit", error.to_string())

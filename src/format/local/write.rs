@@ -26,14 +26,20 @@ use crate::layout::rules::Shared;
 use crate::layout::{DeviceMesh, Dims, Placement, Rank, Region, Split, Tile};
 use crate::storage::FileId;
 
+/// How a tensor lies: with which class and placements; `None` for a plain tensor on every rank.
+pub type LocalLayout = Option<(Class, Shared)>;
+
+/// Says it of a tensor at a path.
+pub type Choose<'a> = dyn FnMut(&Path, &TensorEntry) -> Result<LocalLayout> + 'a;
+
 /// What to write.
 pub struct LocalTarget<'a> {
     pub mesh: &'a DeviceMesh,
-    /// The number of rank files. Ranks that are not in the mesh hold nothing of what the others share.
+    /// The number of files. Ranks that are not in the mesh hold nothing of what the others share.
     pub world_size: u32,
-    /// Asked for each name of each tensor; where names are tied, the first decides. `None` for a plain tensor on every
-    /// rank, as what a rank has of its own is all the same.
-    pub layout: &'a mut dyn FnMut(&Path, &TensorEntry) -> Result<Option<(Class, Shared)>>,
+    /// Asked for each name of each tensor; where names are tied, the first decides. What a rank has of its own is plain all
+    /// the same.
+    pub layout: &'a mut Choose<'a>,
 }
 
 /// Lay out a file for each rank, and the document.
@@ -69,7 +75,8 @@ pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Resu
         let (fqn, described) = (&plan.names[at].0, plan.of(at));
         reservation.tensors.extend(std::mem::take(&mut chunks[at]).into_iter().map(|(source, chunks)| {
             let entry = TensorEntry::new(fqn.clone(), described.dtype, described.shape.clone());
-            Reserved::new(source, TensorEntry { chunks, ..entry })
+            let shared = described.sharding.as_ref().map(Sharding::shared);
+            Reserved { shared, ..Reserved::new(source, TensorEntry { chunks, ..entry }) }
         }));
     }
     let mut file = OutputFile::new(FILE_NAME);
@@ -132,7 +139,7 @@ impl Plan {
         source: &Catalog,
         state: &Value,
         own: &OwnTensors,
-        layout: &mut dyn FnMut(&Path, &TensorEntry) -> Result<Option<(Class, Shared)>>,
+        layout: &mut Choose<'_>,
         notes: &mut Vec<String>,
     ) -> Result<Self> {
         let mut named: Vec<(Path, TensorId)> = Vec::new();
@@ -182,14 +189,12 @@ impl Plan {
             Content::Shared(id) => Some(*id),
             Content::Own(by_rank) => by_rank.get(&rank).copied(),
         };
-        let tile = match sharding {
-            None => Tile::from_region(&Region::whole(shape)),
-            Some(sharding) => match mesh.coordinate(rank) {
-                Some(coordinate) => sharding.shared().part(shape, mesh, &coordinate)?,
-                None => return Ok(None),
-            },
+        let tile = match (sharding, mesh.coordinate(rank)) {
+            (None, _) => Some(Tile::from_region(&Region::whole(shape))),
+            (Some(sharding), Some(at)) => Some(sharding.shared().part(shape, mesh, &at)?),
+            (Some(_), None) => None,
         };
-        Ok(source.map(|source| (source, tile)))
+        Ok(source.zip(tile))
     }
 
     fn document(mut self, mesh: &DeviceMesh, world_size: u32, mut state: Value) -> Document {

@@ -1,0 +1,89 @@
+"""`dtshard reshard --to local`: each rank's file holds what DTensor.to_local() gives, and from_local puts it together."""
+
+import glob
+import json
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import common
+import generate
+import rank_files
+import ranks
+
+
+def own_part(tensor):
+    """What a rank holds of a tensor that PyTorch saved."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    if type(tensor).__name__ == "ShardedTensor":
+        shards = tensor.local_shards()
+        return shards[0].tensor if shards else None
+    return tensor
+
+
+@pytest.mark.parametrize("case", ["fsdp3", "fsdp4", "fsdp_tp", "fsdp_tp6", "fsdp1_sharded", "hsdp", "llama_tiny", "tp2"])
+def test_each_rank_has_what_it_saved(tmp_path, case):
+    common.dtshard("reshard", common.source(case, "ranks"), tmp_path / "local", "--to", "local")
+    paths = sorted(glob.glob(f"{common.source(case, 'ranks')}/*_rank_*.pt"))
+    world = int(re.search(r"_world_size_(\d+)_", paths[0])[1])
+    for rank in range(world):
+        found = load_file(tmp_path / "local" / f"rank-{rank:05}.safetensors")
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            for path in (p for p in paths if p.endswith(f"_rank_{rank}.pt")):
+                kind = os.path.basename(path).split("_world_size")[0]
+                for name, tensor in generate.leaves(torch.load(path, weights_only=False)):
+                    own, other = own_part(tensor), found.pop(f"{kind}.{name}")
+                    if own is None:
+                        assert other.numel() == 0, name
+                    else:
+                        assert generate.same(own.detach(), other), f"{kind}.{name} on rank {rank}"
+        finally:
+            dist.destroy_process_group()
+        assert not found, sorted(found)
+
+
+TARGETS = [
+    ("dp=3", "S(0)"), ("dp=2,tp=2", "S(0),S(1)"), ("dp=2,tp=3", "_S(0,3),S(0)"), ("rep=2,dp=2", "R,S(-1)"),
+]
+
+
+@pytest.mark.parametrize("mesh,placements", TARGETS)
+@pytest.mark.parametrize("case", ["fsdp4", "fsdp_tp"])
+def test_from_local_puts_them_together(tmp_path, case, mesh, placements):
+    folder = tmp_path / "local"
+    common.dtshard("reshard", common.source(case, "ranks"), folder, "--to", "local", "--mesh", mesh, "--placements",
+                   placements)
+    said = json.loads((folder / "layout.json").read_text())
+    common.run_ranks(ranks.put_together, said["world_size"], tmp_path, str(folder), case)
+
+
+def test_there_and_back_is_what_pytorch_loads(tmp_path):
+    """DTensors to local tensors and to DTensors again: torch.load gives the same as of files that never were local."""
+    source = common.source("fsdp4", "ranks")
+    mesh = ("--mesh", "fsdp=3")
+    common.dtshard("reshard", source, tmp_path / "local", "--to", "local", *mesh)
+    common.dtshard("reshard", tmp_path / "local", tmp_path / "back", "--to", "torch-ranks")
+    common.dtshard("reshard", source, tmp_path / "direct", *mesh)
+    for rank in range(3):
+        dist.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
+        try:
+            for name in (f"model_world_size_3_rank_{rank}.pt", f"optim_world_size_3_rank_{rank}.pt"):
+                trees = [torch.load(tmp_path / folder / name, weights_only=False) for folder in ("back", "direct")]
+                found, expected = (dict(generate.leaves(tree)) for tree in trees)
+                assert list(found) == list(expected)
+                for key, tensor in found.items():
+                    assert generate.same(own_part(tensor), own_part(expected[key])), key
+                    if isinstance(tensor, DTensor):
+                        assert tensor._spec == expected[key]._spec, key
+                plain = [generate.encode(rank_files.plain(tree)) for tree in trees]
+                assert plain[0] == plain[1]
+        finally:
+            dist.destroy_process_group()
