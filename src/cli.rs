@@ -52,6 +52,7 @@ Examples:
   dtshard reshard actor actor16 --mesh fsdp=16
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements 'S(0),S(1)'
   dtshard reshard step-1000 step-1000-tp --mesh dp=4,tp=2 --placements '**.wo=S(0),S(1)' --placements 'S(0),S(0)'
+  dtshard reshard step-1000 step-1000-tp --mesh dp_shard=4,tp=2 --plan llama
   dtshard reshard model.pt sharded --to dcp --mesh dp=8 --dry-run
   dtshard reshard actor actor-edited --layout actor.toml
   dtshard reshard edited.safetensors actor-edited --like actor --fill-from actor";
@@ -298,6 +299,9 @@ pub struct DestinationArgs {
     /// for consolidate, that of SRC for reshard (dcp where SRC is no folder of shards)]
     #[arg(long, value_name = "FORMAT")]
     pub to: Option<FormatArg>,
+    /// The PyTorch that is to load DTensors in rank files, such as 2.9 [default: as SRC, else the newest known]
+    #[arg(long, value_name = "VERSION")]
+    pub torch_version: Option<String>,
     /// Replace DST if it exists [default: refused, unless it is an empty folder]
     #[arg(long)]
     pub overwrite: bool,
@@ -378,6 +382,20 @@ pub struct Reshard {
     /// its mesh, --placements rules come before its own, and a bare list takes the place of its fallback
     #[arg(long, value_name = "FILE")]
     pub layout: Option<PathBuf>,
+    /// Cut modules as a parallelize plan says: llama, mistral, qwen2, qwen3, mixtral, qwen2-moe, qwen3-moe, gpt-neox, gpt2,
+    /// or the styles of a layout file. FSDP comes on top, over what else the mesh has: `--mesh dp_shard=8,tp=8 --plan
+    /// llama` is complete
+    #[arg(long, value_name = "NAME|FILE")]
+    pub plan: Option<String>,
+    /// Mesh dim over which --plan cuts modules [default: tp]
+    #[arg(long, value_name = "DIM")]
+    pub tp: Option<String>,
+    /// Mesh dim over which FSDP cuts dim 0 of what that leaves [default: with --plan fsdp, dp_shard or dp]
+    #[arg(long, value_name = "DIM")]
+    pub fsdp: Option<String>,
+    /// Mesh dim of copies, as in HSDP [default: with --plan or --fsdp dp_replicate or replicate]
+    #[arg(long, value_name = "DIM")]
+    pub replicate: Option<String>,
     /// How a dim is cut that does not divide evenly: as torch.chunk, the first n mod k ranks one more, or as the region
     /// mappings of makani [default: as in SRC, else chunk]
     #[arg(long, value_name = "RULE")]
@@ -414,8 +432,6 @@ pub struct Unshard {
     pub with_grads: bool,
     #[command(flatten)]
     pub shards: ShardArgs,
-    #[command(flatten)]
-    pub shapes: ShapeArgs,
     #[command(flatten)]
     pub convert: ConvertArgs,
 }
@@ -472,9 +488,13 @@ pub enum Strategy {
     NoShard,
 }
 
-/// Sizes of safetensors files.
+/// Which tensors are in which safetensors file.
 #[derive(Args, Debug)]
 pub struct ShardArgs {
+    /// A checkpoint of the same model: where it is a folder of safetensors files, every tensor goes into the file that it
+    /// is in there; where SRC is FSDP1, the shapes and the order that SRC lacks
+    #[arg(long, value_name = "CKPT")]
+    pub like: Option<PathBuf>,
     /// Largest safetensors file in a folder (5GB = 5e9, 5GiB = 5 * 2^30); a larger tensor gets its own
     #[arg(long, value_name = "SIZE", default_value = "5GB")]
     pub max_shard_size: Quantity,
@@ -490,8 +510,6 @@ pub struct Consolidate {
     pub assets: Option<PathBuf>,
     #[command(flatten)]
     pub shards: ShardArgs,
-    #[command(flatten)]
-    pub shapes: ShapeArgs,
     #[command(flatten)]
     pub convert: ConvertArgs,
 }
@@ -534,6 +552,7 @@ pub enum FormatArg {
     Torch,
     TorchRanks,
     FsdpFlat,
+    Local,
 }
 
 impl From<FormatArg> for Format {
@@ -545,6 +564,7 @@ impl From<FormatArg> for Format {
             FormatArg::Torch => Self::Torch,
             FormatArg::TorchRanks => Self::TorchRanks,
             FormatArg::FsdpFlat => Self::FsdpFlat,
+            FormatArg::Local => Self::Local,
         }
     }
 }

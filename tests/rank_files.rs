@@ -52,8 +52,9 @@ fn placements(list: &str, entry: &TensorEntry) -> Vec<Placement> {
 fn reserve(catalog: &Catalog, state: &Value, mesh: &DeviceMesh, list: &str, style: &Style) -> Reservation {
     let target = RankTarget {
         mesh,
+        world_size: mesh.job_size(),
         style,
-        name: &|rank| PathBuf::from(format!("model_world_size_{}_rank_{rank}.pt", mesh.world_size())),
+        name: &|rank| PathBuf::from(format!("model_world_size_{}_rank_{rank}.pt", mesh.job_size())),
         layout: &mut |_, _, entry| {
             Ok(match entry.sharding {
                 None => RankLayout::Plain,
@@ -81,7 +82,7 @@ fn check(case: &str, mesh: &DeviceMesh, list: &str, release: Release) {
     let style = Style { release, device_type: "cuda".into() };
     let reservation = reserve(&source.catalog, &source.catalog.state, mesh, list, &style);
     check_order(&reservation);
-    assert_eq!(reservation.files.len(), mesh.world_size());
+    assert_eq!(reservation.files.len(), mesh.job_size() as usize);
     let folder = tempfile::tempdir().unwrap();
     copy::copy(input(&source), &reservation, folder.path(), &OPTIONS, &Silent, &Stop::default()).unwrap();
 
@@ -97,7 +98,8 @@ fn check(case: &str, mesh: &DeviceMesh, list: &str, release: Release) {
         let list = expected.sharding.as_ref().map(|_| placements(list, expected));
         assert_eq!(found.sharding.as_ref().map(|sharding| written.catalog.mesh(sharding)), list.as_ref().map(|_| mesh));
         assert_eq!(found.sharding.as_ref().map(|sharding| &sharding.placements), list.as_ref(), "{name}");
-        assert_eq!(found.chunks.len(), mesh.world_size(), "{name}");
+        let holders = if list.is_some() { mesh.world_size() } else { mesh.job_size() as usize };
+        assert_eq!(found.chunks.len(), holders, "{name}");
         for index in 0..found.chunks.len() {
             let rank = found.chunks.rank(index).unwrap();
             let tile = match &list {
@@ -153,18 +155,26 @@ fn meshes_without_names_and_of_one_rank_a_dim() {
     }
 }
 
+/// They have a file all the same, with DTensors of which they hold nothing.
 #[test]
-fn ranks_must_begin_at_0() {
-    let source = open(&fixture("fsdp4/ranks"));
-    let submesh = DeviceMesh::new([2_u64].as_slice(), vec![Rank(0), Rank(2)], None).unwrap();
+fn ranks_outside_of_the_mesh() {
+    for release in [Release::V2_5, Release::V2_10, Release::V2_11, Release::V2_13] {
+        check("fsdp4", &mesh("dp=2", &[2, 0]), "S(0)", release);
+        check("outside4", &mesh("dp=2,tp=2", &[4, 1, 3, 6]), "_S(0,2),S(0)", release);
+    }
+    let source = open(&fixture("outside4/ranks"));
+    let shape =
+        |name: &str| source.catalog.tensors.iter().find(|entry| entry.fqn.as_str() == name).unwrap().shape.clone();
+    assert_eq!((shape("w").to_vec(), shape("b").to_vec()), (vec![5, 2], vec![3]));
     let target = RankTarget {
-        mesh: &submesh,
+        mesh: &mesh("dp=2", &[0, 2]),
+        world_size: 4,
         style: &Style::default(),
         name: &|rank| format!("{rank}").into(),
-        layout: &mut |_, _, _| Ok(RankLayout::Plain),
+        layout: &mut |_, _, _| Ok(RankLayout::Sharded { dim: MeshDim(0) }),
     };
     let error = reserve_ranks(&source.catalog, &source.catalog.state, target).unwrap_err();
-    assert!(error.to_string().contains("a mesh of 2 ranks with rank 2 in it"), "{error}");
+    assert!(error.to_string().contains("ShardedTensors on dp=2, which rank 1 is not in"), "{error}");
 }
 
 /// Where ranks differ, each gets its own value, and ranks beyond those of the source get them in turn. The data lies in
@@ -261,6 +271,7 @@ fn a_slice_of_a_mesh_is_read_and_written() {
         let style = Style { release, ..Style::default() };
         let target = RankTarget {
             mesh: &mesh("dp=2,tp=3", &[]),
+            world_size: 6,
             style: &style,
             name: &|rank| PathBuf::from(format!("model_world_size_6_rank_{rank}.pt")),
             layout: &mut |_, _, entry| {

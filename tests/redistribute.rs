@@ -264,6 +264,7 @@ fn write(mesh: &[usize], cases: &Cases, folder: &Path) {
     let by_name: HashMap<&str, &Case> = cases.iter().map(|(name, case)| (name.as_str(), case)).collect();
     let target = RankTarget {
         mesh: &mesh_of(mesh),
+        world_size: u32::try_from(mesh.iter().product::<usize>()).unwrap(),
         style: &Style::default(),
         name: &|rank| PathBuf::from(format!("model_world_size_{}_rank_{rank}.pt", mesh.iter().product::<usize>())),
         layout: &mut |fqn, _, _| {

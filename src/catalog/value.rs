@@ -52,6 +52,22 @@ pub struct Holding {
     pub ranks: Vec<Rank>,
 }
 
+impl Holding {
+    /// The value a rank gets of those that ranks store differently: its own where a rank of its number stored one; else
+    /// the stored values are dealt out in turn, rank `r` getting that of the `r mod n`-th of the `n` ranks that stored one.
+    #[must_use]
+    pub fn value_for(holdings: &[Self], rank: Rank) -> Option<&Value> {
+        if let Some(own) = holdings.iter().find(|holding| holding.ranks.contains(&rank)) {
+            return Some(&own.value);
+        }
+        let mut stored: Vec<(Rank, &Value)> =
+            holdings.iter().flat_map(|holding| holding.ranks.iter().map(|rank| (*rank, &holding.value))).collect();
+        stored.sort_unstable_by_key(|(rank, _)| *rank);
+        let turn = (rank.0 as usize).checked_rem(stored.len())?;
+        Some(stored[turn].1)
+    }
+}
+
 /// A dict in insertion order.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Dict {

@@ -1,6 +1,6 @@
 //! `consolidate`: the model, merged, to ship.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
@@ -10,14 +10,15 @@ use super::convert::{Conversion, convert, file_name, holds_shards, target_format
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
+use super::whole::{check_tied, elsewhere, names_to_write, placing_like, safetensors_shape};
 use super::{Status, check_flat};
 use crate::catalog::{Dtype, Fqn, TensorId, model, optimizer, path};
-use crate::cli::{Consolidate, Tied};
+use crate::cli::Consolidate;
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
 use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, SeriesChoice, Want, distinct_names, natural_order, safetensors, torch};
-use crate::quantity::{Quantity, count};
+use crate::quantity::count;
 use crate::select::{Root, Wrappers};
 
 /// The file without which loaders do not know what to build.
@@ -56,19 +57,22 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
         wrappers: Wrappers::Cut,
         without_gradients: false,
     };
-    let like = args.shapes.like.as_deref();
+    let like = args.shards.like.as_deref();
     let mut source = Source::open(&args.convert, like, defaults, &run)?;
-    check_flat(&args.convert.source, like, &[&source.checkpoint])?;
-    source.settle(args.convert.checks, Ranks::Together, &run)?;
-    check_model(args, &source)?;
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, Format::Safetensors)?;
+    let placing = placing_like(&args.convert, like, to)?;
+    check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
+    source.settle(args.convert.checks, Ranks::Together, &run)?;
+    check_model(args, &source)?;
     let mut tied = Vec::new();
+    let mut notes = source.settled.notes(None);
     let (mut reservation, shape) = match to {
         Format::Safetensors => {
             let written;
             (written, tied) = names_to_write(&source, args.convert.tied);
-            let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size);
+            notes.extend(elsewhere(placing.as_ref(), &written));
+            let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size, placing);
             (safetensors::reserve(&source.wanted.catalog, &written, &tied, &shape)?, staged)
         }
         Format::Torch => {
@@ -83,7 +87,6 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
         _ => return Err(holds_shards("consolidate", to)),
     };
     reservation.left_out = path::object_names(&source.wanted.catalog.state);
-    let mut notes = source.settled.notes(None);
     let mut carried = Vec::new();
     let no_assets = args.assets.as_ref().is_some_and(|folder| folder.as_os_str() == "none");
     if shape == Shape::Folder {
@@ -149,45 +152,6 @@ fn dtype_note(carried: &[Carried], source: &Source) -> Option<String> {
             to.torch_name()
         )
     })
-}
-
-/// A name that is recorded, not written, and the one that is.
-type Alias = (Fqn, Fqn);
-
-/// The tensors of a safetensors target in natural order, and the names that are only recorded, with what they name.
-pub fn names_to_write(source: &Source, tied: Tied) -> (Vec<(Fqn, TensorId)>, Vec<Alias>) {
-    let mut aliases = Vec::new();
-    if tied == Tied::Drop {
-        for (kept, others) in source.wanted.ties() {
-            aliases.extend(others.into_iter().map(|alias| (alias, kept.clone())));
-        }
-    }
-    let recorded: HashSet<&Fqn> = aliases.iter().map(|(alias, _)| alias).collect();
-    let mut tensors = source.tensors();
-    tensors.retain(|(fqn, _)| !recorded.contains(fqn));
-    tensors.sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
-    (tensors, aliases)
-}
-
-/// Only safetensors has a place to record the names that are dropped.
-pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
-    if tied == Tied::Keep {
-        return Ok(());
-    }
-    Err(Error::usage(
-        format!("--tied drop: {to} cannot record the names that are dropped"),
-        "leave it out: a torch file stores tied tensors once anyway",
-    ))
-}
-
-/// What DST is: a file of its own, or a folder.
-pub fn safetensors_shape(destination: Option<&Path>, max_shard_size: Quantity) -> (safetensors::Shape, Shape) {
-    let is_file = destination.is_some_and(|path| path.extension().is_some_and(|suffix| suffix == "safetensors"));
-    if is_file {
-        (safetensors::Shape::File(file_name(destination, "model.safetensors")), Shape::File)
-    } else {
-        (safetensors::Shape::Folder { max_shard_bytes: max_shard_size.0 }, Shape::Folder)
-    }
 }
 
 /// The files that make a folder of weights a model: those of `--assets`, else of the source's folder, of `huggingface`

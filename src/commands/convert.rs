@@ -40,6 +40,17 @@ pub struct Conversion<'a> {
 /// # Errors
 /// `Usage` where the suffix is that of a file in another format, or nearly that of one: DST would become a folder.
 pub fn target_format(args: &DestinationArgs, destination: Option<&Path>, default: Format) -> Result<Format> {
+    let to = named_format(args, destination, default)?;
+    match &args.torch_version {
+        Some(version) if to != Format::TorchRanks => Err(Error::usage(
+            format!("--torch-version {version} is for DTensors in rank files, and DST is to be {to}"),
+            "leave it out: every PyTorch that is supported loads the same",
+        )),
+        _ => Ok(to),
+    }
+}
+
+fn named_format(args: &DestinationArgs, destination: Option<&Path>, default: Format) -> Result<Format> {
     const WRITTEN: [(&str, Format); 5] = [
         ("safetensors", Format::Safetensors),
         ("pt", Format::Torch),

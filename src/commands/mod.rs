@@ -22,6 +22,7 @@ mod source;
 mod told;
 mod unshard;
 mod verify;
+mod whole;
 
 use std::ffi::OsString;
 use std::path::Path;

@@ -129,7 +129,7 @@ pub fn carry_along(
     for to_path in &source.checkpoint.beside {
         let from = root.join(to_path);
         let len = std::fs::metadata(&from).map_err(Error::io("look at", &from))?.len();
-        if to.has_rank_files() && to_path.ends_with(FSDP_CONFIG) && len < 1 << 20 {
+        if to.is_by_rank() && to_path.ends_with(FSDP_CONFIG) && len < 1 << 20 {
             let text = std::fs::read(&from).map_err(Error::io("read", &from))?;
             let mut file = OutputFile::new(to_path);
             file.push_literal(with_world_size(&text, world_size));

@@ -60,10 +60,10 @@ fn file(path: &Path, split: Option<Split>) -> Result<LayoutFile> {
             "--flat-layout reads them; for plain tensors say a mesh and placements: docs/layout-file.md",
         ));
     }
-    if let Some(said) = file.plan.said() {
+    if !file.plan.is_empty() {
         return Err(Error::unsupported(
-            format!("{said}: a source is not told by parallelize plans"),
-            "say how its tensors lie with rules: docs/layout-file.md",
+            format!("--src-layout {}: a plan or styles in it, and a source is told by rules", path.display()),
+            "say how its tensors lie with [[rules]]: docs/layout-file.md",
         ));
     }
     Ok(file)

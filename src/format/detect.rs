@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::dcp_hf::ShardName;
 use super::foreign::{self, first_bytes};
 use super::series::{SeriesSet, fragment, group};
-use super::{Format, dcp, safetensors};
+use super::{Format, dcp, local, safetensors};
 use crate::error::{Error, Result};
 
 /// A format and the files that make it up.
@@ -16,6 +16,7 @@ pub enum Detected {
     DcpHf { paths: Vec<PathBuf> },
     Torch { paths: Vec<PathBuf> },
     TorchRanks(SeriesSet),
+    Local { paths: Vec<PathBuf> },
 }
 
 impl Detected {
@@ -26,6 +27,7 @@ impl Detected {
             Self::DcpHf { .. } => Format::DcpHf,
             Self::Torch { .. } => Format::Torch,
             Self::TorchRanks(_) => Format::TorchRanks,
+            Self::Local { .. } => Format::Local,
         }
     }
 
@@ -183,8 +185,10 @@ fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
         });
     }
     let index = names.iter().find(|name| name.ends_with(".safetensors.index.json")).map(|name| folder.join(name));
-    let (shards, tensors): (Vec<_>, Vec<_>) =
+    let (shards, mut tensors): (Vec<_>, Vec<_>) =
         with_suffix(folder, &names, &[".safetensors"]).into_iter().partition(|path| ShardName::parse(path).is_some());
+    let local = local_files(&names, from, &mut tensors);
+    found.extend(local.map(|paths| Detected::Local { paths }));
     if !shards.is_empty() {
         found.push(Detected::DcpHf { paths: shards });
     }
@@ -209,6 +213,19 @@ fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
         _ => {}
     }
     Ok(found)
+}
+
+/// The rank files of plain tensors, taken out of the safetensors files of a folder. One alone, with nothing that says
+/// what it is a part of, is a file as any other.
+fn local_files(names: &[String], from: Option<Format>, tensors: &mut Vec<PathBuf>) -> Option<Vec<PathBuf>> {
+    let count = tensors.iter().filter(|path| local::rank_of(path).is_some()).count();
+    let has_layout = names.iter().any(|name| name == local::FILE_NAME);
+    let is_local = match from {
+        Some(Format::Local) => count > 0 || has_layout,
+        Some(Format::Safetensors) => false,
+        _ => count > 1 || count > 0 && has_layout,
+    };
+    is_local.then(|| tensors.extract_if(.., |path| local::rank_of(path).is_some()).collect())
 }
 
 fn is_no_model(path: &Path) -> bool {

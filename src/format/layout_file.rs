@@ -1,22 +1,17 @@
 //! Layout files on disk, and the flat layout that may be in one. The grammar is [`crate::layout::file`].
 
-use std::io::Read;
 use std::path::Path;
 
 use crate::error::{Error, Result};
+use crate::format::json;
 use crate::layout::file::{LayoutFile, MAX_BYTES};
-use crate::storage::regular_file;
 
 /// Read a layout file.
 ///
 /// # Errors
 /// `Layout` naming file and line, `Malformed` for what is no text, `Io`.
 pub fn read(path: &Path) -> Result<LayoutFile> {
-    regular_file(path)?;
-    let mut bytes = Vec::new();
-    let file = std::fs::File::open(path).map_err(Error::io("open", path))?;
-    file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(Error::io("read", path))?;
-    parse(path, &bytes)
+    parse(path, &json::read_document(path, MAX_BYTES)?)
 }
 
 /// What the content of a file says.

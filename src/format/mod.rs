@@ -10,7 +10,9 @@ mod detect;
 mod folder;
 mod foreign;
 pub mod fsdp_flat;
+mod json;
 pub mod layout_file;
+pub mod local;
 mod parts;
 pub mod pickle;
 mod rank_names;
@@ -50,6 +52,7 @@ pub enum Format {
     Torch,
     TorchRanks,
     FsdpFlat,
+    Local,
 }
 
 impl Format {
@@ -63,6 +66,12 @@ impl Format {
     #[must_use]
     pub fn has_rank_files(self) -> bool {
         matches!(self, Self::TorchRanks | Self::FsdpFlat)
+    }
+
+    /// Whether each rank has its own values.
+    #[must_use]
+    pub fn is_by_rank(self) -> bool {
+        self.has_rank_files() || self == Self::Local
     }
 
     /// Whether it keeps tensors as a module's state dict has them: in the order of that, and with their strides.
@@ -80,6 +89,7 @@ impl Format {
             Self::Torch => "torch",
             Self::TorchRanks => "torch-ranks",
             Self::FsdpFlat => "fsdp-flat",
+            Self::Local => "local",
         }
     }
 }
@@ -260,6 +270,10 @@ impl<'a> Reading<'a> {
                 self.other_files.push(path.join(detect::TORCH_INDEX_NAME));
                 (Format::Torch, torch::read(&mut self.files, &paths, unknown)?)
             }
+            Detected::Local { paths } => {
+                self.other_files.push(path.join(local::FILE_NAME));
+                (Format::Local, local::read(&mut self.files, path, &paths, self.options.allow_missing)?)
+            }
             Detected::TorchRanks(all) => {
                 let chosen = all.choose(&self.options.series)?;
                 self.series.extend(chosen.names());
@@ -277,7 +291,7 @@ impl<'a> Reading<'a> {
                 return Ok((format, loaded));
             }
         };
-        let whole = Part { folder: PathBuf::new(), content: Content::Whole, names: None };
+        let whole = Part { folder: PathBuf::new(), content: Content::Whole, names: None, world_size: 0 };
         Ok((format, Loaded { catalog, parts: vec![whole] }))
     }
 

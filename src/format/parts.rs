@@ -18,6 +18,8 @@ pub struct Part {
     pub content: Content,
     /// How its files are called, where there is one a rank.
     pub names: Option<RankNames>,
+    /// How many of those there are; 0 where there is not one a rank.
+    pub world_size: u32,
 }
 
 /// What of the state dict a part is.
@@ -70,6 +72,7 @@ pub fn join(folders: Vec<(PathBuf, Loaded)>) -> Loaded {
             },
             folder: within(&folder, &part.folder),
             names: part.names,
+            world_size: part.world_size,
         }));
     }
     whole.state = Value::Dict(Dict { entries, ..Dict::default() });
@@ -154,7 +157,7 @@ mod tests {
             entries.push((Value::Str((*key).into()), Value::Tensor(catalog.push_tensor(entry))));
         }
         catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
-        let part = Part { folder: PathBuf::new(), content: Content::Whole, names: None };
+        let part = Part { folder: PathBuf::new(), content: Content::Whole, names: None, world_size: 0 };
         Loaded { catalog, parts: vec![part] }
     }
 

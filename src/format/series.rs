@@ -211,7 +211,10 @@ impl SeriesSet {
 
     /// One catalog of one a series; several are subtrees of it.
     fn join(&self, mut catalogs: Vec<Catalog>) -> Loaded {
-        let part = |series: &Series, content| Part { folder: PathBuf::new(), content, names: Some(series.names()) };
+        let part = |series: &Series, content| {
+            let (names, world_size) = (Some(series.names()), series.world_size());
+            Part { folder: PathBuf::new(), content, names, world_size }
+        };
         if let ([only], 1) = (self.series.as_slice(), catalogs.len()) {
             return Loaded { catalog: catalogs.remove(0), parts: vec![part(only, Content::Whole)] };
         }
@@ -246,7 +249,7 @@ fn model_of(names: &[String]) -> String {
 }
 
 /// What to say where missing files are not needed.
-const WITHOUT_THEM: &str = "replicas of the other ranks cover every tensor: --allow-missing goes on without them";
+pub const WITHOUT_THEM: &str = "replicas of the other ranks cover every tensor: --allow-missing goes on without them";
 
 /// Ranks whose files are not there.
 struct Gap {
@@ -261,6 +264,12 @@ impl Series {
         let mut names = self.files[0].0.names.clone();
         self.files.iter().for_each(|(name, _)| names.widen(&name.names));
         names
+    }
+
+    /// How many ranks its files are of.
+    fn world_size(&self) -> u32 {
+        let sizes = self.files.iter().map(|(name, _)| name.world_size.unwrap_or(name.rank.saturating_add(1)));
+        sizes.max().unwrap_or(0)
     }
 
     /// Its files, and what to say where some are missing.

@@ -152,6 +152,12 @@ impl DeviceMesh {
         self.ranks.len()
     }
 
+    /// The number of ranks that a job with this mesh has at the least: they count from 0.
+    #[must_use]
+    pub fn job_size(&self) -> u32 {
+        self.ranks.iter().map(|rank| rank.0.saturating_add(1)).max().unwrap_or(0)
+    }
+
     /// Whether the ranks are `0..world_size` in order, so that the shape says everything.
     #[must_use]
     pub fn ranks_are_row_major(&self) -> bool {

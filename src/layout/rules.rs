@@ -3,6 +3,7 @@
 //! Rules are tried in order and the first that matches one of a tensor's names wins; a rule must fit the tensor. What
 //! no rule matches gets the fallback, which gives Replicate on a mesh dim where it does not fit (`S(1)` of a bias).
 
+use super::parallelize::Plan;
 use super::{DeviceMesh, Dims, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Rank, Split, Tile, local_part};
 
 /// What somebody says of some tensors.
@@ -72,6 +73,14 @@ pub enum Fallback {
     Source,
 }
 
+impl Fallback {
+    /// Whether everything is whole on every rank.
+    #[must_use]
+    pub fn is_replicate(&self) -> bool {
+        matches!(self, Self::Placements(list) if list.iter().all(|spec| *spec == PlacementSpec::Replicate))
+    }
+}
+
 /// A mesh and the placements on it.
 #[derive(Clone, Debug)]
 pub struct Layout {
@@ -80,6 +89,10 @@ pub struct Layout {
     pub fallback: Fallback,
     /// How dims are cut where nothing more particular is said; `None` as in the source, else as DTensors are.
     pub split: Option<Split>,
+    /// What says of the parameters of the model, behind the rules, how they lie. It has to [meet] them first.
+    ///
+    /// [meet]: Plan::bind
+    pub plan: Option<Plan>,
 }
 
 /// The layout a tensor has in the source.
@@ -146,7 +159,7 @@ impl Layout {
         if let Fallback::Placements(list) = &fallback {
             Spec::from(list.clone()).check(&mesh)?;
         }
-        Ok(Self { mesh, rules, fallback, split })
+        Ok(Self { mesh, rules, fallback, split, plan: None })
     }
 
     /// How a tensor of this shape lies that is known by `names`.
@@ -195,6 +208,12 @@ impl Layout {
         let placements = placements.collect::<Result<_, _>>()?;
         let splits = if spec.splits.is_empty() { self.splits() } else { spec.splits.clone() };
         Ok(Shared { placements, splits, slice: spec.slice.clone() })
+    }
+
+    /// Cut as is said of all tensors, where nothing more particular is.
+    #[must_use]
+    pub fn split_as_said(&self, shared: Shared) -> Shared {
+        if shared.splits.is_empty() { Shared { splits: self.splits(), ..shared } } else { shared }
     }
 
     /// What is said of all tensors.

@@ -7,6 +7,9 @@
 //! - Optimizer state follows its parameter: `conversions::optimizer_state_follows_its_parameter`.
 //! - Values after every layout and back: `conversions::*_to_every_layout`.
 
+use std::path::Path;
+
+use dtshard::format::{ReadOptions, torch};
 use serde_json::Value as Json;
 
 use crate::common::{assert_same, below, expect, fixture, inspect, read};
@@ -157,4 +160,43 @@ fn mesh_dims_that_lose_their_names_are_told() {
     let told = |mesh: &str, out: &str| desk.make("reshard", "verl/global_step_10/actor", out, mesh).run.stderr;
     assert!(told("--mesh dp=2", "a").contains("mesh dims are called dp now, fsdp in SRC"));
     assert!(!told("--mesh fsdp=2", "b").contains("mesh dims"));
+}
+
+#[test]
+fn ranks_outside_of_the_mesh_hold_nothing() {
+    let desk = Desk::new();
+    let made = desk.make("reshard", "outside4/ranks", "same", "");
+    assert_same(&made.tensors(), &read(&fixture("outside4/ranks")), "the same mesh");
+    let files = |path: &Path| std::fs::read_dir(path).unwrap().count();
+    assert_eq!(files(&made.path), 4, "ranks 1 and 3 have a file, too");
+    let found = inspect(&made.path, "");
+    assert_eq!(by_rank(&found, "w"), ["0: [3,0]+[2,2]", "2: [0,0]+[3,2]"]);
+    let found = desk.make("reshard", "outside4/ranks", "others", "--mesh dp=3 --mesh-ranks 1,4,2");
+    assert_eq!(files(&found.path), 5);
+    assert_eq!(by_rank(&inspect(&found.path, ""), "w"), ["1: [0,0]+[2,2]", "2: [4,0]+[1,2]", "4: [2,0]+[2,2]"]);
+    let found = desk.make("reshard", "outside4/ranks", "dcp", "--mesh dp=3 --mesh-ranks 1,4,2 --to dcp");
+    assert_same(&found.tensors(), &read(&fixture("outside4/ranks")), "dcp");
+    let options = "--mesh dp=2 --mesh-ranks 0,2 --tensor-class sharded-tensor";
+    let told = expect(2, "reshard", &[&fixture("fsdp4/ranks"), &desk.path("no")], options).stderr;
+    assert!(told.contains("which rank 1 is not in") && told.contains("--tensor-class dtensor"), "{told}");
+}
+
+#[test]
+fn rank_files_are_for_a_version_of_pytorch() {
+    let desk = Desk::new();
+    let release = |options: &str, out: &str| {
+        let made = desk.make("reshard", "fsdp4/ranks", out, options);
+        let checkpoint = dtshard::format::Checkpoint::open(&made.path, &ReadOptions::default()).unwrap();
+        let first = checkpoint.files.ids().next().unwrap();
+        torch::Style::of_file(&checkpoint.files, first).unwrap().unwrap().release
+    };
+    assert_eq!(release("--mesh dp=2", "own"), torch::Release::V2_13);
+    assert_eq!(release("--mesh dp=2 --torch-version 2.9", "old"), torch::Release::V2_5);
+    assert_eq!(release("--torch-version 2.10.0+cpu", "middle"), torch::Release::V2_10);
+    assert_eq!(release("--torch-version 2.12", "later"), torch::Release::V2_11);
+    let told = |options: &str| expect(2, "reshard", &[&fixture("fsdp4/ranks"), &desk.path("no")], options).stderr;
+    let refused = told("--torch-version 2.4.1");
+    assert!(refused.contains("--torch-version 2.4.1: expected a version from 2.5 on"), "{refused}");
+    assert!(told("--torch-version new").contains("--torch-version new: expected a version"));
+    assert!(told("--torch-version 2.9 --to dcp").contains("is for DTensors in rank files, and DST is to be dcp"));
 }

@@ -365,6 +365,8 @@ fn what_does_not_fit_is_refused() {
     refuse(&whole, "--src-mesh tp=2 --src-placements S(0)", &["no folder of rank files"]);
     let flat = desk.write("flat.toml", "[flat]\n");
     refuse(&source, &format!("--src-layout {}", flat.display()), &["[flat]"]);
+    let plan = desk.write("plan.toml", "mesh = \"tp=2\"\nplan = \"llama\"\n");
+    refuse(&source, &format!("--src-layout {}", plan.display()), &["a source is told by rules"]);
 }
 
 #[test]

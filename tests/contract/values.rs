@@ -504,3 +504,40 @@ fn tree(path: &Path) -> std::collections::BTreeMap<String, Vec<u8>> {
         bytes_of(path).into_values().map(|bytes| (String::new(), bytes)).collect()
     }
 }
+
+#[test]
+fn like_a_folder_of_safetensors_files_tensors_are_in_the_files_they_are_in_there() {
+    let desk = Desk::new();
+    let example = desk.make("consolidate", "fsdp4/dcp", "example", "--max-shard-size 500");
+    let names = names_below;
+    let index = |folder: &Path| std::fs::read_to_string(folder.join("model.safetensors.index.json")).unwrap();
+    for (verb, source, options) in [
+        ("consolidate", "fsdp4/ranks", ""),
+        ("unshard", "fsdp4/ranks", "--to safetensors"),
+        ("unshard", "fsdp4/dcp", "--to safetensors --root model"),
+    ] {
+        let options = format!("{options} --like {}", example.path.display());
+        let made = desk.make(verb, source, &format!("{verb}-{}", source.replace('/', "-")), &options);
+        assert_eq!(
+            (names(&made.path), index(&made.path)),
+            (names(&example.path), index(&example.path)),
+            "{verb} {source}"
+        );
+        assert_same(&made.tensors(), &example.tensors(), verb);
+    }
+    // One that is not there joins a neighbour, one that is left out leaves no file without tensors.
+    let like = format!("--like {}", example.path.display());
+    let made = desk.make("consolidate", "fsdp4/ranks", "renamed", &format!("{like} --rename head=tail"));
+    assert!(made.run.stderr.contains("that --like lacks, such as tail"), "{}", made.run.stderr);
+    let made = desk.make("consolidate", "fsdp4/ranks", "few", &format!("{like} --include **.embed"));
+    assert!(names(&made.path).len() < names(&example.path).len());
+    // A checkpoint that is no folder of several files has no split to give.
+    let one = desk.make("consolidate", "fsdp4/dcp", "one", "").path;
+    desk.refuse(
+        "consolidate",
+        "fsdp4/ranks",
+        "no",
+        &format!("--like {}", one.display()),
+        &["--like", "leave --like out"],
+    );
+}

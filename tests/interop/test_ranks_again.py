@@ -46,3 +46,15 @@ def test_another_world_size_is_what_pytorch_saves_there(tmp_path):
     for file in sorted(pathlib.Path(common.FIXTURES, "fsdp3/ranks").glob("[mo]*_world_size_3_rank_*.pt")):
         expected = torch.load(file, weights_only=False)
         assert_same(expected, torch.load(tmp_path / "three" / file.name, weights_only=False), file.name)
+
+
+def test_ranks_outside_of_the_mesh_have_what_they_had(tmp_path):
+    source = pathlib.Path(common.FIXTURES, "outside4/ranks")
+    common.dtshard("reshard", source, tmp_path / "again")
+    files = sorted(source.iterdir())
+    assert len(files) == 4
+    for file in files:
+        expected = torch.load(file, weights_only=False)
+        found = torch.load(tmp_path / "again" / file.name, weights_only=False)
+        assert_same(expected, found, file.name)
+        assert found["w"].device_mesh.get_coordinate() == expected["w"].device_mesh.get_coordinate()

@@ -28,10 +28,10 @@ TARGETS = {
 }
 
 
-def reshard(source, folder, target):
+def reshard(source, folder, target, *options):
     mesh, placements = TARGETS[target]
     common.dtshard("reshard", source, folder, "--mesh", ",".join(f"{n}={s}" for n, s in mesh), "--placements",
-                   ",".join(placements))
+                   ",".join(placements), *options)
 
 
 def load(python, tmp_path, folder, truth, target, full=True, **more):
@@ -96,17 +96,37 @@ def test_ties_stay_one_object(tmp_path):
             assert found["embed"].shape == tied.shape and found["other"].shape == other.shape
 
 
+def version_of(python):
+    return subprocess.run([python, "-c", "import torch; print(torch.__version__.split('+')[0])"],
+                          capture_output=True, text=True, check=True).stdout.strip()
+
+
 @pytest.mark.compat
 @pytest.mark.parametrize("target", ["6", "2x2", "strided"])
 @pytest.mark.parametrize("case", ["fsdp4", "hsdp", "fsdp_tp"])
 @pytest.mark.parametrize("python", PYTHONS)
 def test_releases_load_what_comes_of_their_own_files(tmp_path, python, case, target):
     """Meshes are written as the source has them, so whoever wrote the source can load the result."""
-    version = subprocess.run([python, "-c", "import torch; print(torch.__version__.split('+')[0])"],
-                             capture_output=True, text=True, check=True).stdout.strip()
+    version = version_of(python)
     folder = os.path.join(common.FIXTURES, "compat", f"torch-{version}", case)
     if not os.path.isdir(f"{folder}/ranks"):
         pytest.skip(f"no rank files of {version}")
     reshard(f"{folder}/ranks", tmp_path / "written", target)
     # Releases before 2.15 do not put uneven strided shards together again.
     load(python, tmp_path, tmp_path / "written", folder, target, full=target != "strided")
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("case,source,target", [
+    ("fsdp4", "dcp", "6"), ("fsdp4", "ranks", "2x2"), ("fsdp_tp", "ranks", "strided"), ("hsdp", "dcp", "replicas"),
+])
+@pytest.mark.parametrize("python", PYTHONS)
+def test_releases_load_what_is_written_for_them(tmp_path, python, case, source, target):
+    """The newest PyTorch wrote the source; --torch-version says who is to load the result."""
+    version = version_of(python)
+    if tuple(map(int, version.split(".")[:2])) < (2, 5):
+        pytest.skip(f"DTensors of {version} are not written")
+    options = ["--to", "torch-ranks", "--torch-version", version]
+    options += ["--include", "model"] if source == "dcp" else ["--series", "model"]
+    reshard(common.source(case, source), tmp_path / "written", target, *options)
+    load(python, tmp_path, tmp_path / "written", os.path.join(common.FIXTURES, case), target, full=target != "strided")

@@ -8,12 +8,12 @@ use std::path::PathBuf;
 
 use super::Status;
 use super::conflicts::Ranks;
-use super::consolidate::check_tied;
 use super::convert::{Conversion, convert, target_format};
 use super::parts::{Target, carry_along, check_room, parts};
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
+use super::whole::check_tied;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Path, Reservation, TensorId, model};
 use crate::cli::{ConvertArgs, Flatten};

@@ -6,26 +6,28 @@
 use std::collections::{BTreeSet, HashSet};
 
 use crate::catalog::owner::{Owner, Owners};
-use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, path};
+use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, model, path};
 use crate::cli::TensorClass;
 use crate::error::{Error, Result};
 use crate::format::torch::RankLayout;
 use crate::format::{Format, dcp};
+use crate::layout::parallelize::{Kind, Laid, Order};
 use crate::layout::rules::{Fallback, Layout, Shared, SourceLayout};
 use crate::layout::{LayoutError, MeshDim, Placement, PlacementSpec};
 use crate::quantity::count;
 use crate::select::{Wrappers, with_clean};
 
 use super::like::{Like, is_whole_anyway};
+use super::plan::Planned;
 use super::sharded::rows;
 
 /// The Python class of tensors that ranks share; `None` for that of each in the source.
 ///
 /// # Errors
-/// `Usage` where the target is not rank files.
+/// `Usage` where the target does not keep it.
 pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Class>> {
     match given {
-        Some(_) if to != Format::TorchRanks => Err(Error::usage(
+        Some(_) if !matches!(to, Format::TorchRanks | Format::Local) => Err(Error::usage(
             format!("--tensor-class is for rank files, and DST is to be {to}"),
             "leave it out, or write rank files with --to torch-ranks",
         )),
@@ -43,6 +45,8 @@ pub struct Chooser<'a> {
     wrappers: Wrappers,
     /// A checkpoint whose tensors say how those without a rule lie.
     like: Option<Like<'a>>,
+    /// How the layout's plan has the parameters of this model.
+    planned: Option<Planned>,
     /// The class of tensors that ranks share; `None` for that of each in the source.
     class: Option<Class>,
     /// The same for those that have none there.
@@ -95,7 +99,7 @@ enum By {
     Example,
 }
 
-/// How --like has a tensor.
+/// How a plan, or --like, has a tensor.
 enum Alike {
     /// The fallback is to say it.
     Untold,
@@ -124,6 +128,7 @@ impl<'a> Chooser<'a> {
             layout,
             wrappers,
             like: None,
+            planned: None,
             class,
             usual_class,
             told_by: if has_dtensors || has_sharded || has_parts { ToldBy::Class } else { ToldBy::Nothing },
@@ -158,6 +163,33 @@ impl<'a> Chooser<'a> {
         Self { like, ..self }
     }
 
+    /// Let the plan of the layout, where it has one, meet the parameters of the model.
+    ///
+    /// # Errors
+    /// `Usage` where it does not fit.
+    pub fn plan(mut self, order: Order) -> Result<Self> {
+        if let Some(plan) = &self.layout.plan {
+            let tensors = model::model(&self.catalog.state).tensors.into_iter();
+            let model = tensors.map(|(name, id)| (name, self.catalog.tensor(id)));
+            let kind = |entry: &TensorEntry| self.kind(entry);
+            self.planned = Some(Planned::new(plan, &self.layout.mesh, model.collect(), &kind, self.wrappers, order)?);
+        }
+        Ok(self)
+    }
+
+    /// What it is where no style names it.
+    fn kind(&self, entry: &TensorEntry) -> Kind {
+        let is_shared = entry.class != Class::Tensor || entry.sharding.is_some();
+        let is_plain_there = self.told_by != ToldBy::Nothing && !is_shared;
+        let is_parameter = self.trained.contains(&entry.fqn) || entry.dtype.is_float() && !is_plain_there;
+        if is_parameter { Kind::Parameter } else { Kind::Buffer }
+    }
+
+    /// What there is to tell of the plan to who wants to know more.
+    pub fn details(&self) -> Vec<String> {
+        self.planned.as_ref().map(Planned::details).unwrap_or_default()
+    }
+
     /// The distinct tiles of a tensor, for a format that stores those.
     pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<dcp::Shards> {
         let replicated = || Shared::from(vec![Placement::Replicate; self.layout.mesh.ndim()]);
@@ -184,17 +216,32 @@ impl<'a> Chooser<'a> {
         Ok(shared)
     }
 
-    /// A plain tensor on every rank, a DTensor or a ShardedTensor.
+    /// How rank files of torch.save have it.
     pub fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<RankLayout> {
-        let own = (entry.class != Class::Tensor || entry.sharding.is_some()).then_some(entry.class);
-        let Some(Choice { shared, class: like, by }) = self.choose(path, entry)? else { return Ok(RankLayout::Plain) };
         let mesh = &self.layout.mesh;
-        match self.class.or(like).or(own).unwrap_or(self.usual_class) {
-            Class::ShardedTensor => RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &shared),
-            Class::DTensor => RankLayout::of_dtensor(&path.fqn(), entry, mesh, shared),
-            Class::Tensor if by == By::Example => Ok(RankLayout::Local(self.without_summands(path, shared, by)?)),
-            Class::Tensor => Ok(RankLayout::Local(shared)),
+        match self.class_and_choice(path, entry)? {
+            None => Ok(RankLayout::Plain),
+            Some((Class::ShardedTensor, Choice { shared, .. })) => {
+                RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &shared)
+            }
+            Some((Class::DTensor, Choice { shared, .. })) => RankLayout::of_dtensor(&path.fqn(), entry, mesh, shared),
+            Some((Class::Tensor, Choice { shared, by: By::CommandLine, .. })) => Ok(RankLayout::Local(shared)),
+            Some((Class::Tensor, Choice { shared, by, .. })) => {
+                Ok(RankLayout::Local(self.without_summands(path, shared, by)?))
+            }
         }
+    }
+
+    /// The class of a tensor that ranks share, and how; `None` for a plain tensor on every rank.
+    pub fn class_and_part(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<(Class, Shared)>> {
+        let chosen = self.class_and_choice(path, entry)?;
+        Ok(chosen.map(|(class, choice)| (class, choice.shared)))
+    }
+
+    fn class_and_choice(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<(Class, Choice)>> {
+        let own = (entry.class != Class::Tensor || entry.sharding.is_some()).then_some(entry.class);
+        let Some(choice) = self.choose(path, entry)? else { return Ok(None) };
+        Ok(Some((self.class.or(choice.class).or(own).unwrap_or(self.usual_class), choice)))
     }
 
     /// `None` for a plain tensor on every rank.
@@ -225,6 +272,11 @@ impl<'a> Chooser<'a> {
         };
         self.names.push(path.to_string());
         if chosen.rule.is_none() {
+            match self.as_planned(path, entry, owner.as_ref()) {
+                Alike::Untold => {}
+                Alike::Plain => return Ok(None),
+                Alike::Shared(shared) => return Ok(Some(shared)),
+            }
             match self.as_like(path, entry, owner.as_ref())? {
                 Alike::Untold => {}
                 Alike::Plain => return Ok(None),
@@ -253,6 +305,26 @@ impl<'a> Chooser<'a> {
         }
         let asked = chosen.rule.is_some() || matches!(self.layout.fallback, Fallback::Placements(_));
         Ok(Some(Choice { shared, class: None, by: if asked { By::CommandLine } else { By::Example } }))
+    }
+
+    /// How the plan has it: a parameter, or what has the shape of the one that it is of.
+    fn as_planned(&self, path: &Path, entry: &TensorEntry, owner: Option<&Owner>) -> Alike {
+        let Some(planned) = &self.planned else { return Alike::Untold };
+        let name = match owner {
+            None => Some(self.in_model(path)),
+            Some(Owner { id: Some(id), .. }) if self.catalog.tensor(*id).shape != entry.shape => None,
+            Some(owner) => owner.name.clone(),
+        };
+        match name.and_then(|name| planned.laid(&name)) {
+            Some(Laid { shared: Some(shared), .. }) => {
+                let shared = self.layout.split_as_said(shared.clone());
+                Alike::Shared(Choice { shared, class: None, by: By::CommandLine })
+            }
+            Some(Laid { shared: None, .. }) => Alike::Plain,
+            // What is no part of the model.
+            None if self.like.is_some() || !self.layout.fallback.is_replicate() => Alike::Untold,
+            None => Alike::Plain,
+        }
     }
 
     /// How --like has it.
@@ -324,7 +396,7 @@ impl<'a> Chooser<'a> {
         }
         self.check_fallback()?;
         self.like.map_or(Ok(()), Like::finish)?;
-        let mut notes = Vec::new();
+        let mut notes = self.planned.as_ref().map(Planned::notes).unwrap_or_default();
         if self.misfits > 0 {
             let number = count(self.misfits, "tensor");
             let scalars = match self.scalar_misfits {
@@ -345,7 +417,7 @@ impl<'a> Chooser<'a> {
             let number = count(self.reduced, "tensor");
             notes.push(format!("{number} R where Partial in SRC or --like: values are written, not summands"));
         }
-        if self.nameless > 0 && !self.layout.rules.is_empty() {
+        if self.nameless > 0 && (!self.layout.rules.is_empty() || self.planned.is_some()) {
             let number = count(self.nameless, "tensor");
             notes.push(format!(
                 "{number} of optimizer state have numbers for names: rules for parameters did not reach them"

@@ -3,25 +3,27 @@
 mod chooser;
 mod flat;
 mod like;
+mod plan;
 mod sharded;
 mod target;
 
 use std::path::PathBuf;
 
 use super::conflicts::Ranks;
-use super::consolidate::check_tied;
 use super::convert::{Conversion, convert, not_written, target_format};
 use super::parts::{self, carry_along, example_of, parts};
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
+use super::whole::check_tied;
 use super::{Status, check_flat, partial};
 use crate::catalog::{Catalog, Class, Reservation, TensorEntry};
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
-use crate::format::{Checkpoint, Format, dcp, torch};
+use crate::format::{Checkpoint, Format, dcp, local, torch};
 use crate::layout::DeviceMesh;
+use crate::layout::parallelize::Order;
 use crate::layout::rules::Layout;
 use crate::select::Wrappers;
 pub use chooser::Chooser;
@@ -42,13 +44,13 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let to = target_format(&args.convert.destination, destination, default_format(example_of(&source).format))?;
     let ranks = match to {
         Format::Dcp => Ranks::Together,
-        Format::TorchRanks => Ranks::Apart,
+        Format::TorchRanks | Format::Local => Ranks::Apart,
         Format::FsdpFlat => return flat::run(args, &mut source, &run),
         Format::DcpHf => return Err(not_written(to)),
         _ => {
             return Err(Error::usage(
                 format!("{to} holds whole tensors, which have no mesh"),
-                "--to dcp and --to torch-ranks write shards; `dtshard unshard` and `dtshard consolidate` write whole \
+                "--to dcp, --to torch-ranks and --to local write shards; `dtshard unshard` and `dtshard consolidate` write whole \
                  tensors",
             ));
         }
@@ -59,17 +61,22 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let class = tensor_class(args.tensor_class, to)?.or(of_flat);
     source.settle(args.convert.checks, ranks, &run)?;
     let layout = target_layout(args, &source)?;
-    let world_size = ranks_of(&layout.mesh);
-    let mut notes = source.settled.notes((to == Format::TorchRanks).then_some(world_size));
+    let own_ranks = args.mesh.is_empty() && args.mesh_ranks.is_empty();
+    let saved = Some(example_of(&source)).filter(|_| own_ranks);
+    let job = Job::new(&layout.mesh, saved, &source, args.convert.destination.torch_version.as_deref())?;
+    let mut notes = source.settled.notes((ranks == Ranks::Apart).then_some(job.world_size));
     let renamed = renamed_dims(&source.wanted.catalog, &layout.mesh);
-    notes.extend(renamed.filter(|_| to == Format::TorchRanks && source.like.is_none()));
+    notes.extend(renamed.filter(|_| ranks == Ranks::Apart && source.like.is_none()));
     let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
-    if to == Format::TorchRanks {
-        check_room(&source, &layout.mesh, class, args.convert.source.max_memory.0)?;
+    let max_memory = args.convert.source.max_memory.0;
+    match to {
+        Format::TorchRanks => check_room(&source, &layout.mesh, job.world_size, class, max_memory)?,
+        Format::Local => parts::check_room(job.world_size.into(), source.tensors().len(), 0, max_memory)?,
+        _ => {}
     }
-    let (mut reservation, more) = reserve(&source, &layout, wrappers, class, to)?;
+    let (mut reservation, more) = reserve(&source, &layout, &job, wrappers, class, to, printer)?;
     notes.extend(more);
-    let carried = carry_along(&source, to, world_size, &mut reservation)?;
+    let carried = carry_along(&source, to, job.world_size, &mut reservation)?;
     let conversion =
         Conversion { source: &source, reservation, carried, shape: Shape::Folder, to, tied: Vec::new(), notes };
     convert(&conversion, &args.convert, &run)
@@ -85,22 +92,39 @@ fn tells_shapes_alone(source: &Source) -> bool {
     source.given().1 == Format::FsdpFlat && source.like.as_ref().is_some_and(is_whole)
 }
 
+/// Whether the source has parameters in the order in which modules registered them.
+fn order(source: &Source) -> Order {
+    if source.checkpoint.format.keeps_order() { Order::Registered } else { Order::Unknown }
+}
+
 /// Lay out every part of the source by itself, and say what there is to say about the layout.
 fn reserve(
     source: &Source,
     layout: &Layout,
+    job: &Job,
     wrappers: Wrappers,
     class: Option<Class>,
     to: Format,
+    printer: &Printer,
 ) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.wanted.catalog;
-    let world_size = ranks_of(&layout.mesh);
-    let style = style(source)?;
     let like = source.like.as_ref().map(|like| Like::new(like, wrappers));
-    let mut chooser = Chooser::new(wanted, layout, wrappers, class).like(like);
+    let mut chooser = Chooser::new(wanted, layout, wrappers, class).like(like).plan(order(source))?;
+    for detail in chooser.details() {
+        printer.detail(&detail);
+    }
     let mut whole = Reservation::default();
     for part in parts(source, to) {
         let reservation = match &part.names {
+            None if to == Format::Local => local::reserve(
+                wanted,
+                &part.state,
+                local::LocalTarget {
+                    mesh: &layout.mesh,
+                    world_size: job.world_size,
+                    layout: &mut |path, entry| chooser.class_and_part(&part.whole_path(path), entry),
+                },
+            )?,
             None => {
                 dcp::reserve(wanted, &part.state, &mut |_, path, entry| chooser.shards(&part.whole_path(path), entry))?
             }
@@ -109,8 +133,9 @@ fn reserve(
                 &part.state,
                 torch::RankTarget {
                     mesh: &layout.mesh,
-                    style: &style,
-                    name: &|rank| PathBuf::from(names.render(rank.0, world_size)),
+                    world_size: job.world_size,
+                    style: &job.style,
+                    name: &|rank| PathBuf::from(names.render(rank.0, job.world_size)),
                     layout: &mut |_, path, entry| chooser.rank_layout(&part.whole_path(path), entry),
                 },
             )?,
@@ -121,12 +146,35 @@ fn reserve(
     Ok((whole, chooser.finish()?))
 }
 
-/// Rank files are written for the PyTorch, and with the device, of the rank files they come from.
-pub fn style(source: &Source) -> Result<torch::Style> {
-    let Checkpoint { files, format, .. } = example_of(source);
-    let first = files.ids().next().filter(|_| *format == Format::TorchRanks);
-    let known = first.map(|first| torch::Style::of_file(files, first)).transpose()?;
-    Ok(known.flatten().unwrap_or_default())
+/// The job that is to load rank files.
+pub struct Job {
+    pub world_size: u32,
+    pub style: torch::Style,
+}
+
+impl Job {
+    /// It has the ranks of the mesh, and those of the job that `saved` a checkpoint on that, where some are not in it.
+    /// Its PyTorch is the `version` that is asked for, else that of the rank files of the source, its device that of
+    /// those.
+    ///
+    /// # Errors
+    /// `Usage` for a version that is none, or one whose DTensors are not written.
+    pub fn new(mesh: &DeviceMesh, saved: Option<&Checkpoint>, source: &Source, version: Option<&str>) -> Result<Self> {
+        let ranks = saved.into_iter().flat_map(|saved| &saved.parts).map(|part| part.world_size);
+        let world_size = ranks.chain([mesh.job_size()]).max().unwrap_or(0);
+        let Checkpoint { files, format, .. } = example_of(source);
+        let first = files.ids().next().filter(|_| *format == Format::TorchRanks);
+        let known = first.map(|first| torch::Style::of_file(files, first)).transpose()?;
+        let own = known.flatten().unwrap_or_default();
+        let Some(version) = version else { return Ok(Self { world_size, style: own }) };
+        let release = torch::Release::of_version(version).ok_or_else(|| {
+            Error::usage(
+                format!("--torch-version {version}: expected a version from 2.5 on"),
+                "such as 2.9 or 2.15.0; earlier ones have other DTensors, and load --to dcp",
+            )
+        })?;
+        Ok(Self { world_size, style: torch::Style { release, ..own } })
+    }
 }
 
 /// A job takes DTensors on a mesh whose dims are called as those of its own.
@@ -141,25 +189,26 @@ fn renamed_dims(source: &Catalog, mesh: &DeviceMesh) -> Option<String> {
 
 /// # Errors
 /// `Usage` where the lists of ranks alone take more memory than is allowed.
-fn check_room(source: &Source, mesh: &DeviceMesh, class: Option<Class>, max_memory: u64) -> Result<()> {
+fn check_room(
+    source: &Source,
+    mesh: &DeviceMesh,
+    world_size: u32,
+    class: Option<Class>,
+    max_memory: u64,
+) -> Result<()> {
     /// What a ShardedTensor says of a rank: kept once, and in the pickle that is being made.
     const BOX_BYTES: u64 = 2 * 40;
     /// Every file lists the ranks of the mesh, as a tensor and as a tuple.
     const RANK_BYTES: u64 = 16;
-    let (ranks, named) = (mesh.world_size() as u64, source.tensors());
+    let (ranks, files, named) = (mesh.world_size() as u64, u64::from(world_size), source.tensors());
     let boxes = named.iter().map(|(_, id)| {
         let entry = source.wanted.catalog.tensor(*id);
         let is_sharded = class.unwrap_or(entry.class) == Class::ShardedTensor;
         entry.shape.first().filter(|_| is_sharded).map_or(0, |rows| ranks.min(*rows))
     });
     let boxes = boxes.fold(0, u64::saturating_add).saturating_mul(BOX_BYTES);
-    let lists = ranks.saturating_mul(ranks).saturating_mul(RANK_BYTES);
-    parts::check_room(ranks, named.len(), lists.saturating_add(boxes), max_memory)
-}
-
-/// How many ranks a mesh has.
-fn ranks_of(mesh: &DeviceMesh) -> u32 {
-    u32::try_from(mesh.world_size()).expect("ranks are 32-bit numbers")
+    let lists = files.saturating_mul(ranks).saturating_mul(RANK_BYTES);
+    parts::check_room(files, named.len(), lists.saturating_add(boxes), max_memory)
 }
 
 /// The source's own format; a single file becomes a DCP directory, since it has no place for shards.
@@ -167,6 +216,7 @@ fn default_format(source: Format) -> Format {
     match source {
         Format::TorchRanks => Format::TorchRanks,
         Format::FsdpFlat => Format::FsdpFlat,
+        Format::Local => Format::Local,
         Format::Dcp | Format::Torch | Format::Safetensors | Format::DcpHf => Format::Dcp,
     }
 }

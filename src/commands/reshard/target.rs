@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use super::plan;
 use super::sharded::{mesh_of_rows, rows};
 use crate::catalog::{Catalog, TensorEntry, TensorId};
 use crate::cli::Reshard;
@@ -56,7 +57,7 @@ fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
 
 /// The mesh of ShardedTensors. What was flat is none.
 fn own_rows(entries: &[&TensorEntry], meshes: &[DeviceMesh], format: Format) -> Option<DeviceMesh> {
-    (meshes.is_empty() && format == Format::TorchRanks).then(|| mesh_of_rows(entries))?
+    (meshes.is_empty() && matches!(format, Format::TorchRanks | Format::Local)).then(|| mesh_of_rows(entries))?
 }
 
 /// That of the checkpoint of --like.
@@ -113,12 +114,6 @@ fn file_of(args: &Reshard) -> Result<Option<LayoutFile>> {
             "--to fsdp-flat writes them; for tensors say a mesh and placements: docs/layout-file.md",
         ));
     }
-    if let Some(said) = file.plan.said() {
-        return Err(Error::unsupported(
-            format!("{said}: this version applies no parallelize plans"),
-            "say it with rules: docs/layout-file.md",
-        ));
-    }
     Ok(Some(file))
 }
 
@@ -152,15 +147,17 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<Layout> {
     if let Some(file) = &file {
         rules.extend(file.rules(&mesh)?);
     }
+    let plan = plan::wanted(args, file.as_ref(), &mesh)?;
     let split = file.as_ref().map_or(args.split.map(Split::from), |file| file.split.clone());
     let fallback = fallback.or_else(|| file.as_ref()?.fallback().map(<[PlacementSpec]>::to_vec));
     let fallback = match fallback {
         Some(list) => Fallback::Placements(list),
         None if source.like.is_some() => Fallback::Source,
+        None if plan.is_some() => Fallback::Placements(vec![PlacementSpec::Replicate; mesh.ndim()]),
         None if is_own && catalog.meshes.is_empty() => Fallback::Placements(row_specs(&mesh)),
         None => default_fallback(&mesh, catalog)?,
     };
-    Ok(Layout::new(mesh, rules, fallback, split)?)
+    Ok(Layout { plan, ..Layout::new(mesh, rules, fallback, split)? })
 }
 
 /// How ShardedTensors lie, as if it had been said.

@@ -3,11 +3,11 @@
 mod ranks;
 
 use super::conflicts::Ranks;
-use super::consolidate::{check_tied, names_to_write, safetensors_shape};
 use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
+use super::whole::{check_tied, elsewhere, names_to_write, placing_like, safetensors_shape};
 use super::{Status, check_flat};
 use crate::catalog::{model, path};
 use crate::cli::Unshard;
@@ -25,28 +25,24 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
         wrappers: Wrappers::Cut,
         without_gradients: !args.with_grads,
     };
-    let like = args.shapes.like.as_deref();
+    let like = args.shards.like.as_deref();
     let mut source = Source::open(&args.convert, like, defaults, &run)?;
-    check_flat(&args.convert.source, like, &[&source.checkpoint])?;
+    let in_rank_files = args.all_ranks || !args.unit.is_empty();
+    let destination = args.convert.dst.as_deref();
+    let whole = (!in_rank_files).then(|| target_format(&args.convert.destination, destination, Format::Torch));
+    let whole = whole.transpose()?;
+    let placing = whole.map(|to| placing_like(&args.convert, like, to)).transpose()?.flatten();
+    check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
     if args.with_grads && !has_gradients(&source) {
         return Err(Error::usage(
             "--with-grads: there are no gradients",
             "they are a subtree or a series of rank files called grads or gradients; leave it out",
         ));
     }
-    let in_rank_files = args.all_ranks || !args.unit.is_empty();
     source.settle(args.convert.checks, if in_rank_files { Ranks::Apart } else { Ranks::Together }, &run)?;
-    let destination = args.convert.dst.as_deref();
     let mut tied = Vec::new();
     let mut notes = source.settled.notes(None);
-    let (to, reservation, shape) = if in_rank_files {
-        let to = target_format(&args.convert.destination, None, ranks::default_format(args, &source)?)?;
-        check_tied(args.convert.tied, to)?;
-        let (reservation, more) = ranks::reserve(args, &source, to, &run)?;
-        notes.extend(more);
-        (to, reservation, Shape::Folder)
-    } else {
-        let to = target_format(&args.convert.destination, destination, Format::Torch)?;
+    let (to, reservation, shape) = if let Some(to) = whole {
         let wanted = &source.wanted.catalog;
         let (reservation, shape) = match to {
             Format::Torch => {
@@ -56,7 +52,8 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
             Format::Safetensors => {
                 let written;
                 (written, tied) = names_to_write(&source, args.convert.tied);
-                let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size);
+                notes.extend(elsewhere(placing.as_ref(), &written));
+                let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size, placing);
                 let mut reservation = safetensors::reserve(wanted, &written, &tied, &shape)?;
                 reservation.left_out = path::object_names(&wanted.state);
                 (reservation, staged)
@@ -64,6 +61,12 @@ pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
             _ => return Err(holds_shards("unshard", to)),
         };
         (to, reservation, shape)
+    } else {
+        let to = target_format(&args.convert.destination, None, ranks::default_format(args, &source)?)?;
+        check_tied(args.convert.tied, to)?;
+        let (reservation, more) = ranks::reserve(args, &source, to, &run)?;
+        notes.extend(more);
+        (to, reservation, Shape::Folder)
     };
     let conversion = Conversion { source: &source, reservation, carried: Vec::new(), shape, to, tied, notes };
     convert(&conversion, &args.convert, &run)

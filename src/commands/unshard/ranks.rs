@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 
 use super::super::parts::parts;
-use super::super::reshard::{own_mesh, rows, style};
+use super::super::reshard::{Job, own_mesh, rows};
 use super::super::run::Run;
 use super::super::source::Source;
 use super::super::{flatten, partial};
@@ -27,7 +27,8 @@ const ROOT: &str = ".";
 pub fn default_format(args: &Unshard, source: &Source) -> Result<Format> {
     match source.checkpoint.format {
         Format::FsdpFlat if !args.unit.is_empty() => Ok(Format::FsdpFlat),
-        format if args.unit.is_empty() || format == Format::TorchRanks => Ok(Format::TorchRanks),
+        Format::TorchRanks | Format::Local => Ok(Format::TorchRanks),
+        _ if args.unit.is_empty() => Ok(Format::TorchRanks),
         format => Err(Error::usage(
             format!("--unit: {format} does not say how the other tensors lie on ranks"),
             "it is for rank files of DTensors or ShardedTensors, and for flat parameters",
@@ -53,9 +54,10 @@ pub fn reserve(args: &Unshard, source: &Source, to: Format, run: &Run<'_>) -> Re
             "name a folder; without --all-ranks and --unit there is one file",
         ));
     }
+    let version = args.convert.destination.torch_version.as_deref();
     let patterns = Patterns::parse(&args.unit)?;
     match &source.checkpoint.catalog.flat {
-        _ if args.unit.is_empty() => Ok((everything(source)?, Vec::new())),
+        _ if args.unit.is_empty() => Ok((everything(source, version)?, Vec::new())),
         Some(_) if optimizer::named_groups(&source.wanted.catalog.state).is_some() => Err(Error::usage(
             "--unit takes the model alone: an optimizer does not know the parameters of some units by name, and those of \
              others by flat parameter",
@@ -68,12 +70,12 @@ pub fn reserve(args: &Unshard, source: &Source, to: Format, run: &Run<'_>) -> Re
             let reservation = Reservation { notes: Vec::new(), ..flatten::reserve(source, &rest, run)? };
             Ok((reservation, vec![note]))
         }
-        None => some_modules(&patterns, source),
+        None => some_modules(&patterns, source, version),
     }
 }
 
 /// Every tensor whole in the file of every rank.
-fn everything(source: &Source) -> Result<Reservation> {
+fn everything(source: &Source, version: Option<&str>) -> Result<Reservation> {
     let Some(world_size) = source.checkpoint.world_size() else {
         return Err(Error::usage(
             format!("--all-ranks: {} does not say how many ranks there are", source.checkpoint.format),
@@ -81,11 +83,11 @@ fn everything(source: &Source) -> Result<Reservation> {
         ));
     };
     let mesh = DeviceMesh::parse(&format!("ranks={world_size}"))?;
-    in_ranks(source, &mesh, &mut |_, _| Ok(torch::RankLayout::Plain))
+    in_ranks(source, &mesh, version, &mut |_, _| Ok(torch::RankLayout::Plain))
 }
 
 /// The modules of some patterns whole in the file of every rank.
-fn some_modules(patterns: &Patterns, source: &Source) -> Result<(Reservation, Vec<String>)> {
+fn some_modules(patterns: &Patterns, source: &Source, version: Option<&str>) -> Result<(Reservation, Vec<String>)> {
     let mesh = own_mesh(source).map_err(|_| {
         Error::usage(
             format!("--unit: the tensors of {} do not lie on one mesh", source.checkpoint.root.display()),
@@ -96,7 +98,7 @@ fn some_modules(patterns: &Patterns, source: &Source) -> Result<(Reservation, Ve
     let mut whole = 0;
     let mut used = vec![false; patterns.0.len()];
     let mut names = Vec::new();
-    let reservation = in_ranks(source, &mesh, &mut |path, entry| {
+    let reservation = in_ranks(source, &mesh, version, &mut |path, entry| {
         let name = Path(path.0.strip_prefix(root.0.as_slice()).unwrap_or(&path.0).to_vec()).to_string();
         let covering = patterns.0.iter().zip(&mut used).filter(|(pattern, _)| pattern.covers(&name));
         let is_covered = covering.map(|(_, used)| *used = true).count() > 0;
@@ -132,16 +134,17 @@ fn as_it_is(path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<torch
 fn in_ranks(
     source: &Source,
     mesh: &DeviceMesh,
+    version: Option<&str>,
     choose: &mut dyn FnMut(&Path, &TensorEntry) -> Result<torch::RankLayout>,
 ) -> Result<Reservation> {
     let wanted = &source.wanted.catalog;
-    let world_size = u32::try_from(mesh.world_size()).expect("ranks are 32-bit numbers");
-    let style = style(source)?;
+    let Job { world_size, style } = Job::new(mesh, Some(&source.checkpoint), source, version)?;
     let mut whole = Reservation::default();
     for part in parts(source, Format::TorchRanks) {
         let names = part.names.as_ref().expect("rank files have names");
         let target = torch::RankTarget {
             mesh,
+            world_size,
             style: &style,
             name: &|rank| PathBuf::from(names.render(rank.0, world_size)),
             layout: &mut |_, path, entry| choose(&part.whole_path(path), entry),

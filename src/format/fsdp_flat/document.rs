@@ -13,7 +13,6 @@
 //! has the same document under `flat`.
 
 use std::fmt::Write as _;
-use std::io::Read;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -23,10 +22,9 @@ use serde_json::{Value as Json, json};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared, Wrong};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
-use crate::format::layout_file;
+use crate::format::{json, layout_file};
 use crate::layout::Dims;
 use crate::layout::file::LayoutFile;
-use crate::storage::regular_file;
 
 /// The name of the document beside rank files.
 pub const FILE_NAME: &str = "flat_layout.json";
@@ -86,13 +84,7 @@ struct Wider {
 /// # Errors
 /// `Malformed` naming the place in the file, `Unsupported` for a version to come, `Io`.
 pub fn read(path: &Path) -> Result<FlatLayout> {
-    regular_file(path)?;
-    let mut text = Vec::new();
-    let file = std::fs::File::open(path).map_err(Error::io("open", path))?;
-    file.take(MAX_BYTES + 1).read_to_end(&mut text).map_err(Error::io("read", path))?;
-    if text.len() as u64 > MAX_BYTES {
-        return Err(Error::malformed(path, "content", format!("at most {MAX_BYTES} bytes"), "more"));
-    }
+    let text = json::read_document(path, MAX_BYTES)?;
     let is_toml = path.extension().is_some_and(|suffix| suffix.eq_ignore_ascii_case("toml"));
     if is_toml || serde_json::from_slice::<Wider>(&text).is_ok() {
         return of_layout_file(path, &layout_file::parse(path, &text)?);
@@ -128,7 +120,7 @@ pub fn parse(path: &Path, text: &[u8]) -> Result<FlatLayout> {
     let document: Document =
         serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<Versioned>(text) {
             Ok(Versioned { version }) if version != VERSION => unknown_version(path, version),
-            _ => Error::malformed(path, place(&error), "a flat layout", plain(&error)),
+            _ => Error::malformed(path, json::place(&error), "a flat layout", json::plain(&error)),
         })?;
     checked(path, document)
 }
@@ -157,17 +149,6 @@ fn unknown_version(path: &Path, version: u64) -> Error {
         format!("{}: version {version} of the flat layout; this version of dtshard knows {VERSION}", path.display()),
         "write it again with \"version\": 1, or use a newer dtshard",
     )
-}
-
-fn place(error: &serde_json::Error) -> String {
-    format!("line {}, column {}", error.line(), error.column())
-}
-
-/// What is wrong, without the place.
-fn plain(error: &serde_json::Error) -> String {
-    let text = error.to_string();
-    let end = text.rfind(" at line ").unwrap_or(text.len());
-    text[..end].to_owned()
 }
 
 fn read_unit(path: &Path, unit: Unit) -> Result<FlatUnit> {

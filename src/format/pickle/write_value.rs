@@ -10,7 +10,6 @@ use thiserror::Error;
 use super::symbols::{self, Use};
 use super::write::Writer;
 use crate::catalog::value::{Construct, Dict, DictKind, Holding, Object, Symbol, TensorId, Value};
-use crate::layout::Rank;
 
 /// More than any lifted value has, even within a few levels of a format's own; little enough for any stack.
 const MAX_DEPTH: usize = 300;
@@ -76,7 +75,7 @@ impl Writer {
             Value::Object(object) => return self.object(object, tensors),
             Value::Tensor(id) => return tensors(self, *id),
             Value::PerRank(holdings) => {
-                if let Some(value) = self.rank.and_then(|rank| value_for(holdings, rank)) {
+                if let Some(value) = self.rank.and_then(|rank| Holding::value_for(holdings, rank)) {
                     return self.value(value, tensors);
                 }
                 let ranks: Vec<_> = holdings.iter().flat_map(|holding| holding.ranks.iter().copied()).collect();
@@ -166,19 +165,6 @@ impl Writer {
         };
         Ok(())
     }
-}
-
-/// The value a rank gets of those that ranks store differently: its own where a rank of its number stored one; else
-/// the stored values are dealt out in turn, rank `r` getting that of the `r mod n`-th of the `n` ranks that stored one.
-fn value_for(holdings: &[Holding], rank: Rank) -> Option<&Value> {
-    if let Some(own) = holdings.iter().find(|holding| holding.ranks.contains(&rank)) {
-        return Some(&own.value);
-    }
-    let mut stored: Vec<(Rank, &Value)> =
-        holdings.iter().flat_map(|holding| holding.ranks.iter().map(|rank| (*rank, &holding.value))).collect();
-    stored.sort_unstable_by_key(|(rank, _)| *rank);
-    let turn = (rank.0 as usize).checked_rem(stored.len())?;
-    Some(stored[turn].1)
 }
 
 fn fits<'b>(bytes: &'b [u8], what: &'static str, max: usize) -> Result<&'b [u8], WriteError> {

@@ -1,17 +1,17 @@
 //! The header of one safetensors file: JSON that says where each tensor lies, checked against the file.
 //!
-//! Invariant of what is given out: the tensors tile the data, in their order, and have dtypes that PyTorch has.
+//! Offsets are bytes. Invariant of what is given out: the tensors tile the data, in their order, and have dtypes that
+//! PyTorch has.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
+use std::collections::BTreeMap;
 use std::path::Path;
 
-use serde::de::{Error as _, MapAccess, Visitor};
-use serde::{Deserialize, Deserializer};
-use serde_json::Value as Json;
+use serde::Deserialize;
+use serde_json::{Map, Value as Json};
 
 use crate::catalog::{Dtype, checked_len_bytes};
 use crate::error::{Error, Result};
+use crate::format::json::Distinct;
 use crate::layout::Dims;
 use crate::storage::{FileId, Files};
 
@@ -43,35 +43,6 @@ struct RawEntry {
     data_offsets: (u64, u64),
 }
 
-/// A JSON object whose keys are distinct and keep their order.
-struct DistinctMap(Vec<(String, Json)>);
-
-impl<'de> Deserialize<'de> for DistinctMap {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct DistinctVisitor;
-        impl<'de> Visitor<'de> for DistinctVisitor {
-            type Value = DistinctMap;
-
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("a JSON object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<DistinctMap, A::Error> {
-                let mut seen = BTreeSet::new();
-                let mut entries = Vec::new();
-                while let Some((key, value)) = map.next_entry::<String, Json>()? {
-                    if !seen.insert(key.clone()) {
-                        return Err(A::Error::custom(format_args!("the key `{key}` twice")));
-                    }
-                    entries.push((key, value));
-                }
-                Ok(DistinctMap(entries))
-            }
-        }
-        deserializer.deserialize_map(DistinctVisitor)
-    }
-}
-
 /// Read the header of a file.
 ///
 /// # Errors
@@ -90,7 +61,7 @@ pub fn read_header(files: &Files, file: FileId) -> Result<Header> {
         return Err(malformed("byte 0", &expected, header_len.to_string()));
     }
     let text = files.read(file, 8, header_len)?;
-    let DistinctMap(entries) =
+    let Distinct(entries): Distinct<Json> =
         serde_json::from_slice(&text).map_err(|error| malformed("header", "a JSON object", error.to_string()))?;
 
     let data_start = 8 + header_len;
@@ -152,4 +123,73 @@ fn check_entry(path: &Path, name: &str, raw: RawEntry, data_start: u64) -> Resul
         return Err(malformed(String::from("data inside the file"), format!("data_offsets [{begin}, {end}]")));
     };
     Ok((Stored { dtype, shape, offset }, len))
+}
+
+/// A tensor as it is to be written.
+#[derive(Clone, Copy, Debug)]
+pub struct Written<'a> {
+    pub name: &'a str,
+    pub dtype: Dtype,
+    pub shape: &'a [u64],
+    /// Offset in the data, which has room for it.
+    pub begin: u64,
+}
+
+/// An entry as it is written; the order of the fields is the reference writer's.
+#[derive(serde::Serialize)]
+struct WrittenEntry<'a> {
+    dtype: &'a str,
+    shape: &'a [u64],
+    data_offsets: [u64; 2],
+}
+
+/// What a file begins with: the length of the header, and the header.
+///
+/// # Errors
+/// `Unsupported` where the format has no tag for a dtype, or the header is too long for its readers, with what helps
+/// against that.
+pub fn write_header<'a>(
+    path: &Path,
+    metadata: &Map<String, Json>,
+    tensors: impl Iterator<Item = Written<'a>>,
+    shorter: &str,
+) -> Result<Vec<u8>> {
+    let metadata = serde_json::to_string(metadata).expect("strings serialise");
+    let mut header = format!(r#"{{"__metadata__":{metadata}"#);
+    for Written { name, dtype, shape, begin } in tensors {
+        let Some(tag) = dtype.safetensors_tag() else {
+            return Err(Error::unsupported(
+                format!("{name}: safetensors cannot hold {dtype}"),
+                "write a torch file (--to torch) or a DCP directory (reshard --to dcp)",
+            ));
+        };
+        let mut counted = Dims::from(shape);
+        if dtype == Dtype::F4E2m1fnX2 {
+            let Some(last) = counted.last_mut() else {
+                return Err(Error::unsupported(
+                    format!("{name}: safetensors counts single values, and a 0-d F4 tensor has none"),
+                    "write a torch file (--to torch)",
+                ));
+            };
+            *last *= 2;
+        }
+        let end = begin + shape.iter().product::<u64>() * dtype.itemsize();
+        let written = WrittenEntry { dtype: tag, shape: &counted, data_offsets: [begin, end] };
+        let key = serde_json::to_string(name).expect("a string serialises");
+        let value = serde_json::to_string(&written).expect("an entry serialises");
+        header.push_str(&format!(",{key}:{value}"));
+    }
+    header.push('}');
+    while header.len() % 8 != 0 {
+        header.push(' ');
+    }
+    if header.len() as u64 > MAX_HEADER_BYTES {
+        return Err(Error::unsupported(
+            format!("{}: a header of {} bytes, more than readers accept", path.display(), header.len()),
+            shorter,
+        ));
+    }
+    let mut prefix = (header.len() as u64).to_le_bytes().to_vec();
+    prefix.extend_from_slice(header.as_bytes());
+    Ok(prefix)
 }

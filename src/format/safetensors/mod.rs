@@ -14,19 +14,18 @@ pub mod ranks;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 
-pub use header::Stored;
-use header::{MAX_HEADER_BYTES, read_header};
+pub use header::{Stored, Written, read_header, write_header};
 use serde::Deserialize;
 use serde_json::json;
 
 use super::dcp_hf::{self, Shard};
 use super::{RankName, distinct_names, files_beside, natural_order};
-use crate::catalog::{Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value};
+use crate::catalog::{Catalog, Dict, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, model};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, regular_file};
 
 /// Says which framework wrote a file: loaders want `pt`.
-const FORMAT_KEY: &str = "format";
+pub const FORMAT_KEY: &str = "format";
 
 /// Keys of the metadata that say something of the file, and so are no names of tied tensors.
 const OWN_KEYS: [&str; 4] = [FORMAT_KEY, dcp_hf::SHARDING_INFO, "DCP_VERSION", "total_size"];
@@ -205,6 +204,44 @@ pub enum Shape {
     File(PathBuf),
     /// A folder; files hold at most this many bytes of tensor data, a larger tensor gets its own.
     Folder { max_shard_bytes: u64 },
+    /// A folder of the files that another one has.
+    Like(Placing),
+}
+
+/// Which file of a folder each tensor is in.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Placing(BTreeMap<Fqn, PathBuf>);
+
+impl Placing {
+    /// That of safetensors files; `None` where there is only one.
+    #[must_use]
+    pub fn of(catalog: &Catalog, files: &Files) -> Option<Self> {
+        let file_of = |id: TensorId| {
+            let places = catalog.tensor(id).chunks.iter().find_map(|chunk| chunk.place.file());
+            places.and_then(|file| files.path(file).file_name()).map(PathBuf::from)
+        };
+        let named = model::all_tensors(&catalog.state).into_iter();
+        let placing: BTreeMap<Fqn, PathBuf> = named.filter_map(|(fqn, id)| Some((fqn, file_of(id)?))).collect();
+        let distinct: BTreeSet<&PathBuf> = placing.values().collect();
+        (distinct.len() > 1).then_some(Self(placing))
+    }
+
+    #[must_use]
+    pub fn has(&self, fqn: &Fqn) -> bool {
+        self.0.contains_key(fqn)
+    }
+
+    /// The tensors of each file, in their order. One that is in none joins the one before it.
+    fn groups<T: Clone>(&self, tensors: &[(Fqn, T)]) -> Vec<(PathBuf, Vec<(Fqn, T)>)> {
+        let first = self.0.values().min().cloned().unwrap_or_default();
+        let mut at = tensors.iter().find_map(|(fqn, _)| self.0.get(fqn)).unwrap_or(&first);
+        let mut groups: BTreeMap<&PathBuf, Vec<(Fqn, T)>> = BTreeMap::new();
+        for tensor in tensors {
+            at = self.0.get(&tensor.0).unwrap_or(at);
+            groups.entry(at).or_default().push(tensor.clone());
+        }
+        groups.into_iter().map(|(name, tensors)| (name.clone(), tensors)).collect()
+    }
 }
 
 /// Lay out the named tensors of `source`, in this order. Of each pair of `ties` the first is a further name of the
@@ -221,9 +258,10 @@ pub fn reserve(
     ties: &[(Fqn, Fqn)],
     shape: &Shape,
 ) -> Result<Reservation> {
-    let groups = match shape {
-        Shape::File(_) => vec![tensors],
+    let groups: Vec<(PathBuf, Vec<(Fqn, TensorId)>)> = match shape {
+        Shape::File(name) => vec![(name.clone(), tensors.to_vec())],
         Shape::Folder { max_shard_bytes } => split(source, tensors, *max_shard_bytes),
+        Shape::Like(placing) => placing.groups(tensors),
     };
     let mut reservation = Reservation::default();
     let mut weight_map = serde_json::Map::new();
@@ -238,18 +276,13 @@ pub fn reserve(
     let written: HashSet<&Fqn> = tensors.iter().map(|(fqn, _)| fqn).collect();
     assert!(ties.iter().all(|(_, kept)| written.contains(kept)), "ties are with tensors that are written");
     let count = groups.len();
-    for (index, group) in groups.into_iter().enumerate() {
-        let name = match shape {
-            Shape::File(name) => name.clone(),
-            Shape::Folder { .. } if count == 1 => PathBuf::from("model.safetensors"),
-            Shape::Folder { .. } => PathBuf::from(format!("model-{:05}-of-{count:05}.safetensors", index + 1)),
-        };
-        for (fqn, _) in group {
+    for (name, group) in groups {
+        for (fqn, _) in &group {
             weight_map.insert(fqn.to_string(), json!(name.to_string_lossy()));
         }
         let names: HashSet<&Fqn> = group.iter().map(|(fqn, _)| fqn).collect();
         let ties: Vec<&(Fqn, Fqn)> = ties.iter().filter(|(_, kept)| names.contains(kept)).collect();
-        reserve_file(source, group, &ties, name, &mut reservation)?;
+        reserve_file(source, &group, &ties, name, &mut reservation)?;
     }
     if count > 1 {
         let total_size = reservation.payload_bytes();
@@ -264,7 +297,7 @@ pub fn reserve(
 }
 
 /// Consecutive tensors, each group within the limit where its tensors are.
-fn split<'a>(source: &Catalog, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<&'a [(Fqn, TensorId)]> {
+fn split(source: &Catalog, tensors: &[(Fqn, TensorId)], limit: u64) -> Vec<(PathBuf, Vec<(Fqn, TensorId)>)> {
     let mut groups = Vec::new();
     let (mut start, mut bytes) = (0, 0_u64);
     for (index, (_, id)) in tensors.iter().enumerate() {
@@ -276,15 +309,12 @@ fn split<'a>(source: &Catalog, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Ve
         bytes += len;
     }
     groups.push(&tensors[start..]);
-    groups
-}
-
-/// An entry as it is written; the order of the fields is the reference writer's.
-#[derive(serde::Serialize)]
-struct WrittenEntry<'a> {
-    dtype: &'a str,
-    shape: &'a [u64],
-    data_offsets: [u64; 2],
+    let count = groups.len();
+    let name = |index: usize| match count {
+        1 => PathBuf::from("model.safetensors"),
+        _ => PathBuf::from(format!("model-{:05}-of-{count:05}.safetensors", index + 1)),
+    };
+    groups.into_iter().enumerate().map(|(index, group)| (name(index), group.to_vec())).collect()
 }
 
 fn reserve_file(
@@ -299,45 +329,13 @@ fn reserve_file(
     let mut metadata = serde_json::Map::new();
     metadata.insert(FORMAT_KEY.into(), json!("pt"));
     metadata.extend(ties.iter().map(|(alias, kept)| (alias.to_string(), json!(kept.as_str()))));
-    let metadata = serde_json::to_string(&metadata).expect("strings serialise");
-    let mut header = format!(r#"{{"__metadata__":{metadata}"#);
-    for ((fqn, id), &begin) in tensors.iter().zip(&offsets) {
-        let entry = source.tensor(*id);
-        let Some(tag) = entry.dtype.safetensors_tag() else {
-            return Err(Error::unsupported(
-                format!("{fqn}: safetensors cannot hold {}", entry.dtype),
-                "write a torch file (--to torch) or a DCP directory (reshard --to dcp)",
-            ));
-        };
-        let mut shape = entry.shape.clone();
-        if entry.dtype == Dtype::F4E2m1fnX2 {
-            let Some(last) = shape.last_mut() else {
-                return Err(Error::unsupported(
-                    format!("{fqn}: safetensors counts single values, and a 0-d F4 tensor has none"),
-                    "write a torch file (--to torch)",
-                ));
-            };
-            *last *= 2;
-        }
-        let written = WrittenEntry { dtype: tag, shape: &shape, data_offsets: [begin, begin + entry.len_bytes()] };
-        let key = serde_json::to_string(fqn.as_str()).expect("a string serialises");
-        let value = serde_json::to_string(&written).expect("an entry serialises");
-        header.push_str(&format!(",{key}:{value}"));
-    }
-    header.push('}');
-    while header.len() % 8 != 0 {
-        header.push(' ');
-    }
-    if header.len() as u64 > MAX_HEADER_BYTES {
-        return Err(Error::unsupported(
-            format!("{}: a header of {} bytes, more than readers accept", name.display(), header.len()),
-            "split the model with --max-shard-size",
-        ));
-    }
+    let written = tensors.iter().zip(&offsets).map(|((fqn, id), &begin)| {
+        let TensorEntry { dtype, shape, .. } = source.tensor(*id);
+        Written { name: fqn.as_str(), dtype: *dtype, shape, begin }
+    });
+    let header = write_header(&name, &metadata, written, "split the model with --max-shard-size")?;
     let mut file = OutputFile::new(name);
-    let mut prefix = (header.len() as u64).to_le_bytes().to_vec();
-    prefix.extend_from_slice(header.as_bytes());
-    file.push_literal(prefix);
+    file.push_literal(header);
     let data_start = file.len;
     let mut placed: Vec<(u64, &(Fqn, TensorId))> = offsets.into_iter().zip(tensors).collect();
     placed.sort_by_key(|(offset, _)| *offset);

@@ -104,8 +104,10 @@ pub struct DTensorWriter<'a> {
     pub mesh: &'a DeviceMesh,
     pub style: &'a Style,
     pub rank: Rank,
-    /// Of the rank in the mesh.
-    pub coordinate: &'a Dims,
+    /// Of the job.
+    pub world_size: u32,
+    /// Of the rank in the mesh, where it is.
+    pub coordinate: Option<&'a Dims>,
     /// The meshes that are in the pickle's memo.
     pub known: BTreeSet<u32>,
 }
@@ -202,7 +204,7 @@ impl DTensorWriter<'_> {
     fn mesh(&mut self, writer: &mut Writer, dims: &[usize]) {
         let (mesh, style, rank) = (self.mesh, self.style, self.rank);
         let names: Option<Vec<&str>> = mesh.names().map(|names| dims.iter().map(|&dim| names[dim].as_str()).collect());
-        let coordinate: Dims = dims.iter().map(|&dim| self.coordinate[dim]).collect();
+        let coordinate: Option<Dims> = self.coordinate.map(|all| dims.iter().map(|&dim| all[dim]).collect());
         instance(writer, DEVICE_MESH);
         writer.empty_dict().mark();
         if style.release == Release::V2_5 {
@@ -223,9 +225,7 @@ impl DTensorWriter<'_> {
                 writer.string(&group.name.to_string()).tuple(3);
             });
             writer.string("_coordinate_on_dim");
-            list(writer, &coordinate, |writer, at| {
-                writer.uint(*at);
-            });
+            write_coordinate(writer, coordinate.as_ref(), style.release);
         } else {
             writer.string("_device_type").string(&style.device_type);
             writer.string("_layout");
@@ -249,17 +249,12 @@ impl DTensorWriter<'_> {
                 writer.string("_rank").uint(rank.0.into());
             }
             writer.string("_coordinate_on_dim");
-            if style.release == Release::V2_10 {
-                list(writer, &coordinate, |writer, at| {
-                    writer.uint(*at);
-                });
-            } else {
-                write_sizes(writer, &coordinate);
-            }
+            write_coordinate(writer, coordinate.as_ref(), style.release);
         }
         writer.string("_dim_group_names");
         let groups = self.groups();
-        let groups: Vec<&Group> = dims.iter().map(|&dim| &groups[dim]).collect();
+        // Who is not in the mesh is in none of them.
+        let groups: Vec<&Group> = dims.iter().filter_map(|&dim| groups.get(dim)).collect();
         list(writer, &groups, |writer, group| {
             writer.string(&group.name.to_string());
         });
@@ -298,20 +293,22 @@ impl DTensorWriter<'_> {
     /// The process group of each mesh dim that this rank is in, under the name it has in a job whose first groups are
     /// those of this mesh: there, and only there, the loaded tensors can communicate.
     fn groups(&self) -> Vec<Group> {
+        let Some(own) = self.coordinate else { return Vec::new() };
         let (shape, world_size) = (self.mesh.shape(), self.mesh.world_size() as u64);
         let mut next = 1;
         let mut groups = Vec::new();
         for (dim, &size) in shape.iter().enumerate() {
             let members = (0..size).map(|at| {
-                let mut coordinate = self.coordinate.clone();
+                let mut coordinate = own.clone();
                 coordinate[dim] = at;
                 self.mesh.rank_at(&coordinate)
             });
-            let whole_world = size == world_size && (shape.len() == 1 || self.style.release >= Release::V2_10);
+            let whole_world =
+                size == u64::from(self.world_size) && (shape.len() == 1 || self.style.release >= Release::V2_10);
             let name = if whole_world {
                 0
             } else {
-                let others = shape.iter().zip(self.coordinate).enumerate().filter(|(other, _)| *other != dim);
+                let others = shape.iter().zip(own).enumerate().filter(|(other, _)| *other != dim);
                 let own = others.fold(0, |index, (_, (&size, &at))| index * size + at);
                 let name = next + own;
                 next += world_size / size;
@@ -358,6 +355,19 @@ pub(super) fn list<T>(writer: &mut Writer, items: &[T], mut each: impl FnMut(&mu
         each(writer, item);
         Ok(())
     });
+}
+
+/// A list to 2.10, a tuple from 2.11 on.
+fn write_coordinate(writer: &mut Writer, coordinate: Option<&Dims>, release: Release) {
+    match coordinate {
+        None => {
+            writer.none();
+        }
+        Some(coordinate) if release <= Release::V2_10 => list(writer, coordinate, |writer, at| {
+            writer.uint(*at);
+        }),
+        Some(coordinate) => write_sizes(writer, coordinate),
+    }
 }
 
 fn write_names(writer: &mut Writer, names: Option<&[&str]>) {
@@ -482,7 +492,8 @@ mod tests {
                 mesh: &mesh,
                 style: &style,
                 rank: Rank(rank),
-                coordinate: &coordinate,
+                world_size: u32::try_from(mesh.world_size()).unwrap(),
+                coordinate: Some(&coordinate),
                 known: BTreeSet::new(),
             };
             writer.groups().iter().map(|group| group.name).collect::<Vec<_>>()

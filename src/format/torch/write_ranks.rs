@@ -93,6 +93,8 @@ fn check_chunks(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, shared: &Shar
 /// What to write.
 pub struct RankTarget<'a> {
     pub mesh: &'a DeviceMesh,
+    /// The number of files. Ranks that are not in the mesh hold nothing of what the others share.
+    pub world_size: u32,
     pub style: &'a Style,
     /// The file of a rank.
     pub name: &'a dyn Fn(Rank) -> PathBuf,
@@ -101,34 +103,37 @@ pub struct RankTarget<'a> {
     pub layout: &'a mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
 }
 
-/// Lay out a file for each rank of the mesh. Where ranks of the source store different values of an object, a rank
+/// Lay out a file for each rank. Where ranks of the source store different values of an object, a rank
 /// gets that of the same number; ranks beyond theirs get them in turn.
 ///
 /// Only dtypes and shapes of `source` are looked at.
 ///
 /// # Errors
-/// `Unsupported` where the mesh does not hold the ranks from 0 on or an object cannot be pickled, what `layout` gives,
-/// and where placements do not fit.
+/// `Unsupported` where an object cannot be pickled, what `layout` gives, and where placements do not fit.
 pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) -> Result<Reservation> {
-    let RankTarget { mesh, style, name, layout } = target;
-    check_ranks(mesh)?;
+    let RankTarget { mesh, world_size, style, name, layout } = target;
     let mut reservation = Reservation::default();
     let tensors = plan(source, state, layout, &mut reservation.notes)?;
     let shared_dim = common_dim(tensors.values().map(|planned| (&planned.fqn, &planned.layout)), mesh)?;
     let mut chunks: Vec<ChunkTable> =
         tensors.keys().map(|id| ChunkTable::new(source.tensor(*id).shape.len())).collect();
     let mut frames = Frames::default();
-    for rank in (0..).map(Rank).take(mesh.world_size()) {
-        let coordinate = mesh.coordinate(rank).expect("the mesh holds the ranks from 0 on");
-        let tiles = tensors.iter().map(|(id, planned)| planned.tile(source.tensor(*id), mesh, &coordinate));
+    for rank in (0..world_size).map(Rank) {
+        let coordinate = mesh.coordinate(rank);
+        let tiles = tensors.iter().map(|(id, planned)| planned.tile(source.tensor(*id), mesh, coordinate.as_ref()));
         let file = RankFile {
             source,
             tensors: &tensors,
             tiles: tiles.collect::<Result<_>>()?,
             distributed: tensors.values().any(|planned| matches!(planned.layout, RankLayout::Distributed { .. })),
         };
-        let dtensors = DTensorWriter { mesh, style, rank, coordinate: &coordinate, known: BTreeSet::new() };
-        let group = shared_dim.map(|dim| RankGroup::new(mesh, dim, &coordinate));
+        let coordinate = coordinate.as_ref();
+        let dtensors = DTensorWriter { mesh, style, rank, world_size, coordinate, known: BTreeSet::new() };
+        let group = match (shared_dim, coordinate) {
+            (Some(dim), Some(coordinate)) => Some(RankGroup::new(mesh, dim, coordinate)),
+            (None, _) => None,
+            (Some(_), None) => return Err(outside_of_groups(rank, mesh)),
+        };
         let pickle = file.pickle(state, dtensors, group).map_err(|error| {
             Error::unsupported(
                 format!("the state dict cannot be pickled: {error}"),
@@ -141,7 +146,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
         for (((tile, offset), chunks), stored) in
             file.tiles.into_iter().zip(offsets).zip(&mut chunks).zip(&pickle.stored)
         {
-            if *stored {
+            if let (true, Some(tile)) = (*stored, tile) {
                 let place = offset.map_or(Place::Nowhere, |offset| Place::Bytes { file: id, offset });
                 chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
             }
@@ -160,16 +165,13 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
     Ok(reservation)
 }
 
-/// Files are numbered by ranks, and readers expect a file of every rank.
-fn check_ranks(mesh: &DeviceMesh) -> Result<()> {
-    // Every rank is there once, so that none beyond the last is enough.
-    match mesh.ranks().iter().find(|rank| rank.0 as usize >= mesh.world_size()) {
-        None => Ok(()),
-        Some(rank) => Err(Error::unsupported(
-            format!("rank files for a mesh of {} ranks with rank {rank} in it", mesh.world_size()),
-            "give the mesh the ranks from 0 on, in any order",
-        )),
-    }
+/// FSDP1 has no ShardedTensor without a shard for who is in no group.
+fn outside_of_groups(rank: Rank, mesh: &DeviceMesh) -> Error {
+    Error::unsupported(
+        format!("ShardedTensors on {mesh}, which rank {rank} is not in"),
+        "--tensor-class dtensor writes DTensors, of which such a rank holds nothing; or give the mesh the ranks from 0 \
+         on, in any order",
+    )
 }
 
 /// A tensor to write.
@@ -217,9 +219,14 @@ fn plan(
 }
 
 impl Planned {
-    fn tile(&self, entry: &TensorEntry, mesh: &DeviceMesh, coordinate: &Dims) -> Result<Tile> {
-        Ok(match &self.layout {
-            RankLayout::Plain => Tile::from_region(&Region::whole(&entry.shape)),
+    /// What the rank at a coordinate holds; `None` where it is not in the mesh and has no part.
+    fn tile(&self, entry: &TensorEntry, mesh: &DeviceMesh, coordinate: Option<&Dims>) -> Result<Option<Tile>> {
+        let whole = || Tile::from_region(&Region::whole(&entry.shape));
+        let Some(coordinate) = coordinate else {
+            return Ok(Some(whole()).filter(|_| self.layout == RankLayout::Plain));
+        };
+        Ok(Some(match &self.layout {
+            RankLayout::Plain => whole(),
             RankLayout::Distributed { placements, .. } => {
                 local_shard(&entry.shape, mesh.shape(), placements, coordinate)?
             }
@@ -228,7 +235,7 @@ impl Planned {
                 let placements = [Placement::Shard(TensorDim(0))];
                 local_shard(&entry.shape, &[mesh.shape()[dim.0]], &placements, &[coordinate[dim.0]])?
             }
-        })
+        }))
     }
 }
 
@@ -236,10 +243,15 @@ impl Planned {
 struct RankFile<'a> {
     source: &'a Catalog,
     tensors: &'a IndexMap<TensorId, Planned>,
-    /// Of each tensor, what the rank holds.
-    tiles: Vec<Tile>,
+    /// Of each tensor, what the rank holds; `None` where it has no part.
+    tiles: Vec<Option<Tile>>,
     /// Whether any file has a DTensor, and so a mesh.
     distributed: bool,
+}
+
+/// The sizes of what a rank holds that has no part: as in PyTorch, one dim of nothing, whatever the tensor's shape.
+fn sizes(tile: Option<&Tile>) -> Dims {
+    tile.map_or_else(|| Dims::from_slice(&[0]), Tile::sizes)
 }
 
 /// One rank's pickle, and which tensors it has a part of.
@@ -286,7 +298,7 @@ impl RankFile<'_> {
             used[index] = true;
             stored[index] = true;
             let TensorEntry { dtype, shape, .. } = self.source.tensor(id);
-            let (dtype, key, sizes) = (*dtype, self.key(index), self.tiles[index].sizes());
+            let (dtype, key, sizes) = (*dtype, self.key(index), sizes(self.tiles[index].as_ref()));
             match &planned.layout {
                 RankLayout::Plain | RankLayout::Local(_) => write_tensor(writer, dtype, key, &sizes),
                 RankLayout::Distributed { placements, slice } => dtensors.write(
@@ -298,7 +310,7 @@ impl RankFile<'_> {
                     // What it says of other ranks is long.
                     let own = sharded.write(writer, Sharded { dtype, shape, key, stored: None, requires_grad: false });
                     cuts.extend([own.start, own.end]);
-                    stored[index] = !self.tiles[index].is_empty();
+                    stored[index] = self.tiles[index].as_ref().is_some_and(|tile| !tile.is_empty());
                 }
             }
             if planned.count > 1 {
@@ -331,11 +343,12 @@ impl RankFile<'_> {
         }
         let mut offsets = Vec::with_capacity(self.tiles.len());
         for (index, (tile, id)) in self.tiles.iter().zip(self.tensors.keys()).enumerate() {
+            let numel = tile.as_ref().map_or(0, Tile::numel);
             let offset = pickle.stored[index].then(|| {
-                let len = tile.numel() * self.source.tensor(*id).dtype.itemsize();
+                let len = numel * self.source.tensor(*id).dtype.itemsize();
                 archive.payload(&format!("data/{}", self.key(index)), len)
             });
-            offsets.push(offset.filter(|_| !tile.is_empty()));
+            offsets.push(offset.filter(|_| numel > 0));
         }
         archive.finish();
         offsets

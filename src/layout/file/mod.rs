@@ -85,14 +85,6 @@ impl PlanSaid {
         let Self { name, styles, tp, fsdp, replicate } = self;
         styles.is_empty() && [name, tp, fsdp, replicate].iter().all(|said| said.is_none())
     }
-
-    /// The first thing that is said, as messages call it.
-    #[must_use]
-    pub fn said(&self) -> Option<String> {
-        let Self { name, styles, tp, fsdp, replicate } = self;
-        let style = styles.first().map(|style| style.said.clone());
-        [name, tp, fsdp, replicate].into_iter().flatten().map(Said::place).next().or(style)
-    }
 }
 
 /// Something that is said, and where.
@@ -172,6 +164,14 @@ impl LayoutFile {
             && self.split.is_none()
             && self.rules.is_empty()
             && self.plan.is_empty()
+    }
+
+    /// Whether it says how modules are cut, and nothing else.
+    #[must_use]
+    pub fn is_plan_alone(&self) -> bool {
+        let Self { mesh, fallback, split, rules, plan, flat, .. } = self;
+        let more = mesh.is_some() || fallback.is_some() || split.is_some() || !rules.is_empty() || flat.is_some();
+        !more && !plan.is_empty()
     }
 
     /// The rules on a mesh, in their order.

@@ -359,7 +359,7 @@ fn survives(name: &str, text: &str) {
     if let Ok(file) = LayoutFile::parse(name, text) {
         let mesh = file.mesh(None).ok().flatten().unwrap_or_else(|| DeviceMesh::parse("dp=2,tp=4").unwrap());
         let _ = file.rules(&mesh);
-        let _ = file.plan.said();
+        let _ = file.is_plan_alone();
     }
 }
 

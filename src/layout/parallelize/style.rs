@@ -1,30 +1,10 @@
-//! Parallelize plans: how modules are cut over the mesh dim of tensor parallelism, and parameters over that of FSDP.
+//! What a style makes of a parameter: the dim that is cut, and how it is written.
 //!
-//! Counts elements. A plan gives *modules* styles, by patterns of their names; a style says how each parameter of the
-//! module lies on the one mesh dim it is applied to. FSDP then cuts dim 0 of what tensor parallelism left, over a mesh
-//! dim of its own.
-//!
-//! ```text
-//!     style                  weight    bias
-//!     colwise                S(0)      S(0)      nn.Linear, whose weight is (out, in): the outputs
-//!     rowwise                S(1)      R         nn.Linear: the inputs; the bias is added once, after the reduction
-//!     colwise-embedding      S(1)                nn.Embedding: its columns
-//!     rowwise-embedding      S(0)                nn.Embedding: the vocabulary
-//!     colwise-conv1d         S(1)      S(0)      transformers' Conv1D, whose weight is (in, out)
-//!     rowwise-conv1d         S(0)      R
-//!     colwise(3)             _S(0,3)   _S(0,3)   three weights in one (q, k, v), each cut by itself
-//!     pairwise                                   linear children in turn: colwise, rowwise, colwise, ...
-//!     sequence, replicate    R         R         a DTensor all the same
-//! ```
-//!
-//! Weights of more dims are stacks of such weights (experts), and dims count from the end.
-//!
-//! Source: `torch/distributed/tensor/parallel/style.py` and `api.py`, `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`;
-//! `PairwiseParallel`, which was in PyTorch to 2.3, and Conv1D, which it refuses, are defined here.
+//! Counts dims from the end, so that stacks of weights are cut as one of them is.
 
 use std::{fmt, str::FromStr};
 
-use super::{LayoutError, Pattern};
+use super::super::{LayoutError, TensorDim};
 
 /// What becomes of the parameters of a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -49,14 +29,20 @@ pub enum Style {
     Replicate,
 }
 
-/// A style and the modules that have it.
-#[derive(Clone, Debug)]
-pub struct StyleRule {
-    /// Of the module itself, or of a parameter that has none of its own (stacked experts).
-    pub pattern: Pattern,
-    pub style: Style,
-    /// Where it was said, for messages: `plan llama: layers.*.attention.wo`, `plan.toml line 7`.
-    pub said: String,
+/// What a parameter is to its module, which its name tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    Weight,
+    Bias,
+}
+
+impl Part {
+    /// `bias`, or `gate_up_proj_bias` of stacked experts.
+    #[must_use]
+    pub fn of(name: &str) -> Self {
+        let own = name.rsplit('.').next().unwrap_or(name);
+        if own == "bias" || own.ends_with("_bias") { Self::Bias } else { Self::Weight }
+    }
 }
 
 impl Style {
@@ -73,6 +59,33 @@ impl Style {
         "replicate",
     ];
 
+    /// The dim along which a parameter is cut; `None` where every rank has all of it.
+    ///
+    /// A vector that is no bias belongs to the outputs, as a bias does (scales of quantised weights).
+    #[must_use]
+    pub fn dim(self, part: Part, ndim: usize) -> Option<TensorDim> {
+        let part = if ndim == 1 { Part::Bias } else { part };
+        let from_the_end = match (self, part) {
+            (Self::Colwise { .. } | Self::RowwiseEmbedding | Self::RowwiseConv1d { .. }, Part::Weight) => 2,
+            (Self::Rowwise { .. } | Self::ColwiseEmbedding | Self::ColwiseConv1d { .. }, Part::Weight)
+            | (Self::Colwise { .. } | Self::ColwiseConv1d { .. }, Part::Bias) => 1,
+            _ => return None,
+        };
+        ndim.checked_sub(from_the_end).map(TensorDim)
+    }
+
+    /// Weights in one, each cut by itself.
+    #[must_use]
+    pub fn blocks(self) -> u64 {
+        match self {
+            Self::Colwise { blocks }
+            | Self::Rowwise { blocks }
+            | Self::ColwiseConv1d { blocks }
+            | Self::RowwiseConv1d { blocks } => blocks,
+            _ => 1,
+        }
+    }
+
     fn name(self) -> &'static str {
         match self {
             Self::Colwise { .. } => "colwise",
@@ -84,16 +97,6 @@ impl Style {
             Self::Pairwise => "pairwise",
             Self::Sequence => "sequence",
             Self::Replicate => "replicate",
-        }
-    }
-
-    fn blocks(self) -> u64 {
-        match self {
-            Self::Colwise { blocks }
-            | Self::Rowwise { blocks }
-            | Self::ColwiseConv1d { blocks }
-            | Self::RowwiseConv1d { blocks } => blocks,
-            _ => 1,
         }
     }
 }
@@ -150,6 +153,29 @@ mod tests {
         assert_eq!((fused, fused.to_string()), (Style::ColwiseConv1d { blocks: 3 }, "colwise-conv1d(3)".to_owned()));
         for text in ["", "colwise(0)", "colwise(", "colwise(x)", "pairwise(2)", "column", "sequence(2)"] {
             assert!(text.parse::<Style>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn weights_and_biases_are_cut_as_the_table_says() {
+        let dim = |style: &str, name: &str, ndim| {
+            style.parse::<Style>().unwrap().dim(Part::of(name), ndim).map(|TensorDim(dim)| dim)
+        };
+        for (style, weight, bias) in [
+            ("colwise", Some(0), Some(0)),
+            ("rowwise", Some(1), None),
+            ("colwise-embedding", Some(1), None),
+            ("rowwise-embedding", Some(0), None),
+            ("colwise-conv1d", Some(1), Some(0)),
+            ("rowwise-conv1d", Some(0), None),
+            ("sequence", None, None),
+            ("replicate", None, None),
+        ] {
+            assert_eq!((dim(style, "a.weight", 2), dim(style, "a.bias", 1)), (weight, bias), "{style}");
+            // A stack.
+            let next = |dim: Option<usize>| dim.map(|dim| dim + 1);
+            assert_eq!((dim(style, "a.w", 3), dim(style, "a.w_bias", 2)), (next(weight), next(bias)), "{style}");
+            assert_eq!((dim(style, "a.scale", 1), dim(style, "a.weight", 0)), (bias, None), "{style}");
         }
     }
 }

@@ -1,0 +1,83 @@
+//! What reading JSON that others wrote needs beyond serde: keys that are distinct, files that are not endless, errors
+//! with their place.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::io::Read;
+use std::marker::PhantomData;
+use std::path::Path;
+
+use serde::de::{Error as _, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use crate::error::{Error, Result};
+use crate::storage::regular_file;
+
+/// A JSON object whose keys are distinct and keep their order.
+#[derive(Debug)]
+pub struct Distinct<V>(pub Vec<(String, V)>);
+
+impl<'de, V: Deserialize<'de>> Deserialize<'de> for Distinct<V> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(DistinctVisitor(PhantomData))
+    }
+}
+
+struct DistinctVisitor<V>(PhantomData<V>);
+
+impl<'de, V: Deserialize<'de>> Visitor<'de> for DistinctVisitor<V> {
+    type Value = Distinct<V>;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Distinct<V>, A::Error> {
+        distinct_entries(map).map(Distinct)
+    }
+}
+
+/// The entries of an object, for visitors that take other things as well.
+///
+/// # Errors
+/// Where a key comes twice.
+pub fn distinct_entries<'de, A: MapAccess<'de>, V: Deserialize<'de>>(mut map: A) -> Result<Vec<(String, V)>, A::Error> {
+    let mut seen = HashSet::new();
+    let mut entries = Vec::new();
+    while let Some((key, value)) = map.next_entry::<String, V>()? {
+        if !seen.insert(key.clone()) {
+            return Err(A::Error::custom(format_args!("the key `{key}` twice")));
+        }
+        entries.push((key, value));
+    }
+    Ok(entries)
+}
+
+/// The content of a document of at most so many bytes.
+///
+/// # Errors
+/// `Malformed` where it is longer, `Io`.
+pub fn read_document(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
+    regular_file(path)?;
+    let mut text = Vec::new();
+    let file = std::fs::File::open(path).map_err(Error::io("open", path))?;
+    file.take(max_bytes + 1).read_to_end(&mut text).map_err(Error::io("read", path))?;
+    if text.len() as u64 > max_bytes {
+        return Err(Error::malformed(path, "content", format!("at most {max_bytes} bytes"), "more"));
+    }
+    Ok(text)
+}
+
+/// Where in the text.
+#[must_use]
+pub fn place(error: &serde_json::Error) -> String {
+    format!("line {}, column {}", error.line(), error.column())
+}
+
+/// What is wrong, without the place.
+#[must_use]
+pub fn plain(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let end = text.rfind(" at line ").unwrap_or(text.len());
+    text[..end].to_owned()
+}

@@ -1,0 +1,389 @@
+//! `layout.json`: what the tensors of rank files are parts of, and the state dict they stand in.
+//!
+//! ```json
+//! {"version": 1, "world_size": 4,
+//!  "meshes": [{"dims": [["dp", 2], ["tp", 2]]}],
+//!  "tensors": {
+//!   "model.w": {"dtype": "f32", "shape": [7, 3], "class": "dtensor", "mesh": 0, "placements": "S(0),R"},
+//!   "model.head": {"tied_to": "model.w"},
+//!   "step": {"dtype": "i64", "shape": []}},
+//!  "state": {"model": {"w": {"$tensor": "model.w"}, "head": {"$tensor": "model.head"}}, "step": {"$tensor": "step"}}}
+//! ```
+//!
+//! Shapes are those of whole tensors, in elements. A mesh whose ranks are not `0, 1, 2, ...` has a list `ranks`. Of a
+//! tensor, `splits` says how mesh dims cut where that is not `torch.chunk`, `slice` which mesh dims its own mesh has, and
+//! `ranks` which ranks alone have a plain one. The keys of `tensors` are those in the files, and the names at which the
+//! tensors stand in `state`, which [`super::encode`] spells.
+//!
+//! Invariant: a document that is read fits together; the same one always gives the same text.
+
+use std::collections::HashMap;
+use std::path::Path as FilePath;
+
+use serde::Deserialize;
+use serde_json::json;
+
+use super::decode::{self, Wrong};
+use super::tree::Tree;
+use crate::catalog::path::tensors;
+use crate::catalog::{Class, Dtype, Fqn, MeshId, Path, Sharding, TensorId, Value, checked_len_bytes};
+use crate::error::{Error, Result};
+use crate::format::json::{self, Distinct};
+use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Split, numel, parse_placements};
+
+/// The name of the document beside rank files.
+pub const FILE_NAME: &str = "layout.json";
+
+/// That of a million tensors is some 300 MB.
+const MAX_BYTES: u64 = 1 << 30;
+
+/// More than tensors have.
+const MAX_DIMS: usize = 64;
+
+/// Cells of all meshes together: each takes memory, however short the text.
+const MAX_CELLS: u64 = 1 << 24;
+
+const VERSION: u64 = 1;
+
+/// A checked document.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Document {
+    pub world_size: u32,
+    pub meshes: Vec<DeviceMesh>,
+    pub tensors: Vec<Described>,
+    /// Tensors in it are indices of `tensors`.
+    pub state: Value,
+}
+
+/// A tensor as it is described.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Described {
+    /// Its own, then those that are tied to it. All of them are keys in the files.
+    pub names: Vec<Fqn>,
+    pub dtype: Dtype,
+    pub shape: Dims,
+    pub class: Class,
+    /// Mesh numbers are indices of the document's.
+    pub sharding: Option<Sharding>,
+    /// The ranks that have a plain one, ascending; `None` for all.
+    pub ranks: Option<Vec<Rank>>,
+}
+
+/// The classes under the names of `--tensor-class`.
+const CLASSES: [(&str, Class); 3] =
+    [("tensor", Class::Tensor), ("dtensor", Class::DTensor), ("sharded-tensor", Class::ShardedTensor)];
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Text {
+    version: u64,
+    world_size: u32,
+    meshes: Vec<MeshText>,
+    tensors: Distinct<TensorText>,
+    state: Tree,
+}
+
+/// As a later version may be written: with anything.
+#[derive(Deserialize)]
+struct Versioned {
+    version: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MeshText {
+    dims: Vec<(Option<String>, u64)>,
+    ranks: Option<Vec<u32>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TensorText {
+    dtype: Option<String>,
+    shape: Option<Vec<u64>>,
+    class: Option<String>,
+    mesh: Option<u32>,
+    placements: Option<String>,
+    splits: Option<Vec<String>>,
+    slice: Option<Vec<usize>>,
+    ranks: Option<Vec<u32>>,
+    tied_to: Option<String>,
+}
+
+// ---------------------------------------------------------------------------------------------------- reading
+
+/// Read a document.
+///
+/// # Errors
+/// `Malformed` naming the place in the file, `Unsupported` for a version to come, `Io`.
+pub fn read(path: &FilePath) -> Result<Document> {
+    parse(path, &json::read_document(path, MAX_BYTES)?)
+}
+
+/// The document of a text; `path` is for messages.
+///
+/// # Errors
+/// As [`read`].
+pub fn parse(path: &FilePath, text: &[u8]) -> Result<Document> {
+    let text: Text = serde_json::from_slice(text).map_err(|error| match serde_json::from_slice::<Versioned>(text) {
+        Ok(Versioned { version }) if version != VERSION => unknown_version(path, version),
+        _ => Error::malformed(path, json::place(&error), "a layout of rank files", json::plain(&error)),
+    })?;
+    if text.version != VERSION {
+        return Err(unknown_version(path, text.version));
+    }
+    check(text).map_err(|Wrong { at, expected, found }| Error::malformed(path, at, expected, found))
+}
+
+fn unknown_version(path: &FilePath, version: u64) -> Error {
+    Error::unsupported(
+        format!("{}: version {version} of the layout; this version of dtshard knows {VERSION}", path.display()),
+        "use a newer dtshard, or write the checkpoint again with this one",
+    )
+}
+
+fn wrong<T>(at: impl Into<String>, expected: impl Into<String>, found: impl Into<String>) -> Result<T, Wrong> {
+    Err(Wrong { at: at.into(), expected: expected.into(), found: found.into() })
+}
+
+fn check(text: Text) -> Result<Document, Wrong> {
+    let Text { world_size, meshes, tensors: Distinct(described), state: tree, .. } = text;
+    if world_size == 0 {
+        return wrong("world_size", "at least 1", "0");
+    }
+    let meshes = check_meshes(meshes, world_size)?;
+    let mut tensors: Vec<Described> = Vec::new();
+    let mut ids: HashMap<&str, TensorId> = HashMap::new();
+    for (name, text) in described.iter().filter(|(_, text)| text.tied_to.is_none()) {
+        ids.insert(name, TensorId(u32::try_from(tensors.len()).expect("a text has fewer than 2^32 tensors")));
+        tensors.push(check_tensor(name, text, &meshes, world_size)?);
+    }
+    let own = ids.clone();
+    for (name, text) in &described {
+        let Some(other) = &text.tied_to else { continue };
+        let Some(id) = own.get(other.as_str()) else {
+            return wrong(name, "tied_to: the name of a tensor that is described itself", format!("`{other}`"));
+        };
+        if !text.is_tie() {
+            return wrong(name, "tied_to alone", "more");
+        }
+        ids.insert(name, *id);
+        tensors[id.0 as usize].names.push(Fqn::from(name.as_str()));
+    }
+    let state = decode::decode(&tree, &ids, world_size)?;
+    let mut named = 0;
+    let mut elsewhere = None;
+    tensors_of(&state, &mut |path, id| {
+        named += 1;
+        let name = path.to_string();
+        if ids.get(name.as_str()) != Some(&id) {
+            elsewhere.get_or_insert((name, id));
+        }
+    });
+    if let Some((name, id)) = elsewhere {
+        let found = format!("that of {}", tensors[id.0 as usize].names[0]);
+        return wrong("state", format!("at {name} the tensor of that name"), found);
+    }
+    let references = state.tensor_ids().len();
+    if named != ids.len() || references != named {
+        let found = format!("{references} references to {} names", ids.len());
+        return wrong("state", "every name of a tensor at its own place, once", found);
+    }
+    Ok(Document { world_size, meshes, tensors, state })
+}
+
+fn tensors_of(state: &Value, visit: &mut dyn FnMut(&Path, TensorId)) {
+    tensors(state, &Path::default(), visit);
+}
+
+fn check_meshes(texts: Vec<MeshText>, world_size: u32) -> Result<Vec<DeviceMesh>, Wrong> {
+    let mut room = MAX_CELLS;
+    let mut meshes = Vec::new();
+    for (index, MeshText { dims, ranks }) in texts.into_iter().enumerate() {
+        let at = format!("mesh {index}");
+        let shape: Dims = dims.iter().map(|(_, size)| *size).collect();
+        let cells = numel(&shape).filter(|cells| *cells <= u64::from(world_size) && shape.len() <= MAX_DIMS);
+        let Some(left) = cells.and_then(|cells| room.checked_sub(cells)) else {
+            return wrong(at, format!("no more cells than {world_size} ranks, and {MAX_CELLS} in all"), "more");
+        };
+        room = left;
+        let cells = u32::try_from(cells.unwrap_or(0)).expect("as many as a world size");
+        let ranks: Vec<Rank> = ranks.unwrap_or_else(|| (0..cells).collect()).into_iter().map(Rank).collect();
+        if let Some(rank) = ranks.iter().find(|rank| rank.0 >= world_size) {
+            return wrong(at, format!("ranks below {world_size}"), format!("rank {rank}"));
+        }
+        let has_names = dims.iter().any(|(name, _)| name.is_some());
+        let names: Option<Vec<String>> = dims.into_iter().map(|(name, _)| name).collect();
+        if has_names && names.is_none() {
+            return wrong(at, "names of all dims, or null for all", "some of them");
+        }
+        let mesh = DeviceMesh::new(shape, ranks, names.filter(|_| has_names));
+        meshes.push(mesh.or_else(|error| wrong(at, "a mesh", error.to_string()))?);
+    }
+    Ok(meshes)
+}
+
+impl TensorText {
+    /// Whether nothing is said but what it is tied to.
+    fn is_tie(&self) -> bool {
+        let Self { dtype, shape, class, mesh, placements, splits, slice, ranks, .. } = self;
+        let said = [dtype.is_some(), shape.is_some(), class.is_some(), mesh.is_some(), placements.is_some()];
+        !said.contains(&true) && splits.is_none() && slice.is_none() && ranks.is_none()
+    }
+}
+
+fn check_tensor(name: &str, text: &TensorText, meshes: &[DeviceMesh], world_size: u32) -> Result<Described, Wrong> {
+    let Some(dtype) = text.dtype.as_deref().and_then(Dtype::from_name) else {
+        return wrong(name, "the dtype of a tensor", format!("`{}`", text.dtype.as_deref().unwrap_or_default()));
+    };
+    let Some(shape) = &text.shape else { return wrong(name, "a shape", "none") };
+    if shape.len() > MAX_DIMS || checked_len_bytes(shape, dtype).is_none() {
+        return wrong(name, format!("a shape of at most {MAX_DIMS} dims that fits memory"), shown(shape));
+    }
+    let class = match &text.class {
+        None => Class::Tensor,
+        Some(text) => match CLASSES.iter().find(|(class, _)| class == text) {
+            Some((_, class)) => *class,
+            None => return wrong(name, "the class tensor, dtensor or sharded-tensor", format!("`{text}`")),
+        },
+    };
+    let sharding = check_sharding(name, text, meshes, shape.len())?;
+    if sharding.is_none() && class != Class::Tensor {
+        return wrong(name, "placements", "none");
+    }
+    let ranks = match &text.ranks {
+        None => None,
+        Some(_) if sharding.is_some() => return wrong(name, "placements or ranks", "both"),
+        Some(ranks) => {
+            let is_list = ranks.is_sorted_by(|a, b| a < b) && ranks.iter().all(|rank| *rank < world_size);
+            if !is_list || ranks.is_empty() {
+                return wrong(name, format!("ascending ranks below {world_size}"), shown(ranks));
+            }
+            Some(ranks.iter().copied().map(Rank).collect())
+        }
+    };
+    let (names, shape) = (vec![Fqn::from(name)], Dims::from(shape.as_slice()));
+    Ok(Described { names, dtype, shape, class, sharding, ranks })
+}
+
+fn check_sharding(
+    name: &str,
+    text: &TensorText,
+    meshes: &[DeviceMesh],
+    ndim: usize,
+) -> Result<Option<Sharding>, Wrong> {
+    let (mesh, list) = match (text.mesh, &text.placements) {
+        (Some(mesh), Some(list)) => (mesh, list),
+        (None, None) if text.splits.is_none() && text.slice.is_none() => return Ok(None),
+        _ => return wrong(name, "mesh and placements", "one of them, or neither and more"),
+    };
+    let Some(own) = meshes.get(mesh as usize) else {
+        return wrong(name, format!("one of {} meshes", meshes.len()), format!("mesh {mesh}"));
+    };
+    let placements: Option<Vec<Placement>> = parse_placements(list)
+        .or_else(|error| wrong(name, "placements", error.to_string()))?
+        .into_iter()
+        .map(|spec| spec.resolve(ndim))
+        .collect();
+    let Some(placements) = placements.filter(|placements| placements.len() == own.ndim()) else {
+        let expected = format!("{} placements that fit a tensor of {ndim} dims", own.ndim());
+        return wrong(name, expected, list.clone());
+    };
+    let splits: Vec<Split> = (text.splits.iter().flatten())
+        .map(|split| {
+            split.parse().or_else(|error: crate::layout::LayoutError| wrong(name, "a split", error.to_string()))
+        })
+        .collect::<Result<_, Wrong>>()?;
+    if !splits.is_empty() && splits.len() != own.ndim() {
+        return wrong(name, format!("{} splits", own.ndim()), splits.len().to_string());
+    }
+    let slice = match &text.slice {
+        None => None,
+        Some(dims) => {
+            let outside =
+                |(dim, placement): (usize, &Placement)| !dims.contains(&dim) && *placement != Placement::Replicate;
+            let is_slice = dims.is_sorted_by(|a, b| a < b) && dims.last().is_some_and(|last| *last < own.ndim());
+            if !is_slice || placements.iter().enumerate().any(outside) {
+                return wrong(name, "ascending mesh dims, and R on the others", format!("slice {}", shown(dims)));
+            }
+            Some(dims.iter().copied().map(MeshDim).collect())
+        }
+    };
+    Ok(Some(Sharding { mesh: MeshId(mesh), placements, splits, slice }))
+}
+
+fn shown<T: std::fmt::Debug>(list: &[T]) -> String {
+    format!("{:.60}", format!("{list:?}"))
+}
+
+// ---------------------------------------------------------------------------------------------------- writing
+
+impl Document {
+    /// The text, a tensor a line. `state` is that of this document, encoded.
+    #[must_use]
+    pub fn render(&self, state: &Tree) -> String {
+        let meshes: Vec<String> = self.meshes.iter().map(render_mesh).collect();
+        let mut names: Vec<(TensorId, &Fqn, Option<&Fqn>)> = Vec::new();
+        let mut known: HashMap<String, (TensorId, &Fqn)> = HashMap::new();
+        for (id, tensor) in (0..).map(TensorId).zip(&self.tensors) {
+            known.extend(tensor.names.iter().map(|name| (name.to_string(), (id, name))));
+        }
+        // In the order of the state dict.
+        tensors_of(&self.state, &mut |path, _| {
+            if let Some((id, name)) = known.get(&path.to_string()) {
+                let first = &self.tensors[id.0 as usize].names[0];
+                names.push((*id, name, (first != *name).then_some(first)));
+            }
+        });
+        let lines: Vec<String> = names.iter().map(|(id, name, tied)| self.render_tensor(*id, name, *tied)).collect();
+        format!(
+            "{{\n  \"version\": {VERSION},\n  \"world_size\": {},\n  \"meshes\": [{}],\n  \"tensors\": {{{}\n  }},\n  \
+             \"state\": {}\n}}\n",
+            self.world_size,
+            meshes.join(", "),
+            lines.join(","),
+            state.render(2)
+        )
+    }
+
+    fn render_tensor(&self, id: TensorId, name: &Fqn, tied: Option<&Fqn>) -> String {
+        let key = json!(name.as_str());
+        if let Some(first) = tied {
+            return format!("\n    {key}: {{\"tied_to\": {}}}", json!(first.as_str()));
+        }
+        let Described { dtype, shape, class, sharding, ranks, .. } = &self.tensors[id.0 as usize];
+        let mut line = format!("\n    {key}: {{\"dtype\": \"{dtype}\", \"shape\": {:?}", shape.as_slice());
+        if let Some(sharding @ Sharding { mesh, splits, slice, .. }) = sharding {
+            let (class, _) = CLASSES.iter().find(|(_, known)| known == class).expect("all classes are listed");
+            line += &format!(
+                ", \"class\": \"{class}\", \"mesh\": {}, \"placements\": \"{}\"",
+                mesh.0,
+                sharding.display_placements()
+            );
+            if splits.iter().any(|split| *split != Split::Chunk) {
+                let splits: Vec<String> = splits.iter().map(ToString::to_string).collect();
+                line += &format!(", \"splits\": {}", json!(splits));
+            }
+            if let Some(dims) = slice {
+                let dims: Vec<usize> = dims.iter().map(|dim| dim.0).collect();
+                line += &format!(", \"slice\": {dims:?}");
+            }
+        }
+        if let Some(ranks) = ranks {
+            let ranks: Vec<u32> = ranks.iter().map(|rank| rank.0).collect();
+            line += &format!(", \"ranks\": {ranks:?}");
+        }
+        line + "}"
+    }
+}
+
+fn render_mesh(mesh: &DeviceMesh) -> String {
+    let dims =
+        (0..mesh.ndim()).map(|dim| json!([mesh.names().map(|names| &names[dim]), mesh.shape()[dim]]).to_string());
+    let mut text = format!("{{\"dims\": [{}]", dims.collect::<Vec<_>>().join(", "));
+    if !mesh.ranks_are_row_major() {
+        let ranks: Vec<u32> = mesh.ranks().iter().map(|rank| rank.0).collect();
+        text += &format!(", \"ranks\": {ranks:?}");
+    }
+    text + "}"
+}

@@ -1,0 +1,47 @@
+//! `local`: the part of every tensor that each rank holds, as plain tensors, and a document that says of what they are
+//! parts.
+//!
+//! Whoever runs a model in parallel without DTensors wants what a rank holds and no more: inference engines, custom
+//! loaders. Its safetensors file is that. [`document`] keeps what such a file cannot say: mesh, placements and class of
+//! each tensor, ties, and the state dict with its objects. So DTensors become local and are put together again.
+//!
+//! ```text
+//! rank-00000.safetensors  rank-00001.safetensors  ...  layout.json
+//! ```
+//!
+//! Offsets are bytes, shapes elements. Invariant: what a file holds of a tensor follows from the document alone, down to
+//! the shape; a file has every tensor of which its rank holds something, and those of which it holds an empty part.
+//!
+//! Source of the rule: `DTensor.to_local` and `DTensor.from_local` (`torch/distributed/tensor/_api.py`).
+
+mod decode;
+mod document;
+mod encode;
+mod own;
+mod read;
+#[cfg(test)]
+mod tests;
+mod tree;
+mod write;
+
+use std::path::Path;
+
+pub use document::FILE_NAME;
+pub use read::{RankTensors, read, read_rank_files};
+pub use write::{LocalTarget, reserve};
+
+use crate::layout::Rank;
+
+/// The name of a rank's file.
+#[must_use]
+pub fn file_name(rank: Rank) -> String {
+    format!("rank-{:05}.safetensors", rank.0)
+}
+
+/// The rank whose file is called like that.
+#[must_use]
+pub fn rank_of(path: &Path) -> Option<Rank> {
+    let name = path.file_name()?.to_str()?;
+    let rank = Rank(name.strip_prefix("rank-")?.strip_suffix(".safetensors")?.parse().ok()?);
+    (file_name(rank) == name).then_some(rank)
+}

@@ -1,0 +1,198 @@
+//! Reading a folder of rank files: each is held against the document, tensor by tensor.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+use super::document::{self, Described, Document, FILE_NAME};
+use super::rank_of;
+use crate::catalog::{Catalog, Chunk, Class, Dtype, MeshId, Place, Sharding, Summands, TensorEntry};
+use crate::error::{Error, Result};
+use crate::format::safetensors::{Stored, read_header};
+use crate::format::series::{WITHOUT_THEM, list_missing};
+use crate::layout::partial::{Reduction, summand};
+use crate::layout::{DeviceMesh, Dims, LayoutError, Rank, Region, Tile};
+use crate::storage::{FileId, Files};
+
+/// The tensors of one rank's file.
+#[derive(Debug)]
+pub struct RankTensors {
+    pub rank: Rank,
+    pub file: FileId,
+    /// In the order of the file.
+    pub tensors: Vec<(String, Stored)>,
+}
+
+/// Read a folder.
+///
+/// # Errors
+/// `Usage` without a document, `Missing` listing the ranks that have no file, `Malformed` where a file is not as the
+/// document says, `Io`.
+pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: bool) -> Result<Catalog> {
+    let path = folder.join(FILE_NAME);
+    if !path.exists() {
+        return Err(without_document(folder));
+    }
+    let document = document::read(&path)?;
+    let ranks: BTreeMap<u32, PathBuf> =
+        paths.iter().filter_map(|path| Some((rank_of(path)?.0, path.clone()))).collect();
+    if let Some((rank, path)) = ranks.range(document.world_size..).next() {
+        let expected = format!("ranks below the world size of {FILE_NAME}, {}", document.world_size);
+        return Err(Error::malformed(path, "file name", expected, format!("rank {rank}")));
+    }
+    let missing = list_missing(0..=document.world_size - 1, &ranks);
+    let mut assembly = Assembly::new(&document);
+    for (rank, path) in &ranks {
+        assembly.add(files, Rank(*rank), path)?;
+    }
+    let mut catalog = assembly.finish();
+    catalog.state = document.state;
+    let Some(numbers) = missing else { return Ok(catalog) };
+    let missing = format!("{} {numbers}", if numbers.contains(", ") { "ranks" } else { "rank" });
+    if !allow_missing {
+        let is_whole = |entry: &TensorEntry| !entry.chunks.is_empty() && entry.tilings().is_ok();
+        return Err(Error::Missing {
+            path: folder.to_path_buf(),
+            at: String::from(FILE_NAME),
+            expected: format!("the files of {} ranks", document.world_size),
+            missing,
+            hint: catalog.tensors.iter().all(is_whole).then(|| WITHOUT_THEM.into()),
+        });
+    }
+    catalog.warnings.push(format!("{}: read without {missing}", folder.display()));
+    Ok(catalog)
+}
+
+fn without_document(folder: &Path) -> Error {
+    Error::usage(
+        format!("{}: rank files without {FILE_NAME}, which says of what their tensors are parts", folder.display()),
+        "say it with --src-mesh and --src-placements, or --src-layout; --from safetensors takes files of whole tensors",
+    )
+}
+
+/// What plain rank files hold, without anything that says of what it is a part.
+///
+/// # Errors
+/// As reading safetensors.
+pub fn read_rank_files(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>) -> Result<Vec<RankTensors>> {
+    let read = |(rank, path): (&u32, &PathBuf)| read_rank_file(files, Rank(*rank), path);
+    ranks.iter().map(read).collect()
+}
+
+fn read_rank_file(files: &mut Files, rank: Rank, path: &Path) -> Result<RankTensors> {
+    let file = files.add(path)?;
+    let tensors = read_header(files, file)?.tensors;
+    Ok(RankTensors { rank, file, tensors })
+}
+
+/// A catalog in the making, rank by rank.
+struct Assembly<'a> {
+    document: &'a Document,
+    catalog: Catalog,
+    /// Meshes of the document in the catalog, those that it needs.
+    meshes: HashMap<MeshId, MeshId>,
+}
+
+impl<'a> Assembly<'a> {
+    fn new(document: &'a Document) -> Self {
+        let mut own = Self { document, catalog: Catalog::empty(), meshes: HashMap::new() };
+        for described in &document.tensors {
+            let entry = own.entry(described);
+            own.catalog.push_tensor(entry);
+        }
+        own
+    }
+
+    /// A tensor of which nothing has been found yet.
+    fn entry(&mut self, described: &Described) -> TensorEntry {
+        let Described { names, dtype, shape, class, .. } = described;
+        let mut entry = TensorEntry { class: *class, ..TensorEntry::new(names[0].clone(), *dtype, shape.clone()) };
+        let (document, catalog) = (self.document, &mut self.catalog);
+        // A ShardedTensor has boxes and no mesh.
+        if let Some(sharding) = described.sharding.as_ref().filter(|_| *class != Class::ShardedTensor) {
+            let intern = || catalog.intern_mesh(mesh_of(document, sharding).clone());
+            let mesh = *self.meshes.entry(sharding.mesh).or_insert_with(intern);
+            entry.sharding = Some(Sharding { mesh, ..sharding.clone() });
+        }
+        entry
+    }
+
+    /// Take in a rank's file.
+    fn add(&mut self, files: &mut Files, rank: Rank, path: &Path) -> Result<()> {
+        let RankTensors { file, tensors, .. } = read_rank_file(files, rank, path)?;
+        let mut stored: HashMap<String, Stored> = tensors.into_iter().collect();
+        for (described, entry) in self.document.tensors.iter().zip(&mut self.catalog.tensors) {
+            let part = Part::of(self.document, described, rank).map_err(|error| {
+                Error::malformed(path, entry.fqn.as_str(), "placements that fit", error.to_string())
+            })?;
+            let Some(part) = part else { continue };
+            let sizes = part.tile.sizes();
+            let mut own = None;
+            for name in &described.names {
+                let Some(found) = stored.remove(name.as_str()) else {
+                    let expected = format!("a tensor {} {:?}", described.dtype, sizes.as_slice());
+                    return Err(Error::malformed(path, name.as_str(), expected, "none of that name"));
+                };
+                check(path, name.as_str(), (described.dtype, &sizes), &found)?;
+                own.get_or_insert(found);
+            }
+            let offset = own.expect("every tensor has a name").offset;
+            if part.tile.is_empty() && described.class == Class::ShardedTensor {
+                continue;
+            }
+            if let Some((reduction, number)) = part.summand {
+                let summands = entry.summands.get_or_insert_with(|| Summands { reduction, of_chunk: Vec::new() });
+                summands.of_chunk.push(number);
+            }
+            let place = if part.tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
+            entry.chunks.push(Chunk { tile: part.tile, place, strides: None, rank: Some(rank) });
+        }
+        // The first by name, so that it is the same one every time.
+        match stored.into_keys().min() {
+            None => Ok(()),
+            Some(name) => {
+                let expected = format!("only tensors of which {FILE_NAME} gives rank {rank} a part");
+                Err(Error::malformed(path, name, expected, "one more"))
+            }
+        }
+    }
+
+    fn finish(self) -> Catalog {
+        self.catalog
+    }
+}
+
+fn mesh_of<'a>(document: &'a Document, sharding: &Sharding) -> &'a DeviceMesh {
+    &document.meshes[sharding.mesh.0 as usize]
+}
+
+/// What a rank holds of a tensor.
+struct Part {
+    tile: Tile,
+    /// Where it is a summand: of what, and which.
+    summand: Option<(Reduction, u64)>,
+}
+
+impl Part {
+    /// `None` where the rank has none, not even an empty one.
+    fn of(document: &Document, described: &Described, rank: Rank) -> Result<Option<Self>, LayoutError> {
+        let Described { shape, sharding, ranks, .. } = described;
+        let Some(sharding) = sharding else {
+            let is_holder = ranks.as_ref().is_none_or(|ranks| ranks.contains(&rank));
+            return Ok(is_holder.then(|| Self { tile: Tile::from_region(&Region::whole(shape)), summand: None }));
+        };
+        let mesh = mesh_of(document, sharding);
+        let Some(at) = mesh.coordinate(rank) else { return Ok(None) };
+        let tile = sharding.shared().part(shape, mesh, &at)?;
+        let reduction = Reduction::of(mesh.shape(), &sharding.placements)?;
+        let summand = reduction.map(|reduction| (reduction, summand(mesh.shape(), &sharding.placements, &at)));
+        Ok(Some(Self { tile, summand }))
+    }
+}
+
+fn check(path: &Path, name: &str, (dtype, sizes): (Dtype, &Dims), found: &Stored) -> Result<()> {
+    if (dtype, sizes) == (found.dtype, &found.shape) {
+        return Ok(());
+    }
+    let expected = format!("{dtype} {:?} as {FILE_NAME} says", sizes.as_slice());
+    Err(Error::malformed(path, name, expected, format!("{} {:?}", found.dtype, found.shape.as_slice())))
+}

@@ -1,0 +1,254 @@
+//! Laying out rank files of plain tensors, and the document beside them.
+//!
+//! Data comes with the widest dtypes first, as the reference writer of safetensors has it, so that every tensor lies on
+//! an address its dtype can be viewed at. Names of tied tensors have a copy each. A tensor of which ranks have their own
+//! (`Value::PerRank`) is a plain one, and each file has its rank's.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::path::Path as FilePath;
+use std::sync::Arc;
+
+use serde_json::{Map, json};
+
+use super::document::{Described, Document, FILE_NAME};
+use super::encode::encode;
+use super::file_name;
+use super::own::{OwnTensors, spread};
+use crate::catalog::path::{self, Fate, key_text};
+use crate::catalog::{
+    Catalog, Chunk, ChunkTable, Class, Fqn, Key, MeshId, OutputFile, Path, Place, Reservation, Reserved, Sharding,
+    TensorEntry, TensorId, Value,
+};
+use crate::error::{Error, Result};
+use crate::format::distinct_names;
+use crate::format::safetensors::{FORMAT_KEY, Written, write_header};
+use crate::layout::rules::Shared;
+use crate::layout::{DeviceMesh, Dims, Placement, Rank, Region, Split, Tile};
+use crate::storage::FileId;
+
+/// What to write.
+pub struct LocalTarget<'a> {
+    pub mesh: &'a DeviceMesh,
+    /// The number of rank files. Ranks that are not in the mesh hold nothing of what the others share.
+    pub world_size: u32,
+    /// Asked for each name of each tensor; where names are tied, the first decides. `None` for a plain tensor on every
+    /// rank, as what a rank has of its own is all the same.
+    pub layout: &'a mut dyn FnMut(&Path, &TensorEntry) -> Result<Option<(Class, Shared)>>,
+}
+
+/// Lay out a file for each rank, and the document.
+///
+/// Only dtypes and shapes of `source` are looked at.
+///
+/// # Errors
+/// `Unsupported` where two paths have the same dotted name or the format has no tag for a dtype; what `layout` gives, and
+/// where placements do not fit.
+pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Result<Reservation> {
+    let LocalTarget { mesh, world_size, layout } = target;
+    if !matches!(state, Value::Dict(_)) {
+        return Err(Error::unsupported(
+            format!("the top of the checkpoint is a {}; that of rank files must be a dict", state.type_name()),
+            "save it again as a dict, or write a torch file with `dtshard unshard`",
+        ));
+    }
+    let mut reservation = Reservation::default();
+    let (mut state, own) = spread(source, state, world_size);
+    leave_out(&mut state, &mut reservation.left_out);
+    let tree = encode(&state, &Path::default()).map_err(|what| {
+        Error::unsupported(format!("the state dict cannot be written as JSON: {what}"), "write torch files instead")
+    })?;
+    let plan = Plan::new(source, &state, &own, layout, &mut reservation.notes)?;
+    let mut order: Vec<usize> = (0..plan.names.len()).collect();
+    order.sort_by_key(|&at| std::cmp::Reverse(plan.of(at).dtype.itemsize()));
+    let mut writer = Writer { plan: &plan, mesh, headers: HashSet::new(), chunks: vec![BTreeMap::new(); order.len()] };
+    for rank in (0..world_size).map(Rank) {
+        reservation.files.push(writer.file(rank, &order)?);
+    }
+    let mut chunks = writer.chunks;
+    for at in order {
+        let (fqn, described) = (&plan.names[at].0, plan.of(at));
+        reservation.tensors.extend(std::mem::take(&mut chunks[at]).into_iter().map(|(source, chunks)| {
+            let entry = TensorEntry::new(fqn.clone(), described.dtype, described.shape.clone());
+            Reserved::new(source, TensorEntry { chunks, ..entry })
+        }));
+    }
+    let mut file = OutputFile::new(FILE_NAME);
+    file.push_literal(plan.document(mesh, world_size, state).render(&tree).into_bytes());
+    reservation.files.push(file);
+    Ok(reservation)
+}
+
+/// What the document has no way to say.
+fn leave_out(state: &mut Value, left_out: &mut Vec<String>) {
+    path::edit_leaves(state, &mut |path, leaf| {
+        if encode(leaf, path).is_ok() {
+            return Fate::Keep;
+        }
+        left_out.push(path.to_string());
+        Fate::Remove
+    });
+    drop_attributes(state, &Path::default(), left_out);
+}
+
+/// Tensors in attributes have no names.
+fn drop_attributes(value: &mut Value, path: &Path, left_out: &mut Vec<String>) {
+    match value {
+        Value::Dict(dict) => {
+            if dict.attributes.take_if(|held| held.contains_tensor() || encode(held, path).is_err()).is_some() {
+                left_out.push(format!("{path} (attributes)"));
+            }
+            for (key, child) in &mut dict.entries {
+                drop_attributes(child, &path.child(Key::Name(key_text(key))), left_out);
+            }
+        }
+        Value::List(items) => {
+            for (index, child) in (0..).zip(items) {
+                drop_attributes(child, &path.child(Key::Index(index)), left_out);
+            }
+        }
+        _ => {}
+    }
+}
+
+/// The tensors to write.
+struct Plan {
+    /// In the order of the state dict, with the index of the tensor.
+    names: Vec<(Fqn, usize)>,
+    described: Vec<Described>,
+    /// Of each tensor, where its content is from.
+    contents: Vec<Content>,
+    /// Indices of tensors by their numbers in the state.
+    known: HashMap<TensorId, TensorId>,
+}
+
+enum Content {
+    /// All ranks have parts of this one.
+    Shared(TensorId),
+    Own(BTreeMap<Rank, TensorId>),
+}
+
+impl Plan {
+    fn new(
+        source: &Catalog,
+        state: &Value,
+        own: &OwnTensors,
+        layout: &mut dyn FnMut(&Path, &TensorEntry) -> Result<Option<(Class, Shared)>>,
+        notes: &mut Vec<String>,
+    ) -> Result<Self> {
+        let mut named: Vec<(Path, TensorId)> = Vec::new();
+        path::tensors(state, &Path::default(), &mut |path, id| named.push((path.clone(), id)));
+        let mut plan = Self { names: Vec::new(), described: Vec::new(), contents: Vec::new(), known: HashMap::new() };
+        for (path, id) in named {
+            let fqn = path.fqn();
+            let by_rank = own.get(id);
+            let any = by_rank.and_then(|by_rank| by_rank.values().next().copied()).unwrap_or(id);
+            let entry = source.tensor(any);
+            let chosen = if by_rank.is_some() { None } else { layout(&path, entry)? };
+            let sharding = chosen.filter(|(class, shared)| is_cut(*class, shared)).map(|(class, shared)| {
+                let Shared { placements, mut splits, slice } = shared;
+                if splits.iter().all(|split| *split == Split::Chunk) {
+                    splits.clear();
+                }
+                (class, Sharding { mesh: MeshId(0), placements, splits, slice })
+            });
+            let (class, sharding) = sharding.map_or((Class::Tensor, None), |(class, sharding)| (class, Some(sharding)));
+            let next = TensorId(u32::try_from(plan.described.len()).expect("fewer than 2^32 tensors"));
+            let index = plan.known.entry(id).or_insert(next).0 as usize;
+            plan.names.push((fqn.clone(), index));
+            if let Some(first) = plan.described.get_mut(index) {
+                if (first.class, &first.sharding) != (class, &sharding) {
+                    notes.push(format!("{fqn} is tied to {} and lies as that does", first.names[0]));
+                }
+                first.names.push(fqn);
+                continue;
+            }
+            let ranks = by_rank.map(|by_rank| by_rank.keys().copied().collect());
+            plan.contents.push(by_rank.map_or(Content::Shared(id), |by_rank| Content::Own(by_rank.clone())));
+            let (dtype, shape) = (entry.dtype, entry.shape.clone());
+            plan.described.push(Described { names: vec![fqn], dtype, shape, class, sharding, ranks });
+        }
+        distinct_names(plan.names.iter().map(|(fqn, _)| fqn.as_str()), &["__metadata__", ""])?;
+        Ok(plan)
+    }
+
+    fn of(&self, at: usize) -> &Described {
+        &self.described[self.names[at].1]
+    }
+
+    /// What a rank holds of a tensor, and from which of the source's it is; `None` where it has no part.
+    fn part(&self, at: usize, mesh: &DeviceMesh, rank: Rank) -> Result<Option<(TensorId, Tile)>> {
+        let Described { shape, sharding, .. } = self.of(at);
+        let source = match &self.contents[self.names[at].1] {
+            Content::Shared(id) => Some(*id),
+            Content::Own(by_rank) => by_rank.get(&rank).copied(),
+        };
+        let tile = match sharding {
+            None => Tile::from_region(&Region::whole(shape)),
+            Some(sharding) => match mesh.coordinate(rank) {
+                Some(coordinate) => sharding.shared().part(shape, mesh, &coordinate)?,
+                None => return Ok(None),
+            },
+        };
+        Ok(source.map(|source| (source, tile)))
+    }
+
+    fn document(mut self, mesh: &DeviceMesh, world_size: u32, mut state: Value) -> Document {
+        for described in &mut self.described {
+            described.ranks.take_if(|ranks| ranks.len() == world_size as usize);
+        }
+        let any = self.described.iter().any(|described| described.sharding.is_some());
+        let meshes = any.then(|| mesh.clone()).into_iter().collect();
+        state.map_tensors(&mut |id| self.known[&id]);
+        Document { world_size, meshes, tensors: self.described, state }
+    }
+}
+
+/// A ShardedTensor that is whole everywhere is a plain tensor.
+fn is_cut(class: Class, shared: &Shared) -> bool {
+    class != Class::ShardedTensor || shared.placements.iter().any(|placement| *placement != Placement::Replicate)
+}
+
+/// The files in the making.
+struct Writer<'a> {
+    plan: &'a Plan,
+    mesh: &'a DeviceMesh,
+    /// Most ranks have the same header, which is kept once.
+    headers: HashSet<Arc<[u8]>>,
+    /// Of each name, what was placed of each of the source's tensors.
+    chunks: Vec<BTreeMap<TensorId, ChunkTable>>,
+}
+
+impl Writer<'_> {
+    fn file(&mut self, rank: Rank, order: &[usize]) -> Result<OutputFile> {
+        let mut parts: Vec<(usize, TensorId, Tile, u64)> = Vec::new();
+        let mut end = 0;
+        for &at in order {
+            if let Some((source, tile)) = self.plan.part(at, self.mesh, rank)? {
+                let len = tile.numel() * self.plan.of(at).dtype.itemsize();
+                parts.push((at, source, tile, end));
+                end += len;
+            }
+        }
+        let sizes: Vec<Dims> = parts.iter().map(|(_, _, tile, _)| tile.sizes()).collect();
+        let written = parts.iter().zip(&sizes).map(|((at, .., begin), shape)| {
+            let (fqn, dtype) = (&self.plan.names[*at].0, self.plan.of(*at).dtype);
+            Written { name: fqn.as_str(), dtype, shape, begin: *begin }
+        });
+        let metadata = Map::from_iter([(String::from(FORMAT_KEY), json!("pt"))]);
+        let name = file_name(rank);
+        let header = write_header(FilePath::new(&name), &metadata, written, "leave tensors out with --exclude")?;
+        let header: Arc<[u8]> = header.into();
+        self.headers.insert(Arc::clone(&header));
+        let mut output = OutputFile::new(name);
+        output.push_literal(Arc::clone(self.headers.get(&header).expect("it was put there")));
+        let start = output.push_payload(end);
+        for (at, source, tile, begin) in parts {
+            let offset = start + begin;
+            let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file: FileId(rank.0), offset } };
+            let table = || ChunkTable::new(self.plan.of(at).shape.len());
+            let chunks = self.chunks[at].entry(source).or_insert_with(table);
+            chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
+        }
+        Ok(output)
+    }
+}

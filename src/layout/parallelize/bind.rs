@@ -1,0 +1,193 @@
+//! A plan meets the parameters of a model: which style each has.
+//!
+//! A pattern is of a module, and names the module's own parameters, not what is below it; or of a parameter. `.` is the
+//! root module. `pairwise` is of a module, too, and goes by the order of its children.
+
+use std::collections::HashMap;
+
+use indexmap::IndexMap;
+
+use super::super::{DeviceMesh, Pattern};
+use super::{By, Family, Laid, Part, Plan, PlanError, Style, StyleRule};
+
+/// A tensor of the model.
+#[derive(Clone, Debug)]
+pub struct Parameter<'a> {
+    pub name: String,
+    pub shape: &'a [u64],
+    pub kind: Kind,
+}
+
+/// Whether it is trained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Parameter,
+    /// A plain tensor, unless a style names it.
+    Buffer,
+}
+
+/// What the order of parameters is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// That of registration, as in a state dict.
+    Registered,
+    Unknown,
+}
+
+/// A rule, and what it may do.
+pub(super) struct Candidate {
+    pub rule: StyleRule,
+    pub origin: Origin,
+    pub note: Option<&'static str>,
+}
+
+/// Where a rule is from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Origin {
+    /// Somebody said it: it has to name something.
+    Told,
+    /// Attention and MLPs of a built-in plan: some of them have to.
+    Layers,
+    /// The rest of one.
+    Around,
+}
+
+impl Candidate {
+    fn names_module(&self, module: &str) -> bool {
+        let pattern = &self.rule.pattern;
+        if module.is_empty() { pattern.as_str() == "." } else { pattern.matches(module) }
+    }
+
+    /// Whether it gives its own style to this parameter.
+    pub fn names(&self, parameter: &str) -> bool {
+        self.rule.style != Style::Pairwise
+            && (self.names_module(module_of(parameter)) || self.rule.pattern.matches(parameter))
+    }
+}
+
+/// The module that has a parameter, or a module as its child.
+fn module_of(name: &str) -> &str {
+    name.rsplit_once('.').map_or("", |(module, _)| module)
+}
+
+impl Plan {
+    /// How each of these lies, in their order.
+    ///
+    /// # Errors
+    /// `PlanError` for rules that name nothing, a plan of another family, and pairs in an order that is not known.
+    pub fn bind(&self, mesh: &DeviceMesh, parameters: &[Parameter<'_>], order: Order) -> Result<Vec<Laid>, PlanError> {
+        let candidates = self.candidates(mesh)?;
+        let mut found: Vec<Option<(&Candidate, Style)>> = vec![None; parameters.len()];
+        let mut layers_are_there = false;
+        for candidate in &candidates {
+            let named = match candidate.rule.style {
+                Style::Pairwise => pairs(candidate, parameters, order)?,
+                style => {
+                    let names = |at: &usize| candidate.names(&parameters[*at].name);
+                    (0..parameters.len()).filter(names).map(|at| (at, style)).collect()
+                }
+            };
+            if named.is_empty() && candidate.origin == Origin::Told {
+                let StyleRule { pattern, said, .. } = &candidate.rule;
+                return Err(PlanError::Unmatched { said: said.clone(), pattern: pattern.to_string() });
+            }
+            layers_are_there |= candidate.origin == Origin::Layers && !named.is_empty();
+            for (at, style) in named {
+                found[at].get_or_insert((candidate, style));
+            }
+        }
+        if let Some(family) = self.family.filter(|_| !layers_are_there) {
+            return Err(PlanError::OtherFamily { plan: family.name, alike: super::alike(parameters) });
+        }
+        let buffers = self.family.map(|_| Family::buffers()).unwrap_or_default();
+        let lay = |(parameter, found): (&Parameter<'_>, Option<(&Candidate, Style)>)| match found {
+            Some((candidate, style)) => {
+                let laid = self.roles.styled(mesh, style, Part::of(&parameter.name), parameter.shape);
+                Laid { note: candidate.note, ..laid }
+            }
+            None if parameter.kind == Kind::Buffer || is_buffer(&buffers, parameter) => {
+                Laid { shared: None, by: By::Buffer, whole: None, note: None }
+            }
+            None => self.roles.unstyled(mesh, parameter.shape),
+        };
+        Ok(parameters.iter().zip(found).map(lay).collect())
+    }
+
+    /// What was told, then what is built in.
+    fn candidates(&self, mesh: &DeviceMesh) -> Result<Vec<Candidate>, PlanError> {
+        let told = |rule: &StyleRule| Candidate { rule: rule.clone(), origin: Origin::Told, note: None };
+        let mut candidates: Vec<Candidate> = self.styles.iter().map(told).collect();
+        if let Some(family) = self.family {
+            candidates.extend(family.candidates());
+        }
+        let dim_name = |names: &[String]| self.roles.tp.map(|tp| names[tp.0].clone());
+        match (candidates.is_empty(), mesh.names().and_then(dim_name)) {
+            (false, None) => Err(PlanError::NoTensorDim { mesh: mesh.to_string() }),
+            (true, Some(name)) => Err(PlanError::NoStyles { name }),
+            _ => Ok(candidates),
+        }
+    }
+}
+
+fn is_buffer(buffers: &[Pattern], parameter: &Parameter<'_>) -> bool {
+    buffers.iter().any(|pattern| pattern.matches(&parameter.name))
+}
+
+/// What a pairwise rule gives to whom.
+fn pairs(candidate: &Candidate, parameters: &[Parameter<'_>], order: Order) -> Result<Vec<(usize, Style)>, PlanError> {
+    const IN_TURN: [Style; 2] = [Style::Colwise { blocks: 1 }, Style::Rowwise { blocks: 1 }];
+    // Children that have a 2-d weight.
+    let mut modules: IndexMap<&str, Vec<&str>> = IndexMap::new();
+    for parameter in parameters.iter().filter(|parameter| parameter.shape.len() == 2) {
+        let Some(linear) = weight_of(&parameter.name) else { continue };
+        if candidate.names_module(module_of(linear)) {
+            modules.entry(module_of(linear)).or_default().push(linear);
+        }
+    }
+    let said = || candidate.rule.said.clone();
+    let mut styles: HashMap<&str, Style> = HashMap::new();
+    for (module, linears) in &mut modules {
+        if linears.len() > 1 && order == Order::Unknown && !sort_by_number(linears) {
+            let children = linears.iter().map(|linear| own_name(linear).to_owned()).collect();
+            return Err(PlanError::UnknownOrder { said: said(), module: shown(module), children });
+        }
+        let (pairs, _) = linears.as_chunks::<2>();
+        styles.extend(pairs.iter().flat_map(|pair| pair.iter().copied().zip(IN_TURN)));
+    }
+    if styles.is_empty() {
+        let alone = modules.first().map(|(module, linears)| (*module, linears.len()));
+        let childless = || {
+            let mut modules = parameters.iter().map(|parameter| module_of(&parameter.name));
+            modules.find(|module| candidate.names_module(module)).map(|module| (module, 0))
+        };
+        return match alone.or_else(childless) {
+            Some((module, found)) => Err(PlanError::NoPair { said: said(), module: shown(module), found }),
+            None => Ok(Vec::new()),
+        };
+    }
+    let style = |(at, parameter): (usize, &Parameter<'_>)| Some((at, *styles.get(module_of(&parameter.name))?));
+    Ok(parameters.iter().enumerate().filter_map(style).collect())
+}
+
+/// The module whose `weight` it is.
+fn weight_of(parameter: &str) -> Option<&str> {
+    if parameter == "weight" { None } else { parameter.strip_suffix(".weight") }
+}
+
+fn own_name(module: &str) -> &str {
+    module.rsplit('.').next().unwrap_or(module)
+}
+
+fn shown(module: &str) -> String {
+    if module.is_empty() { String::from("the root module") } else { module.to_owned() }
+}
+
+/// Children of `nn.Sequential`, whose names are numbers; whether they are.
+fn sort_by_number(linears: &mut [&str]) -> bool {
+    let number = |linear: &&str| own_name(linear).parse::<u64>();
+    let are_numbers = linears.iter().all(|linear| number(linear).is_ok());
+    if are_numbers {
+        linears.sort_by_key(|linear| number(linear).unwrap_or(u64::MAX));
+    }
+    are_numbers
+}

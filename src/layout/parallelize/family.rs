@@ -1,0 +1,201 @@
+//! Built-in plans, one a model family, by the names that transformers, Meta's code and torchtitan give modules.
+//!
+//! Patterns are of modules wherever they are in the model. Families share most of their modules, so plans are put
+//! together from tables. What is in no table is left to FSDP.
+//!
+//! Source: `base_model_tp_plan` of transformers' configurations, and `parallelize.py` of torchtitan's models.
+
+use std::cmp::{Ordering, Reverse};
+
+use super::super::Pattern;
+use super::bind::{Candidate, Origin, Parameter};
+use super::{Style, StyleRule};
+
+/// The plan of a model family.
+#[derive(Debug)]
+pub struct Family {
+    pub name: &'static str,
+    /// Attention and MLPs: what tells families apart.
+    pub layers: &'static [&'static [Row]],
+    /// Embeddings, norms and the head.
+    pub around: &'static [Row],
+}
+
+/// What some modules are given.
+#[derive(Debug)]
+pub struct Row {
+    pub pattern: &'static str,
+    pub style: Style,
+    pub note: Option<&'static str>,
+}
+
+const fn row(pattern: &'static str, style: Style) -> Row {
+    Row { pattern, style, note: None }
+}
+
+const fn noted(pattern: &'static str, style: Style, note: &'static str) -> Row {
+    Row { pattern, style, note: Some(note) }
+}
+
+const COLWISE: Style = Style::Colwise { blocks: 1 };
+const ROWWISE: Style = Style::Rowwise { blocks: 1 };
+const GATE_AND_UP: Style = Style::Colwise { blocks: 2 };
+
+const ATTENTION: &[Row] = &[
+    row("layers.*.self_attn.{q_proj,k_proj,v_proj}", COLWISE),
+    row("layers.*.self_attn.o_proj", ROWWISE),
+    noted(
+        "layers.*.self_attn.qkv_proj",
+        Style::Replicate,
+        "q, k and v in one, of sizes that the names do not tell: whole on the dim of tensor parallelism",
+    ),
+    row("layers.*.attention.{wq,wk,wv}", COLWISE),
+    row("layers.*.attention.wo", ROWWISE),
+];
+
+const QK_NORMS: &[Row] = &[row("layers.*.self_attn.{q_norm,k_norm}", Style::Sequence)];
+
+const MLP: &[Row] = &[
+    row("layers.*.mlp.{gate_proj,up_proj}", COLWISE),
+    row("layers.*.mlp.gate_up_proj", GATE_AND_UP),
+    row("layers.*.mlp.down_proj", ROWWISE),
+    row("layers.*.feed_forward.{w1,w3}", COLWISE),
+    row("layers.*.feed_forward.w2", ROWWISE),
+];
+
+const EXPERTS: &[Row] = &[
+    row("layers.*.{mlp,block_sparse_moe}.gate", Style::Replicate),
+    row("layers.*.{mlp,block_sparse_moe}.experts.gate_up_proj", GATE_AND_UP),
+    row("layers.*.{mlp,block_sparse_moe}.experts.down_proj", ROWWISE),
+];
+
+const EXPERTS_OF_MIXTRAL: &[Row] = &[
+    row("layers.*.{mlp,block_sparse_moe}.experts.*.{w1,w3}", COLWISE),
+    row("layers.*.{mlp,block_sparse_moe}.experts.*.w2", ROWWISE),
+];
+
+const EXPERTS_OF_QWEN: &[Row] =
+    &[row("layers.*.mlp.experts.*.{gate_proj,up_proj}", COLWISE), row("layers.*.mlp.experts.*.down_proj", ROWWISE)];
+
+const SHARED_EXPERT: &[Row] = &[
+    row("layers.*.mlp.shared_expert.{gate_proj,up_proj}", COLWISE),
+    row("layers.*.mlp.shared_expert.down_proj", ROWWISE),
+    row("layers.*.mlp.shared_expert_gate", Style::Replicate),
+];
+
+const AROUND_LLAMA: &[Row] = &[
+    row("{embed_tokens,tok_embeddings}", Style::RowwiseEmbedding),
+    row("layers.*.{input_layernorm,post_attention_layernorm,attention_norm,ffn_norm}", Style::Sequence),
+    row("norm", Style::Sequence),
+    row("{lm_head,output}", COLWISE),
+];
+
+const LAYERS_OF_NEOX: &[Row] = &[
+    noted(
+        "layers.*.attention.query_key_value",
+        COLWISE,
+        "q, k and v of each head side by side: heads are cut whole where their number is a multiple of the ranks of \
+         tensor parallelism",
+    ),
+    row("layers.*.attention.dense", ROWWISE),
+    row("layers.*.mlp.dense_h_to_4h", COLWISE),
+    row("layers.*.mlp.dense_4h_to_h", ROWWISE),
+];
+
+const AROUND_NEOX: &[Row] = &[
+    row("embed_in", Style::RowwiseEmbedding),
+    row("layers.*.{input_layernorm,post_attention_layernorm}", Style::Sequence),
+    row("final_layer_norm", Style::Sequence),
+    row("{embed_out,lm_head}", COLWISE),
+];
+
+const LAYERS_OF_GPT2: &[Row] = &[
+    row("h.*.attn.c_attn", Style::ColwiseConv1d { blocks: 3 }),
+    row("h.*.attn.c_proj", Style::RowwiseConv1d { blocks: 1 }),
+    row("h.*.mlp.c_fc", Style::ColwiseConv1d { blocks: 1 }),
+    row("h.*.mlp.c_proj", Style::RowwiseConv1d { blocks: 1 }),
+];
+
+const AROUND_GPT2: &[Row] = &[
+    row("wte", Style::RowwiseEmbedding),
+    row("wpe", Style::Replicate),
+    row("h.*.{ln_1,ln_2}", Style::Sequence),
+    row("ln_f", Style::Sequence),
+    row("lm_head", COLWISE),
+];
+
+static FAMILIES: [Family; 9] = [
+    Family { name: "llama", layers: &[ATTENTION, MLP], around: AROUND_LLAMA },
+    Family { name: "mistral", layers: &[ATTENTION, MLP], around: AROUND_LLAMA },
+    Family { name: "qwen2", layers: &[ATTENTION, MLP], around: AROUND_LLAMA },
+    Family { name: "qwen3", layers: &[ATTENTION, QK_NORMS, MLP], around: AROUND_LLAMA },
+    Family { name: "mixtral", layers: &[ATTENTION, EXPERTS, EXPERTS_OF_MIXTRAL], around: AROUND_LLAMA },
+    Family {
+        name: "qwen2-moe",
+        layers: &[ATTENTION, MLP, EXPERTS, EXPERTS_OF_QWEN, SHARED_EXPERT],
+        around: AROUND_LLAMA,
+    },
+    Family { name: "qwen3-moe", layers: &[ATTENTION, QK_NORMS, MLP, EXPERTS, EXPERTS_OF_QWEN], around: AROUND_LLAMA },
+    Family { name: "gpt-neox", layers: &[LAYERS_OF_NEOX], around: AROUND_NEOX },
+    Family { name: "gpt2", layers: &[LAYERS_OF_GPT2], around: AROUND_GPT2 },
+];
+
+/// Buffers that older checkpoints of these families hold: causal masks and rotary frequencies. No name says that they
+/// are none of the parameters.
+const BUFFERS: [&str; 2] = ["**.{attn,attention}.{bias,masked_bias}", "**.{inv_freq,freqs_cis}"];
+
+impl Family {
+    /// Every built-in plan.
+    #[must_use]
+    pub fn all() -> &'static [Self] {
+        &FAMILIES
+    }
+
+    /// The plan of this name; `_` may stand for `-`.
+    #[must_use]
+    pub fn named(name: &str) -> Option<&'static Self> {
+        let name = name.to_ascii_lowercase().replace('_', "-");
+        FAMILIES.iter().find(|family| family.name == name)
+    }
+
+    /// Its rules.
+    pub(super) fn candidates(&self) -> Vec<Candidate> {
+        let layers = self.layers.iter().flat_map(|rows| rows.iter()).map(|row| (row, Origin::Layers));
+        let rows = layers.chain(self.around.iter().map(|row| (row, Origin::Around)));
+        let candidate = |(row, origin): (&Row, Origin)| {
+            let pattern = parse(&format!("**.{}", row.pattern));
+            let said = format!("plan {}: {}", self.name, row.pattern);
+            Candidate { rule: StyleRule { pattern, style: row.style, said }, origin, note: row.note }
+        };
+        rows.map(candidate).collect()
+    }
+
+    /// Names of what is no parameter.
+    pub(super) fn buffers() -> Vec<Pattern> {
+        BUFFERS.iter().map(|text| parse(text)).collect()
+    }
+}
+
+fn parse(pattern: &str) -> Pattern {
+    Pattern::parse(pattern).expect("built-in patterns are globs")
+}
+
+/// The families whose plans name most of the attention and MLPs among these parameters, with the fewest rows beside.
+#[must_use]
+pub fn alike(parameters: &[Parameter<'_>]) -> Vec<&'static str> {
+    let mut best = ((1, Reverse(usize::MAX)), Vec::new());
+    for family in Family::all() {
+        let mut layers = family.candidates();
+        layers.retain(|candidate| candidate.origin == Origin::Layers);
+        let is_named = |parameter: &&Parameter<'_>| layers.iter().any(|candidate| candidate.names(&parameter.name));
+        let named = parameters.iter().filter(is_named).count();
+        let is_idle = |candidate: &&Candidate| !parameters.iter().any(|parameter| candidate.names(&parameter.name));
+        let likeness = (named, Reverse(layers.iter().filter(is_idle).count()));
+        match likeness.cmp(&best.0) {
+            Ordering::Greater => best = (likeness, vec![family.name]),
+            Ordering::Equal => best.1.push(family.name),
+            Ordering::Less => {}
+        }
+    }
+    best.1
+}

@@ -1,0 +1,120 @@
+//! What each mesh dim is for, and how a tensor lies on all of them.
+//!
+//! Tensor parallelism cuts first, FSDP cuts dim 0 of what that left. Placements are evaluated from the left, so where
+//! the dim of FSDP is the outer one it is written as `_S(0, n)`: it takes a part of each of the n shards that tensor
+//! parallelism will make. HSDP has copies along one more dim.
+//!
+//! Source: `FSDPParam._init_sharded_param` and `_init_sharding_spec` in
+//! `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
+
+use super::super::rules::Shared;
+use super::super::{DeviceMesh, MeshDim, Placement, TensorDim};
+use super::{By, Laid, Part, PlanError, Style, Whole};
+
+/// Which mesh dim does what.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Roles {
+    pub tp: Option<MeshDim>,
+    pub fsdp: Option<MeshDim>,
+    /// Copies.
+    pub replicate: Option<MeshDim>,
+}
+
+/// Names of mesh dims, where somebody gives them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RoleNames {
+    pub tp: Option<String>,
+    pub fsdp: Option<String>,
+    pub replicate: Option<String>,
+}
+
+const TP: [&str; 1] = ["tp"];
+const FSDP: [&str; 3] = ["fsdp", "dp_shard", "dp"];
+const REPLICATE: [&str; 2] = ["dp_replicate", "replicate"];
+
+const DIM0: TensorDim = TensorDim(0);
+
+impl Roles {
+    /// By the names that are given, else by those that are usual.
+    ///
+    /// # Errors
+    /// `PlanError` for names that the mesh lacks, and dims that are used twice or not at all.
+    pub fn of(mesh: &DeviceMesh, given: &RoleNames) -> Result<Self, PlanError> {
+        let text = || mesh.to_string();
+        let names = mesh.names().ok_or_else(|| PlanError::UnnamedMesh { mesh: text() })?;
+        let named = |role, name: &Option<String>| {
+            let dim = |name: &String| {
+                let missing = || PlanError::NoSuchDim { role, name: name.clone(), dims: names.to_vec() };
+                mesh.dim_by_name(name).ok_or_else(missing)
+            };
+            name.as_ref().map(dim).transpose()
+        };
+        let mut uses = [
+            ("--tp", named("--tp", &given.tp)?, &TP[..]),
+            ("--fsdp", named("--fsdp", &given.fsdp)?, &FSDP),
+            ("--replicate", named("--replicate", &given.replicate)?, &REPLICATE),
+        ];
+        for index in 0..uses.len() {
+            let (role, dim, usual) = uses[index];
+            let user = |dim| uses.iter().find(|(other, used, _)| *other != role && *used == Some(dim));
+            if let Some((second, _, _)) = dim.and_then(user) {
+                let name = dim.map(|dim| names[dim.0].clone()).unwrap_or_default();
+                return Err(PlanError::DimTwice { name, first: role, second });
+            }
+            let free = || usual.iter().filter_map(|name| mesh.dim_by_name(name)).find(|dim| user(*dim).is_none());
+            uses[index].1 = dim.or_else(free);
+        }
+        let [tp, fsdp, replicate] = uses.map(|(_, dim, _)| dim);
+        let is_used = |dim| [tp, fsdp, replicate].contains(&Some(MeshDim(dim)));
+        match (0..mesh.ndim()).find(|dim| !is_used(*dim)) {
+            None => Ok(Self { tp, fsdp, replicate }),
+            Some(dim) => Err(PlanError::LeftOver { name: names[dim].clone(), mesh: text() }),
+        }
+    }
+
+    /// How a parameter lies that has a style.
+    pub(super) fn styled(self, mesh: &DeviceMesh, style: Style, part: Part, shape: &[u64]) -> Laid {
+        let mut placements = vec![Placement::Replicate; mesh.ndim()];
+        let (cut, mut whole) = cut(style, part, shape);
+        if let Some(tp) = self.tp {
+            placements[tp.0] = cut;
+        }
+        let tp_parts = self.tp.map_or(1, |tp| mesh.shape()[tp.0]);
+        let is_outer = self.tp > self.fsdp && tp_parts > 1;
+        let of_fsdp = match cut {
+            Placement::Shard(DIM0) if is_outer => Placement::StridedShard { dim: DIM0, split_factor: tp_parts },
+            Placement::StridedShard { dim: DIM0, .. } if is_outer => Placement::Replicate,
+            _ => Placement::Shard(DIM0),
+        };
+        if let Some(fsdp) = self.fsdp.filter(|_| !shape.is_empty()) {
+            placements[fsdp.0] = of_fsdp;
+            whole = whole.or((of_fsdp == Placement::Replicate).then_some(Whole::BlocksWithinFsdp));
+        }
+        Laid { shared: Some(placements.into()), by: By::Style(style), whole, note: None }
+    }
+
+    /// How one lies that has none: as `fully_shard` leaves it, which knows the dims of FSDP only.
+    pub(super) fn unstyled(self, mesh: &DeviceMesh, shape: &[u64]) -> Laid {
+        let mut dims: Vec<MeshDim> = [self.replicate, self.fsdp].into_iter().flatten().collect();
+        dims.sort_unstable();
+        let mut placements = vec![Placement::Replicate; mesh.ndim()];
+        if let Some(fsdp) = self.fsdp.filter(|_| !shape.is_empty()) {
+            placements[fsdp.0] = Placement::Shard(DIM0);
+        }
+        let is_shared = !dims.is_empty();
+        let slice = (dims.len() < mesh.ndim()).then_some(dims);
+        let shared = is_shared.then(|| Shared { slice, ..Shared::from(placements) });
+        Laid { shared, by: By::Nobody, whole: None, note: None }
+    }
+}
+
+/// What the mesh dim of tensor parallelism does to a parameter.
+fn cut(style: Style, part: Part, shape: &[u64]) -> (Placement, Option<Whole>) {
+    let Some(dim) = style.dim(part, shape.len()) else { return (Placement::Replicate, None) };
+    let (blocks, size) = (style.blocks(), shape[dim.0]);
+    match blocks {
+        1 => (Placement::Shard(dim), None),
+        _ if size.is_multiple_of(blocks) => (Placement::StridedShard { dim, split_factor: blocks }, None),
+        _ => (Placement::Replicate, Some(Whole::OddBlocks { blocks, size })),
+    }
+}

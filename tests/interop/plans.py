@@ -1,0 +1,104 @@
+"""Tensor-parallel plans in gloo processes, one a rank, of all model families that are placed on a mesh.
+
+`python plans.py save FOLDER MESH`: for each family FOLDER/FAMILY/model.pt, the whole state dict, and in FOLDER/FAMILY/torch the
+rank files of what parallelize_module and fully_shard make of it.
+`python plans.py compare FOLDER MESH`: the rank files in FOLDER/FAMILY/written against those, each rank its own. Differences go to
+FOLDER/FAMILY/differences/RANK.json, so that one family's do not hide another's.
+"""
+
+import glob
+import json
+import os
+import sys
+import tempfile
+import warnings
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "fixtures"))
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+warnings.simplefilter("ignore")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+
+import generate
+import generate_plans
+
+
+def families(mesh):
+    """Those of known names, whose plan dtshard has too."""
+    return [family for family in generate_plans.FAMILIES
+            if family != "styles" and (mesh, "dp" in mesh) in generate_plans.placings(family)]
+
+
+def rank_file(folder):
+    return f"{folder}/model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+
+
+# ---------------------------------------------------------------------------------------------------
+# what PyTorch makes
+
+def save(folder, mesh):
+    for family in families(mesh):
+        os.makedirs(f"{folder}/{family}/torch", exist_ok=True)
+        if dist.get_rank() == 0:
+            torch.save(generate_plans.build(family).state_dict(), f"{folder}/{family}/model.pt")
+        torch.save(generate_plans.place(family, mesh, "dp" in mesh).state_dict(), rank_file(f"{folder}/{family}/torch"))
+
+
+# ---------------------------------------------------------------------------------------------------
+# what dtshard wrote
+
+def look(t):
+    """All of a tensor but its elements, as text."""
+    seen = {"class": type(t).__name__, "dtype": t.dtype, "shape": tuple(t.shape), "stride": t.stride(),
+            "requires_grad": t.requires_grad}
+    if isinstance(t, DTensor):
+        mesh = t.device_mesh
+        seen |= {"placements": [generate.placement_text(p) for p in t.placements], "mesh dims": mesh.mesh_dim_names,
+                 "mesh": mesh.mesh.tolist(), "coordinate": list(mesh.get_coordinate() or ())}
+    return {key: str(value) for key, value in seen.items()}
+
+
+def differences(found, expected):
+    """One line each. Locals without elements may have other shapes: under FSDP no rows means no columns."""
+    if list(found) != list(expected):
+        yield f"names: {list(found)}, PyTorch has {list(expected)}"
+    for name in (name for name in expected if name in found):
+        here, there = look(found[name]), look(expected[name])
+        for key in there:
+            if here.get(key) != there[key]:
+                yield f"{name}: {key} is {here.get(key)}, PyTorch has {there[key]}"
+        here, there = (t.to_local() if isinstance(t, DTensor) else t for t in (found[name], expected[name]))
+        if here.numel() + there.numel() and not generate.same(here, there):
+            show = lambda local: f"{tuple(local.shape)} {local.flatten().tolist()}"
+            yield f"{name}: local {show(here)}, PyTorch has {show(there)}"
+
+
+def compare(folder, mesh):
+    for family in families(mesh):
+        if not glob.glob(f"{folder}/{family}/written/*.pt"):
+            continue
+        os.makedirs(f"{folder}/{family}/differences", exist_ok=True)
+        try:
+            both = [torch.load(rank_file(f"{folder}/{family}/{of}"), weights_only=False) for of in ("written", "torch")]
+            lines = list(differences(*both))
+        except Exception as e:
+            lines = [f"{type(e).__name__}: {e}"]
+        with open(f"{folder}/{family}/differences/{dist.get_rank()}.json", "w") as f:
+            json.dump(lines, f)
+
+
+def rank_main(rank, function, folder, mesh, rendezvous):
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=generate_plans.ranks_of(mesh))
+    function(folder, mesh)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _, verb, folder, mesh = sys.argv
+    with tempfile.TemporaryDirectory() as tmp:
+        arguments = ({"save": save, "compare": compare}[verb], folder, mesh, os.path.join(tmp, "rendezvous"))
+        mp.start_processes(rank_main, arguments, nprocs=generate_plans.ranks_of(mesh), start_method="fork")
