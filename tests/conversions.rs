@@ -146,7 +146,7 @@ fn partial_tensors_are_reduced() {
         let outcome = succeed(verb, &[&source, &target], &format!("{options} --verify"));
         let told = "5 tensors reduced: 1 P(avg), 1 P(max), 1 P(min), 2 P(sum)";
         assert_eq!(outcome.stderr.contains(told), verb != "reshard" || !options.is_empty(), "{outcome:?}");
-        assert_eq!(outcome.stderr.contains("a DCP directory holds values"), options.contains("dcp"), "{outcome:?}");
+        assert_eq!(outcome.stderr.contains("values are written, not summands"), options.contains("dcp"), "{outcome:?}");
         assert_same(&read(&target), &expected, verb);
         succeed("verify", &[&source, &target], "");
     }

@@ -277,7 +277,10 @@ fn what_is_wrong_in_a_file_is_told_with_its_place() {
         &rule("norm", "placements = \"S(0)\"\nsizes = { dp = [2, 2] }"),
         &["sizes 2+2: expected 2 that add up to 3"],
     );
-    refuse(&format!("{mesh}[styles]\nnorm = \"colwise\"\n"), &["layout.toml line 4: styles \"norm\""]);
+    refuse(
+        &format!("{mesh}[styles]\nnorm = \"colwise\"\n"),
+        &["layout.toml line 4: styles \"norm\": the mesh dp=2 has no dim for tensor parallelism"],
+    );
     refuse("[flat]\nworld_size = 2\n", &["it has [flat] alone", "--to fsdp-flat"]);
     refuse("placements = \"S(0)\"\n", &["no --mesh is given"]);
     let junk = desk.path("junk");

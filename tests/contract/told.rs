@@ -123,22 +123,18 @@ fn tensor_parallel_parts_become_a_checkpoint() {
     let desk = Desk::new();
     let truth = whole(&desk, &model());
     for files in [Files::Safetensors, Files::Torch] {
-        for (name, rows, hidden) in
-            [("even", [4, 4, 3], [2, 2, 2]), ("uneven", [4, 4, 3], [2, 2, 2]), ("one", [4, 4, 3], [2, 2, 2])]
-        {
-            let source = rank_files(&desk, &format!("{name}{files:?}"), &tensor_parallel(&rows, &hidden), files);
-            let options = format!("--src-mesh tp=3 {RULES}");
-            succeed("verify", &[&source, &truth], &options);
-            for (verb, to) in [("reshard", "dcp"), ("unshard", "pt"), ("consolidate", "safetensors")] {
-                let out = desk.path(&format!("{name}{files:?}.{to}"));
-                succeed(verb, &[&source, &out], &format!("{options} --verify --to {}", to.replace("pt", "torch")));
-                succeed("verify", &[&out, &truth], "");
-            }
-            let shown = inspect(&source, &options);
-            assert_eq!(shown["tensors"]["down.weight"]["placements"], "S(1)");
-            assert_eq!(shown["tensors"]["down.bias"]["placements"], "R");
-            assert_eq!(shown["mesh"], serde_json::json!([["tp", 3]]));
+        let source = rank_files(&desk, &format!("{files:?}"), &tensor_parallel(&[4, 4, 3], &[2, 2, 2]), files);
+        let options = format!("--src-mesh tp=3 {RULES}");
+        succeed("verify", &[&source, &truth], &options);
+        for (verb, to) in [("reshard", "dcp"), ("unshard", "pt"), ("consolidate", "safetensors")] {
+            let out = desk.path(&format!("{files:?}.{to}"));
+            succeed(verb, &[&source, &out], &format!("{options} --verify --to {}", to.replace("pt", "torch")));
+            succeed("verify", &[&out, &truth], "");
         }
+        let shown = inspect(&source, &options);
+        assert_eq!(shown["tensors"]["down.weight"]["placements"], "S(1)");
+        assert_eq!(shown["tensors"]["down.bias"]["placements"], "R");
+        assert_eq!(shown["mesh"], serde_json::json!([["tp", 3]]));
     }
 }
 
@@ -258,6 +254,23 @@ fn state_and_gradients_follow_their_parameter() {
 }
 
 #[test]
+fn numbers_that_stand_for_nobody_knows_which_are_refused() {
+    let desk = Desk::new();
+    let local = "--mesh tp=3 --placements **.weight=S(0) --placements R --tensor-class local";
+    let source = desk.make("reshard", "fsdp4/ranks", "out", local).path;
+    let told = "--src-mesh tp=3 --src-placements **.weight=S(0)";
+    // With the model beside it an optimizer's numbers are known, and what it has no state of is a buffer.
+    succeed("verify", &[&source, &fixture("fsdp4/ranks")], told);
+    let run = expect(0, "inspect", &[&source], "--src-mesh tp=3 --src-placements S(0) --src-placements *.freqs=R");
+    assert!(!run.stderr.contains("buffers"), "{}", run.stderr);
+    let rest = "--series optim,extra_state --src-mesh tp=3";
+    let run = refuse(&source, &format!("{rest} --src-placements **.weight=S(0)"), &["no plain tensor has a name like"]);
+    holds(&run.stderr, &["--src-placements **.weight=S(0)"]);
+    let words = ["optim.state.0.exp_avg", "numbers its parameters", "'optim.state.0=S(0)'"];
+    refuse(&source, &format!("{rest} --src-placements S(0)"), &words);
+}
+
+#[test]
 fn gradients_are_reduced_over_named_dims() {
     let desk = Desk::new();
     let weight = Array::new(&[4, 2], 1);
@@ -365,6 +378,8 @@ fn what_does_not_fit_is_refused() {
     refuse(&whole, "--src-mesh tp=2 --src-placements S(0)", &["no folder of rank files"]);
     let flat = desk.write("flat.toml", "[flat]\n");
     refuse(&source, &format!("--src-layout {}", flat.display()), &["[flat]"]);
+    let plan = desk.write("plan.toml", "mesh = \"tp=2\"\nplan = \"llama\"\n");
+    refuse(&source, &format!("--src-layout {}", plan.display()), &["a source is not told by parallelize plans"]);
 }
 
 #[test]
@@ -395,6 +410,25 @@ fn ranks_may_lack_what_others_replicate_only() {
     fs::remove_file(copies.join("rank_1.pt")).unwrap();
     let options = format!("--src-mesh dp=2,tp=2 {} --allow-missing", RULES.replace("=S", "=R,S"));
     succeed("verify", &[&copies, &whole(&desk, &model())], &options);
+}
+
+#[test]
+fn parts_may_not_make_up_more_than_there_is_room_for() {
+    let desk = Desk::new();
+    let empty = |len: usize| -> State<'static> { vec![("w", Array(vec![0, len], Vec::new()))] };
+    let source = rank_files(&desk, "a", &[empty(1 << 60), empty(1 << 60)], Files::Safetensors);
+    let options = "--src-mesh tp=2 --src-placements S(1)";
+    refuse(&source, options, &["w: expected local shapes of a whole that fits memory", "[0, 2305843009213693952]"]);
+}
+
+#[test]
+fn values_go_to_the_local_format_and_come_back() {
+    let desk = Desk::new();
+    let truth = whole(&desk, &model());
+    let source = rank_files(&desk, "a", &tensor_parallel(&[3, 3, 3, 2], &[2, 2, 1, 1]), Files::Torch);
+    let made =
+        desk.make("reshard", &source, "local", &format!("--src-mesh tp=4 {RULES} --src-split balanced --to local"));
+    succeed("verify", &[&made.path, &truth], "");
 }
 
 #[test]

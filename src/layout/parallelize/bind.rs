@@ -121,9 +121,15 @@ impl Plan {
             candidates.extend(family.candidates());
         }
         let dim_name = |names: &[String]| self.roles.tp.map(|tp| names[tp.0].clone());
-        match (candidates.is_empty(), mesh.names().and_then(dim_name)) {
-            (false, None) => Err(PlanError::NoTensorDim { mesh: mesh.to_string() }),
-            (true, Some(name)) => Err(PlanError::NoStyles { name }),
+        match (candidates.first(), mesh.names().and_then(dim_name)) {
+            (Some(first), None) => {
+                let plan = || self.family.map(|family| format!("plan {}", family.name));
+                let said =
+                    Some(first).filter(|first| first.origin == Origin::Told).map(|first| first.rule.said.clone());
+                let said = said.or_else(plan).unwrap_or_default();
+                Err(PlanError::NoTensorDim { said, mesh: mesh.to_string() })
+            }
+            (None, Some(name)) => Err(PlanError::NoStyles { name }),
             _ => Ok(candidates),
         }
     }

@@ -108,8 +108,8 @@ pub enum PlanError {
     #[error("mesh dim {name} of {mesh}: a plan does not know what it is for")]
     LeftOver { name: String, mesh: String },
 
-    #[error("the plan has styles, and the mesh {mesh} no dim for tensor parallelism")]
-    NoTensorDim { mesh: String },
+    #[error("{said}: the mesh {mesh} has no dim for tensor parallelism")]
+    NoTensorDim { said: String, mesh: String },
 
     #[error("--tp {name}: no plan says how modules are cut over it")]
     NoStyles { name: String },
