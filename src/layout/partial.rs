@@ -7,7 +7,7 @@
 //! ```text
 //!     target dim      source                            a rank gets
 //!     P(sum)          P(sum) on the same mesh           its own summand, as it is
-//!     P(sum)          S(d) or _S(d,f), same mesh        its shard, and zeros around it
+//!     P(sum)          S(d) or _S(d,f), same mesh        what ranks at its coordinate held, and zeros around it
 //!     P(sum)          anything else                     the value divided by the size of the mesh dim
 //!     P(avg|max|min)  anything but another P            the value
 //!     P(product|...)  anything but the same P           refused
@@ -19,7 +19,13 @@
 //! The rules are PyTorch's: `Partial` in `torch/distributed/tensor/placement_types.py` and `redistribute_local_tensor` in
 //! `_redistribute.py`, which has the second line, but refuses to divide.
 
-use super::{AsTuple, Dims, LayoutError, Placement, ReduceOp, Split, Tile, local_part, numel, ravel, unravel};
+use std::collections::BTreeMap;
+
+use super::shard::MAX_INTERVALS;
+use super::{
+    AsTuple, Dims, Intervals, LayoutError, Placement, ReduceOp, Split, TensorDim, Tile, local_part, numel, ravel,
+    unravel,
+};
 
 /// How summands become the value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -89,6 +95,45 @@ pub struct Summed<'a> {
     pub splits: &'a [Split],
 }
 
+impl Summed<'_> {
+    /// What the ranks hold together that have `coordinate` on the mesh dims that `stay`, all of which shard.
+    fn held_along(&self, shape: &[u64], stay: &[bool], coordinate: &[u64]) -> Result<Tile, LayoutError> {
+        let mut placements = self.placements.to_vec();
+        // Other mesh dims matter only where they cut before; else their parts are all there is.
+        let cuts_before = |dim: &usize| {
+            let sharded = self.placements[*dim].sharded_dim();
+            let later = (dim + 1..stay.len()).filter(|later| stay[*later]);
+            sharded.is_some() && later.into_iter().any(|later| self.placements[later].sharded_dim() == sharded)
+        };
+        let (before, others): (Vec<usize>, Vec<usize>) =
+            (0..stay.len()).filter(|dim| !stay[*dim]).partition(cuts_before);
+        others.iter().for_each(|dim| placements[*dim] = Placement::Replicate);
+        let sizes: Dims = before.iter().map(|dim| self.mesh_shape[*dim]).collect();
+        let mut at: Dims = coordinate.into();
+        let mut held: Vec<BTreeMap<u64, u64>> = vec![BTreeMap::new(); shape.len()];
+        for cell in 0..numel(&sizes).expect("a mesh has fewer than 2^64 ranks") {
+            before.iter().zip(unravel(cell, &sizes)).for_each(|(dim, position)| at[*dim] = position);
+            let tile = local_part(shape, self.mesh_shape, &placements, self.splits, &at)?;
+            if before.is_empty() {
+                return Ok(tile);
+            }
+            for (dim, (held, own)) in held.iter_mut().zip(tile.dims()).enumerate() {
+                let found = (held.len() as u64).saturating_add(own.count());
+                if found > MAX_INTERVALS {
+                    return Err(LayoutError::Fragmented { dim: TensorDim(dim), limit: MAX_INTERVALS, found });
+                }
+                held.extend(own.iter().map(|range| (range.start, range.end)));
+            }
+        }
+        let ascending = |held: BTreeMap<u64, u64>| {
+            let mut intervals = Intervals::empty();
+            held.into_iter().for_each(|(start, end)| intervals.push(start..end));
+            intervals
+        };
+        Ok(Tile::new(held.into_iter().map(ascending)))
+    }
+}
+
 /// What of the source's summands a rank of the target gets.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Share {
@@ -120,8 +165,7 @@ impl Share {
         };
         let mut kept: Vec<Option<u64>> = vec![None; reduction.as_ref().map_or(0, |reduction| reduction.dims.len())];
         let mut divisor: u64 = 1;
-        let mut zeros_around = vec![Placement::Replicate; target.placements.len()];
-        let mut within = false;
+        let mut stays = vec![false; target.placements.len()];
         for (dim, &placement) in target.placements.iter().enumerate() {
             let Placement::Partial(to) = placement else { continue };
             let from = source.filter(|_| same_mesh).map(|source| source.placements[dim]);
@@ -132,8 +176,7 @@ impl Share {
                     continue;
                 }
                 Some(Placement::Shard(_) | Placement::StridedShard { .. }) if to == ReduceOp::Sum => {
-                    zeros_around[dim] = from.expect("it is a shard");
-                    within = true;
+                    stays[dim] = true;
                     continue;
                 }
                 _ => {}
@@ -155,11 +198,9 @@ impl Share {
                 }
             }
         }
-        let within = match (within, source) {
-            (true, Some(source)) => {
-                Some(local_part(shape, source.mesh_shape, &zeros_around, source.splits, coordinate)?)
-            }
-            _ => None,
+        let within = match source.filter(|_| stays.contains(&true)) {
+            Some(source) => Some(source.held_along(shape, &stays, coordinate)?),
+            None => None,
         };
         let Some(reduction) = reduction else { return Ok(Self { summands: vec![0], divisor, within }) };
         for ((at, &size), &average) in kept.iter().zip(&reduction.dims).zip(&reduction.averages) {
@@ -219,6 +260,10 @@ mod tests {
         assert_eq!(share(&mesh, "S(0),R", "P(max),R", true, &[1, 1]), Ok("[0] /1".into()));
         assert_eq!(share(&mesh, "R,P(max)", "P(sum),R", true, &[1, 0]), Ok("[0, 1] /2".into()));
         assert_eq!(share(&mesh, "P(max),S(0)", "R,P(sum)", true, &[0, 1]), Ok("[0, 1] /1 [2:4, 0:4]".into()));
+        // Each element stays where it is along the mesh dim: rows 0, 2 of the first two, 1, 3 of the others.
+        assert_eq!(share(&mesh, "S(0),S(0)", "R,P(sum)", true, &[1, 0]), Ok("[0] /1 [0:1+2:3, 0:4]".into()));
+        assert_eq!(share(&mesh, "S(0),S(0)", "P(sum),R", true, &[1, 0]), Ok("[0] /1 [2:4, 0:4]".into()));
+        assert_eq!(share(&mesh, "S(0),S(0)", "P(sum),P(sum)", true, &[1, 0]), Ok("[0] /1 [2:3, 0:4]".into()));
         // Elsewhere a coordinate means another rank.
         assert_eq!(share(&mesh, "P(sum),R", "P(sum),R", false, &[1, 1]), Ok("[0, 1] /2".into()));
         assert_eq!(share(&mesh, "S(0),R", "P(sum),R", false, &[1, 1]), Ok("[0] /2".into()));
