@@ -73,6 +73,9 @@ pub enum Error {
     Stopped { signal: &'static str, exit: u8 },
 }
 
+const PLACEMENTS_HINT: &str =
+    "a mesh is named dims (--mesh dp=4,tp=2), a layout one placement a mesh dim (--placements 'S(0),R')";
+
 impl Error {
     pub fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
@@ -140,9 +143,17 @@ impl Error {
             Self::Layout(LayoutError::File { hint, .. }) => {
                 Some(hint.as_deref().unwrap_or("docs/layout-file.md tells what a layout file says"))
             }
-            Self::Layout(_) => Some(
-                "a mesh is named dims (--mesh dp=4,tp=2), a layout one placement a mesh dim (--placements 'S(0),R')",
-            ),
+            Self::Layout(LayoutError::Tensor { error, .. }) => Some(match **error {
+                LayoutError::SplitStrided { .. } => {
+                    "_S takes its parts as torch.chunk cuts them: split = \"chunk\" in a rule for this tensor says so, or \
+                     leave --split out"
+                }
+                LayoutError::SplitSizes { .. } => {
+                    "sizes are one for each coordinate of the mesh dim, of the dim as it is cut"
+                }
+                _ => PLACEMENTS_HINT,
+            }),
+            Self::Layout(_) => Some(PLACEMENTS_HINT),
             Self::Io { .. } | Self::Stopped { .. } => None,
         }
     }
@@ -182,7 +193,7 @@ impl Error {
             Self::Within { error, .. } => error.fqn(),
             Self::Coverage { fqn, .. }
             | Self::Conflict { fqn, .. }
-            | Self::Layout(LayoutError::RuleMisfit { fqn, .. }) => Some(fqn),
+            | Self::Layout(LayoutError::RuleMisfit { fqn, .. } | LayoutError::Tensor { fqn, .. }) => Some(fqn),
             _ => None,
         }
     }

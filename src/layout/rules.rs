@@ -228,7 +228,7 @@ impl Layout {
     #[must_use]
     pub fn as_in(&self, source: SourceLayout<'_>) -> Shared {
         let said = self.split.as_ref().map(|_| self.splits());
-        if (source.mesh.shape(), source.mesh.names()) == (self.mesh.shape(), self.mesh.names()) {
+        if source.mesh.has_dims_of(&self.mesh) {
             let splits = said.unwrap_or_else(|| source.splits.to_vec());
             return Shared { placements: source.placements.to_vec(), splits, slice: None };
         }

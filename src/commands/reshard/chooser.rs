@@ -198,7 +198,7 @@ impl<'a> Chooser<'a> {
             Some(Choice { shared, by, .. }) => self.without_summands(path, shared, by)?,
             None => replicated(),
         };
-        Ok(self.layout.shards(&entry.shape, &shared)?)
+        Ok(self.layout.shards(&entry.shape, &shared).map_err(LayoutError::of(&entry.fqn))?)
     }
 
     /// A DCP directory has no place for summands, and a plain tensor does not say that it is one: their value goes there.
