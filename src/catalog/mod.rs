@@ -15,6 +15,7 @@ pub mod path;
 mod reserved;
 mod validate;
 pub mod value;
+pub mod wrappers;
 
 use std::fmt;
 
@@ -148,6 +149,12 @@ impl TensorEntry {
         let mut entry = Self::new(fqn, dtype, shape);
         entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
         entry
+    }
+
+    /// Whether ranks are known to share it; else each that has it has all of it, or the format does not say (DCP).
+    #[must_use]
+    pub fn is_shared(&self) -> bool {
+        self.class != Class::Tensor || self.sharding.is_some()
     }
 
     /// Elements of the whole tensor; readers refuse shapes whose byte size overflows.

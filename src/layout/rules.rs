@@ -15,6 +15,14 @@ pub struct Rule {
     pub said: String,
 }
 
+impl Rule {
+    /// Whether it is for a tensor that is known by these names.
+    #[must_use]
+    pub fn covers(&self, names: &[String]) -> bool {
+        names.iter().any(|name| self.pattern.covers(name))
+    }
+}
+
 /// How tensors lie, before it has met one of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Lies {
@@ -102,6 +110,8 @@ pub struct SourceLayout<'a> {
     pub placements: &'a [Placement],
     /// One a mesh dim, or none where all are as in DTensors.
     pub splits: &'a [Split],
+    /// The dims of the tensor's own mesh, where that is a slice.
+    pub slice: Option<&'a [MeshDim]>,
 }
 
 /// How ranks share one tensor.
@@ -131,14 +141,11 @@ impl Shared {
     }
 }
 
-/// What was chosen for a tensor.
+/// What the fallback is for a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Chosen {
-    /// `None` for a plain tensor on every rank.
-    pub shared: Option<Shared>,
-    /// Index of the rule, if one matched.
-    pub rule: Option<usize>,
-    /// Where the fallback had to become Replicate.
+pub struct Fitted {
+    pub shared: Shared,
+    /// Where a placement had to become Replicate.
     pub misfit: bool,
 }
 
@@ -162,52 +169,46 @@ impl Layout {
         Ok(Self { mesh, rules, fallback, split, plan: None })
     }
 
-    /// How a tensor of this shape lies that is known by `names`.
+    /// How a rule has a tensor of this shape that is known by `names`; `None` for a plain one on every rank.
     ///
     /// # Errors
-    /// `LayoutError` where a rule does not fit.
-    pub fn choose(
-        &self,
-        names: &[&str],
-        shape: &[u64],
-        source: Option<SourceLayout<'_>>,
-    ) -> Result<Chosen, LayoutError> {
-        let matches = |rule: &&Rule| names.iter().any(|name| rule.pattern.covers(name));
-        if let Some(index) = self.rules.iter().position(|rule| matches(&rule)) {
-            let shared = match &self.rules[index].lies {
-                Lies::Plain => None,
-                Lies::Shared(spec) => Some(self.resolve(spec, &self.rules[index], names, shape)?),
-            };
-            return Ok(Chosen { shared, rule: Some(index), misfit: false });
-        }
-        Ok(match &self.fallback {
-            Fallback::Placements(specs) => {
-                let resolved: Vec<Option<Placement>> = specs.iter().map(|spec| spec.resolve(shape.len())).collect();
-                let misfit = resolved.contains(&None);
-                let placements = resolved.into_iter().map(|found| found.unwrap_or(Placement::Replicate)).collect();
-                let shared = Shared { placements, splits: self.splits(), slice: None };
-                Chosen { shared: Some(shared), rule: None, misfit }
-            }
-            Fallback::Source => {
-                let replicated = || Shared::from(vec![Placement::Replicate; self.mesh.ndim()]);
-                let shared = source.map_or_else(replicated, |source| self.as_in(source));
-                Chosen { shared: Some(shared), rule: None, misfit: false }
-            }
-        })
-    }
-
-    fn resolve(&self, spec: &Spec, rule: &Rule, names: &[&str], shape: &[u64]) -> Result<Shared, LayoutError> {
+    /// `RuleMisfit` where it does not fit.
+    pub fn ruled(&self, rule: &Rule, names: &[String], shape: &[u64]) -> Result<Option<Shared>, LayoutError> {
+        let Lies::Shared(spec) = &rule.lies else { return Ok(None) };
         let placements = spec.placements.iter().map(|placement| {
             placement.resolve(shape.len()).ok_or_else(|| LayoutError::RuleMisfit {
                 rule: rule.said.clone(),
                 placement: placement.to_string(),
-                fqn: names.first().copied().unwrap_or_default().to_owned(),
+                fqn: names.first().cloned().unwrap_or_default(),
                 shape: shape.to_vec(),
             })
         });
         let placements = placements.collect::<Result<_, _>>()?;
         let splits = if spec.splits.is_empty() { self.splits() } else { spec.splits.clone() };
-        Ok(Shared { placements, splits, slice: spec.slice.clone() })
+        Ok(Some(Shared { placements, splits, slice: spec.slice.clone() }))
+    }
+
+    /// How a tensor of so many dims lies that nothing more particular is said of.
+    #[must_use]
+    pub fn fitted(&self, ndim: usize, source: Option<SourceLayout<'_>>) -> Fitted {
+        match &self.fallback {
+            Fallback::Placements(specs) => {
+                let resolved: Vec<Option<Placement>> = specs.iter().map(|spec| spec.resolve(ndim)).collect();
+                let misfit = resolved.contains(&None);
+                let placements = resolved.into_iter().map(|found| found.unwrap_or(Placement::Replicate)).collect();
+                Fitted { shared: Shared { placements, splits: self.splits(), slice: None }, misfit }
+            }
+            Fallback::Source => {
+                let shared = source.map_or_else(|| self.replicated(), |source| self.as_in(source));
+                Fitted { shared, misfit: false }
+            }
+        }
+    }
+
+    /// Whole on every rank of the mesh.
+    #[must_use]
+    pub fn replicated(&self) -> Shared {
+        vec![Placement::Replicate; self.mesh.ndim()].into()
     }
 
     /// Cut as is said of all tensors, where nothing more particular is.
@@ -264,6 +265,22 @@ impl Layout {
         Shared { placements, splits: said.unwrap_or(splits), slice: None }
     }
 
+    /// On the dims of the slice that the tensor is on in the source (norms under FSDP over TP), where it is replicated
+    /// on the others and nothing else is said.
+    #[must_use]
+    pub fn sliced(&self, shared: Shared, source: SourceLayout<'_>) -> Shared {
+        let slice = || {
+            let names = source.mesh.names()?;
+            let dims = source.slice?.iter().map(|dim| self.mesh.dim_by_name(&names[dim.0]));
+            let dims: Vec<MeshDim> = dims.collect::<Option<_>>()?;
+            let mut outside = (0..self.mesh.ndim()).filter(|dim| !dims.contains(&MeshDim(*dim)));
+            let replicated = outside.all(|dim| shared.placements[dim] == Placement::Replicate);
+            (replicated && dims.is_sorted() && dims.len() < self.mesh.ndim()).then_some(dims)
+        };
+        let slice = shared.slice.clone().or_else(slice);
+        Shared { slice, ..shared }
+    }
+
     /// The distinct tiles of a tensor, each with the ranks that hold it.
     ///
     /// # Errors
@@ -302,26 +319,32 @@ mod tests {
         Layout::new(DeviceMesh::parse(mesh).unwrap(), rules, fallback, None).unwrap()
     }
 
-    fn text(chosen: &Chosen) -> String {
-        chosen.shared.as_ref().unwrap().placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+    fn text(shared: &Shared) -> String {
+        shared.placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+    }
+
+    fn ruled(layout: &Layout, names: &[&str], shape: &[u64]) -> Result<String, LayoutError> {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        let rule = layout.rules.iter().find(|rule| rule.covers(&names)).unwrap();
+        layout.ruled(rule, &names, shape).map(|shared| text(&shared.unwrap()))
     }
 
     #[test]
-    fn the_first_rule_wins_and_must_fit() {
+    fn a_rule_knows_any_of_the_names_and_must_fit() {
         let layout = layout("dp=2,tp=2", &[("**.w1", "R,S(0)"), ("**.w?", "R,S(-1)")], "S(0),R");
-        assert_eq!(text(&layout.choose(&["a.w1.weight"], &[4, 4], None).unwrap()), "R,S(0)");
-        assert_eq!(text(&layout.choose(&["a.w2.weight"], &[4, 4], None).unwrap()), "R,S(1)");
-        assert_eq!(text(&layout.choose(&["optim.x", "a.w2.weight"], &[4, 4], None).unwrap()), "R,S(1)");
-        assert!(layout.choose(&["a.w2.scale"], &[], None).is_err());
+        assert_eq!(ruled(&layout, &["a.w1.weight"], &[4, 4]).unwrap(), "R,S(0)");
+        assert_eq!(ruled(&layout, &["a.w2.weight"], &[4, 4]).unwrap(), "R,S(1)");
+        assert_eq!(ruled(&layout, &["optim.x", "a.w2.weight"], &[4, 4]).unwrap(), "R,S(1)");
+        assert!(ruled(&layout, &["a.w2.scale"], &[]).is_err());
     }
 
     #[test]
     fn the_fallback_becomes_replicate_where_it_does_not_fit() {
         let layout = layout("dp=2,tp=2", &[], "S(0),S(1)");
-        let bias = layout.choose(&["b"], &[4], None).unwrap();
-        assert_eq!((text(&bias).as_str(), bias.misfit), ("S(0),R", true));
-        let scalar = layout.choose(&["s"], &[], None).unwrap();
-        assert_eq!((text(&scalar).as_str(), scalar.misfit), ("R,R", true));
+        let bias = layout.fitted(1, None);
+        assert_eq!((text(&bias.shared).as_str(), bias.misfit), ("S(0),R", true));
+        let scalar = layout.fitted(0, None);
+        assert_eq!((text(&scalar.shared).as_str(), scalar.misfit), ("R,R", true));
     }
 
     #[test]
@@ -329,11 +352,12 @@ mod tests {
         let source_mesh = DeviceMesh::parse("dp=2,tp=4").unwrap();
         let dim = TensorDim(0);
         let placements = [Placement::StridedShard { dim, split_factor: 4 }, Placement::Shard(dim)];
-        let source = Some(SourceLayout { mesh: &source_mesh, placements: &placements, splits: &[] });
-        assert_eq!(text(&layout("tp=2,dp=8", &[], "source").choose(&["w"], &[8, 8], source).unwrap()), "S(0),S(0)");
-        assert_eq!(text(&layout("dp=8,tp=2", &[], "source").choose(&["w"], &[8, 8], source).unwrap()), "_S(0,2),S(0)");
-        assert_eq!(text(&layout("dp=8", &[], "source").choose(&["w"], &[8, 8], source).unwrap()), "S(0)");
-        assert_eq!(text(&layout("dp=8", &[], "source").choose(&["w"], &[8, 8], None).unwrap()), "R");
+        let source = Some(SourceLayout { mesh: &source_mesh, placements: &placements, splits: &[], slice: None });
+        let of_source = |mesh, source| text(&layout(mesh, &[], "source").fitted(2, source).shared);
+        assert_eq!(of_source("tp=2,dp=8", source), "S(0),S(0)");
+        assert_eq!(of_source("dp=8,tp=2", source), "_S(0,2),S(0)");
+        assert_eq!(of_source("dp=8", source), "S(0)");
+        assert_eq!(of_source("dp=8", None), "R");
     }
 
     #[test]
@@ -342,7 +366,7 @@ mod tests {
         let mesh = |ranks: [u32; 4]| DeviceMesh::new(dims(), ranks.map(Rank).to_vec(), None).unwrap();
         let target = Layout::new(mesh([0, 2, 1, 3]), vec![], Fallback::Source, None).unwrap();
         let placements = [Placement::Shard(TensorDim(1)), Placement::Replicate];
-        let source = SourceLayout { mesh: &mesh([0, 1, 2, 3]), placements: &placements, splits: &[] };
+        let source = SourceLayout { mesh: &mesh([0, 1, 2, 3]), placements: &placements, splits: &[], slice: None };
         assert_eq!(target.as_in(source).placements, placements);
     }
 
@@ -358,7 +382,7 @@ mod tests {
     #[test]
     fn replicas_share_a_tile() {
         let layout = layout("dp=2,tp=2", &[], "R,S(0)");
-        let shards = layout.shards(&[5], &layout.choose(&["w"], &[5], None).unwrap().shared.unwrap()).unwrap();
+        let shards = layout.shards(&[5], &layout.fitted(1, None).shared).unwrap();
         assert_eq!(shards.len(), 2);
         assert_eq!(shards[0].1, [Rank(0), Rank(2)]);
     }
