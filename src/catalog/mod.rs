@@ -29,7 +29,7 @@ pub use value::{Dict, DictKind, Holding, TensorId, Value};
 use crate::error::Error;
 use crate::layout::partial::Reduction;
 use crate::layout::rules::Shared;
-use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Region, Split, Tile};
+use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Region, Split, Tile, comma_list};
 use crate::storage::{FileId, Stretch};
 
 /// A fully qualified name: the path of a tensor or object in its state dict, joined with dots.
@@ -74,11 +74,6 @@ pub struct Sharding {
 }
 
 impl Sharding {
-    #[must_use]
-    pub fn is_partial(&self) -> bool {
-        self.placements.iter().any(|placement| matches!(placement, Placement::Partial(_)))
-    }
-
     /// What of it does not depend on this catalog.
     #[must_use]
     pub fn shared(&self) -> Shared {
@@ -88,7 +83,7 @@ impl Sharding {
     /// `S(0),R`
     #[must_use]
     pub fn display_placements(&self) -> String {
-        self.placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+        comma_list(&self.placements)
     }
 }
 

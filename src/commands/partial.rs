@@ -7,7 +7,7 @@ use crate::catalog::{Catalog, Reservation, Reserved};
 use crate::error::{Error, Result};
 use crate::layout::partial::{Share, Summed};
 use crate::layout::rules::Shared;
-use crate::layout::{DeviceMesh, Dims, LayoutError, Placement};
+use crate::layout::{DeviceMesh, Dims, LayoutError, comma_list};
 use crate::quantity::count;
 
 /// Say of every tensor that ranks of the target hold as summands which of the source's each gets. All others get values.
@@ -16,7 +16,7 @@ use crate::quantity::count;
 /// `Unsupported` where there is no way from one to the other.
 pub fn share(source: &Catalog, mesh: &DeviceMesh, reservation: &mut Reservation) -> Result<()> {
     for tensor in &mut reservation.tensors {
-        let Some(shared) = tensor.shared.as_ref().filter(|shared| is_partial(&shared.placements)) else { continue };
+        let Some(shared) = tensor.shared.as_ref().filter(|shared| shared.is_partial()) else { continue };
         tensor.shares = shares(source, mesh, tensor, shared).map_err(|error| {
             let hint = match error {
                 LayoutError::NoSummands { .. } => "P(sum), P(avg), P(max) and P(min) can be made of a value",
@@ -26,10 +26,6 @@ pub fn share(source: &Catalog, mesh: &DeviceMesh, reservation: &mut Reservation)
         })?;
     }
     Ok(())
-}
-
-fn is_partial(placements: &[Placement]) -> bool {
-    placements.iter().any(|placement| matches!(placement, Placement::Partial(_)))
 }
 
 /// One a chunk; those that are equal are kept once.
@@ -67,8 +63,8 @@ pub fn note(source: &Catalog, reservation: &Reservation) -> Option<String> {
         if entry.summands.is_none() || !tensor.shares.is_empty() && !several() {
             continue;
         }
-        let partial = sharding.placements.iter().filter(|placement| matches!(placement, Placement::Partial(_)));
-        let ops = partial.map(ToString::to_string).collect::<Vec<_>>().join(",");
+        let partial = sharding.placements.iter().copied().filter(|placement| placement.is_partial());
+        let ops = comma_list(&partial.collect::<Vec<_>>());
         *reduced.entry(ops).or_default() += 1;
     }
     let total: usize = reduced.values().sum();

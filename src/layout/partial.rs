@@ -75,7 +75,7 @@ impl Reduction {
 /// The number of the summand that the rank at a coordinate holds; 0 where nothing is Partial.
 #[must_use]
 pub fn summand(mesh_shape: &[u64], placements: &[Placement], coordinate: &[u64]) -> u64 {
-    let is_partial = |dim: &usize| matches!(placements[*dim], Placement::Partial(_));
+    let is_partial = |dim: &usize| placements[*dim].is_partial();
     let dims: Vec<usize> = (0..placements.len()).filter(is_partial).collect();
     let pick = |of: &[u64]| -> Dims { dims.iter().map(|&dim| of[dim]).collect() };
     ravel(&pick(coordinate), &pick(mesh_shape))
@@ -128,7 +128,7 @@ impl Share {
             match from {
                 Some(Placement::Partial(from)) if from == to => {
                     let before = source.expect("it has this dim").placements[..dim].iter();
-                    kept[before.filter(|other| matches!(other, Placement::Partial(_))).count()] = Some(coordinate[dim]);
+                    kept[before.filter(|other| other.is_partial()).count()] = Some(coordinate[dim]);
                     continue;
                 }
                 Some(Placement::Shard(_) | Placement::StridedShard { .. }) if to == ReduceOp::Sum => {

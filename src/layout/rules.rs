@@ -4,7 +4,10 @@
 //! no rule matches gets the fallback, which gives Replicate on a mesh dim where it does not fit (`S(1)` of a bias).
 
 use super::parallelize::Plan;
-use super::{DeviceMesh, Dims, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Rank, Split, Tile, local_part};
+use super::{
+    DeviceMesh, Dims, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Rank, Split, Tile, comma_list,
+    local_part,
+};
 
 /// What somebody says of some tensors.
 #[derive(Clone, Debug)]
@@ -52,7 +55,7 @@ impl Spec {
     /// # Errors
     /// `LayoutError` where there is not one placement, or split, a mesh dim, or one for a dim outside the slice.
     pub fn check(&self, mesh: &DeviceMesh) -> Result<(), LayoutError> {
-        let text = || self.placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        let text = || comma_list(&self.placements);
         if self.placements.len() != mesh.ndim() {
             return Err(LayoutError::PlacementList { placements: text(), mesh: mesh.to_string() });
         }
@@ -132,6 +135,12 @@ impl From<Vec<Placement>> for Shared {
 }
 
 impl Shared {
+    /// Whether ranks hold summands, not values.
+    #[must_use]
+    pub fn is_partial(&self) -> bool {
+        self.placements.iter().any(|placement| placement.is_partial())
+    }
+
     /// The part of a tensor that the rank at `coordinate` holds.
     ///
     /// # Errors
@@ -320,7 +329,7 @@ mod tests {
     }
 
     fn text(shared: &Shared) -> String {
-        shared.placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+        comma_list(&shared.placements)
     }
 
     fn ruled(layout: &Layout, names: &[&str], shape: &[u64]) -> Result<String, LayoutError> {

@@ -136,8 +136,7 @@ impl<'a> Chooser<'a> {
 
     /// A DCP directory has no place for summands, and a plain tensor does not say that it is one: their value goes there.
     fn without_summands(&mut self, path: &Path, mut shared: Shared, by: By) -> Result<Shared> {
-        let is_partial = |placement: &&mut Placement| matches!(placement, Placement::Partial(_));
-        let mut partial = shared.placements.iter_mut().filter(is_partial).peekable();
+        let mut partial = shared.placements.iter_mut().filter(|placement| placement.is_partial()).peekable();
         let Some(first) = partial.peek() else { return Ok(shared) };
         if by == By::CommandLine {
             return Err(Error::unsupported(

@@ -23,11 +23,11 @@ use std::path::Path as FilePath;
 use serde::Deserialize;
 use serde_json::json;
 
-use super::decode::{self, Wrong};
+use super::decode;
 use super::tree::Tree;
 use crate::catalog::path::tensors;
 use crate::catalog::{Class, Dtype, Fqn, MeshId, Path, Sharding, TensorId, Value, checked_len_bytes};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Wrong};
 use crate::format::json::{self, Distinct};
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Split, numel, parse_placements};
 
@@ -132,7 +132,7 @@ pub fn parse(path: &FilePath, text: &[u8]) -> Result<Document> {
     if text.version != VERSION {
         return Err(unknown_version(path, text.version));
     }
-    check(text).map_err(|Wrong { at, expected, found }| Error::malformed(path, at, expected, found))
+    check(text).map_err(|wrong| wrong.within(path))
 }
 
 fn unknown_version(path: &FilePath, version: u64) -> Error {
@@ -143,7 +143,7 @@ fn unknown_version(path: &FilePath, version: u64) -> Error {
 }
 
 fn wrong<T>(at: impl Into<String>, expected: impl Into<String>, found: impl Into<String>) -> Result<T, Wrong> {
-    Err(Wrong { at: at.into(), expected: expected.into(), found: found.into() })
+    Err(Wrong::new(at, expected, found))
 }
 
 fn check(text: Text) -> Result<Document, Wrong> {

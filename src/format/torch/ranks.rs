@@ -17,7 +17,7 @@ use crate::catalog::{
 };
 use crate::error::{Error, Result};
 use crate::layout::partial::{Reduction, summand};
-use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, local_shard};
+use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
 
 /// What to say where plain tensors have other shapes on other ranks.
 const PARTS_UNTOLD: &str = "where they are parts of one tensor, --src-mesh and --src-placements say how it lies (--src-mesh \
@@ -337,8 +337,7 @@ impl Merger<'_> {
     fn layout_conflict(&self, fqn: &Fqn, first: Part, part: Part) -> Error {
         let describe = |part| match self.found(part) {
             Found::Distributed { mesh, placements, .. } => {
-                let placements: Vec<String> = placements.iter().map(ToString::to_string).collect();
-                format!("{} on {}", placements.join(","), mesh.mesh)
+                format!("{} on {}", comma_list(placements), mesh.mesh)
             }
             _ => String::from("none"),
         };
