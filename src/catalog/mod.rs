@@ -29,7 +29,7 @@ pub use value::{Dict, DictKind, Holding, TensorId, Value};
 use crate::error::Error;
 use crate::layout::partial::Reduction;
 use crate::layout::rules::Shared;
-use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Region, Split, Tile, comma_list};
+use crate::layout::{DeviceMesh, Dims, Region, Tile, comma_list};
 use crate::storage::{FileId, Stretch};
 
 /// A fully qualified name: the path of a tensor or object in its state dict, joined with dots.
@@ -60,30 +60,19 @@ impl fmt::Display for Fqn {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MeshId(pub u32);
 
-/// How the ranks of a mesh share a tensor: one placement a mesh dim.
+/// How the ranks of a mesh of a catalog share a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sharding {
     /// The root, where the tensor lies on a slice of one.
     pub mesh: MeshId,
-    /// Replicate on the dims that are not in the slice.
-    pub placements: Vec<Placement>,
-    /// How each mesh dim cuts; none where all do as DTensors.
-    pub splits: Vec<Split>,
-    /// The dims of the tensor's own mesh, where that is a slice.
-    pub slice: Option<Vec<MeshDim>>,
+    pub shared: Shared,
 }
 
 impl Sharding {
-    /// What of it does not depend on this catalog.
-    #[must_use]
-    pub fn shared(&self) -> Shared {
-        Shared { placements: self.placements.clone(), splits: self.splits.clone(), slice: self.slice.clone() }
-    }
-
     /// `S(0),R`
     #[must_use]
     pub fn display_placements(&self) -> String {
-        comma_list(&self.placements)
+        comma_list(&self.shared.placements)
     }
 }
 

@@ -40,7 +40,11 @@ fn shares(
     if let Some(sharding) = &entry.sharding {
         let own = source.mesh(sharding);
         same_mesh = own == mesh;
-        from = Some(Summed { mesh_shape: own.shape(), placements: &sharding.placements, splits: &sharding.splits });
+        from = Some(Summed {
+            mesh_shape: own.shape(),
+            placements: &sharding.shared.placements,
+            splits: &sharding.shared.splits,
+        });
     }
     let to = Summed { mesh_shape: mesh.shape(), placements: &shared.placements, splits: &shared.splits };
     let mut known: HashMap<Share, Arc<Share>> = HashMap::new();
@@ -63,7 +67,7 @@ pub fn note(source: &Catalog, reservation: &Reservation) -> Option<String> {
         if entry.summands.is_none() || !tensor.shares.is_empty() && !several() {
             continue;
         }
-        let partial = sharding.placements.iter().copied().filter(|placement| placement.is_partial());
+        let partial = sharding.shared.placements.iter().copied().filter(|placement| placement.is_partial());
         let ops = comma_list(&partial.collect::<Vec<_>>());
         *reduced.entry(ops).or_default() += 1;
     }

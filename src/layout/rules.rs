@@ -110,11 +110,7 @@ pub struct Layout {
 #[derive(Clone, Copy, Debug)]
 pub struct SourceLayout<'a> {
     pub mesh: &'a DeviceMesh,
-    pub placements: &'a [Placement],
-    /// One a mesh dim, or none where all are as in DTensors.
-    pub splits: &'a [Split],
-    /// The dims of the tensor's own mesh, where that is a slice.
-    pub slice: Option<&'a [MeshDim]>,
+    pub shared: &'a Shared,
 }
 
 /// How ranks share one tensor.
@@ -237,28 +233,28 @@ impl Layout {
     /// The source's placements on the mesh dims of the same names, Replicate on the others.
     #[must_use]
     pub fn as_in(&self, source: SourceLayout<'_>) -> Shared {
+        let Shared { placements: own, splits: own_splits, .. } = source.shared;
         let said = self.split.as_ref().map(|_| self.splits());
         if (source.mesh.shape(), source.mesh.names()) == (self.mesh.shape(), self.mesh.names()) {
-            let splits = said.unwrap_or_else(|| source.splits.to_vec());
-            return Shared { placements: source.placements.to_vec(), splits, slice: None };
+            let splits = said.unwrap_or_else(|| own_splits.clone());
+            return Shared { placements: own.clone(), splits, slice: None };
         }
         let mut placements = vec![Placement::Replicate; self.mesh.ndim()];
-        let mut splits = if source.splits.is_empty() { Vec::new() } else { vec![Split::Chunk; self.mesh.ndim()] };
+        let mut splits = if own_splits.is_empty() { Vec::new() } else { vec![Split::Chunk; self.mesh.ndim()] };
         let Some(names) = source.mesh.names() else { return placements.into() };
         let target_dims: Vec<Option<usize>> =
             names.iter().map(|name| self.mesh.dim_by_name(name).map(|dim| dim.0)).collect();
-        for (index, placement) in source.placements.iter().enumerate() {
+        for (index, placement) in own.iter().enumerate() {
             let Some(target) = target_dims[index] else { continue };
-            if let Some(split) = source.splits.get(index) {
+            if let Some(split) = own_splits.get(index) {
                 splits[target] = split.clone();
             }
             placements[target] = match *placement {
                 // A split factor that stands for the mesh dims further right (FSDP over TP) follows their new sizes;
                 // where they come to stand further left, a plain shard already means that they split first.
                 Placement::StridedShard { dim, split_factor } => {
-                    let inner: Vec<usize> = (index + 1..source.placements.len())
-                        .filter(|&later| source.placements[later].sharded_dim() == Some(dim))
-                        .collect();
+                    let inner: Vec<usize> =
+                        (index + 1..own.len()).filter(|&later| own[later].sharded_dim() == Some(dim)).collect();
                     let before: u64 = inner.iter().map(|&later| source.mesh.shape()[later]).product();
                     let still_inner = inner.iter().filter_map(|&later| target_dims[later]).filter(|&at| at > target);
                     let after: u64 = still_inner.map(|at| self.mesh.shape()[at]).product();
@@ -280,7 +276,7 @@ impl Layout {
     pub fn sliced(&self, shared: Shared, source: SourceLayout<'_>) -> Shared {
         let slice = || {
             let names = source.mesh.names()?;
-            let dims = source.slice?.iter().map(|dim| self.mesh.dim_by_name(&names[dim.0]));
+            let dims = source.shared.slice.as_ref()?.iter().map(|dim| self.mesh.dim_by_name(&names[dim.0]));
             let dims: Vec<MeshDim> = dims.collect::<Option<_>>()?;
             let mut outside = (0..self.mesh.ndim()).filter(|dim| !dims.contains(&MeshDim(*dim)));
             let replicated = outside.all(|dim| shared.placements[dim] == Placement::Replicate);
@@ -360,8 +356,8 @@ mod tests {
     fn source_placements_follow_mesh_dim_names() {
         let source_mesh = DeviceMesh::parse("dp=2,tp=4").unwrap();
         let dim = TensorDim(0);
-        let placements = [Placement::StridedShard { dim, split_factor: 4 }, Placement::Shard(dim)];
-        let source = Some(SourceLayout { mesh: &source_mesh, placements: &placements, splits: &[], slice: None });
+        let shared = vec![Placement::StridedShard { dim, split_factor: 4 }, Placement::Shard(dim)].into();
+        let source = Some(SourceLayout { mesh: &source_mesh, shared: &shared });
         let of_source = |mesh, source| text(&layout(mesh, &[], "source").fitted(2, source).shared);
         assert_eq!(of_source("tp=2,dp=8", source), "S(0),S(0)");
         assert_eq!(of_source("dp=8,tp=2", source), "_S(0,2),S(0)");
@@ -374,9 +370,9 @@ mod tests {
         let dims = || smallvec::SmallVec::from_slice(&[2, 2]);
         let mesh = |ranks: [u32; 4]| DeviceMesh::new(dims(), ranks.map(Rank).to_vec(), None).unwrap();
         let target = Layout::new(mesh([0, 2, 1, 3]), vec![], Fallback::Source, None).unwrap();
-        let placements = [Placement::Shard(TensorDim(1)), Placement::Replicate];
-        let source = SourceLayout { mesh: &mesh([0, 1, 2, 3]), placements: &placements, splits: &[], slice: None };
-        assert_eq!(target.as_in(source).placements, placements);
+        let shared = vec![Placement::Shard(TensorDim(1)), Placement::Replicate].into();
+        let source = SourceLayout { mesh: &mesh([0, 1, 2, 3]), shared: &shared };
+        assert_eq!(target.as_in(source), shared);
     }
 
     #[test]

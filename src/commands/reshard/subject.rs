@@ -143,6 +143,5 @@ impl<'a> Subject<'a> {
 
 /// How a tensor of this catalog lies.
 pub fn source_layout<'c>(catalog: &'c Catalog, sharding: &'c Sharding) -> SourceLayout<'c> {
-    let Sharding { placements, splits, slice, .. } = sharding;
-    SourceLayout { mesh: catalog.mesh(sharding), placements, splits, slice: slice.as_deref() }
+    SourceLayout { mesh: catalog.mesh(sharding), shared: &sharding.shared }
 }

@@ -29,6 +29,7 @@ use crate::catalog::path::tensors;
 use crate::catalog::{Class, Dtype, Fqn, MeshId, Path, Sharding, TensorId, Value, checked_len_bytes};
 use crate::error::{Error, Result, Wrong};
 use crate::format::json::{self, Distinct};
+use crate::layout::rules::Shared;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Split, numel, parse_placements};
 
 /// The name of the document beside rank files.
@@ -309,7 +310,7 @@ fn check_sharding(
             Some(dims.iter().copied().map(MeshDim).collect())
         }
     };
-    Ok(Some(Sharding { mesh: MeshId(mesh), placements, splits, slice }))
+    Ok(Some(Sharding { mesh: MeshId(mesh), shared: Shared { placements, splits, slice } }))
 }
 
 fn shown<T: std::fmt::Debug>(list: &[T]) -> String {
@@ -353,7 +354,7 @@ impl Document {
         }
         let Described { dtype, shape, class, sharding, ranks, .. } = &self.tensors[id.0 as usize];
         let mut line = format!("\n    {key}: {{\"dtype\": \"{dtype}\", \"shape\": {:?}", shape.as_slice());
-        if let Some(sharding @ Sharding { mesh, splits, slice, .. }) = sharding {
+        if let Some(sharding @ Sharding { mesh, shared: Shared { splits, slice, .. } }) = sharding {
             let (class, _) = CLASSES.iter().find(|(_, known)| known == class).expect("all classes are listed");
             line += &format!(
                 ", \"class\": \"{class}\", \"mesh\": {}, \"placements\": \"{}\"",

@@ -152,10 +152,9 @@ impl<'a> Teller<'a> {
             Summands { reduction, of_chunk: chunks.iter().map(number).collect() }
         });
         let stride = entry.stride.clone().filter(|_| found.shape == entry.shape);
-        let Shared { placements, splits, slice } = shared;
         // One element is nothing to share; whoever has none is a plain tensor in any job.
         let is_scalar = found.shape.is_empty() && summands.is_none();
-        let sharding = (!is_scalar).then_some(Sharding { mesh: self.mesh, placements, splits, slice });
+        let sharding = (!is_scalar).then_some(Sharding { mesh: self.mesh, shared });
         Ok(TensorEntry { shape: found.shape, sharding, stride, summands, chunks, ..entry.clone() })
     }
 
