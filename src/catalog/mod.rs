@@ -28,7 +28,7 @@ pub use value::{Dict, DictKind, Holding, TensorId, Value};
 
 use crate::error::Error;
 use crate::layout::partial::Reduction;
-use crate::layout::rules::Shared;
+use crate::layout::rules::{OnMesh, Shared};
 use crate::layout::{DeviceMesh, Dims, Region, Tile, comma_list};
 use crate::storage::{FileId, Stretch};
 
@@ -228,6 +228,12 @@ impl Catalog {
     #[must_use]
     pub fn mesh(&self, sharding: &Sharding) -> &DeviceMesh {
         &self.meshes[sharding.mesh.0 as usize]
+    }
+
+    /// How a tensor of this sharding lies.
+    #[must_use]
+    pub fn on_mesh<'a>(&'a self, sharding: &'a Sharding) -> OnMesh<'a> {
+        OnMesh { mesh: self.mesh(sharding), shared: &sharding.shared }
     }
 
     /// An error for each object of which ranks hold different values without being meant to.

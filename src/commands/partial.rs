@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::catalog::{Catalog, Reservation, Reserved};
 use crate::error::{Error, Result};
-use crate::layout::partial::{Share, Summed};
-use crate::layout::rules::Shared;
+use crate::layout::partial::Share;
+use crate::layout::rules::{OnMesh, Shared};
 use crate::layout::{DeviceMesh, Dims, LayoutError, comma_list};
 use crate::quantity::count;
 
@@ -36,22 +36,13 @@ fn shares(
     shared: &Shared,
 ) -> Result<Vec<Arc<Share>>, LayoutError> {
     let entry = source.tensor(tensor.source);
-    let (mut from, mut same_mesh) = (None, false);
-    if let Some(sharding) = &entry.sharding {
-        let own = source.mesh(sharding);
-        same_mesh = own == mesh;
-        from = Some(Summed {
-            mesh_shape: own.shape(),
-            placements: &sharding.shared.placements,
-            splits: &sharding.shared.splits,
-        });
-    }
-    let to = Summed { mesh_shape: mesh.shape(), placements: &shared.placements, splits: &shared.splits };
+    let from = entry.sharding.as_ref().map(|sharding| source.on_mesh(sharding));
+    let to = OnMesh { mesh, shared };
     let mut known: HashMap<Share, Arc<Share>> = HashMap::new();
     let each = (0..tensor.entry.chunks.len()).map(|chunk| {
         let rank = tensor.entry.chunks.rank(chunk).expect("chunks of rank files have ranks");
         let at: Dims = mesh.coordinate(rank).expect("they are ranks of the mesh");
-        let share = Share::of(&entry.shape, from, to, same_mesh, &at)?;
+        let share = Share::of(&entry.shape, from, to, &at)?;
         Ok(known.entry(share.clone()).or_insert_with(|| Arc::new(share)).clone())
     });
     each.collect()

@@ -19,7 +19,8 @@
 //! The rules are PyTorch's: `Partial` in `torch/distributed/tensor/placement_types.py` and `redistribute_local_tensor` in
 //! `_redistribute.py`, which has the second line, but refuses to divide.
 
-use super::{AsTuple, Dims, LayoutError, Placement, ReduceOp, Split, Tile, local_part, numel, ravel, unravel};
+use super::rules::{OnMesh, Shared};
+use super::{AsTuple, Dims, LayoutError, Placement, ReduceOp, Tile, numel, ravel, unravel};
 
 /// How summands become the value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,14 +82,6 @@ pub fn summand(mesh_shape: &[u64], placements: &[Placement], coordinate: &[u64])
     ravel(&pick(coordinate), &pick(mesh_shape))
 }
 
-/// A layout as far as summands go.
-#[derive(Clone, Copy, Debug)]
-pub struct Summed<'a> {
-    pub mesh_shape: &'a [u64],
-    pub placements: &'a [Placement],
-    pub splits: &'a [Split],
-}
-
 /// What of the source's summands a rank of the target gets.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Share {
@@ -102,44 +95,45 @@ pub struct Share {
 
 impl Share {
     /// The part that falls to the rank at `coordinate` of the target. `source` is `None` where nothing is known of how
-    /// the value lay, and `same_mesh` whether a coordinate there and here means the same rank.
+    /// the value lay.
     ///
     /// # Errors
     /// `PartialToPartial`, `NoSummands`, `MixedReduction` for what has no definition, and as [`local_part`].
     pub fn of(
         shape: &[u64],
-        source: Option<Summed<'_>>,
-        target: Summed<'_>,
-        same_mesh: bool,
+        source: Option<OnMesh<'_>>,
+        target: OnMesh<'_>,
         coordinate: &[u64],
     ) -> Result<Self, LayoutError> {
-        Reduction::of(target.mesh_shape, target.placements)?;
+        let (mesh, placements) = (target.mesh, &target.shared.placements);
+        Reduction::of(mesh.shape(), placements)?;
         let reduction = match source {
-            Some(source) => Reduction::of(source.mesh_shape, source.placements)?,
+            Some(source) => Reduction::of(source.mesh.shape(), &source.shared.placements)?,
             None => None,
         };
+        // There a coordinate means the same rank as here.
+        let same = source.filter(|source| source.mesh == mesh).map(|source| source.shared);
         let mut kept: Vec<Option<u64>> = vec![None; reduction.as_ref().map_or(0, |reduction| reduction.dims.len())];
         let mut divisor: u64 = 1;
-        let mut zeros_around = vec![Placement::Replicate; target.placements.len()];
-        let mut within = false;
-        for (dim, &placement) in target.placements.iter().enumerate() {
+        let mut zeros_around = vec![Placement::Replicate; placements.len()];
+        for (dim, &placement) in placements.iter().enumerate() {
             let Placement::Partial(to) = placement else { continue };
-            let from = source.filter(|_| same_mesh).map(|source| source.placements[dim]);
+            let from = same.map(|same| same.placements[dim]);
             match from {
                 Some(Placement::Partial(from)) if from == to => {
-                    let before = source.expect("it has this dim").placements[..dim].iter();
+                    let before = same.expect("it has this dim").placements[..dim].iter();
                     kept[before.filter(|other| other.is_partial()).count()] = Some(coordinate[dim]);
                     continue;
                 }
                 Some(Placement::Shard(_) | Placement::StridedShard { .. }) if to == ReduceOp::Sum => {
                     zeros_around[dim] = from.expect("it is a shard");
-                    within = true;
                     continue;
                 }
                 _ => {}
             }
             // On the same mesh each dim is a matter of its own; elsewhere none is the other's.
-            let facing = from.as_ref().map_or(source.map_or(&[][..], |source| source.placements), std::slice::from_ref);
+            let facing =
+                from.as_ref().map_or(source.map_or(&[][..], |source| &source.shared.placements), std::slice::from_ref);
             let other = facing.iter().find_map(|placement| match placement {
                 Placement::Partial(from) if *from != to => Some(*from),
                 _ => None,
@@ -148,19 +142,19 @@ impl Share {
                 return Err(LayoutError::PartialToPartial { from, to });
             }
             match to {
-                ReduceOp::Sum => divisor = divisor.saturating_mul(target.mesh_shape[dim]),
+                ReduceOp::Sum => divisor = divisor.saturating_mul(mesh.shape()[dim]),
                 ReduceOp::Avg | ReduceOp::Max | ReduceOp::Min => {}
                 ReduceOp::Product | ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => {
                     return Err(LayoutError::NoSummands { op: to });
                 }
             }
         }
-        let within = match (within, source) {
-            (true, Some(source)) => {
-                Some(local_part(shape, source.mesh_shape, &zeros_around, source.splits, coordinate)?)
-            }
-            _ => None,
-        };
+        let has_zeros = zeros_around.iter().any(|placement| *placement != Placement::Replicate);
+        let within = same.filter(|_| has_zeros).map(|same| {
+            let kept = Shared { placements: zeros_around, splits: same.splits.clone(), slice: None };
+            kept.part(shape, mesh, coordinate)
+        });
+        let within = within.transpose()?;
         let Some(reduction) = reduction else { return Ok(Self { summands: vec![0], divisor, within }) };
         for ((at, &size), &average) in kept.iter().zip(&reduction.dims).zip(&reduction.averages) {
             if at.is_none() && average {
@@ -179,17 +173,28 @@ impl Share {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::{PlacementSpec, parse_placements};
+    use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
 
     fn resolve(list: &str) -> Vec<Placement> {
         parse_placements(list).unwrap().into_iter().map(|spec: PlacementSpec| spec.resolve(2).unwrap()).collect()
     }
 
-    /// The share of a rank, as `summands /divisor within`.
-    fn share(mesh: &[u64], source: &str, target: &str, same: bool, at: &[u64]) -> Result<String, String> {
-        let (source, target) = (resolve(source), resolve(target));
-        let of = |placements| Summed { mesh_shape: mesh, placements, splits: &[] };
-        let share = Share::of(&[4, 4], Some(of(&source)), of(&target), same, at).map_err(|error| error.to_string())?;
+    /// On which mesh the source lies.
+    #[derive(PartialEq)]
+    enum Lies {
+        Here,
+        Elsewhere,
+    }
+
+    /// The share of a rank on a mesh of 2x2, as `summands /divisor within`.
+    fn share(source: &str, target: &str, lies: Lies, at: &[u64]) -> Result<String, String> {
+        let mesh = |ranks: [u32; 4]| DeviceMesh::new([2, 2].as_slice(), ranks.map(Rank).to_vec(), None).unwrap();
+        let (here, there) = (mesh([0, 1, 2, 3]), mesh([3, 2, 1, 0]));
+        let (from, to): (Shared, Shared) = (resolve(source).into(), resolve(target).into());
+        let source_mesh = if lies == Lies::Here { &here } else { &there };
+        let source = OnMesh { mesh: source_mesh, shared: &from };
+        let share = Share::of(&[4, 4], Some(source), OnMesh { mesh: &here, shared: &to }, at);
+        let share = share.map_err(|error| error.to_string())?;
         let within = share.within.map_or(String::new(), |tile| format!(" {tile}"));
         Ok(format!("{:?} /{}{within}", share.summands, share.divisor))
     }
@@ -207,31 +212,29 @@ mod tests {
 
     #[test]
     fn summands_are_reduced_kept_or_made() {
-        let mesh = [2, 2];
-        assert_eq!(share(&mesh, "P(sum),R", "R,R", true, &[1, 0]), Ok("[0, 1] /1".into()));
-        assert_eq!(share(&mesh, "P(avg),P(sum)", "R,S(0)", true, &[1, 0]), Ok("[0, 1, 2, 3] /2".into()));
-        assert_eq!(share(&mesh, "P(sum),S(0)", "P(sum),S(1)", true, &[1, 0]), Ok("[1] /1".into()));
-        assert_eq!(share(&mesh, "P(avg),P(avg)", "P(avg),R", true, &[1, 0]), Ok("[2, 3] /2".into()));
-        assert_eq!(share(&mesh, "R,P(avg)", "R,P(avg)", true, &[0, 1]), Ok("[1] /1".into()));
-        assert_eq!(share(&mesh, "R,R", "P(sum),P(sum)", true, &[0, 1]), Ok("[0] /4".into()));
-        assert_eq!(share(&mesh, "R,R", "P(max),R", true, &[0, 1]), Ok("[0] /1".into()));
-        assert_eq!(share(&mesh, "S(0),R", "P(sum),R", true, &[1, 1]), Ok("[0] /1 [2:4, 0:4]".into()));
-        assert_eq!(share(&mesh, "S(0),R", "P(max),R", true, &[1, 1]), Ok("[0] /1".into()));
-        assert_eq!(share(&mesh, "R,P(max)", "P(sum),R", true, &[1, 0]), Ok("[0, 1] /2".into()));
-        assert_eq!(share(&mesh, "P(max),S(0)", "R,P(sum)", true, &[0, 1]), Ok("[0, 1] /1 [2:4, 0:4]".into()));
+        assert_eq!(share("P(sum),R", "R,R", Lies::Here, &[1, 0]), Ok("[0, 1] /1".into()));
+        assert_eq!(share("P(avg),P(sum)", "R,S(0)", Lies::Here, &[1, 0]), Ok("[0, 1, 2, 3] /2".into()));
+        assert_eq!(share("P(sum),S(0)", "P(sum),S(1)", Lies::Here, &[1, 0]), Ok("[1] /1".into()));
+        assert_eq!(share("P(avg),P(avg)", "P(avg),R", Lies::Here, &[1, 0]), Ok("[2, 3] /2".into()));
+        assert_eq!(share("R,P(avg)", "R,P(avg)", Lies::Here, &[0, 1]), Ok("[1] /1".into()));
+        assert_eq!(share("R,R", "P(sum),P(sum)", Lies::Here, &[0, 1]), Ok("[0] /4".into()));
+        assert_eq!(share("R,R", "P(max),R", Lies::Here, &[0, 1]), Ok("[0] /1".into()));
+        assert_eq!(share("S(0),R", "P(sum),R", Lies::Here, &[1, 1]), Ok("[0] /1 [2:4, 0:4]".into()));
+        assert_eq!(share("S(0),R", "P(max),R", Lies::Here, &[1, 1]), Ok("[0] /1".into()));
+        assert_eq!(share("R,P(max)", "P(sum),R", Lies::Here, &[1, 0]), Ok("[0, 1] /2".into()));
+        assert_eq!(share("P(max),S(0)", "R,P(sum)", Lies::Here, &[0, 1]), Ok("[0, 1] /1 [2:4, 0:4]".into()));
         // Elsewhere a coordinate means another rank.
-        assert_eq!(share(&mesh, "P(sum),R", "P(sum),R", false, &[1, 1]), Ok("[0, 1] /2".into()));
-        assert_eq!(share(&mesh, "S(0),R", "P(sum),R", false, &[1, 1]), Ok("[0] /2".into()));
+        assert_eq!(share("P(sum),R", "P(sum),R", Lies::Elsewhere, &[1, 1]), Ok("[0, 1] /2".into()));
+        assert_eq!(share("S(0),R", "P(sum),R", Lies::Elsewhere, &[1, 1]), Ok("[0] /2".into()));
     }
 
     #[test]
     fn what_has_no_definition_is_refused() {
-        let mesh = [2, 2];
-        assert!(share(&mesh, "P(sum),R", "P(max),R", true, &[0, 0]).unwrap_err().contains("P(sum)"));
-        assert!(share(&mesh, "R,P(max)", "P(sum),R", false, &[0, 0]).is_err());
-        assert!(share(&mesh, "R,R", "P(product),R", true, &[0, 0]).unwrap_err().contains("P(product)"));
-        assert!(share(&mesh, "R,R", "P(sum),P(max)", true, &[0, 0]).is_err());
-        assert!(share(&mesh, "P(sum),P(min)", "R,R", true, &[0, 0]).is_err());
-        assert_eq!(share(&mesh, "P(product),R", "P(product),R", true, &[1, 0]), Ok("[1] /1".into()));
+        assert!(share("P(sum),R", "P(max),R", Lies::Here, &[0, 0]).unwrap_err().contains("P(sum)"));
+        assert!(share("R,P(max)", "P(sum),R", Lies::Elsewhere, &[0, 0]).is_err());
+        assert!(share("R,R", "P(product),R", Lies::Here, &[0, 0]).unwrap_err().contains("P(product)"));
+        assert!(share("R,R", "P(sum),P(max)", Lies::Here, &[0, 0]).is_err());
+        assert!(share("P(sum),P(min)", "R,R", Lies::Here, &[0, 0]).is_err());
+        assert_eq!(share("P(product),R", "P(product),R", Lies::Here, &[1, 0]), Ok("[1] /1".into()));
     }
 }

@@ -5,8 +5,7 @@
 
 use super::parallelize::Plan;
 use super::{
-    DeviceMesh, Dims, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Rank, Split, Tile, comma_list,
-    local_part,
+    DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Rank, Split, Tile, comma_list, local_part,
 };
 
 /// What somebody says of some tensors.
@@ -106,9 +105,9 @@ pub struct Layout {
     pub plan: Option<Plan>,
 }
 
-/// The layout a tensor has in the source.
+/// How a tensor lies, and on which mesh.
 #[derive(Clone, Copy, Debug)]
-pub struct SourceLayout<'a> {
+pub struct OnMesh<'a> {
     pub mesh: &'a DeviceMesh,
     pub shared: &'a Shared,
 }
@@ -141,7 +140,7 @@ impl Shared {
     ///
     /// # Errors
     /// As [`local_part`].
-    pub fn part(&self, shape: &[u64], mesh: &DeviceMesh, coordinate: &Dims) -> Result<Tile, LayoutError> {
+    pub fn part(&self, shape: &[u64], mesh: &DeviceMesh, coordinate: &[u64]) -> Result<Tile, LayoutError> {
         local_part(shape, mesh.shape(), &self.placements, &self.splits, coordinate)
     }
 }
@@ -195,7 +194,7 @@ impl Layout {
 
     /// How a tensor of so many dims lies that nothing more particular is said of.
     #[must_use]
-    pub fn fitted(&self, ndim: usize, source: Option<SourceLayout<'_>>) -> Fitted {
+    pub fn fitted(&self, ndim: usize, source: Option<OnMesh<'_>>) -> Fitted {
         match &self.fallback {
             Fallback::Placements(specs) => {
                 let resolved: Vec<Option<Placement>> = specs.iter().map(|spec| spec.resolve(ndim)).collect();
@@ -232,7 +231,7 @@ impl Layout {
 
     /// The source's placements on the mesh dims of the same names, Replicate on the others.
     #[must_use]
-    pub fn as_in(&self, source: SourceLayout<'_>) -> Shared {
+    pub fn as_in(&self, source: OnMesh<'_>) -> Shared {
         let Shared { placements: own, splits: own_splits, .. } = source.shared;
         let said = self.split.as_ref().map(|_| self.splits());
         if (source.mesh.shape(), source.mesh.names()) == (self.mesh.shape(), self.mesh.names()) {
@@ -273,7 +272,7 @@ impl Layout {
     /// On the dims of the slice that the tensor is on in the source (norms under FSDP over TP), where it is replicated
     /// on the others and nothing else is said.
     #[must_use]
-    pub fn sliced(&self, shared: Shared, source: SourceLayout<'_>) -> Shared {
+    pub fn sliced(&self, shared: Shared, source: OnMesh<'_>) -> Shared {
         let slice = || {
             let names = source.mesh.names()?;
             let dims = source.shared.slice.as_ref()?.iter().map(|dim| self.mesh.dim_by_name(&names[dim.0]));
@@ -357,7 +356,7 @@ mod tests {
         let source_mesh = DeviceMesh::parse("dp=2,tp=4").unwrap();
         let dim = TensorDim(0);
         let shared = vec![Placement::StridedShard { dim, split_factor: 4 }, Placement::Shard(dim)].into();
-        let source = Some(SourceLayout { mesh: &source_mesh, shared: &shared });
+        let source = Some(OnMesh { mesh: &source_mesh, shared: &shared });
         let of_source = |mesh, source| text(&layout(mesh, &[], "source").fitted(2, source).shared);
         assert_eq!(of_source("tp=2,dp=8", source), "S(0),S(0)");
         assert_eq!(of_source("dp=8,tp=2", source), "_S(0,2),S(0)");
@@ -371,7 +370,7 @@ mod tests {
         let mesh = |ranks: [u32; 4]| DeviceMesh::new(dims(), ranks.map(Rank).to_vec(), None).unwrap();
         let target = Layout::new(mesh([0, 2, 1, 3]), vec![], Fallback::Source, None).unwrap();
         let shared = vec![Placement::Shard(TensorDim(1)), Placement::Replicate].into();
-        let source = SourceLayout { mesh: &mesh([0, 1, 2, 3]), shared: &shared };
+        let source = OnMesh { mesh: &mesh([0, 1, 2, 3]), shared: &shared };
         assert_eq!(target.as_in(source), shared);
     }
 

@@ -13,7 +13,7 @@ use super::class::usual_class;
 use super::like::{Like, is_whole_anyway};
 use super::plan::Planned;
 use super::sharded::rows;
-use super::subject::{Subject, Subjects, source_layout};
+use super::subject::{Subject, Subjects};
 use super::tally::Tally;
 use crate::catalog::{Catalog, Class, Path, TensorEntry};
 use crate::error::{Error, Result};
@@ -217,7 +217,7 @@ impl<'a> Chooser<'a> {
             _ if found.class == Class::ShardedTensor => rows(&self.layout.mesh).into(),
             None => return Ok(Some(Choice::Plain)),
             Some(sharding) => {
-                let source = source_layout(like.catalog, sharding);
+                let source = like.catalog.on_mesh(sharding);
                 self.layout.sliced(self.layout.as_in(source), source)
             }
         };

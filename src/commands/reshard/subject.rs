@@ -10,7 +10,7 @@ use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::wrappers::with_clean;
 use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, path};
 use crate::layout::parallelize::Kind;
-use crate::layout::rules::SourceLayout;
+use crate::layout::rules::OnMesh;
 use crate::select::Wrappers;
 
 /// The tensors of a checkpoint.
@@ -89,12 +89,12 @@ impl<'a> Subjects<'a> {
     }
 
     /// How it, or the parameter that it follows, lies.
-    pub fn source<'t>(&self, subject: &Subject<'t>) -> Option<SourceLayout<'t>>
+    pub fn source<'t>(&self, subject: &Subject<'t>) -> Option<OnMesh<'t>>
     where
         'a: 't,
     {
         let catalog: &'a Catalog = self.catalog;
-        subject.sharding().map(|sharding| source_layout(catalog, sharding))
+        subject.sharding().map(|sharding| catalog.on_mesh(sharding))
     }
 
     /// Whether it is trained, or state of what is.
@@ -139,9 +139,4 @@ impl<'a> Subject<'a> {
     pub fn is_nameless(&self) -> bool {
         self.owner.as_ref().is_some_and(|owner| owner.name.is_none())
     }
-}
-
-/// How a tensor of this catalog lies.
-pub fn source_layout<'c>(catalog: &'c Catalog, sharding: &'c Sharding) -> SourceLayout<'c> {
-    SourceLayout { mesh: catalog.mesh(sharding), shared: &sharding.shared }
 }
