@@ -75,6 +75,24 @@ pub enum Error {
 
 const PLACEMENTS_HINT: &str =
     "a mesh is named dims (--mesh dp=4,tp=2), a layout one placement a mesh dim (--placements 'S(0),R')";
+/// What is wrong where in a document, before anybody says in which.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wrong {
+    pub at: String,
+    pub expected: String,
+    pub found: String,
+}
+
+impl Wrong {
+    pub fn new(at: impl Into<String>, expected: impl Into<String>, found: impl Into<String>) -> Self {
+        Self { at: at.into(), expected: expected.into(), found: found.into() }
+    }
+
+    #[must_use]
+    pub fn within(self, path: &Path) -> Error {
+        Error::malformed(path, self.at, self.expected, self.found)
+    }
+}
 
 impl Error {
     pub fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {

@@ -97,7 +97,7 @@ fn check(case: &str, mesh: &DeviceMesh, list: &str, release: Release) {
         assert_eq!((&found.fqn, found.dtype, &found.shape), (&expected.fqn, expected.dtype, &expected.shape));
         let list = expected.sharding.as_ref().map(|_| placements(list, expected));
         assert_eq!(found.sharding.as_ref().map(|sharding| written.catalog.mesh(sharding)), list.as_ref().map(|_| mesh));
-        assert_eq!(found.sharding.as_ref().map(|sharding| &sharding.placements), list.as_ref(), "{name}");
+        assert_eq!(found.sharding.as_ref().map(|sharding| &sharding.shared.placements), list.as_ref(), "{name}");
         let holders = if list.is_some() { mesh.world_size() } else { mesh.job_size() as usize };
         assert_eq!(found.chunks.len(), holders, "{name}");
         for index in 0..found.chunks.len() {
@@ -263,7 +263,7 @@ fn a_slice_of_a_mesh_is_read_and_written() {
         let is_norm = |entry: &&TensorEntry| entry.fqn.as_str().ends_with("norm.weight");
         catalog.tensors.iter().find(is_norm).expect("a norm").sharding.clone().expect("a DTensor")
     };
-    assert_eq!(norm(&source.catalog).slice, Some(vec![MeshDim(0)]));
+    assert_eq!(norm(&source.catalog).shared.slice, Some(vec![MeshDim(0)]));
     let state = source.catalog.state.clone();
     for (release, slice) in
         [(Release::V2_13, Some(vec![MeshDim(0)])), (Release::V2_10, Some(vec![MeshDim(0)])), (Release::V2_5, None)]
@@ -278,8 +278,8 @@ fn a_slice_of_a_mesh_is_read_and_written() {
                 Ok(match &entry.sharding {
                     None => RankLayout::Plain,
                     Some(own) => RankLayout::Distributed {
-                        placements: placements(if own.slice.is_some() { "S(0),R" } else { "S(0),S(1)" }, entry),
-                        slice: own.slice.clone(),
+                        placements: placements(if own.shared.slice.is_some() { "S(0),R" } else { "S(0),S(1)" }, entry),
+                        slice: own.shared.slice.clone(),
                     },
                 })
             },
@@ -289,6 +289,6 @@ fn a_slice_of_a_mesh_is_read_and_written() {
         copy::copy(input(&source), &reservation, folder.path(), &OPTIONS, &Silent, &Stop::default()).unwrap();
         let written = Checkpoint::open(folder.path(), &ReadOptions::default()).unwrap();
         let found = norm(&written.catalog);
-        assert_eq!((found.slice, found.placements.len()), (slice, 2), "{release:?}");
+        assert_eq!((found.shared.slice, found.shared.placements.len()), (slice, 2), "{release:?}");
     }
 }

@@ -10,6 +10,7 @@ use std::collections::HashSet;
 
 use super::modules::is_within;
 use super::{Dtype, Fqn, checked_len_bytes};
+use crate::error::Wrong;
 use crate::layout::Dims;
 use crate::layout::flat::{FlatParameter, StorageOrder};
 
@@ -162,21 +163,6 @@ impl FlatLayout {
             }
         }
         Ok(())
-    }
-}
-
-/// What is wrong with a flat layout.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wrong {
-    /// A unit, or a field of the layout.
-    pub at: String,
-    pub expected: String,
-    pub found: String,
-}
-
-impl Wrong {
-    fn new(at: impl Into<String>, expected: &str, found: impl Into<String>) -> Self {
-        Self { at: at.into(), expected: expected.to_owned(), found: found.into() }
     }
 }
 

@@ -15,6 +15,7 @@ pub mod path;
 mod reserved;
 mod validate;
 pub mod value;
+pub mod wrappers;
 
 use std::fmt;
 
@@ -27,8 +28,8 @@ pub use value::{Dict, DictKind, Holding, TensorId, Value};
 
 use crate::error::Error;
 use crate::layout::partial::Reduction;
-use crate::layout::rules::Shared;
-use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Region, Split, Tile};
+use crate::layout::rules::{OnMesh, Shared};
+use crate::layout::{DeviceMesh, Dims, Region, Tile, comma_list};
 use crate::storage::{FileId, Stretch};
 
 /// A fully qualified name: the path of a tensor or object in its state dict, joined with dots.
@@ -59,35 +60,19 @@ impl fmt::Display for Fqn {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MeshId(pub u32);
 
-/// How the ranks of a mesh share a tensor: one placement a mesh dim.
+/// How the ranks of a mesh of a catalog share a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sharding {
     /// The root, where the tensor lies on a slice of one.
     pub mesh: MeshId,
-    /// Replicate on the dims that are not in the slice.
-    pub placements: Vec<Placement>,
-    /// How each mesh dim cuts; none where all do as DTensors.
-    pub splits: Vec<Split>,
-    /// The dims of the tensor's own mesh, where that is a slice.
-    pub slice: Option<Vec<MeshDim>>,
+    pub shared: Shared,
 }
 
 impl Sharding {
-    #[must_use]
-    pub fn is_partial(&self) -> bool {
-        self.placements.iter().any(|placement| matches!(placement, Placement::Partial(_)))
-    }
-
-    /// What of it does not depend on this catalog.
-    #[must_use]
-    pub fn shared(&self) -> Shared {
-        Shared { placements: self.placements.clone(), splits: self.splits.clone(), slice: self.slice.clone() }
-    }
-
     /// `S(0),R`
     #[must_use]
     pub fn display_placements(&self) -> String {
-        self.placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+        comma_list(&self.shared.placements)
     }
 }
 
@@ -148,6 +133,12 @@ impl TensorEntry {
         let mut entry = Self::new(fqn, dtype, shape);
         entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
         entry
+    }
+
+    /// Whether ranks are known to share it; else each that has it has all of it, or the format does not say (DCP).
+    #[must_use]
+    pub fn is_shared(&self) -> bool {
+        self.class != Class::Tensor || self.sharding.is_some()
     }
 
     /// Elements of the whole tensor; readers refuse shapes whose byte size overflows.
@@ -237,6 +228,12 @@ impl Catalog {
     #[must_use]
     pub fn mesh(&self, sharding: &Sharding) -> &DeviceMesh {
         &self.meshes[sharding.mesh.0 as usize]
+    }
+
+    /// How a tensor of this sharding lies.
+    #[must_use]
+    pub fn on_mesh<'a>(&'a self, sharding: &'a Sharding) -> OnMesh<'a> {
+        OnMesh { mesh: self.mesh(sharding), shared: &sharding.shared }
     }
 
     /// An error for each object of which ranks hold different values without being meant to.

@@ -4,7 +4,7 @@
 //!
 //! Source: `Module.state_dict` in `torch/nn/modules/module.py`.
 
-use super::path::clean_name;
+use super::wrappers::clean_name;
 use super::{Dict, Value};
 
 /// Under which a state dict, among its attributes, has the versions of modules by their paths.

@@ -12,19 +12,6 @@ use indexmap::IndexMap;
 use super::{Dict, Fqn, TensorId, Value};
 use crate::layout::Rank;
 
-/// What FSDP1 calls the module within its wrapper.
-pub const FSDP_WRAPPED: &str = "_fsdp_wrapped_module";
-
-/// Components that wrapper modules put into names: FSDP1, `torch.compile` and activation checkpointing.
-pub const WRAPPERS: [&str; 3] = [FSDP_WRAPPED, "_orig_mod", "_checkpoint_wrapped_module"];
-
-/// A name of a module, or `model.layers.` with its last dot, without wrappers.
-#[must_use]
-pub fn clean_name(name: &str) -> String {
-    let parts: Vec<&str> = name.split('.').filter(|part| !WRAPPERS.contains(part)).collect();
-    parts.join(".")
-}
-
 /// One step of a path.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Key {

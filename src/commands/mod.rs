@@ -33,7 +33,6 @@ use crate::cli::{Cli, Command, SourceArgs};
 use crate::error::{Error, Result};
 use crate::exec::{DEFAULT_STRIP_BYTES, Input, Options, SCRATCH_BYTES};
 use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
-use crate::nearest::nearest;
 use crate::storage::{BOUNCE_BYTES, IoMode};
 
 /// How a verb ended, where it ended.

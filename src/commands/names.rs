@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 
-use crate::catalog::path::clean_name;
+use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Key, Path, TensorId, Value, model, path};
 use crate::nearest;
 use crate::select::Wrappers;

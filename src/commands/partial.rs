@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use crate::catalog::{Catalog, Reservation, Reserved};
 use crate::error::{Error, Result};
-use crate::layout::partial::{Share, Summed};
-use crate::layout::rules::Shared;
-use crate::layout::{DeviceMesh, Dims, LayoutError, Placement};
+use crate::layout::partial::Share;
+use crate::layout::rules::{OnMesh, Shared};
+use crate::layout::{DeviceMesh, Dims, LayoutError, comma_list};
 use crate::quantity::count;
 
 /// Say of every tensor that ranks of the target hold as summands which of the source's each gets. All others get values.
@@ -16,7 +16,7 @@ use crate::quantity::count;
 /// `Unsupported` where there is no way from one to the other.
 pub fn share(source: &Catalog, mesh: &DeviceMesh, reservation: &mut Reservation) -> Result<()> {
     for tensor in &mut reservation.tensors {
-        let Some(shared) = tensor.shared.as_ref().filter(|shared| is_partial(&shared.placements)) else { continue };
+        let Some(shared) = tensor.shared.as_ref().filter(|shared| shared.is_partial()) else { continue };
         tensor.shares = shares(source, mesh, tensor, shared).map_err(|error| {
             let hint = match error {
                 LayoutError::NoSummands { .. } => "P(sum), P(avg), P(max) and P(min) can be made of a value",
@@ -28,10 +28,6 @@ pub fn share(source: &Catalog, mesh: &DeviceMesh, reservation: &mut Reservation)
     Ok(())
 }
 
-fn is_partial(placements: &[Placement]) -> bool {
-    placements.iter().any(|placement| matches!(placement, Placement::Partial(_)))
-}
-
 /// One a chunk; those that are equal are kept once.
 fn shares(
     source: &Catalog,
@@ -40,18 +36,13 @@ fn shares(
     shared: &Shared,
 ) -> Result<Vec<Arc<Share>>, LayoutError> {
     let entry = source.tensor(tensor.source);
-    let (mut from, mut same_mesh) = (None, false);
-    if let Some(sharding) = &entry.sharding {
-        let own = source.mesh(sharding);
-        same_mesh = own == mesh;
-        from = Some(Summed { mesh_shape: own.shape(), placements: &sharding.placements, splits: &sharding.splits });
-    }
-    let to = Summed { mesh_shape: mesh.shape(), placements: &shared.placements, splits: &shared.splits };
+    let from = entry.sharding.as_ref().map(|sharding| source.on_mesh(sharding));
+    let to = OnMesh { mesh, shared };
     let mut known: HashMap<Share, Arc<Share>> = HashMap::new();
     let each = (0..tensor.entry.chunks.len()).map(|chunk| {
         let rank = tensor.entry.chunks.rank(chunk).expect("chunks of rank files have ranks");
         let at: Dims = mesh.coordinate(rank).expect("they are ranks of the mesh");
-        let share = Share::of(&entry.shape, from, to, same_mesh, &at)?;
+        let share = Share::of(&entry.shape, from, to, &at)?;
         Ok(known.entry(share.clone()).or_insert_with(|| Arc::new(share)).clone())
     });
     each.collect()
@@ -67,8 +58,8 @@ pub fn note(source: &Catalog, reservation: &Reservation) -> Option<String> {
         if entry.summands.is_none() || !tensor.shares.is_empty() && !several() {
             continue;
         }
-        let partial = sharding.placements.iter().filter(|placement| matches!(placement, Placement::Partial(_)));
-        let ops = partial.map(ToString::to_string).collect::<Vec<_>>().join(",");
+        let partial = sharding.shared.placements.iter().copied().filter(|placement| placement.is_partial());
+        let ops = comma_list(&partial.collect::<Vec<_>>());
         *reduced.entry(ops).or_default() += 1;
     }
     let total: usize = reduced.values().sum();

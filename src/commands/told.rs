@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::format::told::Reduce;
 use crate::format::{Told, layout_file};
 use crate::layout::file::LayoutFile;
-use crate::layout::{DeviceMesh, PlacementSpec, Rank, ReduceOp, Split};
+use crate::layout::{DeviceMesh, PlacementSpec, Rank, ReduceOp, Split, comma_list};
 
 /// `None` where nothing is said.
 ///
@@ -48,7 +48,7 @@ pub fn told(args: &ToldArgs, keep_names: bool) -> Result<Option<Told>> {
 
 /// `--src-placements S(0),R`
 fn said(by: &str, list: &[PlacementSpec]) -> String {
-    format!("{by} {}", list.iter().map(ToString::to_string).collect::<Vec<_>>().join(","))
+    format!("{by} {}", comma_list(list))
 }
 
 fn file(path: &Path, split: Option<Split>) -> Result<LayoutFile> {
@@ -81,7 +81,7 @@ fn mesh(args: &ToldArgs) -> Result<Option<DeviceMesh>> {
         ));
     };
     let ranks = args.src_mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
-    Ok(Some(DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec))?))
+    Ok(Some(mesh.with_ranks(ranks)?))
 }
 
 /// `dp,cp=avg`

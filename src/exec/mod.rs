@@ -12,6 +12,7 @@ pub mod gather;
 mod output;
 mod passing;
 mod reduce;
+mod runs;
 pub mod staging;
 mod stop;
 mod strips;

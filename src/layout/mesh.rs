@@ -120,6 +120,14 @@ impl DeviceMesh {
         meshes.iter().max_by_key(|mesh| (mesh.world_size(), mesh.ndim())).filter(is_root)
     }
 
+    /// The same dims with these ranks in its cells, in row-major order.
+    ///
+    /// # Errors
+    /// As [`DeviceMesh::new`].
+    pub fn with_ranks(&self, ranks: Vec<Rank>) -> Result<Self, LayoutError> {
+        Self::new(self.shape.as_slice(), ranks, self.names.clone())
+    }
+
     #[must_use]
     pub fn shape(&self) -> &[u64] {
         &self.shape
@@ -281,7 +289,7 @@ mod tests {
     fn the_root_is_the_mesh_that_all_others_are_slices_of() {
         let mesh = |spec: &str, ranks: &[u32]| {
             let mesh = DeviceMesh::parse(spec).unwrap();
-            DeviceMesh::new(mesh.shape(), self::ranks(ranks), mesh.names().map(<[_]>::to_vec)).unwrap()
+            mesh.with_ranks(self::ranks(ranks)).unwrap()
         };
         let (whole, first, second) = (mesh("dp=2,tp=2", &[0, 1, 2, 3]), mesh("dp=2", &[0, 2]), mesh("dp=2", &[1, 3]));
         assert_eq!(DeviceMesh::root_of(&[first.clone(), whole.clone(), second.clone()]), Some(&whole));

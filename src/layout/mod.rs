@@ -50,7 +50,7 @@ pub use error::LayoutError;
 pub use intervals::{Intervals, Segment};
 pub use mesh::DeviceMesh;
 pub use pattern::Pattern;
-pub use placement::{Placement, PlacementSpec, ReduceOp, parse_placements};
+pub use placement::{Placement, PlacementSpec, ReduceOp, comma_list, parse_placements};
 pub use region::Region;
 pub use shard::{chunk, from_shard_order, local_part, local_shard};
 pub use split::Split;

@@ -21,10 +21,10 @@
 
 use std::collections::BTreeMap;
 
+use super::rules::OnMesh;
 use super::shard::MAX_INTERVALS;
 use super::{
-    AsTuple, Dims, Intervals, LayoutError, Placement, ReduceOp, Split, TensorDim, Tile, local_part, numel, ravel,
-    unravel,
+    AsTuple, Dims, Intervals, LayoutError, Placement, ReduceOp, TensorDim, Tile, local_part, numel, ravel, unravel,
 };
 
 /// How summands become the value.
@@ -81,39 +81,32 @@ impl Reduction {
 /// The number of the summand that the rank at a coordinate holds; 0 where nothing is Partial.
 #[must_use]
 pub fn summand(mesh_shape: &[u64], placements: &[Placement], coordinate: &[u64]) -> u64 {
-    let is_partial = |dim: &usize| matches!(placements[*dim], Placement::Partial(_));
+    let is_partial = |dim: &usize| placements[*dim].is_partial();
     let dims: Vec<usize> = (0..placements.len()).filter(is_partial).collect();
     let pick = |of: &[u64]| -> Dims { dims.iter().map(|&dim| of[dim]).collect() };
     ravel(&pick(coordinate), &pick(mesh_shape))
 }
 
-/// A layout as far as summands go.
-#[derive(Clone, Copy, Debug)]
-pub struct Summed<'a> {
-    pub mesh_shape: &'a [u64],
-    pub placements: &'a [Placement],
-    pub splits: &'a [Split],
-}
-
-impl Summed<'_> {
+impl OnMesh<'_> {
     /// What the ranks hold together that have `coordinate` on the mesh dims that `stay`, all of which shard.
     fn held_along(&self, shape: &[u64], stay: &[bool], coordinate: &[u64]) -> Result<Tile, LayoutError> {
-        let mut placements = self.placements.to_vec();
+        let own = &self.shared.placements;
+        let mut placements = own.clone();
         // Other mesh dims matter only where they cut before; else their parts are all there is.
         let cuts_before = |dim: &usize| {
-            let sharded = self.placements[*dim].sharded_dim();
+            let sharded = own[*dim].sharded_dim();
             let later = (dim + 1..stay.len()).filter(|later| stay[*later]);
-            sharded.is_some() && later.into_iter().any(|later| self.placements[later].sharded_dim() == sharded)
+            sharded.is_some() && later.into_iter().any(|later| own[later].sharded_dim() == sharded)
         };
         let (before, others): (Vec<usize>, Vec<usize>) =
             (0..stay.len()).filter(|dim| !stay[*dim]).partition(cuts_before);
         others.iter().for_each(|dim| placements[*dim] = Placement::Replicate);
-        let sizes: Dims = before.iter().map(|dim| self.mesh_shape[*dim]).collect();
+        let sizes: Dims = before.iter().map(|dim| self.mesh.shape()[*dim]).collect();
         let mut at: Dims = coordinate.into();
         let mut held: Vec<BTreeMap<u64, u64>> = vec![BTreeMap::new(); shape.len()];
         for cell in 0..numel(&sizes).expect("a mesh has fewer than 2^64 ranks") {
             before.iter().zip(unravel(cell, &sizes)).for_each(|(dim, position)| at[*dim] = position);
-            let tile = local_part(shape, self.mesh_shape, &placements, self.splits, &at)?;
+            let tile = local_part(shape, self.mesh.shape(), &placements, &self.shared.splits, &at)?;
             if before.is_empty() {
                 return Ok(tile);
             }
@@ -147,32 +140,34 @@ pub struct Share {
 
 impl Share {
     /// The part that falls to the rank at `coordinate` of the target. `source` is `None` where nothing is known of how
-    /// the value lay, and `same_mesh` whether a coordinate there and here means the same rank.
+    /// the value lay.
     ///
     /// # Errors
     /// `PartialToPartial`, `NoSummands`, `MixedReduction` for what has no definition, and as [`local_part`].
     pub fn of(
         shape: &[u64],
-        source: Option<Summed<'_>>,
-        target: Summed<'_>,
-        same_mesh: bool,
+        source: Option<OnMesh<'_>>,
+        target: OnMesh<'_>,
         coordinate: &[u64],
     ) -> Result<Self, LayoutError> {
-        Reduction::of(target.mesh_shape, target.placements)?;
+        let (mesh, placements) = (target.mesh, &target.shared.placements);
+        Reduction::of(mesh.shape(), placements)?;
         let reduction = match source {
-            Some(source) => Reduction::of(source.mesh_shape, source.placements)?,
+            Some(source) => Reduction::of(source.mesh.shape(), &source.shared.placements)?,
             None => None,
         };
+        // There a coordinate means the same rank as here.
+        let same = source.filter(|source| source.mesh == mesh).map(|source| source.shared);
         let mut kept: Vec<Option<u64>> = vec![None; reduction.as_ref().map_or(0, |reduction| reduction.dims.len())];
         let mut divisor: u64 = 1;
-        let mut stays = vec![false; target.placements.len()];
-        for (dim, &placement) in target.placements.iter().enumerate() {
+        let mut stays = vec![false; placements.len()];
+        for (dim, &placement) in placements.iter().enumerate() {
             let Placement::Partial(to) = placement else { continue };
-            let from = source.filter(|_| same_mesh).map(|source| source.placements[dim]);
+            let from = same.map(|same| same.placements[dim]);
             match from {
                 Some(Placement::Partial(from)) if from == to => {
-                    let before = source.expect("it has this dim").placements[..dim].iter();
-                    kept[before.filter(|other| matches!(other, Placement::Partial(_))).count()] = Some(coordinate[dim]);
+                    let before = same.expect("it has this dim").placements[..dim].iter();
+                    kept[before.filter(|other| other.is_partial()).count()] = Some(coordinate[dim]);
                     continue;
                 }
                 Some(Placement::Shard(_) | Placement::StridedShard { .. }) if to == ReduceOp::Sum => {
@@ -182,7 +177,8 @@ impl Share {
                 _ => {}
             }
             // On the same mesh each dim is a matter of its own; elsewhere none is the other's.
-            let facing = from.as_ref().map_or(source.map_or(&[][..], |source| source.placements), std::slice::from_ref);
+            let facing =
+                from.as_ref().map_or(source.map_or(&[][..], |source| &source.shared.placements), std::slice::from_ref);
             let other = facing.iter().find_map(|placement| match placement {
                 Placement::Partial(from) if *from != to => Some(*from),
                 _ => None,
@@ -191,7 +187,7 @@ impl Share {
                 return Err(LayoutError::PartialToPartial { from, to });
             }
             match to {
-                ReduceOp::Sum => divisor = divisor.saturating_mul(target.mesh_shape[dim]),
+                ReduceOp::Sum => divisor = divisor.saturating_mul(mesh.shape()[dim]),
                 ReduceOp::Avg | ReduceOp::Max | ReduceOp::Min => {}
                 ReduceOp::Product | ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => {
                     return Err(LayoutError::NoSummands { op: to });
@@ -219,18 +215,31 @@ impl Share {
 
 #[cfg(test)]
 mod tests {
+
     use super::*;
-    use crate::layout::{PlacementSpec, parse_placements};
+    use crate::layout::rules::Shared;
+    use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
 
     fn resolve(list: &str) -> Vec<Placement> {
         parse_placements(list).unwrap().into_iter().map(|spec: PlacementSpec| spec.resolve(2).unwrap()).collect()
     }
 
-    /// The share of a rank, as `summands /divisor within`.
-    fn share(mesh: &[u64], source: &str, target: &str, same: bool, at: &[u64]) -> Result<String, String> {
-        let (source, target) = (resolve(source), resolve(target));
-        let of = |placements| Summed { mesh_shape: mesh, placements, splits: &[] };
-        let share = Share::of(&[4, 4], Some(of(&source)), of(&target), same, at).map_err(|error| error.to_string())?;
+    /// On which mesh the source lies.
+    #[derive(PartialEq)]
+    enum Lies {
+        Here,
+        Elsewhere,
+    }
+
+    /// The share of a rank on a mesh of 2x2, as `summands /divisor within`.
+    fn share(source: &str, target: &str, lies: Lies, at: &[u64]) -> Result<String, String> {
+        let mesh = |ranks: [u32; 4]| DeviceMesh::new([2, 2].as_slice(), ranks.map(Rank).to_vec(), None).unwrap();
+        let (here, there) = (mesh([0, 1, 2, 3]), mesh([3, 2, 1, 0]));
+        let (from, to): (Shared, Shared) = (resolve(source).into(), resolve(target).into());
+        let source_mesh = if lies == Lies::Here { &here } else { &there };
+        let source = OnMesh { mesh: source_mesh, shared: &from };
+        let share = Share::of(&[4, 4], Some(source), OnMesh { mesh: &here, shared: &to }, at);
+        let share = share.map_err(|error| error.to_string())?;
         let within = share.within.map_or(String::new(), |tile| format!(" {tile}"));
         Ok(format!("{:?} /{}{within}", share.summands, share.divisor))
     }
@@ -248,35 +257,33 @@ mod tests {
 
     #[test]
     fn summands_are_reduced_kept_or_made() {
-        let mesh = [2, 2];
-        assert_eq!(share(&mesh, "P(sum),R", "R,R", true, &[1, 0]), Ok("[0, 1] /1".into()));
-        assert_eq!(share(&mesh, "P(avg),P(sum)", "R,S(0)", true, &[1, 0]), Ok("[0, 1, 2, 3] /2".into()));
-        assert_eq!(share(&mesh, "P(sum),S(0)", "P(sum),S(1)", true, &[1, 0]), Ok("[1] /1".into()));
-        assert_eq!(share(&mesh, "P(avg),P(avg)", "P(avg),R", true, &[1, 0]), Ok("[2, 3] /2".into()));
-        assert_eq!(share(&mesh, "R,P(avg)", "R,P(avg)", true, &[0, 1]), Ok("[1] /1".into()));
-        assert_eq!(share(&mesh, "R,R", "P(sum),P(sum)", true, &[0, 1]), Ok("[0] /4".into()));
-        assert_eq!(share(&mesh, "R,R", "P(max),R", true, &[0, 1]), Ok("[0] /1".into()));
-        assert_eq!(share(&mesh, "S(0),R", "P(sum),R", true, &[1, 1]), Ok("[0] /1 [2:4, 0:4]".into()));
-        assert_eq!(share(&mesh, "S(0),R", "P(max),R", true, &[1, 1]), Ok("[0] /1".into()));
-        assert_eq!(share(&mesh, "R,P(max)", "P(sum),R", true, &[1, 0]), Ok("[0, 1] /2".into()));
-        assert_eq!(share(&mesh, "P(max),S(0)", "R,P(sum)", true, &[0, 1]), Ok("[0, 1] /1 [2:4, 0:4]".into()));
+        assert_eq!(share("P(sum),R", "R,R", Lies::Here, &[1, 0]), Ok("[0, 1] /1".into()));
+        assert_eq!(share("P(avg),P(sum)", "R,S(0)", Lies::Here, &[1, 0]), Ok("[0, 1, 2, 3] /2".into()));
+        assert_eq!(share("P(sum),S(0)", "P(sum),S(1)", Lies::Here, &[1, 0]), Ok("[1] /1".into()));
+        assert_eq!(share("P(avg),P(avg)", "P(avg),R", Lies::Here, &[1, 0]), Ok("[2, 3] /2".into()));
+        assert_eq!(share("R,P(avg)", "R,P(avg)", Lies::Here, &[0, 1]), Ok("[1] /1".into()));
+        assert_eq!(share("R,R", "P(sum),P(sum)", Lies::Here, &[0, 1]), Ok("[0] /4".into()));
+        assert_eq!(share("R,R", "P(max),R", Lies::Here, &[0, 1]), Ok("[0] /1".into()));
+        assert_eq!(share("S(0),R", "P(sum),R", Lies::Here, &[1, 1]), Ok("[0] /1 [2:4, 0:4]".into()));
+        assert_eq!(share("S(0),R", "P(max),R", Lies::Here, &[1, 1]), Ok("[0] /1".into()));
+        assert_eq!(share("R,P(max)", "P(sum),R", Lies::Here, &[1, 0]), Ok("[0, 1] /2".into()));
+        assert_eq!(share("P(max),S(0)", "R,P(sum)", Lies::Here, &[0, 1]), Ok("[0, 1] /1 [2:4, 0:4]".into()));
         // Each element stays where it is along the mesh dim: rows 0, 2 of the first two, 1, 3 of the others.
-        assert_eq!(share(&mesh, "S(0),S(0)", "R,P(sum)", true, &[1, 0]), Ok("[0] /1 [0:1+2:3, 0:4]".into()));
-        assert_eq!(share(&mesh, "S(0),S(0)", "P(sum),R", true, &[1, 0]), Ok("[0] /1 [2:4, 0:4]".into()));
-        assert_eq!(share(&mesh, "S(0),S(0)", "P(sum),P(sum)", true, &[1, 0]), Ok("[0] /1 [2:3, 0:4]".into()));
+        assert_eq!(share("S(0),S(0)", "R,P(sum)", Lies::Here, &[1, 0]), Ok("[0] /1 [0:1+2:3, 0:4]".into()));
+        assert_eq!(share("S(0),S(0)", "P(sum),R", Lies::Here, &[1, 0]), Ok("[0] /1 [2:4, 0:4]".into()));
+        assert_eq!(share("S(0),S(0)", "P(sum),P(sum)", Lies::Here, &[1, 0]), Ok("[0] /1 [2:3, 0:4]".into()));
         // Elsewhere a coordinate means another rank.
-        assert_eq!(share(&mesh, "P(sum),R", "P(sum),R", false, &[1, 1]), Ok("[0, 1] /2".into()));
-        assert_eq!(share(&mesh, "S(0),R", "P(sum),R", false, &[1, 1]), Ok("[0] /2".into()));
+        assert_eq!(share("P(sum),R", "P(sum),R", Lies::Elsewhere, &[1, 1]), Ok("[0, 1] /2".into()));
+        assert_eq!(share("S(0),R", "P(sum),R", Lies::Elsewhere, &[1, 1]), Ok("[0] /2".into()));
     }
 
     #[test]
     fn what_has_no_definition_is_refused() {
-        let mesh = [2, 2];
-        assert!(share(&mesh, "P(sum),R", "P(max),R", true, &[0, 0]).unwrap_err().contains("P(sum)"));
-        assert!(share(&mesh, "R,P(max)", "P(sum),R", false, &[0, 0]).is_err());
-        assert!(share(&mesh, "R,R", "P(product),R", true, &[0, 0]).unwrap_err().contains("P(product)"));
-        assert!(share(&mesh, "R,R", "P(sum),P(max)", true, &[0, 0]).is_err());
-        assert!(share(&mesh, "P(sum),P(min)", "R,R", true, &[0, 0]).is_err());
-        assert_eq!(share(&mesh, "P(product),R", "P(product),R", true, &[1, 0]), Ok("[1] /1".into()));
+        assert!(share("P(sum),R", "P(max),R", Lies::Here, &[0, 0]).unwrap_err().contains("P(sum)"));
+        assert!(share("R,P(max)", "P(sum),R", Lies::Elsewhere, &[0, 0]).is_err());
+        assert!(share("R,R", "P(product),R", Lies::Here, &[0, 0]).unwrap_err().contains("P(product)"));
+        assert!(share("R,R", "P(sum),P(max)", Lies::Here, &[0, 0]).is_err());
+        assert!(share("P(sum),P(min)", "R,R", Lies::Here, &[0, 0]).is_err());
+        assert_eq!(share("P(product),R", "P(product),R", Lies::Here, &[1, 0]), Ok("[1] /1".into()));
     }
 }

@@ -76,6 +76,12 @@ pub enum Placement {
 }
 
 impl Placement {
+    /// Whether ranks hold summands, not values.
+    #[must_use]
+    pub fn is_partial(self) -> bool {
+        matches!(self, Self::Partial(_))
+    }
+
     /// The tensor dim it shards, if any.
     #[must_use]
     pub fn sharded_dim(self) -> Option<TensorDim> {
@@ -122,6 +128,11 @@ impl PlacementSpec {
             Self::Partial(op) => Placement::Partial(op),
         })
     }
+}
+
+/// `S(0),R`
+pub fn comma_list<T: fmt::Display>(items: &[T]) -> String {
+    items.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }
 
 impl From<Placement> for PlacementSpec {

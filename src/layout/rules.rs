@@ -4,7 +4,9 @@
 //! no rule matches gets the fallback, which gives Replicate on a mesh dim where it does not fit (`S(1)` of a bias).
 
 use super::parallelize::Plan;
-use super::{DeviceMesh, Dims, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Rank, Split, Tile, local_part};
+use super::{
+    DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Rank, Split, Tile, comma_list, local_part,
+};
 
 /// What somebody says of some tensors.
 #[derive(Clone, Debug)]
@@ -13,6 +15,14 @@ pub struct Rule {
     pub lies: Lies,
     /// Where it was said, for messages: `--placements '**.w1=S(0)'`, `layout.toml line 7`.
     pub said: String,
+}
+
+impl Rule {
+    /// Whether it is for a tensor that is known by these names.
+    #[must_use]
+    pub fn covers(&self, names: &[String]) -> bool {
+        names.iter().any(|name| self.pattern.covers(name))
+    }
 }
 
 /// How tensors lie, before it has met one of them.
@@ -44,7 +54,7 @@ impl Spec {
     /// # Errors
     /// `LayoutError` where there is not one placement, or split, a mesh dim, or one for a dim outside the slice.
     pub fn check(&self, mesh: &DeviceMesh) -> Result<(), LayoutError> {
-        let text = || self.placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        let text = || comma_list(&self.placements);
         if self.placements.len() != mesh.ndim() {
             return Err(LayoutError::PlacementList { placements: text(), mesh: mesh.to_string() });
         }
@@ -95,13 +105,11 @@ pub struct Layout {
     pub plan: Option<Plan>,
 }
 
-/// The layout a tensor has in the source.
+/// How a tensor lies, and on which mesh.
 #[derive(Clone, Copy, Debug)]
-pub struct SourceLayout<'a> {
+pub struct OnMesh<'a> {
     pub mesh: &'a DeviceMesh,
-    pub placements: &'a [Placement],
-    /// One a mesh dim, or none where all are as in DTensors.
-    pub splits: &'a [Split],
+    pub shared: &'a Shared,
 }
 
 /// How ranks share one tensor.
@@ -122,23 +130,26 @@ impl From<Vec<Placement>> for Shared {
 }
 
 impl Shared {
+    /// Whether ranks hold summands, not values.
+    #[must_use]
+    pub fn is_partial(&self) -> bool {
+        self.placements.iter().any(|placement| placement.is_partial())
+    }
+
     /// The part of a tensor that the rank at `coordinate` holds.
     ///
     /// # Errors
     /// As [`local_part`].
-    pub fn part(&self, shape: &[u64], mesh: &DeviceMesh, coordinate: &Dims) -> Result<Tile, LayoutError> {
+    pub fn part(&self, shape: &[u64], mesh: &DeviceMesh, coordinate: &[u64]) -> Result<Tile, LayoutError> {
         local_part(shape, mesh.shape(), &self.placements, &self.splits, coordinate)
     }
 }
 
-/// What was chosen for a tensor.
+/// What the fallback is for a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Chosen {
-    /// `None` for a plain tensor on every rank.
-    pub shared: Option<Shared>,
-    /// Index of the rule, if one matched.
-    pub rule: Option<usize>,
-    /// Where the fallback had to become Replicate.
+pub struct Fitted {
+    pub shared: Shared,
+    /// Where a placement had to become Replicate.
     pub misfit: bool,
 }
 
@@ -162,52 +173,46 @@ impl Layout {
         Ok(Self { mesh, rules, fallback, split, plan: None })
     }
 
-    /// How a tensor of this shape lies that is known by `names`.
+    /// How a rule has a tensor of this shape that is known by `names`; `None` for a plain one on every rank.
     ///
     /// # Errors
-    /// `LayoutError` where a rule does not fit.
-    pub fn choose(
-        &self,
-        names: &[&str],
-        shape: &[u64],
-        source: Option<SourceLayout<'_>>,
-    ) -> Result<Chosen, LayoutError> {
-        let matches = |rule: &&Rule| names.iter().any(|name| rule.pattern.covers(name));
-        if let Some(index) = self.rules.iter().position(|rule| matches(&rule)) {
-            let shared = match &self.rules[index].lies {
-                Lies::Plain => None,
-                Lies::Shared(spec) => Some(self.resolve(spec, &self.rules[index], names, shape)?),
-            };
-            return Ok(Chosen { shared, rule: Some(index), misfit: false });
-        }
-        Ok(match &self.fallback {
-            Fallback::Placements(specs) => {
-                let resolved: Vec<Option<Placement>> = specs.iter().map(|spec| spec.resolve(shape.len())).collect();
-                let misfit = resolved.contains(&None);
-                let placements = resolved.into_iter().map(|found| found.unwrap_or(Placement::Replicate)).collect();
-                let shared = Shared { placements, splits: self.splits(), slice: None };
-                Chosen { shared: Some(shared), rule: None, misfit }
-            }
-            Fallback::Source => {
-                let replicated = || Shared::from(vec![Placement::Replicate; self.mesh.ndim()]);
-                let shared = source.map_or_else(replicated, |source| self.as_in(source));
-                Chosen { shared: Some(shared), rule: None, misfit: false }
-            }
-        })
-    }
-
-    fn resolve(&self, spec: &Spec, rule: &Rule, names: &[&str], shape: &[u64]) -> Result<Shared, LayoutError> {
+    /// `RuleMisfit` where it does not fit.
+    pub fn ruled(&self, rule: &Rule, names: &[String], shape: &[u64]) -> Result<Option<Shared>, LayoutError> {
+        let Lies::Shared(spec) = &rule.lies else { return Ok(None) };
         let placements = spec.placements.iter().map(|placement| {
             placement.resolve(shape.len()).ok_or_else(|| LayoutError::RuleMisfit {
                 rule: rule.said.clone(),
                 placement: placement.to_string(),
-                fqn: names.first().copied().unwrap_or_default().to_owned(),
+                fqn: names.first().cloned().unwrap_or_default(),
                 shape: shape.to_vec(),
             })
         });
         let placements = placements.collect::<Result<_, _>>()?;
         let splits = if spec.splits.is_empty() { self.splits() } else { spec.splits.clone() };
-        Ok(Shared { placements, splits, slice: spec.slice.clone() })
+        Ok(Some(Shared { placements, splits, slice: spec.slice.clone() }))
+    }
+
+    /// How a tensor of so many dims lies that nothing more particular is said of.
+    #[must_use]
+    pub fn fitted(&self, ndim: usize, source: Option<OnMesh<'_>>) -> Fitted {
+        match &self.fallback {
+            Fallback::Placements(specs) => {
+                let resolved: Vec<Option<Placement>> = specs.iter().map(|spec| spec.resolve(ndim)).collect();
+                let misfit = resolved.contains(&None);
+                let placements = resolved.into_iter().map(|found| found.unwrap_or(Placement::Replicate)).collect();
+                Fitted { shared: Shared { placements, splits: self.splits(), slice: None }, misfit }
+            }
+            Fallback::Source => {
+                let shared = source.map_or_else(|| self.replicated(), |source| self.as_in(source));
+                Fitted { shared, misfit: false }
+            }
+        }
+    }
+
+    /// Whole on every rank of the mesh.
+    #[must_use]
+    pub fn replicated(&self) -> Shared {
+        vec![Placement::Replicate; self.mesh.ndim()].into()
     }
 
     /// Cut as is said of all tensors, where nothing more particular is.
@@ -226,29 +231,29 @@ impl Layout {
 
     /// The source's placements on the mesh dims of the same names, Replicate on the others.
     #[must_use]
-    pub fn as_in(&self, source: SourceLayout<'_>) -> Shared {
+    pub fn as_in(&self, source: OnMesh<'_>) -> Shared {
+        let Shared { placements: own, splits: own_splits, .. } = source.shared;
         let said = self.split.as_ref().map(|_| self.splits());
         if source.mesh.has_dims_of(&self.mesh) {
-            let splits = said.unwrap_or_else(|| source.splits.to_vec());
-            return Shared { placements: source.placements.to_vec(), splits, slice: None };
+            let splits = said.unwrap_or_else(|| own_splits.clone());
+            return Shared { placements: own.clone(), splits, slice: None };
         }
         let mut placements = vec![Placement::Replicate; self.mesh.ndim()];
-        let mut splits = if source.splits.is_empty() { Vec::new() } else { vec![Split::Chunk; self.mesh.ndim()] };
+        let mut splits = if own_splits.is_empty() { Vec::new() } else { vec![Split::Chunk; self.mesh.ndim()] };
         let Some(names) = source.mesh.names() else { return placements.into() };
         let target_dims: Vec<Option<usize>> =
             names.iter().map(|name| self.mesh.dim_by_name(name).map(|dim| dim.0)).collect();
-        for (index, placement) in source.placements.iter().enumerate() {
+        for (index, placement) in own.iter().enumerate() {
             let Some(target) = target_dims[index] else { continue };
-            if let Some(split) = source.splits.get(index) {
+            if let Some(split) = own_splits.get(index) {
                 splits[target] = split.clone();
             }
             placements[target] = match *placement {
                 // A split factor that stands for the mesh dims further right (FSDP over TP) follows their new sizes;
                 // where they come to stand further left, a plain shard already means that they split first.
                 Placement::StridedShard { dim, split_factor } => {
-                    let inner: Vec<usize> = (index + 1..source.placements.len())
-                        .filter(|&later| source.placements[later].sharded_dim() == Some(dim))
-                        .collect();
+                    let inner: Vec<usize> =
+                        (index + 1..own.len()).filter(|&later| own[later].sharded_dim() == Some(dim)).collect();
                     let before: u64 = inner.iter().map(|&later| source.mesh.shape()[later]).product();
                     let still_inner = inner.iter().filter_map(|&later| target_dims[later]).filter(|&at| at > target);
                     let after: u64 = still_inner.map(|at| self.mesh.shape()[at]).product();
@@ -262,6 +267,22 @@ impl Layout {
             };
         }
         Shared { placements, splits: said.unwrap_or(splits), slice: None }
+    }
+
+    /// On the dims of the slice that the tensor is on in the source (norms under FSDP over TP), where it is replicated
+    /// on the others and nothing else is said.
+    #[must_use]
+    pub fn sliced(&self, shared: Shared, source: OnMesh<'_>) -> Shared {
+        let slice = || {
+            let names = source.mesh.names()?;
+            let dims = source.shared.slice.as_ref()?.iter().map(|dim| self.mesh.dim_by_name(&names[dim.0]));
+            let dims: Vec<MeshDim> = dims.collect::<Option<_>>()?;
+            let mut outside = (0..self.mesh.ndim()).filter(|dim| !dims.contains(&MeshDim(*dim)));
+            let replicated = outside.all(|dim| shared.placements[dim] == Placement::Replicate);
+            (replicated && dims.is_sorted() && dims.len() < self.mesh.ndim()).then_some(dims)
+        };
+        let slice = shared.slice.clone().or_else(slice);
+        Shared { slice, ..shared }
     }
 
     /// The distinct tiles of a tensor, each with the ranks that hold it.
@@ -302,38 +323,45 @@ mod tests {
         Layout::new(DeviceMesh::parse(mesh).unwrap(), rules, fallback, None).unwrap()
     }
 
-    fn text(chosen: &Chosen) -> String {
-        chosen.shared.as_ref().unwrap().placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+    fn text(shared: &Shared) -> String {
+        comma_list(&shared.placements)
+    }
+
+    fn ruled(layout: &Layout, names: &[&str], shape: &[u64]) -> Result<String, LayoutError> {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        let rule = layout.rules.iter().find(|rule| rule.covers(&names)).unwrap();
+        layout.ruled(rule, &names, shape).map(|shared| text(&shared.unwrap()))
     }
 
     #[test]
-    fn the_first_rule_wins_and_must_fit() {
+    fn a_rule_knows_any_of_the_names_and_must_fit() {
         let layout = layout("dp=2,tp=2", &[("**.w1", "R,S(0)"), ("**.w?", "R,S(-1)")], "S(0),R");
-        assert_eq!(text(&layout.choose(&["a.w1.weight"], &[4, 4], None).unwrap()), "R,S(0)");
-        assert_eq!(text(&layout.choose(&["a.w2.weight"], &[4, 4], None).unwrap()), "R,S(1)");
-        assert_eq!(text(&layout.choose(&["optim.x", "a.w2.weight"], &[4, 4], None).unwrap()), "R,S(1)");
-        assert!(layout.choose(&["a.w2.scale"], &[], None).is_err());
+        assert_eq!(ruled(&layout, &["a.w1.weight"], &[4, 4]).unwrap(), "R,S(0)");
+        assert_eq!(ruled(&layout, &["a.w2.weight"], &[4, 4]).unwrap(), "R,S(1)");
+        assert_eq!(ruled(&layout, &["optim.x", "a.w2.weight"], &[4, 4]).unwrap(), "R,S(1)");
+        assert!(ruled(&layout, &["a.w2.scale"], &[]).is_err());
     }
 
     #[test]
     fn the_fallback_becomes_replicate_where_it_does_not_fit() {
         let layout = layout("dp=2,tp=2", &[], "S(0),S(1)");
-        let bias = layout.choose(&["b"], &[4], None).unwrap();
-        assert_eq!((text(&bias).as_str(), bias.misfit), ("S(0),R", true));
-        let scalar = layout.choose(&["s"], &[], None).unwrap();
-        assert_eq!((text(&scalar).as_str(), scalar.misfit), ("R,R", true));
+        let bias = layout.fitted(1, None);
+        assert_eq!((text(&bias.shared).as_str(), bias.misfit), ("S(0),R", true));
+        let scalar = layout.fitted(0, None);
+        assert_eq!((text(&scalar.shared).as_str(), scalar.misfit), ("R,R", true));
     }
 
     #[test]
     fn source_placements_follow_mesh_dim_names() {
         let source_mesh = DeviceMesh::parse("dp=2,tp=4").unwrap();
         let dim = TensorDim(0);
-        let placements = [Placement::StridedShard { dim, split_factor: 4 }, Placement::Shard(dim)];
-        let source = Some(SourceLayout { mesh: &source_mesh, placements: &placements, splits: &[] });
-        assert_eq!(text(&layout("tp=2,dp=8", &[], "source").choose(&["w"], &[8, 8], source).unwrap()), "S(0),S(0)");
-        assert_eq!(text(&layout("dp=8,tp=2", &[], "source").choose(&["w"], &[8, 8], source).unwrap()), "_S(0,2),S(0)");
-        assert_eq!(text(&layout("dp=8", &[], "source").choose(&["w"], &[8, 8], source).unwrap()), "S(0)");
-        assert_eq!(text(&layout("dp=8", &[], "source").choose(&["w"], &[8, 8], None).unwrap()), "R");
+        let shared = vec![Placement::StridedShard { dim, split_factor: 4 }, Placement::Shard(dim)].into();
+        let source = Some(OnMesh { mesh: &source_mesh, shared: &shared });
+        let of_source = |mesh, source| text(&layout(mesh, &[], "source").fitted(2, source).shared);
+        assert_eq!(of_source("tp=2,dp=8", source), "S(0),S(0)");
+        assert_eq!(of_source("dp=8,tp=2", source), "_S(0,2),S(0)");
+        assert_eq!(of_source("dp=8", source), "S(0)");
+        assert_eq!(of_source("dp=8", None), "R");
     }
 
     #[test]
@@ -341,9 +369,9 @@ mod tests {
         let dims = || smallvec::SmallVec::from_slice(&[2, 2]);
         let mesh = |ranks: [u32; 4]| DeviceMesh::new(dims(), ranks.map(Rank).to_vec(), None).unwrap();
         let target = Layout::new(mesh([0, 2, 1, 3]), vec![], Fallback::Source, None).unwrap();
-        let placements = [Placement::Shard(TensorDim(1)), Placement::Replicate];
-        let source = SourceLayout { mesh: &mesh([0, 1, 2, 3]), placements: &placements, splits: &[] };
-        assert_eq!(target.as_in(source).placements, placements);
+        let shared = vec![Placement::Shard(TensorDim(1)), Placement::Replicate].into();
+        let source = OnMesh { mesh: &mesh([0, 1, 2, 3]), shared: &shared };
+        assert_eq!(target.as_in(source), shared);
     }
 
     #[test]
@@ -358,7 +386,7 @@ mod tests {
     #[test]
     fn replicas_share_a_tile() {
         let layout = layout("dp=2,tp=2", &[], "R,S(0)");
-        let shards = layout.shards(&[5], &layout.choose(&["w"], &[5], None).unwrap().shared.unwrap()).unwrap();
+        let shards = layout.shards(&[5], &layout.fitted(1, None).shared).unwrap();
         assert_eq!(shards.len(), 2);
         assert_eq!(shards[0].1, [Rank(0), Rank(2)]);
     }

@@ -185,7 +185,8 @@ mod tests {
             for (split, shape) in splits.iter().flat_map(|split| [[7, 5], [1, 2], [0, 3], [24, 36]].map(|s| (split, s)))
             {
                 let shared = shared(list, split.clone(), &mesh);
-                let part = |(rank, at)| Ok(Held { rank, sizes: shared.part(&shape, &mesh, &at)?.sizes() });
+                let part =
+                    |(rank, at): (Rank, Dims)| Ok(Held { rank, sizes: shared.part(&shape, &mesh, &at)?.sizes() });
                 // A strided shard that another rule would cut otherwise has no parts.
                 let Ok(held) = mesh.coordinates().map(part).collect::<Result<Vec<_>, LayoutError>>() else { continue };
                 let found = whole(&mesh, &shared, &held, &|_| false);

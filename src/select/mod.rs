@@ -26,7 +26,6 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 pub use dtypes::{Casts, DtypeRule, Kept};
 pub use rename::Rename;
-pub use steps::with_clean;
 
 use crate::catalog::path::tensors;
 use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Value};

@@ -13,8 +13,8 @@
 use std::borrow::Cow;
 
 use crate::catalog::Value;
-use crate::catalog::path::clean_name;
-use crate::catalog::path::{WRAPPERS, key_text};
+use crate::catalog::path::key_text;
+use crate::catalog::wrappers::{WRAPPERS, has_wrapper};
 
 /// A key of the source.
 #[derive(Clone, Copy, Debug)]
@@ -65,19 +65,6 @@ impl Step<'_> {
             (self.text, self.key) = (Cow::Owned(kept.join(".")), None);
         }
         Some(self)
-    }
-}
-
-pub(super) fn has_wrapper(text: &str) -> bool {
-    WRAPPERS.iter().any(|wrapper| text.contains(wrapper))
-}
-
-/// Add the names that names with wrappers have without them.
-pub fn with_clean(names: &mut Vec<String>) {
-    for index in 0..names.len() {
-        if has_wrapper(&names[index]) {
-            names.push(clean_name(&names[index]));
-        }
     }
 }
 
@@ -222,6 +209,5 @@ mod tests {
         assert_eq!(clean("_orig_mod", true).as_deref(), Some("_orig_mod"));
         assert_eq!(clean("a._checkpoint_wrapped_module", false).as_deref(), Some("a"));
         assert_eq!(clean("my_orig_mod.w", true).as_deref(), Some("my_orig_mod.w"));
-        assert_eq!(clean_name("m._orig_mod.a."), "m.a.");
     }
 }

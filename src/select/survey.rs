@@ -12,7 +12,8 @@ use std::collections::HashMap;
 
 use super::Wrappers;
 use super::steps::{self, KeyRef, Step};
-use crate::catalog::path::{self, clean_name, is_descended, key_text};
+use crate::catalog::path::{self, is_descended, key_text};
+use crate::catalog::wrappers::{clean_name, has_wrapper, with_clean};
 use crate::catalog::{Catalog, Dict, Path, TensorId, Value, model, optimizer};
 
 #[derive(Debug)]
@@ -179,7 +180,7 @@ impl<'a> Survey<'a> {
         for (key, value) in &dict.entries {
             let node = self.push(at.node, KeyRef::Entry(key), value);
             let name = key_text(key);
-            self.wrapped |= self.clean && steps::has_wrapper(&name);
+            self.wrapped |= self.clean && has_wrapper(&name);
             let below = At {
                 node,
                 depth: at.depth + 1,
@@ -315,7 +316,7 @@ impl<'a> Survey<'a> {
     /// The names that patterns are tried on.
     pub fn for_patterns(&self, mut names: Vec<String>) -> Vec<String> {
         if self.wrappers == Wrappers::Match {
-            steps::with_clean(&mut names);
+            with_clean(&mut names);
         }
         names
     }

@@ -10,7 +10,7 @@ use super::units::{self, Ordered, Wrapping};
 use crate::catalog::flat::{FlatLayout, usual_align};
 use crate::catalog::model::{self, Model};
 use crate::catalog::modules::{self, module_of};
-use crate::catalog::path::clean_name;
+use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dtype, Fqn, TensorId, Value};
 use crate::cli::{ConvertArgs, Flatten, Strategy};
 use crate::error::{Error, Result};

@@ -324,13 +324,12 @@ mod tests {
         for (name, list, splits) in tensors {
             let shape = [7, 10].as_slice().into();
             let specs = parse_placements(list).unwrap();
-            let sharding = Sharding {
-                mesh: MeshId(0),
+            let shared = Shared {
                 placements: specs.iter().map(|spec| spec.resolve(2).unwrap()).collect(),
                 splits: splits.iter().map(|split| split.parse().unwrap()).collect(),
                 slice: None,
             };
-            let sharding = Some(sharding).filter(|_| *list != "R,R");
+            let sharding = Some(Sharding { mesh: MeshId(0), shared }).filter(|_| *list != "R,R");
             let entry =
                 TensorEntry { class: Class::Tensor, sharding, ..TensorEntry::new((*name).into(), Dtype::F32, shape) };
             entries.push((Value::Str((*name).into()), Value::Tensor(catalog.push_tensor(entry))));

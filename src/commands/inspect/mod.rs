@@ -16,13 +16,14 @@ use super::progress::Progress;
 use super::source::announce;
 use super::told::told;
 use super::verify::has_no_value;
-use super::{Status, check_flat, check_series, input, nearest, read_options, work_options};
+use super::{Status, check_flat, check_series, input, read_options, work_options};
 use crate::catalog::{Catalog, Chunk, Place, TensorEntry, TensorId, model};
 use crate::cli::Inspect;
 use crate::error::{Error, Result};
 use crate::exec::{Stop, compare};
 use crate::format::{Checkpoint, SeriesChoice, Want};
 use crate::layout::Pattern;
+use crate::nearest::nearest;
 pub use document::object_document;
 use draw::{Holder, Room};
 

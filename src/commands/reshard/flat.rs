@@ -4,7 +4,7 @@ use super::super::Status;
 use super::super::flatten::{self, Group, Wish};
 use super::super::run::Run;
 use super::super::source::Source;
-use super::chooser::tensor_class;
+use super::class::tensor_class;
 use crate::cli::Reshard;
 use crate::error::{Error, Result};
 use crate::format::Format;

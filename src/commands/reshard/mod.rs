@@ -1,10 +1,13 @@
 //! `reshard`: another mesh, other placements; everything is carried.
 
 mod chooser;
+mod class;
 mod flat;
 mod like;
 mod plan;
 mod sharded;
+mod subject;
+mod tally;
 mod target;
 
 use std::path::PathBuf;
@@ -27,7 +30,7 @@ use crate::layout::parallelize::Order;
 use crate::layout::rules::Layout;
 use crate::select::Wrappers;
 pub use chooser::Chooser;
-use chooser::tensor_class;
+use class::tensor_class;
 use like::Like;
 pub use sharded::rows;
 use target::target_layout;

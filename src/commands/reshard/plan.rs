@@ -6,15 +6,14 @@ use std::path::Path;
 
 use indexmap::IndexMap;
 
-use crate::catalog::path::clean_name;
-use crate::catalog::{Fqn, TensorEntry};
+use super::subject::Subjects;
+use crate::catalog::wrappers::clean_name;
+use crate::catalog::{Fqn, TensorId, model};
 use crate::cli::Reshard;
 use crate::error::{Error, Result, first_of};
 use crate::format::layout_file;
 use crate::layout::file::{LayoutFile, PlanSaid, Said};
-use crate::layout::parallelize::{
-    By, Family, Kind, Laid, Order, Parameter, Plan, PlanError, RoleNames, Roles, Whole, alike,
-};
+use crate::layout::parallelize::{By, Family, Laid, Order, Parameter, Plan, PlanError, RoleNames, Roles, Whole, alike};
 use crate::layout::{DeviceMesh, MeshDim};
 use crate::nearest;
 use crate::quantity::count;
@@ -90,21 +89,18 @@ pub struct Planned {
 impl Planned {
     /// # Errors
     /// `Usage` where the plan does not fit.
-    pub fn new(
-        plan: &Plan,
-        mesh: &DeviceMesh,
-        model: Vec<(Fqn, &TensorEntry)>,
-        kind: &dyn Fn(&TensorEntry) -> Kind,
-        wrappers: Wrappers,
-        order: Order,
-    ) -> Result<Self> {
-        let name = |fqn: &Fqn| if wrappers == Wrappers::Keep { fqn.to_string() } else { clean_name(fqn.as_str()) };
-        let parameter =
-            |(fqn, entry): &(Fqn, &TensorEntry)| Parameter { name: name(fqn), kind: kind(entry), shape: &[] };
-        let mut parameters: Vec<Parameter<'_>> = model.iter().map(parameter).collect();
-        for (parameter, (_, entry)) in parameters.iter_mut().zip(&model) {
-            parameter.shape = &entry.shape;
-        }
+    pub fn new(plan: &Plan, mesh: &DeviceMesh, subjects: &Subjects<'_>, order: Order) -> Result<Self> {
+        let Subjects { catalog, wrappers, .. } = subjects;
+        let name = |fqn: &Fqn| match wrappers {
+            Wrappers::Keep => fqn.to_string(),
+            Wrappers::Cut | Wrappers::Match => clean_name(fqn.as_str()),
+        };
+        let model = model::model(&catalog.state).tensors;
+        let parameter = |(fqn, id): &(Fqn, TensorId)| {
+            let entry = catalog.tensor(*id);
+            Parameter { name: name(fqn), kind: subjects.kind(entry), shape: &entry.shape }
+        };
+        let parameters: Vec<Parameter<'_>> = model.iter().map(parameter).collect();
         let laid = plan.bind(mesh, &parameters, order).map_err(|error| told(error, &parameters))?;
         let is_left = |laid: &Laid| laid.by == By::Nobody;
         let alike = if plan.family.is_some() && laid.iter().any(is_left) { alike(&parameters) } else { Vec::new() };

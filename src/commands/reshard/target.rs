@@ -141,7 +141,7 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<Layout> {
     };
     if !args.mesh_ranks.is_empty() {
         let ranks = args.mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
-        mesh = DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec))?;
+        mesh = mesh.with_ranks(ranks)?;
     }
     let (mut rules, fallback) = placements::read("--placements", &args.placements)?;
     if let Some(file) = &file {

@@ -121,8 +121,8 @@ fn some_modules(patterns: &Patterns, source: &Source, version: Option<&str>) -> 
 /// As [`torch::RankLayout::of_fsdp1`].
 fn as_it_is(path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<torch::RankLayout> {
     match &entry.sharding {
-        Some(sharding) if entry.class == Class::Tensor => Ok(torch::RankLayout::Local(sharding.shared())),
-        Some(sharding) => torch::RankLayout::of_dtensor(&path.fqn(), entry, mesh, sharding.shared()),
+        Some(sharding) if entry.class == Class::Tensor => Ok(torch::RankLayout::Local(sharding.shared.clone())),
+        Some(sharding) => torch::RankLayout::of_dtensor(&path.fqn(), entry, mesh, sharding.shared.clone()),
         None if entry.class == Class::ShardedTensor => {
             torch::RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &rows(mesh).into())
         }

@@ -19,7 +19,7 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Value as Json, json};
 
-use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared, Wrong};
+use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
 use crate::catalog::{Dtype, Fqn};
 use crate::error::{Error, Result};
 use crate::format::{json, layout_file};
@@ -140,7 +140,7 @@ fn checked(path: &Path, document: Document) -> Result<FlatLayout> {
     };
     match layout.check() {
         Ok(()) => Ok(layout),
-        Err(Wrong { at, expected, found }) => Err(Error::malformed(path, at, expected, found)),
+        Err(wrong) => Err(wrong.within(path)),
     }
 }
 

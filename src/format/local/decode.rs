@@ -9,16 +9,9 @@ use super::tree::Tree;
 use crate::catalog::path::{key_text, rank_key};
 use crate::catalog::value::{Construct, Object, Symbol};
 use crate::catalog::{Dict, DictKind, Holding, Key, Path, TensorId, Value};
+use crate::error::Wrong;
 use crate::format::pickle::symbols::{self, Use};
 use crate::layout::Rank;
-
-/// What is wrong where in the state.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Wrong {
-    pub at: String,
-    pub expected: String,
-    pub found: String,
-}
 
 /// The state dict of a document: its tensors are known by these names, its ranks are below `world_size`.
 ///
@@ -54,7 +47,7 @@ type Decode<T = Value> = Result<T, Wrong>;
 impl Decoder<'_> {
     fn wrong(&self, expected: impl Into<String>, found: impl Into<String>) -> Wrong {
         let at = if self.path.0.is_empty() { String::from("state") } else { format!("state {}", self.path) };
-        Wrong { at, expected: expected.into(), found: found.into() }
+        Wrong::new(at, expected, found)
     }
 
     fn child(&mut self, key: Key, tree: &Tree, spot: Spot) -> Decode {

@@ -23,12 +23,13 @@ use std::path::Path as FilePath;
 use serde::Deserialize;
 use serde_json::json;
 
-use super::decode::{self, Wrong};
+use super::decode;
 use super::tree::Tree;
 use crate::catalog::path::tensors;
 use crate::catalog::{Class, Dtype, Fqn, MeshId, Path, Sharding, TensorId, Value, checked_len_bytes};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Wrong};
 use crate::format::json::{self, Distinct};
+use crate::layout::rules::Shared;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Split, numel, parse_placements};
 
 /// The name of the document beside rank files.
@@ -132,7 +133,7 @@ pub fn parse(path: &FilePath, text: &[u8]) -> Result<Document> {
     if text.version != VERSION {
         return Err(unknown_version(path, text.version));
     }
-    check(text).map_err(|Wrong { at, expected, found }| Error::malformed(path, at, expected, found))
+    check(text).map_err(|wrong| wrong.within(path))
 }
 
 fn unknown_version(path: &FilePath, version: u64) -> Error {
@@ -143,7 +144,7 @@ fn unknown_version(path: &FilePath, version: u64) -> Error {
 }
 
 fn wrong<T>(at: impl Into<String>, expected: impl Into<String>, found: impl Into<String>) -> Result<T, Wrong> {
-    Err(Wrong { at: at.into(), expected: expected.into(), found: found.into() })
+    Err(Wrong::new(at, expected, found))
 }
 
 fn check(text: Text) -> Result<Document, Wrong> {
@@ -309,7 +310,7 @@ fn check_sharding(
             Some(dims.iter().copied().map(MeshDim).collect())
         }
     };
-    Ok(Some(Sharding { mesh: MeshId(mesh), placements, splits, slice }))
+    Ok(Some(Sharding { mesh: MeshId(mesh), shared: Shared { placements, splits, slice } }))
 }
 
 fn shown<T: std::fmt::Debug>(list: &[T]) -> String {
@@ -353,7 +354,7 @@ impl Document {
         }
         let Described { dtype, shape, class, sharding, ranks, .. } = &self.tensors[id.0 as usize];
         let mut line = format!("\n    {key}: {{\"dtype\": \"{dtype}\", \"shape\": {:?}", shape.as_slice());
-        if let Some(sharding @ Sharding { mesh, splits, slice, .. }) = sharding {
+        if let Some(sharding @ Sharding { mesh, shared: Shared { splits, slice, .. } }) = sharding {
             let (class, _) = CLASSES.iter().find(|(_, known)| known == class).expect("all classes are listed");
             line += &format!(
                 ", \"class\": \"{class}\", \"mesh\": {}, \"placements\": \"{}\"",

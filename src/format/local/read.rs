@@ -158,9 +158,9 @@ impl Part {
         };
         let mesh = mesh_of(document, sharding);
         let Some(at) = mesh.coordinate(rank) else { return Ok(None) };
-        let tile = sharding.shared().part(shape, mesh, &at)?;
-        let reduction = Reduction::of(mesh.shape(), &sharding.placements)?;
-        let summand = reduction.map(|reduction| (reduction, summand(mesh.shape(), &sharding.placements, &at)));
+        let tile = sharding.shared.part(shape, mesh, &at)?;
+        let reduction = Reduction::of(mesh.shape(), &sharding.shared.placements)?;
+        let summand = reduction.map(|reduction| (reduction, summand(mesh.shape(), &sharding.shared.placements, &at)));
         Ok(Some(Self { tile, summand }))
     }
 }

@@ -75,7 +75,7 @@ pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Resu
         let (fqn, described) = (&plan.names[at].0, plan.of(at));
         reservation.tensors.extend(std::mem::take(&mut chunks[at]).into_iter().map(|(source, chunks)| {
             let entry = TensorEntry::new(fqn.clone(), described.dtype, described.shape.clone());
-            let shared = described.sharding.as_ref().map(Sharding::shared);
+            let shared = described.sharding.as_ref().map(|sharding| sharding.shared.clone());
             Reserved { shared, ..Reserved::new(source, TensorEntry { chunks, ..entry }) }
         }));
     }
@@ -156,7 +156,7 @@ impl Plan {
                 if splits.iter().all(|split| *split == Split::Chunk) {
                     splits.clear();
                 }
-                (class, Sharding { mesh: MeshId(0), placements, splits, slice })
+                (class, Sharding { mesh: MeshId(0), shared: Shared { placements, splits, slice } })
             });
             let (class, sharding) = sharding.map_or((Class::Tensor, None), |(class, sharding)| (class, Some(sharding)));
             let next = TensorId(u32::try_from(plan.described.len()).expect("fewer than 2^32 tensors"));
@@ -192,7 +192,7 @@ impl Plan {
         let tile = match (sharding, mesh.coordinate(rank)) {
             (None, _) => Some(Tile::from_region(&Region::whole(shape))),
             (Some(sharding), Some(at)) => {
-                Some(sharding.shared().part(shape, mesh, &at).map_err(LayoutError::of(&names[0]))?)
+                Some(sharding.shared.part(shape, mesh, &at).map_err(LayoutError::of(&names[0]))?)
             }
             (Some(_), None) => None,
         };

@@ -6,7 +6,7 @@ use crate::catalog::{Fqn, TensorEntry};
 use crate::error::Error;
 use crate::layout::rules::Shared;
 use crate::layout::whole::{Held, PartError, nearest};
-use crate::layout::{DeviceMesh, Split};
+use crate::layout::{DeviceMesh, Split, comma_list};
 
 pub fn without_ranks(root: &Path) -> Error {
     Error::usage(
@@ -31,7 +31,7 @@ pub struct Refused<'a> {
 impl Refused<'_> {
     /// `file` is that of the rank in question.
     pub fn error(&self, error: PartError, file: &Path) -> Error {
-        let placements = list(self.shared);
+        let placements = comma_list(&self.shared.placements);
         let conflict = |what, between: String, detail| Error::Conflict {
             fqn: self.entry.fqn.to_string(),
             what,
@@ -90,7 +90,7 @@ impl Refused<'_> {
             return format!("these sizes are what the rule of {rule} gives: --src-split {rule}");
         }
         let split = if near.splits == self.shared.splits { String::new() } else { format!(" --src-split {rule}") };
-        format!("these sizes would fit --src-placements '{}={}'{split}", self.name, list(&near))
+        format!("these sizes would fit --src-placements '{}={}'{split}", self.name, comma_list(&near.placements))
     }
 }
 
@@ -106,8 +106,4 @@ pub fn unknown_number(fqn: &Fqn) -> Error {
         "save the state by names (get_optimizer_state_dict); or say how it lies, by the number: --src-placements \
          'optim.state.0=S(0)'",
     )
-}
-
-fn list(shared: &Shared) -> String {
-    shared.placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }

@@ -12,16 +12,16 @@ use super::refuse::{self, Refused};
 use super::{Reading, Told};
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::owner::{Owner, Owners};
-use crate::catalog::path::{clean_name, tensors};
+use crate::catalog::path::tensors;
+use crate::catalog::wrappers::with_clean;
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, Class, MeshId, Path, Sharding, Summands, TensorEntry, TensorId, checked_len_bytes,
-    model,
+    Catalog, Chunk, ChunkTable, MeshId, Path, Sharding, Summands, TensorEntry, TensorId, checked_len_bytes, model,
 };
 use crate::error::{Error, Result};
 use crate::layout::partial::{Reduction, summand};
-use crate::layout::rules::{Chosen, Fallback, Layout, Shared};
+use crate::layout::rules::{Layout, Rule, Shared};
 use crate::layout::whole::{Held, PartError, whole};
-use crate::layout::{Dims, LayoutError, Placement, PlacementSpec, Rank, Tile};
+use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
 use crate::nearest;
 use crate::quantity::count;
 
@@ -90,7 +90,7 @@ impl<'a> Teller<'a> {
     pub fn tell(mut self) -> Result<Findings> {
         let mut meant = Vec::new();
         for (id, entry) in (0..).map(TensorId).zip(&self.catalog.tensors) {
-            if entry.class != Class::Tensor || entry.sharding.is_some() {
+            if entry.is_shared() {
                 continue;
             }
             let paths = &self.paths[id.0 as usize];
@@ -152,32 +152,30 @@ impl<'a> Teller<'a> {
             Summands { reduction, of_chunk: chunks.iter().map(number).collect() }
         });
         let stride = entry.stride.clone().filter(|_| found.shape == entry.shape);
-        let Shared { placements, splits, slice } = shared;
         // One element is nothing to share; whoever has none is a plain tensor in any job.
         let is_scalar = found.shape.is_empty() && summands.is_none();
-        let sharding = (!is_scalar).then_some(Sharding { mesh: self.mesh, placements, splits, slice });
+        let sharding = (!is_scalar).then_some(Sharding { mesh: self.mesh, shared });
         Ok(TensorEntry { shape: found.shape, sharding, stride, summands, chunks, ..entry.clone() })
     }
 
     fn choose(&mut self, id: TensorId, entry: &TensorEntry, known: &Known) -> Result<(Shared, String)> {
-        let names: Vec<&str> = known.names.iter().map(String::as_str).collect();
-        let (layout, said) = match (&known.stray, &self.told.fallback) {
-            (Some(parameter), _) => (self.beyond(parameter), UNSAID),
-            (None, Some((_, said))) => (self.layout.clone(), said.as_str()),
-            (None, None) => (self.layout.clone(), UNSAID),
-        };
-        let chosen = match layout.choose(&names, &entry.shape, None) {
-            Err(LayoutError::RuleMisfit { .. }) if known.is_orphan || known.stray.is_some() => {
-                layout.choose(&[], &entry.shape, None)
-            }
-            chosen => chosen,
-        };
-        let Chosen { shared, rule, .. } = chosen?;
-        let whole = || Shared::from(vec![Placement::Replicate; layout.mesh.ndim()]);
-        let shared = shared.unwrap_or_else(whole);
+        let layout = self.layout;
+        // What is said of a parameter is not said of the stray.
+        let is_of_parameter = |rule: &Rule| known.stray.as_ref().is_some_and(|parameter| rule.covers(parameter));
+        let rule = layout.rules.iter().find(|rule| rule.covers(&known.names) && !is_of_parameter(rule));
         if let Some(rule) = rule {
-            return Ok((shared, layout.rules[rule].said.clone()));
+            match layout.ruled(rule, &known.names, &entry.shape) {
+                Err(LayoutError::RuleMisfit { .. }) if known.is_orphan || known.stray.is_some() => {}
+                shared => return Ok((shared?.unwrap_or_else(|| layout.replicated()), rule.said.clone())),
+            }
         }
+        let (shared, said) = match (&known.stray, &self.told.fallback) {
+            (Some(_), _) => (layout.split_as_said(layout.replicated()), UNSAID),
+            (None, said) => {
+                let said = said.as_ref().map_or(UNSAID, |(_, said)| said.as_str());
+                (layout.fitted(entry.shape.len(), None).shared, said)
+            }
+        };
         let is_whole = shared.placements.iter().all(|placement| *placement == Placement::Replicate);
         if known.is_nameless && !entry.shape.is_empty() && !(is_whole && self.layout.rules.is_empty()) {
             return Err(refuse::unknown_number(&entry.fqn));
@@ -185,17 +183,9 @@ impl<'a> Teller<'a> {
         // To take a whole tensor for a part would make up a larger one, and nothing would show it.
         if known.is_of_model && !is_whole && !self.trained.is_empty() && !self.trained.contains(&id) {
             self.buffers += 1;
-            return Ok((whole(), UNTRAINED.to_owned()));
+            return Ok((layout.replicated(), UNTRAINED.to_owned()));
         }
         Ok((shared, said.to_owned()))
-    }
-
-    /// What is said of state, not of the parameter that it belongs to.
-    fn beyond(&self, parameter: &[String]) -> Layout {
-        let mut layout = self.layout.clone();
-        layout.rules.retain(|rule| !parameter.iter().any(|name| rule.pattern.covers(name)));
-        layout.fallback = Fallback::Placements(vec![PlacementSpec::Replicate; layout.mesh.ndim()]);
-        layout
     }
 
     fn known(&mut self, id: TensorId) -> Known {
@@ -275,10 +265,4 @@ fn rank_of(error: &PartError) -> Option<Rank> {
         PartError::Sizes { rank, .. } | PartError::Absent { rank } | PartError::Outside { rank } => Some(*rank),
         PartError::Overflow { .. } | PartError::Layout { .. } => None,
     }
-}
-
-/// Names without the prefixes of wrappers, too.
-fn with_clean(names: &mut Vec<String>) {
-    let clean: Vec<String> = names.iter().map(|name| clean_name(name)).collect();
-    names.extend(clean);
 }

@@ -17,7 +17,8 @@ use crate::catalog::{
 };
 use crate::error::{Error, Result};
 use crate::layout::partial::{Reduction, summand};
-use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, local_shard};
+use crate::layout::rules::Shared;
+use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
 
 /// What to say where plain tensors have other shapes on other ranks.
 const PARTS_UNTOLD: &str = "where they are parts of one tensor, --src-mesh and --src-placements say how it lies (--src-mesh \
@@ -302,7 +303,10 @@ impl Merger<'_> {
                     entry.summands = reduction.map(|reduction| Summands { reduction, of_chunk: Vec::new() });
                 }
                 // Without a root each rank may know its own slice of a mesh; the placements on it are the same.
-                Some(known) if known.placements != sharding.placements || mesh.root.is_some() && *known != sharding => {
+                Some(known)
+                    if known.shared.placements != sharding.shared.placements
+                        || mesh.root.is_some() && *known != sharding =>
+                {
                     return Err(self.layout_conflict(&entry.fqn, parts[0], part));
                 }
                 Some(_) if entry.summands.as_ref().map(|summands| &summands.reduction) != reduction.as_ref() => {
@@ -337,8 +341,7 @@ impl Merger<'_> {
     fn layout_conflict(&self, fqn: &Fqn, first: Part, part: Part) -> Error {
         let describe = |part| match self.found(part) {
             Found::Distributed { mesh, placements, .. } => {
-                let placements: Vec<String> = placements.iter().map(ToString::to_string).collect();
-                format!("{} on {}", placements.join(","), mesh.mesh)
+                format!("{} on {}", comma_list(placements), mesh.mesh)
             }
             _ => String::from("none"),
         };
@@ -411,15 +414,6 @@ fn lift_to_root(
         let slice = (positions.len() < all.len()).then(|| positions.iter().copied().map(MeshDim).collect());
         positions.is_sorted().then_some((root, lifted, slice))
     });
-    match lifted {
-        Some((root, placements, slice)) => {
-            Sharding { mesh: catalog.intern_mesh(root.clone()), placements, splits: Vec::new(), slice }
-        }
-        None => Sharding {
-            mesh: catalog.intern_mesh(mesh.clone()),
-            placements: placements.to_vec(),
-            splits: Vec::new(),
-            slice: None,
-        },
-    }
+    let (mesh, placements, slice) = lifted.unwrap_or_else(|| (mesh, placements.to_vec(), None));
+    Sharding { mesh: catalog.intern_mesh(mesh.clone()), shared: Shared { slice, ..placements.into() } }
 }

@@ -22,7 +22,9 @@ use crate::error::{Error, Result};
 use crate::format::pickle::{WriteError, Writer};
 use crate::format::zip::{ArchiveWriter, Frames};
 use crate::layout::rules::Shared;
-use crate::layout::{DeviceMesh, Dims, LayoutError, MeshDim, Placement, Rank, Region, TensorDim, Tile, local_shard};
+use crate::layout::{
+    DeviceMesh, Dims, LayoutError, MeshDim, Placement, Rank, Region, TensorDim, Tile, comma_list, local_shard,
+};
 use crate::storage::FileId;
 
 /// How a tensor lies on the ranks of the target mesh.
@@ -79,9 +81,9 @@ fn check_chunks(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, shared: &Shar
         let own = shared.part(&entry.shape, mesh, &coordinate).map_err(LayoutError::of(fqn))?;
         let chunk = local_shard(&entry.shape, mesh.shape(), &shared.placements, &coordinate)?;
         if own != chunk {
-            let splits: Vec<String> = shared.splits.iter().map(ToString::to_string).collect();
+            let splits = comma_list(&shared.splits);
             return Err(Error::unsupported(
-                format!("{fqn}: split by {}, rank {rank} has {own}, of a DTensor {chunk}", splits.join(",")),
+                format!("{fqn}: split by {splits}, rank {rank} has {own}, of a DTensor {chunk}"),
                 "DTensors and ShardedTensors are cut by torch.chunk: leave out --split, or write plain local tensors \
                  with --tensor-class local, --to local or --to dcp",
             ));

@@ -19,7 +19,7 @@ use super::write_ranks::RankLayout;
 use crate::catalog::{Dtype, Fqn, TensorEntry};
 use crate::error::{Error, Result};
 use crate::format::pickle::Writer;
-use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, TensorDim, chunk};
+use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, TensorDim, chunk, comma_list};
 
 const SHARDED_TENSOR: (&str, &str) = ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor");
 const GROUP_STATE: (&str, &str) = (SHARDED_TENSOR.0, "ShardedTensor.ProcessGroupState");
@@ -49,9 +49,9 @@ pub fn sharding_dim(
         _ if entry.shape.contains(&0) => Ok(None),
         (Some((dim, Placement::Shard(TensorDim(0)))), None) => Ok(Some(MeshDim(dim))),
         _ => {
-            let list: Vec<String> = placements.iter().map(ToString::to_string).collect();
+            let list = comma_list(placements);
             Err(Error::unsupported(
-                format!("{fqn}: a ShardedTensor with placements {} on {mesh}", list.join(",")),
+                format!("{fqn}: a ShardedTensor with placements {list} on {mesh}"),
                 "FSDP1 shards rows over one mesh dim: S(0) on it, R on the others; --tensor-class dtensor writes any \
                  placements",
             ))

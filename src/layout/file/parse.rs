@@ -110,7 +110,7 @@ fn mesh(fields: &Fields<'_>) -> Result<Option<Said<DeviceMesh>>, LayoutError> {
         let beyond = |_| at.wrong("expected ranks below 2^32", None);
         let ranks = numbers(at, &entry.value, "ranks")?.into_iter().map(|rank| u32::try_from(rank).map(Rank));
         let ranks = ranks.collect::<Result<Vec<_>, _>>().map_err(beyond)?;
-        mesh = DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec)).map_err(at.within())?;
+        mesh = mesh.with_ranks(ranks).map_err(at.within())?;
     }
     Ok(Some(Said { value: mesh, name: fields.at.name.to_owned(), line: entry.line, what: "mesh" }))
 }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use serde_json::{Map, Value as Json, json};
 
 use crate::layout::rules::{Fallback, Layout, Lies, Rule, Spec};
-use crate::layout::{DeviceMesh, PlacementSpec, Split};
+use crate::layout::{DeviceMesh, comma_list};
 
 /// A layout in the grammar. A fallback that is the source's is not said.
 #[must_use]
@@ -18,7 +18,7 @@ pub fn document(layout: &Layout) -> Json {
         document.insert("mesh_ranks".into(), json!(ranks));
     }
     if let Fallback::Placements(list) = &layout.fallback {
-        document.insert("placements".into(), json!(placements(list)));
+        document.insert("placements".into(), json!(comma_list(list)));
     }
     if let Some(split) = &layout.split {
         document.insert("split".into(), json!(split.to_string()));
@@ -36,7 +36,7 @@ fn rule(rule: &Rule, mesh: &DeviceMesh) -> Json {
         document.insert("placements".into(), json!("plain"));
         return Json::Object(document);
     };
-    document.insert("placements".into(), json!(placements(list)));
+    document.insert("placements".into(), json!(comma_list(list)));
     if let (Some(dims), Some(names)) = (slice, mesh.names()) {
         let dims: Vec<&str> = dims.iter().map(|dim| names[dim.0].as_str()).collect();
         document.insert("slice".into(), json!(dims.join(",")));
@@ -47,15 +47,10 @@ fn rule(rule: &Rule, mesh: &DeviceMesh) -> Json {
             document.insert("split".into(), json!(first.to_string()));
         }
         splits => {
-            let splits: Vec<String> = splits.iter().map(Split::to_string).collect();
-            document.insert("split".into(), json!(splits.join(",")));
+            document.insert("split".into(), json!(comma_list(splits)));
         }
     }
     Json::Object(document)
-}
-
-fn placements(list: &[PlacementSpec]) -> String {
-    list.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }
 
 /// A document as TOML: what is plain first, then its tables.

@@ -347,7 +347,7 @@ fn what_is_printed_is_read() {
     ];
     let mesh = DeviceMesh::parse("dp=2,tp=2").unwrap();
     let ranks = [0, 2, 1, 3].map(crate::layout::Rank).to_vec();
-    let mesh = DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec)).unwrap();
+    let mesh = mesh.with_ranks(ranks).unwrap();
     let fallback = Fallback::Placements(list("S(0),R"));
     let layout = Layout::new(mesh, rules, fallback.clone(), Some(Split::Balanced)).unwrap();
     let text = toml(&document(&layout));

@@ -17,7 +17,7 @@ use super::survey::{flat_module, visit_dicts};
 use super::unflatten::{Held, flat_parameters};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::model::GRADIENTS;
-use crate::catalog::path::clean_name;
+use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dict, Dtype, Fqn, Key, Path, TensorId, Value};
 use crate::error::Result;
 use crate::format::torch::Found;

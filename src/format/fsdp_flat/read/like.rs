@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use indexmap::IndexMap;
 
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::path::clean_name;
+use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Catalog, Fqn, TensorId, contiguous_strides, model};
 use crate::error::Result;
 use crate::format::fsdp_flat::order::{self, Order};

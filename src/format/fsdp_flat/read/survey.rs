@@ -15,7 +15,8 @@ use indexmap::IndexMap;
 
 use crate::catalog::flat::FLAT_PARAM;
 use crate::catalog::modules::{self, module_of};
-use crate::catalog::path::{clean_name, key_text};
+use crate::catalog::path::key_text;
+use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dict, Dtype, Fqn, Key, Path, Value};
 use crate::error::{Error, Result};
 use crate::format::torch::ranks::RankFile;

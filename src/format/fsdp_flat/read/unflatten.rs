@@ -10,7 +10,7 @@ use std::ops::Range;
 use super::survey::{FlatState, flat_module};
 use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit};
 use crate::catalog::modules::module_of;
-use crate::catalog::path::clean_name;
+use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Dtype, Fqn, TensorId, Value, permuted_stride};
 use crate::format::torch::ranks::RankFile;
 use crate::format::torch::{Found, Group, View};

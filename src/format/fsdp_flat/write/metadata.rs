@@ -12,7 +12,7 @@ use indexmap::IndexMap;
 
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::modules::METADATA;
-use crate::catalog::path::{FSDP_WRAPPED, clean_name};
+use crate::catalog::wrappers::{FSDP_WRAPPED, clean_name};
 use crate::catalog::{Dict, Value};
 
 /// The name that a parameter, or a flat one, has among the wrapped model's `named_parameters()`.
