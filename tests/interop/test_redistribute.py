@@ -1,7 +1,7 @@
 """Every ordered pair of placement lists against DTensor.redistribute on gloo.
 
 Each rank saves DTensors with the source placements, `dtshard reshard` runs once with a rule for each target list, and
-each rank compares what it loads: with the definition always, and with PyTorch where PyTorch can. `-rP` prints which
+each rank compares what it loads: with the definition always, and with PyTorch where PyTorch can. `-s` prints which
 pairs those are.
 """
 
@@ -38,7 +38,6 @@ def test_every_pair(tmp_path, sizes, kinds):
         print(f"{len(pairs)} pairs: {outcome}")
         if outcome != "as in PyTorch":
             print("".join(f"  {pair}\n" for pair in pairs), end="")
-    for (places, wanted), outcomes in told.items():
-        # Where no summands are made there is one right answer.
-        if not any(place.startswith("P") for place in wanted):
-            assert outcomes == {"as in PyTorch"} or all("PyTorch refuses" in o for o in outcomes), (places, wanted, outcomes)
+    # Where no summands are made there is one right answer.
+    other = [(places, wanted) for (places, wanted), outcomes in told.items() if redistribute.OTHER in outcomes]
+    assert all(any(place.startswith("P") for place in wanted) for _, wanted in other), other
