@@ -191,7 +191,7 @@ fn rank_files_are_for_a_version_of_pytorch() {
         torch::Style::of_file(&checkpoint.files, first).unwrap().unwrap().release
     };
     assert_eq!(release("--mesh dp=2", "own"), torch::Release::V2_13);
-    assert_eq!(release("--mesh dp=2 --torch-version 2.9", "old"), torch::Release::V2_5);
+    assert_eq!(release("--mesh dp=2 --torch-version v2.9.0+cu124", "old"), torch::Release::V2_5);
     assert_eq!(release("--torch-version 2.10.0+cpu", "middle"), torch::Release::V2_10);
     assert_eq!(release("--torch-version 2.12", "later"), torch::Release::V2_11);
     let told = |options: &str| expect(2, "reshard", &[&fixture("fsdp4/ranks"), &desk.path("no")], options).stderr;
