@@ -152,6 +152,18 @@ fn styles_of_a_layout_file_come_before_a_plan() {
 }
 
 #[test]
+fn a_style_none_leaves_a_module_to_fsdp() {
+    let desk = Desk::new();
+    let file = desk.write("styles.toml", "[styles]\n\"**.norm\" = \"none\"\n");
+    let options = format!("--mesh dp=2,tp=2 --plan llama --layout {} -v", file.display());
+    let made = desk.make("reshard", VERL, "out", &options);
+    let mesh = |name: &str| inspect(&made.path, "--brief")["tensors"][name]["mesh"].clone();
+    assert_ne!(mesh("model.model.norm.weight"), mesh("model.model.layers.0.input_layernorm.weight"), "a slice");
+    holds(&made.run.stderr, &["none: 1 tensor", "sequence: "]);
+    assert!(!made.run.stderr.contains("no style names them"), "{}", made.run.stderr);
+}
+
+#[test]
 fn what_a_file_says_of_a_plan_is_refused_with_its_line() {
     let desk = Desk::new();
     let cases: [(&str, &[&str]); 6] = [
