@@ -39,6 +39,7 @@ mod region;
 pub mod rules;
 mod shard;
 mod split;
+pub mod strided;
 mod tile;
 pub mod whole;
 

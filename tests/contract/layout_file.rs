@@ -114,6 +114,26 @@ slice = "dp"
 }
 
 #[test]
+fn split_factors_follow_another_mesh() {
+    let desk = Desk::new();
+    let source = fixture("fsdp_tp/ranks");
+    let layout = layout_of(&desk, &source, "layout.toml", "");
+    let said = desk.make("reshard", &source, "said", &format!("--mesh dp=2,tp=4 --layout {}", layout.display()));
+    let own = desk.make("reshard", &source, "own", "--mesh dp=2,tp=4");
+    assert_eq!(contents(&said.path), contents(&own.path));
+    assert!(!said.run.stderr.contains("FSDP2"), "{}", said.run.stderr);
+    // What stands for no mesh dim is kept, and said.
+    let strange = "--mesh dp=2,tp=4 --placements _S(0,2),S(0) --to torch-ranks";
+    let note = "placements _S(0,2),S(0): _S(0,2) on dp; FSDP2 over tensor parallelism has _S(0,4) there: tp is 4";
+    let run = desk.make("reshard", &source, "strange", strange).run;
+    holds(&run.stderr, &[note]);
+    let document = succeed("reshard", &[&source], &format!("{strange} --dry-run --json")).json();
+    assert!(document["warnings"].as_array().unwrap().contains(&json!(note)), "{document}");
+    let fused = succeed("reshard", &[&source], "--mesh dp=2,tp=4 --placements R,_S(0,3) --dry-run --to torch-ranks");
+    assert!(!fused.stderr.contains("FSDP2"), "{}", fused.stderr);
+}
+
+#[test]
 fn numbers_that_lie_otherwise_are_named_one_by_one() {
     let desk = Desk::new();
     let options = "--mesh dp=2,tp=2 --placements S(0),R --placements optim.state.**.exp_avg=R,R \

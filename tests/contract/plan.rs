@@ -157,8 +157,9 @@ fn a_style_none_leaves_a_module_to_fsdp() {
     let file = desk.write("styles.toml", "[styles]\n\"**.norm\" = \"none\"\n");
     let options = format!("--mesh dp=2,tp=2 --plan llama --layout {} -v", file.display());
     let made = desk.make("reshard", VERL, "out", &options);
-    let mesh = |name: &str| inspect(&made.path, "--brief")["tensors"][name]["mesh"].clone();
-    assert_ne!(mesh("model.model.norm.weight"), mesh("model.model.layers.0.input_layernorm.weight"), "a slice");
+    let layout = succeed("inspect", &[&made.path], "--layout").stdout;
+    holds(&layout, &["tensors = \"model.norm.weight\"\nplacements = \"S(0),R\"\nslice = \"dp\"\n"]);
+    assert_eq!(layout.matches("slice").count(), 1, "{layout}");
     holds(&made.run.stderr, &["none: 1 tensor", "sequence: "]);
     assert!(!made.run.stderr.contains("no style names them"), "{}", made.run.stderr);
 }
