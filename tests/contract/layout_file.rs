@@ -247,6 +247,21 @@ fn chunks_of_dcp_are_cut_as_splits_say() {
 }
 
 #[test]
+fn sizes_of_local_files_are_printed_and_come_back() {
+    let desk = Desk::new();
+    let sizes = "mesh = \"dp=2\"\nplacements = \"S(0)\"\n[[rules]]\ntensors = \"embed\"\nplacements = \"S(0)\"\n\
+                 sizes = { dp = [7, 3] }\n";
+    let layout = desk.write("sizes.toml", sizes);
+    let made = desk.make("reshard", "fsdp4/ranks", "made", &format!("--to local --layout {}", layout.display()));
+    comes_back(&made.path.display().to_string(), "");
+    let printed = succeed("inspect", &[&made.path], "--layout").stdout;
+    holds(&printed, &["tensors = \"embed.weight\"\nplacements = \"S(0)\"\nsplit = \"7+3\"\n"]);
+    // Also what is cut so everywhere.
+    let made = desk.make("reshard", "fsdp4/ranks", "even", "--to local --mesh dp=4 --split balanced");
+    comes_back(&made.path.display().to_string(), "");
+}
+
+#[test]
 fn dtensors_are_cut_by_torch_chunk() {
     let desk = Desk::new();
     let words = ["embed.weight: split by balanced", "--tensor-class local", "torch.chunk"];

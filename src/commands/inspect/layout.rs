@@ -5,13 +5,16 @@
 //! document that was made, tells what still needs one. Invariant: a document that is printed says of every tensor what
 //! the checkpoint has.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::{BTreeSet, HashSet};
 
 use indexmap::{IndexMap, IndexSet};
 use serde_json::{Value as Json, json};
 
 use super::super::reshard::{Chooser, row_specs, shared_mesh};
-use crate::catalog::{Catalog, Path, TensorId, model, path};
+use crate::catalog::{Catalog, Class, Path, TensorEntry, TensorId, model, path};
 use crate::error::{Error, Result};
 use crate::format::torch::RankLayout;
 use crate::format::{Checkpoint, Format, fsdp_flat};
@@ -118,19 +121,24 @@ fn splits_of(placements: &[PlacementSpec], splits: &[Split]) -> Vec<Split> {
     if splits.iter().all(|split| *split == Split::Chunk) { Vec::new() } else { splits }
 }
 
-fn lies(layout: RankLayout, mesh: &DeviceMesh) -> Lies {
-    let shared = match layout {
-        RankLayout::Plain => return Lies::Plain,
-        RankLayout::Distributed { placements, slice } => Shared { placements, splits: Vec::new(), slice },
-        RankLayout::Local(shared) => shared,
-        RankLayout::Sharded { dim } => {
-            let mut placements = vec![Placement::Replicate; mesh.ndim()];
-            placements[dim.0] = Placement::Shard(TensorDim(0));
-            placements.into()
-        }
+/// How it lies where it is written again. DTensors of local files may be cut as those of rank files are not.
+fn lies(chooser: &mut Chooser<'_>, path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<Lies> {
+    let shared = match chooser.local_layout(path, entry)? {
+        None => return Ok(Lies::Plain),
+        Some((Class::DTensor, shared)) => shared,
+        Some(_) => match chooser.rank_layout(path, entry)? {
+            RankLayout::Plain => return Ok(Lies::Plain),
+            RankLayout::Distributed { placements, slice } => Shared { placements, splits: Vec::new(), slice },
+            RankLayout::Local(shared) => shared,
+            RankLayout::Sharded { dim } => {
+                let mut placements = vec![Placement::Replicate; mesh.ndim()];
+                placements[dim.0] = Placement::Shard(TensorDim(0));
+                placements.into()
+            }
+        },
     };
     let placements: Vec<PlacementSpec> = shared.placements.into_iter().map(Into::into).collect();
-    Lies::Shared(Spec { splits: splits_of(&placements, &shared.splits), placements, slice: shared.slice })
+    Ok(Lies::Shared(Spec { splits: splits_of(&placements, &shared.splits), placements, slice: shared.slice }))
 }
 
 /// Every tensor, as reshard would write it again.
@@ -146,7 +154,7 @@ fn tensors(catalog: &Catalog, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
     path::tensors(&catalog.state, &Path::default(), &mut |path, id| paths.push((path.clone(), id)));
     let tensor = |(path, id): (Path, TensorId)| {
         let entry = catalog.tensor(id);
-        let lies = lies(chooser.rank_layout(&path, entry)?, mesh);
+        let lies = lies(&mut chooser, &path, entry, mesh)?;
         let inner = path.0.strip_prefix(found.root.0.as_slice());
         let name = inner.map(|inner| Path(inner.to_vec()).to_string()).filter(|name| names.contains(name.as_str()));
         let of_model = name.is_some();
@@ -297,8 +305,8 @@ fn misled(catalog: &Catalog, layout: &Layout, tensors: &[Tensor]) -> Result<BTre
     let mut chooser = Chooser::new(catalog, &layout, Wrappers::Match, None);
     let mut wrong = BTreeSet::new();
     for (index, tensor) in tensors.iter().enumerate() {
-        let is_right = match chooser.rank_layout(&tensor.path, catalog.tensor(tensor.id)) {
-            Ok(found) => lies(found, &layout.mesh) == tensor.lies,
+        let is_right = match lies(&mut chooser, &tensor.path, catalog.tensor(tensor.id), &layout.mesh) {
+            Ok(found) => found == tensor.lies,
             // The pattern of another one that covers it, too: `w` covers `w.scale`.
             Err(Error::Layout(LayoutError::RuleMisfit { .. })) => false,
             Err(error) => return Err(error),
@@ -308,98 +316,4 @@ fn misled(catalog: &Catalog, layout: &Layout, tensors: &[Tensor]) -> Result<BTre
         }
     }
     Ok(wrong)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::catalog::{Class, Dict, Dtype, MeshId, Sharding, TensorEntry, Value};
-    use crate::layout::parse_placements;
-
-    /// The document of a model of plain parts of tensors, each of a name, placements and splits.
-    fn printed(tensors: &[(&str, &str, &[&str])]) -> String {
-        let mesh = DeviceMesh::parse("h=2,w=3").unwrap();
-        let mut catalog = Catalog { meshes: vec![mesh.clone()], ..Catalog::empty() };
-        let mut entries = Vec::new();
-        for (name, list, splits) in tensors {
-            let shape = [7, 10].as_slice().into();
-            let specs = parse_placements(list).unwrap();
-            let shared = Shared {
-                placements: specs.iter().map(|spec| spec.resolve(2).unwrap()).collect(),
-                splits: splits.iter().map(|split| split.parse().unwrap()).collect(),
-                slice: None,
-            };
-            let sharding = Some(Sharding { mesh: MeshId(0), shared }).filter(|_| *list != "R,R");
-            let entry =
-                TensorEntry { class: Class::Tensor, sharding, ..TensorEntry::new((*name).into(), Dtype::F32, shape) };
-            entries.push((Value::Str((*name).into()), Value::Tensor(catalog.push_tensor(entry))));
-        }
-        catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
-        toml(&file::document(&of_tensors(&catalog, mesh).unwrap()))
-    }
-
-    #[test]
-    fn the_split_of_most_tensors_is_that_of_the_layout() {
-        let makani: &[&str] = &["makani", "makani"];
-        let text = printed(&[
-            ("layers.0.w", "S(0),S(1)", makani),
-            ("layers.1.w", "S(0),S(1)", makani),
-            ("layers.0.v", "R,S(0)", makani),
-            ("layers.1.v", "R,S(0)", makani),
-            ("chunks", "S(0),R", &[]),
-            ("a{b}*", "S(1),R", &["3+7", "chunk"]),
-            ("layers.0.u", "S(0),S(1)", &["balanced", "makani"]),
-            ("layers.1.u", "S(0),S(1)", makani),
-        ]);
-        let expected = r#"mesh = "h=2,w=3"
-placements = "S(0),S(1)"
-split = "makani"
-
-[[rules]]
-tensors = "layers.*.v"
-placements = "R,S(0)"
-
-[[rules]]
-tensors = "chunks"
-placements = "S(0),R"
-split = "chunk"
-
-[[rules]]
-tensors = "a?b??"
-placements = "S(1),R"
-split = "3+7,chunk"
-
-[[rules]]
-tensors = "layers.0.u"
-placements = "S(0),S(1)"
-split = "balanced,makani"
-"#;
-        assert_eq!(text, expected);
-    }
-
-    #[test]
-    fn experts_of_a_layer_are_one_rule() {
-        let lists = ["S(0),R", "S(1),R"];
-        let names: Vec<(String, &str)> =
-            (0..12).map(|at| (format!("layers.{}.experts.{}.w", at / 3, at % 3), lists[(at / 3) % 2])).collect();
-        let tensors: Vec<(&str, &str, &[&str])> =
-            names.iter().map(|(name, list)| (name.as_str(), *list, [].as_slice())).collect();
-        let text = printed(&tensors);
-        let patterns: Vec<&str> = text.lines().filter(|line| line.starts_with("tensors")).collect();
-        assert_eq!(patterns, ["tensors = \"layers.1.experts.*.w\"", "tensors = \"layers.3.experts.*.w\""]);
-    }
-
-    #[test]
-    fn tensors_that_lie_in_too_many_ways_are_refused() {
-        assert!(check_size(64, 1 << 18).is_ok());
-        assert!(check_size(65, 1 << 18).unwrap_err().to_string().contains("would take 65 rules"));
-    }
-
-    #[test]
-    fn chunks_need_no_word() {
-        let chunks: &[&str] = &["chunk", "chunk"];
-        let text = printed(&[("w", "S(0),S(1)", chunks), ("v", "S(0),S(1)", &[]), ("u", "S(1),R", chunks)]);
-        let rule = "[[rules]]\ntensors = \"u\"\nplacements = \"S(1),R\"\n";
-        assert_eq!(text, format!("mesh = \"h=2,w=3\"\nplacements = \"S(0),S(1)\"\n\n{rule}"));
-    }
 }
