@@ -26,6 +26,7 @@ use std::fmt;
 use smallvec::{SmallVec, smallvec};
 
 mod cover;
+pub mod cut;
 mod error;
 pub mod file;
 pub mod flat;

@@ -256,6 +256,17 @@ fn sizes_of_local_files_are_printed_and_come_back() {
     comes_back(&made.path.display().to_string(), "");
     let printed = succeed("inspect", &[&made.path], "--layout").stdout;
     holds(&printed, &["tensors = \"embed.weight\"\nplacements = \"S(0)\"\nsplit = \"7+3\"\n"]);
+    // Where they do not fit, it is told who said them.
+    let words = ["embed.weight: sizes 7+3: expected 3 that add up to 10 (as in SRC)", "hint: --split chunk"];
+    desk.refuse("reshard", &made.path, "x", "--mesh dp=3", &words);
+    let to_dtensors = format!("--layout {}", layout.display());
+    let words = ["embed.weight: split by 7+3 (", "sizes.toml line 4", "leave split and sizes out of the rule"];
+    desk.refuse("reshard", "fsdp4/ranks", "x", &to_dtensors, &words);
+    let words = [
+        "found 10 elements to be split by balanced (said of all tensors)",
+        "split = \"chunk\" in a rule for this tensor",
+    ];
+    desk.refuse("reshard", "fsdp_tp/ranks", "x", "--to local --split balanced --mesh dp=2,tp=3", &words);
     // Also what is cut so everywhere.
     let made = desk.make("reshard", "fsdp4/ranks", "even", "--to local --mesh dp=4 --split balanced");
     comes_back(&made.path.display().to_string(), "");
@@ -351,7 +362,11 @@ fn what_is_wrong_in_a_file_is_told_with_its_place() {
     );
     refuse(
         &rule("norm", "placements = \"S(0)\"\nsizes = { dp = [2, 2] }"),
-        &["sizes 2+2: expected 2 that add up to 3"],
+        &[
+            "norm.weight: sizes 2+2: expected 2 that add up to 3 (",
+            "layout.toml line 4: rules \"norm\")",
+            "hint: sizes are",
+        ],
     );
     refuse(
         &format!("{mesh}[styles]\nnorm = \"colwise\"\n"),
