@@ -375,7 +375,8 @@ pub struct Reshard {
     #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = rank)]
     pub mesh_ranks: Vec<u32>,
     /// Placements, one a mesh dim: S(d), _S(d,sf) or R; negative d count from the end. A bare list is the fallback for
-    /// every tensor, and R where it does not fit; PATTERN=LIST is a rule, and the first one that matches wins
+    /// every tensor, and R where it does not fit; PATTERN=LIST is a rule, and the first one that matches wins;
+    /// PATTERN=plain leaves tensors whole, and no DTensors
     #[arg(long, value_name = "[PATTERN=]LIST")]
     pub placements: Vec<String>,
     /// A layout file (TOML or JSON): mesh, rules, styles, flat units. --mesh with the same dim names takes the place of

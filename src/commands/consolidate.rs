@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 
+use super::config::{self, CONFIG};
 use super::conflicts::Ranks;
 use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
 use super::printer::Printer;
@@ -20,9 +21,6 @@ use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, SeriesChoice, Want, distinct_names, natural_order, safetensors, torch};
 use crate::quantity::count;
 use crate::select::{Root, Wrappers};
-
-/// The file without which loaders do not know what to build.
-const CONFIG: &str = "config.json";
 
 /// Files that loaders want beside the weights: configuration, tokenizer, processors, code of the model's own.
 const ASSETS: [&str; 19] = [
@@ -138,8 +136,8 @@ fn check_model(args: &Consolidate, source: &Source) -> Result<()> {
 
 /// Loaders go by the dtype that the configuration names, whatever the weights are.
 fn dtype_note(carried: &[Carried], source: &Source) -> Option<String> {
-    let config = carried.iter().find(|file| file.to == Path::new(CONFIG)).filter(|file| file.len < 1 << 20)?;
-    let text = std::fs::read(&config.from).ok()?;
+    let found = carried.iter().find(|file| file.to == Path::new(CONFIG)).filter(|file| file.len < config::MAX_BYTES)?;
+    let text = std::fs::read(&found.from).ok()?;
     let config: serde_json::Value = serde_json::from_slice(&text).ok()?;
     let named = ["dtype", "torch_dtype"].iter().find_map(|key| config.get(key)?.as_str())?;
     let named = Dtype::from_name(named)?;
@@ -166,12 +164,7 @@ fn assets(args: &Consolidate, checkpoint: &Checkpoint) -> Result<Vec<Carried>> {
             ));
         }
         Some(folder) => vec![folder.clone()],
-        None if checkpoint.root.is_dir() => {
-            let given = checkpoint.resolved_from.as_deref().unwrap_or(&checkpoint.root);
-            let above = checkpoint.root.ancestors().take_while(|folder| folder.starts_with(given));
-            above.flat_map(|folder| [folder.join("huggingface"), folder.to_path_buf()]).collect()
-        }
-        None => return Ok(Vec::new()),
+        None => config::folders(checkpoint),
     };
     let wanted = asset_names();
     let mut found: BTreeMap<PathBuf, Carried> = BTreeMap::new();

@@ -2,6 +2,7 @@
 
 mod checks;
 mod completions;
+mod config;
 mod conflicts;
 mod consolidate;
 mod convert;

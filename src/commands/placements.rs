@@ -4,7 +4,15 @@ use crate::error::{Error, Result};
 use crate::layout::rules::{Lies, Rule};
 use crate::layout::{Pattern, PlacementSpec, parse_placements};
 
-/// A bare list is for every tensor, `PATTERN=LIST` a rule.
+/// `None` for what is neither.
+fn lies(list: &str) -> Option<Lies> {
+    match list.trim() {
+        "plain" => Some(Lies::Plain),
+        list => parse_placements(list).ok().map(|list| Lies::Shared(list.into())),
+    }
+}
+
+/// A bare list is for every tensor, `PATTERN=LIST` a rule, `PATTERN=plain` one for what is whole on every rank.
 ///
 /// # Errors
 /// `Layout` for what is no list and no pattern, `Usage` for a second list for every tensor.
@@ -12,13 +20,9 @@ pub fn read(option: &str, texts: &[String]) -> Result<(Vec<Rule>, Option<Vec<Pla
     let mut rules = Vec::new();
     let mut fallback = None;
     for text in texts {
-        match text.rsplit_once('=').filter(|(_, list)| parse_placements(list).is_ok()) {
-            Some((pattern, list)) if parse_placements(text).is_err() => {
-                rules.push(Rule {
-                    pattern: Pattern::parse(pattern.trim())?,
-                    lies: Lies::Shared(parse_placements(list)?.into()),
-                    said: format!("{option} {text}"),
-                });
+        match text.rsplit_once('=').and_then(|(pattern, list)| Some((pattern, lies(list)?))) {
+            Some((pattern, lies)) if parse_placements(text).is_err() => {
+                rules.push(Rule { pattern: Pattern::parse(pattern.trim())?, lies, said: format!("{option} {text}") });
             }
             _ => {
                 if fallback.replace(parse_placements(text)?).is_some() {

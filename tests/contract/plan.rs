@@ -99,10 +99,32 @@ fn what_has_no_style_is_told_with_the_plan_that_has() {
     let plain = desk.make("reshard", &source, "tp", "--mesh tp=2 --plan llama --to torch-ranks");
     holds(&plain.run.stderr, &[&format!("{names}: plain on every rank; --plan qwen3 names more")]);
     let sharded = desk.make("reshard", &source, "dp", "--mesh dp=2,tp=2 --plan llama --to torch-ranks -v");
-    holds(&sharded.run.stderr, &[&format!("{names}: on dp alone; --plan qwen3 names more")]);
+    let buffers = "; --placements 'NAME=plain' says which are buffers";
+    holds(&sharded.run.stderr, &[&format!("{names}: on dp alone; --plan qwen3 names more{buffers}")]);
+    let options = "--mesh dp=2,tp=2 --plan llama --to torch-ranks --placements **.q_norm=plain";
+    let ruled = desk.make("reshard", &source, "ruled", options);
+    assert!(!ruled.run.stderr.contains("no style names them"), "{}", ruled.run.stderr);
+    let found = inspect(&ruled.path, "--brief");
+    assert_eq!(found["tensors"]["model.layers.0.self_attn.q_norm.weight"]["placements"], Json::Null, "plain");
     holds(&sharded.run.stderr, &["inv_freq): taken for buffers", "colwise: 1 tensor", "no style: 1 tensor"]);
     let found = inspect(&sharded.path, "--brief");
     assert_eq!(placements(&found, "model.layers.0.self_attn.q_norm.weight"), "S(0),R");
+}
+
+#[test]
+fn heads_that_are_cut_through_are_told() {
+    let desk = Desk::new();
+    let told = |mesh: &str| succeed("reshard", &[&fixture(VERL)], &format!("{mesh} --plan llama --dry-run")).stderr;
+    holds(
+        &told("--mesh tp=4"),
+        &["4 tensors (model.layers.0.self_attn.k_proj.weight, ", "cut within heads: num_key_value_heads is 2, tp is 4"],
+    );
+    assert!(!told("--mesh dp=2,tp=2").contains("heads"));
+    // Without a configuration nobody knows.
+    let made = desk.make("reshard", VERL, "dcp", "--to dcp --include model");
+    std::fs::remove_dir_all(made.path.join("huggingface")).unwrap();
+    let run = succeed("reshard", &[&made.path], "--mesh tp=4 --plan llama --dry-run");
+    assert!(!run.stderr.contains("heads"), "{}", run.stderr);
 }
 
 #[test]

@@ -10,6 +10,7 @@
 //! ```
 
 use super::class::usual_class;
+use super::heads::Heads;
 use super::like::{Like, is_whole_anyway};
 use super::plan::Planned;
 use super::sharded::rows;
@@ -85,9 +86,9 @@ impl<'a> Chooser<'a> {
     ///
     /// # Errors
     /// `Usage` where it does not fit.
-    pub fn plan(self, order: Order) -> Result<Self> {
+    pub fn plan(self, order: Order, heads: Heads) -> Result<Self> {
         let Some(plan) = &self.layout.plan else { return Ok(self) };
-        let planned = Planned::new(plan, &self.layout.mesh, &self.subjects, order)?;
+        let planned = Planned::new(plan, &self.layout.mesh, &self.subjects, order, heads)?;
         Ok(Self { planned: Some(planned), ..self })
     }
 
@@ -167,7 +168,12 @@ impl<'a> Chooser<'a> {
     fn choose(&mut self, path: &Path, entry: &TensorEntry) -> Result<Choice<'a>> {
         let subject = self.subjects.subject(path, entry);
         self.tally.see(&subject, self.layout);
-        let mut choice = self.by_rule(&subject)?.or_else(|| self.by_plan(&subject));
+        let mut choice = self.by_rule(&subject)?;
+        match (&choice, &mut self.planned, &subject) {
+            (Some(_), Some(planned), Subject { in_model: Some(name), owner: None, .. }) => planned.leave(name),
+            (Some(_), ..) => {}
+            (None, ..) => choice = self.by_plan(&subject),
+        }
         if choice.is_none() {
             choice = self.by_like(&subject)?;
         }

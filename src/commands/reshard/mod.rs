@@ -3,6 +3,7 @@
 mod chooser;
 mod class;
 mod flat;
+mod heads;
 mod like;
 mod plan;
 mod sharded;
@@ -32,6 +33,7 @@ use crate::layout::rules::Layout;
 use crate::select::Wrappers;
 pub use chooser::Chooser;
 use class::tensor_class;
+use heads::Heads;
 use like::Like;
 pub use sharded::rows;
 use target::target_layout;
@@ -115,7 +117,8 @@ fn reserve(
 ) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.wanted.catalog;
     let like = source.like.as_ref().map(|like| Like::new(like, wrappers));
-    let mut chooser = Chooser::new(wanted, layout, wrappers, class).like(like).plan(order(source))?;
+    let mut chooser =
+        Chooser::new(wanted, layout, wrappers, class).like(like).plan(order(source), Heads::of(&source.checkpoint))?;
     for detail in chooser.details() {
         printer.detail(&detail);
     }

@@ -1,12 +1,13 @@
 //! `--plan`, `--tp`, `--fsdp`, `--replicate`: a parallelize plan, how it has the parameters of this model, and what there
 //! is to tell of it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 
 use indexmap::IndexMap;
 
-use super::subject::Subjects;
+use super::heads::Heads;
+use super::subject::{Subjects, ToldBy};
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Fqn, TensorId, model};
 use crate::cli::Reshard;
@@ -84,12 +85,16 @@ pub struct Planned {
     laid: IndexMap<Fqn, Laid>,
     /// Plans that name more.
     alike: Vec<&'static str>,
+    heads: Heads,
+    told_by: ToldBy,
+    /// What a rule lays out instead.
+    ruled: HashSet<Fqn>,
 }
 
 impl Planned {
     /// # Errors
     /// `Usage` where the plan does not fit.
-    pub fn new(plan: &Plan, mesh: &DeviceMesh, subjects: &Subjects<'_>, order: Order) -> Result<Self> {
+    pub fn new(plan: &Plan, mesh: &DeviceMesh, subjects: &Subjects<'_>, order: Order, heads: Heads) -> Result<Self> {
         let Subjects { catalog, wrappers, .. } = subjects;
         let name = |fqn: &Fqn| match wrappers {
             Wrappers::Keep => fqn.to_string(),
@@ -105,7 +110,8 @@ impl Planned {
         let is_left = |laid: &Laid| laid.by == By::Nobody;
         let alike = if plan.family.is_some() && laid.iter().any(is_left) { alike(&parameters) } else { Vec::new() };
         let laid = model.into_iter().map(|(fqn, _)| fqn).zip(laid).collect();
-        Ok(Self { plan: plan.clone(), mesh: mesh.clone(), laid, alike })
+        let told_by = subjects.told_by;
+        Ok(Self { plan: plan.clone(), mesh: mesh.clone(), laid, alike, heads, told_by, ruled: HashSet::new() })
     }
 
     /// How a tensor of the model lies.
@@ -113,8 +119,18 @@ impl Planned {
         self.laid.get(name)
     }
 
+    /// A rule lays out this parameter, and there is nothing to tell of it.
+    pub fn leave(&mut self, name: &Fqn) {
+        self.ruled.insert(name.clone());
+    }
+
+    /// What nobody but the plan lays out.
+    fn left(&self) -> impl Iterator<Item = (&str, &Laid)> {
+        self.laid.iter().filter(|(name, _)| !self.ruled.contains(*name)).map(|(name, laid)| (name.as_str(), laid))
+    }
+
     fn names(&self, of: impl Fn(&Laid) -> bool) -> Vec<&str> {
-        self.laid.iter().filter(|(_, laid)| of(laid)).map(|(name, _)| name.as_str()).collect()
+        self.left().filter(|(_, laid)| of(laid)).map(|(name, _)| name).collect()
     }
 
     fn dim(&self, dim: Option<MeshDim>) -> &str {
@@ -131,9 +147,9 @@ impl Planned {
         };
         let (tp, fsdp) = (self.dim(self.plan.roles.tp), self.dim(self.plan.roles.fsdp));
         let mut odd: IndexMap<(u64, u64), Vec<&str>> = IndexMap::new();
-        for (name, laid) in &self.laid {
+        for (name, laid) in self.left() {
             if let Some(Whole::OddBlocks { blocks, size }) = laid.whole {
-                odd.entry((blocks, size)).or_default().push(name.as_str());
+                odd.entry((blocks, size)).or_default().push(name);
             }
         }
         for ((blocks, size), names) in odd {
@@ -144,24 +160,38 @@ impl Planned {
             &format!("whole on {fsdp}: no placement says that it is cut there after {tp} took a part of each block"),
         );
         let mut assumed: IndexMap<&str, Vec<&str>> = IndexMap::new();
-        for (name, laid) in &self.laid {
+        for (name, laid) in self.left() {
             if let Some(said) = laid.note {
-                assumed.entry(said).or_default().push(name.as_str());
+                assumed.entry(said).or_default().push(name);
             }
         }
         for (said, names) in assumed {
             note(names, said);
         }
-        if self.plan.roles.tp.is_some() {
+        if let Some(dim) = self.plan.roles.tp {
+            let parts = self.mesh.shape()[dim.0];
+            let mut within: IndexMap<(&str, u64), Vec<&str>> = IndexMap::new();
+            let styled = self.left().filter(|(_, laid)| matches!(laid.by, By::Style(style) if style.cuts()));
+            for (name, _) in styled {
+                if let Some(heads) = self.heads.cut_within(name, parts) {
+                    within.entry(heads).or_default().push(name);
+                }
+            }
+            for ((what, heads), names) in within {
+                note(names, &format!("cut within heads: {what} is {heads}, {tp} is {parts}"));
+            }
             let lie = match self.plan.roles.fsdp {
                 Some(_) => format!("no style names them: on {fsdp} alone"),
                 None => String::from("no style names them: plain on every rank"),
             };
+            // Nothing tells which of them are trained.
+            let buffers = self.plan.roles.fsdp.filter(|_| self.told_by == ToldBy::Nothing);
+            let buffers = buffers.map_or("", |_| "; --placements 'NAME=plain' says which are buffers");
             let own = self.plan.family.map(|family| family.name);
             let other =
                 Some(&self.alike).filter(|alike| !alike.is_empty() && !alike.iter().any(|name| Some(*name) == own));
             let other = other.map(|alike| format!("; --plan {} names more", any_of(alike))).unwrap_or_default();
-            note(self.names(|laid| laid.by == By::Nobody), &(lie + &other));
+            note(self.names(|laid| laid.by == By::Nobody), &(lie + &other + buffers));
         }
         note(self.names(|laid| laid.by == By::Buffer), "taken for buffers: plain on every rank");
         notes

@@ -89,6 +89,12 @@ impl Style {
         }
     }
 
+    /// Whether it cuts linear modules.
+    #[must_use]
+    pub fn cuts(self) -> bool {
+        matches!(self, Self::Colwise { .. } | Self::Rowwise { .. })
+    }
+
     fn name(self) -> &'static str {
         match self {
             Self::Colwise { .. } => "colwise",
