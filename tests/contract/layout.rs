@@ -182,6 +182,20 @@ fn ranks_outside_of_the_mesh_hold_nothing() {
 }
 
 #[test]
+fn a_mesh_for_tensor_parallelism_is_told_of_plans() {
+    let desk = Desk::new();
+    let note = "S(0) for every tensor without a rule, since nothing else is said; --plan cuts modules";
+    let told =
+        |options: &str| expect(0, "reshard", &[&fixture("llama_tiny/dcp")], &format!("{options} --dry-run")).stderr;
+    assert!(told("--mesh tp=4").contains(note));
+    for fine in ["--mesh fsdp=4", "--mesh tp=4 --placements S(0)", "--mesh tp=4 --plan llama"] {
+        assert!(!told(fine).contains(note), "{fine}");
+    }
+    let words = ["--placements 'S(0),R'", "--plan NAME"];
+    desk.refuse("reshard", "llama_tiny/dcp", "x", "--mesh dp=2,tp=2", &words);
+}
+
+#[test]
 fn rank_files_are_for_a_version_of_pytorch() {
     let desk = Desk::new();
     let release = |options: &str, out: &str| {

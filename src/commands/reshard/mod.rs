@@ -66,14 +66,14 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let of_flat = (source.checkpoint.format == Format::FsdpFlat).then_some(Class::DTensor);
     let class = tensor_class(args.tensor_class, to)?.or(of_flat);
     source.settle(args.convert.checks, ranks, &run)?;
-    let layout = target_layout(args, &source)?;
+    let (layout, notes_of_layout) = target_layout(args, &source)?;
     let own_ranks = args.mesh.is_empty() && args.mesh_ranks.is_empty();
     let saved = Some(example_of(&source)).filter(|_| own_ranks);
     let job = Job::new(&layout.mesh, saved, &source, args.convert.destination.torch_version.as_deref())?;
     let mut notes = source.settled.notes((ranks == Ranks::Apart).then_some(job.world_size));
     let renamed = renamed_dims(&source.wanted.catalog, &layout.mesh);
     notes.extend(renamed.filter(|_| ranks == Ranks::Apart && source.like.is_none()));
-    notes.extend(strided::notes(&layout));
+    notes.extend(notes_of_layout);
     let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
     let max_memory = args.convert.source.max_memory.0;
     match to {

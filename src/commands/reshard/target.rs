@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use super::plan;
 use super::sharded::{mesh_of_rows, rows};
+use super::strided;
 use crate::catalog::{Catalog, TensorEntry, TensorId};
 use crate::cli::Reshard;
 use crate::commands::placements;
@@ -117,8 +118,8 @@ fn file_of(args: &Reshard) -> Result<Option<LayoutFile>> {
     Ok(Some(file))
 }
 
-/// Mesh and rules from the command line.
-pub fn target_layout(args: &Reshard, source: &Source) -> Result<Layout> {
+/// Mesh and rules from the command line, and what to tell of them.
+pub fn target_layout(args: &Reshard, source: &Source) -> Result<(Layout, Vec<String>)> {
     let catalog = &source.wanted.catalog;
     let file = file_of(args)?;
     let given = match args.mesh.as_slice() {
@@ -150,6 +151,7 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<Layout> {
     let plan = plan::wanted(args, file.as_ref(), &mesh)?;
     let split = file.as_ref().map_or(args.split.map(Split::from), |file| file.split.clone());
     let fallback = fallback.or_else(|| file.as_ref()?.fallback(Some(&mesh)));
+    let is_said = fallback.is_some();
     let fallback = match fallback {
         Some(list) => Fallback::Placements(list),
         None if source.like.is_some() => Fallback::Source,
@@ -157,7 +159,24 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<Layout> {
         None if is_own && catalog.meshes.is_empty() => Fallback::Placements(row_specs(&mesh)),
         None => default_fallback(&mesh, catalog)?,
     };
-    Ok(Layout { plan, ..Layout::new(mesh, rules, fallback, split)? })
+    let layout = Layout { plan, ..Layout::new(mesh, rules, fallback, split)? };
+    let mut notes = strided::notes(&layout);
+    notes.extend(unsaid(&layout).filter(|_| !is_said && !is_own));
+    Ok((layout, notes))
+}
+
+/// Who calls a dim so may think of modules, which no default cuts.
+const TP: &str = "tp";
+
+/// What a mesh for tensor parallelism alone gets without a word on it.
+fn unsaid(layout: &Layout) -> Option<String> {
+    let is_tp = layout.mesh.names().is_some_and(|names| names == [TP]);
+    let is_default = matches!(&layout.fallback, Fallback::Placements(list) if *list == [PlacementSpec::Shard(0)]);
+    (is_tp && is_default && layout.plan.is_none()).then(|| {
+        String::from(
+            "S(0) for every tensor without a rule, since nothing else is said; --plan cuts modules as tensor parallelism does",
+        )
+    })
 }
 
 /// How ShardedTensors lie, as if it had been said.
@@ -191,8 +210,9 @@ fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
         list[mesh.ndim() - 1] = "S(0)";
         list.join(",")
     });
+    let plan = if mesh.dim_by_name(TP).is_some() { "; or cut modules over tp: --plan NAME" } else { "" };
     Err(Error::usage(
         format!("--mesh {mesh}: the source does not say how tensors lie on these mesh dims"),
-        format!("say it for every tensor: --placements '{sharded_first}' or --placements '{replicated_first}'"),
+        format!("say it for every tensor: --placements '{sharded_first}' or --placements '{replicated_first}'{plan}"),
     ))
 }
