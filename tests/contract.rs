@@ -11,7 +11,8 @@
 //! | what consolidate takes, `--root`, `--everything`, `--assets` | `consolidate` |
 //! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
 //! | `--plan`, `--tp`, `--fsdp`, `--replicate` | `plan`; what PyTorch makes of plans: `plans` |
-//! | `--layout`, `--split`, `inspect --layout` | `layout_file` |
+//! | `--layout`, `inspect --layout` | `layout_file` |
+//! | `--split`, splits and sizes of a layout file | `splits` |
 //! | `--like`, `--fill-from` | `fill` |
 //! | gradients, `--with-grads` | `gradients` |
 //! | `--tensor-class` | `sharded_tensors` |
@@ -64,6 +65,8 @@ mod names;
 mod plan;
 #[path = "contract/running.rs"]
 mod running;
+#[path = "contract/splits.rs"]
+mod splits;
 #[path = "contract/told.rs"]
 mod told;
 #[path = "contract/units.rs"]

@@ -308,7 +308,7 @@ fn misled(catalog: &Catalog, layout: &Layout, tensors: &[Tensor]) -> Result<BTre
         let is_right = match lies(&mut chooser, &tensor.path, catalog.tensor(tensor.id), &layout.mesh) {
             Ok(found) => found == tensor.lies,
             // The pattern of another one that covers it, too: `w` covers `w.scale`.
-            Err(Error::Layout(LayoutError::RuleMisfit { .. })) => false,
+            Err(Error::Layout(LayoutError::RuleMisfit { .. } | LayoutError::Cut { .. })) => false,
             Err(error) => return Err(error),
         };
         if !is_right {
