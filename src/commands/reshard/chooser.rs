@@ -182,7 +182,11 @@ impl<'a> Chooser<'a> {
     fn kind(&self, entry: &TensorEntry) -> Kind {
         let is_shared = entry.class != Class::Tensor || entry.sharding.is_some();
         let is_plain_there = self.told_by != ToldBy::Nothing && !is_shared;
-        let is_parameter = self.trained.contains(&entry.fqn) || entry.dtype.is_float() && !is_plain_there;
+        // No job cuts a buffer; whole numbers that it does cut are quantised weights.
+        let is_cut = |sharding: &Sharding| sharding.placements.iter().any(|own| own.sharded_dim().is_some());
+        let is_parameter = self.trained.contains(&entry.fqn)
+            || entry.sharding.as_ref().is_some_and(is_cut)
+            || entry.dtype.is_float() && !is_plain_there;
         if is_parameter { Kind::Parameter } else { Kind::Buffer }
     }
 
