@@ -11,7 +11,7 @@ use indexmap::{IndexMap, IndexSet};
 use serde_json::{Value as Json, json};
 
 use super::super::reshard::{Chooser, row_specs, shared_mesh};
-use crate::catalog::{Catalog, Path, TensorId, model, path};
+use crate::catalog::{Catalog, Class, Path, TensorEntry, TensorId, model, path};
 use crate::error::{Error, Result};
 use crate::format::torch::RankLayout;
 use crate::format::{Checkpoint, Format, fsdp_flat};
@@ -32,22 +32,22 @@ pub fn document(checkpoint: &Checkpoint) -> Result<Json> {
         return Ok(json!({ "flat": flat }));
     }
     let mesh = shared_mesh(checkpoint).ok_or_else(|| untold(checkpoint))?;
-    Ok(file::document(&of_tensors(&checkpoint.catalog, mesh)?))
+    Ok(file::document(&of_tensors(&checkpoint.catalog, checkpoint.format, mesh)?))
 }
 
 /// The layout of tensors that ranks share.
-fn of_tensors(catalog: &Catalog, mesh: DeviceMesh) -> Result<Layout> {
-    let tensors = tensors(catalog, &mesh)?;
+fn of_tensors(catalog: &Catalog, format: Format, mesh: DeviceMesh) -> Result<Layout> {
+    let tensors = tensors(catalog, format, &mesh)?;
     let mut layout = beginning(mesh, &tensors)?;
     let wanting = (0..).zip(&tensors).filter(|(_, tensor)| tensor.of_model && !tensor.is_as_usual(&layout));
     let wanting: BTreeSet<usize> = wanting.map(|(index, _)| index).collect();
     layout.rules = rules_of(&tensors, &wanting, Naming::InModel, &layout)?;
     for naming in [Naming::Wide, Naming::Whole] {
-        let wanting = misled(catalog, &layout, &tensors)?;
+        let wanting = misled(catalog, format, &layout, &tensors)?;
         let more = rules_of(&tensors, &wanting, naming, &layout)?;
         layout.rules.splice(..0, more);
     }
-    match misled(catalog, &layout, &tensors)?.first() {
+    match misled(catalog, format, &layout, &tensors)?.first() {
         None => Ok(layout),
         Some(index) => Err(Error::unsupported(
             format!("{}: no rules by names tell how it lies", tensors[*index].path),
@@ -118,23 +118,29 @@ fn splits_of(placements: &[PlacementSpec], splits: &[Split]) -> Vec<Split> {
     if splits.iter().all(|split| *split == Split::Chunk) { Vec::new() } else { splits }
 }
 
-fn lies(layout: RankLayout, mesh: &DeviceMesh) -> Lies {
-    let shared = match layout {
-        RankLayout::Plain => return Lies::Plain,
-        RankLayout::Distributed { placements, slice } => Shared { placements, splits: Vec::new(), slice },
-        RankLayout::Local(shared) => shared,
-        RankLayout::Sharded { dim } => {
-            let mut placements = vec![Placement::Replicate; mesh.ndim()];
-            placements[dim.0] = Placement::Shard(TensorDim(0));
-            placements.into()
-        }
+/// How a tensor lies where reshard writes it again in the same format.
+fn lies(chooser: &mut Chooser, format: Format, mesh: &DeviceMesh, path: &Path, entry: &TensorEntry) -> Result<Lies> {
+    // These files say of DTensors, too, how they are cut; those of torch.save cannot.
+    let local = if format == Format::Local { chooser.local_layout(path, entry)? } else { None };
+    let shared = match local.filter(|(class, _)| *class != Class::ShardedTensor) {
+        Some((_, shared)) => shared,
+        None => match chooser.rank_layout(path, entry)? {
+            RankLayout::Plain => return Ok(Lies::Plain),
+            RankLayout::Distributed { placements, slice } => Shared { placements, splits: Vec::new(), slice },
+            RankLayout::Local(shared) => shared,
+            RankLayout::Sharded { dim } => {
+                let mut placements = vec![Placement::Replicate; mesh.ndim()];
+                placements[dim.0] = Placement::Shard(TensorDim(0));
+                placements.into()
+            }
+        },
     };
     let placements: Vec<PlacementSpec> = shared.placements.into_iter().map(Into::into).collect();
-    Lies::Shared(Spec { splits: splits_of(&placements, &shared.splits), placements, slice: shared.slice })
+    Ok(Lies::Shared(Spec { splits: splits_of(&placements, &shared.splits), placements, slice: shared.slice }))
 }
 
 /// Every tensor, as reshard would write it again.
-fn tensors(catalog: &Catalog, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
+fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
     // ShardedTensors lie by rows, and record no mesh.
     let by_rows = || Fallback::Placements(row_specs(mesh));
     let as_it_is = if catalog.meshes.is_empty() { by_rows() } else { Fallback::Source };
@@ -146,7 +152,7 @@ fn tensors(catalog: &Catalog, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
     path::tensors(&catalog.state, &Path::default(), &mut |path, id| paths.push((path.clone(), id)));
     let tensor = |(path, id): (Path, TensorId)| {
         let entry = catalog.tensor(id);
-        let lies = lies(chooser.rank_layout(&path, entry)?, mesh);
+        let lies = lies(&mut chooser, format, mesh, &path, entry)?;
         let inner = path.0.strip_prefix(found.root.0.as_slice());
         let name = inner.map(|inner| Path(inner.to_vec()).to_string()).filter(|name| names.contains(name.as_str()));
         let of_model = name.is_some();
@@ -290,15 +296,15 @@ fn check_size(patterns: usize, tensors: usize) -> Result<()> {
 }
 
 /// The tensors that a layout, as it will be read, says something else of than it should.
-fn misled(catalog: &Catalog, layout: &Layout, tensors: &[Tensor]) -> Result<BTreeSet<usize>> {
+fn misled(catalog: &Catalog, format: Format, layout: &Layout, tensors: &[Tensor]) -> Result<BTreeSet<usize>> {
     check_size(layout.rules.len(), tensors.len())?;
     let read = LayoutFile::parse("the layout", &toml(&file::document(layout)))?;
     let layout = Layout::new(layout.mesh.clone(), read.rules(&layout.mesh)?, layout.fallback.clone(), read.split)?;
     let mut chooser = Chooser::new(catalog, &layout, Wrappers::Match, None);
     let mut wrong = BTreeSet::new();
     for (index, tensor) in tensors.iter().enumerate() {
-        let is_right = match chooser.rank_layout(&tensor.path, catalog.tensor(tensor.id)) {
-            Ok(found) => lies(found, &layout.mesh) == tensor.lies,
+        let is_right = match lies(&mut chooser, format, &layout.mesh, &tensor.path, catalog.tensor(tensor.id)) {
+            Ok(found) => found == tensor.lies,
             // The pattern of another one that covers it, too: `w` covers `w.scale`.
             Err(Error::Layout(LayoutError::RuleMisfit { .. })) => false,
             Err(error) => return Err(error),
@@ -313,7 +319,7 @@ fn misled(catalog: &Catalog, layout: &Layout, tensors: &[Tensor]) -> Result<BTre
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::catalog::{Class, Dict, Dtype, MeshId, Sharding, TensorEntry, Value};
+    use crate::catalog::{Dict, Dtype, MeshId, Sharding, Value};
     use crate::layout::parse_placements;
 
     /// The document of a model of plain parts of tensors, each of a name, placements and splits.
@@ -335,7 +341,7 @@ mod tests {
             entries.push((Value::Str((*name).into()), Value::Tensor(catalog.push_tensor(entry))));
         }
         catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
-        toml(&file::document(&of_tensors(&catalog, mesh).unwrap()))
+        toml(&file::document(&of_tensors(&catalog, Format::TorchRanks, mesh).unwrap()))
     }
 
     #[test]
