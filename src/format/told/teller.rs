@@ -7,9 +7,9 @@
 use std::collections::{HashMap, HashSet};
 use std::path::{Path as FilePath, PathBuf};
 
+use super::Told;
 use super::reduce::Reductions;
 use super::refuse::{self, Refused};
-use super::{Reading, Told};
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::path::tensors;
@@ -18,6 +18,7 @@ use crate::catalog::{
     Catalog, Chunk, ChunkTable, MeshId, Path, Sharding, Summands, TensorEntry, TensorId, checked_len_bytes, model,
 };
 use crate::error::{Error, Result};
+use crate::format::reading::Reading;
 use crate::layout::partial::{Reduction, summand};
 use crate::layout::rules::{Layout, Rule, Shared};
 use crate::layout::whole::{Held, PartError, whole};
