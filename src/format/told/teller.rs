@@ -19,8 +19,7 @@ use crate::catalog::{
 };
 use crate::error::{Error, Result};
 use crate::format::reading::Reading;
-use crate::layout::partial::{Reduction, summand};
-use crate::layout::rules::{Layout, Rule, Shared};
+use crate::layout::rules::{Layout, OnMesh, Rule, Shared};
 use crate::layout::whole::{Held, PartError, whole};
 use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
 use crate::nearest;
@@ -147,11 +146,7 @@ impl<'a> Teller<'a> {
             let tile = chunk.rank.and_then(|rank| tiles.get(&rank)).cloned().unwrap_or(chunk.tile);
             chunks.push(Chunk { tile, ..chunk });
         }
-        let summands = Reduction::of(mesh.shape(), &shared.placements)?.map(|reduction| {
-            let at = |chunk: Chunk| chunk.rank.and_then(|rank| mesh.coordinate(rank)).unwrap_or_default();
-            let number = |chunk| summand(mesh.shape(), &shared.placements, &at(chunk));
-            Summands { reduction, of_chunk: chunks.iter().map(number).collect() }
-        });
+        let summands = Summands::of(OnMesh { mesh, shared: &shared }, &chunks)?;
         let stride = entry.stride.clone().filter(|_| found.shape == entry.shape);
         // One element is nothing to share; whoever has none is a plain tensor in any job.
         let is_scalar = found.shape.is_empty() && summands.is_none();
