@@ -182,7 +182,30 @@ class Bench:
         yield self.case("unshard views and AdamW to torch", flat, "unshard", "--series", "all")
 
 
+    def layouts(self):
+        source, tp, dp = self.dcp(), 2, self.args.ranks // 2
+        grid = ["--mesh", f"dp={dp},tp={tp}"]
+        yield self.case(f"plan llama on {dp} x {tp}, DTensors", source, "reshard", *grid, "--plan", "llama", *RANKS)
+        yield self.case(f"plan llama on {dp} x {tp}, local", source, "reshard", *grid, "--plan", "llama", *LOCAL)
+        made = self.made(source, "local", *grid, "--plan", "llama", *LOCAL)
+        yield self.case("consolidate local to safetensors", made, "consolidate")
+        yield self.case(f"reshard local to DCP on {dp} ranks", made, "reshard", "--to", "dcp", "--mesh", f"fsdp={dp}")
+        clear(made)
+        summed = ["--placements", "P(sum),S(0)"]
+        made = self.made(source, "summed", "--mesh", f"dp=2,tp={dp}", *summed, *RANKS)
+        yield self.case("consolidate 2 summands of each to safetensors", made, "consolidate")
+        yield self.case("keep 2 summands of each, S(0) to S(1)", made, "reshard", "--placements", "P(sum),S(1)")
+        clear(made)
+
+    def made(self, source, name, *options):
+        made = source.with_name(f"{source.name}-{name}")
+        if not made.exists():
+            subprocess.run([self.args.dtshard, "reshard", source, made, *options, *QUIET], check=True)
+        return made
+
+
 QUIET = ["--no-sync", "-q"]
+RANKS, LOCAL = ["--to", "torch-ranks"], ["--to", "local"]
 
 
 def main():
@@ -191,14 +214,14 @@ def main():
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--only", choices=["dtensors", "flat"], help="DTensors, or the flat parameters of FSDP1")
+    parser.add_argument("--only", choices=["dtensors", "flat", "layouts"], help="one group of cases")
     parser.add_argument("--dtshard", default=ROOT / "target/release/dtshard")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoint for the next run")
     args = parser.parse_args()
 
     bench = Bench(args)
     size = sum(file.stat().st_size for file in bench.dcp().iterdir())
-    groups = {"dtensors": bench.dtensors, "flat": bench.flat_parameters}
+    groups = {"dtensors": bench.dtensors, "flat": bench.flat_parameters, "layouts": bench.layouts}
     cases = (case for name, group in groups.items() if args.only in (None, name) for case in group())
     results = [pairs(case, bench.work / "copy") for case in cases]
 

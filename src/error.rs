@@ -73,6 +73,8 @@ pub enum Error {
     Stopped { signal: &'static str, exit: u8 },
 }
 
+const PLACEMENTS_HINT: &str =
+    "a mesh is named dims (--mesh dp=4,tp=2), a layout one placement a mesh dim (--placements 'S(0),R')";
 /// What is wrong where in a document, before anybody says in which.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wrong {
@@ -159,9 +161,17 @@ impl Error {
             Self::Layout(LayoutError::File { hint, .. }) => {
                 Some(hint.as_deref().unwrap_or("docs/layout-file.md tells what a layout file says"))
             }
-            Self::Layout(_) => Some(
-                "a mesh is named dims (--mesh dp=4,tp=2), a layout one placement a mesh dim (--placements 'S(0),R')",
-            ),
+            Self::Layout(LayoutError::Tensor { error, .. }) => Some(match **error {
+                LayoutError::SplitStrided { .. } => {
+                    "_S takes its parts as torch.chunk cuts them: split = \"chunk\" in a rule for this tensor says so, or \
+                     leave --split out"
+                }
+                LayoutError::SplitSizes { .. } => {
+                    "sizes are one for each coordinate of the mesh dim, of the dim as it is cut"
+                }
+                _ => PLACEMENTS_HINT,
+            }),
+            Self::Layout(_) => Some(PLACEMENTS_HINT),
             Self::Io { .. } | Self::Stopped { .. } => None,
         }
     }
@@ -201,7 +211,7 @@ impl Error {
             Self::Within { error, .. } => error.fqn(),
             Self::Coverage { fqn, .. }
             | Self::Conflict { fqn, .. }
-            | Self::Layout(LayoutError::RuleMisfit { fqn, .. }) => Some(fqn),
+            | Self::Layout(LayoutError::RuleMisfit { fqn, .. } | LayoutError::Tensor { fqn, .. }) => Some(fqn),
             _ => None,
         }
     }

@@ -30,6 +30,8 @@ impl TensorEntry {
     /// # Errors
     /// `Coverage` naming the first bad region.
     pub fn tilings(&self) -> Result<Vec<Tiling>> {
+        let is_partial = self.sharding.as_ref().is_some_and(|sharding| sharding.shared.is_partial());
+        assert!(self.summands.is_some() || !is_partial, "{}: summands that pass for replicas", self.fqn);
         let chunks = 0..u32::try_from(self.chunks.len()).expect("fewer than 2^32 chunks a tensor");
         let Some(summands) = self.summands.as_ref().filter(|_| self.numel() > 0) else {
             return Ok(vec![self.tile(chunks, None)?]);

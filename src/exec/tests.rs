@@ -4,6 +4,7 @@
 //! transposed, and read back tile by tile under another.
 
 mod casting;
+mod reducing;
 
 use std::fs;
 

@@ -96,4 +96,15 @@ pub enum LayoutError {
 
     #[error("{fqn}: the rule `{rule}` gives it {placement}, which does not fit its shape {shape:?}")]
     RuleMisfit { rule: String, placement: String, fqn: String, shape: Vec<u64> },
+
+    /// One that was met at a tensor.
+    #[error("{fqn}: {error}")]
+    Tensor { fqn: String, error: Box<LayoutError> },
+}
+
+impl LayoutError {
+    /// For `map_err`: with the name of the tensor that it was met at.
+    pub fn of(fqn: &impl ToString) -> impl Fn(Self) -> Self {
+        move |error| Self::Tensor { fqn: fqn.to_string(), error: Box::new(error) }
+    }
 }

@@ -149,6 +149,12 @@ impl DeviceMesh {
         self.names.as_deref()
     }
 
+    /// Whether the other has dims of the same names and sizes, on whatever ranks.
+    #[must_use]
+    pub fn has_dims_of(&self, other: &Self) -> bool {
+        (self.shape(), self.names()) == (other.shape(), other.names())
+    }
+
     #[must_use]
     pub fn dim_by_name(&self, name: &str) -> Option<MeshDim> {
         self.names()?.iter().position(|known| known == name).map(MeshDim)

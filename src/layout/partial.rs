@@ -7,7 +7,7 @@
 //! ```text
 //!     target dim      source                            a rank gets
 //!     P(sum)          P(sum) on the same mesh           its own summand, as it is
-//!     P(sum)          S(d) or _S(d,f), same mesh        its shard, and zeros around it
+//!     P(sum)          S(d) or _S(d,f), same mesh        what ranks at its coordinate held, and zeros around it
 //!     P(sum)          anything else                     the value divided by the size of the mesh dim
 //!     P(avg|max|min)  anything but another P            the value
 //!     P(product|...)  anything but the same P           refused
@@ -19,8 +19,13 @@
 //! The rules are PyTorch's: `Partial` in `torch/distributed/tensor/placement_types.py` and `redistribute_local_tensor` in
 //! `_redistribute.py`, which has the second line, but refuses to divide.
 
-use super::rules::{OnMesh, Shared};
-use super::{AsTuple, Dims, LayoutError, Placement, ReduceOp, Tile, numel, ravel, unravel};
+use std::collections::BTreeMap;
+
+use super::rules::OnMesh;
+use super::shard::MAX_INTERVALS;
+use super::{
+    AsTuple, Dims, Intervals, LayoutError, Placement, ReduceOp, TensorDim, Tile, local_part, numel, ravel, unravel,
+};
 
 /// How summands become the value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -82,6 +87,46 @@ pub fn summand(mesh_shape: &[u64], placements: &[Placement], coordinate: &[u64])
     ravel(&pick(coordinate), &pick(mesh_shape))
 }
 
+impl OnMesh<'_> {
+    /// What the ranks hold together that have `coordinate` on the mesh dims that `stay`, all of which shard.
+    fn held_along(&self, shape: &[u64], stay: &[bool], coordinate: &[u64]) -> Result<Tile, LayoutError> {
+        let own = &self.shared.placements;
+        let mut placements = own.clone();
+        // Other mesh dims matter only where they cut before; else their parts are all there is.
+        let cuts_before = |dim: &usize| {
+            let sharded = own[*dim].sharded_dim();
+            let later = (dim + 1..stay.len()).filter(|later| stay[*later]);
+            sharded.is_some() && later.into_iter().any(|later| own[later].sharded_dim() == sharded)
+        };
+        let (before, others): (Vec<usize>, Vec<usize>) =
+            (0..stay.len()).filter(|dim| !stay[*dim]).partition(cuts_before);
+        others.iter().for_each(|dim| placements[*dim] = Placement::Replicate);
+        let sizes: Dims = before.iter().map(|dim| self.mesh.shape()[*dim]).collect();
+        let mut at: Dims = coordinate.into();
+        let mut held: Vec<BTreeMap<u64, u64>> = vec![BTreeMap::new(); shape.len()];
+        for cell in 0..numel(&sizes).expect("a mesh has fewer than 2^64 ranks") {
+            before.iter().zip(unravel(cell, &sizes)).for_each(|(dim, position)| at[*dim] = position);
+            let tile = local_part(shape, self.mesh.shape(), &placements, &self.shared.splits, &at)?;
+            if before.is_empty() {
+                return Ok(tile);
+            }
+            for (dim, (held, own)) in held.iter_mut().zip(tile.dims()).enumerate() {
+                let found = (held.len() as u64).saturating_add(own.count());
+                if found > MAX_INTERVALS {
+                    return Err(LayoutError::Fragmented { dim: TensorDim(dim), limit: MAX_INTERVALS, found });
+                }
+                held.extend(own.iter().map(|range| (range.start, range.end)));
+            }
+        }
+        let ascending = |held: BTreeMap<u64, u64>| {
+            let mut intervals = Intervals::empty();
+            held.into_iter().for_each(|(start, end)| intervals.push(start..end));
+            intervals
+        };
+        Ok(Tile::new(held.into_iter().map(ascending)))
+    }
+}
+
 /// What of the source's summands a rank of the target gets.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Share {
@@ -115,7 +160,7 @@ impl Share {
         let same = source.filter(|source| source.mesh == mesh).map(|source| source.shared);
         let mut kept: Vec<Option<u64>> = vec![None; reduction.as_ref().map_or(0, |reduction| reduction.dims.len())];
         let mut divisor: u64 = 1;
-        let mut zeros_around = vec![Placement::Replicate; placements.len()];
+        let mut stays = vec![false; placements.len()];
         for (dim, &placement) in placements.iter().enumerate() {
             let Placement::Partial(to) = placement else { continue };
             let from = same.map(|same| same.placements[dim]);
@@ -126,7 +171,7 @@ impl Share {
                     continue;
                 }
                 Some(Placement::Shard(_) | Placement::StridedShard { .. }) if to == ReduceOp::Sum => {
-                    zeros_around[dim] = from.expect("it is a shard");
+                    stays[dim] = true;
                     continue;
                 }
                 _ => {}
@@ -149,12 +194,10 @@ impl Share {
                 }
             }
         }
-        let has_zeros = zeros_around.iter().any(|placement| *placement != Placement::Replicate);
-        let within = same.filter(|_| has_zeros).map(|same| {
-            let kept = Shared { placements: zeros_around, splits: same.splits.clone(), slice: None };
-            kept.part(shape, mesh, coordinate)
-        });
-        let within = within.transpose()?;
+        let within = match source.filter(|_| stays.contains(&true)) {
+            Some(source) => Some(source.held_along(shape, &stays, coordinate)?),
+            None => None,
+        };
         let Some(reduction) = reduction else { return Ok(Self { summands: vec![0], divisor, within }) };
         for ((at, &size), &average) in kept.iter().zip(&reduction.dims).zip(&reduction.averages) {
             if at.is_none() && average {
@@ -172,7 +215,9 @@ impl Share {
 
 #[cfg(test)]
 mod tests {
+
     use super::*;
+    use crate::layout::rules::Shared;
     use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
 
     fn resolve(list: &str) -> Vec<Placement> {
@@ -223,6 +268,10 @@ mod tests {
         assert_eq!(share("S(0),R", "P(max),R", Lies::Here, &[1, 1]), Ok("[0] /1".into()));
         assert_eq!(share("R,P(max)", "P(sum),R", Lies::Here, &[1, 0]), Ok("[0, 1] /2".into()));
         assert_eq!(share("P(max),S(0)", "R,P(sum)", Lies::Here, &[0, 1]), Ok("[0, 1] /1 [2:4, 0:4]".into()));
+        // Each element stays where it is along the mesh dim: rows 0, 2 of the first two, 1, 3 of the others.
+        assert_eq!(share("S(0),S(0)", "R,P(sum)", Lies::Here, &[1, 0]), Ok("[0] /1 [0:1+2:3, 0:4]".into()));
+        assert_eq!(share("S(0),S(0)", "P(sum),R", Lies::Here, &[1, 0]), Ok("[0] /1 [2:4, 0:4]".into()));
+        assert_eq!(share("S(0),S(0)", "P(sum),P(sum)", Lies::Here, &[1, 0]), Ok("[0] /1 [2:3, 0:4]".into()));
         // Elsewhere a coordinate means another rank.
         assert_eq!(share("P(sum),R", "P(sum),R", Lies::Elsewhere, &[1, 1]), Ok("[0, 1] /2".into()));
         assert_eq!(share("S(0),R", "P(sum),R", Lies::Elsewhere, &[1, 1]), Ok("[0] /2".into()));

@@ -5,7 +5,8 @@
 
 use std::fmt;
 
-use globset::{GlobBuilder, GlobMatcher};
+use globset::GlobBuilder;
+use regex::bytes::{Regex, RegexBuilder};
 
 use super::LayoutError;
 
@@ -13,7 +14,7 @@ use super::LayoutError;
 #[derive(Clone, Debug)]
 pub struct Pattern {
     text: String,
-    matcher: GlobMatcher,
+    matcher: Regex,
 }
 
 impl Pattern {
@@ -26,12 +27,16 @@ impl Pattern {
         }
         // Names are matched as paths whose separator is the dot. Brackets are ordinary characters in names.
         let glob = as_path(text).replace('[', "[[]");
-        let matcher = GlobBuilder::new(&glob)
+        let glob = GlobBuilder::new(&glob)
             .literal_separator(true)
             .backslash_escape(false)
             .build()
-            .map_err(|problem| error(problem.kind().to_string()))?
-            .compile_matcher();
+            .map_err(|problem| error(problem.kind().to_string()))?;
+        // Not by the glob's own matcher, which takes it for granted that no text is too long or too deep.
+        let matcher = RegexBuilder::new(glob.regex())
+            .dot_matches_new_line(true)
+            .build()
+            .map_err(|_| error(String::from("it is too long, or its braces too deep")))?;
         Ok(Self { text: text.to_owned(), matcher })
     }
 
@@ -46,13 +51,13 @@ impl Pattern {
     pub fn covers(&self, name: &str) -> bool {
         let path = as_path(name);
         let modules = path.match_indices('/').map(|(at, _)| &path[..at]);
-        modules.chain(std::iter::once(path.as_str())).any(|module| self.matcher.is_match(module))
+        modules.chain(std::iter::once(path.as_str())).any(|module| self.matcher.is_match(module.as_bytes()))
     }
 
     /// Whether it matches this name itself.
     #[must_use]
     pub fn matches(&self, name: &str) -> bool {
-        self.matcher.is_match(as_path(name))
+        self.matcher.is_match(as_path(name).as_bytes())
     }
 
     #[must_use]
@@ -89,6 +94,7 @@ mod tests {
         assert!(covers("**.{w1,w3}.weight", "a.b.w3.weight"));
         assert!(covers("h?ad.weight", "head.weight"));
         assert!(covers("a[0].weight", "a[0].weight"));
+        assert!(covers("ü.*", "ü.a\nb.c"));
         assert!(!covers("head", "header.weight"));
     }
 
@@ -104,5 +110,7 @@ mod tests {
     fn a_bad_pattern_is_an_error() {
         assert!(Pattern::parse("").is_err());
         assert!(Pattern::parse("a.{b").is_err());
+        assert!(Pattern::parse(&"a".repeat(1 << 20)).is_err());
+        assert!(Pattern::parse(&("{a,".repeat(300) + &"}".repeat(300))).is_err());
     }
 }

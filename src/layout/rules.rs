@@ -234,7 +234,7 @@ impl Layout {
     pub fn as_in(&self, source: OnMesh<'_>) -> Shared {
         let Shared { placements: own, splits: own_splits, .. } = source.shared;
         let said = self.split.as_ref().map(|_| self.splits());
-        if (source.mesh.shape(), source.mesh.names()) == (self.mesh.shape(), self.mesh.names()) {
+        if source.mesh.has_dims_of(&self.mesh) {
             let splits = said.unwrap_or_else(|| own_splits.clone());
             return Shared { placements: own.clone(), splits, slice: None };
         }

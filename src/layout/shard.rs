@@ -26,7 +26,7 @@ use super::{AsTuple, Intervals, LayoutError, MeshDim, Placement, Split, TensorDi
 ///
 /// Real split factors are products of mesh sizes, so this is more than any job makes; a split
 /// factor of 2^60 in a damaged file is an error and not a loop without end.
-const MAX_INTERVALS: u64 = 1 << 20;
+pub(super) const MAX_INTERVALS: u64 = 1 << 20;
 
 /// Part `r` of `n` elements over `k` parts, as `torch.chunk` cuts them: the first parts have
 /// `ceil(n / k)` elements, trailing ones may be short or empty.

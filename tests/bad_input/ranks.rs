@@ -209,6 +209,20 @@ fn a_mesh_without_the_rank() {
     }
 }
 
+/// What PyTorch keeps for itself says why it is none of ours, in the file and for the tensor where it is.
+#[test]
+fn placements_that_are_steps_of_a_computation() {
+    for (class, why) in [("_MaskPartial", "whose mask is not saved"), ("_NormPartial", "a step on the way to a norm")] {
+        let (sandbox, source) = with_pickles("partial2/ranks", &[0, 1], 2, |pickle| {
+            replace(pickle, b"placement_types\nPartial\n", format!("placement_types\n{class}\n").as_bytes());
+        });
+        for verb in ["inspect", "verify"] {
+            dtshard(&[&verb, &source]).refused(&["rank_0.pt", "sum.f32", class, why]);
+        }
+        dtshard(&[&"unshard", &source, &sandbox.path("out.pt")]).refused(&["rank_0.pt", "sum.f32", class, why]);
+    }
+}
+
 /// The op is not one of the dtype: seen where the value is asked for, told in verify and digests.
 #[test]
 fn summands_that_make_no_value() {

@@ -135,6 +135,47 @@ fn numbers_that_lie_otherwise_are_named_one_by_one() {
     assert_same(&of_dcp.tensors(), &read(&fixture("fsdp4/dcp")), "of dcp");
 }
 
+/// A mesh whose dims have no names, as `fully_shard` makes by itself.
+#[test]
+fn a_mesh_without_names_keeps_its_placements() {
+    for text in ["mesh = [3]\nplacements = \"R\"", "mesh = [2, 2]\nmesh_ranks = [3, 1, 0, 2]\nplacements = \"R,S(0)\""]
+    {
+        let desk = Desk::new();
+        let layout = desk.write("layout.toml", text);
+        let options = format!("--to torch-ranks --layout {}", layout.display());
+        let made = desk.make("reshard", "tp2/dcp", "made", &options);
+        let again = desk.make("reshard", &made.path, "again", "");
+        assert_eq!(contents(&again.path), contents(&made.path), "{text}");
+        let printed = layout_of(&desk, &made.path, "printed.toml", "");
+        let fed = desk.make("reshard", &made.path, "fed", &format!("--layout {}", printed.display()));
+        assert_eq!(contents(&fed.path), contents(&made.path), "{text}");
+        let local = desk.make("reshard", &made.path, "local", "--to local");
+        let back = desk.make("reshard", &local.path, "back", "--to torch-ranks");
+        assert_eq!(contents(&back.path), contents(&made.path), "{text}");
+    }
+}
+
+/// As of quantised weights: the name of one tensor is that of a module of others, to a pattern.
+#[test]
+fn a_name_that_goes_on_from_that_of_another_tensor_has_a_rule_before_it() {
+    let desk = Desk::new();
+    let renamed = "--include model --rename (blocks.*w2).bias=${1}.weight.scale";
+    let source = desk.make("reshard", "tp2/ranks", "source", renamed);
+    let layout = layout_of(&desk, &source.path, "layout.toml", "");
+    let found = desk.make("reshard", &source.path, "found", &format!("--layout {}", layout.display()));
+    assert_eq!(contents(&found.path), contents(&source.path), "{}", fs::read_to_string(layout).unwrap());
+}
+
+#[test]
+fn what_cannot_be_cut_as_is_said_is_named() {
+    let desk = Desk::new();
+    let cut = "--mesh dp=3 --placements _S(0,3) --split balanced";
+    let words = ["embed.weight: mesh dim 0", "_S with split factor 3", "split = \"chunk\""];
+    for to in ["--to local", "--to dcp", "--to torch-ranks", "--to torch-ranks --tensor-class local"] {
+        desk.refuse("reshard", "fsdp4/ranks", "x", &format!("{cut} {to}"), &words);
+    }
+}
+
 #[test]
 fn a_layout_that_files_do_not_tell_is_not_printed() {
     let told = |source: &str| expect(2, "inspect", &[&fixture(source)], "--layout").stderr;

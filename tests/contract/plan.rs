@@ -168,7 +168,17 @@ fn what_a_file_says_of_a_plan_is_refused_with_its_line() {
         let words: Vec<&str> = words.to_vec();
         desk.refuse("reshard", VERL, "out", &options, &words);
     }
-    // Safetensors files have sorted names.
+    // Local files have the order of the state dict in their document; safetensors files have sorted names.
+    let file = desk.write("plan.toml", "[styles]\n\"**.layers.*.mlp\" = \"pairwise\"");
+    let options = format!("--mesh tp=2 --plan {}", file.display());
+    let made = desk.make("reshard", VERL, "made", &options);
+    let local = desk.make("reshard", VERL, "local", "--to local");
+    let again = desk.make("reshard", &local.path, "again", &format!("{options} --to torch-ranks"));
+    let layouts = [made, again].map(|made| inspect(&made.path, "")["tensors"].clone());
+    let placements = |at: usize, name: &str| layouts[at][name]["placements"].clone();
+    for name in ["gate_proj", "up_proj", "down_proj"].map(|own| format!("model.model.layers.0.mlp.{own}.weight")) {
+        assert_eq!(placements(0, &name), placements(1, &name), "{name}");
+    }
     let file = desk.write("plan.toml", "[styles]\n\"**.layers.*.mlp\" = \"pairwise\"");
     let options = format!("--mesh tp=2 --plan {}", file.display());
     let words =

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import generate
 
 PLACES = ["R", "S(0)", "S(1)", "_S(0,2)", "P(sum)", "P(max)"]
 NAMES = ("dp", "tp")
+OTHER = "not as in PyTorch"
 # Shapes and dtypes in turn; integers are divided by the sizes of all meshes here.
 KINDS = [((7, 5), torch.float32), ((5, 4), torch.float32), ((3, 2), torch.float32), ((1, 4), torch.float32),
          ((7, 5), torch.bfloat16), ((5, 4), torch.int64)]
@@ -60,7 +62,7 @@ def local_source(case, mesh, coord):
 def by_definition(case, mesh, coord):
     """docs/algebra.md, mesh dim by mesh dim."""
     name, shape, dtype, source, target = case
-    ranges, divisor, alone = [], 1, ["R"] * len(mesh)
+    ranges, divisor = [], 1
     for size, here, s, t in zip(mesh, coord, source, target):
         if op_of(s):
             ranges.append([here] if s == t else range(size))
@@ -68,18 +70,19 @@ def by_definition(case, mesh, coord):
             divisor *= size
         elif t == "P(sum)" and op_of(s) not in ("sum", None):
             raise AssertionError("refused")
-    for dim, (s, t) in enumerate(zip(source, target)):
-        if t == "P(sum)" and "S(" in s:
-            alone[dim] = s
+    stay = [dim for dim, (s, t) in enumerate(zip(source, target)) if t == "P(sum)" and "S(" in s]
     parts = [summand(name, shape, dtype, at).double() for at in itertools.product(*ranges)]
     combine = torch.maximum if "max" in map(op_of, source) else torch.add
     value = parts[0]
     for part in parts[1:]:
         value = combine(value, part)
     value = (value / divisor).to(dtype)
+    # Each element stays at the coordinate where it is along the mesh dims that turn from shard to summand.
     inside = torch.zeros(shape, dtype=torch.bool)
-    held = [torch.tensor(indices, dtype=torch.int64) for indices in generate.index_lists(shape, mesh, coord, alone)]
-    inside[torch.meshgrid(*held, indexing="ij")] = True
+    for other in itertools.product(*map(range, mesh)):
+        if all(other[dim] == coord[dim] for dim in stay):
+            held = [torch.tensor(i, dtype=torch.int64) for i in generate.index_lists(shape, mesh, other, source)]
+            inside[torch.meshgrid(*held, indexing="ij")] = True
     return generate.local_part(torch.where(inside, value, torch.zeros_like(value)), mesh, coord, target)
 
 
@@ -97,7 +100,26 @@ def save(sizes, kinds, folder):
     torch.save(state, f"{folder}/model_world_size_{world}_rank_{rank}.pt")
 
 
-def compare(sizes, kinds, folder, report):
+def refusals(sizes, kinds):
+    """Name -> why PyTorch does not redistribute it. Of processes that wait for each other one may refuse alone, so that
+    each is asked by itself, in a group that only looks like one."""
+    world, found = math.prod(sizes), {}
+    for rank in range(world):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES[:len(sizes)])
+            for case in cases(len(sizes), kinds):
+                try:
+                    wanted = [generate.placement_object(p) for p in case[-1]]
+                    distributed(case, mesh, mesh.get_coordinate()).redistribute(mesh, wanted)
+                except (RuntimeError, ValueError, AssertionError) as error:
+                    found[case[0]] = str(error).split("(Could")[0].split("\n")[0]
+        finally:
+            dist.destroy_process_group()
+    return found
+
+
+def compare(sizes, kinds, folder, refused_by_torch, report):
     """Each rank's file holds what PyTorch's redistribute gives, or what is defined where PyTorch has nothing to say."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES[:len(sizes)])
     rank, world, coord = dist.get_rank(), math.prod(sizes), mesh.get_coordinate()
@@ -113,12 +135,11 @@ def compare(sizes, kinds, folder, report):
         wanted = by_definition(case, sizes, coord)
         same = generate.same(found.to_local(), wanted)
         assert same, f"{name} {source} -> {target}: by definition {wanted}, found {found.to_local()}"
-        try:
-            real = distributed(case, mesh, coord).redistribute(mesh, placements).to_local()
-        except (RuntimeError, ValueError, AssertionError) as error:
-            outcome = "PyTorch refuses: " + str(error).split("(Could")[0].split("\n")[0]
+        if name in refused_by_torch:
+            outcome = f"PyTorch refuses: {refused_by_torch[name]}"
         else:
-            outcome = "as in PyTorch" if generate.same(real, wanted) else "other summands than PyTorch's"
+            real = distributed(case, mesh, coord).redistribute(mesh, placements).to_local()
+            outcome = "as in PyTorch" if generate.same(real, wanted) else OTHER
         told.setdefault((source, target), set()).add(outcome)
     gathered = [None] * world
     dist.all_gather_object(gathered, told)

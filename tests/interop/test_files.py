@@ -166,7 +166,7 @@ def test_consolidate(tmp_path, case, kind):
     expected = model_of(case, kind)
     common.dtshard("consolidate", common.source(case, kind), tmp_path / "one")
     common.assert_equal(read_folder(tmp_path / "one"), expected, order=False)
-    common.dtshard("consolidate", common.source(case, kind), tmp_path / "many", "--max-shard-size", "100B")
+    common.dtshard("consolidate", common.source(case, kind), tmp_path / "many", "--max-shard-size", "48B")
     files = [f for f in os.listdir(tmp_path / "many") if f.endswith(".safetensors")]
     assert len(files) > 1
     common.assert_equal(read_folder(tmp_path / "many"), expected, order=False)

@@ -28,7 +28,8 @@ def test_every_pair(tmp_path, sizes, kinds):
     rules = {name.split(".")[0]: ",".join(places) for name, _, _, _, places in cases}
     common.dtshard("reshard", source, target, "--verify",
                    *(f"--placements={first}.**={places}" for first, places in rules.items()))
-    common.run_ranks(redistribute.compare, world, tmp_path / "compare", sizes, kinds, str(target), str(report))
+    common.run_ranks(redistribute.compare, world, tmp_path / "compare", sizes, kinds, str(target),
+                     redistribute.refusals(sizes, kinds), str(report))
 
     told = torch.load(report)
     by_outcome = {}
@@ -38,7 +39,8 @@ def test_every_pair(tmp_path, sizes, kinds):
         print(f"{len(pairs)} pairs: {outcome}")
         if outcome != "as in PyTorch":
             print("".join(f"  {pair}\n" for pair in pairs), end="")
+    # On meshes of several dims PyTorch 2.15 misplaces elements of uneven strided shards that no plain shard follows:
+    # full_tensor() before and after are not the same.
     for (places, wanted), outcomes in told.items():
-        # Where no summands are made there is one right answer.
-        if not any(place.startswith("P") for place in wanted):
-            assert outcomes == {"as in PyTorch"} or all("PyTorch refuses" in o for o in outcomes), (places, wanted, outcomes)
+        strided = len(sizes) > 1 and "_S(0,2)" in places + wanted
+        assert redistribute.OTHER not in outcomes or strided, (places, wanted)

@@ -140,7 +140,7 @@ impl Case {
     pub fn target(&self, meshes: (&[usize], &[usize]), same: bool, at: &[usize]) -> Vec<u8> {
         let (mesh, target) = meshes;
         let op = self.from.iter().find_map(|place| place.op());
-        let (mut divisor, mut inside) = (1, held(&self.shape, target, &[], at));
+        let (mut divisor, mut stay) = (1, Vec::new());
         // The summands that come together: those of all coordinates on Partial dims but the ones that are kept.
         let is_partial = |dim: usize| self.from[dim].op().is_some();
         let mut kept: Vec<Option<usize>> = (0..mesh.len()).map(|dim| (!is_partial(dim)).then_some(0)).collect();
@@ -149,18 +149,7 @@ impl Case {
             match (place.op(), from) {
                 (None, _) => {}
                 (Some(to), Place::Partial(from)) if from == to => kept[dim] = Some(at[dim]),
-                (Some("sum"), from) if from.is_shard() => {
-                    let mut alone = vec![Place::Whole; mesh.len()];
-                    alone[dim] = from;
-                    // Of several such dims each cuts what the ones before have left.
-                    let before = self.to[..dim].iter().zip(&self.from).enumerate();
-                    for (other, (to, from)) in before {
-                        if to.op() == Some("sum") && from.is_shard() {
-                            alone[other] = *from;
-                        }
-                    }
-                    inside = held(&self.shape, mesh, &alone, at);
-                }
+                (Some("sum"), from) if from.is_shard() => stay.push(dim),
                 (Some("sum"), _) => divisor *= target[dim],
                 (Some(_), _) => {}
             }
@@ -176,8 +165,16 @@ impl Case {
             .map(|(kept, size)| kept.map_or_else(|| (0..*size).collect(), |at| vec![at]))
             .collect();
         let summands = elements(&ranges);
+        // What ranks at its coordinate hold along the mesh dims that turn from shard to summand.
+        let alike: Vec<Vec<Vec<usize>>> = (coordinates(mesh).iter())
+            .filter(|other| stay.iter().all(|dim| other[*dim] == at[*dim]))
+            .map(|other| held(&self.shape, mesh, &self.from, other))
+            .collect();
+        let holds =
+            |dims: &Vec<Vec<usize>>, index: &[usize]| index.iter().zip(dims).all(|(at, held)| held.contains(at));
+        let inside = |index: &[usize]| stay.is_empty() || alike.iter().any(|dims| holds(dims, index));
         let value = |index: &Vec<usize>| {
-            if index.iter().zip(&inside).any(|(at, held)| !held.contains(at)) {
+            if !inside(index) {
                 return self.bytes(0.0);
             }
             let mut found = summands.iter().map(|at| self.stored(index, at));

@@ -106,7 +106,7 @@ impl<'a> Chooser<'a> {
             Choice::Plain => self.layout.replicated(),
             Choice::Shared(shared, by) => self.without_summands(path, shared, by)?,
         };
-        Ok(self.layout.shards(&entry.shape, &shared)?)
+        Ok(self.layout.shards(&entry.shape, &shared).map_err(LayoutError::of(&entry.fqn))?)
     }
 
     /// How rank files of torch.save have it.

@@ -97,7 +97,8 @@ fn tells_shapes_alone(source: &Source) -> bool {
 
 /// Whether the source has parameters in the order in which modules registered them.
 fn order(source: &Source) -> Order {
-    if source.checkpoint.format.keeps_order() { Order::Registered } else { Order::Unknown }
+    let format = source.checkpoint.format;
+    if format.keeps_order() || format == Format::Local { Order::Registered } else { Order::Unknown }
 }
 
 /// Lay out every part of the source by itself, and say what there is to say about the layout.

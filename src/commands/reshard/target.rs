@@ -165,20 +165,21 @@ pub fn row_specs(mesh: &DeviceMesh) -> Vec<PlacementSpec> {
     rows(mesh).into_iter().map(PlacementSpec::from).collect()
 }
 
-/// Without a list for every tensor: the source's placements where its mesh dims have the same names, else S(0) on a
-/// mesh of one dim. Never everything replicated in silence.
+/// Without a list for every tensor: the source's placements where its mesh dims are the same, or have the same names,
+/// else S(0) on a mesh of one dim. Never everything replicated in silence.
 fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
     let mut own: Vec<&String> = mesh.names().map(|names| names.iter().collect()).unwrap_or_default();
     own.sort();
     let known = |entry: &&TensorEntry| entry.sharding.is_some();
     let mut sharded = catalog.tensors.iter().filter(known).peekable();
     let any = sharded.peek().is_some();
-    let same_names = any
+    let same_dims = any
         && sharded.all(|entry| {
-            let names = entry.sharding.as_ref().and_then(|sharding| catalog.mesh(sharding).names());
-            names.is_some_and(|names| names.iter().all(|name| own.contains(&name)))
+            let theirs = entry.sharding.as_ref().map(|sharding| catalog.mesh(sharding));
+            let is_known = |names: &[String]| names.iter().all(|name| own.contains(&name));
+            theirs.is_some_and(|theirs| theirs.has_dims_of(mesh) || theirs.names().is_some_and(is_known))
         });
-    if same_names {
+    if same_dims {
         return Ok(Fallback::Source);
     }
     if mesh.ndim() == 1 {

@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::format::distinct_names;
 use crate::format::safetensors::{FORMAT_KEY, Written, write_header};
 use crate::layout::rules::Shared;
-use crate::layout::{DeviceMesh, Dims, Placement, Rank, Region, Split, Tile};
+use crate::layout::{DeviceMesh, Dims, LayoutError, Placement, Rank, Region, Split, Tile};
 use crate::storage::FileId;
 
 /// How a tensor lies: with which class and placements; `None` for a plain tensor on every rank.
@@ -184,14 +184,16 @@ impl Plan {
 
     /// What a rank holds of a tensor, and from which of the source's it is; `None` where it has no part.
     fn part(&self, at: usize, mesh: &DeviceMesh, rank: Rank) -> Result<Option<(TensorId, Tile)>> {
-        let Described { shape, sharding, .. } = self.of(at);
+        let Described { names, shape, sharding, .. } = self.of(at);
         let source = match &self.contents[self.names[at].1] {
             Content::Shared(id) => Some(*id),
             Content::Own(by_rank) => by_rank.get(&rank).copied(),
         };
         let tile = match (sharding, mesh.coordinate(rank)) {
             (None, _) => Some(Tile::from_region(&Region::whole(shape))),
-            (Some(sharding), Some(at)) => Some(sharding.shared.part(shape, mesh, &at)?),
+            (Some(sharding), Some(at)) => {
+                Some(sharding.shared.part(shape, mesh, &at).map_err(LayoutError::of(&names[0]))?)
+            }
             (Some(_), None) => None,
         };
         Ok(source.zip(tile))

@@ -26,7 +26,6 @@ use crate::error::{Error, Result};
 use crate::layout::file::LayoutFile;
 use crate::layout::rules::{Fallback, Layout, Rule};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split};
-use crate::quantity::count;
 use reduce::Reductions;
 use teller::{Findings, Teller};
 
@@ -85,7 +84,7 @@ impl Told {
         let said = self.file.as_ref().map_or(Ok(self.mesh.clone()), |file| file.mesh(self.mesh.clone()))?;
         said.or_else(own).ok_or_else(|| {
             Error::usage(
-                format!("no --src-mesh is given, and {} has {}", root.display(), count(catalog.meshes.len(), "mesh")),
+                format!("no --src-mesh is given, and {} has {} meshes", root.display(), catalog.meshes.len()),
                 "say on which mesh the ranks lay that saved it, such as --src-mesh tp=8 or --src-mesh dp=4,tp=2",
             )
         })

@@ -22,7 +22,9 @@ use crate::error::{Error, Result};
 use crate::format::pickle::{WriteError, Writer};
 use crate::format::zip::{ArchiveWriter, Frames};
 use crate::layout::rules::Shared;
-use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, TensorDim, Tile, comma_list, local_shard};
+use crate::layout::{
+    DeviceMesh, Dims, LayoutError, MeshDim, Placement, Rank, Region, TensorDim, Tile, comma_list, local_shard,
+};
 use crate::storage::FileId;
 
 /// How a tensor lies on the ranks of the target mesh.
@@ -76,7 +78,7 @@ impl RankLayout {
 /// The classes of PyTorch do not record how a dim was cut: whoever loads them reckons with `torch.chunk`.
 fn check_chunks(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, shared: &Shared) -> Result<()> {
     for (rank, coordinate) in mesh.coordinates().filter(|_| !shared.splits.is_empty()) {
-        let own = shared.part(&entry.shape, mesh, &coordinate)?;
+        let own = shared.part(&entry.shape, mesh, &coordinate).map_err(LayoutError::of(fqn))?;
         let chunk = local_shard(&entry.shape, mesh.shape(), &shared.placements, &coordinate)?;
         if own != chunk {
             let splits = comma_list(&shared.splits);
@@ -230,7 +232,9 @@ impl Planned {
             RankLayout::Distributed { placements, .. } => {
                 local_shard(&entry.shape, mesh.shape(), placements, coordinate)?
             }
-            RankLayout::Local(shared) => shared.part(&entry.shape, mesh, coordinate)?,
+            RankLayout::Local(shared) => {
+                shared.part(&entry.shape, mesh, coordinate).map_err(LayoutError::of(&self.fqn))?
+            }
             RankLayout::Sharded { dim } => {
                 let placements = [Placement::Shard(TensorDim(0))];
                 local_shard(&entry.shape, &[mesh.shape()[dim.0]], &placements, &[coordinate[dim.0]])?
