@@ -166,7 +166,7 @@ pub struct ToldArgs {
     #[arg(long, value_name = "DIMS")]
     pub src_mesh: Option<String>,
     /// Ranks of that mesh in row-major order of its cells [default: 0,1,2,...]
-    #[arg(long, value_name = "RANKS", value_delimiter = ',')]
+    #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = rank)]
     pub src_mesh_ranks: Vec<u32>,
     /// How plain tensors of SRC lie on it, as --placements says it of DST [default: whole on every rank]
     #[arg(long, value_name = "[PATTERN=]LIST")]
@@ -372,7 +372,7 @@ pub struct Reshard {
     #[arg(long, value_name = "DIMS")]
     pub mesh: Vec<String>,
     /// Ranks of the mesh in row-major order of its cells [default: 0,1,2,...]
-    #[arg(long, value_name = "RANKS", value_delimiter = ',')]
+    #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = rank)]
     pub mesh_ranks: Vec<u32>,
     /// Placements, one a mesh dim: S(d), _S(d,sf) or R; negative d count from the end. A bare list is the fallback for
     /// every tensor, and R where it does not fit; PATTERN=LIST is a rule, and the first one that matches wins
@@ -627,6 +627,11 @@ pub enum ProgressChoice {
     Auto,
     Always,
     Never,
+}
+
+/// One of a list of ranks.
+fn rank(text: &str) -> Result<u32, &'static str> {
+    text.trim().parse().map_err(|_| "expected ranks with commas between them, such as 0,2,1,3")
 }
 
 /// Long options may be written with underscores: `--max_shard_size` is `--max-shard-size`.

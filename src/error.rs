@@ -161,16 +161,10 @@ impl Error {
             Self::Layout(LayoutError::File { hint, .. }) => {
                 Some(hint.as_deref().unwrap_or("docs/layout-file.md tells what a layout file says"))
             }
-            Self::Layout(LayoutError::Tensor { error, .. }) => Some(match **error {
-                LayoutError::SplitStrided { .. } => {
-                    "_S takes its parts as torch.chunk cuts them: split = \"chunk\" in a rule for this tensor says so, or \
-                     leave --split out"
-                }
-                LayoutError::SplitSizes { .. } => {
-                    "sizes are one for each coordinate of the mesh dim, of the dim as it is cut"
-                }
-                _ => PLACEMENTS_HINT,
-            }),
+            Self::Layout(LayoutError::Cut { hint, .. }) => Some(hint),
+            Self::Layout(LayoutError::RankCount { .. } | LayoutError::DuplicateRank { .. }) => {
+                Some("a rank for each cell of the mesh, each once, with commas between them: --mesh-ranks 0,2,1,3")
+            }
             Self::Layout(_) => Some(PLACEMENTS_HINT),
             Self::Io { .. } | Self::Stopped { .. } => None,
         }
@@ -211,7 +205,9 @@ impl Error {
             Self::Within { error, .. } => error.fqn(),
             Self::Coverage { fqn, .. }
             | Self::Conflict { fqn, .. }
-            | Self::Layout(LayoutError::RuleMisfit { fqn, .. } | LayoutError::Tensor { fqn, .. }) => Some(fqn),
+            | Self::Layout(
+                LayoutError::RuleMisfit { fqn, .. } | LayoutError::Tensor { fqn, .. } | LayoutError::Cut { fqn, .. },
+            ) => Some(fqn),
             _ => None,
         }
     }

@@ -36,14 +36,15 @@ pub fn told(args: &ToldArgs, keep_names: bool) -> Result<Option<Told>> {
     let (rules, fallback) = placements::read("--src-placements", src_placements)?;
     let split = src_split.map(Split::from);
     let file = src_layout.as_deref().map(|path| file(path, split.clone())).transpose()?;
+    let mesh = mesh(args)?;
     let fallback = fallback.map(|list| (said("--src-placements", &list), list));
     let of_file = || {
-        let list = file.as_ref()?.fallback()?.to_vec();
+        let list = file.as_ref()?.fallback(mesh.as_ref())?;
         Some((said(&src_layout.as_ref()?.display().to_string(), &list), list))
     };
     let fallback = fallback.or_else(of_file).map(|(said, list)| (list, said));
     let reduce = reduce.iter().map(|text| parse_reduce(text)).collect::<Result<_>>()?;
-    Ok(Some(Told { mesh: mesh(args)?, rules, fallback, split, file, reduce, keep_names }))
+    Ok(Some(Told { mesh, rules, fallback, split, file, reduce, keep_names }))
 }
 
 /// `--src-placements S(0),R`

@@ -97,6 +97,10 @@ pub enum LayoutError {
     #[error("{fqn}: the rule `{rule}` gives it {placement}, which does not fit its shape {shape:?}")]
     RuleMisfit { rule: String, placement: String, fqn: String, shape: Vec<u64> },
 
+    /// A tensor that cannot be cut as somebody said.
+    #[error("{fqn}: {error} ({by})")]
+    Cut { fqn: String, by: String, error: Box<LayoutError>, hint: &'static str },
+
     /// One that was met at a tensor.
     #[error("{fqn}: {error}")]
     Tensor { fqn: String, error: Box<LayoutError> },

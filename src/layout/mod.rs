@@ -26,6 +26,7 @@ use std::fmt;
 use smallvec::{SmallVec, smallvec};
 
 mod cover;
+pub mod cut;
 mod error;
 pub mod file;
 pub mod flat;
@@ -39,6 +40,7 @@ mod region;
 pub mod rules;
 mod shard;
 mod split;
+pub mod strided;
 mod tile;
 pub mod whole;
 

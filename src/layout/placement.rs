@@ -113,6 +113,15 @@ pub enum PlacementSpec {
 }
 
 impl PlacementSpec {
+    /// The tensor dim it shards, as it is written.
+    #[must_use]
+    pub fn sharded_dim(self) -> Option<i64> {
+        match self {
+            Self::Shard(dim) | Self::StridedShard { dim, .. } => Some(dim),
+            Self::Replicate | Self::Partial(_) => None,
+        }
+    }
+
     /// The placement of a tensor of `ndim` dims; `None` where it has no such dim.
     #[must_use]
     pub fn resolve(self, ndim: usize) -> Option<Placement> {

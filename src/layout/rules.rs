@@ -4,6 +4,7 @@
 //! no rule matches gets the fallback, which gives Replicate on a mesh dim where it does not fit (`S(1)` of a bias).
 
 use super::parallelize::Plan;
+use super::strided::Move;
 use super::{
     DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Rank, Split, Tile, comma_list, local_part,
 };
@@ -243,24 +244,18 @@ impl Layout {
         let Some(names) = source.mesh.names() else { return placements.into() };
         let target_dims: Vec<Option<usize>> =
             names.iter().map(|name| self.mesh.dim_by_name(name).map(|dim| dim.0)).collect();
+        let route = Move { from: source.mesh, to: &self.mesh, dims: &target_dims };
+        let sharded: Vec<_> = own.iter().map(|placement| placement.sharded_dim()).collect();
         for (index, placement) in own.iter().enumerate() {
             let Some(target) = target_dims[index] else { continue };
             if let Some(split) = own_splits.get(index) {
                 splits[target] = split.clone();
             }
             placements[target] = match *placement {
-                // A split factor that stands for the mesh dims further right (FSDP over TP) follows their new sizes;
-                // where they come to stand further left, a plain shard already means that they split first.
                 Placement::StridedShard { dim, split_factor } => {
-                    let inner: Vec<usize> =
-                        (index + 1..own.len()).filter(|&later| own[later].sharded_dim() == Some(dim)).collect();
-                    let before: u64 = inner.iter().map(|&later| source.mesh.shape()[later]).product();
-                    let still_inner = inner.iter().filter_map(|&later| target_dims[later]).filter(|&at| at > target);
-                    let after: u64 = still_inner.map(|at| self.mesh.shape()[at]).product();
-                    match (before == split_factor, after) {
-                        (true, 0 | 1) => Placement::Shard(dim),
-                        (true, after) => Placement::StridedShard { dim, split_factor: after },
-                        (false, _) => Placement::StridedShard { dim, split_factor },
+                    match route.split_factor(split_factor, index, &sharded) {
+                        Some(split_factor) => Placement::StridedShard { dim, split_factor },
+                        None => Placement::Shard(dim),
                     }
                 }
                 other => other,

@@ -191,10 +191,13 @@ fn rank_files_are_for_a_version_of_pytorch() {
         torch::Style::of_file(&checkpoint.files, first).unwrap().unwrap().release
     };
     assert_eq!(release("--mesh dp=2", "own"), torch::Release::V2_13);
-    assert_eq!(release("--mesh dp=2 --torch-version 2.9", "old"), torch::Release::V2_5);
+    assert_eq!(release("--mesh dp=2 --torch-version v2.9.0+cu124", "old"), torch::Release::V2_5);
     assert_eq!(release("--torch-version 2.10.0+cpu", "middle"), torch::Release::V2_10);
     assert_eq!(release("--torch-version 2.12", "later"), torch::Release::V2_11);
     let told = |options: &str| expect(2, "reshard", &[&fixture("fsdp4/ranks"), &desk.path("no")], options).stderr;
+    let ranks = told("--mesh dp=2,tp=2 --mesh-ranks 4,5,6");
+    holds(&ranks, &["found 3 ranks", "hint: a rank for each cell of the mesh"]);
+    holds(&told("--mesh dp=4 --mesh-ranks 4-7"), &["'4-7'", "expected ranks with commas between them"]);
     let refused = told("--torch-version 2.4.1");
     assert!(refused.contains("--torch-version 2.4.1: expected a version from 2.5 on"), "{refused}");
     assert!(told("--torch-version new").contains("--torch-version new: expected a version"));

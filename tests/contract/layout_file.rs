@@ -119,6 +119,26 @@ slice = "dp"
 }
 
 #[test]
+fn split_factors_follow_another_mesh() {
+    let desk = Desk::new();
+    let source = fixture("fsdp_tp/ranks");
+    let layout = layout_of(&desk, &source, "layout.toml", "");
+    let said = desk.make("reshard", &source, "said", &format!("--mesh dp=2,tp=4 --layout {}", layout.display()));
+    let own = desk.make("reshard", &source, "own", "--mesh dp=2,tp=4");
+    assert_eq!(contents(&said.path), contents(&own.path));
+    assert!(!said.run.stderr.contains("FSDP2"), "{}", said.run.stderr);
+    // What stands for no mesh dim is kept, and said.
+    let strange = "--mesh dp=2,tp=4 --placements _S(0,2),S(0) --to torch-ranks";
+    let note = "placements _S(0,2),S(0): _S(0,2) on dp; FSDP2 over tensor parallelism has _S(0,4) there: tp is 4";
+    let run = desk.make("reshard", &source, "strange", strange).run;
+    holds(&run.stderr, &[note]);
+    let document = succeed("reshard", &[&source], &format!("{strange} --dry-run --json")).json();
+    assert!(document["warnings"].as_array().unwrap().contains(&json!(note)), "{document}");
+    let fused = succeed("reshard", &[&source], "--mesh dp=2,tp=4 --placements R,_S(0,3) --dry-run --to torch-ranks");
+    assert!(!fused.stderr.contains("FSDP2"), "{}", fused.stderr);
+}
+
+#[test]
 fn numbers_that_lie_otherwise_are_named_one_by_one() {
     let desk = Desk::new();
     let options = "--mesh dp=2,tp=2 --placements S(0),R --placements optim.state.**.exp_avg=R,R \
@@ -232,6 +252,32 @@ fn chunks_of_dcp_are_cut_as_splits_say() {
 }
 
 #[test]
+fn sizes_of_local_files_are_printed_and_come_back() {
+    let desk = Desk::new();
+    let sizes = "mesh = \"dp=2\"\nplacements = \"S(0)\"\n[[rules]]\ntensors = \"embed\"\nplacements = \"S(0)\"\n\
+                 sizes = { dp = [7, 3] }\n";
+    let layout = desk.write("sizes.toml", sizes);
+    let made = desk.make("reshard", "fsdp4/ranks", "made", &format!("--to local --layout {}", layout.display()));
+    comes_back(&made.path.display().to_string(), "");
+    let printed = succeed("inspect", &[&made.path], "--layout").stdout;
+    holds(&printed, &["tensors = \"embed.weight\"\nplacements = \"S(0)\"\nsplit = \"7+3\"\n"]);
+    // Where they do not fit, it is told who said them.
+    let words = ["embed.weight: sizes 7+3: expected 3 that add up to 10 (as in SRC)", "hint: --split chunk"];
+    desk.refuse("reshard", &made.path, "x", "--mesh dp=3", &words);
+    let to_dtensors = format!("--layout {}", layout.display());
+    let words = ["embed.weight: split by 7+3 (", "sizes.toml line 4", "leave split and sizes out of the rule"];
+    desk.refuse("reshard", "fsdp4/ranks", "x", &to_dtensors, &words);
+    let words = [
+        "found 10 elements to be split by balanced (said of all tensors)",
+        "split = \"chunk\" in a rule for this tensor",
+    ];
+    desk.refuse("reshard", "fsdp_tp/ranks", "x", "--to local --split balanced --mesh dp=2,tp=3", &words);
+    // Also what is cut so everywhere.
+    let made = desk.make("reshard", "fsdp4/ranks", "even", "--to local --mesh dp=4 --split balanced");
+    comes_back(&made.path.display().to_string(), "");
+}
+
+#[test]
 fn dtensors_are_cut_by_torch_chunk() {
     let desk = Desk::new();
     let words = ["embed.weight: split by balanced", "--tensor-class local", "torch.chunk"];
@@ -321,7 +367,11 @@ fn what_is_wrong_in_a_file_is_told_with_its_place() {
     );
     refuse(
         &rule("norm", "placements = \"S(0)\"\nsizes = { dp = [2, 2] }"),
-        &["sizes 2+2: expected 2 that add up to 3"],
+        &[
+            "norm.weight: sizes 2+2: expected 2 that add up to 3 (",
+            "layout.toml line 4: rules \"norm\")",
+            "hint: sizes are",
+        ],
     );
     refuse(
         &format!("{mesh}[styles]\nnorm = \"colwise\"\n"),

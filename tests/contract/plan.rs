@@ -160,6 +160,19 @@ fn styles_of_a_layout_file_come_before_a_plan() {
 }
 
 #[test]
+fn a_style_none_leaves_a_module_to_fsdp() {
+    let desk = Desk::new();
+    let file = desk.write("styles.toml", "[styles]\n\"**.norm\" = \"none\"\n");
+    let options = format!("--mesh dp=2,tp=2 --plan llama --layout {} -v", file.display());
+    let made = desk.make("reshard", VERL, "out", &options);
+    let layout = succeed("inspect", &[&made.path], "--layout").stdout;
+    holds(&layout, &["tensors = \"model.norm.weight\"\nplacements = \"S(0),R\"\nslice = \"dp\"\n"]);
+    assert_eq!(layout.matches("slice").count(), 1, "{layout}");
+    holds(&made.run.stderr, &["none: 1 tensor", "sequence: "]);
+    assert!(!made.run.stderr.contains("no style names them"), "{}", made.run.stderr);
+}
+
+#[test]
 fn what_a_file_says_of_a_plan_is_refused_with_its_line() {
     let desk = Desk::new();
     let cases: [(&str, &[&str]); 6] = [

@@ -20,8 +20,9 @@ use crate::error::{Error, Result};
 use crate::format::dcp;
 use crate::format::local::LocalLayout;
 use crate::format::torch::RankLayout;
+use crate::layout::cut::CutBy;
 use crate::layout::parallelize::{Laid, Order};
-use crate::layout::rules::{Fallback, Layout, Shared};
+use crate::layout::rules::{Fallback, Layout, Lies, Shared};
 use crate::layout::{LayoutError, Placement};
 use crate::select::Wrappers;
 
@@ -41,10 +42,16 @@ pub struct Chooser<'a> {
 }
 
 /// How a tensor is to lie.
-enum Choice {
+enum Choice<'a> {
     /// Plain on every rank.
     Plain,
-    Shared(Shared, By),
+    Shared(Chosen<'a>),
+}
+
+struct Chosen<'a> {
+    shared: Shared,
+    by: By,
+    cut: CutBy<'a>,
 }
 
 /// Who says so.
@@ -104,7 +111,7 @@ impl<'a> Chooser<'a> {
     pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<dcp::Shards> {
         let shared = match self.choose(path, entry)? {
             Choice::Plain => self.layout.replicated(),
-            Choice::Shared(shared, by) => self.without_summands(path, shared, by)?,
+            Choice::Shared(Chosen { shared, by, .. }) => self.without_summands(path, shared, by)?,
         };
         Ok(self.layout.shards(&entry.shape, &shared).map_err(LayoutError::of(&entry.fqn))?)
     }
@@ -114,24 +121,30 @@ impl<'a> Chooser<'a> {
         let mesh = &self.layout.mesh;
         match self.with_class(path, entry)? {
             None => Ok(RankLayout::Plain),
-            Some((Class::ShardedTensor, shared, _)) => RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &shared),
-            Some((Class::DTensor, shared, _)) => RankLayout::of_dtensor(&path.fqn(), entry, mesh, shared),
-            Some((Class::Tensor, shared, By::CommandLine)) => Ok(RankLayout::Local(shared)),
+            Some((Class::ShardedTensor, Chosen { shared, cut, .. })) => {
+                RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &shared, cut)
+            }
+            Some((Class::DTensor, Chosen { shared, cut, .. })) => {
+                RankLayout::of_dtensor(&path.fqn(), entry, mesh, shared, cut)
+            }
+            Some((Class::Tensor, Chosen { shared, by: By::CommandLine, .. })) => Ok(RankLayout::Local(shared)),
             // Nothing in the file would say that it is a summand.
-            Some((Class::Tensor, shared, by)) => Ok(RankLayout::Local(self.without_summands(path, shared, by)?)),
+            Some((Class::Tensor, Chosen { shared, by, .. })) => {
+                Ok(RankLayout::Local(self.without_summands(path, shared, by)?))
+            }
         }
     }
 
     /// The class of a tensor that ranks share, and how; `None` for a plain tensor on every rank.
     pub fn local_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<LocalLayout> {
-        Ok(self.with_class(path, entry)?.map(|(class, shared, _)| (class, shared)))
+        Ok(self.with_class(path, entry)?.map(|(class, chosen)| (class, chosen.shared)))
     }
 
-    fn with_class(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<(Class, Shared, By)>> {
-        let Choice::Shared(shared, by) = self.choose(path, entry)? else { return Ok(None) };
+    fn with_class(&mut self, path: &Path, entry: &TensorEntry) -> Result<Option<(Class, Chosen<'a>)>> {
+        let Choice::Shared(chosen) = self.choose(path, entry)? else { return Ok(None) };
         let own = entry.is_shared().then_some(entry.class);
-        let of_like = if let By::Like(class) = by { Some(class) } else { None };
-        Ok(Some((self.class.or(of_like).or(own).unwrap_or(self.usual_class), shared, by)))
+        let of_like = if let By::Like(class) = chosen.by { Some(class) } else { None };
+        Ok(Some((self.class.or(of_like).or(own).unwrap_or(self.usual_class), chosen)))
     }
 
     /// A DCP directory has no place for summands, and a plain tensor does not say that it is one: their value goes there.
@@ -151,22 +164,26 @@ impl<'a> Chooser<'a> {
 
     // ------------------------------------------------------------------------------------------ who says how it lies
 
-    fn choose(&mut self, path: &Path, entry: &TensorEntry) -> Result<Choice> {
+    fn choose(&mut self, path: &Path, entry: &TensorEntry) -> Result<Choice<'a>> {
         let subject = self.subjects.subject(path, entry);
         self.tally.see(&subject, self.layout);
-        if let Some(choice) = self.by_rule(&subject)? {
-            return Ok(choice);
+        let mut choice = self.by_rule(&subject)?.or_else(|| self.by_plan(&subject));
+        if choice.is_none() {
+            choice = self.by_like(&subject)?;
         }
-        if let Some(choice) = self.by_plan(&subject) {
-            return Ok(choice);
+        let choice = choice.unwrap_or_else(|| self.by_fallback(&subject));
+        if let Choice::Shared(Chosen { shared, cut, .. }) = &choice {
+            cut.check(path, &entry.shape, &self.layout.mesh, shared)?;
         }
-        if let Some(choice) = self.by_like(&subject)? {
-            return Ok(choice);
-        }
-        Ok(self.by_fallback(&subject))
+        Ok(choice)
     }
 
-    fn by_rule(&self, subject: &Subject<'_>) -> Result<Option<Choice>> {
+    /// Who said how a tensor is cut whose own splits are those of somebody else, unless something is said of all.
+    fn cut_as(&self, theirs: CutBy<'a>) -> CutBy<'a> {
+        if self.layout.split.is_some() { CutBy::All } else { theirs }
+    }
+
+    fn by_rule(&self, subject: &Subject<'_>) -> Result<Option<Choice<'a>>> {
         let Some(rule) = self.layout.rules.iter().find(|rule| rule.covers(&subject.names)) else { return Ok(None) };
         let shared = match self.layout.ruled(rule, &subject.names, &subject.entry.shape) {
             // `**.w1.weight` is meant for the parameter, not for the step that has its name in its own.
@@ -174,13 +191,17 @@ impl<'a> Chooser<'a> {
             shared => shared?,
         };
         Ok(Some(match shared {
-            Some(shared) => Choice::Shared(self.sliced(shared, subject), By::CommandLine),
+            Some(shared) => {
+                let has_own = matches!(&rule.lies, Lies::Shared(spec) if !spec.splits.is_empty());
+                let cut = if has_own { CutBy::Rule(rule) } else { CutBy::All };
+                Choice::Shared(Chosen { shared: self.sliced(shared, subject), by: By::CommandLine, cut })
+            }
             None => Choice::Plain,
         }))
     }
 
     /// A parameter, or what has the shape of the one that it is of.
-    fn by_plan(&self, subject: &Subject<'_>) -> Option<Choice> {
+    fn by_plan(&self, subject: &Subject<'_>) -> Option<Choice<'a>> {
         let planned = self.planned.as_ref()?;
         let name = match &subject.owner {
             None => subject.in_model.as_ref(),
@@ -189,7 +210,8 @@ impl<'a> Chooser<'a> {
         };
         match name.and_then(|name| planned.laid(name)) {
             Some(Laid { shared: Some(shared), .. }) => {
-                Some(Choice::Shared(self.layout.split_as_said(shared.clone()), By::CommandLine))
+                let shared = self.layout.split_as_said(shared.clone());
+                Some(Choice::Shared(Chosen { shared, by: By::CommandLine, cut: CutBy::All }))
             }
             Some(Laid { shared: None, .. }) => Some(Choice::Plain),
             // What is no part of the model.
@@ -198,7 +220,7 @@ impl<'a> Chooser<'a> {
         }
     }
 
-    fn by_like(&mut self, subject: &Subject<'_>) -> Result<Option<Choice>> {
+    fn by_like(&mut self, subject: &Subject<'_>) -> Result<Option<Choice<'a>>> {
         let Some(like) = &mut self.like else { return Ok(None) };
         let Subject { path, entry, in_model, owner, .. } = subject;
         let parameter = owner.as_ref().and_then(|owner| owner.name.as_ref());
@@ -221,10 +243,11 @@ impl<'a> Chooser<'a> {
                 self.layout.sliced(self.layout.as_in(source), source)
             }
         };
-        Ok(Some(Choice::Shared(shared, By::Like(found.class))))
+        let (by, cut) = (By::Like(found.class), self.cut_as(CutBy::Like));
+        Ok(Some(Choice::Shared(Chosen { shared, by, cut })))
     }
 
-    fn by_fallback(&mut self, subject: &Subject<'_>) -> Choice {
+    fn by_fallback(&mut self, subject: &Subject<'_>) -> Choice<'a> {
         let as_it_is = matches!(self.layout.fallback, Fallback::Source);
         let is_plain = self.subjects.is_plain(subject.is_shared());
         if is_plain && as_it_is {
@@ -240,8 +263,8 @@ impl<'a> Chooser<'a> {
         if shape.is_empty() && subject.sharding().is_none() {
             return Choice::Plain;
         }
-        let by = if as_it_is { By::Source } else { By::CommandLine };
-        Choice::Shared(self.sliced(fitted.shared, subject), by)
+        let (by, cut) = if as_it_is { (By::Source, self.cut_as(CutBy::Source)) } else { (By::CommandLine, CutBy::All) };
+        Choice::Shared(Chosen { shared: self.sliced(fitted.shared, subject), by, cut })
     }
 
     /// What was on a slice of its mesh stays there.

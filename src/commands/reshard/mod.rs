@@ -6,6 +6,7 @@ mod flat;
 mod like;
 mod plan;
 mod sharded;
+mod strided;
 mod subject;
 mod tally;
 mod target;
@@ -70,6 +71,7 @@ pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
     let mut notes = source.settled.notes((ranks == Ranks::Apart).then_some(job.world_size));
     let renamed = renamed_dims(&source.wanted.catalog, &layout.mesh);
     notes.extend(renamed.filter(|_| ranks == Ranks::Apart && source.like.is_none()));
+    notes.extend(strided::notes(&layout));
     let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
     let max_memory = args.convert.source.max_memory.0;
     match to {

@@ -134,7 +134,7 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<Layout> {
     }
     let plan = plan::wanted(args, file.as_ref(), &mesh)?;
     let split = file.as_ref().map_or(split, |file| file.split.clone());
-    let fallback = fallback.or_else(|| file.as_ref()?.fallback().map(<[PlacementSpec]>::to_vec));
+    let fallback = fallback.or_else(|| file.as_ref()?.fallback(Some(&mesh)));
     let fallback = match fallback {
         Some(list) => Fallback::Placements(list),
         None if source.like.is_some() => Fallback::Source,

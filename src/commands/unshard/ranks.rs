@@ -15,6 +15,7 @@ use crate::catalog::{Class, Path, Reservation, TensorEntry, model, optimizer};
 use crate::cli::Unshard;
 use crate::error::{Error, Result};
 use crate::format::{Format, torch};
+use crate::layout::cut::CutBy;
 use crate::layout::{DeviceMesh, Pattern};
 use crate::nearest;
 use crate::quantity::count;
@@ -122,9 +123,11 @@ fn some_modules(patterns: &Patterns, source: &Source, version: Option<&str>) -> 
 fn as_it_is(path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<torch::RankLayout> {
     match &entry.sharding {
         Some(sharding) if entry.class == Class::Tensor => Ok(torch::RankLayout::Local(sharding.shared.clone())),
-        Some(sharding) => torch::RankLayout::of_dtensor(&path.fqn(), entry, mesh, sharding.shared.clone()),
+        Some(sharding) => {
+            torch::RankLayout::of_dtensor(&path.fqn(), entry, mesh, sharding.shared.clone(), CutBy::Source)
+        }
         None if entry.class == Class::ShardedTensor => {
-            torch::RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &rows(mesh).into())
+            torch::RankLayout::of_fsdp1(&path.fqn(), entry, mesh, &rows(mesh).into(), CutBy::Source)
         }
         None => Ok(torch::RankLayout::Plain),
     }

@@ -40,10 +40,10 @@ pub enum Release {
 }
 
 impl Release {
-    /// That of a version such as `2.9.1` or `2.15.0+cu132`; `None` before 2.5, and for what is no version.
+    /// That of a version such as `2.9.1`, `v2.9` or `2.15.0+cu132`; `None` before 2.5, and for what is no version.
     #[must_use]
     pub fn of_version(version: &str) -> Option<Self> {
-        let mut parts = version.split(['.', '+']).map(str::parse::<u32>);
+        let mut parts = version.trim_start_matches('v').split(['.', '+']).map(str::parse::<u32>);
         match (parts.next()?.ok()?, parts.next()?.ok()?) {
             (2, 5..=9) => Some(Self::V2_5),
             (2, 10) => Some(Self::V2_10),
@@ -449,7 +449,7 @@ mod tests {
         let of = Release::of_version;
         assert_eq!((of("2.4.1"), of("1.13"), of("latest"), of("2")), (None, None, None, None));
         assert_eq!(
-            (of("2.5.1"), of("2.9"), of("2.10.0")),
+            (of("2.5.1"), of("v2.6.0+cu124"), of("2.10.0")),
             (Some(Release::V2_5), Some(Release::V2_5), Some(Release::V2_10))
         );
         assert_eq!(

@@ -21,6 +21,7 @@ use crate::catalog::{
 use crate::error::{Error, Result};
 use crate::format::pickle::{WriteError, Writer};
 use crate::format::zip::{ArchiveWriter, Frames};
+use crate::layout::cut::CutBy;
 use crate::layout::rules::Shared;
 use crate::layout::{
     DeviceMesh, Dims, LayoutError, MeshDim, Placement, Rank, Region, TensorDim, Tile, comma_list, local_shard,
@@ -50,8 +51,14 @@ impl RankLayout {
     ///
     /// # Errors
     /// `Unsupported` where it is cut as DTensors are not.
-    pub fn of_dtensor(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, shared: Shared) -> Result<Self> {
-        check_chunks(fqn, entry, mesh, &shared)?;
+    pub fn of_dtensor(
+        fqn: &Fqn,
+        entry: &TensorEntry,
+        mesh: &DeviceMesh,
+        shared: Shared,
+        cut: CutBy<'_>,
+    ) -> Result<Self> {
+        check_chunks(fqn, entry, mesh, &shared, cut)?;
         Ok(Self::Distributed { placements: shared.placements, slice: shared.slice })
     }
 
@@ -68,24 +75,33 @@ impl RankLayout {
     ///
     /// # Errors
     /// `Unsupported` for what is not `S(0)` on one mesh dim, and where it is cut as FSDP1 does not.
-    pub fn of_fsdp1(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, shared: &Shared) -> Result<Self> {
-        check_chunks(fqn, entry, mesh, shared)?;
+    pub fn of_fsdp1(
+        fqn: &Fqn,
+        entry: &TensorEntry,
+        mesh: &DeviceMesh,
+        shared: &Shared,
+        cut: CutBy<'_>,
+    ) -> Result<Self> {
+        check_chunks(fqn, entry, mesh, shared, cut)?;
         let dim = sharding_dim(fqn, entry, mesh, &shared.placements)?;
         Ok(dim.map_or(Self::Plain, |dim| Self::Sharded { dim }))
     }
 }
 
 /// The classes of PyTorch do not record how a dim was cut: whoever loads them reckons with `torch.chunk`.
-fn check_chunks(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, shared: &Shared) -> Result<()> {
+fn check_chunks(fqn: &Fqn, entry: &TensorEntry, mesh: &DeviceMesh, shared: &Shared, cut: CutBy<'_>) -> Result<()> {
     for (rank, coordinate) in mesh.coordinates().filter(|_| !shared.splits.is_empty()) {
         let own = shared.part(&entry.shape, mesh, &coordinate).map_err(LayoutError::of(fqn))?;
         let chunk = local_shard(&entry.shape, mesh.shape(), &shared.placements, &coordinate)?;
         if own != chunk {
             let splits = comma_list(&shared.splits);
             return Err(Error::unsupported(
-                format!("{fqn}: split by {splits}, rank {rank} has {own}, of a DTensor {chunk}"),
-                "DTensors and ShardedTensors are cut by torch.chunk: leave out --split, or write plain local tensors \
-                 with --tensor-class local, --to local or --to dcp",
+                format!("{fqn}: split by {splits} ({cut}), rank {rank} has {own}, of a DTensor {chunk}"),
+                format!(
+                    "DTensors and ShardedTensors are cut by torch.chunk: {}, or write plain local tensors with \
+                     --tensor-class local, --to local or --to dcp",
+                    cut.to_chunks()
+                ),
             ));
         }
     }

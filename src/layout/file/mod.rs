@@ -43,6 +43,7 @@ use serde_json::Value as Json;
 
 use super::parallelize::StyleRule;
 use super::rules::Rule;
+use super::strided::follow;
 use super::{DeviceMesh, LayoutError, PlacementSpec, Split};
 use fields::{At, did_you_mean};
 pub use print::{document, toml};
@@ -149,10 +150,14 @@ impl LayoutFile {
         Err(own.wrong(problem, "give the same dims, in their order, in other sizes; or change the mesh of the file"))
     }
 
-    /// What every tensor without a rule gets.
+    /// What every tensor without a rule gets, also on a mesh that takes the place of the file's.
     #[must_use]
-    pub fn fallback(&self) -> Option<&[PlacementSpec]> {
-        self.fallback.as_ref().map(|said| said.value.as_slice())
+    pub fn fallback(&self, given: Option<&DeviceMesh>) -> Option<Vec<PlacementSpec>> {
+        let list = &self.fallback.as_ref()?.value;
+        Some(match (&self.mesh, given) {
+            (Some(own), Some(given)) => follow(list, &own.value, given),
+            _ => list.clone(),
+        })
     }
 
     /// Whether it says nothing of tensors that are laid out one by one.
@@ -186,7 +191,8 @@ impl LayoutFile {
         for said in [tp, fsdp, replicate].into_iter().flatten() {
             written::dim(said.at(), &said.value, mesh)?;
         }
-        self.rules.iter().map(|rule| rule.on(&self.name, mesh, self.split.as_ref())).collect()
+        let own = self.mesh.as_ref().map_or(mesh, |own| &own.value);
+        self.rules.iter().map(|rule| rule.on(&self.name, own, mesh, self.split.as_ref())).collect()
     }
 }
 

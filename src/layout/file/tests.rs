@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::layout::rules::{Fallback, Layout, Lies, Spec};
-use crate::layout::{MeshDim, Pattern};
+use crate::layout::{MeshDim, Pattern, comma_list};
 
 const WHOLE: &str = r#"
 version = 1
@@ -66,7 +66,7 @@ fn everything_that_can_be_said_is_understood() {
     let file = parse(WHOLE);
     let mesh = file.mesh(None).unwrap().unwrap();
     assert_eq!((mesh.to_string().as_str(), mesh.ranks()[1].0), ("dp=2,tp=4", 2));
-    assert_eq!((file.split.clone(), file.fallback().unwrap().len()), (Some(Split::Balanced), 2));
+    assert_eq!((file.split.clone(), file.fallback(None).unwrap().len()), (Some(Split::Balanced), 2));
     let styles: Vec<String> = file.plan.styles.iter().map(|rule| format!("{} {}", rule.pattern, rule.style)).collect();
     let expected = [
         "tok_embeddings rowwise-embedding",
@@ -112,7 +112,7 @@ fn json_says_the_same() {
     let json = LayoutFile::parse("layout", text).unwrap();
     let mesh = toml.mesh(None).unwrap().unwrap();
     assert_eq!(json.mesh(None).unwrap().unwrap(), mesh);
-    assert_eq!((json.split.clone(), json.fallback()), (toml.split.clone(), toml.fallback()));
+    assert_eq!((json.split.clone(), json.fallback(None)), (toml.split.clone(), toml.fallback(None)));
     let rules = |file: &LayoutFile| -> Vec<(String, Lies)> {
         file.rules(&mesh).unwrap().into_iter().map(|rule| (rule.pattern.to_string(), rule.lies)).collect()
     };
@@ -303,6 +303,22 @@ fn another_mesh_has_the_same_dims() {
 }
 
 #[test]
+fn split_factors_follow_a_mesh_that_is_given() {
+    let file = parse(
+        "mesh = \"dp=2,tp=2\"\nplacements = \"_S(0,2),S(0)\"\n[[rules]]\ntensors = \"w\"\nplacements = \"_S(1,2),S(1)\"",
+    );
+    let on = |text: &str| {
+        let mesh = DeviceMesh::parse(text).unwrap();
+        let rules = file.rules(&mesh).unwrap();
+        let Lies::Shared(spec) = &rules[0].lies else { panic!("plain") };
+        [comma_list(&file.fallback(Some(&mesh)).unwrap()), comma_list(&spec.placements)]
+    };
+    assert_eq!(on("dp=2,tp=2"), ["_S(0,2),S(0)", "_S(1,2),S(1)"]);
+    assert_eq!(on("dp=2,tp=4"), ["_S(0,4),S(0)", "_S(1,4),S(1)"]);
+    assert_eq!(on("dp=4,tp=1"), ["S(0),S(0)", "S(1),S(1)"]);
+}
+
+#[test]
 fn rules_with_sizes_keep_the_split_of_the_layout_elsewhere() {
     let mut file =
         parse("split = \"makani\"\n[[rules]]\ntensors = \"w\"\nplacements = \"S(0),S(1)\"\nsizes = { tp = [1, 2] }");
@@ -325,7 +341,7 @@ fn lines(layout: &Layout) -> Vec<String> {
 fn read_back(name: &str, text: &str) -> Layout {
     let file = LayoutFile::parse(name, text).unwrap_or_else(|error| panic!("{error}\n{text}"));
     let mesh = file.mesh(None).unwrap().unwrap();
-    let fallback = Fallback::Placements(file.fallback().unwrap().to_vec());
+    let fallback = Fallback::Placements(file.fallback(None).unwrap());
     Layout::new(mesh.clone(), file.rules(&mesh).unwrap(), fallback, file.split).unwrap()
 }
 

@@ -2,6 +2,7 @@
 
 use super::fields::{At, did_you_mean};
 use crate::layout::rules::{Lies, Rule, Spec};
+use crate::layout::strided::follow;
 use crate::layout::{DeviceMesh, LayoutError, MeshDim, Pattern, PlacementSpec, Split};
 
 #[derive(Clone, Debug)]
@@ -31,12 +32,22 @@ pub struct WrittenSpec {
 }
 
 impl Written {
-    /// On a mesh, where tensors without a split of their own have that of the layout.
-    pub fn on(&self, name: &str, mesh: &DeviceMesh, split: Option<&Split>) -> Result<Rule, LayoutError> {
+    /// On a mesh, which takes the place of the file's `own`. Tensors without a split of their own have that of the layout.
+    pub fn on(
+        &self,
+        name: &str,
+        own: &DeviceMesh,
+        mesh: &DeviceMesh,
+        split: Option<&Split>,
+    ) -> Result<Rule, LayoutError> {
         let at = At { name, line: self.line, what: &self.what };
         let lies = match &self.lies {
             WrittenLies::Plain => Lies::Plain,
-            WrittenLies::Shared(spec) => Lies::Shared(spec.on(at, mesh, split)?),
+            WrittenLies::Shared(spec) => {
+                let mut spec = spec.on(at, mesh, split)?;
+                spec.placements = follow(&spec.placements, own, mesh);
+                Lies::Shared(spec)
+            }
         };
         Ok(Rule { pattern: self.pattern.clone(), lies, said: at.said() })
     }

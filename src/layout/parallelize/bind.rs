@@ -106,13 +106,14 @@ impl Plan {
         }
         let buffers = self.family.map(|_| Family::buffers()).unwrap_or_default();
         let lay = |(parameter, found): (&Parameter<'_>, Option<(&Candidate, Style)>)| match found {
-            Some((candidate, style)) => {
+            Some((candidate, style)) if style != Style::None => {
                 let laid = self.roles.styled(mesh, style, candidate.part(&parameter.name), parameter.shape);
                 Laid { note: candidate.note, ..laid }
             }
-            None if parameter.kind == Kind::Buffer || is_buffer(&buffers, parameter) => {
+            _ if parameter.kind == Kind::Buffer || is_buffer(&buffers, parameter) => {
                 Laid { shared: None, by: By::Buffer, whole: None, note: None }
             }
+            Some((_, style)) => Laid { by: By::Style(style), ..self.roles.unstyled(mesh, parameter.shape) },
             None => self.roles.unstyled(mesh, parameter.shape),
         };
         Ok(parameters.iter().zip(found).map(lay).collect())

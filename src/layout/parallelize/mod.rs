@@ -15,6 +15,7 @@
 //!     colwise(3)             _S(0,3)   _S(0,3)   three weights in one (q, k, v), each cut by itself
 //!     pairwise                                   linear children in turn: colwise, rowwise; a last odd one is left alone
 //!     sequence, replicate    R         R         a DTensor all the same
+//!     none                                       as if no style named it
 //! ```
 //!
 //! Weights of more dims are stacks of such weights (experts), and dims count from the end. What no style names is left

@@ -27,6 +27,8 @@ pub enum Style {
     Pairwise,
     Sequence,
     Replicate,
+    /// As if no style named it: for what a later pattern, or a built-in plan, would name.
+    None,
 }
 
 /// What a parameter is to its module, which its name tells.
@@ -60,7 +62,7 @@ impl Part {
 
 impl Style {
     /// Every name, as in a layout file.
-    pub const NAMES: [&'static str; 9] = [
+    pub const NAMES: [&'static str; 10] = [
         "colwise",
         "rowwise",
         "colwise-embedding",
@@ -70,6 +72,7 @@ impl Style {
         "pairwise",
         "sequence",
         "replicate",
+        "none",
     ];
 
     /// The dim along which a parameter is cut; `None` where every rank has all of it.
@@ -117,6 +120,7 @@ impl Style {
             Self::Pairwise => "pairwise",
             Self::Sequence => "sequence",
             Self::Replicate => "replicate",
+            Self::None => "none",
         }
     }
 }
@@ -151,6 +155,7 @@ impl FromStr for Style {
             "pairwise" => Self::Pairwise,
             "sequence" => Self::Sequence,
             "replicate" => Self::Replicate,
+            "none" => Self::None,
             _ => return Err(error("the name of a style")),
         };
         if style.blocks() != blocks {

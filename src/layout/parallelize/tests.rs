@@ -57,6 +57,9 @@ fn what_no_style_names_is_left_to_fsdp() {
     assert_eq!(of("dp=3,tp=2"), ["S(0),S(1)", "S(0),R on 0", "R,R on 0"]);
     assert_eq!(of("dp_replicate=2,dp_shard=3,tp=2"), ["R,S(0),S(1)", "R,S(0),R on 0 on 1", "R,R,R on 0 on 1"]);
     assert_eq!(of("tp=2,dp_shard=3,dp_replicate=2")[1], "R,S(0),R on 1 on 2");
+    // Also where a later pattern names it.
+    let left = [("b", "none"), ("*", "rowwise")];
+    assert_eq!(lay("dp=3,tp=2", &left, named, Order::Unknown).unwrap(), of("dp=3,tp=2"));
     // Without a plan.
     assert_eq!(lay("dp=4", &[], named, Order::Unknown).unwrap(), ["S(0)", "S(0)", "R"]);
     assert_eq!(lay("dp_replicate=2,dp=4", &[], named, Order::Unknown).unwrap()[0], "R,S(0)");
