@@ -196,7 +196,7 @@ fn what_is_wrong_is_told_with_line_and_rule() {
         ),
         (
             "[styles.layers]\n\"*.wq\" = \"column-wise\"",
-            "l.toml line 2: styles \"layers.*.wq\": style `column-wise`: expected the name of a style (did you mean `colwise`? there are colwise, rowwise, colwise-embedding, rowwise-embedding, colwise-conv1d, rowwise-conv1d, pairwise, sequence, replicate)",
+            "l.toml line 2: styles \"layers.*.wq\": style `column-wise`: expected the name of a style (did you mean `colwise`? there are colwise, rowwise, colwise-embedding, rowwise-embedding, colwise-conv1d, rowwise-conv1d, pairwise, sequence, replicate, none)",
         ),
         (
             "[styles]\n\"a.{b\" = \"colwise\"",
