@@ -17,6 +17,7 @@ pub fn nearest(pattern: &str, names: &[String]) -> Vec<String> {
     };
     let mut ranked: Vec<(Option<usize>, &String)> = names.iter().map(|name| (distance(name), name)).collect();
     ranked.sort();
+    ranked.dedup();
     ranked.into_iter().take(SHOWN).map(|(_, name)| name.clone()).collect()
 }
 
@@ -54,5 +55,7 @@ mod tests {
         assert_eq!(nearest("layrs.0.w2", &names)[0], "layers.0.w2.bias");
         assert_eq!(nearest("**.haed", &names)[0], "head.weight");
         assert_eq!(nearest("**", &names).len(), 3);
+        assert_eq!(nearest("**.haed", &[names.clone(), names].concat()).len(), 3, "each of them once");
+        assert_eq!(nearest("a", &["b", "b"].map(String::from)), ["b"]);
     }
 }

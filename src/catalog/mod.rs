@@ -27,9 +27,9 @@ pub use validate::{Tiling, list_ranks};
 pub use value::{Dict, DictKind, Holding, TensorId, Value};
 
 use crate::error::Error;
-use crate::layout::partial::Reduction;
+use crate::layout::partial::{Reduction, summand};
 use crate::layout::rules::{OnMesh, Shared};
-use crate::layout::{DeviceMesh, Dims, Region, Tile, comma_list};
+use crate::layout::{DeviceMesh, Dims, LayoutError, Region, Tile, comma_list};
 use crate::storage::{FileId, Stretch};
 
 /// A fully qualified name: the path of a tensor or object in its state dict, joined with dots.
@@ -115,6 +115,23 @@ pub struct Summands {
     pub reduction: Reduction,
     /// Which summand each chunk is a part of, in the order of the chunk table.
     pub of_chunk: Vec<u64>,
+}
+
+impl Summands {
+    /// Those of chunks that ranks of a mesh hold; `None` where they hold values.
+    ///
+    /// # Errors
+    /// `MixedReduction` where they make no value.
+    ///
+    /// # Panics
+    /// Where a chunk is of no rank of the mesh.
+    pub fn of(lies: OnMesh<'_>, chunks: &ChunkTable) -> Result<Option<Self>, LayoutError> {
+        let (shape, placements) = (lies.mesh.shape(), &lies.shared.placements);
+        let Some(reduction) = Reduction::of(shape, placements)? else { return Ok(None) };
+        let at = |chunk| lies.mesh.coordinate(chunks.rank(chunk)?);
+        let number = |chunk| summand(shape, placements, &at(chunk).expect("chunks are of ranks of the mesh"));
+        Ok(Some(Self { reduction, of_chunk: (0..chunks.len()).map(number).collect() }))
+    }
 }
 
 impl TensorEntry {

@@ -1,8 +1,13 @@
-//! Placements as they are said on the command line, of a target (`--placements`) or of a source (`--src-placements`).
+//! Placements as they are said on the command line, of a target (`--placements`, `--layout`) or of a source
+//! (`--src-placements`, `--src-layout`).
+
+use std::path::Path;
 
 use crate::error::{Error, Result};
+use crate::format::layout_file;
+use crate::layout::file::LayoutFile;
 use crate::layout::rules::{Lies, Rule};
-use crate::layout::{Pattern, PlacementSpec, parse_placements};
+use crate::layout::{Pattern, PlacementSpec, Split, parse_placements};
 
 /// `None` for what is neither.
 fn lies(list: &str) -> Option<Lies> {
@@ -35,4 +40,20 @@ pub fn read(option: &str, texts: &[String]) -> Result<(Vec<Rule>, Option<Vec<Pla
         }
     }
     Ok((rules, fallback))
+}
+
+/// The layout file of an option; a `split` beside it takes the place of its own.
+///
+/// # Errors
+/// As reading it, and with this hint where nothing in it is for tensors one by one.
+pub fn file(option: &str, path: &Path, split: Option<Split>, flat_alone: &str) -> Result<LayoutFile> {
+    let mut file = layout_file::read(path)?;
+    if file.is_flat_alone() {
+        return Err(Error::usage(
+            format!("{option} {}: it has [flat] alone, which is for flat parameters", path.display()),
+            flat_alone,
+        ));
+    }
+    file.split = split.or(file.split);
+    Ok(file)
 }

@@ -5,8 +5,8 @@ use std::path::Path;
 use super::placements;
 use crate::cli::ToldArgs;
 use crate::error::{Error, Result};
+use crate::format::Told;
 use crate::format::told::Reduce;
-use crate::format::{Told, layout_file};
 use crate::layout::file::LayoutFile;
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, ReduceOp, Split, comma_list};
 
@@ -53,14 +53,8 @@ fn said(by: &str, list: &[PlacementSpec]) -> String {
 }
 
 fn file(path: &Path, split: Option<Split>) -> Result<LayoutFile> {
-    let mut file = layout_file::read(path)?;
-    file.split = split.or(file.split);
-    if file.is_flat_alone() {
-        return Err(Error::usage(
-            format!("--src-layout {}: it has [flat] alone, which is for flat parameters", path.display()),
-            "--flat-layout reads them; for plain tensors say a mesh and placements: docs/layout-file.md",
-        ));
-    }
+    let hint = "--flat-layout reads them; for plain tensors say a mesh and placements: docs/layout-file.md";
+    let file = placements::file("--src-layout", path, split, hint)?;
     if !file.plan.is_empty() {
         return Err(Error::unsupported(
             format!("--src-layout {}: a source is not told by parallelize plans and styles", path.display()),

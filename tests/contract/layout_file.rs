@@ -44,6 +44,11 @@ fn what_inspect_prints_lays_out_rank_files_as_they_were() {
     for source in ["verl/global_step_10/actor", "flat2/sharded", "flat_hybrid/sharded"] {
         comes_back(source, "");
     }
+    // Only local files say how DTensors are cut.
+    let desk = Desk::new();
+    let cut = "--mesh dp=2,tp=2 --split balanced --placements **.embed=S(0),S(1) --placements S(0),S(0)";
+    let local = desk.make("reshard", "fsdp4/ranks", "local", &format!("--to local {cut}"));
+    comes_back(local.path.to_str().expect("a path that is text"), "");
     for folder in fs::read_dir(fixture("compat")).into_iter().flatten() {
         let version = folder.unwrap().file_name().into_string().unwrap();
         for case in ["fsdp4", "fsdp_tp", "hsdp"] {

@@ -76,6 +76,14 @@ fn gradients_lie_as_their_parameters() {
 }
 
 #[test]
+fn whole_numbers_that_the_source_cuts_are_no_buffers() {
+    let desk = Desk::new();
+    let cut = desk.make("reshard", "partial2/ranks", "cut", "--placements S(0)");
+    let again = desk.make("reshard", &cut.path, "again", "--mesh fsdp=3 --fsdp fsdp");
+    assert_eq!(inspect(&again.path, "")["tensors"]["sum.i64"]["placements"], "S(0)");
+}
+
+#[test]
 fn placements_come_before_a_plan() {
     let desk = Desk::new();
     let options = "--mesh dp=2,tp=2 --plan llama --placements **.down_proj=R,R";

@@ -8,14 +8,16 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import common
 import generate
+import parts
 import rank_files
 import ranks
+import test_told
 
 
 def own_part(tensor):
@@ -87,3 +89,25 @@ def test_there_and_back_is_what_pytorch_loads(tmp_path):
                 assert plain[0] == plain[1]
         finally:
             dist.destroy_process_group()
+
+
+STYLES = """
+[styles]
+embed = "rowwise-embedding"
+up = "colwise"
+down = "rowwise"
+norm = "sequence"
+"""
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_engine_of_its_own(tmp_path, world):
+    """A whole safetensors file by styles to files that a hand-written tensor-parallel model loads: the same outputs."""
+    model = test_told.model(torch.float64)
+    tokens = parts.batch(0)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save((tokens, model(tokens).detach()), tmp_path / "expected.pt")
+    (tmp_path / "styles.toml").write_text(STYLES)
+    common.dtshard("reshard", tmp_path / "model.safetensors", tmp_path / "local", "--to", "local", "--mesh", f"tp={world}",
+                   "--plan", tmp_path / "styles.toml")
+    common.run_ranks(parts.infer, world, tmp_path, str(tmp_path / "local"), str(tmp_path / "expected.pt"))

@@ -1,7 +1,7 @@
 """Every ordered pair of placement lists against DTensor.redistribute on gloo.
 
 Each rank saves DTensors with the source placements, `dtshard reshard` runs once with a rule for each target list, and
-each rank compares what it loads: with the definition always, and with PyTorch where PyTorch can. `-rP` prints which
+each rank compares what it loads: with the definition always, and with PyTorch where PyTorch can. `-s` prints which
 pairs those are.
 """
 

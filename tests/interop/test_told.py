@@ -9,6 +9,7 @@ from torch import nn
 
 import common
 import generate  # noqa: F401  (the path of the fixtures)
+import parts
 
 
 class Block(nn.Module):
@@ -168,3 +169,54 @@ def test_gradients_of_ranks(tmp_path, dtype, op, nested):
     if nested:  # weights are copies along dp and cp
         found = load_dcp(tmp_path / "dcp", {f"model.{name}": tensor for name, tensor in weights.items()})
         assert all(torch.equal(found[f"model.{name}"], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("source,target", [((2, 3), (3, 2)), ((2, 2), (4, 1)), ((1, 4), (2, 5))])
+def test_regions_of_two_dims(tmp_path, source, target):
+    """Fields and filters of which height and width are cut, each by compute_split_shapes, to another mesh and to whole ones."""
+    torch.manual_seed(0)
+    whole = {"bias": torch.randn(1, 3, 9, 10), "filter": torch.randn(2, 9, 10), "norm.weight": torch.randn(3)}
+
+    def own(name, mesh, coordinate):
+        tensor = whole[name]
+        for dim, parts, at in zip((-2, -1), mesh, coordinate):
+            if name != "norm.weight":
+                tensor = cut(tensor, dim, parts, "makani")[at]
+        return tensor.clone()
+
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    for rank, coordinate in enumerate(itertools.product(*map(range, source))):
+        torch.save({name: own(name, source, coordinate) for name in whole}, folder / f"rank_{rank}.pt")
+    told = ["--src-mesh", f"h={source[0]},w={source[1]}", "--src-placements", "bias=S(-2),S(-1)", "--src-placements",
+            "filter=S(-2),S(-1)", "--src-split", "makani"]
+    common.dtshard("unshard", folder, tmp_path / "whole.pt", *told)
+    found = torch.load(tmp_path / "whole.pt")
+    assert found.keys() == whole.keys() and all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    # From the parts, and from the whole file.
+    mesh = ["--mesh", f"h={target[0]},w={target[1]}", "--split", "makani"]
+    rules = [word.replace("src-", "") for word in told[2:6]]
+    common.dtshard("reshard", folder, tmp_path / "parts", *mesh, *told)
+    common.dtshard("reshard", tmp_path / "whole.pt", tmp_path / "back", "--to", "torch-ranks", "--tensor-class", "local", *mesh,
+                   *rules, "--placements", "R,R")
+    for rank, coordinate in enumerate(itertools.product(*map(range, target))):
+        for path in (tmp_path / "parts" / f"rank_{rank}.pt", *tmp_path.glob(f"back/*_rank_{rank}.pt")):
+            found = torch.load(path)
+            assert all(torch.equal(found[name], own(name, target, coordinate)) for name in whole), path
+    assert len(list(tmp_path.glob("back/*.pt"))) == target[0] * target[1]
+
+
+def test_gradients_as_ddp_averages_them(tmp_path):
+    """4 gloo processes: of the gradients of each, what DDP makes of them, up to its rounding; bit for bit their mean in f64."""
+    (tmp_path / "ranks").mkdir()
+    common.run_ranks(parts.backward, 4, tmp_path, str(tmp_path))
+    common.dtshard("unshard", tmp_path / "ranks", tmp_path / "mean.pt", "--src-mesh", "dp=2,cp=2", "--reduce", "dp,cp=avg")
+    found = torch.load(tmp_path / "mean.pt")
+    gradients = [torch.load(tmp_path / "ranks" / f"rank_{rank}.pt") for rank in range(4)]
+    for name, tensor in found.items():
+        assert torch.equal(tensor, reduced([own[name] for own in gradients], "avg")), name
+        # 3 sums and the division, each of a half unit in the last place
+        bound = 2 * torch.finfo(torch.float32).eps * torch.stack([own[name].abs() for own in gradients]).sum(0)
+        for rank in range(4):
+            assert ((torch.load(tmp_path / f"ddp_{rank}.pt")[name] - tensor).abs() <= bound).all(), name
+    assert found.keys() == gradients[0].keys()

@@ -204,7 +204,7 @@ def save(folder):
 
 
 def go_on(name, model_state, optimizer_state):
-    """The third step in one process, after the weights and an optimizer state by numbers or by names: its loss, and the weights."""
+    """The third step in one process, from weights and the state of an optimizer, by numbers or names: its loss, the weights."""
     model = build(name, 3)
     optimizer = make_optimizer(model)
     model.load_state_dict(model_state)

@@ -35,22 +35,22 @@ pub fn document(checkpoint: &Checkpoint) -> Result<Json> {
         return Ok(json!({ "flat": flat }));
     }
     let mesh = shared_mesh(checkpoint).ok_or_else(|| untold(checkpoint))?;
-    Ok(file::document(&of_tensors(&checkpoint.catalog, mesh)?))
+    Ok(file::document(&of_tensors(&checkpoint.catalog, checkpoint.format, mesh)?))
 }
 
 /// The layout of tensors that ranks share.
-fn of_tensors(catalog: &Catalog, mesh: DeviceMesh) -> Result<Layout> {
-    let tensors = tensors(catalog, &mesh)?;
+fn of_tensors(catalog: &Catalog, format: Format, mesh: DeviceMesh) -> Result<Layout> {
+    let tensors = tensors(catalog, format, &mesh)?;
     let mut layout = beginning(mesh, &tensors)?;
     let wanting = (0..).zip(&tensors).filter(|(_, tensor)| tensor.of_model && !tensor.is_as_usual(&layout));
     let wanting: BTreeSet<usize> = wanting.map(|(index, _)| index).collect();
     layout.rules = rules_of(&tensors, &wanting, Naming::InModel, &layout)?;
     for naming in [Naming::Wide, Naming::Whole] {
-        let wanting = misled(catalog, &layout, &tensors)?;
+        let wanting = misled(catalog, format, &layout, &tensors)?;
         let more = rules_of(&tensors, &wanting, naming, &layout)?;
         layout.rules.splice(..0, more);
     }
-    match misled(catalog, &layout, &tensors)?.first() {
+    match misled(catalog, format, &layout, &tensors)?.first() {
         None => Ok(layout),
         Some(index) => Err(Error::unsupported(
             format!("{}: no rules by names tell how it lies", tensors[*index].path),
@@ -121,12 +121,13 @@ fn splits_of(placements: &[PlacementSpec], splits: &[Split]) -> Vec<Split> {
     if splits.iter().all(|split| *split == Split::Chunk) { Vec::new() } else { splits }
 }
 
-/// How it lies where it is written again. DTensors of local files may be cut as those of rank files are not.
-fn lies(chooser: &mut Chooser<'_>, path: &Path, entry: &TensorEntry, mesh: &DeviceMesh) -> Result<Lies> {
-    let shared = match chooser.local_layout(path, entry)? {
-        None => return Ok(Lies::Plain),
-        Some((Class::DTensor, shared)) => shared,
-        Some(_) => match chooser.rank_layout(path, entry)? {
+/// How a tensor lies where reshard writes it again in the same format.
+fn lies(chooser: &mut Chooser, format: Format, mesh: &DeviceMesh, path: &Path, entry: &TensorEntry) -> Result<Lies> {
+    // These files say of DTensors, too, how they are cut; those of torch.save cannot.
+    let local = if format == Format::Local { chooser.local_layout(path, entry)? } else { None };
+    let shared = match local.filter(|(class, _)| *class != Class::ShardedTensor) {
+        Some((_, shared)) => shared,
+        None => match chooser.rank_layout(path, entry)? {
             RankLayout::Plain => return Ok(Lies::Plain),
             RankLayout::Distributed { placements, slice } => Shared { placements, splits: Vec::new(), slice },
             RankLayout::Local(shared) => shared,
@@ -142,7 +143,7 @@ fn lies(chooser: &mut Chooser<'_>, path: &Path, entry: &TensorEntry, mesh: &Devi
 }
 
 /// Every tensor, as reshard would write it again.
-fn tensors(catalog: &Catalog, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
+fn tensors(catalog: &Catalog, format: Format, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
     // ShardedTensors lie by rows, and record no mesh.
     let by_rows = || Fallback::Placements(row_specs(mesh));
     let as_it_is = if catalog.meshes.is_empty() { by_rows() } else { Fallback::Source };
@@ -154,7 +155,7 @@ fn tensors(catalog: &Catalog, mesh: &DeviceMesh) -> Result<Vec<Tensor>> {
     path::tensors(&catalog.state, &Path::default(), &mut |path, id| paths.push((path.clone(), id)));
     let tensor = |(path, id): (Path, TensorId)| {
         let entry = catalog.tensor(id);
-        let lies = lies(&mut chooser, &path, entry, mesh)?;
+        let lies = lies(&mut chooser, format, mesh, &path, entry)?;
         let inner = path.0.strip_prefix(found.root.0.as_slice());
         let name = inner.map(|inner| Path(inner.to_vec()).to_string()).filter(|name| names.contains(name.as_str()));
         let of_model = name.is_some();
@@ -298,14 +299,14 @@ fn check_size(patterns: usize, tensors: usize) -> Result<()> {
 }
 
 /// The tensors that a layout, as it will be read, says something else of than it should.
-fn misled(catalog: &Catalog, layout: &Layout, tensors: &[Tensor]) -> Result<BTreeSet<usize>> {
+fn misled(catalog: &Catalog, format: Format, layout: &Layout, tensors: &[Tensor]) -> Result<BTreeSet<usize>> {
     check_size(layout.rules.len(), tensors.len())?;
     let read = LayoutFile::parse("the layout", &toml(&file::document(layout)))?;
     let layout = Layout::new(layout.mesh.clone(), read.rules(&layout.mesh)?, layout.fallback.clone(), read.split)?;
     let mut chooser = Chooser::new(catalog, &layout, Wrappers::Match, None);
     let mut wrong = BTreeSet::new();
     for (index, tensor) in tensors.iter().enumerate() {
-        let is_right = match lies(&mut chooser, &tensor.path, catalog.tensor(tensor.id), &layout.mesh) {
+        let is_right = match lies(&mut chooser, format, &layout.mesh, &tensor.path, catalog.tensor(tensor.id)) {
             Ok(found) => found == tensor.lies,
             // The pattern of another one that covers it, too: `w` covers `w.scale`.
             Err(Error::Layout(LayoutError::RuleMisfit { .. } | LayoutError::Cut { .. })) => false,

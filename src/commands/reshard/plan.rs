@@ -52,7 +52,7 @@ pub fn wanted(args: &Reshard, layout: Option<&LayoutFile>, mesh: &DeviceMesh) ->
         }
         (None, None) => None,
     };
-    let roles = Roles::of(mesh, &names).map_err(|error| told(error, &[]))?;
+    let roles = Roles::of(mesh, &names).map_err(|error| with_hint(error, &[]))?;
     Ok(Some(Plan { styles, family, roles }))
 }
 
@@ -106,7 +106,7 @@ impl Planned {
             Parameter { name: name(fqn), kind: subjects.kind(entry), shape: &entry.shape }
         };
         let parameters: Vec<Parameter<'_>> = model.iter().map(parameter).collect();
-        let laid = plan.bind(mesh, &parameters, order).map_err(|error| told(error, &parameters))?;
+        let laid = plan.bind(mesh, &parameters, order).map_err(|error| with_hint(error, &parameters))?;
         let is_left = |laid: &Laid| laid.by == By::Nobody;
         let alike = if plan.family.is_some() && laid.iter().any(is_left) { alike(&parameters) } else { Vec::new() };
         let laid = model.into_iter().map(|(fqn, _)| fqn).zip(laid).collect();
@@ -213,7 +213,7 @@ impl Planned {
 }
 
 /// With what to do about it.
-fn told(error: PlanError, parameters: &[Parameter<'_>]) -> Error {
+fn with_hint(error: PlanError, parameters: &[Parameter<'_>]) -> Error {
     let hint = match &error {
         PlanError::UnnamedMesh { .. } => String::from("give one with --mesh, such as --mesh dp=4,tp=2"),
         PlanError::NoSuchDim { name, dims, .. } => nearest::listed(name, dims),

@@ -110,7 +110,10 @@ impl<'a> Subjects<'a> {
     /// What a tensor of the model is where no style names it.
     pub fn kind(&self, entry: &TensorEntry) -> Kind {
         let is_float = entry.dtype.is_float() && !self.is_plain(entry.is_shared());
-        if self.trained.contains(&entry.fqn) || is_float { Kind::Parameter } else { Kind::Buffer }
+        // No job cuts a buffer; whole numbers that it does cut are quantised weights.
+        let is_cut = |sharding: &Sharding| sharding.shared.placements.iter().any(|own| own.sharded_dim().is_some());
+        let is_cut = entry.sharding.as_ref().is_some_and(is_cut);
+        if self.trained.contains(&entry.fqn) || is_cut || is_float { Kind::Parameter } else { Kind::Buffer }
     }
 }
 

@@ -10,8 +10,7 @@ use crate::cli::Reshard;
 use crate::commands::placements;
 use crate::commands::source::Source;
 use crate::error::{Error, Result};
-use crate::format::{Checkpoint, Format, layout_file};
-use crate::layout::file::LayoutFile;
+use crate::format::{Checkpoint, Format};
 use crate::layout::rules::{Fallback, Layout};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split, parse_placements};
 
@@ -101,27 +100,13 @@ fn without_mesh(like: &Checkpoint) -> Error {
     )
 }
 
-/// The layout file of the command line.
-///
-/// # Errors
-/// As reading it, and where nothing in it is for tensors one by one.
-fn file_of(args: &Reshard) -> Result<Option<LayoutFile>> {
-    let Some(path) = &args.layout else { return Ok(None) };
-    let mut file = layout_file::read(path)?;
-    if file.is_flat_alone() {
-        return Err(Error::usage(
-            format!("--layout {}: it has [flat] alone, which is for flat parameters", path.display()),
-            "--to fsdp-flat writes them; for tensors say a mesh and placements: docs/layout-file.md",
-        ));
-    }
-    file.split = args.split.map(Split::from).or(file.split);
-    Ok(Some(file))
-}
-
 /// Mesh and rules from the command line, and what to tell of them.
 pub fn target_layout(args: &Reshard, source: &Source) -> Result<(Layout, Vec<String>)> {
     let catalog = &source.wanted.catalog;
-    let file = file_of(args)?;
+    let split = args.split.map(Split::from);
+    let hint = "--to fsdp-flat writes them; for tensors say a mesh and placements: docs/layout-file.md";
+    let file =
+        args.layout.as_deref().map(|path| placements::file("--layout", path, split.clone(), hint)).transpose()?;
     let given = match args.mesh.as_slice() {
         [] => None,
         [one] => Some(DeviceMesh::parse(one)?),
@@ -149,7 +134,7 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<(Layout, Vec<Str
         rules.extend(file.rules(&mesh)?);
     }
     let plan = plan::wanted(args, file.as_ref(), &mesh)?;
-    let split = file.as_ref().map_or(args.split.map(Split::from), |file| file.split.clone());
+    let split = file.as_ref().map_or(split, |file| file.split.clone());
     let fallback = fallback.or_else(|| file.as_ref()?.fallback(Some(&mesh)));
     let is_said = fallback.is_some();
     let fallback = match fallback {

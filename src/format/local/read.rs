@@ -9,7 +9,7 @@ use crate::catalog::{Catalog, Chunk, Class, Dtype, MeshId, Place, Sharding, Summ
 use crate::error::{Error, Result};
 use crate::format::safetensors::{Stored, read_header};
 use crate::format::series::{WITHOUT_THEM, list_missing};
-use crate::layout::partial::{Reduction, summand};
+use crate::layout::rules::OnMesh;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Rank, Region, Tile};
 use crate::storage::Files;
 
@@ -35,7 +35,7 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
     for (rank, path) in &ranks {
         assembly.add(files, Rank(*rank), path)?;
     }
-    let mut catalog = assembly.finish();
+    let mut catalog = assembly.finish(&path)?;
     catalog.state = document.state;
     let Some(numbers) = missing else { return Ok((catalog, document.world_size)) };
     let missing = format!("{} {numbers}", if numbers.contains(", ") { "ranks" } else { "rank" });
@@ -97,11 +97,9 @@ impl<'a> Assembly<'a> {
         let file = files.add(path)?;
         let mut stored: HashMap<String, Stored> = read_header(files, file)?.tensors.into_iter().collect();
         for (described, entry) in self.document.tensors.iter().zip(&mut self.catalog.tensors) {
-            let part = Part::of(self.document, described, rank).map_err(|error| {
-                Error::malformed(path, entry.fqn.as_str(), "placements that fit", error.to_string())
-            })?;
-            let Some(part) = part else { continue };
-            let sizes = part.tile.sizes();
+            let tile = part(self.document, described, rank).map_err(|error| unfit(path, entry, &error))?;
+            let Some(tile) = tile else { continue };
+            let sizes = tile.sizes();
             let mut own = None;
             for name in &described.names {
                 let Some(found) = stored.remove(name.as_str()) else {
@@ -112,15 +110,11 @@ impl<'a> Assembly<'a> {
                 own.get_or_insert(found);
             }
             let offset = own.expect("every tensor has a name").offset;
-            if part.tile.is_empty() && described.class == Class::ShardedTensor {
+            if tile.is_empty() && described.class == Class::ShardedTensor {
                 continue;
             }
-            if let Some((reduction, number)) = part.summand {
-                let summands = entry.summands.get_or_insert_with(|| Summands { reduction, of_chunk: Vec::new() });
-                summands.of_chunk.push(number);
-            }
-            let place = if part.tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
-            entry.chunks.push(Chunk { tile: part.tile, place, strides: None, rank: Some(rank) });
+            let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
+            entry.chunks.push(Chunk { tile, place, strides: None, rank: Some(rank) });
         }
         // The first by name, so that it is the same one every time.
         match stored.into_keys().min() {
@@ -132,37 +126,33 @@ impl<'a> Assembly<'a> {
         }
     }
 
-    fn finish(self) -> Catalog {
-        self.catalog
+    fn finish(mut self, path: &Path) -> Result<Catalog> {
+        for (described, entry) in self.document.tensors.iter().zip(&mut self.catalog.tensors) {
+            let Some(sharding) = &described.sharding else { continue };
+            let lies = OnMesh { mesh: mesh_of(self.document, sharding), shared: &sharding.shared };
+            entry.summands = Summands::of(lies, &entry.chunks).map_err(|error| unfit(path, entry, &error))?;
+        }
+        Ok(self.catalog)
     }
+}
+
+fn unfit(path: &Path, entry: &TensorEntry, error: &LayoutError) -> Error {
+    Error::malformed(path, entry.fqn.as_str(), "placements that fit", error.to_string())
 }
 
 fn mesh_of<'a>(document: &'a Document, sharding: &Sharding) -> &'a DeviceMesh {
     &document.meshes[sharding.mesh.0 as usize]
 }
 
-/// What a rank holds of a tensor.
-struct Part {
-    tile: Tile,
-    /// Where it is a summand: of what, and which.
-    summand: Option<(Reduction, u64)>,
-}
-
-impl Part {
-    /// `None` where the rank has none, not even an empty one.
-    fn of(document: &Document, described: &Described, rank: Rank) -> Result<Option<Self>, LayoutError> {
-        let Described { shape, sharding, ranks, .. } = described;
-        let Some(sharding) = sharding else {
-            let is_holder = ranks.as_ref().is_none_or(|ranks| ranks.contains(&rank));
-            return Ok(is_holder.then(|| Self { tile: Tile::from_region(&Region::whole(shape)), summand: None }));
-        };
-        let mesh = mesh_of(document, sharding);
-        let Some(at) = mesh.coordinate(rank) else { return Ok(None) };
-        let tile = sharding.shared.part(shape, mesh, &at)?;
-        let reduction = Reduction::of(mesh.shape(), &sharding.shared.placements)?;
-        let summand = reduction.map(|reduction| (reduction, summand(mesh.shape(), &sharding.shared.placements, &at)));
-        Ok(Some(Self { tile, summand }))
-    }
+/// What a rank holds of a tensor; `None` where it has none, not even an empty one.
+fn part(document: &Document, described: &Described, rank: Rank) -> Result<Option<Tile>, LayoutError> {
+    let Described { shape, sharding, ranks, .. } = described;
+    let Some(sharding) = sharding else {
+        let is_holder = ranks.as_ref().is_none_or(|ranks| ranks.contains(&rank));
+        return Ok(is_holder.then(|| Tile::from_region(&Region::whole(shape))));
+    };
+    let mesh = mesh_of(document, sharding);
+    mesh.coordinate(rank).map(|at| sharding.shared.part(shape, mesh, &at)).transpose()
 }
 
 fn check(path: &Path, name: &str, (dtype, sizes): (Dtype, &Dims), found: &Stored) -> Result<()> {

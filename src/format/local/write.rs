@@ -153,6 +153,10 @@ impl Plan {
             let chosen = if by_rank.is_some() { None } else { layout(&path, entry)? };
             let sharding = chosen.filter(|(class, shared)| is_cut(*class, shared)).map(|(class, shared)| {
                 let Shared { placements, mut splits, slice } = shared;
+                // Where nothing is cut there is nothing to say of how.
+                for (split, _) in splits.iter_mut().zip(&placements).filter(|(_, own)| own.sharded_dim().is_none()) {
+                    *split = Split::Chunk;
+                }
                 if splits.iter().all(|split| *split == Split::Chunk) {
                     splits.clear();
                 }

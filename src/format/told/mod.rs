@@ -20,7 +20,7 @@ use std::path::Path;
 pub use reduce::Reduce;
 pub(super) use refuse::without_ranks;
 
-use super::Reading;
+use super::reading::Reading;
 use crate::catalog::Catalog;
 use crate::error::{Error, Result};
 use crate::layout::file::LayoutFile;

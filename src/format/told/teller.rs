@@ -7,9 +7,9 @@
 use std::collections::{HashMap, HashSet};
 use std::path::{Path as FilePath, PathBuf};
 
+use super::Told;
 use super::reduce::Reductions;
 use super::refuse::{self, Refused};
-use super::{Reading, Told};
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::path::tensors;
@@ -18,8 +18,8 @@ use crate::catalog::{
     Catalog, Chunk, ChunkTable, MeshId, Path, Sharding, Summands, TensorEntry, TensorId, checked_len_bytes, model,
 };
 use crate::error::{Error, Result};
-use crate::layout::partial::{Reduction, summand};
-use crate::layout::rules::{Layout, Rule, Shared};
+use crate::format::reading::Reading;
+use crate::layout::rules::{Layout, OnMesh, Rule, Shared};
 use crate::layout::whole::{Held, PartError, whole};
 use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
 use crate::nearest;
@@ -146,11 +146,7 @@ impl<'a> Teller<'a> {
             let tile = chunk.rank.and_then(|rank| tiles.get(&rank)).cloned().unwrap_or(chunk.tile);
             chunks.push(Chunk { tile, ..chunk });
         }
-        let summands = Reduction::of(mesh.shape(), &shared.placements)?.map(|reduction| {
-            let at = |chunk: Chunk| chunk.rank.and_then(|rank| mesh.coordinate(rank)).unwrap_or_default();
-            let number = |chunk| summand(mesh.shape(), &shared.placements, &at(chunk));
-            Summands { reduction, of_chunk: chunks.iter().map(number).collect() }
-        });
+        let summands = Summands::of(OnMesh { mesh, shared: &shared }, &chunks)?;
         let stride = entry.stride.clone().filter(|_| found.shape == entry.shape);
         // One element is nothing to share; whoever has none is a plain tensor in any job.
         let is_scalar = found.shape.is_empty() && summands.is_none();

@@ -63,6 +63,11 @@ impl Candidate {
         self.rule.style != Style::Pairwise
             && (self.names_module(module_of(parameter)) || self.rule.pattern.matches(parameter))
     }
+
+    /// What a parameter is that it names.
+    fn part(&self, parameter: &str) -> Part {
+        if self.rule.pattern.matches(parameter) { Part::by_itself(parameter) } else { Part::of_module(parameter) }
+    }
 }
 
 /// The module that has a parameter, or a module as its child.
@@ -102,7 +107,7 @@ impl Plan {
         let buffers = self.family.map(|_| Family::buffers()).unwrap_or_default();
         let lay = |(parameter, found): (&Parameter<'_>, Option<(&Candidate, Style)>)| match found {
             Some((candidate, style)) if style != Style::None => {
-                let laid = self.roles.styled(mesh, style, Part::of(&parameter.name), parameter.shape);
+                let laid = self.roles.styled(mesh, style, candidate.part(&parameter.name), parameter.shape);
                 Laid { note: candidate.note, ..laid }
             }
             _ if parameter.kind == Kind::Buffer || is_buffer(&buffers, parameter) => {

@@ -36,14 +36,27 @@ pub enum Style {
 pub enum Part {
     Weight,
     Bias,
+    /// What else a module has: scales of quantised weights. `RowwiseParallel` leaves them whole, `ColwiseParallel` cuts
+    /// them as weights.
+    Other,
 }
 
 impl Part {
-    /// `bias`, or `gate_up_proj_bias` of stacked experts.
+    /// Of a module that has a style.
     #[must_use]
-    pub fn of(name: &str) -> Self {
-        let own = name.rsplit('.').next().unwrap_or(name);
-        if own == "bias" || own.ends_with("_bias") { Self::Bias } else { Self::Weight }
+    pub fn of_module(name: &str) -> Self {
+        match name.rsplit('.').next() {
+            Some("weight") => Self::Weight,
+            Some(own) if own == "bias" || own.ends_with("_bias") => Self::Bias,
+            _ => Self::Other,
+        }
+    }
+
+    /// A parameter that has a style of its own: stacked experts, or `gate_up_proj_bias` of such.
+    #[must_use]
+    pub fn by_itself(name: &str) -> Self {
+        let own = Self::of_module(name);
+        if own == Self::Other { Self::Weight } else { own }
     }
 }
 
@@ -69,8 +82,15 @@ impl Style {
     pub fn dim(self, part: Part, ndim: usize) -> Option<TensorDim> {
         let part = if ndim == 1 { Part::Bias } else { part };
         let from_the_end = match (self, part) {
-            (Self::Colwise { .. } | Self::RowwiseEmbedding | Self::RowwiseConv1d { .. }, Part::Weight) => 2,
-            (Self::Rowwise { .. } | Self::ColwiseEmbedding | Self::ColwiseConv1d { .. }, Part::Weight)
+            (Self::Rowwise { .. } | Self::RowwiseConv1d { .. }, Part::Other) => return None,
+            (
+                Self::Colwise { .. } | Self::RowwiseEmbedding | Self::RowwiseConv1d { .. },
+                Part::Weight | Part::Other,
+            ) => 2,
+            (
+                Self::Rowwise { .. } | Self::ColwiseEmbedding | Self::ColwiseConv1d { .. },
+                Part::Weight | Part::Other,
+            )
             | (Self::Colwise { .. } | Self::ColwiseConv1d { .. }, Part::Bias) => 1,
             _ => return None,
         };
@@ -169,9 +189,9 @@ mod tests {
 
     #[test]
     fn weights_and_biases_are_cut_as_the_table_says() {
-        let dim = |style: &str, name: &str, ndim| {
-            style.parse::<Style>().unwrap().dim(Part::of(name), ndim).map(|TensorDim(dim)| dim)
-        };
+        let cut = |style: &str, part, ndim| style.parse::<Style>().unwrap().dim(part, ndim).map(|TensorDim(dim)| dim);
+        let dim = |style: &str, name: &str, ndim| cut(style, Part::of_module(name), ndim);
+        let alone = |style: &str, name: &str, ndim| cut(style, Part::by_itself(name), ndim);
         for (style, weight, bias) in [
             ("colwise", Some(0), Some(0)),
             ("rowwise", Some(1), None),
@@ -185,7 +205,10 @@ mod tests {
             assert_eq!((dim(style, "a.weight", 2), dim(style, "a.bias", 1)), (weight, bias), "{style}");
             // A stack.
             let next = |dim: Option<usize>| dim.map(|dim| dim + 1);
-            assert_eq!((dim(style, "a.w", 3), dim(style, "a.w_bias", 2)), (next(weight), next(bias)), "{style}");
+            assert_eq!((alone(style, "a.w", 3), alone(style, "a.w_bias", 2)), (next(weight), next(bias)), "{style}");
+            // Scales of blocks of a quantised weight.
+            let is_row = matches!(style, "rowwise" | "rowwise-conv1d");
+            assert_eq!(dim(style, "a.weight_scale", 2), weight.filter(|_| !is_row), "{style}");
             assert_eq!((dim(style, "a.scale", 1), dim(style, "a.weight", 0)), (bias, None), "{style}");
         }
     }

@@ -21,7 +21,7 @@ fn printed(tensors: &[(&str, &str, &[&str])]) -> String {
         entries.push((Value::Str((*name).into()), Value::Tensor(catalog.push_tensor(entry))));
     }
     catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
-    toml(&file::document(&of_tensors(&catalog, mesh).unwrap()))
+    toml(&file::document(&of_tensors(&catalog, Format::TorchRanks, mesh).unwrap()))
 }
 
 #[test]

@@ -1,0 +1,80 @@
+"""Loads rank files whose tensors lie each in its own way, in one gloo process a rank, with any PyTorch from 2.5 on.
+
+`python layouts.py JOB.json`: folder of the files, mesh, the placements of each tensor, a torch file of the whole tensors, and
+one with what stands at each coordinate of a Partial mesh dim. What full_tensor() gives of each goes to job["report"].
+"""
+
+import json
+import math
+import os
+import sys
+import warnings
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "fixtures"))
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+warnings.simplefilter("ignore")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import generate
+import rank_files
+
+
+def check_summand(found, summands, mesh, placements, name):
+    """The rank's part of its own summand, with placements that PyTorch's own DTensor of it has."""
+    dim = next(i for i, p in enumerate(placements) if p.startswith("P"))
+    whole = summands[mesh.get_coordinate()[dim]]
+    local = generate.local_part(whole, tuple(mesh.shape), mesh.get_coordinate(), placements)
+    other = DTensor.from_local(local, mesh, [generate.placement_object(p) for p in placements], run_check=False,
+                               shape=whole.shape, stride=whole.stride())
+    assert found._spec == other._spec, f"{name}: {found._spec} is not {other._spec}"
+    assert generate.same(found.to_local(), local), f"{name}: other values on rank {dist.get_rank()}"
+
+
+def outcome(found, whole):
+    """What full_tensor() and redistribute() give: the truth, something else, or an error."""
+    try:
+        both = found.full_tensor(), found.redistribute(placements=[Replicate()] * found.device_mesh.ndim).to_local()
+    except (RuntimeError, ValueError, AssertionError, NotImplementedError, IndexError) as error:
+        return "refused: " + str(error).split("\n")[0]
+    return "the truth" if all(generate.same(t, whole) for t in both) else "scrambled"
+
+
+def rank_main(rank, job):
+    names, sizes = zip(*job["mesh"])
+    world = math.prod(sizes)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{job['rendezvous']}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
+    truth = torch.load(job["truth"], weights_only=True)
+    summands = torch.load(job["summands"], weights_only=True) if "summands" in job else {}
+    path = f"{job['folder']}/model_world_size_{world}_rank_{rank}.pt"
+    told = {}
+    for weights_only in (False, True):
+        if weights_only and not rank_files.loads_with_weights_only(sum(job["tensors"].values(), [])):
+            continue
+        state = torch.load(path, weights_only=weights_only)
+        assert list(state) == list(job["tensors"])
+        for name, placements in job["tensors"].items():
+            if name in summands:
+                check_summand(state[name], summands[name], mesh, placements, name)
+            else:
+                rank_files.check(state[name], truth[name], mesh, placements, names, name, full=False)
+            told[name] = outcome(state[name], truth[name])
+    gathered = [None] * world
+    dist.all_gather_object(gathered, told)
+    if rank == 0:
+        with open(job["report"], "w") as f:
+            json.dump({name: sorted({told[name] for told in gathered}) for name in told}, f)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1]) as f:
+        job = json.load(f)
+    mp.start_processes(rank_main, (job,), nprocs=math.prod(size for _, size in job["mesh"]), start_method="fork")

@@ -1,0 +1,131 @@
+"""Rank files of `reshard --plan` and of Partial tensors are DTensors to this PyTorch, and with `-m compat` to older ones.
+
+Each gloo process loads its own: mesh, placements and local parts are those of PyTorch's own DTensors of the same parts, and
+full_tensor() and redistribute() give the truth, where that PyTorch can.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import common
+import generate
+import redistribute
+from test_ranks_written import PYTHONS, version_of
+
+SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "layouts.py")
+MESH = [("dp", 2), ("tp", 2)]
+RELEASES = [sys.executable, *(pytest.param(python, marks=pytest.mark.compat) for python in PYTHONS)]
+
+
+def written_for(python):
+    """Options for who is to load the files; None where DTensors of that release are not written."""
+    version = version_of(python)
+    if tuple(map(int, version.split(".")[:2])) < (2, 5):
+        pytest.skip(f"DTensors of {version} are not written")
+    return [] if python == sys.executable else ["--torch-version", version]
+
+
+def load(python, tmp_path, tensors, **more):
+    """Outcome of full_tensor() by name: on which ranks makes no difference."""
+    job = {"folder": str(tmp_path / "written"), "mesh": MESH, "tensors": tensors, "truth": str(tmp_path / "whole.pt"),
+           "rendezvous": str(tmp_path / "rendezvous"), "report": str(tmp_path / "report.json"), **more}
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(job))
+    done = subprocess.run([python, SCRIPT, str(path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((tmp_path / "report.json").read_text())
+
+
+def noted(family):
+    """Shapes and placements that the family has with PyTorch's own plan and fully_shard on MESH."""
+    with open(os.path.join(common.FIXTURES, "plans", f"{family}.json")) as f:
+        note = json.load(f)
+    placing = next(p for p in note["placings"] if [tuple(dim) for dim in p["mesh"]] == MESH)
+    shapes = {name: tensor["shape"] for name, tensor in note["whole"].items()}
+    placements = {name: tensor["placements"] for name, tensor in placing["tensors"].items()}
+    for name, tensor in placing["tensors"].items():
+        if tensor.get("as_placed") is False:  # docs/parallelize.md
+            placements[name] = ["R", placements[name][1]]
+    return shapes, placements
+
+
+@pytest.mark.parametrize("family,even", [("llama", False), ("llama", True), ("mixtral", False), ("gpt2", False)])
+@pytest.mark.parametrize("python", RELEASES)
+def test_plans(tmp_path, python, family, even):
+    options = written_for(python)
+    shapes, placements = noted(family)
+    if even:
+        shapes = {name: [-(-size // 4) * 4 for size in shape] for name, shape in shapes.items()}
+    torch.save({name: generate.values(name, shape) for name, shape in shapes.items()}, tmp_path / "whole.pt")
+    common.dtshard("reshard", tmp_path / "whole.pt", tmp_path / "written", "--to", "torch-ranks", "--mesh", "dp=2,tp=2",
+                   "--plan", family, *options)
+    told = load(python, tmp_path, placements)
+    wrong = {name: said for name, said in told.items() if said != ["the truth"]}
+    print(f"{len(told) - len(wrong)} of {len(told)} tensors whole again; not", wrong)
+    if python != sys.executable:
+        check_locals(tmp_path, placements)
+        # Fused weights: strided shards over nothing are not put together again before 2.15.
+        wrong = {name: said for name, said in wrong.items() if not placements[name][-1].startswith("_S")}
+    assert not wrong, wrong
+
+
+def check_locals(tmp_path, placements):
+    """What is written for older releases has placements and parts here, too, if no mesh (docs/formats/torch-ranks.md)."""
+    whole = torch.load(tmp_path / "whole.pt")
+    for rank in range(4):
+        state = torch.load(tmp_path / "written" / f"model_world_size_4_rank_{rank}.pt", weights_only=False)
+        for name, tensor in state.items():
+            assert [generate.placement_text(p) for p in tensor.placements] == placements[name], name
+            part = generate.local_part(whole[name], (2, 2), divmod(rank, 2), placements[name])
+            assert tensor.shape == whole[name].shape and generate.same(tensor._local_tensor, part), name
+
+
+OPS = {"sum": torch.add, "avg": lambda a, b: (a + b) / 2, "max": torch.maximum, "min": torch.minimum}
+# from, to; the first list has the Partial where the second one has it
+PARTIALS = [(["P", "R"], ["P", "S(0)"]), (["P", "S(1)"], ["P", "S(0)"]), (["R", "P"], ["S(1)", "P"]),
+            (["P", "S(0)"], ["P", "R"])]
+
+
+@pytest.mark.parametrize("python", RELEASES)
+def test_partial(tmp_path, python):
+    options = written_for(python)
+    cases = {f"{op}.{n}": ([p.replace("P", f"P({op})") for p in source], [p.replace("P", f"P({op})") for p in target])
+             for op in OPS for n, (source, target) in enumerate(PARTIALS)}
+    summands = {name: [redistribute.summand(name, (7, 5), torch.float32, at) for at in range(2)] for name in cases}
+    torch.save(summands, tmp_path / "summands.pt")
+    torch.save({name: OPS[name.split(".")[0]](*parts) for name, parts in summands.items()}, tmp_path / "whole.pt")
+    (tmp_path / "source").mkdir()
+    for rank in range(4):
+        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        try:
+            names, sizes = zip(*MESH)
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+            state = {name: partial(summands[name], mesh, source) for name, (source, _) in cases.items()}
+            torch.save(state, tmp_path / "source" / f"model_world_size_4_rank_{rank}.pt")
+        finally:
+            dist.destroy_process_group()
+    rules = [f"--placements={name}={','.join(target)}" for name, (_, target) in cases.items()]
+    common.dtshard("reshard", tmp_path / "source", tmp_path / "written", *rules, *options)
+    told = load(python, tmp_path, {name: target for name, (_, target) in cases.items()}, summands=str(tmp_path / "summands.pt"))
+    wrong = {name: said for name, said in told.items() if said != ["the truth"]}
+    print(f"{len(told) - len(wrong)} of {len(told)} tensors reduced; not", wrong)
+    # Gloo has no reduction of that kind.
+    assert all(name.startswith("avg.") and said[0].startswith("refused") for name, said in wrong.items()), wrong
+
+
+def partial(summands, mesh, placements):
+    """What a rank has of the summand that stands at its coordinate."""
+    coordinate = mesh.get_coordinate()
+    at = coordinate[next(i for i, p in enumerate(placements) if p.startswith("P"))]
+    local = generate.local_part(summands[at], tuple(mesh.shape), coordinate, placements)
+    return DTensor.from_local(local, mesh, [generate.placement_object(p) for p in placements], run_check=False,
+                              shape=summands[at].shape, stride=summands[at].stride())
