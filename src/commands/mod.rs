@@ -14,6 +14,7 @@ mod names;
 mod partial;
 mod parts;
 mod placements;
+mod plans;
 mod printer;
 mod progress;
 mod reshard;

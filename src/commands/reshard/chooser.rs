@@ -11,14 +11,14 @@
 
 use super::class::usual_class;
 use super::like::{Like, is_whole_anyway};
-use super::plan::Planned;
 use super::sharded::rows;
 use super::subject::{Subject, Subjects};
 use super::tally::Tally;
-use crate::catalog::{Catalog, Class, Path, TensorEntry};
+use crate::catalog::{Catalog, Class, Path, TensorEntry, model};
 use crate::error::{Error, Result};
 use crate::format::dcp;
 use crate::format::local::LocalLayout;
+use crate::format::parallelize::{Planned, Side};
 use crate::format::torch::RankLayout;
 use crate::layout::parallelize::{Laid, Order};
 use crate::layout::rules::{Fallback, Layout, Shared};
@@ -80,7 +80,10 @@ impl<'a> Chooser<'a> {
     /// `Usage` where it does not fit.
     pub fn plan(self, order: Order) -> Result<Self> {
         let Some(plan) = &self.layout.plan else { return Ok(self) };
-        let planned = Planned::new(plan, &self.layout.mesh, &self.subjects, order)?;
+        let model = model::parameters(&self.subjects.catalog.state);
+        let parameters: Vec<_> = model.iter().map(|(fqn, id)| self.subjects.parameter(fqn, *id)).collect();
+        let names = model.iter().map(|(fqn, _)| fqn.clone()).collect();
+        let planned = Planned::new(Side::Target, (plan, &self.layout.mesh), names, &parameters, order)?;
         Ok(Self { planned: Some(planned), ..self })
     }
 

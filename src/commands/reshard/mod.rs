@@ -4,7 +4,6 @@ mod chooser;
 mod class;
 mod flat;
 mod like;
-mod plan;
 mod sharded;
 mod subject;
 mod tally;
@@ -26,7 +25,6 @@ use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, dcp, local, torch};
 use crate::layout::DeviceMesh;
-use crate::layout::parallelize::Order;
 use crate::layout::rules::Layout;
 use crate::select::Wrappers;
 pub use chooser::Chooser;
@@ -95,12 +93,6 @@ fn tells_shapes_alone(source: &Source) -> bool {
     source.given().1 == Format::FsdpFlat && source.like.as_ref().is_some_and(is_whole)
 }
 
-/// Whether the source has parameters in the order in which modules registered them.
-fn order(source: &Source) -> Order {
-    let format = source.checkpoint.format;
-    if format.keeps_order() || format == Format::Local { Order::Registered } else { Order::Unknown }
-}
-
 /// Lay out every part of the source by itself, and say what there is to say about the layout.
 fn reserve(
     source: &Source,
@@ -113,7 +105,8 @@ fn reserve(
 ) -> Result<(Reservation, Vec<String>)> {
     let wanted = &source.wanted.catalog;
     let like = source.like.as_ref().map(|like| Like::new(like, wrappers));
-    let mut chooser = Chooser::new(wanted, layout, wrappers, class).like(like).plan(order(source))?;
+    let mut chooser =
+        Chooser::new(wanted, layout, wrappers, class).like(like).plan(source.checkpoint.format.order())?;
     for detail in chooser.details() {
         printer.detail(&detail);
     }

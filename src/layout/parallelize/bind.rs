@@ -8,14 +8,23 @@ use std::collections::HashMap;
 use indexmap::IndexMap;
 
 use super::super::{DeviceMesh, Pattern};
-use super::{By, Family, Laid, Part, Plan, PlanError, Style, StyleRule};
+use super::{By, Family, Laid, Plan, PlanError, Style, StyleRule};
 
 /// A tensor of the model.
 #[derive(Clone, Debug)]
 pub struct Parameter<'a> {
     pub name: String,
     pub shape: &'a [u64],
+    pub sizes: Sizes,
     pub kind: Kind,
+}
+
+/// Of what a shape is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sizes {
+    OfWhole,
+    /// Of what some rank has: how far it is cut cannot be told from it.
+    OfPart,
 }
 
 /// Whether it is trained.
@@ -102,7 +111,7 @@ impl Plan {
         let buffers = self.family.map(|_| Family::buffers()).unwrap_or_default();
         let lay = |(parameter, found): (&Parameter<'_>, Option<(&Candidate, Style)>)| match found {
             Some((candidate, style)) => {
-                let laid = self.roles.styled(mesh, style, Part::of(&parameter.name), parameter.shape);
+                let laid = self.roles.styled(mesh, style, parameter);
                 Laid { note: candidate.note, ..laid }
             }
             None if parameter.kind == Kind::Buffer || is_buffer(&buffers, parameter) => {
