@@ -444,7 +444,10 @@ fn gradients_are_reduced_over_named_dims() {
     // Without it they are taken for copies, and are none.
     let run = expect(2, "unshard", &[&source, &desk.path("x.pt")], told);
     holds(&run.stderr, &["a plain tensor differs", "--reduce"]);
-    refuse(&source, &format!("{told} --reduce db"), &["no dim `db`", "did you mean dp?"]);
+    refuse(&source, &format!("{told} --reduce db"), &["no dim `db`", "did you mean `dp`? there are dp, cp, tp"]);
+    let run = refuse(&source, &format!("{told} --reduce model"), &["no dim `model`", "hint: there are dp, cp, tp"]);
+    assert!(!run.stderr.contains("did you mean"));
+    refuse(&source, "--reduce dp", &["no --src-mesh is given", "has no mesh of its own"]);
     refuse(&source, &format!("{told} --reduce dp --reduce dp=avg"), &["dp is named twice"]);
     refuse(&source, &format!("{told} --reduce dp --reduce cp=max"), &["do not commute"]);
     refuse(&source, &format!("{told} --reduce dp=mean"), &["--reduce dp=mean", "sum, avg, max, min"]);

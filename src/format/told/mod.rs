@@ -93,8 +93,12 @@ impl Told {
         let own = || DeviceMesh::root_of(&catalog.meshes).cloned();
         let said = self.file.as_ref().map_or(Ok(self.mesh.clone()), |file| file.mesh(self.mesh.clone()))?;
         said.or_else(own).ok_or_else(|| {
+            let own = match catalog.meshes.len() {
+                0 => String::from("no mesh of its own"),
+                several => format!("{several} meshes"),
+            };
             Error::usage(
-                format!("no --src-mesh is given, and {} has {} meshes", root.display(), catalog.meshes.len()),
+                format!("no --src-mesh is given, and {} has {own}", root.display()),
                 "say on which mesh the ranks lay that saved it, such as --src-mesh tp=8 or --src-mesh dp=4,tp=2",
             )
         })

@@ -10,9 +10,9 @@ use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::path::key_text;
 use crate::catalog::{Dtype, Key, Path, Value};
 use crate::error::{Error, Result};
+use crate::layout::file::did_you_mean;
 use crate::layout::partial::Reduction;
 use crate::layout::{DeviceMesh, Placement, ReduceOp};
-use crate::nearest::nearest;
 use crate::quantity::count;
 
 /// `--reduce dp,cp=avg`
@@ -150,10 +150,9 @@ fn is_gradients(key: &Key) -> bool {
 }
 
 fn unknown_dim(name: &str, mesh: &DeviceMesh) -> Error {
-    let names = mesh.names().unwrap_or_default();
-    let hint = match nearest(name, names).first() {
+    let hint = match mesh.names() {
         None => String::from("the dims of its mesh have no names: say them with --src-mesh"),
-        Some(near) => format!("did you mean {near}? The dims are {}", names.join(", ")),
+        Some(names) => did_you_mean(name, &names.iter().map(String::as_str).collect::<Vec<_>>()),
     };
     Error::usage(format!("--reduce: the mesh {mesh} has no dim `{name}`"), hint)
 }

@@ -44,7 +44,8 @@ use serde_json::Value as Json;
 use super::parallelize::StyleRule;
 use super::rules::Rule;
 use super::{DeviceMesh, LayoutError, PlacementSpec, Split};
-use fields::{At, did_you_mean};
+use fields::At;
+pub use fields::did_you_mean;
 pub use print::{document, toml};
 use written::Written;
 
