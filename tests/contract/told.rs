@@ -456,6 +456,39 @@ fn gradients_are_reduced_over_named_dims() {
 }
 
 #[test]
+fn gradients_are_reduced_where_they_are_taken() {
+    let desk = Desk::new();
+    let weight = Array::new(&[4, 2], 1);
+    let part = |rank: usize| -> State<'_> { vec![("w", weight.part(0, rank, 1))] };
+    // A subtree of one file a rank, and a series of its own.
+    for rank in 0..2 {
+        let (model, grads) = (desk.path("w.safetensors"), desk.path("g.safetensors"));
+        safetensors_file(&model, &part(0));
+        safetensors_file(&grads, &part(rank));
+        succeed("unshard", &[&model, &desk.path(&format!("series/model_rank_{rank}.pt"))], "");
+        succeed("unshard", &[&grads, &desk.path(&format!("series/grads_rank_{rank}.pt"))], "");
+        succeed("unshard", &[&grads, &desk.path(&format!("alone/grads_rank_{rank}.pt"))], "");
+    }
+    let known = fixture("flat_grads/views.flat_layout.json");
+    let copies = "--mesh dp=2 --tensor-class local --placements R --to torch-ranks";
+    let options = format!("{copies} --flat-layout {}", known.display());
+    let both = desk.make("reshard", "flat_grads/views", "both", &options).path;
+    let told = "--src-mesh dp=2 --reduce dp=avg";
+    for (source, alone) in [(both, "--root grads"), (desk.path("series"), "--series grads")] {
+        let run = expect(2, "unshard", &[&source, &desk.path("out.pt")], told);
+        holds(&run.stderr, &["--reduce dp=avg: the gradients are left out", "--with-grads"]);
+        succeed("unshard", &[&source, &desk.path("out.pt")], &format!("{told} --with-grads --overwrite"));
+        let run = expect(2, "consolidate", &[&source, &desk.path("out.safetensors")], told);
+        holds(&run.stderr, &["--reduce dp=avg: the gradients are left out", alone]);
+        let options = format!("{told} {alone} --overwrite");
+        let run = succeed("consolidate", &[&source, &desk.path("out.safetensors")], &options);
+        holds(&run.stderr, &["are summands: avg over dp"]);
+    }
+    let run = succeed("unshard", &[&desk.path("alone"), &desk.path("alone.pt")], told);
+    holds(&run.stderr, &["1 plain tensor of floats (optimizer and random state apart) are summands: avg over dp"]);
+}
+
+#[test]
 fn ranks_stand_in_any_order() {
     let desk = Desk::new();
     let truth = whole(&desk, &model());

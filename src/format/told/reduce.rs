@@ -5,7 +5,7 @@
 //! floats that are not optimizer state, random state or what trainers put beside a model. Integers are never summed: they
 //! count something that is the same on all ranks, and are compared.
 
-use crate::catalog::model::{self, GRADIENTS, gradients_root, is_beside, is_random_state, model_root};
+use crate::catalog::model::{self, gradients_root, is_beside, is_random_state, model_root};
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::path::key_text;
 use crate::catalog::{Dtype, Key, Path, Value};
@@ -104,9 +104,7 @@ impl Reductions {
         }
         let what = match &self.reach {
             Reach::Gradients(root) => format!("below {root}"),
-            Reach::Floats { .. } => {
-                format!("of floats (no subtree {}, no optimizer state, no random state)", GRADIENTS.join(" or "))
-            }
+            Reach::Floats { .. } => String::from("of floats (optimizer and random state apart)"),
         };
         if self.reduced == 0 {
             return Err(Error::usage(
