@@ -549,6 +549,25 @@ fn what_does_not_fit_is_refused() {
 }
 
 #[test]
+fn what_is_said_has_an_effect() {
+    let desk = Desk::new();
+    let dtensors = fixture("fsdp_tp/ranks");
+    let all = "of 42 tensors are DTensors or ShardedTensors, which say themselves how they lie";
+    let mesh = "--src-mesh dp=2,tp=2";
+    let words = ["--src-placements S(0),R: no plain tensor is left for it", all];
+    refuse(&dtensors, &format!("{mesh} --src-placements S(0),R"), &words);
+    let plan = desk.write("plan.toml", "[styles]\n\"**.w1\" = \"colwise\"\n");
+    let words = ["the plan: no plain tensor is a parameter", all];
+    refuse(&dtensors, &format!("{mesh} --src-plan {}", plan.display()), &words);
+    let source = rank_files(&desk, "a", &tensor_parallel(&[6, 6], &[3, 3]), Files::Torch);
+    let split = "--src-mesh dp=2 --src-split makani --src-placements";
+    let copies = rank_files(&desk, "c", &[self::model(), self::model()], Files::Torch);
+    refuse(&copies, &format!("{split} R"), &["--src-split makani: no plain tensor is cut", "leave it out"]);
+    let words = ["--reduce: no plain tensor", "leave it out"];
+    refuse(&source, "--src-mesh tp=2 --src-placements S(0) --reduce tp", &words);
+}
+
+#[test]
 fn ranks_may_lack_what_others_replicate_only() {
     let desk = Desk::new();
     let parts = tensor_parallel(&[6, 5], &[3, 3]);

@@ -10,6 +10,7 @@
 //! DTensors and ShardedTensors in the same files know how they lie, and keep it. So does random state, which is each
 //! rank's own.
 
+mod effects;
 mod reduce;
 mod refuse;
 mod teller;
@@ -54,7 +55,7 @@ pub struct Told {
 /// Put together what ranks hold.
 ///
 /// # Errors
-/// `Usage` where there are no rank files, the mesh is not that of their ranks, and for rules without an effect;
+/// `Usage` where there are no rank files, the mesh is not that of their ranks, and for what is said without an effect;
 /// `Conflict` where local shapes are not as they are said to be, `Layout` for rules that do not fit.
 pub(super) fn tell(
     told: &Told,

@@ -7,6 +7,7 @@
 use std::collections::{HashMap, HashSet};
 use std::path::{Path as FilePath, PathBuf};
 
+use super::effects::Effects;
 use super::reduce::Reductions;
 use super::refuse::{self, Refused};
 use super::{Reading, Told};
@@ -19,7 +20,7 @@ use crate::catalog::{
 };
 use crate::error::{Error, Result};
 use crate::format::parallelize::{Planned, Side};
-use crate::layout::parallelize::{Kind, Order, Parameter, Sizes};
+use crate::layout::parallelize::{By, Kind, Order, Parameter, Sizes};
 use crate::layout::partial::{Reduction, summand};
 use crate::layout::rules::{Layout, Rule, Shared};
 use crate::layout::whole::{Held, PartError, whole};
@@ -50,6 +51,7 @@ pub struct Teller<'a> {
     trained: HashSet<TensorId>,
     /// Tensors that were taken for buffers.
     buffers: usize,
+    effects: Effects,
     /// How a plan has the parameters.
     planned: Option<(Planned, HashMap<TensorId, Fqn>)>,
 }
@@ -89,7 +91,7 @@ impl<'a> Teller<'a> {
         tensors(&catalog.state, &Path::default(), &mut |path, id| paths[id.0 as usize].push(path.clone()));
         let owners = Owners::new(catalog);
         let parameters = owners.parameters.values().copied().collect();
-        let (trained, buffers, planned) = (HashSet::new(), 0, None);
+        let (trained, buffers, effects, planned) = (HashSet::new(), 0, Effects::default(), None);
         Self {
             told,
             layout,
@@ -103,6 +105,7 @@ impl<'a> Teller<'a> {
             reductions,
             trained,
             buffers,
+            effects,
             planned,
         }
     }
@@ -110,6 +113,8 @@ impl<'a> Teller<'a> {
     pub fn tell(mut self, order: Order) -> Result<Findings> {
         let mut meant = Vec::new();
         for (id, entry) in (0..).map(TensorId).zip(&self.catalog.tensors) {
+            // State tells what is trained, however it lies.
+            let known = self.known(id);
             if entry.is_shared() {
                 continue;
             }
@@ -118,7 +123,7 @@ impl<'a> Teller<'a> {
             if paths.is_empty() || is_own {
                 same_shapes(entry)?;
             } else {
-                meant.push((id, entry, self.known(id)));
+                meant.push((id, entry, known));
             }
         }
         // A misspelt rule would be missed at the first tensor that it was for.
@@ -126,6 +131,7 @@ impl<'a> Teller<'a> {
         self.planned = self.plan(order)?;
         let entries = meant.iter().map(|(id, entry, known)| Ok((*id, self.entry(*id, entry, known)?)));
         let entries = entries.collect::<Result<_>>()?;
+        self.effects.check(self.told, self.catalog)?;
         let number = count(self.buffers, "tensor");
         let buffers = format!("{number} without state of an optimizer, taken for buffers: whole on every rank");
         let buffers = (self.buffers > 0).then_some(buffers);
@@ -156,7 +162,7 @@ impl<'a> Teller<'a> {
     }
 
     /// How the plan has it, or the parameter whose shape it has.
-    fn planned(&self, id: TensorId, known: &Known) -> Option<(Shared, String)> {
+    fn planned(&self, id: TensorId, known: &Known) -> Option<(Shared, By)> {
         let (planned, names) = self.planned.as_ref()?;
         let laid = planned.laid(names.get(&known.parameter.unwrap_or(id))?)?;
         let shared = match &laid.shared {
@@ -165,7 +171,7 @@ impl<'a> Teller<'a> {
             Some(shared) if !self.told.reduce.is_empty() => Shared { slice: None, ..shared.clone() },
             Some(shared) => shared.clone(),
         };
-        Some((self.layout.split_as_said(shared), format!("the plan ({})", laid.by)))
+        Some((self.layout.split_as_said(shared), laid.by))
     }
 
     fn check_rules(&self, meant: &[(TensorId, &TensorEntry, Known)]) -> Result<()> {
@@ -182,6 +188,7 @@ impl<'a> Teller<'a> {
     fn entry(&mut self, id: TensorId, entry: &TensorEntry, known: &Known) -> Result<TensorEntry> {
         let (mut shared, said) = self.choose(id, entry, known)?;
         self.reductions.apply(&self.paths[id.0 as usize][0], entry.dtype, &mut shared.placements);
+        self.effects.cut += usize::from(shared.placements.iter().any(|placement| placement.sharded_dim().is_some()));
         let held = held(entry);
         let mesh = &self.layout.mesh;
         let is_missing = |rank: Rank| !self.reading.ranks.contains(&rank);
@@ -226,8 +233,9 @@ impl<'a> Teller<'a> {
                 shared => return Ok((shared?.unwrap_or_else(|| layout.replicated()), rule.said.clone())),
             }
         }
-        if let Some(planned) = self.planned(id, known) {
-            return Ok(planned);
+        if let Some((shared, by)) = self.planned(id, known) {
+            self.effects.by_plan += usize::from(by != By::Buffer);
+            return Ok((shared, format!("the plan ({by})")));
         }
         let (shared, said) = match (&known.stray, &self.told.fallback) {
             (Some(_), _) => (layout.split_as_said(layout.replicated()), UNSAID),
@@ -248,6 +256,7 @@ impl<'a> Teller<'a> {
             self.buffers += 1;
             return Ok((layout.replicated(), UNTRAINED.to_owned()));
         }
+        self.effects.by_fallback += usize::from(known.stray.is_none() && !entry.shape.is_empty());
         Ok((shared, said.to_owned()))
     }
 
