@@ -559,12 +559,9 @@ fn what_is_said_has_an_effect() {
     let plan = desk.write("plan.toml", "[styles]\n\"**.w1\" = \"colwise\"\n");
     let words = ["the plan: no plain tensor is a parameter", all];
     refuse(&dtensors, &format!("{mesh} --src-plan {}", plan.display()), &words);
-    let source = rank_files(&desk, "a", &tensor_parallel(&[6, 6], &[3, 3]), Files::Torch);
     let split = "--src-mesh dp=2 --src-split makani --src-placements";
     let copies = rank_files(&desk, "c", &[self::model(), self::model()], Files::Torch);
     refuse(&copies, &format!("{split} R"), &["--src-split makani: no plain tensor is cut", "leave it out"]);
-    let words = ["--reduce: no plain tensor", "leave it out"];
-    refuse(&source, "--src-mesh tp=2 --src-placements S(0) --reduce tp", &words);
 }
 
 #[test]
