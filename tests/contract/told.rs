@@ -510,6 +510,11 @@ fn without_being_told_plain_tensors_are_copies() {
     assert!(!run.stderr.contains("damaged"));
     let even =
         rank_files(&desk, "b", &[vec![("w", Array::new(&[2], 1))], vec![("w", Array::new(&[2], 2))]], Files::Torch);
+    let run = expect(1, "verify", &[&even], "");
+    holds(
+        &run.stderr,
+        &["1 finding in", "hint: plain tensors are taken for copies; where ranks hold parts", "--src-mesh"],
+    );
     let run = expect(2, "unshard", &[&even, &desk.path("x.pt")], "");
     holds(&run.stderr, &["a plain tensor differs between rank 0 and rank 1", "--src-mesh and --src-placements"]);
     let run = refuse(&desk.path("b.st"), "", &["a tensor in one file only", "--src-mesh and --src-placements"]);
