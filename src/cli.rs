@@ -174,6 +174,10 @@ pub struct ToldArgs {
     /// How dims of plain tensors of SRC are cut [default: chunk]
     #[arg(long, value_name = "RULE")]
     pub src_split: Option<SplitArg>,
+    /// A parallelize plan that says it of the parameters of the model, as --plan does of DST: llama, mistral, qwen2, ..., or
+    /// a file with styles
+    #[arg(long, value_name = "NAME|FILE")]
+    pub src_plan: Option<String>,
     /// A layout file that says all this. --src-mesh takes the place of its mesh, --src-placements rules come before its
     /// own, and a bare list takes the place of its fallback
     #[arg(long, value_name = "FILE")]

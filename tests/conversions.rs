@@ -144,12 +144,24 @@ fn partial_tensors_are_reduced() {
     {
         let target = folder.path().join(format!("{verb}{}", options.len()));
         let outcome = succeed(verb, &[&source, &target], &format!("{options} --verify"));
-        let told = "5 tensors reduced: 1 P(avg), 1 P(max), 1 P(min), 2 P(sum)";
+        let told = "5 tensors reduced: 1 of P(avg) on dp; 1 of P(max) on dp; 1 of P(min) on dp; 2 of P(sum) on dp";
         assert_eq!(outcome.stderr.contains(told), verb != "reshard" || !options.is_empty(), "{outcome:?}");
         assert_eq!(outcome.stderr.contains("values are written, not summands"), options.contains("dcp"), "{outcome:?}");
         assert_same(&read(&target), &expected, verb);
         succeed("verify", &[&source, &target], "");
     }
+}
+
+#[test]
+fn what_is_divided_and_rounded_is_told() {
+    let folder = temporary();
+    let told = |mesh: &str| {
+        let target = folder.path().join(mesh);
+        let options = format!("--mesh {mesh} --placements **.weight=P(sum),R --placements R,R");
+        succeed("reshard", &[&fixture("tp2/ranks"), &target], &options).stderr
+    };
+    assert!(told("dp=3,tp=2").contains("24 tensors of P(sum) made of values: divided by 3, rounded"));
+    assert!(!told("dp=4,tp=2").contains("divided"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use dtshard::format::torch::{Found, View};
-use dtshard::layout::parallelize::{Family, Kind, Laid, Order, Parameter, Plan, RoleNames, Roles, Style, StyleRule};
+use dtshard::layout::parallelize::{
+    Family, Kind, Laid, Order, Parameter, Plan, RoleNames, Roles, Sizes, Style, StyleRule,
+};
 use dtshard::layout::{DeviceMesh, MeshDim, Pattern, Placement, Rank, Tile, local_shard};
 use safetensors::tensor::TensorView;
 use serde_json::Value as Json;
@@ -168,8 +170,10 @@ fn bind(plan: &Plan, mesh: &DeviceMesh, truth: &Json) -> HashMap<String, Laid> {
     let tensors = tensors(truth);
     let parameter = |(name, shape, _): &(String, Vec<u64>, Vec<u8>)| (name.clone(), shape.clone());
     let named: Vec<(String, Vec<u64>)> = tensors.iter().map(parameter).collect();
-    let parameters: Vec<Parameter<'_>> =
-        named.iter().map(|(name, shape)| Parameter { name: name.clone(), shape, kind: Kind::Parameter }).collect();
+    let parameters: Vec<Parameter<'_>> = named
+        .iter()
+        .map(|(name, shape)| Parameter { name: name.clone(), shape, sizes: Sizes::OfWhole, kind: Kind::Parameter })
+        .collect();
     let laid = plan.bind(mesh, &parameters, Order::Unknown).unwrap();
     named.into_iter().map(|(name, _)| name).zip(laid).collect()
 }
@@ -262,7 +266,12 @@ fn built_in_plans_are_found_by_names() {
         let tensors = tensors(&truth);
         let parameters: Vec<Parameter<'_>> = tensors
             .iter()
-            .map(|(name, shape, _)| Parameter { name: name.clone(), shape, kind: Kind::Parameter })
+            .map(|(name, shape, _)| Parameter {
+                name: name.clone(),
+                shape,
+                sizes: Sizes::OfWhole,
+                kind: Kind::Parameter,
+            })
             .collect();
         let alike = dtshard::layout::parallelize::alike(&parameters);
         assert!(alike.contains(&Family::named(plan).unwrap().name), "{model}: {alike:?}");

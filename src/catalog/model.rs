@@ -64,6 +64,14 @@ pub fn model(state: &Value) -> Model {
     Model { root, tensors: found }
 }
 
+/// The tensors of the model; of gradients alone those, which have the same names.
+#[must_use]
+pub fn parameters(state: &Value) -> Vec<(Fqn, TensorId)> {
+    let model = model(state);
+    let gradients = || Some(all_tensors(state.at(&gradients_root(state, &model.root)?)?));
+    if model.tensors.is_empty() { gradients().unwrap_or_default() } else { model.tensors }
+}
+
 /// Where the model is; empty where it is at the top.
 #[must_use]
 pub fn model_root(state: &Value) -> Path {

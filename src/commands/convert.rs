@@ -277,7 +277,7 @@ fn notes(conversion: &Conversion<'_>) -> Vec<String> {
     let mut notes = source.wanted.notes.clone();
     notes.extend_from_slice(&conversion.reservation.notes);
     notes.extend_from_slice(&conversion.notes);
-    notes.extend(partial::note(&source.checkpoint.catalog, &conversion.reservation));
+    notes.extend(partial::notes(&source.checkpoint.catalog, &conversion.reservation));
     notes
 }
 

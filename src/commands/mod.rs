@@ -15,6 +15,7 @@ mod names;
 mod partial;
 mod parts;
 mod placements;
+mod plans;
 mod printer;
 mod progress;
 mod reshard;

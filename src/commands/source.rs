@@ -1,7 +1,7 @@
 //! What a verb reads, and what it takes of it: the names, values and disagreements of SRC, decided before anything is
 //! laid out.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::checks::{self, Replicas};
@@ -13,7 +13,7 @@ use super::told::told;
 use super::{check_series, read_options, refuse_fragment};
 use crate::catalog::path::{self, Fate};
 use crate::catalog::{Class, Fqn, TensorId, model};
-use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs};
+use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs, SourceArgs};
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
 use crate::layout::Pattern;
@@ -72,6 +72,7 @@ impl Source {
         announce(&checkpoint, run.printer);
         let options = select_options(&args.select, defaults)?;
         let wanted = select::select(&checkpoint.catalog, &options)?;
+        check_reduced(args, &checkpoint, &wanted, options.without_gradients)?;
         Ok(Self { checkpoint, filled: None, like: None, wanted, settled: Settled::default(), compared: false })
     }
 
@@ -251,6 +252,34 @@ pub fn announce(checkpoint: &Checkpoint, printer: &Printer) {
     for detail in &checkpoint.catalog.details {
         printer.detail(detail);
     }
+}
+
+/// `--reduce` is for gradients, which not every verb takes by itself.
+fn check_reduced(args: &ConvertArgs, checkpoint: &Checkpoint, wanted: &Selected, with_grads: bool) -> Result<()> {
+    let SourceArgs { series, told, .. } = &args.source;
+    let is_skipped = |name: &&String| series.is_empty() && model::GRADIENTS.contains(&name.as_str());
+    let skipped = checkpoint.skipped_series.iter().find(is_skipped);
+    let hint = match skipped {
+        _ if told.reduce.is_empty() => return Ok(()),
+        Some(_) if with_grads => String::from("--with-grads takes them along"),
+        Some(name) => format!("--series {name} takes them alone"),
+        None => match left_out_gradients(checkpoint, wanted) {
+            Some(_) if with_grads => String::from("--with-grads takes them along"),
+            Some(root) => format!("--root {root} takes them alone"),
+            None => return Ok(()),
+        },
+    };
+    Err(Error::usage(format!("--reduce {}: the gradients are left out", told.reduce.join(" --reduce ")), hint))
+}
+
+/// Where gradients are of which nothing is taken.
+fn left_out_gradients(checkpoint: &Checkpoint, wanted: &Selected) -> Option<path::Path> {
+    let state = &checkpoint.catalog.state;
+    let root = model::gradients_root(state, &model::model_root(state))?;
+    let gradients: HashSet<TensorId> = model::all_tensors(state.at(&root)?).into_iter().map(|(_, id)| id).collect();
+    let mut taken = false;
+    path::tensors(&wanted.catalog.state, &path::Path::default(), &mut |_, id| taken |= gradients.contains(&id));
+    (!taken && !gradients.is_empty()).then_some(root)
 }
 
 fn replicas(args: CheckArgs) -> Replicas {

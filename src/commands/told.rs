@@ -3,11 +3,13 @@
 use std::path::Path;
 
 use super::placements;
+use super::plans::PlanArgs;
 use crate::cli::ToldArgs;
 use crate::error::{Error, Result};
 use crate::format::Told;
 use crate::format::told::Reduce;
 use crate::layout::file::LayoutFile;
+use crate::layout::parallelize::RoleNames;
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, ReduceOp, Split, comma_list};
 
 /// `None` where nothing is said.
@@ -15,8 +17,8 @@ use crate::layout::{DeviceMesh, PlacementSpec, Rank, ReduceOp, Split, comma_list
 /// # Errors
 /// `Layout` and `Usage` for what makes no sense by itself, as reading a layout file.
 pub fn told(args: &ToldArgs, keep_names: bool) -> Result<Option<Told>> {
-    let ToldArgs { src_mesh, src_mesh_ranks, src_placements, src_split, src_layout, reduce } = args;
-    let says_how = !src_placements.is_empty() || !reduce.is_empty() || src_layout.is_some();
+    let ToldArgs { src_mesh, src_mesh_ranks, src_placements, src_plan, src_split, src_layout, reduce } = args;
+    let says_how = !src_placements.is_empty() || !reduce.is_empty() || src_plan.is_some() || src_layout.is_some();
     let given = [
         ("--src-mesh", src_mesh.is_some()),
         ("--src-mesh-ranks", !src_mesh_ranks.is_empty()),
@@ -28,7 +30,7 @@ pub fn told(args: &ToldArgs, keep_names: bool) -> Result<Option<Told>> {
             return Err(Error::usage(
                 format!("{option} alone says nothing of how tensors lie"),
                 "say it with --src-placements '**.w1=S(0)', a rule for each kind of tensor that ranks have parts of, or \
-                 with --src-layout FILE or --reduce",
+                 with --src-plan NAME, --src-layout FILE or --reduce",
             ));
         }
         _ => {}
@@ -43,8 +45,16 @@ pub fn told(args: &ToldArgs, keep_names: bool) -> Result<Option<Told>> {
         Some((said(&src_layout.as_ref()?.display().to_string(), &list), list))
     };
     let fallback = fallback.or_else(of_file).map(|(said, list)| (list, said));
-    let reduce = reduce.iter().map(|text| parse_reduce(text)).collect::<Result<_>>()?;
-    Ok(Some(Told { mesh, rules, fallback, split, file, reduce, keep_names }))
+    let reduce: Vec<Reduce> = reduce.iter().map(|text| parse_reduce(text)).collect::<Result<_>>()?;
+    let plan = plan_of(args, &reduce).draft(file.as_ref())?;
+    Ok(Some(Told { mesh, rules, fallback, split, file, plan, reduce, keep_names }))
+}
+
+fn plan_of<'a>(args: &'a ToldArgs, reduce: &[Reduce]) -> PlanArgs<'a> {
+    // A dim along which ranks hold summands cuts nothing.
+    let idle = reduce.iter().flat_map(|reduce| reduce.dims.iter().cloned()).collect();
+    let names = RoleNames { idle, ..RoleNames::default() };
+    PlanArgs { plan: args.src_plan.as_deref(), option: "--src-plan", layout_option: "--src-layout", names }
 }
 
 /// `--src-placements S(0),R`
@@ -54,14 +64,7 @@ fn said(by: &str, list: &[PlacementSpec]) -> String {
 
 fn file(path: &Path, split: Option<Split>) -> Result<LayoutFile> {
     let hint = "--flat-layout reads them; for plain tensors say a mesh and placements: docs/layout-file.md";
-    let file = placements::file("--src-layout", path, split, hint)?;
-    if !file.plan.is_empty() {
-        return Err(Error::unsupported(
-            format!("--src-layout {}: a source is not told by parallelize plans and styles", path.display()),
-            "say how its tensors lie with rules: docs/layout-file.md",
-        ));
-    }
-    Ok(file)
+    placements::file("--src-layout", path, split, hint)
 }
 
 fn mesh(args: &ToldArgs) -> Result<Option<DeviceMesh>> {

@@ -36,8 +36,8 @@ struct Report {
     not_comparable: Vec<String>,
     tensors: usize,
     bytes: u64,
-    /// What may bring the two together.
-    hint: Option<String>,
+    /// What may be the matter.
+    hints: Vec<String>,
 }
 
 impl Report {
@@ -145,6 +145,7 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, report: &mut Report) -> Result<
     for (name, error) in checks::sums(checkpoint, run) {
         report.absorb(&name, error)?;
     }
+    let mut untold = 0;
     let replicas = catalog.tensors.iter().filter(|entry| entry.chunks.len() > 1);
     let progress = Progress::start(run.printer, "comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
     for entry in &catalog.tensors {
@@ -160,11 +161,18 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, report: &mut Report) -> Result<
                 let (first, second) = (entry.chunk_name(found.first), entry.chunk_name(found.second));
                 let detail = format!("{first} and {second} differ, first at element {}", found.element);
                 report.add(entry.fqn.as_str(), "replica", detail);
+                untold += usize::from(!entry.is_shared());
             }
             Err(error) => report.absorb(entry.fqn.as_str(), error)?,
         }
         report.tensors += 1;
         report.bytes += entry.len_bytes();
+    }
+    if untold > 0 {
+        report.hints.push(String::from(
+            "plain tensors are taken for copies; where ranks hold parts of them, --src-mesh and --src-placements or \
+             --src-plan say which, and where they hold summands, --reduce",
+        ));
     }
     Ok(())
 }
@@ -389,7 +397,7 @@ fn suggest_root(source: &Selected, report: &mut Report) {
     let below = |name: &String| name.strip_prefix(&root).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
     let shorter: Vec<String> = report.only_in_src.iter().filter_map(below).collect();
     if !root.is_empty() && report.only_in_other.iter().any(|name| shorter.contains(name)) {
-        report.hint = Some(format!("OTHER has the names that SRC has below `{root}`: add --root {root}"));
+        report.hints.push(format!("OTHER has the names that SRC has below `{root}`: add --root {root}"));
     }
 }
 
@@ -441,7 +449,7 @@ fn finish(report: &Report, args: &Verify, printer: &Printer) -> Result<Status> {
     }
     let number = report.different.len() + report.only_in_src.len() + report.only_in_other.len();
     printer.line(&format!("{} in {what}", count(number, "finding")));
-    if let Some(hint) = &report.hint {
+    for hint in &report.hints {
         printer.line(&format!("hint: {hint}"));
     }
     Ok(Status::Different)

@@ -13,6 +13,7 @@ pub mod fsdp_flat;
 mod json;
 pub mod layout_file;
 pub mod local;
+pub mod parallelize;
 mod parts;
 pub mod pickle;
 mod rank_names;
@@ -42,6 +43,7 @@ use torch::ranks::Plain;
 
 use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
+use crate::layout::parallelize::Order;
 use crate::storage::{Files, IoMode, filesystem};
 
 /// The formats, under the names of `--from` and `--to`.
@@ -79,6 +81,12 @@ impl Format {
     #[must_use]
     pub fn keeps_order(self) -> bool {
         matches!(self, Self::Torch | Self::TorchRanks)
+    }
+
+    /// Whether tensors are in the order in which modules registered them.
+    #[must_use]
+    pub fn order(self) -> Order {
+        if self.keeps_order() || self == Self::Local { Order::Registered } else { Order::Unknown }
     }
 
     #[must_use]
@@ -193,7 +201,7 @@ impl Checkpoint {
             _ => parts::join(loaded),
         };
         if let Some(told) = &options.told {
-            told::tell(told, &mut catalog, &root, &reading)?;
+            told::tell(told, &mut catalog, &root, (&reading, formats[0].1.order()))?;
         }
         check_total(&root, &catalog)?;
         let beside = match options.want {

@@ -145,7 +145,7 @@ fn what_a_plan_cannot_mean_is_refused_with_the_nearest() {
         ("--mesh dp=2,tp=2 --plan llama --fsdp pd", &["--fsdp pd", "found dp, tp", "the nearest names are dp"]),
         ("--mesh pp=2,tp=2 --plan llama", &["mesh dim pp of pp=2,tp=2", "--fsdp pp or --replicate pp"]),
         ("--mesh dp=2,tp=2 --plan llama --fsdp tp --tp tp", &["mesh dim tp: expected one use"]),
-        ("--mesh dp=2,tp=2 --fsdp dp", &["--tp tp: no plan says", "--plan NAME"]),
+        ("--mesh dp=2,tp=2 --fsdp dp", &["mesh dim tp: no plan says", "--plan NAME"]),
         ("--mesh fsdp=2 --fsdp fsdp --to fsdp-flat", &["--fsdp fsdp: flat parameters are cut as a whole"]),
     ] {
         desk.refuse("reshard", VERL, "out", options, words);

@@ -221,6 +221,138 @@ fn local_parts_of_any_layout_are_told_again() {
     }
 }
 
+/// Parameters of the families by the names that transformers gives them: fused, transposed and stacked ones too.
+fn families() -> Vec<(&'static str, State<'static>)> {
+    let model = |named: &[(&'static str, &[usize])]| {
+        (1..).zip(named).map(|(first, (name, shape))| (*name, Array::new(shape, first))).collect()
+    };
+    let llama = model(&[
+        ("model.embed_tokens.weight", &[11, 4]),
+        ("model.layers.0.self_attn.q_proj.weight", &[6, 4]),
+        ("model.layers.0.self_attn.q_proj.bias", &[6]),
+        ("model.layers.0.self_attn.o_proj.weight", &[4, 6]),
+        ("model.layers.0.mlp.gate_up_proj.weight", &[14, 4]),
+        ("model.layers.0.mlp.down_proj.weight", &[4, 7]),
+        ("model.norm.weight", &[4]),
+        ("lm_head.weight", &[11, 4]),
+    ]);
+    let gpt2 = model(&[
+        ("transformer.wte.weight", &[11, 4]),
+        ("transformer.wpe.weight", &[5, 4]),
+        ("transformer.h.0.attn.c_attn.weight", &[4, 12]),
+        ("transformer.h.0.attn.c_attn.bias", &[12]),
+        ("transformer.h.0.attn.c_proj.weight", &[4, 4]),
+        ("transformer.h.0.attn.c_proj.bias", &[4]),
+        ("transformer.h.0.mlp.c_fc.weight", &[4, 7]),
+        ("transformer.h.0.mlp.c_fc.bias", &[7]),
+        ("transformer.h.0.mlp.c_proj.weight", &[7, 4]),
+        // Blocks that are none: whole on every rank.
+        ("transformer.h.1.attn.c_attn.weight", &[4, 7]),
+        ("lm_head.weight", &[11, 4]),
+    ]);
+    let mixtral = model(&[
+        ("model.embed_tokens.weight", &[11, 4]),
+        ("model.layers.0.self_attn.v_proj.weight", &[5, 4]),
+        ("model.layers.0.mlp.gate.weight", &[3, 4]),
+        ("model.layers.0.mlp.experts.gate_up_proj", &[3, 10, 4]),
+        ("model.layers.0.mlp.experts.down_proj", &[3, 4, 5]),
+        ("model.layers.1.block_sparse_moe.experts.0.w1.weight", &[5, 4]),
+        ("model.layers.1.block_sparse_moe.experts.0.w2.weight", &[4, 5]),
+    ]);
+    vec![("llama", llama), ("gpt2", gpt2), ("mixtral", mixtral)]
+}
+
+/// What a plan made plain parts of is put together by the same words.
+#[test]
+fn plans_tell_a_source_as_they_tell_a_target() {
+    let desk = Desk::new();
+    for (family, state) in families() {
+        let truth = whole(&desk, &state);
+        for (number, mesh) in ["tp=2", "tp=3", "dp=2,tp=2", "dp=1,tp=3", "dp_replicate=2,tp=2"].iter().enumerate() {
+            let options = format!("--mesh {mesh} --plan {family}");
+            let made = desk.path(&format!("{family}{number}"));
+            succeed("reshard", &[&truth, &made], &format!("{options} --tensor-class local --to torch-ranks"));
+            let told = format!("--src-mesh {mesh} --src-plan {family}");
+            succeed("verify", &[&made, &truth], &told);
+            let layout = format!("{family}{number}.toml");
+            let layout = desk.write(&layout, &format!("mesh = \"{mesh}\"\nplan = \"{family}\"\n"));
+            succeed("verify", &[&made, &truth], &format!("--src-layout {}", layout.display()));
+        }
+    }
+}
+
+#[test]
+fn styles_tell_parameters_and_their_state() {
+    let desk = Desk::new();
+    let styles = "[styles]\n\"blocks.*.w1\" = \"colwise\"\n\"blocks.*.w2\" = \"rowwise\"\n";
+    let styles = desk.write("styles.toml", styles);
+    let pairs = desk.write("pairs.toml", "[styles]\n\"blocks.*\" = \"pairwise\"\n");
+    for (plan, mesh) in [(&styles, "tp=2"), (&styles, "dp=2,tp=3"), (&pairs, "tp=3")] {
+        let plan = format!("plan {}", plan.display());
+        let options = format!("--mesh {mesh} --{plan} --tensor-class local --overwrite");
+        let made = desk.make("reshard", "tp2/ranks", "made", &options).path;
+        let told = format!("--src-mesh {mesh} --src-{plan}");
+        let run = succeed("verify", &[&made, &fixture("tp2/ranks")], &told);
+        assert_eq!(run.stderr.contains("replicate = \"dp\""), mesh.starts_with("dp"), "{}", run.stderr);
+        let found = inspect(&made, &told);
+        assert!(found["tensors"]["optim.state.0.exp_avg"]["placements"].is_string());
+    }
+    // Rules, and what is said on the command line, come first.
+    let plan = format!("--src-mesh tp=3 --src-plan {}", pairs.display());
+    let made = desk.path("made");
+    let placements = |options: &str| {
+        let found = inspect(&made, &format!("{plan} {options}"));
+        found["tensors"]["model.blocks.0.w2.weight"]["placements"].as_str().map(str::to_owned)
+    };
+    assert_eq!(placements("").as_deref(), Some("S(1)"));
+    let run = expect(2, "inspect", &[&made], &format!("{plan} --src-placements **.w2.weight=S(0)"));
+    holds(&run.stderr, &["blocks.0.w2.weight", "--src-placements **.w2.weight=S(0)"]);
+}
+
+#[test]
+fn plans_that_do_not_fit_a_source_are_refused() {
+    let desk = Desk::new();
+    let source = rank_files(&desk, "a", &tensor_parallel(&[6, 5], &[3, 3]), Files::Torch);
+    let plan = |text: &str| desk.write("plan.toml", text).display().to_string();
+    refuse(&source, "--src-mesh tp=2 --src-plan lama", &["--src-plan lama: no built-in plan has this name", "llama"]);
+    let other = ["plan llama: the model has none of its attention", "--src-placements 'PATTERN=LIST'"];
+    refuse(&source, "--src-mesh tp=2 --src-plan llama", &other);
+    let words = ["mesh dim x of x=2", "layout file", "tp = \"x\""];
+    refuse(&source, "--src-mesh x=2 --src-plan llama", &words);
+    let styles = plan("[styles]\nupp = \"colwise\"\n");
+    let words = ["plan.toml line 2", "no module or parameter has a name like that", "up"];
+    refuse(&source, &format!("--src-mesh tp=2 --src-plan {styles}"), &words);
+    let styles = plan("[styles]\nup = \"rowwise\"\nembed = \"rowwise-embedding\"\ndown = \"rowwise\"\n");
+    let words = ["down.weight", "the plan (rowwise)", "expected [4, 3]", "found [4, 4]"];
+    let uneven = rank_files(&desk, "b", &tensor_parallel(&[6, 5], &[4, 2]), Files::Torch);
+    refuse(&uneven, &format!("--src-mesh tp=2 --src-plan {styles}"), &words);
+    let mesh = plan("mesh = \"tp=2\"\nplan = \"llama\"\n");
+    refuse(&source, &format!("--src-plan {mesh}"), &["it says more than a plan", "--src-layout takes"]);
+    let pairs = plan("[styles]\n\".\" = \"pairwise\"\n");
+    let words = ["the order in which the root module registered its children"];
+    refuse(&desk.path("a.st"), &format!("--src-mesh tp=2 --src-plan {pairs}"), &words);
+}
+
+#[test]
+fn summands_and_a_plan_go_together() {
+    let desk = Desk::new();
+    let (_, state) = families().remove(0);
+    let twice = |array: &Array| Array(array.0.clone(), array.1.iter().map(|value| value * 2.0).collect());
+    let doubled = state.iter().map(|(name, array)| (*name, twice(array))).collect();
+    let truth = whole(&desk, &doubled);
+    let once = desk.path("once.safetensors");
+    safetensors_file(&once, &state);
+    for (nest, root) in [("", ""), ("--nest grads", "--root grads")] {
+        let out = desk.path(&format!("ranks{}", nest.len()));
+        let copies = "--mesh dp=2,tp=2 --plan llama --replicate dp --tensor-class local --to torch-ranks";
+        succeed("reshard", &[&once, &out], &format!("{copies} {nest}"));
+        let told = format!("--src-mesh dp=2,tp=2 --src-plan llama --reduce dp {root} --verify --overwrite");
+        let sum = desk.path("sum.safetensors");
+        succeed("consolidate", &[&out, &sum], &told);
+        succeed("verify", &[&sum, &truth], "");
+    }
+}
+
 #[test]
 fn state_and_gradients_follow_their_parameter() {
     let desk = Desk::new();
@@ -312,12 +444,48 @@ fn gradients_are_reduced_over_named_dims() {
     // Without it they are taken for copies, and are none.
     let run = expect(2, "unshard", &[&source, &desk.path("x.pt")], told);
     holds(&run.stderr, &["a plain tensor differs", "--reduce"]);
-    refuse(&source, &format!("{told} --reduce db"), &["no dim `db`", "did you mean dp?"]);
+    refuse(&source, &format!("{told} --reduce db"), &["no dim `db`", "did you mean `dp`? there are dp, cp, tp"]);
+    let run = refuse(&source, &format!("{told} --reduce model"), &["no dim `model`", "hint: there are dp, cp, tp"]);
+    assert!(!run.stderr.contains("did you mean"));
+    refuse(&source, "--reduce dp", &["no --src-mesh is given", "has no mesh of its own"]);
     refuse(&source, &format!("{told} --reduce dp --reduce dp=avg"), &["dp is named twice"]);
     refuse(&source, &format!("{told} --reduce dp --reduce cp=max"), &["do not commute"]);
     refuse(&source, &format!("{told} --reduce dp=mean"), &["--reduce dp=mean", "sum, avg, max, min"]);
     let sharded = "--src-mesh dp=2,cp=2,tp=2 --src-placements *=R,R,S(0)";
     refuse(&source, &format!("{sharded} --reduce tp"), &["--reduce: no plain tensor"]);
+}
+
+#[test]
+fn gradients_are_reduced_where_they_are_taken() {
+    let desk = Desk::new();
+    let weight = Array::new(&[4, 2], 1);
+    let part = |rank: usize| -> State<'_> { vec![("w", weight.part(0, rank, 1))] };
+    // A subtree of one file a rank, and a series of its own.
+    for rank in 0..2 {
+        let (model, grads) = (desk.path("w.safetensors"), desk.path("g.safetensors"));
+        safetensors_file(&model, &part(0));
+        safetensors_file(&grads, &part(rank));
+        succeed("unshard", &[&model, &desk.path(&format!("series/model_rank_{rank}.pt"))], "");
+        succeed("unshard", &[&grads, &desk.path(&format!("series/grads_rank_{rank}.pt"))], "");
+        succeed("unshard", &[&grads, &desk.path(&format!("alone/grads_rank_{rank}.pt"))], "");
+    }
+    let known = fixture("flat_grads/views.flat_layout.json");
+    let copies = "--mesh dp=2 --tensor-class local --placements R --to torch-ranks";
+    let options = format!("{copies} --flat-layout {}", known.display());
+    let both = desk.make("reshard", "flat_grads/views", "both", &options).path;
+    let told = "--src-mesh dp=2 --reduce dp=avg";
+    for (source, alone) in [(both, "--root grads"), (desk.path("series"), "--series grads")] {
+        let run = expect(2, "unshard", &[&source, &desk.path("out.pt")], told);
+        holds(&run.stderr, &["--reduce dp=avg: the gradients are left out", "--with-grads"]);
+        succeed("unshard", &[&source, &desk.path("out.pt")], &format!("{told} --with-grads --overwrite"));
+        let run = expect(2, "consolidate", &[&source, &desk.path("out.safetensors")], told);
+        holds(&run.stderr, &["--reduce dp=avg: the gradients are left out", alone]);
+        let options = format!("{told} {alone} --overwrite");
+        let run = succeed("consolidate", &[&source, &desk.path("out.safetensors")], &options);
+        holds(&run.stderr, &["are summands: avg over dp"]);
+    }
+    let run = succeed("unshard", &[&desk.path("alone"), &desk.path("alone.pt")], told);
+    holds(&run.stderr, &["1 plain tensor of floats (optimizer and random state apart) are summands: avg over dp"]);
 }
 
 #[test]
@@ -342,6 +510,11 @@ fn without_being_told_plain_tensors_are_copies() {
     assert!(!run.stderr.contains("damaged"));
     let even =
         rank_files(&desk, "b", &[vec![("w", Array::new(&[2], 1))], vec![("w", Array::new(&[2], 2))]], Files::Torch);
+    let run = expect(1, "verify", &[&even], "");
+    holds(
+        &run.stderr,
+        &["1 finding in", "hint: plain tensors are taken for copies; where ranks hold parts", "--src-mesh"],
+    );
     let run = expect(2, "unshard", &[&even, &desk.path("x.pt")], "");
     holds(&run.stderr, &["a plain tensor differs between rank 0 and rank 1", "--src-mesh and --src-placements"]);
     let run = refuse(&desk.path("b.st"), "", &["a tensor in one file only", "--src-mesh and --src-placements"]);
@@ -378,8 +551,22 @@ fn what_does_not_fit_is_refused() {
     refuse(&whole, "--src-mesh tp=2 --src-placements S(0)", &["no folder of rank files"]);
     let flat = desk.write("flat.toml", "[flat]\n");
     refuse(&source, &format!("--src-layout {}", flat.display()), &["[flat]"]);
-    let plan = desk.write("plan.toml", "mesh = \"tp=2\"\nplan = \"llama\"\n");
-    refuse(&source, &format!("--src-layout {}", plan.display()), &["a source is not told by parallelize plans"]);
+}
+
+#[test]
+fn what_is_said_has_an_effect() {
+    let desk = Desk::new();
+    let dtensors = fixture("fsdp_tp/ranks");
+    let all = "of 42 tensors are DTensors or ShardedTensors, which say themselves how they lie";
+    let mesh = "--src-mesh dp=2,tp=2";
+    let words = ["--src-placements S(0),R: no plain tensor is left for it", all];
+    refuse(&dtensors, &format!("{mesh} --src-placements S(0),R"), &words);
+    let plan = desk.write("plan.toml", "[styles]\n\"**.w1\" = \"colwise\"\n");
+    let words = ["the plan: no plain tensor is a parameter", all];
+    refuse(&dtensors, &format!("{mesh} --src-plan {}", plan.display()), &words);
+    let split = "--src-mesh dp=2 --src-split makani --src-placements";
+    let copies = rank_files(&desk, "c", &[self::model(), self::model()], Files::Torch);
+    refuse(&copies, &format!("{split} R"), &["--src-split makani: no plain tensor is cut", "leave it out"]);
 }
 
 #[test]

@@ -12,14 +12,14 @@
 use super::class::usual_class;
 use super::heads::Heads;
 use super::like::{Like, is_whole_anyway};
-use super::plan::Planned;
 use super::sharded::rows;
-use super::subject::{Subject, Subjects};
+use super::subject::{Subject, Subjects, ToldBy};
 use super::tally::Tally;
-use crate::catalog::{Catalog, Class, Path, TensorEntry};
+use crate::catalog::{Catalog, Class, Path, TensorEntry, model};
 use crate::error::{Error, Result};
 use crate::format::dcp;
 use crate::format::local::LocalLayout;
+use crate::format::parallelize::{Planned, Side};
 use crate::format::torch::RankLayout;
 use crate::layout::cut::CutBy;
 use crate::layout::parallelize::{Laid, Order};
@@ -86,9 +86,12 @@ impl<'a> Chooser<'a> {
     ///
     /// # Errors
     /// `Usage` where it does not fit.
-    pub fn plan(self, order: Order, heads: Heads) -> Result<Self> {
+    pub fn plan(self, order: Order) -> Result<Self> {
         let Some(plan) = &self.layout.plan else { return Ok(self) };
-        let planned = Planned::new(plan, &self.layout.mesh, &self.subjects, order, heads)?;
+        let model = model::parameters(&self.subjects.catalog.state);
+        let parameters: Vec<_> = model.iter().map(|(fqn, id)| self.subjects.parameter(fqn, *id)).collect();
+        let names = model.iter().map(|(fqn, _)| fqn.clone()).collect();
+        let planned = Planned::new(Side::Target, (plan, &self.layout.mesh), names, &parameters, order)?;
         Ok(Self { planned: Some(planned), ..self })
     }
 
@@ -97,11 +100,18 @@ impl<'a> Chooser<'a> {
         self.planned.as_ref().map(Planned::details).unwrap_or_default()
     }
 
-    /// What to tell, or the error for what was said without an effect.
-    pub fn finish(self) -> Result<Vec<String>> {
+    /// What to tell, or the error for what was said without an effect. `heads` are those of the model.
+    pub fn finish(self, heads: Heads) -> Result<Vec<String>> {
         self.tally.check(self.layout)?;
         self.like.map_or(Ok(()), Like::finish)?;
-        let mut notes = self.planned.as_ref().map(Planned::notes).unwrap_or_default();
+        let mut notes = Vec::new();
+        if let Some(planned) = &self.planned {
+            // Nothing tells which of those that no style names are trained.
+            let may_be_buffers = planned.has_fsdp() && self.subjects.told_by == ToldBy::Nothing;
+            let more = if may_be_buffers { "; --placements 'NAME=plain' says which are buffers" } else { "" };
+            notes.extend(planned.notes(more));
+            notes.extend(heads.notes(planned));
+        }
         notes.extend(self.tally.notes(self.layout, self.subjects.told_by));
         Ok(notes)
     }

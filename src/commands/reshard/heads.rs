@@ -3,10 +3,15 @@
 //! The numbers are those of `config.json`, as transformers has them. Values are right all the same; modules that reckon
 //! with whole heads are not.
 
+use indexmap::IndexMap;
 use serde_json::Value as Json;
 
 use crate::commands::config;
+use crate::error::first_of;
 use crate::format::Checkpoint;
+use crate::format::parallelize::Planned;
+use crate::layout::parallelize::By;
+use crate::quantity::count;
 
 /// Numbers of heads, where they are known.
 #[derive(Clone, Copy, Debug, Default)]
@@ -27,8 +32,24 @@ impl Heads {
         Self { query, key_value: number("num_key_value_heads").or(query) }
     }
 
+    /// What a plan cuts within heads.
+    pub fn notes(self, planned: &Planned) -> Vec<String> {
+        let Some((tp, parts)) = planned.tensor_dim() else { return Vec::new() };
+        let mut within: IndexMap<(&str, u64), Vec<&str>> = IndexMap::new();
+        for (name, _) in planned.left().filter(|(_, laid)| matches!(laid.by, By::Style(style) if style.cuts())) {
+            if let Some(heads) = self.cut_within(name, parts) {
+                within.entry(heads).or_default().push(name);
+            }
+        }
+        let note = |((what, heads), names): ((&str, u64), Vec<&str>)| {
+            let number = count(names.len(), "tensor");
+            format!("{number} ({}): cut within heads: {what} is {heads}, {tp} is {parts}", first_of(&names, 2))
+        };
+        within.into_iter().map(note).collect()
+    }
+
     /// Where the heads of a parameter do not divide into so many parts: how many there are, and of what.
-    pub fn cut_within(self, parameter: &str, parts: u64) -> Option<(&'static str, u64)> {
+    fn cut_within(self, parameter: &str, parts: u64) -> Option<(&'static str, u64)> {
         let module = parameter.rsplit('.').nth(1)?;
         let (what, heads) = match module {
             "q_proj" | "o_proj" | "wq" | "wo" => ("num_attention_heads", self.query?),

@@ -5,7 +5,6 @@ mod class;
 mod flat;
 mod heads;
 mod like;
-mod plan;
 mod sharded;
 mod strided;
 mod subject;
@@ -28,7 +27,6 @@ use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, dcp, local, torch};
 use crate::layout::DeviceMesh;
-use crate::layout::parallelize::Order;
 use crate::layout::rules::Layout;
 use crate::select::Wrappers;
 pub use chooser::Chooser;
@@ -99,12 +97,6 @@ fn tells_shapes_alone(source: &Source) -> bool {
     source.given().1 == Format::FsdpFlat && source.like.as_ref().is_some_and(is_whole)
 }
 
-/// Whether the source has parameters in the order in which modules registered them.
-fn order(source: &Source) -> Order {
-    let format = source.checkpoint.format;
-    if format.keeps_order() || format == Format::Local { Order::Registered } else { Order::Unknown }
-}
-
 /// Lay out every part of the source by itself, and say what there is to say about the layout.
 fn reserve(
     source: &Source,
@@ -118,7 +110,7 @@ fn reserve(
     let wanted = &source.wanted.catalog;
     let like = source.like.as_ref().map(|like| Like::new(like, wrappers));
     let mut chooser =
-        Chooser::new(wanted, layout, wrappers, class).like(like).plan(order(source), Heads::of(&source.checkpoint))?;
+        Chooser::new(wanted, layout, wrappers, class).like(like).plan(source.checkpoint.format.order())?;
     for detail in chooser.details() {
         printer.detail(&detail);
     }
@@ -152,7 +144,7 @@ fn reserve(
         whole.append(&part.folder, reservation);
     }
     partial::share(&source.checkpoint.catalog, &layout.mesh, &mut whole)?;
-    Ok((whole, chooser.finish()?))
+    Ok((whole, chooser.finish(Heads::of(&source.checkpoint))?))
 }
 
 /// The job that is to load rank files.

@@ -7,9 +7,9 @@
 use std::collections::HashSet;
 
 use crate::catalog::owner::{Owner, Owners};
-use crate::catalog::wrappers::with_clean;
-use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, path};
-use crate::layout::parallelize::Kind;
+use crate::catalog::wrappers::{clean_name, with_clean};
+use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, path};
+use crate::layout::parallelize::{Kind, Parameter, Sizes};
 use crate::layout::rules::OnMesh;
 use crate::select::Wrappers;
 
@@ -107,8 +107,18 @@ impl<'a> Subjects<'a> {
         self.told_by != ToldBy::Nothing && !is_shared
     }
 
+    /// A tensor of the model, as a plan knows it.
+    pub fn parameter(&self, fqn: &Fqn, id: TensorId) -> Parameter<'a> {
+        let entry = self.catalog.tensor(id);
+        let name = match self.wrappers {
+            Wrappers::Keep => fqn.to_string(),
+            Wrappers::Cut | Wrappers::Match => clean_name(fqn.as_str()),
+        };
+        Parameter { name, shape: &entry.shape, sizes: Sizes::OfWhole, kind: self.kind(entry) }
+    }
+
     /// What a tensor of the model is where no style names it.
-    pub fn kind(&self, entry: &TensorEntry) -> Kind {
+    fn kind(&self, entry: &TensorEntry) -> Kind {
         let is_float = entry.dtype.is_float() && !self.is_plain(entry.is_shared());
         // No job cuts a buffer; whole numbers that it does cut are quantised weights.
         let is_cut = |sharding: &Sharding| sharding.shared.placements.iter().any(|own| own.sharded_dim().is_some());

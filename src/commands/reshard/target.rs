@@ -2,15 +2,17 @@
 
 use std::collections::BTreeSet;
 
-use super::plan;
 use super::sharded::{mesh_of_rows, rows};
 use super::strided;
 use crate::catalog::{Catalog, TensorEntry, TensorId};
 use crate::cli::Reshard;
 use crate::commands::placements;
+use crate::commands::plans::PlanArgs;
 use crate::commands::source::Source;
 use crate::error::{Error, Result};
+use crate::format::parallelize::Side;
 use crate::format::{Checkpoint, Format};
+use crate::layout::parallelize::RoleNames;
 use crate::layout::rules::{Fallback, Layout};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split, parse_placements};
 
@@ -100,6 +102,16 @@ fn without_mesh(like: &Checkpoint) -> Error {
     )
 }
 
+fn plan_of(args: &Reshard) -> PlanArgs<'_> {
+    let Reshard { plan, tp, fsdp, replicate, .. } = args;
+    PlanArgs {
+        plan: plan.as_deref(),
+        option: "--plan",
+        layout_option: "--layout",
+        names: RoleNames { tp: tp.clone(), fsdp: fsdp.clone(), replicate: replicate.clone(), idle: Vec::new() },
+    }
+}
+
 /// Mesh and rules from the command line, and what to tell of them.
 pub fn target_layout(args: &Reshard, source: &Source) -> Result<(Layout, Vec<String>)> {
     let catalog = &source.wanted.catalog;
@@ -133,7 +145,8 @@ pub fn target_layout(args: &Reshard, source: &Source) -> Result<(Layout, Vec<Str
     if let Some(file) = &file {
         rules.extend(file.rules(&mesh)?);
     }
-    let plan = plan::wanted(args, file.as_ref(), &mesh)?;
+    let draft = plan_of(args).draft(file.as_ref())?;
+    let plan = draft.map(|draft| Side::Target.plan(&draft, &mesh)).transpose()?;
     let split = file.as_ref().map_or(split, |file| file.split.clone());
     let fallback = fallback.or_else(|| file.as_ref()?.fallback(Some(&mesh)));
     let is_said = fallback.is_some();

@@ -10,6 +10,7 @@
 //! DTensors and ShardedTensors in the same files know how they lie, and keep it. So does random state, which is each
 //! rank's own.
 
+mod effects;
 mod reduce;
 mod refuse;
 mod teller;
@@ -20,10 +21,12 @@ use std::path::Path;
 pub use reduce::Reduce;
 pub(super) use refuse::without_ranks;
 
+use super::parallelize::Side;
 use super::reading::Reading;
 use crate::catalog::Catalog;
 use crate::error::{Error, Result};
 use crate::layout::file::LayoutFile;
+use crate::layout::parallelize::{Draft, Order};
 use crate::layout::rules::{Fallback, Layout, Rule};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split};
 use reduce::Reductions;
@@ -39,6 +42,8 @@ pub struct Told {
     pub fallback: Option<(Vec<PlacementSpec>, String)>,
     /// How dims are cut where nothing more particular is said.
     pub split: Option<Split>,
+    /// How the parameters of the model lie that have no rule.
+    pub plan: Option<Draft>,
     /// A layout file, whose mesh and rules come behind the ones here.
     pub file: Option<LayoutFile>,
     /// Mesh dims along which ranks hold summands.
@@ -50,9 +55,14 @@ pub struct Told {
 /// Put together what ranks hold.
 ///
 /// # Errors
-/// `Usage` where there are no rank files, the mesh is not that of their ranks, and for rules without an effect;
+/// `Usage` where there are no rank files, the mesh is not that of their ranks, and for what is said without an effect;
 /// `Conflict` where local shapes are not as they are said to be, `Layout` for rules that do not fit.
-pub(super) fn tell(told: &Told, catalog: &mut Catalog, root: &Path, reading: &Reading<'_>) -> Result<()> {
+pub(super) fn tell(
+    told: &Told,
+    catalog: &mut Catalog,
+    root: &Path,
+    (reading, order): (&Reading<'_>, Order),
+) -> Result<()> {
     if reading.ranks.is_empty() {
         return Err(without_ranks(root));
     }
@@ -67,10 +77,11 @@ pub(super) fn tell(told: &Told, catalog: &mut Catalog, root: &Path, reading: &Re
         rules.extend(file.rules(&mesh)?);
         split = split.or_else(|| file.split.clone());
     }
-    let layout = Layout::new(mesh, rules, Fallback::Placements(fallback), split)?;
+    let plan = told.plan.as_ref().map(|plan| Side::Source.plan(plan, &mesh)).transpose()?;
+    let layout = Layout { plan, ..Layout::new(mesh, rules, Fallback::Placements(fallback), split)? };
     let mesh = catalog.intern_mesh(layout.mesh.clone());
     let teller = Teller::new(told, &layout, mesh, catalog, root, reading, reductions);
-    let Findings { entries, notes } = teller.tell()?;
+    let Findings { entries, notes } = teller.tell(order)?;
     for (id, entry) in entries {
         catalog.tensors[id.0 as usize] = entry;
     }
@@ -83,8 +94,12 @@ impl Told {
         let own = || DeviceMesh::root_of(&catalog.meshes).cloned();
         let said = self.file.as_ref().map_or(Ok(self.mesh.clone()), |file| file.mesh(self.mesh.clone()))?;
         said.or_else(own).ok_or_else(|| {
+            let own = match catalog.meshes.len() {
+                0 => String::from("no mesh of its own"),
+                several => format!("{several} meshes"),
+            };
             Error::usage(
-                format!("no --src-mesh is given, and {} has {} meshes", root.display(), catalog.meshes.len()),
+                format!("no --src-mesh is given, and {} has {own}", root.display()),
                 "say on which mesh the ranks lay that saved it, such as --src-mesh tp=8 or --src-mesh dp=4,tp=2",
             )
         })

@@ -5,14 +5,14 @@
 //! floats that are not optimizer state, random state or what trainers put beside a model. Integers are never summed: they
 //! count something that is the same on all ranks, and are compared.
 
-use crate::catalog::model::{self, GRADIENTS, gradients_root, is_beside, is_random_state, model_root};
+use crate::catalog::model::{self, gradients_root, is_beside, is_random_state, model_root};
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::path::key_text;
 use crate::catalog::{Dtype, Key, Path, Value};
 use crate::error::{Error, Result};
+use crate::layout::file::did_you_mean;
 use crate::layout::partial::Reduction;
 use crate::layout::{DeviceMesh, Placement, ReduceOp};
-use crate::nearest::nearest;
 use crate::quantity::count;
 
 /// `--reduce dp,cp=avg`
@@ -104,9 +104,7 @@ impl Reductions {
         }
         let what = match &self.reach {
             Reach::Gradients(root) => format!("below {root}"),
-            Reach::Floats { .. } => {
-                format!("of floats (no subtree {}, no optimizer state, no random state)", GRADIENTS.join(" or "))
-            }
+            Reach::Floats { .. } => String::from("of floats (optimizer and random state apart)"),
         };
         if self.reduced == 0 {
             return Err(Error::usage(
@@ -150,10 +148,9 @@ fn is_gradients(key: &Key) -> bool {
 }
 
 fn unknown_dim(name: &str, mesh: &DeviceMesh) -> Error {
-    let names = mesh.names().unwrap_or_default();
-    let hint = match nearest(name, names).first() {
+    let hint = match mesh.names() {
         None => String::from("the dims of its mesh have no names: say them with --src-mesh"),
-        Some(near) => format!("did you mean {near}? The dims are {}", names.join(", ")),
+        Some(names) => did_you_mean(name, &names.iter().map(String::as_str).collect::<Vec<_>>()),
     };
     Error::usage(format!("--reduce: the mesh {mesh} has no dim `{name}`"), hint)
 }

@@ -11,7 +11,7 @@ use crate::layout::{DeviceMesh, Split, comma_list};
 pub fn without_ranks(root: &Path) -> Error {
     Error::usage(
         format!("{} is no folder of rank files, so that no plain tensor in it is a part", root.display()),
-        "--src-mesh, --src-placements, --src-split, --src-layout and --reduce say how plain tensors of rank files lie (one torch.save \
+        "--src-mesh, --src-placements, --src-split, --src-plan, --src-layout and --reduce say how plain tensors of rank files lie (one torch.save \
          or safetensors file a rank); leave them out",
     )
 }

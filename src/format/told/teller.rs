@@ -8,17 +8,20 @@ use std::collections::{HashMap, HashSet};
 use std::path::{Path as FilePath, PathBuf};
 
 use super::Told;
+use super::effects::Effects;
 use super::reduce::Reductions;
 use super::refuse::{self, Refused};
 use crate::catalog::optimizer::optimizer_state;
 use crate::catalog::owner::{Owner, Owners};
 use crate::catalog::path::tensors;
-use crate::catalog::wrappers::with_clean;
+use crate::catalog::wrappers::{clean_name, with_clean};
 use crate::catalog::{
-    Catalog, Chunk, ChunkTable, MeshId, Path, Sharding, Summands, TensorEntry, TensorId, checked_len_bytes, model,
+    Catalog, Chunk, ChunkTable, Fqn, MeshId, Path, Sharding, Summands, TensorEntry, TensorId, checked_len_bytes, model,
 };
 use crate::error::{Error, Result};
+use crate::format::parallelize::{Planned, Side};
 use crate::format::reading::Reading;
+use crate::layout::parallelize::{By, Kind, Order, Parameter, Sizes};
 use crate::layout::rules::{Layout, OnMesh, Rule, Shared};
 use crate::layout::whole::{Held, PartError, whole};
 use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
@@ -48,6 +51,9 @@ pub struct Teller<'a> {
     trained: HashSet<TensorId>,
     /// Tensors that were taken for buffers.
     buffers: usize,
+    effects: Effects,
+    /// How a plan has the parameters.
+    planned: Option<(Planned, HashMap<TensorId, Fqn>)>,
 }
 
 /// What was found out.
@@ -67,6 +73,8 @@ struct Known {
     is_orphan: bool,
     is_nameless: bool,
     is_of_model: bool,
+    /// The parameter that it is, or whose shape it has.
+    parameter: Option<TensorId>,
 }
 
 impl<'a> Teller<'a> {
@@ -83,13 +91,30 @@ impl<'a> Teller<'a> {
         tensors(&catalog.state, &Path::default(), &mut |path, id| paths[id.0 as usize].push(path.clone()));
         let owners = Owners::new(catalog);
         let parameters = owners.parameters.values().copied().collect();
-        let (trained, buffers) = (HashSet::new(), 0);
-        Self { told, layout, mesh, catalog, root, reading, owners, parameters, paths, reductions, trained, buffers }
+        let (trained, buffers, effects, planned) = (HashSet::new(), 0, Effects::default(), None);
+        Self {
+            told,
+            layout,
+            mesh,
+            catalog,
+            root,
+            reading,
+            owners,
+            parameters,
+            paths,
+            reductions,
+            trained,
+            buffers,
+            effects,
+            planned,
+        }
     }
 
-    pub fn tell(mut self) -> Result<Findings> {
+    pub fn tell(mut self, order: Order) -> Result<Findings> {
         let mut meant = Vec::new();
         for (id, entry) in (0..).map(TensorId).zip(&self.catalog.tensors) {
+            // State tells what is trained, however it lies.
+            let known = self.known(id);
             if entry.is_shared() {
                 continue;
             }
@@ -98,17 +123,55 @@ impl<'a> Teller<'a> {
             if paths.is_empty() || is_own {
                 same_shapes(entry)?;
             } else {
-                meant.push((id, entry, self.known(id)));
+                meant.push((id, entry, known));
             }
         }
         // A misspelt rule would be missed at the first tensor that it was for.
         self.check_rules(&meant)?;
+        self.planned = self.plan(order)?;
         let entries = meant.iter().map(|(id, entry, known)| Ok((*id, self.entry(*id, entry, known)?)));
         let entries = entries.collect::<Result<_>>()?;
+        self.effects.check(self.told, self.catalog)?;
         let number = count(self.buffers, "tensor");
         let buffers = format!("{number} without state of an optimizer, taken for buffers: whole on every rank");
         let buffers = (self.buffers > 0).then_some(buffers);
-        Ok(Findings { entries, notes: self.reductions.finish()?.into_iter().chain(buffers).collect() })
+        let planned = self.planned.as_ref().map(|(planned, _)| planned.notes("")).unwrap_or_default();
+        let notes = self.reductions.finish()?.into_iter().chain(planned).chain(buffers).collect();
+        Ok(Findings { entries, notes })
+    }
+
+    /// Let the plan meet the parameters.
+    fn plan(&self, order: Order) -> Result<Option<(Planned, HashMap<TensorId, Fqn>)>> {
+        let Some(plan) = &self.layout.plan else { return Ok(None) };
+        let model = model::parameters(&self.catalog.state);
+        let parameter = |(fqn, id): &(Fqn, TensorId)| {
+            let entry = self.catalog.tensor(*id);
+            let is_trained = self.trained.is_empty() || self.trained.contains(id);
+            Parameter {
+                name: if self.told.keep_names { fqn.to_string() } else { clean_name(fqn.as_str()) },
+                shape: &entry.shape,
+                sizes: Sizes::OfPart,
+                kind: if entry.dtype.is_float() && is_trained { Kind::Parameter } else { Kind::Buffer },
+            }
+        };
+        let parameters: Vec<Parameter<'_>> = model.iter().map(parameter).collect();
+        let names = model.iter().map(|(fqn, _)| fqn.clone()).collect();
+        let planned = Planned::new(Side::Source, (plan, &self.layout.mesh), names, &parameters, order)?;
+        // What is tied goes by its first name.
+        Ok(Some((planned, model.into_iter().rev().map(|(fqn, id)| (id, fqn)).collect())))
+    }
+
+    /// How the plan has it, or the parameter whose shape it has.
+    fn planned(&self, id: TensorId, known: &Known) -> Option<(Shared, By)> {
+        let (planned, names) = self.planned.as_ref()?;
+        let laid = planned.laid(names.get(&known.parameter.unwrap_or(id))?)?;
+        let shared = match &laid.shared {
+            None => self.layout.replicated(),
+            // Ranks of any dim may hold summands.
+            Some(shared) if !self.told.reduce.is_empty() => Shared { slice: None, ..shared.clone() },
+            Some(shared) => shared.clone(),
+        };
+        Some((self.layout.split_as_said(shared), laid.by))
     }
 
     fn check_rules(&self, meant: &[(TensorId, &TensorEntry, Known)]) -> Result<()> {
@@ -125,6 +188,7 @@ impl<'a> Teller<'a> {
     fn entry(&mut self, id: TensorId, entry: &TensorEntry, known: &Known) -> Result<TensorEntry> {
         let (mut shared, said) = self.choose(id, entry, known)?;
         self.reductions.apply(&self.paths[id.0 as usize][0], entry.dtype, &mut shared.placements);
+        self.effects.cut += usize::from(shared.placements.iter().any(|placement| placement.sharded_dim().is_some()));
         let held = held(entry);
         let mesh = &self.layout.mesh;
         let is_missing = |rank: Rank| !self.reading.ranks.contains(&rank);
@@ -165,6 +229,10 @@ impl<'a> Teller<'a> {
                 shared => return Ok((shared?.unwrap_or_else(|| layout.replicated()), rule.said.clone())),
             }
         }
+        if let Some((shared, by)) = self.planned(id, known) {
+            self.effects.by_plan += usize::from(by != By::Buffer);
+            return Ok((shared, format!("the plan ({by})")));
+        }
         let (shared, said) = match (&known.stray, &self.told.fallback) {
             (Some(_), _) => (layout.split_as_said(layout.replicated()), UNSAID),
             (None, said) => {
@@ -173,7 +241,10 @@ impl<'a> Teller<'a> {
             }
         };
         let is_whole = shared.placements.iter().all(|placement| *placement == Placement::Replicate);
-        if known.is_nameless && !entry.shape.is_empty() && !(is_whole && self.layout.rules.is_empty()) {
+        if known.is_nameless
+            && !entry.shape.is_empty()
+            && !(is_whole && self.layout.rules.is_empty() && self.planned.is_none())
+        {
             return Err(refuse::unknown_number(&entry.fqn));
         }
         // To take a whole tensor for a part would make up a larger one, and nothing would show it.
@@ -181,12 +252,19 @@ impl<'a> Teller<'a> {
             self.buffers += 1;
             return Ok((layout.replicated(), UNTRAINED.to_owned()));
         }
+        self.effects.by_fallback += usize::from(known.stray.is_none() && !entry.shape.is_empty());
         Ok((shared, said.to_owned()))
     }
 
     fn known(&mut self, id: TensorId) -> Known {
-        let mut known =
-            Known { names: Vec::new(), stray: None, is_orphan: false, is_nameless: false, is_of_model: false };
+        let mut known = Known {
+            names: Vec::new(),
+            stray: None,
+            is_orphan: false,
+            is_nameless: false,
+            is_of_model: false,
+            parameter: None,
+        };
         for path in self.paths[id.0 as usize].clone() {
             let owner = self.owners.of(&path);
             let parameter = owner.as_ref().and_then(|owner| owner.id);
@@ -201,6 +279,7 @@ impl<'a> Teller<'a> {
                     known.names.extend(names);
                 }
             }
+            known.parameter = known.parameter.or(follows);
             if let Some(parameter) = follows.filter(|_| optimizer_state(&path).is_some()) {
                 self.trained.insert(parameter);
             }

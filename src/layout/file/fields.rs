@@ -109,11 +109,15 @@ pub fn text<'a>(at: At<'_>, node: &'a Node, key: &str) -> Result<&'a str, Layout
     }
 }
 
-/// The nearest of some names, and all of them.
+/// The nearest of some names where half of its letters are right, and all of them.
+#[must_use]
 pub fn did_you_mean(word: &str, names: &[&str]) -> String {
-    let nearest = names.iter().min_by_key(|name| strsim::damerau_levenshtein(word, name));
-    match nearest {
+    let distance = |name: &&&str| strsim::damerau_levenshtein(word, name);
+    let is_near = |name: &&&str| 2 * distance(name) <= word.chars().count().max(name.chars().count());
+    let all = names.join(", ");
+    match names.iter().min_by_key(distance) {
         None => String::from("there are none"),
-        Some(nearest) => format!("did you mean `{nearest}`? there are {}", names.join(", ")),
+        Some(nearest) if is_near(&nearest) => format!("did you mean `{nearest}`? there are {all}"),
+        Some(_) => format!("there are {all}"),
     }
 }

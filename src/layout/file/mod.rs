@@ -45,7 +45,8 @@ use super::parallelize::StyleRule;
 use super::rules::Rule;
 use super::strided::follow;
 use super::{DeviceMesh, LayoutError, PlacementSpec, Split};
-use fields::{At, did_you_mean};
+use fields::At;
+pub use fields::did_you_mean;
 pub use print::{document, toml};
 use written::Written;
 

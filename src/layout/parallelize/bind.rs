@@ -15,7 +15,16 @@ use super::{By, Family, Laid, Part, Plan, PlanError, Style, StyleRule};
 pub struct Parameter<'a> {
     pub name: String,
     pub shape: &'a [u64],
+    pub sizes: Sizes,
     pub kind: Kind,
+}
+
+/// Of what a shape is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sizes {
+    OfWhole,
+    /// Of what some rank has: how far it is cut cannot be told from it.
+    OfPart,
 }
 
 /// Whether it is trained.
@@ -107,7 +116,7 @@ impl Plan {
         let buffers = self.family.map(|_| Family::buffers()).unwrap_or_default();
         let lay = |(parameter, found): (&Parameter<'_>, Option<(&Candidate, Style)>)| match found {
             Some((candidate, style)) if style != Style::None => {
-                let laid = self.roles.styled(mesh, style, candidate.part(&parameter.name), parameter.shape);
+                let laid = self.roles.styled(mesh, style, candidate.part(&parameter.name), parameter);
                 Laid { note: candidate.note, ..laid }
             }
             _ if parameter.kind == Kind::Buffer || is_buffer(&buffers, parameter) => {

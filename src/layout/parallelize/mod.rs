@@ -35,12 +35,14 @@ mod style;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
+
 use super::rules::Shared;
 use super::{LayoutError, Pattern};
 
-pub use bind::{Kind, Order, Parameter};
+pub use bind::{Kind, Order, Parameter, Sizes};
 pub use family::{Family, alike};
-pub use roles::{RoleNames, Roles};
+pub use roles::{Draft, RoleNames, Roles};
 pub use style::{Part, Style};
 
 /// A style and the modules that have it.
@@ -85,6 +87,16 @@ pub enum By {
     Buffer,
 }
 
+impl fmt::Display for By {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Style(style) => style.fmt(f),
+            Self::Nobody => f.write_str("no style"),
+            Self::Buffer => f.write_str("buffers"),
+        }
+    }
+}
+
 /// Why a mesh dim has all of a tensor that is made of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whole {
@@ -112,7 +124,7 @@ pub enum PlanError {
     #[error("{said}: the mesh {mesh} has no dim for tensor parallelism")]
     NoTensorDim { said: String, mesh: String },
 
-    #[error("--tp {name}: no plan says how modules are cut over it")]
+    #[error("mesh dim {name}: no plan says how modules are cut over it")]
     NoStyles { name: String },
 
     #[error("{said}: no module or parameter has a name like that")]

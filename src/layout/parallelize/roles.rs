@@ -9,7 +9,24 @@
 
 use super::super::rules::Shared;
 use super::super::{DeviceMesh, MeshDim, Placement, TensorDim};
-use super::{By, Laid, Part, PlanError, Style, Whole};
+use super::{By, Family, Laid, Parameter, Part, Plan, PlanError, Sizes, Style, StyleRule, Whole};
+
+/// A plan that has met no mesh: mesh dims have names in it.
+#[derive(Clone, Debug, Default)]
+pub struct Draft {
+    pub styles: Vec<StyleRule>,
+    pub family: Option<&'static Family>,
+    pub names: RoleNames,
+}
+
+impl Draft {
+    /// # Errors
+    /// As [`Roles::of`].
+    pub fn on(&self, mesh: &DeviceMesh) -> Result<Plan, PlanError> {
+        let roles = Roles::of(mesh, &self.names)?;
+        Ok(Plan { styles: self.styles.clone(), family: self.family, roles })
+    }
+}
 
 /// Which mesh dim does what.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,6 +43,8 @@ pub struct RoleNames {
     pub tp: Option<String>,
     pub fsdp: Option<String>,
     pub replicate: Option<String>,
+    /// Those that the plan has nothing to say of.
+    pub idle: Vec<String>,
 }
 
 const TP: [&str; 1] = ["tp"];
@@ -54,6 +73,7 @@ impl Roles {
             ("--fsdp", named("--fsdp", &given.fsdp)?, &FSDP),
             ("--replicate", named("--replicate", &given.replicate)?, &REPLICATE),
         ];
+        let is_idle = |dim: MeshDim| given.idle.contains(&names[dim.0]);
         for index in 0..uses.len() {
             let (role, dim, usual) = uses[index];
             let user = |dim| uses.iter().find(|(other, used, _)| *other != role && *used == Some(dim));
@@ -61,11 +81,16 @@ impl Roles {
                 let name = dim.map(|dim| names[dim.0].clone()).unwrap_or_default();
                 return Err(PlanError::DimTwice { name, first: role, second });
             }
-            let free = || usual.iter().filter_map(|name| mesh.dim_by_name(name)).find(|dim| user(*dim).is_none());
+            let free = || {
+                usual
+                    .iter()
+                    .filter_map(|name| mesh.dim_by_name(name))
+                    .find(|dim| user(*dim).is_none() && !is_idle(*dim))
+            };
             uses[index].1 = dim.or_else(free);
         }
         let [tp, fsdp, replicate] = uses.map(|(_, dim, _)| dim);
-        let is_used = |dim| [tp, fsdp, replicate].contains(&Some(MeshDim(dim)));
+        let is_used = |dim| is_idle(MeshDim(dim)) || [tp, fsdp, replicate].contains(&Some(MeshDim(dim)));
         match (0..mesh.ndim()).find(|dim| !is_used(*dim)) {
             None => Ok(Self { tp, fsdp, replicate }),
             Some(dim) => Err(PlanError::LeftOver { name: names[dim].clone(), mesh: text() }),
@@ -73,9 +98,10 @@ impl Roles {
     }
 
     /// How a parameter lies that has a style.
-    pub(super) fn styled(self, mesh: &DeviceMesh, style: Style, part: Part, shape: &[u64]) -> Laid {
+    pub(super) fn styled(self, mesh: &DeviceMesh, style: Style, part: Part, parameter: &Parameter<'_>) -> Laid {
+        let shape = parameter.shape;
         let mut placements = vec![Placement::Replicate; mesh.ndim()];
-        let (cut, mut whole) = cut(style, part, shape);
+        let (cut, mut whole) = cut(style, part, parameter, self.fsdp);
         if let Some(tp) = self.tp {
             placements[tp.0] = cut;
         }
@@ -109,12 +135,17 @@ impl Roles {
 }
 
 /// What the mesh dim of tensor parallelism does to a parameter.
-fn cut(style: Style, part: Part, shape: &[u64]) -> (Placement, Option<Whole>) {
+fn cut(style: Style, part: Part, parameter: &Parameter<'_>, fsdp: Option<MeshDim>) -> (Placement, Option<Whole>) {
+    let Parameter { shape, sizes, .. } = parameter;
     let Some(dim) = style.dim(part, shape.len()) else { return (Placement::Replicate, None) };
     let (blocks, size) = (style.blocks(), shape[dim.0]);
+    // A part has as much of each block as of the others, until FSDP cuts it once more.
+    let is_cut_across = *sizes == Sizes::OfPart && dim == DIM0 && fsdp.is_some();
     match blocks {
         1 => (Placement::Shard(dim), None),
-        _ if size.is_multiple_of(blocks) => (Placement::StridedShard { dim, split_factor: blocks }, None),
+        _ if size.is_multiple_of(blocks) || is_cut_across => {
+            (Placement::StridedShard { dim, split_factor: blocks }, None)
+        }
         _ => (Placement::Replicate, Some(Whole::OddBlocks { blocks, size })),
     }
 }

@@ -15,7 +15,15 @@ fn plan(mesh: &DeviceMesh, rules: &[(&str, &str)]) -> Plan {
 }
 
 fn parameters<'a>(named: &[(&str, &'a [u64])]) -> Vec<Parameter<'a>> {
-    named.iter().map(|(name, shape)| Parameter { name: (*name).to_owned(), shape, kind: Kind::Parameter }).collect()
+    named
+        .iter()
+        .map(|(name, shape)| Parameter {
+            name: (*name).to_owned(),
+            shape,
+            sizes: Sizes::OfWhole,
+            kind: Kind::Parameter,
+        })
+        .collect()
 }
 
 /// As `_S(0,2),S(0)`, with the dims of a slice behind it; `plain`.
@@ -162,7 +170,7 @@ fn pairs_need_two() {
 fn mesh_dims_are_known_by_name_or_told() {
     let of = |at: &str, tp: &str, fsdp: &str, replicate: &str| {
         let name = |name: &str| (!name.is_empty()).then(|| name.to_owned());
-        let given = RoleNames { tp: name(tp), fsdp: name(fsdp), replicate: name(replicate) };
+        let given = RoleNames { tp: name(tp), fsdp: name(fsdp), replicate: name(replicate), idle: Vec::new() };
         let roles = Roles::of(&mesh(at), &given)?;
         Ok([roles.tp, roles.fsdp, roles.replicate].map(|dim| dim.map(|MeshDim(dim)| dim)))
     };
