@@ -47,7 +47,7 @@ pub fn told(args: &ToldArgs, keep_names: bool) -> Result<Option<Told>> {
     let fallback = fallback.or_else(of_file).map(|(said, list)| (list, said));
     let reduce: Vec<Reduce> = reduce.iter().map(|text| parse_reduce(text)).collect::<Result<_>>()?;
     let plan = plan_of(args, &reduce).draft(file.as_ref())?;
-    Ok(Some(Told { mesh, rules, fallback, split, file, plan, reduce, keep_names }))
+    Ok(Some(Told { mesh, rules, fallback, split, plan, file, reduce, keep_names }))
 }
 
 fn plan_of<'a>(args: &'a ToldArgs, reduce: &[Reduce]) -> PlanArgs<'a> {
