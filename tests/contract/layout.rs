@@ -217,3 +217,14 @@ fn rank_files_are_for_a_version_of_pytorch() {
     assert!(told("--torch-version new").contains("--torch-version new: expected a version"));
     assert!(told("--torch-version 2.9 --to dcp").contains("is for DTensors in rank files, and DST is to be dcp"));
 }
+
+#[test]
+fn a_rule_behind_a_wider_one_is_told_to_have_no_effect() {
+    let desk = Desk::new();
+    let told = |options: &str, out: &str| desk.make("reshard", "fsdp4/dcp", out, options).run.stderr;
+    let wide = told("--mesh dp=2 --placements **.weight=S(0) --placements **.w1=S(1) --placements R", "wide");
+    let words = "--placements **.w1=S(1): without effect, since rules before it are for the same tensors";
+    assert!(wide.contains(words), "{wide}");
+    let narrow = told("--mesh dp=2 --placements **.w1=S(1) --placements **.weight=S(0) --placements R", "narrow");
+    assert!(!narrow.contains("without effect"), "{narrow}");
+}

@@ -13,6 +13,8 @@ use crate::quantity::count;
 pub struct Tally {
     /// Which rules are for some tensor.
     used: BTreeSet<usize>,
+    /// Which of them are the first that is.
+    heard: BTreeSet<usize>,
     /// For saying what a pattern came near to.
     names: Vec<String>,
     /// Numbers of dims of the tensors that got the fallback.
@@ -31,7 +33,10 @@ pub struct Tally {
 impl Tally {
     pub fn see(&mut self, subject: &Subject<'_>, layout: &Layout) {
         let for_it = (0..).zip(&layout.rules).filter(|(_, rule)| rule.covers(&subject.names));
-        self.used.extend(for_it.map(|(index, _)| index));
+        let mut for_it = for_it.map(|(index, _)| index);
+        let first = for_it.next();
+        self.heard.extend(first);
+        self.used.extend(first.into_iter().chain(for_it));
         self.names.push(subject.path.to_string());
         self.nameless += usize::from(subject.is_nameless() && !subject.entry.shape.is_empty());
     }
@@ -91,10 +96,14 @@ impl Tally {
         };
         note(self.plain, format!(" without state of an optimizer, {why}: whole on every rank"));
         note(self.reduced, " R where Partial in SRC or --like: values are written, not summands".into());
+        let unheard = self.used.difference(&self.heard).map(|index| &layout.rules[*index].said);
+        let unheard =
+            unheard.map(|said| format!("{said}: without effect, since rules before it are for the same tensors"));
         if !layout.rules.is_empty() || layout.plan.is_some() {
             let what = " of optimizer state have numbers for names: rules for parameters did not reach them";
             note(self.nameless, what.into());
         }
+        notes.extend(unheard);
         notes
     }
 }
