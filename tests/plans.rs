@@ -279,7 +279,7 @@ fn built_in_plans_are_found_by_names() {
         let roles = Roles::of(&mesh, &RoleNames::default()).unwrap();
         let laid = Plan { styles: Vec::new(), family: Family::named(plan), roles };
         let laid = laid.bind(&mesh, &parameters, Order::Unknown).unwrap();
-        assert!(laid.iter().all(|laid| laid.shared.is_some() && laid.whole.is_none()), "{model}: {laid:?}");
+        assert!(laid.iter().all(|laid| laid.shared.is_some() && laid.uncut.is_none()), "{model}: {laid:?}");
     }
 }
 

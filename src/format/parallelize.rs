@@ -7,7 +7,7 @@ use indexmap::IndexMap;
 
 use crate::catalog::Fqn;
 use crate::error::{Error, first_of};
-use crate::layout::parallelize::{By, Draft, Laid, Order, Parameter, Plan, PlanError, Whole, alike};
+use crate::layout::parallelize::{By, Draft, Laid, Order, Parameter, Plan, PlanError, Uncut, alike};
 use crate::layout::{DeviceMesh, MeshDim};
 use crate::nearest;
 use crate::quantity::count;
@@ -157,7 +157,7 @@ impl Planned {
         let (tp, fsdp) = (self.dim(self.plan.roles.tp), self.dim(self.plan.roles.fsdp));
         let mut odd: IndexMap<(u64, u64), Vec<&str>> = IndexMap::new();
         for (name, laid) in self.left() {
-            if let Some(Whole::OddBlocks { blocks, size }) = laid.whole {
+            if let Some(Uncut::OddBlocks { blocks, size }) = laid.uncut {
                 odd.entry((blocks, size)).or_default().push(name);
             }
         }
@@ -165,7 +165,7 @@ impl Planned {
             note(names, &format!("whole on {tp}, because {size} does not divide into {blocks} weights of one size"));
         }
         note(
-            self.names(|laid| laid.whole == Some(Whole::BlocksWithinFsdp)),
+            self.names(|laid| laid.uncut == Some(Uncut::BlocksWithinFsdp)),
             &format!("whole on {fsdp}: no placement says that it is cut there after {tp} took a part of each block"),
         );
         let mut assumed: IndexMap<&str, Vec<&str>> = IndexMap::new();

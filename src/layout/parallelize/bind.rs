@@ -120,7 +120,7 @@ impl Plan {
                 Laid { note: candidate.note, ..laid }
             }
             _ if parameter.kind == Kind::Buffer || is_buffer(&buffers, parameter) => {
-                Laid { shared: None, by: By::Buffer, whole: None, note: None }
+                Laid { shared: None, by: By::Buffer, uncut: None, note: None }
             }
             Some((_, style)) => Laid { by: By::Style(style), ..self.roles.unstyled(mesh, parameter.shape) },
             None => self.roles.unstyled(mesh, parameter.shape),

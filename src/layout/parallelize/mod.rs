@@ -72,7 +72,7 @@ pub struct Laid {
     pub shared: Option<Shared>,
     pub by: By,
     /// Where it was not cut that would have been.
-    pub whole: Option<Whole>,
+    pub uncut: Option<Uncut>,
     /// What a built-in plan takes for granted.
     pub note: Option<&'static str>,
 }
@@ -99,7 +99,7 @@ impl fmt::Display for By {
 
 /// Why a mesh dim has all of a tensor that is made of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whole {
+pub enum Uncut {
     /// The dim of tensor parallelism: blocks of a whole number of elements there are none.
     OddBlocks { blocks: u64, size: u64 },
     /// The dim of FSDP, which no placement puts behind that of tensor parallelism where that takes a part of each block.

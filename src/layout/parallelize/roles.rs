@@ -9,7 +9,7 @@
 
 use super::super::rules::Shared;
 use super::super::{DeviceMesh, MeshDim, Placement, TensorDim};
-use super::{By, Family, Laid, Parameter, Part, Plan, PlanError, Sizes, Style, StyleRule, Whole};
+use super::{By, Family, Laid, Parameter, Part, Plan, PlanError, Sizes, Style, StyleRule, Uncut};
 
 /// A plan that has met no mesh: mesh dims have names in it.
 #[derive(Clone, Debug, Default)]
@@ -101,7 +101,7 @@ impl Roles {
     pub(super) fn styled(self, mesh: &DeviceMesh, style: Style, part: Part, parameter: &Parameter<'_>) -> Laid {
         let shape = parameter.shape;
         let mut placements = vec![Placement::Replicate; mesh.ndim()];
-        let (cut, mut whole) = cut(style, part, parameter, self.fsdp);
+        let (cut, mut uncut) = cut(style, part, parameter, self.fsdp);
         if let Some(tp) = self.tp {
             placements[tp.0] = cut;
         }
@@ -114,9 +114,9 @@ impl Roles {
         };
         if let Some(fsdp) = self.fsdp.filter(|_| !shape.is_empty()) {
             placements[fsdp.0] = of_fsdp;
-            whole = whole.or((of_fsdp == Placement::Replicate).then_some(Whole::BlocksWithinFsdp));
+            uncut = uncut.or((of_fsdp == Placement::Replicate).then_some(Uncut::BlocksWithinFsdp));
         }
-        Laid { shared: Some(placements.into()), by: By::Style(style), whole, note: None }
+        Laid { shared: Some(placements.into()), by: By::Style(style), uncut, note: None }
     }
 
     /// How one lies that has none: as `fully_shard` leaves it, which knows the dims of FSDP only.
@@ -130,12 +130,12 @@ impl Roles {
         let is_shared = !dims.is_empty();
         let slice = (dims.len() < mesh.ndim()).then_some(dims);
         let shared = is_shared.then(|| Shared { slice, ..Shared::from(placements) });
-        Laid { shared, by: By::Nobody, whole: None, note: None }
+        Laid { shared, by: By::Nobody, uncut: None, note: None }
     }
 }
 
 /// What the mesh dim of tensor parallelism does to a parameter.
-fn cut(style: Style, part: Part, parameter: &Parameter<'_>, fsdp: Option<MeshDim>) -> (Placement, Option<Whole>) {
+fn cut(style: Style, part: Part, parameter: &Parameter<'_>, fsdp: Option<MeshDim>) -> (Placement, Option<Uncut>) {
     let Parameter { shape, sizes, .. } = parameter;
     let Some(dim) = style.dim(part, shape.len()) else { return (Placement::Replicate, None) };
     let (blocks, size) = (style.blocks(), shape[dim.0]);
@@ -146,6 +146,6 @@ fn cut(style: Style, part: Part, parameter: &Parameter<'_>, fsdp: Option<MeshDim
         _ if size.is_multiple_of(blocks) || is_cut_across => {
             (Placement::StridedShard { dim, split_factor: blocks }, None)
         }
-        _ => (Placement::Replicate, Some(Whole::OddBlocks { blocks, size })),
+        _ => (Placement::Replicate, Some(Uncut::OddBlocks { blocks, size })),
     }
 }

@@ -85,16 +85,16 @@ fn weights_in_one_are_cut_each_by_itself_or_not_at_all() {
     let of = |at: &str, style: &str| {
         let mesh = mesh(at);
         let laid = plan(&mesh, &[("*", style)]).bind(&mesh, &parameters(named), Order::Unknown).unwrap();
-        laid.iter().map(|laid| (text(laid), laid.whole)).collect::<Vec<_>>()
+        laid.iter().map(|laid| (text(laid), laid.uncut)).collect::<Vec<_>>()
     };
-    let odd = Some(Whole::OddBlocks { blocks: 3, size: 8 });
+    let odd = Some(Uncut::OddBlocks { blocks: 3, size: 8 });
     let lies = |text: &str, whole| (text.to_owned(), whole);
     // 3 of 9 do not divide over 2 ranks, which is no matter; 8 has no thirds.
     assert_eq!(of("tp=2", "colwise(3)"), [lies("_S(0,3)", None), lies("_S(0,3)", None), lies("R", odd)]);
     assert_eq!(of("tp=2", "rowwise(3)"), [lies("_S(1,3)", None), lies("R", None), lies("_S(1,3)", None)]);
     assert_eq!(of("tp=2", "colwise-conv1d(3)")[..2], [lies("_S(1,3)", None), lies("_S(0,3)", None)]);
     // FSDP would have to go second and be written first.
-    let within = Some(Whole::BlocksWithinFsdp);
+    let within = Some(Uncut::BlocksWithinFsdp);
     assert_eq!(
         of("dp=2,tp=2", "colwise(3)"),
         [lies("R,_S(0,3)", within), lies("R,_S(0,3)", within), lies("S(0),R", odd)]
