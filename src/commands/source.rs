@@ -257,11 +257,13 @@ pub fn announce(checkpoint: &Checkpoint, printer: &Printer) {
 /// `--reduce` is for gradients, which not every verb takes by itself.
 fn check_reduced(args: &ConvertArgs, checkpoint: &Checkpoint, wanted: &Selected, with_grads: bool) -> Result<()> {
     let SourceArgs { series, told, .. } = &args.source;
-    let is_skipped = |name: &&String| series.is_empty() && model::GRADIENTS.contains(&name.as_str());
-    let skipped = checkpoint.skipped_series.iter().find(is_skipped);
+    let is_gradients = |name: &&String| model::GRADIENTS.contains(&name.as_str());
+    // What else is taken beside them are values, and a sum of those is none.
+    let are_taken = series.iter().any(|name| is_gradients(&name));
+    let skipped = checkpoint.skipped_series.iter().find(is_gradients).filter(|_| !are_taken);
     let hint = match skipped {
         _ if told.reduce.is_empty() => return Ok(()),
-        Some(_) if with_grads => String::from("--with-grads takes them along"),
+        Some(_) if with_grads && series.is_empty() => String::from("--with-grads takes them along"),
         Some(name) => format!("--series {name} takes them alone"),
         None => match left_out_gradients(checkpoint, wanted) {
             Some(_) if with_grads => String::from("--with-grads takes them along"),

@@ -164,9 +164,13 @@ impl Planned {
         for ((blocks, size), names) in odd {
             note(names, &format!("whole on {tp}, because {size} does not divide into {blocks} weights of one size"));
         }
+        let is = match self.side {
+            Side::Source => "taken for whole",
+            Side::Target => "whole",
+        };
         note(
             self.names(|laid| laid.uncut == Some(Uncut::BlocksWithinFsdp)),
-            &format!("whole on {fsdp}: no placement says that it is cut there after {tp} took a part of each block"),
+            &format!("{is} on {fsdp}: no placement says that it is cut there after {tp} took a part of each block"),
         );
         let mut assumed: IndexMap<&str, Vec<&str>> = IndexMap::new();
         for (name, laid) in self.left() {

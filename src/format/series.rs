@@ -157,7 +157,11 @@ impl SeriesSet {
         if let Some(missing) = wanted.iter().find(|name| !all.contains(name)) {
             return Err(Error::usage(
                 format!("{} has no series `{missing}`", self.folder.display()),
-                format!("its series are {}: choose with --series", all.join(", ")),
+                if all.iter().all(String::is_empty) {
+                    String::from("its rank files are one series without a name: leave --series out")
+                } else {
+                    format!("its series are {}: choose with --series", all.join(", "))
+                },
             ));
         }
         (self.series, self.skipped) = self.series.into_iter().partition(|series| wanted.contains(&series.name));

@@ -26,6 +26,12 @@ impl Rule {
     }
 }
 
+/// What to tell of a rule that never wins; `said` is where it was said.
+#[must_use]
+pub fn unheard(said: &str) -> String {
+    format!("{said}: without effect, since rules before it are for the same tensors")
+}
+
 /// How tensors lie, before it has met one of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Lies {

@@ -484,6 +484,10 @@ fn gradients_are_reduced_where_they_are_taken() {
         let run = succeed("consolidate", &[&source, &desk.path("out.safetensors")], &options);
         holds(&run.stderr, &["are summands: avg over dp"]);
     }
+    // A model beside gradients is not one, whoever asks for it.
+    let options = "--src-mesh dp=2 --reduce dp --series model";
+    let run = expect(2, "unshard", &[&desk.path("series"), &desk.path("out.pt")], options);
+    holds(&run.stderr, &["--reduce dp: the gradients are left out", "--series grads takes them alone"]);
     let run = succeed("unshard", &[&desk.path("alone"), &desk.path("alone.pt")], told);
     holds(&run.stderr, &["1 plain tensor of floats (optimizer and random state apart) are summands: avg over dp"]);
 }
@@ -567,6 +571,9 @@ fn what_is_said_has_an_effect() {
     let split = "--src-mesh dp=2 --src-split makani --src-placements";
     let copies = rank_files(&desk, "c", &[self::model(), self::model()], Files::Torch);
     refuse(&copies, &format!("{split} R"), &["--src-split makani: no plain tensor is cut", "leave it out"]);
+    let late = "--src-mesh dp=2 --src-placements **.weight=R --src-placements up.weight=S(0)";
+    let run = succeed("inspect", &[&copies], late);
+    holds(&run.stderr, &["--src-placements up.weight=S(0): without effect, since rules before it"]);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::subject::{Subject, ToldBy};
 use crate::error::{Error, Result};
 use crate::layout::PlacementSpec;
-use crate::layout::rules::{Fallback, Layout};
+use crate::layout::rules::{Fallback, Layout, unheard};
 use crate::nearest;
 use crate::quantity::count;
 
@@ -96,9 +96,7 @@ impl Tally {
         };
         note(self.plain, format!(" without state of an optimizer, {why}: whole on every rank"));
         note(self.reduced, " R where Partial in SRC or --like: values are written, not summands".into());
-        let unheard = self.used.difference(&self.heard).map(|index| &layout.rules[*index].said);
-        let unheard =
-            unheard.map(|said| format!("{said}: without effect, since rules before it are for the same tensors"));
+        let unheard = self.used.difference(&self.heard).map(|index| unheard(&layout.rules[*index].said));
         if !layout.rules.is_empty() || layout.plan.is_some() {
             let what = " of optimizer state have numbers for names: rules for parameters did not reach them";
             note(self.nameless, what.into());

@@ -63,6 +63,6 @@ pub fn refuse_told(folder: &Path) -> Result<()> {
     }
     Err(Error::usage(
         format!("{}: its {FILE_NAME} says how its tensors lie", folder.display()),
-        "leave out --src-mesh, --src-placements, --src-split and --reduce",
+        "leave out --src-mesh, --src-placements, --src-split, --src-plan, --src-layout and --reduce",
     ))
 }

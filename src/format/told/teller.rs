@@ -4,7 +4,7 @@
 //! every rank holds of both the same shape. State of another shape (a step, a factored moment) is not meant by what is
 //! said of parameters: it is whole on every rank, unless a rule is for that state itself.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path as FilePath, PathBuf};
 
 use super::Told;
@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::format::parallelize::{Planned, Side};
 use crate::format::reading::Reading;
 use crate::layout::parallelize::{By, Kind, Order, Parameter, Sizes};
-use crate::layout::rules::{Layout, OnMesh, Rule, Shared};
+use crate::layout::rules::{Layout, OnMesh, Rule, Shared, unheard};
 use crate::layout::whole::{Held, PartError, whole};
 use crate::layout::{Dims, LayoutError, Placement, Rank, Tile};
 use crate::nearest;
@@ -77,6 +77,14 @@ struct Known {
     parameter: Option<TensorId>,
 }
 
+impl Known {
+    fn is_meant_by(&self, rule: &Rule) -> bool {
+        // What is said of a parameter is not said of the stray.
+        let is_of_parameter = || self.stray.as_ref().is_some_and(|parameter| rule.covers(parameter));
+        rule.covers(&self.names) && !is_of_parameter()
+    }
+}
+
 impl<'a> Teller<'a> {
     pub fn new(
         told: &'a Told,
@@ -128,6 +136,7 @@ impl<'a> Teller<'a> {
         }
         // A misspelt rule would be missed at the first tensor that it was for.
         self.check_rules(&meant)?;
+        let unheard = self.unheard(&meant);
         self.planned = self.plan(order)?;
         let entries = meant.iter().map(|(id, entry, known)| Ok((*id, self.entry(*id, entry, known)?)));
         let entries = entries.collect::<Result<_>>()?;
@@ -136,7 +145,7 @@ impl<'a> Teller<'a> {
         let buffers = format!("{number} without state of an optimizer, taken for buffers: whole on every rank");
         let buffers = (self.buffers > 0).then_some(buffers);
         let planned = self.planned.as_ref().map(|(planned, _)| planned.notes("")).unwrap_or_default();
-        let notes = self.reductions.finish()?.into_iter().chain(planned).chain(buffers).collect();
+        let notes = self.reductions.finish()?.into_iter().chain(planned).chain(buffers).chain(unheard).collect();
         Ok(Findings { entries, notes })
     }
 
@@ -185,6 +194,19 @@ impl<'a> Teller<'a> {
         ))
     }
 
+    /// What to tell of rules that never win.
+    fn unheard(&self, meant: &[(TensorId, &TensorEntry, Known)]) -> Vec<String> {
+        let (mut heard, mut late) = (BTreeSet::new(), BTreeSet::new());
+        for (.., known) in meant {
+            let mut for_it =
+                (0..).zip(&self.layout.rules).filter(|(_, rule)| known.is_meant_by(rule)).map(|(at, _)| at);
+            heard.extend(for_it.next());
+            late.extend(for_it);
+        }
+        let said = |at: &usize| &self.layout.rules[*at].said;
+        late.difference(&heard).map(|at| unheard(said(at))).collect()
+    }
+
     fn entry(&mut self, id: TensorId, entry: &TensorEntry, known: &Known) -> Result<TensorEntry> {
         let (mut shared, said) = self.choose(id, entry, known)?;
         self.reductions.apply(&self.paths[id.0 as usize][0], entry.dtype, &mut shared.placements);
@@ -220,10 +242,7 @@ impl<'a> Teller<'a> {
 
     fn choose(&mut self, id: TensorId, entry: &TensorEntry, known: &Known) -> Result<(Shared, String)> {
         let layout = self.layout;
-        // What is said of a parameter is not said of the stray.
-        let is_of_parameter = |rule: &Rule| known.stray.as_ref().is_some_and(|parameter| rule.covers(parameter));
-        let rule = layout.rules.iter().find(|rule| rule.covers(&known.names) && !is_of_parameter(rule));
-        if let Some(rule) = rule {
+        if let Some(rule) = layout.rules.iter().find(|rule| known.is_meant_by(rule)) {
             match layout.ruled(rule, &known.names, &entry.shape) {
                 Err(LayoutError::RuleMisfit { .. }) if known.is_orphan || known.stray.is_some() => {}
                 shared => return Ok((shared?.unwrap_or_else(|| layout.replicated()), rule.said.clone())),
