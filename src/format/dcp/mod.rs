@@ -2,6 +2,7 @@
 //!
 //! Source: `torch/distributed/checkpoint/metadata.py`, `filesystem.py`, `default_planner.py`.
 
+mod known;
 mod metadata;
 mod read;
 mod write;

@@ -22,6 +22,8 @@ pub struct Archive {
     prefix: String,
     /// By name without the prefix.
     records: HashMap<Box<str>, Record>,
+    /// Where the directory begins, absolute in the file.
+    directory: u64,
     window: Window,
 }
 
@@ -52,6 +54,7 @@ impl Archive {
         if archive.entries_hint() > len / MIN_ENTRY_BYTES {
             return Err(malformed(format!("{} entries in {len} bytes", archive.entries_hint())));
         }
+        let directory = base.saturating_add(archive.directory_offset());
         let (prefix, records) = read_entries(&archive, base, len, &mut buffer).map_err(|fault| match fault {
             Fault::Malformed(found) => malformed(found),
             // Only archives of torch.jit.save have code, and nothing else of theirs is compressed.
@@ -61,12 +64,18 @@ impl Archive {
                 "torch.save stores entries as they are; the file was repacked by another tool",
             ),
         })?;
-        Ok(Self { file, prefix, records, window })
+        Ok(Self { file, prefix, records, directory, window })
     }
 
     #[must_use]
     pub fn get(&self, name: &str) -> Option<Record> {
         self.records.get(name).copied()
+    }
+
+    /// Where the directory begins, absolute in the file.
+    #[must_use]
+    pub fn directory(&self) -> u64 {
+        self.directory
     }
 
     /// All records with their names, in the order of the file.
