@@ -14,10 +14,11 @@ use super::cast::Counts;
 use super::output::Outputs;
 use super::passing::Passing;
 use super::strips::{Content, Cutter, Payload, Strip};
-use super::{Input, Locations, Options, Prepared, Reporter, Scratch, Stop, room};
+use super::{Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reservation, Reserved};
 use crate::error::Result;
 use crate::plan::Source;
+use crate::storage::direct::Buffer;
 
 /// Output planned and located at a time.
 const WINDOW_BYTES: u64 = 256 << 20;
@@ -85,7 +86,7 @@ pub fn copy(
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<Stats> {
-    let outputs = Outputs::create(folder, &reservation.files)?;
+    let outputs = Outputs::create(folder, &reservation.files, options.sync)?;
     let mut cutter = Cutter::new(&reservation.files, options.strip_bytes);
     let sums = Sums::new(reservation);
     let passing = Passing::default();
@@ -208,7 +209,7 @@ impl Filler<'_> {
     fn fill(&self, strips: &[Strip], options: &Options, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
         let next = AtomicUsize::new(0);
         let work = |_worker: usize| -> Result<()> {
-            let mut buffer = Vec::new();
+            let mut buffer = Buffer::new();
             let mut scratch = Scratch::default();
             while let Some(strip) = strips.get(next.fetch_add(1, Ordering::Relaxed)) {
                 stop.check()?;
@@ -224,9 +225,9 @@ impl Filler<'_> {
         (0..options.threads.min(strips.len())).into_par_iter().with_max_len(1).map(work).collect()
     }
 
-    fn fill_one(&self, strip: &Strip, buffer: &mut Vec<u8>, scratch: &mut Scratch) -> Result<()> {
+    fn fill_one(&self, strip: &Strip, buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
         let len = usize::try_from(strip.range.end - strip.range.start).expect("a strip fits memory");
-        let buffer = room(buffer, len);
+        let buffer = buffer.room(strip.range.start, len);
         let file = &self.reservation.files[strip.file as usize];
         for part in &strip.parts {
             let start = usize::try_from(part.offset - strip.range.start).expect("a strip fits memory");

@@ -1,61 +1,123 @@
 //! The files being written: made at their full size first, so that a full disk is known before any byte moves.
+//!
+//! What is to be on disk in the end is written past the page cache where the file system is good at that, and put on its
+//! way to the disk at once elsewhere. What need not be there goes through the page cache in small calls.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+use rayon::prelude::*;
+
 use super::Stop;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
-use crate::storage::filesystem::{open_file_budget, write_back};
+use crate::storage::direct;
+use crate::storage::filesystem::{open_file_budget, start_write_back, suits_direct_writes, write_back};
+
+/// What one call writes through the page cache. The kernel allocates memory for a call at once, and has short stretches
+/// at hand where it has to look for long ones.
+const CALL_BYTES: usize = 256 << 10;
+
+/// Whole blocks that are worth a direct write.
+const LEAST_DIRECT_BYTES: usize = 64 << 10;
 
 /// Output files, opened on demand.
 #[derive(Debug)]
 pub struct Outputs {
     paths: Vec<PathBuf>,
-    open: Mutex<Vec<(u32, Arc<File>)>>,
+    way: Way,
+    open: Mutex<Vec<(u32, Arc<Handle>)>>,
+}
+
+/// How bytes get to the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// Through the page cache, whenever the kernel sees fit.
+    Cache,
+    /// Through the page cache, from which they are sent on at once.
+    WriteBehind,
+    /// Past the page cache.
+    Direct,
+}
+
+/// An open output file.
+#[derive(Debug)]
+struct Handle {
+    file: File,
+    /// The same file, to be written past the page cache.
+    direct: Option<File>,
 }
 
 impl Outputs {
-    /// Create every file under `folder` with its full size allocated.
+    /// Create every file under `folder` with its full size allocated. `sync` says that all of it is to be on disk before
+    /// it is published, see [`Outputs::sync`].
     ///
     /// # Errors
     /// `Io` naming the file; `StorageFull` where the file system has no room for it.
-    pub fn create(folder: &Path, files: &[OutputFile]) -> Result<Self> {
-        let mut paths = Vec::with_capacity(files.len());
-        for file in files {
-            let path = folder.join(&file.path);
-            if let Some(parent) = path.parent() {
-                std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
-            }
-            let created = File::create_new(&path).map_err(Error::io("create", &path))?;
-            allocate(&created, file.len).map_err(Error::io("allocate space for", &path))?;
-            paths.push(path);
+    pub fn create(folder: &Path, files: &[OutputFile], sync: bool) -> Result<Self> {
+        let way = match sync {
+            false => Way::Cache,
+            true if suits_direct_writes(folder)? => Way::Direct,
+            true => Way::WriteBehind,
+        };
+        let paths = files.iter().map(|file| folder.join(&file.path)).collect::<Vec<_>>();
+        for parent in paths.iter().filter_map(|path| path.parent()) {
+            std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
         }
-        Ok(Self { paths, open: Mutex::default() })
+        // Some file systems take as long to allocate a file as to write it.
+        let created: Vec<Result<()>> = (paths.par_iter().zip(files))
+            .map(|(path, file)| {
+                let created = File::create_new(path).map_err(Error::io("create", path))?;
+                allocate(&created, file.len).map_err(Error::io("allocate space for", path))
+            })
+            .collect();
+        created.into_iter().collect::<Result<()>>()?;
+        Ok(Self { paths, way, open: Mutex::default() })
     }
 
-    fn open(&self, file: u32) -> Result<Arc<File>> {
+    fn open(&self, file: u32) -> Result<Arc<Handle>> {
         let mut open = self.open.lock().expect("no panic while the lock is held");
         if let Some((_, handle)) = open.iter().rev().find(|(index, _)| *index == file) {
             return Ok(Arc::clone(handle));
         }
         let path = &self.paths[file as usize];
-        let handle = OpenOptions::new().write(true).open(path).map_err(Error::io("open", path))?;
-        let handle = Arc::new(handle);
-        if open.len() >= open_file_budget() / 4 {
+        let mut options = OpenOptions::new();
+        options.write(true);
+        let handle = options.open(path).map_err(Error::io("open", path))?;
+        let direct = (self.way == Way::Direct).then(|| direct::open(path, &mut options)).flatten();
+        let handle = Arc::new(Handle { file: handle, direct });
+        if open.len() >= open_file_budget() / 8 {
             open.remove(0);
         }
         open.push((file, Arc::clone(&handle)));
         Ok(handle)
     }
 
+    /// Write at `offset`. Only what lies in memory as in the file (see [`direct::Buffer`]) can go past the page cache.
+    ///
     /// # Errors
     /// `Io` naming the file.
     pub fn write(&self, file: u32, offset: u64, bytes: &[u8]) -> Result<()> {
         let path = &self.paths[file as usize];
-        self.open(file)?.write_all_at(bytes, offset).map_err(Error::io("write", path))
+        let handle = self.open(file)?;
+        let write = || -> std::io::Result<()> {
+            let Some(direct) = &handle.direct else { return write_cached(&handle.file, offset, bytes) };
+            let blocks = direct::whole_blocks(offset, bytes.len());
+            if blocks.len() < LEAST_DIRECT_BYTES
+                || !write_direct(direct, offset + blocks.start as u64, &bytes[blocks.clone()])?
+            {
+                return write_cached(&handle.file, offset, bytes);
+            }
+            write_cached(&handle.file, offset, &bytes[..blocks.start])?;
+            write_cached(&handle.file, offset + blocks.end as u64, &bytes[blocks.end..])
+        };
+        write().map_err(Error::io("write", path))?;
+        if self.way != Way::Cache && handle.direct.is_none() {
+            start_write_back(&handle.file, offset, bytes.len() as u64);
+        }
+        Ok(())
     }
 
     /// fsync one file. The data goes first, block by block with a look at `stop` in between, since one fsync of many
@@ -66,11 +128,11 @@ impl Outputs {
     pub fn sync(&self, file: u32, stop: &Stop) -> Result<()> {
         const BLOCK: u64 = 32 << 20;
         let path = &self.paths[file as usize];
-        let handle = self.open(file)?;
+        let handle = &self.open(file)?.file;
         let len = handle.metadata().map_err(Error::io("look at", path))?.len();
         for block in 0..len.div_ceil(BLOCK) {
             stop.check()?;
-            write_back(&handle, block * BLOCK, BLOCK);
+            write_back(handle, block * BLOCK, BLOCK);
         }
         handle.sync_all().map_err(Error::io("sync", path))
     }
@@ -78,6 +140,29 @@ impl Outputs {
     #[must_use]
     pub fn len(&self) -> usize {
         self.paths.len()
+    }
+}
+
+fn write_cached(file: &File, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
+    let mut at = offset;
+    let mut rest = bytes;
+    while !rest.is_empty() {
+        // Calls end where pages do, as far as they can: a page is touched once then.
+        let ragged = usize::try_from(at % CALL_BYTES as u64).expect("less than a call");
+        let (call, after) = rest.split_at(rest.len().min(CALL_BYTES - ragged));
+        file.write_all_at(call, at)?;
+        at += call.len() as u64;
+        rest = after;
+    }
+    Ok(())
+}
+
+/// False where the file system opens files for direct writes and refuses them, or memory does not lie as they want it.
+fn write_direct(file: &File, offset: u64, blocks: &[u8]) -> std::io::Result<bool> {
+    match file.write_all_at(blocks, offset) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == std::io::ErrorKind::InvalidInput => Ok(false),
+        Err(error) => Err(error),
     }
 }
 
@@ -94,5 +179,56 @@ fn allocate(file: &File, len: u64) -> std::io::Result<()> {
         Ok(()) => Ok(()),
         Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => file.set_len(len),
         Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::storage::direct::Buffer;
+
+    #[test]
+    fn strips_of_any_size_and_place_arrive_whichever_way_they_go() {
+        const LEN: u64 = 1_000_003;
+        let content: Vec<u8> = (0..LEN).map(|at| u8::try_from(at * 7 % 251).unwrap()).collect();
+        // The working folder is on a disk, which /tmp need not be.
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let suited = if suits_direct_writes(folder.path()).unwrap() { Way::Direct } else { Way::WriteBehind };
+        for (sync, way) in [(true, suited), (true, Way::WriteBehind), (true, Way::Direct), (false, Way::Cache)] {
+            let mut file = OutputFile::new("f");
+            file.push_payload(LEN);
+            let mut outputs = Outputs::create(folder.path(), &[file], sync).unwrap();
+            outputs.way = way;
+            let mut buffer = Buffer::new();
+            let mut at = 0;
+            for len in [10, 5000, 70_000, 300_001, 4085, 8192, 131_072, 65_536].into_iter().cycle() {
+                let len = usize::try_from((LEN - at).min(len)).unwrap();
+                if len == 0 {
+                    break;
+                }
+                let strip = buffer.room(at, len);
+                strip.copy_from_slice(&content[usize::try_from(at).unwrap()..][..len]);
+                outputs.write(0, at, strip).unwrap();
+                at += len as u64;
+            }
+            // Patches land in what was written directly, too.
+            outputs.write(0, 500_000, &[1, 2, 3, 4]).unwrap();
+            outputs.sync(0, &Stop::default()).unwrap();
+            let mut wanted = content.clone();
+            wanted[500_000..500_004].copy_from_slice(&[1, 2, 3, 4]);
+            assert!(std::fs::read(folder.path().join("f")).unwrap() == wanted, "{way:?}");
+            std::fs::remove_file(folder.path().join("f")).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_first_of_several_faults_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["b", "c"] {
+            std::fs::write(folder.path().join(name), b"").unwrap();
+        }
+        let files: Vec<OutputFile> = ["a", "b", "c"].map(OutputFile::new).into();
+        let error = Outputs::create(folder.path(), &files, false).unwrap_err().to_string();
+        assert!(error.contains("/b"), "{error}");
     }
 }

@@ -9,6 +9,7 @@
 use std::ops::Range;
 
 use crate::catalog::OutputFile;
+use crate::storage::direct::ALIGNMENT;
 
 /// What a stretch of a strip holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -123,10 +124,10 @@ impl Strips {
                 .filter(|strip| strip.file == file && strip.range.end == at)
                 .map_or(0, |strip| self.capacity.saturating_sub(strip.range.end - strip.range.start));
             let rest = len - done;
-            let mut take = if fits >= rest { rest } else { fits - fits % itemsize };
+            let mut take = cut(at, rest, fits, itemsize);
             if take == 0 {
                 self.done.push(Strip { file, range: at..at, parts: Vec::new() });
-                take = rest.min((self.capacity - self.capacity % itemsize).max(itemsize));
+                take = cut(at, rest, self.capacity, itemsize).max(itemsize.min(rest));
             }
             let strip = self.done.last_mut().expect("just pushed or found");
             strip.parts.push(Part { offset: at, content: content(done..done + take) });
@@ -134,6 +135,16 @@ impl Strips {
             done += take;
         }
     }
+}
+
+/// How much of the next `rest` bytes from `at` fits: all of it, or as far as a boundary of blocks, so that neighbouring
+/// strips are written without touching the same block, or as far as an element's end where none of those is a boundary.
+fn cut(at: u64, rest: u64, fits: u64, itemsize: u64) -> u64 {
+    if fits >= rest {
+        return rest;
+    }
+    let to_boundary = ((at + fits) / ALIGNMENT * ALIGNMENT).saturating_sub(at);
+    if to_boundary > 0 && to_boundary.is_multiple_of(itemsize) { to_boundary } else { fits - fits % itemsize }
 }
 
 #[cfg(test)]

@@ -1,28 +1,78 @@
-//! Reading past the page cache (`O_DIRECT`): what is read once need not push out what others keep there.
+//! Past the page cache (`O_DIRECT`): what is read or written once need not push out what others keep there, and what is
+//! written so is on the device when it has to be.
 //!
-//! Such reads must begin, end and land on block boundaries, so they go through an aligned buffer of each thread. Where
-//! a file system refuses them, ordinary reads take their place.
+//! Such transfers must begin, end and land on block boundaries. Reads go through an aligned buffer of each thread; what
+//! is written is put together in a [`Buffer`] that lies as its file does. Where a file system refuses them, ordinary reads
+//! and writes take their place.
 
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 /// A multiple of every block size in use.
-const ALIGNMENT: u64 = 4096;
+pub const ALIGNMENT: u64 = 4096;
 
 /// Size of a thread's buffer.
 pub const BOUNCE_BYTES: u64 = 1 << 20;
 
 thread_local! {
-    static BOUNCE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    static BOUNCE: RefCell<Buffer> = const { RefCell::new(Buffer::new()) };
 }
 
-/// The file opened for direct reads; `None` where its file system has none.
-pub fn open(path: &Path) -> Option<File> {
+/// Memory whose addresses are congruent to the offsets of a file, so that whole blocks of the file are whole blocks of
+/// memory.
+#[derive(Debug)]
+pub struct Buffer(Vec<u8>);
+
+impl Buffer {
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Room for `len` bytes of the file from `offset`, for somebody who overwrites them all. It grows to the longest that
+    /// was asked for and a little more for the alignment, and no further, which `Vec::resize` alone does not promise: the
+    /// memory bound counts on it.
+    pub fn room(&mut self, offset: u64, len: usize) -> &mut [u8] {
+        let alignment = small(ALIGNMENT);
+        let capacity = len + 2 * alignment;
+        if self.0.len() < capacity {
+            // What was there is not wanted, so it is not moved either.
+            self.0 = Vec::new();
+            self.0.reserve_exact(capacity);
+            self.0.resize(capacity, 0);
+        }
+        let start = self.0.as_ptr().align_offset(alignment) + small(offset % ALIGNMENT);
+        &mut self.0[start..start + len]
+    }
+}
+
+impl Default for Buffer {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The whole blocks of a stretch of a file, relative to its start: empty where there is none.
+#[must_use]
+pub fn whole_blocks(offset: u64, len: usize) -> Range<usize> {
+    let start = small(offset.next_multiple_of(ALIGNMENT) - offset).min(len);
+    let ragged = small((offset + len as u64) % ALIGNMENT);
+    start..len.saturating_sub(ragged).max(start)
+}
+
+/// Less than a buffer's size.
+fn small(number: u64) -> usize {
+    usize::try_from(number).expect("a small number")
+}
+
+/// The file opened for direct transfers; `None` where its file system has none.
+pub fn open(path: &Path, options: &mut OpenOptions) -> Option<File> {
     let flag = i32::try_from(rustix::fs::OFlags::DIRECT.bits()).ok()?;
-    OpenOptions::new().read(true).custom_flags(flag).open(path).ok()
+    options.custom_flags(flag).open(path).ok()
 }
 
 /// Fill `target` from `offset`.
@@ -31,15 +81,12 @@ pub fn open(path: &Path) -> Option<File> {
 /// As reading; `UnexpectedEof` where the file ends first.
 pub fn read_exact_at(file: &File, target: &mut [u8], offset: u64) -> io::Result<()> {
     BOUNCE.with_borrow_mut(|bounce| {
-        let capacity = usize::try_from(BOUNCE_BYTES + ALIGNMENT).expect("a small buffer");
-        bounce.resize(capacity, 0);
-        let aligned = bounce.as_ptr().align_offset(usize::try_from(ALIGNMENT).expect("a small number"));
-        let bounce = &mut bounce[aligned..][..usize::try_from(BOUNCE_BYTES).expect("a small buffer")];
+        let bounce = bounce.room(0, small(BOUNCE_BYTES));
         let mut done = 0;
         while done < target.len() {
             let at = offset + done as u64;
-            let before = usize::try_from(at % ALIGNMENT).expect("a small number");
-            let wanted = (before + target.len() - done).next_multiple_of(usize::try_from(ALIGNMENT).expect("small"));
+            let before = small(at % ALIGNMENT);
+            let wanted = (before + target.len() - done).next_multiple_of(small(ALIGNMENT));
             let len = wanted.min(bounce.len());
             let read = file.read_at(&mut bounce[..len], at - before as u64)?;
             let usable = read.saturating_sub(before).min(target.len() - done);
@@ -65,7 +112,7 @@ mod tests {
         let content: Vec<u8> = (0..3_000_001_u32).flat_map(|n| u8::try_from(n % 251)).collect();
         std::fs::write(&path, &content).unwrap();
         // A file system without direct reads has nothing to test.
-        let Some(file) = open(&path) else { return };
+        let Some(file) = open(&path, OpenOptions::new().read(true)) else { return };
         for (offset, len) in [(0, 1), (0, 3_000_001), (4095, 2), (4096, 4096), (1_234_567, 1_048_577), (3_000_000, 1)] {
             let mut target = vec![0; len];
             read_exact_at(&file, &mut target, offset).unwrap();
@@ -74,5 +121,31 @@ mod tests {
         }
         let error = read_exact_at(&file, &mut [0; 2], 3_000_000).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn a_buffer_lies_as_its_file() {
+        let mut buffer = Buffer::new();
+        for (offset, len) in [(0, 10), (4096 * 7 + 5, 100_000), (123, 0), (4095, 8192)] {
+            let room = buffer.room(offset, len);
+            assert_eq!(room.len(), len);
+            assert_eq!(room.as_ptr().addr() as u64 % ALIGNMENT, offset % ALIGNMENT);
+        }
+        assert!(buffer.0.capacity() <= 100_000 + 2 * small(ALIGNMENT));
+    }
+
+    #[test]
+    fn whole_blocks_are_what_is_left_between_ragged_ends() {
+        for (offset, len, blocks) in [
+            (0, 4096, 0..4096),
+            (0, 4095, 0..0),
+            (1, 4095, 4095..4095),
+            (1, 8191, 4095..8191),
+            (4000, 5000, 96..4192),
+            (10, 20, 20..20),
+            (8192, 0, 0..0),
+        ] {
+            assert_eq!(whole_blocks(offset, len), blocks, "{offset} {len}");
+        }
     }
 }

@@ -43,11 +43,30 @@ const REMOTE: &[u64] = &[
 /// # Errors
 /// `Io` where the path cannot be looked at.
 pub fn preferred_io(path: &Path) -> Result<IoMode> {
+    Ok(if REMOTE.contains(&magic(path)?) { IoMode::Read } else { IoMode::Mmap })
+}
+
+fn magic(path: &Path) -> Result<u64> {
     let info = rustix::fs::statfs(path).map_err(|error| Error::io("look at the file system of", path)(error.into()))?;
     // The type's width and sign differ by architecture; the magic numbers all fit 32 bits.
     #[expect(clippy::cast_sign_loss)]
     let magic = (info.f_type as u64) & 0xFFFF_FFFF;
-    Ok(if REMOTE.contains(&magic) { IoMode::Read } else { IoMode::Mmap })
+    Ok(magic)
+}
+
+/// File systems that write whole blocks in place, past the page cache, from several threads at a time. Those that copy on
+/// write or sum their blocks do it badly, and those on a network each in their own way.
+const IN_PLACE: &[u64] = &[
+    0xEF53,      // ext4
+    0x5846_5342, // XFS
+];
+
+/// Whether large results that have to be on disk are best written past the page cache of the file system `path` is on.
+///
+/// # Errors
+/// `Io` where the path cannot be looked at.
+pub fn suits_direct_writes(path: &Path) -> Result<bool> {
+    Ok(IN_PLACE.contains(&magic(path)?))
 }
 
 /// Bytes that an unprivileged writer can still put on the file system of `path`.
@@ -62,11 +81,25 @@ pub fn free_bytes(path: &Path) -> Result<u64> {
 
 /// Put a stretch of a file's dirty pages on disk and wait for them. A way to make a later fsync short, not a
 /// replacement for it: errors are left for the fsync to report.
-#[cfg(target_os = "linux")]
 pub fn write_back(file: &File, offset: u64, len: u64) {
+    sync_range(file, offset, len, WAIT);
+}
+
+/// Send a stretch of a file's dirty pages on their way to the disk, as a way to make a later [`write_back`] short.
+pub fn start_write_back(file: &File, offset: u64, len: u64) {
+    sync_range(file, offset, len, 0);
+}
+
+#[cfg(target_os = "linux")]
+const WAIT: u32 = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+#[cfg(not(target_os = "linux"))]
+const WAIT: u32 = 0;
+
+#[cfg(target_os = "linux")]
+fn sync_range(file: &File, offset: u64, len: u64, wait: u32) {
     use std::os::fd::AsRawFd;
 
-    let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    let flags = libc::SYNC_FILE_RANGE_WRITE | wait;
     let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
     // SAFETY: the descriptor is open for the whole call and no memory is passed.
     #[expect(unsafe_code)]
@@ -75,7 +108,7 @@ pub fn write_back(file: &File, offset: u64, len: u64) {
 
 /// Other systems have no such call; the fsync does it all.
 #[cfg(not(target_os = "linux"))]
-pub fn write_back(_file: &File, _offset: u64, _len: u64) {}
+fn sync_range(_file: &File, _offset: u64, _len: u64, _wait: u32) {}
 
 /// How many source files may be open at once: half the soft limit on descriptors, the rest is for output files,
 /// threads and the terminal.

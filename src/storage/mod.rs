@@ -4,11 +4,11 @@
 //! 16,384 rank files works under a limit of 1,024 descriptors. What a file was (device, inode, size, modification
 //! time) is remembered from the first look and checked again before a result is published.
 
-mod direct;
+pub mod direct;
 pub mod filesystem;
 mod sigbus;
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -248,7 +248,8 @@ impl Files {
         if Identity::of(&metadata) != entry.identity {
             return Err(changed(&entry.path));
         }
-        let direct = (self.io == IoMode::Direct).then(|| direct::open(&entry.path)).flatten();
+        let direct =
+            (self.io == IoMode::Direct).then(|| direct::open(&entry.path, OpenOptions::new().read(true))).flatten();
         let len = entry.identity.len;
         let file = Arc::new(OpenFile { path: entry.path.clone(), file, direct, len, map: OnceLock::new() });
         // First in, first out: work goes through the files in order, so the oldest one is done with. A file still in
