@@ -60,6 +60,7 @@ pub struct Literal {
 }
 
 /// A span of tensor data whose CRC-32 (IEEE, little-endian) goes to `sites`. A literal lies in it wholly or not at all.
+/// All sums of a file have as many sites, and the first ones ascend as the spans do, as do the second ones.
 #[derive(Clone, Debug)]
 pub struct Sum {
     pub range: Range<u64>,

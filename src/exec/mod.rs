@@ -16,6 +16,7 @@ mod runs;
 pub mod staging;
 mod stop;
 mod strips;
+mod sums;
 #[cfg(test)]
 mod tests;
 

@@ -114,11 +114,13 @@ pub fn save(source: &Catalog, value: &Value, file: &mut OutputFile, frames: &mut
 
 /// Append the archive that torch.save makes of one contiguous tensor; gives the offset of its data and the length.
 pub fn save_tensor(dtype: Dtype, sizes: &[u64], file: &mut OutputFile, frames: &mut Frames) -> (u64, u64) {
-    let mut writer = Writer::new();
-    write_tensor(&mut writer, dtype, 0, sizes);
-    let len = sizes.iter().product::<u64>() * dtype.itemsize();
-    let (offsets, archive) = append(&writer.finish(), std::iter::once(len), file, frames);
-    (offsets[0], archive)
+    frames.tensor(dtype, sizes, file, |file, frames| {
+        let mut writer = Writer::new();
+        write_tensor(&mut writer, dtype, 0, sizes);
+        let len = sizes.iter().product::<u64>() * dtype.itemsize();
+        let (offsets, archive) = append(&writer.finish(), std::iter::once(len), file, frames);
+        (offsets[0], archive)
+    })
 }
 
 fn append(

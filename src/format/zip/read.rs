@@ -12,7 +12,7 @@ use rawzip::{CompressionMethod, ReaderAt, ZipArchive, ZipLocator};
 
 use crate::catalog::Record;
 use crate::error::{Error, Result};
-use crate::storage::{FileId, Files, OpenFile, Stretch};
+use crate::storage::{FileId, Files, IoMode, OpenFile, Stretch};
 
 /// The directory of an archive.
 #[derive(Debug)]
@@ -157,14 +157,25 @@ impl Archive {
     }
 }
 
-/// Where the data of the record whose local header is at `header` begins.
+/// Records below this length are looked for in a mapping, where files are mapped.
+const SHORT_BYTES: u64 = 64 << 10;
+
+/// Where the data of a record begins.
 ///
 /// # Errors
 /// `Malformed` where there is no local header, `Io`.
-pub fn data_offset(files: &Files, file: FileId, header: u64) -> Result<u64> {
+pub fn data_offset(files: &Files, file: FileId, Record { header, len, .. }: Record) -> Result<u64> {
+    let is_short = len < SHORT_BYTES;
     let source = files.open(file)?;
-    data_start(header, source.len(), |buffer, offset| source.read_exact_at(buffer, offset))?
-        .ok_or_else(|| bad_header(files.path(file), "record", header))
+    let read = |buffer: &mut [u8], offset: u64| match files.io() {
+        // The data itself is likely to be read from there.
+        IoMode::Mmap if is_short => {
+            buffer.copy_from_slice(source.mapped(offset, buffer.len() as u64)?);
+            Ok(())
+        }
+        _ => source.read_exact_at(buffer, offset),
+    };
+    data_start(header, source.len(), read)?.ok_or_else(|| bad_header(files.path(file), "record", header))
 }
 
 const LOCAL_HEADER: usize = 30;
