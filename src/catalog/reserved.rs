@@ -116,6 +116,25 @@ impl Reservation {
         literals + chunks * CHUNK_BYTES + planned.max().unwrap_or(0).saturating_mul(PLANNED_BYTES)
     }
 
+    /// Memory that sums take while they wait for each other, where strips have this length: those of spans that lie, with
+    /// their sites, within a strip do not wait.
+    #[must_use]
+    pub fn waiting_bytes(&self, strip_bytes: u64) -> u64 {
+        /// Its value; its part and its open sites, in lists that have grown to hold them.
+        const VALUE_BYTES: u64 = 4;
+        const WAITING_BYTES: u64 = 2 * (40 + 2 * 24);
+        let of_sum = |sum: &Sum| {
+            let last = sum.sites.iter().copied().fold(sum.range.end, u64::max);
+            let length = last.saturating_sub(sum.range.start);
+            // A short one meets the end of a strip as often as its length has it, a long one is in every strip it crosses.
+            let per_mille = length.saturating_mul(1000) / strip_bytes;
+            VALUE_BYTES * 1000
+                + WAITING_BYTES
+                    * per_mille.min(1000 + sum.range.end.saturating_sub(sum.range.start) / strip_bytes * 1000)
+        };
+        self.files.iter().flat_map(|file| &file.sums).map(of_sum).sum::<u64>() / 1000
+    }
+
     /// Take in what another part of the checkpoint reserves: its files come to lie in `folder`, behind the ones here.
     ///
     /// # Panics

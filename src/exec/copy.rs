@@ -27,6 +27,10 @@ const WINDOW_BYTES: u64 = 256 << 20;
 /// Tiles planned and located at a time, where they are small.
 const WINDOW_TILES: usize = 1 << 14;
 
+/// A tile on its way from being planned to being in a strip: as one of its tensor and as one of the window, its payload,
+/// and its part of a strip, in lists that have grown to hold it.
+const PLANNED_BYTES: u64 = 4 * (size_of::<Slot>() + size_of::<Payload>()) as u64;
+
 /// Counts of what a copy moves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
@@ -34,6 +38,8 @@ pub struct Stats {
     pub bytes_read: u64,
     /// Contiguous runs they come in.
     pub runs: u64,
+    /// Memory that the largest plan took: only those of one window exist at a time.
+    pub planned_bytes: u64,
     /// By dtype in the source and in the target.
     pub casts: BTreeMap<DtypePair, CastCount>,
 }
@@ -52,12 +58,15 @@ pub struct CastCount {
 
 impl Stats {
     fn count(&mut self, input: Input<'_>, window: &[Reserved], slots: &[Slot]) {
+        let mut planned_bytes = 0;
         for slot in slots {
             slot.tile.pieces(|piece| {
                 self.runs += piece.runs();
                 self.bytes_read += piece.len_bytes();
             });
+            planned_bytes += PLANNED_BYTES + slot.tile.held_bytes();
         }
+        self.planned_bytes = self.planned_bytes.max(planned_bytes);
         for tensor in window {
             let pair = (input.catalog.tensor(tensor.source).dtype, tensor.dtype());
             if pair.0 != pair.1 {
