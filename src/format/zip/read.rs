@@ -139,7 +139,9 @@ impl Archive {
         while done < record.len {
             let len = BLOCK.min(record.len - done);
             buffer.resize(usize::try_from(len).expect("a block fits memory"), 0);
-            self.window.file.read_exact_at(&mut buffer, data + done)?;
+            self.window
+                .read_exact_at(&mut buffer, data + done - self.window.base)
+                .map_err(Error::io("read", files.path(self.file)))?;
             hasher.update(&buffer);
             done += len;
             each_block(len)?;
