@@ -39,6 +39,7 @@ mod placement;
 mod region;
 pub mod rules;
 mod shard;
+pub mod shards;
 mod split;
 pub mod strided;
 mod tile;

@@ -16,11 +16,12 @@ use crate::format::distinct_names;
 use crate::format::pickle::{WriteError, Writer};
 use crate::format::torch::{save, save_tensor, write_sizes};
 use crate::format::zip::Frames;
+use crate::layout::shards::Held;
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::FileId;
 
-/// The distinct tiles of a tensor in the target layout, each with the ranks that hold it, ascending.
-pub type Shards = Vec<(Tile, Vec<Rank>)>;
+/// The distinct tiles of a tensor in the target layout.
+pub type Shards = Vec<Held>;
 
 /// Something to write into a rank's file.
 enum Item<'a> {
