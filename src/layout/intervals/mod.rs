@@ -23,7 +23,7 @@ use std::{fmt, ops::Range};
 
 use smallvec::{SmallVec, smallvec};
 
-pub use walk::Segment;
+pub use walk::{Segment, Segments};
 pub(super) use walk::{Piece, Pieces};
 
 /// `count` intervals of `len` elements, the first at `start`, one every `step`.
