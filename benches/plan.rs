@@ -69,7 +69,9 @@ fn main() {
             _ => filter = argument,
         }
     }
-    println!("| from | to | chunks | tiles | items | tables | proof | intersection | lowering | total s | ns an item | peak MB |");
+    println!(
+        "| from | to | chunks | tiles | items | tables | proof | intersection | lowering | total s | ns an item | peak MB |"
+    );
     println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
     let to_quarter = [2048, 4096, 8192, 16_384].map(|ranks| (Job::fsdp(ranks), Job::fsdp(ranks / 4)));
     let with_tp = [2048, 4096, 8192, 16_384].map(|ranks| (Job::fsdp_tp(ranks, 8), Job::fsdp_tp(ranks / 4, 8)));

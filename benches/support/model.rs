@@ -8,6 +8,7 @@
 
 use dtshard::catalog::{Chunk, Dtype, Place, TensorEntry};
 use dtshard::layout::rules::{Fallback, Layout, Shared};
+use dtshard::layout::shards::Held;
 use dtshard::layout::{DeviceMesh, Dims, PlacementSpec, parse_placements};
 use dtshard::storage::FileId;
 
@@ -53,8 +54,8 @@ pub fn tensors(layers: u64) -> impl Iterator<Item = Tensor> {
         ("norm.weight", &[HIDDEN], Role::Whole),
         ("output.weight", &[VOCAB, HIDDEN], Role::Column),
     ];
-    let in_layers = (0..layers)
-        .flat_map(|layer| LAYER.map(|(name, shape, role)| (format!("layers.{layer}.{name}"), shape, role)));
+    let in_layers =
+        (0..layers).flat_map(|layer| LAYER.map(|(name, shape, role)| (format!("layers.{layer}.{name}"), shape, role)));
     let parameters = in_layers.chain(REST.map(|(name, shape, role)| (name.to_owned(), shape, role)));
     parameters.flat_map(|(name, shape, role)| {
         let state = |key: &str, shape: &[u64], role| Tensor {
@@ -112,11 +113,15 @@ impl Job {
         specs.iter().map(resolve).collect::<Vec<_>>().into()
     }
 
+    /// Its distinct tiles.
+    pub fn shards(&self, tensor: &Tensor) -> Vec<Held> {
+        self.layout.shards(&tensor.shape, &self.shared(tensor)).expect("placements that fit")
+    }
+
     /// The tensor with a chunk for every distinct tile, as DCP stores it.
     pub fn entry(&self, tensor: &Tensor) -> TensorEntry {
         let mut entry = TensorEntry::new(tensor.fqn.as_str().into(), Dtype::F32, tensor.shape.clone());
-        let shards = self.layout.shards(&tensor.shape, &self.shared(tensor)).expect("placements that fit");
-        for (tile, ranks) in shards {
+        for (tile, ranks) in self.shards(tensor) {
             if !tile.is_empty() {
                 let place = Place::Bytes { file: FileId(ranks[0].0), offset: 0 };
                 entry.chunks.push(Chunk { tile, place, strides: None, rank: Some(ranks[0]) });

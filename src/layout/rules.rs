@@ -6,9 +6,7 @@
 use super::parallelize::Plan;
 use super::shards::{Held, shards};
 use super::strided::Move;
-use super::{
-    DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Split, Tile, comma_list, local_part,
-};
+use super::{DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Split, Tile, comma_list, local_part};
 
 /// What somebody says of some tensors.
 #[derive(Clone, Debug)]

@@ -75,7 +75,7 @@ pub struct Overlap {
 }
 
 /// What two tiles have in common: for each dim the stretches.
-type Common = SmallVec<[Segments; 4]>;
+type Common = SmallVec<[Segments; 3]>;
 
 /// `None` where the tiles have nothing in common.
 fn overlap(source: &Tile, target: &Tile) -> Option<Common> {

@@ -5,6 +5,7 @@
 mod metadata;
 mod read;
 mod write;
+mod write_metadata;
 
 pub use read::{metadata_files, read, resolve};
 pub use write::{Shards, reserve};
