@@ -90,6 +90,19 @@ impl OutputFile {
         offset
     }
 
+    /// Append all that another file holds, tensor data included; gives where it begins here.
+    pub fn append(&mut self, other: &Self) -> u64 {
+        let base = self.len;
+        self.len += other.len;
+        let moved = |literal: &Literal| Literal { offset: base + literal.offset, bytes: Arc::clone(&literal.bytes) };
+        self.literals.extend(other.literals.iter().map(moved));
+        self.sums.extend(other.sums.iter().map(|sum| Sum {
+            range: base + sum.range.start..base + sum.range.end,
+            sites: sum.sites.iter().map(|site| base + site).collect(),
+        }));
+        base
+    }
+
     /// Whether the byte at this offset lies in a span that is summed.
     #[must_use]
     pub fn sums_at(&self, offset: u64) -> bool {

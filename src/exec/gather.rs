@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::convert::Infallible;
 
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 use super::cast::{Cast, Counts};
 use super::passing::Passing;
@@ -134,7 +134,7 @@ impl Prepared {
     /// As [`Prepared::new`].
     pub fn chunk(input: Input<'_>, entry: &TensorEntry, chunk: u32) -> Result<Self> {
         let sizes = entry.chunks.tile(chunk as usize).sizes();
-        let whole = |&size: &u64| vec![crate::layout::Segment { left: 0, right: 0, len: size }];
+        let whole = |&size: &u64| smallvec![crate::layout::Segment { left: 0, right: 0, len: size }];
         let segments = sizes.iter().map(whole).collect();
         let overlap = Overlap { chunk, source_sizes: sizes.clone(), segments };
         let mut prepared = Self::of(entry, sizes.iter().product());

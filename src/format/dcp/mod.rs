@@ -6,6 +6,7 @@ mod known;
 mod metadata;
 mod read;
 mod write;
+mod write_metadata;
 
 pub use read::{metadata_files, read, resolve};
 pub use write::{Shards, reserve};

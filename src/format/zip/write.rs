@@ -4,14 +4,13 @@
 //! Everything but the tensor data is written into the [`OutputFile`]'s literals now; the CRC-32s of the data are sums
 //! with two sites each, in the descriptor and in the directory.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
 use smallvec::smallvec;
 
-use crate::catalog::{Dtype, Literal, OutputFile, Sum};
-use crate::layout::Dims;
+use crate::catalog::{OutputFile, Sum};
 
 /// Alignment of record data, as `.storage_alignment` says.
 const ALIGNMENT: u64 = 64;
@@ -21,74 +20,16 @@ const ZIP64: u64 = 0xFFFF_FFFF;
 
 /// Equal frames of many items, kept once.
 #[derive(Debug, Default)]
-pub struct Frames {
-    pieces: HashSet<Arc<[u8]>>,
-    /// Of one contiguous tensor each.
-    tensors: HashMap<(Dtype, Dims), Repeated>,
-}
+pub struct Frames(HashSet<Arc<[u8]>>);
 
 impl Frames {
     fn share(&mut self, bytes: Vec<u8>) -> Arc<[u8]> {
-        if let Some(known) = self.pieces.get(bytes.as_slice()) {
+        if let Some(known) = self.0.get(bytes.as_slice()) {
             return Arc::clone(known);
         }
         let shared: Arc<[u8]> = bytes.into();
-        self.pieces.insert(Arc::clone(&shared));
+        self.0.insert(Arc::clone(&shared));
         shared
-    }
-
-    /// Append the archive of one contiguous tensor, which `lay_out` does for the first of its dtype and shape; gives the
-    /// offset of its data and the length.
-    pub fn tensor(
-        &mut self,
-        dtype: Dtype,
-        sizes: &[u64],
-        file: &mut OutputFile,
-        lay_out: impl FnOnce(&mut OutputFile, &mut Self) -> (u64, u64),
-    ) -> (u64, u64) {
-        let key = (dtype, Dims::from(sizes));
-        if let Some(known) = self.tensors.get(&key) {
-            return known.append(file);
-        }
-        let (base, literals, sums) = (file.len, file.literals.len(), file.sums.len());
-        let (data, len) = lay_out(file, self);
-        let laid_out = Repeated {
-            base,
-            literals: file.literals[literals..].to_vec(),
-            sums: file.sums[sums..].to_vec(),
-            data,
-            len,
-        };
-        self.tensors.insert(key, laid_out);
-        (data, len)
-    }
-}
-
-/// An archive as it was laid out at `base`, to be laid out elsewhere: nothing in it depends on where it is.
-#[derive(Debug)]
-struct Repeated {
-    base: u64,
-    literals: Vec<Literal>,
-    sums: Vec<Sum>,
-    data: u64,
-    len: u64,
-}
-
-impl Repeated {
-    fn append(&self, file: &mut OutputFile) -> (u64, u64) {
-        let base = file.len;
-        let moved = |offset: u64| offset - self.base + base;
-        let literals = self.literals.iter();
-        file.literals.extend(literals.map(|Literal { offset, bytes }| {
-            let (offset, bytes) = (moved(*offset), Arc::clone(bytes));
-            Literal { offset, bytes }
-        }));
-        file.sums.extend(self.sums.iter().map(|sum| Sum {
-            range: moved(sum.range.start)..moved(sum.range.end),
-            sites: sum.sites.iter().map(|site| moved(*site)).collect(),
-        }));
-        file.len += self.len;
-        (moved(self.data), self.len)
     }
 }
 
