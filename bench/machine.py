@@ -6,7 +6,10 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+
+from measure import measure
 
 PEERS = ("torch", "accelerate", "safetensors", "numpy")
 
@@ -20,8 +23,14 @@ def describe(dtshard, root):
         "cores": len(os.sched_getaffinity(0)),
         "memory": int((field("/proc/meminfo", "MemTotal") or "0").split()[0]) * 1024,
         "kernel": platform.release(),
+        "import_seconds": import_seconds(),
         "versions": {"Python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PEERS},
     }
+
+
+def import_seconds():
+    """What every peer in Python spends before it begins; the second of two, since the first reads files."""
+    return [measure([sys.executable, "-c", "import torch.distributed.checkpoint"]).wall for _ in range(2)][1]
 
 
 def commit(root):

@@ -8,7 +8,7 @@ import math
 import statistics
 from html import escape
 
-LABEL, PANEL, GAP, ROW, HEAD, FOOT = 330, 270, 60, 19, 62, 46
+LABEL, PANEL, GAP, ROW, HEAD, FOOT = 370, 260, 60, 19, 62, 46
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #24292f } .work { font-weight: 600 } .small { font-size: 11px; fill: #57606a }
 .axis { stroke: #d0d7de } .one { stroke: #57606a; stroke-dasharray: 3 3 } .ours { fill: #0969da } .peer { fill: #c4c9cf }
@@ -28,19 +28,19 @@ def bars(case):
 
 
 class Axis:
-    """A logarithmic axis from the power of ten below the smallest value to above the largest."""
+    """A logarithmic axis from `low` to the power of ten above the largest value and the number behind its bar."""
 
-    def __init__(self, left, values, title, unit):
+    def __init__(self, left, low, values, title, unit):
         self.left, self.title, self.unit = left, title, unit
-        self.low = math.floor(math.log10(min(values)))
-        self.high = max(math.ceil(math.log10(max(values) * 1.6)), self.low + 1)
+        self.low = math.log10(min(low, *values))
+        self.high = math.ceil(math.log10(max(values) * 1.6))
 
     def x(self, value):
         return self.left + PANEL * (math.log10(value) - self.low) / (self.high - self.low)
 
     def grid(self, bottom):
         yield f'<text class="work" x="{self.left}" y="22">{self.title}</text>'
-        for power in range(self.low, self.high + 1):
+        for power in range(math.ceil(self.low), self.high + 1):
             x, label = self.x(10**power), f"{10**power:g}{self.unit}"
             yield f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{HEAD - 16}" y2="{bottom}"/>'
             yield f'<text class="small" x="{x:.1f}" y="{HEAD - 22}" text-anchor="middle">{label}</text>'
@@ -60,8 +60,8 @@ def draw(results):
         return None
     drawn = [bar for _, bars_ in groups for bar in bars_]
     bottom = HEAD + sum(ROW * (len(bars_) + 1) + 8 for _, bars_ in groups)
-    time = Axis(LABEL, [0.9, *(bar[2] for bar in drawn)], "Time, as a multiple of cp", " x")
-    memory = Axis(LABEL + PANEL + GAP, [bar[3] for bar in drawn], "Peak anonymous memory", " MB")
+    time = Axis(LABEL, 0.3, [bar[2] for bar in drawn], "Time, as a multiple of cp", " x")
+    memory = Axis(LABEL + PANEL + GAP, 1, [bar[3] for bar in drawn], "Peak anonymous memory", " MB")
     width, height = LABEL + 2 * PANEL + GAP + 50, bottom + FOOT
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">']
     parts += [f"<style>{STYLE}</style>", *time.grid(bottom), *memory.grid(bottom)]

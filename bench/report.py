@@ -24,7 +24,7 @@ ABOUT = {
     "cold": "As on disk, and the page cache of SRC is dropped before each run. Read amplification is bytes read from "
             "disk by bytes of SRC.",
 }
-ABOUT_PEERS = "The same work, on the same files, by others; {rounds} rounds. Memory is that of all their processes."
+ABOUT_PEERS = "The same work, on the same files, by others; rounds with them: {rounds}. Memory is that of all their processes."
 
 
 def write_json(path, results):
@@ -61,8 +61,8 @@ COSTS = ["wall", "user", "system", "peak anonymous", "peak resident"]
 
 
 def markdown(head, rows):
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def of_kind(case, kind):
@@ -104,8 +104,7 @@ def peer_rounds(cases):
 
 
 def scale(cases):
-    head = ["work", "SRC", "wall", "peak anonymous", "twice twice that", "wall", "peak anonymous", "ratio of time"]
-    head[4] = "SRC"
+    head = ["work", *["SRC", "wall", "peak anonymous"] * 2, "ratio of time"]
     rows = []
     for case in cases:
         half, double = case["rows"]
@@ -156,7 +155,8 @@ def setup(results):
     return (
         f"{told['date']}, commit {told['commit']}. A Llama of {told['gigabytes']:g} GB over {told['ranks']} ranks, "
         f"saved by real PyTorch; {rounds} rounds after one that warms up, each result checked. {told['cores']} cores "
-        f"({told['cpu']}), {told['memory'] / 2**30:.0f} GiB, Linux {told['kernel']}. {versions}.\n"
+        f"({told['cpu']}), {told['memory'] / 2**30:.0f} GiB, Linux {told['kernel']}. {versions}; "
+        f"to import torch takes {told['import_seconds']:.1f} s of each of its processes.\n"
     )
 
 

@@ -53,7 +53,9 @@ class Sources:
             else:
                 shape = ["--ranks", str(self.args.ranks), "--gigabytes", str(self.args.gigabytes * source.scale)]
                 command = [sys.executable, HERE / "make_checkpoint.py", path, *source.options, *shape]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            made = subprocess.run(command, capture_output=True, text=True)
+            if made.returncode != 0:
+                sys.exit(f"{name} could not be made:\n{made.stderr}")
         return path
 
     def done(self):
@@ -137,9 +139,7 @@ class Bench:
         if synced:
             os.sync()
         if self.table == Table.COLD:
-            for path in [source] if source.is_file() else [source, *source.iterdir()]:
-                if path.is_file():
-                    drop_cache(path)
+            drop_cache(source)
         if command.kind == Kind.DTSHARD and not synced:
             argv.append("--no-sync")
         run = measure(argv, tree=command.kind == Kind.PEER)
