@@ -10,7 +10,6 @@ import argparse
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from measure import Failed, drop_cache, measure, size
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 GROUPS = ("consolidate", "unshard", "reshard", "dcp", "flat", "layouts", "cast", "small", "scale")
+PEER_MEMORY = 3  # times the checkpoint: eight processes that read all of it
 
 
 class Sources:
@@ -33,6 +33,7 @@ class Sources:
         self.args, self.work = args, work
         self.sources = sources(args.ranks, args.small)
         self.left = [self.needs(case) for case in planned]
+        self.peers = [any(command.kind == Kind.PEER for command in case.commands) for case in planned]
 
     def needs(self, case):
         """Names of sources, and of those that these are made of."""
@@ -53,9 +54,10 @@ class Sources:
             else:
                 shape = ["--ranks", str(self.args.ranks), "--gigabytes", str(self.args.gigabytes * source.scale)]
                 command = [sys.executable, HERE / "make_checkpoint.py", path, *source.options, *shape]
-            made = subprocess.run(command, capture_output=True, text=True)
-            if made.returncode != 0:
-                sys.exit(f"{name} could not be made:\n{made.stderr}")
+            try:
+                measure(command)
+            except Failed as failure:
+                sys.exit(f"{name} could not be made: {failure}")
         return path
 
     def done(self):
@@ -64,13 +66,15 @@ class Sources:
         for name in set(ended).difference(*self.left):
             remove(self.work / name)
 
-    def peak_bytes(self):
-        """The most that sources, and one output, take at a time."""
+    def peak_bytes(self, memory):
+        """The most that sources, and one output, take at a time, in memory together with what a peer takes there."""
         last = {name: index for index, needs in enumerate(self.left) for name in needs}
         first = {name: index for index, needs in reversed(list(enumerate(self.left))) for name in needs}
         alive = lambda index: [self.sources[name].scale for name in first if first[name] <= index <= last[name]]
         scales = [sum(alive(index)) + max(alive(index)) for index in range(len(self.left))]
-        return max(scales) * self.args.gigabytes * 1e9
+        if memory and self.args.peer_rounds:
+            scales = [scale + PEER_MEMORY * has_peer for scale, has_peer in zip(scales, self.peers)]
+        return max(scales, default=0) * self.args.gigabytes * 1e9
 
 
 def fill(argv, words):
@@ -156,13 +160,11 @@ def folder(args, table):
 
 
 def check_space(args):
-    """Says beforehand what would not fit; a peer on tmpfs also needs memory of its own, half as much again."""
+    """Says beforehand what would not fit."""
     for table in args.tables:
-        needed = Bench(args, table, Path()).sources.peak_bytes() if args.groups else 0
+        needed = Bench(args, table, Path()).sources.peak_bytes(memory=table == Table.TMPFS)
         where = folder(args, table)
         where.mkdir(parents=True, exist_ok=True)
-        if table == Table.TMPFS and args.peer_rounds:
-            needed += 2 * args.gigabytes * 1e9
         if free_bytes(where) < needed:
             sys.exit(f"{table} needs {needed / 1e9:.1f} GB in {where}, {free_bytes(where) / 1e9:.1f} GB are free: "
                      "--gigabytes makes it smaller, --directory and --disk choose where, --only what")
@@ -193,7 +195,7 @@ def parse():
 
 def main():
     args = parse()
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     check_space(args)
     results = {"setup": describe(args.dtshard, ROOT), "tables": []}
     results["setup"] |= {"ranks": args.ranks, "gigabytes": args.gigabytes, "small": args.small}
