@@ -78,7 +78,8 @@ def script(name, *argv):
 
 DCP_TO_TORCH = peer("`dcp_to_torch`", *TORCH, "dcp_to_torch")
 TORCH_TO_DCP = peer("`torch_save_to_dcp`", *TORCH, "torch_to_dcp")
-MERGE_WEIGHTS = peer("`accelerate merge-weights`", sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights")
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.accelerate_cli")
+MERGE_WEIGHTS = peer("`accelerate merge-weights`", *ACCELERATE, "merge-weights")
 MERGE_RANKS = script("merging loop over rank files", "merge")
 CONSOLIDATE = script("`consolidate_safetensors_files`", "consolidate")
 
@@ -130,7 +131,7 @@ def cases(ranks, small):
     to_s0, to_s1 = ("reshard", *mesh_fewer, "--placements", "S(0)"), ("reshard", *mesh, "--placements", "S(1)")
     names = {"consolidate": "consolidate dcp to safetensors", "unshard": "unshard dcp to torch",
              "s0": f"reshard S(0) x {ranks} to S(0) x {fewer}", "s1": f"reshard S(0) x {ranks} to S(1) x {ranks}"}
-    whole = {"file": "model.pt"}
+    whole, to_bf16 = {"file": "model.pt"}, ("consolidate", "--dtype", "bf16")
     return [
         case("consolidate", names["consolidate"], "dcp", dtshard("consolidate"), MERGE_WEIGHTS, check=model),
         case("unshard", names["unshard"], "dcp", dtshard("unshard"), DCP_TO_TORCH, **whole),
@@ -152,10 +153,10 @@ def cases(ranks, small):
              check=model, **tmpfs),
         case("consolidate", "consolidate torch-ranks to safetensors", "ranks", dtshard("consolidate"), MERGE_RANKS),
         case("consolidate", "consolidate dcp-hf to safetensors", "hf", dtshard("consolidate"), CONSOLIDATE),
-        case("cast", "consolidate dcp to safetensors, f32 to bf16", "dcp-f32", dtshard("consolidate", "--dtype", "bf16"),
-             check=(*model, "--dtype", "bf16")),
+        case("cast", "consolidate dcp to safetensors, f32 to bf16", "dcp-f32", dtshard(*to_bf16),
+             check=(*model, *to_bf16[1:])),
         case("cast", "consolidate torch-ranks to safetensors, f32 to bf16", "ranks-f32",
-             dtshard("consolidate", "--dtype", "bf16"), MERGE_RANKS, check=("--dtype", "bf16")),
+             dtshard(*to_bf16), MERGE_RANKS, check=to_bf16[1:]),
         case("small", f"consolidate {small:,} tensors of 1 KiB to safetensors", "small", dtshard("consolidate"),
              MERGE_WEIGHTS, check=model),
         Case("scale", names["consolidate"], "half", scaled("consolidate"), check=model, **tmpfs),

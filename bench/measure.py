@@ -29,8 +29,9 @@ class Run:
 
     def then(self, later):
         """Both, one after the other."""
-        times = [getattr(self, name) + getattr(later, name) for name in ("wall", "user", "system")]
-        return Run(*times, max(self.anonymous, later.anonymous), max(self.resident, later.resident), self.read + later.read)
+        added = {name: getattr(self, name) + getattr(later, name) for name in ("wall", "user", "system", "read")}
+        largest = {name: max(getattr(self, name), getattr(later, name)) for name in ("anonymous", "resident")}
+        return Run(**added, **largest)
 
 
 class Failed(Exception):
@@ -104,8 +105,8 @@ def memory(pid):
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0, 0
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(("RssAnon", "VmRSS"))}
-    return sizes.get("RssAnon", 0), sizes.get("VmRSS", 0)
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return tuple(int(fields[name].split()[0]) * 1024 if name in fields else 0 for name in ("RssAnon", "VmRSS"))
 
 
 def files(path):

@@ -10,10 +10,12 @@ from html import escape
 
 LABEL, PANEL, GAP, ROW, HEAD, FOOT = 370, 260, 60, 19, 62, 46
 STYLE = """
-text { font: 12px system-ui, sans-serif; fill: #24292f } .work { font-weight: 600 } .small { font-size: 11px; fill: #57606a }
-.axis { stroke: #d0d7de } .one { stroke: #57606a; stroke-dasharray: 3 3 } .ours { fill: #0969da } .peer { fill: #c4c9cf }
-@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .small { fill: #9198a1 } .axis { stroke: #3d444d }
-  .one { stroke: #9198a1 } .ours { fill: #4493f8 } .peer { fill: #59636e } }
+text { font: 12px system-ui, sans-serif; fill: #24292f } .work { font-weight: 600 }
+.small { font-size: 11px; fill: #57606a } .axis { stroke: #d0d7de } .one { stroke: #57606a; stroke-dasharray: 3 3 }
+.ours { fill: #0969da } .peer { fill: #c4c9cf }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .small { fill: #9198a1 } .axis { stroke: #3d444d } .one { stroke: #9198a1 }
+  .ours { fill: #4493f8 } .peer { fill: #59636e } }
 """
 
 
@@ -47,15 +49,16 @@ class Axis:
 
     def bar(self, y, value, kind, text):
         end = self.x(value)
-        yield f'<rect class="{kind}" x="{self.left}" y="{y}" width="{max(end - self.left, 1):.1f}" height="{ROW - 6}" rx="2"/>'
+        wide = f'width="{max(end - self.left, 1):.1f}" height="{ROW - 6}"'
+        yield f'<rect class="{kind}" x="{self.left}" y="{y}" {wide} rx="2"/>'
         yield f'<text class="small" x="{end + 5:.1f}" y="{y + 11}">{text}</text>'
 
 
 def draw(results):
     """The drawing, or nothing where no work was measured beside a peer."""
     tables = [result["cases"] for result in results["tables"] if result["table"] == "tmpfs"]
-    groups = [(case["work"], list(bars(case))) for cases in tables for case in cases if case["rows"][0]["kind"] == "copy"]
-    groups = [(work, drawn) for work, drawn in groups if len(drawn) > 1]
+    cases = [case for cases in tables for case in cases if case["rows"][0]["kind"] == "copy"]
+    groups = [(case["work"], list(bars(case))) for case in cases if len(list(bars(case))) > 1]
     if not groups:
         return None
     drawn = [bar for _, bars_ in groups for bar in bars_]
@@ -63,7 +66,8 @@ def draw(results):
     time = Axis(LABEL, 0.3, [bar[2] for bar in drawn], "Time, as a multiple of cp", " x")
     memory = Axis(LABEL + PANEL + GAP, 1, [bar[3] for bar in drawn], "Peak anonymous memory", " MB")
     width, height = LABEL + 2 * PANEL + GAP + 50, bottom + FOOT
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">']
+    sizes = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {sizes}>']
     parts += [f"<style>{STYLE}</style>", *time.grid(bottom), *memory.grid(bottom)]
     parts.append(f'<line class="one" x1="{time.x(1):.1f}" x2="{time.x(1):.1f}" y1="{HEAD - 16}" y2="{bottom}"/>')
     y = HEAD
@@ -77,6 +81,7 @@ def draw(results):
             parts += memory.bar(y, megabytes, kind, f"{megabytes:.0f}")
         y += ROW + 8
     told = results["setup"]
-    caption = f"{told['gigabytes']:g} GB, {told['ranks']} ranks, {told['cores']} cores, tmpfs, warm; commit {told['commit']}, {told['date']}"
+    caption = f"{told['gigabytes']:g} GB, {told['ranks']} ranks, {told['cores']} cores, tmpfs, page cache warm"
+    caption += f"; commit {told['commit']}, {told['date']}"
     parts.append(f'<text class="small" x="8" y="{bottom + 26}">{escape(caption)}</text></svg>')
     return "\n".join(parts) + "\n"

@@ -6,6 +6,7 @@ A ratio is the median over rounds of two runs of the same round, with the smalle
 import json
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 
 import plot
@@ -24,7 +25,7 @@ ABOUT = {
     "cold": "As on disk, and the page cache of SRC is dropped before each run. Read amplification is bytes read from "
             "disk by bytes of SRC.",
 }
-ABOUT_PEERS = "The same work, on the same files, by others; rounds with them: {rounds}. Memory is that of all their processes."
+ABOUT_PEERS = "The same work, on the same files, by others; rounds with them: {rounds}. Memory is of all their processes."
 
 
 def write_json(path, results):
@@ -42,7 +43,7 @@ def ratios(above, below, field="wall"):
 
 def spread(values, digits=2):
     middle, low, high = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
-    return f"{middle} ({low} to {high})"
+    return f"{middle} ({low} to {high})" if len(values) > 1 else middle
 
 
 def seconds(row, field="wall"):
@@ -54,10 +55,15 @@ def megabytes(row, field):
 
 
 def costs(row):
-    return [seconds(row), seconds(row, "user"), seconds(row, "system"), megabytes(row, "anonymous"), megabytes(row, "resident")]
+    times = [seconds(row, field) for field in ("wall", "user", "system")]
+    return times + [megabytes(row, field) for field in ("anonymous", "resident")]
 
 
 COSTS = ["wall", "user", "system", "peak anonymous", "peak resident"]
+
+
+def wrapped(text):
+    return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
 
 
 def markdown(head, rows):
@@ -108,8 +114,10 @@ def scale(cases):
     rows = []
     for case in cases:
         half, double = case["rows"]
-        cells = [[f"{row['source_bytes'] / 1e9:.2f} GB", seconds(row), megabytes(row, "anonymous")] for row in (half, double)]
-        rows.append([case["work"], *cells[0], *cells[1], spread(ratios(double, half))])
+        cells = [case["work"]]
+        for row in (half, double):
+            cells += [f"{row['source_bytes'] / 1e9:.2f} GB", seconds(row), megabytes(row, "anonymous")]
+        rows.append([*cells, spread(ratios(double, half))])
     return markdown(head, rows)
 
 
@@ -132,7 +140,7 @@ def table(result):
     """The parts of one table of the bench."""
     name, cases = result["table"], result["cases"]
     yield f"### {TITLES[name]}\n"
-    yield f"{ABOUT[name]} File system: {result['file_system']}.\n"
+    yield wrapped(f"{ABOUT[name]} File system: {result['file_system']}.")
     if name == "cold":
         yield cold(cases) + "\n"
         return
@@ -151,12 +159,13 @@ def table(result):
 def setup(results):
     told = results["setup"]
     versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
-    rounds = max((len(row["runs"]) for result in results["tables"] for case in result["cases"] for row in case["rows"]), default=0)
-    return (
+    cases = [case for result in results["tables"] for case in result["cases"]]
+    rounds = max((len(row["runs"]) for case in cases for row in case["rows"]), default=0)
+    return wrapped(
         f"{told['date']}, commit {told['commit']}. A Llama of {told['gigabytes']:g} GB over {told['ranks']} ranks, "
         f"saved by real PyTorch; {rounds} rounds after one that warms up, each result checked. {told['cores']} cores "
         f"({told['cpu']}), {told['memory'] / 2**30:.0f} GiB, Linux {told['kernel']}. {versions}; "
-        f"to import torch takes {told['import_seconds']:.1f} s of each of its processes.\n"
+        f"to import torch takes {told['import_seconds']:.1f} s of each of its processes."
     )
 
 
@@ -179,7 +188,7 @@ def publish(results, docs):
     page = docs / "benchmarks.md"
     before, rest = page.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
 
 
 if __name__ == "__main__":

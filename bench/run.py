@@ -184,7 +184,7 @@ def parse():
     parser.add_argument("--disk", default=ROOT / "target/bench", help="for the tables disk and cold")
     parser.add_argument("--dtshard", default=ROOT / "target/release/dtshard")
     parser.add_argument("--json", type=Path, help="write all runs to a file; report.py makes everything of it again")
-    parser.add_argument("--print", action="store_true", help="leave docs/benchmarks.md as it is, which --quick does, too")
+    parser.add_argument("--print", action="store_true", help="leave the docs as they are, as --quick does")
     args = parser.parse_args()
     if args.quick:
         args.gigabytes, args.rounds, args.peer_rounds, args.small = 0.2, 3, min(args.peer_rounds, 1), 2000
