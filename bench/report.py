@@ -25,7 +25,7 @@ ABOUT = {
     "cold": "As on disk, and the page cache of SRC is dropped before each run. Read amplification is bytes read from "
             "disk by bytes of SRC.",
 }
-ABOUT_PEERS = "The same work, on the same files, by others; rounds with them: {rounds}. Memory is of all their processes."
+ABOUT_PEERS = "The same work, on the same files, by others; rounds with them: {rounds}. Memory of all their processes."
 
 
 def write_json(path, results):
