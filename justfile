@@ -16,10 +16,15 @@ lint:
 interop *arguments:
     ci/interop {{ arguments }}
 
-# Benchmarks
+# dtshard against cp, in memory: what to look at while working on it
 bench *arguments:
     cargo build --release --locked
-    "$(ci/interop-venv)" bench/run.py {{ arguments }}
+    "$(ci/venv bench bench/requirements.txt)" bench/run.py --only tmpfs --peer-rounds 0 --print {{ arguments }}
+
+# dtshard against cp and every peer, in memory, on disk and cold; writes docs/benchmarks.md
+bench-peers *arguments:
+    cargo build --release --locked
+    "$(ci/venv bench bench/requirements.txt)" bench/run.py {{ arguments }}
 
 # Plans and metadata for clusters that are not at hand: `just bench-plan`, `just bench-plan --layers 2`
 bench-plan *arguments:

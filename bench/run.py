@@ -1,240 +1,216 @@
-"""Measure dtshard side by side with `cp -r` and PyTorch's own converter: `run.py`, `run.py --only flat`.
+"""Measure dtshard side by side with `cp` and every peer, on the same files: `run.py`, `run.py --quick`.
 
-Commands run in turn (A B A B ...), after one warm-up each, with the source in the page cache. Prints Markdown: medians
-of wall, user and system time, peak anonymous and peak resident memory, and the median ratio to the `cp` run just before,
-which copies the same source. Needs a Python with torch (tests/interop/requirements.txt) and a release build of dtshard.
+A work is done in rounds, after one that warms up and is checked: in each, `cp`, dtshard and the peers run one after the
+other, and a ratio is always that of two runs of one round. Three tables: `tmpfs` is pure work (`--no-sync`); `disk`
+waits until everything is on a disk (dtshard by itself, everything else by `sync -f DST` behind it); `cold` is the same
+with SRC out of the page cache. Whatever is made is removed again, also on Ctrl-C.
 """
 
 import argparse
 import os
-import platform
 import shutil
-import statistics
-import subprocess
+import signal
 import sys
-import threading
-import time
-from dataclasses import dataclass
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
+
+import report
+from cases import Case, Kind, Table, cases, sources
+from machine import describe, file_system, free_bytes
+from measure import Failed, drop_cache, measure, size
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+GROUPS = ("consolidate", "unshard", "reshard", "dcp", "flat", "layouts", "cast", "small", "scale")
+PEER_MEMORY = 3  # times the checkpoint: eight processes that read all of it
 
 
-@dataclass
-class Run:
-    wall: float
-    user: float
-    system: float
-    peak_anonymous: int
-    peak_resident: int
+class Sources:
+    """The checkpoints of one table: made when a case needs them, removed after the last that does."""
+
+    def __init__(self, args, work, planned):
+        self.args, self.work = args, work
+        self.sources = sources(args.ranks, args.small)
+        self.left = [self.needs(case) for case in planned]
+        self.peers = [any(command.kind == Kind.PEER for command in case.commands) for case in planned]
+
+    def needs(self, case):
+        """Names of sources, and of those that these are made of."""
+        names = dict.fromkeys(name for source in case.sources() for name in (self.sources[source].base, source))
+        return [name for name in names if name]
+
+    def path(self, name):
+        return self.work / name / self.sources[name].file if self.sources[name].file else self.work / name
+
+    def get(self, name):
+        path, source = self.path(name), self.sources[name]
+        if not path.exists():
+            note(f"making {name}")
+            path.parent.mkdir(exist_ok=True)
+            if source.base:
+                words = {"BASE": self.get(source.base), "SRC": path, "dtshard": self.args.dtshard}
+                command = fill(source.argv, words)
+            else:
+                shape = ["--ranks", str(self.args.ranks), "--gigabytes", str(self.args.gigabytes * source.scale)]
+                command = [sys.executable, HERE / "make_checkpoint.py", path, *source.options, *shape]
+            try:
+                measure(command)
+            except Failed as failure:
+                sys.exit(f"{name} could not be made: {failure}")
+        return path
+
+    def done(self):
+        """A case is: what no later one needs goes."""
+        ended, *self.left = self.left
+        for name in set(ended).difference(*self.left):
+            remove(self.work / name)
+
+    def peak_bytes(self, memory):
+        """The most that sources, and one output, take at a time, in memory together with what a peer takes there."""
+        last = {name: index for index, needs in enumerate(self.left) for name in needs}
+        first = {name: index for index, needs in reversed(list(enumerate(self.left))) for name in needs}
+        alive = lambda index: [self.sources[name].scale for name in first if first[name] <= index <= last[name]]
+        scales = [sum(alive(index)) + max(alive(index)) for index in range(len(self.left))]
+        if memory and self.args.peer_rounds:
+            scales = [scale + PEER_MEMORY * has_peer for scale, has_peer in zip(scales, self.peers)]
+        return max(scales, default=0) * self.args.gigabytes * 1e9
 
 
-def anonymous_bytes(pid):
-    """Anonymous memory of a process now; page cache and mapped files apart."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ProcessLookupError):
-        pass
-    return 0
+def fill(argv, words):
+    """A command with paths in place of their names; `SRC.flat_layout.json` is beside SRC."""
+    filled = []
+    for word in map(str, argv):
+        name, dot, rest = word.partition(".")
+        filled.append(f"{words[name]}{dot}{rest}" if name in words else word)
+    return filled
 
 
-def measure(command):
-    """Run a command and watch its memory."""
-    started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    peak = 0
-    done = threading.Event()
-
-    def watch():
-        nonlocal peak
-        while not done.wait(0.004):
-            peak = max(peak, anonymous_bytes(process.pid))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    error = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    wall = time.perf_counter() - started
-    done.set()
-    watcher.join()
-    if status != 0:
-        sys.exit(f"{' '.join(map(str, command))} failed:\n{error.decode()}")
-    return Run(wall, usage.ru_utime, usage.ru_stime, peak, usage.ru_maxrss * 1024)
+def remove(path):
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
-def clear(path):
-    shutil.rmtree(path, ignore_errors=True)
-    Path(path).unlink(missing_ok=True)
-
-
-@dataclass
-class Case:
-    name: str
-    source: Path
-    command: list
-    target: Path
-    pairs: int
-
-
-def pairs(case, copy_target):
-    """Runs of a command, each right after a run of cp."""
-    copy = ["cp", "-r", "--reflink=never", case.source, copy_target]
-    runs, ratios, copies = [], [], []
-    for index in range(case.pairs + 1):
-        clear(copy_target)
-        reference = measure(copy)
-        clear(copy_target)
-        clear(case.target)
-        run = measure(case.command)
-        if index > 0:
-            runs.append(run)
-            copies.append(reference)
-            ratios.append(run.wall / reference.wall)
-    clear(case.target)
-    return case.name, runs, ratios, copies
-
-
-def median(runs, field):
-    return statistics.median(getattr(run, field) for run in runs)
-
-
-def row(name, runs, ratios=None):
-    ratio = "1" if ratios is None else f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    cells = [
-        name,
-        f"{median(runs, 'wall'):.2f} s",
-        f"{median(runs, 'user'):.2f} s",
-        f"{median(runs, 'system'):.2f} s",
-        f"{median(runs, 'peak_anonymous') / 1e6:.0f} MB",
-        f"{median(runs, 'peak_resident') / 1e6:.0f} MB",
-        ratio,
-    ]
-    return "| " + " | ".join(cells) + " |"
-
-
-def cpu_name():
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+def note(text):
+    print(text, file=sys.stderr, flush=True)
 
 
 class Bench:
-    """What is measured, from which sources; a source is made for the first case that has it."""
+    """One table: its cases, one after the other, in a folder of its own."""
 
-    def __init__(self, args):
-        self.args = args
-        self.work = Path(args.directory)
-        self.target, self.whole = self.work / "target", self.work / "whole.pt"
+    def __init__(self, args, table, work):
+        self.args, self.table, self.work = args, table, work
+        planned = [case for case in cases(args.ranks, args.small) if table in case.tables and case.group in args.groups]
+        self.cases = planned
+        self.sources = Sources(args, work, planned)
 
-    def dcp(self, *more):
-        args = self.args
-        words = [f"source-{args.gigabytes:g}GB-{args.ranks}", *(word.strip("-") for word in more)]
-        source = self.work / "-".join(words)
-        if not source.exists():
-            self.work.mkdir(parents=True, exist_ok=True)
-            make = [sys.executable, HERE / "make_checkpoint.py", source, *more]
-            subprocess.run([*make, "--gigabytes", str(args.gigabytes), "--ranks", str(args.ranks)], check=True)
-        return source
+    def run(self):
+        return [self.case(case) for case in self.cases]
 
-    def flat(self, source, views):
-        flat = source.with_name(f"{source.name}-{'views' if views else 'flat'}")
-        if not flat.exists():
-            subprocess.run(self.flatten(source, views, flat), check=True)
-        return flat
+    def case(self, case: Case):
+        commands = [command for command in case.commands if command.kind != Kind.PEER or self.args.peer_rounds > 0]
+        rows = [{"name": command.name, "kind": command.kind, "runs": [], "failed": None} for command in commands]
+        bytes_of = [size(self.sources.get(command.source or case.source)) for command in commands]
+        note(f"{self.table}: {case.work}")
+        for round_ in range(self.args.rounds + 1):
+            for command, row in zip(commands, rows):
+                if row["failed"] or (command.kind == Kind.PEER and round_ > self.args.peer_rounds):
+                    continue
+                try:
+                    run = self.once(case, command, check=round_ == 0)
+                except Failed as failure:
+                    if command.kind != Kind.PEER:
+                        sys.exit(f"{case.work}: {command.name}: {failure}")
+                    note(f"{command.name}: {failure}")
+                    row["failed"] = str(failure)
+                    continue
+                if round_ > 0:
+                    row["runs"].append(asdict(run))
+        self.sources.done()
+        for row, source_bytes in zip(rows, bytes_of):
+            row["source_bytes"] = source_bytes
+        return {"group": case.group, "work": case.work, "rows": rows}
 
-    def flatten(self, source, views, target):
-        layout = source.with_name(f"{source.name}.flat_layout.json")
-        how = ["--flat-layout", layout, f"--use-orig-params={str(views).lower()}"]
-        return [self.args.dtshard, "flatten", source, target, *how, *QUIET]
-
-    def case(self, name, source, verb, *more, count=None):
-        target = self.whole if verb == "unshard" else self.target
-        command = [self.args.dtshard, verb, source, target, *more, *QUIET]
-        return Case(name, source, command, target, count or self.args.pairs)
-
-    def dtensors(self):
-        source, mesh = self.dcp(), ["--mesh", f"fsdp={self.args.ranks}"]
-        torch = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", source, self.whole]
-        yield self.case("consolidate to safetensors", source, "consolidate")
-        yield self.case("reshard S(0) to S(1)", source, "reshard", *mesh, "--placements", "S(1)")
-        yield self.case("unshard to torch", source, "unshard")
-        yield Case("PyTorch `dcp_to_torch`", source, torch, self.whole, min(self.args.pairs, 3))
-
-    def flat_parameters(self):
-        source, ranks = self.dcp(), self.args.ranks
-        fewer, mesh = ["--world-size", str(ranks * 3 // 4)], ["--mesh", f"fsdp={ranks // 2}"]
-        for kind, views in (("flat", False), ("views", True)):
-            command = self.flatten(source, views, self.target)
-            yield Case(f"flatten DCP to {kind}", source, command, self.target, self.args.pairs)
-        for kind, views in (("flat", False), ("views", True)):
-            flat = self.flat(source, views)
-            yield self.case(f"flatten {kind} {ranks} to {fewer[1]} ranks", flat, "flatten", *fewer)
-            yield self.case(f"consolidate {kind} to safetensors", flat, "consolidate")
-            yield self.case(f"unshard {kind} to torch", flat, "unshard")
-            yield self.case(f"reshard {kind} to DCP on {ranks // 2} ranks", flat, "reshard", "--to", "dcp", *mesh)
-            clear(flat)
-        flat = self.flat(self.dcp("--adamw"), True)
-        yield self.case(f"flatten views and AdamW {ranks} to {fewer[1]} ranks", flat, "flatten", *fewer)
-        yield self.case("unshard views and AdamW to torch", flat, "unshard", "--series", "all")
-
-
-    def layouts(self):
-        source, tp, dp = self.dcp(), 2, self.args.ranks // 2
-        grid = ["--mesh", f"dp={dp},tp={tp}"]
-        yield self.case(f"plan llama on {dp} x {tp}, DTensors", source, "reshard", *grid, "--plan", "llama", *RANKS)
-        yield self.case(f"plan llama on {dp} x {tp}, local", source, "reshard", *grid, "--plan", "llama", *LOCAL)
-        made = self.made(source, "local", *grid, "--plan", "llama", *LOCAL)
-        yield self.case("consolidate local to safetensors", made, "consolidate")
-        yield self.case(f"reshard local to DCP on {dp} ranks", made, "reshard", "--to", "dcp", "--mesh", f"fsdp={dp}")
-        clear(made)
-        summed = ["--placements", "P(sum),S(0)"]
-        made = self.made(source, "summed", "--mesh", f"dp=2,tp={dp}", *summed, *RANKS)
-        yield self.case("consolidate 2 summands of each to safetensors", made, "consolidate")
-        yield self.case("keep 2 summands of each, S(0) to S(1)", made, "reshard", "--placements", "P(sum),S(1)")
-        clear(made)
-
-    def made(self, source, name, *options):
-        made = source.with_name(f"{source.name}-{name}")
-        if not made.exists():
-            subprocess.run([self.args.dtshard, "reshard", source, made, *options, *QUIET], check=True)
-        return made
+    def once(self, case, command, check):
+        """One run, from a state that no run before has left anything in; DST is gone afterwards."""
+        source, target = self.sources.get(command.source or case.source), self.work / "target"
+        if case.file and command.kind != Kind.COPY:
+            target.mkdir()
+            target = target / case.file
+        argv = fill(command.argv, {"SRC": source, "DST": target, "dtshard": self.args.dtshard})
+        synced = self.table != Table.TMPFS
+        if synced:
+            os.sync()
+        if self.table == Table.COLD:
+            drop_cache(source)
+        if command.kind == Kind.DTSHARD and not synced:
+            argv.append("--no-sync")
+        run = measure(argv, tree=command.kind == Kind.PEER)
+        if command.kind != Kind.DTSHARD and synced:
+            run = run.then(measure(["sync", "-f", target]))
+        if check and command.kind != Kind.COPY:
+            measure([self.args.dtshard, "verify", source, target, *case.check, "--quiet"])
+        remove(self.work / "target")
+        return run
 
 
-QUIET = ["--no-sync", "-q"]
-RANKS, LOCAL = ["--to", "torch-ranks"], ["--to", "local"]
+def folder(args, table):
+    return Path(args.directory if table == Table.TMPFS else args.disk)
+
+
+def check_space(args):
+    """Says beforehand what would not fit."""
+    for table in args.tables:
+        needed = Bench(args, table, Path()).sources.peak_bytes(memory=table == Table.TMPFS)
+        where = folder(args, table)
+        where.mkdir(parents=True, exist_ok=True)
+        if free_bytes(where) < needed:
+            sys.exit(f"{table} needs {needed / 1e9:.1f} GB in {where}, {free_bytes(where) / 1e9:.1f} GB are free: "
+                     "--gigabytes makes it smaller, --directory and --disk choose where, --only what")
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=9, help="of cp and dtshard")
+    parser.add_argument("--peer-rounds", type=int, default=3, help="of those with peers, too; 0 leaves peers out")
+    parser.add_argument("--small", type=int, default=100_000, metavar="N", help="number of small tensors")
+    parser.add_argument("--quick", action="store_true", help="0.2 GB, 3 rounds, 1 with peers: to try the bench itself")
+    parser.add_argument("--only", action="extend", nargs="+", default=[], choices=[*Table, *GROUPS],
+                        help="these tables, and these groups of works")
+    parser.add_argument("--directory", default="/dev/shm", help="for the table tmpfs")
+    parser.add_argument("--disk", default=ROOT / "target/bench", help="for the tables disk and cold")
+    parser.add_argument("--dtshard", default=ROOT / "target/release/dtshard")
+    parser.add_argument("--json", type=Path, help="write all runs to a file; report.py makes everything of it again")
+    parser.add_argument("--print", action="store_true", help="leave the docs as they are, as --quick does")
+    args = parser.parse_args()
+    if args.quick:
+        args.gigabytes, args.rounds, args.peer_rounds, args.small = 0.2, 3, min(args.peer_rounds, 1), 2000
+    args.tables = [table for table in Table if table in args.only or not set(args.only) & set(Table)]
+    args.groups = [group for group in GROUPS if group in args.only or not set(args.only) & set(GROUPS)]
+    return args
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--directory", default="/dev/shm/dtshard-bench", help="where to work; tmpfs measures pure work")
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--only", choices=["dtensors", "flat", "layouts"], help="one group of cases")
-    parser.add_argument("--dtshard", default=ROOT / "target/release/dtshard")
-    parser.add_argument("--keep", action="store_true", help="keep the checkpoint for the next run")
-    args = parser.parse_args()
-
-    bench = Bench(args)
-    size = sum(file.stat().st_size for file in bench.dcp().iterdir())
-    groups = {"dtensors": bench.dtensors, "flat": bench.flat_parameters, "layouts": bench.layouts}
-    cases = (case for name, group in groups.items() if args.only in (None, name) for case in group())
-    results = [pairs(case, bench.work / "copy") for case in cases]
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    print(f"{size / 1e9:.2f} GB over {args.ranks} ranks; {os.cpu_count()} cores ({cpu_name()}), commit {commit}\n")
-    print("| command | wall | user | system | peak anonymous | peak resident | ratio to cp (spread) |")
-    print("|---|---|---|---|---|---|---|")
-    print(row("`cp -r --reflink=never`", [run for result in results for run in result[3]]))
-    for name, runs, ratios, _ in results:
-        print(row(name, runs, ratios))
-    if not args.keep:
-        shutil.rmtree(bench.work)
+    args = parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    check_space(args)
+    results = {"setup": describe(args.dtshard, ROOT), "tables": []}
+    results["setup"] |= {"ranks": args.ranks, "gigabytes": args.gigabytes, "small": args.small}
+    for table in args.tables:
+        where = folder(args, table)
+        with tempfile.TemporaryDirectory(prefix="dtshard-bench-", dir=where) as work:
+            bench = Bench(args, table, Path(work))
+            results["tables"].append({"table": table, "file_system": file_system(where), "cases": bench.run()})
+        if args.json:
+            report.write_json(args.json, results)
+    report.publish(results, None if args.print or args.quick else ROOT / "docs")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped; nothing is left behind")
