@@ -5,6 +5,8 @@
 //!
 //! `cargo bench --bench metadata [-- --chunks N] [--ranks N] [--keep DIR]`
 
+#![expect(clippy::print_stdout, reason = "a bench prints its figures")]
+
 mod support;
 
 use std::path::{Path, PathBuf};

@@ -5,6 +5,8 @@
 //!
 //! `cargo bench --bench plan [-- --layers N] [FILTER]`; the model has 126 layers.
 
+#![expect(clippy::print_stdout, reason = "a bench prints its figures")]
+
 mod support;
 
 use std::convert::Infallible;

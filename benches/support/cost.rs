@@ -15,7 +15,7 @@ pub fn processor_time() -> Duration {
 pub fn timed<T>(spent: &mut Duration, work: impl FnOnce() -> T) -> T {
     let start = processor_time();
     let result = work();
-    *spent += processor_time() - start;
+    *spent += processor_time().saturating_sub(start);
     result
 }
 

@@ -93,10 +93,10 @@ pub fn local_part(
     }
 
     let mut dims: SmallVec<[Intervals; 4]> = shape.iter().map(|&n| Intervals::full(n)).collect();
-    for mesh_dim in 0..placements.len() {
+    for (mesh_dim, &r) in coordinate.iter().enumerate() {
         let Some(cut) = Cut::of(shape, mesh_shape, placements, splits, mesh_dim)? else { continue };
         let held = &mut dims[cut.dim.0];
-        *held = cut.part(held, coordinate[mesh_dim])?;
+        *held = cut.part(held, r)?;
     }
     Ok(Tile::new(dims))
 }

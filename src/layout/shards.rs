@@ -135,7 +135,8 @@ mod tests {
             let each = mesh.coordinates().map(|(rank, at)| Ok((shared.part(&shape, &mesh, &at)?, rank)));
             let each: Result<Vec<(Tile, Rank)>, LayoutError> = each.collect();
             let found = shards(&shape, OnMesh { mesh: &mesh, shared: &shared });
-            prop_assert_eq!(found.as_ref().err(), each.as_ref().err());
+            // Of several faults another one may be met first.
+            prop_assert_eq!(found.is_err(), each.is_err());
             let (Ok(found), Ok(each)) = (found, each) else { return Ok(()) };
             each.into_iter().for_each(|(tile, rank)| expected.entry(tile).or_default().push(rank));
             expected.values_mut().for_each(|ranks| ranks.sort_unstable());

@@ -60,7 +60,8 @@ pub fn reserve(
             Leaf::Tensor(id) => {
                 let entry = source.tensor(*id);
                 assignment.boxes.push(ChunkTable::new(entry.shape.len()));
-                for (tile, ranks) in shards(&fqn, path, entry)? {
+                let held = shards(&fqn, path, entry)?.into_iter().filter(|(tile, _)| !tile.is_empty());
+                for (tile, ranks) in held {
                     let rank = assignment.least_loaded(&ranks);
                     for (region, _) in tile.regions() {
                         let bytes = region.numel() * entry.dtype.itemsize();
@@ -79,10 +80,12 @@ pub fn reserve(
         // Objects are the same on all ranks: any rank will do.
         assignment.of_rank.entry(OBJECTS_OF).or_default();
     }
+    let Assignment { boxes, of_rank } = assignment;
     let mut layout = Layout::new(source, &tensors);
-    for (rank, own) in assignment.of_rank {
-        layout.file(rank, if rank == OBJECTS_OF { &objects } else { &[] }, &own.boxes, &assignment.boxes)?;
+    for (rank, own) in of_rank {
+        layout.file(rank, if rank == OBJECTS_OF { &objects } else { &[] }, &own.boxes, &boxes)?;
     }
+    drop(boxes);
     Ok(layout.finish(&leaves))
 }
 

@@ -2,7 +2,7 @@
 //!
 //! A job of 16,384 ranks has millions of chunks, and each is three objects of the same classes with the same fields in
 //! the same files. What repeats (classes, names of fields, FQNs, names of files, the sizes of the chunk before) is
-//! written once and fetched from the memo, as CPython does for objects that are one: some 100 bytes a chunk instead of
+//! written once and fetched from the memo, as CPython does for objects that are one: some 80 bytes a chunk instead of
 //! 400. The order of tensors and chunks is that of the files, so equal checkpoints are equal pickles.
 //!
 //! Counts elements; offsets and lengths of items are bytes. Source: `torch/distributed/checkpoint/metadata.py`.

@@ -238,6 +238,14 @@ impl<'a> Pickle<'a> {
 
     /// Frees `id` and everything that it alone owns. Terminates, because cycles lead through pinned nodes.
     pub(super) fn release(&mut self, id: NodeId) {
+        // Most nodes are shared or own nothing.
+        if self.is_pinned(id) {
+            return;
+        }
+        if matches!(self.get(id), Node::None | Node::Bool(_) | Node::Int(_) | Node::Str(_) | Node::Global(_)) {
+            self.nodes.remove(id.0);
+            return;
+        }
         let mut doomed: SmallVec<[NodeId; 16]> = SmallVec::from_slice(&[id]);
         while let Some(id) = doomed.pop() {
             if self.is_pinned(id) {
