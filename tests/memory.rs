@@ -120,3 +120,23 @@ fn it_follows_neither_the_size_of_a_tensor_nor_their_number_of_bytes() {
         );
     }
 }
+
+/// The floor that an error states is one, also where most of it is headers.
+#[test]
+fn the_least_that_is_asked_for_is_enough() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("model.safetensors");
+    model(&source, 40_000);
+    let target = folder.path().join("dcp");
+    let arguments = ["reshard", source.to_str().unwrap(), target.to_str().unwrap(), "--mesh", "fsdp=4", "--to", "dcp"];
+    let run = |max_memory: &str| {
+        let options = ["--dry-run", "--threads", "2", "--max-memory", max_memory];
+        let run = Command::new(BINARY).args(arguments).args(options).output().unwrap();
+        (run.status.success(), String::from_utf8(run.stderr).unwrap())
+    };
+    let (fits, error) = run("42MB");
+    let floor = error.split_whitespace().rev().find(|word| word.bytes().all(|byte| byte.is_ascii_digit()));
+    assert!(!fits && error.contains("headers of 5 files"), "{error}");
+    let (fits, error) = run(floor.unwrap());
+    assert!(fits, "{error}");
+}

@@ -121,8 +121,8 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     }
     let (checks, dst, max_memory) = (args.checks, args.dst.as_deref(), args.source.max_memory.0);
     let args = &args.destination;
+    let options = &within_memory(conversion, *options, max_memory)?;
     let report = Report { conversion, destination: dst, options, before: anonymous() };
-    report.check_memory(max_memory)?;
     if args.dry_run {
         let stats = copy::dry_run(input(source), &conversion.reservation, &Stop::default())?;
         printer.document(&report.document(&stats))?;
@@ -206,6 +206,36 @@ fn resolve_missing(path: &Path) -> Result<PathBuf> {
         }
     }
     Ok(resolved)
+}
+
+/// What headers, pickles and tables take beyond what every run is allowed for them.
+fn held_bytes(conversion: &Conversion<'_>) -> u64 {
+    const ALLOWED: u64 = 16 << 20;
+    conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog).saturating_sub(ALLOWED)
+}
+
+/// Strips as long as what is held leaves room for.
+///
+/// # Errors
+/// `Usage` with the floor, where the memory that is allowed is less.
+fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: u64) -> Result<Options> {
+    let held = held_bytes(conversion);
+    let left = max_memory.saturating_sub(held);
+    match super::strip_bytes(left, options.threads) {
+        Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
+        Err(_) => {
+            let needed = held + super::least_bytes(options.threads);
+            Err(Error::usage(
+                format!(
+                    "--max-memory {}: the headers of {} and their tables take more, {} in all",
+                    human_bytes(max_memory),
+                    count(conversion.reservation.files.len(), "file"),
+                    human_bytes(needed)
+                ),
+                format!("allow at least --max-memory {needed}"),
+            ))
+        }
+    }
 }
 
 fn check_space(folder: &Path, needed: u64) -> Result<()> {
@@ -350,43 +380,18 @@ impl Report<'_> {
         reservation.len_bytes() + carried.iter().map(|file| file.len).sum::<u64>()
     }
 
-    /// What `--max-memory` is for: buffers, and the headers, pickles and tables of the output beyond what every run is
-    /// allowed for them.
-    fn bounded_bytes(&self) -> u64 {
-        const ALLOWED: u64 = 16 << 20;
-        let held =
-            self.conversion.reservation.held_bytes(&self.conversion.source.checkpoint.catalog).saturating_sub(ALLOWED);
-        super::BASE_BYTES + self.options.buffer_bytes() + held
-    }
-
     /// All anonymous memory at its peak, which is while metadata is read, or while data moves.
     fn peak_bytes(&self, stats: &Stats) -> u64 {
         /// Stack of a worker, and what its allocations leave unused.
         const WORKER_BYTES: u64 = 1 << 20;
-        let Some(before) = self.before else { return self.bounded_bytes() + stats.planned_bytes };
+        let Some(before) = self.before else {
+            return super::BASE_BYTES + self.options.buffer_bytes() + held_bytes(self.conversion) + stats.planned_bytes;
+        };
         let workers = self.options.buffer_bytes() + self.options.threads as u64 * WORKER_BYTES;
         let waiting = self.conversion.reservation.waiting_bytes(self.options.strip_bytes);
         let peak = before.peak.max(before.now + workers + stats.planned_bytes + waiting);
         // Another run is not the same to the last page.
         peak + peak / 32 + (1 << 20)
-    }
-
-    /// # Errors
-    /// `Usage` with the floor, where the memory that is allowed is less.
-    fn check_memory(&self, max_memory: u64) -> Result<()> {
-        let needed = self.bounded_bytes();
-        if needed <= max_memory {
-            return Ok(());
-        }
-        Err(Error::usage(
-            format!(
-                "--max-memory {}: the headers of {} and their tables take more, {} in all",
-                human_bytes(max_memory),
-                count(self.conversion.reservation.files.len(), "file"),
-                human_bytes(needed)
-            ),
-            format!("allow at least --max-memory {needed}"),
-        ))
     }
 
     fn document(&self, stats: &Stats) -> Json {

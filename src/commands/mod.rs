@@ -127,10 +127,15 @@ fn threads_within(max_memory: u64) -> usize {
     cores.min(usize::try_from(affordable).unwrap_or(cores)).clamp(1, MAX_THREADS)
 }
 
+/// Below this, these threads cannot work.
+fn least_bytes(threads: usize) -> u64 {
+    BASE_BYTES + threads as u64 * (LEAST_STRIP_BYTES + SCRATCH_BYTES)
+}
+
 /// Strips small enough for the memory that is allowed.
 fn strip_bytes(max_memory: u64, threads: usize) -> Result<u64> {
+    let floor = least_bytes(threads);
     let threads = threads as u64;
-    let floor = BASE_BYTES + threads * (LEAST_STRIP_BYTES + SCRATCH_BYTES);
     if max_memory < floor {
         return Err(Error::usage(
             format!("--max-memory {max_memory}: {threads} threads need {floor} bytes at least"),
