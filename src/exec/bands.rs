@@ -91,7 +91,8 @@ pub fn cuts(payloads: &[Payload]) -> Vec<Cut> {
     let mut begun = 0;
     for Payload { file, offset, len, group, .. } in payloads {
         let Some(Group { number, source_bytes }) = *group else { continue };
-        let bands = source_bytes.div_ceil(BAND_BYTES).max(1);
+        let bb: u64 = std::env::var("DTS_BAND").map_or(BAND_BYTES, |v| v.parse::<u64>().unwrap() << 10);
+        let bands = source_bytes.div_ceil(bb).max(1);
         let at = |band: u64| {
             let within = u128::from(*len) * u128::from(band) / u128::from(bands);
             offset + u64::try_from(within).expect("no more than the length")

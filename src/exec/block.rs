@@ -23,7 +23,7 @@ impl Block {
     ///
     /// # Errors
     /// As reading.
-    pub fn hold(&mut self, files: &Files, wanted: Vec<Stretch>) -> Result<()> {
+    pub fn hold(&mut self, files: &Files, wanted: Wanted) -> Result<()> {
         self.held.clear();
         let mut room_left = BLOCK_BYTES;
         let mut fits = |stretch: &Stretch| {
@@ -31,7 +31,7 @@ impl Block {
             room_left = left.unwrap_or(room_left);
             left.is_some()
         };
-        let held: Vec<Stretch> = merged(wanted).into_iter().filter(|stretch| fits(stretch)).collect();
+        let held: Vec<Stretch> = wanted.stretches().into_iter().filter(|stretch| fits(stretch)).collect();
         let mut rest = room(&mut self.bytes, as_size(held.iter().map(|stretch| stretch.len).sum()));
         for stretch in &held {
             let (place, after) = rest.split_at_mut(as_size(stretch.len));
@@ -70,17 +70,34 @@ impl Block {
     }
 }
 
-/// The same bytes in as few stretches as they come in, in the order of files.
-fn merged(mut stretches: Vec<Stretch>) -> Vec<Stretch> {
-    stretches.sort_unstable_by_key(|stretch| (stretch.file, stretch.offset));
-    stretches.dedup_by(|next, last| {
-        let joins = last.file == next.file && next.offset <= last.offset + last.len + GAP_BYTES;
-        if joins {
-            last.len = last.len.max(next.offset + next.len - last.offset);
+/// What is to be held.
+#[derive(Debug, Default)]
+pub struct Wanted(Vec<Stretch>);
+
+impl Wanted {
+    /// Pieces of one strip come in the order of their source, nearly all of them: so there are few stretches at any time.
+    pub fn add(&mut self, next: Stretch) {
+        if !self.0.last_mut().is_some_and(|last| joined(last, &next)) {
+            self.0.push(next);
         }
-        joins
-    });
-    stretches
+    }
+
+    /// In the order of files, none near another.
+    fn stretches(mut self) -> Vec<Stretch> {
+        self.0.sort_unstable_by_key(|stretch| (stretch.file, stretch.offset));
+        self.0.dedup_by(|next, last| joined(last, next));
+        self.0
+    }
+}
+
+/// Whether `next`, which begins no earlier than `last`, became a part of it.
+fn joined(last: &mut Stretch, next: &Stretch) -> bool {
+    let end = last.offset + last.len;
+    let joins = last.file == next.file && last.offset <= next.offset && next.offset <= end + GAP_BYTES;
+    if joins {
+        last.len = end.max(next.offset + next.len) - last.offset;
+    }
+    joins
 }
 
 fn as_size(bytes: u64) -> usize {
@@ -102,9 +119,10 @@ mod tests {
         let file = files.add(&path).unwrap();
         let stretch = |offset, len| Stretch { file, offset, len };
         let mut block = Block::default();
-        block
-            .hold(&files, vec![stretch(20_000, 10), stretch(5, 100), stretch(50, 200), stretch(100_000, 2 << 20)])
-            .unwrap();
+        let mut wanted = Wanted::default();
+        let stretches = [stretch(20_000, 10), stretch(5, 100), stretch(50, 200), stretch(100_000, 2 << 20)];
+        stretches.into_iter().for_each(|stretch| wanted.add(stretch));
+        block.hold(&files, wanted).unwrap();
         assert_eq!(block.held, [stretch(5, 245), stretch(20_000, 10)]);
         assert_eq!(block.get(stretch(60, 190)).unwrap(), &content[60..250]);
         assert_eq!(block.get(stretch(20_001, 9)).unwrap(), &content[20_001..20_010]);

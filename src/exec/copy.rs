@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex};
 use rayon::prelude::*;
 
 use super::bands::{self, Member};
+use super::block::Wanted;
 use super::cast::Counts;
 use super::output::Outputs;
 use super::passing::Passing;
@@ -250,11 +251,11 @@ impl Filler<'_> {
         stop: &Stop,
     ) -> Result<()> {
         if band.len() > 1 {
-            let mut wanted = Vec::new();
+            let mut wanted = Wanted::default();
             for part in band.iter().flat_map(|strip| &strip.parts) {
                 if let Content::Payload { slot, bytes } = &part.content {
                     let tile = &self.slots[*slot].tile;
-                    tile.scattered(bytes.start / tile.itemsize(), part.len() / tile.itemsize(), &mut wanted);
+                    tile.short_runs(bytes.start / tile.itemsize(), part.len() / tile.itemsize(), &mut wanted);
                 }
             }
             scratch.block.hold(self.input.files, wanted)?;

@@ -9,18 +9,17 @@ use std::convert::Infallible;
 
 use smallvec::SmallVec;
 
-use super::block::Block;
+use super::block::{Block, Wanted};
 use super::cast::{Cast, Counts};
 use super::passing::Passing;
 use super::reduce::{Fault, Reducer};
-use super::runs::{is_scattered, note_runs, read_piece};
+use super::runs::{LONG_RUN_BYTES, is_scattered, note_runs, read_piece, stretch};
 use super::{CAST_BYTES, Input, SUM_BYTES, room};
 use crate::catalog::{Dtype, Fqn, Located, TensorEntry, span};
 use crate::error::{Error, Result};
 use crate::layout::partial::Share;
 use crate::layout::{Dims, ReduceOp, Tile};
 use crate::plan::{Piece, Pieces, Source, TilePlan};
-use crate::storage::Stretch;
 
 /// The chunks of one tensor that were found already: the tiles of a re-cut share their source chunks.
 #[derive(Debug, Default)]
@@ -270,14 +269,13 @@ impl Prepared {
         })
     }
 
-    /// Add the stretches of the source that hold what is scattered of `numel` elements from `first`.
-    pub fn scattered(&self, first: u64, numel: u64, stretches: &mut Vec<Stretch>) {
+    /// Want the stretches of the source that hold the short runs of `numel` elements from `first`.
+    pub fn short_runs(&self, first: u64, numel: u64, wanted: &mut Wanted) {
         for part in &self.parts {
             let pieces = Pieces::new(&part.plan, &part.strides, self.dtype.itemsize());
             let Ok(()): Result<(), Infallible> = pieces.visit(first..first + numel, |piece| {
-                if is_scattered(&piece) {
-                    let Located { file, offset, .. } = part.located[piece.overlap];
-                    stretches.push(Stretch { file, offset: offset + piece.source, len: piece.source_span() });
+                if piece.run_bytes < LONG_RUN_BYTES {
+                    wanted.add(stretch(&part.located[piece.overlap], &piece));
                 }
                 Ok(())
             });

@@ -19,7 +19,7 @@ use crate::plan::lower::Level;
 use crate::storage::{IoMode, OpenFile, Stretch};
 
 /// Runs at least this long are worth a read of their own; below, many are copied from one mapping or block.
-const LONG_RUN_BYTES: u64 = 64 << 10;
+pub const LONG_RUN_BYTES: u64 = 64 << 10;
 
 /// Note the runs of a piece that were read in one go each. Short strided runs are not worth it: their record hardly
 /// ever passes through whole.
@@ -43,6 +43,12 @@ pub fn is_scattered(piece: &Piece) -> bool {
     piece.run_bytes < LONG_RUN_BYTES && !piece.levels.is_empty()
 }
 
+/// What a piece takes of its file, from its first byte to its last.
+#[must_use]
+pub fn stretch(located: &Located, piece: &Piece) -> Stretch {
+    Stretch { file: located.file, offset: located.offset + piece.source, len: piece.source_span() }
+}
+
 /// Read a piece into its place in a strip.
 ///
 /// # Errors
@@ -57,12 +63,11 @@ pub fn read_piece(
 ) -> Result<()> {
     let target = usize::try_from(piece.target).expect("a strip fits memory");
     let base = located.offset;
-    if is_scattered(piece) {
-        let wanted = Stretch { file: located.file, offset: base + piece.source, len: piece.source_span() };
-        if let Some(source) = block.get(wanted) {
-            copy_runs(source, &mut strip[target..], piece.run_bytes, &piece.levels);
-            return Ok(());
-        }
+    if piece.run_bytes < LONG_RUN_BYTES
+        && let Some(source) = block.get(stretch(located, piece))
+    {
+        copy_runs(source, &mut strip[target..], piece.run_bytes, &piece.levels);
+        return Ok(());
     }
     if piece.run_bytes >= LONG_RUN_BYTES || piece.levels.is_empty() && io != IoMode::Mmap {
         let run = usize::try_from(piece.run_bytes).expect("a strip fits memory");
