@@ -170,22 +170,22 @@ fn prepare(input: Input<'_>, window: &[Reserved]) -> Result<(Vec<Slot>, Vec<Payl
             let mut known = Locations::default();
             let mut counted = HashSet::new();
             let mut tiles = Vec::with_capacity(tensor.entry.chunks.len());
-            let mut rows = Vec::with_capacity(tensor.entry.chunks.len());
             for index in 0..tensor.entry.chunks.len() {
                 let Some((file, offset)) = tensor.place(index) else { continue };
                 let tile = tensor.entry.chunks.tile(index);
                 let share = tensor.shares.get(index);
                 let prepared = Prepared::share(input, &source, &tile, share.map(Arc::as_ref), &mut known)?;
-                rows.push((tile.dims().first().cloned(), share));
                 let is_new = pair.0 != pair.1 && counted.insert((tile, share));
                 let slot = Slot { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(pair) };
                 let itemsize = pair.1.itemsize();
                 let payload = Payload { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
                 tiles.push((slot, payload));
             }
-            let members = zip(&mut tiles, rows).filter(|((slot, _), _)| slot.tile.is_scattered());
-            bands::group(members.map(|((slot, payload), key)| Member {
-                key,
+            let placed = (0..tensor.entry.chunks.len()).filter(|index| tensor.place(*index).is_some());
+            let members = zip(&mut tiles, placed).filter(|((slot, _), _)| slot.tile.is_scattered());
+            bands::group(members.map(|((slot, payload), index)| Member {
+                tile: tensor.entry.chunks.tile(index),
+                share: tensor.shares.get(index).map(Arc::as_ref),
                 source_bytes: slot.tile.source_bytes(),
                 group: &mut payload.group,
             }));
