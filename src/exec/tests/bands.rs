@@ -3,7 +3,7 @@
 use super::*;
 use crate::catalog::{OutputFile, Reservation, Reserved, TensorId};
 use crate::exec::copy::copy;
-use crate::exec::{Options, SCRATCH_BYTES, Silent, Stop};
+use crate::exec::{Options, Silent, Stop};
 use crate::storage::FileId;
 
 fn bytes(len: u64) -> usize {
