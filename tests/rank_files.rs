@@ -221,7 +221,7 @@ fn writers_look_at_dtypes_and_shapes_only() {
         let mut shards = |_: &Fqn, _: &dtshard::catalog::Path, entry: &TensorEntry| {
             let chosen = placements(list, entry);
             let tile = |at: &dtshard::layout::Dims| local_shard(&entry.shape, mesh.shape(), &chosen, at).unwrap();
-            Ok(mesh.coordinates().map(|(rank, at)| (tile(&at), vec![rank])).collect())
+            Ok(mesh.coordinates().map(|(rank, at)| (tile(&at), [rank].into_iter().collect())).collect())
         };
         dcp::reserve(catalog, &catalog.state, &mut shards).unwrap()
     };

@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 
 use crate::layout::flat::StorageOrder;
-use crate::layout::{Dims, Rank, Region, Tile};
+use crate::layout::{Dims, Intervals, Rank, Tile};
 use crate::storage::{FileId, Stretch};
 
 /// Where the bytes of a chunk begin.
@@ -121,16 +121,16 @@ impl ChunkTable {
     /// Where the tile has another number of dims than the tensor, which readers check first.
     pub fn push(&mut self, chunk: Chunk) {
         let index = u32::try_from(self.places.len()).expect("fewer than 2^32 chunks a tensor");
-        let bounds = chunk.tile.bounds();
-        assert_eq!(bounds.sizes.len(), self.ndim, "a chunk has the dims of its tensor");
-        self.bounds.extend_from_slice(&bounds.offsets);
-        self.bounds.extend_from_slice(&bounds.sizes);
+        assert_eq!(chunk.tile.ndim(), self.ndim, "a chunk has the dims of its tensor");
+        let bounds = || chunk.tile.dims().iter().map(Intervals::bounds);
+        self.bounds.extend(bounds().map(|dim| dim.start));
+        self.bounds.extend(bounds().map(|dim| dim.end - dim.start));
         self.places.push(chunk.place);
         self.ranks.push(chunk.rank.map_or(NO_RANK, |rank| rank.0));
         if let Some(strides) = chunk.strides {
             self.strides.insert(index, strides);
         }
-        if chunk.tile.as_region().is_none() && !chunk.tile.is_empty() {
+        if !chunk.tile.is_box() && !chunk.tile.is_empty() {
             self.interleaved.insert(index, chunk.tile);
         }
     }
@@ -143,7 +143,7 @@ impl ChunkTable {
         }
         let row = &self.bounds[index * 2 * self.ndim..(index + 1) * 2 * self.ndim];
         let (offsets, sizes) = row.split_at(self.ndim);
-        Tile::from_region(&Region::new(offsets, sizes))
+        Tile::new(offsets.iter().zip(sizes).map(|(&at, &size)| Intervals::single(at, size)))
     }
 
     #[must_use]

@@ -37,7 +37,10 @@ pub struct Path(pub Vec<Key>);
 impl Path {
     #[must_use]
     pub fn fqn(&self) -> Fqn {
-        Fqn::from(self.to_string())
+        match self.0.as_slice() {
+            [Key::Name(name)] => Fqn::from(name.clone()),
+            _ => Fqn::from(self.to_string()),
+        }
     }
 
     #[must_use]
@@ -170,32 +173,41 @@ pub fn rank_key(rank: Rank) -> Key {
 
 /// Every tensor of a value with its path, also those inside tuples and objects, which [`leaves`] does not enter.
 pub fn tensors(value: &Value, path: &Path, visit: &mut dyn FnMut(&Path, TensorId)) {
+    tensors_below(value, &mut path.clone(), visit);
+}
+
+fn tensors_below(value: &Value, path: &mut Path, visit: &mut dyn FnMut(&Path, TensorId)) {
+    let mut step = |key: Key, child: &Value| {
+        path.0.push(key);
+        tensors_below(child, path, visit);
+        path.0.pop();
+    };
     match value {
         Value::Tensor(id) => visit(path, *id),
         Value::Dict(dict) => {
             for (key, child) in &dict.entries {
-                tensors(child, &path.child(Key::Name(key_text(key))), visit);
+                step(Key::Name(key_text(key)), child);
             }
         }
         Value::List(items) | Value::Tuple(items) | Value::Set(items) | Value::FrozenSet(items) => {
             for (index, child) in items.iter().enumerate() {
-                tensors(child, &path.child(Key::Index(index as u64)), visit);
+                step(Key::Index(index as u64), child);
             }
         }
         Value::Object(object) => {
             for (index, child) in object.args.iter().chain(&object.items).enumerate() {
-                tensors(child, &path.child(Key::Index(index as u64)), visit);
+                step(Key::Index(index as u64), child);
             }
             for (key, child) in object.kwargs.iter().chain(&object.entries) {
-                tensors(child, &path.child(Key::Name(key_text(key))), visit);
+                step(Key::Name(key_text(key)), child);
             }
             if let Some(state) = &object.state {
-                tensors(state, path, visit);
+                tensors_below(state, path, visit);
             }
         }
         Value::PerRank(holdings) => {
             for holding in holdings {
-                tensors(&holding.value, &path.child(rank_key(holding.ranks[0])), visit);
+                step(rank_key(holding.ranks[0]), &holding.value);
             }
         }
         _ => {}

@@ -60,6 +60,7 @@ pub struct Literal {
 }
 
 /// A span of tensor data whose CRC-32 (IEEE, little-endian) goes to `sites`. A literal lies in it wholly or not at all.
+/// All sums of a file have as many sites, and the first ones ascend as the spans do, as do the second ones.
 #[derive(Clone, Debug)]
 pub struct Sum {
     pub range: Range<u64>,
@@ -89,6 +90,19 @@ impl OutputFile {
         offset
     }
 
+    /// Append all that another file holds, tensor data included; gives where it begins here.
+    pub fn append(&mut self, other: &Self) -> u64 {
+        let base = self.len;
+        self.len += other.len;
+        let moved = |literal: &Literal| Literal { offset: base + literal.offset, bytes: Arc::clone(&literal.bytes) };
+        self.literals.extend(other.literals.iter().map(moved));
+        self.sums.extend(other.sums.iter().map(|sum| Sum {
+            range: base + sum.range.start..base + sum.range.end,
+            sites: sum.sites.iter().map(|site| base + site).collect(),
+        }));
+        base
+    }
+
     /// Whether the byte at this offset lies in a span that is summed.
     #[must_use]
     pub fn sums_at(&self, offset: u64) -> bool {
@@ -113,6 +127,25 @@ impl Reservation {
         let chunks: u64 = self.tensors.iter().map(|tensor| tensor.entry.chunks.len() as u64).sum();
         let planned = self.tensors.iter().map(|tensor| tensor.tiles_read(source.tensor(tensor.source)) as u64);
         literals + chunks * CHUNK_BYTES + planned.max().unwrap_or(0).saturating_mul(PLANNED_BYTES)
+    }
+
+    /// Memory that sums take while they wait for each other, where strips have this length: those of spans that lie, with
+    /// their sites, within a strip do not wait.
+    #[must_use]
+    pub fn waiting_bytes(&self, strip_bytes: u64) -> u64 {
+        /// Its value; its part and its open sites, in lists that have grown to hold them.
+        const VALUE_BYTES: u64 = 4;
+        const WAITING_BYTES: u64 = 2 * (40 + 2 * 24);
+        let of_sum = |sum: &Sum| {
+            let last = sum.sites.iter().copied().fold(sum.range.end, u64::max);
+            let length = last.saturating_sub(sum.range.start);
+            // A short one meets the end of a strip as often as its length has it, a long one is in every strip it crosses.
+            let per_mille = length.saturating_mul(1000) / strip_bytes;
+            VALUE_BYTES * 1000
+                + WAITING_BYTES
+                    * per_mille.min(1000 + sum.range.end.saturating_sub(sum.range.start) / strip_bytes * 1000)
+        };
+        self.files.iter().flat_map(|file| &file.sums).map(of_sum).sum::<u64>() / 1000
     }
 
     /// Take in what another part of the checkpoint reserves: its files come to lie in `folder`, behind the ones here.

@@ -7,19 +7,26 @@
 //! Source of the rule: `torch/distributed/checkpoint/default_planner.py` (`_validate_global_plan`) checks the same at
 //! save time; nothing checks it at load time, where holes keep old values in silence.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
+
+use foldhash::fast::RandomState;
+use indexmap::IndexMap;
+use smallvec::SmallVec;
 
 use super::{Fqn, TensorEntry};
 use crate::error::{CoverageKind, Error, Result};
 use crate::layout::partial::Reduction;
 use crate::layout::{Cover, CoverError, Rank, Tile};
 
+/// Chunks of one tile, in the order of the table.
+pub type Holders = SmallVec<[u32; 4]>;
+
 /// The distinct tiles of a tensor, or of one of its summands, who holds each, and the proof that they tile it.
 #[derive(Debug)]
 pub struct Tiling {
     pub tiles: Vec<Tile>,
-    /// For each tile its chunks, in the order of the table; the first is the one to read.
-    pub holders: Vec<Vec<u32>>,
+    /// For each tile its chunks; the first is the one to read.
+    pub holders: Vec<Holders>,
     pub cover: Cover,
 }
 
@@ -55,29 +62,21 @@ impl TensorEntry {
         summand: Option<(&Reduction, u64)>,
     ) -> Result<Tiling> {
         let chunks = chunks.into_iter();
-        let mut index_of: HashMap<Tile, usize> = HashMap::with_capacity(chunks.len());
-        let mut tiles = Vec::new();
-        let mut holders: Vec<Vec<u32>> = Vec::new();
+        let mut known: IndexMap<Tile, Holders, RandomState> =
+            IndexMap::with_capacity_and_hasher(chunks.len(), RandomState::default());
         for chunk in chunks {
             let tile = self.chunks.tile(chunk as usize);
-            if tile.is_empty() {
-                continue;
-            }
-            match index_of.get(&tile) {
-                Some(&known) => holders[known].push(chunk),
-                None => {
-                    index_of.insert(tile.clone(), tiles.len());
-                    tiles.push(tile);
-                    holders.push(vec![chunk]);
-                }
+            if !tile.is_empty() {
+                known.entry(tile).or_default().push(chunk);
             }
         }
+        let (tiles, holders): (Vec<Tile>, Vec<Holders>) = known.into_iter().unzip();
         Cover::prove(&self.shape, &tiles)
             .map_err(|error| self.coverage_error(&error, &holders, summand))
             .map(|cover| Tiling { tiles, holders, cover })
     }
 
-    fn coverage_error(&self, error: &CoverError, holders: &[Vec<u32>], summand: Option<(&Reduction, u64)>) -> Error {
+    fn coverage_error(&self, error: &CoverError, holders: &[Holders], summand: Option<(&Reduction, u64)>) -> Error {
         let shape = format!("shape {:?}", self.shape.as_slice());
         let shape = summand.map_or(shape.clone(), |(of, number)| format!("{}, {shape}", of.name(number)));
         let (kind, region, detail) = match error {
@@ -108,7 +107,7 @@ impl TensorEntry {
         Error::Coverage { fqn: self.fqn.to_string(), kind, region, detail, hint: Some(hint.into()) }
     }
 
-    fn holder_name(&self, holders: &[Vec<u32>], tile: usize) -> String {
+    fn holder_name(&self, holders: &[Holders], tile: usize) -> String {
         self.chunk_name(holders[tile][0])
     }
 

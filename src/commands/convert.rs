@@ -20,6 +20,7 @@ use crate::exec::{Options, Silent, Stop, compare, copy};
 use crate::format::{Format, is_checkpoint};
 use crate::quantity::{count, human_bytes};
 use crate::storage::filesystem;
+use crate::storage::memory::{Anonymous, anonymous};
 
 /// A conversion with everything decided.
 pub struct Conversion<'a> {
@@ -120,7 +121,7 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     }
     let (checks, dst, max_memory) = (args.checks, args.dst.as_deref(), args.source.max_memory.0);
     let args = &args.destination;
-    let report = Report { conversion, destination: dst, options };
+    let report = Report { conversion, destination: dst, options, before: anonymous() };
     report.check_memory(max_memory)?;
     if args.dry_run {
         let stats = copy::dry_run(input(source), &conversion.reservation, &Stop::default())?;
@@ -269,6 +270,8 @@ struct Report<'a> {
     conversion: &'a Conversion<'a>,
     destination: Option<&'a Path>,
     options: &'a Options,
+    /// Memory when all is read and laid out, and no tensor data has moved.
+    before: Option<Anonymous>,
 }
 
 /// Lines for the user before the work begins.
@@ -347,18 +350,31 @@ impl Report<'_> {
         reservation.len_bytes() + carried.iter().map(|file| file.len).sum::<u64>()
     }
 
-    /// What headers, pickles and tables take beyond what every run is allowed for them.
-    fn peak_bytes(&self) -> u64 {
+    /// What `--max-memory` is for: buffers, and the headers, pickles and tables of the output beyond what every run is
+    /// allowed for them.
+    fn bounded_bytes(&self) -> u64 {
         const ALLOWED: u64 = 16 << 20;
         let held =
             self.conversion.reservation.held_bytes(&self.conversion.source.checkpoint.catalog).saturating_sub(ALLOWED);
         super::BASE_BYTES + self.options.buffer_bytes() + held
     }
 
+    /// All anonymous memory at its peak, which is while metadata is read, or while data moves.
+    fn peak_bytes(&self, stats: &Stats) -> u64 {
+        /// Stack of a worker, and what its allocations leave unused.
+        const WORKER_BYTES: u64 = 1 << 20;
+        let Some(before) = self.before else { return self.bounded_bytes() + stats.planned_bytes };
+        let workers = self.options.buffer_bytes() + self.options.threads as u64 * WORKER_BYTES;
+        let waiting = self.conversion.reservation.waiting_bytes(self.options.strip_bytes);
+        let peak = before.peak.max(before.now + workers + stats.planned_bytes + waiting);
+        // Another run is not the same to the last page.
+        peak + peak / 32 + (1 << 20)
+    }
+
     /// # Errors
     /// `Usage` with the floor, where the memory that is allowed is less.
     fn check_memory(&self, max_memory: u64) -> Result<()> {
-        let needed = self.peak_bytes();
+        let needed = self.bounded_bytes();
         if needed <= max_memory {
             return Ok(());
         }
@@ -402,7 +418,7 @@ impl Report<'_> {
             "bytes_written": self.bytes_written(),
             "runs": stats.runs,
             "mean_run_bytes": mean_run_bytes(stats),
-            "peak_bytes": self.peak_bytes(),
+            "peak_bytes": self.peak_bytes(stats),
             "left_out": left_out,
             "cast": cast,
             "tied": tied,
@@ -424,7 +440,7 @@ impl Report<'_> {
             format!("bytes read    {}", human_bytes(stats.bytes_read)),
             format!("bytes written {}", human_bytes(self.bytes_written())),
             format!("runs          {} (mean {})", stats.runs, human_bytes(mean_run_bytes(stats))),
-            format!("peak memory   {} (anonymous)", human_bytes(self.peak_bytes())),
+            format!("peak memory   {} (anonymous)", human_bytes(self.peak_bytes(stats))),
         ];
         let (left_out, _) = left_out(self.conversion);
         let lists = [("left out", left_out), ("cast", cast_text(stats))];

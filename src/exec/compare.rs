@@ -173,8 +173,10 @@ fn compare_blocks(
     let end = AtomicU64::new(u64::MAX);
     let found = Mutex::new(None::<Difference>);
     // Two buffers a thread share what is meant for one.
-    let blocks = Mutex::new(left.blocks(options.strip_bytes / 2));
-    (0..options.threads).into_par_iter().with_max_len(1).try_for_each(|_| -> Result<()> {
+    let blocks = left.blocks(options.strip_bytes / 2);
+    let workers = options.threads.min(blocks.len());
+    let blocks = Mutex::new(blocks);
+    let work = |_worker: usize| -> Result<()> {
         let (mut buffers, mut scratch) = ((Vec::new(), Vec::new()), Scratch::default());
         loop {
             let next = blocks.lock().expect("no panic while the lock is held").next();
@@ -194,7 +196,13 @@ fn compare_blocks(
             }
             reporter.advance(len);
         }
-    })?;
+    };
+    // Waking others takes longer than a tensor of one block.
+    if workers <= 1 {
+        work(0)?;
+    } else {
+        (0..workers).into_par_iter().with_max_len(1).try_for_each(work)?;
+    }
     Ok(found.into_inner().expect("no panic while the lock is held"))
 }
 
@@ -225,10 +233,11 @@ impl<'a> Values<'a> {
     }
 
     /// The (first byte, length) of each block; blocks hold whole elements.
-    fn blocks(&self, block_bytes: u64) -> impl Iterator<Item = (u64, u64)> + use<> {
+    fn blocks(&self, block_bytes: u64) -> impl ExactSizeIterator<Item = (u64, u64)> + use<> {
         let itemsize = self.prepared.itemsize();
         let total = self.prepared.numel() * itemsize;
         let step = (block_bytes - block_bytes % itemsize).max(itemsize);
-        (0..total.div_ceil(step)).map(move |index| (index * step, step.min(total - index * step)))
+        let count = usize::try_from(total.div_ceil(step)).expect("fewer blocks than bytes of memory");
+        (0..count).map(move |index| (index as u64 * step, step.min(total - index as u64 * step)))
     }
 }

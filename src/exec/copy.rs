@@ -17,6 +17,7 @@ use super::cast::Counts;
 use super::output::Outputs;
 use super::passing::Passing;
 use super::strips::{Content, Cutter, Payload, Strip};
+use super::sums::{InStrip, Sums};
 use super::{Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reservation, Reserved};
 use crate::error::Result;
@@ -29,6 +30,10 @@ const WINDOW_BYTES: u64 = 256 << 20;
 /// Tiles planned and located at a time, where they are small.
 const WINDOW_TILES: usize = 1 << 14;
 
+/// A tile on its way from being planned to being in a strip: as one of its tensor and as one of the window, its payload,
+/// and its part of a strip, in lists that have grown to hold it.
+const PLANNED_BYTES: u64 = 4 * (size_of::<Slot>() + size_of::<Payload>()) as u64;
+
 /// Counts of what a copy moves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
@@ -36,6 +41,8 @@ pub struct Stats {
     pub bytes_read: u64,
     /// Contiguous runs they come in.
     pub runs: u64,
+    /// Memory that the largest plan took: only those of one window exist at a time.
+    pub planned_bytes: u64,
     /// By dtype in the source and in the target.
     pub casts: BTreeMap<DtypePair, CastCount>,
 }
@@ -54,12 +61,15 @@ pub struct CastCount {
 
 impl Stats {
     fn count(&mut self, input: Input<'_>, window: &[Reserved], slots: &[Slot]) {
+        let mut planned_bytes = 0;
         for slot in slots {
             slot.tile.pieces(|piece| {
                 self.runs += piece.runs();
                 self.bytes_read += piece.len_bytes();
             });
+            planned_bytes += PLANNED_BYTES + slot.tile.held_bytes();
         }
+        self.planned_bytes = self.planned_bytes.max(planned_bytes);
         for tensor in window {
             let pair = (input.catalog.tensor(tensor.source).dtype, tensor.dtype());
             if pair.0 != pair.1 {
@@ -105,9 +115,12 @@ pub fn copy(
         passing.settle(input.files)?;
         stats.count(input, window, &slots);
     }
-    filler.fill(&mut cutter.finish(), options, reporter, stop)?;
+    let (mut in_spans, mut others) = cutter.finish().into_iter().partition::<Vec<_>, _>(|strip| sums.has_part(strip));
+    filler.fill(&mut in_spans, options, reporter, stop)?;
+    sums.settle();
+    filler.fill(&mut others, options, reporter, stop)?;
     stats.count_lost(lost.into_inner().expect("no panic while the lock is held"));
-    sums.patch(reservation, &outputs)?;
+    sums.patch(&outputs)?;
     input.files.check_unchanged()?;
     if options.sync {
         let files = u32::try_from(outputs.len()).expect("fewer than 2^32 files");
@@ -216,7 +229,7 @@ struct Filler<'a> {
     reservation: &'a Reservation,
     slots: &'a [Slot],
     outputs: &'a Outputs,
-    sums: &'a Sums,
+    sums: &'a Sums<'a>,
     passing: &'a Passing,
     lost: &'a Mutex<BTreeMap<DtypePair, Counts>>,
 }
@@ -272,6 +285,7 @@ impl Filler<'_> {
         let len = usize::try_from(strip.range.end - strip.range.start).expect("a strip fits memory");
         let buffer = buffer.room(strip.range.start, len);
         let file = &self.reservation.files[strip.file as usize];
+        let (sums, mut summed) = (self.sums.are_wanted(strip.file), InStrip::default());
         for part in &strip.parts {
             let start = usize::try_from(part.offset - strip.range.start).expect("a strip fits memory");
             let end = start + usize::try_from(part.len()).expect("a strip fits memory");
@@ -283,7 +297,7 @@ impl Filler<'_> {
                     target.copy_from_slice(&file.literals[*literal].bytes[range]);
                     // What lies between tensor data of one span is summed with it.
                     if file.sums_at(part.offset) {
-                        self.sums.add(strip.file, part.offset, target);
+                        summed.add(part.offset, target);
                     }
                 }
                 Content::Payload { slot, bytes } => {
@@ -294,51 +308,15 @@ impl Filler<'_> {
                         let mut lost = self.lost.lock().expect("no panic while the lock is held");
                         lost.entry(*pair).or_default().add(counts);
                     }
-                    self.sums.add(strip.file, part.offset, target);
+                    if sums {
+                        summed.add(part.offset, target);
+                    }
                 }
             }
+        }
+        if sums {
+            self.sums.close(strip.file, &strip.range, buffer, &mut summed);
         }
         self.outputs.write(strip.file, strip.range.start, buffer)
-    }
-}
-
-/// CRC-32s of strips on their way to becoming those of whole spans.
-struct Sums {
-    /// For each file, whether it wants any.
-    wanted: Vec<bool>,
-    /// By file and offset: length and state of each stretch.
-    parts: Mutex<BTreeMap<(u32, u64), crc32fast::Hasher>>,
-}
-
-impl Sums {
-    fn new(reservation: &Reservation) -> Self {
-        let wanted = reservation.files.iter().map(|file| !file.sums.is_empty()).collect();
-        Self { wanted, parts: Mutex::default() }
-    }
-
-    fn add(&self, file: u32, offset: u64, bytes: &[u8]) {
-        if self.wanted[file as usize] {
-            let mut hasher = crc32fast::Hasher::new();
-            hasher.update(bytes);
-            self.parts.lock().expect("no panic while the lock is held").insert((file, offset), hasher);
-        }
-    }
-
-    /// Combine the strips of every span in order and write the result where the format wants it.
-    fn patch(&self, reservation: &Reservation, outputs: &Outputs) -> Result<()> {
-        let parts = self.parts.lock().expect("no panic while the lock is held");
-        for (index, file) in (0_u32..).zip(&reservation.files) {
-            for sum in &file.sums {
-                let mut whole = crc32fast::Hasher::new();
-                for (_, part) in parts.range((index, sum.range.start)..(index, sum.range.end)) {
-                    whole.combine(part);
-                }
-                let value = whole.finalize().to_le_bytes();
-                for &site in &sum.sites {
-                    outputs.write(index, site, &value)?;
-                }
-            }
-        }
-        Ok(())
     }
 }

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::convert::Infallible;
 
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 use super::block::{Block, Wanted};
 use super::cast::{Cast, Counts};
@@ -18,8 +18,8 @@ use super::{CAST_BYTES, Input, SUM_BYTES, room};
 use crate::catalog::{Dtype, Fqn, Located, TensorEntry, span};
 use crate::error::{Error, Result};
 use crate::layout::partial::Share;
-use crate::layout::{Dims, ReduceOp, Tile};
-use crate::plan::{Piece, Pieces, Source, TilePlan};
+use crate::layout::{Dims, ReduceOp, Segment, Tile};
+use crate::plan::{Overlap, Piece, Pieces, Source, TilePlan};
 
 /// The chunks of one tensor that were found already: the tiles of a re-cut share their source chunks.
 #[derive(Debug, Default)]
@@ -135,9 +135,9 @@ impl Prepared {
     /// As [`Prepared::new`].
     pub fn chunk(input: Input<'_>, entry: &TensorEntry, chunk: u32) -> Result<Self> {
         let sizes = entry.chunks.tile(chunk as usize).sizes();
-        let whole = |&size: &u64| vec![crate::layout::Segment { left: 0, right: 0, len: size }];
+        let whole = |&size: &u64| smallvec![crate::layout::Segment { left: 0, right: 0, len: size }];
         let segments = sizes.iter().map(whole).collect();
-        let overlap = crate::plan::Overlap { chunk, source_sizes: sizes.clone(), segments };
+        let overlap = Overlap { chunk, source_sizes: sizes.clone(), segments };
         let mut prepared = Self::of(entry, sizes.iter().product());
         let plan = TilePlan { sizes, overlaps: vec![overlap] };
         prepared.parts.push(Gathered::new(input, entry, plan, &mut Locations::default())?);
@@ -280,6 +280,22 @@ impl Prepared {
                 Ok(())
             });
         }
+    }
+
+    /// Memory it takes besides its own.
+    #[must_use]
+    pub fn held_bytes(&self) -> u64 {
+        /// What finds a chunk again that another tile needs as well, and what an allocator adds to lists this short.
+        const FOUND: usize = size_of::<(u32, Located)>() * 2 + 128;
+        let overlap = size_of::<Overlap>() + size_of::<Located>() + size_of::<Dims>() + FOUND;
+        let name = self.fqn.as_str().len() + 32;
+        let part = |part: &Gathered| {
+            let segments = part.plan.overlaps.iter().flat_map(|overlap| &overlap.segments);
+            // Lists have grown to what they hold, in powers of two.
+            part.plan.overlaps.len().next_power_of_two().max(4) * overlap
+                + segments.map(|list| (list.capacity() + 1) * size_of::<Segment>()).sum::<usize>()
+        };
+        (name + self.parts.iter().map(part).sum::<usize>()) as u64
     }
 
     /// Visit the pieces of the whole tile, for statistics.

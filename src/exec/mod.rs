@@ -18,6 +18,7 @@ mod runs;
 pub mod staging;
 mod stop;
 mod strips;
+mod sums;
 #[cfg(test)]
 mod tests;
 

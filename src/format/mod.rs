@@ -254,7 +254,7 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located
     match entry.chunks.place(index) {
         Place::Bytes { file, offset } => Ok(Located { file, offset, strides: strides(), summed: None }),
         Place::Record { file, record, within } => {
-            let start = zip::data_offset(files, file, record.header)?;
+            let start = zip::data_offset(files, file, record)?;
             let offset = start.checked_add(within);
             let offset = offset.ok_or_else(|| {
                 Error::malformed(files.path(file), entry.fqn.as_str(), "an offset inside the file", "2^64")

@@ -39,6 +39,7 @@ mod placement;
 mod region;
 pub mod rules;
 mod shard;
+pub mod shards;
 mod split;
 pub mod strided;
 mod tile;
@@ -49,7 +50,7 @@ mod tests;
 
 pub use cover::{Cover, CoverError};
 pub use error::LayoutError;
-pub use intervals::{Intervals, Segment};
+pub use intervals::{Intervals, Segment, Segments};
 pub use mesh::DeviceMesh;
 pub use pattern::Pattern;
 pub use placement::{Placement, PlacementSpec, ReduceOp, comma_list, parse_placements};

@@ -4,10 +4,9 @@
 //! no rule matches gets the fallback, which gives Replicate on a mesh dim where it does not fit (`S(1)` of a bias).
 
 use super::parallelize::Plan;
+use super::shards::{Held, shards};
 use super::strided::Move;
-use super::{
-    DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Rank, Split, Tile, comma_list, local_part,
-};
+use super::{DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Split, Tile, comma_list, local_part};
 
 /// What somebody says of some tensors.
 #[derive(Clone, Debug)]
@@ -290,22 +289,14 @@ impl Layout {
     ///
     /// # Errors
     /// `LayoutError` where the placements do not fit the shape.
-    pub fn shards(&self, shape: &[u64], shared: &Shared) -> Result<Vec<(Tile, Vec<Rank>)>, LayoutError> {
-        let mut shards: indexmap::IndexMap<Tile, Vec<Rank>> = indexmap::IndexMap::new();
-        for (rank, coordinate) in self.mesh.coordinates() {
-            let tile = shared.part(shape, &self.mesh, &coordinate)?;
-            shards.entry(tile).or_default().push(rank);
-        }
-        for ranks in shards.values_mut() {
-            ranks.sort_unstable();
-        }
-        Ok(shards.into_iter().collect())
+    pub fn shards(&self, shape: &[u64], shared: &Shared) -> Result<Vec<Held>, LayoutError> {
+        shards(shape, OnMesh { mesh: &self.mesh, shared })
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::{TensorDim, parse_placements};
+    use super::super::{Rank, TensorDim, parse_placements};
     use super::*;
 
     fn layout(mesh: &str, rules: &[(&str, &str)], fallback: &str) -> Layout {
@@ -389,6 +380,6 @@ mod tests {
         let layout = layout("dp=2,tp=2", &[], "R,S(0)");
         let shards = layout.shards(&[5], &layout.fitted(1, None).shared).unwrap();
         assert_eq!(shards.len(), 2);
-        assert_eq!(shards[0].1, [Rank(0), Rank(2)]);
+        assert_eq!(shards[0].1.as_slice(), [Rank(0), Rank(2)]);
     }
 }

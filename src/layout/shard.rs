@@ -85,10 +85,7 @@ pub fn local_part(
     splits: &[Split],
     coordinate: &[u64],
 ) -> Result<Tile, LayoutError> {
-    check_count(mesh_shape, placements)?;
-    if !splits.is_empty() && splits.len() != mesh_shape.len() {
-        return Err(LayoutError::SplitCount { expected: mesh_shape.len(), found: splits.len() });
-    }
+    check_counts(mesh_shape, placements, splits)?;
     let within = coordinate.len() == mesh_shape.len() && coordinate.iter().zip(mesh_shape).all(|(at, size)| at < size);
     if !within {
         let mesh = AsTuple(mesh_shape).to_string();
@@ -96,36 +93,61 @@ pub fn local_part(
     }
 
     let mut dims: SmallVec<[Intervals; 4]> = shape.iter().map(|&n| Intervals::full(n)).collect();
-    for (mesh_dim, &placement) in placements.iter().enumerate() {
-        let (k, r) = (mesh_shape[mesh_dim], coordinate[mesh_dim]);
-        let split = splits.get(mesh_dim).unwrap_or(&Split::Chunk);
-        let mesh_dim = MeshDim(mesh_dim);
-        let Some(dim) = placement.sharded_dim() else {
-            continue;
-        };
-        let ndim = shape.len();
-        let held = dims.get_mut(dim.0).ok_or(LayoutError::NoSuchDim { mesh_dim, dim, ndim })?;
-        *held = match placement {
-            Placement::StridedShard { split_factor: 0, .. } => {
-                return Err(LayoutError::ZeroSplitFactor { mesh_dim });
-            }
-            Placement::StridedShard { split_factor, .. } => {
-                let even = split_factor.checked_mul(k).is_some_and(|parts| held.len().is_multiple_of(parts));
-                if *split != Split::Chunk && (!even || matches!(split, Split::Sizes(_))) {
-                    let (split, numel) = (split.to_string(), held.len());
-                    return Err(LayoutError::SplitStrided { mesh_dim, split, split_factor, numel });
-                }
-                let positions = strided_chunk(held.len(), k, r, split_factor);
-                let pieces = held.count().saturating_add(positions.count());
-                if pieces > MAX_INTERVALS {
-                    return Err(LayoutError::Fragmented { dim, limit: MAX_INTERVALS, found: pieces });
-                }
-                held.select(&positions)
-            }
-            _ => held.slice(split.part(held.len(), k, r)?),
-        };
+    for mesh_dim in 0..placements.len() {
+        let Some(cut) = Cut::of(shape, mesh_shape, placements, splits, mesh_dim)? else { continue };
+        let held = &mut dims[cut.dim.0];
+        *held = cut.part(held, coordinate[mesh_dim])?;
     }
     Ok(Tile::new(dims))
+}
+
+/// What one mesh dim does to the tensor dim that it shards.
+pub(super) struct Cut<'a> {
+    pub dim: TensorDim,
+    /// Coordinates of the mesh dim, each of which gets a part.
+    pub parts: u64,
+    mesh_dim: MeshDim,
+    placement: Placement,
+    split: &'a Split,
+}
+
+impl<'a> Cut<'a> {
+    /// `None` for a mesh dim that leaves everything to everyone.
+    pub fn of(
+        shape: &[u64],
+        mesh_shape: &[u64],
+        placements: &[Placement],
+        splits: &'a [Split],
+        mesh_dim: usize,
+    ) -> Result<Option<Self>, LayoutError> {
+        let placement = placements[mesh_dim];
+        let Some(dim) = placement.sharded_dim() else { return Ok(None) };
+        let (parts, split) = (mesh_shape[mesh_dim], splits.get(mesh_dim).unwrap_or(&Split::Chunk));
+        let (mesh_dim, ndim) = (MeshDim(mesh_dim), shape.len());
+        match placement {
+            _ if dim.0 >= ndim => Err(LayoutError::NoSuchDim { mesh_dim, dim, ndim }),
+            Placement::StridedShard { split_factor: 0, .. } => Err(LayoutError::ZeroSplitFactor { mesh_dim }),
+            _ => Ok(Some(Self { dim, parts, mesh_dim, placement, split })),
+        }
+    }
+
+    /// What the `r`-th coordinate gets of what is `held` of the tensor dim.
+    pub fn part(&self, held: &Intervals, r: u64) -> Result<Intervals, LayoutError> {
+        let Placement::StridedShard { split_factor, .. } = self.placement else {
+            return Ok(held.slice(self.split.part(held.len(), self.parts, r)?));
+        };
+        let even = split_factor.checked_mul(self.parts).is_some_and(|parts| held.len().is_multiple_of(parts));
+        if *self.split != Split::Chunk && (!even || matches!(self.split, Split::Sizes(_))) {
+            let (mesh_dim, split, numel) = (self.mesh_dim, self.split.to_string(), held.len());
+            return Err(LayoutError::SplitStrided { mesh_dim, split, split_factor, numel });
+        }
+        let positions = strided_chunk(held.len(), self.parts, r, split_factor);
+        let pieces = held.count().saturating_add(positions.count());
+        if pieces > MAX_INTERVALS {
+            return Err(LayoutError::Fragmented { dim: self.dim, limit: MAX_INTERVALS, found: pieces });
+        }
+        Ok(held.select(&positions))
+    }
 }
 
 /// Placements that say, read left to right, what plain ones say in an explicit order.
@@ -174,6 +196,15 @@ pub fn from_shard_order(
         }
     }
     Ok(converted)
+}
+
+/// There is one placement a mesh dim, and one split or none at all.
+pub(super) fn check_counts(mesh_shape: &[u64], placements: &[Placement], splits: &[Split]) -> Result<(), LayoutError> {
+    check_count(mesh_shape, placements)?;
+    if splits.is_empty() || splits.len() == mesh_shape.len() {
+        return Ok(());
+    }
+    Err(LayoutError::SplitCount { expected: mesh_shape.len(), found: splits.len() })
 }
 
 fn check_count(mesh_shape: &[u64], placements: &[Placement]) -> Result<(), LayoutError> {

@@ -28,7 +28,8 @@ use super::{
 /// What one chunk or local tensor holds; no dims at all is the one element of a 0-d tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
-    dims: SmallVec<[Intervals; 4]>,
+    /// Planning moves millions of them: room for three dims, and an allocation for the few tensors with more.
+    dims: SmallVec<[Intervals; 3]>,
 }
 
 impl Tile {
@@ -87,10 +88,16 @@ impl Tile {
         (self.dims.iter().zip(shape)).map(|(dim, &n)| dim.start().unwrap_or(n)).collect()
     }
 
+    /// Whether the tile is one box that is not empty.
+    #[must_use]
+    pub fn is_box(&self) -> bool {
+        self.dims.iter().all(|dim| dim.as_single().is_some())
+    }
+
     /// The tile as a box, where it is one that is not empty.
     #[must_use]
     pub fn as_region(&self) -> Option<Region> {
-        (self.dims.iter().all(|dim| dim.as_single().is_some())).then(|| self.bounds())
+        self.is_box().then(|| self.bounds())
     }
 
     /// The boxes of the tile in row-major order, each with its offsets within the local tensor.

@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 
 use crate::catalog::{TensorEntry, Tiling};
 use crate::error::Result;
-use crate::layout::{Dims, Segment, Tile};
+use crate::layout::{Dims, Segment, Segments, Tile};
 
 /// A source tensor, proven and ready to be planned against.
 #[derive(Debug)]
@@ -75,7 +75,7 @@ pub struct Overlap {
 }
 
 /// What two tiles have in common: for each dim the stretches.
-type Common = SmallVec<[Vec<Segment>; 4]>;
+type Common = SmallVec<[Segments; 3]>;
 
 /// `None` where the tiles have nothing in common.
 fn overlap(source: &Tile, target: &Tile) -> Option<Common> {
@@ -94,7 +94,7 @@ fn overlap(source: &Tile, target: &Tile) -> Option<Common> {
 fn clip(segments: &Common, kept: &Common) -> Option<Common> {
     let mut clipped = Common::with_capacity(segments.len());
     for (dim, own) in segments.iter().enumerate() {
-        let mut common = Vec::new();
+        let mut common = Segments::new();
         let mut next = kept.get(dim)?.iter().peekable();
         for segment in own {
             // Both ascend in the target.

@@ -78,9 +78,14 @@ pub struct Options {
 
 impl Options {
     /// Whether all names stay as they are, once cleaned.
-    fn keep_names(&self) -> bool {
-        let changes = self.root != Root::Whole || self.add_prefix.is_some() || self.nest.is_some();
-        !changes && self.strip_prefixes.is_empty() && self.renames.is_empty()
+    fn keep_names(&self, survey: &Survey<'_>) -> bool {
+        let whole = match self.root {
+            Root::Whole => true,
+            Root::Model => survey.model_root.is_empty() && survey.leaves.iter().all(|leaf| leaf.in_model),
+            Root::At(_) => false,
+        };
+        let changes = self.add_prefix.is_some() || self.nest.is_some();
+        whole && !changes && self.strip_prefixes.is_empty() && self.renames.is_empty()
     }
 }
 
@@ -138,7 +143,7 @@ pub fn select(source: &Catalog, options: &Options) -> Result<Selected> {
     let survey = Survey::new(source, options.wrappers);
     let mut kept = filter::keep(&survey, options)?;
     let notes = filter::notes(&survey, options, &kept);
-    let state = if options.keep_names() && !survey.wrapped && kept.iter().all(|kept| *kept) {
+    let state = if options.keep_names(&survey) && !survey.wrapped && kept.iter().all(|kept| *kept) {
         source.state.clone()
     } else {
         rename(&survey, options, &mut kept)?

@@ -6,6 +6,7 @@
 
 pub mod direct;
 pub mod filesystem;
+pub mod memory;
 mod sigbus;
 
 use std::fs::{File, OpenOptions};

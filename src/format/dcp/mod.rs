@@ -2,9 +2,11 @@
 //!
 //! Source: `torch/distributed/checkpoint/metadata.py`, `filesystem.py`, `default_planner.py`.
 
+mod known;
 mod metadata;
 mod read;
 mod write;
+mod write_metadata;
 
 pub use read::{metadata_files, read, resolve};
 pub use write::{Shards, reserve};

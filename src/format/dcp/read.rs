@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use indexmap::IndexMap;
 
+use super::known;
 use super::metadata::{self, EntryKind, Metadata, Stored, StoredChunk};
 use crate::catalog::path::Unflatten;
 use crate::catalog::{Catalog, Chunk, Holding, Located, Path as StatePath, Place, TensorEntry, Value};
@@ -229,6 +230,10 @@ fn read_object(
 /// # Errors
 /// `Malformed` where the item is not the chunk that the metadata describes.
 pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: Stretch) -> Result<Located> {
+    let sizes = entry.chunks.tile(chunk as usize).sizes();
+    if let Some(found) = known::recall(files, stretch, entry.dtype, &sizes)? {
+        return Ok(found);
+    }
     let contents = reader::read(files, stretch, entry.fqn.as_str(), Unknown::Refuse)?;
     let path = files.path(stretch.file);
     let at = format!("{} (item at byte {})", entry.fqn, stretch.offset);
@@ -236,10 +241,13 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: Stretch)
         let found = contents.value.type_name().into_owned();
         return Err(Error::malformed(path, at, "one tensor", found));
     };
-    let sizes = entry.chunks.tile(chunk as usize).sizes();
     if view.dtype != entry.dtype || view.sizes != sizes {
         let expected = format!("{} {:?}", entry.dtype, sizes.as_slice());
         return Err(Error::malformed(path, at, expected, format!("{} {:?}", view.dtype, view.sizes.as_slice())));
     }
-    contents.locate(files, view)
+    let found = contents.locate(files, view)?;
+    if let Some(frame) = contents.frame(files, view)? {
+        known::remember(view, frame);
+    }
+    Ok(found)
 }

@@ -52,7 +52,7 @@ pub use items::{Entries, Items};
 pub use lift::{Dropped, Lifted, Tensors, Unknown, lift, lift_with};
 pub use lift_error::LiftError;
 pub use view::{Call, Instance, Ref};
-pub use write::Writer;
+pub use write::{Writer, append_all, set_all};
 pub use write_value::{WriteError, WriteTensor};
 
 /// Reads the pickle at the start of `bytes`; also gives the number of bytes it takes, STOP included.

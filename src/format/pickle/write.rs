@@ -211,7 +211,7 @@ impl Writer {
         items: impl ExactSizeIterator<Item = T>,
         each: impl FnMut(&mut Self, T) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.batches(items, each, Self::append, Self::appends)
+        append_all(self, items, each)
     }
 
     /// Sets `entries` on the dict on top, each written by `each` as a key and a value.
@@ -220,31 +220,7 @@ impl Writer {
         entries: impl ExactSizeIterator<Item = T>,
         each: impl FnMut(&mut Self, T) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.batches(entries, each, Self::setitem, Self::setitems)
-    }
-
-    fn batches<T, E>(
-        &mut self,
-        mut items: impl ExactSizeIterator<Item = T>,
-        mut each: impl FnMut(&mut Self, T) -> Result<(), E>,
-        one: fn(&mut Self) -> &mut Self,
-        many: fn(&mut Self) -> &mut Self,
-    ) -> Result<(), E> {
-        while items.len() > 0 {
-            let batch = items.len().min(BATCH);
-            if batch > 1 {
-                self.mark();
-            }
-            for item in items.by_ref().take(batch) {
-                each(self, item)?;
-            }
-            if batch > 1 {
-                many(self)
-            } else {
-                one(self)
-            };
-        }
-        Ok(())
+        set_all(self, entries, each)
     }
 
     pub(super) fn unicode(&mut self, text: &[u8]) -> &mut Self {
@@ -273,4 +249,49 @@ impl Writer {
         self.out.extend_from_slice(bytes);
         self
     }
+}
+
+impl AsMut<Self> for Writer {
+    fn as_mut(&mut self) -> &mut Self {
+        self
+    }
+}
+
+/// [`Writer::extend_list`], for somebody who has the writer and more.
+pub fn append_all<W: AsMut<Writer>, T, E>(
+    out: &mut W,
+    items: impl ExactSizeIterator<Item = T>,
+    each: impl FnMut(&mut W, T) -> Result<(), E>,
+) -> Result<(), E> {
+    batches(out, items, each, Writer::append, Writer::appends)
+}
+
+/// [`Writer::extend_dict`], for somebody who has the writer and more.
+pub fn set_all<W: AsMut<Writer>, T, E>(
+    out: &mut W,
+    entries: impl ExactSizeIterator<Item = T>,
+    each: impl FnMut(&mut W, T) -> Result<(), E>,
+) -> Result<(), E> {
+    batches(out, entries, each, Writer::setitem, Writer::setitems)
+}
+
+fn batches<W: AsMut<Writer>, T, E>(
+    out: &mut W,
+    mut items: impl ExactSizeIterator<Item = T>,
+    mut each: impl FnMut(&mut W, T) -> Result<(), E>,
+    one: fn(&mut Writer) -> &mut Writer,
+    many: fn(&mut Writer) -> &mut Writer,
+) -> Result<(), E> {
+    while items.len() > 0 {
+        let batch = items.len().min(BATCH);
+        if batch > 1 {
+            out.as_mut().mark();
+        }
+        for item in items.by_ref().take(batch) {
+            each(out, item)?;
+        }
+        let close = if batch > 1 { many } else { one };
+        close(out.as_mut());
+    }
+    Ok(())
 }

@@ -143,6 +143,9 @@ struct WrittenEntry<'a> {
     data_offsets: [u64; 2],
 }
 
+/// The length of the header, which comes first.
+const LENGTH_BYTES: usize = 8;
+
 /// What a file begins with: the length of the header, and the header.
 ///
 /// # Errors
@@ -154,8 +157,10 @@ pub fn write_header<'a>(
     tensors: impl Iterator<Item = Written<'a>>,
     shorter: &str,
 ) -> Result<Vec<u8>> {
-    let metadata = serde_json::to_string(metadata).expect("strings serialise");
-    let mut header = format!(r#"{{"__metadata__":{metadata}"#);
+    // In place: a file may have a million tensors.
+    let mut file = vec![0; LENGTH_BYTES];
+    file.extend_from_slice(br#"{"__metadata__":"#);
+    serde_json::to_writer(&mut file, metadata).expect("strings serialise");
     for Written { name, dtype, shape, begin } in tensors {
         let Some(tag) = dtype.safetensors_tag() else {
             return Err(Error::unsupported(
@@ -175,21 +180,20 @@ pub fn write_header<'a>(
         }
         let end = begin + shape.iter().product::<u64>() * dtype.itemsize();
         let written = WrittenEntry { dtype: tag, shape: &counted, data_offsets: [begin, end] };
-        let key = serde_json::to_string(name).expect("a string serialises");
-        let value = serde_json::to_string(&written).expect("an entry serialises");
-        header.push_str(&format!(",{key}:{value}"));
+        file.push(b',');
+        serde_json::to_writer(&mut file, name).expect("a string serialises");
+        file.push(b':');
+        serde_json::to_writer(&mut file, &written).expect("an entry serialises");
     }
-    header.push('}');
-    while header.len() % 8 != 0 {
-        header.push(' ');
-    }
-    if header.len() as u64 > MAX_HEADER_BYTES {
+    file.push(b'}');
+    file.resize(file.len().next_multiple_of(8), b' ');
+    let len = (file.len() - LENGTH_BYTES) as u64;
+    if len > MAX_HEADER_BYTES {
         return Err(Error::unsupported(
-            format!("{}: a header of {} bytes, more than readers accept", path.display(), header.len()),
+            format!("{}: a header of {len} bytes, more than readers accept", path.display()),
             shorter,
         ));
     }
-    let mut prefix = (header.len() as u64).to_le_bytes().to_vec();
-    prefix.extend_from_slice(header.as_bytes());
-    Ok(prefix)
+    file[..LENGTH_BYTES].copy_from_slice(&len.to_le_bytes());
+    Ok(file)
 }

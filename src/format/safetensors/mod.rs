@@ -264,7 +264,6 @@ pub fn reserve(
         Shape::Like(placing) => placing.groups(tensors),
     };
     let mut reservation = Reservation::default();
-    let mut weight_map = serde_json::Map::new();
     let aliases = ties.iter().map(|(alias, _)| alias.as_str());
     distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()).chain(aliases.clone()), &["__metadata__", ""])?;
     if let Some(alias) = aliases.clone().find(|alias| OWN_KEYS.contains(alias)) {
@@ -273,14 +272,16 @@ pub fn reserve(
             "write tied tensors under every name (--tied keep)",
         ));
     }
-    let written: HashSet<&Fqn> = tensors.iter().map(|(fqn, _)| fqn).collect();
+    let written: HashSet<&Fqn> = tensors.iter().filter(|_| !ties.is_empty()).map(|(fqn, _)| fqn).collect();
     assert!(ties.iter().all(|(_, kept)| written.contains(kept)), "ties are with tensors that are written");
+    let mut weight_map = serde_json::Map::new();
     let count = groups.len();
     for (name, group) in groups {
-        for (fqn, _) in &group {
-            weight_map.insert(fqn.to_string(), json!(name.to_string_lossy()));
+        if count > 1 {
+            weight_map.extend(group.iter().map(|(fqn, _)| (fqn.to_string(), json!(name.to_string_lossy()))));
         }
-        let names: HashSet<&Fqn> = group.iter().map(|(fqn, _)| fqn).collect();
+        let of_ties = group.iter().filter(|_| !ties.is_empty());
+        let names: HashSet<&Fqn> = of_ties.map(|(fqn, _)| fqn).collect();
         let ties: Vec<&(Fqn, Fqn)> = ties.iter().filter(|(_, kept)| names.contains(kept)).collect();
         reserve_file(source, &group, &ties, name, &mut reservation)?;
     }

@@ -16,7 +16,7 @@ mod write_sharded;
 use std::path::PathBuf;
 
 pub use tensor::{Found, Group, View};
-pub use write::{PREFIX, Saved, SavedTensor, StoredView, reserve, save, save_tensor, write_sizes, write_view};
+pub use write::{PREFIX, Saved, SavedTensor, StoredView, TensorArchives, reserve, save, write_sizes, write_view};
 pub use write_dtensor::{Release, Style};
 pub use write_ranks::{RankLayout, RankTarget, reserve_ranks};
 pub use write_sharded::{RankGroup, Sharded, ShardedWriter};

@@ -9,7 +9,7 @@ use super::tensor::{Found, View, recognise};
 use crate::catalog::{Dtype, Located, Place, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::pickle::{self, Dropped, LiftError, NoFold, NodeId, PickleError, PickleErrorKind, Unknown};
-use crate::format::zip::{Archive, torch_script};
+use crate::format::zip::{Archive, Frame, torch_script};
 use crate::storage::{Files, Stretch};
 
 /// What a file (or an item of a DCP data file) holds.
@@ -23,6 +23,9 @@ pub struct Contents {
     archive: Archive,
     stretch: Stretch,
 }
+
+/// The records that [`read`] looks into.
+const READ: [&str; 2] = ["data.pkl", "byteorder"];
 
 impl Contents {
     /// Add a tensor and give the reference to it.
@@ -47,6 +50,14 @@ impl Contents {
             }
             _ => Place::Nowhere,
         }
+    }
+
+    /// The archive without what plays no part in finding the view, where that is little.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn frame(&self, files: &Files, view: &View) -> Result<Option<Frame>> {
+        Frame::of(files, self.stretch, &self.archive, &READ, &format!("data/{}", view.key))
     }
 
     /// As [`Contents::place`], down to the byte.
@@ -157,7 +168,7 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
     let path = files.path(file);
     let archive = Archive::read(files, stretch)?;
     check_kind(files, path, &archive)?;
-    let Some(bytes) = archive.content(files, "data.pkl")? else {
+    let Some(bytes) = archive.content(files, READ[0])? else {
         return Err(Error::malformed(path, "zip directory", "an entry data.pkl", "an archive without one"));
     };
     let (pickle, _) = pickle::decode(&bytes, &mut NoFold).map_err(|error| pickle_error(path, "data.pkl", &error))?;
@@ -208,7 +219,7 @@ fn check_kind(files: &Files, path: &Path, archive: &Archive) -> Result<()> {
     if archive.get("constants.pkl").is_some() {
         return Err(torch_script(path));
     }
-    match archive.content(files, "byteorder")?.as_deref() {
+    match archive.content(files, READ[1])?.as_deref() {
         None | Some(b"little") => Ok(()),
         Some(b"big") => Err(Error::unsupported(
             format!("{}: saved on a big-endian machine", path.display()),

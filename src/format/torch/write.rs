@@ -12,8 +12,8 @@ use crate::catalog::{
 use crate::error::{Error, Result};
 use crate::format::pickle::{WriteError, Writer};
 use crate::format::zip::{ArchiveWriter, Frames};
-use crate::layout::Tile;
 use crate::layout::flat::StorageOrder;
+use crate::layout::{Dims, Tile};
 use crate::storage::FileId;
 
 /// The folder inside the archive. PyTorch takes it from the file's name, but reads any; a fixed one makes equal
@@ -112,13 +112,29 @@ pub fn save(source: &Catalog, value: &Value, file: &mut OutputFile, frames: &mut
     Ok(Saved { tensors: tensors.collect(), len })
 }
 
-/// Append the archive that torch.save makes of one contiguous tensor; gives the offset of its data and the length.
-pub fn save_tensor(dtype: Dtype, sizes: &[u64], file: &mut OutputFile, frames: &mut Frames) -> (u64, u64) {
-    let mut writer = Writer::new();
-    write_tensor(&mut writer, dtype, 0, sizes);
-    let len = sizes.iter().product::<u64>() * dtype.itemsize();
-    let (offsets, archive) = append(&writer.finish(), std::iter::once(len), file, frames);
-    (offsets[0], archive)
+/// The archives that torch.save makes of one contiguous tensor each. They tell of dtype and sizes and not of their place,
+/// so each is made once, however many chunks are alike.
+#[derive(Default)]
+pub struct TensorArchives {
+    /// By dtype and sizes, as a file of its own, and the offset of the data in it.
+    known: HashMap<(Dtype, Dims), (OutputFile, u64)>,
+    pub frames: Frames,
+}
+
+impl TensorArchives {
+    /// Append one to a file; gives the offset of its data and its length.
+    pub fn append(&mut self, dtype: Dtype, sizes: &[u64], file: &mut OutputFile) -> (u64, u64) {
+        let Self { known, frames } = self;
+        let (archive, data) = known.entry((dtype, Dims::from_slice(sizes))).or_insert_with(|| {
+            let mut writer = Writer::new();
+            write_tensor(&mut writer, dtype, 0, sizes);
+            let len = sizes.iter().product::<u64>() * dtype.itemsize();
+            let mut archive = OutputFile::default();
+            let (offsets, _) = append(&writer.finish(), std::iter::once(len), &mut archive, frames);
+            (archive, offsets[0])
+        });
+        (file.append(archive) + *data, archive.len)
+    }
 }
 
 fn append(

@@ -2,8 +2,10 @@
 //!
 //! Source of the layout: `caffe2/serialize/inline_container.cc` (`PyTorchStreamReader`, `PyTorchStreamWriter`).
 
+mod frame;
 mod read;
 mod write;
 
+pub use frame::Frame;
 pub use read::{Archive, data_offset, torch_script};
 pub use write::{ArchiveWriter, Frames, Span};

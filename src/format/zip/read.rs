@@ -12,7 +12,7 @@ use rawzip::{CompressionMethod, ReaderAt, ZipArchive, ZipLocator};
 
 use crate::catalog::Record;
 use crate::error::{Error, Result};
-use crate::storage::{FileId, Files, OpenFile, Stretch};
+use crate::storage::{FileId, Files, IoMode, OpenFile, Stretch};
 
 /// The directory of an archive.
 #[derive(Debug)]
@@ -22,6 +22,8 @@ pub struct Archive {
     prefix: String,
     /// By name without the prefix.
     records: HashMap<Box<str>, Record>,
+    /// Where the directory begins, absolute in the file.
+    directory: u64,
     window: Window,
 }
 
@@ -52,6 +54,7 @@ impl Archive {
         if archive.entries_hint() > len / MIN_ENTRY_BYTES {
             return Err(malformed(format!("{} entries in {len} bytes", archive.entries_hint())));
         }
+        let directory = base.saturating_add(archive.directory_offset());
         let (prefix, records) = read_entries(&archive, base, len, &mut buffer).map_err(|fault| match fault {
             Fault::Malformed(found) => malformed(found),
             // Only archives of torch.jit.save have code, and nothing else of theirs is compressed.
@@ -61,12 +64,18 @@ impl Archive {
                 "torch.save stores entries as they are; the file was repacked by another tool",
             ),
         })?;
-        Ok(Self { file, prefix, records, window })
+        Ok(Self { file, prefix, records, directory, window })
     }
 
     #[must_use]
     pub fn get(&self, name: &str) -> Option<Record> {
         self.records.get(name).copied()
+    }
+
+    /// Where the directory begins, absolute in the file.
+    #[must_use]
+    pub fn directory(&self) -> u64 {
+        self.directory
     }
 
     /// All records with their names, in the order of the file.
@@ -130,7 +139,9 @@ impl Archive {
         while done < record.len {
             let len = BLOCK.min(record.len - done);
             buffer.resize(usize::try_from(len).expect("a block fits memory"), 0);
-            self.window.file.read_exact_at(&mut buffer, data + done)?;
+            self.window
+                .read_exact_at(&mut buffer, data + done - self.window.base)
+                .map_err(Error::io("read", files.path(self.file)))?;
             hasher.update(&buffer);
             done += len;
             each_block(len)?;
@@ -148,14 +159,25 @@ impl Archive {
     }
 }
 
-/// Where the data of the record whose local header is at `header` begins.
+/// Records below this length are looked for in a mapping, where files are mapped.
+const SHORT_BYTES: u64 = 64 << 10;
+
+/// Where the data of a record begins.
 ///
 /// # Errors
 /// `Malformed` where there is no local header, `Io`.
-pub fn data_offset(files: &Files, file: FileId, header: u64) -> Result<u64> {
+pub fn data_offset(files: &Files, file: FileId, Record { header, len, .. }: Record) -> Result<u64> {
+    let is_short = len < SHORT_BYTES;
     let source = files.open(file)?;
-    data_start(header, source.len(), |buffer, offset| source.read_exact_at(buffer, offset))?
-        .ok_or_else(|| bad_header(files.path(file), "record", header))
+    let read = |buffer: &mut [u8], offset: u64| match files.io() {
+        // The data itself is likely to be read from there.
+        IoMode::Mmap if is_short => {
+            buffer.copy_from_slice(source.mapped(offset, buffer.len() as u64)?);
+            Ok(())
+        }
+        _ => source.read_exact_at(buffer, offset),
+    };
+    data_start(header, source.len(), read)?.ok_or_else(|| bad_header(files.path(file), "record", header))
 }
 
 const LOCAL_HEADER: usize = 30;

@@ -14,10 +14,12 @@
 //! That every `DTensor` layout is such a product follows from the per-dim rules in
 //! `torch/distributed/tensor/_utils.py`.
 
-use smallvec::SmallVec;
+use std::ops::Range;
 
-use super::{CoverError, Numbered, gap, start};
-use crate::layout::{Dims, Intervals, Tile, numel, unravel};
+use smallvec::{SmallVec, smallvec};
+
+use super::{CoverError, Found, Numbered, gap, start};
+use crate::layout::{Dims, Intervals, Tile, unravel};
 
 /// One tile for every combination of one class per axis.
 #[derive(Clone, Debug)]
@@ -30,23 +32,21 @@ pub(super) struct Grid {
 impl Grid {
     /// `None` when the tiles are no grid, complete or not, and some other proof is needed.
     pub(super) fn prove(shape: &[u64], tiles: &[Numbered<'_>]) -> Option<Result<Self, CoverError>> {
-        let axes = (0..shape.len())
-            .map(|dim| Axis::new(shape[dim], tiles.iter().map(|(_, tile)| &tile.dims()[dim])))
-            .collect::<Option<SmallVec<[Axis; 4]>>>()?;
-        let extent: Dims = axes.iter().map(|axis| axis.classes.len() as u64).collect();
-        let count = numel(&extent)?;
-
-        let mut cells: Vec<(u64, Numbered<'_>)> = Vec::with_capacity(tiles.len());
-        for &(index, tile) in tiles {
-            let classes = axes.iter().zip(tile.dims());
-            let cell = classes
-                .fold(0, |cell, (axis, dim)| cell * axis.classes.len() as u64 + axis.class_at(start(dim)) as u64);
-            cells.push((cell, (index, tile)));
+        let mut axes: SmallVec<[Axis; 4]> = SmallVec::new();
+        let mut cells: Vec<(u64, usize)> = (0..tiles.len()).map(|at| (0, at)).collect();
+        let mut count: u64 = 1;
+        for (dim, &n) in shape.iter().enumerate() {
+            let (axis, classes) = Axis::new(n, tiles.iter().map(|(_, tile)| &tile.dims()[dim]))?;
+            let extent = axis.classes.len() as u64;
+            count = count.checked_mul(extent)?;
+            cells.iter_mut().zip(classes).for_each(|((cell, _), class)| *cell = *cell * extent + u64::from(class));
+            axes.push(axis);
         }
-        cells.sort_unstable_by_key(|&(cell, (index, _))| (cell, index));
+        // By the number in the list of tiles where cells are the same.
+        cells.sort_unstable();
 
-        if let Some([(_, (first, tile)), (_, (second, _))]) = cells.array_windows().find(|[a, b]| a.0 == b.0) {
-            let (first, second) = (*first, *second);
+        if let Some([(_, first), (_, second)]) = cells.array_windows().find(|[a, b]| a.0 == b.0) {
+            let ((first, tile), (second, _)) = (tiles[*first], tiles[*second]);
             let region = tile.first_region().expect("empty tiles were left out");
             return Some(Err(CoverError::Overlap { first, second, region }));
         }
@@ -55,19 +55,20 @@ impl Grid {
         let missing = (0..count).zip(&cells).find(|(expected, (cell, _))| expected != cell);
         let missing = missing.map_or(cells.len() as u64, |(cell, _)| cell);
         if missing < count {
+            let extent: Dims = axes.iter().map(|axis| axis.classes.len() as u64).collect();
             let classes = axes.iter().zip(unravel(missing, &extent));
             let cell = Tile::new(classes.map(|(axis, class)| axis.class(class).clone()));
             let region = cell.first_region().expect("no class is empty");
             return Some(Err(CoverError::Gap { region: gap::grown(region, shape, tiles) }));
         }
-        Some(Ok(Self { axes, cells: cells.into_iter().map(|(_, (index, _))| index).collect() }))
+        Some(Ok(Self { axes, cells: cells.into_iter().map(|(_, at)| tiles[at].0).collect() }))
     }
 
     /// Appends the tiles that hold some of `tile`.
-    pub(super) fn overlapping(&self, tile: &Tile, found: &mut Vec<usize>) {
-        let mut cells = vec![0];
+    pub(super) fn overlapping(&self, tile: &Tile, found: &mut Found) {
+        let mut cells: Found = smallvec![0];
         for (axis, dim) in self.axes.iter().zip(tile.dims()) {
-            let classes: SmallVec<[usize; 8]> = axis.overlapping(dim).collect();
+            let classes: Found = axis.overlapping(dim).collect();
             let rows = cells.iter().map(|cell| cell * axis.classes.len());
             cells = rows.flat_map(|row| classes.iter().map(move |class| row + class)).collect();
         }
@@ -84,37 +85,37 @@ struct Axis {
 }
 
 impl Axis {
-    /// `None` when two of the classes are different and not disjoint. What no class holds of the
-    /// dim becomes one more class, whose cells will be found to be missing.
-    fn new<'a>(n: u64, held: impl Iterator<Item = &'a Intervals>) -> Option<Self> {
-        let mut classes: Vec<&Intervals> = held.collect();
-        classes.sort_unstable_by_key(|class| start(class));
-        classes.dedup();
-        // Classes that are disjoint hold no more than the dim. Asked first, because a few wide
-        // ones that overlap may have very many intervals.
-        classes.iter().try_fold(n, |left, class| left.checked_sub(class.len()))?;
-
-        // A stable sort merges ascending runs, which is what the classes are.
-        let mut intervals: Vec<_> = classes.iter().flat_map(|class| class.iter()).collect();
-        intervals.sort_by_key(|interval| interval.start);
-        let mut rest = Intervals::empty();
-        let mut end = 0;
-        for interval in intervals {
-            if interval.start < end {
+    /// The classes, and which of them each tile has; `None` when two of the classes are different and not disjoint. What
+    /// no class holds of the dim becomes one more class, whose cells will be found to be missing.
+    fn new<'a>(n: u64, held: impl Iterator<Item = &'a Intervals>) -> Option<(Self, Vec<u32>)> {
+        let held: Vec<&Intervals> = held.collect();
+        let mut order: Vec<(u64, u32)> = held.iter().map(|class| start(class)).zip(0..).collect();
+        order.sort_unstable();
+        let mut classes: Vec<Intervals> = Vec::new();
+        let mut class_of = vec![0; held.len()];
+        // Classes that are disjoint hold no more than the dim. Asked first, because a few wide ones that overlap may
+        // have very many intervals.
+        let mut left = n;
+        for (first, at) in order {
+            let class = held[at as usize];
+            if classes.last().map(start) != Some(first) {
+                left = left.checked_sub(class.len())?;
+                classes.push(class.clone());
+            } else if classes.last() != Some(class) {
                 return None;
             }
-            rest.push(end..interval.start);
-            end = interval.end;
-        }
-        rest.push(end..n);
-
-        let mut classes: Vec<Intervals> = classes.into_iter().cloned().collect();
-        if !rest.is_empty() {
-            let place = classes.partition_point(|class| start(class) < start(&rest));
-            classes.insert(place, rest);
+            class_of[at as usize] = u32::try_from(classes.len() - 1).expect("fewer classes than tiles");
         }
         let single = classes.iter().all(|class| class.as_single().is_some());
-        Some(Self { classes, single })
+        let rest = rest(n, &classes, single)?;
+        if rest.is_empty() {
+            return Some((Self { classes, single }, class_of));
+        }
+        let place = classes.partition_point(|class| start(class) < start(&rest));
+        class_of.iter_mut().filter(|class| **class as usize >= place).for_each(|class| *class += 1);
+        let single = single && rest.as_single().is_some();
+        classes.insert(place, rest);
+        Some((Self { classes, single }, class_of))
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the index of an element of a Vec")]
@@ -122,17 +123,34 @@ impl Axis {
         &self.classes[index as usize]
     }
 
-    /// The class whose first index this is: disjoint classes have different ones.
-    fn class_at(&self, first: u64) -> usize {
-        self.classes.partition_point(|class| start(class) < first)
-    }
-
     /// The classes that hold some of `dim`.
     fn overlapping<'a>(&'a self, dim: &'a Intervals) -> impl Iterator<Item = usize> + 'a {
         let wanted = dim.bounds();
         let from =
             if self.single { self.classes.partition_point(|class| class.bounds().end <= wanted.start) } else { 0 };
-        let to = self.classes.partition_point(|class| start(class) < wanted.end);
-        (from..to).filter(|&class| self.classes[class].first_common(dim).is_some())
+        let both_single = self.single && dim.as_single().is_some();
+        let within = self.classes[from..].iter().take_while(move |class| start(class) < wanted.end);
+        let common = move |class: &Intervals| both_single || class.first_common(dim).is_some();
+        (from..).zip(within).filter(move |(_, class)| common(class)).map(|(at, _)| at)
     }
+}
+
+/// What of a dim of size `n` no class holds, which are sorted by their first index; `None` where two overlap.
+fn rest(n: u64, classes: &[Intervals], single: bool) -> Option<Intervals> {
+    // A stable sort merges ascending runs, which is what the classes are.
+    let mut intervals: Vec<Range<u64>> = classes.iter().flat_map(Intervals::iter).collect();
+    if !single {
+        intervals.sort_by_key(|interval| interval.start);
+    }
+    let mut rest = Intervals::empty();
+    let mut end = 0;
+    for interval in intervals {
+        if interval.start < end {
+            return None;
+        }
+        rest.push(end..interval.start);
+        end = interval.end;
+    }
+    rest.push(end..n);
+    Some(rest)
 }

@@ -27,6 +27,8 @@ mod gap;
 mod grid;
 mod slabs;
 
+use smallvec::SmallVec;
+
 use super::{Intervals, Region, Tile, numel};
 use grid::Grid;
 use slabs::Slabs;
@@ -62,6 +64,9 @@ enum Index {
 /// A tile that is not empty, with its index in the caller's list.
 type Numbered<'a> = (usize, &'a Tile);
 
+/// Tiles that were found: a handful, for most targets.
+type Found = SmallVec<[usize; 8]>;
+
 impl Cover {
     /// Proves that `tiles` hold every element of `shape` exactly once. Empty tiles hold nothing
     /// and are ignored, wherever they claim to be.
@@ -89,7 +94,7 @@ impl Cover {
 
     /// The tiles that hold some of `tile`, as indices into the list that was proved, ascending.
     pub fn overlapping<'a>(&'a self, tile: &Tile) -> impl Iterator<Item = usize> + use<'a> {
-        let mut found = Vec::new();
+        let mut found = Found::new();
         match &self.index {
             Index::Nothing => {}
             _ if tile.is_empty() => {}

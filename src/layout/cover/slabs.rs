@@ -16,7 +16,7 @@
 
 use std::ops::Range;
 
-use super::{CoverError, Numbered, gap, start};
+use super::{CoverError, Found, Numbered, gap, start};
 use crate::layout::Tile;
 
 /// How deep slabs may lie within slabs. Real tilings need one or two levels per dim; a tiling made
@@ -50,7 +50,7 @@ impl Slabs {
     }
 
     /// Appends the tiles that hold some of `tile`.
-    pub(super) fn overlapping(&self, tile: &Tile, found: &mut Vec<usize>) {
+    pub(super) fn overlapping(&self, tile: &Tile, found: &mut Found) {
         self.root.overlapping(tile, found);
     }
 }
@@ -80,12 +80,12 @@ impl Node {
         Ok(Self::Swept(tiles.iter().map(|&(index, tile)| (index, tile.clone())).collect()))
     }
 
-    fn overlapping(&self, tile: &Tile, found: &mut Vec<usize>) {
+    fn overlapping(&self, tile: &Tile, found: &mut Found) {
         match self {
             Self::One(index) => found.push(*index),
             Self::Swept(tiles) => {
                 let common = tiles.iter().filter(|(_, held)| held.first_common(tile).is_some());
-                found.extend(common.map(|(index, _)| index));
+                found.extend(common.map(|(index, _)| *index));
             }
             Self::Cut { dim, slabs } => {
                 let dim = &tile.dims()[*dim];

@@ -23,8 +23,8 @@ use std::{fmt, ops::Range};
 
 use smallvec::{SmallVec, smallvec};
 
-pub use walk::Segment;
 pub(super) use walk::{Piece, Pieces};
+pub use walk::{Segment, Segments};
 
 /// `count` intervals of `len` elements, the first at `start`, one every `step`.
 ///

@@ -6,6 +6,8 @@
 
 use std::ops::Range;
 
+use smallvec::{SmallVec, smallvec};
+
 use super::{Intervals, Run};
 
 /// A stretch that two lists have in common: where it lies in each, and how long it is.
@@ -18,6 +20,9 @@ pub struct Segment {
     pub right: u64,
     pub len: u64,
 }
+
+/// Segments that ascend in both lists. Most often there is one, which needs no allocation.
+pub type Segments = SmallVec<[Segment; 1]>;
 
 /// A maximal interval and the position of its first element in the list.
 #[derive(Clone, Debug)]
@@ -84,13 +89,18 @@ impl Intervals {
 
     /// What two lists have in common, ascending; segments which are contiguous in both are one.
     #[must_use]
-    pub fn intersect(&self, other: &Self) -> Vec<Segment> {
+    pub fn intersect(&self, other: &Self) -> Segments {
+        if let (Some(a), Some(b)) = (self.as_single(), other.as_single()) {
+            let (start, end) = (a.start.max(b.start), a.end.min(b.end));
+            let common = || Segment { left: start - a.start, right: start - b.start, len: end - start };
+            return (start < end).then(common).into_iter().collect();
+        }
         if self == other {
             // One segment, however many intervals it is made of.
             let all = Segment { left: 0, right: 0, len: self.len() };
-            return if self.is_empty() { vec![] } else { vec![all] };
+            return if self.is_empty() { smallvec![] } else { smallvec![all] };
         }
-        let mut segments: Vec<Segment> = Vec::new();
+        let mut segments = Segments::new();
         for (_, found) in self.common(other) {
             match segments.last_mut() {
                 Some(last) if last.left + last.len == found.left && last.right + last.len == found.right => {
@@ -154,18 +164,18 @@ mod tests {
     #[test]
     fn segments_carry_both_positions() {
         let stripes = Intervals::progression(0, 4, 2, 2);
-        assert_eq!(stripes.intersect(&Intervals::single(1, 4)), [segment(1, 0, 1), segment(2, 3, 1)]);
-        assert_eq!(Intervals::single(3, 5).intersect(&Intervals::single(6, 9)), [segment(3, 0, 2)]);
-        assert_eq!(Intervals::single(3, 5).intersect(&Intervals::single(8, 1)), []);
-        assert_eq!(Intervals::empty().intersect(&Intervals::empty()), []);
+        assert_eq!(stripes.intersect(&Intervals::single(1, 4)).to_vec(), [segment(1, 0, 1), segment(2, 3, 1)]);
+        assert_eq!(Intervals::single(3, 5).intersect(&Intervals::single(6, 9)).to_vec(), [segment(3, 0, 2)]);
+        assert_eq!(Intervals::single(3, 5).intersect(&Intervals::single(8, 1)).to_vec(), []);
+        assert_eq!(Intervals::empty().intersect(&Intervals::empty()).to_vec(), []);
     }
 
     #[test]
     fn what_is_contiguous_in_both_is_one_segment() {
         let stripes = Intervals::progression(0, 10, 100_000, 3);
-        assert_eq!(stripes.intersect(&stripes), [segment(0, 0, 300_000)]);
+        assert_eq!(stripes.intersect(&stripes).to_vec(), [segment(0, 0, 300_000)]);
         let longer = Intervals::progression(0, 10, 100_001, 3);
-        assert_eq!(stripes.intersect(&longer), [segment(0, 0, 300_000)]);
+        assert_eq!(stripes.intersect(&longer).to_vec(), [segment(0, 0, 300_000)]);
     }
 
     #[test]
@@ -173,7 +183,7 @@ mod tests {
         // A walk over 2^60 pieces would never end.
         let stripes = Intervals::progression(0, 4, 1 << 60, 1);
         let far = Intervals::single(1 << 61, 8);
-        assert_eq!(stripes.intersect(&far), [segment(1 << 59, 0, 1), segment((1 << 59) + 1, 4, 1)]);
-        assert_eq!(far.intersect(&stripes), [segment(0, 1 << 59, 1), segment(4, (1 << 59) + 1, 1)]);
+        assert_eq!(stripes.intersect(&far).to_vec(), [segment(1 << 59, 0, 1), segment((1 << 59) + 1, 4, 1)]);
+        assert_eq!(far.intersect(&stripes).to_vec(), [segment(0, 1 << 59, 1), segment(4, (1 << 59) + 1, 1)]);
     }
 }

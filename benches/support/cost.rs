@@ -1,0 +1,34 @@
+//! What a stretch of work cost: seconds of this process's processor time, and its peak memory.
+//!
+//! Processor time and not wall: everything that is measured so runs on one thread, and other work on the machine is not
+//! what is asked about. Memory is that of the process, in MB of 10^6 bytes, from `/proc/self/status` (Linux).
+
+use std::time::Duration;
+
+/// Processor time of this process so far.
+pub fn processor_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).expect("below 10^9"))
+}
+
+/// What `work` gives, and the time it took.
+pub fn timed<T>(spent: &mut Duration, work: impl FnOnce() -> T) -> T {
+    let start = processor_time();
+    let result = work();
+    *spent += processor_time() - start;
+    result
+}
+
+/// The most memory that was resident at once, in MB.
+pub fn peak_mb() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()).and_then(|number| number.parse::<u64>().ok());
+    kib.unwrap_or(0) * 1024 / 1_000_000
+}
+
+/// Nanoseconds an item.
+#[expect(clippy::cast_precision_loss, reason = "figures to read")]
+pub fn nanos_each(spent: Duration, items: u64) -> f64 {
+    spent.as_nanos() as f64 / items.max(1) as f64
+}

@@ -1,0 +1,132 @@
+//! Llama 3.1 405B with the state of AdamW, laid out on any mesh: tables of chunks for clusters that nobody has at hand.
+//!
+//! Counts elements. Nothing is on disk and no place is real; the boxes are those that the placements give, so what is
+//! planned is what a checkpoint of such a job would make to plan. Tensors come one by one, as they are planned: all
+//! tables at once would be the memory of the bench and not of what it measures.
+//!
+//! Shapes: `meta-llama/Llama-3.1-405B`, `config.json`; names and state: torchtitan with `torch.optim.AdamW`.
+
+use dtshard::catalog::{Chunk, Dtype, Place, TensorEntry};
+use dtshard::layout::rules::{Fallback, Layout, Shared};
+use dtshard::layout::shards::Held;
+use dtshard::layout::{DeviceMesh, Dims, PlacementSpec, parse_placements};
+use dtshard::storage::FileId;
+
+const HIDDEN: u64 = 16_384;
+const FFN: u64 = 53_248;
+const VOCAB: u64 = 128_256;
+const KEYS: u64 = 8 * 128;
+
+/// How tensor parallelism takes a parameter.
+#[derive(Clone, Copy)]
+pub enum Role {
+    /// `ColwiseParallel`: by rows of the weight.
+    Column,
+    /// `RowwiseParallel`: by columns of the weight.
+    Row,
+    /// Norms: whole on every rank of tp.
+    Whole,
+    /// `step`: plain everywhere.
+    Plain,
+}
+
+pub struct Tensor {
+    pub fqn: String,
+    pub shape: Dims,
+    pub role: Role,
+}
+
+/// All tensors of `layers` layers (126 in the model): each parameter, then what AdamW keeps of it.
+pub fn tensors(layers: u64) -> impl Iterator<Item = Tensor> {
+    const LAYER: [(&str, &[u64], Role); 9] = [
+        ("attention.wq.weight", &[HIDDEN, HIDDEN], Role::Column),
+        ("attention.wk.weight", &[KEYS, HIDDEN], Role::Column),
+        ("attention.wv.weight", &[KEYS, HIDDEN], Role::Column),
+        ("attention.wo.weight", &[HIDDEN, HIDDEN], Role::Row),
+        ("feed_forward.w1.weight", &[FFN, HIDDEN], Role::Column),
+        ("feed_forward.w2.weight", &[HIDDEN, FFN], Role::Row),
+        ("feed_forward.w3.weight", &[FFN, HIDDEN], Role::Column),
+        ("attention_norm.weight", &[HIDDEN], Role::Whole),
+        ("ffn_norm.weight", &[HIDDEN], Role::Whole),
+    ];
+    const REST: [(&str, &[u64], Role); 3] = [
+        ("tok_embeddings.weight", &[VOCAB, HIDDEN], Role::Row),
+        ("norm.weight", &[HIDDEN], Role::Whole),
+        ("output.weight", &[VOCAB, HIDDEN], Role::Column),
+    ];
+    let in_layers =
+        (0..layers).flat_map(|layer| LAYER.map(|(name, shape, role)| (format!("layers.{layer}.{name}"), shape, role)));
+    let parameters = in_layers.chain(REST.map(|(name, shape, role)| (name.to_owned(), shape, role)));
+    parameters.flat_map(|(name, shape, role)| {
+        let state = |key: &str, shape: &[u64], role| Tensor {
+            fqn: format!("optimizer.state.{name}.{key}"),
+            shape: Dims::from_slice(shape),
+            role,
+        };
+        [
+            state("exp_avg", shape, role),
+            state("exp_avg_sq", shape, role),
+            state("step", &[], Role::Plain),
+            Tensor { fqn: format!("model.{name}"), shape: Dims::from_slice(shape), role },
+        ]
+    })
+}
+
+/// A job: a mesh, and how it shares tensors.
+pub struct Job {
+    pub name: String,
+    layout: Layout,
+    column: Vec<PlacementSpec>,
+    row: Vec<PlacementSpec>,
+    whole: Vec<PlacementSpec>,
+}
+
+impl Job {
+    fn new(mesh: &str, column: &str, row: &str, whole: &str) -> Self {
+        let parse = |text: &str| parse_placements(text).expect("placements");
+        let fallback = Fallback::Placements(parse(whole));
+        let layout = Layout::new(DeviceMesh::parse(mesh).expect("a mesh"), Vec::new(), fallback, None);
+        let layout = layout.expect("placements for each mesh dim");
+        Self { name: mesh.to_owned(), layout, column: parse(column), row: parse(row), whole: parse(whole) }
+    }
+
+    /// FSDP2 alone: rows over all ranks.
+    pub fn fsdp(ranks: u64) -> Self {
+        Self::new(&format!("fsdp={ranks}"), "S(0)", "S(0)", "S(0)")
+    }
+
+    /// FSDP2 over tensor parallelism.
+    pub fn fsdp_tp(ranks: u64, tp: u64) -> Self {
+        let strided = format!("_S(0,{tp}),S(0)");
+        Self::new(&format!("fsdp={},tp={tp}", ranks / tp), &strided, "S(0),S(1)", "S(0),R")
+    }
+
+    /// How the ranks share a tensor.
+    pub fn shared(&self, tensor: &Tensor) -> Shared {
+        let specs = match tensor.role {
+            Role::Column => &self.column,
+            Role::Row => &self.row,
+            Role::Whole => &self.whole,
+            Role::Plain => return self.layout.replicated(),
+        };
+        let resolve = |spec: &PlacementSpec| spec.resolve(tensor.shape.len()).expect("a placement that fits");
+        specs.iter().map(resolve).collect::<Vec<_>>().into()
+    }
+
+    /// Its distinct tiles.
+    pub fn shards(&self, tensor: &Tensor) -> Vec<Held> {
+        self.layout.shards(&tensor.shape, &self.shared(tensor)).expect("placements that fit")
+    }
+
+    /// The tensor with a chunk for every distinct tile, as DCP stores it.
+    pub fn entry(&self, tensor: &Tensor) -> TensorEntry {
+        let mut entry = TensorEntry::new(tensor.fqn.as_str().into(), Dtype::F32, tensor.shape.clone());
+        for (tile, ranks) in self.shards(tensor) {
+            if !tile.is_empty() {
+                let place = Place::Bytes { file: FileId(ranks[0].0), offset: 0 };
+                entry.chunks.push(Chunk { tile, place, strides: None, rank: Some(ranks[0]) });
+            }
+        }
+        entry
+    }
+}

@@ -1,0 +1,166 @@
+//! CRC-32s of parts of spans on their way to becoming those of whole spans, and from there into the file.
+//!
+//! Most sums are of tensors that lie within one strip, with the place for the sum behind them: those are put there before
+//! the strip is written. What is spread over strips is put together when all are done, strips of nothing but literals
+//! (such as the directory of a torch file) are filled after that, and what is still open then is written on its own.
+//!
+//! Counts bytes. Invariant: spans ascend, and so do their first sites, and their second ones (see [`Sum`]).
+
+use std::ops::Range;
+use std::sync::{Mutex, OnceLock};
+
+use crc32fast::Hasher;
+
+use super::output::Outputs;
+use super::strips::Strip;
+use crate::catalog::{OutputFile, Reservation, Sum};
+use crate::error::Result;
+
+/// Length of a CRC-32.
+const SITE_BYTES: u64 = 4;
+
+pub struct Sums<'a> {
+    files: &'a [OutputFile],
+    parts: Mutex<Vec<Part>>,
+    /// By file: every sum, once all data is there.
+    values: OnceLock<Vec<Vec<u32>>>,
+    /// Sites that a strip was written over before the sum was known.
+    open: Mutex<Vec<Open>>,
+}
+
+/// The sum of a stretch of a file.
+struct Part {
+    file: u32,
+    offset: u64,
+    hasher: Hasher,
+}
+
+struct Open {
+    file: u32,
+    sum: usize,
+    site: u64,
+}
+
+/// What was summed in one strip, in order.
+#[derive(Default)]
+pub struct InStrip(Vec<(u64, Hasher)>);
+
+impl InStrip {
+    /// Note that `bytes` are at `offset` of the file.
+    pub fn add(&mut self, offset: u64, bytes: &[u8]) {
+        let mut hasher = Hasher::new();
+        hasher.update(bytes);
+        self.0.push((offset, hasher));
+    }
+}
+
+impl<'a> Sums<'a> {
+    pub fn new(reservation: &'a Reservation) -> Self {
+        let files = &reservation.files;
+        let site = |sum: &Sum, nth: usize| sum.sites.get(nth).copied();
+        debug_assert!(files.iter().all(|file| (0..2).all(|nth| file.sums.is_sorted_by_key(|sum| site(sum, nth)))));
+        Self { files, parts: Mutex::default(), values: OnceLock::new(), open: Mutex::default() }
+    }
+
+    /// Whether the file has any.
+    pub fn are_wanted(&self, file: u32) -> bool {
+        !self.files[file as usize].sums.is_empty()
+    }
+
+    /// Whether something in the strip is summed.
+    pub fn has_part(&self, strip: &Strip) -> bool {
+        strip.parts.iter().any(|part| self.files[strip.file as usize].sums_at(part.offset))
+    }
+
+    /// Put what is known by now into a strip, which is complete but for that. `parts` are of this strip.
+    pub fn close(&self, file: u32, range: &Range<u64>, bytes: &mut [u8], parts: &mut InStrip) {
+        let sums = self.files[file as usize].sums.as_slice();
+        let most_sites = sums.first().map_or(0, |sum| sum.sites.len());
+        for nth in 0..most_sites {
+            let first = sums.partition_point(|sum| sum.sites[nth] < range.start);
+            for (index, sum) in sums.iter().enumerate().skip(first) {
+                let site = sum.sites[nth];
+                if site >= range.end {
+                    break;
+                }
+                let value = self.value(file, index).or_else(|| parts.whole(sum, range));
+                match value.filter(|_| site + SITE_BYTES <= range.end) {
+                    Some(value) => {
+                        let at = usize::try_from(site - range.start).expect("a strip fits memory");
+                        bytes[at..][..4].copy_from_slice(&value.to_le_bytes());
+                    }
+                    None => {
+                        self.open.lock().expect("no panic while the lock is held").push(Open {
+                            file,
+                            sum: index,
+                            site,
+                        });
+                    }
+                }
+            }
+        }
+        // What is needed beyond this strip.
+        let is_closed = |offset: u64| {
+            let sum = sums.partition_point(|sum| sum.range.end <= offset);
+            let within = |stretch: Range<u64>| range.start <= stretch.start && stretch.end <= range.end;
+            sums.get(sum).is_some_and(|sum| {
+                within(sum.range.clone()) && sum.sites.iter().all(|site| within(*site..*site + SITE_BYTES))
+            })
+        };
+        parts.0.retain(|(offset, _)| !is_closed(*offset));
+        if !parts.0.is_empty() {
+            let mut all = self.parts.lock().expect("no panic while the lock is held");
+            all.extend(parts.0.drain(..).map(|(offset, hasher)| Part { file, offset, hasher }));
+        }
+    }
+
+    fn value(&self, file: u32, sum: usize) -> Option<u32> {
+        self.values.get().map(|values| values[file as usize][sum])
+    }
+
+    /// All data is there: put the sums together.
+    pub fn settle(&self) {
+        let mut parts = std::mem::take(&mut *self.parts.lock().expect("no panic while the lock is held"));
+        parts.sort_unstable_by_key(|part| (part.file, part.offset));
+        let mut parts = parts.iter().peekable();
+        let of_file = |(index, file): (u32, &OutputFile)| {
+            let mut value = |sum: &Sum| {
+                let mut whole = Hasher::new();
+                while let Some(part) = parts.next_if(|part| (part.file, part.offset) < (index, sum.range.end)) {
+                    whole.combine(&part.hasher);
+                }
+                whole.finalize()
+            };
+            file.sums.iter().map(&mut value).collect()
+        };
+        let values = (0_u32..).zip(self.files).map(of_file).collect();
+        // Done once.
+        let _ = self.values.set(values);
+    }
+
+    /// Write what is still open.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn patch(&self, outputs: &Outputs) -> Result<()> {
+        let open = self.open.lock().expect("no panic while the lock is held");
+        open.iter().try_for_each(|Open { file, sum, site }| {
+            let value = self.value(*file, *sum).expect("settled before");
+            outputs.write(*file, *site, &value.to_le_bytes())
+        })
+    }
+}
+
+impl InStrip {
+    /// The sum of a span that lies within the strip.
+    fn whole(&self, sum: &Sum, strip: &Range<u64>) -> Option<u32> {
+        if sum.range.start < strip.start || strip.end < sum.range.end {
+            return None;
+        }
+        let first = self.0.partition_point(|(offset, _)| *offset < sum.range.start);
+        let parts = self.0[first..].iter().take_while(|(offset, _)| *offset < sum.range.end);
+        let mut whole = Hasher::new();
+        parts.for_each(|(_, part)| whole.combine(part));
+        Some(whole.finalize())
+    }
+}

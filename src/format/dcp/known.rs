@@ -1,0 +1,133 @@
+//! Items that were located, as a measure for those that follow them.
+//!
+//! The items of a checkpoint have few frames: one for each dtype and shape of a chunk. So a thread keeps the last ones it
+//! met, and an item that has one of them is located without its directory and its pickle being read again. What is kept
+//! is bounded, and never changes a result (see [`Frame`]).
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+
+use crate::catalog::{Dtype, Located};
+use crate::error::Result;
+use crate::format::torch::View;
+use crate::format::zip::Frame;
+use crate::layout::Dims;
+use crate::storage::{Files, Stretch};
+
+/// Frames that a thread keeps: more than the shapes of a model have, a few kB each.
+const FRAMES: usize = 32;
+
+struct Known {
+    /// The tensor in the archive.
+    view: View,
+    frame: Frame,
+}
+
+#[derive(Default)]
+struct Frames {
+    /// The latest first.
+    known: VecDeque<Known>,
+    buffer: Vec<u8>,
+}
+
+thread_local! {
+    static FRAMES_MET: RefCell<Frames> = RefCell::default();
+}
+
+/// Where the tensor of an item lies, if that is like one of those that were met.
+///
+/// # Errors
+/// `Io`.
+pub fn recall(files: &Files, stretch: Stretch, dtype: Dtype, sizes: &Dims) -> Result<Option<Located>> {
+    FRAMES_MET.with_borrow_mut(|Frames { known, buffer }| {
+        let file = files.open(stretch.file)?;
+        for Known { view, frame } in known {
+            if view.dtype != dtype || view.sizes != *sizes {
+                continue;
+            }
+            if let Some(found) = frame.find(&file, files.io(), stretch, buffer)? {
+                let offset = found.data + view.offset * dtype.itemsize();
+                let strides = view.strides.clone();
+                return Ok(Some(Located { file: stretch.file, offset, strides, summed: found.summed }));
+            }
+        }
+        Ok(None)
+    })
+}
+
+/// Keep the frame of an item that was read in full.
+pub fn remember(view: &View, frame: Frame) {
+    FRAMES_MET.with_borrow_mut(|Frames { known, .. }| {
+        known.truncate(FRAMES - 1);
+        known.push_front(Known { view: view.clone(), frame });
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+    use std::os::unix::fs::FileExt;
+    use std::path::Path;
+
+    use super::*;
+    use crate::catalog::{Place, TensorEntry};
+    use crate::format::dcp::{read, resolve};
+    use crate::format::pickle::Unknown;
+    use crate::storage::IoMode;
+
+    /// Two items of one frame, each with the tensor and the chunk it is of.
+    fn alike(tensors: &[TensorEntry]) -> [(&TensorEntry, u32, Stretch); 2] {
+        let mut met = HashMap::new();
+        for entry in tensors {
+            for chunk in 0..entry.chunks.len() {
+                let Place::Item(stretch) = entry.chunks.place(chunk) else { continue };
+                let chunk = u32::try_from(chunk).unwrap();
+                let key = (entry.dtype, entry.chunks.tile(chunk as usize).sizes(), stretch.len);
+                if let Some(first) = met.insert(key, (entry, chunk, stretch)) {
+                    return [first, (entry, chunk, stretch)];
+                }
+            }
+        }
+        panic!("two items are alike");
+    }
+
+    /// Whatever bit of an item is wrong: what was met before makes no difference to what is said of it.
+    #[test]
+    fn an_item_is_located_as_if_it_were_the_first() {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/fsdp4/dcp");
+        let folder = tempfile::tempdir().unwrap();
+        for entry in std::fs::read_dir(source).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
+        }
+        for io in [IoMode::Mmap, IoMode::Read] {
+            let mut files = Files::new(io);
+            let catalog = read(&mut files, folder.path(), Unknown::Refuse).unwrap();
+            let [first, (entry, chunk, stretch)] = alike(&catalog.tensors);
+            let file = std::fs::File::options().write(true).open(files.path(stretch.file)).unwrap();
+            let mut item = files.read(stretch.file, stretch.offset, stretch.len).unwrap();
+            let afresh = |fresh: bool| {
+                let locate = || resolve(&files, entry, chunk, stretch).map_err(|error| error.to_string());
+                if fresh { std::thread::scope(|scope| scope.spawn(locate).join().unwrap()) } else { locate() }
+            };
+            let meet = || resolve(&files, first.0, first.1, first.2).unwrap();
+            let mut located = 0;
+            for at in 0..item.len() {
+                for flip in [0x01, 0x80] {
+                    item[at] ^= flip;
+                    file.write_all_at(&item[at..=at], stretch.offset + at as u64).unwrap();
+                    meet();
+                    let found = afresh(false);
+                    assert_eq!(found, afresh(true), "byte {at}");
+                    located += usize::from(found.is_ok());
+                    item[at] ^= flip;
+                    file.write_all_at(&item[at..=at], stretch.offset + at as u64).unwrap();
+                }
+            }
+            assert!(located > 0 && located < 2 * item.len());
+            let sizes = entry.chunks.tile(chunk as usize).sizes();
+            meet();
+            assert_eq!(recall(&files, stretch, entry.dtype, &sizes).unwrap(), afresh(true).ok());
+        }
+    }
+}

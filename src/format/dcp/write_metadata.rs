@@ -1,0 +1,225 @@
+//! The `.metadata` pickle, written: protocol 2, as every reader takes it.
+//!
+//! A job of 16,384 ranks has millions of chunks, and each is three objects of the same classes with the same fields in
+//! the same files. What repeats (classes, names of fields, FQNs, names of files, the sizes of the chunk before) is
+//! written once and fetched from the memo, as CPython does for objects that are one: some 100 bytes a chunk instead of
+//! 400. The order of tensors and chunks is that of the files, so equal checkpoints are equal pickles.
+//!
+//! Counts elements; offsets and lengths of items are bytes. Source: `torch/distributed/checkpoint/metadata.py`.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+
+use super::METADATA;
+use super::write::{Layout, Stored};
+use crate::catalog::{Dtype, Fqn, Key, Leaf, Path};
+use crate::format::pickle::{Writer, append_all, set_all};
+use crate::format::torch::write_sizes;
+use crate::layout::Dims;
+
+pub fn pickle(layout: &Layout<'_>, leaves: &[(Path, Leaf<'_>)]) -> Vec<u8> {
+    let mut names = layout.tensors.iter().map(|(fqn, _)| fqn).enumerate();
+    let mut out = Metadata::default();
+    out.instance("Metadata");
+    out.writer.empty_dict().mark();
+    out.text("state_dict_metadata");
+    out.writer.empty_dict();
+    out.entries(leaves.iter(), |out, (path, leaf)| match leaf {
+        Leaf::Tensor(_) => {
+            let (tensor, fqn) = names.next().expect("one a tensor leaf");
+            out.text(fqn.as_str());
+            out.tensor(layout, tensor);
+        }
+        Leaf::Object(_) => {
+            out.text(path.fqn().as_str());
+            out.instance("BytesStorageMetadata");
+        }
+    });
+    out.text("planner_data");
+    out.writer.empty_dict();
+    out.entries(leaves.iter(), |out, (path, _)| {
+        out.text(path.fqn().as_str());
+        write_path(&mut out.writer, path);
+    });
+    out.text("storage_data");
+    out.writer.empty_dict();
+    out.entries(layout.objects.iter(), |out, (fqn, stored)| {
+        out.index(fqn, None);
+        out.info(layout, stored);
+    });
+    for (tensor, (fqn, _)) in layout.tensors.iter().enumerate() {
+        let chunks = &layout.chunks[tensor];
+        out.entries(layout.stored[tensor].iter().enumerate(), |out, (position, stored)| {
+            out.index(fqn, Some((position, &chunks.tile(position).bounds().offsets)));
+            out.info(layout, stored);
+        });
+    }
+    // The id that ties data files to their save is random in PyTorch; here equal checkpoints are equal files.
+    let hash = blake3::hash(out.writer.written()).to_hex();
+    let save_id = [&hash[..8], &hash[8..12], &hash[12..16], &hash[16..20], &hash[20..32]].join("-");
+    out.text("storage_meta");
+    out.instance("StorageMeta");
+    out.writer.empty_dict().mark();
+    out.writer.string("checkpoint_id").none().string("save_id").string(&save_id);
+    out.writer.string("load_id").none().string("modules").empty_list().setitems().build();
+    out.writer.string("version").string("1.0.0");
+    out.writer.setitems().build();
+    out.writer.finish()
+}
+
+/// The pickle under way.
+#[derive(Default)]
+struct Metadata {
+    writer: Writer,
+    /// What is in the memo.
+    texts: HashMap<String, u32>,
+    classes: HashMap<(&'static str, &'static str), u32>,
+    last_sizes: Option<(Dims, u32)>,
+    /// The next number in the memo.
+    next: u32,
+}
+
+impl Metadata {
+    /// Remember the value on top.
+    fn put(&mut self) -> u32 {
+        let number = self.next;
+        self.writer.put(number);
+        self.next = number.checked_add(1).expect("fewer than 2^32 texts and sizes");
+        number
+    }
+
+    fn text(&mut self, text: &str) {
+        if let Some(&known) = self.texts.get(text) {
+            self.writer.get(known);
+            return;
+        }
+        self.writer.string(text);
+        let number = self.put();
+        self.texts.insert(text.to_owned(), number);
+    }
+
+    fn class(&mut self, module: &'static str, name: &'static str) {
+        if let Some(&known) = self.classes.get(&(module, name)) {
+            self.writer.get(known);
+            return;
+        }
+        self.writer.global(module, name);
+        let number = self.put();
+        self.classes.insert((module, name), number);
+    }
+
+    /// `cls.__new__(cls)`
+    fn instance(&mut self, name: &'static str) {
+        self.class(METADATA, name);
+        self.writer.empty_tuple().newobj();
+    }
+
+    fn torch_size(&mut self, sizes: &[u64]) {
+        self.class("torch", "Size");
+        write_sizes(&mut self.writer, sizes);
+        self.writer.tuple(1).reduce();
+    }
+
+    /// The sizes of a chunk: nearly always those of the one before.
+    fn sizes(&mut self, sizes: &Dims) {
+        if let Some((_, known)) = self.last_sizes.as_ref().filter(|(last, _)| last == sizes) {
+            self.writer.get(*known);
+            return;
+        }
+        self.torch_size(sizes);
+        let number = self.put();
+        self.last_sizes = Some((sizes.clone(), number));
+    }
+
+    fn entries<T>(&mut self, items: impl ExactSizeIterator<Item = T>, mut each: impl FnMut(&mut Self, T)) {
+        let Ok(()): Result<(), Infallible> = set_all(self, items, |out, item| {
+            each(out, item);
+            Ok(())
+        });
+    }
+
+    fn tensor(&mut self, layout: &Layout<'_>, tensor: usize) {
+        let entry = layout.source.tensor(layout.tensors[tensor].1);
+        self.instance("TensorStorageMetadata");
+        self.writer.empty_dict().mark();
+        self.text("properties");
+        self.properties(entry.dtype);
+        self.text("size");
+        self.torch_size(&entry.shape);
+        self.text("chunks");
+        self.writer.empty_list();
+        let Ok(()): Result<(), Infallible> = append_all(self, layout.chunks[tensor].iter(), |out, chunk| {
+            let region = chunk.tile.bounds();
+            out.instance("ChunkStorageMetadata");
+            out.writer.empty_dict().mark();
+            out.text("offsets");
+            out.torch_size(&region.offsets);
+            out.text("sizes");
+            out.sizes(&region.sizes);
+            out.writer.setitems().build();
+            Ok(())
+        });
+        self.writer.setitems().build();
+    }
+
+    /// The tuple of five that readers of every version take; 2.15's sixth item breaks the older ones.
+    fn properties(&mut self, dtype: Dtype) {
+        self.instance("TensorProperties");
+        let writer = self.writer.mark().global("torch", dtype.torch_name());
+        writer.global("torch.serialization", "_get_layout").string("torch.strided").tuple(1).reduce();
+        writer.boolean(false);
+        writer.global(METADATA, "_MEM_FORMAT_ENCODING").int(0).tuple(1).reduce();
+        writer.boolean(false).tuple(5).build();
+    }
+
+    /// A key of `storage_data`: position and offsets of a tensor's chunk; an object has none.
+    fn index(&mut self, fqn: &Fqn, chunk: Option<(usize, &Dims)>) {
+        self.instance("MetadataIndex");
+        self.writer.empty_dict().mark();
+        self.text("fqn");
+        self.text(fqn.as_str());
+        self.text("index");
+        match chunk {
+            None => {
+                self.writer.none();
+            }
+            Some((position, offsets)) => {
+                self.writer.uint(position as u64);
+                self.text("offset");
+                self.torch_size(offsets);
+            }
+        }
+        self.writer.setitems().build();
+    }
+
+    fn info(&mut self, layout: &Layout<'_>, stored: &Stored) {
+        self.class("torch.distributed.checkpoint.filesystem", "_StorageInfo");
+        self.writer.empty_tuple().newobj().empty_dict().mark();
+        self.text("relative_path");
+        let path = &layout.reservation.files[stored.file as usize].path;
+        self.text(path.to_str().expect("a name made here"));
+        self.text("offset");
+        self.writer.uint(stored.offset);
+        self.text("length");
+        self.writer.uint(stored.len).setitems().build();
+    }
+}
+
+impl AsMut<Writer> for Metadata {
+    fn as_mut(&mut self) -> &mut Writer {
+        &mut self.writer
+    }
+}
+
+fn write_path(writer: &mut Writer, path: &Path) {
+    if path.0.len() > 3 {
+        writer.mark();
+    }
+    for key in &path.0 {
+        match key {
+            Key::Name(name) => writer.string(name),
+            Key::Index(index) => writer.uint(*index),
+        };
+    }
+    writer.tuple(path.0.len());
+}

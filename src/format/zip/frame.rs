@@ -1,0 +1,181 @@
+//! What of an archive tells where one of its records lies: its frame.
+//!
+//! A DCP data file is a row of archives that differ in little but their data: finding the tensor in each of a million
+//! costs reading a directory and a pickle a million times. Archives with the same frame have their data at the same
+//! place, so those that follow one that was read in full are only compared with it.
+//!
+//! A frame is all that reading looked at: the directory, the records that were read, and the local header of the
+//! record that was located. Of the CRC-32s in the directory only those of the records that were read are part of it: that
+//! of the located record is given out, and nobody looks at the others.
+//!
+//! Offsets count bytes from where the archive begins. Invariant: an archive that has the frame is read with the same
+//! result as the one that the frame is from, but for that CRC-32.
+
+use std::ops::Range;
+
+use super::Archive;
+use crate::catalog::{Record, Summed};
+use crate::error::Result;
+use crate::storage::{Files, IoMode, OpenFile, Stretch};
+
+#[derive(Debug)]
+pub struct Frame {
+    /// Of the archive.
+    len: u64,
+    /// Everything before the data of the located record.
+    head: End,
+    /// Everything from the directory on, and what lies between it and the data where something there was read.
+    tail: End,
+    /// Where the directory has the CRC-32 of the located record.
+    crc_at: u64,
+    /// Where its local header and its data are.
+    header: u64,
+    data: Range<u64>,
+}
+
+/// One end of an archive.
+#[derive(Debug)]
+struct End {
+    /// Offset of its first byte.
+    at: u64,
+    bytes: Vec<u8>,
+    /// The stretches of `bytes` that belong to the frame.
+    fixed: Vec<Range<usize>>,
+}
+
+/// Where the located record of an archive with a known frame is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Framed {
+    /// Absolute offset of its data.
+    pub data: u64,
+    /// `None` where its writer did not compute a checksum.
+    pub summed: Option<Summed>,
+}
+
+/// Frames with a longer end are not worth keeping.
+const MAX_END_BYTES: u64 = 4 << 10;
+
+/// Archives at least this long are not copied from a mapping: only their ends are of interest.
+const SMALL_BYTES: u64 = 64 << 10;
+
+/// An entry of the directory without its name, extra field and comment (APPNOTE.TXT 4.3.12).
+const ENTRY_BYTES: usize = 46;
+
+impl Frame {
+    /// The frame of the archive in `stretch`, of which the records `read` were read and `located` was located. `None`
+    /// where it is unusual: nothing depends on there being one.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn of(
+        files: &Files,
+        stretch: Stretch,
+        archive: &Archive,
+        read: &[&str],
+        located: &str,
+    ) -> Result<Option<Self>> {
+        let Some((data, record)) = archive.locate(files, located)? else { return Ok(None) };
+        let base = stretch.offset;
+        let data = data - base..data - base + record.len;
+        let header = record.header - base;
+        let (mut looked_at, mut headers) = (Vec::new(), Vec::new());
+        looked_at.push(header..data.start);
+        for name in read {
+            if let Some((start, read)) = archive.locate(files, name)? {
+                headers.push(read.header - base);
+                looked_at.push(read.header - base..start - base + read.len);
+            }
+        }
+        looked_at.sort_unstable_by_key(|range| range.start);
+        let Some(directory) = archive.directory().checked_sub(base).filter(|at| *at >= data.end) else {
+            return Ok(None);
+        };
+        let after = looked_at.iter().find(|range| range.start >= data.end).map_or(directory, |range| range.start);
+        if data.start > MAX_END_BYTES || after > stretch.len || stretch.len - after > MAX_END_BYTES {
+            return Ok(None);
+        }
+        let end = |range: Range<u64>| -> Result<End> {
+            let bytes = files.read(stretch.file, base + range.start, range.end - range.start)?;
+            Ok(End { at: range.start, bytes, fixed: Vec::new() })
+        };
+        let (mut head, mut tail) = (end(0..data.start)?, end(after..stretch.len)?);
+        for range in looked_at {
+            let end = if range.end <= data.start { &mut head } else { &mut tail };
+            let Some(range) = end.within(&range) else { return Ok(None) };
+            end.fixed.push(range);
+        }
+        let Some(crc_at) = tail.fix_directory(directory, header, &headers) else { return Ok(None) };
+        Ok(Some(Self { len: stretch.len, head, tail, crc_at, header, data }))
+    }
+
+    /// The located record of the archive in `stretch`; `None` where that has another frame. `buffer` is used again.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn find(&self, file: &OpenFile, io: IoMode, stretch: Stretch, buffer: &mut Vec<u8>) -> Result<Option<Framed>> {
+        if stretch.len != self.len {
+            return Ok(None);
+        }
+        let (head, tail): (&[u8], &[u8]) = if io == IoMode::Mmap && stretch.len <= SMALL_BYTES {
+            let archive = file.mapped(stretch.offset, stretch.len)?;
+            (self.head.part_of(archive), self.tail.part_of(archive))
+        } else {
+            buffer.resize(self.head.bytes.len() + self.tail.bytes.len(), 0);
+            let (head, tail) = buffer.split_at_mut(self.head.bytes.len());
+            file.read_exact_at(head, stretch.offset + self.head.at)?;
+            file.read_exact_at(tail, stretch.offset + self.tail.at)?;
+            (head, tail)
+        };
+        let crc_at = usize::try_from(self.crc_at - self.tail.at).expect("within a short end");
+        let Some(crc) = tail[crc_at..].first_chunk().filter(|_| self.head.is_like(head) && self.tail.is_like(tail))
+        else {
+            return Ok(None);
+        };
+        let (start, len) = (stretch.offset + self.data.start, self.data.end - self.data.start);
+        let record = Record { header: stretch.offset + self.header, len, crc: u32::from_le_bytes(*crc) };
+        Ok(Some(Framed { data: start, summed: record.summed(start) }))
+    }
+}
+
+impl End {
+    /// A range of the archive as one of `bytes`.
+    fn within(&self, range: &Range<u64>) -> Option<Range<usize>> {
+        let start = usize::try_from(range.start.checked_sub(self.at)?).ok()?;
+        let end = usize::try_from(range.end.checked_sub(self.at)?).ok()?;
+        (start <= end && end <= self.bytes.len()).then_some(start..end)
+    }
+
+    /// This end of another archive of the same length.
+    fn part_of<'a>(&self, archive: &'a [u8]) -> &'a [u8] {
+        let start = usize::try_from(self.at).expect("within a small archive");
+        &archive[start..start + self.bytes.len()]
+    }
+
+    fn is_like(&self, other: &[u8]) -> bool {
+        self.fixed.iter().all(|range| self.bytes[range.clone()] == other[range.clone()])
+    }
+
+    /// Make the directory part of the frame, but for CRC-32s of records that were not `read`; gives where that of the
+    /// located one is. Records go by where their local headers are.
+    fn fix_directory(&mut self, directory: u64, located: u64, read: &[u64]) -> Option<u64> {
+        let mut fixed = usize::try_from(directory.checked_sub(self.at)?).ok()?;
+        let (mut entry, mut crc_at) = (fixed, None);
+        while let Some(bytes) = self.bytes.get(entry..).and_then(|bytes| bytes.first_chunk::<ENTRY_BYTES>()) {
+            let short = |at: usize| usize::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
+            if bytes[..4] != *b"PK\x01\x02" {
+                break;
+            }
+            let header = u64::from(u32::from_le_bytes([bytes[42], bytes[43], bytes[44], bytes[45]]));
+            if header == located {
+                crc_at = Some(self.at + entry as u64 + 16);
+            }
+            if !read.contains(&header) {
+                self.fixed.push(fixed..entry + 16);
+                fixed = entry + 20;
+            }
+            entry += ENTRY_BYTES + short(28) + short(30) + short(32);
+        }
+        self.fixed.push(fixed..self.bytes.len());
+        crc_at
+    }
+}

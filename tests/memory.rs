@@ -1,0 +1,122 @@
+//! The memory that `--dry-run` tells is never exceeded.
+//!
+//! Two measures of a run: the anonymous pages that the kernel counts, looked at again and again, and a limit on all
+//! private memory, used or not (RLIMIT_DATA), that the run must get along with. The latter also counts what lists have
+//! reserved to grow into, and the stacks of threads in full, which are allowed for.
+
+#![cfg(target_os = "linux")]
+
+use std::fmt::Write as _;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use serde_json::Value as Json;
+
+const BINARY: &str = env!("CARGO_BIN_EXE_dtshard");
+const STACK_BYTES: u64 = 2 << 20;
+
+/// A safetensors file of many small tensors and three of 4 MiB, all zeros.
+fn model(path: &Path, small: usize) {
+    let mut header = String::from("{");
+    let mut end = 0;
+    for index in 0..small + 3 {
+        let rows = if index < small { 8 } else { 1 << 17 };
+        let len = rows * 8 * 4;
+        let comma = if index > 0 { "," } else { "" };
+        let (name, from) = (format!("layers.{index}.experts.w1.weight"), end);
+        end += len;
+        write!(header, r#"{comma}"{name}":{{"dtype":"F32","shape":[{rows},8],"data_offsets":[{from},{end}]}}"#)
+            .unwrap();
+    }
+    header.push('}');
+    while header.len() % 8 != 0 {
+        header.push(' ');
+    }
+    let mut file = std::fs::File::create_new(path).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    file.set_len(8 + header.len() as u64 + end).unwrap();
+}
+
+/// What a dry run promises.
+fn promised(arguments: &[&str]) -> u64 {
+    let run = Command::new(BINARY).args(arguments).args(["--dry-run", "--json"]).output().unwrap();
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    serde_json::from_slice::<Json>(&run.stdout).unwrap()["peak_bytes"].as_u64().unwrap()
+}
+
+/// The most anonymous memory that a run was seen with. It may have `limit` bytes of private memory.
+fn used(arguments: &[&str], limit: u64) -> u64 {
+    let limited = r#"ulimit -d "$0"; exec "$@""#;
+    let mut run = Command::new("sh")
+        .args(["-c", limited, &(limit / 1024).to_string(), BINARY])
+        .args(arguments)
+        .args(["--no-sync", "--quiet"])
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let status = format!("/proc/{}/status", run.id());
+    let mut most = 0;
+    while run.try_wait().unwrap().is_none() {
+        let text = std::fs::read_to_string(&status).unwrap_or_default();
+        let field = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+        let now = field.and_then(|field| field.split_whitespace().next()?.parse::<u64>().ok());
+        most = most.max(now.unwrap_or(0) * 1024);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let run = run.wait_with_output().unwrap();
+    assert!(run.status.success(), "{arguments:?} within {limit}: {}", String::from_utf8_lossy(&run.stderr));
+    most
+}
+
+/// `{}` in a line is the folder.
+fn keeps(folder: &Path, line: &str) {
+    let line = line.replace("{}", folder.to_str().unwrap());
+    let arguments: Vec<&str> = line.split_whitespace().collect();
+    let threads = arguments.iter().position(|argument| *argument == "--threads").map(|at| arguments[at + 1]);
+    let threads: u64 = threads.expect("every line says how many").parse().unwrap();
+    let promised = promised(&arguments);
+    let used = used(&arguments, promised + promised / 4 + (threads + 1) * STACK_BYTES);
+    assert!(used <= promised, "{line}: {used} used, {promised} promised");
+}
+
+#[test]
+fn the_memory_that_a_dry_run_tells_is_enough() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(&folder.join("model.safetensors"), 4_000);
+    for line in [
+        "reshard {}/model.safetensors {}/dcp --mesh fsdp=4 --to dcp --threads 2",
+        "reshard {}/model.safetensors {}/ranks --mesh fsdp=2 --to torch-ranks --threads 2",
+        "consolidate {}/dcp {}/a --threads 1",
+        "consolidate {}/dcp {}/b --threads 8",
+        "consolidate {}/dcp {}/c --threads 2 --io read",
+        "consolidate {}/dcp {}/d --threads 2 --dtype bf16",
+        "unshard {}/ranks {}/e.pt --threads 2",
+        "reshard {}/dcp {}/f --mesh tp=4 --placements S(1) --threads 2",
+        "reshard {}/dcp {}/g --mesh tp=4 --placements S(1) --threads 2 --io direct",
+        "reshard {}/ranks {}/h --mesh fsdp=3 --to dcp --threads 2",
+        "flatten {}/e.pt {}/i --world-size 2 --threads 2",
+    ] {
+        keeps(folder, line);
+    }
+}
+
+#[test]
+fn it_follows_neither_the_size_of_a_tensor_nor_their_number_of_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(&folder.join("model.safetensors"), 10);
+    for threads in [1, 2, 8] {
+        // The floor that is stated for them.
+        let floor = (32 << 20) + threads * ((64 << 10) + (3584 << 10)) + (1 << 20);
+        let options = format!("--threads {threads} --max-memory {floor}");
+        keeps(folder, &format!("unshard {{}}/model.safetensors {{}}/{threads}.pt {options}"));
+        keeps(
+            folder,
+            &format!("reshard {{}}/model.safetensors {{}}/{threads} --mesh tp=4 --placements S(1) {options}"),
+        );
+    }
+}
