@@ -5,11 +5,14 @@
 //! the window and the strips in flight, not the model.
 
 use std::collections::{BTreeMap, HashSet};
+use std::iter::zip;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
 
+use super::bands::{self, Member};
+use super::block::Wanted;
 use super::cast::Counts;
 use super::output::Outputs;
 use super::passing::Passing;
@@ -107,15 +110,15 @@ pub fn copy(
     for window in windows(input, &reservation.tensors) {
         stop.check()?;
         let (slots, payloads) = prepare(input, window)?;
-        let strips = cutter.cut(payloads);
-        Filler { slots: &slots, ..filler }.fill(&strips, options, reporter, stop)?;
+        let mut strips = cutter.cut(payloads);
+        Filler { slots: &slots, ..filler }.fill(&mut strips, options, reporter, stop)?;
         passing.settle(input.files)?;
         stats.count(input, window, &slots);
     }
-    let (in_spans, others) = cutter.finish().into_iter().partition::<Vec<_>, _>(|strip| sums.has_part(strip));
-    filler.fill(&in_spans, options, reporter, stop)?;
+    let (mut in_spans, mut others) = cutter.finish().into_iter().partition::<Vec<_>, _>(|strip| sums.has_part(strip));
+    filler.fill(&mut in_spans, options, reporter, stop)?;
     sums.settle();
-    filler.fill(&others, options, reporter, stop)?;
+    filler.fill(&mut others, options, reporter, stop)?;
     stats.count_lost(lost.into_inner().expect("no panic while the lock is held"));
     sums.patch(&outputs)?;
     input.files.check_unchanged()?;
@@ -188,19 +191,33 @@ fn prepare(input: Input<'_>, window: &[Reserved]) -> Result<(Vec<Slot>, Vec<Payl
                 let is_new = pair.0 != pair.1 && counted.insert((tile, share));
                 let slot = Slot { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(pair) };
                 let itemsize = pair.1.itemsize();
-                let payload = Payload { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize };
+                let payload = Payload { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
                 tiles.push((slot, payload));
             }
+            let placed = (0..tensor.entry.chunks.len()).filter(|index| tensor.place(*index).is_some());
+            let members = zip(&mut tiles, placed).filter(|((slot, _), _)| slot.tile.is_scattered());
+            bands::group(members.map(|((slot, payload), index)| Member {
+                tile: tensor.entry.chunks.tile(index),
+                share: tensor.shares.get(index).map(Arc::as_ref),
+                source_bytes: slot.tile.source_bytes(),
+                group: &mut payload.group,
+            }));
             Ok(tiles)
         })
         .collect();
     let per_tensor: Vec<Vec<(Slot, Payload)>> = per_tensor.into_iter().collect::<Result<_>>()?;
     let mut slots = Vec::new();
     let mut payloads = Vec::new();
-    for (slot, mut payload) in per_tensor.into_iter().flatten() {
-        payload.slot = slots.len();
-        slots.push(slot);
-        payloads.push(payload);
+    for tiles in per_tensor {
+        let first_group = slots.len();
+        for (slot, mut payload) in tiles {
+            payload.slot = slots.len();
+            if let Some(group) = &mut payload.group {
+                group.number += first_group;
+            }
+            slots.push(slot);
+            payloads.push(payload);
+        }
     }
     Ok((slots, payloads))
 }
@@ -218,24 +235,50 @@ struct Filler<'a> {
 }
 
 impl Filler<'_> {
-    /// Fill and write the strips. Workers take them one by one in order, so files are written front to back.
-    fn fill(&self, strips: &[Strip], options: &Options, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
+    /// Fill and write the strips. Workers take them band by band in order, so files are written front to back.
+    fn fill(&self, strips: &mut [Strip], options: &Options, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
+        let bands = bands::order(strips);
         let next = AtomicUsize::new(0);
         let work = |_worker: usize| -> Result<()> {
             let mut buffer = Buffer::new();
             let mut scratch = Scratch::default();
-            while let Some(strip) = strips.get(next.fetch_add(1, Ordering::Relaxed)) {
-                stop.check()?;
-                if let Err(error) = self.fill_one(strip, &mut buffer, &mut scratch) {
+            while let Some(band) = bands.get(next.fetch_add(1, Ordering::Relaxed)) {
+                if let Err(error) = self.fill_band(band, &mut buffer, &mut scratch, reporter, stop) {
                     // The others need not go on.
-                    next.store(strips.len(), Ordering::Relaxed);
+                    next.store(bands.len(), Ordering::Relaxed);
                     return Err(error);
                 }
-                reporter.advance(strip.range.end - strip.range.start);
             }
             Ok(())
         };
-        (0..options.threads.min(strips.len())).into_par_iter().with_max_len(1).map(work).collect()
+        (0..options.threads.min(bands.len())).into_par_iter().with_max_len(1).map(work).collect()
+    }
+
+    /// Fill and write the strips of a band, or one that is of none.
+    fn fill_band(
+        &self,
+        band: &[Strip],
+        buffer: &mut Buffer,
+        scratch: &mut Scratch,
+        reporter: &dyn Reporter,
+        stop: &Stop,
+    ) -> Result<()> {
+        if band.len() > 1 {
+            let mut wanted = Wanted::default();
+            for part in band.iter().flat_map(|strip| &strip.parts) {
+                if let Content::Payload { slot, bytes } = &part.content {
+                    let tile = &self.slots[*slot].tile;
+                    tile.short_runs(bytes.start / tile.itemsize(), part.len() / tile.itemsize(), &mut wanted);
+                }
+            }
+            scratch.block.hold(self.input.files, wanted)?;
+        }
+        for strip in band {
+            stop.check()?;
+            self.fill_one(strip, buffer, scratch)?;
+            reporter.advance(strip.range.end - strip.range.start);
+        }
+        Ok(())
     }
 
     fn fill_one(&self, strip: &Strip, buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {

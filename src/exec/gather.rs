@@ -9,10 +9,11 @@ use std::convert::Infallible;
 
 use smallvec::{SmallVec, smallvec};
 
+use super::block::{Block, Wanted};
 use super::cast::{Cast, Counts};
 use super::passing::Passing;
 use super::reduce::{Fault, Reducer};
-use super::runs::{note_runs, read_piece};
+use super::runs::{LONG_RUN_BYTES, is_scattered, note_runs, read_piece, stretch};
 use super::{CAST_BYTES, Input, SUM_BYTES, room};
 use crate::catalog::{Dtype, Fqn, Located, TensorEntry, span};
 use crate::error::{Error, Result};
@@ -28,7 +29,7 @@ pub struct Locations(HashMap<u32, Located>);
 #[derive(Debug, Default)]
 pub struct Scratch {
     /// What short strided runs are copied out of; at most [`super::BLOCK_BYTES`].
-    block: Vec<u8>,
+    pub block: Block,
     /// Elements on their way to another dtype; at most [`CAST_BYTES`].
     uncast: Vec<u8>,
     /// What summands add up to; at most [`SUM_BYTES`].
@@ -222,7 +223,7 @@ impl Prepared {
         input: Input<'_>,
         first: u64,
         buffer: &mut [u8],
-        (block, sums): (&mut Vec<u8>, &mut Vec<u8>),
+        (block, sums): (&mut Block, &mut Vec<u8>),
         passing: Option<&Passing>,
     ) -> Result<()> {
         let mut read = |part: &Gathered, first: u64, buffer: &mut [u8]| {
@@ -250,6 +251,35 @@ impl Prepared {
     /// The error for summands that have no value.
     fn fault(&self, fault: &Fault) -> Error {
         Error::unsupported(format!("{}: {fault}", self.fqn), fault.hint())
+    }
+
+    /// Bytes of the source that the tile takes.
+    #[must_use]
+    pub fn source_bytes(&self) -> u64 {
+        self.numel * self.dtype.itemsize() * self.parts.len() as u64
+    }
+
+    /// Whether the tile takes short runs, with bytes for others between them.
+    #[must_use]
+    pub fn is_scattered(&self) -> bool {
+        self.parts.iter().any(|part| {
+            let pieces = Pieces::new(&part.plan, &part.strides, self.dtype.itemsize());
+            let first = pieces.visit(0..self.numel, |piece| Err(is_scattered(&piece)));
+            first == Err(true)
+        })
+    }
+
+    /// Want the stretches of the source that hold the short runs of `numel` elements from `first`.
+    pub fn short_runs(&self, first: u64, numel: u64, wanted: &mut Wanted) {
+        for part in &self.parts {
+            let pieces = Pieces::new(&part.plan, &part.strides, self.dtype.itemsize());
+            let Ok(()): Result<(), Infallible> = pieces.visit(first..first + numel, |piece| {
+                if piece.run_bytes < LONG_RUN_BYTES {
+                    wanted.add(stretch(&part.located[piece.overlap], &piece));
+                }
+                Ok(())
+            });
+        }
     }
 
     /// Memory it takes besides its own.
@@ -304,14 +334,14 @@ impl Gathered {
         itemsize: u64,
         first: u64,
         buffer: &mut [u8],
-        block: &mut Vec<u8>,
+        block: &mut Block,
         noted: Option<(&Passing, &Fqn)>,
     ) -> Result<()> {
         let range = first..first + buffer.len() as u64 / itemsize;
         Pieces::new(&self.plan, &self.strides, itemsize).visit(range, |piece| {
             let located = &self.located[piece.overlap];
             let file = input.files.open(located.file)?;
-            read_piece(&file, input.files.io(), located.offset, &piece, buffer, block)?;
+            read_piece(&file, input.files.io(), located, &piece, buffer, block)?;
             if let (Some((passing, fqn)), Some(summed)) = (noted, located.summed) {
                 note_runs(passing, fqn, located, summed, &piece, buffer);
             }

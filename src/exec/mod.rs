@@ -3,6 +3,8 @@
 //! Knows no format, no command line and no terminal: progress goes to a [`Reporter`], interruption comes from a
 //! [`Stop`], where a late-bound chunk lies is asked of an [`Input`]'s resolver.
 
+mod bands;
+mod block;
 pub mod carry;
 pub mod cast;
 pub mod compare;

@@ -9,21 +9,22 @@ use std::convert::Infallible;
 
 use smallvec::SmallVec;
 
+use super::BLOCK_BYTES;
+use super::block::Block;
 use super::passing::Passing;
-use super::{BLOCK_BYTES, room};
 use crate::catalog::{Fqn, Located, Summed};
 use crate::error::Result;
 use crate::plan::Piece;
 use crate::plan::lower::Level;
-use crate::storage::{IoMode, OpenFile};
+use crate::storage::{IoMode, OpenFile, Stretch};
 
 /// Runs at least this long are worth a read of their own; below, many are copied from one mapping or block.
-const LONG_RUN_BYTES: u64 = 64 << 10;
+pub const LONG_RUN_BYTES: u64 = 64 << 10;
 
 /// Note the runs of a piece that were read in one go each. Short strided runs are not worth it: their record hardly
 /// ever passes through whole.
 pub fn note_runs(passing: &Passing, fqn: &Fqn, located: &Located, summed: Summed, piece: &Piece, buffer: &[u8]) {
-    if piece.run_bytes < LONG_RUN_BYTES && !piece.levels.is_empty() {
+    if is_scattered(piece) {
         return;
     }
     let target = usize::try_from(piece.target).expect("a strip fits memory");
@@ -36,6 +37,18 @@ pub fn note_runs(passing: &Passing, fqn: &Fqn, located: &Located, summed: Summed
     });
 }
 
+/// Whether a piece is of short runs with something else between them.
+#[must_use]
+pub fn is_scattered(piece: &Piece) -> bool {
+    piece.run_bytes < LONG_RUN_BYTES && !piece.levels.is_empty()
+}
+
+/// What a piece takes of its file, from its first byte to its last.
+#[must_use]
+pub fn stretch(located: &Located, piece: &Piece) -> Stretch {
+    Stretch { file: located.file, offset: located.offset + piece.source, len: piece.source_span() }
+}
+
 /// Read a piece into its place in a strip.
 ///
 /// # Errors
@@ -43,12 +56,19 @@ pub fn note_runs(passing: &Passing, fqn: &Fqn, located: &Located, summed: Summed
 pub fn read_piece(
     file: &OpenFile,
     io: IoMode,
-    base: u64,
+    located: &Located,
     piece: &Piece,
     strip: &mut [u8],
-    scratch: &mut Vec<u8>,
+    block: &mut Block,
 ) -> Result<()> {
     let target = usize::try_from(piece.target).expect("a strip fits memory");
+    let base = located.offset;
+    if piece.run_bytes < LONG_RUN_BYTES
+        && let Some(source) = block.get(stretch(located, piece))
+    {
+        copy_runs(source, &mut strip[target..], piece.run_bytes, &piece.levels);
+        return Ok(());
+    }
     if piece.run_bytes >= LONG_RUN_BYTES || piece.levels.is_empty() && io != IoMode::Mmap {
         let run = usize::try_from(piece.run_bytes).expect("a strip fits memory");
         return for_each_run(&piece.levels, 0, 0, &mut |source, offset| {
@@ -67,7 +87,7 @@ pub fn read_piece(
             // be read again for the next ones.
             let mut levels = piece.levels.clone();
             levels.sort_by_key(|level| Reverse(level.source_step));
-            read_blocks(file, base + piece.source, piece, &levels, &mut strip[target..], scratch)
+            read_blocks(file, base + piece.source, piece, &levels, &mut strip[target..], block)
         }
     }
 }
@@ -79,15 +99,15 @@ fn read_blocks(
     piece: &Piece,
     levels: &[Level],
     target: &mut [u8],
-    scratch: &mut Vec<u8>,
+    block: &mut Block,
 ) -> Result<()> {
     let span = |levels: &[Level]| {
         levels.iter().map(|level| (level.count - 1) * level.source_step).sum::<u64>() + piece.run_bytes
     };
     if span(levels) <= BLOCK_BYTES || levels.is_empty() {
-        let block = room(scratch, usize::try_from(span(levels)).expect("bounded by the scratch size"));
-        file.read_exact_at(block, source)?;
-        copy_runs(block, target, piece.run_bytes, levels);
+        let bytes = block.room(span(levels));
+        file.read_exact_at(bytes, source)?;
+        copy_runs(bytes, target, piece.run_bytes, levels);
         return Ok(());
     }
     let (outer, inner) = levels.split_first().expect("checked not empty");
@@ -97,13 +117,13 @@ fn read_blocks(
     let mut done = 0;
     while done < outer.count {
         let count = fitting.min(outer.count - done);
-        let mut block: SmallVec<[Level; 4]> = SmallVec::new();
+        let mut steps: SmallVec<[Level; 4]> = SmallVec::new();
         if count > 1 {
-            block.push(Level { count, ..*outer });
+            steps.push(Level { count, ..*outer });
         }
-        block.extend_from_slice(inner);
+        steps.extend_from_slice(inner);
         let offset = usize::try_from(done * outer.target_step).expect("a strip fits memory");
-        read_blocks(file, source + done * outer.source_step, piece, &block, &mut target[offset..], scratch)?;
+        read_blocks(file, source + done * outer.source_step, piece, &steps, &mut target[offset..], block)?;
         done += count;
     }
     Ok(())

@@ -8,6 +8,7 @@
 
 use std::ops::Range;
 
+use super::bands::{Band, Cut, Group, cuts};
 use crate::catalog::OutputFile;
 use crate::storage::direct::ALIGNMENT;
 
@@ -40,6 +41,8 @@ impl Part {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strip {
     pub file: u32,
+    /// What it is to be filled with.
+    pub band: Option<Band>,
     pub range: Range<u64>,
     pub parts: Vec<Part>,
 }
@@ -53,6 +56,8 @@ pub struct Payload {
     pub slot: usize,
     /// Cuts inside this tile fall on multiples of its item size.
     pub itemsize: u64,
+    /// The tiles that want the same source rows.
+    pub group: Option<Group>,
 }
 
 /// Cuts strips, window by window; remembers which literals are already in one.
@@ -74,7 +79,7 @@ impl<'a> Cutter<'a> {
     #[must_use]
     pub fn cut(&mut self, mut payloads: Vec<Payload>) -> Vec<Strip> {
         payloads.sort_unstable_by_key(|payload| (payload.file, payload.offset));
-        let mut strips = Strips { done: Vec::new(), capacity: self.strip_bytes };
+        let mut strips = Strips::new(self.strip_bytes, cuts(&payloads));
         for payload in payloads {
             self.literals_before(payload.file, payload.offset, &mut strips);
             strips.push(payload.file, payload.offset, payload.len, payload.itemsize, |bytes| Content::Payload {
@@ -88,7 +93,7 @@ impl<'a> Cutter<'a> {
     /// The strips of all literals that no payload came after.
     #[must_use]
     pub fn finish(mut self) -> Vec<Strip> {
-        let mut strips = Strips { done: Vec::new(), capacity: self.strip_bytes };
+        let mut strips = Strips::new(self.strip_bytes, Vec::new());
         for file in 0..self.files.len() {
             self.literals_before(u32::try_from(file).expect("fewer than 2^32 files"), u64::MAX, &mut strips);
         }
@@ -112,21 +117,32 @@ impl<'a> Cutter<'a> {
 struct Strips {
     done: Vec<Strip>,
     capacity: u64,
+    /// In file order.
+    cuts: Vec<Cut>,
+    /// Cuts that were passed.
+    passed: usize,
 }
 
 impl Strips {
-    /// Add a stretch of a file, to the current strip where it goes on there, cut where a strip is full.
+    fn new(capacity: u64, cuts: Vec<Cut>) -> Self {
+        Self { done: Vec::new(), capacity, cuts, passed: 0 }
+    }
+
+    /// Add a stretch of a file, to the current strip where it goes on there, cut where a strip is full or has to begin.
     fn push(&mut self, file: u32, offset: u64, len: u64, itemsize: u64, content: impl Fn(Range<u64>) -> Content) {
         let mut done = 0;
         while done < len {
             let at = offset + done;
+            let (band, until) = self.pass(file, at);
             let fits = (self.done.last())
-                .filter(|strip| strip.file == file && strip.range.end == at)
+                .filter(|strip| strip.file == file && strip.range.end == at && strip.band == band)
                 .map_or(0, |strip| self.capacity.saturating_sub(strip.range.end - strip.range.start));
+            // Up to the next cut, or the end of the element that it is in.
             let rest = len - done;
+            let rest = if until - at < rest { (until - at).next_multiple_of(itemsize).min(rest) } else { rest };
             let mut take = cut(at, rest, fits, itemsize);
             if take == 0 {
-                self.done.push(Strip { file, range: at..at, parts: Vec::new() });
+                self.done.push(Strip { file, band, range: at..at, parts: Vec::new() });
                 take = cut(at, rest, self.capacity, itemsize).max(itemsize.min(rest));
             }
             let strip = self.done.last_mut().expect("just pushed or found");
@@ -134,6 +150,17 @@ impl Strips {
             strip.range.end += take;
             done += take;
         }
+    }
+
+    /// The band at `at`, and where it ends. Who asks goes through the files in order.
+    fn pass(&mut self, file: u32, at: u64) -> (Option<Band>, u64) {
+        while self.cuts.get(self.passed).is_some_and(|cut| (cut.file, cut.offset) <= (file, at)) {
+            self.passed += 1;
+        }
+        let here = |cut: &&Cut| cut.file == file;
+        let last = self.passed.checked_sub(1).and_then(|last| self.cuts.get(last)).filter(here);
+        let next = self.cuts.get(self.passed).filter(here);
+        (last.and_then(|cut| cut.band), next.map_or(u64::MAX, |cut| cut.offset))
     }
 }
 
@@ -164,8 +191,8 @@ mod tests {
 
     fn payloads() -> Vec<Payload> {
         vec![
-            Payload { file: 0, offset: 115, len: 16, slot: 1, itemsize: 8 },
-            Payload { file: 0, offset: 10, len: 100, slot: 0, itemsize: 4 },
+            Payload { file: 0, offset: 115, len: 16, slot: 1, itemsize: 8, group: None },
+            Payload { file: 0, offset: 10, len: 100, slot: 0, itemsize: 4, group: None },
         ]
     }
 

@@ -3,6 +3,7 @@
 //! A tensor whose elements are their own linear indices is laid out in a file under one layout, some chunks
 //! transposed, and read back tile by tile under another.
 
+mod bands;
 mod casting;
 mod reducing;
 

@@ -13,6 +13,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use memmap2::{Advice, Mmap};
@@ -69,6 +70,8 @@ pub struct OpenFile {
     direct: Option<File>,
     len: u64,
     map: OnceLock<Mmap>,
+    /// See [`Files::bytes_read`].
+    bytes_read: Arc<AtomicU64>,
 }
 
 impl OpenFile {
@@ -92,6 +95,7 @@ impl OpenFile {
     /// # Errors
     /// `Malformed` where the file ends first, `Io` where the read fails.
     pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> Result<()> {
+        self.bytes_read.fetch_add(buffer.len() as u64, Ordering::Relaxed);
         // A file system may open a file for direct reads and still refuse them.
         let direct = self.direct.as_ref().map(|file| direct::read_exact_at(file, buffer, offset));
         let read = match direct {
@@ -158,6 +162,7 @@ pub struct Files {
     entries: Vec<Entry>,
     io: IoMode,
     open: Mutex<OpenSet>,
+    bytes_read: Arc<AtomicU64>,
 }
 
 /// The open files, most recently used last.
@@ -177,7 +182,7 @@ impl Clone for Files {
 impl Files {
     #[must_use]
     pub fn new(io: IoMode) -> Self {
-        Self { entries: Vec::new(), io, open: Mutex::default() }
+        Self { entries: Vec::new(), io, open: Mutex::default(), bytes_read: Arc::default() }
     }
 
     /// Add a file, remembering what it is now.
@@ -226,6 +231,12 @@ impl Files {
         (0..u32::try_from(self.entries.len()).expect("fewer than 2^32 files")).map(FileId)
     }
 
+    /// Bytes that were asked of the files so far. What is copied out of a mapping is not counted.
+    #[must_use]
+    pub fn bytes_read(&self) -> u64 {
+        self.bytes_read.load(Ordering::Relaxed)
+    }
+
     #[must_use]
     pub fn io(&self) -> IoMode {
         self.io
@@ -252,7 +263,14 @@ impl Files {
         let direct =
             (self.io == IoMode::Direct).then(|| direct::open(&entry.path, OpenOptions::new().read(true))).flatten();
         let len = entry.identity.len;
-        let file = Arc::new(OpenFile { path: entry.path.clone(), file, direct, len, map: OnceLock::new() });
+        let file = Arc::new(OpenFile {
+            path: entry.path.clone(),
+            file,
+            direct,
+            len,
+            map: OnceLock::new(),
+            bytes_read: Arc::clone(&self.bytes_read),
+        });
         // First in, first out: work goes through the files in order, so the oldest one is done with. A file still in
         // use stays open through its other `Arc`.
         if set.recent.len() >= filesystem::open_file_budget()

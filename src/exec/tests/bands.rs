@@ -1,0 +1,132 @@
+//! Columns cut out of rows: what is written, and how much is read for it.
+
+use super::*;
+use crate::catalog::{OutputFile, Reservation, Reserved, TensorId};
+use crate::exec::copy::copy;
+use crate::exec::{Options, Silent, Stop};
+use crate::storage::FileId;
+
+fn bytes(len: u64) -> usize {
+    usize::try_from(len).unwrap()
+}
+
+/// A file for each tile of each tensor, tensors behind each other; headers and what is between tensors differ in length
+/// from file to file.
+fn reserve(entries: &[TensorEntry], layout: &Layout) -> Reservation {
+    let mut reservation = Reservation::default();
+    for rank in 0..layout.mesh.iter().product::<u64>() {
+        let mut file = OutputFile::new(format!("rank{rank}"));
+        file.push_literal(vec![0xAA; bytes(1000 + rank * 8)]);
+        reservation.files.push(file);
+    }
+    for (index, entry) in (0..).zip(entries) {
+        let mut chunks = ChunkTable::new(entry.shape.len());
+        for (rank, tile) in (0..).zip(layout.tiles(&entry.shape)) {
+            let file = &mut reservation.files[rank as usize];
+            let len = tile.numel() * entry.dtype.itemsize();
+            let place = if len == 0 {
+                Place::Nowhere
+            } else {
+                Place::Bytes { file: FileId(rank), offset: file.push_payload(len) }
+            };
+            file.push_literal(vec![0xBB; bytes(entry.dtype.itemsize() * u64::from(rank + 2))]);
+            chunks.push(Chunk { tile, place, strides: None, rank: None });
+        }
+        let target = TensorEntry { chunks, ..TensorEntry::new(entry.fqn.clone(), entry.dtype, entry.shape.clone()) };
+        reservation.tensors.push(Reserved::new(TensorId(index), target));
+    }
+    reservation
+}
+
+/// Copy, compare all of what was written with index arithmetic, and give the bytes that were asked of the source.
+fn read_for(files: &Files, entries: Vec<TensorEntry>, to: &Layout, strip_bytes: u64) -> u64 {
+    let catalog = Catalog { tensors: entries, ..Catalog::empty() };
+    let input = Input { files, catalog: &catalog, resolve: &resolve };
+    let reservation = reserve(&catalog.tensors, to);
+    let folder = tempfile::tempdir().unwrap();
+    let options = Options { threads: 2, strip_bytes, sync: false };
+    let before = files.bytes_read();
+    copy(input, &reservation, folder.path(), &options, &Silent, &Stop::default()).unwrap();
+    let read = files.bytes_read() - before;
+    let written: Vec<Vec<u8>> =
+        reservation.files.iter().map(|file| fs::read(folder.path().join(&file.path)).unwrap()).collect();
+    for (file, content) in reservation.files.iter().zip(&written) {
+        for literal in &file.literals {
+            assert_eq!(content[bytes(literal.offset)..][..literal.bytes.len()], literal.bytes[..]);
+        }
+    }
+    for Reserved { entry, .. } in &reservation.tensors {
+        for chunk in entry.chunks.iter() {
+            let Place::Bytes { file, offset } = chunk.place else { continue };
+            let size = bytes(entry.dtype.itemsize());
+            let found = written[file.0 as usize][bytes(offset)..].chunks_exact(size);
+            for (index, found) in linear_indices(&entry.shape, &chunk.tile).into_iter().zip(found) {
+                assert_eq!(found, &index.to_le_bytes()[..size], "{} {}", entry.fqn, chunk.tile);
+            }
+        }
+    }
+    read
+}
+
+fn sharded(dim: usize, ranks: u64) -> Layout {
+    Layout { mesh: vec![ranks], placements: vec![Placement::Shard(TensorDim(dim))] }
+}
+
+#[test]
+fn each_source_block_is_read_once_for_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    for (number, shape) in [vec![1024, 520_u64], vec![40, 16_384], vec![4, 300, 400]].into_iter().enumerate() {
+        let path = folder.path().join(format!("{number}"));
+        let (_, entry) = store(&shape, Dtype::I64, &sharded(0, 4), false, IoMode::Read, &path);
+        let len = shape.iter().product::<u64>() * 8;
+        let last = shape.len() - 1;
+        let grid = |ranks: u64| Layout {
+            mesh: vec![2, ranks / 2],
+            placements: vec![Placement::Shard(TensorDim(0)), Placement::Shard(TensorDim(last))],
+        };
+        for io in [IoMode::Mmap, IoMode::Read, IoMode::Direct] {
+            for to in [sharded(last, 2), sharded(last, 7), sharded(last, 64), grid(16)] {
+                let mut files = Files::new(io);
+                files.add(&path).unwrap();
+                let read = read_for(&files, vec![entry.clone()], &to, 4 << 20);
+                assert!(read * 10 <= len * 11, "{shape:?} to {to:?}, {io:?}: {read} of {len} bytes");
+            }
+        }
+    }
+}
+
+#[test]
+fn short_tensors_share_their_bands() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("data");
+    let (files, entry) = store(&[64, 48], Dtype::I64, &sharded(0, 2), false, IoMode::Read, &path);
+    let entries: Vec<TensorEntry> =
+        (0..100).map(|n| TensorEntry { fqn: format!("t{n}").as_str().into(), ..entry.clone() }).collect();
+    let read = read_for(&files, entries, &sharded(1, 8), 4 << 20);
+    // All are the same 24 KiB of the file, of which a band wants 42 tensors at most.
+    assert!(read <= 3 * 64 * 48 * 8, "{read}");
+}
+
+fn small_case() -> impl Strategy<Value = (Vec<u64>, Dtype, Layout, Layout, u64, IoMode)> {
+    let dtype = prop::sample::select(vec![Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::I64]);
+    let io = prop::sample::select(vec![IoMode::Mmap, IoMode::Read, IoMode::Direct]);
+    (2..4_usize).prop_flat_map(move |ndim| {
+        let shape = prop::collection::vec(1..60_u64, ndim);
+        (shape, dtype.clone(), layout(ndim), layout(ndim), 1..20_000_u64, io.clone())
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    /// Whatever the layouts, and however strips are cut.
+    #[test]
+    fn copies_equal_indexing((shape, dtype, from, to, strip_bytes, io) in small_case()) {
+        let folder = tempfile::tempdir().unwrap();
+        let (_, entry) = store(&shape, dtype, &from, true, IoMode::Read, &folder.path().join("data"));
+        let mut files = Files::new(io);
+        files.add(folder.path().join("data")).unwrap();
+        let other = TensorEntry { fqn: "u".into(), ..entry.clone() };
+        read_for(&files, vec![entry, other], &to, strip_bytes.max(16));
+    }
+}
