@@ -391,7 +391,7 @@ impl Report<'_> {
         let waiting = self.conversion.reservation.waiting_bytes(self.options.strip_bytes);
         let peak = before.peak.max(before.now + workers + stats.planned_bytes + waiting);
         // Another run is not the same to the last page.
-        peak + peak / 32 + (1 << 20)
+        (peak + peak / 32 + (1 << 20)).next_multiple_of(1 << 20)
     }
 
     fn document(&self, stats: &Stats) -> Json {
