@@ -214,12 +214,17 @@ fn held_bytes(conversion: &Conversion<'_>) -> u64 {
     conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog).saturating_sub(ALLOWED)
 }
 
+/// What the way of reading takes besides strips and scratch.
+fn bounce_bytes(conversion: &Conversion<'_>, options: &Options) -> u64 {
+    super::bounce_bytes(Some(conversion.source.checkpoint.files.io()), options.threads)
+}
+
 /// Strips as long as what is held leaves room for.
 ///
 /// # Errors
 /// `Usage` with the floor, where the memory that is allowed is less.
 fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: u64) -> Result<Options> {
-    let held = held_bytes(conversion);
+    let held = held_bytes(conversion) + bounce_bytes(conversion, &options);
     let left = max_memory.saturating_sub(held);
     match super::strip_bytes(left, options.threads) {
         Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
@@ -384,10 +389,11 @@ impl Report<'_> {
     fn peak_bytes(&self, stats: &Stats) -> u64 {
         /// Stack of a worker, and what its allocations leave unused.
         const WORKER_BYTES: u64 = 1 << 20;
+        let buffers = self.options.buffer_bytes() + bounce_bytes(self.conversion, self.options);
         let Some(before) = self.before else {
-            return super::BASE_BYTES + self.options.buffer_bytes() + held_bytes(self.conversion) + stats.planned_bytes;
+            return super::BASE_BYTES + buffers + held_bytes(self.conversion) + stats.planned_bytes;
         };
-        let workers = self.options.buffer_bytes() + self.options.threads as u64 * WORKER_BYTES;
+        let workers = buffers + self.options.threads as u64 * WORKER_BYTES;
         let waiting = self.conversion.reservation.waiting_bytes(self.options.strip_bytes);
         let peak = before.peak.max(before.now + workers + stats.planned_bytes + waiting);
         // Another run is not the same to the last page.
