@@ -112,6 +112,7 @@ pub fn convert(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
     let Run { printer, options, stop, started } = run;
+    check_len(&conversion.reservation)?;
     let source = &conversion.source.checkpoint;
     for note in notes(conversion) {
         printer.line(&note);
@@ -159,6 +160,19 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     }
     printer.line(&report.closing_line(&stats, started.elapsed().as_secs_f64()));
     Ok(Status::Done)
+}
+
+/// A source may claim any size, and each of many ranks may get a copy of it all. Sums of lengths need no checks behind
+/// this one.
+fn check_len(reservation: &Reservation) -> Result<()> {
+    let total: u128 = reservation.files.iter().map(|file| u128::from(file.len)).sum();
+    if total < 1 << 62 {
+        return Ok(());
+    }
+    Err(Error::usage(
+        format!("the files of DST would have {total} bytes in all: no file system holds 2^62"),
+        "does SRC hold views of few bytes that claim to be many?",
+    ))
 }
 
 /// What --overwrite replaces must be a checkpoint, not somebody's other work.

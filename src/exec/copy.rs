@@ -60,8 +60,9 @@ impl Stats {
         let mut planned_bytes = 0;
         for slot in slots {
             slot.tile.pieces(|piece| {
-                self.runs += piece.runs();
-                self.bytes_read += piece.len_bytes();
+                // As many summands as there are may be read for each rank.
+                self.runs = self.runs.saturating_add(piece.runs());
+                self.bytes_read = self.bytes_read.saturating_add(piece.len_bytes());
             });
             planned_bytes += PLANNED_BYTES + slot.tile.held_bytes();
         }
