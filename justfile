@@ -26,10 +26,11 @@ bench-peers *arguments:
     cargo build --release --locked
     "$(ci/venv bench bench/requirements.txt)" bench/run.py {{ arguments }}
 
-# Plans and metadata for clusters that are not at hand: `just bench-plan`, `just bench-plan --layers 2`
+# Plans for clusters that are not at hand; `--layers 2` for a shorter look
 bench-plan *arguments:
     cargo bench --locked --bench plan -- {{ arguments }}
 
+# `.metadata` of a million chunks: laid out, written and read
 bench-metadata *arguments:
     cargo bench --locked --bench metadata -- {{ arguments }}
 

@@ -323,10 +323,9 @@ fn a_dry_run_knows_the_numbers() {
             assert!(!target.exists());
             assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
             let mut done = succeed(verb, &[&source, &target], &format!("{options} --json")).json();
-            // What the kernel says of memory is not the same twice.
-            let peak = |document: &mut Json| document.as_object_mut().unwrap().remove("peak_bytes").unwrap();
-            let peaks = [peak(&mut planned), peak(&mut done)].map(|bytes| bytes.as_u64().unwrap());
-            assert!(peaks[0].abs_diff(peaks[1]) <= 4 << 20, "{peaks:?}");
+            // What is there already is asked of the kernel, which gives a page more or less from run to run.
+            let peaks = [&mut planned, &mut done].map(|document| document["peak_bytes"].take().as_u64().unwrap());
+            assert!(peaks[0].abs_diff(peaks[1]) < 2 << 20, "{peaks:?}");
             assert_eq!(planned, done, "{verb} {} {options}", source.display());
             let lengths = |document: &Json| -> u64 {
                 document["files"].as_array().unwrap().iter().map(|file| file["bytes"].as_u64().unwrap()).sum()

@@ -112,6 +112,7 @@ pub fn convert(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
     let Run { printer, options, stop, started } = run;
+    check_len(&conversion.reservation)?;
     let source = &conversion.source.checkpoint;
     for note in notes(conversion) {
         printer.line(&note);
@@ -159,6 +160,19 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     }
     printer.line(&report.closing_line(&stats, started.elapsed().as_secs_f64()));
     Ok(Status::Done)
+}
+
+/// A source may claim any size, and each of many ranks may get a copy of it all. Sums of lengths need no checks behind
+/// this one.
+fn check_len(reservation: &Reservation) -> Result<()> {
+    let total: u128 = reservation.files.iter().map(|file| u128::from(file.len)).sum();
+    if total < 1 << 62 {
+        return Ok(());
+    }
+    Err(Error::usage(
+        format!("the files of DST would have {total} bytes in all: no file system holds 2^62"),
+        "does SRC hold views of few bytes that claim to be many?",
+    ))
 }
 
 /// What --overwrite replaces must be a checkpoint, not somebody's other work.
@@ -214,12 +228,17 @@ fn held_bytes(conversion: &Conversion<'_>) -> u64 {
     conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog).saturating_sub(ALLOWED)
 }
 
+/// What the way of reading takes besides strips and scratch.
+fn bounce_bytes(conversion: &Conversion<'_>, options: &Options) -> u64 {
+    super::bounce_bytes(Some(conversion.source.checkpoint.files.io()), options.threads)
+}
+
 /// Strips as long as what is held leaves room for.
 ///
 /// # Errors
 /// `Usage` with the floor, where the memory that is allowed is less.
 fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: u64) -> Result<Options> {
-    let held = held_bytes(conversion);
+    let held = held_bytes(conversion) + bounce_bytes(conversion, &options);
     let left = max_memory.saturating_sub(held);
     match super::strip_bytes(left, options.threads) {
         Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
@@ -384,10 +403,11 @@ impl Report<'_> {
     fn peak_bytes(&self, stats: &Stats) -> u64 {
         /// Stack of a worker, and what its allocations leave unused.
         const WORKER_BYTES: u64 = 1 << 20;
+        let buffers = self.options.buffer_bytes() + bounce_bytes(self.conversion, self.options);
         let Some(before) = self.before else {
-            return super::BASE_BYTES + self.options.buffer_bytes() + held_bytes(self.conversion) + stats.planned_bytes;
+            return super::BASE_BYTES + buffers + held_bytes(self.conversion) + stats.planned_bytes;
         };
-        let workers = self.options.buffer_bytes() + self.options.threads as u64 * WORKER_BYTES;
+        let workers = buffers + self.options.threads as u64 * WORKER_BYTES;
         let waiting = self.conversion.reservation.waiting_bytes(self.options.strip_bytes);
         let peak = before.peak.max(before.now + workers + stats.planned_bytes + waiting);
         // Another run is not the same to the last page.

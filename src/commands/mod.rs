@@ -107,8 +107,8 @@ fn work_options(args: &SourceArgs, sync: bool) -> Result<Options> {
     };
     // Built once a process; a second verb in one process (tests) keeps the first one's pool.
     let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
-    let bounce = if args.io.mode() == Some(IoMode::Direct) { threads as u64 * BOUNCE_BYTES } else { 0 };
-    Ok(Options { threads, strip_bytes: strip_bytes(args.max_memory.0.saturating_sub(bounce), threads)?, sync })
+    let left = args.max_memory.0.saturating_sub(bounce_bytes(args.io.mode(), threads));
+    Ok(Options { threads, strip_bytes: strip_bytes(left, threads)?, sync })
 }
 
 /// More than any machine has cores.
@@ -125,6 +125,11 @@ fn threads_within(max_memory: u64) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let affordable = max_memory.saturating_sub(BASE_BYTES) / (LEAST_STRIP_BYTES + SCRATCH_BYTES);
     cores.min(usize::try_from(affordable).unwrap_or(cores)).clamp(1, MAX_THREADS)
+}
+
+/// What reading in this way takes besides strips and scratch.
+fn bounce_bytes(io: Option<IoMode>, threads: usize) -> u64 {
+    if io == Some(IoMode::Direct) { threads as u64 * BOUNCE_BYTES } else { 0 }
 }
 
 /// Below this, these threads cannot work.

@@ -1,34 +1,30 @@
 //! Filling reserved files: the executor behind `reshard`, `flatten`, `unshard` and `consolidate`.
 //!
-//! Work goes in windows of some hundred MiB of output. For each window every tensor is proven and planned and its
-//! chunks are located, in parallel; then the window's strips are filled in parallel, in file order. So memory follows
-//! the window and the strips in flight, not the model.
+//! Work goes in [windows](super::window) of some hundred MiB of output. The tensors of a window are planned and located,
+//! its tiles are cut into [strips](super::strips), and those are filled and written in parallel, those of one
+//! [band](super::bands) behind each other and everything else in file order. So memory follows the window and the strips
+//! in flight, not the model. Literals that no tensor data comes after, and sums of what is spread over strips, come last.
+//!
+//! Counts bytes of output. Invariant: every byte of a reserved file is in one strip, once.
 
-use std::collections::{BTreeMap, HashSet};
-use std::iter::zip;
+use std::collections::BTreeMap;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
 
-use super::bands::{self, Member};
+use super::bands;
 use super::block::Wanted;
 use super::cast::Counts;
 use super::output::Outputs;
 use super::passing::Passing;
 use super::strips::{Content, Cutter, Payload, Strip};
 use super::sums::{InStrip, Sums};
-use super::{Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
+use super::window::{Slot, prepare, windows};
+use super::{Input, Options, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reservation, Reserved};
 use crate::error::Result;
-use crate::plan::Source;
 use crate::storage::direct::Buffer;
-
-/// Output planned and located at a time.
-const WINDOW_BYTES: u64 = 256 << 20;
-
-/// Tiles planned and located at a time, where they are small.
-const WINDOW_TILES: usize = 1 << 14;
 
 /// A tile on its way from being planned to being in a strip: as one of its tensor and as one of the window, its payload,
 /// and its part of a strip, in lists that have grown to hold it.
@@ -64,8 +60,9 @@ impl Stats {
         let mut planned_bytes = 0;
         for slot in slots {
             slot.tile.pieces(|piece| {
-                self.runs += piece.runs();
-                self.bytes_read += piece.len_bytes();
+                // As many summands as there are may be read for each rank.
+                self.runs = self.runs.saturating_add(piece.runs());
+                self.bytes_read = self.bytes_read.saturating_add(piece.len_bytes());
             });
             planned_bytes += PLANNED_BYTES + slot.tile.held_bytes();
         }
@@ -104,21 +101,32 @@ pub fn copy(
     let sums = Sums::new(reservation);
     let passing = Passing::default();
     let lost = Mutex::default();
-    let filler =
-        Filler { input, reservation, slots: &[], outputs: &outputs, sums: &sums, passing: &passing, lost: &lost };
+    let filler = Filler {
+        input,
+        reservation,
+        slots: &[],
+        outputs: &outputs,
+        sums: &sums,
+        passing: &passing,
+        lost: &lost,
+        threads: options.threads,
+        reporter,
+        stop,
+    };
     let mut stats = Stats::default();
     for window in windows(input, &reservation.tensors) {
         stop.check()?;
         let (slots, payloads) = prepare(input, window)?;
         let mut strips = cutter.cut(payloads);
-        Filler { slots: &slots, ..filler }.fill(&mut strips, options, reporter, stop)?;
+        Filler { slots: &slots, ..filler }.fill(&mut strips)?;
         passing.settle(input.files)?;
         stats.count(input, window, &slots);
     }
+    // What is summed first: the others may hold the sums.
     let (mut in_spans, mut others) = cutter.finish().into_iter().partition::<Vec<_>, _>(|strip| sums.has_part(strip));
-    filler.fill(&mut in_spans, options, reporter, stop)?;
+    filler.fill(&mut in_spans)?;
     sums.settle();
-    filler.fill(&mut others, options, reporter, stop)?;
+    filler.fill(&mut others)?;
     stats.count_lost(lost.into_inner().expect("no panic while the lock is held"));
     sums.patch(&outputs)?;
     input.files.check_unchanged()?;
@@ -143,85 +151,6 @@ pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Resu
     Ok(stats)
 }
 
-/// Cut the target's tensors into windows of bounded output and number of tiles.
-fn windows<'a>(input: Input<'a>, tensors: &'a [Reserved]) -> impl Iterator<Item = &'a [Reserved]> {
-    let mut rest = tensors;
-    std::iter::from_fn(move || {
-        if rest.is_empty() {
-            return None;
-        }
-        let (mut bytes, mut tiles, mut count) = (0, 0, 0);
-        while let Some(tensor) = rest.get(count) {
-            bytes += tensor.payload_bytes();
-            tiles += tensor.tiles_read(input.catalog.tensor(tensor.source));
-            count += 1;
-            if bytes >= WINDOW_BYTES || tiles >= WINDOW_TILES {
-                break;
-            }
-        }
-        let (window, after) = rest.split_at(count);
-        rest = after;
-        Some(window)
-    })
-}
-
-/// A tile to fill.
-struct Slot {
-    tile: Prepared,
-    /// Where what its cast meets is counted; `None` without a cast, and for all replicas but the first.
-    counted: Option<DtypePair>,
-}
-
-/// Prove, plan and locate the tensors of a window.
-fn prepare(input: Input<'_>, window: &[Reserved]) -> Result<(Vec<Slot>, Vec<Payload>)> {
-    // Each for itself, so that of several faults the first is told, whichever thread was faster.
-    let per_tensor: Vec<Result<Vec<(Slot, Payload)>>> = window
-        .par_iter()
-        .map(|tensor| {
-            let source = Source::new(input.catalog.tensor(tensor.source))?;
-            let pair = (source.entry.dtype, tensor.dtype());
-            let mut known = Locations::default();
-            let mut counted = HashSet::new();
-            let mut tiles = Vec::with_capacity(tensor.entry.chunks.len());
-            for index in 0..tensor.entry.chunks.len() {
-                let Some((file, offset)) = tensor.place(index) else { continue };
-                let tile = tensor.entry.chunks.tile(index);
-                let share = tensor.shares.get(index);
-                let prepared = Prepared::share(input, &source, &tile, share.map(Arc::as_ref), &mut known)?;
-                let is_new = pair.0 != pair.1 && counted.insert((tile, share));
-                let slot = Slot { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(pair) };
-                let itemsize = pair.1.itemsize();
-                let payload = Payload { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
-                tiles.push((slot, payload));
-            }
-            let placed = (0..tensor.entry.chunks.len()).filter(|index| tensor.place(*index).is_some());
-            let members = zip(&mut tiles, placed).filter(|((slot, _), _)| slot.tile.is_scattered());
-            bands::group(members.map(|((slot, payload), index)| Member {
-                tile: tensor.entry.chunks.tile(index),
-                share: tensor.shares.get(index).map(Arc::as_ref),
-                source_bytes: slot.tile.source_bytes(),
-                group: &mut payload.group,
-            }));
-            Ok(tiles)
-        })
-        .collect();
-    let per_tensor: Vec<Vec<(Slot, Payload)>> = per_tensor.into_iter().collect::<Result<_>>()?;
-    let mut slots = Vec::new();
-    let mut payloads = Vec::new();
-    for tiles in per_tensor {
-        let first_group = slots.len();
-        for (slot, mut payload) in tiles {
-            payload.slot = slots.len();
-            if let Some(group) = &mut payload.group {
-                group.number += first_group;
-            }
-            slots.push(slot);
-            payloads.push(payload);
-        }
-    }
-    Ok((slots, payloads))
-}
-
 /// Everything a worker needs to fill strips.
 #[derive(Clone, Copy)]
 struct Filler<'a> {
@@ -232,18 +161,21 @@ struct Filler<'a> {
     sums: &'a Sums<'a>,
     passing: &'a Passing,
     lost: &'a Mutex<BTreeMap<DtypePair, Counts>>,
+    threads: usize,
+    reporter: &'a dyn Reporter,
+    stop: &'a Stop,
 }
 
 impl Filler<'_> {
     /// Fill and write the strips. Workers take them band by band in order, so files are written front to back.
-    fn fill(&self, strips: &mut [Strip], options: &Options, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
+    fn fill(&self, strips: &mut [Strip]) -> Result<()> {
         let bands = bands::order(strips);
         let next = AtomicUsize::new(0);
         let work = |_worker: usize| -> Result<()> {
             let mut buffer = Buffer::new();
             let mut scratch = Scratch::default();
             while let Some(band) = bands.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if let Err(error) = self.fill_band(band, &mut buffer, &mut scratch, reporter, stop) {
+                if let Err(error) = self.fill_band(band, &mut buffer, &mut scratch) {
                     // The others need not go on.
                     next.store(bands.len(), Ordering::Relaxed);
                     return Err(error);
@@ -251,18 +183,11 @@ impl Filler<'_> {
             }
             Ok(())
         };
-        (0..options.threads.min(bands.len())).into_par_iter().with_max_len(1).map(work).collect()
+        (0..self.threads.min(bands.len())).into_par_iter().with_max_len(1).map(work).collect()
     }
 
     /// Fill and write the strips of a band, or one that is of none.
-    fn fill_band(
-        &self,
-        band: &[Strip],
-        buffer: &mut Buffer,
-        scratch: &mut Scratch,
-        reporter: &dyn Reporter,
-        stop: &Stop,
-    ) -> Result<()> {
+    fn fill_band(&self, band: &[Strip], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
         if band.len() > 1 {
             let mut wanted = Wanted::default();
             for part in band.iter().flat_map(|strip| &strip.parts) {
@@ -274,9 +199,9 @@ impl Filler<'_> {
             scratch.block.hold(self.input.files, wanted)?;
         }
         for strip in band {
-            stop.check()?;
+            self.stop.check()?;
             self.fill_one(strip, buffer, scratch)?;
-            reporter.advance(strip.range.end - strip.range.start);
+            self.reporter.advance(strip.range.end - strip.range.start);
         }
         Ok(())
     }
@@ -315,7 +240,7 @@ impl Filler<'_> {
             }
         }
         if sums {
-            self.sums.close(strip.file, &strip.range, buffer, &mut summed);
+            self.sums.close(strip.file, &strip.range, buffer, summed);
         }
         self.outputs.write(strip.file, strip.range.start, buffer)
     }

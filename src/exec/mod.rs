@@ -21,6 +21,7 @@ mod strips;
 mod sums;
 #[cfg(test)]
 mod tests;
+mod window;
 
 pub use gather::{Locations, Prepared, Scratch};
 pub use stop::Stop;

@@ -2,6 +2,9 @@
 //!
 //! What is to be on disk in the end is written past the page cache where the file system is good at that, and put on its
 //! way to the disk at once elsewhere. What need not be there goes through the page cache in small calls.
+//!
+//! Counts bytes. Invariant: only whole blocks of one strip go past the page cache, and blocks that strips share go through
+//! it, so no block is written both ways at a time.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;

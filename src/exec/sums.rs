@@ -52,6 +52,18 @@ impl InStrip {
         hasher.update(bytes);
         self.0.push((offset, hasher));
     }
+
+    /// The sum of a span that lies within the strip.
+    fn whole(&self, sum: &Sum, strip: &Range<u64>) -> Option<u32> {
+        if sum.range.start < strip.start || strip.end < sum.range.end {
+            return None;
+        }
+        let first = self.0.partition_point(|(offset, _)| *offset < sum.range.start);
+        let parts = self.0[first..].iter().take_while(|(offset, _)| *offset < sum.range.end);
+        let mut whole = Hasher::new();
+        parts.for_each(|(_, part)| whole.combine(part));
+        Some(whole.finalize())
+    }
 }
 
 impl<'a> Sums<'a> {
@@ -72,45 +84,34 @@ impl<'a> Sums<'a> {
         strip.parts.iter().any(|part| self.files[strip.file as usize].sums_at(part.offset))
     }
 
-    /// Put what is known by now into a strip, which is complete but for that. `parts` are of this strip.
-    pub fn close(&self, file: u32, range: &Range<u64>, bytes: &mut [u8], parts: &mut InStrip) {
+    /// Put what is known by now into a strip, which is complete but for that; what is not known yet, or is needed beyond
+    /// this strip, is kept. `parts` are of this strip.
+    pub fn close(&self, file: u32, range: &Range<u64>, bytes: &mut [u8], parts: InStrip) {
         let sums = self.files[file as usize].sums.as_slice();
         let most_sites = sums.first().map_or(0, |sum| sum.sites.len());
         for nth in 0..most_sites {
             let first = sums.partition_point(|sum| sum.sites[nth] < range.start);
-            for (index, sum) in sums.iter().enumerate().skip(first) {
+            let here = (first..).zip(&sums[first..]).take_while(|(_, sum)| sum.sites[nth] < range.end);
+            for (index, sum) in here {
                 let site = sum.sites[nth];
-                if site >= range.end {
-                    break;
-                }
                 let value = self.value(file, index).or_else(|| parts.whole(sum, range));
                 match value.filter(|_| site + SITE_BYTES <= range.end) {
                     Some(value) => {
+                        let value = value.to_le_bytes();
                         let at = usize::try_from(site - range.start).expect("a strip fits memory");
-                        bytes[at..][..4].copy_from_slice(&value.to_le_bytes());
+                        bytes[at..at + value.len()].copy_from_slice(&value);
                     }
                     None => {
-                        self.open.lock().expect("no panic while the lock is held").push(Open {
-                            file,
-                            sum: index,
-                            site,
-                        });
+                        let open = Open { file, sum: index, site };
+                        self.open.lock().expect("no panic while the lock is held").push(open);
                     }
                 }
             }
         }
-        // What is needed beyond this strip.
-        let is_closed = |offset: u64| {
-            let sum = sums.partition_point(|sum| sum.range.end <= offset);
-            let within = |stretch: Range<u64>| range.start <= stretch.start && stretch.end <= range.end;
-            sums.get(sum).is_some_and(|sum| {
-                within(sum.range.clone()) && sum.sites.iter().all(|site| within(*site..*site + SITE_BYTES))
-            })
-        };
-        parts.0.retain(|(offset, _)| !is_closed(*offset));
-        if !parts.0.is_empty() {
-            let mut all = self.parts.lock().expect("no panic while the lock is held");
-            all.extend(parts.0.drain(..).map(|(offset, hasher)| Part { file, offset, hasher }));
+        let needed = parts.0.into_iter().filter(|(offset, _)| !is_closed(sums, *offset, range));
+        let mut needed = needed.map(|(offset, hasher)| Part { file, offset, hasher }).peekable();
+        if needed.peek().is_some() {
+            self.parts.lock().expect("no panic while the lock is held").extend(needed);
         }
     }
 
@@ -151,16 +152,9 @@ impl<'a> Sums<'a> {
     }
 }
 
-impl InStrip {
-    /// The sum of a span that lies within the strip.
-    fn whole(&self, sum: &Sum, strip: &Range<u64>) -> Option<u32> {
-        if sum.range.start < strip.start || strip.end < sum.range.end {
-            return None;
-        }
-        let first = self.0.partition_point(|(offset, _)| *offset < sum.range.start);
-        let parts = self.0[first..].iter().take_while(|(offset, _)| *offset < sum.range.end);
-        let mut whole = Hasher::new();
-        parts.for_each(|(_, part)| whole.combine(part));
-        Some(whole.finalize())
-    }
+/// Whether the span around `offset` lies within the strip, with all sites of its sum.
+fn is_closed(sums: &[Sum], offset: u64, strip: &Range<u64>) -> bool {
+    let within = |stretch: Range<u64>| strip.start <= stretch.start && stretch.end <= strip.end;
+    let sum = sums.get(sums.partition_point(|sum| sum.range.end <= offset));
+    sum.is_some_and(|sum| within(sum.range.clone()) && sum.sites.iter().all(|site| within(*site..*site + SITE_BYTES)))
 }

@@ -150,10 +150,15 @@ fn views_that_repeat_one_element() {
     writer.setitems();
     let path = sandbox.write("w.pt", torch_file(writer.finish(), &[("0", DATA)]));
     sandbox.is_bad(&path, &["w.pt", "2^62 bytes"]);
-    // One of 2^40 elements is possible, and needs more space than there is.
+    // One of 2^58 elements is possible, and needs more space than there is.
     let view = View { sizes: &[1 << 58], strides: &[0], ..VIEW };
     let path = sandbox.write("w.pt", torch_file(weights(&view), &[("0", DATA)]));
     dtshard(&[&"inspect", &path]).succeeded();
+    // A copy for each of many ranks is not.
+    for to in ["--to=torch-ranks", "--to=local"] {
+        let target = sandbox.path("out");
+        dtshard(&[&"reshard", &path, &target, &to, &"--mesh=dp=64", &"--placements=R"]).refused(&["2^62"]);
+    }
     dtshard(&[&"unshard", &path, &sandbox.path("out.pt")]).refused(&["needed", "free"]);
     dtshard(&[&"unshard", &path, &"--dry-run"]).succeeded();
     assert!(!sandbox.path("out.pt").exists());

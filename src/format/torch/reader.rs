@@ -24,8 +24,8 @@ pub struct Contents {
     stretch: Stretch,
 }
 
-/// The records that [`read`] looks into.
-const READ: [&str; 2] = ["data.pkl", "byteorder"];
+const PICKLE: &str = "data.pkl";
+const BYTE_ORDER: &str = "byteorder";
 
 impl Contents {
     /// Add a tensor and give the reference to it.
@@ -57,7 +57,8 @@ impl Contents {
     /// # Errors
     /// `Io`.
     pub fn frame(&self, files: &Files, view: &View) -> Result<Option<Frame>> {
-        Frame::of(files, self.stretch, &self.archive, &READ, &format!("data/{}", view.key))
+        // All records that `read` looks into.
+        Frame::of(files, self.stretch, &self.archive, &[PICKLE, BYTE_ORDER], &format!("data/{}", view.key))
     }
 
     /// As [`Contents::place`], down to the byte.
@@ -168,10 +169,10 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
     let path = files.path(file);
     let archive = Archive::read(files, stretch)?;
     check_kind(files, path, &archive)?;
-    let Some(bytes) = archive.content(files, READ[0])? else {
+    let Some(bytes) = archive.content(files, PICKLE)? else {
         return Err(Error::malformed(path, "zip directory", "an entry data.pkl", "an archive without one"));
     };
-    let (pickle, _) = pickle::decode(&bytes, &mut NoFold).map_err(|error| pickle_error(path, "data.pkl", &error))?;
+    let (pickle, _) = pickle::decode(&bytes, &mut NoFold).map_err(|error| pickle_error(path, PICKLE, &error))?;
     let mut reader = Reader {
         files,
         archive: &archive,
@@ -219,7 +220,7 @@ fn check_kind(files: &Files, path: &Path, archive: &Archive) -> Result<()> {
     if archive.get("constants.pkl").is_some() {
         return Err(torch_script(path));
     }
-    match archive.content(files, READ[1])?.as_deref() {
+    match archive.content(files, BYTE_ORDER)?.as_deref() {
         None | Some(b"little") => Ok(()),
         Some(b"big") => Err(Error::unsupported(
             format!("{}: saved on a big-endian machine", path.display()),
@@ -227,7 +228,7 @@ fn check_kind(files: &Files, path: &Path, archive: &Archive) -> Result<()> {
         )),
         Some(other) => {
             let found = String::from_utf8_lossy(&other[..other.len().min(16)]).into_owned();
-            Err(Error::malformed(path, "byteorder", "little or big", found))
+            Err(Error::malformed(path, BYTE_ORDER, "little or big", found))
         }
     }
 }
