@@ -2,11 +2,14 @@
 //!
 //! A chunk is a [`Tile`] of its tensor (nearly always one box) stored at a [`Place`] with strides. A checkpoint has
 //! up to a million of them, so a row costs its bounds, its place and its rank, and nothing is allocated per chunk:
-//! strides are kept only where the storage is not contiguous, tiles only where they are more than one box.
+//! strides are kept only where the storage is not contiguous, tiles only where they are more than one box. Another has
+//! a hundred thousand tensors of one chunk each, whose row lies in the table itself.
 //!
 //! Bounds, sizes and strides count elements; places count bytes.
 
 use std::collections::BTreeMap;
+
+use smallvec::SmallVec;
 
 use crate::layout::flat::StorageOrder;
 use crate::layout::{Dims, Intervals, Rank, Tile};
@@ -92,9 +95,15 @@ pub struct Chunk {
 pub struct ChunkTable {
     ndim: usize,
     /// `ndim` offsets, then `ndim` sizes, a chunk.
-    bounds: Vec<u64>,
-    places: Vec<Place>,
-    ranks: Vec<u32>,
+    bounds: SmallVec<[u64; 4]>,
+    places: SmallVec<[Place; 1]>,
+    ranks: SmallVec<[u32; 4]>,
+    odd: Option<Box<Odd>>,
+}
+
+/// What few chunks have, by their number.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Odd {
     strides: BTreeMap<u32, Dims>,
     interleaved: BTreeMap<u32, Tile>,
 }
@@ -128,17 +137,21 @@ impl ChunkTable {
         self.places.push(chunk.place);
         self.ranks.push(chunk.rank.map_or(NO_RANK, |rank| rank.0));
         if let Some(strides) = chunk.strides {
-            self.strides.insert(index, strides);
+            self.odd().strides.insert(index, strides);
         }
         if !chunk.tile.is_box() && !chunk.tile.is_empty() {
-            self.interleaved.insert(index, chunk.tile);
+            self.odd().interleaved.insert(index, chunk.tile);
         }
+    }
+
+    fn odd(&mut self) -> &mut Odd {
+        self.odd.get_or_insert_default()
     }
 
     #[must_use]
     pub fn tile(&self, index: usize) -> Tile {
         let key = u32::try_from(index).expect("an index of this table");
-        if let Some(tile) = self.interleaved.get(&key) {
+        if let Some(tile) = self.odd.as_ref().and_then(|odd| odd.interleaved.get(&key)) {
             return tile.clone();
         }
         let row = &self.bounds[index * 2 * self.ndim..(index + 1) * 2 * self.ndim];
@@ -170,7 +183,7 @@ impl ChunkTable {
 
     #[must_use]
     pub fn strides(&self, index: usize) -> Option<&Dims> {
-        self.strides.get(&u32::try_from(index).expect("an index of this table"))
+        self.odd.as_ref()?.strides.get(&u32::try_from(index).expect("an index of this table"))
     }
 
     #[must_use]

@@ -18,6 +18,7 @@ pub mod value;
 pub mod wrappers;
 
 use std::fmt;
+use std::sync::Arc;
 
 pub use chunk::{Chunk, ChunkTable, Located, Place, Record, Summed, contiguous_strides, permuted_stride, span};
 pub use dtype::Dtype;
@@ -32,9 +33,9 @@ use crate::layout::rules::{OnMesh, Shared};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Region, Tile, comma_list};
 use crate::storage::{FileId, Stretch};
 
-/// A fully qualified name: the path of a tensor or object in its state dict, joined with dots.
+/// A fully qualified name: the path of a tensor or object in its state dict, joined with dots. Whoever has it shares it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Fqn(Box<str>);
+pub struct Fqn(Arc<str>);
 
 impl Fqn {
     #[must_use]
@@ -43,7 +44,7 @@ impl Fqn {
     }
 }
 
-impl<T: Into<Box<str>>> From<T> for Fqn {
+impl<T: Into<Arc<str>>> From<T> for Fqn {
     fn from(text: T) -> Self {
         Self(text.into())
     }
@@ -89,7 +90,7 @@ pub enum Class {
     ShardedTensor,
 }
 
-/// One logical tensor.
+/// One logical tensor. There may be a million: what few have is in a box.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorEntry {
     /// The first name it has in the state dict; tied tensors have more.
@@ -99,12 +100,12 @@ pub struct TensorEntry {
     pub shape: Dims,
     pub class: Class,
     /// Mesh and placements, where the format records them (DCP does not).
-    pub sharding: Option<Sharding>,
+    pub sharding: Option<Box<Sharding>>,
     /// In elements, where the whole tensor was dense in memory in another order than by rows (`channels_last`), and the
     /// format tells. Chunks have strides of their own.
     pub stride: Option<Dims>,
     /// Set where ranks hold summands, not values: [`Placement::Partial`].
-    pub summands: Option<Summands>,
+    pub summands: Option<Box<Summands>>,
     /// Every stored chunk, replicas included.
     pub chunks: ChunkTable,
 }

@@ -38,7 +38,7 @@ impl Path {
     #[must_use]
     pub fn fqn(&self) -> Fqn {
         match self.0.as_slice() {
-            [Key::Name(name)] => Fqn::from(name.clone()),
+            [Key::Name(name)] => Fqn::from(name.as_ref()),
             _ => Fqn::from(self.to_string()),
         }
     }
@@ -75,28 +75,28 @@ pub enum Leaf<'a> {
 #[must_use]
 pub fn leaves(state: &Value) -> Vec<(Path, Leaf<'_>)> {
     let mut found = Vec::new();
-    collect_leaves(state, &mut Path::default(), &mut found);
+    visit_leaves(state, &mut Path::default(), &mut |path, leaf| found.push((path.clone(), leaf)));
     found
 }
 
-fn collect_leaves<'a>(value: &'a Value, path: &mut Path, found: &mut Vec<(Path, Leaf<'a>)>) {
+fn visit_leaves<'a>(value: &'a Value, path: &mut Path, visit: &mut dyn FnMut(&Path, Leaf<'a>)) {
     match value {
-        Value::Tensor(id) => found.push((path.clone(), Leaf::Tensor(*id))),
+        Value::Tensor(id) => visit(path, Leaf::Tensor(*id)),
         Value::Dict(dict) => {
             for (key, child) in &dict.entries {
                 path.0.push(Key::Name(key_text(key)));
-                collect_leaves(child, path, found);
+                visit_leaves(child, path, visit);
                 path.0.pop();
             }
         }
         Value::List(items) if items.iter().any(is_descended) => {
             for (index, child) in items.iter().enumerate() {
                 path.0.push(Key::Index(index as u64));
-                collect_leaves(child, path, found);
+                visit_leaves(child, path, visit);
                 path.0.pop();
             }
         }
-        other => found.push((path.clone(), Leaf::Object(other))),
+        other => visit(path, Leaf::Object(other)),
     }
 }
 
@@ -158,11 +158,13 @@ fn edit_below(value: &mut Value, path: &mut Path, visit: &mut dyn FnMut(&Path, &
 /// The leaves of a state dict that are not tensors.
 #[must_use]
 pub fn objects(state: &Value) -> Vec<(Path, &Value)> {
-    let leaf = |(path, leaf)| match leaf {
-        Leaf::Object(value) => Some((path, value)),
-        Leaf::Tensor(_) => None,
-    };
-    leaves(state).into_iter().filter_map(leaf).collect()
+    let mut found = Vec::new();
+    visit_leaves(state, &mut Path::default(), &mut |path, leaf| {
+        if let Leaf::Object(value) = leaf {
+            found.push((path.clone(), value));
+        }
+    });
+    found
 }
 
 /// The name of one rank's value where the values of all ranks stand side by side: `rank_3`.

@@ -37,7 +37,7 @@ pub struct Reserved {
     /// What each chunk gets of the source's summands; empty where it gets the value.
     pub shares: Vec<Arc<Share>>,
     /// How ranks share it, where they do.
-    pub shared: Option<Shared>,
+    pub shared: Option<Box<Shared>>,
 }
 
 /// One file to write.

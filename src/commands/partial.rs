@@ -88,7 +88,7 @@ fn summed(OnMesh { mesh, shared }: OnMesh<'_>) -> String {
 fn divided(reservation: &Reservation) -> Vec<String> {
     let sums = |shared: &Shared| shared.placements.contains(&Placement::Partial(ReduceOp::Sum));
     let mut divided: BTreeMap<u64, usize> = BTreeMap::new();
-    for tensor in reservation.tensors.iter().filter(|tensor| tensor.shared.as_ref().is_some_and(sums)) {
+    for tensor in reservation.tensors.iter().filter(|tensor| tensor.shared.as_deref().is_some_and(sums)) {
         let rounds = |divisor: &u64| tensor.entry.dtype.is_float() && !divisor.is_power_of_two();
         if let Some(divisor) = tensor.shares.iter().map(|share| share.divisor).find(rounds) {
             *divided.entry(divisor).or_default() += 1;

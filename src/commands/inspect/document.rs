@@ -52,7 +52,7 @@ fn tensor_document(view: &View<'_>, entry: &TensorEntry, brief: bool) -> Json {
     let mut document = json!({
         "dtype": entry.dtype.name(),
         "shape": entry.shape.as_slice(),
-        "placements": entry.sharding.as_ref().map(Sharding::display_placements),
+        "placements": entry.sharding.as_deref().map(Sharding::display_placements),
         "mesh": entry.sharding.as_ref().map(|sharding| sharding.mesh.0),
     });
     if !brief {

@@ -9,7 +9,7 @@ use crate::catalog::Sharding;
 pub fn tensors(view: &View<'_>) -> String {
     let row = |(name, id): &(String, _)| {
         let entry = view.checkpoint.catalog.tensor(*id);
-        let placements = entry.sharding.as_ref().map_or_else(|| String::from("-"), Sharding::display_placements);
+        let placements = entry.sharding.as_deref().map_or_else(|| String::from("-"), Sharding::display_placements);
         let last = match view.digests.get(id) {
             Some(digest) => digest.clone(),
             None if view.digests.is_empty() => entry.chunks.len().to_string(),

@@ -122,7 +122,7 @@ impl<'a> Subjects<'a> {
         let is_float = entry.dtype.is_float() && !self.is_plain(entry.is_shared());
         // No job cuts a buffer; whole numbers that it does cut are quantised weights.
         let is_cut = |sharding: &Sharding| sharding.shared.placements.iter().any(|own| own.sharded_dim().is_some());
-        let is_cut = entry.sharding.as_ref().is_some_and(is_cut);
+        let is_cut = entry.sharding.as_deref().is_some_and(is_cut);
         if self.trained.contains(&entry.fqn) || is_cut || is_float { Kind::Parameter } else { Kind::Buffer }
     }
 }
@@ -130,8 +130,8 @@ impl<'a> Subjects<'a> {
 impl<'a> Subject<'a> {
     /// Its own, or that of the parameter that it follows.
     pub fn sharding(&self) -> Option<&'a Sharding> {
-        let inherited = || self.follows.and_then(|parameter| parameter.sharding.as_ref());
-        self.entry.sharding.as_ref().or_else(inherited)
+        let inherited = || self.follows.and_then(|parameter| parameter.sharding.as_deref());
+        self.entry.sharding.as_deref().or_else(inherited)
     }
 
     pub fn is_shared(&self) -> bool {

@@ -49,7 +49,7 @@ impl Source {
                 of_chunk.push(summand);
             }
         }
-        entry.summands = Some(Summands { reduction, of_chunk });
+        entry.summands = Some(Box::new(Summands { reduction, of_chunk }));
         Self { folder, files, catalog: Catalog { tensors: vec![entry], ..Catalog::empty() } }
     }
 

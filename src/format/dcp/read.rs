@@ -54,6 +54,7 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
     for (rank, path) in metadata_files(folder)? {
         let file = files.add(&path)?;
         let metadata = metadata::parse(&path, &files.read(file, 0, files.len_bytes(file))?)?;
+        slots.reserve(metadata.entries.len());
         let source = MetadataFile { data_files: open_data_files(files, &path, &metadata)?, rank, path };
         for entry in metadata.entries {
             let slot = source.slot(files, &entry.fqn, entry.kind)?;
@@ -72,6 +73,7 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
         }
     }
     let mut catalog = Catalog::empty();
+    catalog.tensors.reserve_exact(slots.len());
     let mut state = Unflatten::default();
     for (fqn, (path, slot)) in slots {
         let value = match slot {

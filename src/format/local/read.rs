@@ -87,7 +87,7 @@ impl<'a> Assembly<'a> {
         if let Some(sharding) = described.sharding.as_ref().filter(|_| *class != Class::ShardedTensor) {
             let intern = || catalog.intern_mesh(mesh_of(document, sharding).clone());
             let mesh = *self.meshes.entry(sharding.mesh).or_insert_with(intern);
-            entry.sharding = Some(Sharding { mesh, ..sharding.clone() });
+            entry.sharding = Some(Box::new(Sharding { mesh, ..sharding.clone() }));
         }
         entry
     }
@@ -130,7 +130,8 @@ impl<'a> Assembly<'a> {
         for (described, entry) in self.document.tensors.iter().zip(&mut self.catalog.tensors) {
             let Some(sharding) = &described.sharding else { continue };
             let lies = OnMesh { mesh: mesh_of(self.document, sharding), shared: &sharding.shared };
-            entry.summands = Summands::of(lies, &entry.chunks).map_err(|error| unfit(path, entry, &error))?;
+            let summands = Summands::of(lies, &entry.chunks).map_err(|error| unfit(path, entry, &error))?;
+            entry.summands = summands.map(Box::new);
         }
         Ok(self.catalog)
     }

@@ -75,7 +75,7 @@ pub fn reserve(source: &Catalog, state: &Value, target: LocalTarget<'_>) -> Resu
         let (fqn, described) = (&plan.names[at].0, plan.of(at));
         reservation.tensors.extend(std::mem::take(&mut chunks[at]).into_iter().map(|(source, chunks)| {
             let entry = TensorEntry::new(fqn.clone(), described.dtype, described.shape.clone());
-            let shared = described.sharding.as_ref().map(|sharding| sharding.shared.clone());
+            let shared = described.sharding.as_ref().map(|sharding| Box::new(sharding.shared.clone()));
             Reserved { shared, ..Reserved::new(source, TensorEntry { chunks, ..entry }) }
         }));
     }

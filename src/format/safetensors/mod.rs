@@ -340,6 +340,7 @@ fn reserve_file(
     let data_start = file.len;
     let mut placed: Vec<(u64, &(Fqn, TensorId))> = offsets.into_iter().zip(tensors).collect();
     placed.sort_by_key(|(offset, _)| *offset);
+    reservation.tensors.reserve(placed.len());
     for (offset, (fqn, id)) in placed {
         let entry = source.tensor(*id);
         file.push_payload(entry.len_bytes());

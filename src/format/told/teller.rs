@@ -232,11 +232,11 @@ impl<'a> Teller<'a> {
             let tile = chunk.rank.and_then(|rank| tiles.get(&rank)).cloned().unwrap_or(chunk.tile);
             chunks.push(Chunk { tile, ..chunk });
         }
-        let summands = Summands::of(OnMesh { mesh, shared: &shared }, &chunks)?;
+        let summands = Summands::of(OnMesh { mesh, shared: &shared }, &chunks)?.map(Box::new);
         let stride = entry.stride.clone().filter(|_| found.shape == entry.shape);
         // One element is nothing to share; whoever has none is a plain tensor in any job.
         let is_scalar = found.shape.is_empty() && summands.is_none();
-        let sharding = (!is_scalar).then_some(Sharding { mesh: self.mesh, shared });
+        let sharding = (!is_scalar).then(|| Box::new(Sharding { mesh: self.mesh, shared }));
         Ok(TensorEntry { shape: found.shape, sharding, stride, summands, chunks, ..entry.clone() })
     }
 

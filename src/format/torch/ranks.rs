@@ -296,11 +296,11 @@ impl Merger<'_> {
                 let hint = "redistribute it to Shard or Replicate in the job, before it is saved";
                 Error::unsupported(format!("{}: {}: {error}", file.path.display(), entry.fqn), hint)
             })?;
-            let sharding = lift_to_root(&mesh.mesh, mesh.root.as_ref(), placements, catalog);
+            let sharding = Box::new(lift_to_root(&mesh.mesh, mesh.root.as_ref(), placements, catalog));
             match &entry.sharding {
                 None => {
                     entry.sharding = Some(sharding);
-                    entry.summands = reduction.map(|reduction| Summands { reduction, of_chunk: Vec::new() });
+                    entry.summands = reduction.map(|reduction| Box::new(Summands { reduction, of_chunk: Vec::new() }));
                 }
                 // Without a root each rank may know its own slice of a mesh; the placements on it are the same.
                 Some(known)

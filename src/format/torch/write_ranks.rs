@@ -177,7 +177,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
         .map(|((id, planned), chunks)| {
             let TensorEntry { dtype, shape, .. } = source.tensor(id);
             let entry = TensorEntry { chunks, ..TensorEntry::new(planned.fqn, *dtype, shape.clone()) };
-            Reserved { shared: planned.layout.shared(), ..Reserved::new(id, entry) }
+            Reserved { shared: planned.layout.shared().map(Box::new), ..Reserved::new(id, entry) }
         })
         .collect();
     Ok(reservation)

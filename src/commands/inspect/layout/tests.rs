@@ -15,7 +15,7 @@ fn printed(tensors: &[(&str, &str, &[&str])]) -> String {
             splits: splits.iter().map(|split| split.parse().unwrap()).collect(),
             slice: None,
         };
-        let sharding = Some(Sharding { mesh: MeshId(0), shared }).filter(|_| *list != "R,R");
+        let sharding = Some(Box::new(Sharding { mesh: MeshId(0), shared })).filter(|_| *list != "R,R");
         let entry =
             TensorEntry { class: Class::Tensor, sharding, ..TensorEntry::new((*name).into(), Dtype::F32, shape) };
         entries.push((Value::Str((*name).into()), Value::Tensor(catalog.push_tensor(entry))));
