@@ -5,12 +5,13 @@
 //! Nothing of meshes or placements is in it.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::Path;
 
 use crate::catalog::Path as StatePath;
 use crate::catalog::{Dtype, Key, checked_len_bytes};
 use crate::error::{Error, Result};
-use crate::format::pickle::{self, Fold, Folded, Ref};
+use crate::format::pickle::{self, Field, Fold, Folded, Record, Ref};
 use crate::format::torch::reader::pickle_error;
 use crate::layout::Dims;
 
@@ -75,14 +76,20 @@ const NO_OFFSET: u8 = u8::MAX;
 #[derive(Default)]
 struct Interned {
     texts: Vec<String>,
-    known: HashMap<String, u32>,
+    known: HashMap<String, u32, foldhash::fast::RandomState>,
+    last: u32,
 }
 
 impl Interned {
     fn id(&mut self, text: &str) -> u32 {
-        if let Some(&id) = self.known.get(text) {
-            return id;
+        if self.texts.get(self.last as usize).is_some_and(|last| last == text) {
+            return self.last;
         }
+        self.last = self.known.get(text).copied().unwrap_or_else(|| self.add(text));
+        self.last
+    }
+
+    fn add(&mut self, text: &str) -> u32 {
         let id = u32::try_from(self.texts.len()).expect("fewer than 2^32 names");
         self.texts.push(text.to_owned());
         self.known.insert(text.to_owned(), id);
@@ -95,23 +102,24 @@ fn row(len: usize) -> u32 {
 }
 
 impl Columns {
-    fn chunk(&mut self, state: Ref<'_>) -> Option<u32> {
-        let (offsets, sizes) = (state.get("offsets")?.to_dims()?, state.get("sizes")?.to_dims()?);
+    fn chunk(&mut self, state: &Record<'_>) -> Option<u32> {
+        let (offsets, sizes) = (state.dims("offsets")?, state.dims("sizes")?);
         let ndim = u8::try_from(offsets.len()).ok().filter(|_| offsets.len() == sizes.len())?;
         self.chunk_starts.push((self.chunk_dims.len() as u64, ndim));
-        self.chunk_dims.extend(offsets.into_iter().chain(sizes));
+        self.chunk_dims.extend_from_slice(offsets);
+        self.chunk_dims.extend_from_slice(sizes);
         Some(row(self.chunk_starts.len()))
     }
 
-    fn index(&mut self, state: Ref<'_>) -> Option<u32> {
-        let name = self.names.id(state.get("fqn")?.as_str()?);
+    fn index(&mut self, state: &Record<'_>) -> Option<u32> {
+        let name = self.names.id(state.text("fqn")?);
         let start = self.index_dims.len() as u64;
-        let ndim = match state.get("offset").filter(|offset| !offset.is_none()) {
-            None => NO_OFFSET,
-            Some(offset) => {
-                let offset = offset.to_dims()?;
+        let ndim = match state.get("offset") {
+            None | Some(Field::None) => NO_OFFSET,
+            Some(_) => {
+                let offset = state.dims("offset")?;
                 let ndim = u8::try_from(offset.len()).ok().filter(|ndim| *ndim != NO_OFFSET)?;
-                self.index_dims.extend(offset);
+                self.index_dims.extend_from_slice(offset);
                 ndim
             }
         };
@@ -119,15 +127,16 @@ impl Columns {
         Some(row(self.index_rows.len()))
     }
 
-    fn info(&mut self, state: Ref<'_>) -> Result<Option<u32>, String> {
-        let transformed = state.get("transform_descriptors").filter(|node| !node.is_none());
-        if transformed.and_then(Ref::as_list).is_some_and(|list| !list.is_empty()) {
+    fn info(&mut self, state: &Record<'_>) -> Result<Option<u32>, String> {
+        let is_plain = match state.get("transform_descriptors") {
+            None | Some(Field::None) => true,
+            Some(Field::Dims(none)) => none.is_empty(),
+            Some(_) => false,
+        };
+        if !is_plain {
             return Err(String::from("an item stored through transforms (compression or encryption)"));
         }
-        let fields = (|| {
-            let path = state.get("relative_path")?.as_str()?;
-            Some((path, state.get("offset")?.as_u64()?, state.get("length")?.as_u64()?))
-        })();
+        let fields = (|| Some((state.text("relative_path")?, state.number("offset")?, state.number("length")?)))();
         let Some((path, offset, len)) = fields else { return Ok(None) };
         self.infos.push(Stored { path: self.paths.id(path), offset, len });
         Ok(Some(row(self.infos.len())))
@@ -150,7 +159,18 @@ impl Columns {
 }
 
 impl Fold for Columns {
+    fn keeps(&self, class: (&str, &str)) -> bool {
+        ["ChunkStorageMetadata", "MetadataIndex", "_StorageInfo"].contains(&class.1)
+    }
+
     fn build(&mut self, class: (&str, &str), _args: Ref<'_>, state: Ref<'_>) -> Result<Option<Folded>, String> {
+        if !self.keeps(class) {
+            return Ok(None);
+        }
+        self.record(class, &Record::of(state).unwrap_or_default())
+    }
+
+    fn record(&mut self, class: (&str, &str), state: &Record<'_>) -> Result<Option<Folded>, String> {
         let (kind, row) = match class.1 {
             "ChunkStorageMetadata" => (CHUNK, self.chunk(state)),
             "MetadataIndex" => (INDEX, self.index(state)),
@@ -194,31 +214,61 @@ pub fn parse(path: &Path, bytes: &[u8]) -> Result<Metadata> {
 /// Where items lie, looked up by name and offset.
 struct Places<'a> {
     columns: &'a Columns,
-    /// (index row, info row), sorted by name and offset.
+    /// (index row, info row), by name; those of a name sorted by offset.
     rows: Vec<(u32, u32)>,
+    /// Where the rows of each name begin, and the end of the last.
+    starts: Vec<usize>,
 }
 
 impl<'a> Places<'a> {
     fn read(path: &Path, columns: &'a Columns, storage_data: Option<Ref<'_>>) -> Result<Self> {
-        let mut rows = Vec::new();
+        let mut given = Vec::new();
         for (key, value) in storage_data.and_then(Ref::as_dict).into_iter().flatten() {
             let row = |node: Ref<'_>, kind| node.folded().filter(|folded| folded.kind == kind).map(|folded| folded.row);
             let (Some(index), Some(info)) = (row(key, INDEX), row(value, INFO)) else {
                 let found = format!("{} and {}", key.describe(), value.describe());
                 return Err(Error::malformed(path, "storage_data", "MetadataIndex and _StorageInfo", found));
             };
-            rows.push((index, info));
+            given.push((index, info));
         }
-        // Stable: of equal keys the last wins, as in a dict.
-        rows.sort_by(|left, right| columns.index_at(left.0).cmp(&columns.index_at(right.0)));
-        Ok(Self { columns, rows })
+        // Ranks list their items one after the other: by name first, then most are in order.
+        let name = |row: &(u32, u32)| columns.index_rows[row.0 as usize].0 as usize;
+        let mut starts = vec![0; columns.names.texts.len() + 1];
+        given.iter().for_each(|row| starts[name(row) + 1] += 1);
+        for name in 1..starts.len() {
+            starts[name] += starts[name - 1];
+        }
+        let mut next = starts.clone();
+        let mut rows = vec![(0, 0); given.len()];
+        for row in given {
+            let place = &mut next[name(&row)];
+            rows[*place] = row;
+            *place += 1;
+        }
+        for range in starts.windows(2) {
+            // Stable: of equal keys the last wins, as in a dict.
+            rows[range[0]..range[1]].sort_by_key(|row| columns.index_at(row.0));
+        }
+        Ok(Self { columns, rows, starts })
     }
 
-    fn find(&self, fqn: &str, offset: Option<&[u64]>) -> Option<Stored> {
-        let name = *self.columns.names.known.get(fqn)?;
-        let end = self.rows.partition_point(|row| self.columns.index_at(row.0) <= (name, offset));
-        let row = self.rows.get(end.checked_sub(1)?)?;
-        (self.columns.index_at(row.0) == (name, offset)).then(|| self.columns.infos[row.1 as usize])
+    /// The rows of a name.
+    fn of(&self, fqn: &str) -> Range<usize> {
+        let name = self.columns.names.known.get(fqn).map(|name| *name as usize);
+        name.map_or(0..0, |name| self.starts[name]..self.starts[name + 1])
+    }
+
+    /// The place of one of the items of a name, which is most likely its `nth`.
+    fn find(&self, of: Range<usize>, nth: usize, offset: Option<&[u64]>) -> Option<Stored> {
+        let rows = &self.rows[of];
+        let at = |nth: usize| rows.get(nth).map(|row| self.columns.index_at(row.0).1);
+        let is_last = |nth: usize| at(nth) == Some(offset) && at(nth + 1) != Some(offset);
+        if is_last(nth) {
+            return Some(self.columns.infos[rows[nth].1 as usize]);
+        }
+        let end = rows.partition_point(|row| self.columns.index_at(row.0).1 <= offset);
+        let nth = end.checked_sub(1).filter(|&nth| is_last(nth))?;
+        Some(self.columns.infos[rows[nth].1 as usize])
     }
 }
 
@@ -246,7 +296,7 @@ fn state_paths<'a>(path: &Path, planner_data: Option<Ref<'a>>) -> Result<HashMap
 fn entry_kind(path: &Path, fqn: &str, value: Ref<'_>, places: &Places<'_>) -> Result<EntryKind> {
     let malformed = |expected: &str, found: String| Error::malformed(path, fqn, expected, found);
     match value.object().map(|object| object.name) {
-        Some("BytesStorageMetadata") => Ok(EntryKind::Bytes(places.find(fqn, None))),
+        Some("BytesStorageMetadata") => Ok(EntryKind::Bytes(places.find(places.of(fqn), 0, None))),
         Some("TensorStorageMetadata") => {
             let field = |name: &str| {
                 (value.state().and_then(|state| state.get(name)))
@@ -259,8 +309,10 @@ fn entry_kind(path: &Path, fqn: &str, value: Ref<'_>, places: &Places<'_>) -> Re
                 return Err(malformed("a shape that fits memory", format!("{:?}", shape.as_slice())));
             }
             let list = field("chunks")?;
-            let mut chunks = Vec::new();
-            for node in list.as_list().ok_or_else(|| malformed("a list of chunks", list.describe()))? {
+            let nodes = list.as_list().ok_or_else(|| malformed("a list of chunks", list.describe()))?;
+            let mut chunks = Vec::with_capacity(nodes.len());
+            let of = places.of(fqn);
+            for (nth, node) in nodes.enumerate() {
                 let Some(folded) = node.folded().filter(|folded| folded.kind == CHUNK) else {
                     return Err(malformed("a ChunkStorageMetadata", node.describe()));
                 };
@@ -268,7 +320,7 @@ fn entry_kind(path: &Path, fqn: &str, value: Ref<'_>, places: &Places<'_>) -> Re
                 if offsets.len() != shape.len() {
                     return Err(malformed(&format!("chunks of {} dims", shape.len()), format!("{}", offsets.len())));
                 }
-                let stored = places.find(fqn, Some(&offsets));
+                let stored = places.find(of.clone(), nth, Some(&offsets));
                 chunks.push(StoredChunk { offsets, sizes, stored });
             }
             Ok(EntryKind::Tensor { dtype, shape, chunks })

@@ -8,7 +8,7 @@
 //! Invariant: an object is shown whole or not at all. One with list items, dict entries or keyword
 //! arguments of its own is never shown, because folding it would lose them.
 
-use super::Ref;
+use super::{Record, Ref};
 
 /// What a folded object leaves in the pickle: a row number in a table of the caller's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,6 +20,17 @@ pub struct Folded {
 /// Recognises objects while the pickle is being read. `Ok(None)` leaves the object as it is; an `Err`
 /// ends the reading with that message.
 pub trait Fold {
+    /// Whether objects of `class` are shown as records.
+    fn keeps(&self, _class: (&str, &str)) -> bool {
+        false
+    }
+
+    /// An object of a kept `class`, without arguments, whose state is plain. One that is not plain is shown to
+    /// [`build`](Self::build), and so is one for which this is `None`.
+    fn record(&mut self, _class: (&str, &str), _record: &Record<'_>) -> Result<Option<Folded>, String> {
+        Ok(None)
+    }
+
     /// BUILD: an object of `class` made from the tuple `args` was given `state`.
     fn build(&mut self, _class: (&str, &str), _args: Ref<'_>, _state: Ref<'_>) -> Result<Option<Folded>, String> {
         Ok(None)

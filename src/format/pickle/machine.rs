@@ -21,14 +21,14 @@ use super::opcode::{Lexer, Op, Span};
 use super::{Limits, PickleError};
 
 pub(super) struct Machine<'a> {
-    lexer: Lexer<'a>,
+    pub(super) lexer: Lexer<'a>,
     /// Where the current opcode lies, for errors.
     pub(super) at: usize,
     pub(super) pickle: Pickle<'a>,
     pub(super) stack: Vec<NodeId>,
     /// Stack heights at each open MARK.
     marks: Vec<usize>,
-    memo: Memo,
+    pub(super) memo: Memo,
     pub(super) interned: HashMap<(&'a str, &'a str), u32>,
 }
 
@@ -140,6 +140,9 @@ impl<'a> Machine<'a> {
             Op::StackGlobal => self.stack_global(),
             Op::Reduce => self.reduce(fold),
             Op::NewObj => {
+                if self.record(fold)? {
+                    return Ok(());
+                }
                 let args = self.pop_tuple("NEWOBJ")?;
                 self.new_object(args, None)
             }
@@ -265,7 +268,7 @@ impl<'a> Machine<'a> {
     // Stack and memo
 
     /// The height of the stack below its topmost `len` values, none of which lies under a mark.
-    fn height_for(&self, len: usize) -> Done<usize> {
+    pub(super) fn height_for(&self, len: usize) -> Done<usize> {
         let floor = self.marks.last().copied().unwrap_or(0);
         match self.stack.len().checked_sub(len) {
             Some(height) if height >= floor => Ok(height),

@@ -11,7 +11,7 @@
 
 use super::PickleError;
 use super::arena::NodeId;
-use super::opcode::{Lexer, Op};
+use super::opcode::Lexer;
 
 /// A growing set of small numbers.
 #[derive(Clone, Debug, Default)]
@@ -56,12 +56,8 @@ impl Memo {
     pub fn survey(bytes: &[u8]) -> Result<Self, PickleError> {
         let mut fetched = BitSet::default();
         let mut lexer = Lexer::new(bytes)?;
-        loop {
-            match lexer.next()? {
-                Op::Get(index) => _ = fetched.insert(index),
-                Op::Stop => break,
-                _ => {}
-            }
+        while let Some(index) = lexer.next_get()? {
+            fetched.insert(index);
         }
         let mut count = 0;
         let before = fetched
@@ -90,6 +86,24 @@ impl Memo {
     /// MEMOIZE: the index is implied.
     pub fn push(&mut self, node: NodeId) -> bool {
         self.put(self.len, node)
+    }
+
+    /// How many entries there are.
+    pub fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// Whether the entry that MEMOIZE makes after `skipped` others is fetched; `None` where a PUT was there before.
+    pub fn fetches_next(&self, skipped: u32) -> Option<bool> {
+        let index = self.len.checked_add(skipped)?;
+        (!self.written.contains(index)).then(|| self.fetched.contains(index))
+    }
+
+    /// Makes the next entries, which are filled later or not fetched.
+    pub fn skip(&mut self, entries: u32) {
+        for _ in 0..entries {
+            self.len += u32::from(self.written.insert(self.len));
+        }
     }
 
     pub fn get(&self, index: u32) -> Option<NodeId> {

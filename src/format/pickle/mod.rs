@@ -35,6 +35,7 @@ mod machine;
 mod memo;
 mod opcode;
 mod path;
+mod record;
 mod slab;
 pub mod symbols;
 #[cfg(test)]
@@ -51,6 +52,7 @@ pub use fold::{Fold, Folded, NoFold};
 pub use items::{Entries, Items};
 pub use lift::{Dropped, Lifted, Tensors, Unknown, lift, lift_with};
 pub use lift_error::LiftError;
+pub use record::{Field, Record};
 pub use view::{Call, Instance, Ref};
 pub use write::{Writer, append_all, set_all};
 pub use write_value::{WriteError, WriteTensor};

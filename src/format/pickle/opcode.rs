@@ -75,6 +75,24 @@ pub(super) enum Op {
     Get(u32),
 }
 
+/// Bytes of the opcodes that are as long each time and fetch nothing; 0 for all others.
+const WIDTHS: [u8; 256] = {
+    let mut widths = [0; 256];
+    let mut index = 0;
+    while index < FIXED.len() {
+        widths[FIXED[index].0 as usize] = FIXED[index].1;
+        index += 1;
+    }
+    widths
+};
+
+#[rustfmt::skip]
+const FIXED: [(u8, u8); 29] = [
+    (b'(', 1), (b'0', 1), (b'1', 1), (b'2', 1), (b'N', 1), (0x88, 1), (0x89, 1), (b'K', 2), (b'M', 3), (b'J', 5),
+    (b'G', 9), (b')', 1), (0x85, 1), (0x86, 1), (0x87, 1), (b't', 1), (b']', 1), (b'a', 1), (b'e', 1), (b'}', 1),
+    (b's', 1), (b'u', 1), (0x93, 1), (b'R', 1), (0x81, 1), (0x92, 1), (b'b', 1), (b'q', 2), (0x94, 1),
+];
+
 pub(super) struct Lexer<'a> {
     bytes: &'a [u8],
     pos: usize,
@@ -93,6 +111,26 @@ impl<'a> Lexer<'a> {
     /// Bytes consumed so far.
     pub fn pos(&self) -> usize {
         self.pos
+    }
+
+    /// Goes on behind what was read ahead.
+    pub fn seek(&mut self, pos: usize) {
+        self.pos = pos;
+    }
+
+    /// The next memo index that a GET fetches; `None` at STOP.
+    pub fn next_get(&mut self) -> Result<Option<u32>, PickleError> {
+        loop {
+            let op = self.bytes.get(self.pos).ok_or_else(|| PickleError::truncated(self.bytes.len()))?;
+            match WIDTHS[usize::from(*op)] {
+                0 => match self.next()? {
+                    Op::Get(index) => return Ok(Some(index)),
+                    Op::Stop => return Ok(None),
+                    _ => {}
+                },
+                width => self.pos += usize::from(width),
+            }
+        }
     }
 
     pub fn next(&mut self) -> Result<Op, PickleError> {

@@ -181,6 +181,11 @@ impl<'a> Ref<'a> {
 
     /// A `torch.Size`, or a tuple or list of non-negative ints.
     pub fn to_dims(self) -> Option<SmallVec<[u64; 4]>> {
+        self.to_dims_up_to(usize::MAX)
+    }
+
+    /// [`to_dims`](Self::to_dims) of few: one long tuple may be asked for its dims very often.
+    pub fn to_dims_up_to(self, max_ndim: usize) -> Option<SmallVec<[u64; 4]>> {
         if let Some(dims) = self.as_dims() {
             return Some(SmallVec::from_slice(dims));
         }
@@ -188,7 +193,7 @@ impl<'a> Ref<'a> {
             Some(Call { module: "torch", name: "Size", args }) => args.get(0)?.as_tuple()?,
             _ => self.as_tuple().or_else(|| self.as_list())?,
         };
-        items.map(Ref::as_u64).collect()
+        (items.len() <= max_ndim).then(|| items.map(Ref::as_u64).collect())?
     }
 
     /// A bare name: a class, a function, a dtype.
