@@ -17,8 +17,9 @@ use crate::storage::{BOUNCE_BYTES, IoMode};
 /// # Errors
 /// `Usage` where there is no such number of threads, or too little memory for them.
 pub fn work_options(args: &SourceArgs, sync: bool) -> Result<Options> {
+    let io = args.io.mode();
     let threads = match args.threads {
-        None => threads_within(args.max_memory.0),
+        None => threads_within(args.max_memory.0, io),
         Some(0) => {
             return Err(Error::usage(
                 "--threads 0: at least one thread is needed",
@@ -35,8 +36,7 @@ pub fn work_options(args: &SourceArgs, sync: bool) -> Result<Options> {
     };
     // Built once a process; a second verb in one process (tests) keeps the first one's pool.
     let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
-    let left = args.max_memory.0.saturating_sub(bounce_bytes(args.io.mode(), threads));
-    Ok(Options { threads, strip_bytes: strip_bytes(left, threads)?, sync })
+    Ok(Options { threads, strip_bytes: strip_bytes(args.max_memory.0, io, threads)?, sync })
 }
 
 /// More than any machine has cores.
@@ -49,25 +49,25 @@ const BASE_BYTES: u64 = 32 << 20;
 const LEAST_STRIP_BYTES: u64 = 64 << 10;
 
 /// One thread a core, or as many as the memory allows.
-fn threads_within(max_memory: u64) -> usize {
+fn threads_within(max_memory: u64, io: Option<IoMode>) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let affordable = max_memory.saturating_sub(BASE_BYTES) / (LEAST_STRIP_BYTES + SCRATCH_BYTES);
+    let affordable = max_memory.saturating_sub(BASE_BYTES) / (LEAST_STRIP_BYTES + scratch_bytes(io));
     cores.min(usize::try_from(affordable).unwrap_or(cores)).clamp(1, MAX_THREADS)
 }
 
-/// What reading in this way takes besides strips and scratch.
-fn bounce_bytes(io: Option<IoMode>, threads: usize) -> u64 {
-    if io == Some(IoMode::Direct) { threads as u64 * BOUNCE_BYTES } else { 0 }
+/// What a worker that reads in this way takes besides its strip.
+fn scratch_bytes(io: Option<IoMode>) -> u64 {
+    SCRATCH_BYTES + if io == Some(IoMode::Direct) { BOUNCE_BYTES } else { 0 }
 }
 
 /// Below this, these threads cannot work.
-fn least_bytes(threads: usize) -> u64 {
-    BASE_BYTES + threads as u64 * (LEAST_STRIP_BYTES + SCRATCH_BYTES)
+fn least_bytes(io: Option<IoMode>, threads: usize) -> u64 {
+    BASE_BYTES + threads as u64 * (LEAST_STRIP_BYTES + scratch_bytes(io))
 }
 
 /// Strips small enough for the memory that is allowed.
-fn strip_bytes(max_memory: u64, threads: usize) -> Result<u64> {
-    let floor = least_bytes(threads);
+fn strip_bytes(max_memory: u64, io: Option<IoMode>, threads: usize) -> Result<u64> {
+    let floor = least_bytes(io, threads);
     let threads = threads as u64;
     if max_memory < floor {
         return Err(Error::usage(
@@ -75,7 +75,7 @@ fn strip_bytes(max_memory: u64, threads: usize) -> Result<u64> {
             "allow more memory, or use fewer --threads",
         ));
     }
-    Ok(((max_memory - BASE_BYTES) / threads - SCRATCH_BYTES).min(DEFAULT_STRIP_BYTES))
+    Ok(((max_memory - BASE_BYTES) / threads - scratch_bytes(io)).min(DEFAULT_STRIP_BYTES))
 }
 
 /// What headers, pickles and tables take beyond what every run is allowed for them.
@@ -89,12 +89,13 @@ fn held_bytes(conversion: &Conversion<'_>) -> u64 {
 /// # Errors
 /// `Usage` with the floor, where the memory that is allowed is less.
 pub fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: u64) -> Result<Options> {
-    let held = held_bytes(conversion) + bounce_bytes(Some(conversion.source.checkpoint.files.io()), options.threads);
+    let held = held_bytes(conversion);
+    let io = Some(conversion.source.checkpoint.files.io());
     let left = max_memory.saturating_sub(held);
-    match strip_bytes(left, options.threads) {
+    match strip_bytes(left, io, options.threads) {
         Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
         Err(_) => {
-            let needed = held + least_bytes(options.threads);
+            let needed = held + least_bytes(io, options.threads);
             Err(Error::usage(
                 format!(
                     "--max-memory {}: the headers of {} and their tables take more, {} in all",
@@ -113,8 +114,8 @@ pub fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: 
 pub fn peak_bytes(conversion: &Conversion<'_>, options: &Options, before: Option<Anonymous>, stats: &Stats) -> u64 {
     /// Stack of a worker, and what its allocations leave unused.
     const WORKER_BYTES: u64 = 1 << 20;
-    let io = conversion.source.checkpoint.files.io();
-    let buffers = options.buffer_bytes() + bounce_bytes(Some(io), options.threads);
+    let io = Some(conversion.source.checkpoint.files.io());
+    let buffers = options.threads as u64 * (options.strip_bytes + scratch_bytes(io));
     let Some(before) = before else {
         return BASE_BYTES + buffers + held_bytes(conversion) + stats.planned_bytes;
     };
@@ -131,10 +132,14 @@ mod tests {
 
     #[test]
     fn strips_shrink_with_the_memory_that_is_allowed() {
-        assert_eq!(strip_bytes(512_000_000, 2).unwrap(), DEFAULT_STRIP_BYTES);
-        let small = strip_bytes(40 << 20, 2).unwrap();
+        assert_eq!(strip_bytes(512_000_000, None, 2).unwrap(), DEFAULT_STRIP_BYTES);
+        let small = strip_bytes(40 << 20, None, 2).unwrap();
         assert!(small < DEFAULT_STRIP_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
-        assert!(strip_bytes(32 << 20, 2).is_err());
-        assert_eq!(threads_within(36 << 20), 1);
+        assert!(strip_bytes(32 << 20, None, 2).is_err());
+        // Direct reads take a buffer more, which the floor has.
+        let (direct, floor) = (Some(IoMode::Direct), least_bytes(Some(IoMode::Direct), 2));
+        assert_eq!(strip_bytes(floor, direct, 2).unwrap(), LEAST_STRIP_BYTES);
+        assert!(strip_bytes(floor - 1, direct, 2).unwrap_err().to_string().contains(&floor.to_string()));
+        assert_eq!(threads_within(36 << 20, None), 1);
     }
 }
