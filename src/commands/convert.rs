@@ -1,26 +1,24 @@
 //! What the verbs that write share once each has chosen what to take and how to lay it out:
 //! check, stage, fill, publish, say what was done.
 
-use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 
-use serde_json::{Map, Value as Json, json};
-
+use super::memory::within_memory;
 use super::progress::Progress;
+use super::report::{Report, cast_warnings, left_out, notes};
 use super::run::Run;
 use super::source::Source;
-use super::{Status, input, partial};
-use crate::catalog::{Fqn, OutputFile, Reservation};
+use super::{Status, input};
+use crate::catalog::{Fqn, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, carry};
-use crate::exec::copy::Stats;
 use crate::exec::staging::{Existing, Shape, Staging};
-use crate::exec::{Options, Silent, Stop, compare, copy};
+use crate::exec::{Silent, Stop, compare, copy};
 use crate::format::{Format, is_checkpoint};
-use crate::quantity::{count, human_bytes};
+use crate::quantity::human_bytes;
 use crate::storage::filesystem;
-use crate::storage::memory::{Anonymous, anonymous};
+use crate::storage::memory::anonymous;
 
 /// A conversion with everything decided.
 pub struct Conversion<'a> {
@@ -222,41 +220,6 @@ fn resolve_missing(path: &Path) -> Result<PathBuf> {
     Ok(resolved)
 }
 
-/// What headers, pickles and tables take beyond what every run is allowed for them.
-fn held_bytes(conversion: &Conversion<'_>) -> u64 {
-    const ALLOWED: u64 = 16 << 20;
-    conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog).saturating_sub(ALLOWED)
-}
-
-/// What the way of reading takes besides strips and scratch.
-fn bounce_bytes(conversion: &Conversion<'_>, options: &Options) -> u64 {
-    super::bounce_bytes(Some(conversion.source.checkpoint.files.io()), options.threads)
-}
-
-/// Strips as long as what is held leaves room for.
-///
-/// # Errors
-/// `Usage` with the floor, where the memory that is allowed is less.
-fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: u64) -> Result<Options> {
-    let held = held_bytes(conversion) + bounce_bytes(conversion, &options);
-    let left = max_memory.saturating_sub(held);
-    match super::strip_bytes(left, options.threads) {
-        Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
-        Err(_) => {
-            let needed = held + super::least_bytes(options.threads);
-            Err(Error::usage(
-                format!(
-                    "--max-memory {}: the headers of {} and their tables take more, {} in all",
-                    human_bytes(max_memory),
-                    count(conversion.reservation.files.len(), "file"),
-                    human_bytes(needed)
-                ),
-                format!("allow at least --max-memory {needed}"),
-            ))
-        }
-    }
-}
-
 fn check_space(folder: &Path, needed: u64) -> Result<()> {
     let free = filesystem::free_bytes(folder)?;
     if free >= needed {
@@ -312,174 +275,4 @@ fn read_back(conversion: &Conversion<'_>, folder: &Path, run: &Run<'_>) -> Resul
         }
     }
     Ok(())
-}
-
-/// What a run tells of itself.
-struct Report<'a> {
-    conversion: &'a Conversion<'a>,
-    destination: Option<&'a Path>,
-    options: &'a Options,
-    /// Memory when all is read and laid out, and no tensor data has moved.
-    before: Option<Anonymous>,
-}
-
-/// Lines for the user before the work begins.
-fn notes(conversion: &Conversion<'_>) -> Vec<String> {
-    let source = conversion.source;
-    let mut notes = source.wanted.notes.clone();
-    notes.extend_from_slice(&conversion.reservation.notes);
-    notes.extend_from_slice(&conversion.notes);
-    notes.extend(partial::notes(&source.checkpoint.catalog, &conversion.reservation));
-    notes
-}
-
-/// What is not written: groups for the closing line, then every name for the document.
-fn left_out(conversion: &Conversion<'_>) -> (Vec<String>, Vec<String>) {
-    let source = conversion.source;
-    let left = &source.wanted.left_out;
-    let objects = [&left.objects, &conversion.reservation.left_out].into_iter().flatten();
-    let objects: Vec<String> =
-        objects.chain(&source.settled.dropped).chain(&source.checkpoint.catalog.dropped).cloned().collect();
-    let number = (!objects.is_empty()).then(|| count(objects.len(), "object"));
-    let series = source.checkpoint.skipped_series.iter().map(|name| format!("series {name}"));
-    let tensors = left.groups.iter().map(|(top, number)| format!("{} ({top})", count(*number, "tensor")));
-    let differing = &source.settled.dropped_tensors;
-    let differing_number = (!differing.is_empty()).then(|| format!("{} (differing)", count(differing.len(), "tensor")));
-    let groups = tensors.chain(differing_number).chain(number).chain(series).collect();
-    (groups, [&left.tensors, differing, &objects].into_iter().flatten().cloned().collect())
-}
-
-/// `290 f32->bf16`
-fn cast_text(stats: &Stats) -> Vec<String> {
-    stats.casts.iter().map(|((from, to), cast)| format!("{} {from}->{to}", cast.tensors)).collect()
-}
-
-fn cast_warnings(stats: &Stats) -> Vec<String> {
-    let mut warnings = Vec::new();
-    for ((from, to), cast) in &stats.casts {
-        if cast.overflows > 0 {
-            warnings.push(format!("{} overflowed from {from} to {to}", count_values(cast.overflows)));
-        }
-        if cast.nans > 0 {
-            warnings.push(format!("{} that were cast from {from} to {to} are NaN", count_values(cast.nans)));
-        }
-    }
-    warnings
-}
-
-fn count_values(number: u64) -> String {
-    format!("{number} {}", if number == 1 { "value" } else { "values" })
-}
-
-impl Report<'_> {
-    /// `wrote 7 files, 291 tensors, 14.96 GB in 9.8 s (1.5 GB/s); left out: 54 tensors (optim), 12 objects; cast 290
-    /// f32->bf16`
-    fn closing_line(&self, stats: &Stats, seconds: f64) -> String {
-        let reservation = &self.conversion.reservation;
-        let (carried, bytes) = (&self.conversion.carried, self.bytes_written());
-        #[expect(clippy::cast_precision_loss, reason = "shown with one decimal")]
-        let rate = bytes as f64 / seconds.max(1e-3) / 1e9;
-        let mut line = format!(
-            "wrote {}, {}, {} in {seconds:.1} s ({rate:.1} GB/s)",
-            count(reservation.files.len() + carried.len(), "file"),
-            count(reservation.tensors.len(), "tensor"),
-            human_bytes(bytes),
-        );
-        let (left_out, _) = left_out(self.conversion);
-        let parts = [("left out: ", left_out), ("cast ", cast_text(stats))];
-        for (what, list) in parts.into_iter().filter(|(_, list)| !list.is_empty()) {
-            line.push_str(&format!("; {what}{}", list.join(", ")));
-        }
-        line
-    }
-
-    /// With the files that are carried along.
-    fn bytes_written(&self) -> u64 {
-        let Conversion { reservation, carried, .. } = self.conversion;
-        reservation.len_bytes() + carried.iter().map(|file| file.len).sum::<u64>()
-    }
-
-    /// All anonymous memory at its peak, which is while metadata is read, or while data moves.
-    fn peak_bytes(&self, stats: &Stats) -> u64 {
-        /// Stack of a worker, and what its allocations leave unused.
-        const WORKER_BYTES: u64 = 1 << 20;
-        let buffers = self.options.buffer_bytes() + bounce_bytes(self.conversion, self.options);
-        let Some(before) = self.before else {
-            return super::BASE_BYTES + buffers + held_bytes(self.conversion) + stats.planned_bytes;
-        };
-        let workers = buffers + self.options.threads as u64 * WORKER_BYTES;
-        let waiting = self.conversion.reservation.waiting_bytes(self.options.strip_bytes);
-        let peak = before.peak.max(before.now + workers + stats.planned_bytes + waiting);
-        // Another run is not the same to the last page.
-        (peak + peak / 32 + (1 << 20)).next_multiple_of(1 << 20)
-    }
-
-    fn document(&self, stats: &Stats) -> Json {
-        let Conversion { source, reservation, carried, to, tied, .. } = self.conversion;
-        let (checkpoint, (given, format)) = (&source.checkpoint, source.given());
-        let carried = carried.iter().map(|file| json!({ "path": file.to.display().to_string(), "bytes": file.len }));
-        let files: Vec<Json> = reservation.files.iter().map(file_document).chain(carried).collect();
-        let (groups, names) = left_out(self.conversion);
-        let left_out = [groups, names].concat();
-        let cast: Map<String, Json> = (stats.casts.iter())
-            .map(|((from, to), cast)| {
-                let counts = json!({ "tensors": cast.tensors, "overflows": cast.overflows, "nans": cast.nans });
-                (format!("{from}->{to}"), counts)
-            })
-            .collect();
-        let tied: BTreeMap<&str, &str> = tied.iter().map(|(alias, kept)| (alias.as_str(), kept.as_str())).collect();
-        let mut warnings = checkpoint.catalog.warnings.clone();
-        warnings.extend(notes(self.conversion));
-        warnings.extend(cast_warnings(stats));
-        json!({
-            "source": { "path": given.display().to_string(), "format": format.name() },
-            "target": {
-                "path": self.destination.map(|path| path.display().to_string()),
-                "format": to.name(),
-            },
-            "files": files,
-            "tensors": reservation.tensors.len(),
-            "bytes_read": stats.bytes_read,
-            "bytes_written": self.bytes_written(),
-            "runs": stats.runs,
-            "mean_run_bytes": mean_run_bytes(stats),
-            "peak_bytes": self.peak_bytes(stats),
-            "left_out": left_out,
-            "cast": cast,
-            "tied": tied,
-            "warnings": warnings,
-        })
-    }
-
-    fn dry_run_text(&self, stats: &Stats) -> String {
-        let Conversion { source, reservation, carried, to, .. } = self.conversion;
-        let (given, format) = source.given();
-        let mut lines = vec![
-            format!("source        {} ({format})", given.display()),
-            format!(
-                "target        {} ({to})",
-                self.destination.map_or_else(|| String::from("-"), |path| path.display().to_string()),
-            ),
-            format!("files         {}", reservation.files.len() + carried.len()),
-            format!("tensors       {}", reservation.tensors.len()),
-            format!("bytes read    {}", human_bytes(stats.bytes_read)),
-            format!("bytes written {}", human_bytes(self.bytes_written())),
-            format!("runs          {} (mean {})", stats.runs, human_bytes(mean_run_bytes(stats))),
-            format!("peak memory   {} (anonymous)", human_bytes(self.peak_bytes(stats))),
-        ];
-        let (left_out, _) = left_out(self.conversion);
-        let lists = [("left out", left_out), ("cast", cast_text(stats))];
-        for (what, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
-            lines.push(format!("{what:13} {}", list.join(", ")));
-        }
-        lines.join("\n") + "\n"
-    }
-}
-
-fn mean_run_bytes(stats: &Stats) -> u64 {
-    stats.bytes_read.checked_div(stats.runs).unwrap_or(0)
-}
-
-fn file_document(file: &OutputFile) -> Json {
-    json!({ "path": file.path.display().to_string(), "bytes": file.len })
 }

@@ -11,6 +11,7 @@ mod fill;
 mod flatten;
 mod inspect;
 mod man;
+mod memory;
 mod names;
 mod partial;
 mod parts;
@@ -18,6 +19,7 @@ mod placements;
 mod plans;
 mod printer;
 mod progress;
+mod report;
 mod reshard;
 mod run;
 mod source;
@@ -33,9 +35,8 @@ pub use printer::Printer;
 
 use crate::cli::{Cli, Command, SourceArgs};
 use crate::error::{Error, Result};
-use crate::exec::{DEFAULT_STRIP_BYTES, Input, Options, SCRATCH_BYTES};
+use crate::exec::Input;
 use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
-use crate::storage::{BOUNCE_BYTES, IoMode};
 
 /// How a verb ended, where it ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,69 +86,6 @@ pub fn run(cli: Cli, printer: &Printer) -> Result<Status> {
         Command::Completions(args) => completions::run(&args, printer),
         Command::Man(args) => man::run(&args, printer),
     }
-}
-
-/// Threads and buffers for a run.
-fn work_options(args: &SourceArgs, sync: bool) -> Result<Options> {
-    let threads = match args.threads {
-        None => threads_within(args.max_memory.0),
-        Some(0) => {
-            return Err(Error::usage(
-                "--threads 0: at least one thread is needed",
-                "leave it out for one thread a core",
-            ));
-        }
-        Some(threads) if threads > MAX_THREADS => {
-            return Err(Error::usage(
-                format!("--threads {threads}: more than {MAX_THREADS}"),
-                "leave it out for one thread a core",
-            ));
-        }
-        Some(threads) => threads,
-    };
-    // Built once a process; a second verb in one process (tests) keeps the first one's pool.
-    let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
-    let left = args.max_memory.0.saturating_sub(bounce_bytes(args.io.mode(), threads));
-    Ok(Options { threads, strip_bytes: strip_bytes(left, threads)?, sync })
-}
-
-/// More than any machine has cores.
-const MAX_THREADS: usize = 4096;
-
-/// Memory that is not buffers: the program, its stacks, and a catalog of ordinary size.
-const BASE_BYTES: u64 = 32 << 20;
-
-/// The smallest strip that is worth a system call.
-const LEAST_STRIP_BYTES: u64 = 64 << 10;
-
-/// One thread a core, or as many as the memory allows.
-fn threads_within(max_memory: u64) -> usize {
-    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let affordable = max_memory.saturating_sub(BASE_BYTES) / (LEAST_STRIP_BYTES + SCRATCH_BYTES);
-    cores.min(usize::try_from(affordable).unwrap_or(cores)).clamp(1, MAX_THREADS)
-}
-
-/// What reading in this way takes besides strips and scratch.
-fn bounce_bytes(io: Option<IoMode>, threads: usize) -> u64 {
-    if io == Some(IoMode::Direct) { threads as u64 * BOUNCE_BYTES } else { 0 }
-}
-
-/// Below this, these threads cannot work.
-fn least_bytes(threads: usize) -> u64 {
-    BASE_BYTES + threads as u64 * (LEAST_STRIP_BYTES + SCRATCH_BYTES)
-}
-
-/// Strips small enough for the memory that is allowed.
-fn strip_bytes(max_memory: u64, threads: usize) -> Result<u64> {
-    let floor = least_bytes(threads);
-    let threads = threads as u64;
-    if max_memory < floor {
-        return Err(Error::usage(
-            format!("--max-memory {max_memory}: {threads} threads need {floor} bytes at least"),
-            "allow more memory, or use fewer --threads",
-        ));
-    }
-    Ok(((max_memory - BASE_BYTES) / threads - SCRATCH_BYTES).min(DEFAULT_STRIP_BYTES))
 }
 
 /// What `--series` asks for, or `default` where it is not given.
@@ -221,19 +159,5 @@ fn refuse_fragment(checkpoint: &Checkpoint) -> Result<()> {
             format!("{} is {what}", checkpoint.root.display()),
             "give the folder, which has all of them",
         )),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn strips_shrink_with_the_memory_that_is_allowed() {
-        assert_eq!(strip_bytes(512_000_000, 2).unwrap(), DEFAULT_STRIP_BYTES);
-        let small = strip_bytes(40 << 20, 2).unwrap();
-        assert!(small < DEFAULT_STRIP_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
-        assert!(strip_bytes(32 << 20, 2).is_err());
-        assert_eq!(threads_within(36 << 20), 1);
     }
 }

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
+use super::memory::work_options;
 use super::printer::Printer;
-use super::work_options;
 use crate::cli::SourceArgs;
 use crate::error::Result;
 use crate::exec::{Options, Stop};

@@ -11,12 +11,13 @@ mod table;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use super::memory::work_options;
 use super::printer::{Printer, Span, harmless};
 use super::progress::Progress;
 use super::source::announce;
 use super::told::told;
 use super::verify::has_no_value;
-use super::{Status, check_flat, check_series, input, read_options, work_options};
+use super::{Status, check_flat, check_series, input, read_options};
 use crate::catalog::{Catalog, Chunk, Place, TensorEntry, TensorId, model};
 use crate::cli::Inspect;
 use crate::error::{Error, Result};

@@ -1,0 +1,145 @@
+//! What memory a run may take, what that leaves for threads and strips, and what a conversion takes in all.
+//!
+//! Counts bytes. `--max-memory` bounds buffers, and the headers and tables of DST; what is told (`peak_bytes`) also has
+//! the catalog, which follows the number of chunks and has no bound. Invariant: no run takes more than is told.
+
+use super::convert::Conversion;
+use crate::cli::SourceArgs;
+use crate::error::{Error, Result};
+use crate::exec::copy::Stats;
+use crate::exec::{DEFAULT_STRIP_BYTES, Options, SCRATCH_BYTES};
+use crate::quantity::{count, human_bytes};
+use crate::storage::memory::Anonymous;
+use crate::storage::{BOUNCE_BYTES, IoMode};
+
+/// Threads and buffers for a run.
+///
+/// # Errors
+/// `Usage` where there is no such number of threads, or too little memory for them.
+pub fn work_options(args: &SourceArgs, sync: bool) -> Result<Options> {
+    let io = args.io.mode();
+    let threads = match args.threads {
+        None => threads_within(args.max_memory.0, io),
+        Some(0) => {
+            return Err(Error::usage(
+                "--threads 0: at least one thread is needed",
+                "leave it out for one thread a core",
+            ));
+        }
+        Some(threads) if threads > MAX_THREADS => {
+            return Err(Error::usage(
+                format!("--threads {threads}: more than {MAX_THREADS}"),
+                "leave it out for one thread a core",
+            ));
+        }
+        Some(threads) => threads,
+    };
+    // Built once a process; a second verb in one process (tests) keeps the first one's pool.
+    let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
+    Ok(Options { threads, strip_bytes: strip_bytes(args.max_memory.0, io, threads)?, sync })
+}
+
+/// More than any machine has cores.
+const MAX_THREADS: usize = 4096;
+
+/// Memory that is not buffers: the program, its stacks, and a catalog of ordinary size.
+const BASE_BYTES: u64 = 32 << 20;
+
+/// The smallest strip that is worth a system call.
+const LEAST_STRIP_BYTES: u64 = 64 << 10;
+
+/// One thread a core, or as many as the memory allows.
+fn threads_within(max_memory: u64, io: Option<IoMode>) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let affordable = max_memory.saturating_sub(BASE_BYTES) / (LEAST_STRIP_BYTES + scratch_bytes(io));
+    cores.min(usize::try_from(affordable).unwrap_or(cores)).clamp(1, MAX_THREADS)
+}
+
+/// What a worker that reads in this way takes besides its strip.
+fn scratch_bytes(io: Option<IoMode>) -> u64 {
+    SCRATCH_BYTES + if io == Some(IoMode::Direct) { BOUNCE_BYTES } else { 0 }
+}
+
+/// Below this, these threads cannot work.
+fn least_bytes(io: Option<IoMode>, threads: usize) -> u64 {
+    BASE_BYTES + threads as u64 * (LEAST_STRIP_BYTES + scratch_bytes(io))
+}
+
+/// Strips small enough for the memory that is allowed.
+fn strip_bytes(max_memory: u64, io: Option<IoMode>, threads: usize) -> Result<u64> {
+    let floor = least_bytes(io, threads);
+    let threads = threads as u64;
+    if max_memory < floor {
+        return Err(Error::usage(
+            format!("--max-memory {max_memory}: {threads} threads need {floor} bytes at least"),
+            "allow more memory, or use fewer --threads",
+        ));
+    }
+    Ok(((max_memory - BASE_BYTES) / threads - scratch_bytes(io)).min(DEFAULT_STRIP_BYTES))
+}
+
+/// What headers, pickles and tables take beyond what every run is allowed for them.
+fn held_bytes(conversion: &Conversion<'_>) -> u64 {
+    const ALLOWED: u64 = 16 << 20;
+    conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog).saturating_sub(ALLOWED)
+}
+
+/// Strips as long as what is held leaves room for.
+///
+/// # Errors
+/// `Usage` with the floor, where the memory that is allowed is less.
+pub fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: u64) -> Result<Options> {
+    let held = held_bytes(conversion);
+    let io = Some(conversion.source.checkpoint.files.io());
+    let left = max_memory.saturating_sub(held);
+    match strip_bytes(left, io, options.threads) {
+        Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
+        Err(_) => {
+            let needed = held + least_bytes(io, options.threads);
+            Err(Error::usage(
+                format!(
+                    "--max-memory {}: the headers of {} and their tables take more, {} in all",
+                    human_bytes(max_memory),
+                    count(conversion.reservation.files.len(), "file"),
+                    human_bytes(needed)
+                ),
+                format!("allow at least --max-memory {needed}"),
+            ))
+        }
+    }
+}
+
+/// All anonymous memory of a conversion at its peak, which is while metadata is read, or while data moves. `before` is
+/// what there is when all is read and laid out and no tensor data has moved.
+pub fn peak_bytes(conversion: &Conversion<'_>, options: &Options, before: Option<Anonymous>, stats: &Stats) -> u64 {
+    /// Stack of a worker, and what its allocations leave unused.
+    const WORKER_BYTES: u64 = 1 << 20;
+    let io = Some(conversion.source.checkpoint.files.io());
+    let buffers = options.threads as u64 * (options.strip_bytes + scratch_bytes(io));
+    let Some(before) = before else {
+        return BASE_BYTES + buffers + held_bytes(conversion) + stats.planned_bytes;
+    };
+    let workers = buffers + options.threads as u64 * WORKER_BYTES;
+    let waiting = conversion.reservation.waiting_bytes(options.strip_bytes);
+    let peak = before.peak.max(before.now + workers + stats.planned_bytes + waiting);
+    // Another run is not the same to the last page.
+    peak + peak / 32 + (1 << 20)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strips_shrink_with_the_memory_that_is_allowed() {
+        assert_eq!(strip_bytes(512_000_000, None, 2).unwrap(), DEFAULT_STRIP_BYTES);
+        let small = strip_bytes(40 << 20, None, 2).unwrap();
+        assert!(small < DEFAULT_STRIP_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
+        assert!(strip_bytes(32 << 20, None, 2).is_err());
+        // Direct reads take a buffer more, which the floor has.
+        let (direct, floor) = (Some(IoMode::Direct), least_bytes(Some(IoMode::Direct), 2));
+        assert_eq!(strip_bytes(floor, direct, 2).unwrap(), LEAST_STRIP_BYTES);
+        assert!(strip_bytes(floor - 1, direct, 2).unwrap_err().to_string().contains(&floor.to_string()));
+        assert_eq!(threads_within(36 << 20, None), 1);
+    }
+}
