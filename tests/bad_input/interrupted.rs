@@ -207,7 +207,7 @@ fn a_limit_to_the_number_of_open_files() {
     let limited = |args: &[&dyn AsRef<OsStr>]| {
         let run = Command::new("bash")
             .args(["-c", "ulimit -n 64; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_dtshard")])
-            .args(args.iter().map(|arg| arg.as_ref()))
+            .args(args)
             .args(["--threads=2", "--quiet"])
             .output()
             .unwrap();
