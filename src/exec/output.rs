@@ -91,7 +91,7 @@ impl Outputs {
         let handle = options.open(path).map_err(Error::io("open", path))?;
         let direct = (self.way == Way::Direct).then(|| direct::open(path, &mut options)).flatten();
         let handle = Arc::new(Handle { file: handle, direct });
-        if open.len() >= open_file_budget() / 8 {
+        if open.len() >= open_file_budget() / 4 {
             open.remove(0);
         }
         open.push((file, Arc::clone(&handle)));

@@ -6,6 +6,9 @@
 use std::fs::File;
 use std::path::Path;
 
+use rustix::fs::StatFs;
+
+use super::direct::ALIGNMENT;
 use crate::error::{Error, Result};
 
 /// How source bytes get into memory.
@@ -43,15 +46,18 @@ const REMOTE: &[u64] = &[
 /// # Errors
 /// `Io` where the path cannot be looked at.
 pub fn preferred_io(path: &Path) -> Result<IoMode> {
-    Ok(if REMOTE.contains(&magic(path)?) { IoMode::Read } else { IoMode::Mmap })
+    Ok(if REMOTE.contains(&magic_of(&look_at(path)?)) { IoMode::Read } else { IoMode::Mmap })
 }
 
-fn magic(path: &Path) -> Result<u64> {
-    let info = rustix::fs::statfs(path).map_err(|error| Error::io("look at the file system of", path)(error.into()))?;
+fn look_at(path: &Path) -> Result<StatFs> {
+    rustix::fs::statfs(path).map_err(|error| Error::io("look at the file system of", path)(error.into()))
+}
+
+fn magic_of(info: &StatFs) -> u64 {
     // The type's width and sign differ by architecture; the magic numbers all fit 32 bits.
     #[expect(clippy::cast_sign_loss)]
     let magic = (info.f_type as u64) & 0xFFFF_FFFF;
-    Ok(magic)
+    magic
 }
 
 /// File systems that write whole blocks in place, past the page cache, from several threads at a time. Those that copy on
@@ -62,11 +68,15 @@ const IN_PLACE: &[u64] = &[
 ];
 
 /// Whether large results that have to be on disk are best written past the page cache of the file system `path` is on.
+/// Not where its blocks are larger than those that strips end at: the ends of two strips would meet in one block, and what
+/// the page cache writes of it for one of them may be older than what went past it for the other.
 ///
 /// # Errors
 /// `Io` where the path cannot be looked at.
 pub fn suits_direct_writes(path: &Path) -> Result<bool> {
-    Ok(IN_PLACE.contains(&magic(path)?))
+    let info = look_at(path)?;
+    let block = u64::try_from(info.f_bsize).unwrap_or(u64::MAX);
+    Ok(IN_PLACE.contains(&magic_of(&info)) && block <= ALIGNMENT)
 }
 
 /// Bytes that an unprivileged writer can still put on the file system of `path`.
@@ -110,12 +120,12 @@ fn sync_range(file: &File, offset: u64, len: u64, wait: u32) {
 #[cfg(not(target_os = "linux"))]
 fn sync_range(_file: &File, _offset: u64, _len: u64, _wait: u32) {}
 
-/// How many source files may be open at once: half the soft limit on descriptors, the rest is for output files,
-/// threads and the terminal.
+/// How many descriptors the source files of one checkpoint may have at once: a quarter of the soft limit. Two checkpoints
+/// are compared with each other, and the rest is for output files, threads and the terminal.
 #[must_use]
 pub fn open_file_budget() -> usize {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-    let budget = limit.map_or(4096, |limit| limit / 2).clamp(8, 4096);
+    let budget = limit.map_or(4096, |limit| limit / 4).clamp(8, 4096);
     usize::try_from(budget).unwrap_or(4096)
 }
 

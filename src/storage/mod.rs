@@ -273,7 +273,8 @@ impl Files {
         });
         // First in, first out: work goes through the files in order, so the oldest one is done with. A file still in
         // use stays open through its other `Arc`.
-        if set.recent.len() >= filesystem::open_file_budget()
+        let descriptors = if self.io == IoMode::Direct { 2 } else { 1 };
+        if set.recent.len() >= filesystem::open_file_budget() / descriptors
             && let Some(oldest) = set.recent.pop_front()
         {
             set.files[oldest as usize] = None;

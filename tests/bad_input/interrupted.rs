@@ -199,3 +199,23 @@ fn a_limit_to_the_size_of_files() {
     assert!(said.contains("File too large"), "{said}");
     assert!(sandbox.names().is_empty(), "{:?}", sandbox.names());
 }
+
+/// `ulimit -n`: how many files a checkpoint has is no matter of how many may be open at once.
+#[test]
+fn a_limit_to_the_number_of_open_files() {
+    let sandbox = Sandbox::new();
+    let limited = |args: &[&dyn AsRef<OsStr>]| {
+        let run = Command::new("bash")
+            .args(["-c", "ulimit -n 64; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_dtshard")])
+            .args(args)
+            .args(["--threads=2", "--quiet"])
+            .output()
+            .unwrap();
+        assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    };
+    let [ranks, dcp] = ["ranks", "dcp"].map(|name| sandbox.path(name));
+    let mesh = "--mesh=fsdp=70";
+    limited(&[&"reshard", &fixture("fsdp4/dcp"), &ranks, &mesh, &"--to=torch-ranks", &"--no-sync"]);
+    limited(&[&"reshard", &ranks, &dcp, &mesh, &"--to=dcp", &"--io=direct"]);
+    limited(&[&"verify", &ranks, &dcp, &"--io=direct"]);
+}

@@ -61,6 +61,9 @@ const SMALL_BYTES: u64 = 64 << 10;
 /// An entry of the directory without its name, extra field and comment (APPNOTE.TXT 4.3.12).
 const ENTRY_BYTES: usize = 46;
 
+/// The record that ends an archive, without a comment (APPNOTE.TXT 4.3.16).
+const END_BYTES: usize = 22;
+
 impl Frame {
     /// The frame of the archive in `stretch`, of which the records `read` were read and `located` was located. `None`
     /// where it is unusual: nothing depends on there being one.
@@ -103,6 +106,9 @@ impl Frame {
             let end = if range.end <= data.start { &mut head } else { &mut tail };
             let Some(range) = end.within(&range) else { return Ok(None) };
             end.fixed.push(range);
+        }
+        if !tail.names(directory) {
+            return Ok(None);
         }
         let Some(crc_at) = tail.fix_directory(directory, header, &headers) else { return Ok(None) };
         Ok(Some(Self { len: stretch.len, head, tail, crc_at, header, data }))
@@ -155,6 +161,15 @@ impl End {
         self.fixed.iter().all(|range| self.bytes[range.clone()] == other[range.clone()])
     }
 
+    /// Whether the last record of the archive has the directory where it was found. Where it has not, reading looked there
+    /// first, at what is no part of the frame, and the offsets in the directory mean other places.
+    fn names(&self, directory: u64) -> bool {
+        let Some([b'P', b'K', 5, 6, .., d0, d1, d2, d3, 0, 0]) = self.bytes.last_chunk::<END_BYTES>() else {
+            return false;
+        };
+        u64::from(u32::from_le_bytes([*d0, *d1, *d2, *d3])) == directory
+    }
+
     /// Make the directory part of the frame, but for CRC-32s of records that were not `read`; gives where that of the
     /// located one is. Records go by where their local headers are.
     fn fix_directory(&mut self, directory: u64, located: u64, read: &[u64]) -> Option<u64> {
@@ -177,5 +192,50 @@ impl End {
         }
         self.fixed.push(fixed..self.bytes.len());
         crc_at
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(name: &str, header: u32, len: u32) -> Vec<u8> {
+        let mut bytes = vec![0; ENTRY_BYTES];
+        bytes[..4].copy_from_slice(b"PK\x01\x02");
+        bytes[20..24].copy_from_slice(&len.to_le_bytes());
+        bytes[24..28].copy_from_slice(&len.to_le_bytes());
+        bytes[28] = u8::try_from(name.len()).unwrap();
+        bytes[42..46].copy_from_slice(&header.to_le_bytes());
+        bytes.extend(name.as_bytes());
+        bytes
+    }
+
+    /// An archive of one record `a/x` of 100 bytes, whose offsets do not count what is `before` it.
+    fn archive(before: usize) -> Vec<u8> {
+        let mut bytes = vec![0; before];
+        bytes.extend([b"PK\x03\x04".as_slice(), &[0; 22], &[3, 0, 0, 0], b"a/x", &[7; 100]].concat());
+        let directory = u32::try_from(bytes.len() - before).unwrap();
+        let entry = entry("a/x", 0, 100);
+        let len = u32::try_from(entry.len()).unwrap();
+        bytes.extend(entry);
+        bytes.extend([b"PK\x05\x06".as_slice(), &[0; 4], &[1, 0, 1, 0]].concat());
+        bytes.extend([len.to_le_bytes(), directory.to_le_bytes()].concat());
+        bytes.extend([0; 2]);
+        bytes
+    }
+
+    #[test]
+    fn an_archive_that_is_not_where_it_says_has_no_frame() {
+        let folder = tempfile::tempdir().unwrap();
+        for (before, has_frame) in [(0, true), (50, false)] {
+            let path = folder.path().join(before.to_string());
+            std::fs::write(&path, archive(before)).unwrap();
+            let mut files = Files::new(IoMode::Read);
+            let file = files.add(&path).unwrap();
+            let stretch = files.whole(file);
+            let archive = Archive::read(&files, stretch).unwrap();
+            assert_eq!(archive.get("x").unwrap().header, before as u64);
+            assert_eq!(Frame::of(&files, stretch, &archive, &[], "x").unwrap().is_some(), has_frame, "{before}");
+        }
     }
 }

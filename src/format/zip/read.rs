@@ -6,13 +6,12 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::sync::Arc;
 
 use rawzip::{CompressionMethod, ReaderAt, ZipArchive, ZipLocator};
 
 use crate::catalog::Record;
 use crate::error::{Error, Result};
-use crate::storage::{FileId, Files, IoMode, OpenFile, Stretch};
+use crate::storage::{FileId, Files, IoMode, Stretch};
 
 /// The directory of an archive.
 #[derive(Debug)]
@@ -24,7 +23,7 @@ pub struct Archive {
     records: HashMap<Box<str>, Record>,
     /// Where the directory begins, absolute in the file.
     directory: u64,
-    window: Window,
+    ends: Ends,
 }
 
 /// A directory entry takes this many bytes at least, so a directory cannot claim more entries than fit its file.
@@ -45,7 +44,8 @@ impl Archive {
             let found = format!("a file of {} bytes", files.len_bytes(file));
             return Err(Error::malformed(path, place(base, "item"), format!("data up to byte {end}"), found));
         }
-        let window = Window::new(files.open(file)?, base, len).map_err(Error::io("read", path))?;
+        let ends = Ends::read(files, stretch)?;
+        let window = Window { files, ends: &ends };
         // An item of a few hundred kB a thousand times over: small archives get small buffers.
         let mut buffer = vec![0; if len > 1 << 20 { rawzip::RECOMMENDED_BUFFER_SIZE } else { 4 << 10 }];
         let archive = ZipLocator::new()
@@ -64,7 +64,7 @@ impl Archive {
                 "torch.save stores entries as they are; the file was repacked by another tool",
             ),
         })?;
-        Ok(Self { file, prefix, records, directory, window })
+        Ok(Self { file, prefix, records, directory, ends })
     }
 
     #[must_use]
@@ -93,10 +93,11 @@ impl Archive {
     pub fn locate(&self, files: &Files, name: &str) -> Result<Option<(u64, Record)>> {
         let Some(record) = self.get(name) else { return Ok(None) };
         let path = files.path(self.file);
-        let read = |buffer: &mut [u8], offset: u64| self.window.read_exact_at(buffer, offset - self.window.base);
-        let data = data_start(record.header, self.window.end(), read)
+        let window = self.window(files);
+        let read = |buffer: &mut [u8], offset: u64| window.read_exact_at(buffer, offset - self.ends.base());
+        let data = data_start(record.header, self.ends.end(), read)
             .map_err(Error::io("read", path))?
-            .filter(|data| data.checked_add(record.len).is_some_and(|end| end <= self.window.end()))
+            .filter(|data| data.checked_add(record.len).is_some_and(|end| end <= self.ends.end()))
             .ok_or_else(|| bad_header(path, &format!("{}/{name}", self.prefix), record.header))?;
         Ok(Some((data, record)))
     }
@@ -109,19 +110,23 @@ impl Archive {
         let Some((data, record)) = self.locate(files, name)? else { return Ok(None) };
         let len = usize::try_from(record.len).expect("checked against the file");
         let mut content = vec![0; len];
-        self.window
-            .read_exact_at(&mut content, data - self.window.base)
+        self.window(files)
+            .read_exact_at(&mut content, data - self.ends.base())
             .map_err(Error::io("read", files.path(self.file)))?;
         let crc = crc32fast::hash(&content);
         if record.crc != 0 && record.crc != crc {
             return Err(Error::malformed(
                 files.path(self.file),
-                place(self.window.base, name),
+                place(self.ends.base(), name),
                 format!("content with CRC-32 {:08x}", record.crc),
                 format!("{crc:08x}"),
             ));
         }
         Ok(Some(content))
+    }
+
+    fn window<'a>(&'a self, files: &'a Files) -> Window<'a> {
+        Window { files, ends: &self.ends }
     }
 }
 
@@ -139,8 +144,8 @@ impl Archive {
         while done < record.len {
             let len = BLOCK.min(record.len - done);
             buffer.resize(usize::try_from(len).expect("a block fits memory"), 0);
-            self.window
-                .read_exact_at(&mut buffer, data + done - self.window.base)
+            self.window(files)
+                .read_exact_at(&mut buffer, data + done - self.ends.base())
                 .map_err(Error::io("read", files.path(self.file)))?;
             hasher.update(&buffer);
             done += len;
@@ -152,7 +157,7 @@ impl Archive {
         }
         Err(Error::malformed(
             files.path(self.file),
-            place(self.window.base, name),
+            place(self.ends.base(), name),
             format!("content with CRC-32 {:08x}", record.crc),
             format!("{crc:08x}: the data has changed since it was written"),
         ))
@@ -246,7 +251,7 @@ impl From<rawzip::Error> for Fault {
 }
 
 fn read_entries(
-    archive: &ZipArchive<&Window>,
+    archive: &ZipArchive<&Window<'_>>,
     base: u64,
     len: u64,
     buffer: &mut [u8],
@@ -293,13 +298,11 @@ fn read_entries(
     Ok((prefix, records))
 }
 
-/// A stretch of a file with both ends at hand: the directory of an item is in its tail, the pickle and the local
-/// headers in its head, so finding a tensor in an item costs two reads.
+/// Both ends of an archive: its directory is in its tail, the pickle and the local headers in its head, so finding a
+/// tensor in an item costs two reads.
 #[derive(Debug)]
-struct Window {
-    file: Arc<OpenFile>,
-    base: u64,
-    len: u64,
+struct Ends {
+    stretch: Stretch,
     head: Vec<u8>,
     tail: Vec<u8>,
 }
@@ -307,38 +310,47 @@ struct Window {
 const HEAD_BYTES: u64 = 2 << 10;
 const TAIL_BYTES: u64 = 1 << 10;
 
-impl Window {
-    fn new(file: Arc<OpenFile>, base: u64, len: u64) -> io::Result<Self> {
-        let read = |offset: u64, len: u64| -> io::Result<Vec<u8>> {
-            let mut bytes = vec![0; usize::try_from(len).expect("a small length")];
-            file.read_exact_at(&mut bytes, offset).map_err(io::Error::other)?;
-            Ok(bytes)
-        };
+impl Ends {
+    fn read(files: &Files, stretch: Stretch) -> Result<Self> {
+        let Stretch { file, offset, len } = stretch;
         let head_len = if len <= HEAD_BYTES + TAIL_BYTES { len } else { HEAD_BYTES };
         let tail_len = TAIL_BYTES.min(len - head_len);
-        let head = read(base, head_len)?;
-        let tail = read(base + len - tail_len, tail_len)?;
-        Ok(Self { file, base, len, head, tail })
+        let head = files.read(file, offset, head_len)?;
+        let tail = files.read(file, offset + len - tail_len, tail_len)?;
+        Ok(Self { stretch, head, tail })
+    }
+
+    fn base(&self) -> u64 {
+        self.stretch.offset
     }
 
     fn end(&self) -> u64 {
-        self.base + self.len
+        self.stretch.offset + self.stretch.len
     }
 }
 
-impl ReaderAt for Window {
+/// An archive to read from. Its file is opened when something between its ends is wanted, and not kept: those of all
+/// ranks are known at a time.
+struct Window<'a> {
+    files: &'a Files,
+    ends: &'a Ends,
+}
+
+impl ReaderAt for Window<'_> {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-        if offset >= self.len {
+        let Ends { stretch, head, tail } = self.ends;
+        if offset >= stretch.len {
             return Ok(0);
         }
-        let tail_at = self.len - self.tail.len() as u64;
-        let (cached, at) = if offset < self.head.len() as u64 {
-            (&self.head, offset)
+        let tail_at = stretch.len - tail.len() as u64;
+        let (cached, at) = if offset < head.len() as u64 {
+            (head, offset)
         } else if offset >= tail_at {
-            (&self.tail, offset - tail_at)
+            (tail, offset - tail_at)
         } else {
             let want = buffer.len().min(usize::try_from(tail_at - offset).unwrap_or(usize::MAX));
-            self.file.read_exact_at(&mut buffer[..want], self.base + offset).map_err(io::Error::other)?;
+            let file = self.files.open(stretch.file).map_err(io::Error::other)?;
+            file.read_exact_at(&mut buffer[..want], stretch.offset + offset).map_err(io::Error::other)?;
             return Ok(want);
         };
         let cached = &cached[usize::try_from(at).expect("within the cached end")..];
