@@ -123,7 +123,7 @@ pub fn peak_bytes(conversion: &Conversion<'_>, options: &Options, before: Option
     let waiting = conversion.reservation.waiting_bytes(options.strip_bytes);
     let peak = before.peak.max(before.now + workers + stats.planned_bytes + waiting);
     // Another run is not the same to the last page.
-    peak + peak / 32 + (1 << 20)
+    (peak + peak / 32 + (1 << 20)).next_multiple_of(1 << 20)
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 mod bands;
 mod casting;
 mod reducing;
+mod summing;
 
 use std::fs;
 
