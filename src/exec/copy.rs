@@ -11,12 +11,12 @@ use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
 
-use super::bands::{self, Member};
+use super::bands::{self, Member, Of};
 use super::block::Wanted;
 use super::cast::Counts;
 use super::output::Outputs;
 use super::passing::Passing;
-use super::strips::{Content, Cutter, Payload, Strip};
+use super::strips::{Content, Cutter, Part, Payload, Strip};
 use super::sums::{InStrip, Sums};
 use super::{Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reservation, Reserved};
@@ -170,6 +170,8 @@ struct Slot {
     tile: Prepared,
     /// Where what its cast meets is counted; `None` without a cast, and for all replicas but the first.
     counted: Option<DtypePair>,
+    /// The tiles that are equal to it.
+    copies: Option<usize>,
 }
 
 /// Prove, plan and locate the tensors of a window.
@@ -189,18 +191,18 @@ fn prepare(input: Input<'_>, window: &[Reserved]) -> Result<(Vec<Slot>, Vec<Payl
                 let share = tensor.shares.get(index);
                 let prepared = Prepared::share(input, &source, &tile, share.map(Arc::as_ref), &mut known)?;
                 let is_new = pair.0 != pair.1 && counted.insert((tile, share));
-                let slot = Slot { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(pair) };
+                let slot = Slot { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(pair), copies: None };
                 let itemsize = pair.1.itemsize();
                 let payload = Payload { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
                 tiles.push((slot, payload));
             }
             let placed = (0..tensor.entry.chunks.len()).filter(|index| tensor.place(*index).is_some());
-            let members = zip(&mut tiles, placed).filter(|((slot, _), _)| slot.tile.is_scattered());
-            bands::group(members.map(|((slot, payload), index)| Member {
+            bands::group(zip(&mut tiles, placed).map(|((slot, payload), index)| Member {
                 tile: tensor.entry.chunks.tile(index),
                 share: tensor.shares.get(index).map(Arc::as_ref),
                 source_bytes: slot.tile.source_bytes(),
-                group: &mut payload.group,
+                is_scattered: slot.tile.is_scattered(),
+                payload,
             }));
             Ok(tiles)
         })
@@ -210,10 +212,11 @@ fn prepare(input: Input<'_>, window: &[Reserved]) -> Result<(Vec<Slot>, Vec<Payl
     let mut payloads = Vec::new();
     for tiles in per_tensor {
         let first_group = slots.len();
-        for (slot, mut payload) in tiles {
+        for (mut slot, mut payload) in tiles {
             payload.slot = slots.len();
             if let Some(group) = &mut payload.group {
                 group.number += first_group;
+                slot.copies = matches!(group.of, Of::Copies { .. }).then_some(group.number);
             }
             slots.push(slot);
             payloads.push(payload);
@@ -263,7 +266,7 @@ impl Filler<'_> {
         reporter: &dyn Reporter,
         stop: &Stop,
     ) -> Result<()> {
-        if band.len() > 1 {
+        if !band.windows(2).all(|pair| self.are_copies(&pair[0], &pair[1])) {
             let mut wanted = Wanted::default();
             for part in band.iter().flat_map(|strip| &strip.parts) {
                 if let Content::Payload { slot, bytes } = &part.content {
@@ -273,20 +276,49 @@ impl Filler<'_> {
             }
             scratch.block.hold(self.input.files, wanted)?;
         }
+        let longest = band.iter().map(Strip::len).max().unwrap_or(0);
+        let mut last: Option<&Strip> = None;
         for strip in band {
             stop.check()?;
-            self.fill_one(strip, buffer, scratch)?;
+            let at = strip.range.start;
+            match last.replace(strip).filter(|last| self.are_copies(last, strip)) {
+                Some(last) => self.finish(strip, buffer.moved(last.range.start, at, strip.len()), |_, _| Ok(()))?,
+                // There has to be room for all copies from the first on.
+                None => self.finish(strip, &mut buffer.room(at, longest)[..strip.len()], |index, target| {
+                    self.gather(band, strip, index, target, scratch)
+                })?,
+            }
             reporter.advance(strip.range.end - strip.range.start);
         }
         Ok(())
     }
 
-    fn fill_one(&self, strip: &Strip, buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
-        let len = usize::try_from(strip.range.end - strip.range.start).expect("a strip fits memory");
-        let buffer = buffer.room(strip.range.start, len);
+    /// Whether one strip holds the same tensor data at the same places as the other.
+    fn are_copies(&self, one: &Strip, other: &Strip) -> bool {
+        let is_same = |(one_part, other_part): (&Part, &Part)| match (&one_part.content, &other_part.content) {
+            (Content::Payload { slot, bytes }, Content::Payload { slot: other_slot, bytes: other_bytes }) => {
+                let copies = self.slots[*slot].copies;
+                copies.is_some()
+                    && copies == self.slots[*other_slot].copies
+                    && bytes == other_bytes
+                    && one_part.offset - one.range.start == other_part.offset - other.range.start
+            }
+            (Content::Literal { .. }, Content::Literal { .. }) => true,
+            _ => false,
+        };
+        one.parts.len() == other.parts.len() && zip(&one.parts, &other.parts).all(is_same)
+    }
+
+    /// Fill a strip, its tensor data with what `gather` puts there for each part, and write it.
+    fn finish(
+        &self,
+        strip: &Strip,
+        buffer: &mut [u8],
+        mut gather: impl FnMut(usize, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
         let file = &self.reservation.files[strip.file as usize];
         let (sums, mut summed) = (self.sums.are_wanted(strip.file), InStrip::default());
-        for part in &strip.parts {
+        for (index, part) in strip.parts.iter().enumerate() {
             let start = usize::try_from(part.offset - strip.range.start).expect("a strip fits memory");
             let end = start + usize::try_from(part.len()).expect("a strip fits memory");
             let target = &mut buffer[start..end];
@@ -300,14 +332,8 @@ impl Filler<'_> {
                         summed.add(part.offset, target);
                     }
                 }
-                Content::Payload { slot, bytes } => {
-                    let Slot { tile, counted } = &self.slots[*slot];
-                    let first = bytes.start / tile.itemsize();
-                    let counts = tile.read_summing(self.input, first, target, scratch, Some(self.passing))?;
-                    if let Some(pair) = counted {
-                        let mut lost = self.lost.lock().expect("no panic while the lock is held");
-                        lost.entry(*pair).or_default().add(counts);
-                    }
+                Content::Payload { .. } => {
+                    gather(index, target)?;
                     if sums {
                         summed.add(part.offset, target);
                     }
@@ -318,5 +344,33 @@ impl Filler<'_> {
             self.sums.close(strip.file, &strip.range, buffer, &mut summed);
         }
         self.outputs.write(strip.file, strip.range.start, buffer)
+    }
+
+    /// Gather a part of a strip, also for its copies in the band.
+    fn gather(
+        &self,
+        band: &[Strip],
+        strip: &Strip,
+        part: usize,
+        target: &mut [u8],
+        scratch: &mut Scratch,
+    ) -> Result<()> {
+        let Content::Payload { slot, bytes } = &strip.parts[part].content else { return Ok(()) };
+        let Slot { tile, counted, copies } = &self.slots[*slot];
+        let first = bytes.start / tile.itemsize();
+        let counts = tile.read_summing(self.input, first, target, scratch, Some(self.passing))?;
+        let of_copy = |copy: &Strip| match copy.parts[part].content {
+            Content::Payload { slot, .. } => self.slots[slot].counted,
+            Content::Literal { .. } => None,
+        };
+        let counted = match copies {
+            Some(_) => band.iter().filter(|other| self.are_copies(strip, other)).find_map(of_copy),
+            None => *counted,
+        };
+        if let Some(pair) = counted {
+            let mut lost = self.lost.lock().expect("no panic while the lock is held");
+            lost.entry(pair).or_default().add(counts);
+        }
+        Ok(())
     }
 }
