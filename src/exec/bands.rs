@@ -38,7 +38,7 @@ const GAP_BYTES: u64 = 64 << 10;
 const BAND_TILES: usize = 128;
 
 /// Copies that are worth strips of their own, with the copies that follow them.
-const COPIES_BYTES: u64 = 1 << 20;
+const COPIES_BYTES: u64 = 256 << 10;
 
 /// A tile's part in bands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
