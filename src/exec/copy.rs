@@ -8,6 +8,7 @@
 //! Counts bytes of output. Invariant: every byte of a reserved file is in one strip, once.
 
 use std::collections::BTreeMap;
+use std::iter::zip;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -18,7 +19,7 @@ use super::block::Wanted;
 use super::cast::Counts;
 use super::output::Outputs;
 use super::passing::Passing;
-use super::strips::{Content, Cutter, Payload, Strip};
+use super::strips::{Content, Cutter, Part, Payload, Strip};
 use super::sums::{InStrip, Sums};
 use super::window::{Slot, prepare, windows};
 use super::{Input, Options, Reporter, Scratch, Stop};
@@ -188,7 +189,8 @@ impl Filler<'_> {
 
     /// Fill and write the strips of a band, or one that is of none.
     fn fill_band(&self, band: &[Strip], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
-        if band.len() > 1 {
+        let gathered: Vec<&[Strip]> = band.chunk_by(|one, other| self.are_copies(one, other)).collect();
+        if gathered.len() > 1 {
             let mut wanted = Wanted::default();
             for part in band.iter().flat_map(|strip| &strip.parts) {
                 if let Content::Payload { slot, bytes } = &part.content {
@@ -198,20 +200,54 @@ impl Filler<'_> {
             }
             scratch.block.hold(self.input.files, wanted)?;
         }
-        for strip in band {
+        gathered.into_iter().try_for_each(|copies| self.fill_copies(copies, buffer, scratch))
+    }
+
+    /// Gather the first of these strips, and write all of them.
+    fn fill_copies(&self, copies: &[Strip], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
+        let longest = copies.iter().map(Strip::len).max().unwrap_or(0);
+        let mut before = None;
+        for strip in copies {
             self.stop.check()?;
-            self.fill_one(strip, buffer, scratch)?;
+            let at = strip.range.start;
+            match before.replace(at) {
+                // There has to be room for all copies from the first on.
+                None => self.finish(strip, &mut buffer.room(at, longest)[..strip.len()], |part, target| {
+                    self.gather(copies, part, target, scratch)
+                })?,
+                Some(before) => self.finish(strip, buffer.moved(before, at, strip.len()), |_, _| Ok(()))?,
+            }
             self.reporter.advance(strip.range.end - strip.range.start);
         }
         Ok(())
     }
 
-    fn fill_one(&self, strip: &Strip, buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
-        let len = usize::try_from(strip.range.end - strip.range.start).expect("a strip fits memory");
-        let buffer = buffer.room(strip.range.start, len);
+    /// Whether one strip holds the same tensor data at the same places as the other.
+    fn are_copies(&self, one: &Strip, other: &Strip) -> bool {
+        let is_same = |(one_part, other_part): (&Part, &Part)| match (&one_part.content, &other_part.content) {
+            (Content::Payload { slot, bytes }, Content::Payload { slot: other_slot, bytes: other_bytes }) => {
+                let copies = self.slots[*slot].copies;
+                copies.is_some()
+                    && copies == self.slots[*other_slot].copies
+                    && bytes == other_bytes
+                    && one_part.offset - one.range.start == other_part.offset - other.range.start
+            }
+            (Content::Literal { .. }, Content::Literal { .. }) => true,
+            _ => false,
+        };
+        one.parts.len() == other.parts.len() && zip(&one.parts, &other.parts).all(is_same)
+    }
+
+    /// Fill a strip, its tensor data with what `gather` puts there for each part, and write it.
+    fn finish(
+        &self,
+        strip: &Strip,
+        buffer: &mut [u8],
+        mut gather: impl FnMut(usize, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
         let file = &self.reservation.files[strip.file as usize];
         let (sums, mut summed) = (self.sums.are_wanted(strip.file), InStrip::default());
-        for part in &strip.parts {
+        for (index, part) in strip.parts.iter().enumerate() {
             let start = usize::try_from(part.offset - strip.range.start).expect("a strip fits memory");
             let end = start + usize::try_from(part.len()).expect("a strip fits memory");
             let target = &mut buffer[start..end];
@@ -225,14 +261,8 @@ impl Filler<'_> {
                         summed.add(part.offset, target);
                     }
                 }
-                Content::Payload { slot, bytes } => {
-                    let Slot { tile, counted } = &self.slots[*slot];
-                    let first = bytes.start / tile.itemsize();
-                    let counts = tile.read_summing(self.input, first, target, scratch, Some(self.passing))?;
-                    if let Some(pair) = counted {
-                        let mut lost = self.lost.lock().expect("no panic while the lock is held");
-                        lost.entry(*pair).or_default().add(counts);
-                    }
+                Content::Payload { .. } => {
+                    gather(index, target)?;
                     if sums {
                         summed.add(part.offset, target);
                     }
@@ -243,5 +273,22 @@ impl Filler<'_> {
             self.sums.close(strip.file, &strip.range, buffer, summed);
         }
         self.outputs.write(strip.file, strip.range.start, buffer)
+    }
+
+    /// Gather a part of the first of these strips, for all of them.
+    fn gather(&self, copies: &[Strip], part: usize, target: &mut [u8], scratch: &mut Scratch) -> Result<()> {
+        let Content::Payload { slot, bytes } = &copies[0].parts[part].content else { return Ok(()) };
+        let tile = &self.slots[*slot].tile;
+        let first = bytes.start / tile.itemsize();
+        let counts = tile.read_summing(self.input, first, target, scratch, Some(self.passing))?;
+        let counted = |copy: &Strip| match copy.parts[part].content {
+            Content::Payload { slot, .. } => self.slots[slot].counted,
+            Content::Literal { .. } => None,
+        };
+        if let Some(pair) = copies.iter().find_map(counted) {
+            let mut lost = self.lost.lock().expect("no panic while the lock is held");
+            lost.entry(pair).or_default().add(counts);
+        }
+        Ok(())
     }
 }

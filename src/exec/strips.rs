@@ -47,6 +47,14 @@ pub struct Strip {
     pub parts: Vec<Part>,
 }
 
+impl Strip {
+    /// Bytes, as the size of a buffer.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        usize::try_from(self.range.end - self.range.start).expect("a strip fits memory")
+    }
+}
+
 /// A tile that has its place in an output file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Payload {
@@ -56,7 +64,7 @@ pub struct Payload {
     pub slot: usize,
     /// Cuts inside this tile fall on multiples of its item size.
     pub itemsize: u64,
-    /// The tiles that want the same source rows.
+    /// The tiles that want the same source bytes.
     pub group: Option<Group>,
 }
 
@@ -79,7 +87,7 @@ impl<'a> Cutter<'a> {
     #[must_use]
     pub fn cut(&mut self, mut payloads: Vec<Payload>) -> Vec<Strip> {
         payloads.sort_unstable_by_key(|payload| (payload.file, payload.offset));
-        let mut strips = Strips::new(self.strip_bytes, cuts(&payloads));
+        let mut strips = Strips::new(self.strip_bytes, cuts(&payloads, self.strip_bytes));
         for payload in payloads {
             self.literals_before(payload.file, payload.offset, &mut strips);
             strips.push(payload.file, payload.offset, payload.len, payload.itemsize, |bytes| Content::Payload {

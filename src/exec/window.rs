@@ -13,13 +13,14 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use super::bands::{self, Member};
+use super::bands::{self, Member, Of};
 use super::copy::DtypePair;
 use super::strips::Payload;
 use super::{Input, Locations, Prepared};
 use crate::catalog::Reserved;
 use crate::error::Result;
 use crate::plan::Source;
+
 /// Output planned and located at a time.
 const WINDOW_BYTES: u64 = 256 << 20;
 
@@ -53,6 +54,8 @@ pub struct Slot {
     pub tile: Prepared,
     /// Where what its cast meets is counted; `None` without a cast, and for all replicas but the first.
     pub counted: Option<DtypePair>,
+    /// The tiles that are equal to it.
+    pub copies: Option<usize>,
 }
 
 /// Prove, plan and locate the tensors of a window.
@@ -67,10 +70,11 @@ pub fn prepare(input: Input<'_>, window: &[Reserved]) -> Result<(Vec<Slot>, Vec<
     let mut payloads = Vec::new();
     for tiles in per_tensor {
         let first_group = slots.len();
-        for (slot, mut payload) in tiles {
+        for (mut slot, mut payload) in tiles {
             payload.slot = slots.len();
             if let Some(group) = &mut payload.group {
                 group.number += first_group;
+                slot.copies = matches!(group.of, Of::Copies { .. }).then_some(group.number);
             }
             slots.push(slot);
             payloads.push(payload);
@@ -92,18 +96,18 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved) -> Result<Vec<(Slot, Payl
         let share = tensor.shares.get(index);
         let prepared = Prepared::share(input, &source, &tile, share.map(Arc::as_ref), &mut known)?;
         let is_new = pair.0 != pair.1 && counted.insert((tile, share));
-        let slot = Slot { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(pair) };
+        let slot = Slot { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(pair), copies: None };
         let itemsize = pair.1.itemsize();
         let payload = Payload { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
         tiles.push((slot, payload));
     }
     let placed = (0..tensor.entry.chunks.len()).filter(|index| tensor.place(*index).is_some());
-    let scattered = zip(&mut tiles, placed).filter(|((slot, _), _)| slot.tile.is_scattered());
-    bands::group(scattered.map(|((slot, payload), index)| Member {
+    bands::group(zip(&mut tiles, placed).map(|((slot, payload), index)| Member {
         tile: tensor.entry.chunks.tile(index),
         share: tensor.shares.get(index).map(Arc::as_ref),
         source_bytes: slot.tile.source_bytes(),
-        group: &mut payload.group,
+        is_scattered: slot.tile.is_scattered(),
+        payload,
     }));
     Ok(tiles)
 }

@@ -45,8 +45,21 @@ impl Buffer {
             self.0.reserve_exact(capacity);
             self.0.resize(capacity, 0);
         }
-        let start = self.0.as_ptr().align_offset(alignment) + small(offset % ALIGNMENT);
+        let start = self.start(offset);
         &mut self.0[start..start + len]
+    }
+
+    /// What lies there for a file from offset `from`, to be written from offset `to` of another. There was room for it.
+    pub fn moved(&mut self, from: u64, to: u64, len: usize) -> &mut [u8] {
+        let (old, new) = (self.start(from), self.start(to));
+        if old != new {
+            self.0.copy_within(old..old + len, new);
+        }
+        &mut self.0[new..new + len]
+    }
+
+    fn start(&self, offset: u64) -> usize {
+        self.0.as_ptr().align_offset(small(ALIGNMENT)) + small(offset % ALIGNMENT)
     }
 }
 

@@ -95,6 +95,44 @@ fn each_source_block_is_read_once_for_all_ranks() {
     }
 }
 
+/// `copies` of each of `parts`, which are cut along dim 0.
+fn replicated(copies: u64, parts: u64) -> Layout {
+    Layout { mesh: vec![copies, parts], placements: vec![Placement::Replicate, Placement::Shard(TensorDim(0))] }
+}
+
+#[test]
+fn copies_are_read_once_for_all_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("data");
+    // With tensors that are short beside those that are cut several times, at lengths that are no multiple of anything.
+    let shapes = [vec![600, 1300_u64], vec![70], vec![30, 41], vec![200, 1024], vec![100, 500]];
+    let mut files = Files::new(IoMode::Read);
+    let mut entries = Vec::new();
+    let mut len = 0;
+    for (number, shape) in shapes.iter().enumerate() {
+        let path = path.with_extension(number.to_string());
+        let (_, entry) = store(shape, Dtype::I64, &sharded(0, 4), false, IoMode::Read, &path);
+        let file = files.add(&path).unwrap();
+        let chunks = entry.chunks.iter().fold(ChunkTable::new(shape.len()), |mut chunks, chunk| {
+            let Place::Bytes { offset, .. } = chunk.place else { panic!("none is empty") };
+            chunks.push(Chunk { place: Place::Bytes { file, offset }, ..chunk.clone() });
+            chunks
+        });
+        entries.push(TensorEntry { chunks, fqn: format!("t{number}").as_str().into(), ..entry });
+        len += shape.iter().product::<u64>() * 8;
+    }
+    for io in [IoMode::Mmap, IoMode::Read, IoMode::Direct] {
+        let mut again = Files::new(io);
+        for id in files.ids() {
+            again.add(files.path(id)).unwrap();
+        }
+        for (copies, parts) in [(2, 1), (4, 1), (8, 1), (2, 4)] {
+            let read = read_for(&again, entries.clone(), &replicated(copies, parts), 4 << 20);
+            assert!(read * 10 <= len * 11, "{copies} x {parts}, {io:?}: {read} of {len} bytes");
+        }
+    }
+}
+
 #[test]
 fn short_tensors_share_their_bands() {
     let folder = tempfile::tempdir().unwrap();
