@@ -7,6 +7,7 @@ use super::printer::Printer;
 use crate::cli::SourceArgs;
 use crate::error::Result;
 use crate::exec::{Options, Stop};
+use crate::storage::filesystem::raise_open_file_limit;
 
 pub struct Run<'a> {
     pub printer: &'a Printer,
@@ -20,6 +21,7 @@ impl<'a> Run<'a> {
     /// `Usage` where threads and memory do not go together, `Io`.
     pub fn begin(args: &SourceArgs, sync: bool, printer: &'a Printer) -> Result<Self> {
         let started = Instant::now();
+        raise_open_file_limit();
         Ok(Self { printer, options: work_options(args, sync)?, stop: Stop::on_signals()?, started })
     }
 }
