@@ -8,6 +8,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
+use foldhash::fast::RandomState;
+
 use crate::catalog::Path as StatePath;
 use crate::catalog::{Dtype, Key, checked_len_bytes};
 use crate::error::{Error, Result};
@@ -76,7 +78,7 @@ const NO_OFFSET: u8 = u8::MAX;
 #[derive(Default)]
 struct Interned {
     texts: Vec<String>,
-    known: HashMap<String, u32, foldhash::fast::RandomState>,
+    known: HashMap<String, u32, RandomState>,
     last: u32,
 }
 
@@ -198,13 +200,13 @@ pub fn parse(path: &Path, bytes: &[u8]) -> Result<Metadata> {
         return Err(malformed("state_dict_metadata", "a dict of tensors", root.describe()));
     };
     let places = Places::read(path, &columns, field("storage_data"))?;
-    let state_paths = state_paths(path, field("planner_data"))?;
+    let mut state_paths = state_paths(path, field("planner_data"))?;
     let mut entries = Vec::new();
     for (key, value) in tensors {
         let Some(fqn) = key.as_str() else {
             return Err(malformed("state_dict_metadata", "names that are text", key.describe()));
         };
-        let state_path = state_paths.get(fqn).cloned().unwrap_or_else(|| StatePath(vec![Key::Name(fqn.into())]));
+        let state_path = state_paths.remove(fqn).unwrap_or_else(|| StatePath(vec![Key::Name(fqn.into())]));
         let kind = entry_kind(path, fqn, value, &places)?;
         entries.push(Entry { fqn: fqn.to_owned(), path: state_path, kind });
     }
@@ -276,8 +278,8 @@ impl<'a> Places<'a> {
 const MAX_PATH: usize = 128;
 
 /// The path of each name, where the planner kept it.
-fn state_paths<'a>(path: &Path, planner_data: Option<Ref<'a>>) -> Result<HashMap<&'a str, StatePath>> {
-    let mut paths = HashMap::new();
+fn state_paths<'a>(path: &Path, planner_data: Option<Ref<'a>>) -> Result<HashMap<&'a str, StatePath, RandomState>> {
+    let mut paths = HashMap::default();
     // Other planners keep other things here; without paths, names are keys.
     for (key, value) in planner_data.and_then(Ref::as_dict).into_iter().flatten() {
         let (Some(fqn), Some(steps)) = (key.as_str(), value.as_tuple()) else { continue };

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 
 use super::known;
@@ -50,12 +51,13 @@ enum Slot {
 /// # Errors
 /// `Malformed`, `Coverage`, `Unsupported`, `Io`.
 pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalog> {
-    let mut slots: IndexMap<String, (StatePath, Slot)> = IndexMap::new();
+    let mut slots: IndexMap<String, (StatePath, Slot), RandomState> = IndexMap::default();
     for (rank, path) in metadata_files(folder)? {
         let file = files.add(&path)?;
         let metadata = metadata::parse(&path, &files.read(file, 0, files.len_bytes(file))?)?;
         slots.reserve(metadata.entries.len());
         let source = MetadataFile { data_files: open_data_files(files, &path, &metadata)?, rank, path };
+        slots.reserve(metadata.entries.len());
         for entry in metadata.entries {
             let slot = source.slot(files, &entry.fqn, entry.kind)?;
             match (slots.get_mut(&entry.fqn), slot) {

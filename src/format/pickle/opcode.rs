@@ -222,11 +222,13 @@ impl<'a> Lexer<'a> {
         Ok(index)
     }
 
+    #[inline]
     fn counted8(&mut self) -> Result<Span, PickleError> {
         let len = self.u8()?;
         self.span(len.into())
     }
 
+    #[inline]
     fn counted32(&mut self) -> Result<Span, PickleError> {
         let len = u32::from_le_bytes(self.array()?);
         self.span(len.into())
@@ -257,10 +259,12 @@ impl<'a> Lexer<'a> {
         Ok(span)
     }
 
+    #[inline]
     fn u8(&mut self) -> Result<u8, PickleError> {
         Ok(self.array::<1>()?[0])
     }
 
+    #[inline]
     fn array<const N: usize>(&mut self) -> Result<[u8; N], PickleError> {
         match self.bytes[self.pos..].first_chunk::<N>() {
             Some(array) => {
@@ -271,6 +275,7 @@ impl<'a> Lexer<'a> {
         }
     }
 
+    #[inline]
     fn span(&mut self, len: u64) -> Result<Span, PickleError> {
         self.need(len)?;
         // Both fit: the input is shorter than 4 GiB and holds `len` more bytes.
@@ -279,6 +284,7 @@ impl<'a> Lexer<'a> {
         Ok(span)
     }
 
+    #[inline]
     fn need(&self, len: u64) -> Result<(), PickleError> {
         if len > (self.bytes.len() - self.pos) as u64 {
             return Err(PickleError::truncated(self.bytes.len()));

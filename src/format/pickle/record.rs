@@ -103,7 +103,10 @@ impl Machine<'_> {
             return Ok(false);
         }
         let mut reader = Reader { machine: self, pos: self.lexer.pos(), memoized: 0, kept: SmallVec::new() };
-        let Some(record) = reader.record() else { return Ok(false) };
+        let mut record = Record::default();
+        if reader.read(&mut record).is_none() {
+            return Ok(false);
+        }
         let Reader { pos, memoized, kept, .. } = reader;
         let Some(folded) = fold.record(name, &record).map_err(|what| PickleError::rejected(pos - 1, what))? else {
             return Ok(false);
@@ -145,12 +148,11 @@ struct Reader<'m, 'a> {
 
 impl<'a> Reader<'_, 'a> {
     /// What follows NEWOBJ: an empty dict, MARK, fields, SETITEMS and BUILD.
-    fn record(&mut self) -> Option<Record<'a>> {
+    fn read(&mut self, record: &mut Record<'a>) -> Option<()> {
         self.memo_of_none()?;
         self.expect(b'}')?;
         self.memo_of_none()?;
         self.expect(b'(')?;
-        let mut record = Record::default();
         loop {
             let op = self.op()?;
             if op == b'u' {
@@ -164,8 +166,7 @@ impl<'a> Reader<'_, 'a> {
                 return None;
             }
         }
-        self.expect(b'b')?;
-        Some(record)
+        self.expect(b'b')
     }
 
     fn value(&mut self, op: u8) -> Option<Field<'a>> {

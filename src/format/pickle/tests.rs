@@ -3,6 +3,7 @@
 mod folding;
 mod hostile;
 mod reading;
+mod records;
 mod round_trip;
 
 use super::*;

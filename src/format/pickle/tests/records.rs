@@ -1,0 +1,88 @@
+//! Records are what nodes would have been: whatever the bytes are, both ways of reading tell the same.
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// Folds all objects of `.metadata` that are made of fields, with or without nodes.
+struct Told {
+    keeps: bool,
+    /// How many were told without nodes.
+    records: usize,
+    rows: Vec<String>,
+}
+
+impl Told {
+    fn tell(&mut self, class: (&str, &str), record: &Record<'_>) -> Option<Folded> {
+        self.rows.push(format!("{} {record:?}", class.1));
+        Some(Folded { kind: 0, row: self.rows.len() as u32 })
+    }
+}
+
+impl Fold for Told {
+    fn keeps(&self, class: (&str, &str)) -> bool {
+        self.keeps && is_kept(class)
+    }
+
+    fn record(&mut self, class: (&str, &str), record: &Record<'_>) -> Result<Option<Folded>, String> {
+        self.records += 1;
+        Ok(self.tell(class, record))
+    }
+
+    fn build(&mut self, class: (&str, &str), _: Ref<'_>, state: Ref<'_>) -> Result<Option<Folded>, String> {
+        Ok(Record::of(state).filter(|_| is_kept(class)).and_then(|record| self.tell(class, &record)))
+    }
+}
+
+fn is_kept(class: (&str, &str)) -> bool {
+    ["ChunkStorageMetadata", "MetadataIndex", "_StorageInfo"].contains(&class.1)
+}
+
+/// The rows, how many were told without nodes, and the end of the reading.
+fn told(bytes: &[u8], keeps: bool) -> (Vec<String>, usize, Result<(String, usize), PickleError>) {
+    let mut fold = Told { keeps, records: 0, rows: Vec::new() };
+    let end = decode(bytes, &mut fold).map(|(pickle, len)| (pickle.root().describe(), len));
+    (fold.rows, fold.records, end)
+}
+
+const METADATA: &[u8] = include_bytes!("metadata.4.pkl");
+
+#[test]
+fn real_metadata_is_records() {
+    let (with, without) = (told(METADATA, true), told(METADATA, false));
+    assert_eq!((&with.0, &with.2), (&without.0, &without.2));
+    assert_eq!((with.0.len(), with.1, without.1), (8, 8, 0));
+}
+
+#[test]
+fn what_the_memo_is_asked_for_later_is_kept() {
+    // The offsets of the chunk, and the name of its field, are fetched by the index that follows.
+    let mut bytes = b"\x80\x04(ctorch\nSize\n\x94cm\nChunkStorageMetadata\n)\x81}(\x8c\x07offsets\x94h\x00".to_vec();
+    bytes.extend(b"K\x01K\x02\x86\x85R\x94\x8c\x05sizesh\x00)\x85Rub");
+    bytes.extend(b"cm\nMetadataIndex\n)\x81}(h\x01h\x02\x8c\x01xNubt.");
+    let (rows, records, end) = told(&bytes, true);
+    assert_eq!((records, end), (2, Ok((String::from("tuple"), bytes.len()))));
+    assert_eq!(rows, told(&bytes, false).0);
+    assert!(rows[1].contains("Dims([1, 2])"), "{}", rows[1]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(3_000))]
+
+    #[test]
+    fn damaged_metadata_reads_the_same(
+        damage in proptest::collection::vec((0..METADATA.len(), any::<u8>(), 0..3_u8), 1..4),
+    ) {
+        let mut bytes = METADATA.to_vec();
+        for (at, byte, kind) in damage {
+            let at = at.min(bytes.len() - 1);
+            match kind {
+                0 => bytes[at] = byte,
+                1 => bytes.insert(at, byte),
+                _ => _ = bytes.remove(at),
+            }
+        }
+        let (with, without) = (told(&bytes, true), told(&bytes, false));
+        prop_assert_eq!((with.0, with.2), (without.0, without.2));
+    }
+}
