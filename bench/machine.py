@@ -24,8 +24,15 @@ def describe(dtshard, root):
         "memory": int((field("/proc/meminfo", "MemTotal") or "0").split()[0]) * 1024,
         "kernel": platform.release(),
         "import_seconds": import_seconds(),
-        "versions": {"Python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PEERS},
+        "versions": {"Python": platform.python_version()} | {name: version(name) for name in PEERS},
     }
+
+
+def version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def import_seconds():

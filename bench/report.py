@@ -1,4 +1,5 @@
-"""Markdown of what the bench measured: `report.py results.json` writes docs/benchmarks.md and its plot again.
+"""Markdown of what the bench measured: `report.py FILE...` writes docs/benchmarks.md and its plot again, of
+files with a table or more each.
 
 A ratio is the median over rounds of two runs of the same round, with the smallest and the largest in brackets.
 """
@@ -160,7 +161,8 @@ def setup(results):
     told = results["setup"]
     versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
     cases = [case for result in results["tables"] for case in result["cases"]]
-    rounds = max((len(row["runs"]) for case in cases for row in case["rows"]), default=0)
+    of_dtshard = {len(row["runs"]) for case in cases for row in case["rows"] if row["kind"] == "dtshard"}
+    rounds = " to ".join(str(number) for number in sorted({min(of_dtshard), max(of_dtshard)}))
     return wrapped(
         f"{told['date']}, commit {told['commit']}. A Llama of {told['gigabytes']:g} GB over {told['ranks']} ranks, "
         f"saved by real PyTorch; {rounds} rounds after one that warms up, each result checked. {told['cores']} cores "
@@ -192,4 +194,6 @@ def publish(results, docs):
 
 
 if __name__ == "__main__":
-    publish(json.loads(Path(sys.argv[1]).read_text()), Path(__file__).resolve().parents[1] / "docs")
+    first, *others = [json.loads(Path(file).read_text()) for file in sys.argv[1:]]
+    first["tables"] += [table for results in others for table in results["tables"]]
+    publish(first, Path(__file__).resolve().parents[1] / "docs")

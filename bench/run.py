@@ -170,19 +170,23 @@ def check_space(args):
                      "--gigabytes makes it smaller, --directory and --disk choose where, --only what")
 
 
+class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The text above as it stands, and the default of every option."""
+
+
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--ranks", type=int, default=8)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="of the largest DCP directory, at most")
+    parser.add_argument("--ranks", type=int, default=8, help="that saved it")
     parser.add_argument("--rounds", type=int, default=9, help="of cp and dtshard")
     parser.add_argument("--peer-rounds", type=int, default=3, help="of those with peers, too; 0 leaves peers out")
     parser.add_argument("--small", type=int, default=100_000, metavar="N", help="number of small tensors")
     parser.add_argument("--quick", action="store_true", help="0.2 GB, 3 rounds, 1 with peers: to try the bench itself")
-    parser.add_argument("--only", action="extend", nargs="+", default=[], choices=[*Table, *GROUPS],
+    parser.add_argument("--only", action="extend", nargs="+", default=[], choices=[*map(str, Table), *GROUPS],
                         help="these tables, and these groups of works")
     parser.add_argument("--directory", default="/dev/shm", help="for the table tmpfs")
     parser.add_argument("--disk", default=ROOT / "target/bench", help="for the tables disk and cold")
-    parser.add_argument("--dtshard", default=ROOT / "target/release/dtshard")
+    parser.add_argument("--dtshard", default=ROOT / "target/release/dtshard", help="the program")
     parser.add_argument("--json", type=Path, help="write all runs to a file; report.py makes everything of it again")
     parser.add_argument("--print", action="store_true", help="leave the docs as they are, as --quick does")
     args = parser.parse_args()
@@ -195,6 +199,8 @@ def parse():
 
 def main():
     args = parse()
+    if not Path(args.dtshard).exists():
+        sys.exit(f"{args.dtshard} is not there: build it with `cargo build --release`")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     check_space(args)
     results = {"setup": describe(args.dtshard, ROOT), "tables": []}

@@ -3,7 +3,8 @@
 //! One thread, tensor by tensor, nothing kept: tables of both sides, the proof, the intersection, and its lowering to
 //! strided copies of bytes. An *item* is a strided copy. Figures are processor seconds.
 //!
-//! `cargo bench --bench plan [-- --layers N] [FILTER]`; the model has 126 layers.
+//! `cargo bench --bench plan [-- --layers N] [FILTER]`; the model has 126 layers, and FILTER is a part of `| from | to |`
+//! as it is printed.
 
 #![expect(clippy::print_stdout, reason = "a bench prints its figures")]
 

@@ -14,11 +14,11 @@ use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, carry};
 use crate::exec::staging::{Existing, Shape, Staging};
-use crate::exec::{Silent, Stop, compare, copy};
+use crate::exec::{Options, Silent, Stop, compare, copy};
 use crate::format::{Format, is_checkpoint};
-use crate::quantity::human_bytes;
-use crate::storage::filesystem;
+use crate::quantity::{count, human_bytes};
 use crate::storage::memory::anonymous;
+use crate::storage::{IoMode, filesystem};
 
 /// A conversion with everything decided.
 pub struct Conversion<'a> {
@@ -121,11 +121,13 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     let (checks, dst, max_memory) = (args.checks, args.dst.as_deref(), args.source.max_memory.0);
     let args = &args.destination;
     let options = &within_memory(conversion, *options, max_memory)?;
-    let report = Report { conversion, destination: dst, options, before: anonymous() };
+    printer.detail(&how(source.files.io(), options));
+    let report = Report { conversion, destination: dst, options, before: anonymous(), max_memory };
     if args.dry_run {
         let stats = copy::dry_run(input(source), &conversion.reservation, &Stop::default())?;
         printer.document(&report.document(&stats))?;
         printer.data(&report.dry_run_text(&stats))?;
+        report.memory_warning(&stats).iter().for_each(|warning| printer.warning(warning));
         return Ok(Status::Done);
     }
     let destination = dst.expect("clap asks for DST unless --dry-run is given");
@@ -158,6 +160,16 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     }
     printer.line(&report.closing_line(&stats, started.elapsed().as_secs_f64()));
     Ok(Status::Done)
+}
+
+/// `reading from mappings, 2 threads, strips of 4.19 MB`
+fn how(io: IoMode, options: &Options) -> String {
+    let io = match io {
+        IoMode::Mmap => "from mappings",
+        IoMode::Read => "by read calls",
+        IoMode::Direct => "past the page cache",
+    };
+    format!("reading {io}, {}, strips of {}", count(options.threads, "thread"), human_bytes(options.strip_bytes))
 }
 
 /// A source may claim any size, and each of many ranks may get a copy of it all. Sums of lengths need no checks behind

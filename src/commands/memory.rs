@@ -68,14 +68,15 @@ fn least_bytes(io: Option<IoMode>, threads: usize) -> u64 {
 /// Strips small enough for the memory that is allowed.
 fn strip_bytes(max_memory: u64, io: Option<IoMode>, threads: usize) -> Result<u64> {
     let floor = least_bytes(io, threads);
-    let threads = threads as u64;
     if max_memory < floor {
+        let (workers, need) = (count(threads, "thread"), if threads == 1 { "needs" } else { "need" });
+        let fewer = if threads == 1 { "" } else { ", or use fewer --threads" };
         return Err(Error::usage(
-            format!("--max-memory {max_memory}: {threads} threads need {floor} bytes at least"),
-            "allow more memory, or use fewer --threads",
+            format!("--max-memory {max_memory}: {workers} {need} {floor} bytes at least"),
+            format!("allow --max-memory {floor}{fewer}"),
         ));
     }
-    Ok(((max_memory - BASE_BYTES) / threads - scratch_bytes(io)).min(DEFAULT_STRIP_BYTES))
+    Ok(((max_memory - BASE_BYTES) / threads as u64 - scratch_bytes(io)).min(DEFAULT_STRIP_BYTES))
 }
 
 /// What headers, pickles and tables take beyond what every run is allowed for them.
@@ -126,6 +127,18 @@ pub fn peak_bytes(conversion: &Conversion<'_>, options: &Options, before: Option
     (peak + peak / 32 + (1 << 20)).next_multiple_of(1 << 20)
 }
 
+/// The warning for a run that may take more than is allowed in all.
+pub fn beyond(peak: u64, max_memory: u64) -> Option<String> {
+    (peak > max_memory).then(|| {
+        format!(
+            "it may take {}, more than --max-memory {}: that bounds buffers and what is laid out for DST, not the catalog \
+             of SRC and the plans of many chunks",
+            human_bytes(peak),
+            human_bytes(max_memory)
+        )
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -141,5 +154,12 @@ mod tests {
         assert_eq!(strip_bytes(floor, direct, 2).unwrap(), LEAST_STRIP_BYTES);
         assert!(strip_bytes(floor - 1, direct, 2).unwrap_err().to_string().contains(&floor.to_string()));
         assert_eq!(threads_within(36 << 20, None), 1);
+    }
+
+    #[test]
+    fn more_than_is_allowed_in_all_is_warned_of() {
+        assert_eq!(beyond(1 << 30, 1 << 30), None);
+        let warning = beyond(1_100_000_000, 1_000_000_000).unwrap();
+        assert!(warning.contains("1.10 GB, more than --max-memory 1.00 GB"), "{warning}");
     }
 }

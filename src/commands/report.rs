@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value as Json, json};
 
 use super::convert::Conversion;
-use super::memory::peak_bytes;
+use super::memory::{beyond, peak_bytes};
 use super::partial;
 use crate::catalog::OutputFile;
 use crate::exec::Options;
@@ -21,6 +21,8 @@ pub struct Report<'a> {
     pub options: &'a Options,
     /// Memory when all is read and laid out, and no tensor data has moved.
     pub before: Option<Anonymous>,
+    /// What `--max-memory` allows.
+    pub max_memory: u64,
 }
 
 /// Lines for the user before the work begins.
@@ -99,6 +101,11 @@ impl Report<'_> {
         reservation.len_bytes() + carried.iter().map(|file| file.len).sum::<u64>()
     }
 
+    /// Of a run that may take more memory than is allowed.
+    pub fn memory_warning(&self, stats: &Stats) -> Option<String> {
+        beyond(peak_bytes(self.conversion, self.options, self.before, stats), self.max_memory)
+    }
+
     pub fn document(&self, stats: &Stats) -> Json {
         let Conversion { source, reservation, carried, to, tied, .. } = self.conversion;
         let (checkpoint, (given, format)) = (&source.checkpoint, source.given());
@@ -116,6 +123,7 @@ impl Report<'_> {
         let mut warnings = checkpoint.catalog.warnings.clone();
         warnings.extend(notes(self.conversion));
         warnings.extend(cast_warnings(stats));
+        warnings.extend(self.memory_warning(stats));
         json!({
             "source": { "path": given.display().to_string(), "format": format.name() },
             "target": {
