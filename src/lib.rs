@@ -22,6 +22,7 @@
 
 pub mod catalog;
 pub mod cli;
+pub mod comm;
 pub mod commands;
 pub mod error;
 pub mod exec;

@@ -10,6 +10,8 @@ pub mod cast;
 pub mod compare;
 pub mod copy;
 mod difference;
+pub mod division;
+pub mod extents;
 pub mod gather;
 mod output;
 mod passing;

@@ -1,0 +1,160 @@
+//! Division: which bytes of the output are whose, so that many processes write one checkpoint without talking.
+//!
+//! All output files, one behind the other, are one line of bytes, and each process has a stretch of it, all of about the
+//! same length. A cut goes to a boundary of files where one is near, since whole files are simplest to write; else to a
+//! multiple of 64 KiB within its file, the largest page that is in use. Network file systems write whole pages, so no
+//! page may have two writers.
+//!
+//! Counts bytes. Invariant: the parts tile the output, and a cut is at most a sixteenth of a part, or 64 KiB, away from
+//! where equal parts would have it.
+
+use super::extents::Extents;
+use crate::catalog::OutputFile;
+use crate::comm::Part;
+
+/// Two processes never write to one of these.
+const PAGE_BYTES: u64 = 64 << 10;
+
+/// How near a boundary of files has to be: this part of an equal part.
+const NEAR: u128 = 16;
+
+/// The bytes that are this part's.
+///
+/// # Panics
+/// Where all files together have 2^64 bytes.
+#[must_use]
+pub fn stretch(files: &[OutputFile], part: Part) -> Extents {
+    let line = Line::of(files);
+    let (start, end) = (line.cut(part.index, part.of), line.cut(part.index + 1, part.of));
+    let first = line.ends.partition_point(|file_end| *file_end <= start);
+    let mut stretch = Extents::new();
+    for index in first..files.len() {
+        let file_start = line.start(index);
+        if end <= file_start {
+            break;
+        }
+        let within = start.max(file_start) - file_start..end.min(line.ends[index]) - file_start;
+        stretch.insert(u32::try_from(index).expect("fewer than 2^32 files"), within);
+    }
+    stretch
+}
+
+/// All files behind each other.
+struct Line {
+    /// Where each file ends.
+    ends: Vec<u64>,
+}
+
+impl Line {
+    fn of(files: &[OutputFile]) -> Self {
+        let add = |at: &mut u64, file: &OutputFile| {
+            *at = at.checked_add(file.len).expect("fewer than 2^64 bytes in all");
+            Some(*at)
+        };
+        Self { ends: files.iter().scan(0, add).collect() }
+    }
+
+    fn start(&self, file: usize) -> u64 {
+        file.checked_sub(1).map_or(0, |before| self.ends[before])
+    }
+
+    /// Where the first `count` of `of` parts end. Never ahead of where fewer of them do: within a file, what is near its
+    /// start goes there, what is near its end there, and what is between stays between.
+    fn cut(&self, count: u32, of: u32) -> u64 {
+        let total = self.ends.last().copied().unwrap_or(0);
+        let even = u128::from(total) * u128::from(count) / u128::from(of);
+        let even = u64::try_from(even).expect("at most all bytes");
+        let file = self.ends.partition_point(|end| *end <= even);
+        let Some(end) = self.ends.get(file) else { return total };
+        let start = self.start(file);
+        let nearest = if even - start <= end - even { start } else { *end };
+        if u128::from(nearest.abs_diff(even)) * NEAR * u128::from(of) <= u128::from(total) {
+            nearest
+        } else {
+            even - (even - start) % PAGE_BYTES
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn files(lens: &[u64]) -> Vec<OutputFile> {
+        let file = |len: &u64| {
+            let mut file = OutputFile::new("f");
+            file.push_payload(*len);
+            file
+        };
+        lens.iter().map(file).collect()
+    }
+
+    fn all(files: &[OutputFile], of: u32) -> Vec<Extents> {
+        (0..of).map(|index| stretch(files, Part { index, of })).collect()
+    }
+
+    fn lens() -> impl Strategy<Value = Vec<u64>> {
+        let len = prop_oneof![Just(0), 0_u64..10, 0_u64..(1 << 17), 0_u64..(1 << 24), 0_u64..(1 << 40)];
+        proptest::collection::vec(len, 0..12)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(1000))]
+
+        #[test]
+        fn parts_tile_all_bytes_in_order_and_evenly(lens in lens(), of in prop_oneof![1_u32..9, 1_u32..300]) {
+            let files = files(&lens);
+            let total: u64 = lens.iter().sum();
+            let mut next = (0, 0);
+            for part in all(&files, of) {
+                for (file, range) in part.iter() {
+                    while lens[next.0] == next.1 {
+                        next = (next.0 + 1, 0);
+                    }
+                    prop_assert_eq!((file as usize, range.start), next);
+                    prop_assert!(range.start.is_multiple_of(PAGE_BYTES));
+                    prop_assert!(range.end <= lens[next.0]);
+                    next.1 = range.end;
+                }
+                let even = total / u64::from(of);
+                prop_assert!(part.len_bytes().abs_diff(even) <= PAGE_BYTES + even / 8 + 2);
+            }
+            prop_assert!(next.0 >= lens.len() || lens[next.0] == next.1);
+            prop_assert!(lens.iter().skip(next.0 + 1).all(|len| *len == 0));
+        }
+
+        #[test]
+        fn equal_files_go_to_parts_whole(each in 1_u32..5, of in 1_u32..40, len in 1_u64..(1 << 40)) {
+            let files = files(&vec![len; (each * of) as usize]);
+            for (index, part) in (0_u32..).zip(all(&files, of)) {
+                let whole = (index * each..(index + 1) * each).map(|file| (file, 0..len));
+                prop_assert_eq!(part.iter().collect::<Vec<_>>(), whole.collect::<Vec<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn one_part_has_everything() {
+        let files = files(&[5, 0, 1 << 40]);
+        assert_eq!(stretch(&files, Part::alone()), Extents::of_files(&files));
+        assert!(stretch(&[], Part { index: 3, of: 7 }).is_empty());
+    }
+
+    #[test]
+    fn cuts_go_to_a_near_boundary_or_to_a_page() {
+        const MIB: u64 = 1 << 20;
+        let near = files(&[17 * MIB, 16 * MIB]);
+        assert_eq!(all(&near, 2)[0].iter().collect::<Vec<_>>(), [(0, 0..17 * MIB)]);
+        let far = files(&[5, 32 * MIB + 7]);
+        assert_eq!(all(&far, 2)[0].iter().collect::<Vec<_>>(), [(0, 0..5), (1, 0..16 * MIB)]);
+    }
+
+    #[test]
+    fn more_parts_than_bytes_leave_some_with_nothing() {
+        let parts = all(&files(&[3]), 10);
+        assert_eq!(parts.iter().map(Extents::len_bytes).sum::<u64>(), 3);
+        assert_eq!(parts.iter().filter(|part| !part.is_empty()).count(), 1);
+    }
+}
