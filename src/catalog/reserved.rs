@@ -200,9 +200,14 @@ impl Reserved {
     /// How many tiles of the source tensor make up the chunks: one each, or one a summand.
     #[must_use]
     pub fn tiles_read(&self, source: &TensorEntry) -> usize {
-        let whole = source.summands.as_ref().map_or(1, |summands| summands.reduction.count());
-        let of_chunk = |index: usize| self.shares.get(index).map_or(whole, |share| share.summands.len() as u64);
-        let tiles = (0..self.entry.chunks.len()).map(of_chunk).fold(0, u64::saturating_add);
+        (0..self.entry.chunks.len()).map(|index| self.tiles_of(index, source)).fold(0, usize::saturating_add)
+    }
+
+    /// How many of them make up this chunk.
+    #[must_use]
+    pub fn tiles_of(&self, index: usize, source: &TensorEntry) -> usize {
+        let whole = || source.summands.as_ref().map_or(1, |summands| summands.reduction.count());
+        let tiles = self.shares.get(index).map_or_else(whole, |share| share.summands.len() as u64);
         usize::try_from(tiles).unwrap_or(usize::MAX)
     }
 

@@ -5,11 +5,16 @@
 //! [band](super::bands) behind each other and everything else in file order. So memory follows the window and the strips
 //! in flight, not the model. Literals that no tensor data comes after, and sums of what is spread over strips, come last.
 //!
-//! Counts bytes of output. Invariant: every byte of a reserved file is in one strip, once.
+//! A run may have to do only some of the output: its part of it, or what an earlier one left. Tensors that have nothing to
+//! do with that are not planned, and what is finished is [logged](super::log) window by window, when the source has been
+//! checked.
+//!
+//! Counts bytes of output. Invariant: every byte of what is to be done is written from one strip, once.
 
 use std::collections::BTreeMap;
 use std::iter::zip;
-use std::sync::Mutex;
+use std::ops::Range;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
@@ -17,12 +22,13 @@ use rayon::prelude::*;
 use super::bands;
 use super::block::Wanted;
 use super::cast::Counts;
+use super::log::Log;
 use super::output::Outputs;
 use super::passing::Passing;
 use super::strips::{Content, Cutter, Part, Payload, Strip};
 use super::sums::{InStrip, Sums};
 use super::window::{Slot, prepare, windows};
-use super::{Input, Options, Reporter, Scratch, Stop};
+use super::{Extents, Input, Options, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reservation, Reserved};
 use crate::error::Result;
 use crate::storage::direct::Buffer;
@@ -57,7 +63,7 @@ pub struct CastCount {
 }
 
 impl Stats {
-    fn count(&mut self, input: Input<'_>, window: &[Reserved], slots: &[Slot]) {
+    fn count(&mut self, input: Input<'_>, window: &[&Reserved], slots: &[Slot]) {
         let mut planned_bytes = 0;
         for slot in slots {
             slot.tile.pieces(|piece| {
@@ -85,23 +91,23 @@ impl Stats {
     }
 }
 
-/// Fill the files of `reservation`, which `folder` does not hold yet.
+/// Fill what `log` has to be done of the files of `reservation` in `folder`.
 ///
 /// # Errors
-/// The first error of any worker; `Stopped` on a signal. The files are incomplete then.
+/// The first error of any worker; `Stopped` on a signal. The files are incomplete then, and the log has what is complete.
 pub fn copy(
     input: Input<'_>,
     reservation: &Reservation,
-    folder: &std::path::Path,
+    folder: &Path,
+    log: &Log<'_>,
     options: &Options,
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<Stats> {
-    let outputs = Outputs::create(folder, &reservation.files, options.sync)?;
-    let mut cutter = Cutter::new(&reservation.files, options.strip_bytes);
-    let sums = Sums::new(reservation);
+    let outputs = Outputs::make(folder, &reservation.files, log.todo(), options.sync)?;
+    let mut cutter = Cutter::new(&reservation.files, log.todo(), options.strip_bytes);
+    let sums = Sums::new(reservation, log.is_all());
     let passing = Passing::default();
-    let lost = Mutex::default();
     let filler = Filler {
         input,
         reservation,
@@ -109,32 +115,42 @@ pub fn copy(
         outputs: &outputs,
         sums: &sums,
         passing: &passing,
-        lost: &lost,
+        log,
         threads: options.threads,
         reporter,
         stop,
     };
     let mut stats = Stats::default();
-    for window in windows(input, &reservation.tensors) {
-        stop.check()?;
-        let (slots, payloads) = prepare(input, window)?;
-        let mut strips = cutter.cut(payloads);
-        Filler { slots: &slots, ..filler }.fill(&mut strips)?;
-        passing.settle(input.files)?;
-        stats.count(input, window, &slots);
+    let done = (|| {
+        for window in windows(input, &reservation.tensors, log.todo()) {
+            stop.check()?;
+            let (slots, payloads) = prepare(input, &window, log.todo())?;
+            let mut strips = cutter.cut(payloads);
+            Filler { slots: &slots, ..filler }.fill(&mut strips)?;
+            passing.settle(input.files)?;
+            stats.count(input, &window, &slots);
+            log.advance(&outputs)?;
+        }
+        // What is summed first: the others may hold the sums.
+        let (mut in_spans, mut others) =
+            cutter.finish().into_iter().partition::<Vec<_>, _>(|strip| sums.has_part(strip));
+        filler.fill(&mut in_spans)?;
+        if log.is_all() {
+            sums.settle(log.sums());
+        }
+        filler.fill(&mut others)?;
+        sums.patch(&outputs)?;
+        input.files.check_unchanged()
+    })();
+    match done {
+        Ok(()) => log.finish(&outputs, stop)?,
+        // What has been checked is not lost with the rest.
+        Err(error) => {
+            log.stop(&outputs);
+            return Err(error);
+        }
     }
-    // What is summed first: the others may hold the sums.
-    let (mut in_spans, mut others) = cutter.finish().into_iter().partition::<Vec<_>, _>(|strip| sums.has_part(strip));
-    filler.fill(&mut in_spans)?;
-    sums.settle();
-    filler.fill(&mut others)?;
-    stats.count_lost(lost.into_inner().expect("no panic while the lock is held"));
-    sums.patch(&outputs)?;
-    input.files.check_unchanged()?;
-    if options.sync {
-        let files = u32::try_from(outputs.len()).expect("fewer than 2^32 files");
-        (0..files).into_par_iter().try_for_each(|file| outputs.sync(file, stop))?;
-    }
+    stats.count_lost(log.lost());
     Ok(stats)
 }
 
@@ -145,9 +161,10 @@ pub fn copy(
 /// As [`copy`], but for writing.
 pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Result<Stats> {
     let mut stats = Stats::default();
-    for window in windows(input, &reservation.tensors) {
+    let todo = Extents::of_files(&reservation.files);
+    for window in windows(input, &reservation.tensors, &todo) {
         stop.check()?;
-        stats.count(input, window, &prepare(input, window)?.0);
+        stats.count(input, &window, &prepare(input, &window, &todo)?.0);
     }
     Ok(stats)
 }
@@ -161,7 +178,7 @@ struct Filler<'a> {
     outputs: &'a Outputs,
     sums: &'a Sums<'a>,
     passing: &'a Passing,
-    lost: &'a Mutex<BTreeMap<DtypePair, Counts>>,
+    log: &'a Log<'a>,
     threads: usize,
     reporter: &'a dyn Reporter,
     stop: &'a Stop,
@@ -245,34 +262,43 @@ impl Filler<'_> {
         buffer: &mut [u8],
         mut gather: impl FnMut(usize, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        let file = &self.reservation.files[strip.file as usize];
-        let (sums, mut summed) = (self.sums.are_wanted(strip.file), InStrip::default());
+        let literals = &self.reservation.files[strip.file as usize].literals;
         for (index, part) in strip.parts.iter().enumerate() {
-            let start = usize::try_from(part.offset - strip.range.start).expect("a strip fits memory");
-            let end = start + usize::try_from(part.len()).expect("a strip fits memory");
-            let target = &mut buffer[start..end];
+            let target = &mut buffer[strip.place(&part.range())];
             match &part.content {
                 Content::Literal { literal, bytes } => {
                     let range = usize::try_from(bytes.start).expect("literals fit memory")
                         ..usize::try_from(bytes.end).expect("literals fit memory");
-                    target.copy_from_slice(&file.literals[*literal].bytes[range]);
-                    // What lies between tensor data of one span is summed with it.
-                    if file.sums_at(part.offset) {
-                        summed.add(part.offset, target);
-                    }
+                    target.copy_from_slice(&literals[*literal].bytes[range]);
                 }
-                Content::Payload { .. } => {
-                    gather(index, target)?;
-                    if sums {
-                        summed.add(part.offset, target);
-                    }
-                }
+                Content::Payload { .. } => gather(index, target)?,
             }
         }
-        if sums {
-            self.sums.close(strip.file, &strip.range, buffer, summed);
+        for range in self.log.todo().within(strip.file, strip.range.clone()) {
+            self.write(strip, range, buffer)?;
         }
-        self.outputs.write(strip.file, strip.range.start, buffer)
+        Ok(())
+    }
+
+    /// Sum and write this range of a strip that is filled.
+    fn write(&self, strip: &Strip, range: Range<u64>, buffer: &mut [u8]) -> Result<()> {
+        let file = &self.reservation.files[strip.file as usize];
+        let mut needed = Vec::new();
+        if self.sums.are_wanted(strip.file) {
+            let mut summed = InStrip::default();
+            for part in &strip.parts {
+                let part = part.range();
+                let part = part.start.max(range.start)..part.end.min(range.end);
+                // What lies between tensor data of one span is summed with it.
+                if !part.is_empty() && file.sums_at(part.start) {
+                    summed.add(part.start, &buffer[strip.place(&part)]);
+                }
+            }
+            needed = self.sums.close(strip.file, &range, &mut buffer[strip.place(&range)], summed);
+        }
+        self.outputs.write(strip.file, range.start, &buffer[strip.place(&range)])?;
+        self.log.add(strip.file, range, needed);
+        Ok(())
     }
 
     /// Gather a part of the first of these strips, for all of them.
@@ -286,8 +312,7 @@ impl Filler<'_> {
             Content::Literal { .. } => None,
         };
         if let Some(pair) = copies.iter().find_map(counted) {
-            let mut lost = self.lost.lock().expect("no panic while the lock is held");
-            lost.entry(pair).or_default().add(counts);
+            self.log.count(pair, counts);
         }
         Ok(())
     }

@@ -109,6 +109,12 @@ impl Extents {
         self.files.is_empty()
     }
 
+    /// Whether something of the file is in the set.
+    #[must_use]
+    pub fn has_file(&self, file: u32) -> bool {
+        self.files.contains_key(&file)
+    }
+
     /// The files of which something is in the set, ascending.
     pub fn files(&self) -> impl Iterator<Item = u32> + '_ {
         self.files.keys().copied()

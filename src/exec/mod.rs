@@ -11,12 +11,15 @@ pub mod compare;
 pub mod copy;
 mod difference;
 pub mod division;
-pub mod extents;
+mod extents;
 pub mod gather;
+pub mod journal;
+pub mod log;
 mod output;
 mod passing;
 mod reduce;
 mod runs;
+pub mod seal;
 pub mod staging;
 mod stop;
 mod strips;
@@ -25,6 +28,7 @@ mod sums;
 mod tests;
 mod window;
 
+pub use extents::Extents;
 pub use gather::{Locations, Prepared, Scratch};
 pub use stop::Stop;
 

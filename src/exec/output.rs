@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
 
-use super::Stop;
+use super::{Extents, Stop};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 use crate::storage::direct;
@@ -54,29 +54,45 @@ struct Handle {
 }
 
 impl Outputs {
-    /// Create every file under `folder` with its full size allocated. `sync` says that all of it is to be on disk before
-    /// it is published, see [`Outputs::sync`].
+    /// Make every file under `folder` that `todo` has something of, with its full size allocated; one that is there
+    /// already, from another run, stays as it is. `sync` says that all of it is to be on disk before it is published, see
+    /// [`Outputs::sync`].
     ///
     /// # Errors
     /// `Io` naming the file; `StorageFull` where the file system has no room for it.
-    pub fn create(folder: &Path, files: &[OutputFile], sync: bool) -> Result<Self> {
+    pub fn make(folder: &Path, files: &[OutputFile], todo: &Extents, sync: bool) -> Result<Self> {
+        let outputs = Self::of(folder, files, sync)?;
+        let is_touched = |(index, file): &(u32, &OutputFile)| file.len == 0 || todo.has_file(*index);
+        let touched: Vec<(u32, &OutputFile)> = (0..).zip(files).filter(is_touched).collect();
+        for parent in touched.iter().filter_map(|(index, _)| outputs.paths[*index as usize].parent()) {
+            std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
+        }
+        // Some file systems take as long to allocate a file as to write it.
+        let make = |(index, file): &(u32, &OutputFile)| -> Result<()> {
+            let path = &outputs.paths[*index as usize];
+            let made = OpenOptions::new().write(true).create(true).truncate(false).open(path);
+            let made = made.map_err(Error::io("create", path))?;
+            if made.metadata().map_err(Error::io("look at", path))?.len() == file.len {
+                return Ok(());
+            }
+            allocate(&made, file.len).map_err(Error::io("allocate space for", path))
+        };
+        let made: Vec<Result<()>> = touched.par_iter().map(make).collect();
+        made.into_iter().collect::<Result<()>>()?;
+        Ok(outputs)
+    }
+
+    /// The files as they are.
+    ///
+    /// # Errors
+    /// `Io` where the file system does not say what it is.
+    pub fn of(folder: &Path, files: &[OutputFile], sync: bool) -> Result<Self> {
         let way = match sync {
             false => Way::Cache,
             true if suits_direct_writes(folder)? => Way::Direct,
             true => Way::WriteBehind,
         };
-        let paths = files.iter().map(|file| folder.join(&file.path)).collect::<Vec<_>>();
-        for parent in paths.iter().filter_map(|path| path.parent()) {
-            std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
-        }
-        // Some file systems take as long to allocate a file as to write it.
-        let created: Vec<Result<()>> = (paths.par_iter().zip(files))
-            .map(|(path, file)| {
-                let created = File::create_new(path).map_err(Error::io("create", path))?;
-                allocate(&created, file.len).map_err(Error::io("allocate space for", path))
-            })
-            .collect();
-        created.into_iter().collect::<Result<()>>()?;
+        let paths = files.iter().map(|file| folder.join(&file.path)).collect();
         Ok(Self { paths, way, open: Mutex::default() })
     }
 
@@ -140,9 +156,10 @@ impl Outputs {
         handle.sync_all().map_err(Error::io("sync", path))
     }
 
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.paths.len()
+    /// The files that a run with `todo` writes to, or makes.
+    pub fn touched(&self, todo: &Extents) -> impl Iterator<Item = u32> {
+        let files = u32::try_from(self.paths.len()).expect("fewer than 2^32 files");
+        (0..files).filter(|file| todo.has_file(*file))
     }
 }
 
@@ -200,7 +217,8 @@ mod tests {
         for (sync, way) in [(true, suited), (true, Way::WriteBehind), (true, Way::Direct), (false, Way::Cache)] {
             let mut file = OutputFile::new("f");
             file.push_payload(LEN);
-            let mut outputs = Outputs::create(folder.path(), &[file], sync).unwrap();
+            let files = [file];
+            let mut outputs = Outputs::make(folder.path(), &files, &Extents::of_files(&files), sync).unwrap();
             outputs.way = way;
             let mut buffer = Buffer::new();
             let mut at = 0;
@@ -228,10 +246,10 @@ mod tests {
     fn the_first_of_several_faults_is_told() {
         let folder = tempfile::tempdir().unwrap();
         for name in ["b", "c"] {
-            std::fs::write(folder.path().join(name), b"").unwrap();
+            std::fs::create_dir(folder.path().join(name)).unwrap();
         }
         let files: Vec<OutputFile> = ["a", "b", "c"].map(OutputFile::new).into();
-        let error = Outputs::create(folder.path(), &files, false).unwrap_err().to_string();
+        let error = Outputs::make(folder.path(), &files, &Extents::new(), false).unwrap_err().to_string();
         assert!(error.contains("/b"), "{error}");
     }
 }

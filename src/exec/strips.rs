@@ -4,10 +4,14 @@
 //! holds parts of tensors and the literals between them, so files of many small tensors are written in large pieces
 //! too. Strips are the unit of work, of the memory bound and of interruption.
 //!
+//! Only what is to be done is cut. That may begin or end within an element: strips hold whole elements, and what is
+//! beyond is not written.
+//!
 //! All units are bytes.
 
 use std::ops::Range;
 
+use super::Extents;
 use super::bands::{Band, Cut, Group, cuts};
 use crate::catalog::OutputFile;
 use crate::storage::direct::ALIGNMENT;
@@ -29,6 +33,12 @@ pub struct Part {
 }
 
 impl Part {
+    /// Where it goes in the file.
+    #[must_use]
+    pub fn range(&self) -> Range<u64> {
+        self.offset..self.offset + self.len()
+    }
+
     #[must_use]
     pub fn len(&self) -> u64 {
         match &self.content {
@@ -53,6 +63,13 @@ impl Strip {
     pub fn len(&self) -> usize {
         usize::try_from(self.range.end - self.range.start).expect("a strip fits memory")
     }
+
+    /// Where this range of the file, which is within the strip, lies in its buffer.
+    #[must_use]
+    pub fn place(&self, range: &Range<u64>) -> Range<usize> {
+        let within = |offset: u64| usize::try_from(offset - self.range.start).expect("a strip fits memory");
+        within(range.start)..within(range.end)
+    }
 }
 
 /// A tile that has its place in an output file.
@@ -72,6 +89,7 @@ pub struct Payload {
 #[derive(Debug)]
 pub struct Cutter<'a> {
     files: &'a [OutputFile],
+    todo: &'a Extents,
     /// For each file the first literal that is in no strip yet.
     next_literal: Vec<usize>,
     strip_bytes: u64,
@@ -79,15 +97,15 @@ pub struct Cutter<'a> {
 
 impl<'a> Cutter<'a> {
     #[must_use]
-    pub fn new(files: &'a [OutputFile], strip_bytes: u64) -> Self {
-        Self { files, next_literal: vec![0; files.len()], strip_bytes }
+    pub fn new(files: &'a [OutputFile], todo: &'a Extents, strip_bytes: u64) -> Self {
+        Self { files, todo, next_literal: vec![0; files.len()], strip_bytes }
     }
 
     /// The strips of these payloads, with the literals before each of them.
     #[must_use]
     pub fn cut(&mut self, mut payloads: Vec<Payload>) -> Vec<Strip> {
         payloads.sort_unstable_by_key(|payload| (payload.file, payload.offset));
-        let mut strips = Strips::new(self.strip_bytes, cuts(&payloads, self.strip_bytes));
+        let mut strips = Strips::new(self.todo, self.strip_bytes, cuts(&payloads, self.strip_bytes));
         for payload in payloads {
             self.literals_before(payload.file, payload.offset, &mut strips);
             strips.push(payload.file, payload.offset, payload.len, payload.itemsize, |bytes| Content::Payload {
@@ -101,14 +119,14 @@ impl<'a> Cutter<'a> {
     /// The strips of all literals that no payload came after.
     #[must_use]
     pub fn finish(mut self) -> Vec<Strip> {
-        let mut strips = Strips::new(self.strip_bytes, Vec::new());
+        let mut strips = Strips::new(self.todo, self.strip_bytes, Vec::new());
         for file in 0..self.files.len() {
             self.literals_before(u32::try_from(file).expect("fewer than 2^32 files"), u64::MAX, &mut strips);
         }
         strips.done
     }
 
-    fn literals_before(&mut self, file: u32, offset: u64, strips: &mut Strips) {
+    fn literals_before(&mut self, file: u32, offset: u64, strips: &mut Strips<'_>) {
         let next = &mut self.next_literal[file as usize];
         let literals = &self.files[file as usize].literals;
         while let Some(literal) = literals.get(*next).filter(|literal| literal.offset < offset) {
@@ -122,7 +140,8 @@ impl<'a> Cutter<'a> {
     }
 }
 
-struct Strips {
+struct Strips<'a> {
+    todo: &'a Extents,
     done: Vec<Strip>,
     capacity: u64,
     /// In file order.
@@ -131,14 +150,31 @@ struct Strips {
     passed: usize,
 }
 
-impl Strips {
-    fn new(capacity: u64, cuts: Vec<Cut>) -> Self {
-        Self { done: Vec::new(), capacity, cuts, passed: 0 }
+impl<'a> Strips<'a> {
+    fn new(todo: &'a Extents, capacity: u64, cuts: Vec<Cut>) -> Self {
+        Self { todo, done: Vec::new(), capacity, cuts, passed: 0 }
     }
 
-    /// Add a stretch of a file, to the current strip where it goes on there, cut where a strip is full or has to begin.
+    /// Add what is to be done of a stretch of a file, in whole elements.
     fn push(&mut self, file: u32, offset: u64, len: u64, itemsize: u64, content: impl Fn(Range<u64>) -> Content) {
-        let mut done = 0;
+        for todo in self.todo.within(file, offset..offset + len) {
+            let start = (todo.start - offset) / itemsize * itemsize;
+            let end = (todo.end - offset).next_multiple_of(itemsize).min(len);
+            self.push_elements(file, offset, start..end, itemsize, &content);
+        }
+    }
+
+    /// Add these bytes of what lies at `offset`, to the current strip where they go on there, cut where a strip is full or
+    /// has to begin.
+    fn push_elements(
+        &mut self,
+        file: u32,
+        offset: u64,
+        bytes: Range<u64>,
+        itemsize: u64,
+        content: &impl Fn(Range<u64>) -> Content,
+    ) {
+        let (mut done, len) = (bytes.start, bytes.end);
         while done < len {
             let at = offset + done;
             let (band, until) = self.pass(file, at);
@@ -208,7 +244,8 @@ mod tests {
     fn strips_cover_the_file_once_and_in_order() {
         for strip_bytes in [1, 7, 16, 64, 1000] {
             let files = [file()];
-            let mut cutter = Cutter::new(&files, strip_bytes);
+            let todo = Extents::of_files(&files);
+            let mut cutter = Cutter::new(&files, &todo, strip_bytes);
             let mut strips = cutter.cut(payloads());
             strips.extend(cutter.finish());
             let mut end = 0;
@@ -231,7 +268,8 @@ mod tests {
     #[test]
     fn windows_in_another_order_lose_nothing() {
         let files = [file()];
-        let mut cutter = Cutter::new(&files, 32);
+        let todo = Extents::of_files(&files);
+        let mut cutter = Cutter::new(&files, &todo, 32);
         let [second, first] = payloads().try_into().unwrap();
         let mut strips = cutter.cut(vec![second]);
         strips.extend(cutter.cut(vec![first]));

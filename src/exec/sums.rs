@@ -1,38 +1,37 @@
 //! CRC-32s of parts of spans on their way to becoming those of whole spans, and from there into the file.
 //!
 //! Most sums are of tensors that lie within one strip, with the place for the sum behind them: those are put there before
-//! the strip is written. What is spread over strips is put together when all are done, strips of nothing but literals
-//! (such as the directory of a torch file) are filled after that, and what is still open then is written on its own.
+//! the strip is written. What is spread over strips is logged with them. A run that writes everything puts it together when
+//! all is done, strips of nothing but literals (such as the directory of a torch file) are filled after that, and what is
+//! still open then is written on its own. Where several runs write a checkpoint, whoever seals it has the parts of all
+//! ([`patch`]).
 //!
 //! Counts bytes. Invariant: spans ascend, and so do their first sites, and their second ones (see [`Sum`]).
 
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::{Mutex, OnceLock};
 
 use crc32fast::Hasher;
 
+use super::journal::SumPart;
 use super::output::Outputs;
 use super::strips::Strip;
 use crate::catalog::{OutputFile, Reservation, Sum};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Length of a CRC-32.
 const SITE_BYTES: u64 = 4;
 
 pub struct Sums<'a> {
     files: &'a [OutputFile],
-    parts: Mutex<Vec<Part>>,
+    /// Whether all data comes by, so that all sums will be known.
+    settles: bool,
     /// By file: every sum, once all data is there.
     values: OnceLock<Vec<Vec<u32>>>,
     /// Sites that a strip was written over before the sum was known.
     open: Mutex<Vec<Open>>,
-}
-
-/// The sum of a stretch of a file.
-struct Part {
-    file: u32,
-    offset: u64,
-    hasher: Hasher,
 }
 
 struct Open {
@@ -43,14 +42,12 @@ struct Open {
 
 /// What was summed in one strip, in order.
 #[derive(Default)]
-pub struct InStrip(Vec<(u64, Hasher)>);
+pub struct InStrip(Vec<SumPart>);
 
 impl InStrip {
     /// Note that `bytes` are at `offset` of the file.
     pub fn add(&mut self, offset: u64, bytes: &[u8]) {
-        let mut hasher = Hasher::new();
-        hasher.update(bytes);
-        self.0.push((offset, hasher));
+        self.0.push(SumPart { offset, len: bytes.len() as u64, crc: crc32fast::hash(bytes) });
     }
 
     /// The sum of a span that lies within the strip.
@@ -58,20 +55,25 @@ impl InStrip {
         if sum.range.start < strip.start || strip.end < sum.range.end {
             return None;
         }
-        let first = self.0.partition_point(|(offset, _)| *offset < sum.range.start);
-        let parts = self.0[first..].iter().take_while(|(offset, _)| *offset < sum.range.end);
-        let mut whole = Hasher::new();
-        parts.for_each(|(_, part)| whole.combine(part));
-        Some(whole.finalize())
+        let first = self.0.partition_point(|part| part.offset < sum.range.start);
+        Some(combined(self.0[first..].iter().take_while(|part| part.offset < sum.range.end)))
     }
 }
 
+/// The sum of parts that follow each other.
+fn combined<'p>(parts: impl IntoIterator<Item = &'p SumPart>) -> u32 {
+    let mut whole = Hasher::new();
+    parts.into_iter().for_each(|part| whole.combine(&Hasher::new_with_initial_len(part.crc, part.len)));
+    whole.finalize()
+}
+
 impl<'a> Sums<'a> {
-    pub fn new(reservation: &'a Reservation) -> Self {
+    /// `settles` says that all data of the reservation will come by.
+    pub fn new(reservation: &'a Reservation, settles: bool) -> Self {
         let files = &reservation.files;
         let site = |sum: &Sum, nth: usize| sum.sites.get(nth).copied();
         debug_assert!(files.iter().all(|file| (0..2).all(|nth| file.sums.is_sorted_by_key(|sum| site(sum, nth)))));
-        Self { files, parts: Mutex::default(), values: OnceLock::new(), open: Mutex::default() }
+        Self { files, settles, values: OnceLock::new(), open: Mutex::default() }
     }
 
     /// Whether the file has any.
@@ -84,9 +86,9 @@ impl<'a> Sums<'a> {
         strip.parts.iter().any(|part| self.files[strip.file as usize].sums_at(part.offset))
     }
 
-    /// Put what is known by now into a strip, which is complete but for that; what is not known yet, or is needed beyond
-    /// this strip, is kept. `parts` are of this strip.
-    pub fn close(&self, file: u32, range: &Range<u64>, bytes: &mut [u8], parts: InStrip) {
+    /// Put what is known by now into a strip, which is complete but for that, and give what is needed beyond this strip.
+    /// `parts` are of this strip.
+    pub fn close(&self, file: u32, range: &Range<u64>, bytes: &mut [u8], parts: InStrip) -> Vec<SumPart> {
         let sums = self.files[file as usize].sums.as_slice();
         let most_sites = sums.first().map_or(0, |sum| sum.sites.len());
         for nth in 0..most_sites {
@@ -101,18 +103,17 @@ impl<'a> Sums<'a> {
                         let at = usize::try_from(site - range.start).expect("a strip fits memory");
                         bytes[at..at + value.len()].copy_from_slice(&value);
                     }
-                    None => {
+                    None if self.settles => {
                         let open = Open { file, sum: index, site };
                         self.open.lock().expect("no panic while the lock is held").push(open);
                     }
+                    None => {}
                 }
             }
         }
-        let needed = parts.0.into_iter().filter(|(offset, _)| !is_closed(sums, *offset, range));
-        let mut needed = needed.map(|(offset, hasher)| Part { file, offset, hasher }).peekable();
-        if needed.peek().is_some() {
-            self.parts.lock().expect("no panic while the lock is held").extend(needed);
-        }
+        let mut needed = parts.0;
+        needed.retain(|part| !is_closed(sums, part.offset, range));
+        needed
     }
 
     fn value(&self, file: u32, sum: usize) -> Option<u32> {
@@ -120,17 +121,13 @@ impl<'a> Sums<'a> {
     }
 
     /// All data is there: put the sums together.
-    pub fn settle(&self) {
-        let mut parts = std::mem::take(&mut *self.parts.lock().expect("no panic while the lock is held"));
-        parts.sort_unstable_by_key(|part| (part.file, part.offset));
+    pub fn settle(&self, mut parts: Vec<(u32, SumPart)>) {
+        parts.sort_unstable_by_key(|(file, part)| (*file, part.offset));
         let mut parts = parts.iter().peekable();
         let of_file = |(index, file): (u32, &OutputFile)| {
             let mut value = |sum: &Sum| {
-                let mut whole = Hasher::new();
-                while let Some(part) = parts.next_if(|part| (part.file, part.offset) < (index, sum.range.end)) {
-                    whole.combine(&part.hasher);
-                }
-                whole.finalize()
+                let is_of = |(file, part): &&(u32, SumPart)| (*file, part.offset) < (index, sum.range.end);
+                combined(std::iter::from_fn(|| parts.next_if(is_of)).map(|(_, part)| part))
             };
             file.sums.iter().map(&mut value).collect()
         };
@@ -150,6 +147,43 @@ impl<'a> Sums<'a> {
             outputs.write(*file, *site, &value.to_le_bytes())
         })
     }
+}
+
+/// Put the sums of spans together of which journals have parts, in ascending order, and write them where they belong.
+/// Spans without parts were closed in their strips.
+///
+/// # Errors
+/// `Io`; `Malformed` where parts do not make up their span.
+pub fn patch(
+    outputs: &Outputs,
+    files: &[OutputFile],
+    parts: &BTreeMap<u32, Vec<SumPart>>,
+    journals: &Path,
+) -> Result<()> {
+    for (file, parts) in parts {
+        for sum in &files[*file as usize].sums {
+            let first = parts.partition_point(|part| part.offset < sum.range.start);
+            let parts = &parts[first..];
+            let parts = &parts[..parts.partition_point(|part| part.offset < sum.range.end)];
+            if parts.is_empty() {
+                continue;
+            }
+            let mut end = sum.range.start;
+            if !parts.iter().all(|part| std::mem::replace(&mut end, part.offset + part.len) == part.offset)
+                || end != sum.range.end
+            {
+                return Err(Error::malformed(
+                    journals,
+                    files[*file as usize].path.display().to_string(),
+                    format!("sums of all of bytes {} to {}", sum.range.start, sum.range.end),
+                    String::from("a part that is missing or there twice"),
+                ));
+            }
+            let value = combined(parts).to_le_bytes();
+            sum.sites.iter().try_for_each(|site| outputs.write(*file, *site, &value))?;
+        }
+    }
+    Ok(())
 }
 
 /// Whether the span around `offset` lies within the strip, with all sites of its sum.

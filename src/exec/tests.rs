@@ -5,15 +5,22 @@
 
 mod bands;
 mod casting;
+mod parts;
 mod reducing;
 mod summing;
 
 use std::fs;
+use std::path::Path;
 
 use proptest::prelude::*;
 
-use super::{Input, Locations, Prepared, Scratch};
-use crate::catalog::{Catalog, Chunk, ChunkTable, Dtype, Place, TensorEntry, checked_len_bytes, contiguous_strides};
+use super::copy::Stats;
+use super::log::{AtEnd, Log};
+use super::{Extents, Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
+use crate::catalog::{
+    Catalog, Chunk, ChunkTable, Dtype, Place, Reservation, TensorEntry, checked_len_bytes, contiguous_strides,
+};
+use crate::error::Result;
 use crate::format::resolve;
 use crate::layout::{DeviceMesh, Dims, Placement, Rank, TensorDim, Tile, local_shard};
 use crate::plan::Source;
@@ -32,6 +39,20 @@ fn linear_indices(shape: &[u64], tile: &Tile) -> Vec<u64> {
             .collect();
     }
     indices
+}
+
+/// Fill all of a reservation.
+fn copy(
+    input: Input<'_>,
+    reservation: &Reservation,
+    folder: &Path,
+    options: &Options,
+    reporter: &dyn Reporter,
+    stop: &Stop,
+) -> Result<Stats> {
+    let todo = Extents::of_files(&reservation.files);
+    let log = Log::new(&reservation.files, &todo, folder.join("journal"), options.sync, AtEnd::Nothing);
+    super::copy::copy(input, reservation, folder, &log, options, reporter, stop)
 }
 
 /// One element: its linear index, cut or repeated to the item size.

@@ -2,7 +2,7 @@
 //!
 //! A window is some hundred MiB of output, or some thousand tiles where those are small, cut between tensors. Each of its
 //! tensors is proven and planned and its chunks are located, in parallel. Only one window's plans exist at a time, so
-//! memory follows the window, not the model.
+//! memory follows the window, not the model. Tensors, and chunks of them, of which nothing is to be done are passed over.
 //!
 //! Counts bytes of output. Invariant: of what [`prepare`] gives, each payload has the number of its slot, and groups of
 //! different tensors have different numbers.
@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use super::bands::{self, Member, Of};
 use super::copy::DtypePair;
 use super::strips::Payload;
-use super::{Input, Locations, Prepared};
+use super::{Extents, Input, Locations, Prepared};
 use crate::catalog::Reserved;
 use crate::error::Result;
 use crate::plan::Source;
@@ -27,26 +27,38 @@ const WINDOW_BYTES: u64 = 256 << 20;
 /// Tiles planned and located at a time, where they are small.
 const WINDOW_TILES: usize = 1 << 14;
 
-/// Cut the target's tensors into windows of bounded output and number of tiles.
-pub fn windows<'a>(input: Input<'a>, tensors: &'a [Reserved]) -> impl Iterator<Item = &'a [Reserved]> {
-    let mut rest = tensors;
+/// Cut what is to be done of the target's tensors into windows of bounded output and number of tiles.
+pub fn windows<'a>(
+    input: Input<'a>,
+    tensors: &'a [Reserved],
+    todo: &'a Extents,
+) -> impl Iterator<Item = Vec<&'a Reserved>> {
+    let mut rest = tensors.iter();
     std::iter::from_fn(move || {
-        if rest.is_empty() {
-            return None;
-        }
-        let (mut bytes, mut tiles, mut count) = (0, 0, 0);
-        while let Some(tensor) = rest.get(count) {
-            bytes += tensor.payload_bytes();
-            tiles += tensor.tiles_read(input.catalog.tensor(tensor.source));
-            count += 1;
-            if bytes >= WINDOW_BYTES || tiles >= WINDOW_TILES {
-                break;
+        let mut window = Vec::new();
+        let (mut bytes, mut tiles) = (0, 0);
+        while bytes < WINDOW_BYTES && tiles < WINDOW_TILES {
+            let Some(tensor) = rest.next() else { break };
+            let source = input.catalog.tensor(tensor.source);
+            let before = tiles;
+            for chunk in (0..tensor.entry.chunks.len()).filter(|chunk| is_wanted(tensor, *chunk, todo)) {
+                bytes += tensor.chunk_bytes(chunk);
+                tiles = tensor.tiles_of(chunk, source).saturating_add(tiles);
+            }
+            // One of which nothing is stored is proven all the same.
+            let is_nowhere = || (0..tensor.entry.chunks.len()).all(|chunk| tensor.place(chunk).is_none());
+            if tiles > before || is_nowhere() {
+                window.push(tensor);
             }
         }
-        let (window, after) = rest.split_at(count);
-        rest = after;
-        Some(window)
+        (!window.is_empty()).then_some(window)
     })
+}
+
+/// Whether something of the chunk is to be done.
+fn is_wanted(tensor: &Reserved, chunk: usize, todo: &Extents) -> bool {
+    let of_place = |(file, offset)| todo.overlaps(file, &(offset..offset + tensor.chunk_bytes(chunk)));
+    tensor.place(chunk).is_some_and(of_place)
 }
 
 /// A tile to fill.
@@ -62,9 +74,9 @@ pub struct Slot {
 ///
 /// # Errors
 /// That of the first tensor that has one.
-pub fn prepare(input: Input<'_>, window: &[Reserved]) -> Result<(Vec<Slot>, Vec<Payload>)> {
+pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents) -> Result<(Vec<Slot>, Vec<Payload>)> {
     // Each for itself, so that of several faults the first is told, whichever thread was faster.
-    let per_tensor: Vec<Result<_>> = window.par_iter().map(|tensor| prepare_tensor(input, tensor)).collect();
+    let per_tensor: Vec<Result<_>> = window.par_iter().map(|tensor| prepare_tensor(input, tensor, todo)).collect();
     let per_tensor: Vec<Vec<(Slot, Payload)>> = per_tensor.into_iter().collect::<Result<_>>()?;
     let mut slots = Vec::new();
     let mut payloads = Vec::new();
@@ -83,26 +95,31 @@ pub fn prepare(input: Input<'_>, window: &[Reserved]) -> Result<(Vec<Slot>, Vec<
     Ok((slots, payloads))
 }
 
-/// The tiles of one tensor that have a place, with groups that count from 0.
-fn prepare_tensor(input: Input<'_>, tensor: &Reserved) -> Result<Vec<(Slot, Payload)>> {
+/// The tiles of one tensor that are to be done, with groups that count from 0.
+fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents) -> Result<Vec<(Slot, Payload)>> {
     let source = Source::new(input.catalog.tensor(tensor.source))?;
     let pair = (source.entry.dtype, tensor.dtype());
     let mut known = Locations::default();
     let mut counted = HashSet::new();
     let mut tiles = Vec::with_capacity(tensor.entry.chunks.len());
+    let mut wanted = Vec::new();
     for index in 0..tensor.entry.chunks.len() {
         let Some((file, offset)) = tensor.place(index) else { continue };
         let tile = tensor.entry.chunks.tile(index);
         let share = tensor.shares.get(index);
+        // Of replicas the first counts, whoever does it.
+        let is_new = pair.0 != pair.1 && counted.insert((tile.clone(), share));
+        if !is_wanted(tensor, index, todo) {
+            continue;
+        }
         let prepared = Prepared::share(input, &source, &tile, share.map(Arc::as_ref), &mut known)?;
-        let is_new = pair.0 != pair.1 && counted.insert((tile, share));
         let slot = Slot { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(pair), copies: None };
         let itemsize = pair.1.itemsize();
         let payload = Payload { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
         tiles.push((slot, payload));
+        wanted.push(index);
     }
-    let placed = (0..tensor.entry.chunks.len()).filter(|index| tensor.place(*index).is_some());
-    bands::group(zip(&mut tiles, placed).map(|((slot, payload), index)| Member {
+    bands::group(zip(&mut tiles, wanted).map(|((slot, payload), index)| Member {
         tile: tensor.entry.chunks.tile(index),
         share: tensor.shares.get(index).map(Arc::as_ref),
         source_bytes: slot.tile.source_bytes(),

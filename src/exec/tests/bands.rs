@@ -1,9 +1,8 @@
 //! Columns cut out of rows: what is written, and how much is read for it.
 
 use super::*;
-use crate::catalog::{OutputFile, Reservation, Reserved, TensorId};
-use crate::exec::copy::copy;
-use crate::exec::{Options, Silent, Stop};
+use crate::catalog::{OutputFile, Reserved, TensorId};
+use crate::exec::Silent;
 use crate::storage::FileId;
 
 fn bytes(len: u64) -> usize {

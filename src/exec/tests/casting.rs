@@ -1,14 +1,12 @@
 //! Casts on their way through the copier and the comparer, against casts of whole tensors.
 
-use std::path::Path;
-
 use super::*;
-use crate::catalog::{Located, OutputFile, Reservation, Reserved, Sum, Summed, TensorId};
-use crate::error::{Error, Result};
+use crate::catalog::{Located, OutputFile, Reserved, Sum, Summed, TensorId};
+use crate::error::Error;
 use crate::exec::cast::{Cast, Counts};
 use crate::exec::compare::{Difference, digest, first_difference};
-use crate::exec::copy::{CastCount, Stats, copy, dry_run};
-use crate::exec::{Options, SCRATCH_BYTES, Silent, Stop};
+use crate::exec::copy::{CastCount, dry_run};
+use crate::exec::{SCRATCH_BYTES, Silent};
 use crate::storage::FileId;
 
 /// Values that overflow now and then, NaNs among them, everything of many magnitudes.

@@ -1,13 +1,11 @@
 //! Summands on their way through the copier, the comparer and casts, against sums of whole tensors.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use super::*;
-use crate::catalog::{Located, OutputFile, Reservation, Reserved, Summands, Summed, TensorId};
+use crate::catalog::{Located, OutputFile, Reserved, Summands, Summed, TensorId};
 use crate::exec::compare::{digest, first_difference, replica_difference, share_difference};
-use crate::exec::copy::{Stats, copy};
-use crate::exec::{Options, SCRATCH_BYTES, Silent, Stop};
+use crate::exec::{SCRATCH_BYTES, Silent};
 use crate::layout::ReduceOp;
 use crate::layout::partial::{Reduction, Share};
 use crate::storage::FileId;

@@ -5,7 +5,7 @@ use std::fs;
 use smallvec::smallvec;
 
 use crate::catalog::{Catalog, Dtype, OutputFile, Reservation, Reserved, Sum, TensorEntry};
-use crate::exec::{Input, Options, Silent, Stop, copy};
+use crate::exec::{Input, Options, Silent, Stop};
 use crate::format::resolve;
 use crate::storage::{FileId, Files, IoMode};
 
@@ -70,7 +70,7 @@ fn sums_are_right_wherever_strips_end() {
             let out = folder.path().join(format!("{shift} {strip_bytes}"));
             fs::create_dir(&out).unwrap();
             let options = Options { threads: 2, strip_bytes, sync: false };
-            copy::copy(input, &reservation, &out, &options, &Silent, &Stop::default()).unwrap();
+            super::copy(input, &reservation, &out, &options, &Silent, &Stop::default()).unwrap();
             fs::read(out.join("summed")).unwrap()
         });
         let file = &reservation.files[0];

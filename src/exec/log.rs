@@ -1,0 +1,195 @@
+//! The log of a run: what it has to do, what of it is finished, and how that gets into its journal.
+//!
+//! Strips are finished one by one, and their sources are checked a window at a time. So what is finished waits here until
+//! its window has been checked, then for the next record: one is written every now and then, when the run stops, and
+//! where others need it, at its end. A record that says too little costs work that is done again; none says too much.
+//!
+//! Counts bytes. Invariant: what is recorded as synced has been.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use rayon::prelude::*;
+
+use super::cast::Counts;
+use super::copy::DtypePair;
+use super::journal::{Batch, Durability, Journal, Record, SumPart};
+use super::output::Outputs;
+use super::{Extents, Stop};
+use crate::catalog::OutputFile;
+use crate::error::Result;
+
+/// Time between records: work that a killed run has to do again.
+const RECORD_EVERY: Duration = Duration::from_secs(10);
+
+/// When there is a record of the end of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AtEnd {
+    /// What comes next is publishing, which takes no time.
+    Nothing,
+    /// Others have to know of it, or much is to be done before it is published.
+    Record,
+}
+
+pub struct Log<'a> {
+    files: &'a [OutputFile],
+    todo: &'a Extents,
+    is_all: bool,
+    path: PathBuf,
+    sync: bool,
+    at_end: AtEnd,
+    /// Finished in the window that is at work.
+    window: Mutex<Batch>,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// What the next record will say.
+    next: Record,
+    /// Of what is recorded, where this run puts sums together itself.
+    sums: Vec<(u32, SumPart)>,
+    /// What casts met in all of this run.
+    lost: BTreeMap<DtypePair, Counts>,
+    journal: Option<Journal>,
+    recorded: Instant,
+}
+
+impl<'a> Log<'a> {
+    /// Of a run that has `todo` of these files to do, with the journal at `path`, which is made with its first record.
+    #[must_use]
+    pub fn new(files: &'a [OutputFile], todo: &'a Extents, path: PathBuf, sync: bool, at_end: AtEnd) -> Self {
+        let state = State {
+            next: Record::default(),
+            sums: Vec::new(),
+            lost: BTreeMap::new(),
+            journal: None,
+            recorded: Instant::now(),
+        };
+        let is_all = *todo == Extents::of_files(files);
+        Self { files, todo, is_all, path, sync, at_end, window: Mutex::default(), state: Mutex::new(state) }
+    }
+
+    /// What is to be done.
+    #[must_use]
+    pub fn todo(&self) -> &Extents {
+        self.todo
+    }
+
+    /// Whether everything is.
+    #[must_use]
+    pub fn is_all(&self) -> bool {
+        self.is_all
+    }
+
+    /// Note that a range has been written; `sums` are of what is in it and not summed up yet.
+    pub fn add(&self, file: u32, range: Range<u64>, sums: Vec<SumPart>) {
+        self.window().add(file, range, sums);
+    }
+
+    /// Note what a cast met.
+    pub fn count(&self, pair: DtypePair, counts: Counts) {
+        self.window().lose(pair, counts);
+    }
+
+    /// Note that a carried file has been copied.
+    pub fn carried(&self, number: u32) {
+        self.window().carry(number);
+    }
+
+    /// A window is finished and checked; write a record where it is time.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn advance(&self, outputs: &Outputs) -> Result<()> {
+        let mut state = self.close_window();
+        if state.recorded.elapsed() >= RECORD_EVERY || crate::fault::is_hurried() {
+            self.record(&mut state, outputs)?;
+        }
+        Ok(())
+    }
+
+    /// The sums of all that is finished and not summed up yet, where this run does everything.
+    #[must_use]
+    pub fn sums(&self) -> Vec<(u32, SumPart)> {
+        let mut state = self.close_window();
+        let mut sums = std::mem::take(&mut state.sums);
+        sums.extend(state.next.sums());
+        sums
+    }
+
+    /// Everything is finished: see that it lasts, and that others know.
+    ///
+    /// # Errors
+    /// `Io`, `Stopped`.
+    pub fn finish(&self, outputs: &Outputs, stop: &Stop) -> Result<()> {
+        if self.sync {
+            let files: Vec<u32> = outputs.touched(self.todo).collect();
+            files.into_par_iter().try_for_each(|file| outputs.sync(file, stop))?;
+        }
+        let mut state = self.close_window();
+        if self.at_end == AtEnd::Nothing { Ok(()) } else { self.write(&mut state) }
+    }
+
+    /// The run ends before its time: record what has been checked. Where that fails, it is done again.
+    pub fn stop(&self, outputs: &Outputs) {
+        let mut state = self.state();
+        let _ = self.record(&mut state, outputs);
+    }
+
+    /// What casts met in this run.
+    #[must_use]
+    pub fn lost(&self) -> BTreeMap<DtypePair, Counts> {
+        self.state().lost.clone()
+    }
+
+    fn window(&self) -> MutexGuard<'_, Batch> {
+        self.window.lock().expect("no panic while the lock is held")
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panic while the lock is held")
+    }
+
+    /// What is in the window goes into the next record.
+    fn close_window(&self) -> MutexGuard<'_, State> {
+        let record = self.window().take(self.files);
+        let mut state = self.state();
+        for (pair, counts) in &record.lost {
+            state.lost.entry(*pair).or_default().add(*counts);
+        }
+        state.next.append(record);
+        state
+    }
+
+    fn record(&self, state: &mut State, outputs: &Outputs) -> Result<()> {
+        if self.sync {
+            let mut files: Vec<u32> = state.next.entries.iter().map(|entry| entry.file).collect();
+            files.dedup();
+            files.into_par_iter().try_for_each(|file| outputs.sync(file, &Stop::default()))?;
+        }
+        self.write(state)
+    }
+
+    /// Write what the next record says, whose data lasts.
+    fn write(&self, state: &mut State) -> Result<()> {
+        state.recorded = Instant::now();
+        if state.next.is_empty() {
+            return Ok(());
+        }
+        crate::fault::point("before a record");
+        let journal = match &mut state.journal {
+            Some(journal) => journal,
+            None => state.journal.insert(Journal::create(&self.path)?),
+        };
+        journal.append(&state.next, &Durability::of(self.sync))?;
+        crate::fault::point("after a record");
+        let written = std::mem::take(&mut state.next);
+        if self.is_all {
+            state.sums.extend(written.sums());
+        }
+        Ok(())
+    }
+}

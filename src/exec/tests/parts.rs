@@ -1,0 +1,100 @@
+//! Runs that each write some of a checkpoint, cut wherever, together write what one run writes.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::catalog::{OutputFile, Reserved, Sum, TensorId};
+use crate::exec::journal::Known;
+use crate::exec::{Silent, seal};
+use crate::storage::FileId;
+
+const LEN: u64 = 60_000;
+
+/// Two files: tensors of one source at odd places, cast or as they are, each with its sum behind it or far away, and
+/// literals between them.
+fn reservation(entries: &[TensorEntry]) -> Reservation {
+    let mut reservation = Reservation::default();
+    for number in 0..2_u32 {
+        let mut file = OutputFile::new(format!("sub{number}/file"));
+        file.push_literal(vec![1; 13 + number as usize]);
+        for (index, entry) in entries.iter().enumerate().filter(|(index, _)| index % 2 == number as usize) {
+            let dtype = if index % 3 == 0 { Dtype::F16 } else { Dtype::F32 };
+            let start = file.len;
+            let offset = file.push_payload(entry.numel() * dtype.itemsize());
+            let range = start..file.len;
+            file.push_literal(vec![2; 5 + index]);
+            file.sums.push(Sum { range, sites: smallvec::smallvec![file.len] });
+            file.push_literal(vec![0; 4]);
+            let target = TensorEntry::whole(entry.fqn.clone(), dtype, entry.shape.clone(), FileId(number), offset);
+            reservation.tensors.push(Reserved::new(TensorId(u32::try_from(index).unwrap()), target));
+        }
+        for sum in 0..file.sums.len() {
+            file.push_literal(vec![3; 7]);
+            let site = file.len;
+            file.sums[sum].sites.push(site);
+            file.push_literal(vec![0; 4]);
+        }
+        reservation.files.push(file);
+    }
+    reservation.files.push(OutputFile::new("empty"));
+    reservation
+}
+
+fn contents(folder: &Path, reservation: &Reservation) -> Vec<Vec<u8>> {
+    reservation.files.iter().map(|file| fs::read(folder.join(&file.path)).unwrap()).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn some_here_and_some_there_make_a_whole(
+        cuts in proptest::collection::btree_set(0..2 * LEN, 0..12),
+        order in any::<u64>(),
+        strip_bytes in prop_oneof![Just(64_u64 << 10), Just(4096), 100_u64..9000],
+        sync in any::<bool>(),
+    ) {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let source = folder.path().join("source");
+        let values: Vec<u8> = (0..LEN / 4).flat_map(|index| (index as f32).to_le_bytes()).collect();
+        fs::write(&source, values).unwrap();
+        let mut files = Files::new(IoMode::Read);
+        let id = files.add(source).unwrap();
+        let lens = [1, 700, 3, 5000, 2, 4000, 37];
+        let entries: Vec<TensorEntry> = lens.iter().enumerate().map(|(index, len)| {
+            TensorEntry::whole(format!("t{index}").into(), Dtype::F32, smallvec::smallvec![*len], id, index as u64 * 4)
+        }).collect();
+        let reservation = reservation(&entries);
+        let catalog = Catalog { tensors: entries, ..Catalog::empty() };
+        let input = Input { files: &files, catalog: &catalog, resolve: &resolve };
+        let options = Options { threads: 2, strip_bytes, sync };
+
+        let whole = folder.path().join("whole");
+        copy(input, &reservation, &whole, &options, &Silent, &Stop::default()).unwrap();
+
+        let (parts, data) = (folder.path().join("parts"), folder.path().join("parts/data"));
+        fs::create_dir_all(&data).unwrap();
+        let mut runs = [Extents::new(), Extents::new(), Extents::new()];
+        let mut at = 0;
+        for (nth, cut) in cuts.into_iter().chain([u64::MAX]).enumerate() {
+            let run = &mut runs[usize::try_from(order >> (2 * nth) & 3).unwrap() % 3];
+            // The files behind each other.
+            let mut start = 0;
+            for (number, file) in (0..).zip(&reservation.files) {
+                run.insert(number, at.clamp(start, start + file.len) - start..cut.clamp(start, start + file.len) - start);
+                start += file.len;
+            }
+            at = cut;
+        }
+        for (number, todo) in runs.iter().enumerate() {
+            let log = Log::new(&reservation.files, todo, parts.join(format!("{number}.journal")), sync, AtEnd::Record);
+            crate::exec::copy::copy(input, &reservation, &data, &log, &options, &Silent, &Stop::default()).unwrap();
+        }
+        let known = Known::read(&parts, &reservation.files, 0).unwrap();
+        prop_assert_eq!(&known.done, &Extents::of_files(&reservation.files));
+        for _again in 0..2 {
+            seal::seal(&data, &reservation.files, &known, &parts, sync).unwrap();
+            prop_assert!(contents(&data, &reservation) == contents(&whole, &reservation));
+        }
+    }
+}
