@@ -13,6 +13,7 @@ mod difference;
 pub mod division;
 pub mod extents;
 pub mod gather;
+pub mod journal;
 mod output;
 mod passing;
 mod reduce;
