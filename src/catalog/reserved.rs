@@ -103,11 +103,17 @@ impl OutputFile {
         base
     }
 
+    /// The sum of the span that the byte at this offset lies in.
+    #[must_use]
+    pub fn sum_at(&self, offset: u64) -> Option<&Sum> {
+        let next = self.sums.partition_point(|sum| sum.range.end <= offset);
+        self.sums.get(next).filter(|sum| sum.range.start <= offset)
+    }
+
     /// Whether the byte at this offset lies in a span that is summed.
     #[must_use]
     pub fn sums_at(&self, offset: u64) -> bool {
-        let next = self.sums.partition_point(|sum| sum.range.end <= offset);
-        self.sums.get(next).is_some_and(|sum| sum.range.start <= offset)
+        self.sum_at(offset).is_some()
     }
 }
 

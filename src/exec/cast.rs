@@ -41,8 +41,8 @@ pub struct Counts {
 
 impl Counts {
     pub fn add(&mut self, other: Self) {
-        self.overflows += other.overflows;
-        self.nans += other.nans;
+        self.overflows = self.overflows.saturating_add(other.overflows);
+        self.nans = self.nans.saturating_add(other.nans);
     }
 }
 

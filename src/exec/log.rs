@@ -179,13 +179,13 @@ impl<'a> Log<'a> {
         if state.next.is_empty() {
             return Ok(());
         }
-        crate::fault::point("before a record");
+        crate::fault::point("record-before");
         let journal = match &mut state.journal {
             Some(journal) => journal,
             None => state.journal.insert(Journal::create(&self.path)?),
         };
         journal.append(&state.next, &Durability::of(self.sync))?;
-        crate::fault::point("after a record");
+        crate::fault::point("record-after");
         let written = std::mem::take(&mut state.next);
         if self.is_all {
             state.sums.extend(written.sums());

@@ -1,0 +1,263 @@
+//! Journals: what is finished, told so that it outlives the process.
+//!
+//! Each process has a journal of its own and only appends to it. A record is one line: what was finished since the one
+//! before, as JSON, and the CRC-32 of that. Its data is on disk before it says so; where nothing is synced, a record
+//! names the boot it was written on instead, since a node that goes down loses what it had not written back. [`Batch`]
+//! collects a record, [`Known`] is what all journals say together.
+//!
+//! ```text
+//!     {"r":{"e":[[0,4096,12288,[[4096,512,305419896]]]],"l":[["f32","f16",7,0]],"c":[2]}} 9ae0daaf
+//!                |  range       |    |    |                                               CRC-32
+//!                file           |    len  CRC-32 of a part of a span
+//!                               offset
+//! ```
+//!
+//! Counts bytes. Invariant: a record is read back as a whole or not at all, and what stands behind a damaged one is not
+//! read.
+
+mod batch;
+mod known;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use crc32fast::Hasher;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+pub use batch::Batch;
+pub use known::Known;
+
+use super::cast::Counts;
+use super::copy::DtypePair;
+use crate::catalog::{Dtype, OutputFile};
+use crate::error::{Error, Result};
+
+/// What a journal's name ends in.
+pub const EXTENSION: &str = "journal";
+
+/// A line that is longer was not written by us: it has more parts of spans than fit memory.
+const LONGEST_LINE: u64 = 256 << 20;
+
+/// What was finished since the last record.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    #[serde(rename = "e", default, skip_serializing_if = "Vec::is_empty")]
+    pub entries: Vec<Entry>,
+    /// What casts met in these.
+    #[serde(
+        rename = "l",
+        default,
+        skip_serializing_if = "BTreeMap::is_empty",
+        serialize_with = "write_lost",
+        deserialize_with = "read_lost"
+    )]
+    pub lost: BTreeMap<DtypePair, Counts>,
+    /// Carried files, by their number.
+    #[serde(rename = "c", default, skip_serializing_if = "Vec::is_empty")]
+    pub carried: Vec<u32>,
+}
+
+impl Record {
+    /// Take in what was finished after this.
+    pub fn append(&mut self, later: Self) {
+        self.entries.extend(later.entries);
+        for (pair, counts) in later.lost {
+            self.lost.entry(pair).or_default().add(counts);
+        }
+        self.carried.extend(later.carried);
+    }
+
+    /// The parts of spans that are not summed up, with the file each is in.
+    pub fn sums(&self) -> impl Iterator<Item = (u32, SumPart)> + '_ {
+        self.entries.iter().flat_map(|entry| entry.sums.iter().map(|part| (entry.file, *part)))
+    }
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty() && self.lost.is_empty() && self.carried.is_empty()
+    }
+}
+
+/// A finished stretch of an output file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "EntryFields", into = "EntryFields")]
+pub struct Entry {
+    pub file: u32,
+    pub range: Range<u64>,
+    /// Within the range, ascending: the parts of spans whose sum is not in the file yet.
+    pub sums: Vec<SumPart>,
+}
+
+/// The CRC-32 of a part of a span, or of all of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "(u64, u64, u32)", into = "(u64, u64, u32)")]
+pub struct SumPart {
+    pub offset: u64,
+    pub len: u64,
+    pub crc: u32,
+}
+
+impl SumPart {
+    /// To be combined with those of other parts.
+    #[must_use]
+    pub fn hasher(&self) -> Hasher {
+        Hasher::new_with_initial_len(self.crc, self.len)
+    }
+
+    /// Join parts of one span that follow each other. They ascend.
+    fn join(parts: &mut Vec<Self>, file: &OutputFile) {
+        parts.dedup_by(|next, part| {
+            let is_next = part.offset + part.len == next.offset
+                && file.sum_at(part.offset).is_some_and(|sum| next.offset < sum.range.end);
+            if is_next {
+                let mut both = part.hasher();
+                both.combine(&next.hasher());
+                *part = Self { offset: part.offset, len: part.len + next.len, crc: both.finalize() };
+            }
+            is_next
+        });
+    }
+}
+
+type EntryFields = (u32, u64, u64, Vec<SumPart>);
+
+impl From<EntryFields> for Entry {
+    fn from((file, start, end, sums): EntryFields) -> Self {
+        Self { file, range: start..end, sums }
+    }
+}
+
+impl From<Entry> for EntryFields {
+    fn from(Entry { file, range, sums }: Entry) -> Self {
+        (file, range.start, range.end, sums)
+    }
+}
+
+impl From<(u64, u64, u32)> for SumPart {
+    fn from((offset, len, crc): (u64, u64, u32)) -> Self {
+        Self { offset, len, crc }
+    }
+}
+
+impl From<SumPart> for (u64, u64, u32) {
+    fn from(SumPart { offset, len, crc }: SumPart) -> Self {
+        (offset, len, crc)
+    }
+}
+
+fn write_lost<S: Serializer>(lost: &BTreeMap<DtypePair, Counts>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(lost.iter().map(|((from, to), lost)| (from.name(), to.name(), lost.overflows, lost.nans)))
+}
+
+fn read_lost<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<DtypePair, Counts>, D::Error> {
+    let dtype = |name: &str| Dtype::from_name(name).ok_or_else(|| serde::de::Error::custom("no dtype"));
+    let rows = Vec::<(String, String, u64, u64)>::deserialize(deserializer)?;
+    rows.iter()
+        .map(|(from, to, overflows, nans)| {
+            Ok(((dtype(from)?, dtype(to)?), Counts { overflows: *overflows, nans: *nans }))
+        })
+        .collect()
+}
+
+/// What a record promises.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Durability {
+    /// Its data is on disk.
+    Synced,
+    /// Its data is on disk or in the memory of this boot; nobody believes it where the boot is not known.
+    Unsynced { boot: Option<String> },
+}
+
+impl Durability {
+    #[must_use]
+    pub fn of(sync: bool) -> Self {
+        if sync { Self::Synced } else { Self::Unsynced { boot: this_boot() } }
+    }
+}
+
+/// The kernel's name for the time since this node came up.
+fn this_boot() -> Option<String> {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(id.trim().to_owned()).filter(|id| !id.is_empty())
+}
+
+/// The journal that this process writes.
+#[derive(Debug)]
+pub struct Journal {
+    path: PathBuf,
+    file: File,
+    /// Of all complete records.
+    len: u64,
+}
+
+impl Journal {
+    /// Begin a journal, which nobody else has begun.
+    ///
+    /// # Errors
+    /// `Io` naming the file.
+    pub fn create(path: &Path) -> Result<Self> {
+        let file = File::create_new(path).map_err(Error::io("create", path))?;
+        if let Some(folder) = path.parent() {
+            // Its records are of no use if its name is lost.
+            File::open(folder).and_then(|folder| folder.sync_all()).map_err(Error::io("sync", folder))?;
+        }
+        Ok(Self { path: path.to_path_buf(), file, len: 0 })
+    }
+
+    /// Write a record, in one call; where it fails, the next one takes its place. The data it tells of is written, and
+    /// on disk if it is to be `Synced`.
+    ///
+    /// # Errors
+    /// `Io` naming the file.
+    pub fn append(&mut self, record: &Record, durability: &Durability) -> Result<()> {
+        let line = to_line(record, durability);
+        self.file.write_all_at(&line, self.len).map_err(Error::io("write", &self.path))?;
+        if *durability == Durability::Synced {
+            self.file.sync_data().map_err(Error::io("sync", &self.path))?;
+        }
+        self.len += line.len() as u64;
+        Ok(())
+    }
+}
+
+/// A record, and the boot it holds on where it does not hold on all.
+#[derive(Serialize, Deserialize)]
+struct Line<R> {
+    #[serde(rename = "r")]
+    record: R,
+    /// Empty where it is not known.
+    #[serde(rename = "b", default, skip_serializing_if = "Option::is_none")]
+    boot: Option<String>,
+}
+
+fn to_line(record: &Record, durability: &Durability) -> Vec<u8> {
+    let boot = match durability {
+        Durability::Synced => None,
+        Durability::Unsynced { boot } => Some(boot.clone().unwrap_or_default()),
+    };
+    let mut line = serde_json::to_vec(&Line { record, boot }).expect("a record is plain data");
+    let crc = crc32fast::hash(&line);
+    line.extend_from_slice(format!(" {crc:08x}\n").as_bytes());
+    line
+}
+
+/// `None` where the line is not one that was written as a whole.
+fn of_line(line: &[u8]) -> Option<(Record, Durability)> {
+    let (json, crc) = line.strip_suffix(b"\n")?.split_last_chunk::<9>()?;
+    let crc = u32::from_str_radix(std::str::from_utf8(crc.strip_prefix(b" ")?).ok()?, 16).ok()?;
+    if crc32fast::hash(json) != crc {
+        return None;
+    }
+    let Line { record, boot } = serde_json::from_slice(json).ok()?;
+    let durability = match boot {
+        None => Durability::Synced,
+        Some(boot) => Durability::Unsynced { boot: Some(boot).filter(|boot| !boot.is_empty()) },
+    };
+    Some((record, durability))
+}
+
+#[cfg(test)]
+mod tests;
