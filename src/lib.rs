@@ -26,6 +26,7 @@ pub mod comm;
 pub mod commands;
 pub mod error;
 pub mod exec;
+mod fault;
 pub mod format;
 pub mod layout;
 pub mod nearest;

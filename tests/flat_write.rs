@@ -15,7 +15,8 @@ use common::flat::layout_file;
 use dtshard::catalog::flat::FlatLayout;
 use dtshard::catalog::{Dict, DictKind, Fqn, Path, TensorId, Value};
 use dtshard::catalog::{Key, Reservation};
-use dtshard::exec::{Input, Options, Silent, Stop, copy};
+use dtshard::exec::log::{AtEnd, Log};
+use dtshard::exec::{Extents, Input, Options, Silent, Stop, copy};
 use dtshard::format::fsdp_flat::{FlatTarget, document, reserve};
 use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, resolve};
 use dtshard::layout::Rank;
@@ -133,7 +134,9 @@ fn unwrapped(model: &Dict, truth: &Truth) -> (Vec<String>, Option<Value>) {
 fn write(truth: &Truth, reservation: &Reservation, folder: &FilePath) {
     let Checkpoint { files, catalog, .. } = &truth.checkpoint;
     let input = Input { files, catalog, resolve: &resolve };
-    copy::copy(input, reservation, folder, &OPTIONS, &Silent, &Stop::default()).unwrap();
+    let todo = Extents::of_files(&reservation.files);
+    let log = Log::new(&reservation.files, &todo, folder.join("journal"), OPTIONS.sync, AtEnd::Nothing);
+    copy::copy(input, reservation, folder, &log, &OPTIONS, &Silent, &Stop::default()).unwrap();
 }
 
 fn key(name: &str) -> Path {

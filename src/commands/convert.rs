@@ -146,7 +146,16 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     conversion.source.check(checks, run)?;
 
     let progress = Progress::start(printer, "writing", total);
-    let stats = copy::copy(input(source), &conversion.reservation, staging.folder(), options, &progress, stop)?;
+    let files = &conversion.reservation.files;
+    let todo = crate::exec::Extents::of_files(files);
+    let log = crate::exec::log::Log::new(
+        files,
+        &todo,
+        staging.folder().join("journal"),
+        options.sync,
+        crate::exec::log::AtEnd::Nothing,
+    );
+    let stats = copy::copy(input(source), &conversion.reservation, staging.folder(), &log, options, &progress, stop)?;
     carry(&conversion.carried, staging.folder(), options.sync, &progress, stop)?;
     drop(progress);
     if args.verify {

@@ -87,14 +87,16 @@ impl Known {
         let copied = self.carried.iter().map(|index| &carried[*index as usize]).map(|file| (&file.to, file.len));
         let recorded: Vec<(&PathBuf, u64)> = written.chain(copied).collect();
         // A network file system takes its time for each.
-        let found: Vec<Result<Option<u64>>> =
-            recorded.par_iter().map(|(path, _)| len_of(&folder.join(path))).collect();
+        let found: Vec<Result<Option<u64>>> = recorded.par_iter().map(|(path, _)| len_of(&folder.join(path))).collect();
         for ((path, len), found) in recorded.into_iter().zip(found) {
             let found = found?;
             if found != Some(len) {
                 let found = found.map_or_else(|| String::from("no file"), |found| format!("{found} bytes"));
                 return Err(Error::usage(
-                    format!("{}: expected {len} bytes, of which some are recorded as done, found {found}", folder.join(path).display()),
+                    format!(
+                        "{}: expected {len} bytes, of which some are recorded as done, found {found}",
+                        folder.join(path).display()
+                    ),
                     "something else changed what an earlier run left; --restart throws it away and starts again",
                 ));
             }

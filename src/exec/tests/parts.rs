@@ -56,7 +56,7 @@ proptest! {
     ) {
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let source = folder.path().join("source");
-        let values: Vec<u8> = (0..LEN / 4).flat_map(|index| (index as f32).to_le_bytes()).collect();
+        let values: Vec<u8> = (0_u16..15_000).flat_map(|index| f32::from(index).to_le_bytes()).collect();
         fs::write(&source, values).unwrap();
         let mut files = Files::new(IoMode::Read);
         let id = files.add(source).unwrap();
@@ -70,6 +70,7 @@ proptest! {
         let options = Options { threads: 2, strip_bytes, sync };
 
         let whole = folder.path().join("whole");
+        fs::create_dir(&whole).unwrap();
         copy(input, &reservation, &whole, &options, &Silent, &Stop::default()).unwrap();
 
         let (parts, data) = (folder.path().join("parts"), folder.path().join("parts/data"));
