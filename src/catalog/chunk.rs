@@ -38,6 +38,17 @@ impl Place {
             Self::Nowhere => None,
         }
     }
+
+    fn spell(&self, tell: &mut impl FnMut(u64)) {
+        match *self {
+            Self::Nowhere => tell(0),
+            Self::Bytes { file, offset } => [1, file.0.into(), offset].into_iter().for_each(tell),
+            Self::Record { file, record: Record { header, len, crc }, within } => {
+                [2, file.0.into(), header, len, crc.into(), within].into_iter().for_each(tell);
+            }
+            Self::Item(Stretch { file, offset, len }) => [3, file.0.into(), offset, len].into_iter().for_each(tell),
+        }
+    }
 }
 
 /// A stored entry of a zip archive, as its directory has it.
@@ -193,6 +204,27 @@ impl ChunkTable {
             place: self.place(index),
             strides: self.strides(index).cloned(),
             rank: self.rank(index),
+        }
+    }
+
+    /// Tell everything it holds in numbers, which no other table has.
+    pub fn spell(&self, tell: &mut impl FnMut(u64)) {
+        tell(self.ndim as u64);
+        tell(self.len() as u64);
+        self.bounds.iter().copied().for_each(&mut *tell);
+        self.places.iter().for_each(|place| place.spell(tell));
+        self.ranks.iter().for_each(|rank| tell((*rank).into()));
+        let none = Odd::default();
+        let Odd { strides, interleaved } = self.odd.as_deref().unwrap_or(&none);
+        tell(strides.len() as u64);
+        for (chunk, strides) in strides {
+            tell((*chunk).into());
+            strides.iter().copied().for_each(&mut *tell);
+        }
+        tell(interleaved.len() as u64);
+        for (chunk, tile) in interleaved {
+            tell((*chunk).into());
+            tile.spell(tell);
         }
     }
 

@@ -12,6 +12,7 @@ pub mod copy;
 mod difference;
 pub mod division;
 mod extents;
+pub mod fingerprint;
 pub mod gather;
 pub mod journal;
 pub mod log;

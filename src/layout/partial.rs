@@ -139,6 +139,15 @@ pub struct Share {
 }
 
 impl Share {
+    /// Tell everything it is in numbers, which no other share has.
+    pub fn spell(&self, tell: &mut impl FnMut(u64)) {
+        tell(self.summands.len() as u64);
+        self.summands.iter().copied().for_each(&mut *tell);
+        tell(self.divisor);
+        tell(self.within.is_some().into());
+        self.within.iter().for_each(|tile| tile.spell(tell));
+    }
+
     /// The part that falls to the rank at `coordinate` of the target. `source` is `None` where nothing is known of how
     /// the value lay.
     ///

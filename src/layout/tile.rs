@@ -66,6 +66,12 @@ impl Tile {
         super::numel(&self.sizes()).unwrap_or(u64::MAX)
     }
 
+    /// Tell everything it is in numbers, which no other tile has.
+    pub fn spell(&self, tell: &mut impl FnMut(u64)) {
+        tell(self.dims.len() as u64);
+        self.dims.iter().for_each(|dim| dim.spell(tell));
+    }
+
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.dims.iter().any(Intervals::is_empty)

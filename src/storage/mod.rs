@@ -221,6 +221,12 @@ impl Files {
         self.entries[id.0 as usize].identity.len
     }
 
+    /// When a file was last changed, in seconds and nanoseconds since 1970.
+    #[must_use]
+    pub fn modified(&self, id: FileId) -> (i64, i64) {
+        self.entries[id.0 as usize].identity.modified
+    }
+
     /// All of a file.
     #[must_use]
     pub fn whole(&self, id: FileId) -> Stretch {

@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use super::known::is_possible;
 use super::{Entry, Record, SumPart};
 use crate::catalog::OutputFile;
 use crate::exec::cast::Counts;
@@ -20,7 +21,8 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Note that a stretch is written, with what of its sums is not in the file yet, ascending.
+    /// Note that a stretch is written. `sums` are of parts of it that each lie in one span whose sum is not in the file
+    /// yet, ascending.
     pub fn add(&mut self, file: u32, range: Range<u64>, sums: Vec<SumPart>) {
         self.items += 1 + sums.len();
         self.record.entries.push(Entry { file, range, sums });
@@ -65,6 +67,7 @@ impl Batch {
             SumPart::join(&mut entry.sums, &files[entry.file as usize]);
         }
         record.carried.sort_unstable();
+        debug_assert!(is_possible(&record, files, usize::MAX), "readers would take it for damaged: {record:?}");
         record
     }
 }

@@ -131,7 +131,7 @@ fn for_each_record(path: &Path, mut take: impl FnMut(Record, Durability) -> bool
 }
 
 /// Whether a record can be about these files.
-fn is_possible(record: &Record, files: &[OutputFile], carried: usize) -> bool {
+pub(super) fn is_possible(record: &Record, files: &[OutputFile], carried: usize) -> bool {
     let is_entry_possible = |entry: &Entry| {
         let Some(file) = files.get(entry.file as usize) else { return false };
         let mut at = entry.range.start;

@@ -135,6 +135,12 @@ impl Intervals {
         }
     }
 
+    /// Tell everything it is in numbers, which no other list has.
+    pub fn spell(&self, tell: &mut impl FnMut(u64)) {
+        tell(self.runs.len() as u64);
+        self.runs.iter().flat_map(|run| [run.start, run.step, run.count, run.len]).for_each(tell);
+    }
+
     /// The number of maximal intervals.
     #[must_use]
     pub fn count(&self) -> u64 {

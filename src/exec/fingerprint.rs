@@ -1,0 +1,483 @@
+//! Fingerprints: whether two processes would write the same bytes to the same places from the same source.
+//!
+//! It is a BLAKE3 of the version, of what is known of the source's files (path, length and time of the last change; not
+//! device or inode, which differ from node to node), and of the reservation with everything a copy takes from the source's
+//! tables. Options are not in it: what changes the result shows in the reservation.
+//!
+//! All that is hashed is numbers of 64 bits, little-endian, and bytes behind their length; lists stand behind theirs, and
+//! alternatives behind a number that tells which. So no field can run into the next. Invariant: it depends neither on
+//! threads, nor on the order of a hash map, nor on where in memory something lies.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fmt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use foldhash::fast::RandomState;
+use serde::{Deserialize, Serialize};
+
+use super::Input;
+use super::carry::Carried;
+use crate::catalog::{OutputFile, Reservation, Reserved, TensorEntry, TensorId};
+use crate::error::Result;
+use crate::storage::{Files, regular_file};
+
+/// What a checkpoint that is being written will be. Written as 64 hex digits.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Fingerprint([u8; 32]);
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(blake3::Hash::from_bytes(self.0).to_hex().as_str())
+    }
+}
+
+/// Its first digits.
+impl fmt::Debug for Fingerprint {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "Fingerprint({self:.12})")
+    }
+}
+
+impl FromStr for Fingerprint {
+    type Err = blake3::HexError;
+
+    fn from_str(digits: &str) -> Result<Self, Self::Err> {
+        Ok(Self(*blake3::Hash::from_hex(digits)?.as_bytes()))
+    }
+}
+
+impl TryFrom<String> for Fingerprint {
+    type Error = blake3::HexError;
+
+    fn try_from(digits: String) -> Result<Self, Self::Error> {
+        digits.parse()
+    }
+}
+
+impl From<Fingerprint> for String {
+    fn from(fingerprint: Fingerprint) -> Self {
+        fingerprint.to_string()
+    }
+}
+
+/// The fingerprint of what this `version` makes of `input`. Files of the source go by their paths below the `roots`, the
+/// checkpoints that are read (each a folder, or a file beside which the others are), which may be mounted anywhere.
+///
+/// # Errors
+/// `Io` where a carried file cannot be looked at.
+pub fn fingerprint(
+    version: &str,
+    input: Input<'_>,
+    reservation: &Reservation,
+    carried: &[Carried],
+    roots: &[&Path],
+) -> Result<Fingerprint> {
+    let mut digest = Digest::default();
+    digest.bytes(b"dtshard plan 1");
+    digest.bytes(version.as_bytes());
+    digest.sources(input.files, roots);
+    digest.list(&reservation.files, Digest::file);
+    digest.list(&reservation.tensors, Digest::reserved);
+    // Many target tensors may be made of one.
+    let taken: BTreeSet<TensorId> = reservation.tensors.iter().map(|tensor| tensor.source).collect();
+    taken.iter().for_each(|id| digest.source(*id, input.catalog.tensor(*id)));
+    digest.number(carried.len() as u64);
+    for file in carried {
+        let metadata = regular_file(&file.from)?;
+        digest.path(&file.from, roots);
+        digest.bytes(file.to.as_os_str().as_bytes());
+        digest.number(file.len);
+        digest.modified((metadata.mtime(), metadata.mtime_nsec()));
+    }
+    Ok(digest.finish())
+}
+
+/// Hashed in pieces that are worth a call.
+const BUFFER_BYTES: usize = 64 << 10;
+
+/// Literals that are hashed where they stand; the digest of one costs more.
+const SHORT_BYTES: usize = 128;
+
+#[derive(Default)]
+struct Digest {
+    hasher: blake3::Hasher,
+    buffer: Vec<u8>,
+    /// Of literals that many files share, by where they lie: each is hashed once.
+    literals: HashMap<*const u8, [u8; 32], RandomState>,
+}
+
+impl Digest {
+    fn number(&mut self, number: u64) {
+        self.raw(&number.to_le_bytes());
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        self.number(bytes.len() as u64);
+        self.raw(bytes);
+    }
+
+    fn raw(&mut self, bytes: &[u8]) {
+        if self.buffer.len() + bytes.len() > BUFFER_BYTES {
+            self.hasher.update(&self.buffer);
+            self.buffer.clear();
+        }
+        if bytes.len() > BUFFER_BYTES {
+            self.hasher.update(bytes);
+        } else {
+            self.buffer.extend_from_slice(bytes);
+        }
+    }
+
+    fn list<T>(&mut self, list: &[T], each: impl Fn(&mut Self, &T)) {
+        self.number(list.len() as u64);
+        list.iter().for_each(|item| each(self, item));
+    }
+
+    fn numbers(&mut self, numbers: &[u64]) {
+        self.list(numbers, |digest, number| digest.number(*number));
+    }
+
+    fn modified(&mut self, (seconds, nanoseconds): (i64, i64)) {
+        self.number(seconds.cast_unsigned());
+        self.number(nanoseconds.cast_unsigned());
+    }
+
+    /// A path below one of the roots, or beside it; of any other its last name.
+    fn path(&mut self, path: &Path, roots: &[&Path]) {
+        let below = |root: &Path| path.strip_prefix(root).ok().filter(|rest| !rest.as_os_str().is_empty());
+        let found = (0_u64..).zip(roots).find_map(|(index, root)| {
+            let rest = below(root).or_else(|| root.parent().and_then(below))?;
+            Some((index, rest.as_os_str()))
+        });
+        let (root, rest) = found.unwrap_or_else(|| (roots.len() as u64, path.file_name().unwrap_or_default()));
+        self.number(root);
+        self.bytes(rest.as_bytes());
+    }
+
+    fn sources(&mut self, files: &Files, roots: &[&Path]) {
+        self.number(files.ids().count() as u64);
+        for id in files.ids() {
+            self.path(files.path(id), roots);
+            self.number(files.len_bytes(id));
+            self.modified(files.modified(id));
+        }
+    }
+
+    fn file(&mut self, file: &OutputFile) {
+        self.bytes(file.path.as_os_str().as_bytes());
+        self.number(file.len);
+        self.list(&file.literals, |digest, literal| {
+            digest.number(literal.offset);
+            digest.literal(&literal.bytes);
+        });
+        self.list(&file.sums, |digest, sum| {
+            digest.number(sum.range.start);
+            digest.number(sum.range.end);
+            digest.numbers(&sum.sites);
+        });
+    }
+
+    fn literal(&mut self, literal: &Arc<[u8]>) {
+        if literal.len() <= SHORT_BYTES {
+            return self.bytes(literal);
+        }
+        self.number(literal.len() as u64);
+        let digest = *self.literals.entry(literal.as_ptr()).or_insert_with(|| *blake3::hash(literal).as_bytes());
+        self.raw(&digest);
+    }
+
+    fn reserved(&mut self, reserved: &Reserved) {
+        self.tensor(&reserved.entry);
+        self.list(&reserved.shares, |digest, share| share.spell(&mut |number| digest.number(number)));
+        self.number(reserved.source.0.into());
+    }
+
+    fn source(&mut self, id: TensorId, source: &TensorEntry) {
+        self.number(id.0.into());
+        self.tensor(source);
+        self.number(source.summands.is_some().into());
+        if let Some(summands) = &source.summands {
+            self.bytes(summands.reduction.op.as_str().as_bytes());
+            self.numbers(&summands.reduction.dims);
+            self.number(summands.reduction.whole().divisor);
+            self.numbers(&summands.of_chunk);
+        }
+    }
+
+    fn tensor(&mut self, entry: &TensorEntry) {
+        self.bytes(entry.fqn.as_str().as_bytes());
+        self.bytes(entry.dtype.name().as_bytes());
+        self.numbers(&entry.shape);
+        entry.chunks.spell(&mut |number| self.number(number));
+    }
+
+    fn finish(mut self) -> Fingerprint {
+        self.hasher.update(&self.buffer);
+        Fingerprint(*self.hasher.finalize().as_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+    use std::path::PathBuf;
+    use std::time::{Duration, SystemTime};
+
+    use super::*;
+    use crate::catalog::{Catalog, Chunk, ChunkTable, Dtype, Place, Record, Sum, Summands};
+    use crate::exec::Resolve;
+    use crate::layout::partial::{Reduction, Share};
+    use crate::layout::{Dims, Intervals, Placement, Rank, ReduceOp, Tile};
+    use crate::storage::{FileId, IoMode, Stretch};
+
+    /// Everything that a fingerprint is of, with something of every kind in it.
+    struct Work {
+        version: &'static str,
+        root: PathBuf,
+        sources: Vec<&'static str>,
+        catalog: Catalog,
+        reservation: Reservation,
+        carried: Vec<Carried>,
+    }
+
+    fn tile(start: u64) -> Tile {
+        Tile::new([Intervals::single(start, 2), Intervals::full(4)])
+    }
+
+    fn interleaved() -> Tile {
+        let mut intervals = Intervals::single(0, 1);
+        intervals.push(2..3);
+        Tile::new([intervals, Intervals::full(4)])
+    }
+
+    fn chunk(tile: Tile, place: Place) -> Chunk {
+        Chunk { tile, place, strides: None, rank: Some(Rank(0)) }
+    }
+
+    fn tensor(chunks: Vec<Chunk>) -> TensorEntry {
+        let mut table = ChunkTable::new(2);
+        chunks.into_iter().for_each(|chunk| table.push(chunk));
+        TensorEntry { chunks: table, ..TensorEntry::new("w".into(), Dtype::F32, Dims::from_slice(&[4, 4])) }
+    }
+
+    fn at(offset: u64) -> Place {
+        Place::Bytes { file: FileId(0), offset }
+    }
+
+    /// The target's chunks, in its only file.
+    fn target() -> TensorEntry {
+        tensor(vec![chunk(tile(0), at(200)), chunk(tile(2), at(232))])
+    }
+
+    fn work(root: &Path) -> Work {
+        fs::create_dir_all(root.join("src/sub")).unwrap();
+        for name in ["a", "sub/b", "config.json"] {
+            let path = root.join("src").join(name);
+            fs::write(&path, b"0123456789").unwrap();
+            File::open(path).unwrap().set_modified(SystemTime::UNIX_EPOCH + Duration::new(1_000_000, 7)).unwrap();
+        }
+        let mut catalog = Catalog::empty();
+        let record = Place::Record { file: FileId(1), record: Record { header: 3, len: 4, crc: 5 }, within: 6 };
+        let mut source = tensor(vec![chunk(tile(0), at(0)), chunk(tile(2), record)]);
+        let reduction = Reduction::of(&[2], &[Placement::Partial(ReduceOp::Sum)]).unwrap().unwrap();
+        source.summands = Some(Box::new(Summands { reduction, of_chunk: vec![0, 1] }));
+        let source = catalog.push_tensor(source);
+        catalog.push_tensor(tensor(vec![chunk(tile(0), at(0))]));
+        let share = Share { summands: vec![0, 1], divisor: 2, within: None };
+        let mut file = OutputFile::new("model");
+        file.push_literal(vec![7; 150]);
+        file.push_literal(vec![8; 50]);
+        file.push_payload(64);
+        file.sums.push(Sum { range: 200..264, sites: [4, 8].into_iter().collect() });
+        let shares = vec![Arc::new(share.clone()), Arc::new(share)];
+        let reservation = Reservation {
+            files: vec![file],
+            tensors: vec![Reserved { shares, ..Reserved::new(source, target()) }],
+            ..Reservation::default()
+        };
+        let config = root.join("src/config.json");
+        let carried = vec![Carried { from: config, to: "config.json".into(), len: 10 }];
+        Work { version: "1.0.0", root: root.join("src"), sources: vec!["a", "sub/b"], catalog, reservation, carried }
+    }
+
+    impl Work {
+        fn fingerprint(&self) -> Fingerprint {
+            self.below(&self.root)
+        }
+
+        fn below(&self, root: &Path) -> Fingerprint {
+            let mut files = Files::new(IoMode::Read);
+            for name in &self.sources {
+                files.add(self.root.join(name)).unwrap();
+            }
+            let resolve: &Resolve = &|_, _, _| unreachable!("nothing is read");
+            let input = Input { files: &files, catalog: &self.catalog, resolve };
+            fingerprint(self.version, input, &self.reservation, &self.carried, &[root]).unwrap()
+        }
+
+        fn file(&mut self) -> &mut OutputFile {
+            &mut self.reservation.files[0]
+        }
+
+        fn target(&mut self) -> &mut TensorEntry {
+            &mut self.reservation.tensors[0].entry
+        }
+
+        fn source(&mut self) -> &mut TensorEntry {
+            &mut self.catalog.tensors[0]
+        }
+
+        fn share(&mut self) -> &mut Share {
+            Arc::make_mut(&mut self.reservation.tensors[0].shares[1])
+        }
+
+        /// Write a file of the source, or another time of change.
+        fn touch(&self, name: &str, content: &str, nanoseconds: u32) {
+            let path = self.root.join(name);
+            fs::write(&path, content).unwrap();
+            let modified = SystemTime::UNIX_EPOCH + Duration::new(1_000_000, nanoseconds);
+            File::open(path).unwrap().set_modified(modified).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_same_is_the_same_wherever_it_is_mounted() {
+        let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let [one, other] = [0, 1].map(|index| work(folders[index].path()));
+        assert_eq!(one.fingerprint(), one.fingerprint());
+        assert_eq!(one.fingerprint(), other.fingerprint());
+        // An index stands for the files beside it.
+        assert_eq!(one.fingerprint(), one.below(&one.root.join("index.json")));
+    }
+
+    #[test]
+    fn shared_literals_count_as_equal_ones() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut works = [true, false].map(|is_shared| {
+            let mut work = work(folder.path());
+            let bytes: Arc<[u8]> = vec![1; 5000].into();
+            work.file().push_literal(Arc::clone(&bytes));
+            work.file().push_literal(if is_shared { bytes } else { vec![1; 5000].into() });
+            work
+        });
+        assert_eq!(works[0].fingerprint(), works[1].fingerprint());
+        works[1].file().literals.pop();
+        works[1].file().len -= 5000;
+        assert_ne!(works[0].fingerprint(), works[1].fingerprint());
+    }
+
+    #[test]
+    fn every_change_makes_another() {
+        type Change = fn(&mut Work);
+        let changes: &[Change] = &[
+            |_| {},
+            |work| work.version = "1.0.1",
+            // The source's files.
+            |work| work.touch("a", "0123456789", 8),
+            |work| work.touch("sub/b", "01234567890", 7),
+            |work| work.sources.reverse(),
+            |work| work.sources.push("config.json"),
+            |work| work.sources[1] = "config.json",
+            // What is carried over.
+            |work| work.touch("config.json", "0123456789", 9),
+            |work| work.carried[0].to = "sub/config.json".into(),
+            |work| work.carried[0].len = 11,
+            |work| work.carried.clear(),
+            // The target's files.
+            |work| work.file().path = "models".into(),
+            |work| work.file().len += 1,
+            |work| work.file().literals[0].bytes = vec![9; 150].into(),
+            |work| work.file().literals[1].bytes = vec![9; 50].into(),
+            |work| drop(work.file().literals.pop()),
+            |work| work.file().literals[1].offset = 151,
+            |work| work.file().sums[0].range.end = 263,
+            |work| work.file().sums[0].sites.truncate(1),
+            |work| work.file().sums[0].sites[1] = 12,
+            |work| work.file().sums.clear(),
+            |work| work.reservation.files.push(OutputFile::new("more")),
+            // Its tensors.
+            |work| work.target().dtype = Dtype::I32,
+            |work| work.target().fqn = "v".into(),
+            |work| work.target().shape = Dims::from_slice(&[2, 8]),
+            |work| work.target().chunks.shift_files(1),
+            |work| work.target().chunks = tensor(vec![chunk(tile(0), at(232)), chunk(tile(2), at(200))]).chunks,
+            |work| work.target().chunks = tensor(vec![chunk(tile(0), at(200))]).chunks,
+            |work| work.target().chunks.push(chunk(tile(0), at(264))),
+            |work| work.reservation.tensors[0].source.0 = 1,
+            |work| work.reservation.tensors[0].shares.clear(),
+            |work| work.share().divisor = 1,
+            |work| work.share().summands.truncate(1),
+            |work| work.share().within = Some(tile(0)),
+            |work| work.share().within = Some(interleaved()),
+            // The source's tables.
+            |work| work.source().dtype = Dtype::U32,
+            |work| work.source().chunks = target().chunks,
+            |work| work.source().chunks.push(chunk(tile(0), Place::Nowhere)),
+            |work| work.source().chunks.push(Chunk { rank: None, ..chunk(tile(0), Place::Nowhere) }),
+            |work| work.source().chunks.push(chunk(interleaved(), Place::Nowhere)),
+            |work| {
+                let strides = Some(Dims::from_slice(&[1, 2]));
+                work.source().chunks.push(Chunk { strides, ..chunk(tile(0), Place::Nowhere) });
+            },
+            |work| {
+                let item = Place::Item(Stretch { file: FileId(0), offset: 1, len: 2 });
+                work.source().chunks.push(chunk(tile(0), item));
+            },
+            |work| work.source().summands = None,
+            |work| work.source().summands.as_mut().unwrap().of_chunk.reverse(),
+            |work| work.source().summands.as_mut().unwrap().reduction.op = ReduceOp::Max,
+            |work| {
+                let average = Reduction::of(&[2], &[Placement::Partial(ReduceOp::Avg)]).unwrap().unwrap();
+                work.source().summands.as_mut().unwrap().reduction = average;
+            },
+        ];
+        let folder = tempfile::tempdir().unwrap();
+        let mut found = HashMap::new();
+        for (index, change) in changes.iter().enumerate() {
+            let mut work = work(folder.path());
+            change(&mut work);
+            let before = found.insert(work.fingerprint(), index);
+            assert_eq!(before, None, "change {index}");
+        }
+    }
+
+    #[test]
+    fn what_nothing_is_taken_of_does_not_count() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut work = work(folder.path());
+        let before = work.fingerprint();
+        work.catalog.tensors[1].dtype = Dtype::I64;
+        work.reservation.notes.push("so".into());
+        assert_eq!(work.fingerprint(), before);
+    }
+
+    #[test]
+    fn a_carried_file_that_is_gone_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut work = work(folder.path());
+        work.carried[0].from = folder.path().join("gone");
+        let files = Files::new(IoMode::Read);
+        let resolve: &Resolve = &|_, _, _| unreachable!("nothing is read");
+        let input = Input { files: &files, catalog: &work.catalog, resolve };
+        let error = fingerprint("1", input, &work.reservation, &work.carried, &[]).unwrap_err();
+        assert!(error.to_string().contains("cannot open"), "{error}");
+    }
+
+    #[test]
+    fn digits_lead_back() {
+        let fingerprint = Fingerprint(*blake3::hash(b"").as_bytes());
+        let digits = fingerprint.to_string();
+        assert_eq!(digits.len(), 64);
+        assert_eq!(digits.parse::<Fingerprint>().unwrap(), fingerprint);
+        assert_eq!(format!("{fingerprint:?}"), "Fingerprint(af1349b9f5f9)");
+        assert!(digits[1..].parse::<Fingerprint>().is_err());
+        assert_eq!(serde_json::to_string(&fingerprint).unwrap(), format!("{digits:?}"));
+        assert_eq!(serde_json::from_str::<Fingerprint>(&format!("{digits:?}")).unwrap(), fingerprint);
+        assert!(serde_json::from_str::<Fingerprint>("\"af\"").is_err());
+    }
+}
