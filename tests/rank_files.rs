@@ -84,7 +84,7 @@ fn check(case: &str, mesh: &DeviceMesh, list: &str, release: Release) {
     check_order(&reservation);
     assert_eq!(reservation.files.len(), mesh.job_size() as usize);
     let folder = tempfile::tempdir().unwrap();
-    copy::copy(input(&source), &reservation, folder.path(), &OPTIONS, &Silent, &Stop::default()).unwrap();
+    fill(&source, &reservation, folder.path());
 
     let written = open(folder.path());
     assert_eq!(written.catalog.state, source.catalog.state, "{case}");
@@ -133,6 +133,12 @@ fn check(case: &str, mesh: &DeviceMesh, list: &str, release: Release) {
     let own = Style::of_file(&written.files, written.files.ids().next().unwrap()).unwrap();
     let sharded = source.catalog.tensors.iter().any(|entry| entry.sharding.is_some());
     assert_eq!(own, sharded.then_some(style), "{case}");
+}
+
+fn fill(source: &Checkpoint, reservation: &Reservation, folder: &Path) {
+    let todo = Extents::of_files(&reservation.files);
+    let log = Log::new(&reservation.files, &todo, folder.join("journal"), OPTIONS.sync, AtEnd::Nothing);
+    copy::copy(input(source), reservation, folder, &log, &OPTIONS, &Silent, &Stop::default()).unwrap();
 }
 
 #[test]
@@ -191,7 +197,7 @@ fn ranks_that_differ() {
     let reservation = reserve(&source.catalog, &state, &mesh, "S(0)", &Style::default());
     check_order(&reservation);
     let folder = tempfile::tempdir().unwrap();
-    copy::copy(input(&source), &reservation, folder.path(), &OPTIONS, &Silent, &Stop::default()).unwrap();
+    fill(&source, &reservation, folder.path());
     // Ranks 0, 1 and 2 have their own; 3 to 7 those of 0, 1, 2, 0, 1.
     for (rank, is_first) in [true, false, true, true, false, true, true, false].into_iter().enumerate() {
         let name = &reservation.files[rank].path;
@@ -286,7 +292,7 @@ fn a_slice_of_a_mesh_is_read_and_written() {
         };
         let reservation = reserve_ranks(&wishes(&source.catalog), &state, target).unwrap();
         let folder = tempfile::tempdir().unwrap();
-        copy::copy(input(&source), &reservation, folder.path(), &OPTIONS, &Silent, &Stop::default()).unwrap();
+        fill(&source, &reservation, folder.path());
         let written = Checkpoint::open(folder.path(), &ReadOptions::default()).unwrap();
         let found = norm(&written.catalog);
         assert_eq!((found.shared.slice, found.shared.placements.len()), (slice, 2), "{release:?}");

@@ -173,7 +173,9 @@ fn what_is_recorded_is_there_with_its_size() {
     fs::create_dir_all(data.join("sub")).unwrap();
     fs::write(data.join("a"), content()).unwrap();
     fs::write(data.join("sub/b"), &content()[1..]).unwrap();
-    ["x", "z"].map(|name| fs::write(data.join(name), "abc").unwrap());
+    for name in ["x", "z"] {
+        fs::write(data.join(name), "abc").unwrap();
+    }
     assert!(fault().unwrap_err().contains("found 999 bytes"), "{:?}", fault());
     fs::write(data.join("sub/b"), content()).unwrap();
     fault().unwrap();
