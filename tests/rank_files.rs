@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use dtshard::catalog::{Catalog, ChunkTable, Fqn, Holding, Reservation, TensorEntry, TensorId, Value, model};
-use dtshard::exec::{Input, Options, Silent, Stop, compare, copy};
+use dtshard::exec::log::{AtEnd, Log};
+use dtshard::exec::{Extents, Input, Options, Silent, Stop, compare, copy};
 use dtshard::format::pickle::Unknown;
 use dtshard::format::torch::{RankLayout, RankTarget, Release, Style, reserve_ranks};
 use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, dcp, resolve, safetensors, torch};
