@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-pub use output::{ConvertArgs, DestinationArgs, ProgressChoice, TalkArgs};
+pub use output::{ConvertArgs, DestinationArgs, PartArgs, ProgressChoice, TalkArgs};
 pub use source::{CheckArgs, OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied, ToldArgs};
 use values::rank;
 pub use values::{FormatArg, IoArg, SplitArg};
@@ -128,6 +128,20 @@ pub enum Command {
     /// Write the man pages
     #[command(after_help = MAN_EXAMPLES)]
     Man(Man),
+}
+
+impl Command {
+    /// What the verbs that write share; `None` for the others.
+    #[must_use]
+    pub fn convert(&self) -> Option<&ConvertArgs> {
+        match self {
+            Self::Reshard(args) => Some(&args.convert),
+            Self::Unshard(args) => Some(&args.convert),
+            Self::Flatten(args) => Some(&args.convert),
+            Self::Consolidate(args) => Some(&args.convert),
+            Self::Inspect(_) | Self::Verify(_) | Self::Completions(_) | Self::Man(_) => None,
+        }
+    }
 }
 
 #[derive(Args, Debug)]

@@ -39,6 +39,10 @@ pub struct DestinationArgs {
     /// Replace DST if it exists [default: refused, unless it is an empty folder]
     #[arg(long)]
     pub overwrite: bool,
+    /// Go on where an interrupted run of the same command stopped, and keep what is done if this one is interrupted;
+    /// start where there is none
+    #[arg(long, conflicts_with = "restart")]
+    pub resume: bool,
     /// Throw away what an interrupted run left beside DST
     #[arg(long)]
     pub restart: bool,
@@ -51,6 +55,22 @@ pub struct DestinationArgs {
     /// Read back and compare everything before it is published
     #[arg(long)]
     pub verify: bool,
+}
+
+/// Which share of the work is this process's, where several convert one checkpoint.
+#[derive(Args, Clone, Copy, Debug, Default)]
+#[command(next_help_heading = "Running")]
+pub struct PartArgs {
+    /// Do part K of --parts, from 0 [default: as srun, torchrun, mpirun or a Slurm array say]
+    #[arg(long, value_name = "K")]
+    pub part: Option<u32>,
+    /// Share the work among N processes, each started with the same command; 1 is a run of its own, whatever started it
+    /// [default: as srun, torchrun or mpirun say]
+    #[arg(long, value_name = "N")]
+    pub parts: Option<u32>,
+    /// Leave when this part is done; whichever part is done last completes DST [default: in Slurm arrays, else wait]
+    #[arg(long)]
+    pub no_wait: bool,
 }
 
 /// What the verbs that write have in common.
@@ -72,6 +92,8 @@ pub struct ConvertArgs {
     pub checks: CheckArgs,
     #[command(flatten)]
     pub source: SourceArgs,
+    #[command(flatten)]
+    pub share: PartArgs,
 }
 
 /// When to show progress.

@@ -49,7 +49,7 @@ impl Launcher {
     pub fn name(self) -> &'static str {
         match self {
             Self::Alone => "alone",
-            Self::Options => "--part",
+            Self::Options => "the command line",
             Self::Torchrun => "torchrun",
             Self::OpenMpi => "Open MPI",
             Self::Pmi => "PMI",
