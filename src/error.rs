@@ -68,9 +68,9 @@ pub enum Error {
     #[error("{}: {error}", path.display())]
     Within { path: PathBuf, error: Box<Error> },
 
-    /// INT or TERM; nothing was published.
-    #[error("stopped by {signal}; nothing was written at the destination")]
-    Stopped { signal: &'static str, exit: u8 },
+    /// A signal; nothing was published. `kept` is what another run can go on from.
+    #[error("stopped by {signal}; {}", what_is_left(kept.as_deref()))]
+    Stopped { signal: &'static str, exit: u8, kept: Option<PathBuf> },
 }
 
 const PLACEMENTS_HINT: &str =
@@ -92,6 +92,19 @@ impl Wrong {
     pub fn within(self, path: &Path) -> Error {
         Error::malformed(path, self.at, self.expected, self.found)
     }
+}
+
+/// What a shell says of a command that INT ended.
+pub const INTERRUPTED: u8 = 130;
+
+/// `EX_TEMPFAIL` of sysexits.h.
+pub const TRY_AGAIN: u8 = 75;
+
+fn what_is_left(kept: Option<&Path>) -> String {
+    kept.map_or_else(
+        || String::from("nothing was written at the destination"),
+        |path| format!("{} keeps what is done, --resume goes on", path.display()),
+    )
 }
 
 impl Error {
@@ -123,6 +136,19 @@ impl Error {
         match self {
             Self::Coverage { .. } | Self::Conflict { .. } => {
                 Self::Within { path: path.to_path_buf(), error: Box::new(self) }
+            }
+            error => error,
+        }
+    }
+
+    /// Say where the work of a run that was stopped is kept. Whoever sent the signal learns from the exit code that the
+    /// same command can go on; a person who interrupts sees it.
+    #[must_use]
+    pub fn keeping(self, path: &Path) -> Self {
+        match self {
+            Self::Stopped { signal, exit, .. } => {
+                let exit = if exit == INTERRUPTED { exit } else { TRY_AGAIN };
+                Self::Stopped { signal, exit, kept: Some(path.to_path_buf()) }
             }
             error => error,
         }

@@ -16,9 +16,11 @@
 //! Flat parameters of FSDP1 are no tensors of a catalog: reading puts parameters in their place, and writing puts them
 //! behind each other again, as a [`catalog::flat::FlatLayout`] says.
 //!
-//! Who may import whom: `commands` sees everything; `exec` sees `plan`, `catalog` and `storage` but no format and no
-//! terminal; `plan`, `format` and `select` see `catalog` and `layout`; `layout` is pure algebra and sees nothing of the
-//! crate.
+//! Several processes share the last step: each fills its [`comm::Part`] of the bytes.
+//!
+//! Who may import whom: `commands` sees everything; `exec` sees `plan`, `catalog`, `storage` and `comm` but no format and
+//! no terminal; `plan`, `format` and `select` see `catalog` and `layout`; `layout` is pure algebra, `comm` the
+//! environment of a process, and both see nothing of the crate.
 
 pub mod catalog;
 pub mod cli;

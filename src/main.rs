@@ -6,6 +6,7 @@ use clap::Parser;
 
 use dtshard::cli::{Cli, normalise_long_options};
 use dtshard::commands::{self, Printer};
+use dtshard::error::Error;
 
 fn main() -> ExitCode {
     let arguments = normalise_long_options(std::env::args_os());
@@ -15,11 +16,18 @@ fn main() -> ExitCode {
         Err(error) => return ExitCode::from(commands::not_parsed(&error, &arguments)),
     };
     let printer = Printer::new(cli.talk);
-    match commands::run(cli, &printer) {
+    let launch = match commands::launch_of(&cli.command) {
+        Ok(launch) => launch,
+        Err(error) => return failed(&error, &printer),
+    };
+    let printer = printer.of_launch(&launch);
+    match commands::run(cli, launch, &printer) {
         Ok(status) => ExitCode::from(status.code()),
-        Err(error) => {
-            printer.error(&error);
-            ExitCode::from(commands::exit_code(&error))
-        }
+        Err(error) => failed(&error, &printer),
     }
+}
+
+fn failed(error: &Error, printer: &Printer) -> ExitCode {
+    printer.error(error);
+    ExitCode::from(commands::exit_code(error))
 }

@@ -6,15 +6,15 @@ use std::path::{Path, PathBuf};
 /// For each module, the modules of this crate that it may use besides itself and `error`.
 const ALLOWED: [(&str, &[&str]); 11] = [
     ("layout", &[]),
-    ("comm", &[]),
     ("storage", &[]),
+    ("comm", &[]),
     ("catalog", &["layout", "storage"]),
     ("plan", &["catalog", "layout"]),
     ("format", &["catalog", "layout", "nearest", "quantity", "storage"]),
     ("quantity", &[]),
     ("select", &["catalog", "layout", "nearest"]),
     ("nearest", &["layout"]),
-    ("exec", &["comm", "plan", "catalog", "layout", "storage"]),
+    ("exec", &["plan", "catalog", "layout", "storage", "comm"]),
     ("error", &["layout"]),
 ];
 

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use clap::Parser;
 use dtshard::catalog::{Catalog, Dtype, Fqn, OutputFile, TensorEntry, TensorId, model};
 use dtshard::cli::Cli;
+use dtshard::comm::Launch;
 use dtshard::commands::{self, Printer};
 use dtshard::error::Error;
 use dtshard::exec::{Input, Prepared, Scratch};
@@ -105,7 +106,7 @@ fn with_literals(file: &OutputFile) -> Vec<u8> {
 fn dtshard(arguments: &[&str]) -> Result<(), Error> {
     let cli = Cli::try_parse_from([&["dtshard"], arguments, &["--quiet"]].concat()).unwrap();
     let printer = Printer::new(cli.talk);
-    commands::run(cli, &printer).map(drop)
+    commands::run(cli, Launch::alone(), &printer).map(drop)
 }
 
 fn reshard(from: &Path, to: &Path, options: &[String]) -> Result<(), Error> {

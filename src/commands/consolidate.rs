@@ -15,6 +15,7 @@ use super::whole::{check_tied, elsewhere, names_to_write, placing_like, safetens
 use super::{Status, check_flat};
 use crate::catalog::{Dtype, Fqn, TensorId, model, optimizer, path};
 use crate::cli::Consolidate;
+use crate::comm::Launch;
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
 use crate::exec::staging::Shape;
@@ -45,8 +46,8 @@ const ASSETS: [&str; 19] = [
     "LICENSE*",
 ];
 
-pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
-    let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
+pub fn run(args: &Consolidate, launch: Launch, printer: &Printer) -> Result<Status> {
+    let run = Run::writing(&args.convert, launch, printer)?;
     let root = if args.everything { Root::Whole } else { Root::Model };
     let defaults = Defaults {
         want: Want::Model,

@@ -109,7 +109,7 @@ pub fn convert(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -
 }
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
-    let Run { printer, options, stop, started } = run;
+    let Run { printer, options, stop, started, .. } = run;
     check_len(&conversion.reservation)?;
     let source = &conversion.source.checkpoint;
     for note in notes(conversion) {

@@ -5,6 +5,8 @@
 
 use super::convert::Conversion;
 use crate::cli::SourceArgs;
+use crate::comm::cpus::cpus;
+use crate::comm::process_environment;
 use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
 use crate::exec::{DEFAULT_STRIP_BYTES, Options, SCRATCH_BYTES};
@@ -48,9 +50,10 @@ const BASE_BYTES: u64 = 32 << 20;
 /// The smallest strip that is worth a system call.
 const LEAST_STRIP_BYTES: u64 = 64 << 10;
 
-/// One thread a core, or as many as the memory allows.
+/// One thread a core that this process may use, or as many as the memory allows.
 fn threads_within(max_memory: u64, io: Option<IoMode>) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let cores = cpus(&process_environment).map_or(cores, |given| cores.min(given));
     let affordable = max_memory.saturating_sub(BASE_BYTES) / (LEAST_STRIP_BYTES + scratch_bytes(io));
     cores.min(usize::try_from(affordable).unwrap_or(cores)).clamp(1, MAX_THREADS)
 }

@@ -32,8 +32,10 @@ use std::ffi::OsString;
 use std::path::Path;
 
 pub use printer::Printer;
+pub use run::launch_of;
 
 use crate::cli::{Cli, Command, SourceArgs};
+use crate::comm::Launch;
 use crate::error::{Error, Result};
 use crate::exec::Input;
 use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
@@ -71,17 +73,17 @@ pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
     Printer::new(printer::talk_of_unparsed(arguments)).not_parsed(error)
 }
 
-/// Run a verb.
+/// Run a verb, or this process's part of it.
 ///
 /// # Errors
 /// Whatever keeps it from being done.
-pub fn run(cli: Cli, printer: &Printer) -> Result<Status> {
+pub fn run(cli: Cli, launch: Launch, printer: &Printer) -> Result<Status> {
     match cli.command {
         Command::Inspect(args) => inspect::run(&args, printer),
-        Command::Reshard(args) => reshard::run(&args, printer),
-        Command::Unshard(args) => unshard::run(&args, printer),
-        Command::Flatten(args) => flatten::run(&args, printer),
-        Command::Consolidate(args) => consolidate::run(&args, printer),
+        Command::Reshard(args) => reshard::run(&args, launch, printer),
+        Command::Unshard(args) => unshard::run(&args, launch, printer),
+        Command::Flatten(args) => flatten::run(&args, launch, printer),
+        Command::Consolidate(args) => consolidate::run(&args, launch, printer),
         Command::Verify(args) => verify::run(&args, printer),
         Command::Completions(args) => completions::run(&args, printer),
         Command::Man(args) => man::run(&args, printer),

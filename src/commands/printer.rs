@@ -5,7 +5,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 
 use anstream::{AutoStream, ColorChoice};
 use anstyle::{Ansi256Color, Color, Style};
@@ -13,18 +13,44 @@ use clap::error::ErrorKind;
 use serde_json::{Value as Json, json};
 
 use crate::cli::{ProgressChoice, TalkArgs};
+use crate::comm::{Launch, Part};
 use crate::error::{Error, Result};
 use crate::layout::LayoutError;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Printer {
     choice: TalkArgs,
+    part: Part,
+    /// Whether standard output is this process's to write to.
+    documents: bool,
 }
 
 impl Printer {
     #[must_use]
     pub fn new(choice: TalkArgs) -> Self {
-        Self { choice }
+        Self { choice, part: Part::alone(), documents: true }
+    }
+
+    /// As one of several processes, whose lines may come to one terminal: each says which one it is of, and the first
+    /// speaks for all.
+    #[must_use]
+    pub fn of_launch(self, launch: &Launch) -> Self {
+        let first = launch.part.index == 0;
+        Self { part: launch.part, documents: first || !launch.launcher.shares_output(), ..self }
+    }
+
+    /// Whether what is the same for all processes is this one's to say.
+    fn speaks(&self) -> bool {
+        !self.choice.quiet && (self.part.index == 0 || self.choice.verbose)
+    }
+
+    /// A line of talk as it goes out.
+    pub(super) fn say(&self, text: &str) {
+        if self.part.is_alone() {
+            write_stderr(text);
+        } else {
+            write_stderr(&format!("[{}] {text}", self.part));
+        }
     }
 
     #[must_use]
@@ -35,7 +61,7 @@ impl Printer {
     /// Data for people; the JSON document takes its place where that is asked for. Cells that must stay on their line
     /// are made [`harmless`] before.
     pub fn data(&self, text: &str) -> Result<()> {
-        if self.choice.json {
+        if self.choice.json || !self.documents {
             return Ok(());
         }
         let lines: Vec<String> = text.split('\n').map(harmless).collect();
@@ -57,8 +83,12 @@ impl Printer {
         terminal_size::terminal_size_of(io::stdout()).map_or(most, |(width, _)| most.min(width.0.into()))
     }
 
-    /// The JSON document of the run.
+    /// The JSON document of the run, one for all processes that share a standard output.
     pub fn document(&self, document: &Json) -> Result<()> {
+        if self.documents { self.any_document(document) } else { Ok(()) }
+    }
+
+    fn any_document(&self, document: &Json) -> Result<()> {
         if !self.choice.json {
             return Ok(());
         }
@@ -68,8 +98,8 @@ impl Printer {
 
     /// One line of what is or was done.
     pub fn line(&self, text: &str) {
-        if !self.choice.quiet {
-            write_stderr(text);
+        if self.speaks() {
+            self.say(text);
         }
     }
 
@@ -81,7 +111,7 @@ impl Printer {
     /// One line for who wants to know more.
     pub fn detail(&self, text: &str) {
         if self.choice.verbose && !self.choice.quiet {
-            write_stderr(text);
+            self.say(text);
         }
     }
 
@@ -91,15 +121,15 @@ impl Printer {
 
     /// The error, its hint, and the JSON document of a failed run.
     pub fn error(&self, error: &Error) {
-        write_stderr(&format!("error: {error}"));
+        self.say(&format!("error: {error}"));
         if let Some(hint) = error.hint() {
             // Indented lines are ours or pass for none of ours.
             let mut lines = hint.split("\n    ");
-            write_stderr(&format!("hint: {}", lines.next().unwrap_or_default()));
-            lines.for_each(|line| write_stderr(&format!("    {line}")));
+            self.say(&format!("hint: {}", lines.next().unwrap_or_default()));
+            lines.for_each(|line| self.say(&format!("    {line}")));
         }
         // The run has failed already; there is no second way to fail.
-        let _ = self.document(&json!({ "error": error_document(error) }));
+        let _ = self.any_document(&json!({ "error": error_document(error) }));
     }
 
     /// What clap has to say instead of running anything, and the exit code: help and version are data, the rest are
@@ -117,11 +147,18 @@ impl Printer {
         2
     }
 
+    /// Whether a terminal is this process's to draw on.
+    #[must_use]
+    pub fn draws(&self) -> bool {
+        self.part.index == 0 && io::stderr().is_terminal()
+    }
+
     /// When to show progress. A JSON document is for a program, which is not waiting for a bar.
     #[must_use]
     pub fn progress(&self) -> ProgressChoice {
         match self.choice.progress {
             _ if self.choice.quiet => ProgressChoice::Never,
+            ProgressChoice::Auto if !self.speaks() => ProgressChoice::Never,
             ProgressChoice::Auto if self.choice.json => ProgressChoice::Never,
             choice => choice,
         }
@@ -138,7 +175,7 @@ fn write_stdout(text: &str) -> Result<()> {
 }
 
 /// A line of talk. A terminal that went away is no error.
-pub(super) fn write_stderr(text: &str) {
+fn write_stderr(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{}", harmless(text));
 }
 
@@ -260,6 +297,7 @@ fn error_document(error: &Error) -> Json {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::Launcher;
 
     #[test]
     fn names_cannot_command_a_terminal() {
@@ -268,6 +306,23 @@ mod tests {
         assert_eq!(shown, "w\\u{1b}]0;owned\\u{7}\\u{9b}2J\\r\\nerror: x\\u{202e}\\u{2028}");
         assert_eq!(harmless(&shown), shown);
         assert_eq!(harmless("Schlüssel.權重 [0]"), "Schlüssel.權重 [0]");
+    }
+
+    #[test]
+    fn the_first_of_several_speaks_for_all() {
+        let of = |index, launcher, choice: TalkArgs| {
+            Printer::new(choice).of_launch(&Launch { part: Part { index, of: 4 }, launcher, ..Launch::alone() })
+        };
+        let (usual, verbose) = (TalkArgs::default(), TalkArgs { verbose: true, ..TalkArgs::default() });
+        let quiet = TalkArgs { quiet: true, verbose: true, ..TalkArgs::default() };
+        assert!(Printer::new(usual).speaks() && of(0, Launcher::Slurm, usual).speaks());
+        assert!(!of(1, Launcher::Slurm, usual).speaks() && of(1, Launcher::Slurm, verbose).speaks());
+        assert!(!of(0, Launcher::Slurm, quiet).speaks());
+        assert_eq!(of(1, Launcher::Slurm, usual).progress(), ProgressChoice::Never);
+        let always = TalkArgs { progress: ProgressChoice::Always, ..usual };
+        assert_eq!(of(1, Launcher::Slurm, always).progress(), ProgressChoice::Always);
+        // Elements of an array have a standard output each.
+        assert!(of(1, Launcher::SlurmArray, usual).documents && !of(1, Launcher::Slurm, usual).documents);
     }
 
     #[test]

@@ -1,13 +1,12 @@
 //! How far a run is: a bar with rate and remaining time on a terminal, a plain line now and then elsewhere.
 
-use std::io::IsTerminal;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::printer::{Printer, write_stderr};
+use super::printer::Printer;
 use crate::cli::ProgressChoice;
 use crate::exec::Reporter;
 use crate::quantity::human_bytes;
@@ -18,6 +17,7 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct Progress {
     display: Display,
+    printer: Printer,
 }
 
 #[derive(Debug)]
@@ -32,14 +32,14 @@ impl Progress {
     pub fn start(printer: &Printer, verb: &'static str, total: u64) -> Self {
         let display = match printer.progress() {
             ProgressChoice::Never => Display::Nothing,
-            _ if std::io::stderr().is_terminal() => Display::Bar(bar(verb, total)),
+            _ if printer.draws() => Display::Bar(bar(verb, total)),
             choice => {
                 let now = Instant::now();
                 let always = choice == ProgressChoice::Always;
                 Display::Lines { verb, total, always, done: AtomicU64::new(0), started: now, last: Mutex::new(now) }
             }
         };
-        Self { display }
+        Self { display, printer: *printer }
     }
 }
 
@@ -61,7 +61,7 @@ impl Reporter for Progress {
                 let Ok(mut last) = last.try_lock() else { return };
                 if last.elapsed() >= LINE_EVERY {
                     *last = Instant::now();
-                    write_stderr(&line(verb, done, *total, started.elapsed()));
+                    self.printer.say(&line(verb, done, *total, started.elapsed()));
                 }
             }
         }
@@ -76,7 +76,7 @@ impl Drop for Progress {
             Display::Lines { verb, total, always: true, done, started, .. } => {
                 let done = done.load(Ordering::Relaxed);
                 if done > 0 {
-                    write_stderr(&line(verb, done, *total, started.elapsed()));
+                    self.printer.say(&line(verb, done, *total, started.elapsed()));
                 }
             }
             _ => {}

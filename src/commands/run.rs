@@ -1,10 +1,11 @@
-//! What a verb has from its first step on: who to talk to, how to work, when to stop.
+//! What a verb has from its first step on: who to talk to, how to work, when to stop, and which part is its own.
 
 use std::time::Instant;
 
 use super::memory::work_options;
 use super::printer::Printer;
-use crate::cli::SourceArgs;
+use crate::cli::{Command, ConvertArgs, SourceArgs};
+use crate::comm::{self, Launch, process_environment};
 use crate::error::Result;
 use crate::exec::{Options, Stop};
 use crate::storage::filesystem::raise_open_file_limit;
@@ -14,14 +15,55 @@ pub struct Run<'a> {
     pub options: Options,
     pub stop: Stop,
     pub started: Instant,
+    pub launch: Launch,
 }
 
 impl<'a> Run<'a> {
+    /// A verb that only reads, which one process does.
+    ///
     /// # Errors
     /// `Usage` where threads and memory do not go together, `Io`.
-    pub fn begin(args: &SourceArgs, sync: bool, printer: &'a Printer) -> Result<Self> {
+    pub fn reading(args: &SourceArgs, printer: &'a Printer) -> Result<Self> {
+        Self::begin(args, false, Launch::alone(), printer)
+    }
+
+    /// A verb that writes, of which several processes may do a part each.
+    ///
+    /// # Errors
+    /// As [`Self::reading`].
+    pub fn writing(args: &ConvertArgs, launch: Launch, printer: &'a Printer) -> Result<Self> {
+        let run = Self::begin(&args.source, !args.destination.no_sync, launch, printer)?;
+        run.introduce();
+        Ok(run)
+    }
+
+    fn introduce(&self) {
+        let Launch { part, launcher, node, .. } = &self.launch;
+        if !part.is_alone() {
+            let node = node.as_ref().map(|node| format!(" on {node}")).unwrap_or_default();
+            self.printer.detail(&format!(
+                "part {} of {}, counted from 0, by {}{node}",
+                part.index,
+                part.of,
+                launcher.name()
+            ));
+        }
+    }
+
+    fn begin(args: &SourceArgs, sync: bool, launch: Launch, printer: &'a Printer) -> Result<Self> {
         let started = Instant::now();
         raise_open_file_limit();
-        Ok(Self { printer, options: work_options(args, sync)?, stop: Stop::on_signals()?, started })
+        Ok(Self { printer, options: work_options(args, sync)?, stop: Stop::on_signals()?, started, launch })
     }
+}
+
+/// How this process was started, where that is anything to the verb.
+///
+/// # Errors
+/// `Usage` where the command line and the environment make no sense together.
+pub fn launch_of(command: &Command) -> Result<Launch> {
+    command.convert().map_or_else(
+        || Ok(Launch::alone()),
+        |args| comm::launch(args.share.part, args.share.parts, args.share.no_wait, &process_environment),
+    )
 }

@@ -60,7 +60,7 @@ impl Report {
 }
 
 pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
-    let run = Run::begin(&args.source, false, printer)?;
+    let run = Run::reading(&args.source, printer)?;
     let mut report = Report::default();
     let listing = args.other.as_deref().map(Listing::read_if_any).transpose()?.flatten();
     let Some(source) = open(args, &args.src, told(&args.source.told, args.select.keep_names)?, printer, &mut report)?

@@ -1,11 +1,12 @@
-//! INT and TERM as a flag that workers look at between strips.
+//! INT, TERM, USR1 and USR2 as a flag that workers look at between strips.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ};
+use signal_hook::flag;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, INTERRUPTED, Result};
 
 /// Asked between strips whether to go on. Cloning shares the flag.
 #[derive(Clone, Debug, Default)]
@@ -13,35 +14,70 @@ pub struct Stop {
     signal: Arc<AtomicUsize>,
 }
 
+/// What stops a run, and the exit code of one that keeps nothing: as a shell says it of a command that a signal ended.
+const STOPPING: [(i32, &str, u8); 4] =
+    [(SIGINT, "INT", INTERRUPTED), (SIGTERM, "TERM", 143), (SIGUSR1, "USR1", 138), (SIGUSR2, "USR2", 140)];
+
 impl Stop {
-    /// A flag that the process's INT and TERM set from now on. A second signal of the same kind ends the process at
-    /// once, so that a hung file system cannot hold a user. Beyond a limit to the size of files a write fails from now
-    /// on, and is an error as any other; the signal would end the process and leave half of the work there.
+    /// A flag that INT, TERM, USR1 and USR2 to the process set from now on. A second INT ends the process at once, so
+    /// that a hung file system cannot hold a user. The others never do: a job that is cancelled or out of time gets TERM
+    /// twice within milliseconds, and KILL if that was not enough. Beyond a limit to the size of files a write fails from
+    /// now on, and is an error as any other; the signal would end the process and leave half of the work there.
     ///
     /// # Errors
     /// `Io` where the handlers cannot be installed.
     pub fn on_signals() -> Result<Self> {
         let stop = Self::default();
-        for signal in [SIGINT, SIGTERM] {
-            let number = usize::try_from(signal).expect("signal numbers are positive");
-            let hurry = Arc::new(std::sync::atomic::AtomicBool::new(false));
-            signal_hook::flag::register_conditional_default(signal, Arc::clone(&hurry))
-                .and_then(|_| signal_hook::flag::register(signal, hurry))
-                .and_then(|_| signal_hook::flag::register_usize(signal, Arc::clone(&stop.signal), number))
-                .map_err(Error::io("install a signal handler in", "this process"))?;
-        }
-        signal_hook::flag::register(SIGXFSZ, Arc::default())
-            .map_err(Error::io("install a signal handler in", "this process"))?;
+        stop.listen().map_err(Error::io("install a signal handler in", "this process"))?;
         Ok(stop)
+    }
+
+    fn listen(&self) -> std::io::Result<()> {
+        let hurry = Arc::new(AtomicBool::new(false));
+        flag::register_conditional_default(SIGINT, Arc::clone(&hurry))?;
+        flag::register(SIGINT, hurry)?;
+        for (signal, ..) in STOPPING {
+            let number = usize::try_from(signal).expect("signal numbers are positive");
+            flag::register_usize(signal, Arc::clone(&self.signal), number)?;
+        }
+        flag::register(SIGXFSZ, Arc::default())?;
+        Ok(())
     }
 
     /// # Errors
     /// `Stopped` once a signal has come.
     pub fn check(&self) -> Result<()> {
-        match i32::try_from(self.signal.load(Ordering::Relaxed)).unwrap_or(SIGTERM) {
-            0 => Ok(()),
-            SIGINT => Err(Error::Stopped { signal: "INT", exit: 130 }),
-            _ => Err(Error::Stopped { signal: "TERM", exit: 143 }),
+        let came = self.signal.load(Ordering::Relaxed);
+        match STOPPING.iter().find(|(number, ..)| usize::try_from(*number) == Ok(came)) {
+            None => Ok(()),
+            Some((_, signal, exit)) => Err(Error::Stopped { signal, exit: *exit, kept: None }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn the_exit_code_tells_whether_to_try_again() {
+        let code = |error: &Error| match error {
+            Error::Stopped { exit, .. } => *exit,
+            _ => unreachable!(),
+        };
+        for (number, signal, exit) in STOPPING {
+            let stop = Stop::default();
+            assert!(stop.check().is_ok());
+            stop.signal.store(usize::try_from(number).unwrap(), Ordering::Relaxed);
+            let error = stop.check().unwrap_err();
+            assert_eq!((code(&error), i32::from(exit)), (exit, 128 + number));
+            assert_eq!(error.to_string(), format!("stopped by {signal}; nothing was written at the destination"));
+            let kept = error.keeping(Path::new(".out.dtshard-partial"));
+            assert_eq!(code(&kept), if number == SIGINT { 130 } else { 75 });
+            let words = format!("stopped by {signal}; .out.dtshard-partial keeps what is done, --resume goes on");
+            assert_eq!(kept.to_string(), words);
         }
     }
 }

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::Path;
 
-use crate::corrupt::{Sandbox, copy_all, dtshard, fixture};
+use crate::corrupt::{Outcome, Sandbox, command, copy_all, dtshard, fixture};
 
 /// `reshard` a small DCP directory with these arguments: exit code 2, all words, nothing left.
 fn refused(args: &[&str], words: &[&str]) {
@@ -78,6 +78,67 @@ fn resources() {
     for size in ["0", "-1", "x", "5XB", "99999999999999999999GB", "nan", "1e400"] {
         refused(&["--mesh=dp=2", &format!("--max-memory={size}")], &["--max-memory"]);
     }
+}
+
+/// What launchers say, and all their contradictions: `comm::tests`.
+#[test]
+fn parts() {
+    let mesh = "--mesh=dp=2";
+    refused(&[mesh, "--part=0"], &["--part 0", "--parts N"]);
+    refused(&[mesh, "--parts=4"], &["--parts 4", "--part K"]);
+    refused(&[mesh, "--part=4", "--parts=4"], &["--part 4 --parts 4", "counted from 0"]);
+    refused(&[mesh, "--parts=0"], &["--parts 0"]);
+    for number in ["-1", "x", "1.5", "4294967296", ""] {
+        refused(&[mesh, "--parts=4", &format!("--part={number}")], &["--part"]);
+        refused(&[mesh, &format!("--parts={number}")], &["--parts"]);
+    }
+    refused(&[mesh, "--resume", "--restart"], &["--resume", "--restart"]);
+}
+
+/// Verbs that only read are one process's, whatever started it; those that write say what they make of it.
+#[test]
+fn environments_of_launchers() {
+    let sandbox = Sandbox::new();
+    let (source, target) = (fixture("replicated_plain/dcp"), sandbox.path("out"));
+    let task = |args: &[&dyn AsRef<OsStr>]| -> Outcome {
+        let mut command = command(args);
+        command.envs([("SLURM_STEP_NUM_TASKS", "4"), ("SLURM_PROCID", "2"), ("RANK", "0"), ("WORLD_SIZE", "8")]);
+        command.output().unwrap().into()
+    };
+    let words = ["SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=4", "RANK=0, WORLD_SIZE=8", "hint: unset RANK", "--parts 1"];
+    task(&[&"reshard", &source, &target, &"--mesh=dp=2"]).refused(&words);
+    task(&[&"reshard", &source, &"--mesh=dp=2", &"--dry-run", &"--json"])
+        .refused(&words)
+        .says(&["\"kind\": \"usage\""]);
+    assert!(sandbox.names().is_empty());
+    for verb in ["inspect", "verify"] {
+        let outcome = task(&[&verb, &source]);
+        assert!(!outcome.succeeded().err.contains("[2/4]"), "{outcome:?}");
+    }
+    let outcome = task(&[&"reshard", &source, &target, &"--mesh=dp=2", &"--parts=1"]);
+    assert!(!outcome.succeeded().err.contains('['), "{outcome:?}");
+}
+
+/// Lines say whose they are; what is the same for all is said once.
+#[test]
+fn talk_of_several() {
+    let source = fixture("replicated_plain/dcp");
+    let task = |rank: &str, args: &[&dyn AsRef<OsStr>]| -> Outcome {
+        let first: [&dyn AsRef<OsStr>; 4] = [&"reshard", &source, &"--mesh=dp=2", &"--dry-run"];
+        let mut command = command(&[&first, args].concat());
+        command.envs([("SLURM_STEP_NUM_TASKS", "4"), ("SLURM_PROCID", rank), ("SLURMD_NODENAME", "n1")]);
+        command.output().unwrap().into()
+    };
+    let first = task("0", &[]);
+    assert!(first.succeeded().out.contains("bytes written"), "{first:?}");
+    let other = task("2", &[]);
+    assert_eq!((other.succeeded().out.as_str(), other.err.as_str()), ("", ""));
+    let other = task("2", &[&"-v"]);
+    other.succeeded().says(&["[2/4] part 2 of 4, counted from 0, by srun on n1\n", "[2/4] reading "]);
+    assert!(other.err.lines().all(|line| line.starts_with("[2/4] ")), "{other:?}");
+    task("2", &[&"--include=nothing"]).refused(&["[2/4] error: ", "[2/4] hint: "]);
+    assert!(task("2", &[&"--json"]).succeeded().out.is_empty());
+    task("2", &[&"--json", &"--include=nothing"]).refused(&["{\n  \"error\""]);
 }
 
 #[test]

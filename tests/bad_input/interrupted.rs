@@ -58,12 +58,38 @@ fn signals_stop_within_a_second_and_leave_nothing() {
     let source = large(&sandbox);
     let target = sandbox.path("out.pt");
     let before = sandbox.names();
-    for (name, code, io) in [("INT", 130, "--io=read"), ("TERM", 143, "--io=read"), ("INT", 130, "--io=mmap")] {
+    let signals = [
+        ("INT", 130, "--io=read"),
+        ("TERM", 143, "--io=read"),
+        ("INT", 130, "--io=mmap"),
+        ("USR1", 138, "--io=read"),
+        ("USR2", 140, "--io=read"),
+    ];
+    for (name, code, io) in signals {
         let child = start(&source, &target, &[io]);
         let sent = Instant::now();
         signal(&child, name);
         let outcome = wait(child);
         assert!(sent.elapsed() < Duration::from_secs(1), "{name}: {:?}", sent.elapsed());
+        assert_eq!(outcome.code, Some(code), "{outcome:?}");
+        outcome.says(&["stopped by", name]);
+        assert_eq!(sandbox.names(), before);
+    }
+}
+
+/// As Slurm cancels a step: what is left to do after the first TERM is still done after the second.
+#[test]
+fn terminated_twice_is_terminated_once() {
+    let sandbox = Sandbox::new();
+    let source = large(&sandbox);
+    let target = sandbox.path("out.pt");
+    let before = sandbox.names();
+    for (name, code) in [("TERM", 143), ("USR1", 138)] {
+        let child = start(&source, &target, &["--io=read"]);
+        for name in [name, "CONT", name, name] {
+            signal(&child, name);
+        }
+        let outcome = wait(child);
         assert_eq!(outcome.code, Some(code), "{outcome:?}");
         outcome.says(&["stopped by", name]);
         assert_eq!(sandbox.names(), before);

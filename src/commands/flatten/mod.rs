@@ -17,6 +17,7 @@ use super::whole::check_tied;
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Path, Reservation, TensorId, model};
 use crate::cli::{ConvertArgs, Flatten};
+use crate::comm::Launch;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::exec::{Silent, compare};
@@ -25,8 +26,8 @@ use crate::format::{Format, fsdp_flat};
 use crate::layout::Rank;
 pub use target::{Group, Wish};
 
-pub fn run(args: &Flatten, printer: &Printer) -> Result<Status> {
-    let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
+pub fn run(args: &Flatten, launch: Launch, printer: &Printer) -> Result<Status> {
+    let run = Run::writing(&args.convert, launch, printer)?;
     let like = args.flat.like.as_deref();
     let mut source =
         Source::open(&args.convert, like, Defaults::everything(), &run)?.with(None, like, &args.convert, &run)?;

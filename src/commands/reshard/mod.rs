@@ -23,6 +23,7 @@ use super::whole::check_tied;
 use super::{Status, check_flat, partial};
 use crate::catalog::{Catalog, Class, Reservation, TensorEntry};
 use crate::cli::Reshard;
+use crate::comm::Launch;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::format::{Checkpoint, Format, dcp, local, torch};
@@ -37,8 +38,8 @@ pub use sharded::rows;
 use target::target_layout;
 pub use target::{own_mesh, row_specs, shared_mesh};
 
-pub fn run(args: &Reshard, printer: &Printer) -> Result<Status> {
-    let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
+pub fn run(args: &Reshard, launch: Launch, printer: &Printer) -> Result<Status> {
+    let run = Run::writing(&args.convert, launch, printer)?;
     let source = Source::open(&args.convert, args.like.as_deref(), Defaults::everything(), &run)?;
     let mut source = source.with(args.fill_from.as_deref(), args.like.as_deref(), &args.convert, &run)?;
     if tells_shapes_alone(&source) {

@@ -11,13 +11,14 @@ use super::whole::{check_tied, elsewhere, names_to_write, placing_like, safetens
 use super::{Status, check_flat};
 use crate::catalog::{model, path};
 use crate::cli::Unshard;
+use crate::comm::Launch;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::format::{Format, SeriesChoice, Want, safetensors, torch};
 use crate::select::{Root, Wrappers};
 
-pub fn run(args: &Unshard, printer: &Printer) -> Result<Status> {
-    let run = Run::begin(&args.convert.source, !args.convert.destination.no_sync, printer)?;
+pub fn run(args: &Unshard, launch: Launch, printer: &Printer) -> Result<Status> {
+    let run = Run::writing(&args.convert, launch, printer)?;
     let defaults = Defaults {
         want: Want::Model,
         series: if args.with_grads { SeriesChoice::ModelAndGradients } else { SeriesChoice::Model },

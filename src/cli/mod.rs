@@ -1,14 +1,20 @@
 //! The command line as declared to clap: structs only, so that help, man pages and completions come from one place.
 
+mod output;
+mod source;
+mod values;
+
 use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::format::Format;
-use crate::layout::Split;
+pub use output::{ConvertArgs, DestinationArgs, PartArgs, ProgressChoice, TalkArgs};
+pub use source::{CheckArgs, OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied, ToldArgs};
+use values::rank;
+pub use values::{FormatArg, IoArg, SplitArg};
+
 use crate::quantity::Quantity;
-use crate::storage::IoMode;
 
 /// Convert sharded PyTorch checkpoints between layouts, without Python.
 #[derive(Debug, Parser)]
@@ -124,224 +130,18 @@ pub enum Command {
     Man(Man),
 }
 
-/// Where to read from, and how.
-#[derive(Args, Debug)]
-#[command(next_help_heading = "Source")]
-pub struct SourceArgs {
-    /// Format of SRC [default: detected]
-    #[arg(long, value_name = "FORMAT")]
-    pub from: Option<FormatArg>,
-    /// Series of rank files to take: names with commas between them, or all [default: model for unshard and
-    /// consolidate, else all]
-    #[arg(long, value_name = "A,B|all", value_delimiter = ',')]
-    pub series: Vec<String>,
-    /// How to read: mapped, by positional reads, past the page cache, or as suits the file system
-    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Running")]
-    pub io: IoArg,
-    /// Worker threads [default: one a core]
-    #[arg(long, value_name = "N", help_heading = "Running")]
-    pub threads: Option<usize>,
-    /// Anonymous memory to stay within, page cache apart
-    #[arg(long, value_name = "SIZE", default_value = "512MB", help_heading = "Running")]
-    pub max_memory: Quantity,
-    /// Go on where rank files are missing and replicas of other ranks hold all that was in them
-    #[arg(long)]
-    pub allow_missing: bool,
-    /// Go on without objects whose Python class is not known to be plain data
-    #[arg(long)]
-    pub drop_unknown: bool,
-    /// Units, order and shapes of the parameters in FSDP1 flat parameters [default: flat_layout.json in SRC]
-    #[arg(long, value_name = "FILE")]
-    pub flat_layout: Option<PathBuf>,
-    #[command(flatten)]
-    pub told: ToldArgs,
-}
-
-/// How plain tensors of rank files lie, which the files do not say.
-#[derive(Args, Debug)]
-#[command(next_help_heading = "Source")]
-pub struct ToldArgs {
-    /// Mesh of the ranks that saved SRC, where its plain tensors are parts of tensors: named dims, row-major ranks
-    /// [default: that of its DTensors]
-    #[arg(long, value_name = "DIMS")]
-    pub src_mesh: Option<String>,
-    /// Ranks of that mesh in row-major order of its cells [default: 0,1,2,...]
-    #[arg(long, value_name = "RANKS", value_delimiter = ',', value_parser = rank)]
-    pub src_mesh_ranks: Vec<u32>,
-    /// How plain tensors of SRC lie on it, as --placements says it of DST [default: whole on every rank]
-    #[arg(long, value_name = "[PATTERN=]LIST")]
-    pub src_placements: Vec<String>,
-    /// How dims of plain tensors of SRC are cut [default: chunk]
-    #[arg(long, value_name = "RULE")]
-    pub src_split: Option<SplitArg>,
-    /// A parallelize plan that says it of the parameters of the model, as --plan does of DST: llama, mistral, qwen2, ..., or
-    /// a file with styles
-    #[arg(long, value_name = "NAME|FILE")]
-    pub src_plan: Option<String>,
-    /// A layout file that says all this. --src-mesh takes the place of its mesh, --src-placements rules come before its
-    /// own, and a bare list takes the place of its fallback
-    #[arg(long, value_name = "FILE")]
-    pub src_layout: Option<PathBuf>,
-    /// Mesh dims along which ranks hold summands of plain tensors (their own gradients), and how these are reduced: sum,
-    /// avg, max, min or product; repeatable [default: sum]
-    #[arg(long, value_name = "DIMS[=OP]")]
-    pub reduce: Vec<String>,
-}
-
-/// What FSDP1 files lack.
-#[derive(Args, Debug)]
-#[command(next_help_heading = "Source")]
-pub struct ShapeArgs {
-    /// A checkpoint of the same model, for the shapes that an FSDP1 SRC lacks, and the order of parameters where it is a
-    /// torch file
-    #[arg(long, value_name = "CKPT")]
-    pub like: Option<PathBuf>,
-}
-
-/// What of SRC is taken, under which names and in which dtypes.
-#[derive(Args, Debug)]
-#[command(next_help_heading = "Names and values")]
-pub struct SelectArgs {
-    /// Take only what a pattern covers (* within a component, ** across, {a,b}); a module covers what is below it;
-    /// repeatable
-    #[arg(long, value_name = "PATTERN")]
-    pub include: Vec<String>,
-    /// Leave out what a pattern covers; a parameter's optimizer state goes with it; repeatable
-    #[arg(long, value_name = "PATTERN")]
-    pub exclude: Vec<String>,
-    /// Further --include patterns, one a line
-    #[arg(long, value_name = "FILE")]
-    pub include_from: Option<PathBuf>,
-    /// Take this subtree of the state dict, under names relative to it
-    #[arg(long, value_name = "PATH")]
-    pub root: Option<String>,
-    /// Cut this from the front of names that begin with it; repeatable, in the order given
-    #[arg(long, value_name = "TEXT")]
-    pub strip_prefix: Vec<String>,
-    /// Replace every match of a regular expression in names; \1 and ${1} are its groups; repeatable, in the order given
-    #[arg(long, value_name = "REGEX=REPL")]
-    pub rename: Vec<String>,
-    /// Further --rename rules, one a line
-    #[arg(long, value_name = "FILE")]
-    pub rename_file: Option<PathBuf>,
-    /// Put this text before every name, after the renames
-    #[arg(long, value_name = "TEXT")]
-    pub add_prefix: Option<String>,
-    /// Put everything into nested dicts of this dotted path
-    #[arg(long, value_name = "PATH")]
-    pub nest: Option<String>,
-    /// Keep wrapper prefixes in names (_orig_mod., _fsdp_wrapped_module., _checkpoint_wrapped_module.); reshard keeps
-    /// them, and only matches patterns without them
-    #[arg(long)]
-    pub keep_names: bool,
-    /// Cast float tensors of 1 or more dims: to DTYPE all f32, f16 and bf16 ones outside optimizer state, with PATTERN=
-    /// those that it covers; repeatable, the first pattern wins [default: no bit changes]
-    #[arg(long, value_name = "[PATTERN=]DTYPE")]
-    pub dtype: Vec<String>,
-}
-
-/// What is checked before anything is written, and what to do about it.
-#[derive(Args, Clone, Copy, Debug, Default)]
-#[command(next_help_heading = "Checks")]
-pub struct CheckArgs {
-    /// Where ranks store different values of a plain tensor or object, take the lowest rank's, keep each rank's, or
-    /// leave it out [default: an error]
-    #[arg(long, value_name = "CHOICE")]
-    pub on_conflict: Option<OnConflict>,
-    /// Compare replicas of DTensors, too; plain tensors always are
-    #[arg(long)]
-    pub check_replicas: bool,
-    /// Check every stored checksum first, not only those of records that pass through whole
-    #[arg(long)]
-    pub check_crc: bool,
-}
-
-/// Whose value is taken where ranks disagree.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum OnConflict {
-    // The lowest rank's.
-    Rank0,
-    // Every rank's: in rank files each its own, in other formats a dict of rank_0, rank_1, ...
-    PerRank,
-    // None: it is left out.
-    Drop,
-}
-
-/// What becomes of several names of one tensor.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Tied {
-    // Every name is written.
-    #[default]
-    Keep,
-    // The first name is written, the others are recorded in `__metadata__`.
-    Drop,
-}
-
-/// What to tell, and how. Before or behind the verb.
-#[derive(Args, Clone, Copy, Debug, Default)]
-#[command(next_help_heading = "Running")]
-pub struct TalkArgs {
-    /// One JSON document on stdout, also on failure
-    #[arg(long, global = true, display_order = 100)]
-    pub json: bool,
-    /// Say nothing but errors
-    #[arg(short, long, global = true, display_order = 101)]
-    pub quiet: bool,
-    /// Say more, such as each name that is left out
-    #[arg(short, long, global = true, display_order = 102)]
-    pub verbose: bool,
-    /// Show progress
-    #[arg(long, value_name = "WHEN", default_value = "auto", global = true, display_order = 103)]
-    pub progress: ProgressChoice,
-}
-
-/// Where to write to, and how.
-#[derive(Args, Debug)]
-#[command(next_help_heading = "Output")]
-pub struct DestinationArgs {
-    /// Format of DST [default: by its suffix (.safetensors; .pt .pth .bin .ckpt), else torch for unshard, safetensors
-    /// for consolidate, that of SRC for reshard (dcp where SRC is no folder of shards)]
-    #[arg(long, value_name = "FORMAT")]
-    pub to: Option<FormatArg>,
-    /// The PyTorch that is to load DTensors in rank files, such as 2.9 [default: as SRC, else the newest known]
-    #[arg(long, value_name = "VERSION")]
-    pub torch_version: Option<String>,
-    /// Replace DST if it exists [default: refused, unless it is an empty folder]
-    #[arg(long)]
-    pub overwrite: bool,
-    /// Throw away what an interrupted run left beside DST
-    #[arg(long)]
-    pub restart: bool,
-    /// Plan everything and say what would be done; write nothing
-    #[arg(long)]
-    pub dry_run: bool,
-    /// Do not wait until everything is on disk
-    #[arg(long)]
-    pub no_sync: bool,
-    /// Read back and compare everything before it is published
-    #[arg(long)]
-    pub verify: bool,
-}
-
-/// What the verbs that write have in common.
-#[derive(Args, Debug)]
-pub struct ConvertArgs {
-    /// The checkpoint: a folder or a file
-    pub src: PathBuf,
-    /// What to write: a folder; for torch, or a name ending in .safetensors, a file [optional with --dry-run]
-    #[arg(required_unless_present = "dry_run")]
-    pub dst: Option<PathBuf>,
-    #[command(flatten)]
-    pub destination: DestinationArgs,
-    #[command(flatten)]
-    pub select: SelectArgs,
-    /// Several names of one tensor: write it under each, or under the first and record the others (safetensors)
-    #[arg(long, value_name = "CHOICE", default_value = "keep", help_heading = "Names and values")]
-    pub tied: Tied,
-    #[command(flatten)]
-    pub checks: CheckArgs,
-    #[command(flatten)]
-    pub source: SourceArgs,
+impl Command {
+    /// What the verbs that write share; `None` for the others.
+    #[must_use]
+    pub fn convert(&self) -> Option<&ConvertArgs> {
+        match self {
+            Self::Reshard(args) => Some(&args.convert),
+            Self::Unshard(args) => Some(&args.convert),
+            Self::Flatten(args) => Some(&args.convert),
+            Self::Consolidate(args) => Some(&args.convert),
+            Self::Inspect(_) | Self::Verify(_) | Self::Completions(_) | Self::Man(_) => None,
+        }
+    }
 }
 
 #[derive(Args, Debug)]
@@ -549,70 +349,6 @@ pub struct Man {
     pub dir: PathBuf,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub enum FormatArg {
-    Dcp,
-    Safetensors,
-    DcpHf,
-    Torch,
-    TorchRanks,
-    FsdpFlat,
-    Local,
-}
-
-impl From<FormatArg> for Format {
-    fn from(arg: FormatArg) -> Self {
-        match arg {
-            FormatArg::Dcp => Self::Dcp,
-            FormatArg::Safetensors => Self::Safetensors,
-            FormatArg::DcpHf => Self::DcpHf,
-            FormatArg::Torch => Self::Torch,
-            FormatArg::TorchRanks => Self::TorchRanks,
-            FormatArg::FsdpFlat => Self::FsdpFlat,
-            FormatArg::Local => Self::Local,
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub enum IoArg {
-    Auto,
-    Mmap,
-    Read,
-    // Past the page cache, where the file system can.
-    Direct,
-}
-
-impl IoArg {
-    #[must_use]
-    pub fn mode(self) -> Option<IoMode> {
-        match self {
-            Self::Auto => None,
-            Self::Mmap => Some(IoMode::Mmap),
-            Self::Read => Some(IoMode::Read),
-            Self::Direct => Some(IoMode::Direct),
-        }
-    }
-}
-
-/// How a dim is cut.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum SplitArg {
-    Chunk,
-    Balanced,
-    Makani,
-}
-
-impl From<SplitArg> for Split {
-    fn from(arg: SplitArg) -> Self {
-        match arg {
-            SplitArg::Chunk => Self::Chunk,
-            SplitArg::Balanced => Self::Balanced,
-            SplitArg::Makani => Self::Makani,
-        }
-    }
-}
-
 /// How rank files hold tensors that ranks share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum TensorClass {
@@ -622,21 +358,6 @@ pub enum TensorClass {
     ShardedTensor,
     // Plain tensors: of each the part that the rank holds.
     Local,
-}
-
-/// When to show progress.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum ProgressChoice {
-    // A bar on a terminal, plain lines for long runs elsewhere. A document comment here would spread `--help` out.
-    #[default]
-    Auto,
-    Always,
-    Never,
-}
-
-/// One of a list of ranks.
-fn rank(text: &str) -> Result<u32, &'static str> {
-    text.trim().parse().map_err(|_| "expected ranks with commas between them, such as 0,2,1,3")
 }
 
 /// Long options may be written with underscores: `--max_shard_size` is `--max-shard-size`.

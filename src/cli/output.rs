@@ -1,0 +1,107 @@
+//! What is written, where to, and what is told of it.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+use super::source::{CheckArgs, SelectArgs, SourceArgs, Tied};
+use super::values::FormatArg;
+
+/// What to tell, and how. Before or behind the verb.
+#[derive(Args, Clone, Copy, Debug, Default)]
+#[command(next_help_heading = "Running")]
+pub struct TalkArgs {
+    /// One JSON document on stdout, also on failure
+    #[arg(long, global = true, display_order = 100)]
+    pub json: bool,
+    /// Say nothing but errors
+    #[arg(short, long, global = true, display_order = 101)]
+    pub quiet: bool,
+    /// Say more, such as each name that is left out
+    #[arg(short, long, global = true, display_order = 102)]
+    pub verbose: bool,
+    /// Show progress
+    #[arg(long, value_name = "WHEN", default_value = "auto", global = true, display_order = 103)]
+    pub progress: ProgressChoice,
+}
+
+/// Where to write to, and how.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Output")]
+pub struct DestinationArgs {
+    /// Format of DST [default: by its suffix (.safetensors; .pt .pth .bin .ckpt), else torch for unshard, safetensors
+    /// for consolidate, that of SRC for reshard (dcp where SRC is no folder of shards)]
+    #[arg(long, value_name = "FORMAT")]
+    pub to: Option<FormatArg>,
+    /// The PyTorch that is to load DTensors in rank files, such as 2.9 [default: as SRC, else the newest known]
+    #[arg(long, value_name = "VERSION")]
+    pub torch_version: Option<String>,
+    /// Replace DST if it exists [default: refused, unless it is an empty folder]
+    #[arg(long)]
+    pub overwrite: bool,
+    /// Go on where an interrupted run of the same command stopped, and keep what is done if this one is interrupted;
+    /// start where there is none
+    #[arg(long, conflicts_with = "restart")]
+    pub resume: bool,
+    /// Throw away what an interrupted run left beside DST
+    #[arg(long)]
+    pub restart: bool,
+    /// Plan everything and say what would be done; write nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Do not wait until everything is on disk
+    #[arg(long)]
+    pub no_sync: bool,
+    /// Read back and compare everything before it is published
+    #[arg(long)]
+    pub verify: bool,
+}
+
+/// Which share of the work is this process's, where several convert one checkpoint.
+#[derive(Args, Clone, Copy, Debug, Default)]
+#[command(next_help_heading = "Running")]
+pub struct PartArgs {
+    /// Do part K of --parts, from 0 [default: as srun, torchrun, mpirun or a Slurm array say]
+    #[arg(long, value_name = "K")]
+    pub part: Option<u32>,
+    /// Share the work among N processes, each started with the same command; 1 is a run of its own, whatever started it
+    /// [default: as srun, torchrun or mpirun say]
+    #[arg(long, value_name = "N")]
+    pub parts: Option<u32>,
+    /// Leave when this part is done; whichever part is done last completes DST [default: in Slurm arrays, else wait]
+    #[arg(long)]
+    pub no_wait: bool,
+}
+
+/// What the verbs that write have in common.
+#[derive(Args, Debug)]
+pub struct ConvertArgs {
+    /// The checkpoint: a folder or a file
+    pub src: PathBuf,
+    /// What to write: a folder; for torch, or a name ending in .safetensors, a file [optional with --dry-run]
+    #[arg(required_unless_present = "dry_run")]
+    pub dst: Option<PathBuf>,
+    #[command(flatten)]
+    pub destination: DestinationArgs,
+    #[command(flatten)]
+    pub select: SelectArgs,
+    /// Several names of one tensor: write it under each, or under the first and record the others (safetensors)
+    #[arg(long, value_name = "CHOICE", default_value = "keep", help_heading = "Names and values")]
+    pub tied: Tied,
+    #[command(flatten)]
+    pub checks: CheckArgs,
+    #[command(flatten)]
+    pub source: SourceArgs,
+    #[command(flatten)]
+    pub share: PartArgs,
+}
+
+/// When to show progress.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum ProgressChoice {
+    // A bar on a terminal, plain lines for long runs elsewhere. A document comment here would spread `--help` out.
+    #[default]
+    Auto,
+    Always,
+    Never,
+}

@@ -1,0 +1,134 @@
+//! What each launcher says in the environment of the processes that it starts.
+//!
+//! Names and meanings are those of PyTorch (`torch/distributed/elastic/agent/server/local_elastic_agent.py`), Open MPI
+//! ("Environment variables set for MPI applications"), the process managers of MPICH and Intel MPI, and srun(1).
+
+use super::{Env, Launcher, Part};
+use crate::error::{Error, Result};
+
+/// A part as variables say it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Told {
+    pub launcher: Launcher,
+    pub part: Part,
+    /// `SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=4`
+    pub by: String,
+}
+
+/// A variable that says something.
+pub(super) fn text(env: Env<'_>, name: &str) -> Option<String> {
+    env(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
+}
+
+/// A variable that is a number, if it is set.
+pub(super) fn number(env: Env<'_>, name: &str) -> Result<Option<u32>> {
+    let Some(value) = text(env, name) else { return Ok(None) };
+    value.parse().map(Some).map_err(|_| {
+        Error::usage(
+            format!("{name}={value} in the environment: expected a number"),
+            format!("unset {name}, or say --part and --parts; --parts 1 is a run of its own"),
+        )
+    })
+}
+
+/// Which of how many, as two variables of one launcher say it.
+fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<Option<Told>> {
+    match (number(env, rank)?, number(env, size)?) {
+        (None, None) => Ok(None),
+        (Some(index), Some(of)) if index < of => {
+            Ok(Some(Told { launcher, part: Part { index, of }, by: format!("{rank}={index}, {size}={of}") }))
+        }
+        (Some(index), Some(of)) => Err(Error::usage(
+            format!("{rank}={index} and {size}={of} in the environment: the first must be below the second"),
+            format!("unset both, or say --part and --parts; {ALONE}"),
+        )),
+        (one, _) => {
+            let (set, lacking) = if one.is_some() { (rank, size) } else { (size, rank) };
+            Err(Error::usage(
+                format!("{set}={} in the environment, and no {lacking}", text(env, set).unwrap_or_default()),
+                format!("unset {set}, or say --part and --parts; {ALONE}"),
+            ))
+        }
+    }
+}
+
+/// The way out of any environment, for hints.
+pub(super) const ALONE: &str = "--parts 1 is a run of its own";
+
+/// A worker of torchrun. Its agents set all of these.
+pub(super) fn torchrun(env: Env<'_>) -> Result<Option<Told>> {
+    if text(env, "TORCHELASTIC_RUN_ID").is_none() {
+        return Ok(None);
+    }
+    pair(env, Launcher::Torchrun, ("RANK", "WORLD_SIZE"))
+}
+
+pub(super) fn open_mpi(env: Env<'_>) -> Result<Option<Told>> {
+    pair(env, Launcher::OpenMpi, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+}
+
+/// MPICH, Intel MPI, Cray, and Slurm with `--mpi=pmi2`.
+pub(super) fn pmi(env: Env<'_>) -> Result<Option<Told>> {
+    pair(env, Launcher::Pmi, ("PMI_RANK", "PMI_SIZE"))
+}
+
+/// A task that srun started. A batch script has `SLURM_PROCID` and `SLURM_NTASKS`, too, and is no task of a step: the
+/// number of tasks of the step tells them apart.
+pub(super) fn slurm_step(env: Env<'_>) -> Result<Option<Told>> {
+    if text(env, "SLURM_STEP_NUM_TASKS").is_none() {
+        return Ok(None);
+    }
+    pair(env, Launcher::Slurm, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+}
+
+/// What `torch.distributed` reads without a launcher of its own, and a PyTorchJob of Kubernetes sets. One of the two
+/// alone is left over from something else.
+pub(super) fn plain(env: Env<'_>) -> Result<Option<Told>> {
+    if text(env, "RANK").is_none() || text(env, "WORLD_SIZE").is_none() {
+        return Ok(None);
+    }
+    pair(env, Launcher::Variables, ("RANK", "WORLD_SIZE"))
+}
+
+/// An element of a job array. How many there are at once says nothing of how many parts there are: elements that failed
+/// are submitted again, alone.
+pub(super) fn array_index(env: Env<'_>) -> Result<Option<u32>> {
+    number(env, "SLURM_ARRAY_TASK_ID")
+}
+
+/// Which of the ranks that one node has.
+pub(super) fn local_rank(env: Env<'_>, launcher: Launcher) -> Option<u32> {
+    let names: &[&str] = match launcher {
+        Launcher::Torchrun | Launcher::Variables => &["LOCAL_RANK"],
+        Launcher::OpenMpi => &["OMPI_COMM_WORLD_LOCAL_RANK"],
+        Launcher::Pmi => &["MPI_LOCALRANKID", "PMI_LOCAL_RANK"],
+        Launcher::Slurm => &["SLURM_LOCALID"],
+        Launcher::Alone | Launcher::Options | Launcher::Pmix | Launcher::SlurmArray => &[],
+    };
+    names.iter().find_map(|name| text(env, name)?.parse().ok())
+}
+
+/// One name for all processes of one launch, that no other launch has.
+pub(super) fn run(env: Env<'_>, launcher: Launcher) -> Option<String> {
+    let joined = |names: &[&str]| {
+        let values: Vec<String> = names.iter().filter_map(|name| text(env, name)).collect();
+        (!values.is_empty()).then(|| values.join("."))
+    };
+    match launcher {
+        // Names given by hand, and the "none" of older ones, come again: the port is found anew for each launch, and
+        // the job has a name. Its steps may be one a node.
+        Launcher::Torchrun => joined(&[
+            "SLURM_JOB_ID",
+            "SLURM_RESTART_COUNT",
+            "TORCHELASTIC_RUN_ID",
+            "MASTER_PORT",
+            "TORCHELASTIC_RESTART_COUNT",
+        ]),
+        Launcher::OpenMpi | Launcher::Pmix => joined(&["PMIX_NAMESPACE"]),
+        // A job that is queued again has the same ids.
+        Launcher::Slurm => joined(&["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]),
+        // Slurm has it, and means the step.
+        Launcher::Pmi => joined(&["PMI_JOBID", "SLURM_RESTART_COUNT"]).filter(|_| text(env, "PMI_JOBID").is_some()),
+        Launcher::Alone | Launcher::Options | Launcher::Variables | Launcher::SlurmArray => None,
+    }
+}

@@ -1,0 +1,294 @@
+//! One place that decides which part of how many a process is, in one order.
+//!
+//! | asked in this order | part | of |
+//! |---|---|---|
+//! | `--part`, `--parts` | K | N |
+//! | torchrun (`TORCHELASTIC_RUN_ID`) | `RANK` | `WORLD_SIZE` |
+//! | Open MPI | `OMPI_COMM_WORLD_RANK` | `OMPI_COMM_WORLD_SIZE` |
+//! | other process managers of MPI | `PMI_RANK` | `PMI_SIZE` |
+//! | a task of a Slurm step (`SLURM_STEP_NUM_TASKS`) | `SLURM_PROCID` | `SLURM_STEP_NUM_TASKS` |
+//! | an element of a Slurm array | `SLURM_ARRAY_TASK_ID` | `--parts` |
+//! | a PMIx server | `PMIX_RANK` | `--parts` |
+//! | a PyTorchJob, or by hand | `RANK` | `WORLD_SIZE` |
+//!
+//! The order is from the inside out: srun starts torchrun or the daemons of mpirun, and those start this process, which
+//! sees the variables of both. What one started as the only process says nothing of parts, so that `srun -n1` in an
+//! array element, or in a job that has `RANK` set, is that element or that rank.
+//!
+//! Two that disagree where neither started the other are an error that names both; guessing wrong would convert some
+//! parts twice and others never. `--parts 1` is always a run of its own: the way out of any environment, also for one
+//! process that a rank of a training run starts.
+
+use super::environment::{
+    ALONE, Told, array_index, local_rank, number, open_mpi, plain, pmi, run, slurm_step, text, torchrun,
+};
+use super::{Env, Part};
+use crate::error::{Error, Result};
+
+/// Who says which part this process is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Launcher {
+    /// Nobody: all is one part.
+    Alone,
+    /// `--part` and `--parts`.
+    Options,
+    Torchrun,
+    OpenMpi,
+    Pmi,
+    Pmix,
+    /// srun.
+    Slurm,
+    SlurmArray,
+    /// `RANK` and `WORLD_SIZE` alone.
+    Variables,
+}
+
+impl Launcher {
+    /// The word for messages.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Alone => "alone",
+            Self::Options => "the command line",
+            Self::Torchrun => "torchrun",
+            Self::OpenMpi => "Open MPI",
+            Self::Pmi => "PMI",
+            Self::Pmix => "PMIx",
+            Self::Slurm => "srun",
+            Self::SlurmArray => "a Slurm array",
+            Self::Variables => "the environment",
+        }
+    }
+
+    /// True where all processes of a launch write to one standard output, and a document of each would be a muddle.
+    #[must_use]
+    pub fn shares_output(self) -> bool {
+        matches!(self, Self::Torchrun | Self::OpenMpi | Self::Pmi | Self::Pmix | Self::Slurm)
+    }
+}
+
+/// How this process was started.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Launch {
+    pub part: Part,
+    pub launcher: Launcher,
+    /// Which of the processes on this node, where the launcher counts them.
+    pub local_rank: Option<u32>,
+    /// The name that Slurm has for this node.
+    pub node: Option<String>,
+    /// What all processes of this launch have in common and those of no other launch, where there is such a name.
+    pub run: Option<String>,
+    /// Whether the other parts run at the same time, so that it makes sense to wait for them.
+    pub waits: bool,
+}
+
+impl Launch {
+    #[must_use]
+    pub fn alone() -> Self {
+        Self { part: Part::alone(), launcher: Launcher::Alone, local_rank: None, node: None, run: None, waits: false }
+    }
+}
+
+/// Which part this process is: by `--part` and `--parts`, or by whoever started it.
+///
+/// # Errors
+/// `Usage` where a part is not one of so many, is said by halves or not at all, and where two say different things.
+pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>) -> Result<Launch> {
+    let (part, launcher, known_to) = match (part, parts) {
+        (part, Some(parts)) => {
+            let known = among(part, parts, env)?;
+            (known.part, known.launcher, known.known_to)
+        }
+        (Some(part), None) => {
+            return Err(Error::usage(
+                format!("--part {part}: of how many is not said"),
+                "say --parts N, too; parts are counted from 0",
+            ));
+        }
+        (None, None) => match told(env)? {
+            Some(told) => (told.part, told.launcher, told.launcher),
+            None => (Part::alone(), Launcher::Alone, Launcher::Alone),
+        },
+    };
+    if part.is_alone() {
+        return Ok(Launch { launcher, node: text(env, "SLURMD_NODENAME"), ..Launch::alone() });
+    }
+    // Elements of an array start when they can, maybe never together.
+    let together = known_to != Launcher::SlurmArray;
+    Ok(Launch {
+        part,
+        launcher,
+        local_rank: local_rank(env, known_to),
+        node: text(env, "SLURMD_NODENAME"),
+        run: run(env, known_to),
+        waits: together && !no_wait,
+    })
+}
+
+/// A part of a number of parts that the command line says.
+struct Among {
+    part: Part,
+    launcher: Launcher,
+    /// Who started all parts and agrees with the command line.
+    known_to: Launcher,
+}
+
+fn among(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Among> {
+    let options = part.map_or_else(|| format!("--parts {parts}"), |part| format!("--part {part} --parts {parts}"));
+    if parts == 0 {
+        return Err(Error::usage(
+            format!("{options}: at least one part is needed"),
+            "--parts is the number of processes that share the work",
+        ));
+    }
+    if let Some(index) = part.filter(|index| *index >= parts) {
+        return Err(Error::usage(
+            format!("{options}: there is no such part"),
+            format!("parts are counted from 0: --part 0 to --part {}; not {index}", parts - 1),
+        ));
+    }
+    if parts == 1 {
+        return Ok(Among { part: Part::alone(), launcher: Launcher::Options, known_to: Launcher::Options });
+    }
+    let told = told_by_launcher(env)?;
+    let element = array_index(env)?;
+    match (part, told, element) {
+        // Said in full, in a place where everything may be numbered in its own way.
+        (Some(index), _, Some(_)) => {
+            Ok(Among { part: Part { index, of: parts }, launcher: Launcher::Options, known_to: Launcher::SlurmArray })
+        }
+        (None, Some(told), Some(element)) => Err(Error::usage(
+            format!(
+                "{options}: {} says part {} and SLURM_ARRAY_TASK_ID={element} says part {element}",
+                told.by, told.part.index
+            ),
+            "start one process an element; or leave --parts out, and each element is a run of its own processes; or \
+             say --part, too",
+        )),
+        (None, None, Some(element)) => {
+            let told = array_element(element, parts)?;
+            agree_with_plain(&told, env)?;
+            Ok(Among { part: told.part, launcher: told.launcher, known_to: told.launcher })
+        }
+        (part, Some(told), None) => {
+            if told.part.of != parts || part.is_some_and(|index| index != told.part.index) {
+                return Err(Error::usage(
+                    format!("{options}, but {} started this process: {}", told.launcher.name(), told.by),
+                    format!("leave {} out; {ALONE}", if part.is_some() { "--part and --parts" } else { "--parts" }),
+                ));
+            }
+            let launcher = if part.is_some() { Launcher::Options } else { told.launcher };
+            Ok(Among { part: told.part, launcher, known_to: told.launcher })
+        }
+        (Some(index), None, None) => {
+            Ok(Among { part: Part { index, of: parts }, launcher: Launcher::Options, known_to: Launcher::Options })
+        }
+        (None, None, None) => numbered_elsewhere(parts, env),
+    }
+}
+
+fn array_element(index: u32, parts: u32) -> Result<Told> {
+    if index < parts {
+        let by = format!("SLURM_ARRAY_TASK_ID={index}, --parts {parts}");
+        return Ok(Told { launcher: Launcher::SlurmArray, part: Part { index, of: parts }, by });
+    }
+    Err(Error::usage(
+        format!("--parts {parts}: SLURM_ARRAY_TASK_ID={index} is no part, which are counted from 0"),
+        format!("number the array from 0: sbatch --array=0-{}", parts - 1),
+    ))
+}
+
+/// `--parts` and nobody who says both which and of how many.
+fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Among> {
+    if let Some(index) = number(env, "PMIX_RANK")? {
+        if index >= parts {
+            return Err(Error::usage(
+                format!("--parts {parts}: PMIX_RANK={index} is no part, which are counted from 0"),
+                "--parts is the number of processes that are started",
+            ));
+        }
+        return Ok(Among { part: Part { index, of: parts }, launcher: Launcher::Pmix, known_to: Launcher::Pmix });
+    }
+    match plain(env)? {
+        Some(told) if told.part.of == parts => {
+            Ok(Among { part: told.part, launcher: told.launcher, known_to: told.launcher })
+        }
+        Some(told) => Err(Error::usage(
+            format!("--parts {parts}, but the environment has {}", told.by),
+            "leave --parts out, or say --part, too",
+        )),
+        None => Err(Error::usage(
+            format!("--parts {parts}: which of them this is is not said"),
+            format!(
+                "say --part K, from 0 to {}; srun, torchrun, mpirun and Slurm arrays say it by themselves",
+                parts - 1
+            ),
+        )),
+    }
+}
+
+/// What the environment alone says, where it says that there are several.
+fn told(env: Env<'_>) -> Result<Option<Told>> {
+    if let Some(told) = told_by_launcher(env)? {
+        return Ok(Some(told));
+    }
+    let plain = plain(env)?.filter(is_one_of_several);
+    // Slurm's own servers of PMIx know the tasks of their step.
+    let started = slurm_step(env)?.is_some() || open_mpi(env)?.is_some() || pmi(env)?.is_some();
+    match number(env, "PMIX_RANK")? {
+        Some(rank) if plain.is_none() && !started => Err(Error::usage(
+            format!("PMIX_RANK={rank} in the environment, which does not have the number of processes"),
+            format!("say --parts N, the number of processes that are started; {ALONE}"),
+        )),
+        _ => Ok(plain),
+    }
+}
+
+fn is_one_of_several(told: &Told) -> bool {
+    !told.part.is_alone()
+}
+
+/// The innermost that started several processes, this one among them.
+fn told_by_launcher(env: Env<'_>) -> Result<Option<Told>> {
+    if let Some(told) = torchrun(env)? {
+        // RANK is its own, and what started it started one agent a node.
+        return Ok(Some(told).filter(is_one_of_several));
+    }
+    let step = slurm_step(env)?;
+    let told = match (open_mpi(env)?, pmi(env)?) {
+        // Its daemons may be tasks of a step, on more nodes than it uses.
+        (Some(told), _) => Some(told),
+        (None, Some(told)) => {
+            if let Some(step) = step.filter(|step| step.part.of > told.part.of) {
+                // A process manager starts its daemons as tasks, and each of those a process at least.
+                return Err(contradiction(&step, &told, "PMI_RANK and PMI_SIZE"));
+            }
+            Some(told)
+        }
+        (None, None) => step,
+    };
+    let told = told.filter(is_one_of_several);
+    told.iter().try_for_each(|told| agree_with_plain(told, env))?;
+    Ok(told)
+}
+
+/// `RANK` and `WORLD_SIZE` are copied from what a launcher says, or they are of something else.
+fn agree_with_plain(told: &Told, env: Env<'_>) -> Result<()> {
+    match plain(env)? {
+        Some(plain) if plain.part != told.part => Err(contradiction(told, &plain, "RANK and WORLD_SIZE")),
+        _ => Ok(()),
+    }
+}
+
+fn contradiction(one: &Told, other: &Told, unset: &str) -> Error {
+    Error::usage(
+        format!(
+            "two say which part this is, and not the same: {} ({}) and {} ({})",
+            one.launcher.name(),
+            one.by,
+            other.launcher.name(),
+            other.by
+        ),
+        format!("unset {unset} if they are left over, or say --part and --parts; {ALONE}"),
+    )
+}
