@@ -4,6 +4,7 @@
 use std::path::{Component, Path, PathBuf};
 
 use super::memory::within_memory;
+use super::produce::{Produced, produce};
 use super::progress::Progress;
 use super::report::{Report, cast_warnings, left_out, notes};
 use super::run::Run;
@@ -12,13 +13,14 @@ use super::{Status, input};
 use crate::catalog::{Fqn, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::error::{Error, Result};
-use crate::exec::carry::{Carried, carry};
-use crate::exec::staging::{Existing, Shape, Staging};
+use crate::exec::carry::{Carried, check_distinct};
+use crate::exec::copy::Stats;
+use crate::exec::staging::Shape;
 use crate::exec::{Options, Silent, Stop, compare, copy};
 use crate::format::{Format, is_checkpoint};
 use crate::quantity::{count, human_bytes};
+use crate::storage::IoMode;
 use crate::storage::memory::anonymous;
-use crate::storage::{IoMode, filesystem};
 
 /// A conversion with everything decided.
 pub struct Conversion<'a> {
@@ -109,7 +111,7 @@ pub fn convert(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -
 }
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
-    let Run { printer, options, stop, started, .. } = run;
+    let Run { printer, options, started, .. } = run;
     check_len(&conversion.reservation)?;
     let source = &conversion.source.checkpoint;
     for note in notes(conversion) {
@@ -118,12 +120,13 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     for name in left_out(conversion).1 {
         printer.detail(&format!("left out: {name}"));
     }
-    let (checks, dst, max_memory) = (args.checks, args.dst.as_deref(), args.source.max_memory.0);
-    let args = &args.destination;
-    let options = &within_memory(conversion, *options, max_memory)?;
+    let (dst, max_memory) = (args.dst.as_deref(), args.source.max_memory.0);
+    let options = within_memory(conversion, *options, max_memory)?;
+    // What only this node has in its memory cannot be sealed by another one.
+    let options = &Options { sync: options.sync || !run.launch.part.is_alone(), ..options };
     printer.detail(&how(source.files.io(), options));
     let report = Report { conversion, destination: dst, options, before: anonymous(), max_memory };
-    if args.dry_run {
+    if args.destination.dry_run {
         let stats = copy::dry_run(input(source), &conversion.reservation, &Stop::default())?;
         printer.document(&report.document(&stats))?;
         printer.data(&report.dry_run_text(&stats))?;
@@ -137,37 +140,27 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
         // An index stands for the files it names.
         source.files.ids().try_for_each(|id| refuse_nesting("the source", source.files.path(id), destination))?;
     }
-    check_replaceable(destination, conversion.shape, args.overwrite)?;
-    let existing = Existing { overwrite: args.overwrite, restart: args.restart };
-    let staging = Staging::begin(destination, conversion.shape, existing)?;
-    let carried_bytes: u64 = conversion.carried.iter().map(|file| file.len).sum();
-    let total = conversion.reservation.len_bytes() + carried_bytes;
-    check_space(staging.folder(), total)?;
-    conversion.source.check(checks, run)?;
-
-    let progress = Progress::start(printer, "writing", total);
-    let files = &conversion.reservation.files;
-    let todo = crate::exec::Extents::of_files(files);
-    let log = crate::exec::log::Log::new(
-        files,
-        &todo,
-        staging.folder().join("journal"),
-        options.sync,
-        crate::exec::log::AtEnd::Nothing,
-    );
-    let stats = copy::copy(input(source), &conversion.reservation, staging.folder(), &log, options, &progress, stop)?;
-    carry(&conversion.carried, staging.folder(), options.sync, &progress, stop)?;
-    drop(progress);
-    if args.verify {
-        read_back(conversion, staging.folder(), run)?;
-    }
-    stop.check()?;
-    staging.publish(options.sync)?;
+    check_replaceable(destination, conversion.shape, args.destination.overwrite)?;
+    check_distinct(&conversion.reservation.files, &conversion.carried)?;
+    let (stats, is_published) = match produce(conversion, args, destination, options, run)? {
+        Produced::Published(stats) => (stats, true),
+        Produced::Part(stats) => (stats, false),
+        Produced::Already => {
+            printer.document(&report.document(&Stats::default()))?;
+            printer.line(&format!("{} is there already, from the same source and options", destination.display()));
+            return Ok(Status::Done);
+        }
+    };
     printer.document(&report.document(&stats))?;
     for warning in cast_warnings(&stats) {
         printer.warning(&warning);
     }
-    printer.line(&report.closing_line(&stats, started.elapsed().as_secs_f64()));
+    let seconds = started.elapsed().as_secs_f64();
+    printer.line(&if is_published {
+        report.closing_line(&stats, seconds)
+    } else {
+        format!("part {} of {} is done in {seconds:.1} s; the last part publishes {}", run.launch.part.index, run.launch.part.of, destination.display())
+    });
     Ok(Status::Done)
 }
 
@@ -241,24 +234,8 @@ fn resolve_missing(path: &Path) -> Result<PathBuf> {
     Ok(resolved)
 }
 
-fn check_space(folder: &Path, needed: u64) -> Result<()> {
-    let free = filesystem::free_bytes(folder)?;
-    if free >= needed {
-        return Ok(());
-    }
-    Err(Error::usage(
-        format!(
-            "{} needed on the file system of {}, {} free",
-            human_bytes(needed),
-            folder.display(),
-            human_bytes(free)
-        ),
-        "free space there, or choose a destination on another file system",
-    ))
-}
-
 /// Compare what was written with the source, before anybody can see it.
-fn read_back(conversion: &Conversion<'_>, folder: &Path, run: &Run<'_>) -> Result<()> {
+pub(super) fn read_back(conversion: &Conversion<'_>, folder: &Path, run: &Run<'_>) -> Result<()> {
     let checkpoint = &conversion.source.checkpoint;
     let mut files = crate::storage::Files::new(checkpoint.files.io());
     for file in &conversion.reservation.files {

@@ -18,6 +18,7 @@ mod parts;
 mod placements;
 mod plans;
 mod printer;
+mod produce;
 mod progress;
 mod report;
 mod reshard;

@@ -1,10 +1,12 @@
 //! Files that a checkpoint's folder holds beside tensor data, carried over as they are.
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use super::{Reporter, Stop};
+use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 
 /// Bytes between two looks at whether to stop.
@@ -19,32 +21,46 @@ pub struct Carried {
     pub len: u64,
 }
 
-/// Copy the files into `folder`.
+/// Copy a file into `folder`, in the place of what an earlier run began there.
 ///
 /// # Errors
-/// `Io` naming the file, also where two would be one; `Stopped`.
-pub fn carry(files: &[Carried], folder: &Path, sync: bool, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
-    for file in files {
-        let path = folder.join(&file.to);
-        if let Some(parent) = path.parent() {
-            std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
-        }
-        let source = File::open(&file.from).map_err(Error::io("open", &file.from))?;
-        let mut target = File::create_new(&path).map_err(Error::io("create", &path))?;
-        loop {
-            stop.check()?;
-            let copied = io::copy(&mut (&source).take(BLOCK_BYTES), &mut target);
-            let copied = copied.map_err(Error::io("copy", &file.from))?;
-            reporter.advance(copied);
-            if copied < BLOCK_BYTES {
-                break;
-            }
-        }
-        if sync {
-            target.sync_all().map_err(Error::io("sync", &path))?;
+/// `Io` naming the file; `Stopped`.
+pub fn carry(file: &Carried, folder: &Path, sync: bool, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
+    let path = folder.join(&file.to);
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
+    }
+    let source = File::open(&file.from).map_err(Error::io("open", &file.from))?;
+    let mut target = File::create(&path).map_err(Error::io("create", &path))?;
+    loop {
+        stop.check()?;
+        let copied = io::copy(&mut (&source).take(BLOCK_BYTES), &mut target);
+        let copied = copied.map_err(Error::io("copy", &file.from))?;
+        reporter.advance(copied);
+        if copied < BLOCK_BYTES {
+            break;
         }
     }
+    if sync {
+        target.sync_all().map_err(Error::io("sync", &path))?;
+    }
     Ok(())
+}
+
+/// Check that no two files would become one.
+///
+/// # Errors
+/// `Usage` naming it.
+pub fn check_distinct(written: &[OutputFile], carried: &[Carried]) -> Result<()> {
+    let mut names = HashSet::new();
+    let all = written.iter().map(|file| &file.path).chain(carried.iter().map(|file| &file.to));
+    match all.into_iter().find(|name| !names.insert(*name)) {
+        None => Ok(()),
+        Some(name) => Err(Error::usage(
+            format!("{} would be written twice, by files of the same name", name.display()),
+            "rename one of the files of SRC that are carried along, or leave it out",
+        )),
+    }
 }
 
 #[cfg(test)]
@@ -53,15 +69,18 @@ mod tests {
     use crate::exec::Silent;
 
     #[test]
-    fn files_are_copied_into_new_folders_and_never_over_each_other() {
+    fn files_are_copied_whole_and_never_over_each_other() {
         let folder = tempfile::tempdir().unwrap();
         let from = folder.path().join("a");
         std::fs::write(&from, b"text").unwrap();
         let file = Carried { from: from.clone(), to: PathBuf::from("sub/b"), len: 4 };
         let into = folder.path().join("out");
-        carry(std::slice::from_ref(&file), &into, true, &Silent, &Stop::default()).unwrap();
+        std::fs::create_dir_all(into.join("sub")).unwrap();
+        std::fs::write(into.join("sub/b"), b"half of some other").unwrap();
+        carry(&file, &into, true, &Silent, &Stop::default()).unwrap();
         assert_eq!(std::fs::read(into.join("sub/b")).unwrap(), b"text");
-        let error = carry(&[file], &into, false, &Silent, &Stop::default()).unwrap_err();
-        assert!(error.to_string().contains("cannot create"), "{error}");
+        check_distinct(&[OutputFile::new("b")], std::slice::from_ref(&file)).unwrap();
+        let error = check_distinct(&[OutputFile::new("sub/b")], &[file]).unwrap_err();
+        assert!(error.to_string().contains("sub/b would be written twice"), "{error}");
     }
 }

@@ -29,7 +29,7 @@ use super::strips::{Content, Cutter, Part, Payload, Strip};
 use super::sums::{InStrip, Sums};
 use super::window::{Slot, prepare, windows};
 use super::{Extents, Input, Options, Reporter, Scratch, Stop};
-use crate::catalog::{Dtype, Reservation, Reserved};
+use crate::catalog::{Dtype, Reservation};
 use crate::error::Result;
 use crate::storage::direct::Buffer;
 
@@ -63,7 +63,19 @@ pub struct CastCount {
 }
 
 impl Stats {
-    fn count(&mut self, input: Input<'_>, window: &[&Reserved], slots: &[Slot]) {
+    /// Of a copy that has not begun: which casts there will be.
+    fn of(input: Input<'_>, reservation: &Reservation) -> Self {
+        let mut stats = Self::default();
+        for tensor in &reservation.tensors {
+            let pair = (input.catalog.tensor(tensor.source).dtype, tensor.dtype());
+            if pair.0 != pair.1 {
+                stats.casts.entry(pair).or_default().tensors += 1;
+            }
+        }
+        stats
+    }
+
+    fn count(&mut self, slots: &[Slot]) {
         let mut planned_bytes = 0;
         for slot in slots {
             slot.tile.pieces(|piece| {
@@ -74,19 +86,13 @@ impl Stats {
             planned_bytes += PLANNED_BYTES + slot.tile.held_bytes();
         }
         self.planned_bytes = self.planned_bytes.max(planned_bytes);
-        for tensor in window {
-            let pair = (input.catalog.tensor(tensor.source).dtype, tensor.dtype());
-            if pair.0 != pair.1 {
-                self.casts.entry(pair).or_default().tensors += 1;
-            }
-        }
     }
 
-    fn count_lost(&mut self, lost: BTreeMap<DtypePair, Counts>) {
+    /// What casts met, in place of what was known of it.
+    pub fn lose(&mut self, lost: &BTreeMap<DtypePair, Counts>) {
         for (pair, counts) in lost {
-            let cast = self.casts.entry(pair).or_default();
-            cast.overflows += counts.overflows;
-            cast.nans += counts.nans;
+            let cast = self.casts.entry(*pair).or_default();
+            (cast.overflows, cast.nans) = (counts.overflows, counts.nans);
         }
     }
 }
@@ -120,7 +126,7 @@ pub fn copy(
         reporter,
         stop,
     };
-    let mut stats = Stats::default();
+    let mut stats = Stats::of(input, reservation);
     let done = (|| {
         for window in windows(input, &reservation.tensors, log.todo()) {
             stop.check()?;
@@ -128,7 +134,7 @@ pub fn copy(
             let mut strips = cutter.cut(payloads);
             Filler { slots: &slots, ..filler }.fill(&mut strips)?;
             passing.settle(input.files)?;
-            stats.count(input, &window, &slots);
+            stats.count(&slots);
             log.advance(&outputs)?;
         }
         // What is summed first: the others may hold the sums.
@@ -150,7 +156,7 @@ pub fn copy(
             return Err(error);
         }
     }
-    stats.count_lost(log.lost());
+    stats.lose(&log.lost());
     Ok(stats)
 }
 
@@ -160,11 +166,11 @@ pub fn copy(
 /// # Errors
 /// As [`copy`], but for writing.
 pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Result<Stats> {
-    let mut stats = Stats::default();
+    let mut stats = Stats::of(input, reservation);
     let todo = Extents::of_files(&reservation.files);
     for window in windows(input, &reservation.tensors, &todo) {
         stop.check()?;
-        stats.count(input, &window, &prepare(input, &window, &todo)?.0);
+        stats.count(&prepare(input, &window, &todo)?.0);
     }
     Ok(stats)
 }

@@ -1,0 +1,256 @@
+//! Doing what a conversion has decided on: alone, as one of several processes, or where an earlier run stopped.
+//!
+//! Every process that is given the same command derives the same plan, so each knows its part without asking. It writes
+//! what of that is not recorded as done, and records it. Whoever is done last finds everything recorded, seals and
+//! publishes; the others wait for that, or leave.
+
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::convert::{Conversion, read_back};
+use super::input;
+use super::progress::Progress;
+use super::run::Run;
+use crate::catalog::OutputFile;
+use crate::cli::ConvertArgs;
+use crate::comm::Part;
+use crate::error::{Error, Result};
+use crate::exec::carry::carry;
+use crate::exec::copy::{Stats, copy};
+use crate::exec::division::stretch;
+use crate::exec::fingerprint::fingerprint;
+use crate::exec::journal::Known;
+use crate::exec::log::{AtEnd, Log};
+use crate::exec::seal::{is_complete, seal};
+use crate::exec::staging::{Begun, Claim, Other, OtherState, Plan, Staging, Waited};
+use crate::exec::{Extents, Options, Reporter};
+use crate::quantity::human_bytes;
+use crate::storage::filesystem;
+
+/// How it ended.
+pub enum Produced {
+    /// The destination is there.
+    Published(Stats),
+    /// This part is done; whichever is done last publishes.
+    Part(Stats),
+    /// The destination was there already, from the same plan.
+    Already,
+}
+
+/// Write `conversion` to `destination`, or this process's part of it.
+///
+/// # Errors
+/// Anything; the destination is then as it was.
+pub fn produce(
+    conversion: &Conversion<'_>,
+    args: &ConvertArgs,
+    destination: &Path,
+    options: &Options,
+    run: &Run<'_>,
+) -> Result<Produced> {
+    let part = run.launch.part;
+    let source = &conversion.source.checkpoint;
+    let reservation = &conversion.reservation;
+    let claim = Claim {
+        overwrite: args.destination.overwrite,
+        restart: args.destination.restart,
+        resume: args.destination.resume,
+        part,
+        run: run.launch.run.clone(),
+        sync: options.sync,
+        parts_wait: run.launch.waits,
+    };
+    let paths = conversion.source.paths_read();
+    let roots: Vec<&Path> = paths.iter().map(|(_, path)| *path).collect();
+    let version = env!("CARGO_PKG_VERSION");
+    let fingerprint = fingerprint(version, input(source), reservation, &conversion.carried, &roots)?;
+    match Staging::begin(destination, conversion.shape, &claim, &Plan { fingerprint, version }, &run.stop)? {
+        Begun::Done => Ok(Produced::Already),
+        Begun::Work(staging) => {
+            let producer = Producer { conversion, staging: &staging, args, options, run };
+            let produced = producer.write().and_then(|stats| producer.publish(stats));
+            produced.map_err(|error| match staging.is_kept() {
+                true => error.keeping(staging.journals()),
+                false => error,
+            })
+        }
+    }
+}
+
+struct Producer<'a> {
+    conversion: &'a Conversion<'a>,
+    staging: &'a Staging,
+    args: &'a ConvertArgs,
+    options: &'a Options,
+    run: &'a Run<'a>,
+}
+
+impl Producer<'_> {
+    fn files(&self) -> &[OutputFile] {
+        &self.conversion.reservation.files
+    }
+
+    fn part(&self) -> Part {
+        self.run.launch.part
+    }
+
+    /// What all runs have recorded.
+    fn known(&self) -> Result<Known> {
+        Known::read(self.staging.journals(), self.files(), self.conversion.carried.len())
+    }
+
+    /// Write what is left of this part.
+    fn write(&self) -> Result<Stats> {
+        let Self { conversion, staging, options, run, .. } = *self;
+        let (files, carried, part) = (self.files(), &conversion.carried, self.part());
+        let known = self.known()?;
+        known.check(staging.folder(), files, carried)?;
+        let todo = stretch(files, part).without(&known.done);
+        check_space(staging.folder(), files, &todo)?;
+        conversion.source.check(self.args.checks, run)?;
+
+        // A run that is alone and has nothing to read back publishes at once.
+        let is_brief = part.is_alone() && !staging.is_kept() && !self.args.destination.verify;
+        let at_end = if is_brief { AtEnd::Nothing } else { AtEnd::Record };
+        let log = Log::new(files, &todo, staging.journal().to_path_buf(), options.sync, at_end);
+        let carried_bytes: u64 = carried.iter().map(|file| file.len).sum();
+        let total = conversion.reservation.len_bytes() + carried_bytes;
+        let progress = Progress::start(run.printer, "writing", total);
+        progress.advance(known.done.len_bytes());
+        let meter = Meter { progress: &progress, staging, others: (part.index == 0).then(Mutex::default) };
+
+        // One after the other in turn, as there are few, and small ones.
+        for (number, file) in (0..).zip(carried).filter(|(number, _)| number % part.of == part.index) {
+            if !known.carried.contains(&number) {
+                carry(file, staging.folder(), options.sync, &meter, &run.stop)?;
+                log.carried(number);
+            }
+        }
+        let source = &conversion.source.checkpoint;
+        let stats = copy(
+            input(source),
+            &conversion.reservation,
+            staging.folder(),
+            &log,
+            options,
+            &meter,
+            &run.stop,
+        )?;
+        staging.finish()?;
+        Ok(stats)
+    }
+
+    /// Publish where everything is there; else wait for those who do, or leave it to them.
+    fn publish(&self, mut stats: Stats) -> Result<Produced> {
+        let Self { conversion, staging, run, options, .. } = *self;
+        let (files, carried) = (self.files(), conversion.carried.len());
+        loop {
+            // Alone, nothing is left to be found out but what earlier runs have done.
+            let known = (!self.part().is_alone() || staging.is_kept()).then(|| self.known()).transpose()?;
+            let is_all_there = known.as_ref().is_none_or(|known| is_complete(known, files, carried));
+            if is_all_there && let Some(right) = staging.try_seal()? {
+                if let Some(known) = known {
+                    seal(staging.folder(), files, &known, staging.journals(), options.sync)?;
+                    stats.lose(&known.lost);
+                }
+                if self.args.destination.verify {
+                    read_back(conversion, staging.folder(), run)?;
+                }
+                run.stop.check()?;
+                staging.check()?;
+                right.publish(options.sync)?;
+                return Ok(Produced::Published(stats));
+            }
+            if !run.launch.waits {
+                return Ok(Produced::Part(stats));
+            }
+            let progress = Progress::start(run.printer, "waiting for others", conversion.reservation.len_bytes());
+            let mut seen = 0;
+            let mut notify = |others: &[Other]| {
+                let done = self.done_of(others);
+                progress.advance(u64::saturating_sub(done, seen));
+                seen = seen.max(done);
+            };
+            match staging.wait_published(&run.stop, &mut notify)? {
+                Waited::Published => return Ok(Produced::Published(stats)),
+                Waited::NobodySeals if is_all_there => {}
+                Waited::NobodySeals => {
+                    // They may have been done since the look above.
+                    let known = self.known()?;
+                    if !is_complete(&known, files, carried) {
+                        return Err(self.incomplete(&known));
+                    }
+                }
+            }
+        }
+    }
+
+    fn done_of(&self, others: &[Other]) -> u64 {
+        let own = self.staging.done_bytes().load(Ordering::Relaxed);
+        others.iter().map(|other| other.done_bytes).fold(own, u64::saturating_add)
+    }
+
+    fn incomplete(&self, known: &Known) -> Error {
+        let missing = Extents::of_files(self.files()).without(&known.done);
+        Error::usage(
+            format!(
+                "all parts say that they are done, and {} of {} are not recorded in {}",
+                human_bytes(missing.len_bytes()),
+                human_bytes(self.conversion.reservation.len_bytes()),
+                self.staging.journals().display()
+            ),
+            "the same command with --resume does what is missing",
+        )
+    }
+}
+
+/// Tells bytes that are written to who shows progress, and to the other processes.
+struct Meter<'a> {
+    progress: &'a Progress,
+    staging: &'a Staging,
+    /// Where this one shows what all do: when it looked at the others, and what they had done.
+    others: Option<Mutex<Option<(Instant, u64)>>>,
+}
+
+/// Time between two looks at the others.
+const LOOK_EVERY: Duration = Duration::from_secs(2);
+
+impl Reporter for Meter<'_> {
+    fn advance(&self, bytes: u64) {
+        self.staging.done_bytes().fetch_add(bytes, Ordering::Relaxed);
+        self.progress.advance(bytes);
+        // Whoever does not get the lock at once leaves the look to the one who has it.
+        let Some(Ok(mut looked)) = self.others.as_ref().map(Mutex::try_lock) else { return };
+        let (when, before) = looked.unwrap_or_else(|| (Instant::now(), 0));
+        if looked.is_some() && when.elapsed() < LOOK_EVERY {
+            return;
+        }
+        let others = self.staging.others().unwrap_or_default();
+        let done = others.iter().filter(|other| other.state != OtherState::Stopped).map(|other| other.done_bytes);
+        let done = done.fold(0, u64::saturating_add).max(before);
+        self.progress.advance(done - before);
+        *looked = Some((Instant::now(), done));
+    }
+}
+
+/// Room for the files that this process will make.
+fn check_space(folder: &Path, files: &[OutputFile], todo: &Extents) -> Result<()> {
+    let is_made = |file: &OutputFile| folder.join(&file.path).metadata().is_ok_and(|found| found.len() == file.len);
+    let to_make = todo.files().map(|index| &files[index as usize]).filter(|file| !is_made(file));
+    let needed: u64 = to_make.map(|file| file.len).sum();
+    let free = filesystem::free_bytes(folder)?;
+    if free >= needed {
+        return Ok(());
+    }
+    Err(Error::usage(
+        format!(
+            "{} needed on the file system of {}, {} free",
+            human_bytes(needed),
+            folder.display(),
+            human_bytes(free)
+        ),
+        "free space there, or choose a destination on another file system",
+    ))
+}
