@@ -16,15 +16,17 @@
 //! Flat parameters of FSDP1 are no tensors of a catalog: reading puts parameters in their place, and writing puts them
 //! behind each other again, as a [`catalog::flat::FlatLayout`] says.
 //!
-//! Who may import whom: `commands` sees everything; `exec` sees `plan`, `catalog` and `storage` but no format and no
-//! terminal; `plan`, `format` and `select` see `catalog` and `layout`; `layout` is pure algebra and sees nothing of the
+//! Who may import whom: `commands` sees everything; `exec` sees `plan`, `catalog`, `storage` and `comm` but no format
+//! and no terminal; `plan`, `format` and `select` see `catalog` and `layout`; `layout` is pure algebra and sees nothing of the
 //! crate.
 
 pub mod catalog;
 pub mod cli;
+pub mod comm;
 pub mod commands;
 pub mod error;
 pub mod exec;
+pub mod fault;
 pub mod format;
 pub mod layout;
 pub mod nearest;

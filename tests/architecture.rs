@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// For each module, the modules of this crate that it may use besides itself and `error`.
-const ALLOWED: [(&str, &[&str]); 10] = [
+const ALLOWED: [(&str, &[&str]); 12] = [
     ("layout", &[]),
     ("storage", &[]),
     ("catalog", &["layout", "storage"]),
@@ -13,7 +13,9 @@ const ALLOWED: [(&str, &[&str]); 10] = [
     ("quantity", &[]),
     ("select", &["catalog", "layout", "nearest"]),
     ("nearest", &["layout"]),
-    ("exec", &["plan", "catalog", "layout", "storage"]),
+    ("exec", &["plan", "catalog", "comm", "fault", "layout", "storage"]),
+    ("comm", &[]),
+    ("fault", &[]),
     ("error", &["layout"]),
 ];
 

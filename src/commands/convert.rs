@@ -11,9 +11,11 @@ use super::source::Source;
 use super::{Status, input};
 use crate::catalog::{Fqn, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs};
+use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, carry};
-use crate::exec::staging::{Existing, Shape, Staging};
+use crate::exec::fingerprint::Fingerprint;
+use crate::exec::staging::{Begun, Claim, Plan, Shape, Staging};
 use crate::exec::{Options, Silent, Stop, compare, copy};
 use crate::format::{Format, is_checkpoint};
 use crate::quantity::{count, human_bytes};
@@ -138,8 +140,19 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
         source.files.ids().try_for_each(|id| refuse_nesting("the source", source.files.path(id), destination))?;
     }
     check_replaceable(destination, conversion.shape, args.overwrite)?;
-    let existing = Existing { overwrite: args.overwrite, restart: args.restart };
-    let staging = Staging::begin(destination, conversion.shape, existing)?;
+    let claim = Claim {
+        overwrite: args.overwrite,
+        restart: args.restart,
+        resume: false,
+        part: Part::alone(),
+        run: None,
+        sync: options.sync,
+        parts_wait: true,
+    };
+    let plan = Plan { fingerprint: Fingerprint([0; 32]), version: env!("CARGO_PKG_VERSION") };
+    let Begun::Work(staging) = Staging::begin(destination, conversion.shape, &claim, &plan, stop)? else {
+        return Ok(Status::Done);
+    };
     let carried_bytes: u64 = conversion.carried.iter().map(|file| file.len).sum();
     let total = conversion.reservation.len_bytes() + carried_bytes;
     check_space(staging.folder(), total)?;
@@ -153,7 +166,12 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
         read_back(conversion, staging.folder(), run)?;
     }
     stop.check()?;
-    staging.publish(options.sync)?;
+    staging.finish()?;
+    match staging.try_seal()? {
+        Some(seal) => seal.publish(options.sync)?,
+        None => drop(staging.wait_published(stop, &mut |_| ())?),
+    }
+    drop(staging);
     printer.document(&report.document(&stats))?;
     for warning in cast_warnings(&stats) {
         printer.warning(&warning);

@@ -10,6 +10,7 @@ pub mod cast;
 pub mod compare;
 pub mod copy;
 mod difference;
+pub mod fingerprint;
 pub mod gather;
 mod output;
 mod passing;

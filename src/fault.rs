@@ -1,0 +1,36 @@
+//! Places where a test lets the process die, as a node does that loses its power.
+//!
+//! `DTSHARD_FAULT=NAME` kills it there. Builds without debug assertions have none of this.
+
+/// Every place, in the order in which an undisturbed run comes by.
+pub const POINTS: [&str; 17] = [
+    "begin-draft",
+    "begin-planned",
+    "begin-made",
+    "begin-created-lease",
+    "begin-leased",
+    "seal-created-lease",
+    "restart-moved",
+    "restart-judged",
+    "seal-leased",
+    "commit-marked",
+    "commit-synced",
+    "commit-cleared",
+    "commit-moved-old",
+    "commit-renamed",
+    "commit-synced-parent",
+    "commit-removed-old",
+    "commit-left",
+];
+
+/// Die here if a test asks for it.
+#[cfg(debug_assertions)]
+pub fn point(name: &str) {
+    debug_assert!(POINTS.contains(&name), "{name} is not listed");
+    if std::env::var_os("DTSHARD_FAULT").is_some_and(|wanted| wanted == name) {
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    }
+}
+
+#[cfg(not(debug_assertions))]
+pub fn point(_name: &str) {}
