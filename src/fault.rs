@@ -9,6 +9,7 @@ pub const POINTS: [&str; 19] = [
     "begin-made",
     "begin-created-lease",
     "begin-leased",
+    "seal-created-lease",
     "restart-moved",
     "restart-judged",
     "record-before",
@@ -22,7 +23,6 @@ pub const POINTS: [&str; 19] = [
     "commit-synced-parent",
     "commit-removed-old",
     "commit-left",
-    "commit-swept",
 ];
 
 /// Die here if a test asks for it.

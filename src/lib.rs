@@ -28,7 +28,7 @@ pub mod comm;
 pub mod commands;
 pub mod error;
 pub mod exec;
-mod fault;
+pub mod fault;
 pub mod format;
 pub mod layout;
 pub mod nearest;

@@ -4,17 +4,18 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// For each module, the modules of this crate that it may use besides itself and `error`.
-const ALLOWED: [(&str, &[&str]); 11] = [
+const ALLOWED: [(&str, &[&str]); 12] = [
     ("layout", &[]),
     ("storage", &[]),
     ("comm", &[]),
+    ("fault", &[]),
     ("catalog", &["layout", "storage"]),
     ("plan", &["catalog", "layout"]),
     ("format", &["catalog", "layout", "nearest", "quantity", "storage"]),
     ("quantity", &[]),
     ("select", &["catalog", "layout", "nearest"]),
     ("nearest", &["layout"]),
-    ("exec", &["plan", "catalog", "layout", "storage", "comm"]),
+    ("exec", &["plan", "catalog", "layout", "storage", "comm", "fault"]),
     ("error", &["layout"]),
 ];
 

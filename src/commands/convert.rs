@@ -159,7 +159,12 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     printer.line(&if is_published {
         report.closing_line(&stats, seconds)
     } else {
-        format!("part {} of {} is done in {seconds:.1} s; the last part publishes {}", run.launch.part.index, run.launch.part.of, destination.display())
+        format!(
+            "part {} of {} is done in {seconds:.1} s; the last part publishes {}",
+            run.launch.part.index,
+            run.launch.part.of,
+            destination.display()
+        )
     });
     Ok(Status::Done)
 }

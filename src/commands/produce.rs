@@ -129,15 +129,7 @@ impl Producer<'_> {
             }
         }
         let source = &conversion.source.checkpoint;
-        let stats = copy(
-            input(source),
-            &conversion.reservation,
-            staging.folder(),
-            &log,
-            options,
-            &meter,
-            &run.stop,
-        )?;
+        let stats = copy(input(source), &conversion.reservation, staging.folder(), &log, options, &meter, &run.stop)?;
         staging.finish()?;
         Ok(stats)
     }

@@ -34,7 +34,7 @@ fn start(source: &Path, target: &Path, more: &[&str]) -> Child {
     all.extend(more.iter().map(|arg| arg as &dyn AsRef<OsStr>));
     let mut child = command(&all).spawn().unwrap();
     let begun = Instant::now();
-    while !partial(target).join(".lock").exists() {
+    while !partial(target).join("part-0-of-1.0.lease").exists() {
         assert!(begun.elapsed() < Duration::from_secs(30), "nothing is written");
         if let Some(status) = child.try_wait().unwrap() {
             panic!("ended too early: {status}");
@@ -106,7 +106,12 @@ fn what_a_killed_run_leaves_is_in_the_way_until_restart() {
     assert_eq!(wait(child).signal, Some(9));
     assert!(partial(&target).exists() && !target.exists());
     let small = fixture("torch_file/trainer.pt");
-    dtshard(&[&"unshard", &small, &target]).refused(&["did not finish", "out.pt.dtshard-partial", "--restart"]);
+    dtshard(&[&"unshard", &small, &target]).refused(&[
+        "did not finish",
+        "out.pt.dtshard-partial",
+        "--resume",
+        "--restart",
+    ]);
     dtshard(&[&"unshard", &small, &target, &"--overwrite"]).refused(&["did not finish", "--restart"]);
     assert!(partial(&target).exists());
     dtshard(&[&"unshard", &small, &target, &"--restart"]).succeeded();

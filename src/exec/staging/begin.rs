@@ -1,0 +1,400 @@
+//! What stands where work is to begin, and whether to join it, to throw it away, to wait or to refuse.
+//!
+//! Looks, acts and looks again until there is nothing left to act on: every act (make, take a lease, throw away) is
+//! decided by the file system, so of two processes that act on the same look one finds that it was beaten.
+
+use std::fs;
+use std::path::Path;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread::sleep;
+use std::time::Instant;
+
+use super::lease::{Lease, LeaseName, Role, Seen};
+use super::life::{Life, Watch};
+use super::place::{DATA, Identity, Place, exists, rename_new, sync_folder, unique};
+use super::plan::{Found, Partial, Planned};
+use super::{Begun, Claim, Pace, Plan, Shape, Staging, mark};
+use crate::comm::Part;
+use crate::error::{Error, Result};
+use crate::exec::Stop;
+use crate::fault;
+
+pub(super) fn begin(
+    destination: &Path,
+    shape: Shape,
+    claim: &Claim,
+    plan: &Plan<'_>,
+    pace: Pace,
+    stop: &Stop,
+) -> Result<Begun> {
+    refuse_folder(destination, shape)?;
+    let place = Place::of(destination)?;
+    fs::create_dir_all(&place.parent).map_err(Error::io("create", &place.parent))?;
+    let watch = Watch::new(pace.dead_after);
+    let mut beginning = Beginning { place, shape, claim, plan, pace, watch, since: Instant::now(), made: None };
+    beginning.refuse_restart_of_strangers()?;
+    let begun = beginning.run(stop);
+    if begun.is_err() {
+        beginning.leave();
+    }
+    begun
+}
+
+struct Beginning<'a> {
+    place: Place,
+    shape: Shape,
+    claim: &'a Claim,
+    plan: &'a Plan<'a>,
+    pace: Pace,
+    watch: Watch,
+    since: Instant,
+    /// The partial folder that this process has made.
+    made: Option<String>,
+}
+
+enum Next {
+    Begun(Begun),
+    /// Something was done, or beaten: look at once.
+    Again,
+    /// Somebody else has to do something.
+    Later,
+}
+
+/// What the leases of a partial say to somebody who comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// Take this generation of the lease.
+    Join {
+        generation: u32,
+    },
+    /// Nobody is there, but somebody was: only with `--resume`.
+    Resume {
+        generation: u32,
+    },
+    /// Somebody works on the same part, or on other parts than ours.
+    Rival(LeaseName),
+    Watch,
+}
+
+/// Whether `part` can be worked on, where leases are as they are.
+pub(super) fn judge(leases: &[(LeaseName, Life)], part: Part) -> Verdict {
+    let parts = leases.iter().filter_map(|(name, life)| match name.role {
+        Role::Part(other) => Some((other, name, *life)),
+        Role::Seal => None,
+    });
+    let rivals = parts.clone().filter(|(other, _, _)| other.of != part.of || *other == part);
+    if let Some((_, name, _)) = rivals.clone().find(|(_, _, life)| *life == Life::Alive) {
+        return Verdict::Rival(*name);
+    }
+    if rivals.clone().any(|(_, _, life)| life == Life::Unsure) {
+        return Verdict::Watch;
+    }
+    let own = rivals.clone().find(|(other, _, _)| *other == part);
+    let generation = own.map_or(0, |(_, name, _)| name.generation.saturating_add(1));
+    let has_company = parts.clone().any(|(other, _, life)| other.of == part.of && life != Life::Dead);
+    let is_of_others = rivals.clone().any(|(other, _, _)| other.of != part.of) && !has_company;
+    if own.is_some() || is_of_others { Verdict::Resume { generation } } else { Verdict::Join { generation } }
+}
+
+impl Beginning<'_> {
+    fn run(&mut self, stop: &Stop) -> Result<Begun> {
+        loop {
+            match self.step()? {
+                Next::Begun(begun) => return Ok(begun),
+                Next::Again => {}
+                Next::Later => sleep(self.pace.look),
+            }
+            stop.check()?;
+        }
+    }
+
+    /// Where nothing comes of it, a folder that this process made, and that nobody has come to, is litter.
+    fn leave(&self) {
+        let Ok(Found::Partial(found)) = Found::at(&self.place.partial(), self.shape) else { return };
+        if self.made.as_ref() == Some(&found.plan.id) && found.leases.is_empty() {
+            let _ = self.discard(Some(&found));
+        }
+    }
+
+    fn step(&mut self) -> Result<Next> {
+        self.place.refresh();
+        match Found::at(&self.place.partial(), self.shape)? {
+            Found::Nothing => self.start(),
+            Found::Junk => {
+                recover(&self.place)?;
+                if self.claim.restart { self.throw_away(None) } else { Err(self.junk()) }
+            }
+            Found::Partial(partial) => self.meet(partial),
+        }
+    }
+
+    /// Nobody is there.
+    fn start(&mut self) -> Result<Next> {
+        recover(&self.place)?;
+        if self.claim.resume && mark::is(&self.place.destination, self.plan.fingerprint) {
+            return Ok(Next::Begun(Begun::Done));
+        }
+        self.check_destination()?;
+        if self.claim.restart && self.claim.part.index != 0 {
+            return self.wait_for_first();
+        }
+        let plan = Planned::new(self.plan, self.claim, unique());
+        if !self.place.make(&plan, self.claim.sync)? {
+            return Ok(Next::Later);
+        }
+        self.made = Some(plan.id);
+        Ok(Next::Again)
+    }
+
+    fn meet(&mut self, found: Partial) -> Result<Next> {
+        let now = Instant::now();
+        let lives: Vec<(LeaseName, Life)> =
+            found.leases.iter().map(|seen| (seen.name, self.watch.life(seen, now))).collect();
+        let is_alive = |life: Life| move |(_, other): &&(LeaseName, Life)| *other == life;
+        let alive = lives.iter().find(is_alive(Life::Alive)).map(|(name, _)| *name);
+        let is_unsure = lives.iter().any(|(_, life)| *life == Life::Unsure);
+        if found.is_published {
+            // Whoever published it takes it away, or died before.
+            return if alive.is_some() || is_unsure { Ok(Next::Later) } else { self.throw_away(Some(&found)) };
+        }
+        let difference = found.plan.difference(self.plan);
+        let is_of_launch = self.claim.run.is_some() && self.claim.run == found.plan.run && !self.claim.part.is_alone();
+        let is_ours = is_of_launch || self.made.as_ref() == Some(&found.plan.id);
+        if difference.is_none() && (!self.claim.restart || is_ours) {
+            return match judge(&lives, self.claim.part) {
+                Verdict::Rival(name) => Err(self.another_run(&found, name)),
+                Verdict::Watch => Ok(Next::Later),
+                Verdict::Resume { .. } if !self.claim.resume => {
+                    self.recover_unless(alive.is_some() || is_unsure)?;
+                    Err(self.unfinished())
+                }
+                Verdict::Join { generation } | Verdict::Resume { generation } => {
+                    self.recover_unless(alive.is_some() || is_unsure)?;
+                    self.check_destination()?;
+                    self.join(found, generation)
+                }
+            };
+        }
+        if let Some(name) = alive {
+            return Err(self.another_run(&found, name));
+        }
+        if is_unsure {
+            return Ok(Next::Later);
+        }
+        // It may have died within a swap, and what it was to replace is not to stay away until --restart.
+        recover(&self.place)?;
+        if self.claim.restart {
+            return self.throw_away(Some(&found));
+        }
+        Err(difference.map_or_else(|| self.unfinished(), |difference| self.of_another(&difference)))
+    }
+
+    /// Take the lease, and look whether it is one on what was judged.
+    fn join(&self, judged: Partial, generation: u32) -> Result<Next> {
+        let partial = self.place.partial();
+        let name = LeaseName { role: Role::Part(self.claim.part), generation };
+        let Some(mut lease) = Lease::take(&partial, name)? else { return Ok(Next::Later) };
+        let is_same = |found: &Partial| found.plan.id == judged.plan.id && !found.is_published;
+        let found = match Found::at(&partial, self.shape) {
+            Ok(Found::Partial(found)) if is_same(&found) => found,
+            other => {
+                lease.retract();
+                return other.map(|_| Next::Again);
+            }
+        };
+        let known: Vec<LeaseName> = judged.leases.iter().map(|seen| seen.name).collect();
+        let of_others = |seen: &&Seen| matches!(seen.name.role, Role::Part(part) if part.of != self.claim.part.of);
+        let rival = found.leases.iter().filter(of_others).find(|seen| !known.contains(&seen.name));
+        if let Some(rival) = rival {
+            let error = self.another_run(&found, rival.name);
+            lease.retract();
+            return Err(error);
+        }
+        let lost = Arc::new(OnceLock::new());
+        let (tell, folder, shape, id) = (Arc::clone(&lost), partial.clone(), self.shape, judged.plan.id.clone());
+        let look = move || {
+            if let Some(loss) = Staging::look_for_loss(&folder, shape, &id, name, &known) {
+                let _ = tell.set(loss);
+            }
+        };
+        lease.start(self.pace.beat, look).map_err(Error::io("write a lease in", &partial))?;
+        if self.claim.sync {
+            sync_folder(&partial)?;
+        }
+        let staging = Staging {
+            place: self.place.clone(),
+            shape: self.shape,
+            claim: self.claim.clone(),
+            fingerprint: self.plan.fingerprint,
+            plan: judged.plan,
+            pace: self.pace,
+            data: partial.join(DATA),
+            journal: partial.join(name.journal()),
+            partial,
+            lease: Some(lease),
+            lost,
+            watch: Mutex::new(Watch::new(self.pace.dead_after)),
+            identity: OnceLock::new(),
+            is_published: false.into(),
+        };
+        fault::point("begin-leased");
+        // Another run may have been done between the first look and the lease.
+        self.check_destination()?;
+        Ok(Next::Begun(Begun::Work(staging)))
+    }
+
+    /// Throw away what is dead: junk, or what was judged so.
+    fn throw_away(&self, judged: Option<&Partial>) -> Result<Next> {
+        let is_published = judged.is_some_and(|partial| partial.is_published);
+        if self.claim.part.index != 0 && !is_published { self.wait_for_first() } else { self.discard(judged) }
+    }
+
+    fn discard(&self, judged: Option<&Partial>) -> Result<Next> {
+        let partial = self.place.partial();
+        let Some(aside) = self.place.move_aside(&partial)? else { return Ok(Next::Again) };
+        fault::point("restart-moved");
+        let is_judged = match (judged, Found::at(&aside, self.shape)?) {
+            (None, Found::Junk | Found::Nothing) => true,
+            (Some(judged), Found::Partial(found)) => judged.is_still(&found),
+            _ => false,
+        };
+        if !is_judged {
+            rename_new(&aside, &partial).map_err(Error::io("put back", &partial))?;
+            return Ok(Next::Later);
+        }
+        fault::point("restart-judged");
+        self.place.discard(&aside)?;
+        if self.claim.restart {
+            self.place.sweep_asides();
+        }
+        Ok(Next::Again)
+    }
+
+    fn wait_for_first(&self) -> Result<Next> {
+        if self.since.elapsed() < self.pace.start_within {
+            return Ok(Next::Later);
+        }
+        Err(Error::usage(
+            format!("part 0 of {} has not started to write {}", self.claim.part.of, self.place.destination.display()),
+            "with --restart the others wait for part 0, which throws away what is there: start it",
+        ))
+    }
+
+    fn recover_unless(&self, somebody_is_alive: bool) -> Result<()> {
+        // A live process can be in the middle of a swap.
+        if somebody_is_alive { Ok(()) } else { recover(&self.place) }
+    }
+
+    /// Parts cannot tell whether what they find was made by a sibling or is what they are to throw away.
+    fn refuse_restart_of_strangers(&self) -> Result<()> {
+        let Claim { restart, part, run, parts_wait, .. } = self.claim;
+        if !restart || part.is_alone() || run.is_some() && *parts_wait {
+            return Ok(());
+        }
+        Err(Error::usage(
+            "--restart is for one process, or for several that a launcher starts together, not for --parts",
+            format!("remove {} first, then start the parts without --restart", self.place.partial().display()),
+        ))
+    }
+
+    fn check_destination(&self) -> Result<()> {
+        let destination = &self.place.destination;
+        let Ok(metadata) = destination.symlink_metadata() else { return Ok(()) };
+        // Rolling back may have brought a folder.
+        refuse_folder(destination, self.shape)?;
+        let empty_folder =
+            metadata.is_dir() && fs::read_dir(destination).map_err(Error::io("list", destination))?.next().is_none();
+        if empty_folder || self.claim.overwrite {
+            return Ok(());
+        }
+        Err(Error::usage(
+            format!("{} exists", destination.display()),
+            "choose another destination, or replace it with --overwrite",
+        ))
+    }
+
+    fn another_run(&self, found: &Partial, name: LeaseName) -> Error {
+        let record = found.leases.iter().find(|seen| seen.name == name).and_then(|seen| seen.record.as_ref());
+        let who = record.map_or(String::new(), |record| {
+            let Role::Part(Part { index, of }) = name.role else { return String::new() };
+            let part = if of == 1 { String::new() } else { format!(", part {index} of {of}") };
+            format!(" (process {} on {}{part})", record.process.pid, record.process.host)
+        });
+        Error::usage(
+            format!("another run is writing {}{who}", self.place.destination.display()),
+            format!("wait for it, or stop it first; it works in {}", self.place.partial().display()),
+        )
+    }
+
+    fn unfinished(&self) -> Error {
+        Error::usage(
+            format!("an earlier run did not finish: {} is in the way", self.place.partial().display()),
+            "--resume goes on with what it has done, --restart throws it away and starts again",
+        )
+    }
+
+    fn of_another(&self, difference: &str) -> Error {
+        Error::usage(
+            format!(
+                "an earlier run did not finish: {} is in the way, and cannot be gone on with: {difference}",
+                self.place.partial().display()
+            ),
+            "--restart throws it away and starts again; --resume needs the same dtshard, SRC and options",
+        )
+    }
+
+    fn junk(&self) -> Error {
+        Error::usage(
+            format!(
+                "an earlier run did not finish: {} is in the way, and has no plan to go on with",
+                self.place.partial().display()
+            ),
+            "--restart throws it away and starts again; a --resume needs what this version has begun",
+        )
+    }
+}
+
+impl Partial {
+    /// Nobody has come since.
+    fn is_still(&self, now: &Self) -> bool {
+        let same = |a: &Seen, b: &Seen| a.name == b.name && a.bytes == b.bytes;
+        self.plan == now.plan
+            && self.leases.len() == now.leases.len()
+            && self.leases.iter().zip(&now.leases).all(|(a, b)| same(a, b))
+    }
+}
+
+/// Finish or roll back a swap that an earlier run did not finish.
+pub(super) fn recover(place: &Place) -> Result<()> {
+    let (destination, old) = (&place.destination, place.old());
+    if !exists(&old) {
+        return Ok(());
+    }
+    let replaced = Identity::of(&old);
+    if exists(destination) {
+        let Some(aside) = place.move_aside(&old)? else { return Ok(()) };
+        if Identity::of(&aside) == replaced {
+            return place.discard(&aside);
+        }
+        // A swap that has begun since: the only one of its kind.
+        return rename_new(&aside, &old).map_err(Error::io("put back", old));
+    }
+    match rename_new(&old, destination) {
+        // Another one was faster.
+        Err(_) if !exists(&old) || exists(destination) => Ok(()),
+        done => done.map_err(Error::io("rename", old)),
+    }
+}
+
+/// One file does not take the place of a folder, nor that of a name that is said to be one by a slash at its end.
+fn refuse_folder(destination: &Path, shape: Shape) -> Result<()> {
+    let is = match shape {
+        Shape::File if destination.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) => "is",
+        Shape::File if destination.as_os_str().as_encoded_bytes().ends_with(b"/") => "is to be",
+        Shape::File | Shape::Folder => return Ok(()),
+    };
+    Err(Error::usage(
+        format!("{} {is} a folder, and one file is to be written", destination.display()),
+        format!("give it a name there, such as {}", destination.join("model.pt").display()),
+    ))
+}

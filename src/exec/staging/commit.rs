@@ -1,0 +1,181 @@
+//! Sealing and publishing.
+//!
+//! One process seals, whoever has the lease on it. Should a second one come to (the first was thought dead), both write
+//! the same bytes, and of both renames of the output to the destination one finds it gone: that one was beaten, which is
+//! as good. Replacing goes by identity (device and inode): neither of two processes that replace moves aside or deletes
+//! what the other one has published.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::Path;
+use std::sync::atomic::Ordering;
+
+use super::lease::{Lease, LeaseName, Role};
+use super::life::Life;
+use super::place::{Identity, exists, is_gone, remove, rename_new, sync_folder, sync_folders};
+use super::plan::output;
+use super::{Lost, Shape, Staging, mark};
+use crate::error::{Error, Result};
+use crate::fault;
+
+/// The right to seal, as long as it is held.
+#[derive(Debug)]
+pub struct Seal<'a> {
+    staging: &'a Staging,
+    lease: Lease,
+}
+
+/// How often others may come between before it is called an error.
+const TRIES: usize = 16;
+
+impl Staging {
+    /// The right to seal what all have done; `None` where another process that lives has it, or has published.
+    ///
+    /// # Errors
+    /// `Io`
+    pub fn try_seal(&self) -> Result<Option<Seal<'_>>> {
+        let Some(found) = self.find()?.filter(|found| !found.is_published) else { return Ok(None) };
+        let generation = match (self.sealer(&found), found.leases.iter().find(|seen| seen.name.is_seal())) {
+            (Some(Life::Dead), Some(seen)) => seen.name.generation.saturating_add(1),
+            (Some(_), _) => return Ok(None),
+            (None, _) => 0,
+        };
+        let name = LeaseName { role: Role::Seal, generation };
+        let Some(mut lease) = Lease::take(&self.partial, name)? else { return Ok(None) };
+        lease.start(self.pace.beat, || ()).map_err(Error::io("write a lease in", &self.partial))?;
+        fault::point("seal-leased");
+        Ok(Some(Seal { staging: self, lease }))
+    }
+
+    /// What is left to do once the output is at the destination; done twice, it is as if done once.
+    pub(super) fn tidy(&self, sync: bool) -> Result<()> {
+        if sync {
+            sync_folder(&self.place.parent)?;
+        }
+        fault::point("commit-synced-parent");
+        // Without the folder, another run may be in the middle of a swap by now.
+        if self.find()?.is_none() {
+            return Ok(());
+        }
+        let cleared = match self.identity.get() {
+            Some(mine) => self.clear_old(*mine),
+            None => Ok(()),
+        };
+        fault::point("commit-removed-old");
+        self.place.let_go(&self.partial)?;
+        fault::point("commit-left");
+        cleared
+    }
+
+    /// The renames that replace what is at the destination, or put the output where nothing is.
+    fn move_in(&self) -> Result<()> {
+        let destination = &self.place.destination;
+        for _ in 0..TRIES {
+            let source = output(&self.partial, self.shape).map_err(Error::io("find", &self.data))?;
+            let Some((source, mine)) = source.and_then(|path| Identity::of(&path).map(|mine| (path, mine))) else {
+                return if self.has_landed() { Ok(()) } else { Err(self.lost_error(Lost::Gone)) };
+            };
+            let _ = self.identity.set(mine);
+            if self.claim.overwrite && exists(destination) {
+                self.make_way(mine)?;
+            }
+            match rename_new(&source, destination) {
+                Ok(()) => return Ok(()),
+                // Published by another one; or the way is not free any more.
+                Err(error) if is_gone(&error) && !exists(&source) => {}
+                Err(error) if self.claim.overwrite && is_taken(&error) => {}
+                Err(error) => {
+                    // Best effort: the next run would roll back as well.
+                    let _ = rename_new(&self.place.old(), destination);
+                    return Err(if is_taken(&error) {
+                        Error::usage(
+                            format!("{} appeared while it was being written", destination.display()),
+                            "something else writes there; choose another destination",
+                        )
+                    } else {
+                        Error::io("publish", destination)(error)
+                    });
+                }
+            }
+        }
+        Err(Error::usage(
+            format!("{} is replaced again and again by something else", destination.display()),
+            "choose another destination",
+        ))
+    }
+
+    /// Move aside what is to be replaced.
+    fn make_way(&self, mine: Identity) -> Result<()> {
+        let (destination, old) = (&self.place.destination, self.place.old());
+        self.clear_old(mine)?;
+        fault::point("commit-cleared");
+        if Identity::of(destination) == Some(mine) {
+            return Ok(());
+        }
+        match fs::rename(destination, &old) {
+            Err(error) if is_gone(&error) => return Ok(()),
+            done => done.map_err(Error::io("rename", destination))?,
+        }
+        if Identity::of(&old) == Some(mine) {
+            // Another one has published since the look.
+            let _ = rename_new(&old, destination);
+        }
+        fault::point("commit-moved-old");
+        Ok(())
+    }
+
+    /// Delete what was replaced, unless it is what was published.
+    fn clear_old(&self, mine: Identity) -> Result<()> {
+        let old = self.place.old();
+        if !exists(&old) || Identity::of(&old) == Some(mine) {
+            return Ok(());
+        }
+        let Some(aside) = self.place.move_aside(&old)? else { return Ok(()) };
+        if Identity::of(&aside) == Some(mine) {
+            return rename_new(&aside, &self.place.destination).map_err(Error::io("put back", aside));
+        }
+        remove(&aside).map_err(Error::io("remove", aside))
+    }
+}
+
+impl Seal<'_> {
+    /// Put the finished work at the destination. That another process has done so is success, too.
+    ///
+    /// # Errors
+    /// `Io` where a rename fails; the destination is then as it was.
+    pub fn publish(self, sync: bool) -> Result<()> {
+        let staging = self.staging;
+        if let Some(output) =
+            output(&staging.partial, staging.shape).map_err(Error::io("find what was written in", &staging.partial))?
+        {
+            mark::set(&output, staging.fingerprint);
+            fault::point("commit-marked");
+            if sync {
+                sync_output(&output, staging.shape)?;
+            }
+        }
+        fault::point("commit-synced");
+        staging.move_in()?;
+        fault::point("commit-renamed");
+        // It is there: whatever comes now, this is not undone.
+        staging.is_published.store(true, Ordering::Relaxed);
+        let _ = self.lease.finish();
+        staging.tidy(sync)
+    }
+}
+
+fn sync_output(output: &Path, shape: Shape) -> Result<()> {
+    let synced = match shape {
+        Shape::Folder => sync_folders(output),
+        // Its bytes are there already, not so its mark.
+        Shape::File => File::open(output).and_then(|file| file.sync_all()).map_err(Error::io("sync", output)),
+    };
+    match synced {
+        Err(Error::Io { source, .. }) if is_gone(&source) => Ok(()),
+        synced => synced,
+    }
+}
+
+fn is_taken(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::DirectoryNotEmpty)
+}

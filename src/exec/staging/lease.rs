@@ -1,0 +1,301 @@
+//! Who works on what: a file that one process made, and rewrites while it lives.
+//!
+//! A lease is created with `O_EXCL`, which decides who has it; a dead one is taken over by creating the next
+//! generation. Its process rewrites one record of fixed length, through the handle that created it: that cannot create
+//! it anew, wherever the folder has gone. Readers open it anew each time, and take a torn record for one that says
+//! nothing. No locks and no times of files, which network file systems have in name only.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::place::is_gone;
+use crate::comm::Part;
+use crate::error::{Error, Result};
+use crate::fault;
+
+/// What a lease is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum Role {
+    Part(Part),
+    Seal,
+}
+
+/// `part-2-of-4.0.lease`, `seal.0.lease`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct LeaseName {
+    pub role: Role,
+    pub generation: u32,
+}
+
+impl LeaseName {
+    pub fn is_seal(&self) -> bool {
+        self.role == Role::Seal
+    }
+
+    pub fn journal(&self) -> String {
+        format!("{self}.journal")
+    }
+
+    fn file(&self) -> String {
+        format!("{self}.lease")
+    }
+}
+
+impl fmt::Display for LeaseName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.role {
+            Role::Part(Part { index, of }) => write!(f, "part-{index}-of-{of}.{}", self.generation),
+            Role::Seal => write!(f, "seal.{}", self.generation),
+        }
+    }
+}
+
+impl FromStr for LeaseName {
+    type Err = ();
+
+    /// The name of a file.
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let (role, generation) = text.strip_suffix(".lease").and_then(|text| text.rsplit_once('.')).ok_or(())?;
+        let number = |text: &str| text.parse().map_err(drop);
+        let role = match role.strip_prefix("part-").and_then(|part| part.split_once("-of-")) {
+            Some((index, of)) => Role::Part(Part { index: number(index)?, of: number(of)? }),
+            None if role == "seal" => Role::Seal,
+            None => return Err(()),
+        };
+        Ok(Self { role, generation: number(generation)? })
+    }
+}
+
+/// A process, as others on its node can find it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Process {
+    pub host: String,
+    /// Empty where the system does not tell, as are the others.
+    pub boot: String,
+    pub pid_namespace: String,
+    pub pid: u32,
+    /// In clock ticks since the node started.
+    pub start: u64,
+}
+
+impl Process {
+    pub fn this() -> Self {
+        let line = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_owned()).unwrap_or_default();
+        let pid = std::process::id();
+        Self {
+            host: line("/proc/sys/kernel/hostname"),
+            boot: line("/proc/sys/kernel/random/boot_id"),
+            pid_namespace: fs::read_link("/proc/self/ns/pid")
+                .map(|link| link.to_string_lossy().into_owned())
+                .unwrap_or_default(),
+            pid,
+            start: start_of(pid).ok().flatten().unwrap_or_default(),
+        }
+    }
+}
+
+/// When a process started, `None` for one that has ended and only waits for its parent to notice.
+pub(super) fn start_of(pid: u32) -> io::Result<Option<u64>> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // proc(5): the name in parentheses may hold anything; behind it the state, and the start as field 22.
+    let mut fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_ascii_whitespace();
+    let ended = matches!(fields.next(), Some("Z" | "X" | "x"));
+    let start = fields.nth(18).and_then(|field| field.parse().ok());
+    if ended { Ok(None) } else { start.map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into()) }
+}
+
+/// How far the process is with what the lease is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Phase {
+    Working,
+    /// Done, and waiting for the others.
+    Finished,
+    /// It let go of it before it was done.
+    Stopped,
+    /// It let go of it when it was done.
+    Left,
+}
+
+impl Phase {
+    pub fn is_over(self) -> bool {
+        matches!(self, Self::Stopped | Self::Left)
+    }
+
+    pub fn is_done(self) -> bool {
+        matches!(self, Self::Finished | Self::Left)
+    }
+}
+
+/// What a lease says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Record {
+    #[serde(flatten)]
+    pub process: Process,
+    /// Counts on for as long as the process lives.
+    pub beat: u64,
+    pub phase: Phase,
+    pub done_bytes: u64,
+}
+
+/// All records have one length, so that a shorter one never leaves the end of a longer one behind.
+const RECORD_LEN: usize = 1024;
+
+impl Record {
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = serde_json::to_vec(self).expect("strings and numbers are JSON");
+        bytes.resize(RECORD_LEN, b' ');
+        bytes[RECORD_LEN - 1] = b'\n';
+        bytes
+    }
+}
+
+/// A lease that was read.
+#[derive(Clone, Debug)]
+pub(super) struct Seen {
+    pub name: LeaseName,
+    pub bytes: Vec<u8>,
+    /// `None` where it is not written yet, or is being written.
+    pub record: Option<Record>,
+}
+
+/// The latest lease of each role.
+pub(super) fn read_leases(folder: &Path) -> io::Result<Vec<Seen>> {
+    let mut latest: BTreeMap<Role, LeaseName> = BTreeMap::new();
+    for entry in fs::read_dir(folder)? {
+        let Some(name) = entry?.file_name().to_str().and_then(|name| name.parse::<LeaseName>().ok()) else { continue };
+        let known = latest.entry(name.role).or_insert(name);
+        known.generation = known.generation.max(name.generation);
+    }
+    latest.into_values().map(|name| read_lease(folder, name)).collect()
+}
+
+fn read_lease(folder: &Path, name: LeaseName) -> io::Result<Seen> {
+    let mut bytes = Vec::new();
+    File::open(folder.join(name.file()))?.take(RECORD_LEN as u64).read_to_end(&mut bytes)?;
+    let record = serde_json::from_slice(&bytes).ok();
+    Ok(Seen { name, bytes, record })
+}
+
+/// A lease that this process has. Dropped, it says so.
+#[derive(Debug)]
+pub(super) struct Lease {
+    path: PathBuf,
+    shared: Arc<Shared>,
+    heart: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    file: File,
+    record: Mutex<Record>,
+    bell: Condvar,
+    done_bytes: AtomicU64,
+}
+
+impl Lease {
+    /// Take a lease. `None` where another process was faster, or the folder is gone.
+    ///
+    /// # Errors
+    /// `Io`
+    pub fn take(folder: &Path, name: LeaseName) -> Result<Option<Self>> {
+        let path = folder.join(name.file());
+        let file = match File::create_new(&path) {
+            Ok(file) => file,
+            Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
+            Err(error) => return Err(Error::io("create", path)(error)),
+        };
+        fault::point(if name.is_seal() { "seal-created-lease" } else { "begin-created-lease" });
+        let record = Record { process: Process::this(), beat: 0, phase: Phase::Working, done_bytes: 0 };
+        let shared =
+            Shared { file, record: Mutex::new(record), bell: Condvar::new(), done_bytes: AtomicU64::default() };
+        let lease = Self { path, shared: Arc::new(shared), heart: None };
+        match lease.shared.write(|_| ()) {
+            Ok(()) => Ok(Some(lease)),
+            Err(error) => {
+                let path = lease.path.clone();
+                lease.retract();
+                Err(Error::io("write", path)(error))
+            }
+        }
+    }
+
+    /// Write it anew every so often from now on, and call `look` each time.
+    pub fn start(&mut self, every: Duration, look: impl Fn() + Send + 'static) -> io::Result<()> {
+        self.beat()?;
+        let shared = Arc::clone(&self.shared);
+        let beat = move || {
+            while shared.sleep(every) {
+                // One that cannot be written looks dead to others, which is the best that can be said.
+                let _ = shared.write(|record| record.beat = record.beat.wrapping_add(1));
+                look();
+            }
+        };
+        self.heart = Some(std::thread::Builder::new().name("lease".into()).spawn(beat)?);
+        Ok(())
+    }
+
+    pub fn done_bytes(&self) -> &AtomicU64 {
+        &self.shared.done_bytes
+    }
+
+    /// Say that what it is for is done.
+    pub fn finish(&self) -> Result<()> {
+        self.shared.write(|record| record.phase = Phase::Finished).map_err(Error::io("write", &self.path))
+    }
+
+    /// Give it up as if it had never been taken.
+    pub fn retract(self) {
+        let _ = fs::remove_file(&self.path);
+    }
+
+    fn beat(&self) -> io::Result<()> {
+        self.shared.write(|record| record.beat = record.beat.wrapping_add(1))
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let _ = self.shared.write(|record| {
+            record.phase = if record.phase.is_done() { Phase::Left } else { Phase::Stopped };
+        });
+        self.shared.bell.notify_all();
+        if let Some(heart) = self.heart.take() {
+            let _ = heart.join();
+        }
+    }
+}
+
+impl Shared {
+    fn write(&self, change: impl FnOnce(&mut Record)) -> io::Result<()> {
+        let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        if record.phase.is_over() {
+            return Ok(());
+        }
+        change(&mut record);
+        record.done_bytes = self.done_bytes.load(Ordering::Relaxed);
+        self.file.write_all_at(&record.to_bytes(), 0)?;
+        // Others see nothing of it before the server does.
+        self.file.sync_data()
+    }
+
+    /// False where the lease was given up meanwhile.
+    fn sleep(&self, time: Duration) -> bool {
+        let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_held = |record: &mut Record| !record.phase.is_over();
+        let waited = self.bell.wait_timeout_while(record, time, is_held);
+        let (record, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        !record.phase.is_over()
+    }
+}

@@ -1,0 +1,129 @@
+//! What a partial folder holds: its plan, its leases, and whether it has been published.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::lease::{Seen, read_leases};
+use super::place::{DATA, Identity, PLAN, is_gone};
+use super::{Claim, Plan, Shape};
+use crate::error::{Error, Result};
+
+/// `plan.json`: what is being written. It is there as long as its folder is, and never changes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Planned {
+    pub version: String,
+    /// In hexadecimal digits.
+    pub fingerprint: String,
+    /// The launch that made the folder, where a launcher named it.
+    pub run: Option<String>,
+    /// The parts of the process that made it.
+    pub parts: u32,
+    /// Tells this folder from all that ever had its name.
+    pub id: String,
+}
+
+/// Longer is no plan.
+const MOST_BYTES: u64 = 1 << 16;
+
+impl Planned {
+    pub fn new(plan: &Plan<'_>, claim: &Claim, id: String) -> Self {
+        Self {
+            version: plan.version.to_owned(),
+            fingerprint: plan.fingerprint.to_string(),
+            run: claim.run.clone(),
+            parts: claim.part.of,
+            id,
+        }
+    }
+
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = serde_json::to_vec_pretty(self).expect("strings and numbers are JSON");
+        bytes.push(b'\n');
+        bytes
+    }
+
+    /// What differs from `plan`, if anything does.
+    pub fn difference(&self, plan: &Plan<'_>) -> Option<String> {
+        if self.version != plan.version {
+            return Some(format!("dtshard {} made it, and this is {}", self.version, plan.version));
+        }
+        let is_same = self.fingerprint == plan.fingerprint.to_string();
+        (!is_same).then(|| "it is of another source, or of other options".to_owned())
+    }
+
+    /// The plan of a partial folder, `None` where there is none (any more).
+    pub fn read(folder: &Path) -> io::Result<Option<Self>> {
+        let mut bytes = Vec::new();
+        match File::open(folder.join(PLAN)).and_then(|file| file.take(MOST_BYTES).read_to_end(&mut bytes)) {
+            Ok(_) => Ok(serde_json::from_slice(&bytes).ok()),
+            Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::NotADirectory => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// What stands where a partial folder would be.
+pub(super) enum Found {
+    Nothing,
+    /// No plan: not from this version, or from nobody.
+    Junk,
+    Partial(Partial),
+}
+
+pub(super) struct Partial {
+    pub plan: Planned,
+    pub leases: Vec<Seen>,
+    /// What was in the data folder is at the destination.
+    pub is_published: bool,
+}
+
+impl Found {
+    /// # Errors
+    /// `Io` where something is there and cannot be read.
+    pub fn at(folder: &Path, shape: Shape) -> Result<Self> {
+        let read = || -> io::Result<Self> {
+            let is_empty = |mut entries: fs::ReadDir| entries.next().is_none();
+            let before = Identity::of(folder);
+            match folder.symlink_metadata() {
+                Err(error) if is_gone(&error) => return Ok(Self::Nothing),
+                Err(error) => return Err(error),
+                Ok(metadata) if !metadata.is_dir() => return Ok(Self::Junk),
+                // Somebody's leftover: a rename takes its place.
+                Ok(_) if is_empty(fs::read_dir(folder)?) => return Ok(Self::Nothing),
+                Ok(_) => {}
+            }
+            let Some(plan) = Planned::read(folder)? else {
+                // Junk, or another folder since.
+                return Ok(if Identity::of(folder) == before { Self::Junk } else { Self::Nothing });
+            };
+            let leases = read_leases(folder)?;
+            // In this order: once somebody sealed, only publishing takes the output away.
+            let has_sealer = leases.iter().any(|seen| seen.name.is_seal());
+            let is_published = has_sealer && output(folder, shape)?.is_none();
+            Ok(Self::Partial(Partial { plan, leases, is_published }))
+        };
+        match read() {
+            Err(error) if is_gone(&error) => Ok(Self::Nothing),
+            found => found.map_err(Error::io("read", folder)),
+        }
+    }
+}
+
+/// What is to be renamed to the destination, if it is there.
+pub(super) fn output(partial: &Path, shape: Shape) -> io::Result<Option<PathBuf>> {
+    let data = partial.join(DATA);
+    let first = match shape {
+        Shape::Folder => data.symlink_metadata().map(|_| Some(data)),
+        Shape::File => fs::read_dir(&data).and_then(|mut entries| {
+            let entry = entries.next().transpose()?;
+            Ok(entry.map(|entry| entry.path()))
+        }),
+    };
+    match first {
+        Err(error) if is_gone(&error) => Ok(None),
+        first => first,
+    }
+}
