@@ -24,10 +24,7 @@ pub(super) fn text(env: Env<'_>, name: &str) -> Option<String> {
 pub(super) fn number(env: Env<'_>, name: &str) -> Result<Option<u32>> {
     let Some(value) = text(env, name) else { return Ok(None) };
     value.parse().map(Some).map_err(|_| {
-        Error::usage(
-            format!("{name}={value} in the environment: expected a number"),
-            format!("unset {name}, or say --part and --parts; --parts 1 is a run of its own"),
-        )
+        Error::usage(format!("{name}={value} in the environment: expected a number"), format!("unset {name}; {ALONE}"))
     })
 }
 
@@ -40,13 +37,13 @@ fn pair(env: Env<'_>, launcher: Launcher, (rank, size): (&str, &str)) -> Result<
         }
         (Some(index), Some(of)) => Err(Error::usage(
             format!("{rank}={index} and {size}={of} in the environment: the first must be below the second"),
-            format!("unset both, or say --part and --parts; {ALONE}"),
+            format!("unset both; {ALONE}"),
         )),
         (one, _) => {
             let (set, lacking) = if one.is_some() { (rank, size) } else { (size, rank) };
             Err(Error::usage(
                 format!("{set}={} in the environment, and no {lacking}", text(env, set).unwrap_or_default()),
-                format!("unset {set}, or say --part and --parts; {ALONE}"),
+                format!("unset {set}; {ALONE}"),
             ))
         }
     }

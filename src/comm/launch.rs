@@ -30,7 +30,7 @@ use crate::error::{Error, Result};
 pub enum Launcher {
     /// Nobody: all is one part.
     Alone,
-    /// `--part` and `--parts`.
+    /// `--part` and `--parts`, and nobody else.
     Options,
     Torchrun,
     OpenMpi,
@@ -71,6 +71,7 @@ impl Launcher {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
     pub part: Part,
+    /// Who started all parts; where that agrees with the command line, not the command line.
     pub launcher: Launcher,
     /// Which of the processes on this node, where the launcher counts them.
     pub local_rank: Option<u32>,
@@ -94,46 +95,33 @@ impl Launch {
 /// # Errors
 /// `Usage` where a part is not one of so many, is said by halves or not at all, and where two say different things.
 pub fn launch(part: Option<u32>, parts: Option<u32>, no_wait: bool, env: Env<'_>) -> Result<Launch> {
-    let (part, launcher, known_to) = match (part, parts) {
-        (part, Some(parts)) => {
-            let known = among(part, parts, env)?;
-            (known.part, known.launcher, known.known_to)
-        }
+    let told = match (part, parts) {
+        (part, Some(parts)) => Some(told_by_options(part, parts, env)?),
         (Some(part), None) => {
             return Err(Error::usage(
                 format!("--part {part}: of how many is not said"),
                 "say --parts N, too; parts are counted from 0",
             ));
         }
-        (None, None) => match told(env)? {
-            Some(told) => (told.part, told.launcher, told.launcher),
-            None => (Part::alone(), Launcher::Alone, Launcher::Alone),
-        },
+        (None, None) => told_by_environment(env)?,
     };
-    if part.is_alone() {
-        return Ok(Launch { launcher, node: text(env, "SLURMD_NODENAME"), ..Launch::alone() });
-    }
-    // Elements of an array start when they can, maybe never together.
-    let together = known_to != Launcher::SlurmArray;
+    let node = text(env, "SLURMD_NODENAME");
+    let Some(Told { launcher, part, .. }) = told.filter(is_one_of_several) else {
+        return Ok(Launch { node, ..Launch::alone() });
+    };
     Ok(Launch {
         part,
         launcher,
-        local_rank: local_rank(env, known_to),
-        node: text(env, "SLURMD_NODENAME"),
-        run: run(env, known_to),
-        waits: together && !no_wait,
+        local_rank: local_rank(env, launcher),
+        node,
+        run: run(env, launcher),
+        // Elements of an array start when they can, maybe never together.
+        waits: launcher != Launcher::SlurmArray && !no_wait,
     })
 }
 
-/// A part of a number of parts that the command line says.
-struct Among {
-    part: Part,
-    launcher: Launcher,
-    /// Who started all parts and agrees with the command line.
-    known_to: Launcher,
-}
-
-fn among(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Among> {
+/// A part of a number of parts that the command line says, and by whom it was started.
+fn told_by_options(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Told> {
     let options = part.map_or_else(|| format!("--parts {parts}"), |part| format!("--part {part} --parts {parts}"));
     if parts == 0 {
         return Err(Error::usage(
@@ -141,22 +129,19 @@ fn among(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Among> {
             "--parts is the number of processes that share the work",
         ));
     }
-    if let Some(index) = part.filter(|index| *index >= parts) {
+    if part.is_some_and(|index| index >= parts) {
         return Err(Error::usage(
             format!("{options}: there is no such part"),
-            format!("parts are counted from 0: --part 0 to --part {}; not {index}", parts - 1),
+            format!("parts are counted from 0, up to --part {}", parts - 1),
         ));
     }
+    let said = |index, launcher| Told { launcher, part: Part { index, of: parts }, by: options.clone() };
     if parts == 1 {
-        return Ok(Among { part: Part::alone(), launcher: Launcher::Options, known_to: Launcher::Options });
+        return Ok(said(0, Launcher::Options));
     }
-    let told = told_by_launcher(env)?;
-    let element = array_index(env)?;
-    match (part, told, element) {
-        // Said in full, in a place where everything may be numbered in its own way.
-        (Some(index), _, Some(_)) => {
-            Ok(Among { part: Part { index, of: parts }, launcher: Launcher::Options, known_to: Launcher::SlurmArray })
-        }
+    match (part, told_by_launcher(env)?, array_index(env)?) {
+        // Elements of several processes may be numbered in any way, and this is said in full.
+        (Some(index), _, Some(_)) => Ok(said(index, Launcher::SlurmArray)),
         (None, Some(told), Some(element)) => Err(Error::usage(
             format!(
                 "{options}: {} says part {} and SLURM_ARRAY_TASK_ID={element} says part {element}",
@@ -165,32 +150,25 @@ fn among(part: Option<u32>, parts: u32, env: Env<'_>) -> Result<Among> {
             "start one process an element; or leave --parts out, and each element is a run of its own processes; or \
              say --part, too",
         )),
-        (None, None, Some(element)) => {
-            let told = array_element(element, parts)?;
-            agree_with_plain(&told, env)?;
-            Ok(Among { part: told.part, launcher: told.launcher, known_to: told.launcher })
+        (None, None, Some(element)) => array_element(element, parts, env),
+        (part, Some(told), None) if told.part.of != parts || part.is_some_and(|index| index != told.part.index) => {
+            Err(Error::usage(
+                format!("{options}, but {} started this process: {}", told.launcher.name(), told.by),
+                format!("leave {} out; {ALONE}", if part.is_some() { "--part and --parts" } else { "--parts" }),
+            ))
         }
-        (part, Some(told), None) => {
-            if told.part.of != parts || part.is_some_and(|index| index != told.part.index) {
-                return Err(Error::usage(
-                    format!("{options}, but {} started this process: {}", told.launcher.name(), told.by),
-                    format!("leave {} out; {ALONE}", if part.is_some() { "--part and --parts" } else { "--parts" }),
-                ));
-            }
-            let launcher = if part.is_some() { Launcher::Options } else { told.launcher };
-            Ok(Among { part: told.part, launcher, known_to: told.launcher })
-        }
-        (Some(index), None, None) => {
-            Ok(Among { part: Part { index, of: parts }, launcher: Launcher::Options, known_to: Launcher::Options })
-        }
+        (_, Some(told), None) => Ok(told),
+        (Some(index), None, None) => Ok(said(index, Launcher::Options)),
         (None, None, None) => numbered_elsewhere(parts, env),
     }
 }
 
-fn array_element(index: u32, parts: u32) -> Result<Told> {
+fn array_element(index: u32, parts: u32, env: Env<'_>) -> Result<Told> {
     if index < parts {
         let by = format!("SLURM_ARRAY_TASK_ID={index}, --parts {parts}");
-        return Ok(Told { launcher: Launcher::SlurmArray, part: Part { index, of: parts }, by });
+        let told = Told { launcher: Launcher::SlurmArray, part: Part { index, of: parts }, by };
+        agree_with_plain(&told, env)?;
+        return Ok(told);
     }
     Err(Error::usage(
         format!("--parts {parts}: SLURM_ARRAY_TASK_ID={index} is no part, which are counted from 0"),
@@ -199,7 +177,7 @@ fn array_element(index: u32, parts: u32) -> Result<Told> {
 }
 
 /// `--parts` and nobody who says both which and of how many.
-fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Among> {
+fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Told> {
     if let Some(index) = number(env, "PMIX_RANK")? {
         if index >= parts {
             return Err(Error::usage(
@@ -207,12 +185,11 @@ fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Among> {
                 "--parts is the number of processes that are started",
             ));
         }
-        return Ok(Among { part: Part { index, of: parts }, launcher: Launcher::Pmix, known_to: Launcher::Pmix });
+        let by = format!("PMIX_RANK={index}, --parts {parts}");
+        return Ok(Told { launcher: Launcher::Pmix, part: Part { index, of: parts }, by });
     }
     match plain(env)? {
-        Some(told) if told.part.of == parts => {
-            Ok(Among { part: told.part, launcher: told.launcher, known_to: told.launcher })
-        }
+        Some(told) if told.part.of == parts => Ok(told),
         Some(told) => Err(Error::usage(
             format!("--parts {parts}, but the environment has {}", told.by),
             "leave --parts out, or say --part, too",
@@ -228,7 +205,7 @@ fn numbered_elsewhere(parts: u32, env: Env<'_>) -> Result<Among> {
 }
 
 /// What the environment alone says, where it says that there are several.
-fn told(env: Env<'_>) -> Result<Option<Told>> {
+fn told_by_environment(env: Env<'_>) -> Result<Option<Told>> {
     if let Some(told) = told_by_launcher(env)? {
         return Ok(Some(told));
     }
@@ -289,6 +266,6 @@ fn contradiction(one: &Told, other: &Told, unset: &str) -> Error {
             other.launcher.name(),
             other.by
         ),
-        format!("unset {unset} if they are left over, or say --part and --parts; {ALONE}"),
+        format!("unset {unset} if they are left over; {ALONE}"),
     )
 }

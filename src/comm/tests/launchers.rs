@@ -16,10 +16,10 @@ fn the_command_line() {
     let told = told.unwrap();
     assert!(told.waits && told.run.is_none());
     assert!(!launch(Some(2), Some(4), true, &|_| None).unwrap().waits);
-    is(&start(None, Some(1), &[]), 0, 1, Launcher::Options);
+    is(&start(None, Some(1), &[]), 0, 1, Launcher::Alone);
     refused(start(Some(2), None, &[]), &["--part 2", "--parts N"]);
     refused(start(None, Some(4), &[]), &["--parts 4", "--part K, from 0 to 3"]);
-    refused(start(Some(4), Some(4), &[]), &["--part 4 --parts 4", "--part 0 to --part 3"]);
+    refused(start(Some(4), Some(4), &[]), &["--part 4 --parts 4", "up to --part 3"]);
     refused(start(None, Some(0), &[]), &["--parts 0"]);
     refused(start(Some(0), Some(0), &[]), &["--part 0 --parts 0"]);
 }
@@ -36,7 +36,7 @@ fn a_task_of_a_step() {
     assert_eq!(again.run.as_deref(), Some("77.0.1"));
     // The same said twice.
     let told = start(Some(2), Some(4), &[STEP]);
-    is(&told, 2, 4, Launcher::Options);
+    is(&told, 2, 4, Launcher::Slurm);
     assert_eq!(told.unwrap().run.as_deref(), Some("77.0"));
     is(&start(None, Some(4), &[STEP]), 2, 4, Launcher::Slurm);
 }
@@ -59,7 +59,7 @@ fn an_element_of_an_array() {
         assert!(!told.waits && told.run.is_none());
         // Numbered by the script.
         let told = start(Some(5), Some(8), &[shell, ELEMENT]);
-        is(&told, 5, 8, Launcher::Options);
+        is(&told, 5, 8, Launcher::SlurmArray);
         assert!(!told.unwrap().waits);
         // Each converts a checkpoint of its own.
         is(&start(None, None, &[shell, ELEMENT]), 0, 1, Launcher::Alone);
@@ -93,7 +93,7 @@ fn managers_of_mpi() {
     let pmix = "PMIX_RANK=2 PMIX_NAMESPACE=prte-9";
     refused(start(None, None, &[pmix]), &["PMIX_RANK=2", "--parts N"]);
     is(&start(None, Some(4), &[pmix]), 2, 4, Launcher::Pmix);
-    is(&start(None, Some(1), &[pmix]), 0, 1, Launcher::Options);
+    is(&start(None, Some(1), &[pmix]), 0, 1, Launcher::Alone);
     refused(start(None, Some(2), &[pmix]), &["PMIX_RANK=2", "--parts 2"]);
 }
 

@@ -56,7 +56,7 @@ fn srun_in_an_array_element() {
     assert!(told.unwrap().waits);
     // Of which is --parts the number?
     refused(start(None, Some(4), &[ELEMENT, STEP]), &["--parts 4", "SLURM_PROCID=2", "SLURM_ARRAY_TASK_ID=1"]);
-    is(&start(Some(6), Some(16), &[ELEMENT, STEP]), 6, 16, Launcher::Options);
+    is(&start(Some(6), Some(16), &[ELEMENT, STEP]), 6, 16, Launcher::SlurmArray);
 }
 
 #[test]
@@ -72,7 +72,7 @@ fn ranks_by_hand_in_a_job() {
 #[test]
 fn a_run_of_its_own_anywhere() {
     for inside in [STEP, TORCHRUN, OPEN_MPI, HYDRA, ELEMENT, "RANK=1 WORLD_SIZE=3", "RANK=x WORLD_SIZE=3"] {
-        is(&start(None, Some(1), &[inside]), 0, 1, Launcher::Options);
-        is(&start(Some(0), Some(1), &[inside, STEP]), 0, 1, Launcher::Options);
+        is(&start(None, Some(1), &[inside]), 0, 1, Launcher::Alone);
+        is(&start(Some(0), Some(1), &[inside, STEP]), 0, 1, Launcher::Alone);
     }
 }
