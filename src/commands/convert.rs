@@ -15,7 +15,7 @@ use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, carry};
 use crate::exec::fingerprint::Fingerprint;
-use crate::exec::staging::{Begun, Claim, Plan, Shape, Staging};
+use crate::exec::staging::{Begun, Claim, Plan, Shape, Staging, Waited};
 use crate::exec::{Options, Silent, Stop, compare, copy};
 use crate::format::{Format, is_checkpoint};
 use crate::quantity::{count, human_bytes};
@@ -167,9 +167,13 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     }
     stop.check()?;
     staging.finish()?;
-    match staging.try_seal()? {
-        Some(seal) => seal.publish(options.sync)?,
-        None => drop(staging.wait_published(stop, &mut |_| ())?),
+    loop {
+        if let Some(seal) = staging.try_seal()? {
+            break seal.publish(options.sync)?;
+        }
+        if staging.wait_published(stop, &mut |_| ())? == Waited::Published {
+            break;
+        }
     }
     drop(staging);
     printer.document(&report.document(&stats))?;
