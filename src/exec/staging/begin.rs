@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use super::lease::{Lease, LeaseName, Role, Seen};
 use super::life::{Life, Watch};
-use super::place::{DATA, Identity, Place, exists, rename_new, sync_folder, unique};
+use super::place::{ASIDE, DATA, GONE, Identity, Place, exists, rename_new, sync_folder, unique};
 use super::plan::{Found, Partial, Planned};
 use super::{Begun, Claim, Pace, Plan, Shape, Staging, mark};
 use crate::comm::Part;
@@ -33,6 +33,7 @@ pub(super) fn begin(
     let watch = Watch::new(pace.dead_after);
     let mut beginning = Beginning { place, shape, claim, plan, pace, watch, since: Instant::now(), made: None };
     beginning.refuse_restart_of_strangers()?;
+    beginning.place.sweep(&[GONE]);
     let begun = beginning.run(stop);
     if begun.is_err() {
         beginning.leave();
@@ -265,7 +266,7 @@ impl Beginning<'_> {
         fault::point("restart-judged");
         self.place.discard(&aside)?;
         if self.claim.restart {
-            self.place.sweep_asides();
+            self.place.sweep(&[GONE, ASIDE]);
         }
         Ok(Next::Again)
     }

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 
 use super::lease::{Lease, LeaseName, Role};
 use super::life::Life;
-use super::place::{Identity, exists, is_gone, remove, rename_new, sync_folder, sync_folders};
+use super::place::{Identity, exists, is_gone, rename_new, sync_folder, sync_folders};
 use super::plan::output;
 use super::{Lost, Shape, Staging, mark};
 use crate::error::{Error, Result};
@@ -134,11 +134,16 @@ impl Staging {
         if Identity::of(&aside) == Some(mine) {
             return rename_new(&aside, &self.place.destination).map_err(Error::io("put back", aside));
         }
-        remove(&aside).map_err(Error::io("remove", aside))
+        self.place.discard(&aside)
     }
 }
 
-impl Seal<'_> {
+impl<'a> Seal<'a> {
+    #[cfg(test)]
+    pub(super) fn with(staging: &'a Staging, lease: Lease) -> Self {
+        Self { staging, lease }
+    }
+
     /// Put the finished work at the destination. That another process has done so is success, too.
     ///
     /// # Errors

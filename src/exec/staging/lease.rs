@@ -73,7 +73,9 @@ impl FromStr for LeaseName {
             None if role == "seal" => Role::Seal,
             None => return Err(()),
         };
-        Ok(Self { role, generation: number(generation)? })
+        let name = Self { role, generation: number(generation)? };
+        // `+1` and `01` are numbers, too.
+        if name.file() == text { Ok(name) } else { Err(()) }
     }
 }
 
@@ -170,7 +172,7 @@ pub(super) struct Seen {
     pub record: Option<Record>,
 }
 
-/// The latest lease of each role.
+/// The latest lease of each role. One that is retracted meanwhile is none.
 pub(super) fn read_leases(folder: &Path) -> io::Result<Vec<Seen>> {
     let mut latest: BTreeMap<Role, LeaseName> = BTreeMap::new();
     for entry in fs::read_dir(folder)? {
@@ -178,7 +180,14 @@ pub(super) fn read_leases(folder: &Path) -> io::Result<Vec<Seen>> {
         let known = latest.entry(name.role).or_insert(name);
         known.generation = known.generation.max(name.generation);
     }
-    latest.into_values().map(|name| read_lease(folder, name)).collect()
+    let mut found = Vec::with_capacity(latest.len());
+    for name in latest.into_values() {
+        match read_lease(folder, name) {
+            Err(error) if is_gone(&error) => {}
+            seen => found.push(seen?),
+        }
+    }
+    Ok(found)
 }
 
 fn read_lease(folder: &Path, name: LeaseName) -> io::Result<Seen> {

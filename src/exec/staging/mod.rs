@@ -39,7 +39,7 @@ pub use wait::{Other, OtherState, Waited};
 
 use self::lease::{Lease, LeaseName, Role};
 use self::life::Watch;
-use self::place::{Identity, Place};
+use self::place::{GONE, Identity, Place};
 use self::plan::{Found, Partial, Planned};
 use super::Stop;
 use super::fingerprint::Fingerprint;
@@ -257,7 +257,7 @@ impl Drop for Staging {
             let _ = self.place.let_go(&self.partial);
         }
         if is_published || !self.is_kept() {
-            self.place.sweep();
+            self.place.sweep(&[GONE]);
         }
     }
 }

@@ -9,6 +9,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use rustix::fs::{CWD, RenameFlags};
 use rustix::io::Errno;
@@ -29,6 +30,13 @@ pub(super) struct Place {
 /// The folder in the partial folder that has the output.
 pub(super) const DATA: &str = "data";
 pub(super) const PLAN: &str = "plan.json";
+
+/// Partial folders that are being made.
+pub(super) const DRAFT: &str = "new-";
+/// What was let go.
+pub(super) const GONE: &str = "gone-";
+/// What is being looked at before it is let go or put back.
+pub(super) const ASIDE: &str = "aside-";
 
 impl Place {
     /// # Errors
@@ -67,7 +75,7 @@ impl Place {
     }
 
     fn unique(&self, what: &str) -> PathBuf {
-        self.beside(&format!("{what}-{}", unique()))
+        self.beside(&format!("{what}{}", unique()))
     }
 
     /// Opening a folder makes network file systems ask the server what is in it.
@@ -81,7 +89,8 @@ impl Place {
     /// # Errors
     /// `Io`
     pub fn make(&self, plan: &Planned, sync: bool) -> Result<bool> {
-        let draft = self.unique("new");
+        let draft = self.unique(DRAFT);
+        fs::create_dir(&draft).map_err(Error::io("create", self.partial()))?;
         let made = self.draft(&draft, plan, sync).and_then(|()| {
             fault::point("begin-planned");
             // The folder that is there has a plan, so it is not empty, and no rename replaces it.
@@ -93,7 +102,7 @@ impl Place {
                 if sync {
                     sync_folder(&self.parent)?;
                 }
-                self.sweep();
+                self.sweep(&[GONE, DRAFT]);
                 Ok(true)
             }
             Err(error) => {
@@ -102,7 +111,7 @@ impl Place {
                     error.kind(),
                     io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory
                 );
-                if is_taken || is_gone(&error) && self.parent.is_dir() {
+                if is_taken || is_gone(&error) {
                     return Ok(false);
                 }
                 Err(Error::io("create", self.partial())(error))
@@ -110,8 +119,8 @@ impl Place {
         }
     }
 
+    /// Fill the folder that will be the partial one.
     fn draft(&self, draft: &Path, plan: &Planned, sync: bool) -> io::Result<()> {
-        fs::create_dir(draft)?;
         fault::point("begin-draft");
         fs::create_dir(draft.join(DATA))?;
         let mut file = File::create_new(draft.join(PLAN))?;
@@ -128,7 +137,7 @@ impl Place {
     /// # Errors
     /// `Io`
     pub fn move_aside(&self, path: &Path) -> Result<Option<PathBuf>> {
-        self.rename_to(path, "aside")
+        self.rename_to(path, ASIDE)
     }
 
     /// Delete, as far as that can be done now; what is left is deleted by whoever comes by next.
@@ -136,7 +145,7 @@ impl Place {
     /// # Errors
     /// `Io` where it stays where it is.
     pub fn discard(&self, path: &Path) -> Result<()> {
-        if let Some(gone) = self.rename_to(path, "gone")? {
+        if let Some(gone) = self.rename_to(path, GONE)? {
             let _ = remove(&gone);
         }
         Ok(())
@@ -147,7 +156,7 @@ impl Place {
     /// # Errors
     /// `Io` where it stays where it is.
     pub fn let_go(&self, path: &Path) -> Result<()> {
-        self.rename_to(path, "gone").map(drop)
+        self.rename_to(path, GONE).map(drop)
     }
 
     fn rename_to(&self, path: &Path, what: &str) -> Result<Option<PathBuf>> {
@@ -159,17 +168,8 @@ impl Place {
         }
     }
 
-    /// Delete what nobody needs: drafts, and what was let go.
-    pub fn sweep(&self) {
-        self.sweep_all(&["new-", "gone-"]);
-    }
-
-    /// The same, with what somebody died over while deciding on it.
-    pub fn sweep_asides(&self) {
-        self.sweep_all(&["new-", "gone-", "aside-"]);
-    }
-
-    fn sweep_all(&self, kinds: &[&str]) {
+    /// Delete what processes left that were killed.
+    pub fn sweep(&self, kinds: &[&str]) {
         let prefixes: Vec<OsString> =
             kinds.iter().map(|kind| self.beside(kind).file_name().unwrap_or_default().to_owned()).collect();
         let Ok(entries) = fs::read_dir(&self.parent) else { return };
@@ -186,7 +186,7 @@ impl Place {
 
 /// A name that no other process, here or elsewhere, comes upon.
 pub(super) fn unique() -> String {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let text = format!("{:?} {:?} {now:?}", Process::this(), std::thread::current().id());
     blake3::hash(text.as_bytes()).to_hex()[..12].to_owned()
 }
@@ -201,12 +201,14 @@ pub(super) fn is_gone(error: &io::Error) -> bool {
 pub(super) struct Identity {
     device: u64,
     inode: u64,
+    /// Numbers of files are given again; `None` where the file system does not tell.
+    born: Option<SystemTime>,
 }
 
 impl Identity {
     pub fn of(path: &Path) -> Option<Self> {
         let metadata = path.symlink_metadata().ok()?;
-        Some(Self { device: metadata.dev(), inode: metadata.ino() })
+        Some(Self { device: metadata.dev(), inode: metadata.ino(), born: metadata.created().ok() })
     }
 }
 
@@ -226,7 +228,7 @@ pub(super) fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-pub(super) fn remove(path: &Path) -> io::Result<()> {
+fn remove(path: &Path) -> io::Result<()> {
     let is_dir = path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
     if is_dir { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }

@@ -1,0 +1,170 @@
+//! Processes are threads here where all of them live, and children where one is killed.
+
+mod commits;
+mod deaths;
+mod decisions;
+mod parts;
+mod single;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use super::lease::{LeaseName, Phase, Process, Record, Role};
+use super::*;
+
+/// As in earnest, faster.
+const FAST: Pace = Pace {
+    beat: Duration::from_millis(10),
+    dead_after: Duration::from_millis(300),
+    start_within: Duration::from_millis(500),
+    look: Duration::from_millis(5),
+};
+
+/// A folder with a destination, and one who wants to write it.
+struct Desk {
+    root: tempfile::TempDir,
+    shape: Shape,
+    claim: Claim,
+    fingerprint: Fingerprint,
+    version: &'static str,
+}
+
+impl Desk {
+    fn new(shape: Shape) -> Self {
+        Self {
+            root: tempfile::tempdir().unwrap(),
+            shape,
+            claim: claim(),
+            fingerprint: Fingerprint([7; 32]),
+            version: "1",
+        }
+    }
+
+    fn out(&self) -> PathBuf {
+        self.root.path().join("out")
+    }
+
+    fn partial(&self) -> PathBuf {
+        self.root.path().join(".out.dtshard-partial")
+    }
+
+    fn begin_as(&self, claim: &Claim) -> Result<Begun> {
+        let plan = Plan { fingerprint: self.fingerprint, version: self.version };
+        begin::begin(&self.out(), self.shape, claim, &plan, FAST, &Stop::default())
+    }
+
+    fn begin(&self) -> Result<Staging> {
+        self.begin_as(&self.claim).map(work)
+    }
+
+    fn part(&self, index: u32, of: u32) -> Result<Staging> {
+        self.begin_as(&Claim { part: Part { index, of }, ..self.claim.clone() }).map(work)
+    }
+
+    fn refused(&self, words: &[&str]) {
+        says(&self.begin().unwrap_err(), words);
+    }
+
+    fn names(&self) -> Vec<String> {
+        names(self.root.path())
+    }
+
+    /// A lease of a process on another node, which does nothing.
+    fn foreign_lease(&self, name: LeaseName, phase: Phase) {
+        let process = Process { boot: "another".into(), host: "n9".into(), ..Process::this() };
+        let record = Record { process, beat: 3, phase, done_bytes: 5 };
+        let draft = self.partial().join("draft");
+        fs::write(&draft, record.to_bytes()).unwrap();
+        fs::rename(draft, self.partial().join(format!("{name}.lease"))).unwrap();
+    }
+
+    /// What a process leaves that lets go of its part and can be resumed.
+    fn leave_behind(&self, part: Part) {
+        let claim = Claim { resume: true, part, ..self.claim.clone() };
+        let staging = work(self.begin_as(&claim).unwrap());
+        let name = if self.shape == Shape::File { "out" } else { "a" };
+        write(&staging.folder().join(name), "half");
+    }
+
+    /// Do something in a process of its own, which is killed at a fault point where one is given.
+    fn in_child(&self, what: &str, point: &str) -> std::process::Child {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "exec::staging::tests::deaths::the_child", "--nocapture"])
+            .env("STAGING_TEST", format!("{what}\n{}\n{:?}", self.root.path().display(), self.shape))
+            .env("DTSHARD_FAULT", point)
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap()
+    }
+}
+
+fn claim() -> Claim {
+    Claim {
+        overwrite: false,
+        restart: false,
+        resume: false,
+        part: Part::alone(),
+        run: None,
+        sync: false,
+        parts_wait: true,
+    }
+}
+
+fn work(begun: Begun) -> Staging {
+    match begun {
+        Begun::Work(staging) => staging,
+        Begun::Done => panic!("there is work to do"),
+    }
+}
+
+fn lease_of(index: u32, of: u32, generation: u32) -> LeaseName {
+    LeaseName { role: Role::Part(Part { index, of }), generation }
+}
+
+fn publish(staging: &Staging) {
+    staging.finish().unwrap();
+    loop {
+        if let Some(seal) = staging.try_seal().unwrap() {
+            return seal.publish(true).unwrap();
+        }
+        if staging.wait_published(&Stop::default(), &mut |_| ()).unwrap() == Waited::Published {
+            return;
+        }
+    }
+}
+
+/// What a process finds out when its lease beats.
+fn in_time<T>(look: impl Fn() -> Option<T>) -> T {
+    let begun = std::time::Instant::now();
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(20), "in vain");
+        std::thread::sleep(FAST.beat);
+    }
+}
+
+fn says(error: &Error, words: &[&str]) {
+    let text = format!("{error}\nhint: {}", error.hint().unwrap_or_default());
+    for word in words {
+        assert!(text.contains(word), "{word:?} is not in {text}");
+    }
+}
+
+fn write(path: &Path, text: &str) {
+    fs::write(path, text).unwrap();
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap()
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}

@@ -1,0 +1,271 @@
+//! Several parts, and those who come for the same one.
+
+use std::sync::Barrier;
+use std::thread;
+
+use super::*;
+
+/// All at once, each with its own index.
+fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
+    let barrier = Barrier::new(count as usize);
+    thread::scope(|scope| {
+        let start = |index| {
+            let (barrier, act) = (&barrier, &act);
+            scope.spawn(move || {
+                barrier.wait();
+                act(index)
+            })
+        };
+        let threads: Vec<_> = (0..count).map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// What a process does from its beginning to its end.
+fn whole_run(desk: &Desk, claim: &Claim) -> Result<()> {
+    let staging = work(desk.begin_as(claim)?);
+    write(&staging.folder().join(format!("{}", claim.part.index)), "1");
+    staging.finish()?;
+    loop {
+        match staging.try_seal()? {
+            Some(seal) if names(staging.folder()).len() == claim.part.of as usize => return seal.publish(false),
+            _ => {}
+        }
+        if staging.wait_published(&Stop::default(), &mut |_| ())? == Waited::Published {
+            return Ok(());
+        }
+    }
+}
+
+#[test]
+fn all_parts_at_once_make_one_result() {
+    for _ in 0..20 {
+        let desk = Desk::new(Shape::Folder);
+        let run = |index| whole_run(&desk, &Claim { part: Part { index, of: 4 }, ..claim() });
+        for ended in at_once(4, run) {
+            ended.unwrap();
+        }
+        assert_eq!(
+            (names(&desk.out()), desk.names()),
+            (["0", "1", "2", "3"].map(String::from).to_vec(), vec!["out".into()])
+        );
+    }
+}
+
+#[test]
+fn of_two_for_one_part_one_wins() {
+    for _ in 0..50 {
+        let desk = Desk::new(Shape::Folder);
+        let begun = at_once(2, |_| desk.part(1, 2));
+        let (won, lost): (Vec<_>, Vec<_>) = begun.into_iter().partition(Result::is_ok);
+        assert_eq!((won.len(), lost.len()), (1, 1));
+        says(lost[0].as_ref().unwrap_err(), &["another run is writing"]);
+    }
+}
+
+#[test]
+fn of_two_that_take_over_one_wins() {
+    for _ in 0..20 {
+        let mut desk = Desk::new(Shape::Folder);
+        desk.leave_behind(Part { index: 1, of: 2 });
+        desk.claim.resume = true;
+        let begun = at_once(2, |_| desk.part(1, 2));
+        let won: Vec<_> = begun.into_iter().filter_map(Result::ok).collect();
+        assert_eq!(won.len(), 1);
+        assert!(won[0].journal().ends_with("part-1-of-2.1.journal"));
+    }
+}
+
+/// Refused, both or one of them, but never both at work.
+#[test]
+fn two_divisions_of_the_work_exclude_each_other() {
+    for _ in 0..50 {
+        let desk = Desk::new(Shape::Folder);
+        let begun = at_once(2, |index| desk.part(0, index + 1));
+        assert!(begun.iter().any(Result::is_err), "both work");
+        for lost in begun.iter().filter_map(|begun| begun.as_ref().err()) {
+            says(lost, &["another run is writing"]);
+        }
+        thread::sleep(FAST.beat * 2);
+        begun.iter().flatten().for_each(|won| won.check().unwrap());
+    }
+}
+
+#[test]
+fn parts_join_and_others_are_refused() {
+    let mut desk = Desk::new(Shape::Folder);
+    let first = desk.part(0, 2).unwrap();
+    let second = desk.part(1, 2).unwrap();
+    assert_eq!(first.folder(), second.folder());
+    assert_ne!(first.journal(), second.journal());
+    says(&desk.part(1, 2).unwrap_err(), &["another run", "part 1 of 2"]);
+    says(&desk.part(0, 3).unwrap_err(), &["another run"]);
+    desk.fingerprint = Fingerprint([8; 32]);
+    says(&desk.part(1, 2).unwrap_err(), &["another run"]);
+    desk.fingerprint = Fingerprint([7; 32]);
+    drop(second);
+    says(&desk.part(1, 2).unwrap_err(), &["did not finish", "--resume"]);
+    desk.claim.resume = true;
+    desk.part(1, 2).unwrap().check().unwrap();
+    first.check().unwrap();
+}
+
+#[test]
+fn another_number_of_parts_goes_on_when_nobody_lives() {
+    let mut desk = Desk::new(Shape::Folder);
+    desk.leave_behind(Part { index: 0, of: 2 });
+    says(&desk.part(0, 3).unwrap_err(), &["did not finish", "--resume"]);
+    desk.claim.resume = true;
+    let staging = desk.part(2, 3).unwrap();
+    assert_eq!(names(staging.folder()), ["a"]);
+    // A sibling needs no --resume to come to it.
+    desk.claim.resume = false;
+    desk.part(1, 3).unwrap();
+}
+
+#[test]
+fn what_others_do_is_seen() {
+    let desk = Desk::new(Shape::Folder);
+    let first = desk.part(0, 3).unwrap();
+    let second = desk.part(1, 3).unwrap();
+    second.done_bytes().store(77, Ordering::Relaxed);
+    second.finish().unwrap();
+    let other = |index, state, done_bytes| Other { part: Part { index, of: 3 }, state, done_bytes };
+    let third = other(2, OtherState::NotStarted, 0);
+    assert_eq!(first.others().unwrap(), [other(1, OtherState::Finished, 77), third]);
+    drop(second);
+    assert_eq!(first.others().unwrap(), [other(1, OtherState::Finished, 77), third]);
+    drop(desk.part(2, 3).unwrap());
+    assert_eq!(first.others().unwrap()[1], other(2, OtherState::Stopped, 0));
+}
+
+#[test]
+fn a_part_that_does_not_come_or_goes_is_named() {
+    let mut desk = Desk::new(Shape::Folder);
+    desk.claim.run = Some("job".into());
+    let first = desk.part(0, 4).unwrap();
+    first.finish().unwrap();
+    let mut looks = 0;
+    let error = first.wait_published(&Stop::default(), &mut |_| looks += 1).unwrap_err();
+    says(&error, &["parts 1, 2, 3 of 4 have not started", "--resume", "--part 0 --parts 1"]);
+    assert!(looks > 2);
+    drop(desk.part(2, 4).unwrap());
+    let error = first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err();
+    says(&error, &["part 2 of 4 stopped: its process is gone", ".out.dtshard-partial", "--resume"]);
+    // Nothing is lost with it.
+    drop(first);
+    assert!(desk.partial().join("data").exists());
+}
+
+#[test]
+fn one_that_was_taken_over_is_told() {
+    let desk = Desk::new(Shape::Folder);
+    for rival in [lease_of(1, 2, 1), lease_of(0, 3, 0)] {
+        let staging = desk.part(1, 2).unwrap();
+        staging.check().unwrap();
+        desk.foreign_lease(rival, Phase::Working);
+        says(&in_time(|| staging.check().err()), &["taken over part 1 of 2", ".out.dtshard-partial"]);
+        assert!(staging.finish().is_err());
+        drop(staging);
+        assert!(desk.partial().exists());
+        fs::remove_dir_all(desk.partial()).unwrap();
+    }
+}
+
+#[test]
+fn a_lease_from_another_node_is_watched_first() {
+    let mut desk = Desk::new(Shape::Folder);
+    desk.leave_behind(Part { index: 1, of: 2 });
+    desk.foreign_lease(lease_of(1, 2, 1), Phase::Working);
+    desk.claim.resume = true;
+    let begun = std::time::Instant::now();
+    let staging = desk.part(1, 2).unwrap();
+    assert!(begun.elapsed() >= FAST.dead_after);
+    assert!(staging.journal().ends_with("part-1-of-2.2.journal"));
+    drop(staging);
+    // One that says goodbye is not waited for.
+    desk.foreign_lease(lease_of(1, 2, 3), Phase::Stopped);
+    let begun = std::time::Instant::now();
+    desk.part(1, 2).unwrap();
+    assert!(begun.elapsed() < FAST.dead_after);
+    // And one that beats is alive.
+    desk.foreign_lease(lease_of(1, 2, 5), Phase::Working);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(FAST.look * 6);
+            desk.foreign_lease(lease_of(1, 2, 5), Phase::Finished);
+        });
+        says(&desk.part(1, 2).unwrap_err(), &["another run", "n9"]);
+    });
+}
+
+#[test]
+fn watching_lasts_until_something_is_known() {
+    let desk = Desk::new(Shape::Folder);
+    desk.leave_behind(Part::alone());
+    desk.foreign_lease(lease_of(0, 1, 1), Phase::Working);
+    let stop = Stop::default();
+    let plan = Plan { fingerprint: desk.fingerprint, version: "1" };
+    let patient = Pace { dead_after: Duration::from_secs(3600), ..FAST };
+    let (shape, out, claim) = (desk.shape, desk.out(), claim());
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| begin::begin(&out, shape, &claim, &plan, patient, &stop));
+        thread::sleep(Duration::from_millis(100));
+        assert!(!waiting.is_finished());
+        desk.foreign_lease(lease_of(0, 1, 1), Phase::Stopped);
+        says(&waiting.join().unwrap().unwrap_err(), &["did not finish"]);
+    });
+}
+
+#[test]
+fn restart_of_a_launch() {
+    for _ in 0..10 {
+        let desk = Desk::new(Shape::Folder);
+        for index in 0..4 {
+            desk.leave_behind(Part { index, of: 4 });
+        }
+        write(&desk.partial().join("data/junk"), "x");
+        let run = |index| {
+            let part = Part { index, of: 3 };
+            whole_run(&desk, &Claim { part, restart: true, run: Some("job.2".into()), ..claim() })
+        };
+        for ended in at_once(3, run) {
+            ended.unwrap();
+        }
+        assert_eq!(
+            (names(&desk.out()), desk.names()),
+            (["0", "1", "2"].map(String::from).to_vec(), vec!["out".into()])
+        );
+    }
+}
+
+#[test]
+fn restart_without_a_launch_or_its_first_part() {
+    let mut desk = Desk::new(Shape::Folder);
+    desk.leave_behind(Part { index: 1, of: 2 });
+    desk.claim.restart = true;
+    says(&desk.part(0, 2).unwrap_err(), &["--restart", "remove", ".out.dtshard-partial"]);
+    desk.claim = Claim { run: Some("job".into()), parts_wait: false, ..desk.claim };
+    says(&desk.part(0, 2).unwrap_err(), &["--restart"]);
+    desk.claim.parts_wait = true;
+    says(&desk.part(1, 2).unwrap_err(), &["part 0 of 2 has not started"]);
+    assert_eq!(names(&desk.partial().join("data")), ["a"]);
+}
+
+/// Of many that throw away the same thing, one works at a time, and what lives is never thrown away.
+#[test]
+fn restarts_at_once() {
+    for _ in 0..20 {
+        let mut desk = Desk::new(Shape::Folder);
+        desk.leave_behind(Part::alone());
+        desk.claim.restart = true;
+        let begun = at_once(4, |_| desk.begin());
+        let won: Vec<_> = begun.iter().flatten().collect();
+        assert!(won.len() <= 1);
+        for staging in won {
+            assert_eq!(names(staging.folder()), [""; 0]);
+            thread::sleep(FAST.beat * 2);
+            staging.check().unwrap();
+        }
+    }
+}
