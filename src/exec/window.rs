@@ -123,7 +123,7 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents) -> Result
         tile: tensor.entry.chunks.tile(index),
         share: tensor.shares.get(index).map(Arc::as_ref),
         source_bytes: slot.tile.source_bytes(),
-        is_scattered: slot.tile.is_scattered(),
+        is_of_short_rows: slot.tile.is_of_short_rows(),
         payload,
     }));
     Ok(tiles)
