@@ -50,6 +50,12 @@ impl<T: Into<Arc<str>>> From<T> for Fqn {
     }
 }
 
+impl From<&Fqn> for Arc<str> {
+    fn from(name: &Fqn) -> Self {
+        name.0.clone()
+    }
+}
+
 impl fmt::Display for Fqn {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.pad(&self.0)

@@ -206,7 +206,7 @@ fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &[bool]
         if may_drop && parameter.is_some_and(|index| !kept[*index as usize]) {
             return None;
         }
-        Some(Value::Str(naming.parameter(&name, &head).into_owned()))
+        Some(Value::Str(naming.parameter(&name, &head).into_owned().into()))
     };
     match value {
         Value::List(items) => Value::List(items.iter().filter_map(rename).collect()),

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use super::reader::Contents;
 use super::{Found, Group, View, chunk};
@@ -180,7 +181,7 @@ impl Merger<'_> {
     }
 
     fn merge_dict(&mut self, into: &mut Dict, from: Dict, file: usize) {
-        let mut positions: Option<HashMap<(Box<str>, bool), usize>> = None;
+        let mut positions: Option<HashMap<(Arc<str>, bool), usize>> = None;
         for (index, (key, value)) in from.entries.into_iter().enumerate() {
             // Ranks nearly always have the same keys in the same order.
             let same = into.entries.get(index).is_some_and(|(known, _)| *known == key);
@@ -385,7 +386,7 @@ impl Merger<'_> {
 }
 
 /// A key as text, and whether it is one: a dict may have both `0` and `'0'`.
-fn distinct_text(key: &Value) -> (Box<str>, bool) {
+fn distinct_text(key: &Value) -> (Arc<str>, bool) {
     (key_text(key), key.as_str().is_some())
 }
 
