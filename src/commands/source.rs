@@ -1,7 +1,7 @@
 //! What a verb reads, and what it takes of it: the names, values and disagreements of SRC, decided before anything is
 //! laid out.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use super::checks::{self, Replicas};
@@ -225,8 +225,11 @@ impl Source {
     }
 
     fn tensor_ids(&self) -> Vec<TensorId> {
-        let distinct: BTreeSet<TensorId> = self.tensors().into_iter().map(|(_, id)| id).collect();
-        distinct.into_iter().collect()
+        let mut ids = Vec::with_capacity(self.wanted.catalog.tensors.len());
+        path::tensors(&self.wanted.catalog.state, &path::Path::default(), &mut |_, id| ids.push(id));
+        ids.sort_unstable();
+        ids.dedup();
+        ids
     }
 }
 
