@@ -101,6 +101,9 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved) -> Result<Vec<(Slot, Payl
         let payload = Payload { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
         tiles.push((slot, payload));
     }
+    if tiles.len() < 2 {
+        return Ok(tiles);
+    }
     let placed = (0..tensor.entry.chunks.len()).filter(|index| tensor.place(*index).is_some());
     bands::group(zip(&mut tiles, placed).map(|((slot, payload), index)| Member {
         tile: tensor.entry.chunks.tile(index),

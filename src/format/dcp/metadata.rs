@@ -169,22 +169,22 @@ impl Columns {
     }
 
     /// `TensorProperties`: a tuple whose first item is the dtype; instances of old versions have a dict.
-    fn properties(&mut self, state: Ref<'_>) -> Option<u32> {
-        let node = state.as_tuple().and_then(|items| items.get(0)).or_else(|| state.get("dtype"));
-        let ("torch", dtype) = node?.global()? else { return None };
+    fn properties(&mut self, state: &Record<'_>) -> Option<u32> {
+        let Field::Global(("torch", dtype)) = state.first().or_else(|| state.get("dtype"))? else { return None };
         self.properties.push(self.dtypes.id(dtype));
         Some(row(self.properties.len()))
     }
 
-    fn tensor(&mut self, state: Ref<'_>) -> Option<u32> {
-        let properties = row_of(state.get("properties")?, PROPERTIES)?;
-        let size = state.get("size")?.to_dims()?;
-        let start = self.tensor_chunks.len();
-        for chunk in state.get("chunks")?.as_list()? {
-            self.tensor_chunks.push(row_of(chunk, CHUNK)?);
+    fn tensor(&mut self, state: &Record<'_>) -> Option<u32> {
+        let properties = state.row("properties").filter(|row| row.kind == PROPERTIES)?;
+        let (size, chunks) = (state.dims("size")?, state.rows("chunks")?);
+        if chunks.iter().any(|chunk| chunk.kind != CHUNK) {
+            return None;
         }
-        let (shape, chunks) = (self.add_dims(&size)?, start..self.tensor_chunks.len());
-        self.tensors.push(TensorRow { dtype: self.properties[properties as usize], shape, chunks });
+        let start = self.tensor_chunks.len();
+        self.tensor_chunks.extend(chunks.iter().map(|chunk| chunk.row));
+        let (shape, chunks) = (self.add_dims(size)?, start..self.tensor_chunks.len());
+        self.tensors.push(TensorRow { dtype: self.properties[properties.row as usize], shape, chunks });
         Some(row(self.tensors.len()))
     }
 
@@ -207,18 +207,16 @@ fn row_of(node: Ref<'_>, kind: u32) -> Option<u32> {
 
 impl Fold for Columns {
     fn keeps(&self, class: (&str, &str)) -> bool {
-        ["ChunkStorageMetadata", "MetadataIndex", "_StorageInfo"].contains(&class.1)
+        let kept =
+            ["ChunkStorageMetadata", "MetadataIndex", "_StorageInfo", "TensorProperties", "TensorStorageMetadata"];
+        kept.contains(&class.1)
     }
 
     fn build(&mut self, class: (&str, &str), _args: Ref<'_>, state: Ref<'_>) -> Result<Option<Folded>, String> {
-        let (kind, row) = match class.1 {
-            // Whatever is wrong with these is told with their name, which follows from where they are.
-            "TensorProperties" => (PROPERTIES, self.properties(state)),
-            "TensorStorageMetadata" => (TENSOR, self.tensor(state)),
-            _ if self.keeps(class) => return self.record(class, &Record::of(state).unwrap_or_default()),
-            _ => return Ok(None),
-        };
-        Ok(row.map(|row| Folded { kind, row }))
+        if !self.keeps(class) {
+            return Ok(None);
+        }
+        self.record(class, &Record::of(state).unwrap_or_default())
     }
 
     fn record(&mut self, class: (&str, &str), state: &Record<'_>) -> Result<Option<Folded>, String> {
@@ -226,6 +224,9 @@ impl Fold for Columns {
             "ChunkStorageMetadata" => (CHUNK, self.chunk(state)),
             "MetadataIndex" => (INDEX, self.index(state)),
             "_StorageInfo" => (INFO, self.info(state)?),
+            // Whatever is wrong with these is told with their name, which follows from where they are.
+            "TensorProperties" => return Ok(self.properties(state).map(|row| Folded { kind: PROPERTIES, row })),
+            "TensorStorageMetadata" => return Ok(self.tensor(state).map(|row| Folded { kind: TENSOR, row })),
             _ => return Ok(None),
         };
         match row {

@@ -14,7 +14,7 @@ use crate::format::files_beside;
 use crate::format::pickle::{LiftError, Unknown};
 use crate::format::torch::{Found, reader, whole_chunk};
 use crate::layout::{Rank, Region, Tile};
-use crate::storage::{FileId, Files, Stretch};
+use crate::storage::{FileId, Files, IoMode, Stretch};
 
 /// The metadata files of a directory: `.metadata`, or `__R.metadata` of each rank where it was saved without
 /// collectives. The rank of a `.metadata` is that of its writer, 0.
@@ -55,8 +55,15 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
     let mut slots: IndexMap<Fqn, (StatePath, Slot), RandomState> = IndexMap::default();
     for (rank, path) in metadata_files(folder)? {
         let file = files.add(&path)?;
-        let bytes = files.read(file, 0, files.len_bytes(file))?;
-        let metadata = Metadata::decode(&path, &bytes)?;
+        let (open, len, read) = (files.open(file)?, files.len_bytes(file), &mut Vec::new());
+        let bytes = match files.io() {
+            IoMode::Mmap => open.mapped(0, len)?,
+            IoMode::Read | IoMode::Direct => {
+                *read = files.read(file, 0, len)?;
+                read
+            }
+        };
+        let metadata = Metadata::decode(&path, bytes)?;
         let source = MetadataFile { data_files: open_data_files(files, &path, &metadata)?, path: &path };
         metadata.entries(&mut |Entry { fqn, path: state_path, kind }| {
             match (slots.get_mut(&fqn), source.content(files, &fqn, kind)?) {
