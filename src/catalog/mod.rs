@@ -109,7 +109,7 @@ pub struct TensorEntry {
     pub sharding: Option<Box<Sharding>>,
     /// In elements, where the whole tensor was dense in memory in another order than by rows (`channels_last`), and the
     /// format tells. Chunks have strides of their own.
-    pub stride: Option<Dims>,
+    pub stride: Option<Box<Dims>>,
     /// Set where ranks hold summands, not values: [`Placement::Partial`].
     pub summands: Option<Box<Summands>>,
     /// Every stored chunk, replicas included.

@@ -315,9 +315,11 @@ impl Node {
         match self {
             Self::Leaf(value) => Ok(value),
             Self::Dict(entries) => {
-                let entries = entries.into_iter().map(|(name, node)| Ok((Value::Str(name), node.finish(padding)?)));
-                let entries = entries.collect::<Result<_, String>>()?;
-                Ok(Value::Dict(Dict { entries, ..Dict::default() }))
+                let mut dict = Dict { entries: Vec::with_capacity(entries.len()), ..Dict::default() };
+                for (name, node) in entries {
+                    dict.entries.push((Value::Str(name), node.finish(padding)?));
+                }
+                Ok(Value::Dict(dict))
             }
             Self::List(given) => {
                 let len = given.last_key_value().map_or(0, |(&index, _)| index.saturating_add(1));

@@ -99,8 +99,8 @@ pub fn run(args: &Consolidate, printer: &Printer) -> Result<Status> {
             "let DST be a folder, or leave --assets out",
         ));
     }
-    let conversion = Conversion { source: &source, reservation, carried, shape, to, tied, notes };
-    convert(&conversion, &args.convert, &run)
+    let conversion = Conversion { source: &mut source, reservation, carried, shape, to, tied, notes };
+    convert(conversion, &args.convert, &run)
 }
 
 /// What is shipped is a model: something, and no optimizer in it that nobody asked for.

@@ -9,7 +9,7 @@ use super::report::{Report, cast_warnings, left_out, notes};
 use super::run::Run;
 use super::source::Source;
 use super::{Status, input};
-use crate::catalog::{Fqn, Reservation};
+use crate::catalog::{Catalog, Fqn, Reservation, TensorId};
 use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, carry};
@@ -22,7 +22,7 @@ use crate::storage::{IoMode, filesystem};
 
 /// A conversion with everything decided.
 pub struct Conversion<'a> {
-    pub source: &'a Source,
+    pub source: &'a mut Source,
     pub reservation: Reservation,
     /// Files that go to the destination as they are.
     pub carried: Vec<Carried>,
@@ -104,11 +104,14 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 ///
 /// # Errors
 /// Anything; the destination is then as it was.
-pub fn convert(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
-    perform(conversion, args, run).map_err(|error| conversion.source.locate(error))
+pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
+    let taken = conversion.source.tensor_ids();
+    // What is taken is laid out by now, and of a checkpoint of very many tensors the wishes are a third of all.
+    conversion.source.wanted.catalog = Catalog::empty();
+    perform(&conversion, &taken, args, run).map_err(|error| conversion.source.locate(error))
 }
 
-fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
+fn perform(conversion: &Conversion<'_>, taken: &[TensorId], args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
     let Run { printer, options, stop, started } = run;
     check_len(&conversion.reservation)?;
     let source = &conversion.source.checkpoint;
@@ -143,7 +146,7 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     let carried_bytes: u64 = conversion.carried.iter().map(|file| file.len).sum();
     let total = conversion.reservation.len_bytes() + carried_bytes;
     check_space(staging.folder(), total)?;
-    conversion.source.check(checks, run)?;
+    conversion.source.check(taken, checks, run)?;
 
     let progress = Progress::start(printer, "writing", total);
     let stats = copy::copy(input(source), &conversion.reservation, staging.folder(), options, &progress, stop)?;
@@ -255,7 +258,7 @@ fn read_back(conversion: &Conversion<'_>, folder: &Path, run: &Run<'_>) -> Resul
     for file in &conversion.reservation.files {
         files.add(folder.join(&file.path))?;
     }
-    let catalog = crate::catalog::Catalog::empty();
+    let catalog = Catalog::empty();
     let written = crate::exec::Input { files: &files, catalog: &catalog, resolve: &crate::format::resolve };
     let progress = Progress::start(run.printer, "verifying", conversion.reservation.payload_bytes());
     for tensor in &conversion.reservation.tensors {

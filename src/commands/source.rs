@@ -191,11 +191,11 @@ impl Source {
         Ok(())
     }
 
-    /// Check what must hold of the source before it is copied.
+    /// Check what must hold of the source before the tensors that are taken are copied.
     ///
     /// # Errors
     /// `Malformed` for a checksum, `Conflict` for replicas that differ.
-    pub fn check(&self, args: CheckArgs, run: &Run<'_>) -> Result<()> {
+    pub fn check(&self, taken: &[TensorId], args: CheckArgs, run: &Run<'_>) -> Result<()> {
         if args.check_crc
             && let Some((_, error)) = checks::sums(&self.checkpoint, run).into_iter().next()
         {
@@ -204,7 +204,7 @@ impl Source {
         if self.compared {
             return Ok(());
         }
-        let found = checks::differing(&self.checkpoint, &self.tensor_ids(), replicas(args), run)?;
+        let found = checks::differing(&self.checkpoint, taken, replicas(args), run)?;
         match found.first() {
             None => Ok(()),
             Some((id, difference)) => Err(checks::replica_conflict(self.checkpoint.catalog.tensor(*id), difference)),
@@ -224,7 +224,9 @@ impl Source {
         tensors.into_iter().map(|(_, id)| id).collect()
     }
 
-    fn tensor_ids(&self) -> Vec<TensorId> {
+    /// Every tensor that is taken, once.
+    #[must_use]
+    pub fn tensor_ids(&self) -> Vec<TensorId> {
         let mut ids = Vec::with_capacity(self.wanted.catalog.tensors.len());
         path::tensors(&self.wanted.catalog.state, &path::Path::default(), &mut |_, id| ids.push(id));
         ids.sort_unstable();

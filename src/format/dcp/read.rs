@@ -86,6 +86,7 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
             Ok(())
         })?;
     }
+    catalog.tensors.shrink_to_fit();
     let mut state = Unflatten::default();
     for (fqn, (path, slot)) in slots {
         let value = match slot {

@@ -218,7 +218,7 @@ impl Merger<'_> {
         match self.found(first) {
             Found::Plain(view) => {
                 let mut entry = TensorEntry::new(fqn, view.dtype, view.sizes.clone());
-                entry.stride = permuted_stride(&view.sizes, &view.strides);
+                entry.stride = permuted_stride(&view.sizes, &view.strides).map(Box::new);
                 for &part in parts {
                     if let Found::Plain(view) = self.found(part) {
                         let tile = Tile::from_region(&Region::whole(&view.sizes));
@@ -229,7 +229,10 @@ impl Merger<'_> {
             }
             Found::Distributed { local, shape, .. } => self.distributed(fqn, local, shape, parts, catalog),
             Found::Sharded { dtype, shape, stride, .. } => {
-                let entry = TensorEntry { stride: stride.clone(), ..TensorEntry::new(fqn, *dtype, shape.clone()) };
+                let entry = TensorEntry {
+                    stride: stride.clone().map(Box::new),
+                    ..TensorEntry::new(fqn, *dtype, shape.clone())
+                };
                 self.sharded(entry, parts)
             }
         }
