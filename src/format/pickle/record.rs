@@ -34,7 +34,7 @@ const MAX_DEPTH: usize = 2;
 /// The state of an object: its fields by name; those of a tuple have none.
 #[derive(Debug, Default)]
 pub struct Record<'a> {
-    fields: SmallVec<[(&'a [u8], Field<'a>); 4]>,
+    pub(super) fields: SmallVec<[(&'a [u8], Field<'a>); 4]>,
 }
 
 #[derive(Debug, Default)]
@@ -142,7 +142,10 @@ impl Machine<'_> {
         }
         let pos = self.lexer.pos();
         let mut reader = Reader { machine: self, fold: &mut *fold, pos, memoized: 0, kept: SmallVec::new(), depth: 0 };
-        let Some(record) = reader.object() else { return Ok(false) };
+        let mut record = Record::default();
+        if reader.object(&mut record).is_none() {
+            return Ok(false);
+        }
         let Reader { pos, memoized, kept, .. } = reader;
         let Some(folded) = fold.record(name, &record).map_err(|what| PickleError::rejected(pos - 1, what))? else {
             return Ok(false);
@@ -187,26 +190,24 @@ struct Reader<'m, 'a, F: ?Sized> {
 
 impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
     /// What follows NEWOBJ: the state, and BUILD.
-    fn object(&mut self) -> Option<Record<'a>> {
+    fn object(&mut self, record: &mut Record<'a>) -> Option<()> {
         self.memo_of_none()?;
-        let record = match self.op()? {
-            b'}' => self.dict()?,
-            b'(' => self.tuple()?,
+        match self.op()? {
+            b'}' => self.dict(record)?,
+            b'(' => self.tuple(record)?,
             _ => return None,
-        };
-        self.expect(b'b')?;
-        Some(record)
+        }
+        self.expect(b'b')
     }
 
     /// What follows an empty dict: MARK, fields and SETITEMS.
-    fn dict(&mut self) -> Option<Record<'a>> {
-        let mut record = Record::default();
+    fn dict(&mut self, record: &mut Record<'a>) -> Option<()> {
         self.memo_of_none()?;
         self.expect(b'(')?;
         loop {
             let op = self.op()?;
             if op == b'u' {
-                return Some(record);
+                return Some(());
             }
             let name = self.text(op)?.of(self.bytes());
             let op = self.op()?;
@@ -219,17 +220,20 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
     }
 
     /// What follows MARK: items and TUPLE.
-    fn tuple(&mut self) -> Option<Record<'a>> {
-        let mut record = Record::default();
+    fn tuple(&mut self, record: &mut Record<'a>) -> Option<()> {
         loop {
             match self.op()? {
                 b't' => break,
                 op @ 0x85..=0x87 => {
                     // A tuple within the tuple.
                     let above = record.fields.len().checked_sub(usize::from(op - 0x84))?;
-                    record.fields.truncate(above);
+                    let number = |(_, field): (&[u8], Field<'_>)| match field {
+                        Field::Number(number) => Some(number),
+                        _ => None,
+                    };
+                    let dims: Option<SmallVec<[u64; 4]>> = record.fields.drain(above..).map(number).collect();
                     self.memo_of_none()?;
-                    record.fields.push((b"", Field::Other));
+                    record.fields.push((b"", dims.map_or(Field::Other, Field::Dims)));
                 }
                 op => {
                     let value = self.value(op)?;
@@ -240,8 +244,7 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
                 return None;
             }
         }
-        self.memo_of_none()?;
-        Some(record)
+        self.memo_of_none()
     }
 
     fn value(&mut self, op: u8) -> Option<Field<'a>> {
@@ -260,7 +263,11 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
                     class if self.peek() == Some(b')') => self.nested(class).map(Field::Row),
                     global => Some(Field::Global(global)),
                 },
-                _ => Some(Field::Other),
+                Node::Bool(_) => Some(Field::Other),
+                Node::Call(make) if self.machine.pickle.node(make.callee).global() != Some(("torch", "Size")) => {
+                    Some(Field::Other)
+                }
+                _ => None,
             },
             _ => self.number(op).map(Field::Number),
         }
@@ -274,7 +281,8 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
             return None;
         }
         self.depth += 1;
-        let record = self.object()?;
+        let mut record = Record::default();
+        self.object(&mut record)?;
         self.depth -= 1;
         // What the fold will not have is for the machine to tell.
         self.fold.record(class, &record).ok()?

@@ -57,7 +57,7 @@ pub fn plan(model: &Dict, names: &Names<'_>, plan: &mut Plan<'_>, notes: &mut Ve
         written.extend(before.get(&index).into_iter().flatten().map(|&unit| flats.flat(unit, plan)));
         match entry {
             Entry::Parameter(at) => {
-                written.extend(flats.parameter(at, plan).map(|value| (Value::Str(name.into()), value)))
+                written.extend(flats.parameter(at, plan).map(|value| (Value::Str(name.into()), value)));
             }
             Entry::Other(id) => written.push((Value::Str(name.into()), plan.whole_value(&Value::Tensor(id)))),
             Entry::Object(value) => written.push((Value::Str(name.into()), plan.whole_value(value))),
