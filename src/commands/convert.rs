@@ -10,7 +10,7 @@ use super::report::{Report, cast_warnings, left_out, notes};
 use super::run::Run;
 use super::source::Source;
 use super::{Status, input};
-use crate::catalog::{Fqn, Reservation};
+use crate::catalog::{Catalog, Fqn, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, check_distinct};
@@ -24,7 +24,7 @@ use crate::storage::memory::anonymous;
 
 /// A conversion with everything decided.
 pub struct Conversion<'a> {
-    pub source: &'a Source,
+    pub source: &'a mut Source,
     pub reservation: Reservation,
     /// Files that go to the destination as they are.
     pub carried: Vec<Carried>,
@@ -106,8 +106,10 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 ///
 /// # Errors
 /// Anything; the destination is then as it was.
-pub fn convert(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
-    perform(conversion, args, run).map_err(|error| conversion.source.locate(error))
+pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
+    // What is taken is laid out by now, and of a checkpoint of very many tensors the wishes are a third of all.
+    conversion.source.wanted.catalog = Catalog::empty();
+    perform(&conversion, args, run).map_err(|error| conversion.source.locate(error))
 }
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
@@ -246,7 +248,7 @@ pub(super) fn read_back(conversion: &Conversion<'_>, folder: &Path, run: &Run<'_
     for file in &conversion.reservation.files {
         files.add(folder.join(&file.path))?;
     }
-    let catalog = crate::catalog::Catalog::empty();
+    let catalog = Catalog::empty();
     let written = crate::exec::Input { files: &files, catalog: &catalog, resolve: &crate::format::resolve };
     let progress = Progress::start(run.printer, "verifying", conversion.reservation.payload_bytes());
     for tensor in &conversion.reservation.tensors {

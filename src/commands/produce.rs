@@ -25,7 +25,7 @@ use crate::exec::journal::Known;
 use crate::exec::log::{AtEnd, Log};
 use crate::exec::seal::{is_complete, seal};
 use crate::exec::staging::{Begun, Claim, Other, OtherState, Plan, Staging, Waited};
-use crate::exec::{Extents, Options, Reporter};
+use crate::exec::{Extents, Options, Reporter, sources};
 use crate::quantity::human_bytes;
 use crate::storage::filesystem;
 
@@ -109,7 +109,7 @@ impl Producer<'_> {
         known.check(staging.folder(), files, carried)?;
         let todo = stretch(files, part).without(&known.done);
         check_space(staging.folder(), files, &todo)?;
-        conversion.source.check(self.args.checks, run)?;
+        conversion.source.check(&sources(&conversion.reservation.tensors, &todo), self.args.checks, run)?;
 
         // A run that is alone and has nothing to read back publishes at once.
         let is_brief = part.is_alone() && !staging.is_kept() && !self.args.destination.verify;

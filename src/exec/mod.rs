@@ -32,6 +32,7 @@ mod window;
 pub use extents::Extents;
 pub use gather::{Locations, Prepared, Scratch};
 pub use stop::Stop;
+pub use window::sources;
 
 use crate::catalog::{Catalog, Located, TensorEntry};
 use crate::error::Result;

@@ -275,7 +275,8 @@ mod tests {
         file.push_payload(500_000);
         let len = file.len;
         let files = [file];
-        let mut cutter = Cutter::new(&files, 65_536);
+        let todo = Extents::of_files(&files);
+        let mut cutter = Cutter::new(&files, &todo, 65_536);
         let payload = |offset, len| Payload { file: 0, offset, len, slot: 0, itemsize: 2, group: None };
         // A window begins where the one before it ended, which is at no boundary.
         let mut strips = cutter.cut(vec![payload(1000, 1_000_000)]);

@@ -17,7 +17,7 @@ use super::bands::{self, Member, Of};
 use super::copy::DtypePair;
 use super::strips::Payload;
 use super::{Extents, Input, Locations, Prepared};
-use crate::catalog::Reserved;
+use crate::catalog::{Reserved, TensorId};
 use crate::error::Result;
 use crate::plan::Source;
 
@@ -53,6 +53,16 @@ pub fn windows<'a>(
         }
         (!window.is_empty()).then_some(window)
     })
+}
+
+/// The source tensors of what is to be done, ascending.
+#[must_use]
+pub fn sources(tensors: &[Reserved], todo: &Extents) -> Vec<TensorId> {
+    let is_touched = |tensor: &&Reserved| (0..tensor.entry.chunks.len()).any(|chunk| is_wanted(tensor, chunk, todo));
+    let mut ids: Vec<TensorId> = tensors.iter().filter(is_touched).map(|tensor| tensor.source).collect();
+    ids.sort_unstable();
+    ids.dedup();
+    ids
 }
 
 /// Whether something of the chunk is to be done.
@@ -118,6 +128,9 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents) -> Result
         let payload = Payload { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
         tiles.push((slot, payload));
         wanted.push(index);
+    }
+    if tiles.len() < 2 {
+        return Ok(tiles);
     }
     bands::group(zip(&mut tiles, wanted).map(|((slot, payload), index)| Member {
         tile: tensor.entry.chunks.tile(index),
