@@ -14,7 +14,7 @@ use std::time::SystemTime;
 use rustix::fs::{CWD, RenameFlags};
 use rustix::io::Errno;
 
-use super::lease::Process;
+use super::life::Process;
 use super::plan::Planned;
 use crate::error::{Error, Result};
 use crate::fault;
@@ -90,7 +90,7 @@ impl Place {
     /// `Io`
     pub fn make(&self, plan: &Planned, sync: bool) -> Result<bool> {
         let draft = self.unique(DRAFT);
-        let made = self.draft(&draft, plan, sync).and_then(|()| {
+        let made = Self::draft(&draft, plan, sync).and_then(|()| {
             fault::point("begin-planned");
             // The folder that is there has a plan, so it is not empty, and no rename replaces it.
             fs::rename(&draft, self.partial())
@@ -118,7 +118,7 @@ impl Place {
         }
     }
 
-    fn draft(&self, draft: &Path, plan: &Planned, sync: bool) -> io::Result<()> {
+    fn draft(draft: &Path, plan: &Planned, sync: bool) -> io::Result<()> {
         fs::create_dir(draft)?;
         fault::point("begin-draft");
         fs::create_dir(draft.join(DATA))?;
