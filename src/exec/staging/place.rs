@@ -90,7 +90,9 @@ impl Place {
     /// `Io`
     pub fn make(&self, plan: &Planned, sync: bool) -> Result<bool> {
         let draft = self.unique(DRAFT);
-        let made = Self::draft(&draft, plan, sync).and_then(|()| {
+        fs::create_dir(&draft).map_err(Error::io("create", self.partial()))?;
+        fault::point("begin-draft");
+        let made = Self::fill(&draft, plan, sync).and_then(|()| {
             fault::point("begin-planned");
             // The folder that is there has a plan, so it is not empty, and no rename replaces it.
             fs::rename(&draft, self.partial())
@@ -110,7 +112,7 @@ impl Place {
                     error.kind(),
                     io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory
                 );
-                if is_taken || is_gone(&error) && self.parent.is_dir() {
+                if is_taken || is_gone(&error) {
                     return Ok(false);
                 }
                 Err(Error::io("create", self.partial())(error))
@@ -118,9 +120,7 @@ impl Place {
         }
     }
 
-    fn draft(draft: &Path, plan: &Planned, sync: bool) -> io::Result<()> {
-        fs::create_dir(draft)?;
-        fault::point("begin-draft");
+    fn fill(draft: &Path, plan: &Planned, sync: bool) -> io::Result<()> {
         fs::create_dir(draft.join(DATA))?;
         let mut file = File::create_new(draft.join(PLAN))?;
         file.write_all(&plan.to_bytes())?;
