@@ -71,10 +71,8 @@ pub fn produce(
         Begun::Work(staging) => {
             let producer = Producer { conversion, staging: &staging, args, options, run };
             let produced = producer.write().and_then(|stats| producer.publish(stats));
-            produced.map_err(|error| match staging.is_kept() {
-                true => error.keeping(staging.journals()),
-                false => error,
-            })
+            let is_kept = staging.is_kept();
+            produced.map_err(|error| if is_kept { error.keeping(staging.journals()) } else { error })
         }
     }
 }

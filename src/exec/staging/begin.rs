@@ -9,9 +9,11 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::sleep;
 use std::time::Instant;
 
+use super::commit::recover;
+use super::judge::{Verdict, judge};
 use super::lease::{Lease, LeaseName, Role, Seen};
 use super::life::{Life, Watch};
-use super::place::{ASIDE, DATA, GONE, Identity, Place, exists, rename_new, sync_folder, unique};
+use super::place::{ASIDE, DATA, GONE, Place, rename_new, sync_folder, unique};
 use super::plan::{Found, Partial, Planned};
 use super::{Begun, Claim, Pace, Plan, Shape, Staging, mark};
 use crate::comm::Part;
@@ -59,42 +61,6 @@ enum Next {
     Again,
     /// Somebody else has to do something.
     Later,
-}
-
-/// What the leases of a partial say to somebody who comes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
-    /// Take this generation of the lease.
-    Join {
-        generation: u32,
-    },
-    /// Nobody is there, but somebody was: only with `--resume`.
-    Resume {
-        generation: u32,
-    },
-    /// Somebody works on the same part, or on other parts than ours.
-    Rival(LeaseName),
-    Watch,
-}
-
-/// Whether `part` can be worked on, where leases are as they are.
-pub(super) fn judge(leases: &[(LeaseName, Life)], part: Part) -> Verdict {
-    let parts = leases.iter().filter_map(|(name, life)| match name.role {
-        Role::Part(other) => Some((other, name, *life)),
-        Role::Seal => None,
-    });
-    let rivals = parts.clone().filter(|(other, _, _)| other.of != part.of || *other == part);
-    if let Some((_, name, _)) = rivals.clone().find(|(_, _, life)| *life == Life::Alive) {
-        return Verdict::Rival(*name);
-    }
-    if rivals.clone().any(|(_, _, life)| life == Life::Unsure) {
-        return Verdict::Watch;
-    }
-    let own = rivals.clone().find(|(other, _, _)| *other == part);
-    let generation = own.map_or(0, |(_, name, _)| name.generation.saturating_add(1));
-    let has_company = parts.clone().any(|(other, _, life)| other.of == part.of && life != Life::Dead);
-    let is_of_others = rivals.clone().any(|(other, _, _)| other.of != part.of) && !has_company;
-    if own.is_some() || is_of_others { Verdict::Resume { generation } } else { Verdict::Join { generation } }
 }
 
 impl Beginning<'_> {
@@ -362,28 +328,6 @@ impl Partial {
         self.plan == now.plan
             && self.leases.len() == now.leases.len()
             && self.leases.iter().zip(&now.leases).all(|(a, b)| same(a, b))
-    }
-}
-
-/// Finish or roll back a swap that an earlier run did not finish.
-pub(super) fn recover(place: &Place) -> Result<()> {
-    let (destination, old) = (&place.destination, place.old());
-    if !exists(&old) {
-        return Ok(());
-    }
-    let replaced = Identity::of(&old);
-    if exists(destination) {
-        let Some(aside) = place.move_aside(&old)? else { return Ok(()) };
-        if Identity::of(&aside) == replaced {
-            return place.discard(&aside);
-        }
-        // A swap that has begun since: the only one of its kind.
-        return rename_new(&aside, &old).map_err(Error::io("put back", old));
-    }
-    match rename_new(&old, destination) {
-        // Another one was faster.
-        Err(_) if !exists(&old) || exists(destination) => Ok(()),
-        done => done.map_err(Error::io("rename", old)),
     }
 }
 

@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::life::Process;
 use super::place::is_gone;
 use crate::comm::Part;
 use crate::error::{Error, Result};
@@ -77,44 +78,6 @@ impl FromStr for LeaseName {
         // `+1` and `01` are numbers, too.
         if name.file() == text { Ok(name) } else { Err(()) }
     }
-}
-
-/// A process, as others on its node can find it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Process {
-    pub host: String,
-    /// Empty where the system does not tell, as are the others.
-    pub boot: String,
-    pub pid_namespace: String,
-    pub pid: u32,
-    /// In clock ticks since the node started.
-    pub start: u64,
-}
-
-impl Process {
-    pub fn this() -> Self {
-        let line = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_owned()).unwrap_or_default();
-        let pid = std::process::id();
-        Self {
-            host: line("/proc/sys/kernel/hostname"),
-            boot: line("/proc/sys/kernel/random/boot_id"),
-            pid_namespace: fs::read_link("/proc/self/ns/pid")
-                .map(|link| link.to_string_lossy().into_owned())
-                .unwrap_or_default(),
-            pid,
-            start: start_of(pid).ok().flatten().unwrap_or_default(),
-        }
-    }
-}
-
-/// When a process started, `None` for one that has ended and only waits for its parent to notice.
-pub(super) fn start_of(pid: u32) -> io::Result<Option<u64>> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // proc(5): the name in parentheses may hold anything; behind it the state, and the start as field 22.
-    let mut fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_ascii_whitespace();
-    let ended = matches!(fields.next(), Some("Z" | "X" | "x"));
-    let start = fields.nth(18).and_then(|field| field.parse().ok());
-    if ended { Ok(None) } else { start.map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into()) }
 }
 
 /// How far the process is with what the lease is for.

@@ -20,6 +20,7 @@
 
 mod begin;
 mod commit;
+mod judge;
 mod lease;
 mod life;
 mod mark;
@@ -104,7 +105,7 @@ struct Pace {
 const PACE: Pace = Pace {
     beat: Duration::from_secs(2),
     dead_after: Duration::from_secs(20),
-    start_within: Duration::from_secs(300),
+    start_within: Duration::from_mins(5),
     look: Duration::from_millis(50),
 };
 
