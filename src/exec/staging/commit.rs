@@ -113,7 +113,8 @@ impl Staging {
             return Ok(());
         }
         match fs::rename(destination, &old) {
-            Err(error) if is_gone(&error) => return Ok(()),
+            // Nothing to replace any more, or another one is at it.
+            Err(error) if is_gone(&error) || is_taken(&error) => return Ok(()),
             done => done.map_err(Error::io("rename", destination))?,
         }
         if Identity::of(&old) == Some(mine) {

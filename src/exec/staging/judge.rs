@@ -24,7 +24,7 @@ pub(super) enum Verdict {
 pub(super) fn judge(leases: &[(LeaseName, Life)], part: Part) -> Verdict {
     let parts = leases.iter().filter_map(|(name, life)| match name.role {
         Role::Part(other) => Some((other, name, *life)),
-        Role::Seal => None,
+        Role::Seal | Role::Restart => None,
     });
     let rivals = parts.clone().filter(|(other, _, _)| other.of != part.of || *other == part);
     if let Some((_, name, _)) = rivals.clone().find(|(_, _, life)| *life == Life::Alive) {

@@ -30,6 +30,8 @@ use crate::fault;
 pub(super) enum Role {
     Part(Part),
     Seal,
+    /// To throw the folder away.
+    Restart,
 }
 
 /// `part-2-of-4.0.lease`, `seal.0.lease`
@@ -42,6 +44,10 @@ pub(super) struct LeaseName {
 impl LeaseName {
     pub fn is_seal(&self) -> bool {
         self.role == Role::Seal
+    }
+
+    pub fn is_restart(&self) -> bool {
+        self.role == Role::Restart
     }
 
     pub fn journal(&self) -> String {
@@ -58,6 +64,7 @@ impl fmt::Display for LeaseName {
         match self.role {
             Role::Part(Part { index, of }) => write!(f, "part-{index}-of-{of}.{}", self.generation),
             Role::Seal => write!(f, "seal.{}", self.generation),
+            Role::Restart => write!(f, "restart.{}", self.generation),
         }
     }
 }
@@ -72,6 +79,7 @@ impl FromStr for LeaseName {
         let role = match role.strip_prefix("part-").and_then(|part| part.split_once("-of-")) {
             Some((index, of)) => Role::Part(Part { index: number(index)?, of: number(of)? }),
             None if role == "seal" => Role::Seal,
+            None if role == "restart" => Role::Restart,
             None => return Err(()),
         };
         let name = Self { role, generation: number(generation)? };
@@ -188,7 +196,11 @@ impl Lease {
             Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
             Err(error) => return Err(Error::io("create", path)(error)),
         };
-        fault::point(if name.is_seal() { "seal-created-lease" } else { "begin-created-lease" });
+        fault::point(match name.role {
+            Role::Part(_) => "begin-created-lease",
+            Role::Seal => "seal-created-lease",
+            Role::Restart => "restart-created-lease",
+        });
         let record = Record { process: Process::this(), beat: 0, phase: Phase::Working, done_bytes: 0 };
         let shared =
             Shared { file, record: Mutex::new(record), bell: Condvar::new(), done_bytes: AtomicU64::default() };

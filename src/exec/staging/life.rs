@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::lease::{LeaseName, Record, Seen};
+use crate::storage::node::this_boot;
 
 /// A process, as others on its node can find it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,7 +31,7 @@ impl Process {
         let pid = std::process::id();
         Self {
             host: line("/proc/sys/kernel/hostname"),
-            boot: line("/proc/sys/kernel/random/boot_id"),
+            boot: this_boot().unwrap_or_default(),
             pid_namespace: fs::read_link("/proc/self/ns/pid")
                 .map(|link| link.to_string_lossy().into_owned())
                 .unwrap_or_default(),
