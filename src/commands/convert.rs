@@ -5,7 +5,6 @@ use std::path::{Component, Path, PathBuf};
 
 use super::memory::within_memory;
 use super::produce::{Produced, produce};
-use super::progress::Progress;
 use super::report::{Report, cast_warnings, left_out, notes};
 use super::run::Run;
 use super::source::Source;
@@ -16,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, check_distinct};
 use crate::exec::copy::Stats;
 use crate::exec::staging::Shape;
-use crate::exec::{Options, Silent, Stop, compare, copy};
+use crate::exec::{Options, Stop, copy};
 use crate::format::{Format, is_checkpoint};
 use crate::quantity::{count, human_bytes};
 use crate::storage::IoMode;
@@ -239,45 +238,4 @@ fn resolve_missing(path: &Path) -> Result<PathBuf> {
         }
     }
     Ok(resolved)
-}
-
-/// Compare what was written with the source, before anybody can see it.
-pub(super) fn read_back(conversion: &Conversion<'_>, folder: &Path, run: &Run<'_>) -> Result<()> {
-    let checkpoint = &conversion.source.checkpoint;
-    let mut files = crate::storage::Files::new(checkpoint.files.io());
-    for file in &conversion.reservation.files {
-        files.add(folder.join(&file.path))?;
-    }
-    let catalog = Catalog::empty();
-    let written = crate::exec::Input { files: &files, catalog: &catalog, resolve: &crate::format::resolve };
-    let progress = Progress::start(run.printer, "verifying", conversion.reservation.payload_bytes());
-    for tensor in &conversion.reservation.tensors {
-        let left = (input(checkpoint), checkpoint.catalog.tensor(tensor.source));
-        let right = (written, &tensor.entry);
-        let found = if tensor.shares.is_empty() {
-            compare::first_difference(left, right, tensor.dtype(), &run.options, &progress, &run.stop)?
-                .map(|difference| difference.detail(tensor.entry.numel()))
-        } else {
-            compare::share_difference(left, written, tensor, &run.options, &progress, &run.stop)?
-                .map(|chunk| format!("{} is not as it should be", tensor.entry.chunk_name(chunk)))
-        };
-        // Rank files have copies of their own of what is replicated.
-        let found = match found {
-            None if tensor.shares.is_empty() => {
-                compare::replica_difference(written, &tensor.entry, &run.options, &Silent, &run.stop)?
-                    .map(|difference| format!("{} is not as the others", tensor.entry.chunk_name(difference.second)))
-            }
-            found => found,
-        };
-        if let Some(detail) = found {
-            return Err(Error::Conflict {
-                fqn: tensor.entry.fqn.to_string(),
-                what: "a tensor",
-                between: "the source and what was written".into(),
-                detail,
-                hint: Some("memory or disk is at fault; nothing was published".into()),
-            });
-        }
-    }
-    Ok(())
 }

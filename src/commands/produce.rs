@@ -9,9 +9,10 @@ use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::convert::{Conversion, read_back};
+use super::convert::Conversion;
 use super::input;
 use super::progress::Progress;
+use super::read_back::read_back;
 use super::run::Run;
 use crate::catalog::OutputFile;
 use crate::cli::ConvertArgs;

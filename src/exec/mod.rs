@@ -15,6 +15,7 @@ mod extents;
 pub mod fingerprint;
 pub mod gather;
 pub mod journal;
+pub mod literals;
 pub mod log;
 mod output;
 mod passing;
