@@ -1,7 +1,9 @@
-//! What the verbs that write share once each has chosen what to take and how to lay it out:
-//! check, stage, fill, publish, say what was done.
+//! What the verbs that write share once each has chosen what to take and how to lay it out: check, have it
+//! [produced](super::produce), say what was done.
 
 use std::path::{Component, Path, PathBuf};
+
+use serde_json::json;
 
 use super::memory::within_memory;
 use super::produce::{Produced, produce};
@@ -152,7 +154,12 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
             return Ok(Status::Done);
         }
     };
-    printer.document(&report.document(&stats))?;
+    let part = run.launch.part;
+    let mut document = report.document(&stats);
+    if !part.is_alone() {
+        document["part"] = json!({ "index": part.index, "of": part.of, "published": is_published });
+    }
+    printer.document(&document)?;
     for warning in cast_warnings(&stats) {
         printer.warning(&warning);
     }
