@@ -1,6 +1,6 @@
 //! Filling reserved files: the executor behind `reshard`, `flatten`, `unshard` and `consolidate`.
 //!
-//! Work goes in [windows](super::window) of some hundred MiB of output. The tensors of a window are planned and located,
+//! Work goes in [windows](super::window) of up to 1 GiB of output. The tensors of a window are planned and located,
 //! its tiles are cut into [strips](super::strips), and those are filled and written in parallel, those of one
 //! [band](super::bands) behind each other and everything else in file order. So memory follows the window and the strips
 //! in flight, not the model. Literals that no tensor data comes after, and sums of what is spread over strips, come last.

@@ -1,6 +1,6 @@
 //! Windows: the tensors that are planned and located at a time.
 //!
-//! A window is some hundred MiB of output, or some thousand tiles where those are small, cut between tensors. Each of its
+//! A window is up to 1 GiB of output, or some thousand tiles where those are small, cut between tensors. Each of its
 //! tensors is proven and planned and its chunks are located, in parallel. Only one window's plans exist at a time, so
 //! memory follows the window, not the model. Tensors, and chunks of them, of which nothing is to be done are passed over.
 //!
@@ -22,7 +22,7 @@ use crate::error::Result;
 use crate::plan::Source;
 
 /// Output planned and located at a time.
-const WINDOW_BYTES: u64 = 256 << 20;
+const WINDOW_BYTES: u64 = 1 << 30;
 
 /// Tiles planned and located at a time, where they are small.
 const WINDOW_TILES: usize = 1 << 14;
