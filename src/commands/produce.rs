@@ -137,11 +137,16 @@ impl Producer<'_> {
     fn publish(&self, mut stats: Stats) -> Result<Produced> {
         let Self { conversion, staging, run, options, .. } = *self;
         let (files, carried) = (self.files(), conversion.carried.len());
+        // Of those that wait for each other the first one seals, and reports.
+        let mut is_sealer = !run.launch.waits || self.part().index == 0;
         loop {
             // Alone, nothing is left to be found out but what earlier runs have done.
             let known = (!self.part().is_alone() || staging.is_kept()).then(|| self.known()).transpose()?;
             let is_all_there = known.as_ref().is_none_or(|known| is_complete(known, files, carried));
-            if is_all_there && let Some(right) = staging.try_seal()? {
+            if is_sealer
+                && is_all_there
+                && let Some(right) = staging.try_seal()?
+            {
                 if let Some(known) = known {
                     seal(staging.folder(), files, &known, staging.journals(), options.sync)?;
                     stats.lose(&known.lost);
@@ -166,8 +171,8 @@ impl Producer<'_> {
             };
             match staging.wait_published(&run.stop, &mut notify)? {
                 Waited::Published => return Ok(Produced::Published(stats)),
-                Waited::NobodySeals if is_all_there => {}
                 Waited::NobodySeals => {
+                    is_sealer = true;
                     // They may have been done since the look above.
                     let known = self.known()?;
                     if !is_complete(&known, files, carried) {

@@ -98,6 +98,8 @@ struct Pace {
     dead_after: Duration,
     /// A part that did not start by then is given up.
     start_within: Duration,
+    /// From when all parts are done until another than the first one seals.
+    seal_after: Duration,
     /// Between two looks at what others do.
     look: Duration,
 }
@@ -106,6 +108,7 @@ const PACE: Pace = Pace {
     beat: Duration::from_secs(2),
     dead_after: Duration::from_secs(20),
     start_within: Duration::from_mins(5),
+    seal_after: Duration::from_secs(5),
     look: Duration::from_millis(50),
 };
 

@@ -86,7 +86,7 @@ impl Staging {
     /// `Usage` where a part does not start in time, or its process is gone; `Stopped`; `Io`.
     pub fn wait_published(&self, stop: &Stop, notify: &mut dyn FnMut(&[Other])) -> Result<Waited> {
         let begun = Instant::now();
-        let mut gone_since = None;
+        let (mut gone_since, mut done_since) = (None, None);
         loop {
             stop.check()?;
             self.place.refresh();
@@ -100,7 +100,13 @@ impl Staging {
                 let Pace { start_within, .. } = self.pace;
                 match decide(sealer, &others, begun.elapsed(), start_within) {
                     Decision::Wait => {}
-                    Decision::Seal => return Ok(Waited::NobodySeals),
+                    // The first part does where it lives: it tells the user what all have met.
+                    Decision::Seal => {
+                        let since = *done_since.get_or_insert_with(Instant::now);
+                        if self.claim.part.index == 0 || since.elapsed() >= self.pace.seal_after {
+                            return Ok(Waited::NobodySeals);
+                        }
+                    }
                     Decision::NeverStarted(parts) => return Err(self.never_started(&parts)),
                     Decision::Died(parts) => return Err(self.died(&parts)),
                 }

@@ -20,6 +20,7 @@ const FAST: Pace = Pace {
     beat: Duration::from_millis(10),
     dead_after: Duration::from_millis(300),
     start_within: Duration::from_millis(500),
+    seal_after: Duration::from_millis(50),
     look: Duration::from_millis(5),
 };
 
