@@ -32,11 +32,18 @@ use crate::storage::filesystem;
 /// How it ended.
 pub enum Produced {
     /// The destination is there.
-    Published(Stats),
+    Published(Stats, Publisher),
     /// This part is done; whichever is done last publishes.
     Part(Stats),
     /// The destination was there already, from the same plan.
     Already,
+}
+
+/// Who made the destination of all parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Publisher {
+    This,
+    Other,
 }
 
 /// Write `conversion` to `destination`, or this process's part of it.
@@ -153,7 +160,7 @@ impl Producer<'_> {
                 run.stop.check()?;
                 staging.check()?;
                 right.publish(options.sync)?;
-                return Ok(Produced::Published(stats));
+                return Ok(Produced::Published(stats, Publisher::This));
             }
             if !run.launch.waits {
                 return Ok(Produced::Part(stats));
@@ -166,7 +173,7 @@ impl Producer<'_> {
                 seen = seen.max(done);
             };
             match staging.wait_published(&run.stop, &mut notify)? {
-                Waited::Published => return Ok(Produced::Published(stats)),
+                Waited::Published => return Ok(Produced::Published(stats, Publisher::Other)),
                 Waited::NobodySeals if is_all_there => {}
                 Waited::NobodySeals => {
                     // They may have been done since the look above.
