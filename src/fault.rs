@@ -3,17 +3,18 @@
 //! `DTSHARD_FAULT=NAME` kills it there. Builds without debug assertions have none of this.
 
 /// Every place, in the order in which an undisturbed run comes by.
-pub const POINTS: [&str; 19] = [
+pub const POINTS: [&str; 20] = [
     "begin-draft",
     "begin-planned",
     "begin-made",
     "begin-created-lease",
     "begin-leased",
-    "seal-created-lease",
-    "restart-moved",
-    "restart-judged",
     "record-before",
     "record-after",
+    "seal-created-lease",
+    "restart-created-lease",
+    "restart-judged",
+    "restart-moved",
     "seal-leased",
     "commit-marked",
     "commit-synced",

@@ -50,6 +50,12 @@ impl<T: Into<Arc<str>>> From<T> for Fqn {
     }
 }
 
+impl From<&Fqn> for Arc<str> {
+    fn from(name: &Fqn) -> Self {
+        name.0.clone()
+    }
+}
+
 impl fmt::Display for Fqn {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.pad(&self.0)
@@ -103,7 +109,7 @@ pub struct TensorEntry {
     pub sharding: Option<Box<Sharding>>,
     /// In elements, where the whole tensor was dense in memory in another order than by rows (`channels_last`), and the
     /// format tells. Chunks have strides of their own.
-    pub stride: Option<Dims>,
+    pub stride: Option<Box<Dims>>,
     /// Set where ranks hold summands, not values: [`Placement::Partial`].
     pub summands: Option<Box<Summands>>,
     /// Every stored chunk, replicas included.

@@ -181,7 +181,7 @@ pub fn rule_names(path: &Path, model_root: &Path) -> Vec<String> {
 /// A state dict of flat names.
 #[must_use]
 pub fn flat_state(tensors: &[(Fqn, TensorId)]) -> Value {
-    let entries = tensors.iter().map(|(fqn, id)| (Value::Str(fqn.to_string()), Value::Tensor(*id))).collect();
+    let entries = tensors.iter().map(|(fqn, id)| (Value::Str(fqn.into()), Value::Tensor(*id))).collect();
     Value::Dict(Dict { entries, ..Dict::default() })
 }
 

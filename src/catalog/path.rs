@@ -6,7 +6,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 
+use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 
 use super::{Dict, Fqn, TensorId, Value};
@@ -16,7 +18,7 @@ use crate::layout::Rank;
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Key {
     /// A dict key; keys that are not strings appear as Python's `str(key)`.
-    Name(Box<str>),
+    Name(Arc<str>),
     /// A position in a list.
     Index(u64),
 }
@@ -38,7 +40,7 @@ impl Path {
     #[must_use]
     pub fn fqn(&self) -> Fqn {
         match self.0.as_slice() {
-            [Key::Name(name)] => Fqn::from(name.as_ref()),
+            [Key::Name(name)] => Fqn::from(name.clone()),
             _ => Fqn::from(self.to_string()),
         }
     }
@@ -218,9 +220,9 @@ fn tensors_below(value: &Value, path: &mut Path, visit: &mut dyn FnMut(&Path, Te
 
 /// Python's `str(key)` for the kinds of keys that state dicts have.
 #[must_use]
-pub fn key_text(key: &Value) -> Box<str> {
+pub fn key_text(key: &Value) -> Arc<str> {
     match key {
-        Value::Str(text) => text.as_str().into(),
+        Value::Str(text) => text.clone(),
         other => other.to_string().into(),
     }
 }
@@ -229,13 +231,13 @@ pub fn key_text(key: &Value) -> Box<str> {
 /// does: a container is a list where the next step is a position, a dict otherwise; lists are padded with `None`.
 #[derive(Debug, Default)]
 pub struct Unflatten {
-    root: IndexMap<Box<str>, Node>,
+    root: IndexMap<Arc<str>, Node, RandomState>,
 }
 
 #[derive(Debug)]
 enum Node {
     Leaf(Value),
-    Dict(IndexMap<Box<str>, Node>),
+    Dict(IndexMap<Arc<str>, Node, RandomState>),
     List(BTreeMap<u64, Node>),
 }
 
@@ -287,7 +289,11 @@ impl Unflatten {
     }
 }
 
-fn insert_leaf_in_dict(entries: &mut IndexMap<Box<str>, Node>, key: &Key, value: Value) -> Result<(), String> {
+fn insert_leaf_in_dict(
+    entries: &mut IndexMap<Arc<str>, Node, RandomState>,
+    key: &Key,
+    value: Value,
+) -> Result<(), String> {
     let Key::Name(name) = key else {
         return Err(format!("{key}: a position in something that is a dict elsewhere"));
     };
@@ -300,7 +306,7 @@ fn insert_leaf_in_dict(entries: &mut IndexMap<Box<str>, Node>, key: &Key, value:
 impl Node {
     fn for_key(key: &Key) -> Self {
         match key {
-            Key::Name(_) => Self::Dict(IndexMap::new()),
+            Key::Name(_) => Self::Dict(IndexMap::default()),
             Key::Index(_) => Self::List(BTreeMap::new()),
         }
     }
@@ -309,10 +315,11 @@ impl Node {
         match self {
             Self::Leaf(value) => Ok(value),
             Self::Dict(entries) => {
-                let entries =
-                    entries.into_iter().map(|(name, node)| Ok((Value::Str(name.into()), node.finish(padding)?)));
-                let entries = entries.collect::<Result<_, String>>()?;
-                Ok(Value::Dict(Dict { entries, ..Dict::default() }))
+                let mut dict = Dict { entries: Vec::with_capacity(entries.len()), ..Dict::default() };
+                for (name, node) in entries {
+                    dict.entries.push((Value::Str(name), node.finish(padding)?));
+                }
+                Ok(Value::Dict(dict))
             }
             Self::List(given) => {
                 let len = given.last_key_value().map_or(0, |(&index, _)| index.saturating_add(1));

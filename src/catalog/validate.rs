@@ -62,18 +62,23 @@ impl TensorEntry {
         summand: Option<(&Reduction, u64)>,
     ) -> Result<Tiling> {
         let chunks = chunks.into_iter();
-        let mut known: IndexMap<Tile, Holders, RandomState> =
-            IndexMap::with_capacity_and_hasher(chunks.len(), RandomState::default());
-        for chunk in chunks {
-            let tile = self.chunks.tile(chunk as usize);
-            if !tile.is_empty() {
-                known.entry(tile).or_default().push(chunk);
-            }
-        }
-        let (tiles, holders): (Vec<Tile>, Vec<Holders>) = known.into_iter().unzip();
+        let (tiles, holders) = self.distinct(chunks);
         Cover::prove(&self.shape, &tiles)
             .map_err(|error| self.coverage_error(&error, &holders, summand))
             .map(|cover| Tiling { tiles, holders, cover })
+    }
+
+    /// The distinct tiles of some of the chunks that are not empty, and who holds each.
+    fn distinct(&self, chunks: impl ExactSizeIterator<Item = u32>) -> (Vec<Tile>, Vec<Holders>) {
+        let count = chunks.len();
+        let tiles = chunks.map(|chunk| (self.chunks.tile(chunk as usize), chunk)).filter(|(tile, _)| !tile.is_empty());
+        if count == 1 {
+            return tiles.map(|(tile, chunk)| (tile, Holders::from_elem(chunk, 1))).unzip();
+        }
+        let mut known: IndexMap<Tile, Holders, RandomState> =
+            IndexMap::with_capacity_and_hasher(count, RandomState::default());
+        tiles.for_each(|(tile, chunk)| known.entry(tile).or_default().push(chunk));
+        known.into_iter().unzip()
     }
 
     fn coverage_error(&self, error: &CoverError, holders: &[Holders], summand: Option<(&Reduction, u64)>) -> Error {

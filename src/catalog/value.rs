@@ -10,6 +10,7 @@ mod repr;
 
 use std::borrow::Cow;
 use std::fmt;
+use std::sync::Arc;
 
 use super::path::{Key, Path, key_text};
 use crate::layout::Rank;
@@ -26,7 +27,8 @@ pub enum Value {
     /// Beyond `i64`: little-endian two's complement, minimal.
     BigInt(Box<[u8]>),
     Float(f64),
-    Str(String),
+    /// Names are keys of state dicts, of tensors and of what is written: whoever has one shares it.
+    Str(Arc<str>),
     /// Text with lone surrogates, in Python's `surrogatepass` encoding, which is not UTF-8.
     SurrogateStr(Box<[u8]>),
     Bytes(Vec<u8>),

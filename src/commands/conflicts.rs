@@ -143,7 +143,7 @@ fn side_by_side(holdings: &[Holding]) -> Value {
         holdings.iter().flat_map(|holding| holding.ranks.iter().map(|rank| (*rank, &holding.value))).collect();
     let entry = |(rank, value): (Rank, &Value)| {
         let Key::Name(name) = rank_key(rank) else { unreachable!("the key of a rank is a name") };
-        (Value::Str(name.into()), value.clone())
+        (Value::Str(name), value.clone())
     };
     Value::Dict(Dict { entries: by_rank.into_iter().map(entry).collect(), ..Dict::default() })
 }

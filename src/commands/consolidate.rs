@@ -100,8 +100,8 @@ pub fn run(args: &Consolidate, launch: Launch, printer: &Printer) -> Result<Stat
             "let DST be a folder, or leave --assets out",
         ));
     }
-    let conversion = Conversion { source: &source, reservation, carried, shape, to, tied, notes };
-    convert(&conversion, &args.convert, &run)
+    let conversion = Conversion { source: &mut source, reservation, carried, shape, to, tied, notes };
+    convert(conversion, &args.convert, &run)
 }
 
 /// What is shipped is a model: something, and no optimizer in it that nobody asked for.

@@ -1,22 +1,23 @@
-//! What the verbs that write share once each has chosen what to take and how to lay it out:
-//! check, stage, fill, publish, say what was done.
+//! What the verbs that write share once each has chosen what to take and how to lay it out: check, have it
+//! [produced](super::produce), say what was done.
 
 use std::path::{Component, Path, PathBuf};
 
+use serde_json::json;
+
 use super::memory::within_memory;
 use super::produce::{Produced, Publisher, produce};
-use super::progress::Progress;
 use super::report::{Report, cast_warnings, left_out, notes};
 use super::run::Run;
 use super::source::Source;
 use super::{Status, input};
-use crate::catalog::{Fqn, Reservation};
+use crate::catalog::{Catalog, Fqn, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, check_distinct};
 use crate::exec::copy::Stats;
 use crate::exec::staging::Shape;
-use crate::exec::{Options, Silent, Stop, compare, copy};
+use crate::exec::{Options, Stop, copy};
 use crate::format::{Format, is_checkpoint};
 use crate::quantity::{count, human_bytes};
 use crate::storage::IoMode;
@@ -24,7 +25,7 @@ use crate::storage::memory::anonymous;
 
 /// A conversion with everything decided.
 pub struct Conversion<'a> {
-    pub source: &'a Source,
+    pub source: &'a mut Source,
     pub reservation: Reservation,
     /// Files that go to the destination as they are.
     pub carried: Vec<Carried>,
@@ -106,8 +107,10 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 ///
 /// # Errors
 /// Anything; the destination is then as it was.
-pub fn convert(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
-    perform(conversion, args, run).map_err(|error| conversion.source.locate(error))
+pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
+    // What is taken is laid out by now, and of a checkpoint of very many tensors the wishes are a third of all.
+    conversion.source.wanted.catalog = Catalog::empty();
+    perform(&conversion, args, run).map_err(|error| conversion.source.locate(error))
 }
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
@@ -151,7 +154,12 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
             return Ok(Status::Done);
         }
     };
-    printer.document(&report.document(&stats))?;
+    let part = run.launch.part;
+    let mut document = report.document(&stats);
+    if !part.is_alone() {
+        document["part"] = json!({ "index": part.index, "of": part.of, "published": publisher.is_some() });
+    }
+    printer.document(&document)?;
     // Only who publishes knows what the casts of all parts met.
     if publisher != Some(Publisher::Other) {
         cast_warnings(&stats).iter().for_each(|warning| printer.outcome(&format!("warning: {warning}")));
@@ -163,8 +171,8 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
         Some(_) => printer.outcome(&report.closing_line(&stats, seconds)),
         None => printer.outcome(&format!(
             "part {} of {} is done in {seconds:.1} s; the last part publishes {}",
-            run.launch.part.index,
-            run.launch.part.of,
+            part.index,
+            part.of,
             destination.display()
         )),
     }
@@ -239,45 +247,4 @@ fn resolve_missing(path: &Path) -> Result<PathBuf> {
         }
     }
     Ok(resolved)
-}
-
-/// Compare what was written with the source, before anybody can see it.
-pub(super) fn read_back(conversion: &Conversion<'_>, folder: &Path, run: &Run<'_>) -> Result<()> {
-    let checkpoint = &conversion.source.checkpoint;
-    let mut files = crate::storage::Files::new(checkpoint.files.io());
-    for file in &conversion.reservation.files {
-        files.add(folder.join(&file.path))?;
-    }
-    let catalog = crate::catalog::Catalog::empty();
-    let written = crate::exec::Input { files: &files, catalog: &catalog, resolve: &crate::format::resolve };
-    let progress = Progress::start(run.printer, "verifying", conversion.reservation.payload_bytes());
-    for tensor in &conversion.reservation.tensors {
-        let left = (input(checkpoint), checkpoint.catalog.tensor(tensor.source));
-        let right = (written, &tensor.entry);
-        let found = if tensor.shares.is_empty() {
-            compare::first_difference(left, right, tensor.dtype(), &run.options, &progress, &run.stop)?
-                .map(|difference| difference.detail(tensor.entry.numel()))
-        } else {
-            compare::share_difference(left, written, tensor, &run.options, &progress, &run.stop)?
-                .map(|chunk| format!("{} is not as it should be", tensor.entry.chunk_name(chunk)))
-        };
-        // Rank files have copies of their own of what is replicated.
-        let found = match found {
-            None if tensor.shares.is_empty() => {
-                compare::replica_difference(written, &tensor.entry, &run.options, &Silent, &run.stop)?
-                    .map(|difference| format!("{} is not as the others", tensor.entry.chunk_name(difference.second)))
-            }
-            found => found,
-        };
-        if let Some(detail) = found {
-            return Err(Error::Conflict {
-                fqn: tensor.entry.fqn.to_string(),
-                what: "a tensor",
-                between: "the source and what was written".into(),
-                detail,
-                hint: Some("memory or disk is at fault; nothing was published".into()),
-            });
-        }
-    }
-    Ok(())
 }

@@ -20,6 +20,7 @@ mod plans;
 mod printer;
 mod produce;
 mod progress;
+mod read_back;
 mod report;
 mod reshard;
 mod run;

@@ -2,6 +2,7 @@
 //! the files beside them.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use regex::bytes::Regex;
 
@@ -83,7 +84,7 @@ pub fn parts(source: &Source, to: Format) -> Vec<Target> {
 ///
 /// Keys are text from a file, and become file names: one that such a name would not give back (`../model`, or `model_`
 /// beside `model`) names no series.
-fn series(state: &Value) -> Option<Vec<(Box<str>, &Value)>> {
+fn series(state: &Value) -> Option<Vec<(Arc<str>, &Value)>> {
     let dict = state.as_dict()?;
     let names_series = |key: &str| {
         let file = PathBuf::from(RankNames::new_series(key).render(0, 1));

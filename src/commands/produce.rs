@@ -9,9 +9,10 @@ use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::convert::{Conversion, read_back};
+use super::convert::Conversion;
 use super::input;
 use super::progress::Progress;
+use super::read_back::read_back;
 use super::run::Run;
 use crate::catalog::OutputFile;
 use crate::cli::ConvertArgs;
@@ -25,7 +26,7 @@ use crate::exec::journal::Known;
 use crate::exec::log::{AtEnd, Log};
 use crate::exec::seal::{is_complete, seal};
 use crate::exec::staging::{Begun, Claim, Other, OtherState, Plan, Staging, Waited};
-use crate::exec::{Extents, Options, Reporter};
+use crate::exec::{Extents, Options, Reporter, sources};
 use crate::quantity::human_bytes;
 use crate::storage::filesystem;
 
@@ -78,10 +79,8 @@ pub fn produce(
         Begun::Work(staging) => {
             let producer = Producer { conversion, staging: &staging, args, options, run };
             let produced = producer.write().and_then(|stats| producer.publish(stats));
-            produced.map_err(|error| match staging.is_kept() {
-                true => error.keeping(staging.journals()),
-                false => error,
-            })
+            let is_kept = staging.is_kept();
+            produced.map_err(|error| if is_kept { error.keeping(staging.journals()) } else { error })
         }
     }
 }
@@ -116,7 +115,7 @@ impl Producer<'_> {
         known.check(staging.folder(), files, carried)?;
         let todo = stretch(files, part).without(&known.done);
         check_space(staging.folder(), files, &todo)?;
-        conversion.source.check(self.args.checks, run)?;
+        conversion.source.check(&sources(&conversion.reservation.tensors, &todo), self.args.checks, run)?;
 
         // A run that is alone and has nothing to read back publishes at once.
         let is_brief = part.is_alone() && !staging.is_kept() && !self.args.destination.verify;
@@ -149,7 +148,10 @@ impl Producer<'_> {
             // Alone, nothing is left to be found out but what earlier runs have done.
             let known = (!self.part().is_alone() || staging.is_kept()).then(|| self.known()).transpose()?;
             let is_all_there = known.as_ref().is_none_or(|known| is_complete(known, files, carried));
-            if is_all_there && let Some(right) = staging.try_seal()? {
+            if is_all_there
+                && self.has_everybody_begun()?
+                && let Some(right) = staging.try_seal()?
+            {
                 if let Some(known) = known {
                     seal(staging.folder(), files, &known, staging.journals(), options.sync)?;
                     stats.lose(&known.lost);
@@ -184,6 +186,12 @@ impl Producer<'_> {
                 }
             }
         }
+    }
+
+    /// Of parts that run at once, one with nothing to do may come last: what is published by then is in its way.
+    fn has_everybody_begun(&self) -> Result<bool> {
+        let is_to_come = |other: &Other| matches!(other.state, OtherState::NotStarted | OtherState::Working);
+        Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_to_come))
     }
 
     fn done_of(&self, others: &[Other]) -> u64 {

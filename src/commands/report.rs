@@ -27,7 +27,7 @@ pub struct Report<'a> {
 
 /// Lines for the user before the work begins.
 pub fn notes(conversion: &Conversion<'_>) -> Vec<String> {
-    let source = conversion.source;
+    let source = &conversion.source;
     let mut notes = source.wanted.notes.clone();
     notes.extend_from_slice(&conversion.reservation.notes);
     notes.extend_from_slice(&conversion.notes);
@@ -37,7 +37,7 @@ pub fn notes(conversion: &Conversion<'_>) -> Vec<String> {
 
 /// What is not written: groups for the closing line, then every name for the document.
 pub fn left_out(conversion: &Conversion<'_>) -> (Vec<String>, Vec<String>) {
-    let source = conversion.source;
+    let source = &conversion.source;
     let left = &source.wanted.left_out;
     let objects = [&left.objects, &conversion.reservation.left_out].into_iter().flatten();
     let objects: Vec<String> =

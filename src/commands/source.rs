@@ -1,7 +1,7 @@
 //! What a verb reads, and what it takes of it: the names, values and disagreements of SRC, decided before anything is
 //! laid out.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use super::checks::{self, Replicas};
@@ -191,12 +191,14 @@ impl Source {
         Ok(())
     }
 
-    /// Check what must hold of the source before it is copied.
+    /// Check what must hold of the source before `taken`, its tensors of which this process writes something, are copied.
+    /// Of several processes, the first checks all stored sums.
     ///
     /// # Errors
     /// `Malformed` for a checksum, `Conflict` for replicas that differ.
-    pub fn check(&self, args: CheckArgs, run: &Run<'_>) -> Result<()> {
+    pub fn check(&self, taken: &[TensorId], args: CheckArgs, run: &Run<'_>) -> Result<()> {
         if args.check_crc
+            && run.launch.part.index == 0
             && let Some((_, error)) = checks::sums(&self.checkpoint, run).into_iter().next()
         {
             return Err(error);
@@ -204,7 +206,7 @@ impl Source {
         if self.compared {
             return Ok(());
         }
-        let found = checks::differing(&self.checkpoint, &self.tensor_ids(), replicas(args), run)?;
+        let found = checks::differing(&self.checkpoint, taken, replicas(args), run)?;
         match found.first() {
             None => Ok(()),
             Some((id, difference)) => Err(checks::replica_conflict(self.checkpoint.catalog.tensor(*id), difference)),
@@ -224,9 +226,14 @@ impl Source {
         tensors.into_iter().map(|(_, id)| id).collect()
     }
 
-    fn tensor_ids(&self) -> Vec<TensorId> {
-        let distinct: BTreeSet<TensorId> = self.tensors().into_iter().map(|(_, id)| id).collect();
-        distinct.into_iter().collect()
+    /// Every tensor that is taken, once.
+    #[must_use]
+    pub fn tensor_ids(&self) -> Vec<TensorId> {
+        let mut ids = Vec::with_capacity(self.wanted.catalog.tensors.len());
+        path::tensors(&self.wanted.catalog.state, &path::Path::default(), &mut |_, id| ids.push(id));
+        ids.sort_unstable();
+        ids.dedup();
+        ids
     }
 }
 

@@ -16,7 +16,7 @@
 //! all of its tiles. The strips of a band are filled by one worker, one after the other, from a block of the source that
 //! is read once ([`super::block`]).
 //!
-//! Tiles that are equal and are read in long runs are a group as well: **copies**, as each rank of a replica has them. Their
+//! Tiles that are equal and are not of such rows are a group as well: **copies**, as each rank of a replica has them. Their
 //! strips are cut at the same places, gathered once and written to each file. What is in no group is in file order.
 //!
 //! All units are bytes of output, except where a name says otherwise.
@@ -76,8 +76,9 @@ pub struct Member<'a> {
     pub share: Option<&'a Share>,
     /// Source bytes that it takes.
     pub source_bytes: u64,
-    /// Whether it takes short runs of source rows.
-    pub is_scattered: bool,
+    /// Whether it takes short runs of source rows. The rows of a transposed view are columns of its source: a band of them
+    /// would go through all of it, so none is made.
+    pub is_of_short_rows: bool,
     pub payload: &'a mut Payload,
 }
 
@@ -86,7 +87,7 @@ pub fn group<'a>(members: impl IntoIterator<Item = Member<'a>>) {
     let mut by_rows: IndexMap<(Option<Intervals>, Option<&Share>), Vec<Member<'_>>> = IndexMap::new();
     let mut by_tile: IndexMap<(Tile, Option<&Share>), Vec<Member<'_>>> = IndexMap::new();
     for member in members {
-        if member.is_scattered {
+        if member.is_of_short_rows {
             by_rows.entry((member.tile.dims().first().cloned(), member.share)).or_default().push(member);
         } else {
             by_tile.entry((member.tile.clone(), member.share)).or_default().push(member);

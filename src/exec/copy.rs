@@ -1,6 +1,6 @@
 //! Filling reserved files: the executor behind `reshard`, `flatten`, `unshard` and `consolidate`.
 //!
-//! Work goes in [windows](super::window) of some hundred MiB of output. The tensors of a window are planned and located,
+//! Work goes in [windows](super::window) of up to 1 GiB of output. The tensors of a window are planned and located,
 //! its tiles are cut into [strips](super::strips), and those are filled and written in parallel, those of one
 //! [band](super::bands) behind each other and everything else in file order. So memory follows the window and the strips
 //! in flight, not the model. Literals that no tensor data comes after, and sums of what is spread over strips, come last.
@@ -26,7 +26,7 @@ use super::log::Log;
 use super::output::Outputs;
 use super::passing::Passing;
 use super::strips::{Content, Cutter, Part, Payload, Strip};
-use super::sums::{InStrip, Sums};
+use super::sums::{InStrip, Left, SITE_BYTES, Sums};
 use super::window::{Slot, prepare, windows};
 use super::{Extents, Input, Options, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reservation};
@@ -289,7 +289,7 @@ impl Filler<'_> {
     /// Sum and write this range of a strip that is filled.
     fn write(&self, strip: &Strip, range: Range<u64>, buffer: &mut [u8]) -> Result<()> {
         let file = &self.reservation.files[strip.file as usize];
-        let mut needed = Vec::new();
+        let mut left = Left::default();
         if self.sums.are_wanted(strip.file) {
             let mut summed = InStrip::default();
             for part in &strip.parts {
@@ -300,10 +300,15 @@ impl Filler<'_> {
                     summed.add(part.start, &buffer[strip.place(&part)]);
                 }
             }
-            needed = self.sums.close(strip.file, &range, &mut buffer[strip.place(&range)], summed);
+            left = self.sums.close(strip.file, &range, &mut buffer[strip.place(&range)], summed);
         }
-        self.outputs.write(strip.file, range.start, &buffer[strip.place(&range)])?;
-        self.log.add(strip.file, range, needed);
+        let mut from = range.start;
+        for site in &left.sites {
+            self.outputs.write(strip.file, from, &buffer[strip.place(&(from..from.max(*site)))])?;
+            from = (site + SITE_BYTES).min(range.end);
+        }
+        self.outputs.write(strip.file, from, &buffer[strip.place(&(from..range.end))])?;
+        self.log.add(strip.file, range, left.parts);
         Ok(())
     }
 

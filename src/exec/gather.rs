@@ -13,7 +13,7 @@ use super::block::{Block, Wanted};
 use super::cast::{Cast, Counts};
 use super::passing::Passing;
 use super::reduce::{Fault, Reducer};
-use super::runs::{LONG_RUN_BYTES, is_scattered, note_runs, read_piece, stretch};
+use super::runs::{LONG_RUN_BYTES, is_row_by_row, is_scattered, note_runs, read_piece, stretch};
 use super::{CAST_BYTES, Input, SUM_BYTES, room};
 use crate::catalog::{Dtype, Fqn, Located, TensorEntry, span};
 use crate::error::{Error, Result};
@@ -259,12 +259,12 @@ impl Prepared {
         self.numel * self.dtype.itemsize() * self.parts.len() as u64
     }
 
-    /// Whether the tile takes short runs, with bytes for others between them.
+    /// Whether the tile takes short runs of source rows, with bytes for others between them.
     #[must_use]
-    pub fn is_scattered(&self) -> bool {
+    pub fn is_of_short_rows(&self) -> bool {
         self.parts.iter().any(|part| {
             let pieces = Pieces::new(&part.plan, &part.strides, self.dtype.itemsize());
-            let first = pieces.visit(0..self.numel, |piece| Err(is_scattered(&piece)));
+            let first = pieces.visit(0..self.numel, |piece| Err(is_scattered(&piece) && is_row_by_row(&piece)));
             first == Err(true)
         })
     }

@@ -15,6 +15,7 @@ mod extents;
 pub mod fingerprint;
 pub mod gather;
 pub mod journal;
+pub mod literals;
 pub mod log;
 mod output;
 mod passing;
@@ -32,6 +33,7 @@ mod window;
 pub use extents::Extents;
 pub use gather::{Locations, Prepared, Scratch};
 pub use stop::Stop;
+pub use window::sources;
 
 use crate::catalog::{Catalog, Located, TensorEntry};
 use crate::error::Result;

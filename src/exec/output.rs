@@ -119,6 +119,9 @@ impl Outputs {
     /// # Errors
     /// `Io` naming the file.
     pub fn write(&self, file: u32, offset: u64, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
         let path = &self.paths[file as usize];
         let handle = self.open(file)?;
         let write = || -> std::io::Result<()> {

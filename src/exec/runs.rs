@@ -43,6 +43,13 @@ pub fn is_scattered(piece: &Piece) -> bool {
     piece.run_bytes < LONG_RUN_BYTES && !piece.levels.is_empty()
 }
 
+/// Whether a piece goes through its file row by row, from front to back, as one of a transposed view does not.
+#[must_use]
+pub fn is_row_by_row(piece: &Piece) -> bool {
+    let steps = || piece.levels.iter().map(|level| level.source_step);
+    steps().max() == steps().next()
+}
+
 /// What a piece takes of its file, from its first byte to its last.
 #[must_use]
 pub fn stretch(located: &Located, piece: &Piece) -> Stretch {

@@ -210,12 +210,13 @@ impl<'a> Strips<'a> {
 
 /// How much of the next `rest` bytes from `at` fits: all of it, or as far as a boundary of blocks, so that neighbouring
 /// strips are written without touching the same block, or as far as an element's end where none of those is a boundary.
+/// Nothing fits where `at` is the last boundary within reach: the strip ends there, short of what it could hold.
 fn cut(at: u64, rest: u64, fits: u64, itemsize: u64) -> u64 {
     if fits >= rest {
         return rest;
     }
-    let to_boundary = ((at + fits) / ALIGNMENT * ALIGNMENT).saturating_sub(at);
-    if to_boundary > 0 && to_boundary.is_multiple_of(itemsize) { to_boundary } else { fits - fits % itemsize }
+    let to_boundary = ((at + fits) / ALIGNMENT * ALIGNMENT).checked_sub(at);
+    to_boundary.filter(|len| len.is_multiple_of(itemsize)).unwrap_or(fits - fits % itemsize)
 }
 
 #[cfg(test)]
@@ -263,6 +264,27 @@ mod tests {
             }
             assert_eq!(end, files[0].len);
         }
+    }
+
+    #[test]
+    fn strips_end_where_blocks_do_wherever_the_first_begins() {
+        let mut file = OutputFile::new("f");
+        file.push_literal(vec![1; 1000]);
+        file.push_payload(1_000_000);
+        file.push_literal(vec![2; 24]);
+        file.push_payload(500_000);
+        let len = file.len;
+        let files = [file];
+        let todo = Extents::of_files(&files);
+        let mut cutter = Cutter::new(&files, &todo, 65_536);
+        let payload = |offset, len| Payload { file: 0, offset, len, slot: 0, itemsize: 2, group: None };
+        // A window begins where the one before it ended, which is at no boundary.
+        let mut strips = cutter.cut(vec![payload(1000, 1_000_000)]);
+        strips.extend(cutter.cut(vec![payload(1_001_024, 500_000)]));
+        let ragged = strips.iter().filter(|strip| !strip.range.end.is_multiple_of(ALIGNMENT));
+        let ends: Vec<u64> = ragged.map(|strip| strip.range.end).collect();
+        assert_eq!(ends, [1_001_000, len]);
+        assert!(strips.iter().all(|strip| strip.len() <= 65_536));
     }
 
     #[test]

@@ -22,7 +22,7 @@ use crate::catalog::{OutputFile, Reservation, Sum};
 use crate::error::{Error, Result};
 
 /// Length of a CRC-32.
-const SITE_BYTES: u64 = 4;
+pub const SITE_BYTES: u64 = 4;
 
 pub struct Sums<'a> {
     files: &'a [OutputFile],
@@ -38,6 +38,16 @@ struct Open {
     file: u32,
     sum: usize,
     site: u64,
+}
+
+/// What is left to be done when a strip is closed.
+#[derive(Default)]
+pub struct Left {
+    /// Parts of spans that are needed beyond the strip.
+    pub parts: Vec<SumPart>,
+    /// Sites, ascending, that whoever seals writes. They are not to be written with the strip: a process that was taken
+    /// for dead may come back and write after that.
+    pub sites: Vec<u64>,
 }
 
 /// What was summed in one strip, in order.
@@ -86,34 +96,37 @@ impl<'a> Sums<'a> {
         strip.parts.iter().any(|part| self.files[strip.file as usize].sums_at(part.offset))
     }
 
-    /// Put what is known by now into a strip, which is complete but for that, and give what is needed beyond this strip.
-    /// `parts` are of this strip.
-    pub fn close(&self, file: u32, range: &Range<u64>, bytes: &mut [u8], parts: InStrip) -> Vec<SumPart> {
+    /// Put what is known by now into a strip, which is complete but for that. `parts` are of this strip.
+    pub fn close(&self, file: u32, range: &Range<u64>, bytes: &mut [u8], parts: InStrip) -> Left {
+        let mut left = Left::default();
         let sums = self.files[file as usize].sums.as_slice();
         let most_sites = sums.first().map_or(0, |sum| sum.sites.len());
         for nth in 0..most_sites {
-            let first = sums.partition_point(|sum| sum.sites[nth] < range.start);
+            let first = sums.partition_point(|sum| sum.sites[nth] + SITE_BYTES <= range.start);
             let here = (first..).zip(&sums[first..]).take_while(|(_, sum)| sum.sites[nth] < range.end);
             for (index, sum) in here {
                 let site = sum.sites[nth];
                 let value = self.value(file, index).or_else(|| parts.whole(sum, range));
-                match value.filter(|_| site + SITE_BYTES <= range.end) {
+                match value.filter(|_| range.start <= site && site + SITE_BYTES <= range.end) {
                     Some(value) => {
                         let value = value.to_le_bytes();
                         let at = usize::try_from(site - range.start).expect("a strip fits memory");
                         bytes[at..at + value.len()].copy_from_slice(&value);
                     }
-                    None if self.settles => {
+                    None if !self.settles => left.sites.push(site),
+                    // The strip before has noted it.
+                    None if site < range.start => {}
+                    None => {
                         let open = Open { file, sum: index, site };
                         self.open.lock().expect("no panic while the lock is held").push(open);
                     }
-                    None => {}
                 }
             }
         }
-        let mut needed = parts.0;
-        needed.retain(|part| !is_closed(sums, part.offset, range));
-        needed
+        left.sites.sort_unstable();
+        left.parts = parts.0;
+        left.parts.retain(|part| !is_closed(sums, part.offset, range));
+        left
     }
 
     fn value(&self, file: u32, sum: usize) -> Option<u32> {

@@ -1,6 +1,6 @@
 //! Windows: the tensors that are planned and located at a time.
 //!
-//! A window is some hundred MiB of output, or some thousand tiles where those are small, cut between tensors. Each of its
+//! A window is up to 1 GiB of output, or some thousand tiles where those are small, cut between tensors. Each of its
 //! tensors is proven and planned and its chunks are located, in parallel. Only one window's plans exist at a time, so
 //! memory follows the window, not the model. Tensors, and chunks of them, of which nothing is to be done are passed over.
 //!
@@ -17,12 +17,12 @@ use super::bands::{self, Member, Of};
 use super::copy::DtypePair;
 use super::strips::Payload;
 use super::{Extents, Input, Locations, Prepared};
-use crate::catalog::Reserved;
+use crate::catalog::{Reserved, TensorId};
 use crate::error::Result;
 use crate::plan::Source;
 
 /// Output planned and located at a time.
-const WINDOW_BYTES: u64 = 256 << 20;
+const WINDOW_BYTES: u64 = 1 << 30;
 
 /// Tiles planned and located at a time, where they are small.
 const WINDOW_TILES: usize = 1 << 14;
@@ -53,6 +53,16 @@ pub fn windows<'a>(
         }
         (!window.is_empty()).then_some(window)
     })
+}
+
+/// The source tensors of what is to be done, ascending.
+#[must_use]
+pub fn sources(tensors: &[Reserved], todo: &Extents) -> Vec<TensorId> {
+    let is_touched = |tensor: &&Reserved| (0..tensor.entry.chunks.len()).any(|chunk| is_wanted(tensor, chunk, todo));
+    let mut ids: Vec<TensorId> = tensors.iter().filter(is_touched).map(|tensor| tensor.source).collect();
+    ids.sort_unstable();
+    ids.dedup();
+    ids
 }
 
 /// Whether something of the chunk is to be done.
@@ -119,11 +129,14 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents) -> Result
         tiles.push((slot, payload));
         wanted.push(index);
     }
+    if tiles.len() < 2 {
+        return Ok(tiles);
+    }
     bands::group(zip(&mut tiles, wanted).map(|((slot, payload), index)| Member {
         tile: tensor.entry.chunks.tile(index),
         share: tensor.shares.get(index).map(Arc::as_ref),
         source_bytes: slot.tile.source_bytes(),
-        is_scattered: slot.tile.is_scattered(),
+        is_of_short_rows: slot.tile.is_of_short_rows(),
         payload,
     }));
     Ok(tiles)

@@ -41,6 +41,8 @@ use pickle::Unknown;
 use reading::Reading;
 use torch::ranks::Plain;
 
+use foldhash::fast::RandomState;
+
 use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
 use crate::layout::parallelize::Order;
@@ -308,7 +310,7 @@ fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf
 /// # Errors
 /// `Unsupported` naming the first that is not one entry's own.
 pub fn distinct_names<'a>(names: impl IntoIterator<Item = &'a str>, reserved: &[&'a str]) -> Result<()> {
-    let mut seen: HashSet<&str> = reserved.iter().copied().collect();
+    let mut seen: HashSet<&str, RandomState> = reserved.iter().copied().collect();
     match names.into_iter().find(|name| !seen.insert(name)) {
         None => Ok(()),
         Some(name) => Err(Error::unsupported(

@@ -61,7 +61,7 @@ pub fn join(folders: Vec<(PathBuf, Loaded)>) -> Loaded {
         let state = adopt(&mut whole, loaded.catalog, under);
         match state {
             Value::Dict(dict) if side_by_side => entries.extend(dict.entries),
-            state => entries.push((Value::Str(name.clone()), state)),
+            state => entries.push((Value::Str(name.as_str().into()), state)),
         }
         parts.extend(loaded.parts.into_iter().map(|part| Part {
             content: match (part.content, side_by_side) {
@@ -80,7 +80,7 @@ pub fn join(folders: Vec<(PathBuf, Loaded)>) -> Loaded {
 }
 
 fn top_keys(state: &Value) -> Option<Vec<String>> {
-    Some(state.as_dict()?.entries.iter().map(|(key, _)| key_text(key).into()).collect())
+    Some(state.as_dict()?.entries.iter().map(|(key, _)| key_text(key).to_string()).collect())
 }
 
 /// Move everything but the state of `part` into `whole`, and give the state in the numbering of `whole`. `under` is

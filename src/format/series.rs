@@ -227,7 +227,7 @@ impl SeriesSet {
         let mut parts = Vec::new();
         for (series, catalog) in self.series.iter().zip(catalogs) {
             let state = adopt(&mut whole, catalog, Some(&series.name));
-            entries.push((Value::Str(series.name.clone()), state));
+            entries.push((Value::Str(series.name.as_str().into()), state));
             parts.push(part(series, Content::Below(series.name.clone())));
         }
         whole.state = Value::Dict(Dict { entries, ..Dict::default() });

@@ -35,7 +35,8 @@ impl<'a> Source<'a> {
     /// What a target tile takes from a summand of the source (0 where ranks hold values), of what lies in `within`.
     #[must_use]
     pub fn plan(&self, target: &Tile, summand: u64, within: Option<&Tile>) -> TilePlan {
-        let mut overlaps = Vec::new();
+        // Most tiles have one, and a `Vec` that grows has room for four.
+        let mut overlaps = Vec::with_capacity(1);
         if !target.is_empty() {
             let number = usize::try_from(summand).expect("an index of the tilings");
             let Tiling { tiles, holders, cover } = &self.tilings[number];

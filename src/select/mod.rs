@@ -23,12 +23,13 @@ mod survey;
 mod tests;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::iter::zip;
 
 pub use dtypes::{Casts, DtypeRule, Kept};
 pub use rename::Rename;
 
 use crate::catalog::path::tensors;
-use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Value};
+use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Value, model};
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
 use naming::Naming;
@@ -74,19 +75,6 @@ pub struct Options {
     /// A dotted path to put everything under.
     pub nest: Option<String>,
     pub dtypes: Vec<DtypeRule>,
-}
-
-impl Options {
-    /// Whether all names stay as they are, once cleaned.
-    fn keep_names(&self, survey: &Survey<'_>) -> bool {
-        let whole = match self.root {
-            Root::Whole => true,
-            Root::Model => survey.model_root.is_empty() && survey.leaves.iter().all(|leaf| leaf.in_model),
-            Root::At(_) => false,
-        };
-        let changes = self.add_prefix.is_some() || self.nest.is_some();
-        whole && !changes && self.strip_prefixes.is_empty() && self.renames.is_empty()
-    }
 }
 
 /// What was taken, and what was not.
@@ -143,10 +131,9 @@ pub fn select(source: &Catalog, options: &Options) -> Result<Selected> {
     let survey = Survey::new(source, options.wrappers);
     let mut kept = filter::keep(&survey, options)?;
     let notes = filter::notes(&survey, options, &kept);
-    let state = if options.keep_names(&survey) && !survey.wrapped && kept.iter().all(|kept| *kept) {
-        source.state.clone()
-    } else {
-        rename(&survey, options, &mut kept)?
+    let state = match as_it_is(source, &survey, options, &mut kept) {
+        Some(part) => part.clone(),
+        None => rename(&survey, options, &mut kept)?,
     };
     let mut catalog = Catalog { meshes: source.meshes.clone(), state, ..Catalog::empty() };
     catalog.tensors = source.tensors.iter().map(without_chunks).collect();
@@ -154,6 +141,26 @@ pub fn select(source: &Catalog, options: &Options) -> Result<Selected> {
     name_tensors(&mut catalog);
     let notes = notes.into_iter().chain(casts.notes()).collect();
     Ok(Selected { catalog, left_out: left_out(&survey, &kept), casts, notes })
+}
+
+/// The part of the state dict that is taken, where nothing in it is renamed or left out; what is beside it is kept no more.
+fn as_it_is<'a>(source: &'a Catalog, survey: &Survey<'_>, options: &Options, kept: &mut [bool]) -> Option<&'a Value> {
+    let changes = options.add_prefix.is_some() || options.nest.is_some();
+    if changes || survey.wrapped || !options.strip_prefixes.is_empty() || !options.renames.is_empty() {
+        return None;
+    }
+    let under_root = |leaf: &Leaf| options.root == Root::Whole || leaf.in_model;
+    let part = match options.root {
+        Root::Whole => &source.state,
+        Root::Model if survey.model_root.is_empty() => survey.leaves.iter().all(under_root).then_some(&source.state)?,
+        Root::Model => source.state.at(&model::model_root(&source.state))?,
+        Root::At(_) => return None,
+    };
+    if zip(&survey.leaves, kept.iter()).any(|(leaf, kept)| under_root(leaf) && !kept) {
+        return None;
+    }
+    zip(&survey.leaves, kept).for_each(|(leaf, kept)| *kept = under_root(leaf));
+    Some(part)
 }
 
 /// The state dict of what is kept; what is not under the root is kept no more.
@@ -206,7 +213,7 @@ fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &[bool]
         if may_drop && parameter.is_some_and(|index| !kept[*index as usize]) {
             return None;
         }
-        Some(Value::Str(naming.parameter(&name, &head).into_owned()))
+        Some(Value::Str(naming.parameter(&name, &head).into_owned().into()))
     };
     match value {
         Value::List(items) => Value::List(items.iter().filter_map(rename).collect()),
@@ -217,17 +224,20 @@ fn value(survey: &Survey<'_>, naming: &Naming<'_, '_>, leaf: Leaf, kept: &[bool]
 
 /// Give every tensor that is taken its first new name.
 fn name_tensors(catalog: &mut Catalog) {
-    let mut named = HashSet::with_capacity(catalog.tensors.len());
+    let mut named = vec![false; catalog.tensors.len()];
     let entries = &mut catalog.tensors;
     tensors(&catalog.state, &Path::default(), &mut |path, id| {
-        if named.insert(id) {
+        if !std::mem::replace(&mut named[id.0 as usize], true) {
             entries[id.0 as usize].fqn = path.fqn();
         }
     });
 }
 
 fn left_out(survey: &Survey<'_>, kept: &[bool]) -> LeftOut {
-    let leaves = || survey.leaves.iter().zip(kept);
+    let leaves = || zip(&survey.leaves, kept);
+    if kept.iter().all(|kept| *kept) {
+        return LeftOut::default();
+    }
     let taken: HashSet<TensorId> =
         leaves().filter(|(_, kept)| **kept).flat_map(|(leaf, _)| survey.tensor_ids(*leaf)).collect();
     let mut left_out = LeftOut::default();

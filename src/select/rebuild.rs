@@ -243,7 +243,7 @@ impl<'a> Rebuild<'a> {
                 for (key, text, child) in entries {
                     let key = match key {
                         Some(KeyRef::Entry(key)) => key.clone(),
-                        _ => Value::Str(text.to_string()),
+                        _ => Value::Str(text.as_ref().into()),
                     };
                     path.push(text);
                     dict.entries.push((key, self.value(child, path, naming, room)?));
@@ -291,7 +291,7 @@ impl<'a> Rebuild<'a> {
                 return false;
             };
             let Some(relative) = renamed.strip_prefix(&new) else { return false };
-            *module = String::from(relative.strip_suffix('.').unwrap_or(relative));
+            *module = relative.strip_suffix('.').unwrap_or(relative).into();
             seen.insert(module.clone())
         });
     }

@@ -27,7 +27,7 @@ impl<'a> KeyRef<'a> {
     pub fn text(self) -> Cow<'a, str> {
         match self {
             Self::Entry(Value::Str(text)) => Cow::Borrowed(text),
-            Self::Entry(key) => Cow::Owned(key_text(key).into()),
+            Self::Entry(key) => Cow::Owned(key_text(key).to_string()),
             Self::Item(index) => Cow::Owned(index.to_string()),
         }
     }

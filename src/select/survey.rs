@@ -9,6 +9,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use super::Wrappers;
 use super::steps::{self, KeyRef, Step};
@@ -104,7 +105,7 @@ pub(super) struct Survey<'a> {
     clean: bool,
     /// Names are cleaned, and there is something to clean.
     pub wrapped: bool,
-    root_keys: Vec<Box<str>>,
+    root_keys: Vec<Arc<str>>,
 }
 
 /// Where the walk is.

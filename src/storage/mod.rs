@@ -7,6 +7,7 @@
 pub mod direct;
 pub mod filesystem;
 pub mod memory;
+pub mod node;
 mod sigbus;
 
 use std::fs::{File, OpenOptions};

@@ -61,7 +61,7 @@ pub fn perform(wish: &Wish, args: &ConvertArgs, source: &mut Source, run: &Run<'
         tied: Vec::new(),
         notes,
     };
-    convert(&conversion, args, run)
+    convert(conversion, args, run)
 }
 
 /// Lay out every series of the source, once it is certain that nothing is lost: what has one place in a flat parameter

@@ -70,7 +70,7 @@ fn object_value(value: &Value) -> Json {
         Value::Bool(value) => json!(value),
         Value::Int(value) => json!(value),
         Value::Float(value) if value.is_finite() => json!(value),
-        Value::Str(text) => json!(text),
+        Value::Str(text) => json!(**text),
         Value::List(items) => items.iter().map(object_value).collect(),
         other => json!(other.to_string()),
     }

@@ -84,8 +84,8 @@ pub fn run(args: &Reshard, launch: Launch, printer: &Printer) -> Result<Status> 
     notes.extend(more);
     let carried = carry_along(&source, to, job.world_size, &mut reservation)?;
     let conversion =
-        Conversion { source: &source, reservation, carried, shape: Shape::Folder, to, tied: Vec::new(), notes };
-    convert(&conversion, &args.convert, &run)
+        Conversion { source: &mut source, reservation, carried, shape: Shape::Folder, to, tied: Vec::new(), notes };
+    convert(conversion, &args.convert, &run)
 }
 
 /// Whether --like has the shapes that flat parameters lack, and no layout that could be meant.

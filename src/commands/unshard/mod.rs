@@ -69,8 +69,8 @@ pub fn run(args: &Unshard, launch: Launch, printer: &Printer) -> Result<Status> 
         notes.extend(more);
         (to, reservation, Shape::Folder)
     };
-    let conversion = Conversion { source: &source, reservation, carried: Vec::new(), shape, to, tied, notes };
-    convert(&conversion, &args.convert, &run)
+    let conversion = Conversion { source: &mut source, reservation, carried: Vec::new(), shape, to, tied, notes };
+    convert(conversion, &args.convert, &run)
 }
 
 fn has_gradients(source: &Source) -> bool {

@@ -34,6 +34,7 @@ use super::cast::Counts;
 use super::copy::DtypePair;
 use crate::catalog::{Dtype, OutputFile};
 use crate::error::{Error, Result};
+use crate::storage::node::this_boot;
 
 /// What a journal's name ends in.
 pub const EXTENSION: &str = "journal";
@@ -176,12 +177,6 @@ impl Durability {
     pub fn of(sync: bool) -> Self {
         if sync { Self::Synced } else { Self::Unsynced { boot: this_boot() } }
     }
-}
-
-/// The kernel's name for the time since this node came up.
-fn this_boot() -> Option<String> {
-    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-    Some(id.trim().to_owned()).filter(|id| !id.is_empty())
 }
 
 /// The journal that this process writes.

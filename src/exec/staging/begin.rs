@@ -9,9 +9,11 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::sleep;
 use std::time::Instant;
 
-use super::lease::{Lease, LeaseName, Role, Seen};
+use super::commit::recover;
+use super::judge::{Verdict, judge};
+use super::lease::{Lease, LeaseName, Role, Seen, read_leases};
 use super::life::{Life, Watch};
-use super::place::{ASIDE, DATA, GONE, Identity, Place, exists, rename_new, sync_folder, unique};
+use super::place::{ASIDE, DATA, GONE, Place, is_gone, sync_folder, unique};
 use super::plan::{Found, Partial, Planned};
 use super::{Begun, Claim, Pace, Plan, Shape, Staging, mark};
 use crate::comm::Part;
@@ -61,42 +63,6 @@ enum Next {
     Later,
 }
 
-/// What the leases of a partial say to somebody who comes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
-    /// Take this generation of the lease.
-    Join {
-        generation: u32,
-    },
-    /// Nobody is there, but somebody was: only with `--resume`.
-    Resume {
-        generation: u32,
-    },
-    /// Somebody works on the same part, or on other parts than ours.
-    Rival(LeaseName),
-    Watch,
-}
-
-/// Whether `part` can be worked on, where leases are as they are.
-pub(super) fn judge(leases: &[(LeaseName, Life)], part: Part) -> Verdict {
-    let parts = leases.iter().filter_map(|(name, life)| match name.role {
-        Role::Part(other) => Some((other, name, *life)),
-        Role::Seal => None,
-    });
-    let rivals = parts.clone().filter(|(other, _, _)| other.of != part.of || *other == part);
-    if let Some((_, name, _)) = rivals.clone().find(|(_, _, life)| *life == Life::Alive) {
-        return Verdict::Rival(*name);
-    }
-    if rivals.clone().any(|(_, _, life)| life == Life::Unsure) {
-        return Verdict::Watch;
-    }
-    let own = rivals.clone().find(|(other, _, _)| *other == part);
-    let generation = own.map_or(0, |(_, name, _)| name.generation.saturating_add(1));
-    let has_company = parts.clone().any(|(other, _, life)| other.of == part.of && life != Life::Dead);
-    let is_of_others = rivals.clone().any(|(other, _, _)| other.of != part.of) && !has_company;
-    if own.is_some() || is_of_others { Verdict::Resume { generation } } else { Verdict::Join { generation } }
-}
-
 impl Beginning<'_> {
     fn run(&mut self, stop: &Stop) -> Result<Begun> {
         loop {
@@ -110,7 +76,7 @@ impl Beginning<'_> {
     }
 
     /// Where nothing comes of it, a folder that this process made, and that nobody has come to, is litter.
-    fn leave(&self) {
+    fn leave(&mut self) {
         let Ok(Found::Partial(found)) = Found::at(&self.place.partial(), self.shape) else { return };
         if self.made.as_ref() == Some(&found.plan.id) && found.leases.is_empty() {
             let _ = self.discard(Some(&found));
@@ -154,6 +120,10 @@ impl Beginning<'_> {
         let is_alive = |life: Life| move |(_, other): &&(LeaseName, Life)| *other == life;
         let alive = lives.iter().find(is_alive(Life::Alive)).map(|(name, _)| *name);
         let is_unsure = lives.iter().any(|(_, life)| *life == Life::Unsure);
+        if lives.iter().any(|(name, life)| name.role == Role::Restart && *life != Life::Dead) {
+            // It is about to go.
+            return Ok(Next::Later);
+        }
         if found.is_published {
             // Whoever published it takes it away, or died before.
             return if alive.is_some() || is_unsure { Ok(Next::Later) } else { self.throw_away(Some(&found)) };
@@ -195,7 +165,10 @@ impl Beginning<'_> {
         let partial = self.place.partial();
         let name = LeaseName { role: Role::Part(self.claim.part), generation };
         let Some(mut lease) = Lease::take(&partial, name)? else { return Ok(Next::Later) };
-        let is_same = |found: &Partial| found.plan.id == judged.plan.id && !found.is_published;
+        let restart_of = |partial: &Partial| partial.leases.iter().map(|seen| seen.name).find(LeaseName::is_restart);
+        let is_same = |found: &Partial| {
+            found.plan.id == judged.plan.id && !found.is_published && restart_of(found) == restart_of(&judged)
+        };
         let found = match Found::at(&partial, self.shape) {
             Ok(Found::Partial(found)) if is_same(&found) => found,
             other => {
@@ -245,30 +218,48 @@ impl Beginning<'_> {
     }
 
     /// Throw away what is dead: junk, or what was judged so.
-    fn throw_away(&self, judged: Option<&Partial>) -> Result<Next> {
+    fn throw_away(&mut self, judged: Option<&Partial>) -> Result<Next> {
         let is_published = judged.is_some_and(|partial| partial.is_published);
         if self.claim.part.index != 0 && !is_published { self.wait_for_first() } else { self.discard(judged) }
     }
 
-    fn discard(&self, judged: Option<&Partial>) -> Result<Next> {
+    /// Who has the lease on it knows that nothing else is in its place, and who comes meanwhile sees the lease.
+    fn discard(&mut self, judged: Option<&Partial>) -> Result<Next> {
         let partial = self.place.partial();
-        let Some(aside) = self.place.move_aside(&partial)? else { return Ok(Next::Again) };
-        fault::point("restart-moved");
-        let is_judged = match (judged, Found::at(&aside, self.shape)?) {
-            (None, Found::Junk | Found::Nothing) => true,
-            (Some(judged), Found::Partial(found)) => judged.is_still(&found),
+        let lease = if partial.is_dir() {
+            let Some(name) = self.next_restart(&partial)? else { return Ok(Next::Later) };
+            let Some(lease) = Lease::take(&partial, name)? else { return Ok(Next::Later) };
+            Some(lease)
+        } else {
+            None
+        };
+        let is_judged = match (judged, Found::at(&partial, self.shape)) {
+            (None, Ok(Found::Junk)) => true,
+            (Some(judged), Ok(Found::Partial(found))) => judged.is_still(&found),
             _ => false,
         };
         if !is_judged {
-            rename_new(&aside, &partial).map_err(Error::io("put back", &partial))?;
+            lease.into_iter().for_each(Lease::retract);
             return Ok(Next::Later);
         }
         fault::point("restart-judged");
-        self.place.discard(&aside)?;
-        if self.claim.restart {
-            self.place.sweep(&[GONE, ASIDE]);
-        }
+        self.place.let_go(&partial)?;
+        fault::point("restart-moved");
+        drop(lease);
+        self.place.sweep(if self.claim.restart { &[GONE, ASIDE] } else { &[GONE] });
         Ok(Next::Again)
+    }
+
+    fn next_restart(&mut self, partial: &Path) -> Result<Option<LeaseName>> {
+        let leases = match read_leases(partial) {
+            Err(error) if is_gone(&error) => return Ok(None),
+            leases => leases.map_err(Error::io("read", partial))?,
+        };
+        let Some(seen) = leases.iter().find(|seen| seen.name.role == Role::Restart) else {
+            return Ok(Some(LeaseName { role: Role::Restart, generation: 0 }));
+        };
+        let is_dead = self.watch.life(seen, Instant::now()) == Life::Dead;
+        Ok(is_dead.then(|| LeaseName { generation: seen.name.generation.saturating_add(1), ..seen.name }))
     }
 
     fn wait_for_first(&self) -> Result<Next> {
@@ -358,32 +349,11 @@ impl Beginning<'_> {
 impl Partial {
     /// Nobody has come since.
     fn is_still(&self, now: &Self) -> bool {
-        let same = |a: &Seen, b: &Seen| a.name == b.name && a.bytes == b.bytes;
-        self.plan == now.plan
-            && self.leases.len() == now.leases.len()
-            && self.leases.iter().zip(&now.leases).all(|(a, b)| same(a, b))
-    }
-}
-
-/// Finish or roll back a swap that an earlier run did not finish.
-pub(super) fn recover(place: &Place) -> Result<()> {
-    let (destination, old) = (&place.destination, place.old());
-    if !exists(&old) {
-        return Ok(());
-    }
-    let replaced = Identity::of(&old);
-    if exists(destination) {
-        let Some(aside) = place.move_aside(&old)? else { return Ok(()) };
-        if Identity::of(&aside) == replaced {
-            return place.discard(&aside);
-        }
-        // A swap that has begun since: the only one of its kind.
-        return rename_new(&aside, &old).map_err(Error::io("put back", old));
-    }
-    match rename_new(&old, destination) {
-        // Another one was faster.
-        Err(_) if !exists(&old) || exists(destination) => Ok(()),
-        done => done.map_err(Error::io("rename", old)),
+        let others = |partial: &Self| -> Vec<(LeaseName, Vec<u8>)> {
+            let leases = partial.leases.iter().filter(|seen| !seen.name.is_restart());
+            leases.map(|seen| (seen.name, seen.bytes.clone())).collect()
+        };
+        self.plan == now.plan && others(self) == others(now)
     }
 }
 

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 
 use super::lease::{Lease, LeaseName, Role};
 use super::life::Life;
-use super::place::{Identity, exists, is_gone, rename_new, sync_folder, sync_folders};
+use super::place::{Identity, Place, exists, is_gone, rename_new, sync_folder, sync_folders};
 use super::plan::output;
 use super::{Lost, Shape, Staging, mark};
 use crate::error::{Error, Result};
@@ -21,8 +21,8 @@ use crate::fault;
 /// The right to seal, as long as it is held.
 #[derive(Debug)]
 pub struct Seal<'a> {
-    staging: &'a Staging,
-    lease: Lease,
+    pub(super) staging: &'a Staging,
+    pub(super) lease: Lease,
 }
 
 /// How often others may come between before it is called an error.
@@ -113,7 +113,8 @@ impl Staging {
             return Ok(());
         }
         match fs::rename(destination, &old) {
-            Err(error) if is_gone(&error) => return Ok(()),
+            // Nothing to replace any more, or another one is at it.
+            Err(error) if is_gone(&error) || is_taken(&error) => return Ok(()),
             done => done.map_err(Error::io("rename", destination))?,
         }
         if Identity::of(&old) == Some(mine) {
@@ -138,12 +139,7 @@ impl Staging {
     }
 }
 
-impl<'a> Seal<'a> {
-    #[cfg(test)]
-    pub(super) fn with(staging: &'a Staging, lease: Lease) -> Self {
-        Self { staging, lease }
-    }
-
+impl Seal<'_> {
     /// Put the finished work at the destination. That another process has done so is success, too.
     ///
     /// # Errors
@@ -183,4 +179,26 @@ fn sync_output(output: &Path, shape: Shape) -> Result<()> {
 
 fn is_taken(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::DirectoryNotEmpty)
+}
+
+/// Finish or roll back a swap that an earlier run did not finish.
+pub(super) fn recover(place: &Place) -> Result<()> {
+    let (destination, old) = (&place.destination, place.old());
+    if !exists(&old) {
+        return Ok(());
+    }
+    let replaced = Identity::of(&old);
+    if exists(destination) {
+        let Some(aside) = place.move_aside(&old)? else { return Ok(()) };
+        if Identity::of(&aside) == replaced {
+            return place.discard(&aside);
+        }
+        // A swap that has begun since: the only one of its kind.
+        return rename_new(&aside, &old).map_err(Error::io("put back", old));
+    }
+    match rename_new(&old, destination) {
+        // Another one was faster.
+        Err(_) if !exists(&old) || exists(destination) => Ok(()),
+        done => done.map_err(Error::io("rename", old)),
+    }
 }

@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::life::Process;
 use super::place::is_gone;
 use crate::comm::Part;
 use crate::error::{Error, Result};
@@ -29,6 +30,8 @@ use crate::fault;
 pub(super) enum Role {
     Part(Part),
     Seal,
+    /// To throw the folder away.
+    Restart,
 }
 
 /// `part-2-of-4.0.lease`, `seal.0.lease`
@@ -41,6 +44,10 @@ pub(super) struct LeaseName {
 impl LeaseName {
     pub fn is_seal(&self) -> bool {
         self.role == Role::Seal
+    }
+
+    pub fn is_restart(&self) -> bool {
+        self.role == Role::Restart
     }
 
     pub fn journal(&self) -> String {
@@ -57,6 +64,7 @@ impl fmt::Display for LeaseName {
         match self.role {
             Role::Part(Part { index, of }) => write!(f, "part-{index}-of-{of}.{}", self.generation),
             Role::Seal => write!(f, "seal.{}", self.generation),
+            Role::Restart => write!(f, "restart.{}", self.generation),
         }
     }
 }
@@ -71,50 +79,13 @@ impl FromStr for LeaseName {
         let role = match role.strip_prefix("part-").and_then(|part| part.split_once("-of-")) {
             Some((index, of)) => Role::Part(Part { index: number(index)?, of: number(of)? }),
             None if role == "seal" => Role::Seal,
+            None if role == "restart" => Role::Restart,
             None => return Err(()),
         };
         let name = Self { role, generation: number(generation)? };
         // `+1` and `01` are numbers, too.
         if name.file() == text { Ok(name) } else { Err(()) }
     }
-}
-
-/// A process, as others on its node can find it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Process {
-    pub host: String,
-    /// Empty where the system does not tell, as are the others.
-    pub boot: String,
-    pub pid_namespace: String,
-    pub pid: u32,
-    /// In clock ticks since the node started.
-    pub start: u64,
-}
-
-impl Process {
-    pub fn this() -> Self {
-        let line = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_owned()).unwrap_or_default();
-        let pid = std::process::id();
-        Self {
-            host: line("/proc/sys/kernel/hostname"),
-            boot: line("/proc/sys/kernel/random/boot_id"),
-            pid_namespace: fs::read_link("/proc/self/ns/pid")
-                .map(|link| link.to_string_lossy().into_owned())
-                .unwrap_or_default(),
-            pid,
-            start: start_of(pid).ok().flatten().unwrap_or_default(),
-        }
-    }
-}
-
-/// When a process started, `None` for one that has ended and only waits for its parent to notice.
-pub(super) fn start_of(pid: u32) -> io::Result<Option<u64>> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // proc(5): the name in parentheses may hold anything; behind it the state, and the start as field 22.
-    let mut fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_ascii_whitespace();
-    let ended = matches!(fields.next(), Some("Z" | "X" | "x"));
-    let start = fields.nth(18).and_then(|field| field.parse().ok());
-    if ended { Ok(None) } else { start.map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into()) }
 }
 
 /// How far the process is with what the lease is for.
@@ -225,7 +196,11 @@ impl Lease {
             Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
             Err(error) => return Err(Error::io("create", path)(error)),
         };
-        fault::point(if name.is_seal() { "seal-created-lease" } else { "begin-created-lease" });
+        fault::point(match name.role {
+            Role::Part(_) => "begin-created-lease",
+            Role::Seal => "seal-created-lease",
+            Role::Restart => "restart-created-lease",
+        });
         let record = Record { process: Process::this(), beat: 0, phase: Phase::Working, done_bytes: 0 };
         let shared =
             Shared { file, record: Mutex::new(record), bell: Condvar::new(), done_bytes: AtomicU64::default() };

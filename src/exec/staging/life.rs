@@ -4,10 +4,52 @@
 //! seconds of the watcher's own clock is dead. Clocks of two nodes are never compared.
 
 use std::collections::HashMap;
+use std::fs;
 use std::io;
 use std::time::{Duration, Instant};
 
-use super::lease::{LeaseName, Process, Record, Seen, start_of};
+use serde::{Deserialize, Serialize};
+
+use super::lease::{LeaseName, Record, Seen};
+use crate::storage::node::this_boot;
+
+/// A process, as others on its node can find it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Process {
+    pub host: String,
+    /// Empty where the system does not tell, as are the others.
+    pub boot: String,
+    pub pid_namespace: String,
+    pub pid: u32,
+    /// In clock ticks since the node started.
+    pub start: u64,
+}
+
+impl Process {
+    pub fn this() -> Self {
+        let line = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_owned()).unwrap_or_default();
+        let pid = std::process::id();
+        Self {
+            host: line("/proc/sys/kernel/hostname"),
+            boot: this_boot().unwrap_or_default(),
+            pid_namespace: fs::read_link("/proc/self/ns/pid")
+                .map(|link| link.to_string_lossy().into_owned())
+                .unwrap_or_default(),
+            pid,
+            start: start_of(pid).ok().flatten().unwrap_or_default(),
+        }
+    }
+}
+
+/// When a process started, `None` for one that has ended and only waits for its parent to notice.
+fn start_of(pid: u32) -> io::Result<Option<u64>> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // proc(5): the name in parentheses may hold anything; behind it the state, and the start as field 22.
+    let mut fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_ascii_whitespace();
+    let ended = matches!(fields.next(), Some("Z" | "X" | "x"));
+    let start = fields.nth(18).and_then(|field| field.parse().ok());
+    if ended { Ok(None) } else { start.map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into()) }
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Life {

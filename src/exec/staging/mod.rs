@@ -20,6 +20,7 @@
 
 mod begin;
 mod commit;
+mod judge;
 mod lease;
 mod life;
 mod mark;
@@ -104,7 +105,7 @@ struct Pace {
 const PACE: Pace = Pace {
     beat: Duration::from_secs(2),
     dead_after: Duration::from_secs(20),
-    start_within: Duration::from_secs(300),
+    start_within: Duration::from_mins(5),
     look: Duration::from_millis(50),
 };
 
@@ -227,12 +228,13 @@ impl Staging {
             Found::Partial(found) if found.plan.id == id => found,
             _ => return Some(Lost::Gone),
         };
-        let ours = |role: Role| matches!((role, lease.role), (Role::Part(a), Role::Part(b)) if a.of == b.of);
+        let is_other =
+            |role: Role| matches!((role, lease.role), (Role::Part(theirs), Role::Part(ours)) if theirs.of != ours.of);
         let has_taken_over = found.leases.iter().any(|seen| {
             let is_later = seen.name.role == lease.role && seen.name.generation > lease.generation;
             // Without a beat it may yet find out that it must not stay.
             let has_begun = seen.record.as_ref().is_some_and(|record| record.beat > 0);
-            let is_rival = !seen.name.is_seal() && !ours(seen.name.role) && !known.contains(&seen.name) && has_begun;
+            let is_rival = is_other(seen.name.role) && !known.contains(&seen.name) && has_begun;
             is_later || is_rival
         });
         has_taken_over.then_some(Lost::TakenOver)
@@ -249,13 +251,14 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // Network file systems keep a deleted file for as long as it is open.
-        drop(self.lease.take());
         let is_published = self.is_published.load(Ordering::Relaxed);
         let is_ours = !is_published && self.lost.get().is_none();
         if is_ours && !self.is_kept() && self.find().is_ok_and(|found| found.is_some()) {
             let _ = self.place.let_go(&self.partial);
         }
+        // Held until here, so that what is let go is what it is on. Network file systems keep a deleted file for as long
+        // as it is open.
+        drop(self.lease.take());
         if is_published || !self.is_kept() {
             self.place.sweep(&[GONE]);
         }

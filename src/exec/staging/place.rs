@@ -14,7 +14,7 @@ use std::time::SystemTime;
 use rustix::fs::{CWD, RenameFlags};
 use rustix::io::Errno;
 
-use super::lease::Process;
+use super::life::Process;
 use super::plan::Planned;
 use crate::error::{Error, Result};
 use crate::fault;
@@ -91,7 +91,8 @@ impl Place {
     pub fn make(&self, plan: &Planned, sync: bool) -> Result<bool> {
         let draft = self.unique(DRAFT);
         fs::create_dir(&draft).map_err(Error::io("create", self.partial()))?;
-        let made = self.draft(&draft, plan, sync).and_then(|()| {
+        fault::point("begin-draft");
+        let made = Self::fill(&draft, plan, sync).and_then(|()| {
             fault::point("begin-planned");
             // The folder that is there has a plan, so it is not empty, and no rename replaces it.
             fs::rename(&draft, self.partial())
@@ -119,9 +120,7 @@ impl Place {
         }
     }
 
-    /// Fill the folder that will be the partial one.
-    fn draft(&self, draft: &Path, plan: &Planned, sync: bool) -> io::Result<()> {
-        fault::point("begin-draft");
+    fn fill(draft: &Path, plan: &Planned, sync: bool) -> io::Result<()> {
         fs::create_dir(draft.join(DATA))?;
         let mut file = File::create_new(draft.join(PLAN))?;
         file.write_all(&plan.to_bytes())?;

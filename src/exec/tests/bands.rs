@@ -94,6 +94,16 @@ fn each_source_block_is_read_once_for_all_ranks() {
     }
 }
 
+#[test]
+fn rows_of_a_transposed_view_are_no_bands() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("data");
+    let (files, entry) = store(&[1024, 1024], Dtype::I64, &sharded(0, 1), true, IoMode::Read, &path);
+    let read = read_for(&files, vec![entry], &sharded(1, 8), 4 << 20);
+    // Each of the tiles is 128 rows of the file. Bands would go through all of them for a few columns at a time.
+    assert!(read <= 2 * 1024 * 1024 * 8, "{read}");
+}
+
 /// `copies` of each of `parts`, which are cut along dim 0.
 fn replicated(copies: u64, parts: u64) -> Layout {
     Layout { mesh: vec![copies, parts], placements: vec![Placement::Replicate, Placement::Shard(TensorDim(0))] }

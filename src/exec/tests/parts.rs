@@ -87,15 +87,19 @@ proptest! {
             }
             at = cut;
         }
-        for (number, todo) in runs.iter().enumerate() {
-            let log = Log::new(&reservation.files, todo, parts.join(format!("{number}.journal")), sync, AtEnd::Record);
+        let run = |number: usize, name: &str| {
+            let log = Log::new(&reservation.files, &runs[number], parts.join(name), sync, AtEnd::Record);
             crate::exec::copy::copy(input, &reservation, &data, &log, &options, &Silent, &Stop::default()).unwrap();
-        }
+        };
+        ["0.journal", "1.journal", "2.journal"].iter().enumerate().for_each(|(number, name)| run(number, name));
         let known = Known::read(&parts, &reservation.files, 0).unwrap();
         prop_assert_eq!(&known.done, &Extents::of_files(&reservation.files));
         for _again in 0..2 {
             seal::seal(&data, &reservation.files, &known, &parts, sync).unwrap();
             prop_assert!(contents(&data, &reservation) == contents(&whole, &reservation));
         }
+        // One that was taken for dead wakes up, and goes on writing.
+        run(0, "late");
+        prop_assert!(contents(&data, &reservation) == contents(&whole, &reservation));
     }
 }

@@ -1,33 +1,36 @@
 //! The `.metadata` pickle, read into packed columns.
 //!
-//! A checkpoint of a million chunks has 68 opcodes and 143 bytes a chunk here; as a tree of values that is over a
-//! gigabyte. So chunks, index keys and storage places are folded into columns the moment they are built.
+//! A checkpoint of a million chunks has 68 opcodes and 143 bytes a chunk here, one of a hundred thousand small tensors
+//! 116 opcodes and 260 bytes a tensor; as trees of values these are far more. So tensors, chunks, index keys and storage
+//! places are folded into columns the moment they are built, and what they say of a name is handed out name by name.
 //! Nothing of meshes or placements is in it.
 
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 use foldhash::fast::RandomState;
+use indexmap::IndexSet;
 
 use crate::catalog::Path as StatePath;
-use crate::catalog::{Dtype, Key, checked_len_bytes};
+use crate::catalog::{Dtype, Fqn, Key, checked_len_bytes};
 use crate::error::{Error, Result};
-use crate::format::pickle::{self, Field, Fold, Folded, Record, Ref};
+use crate::format::pickle::{self, Field, Fold, Folded, Pickle, Record, Ref};
 use crate::format::torch::reader::pickle_error;
 use crate::layout::Dims;
 
-/// What `.metadata` says, in its own order.
-#[derive(Debug, Default)]
-pub struct Metadata {
-    pub entries: Vec<Entry>,
-    /// Names of data files, relative to the directory.
-    pub paths: Vec<String>,
+/// One `.metadata`.
+pub struct Metadata<'a> {
+    path: &'a Path,
+    pickle: Pickle<'a>,
+    columns: Columns,
 }
 
+/// What it says of one name.
 #[derive(Debug)]
 pub struct Entry {
-    pub fqn: String,
+    pub fqn: Fqn,
     pub path: StatePath,
     pub kind: EntryKind,
 }
@@ -49,7 +52,7 @@ pub struct StoredChunk {
 /// A stretch of a data file.
 #[derive(Clone, Copy, Debug)]
 pub struct Stored {
-    /// Index into [`Metadata::paths`].
+    /// Index into [`Metadata::files`].
     pub path: u32,
     pub offset: u64,
     pub len: u64,
@@ -59,43 +62,60 @@ pub struct Stored {
 const CHUNK: u32 = 0;
 const INDEX: u32 = 1;
 const INFO: u32 = 2;
+const PROPERTIES: u32 = 3;
+const TENSOR: u32 = 4;
 
 #[derive(Default)]
 struct Columns {
-    /// Offsets and sizes of all chunks, one after the other; each chunk's stretch begins at `chunk_starts`.
-    chunk_dims: Vec<u64>,
-    chunk_starts: Vec<(u64, u8)>,
-    /// Name and offset of each index key; 255 dims stand for no offset at all.
-    index_dims: Vec<u64>,
-    index_rows: Vec<(u32, u64, u8)>,
+    /// Dims of all rows, one after the other.
+    dims: Vec<u64>,
+    /// Offsets, and behind them as many sizes.
+    chunks: Vec<DimsAt>,
+    /// Name and offset of each index key.
+    indexes: Vec<(u32, Option<DimsAt>)>,
     infos: Vec<Stored>,
+    /// The dtype of each `TensorProperties`.
+    properties: Vec<u32>,
+    tensors: Vec<TensorRow>,
+    /// The chunks of all tensors, as rows.
+    tensor_chunks: Vec<u32>,
     names: Interned,
     paths: Interned,
+    dtypes: Interned,
 }
 
-const NO_OFFSET: u8 = u8::MAX;
+/// Where dims lie among those of all rows.
+#[derive(Clone, Copy)]
+struct DimsAt {
+    start: u64,
+    ndim: u8,
+}
+
+struct TensorRow {
+    dtype: u32,
+    shape: DimsAt,
+    chunks: Range<usize>,
+}
 
 #[derive(Default)]
 struct Interned {
-    texts: Vec<String>,
-    known: HashMap<String, u32, RandomState>,
+    texts: IndexSet<Arc<str>, RandomState>,
     last: u32,
 }
 
 impl Interned {
     fn id(&mut self, text: &str) -> u32 {
-        if self.texts.get(self.last as usize).is_some_and(|last| last == text) {
+        if self.texts.get_index(self.last as usize).is_some_and(|last| **last == *text) {
             return self.last;
         }
-        self.last = self.known.get(text).copied().unwrap_or_else(|| self.add(text));
+        let known = self.texts.get_index_of(text);
+        let id = known.unwrap_or_else(|| self.texts.insert_full(text.into()).0);
+        self.last = u32::try_from(id).expect("fewer than 2^32 names");
         self.last
     }
 
-    fn add(&mut self, text: &str) -> u32 {
-        let id = u32::try_from(self.texts.len()).expect("fewer than 2^32 names");
-        self.texts.push(text.to_owned());
-        self.known.insert(text.to_owned(), id);
-        id
+    fn text(&self, id: u32) -> &str {
+        &self.texts[id as usize]
     }
 }
 
@@ -104,29 +124,33 @@ fn row(len: usize) -> u32 {
 }
 
 impl Columns {
+    fn add_dims(&mut self, dims: &[u64]) -> Option<DimsAt> {
+        let at = DimsAt { start: self.dims.len() as u64, ndim: u8::try_from(dims.len()).ok()? };
+        self.dims.extend_from_slice(dims);
+        Some(at)
+    }
+
+    fn dims(&self, at: DimsAt) -> &[u64] {
+        let start = usize::try_from(at.start).expect("an index into memory");
+        &self.dims[start..start + usize::from(at.ndim)]
+    }
+
     fn chunk(&mut self, state: &Record<'_>) -> Option<u32> {
         let (offsets, sizes) = (state.dims("offsets")?, state.dims("sizes")?);
-        let ndim = u8::try_from(offsets.len()).ok().filter(|_| offsets.len() == sizes.len())?;
-        self.chunk_starts.push((self.chunk_dims.len() as u64, ndim));
-        self.chunk_dims.extend_from_slice(offsets);
-        self.chunk_dims.extend_from_slice(sizes);
-        Some(row(self.chunk_starts.len()))
+        let at = self.add_dims(offsets).filter(|_| offsets.len() == sizes.len())?;
+        self.add_dims(sizes)?;
+        self.chunks.push(at);
+        Some(row(self.chunks.len()))
     }
 
     fn index(&mut self, state: &Record<'_>) -> Option<u32> {
         let name = self.names.id(state.text("fqn")?);
-        let start = self.index_dims.len() as u64;
-        let ndim = match state.get("offset") {
-            None | Some(Field::None) => NO_OFFSET,
-            Some(_) => {
-                let offset = state.dims("offset")?;
-                let ndim = u8::try_from(offset.len()).ok().filter(|ndim| *ndim != NO_OFFSET)?;
-                self.index_dims.extend_from_slice(offset);
-                ndim
-            }
+        let offset = match state.get("offset") {
+            None | Some(Field::None) => None,
+            Some(_) => Some(self.add_dims(state.dims("offset")?)?),
         };
-        self.index_rows.push((name, start, ndim));
-        Some(row(self.index_rows.len()))
+        self.indexes.push((name, offset));
+        Some(row(self.indexes.len()))
     }
 
     fn info(&mut self, state: &Record<'_>) -> Result<Option<u32>, String> {
@@ -144,25 +168,48 @@ impl Columns {
         Ok(Some(row(self.infos.len())))
     }
 
-    fn chunk_at(&self, row: u32) -> (Dims, Dims) {
-        let (start, ndim) = self.chunk_starts[row as usize];
-        let start = usize::try_from(start).expect("an index into memory");
-        let (offsets, sizes) = self.chunk_dims[start..start + 2 * usize::from(ndim)].split_at(usize::from(ndim));
-        (offsets.into(), sizes.into())
+    /// `TensorProperties`: a tuple whose first item is the dtype; instances of old versions have a dict.
+    fn properties(&mut self, state: &Record<'_>) -> Option<u32> {
+        let Field::Global(("torch", dtype)) = state.first().or_else(|| state.get("dtype"))? else { return None };
+        self.properties.push(self.dtypes.id(dtype));
+        Some(row(self.properties.len()))
     }
 
-    /// (name, offset) of an index key; no offset is `None`.
-    fn index_at(&self, row: u32) -> (u32, Option<&[u64]>) {
-        let (name, start, ndim) = self.index_rows[row as usize];
-        let start = usize::try_from(start).expect("an index into memory");
-        let offset = (ndim != NO_OFFSET).then(|| &self.index_dims[start..start + usize::from(ndim)]);
-        (name, offset)
+    fn tensor(&mut self, state: &Record<'_>) -> Option<u32> {
+        let properties = state.row("properties").filter(|row| row.kind == PROPERTIES)?;
+        let (size, chunks) = (state.dims("size")?, state.rows("chunks")?);
+        if chunks.iter().any(|chunk| chunk.kind != CHUNK) {
+            return None;
+        }
+        let start = self.tensor_chunks.len();
+        self.tensor_chunks.extend(chunks.iter().map(|chunk| chunk.row));
+        let (shape, chunks) = (self.add_dims(size)?, start..self.tensor_chunks.len());
+        self.tensors.push(TensorRow { dtype: self.properties[properties.row as usize], shape, chunks });
+        Some(row(self.tensors.len()))
     }
+
+    fn chunk_at(&self, row: u32) -> (&[u64], &[u64]) {
+        let offsets = self.chunks[row as usize];
+        let sizes = DimsAt { start: offsets.start + u64::from(offsets.ndim), ..offsets };
+        (self.dims(offsets), self.dims(sizes))
+    }
+
+    /// The offset of an index key.
+    fn offset_at(&self, row: u32) -> Option<&[u64]> {
+        self.indexes[row as usize].1.map(|at| self.dims(at))
+    }
+}
+
+/// The row of a node that was folded as one of this kind.
+fn row_of(node: Ref<'_>, kind: u32) -> Option<u32> {
+    node.folded().filter(|folded| folded.kind == kind).map(|folded| folded.row)
 }
 
 impl Fold for Columns {
     fn keeps(&self, class: (&str, &str)) -> bool {
-        ["ChunkStorageMetadata", "MetadataIndex", "_StorageInfo"].contains(&class.1)
+        let kept =
+            ["ChunkStorageMetadata", "MetadataIndex", "_StorageInfo", "TensorProperties", "TensorStorageMetadata"];
+        kept.contains(&class.1)
     }
 
     fn build(&mut self, class: (&str, &str), _args: Ref<'_>, state: Ref<'_>) -> Result<Option<Folded>, String> {
@@ -177,6 +224,9 @@ impl Fold for Columns {
             "ChunkStorageMetadata" => (CHUNK, self.chunk(state)),
             "MetadataIndex" => (INDEX, self.index(state)),
             "_StorageInfo" => (INFO, self.info(state)?),
+            // Whatever is wrong with these is told with their name, which follows from where they are.
+            "TensorProperties" => return Ok(self.properties(state).map(|row| Folded { kind: PROPERTIES, row })),
+            "TensorStorageMetadata" => return Ok(self.tensor(state).map(|row| Folded { kind: TENSOR, row })),
             _ => return Ok(None),
         };
         match row {
@@ -186,31 +236,52 @@ impl Fold for Columns {
     }
 }
 
-/// Read one `.metadata` pickle.
-///
-/// # Errors
-/// `Malformed` naming the file and the FQN, `Unsupported` for dtypes without a counterpart.
-pub fn parse(path: &Path, bytes: &[u8]) -> Result<Metadata> {
-    let mut columns = Columns::default();
-    let (pickle, _) = pickle::decode(bytes, &mut columns).map_err(|error| pickle_error(path, "pickle", &error))?;
-    let malformed = |at: &str, expected: &str, found: String| Error::malformed(path, at, expected, found);
-    let root = pickle.root();
-    let field = |name: &str| root.state().and_then(|state| state.get(name)).filter(|node| !node.is_none());
-    let Some(tensors) = field("state_dict_metadata").and_then(Ref::as_dict) else {
-        return Err(malformed("state_dict_metadata", "a dict of tensors", root.describe()));
-    };
-    let places = Places::read(path, &columns, field("storage_data"))?;
-    let mut state_paths = state_paths(path, field("planner_data"))?;
-    let mut entries = Vec::new();
-    for (key, value) in tensors {
-        let Some(fqn) = key.as_str() else {
-            return Err(malformed("state_dict_metadata", "names that are text", key.describe()));
-        };
-        let state_path = state_paths.remove(fqn).unwrap_or_else(|| StatePath(vec![Key::Name(fqn.into())]));
-        let kind = entry_kind(path, fqn, value, &places)?;
-        entries.push(Entry { fqn: fqn.to_owned(), path: state_path, kind });
+impl<'a> Metadata<'a> {
+    /// Read one `.metadata` pickle.
+    ///
+    /// # Errors
+    /// `Malformed` naming the file.
+    pub fn decode(path: &'a Path, bytes: &'a [u8]) -> Result<Self> {
+        let mut columns = Columns::default();
+        let (pickle, _) = pickle::decode(bytes, &mut columns).map_err(|error| pickle_error(path, "pickle", &error))?;
+        Ok(Self { path, pickle, columns })
     }
-    Ok(Metadata { entries, paths: columns.paths.texts })
+
+    /// Names of data files, relative to the directory.
+    pub fn files(&self) -> Vec<&str> {
+        self.columns.paths.texts.iter().map(AsRef::as_ref).collect()
+    }
+
+    /// Give out what is said of each name, in the metadata's own order.
+    ///
+    /// # Errors
+    /// `Malformed` naming the file and the FQN, `Unsupported` for dtypes without a counterpart; what `take` gives.
+    pub fn entries(&self, take: &mut dyn FnMut(Entry) -> Result<()>) -> Result<()> {
+        let path = self.path;
+        let malformed = |at: &str, expected: &str, found: String| Error::malformed(path, at, expected, found);
+        let root = self.pickle.root();
+        let field = |name: &str| root.state().and_then(|state| state.get(name)).filter(|node| !node.is_none());
+        let Some(tensors) = field("state_dict_metadata").and_then(Ref::as_dict) else {
+            return Err(malformed("state_dict_metadata", "a dict of tensors", root.describe()));
+        };
+        let places = Places::read(path, &self.columns, field("storage_data"))?;
+        let steps = steps_by_name(field("planner_data"));
+        let mut keys = HashMap::default();
+        for (key, value) in tensors {
+            let Some(name) = key.as_str() else {
+                return Err(malformed("state_dict_metadata", "names that are text", key.describe()));
+            };
+            let items = places.of(name);
+            let fqn = Fqn::from(items.name.map_or_else(|| name.into(), Arc::clone));
+            let state_path = match steps.get(name) {
+                Some(steps) => state_path(path, name, *steps, &mut keys)?,
+                None => StatePath(vec![Key::Name((&fqn).into())]),
+            };
+            let kind = entry_kind(path, name, value, &places, &items)?;
+            take(Entry { fqn, path: state_path, kind })?;
+        }
+        Ok(())
+    }
 }
 
 /// Where items lie, looked up by name and offset.
@@ -222,19 +293,25 @@ struct Places<'a> {
     starts: Vec<usize>,
 }
 
+/// The items of one name.
+struct Items<'a> {
+    /// `None` where no item has it.
+    name: Option<&'a Arc<str>>,
+    rows: &'a [(u32, u32)],
+}
+
 impl<'a> Places<'a> {
     fn read(path: &Path, columns: &'a Columns, storage_data: Option<Ref<'_>>) -> Result<Self> {
-        let mut given = Vec::new();
+        let mut given = Vec::with_capacity(columns.indexes.len());
         for (key, value) in storage_data.and_then(Ref::as_dict).into_iter().flatten() {
-            let row = |node: Ref<'_>, kind| node.folded().filter(|folded| folded.kind == kind).map(|folded| folded.row);
-            let (Some(index), Some(info)) = (row(key, INDEX), row(value, INFO)) else {
+            let (Some(index), Some(info)) = (row_of(key, INDEX), row_of(value, INFO)) else {
                 let found = format!("{} and {}", key.describe(), value.describe());
                 return Err(Error::malformed(path, "storage_data", "MetadataIndex and _StorageInfo", found));
             };
             given.push((index, info));
         }
         // Ranks list their items one after the other: by name first, then most are in order.
-        let name = |row: &(u32, u32)| columns.index_rows[row.0 as usize].0 as usize;
+        let name = |row: &(u32, u32)| columns.indexes[row.0 as usize].0 as usize;
         let mut starts = vec![0; columns.names.texts.len() + 1];
         given.iter().for_each(|row| starts[name(row) + 1] += 1);
         for name in 1..starts.len() {
@@ -249,26 +326,27 @@ impl<'a> Places<'a> {
         }
         for range in starts.windows(2) {
             // Stable: of equal keys the last wins, as in a dict.
-            rows[range[0]..range[1]].sort_by_key(|row| columns.index_at(row.0));
+            rows[range[0]..range[1]].sort_by_key(|row| columns.offset_at(row.0));
         }
         Ok(Self { columns, rows, starts })
     }
 
-    /// The rows of a name.
-    fn of(&self, fqn: &str) -> Range<usize> {
-        let name = self.columns.names.known.get(fqn).map(|name| *name as usize);
-        name.map_or(0..0, |name| self.starts[name]..self.starts[name + 1])
+    fn of(&self, fqn: &str) -> Items<'_> {
+        match self.columns.names.texts.get_full(fqn) {
+            Some((id, name)) => Items { name: Some(name), rows: &self.rows[self.starts[id]..self.starts[id + 1]] },
+            None => Items { name: None, rows: &[] },
+        }
     }
 
     /// The place of one of the items of a name, which is most likely its `nth`.
-    fn find(&self, of: Range<usize>, nth: usize, offset: Option<&[u64]>) -> Option<Stored> {
-        let rows = &self.rows[of];
-        let at = |nth: usize| rows.get(nth).map(|row| self.columns.index_at(row.0).1);
+    fn find(&self, items: &Items<'_>, nth: usize, offset: Option<&[u64]>) -> Option<Stored> {
+        let rows = items.rows;
+        let at = |nth: usize| rows.get(nth).map(|row| self.columns.offset_at(row.0));
         let is_last = |nth: usize| at(nth) == Some(offset) && at(nth + 1) != Some(offset);
         if is_last(nth) {
             return Some(self.columns.infos[rows[nth].1 as usize]);
         }
-        let end = rows.partition_point(|row| self.columns.index_at(row.0).1 <= offset);
+        let end = rows.partition_point(|row| self.columns.offset_at(row.0) <= offset);
         let nth = end.checked_sub(1).filter(|&nth| is_last(nth))?;
         Some(self.columns.infos[rows[nth].1 as usize])
     }
@@ -277,71 +355,79 @@ impl<'a> Places<'a> {
 /// Steps of a path; a state dict is walked by recursion, so its depth has a bound.
 const MAX_PATH: usize = 128;
 
-/// The path of each name, where the planner kept it.
-fn state_paths<'a>(path: &Path, planner_data: Option<Ref<'a>>) -> Result<HashMap<&'a str, StatePath, RandomState>> {
-    let mut paths = HashMap::default();
-    // Other planners keep other things here; without paths, names are keys.
-    for (key, value) in planner_data.and_then(Ref::as_dict).into_iter().flatten() {
-        let (Some(fqn), Some(steps)) = (key.as_str(), value.as_tuple()) else { continue };
-        let steps: Option<Vec<Key>> = steps
-            .map(|step| (step.as_str().map(|name| Key::Name(name.into()))).or_else(|| step.as_u64().map(Key::Index)))
-            .collect();
-        let steps = steps.filter(|steps| (1..=MAX_PATH).contains(&steps.len()));
-        let Some(steps) = steps else {
-            return Err(Error::malformed(path, fqn, "a path of names and positions", value.describe()));
-        };
-        paths.insert(fqn, StatePath(steps));
-    }
-    Ok(paths)
+/// The path of each name as the planner kept it. Other planners keep other things there; without paths, names are keys.
+fn steps_by_name(planner_data: Option<Ref<'_>>) -> HashMap<&str, Ref<'_>, RandomState> {
+    let entries = planner_data.and_then(Ref::as_dict).into_iter().flatten();
+    entries.filter_map(|(key, steps)| Some((key.as_str()?, steps)).filter(|_| steps.as_tuple().is_some())).collect()
 }
 
-fn entry_kind(path: &Path, fqn: &str, value: Ref<'_>, places: &Places<'_>) -> Result<EntryKind> {
+/// A path, whose keys are shared with those of other names.
+fn state_path<'a>(
+    path: &Path,
+    fqn: &str,
+    steps: Ref<'a>,
+    keys: &mut HashMap<&'a str, Arc<str>, RandomState>,
+) -> Result<StatePath> {
+    let mut name = |text: &'a str| Key::Name(Arc::clone(keys.entry(text).or_insert_with(|| text.into())));
+    let mut key = |step: Ref<'a>| step.as_str().map(&mut name).or_else(|| step.as_u64().map(Key::Index));
+    let items = steps.as_tuple().filter(|items| (1..=MAX_PATH).contains(&items.len()));
+    let found: Option<Vec<Key>> = items.and_then(|items| items.map(&mut key).collect());
+    found.map(StatePath).ok_or_else(|| Error::malformed(path, fqn, "a path of names and positions", steps.describe()))
+}
+
+fn entry_kind(path: &Path, fqn: &str, value: Ref<'_>, places: &Places<'_>, items: &Items<'_>) -> Result<EntryKind> {
     let malformed = |expected: &str, found: String| Error::malformed(path, fqn, expected, found);
-    match value.object().map(|object| object.name) {
-        Some("BytesStorageMetadata") => Ok(EntryKind::Bytes(places.find(places.of(fqn), 0, None))),
-        Some("TensorStorageMetadata") => {
-            let field = |name: &str| {
-                (value.state().and_then(|state| state.get(name)))
-                    .ok_or_else(|| malformed(&format!("TensorStorageMetadata with `{name}`"), String::from("none")))
-            };
-            let dtype = dtype(path, fqn, field("properties")?)?;
-            let shape = field("size")?;
-            let shape = shape.to_dims().ok_or_else(|| malformed("a torch.Size", shape.describe()))?;
-            if checked_len_bytes(&shape, dtype).is_none() {
-                return Err(malformed("a shape that fits memory", format!("{:?}", shape.as_slice())));
-            }
-            let list = field("chunks")?;
-            let nodes = list.as_list().ok_or_else(|| malformed("a list of chunks", list.describe()))?;
-            let mut chunks = Vec::with_capacity(nodes.len());
-            let of = places.of(fqn);
-            for (nth, node) in nodes.enumerate() {
-                let Some(folded) = node.folded().filter(|folded| folded.kind == CHUNK) else {
-                    return Err(malformed("a ChunkStorageMetadata", node.describe()));
-                };
-                let (offsets, sizes) = places.columns.chunk_at(folded.row);
-                if offsets.len() != shape.len() {
-                    return Err(malformed(&format!("chunks of {} dims", shape.len()), format!("{}", offsets.len())));
-                }
-                let stored = places.find(of.clone(), nth, Some(&offsets));
-                chunks.push(StoredChunk { offsets, sizes, stored });
-            }
-            Ok(EntryKind::Tensor { dtype, shape, chunks })
+    let columns = places.columns;
+    let Some(row) = row_of(value, TENSOR) else {
+        return match value.object() {
+            Some(object) if object.name == "BytesStorageMetadata" => Ok(EntryKind::Bytes(places.find(items, 0, None))),
+            Some(object) if object.name == "TensorStorageMetadata" => Err(unfit(path, fqn, object.state)),
+            _ => Err(malformed("TensorStorageMetadata or BytesStorageMetadata", value.describe())),
+        };
+    };
+    let tensor = &columns.tensors[row as usize];
+    let dtype = dtype(path, fqn, columns.dtypes.text(tensor.dtype))?;
+    let shape = Dims::from(columns.dims(tensor.shape));
+    if checked_len_bytes(&shape, dtype).is_none() {
+        return Err(malformed("a shape that fits memory", format!("{:?}", shape.as_slice())));
+    }
+    let rows = &columns.tensor_chunks[tensor.chunks.clone()];
+    let mut chunks = Vec::with_capacity(rows.len());
+    for (nth, row) in rows.iter().enumerate() {
+        let (offsets, sizes) = columns.chunk_at(*row);
+        if offsets.len() != shape.len() {
+            return Err(malformed(&format!("chunks of {} dims", shape.len()), offsets.len().to_string()));
         }
-        _ => Err(malformed("TensorStorageMetadata or BytesStorageMetadata", value.describe())),
+        let stored = places.find(items, nth, Some(offsets));
+        chunks.push(StoredChunk { offsets: offsets.into(), sizes: sizes.into(), stored });
+    }
+    Ok(EntryKind::Tensor { dtype, shape, chunks })
+}
+
+/// What is wrong with a `TensorStorageMetadata` that was not folded.
+fn unfit(path: &Path, fqn: &str, state: Option<Ref<'_>>) -> Error {
+    let malformed = |expected: &str, found: String| Error::malformed(path, fqn, expected, found);
+    let field = |name: &str| state.and_then(|state| state.get(name));
+    let [properties, size, chunks] = ["properties", "size", "chunks"].map(field);
+    let (Some(properties), Some(size), Some(chunks)) = (properties, size, chunks) else {
+        return malformed("TensorStorageMetadata with `properties`, `size` and `chunks`", String::from("less"));
+    };
+    if row_of(properties, PROPERTIES).is_none() {
+        return malformed("tensor properties with a dtype", properties.describe());
+    }
+    let odd = chunks.as_list().and_then(|mut chunks| chunks.find(|chunk| row_of(*chunk, CHUNK).is_none()));
+    match odd {
+        Some(chunk) => malformed("a ChunkStorageMetadata", chunk.describe()),
+        None if chunks.as_list().is_none() => malformed("a list of chunks", chunks.describe()),
+        None => malformed("a torch.Size", size.describe()),
     }
 }
 
-/// `TensorProperties`: a tuple whose first item is the dtype; instances of old versions have a dict.
-fn dtype(path: &Path, fqn: &str, properties: Ref<'_>) -> Result<Dtype> {
-    let state = properties.state();
-    let node = state.and_then(|state| state.as_tuple().and_then(|items| items.get(0)).or_else(|| state.get("dtype")));
-    match node.and_then(Ref::global) {
-        Some(("torch", name)) => Dtype::from_name(name).ok_or_else(|| {
-            Error::unsupported(
-                format!("{}: {fqn}: dtype torch.{name} is not supported", path.display()),
-                "leave that tensor out of the checkpoint, or save it as bytes (uint8)",
-            )
-        }),
-        _ => Err(Error::malformed(path, fqn, "tensor properties with a dtype", properties.describe())),
-    }
+fn dtype(path: &Path, fqn: &str, name: &str) -> Result<Dtype> {
+    Dtype::from_name(name).ok_or_else(|| {
+        Error::unsupported(
+            format!("{}: {fqn}: dtype torch.{name} is not supported", path.display()),
+            "leave that tensor out of the checkpoint, or save it as bytes (uint8)",
+        )
+    })
 }

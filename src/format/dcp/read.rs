@@ -6,15 +6,15 @@ use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 
 use super::known;
-use super::metadata::{self, EntryKind, Metadata, Stored, StoredChunk};
+use super::metadata::{Entry, EntryKind, Metadata, Stored, StoredChunk};
 use crate::catalog::path::Unflatten;
-use crate::catalog::{Catalog, Chunk, Holding, Located, Path as StatePath, Place, TensorEntry, Value};
+use crate::catalog::{Catalog, Chunk, Fqn, Holding, Located, Path as StatePath, Place, TensorEntry, TensorId, Value};
 use crate::error::{CoverageKind, Error, Result};
 use crate::format::files_beside;
 use crate::format::pickle::{LiftError, Unknown};
 use crate::format::torch::{Found, reader, whole_chunk};
 use crate::layout::{Rank, Region, Tile};
-use crate::storage::{FileId, Files, Stretch};
+use crate::storage::{FileId, Files, IoMode, Stretch};
 
 /// The metadata files of a directory: `.metadata`, or `__R.metadata` of each rank where it was saved without
 /// collectives. The rank of a `.metadata` is that of its writer, 0.
@@ -41,7 +41,7 @@ pub fn metadata_files(folder: &Path) -> Result<Vec<(Rank, PathBuf)>> {
 
 /// What one name stands for, all metadata files together.
 enum Slot {
-    Tensor(TensorEntry),
+    Tensor(TensorId),
     /// One place, or one a rank where it was saved without collectives.
     Object(Vec<(Rank, Stretch)>),
 }
@@ -51,64 +51,81 @@ enum Slot {
 /// # Errors
 /// `Malformed`, `Coverage`, `Unsupported`, `Io`.
 pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalog> {
-    let mut slots: IndexMap<String, (StatePath, Slot), RandomState> = IndexMap::default();
+    let mut catalog = Catalog::empty();
+    let mut slots: IndexMap<Fqn, (StatePath, Slot), RandomState> = IndexMap::default();
     for (rank, path) in metadata_files(folder)? {
         let file = files.add(&path)?;
-        let metadata = metadata::parse(&path, &files.read(file, 0, files.len_bytes(file))?)?;
-        slots.reserve(metadata.entries.len());
-        let source = MetadataFile { data_files: open_data_files(files, &path, &metadata)?, rank, path };
-        slots.reserve(metadata.entries.len());
-        for entry in metadata.entries {
-            let slot = source.slot(files, &entry.fqn, entry.kind)?;
-            match (slots.get_mut(&entry.fqn), slot) {
-                (None, slot) => {
-                    slots.insert(entry.fqn, (entry.path, slot));
+        let (open, len, read) = (files.open(file)?, files.len_bytes(file), &mut Vec::new());
+        let bytes = match files.io() {
+            IoMode::Mmap => open.mapped(0, len)?,
+            IoMode::Read | IoMode::Direct => {
+                *read = files.read(file, 0, len)?;
+                read
+            }
+        };
+        let metadata = Metadata::decode(&path, bytes)?;
+        let source = MetadataFile { data_files: open_data_files(files, &path, &metadata)?, path: &path };
+        metadata.entries(&mut |Entry { fqn, path: state_path, kind }| {
+            match (slots.get_mut(&fqn), source.content(files, &fqn, kind)?) {
+                (None, Content::Tensor(entry)) => {
+                    slots.insert(fqn, (state_path, Slot::Tensor(catalog.push_tensor(entry))));
+                }
+                (None, Content::Object(place)) => {
+                    slots.insert(fqn, (state_path, Slot::Object(vec![(rank, place)])));
                 }
                 // Another rank's part, of a save without collectives.
-                (Some((_, Slot::Tensor(known))), Slot::Tensor(more)) => join(&source.path, known, &more)?,
-                (Some((_, Slot::Object(known))), Slot::Object(more)) => known.extend(more),
+                (Some((_, Slot::Tensor(id))), Content::Tensor(more)) => {
+                    join(&path, &mut catalog.tensors[id.0 as usize], &more)?;
+                }
+                (Some((_, Slot::Object(known))), Content::Object(place)) => known.push((rank, place)),
                 (Some(_), _) => {
                     let found = "a tensor and an object of this name";
-                    return Err(Error::malformed(&source.path, entry.fqn, "one kind on all ranks", found));
+                    return Err(Error::malformed(&path, fqn.as_str(), "one kind on all ranks", found));
                 }
             }
-        }
+            Ok(())
+        })?;
     }
-    let mut catalog = Catalog::empty();
-    catalog.tensors.reserve_exact(slots.len());
+    catalog.tensors.shrink_to_fit();
     let mut state = Unflatten::default();
     for (fqn, (path, slot)) in slots {
         let value = match slot {
-            Slot::Tensor(entry) => Value::Tensor(catalog.push_tensor(entry)),
+            Slot::Tensor(id) => Value::Tensor(id),
             Slot::Object(places) => match read_objects(files, &places, &fqn, unknown, &mut catalog)? {
                 Some(value) => value,
                 None => continue,
             },
         };
-        state.insert(&path, value).map_err(|found| Error::malformed(folder, fqn, "a path of its own", found))?;
+        let inserted = state.insert(&path, value);
+        inserted.map_err(|found| Error::malformed(folder, fqn.as_str(), "a path of its own", found))?;
     }
     catalog.state = state.finish().map_err(|found| Error::malformed(folder, "planner_data", "a state dict", found))?;
     Ok(catalog)
 }
 
+/// What a metadata file has under a name.
+enum Content {
+    Tensor(TensorEntry),
+    Object(Stretch),
+}
+
 /// A metadata file and the data files it names.
-struct MetadataFile {
-    rank: Rank,
-    path: PathBuf,
+struct MetadataFile<'a> {
+    path: &'a Path,
     data_files: Vec<FileId>,
 }
 
-impl MetadataFile {
-    fn slot(&self, files: &Files, fqn: &str, kind: EntryKind) -> Result<Slot> {
+impl MetadataFile<'_> {
+    fn content(&self, files: &Files, fqn: &Fqn, kind: EntryKind) -> Result<Content> {
         match kind {
-            EntryKind::Bytes(None) => Err(Error::malformed(&self.path, fqn, "a place in storage_data", "none")),
-            EntryKind::Bytes(Some(stored)) => Ok(Slot::Object(vec![(self.rank, self.stretch(files, fqn, stored)?)])),
+            EntryKind::Bytes(None) => Err(Error::malformed(self.path, fqn.as_str(), "a place in storage_data", "none")),
+            EntryKind::Bytes(Some(stored)) => Ok(Content::Object(self.stretch(files, fqn, stored)?)),
             EntryKind::Tensor { dtype, shape, chunks } => {
-                let mut entry = TensorEntry::new(fqn.into(), dtype, shape);
+                let mut entry = TensorEntry::new(fqn.clone(), dtype, shape);
                 for chunk in chunks {
                     self.push_chunk(files, &mut entry, chunk)?;
                 }
-                Ok(Slot::Tensor(entry))
+                Ok(Content::Tensor(entry))
             }
         }
     }
@@ -128,11 +145,11 @@ impl MetadataFile {
             });
         }
         let place = match chunk.stored {
-            Some(stored) => Place::Item(self.stretch(files, entry.fqn.as_str(), stored)?),
+            Some(stored) => Place::Item(self.stretch(files, &entry.fqn, stored)?),
             None if region.is_empty() => Place::Nowhere,
             None => {
                 let expected = format!("a place in storage_data for the chunk at {region}");
-                return Err(Error::malformed(&self.path, entry.fqn.as_str(), expected, "none"));
+                return Err(Error::malformed(self.path, entry.fqn.as_str(), expected, "none"));
             }
         };
         // An empty chunk may be stored, but there is nothing in it to read.
@@ -142,7 +159,7 @@ impl MetadataFile {
     }
 
     /// Where an item lies; it must lie inside its file.
-    fn stretch(&self, files: &Files, fqn: &str, stored: Stored) -> Result<Stretch> {
+    fn stretch(&self, files: &Files, fqn: &Fqn, stored: Stored) -> Result<Stretch> {
         let file = self.data_files[stored.path as usize];
         let len = files.len_bytes(file);
         match stored.offset.checked_add(stored.len) {
@@ -150,16 +167,15 @@ impl MetadataFile {
             end => {
                 let end = end.map_or_else(|| String::from("2^64"), |end| end.to_string());
                 let found = format!("a file of {len} bytes");
-                Err(Error::malformed(files.path(file), fqn, format!("its item up to byte {end}"), found))
+                Err(Error::malformed(files.path(file), fqn.as_str(), format!("its item up to byte {end}"), found))
             }
         }
     }
 }
 
 /// The data files that a metadata file names; all must be there.
-fn open_data_files(files: &mut Files, metadata_path: &Path, metadata: &Metadata) -> Result<Vec<FileId>> {
-    let names: Vec<&str> = metadata.paths.iter().map(String::as_str).collect();
-    let paths = files_beside(metadata_path, "storage_data", &names)?;
+fn open_data_files(files: &mut Files, metadata_path: &Path, metadata: &Metadata<'_>) -> Result<Vec<FileId>> {
+    let paths = files_beside(metadata_path, "storage_data", &metadata.files())?;
     paths.into_iter().map(|path| files.add(path)).collect()
 }
 
@@ -178,7 +194,7 @@ fn join(path: &Path, known: &mut TensorEntry, more: &TensorEntry) -> Result<()> 
 fn read_objects(
     files: &Files,
     places: &[(Rank, Stretch)],
-    fqn: &str,
+    fqn: &Fqn,
     unknown: Unknown,
     catalog: &mut Catalog,
 ) -> Result<Option<Value>> {
@@ -200,14 +216,14 @@ fn read_objects(
 fn read_object(
     files: &Files,
     stretch: Stretch,
-    fqn: &str,
+    fqn: &Fqn,
     unknown: Unknown,
     catalog: &mut Catalog,
 ) -> Result<Option<Value>> {
-    let mut contents = reader::read(files, stretch, fqn, unknown)?;
+    let mut contents = reader::read(files, stretch, fqn.as_str(), unknown)?;
     catalog.archives.push(stretch);
     for dropped in &contents.dropped {
-        let text = format!("{} ({})", LiftError::join(fqn, &dropped.path), dropped.symbol);
+        let text = format!("{} ({})", LiftError::join(fqn.as_str(), &dropped.path), dropped.symbol);
         if !catalog.dropped.contains(&text) {
             catalog.dropped.push(text);
         }
@@ -219,9 +235,14 @@ fn read_object(
     for found in &contents.tensors {
         let Found::Plain(view) = found else {
             let found = "a distributed one";
-            return Err(Error::malformed(files.path(stretch.file), fqn, "plain tensors inside an object", found));
+            return Err(Error::malformed(
+                files.path(stretch.file),
+                fqn.as_str(),
+                "plain tensors inside an object",
+                found,
+            ));
         };
-        let mut entry = TensorEntry::new(fqn.into(), view.dtype, view.sizes.clone());
+        let mut entry = TensorEntry::new(fqn.clone(), view.dtype, view.sizes.clone());
         entry.chunks.push(whole_chunk(&contents, view));
         catalog.push_tensor(entry);
     }

@@ -63,7 +63,7 @@ impl Decoder<'_> {
             Tree::Bool(value) => Value::Bool(*value),
             Tree::Int(value) => Value::Int(*value),
             Tree::Float(value) => Value::Float(*value),
-            Tree::Text(text) => Value::Str(text.clone()),
+            Tree::Text(text) => Value::Str(text.as_str().into()),
             Tree::List(_) => Value::List(self.items(tree, spot)?),
             Tree::Map(entries) => match entries.as_slice() {
                 [(tag, inner), ..] if tag.starts_with('$') => self.tagged(tag, inner, &entries[1..], spot)?,
@@ -136,7 +136,7 @@ impl Decoder<'_> {
             if key.starts_with('$') {
                 return Err(self.wrong("keys without $ beside others", format!("`{key}`")));
             }
-            Ok((Value::Str(key.clone()), self.child(Key::Name(key.as_str().into()), value, spot)?))
+            Ok((Value::Str(key.as_str().into()), self.child(Key::Name(key.as_str().into()), value, spot)?))
         };
         entries.iter().map(entry).collect()
     }

@@ -55,7 +55,7 @@ impl Encoder {
             Value::Int(value) => Tree::Int(*value),
             Value::BigInt(bytes) => Tree::tagged("$int", Tree::text(hex(bytes))),
             Value::Float(value) => float(*value),
-            Value::Str(text) => Tree::text(text),
+            Value::Str(text) => Tree::text(&**text),
             Value::SurrogateStr(bytes) => Tree::tagged("$text", Tree::text(hex(bytes))),
             Value::Bytes(bytes) => Tree::tagged("$bytes", Tree::text(hex(bytes))),
             Value::ByteArray(bytes) => Tree::tagged("$bytearray", Tree::text(hex(bytes))),

@@ -281,7 +281,7 @@ impl<'a> Lifter<'a, '_, '_> {
 
     fn text(&mut self, text: &str) -> Lift {
         self.charge(text.len())?;
-        Ok(Value::Str(text.to_owned()))
+        Ok(Value::Str(text.into()))
     }
 
     fn copy(&mut self, bytes: &[u8]) -> Lift<Vec<u8>> {

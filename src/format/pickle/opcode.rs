@@ -123,6 +123,10 @@ impl<'a> Lexer<'a> {
         loop {
             let op = self.bytes.get(self.pos).ok_or_else(|| PickleError::truncated(self.bytes.len()))?;
             match WIDTHS[usize::from(*op)] {
+                0 if *op == b'h' => {
+                    self.pos += 1;
+                    return Ok(Some(self.u8()?.into()));
+                }
                 0 => match self.next()? {
                     Op::Get(index) => return Ok(Some(index)),
                     Op::Stop => return Ok(None),

@@ -1,12 +1,13 @@
 //! Records: objects of a few plain fields, read straight from their opcodes.
 //!
-//! Why: nearly all of a large `.metadata` are three classes whose state is a dict of numbers, texts and sizes, written
-//! by the same twenty-odd opcodes each time. Making nodes of these only to free them when the object is folded takes
+//! Why: nearly all of a large `.metadata` are five classes whose state is numbers, texts, sizes and each other, written
+//! by the same opcodes each time. Making nodes of these only to free them when the object is folded takes
 //! most of the time of reading; here nothing is made but what the memo is asked for later.
 //!
 //! Invariant: a record is read whole, or the machine is left where it was: whatever is unusual or wrong is for the
 //! machine to run or to refuse, so there is one judge of what a pickle may be. An attempt reads no further than the
-//! first thing it does not know, so both together stay linear.
+//! first thing it does not know, and records are nested [`MAX_DEPTH`] deep, so both together stay linear. What was folded
+//! of an attempt that failed is a row that nothing refers to.
 //!
 //! Source of the rule: CPython `Modules/_pickle.c`, `save_reduce` and `batch_dict` (protocol 4 and later); `torch.Size`
 //! is pickled by `THPSize_reduce` as a call with one tuple.
@@ -14,7 +15,7 @@
 use smallvec::SmallVec;
 
 use super::arena::{MAX_DIMS, Node};
-use super::fold::Fold;
+use super::fold::{Fold, Folded};
 use super::long;
 use super::machine::{Done, Machine};
 use super::memo::Memo;
@@ -27,10 +28,13 @@ const MAX_FIELDS: usize = 16;
 /// No tensor has more dims.
 const MAX_NDIM: usize = 255;
 
-/// The state of an object: its fields by name.
+/// A tensor's metadata, and its chunks.
+const MAX_DEPTH: usize = 2;
+
+/// The state of an object: its fields by name; those of a tuple have none.
 #[derive(Debug, Default)]
 pub struct Record<'a> {
-    fields: SmallVec<[(&'a [u8], Field<'a>); 4]>,
+    pub(super) fields: SmallVec<[(&'a [u8], Field<'a>); 4]>,
 }
 
 #[derive(Debug, Default)]
@@ -40,17 +44,31 @@ pub enum Field<'a> {
     Text(&'a str),
     /// A `torch.Size`; in a record made of nodes also a tuple or list of numbers.
     Dims(SmallVec<[u64; 4]>),
+    /// A class, a function, a dtype.
+    Global((&'a str, &'a str)),
+    /// An object that was folded.
+    Row(Folded),
+    /// A list of those.
+    Rows(SmallVec<[Folded; 1]>),
     /// Something else.
     #[default]
     Other,
 }
 
 impl<'a> Record<'a> {
-    /// The record of a state that is a dict.
+    /// The record of a state that is a dict or a tuple.
     pub fn of(state: Ref<'a>) -> Option<Self> {
+        if let Some(items) = state.as_tuple().filter(|items| items.len() <= MAX_FIELDS) {
+            return Some(Self { fields: items.map(|item| (&b""[..], Field::of(item))).collect() });
+        }
         let entries = state.as_dict().filter(|entries| entries.len() <= MAX_FIELDS)?;
         let fields = entries.filter_map(|(key, value)| Some((key.as_str()?.as_bytes(), Field::of(value))));
         Some(Self { fields: fields.collect() })
+    }
+
+    /// The first item of a state that is a tuple.
+    pub fn first(&self) -> Option<&Field<'a>> {
+        self.fields.first().filter(|(name, _)| name.is_empty()).map(|(_, field)| field)
     }
 
     /// The field of this name; of several, the last, as Python has it.
@@ -78,6 +96,22 @@ impl<'a> Record<'a> {
             _ => None,
         }
     }
+
+    pub fn row(&self, name: &str) -> Option<Folded> {
+        match self.get(name)? {
+            Field::Row(row) => Some(*row),
+            _ => None,
+        }
+    }
+
+    pub fn rows(&self, name: &str) -> Option<&[Folded]> {
+        match self.get(name)? {
+            Field::Rows(rows) => Some(rows),
+            // An empty list is one of anything.
+            Field::Dims(none) if none.is_empty() => Some(&[]),
+            _ => None,
+        }
+    }
 }
 
 impl<'a> Field<'a> {
@@ -87,7 +121,11 @@ impl<'a> Field<'a> {
         }
         let number = || node.as_u64().map(Self::Number);
         let text = || node.as_str().map(Self::Text);
-        number().or_else(text).or_else(|| node.to_dims_up_to(MAX_NDIM).map(Self::Dims)).unwrap_or_default()
+        let dims = || node.to_dims_up_to(MAX_NDIM).map(Self::Dims);
+        let global = || node.global().map(Self::Global);
+        let row = || node.folded().map(Self::Row);
+        let rows = || node.as_list()?.map(Ref::folded).collect::<Option<_>>().map(Self::Rows);
+        number().or_else(text).or_else(dims).or_else(global).or_else(row).or_else(rows).unwrap_or_default()
     }
 }
 
@@ -102,9 +140,10 @@ impl Machine<'_> {
         if !self.pickle.ids(seq).is_empty() || !fold.keeps(name) {
             return Ok(false);
         }
-        let mut reader = Reader { machine: self, pos: self.lexer.pos(), memoized: 0, kept: SmallVec::new() };
+        let pos = self.lexer.pos();
+        let mut reader = Reader { machine: self, fold: &mut *fold, pos, memoized: 0, kept: SmallVec::new(), depth: 0 };
         let mut record = Record::default();
-        if reader.read(&mut record).is_none() {
+        if reader.object(&mut record).is_none() {
             return Ok(false);
         }
         let Reader { pos, memoized, kept, .. } = reader;
@@ -138,25 +177,37 @@ enum Kept {
 }
 
 /// Looks ahead of the machine. `None` is whatever a record does not have.
-struct Reader<'m, 'a> {
+struct Reader<'m, 'a, F: ?Sized> {
     machine: &'m Machine<'a>,
+    fold: &'m mut F,
     pos: usize,
     /// Entries for the memo so far, and those of them that are kept.
     memoized: u32,
     kept: SmallVec<[(u32, Kept); 2]>,
+    /// Objects around the one that is read.
+    depth: usize,
 }
 
-impl<'a> Reader<'_, 'a> {
-    /// What follows NEWOBJ: an empty dict, MARK, fields, SETITEMS and BUILD.
-    fn read(&mut self, record: &mut Record<'a>) -> Option<()> {
+impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
+    /// What follows NEWOBJ: the state, and BUILD.
+    fn object(&mut self, record: &mut Record<'a>) -> Option<()> {
         self.memo_of_none()?;
-        self.expect(b'}')?;
+        match self.op()? {
+            b'}' => self.dict(record)?,
+            b'(' => self.tuple(record)?,
+            _ => return None,
+        }
+        self.expect(b'b')
+    }
+
+    /// What follows an empty dict: MARK, fields and SETITEMS.
+    fn dict(&mut self, record: &mut Record<'a>) -> Option<()> {
         self.memo_of_none()?;
         self.expect(b'(')?;
         loop {
             let op = self.op()?;
             if op == b'u' {
-                break;
+                return Some(());
             }
             let name = self.text(op)?.of(self.bytes());
             let op = self.op()?;
@@ -166,22 +217,108 @@ impl<'a> Reader<'_, 'a> {
                 return None;
             }
         }
-        self.expect(b'b')
+    }
+
+    /// What follows MARK: items and TUPLE.
+    fn tuple(&mut self, record: &mut Record<'a>) -> Option<()> {
+        loop {
+            match self.op()? {
+                b't' => break,
+                op @ 0x85..=0x87 => {
+                    // A tuple within the tuple.
+                    let above = record.fields.len().checked_sub(usize::from(op - 0x84))?;
+                    let number = |(_, field): (&[u8], Field<'_>)| match field {
+                        Field::Number(number) => Some(number),
+                        _ => None,
+                    };
+                    let dims: Option<SmallVec<[u64; 4]>> = record.fields.drain(above..).map(number).collect();
+                    self.memo_of_none()?;
+                    record.fields.push((b"", dims.map_or(Field::Other, Field::Dims)));
+                }
+                op => {
+                    let value = self.value(op)?;
+                    record.fields.push((b"", value));
+                }
+            }
+            if record.fields.len() > MAX_FIELDS {
+                return None;
+            }
+        }
+        self.memo_of_none()
     }
 
     fn value(&mut self, op: u8) -> Option<Field<'a>> {
         match op {
             b'N' => Some(Field::None),
+            0x88 | 0x89 => Some(Field::Other),
             0x8c => self.field_of_text(op),
+            b']' => self.rows().map(Field::Rows),
             b'h' | b'j' => match self.fetched(op)? {
                 Node::None => Some(Field::None),
                 Node::Int(number) => u64::try_from(number).ok().map(Field::Number),
                 Node::Str(span) => Some(Field::Text(std::str::from_utf8(span.of(self.bytes())).ok()?)),
                 Node::Dims(block) => Some(Field::Dims(SmallVec::from_slice(self.machine.pickle.dims(block)))),
-                Node::Global(index) if self.machine.pickle.globals[index as usize] == ("torch", "Size") => self.size(),
+                Node::Global(index) => match self.machine.pickle.globals[index as usize] {
+                    ("torch", "Size") => self.size(),
+                    class if self.peek() == Some(b')') => self.nested(class).map(Field::Row),
+                    global => Some(Field::Global(global)),
+                },
+                Node::Bool(_) => Some(Field::Other),
+                Node::Call(make) if self.machine.pickle.node(make.callee).global() != Some(("torch", "Size")) => {
+                    Some(Field::Other)
+                }
                 _ => None,
             },
             _ => self.number(op).map(Field::Number),
+        }
+    }
+
+    /// An object of a class that the fold keeps, which was fetched.
+    fn nested(&mut self, class: (&'a str, &'a str)) -> Option<Folded> {
+        self.expect(b')')?;
+        self.expect(0x81)?;
+        if self.depth + 1 == MAX_DEPTH || !self.fold.keeps(class) {
+            return None;
+        }
+        self.depth += 1;
+        let mut record = Record::default();
+        self.object(&mut record)?;
+        self.depth -= 1;
+        // What the fold will not have is for the machine to tell.
+        self.fold.record(class, &record).ok()?
+    }
+
+    /// The objects of a list, appended one by one or from MARK to APPENDS.
+    fn rows(&mut self) -> Option<SmallVec<[Folded; 1]>> {
+        self.memo_of_none()?;
+        let mut rows = SmallVec::new();
+        loop {
+            let start = self.pos;
+            match self.op()? {
+                b'(' => {
+                    while self.peek()? != b'e' {
+                        let op = self.op()?;
+                        let class = self.class(op)?;
+                        rows.push(self.nested(class)?);
+                    }
+                    self.expect(b'e')?;
+                }
+                op => {
+                    let Some(class) = self.class(op) else {
+                        self.pos = start;
+                        return Some(rows);
+                    };
+                    rows.push(self.nested(class)?);
+                    self.expect(b'a')?;
+                }
+            }
+        }
+    }
+
+    fn class(&mut self, op: u8) -> Option<(&'a str, &'a str)> {
+        match self.fetched(op)? {
+            Node::Global(index) => Some(self.machine.pickle.globals[index as usize]),
+            _ => None,
         }
     }
 
@@ -289,6 +426,10 @@ impl<'a> Reader<'_, 'a> {
 
     fn expect(&mut self, op: u8) -> Option<()> {
         (self.op()? == op).then_some(())
+    }
+
+    fn peek(&self) -> Option<u8> {
+        self.bytes().get(self.pos).copied()
     }
 
     fn op(&mut self) -> Option<u8> {

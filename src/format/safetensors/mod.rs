@@ -95,7 +95,7 @@ fn put_in_order(catalog: &mut Catalog, names: BTreeMap<String, (PathBuf, TensorI
             catalog.tensors[id.0 as usize].fqn = Fqn::from(name.as_str());
         }
     }
-    let entries = names.into_iter().map(|(name, id)| (Value::Str(name), Value::Tensor(id))).collect();
+    let entries = names.into_iter().map(|(name, id)| (Value::Str(name.into()), Value::Tensor(id))).collect();
     catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
 }
 

@@ -4,6 +4,7 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use super::ranks::{RankFile, single};
 use crate::catalog::path::key_text;
@@ -17,7 +18,7 @@ use crate::error::{Error, Result};
 pub fn disjoint(files: &[RankFile]) -> Result<Catalog> {
     let mut catalog = Catalog::empty();
     let mut entries: Vec<(Value, Value)> = Vec::new();
-    let mut owners: HashMap<Box<str>, PathBuf> = HashMap::new();
+    let mut owners: HashMap<Arc<str>, PathBuf> = HashMap::new();
     for file in files {
         let own = single(file)?;
         let Value::Dict(dict) = own.state else {

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use super::reader::Contents;
 use super::{Found, Group, View, chunk};
@@ -180,7 +181,7 @@ impl Merger<'_> {
     }
 
     fn merge_dict(&mut self, into: &mut Dict, from: Dict, file: usize) {
-        let mut positions: Option<HashMap<(Box<str>, bool), usize>> = None;
+        let mut positions: Option<HashMap<(Arc<str>, bool), usize>> = None;
         for (index, (key, value)) in from.entries.into_iter().enumerate() {
             // Ranks nearly always have the same keys in the same order.
             let same = into.entries.get(index).is_some_and(|(known, _)| *known == key);
@@ -217,7 +218,7 @@ impl Merger<'_> {
         match self.found(first) {
             Found::Plain(view) => {
                 let mut entry = TensorEntry::new(fqn, view.dtype, view.sizes.clone());
-                entry.stride = permuted_stride(&view.sizes, &view.strides);
+                entry.stride = permuted_stride(&view.sizes, &view.strides).map(Box::new);
                 for &part in parts {
                     if let Found::Plain(view) = self.found(part) {
                         let tile = Tile::from_region(&Region::whole(&view.sizes));
@@ -228,7 +229,10 @@ impl Merger<'_> {
             }
             Found::Distributed { local, shape, .. } => self.distributed(fqn, local, shape, parts, catalog),
             Found::Sharded { dtype, shape, stride, .. } => {
-                let entry = TensorEntry { stride: stride.clone(), ..TensorEntry::new(fqn, *dtype, shape.clone()) };
+                let entry = TensorEntry {
+                    stride: stride.clone().map(Box::new),
+                    ..TensorEntry::new(fqn, *dtype, shape.clone())
+                };
                 self.sharded(entry, parts)
             }
         }
@@ -385,7 +389,7 @@ impl Merger<'_> {
 }
 
 /// A key as text, and whether it is one: a dict may have both `0` and `'0'`.
-fn distinct_text(key: &Value) -> (Box<str>, bool) {
+fn distinct_text(key: &Value) -> (Arc<str>, bool) {
     (key_text(key), key.as_str().is_some())
 }
 

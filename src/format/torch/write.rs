@@ -102,7 +102,7 @@ pub fn save(source: &Catalog, value: &Value, file: &mut OutputFile, frames: &mut
             stored.len() - 1
         });
         let is_kept = matches!(stored[key].1, SavedOrder::Kept(_));
-        let strides = entry.stride.as_deref().filter(|_| is_kept);
+        let strides = entry.stride.as_ref().filter(|_| is_kept).map(|stride| stride.as_slice());
         write_view(writer, StoredView { strides, ..StoredView::whole(entry.dtype, key, &entry.shape) });
         Ok(())
     })?;
@@ -276,7 +276,7 @@ mod tests {
 
     fn entry(shape: &[u64], strides: &[u64]) -> TensorEntry {
         let stride = permuted_stride(shape, &strides.into());
-        TensorEntry { stride, ..TensorEntry::new("w".into(), Dtype::F32, shape.into()) }
+        TensorEntry { stride: stride.map(Box::new), ..TensorEntry::new("w".into(), Dtype::F32, shape.into()) }
     }
 
     fn written(entry: TensorEntry) -> (SavedTensor, Reserved) {

@@ -57,6 +57,8 @@ pub struct Cover {
 enum Index {
     /// A tensor without elements needs no tiles.
     Nothing,
+    /// One tile holds everything.
+    Whole(usize),
     Grid(Grid),
     Slabs(Slabs),
 }
@@ -80,6 +82,12 @@ impl Cover {
         }
         let index = match numel(shape) {
             Some(0) => Index::Nothing,
+            Some(_)
+                if let [(index, tile)] = held.as_slice()
+                    && is_whole(shape, tile) =>
+            {
+                Index::Whole(*index)
+            }
             Some(numel) => match Grid::prove(shape, &held) {
                 Some(grid) => Index::Grid(grid?),
                 None => Index::Slabs(Slabs::prove(shape, numel, &held)?),
@@ -98,12 +106,18 @@ impl Cover {
         match &self.index {
             Index::Nothing => {}
             _ if tile.is_empty() => {}
+            Index::Whole(index) => found.push(*index),
             Index::Grid(grid) => grid.overlapping(tile, &mut found),
             Index::Slabs(slabs) => slabs.overlapping(tile, &mut found),
         }
         found.sort_unstable();
         found.into_iter()
     }
+}
+
+/// Whether a tile within the shape is all of it.
+fn is_whole(shape: &[u64], tile: &Tile) -> bool {
+    tile.dims().iter().zip(shape).all(|(dim, &size)| dim.len() == size)
 }
 
 fn check_bounds(shape: &[u64], index: usize, tile: &Tile) -> Result<(), CoverError> {

@@ -15,7 +15,7 @@ fn two_seals(desk: &Desk) -> (Staging, Staging) {
 fn seal_again(staging: &Staging, generation: u32) -> Seal<'_> {
     let name = LeaseName { role: Role::Seal, generation };
     let lease = lease::Lease::take(&staging.partial, name).unwrap().unwrap();
-    Seal::with(staging, lease)
+    Seal { staging, lease }
 }
 
 #[test]

@@ -1,7 +1,5 @@
 //! Processes that are killed, at every point where something is decided.
 
-use std::io::Read;
-
 use super::*;
 use crate::fault;
 
@@ -23,7 +21,6 @@ fn the_child() {
     let out = Path::new(root).join("out");
     let staging = work(begin::begin(&out, shape, &claim, &plan, FAST, &Stop::default()).unwrap());
     write(&staging.folder().join("out"), "new");
-    println!("working");
     if flags("hang") {
         loop {
             std::thread::park();
@@ -50,13 +47,7 @@ fn put_old(desk: &Desk) {
 fn a_killed_process_is_dead_at_once() {
     let mut desk = Desk::new(Shape::Folder);
     let mut child = desk.in_child("hang", "");
-    let mut said = String::new();
-    let mut stdout = child.stdout.take().unwrap();
-    while !said.contains("working") {
-        let mut byte = [0];
-        assert_eq!(stdout.read(&mut byte).unwrap(), 1, "{said}");
-        said.push(char::from(byte[0]));
-    }
+    in_time(|| desk.partial().join("data/out").exists().then_some(()));
     desk.claim.resume = true;
     desk.refused(&["another run is writing", &child.id().to_string()]);
     child.kill().unwrap();

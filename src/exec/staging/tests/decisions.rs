@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::super::begin::{Verdict, judge};
+use super::super::judge::{Verdict, judge};
 use super::super::lease::Seen;
 use super::super::life::{Life, Watch};
 use super::super::wait::{Decision, decide};

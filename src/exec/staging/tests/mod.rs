@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use super::lease::{LeaseName, Phase, Process, Record, Role};
+use super::lease::{LeaseName, Phase, Record, Role};
+use super::life::Process;
 use super::*;
 
 /// As in earnest, faster.
@@ -91,7 +92,7 @@ impl Desk {
     /// Do something in a process of its own, which is killed at a fault point where one is given.
     fn in_child(&self, what: &str, point: &str) -> std::process::Child {
         Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "exec::staging::tests::deaths::the_child", "--nocapture"])
+            .args(["--exact", "exec::staging::tests::deaths::the_child"])
             .env("STAGING_TEST", format!("{what}\n{}\n{:?}", self.root.path().display(), self.shape))
             .env("DTSHARD_FAULT", point)
             .stdout(std::process::Stdio::piped())

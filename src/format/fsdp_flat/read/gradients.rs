@@ -138,15 +138,17 @@ impl Names<'_> {
                 (None, Place::Unit(unit)) => {
                     let Held { unit: params, .. } = one.held(unit);
                     let nothing = one.held(unit).parameters(*dtype, None);
-                    entries.extend(params.params.iter().zip(nothing).map(|(param, found)| {
-                        (Value::Str(param.fqn.to_string()), Value::Tensor(contents.push(found)))
-                    }));
+                    entries.extend(
+                        params.params.iter().zip(nothing).map(|(param, found)| {
+                            (Value::Str((&param.fqn).into()), Value::Tensor(contents.push(found)))
+                        }),
+                    );
                 }
                 (None, Place::Param(unit, param)) => {
                     let held = one.held(unit);
                     let known = &held.unit.params[param];
                     let found = held.sharded(known, *dtype, Vec::new());
-                    entries.push((Value::Str(known.fqn.to_string()), Value::Tensor(contents.push(found))));
+                    entries.push((Value::Str((&known.fqn).into()), Value::Tensor(contents.push(found))));
                 }
             }
         }

@@ -272,7 +272,7 @@ impl OneRank<'_> {
         let states = held.unit.params.iter().enumerate().map(|(index, param)| {
             let mut own = state.clone();
             own.map_tensors(&mut |id| made[&id][index]);
-            (Value::Str(param.fqn.to_string()), own)
+            (Value::Str((&param.fqn).into()), own)
         });
         Ok(states.collect())
     }
@@ -316,7 +316,7 @@ impl OneRank<'_> {
         }
         let mut own = state.clone();
         own.map_tensors(&mut |id| made.get(&id).copied().unwrap_or(id));
-        Ok((Value::Str(known.fqn.to_string()), own))
+        Ok((Value::Str((&known.fqn).into()), own))
     }
 
     fn wrong_size(&self, name: &Fqn, state: &Value, id: TensorId, expected: String, view: &View) -> Error {
@@ -335,9 +335,9 @@ impl OneRank<'_> {
             let Value::Dict(group) = group else { continue };
             let names = names.iter().flat_map(|name| match units.get(name) {
                 Some(unit) if !self.layout.use_orig_params => {
-                    unit.params.iter().map(|param| Value::Str(param.fqn.to_string())).collect()
+                    unit.params.iter().map(|param| Value::Str((&param.fqn).into())).collect()
                 }
-                _ => vec![Value::Str(name.to_string())],
+                _ => vec![Value::Str(name.into())],
             });
             if let Some((_, params)) = group.entries.iter_mut().find(|(key, _)| key.as_str() == Some(PARAMS)) {
                 *params = Value::List(names.collect());

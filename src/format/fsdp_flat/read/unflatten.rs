@@ -121,11 +121,11 @@ fn replaced(key: Value, value: Value, layout: &FlatLayout, ids: &HashMap<&Fqn, T
         }
         let names = unit.params.iter().map(|param| &param.fqn).chain(unit.shared.iter().map(|shared| &shared.fqn));
         let names = names.filter_map(|name| Some((name, *ids.get(name)?)));
-        return names.map(|(name, id)| (Value::Str(name.to_string()), Value::Tensor(id))).collect();
+        return names.map(|(name, id)| (Value::Str(name.into()), Value::Tensor(id))).collect();
     }
     let clean = clean_name(name);
     match ids.get(&Fqn::from(clean.as_str())) {
-        Some(&id) => vec![(Value::Str(clean), Value::Tensor(id))],
+        Some(&id) => vec![(Value::Str(clean.into()), Value::Tensor(id))],
         None => vec![(key, value)],
     }
 }

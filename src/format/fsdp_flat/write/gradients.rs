@@ -36,8 +36,8 @@ pub fn plan(dict: &Dict, path: &Path, names: &Names<'_>, plan: &mut Plan<'_>) ->
                     None => drop(gradients.insert(at, id)),
                 }
             }
-            (Leaf::Tensor(id), None) => entries.push((Value::Str(name), plan.whole_value(&Value::Tensor(id)))),
-            (Leaf::Object(value), _) => entries.push((Value::Str(name), plan.whole_value(value))),
+            (Leaf::Tensor(id), None) => entries.push((Value::Str(name.into()), plan.whole_value(&Value::Tensor(id)))),
+            (Leaf::Object(value), _) => entries.push((Value::Str(name.into()), plan.whole_value(value))),
         }
     }
     let layout = plan.layout;
@@ -50,7 +50,7 @@ pub fn plan(dict: &Dict, path: &Path, names: &Names<'_>, plan: &mut Plan<'_>) ->
             } else {
                 plan.whole_value(&Value::Tensor(*id))
             };
-            (Value::Str(wrapped_name(plan.param(*at).fqn.as_str(), layout)), item)
+            (Value::Str(wrapped_name(plan.param(*at).fqn.as_str(), layout).into()), item)
         });
         own.collect()
     } else {
@@ -77,7 +77,7 @@ fn of_units(gradients: &IndexMap<At, TensorId>, path: &Path, plan: &mut Plan<'_>
         }
         let storage = plan.storage(dtype, Content::Shard { unit, tensors, padding: Padding::Zero });
         let name = wrapped_name(known.key().as_str(), plan.layout);
-        entries.push((Value::Str(name), plan.item(storage, Role::State)));
+        entries.push((Value::Str(name.into()), plan.item(storage, Role::State)));
     }
     Ok(entries)
 }

@@ -52,11 +52,11 @@ pub fn wrapped(attributes: &Value, layout: &FlatLayout) -> Option<Value> {
 fn wrapped_entries(module: &str, value: &Value, layout: &FlatLayout) -> Vec<(Value, Value)> {
     let outside = wrapper(module, layout);
     if !is_unit(module, layout) {
-        return vec![(Value::Str(outside), value.clone())];
+        return vec![(Value::Str(outside.into()), value.clone())];
     }
     let version = Dict { entries: vec![(Value::Str("version".into()), Value::Int(1))], ..Dict::default() };
     let inside = join(&outside, FSDP_WRAPPED);
-    vec![(Value::Str(outside), Value::Dict(version)), (Value::Str(inside), value.clone())]
+    vec![(Value::Str(outside.into()), Value::Dict(version)), (Value::Str(inside.into()), value.clone())]
 }
 
 /// The path of a module with all the wrappers around it, but for its own.

@@ -56,9 +56,11 @@ pub fn plan(model: &Dict, names: &Names<'_>, plan: &mut Plan<'_>, notes: &mut Ve
     for (index, (name, entry)) in entries.into_iter().enumerate() {
         written.extend(before.get(&index).into_iter().flatten().map(|&unit| flats.flat(unit, plan)));
         match entry {
-            Entry::Parameter(at) => written.extend(flats.parameter(at, plan).map(|value| (Value::Str(name), value))),
-            Entry::Other(id) => written.push((Value::Str(name), plan.whole_value(&Value::Tensor(id)))),
-            Entry::Object(value) => written.push((Value::Str(name), plan.whole_value(value))),
+            Entry::Parameter(at) => {
+                written.extend(flats.parameter(at, plan).map(|value| (Value::Str(name.into()), value)));
+            }
+            Entry::Other(id) => written.push((Value::Str(name.into()), plan.whole_value(&Value::Tensor(id)))),
+            Entry::Object(value) => written.push((Value::Str(name.into()), plan.whole_value(value))),
         }
         written.extend(after.get(&index).into_iter().flatten().map(|&unit| flats.flat(unit, plan)));
     }
@@ -156,7 +158,7 @@ impl FlatParameters {
         let UnitStorage::Shard { storage, .. } = self.units[unit] else {
             unreachable!("only shards have a place");
         };
-        (Value::Str(plan.layout.units[unit].key().to_string()), plan.item(storage, Role::Flat))
+        (Value::Str((&plan.layout.units[unit].key()).into()), plan.item(storage, Role::Flat))
     }
 
     /// What a parameter is in its own name, if anything.

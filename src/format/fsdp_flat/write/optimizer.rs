@@ -55,7 +55,7 @@ pub fn plan(dict: &Dict, path: &Path, names: &Names<'_>, plan: &mut Plan<'_>) ->
 }
 
 fn write_group(options: &Dict, numbers: std::ops::Range<i64>, members: &[Member], plan: &mut Plan<'_>) -> Value {
-    let names: Vec<Value> = members.iter().map(|member| Value::Str(member.name(plan).to_string())).collect();
+    let names: Vec<Value> = members.iter().map(|member| Value::Str((&member.name(plan)).into())).collect();
     let entries = options.entries.iter().map(|(key, value)| {
         let value = match key.as_str() {
             Some(PARAMS) => Value::List(numbers.clone().map(Value::Int).collect()),

@@ -10,7 +10,7 @@ fn text(text: &str) -> Value {
     Value::Str(text.into())
 }
 
-fn dict<K: Into<String>>(entries: impl IntoIterator<Item = (K, Value)>) -> Value {
+fn dict<K: Into<std::sync::Arc<str>>>(entries: impl IntoIterator<Item = (K, Value)>) -> Value {
     let entries = entries.into_iter().map(|(key, value)| (Value::Str(key.into()), value)).collect();
     Value::Dict(Dict { entries, ..Dict::default() })
 }
@@ -106,7 +106,7 @@ impl Source {
 
 fn keys(tree: &Value, path: &[&str]) -> Vec<String> {
     let found = path.iter().fold(tree, |value, key| value.as_dict().unwrap().get(key).unwrap());
-    found.as_dict().unwrap().entries.iter().map(|(key, _)| crate::catalog::path::key_text(key).into()).collect()
+    found.as_dict().unwrap().entries.iter().map(|(key, _)| crate::catalog::path::key_text(key).to_string()).collect()
 }
 
 #[test]

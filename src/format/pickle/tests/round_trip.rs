@@ -19,7 +19,7 @@ fn leaf() -> impl Strategy<Value = Value> {
             Value::BigInt(bytes.into())
         }),
         any::<u64>().prop_map(|bits| Value::Float(f64::from_bits(bits))),
-        any::<String>().prop_map(Value::Str),
+        any::<String>().prop_map(|text| Value::Str(text.into())),
         Just(Value::SurrogateStr((*b"\xed\xbf\xbf").into())),
         vec(any::<u8>(), 0..20).prop_map(Value::Bytes),
         vec(any::<u8>(), 0..20).prop_map(Value::ByteArray),
@@ -35,7 +35,7 @@ fn tree() -> impl Strategy<Value = Value> {
         let items = || vec(inner.clone(), 0..6);
         let entries = || {
             btree_map(any::<String>(), inner.clone(), 0..6)
-                .prop_map(|map| map.into_iter().map(|(key, value)| (Value::Str(key), value)).collect::<Vec<_>>())
+                .prop_map(|map| map.into_iter().map(|(key, value)| (Value::Str(key.into()), value)).collect::<Vec<_>>())
         };
         prop_oneof![
             items().prop_map(Value::List),
