@@ -4,6 +4,7 @@
 //! what of that is not recorded as done, and records it. Whoever is done last finds everything recorded, seals and
 //! publishes; the others wait for that, or leave.
 
+use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
@@ -107,6 +108,14 @@ impl Producer<'_> {
         Known::read(self.staging.journals(), self.files(), self.conversion.carried.len())
     }
 
+    /// The same, as long as nobody has published and taken it away.
+    fn known_yet(&self) -> Result<Option<Known>> {
+        match self.known() {
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
+            known => known.map(Some),
+        }
+    }
+
     /// Write what is left of this part.
     fn write(&self) -> Result<Stats> {
         let Self { conversion, staging, options, run, .. } = *self;
@@ -146,8 +155,9 @@ impl Producer<'_> {
         let (files, carried) = (self.files(), conversion.carried.len());
         loop {
             // Alone, nothing is left to be found out but what earlier runs have done.
-            let known = (!self.part().is_alone() || staging.is_kept()).then(|| self.known()).transpose()?;
-            let is_all_there = known.as_ref().is_none_or(|known| is_complete(known, files, carried));
+            let is_brief = self.part().is_alone() && !staging.is_kept();
+            let known = if is_brief { None } else { self.known_yet()? };
+            let is_all_there = known.as_ref().map_or(is_brief, |known| is_complete(known, files, carried));
             if is_all_there
                 && self.has_everybody_begun()?
                 && let Some(right) = staging.try_seal()?
@@ -179,8 +189,7 @@ impl Producer<'_> {
                 Waited::NobodySeals if is_all_there => {}
                 Waited::NobodySeals => {
                     // They may have been done since the look above.
-                    let known = self.known()?;
-                    if !is_complete(&known, files, carried) {
+                    if let Some(known) = self.known_yet()?.filter(|known| !is_complete(known, files, carried)) {
                         return Err(self.incomplete(&known));
                     }
                 }

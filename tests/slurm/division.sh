@@ -6,6 +6,7 @@ check_division() {
         for to in "${conversions[@]}"; do check tasks_of_srun "$source" "$to"; done
     done
     for to in "${conversions[@]}"; do check elements_of_an_array "$to"; done
+    check elements_with_nothing_to_do
 }
 
 tasks_of_srun() {
@@ -32,5 +33,15 @@ elements_of_an_array() {
     same "out.$1" "$work/large.$1"
     tail -n 1 ?.log
     [ "$(cat ?.log | grep -c 'is done')" = 3 ]
+    [ "$(cat ?.log | grep -c wrote)" = 1 ]
+}
+
+# A file that is smaller than the least part: all but one find nothing to do, and DST there before they come or go.
+elements_with_nothing_to_do() {
+    local array
+    array=$(sbatch --parsable --output=%a.log --array=0-7 --wrap="
+        srun dtshard $(conversion safetensors "$work/small" out.safetensors) --parts 8 --resume")
+    ends "$array" COMPLETED
+    same out.safetensors "$work/small.safetensors"
     [ "$(cat ?.log | grep -c wrote)" = 1 ]
 }

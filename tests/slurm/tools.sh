@@ -69,8 +69,8 @@ ends() {
 }
 over() { [ -z "$(squeue --noheader --jobs="$1")" ]; }
 
-# DST PARTS: whether so many processes have done some of it.
-at_work() { [ "$(cat ".$1.dtshard-partial"/part-*.lease | grep -c '"done_bytes":[1-9]')" = "$2" ]; }
+# DST PARTS: whether so many processes are at work on it.
+at_work() { [ "$(compgen -G ".$1.dtshard-partial/part-*.lease" | wc -l)" = "$2" ]; }
 
 # TEXT: the first block of the page that has it.
 block() {
