@@ -28,7 +28,7 @@ start_again() {
 
 # The job script of the page, on a checkpoint that takes it some seconds.
 submit_preemptible() {
-    block '--job-name=preemptible' >preemptible.sbatch
+    block '--job-name=preemptible ' >preemptible.sbatch
     ln -s "$work/large" step-1000
     SLOWLY=1 sbatch --parsable --output=job.log preemptible.sbatch
 }
