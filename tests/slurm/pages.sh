@@ -54,6 +54,7 @@ an_array_of_which_one_failed_is_not_checked() {
     scripts array verify
     # Something else is where parts would work.
     mkdir .step-1000-dp3.dtshard-partial
+    touch .step-1000-dp3.dtshard-partial/precious
     submitted 'array=$(' CANCELLED
     grep 'is in the way, and has no plan' array.2.log
 }
