@@ -16,6 +16,10 @@ lint:
 interop *arguments:
     ci/interop {{ arguments }}
 
+# Jobs, arrays and preemption in a Slurm of two pretended nodes
+slurm:
+    ci/slurm
+
 # dtshard against cp, in memory: what to look at while working on it
 bench *arguments:
     cargo build --release --locked

@@ -6,7 +6,7 @@ use std::path::{Component, Path, PathBuf};
 use serde_json::json;
 
 use super::memory::within_memory;
-use super::produce::{Produced, produce};
+use super::produce::{Produced, Publisher, produce};
 use super::report::{Report, cast_warnings, left_out, notes};
 use super::run::Run;
 use super::source::Source;
@@ -145,9 +145,9 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     }
     check_replaceable(destination, conversion.shape, args.destination.overwrite)?;
     check_distinct(&conversion.reservation.files, &conversion.carried)?;
-    let (stats, is_published) = match produce(conversion, args, destination, options, run)? {
-        Produced::Published(stats) => (stats, true),
-        Produced::Part(stats) => (stats, false),
+    let (stats, publisher) = match produce(conversion, args, destination, options, run)? {
+        Produced::Published(stats, publisher) => (stats, Some(publisher)),
+        Produced::Part(stats) => (stats, None),
         Produced::Already => {
             printer.document(&report.document(&Stats::default()))?;
             printer.line(&format!("{} is there already, from the same source and options", destination.display()));
@@ -157,23 +157,25 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     let part = run.launch.part;
     let mut document = report.document(&stats);
     if !part.is_alone() {
-        document["part"] = json!({ "index": part.index, "of": part.of, "published": is_published });
+        document["part"] = json!({ "index": part.index, "of": part.of, "published": publisher.is_some() });
     }
     printer.document(&document)?;
-    for warning in cast_warnings(&stats) {
-        printer.warning(&warning);
+    // Only who publishes knows what the casts of all parts met.
+    if publisher != Some(Publisher::Other) {
+        cast_warnings(&stats).iter().for_each(|warning| printer.outcome(&format!("warning: {warning}")));
     }
     let seconds = started.elapsed().as_secs_f64();
-    printer.line(&if is_published {
-        report.closing_line(&stats, seconds)
-    } else {
-        format!(
+    match publisher {
+        // Where all wait, the first speaks for all, whoever publishes.
+        Some(_) if run.launch.waits => printer.line(&report.closing_line(&stats, seconds)),
+        Some(_) => printer.outcome(&report.closing_line(&stats, seconds)),
+        None => printer.outcome(&format!(
             "part {} of {} is done in {seconds:.1} s; the last part publishes {}",
-            run.launch.part.index,
-            run.launch.part.of,
+            part.index,
+            part.of,
             destination.display()
-        )
-    });
+        )),
+    }
     Ok(Status::Done)
 }
 

@@ -103,6 +103,13 @@ impl Printer {
         }
     }
 
+    /// One line of how it ended for this process, which no other says.
+    pub fn outcome(&self, text: &str) {
+        if !self.choice.quiet {
+            self.say(text);
+        }
+    }
+
     #[must_use]
     pub fn verbose(&self) -> bool {
         self.choice.verbose

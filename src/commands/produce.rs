@@ -4,6 +4,7 @@
 //! what of that is not recorded as done, and records it. Whoever is done last finds everything recorded, seals and
 //! publishes; the others wait for that, or leave.
 
+use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
@@ -33,11 +34,18 @@ use crate::storage::filesystem;
 /// How it ended.
 pub enum Produced {
     /// The destination is there.
-    Published(Stats),
+    Published(Stats, Publisher),
     /// This part is done; whichever is done last publishes.
     Part(Stats),
     /// The destination was there already, from the same plan.
     Already,
+}
+
+/// Who made the destination of all parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Publisher {
+    This,
+    Other,
 }
 
 /// Write `conversion` to `destination`, or this process's part of it.
@@ -100,6 +108,14 @@ impl Producer<'_> {
         Known::read(self.staging.journals(), self.files(), self.conversion.carried.len())
     }
 
+    /// The same, as long as nobody has published and taken it away.
+    fn known_yet(&self) -> Result<Option<Known>> {
+        match self.known() {
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
+            known => known.map(Some),
+        }
+    }
+
     /// Write what is left of this part.
     fn write(&self) -> Result<Stats> {
         let Self { conversion, staging, options, run, .. } = *self;
@@ -141,10 +157,12 @@ impl Producer<'_> {
         let mut is_sealer = !run.launch.waits || self.part().index == 0;
         loop {
             // Alone, nothing is left to be found out but what earlier runs have done.
-            let known = (!self.part().is_alone() || staging.is_kept()).then(|| self.known()).transpose()?;
-            let is_all_there = known.as_ref().is_none_or(|known| is_complete(known, files, carried));
+            let is_brief = self.part().is_alone() && !staging.is_kept();
+            let known = if is_brief { None } else { self.known_yet()? };
+            let is_all_there = known.as_ref().map_or(is_brief, |known| is_complete(known, files, carried));
             if is_sealer
                 && is_all_there
+                && self.has_everybody_begun()?
                 && let Some(right) = staging.try_seal()?
             {
                 if let Some(known) = known {
@@ -157,7 +175,7 @@ impl Producer<'_> {
                 run.stop.check()?;
                 staging.check()?;
                 right.publish(options.sync)?;
-                return Ok(Produced::Published(stats));
+                return Ok(Produced::Published(stats, Publisher::This));
             }
             if !run.launch.waits {
                 return Ok(Produced::Part(stats));
@@ -170,17 +188,22 @@ impl Producer<'_> {
                 seen = seen.max(done);
             };
             match staging.wait_published(&run.stop, &mut notify)? {
-                Waited::Published => return Ok(Produced::Published(stats)),
+                Waited::Published => return Ok(Produced::Published(stats, Publisher::Other)),
                 Waited::NobodySeals => {
                     is_sealer = true;
                     // They may have been done since the look above.
-                    let known = self.known()?;
-                    if !is_complete(&known, files, carried) {
+                    if let Some(known) = self.known_yet()?.filter(|known| !is_complete(known, files, carried)) {
                         return Err(self.incomplete(&known));
                     }
                 }
             }
         }
+    }
+
+    /// Of parts that run at once, one with nothing to do may come last: what is published by then is in its way.
+    fn has_everybody_begun(&self) -> Result<bool> {
+        let is_to_come = |other: &Other| matches!(other.state, OtherState::NotStarted | OtherState::Working);
+        Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_to_come))
     }
 
     fn done_of(&self, others: &[Other]) -> u64 {

@@ -32,7 +32,9 @@ impl<'a> Run<'a> {
     /// # Errors
     /// As [`Self::reading`].
     pub fn writing(args: &ConvertArgs, launch: Launch, printer: &'a Printer) -> Result<Self> {
-        let run = Self::begin(&args.source, !args.destination.no_sync, launch, printer)?;
+        // What a node has not written yet is nothing that another one could rely on.
+        let sync = !args.destination.no_sync || !launch.part.is_alone();
+        let run = Self::begin(&args.source, sync, launch, printer)?;
         run.introduce();
         Ok(run)
     }

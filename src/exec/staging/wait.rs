@@ -127,6 +127,14 @@ impl Staging {
         }
     }
 
+    /// Whether another process has put the output at the destination, and taken the partial folder away or is at it.
+    #[must_use]
+    pub fn was_published(&self) -> bool {
+        self.place.refresh();
+        let is_gone = self.find().is_ok_and(|found| found.is_none_or(|found| found.is_published));
+        is_gone && mark::is(&self.place.destination, self.fingerprint)
+    }
+
     /// Whether what was written is at the destination.
     pub(super) fn has_landed(&self) -> bool {
         let Some(there) = Identity::of(&self.place.destination) else { return false };

@@ -1,0 +1,83 @@
+# What checks have in common: checkpoints to convert, and jobs to wait for.
+
+conversions=(dcp ranks safetensors)
+
+# A real checkpoint, and one that is large enough for parts to begin and end within its files.
+make_sources() {
+    cp -r "$root/tests/fixtures/llama_tiny/dcp" "$work/small"
+    large_model >"$work/model.safetensors"
+    dtshard reshard "$work/model.safetensors" "$work/large" --to dcp --mesh dp=4 --quiet
+    for source in small large; do
+        for to in "${conversions[@]}"; do
+            dtshard $(conversion "$to" "$work/$source" "$work/$source.$to") --quiet
+        done
+    done
+}
+
+# A safetensors file of 24 matrices of 5.3 MB, whose rows are no power of two.
+large_model() {
+    local layers=24 rows=1031 columns=2571 header='' bytes layer
+    bytes=$((rows * columns * 2))
+    for ((layer = 0; layer < layers; layer++)); do
+        header+=",\"layers.$layer.w\":{\"dtype\":\"BF16\",\"shape\":[$rows,$columns]"
+        header+=",\"data_offsets\":[$((layer * bytes)),$(((layer + 1) * bytes))]}"
+    done
+    header="{${header:1}}"
+    printf '%b' "$(printf '\\x%02x' $((${#header} & 255)) $((${#header} >> 8)))" '\0\0\0\0\0\0'
+    printf '%s' "$header"
+    head -c $((layers * bytes)) /dev/urandom
+}
+
+# TO SOURCE DST: arguments. DST ends in TO.
+conversion() {
+    case $1 in
+        dcp) echo "reshard $2 $3 --mesh dp=3" ;;
+        ranks) echo "reshard $2 $3 --mesh dp=3 --to torch-ranks" ;;
+        safetensors) echo "consolidate $2 $3" ;;
+    esac
+}
+
+# DST EXPECTED: the same bytes, and nothing left beside.
+same() {
+    diff -r "$2" "$1"
+    [ -z "$(compgen -G ".$1.dtshard-*")" ]
+}
+
+# CODE COMMAND...: it must end with that code.
+exits() {
+    local code=0
+    "${@:2}" || code=$?
+    [ $code = "$1" ] || { echo "exit code $code, not $1: ${*:2}"; return 1; }
+}
+
+# CONDITION...: until it holds.
+await() {
+    local until=$((SECONDS + 60))
+    until "$@" >/dev/null 2>&1; do
+        [ $SECONDS -lt $until ] || { echo "waited in vain for: $*"; squeue; return 1; }
+        sleep 0.05
+    done
+}
+
+# JOB STATE: whether it is in it, and, of an array, all that is left of it.
+is() { [[ $(squeue --noheader --jobs="$1" --states=all --format=%T | sort -u) == "$2" ]]; }
+
+# JOB STATE: until it has ended, which must be so.
+ends() {
+    await over "$1"
+    is "$1" "$2" || { echo "job $1 is not $2"; scontrol show job "$1"; return 1; }
+}
+over() { [ -z "$(squeue --noheader --jobs="$1")" ]; }
+
+# DST PARTS: whether so many processes are at work on it.
+at_work() { [ "$(compgen -G ".$1.dtshard-partial/part-*.lease" | wc -l)" = "$2" ]; }
+
+# TEXT: the first block of the page that has it.
+block() {
+    awk -v text="$1" '
+        /^```bash$/ { inside = 1; block = ""; next }
+        /^```$/ && inside && index(block, text) { printf "%s", block; found = 1; exit }
+        /^```$/ { inside = 0 }
+        inside { block = block $0 "\n" }
+        END { exit !found }' "$root/docs/slurm.md"
+}
