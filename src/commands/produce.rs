@@ -97,7 +97,7 @@ impl Producer<'_> {
 
     /// What all runs have recorded.
     fn known(&self) -> Result<Known> {
-        Known::read(self.staging.journals(), self.files(), self.conversion.carried.len())
+        Known::read(self.staging.journals(), self.files(), self.conversion.carried.len(), self.options.sync)
     }
 
     /// Write what is left of this part.
