@@ -135,6 +135,17 @@ impl Producer<'_> {
 
     /// Publish where everything is there; else wait for those who do, or leave it to them.
     fn publish(&self, mut stats: Stats) -> Result<Produced> {
+        match self.seal_or_wait(&mut stats) {
+            Ok(true) => Ok(Produced::Published(stats)),
+            Ok(false) => Ok(Produced::Part(stats)),
+            // Another one took this one for dead and published, and what was to be sealed went away.
+            Err(Error::Io { .. }) if self.staging.is_published() => Ok(Produced::Published(stats)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// True where the destination is there now.
+    fn seal_or_wait(&self, stats: &mut Stats) -> Result<bool> {
         let Self { conversion, staging, run, options, .. } = *self;
         let (files, carried) = (self.files(), conversion.carried.len());
         // Of those that wait for each other the first one seals, and reports.
@@ -145,7 +156,7 @@ impl Producer<'_> {
             let is_all_there = known.as_ref().is_none_or(|known| is_complete(known, files, carried));
             if is_sealer
                 && is_all_there
-                && let Some(right) = staging.try_seal()?
+                && let Some(right) = staging.try_seal(&run.stop)?
             {
                 if let Some(known) = known {
                     seal(staging.folder(), files, &known, staging.journals(), options.sync)?;
@@ -157,10 +168,10 @@ impl Producer<'_> {
                 run.stop.check()?;
                 staging.check()?;
                 right.publish(options.sync)?;
-                return Ok(Produced::Published(stats));
+                return Ok(true);
             }
-            if !run.launch.waits {
-                return Ok(Produced::Part(stats));
+            if !run.launch.waits && !self.part().is_alone() {
+                return Ok(false);
             }
             let progress = Progress::start(run.printer, "waiting for others", conversion.reservation.len_bytes());
             let mut seen = 0;
@@ -170,7 +181,7 @@ impl Producer<'_> {
                 seen = seen.max(done);
             };
             match staging.wait_published(&run.stop, &mut notify)? {
-                Waited::Published => return Ok(Produced::Published(stats)),
+                Waited::Published => return Ok(true),
                 Waited::NobodySeals => {
                     is_sealer = true;
                     // They may have been done since the look above.

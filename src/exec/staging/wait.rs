@@ -127,6 +127,12 @@ impl Staging {
         }
     }
 
+    /// Whether somebody has published what this process worked on.
+    #[must_use]
+    pub fn is_published(&self) -> bool {
+        self.find().is_ok_and(|found| found.is_none_or(|found| found.is_published)) && self.has_landed()
+    }
+
     /// Whether what was written is at the destination.
     pub(super) fn has_landed(&self) -> bool {
         let Some(there) = Identity::of(&self.place.destination) else { return false };
