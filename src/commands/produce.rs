@@ -26,7 +26,7 @@ use crate::exec::fingerprint::fingerprint;
 use crate::exec::journal::Known;
 use crate::exec::log::{AtEnd, Log};
 use crate::exec::seal::{is_complete, seal};
-use crate::exec::staging::{Begun, Claim, Other, OtherState, Plan, Staging, Waited};
+use crate::exec::staging::{Begun, Claim, Other, OtherState, Plan, Seal, Staging, Waited};
 use crate::exec::{Extents, Options, Reporter, sources};
 use crate::quantity::human_bytes;
 use crate::storage::filesystem;
@@ -80,8 +80,14 @@ pub fn produce(
         Begun::Work(staging) => {
             let producer = Producer { conversion, staging: &staging, args, options, run };
             let produced = producer.write().and_then(|stats| producer.publish(stats));
-            let is_kept = staging.is_kept();
-            produced.map_err(|error| if is_kept { error.keeping(staging.journals()) } else { error })
+            match produced {
+                // Others have done all of it, and what this one was about to look at went away.
+                Err(Error::Io { .. } | Error::Usage { .. }) if staging.was_published() => {
+                    Ok(Produced::Published(Stats::default(), Publisher::Other))
+                }
+                Err(error) if staging.is_kept() => Err(error.keeping(staging.journals())),
+                produced => produced,
+            }
         }
     }
 }
@@ -105,7 +111,7 @@ impl Producer<'_> {
 
     /// What all runs have recorded.
     fn known(&self) -> Result<Known> {
-        Known::read(self.staging.journals(), self.files(), self.conversion.carried.len())
+        Known::read(self.staging.journals(), self.files(), self.conversion.carried.len(), self.options.sync)
     }
 
     /// The same, as long as nobody has published and taken it away.
@@ -151,7 +157,7 @@ impl Producer<'_> {
 
     /// Publish where everything is there; else wait for those who do, or leave it to them.
     fn publish(&self, mut stats: Stats) -> Result<Produced> {
-        let Self { conversion, staging, run, options, .. } = *self;
+        let Self { conversion, staging, run, .. } = *self;
         let (files, carried) = (self.files(), conversion.carried.len());
         // Of those that wait for each other the first one seals, and reports.
         let mut is_sealer = !run.launch.waits || self.part().index == 0;
@@ -163,31 +169,17 @@ impl Producer<'_> {
             if is_sealer
                 && is_all_there
                 && self.has_everybody_begun()?
-                && let Some(right) = staging.try_seal()?
+                && let Some(right) = staging.try_seal(&run.stop)?
             {
-                if let Some(known) = known {
-                    seal(staging.folder(), files, &known, staging.journals(), options.sync)?;
-                    stats.lose(&known.lost);
-                }
-                if self.args.destination.verify {
-                    read_back(conversion, staging.folder(), run)?;
-                }
-                run.stop.check()?;
-                staging.check()?;
-                right.publish(options.sync)?;
+                self.seal(right, known, &mut stats)?;
                 return Ok(Produced::Published(stats, Publisher::This));
             }
-            if !run.launch.waits {
-                return Ok(Produced::Part(stats));
+            if !run.launch.waits && !self.part().is_alone() {
+                return known
+                    .filter(|known| !self.is_own_done(known))
+                    .map_or(Ok(Produced::Part(stats)), |known| Err(self.incomplete(&known)));
             }
-            let progress = Progress::start(run.printer, "waiting for others", conversion.reservation.len_bytes());
-            let mut seen = 0;
-            let mut notify = |others: &[Other]| {
-                let done = self.done_of(others);
-                progress.advance(u64::saturating_sub(done, seen));
-                seen = seen.max(done);
-            };
-            match staging.wait_published(&run.stop, &mut notify)? {
+            match self.wait()? {
                 Waited::Published => return Ok(Produced::Published(stats, Publisher::Other)),
                 Waited::NobodySeals => {
                     is_sealer = true;
@@ -200,15 +192,42 @@ impl Producer<'_> {
         }
     }
 
+    /// Complete the output, all of which is there, and put it at the destination.
+    fn seal(&self, right: Seal<'_>, known: Option<Known>, stats: &mut Stats) -> Result<()> {
+        let Self { conversion, staging, run, options, .. } = *self;
+        if let Some(known) = known {
+            seal(staging.folder(), self.files(), &known, staging.journals(), options.sync)?;
+            stats.lose(&known.lost);
+        }
+        if self.args.destination.verify {
+            read_back(conversion, staging.folder(), run)?;
+        }
+        run.stop.check()?;
+        staging.check()?;
+        right.publish(options.sync)
+    }
+
+    fn wait(&self) -> Result<Waited> {
+        let Self { conversion, staging, run, .. } = *self;
+        let progress = Progress::start(run.printer, "waiting for others", conversion.reservation.len_bytes());
+        let mut seen = 0;
+        let mut notify = |others: &[Other]| {
+            let own = staging.done_bytes().load(Ordering::Relaxed);
+            let done = others.iter().map(|other| other.done_bytes).fold(own, u64::saturating_add);
+            progress.advance(done.saturating_sub(seen));
+            seen = seen.max(done);
+        };
+        staging.wait_published(&run.stop, &mut notify)
+    }
+
+    fn is_own_done(&self, known: &Known) -> bool {
+        stretch(self.files(), self.part()).without(&known.done).is_empty()
+    }
+
     /// Of parts that run at once, one with nothing to do may come last: what is published by then is in its way.
     fn has_everybody_begun(&self) -> Result<bool> {
         let is_to_come = |other: &Other| matches!(other.state, OtherState::NotStarted | OtherState::Working);
         Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_to_come))
-    }
-
-    fn done_of(&self, others: &[Other]) -> u64 {
-        let own = self.staging.done_bytes().load(Ordering::Relaxed);
-        others.iter().map(|other| other.done_bytes).fold(own, u64::saturating_add)
     }
 
     fn incomplete(&self, known: &Known) -> Error {
