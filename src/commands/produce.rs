@@ -85,7 +85,7 @@ pub fn produce(
                 Err(Error::Io { .. } | Error::Usage { .. }) if staging.was_published() => {
                     Ok(Produced::Published(Stats::default(), Publisher::Other))
                 }
-                Err(error) if staging.is_kept() => Err(error.keeping(staging.journals())),
+                Err(error) if staging.is_kept() => Err(error.keeping(staging.partial())),
                 produced => produced,
             }
         }
@@ -237,7 +237,7 @@ impl Producer<'_> {
                 "all parts say that they are done, and {} of {} are not recorded in {}",
                 human_bytes(missing.len_bytes()),
                 human_bytes(self.conversion.reservation.len_bytes()),
-                self.staging.journals().display()
+                self.staging.partial().display()
             ),
             "the same command with --resume does what is missing",
         )

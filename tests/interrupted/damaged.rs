@@ -93,12 +93,12 @@ fn journals_that_lie_about_what_can_be() {
     ];
     for (nth, content) in hostile.into_iter().enumerate() {
         left.put_back();
-        fs::write(left.job.partial().join("part-9-of-9.0.journal"), &content).unwrap();
+        fs::write(left.job.work().join("part-9-of-9.0.journal"), &content).unwrap();
         assert!(goes_on(&left.job, &nth.to_string()), "{nth}");
     }
     // A journal that is no file is not read.
     left.put_back();
-    fs::create_dir(left.job.partial().join("part-9-of-9.0.journal")).unwrap();
+    fs::create_dir(left.job.work().join("part-9-of-9.0.journal")).unwrap();
     assert!(!goes_on(&left.job, "a folder"));
 }
 

@@ -155,10 +155,16 @@ impl Job {
         self.desk().join(format!(".{}.dtshard-partial", self.kind.target))
     }
 
-    /// The files of the partial folder with this suffix.
+    /// The folder in the partial folder that has its output and its journals.
+    pub fn work(&self) -> PathBuf {
+        let found = names(&self.partial()).into_iter().find(|name| name.starts_with("work-"));
+        self.partial().join(found.expect("a partial folder has one"))
+    }
+
+    /// The leases or journals of the partial folder, by their suffix.
     pub fn of_partial(&self, suffix: &str) -> Vec<PathBuf> {
-        let names = names(&self.partial());
-        names.iter().filter(|name| name.ends_with(suffix)).map(|name| self.partial().join(name)).collect()
+        let folder = if suffix == ".journal" { self.work() } else { self.partial() };
+        names(&folder).iter().filter(|name| name.ends_with(suffix)).map(|name| folder.join(name)).collect()
     }
 
     pub fn clear(&self) {

@@ -206,7 +206,7 @@ fn data_that_changed() {
         let job = Job::new(kind);
         for (what, found, change) in changes {
             leave(&job, "");
-            let data = job.partial().join("data");
+            let data = job.work().join("data");
             let file = data.join(names(&data).into_iter().rfind(|name| !name.ends_with("json")).unwrap());
             change(&file);
             let words = ["of which some are recorded as done", found, "--restart"];
@@ -222,7 +222,7 @@ fn data_that_changed() {
         }
         // The first file has something of the first window.
         leave(&job, "--parts 1");
-        let data = job.partial().join("data");
+        let data = job.work().join("data");
         names(&data).iter().for_each(|name| fs::remove_file(data.join(name)).unwrap());
         refuses(&job, "--resume", &["found no file"]);
     }

@@ -195,6 +195,7 @@ impl Beginning<'_> {
         if self.claim.sync {
             sync_folder(&partial)?;
         }
+        let work = partial.join(judged.plan.work());
         let staging = Staging {
             place: self.place.clone(),
             shape: self.shape,
@@ -202,8 +203,9 @@ impl Beginning<'_> {
             fingerprint: self.plan.fingerprint,
             plan: judged.plan,
             pace: self.pace,
-            data: partial.join(DATA),
-            journal: partial.join(name.journal()),
+            data: work.join(DATA),
+            journal: work.join(name.journal()),
+            work,
             partial,
             lease: Some(lease),
             lost,

@@ -78,7 +78,7 @@ impl Staging {
     fn move_in(&self) -> Result<()> {
         let destination = &self.place.destination;
         for _ in 0..TRIES {
-            let source = output(&self.partial, self.shape).map_err(Error::io("find", &self.data))?;
+            let source = output(&self.work, self.shape).map_err(Error::io("find", &self.data))?;
             let Some((source, mine)) = source.and_then(|path| Identity::of(&path).map(|mine| (path, mine))) else {
                 return if self.has_landed() { Ok(()) } else { Err(self.lost_error(Lost::Gone)) };
             };
@@ -154,7 +154,7 @@ impl Seal<'_> {
     pub fn publish(self, sync: bool) -> Result<()> {
         let staging = self.staging;
         if let Some(output) =
-            output(&staging.partial, staging.shape).map_err(Error::io("find what was written in", &staging.partial))?
+            output(&staging.work, staging.shape).map_err(Error::io("find what was written in", &staging.work))?
         {
             mark::set(&output, staging.fingerprint);
             fault::point("commit-marked");

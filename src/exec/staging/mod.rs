@@ -8,13 +8,14 @@
 //! ```text
 //! .NAME.dtshard-partial/
 //!     plan.json                what is being written
-//!     data/                    the output
 //!     part-2-of-4.0.lease      who works on part 2, generation 0
-//!     part-2-of-4.0.journal    what that process has done
 //!     seal.0.lease             who seals
+//!     work-1f0c96a2b7d4/       named by the plan: no other folder at this place ever has one of that name
+//!         data/                    the output
+//!         part-2-of-4.0.journal    what the process with that lease has done
 //! ```
 //!
-//! Invariant: `plan.json` and `data` come with the folder and are never made again, so that output which was there and
+//! Invariant: `plan.json` and `work-ID/data` come with the folder and are never made again, so that output which was there and
 //! is not was published. Only creation with `O_EXCL` and renames decide anything, as on network file systems nothing
 //! else does.
 
@@ -126,6 +127,7 @@ pub struct Staging {
     plan: Planned,
     pace: Pace,
     partial: PathBuf,
+    work: PathBuf,
     data: PathBuf,
     journal: PathBuf,
     /// `None` once dropped.
@@ -163,6 +165,12 @@ impl Staging {
     /// The folder that has the journals of all parts, `*.journal`.
     #[must_use]
     pub fn journals(&self) -> &Path {
+        &self.work
+    }
+
+    /// What is left beside the destination, where that is kept.
+    #[must_use]
+    pub fn partial(&self) -> &Path {
         &self.partial
     }
 
@@ -199,8 +207,7 @@ impl Staging {
     /// As [`Staging::check`], `Io`.
     pub fn finish(&self) -> Result<()> {
         self.check()?;
-        if let Some(identity) = plan::output(&self.partial, self.shape).ok().flatten().as_deref().and_then(Identity::of)
-        {
+        if let Some(identity) = plan::output(&self.work, self.shape).ok().flatten().as_deref().and_then(Identity::of) {
             let _ = self.identity.set(identity);
         }
         self.lease().finish()

@@ -27,7 +27,7 @@ pub(super) struct Place {
     name: OsString,
 }
 
-/// The folder in the partial folder that has the output.
+/// The folder in the work folder that has the output.
 pub(super) const DATA: &str = "data";
 pub(super) const PLAN: &str = "plan.json";
 
@@ -121,11 +121,12 @@ impl Place {
     }
 
     fn fill(draft: &Path, plan: &Planned, sync: bool) -> io::Result<()> {
-        fs::create_dir(draft.join(DATA))?;
+        fs::create_dir_all(draft.join(plan.work()).join(DATA))?;
         let mut file = File::create_new(draft.join(PLAN))?;
         file.write_all(&plan.to_bytes())?;
         if sync {
             file.sync_all()?;
+            File::open(draft.join(plan.work()))?.sync_all()?;
             File::open(draft)?.sync_all()?;
         }
         Ok(())
@@ -188,6 +189,11 @@ pub(super) fn unique() -> String {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let text = format!("{:?} {:?} {now:?}", Process::this(), std::thread::current().id());
     blake3::hash(text.as_bytes()).to_hex()[..12].to_owned()
+}
+
+/// Whether a text can be one of [`unique`].
+pub(super) fn is_unique(text: &str) -> bool {
+    text.len() == 12 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
 /// True where something is not there (any more).

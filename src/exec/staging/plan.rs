@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::lease::{Seen, read_leases};
-use super::place::{DATA, Identity, PLAN, is_gone};
+use super::place::{DATA, Identity, PLAN, exists, is_gone, is_unique};
 use super::{Claim, Plan, Shape};
 use crate::error::{Error, Result};
 
@@ -45,6 +45,12 @@ impl Planned {
         bytes
     }
 
+    /// The folder for output and journals, in the partial folder. It is named after this one: a process that slept while
+    /// the partial folder was thrown away and made anew finds nothing that it could write to.
+    pub fn work(&self) -> String {
+        format!("work-{}", self.id)
+    }
+
     /// What differs from `plan`, if anything does.
     pub fn difference(&self, plan: &Plan<'_>) -> Option<String> {
         if self.version != plan.version {
@@ -58,7 +64,7 @@ impl Planned {
     pub fn read(folder: &Path) -> io::Result<Option<Self>> {
         let mut bytes = Vec::new();
         match File::open(folder.join(PLAN)).and_then(|file| file.take(MOST_BYTES).read_to_end(&mut bytes)) {
-            Ok(_) => Ok(serde_json::from_slice(&bytes).ok()),
+            Ok(_) => Ok(serde_json::from_slice(&bytes).ok().filter(|plan: &Self| is_unique(&plan.id))),
             Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::NotADirectory => Ok(None),
             Err(error) => Err(error),
         }
@@ -68,7 +74,7 @@ impl Planned {
 /// What stands where a partial folder would be.
 pub(super) enum Found {
     Nothing,
-    /// No plan: not from this version, or from nobody.
+    /// No plan, or nothing but that: not from this version, or from nobody.
     Junk,
     Partial(Partial),
 }
@@ -95,14 +101,17 @@ impl Found {
                 Ok(_) if is_empty(fs::read_dir(folder)?) => return Ok(Self::Nothing),
                 Ok(_) => {}
             }
-            let Some(plan) = Planned::read(folder)? else {
-                // Junk, or another folder since.
-                return Ok(if Identity::of(folder) == before { Self::Junk } else { Self::Nothing });
-            };
+            // Junk, or another folder since.
+            let junk = || Ok(if Identity::of(folder) == before { Self::Junk } else { Self::Nothing });
+            let Some(plan) = Planned::read(folder)? else { return junk() };
+            let work = folder.join(plan.work());
+            if !exists(&work) {
+                return junk();
+            }
             let leases = read_leases(folder)?;
             // In this order: once somebody sealed, only publishing takes the output away.
             let has_sealer = leases.iter().any(|seen| seen.name.is_seal());
-            let is_published = has_sealer && output(folder, shape)?.is_none();
+            let is_published = has_sealer && output(&work, shape)?.is_none();
             Ok(Self::Partial(Partial { plan, leases, is_published }))
         };
         match read() {
@@ -113,8 +122,8 @@ impl Found {
 }
 
 /// What is to be renamed to the destination, if it is there.
-pub(super) fn output(partial: &Path, shape: Shape) -> io::Result<Option<PathBuf>> {
-    let data = partial.join(DATA);
+pub(super) fn output(work: &Path, shape: Shape) -> io::Result<Option<PathBuf>> {
+    let data = work.join(DATA);
     let first = match shape {
         Shape::Folder => data.symlink_metadata().map(|_| Some(data)),
         Shape::File => fs::read_dir(&data).and_then(|mut entries| {

@@ -81,7 +81,7 @@ fn a_published_partial_is_no_work() {
         desk.claim.resume = true;
         let (first, second) = two_seals(&desk);
         let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
-        let output = plan::output(&desk.partial(), shape).unwrap().unwrap();
+        let output = plan::output(&desk.work(), shape).unwrap().unwrap();
         fs::rename(output, desk.out()).unwrap();
         // The sealer lives: it is waited for.
         assert!(second.try_seal(&Stop::default()).unwrap().is_none());
@@ -95,7 +95,7 @@ fn a_published_partial_is_no_work() {
         desk.claim.resume = true;
         let (first, second) = two_seals(&desk);
         drop(first.try_seal(&Stop::default()).unwrap().unwrap());
-        let output = plan::output(&desk.partial(), shape).unwrap().unwrap();
+        let output = plan::output(&desk.work(), shape).unwrap().unwrap();
         mark::set(&output, desk.fingerprint);
         let has_mark = mark::is(&output, desk.fingerprint);
         fs::rename(output, desk.out()).unwrap();

@@ -47,7 +47,7 @@ fn put_old(desk: &Desk) {
 fn a_killed_process_is_dead_at_once() {
     let mut desk = Desk::new(Shape::Folder);
     let mut child = desk.in_child("hang", "");
-    in_time(|| desk.partial().join("data/out").exists().then_some(()));
+    in_time(|| desk.data().join("out").exists().then_some(()));
     desk.claim.resume = true;
     desk.refused(&["another run is writing", &child.id().to_string()]);
     child.kill().unwrap();

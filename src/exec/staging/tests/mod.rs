@@ -52,6 +52,17 @@ impl Desk {
         self.root.path().join(".out.dtshard-partial")
     }
 
+    /// The only one.
+    fn work(&self) -> PathBuf {
+        let names = fs::read_dir(self.partial()).into_iter().flatten().map(|entry| entry.unwrap().file_name());
+        let work = names.map(|name| name.into_string().unwrap()).find(|name| name.starts_with("work-"));
+        self.partial().join(work.unwrap_or_default())
+    }
+
+    fn data(&self) -> PathBuf {
+        self.work().join("data")
+    }
+
     fn begin_as(&self, claim: &Claim) -> Result<Begun> {
         let plan = Plan { fingerprint: self.fingerprint, version: self.version };
         begin::begin(&self.out(), self.shape, claim, &plan, FAST, &Stop::default())

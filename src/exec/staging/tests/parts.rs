@@ -154,7 +154,7 @@ fn a_part_that_does_not_come_or_goes_is_named() {
     says(&error, &["part 2 of 4 stopped: its process is gone", ".out.dtshard-partial", "--resume"]);
     // Nothing is lost with it.
     drop(first);
-    assert!(desk.partial().join("data").exists());
+    assert!(desk.data().exists());
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn restart_of_a_launch() {
         for index in 0..4 {
             desk.leave_behind(Part { index, of: 4 });
         }
-        write(&desk.partial().join("data/junk"), "x");
+        write(&desk.data().join("junk"), "x");
         let run = |index| {
             let part = Part { index, of: 3 };
             whole_run(&desk, &Claim { part, restart: true, run: Some("job.2".into()), ..claim() })
@@ -249,7 +249,7 @@ fn restart_without_a_launch_or_its_first_part() {
     says(&desk.part(0, 2).unwrap_err(), &["--restart"]);
     desk.claim.parts_wait = true;
     says(&desk.part(1, 2).unwrap_err(), &["part 0 of 2 has not started"]);
-    assert_eq!(names(&desk.partial().join("data")), ["a"]);
+    assert_eq!(names(&desk.data()), ["a"]);
 }
 
 /// Of many that throw away the same thing, one works at a time, and what lives is never thrown away.
@@ -268,4 +268,20 @@ fn restarts_at_once() {
             staging.check().unwrap();
         }
     }
+}
+
+/// What sleeps while its folder is thrown away and made anew has no name for anything in the new one.
+#[test]
+fn a_sleeper_finds_nothing_of_its_successor() {
+    let mut desk = Desk::new(Shape::Folder);
+    desk.claim.resume = true;
+    let sleeper = desk.begin().unwrap();
+    fs::rename(desk.partial(), desk.root.path().join("elsewhere")).unwrap();
+    desk.fingerprint = Fingerprint([8; 32]);
+    let successor = desk.begin().unwrap();
+    for path in [sleeper.folder().join("out"), sleeper.journal().to_owned()] {
+        assert_eq!(fs::write(&path, "late").unwrap_err().kind(), std::io::ErrorKind::NotFound);
+    }
+    assert!(plan::output(&sleeper.work, Shape::Folder).unwrap().is_none());
+    assert_eq!((names(successor.journals()), names(successor.folder())), (vec!["data".into()], vec![]));
 }

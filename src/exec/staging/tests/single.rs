@@ -134,7 +134,13 @@ fn what_is_no_partial_of_this_version_is_only_thrown_away() {
         fs::create_dir(path).unwrap();
         write(&path.join("plan.json"), "{");
     };
-    for make in [&old_version as &dyn Fn(&Path), &file, &damaged] {
+    // Nor does a plan name what lies elsewhere.
+    let straying = |path: &Path| {
+        fs::create_dir_all(path.join("work-/x/data")).unwrap();
+        let plan = r#"{"version":"1","fingerprint":"07","run":null,"parts":1,"id":"/x"}"#;
+        write(&path.join("plan.json"), plan);
+    };
+    for make in [&old_version as &dyn Fn(&Path), &file, &damaged, &straying] {
         let mut desk = Desk::new(Shape::Folder);
         make(&desk.partial());
         desk.refused(&["did not finish", ".out.dtshard-partial", "--restart"]);
@@ -161,7 +167,7 @@ fn a_partial_of_another_plan_is_not_gone_on_with() {
     desk.version = "1";
     desk.fingerprint = Fingerprint([8; 32]);
     desk.refused(&["another source, or of other options", "--restart"]);
-    assert_eq!(names(&desk.partial().join("data")), ["a"]);
+    assert_eq!(names(&desk.data()), ["a"]);
     desk.claim = Claim { restart: true, ..claim() };
     publish(&desk.begin().unwrap());
     assert_eq!(desk.names(), ["out"]);
