@@ -1,7 +1,8 @@
-//! INT, TERM, USR1 and USR2 as a flag that workers look at between strips.
+//! What ends a run before its time, as a flag that workers look at between strips: INT, TERM, USR1 and USR2, or that
+//! another process has what this one works on.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ};
 use signal_hook::flag;
@@ -12,6 +13,8 @@ use crate::error::{Error, INTERRUPTED, Result};
 #[derive(Clone, Debug, Default)]
 pub struct Stop {
     signal: Arc<AtomicUsize>,
+    /// Message and hint, of what is no business of this process any more.
+    loss: Arc<OnceLock<(String, String)>>,
 }
 
 /// What stops a run, and the exit code of one that keeps nothing: as a shell says it of a command that a signal ended.
@@ -44,9 +47,21 @@ impl Stop {
         Ok(())
     }
 
+    /// Somebody else has what this process works on; say so in these words, a message and a hint.
+    pub fn lose(&self, words: (String, String)) {
+        let _ = self.loss.set(words);
+    }
+
+    /// # Errors
+    /// `Stopped` once a signal has come, `Usage` once the work is lost to another process.
+    pub fn check(&self) -> Result<()> {
+        self.check_signal()?;
+        self.loss.get().map_or(Ok(()), |(message, hint)| Err(Error::usage(message, hint)))
+    }
+
     /// # Errors
     /// `Stopped` once a signal has come.
-    pub fn check(&self) -> Result<()> {
+    pub fn check_signal(&self) -> Result<()> {
         let came = self.signal.load(Ordering::Relaxed);
         match STOPPING.iter().find(|(number, ..)| usize::try_from(*number) == Ok(came)) {
             None => Ok(()),
@@ -60,6 +75,16 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+
+    #[test]
+    fn work_that_is_lost_ends_after_a_signal_only() {
+        let stop = Stop::default();
+        stop.clone().lose(("taken over".into(), "wait".into()));
+        assert!(stop.check_signal().is_ok());
+        assert_eq!(stop.check().unwrap_err().to_string(), "taken over");
+        stop.signal.store(usize::try_from(SIGTERM).unwrap(), Ordering::Relaxed);
+        assert!(matches!(stop.check(), Err(Error::Stopped { signal: "TERM", .. })));
+    }
 
     #[test]
     fn the_exit_code_tells_whether_to_try_again() {

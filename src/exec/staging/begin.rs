@@ -13,6 +13,7 @@ use super::commit::recover;
 use super::judge::{Verdict, judge};
 use super::lease::{Lease, LeaseName, Role, Seen, read_leases};
 use super::life::{Life, Watch};
+use super::loss::Holding;
 use super::place::{ASIDE, DATA, GONE, Place, is_gone, sync_folder, unique};
 use super::plan::{Found, Partial, Planned};
 use super::{Begun, Claim, Pace, Plan, Shape, Staging, mark};
@@ -33,10 +34,11 @@ pub(super) fn begin(
     let place = Place::of(destination)?;
     fs::create_dir_all(&place.parent).map_err(Error::io("create", &place.parent))?;
     let watch = Watch::new(pace.dead_after);
-    let mut beginning = Beginning { place, shape, claim, plan, pace, watch, since: Instant::now(), made: None };
+    let since = Instant::now();
+    let mut beginning = Beginning { place, shape, claim, plan, pace, stop, watch, since, made: None };
     beginning.refuse_restart_of_strangers()?;
     beginning.place.sweep(&[GONE]);
-    let begun = beginning.run(stop);
+    let begun = beginning.run();
     if begun.is_err() {
         beginning.leave();
     }
@@ -49,6 +51,7 @@ struct Beginning<'a> {
     claim: &'a Claim,
     plan: &'a Plan<'a>,
     pace: Pace,
+    stop: &'a Stop,
     watch: Watch,
     since: Instant,
     /// The partial folder that this process has made.
@@ -64,14 +67,14 @@ enum Next {
 }
 
 impl Beginning<'_> {
-    fn run(&mut self, stop: &Stop) -> Result<Begun> {
+    fn run(&mut self) -> Result<Begun> {
         loop {
             match self.step()? {
                 Next::Begun(begun) => return Ok(begun),
                 Next::Again => {}
                 Next::Later => sleep(self.pace.look),
             }
-            stop.check()?;
+            self.stop.check()?;
         }
     }
 
@@ -184,24 +187,34 @@ impl Beginning<'_> {
             lease.retract();
             return Err(error);
         }
+        let holding = Arc::new(Holding {
+            destination: self.place.destination.clone(),
+            partial: partial.clone(),
+            plan: judged.plan,
+            part: self.claim.part,
+            lease: name,
+            known,
+            dead_after: self.pace.dead_after,
+        });
         let lost = Arc::new(OnceLock::new());
-        let (tell, folder, shape, id) = (Arc::clone(&lost), partial.clone(), self.shape, judged.plan.id.clone());
+        let (held, tell, stop) = (Arc::clone(&holding), Arc::clone(&lost), self.stop.clone());
         let look = move || {
-            if let Some(loss) = Staging::look_for_loss(&folder, shape, &id, name, &known) {
+            if let Ok(Some(loss)) = held.look() {
                 let _ = tell.set(loss);
+                stop.lose(held.words(loss));
             }
         };
         lease.start(self.pace.beat, look).map_err(Error::io("write a lease in", &partial))?;
         if self.claim.sync {
             sync_folder(&partial)?;
         }
-        let work = partial.join(judged.plan.work());
+        let work = partial.join(holding.plan.work());
         let staging = Staging {
             place: self.place.clone(),
             shape: self.shape,
             claim: self.claim.clone(),
             fingerprint: self.plan.fingerprint,
-            plan: judged.plan,
+            holding,
             pace: self.pace,
             data: work.join(DATA),
             journal: work.join(name.journal()),

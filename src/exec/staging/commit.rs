@@ -13,9 +13,10 @@ use std::thread::sleep;
 
 use super::lease::{Lease, LeaseName, Role};
 use super::life::Life;
+use super::loss::Lost;
 use super::place::{Identity, Place, exists, is_gone, rename_new, sync_folder, sync_folders};
 use super::plan::output;
-use super::{Lost, Shape, Staging, mark};
+use super::{Shape, Staging, mark};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::fault;
@@ -38,7 +39,7 @@ impl Staging {
     /// `Io`, `Stopped`
     pub fn try_seal(&self, stop: &Stop) -> Result<Option<Seal<'_>>> {
         let generation = loop {
-            stop.check()?;
+            stop.check_signal()?;
             let Some(found) = self.find()?.filter(|found| !found.is_published) else { return Ok(None) };
             match (self.sealer(&found), found.leases.iter().find(|seen| seen.name.is_seal())) {
                 (Some(Life::Dead), Some(seen)) => break seen.name.generation.saturating_add(1),
@@ -80,7 +81,7 @@ impl Staging {
         for _ in 0..TRIES {
             let source = output(&self.work, self.shape).map_err(Error::io("find", &self.data))?;
             let Some((source, mine)) = source.and_then(|path| Identity::of(&path).map(|mine| (path, mine))) else {
-                return if self.has_landed() { Ok(()) } else { Err(self.lost_error(Lost::Gone)) };
+                return if self.has_landed() { Ok(()) } else { Err(self.holding.error(Lost::Gone)) };
             };
             let _ = self.identity.set(mine);
             if self.claim.overwrite && exists(destination) {

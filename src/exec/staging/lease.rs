@@ -147,16 +147,21 @@ pub(super) struct Seen {
     pub record: Option<Record>,
 }
 
-/// The latest lease of each role. One that is retracted meanwhile is none.
-pub(super) fn read_leases(folder: &Path) -> io::Result<Vec<Seen>> {
+/// The latest lease of each role, by name.
+pub(super) fn latest_leases(folder: &Path) -> io::Result<impl Iterator<Item = LeaseName>> {
     let mut latest: BTreeMap<Role, LeaseName> = BTreeMap::new();
     for entry in fs::read_dir(folder)? {
         let Some(name) = entry?.file_name().to_str().and_then(|name| name.parse::<LeaseName>().ok()) else { continue };
         let known = latest.entry(name.role).or_insert(name);
         known.generation = known.generation.max(name.generation);
     }
-    let mut found = Vec::with_capacity(latest.len());
-    for name in latest.into_values() {
+    Ok(latest.into_values())
+}
+
+/// The latest lease of each role. One that is retracted meanwhile is none.
+pub(super) fn read_leases(folder: &Path) -> io::Result<Vec<Seen>> {
+    let mut found = Vec::new();
+    for name in latest_leases(folder)? {
         match read_lease(folder, name) {
             Err(error) if is_gone(&error) => {}
             seen => found.push(seen?),
@@ -165,7 +170,7 @@ pub(super) fn read_leases(folder: &Path) -> io::Result<Vec<Seen>> {
     Ok(found)
 }
 
-fn read_lease(folder: &Path, name: LeaseName) -> io::Result<Seen> {
+pub(super) fn read_lease(folder: &Path, name: LeaseName) -> io::Result<Seen> {
     let mut bytes = Vec::new();
     File::open(folder.join(name.file()))?.take(RECORD_LEN as u64).read_to_end(&mut bytes)?;
     let record = serde_json::from_slice(&bytes).ok();

@@ -24,6 +24,7 @@ mod commit;
 mod judge;
 mod lease;
 mod life;
+mod loss;
 mod mark;
 mod place;
 mod plan;
@@ -39,14 +40,15 @@ use std::time::Duration;
 pub use commit::Seal;
 pub use wait::{Other, OtherState, Waited};
 
-use self::lease::{Lease, LeaseName, Role};
+use self::lease::Lease;
 use self::life::Watch;
+use self::loss::{Holding, Lost};
 use self::place::{GONE, Identity, Place};
 use self::plan::{Found, Partial, Planned};
 use super::Stop;
 use super::fingerprint::Fingerprint;
 use crate::comm::Part;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::fault;
 
 /// What is published.
@@ -124,7 +126,7 @@ pub struct Staging {
     shape: Shape,
     claim: Claim,
     fingerprint: Fingerprint,
-    plan: Planned,
+    holding: Arc<Holding>,
     pace: Pace,
     partial: PathBuf,
     work: PathBuf,
@@ -137,13 +139,6 @@ pub struct Staging {
     /// What will be at the destination, known once it is complete.
     identity: OnceLock<Identity>,
     is_published: AtomicBool,
-}
-
-/// Why a process that works must not go on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Lost {
-    TakenOver,
-    Gone,
 }
 
 impl Staging {
@@ -197,7 +192,7 @@ impl Staging {
     pub fn check(&self) -> Result<()> {
         match self.lost.get() {
             None => Ok(()),
-            Some(lost) => Err(self.lost_error(*lost)),
+            Some(lost) => Err(self.holding.error(*lost)),
         }
     }
 
@@ -217,48 +212,10 @@ impl Staging {
         self.lease.as_ref().expect("it has one until it is dropped")
     }
 
-    fn lost_error(&self, lost: Lost) -> Error {
-        let Part { index, of } = self.claim.part;
-        let destination = self.place.destination.display();
-        match lost {
-            Lost::TakenOver => Error::usage(
-                format!("another run has taken over part {index} of {of} of {destination}"),
-                format!(
-                    "this process was not seen alive for {} s, or another one was started for its part; the others go \
-                     on in {}",
-                    self.pace.dead_after.as_secs(),
-                    self.partial.display()
-                ),
-            ),
-            Lost::Gone => Error::usage(
-                format!("{} is gone, and {destination} was not published from it", self.partial.display()),
-                "something else removed it while it was being written; start again",
-            ),
-        }
-    }
-
-    /// Whether somebody else has what is ours.
-    fn look_for_loss(partial: &Path, shape: Shape, id: &str, lease: LeaseName, known: &[LeaseName]) -> Option<Lost> {
-        let found = match Found::at(partial, shape).ok()? {
-            Found::Partial(found) if found.plan.id == id => found,
-            _ => return Some(Lost::Gone),
-        };
-        let is_other =
-            |role: Role| matches!((role, lease.role), (Role::Part(theirs), Role::Part(ours)) if theirs.of != ours.of);
-        let has_taken_over = found.leases.iter().any(|seen| {
-            let is_later = seen.name.role == lease.role && seen.name.generation > lease.generation;
-            // Without a beat it may yet find out that it must not stay.
-            let has_begun = seen.record.as_ref().is_some_and(|record| record.beat > 0);
-            let is_rival = is_other(seen.name.role) && !known.contains(&seen.name) && has_begun;
-            is_later || is_rival
-        });
-        has_taken_over.then_some(Lost::TakenOver)
-    }
-
     /// The partial folder, if it is still the one that this process works in.
     fn find(&self) -> Result<Option<Partial>> {
         Ok(match Found::at(&self.partial, self.shape)? {
-            Found::Partial(found) if found.plan.id == self.plan.id => Some(found),
+            Found::Partial(found) if found.plan.id == self.holding.plan.id => Some(found),
             _ => None,
         })
     }

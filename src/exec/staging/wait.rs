@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use super::lease::{Role, Seen};
 use super::life::Life;
+use super::loss::Lost;
 use super::place::Identity;
 use super::plan::Partial;
-use super::{Lost, Pace, Staging, mark};
+use super::{Pace, Staging, mark};
 use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::exec::Stop;
@@ -88,7 +89,8 @@ impl Staging {
         let begun = Instant::now();
         let (mut gone_since, mut done_since) = (None, None);
         loop {
-            stop.check()?;
+            // A partial folder that is gone is what is waited for.
+            stop.check_signal()?;
             self.place.refresh();
             let found = self.find()?;
             let sealer = found.as_ref().and_then(|found| self.sealer(found));
@@ -114,7 +116,7 @@ impl Staging {
                 // Network file systems may show the one rename before the other.
                 let since = *gone_since.get_or_insert_with(Instant::now);
                 if since.elapsed() >= self.pace.dead_after {
-                    return Err(self.lost_error(Lost::Gone));
+                    return Err(self.holding.error(Lost::Gone));
                 }
             } else if is_left || sealer == Some(Life::Dead) {
                 if !is_left {

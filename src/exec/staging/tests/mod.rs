@@ -14,6 +14,7 @@ use std::time::Duration;
 use super::lease::{LeaseName, Phase, Record, Role};
 use super::life::Process;
 use super::*;
+use crate::error::Error;
 
 /// As in earnest, faster.
 const FAST: Pace = Pace {
@@ -64,8 +65,12 @@ impl Desk {
     }
 
     fn begin_as(&self, claim: &Claim) -> Result<Begun> {
+        self.begin_with(claim, &Stop::default())
+    }
+
+    fn begin_with(&self, claim: &Claim, stop: &Stop) -> Result<Begun> {
         let plan = Plan { fingerprint: self.fingerprint, version: self.version };
-        begin::begin(&self.out(), self.shape, claim, &plan, FAST, &Stop::default())
+        begin::begin(&self.out(), self.shape, claim, &plan, FAST, stop)
     }
 
     fn begin(&self) -> Result<Staging> {
@@ -73,7 +78,11 @@ impl Desk {
     }
 
     fn part(&self, index: u32, of: u32) -> Result<Staging> {
-        self.begin_as(&Claim { part: Part { index, of }, ..self.claim.clone() }).map(work)
+        self.part_that_stops(index, of, &Stop::default())
+    }
+
+    fn part_that_stops(&self, index: u32, of: u32, stop: &Stop) -> Result<Staging> {
+        self.begin_with(&Claim { part: Part { index, of }, ..self.claim.clone() }, stop).map(work)
     }
 
     fn refused(&self, words: &[&str]) {

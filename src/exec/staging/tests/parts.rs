@@ -161,10 +161,15 @@ fn a_part_that_does_not_come_or_goes_is_named() {
 fn one_that_was_taken_over_is_told() {
     let desk = Desk::new(Shape::Folder);
     for rival in [lease_of(1, 2, 1), lease_of(0, 3, 0)] {
-        let staging = desk.part(1, 2).unwrap();
+        let stop = Stop::default();
+        let staging = desk.part_that_stops(1, 2, &stop).unwrap();
+        stop.check().unwrap();
         staging.check().unwrap();
         desk.foreign_lease(rival, Phase::Working);
-        says(&in_time(|| staging.check().err()), &["taken over part 1 of 2", ".out.dtshard-partial"]);
+        let words = ["taken over part 1 of 2", ".out.dtshard-partial"];
+        // Workers see it between strips.
+        says(&in_time(|| stop.check().err()), &words);
+        says(&staging.check().unwrap_err(), &words);
         assert!(staging.finish().is_err());
         drop(staging);
         assert!(desk.partial().exists());
