@@ -176,11 +176,19 @@ impl Producer<'_> {
             }
             if !run.launch.waits && !self.part().is_alone() {
                 return known
-                    .filter(|known| !self.is_own_done(known))
+                    .filter(|known| !self.is_done(known, self.part().index))
                     .map_or(Ok(Produced::Part(stats)), |known| Err(self.incomplete(&known)));
             }
             match self.wait()? {
                 Waited::Published => return Ok(Produced::Published(stats, Publisher::Other)),
+                // They may have been done with it, and ended before they could say so.
+                Waited::Without(missing) => {
+                    let is_done = |known: &Known| missing.parts.iter().all(|index| self.is_done(known, *index));
+                    if self.known_yet()?.is_some_and(|known| !is_done(&known)) {
+                        return Err(staging.without(&missing));
+                    }
+                    staging.settle(missing);
+                }
                 Waited::NobodySeals => {
                     is_sealer = true;
                     // They may have been done since the look above.
@@ -220,8 +228,12 @@ impl Producer<'_> {
         staging.wait_published(&run.stop, &mut notify)
     }
 
-    fn is_own_done(&self, known: &Known) -> bool {
-        stretch(self.files(), self.part()).without(&known.done).is_empty()
+    /// Whether all that a part has to do is recorded.
+    fn is_done(&self, known: &Known, index: u32) -> bool {
+        let part = Part { index, ..self.part() };
+        let mut carried = (0..).zip(&self.conversion.carried).filter(|(number, _)| number % part.of == index);
+        stretch(self.files(), part).without(&known.done).is_empty()
+            && carried.all(|(number, _)| known.carried.contains(&number))
     }
 
     /// Of parts that run at once, one with nothing to do may come last: what is published by then is in its way.

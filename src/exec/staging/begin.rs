@@ -6,7 +6,6 @@
 use std::fs;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::thread::sleep;
 use std::time::Instant;
 
 use super::commit::recover;
@@ -68,11 +67,12 @@ enum Next {
 
 impl Beginning<'_> {
     fn run(&mut self) -> Result<Begun> {
+        let mut nap = self.pace.nap();
         loop {
             match self.step()? {
                 Next::Begun(begun) => return Ok(begun),
-                Next::Again => {}
-                Next::Later => sleep(self.pace.look),
+                Next::Again => nap = self.pace.nap(),
+                Next::Later => nap.take(),
             }
             self.stop.check()?;
         }
@@ -145,7 +145,10 @@ impl Beginning<'_> {
                 Verdict::Join { generation } | Verdict::Resume { generation } => {
                     self.recover_unless(alive.is_some() || is_unsure)?;
                     self.check_destination()?;
-                    self.join(found, generation)
+                    // A live one is of this run. Of the others that will show.
+                    let is_alive = |seen: &&Seen| lives.contains(&(seen.name, Life::Alive));
+                    let earlier = found.leases.iter().filter(|seen| !is_alive(seen)).cloned().collect();
+                    self.join(found, generation, earlier)
                 }
             };
         }
@@ -164,7 +167,7 @@ impl Beginning<'_> {
     }
 
     /// Take the lease, and look whether it is one on what was judged.
-    fn join(&self, judged: Partial, generation: u32) -> Result<Next> {
+    fn join(&self, judged: Partial, generation: u32, earlier: Vec<Seen>) -> Result<Next> {
         let partial = self.place.partial();
         let name = LeaseName { role: Role::Part(self.claim.part), generation };
         let Some(mut lease) = Lease::take(&partial, name)? else { return Ok(Next::Later) };
@@ -223,6 +226,9 @@ impl Beginning<'_> {
             lease: Some(lease),
             lost,
             watch: Mutex::new(Watch::new(self.pace.dead_after)),
+            earlier,
+            settled: Mutex::default(),
+            waiting: OnceLock::new(),
             identity: OnceLock::new(),
             is_published: false.into(),
         };
@@ -325,7 +331,7 @@ impl Beginning<'_> {
         let who = record.map_or(String::new(), |record| {
             let Role::Part(Part { index, of }) = name.role else { return String::new() };
             let part = if of == 1 { String::new() } else { format!(", part {index} of {of}") };
-            format!(" (process {} on {}{part})", record.process.pid, record.process.host)
+            format!(" ({}{part})", record.process)
         });
         Error::usage(
             format!("another run is writing {}{who}", self.place.destination.display()),

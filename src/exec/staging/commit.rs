@@ -9,7 +9,6 @@ use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::thread::sleep;
 
 use super::lease::{Lease, LeaseName, Role};
 use super::life::Life;
@@ -38,12 +37,13 @@ impl Staging {
     /// # Errors
     /// `Io`, `Stopped`
     pub fn try_seal(&self, stop: &Stop) -> Result<Option<Seal<'_>>> {
+        let mut nap = self.pace.nap();
         let generation = loop {
             stop.check_signal()?;
             let Some(found) = self.find()?.filter(|found| !found.is_published) else { return Ok(None) };
             match (self.sealer(&found), found.leases.iter().find(|seen| seen.name.is_seal())) {
                 (Some(Life::Dead), Some(seen)) => break seen.name.generation.saturating_add(1),
-                (Some(Life::Unsure), _) => sleep(self.pace.look),
+                (Some(Life::Unsure), _) => nap.take(),
                 (Some(_), _) => return Ok(None),
                 (None, _) => break 0,
             }

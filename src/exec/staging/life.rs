@@ -1,9 +1,11 @@
 //! Whether the process of a lease is alive.
 //!
 //! On the node where it runs, `/proc` tells at once. From elsewhere a lease is watched: one that does not change for 20
-//! seconds of the watcher's own clock is dead. Clocks of two nodes are never compared.
+//! seconds of the watcher's own clock is dead. Clocks of two nodes are never compared, and time in which nobody looked,
+//! as a file system hung, or the watcher was stopped itself, says nothing about who is watched.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::fs;
 use std::io;
 use std::time::{Duration, Instant};
@@ -23,6 +25,12 @@ pub(super) struct Process {
     pub pid: u32,
     /// In clock ticks since the node started.
     pub start: u64,
+}
+
+impl fmt::Display for Process {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "process {} on {}", self.pid, self.host)
+    }
 }
 
 impl Process {
@@ -70,10 +78,15 @@ pub(super) struct Watch {
 #[derive(Debug)]
 struct Last {
     bytes: Vec<u8>,
-    since: Instant,
+    looked: Instant,
+    /// For how long it was watched and did not change.
+    still: Duration,
     /// It was seen to change.
     has_moved: bool,
 }
+
+/// Between two looks no more than this counts as watched.
+const MOST_BETWEEN_LOOKS: Duration = Duration::from_secs(3);
 
 impl Watch {
     pub fn new(dead_after: Duration) -> Self {
@@ -81,19 +94,28 @@ impl Watch {
     }
 
     pub fn life(&mut self, seen: &Seen, now: Instant) -> Life {
-        if let Some(known) = seen.record.as_ref().and_then(|record| told_at_once(record, &self.here)) {
-            return known;
-        }
-        let fresh = || Last { bytes: seen.bytes.clone(), since: now, has_moved: false };
+        let here = &self.here;
+        let fresh = || Last { bytes: seen.bytes.clone(), looked: now, still: Duration::ZERO, has_moved: false };
         let last = self.seen.entry(seen.name).or_insert_with(fresh);
-        if last.bytes != seen.bytes {
+        if last.bytes == seen.bytes {
+            last.still += now.saturating_duration_since(last.looked).min(MOST_BETWEEN_LOOKS);
+            last.looked = now;
+        } else {
             *last = Last { has_moved: true, ..fresh() };
         }
-        match now.saturating_duration_since(last.since) < self.dead_after {
+        if let Some(known) = seen.record.as_ref().and_then(|record| told_at_once(record, here)) {
+            return known;
+        }
+        match last.still < self.dead_after {
             false => Life::Dead,
             true if last.has_moved => Life::Alive,
             true => Life::Unsure,
         }
+    }
+
+    /// For how long a lease was watched and did not change.
+    pub fn still(&self, name: LeaseName) -> Duration {
+        self.seen.get(&name).map_or(Duration::ZERO, |last| last.still)
     }
 }
 

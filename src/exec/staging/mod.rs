@@ -32,15 +32,17 @@ mod plan;
 mod tests;
 mod wait;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Duration;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 pub use commit::Seal;
-pub use wait::{Other, OtherState, Waited};
+pub use wait::{Missing, Other, OtherState, Waited};
 
-use self::lease::Lease;
+use self::lease::{Lease, Seen};
 use self::life::Watch;
 use self::loss::{Holding, Lost};
 use self::place::{GONE, Identity, Place};
@@ -104,8 +106,34 @@ struct Pace {
     start_within: Duration,
     /// From when all parts are done until another than the first one seals.
     seal_after: Duration,
-    /// Between two looks at what others do.
-    look: Duration,
+    /// From a process's end until it is given up: whoever ends one may be about to end this one as well, or to start
+    /// that one again.
+    stopped_after: Duration,
+    /// From the last change of a lease until nobody waits for its process, which is there.
+    stuck_after: Duration,
+    /// Between two looks at what others do: at first, and at most.
+    look: (Duration, Duration),
+}
+
+/// Waiting between looks, which doubles each time: a small job ends soon, and many that wait for long do not keep a
+/// metadata server busy.
+struct Nap {
+    next: Duration,
+    most: Duration,
+}
+
+impl Pace {
+    fn nap(&self) -> Nap {
+        let (next, most) = self.look;
+        Nap { next, most }
+    }
+}
+
+impl Nap {
+    fn take(&mut self) {
+        sleep(self.next);
+        self.next = (self.next * 2).min(self.most);
+    }
 }
 
 const PACE: Pace = Pace {
@@ -113,11 +141,17 @@ const PACE: Pace = Pace {
     dead_after: Duration::from_secs(20),
     start_within: Duration::from_mins(5),
     seal_after: Duration::from_secs(5),
-    look: Duration::from_millis(50),
+    stopped_after: Duration::from_secs(2),
+    stuck_after: Duration::from_mins(10),
+    look: (Duration::from_millis(20), Duration::from_secs(1)),
 };
 
 /// For tests that kill a process before its lease says who it is.
-const HURRIED_PACE: Pace = Pace { dead_after: Duration::from_millis(200), look: Duration::from_millis(5), ..PACE };
+const HURRIED_PACE: Pace = Pace {
+    dead_after: Duration::from_millis(200),
+    look: (Duration::from_millis(5), Duration::from_millis(20)),
+    ..PACE
+};
 
 /// A destination being written. Dropped unpublished, it leaves what can be resumed, or else nothing.
 #[derive(Debug)]
@@ -138,6 +172,12 @@ pub struct Staging {
     watch: Mutex<Watch>,
     /// What will be at the destination, known once it is complete.
     identity: OnceLock<Identity>,
+    /// Leases that were there when this one was taken, of processes that were dead or in doubt.
+    earlier: Vec<Seen>,
+    /// Parts that nobody waits for any more, by their index.
+    settled: Mutex<BTreeSet<u32>>,
+    /// Since when the others are waited for.
+    waiting: OnceLock<Instant>,
     is_published: AtomicBool,
 }
 

@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
-use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use super::lease::{Role, Seen};
@@ -25,6 +24,8 @@ pub enum OtherState {
     Finished,
     /// Its process is gone, and was not done.
     Stopped,
+    /// Its process is there, and has not moved for so long that nobody waits for it.
+    Stuck,
 }
 
 /// Another part of the work.
@@ -36,12 +37,22 @@ pub struct Other {
 }
 
 /// How waiting ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Waited {
     /// The destination is there.
     Published,
     /// All parts are done, and nobody who lives seals.
     NobodySeals,
+    /// These parts will not say that they are done.
+    Without(Missing),
+}
+
+/// Parts that are waited for in vain. What they recorded may be all that they had to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Missing {
+    pub parts: Vec<u32>,
+    /// Any but `Working` and `Finished`.
+    why: OtherState,
 }
 
 /// What to do with one look at the others.
@@ -49,27 +60,31 @@ pub enum Waited {
 pub(super) enum Decision {
     Wait,
     Seal,
-    /// Parts of which nothing was seen in time.
-    NeverStarted(Vec<u32>),
-    Died(Vec<u32>),
+    /// Without these; but not before this much time has passed.
+    Without(Missing, Duration),
 }
 
-pub(super) fn decide(sealer: Option<Life>, others: &[Other], waited: Duration, start_within: Duration) -> Decision {
+/// `sealer` lives, or may.
+pub(super) fn decide(sealer: bool, others: &[Other], pace: &Pace) -> Decision {
     let of_state = |state: OtherState| -> Vec<u32> {
         others.iter().filter(|other| other.state == state).map(|other| other.part.index).collect()
     };
-    let (died, missing) = (of_state(OtherState::Stopped), of_state(OtherState::NotStarted));
-    if sealer.is_some_and(|life| life != Life::Dead) {
-        Decision::Wait
-    } else if !died.is_empty() {
-        Decision::Died(died)
-    } else if others.iter().all(|other| other.state == OtherState::Finished) {
-        Decision::Seal
-    } else if !missing.is_empty() && waited >= start_within {
-        Decision::NeverStarted(missing)
-    } else {
-        Decision::Wait
+    if sealer {
+        return Decision::Wait;
     }
+    let patience = [
+        (OtherState::Stopped, pace.stopped_after),
+        (OtherState::Stuck, Duration::ZERO),
+        (OtherState::NotStarted, pace.start_within),
+    ];
+    for (why, after) in patience {
+        let parts = of_state(why);
+        if !parts.is_empty() {
+            return Decision::Without(Missing { parts, why }, after);
+        }
+    }
+    let is_done = others.iter().all(|other| other.state == OtherState::Finished);
+    if is_done { Decision::Seal } else { Decision::Wait }
 }
 
 impl Staging {
@@ -84,10 +99,11 @@ impl Staging {
     /// Wait until another process has published, or until this one should try to. Call it when this part is finished.
     ///
     /// # Errors
-    /// `Usage` where a part does not start in time, or its process is gone; `Stopped`; `Io`.
+    /// `Usage` where who seals does not move; `Stopped`; `Io`.
     pub fn wait_published(&self, stop: &Stop, notify: &mut dyn FnMut(&[Other])) -> Result<Waited> {
-        let begun = Instant::now();
-        let (mut gone_since, mut done_since) = (None, None);
+        let begun = *self.waiting.get_or_init(Instant::now);
+        let (mut gone_since, mut done_since, mut stopped_since) = (None, None, None);
+        let mut nap = self.pace.nap();
         loop {
             // A partial folder that is gone is what is waited for.
             stop.check_signal()?;
@@ -99,8 +115,15 @@ impl Staging {
                 gone_since = None;
                 let others = self.others_of(&found);
                 notify(&others);
-                let Pace { start_within, .. } = self.pace;
-                match decide(sealer, &others, begun.elapsed(), start_within) {
+                let seals = sealer.is_some_and(|life| life != Life::Dead);
+                if seals {
+                    self.check_sealer(&found)?;
+                }
+                let decision = decide(seals, &others, &self.pace);
+                if !matches!(&decision, Decision::Without(missing, _) if missing.why == OtherState::Stopped) {
+                    stopped_since = None;
+                }
+                match decision {
                     Decision::Wait => {}
                     // The first part does where it lives: it tells the user what all have met.
                     Decision::Seal => {
@@ -109,8 +132,15 @@ impl Staging {
                             return Ok(Waited::NobodySeals);
                         }
                     }
-                    Decision::NeverStarted(parts) => return Err(self.never_started(&parts)),
-                    Decision::Died(parts) => return Err(self.died(&parts)),
+                    Decision::Without(missing, after) => {
+                        let since = match missing.why {
+                            OtherState::Stopped => *stopped_since.get_or_insert_with(Instant::now),
+                            _ => begun,
+                        };
+                        if since.elapsed() >= after {
+                            return Ok(Waited::Without(missing));
+                        }
+                    }
                 }
             } else if !self.has_landed() {
                 // Network file systems may show the one rename before the other.
@@ -125,7 +155,22 @@ impl Staging {
                 self.is_published.store(true, Ordering::Relaxed);
                 return Ok(Waited::Published);
             }
-            sleep(self.pace.look);
+            nap.take();
+        }
+    }
+
+    /// All that these parts had to do is recorded: they need not come back to say so.
+    pub fn settle(&self, missing: Missing) {
+        self.settled.lock().unwrap_or_else(PoisonError::into_inner).extend(missing.parts);
+    }
+
+    /// Why there is no result without them.
+    #[must_use]
+    pub fn without(&self, missing: &Missing) -> Error {
+        match missing.why {
+            OtherState::NotStarted => self.never_started(&missing.parts),
+            OtherState::Stuck => self.stuck(&missing.parts),
+            _ => self.died(&missing.parts),
         }
     }
 
@@ -152,35 +197,61 @@ impl Staging {
         self.watch.lock().unwrap_or_else(PoisonError::into_inner).life(seen, Instant::now())
     }
 
+    fn is_stuck(&self, seen: &Seen) -> bool {
+        let still = self.watch.lock().unwrap_or_else(PoisonError::into_inner).still(seen.name);
+        still >= self.pace.stuck_after
+    }
+
     fn others_of(&self, found: &Partial) -> Vec<Other> {
         let part = self.claim.part;
         let leases: HashMap<Role, &Seen> = found.leases.iter().map(|seen| (seen.name.role, seen)).collect();
+        let settled = self.settled.lock().unwrap_or_else(PoisonError::into_inner);
         let other = |index: u32| {
             let part = Part { index, of: part.of };
-            let Some(seen) = leases.get(&Role::Part(part)) else {
-                return Other { part, state: OtherState::NotStarted, done_bytes: 0 };
-            };
-            let is_done = seen.record.as_ref().is_some_and(|record| record.phase.is_done());
-            let state = match self.life(seen) {
-                _ if is_done => OtherState::Finished,
-                Life::Dead => OtherState::Stopped,
-                Life::Alive | Life::Unsure => OtherState::Working,
-            };
-            Other { part, state, done_bytes: seen.record.as_ref().map_or(0, |record| record.done_bytes) }
+            let (mut state, done_bytes) = leases.get(&Role::Part(part)).map_or((OtherState::NotStarted, 0), |seen| {
+                (self.state_of(seen), seen.record.as_ref().map_or(0, |record| record.done_bytes))
+            });
+            // What an earlier run did is known from its journal.
+            let done_bytes = if state == OtherState::NotStarted { 0 } else { done_bytes };
+            if state != OtherState::Working && settled.contains(&index) {
+                state = OtherState::Finished;
+            }
+            Other { part, state, done_bytes }
         };
         (0..part.of).filter(|index| *index != part.index).map(other).collect()
+    }
+
+    fn state_of(&self, seen: &Seen) -> OtherState {
+        let is_done = seen.record.as_ref().is_some_and(|record| record.phase.is_done());
+        // Left by an earlier run, whose part is about to be started again.
+        let is_earlier = self.earlier.iter().any(|lease| (lease.name, &lease.bytes) == (seen.name, &seen.bytes));
+        match self.life(seen) {
+            Life::Dead if is_earlier => OtherState::NotStarted,
+            Life::Unsure if is_earlier => OtherState::Working,
+            _ if is_done => OtherState::Finished,
+            Life::Dead => OtherState::Stopped,
+            Life::Alive | Life::Unsure if self.is_stuck(seen) => OtherState::Stuck,
+            Life::Alive | Life::Unsure => OtherState::Working,
+        }
+    }
+
+    /// Who seals writes its lease anew every other second, whatever it is at.
+    fn check_sealer(&self, found: &Partial) -> Result<()> {
+        let Some(seen) = found.leases.iter().find(|seen| seen.name.is_seal() && self.is_stuck(seen)) else {
+            return Ok(());
+        };
+        let who = seen.record.as_ref().map_or_else(String::new, |record| record.process.to_string());
+        Err(Error::usage(
+            format!("{who}, which completes {}, does not move", self.place.destination.display()),
+            format!("end it; {}", self.how_to_go_on()),
+        ))
     }
 
     fn never_started(&self, parts: &[u32]) -> Error {
         let (named, verb) = (self.named(parts), if parts.len() == 1 { "has" } else { "have" });
         Error::usage(
             format!("{named} {verb} not started to write {}", self.place.destination.display()),
-            format!(
-                "start what is missing: what the others did is kept in {}, and the same command with --resume goes on \
-                 with it{}",
-                self.partial.display(),
-                self.alone()
-            ),
+            format!("start what is missing: {}", self.how_to_go_on()),
         )
     }
 
@@ -192,11 +263,32 @@ impl Staging {
                 self.named(parts),
                 self.place.destination.display()
             ),
+            self.how_to_go_on(),
+        )
+    }
+
+    fn stuck(&self, parts: &[u32]) -> Error {
+        let is = |seen: &&Seen| matches!(seen.name.role, Role::Part(part) if part.of == self.claim.part.of && parts.contains(&part.index));
+        let leases = self.find().ok().flatten().map_or_else(Vec::new, |found| found.leases);
+        let records = leases.iter().filter(is).filter_map(|seen| seen.record.as_ref());
+        let who: Vec<String> = records.map(|record| record.process.to_string()).collect();
+        let (verb, minutes) = (if parts.len() == 1 { "has" } else { "have" }, self.pace.stuck_after.as_secs() / 60);
+        Error::usage(
+            format!("{} {verb} not moved for {minutes} minutes ({})", self.named(parts), who.join(", ")),
             format!(
-                "what was done is kept in {}: the same command with --resume goes on with it{}",
-                self.partial.display(),
-                self.alone()
+                "a process that is stopped, or that its file system holds, has to be ended first; {}",
+                self.how_to_go_on()
             ),
+        )
+    }
+
+    fn how_to_go_on(&self) -> String {
+        // Where the number of parts is a launcher's idea, it may not be the user's.
+        let alone =
+            if self.claim.run.is_some() { "; --part 0 --parts 1 does all of the work in one process" } else { "" };
+        format!(
+            "what was done is kept in {}: the same command with --resume goes on with it{alone}",
+            self.partial.display()
         )
     }
 
@@ -205,10 +297,5 @@ impl Staging {
         let list: Vec<String> = parts.iter().map(u32::to_string).collect();
         let plural = if parts.len() == 1 { "" } else { "s" };
         format!("part{plural} {} of {}", list.join(", "), self.claim.part.of)
-    }
-
-    /// Where the number of parts is a launcher's idea, it may not be the user's.
-    fn alone(&self) -> &'static str {
-        if self.claim.run.is_some() { "; --part 0 --parts 1 does all of the work in one process" } else { "" }
     }
 }

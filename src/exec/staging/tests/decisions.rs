@@ -35,22 +35,24 @@ fn who_may_join() {
 
 #[test]
 fn what_to_do_while_waiting() {
-    use OtherState::{Finished, NotStarted, Stopped, Working};
-    let decided = |sealer, states: &[OtherState], waited: u64| {
+    use OtherState::{Finished, NotStarted, Stopped, Stuck, Working};
+    let decided = |sealer, states: &[OtherState]| {
         let other =
             |(index, state): (u32, &OtherState)| Other { part: Part { index, of: 4 }, state: *state, done_bytes: 0 };
         let others: Vec<Other> = (0..).zip(states).map(other).collect();
-        decide(sealer, &others, Duration::from_secs(waited), PACE.start_within)
+        match decide(sealer, &others, &PACE) {
+            Decision::Without(missing, after) => Err((missing.parts, after.as_secs())),
+            decision => Ok(decision),
+        }
     };
-    assert_eq!(decided(None, &[], 0), Decision::Seal);
-    assert_eq!(decided(None, &[Finished, Finished], 0), Decision::Seal);
-    assert_eq!(decided(Some(Life::Dead), &[Finished, Finished], 0), Decision::Seal);
-    assert_eq!(decided(Some(Life::Alive), &[Finished, Stopped], 9999), Decision::Wait);
-    assert_eq!(decided(Some(Life::Unsure), &[Finished], 0), Decision::Wait);
-    assert_eq!(decided(None, &[Finished, Working], 9999), Decision::Wait);
-    assert_eq!(decided(None, &[NotStarted, Working, NotStarted], 299), Decision::Wait);
-    assert_eq!(decided(None, &[NotStarted, Working, NotStarted], 300), Decision::NeverStarted(vec![0, 2]));
-    assert_eq!(decided(None, &[NotStarted, Working, Stopped], 0), Decision::Died(vec![2]));
+    assert_eq!(decided(false, &[]), Ok(Decision::Seal));
+    assert_eq!(decided(false, &[Finished, Finished]), Ok(Decision::Seal));
+    assert_eq!(decided(true, &[Finished, Stopped]), Ok(Decision::Wait));
+    assert_eq!(decided(true, &[Finished]), Ok(Decision::Wait));
+    assert_eq!(decided(false, &[Finished, Working]), Ok(Decision::Wait));
+    assert_eq!(decided(false, &[NotStarted, Working, NotStarted]), Err((vec![0, 2], 300)));
+    assert_eq!(decided(false, &[NotStarted, Stuck, Working]), Err((vec![1], 0)));
+    assert_eq!(decided(false, &[NotStarted, Stuck, Stopped]), Err((vec![2], 2)));
 }
 
 #[test]
@@ -73,6 +75,14 @@ fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
     let no_such = Process { pid: 0x7FFF_FFF0, ..here.clone() };
     assert_eq!(life(&record(&no_such, 0, Phase::Working), 0), Life::Dead);
 
+    let mut watch = Watch::new(20 * second);
+    // Somebody looks every second.
+    let mut looked = 0;
+    let mut life = |seen: &Seen, at: u32| {
+        (looked + 1..at).for_each(|between| _ = watch.life(seen, begun + between * second));
+        looked = at;
+        watch.life(seen, begun + at * second)
+    };
     let container = Process { pid_namespace: "pid:[1]".into(), ..here.clone() };
     assert_eq!(life(&record(&container, 1, Phase::Working), 0), Life::Unsure);
     assert_eq!(life(&record(&container, 1, Phase::Working), 19), Life::Unsure);
@@ -86,8 +96,24 @@ fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
 
     // A system that does not tell its boot is like no other, not even like itself.
     let nameless = Process { boot: String::new(), ..here };
-    assert_eq!(life(&record(&nameless, 9, Phase::Working), 100), Life::Alive);
-    assert_eq!(life(&record(&nameless, 9, Phase::Working), 120), Life::Dead);
+    assert_eq!(life(&record(&nameless, 9, Phase::Working), 71), Life::Alive);
+    assert_eq!(life(&record(&nameless, 9, Phase::Working), 91), Life::Dead);
+}
+
+/// A look that takes long, or comes late, shows no more than another one.
+#[test]
+fn time_without_a_look_says_nothing() {
+    let second = Duration::from_secs(1);
+    let process = Process { boot: "another".into(), ..Process::this() };
+    let record = Record { process, beat: 1, phase: Phase::Working, done_bytes: 0 };
+    let seen = Seen { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) };
+    let (begun, mut watch) = (Instant::now(), Watch::new(20 * second));
+    for at in [0, 25, 1000, 5000] {
+        assert_eq!(watch.life(&seen, begun + at * second), Life::Unsure, "{at}");
+    }
+    assert_eq!(watch.still(seen.name), 9 * second);
+    (1..=11).for_each(|more| _ = watch.life(&seen, begun + (5000 + more) * second));
+    assert_eq!(watch.life(&seen, begun + 5012 * second), Life::Dead);
 }
 
 #[test]

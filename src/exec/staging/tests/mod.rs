@@ -22,7 +22,9 @@ const FAST: Pace = Pace {
     dead_after: Duration::from_millis(300),
     start_within: Duration::from_millis(500),
     seal_after: Duration::from_millis(50),
-    look: Duration::from_millis(5),
+    stopped_after: Duration::from_millis(30),
+    stuck_after: Duration::from_secs(600),
+    look: (Duration::from_millis(5), Duration::from_millis(10)),
 };
 
 /// A folder with a destination, and one who wants to write it.
