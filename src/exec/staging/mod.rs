@@ -264,8 +264,9 @@ impl Staging {
 impl Drop for Staging {
     fn drop(&mut self) {
         let is_published = self.is_published.load(Ordering::Relaxed);
-        let is_ours = !is_published && self.lost.get().is_none();
-        if is_ours && !self.is_kept() && self.find().is_ok_and(|found| found.is_some()) {
+        // Looked at anew: this process may just have been woken up, before its first beat.
+        let is_ours = || self.lost.get().is_none() && matches!(self.holding.look(), Ok(None));
+        if !is_published && !self.is_kept() && is_ours() {
             let _ = self.place.let_go(&self.partial);
         }
         // Held until here, so that what is let go is what it is on. Network file systems keep a deleted file for as long

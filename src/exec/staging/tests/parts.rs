@@ -366,3 +366,19 @@ fn one_that_is_there_and_does_not_move_is_named() {
     let _seal = second.try_seal(&Stop::default()).unwrap().unwrap();
     says(&first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &[&who, "completes", "does not move"]);
 }
+
+/// Woken up and ended before its next beat, it has not heard that another one goes on with its work.
+#[test]
+fn what_another_one_took_over_is_not_let_go() {
+    let desk = Desk::new(Shape::Folder);
+    let plan = Plan { fingerprint: desk.fingerprint, version: "1" };
+    let pace = Pace { beat: Duration::from_hours(1), ..FAST };
+    for rival in [lease_of(0, 1, 1), lease_of(0, 3, 0)] {
+        let begun = begin::begin(&desk.out(), desk.shape, &claim(), &plan, pace, &Stop::default());
+        let staging = work(begun.unwrap());
+        desk.foreign_lease(rival, Phase::Working);
+        drop(staging);
+        assert!(desk.data().exists());
+        fs::remove_dir_all(desk.partial()).unwrap();
+    }
+}
