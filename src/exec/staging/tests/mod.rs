@@ -23,7 +23,7 @@ const FAST: Pace = Pace {
     start_within: Duration::from_millis(500),
     seal_after: Duration::from_millis(50),
     stopped_after: Duration::from_millis(30),
-    stuck_after: Duration::from_secs(600),
+    stuck_after: Duration::from_mins(10),
     look: (Duration::from_millis(5), Duration::from_millis(10)),
 };
 
