@@ -105,7 +105,7 @@ impl Producer<'_> {
 
     /// What all runs have recorded.
     fn known(&self) -> Result<Known> {
-        Known::read(self.staging.journals(), self.files(), self.conversion.carried.len())
+        Known::read(self.staging.journals(), self.files(), self.conversion.carried.len(), self.options.sync)
     }
 
     /// The same, as long as nobody has published and taken it away.

@@ -35,19 +35,20 @@ pub struct Known {
 }
 
 impl Known {
-    /// Read every journal of `folder`, about these files and this many carried ones.
+    /// Read every journal of `folder`, about these files and this many carried ones. `sync` says that what is finished is
+    /// to be on disk, so that records of what may not be there say nothing.
     ///
     /// # Errors
     /// `Io` where the folder or a journal cannot be read.
-    pub fn read(folder: &Path, files: &[OutputFile], carried: usize) -> Result<Self> {
+    pub fn read(folder: &Path, files: &[OutputFile], carried: usize, sync: bool) -> Result<Self> {
         let mut known = Self::default();
-        let boot = this_boot();
+        let here = this_boot().filter(|_| !sync).map(|boot| Durability::Unsynced { boot: Some(boot) });
         for path in journals(folder)? {
             for_each_record(&path, |record, durability| {
                 if !is_possible(&record, files, carried) {
                     return false;
                 }
-                if durability == Durability::Synced || durability == (Durability::Unsynced { boot: boot.clone() }) {
+                if durability == Durability::Synced || Some(&durability) == here.as_ref() {
                     known.take(record);
                 }
                 true

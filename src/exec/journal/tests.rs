@@ -56,18 +56,18 @@ fn write(folder: &Path, name: &str, records: &[Record]) -> PathBuf {
 }
 
 fn done(folder: &Path) -> Vec<(u32, Range<u64>)> {
-    Known::read(folder, &files(), 3).unwrap().done.iter().collect()
+    Known::read(folder, &files(), 3, false).unwrap().done.iter().collect()
 }
 
 #[test]
 fn what_is_recorded_is_known_and_equal_whoever_recorded_it() {
     let folder = tempfile::tempdir().unwrap();
-    assert_eq!(Known::read(folder.path(), &files(), 3).unwrap(), Known::default());
+    assert_eq!(Known::read(folder.path(), &files(), 3, false).unwrap(), Known::default());
     write(folder.path(), "b.journal", &[full_record(), record(vec![entry(1, 0..10, vec![])])]);
     let more = Record { entries: vec![entry(0, 400..1000, parts(&(400..1000)))], carried: vec![1], ..full_record() };
     write(folder.path(), "a.journal", &[more]);
     fs::write(folder.path().join("c.lease"), "{}").unwrap();
-    let known = Known::read(folder.path(), &files(), 3).unwrap();
+    let known = Known::read(folder.path(), &files(), 3, false).unwrap();
     assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 50..1000), (1, 0..10)]);
     assert_eq!(known.sums, [(0, vec![part(100..300), part(300..900)])].into());
     assert_eq!(known.lost, [((Dtype::F32, Dtype::Bf16), Counts { overflows: 6, nans: u64::MAX })].into());
@@ -141,7 +141,7 @@ fn entries_are_taken_as_a_whole_and_never_twice() {
     write(folder.path(), "a.journal", &[record(vec![entry(0, 100..200, parts(&(100..200)))])]);
     let again = vec![entry(0, 150..400, parts(&(150..400))), entry(1, 5..6, vec![])];
     write(folder.path(), "b.journal", &[record(again)]);
-    let known = Known::read(folder.path(), &files(), 3).unwrap();
+    let known = Known::read(folder.path(), &files(), 3, false).unwrap();
     assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 100..200), (1, 5..6)]);
     assert_eq!(known.sums[&0], [part(100..200)]);
 }
@@ -158,6 +158,8 @@ fn what_was_not_synced_holds_on_its_boot_only() {
     assert!(this_boot().is_some());
     assert_eq!(Durability::of(false), Durability::Unsynced { boot: this_boot() });
     assert_eq!(done(folder.path()), [(1, 20..25)]);
+    // Whoever publishes what is on disk cannot take it from there.
+    assert_eq!(Known::read(folder.path(), &files(), 3, true).unwrap(), Known::default());
 }
 
 #[test]
@@ -165,7 +167,7 @@ fn what_is_recorded_is_there_with_its_size() {
     let folder = tempfile::tempdir().unwrap();
     let record = Record { entries: vec![entry(0, 0..400, parts(&(0..400))), entry(1, 0..9, vec![])], ..full_record() };
     write(folder.path(), "a.journal", &[record]);
-    let known = Known::read(folder.path(), &files(), 3).unwrap();
+    let known = Known::read(folder.path(), &files(), 3, false).unwrap();
     let carried = ["x", "y", "z"].map(|to| Carried { from: PathBuf::new(), to: to.into(), len: 3 });
     let data = folder.path().join("data");
     let fault = || known.check(&data, &files(), &carried).map_err(|error| error.to_string());
@@ -214,7 +216,7 @@ proptest! {
             }
             journal.append(&record, &Durability::Synced).unwrap();
         }
-        let known = Known::read(folder.path(), &files(), 0).unwrap();
+        let known = Known::read(folder.path(), &files(), 0, false).unwrap();
         prop_assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 0..1000)]);
         prop_assert_eq!(known.sums, [(0, vec![part(100..300), part(300..900)])].into());
     }

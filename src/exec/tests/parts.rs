@@ -92,7 +92,7 @@ proptest! {
             crate::exec::copy::copy(input, &reservation, &data, &log, &options, &Silent, &Stop::default()).unwrap();
         };
         ["0.journal", "1.journal", "2.journal"].iter().enumerate().for_each(|(number, name)| run(number, name));
-        let known = Known::read(&parts, &reservation.files, 0).unwrap();
+        let known = Known::read(&parts, &reservation.files, 0, false).unwrap();
         prop_assert_eq!(&known.done, &Extents::of_files(&reservation.files));
         for _again in 0..2 {
             seal::seal(&data, &reservation.files, &known, &parts, sync).unwrap();
