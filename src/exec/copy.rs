@@ -135,7 +135,7 @@ pub fn copy(
             Filler { slots: &slots, ..filler }.fill(&mut strips)?;
             passing.settle(input.files)?;
             stats.count(&slots);
-            log.advance(&outputs)?;
+            log.advance(&outputs, &|| input.files.check_unchanged())?;
         }
         // What is summed first: the others may hold the sums.
         let (mut in_spans, mut others) =
@@ -150,9 +150,11 @@ pub fn copy(
     })();
     match done {
         Ok(()) => log.finish(&outputs, stop)?,
-        // What has been checked is not lost with the rest.
+        // What has been checked is not lost with the rest, unless it may be of two sources.
         Err(error) => {
-            log.stop(&outputs);
+            if input.files.check_unchanged().is_ok() {
+                log.stop(&outputs);
+            }
             return Err(error);
         }
     }

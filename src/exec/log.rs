@@ -99,13 +99,14 @@ impl<'a> Log<'a> {
         self.window().carry(number);
     }
 
-    /// A window is finished and checked; write a record where it is time.
+    /// A window is finished and checked; write a record where it is time, and `check` finds the source as it was.
     ///
     /// # Errors
-    /// `Io`.
-    pub fn advance(&self, outputs: &Outputs) -> Result<()> {
+    /// `Io`, those of `check`.
+    pub fn advance(&self, outputs: &Outputs, check: &dyn Fn() -> Result<()>) -> Result<()> {
         let mut state = self.close_window();
         if state.recorded.elapsed() >= RECORD_EVERY || crate::fault::is_hurried() {
+            check()?;
             self.record(&mut state, outputs)?;
         }
         Ok(())
@@ -184,6 +185,7 @@ impl<'a> Log<'a> {
             Some(journal) => journal,
             None => state.journal.insert(Journal::create(&self.path)?),
         };
+        crate::fault::point("record-created");
         journal.append(&state.next, &Durability::of(self.sync))?;
         crate::fault::point("record-after");
         let written = std::mem::take(&mut state.next);
