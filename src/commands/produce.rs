@@ -163,7 +163,7 @@ impl Producer<'_> {
             if is_sealer
                 && is_all_there
                 && self.has_everybody_begun()?
-                && let Some(right) = staging.try_seal()?
+                && let Some(right) = staging.try_seal(&run.stop)?
             {
                 if let Some(known) = known {
                     seal(staging.folder(), files, &known, staging.journals(), options.sync)?;
@@ -177,7 +177,7 @@ impl Producer<'_> {
                 right.publish(options.sync)?;
                 return Ok(Produced::Published(stats, Publisher::This));
             }
-            if !run.launch.waits {
+            if !run.launch.waits && !self.part().is_alone() {
                 return Ok(Produced::Part(stats));
             }
             let progress = Progress::start(run.printer, "waiting for others", conversion.reservation.len_bytes());

@@ -9,6 +9,7 @@ use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 use std::sync::atomic::Ordering;
+use std::thread::sleep;
 
 use super::lease::{Lease, LeaseName, Role};
 use super::life::Life;
@@ -16,6 +17,7 @@ use super::place::{Identity, Place, exists, is_gone, rename_new, sync_folder, sy
 use super::plan::output;
 use super::{Lost, Shape, Staging, mark};
 use crate::error::{Error, Result};
+use crate::exec::Stop;
 use crate::fault;
 
 /// The right to seal, as long as it is held.
@@ -29,16 +31,21 @@ pub struct Seal<'a> {
 const TRIES: usize = 16;
 
 impl Staging {
-    /// The right to seal what all have done; `None` where another process that lives has it, or has published.
+    /// The right to seal what all have done; `None` where another process that lives has it, or has published. Waits
+    /// until that is known: whoever goes away in doubt may leave it undone.
     ///
     /// # Errors
-    /// `Io`
-    pub fn try_seal(&self) -> Result<Option<Seal<'_>>> {
-        let Some(found) = self.find()?.filter(|found| !found.is_published) else { return Ok(None) };
-        let generation = match (self.sealer(&found), found.leases.iter().find(|seen| seen.name.is_seal())) {
-            (Some(Life::Dead), Some(seen)) => seen.name.generation.saturating_add(1),
-            (Some(_), _) => return Ok(None),
-            (None, _) => 0,
+    /// `Io`, `Stopped`
+    pub fn try_seal(&self, stop: &Stop) -> Result<Option<Seal<'_>>> {
+        let generation = loop {
+            stop.check()?;
+            let Some(found) = self.find()?.filter(|found| !found.is_published) else { return Ok(None) };
+            match (self.sealer(&found), found.leases.iter().find(|seen| seen.name.is_seal())) {
+                (Some(Life::Dead), Some(seen)) => break seen.name.generation.saturating_add(1),
+                (Some(Life::Unsure), _) => sleep(self.pace.look),
+                (Some(_), _) => return Ok(None),
+                (None, _) => break 0,
+            }
         };
         let name = LeaseName { role: Role::Seal, generation };
         let Some(mut lease) = Lease::take(&self.partial, name)? else { return Ok(None) };

@@ -23,8 +23,8 @@ fn one_seals_and_the_other_waits() {
     let desk = Desk::new(Shape::Folder);
     let (first, second) = two_seals(&desk);
     assert_eq!(second.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
-    let seal = first.try_seal().unwrap().unwrap();
-    assert!(second.try_seal().unwrap().is_none());
+    let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
+    assert!(second.try_seal(&Stop::default()).unwrap().is_none());
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| second.wait_published(&Stop::default(), &mut |_| ()).unwrap());
         std::thread::sleep(FAST.beat * 3);
@@ -40,9 +40,9 @@ fn one_seals_and_the_other_waits() {
 fn a_seal_that_is_given_up_is_taken_by_another() {
     let desk = Desk::new(Shape::Folder);
     let (first, second) = two_seals(&desk);
-    drop(first.try_seal().unwrap().unwrap());
+    drop(first.try_seal(&Stop::default()).unwrap().unwrap());
     assert_eq!(second.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
-    second.try_seal().unwrap().unwrap().publish(true).unwrap();
+    second.try_seal(&Stop::default()).unwrap().unwrap().publish(true).unwrap();
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::Published);
 }
 
@@ -80,11 +80,11 @@ fn a_published_partial_is_no_work() {
         let mut desk = Desk::new(shape);
         desk.claim.resume = true;
         let (first, second) = two_seals(&desk);
-        let seal = first.try_seal().unwrap().unwrap();
+        let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
         let output = plan::output(&desk.partial(), shape).unwrap().unwrap();
         fs::rename(output, desk.out()).unwrap();
         // The sealer lives: it is waited for.
-        assert!(second.try_seal().unwrap().is_none());
+        assert!(second.try_seal(&Stop::default()).unwrap().is_none());
         drop(seal);
         assert_eq!(second.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::Published);
         drop((first, second));
@@ -94,7 +94,7 @@ fn a_published_partial_is_no_work() {
         let mut desk = Desk::new(shape);
         desk.claim.resume = true;
         let (first, second) = two_seals(&desk);
-        drop(first.try_seal().unwrap().unwrap());
+        drop(first.try_seal(&Stop::default()).unwrap().unwrap());
         let output = plan::output(&desk.partial(), shape).unwrap().unwrap();
         mark::set(&output, desk.fingerprint);
         let has_mark = mark::is(&output, desk.fingerprint);

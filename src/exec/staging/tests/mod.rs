@@ -128,7 +128,7 @@ fn lease_of(index: u32, of: u32, generation: u32) -> LeaseName {
 fn publish(staging: &Staging) {
     staging.finish().unwrap();
     loop {
-        if let Some(seal) = staging.try_seal().unwrap() {
+        if let Some(seal) = staging.try_seal(&Stop::default()).unwrap() {
             return seal.publish(true).unwrap();
         }
         if staging.wait_published(&Stop::default(), &mut |_| ()).unwrap() == Waited::Published {

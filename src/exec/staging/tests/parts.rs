@@ -27,7 +27,7 @@ fn whole_run(desk: &Desk, claim: &Claim) -> Result<()> {
     write(&staging.folder().join(format!("{}", claim.part.index)), "1");
     staging.finish()?;
     loop {
-        match staging.try_seal()? {
+        match staging.try_seal(&Stop::default())? {
             Some(seal) if names(staging.folder()).len() == claim.part.of as usize => return seal.publish(false),
             _ => {}
         }

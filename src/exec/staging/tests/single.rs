@@ -82,7 +82,7 @@ fn what_appears_meanwhile_is_not_replaced() {
     write(&staging.folder().join("out"), "new");
     write(&desk.out(), "of somebody");
     staging.finish().unwrap();
-    let error = staging.try_seal().unwrap().unwrap().publish(true).unwrap_err();
+    let error = staging.try_seal(&Stop::default()).unwrap().unwrap().publish(true).unwrap_err();
     says(&error, &["out appeared while", "another destination"]);
     assert_eq!(read(&desk.out()), "of somebody");
 }
