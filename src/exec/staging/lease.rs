@@ -83,6 +83,10 @@ impl FromStr for LeaseName {
             None => return Err(()),
         };
         let name = Self { role, generation: number(generation)? };
+        if name.generation == u32::MAX {
+            // Nobody could take it over.
+            return Err(());
+        }
         // `+1` and `01` are numbers, too.
         if name.file() == text { Ok(name) } else { Err(()) }
     }
