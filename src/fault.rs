@@ -3,19 +3,22 @@
 //! `DTSHARD_FAULT=NAME` kills it there. Builds without debug assertions have none of this.
 
 /// Every place, in the order in which an undisturbed run comes by.
-pub const POINTS: [&str; 20] = [
+pub const POINTS: [&str; 23] = [
     "begin-draft",
     "begin-planned",
     "begin-made",
     "begin-created-lease",
     "begin-leased",
+    "carried",
     "record-before",
+    "record-created",
     "record-after",
     "seal-created-lease",
     "restart-created-lease",
     "restart-judged",
     "restart-moved",
     "seal-leased",
+    "seal-summed",
     "commit-marked",
     "commit-synced",
     "commit-cleared",

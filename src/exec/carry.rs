@@ -41,6 +41,7 @@ pub fn carry(file: &Carried, folder: &Path, sync: bool, reporter: &dyn Reporter,
             break;
         }
     }
+    crate::fault::point("carried");
     if sync {
         target.sync_all().map_err(Error::io("sync", &path))?;
     }

@@ -34,6 +34,7 @@ pub fn seal(folder: &Path, files: &[OutputFile], known: &Known, journals: &Path,
     }
     let outputs = Outputs::of(folder, files, sync)?;
     sums::patch(&outputs, files, &known.sums, journals)?;
+    crate::fault::point("seal-summed");
     if sync {
         known.sums.keys().try_for_each(|file| outputs.sync(*file, &Stop::default()))?;
     }

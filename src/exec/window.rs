@@ -19,10 +19,14 @@ use super::strips::Payload;
 use super::{Extents, Input, Locations, Prepared};
 use crate::catalog::{Reserved, TensorId};
 use crate::error::Result;
+use crate::fault;
 use crate::plan::Source;
 
 /// Output planned and located at a time.
 const WINDOW_BYTES: u64 = 1 << 30;
+
+/// So little that small checkpoints have many windows, where a test wants to stop between them.
+const HURRIED_BYTES: u64 = 256 << 10;
 
 /// Tiles planned and located at a time, where they are small.
 const WINDOW_TILES: usize = 1 << 14;
@@ -33,11 +37,12 @@ pub fn windows<'a>(
     tensors: &'a [Reserved],
     todo: &'a Extents,
 ) -> impl Iterator<Item = Vec<&'a Reserved>> {
+    let most_bytes = if fault::is_hurried() { HURRIED_BYTES } else { WINDOW_BYTES };
     let mut rest = tensors.iter();
     std::iter::from_fn(move || {
         let mut window = Vec::new();
         let (mut bytes, mut tiles) = (0, 0);
-        while bytes < WINDOW_BYTES && tiles < WINDOW_TILES {
+        while bytes < most_bytes && tiles < WINDOW_TILES {
             let Some(tensor) = rest.next() else { break };
             let source = input.catalog.tensor(tensor.source);
             let before = tiles;

@@ -46,6 +46,7 @@ use super::Stop;
 use super::fingerprint::Fingerprint;
 use crate::comm::Part;
 use crate::error::{Error, Result};
+use crate::fault;
 
 /// What is published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,6 +113,9 @@ const PACE: Pace = Pace {
     look: Duration::from_millis(50),
 };
 
+/// For tests that kill a process before its lease says who it is.
+const HURRIED_PACE: Pace = Pace { dead_after: Duration::from_millis(200), look: Duration::from_millis(5), ..PACE };
+
 /// A destination being written. Dropped unpublished, it leaves what can be resumed, or else nothing.
 #[derive(Debug)]
 pub struct Staging {
@@ -146,7 +150,8 @@ impl Staging {
     /// # Errors
     /// `Usage` where it exists and may not be replaced, or where another run is or was at work on it; `Stopped`; `Io`.
     pub fn begin(destination: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>, stop: &Stop) -> Result<Begun> {
-        begin::begin(destination, shape, claim, plan, PACE, stop)
+        let pace = if fault::is_hurried() { HURRIED_PACE } else { PACE };
+        begin::begin(destination, shape, claim, plan, pace, stop)
     }
 
     /// The folder to write into.
