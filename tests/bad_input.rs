@@ -2,6 +2,8 @@
 
 #[path = "common/corrupt.rs"]
 mod corrupt;
+#[path = "common/outcome.rs"]
+mod outcome;
 
 #[path = "bad_input/arguments.rs"]
 mod arguments;

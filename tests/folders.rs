@@ -6,6 +6,9 @@ mod common;
 #[allow(dead_code, reason = "each test binary uses its own share")]
 #[path = "common/corrupt.rs"]
 mod corrupt;
+#[allow(dead_code, reason = "each test binary uses its own share")]
+#[path = "common/outcome.rs"]
+mod outcome;
 
 use std::fs;
 use std::path::{Path, PathBuf};

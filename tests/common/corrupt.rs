@@ -3,15 +3,11 @@
 
 use std::ffi::OsStr;
 use std::fs;
-use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
 
 use dtshard::format::pickle::Writer;
 
-pub fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
-}
+pub use crate::outcome::{Outcome, command, copy_all, files_of, fixture};
 
 /// A folder for one test, removed with it.
 pub struct Sandbox(tempfile::TempDir);
@@ -66,85 +62,6 @@ impl Sandbox {
         dtshard(&[&"verify", &source]).refused(words);
         dtshard(&[&"inspect", &source]).did_not_crash();
     }
-}
-
-pub fn copy_all(from: &Path, to: &Path) {
-    if !from.is_dir() {
-        fs::copy(from, to).unwrap();
-        return;
-    }
-    fs::create_dir_all(to).unwrap();
-    for entry in fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        copy_all(&entry.path(), &to.join(entry.file_name()));
-    }
-}
-
-/// Files and folders below `folder`, sorted.
-pub fn files_of(folder: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() && !path.is_symlink() {
-            found.extend(files_of(&path));
-        }
-        found.push(path);
-    }
-    found.sort();
-    found
-}
-
-/// How a run of the program ended.
-#[derive(Debug)]
-pub struct Outcome {
-    pub code: Option<i32>,
-    pub signal: Option<i32>,
-    pub out: String,
-    pub err: String,
-}
-
-impl From<Output> for Outcome {
-    fn from(output: Output) -> Self {
-        Self {
-            code: output.status.code(),
-            signal: output.status.signal(),
-            out: String::from_utf8_lossy(&output.stdout).into_owned(),
-            err: String::from_utf8_lossy(&output.stderr).into_owned(),
-        }
-    }
-}
-
-impl Outcome {
-    pub fn did_not_crash(&self) -> &Self {
-        assert!(matches!(self.code, Some(0..=2)) && !self.err.contains("panicked"), "{self:?}");
-        self
-    }
-
-    pub fn says(&self, words: &[&str]) -> &Self {
-        for word in words {
-            assert!(self.err.contains(word) || self.out.contains(word), "no `{word}` in {self:?}");
-        }
-        self
-    }
-
-    /// Exit code 2 with an error that has all these words.
-    pub fn refused(&self, words: &[&str]) -> &Self {
-        assert_eq!(self.code, Some(2), "{self:?}");
-        assert!(self.err.contains("error: ") && !self.err.contains("panicked"), "{self:?}");
-        self.says(words)
-    }
-
-    pub fn succeeded(&self) -> &Self {
-        assert_eq!(self.code, Some(0), "{self:?}");
-        self
-    }
-}
-
-pub fn command(args: &[&dyn AsRef<OsStr>]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_dtshard"));
-    command.args(args.iter().map(AsRef::as_ref)).stdin(Stdio::null()).env("RUST_BACKTRACE", "0");
-    command.stdout(Stdio::piped()).stderr(Stdio::piped());
-    command
 }
 
 pub fn dtshard(args: &[&dyn AsRef<OsStr>]) -> Outcome {

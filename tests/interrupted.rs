@@ -1,0 +1,18 @@
+//! Runs that are killed at every step, and what the next ones make of what is left: the destination is never half, the
+//! source never changes, and `--resume` ends with what an undisturbed run writes.
+
+#[path = "common/outcome.rs"]
+mod outcome;
+
+#[path = "interrupted/damaged.rs"]
+mod damaged;
+#[path = "interrupted/full.rs"]
+mod full;
+#[path = "interrupted/job.rs"]
+mod job;
+#[path = "interrupted/killed.rs"]
+mod killed;
+#[path = "interrupted/refused.rs"]
+mod refused;
+#[path = "interrupted/resumed.rs"]
+mod resumed;
