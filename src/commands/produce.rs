@@ -80,8 +80,12 @@ pub fn produce(
         Begun::Work(staging) => {
             let producer = Producer { conversion, staging: &staging, args, options, run };
             let produced = producer.write().and_then(|stats| producer.publish(stats));
-            let is_kept = staging.is_kept();
-            produced.map_err(|error| if is_kept { error.keeping(staging.journals()) } else { error })
+            match produced {
+                // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
+                Err(_) if staging.was_published() => Ok(Produced::Already),
+                Err(error) if staging.is_kept() => Err(error.keeping(staging.journals())),
+                produced => produced,
+            }
         }
     }
 }
