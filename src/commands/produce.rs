@@ -82,10 +82,8 @@ pub fn produce(
             let producer = Producer { conversion, staging: &staging, args, options, run };
             let produced = producer.write().and_then(|stats| producer.publish(stats));
             match produced {
-                // Others have done all of it, and what this one was about to look at went away.
-                Err(Error::Io { .. } | Error::Usage { .. }) if staging.was_published() => {
-                    Ok(Produced::Published(Stats::default(), Publisher::Other))
-                }
+                // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
+                Err(_) if staging.was_published() => Ok(Produced::Already),
                 Err(error) if staging.is_kept() => {
                     if !matches!(error, Error::Stopped { .. }) {
                         let place = staging.journals().display();

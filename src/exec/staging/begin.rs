@@ -141,7 +141,9 @@ impl Beginning<'_> {
                 }
                 Verdict::Join { generation } | Verdict::Resume { generation } => {
                     self.recover_unless(alive.is_some() || is_unsure)?;
-                    self.check_destination()?;
+                    if let Err(error) = self.check_destination() {
+                        return self.or_done(error);
+                    }
                     self.join(found, generation)
                 }
             };
@@ -193,7 +195,11 @@ impl Beginning<'_> {
         };
         lease.start(self.pace.beat, look).map_err(Error::io("write a lease in", &partial))?;
         if self.claim.sync {
-            sync_folder(&partial)?;
+            match sync_folder(&partial) {
+                // All was done, and whoever seals was faster.
+                Err(Error::Io { source, .. }) if is_gone(&source) => return Ok(Next::Again),
+                synced => synced?,
+            }
         }
         let staging = Staging {
             place: self.place.clone(),
@@ -213,8 +219,16 @@ impl Beginning<'_> {
         };
         fault::point("begin-leased");
         // Another run may have been done between the first look and the lease.
-        self.check_destination()?;
-        Ok(Next::Begun(Begun::Work(staging)))
+        match self.check_destination() {
+            Ok(()) => Ok(Next::Begun(Begun::Work(staging))),
+            Err(error) => self.or_done(error),
+        }
+    }
+
+    /// What is in the way may be what others have published meanwhile, of parts of which nothing was left to do.
+    fn or_done(&self, error: Error) -> Result<Next> {
+        let is_done = self.claim.resume && mark::is(&self.place.destination, self.plan.fingerprint);
+        if is_done { Ok(Next::Begun(Begun::Done)) } else { Err(error) }
     }
 
     /// Throw away what is dead: junk, or what was judged so.
