@@ -98,10 +98,11 @@ impl Beginning<'_> {
     /// Nobody is there.
     fn start(&mut self) -> Result<Next> {
         recover(&self.place)?;
-        if self.claim.resume && mark::is(&self.place.destination, self.plan.fingerprint) {
-            return Ok(Next::Begun(Begun::Done));
+        let is_done = || self.claim.resume && mark::is(&self.place.destination, self.plan.fingerprint);
+        match self.check_destination() {
+            _ if is_done() => return Ok(Next::Begun(Begun::Done)),
+            free => free?,
         }
-        self.check_destination()?;
         if self.claim.restart && self.claim.part.index != 0 {
             return self.wait_for_first();
         }
@@ -141,10 +142,7 @@ impl Beginning<'_> {
                 }
                 Verdict::Join { generation } | Verdict::Resume { generation } => {
                     self.recover_unless(alive.is_some() || is_unsure)?;
-                    if let Err(error) = self.check_destination() {
-                        return self.or_done(error);
-                    }
-                    self.join(found, generation)
+                    if self.is_free(&found)? { self.join(found, generation) } else { Ok(Next::Later) }
                 }
             };
         }
@@ -219,16 +217,7 @@ impl Beginning<'_> {
         };
         fault::point("begin-leased");
         // Another run may have been done between the first look and the lease.
-        match self.check_destination() {
-            Ok(()) => Ok(Next::Begun(Begun::Work(staging))),
-            Err(error) => self.or_done(error),
-        }
-    }
-
-    /// What is in the way may be what others have published meanwhile, of parts of which nothing was left to do.
-    fn or_done(&self, error: Error) -> Result<Next> {
-        let is_done = self.claim.resume && mark::is(&self.place.destination, self.plan.fingerprint);
-        if is_done { Ok(Next::Begun(Begun::Done)) } else { Err(error) }
+        Ok(if self.is_free(&found)? { Next::Begun(Begun::Work(staging)) } else { Next::Again })
     }
 
     /// Throw away what is dead: junk, or what was judged so.
@@ -301,6 +290,15 @@ impl Beginning<'_> {
             "--restart is for one process, or for several that a launcher starts together, not for --parts",
             format!("remove {} first, then start the parts without --restart", self.place.partial().display()),
         ))
+    }
+
+    /// Whether `found` can be worked on; not if it has been published since, which is what stands at the destination.
+    fn is_free(&self, found: &Partial) -> Result<bool> {
+        let Err(error) = self.check_destination() else { return Ok(true) };
+        match Found::at(&self.place.partial(), self.shape)? {
+            Found::Partial(now) if now.plan.id == found.plan.id && !now.is_published => Err(error),
+            _ => Ok(false),
+        }
     }
 
     fn check_destination(&self) -> Result<()> {
