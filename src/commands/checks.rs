@@ -6,14 +6,18 @@ use super::input;
 use super::progress::Progress;
 use super::run::Run;
 use crate::catalog::{Class, TensorEntry, TensorId};
+use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::exec::Reporter;
 use crate::exec::compare::{self, ReplicaDifference};
 use crate::format::{Checkpoint, checksum};
 
-/// Hold every stored checksum against its data; gives what is wrong with which file or item.
+/// Hold every stored checksum against its data; gives what is wrong with which file or item. Of several processes each
+/// does some.
 pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
+    let Part { index, of } = run.launch.part;
     let archives = checksum::archives(&checkpoint.catalog);
+    let archives: Vec<_> = archives.into_iter().skip(index as usize).step_by(of as usize).collect();
     let total = archives.iter().map(|(archive, _)| archive.len).sum();
     let progress = Progress::start(run.printer, "checking sums", total);
     let outcomes: Vec<Result<()>> = archives

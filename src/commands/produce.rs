@@ -5,6 +5,7 @@
 //! publishes; the others wait for that, or leave.
 
 use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
@@ -81,11 +82,16 @@ pub fn produce(
             let producer = Producer { conversion, staging: &staging, args, options, run };
             let produced = producer.write().and_then(|stats| producer.publish(stats));
             match produced {
-                // Others have done all of it, and what this one was about to look at went away.
-                Err(Error::Io { .. } | Error::Usage { .. }) if staging.was_published() => {
-                    Ok(Produced::Published(Stats::default(), Publisher::Other))
+                // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
+                Err(_) if staging.was_published() => Ok(Produced::Already),
+                Err(error) if staging.is_kept() => {
+                    if !matches!(error, Error::Stopped { .. }) {
+                        let place = staging.partial().display();
+                        run.printer
+                            .line(&format!("{place} keeps what is done; the same command with --resume goes on"));
+                    }
+                    Err(error.keeping(staging.partial()))
                 }
-                Err(error) if staging.is_kept() => Err(error.keeping(staging.partial())),
                 produced => produced,
             }
         }
@@ -128,9 +134,11 @@ impl Producer<'_> {
         let (files, carried, part) = (self.files(), &conversion.carried, self.part());
         let known = self.known()?;
         known.check(staging.folder(), files, carried)?;
-        let todo = stretch(files, part).without(&known.done);
+        let own = stretch(files, part);
+        let todo = own.without(&known.done);
         check_space(staging.folder(), files, &todo)?;
-        conversion.source.check(&sources(&conversion.reservation.tensors, &todo), self.args.checks, run)?;
+        // An earlier run may have been told to check less.
+        conversion.source.check(&sources(&conversion.reservation.tensors, &own), self.args.checks, run)?;
 
         // A run that is alone and has nothing to read back publishes at once.
         let is_brief = part.is_alone() && !staging.is_kept() && !self.args.destination.verify;
@@ -152,7 +160,7 @@ impl Producer<'_> {
         let source = &conversion.source.checkpoint;
         let stats = copy(input(source), &conversion.reservation, staging.folder(), &log, options, &meter, &run.stop)?;
         staging.finish()?;
-        Ok(stats)
+        Ok(Stats { bytes_before: known.done.len_bytes(), ..stats })
     }
 
     /// Publish where everything is there; else wait for those who do, or leave it to them.
@@ -287,10 +295,11 @@ impl Reporter for Meter<'_> {
 
 /// Room for the files that this process will make.
 fn check_space(folder: &Path, files: &[OutputFile], todo: &Extents) -> Result<()> {
-    let is_made = |file: &OutputFile| folder.join(&file.path).metadata().is_ok_and(|found| found.len() == file.len);
-    let to_make = todo.files().map(|index| &files[index as usize]).filter(|file| !is_made(file));
-    let needed: u64 = to_make.map(|file| file.len).sum();
+    // Before the look at what is made: others are at it.
     let free = filesystem::free_bytes(folder)?;
+    let made = |file: &OutputFile| folder.join(&file.path).metadata().map_or(0, |found| found.blocks() * 512);
+    let to_make = |index: u32| files[index as usize].len.saturating_sub(made(&files[index as usize]));
+    let needed: u64 = todo.files().map(to_make).sum();
     if free >= needed {
         return Ok(());
     }

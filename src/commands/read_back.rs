@@ -53,7 +53,7 @@ pub fn read_back(conversion: &Conversion<'_>, folder: &Path, run: &Run<'_>) -> R
                 what: "a tensor",
                 between: "the source and what was written".into(),
                 detail,
-                hint: Some("memory or disk is at fault; nothing was published".into()),
+                hint: Some("memory or disk is at fault; nothing was published. --resume would find the same again, --restart writes anew".into()),
             });
         }
     }

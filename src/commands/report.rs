@@ -79,10 +79,14 @@ impl Report<'_> {
     pub fn closing_line(&self, stats: &Stats, seconds: f64) -> String {
         let reservation = &self.conversion.reservation;
         let (carried, bytes) = (&self.conversion.carried, self.bytes_written());
+        let before = match stats.bytes_before {
+            0 => String::new(),
+            before => format!(", {} of it before", human_bytes(before)),
+        };
         #[expect(clippy::cast_precision_loss, reason = "shown with one decimal")]
-        let rate = bytes as f64 / seconds.max(1e-3) / 1e9;
+        let rate = bytes.saturating_sub(stats.bytes_before) as f64 / seconds.max(1e-3) / 1e9;
         let mut line = format!(
-            "wrote {}, {}, {} in {seconds:.1} s ({rate:.1} GB/s)",
+            "wrote {}, {}, {}{before} in {seconds:.1} s ({rate:.1} GB/s)",
             count(reservation.files.len() + carried.len(), "file"),
             count(reservation.tensors.len(), "tensor"),
             human_bytes(bytes),

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
+use super::output::make_folders;
 use super::{Reporter, Stop};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
@@ -27,9 +28,7 @@ pub struct Carried {
 /// `Io` naming the file; `Stopped`.
 pub fn carry(file: &Carried, folder: &Path, sync: bool, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
     let path = folder.join(&file.to);
-    if let Some(parent) = path.parent() {
-        std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
-    }
+    make_folders(folder, &file.to)?;
     let source = File::open(&file.from).map_err(Error::io("open", &file.from))?;
     let mut target = File::create(&path).map_err(Error::io("create", &path))?;
     loop {

@@ -42,6 +42,8 @@ const PLANNED_BYTES: u64 = 4 * (size_of::<Slot>() + size_of::<Payload>()) as u64
 pub struct Stats {
     /// Bytes of tensor data taken from the source.
     pub bytes_read: u64,
+    /// Bytes of output that were done before, by other runs.
+    pub bytes_before: u64,
     /// Contiguous runs they come in.
     pub runs: u64,
     /// Memory that the largest plan took: only those of one window exist at a time.

@@ -104,8 +104,9 @@ impl<'a> Log<'a> {
     /// # Errors
     /// `Io`, those of `check`.
     pub fn advance(&self, outputs: &Outputs, check: &dyn Fn() -> Result<()>) -> Result<()> {
+        let is_full = self.window().is_full();
         let mut state = self.close_window();
-        if state.recorded.elapsed() >= RECORD_EVERY || crate::fault::is_hurried() {
+        if is_full || state.recorded.elapsed() >= RECORD_EVERY || crate::fault::is_hurried() {
             check()?;
             self.record(&mut state, outputs)?;
         }
@@ -131,7 +132,7 @@ impl<'a> Log<'a> {
             files.into_par_iter().try_for_each(|file| outputs.sync(file, stop))?;
         }
         let mut state = self.close_window();
-        if self.at_end == AtEnd::Nothing { Ok(()) } else { self.write(&mut state) }
+        if self.at_end == AtEnd::Nothing { Ok(()) } else { self.write(&mut state, outputs) }
     }
 
     /// The run ends before its time: record what has been checked. Where that fails, it is done again.
@@ -168,14 +169,15 @@ impl<'a> Log<'a> {
     fn record(&self, state: &mut State, outputs: &Outputs) -> Result<()> {
         if self.sync {
             let mut files: Vec<u32> = state.next.entries.iter().map(|entry| entry.file).collect();
+            files.sort_unstable();
             files.dedup();
             files.into_par_iter().try_for_each(|file| outputs.sync(file, &Stop::default()))?;
         }
-        self.write(state)
+        self.write(state, outputs)
     }
 
     /// Write what the next record says, whose data lasts.
-    fn write(&self, state: &mut State) -> Result<()> {
+    fn write(&self, state: &mut State, outputs: &Outputs) -> Result<()> {
         state.recorded = Instant::now();
         if state.next.is_empty() {
             return Ok(());
@@ -183,7 +185,12 @@ impl<'a> Log<'a> {
         crate::fault::point("record-before");
         let journal = match &mut state.journal {
             Some(journal) => journal,
-            None => state.journal.insert(Journal::create(&self.path)?),
+            None => {
+                if self.sync {
+                    outputs.sync_folders()?;
+                }
+                state.journal.insert(Journal::create(&self.path)?)
+            }
         };
         crate::fault::point("record-created");
         journal.append(&state.next, &Durability::of(self.sync))?;

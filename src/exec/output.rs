@@ -6,7 +6,9 @@
 //! Counts bytes. Invariant: only whole blocks of one strip go past the page cache, and blocks that strips share go through
 //! it, so no block is written both ways at a time.
 
+use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
+use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -29,6 +31,7 @@ const LEAST_DIRECT_BYTES: usize = 64 << 10;
 /// Output files, opened on demand.
 #[derive(Debug)]
 pub struct Outputs {
+    folder: PathBuf,
     paths: Vec<PathBuf>,
     way: Way,
     open: Mutex<Vec<(u32, Arc<Handle>)>>,
@@ -64,8 +67,8 @@ impl Outputs {
         let outputs = Self::of(folder, files, sync)?;
         let is_touched = |(index, file): &(u32, &OutputFile)| file.len == 0 || todo.has_file(*index);
         let touched: Vec<(u32, &OutputFile)> = (0..).zip(files).filter(is_touched).collect();
-        for parent in touched.iter().filter_map(|(index, _)| outputs.paths[*index as usize].parent()) {
-            std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
+        for (_, file) in &touched {
+            make_folders(folder, &file.path)?;
         }
         // Some file systems take as long to allocate a file as to write it.
         let make = |(index, file): &(u32, &OutputFile)| -> Result<()> {
@@ -93,7 +96,7 @@ impl Outputs {
             true => Way::WriteBehind,
         };
         let paths = files.iter().map(|file| folder.join(&file.path)).collect();
-        Ok(Self { paths, way, open: Mutex::default() })
+        Ok(Self { folder: folder.to_path_buf(), paths, way, open: Mutex::default() })
     }
 
     fn open(&self, file: u32) -> Result<Arc<Handle>> {
@@ -159,11 +162,41 @@ impl Outputs {
         handle.sync_all().map_err(Error::io("sync", path))
     }
 
-    /// The files that a run with `todo` writes to, or makes.
+    /// fsync the folders that the files are in, so that their names last.
+    ///
+    /// # Errors
+    /// `Io` naming the folder.
+    pub fn sync_folders(&self) -> Result<()> {
+        let folders: BTreeSet<&Path> = self.paths.iter().filter_map(|path| path.parent()).collect();
+        let all = folders.into_iter().flat_map(Path::ancestors).filter(|folder| folder.starts_with(&self.folder));
+        let existing: BTreeSet<&Path> = all.filter(|folder| folder.is_dir()).collect();
+        existing.into_iter().try_for_each(|folder| {
+            File::open(folder).and_then(|open| open.sync_all()).map_err(Error::io("sync", folder))
+        })
+    }
+
+    /// The files that a run with `todo` writes to.
     pub fn touched(&self, todo: &Extents) -> impl Iterator<Item = u32> {
         let files = u32::try_from(self.paths.len()).expect("fewer than 2^32 files");
         (0..files).filter(|file| todo.has_file(*file))
     }
+}
+
+/// Make the folders between `folder` and a file that goes there; `folder` itself is not made again where somebody has
+/// taken it away.
+///
+/// # Errors
+/// `Io` naming the folder.
+pub fn make_folders(folder: &Path, file: &Path) -> Result<()> {
+    let mut path = folder.to_path_buf();
+    for part in file.parent().into_iter().flat_map(Path::components) {
+        path.push(part);
+        match std::fs::create_dir(&path) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(Error::io("create", &path)(error)),
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 fn write_cached(file: &File, offset: u64, bytes: &[u8]) -> std::io::Result<()> {

@@ -45,8 +45,8 @@ struct Open {
 pub struct Left {
     /// Parts of spans that are needed beyond the strip.
     pub parts: Vec<SumPart>,
-    /// Sites, ascending, that whoever seals writes. They are not to be written with the strip: a process that was taken
-    /// for dead may come back and write after that.
+    /// Sites, ascending, whose sum is not known. They are not to be written with the strip: a process that was taken for
+    /// dead may come back after another one has sealed.
     pub sites: Vec<u64>,
 }
 
@@ -113,12 +113,13 @@ impl<'a> Sums<'a> {
                         let at = usize::try_from(site - range.start).expect("a strip fits memory");
                         bytes[at..at + value.len()].copy_from_slice(&value);
                     }
-                    None if !self.settles => left.sites.push(site),
-                    // The strip before has noted it.
-                    None if site < range.start => {}
                     None => {
-                        let open = Open { file, sum: index, site };
-                        self.open.lock().expect("no panic while the lock is held").push(open);
+                        left.sites.push(site);
+                        // Otherwise the strip before has noted it.
+                        if self.settles && range.start <= site {
+                            let open = Open { file, sum: index, site };
+                            self.open.lock().expect("no panic while the lock is held").push(open);
+                        }
                     }
                 }
             }

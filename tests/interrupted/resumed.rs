@@ -166,6 +166,28 @@ fn parts_that_wait() {
     }
 }
 
+/// Parts that are started together and killed together, then together again.
+#[test]
+fn parts_that_wait_and_are_killed() {
+    let job = Job::new(FILE);
+    let run_all = |more: &str, fault: &str| -> Vec<crate::outcome::Outcome> {
+        let start = |index| job.command(&format!("--parts 3 --part {index} {more}"), Some(fault)).spawn().unwrap();
+        let parts: Vec<_> = (0..3).map(start).collect();
+        parts.into_iter().map(|part| part.wait_with_output().unwrap().into()).collect()
+    };
+    assert!(run_all("", "record-after").iter().all(|ended| ended.signal == Some(9)));
+    assert!(!job.target().exists());
+    // Whoever seals is killed: the others find that out, and one of them does it.
+    for ended in run_all("--resume", "seal-summed") {
+        assert!(ended.signal == Some(9) || ended.code == Some(2), "{ended:?}");
+    }
+    assert!(!job.target().exists());
+    for ended in run_all("--resume", "none") {
+        ended.succeeded();
+    }
+    job.is_done("together");
+}
+
 /// Done is done: nothing is written again, and nothing is left.
 #[test]
 fn where_it_is_complete() {

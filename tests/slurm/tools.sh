@@ -65,7 +65,7 @@ is() { [[ $(squeue --noheader --jobs="$1" --states=all --format=%T | sort -u) ==
 # JOB STATE: until it has ended, which must be so.
 ends() {
     await over "$1"
-    is "$1" "$2" || { echo "job $1 is not $2"; scontrol show job "$1"; return 1; }
+    is "$1" "$2" || { squeue --jobs="$1" --states=all; return 1; }
 }
 over() { [ -z "$(squeue --noheader --jobs="$1")" ]; }
 

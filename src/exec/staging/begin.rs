@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
@@ -101,10 +102,11 @@ impl Beginning<'_> {
     /// Nobody is there.
     fn start(&mut self) -> Result<Next> {
         recover(&self.place)?;
-        if self.claim.resume && mark::is(&self.place.destination, self.plan.fingerprint) {
-            return Ok(Next::Begun(Begun::Done));
+        let is_done = || self.claim.resume && mark::is(&self.place.destination, self.plan.fingerprint);
+        match self.check_destination() {
+            _ if is_done() => return Ok(Next::Begun(Begun::Done)),
+            free => free?,
         }
-        self.check_destination()?;
         if self.claim.restart && self.claim.part.index != 0 {
             return self.wait_for_first();
         }
@@ -144,7 +146,9 @@ impl Beginning<'_> {
                 }
                 Verdict::Join { generation } | Verdict::Resume { generation } => {
                     self.recover_unless(alive.is_some() || is_unsure)?;
-                    self.check_destination()?;
+                    if !self.is_free(&found)? {
+                        return Ok(Next::Later);
+                    }
                     // A live one is of this run. Of the others that will show.
                     let is_alive = |seen: &&Seen| lives.contains(&(seen.name, Life::Alive));
                     let earlier = found.leases.iter().filter(|seen| !is_alive(seen)).cloned().collect();
@@ -198,18 +202,26 @@ impl Beginning<'_> {
             lease: name,
             known,
             dead_after: self.pace.dead_after,
+            is_begun: false.into(),
         });
         let lost = Arc::new(OnceLock::new());
         let (held, tell, stop) = (Arc::clone(&holding), Arc::clone(&lost), self.stop.clone());
         let look = move || {
-            if let Ok(Some(loss)) = held.look() {
+            // Until work begins, this one looks for itself.
+            if held.is_begun.load(Ordering::Relaxed)
+                && let Ok(Some(loss)) = held.look()
+            {
                 let _ = tell.set(loss);
                 stop.lose(held.words(loss));
             }
         };
         lease.start(self.pace.beat, look).map_err(Error::io("write a lease in", &partial))?;
         if self.claim.sync {
-            sync_folder(&partial)?;
+            match sync_folder(&partial) {
+                // All was done, and whoever seals was faster.
+                Err(Error::Io { source, .. }) if is_gone(&source) => return Ok(Next::Again),
+                synced => synced?,
+            }
         }
         let work = partial.join(holding.plan.work());
         let staging = Staging {
@@ -234,7 +246,10 @@ impl Beginning<'_> {
         };
         fault::point("begin-leased");
         // Another run may have been done between the first look and the lease.
-        self.check_destination()?;
+        if !self.is_free(&found)? {
+            return Ok(Next::Again);
+        }
+        staging.holding.is_begun.store(true, Ordering::Relaxed);
         Ok(Next::Begun(Begun::Work(staging)))
     }
 
@@ -308,6 +323,15 @@ impl Beginning<'_> {
             "--restart is for one process, or for several that a launcher starts together, not for --parts",
             format!("remove {} first, then start the parts without --restart", self.place.partial().display()),
         ))
+    }
+
+    /// Whether `found` can be worked on; not if it has been published since, which is what stands at the destination.
+    fn is_free(&self, found: &Partial) -> Result<bool> {
+        let Err(error) = self.check_destination() else { return Ok(true) };
+        match Found::at(&self.place.partial(), self.shape)? {
+            Found::Partial(now) if now.plan.id == found.plan.id && !now.is_published => Err(error),
+            _ => Ok(false),
+        }
     }
 
     fn check_destination(&self) -> Result<()> {

@@ -5,6 +5,7 @@
 
 use std::fs::File;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use super::Planned;
@@ -31,6 +32,8 @@ pub(super) struct Holding {
     /// Leases that were there when this one was taken.
     pub known: Vec<LeaseName>,
     pub dead_after: Duration,
+    /// What is lost before is no loss: whoever begins looks again.
+    pub is_begun: AtomicBool,
 }
 
 impl Holding {

@@ -108,10 +108,19 @@ impl Found {
             if !exists(&work) {
                 return junk();
             }
-            let leases = read_leases(folder)?;
             // In this order: once somebody sealed, only publishing takes the output away.
-            let has_sealer = leases.iter().any(|seen| seen.name.is_seal());
-            let is_published = has_sealer && output(&work, shape)?.is_none();
+            let look = || -> io::Result<_> { Ok((read_leases(folder)?, output(&work, shape)?.is_none())) };
+            let has_sealer = |leases: &[Seen]| leases.iter().any(|seen| seen.name.is_seal());
+            let (mut leases, mut is_away) = look()?;
+            if is_away && !has_sealer(&leases) {
+                // Not made yet; or all of that came to pass since the leases were read.
+                (leases, is_away) = look()?;
+            }
+            let is_published = is_away && has_sealer(&leases);
+            if Identity::of(folder) != before {
+                // Taken away during the look, which may have missed some leases, then.
+                return Ok(Self::Nothing);
+            }
             Ok(Self::Partial(Partial { plan, leases, is_published }))
         };
         match read() {

@@ -46,6 +46,29 @@ fn a_seal_that_is_given_up_is_taken_by_another() {
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::Published);
 }
 
+/// On another node, it may be dead: who went away in doubt could leave all of it unpublished.
+#[test]
+fn one_that_seals_elsewhere_is_watched() {
+    let desk = Desk::new(Shape::Folder);
+    let (first, second) = two_seals(&desk);
+    let name = LeaseName { role: Role::Seal, generation: 0 };
+    desk.foreign_lease(name, Phase::Working);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(FAST.look.1 * 3);
+            let process = Process { boot: "another".into(), ..Process::this() };
+            let record = Record { process, beat: 4, phase: Phase::Working, done_bytes: 5 };
+            fs::write(desk.partial().join(format!("{name}.lease")), record.to_bytes()).unwrap();
+        });
+        assert!(second.try_seal(&Stop::default()).unwrap().is_none(), "it beats");
+    });
+    let begun = std::time::Instant::now();
+    let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
+    assert!(begun.elapsed() >= FAST.dead_after);
+    seal.publish(true).unwrap();
+    assert!(second.was_published());
+}
+
 #[test]
 fn of_two_that_publish_both_succeed() {
     for round in 0..60 {
