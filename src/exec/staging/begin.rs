@@ -17,7 +17,6 @@ use super::loss::Holding;
 use super::place::{ASIDE, DATA, GONE, Place, is_gone, sync_folder, unique};
 use super::plan::{Found, Partial, Planned};
 use super::{Begun, Claim, Pace, Plan, Shape, Staging, mark};
-use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::fault;
@@ -93,7 +92,7 @@ impl Beginning<'_> {
             Found::Nothing => self.start(),
             Found::Junk => {
                 recover(&self.place)?;
-                if self.claim.restart { self.throw_away(None) } else { Err(self.junk()) }
+                if self.claim.restart { self.throw_away(None) } else { Err(self.place.junk()) }
             }
             Found::Partial(partial) => self.meet(partial),
         }
@@ -102,7 +101,9 @@ impl Beginning<'_> {
     /// Nobody is there.
     fn start(&mut self) -> Result<Next> {
         recover(&self.place)?;
-        let is_done = || self.claim.resume && mark::is(&self.place.destination, self.plan.fingerprint);
+        // A part that does not wait for others may come when all is done, as one that has nothing to do, or is done again.
+        let may_be_late = self.claim.resume || !self.claim.parts_wait && !self.claim.part.is_alone();
+        let is_done = || may_be_late && mark::is(&self.place.destination, self.plan.fingerprint);
         match self.check_destination() {
             _ if is_done() => return Ok(Next::Begun(Begun::Done)),
             free => free?,
@@ -138,11 +139,11 @@ impl Beginning<'_> {
         let is_ours = is_of_launch || self.made.as_ref() == Some(&found.plan.id);
         if difference.is_none() && (!self.claim.restart || is_ours) {
             return match judge(&lives, self.claim.part) {
-                Verdict::Rival(name) => Err(self.another_run(&found, name)),
+                Verdict::Rival(name) => Err(self.place.another_run(&found, name)),
                 Verdict::Watch => Ok(Next::Later),
                 Verdict::Resume { .. } if !self.claim.resume => {
                     self.recover_unless(alive.is_some() || is_unsure)?;
-                    Err(self.unfinished())
+                    Err(self.place.unfinished())
                 }
                 Verdict::Join { generation } | Verdict::Resume { generation } => {
                     self.recover_unless(alive.is_some() || is_unsure)?;
@@ -157,7 +158,7 @@ impl Beginning<'_> {
             };
         }
         if let Some(name) = alive {
-            return Err(self.another_run(&found, name));
+            return Err(self.place.another_run(&found, name));
         }
         if is_unsure {
             return Ok(Next::Later);
@@ -167,7 +168,7 @@ impl Beginning<'_> {
         if self.claim.restart {
             return self.throw_away(Some(&found));
         }
-        Err(difference.map_or_else(|| self.unfinished(), |difference| self.of_another(&difference)))
+        Err(difference.map_or_else(|| self.place.unfinished(), |difference| self.place.of_another(&difference)))
     }
 
     /// Take the lease, and look whether it is one on what was judged.
@@ -190,7 +191,7 @@ impl Beginning<'_> {
         let of_others = |seen: &&Seen| matches!(seen.name.role, Role::Part(part) if part.of != self.claim.part.of);
         let rival = found.leases.iter().filter(of_others).find(|seen| !known.contains(&seen.name));
         if let Some(rival) = rival {
-            let error = self.another_run(&found, rival.name);
+            let error = self.place.another_run(&found, rival.name);
             lease.retract();
             return Err(error);
         }
@@ -348,46 +349,6 @@ impl Beginning<'_> {
             format!("{} exists", destination.display()),
             "choose another destination, or replace it with --overwrite",
         ))
-    }
-
-    fn another_run(&self, found: &Partial, name: LeaseName) -> Error {
-        let record = found.leases.iter().find(|seen| seen.name == name).and_then(|seen| seen.record.as_ref());
-        let who = record.map_or(String::new(), |record| {
-            let Role::Part(Part { index, of }) = name.role else { return String::new() };
-            let part = if of == 1 { String::new() } else { format!(", part {index} of {of}") };
-            format!(" ({}{part})", record.process)
-        });
-        Error::usage(
-            format!("another run is writing {}{who}", self.place.destination.display()),
-            format!("wait for it, or stop it first; it works in {}", self.place.partial().display()),
-        )
-    }
-
-    fn unfinished(&self) -> Error {
-        Error::usage(
-            format!("an earlier run did not finish: {} is in the way", self.place.partial().display()),
-            "--resume goes on with what it has done, --restart throws it away and starts again",
-        )
-    }
-
-    fn of_another(&self, difference: &str) -> Error {
-        Error::usage(
-            format!(
-                "an earlier run did not finish: {} is in the way, and cannot be gone on with: {difference}",
-                self.place.partial().display()
-            ),
-            "--restart throws it away and starts again; --resume needs the same dtshard, SRC and options",
-        )
-    }
-
-    fn junk(&self) -> Error {
-        Error::usage(
-            format!(
-                "an earlier run did not finish: {} is in the way, and has no plan to go on with",
-                self.place.partial().display()
-            ),
-            "--restart throws it away and starts again; a --resume needs what this version has begun",
-        )
     }
 }
 

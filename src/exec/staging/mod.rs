@@ -28,6 +28,7 @@ mod loss;
 mod mark;
 mod place;
 mod plan;
+mod refuse;
 #[cfg(test)]
 mod tests;
 mod wait;
@@ -91,7 +92,7 @@ pub struct Plan<'a> {
 #[derive(Debug)]
 pub enum Begun {
     Work(Staging),
-    /// The destination is there, from the same plan, and `--resume` was given.
+    /// The destination is there, from the same plan, and that is no surprise: with `--resume`, or of parts that do not wait.
     Done,
 }
 

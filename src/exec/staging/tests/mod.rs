@@ -5,6 +5,7 @@ mod deaths;
 mod decisions;
 mod parts;
 mod single;
+mod waiting;
 
 use std::fs;
 use std::path::{Path, PathBuf};

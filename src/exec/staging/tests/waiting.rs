@@ -1,0 +1,146 @@
+//! Waiting for others, and what comes of those who do not come.
+
+use std::thread;
+
+use super::*;
+
+fn in_vain(staging: &Staging, notify: &mut dyn FnMut(&[Other])) -> Error {
+    match staging.wait_published(&Stop::default(), notify).unwrap() {
+        Waited::Without(missing) => staging.without(&missing),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_part_that_does_not_come_or_goes_is_named() {
+    let mut desk = Desk::new(Shape::Folder);
+    desk.claim.run = Some("job".into());
+    let first = desk.part(0, 4).unwrap();
+    first.finish().unwrap();
+    let mut looks = 0;
+    let error = in_vain(&first, &mut |_| looks += 1);
+    says(&error, &["parts 1, 2, 3 of 4 have not started", "--resume", "--part 0 --parts 1"]);
+    assert!(looks > 2);
+    drop(desk.part(2, 4).unwrap());
+    let error = in_vain(&first, &mut |_| ());
+    says(&error, &["part 2 of 4 stopped: its process is gone", ".out.dtshard-partial", "--resume"]);
+    // Nothing is lost with it.
+    drop(first);
+    assert!(desk.data().exists());
+}
+
+/// Of tasks that are started again one after the other, the first finds what the others left when they were ended.
+#[test]
+fn leases_of_an_earlier_run_say_nothing() {
+    let mut desk = Desk::new(Shape::Folder);
+    desk.leave_behind(Part { index: 1, of: 4 });
+    let left = desk.part(2, 4).unwrap();
+    left.finish().unwrap();
+    drop(left);
+    desk.leave_behind(Part { index: 3, of: 4 });
+    desk.foreign_lease(lease_of(3, 4, 0), Phase::Finished);
+    desk.claim.resume = true;
+    let first = desk.part(0, 4).unwrap();
+    first.finish().unwrap();
+    let states = || first.others().unwrap().iter().map(|other| other.state).collect::<Vec<_>>();
+    assert_eq!(states(), [OtherState::NotStarted, OtherState::NotStarted, OtherState::Working]);
+    let (second, third) = (desk.part(1, 4).unwrap(), desk.part(2, 4).unwrap());
+    third.finish().unwrap();
+    assert_eq!(states()[..2], [OtherState::Working, OtherState::Finished]);
+    // What died of this run has stopped.
+    drop(second);
+    assert_eq!(states()[0], OtherState::Stopped);
+    // It is in doubt for a while whether the one elsewhere lives; it does not.
+    in_time(|| (states()[2] == OtherState::NotStarted).then_some(()));
+    desk.foreign_lease(lease_of(3, 4, 1), Phase::Finished);
+    assert_eq!(states()[2], OtherState::Finished);
+}
+
+/// TERM comes to one a moment before it comes to the other, and what was ended may be started again.
+#[test]
+fn one_that_stops_is_given_a_moment() {
+    let mut desk = Desk::new(Shape::Folder);
+    desk.claim.resume = true;
+    let (first, second) = (desk.part(0, 2).unwrap(), desk.part(1, 2).unwrap());
+    first.finish().unwrap();
+    drop(second);
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| first.wait_published(&Stop::default(), &mut |_| ()).unwrap());
+        desk.part(1, 2).unwrap().finish().unwrap();
+        assert_eq!(waiting.join().unwrap(), Waited::NobodySeals);
+    });
+    let begun = Instant::now();
+    drop(desk.part(1, 2).unwrap());
+    says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 stopped"]);
+    assert!(begun.elapsed() >= FAST.stopped_after);
+    // Where all of it is recorded, nobody has to come back for it.
+    let Waited::Without(missing) = first.wait_published(&Stop::default(), &mut |_| ()).unwrap() else { panic!() };
+    first.settle(missing);
+    assert_eq!(first.others().unwrap()[0].state, OtherState::Finished);
+    assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
+}
+
+#[test]
+fn one_that_is_there_and_does_not_move_is_named() {
+    let desk = Desk::new(Shape::Folder);
+    let plan = Plan { fingerprint: desk.fingerprint, version: "1" };
+    let begin = |index, beat| {
+        let pace = Pace { beat, stuck_after: Duration::from_millis(100), ..FAST };
+        let claim = Claim { part: Part { index, of: 2 }, ..claim() };
+        work(begin::begin(&desk.out(), desk.shape, &claim, &plan, pace, &Stop::default()).unwrap())
+    };
+    let (first, second) = (begin(0, FAST.beat), begin(1, Duration::from_hours(1)));
+    first.finish().unwrap();
+    let who = format!("process {} on", std::process::id());
+    says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has not moved", &who, "--resume"]);
+    second.finish().unwrap();
+    let _seal = second.try_seal(&Stop::default()).unwrap().unwrap();
+    says(&first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &[&who, "completes", "does not move"]);
+}
+
+/// Woken up and ended before its next beat, it has not heard that another one goes on with its work.
+#[test]
+fn what_another_one_took_over_is_not_let_go() {
+    let desk = Desk::new(Shape::Folder);
+    let plan = Plan { fingerprint: desk.fingerprint, version: "1" };
+    let pace = Pace { beat: Duration::from_hours(1), ..FAST };
+    for rival in [lease_of(0, 1, 1), lease_of(0, 3, 0)] {
+        let begun = begin::begin(&desk.out(), desk.shape, &claim(), &plan, pace, &Stop::default());
+        let staging = work(begun.unwrap());
+        desk.foreign_lease(rival, Phase::Working);
+        drop(staging);
+        assert!(desk.data().exists());
+        fs::remove_dir_all(desk.partial()).unwrap();
+    }
+}
+
+/// As of an array whose elements are started when there is room, the last one after all was done without it.
+#[test]
+fn a_part_that_comes_when_all_is_done_is_done() {
+    let mut desk = Desk::new(Shape::Folder);
+    desk.claim.parts_wait = false;
+    publish_alone(&desk.part(1, 2).unwrap());
+    if !mark::is(&desk.out(), desk.fingerprint) {
+        return; // No attributes there.
+    }
+    for overwrite in [false, true] {
+        desk.claim.overwrite = overwrite;
+        let late = Claim { part: Part { index: 0, of: 2 }, ..desk.claim.clone() };
+        assert!(matches!(desk.begin_as(&late), Ok(Begun::Done)));
+        assert_eq!(desk.names(), ["out"]);
+    }
+    // Whoever is to wait for it, or is alone, means another one.
+    desk.claim = claim();
+    says(&desk.part(0, 2).unwrap_err(), &["exists"]);
+    desk.refused(&["exists"]);
+    // And what is there may be of another plan.
+    desk.claim.parts_wait = false;
+    desk.fingerprint = Fingerprint([8; 32]);
+    says(&desk.part(0, 2).unwrap_err(), &["exists"]);
+}
+
+fn publish_alone(staging: &Staging) {
+    write(&staging.folder().join("a"), "1");
+    staging.finish().unwrap();
+    staging.try_seal(&Stop::default()).unwrap().unwrap().publish(false).unwrap();
+}
