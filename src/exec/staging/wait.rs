@@ -55,6 +55,9 @@ pub struct Missing {
     why: OtherState,
 }
 
+/// From the first to the last step of publishing, as others see them.
+const LANDING: Duration = Duration::from_secs(1);
+
 /// What to do with one look at the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Decision {
@@ -177,9 +180,22 @@ impl Staging {
     /// Whether another process has put the output at the destination, and taken the partial folder away or is at it.
     #[must_use]
     pub fn was_published(&self) -> bool {
-        self.place.refresh();
-        let is_gone = self.find().is_ok_and(|found| found.is_none_or(|found| found.is_published));
-        is_gone && mark::is(&self.place.destination, self.fingerprint)
+        let (begun, mut nap) = (Instant::now(), self.pace.nap());
+        loop {
+            self.place.refresh();
+            let is_gone = match self.find() {
+                Ok(Some(found)) if !found.is_published && self.sealer(&found).is_none() => return false,
+                found => found.is_ok_and(|found| found.is_none_or(|found| found.is_published)),
+            };
+            if is_gone && mark::is(&self.place.destination, self.fingerprint) {
+                return true;
+            }
+            // Whoever seals is between its steps, or this node has not seen all of them.
+            if begun.elapsed() >= LANDING {
+                return false;
+            }
+            nap.take();
+        }
     }
 
     /// Whether what was written is at the destination.
