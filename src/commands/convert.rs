@@ -149,8 +149,10 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
         Produced::Published(stats, publisher) => (stats, Some(publisher)),
         Produced::Part(stats) => (stats, None),
         Produced::Already => {
-            printer.document(&report.document(&Stats::default()))?;
-            printer.line(&format!("{} is there already, from the same source and options", destination.display()));
+            let mut document = report.document(&Stats::default());
+            document["already"] = json!(true);
+            printer.document(&document)?;
+            printer.outcome(&format!("{} is there already, from the same source and options", destination.display()));
             return Ok(Status::Done);
         }
     };

@@ -18,8 +18,8 @@ use super::read_back::read_back;
 use super::run::Run;
 use crate::catalog::OutputFile;
 use crate::cli::ConvertArgs;
-use crate::comm::Part;
-use crate::error::{Error, Result};
+use crate::comm::{Launch, Part};
+use crate::error::{Error, Result, first_of};
 use crate::exec::carry::carry;
 use crate::exec::copy::{Stats, copy};
 use crate::exec::division::stretch;
@@ -85,7 +85,8 @@ pub fn produce(
                 // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
                 Err(_) if staging.was_published() => Ok(Produced::Already),
                 Err(error) if staging.is_kept() => {
-                    if !matches!(error, Error::Stopped { .. }) {
+                    // The others say so themselves.
+                    if !matches!(error, Error::Stopped { .. } | Error::Usage { .. }) {
                         let place = staging.partial().display();
                         run.printer
                             .line(&format!("{place} keeps what is done; the same command with --resume goes on"));
@@ -224,14 +225,17 @@ impl Producer<'_> {
     }
 
     fn wait(&self) -> Result<Waited> {
-        let Self { conversion, staging, run, .. } = *self;
-        let progress = Progress::start(run.printer, "waiting for others", conversion.reservation.len_bytes());
-        let mut seen = 0;
+        let Self { staging, run, .. } = *self;
+        let mut said = Instant::now();
+        let mut every = SAY_AFTER;
         let mut notify = |others: &[Other]| {
-            let own = staging.done_bytes().load(Ordering::Relaxed);
-            let done = others.iter().map(|other| other.done_bytes).fold(own, u64::saturating_add);
-            progress.advance(done.saturating_sub(seen));
-            seen = seen.max(done);
+            if said.elapsed() >= every
+                && let Some(text) = waiting_for(others)
+            {
+                let Launch { part, launcher, .. } = &run.launch;
+                run.printer.line(&format!("{text}; there are {} parts, as {} has it", part.of, launcher.name()));
+                (said, every) = (Instant::now(), SAY_EVERY);
+            }
         };
         staging.wait_published(&run.stop, &mut notify)
     }
@@ -270,6 +274,24 @@ struct Meter<'a> {
     staging: &'a Staging,
     /// Where this one shows what all do: when it looked at the others, and what they had done.
     others: Option<Mutex<Option<(Instant, u64)>>>,
+}
+
+/// Time until the user is told of whom this process waits for, and until that is said again.
+const SAY_AFTER: Duration = Duration::from_secs(5);
+const SAY_EVERY: Duration = Duration::from_mins(1);
+
+/// `waiting for parts 1, 2 (not started), 3 (1.20 GB done)`
+fn waiting_for(others: &[Other]) -> Option<String> {
+    let of_state = |state: OtherState| others.iter().filter(move |other| other.state == state);
+    let missing: Vec<String> = of_state(OtherState::NotStarted).map(|other| other.part.index.to_string()).collect();
+    let working: Vec<String> = of_state(OtherState::Working)
+        .map(|other| format!("{} ({} done)", other.part.index, human_bytes(other.done_bytes)))
+        .collect();
+    let missing = (!missing.is_empty()).then(|| format!("{} (not started)", first_of(&missing, 8)));
+    let working = (!working.is_empty()).then(|| first_of(&working, 8));
+    let all: Vec<String> = missing.into_iter().chain(working).collect();
+    (!all.is_empty())
+        .then(|| format!("waiting for {} {}", if others.len() > 1 { "parts" } else { "part" }, all.join(", ")))
 }
 
 /// Time between two looks at the others.

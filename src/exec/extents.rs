@@ -50,21 +50,6 @@ impl Extents {
         known.splice(first..first + met, [joined]);
     }
 
-    /// Take out all of a file.
-    pub fn forget(&mut self, file: u32) {
-        self.files.remove(&file);
-    }
-
-    /// Whether every byte of the range is in the set; an empty one is.
-    #[must_use]
-    pub fn contains(&self, file: u32, range: &Range<u64>) -> bool {
-        range.is_empty()
-            || self
-                .from(file, range.start)
-                .first()
-                .is_some_and(|stretch| stretch.start <= range.start && range.end <= stretch.end)
-    }
-
     /// Whether some byte of the range is in the set.
     #[must_use]
     pub fn overlaps(&self, file: u32, range: &Range<u64>) -> bool {
@@ -177,7 +162,6 @@ mod tests {
             for (file, range) in asked {
                 let wanted: Bytes = bytes([(file, range.clone())]);
                 let here: Bytes = wanted.intersection(&our_bytes).copied().collect();
-                prop_assert_eq!(ours.contains(file, &range), here == wanted);
                 prop_assert_eq!(ours.overlaps(file, &range), !here.is_empty());
                 let within: Vec<_> = ours.within(file, range).map(|stretch| (file, stretch)).collect();
                 prop_assert_eq!(within.iter().map(|(_, stretch)| stretch.end - stretch.start).sum::<u64>(), here.len() as u64);
@@ -190,10 +174,8 @@ mod tests {
     fn all_bytes_of_files_are_all_but_the_empty_ones() {
         let mut file = OutputFile::new("f");
         file.push_payload(10);
-        let mut all = Extents::of_files(&[file, OutputFile::new("empty")]);
+        let all = Extents::of_files(&[file, OutputFile::new("empty")]);
         assert_eq!(all.iter().collect::<Vec<_>>(), [(0, 0..10)]);
-        assert!(all.contains(1, &(0..0)) && all.contains(0, &(20..20)) && !all.contains(0, &(9..11)));
-        all.forget(0);
-        assert!(all.is_empty());
+        assert!(all.has_file(0) && !all.has_file(1));
     }
 }

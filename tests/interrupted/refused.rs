@@ -121,7 +121,7 @@ fn junk_in_the_place() {
         make(&job.partial());
         refuses(&job, "--resume", &words);
         refuses(&job, "", &words);
-        refuses(&job, "--parts 2 --part 0 --no-wait", &words);
+        refuses(&job, "--parts 2 --part 0 --no-wait", &[words[0], "all parts start again"]);
         job.run("--restart", None).succeeded();
         job.is_done(what);
     }

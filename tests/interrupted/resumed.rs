@@ -139,7 +139,7 @@ fn parts_that_do_not_wait() {
                 job.run(&format!("--parts 3 --part {index} --no-wait"), None).succeeded();
                 if !job.target().exists() {
                     let again = job.run(&format!("--parts 3 --part {index} --no-wait"), None);
-                    again.refused(&["an earlier run did not finish", "--resume goes on", "--restart throws it away"]);
+                    again.refused(&["an earlier run did not finish", "--resume goes on", "all parts start again"]);
                     job.run(&format!("--parts 3 --part {index} --no-wait --resume"), None).succeeded();
                 }
             }

@@ -92,7 +92,7 @@ impl Beginning<'_> {
             Found::Nothing => self.start(),
             Found::Junk => {
                 recover(&self.place)?;
-                if self.claim.restart { self.throw_away(None) } else { Err(self.place.junk()) }
+                if self.claim.restart { self.throw_away(None) } else { Err(self.place.junk(self.claim)) }
             }
             Found::Partial(partial) => self.meet(partial),
         }
@@ -143,7 +143,7 @@ impl Beginning<'_> {
                 Verdict::Watch => Ok(Next::Later),
                 Verdict::Resume { .. } if !self.claim.resume => {
                     self.recover_unless(alive.is_some() || is_unsure)?;
-                    Err(self.place.unfinished())
+                    Err(self.place.unfinished(self.claim))
                 }
                 Verdict::Join { generation } | Verdict::Resume { generation } => {
                     self.recover_unless(alive.is_some() || is_unsure)?;
@@ -168,7 +168,10 @@ impl Beginning<'_> {
         if self.claim.restart {
             return self.throw_away(Some(&found));
         }
-        Err(difference.map_or_else(|| self.place.unfinished(), |difference| self.place.of_another(&difference)))
+        Err(difference.map_or_else(
+            || self.place.unfinished(self.claim),
+            |difference| self.place.of_another(&difference, self.claim),
+        ))
     }
 
     /// Take the lease, and look whether it is one on what was judged.
@@ -316,8 +319,7 @@ impl Beginning<'_> {
 
     /// Parts cannot tell whether what they find was made by a sibling or is what they are to throw away.
     fn refuse_restart_of_strangers(&self) -> Result<()> {
-        let Claim { restart, part, run, parts_wait, .. } = self.claim;
-        if !restart || part.is_alone() || run.is_some() && *parts_wait {
+        if !self.claim.restart || self.claim.can_restart() {
             return Ok(());
         }
         Err(Error::usage(

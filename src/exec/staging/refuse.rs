@@ -1,5 +1,6 @@
 //! What to say where work cannot begin.
 
+use super::Claim;
 use super::lease::{LeaseName, Role};
 use super::place::Place;
 use super::plan::Partial;
@@ -20,30 +21,48 @@ impl Place {
         )
     }
 
-    pub fn unfinished(&self) -> Error {
+    pub fn unfinished(&self, claim: &Claim) -> Error {
+        let start_again = claim.start_again(self);
         Error::usage(
             format!("an earlier run did not finish: {} is in the way", self.partial().display()),
-            "--resume goes on with what it has done, --restart throws it away and starts again",
+            format!("--resume goes on with what it has done, {start_again}"),
         )
     }
 
-    pub fn of_another(&self, difference: &str) -> Error {
+    pub fn of_another(&self, difference: &str, claim: &Claim) -> Error {
+        let start_again = claim.start_again(self);
         Error::usage(
             format!(
                 "an earlier run did not finish: {} is in the way, and cannot be gone on with: {difference}",
                 self.partial().display()
             ),
-            "--restart throws it away and starts again; --resume needs the same dtshard, SRC and options",
+            format!("{start_again}; --resume needs the same dtshard, SRC and options"),
         )
     }
 
-    pub fn junk(&self) -> Error {
+    pub fn junk(&self, claim: &Claim) -> Error {
+        let start_again = claim.start_again(self);
         Error::usage(
             format!(
                 "an earlier run did not finish: {} is in the way, and has no plan to go on with",
                 self.partial().display()
             ),
-            "--restart throws it away and starts again; a --resume needs what this version has begun",
+            format!("{start_again}; a --resume needs what this version has begun"),
         )
+    }
+}
+
+impl Claim {
+    /// Whether this process, or the first of its launch, may throw away what is there.
+    pub(super) fn can_restart(&self) -> bool {
+        self.part.is_alone() || self.run.is_some() && self.parts_wait
+    }
+
+    fn start_again(&self, place: &Place) -> String {
+        if self.can_restart() {
+            String::from("--restart throws it away and starts again")
+        } else {
+            format!("without {} all parts start again", place.partial().display())
+        }
     }
 }
