@@ -20,7 +20,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::life::Process;
-use super::place::is_gone;
+use super::place::{is_gone, unique};
 use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::fault;
@@ -200,17 +200,12 @@ impl Lease {
     /// `Io`
     pub fn take(folder: &Path, name: LeaseName) -> Result<Option<Self>> {
         let path = folder.join(name.file());
-        let file = match File::create_new(&path) {
+        let record = Record { process: Process::this(), beat: 0, phase: Phase::Working, done_bytes: 0 };
+        let file = match create(&path, &record, name.role) {
             Ok(file) => file,
             Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
             Err(error) => return Err(Error::io("create", path)(error)),
         };
-        fault::point(match name.role {
-            Role::Part(_) => "begin-created-lease",
-            Role::Seal => "seal-created-lease",
-            Role::Restart => "restart-created-lease",
-        });
-        let record = Record { process: Process::this(), beat: 0, phase: Phase::Working, done_bytes: 0 };
         let shared =
             Shared { file, record: Mutex::new(record), bell: Condvar::new(), done_bytes: AtomicU64::default() };
         let lease = Self { path, shared: Arc::new(shared), heart: None };
@@ -255,6 +250,27 @@ impl Lease {
 
     fn beat(&self) -> io::Result<()> {
         self.shared.write(|record| record.beat = record.beat.wrapping_add(1))
+    }
+}
+
+/// Create a lease that says whose it is from its first moment on: others would have to watch one that does not, should its
+/// process be killed. Where a file system has no links, that moment is short.
+fn create(path: &Path, record: &Record, role: Role) -> io::Result<File> {
+    let draft = path.with_file_name(format!(".lease-{}", unique()));
+    let file = File::create_new(&draft)?;
+    let linked = file.write_all_at(&record.to_bytes(), 0).and_then(|()| {
+        fault::point(match role {
+            Role::Part(_) => "begin-created-lease",
+            Role::Seal => "seal-created-lease",
+            Role::Restart => "restart-created-lease",
+        });
+        fs::hard_link(&draft, path)
+    });
+    let _ = fs::remove_file(&draft);
+    match linked {
+        Ok(()) => Ok(file),
+        Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::AlreadyExists => Err(error),
+        Err(_) => File::create_new(path),
     }
 }
 
