@@ -20,7 +20,7 @@ use crate::catalog::OutputFile;
 use crate::cli::ConvertArgs;
 use crate::comm::{Launch, Part};
 use crate::error::{Error, Result, first_of};
-use crate::exec::carry::carry;
+use crate::exec::carry::{Carried, carry};
 use crate::exec::copy::{Stats, copy};
 use crate::exec::division::stretch;
 use crate::exec::fingerprint::fingerprint;
@@ -116,6 +116,11 @@ impl Producer<'_> {
         self.run.launch.part
     }
 
+    /// The carried files that are a part's, with their numbers: dealt out in turn, as they are few, and small.
+    fn carried_by(&self, part: Part) -> impl Iterator<Item = (u32, &Carried)> {
+        (0..).zip(&self.conversion.carried).filter(move |(number, _)| number % part.of == part.index)
+    }
+
     /// What all runs have recorded.
     fn known(&self) -> Result<Known> {
         Known::read(self.staging.journals(), self.files(), self.conversion.carried.len(), self.options.sync)
@@ -142,7 +147,7 @@ impl Producer<'_> {
         conversion.source.check(&sources(&conversion.reservation.tensors, &own), self.args.checks, run)?;
 
         // A run that is alone and has nothing to read back publishes at once.
-        let is_brief = part.is_alone() && !staging.is_kept() && !self.args.destination.verify;
+        let is_brief = !staging.is_kept() && !self.args.destination.verify;
         let at_end = if is_brief { AtEnd::Nothing } else { AtEnd::Record };
         let log = Log::new(files, &todo, staging.journal().to_path_buf(), options.sync, at_end);
         let carried_bytes: u64 = carried.iter().map(|file| file.len).sum();
@@ -151,8 +156,7 @@ impl Producer<'_> {
         progress.advance(known.done.len_bytes());
         let meter = Meter { progress: &progress, staging, others: (part.index == 0).then(Mutex::default) };
 
-        // One after the other in turn, as there are few, and small ones.
-        for (number, file) in (0..).zip(carried).filter(|(number, _)| number % part.of == part.index) {
+        for (number, file) in self.carried_by(part) {
             if !known.carried.contains(&number) {
                 carry(file, staging.folder(), options.sync, &meter, &run.stop)?;
                 log.carried(number);
@@ -171,10 +175,9 @@ impl Producer<'_> {
         // Of those that wait for each other the first one seals, and reports.
         let mut is_sealer = !run.launch.waits || self.part().index == 0;
         loop {
-            // Alone, nothing is left to be found out but what earlier runs have done.
-            let is_brief = self.part().is_alone() && !staging.is_kept();
-            let known = if is_brief { None } else { self.known_yet()? };
-            let is_all_there = known.as_ref().map_or(is_brief, |known| is_complete(known, files, carried));
+            // Where nothing is kept, this run has done all there is.
+            let known = if staging.is_kept() { self.known_yet()? } else { None };
+            let is_all_there = known.as_ref().map_or(!staging.is_kept(), |known| is_complete(known, files, carried));
             if is_sealer
                 && is_all_there
                 && self.has_everybody_begun()?
@@ -243,9 +246,8 @@ impl Producer<'_> {
     /// Whether all that a part has to do is recorded.
     fn is_done(&self, known: &Known, index: u32) -> bool {
         let part = Part { index, ..self.part() };
-        let mut carried = (0..).zip(&self.conversion.carried).filter(|(number, _)| number % part.of == index);
         stretch(self.files(), part).without(&known.done).is_empty()
-            && carried.all(|(number, _)| known.carried.contains(&number))
+            && self.carried_by(part).all(|(number, _)| known.carried.contains(&number))
     }
 
     /// Of parts that run at once, one with nothing to do may come last: what is published by then is in its way.

@@ -128,7 +128,7 @@ impl<'a> Log<'a> {
     /// `Io`, `Stopped`.
     pub fn finish(&self, outputs: &Outputs, stop: &Stop) -> Result<()> {
         if self.sync {
-            let files: Vec<u32> = outputs.touched(self.todo).collect();
+            let files: Vec<u32> = self.todo.files().collect();
             files.into_par_iter().try_for_each(|file| outputs.sync(file, stop))?;
         }
         let mut state = self.close_window();

@@ -6,7 +6,6 @@
 //! Counts bytes. Invariant: only whole blocks of one strip go past the page cache, and blocks that strips share go through
 //! it, so no block is written both ways at a time.
 
-use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
@@ -19,7 +18,7 @@ use super::{Extents, Stop};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 use crate::storage::direct;
-use crate::storage::filesystem::{open_file_budget, start_write_back, suits_direct_writes, write_back};
+use crate::storage::filesystem::{open_file_budget, start_write_back, suits_direct_writes, sync_folders, write_back};
 
 /// What one call writes through the page cache. The kernel allocates memory for a call at once, and has short stretches
 /// at hand where it has to look for long ones.
@@ -167,18 +166,7 @@ impl Outputs {
     /// # Errors
     /// `Io` naming the folder.
     pub fn sync_folders(&self) -> Result<()> {
-        let folders: BTreeSet<&Path> = self.paths.iter().filter_map(|path| path.parent()).collect();
-        let all = folders.into_iter().flat_map(Path::ancestors).filter(|folder| folder.starts_with(&self.folder));
-        let existing: BTreeSet<&Path> = all.filter(|folder| folder.is_dir()).collect();
-        existing.into_iter().try_for_each(|folder| {
-            File::open(folder).and_then(|open| open.sync_all()).map_err(Error::io("sync", folder))
-        })
-    }
-
-    /// The files that a run with `todo` writes to.
-    pub fn touched(&self, todo: &Extents) -> impl Iterator<Item = u32> {
-        let files = u32::try_from(self.paths.len()).expect("fewer than 2^32 files");
-        (0..files).filter(|file| todo.has_file(*file))
+        sync_folders(&self.folder)
     }
 }
 

@@ -3,7 +3,7 @@
 //! Mapping a file on a network file system costs a round trip a page and has been seen 10 to 50 times slower than
 //! reading it, so the way to read is chosen by file system (statfs(2)) unless the user says otherwise.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::path::Path;
 
 use rustix::fs::StatFs;
@@ -136,6 +136,28 @@ pub fn raise_open_file_limit() {
 
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+}
+
+/// fsync a folder and those below it, so that the names in them last.
+///
+/// # Errors
+/// `Io` naming the folder.
+pub fn sync_folders(folder: &Path) -> Result<()> {
+    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
+        let entry = entry.map_err(Error::io("list", folder))?;
+        if entry.file_type().map_err(Error::io("list", folder))?.is_dir() {
+            sync_folders(&entry.path())?;
+        }
+    }
+    sync_folder(folder)
+}
+
+/// fsync a folder, so that the names in it last.
+///
+/// # Errors
+/// `Io` naming it.
+pub fn sync_folder(folder: &Path) -> Result<()> {
+    File::open(folder).and_then(|handle| handle.sync_all()).map_err(Error::io("sync", folder))
 }
 
 #[cfg(test)]

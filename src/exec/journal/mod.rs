@@ -34,6 +34,7 @@ use super::cast::Counts;
 use super::copy::DtypePair;
 use crate::catalog::{Dtype, OutputFile};
 use crate::error::{Error, Result};
+use crate::storage::filesystem::sync_folder;
 use crate::storage::node::this_boot;
 
 /// What a journal's name ends in.
@@ -197,7 +198,7 @@ impl Journal {
         let file = File::create_new(path).map_err(Error::io("create", path))?;
         if let Some(folder) = path.parent() {
             // Its records are of no use if its name is lost.
-            File::open(folder).and_then(|folder| folder.sync_all()).map_err(Error::io("sync", folder))?;
+            sync_folder(folder)?;
         }
         Ok(Self { path: path.to_path_buf(), file, len: 0 })
     }

@@ -14,12 +14,13 @@ use super::judge::{Verdict, judge};
 use super::lease::{Lease, LeaseName, Role, Seen, read_leases};
 use super::life::{Life, Watch};
 use super::loss::Holding;
-use super::place::{ASIDE, DATA, GONE, Place, is_gone, sync_folder, unique};
+use super::place::{ASIDE, DATA, GONE, Place, is_gone, unique};
 use super::plan::{Found, Partial, Planned};
 use super::{Begun, Claim, Pace, Plan, Shape, Staging, mark};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::fault;
+use crate::storage::filesystem::sync_folder;
 
 pub(super) fn begin(
     destination: &Path,
@@ -126,7 +127,7 @@ impl Beginning<'_> {
         let is_alive = |life: Life| move |(_, other): &&(LeaseName, Life)| *other == life;
         let alive = lives.iter().find(is_alive(Life::Alive)).map(|(name, _)| *name);
         let is_unsure = lives.iter().any(|(_, life)| *life == Life::Unsure);
-        if lives.iter().any(|(name, life)| name.role == Role::Restart && *life != Life::Dead) {
+        if lives.iter().any(|(name, life)| name.is_restart() && *life != Life::Dead) {
             // It is about to go.
             return Ok(Next::Later);
         }
@@ -295,7 +296,7 @@ impl Beginning<'_> {
             Err(error) if is_gone(&error) => return Ok(None),
             leases => leases.map_err(Error::io("read", partial))?,
         };
-        let Some(seen) = leases.iter().find(|seen| seen.name.role == Role::Restart) else {
+        let Some(seen) = leases.iter().find(|seen| seen.name.is_restart()) else {
             return Ok(Some(LeaseName { role: Role::Restart, generation: 0 }));
         };
         let is_dead = self.watch.life(seen, Instant::now()) == Life::Dead;

@@ -13,12 +13,13 @@ use std::sync::atomic::Ordering;
 use super::lease::{Lease, LeaseName, Role};
 use super::life::Life;
 use super::loss::Lost;
-use super::place::{Identity, Place, exists, is_gone, rename_new, sync_folder, sync_folders};
+use super::place::{Identity, Place, exists, is_gone, rename_new};
 use super::plan::output;
 use super::{Shape, Staging, mark};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::fault;
+use crate::storage::filesystem::{sync_folder, sync_folders};
 
 /// The right to seal, as long as it is held.
 #[derive(Debug)]

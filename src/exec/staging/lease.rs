@@ -1,6 +1,6 @@
 //! Who works on what: a file that one process made, and rewrites while it lives.
 //!
-//! A lease is created with `O_EXCL`, which decides who has it; a dead one is taken over by creating the next
+//! A lease is linked to its name, or created with `O_EXCL`, which decides who has it; a dead one is taken over by the next
 //! generation. Its process rewrites one record of fixed length, through the handle that created it: that cannot create
 //! it anew, wherever the folder has gone. Readers open it anew each time, and take a torn record for one that says
 //! nothing. No locks and no times of files, which network file systems have in name only.
@@ -208,15 +208,7 @@ impl Lease {
         };
         let shared =
             Shared { file, record: Mutex::new(record), bell: Condvar::new(), done_bytes: AtomicU64::default() };
-        let lease = Self { path, shared: Arc::new(shared), heart: None };
-        match lease.shared.write(|_| ()) {
-            Ok(()) => Ok(Some(lease)),
-            Err(error) => {
-                let path = lease.path.clone();
-                lease.retract();
-                Err(Error::io("write", path)(error))
-            }
-        }
+        Ok(Some(Self { path, shared: Arc::new(shared), heart: None }))
     }
 
     /// Write it anew every so often from now on, and call `look` each time.
@@ -257,8 +249,10 @@ impl Lease {
 /// process be killed. Where a file system has no links, that moment is short.
 fn create(path: &Path, record: &Record, role: Role) -> io::Result<File> {
     let draft = path.with_file_name(format!(".lease-{}", unique()));
+    // Others see nothing of it before the server does.
+    let write = |file: &File| file.write_all_at(&record.to_bytes(), 0).and_then(|()| file.sync_data());
     let file = File::create_new(&draft)?;
-    let linked = file.write_all_at(&record.to_bytes(), 0).and_then(|()| {
+    let linked = write(&file).and_then(|()| {
         fault::point(match role {
             Role::Part(_) => "begin-created-lease",
             Role::Seal => "seal-created-lease",
@@ -270,7 +264,11 @@ fn create(path: &Path, record: &Record, role: Role) -> io::Result<File> {
     match linked {
         Ok(()) => Ok(file),
         Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::AlreadyExists => Err(error),
-        Err(_) => File::create_new(path),
+        Err(_) => {
+            let file = File::create_new(path)?;
+            write(&file).inspect_err(|_| drop(fs::remove_file(path)))?;
+            Ok(file)
+        }
     }
 }
 

@@ -16,8 +16,8 @@
 //! ```
 //!
 //! Invariant: `plan.json` and `work-ID/data` come with the folder and are never made again, so that output which was there and
-//! is not was published. Only creation with `O_EXCL` and renames decide anything, as on network file systems nothing
-//! else does.
+//! is not was published. Only links, creation with `O_EXCL` and renames decide anything, as on network file systems
+//! nothing else does.
 
 mod begin;
 mod commit;

@@ -18,6 +18,7 @@ use super::life::Process;
 use super::plan::Planned;
 use crate::error::{Error, Result};
 use crate::fault;
+use crate::storage::filesystem::sync_folder;
 
 /// A destination and what is beside it, on the same file system.
 #[derive(Clone, Debug)]
@@ -236,19 +237,4 @@ pub(super) fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
 fn remove(path: &Path) -> io::Result<()> {
     let is_dir = path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
     if is_dir { fs::remove_dir_all(path) } else { fs::remove_file(path) }
-}
-
-/// fsync a folder and those below it, so that the names in them last.
-pub(super) fn sync_folders(folder: &Path) -> Result<()> {
-    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
-        let entry = entry.map_err(Error::io("list", folder))?;
-        if entry.file_type().map_err(Error::io("list", folder))?.is_dir() {
-            sync_folders(&entry.path())?;
-        }
-    }
-    sync_folder(folder)
-}
-
-pub(super) fn sync_folder(folder: &Path) -> Result<()> {
-    File::open(folder).and_then(|handle| handle.sync_all()).map_err(Error::io("sync", folder))
 }
