@@ -4,6 +4,8 @@
 #[path = "common/outcome.rs"]
 mod outcome;
 
+#[path = "interrupted/awaited.rs"]
+mod awaited;
 #[path = "interrupted/damaged.rs"]
 mod damaged;
 #[path = "interrupted/full.rs"]

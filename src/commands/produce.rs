@@ -285,6 +285,7 @@ const SAY_EVERY: Duration = Duration::from_mins(1);
 /// `waiting for parts 1, 2 (not started), 3 (1.20 GB done)`
 fn waiting_for(others: &[Other]) -> Option<String> {
     let of_state = |state: OtherState| others.iter().filter(move |other| other.state == state);
+    let awaited = of_state(OtherState::NotStarted).chain(of_state(OtherState::Working)).count();
     let missing: Vec<String> = of_state(OtherState::NotStarted).map(|other| other.part.index.to_string()).collect();
     let working: Vec<String> = of_state(OtherState::Working)
         .map(|other| format!("{} ({} done)", other.part.index, human_bytes(other.done_bytes)))
@@ -292,8 +293,7 @@ fn waiting_for(others: &[Other]) -> Option<String> {
     let missing = (!missing.is_empty()).then(|| format!("{} (not started)", first_of(&missing, 8)));
     let working = (!working.is_empty()).then(|| first_of(&working, 8));
     let all: Vec<String> = missing.into_iter().chain(working).collect();
-    (!all.is_empty())
-        .then(|| format!("waiting for {} {}", if others.len() > 1 { "parts" } else { "part" }, all.join(", ")))
+    (!all.is_empty()).then(|| format!("waiting for {} {}", if awaited > 1 { "parts" } else { "part" }, all.join(", ")))
 }
 
 /// Time between two looks at the others.

@@ -147,9 +147,10 @@ const PACE: Pace = Pace {
     look: (Duration::from_millis(20), Duration::from_secs(1)),
 };
 
-/// For tests that kill a process before its lease says who it is.
+/// For tests that kill a process before its lease says who it is, or wait for one that never starts.
 const HURRIED_PACE: Pace = Pace {
     dead_after: Duration::from_millis(200),
+    start_within: Duration::from_secs(10),
     look: (Duration::from_millis(5), Duration::from_millis(20)),
     ..PACE
 };

@@ -1,0 +1,123 @@
+//! Parts that are waited for and do not come, or do not come back: who waits ends, names them and keeps what was done,
+//! or does without them where all that they had to do is recorded.
+
+use std::process::Child;
+use std::time::Instant;
+
+use serde_json::Value as Json;
+
+use crate::job::{DCP, FILE, FOLDER, Job, Kind};
+use crate::outcome::Outcome;
+
+/// A task as srun starts it, one of `of`.
+fn task(job: &Job, index: u32, of: u32, more: &str, fault: &str) -> Child {
+    let mut command = job.command(more, Some(fault));
+    command.env("SLURM_JOB_ID", "7").env("SLURM_STEP_ID", "0").env("SLURM_STEP_NUM_TASKS", of.to_string());
+    command.env("SLURM_PROCID", index.to_string()).spawn().unwrap()
+}
+
+fn ended(task: Child) -> Outcome {
+    task.wait_with_output().unwrap().into()
+}
+
+/// As many tasks as there should be, to the end.
+fn all_tasks(job: &Job, of: u32, more: &str) {
+    let tasks: Vec<Child> = (0..of).map(|index| task(job, index, of, more, "none")).collect();
+    tasks.into_iter().for_each(|task| drop(ended(task).succeeded()));
+}
+
+fn written_before(job: &Job, more: &str) -> u64 {
+    let said: Json = serde_json::from_str(&job.run(&format!("{more} --json"), Some("none")).succeeded().out).unwrap();
+    job.said["bytes_read"].as_u64().unwrap() - said["bytes_read"].as_u64().unwrap()
+}
+
+/// Two of three tasks start.
+fn without_the_third(kind: Kind) -> Job {
+    let job = Job::new(kind);
+    let begun = Instant::now();
+    let tasks = [0, 1].map(|index| task(&job, index, 3, "", "none"));
+    for (index, task) in tasks.into_iter().enumerate() {
+        let ended = ended(task);
+        let name = format!("[{index}/3] error: part 2 of 3 has not started to write ");
+        ended.refused(&[&name, "hint: start what is missing: what was done is kept in ", ".dtshard-partial"]);
+        ended.says(&[
+            "the same command with --resume goes on",
+            "--part 0 --parts 1 does all of the work in one process",
+        ]);
+        // One says who is waited for while it waits.
+        let line = "[0/3] waiting for part 2 (not started); there are 3 parts, as srun has it";
+        assert_eq!(ended.err.contains("waiting for"), index == 0, "{ended:?}");
+        assert_eq!(ended.err.contains(line), index == 0, "{ended:?}");
+    }
+    assert!(begun.elapsed().as_secs() >= 9, "they have waited");
+    assert!(!job.target().exists() && job.partial().exists());
+    job.source_is_whole("without the third");
+    job
+}
+
+#[test]
+fn a_part_that_never_starts() {
+    let job = without_the_third(FOLDER);
+    all_tasks(&job, 3, "--resume");
+    job.is_done("three tasks again");
+}
+
+/// The late one has nobody to wait for: all that the others had to do is recorded.
+#[test]
+fn a_part_that_comes_when_the_others_have_left() {
+    let job = without_the_third(DCP);
+    let saved = written_before(&job, "--parts 3 --part 2 --no-wait --resume");
+    assert!(saved > job.said["bytes_read"].as_u64().unwrap() / 2, "{saved}");
+    job.is_done("the late one");
+}
+
+#[test]
+fn a_part_that_comes_while_it_is_waited_for() {
+    let job = Job::new(FILE);
+    let early = [0, 2].map(|index| task(&job, index, 3, "", "none"));
+    let begun = Instant::now();
+    while !job.partial().exists() || job.of_partial(".lease").len() < 2 {
+        assert!(begun.elapsed().as_secs() < 10);
+    }
+    let late = task(&job, 1, 3, "", "none");
+    early.into_iter().chain([late]).for_each(|task| drop(ended(task).succeeded()));
+    job.is_done("late");
+}
+
+/// It may come and have nothing to do, so it is waited for; then the others do without.
+#[test]
+fn a_part_that_never_starts_and_was_done_before() {
+    let job = Job::new(FOLDER);
+    job.run("--parts 3 --part 1 --no-wait --resume", Some("none")).succeeded();
+    let tasks = [0, 2].map(|index| task(&job, index, 3, "--resume", "none"));
+    tasks.into_iter().for_each(|task| drop(ended(task).succeeded()));
+    job.is_done("two of three");
+}
+
+#[test]
+fn a_part_that_dies_over_its_work() {
+    let job = Job::new(FILE);
+    let tasks = [(0, "none"), (1, "record-before")].map(|(index, fault)| task(&job, index, 2, "", fault));
+    let [waiting, dying] = tasks.map(ended);
+    assert_eq!(dying.signal, Some(9));
+    let words =
+        ["[0/2] error: part 1 of 2 stopped: its process is gone", "out.pt is not complete", "hint: what was done"];
+    waiting.refused(&words).says(&["is kept in ", "with --resume goes on"]);
+    assert!(!job.target().exists());
+    all_tasks(&job, 2, "--resume");
+    job.is_done("both again");
+}
+
+/// Its one window is recorded, and it could not say any more that it is done.
+#[test]
+fn a_part_that_dies_when_all_is_recorded() {
+    const OF: u32 = 12;
+    let job = Job::new(FILE);
+    let fault = |index| if index == 5 { "record-after" } else { "none" };
+    let tasks: Vec<Child> = (0..OF).map(|index| task(&job, index, OF, "", fault(index))).collect();
+    for (index, task) in (0..OF).zip(tasks) {
+        let ended = ended(task);
+        assert!(if index == 5 { ended.signal == Some(9) } else { ended.code == Some(0) }, "{index}: {ended:?}");
+    }
+    job.is_done("eleven of twelve");
+}
