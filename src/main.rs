@@ -2,15 +2,13 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
-
-use dtshard::cli::{Cli, normalise_long_options};
+use dtshard::cli::{self, normalise_long_options};
 use dtshard::commands::{self, Printer};
 use dtshard::error::Error;
 
 fn main() -> ExitCode {
     let arguments = normalise_long_options(std::env::args_os());
-    let cli = match Cli::try_parse_from(&arguments) {
+    let cli = match cli::parse(&arguments) {
         Ok(cli) => cli,
         // `--help` and `--version` come here, too.
         Err(error) => return ExitCode::from(commands::not_parsed(&error, &arguments)),

@@ -1,6 +1,7 @@
 //! Numbers of bytes as people write them.
 
 use std::str::FromStr;
+use std::time::Duration;
 
 /// A number of bytes: `512MB` is 512 * 10^6, `4GiB` is 4 * 2^30, `4G` is `4GB`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +53,17 @@ pub fn human_bytes(bytes: u64) -> String {
     if unit == 0 { format!("{bytes} B") } else { format!("{value:.2} {}", UNITS[unit]) }
 }
 
+/// `1.53 GB/s`; `None` for a time too short to have a rate.
+pub fn human_rate(bytes: u64, time: Duration) -> Option<String> {
+    #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
+    let rate = bytes as f64 / time.as_secs_f64();
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "positive, and far below 2^64")]
+    (time >= SHORTEST_RATED).then(|| format!("{}/s", human_bytes(rate as u64)))
+}
+
+/// Below that, times are mostly of starting.
+const SHORTEST_RATED: Duration = Duration::from_millis(100);
+
 /// `1 file`, `7 files`
 pub fn count(number: usize, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
@@ -71,6 +83,13 @@ mod tests {
         for text in ["", "GB", "5XB", "-1", "0", "99999999999999999999", "99999999TB", "1e3", "nan"] {
             assert!(text.parse::<Quantity>().is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn rates_are_of_times_that_are_long_enough() {
+        assert_eq!(human_rate(15_300_000_000, Duration::from_secs(10)).unwrap(), "1.53 GB/s");
+        assert_eq!(human_rate(270_000, Duration::from_millis(100)).unwrap(), "2.70 MB/s");
+        assert_eq!(human_rate(270_000, Duration::from_millis(99)), None);
     }
 
     #[test]

@@ -475,6 +475,8 @@ fn other_tensors_are_found() {
     ] {
         assert_eq!(found(other)["different"], json!([{ "fqn": chosen, "kind": kind, "detail": detail }]));
     }
+    let no_cast = expect(1, "verify", &[&source, &retyped], "--root model").stderr;
+    assert!(!no_cast.contains("--dtype"), "{no_cast}");
     assert_eq!(found(&missing)["only_in_src"], json!([chosen]));
     let added = expect(1, "verify", &[&missing, &same], "--json").json();
     assert_eq!(added["only_in_other"], json!([chosen]));

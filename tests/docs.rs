@@ -66,8 +66,8 @@ fn run(command: &str, folder: &Path) -> Vec<String> {
 }
 
 fn masked(line: &str) -> String {
-    let rate = Regex::new(r"in \d+\.\d s \(\d+\.\d GB/s\)").unwrap();
-    let line = rate.replace(line, "in _ s (_ GB/s)");
+    let time = Regex::new(r"in \d+\.\d s( \([\d.]+ [kMG]?B/s\))?").unwrap();
+    let line = time.replace(line, "in _ s");
     // What the allocator and the kernel make of it differs from run to run.
     let memory = Regex::new(r"[\d.]+ MB \(anonymous\)").unwrap();
     memory.replace(&line, "_ MB (anonymous)").trim_end().to_owned()

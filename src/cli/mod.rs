@@ -1,5 +1,6 @@
 //! The command line as declared to clap: structs only, so that help, man pages and completions come from one place.
 
+mod elsewhere;
 mod output;
 mod source;
 mod values;
@@ -9,6 +10,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+pub use elsewhere::parse;
 pub use output::{ConvertArgs, DestinationArgs, PartArgs, ProgressChoice, TalkArgs};
 pub use source::{CheckArgs, OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied, ToldArgs};
 use values::rank;

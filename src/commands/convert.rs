@@ -166,15 +166,16 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     if publisher != Some(Publisher::Other) {
         cast_warnings(&stats).iter().for_each(|warning| printer.outcome(&format!("warning: {warning}")));
     }
-    let seconds = started.elapsed().as_secs_f64();
+    let time = started.elapsed();
     match publisher {
         // Where all wait, the first speaks for all, whoever publishes.
-        Some(_) if run.launch.waits => printer.line(&report.closing_line(&stats, seconds)),
-        Some(_) => printer.outcome(&report.closing_line(&stats, seconds)),
+        Some(_) if run.launch.waits => printer.line(&report.closing_line(&stats, time)),
+        Some(_) => printer.outcome(&report.closing_line(&stats, time)),
         None => printer.outcome(&format!(
-            "part {} of {} is done in {seconds:.1} s; the last part publishes {}",
+            "part {} of {} is done in {:.1} s; the last part publishes {}",
             part.index,
             part.of,
+            time.as_secs_f64(),
             destination.display()
         )),
     }

@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use super::printer::Printer;
 use crate::cli::ProgressChoice;
 use crate::exec::Reporter;
-use crate::quantity::human_bytes;
+use crate::quantity::{human_bytes, human_rate};
 
 /// Time between plain lines, which go into logs.
 const LINE_EVERY: Duration = Duration::from_secs(10);
@@ -84,18 +84,16 @@ impl Drop for Progress {
     }
 }
 
+/// `writing: 25 % (500.00 MB of 2.00 GB, 500.00 MB/s, 3 s left)`
 #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
 fn line(verb: &str, done: u64, total: u64, elapsed: Duration) -> String {
-    let rate = done as f64 / elapsed.as_secs_f64().max(1e-3);
-    let left = total.saturating_sub(done) as f64 / rate.max(1.0);
     let percent = done as f64 * 100.0 / total.max(1) as f64;
-    #[expect(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "a rate is positive and far below 2^64"
-    )]
-    let rate = human_bytes(rate as u64);
-    format!("{verb}: {percent:.0} % ({} of {}, {rate}/s, {left:.0} s left)", human_bytes(done), human_bytes(total))
+    let pace = human_rate(done, elapsed).map(|rate| {
+        let left = elapsed.as_secs_f64() * total.saturating_sub(done) as f64 / done.max(1) as f64;
+        format!(", {rate}, {left:.0} s left")
+    });
+    let pace = pace.unwrap_or_default();
+    format!("{verb}: {percent:.0} % ({} of {}{pace})", human_bytes(done), human_bytes(total))
 }
 
 #[cfg(test)]
@@ -106,6 +104,8 @@ mod tests {
     fn a_line_tells_rate_and_remaining_time() {
         let text = line("writing", 500_000_000, 2_000_000_000, Duration::from_secs(1));
         assert_eq!(text, "writing: 25 % (500.00 MB of 2.00 GB, 500.00 MB/s, 3 s left)");
+        let text = line("writing", 500, 500, Duration::from_millis(1));
+        assert_eq!(text, "writing: 100 % (500 B of 500 B)");
     }
 
     #[test]

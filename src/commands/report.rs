@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::time::Duration;
 
 use serde_json::{Map, Value as Json, json};
 
@@ -11,7 +12,7 @@ use super::partial;
 use crate::catalog::OutputFile;
 use crate::exec::Options;
 use crate::exec::copy::Stats;
-use crate::quantity::{count, human_bytes};
+use crate::quantity::{count, human_bytes, human_rate};
 use crate::storage::memory::Anonymous;
 
 /// What a run tells of itself.
@@ -74,22 +75,26 @@ fn count_values(number: u64) -> String {
 }
 
 impl Report<'_> {
-    /// `wrote 7 files, 291 tensors, 14.96 GB in 9.8 s (1.5 GB/s); left out: 54 tensors (optim), 12 objects; cast 290
+    /// `wrote 7 files, 291 tensors, 14.96 GB in 9.8 s (1.53 GB/s); left out: 54 tensors (optim), 12 objects; cast 290
     /// f32->bf16`
-    pub fn closing_line(&self, stats: &Stats, seconds: f64) -> String {
+    pub fn closing_line(&self, stats: &Stats, time: Duration) -> String {
         let reservation = &self.conversion.reservation;
         let (carried, bytes) = (&self.conversion.carried, self.bytes_written());
         let before = match stats.bytes_before {
             0 => String::new(),
             before => format!(", {} of it before", human_bytes(before)),
         };
-        #[expect(clippy::cast_precision_loss, reason = "shown with one decimal")]
-        let rate = bytes.saturating_sub(stats.bytes_before) as f64 / seconds.max(1e-3) / 1e9;
+        let rate = match bytes.saturating_sub(stats.bytes_before) {
+            0 => None,
+            now => human_rate(now, time),
+        };
+        let rate = rate.map(|rate| format!(" ({rate})")).unwrap_or_default();
         let mut line = format!(
-            "wrote {}, {}, {}{before} in {seconds:.1} s ({rate:.1} GB/s)",
+            "wrote {}, {}, {}{before} in {:.1} s{rate}",
             count(reservation.files.len() + carried.len(), "file"),
             count(reservation.tensors.len(), "tensor"),
             human_bytes(bytes),
+            time.as_secs_f64(),
         );
         let (left_out, _) = left_out(self.conversion);
         let parts = [("left out: ", left_out), ("cast ", cast_text(stats))];

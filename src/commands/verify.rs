@@ -11,9 +11,10 @@ use super::run::Run;
 use super::source::{Defaults, announce, select_options};
 use super::told::told;
 use super::{Status, check_flat, check_series, checks, input, read_options, refuse_fragment};
-use crate::catalog::{Catalog, TensorEntry, TensorId, Value, model, path};
+use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Verify;
 use crate::error::{Error, Result};
+use crate::exec::cast::Cast;
 use crate::exec::compare;
 use crate::format::{Checkpoint, SeriesChoice, Told, Want, fsdp_flat};
 use crate::quantity::{count, human_bytes};
@@ -36,6 +37,8 @@ struct Report {
     not_comparable: Vec<String>,
     tensors: usize,
     bytes: u64,
+    /// Dtypes to which SRC may have been cast, and how many tensors.
+    casts: BTreeMap<&'static str, usize>,
     /// What may be the matter.
     hints: Vec<String>,
 }
@@ -85,6 +88,7 @@ pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
         (None, Some(listing)) => names.same_digests(&source, listing, args, &run, &mut report)?,
         (None, None) => {}
     }
+    suggest_dtype(&mut report, args);
     finish(&report, args, printer)
 }
 
@@ -346,6 +350,10 @@ impl Report {
 
     fn same_dtype_and_shape(&mut self, name: &str, ours: (&str, &[u64]), theirs: (&str, &[u64])) -> bool {
         if ours.0 != theirs.0 {
+            let dtypes = Dtype::from_name(ours.0).zip(Dtype::from_name(theirs.0));
+            if let Some(cast) = dtypes.and_then(|(from, to)| Cast::new(from, to)) {
+                *self.casts.entry(cast.to().name()).or_default() += 1;
+            }
             self.add(name, "retyped", format!("{} in SRC, {} in OTHER", ours.0, theirs.0));
         } else if ours.1 != theirs.1 {
             self.add(name, "reshaped", format!("{:?} in SRC, {:?} in OTHER", ours.1, theirs.1));
@@ -399,6 +407,17 @@ fn suggest_root(source: &Selected, report: &mut Report) {
     if !root.is_empty() && report.only_in_other.iter().any(|name| shorter.contains(name)) {
         report.hints.push(format!("OTHER has the names that SRC has below `{root}`: add --root {root}"));
     }
+}
+
+/// What was cast when it was written is compared as if SRC had been.
+fn suggest_dtype(report: &mut Report, args: &Verify) {
+    let Some((dtype, number)) = report.casts.iter().max_by_key(|(_, number)| **number) else { return };
+    // Those that one for all tensors leaves are said by pattern.
+    let pattern = if args.select.dtype.is_empty() { "" } else { "PATTERN=" };
+    let number = count(*number, "tensor");
+    report
+        .hints
+        .push(format!("OTHER has {number} as {dtype}: --dtype {pattern}{dtype} compares SRC as if it were cast"));
 }
 
 fn named_tensors(catalog: &Catalog) -> BTreeMap<String, TensorId> {

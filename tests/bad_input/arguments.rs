@@ -44,7 +44,7 @@ fn meshes() {
     refused(&["--mesh=dp=2", "--mesh-ranks=0,1,2"], &["3"]);
     refused(&["--mesh=dp=2", "--mesh-ranks=0,x"], &["--mesh-ranks"]);
     refused(&["--mesh=dp=2", "--mesh-ranks=0,4294967296"], &["--mesh-ranks"]);
-    refused(&[], &["--mesh"]);
+    refused(&[], &["no --mesh is given, and SRC has no mesh\n", "--mesh fsdp=8"]);
 }
 
 #[test]

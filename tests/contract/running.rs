@@ -231,6 +231,28 @@ fn typing_errors_are_answered_with_what_was_meant() {
 }
 
 #[test]
+fn options_of_other_verbs_are_said_to_be_theirs() {
+    for (arguments, verbs) in [
+        ("consolidate a b --mesh dp=2", "--mesh is an option of reshard"),
+        ("inspect a --mesh=dp=2", "--mesh is an option of reshard"),
+        ("flatten a b --max-shard-size 5GB", "--max-shard-size is an option of unshard and consolidate"),
+        ("verify a b --dry-run", "--dry-run is an option of reshard, unshard, flatten and consolidate"),
+        ("reshard a b --digest", "--digest is an option of inspect"),
+        ("--mesh dp=2 reshard a b", "--mesh is an option of reshard"),
+    ] {
+        let outcome = run(arguments.split(' '));
+        assert_eq!(outcome.code, 2, "{arguments}");
+        holds(&outcome.stderr, &["unexpected argument '--", &format!("tip: {verbs}\n")]);
+        assert_eq!(outcome.stderr.matches("tip: ").count(), 1, "{}", outcome.stderr);
+        let document = run(arguments.split(' ').chain(["--json"])).json();
+        assert_eq!(document["error"]["hint"], verbs, "{arguments}");
+    }
+    // One that it has itself is written behind the verb, and of one that nobody has nothing is said.
+    let outcome = run(["consolidate", "a", "b", "--frobnicate"]);
+    assert!(!outcome.stderr.contains("is an option of"), "{}", outcome.stderr);
+}
+
+#[test]
 fn a_broken_pipe_is_no_error_of_verbs_that_write() {
     for (verb, name, options) in WAYS {
         let desk = Desk::new();

@@ -66,6 +66,11 @@ fn dtype_is_applied_to_src() {
     let found = expect(1, "verify", &[&source, &made.path], "--root model --json").json();
     assert_eq!(found["different"].as_array().unwrap().len(), 12);
     assert_eq!(found["different"][0]["kind"], "retyped");
+    let said = expect(1, "verify", &[&source, &made.path], "--root model").stderr;
+    holds(&said, &["hint: OTHER has 11 tensors as bf16: --dtype bf16 compares SRC as if it were cast\n"]);
+    assert_eq!(said.matches("hint: ").count(), 1, "{said}");
+    let said = expect(1, "verify", &[&source, &made.path], "--root model --dtype bf16").stderr;
+    holds(&said, &["hint: OTHER has 1 tensor as f16: --dtype PATTERN=f16 compares SRC as if it were cast\n"]);
     let found = expect(1, "verify", &[&source, &made.path], "--root model --dtype bf16 --json").json();
     let expected = json!([{ "fqn": "model.norm.weight", "kind": "retyped", "detail": "bf16 in SRC, f16 in OTHER" }]);
     assert_eq!(found["different"], expected);

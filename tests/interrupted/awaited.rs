@@ -20,10 +20,17 @@ fn ended(task: Child) -> Outcome {
     task.wait_with_output().unwrap().into()
 }
 
+#[track_caller]
+fn all_succeed(tasks: impl IntoIterator<Item = Child>) {
+    for task in tasks {
+        ended(task).succeeded();
+    }
+}
+
 /// As many tasks as there should be, to the end.
 fn all_tasks(job: &Job, of: u32, more: &str) {
     let tasks: Vec<Child> = (0..of).map(|index| task(job, index, of, more, "none")).collect();
-    tasks.into_iter().for_each(|task| drop(ended(task).succeeded()));
+    all_succeed(tasks);
 }
 
 fn written_before(job: &Job, more: &str) -> u64 {
@@ -80,7 +87,7 @@ fn a_part_that_comes_while_it_is_waited_for() {
         assert!(begun.elapsed().as_secs() < 10);
     }
     let late = task(&job, 1, 3, "", "none");
-    early.into_iter().chain([late]).for_each(|task| drop(ended(task).succeeded()));
+    all_succeed(early.into_iter().chain([late]));
     job.is_done("late");
 }
 
@@ -90,7 +97,7 @@ fn a_part_that_never_starts_and_was_done_before() {
     let job = Job::new(FOLDER);
     job.run("--parts 3 --part 1 --no-wait --resume", Some("none")).succeeded();
     let tasks = [0, 2].map(|index| task(&job, index, 3, "--resume", "none"));
-    tasks.into_iter().for_each(|task| drop(ended(task).succeeded()));
+    all_succeed(tasks);
     job.is_done("two of three");
 }
 

@@ -29,7 +29,10 @@ pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
     };
     DeviceMesh::root_of(meshes).cloned().or_else(of_rows).ok_or_else(|| {
         Error::usage(
-            format!("no --mesh is given, and {name} has {} meshes of its own", meshes.len()),
+            match meshes.len() {
+                0 => format!("no --mesh is given, and {name} has no mesh"),
+                many => format!("no --mesh is given, and {name} has {many} meshes"),
+            },
             "say it with --mesh, such as --mesh fsdp=8 or --mesh dp=4,tp=2",
         )
     })

@@ -1,0 +1,39 @@
+//! Options that a verb does not have, and others do.
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Arg, Command, CommandFactory, Error, Parser};
+
+use super::Cli;
+
+/// Parse, and where an option is one of other verbs only, say of which.
+///
+/// # Errors
+/// What clap has to say, `--help` and `--version` among it.
+pub fn parse(arguments: &[std::ffi::OsString]) -> Result<Cli, Error> {
+    Cli::try_parse_from(arguments).map_err(|mut error| {
+        let option = match (error.kind(), error.get(ContextKind::InvalidArg)) {
+            (ErrorKind::UnknownArgument, Some(ContextValue::String(option))) => option.clone(),
+            _ => return error,
+        };
+        let verbs = verbs_with(&option);
+        if let Some(((last, others), name)) = verbs.split_last().zip(option.split('=').next()) {
+            let verbs = if others.is_empty() { last.clone() } else { format!("{} and {last}", others.join(", ")) };
+            // Nearly the same name is not what was meant.
+            error.remove(ContextKind::SuggestedArg);
+            let tip = format!("{name} is an option of {verbs}");
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+        }
+        error
+    })
+}
+
+fn verbs_with(option: &str) -> Vec<String> {
+    let Some(name) = option.strip_prefix("--") else { return Vec::new() };
+    let is_it = |arg: &Arg| arg.get_long() == Some(name) && !arg.is_hide_set();
+    let cli = Cli::command();
+    cli.get_subcommands()
+        .filter(|verb| verb.get_arguments().any(is_it))
+        .map(Command::get_name)
+        .map(String::from)
+        .collect()
+}
