@@ -8,6 +8,8 @@ mod outcome;
 mod awaited;
 #[path = "interrupted/damaged.rs"]
 mod damaged;
+#[path = "interrupted/foreseen.rs"]
+mod foreseen;
 #[path = "interrupted/full.rs"]
 mod full;
 #[path = "interrupted/job.rs"]

@@ -5,6 +5,7 @@ use std::path::{Component, Path, PathBuf};
 
 use serde_json::json;
 
+use super::foresee::foresee;
 use super::memory::within_memory;
 use super::produce::{Produced, Publisher, produce};
 use super::report::{Report, cast_warnings, left_out, notes};
@@ -35,6 +36,13 @@ pub struct Conversion<'a> {
     pub tied: Vec<(Fqn, Fqn)>,
     /// Further lines for the user.
     pub notes: Vec<String>,
+}
+
+impl Conversion<'_> {
+    /// Of all files, with those that are carried along.
+    pub fn len_bytes(&self) -> u64 {
+        self.reservation.len_bytes() + self.carried.iter().map(|file| file.len).sum::<u64>()
+    }
 }
 
 /// The format to write: `--to`, else the suffix of DST, else `default`.
@@ -131,20 +139,18 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     let report = Report { conversion, destination: dst, options, before: anonymous(), max_memory };
     if args.destination.dry_run {
         let stats = copy::dry_run(input(source), &conversion.reservation, &Stop::default())?;
-        printer.document(&report.document(&stats))?;
+        let foreseen = dst.and_then(|destination| foresee(conversion, args, destination, options, run));
+        let mut document = report.document(&stats);
+        if let Some(warnings) = document["warnings"].as_array_mut() {
+            warnings.extend(foreseen.iter().map(|warning| json!(warning)));
+        }
+        printer.document(&document)?;
         printer.data(&report.dry_run_text(&stats))?;
-        report.memory_warning(&stats).iter().for_each(|warning| printer.warning(warning));
+        report.memory_warning(&stats).iter().chain(&foreseen).for_each(|warning| printer.warning(warning));
         return Ok(Status::Done);
     }
     let destination = dst.expect("clap asks for DST unless --dry-run is given");
-    let read = conversion.source.paths_read();
-    read.iter().try_for_each(|(name, path)| refuse_nesting(name, path, destination))?;
-    if read.iter().any(|(_, path)| path.is_file()) {
-        // An index stands for the files it names.
-        source.files.ids().try_for_each(|id| refuse_nesting("the source", source.files.path(id), destination))?;
-    }
-    check_replaceable(destination, conversion.shape, args.destination.overwrite)?;
-    check_distinct(&conversion.reservation.files, &conversion.carried)?;
+    check_destination(conversion, args, destination)?;
     let (stats, publisher) = match produce(conversion, args, destination, options, run)? {
         Produced::Published(stats, publisher) => (stats, Some(publisher)),
         Produced::Part(stats) => (stats, None),
@@ -180,6 +186,22 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
         )),
     }
     Ok(Status::Done)
+}
+
+/// What is known of a destination without a look at who works on it.
+///
+/// # Errors
+/// `Usage` where it is not to be written to.
+pub fn check_destination(conversion: &Conversion<'_>, args: &ConvertArgs, destination: &Path) -> Result<()> {
+    let read = conversion.source.paths_read();
+    read.iter().try_for_each(|(name, path)| refuse_nesting(name, path, destination))?;
+    if read.iter().any(|(_, path)| path.is_file()) {
+        // An index stands for the files it names.
+        let files = &conversion.source.checkpoint.files;
+        files.ids().try_for_each(|id| refuse_nesting("the source", files.path(id), destination))?;
+    }
+    check_replaceable(destination, conversion.shape, args.destination.overwrite)?;
+    check_distinct(&conversion.reservation.files, &conversion.carried)
 }
 
 /// `reading from mappings, 2 threads, strips of 4.19 MB`

@@ -9,6 +9,7 @@ mod convert;
 mod digests;
 mod fill;
 mod flatten;
+mod foresee;
 mod inspect;
 mod man;
 mod memory;

@@ -60,23 +60,8 @@ pub fn produce(
     options: &Options,
     run: &Run<'_>,
 ) -> Result<Produced> {
-    let part = run.launch.part;
-    let source = &conversion.source.checkpoint;
-    let reservation = &conversion.reservation;
-    let claim = Claim {
-        overwrite: args.destination.overwrite,
-        restart: args.destination.restart,
-        resume: args.destination.resume,
-        part,
-        run: run.launch.run.clone(),
-        sync: options.sync,
-        parts_wait: run.launch.waits,
-    };
-    let paths = conversion.source.paths_read();
-    let roots: Vec<&Path> = paths.iter().map(|(_, path)| *path).collect();
-    let version = env!("CARGO_PKG_VERSION");
-    let fingerprint = fingerprint(version, input(source), reservation, &conversion.carried, &roots)?;
-    match Staging::begin(destination, conversion.shape, &claim, &Plan { fingerprint, version }, &run.stop)? {
+    let claim = claim(args, options, run);
+    match Staging::begin(destination, conversion.shape, &claim, &plan(conversion)?, &run.stop)? {
         Begun::Done => Ok(Produced::Already),
         Begun::Work(staging) => {
             let producer = Producer { conversion, staging: &staging, args, options, run };
@@ -97,6 +82,30 @@ pub fn produce(
             }
         }
     }
+}
+
+/// What this process wants to do at a destination.
+pub fn claim(args: &ConvertArgs, options: &Options, run: &Run<'_>) -> Claim {
+    Claim {
+        overwrite: args.destination.overwrite,
+        restart: args.destination.restart,
+        resume: args.destination.resume,
+        part: run.launch.part,
+        run: run.launch.run.clone(),
+        sync: options.sync,
+        parts_wait: run.launch.waits,
+    }
+}
+
+/// # Errors
+/// `Io` where the source cannot be looked at.
+pub fn plan(conversion: &Conversion<'_>) -> Result<Plan<'static>> {
+    let Conversion { source, reservation, carried, .. } = conversion;
+    let paths = source.paths_read();
+    let roots: Vec<&Path> = paths.iter().map(|(_, path)| *path).collect();
+    let version = env!("CARGO_PKG_VERSION");
+    let fingerprint = fingerprint(version, input(&source.checkpoint), reservation, carried, &roots)?;
+    Ok(Plan { fingerprint, version })
 }
 
 struct Producer<'a> {
@@ -150,9 +159,7 @@ impl Producer<'_> {
         let is_brief = !staging.is_kept() && !self.args.destination.verify;
         let at_end = if is_brief { AtEnd::Nothing } else { AtEnd::Record };
         let log = Log::new(files, &todo, staging.journal().to_path_buf(), options.sync, at_end);
-        let carried_bytes: u64 = carried.iter().map(|file| file.len).sum();
-        let total = conversion.reservation.len_bytes() + carried_bytes;
-        let progress = Progress::start(run.printer, "writing", total);
+        let progress = Progress::start(run.printer, "writing", conversion.len_bytes());
         progress.advance(known.done.len_bytes());
         let meter = Meter { progress: &progress, staging, others: (part.index == 0).then(Mutex::default) };
 
@@ -324,16 +331,13 @@ fn check_space(folder: &Path, files: &[OutputFile], todo: &Extents) -> Result<()
     let made = |file: &OutputFile| folder.join(&file.path).metadata().map_or(0, |found| found.blocks() * 512);
     let to_make = |index: u32| files[index as usize].len.saturating_sub(made(&files[index as usize]));
     let needed: u64 = todo.files().map(to_make).sum();
-    if free >= needed {
-        return Ok(());
-    }
-    Err(Error::usage(
-        format!(
-            "{} needed on the file system of {}, {} free",
-            human_bytes(needed),
-            folder.display(),
-            human_bytes(free)
-        ),
+    if free >= needed { Ok(()) } else { Err(no_space(folder, needed, free)) }
+}
+
+pub fn no_space(folder: &Path, needed: u64, free: u64) -> Error {
+    let (needed, free) = (human_bytes(needed), human_bytes(free));
+    Error::usage(
+        format!("{needed} needed on the file system of {}, {free} free", folder.display()),
         "free space there, or choose a destination on another file system",
-    ))
+    )
 }

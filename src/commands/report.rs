@@ -79,7 +79,7 @@ impl Report<'_> {
     /// f32->bf16`
     pub fn closing_line(&self, stats: &Stats, time: Duration) -> String {
         let reservation = &self.conversion.reservation;
-        let (carried, bytes) = (&self.conversion.carried, self.bytes_written());
+        let (carried, bytes) = (&self.conversion.carried, self.conversion.len_bytes());
         let before = match stats.bytes_before {
             0 => String::new(),
             before => format!(", {} of it before", human_bytes(before)),
@@ -102,12 +102,6 @@ impl Report<'_> {
             line.push_str(&format!("; {what}{}", list.join(", ")));
         }
         line
-    }
-
-    /// With the files that are carried along.
-    fn bytes_written(&self) -> u64 {
-        let Conversion { reservation, carried, .. } = self.conversion;
-        reservation.len_bytes() + carried.iter().map(|file| file.len).sum::<u64>()
     }
 
     /// Of a run that may take more memory than is allowed.
@@ -142,7 +136,7 @@ impl Report<'_> {
             "files": files,
             "tensors": reservation.tensors.len(),
             "bytes_read": stats.bytes_read,
-            "bytes_written": self.bytes_written(),
+            "bytes_written": self.conversion.len_bytes(),
             "runs": stats.runs,
             "mean_run_bytes": mean_run_bytes(stats),
             "peak_bytes": peak_bytes(self.conversion, self.options, self.before, stats),
@@ -165,7 +159,7 @@ impl Report<'_> {
             format!("files         {}", reservation.files.len() + carried.len()),
             format!("tensors       {}", reservation.tensors.len()),
             format!("bytes read    {}", human_bytes(stats.bytes_read)),
-            format!("bytes written {}", human_bytes(self.bytes_written())),
+            format!("bytes written {}", human_bytes(self.conversion.len_bytes())),
             format!("runs          {} (mean {})", stats.runs, human_bytes(mean_run_bytes(stats))),
             format!(
                 "peak memory   {} (anonymous)",

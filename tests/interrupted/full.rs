@@ -48,6 +48,8 @@ fn too_small_from_the_start() {
     let Some(_mount) = Mount::new(&desk, &["-t", "tmpfs", "-o", "size=1m", "none"]) else {
         return skip("cannot mount a tmpfs here");
     };
+    let planned = job.run("--dry-run", None);
+    planned.succeeded().says(&["a run would be refused: ", "needed on the file system of"]);
     for more in ["", "--resume", "--parts 2 --part 0 --no-wait"] {
         job.run(more, None).refused(&["needed on the file system of", "free", "hint: free space there, or choose"]);
         assert!(!job.target().exists());

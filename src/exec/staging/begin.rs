@@ -102,10 +102,8 @@ impl Beginning<'_> {
     /// Nobody is there.
     fn start(&mut self) -> Result<Next> {
         recover(&self.place)?;
-        // A part that does not wait for others may come when all is done, as one that has nothing to do, or is done again.
-        let may_be_late = self.claim.resume || !self.claim.parts_wait && !self.claim.part.is_alone();
-        let is_done = || may_be_late && mark::is(&self.place.destination, self.plan.fingerprint);
-        match self.check_destination() {
+        let is_done = || self.claim.takes_what_is_done() && mark::is(&self.place.destination, self.plan.fingerprint);
+        match check_destination(&self.place, self.shape, self.claim) {
             _ if is_done() => return Ok(Next::Begun(Begun::Done)),
             free => free?,
         }
@@ -331,28 +329,29 @@ impl Beginning<'_> {
 
     /// Whether `found` can be worked on; not if it has been published since, which is what stands at the destination.
     fn is_free(&self, found: &Partial) -> Result<bool> {
-        let Err(error) = self.check_destination() else { return Ok(true) };
+        let Err(error) = check_destination(&self.place, self.shape, self.claim) else { return Ok(true) };
         match Found::at(&self.place.partial(), self.shape)? {
             Found::Partial(now) if now.plan.id == found.plan.id && !now.is_published => Err(error),
             _ => Ok(false),
         }
     }
+}
 
-    fn check_destination(&self) -> Result<()> {
-        let destination = &self.place.destination;
-        let Ok(metadata) = destination.symlink_metadata() else { return Ok(()) };
-        // Rolling back may have brought a folder.
-        refuse_folder(destination, self.shape)?;
-        let empty_folder =
-            metadata.is_dir() && fs::read_dir(destination).map_err(Error::io("list", destination))?.next().is_none();
-        if empty_folder || self.claim.overwrite {
-            return Ok(());
-        }
-        Err(Error::usage(
-            format!("{} exists", destination.display()),
-            "choose another destination, or replace it with --overwrite",
-        ))
+/// What stands at the destination may be replaced.
+pub(super) fn check_destination(place: &Place, shape: Shape, claim: &Claim) -> Result<()> {
+    let destination = &place.destination;
+    let Ok(metadata) = destination.symlink_metadata() else { return Ok(()) };
+    // Rolling back may have brought a folder.
+    refuse_folder(destination, shape)?;
+    let empty_folder =
+        metadata.is_dir() && fs::read_dir(destination).map_err(Error::io("list", destination))?.next().is_none();
+    if empty_folder || claim.overwrite {
+        return Ok(());
     }
+    Err(Error::usage(
+        format!("{} exists", destination.display()),
+        "choose another destination, or replace it with --overwrite",
+    ))
 }
 
 impl Partial {
@@ -367,7 +366,7 @@ impl Partial {
 }
 
 /// One file does not take the place of a folder, nor that of a name that is said to be one by a slash at its end.
-fn refuse_folder(destination: &Path, shape: Shape) -> Result<()> {
+pub(super) fn refuse_folder(destination: &Path, shape: Shape) -> Result<()> {
     let is = match shape {
         Shape::File if destination.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) => "is",
         Shape::File if destination.as_os_str().as_encoded_bytes().ends_with(b"/") => "is to be",

@@ -21,6 +21,7 @@
 
 mod begin;
 mod commit;
+mod foresee;
 mod judge;
 mod lease;
 mod life;
@@ -41,6 +42,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 pub use commit::Seal;
+pub use foresee::Foreseen;
 pub use wait::{Missing, Other, OtherState, Waited};
 
 use self::lease::{Lease, Seen};
@@ -79,6 +81,13 @@ pub struct Claim {
     pub sync: bool,
     /// The other parts run at the same time, so that they can be waited for.
     pub parts_wait: bool,
+}
+
+impl Claim {
+    /// A part that does not wait for others may come when all is done, as one that has nothing to do, or is done again.
+    fn takes_what_is_done(&self) -> bool {
+        self.resume || !self.parts_wait && !self.part.is_alone()
+    }
 }
 
 /// What is to be written.
@@ -191,6 +200,14 @@ impl Staging {
     pub fn begin(destination: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>, stop: &Stop) -> Result<Begun> {
         let pace = if fault::is_hurried() { HURRIED_PACE } else { PACE };
         begin::begin(destination, shape, claim, plan, pace, stop)
+    }
+
+    /// What [`Staging::begin`] would come to, as far as one look can tell. Changes nothing.
+    ///
+    /// # Errors
+    /// Those of beginning; `Usage` where others would have to be watched.
+    pub fn foresee(destination: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>) -> Result<Foreseen> {
+        foresee::foresee(destination, shape, claim, plan, &PACE)
     }
 
     /// The folder to write into.

@@ -1,0 +1,61 @@
+//! What `--dry-run` says of a destination that it does not touch: the run would be refused, would go on, or is done.
+
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Access, access};
+
+use super::convert::{Conversion, check_destination};
+use super::produce::{claim, no_space, plan};
+use super::run::Run;
+use crate::cli::ConvertArgs;
+use crate::error::{Error, Result};
+use crate::exec::Options;
+use crate::exec::staging::{Foreseen, Staging};
+use crate::storage::filesystem::free_bytes;
+
+/// A warning, where there is something to say.
+pub fn foresee(
+    conversion: &Conversion<'_>,
+    args: &ConvertArgs,
+    destination: &Path,
+    options: &Options,
+    run: &Run<'_>,
+) -> Option<String> {
+    let look = || -> Result<Foreseen> {
+        check_destination(conversion, args, destination)?;
+        let claim = claim(args, options, run);
+        let foreseen = Staging::foresee(destination, conversion.shape, &claim, &plan(conversion)?)?;
+        if foreseen == Foreseen::Anew {
+            check_folder(conversion, &folder_of(destination))?;
+        }
+        Ok(foreseen)
+    };
+    match look() {
+        Ok(Foreseen::Anew) => None,
+        Ok(Foreseen::GoesOn) => Some(format!("a run would go on with what is done of {}", destination.display())),
+        Ok(Foreseen::Done) => {
+            Some(format!("{} is there already, from the same source and options", destination.display()))
+        }
+        Err(error) => {
+            let hint = error.hint().map(|hint| format!("; {hint}")).unwrap_or_default();
+            Some(format!("a run would be refused: {error}{hint}"))
+        }
+    }
+}
+
+/// The folder in which a run would begin to make something.
+fn folder_of(destination: &Path) -> PathBuf {
+    let parents = destination.ancestors().skip(1).filter(|parent| !parent.as_os_str().is_empty());
+    parents
+        .map(Path::to_path_buf)
+        .find(|parent| parent.symlink_metadata().is_ok())
+        .unwrap_or_else(|| PathBuf::from("."))
+}
+
+fn check_folder(conversion: &Conversion<'_>, folder: &Path) -> Result<()> {
+    // With this name at its end only folders are found.
+    let may_write = access(folder.join("."), Access::WRITE_OK | Access::EXEC_OK);
+    may_write.map_err(|error| Error::io("write in", folder)(error.into()))?;
+    let (needed, free) = (conversion.len_bytes(), free_bytes(folder)?);
+    if free >= needed { Ok(()) } else { Err(no_space(folder, needed, free)) }
+}

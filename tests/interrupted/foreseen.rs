@@ -1,0 +1,138 @@
+//! `--dry-run` says what a run would meet at DST, and changes nothing there.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use serde_json::Value as Json;
+
+use crate::job::{FILE, FOLDER, Job, names, skip, tree};
+
+/// What a dry run warns of, which it says twice.
+#[track_caller]
+fn warns(job: &Job, more: &str, words: &[&str]) {
+    let before = (names(&job.desk()), tree(&job.desk()));
+    let ended = job.run(&format!("{more} --dry-run"), None);
+    ended.succeeded();
+    let said: Json = serde_json::from_str(&job.run(&format!("{more} --dry-run --json"), None).succeeded().out).unwrap();
+    let listed: Vec<&str> = said["warnings"].as_array().unwrap().iter().filter_map(Json::as_str).collect();
+    if words.is_empty() {
+        assert!(!ended.err.contains("warning: a run would"), "{more}: {ended:?}");
+    }
+    for word in words {
+        assert!(ended.err.contains(&format!("warning: {}", words[0])) && ended.err.contains(word), "{word}: {ended:?}");
+        assert!(listed.iter().any(|warning| warning.contains(word)), "{word}: {listed:?}");
+    }
+    assert!(before == (names(&job.desk()), tree(&job.desk())), "{more}: something has changed");
+}
+
+const REFUSED: &str = "a run would be refused: ";
+
+#[test]
+fn a_destination_that_is_there() {
+    for kind in [FILE, FOLDER] {
+        let job = Job::new(kind);
+        warns(&job, "", &[]);
+        assert!(names(&job.desk()).is_empty());
+        job.run("", None).succeeded();
+        warns(&job, "", &[REFUSED, "exists; choose another destination, or replace it with --overwrite"]);
+        warns(&job, "--restart", &[REFUSED, "exists"]);
+        warns(&job, "--overwrite", &[]);
+        warns(&job, "--resume --exclude layers.01.weight", &[REFUSED, "exists"]);
+        let is_marked = rustix::fs::lgetxattr(job.target(), "user.dtshard.plan", &mut [0_u8; 64][..]).is_ok();
+        if is_marked {
+            warns(&job, "--resume", &[job.target().to_str().unwrap(), "is there already, from the same source"]);
+        }
+        job.clear();
+        if kind == FILE {
+            fs::create_dir(job.target()).unwrap();
+            warns(&job, "", &[REFUSED, "is a folder, and one file is to be written"]);
+        } else {
+            fs::write(job.target(), "mine").unwrap();
+            warns(&job, "--overwrite", &[REFUSED, "holds no checkpoint, so --overwrite does not replace it"]);
+        }
+    }
+}
+
+#[test]
+fn what_an_earlier_run_left() {
+    let job = Job::new(FOLDER);
+    for left in ["--resume", "--parts 3 --part 1 --no-wait"] {
+        job.clear();
+        assert_eq!(job.run(left, Some("record-after")).signal, Some(9));
+        let hint = "--resume goes on with what it has done, --restart throws it away and starts again";
+        warns(&job, "", &[REFUSED, "an earlier run did not finish: ", hint]);
+        warns(&job, "--resume --dtype bf16", &[REFUSED, "it is of another source, or of other options"]);
+        warns(&job, "--resume", &["a run would go on with what is done of "]);
+        warns(&job, "--restart", &[]);
+        // A sibling joins; of another number of parts only --resume goes on.
+        let sibling = if left == "--resume" { REFUSED } else { "a run would go on with what is done of " };
+        warns(&job, "--parts 3 --part 0", &[sibling]);
+    }
+    job.clear();
+    fs::write(job.partial(), "mine").unwrap();
+    warns(&job, "--resume", &[REFUSED, "has no plan to go on with"]);
+    warns(&job, "--restart", &[]);
+}
+
+#[test]
+fn a_run_that_lives() {
+    let job = Job::new(FILE);
+    let mut command = job.command("--parts 2 --part 0", Some("none"));
+    let mut first = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let begun = Instant::now();
+    while !job.partial().exists() || job.of_partial(".lease").is_empty() {
+        assert!(begun.elapsed() < Duration::from_secs(20));
+    }
+    for more in ["", "--resume", "--restart", "--dtype bf16"] {
+        let ended = job.run(&format!("{more} --dry-run"), None);
+        ended.succeeded().says(&[REFUSED, "another run is writing ", &format!("process {} on ", first.id())]);
+    }
+    job.run("--parts 2 --part 1 --dry-run -v", None).succeeded().says(&["a run would go on with what is done"]);
+    job.run("--parts 2 --part 1", Some("none")).succeeded();
+    assert!(first.wait().unwrap().success());
+    job.is_done("undisturbed");
+}
+
+/// On another node nobody can tell by one look.
+#[test]
+fn a_run_elsewhere() {
+    let job = Job::new(FILE);
+    assert_eq!(job.run("--resume", Some("record-after")).signal, Some(9));
+    let lease = &job.of_partial(".lease")[0];
+    let mut record: Json = serde_json::from_slice(&fs::read(lease).unwrap()).unwrap();
+    record["host"] = "n2".into();
+    record["boot"] = "another".into();
+    fs::write(lease, serde_json::to_vec(&record).unwrap()).unwrap();
+    for more in ["", "--resume", "--restart"] {
+        warns(&job, more, &[REFUSED, "a run on another node may be at work in it", "--resume goes on where nobody is"]);
+    }
+}
+
+#[test]
+fn a_place_that_cannot_be_written() {
+    const NOBODY: u32 = 65534;
+    let job = Job::new(FILE);
+    // What is to be made is looked for above.
+    let (source, file) = (job.source(), job.desk().join("file"));
+    let dry = |target: &Path| {
+        let args: [&dyn AsRef<std::ffi::OsStr>; 4] = [&"unshard", &source, &target, &"--dry-run"];
+        crate::outcome::command(&args)
+    };
+    let run = |mut command: std::process::Command| crate::outcome::Outcome::from(command.output().unwrap());
+    let deep = run(dry(&job.desk().join("deep/er/out.pt")));
+    assert!(!deep.succeeded().err.contains("refused"), "{deep:?}");
+    fs::write(&file, "mine").unwrap();
+    run(dry(&file.join("out.pt"))).succeeded().says(&[REFUSED, "Not a directory"]);
+    run(dry(&source.join("out.pt"))).succeeded().says(&[REFUSED, "lies inside the source"]);
+    if !rustix::process::getuid().is_root() {
+        return skip("another user cannot be had");
+    }
+    let above = job.desk().parent().unwrap().to_path_buf();
+    fs::set_permissions(above, fs::Permissions::from_mode(0o755)).unwrap();
+    let mut command = dry(&job.target());
+    std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
+    run(command).succeeded().says(&[REFUSED, "cannot write in ", "Permission denied"]);
+}
