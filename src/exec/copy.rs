@@ -25,7 +25,7 @@ use super::cast::Counts;
 use super::log::Log;
 use super::output::Outputs;
 use super::passing::Passing;
-use super::strips::{Content, Cutter, Part, Payload, Strip};
+use super::strips::{Content, Cutter, Payload, Segment, Strip};
 use super::sums::{InStrip, Left, SITE_BYTES, Sums};
 use super::window::{Slot, prepare, windows};
 use super::{Extents, Input, Options, Reporter, Scratch, Stop};
@@ -141,7 +141,7 @@ pub fn copy(
         }
         // What is summed first: the others may hold the sums.
         let (mut in_spans, mut others) =
-            cutter.finish().into_iter().partition::<Vec<_>, _>(|strip| sums.has_part(strip));
+            cutter.finish().into_iter().partition::<Vec<_>, _>(|strip| sums.has_summed(strip));
         filler.fill(&mut in_spans)?;
         if log.is_all() {
             sums.settle(log.sums());
@@ -219,10 +219,10 @@ impl Filler<'_> {
         let gathered: Vec<&[Strip]> = band.chunk_by(|one, other| self.are_copies(one, other)).collect();
         if gathered.len() > 1 {
             let mut wanted = Wanted::default();
-            for part in band.iter().flat_map(|strip| &strip.parts) {
-                if let Content::Payload { slot, bytes } = &part.content {
+            for segment in band.iter().flat_map(|strip| &strip.segments) {
+                if let Content::Payload { slot, bytes } = &segment.content {
                     let tile = &self.slots[*slot].tile;
-                    tile.short_runs(bytes.start / tile.itemsize(), part.len() / tile.itemsize(), &mut wanted);
+                    tile.short_runs(bytes.start / tile.itemsize(), segment.len() / tile.itemsize(), &mut wanted);
                 }
             }
             scratch.block.hold(self.input.files, wanted)?;
@@ -239,8 +239,8 @@ impl Filler<'_> {
             let at = strip.range.start;
             match before.replace(at) {
                 // There has to be room for all copies from the first on.
-                None => self.finish(strip, &mut buffer.room(at, longest)[..strip.len()], |part, target| {
-                    self.gather(copies, part, target, scratch)
+                None => self.finish(strip, &mut buffer.room(at, longest)[..strip.len()], |segment, target| {
+                    self.gather(copies, segment, target, scratch)
                 })?,
                 Some(before) => self.finish(strip, buffer.moved(before, at, strip.len()), |_, _| Ok(()))?,
             }
@@ -251,21 +251,21 @@ impl Filler<'_> {
 
     /// Whether one strip holds the same tensor data at the same places as the other.
     fn are_copies(&self, one: &Strip, other: &Strip) -> bool {
-        let is_same = |(one_part, other_part): (&Part, &Part)| match (&one_part.content, &other_part.content) {
+        let is_same = |(this, that): (&Segment, &Segment)| match (&this.content, &that.content) {
             (Content::Payload { slot, bytes }, Content::Payload { slot: other_slot, bytes: other_bytes }) => {
                 let copies = self.slots[*slot].copies;
                 copies.is_some()
                     && copies == self.slots[*other_slot].copies
                     && bytes == other_bytes
-                    && one_part.offset - one.range.start == other_part.offset - other.range.start
+                    && this.offset - one.range.start == that.offset - other.range.start
             }
             (Content::Literal { .. }, Content::Literal { .. }) => true,
             _ => false,
         };
-        one.parts.len() == other.parts.len() && zip(&one.parts, &other.parts).all(is_same)
+        one.segments.len() == other.segments.len() && zip(&one.segments, &other.segments).all(is_same)
     }
 
-    /// Fill a strip, its tensor data with what `gather` puts there for each part, and write it.
+    /// Fill a strip, its tensor data with what `gather` puts there for each segment, and write it.
     fn finish(
         &self,
         strip: &Strip,
@@ -273,9 +273,9 @@ impl Filler<'_> {
         mut gather: impl FnMut(usize, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
         let literals = &self.reservation.files[strip.file as usize].literals;
-        for (index, part) in strip.parts.iter().enumerate() {
-            let target = &mut buffer[strip.place(&part.range())];
-            match &part.content {
+        for (index, segment) in strip.segments.iter().enumerate() {
+            let target = &mut buffer[strip.place(&segment.range())];
+            match &segment.content {
                 Content::Literal { literal, bytes } => {
                     let range = usize::try_from(bytes.start).expect("literals fit memory")
                         ..usize::try_from(bytes.end).expect("literals fit memory");
@@ -296,12 +296,12 @@ impl Filler<'_> {
         let mut left = Left::default();
         if self.sums.are_wanted(strip.file) {
             let mut summed = InStrip::default();
-            for part in &strip.parts {
-                let part = part.range();
-                let part = part.start.max(range.start)..part.end.min(range.end);
+            for segment in &strip.segments {
+                let place = segment.range();
+                let place = place.start.max(range.start)..place.end.min(range.end);
                 // What lies between tensor data of one span is summed with it.
-                if !part.is_empty() && file.sums_at(part.start) {
-                    summed.add(part.start, &buffer[strip.place(&part)]);
+                if !place.is_empty() && file.sums_at(place.start) {
+                    summed.add(place.start, &buffer[strip.place(&place)]);
                 }
             }
             left = self.sums.close(strip.file, &range, &mut buffer[strip.place(&range)], summed);
@@ -316,13 +316,13 @@ impl Filler<'_> {
         Ok(())
     }
 
-    /// Gather a part of the first of these strips, for all of them.
-    fn gather(&self, copies: &[Strip], part: usize, target: &mut [u8], scratch: &mut Scratch) -> Result<()> {
-        let Content::Payload { slot, bytes } = &copies[0].parts[part].content else { return Ok(()) };
+    /// Gather a segment of the first of these strips, for all of them.
+    fn gather(&self, copies: &[Strip], segment: usize, target: &mut [u8], scratch: &mut Scratch) -> Result<()> {
+        let Content::Payload { slot, bytes } = &copies[0].segments[segment].content else { return Ok(()) };
         let tile = &self.slots[*slot].tile;
         let first = bytes.start / tile.itemsize();
         let counts = tile.read_summing(self.input, first, target, scratch, Some(self.passing))?;
-        let counted = |copy: &Strip| match copy.parts[part].content {
+        let counted = |copy: &Strip| match copy.segments[segment].content {
             Content::Payload { slot, .. } => self.slots[slot].counted,
             Content::Literal { .. } => None,
         };

@@ -16,7 +16,7 @@ use super::bands::{Band, Cut, Group, cuts};
 use crate::catalog::OutputFile;
 use crate::storage::direct::ALIGNMENT;
 
-/// What a stretch of a strip holds.
+/// What a segment of a strip holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Content {
     /// `bytes` of literal `literal` of the file.
@@ -26,13 +26,13 @@ pub enum Content {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct Segment {
     /// Offset in the file.
     pub offset: u64,
     pub content: Content,
 }
 
-impl Part {
+impl Segment {
     /// Where it goes in the file.
     #[must_use]
     pub fn range(&self) -> Range<u64> {
@@ -47,14 +47,14 @@ impl Part {
     }
 }
 
-/// Consecutive parts without a hole between them.
+/// Consecutive segments without a hole between them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strip {
     pub file: u32,
     /// What it is to be filled with.
     pub band: Option<Band>,
     pub range: Range<u64>,
-    pub parts: Vec<Part>,
+    pub segments: Vec<Segment>,
 }
 
 impl Strip {
@@ -186,11 +186,11 @@ impl<'a> Strips<'a> {
             let rest = if until - at < rest { (until - at).next_multiple_of(itemsize).min(rest) } else { rest };
             let mut take = cut(at, rest, fits, itemsize);
             if take == 0 {
-                self.done.push(Strip { file, band, range: at..at, parts: Vec::new() });
+                self.done.push(Strip { file, band, range: at..at, segments: Vec::new() });
                 take = cut(at, rest, self.capacity, itemsize).max(itemsize.min(rest));
             }
             let strip = self.done.last_mut().expect("just pushed or found");
-            strip.parts.push(Part { offset: at, content: content(done..done + take) });
+            strip.segments.push(Segment { offset: at, content: content(done..done + take) });
             strip.range.end += take;
             done += take;
         }
@@ -253,10 +253,10 @@ mod tests {
             for strip in &strips {
                 assert_eq!(strip.range.start, end);
                 assert!(strip.range.end - strip.range.start <= strip_bytes.max(8), "{strip:?}");
-                for part in &strip.parts {
-                    assert_eq!(part.offset, end);
-                    end += part.len();
-                    if let Content::Payload { slot, bytes } = &part.content {
+                for segment in &strip.segments {
+                    assert_eq!(segment.offset, end);
+                    end += segment.len();
+                    if let Content::Payload { slot, bytes } = &segment.content {
                         assert_eq!(bytes.start % [4, 8][*slot], 0);
                     }
                 }

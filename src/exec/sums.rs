@@ -92,8 +92,8 @@ impl<'a> Sums<'a> {
     }
 
     /// Whether something in the strip is summed.
-    pub fn has_part(&self, strip: &Strip) -> bool {
-        strip.parts.iter().any(|part| self.files[strip.file as usize].sums_at(part.offset))
+    pub fn has_summed(&self, strip: &Strip) -> bool {
+        strip.segments.iter().any(|segment| self.files[strip.file as usize].sums_at(segment.offset))
     }
 
     /// Put what is known by now into a strip, which is complete but for that. `parts` are of this strip.
