@@ -27,7 +27,7 @@ use crate::exec::fingerprint::fingerprint;
 use crate::exec::journal::Known;
 use crate::exec::log::{AtEnd, Log};
 use crate::exec::seal::{is_complete, seal};
-use crate::exec::staging::{Begun, Claim, Other, OtherState, Plan, Seal, Staging, Waited};
+use crate::exec::staging::{Begun, Claim, Missing, Other, OtherState, Plan, Seal, Staging, Waited};
 use crate::exec::{Extents, Options, Reporter, sources};
 use crate::quantity::human_bytes;
 use crate::storage::filesystem;
@@ -177,46 +177,55 @@ impl Producer<'_> {
 
     /// Publish where everything is there; else wait for those who do, or leave it to them.
     fn publish(&self, mut stats: Stats) -> Result<Produced> {
-        let Self { conversion, staging, run, .. } = *self;
-        let (files, carried) = (self.files(), conversion.carried.len());
+        let (waits, part) = (self.run.launch.waits, self.part());
         // Of those that wait for each other the first one seals, and reports.
-        let mut is_sealer = !run.launch.waits || self.part().index == 0;
+        let mut is_sealer = !waits || part.index == 0;
         loop {
-            // Where nothing is kept, this run has done all there is.
-            let known = if staging.is_kept() { self.known_yet()? } else { None };
-            let is_all_there = known.as_ref().map_or(!staging.is_kept(), |known| is_complete(known, files, carried));
-            if is_sealer
-                && is_all_there
-                && self.has_everybody_begun()?
-                && let Some(right) = staging.try_seal(&run.stop)?
-            {
-                self.seal(right, known, &mut stats)?;
+            if is_sealer && self.try_publish(&mut stats)? {
                 return Ok(Produced::Published(stats, Publisher::This));
             }
-            if !run.launch.waits && !self.part().is_alone() {
-                return known
-                    .filter(|known| !self.is_done(known, self.part().index))
-                    .map_or(Ok(Produced::Part(stats)), |known| Err(self.incomplete(&known)));
+            if !waits && !part.is_alone() {
+                self.check(|known| self.is_done(known, part.index))?;
+                return Ok(Produced::Part(stats));
             }
             match self.wait()? {
                 Waited::Published => return Ok(Produced::Published(stats, Publisher::Other)),
-                // They may have been done with it, and ended before they could say so.
-                Waited::Without(missing) => {
-                    let is_done = |known: &Known| missing.parts.iter().all(|index| self.is_done(known, *index));
-                    if self.known_yet()?.is_some_and(|known| !is_done(&known)) {
-                        return Err(staging.without(&missing));
-                    }
-                    staging.settle(missing);
-                }
+                Waited::Without(missing) => self.do_without(missing)?,
                 Waited::NobodySeals => {
                     is_sealer = true;
-                    // They may have been done since the look above.
-                    if let Some(known) = self.known_yet()?.filter(|known| !is_complete(known, files, carried)) {
-                        return Err(self.incomplete(&known));
-                    }
+                    self.check(|known| self.is_complete(known))?;
                 }
             }
         }
+    }
+
+    /// Publish, unless something lacks, somebody is to come, or another process is at it.
+    fn try_publish(&self, stats: &mut Stats) -> Result<bool> {
+        let Self { staging, run, .. } = *self;
+        // Where nothing is kept, this run has done all there is.
+        let known = if staging.is_kept() { self.known_yet()? } else { None };
+        let is_all_there = known.as_ref().map_or(!staging.is_kept(), |known| self.is_complete(known));
+        if !is_all_there || !self.has_everybody_begun()? {
+            return Ok(false);
+        }
+        let Some(right) = staging.try_seal(&run.stop)? else { return Ok(false) };
+        self.seal(right, known, stats)?;
+        Ok(true)
+    }
+
+    /// Go on without parts that do not come (back): they may have been done, and ended before they could say so.
+    fn do_without(&self, missing: Missing) -> Result<()> {
+        let is_done = |known: &Known| missing.parts.iter().all(|index| self.is_done(known, *index));
+        if self.known_yet()?.is_some_and(|known| !is_done(&known)) {
+            return Err(self.staging.without(&missing));
+        }
+        self.staging.settle(missing);
+        Ok(())
+    }
+
+    /// What is said to be done is recorded, as long as nobody has published it.
+    fn check(&self, is_recorded: impl Fn(&Known) -> bool) -> Result<()> {
+        self.known_yet()?.filter(|known| !is_recorded(known)).map_or(Ok(()), |known| Err(self.incomplete(&known)))
     }
 
     /// Complete the output, all of which is there, and put it at the destination.
@@ -248,6 +257,10 @@ impl Producer<'_> {
             }
         };
         staging.wait_published(&run.stop, &mut notify)
+    }
+
+    fn is_complete(&self, known: &Known) -> bool {
+        is_complete(known, self.files(), self.conversion.carried.len())
     }
 
     /// Whether all that a part has to do is recorded.
