@@ -38,7 +38,7 @@ pub use printer::Printer;
 pub use run::launch_of;
 
 use crate::cli::{Cli, Command, SourceArgs};
-use crate::comm::Launch;
+use crate::comm::{self, Launch};
 use crate::error::{Error, Result};
 use crate::exec::Input;
 use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
@@ -73,7 +73,9 @@ pub fn exit_code(error: &Error) -> u8 {
 /// Say why arguments were not parsed, or the help that they ask for, and give the exit code.
 #[must_use]
 pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
-    Printer::new(printer::talk_of_unparsed(arguments)).not_parsed(error)
+    // What --part says is not known, and what the environment contradicts is not the matter.
+    let launch = comm::launch(None, None, false, &comm::process_environment).unwrap_or_else(|_| Launch::alone());
+    Printer::new(printer::talk_of_unparsed(arguments)).of_launch(&launch).not_parsed(error)
 }
 
 /// Run a verb, or this process's part of it.

@@ -140,16 +140,23 @@ impl Printer {
     }
 
     /// What clap has to say instead of running anything, and the exit code: help and version are data, the rest are
-    /// errors, which have a JSON document like all others.
+    /// errors, which have a JSON document like all others. Those that a launcher starts have one command line, so the
+    /// first says what can be done about it, and the others only what is wrong.
     pub fn not_parsed(&self, error: &clap::Error) -> u8 {
-        let printed = match error.print() {
+        let is_first = self.part.index == 0;
+        let print = || match error.print() {
             Err(problem) if problem.kind() != io::ErrorKind::BrokenPipe => 2,
             _ => 0,
         };
         if !error.use_stderr() {
-            return printed;
+            return if self.documents { print() } else { 0 };
         }
         let (message, hint) = usage_text(error);
+        if is_first {
+            print();
+        } else {
+            self.say(&format!("error: {message}"));
+        }
         let _ = self.document(&json!({ "error": error_document(&Error::Usage { message, hint }) }));
         2
     }

@@ -139,6 +139,14 @@ fn talk_of_several() {
     task("2", &[&"--include=nothing"]).refused(&["[2/4] error: ", "[2/4] hint: "]);
     assert!(task("2", &[&"--json"]).succeeded().out.is_empty());
     task("2", &[&"--json", &"--include=nothing"]).refused(&["{\n  \"error\""]);
+    // All have the same command line, and what can be done about that is said once.
+    let first = task("0", &[&"--mehs=dp=2", &"--json"]);
+    first.refused(&["error: unexpected argument '--mehs' found", "tip: ", "Usage: ", "\"error\""]);
+    let other = task("2", &[&"--mehs=dp=2", &"--json"]);
+    other.refused(&[]);
+    assert_eq!((other.err.as_str(), other.out.as_str()), ("[2/4] error: unexpected argument '--mehs' found\n", ""));
+    assert!(task("2", &[&"--help"]).succeeded().out.is_empty());
+    assert!(task("0", &[&"--help"]).succeeded().out.contains("Usage: "));
 }
 
 #[test]
