@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use serde_json::Value as Json;
 
-use crate::job::{DCP, FILE, FOLDER, Job, Kind};
+use crate::job::{DCP, FILE, FOLDER, Job, Kind, names};
 use crate::outcome::Outcome;
 
 /// A task as srun starts it, one of `of`.
@@ -46,7 +46,7 @@ fn without_the_third(kind: Kind) -> Job {
     for (index, task) in tasks.into_iter().enumerate() {
         let ended = ended(task);
         let name = format!("[{index}/3] error: part 2 of 3 has not started to write ");
-        ended.refused(&[&name, "hint: start what is missing: what was done is kept in ", ".dtshard-partial"]);
+        ended.refused(&[&name, "hint: start what is missing; what was done is kept in ", ".dtshard-partial"]);
         ended.says(&[
             "the same command with --resume goes on",
             "--part 0 --parts 1 does all of the work in one process",
@@ -99,6 +99,21 @@ fn a_part_that_never_starts_and_was_done_before() {
     let tasks = [0, 2].map(|index| task(&job, index, 3, "--resume", "none"));
     all_succeed(tasks);
     job.is_done("two of three");
+}
+
+/// Who would throw away what is there does not come, so nobody does.
+#[test]
+fn a_first_part_that_never_starts_again() {
+    let job = Job::new(FILE);
+    assert_eq!(job.run("--resume", Some("record-after")).signal, Some(9));
+    let before = names(&job.desk());
+    for task in [1, 2].map(|index| task(&job, index, 3, "--restart", "none")) {
+        let words = ["error: part 0 of 3 has not started to write ", "hint: with --restart the others wait for part 0"];
+        ended(task).refused(&words);
+    }
+    assert_eq!(names(&job.desk()), before);
+    all_tasks(&job, 3, "--restart");
+    job.is_done("all of them");
 }
 
 #[test]

@@ -267,7 +267,7 @@ impl Staging {
         let (named, verb) = (self.named(parts), if parts.len() == 1 { "has" } else { "have" });
         Error::usage(
             format!("{named} {verb} not started to write {}", self.place.destination.display()),
-            format!("start what is missing: {}", self.how_to_go_on()),
+            format!("start what is missing; {}", self.how_to_go_on()),
         )
     }
 
