@@ -27,13 +27,18 @@ fn whole_run(desk: &Desk, claim: &Claim) -> Result<()> {
     write(&staging.folder().join(format!("{}", claim.part.index)), "1");
     staging.finish()?;
     loop {
+        // Another one may have published between the look and the lease.
+        let is_all_there =
+            || fs::read_dir(staging.folder()).is_ok_and(|entries| entries.count() == claim.part.of as usize);
         match staging.try_seal(&Stop::default())? {
-            Some(seal) if names(staging.folder()).len() == claim.part.of as usize => return seal.publish(false),
+            Some(seal) if is_all_there() => return seal.publish(false),
             _ => {}
         }
         if staging.wait_published(&Stop::default(), &mut |_| ())? == Waited::Published {
             return Ok(());
         }
+        // On a machine with much else to do one may not have started in time, and is no longer waited for.
+        thread::sleep(FAST.beat);
     }
 }
 
