@@ -21,9 +21,11 @@ fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// What a process does from its beginning to its end.
+/// What a process does from its beginning to its end. A machine with much else to do may start the others late.
 fn whole_run(desk: &Desk, claim: &Claim) -> Result<()> {
-    let staging = work(desk.begin_as(claim)?);
+    let plan = Plan { fingerprint: desk.fingerprint, version: desk.version };
+    let patient = Pace { start_within: Duration::from_secs(30), ..FAST };
+    let staging = work(begin::begin(&desk.out(), desk.shape, claim, &plan, patient, &Stop::default())?);
     write(&staging.folder().join(format!("{}", claim.part.index)), "1");
     staging.finish()?;
     loop {
@@ -34,11 +36,11 @@ fn whole_run(desk: &Desk, claim: &Claim) -> Result<()> {
             Some(seal) if is_all_there() => return seal.publish(false),
             _ => {}
         }
-        if staging.wait_published(&Stop::default(), &mut |_| ())? == Waited::Published {
-            return Ok(());
+        match staging.wait_published(&Stop::default(), &mut |_| ())? {
+            Waited::Published => return Ok(()),
+            Waited::NobodySeals => {}
+            Waited::Without(missing) => return Err(staging.without(&missing)),
         }
-        // On a machine with much else to do one may not have started in time, and is no longer waited for.
-        thread::sleep(FAST.beat);
     }
 }
 
