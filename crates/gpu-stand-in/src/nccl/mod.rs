@@ -112,6 +112,29 @@ fn now(communicator: &Communicator) -> Answer {
     }
 }
 
+/// A new communicator, which meets its peers.
+fn begin(handle: *mut usize, ranks: c_int, id: UniqueId, rank: c_int, blocking: bool) -> Answer {
+    put(handle, 0)?;
+    let device = machine::current().ok_or_else(|| refused(Code::CUDA_ERROR, "no CUDA context is current"))?;
+    let number = |value: c_int| usize::try_from(value).map_err(|_| refused(Code::INVALID_ARGUMENT, "a negative rank"));
+    let place = Place { rank: number(rank)?, ranks: number(ranks)?, device };
+    if place.rank >= place.ranks {
+        return Err(refused(Code::INVALID_ARGUMENT, "there is no such rank"));
+    }
+    let new = Communicator::begin(place, id, blocking);
+    let name = {
+        let mut tables = Machine::start().tables();
+        let name = tables.handle();
+        tables.communicators.insert(name, Arc::clone(&new));
+        name
+    };
+    put(handle, name)?;
+    if blocking {
+        new.settled();
+    }
+    now(&new)
+}
+
 entries! {
     fn ncclGetVersion(version: *mut c_int) {
         put(version, VERSION)
@@ -122,7 +145,6 @@ entries! {
     }
 
     fn ncclCommInitRankConfig(handle: *mut usize, ranks: c_int, id: UniqueId, rank: c_int, config: *const Config) {
-        put(handle, 0)?;
         if config.is_null() || !config.is_aligned() {
             return Err(refused(Code::INVALID_ARGUMENT, "there is no config"));
         }
@@ -131,24 +153,11 @@ entries! {
         if config.magic != CONFIG_MAGIC || config.size < size_of::<Config>() {
             return Err(refused(Code::INVALID_ARGUMENT, "the config is not initialized"));
         }
-        let device = machine::current().ok_or_else(|| refused(Code::CUDA_ERROR, "no CUDA context is current"))?;
-        let number = |value: c_int| usize::try_from(value).map_err(|_| refused(Code::INVALID_ARGUMENT, "a negative rank"));
-        let place = Place { rank: number(rank)?, ranks: number(ranks)?, device };
-        if place.rank >= place.ranks {
-            return Err(refused(Code::INVALID_ARGUMENT, "there is no such rank"));
-        }
-        let new = Communicator::begin(place, id, config.blocking != 0);
-        let name = {
-            let mut tables = Machine::start().tables();
-            let name = tables.handle();
-            tables.communicators.insert(name, Arc::clone(&new));
-            name
-        };
-        put(handle, name)?;
-        if new.is_blocking() {
-            new.settled();
-        }
-        now(&new)
+        begin(handle, ranks, id, rank, config.blocking != 0)
+    }
+
+    fn ncclCommInitRank(handle: *mut usize, ranks: c_int, id: UniqueId, rank: c_int) {
+        begin(handle, ranks, id, rank, true)
     }
 
     fn ncclCommGetAsyncError(handle: usize, error: *mut Code) {
