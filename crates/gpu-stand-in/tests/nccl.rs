@@ -7,7 +7,7 @@ mod common;
 use std::time::{Duration, Instant};
 use std::{process, thread};
 
-use common::{Buffer, Stream, device, driver, id, join, nccl as library, place, ranks};
+use common::{Buffer, Stream, device, driver, id, join, nccl as library, place, ranks, ranks_with};
 use half::bf16;
 use nccl::raw::{ncclInvalidUsage, ncclRemoteError};
 use nccl::{Communicator, Config, DataType, DeviceView, DeviceViewMut, Error, Place, RedOp, UniqueId, Wait};
@@ -26,7 +26,7 @@ fn error(communicator: &Communicator, queued: nccl::Result<()>) -> Error {
     while status.is_ok() {
         assert!(begin.elapsed() < Duration::from_secs(30), "no error came");
         thread::sleep(Duration::from_millis(2));
-        status = communicator.status().map(drop);
+        status = communicator.status();
     }
     status.unwrap_err()
 }
@@ -121,6 +121,7 @@ fn mismatch() {
     let expected = if rank == 1 { ncclInvalidUsage } else { ncclRemoteError };
     let error = error(&communicator, queued);
     assert!(is(&error, expected), "{error}");
+    assert!(error.to_string().contains(if rank == 1 { "rank 1 expected" } else { "rank 1 is lost" }), "{error}");
     if stands_still {
         assert_eq!(driver().cuStreamQuery(stream.0), NOT_READY);
     }
@@ -151,6 +152,28 @@ fn death() {
     assert!(is(&error, ncclRemoteError), "{error}");
     drop(communicator);
     assert_eq!(stream.synchronize(), 0);
+}
+
+#[test]
+fn where_a_death_is_not_told_the_stream_stands_still() {
+    assert_eq!(ranks_with("silence", 2, &[("GPU_STAND_IN_LOST_PEERS", "silent")]), [0, 9]);
+}
+
+#[test]
+#[ignore = "one rank of a test"]
+#[expect(clippy::exit, reason = "it is to die")]
+fn silence() {
+    let mut communicator = join(patient()).unwrap();
+    let stream = Stream::new();
+    if place().rank == 1 {
+        process::exit(9);
+    }
+    let mut word = Buffer::new(8);
+    communicator.broadcast(&stream, DeviceViewMut::of(&mut word), DataType::Uint8, 1).unwrap();
+    thread::sleep(Duration::from_millis(200));
+    assert_eq!((communicator.status(), driver().cuStreamQuery(stream.0)), (Ok(()), NOT_READY));
+    communicator.abort().unwrap();
+    assert_eq!((stream.synchronize(), word.read(&stream)), (0, vec![0xA5; 8]));
 }
 
 #[test]

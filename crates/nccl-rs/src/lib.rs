@@ -59,7 +59,6 @@ mod version;
 
 pub use element::{DataType, RedOp};
 pub use error::{Error, Result};
-pub use result::Progress;
 pub use safe::{
     Communicator, Config, DeviceBuffer, DeviceStream, DeviceView, DeviceViewMut, Group, Library, Place, UniqueId, Wait,
 };

@@ -6,8 +6,10 @@ mod group;
 mod operation;
 mod reduce;
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 pub use communicator::Communicator;
 
@@ -59,9 +61,13 @@ struct Config {
     blocking: c_int,
 }
 
+/// What `ncclGetLastError` tells: a string that is never freed, or null.
+static LAST_ERROR: AtomicPtr<c_char> = AtomicPtr::new(ptr::null_mut());
+
 /// An error with its reason, which is printed.
 pub fn refused(code: Code, why: &str) -> Code {
     eprintln!("gpu-stand-in: NCCL: {why}");
+    LAST_ERROR.store(CString::new(why).unwrap_or_default().into_raw(), Ordering::Release);
     code
 }
 
@@ -244,8 +250,8 @@ extern "C" fn ncclGetErrorString(code: Code) -> *const c_char {
     code.text().as_ptr()
 }
 
-/// The reasons are on standard error.
 #[unsafe(no_mangle)]
 extern "C" fn ncclGetLastError(_communicator: *mut c_void) -> *const c_char {
-    c"".as_ptr()
+    let last = LAST_ERROR.load(Ordering::Acquire);
+    if last.is_null() { c"".as_ptr() } else { last }
 }

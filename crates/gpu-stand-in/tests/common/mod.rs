@@ -150,12 +150,18 @@ unsafe impl DeviceBuffer for Buffer {
 
 /// Runs the ignored test `name` of this binary as so many ranks, and tells what each exits with.
 pub fn ranks(name: &str, ranks: usize) -> Vec<i32> {
+    ranks_with(name, ranks, &[])
+}
+
+/// The same in an environment.
+pub fn ranks_with(name: &str, ranks: usize, environment: &[(&str, &str)]) -> Vec<i32> {
     let id = UniqueId::new(&nccl()).unwrap().to_bytes().map(|byte| format!("{byte:02x}")).concat();
     let start = |rank: usize| -> Child {
         Command::new(env::current_exe().unwrap())
             .args(["--ignored", "--exact", name, "--nocapture"])
             .envs([("RANK", rank.to_string()), ("RANKS", ranks.to_string()), ("ID", id.clone())])
             .envs([("GPU_STAND_IN_DEVICES", ranks.to_string()), ("CUDA_VISIBLE_DEVICES", rank.to_string())])
+            .envs(environment.iter().copied())
             .stdout(Stdio::null())
             .spawn()
             .unwrap()

@@ -4,8 +4,8 @@
 //! communicator is aborted before the error is returned, and every later call is [`Error::Aborted`].
 
 use std::ffi::{c_int, c_void};
-use std::fmt;
 use std::ptr::NonNull;
+use std::{fmt, mem};
 
 use super::device::{DeviceStream, DeviceView, DeviceViewMut};
 use super::group::Group;
@@ -97,11 +97,11 @@ impl Communicator {
         Ok(usize::try_from(device).unwrap_or_default())
     }
 
-    /// How it is (`ncclCommGetAsyncError`): an error tells of a peer or a network that is lost since it was used.
+    /// Whether all is well (`ncclCommGetAsyncError`): an error tells of a peer or a network that is lost since it was used.
     ///
     /// After an error it is to be dropped or aborted, which also ends what runs on the device.
-    pub fn status(&self) -> Result<Progress> {
-        self.progress("ncclCommGetAsyncError")
+    pub fn status(&self) -> Result<()> {
+        progress(&self.library, self.comm, "ncclCommGetAsyncError").map(drop)
     }
 
     /// Queues operations on a stream as one (`ncclGroupStart`, `ncclGroupEnd`), so that none waits for another.
@@ -226,21 +226,15 @@ impl Communicator {
         self.abort_now()
     }
 
-    /// Waits for what was started; if it failed, or fails now, it is aborted.
+    /// Waits for what was started; unless that gets done, it is aborted.
     fn settle(&mut self, function: &'static str, begun: Result<Progress>) -> Result<()> {
-        let done = match begun {
-            Ok(Progress::Done) => Ok(()),
-            Ok(Progress::InProgress) => {
-                let Self { library, comm, wait, .. } = self;
-                wait.until_done(function, || progress(library, *comm, function))
-            }
-            Err(error) => Err(error),
-        };
-        if done.is_err() {
-            // The error is why; that aborting failed as well would say nothing more.
-            let _ = self.abort_now();
+        let unsettled = Unsettled(self);
+        if begun? == Progress::InProgress {
+            let Self { library, comm, wait, .. } = &mut *unsettled.0;
+            wait.until_done(function, || progress(library, *comm, function))?;
         }
-        done
+        mem::forget(unsettled);
+        Ok(())
     }
 
     fn abort_now(&mut self) -> Result<()> {
@@ -251,12 +245,18 @@ impl Communicator {
         }
     }
 
-    fn progress(&self, function: &'static str) -> Result<Progress> {
-        progress(&self.library, self.comm, function)
-    }
-
     fn comm(&self) -> Result<ncclComm_t> {
         self.comm.map(NonNull::as_ptr).ok_or(Error::Aborted)
+    }
+}
+
+/// A communicator that may not be used before it is settled; also not after its watch has panicked.
+struct Unsettled<'a>(&'a mut Communicator);
+
+impl Drop for Unsettled<'_> {
+    fn drop(&mut self) {
+        // There is an error that says why; that aborting failed as well would say nothing more.
+        let _ = self.0.abort_now();
     }
 }
 
