@@ -114,7 +114,7 @@ impl Communicator {
     pub fn group<'b>(
         &mut self,
         stream: &impl DeviceStream,
-        body: impl FnOnce(&mut Group<'b>) -> Result<()>,
+        body: impl for<'g> FnOnce(&mut Group<'g, 'b>) -> Result<()>,
     ) -> Result<()> {
         let comm = self.comm()?;
         let mut group = Group::new(self.place);

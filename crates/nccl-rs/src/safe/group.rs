@@ -17,10 +17,14 @@ use crate::{DataType, Error, RedOp, Result};
 ///
 /// Sends and receives between the same two ranks pair up in the order in which each side adds them. With a send to
 /// itself a rank receives from itself.
+///
+/// Its first lifetime is the call that made it, so that it cannot be exchanged for the group of another communicator,
+/// with other ranks; the second is that of the buffers.
 #[derive(Debug)]
-pub struct Group<'b> {
+pub struct Group<'g, 'b> {
     place: Place,
     operations: Vec<Operation>,
+    call: PhantomData<fn(&'g ()) -> &'g ()>,
     lent: PhantomData<&'b mut ()>,
 }
 
@@ -42,9 +46,9 @@ enum Kind {
     ReduceScatter { send: Extent, recv: Extent, op: RedOp },
 }
 
-impl<'b> Group<'b> {
+impl<'b> Group<'_, 'b> {
     pub(super) fn new(place: Place) -> Self {
-        Self { place, operations: Vec::new(), lent: PhantomData }
+        Self { place, operations: Vec::new(), call: PhantomData, lent: PhantomData }
     }
 
     /// Sends all elements of a view to a rank, which receives as many of the same type (`ncclSend`).
@@ -219,7 +223,7 @@ mod tests {
         }
     }
 
-    fn group<'b>() -> Group<'b> {
+    fn group<'b>() -> Group<'static, 'b> {
         Group::new(Place { rank: 1, ranks: 3 })
     }
 
