@@ -20,14 +20,18 @@ interop *arguments:
 slurm:
     ci/slurm
 
+# nccl-rs against a real libnccl.so.2, on a machine without a GPU
+nccl file:
+    DTSHARD_TEST_NCCL={{ file }} cargo test --locked -p nccl-rs --test real -- --ignored
+
 # dtshard against cp, in memory: what to look at while working on it
 bench *arguments:
-    cargo build --release --locked
+    cargo build --release --locked -p dtshard
     "$(ci/venv bench bench/requirements.txt)" bench/run.py --only tmpfs --peer-rounds 0 --print {{ arguments }}
 
 # dtshard against cp and every peer, in memory, on disk and cold; writes docs/benchmarks.md
 bench-peers *arguments:
-    cargo build --release --locked
+    cargo build --release --locked -p dtshard
     "$(ci/venv bench bench/requirements.txt)" bench/run.py {{ arguments }}
 
 # Plans for clusters that are not at hand; `--layers 2` for a shorter look

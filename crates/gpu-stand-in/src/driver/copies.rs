@@ -1,0 +1,181 @@
+//! Copies between host and device, and within a device.
+//!
+//! A range is looked up when the copy is asked for, where a wrong one is an error of the call, and again when the stream
+//! gets there, where one that was freed meanwhile is a fault of the device. Bytes are copied as a device does: two
+//! streams that write the same ones race.
+
+use std::ffi::c_uint;
+use std::ptr;
+
+use super::{Answer, Code, entries, started, stream};
+use crate::machine::Device;
+use crate::memory::Illegal;
+
+/// Does work of a stream; memory that is none faults the device, and then nothing is done any more.
+pub fn on_device(device: &'static Device, work: impl FnOnce() -> Result<(), Illegal>) {
+    if !device.has_faulted() && work().is_err() {
+        device.fault();
+    }
+}
+
+/// Where the bytes of one end of a copy are, when the copy is done.
+#[derive(Clone, Copy)]
+enum End {
+    Device(u64),
+    Host(usize),
+}
+
+impl End {
+    fn locate(self, device: &Device, bytes: usize) -> Result<*mut u8, Illegal> {
+        match self {
+            Self::Device(address) => device.heap.locate(address, bytes),
+            Self::Host(address) => Ok(address as *mut u8),
+        }
+    }
+}
+
+fn copy(device: &'static Device, from: End, into: End, bytes: usize) {
+    on_device(device, || {
+        let (from, into) = (from.locate(device, bytes)?, into.locate(device, bytes)?);
+        // SAFETY: ranges of devices were looked up now; those of the host are pinned, staged, or waited for.
+        unsafe { ptr::copy(from, into, bytes) };
+        Ok(())
+    });
+}
+
+/// `CUDA_MEMCPY3D`, in its second version.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Copy3D {
+    source: Side,
+    target: Side,
+    width: usize,
+    height: usize,
+    depth: usize,
+}
+
+/// One side of it: a box of bytes in an array of `pitch` bytes a row and `height` rows a slice.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Side {
+    x: usize,
+    y: usize,
+    z: usize,
+    lod: usize,
+    memory_type: c_uint,
+    host: usize,
+    device: u64,
+    array: usize,
+    reserved: usize,
+    pitch: usize,
+    height: usize,
+}
+
+/// `CU_MEMORYTYPE_DEVICE`
+const DEVICE: c_uint = 2;
+
+/// A side with the distances in bytes between rows and slices.
+#[derive(Clone, Copy)]
+struct Strided {
+    begin: u64,
+    span: usize,
+    row: usize,
+    slice: usize,
+}
+
+impl Copy3D {
+    /// A side of the copy, within the array it says it is in. Copies from and to the host are by rows alone.
+    fn strided(&self, side: &Side) -> Answer<Strided> {
+        if side.memory_type != DEVICE || side.lod != 0 {
+            return Err(Code::ERROR_NOT_SUPPORTED);
+        }
+        let fits = |begin: usize, length: usize, size: usize| begin.checked_add(length).is_some_and(|end| end <= size);
+        let single = self.depth == 1;
+        let row = if side.pitch == 0 { side.x + self.width } else { side.pitch };
+        let rows = if side.height == 0 && single { side.y + self.height } else { side.height };
+        if !fits(side.x, self.width, row) || !fits(side.y, self.height, rows) {
+            return Err(Code::ERROR_INVALID_VALUE);
+        }
+        let parts = || {
+            let slice = row.checked_mul(rows)?;
+            let offset = side.z.checked_mul(slice)?.checked_add(side.y.checked_mul(row)?)?.checked_add(side.x)?;
+            let last = (self.depth - 1).checked_mul(slice)?.checked_add((self.height - 1).checked_mul(row)?)?;
+            let begin = side.device.checked_add(offset as u64)?;
+            Some(Strided { begin, span: last.checked_add(self.width)?, row, slice })
+        };
+        parts().ok_or(Code::ERROR_INVALID_VALUE)
+    }
+}
+
+entries! {
+    fn cuMemcpyHtoDAsync_v2(into: u64, from: usize, bytes: usize, handle: usize) {
+        let (stream, device) = stream(handle)?;
+        device.heap.locate(into, bytes)?;
+        if started()?.is_pinned(from, bytes) {
+            stream.push(move || copy(device, End::Host(from), End::Device(into), bytes));
+            return Ok(());
+        }
+        // SAFETY: as in C, the caller of the library has so many bytes there, until the call returns.
+        let staged = unsafe { std::slice::from_raw_parts(from as *const u8, bytes) }.to_vec();
+        stream.push(move || copy(device, End::Host(staged.as_ptr() as usize), End::Device(into), bytes));
+        Ok(())
+    }
+
+    fn cuMemcpyDtoHAsync_v2(into: usize, from: u64, bytes: usize, handle: usize) {
+        let (stream, device) = stream(handle)?;
+        device.heap.locate(from, bytes)?;
+        stream.push(move || copy(device, End::Device(from), End::Host(into), bytes));
+        if !started()?.is_pinned(into, bytes) {
+            stream.synchronize();
+        }
+        Ok(())
+    }
+
+    fn cuMemcpyDtoDAsync_v2(into: u64, from: u64, bytes: usize, handle: usize) {
+        let (stream, device) = stream(handle)?;
+        device.heap.locate(into, bytes)?;
+        device.heap.locate(from, bytes)?;
+        stream.push(move || copy(device, End::Device(from), End::Device(into), bytes));
+        Ok(())
+    }
+
+    fn cuMemsetD8Async(address: u64, byte: u8, bytes: usize, handle: usize) {
+        let (stream, device) = stream(handle)?;
+        device.heap.locate(address, bytes)?;
+        stream.push(move || on_device(device, || {
+            // SAFETY: the range was looked up now.
+            unsafe { ptr::write_bytes(device.heap.locate(address, bytes)?, byte, bytes) };
+            Ok(())
+        }));
+        Ok(())
+    }
+
+    /// From device memory to device memory alone.
+    fn cuMemcpy3DAsync_v2(asked: *const Copy3D, handle: usize) {
+        let (stream, device) = stream(handle)?;
+        if asked.is_null() || !asked.is_aligned() {
+            return Err(Code::ERROR_INVALID_VALUE);
+        }
+        // SAFETY: as in C, the caller of the library has it there.
+        let asked = unsafe { asked.read() };
+        if asked.width == 0 || asked.height == 0 || asked.depth == 0 {
+            return Ok(());
+        }
+        let (from, into) = (asked.strided(&asked.source)?, asked.strided(&asked.target)?);
+        device.heap.locate(from.begin, from.span)?;
+        device.heap.locate(into.begin, into.span)?;
+        stream.push(move || on_device(device, || {
+            let source = device.heap.locate(from.begin, from.span)?;
+            let target = device.heap.locate(into.begin, into.span)?;
+            for (z, y) in (0..asked.depth).flat_map(|z| (0..asked.height).map(move |y| (z, y))) {
+                // SAFETY: rows lie within the spans, which were looked up now.
+                unsafe {
+                    let row = source.add(z * from.slice + y * from.row);
+                    ptr::copy(row, target.add(z * into.slice + y * into.row), asked.width);
+                }
+            }
+            Ok(())
+        }));
+        Ok(())
+    }
+}

@@ -1,0 +1,99 @@
+//! Modules and launches. A module is the text of PTX; its kernels are the [twins](crate::twins) that have their names.
+
+use std::ffi::{CStr, c_char, c_uint, c_void};
+
+use super::{Code, copies, current, entries, put, started, stream};
+use crate::twins::{Launch, TWINS, Twin};
+
+/// Threads of a block, at most.
+const LARGEST_BLOCK: u64 = 1024;
+
+/// Whether PTX declares a kernel.
+fn declares(ptx: &str, name: &str) -> bool {
+    let is_name = |c: char| c.is_alphanumeric() || c == '_';
+    ptx.split(".entry").skip(1).any(|text| text.trim_start().split(|c| !is_name(c)).next() == Some(name))
+}
+
+entries! {
+    fn cuModuleLoadData(handle: *mut usize, image: *const c_char) {
+        current()?;
+        if image.is_null() {
+            return Err(Code::ERROR_INVALID_VALUE);
+        }
+        // SAFETY: as in C, the caller of the library has a string there.
+        let ptx = unsafe { CStr::from_ptr(image) }.to_string_lossy().into_owned();
+        if !ptx.contains(".version") || !ptx.contains(".target") {
+            return Err(Code::ERROR_INVALID_IMAGE);
+        }
+        let mut tables = started()?.tables();
+        let name = tables.handle();
+        tables.modules.insert(name, ptx);
+        put(handle, name)
+    }
+
+    fn cuModuleUnload(handle: usize) {
+        started()?.tables().modules.remove(&handle).map(drop).ok_or(Code::ERROR_INVALID_HANDLE)
+    }
+
+    fn cuModuleGetFunction(handle: *mut usize, module: usize, name: *const c_char) {
+        current()?;
+        if name.is_null() {
+            return Err(Code::ERROR_INVALID_VALUE);
+        }
+        // SAFETY: as in C, the caller of the library has a string there.
+        let name = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| Code::ERROR_NOT_FOUND)?;
+        let mut tables = started()?.tables();
+        if !declares(tables.modules.get(&module).ok_or(Code::ERROR_INVALID_HANDLE)?, name) {
+            return Err(Code::ERROR_NOT_FOUND);
+        }
+        let Some(twin) = TWINS.iter().find(|twin| twin.name == name) else {
+            eprintln!("gpu-stand-in: the kernel {name} has no twin");
+            return Err(Code::ERROR_NOT_FOUND);
+        };
+        let function = tables.handle();
+        tables.functions.insert(function, twin);
+        put(handle, function)
+    }
+
+    fn cuLaunchKernel(
+        function: usize,
+        grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
+        block_x: c_uint, block_y: c_uint, block_z: c_uint,
+        _shared_bytes: c_uint,
+        handle: usize,
+        arguments: *const *const c_void,
+        extra: *const *const c_void,
+    ) {
+        let (stream, device) = stream(handle)?;
+        let twin: &Twin = started()?.tables().functions.get(&function).ok_or(Code::ERROR_INVALID_HANDLE)?;
+        let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+        let threads: u64 = block.iter().map(|side| u64::from(*side)).product();
+        if grid.contains(&0) || grid_y > 65_535 || grid_z > 65_535 || threads == 0 || threads > LARGEST_BLOCK {
+            return Err(Code::ERROR_INVALID_VALUE);
+        }
+        if arguments.is_null() != twin.arguments.is_empty() || !extra.is_null() {
+            return Err(Code::ERROR_INVALID_VALUE);
+        }
+        let argument = |(at, bytes): (usize, &usize)| {
+            // SAFETY: as in C, the caller of the library has a pointer to each argument, which has so many bytes.
+            unsafe { std::slice::from_raw_parts((*arguments.add(at)).cast::<u8>(), *bytes) }.to_vec()
+        };
+        let values: Vec<Vec<u8>> = twin.arguments.iter().enumerate().map(argument).collect();
+        stream.push(move || copies::on_device(device, || {
+            (twin.run)(&Launch { grid, block, arguments: &values, heap: &device.heap })
+        }));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_are_found_by_their_whole_name() {
+        let ptx = ".version 8.0\n.visible .entry pack_16(\n\t.param .u64 a\n)\n.visible .entry unpack (";
+        assert!(declares(ptx, "pack_16") && declares(ptx, "unpack"));
+        assert!(!declares(ptx, "pack") && !declares(ptx, "entry"));
+    }
+}

@@ -1,0 +1,80 @@
+//! Memory of devices, and pinned memory of the host.
+
+use std::alloc::{self, Layout};
+use std::ffi::c_uint;
+
+use super::{Answer, Code, current, entries, put, started, stream};
+
+/// What pinned memory is aligned to: a page.
+const PAGE: usize = 4096;
+
+fn pages(bytes: usize) -> Answer<Layout> {
+    Layout::from_size_align(bytes, PAGE).ok().filter(|_| bytes > 0).ok_or(Code::ERROR_INVALID_VALUE)
+}
+
+entries! {
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
+        let heap = &current()?.heap;
+        put(free, heap.left())?;
+        put(total, heap.size())
+    }
+
+    fn cuMemAlloc_v2(address: *mut u64, bytes: usize) {
+        let heap = &current()?.heap;
+        if bytes == 0 {
+            return Err(Code::ERROR_INVALID_VALUE);
+        }
+        put(address, heap.allocate(bytes).ok_or(Code::ERROR_OUT_OF_MEMORY)?)
+    }
+
+    /// Waits for everything, as CUDA does.
+    fn cuMemFree_v2(address: u64) {
+        current()?;
+        if address == 0 {
+            return Ok(());
+        }
+        started()?.synchronize();
+        let device = started()?.devices.iter().find(|device| device.heap.has(address));
+        Ok(device.ok_or(Code::ERROR_INVALID_VALUE)?.heap.free(address)?)
+    }
+
+    fn cuMemAllocAsync(address: *mut u64, bytes: usize, handle: usize) {
+        let (_, device) = stream(handle)?;
+        if bytes == 0 {
+            return Err(Code::ERROR_INVALID_VALUE);
+        }
+        put(address, device.heap.allocate(bytes).ok_or(Code::ERROR_OUT_OF_MEMORY)?)
+    }
+
+    /// Frees when the stream gets there.
+    fn cuMemFreeAsync(address: u64, handle: usize) {
+        let (stream, device) = stream(handle)?;
+        device.heap.locate(address, 0)?;
+        stream.push(move || {
+            if device.heap.free(address).is_err() {
+                device.fault();
+            }
+        });
+        Ok(())
+    }
+
+    fn cuMemHostAlloc(address: *mut usize, bytes: usize, _flags: c_uint) {
+        current()?;
+        // SAFETY: it has bytes.
+        let memory = unsafe { alloc::alloc(pages(bytes)?) } as usize;
+        if memory == 0 {
+            return Err(Code::ERROR_OUT_OF_MEMORY);
+        }
+        started()?.tables().pinned.insert(memory, bytes);
+        put(address, memory)
+    }
+
+    /// Waits for everything, as CUDA does.
+    fn cuMemFreeHost(address: usize) {
+        started()?.synchronize();
+        let bytes = started()?.tables().pinned.remove(&address).ok_or(Code::ERROR_INVALID_VALUE)?;
+        // SAFETY: it was allocated so, and is no longer in the table.
+        unsafe { alloc::dealloc(address as *mut u8, pages(bytes)?) };
+        Ok(())
+    }
+}

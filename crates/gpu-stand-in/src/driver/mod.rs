@@ -1,0 +1,126 @@
+//! `libcuda`: the functions of the driver API that are used, as `cuda.h` declares them.
+
+mod copies;
+mod device;
+mod kernels;
+mod memory;
+mod streams;
+
+use std::ffi::{c_char, c_int};
+use std::sync::Arc;
+
+use crate::machine::{self, Device, Machine};
+use crate::memory::Illegal;
+use crate::stream::Stream;
+
+/// `CUresult`: what is not 0 is an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Code(pub u32);
+
+macro_rules! codes {
+    ($($name:ident = $code:literal, $text:literal;)*) => {
+        impl Code {
+            $(pub const $name: Self = Self($code);)*
+
+            /// Name and description, both ending in 0.
+            fn texts(self) -> Option<(&'static str, &'static str)> {
+                match self {
+                    $(Self::$name => Some((concat!("CUDA_", stringify!($name), "\0"), concat!($text, "\0"))),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+codes! {
+    SUCCESS = 0, "no error";
+    ERROR_INVALID_VALUE = 1, "invalid argument";
+    ERROR_OUT_OF_MEMORY = 2, "out of memory";
+    ERROR_NOT_INITIALIZED = 3, "initialization error";
+    ERROR_NO_DEVICE = 100, "no CUDA-capable device is detected";
+    ERROR_INVALID_DEVICE = 101, "invalid device ordinal";
+    ERROR_INVALID_IMAGE = 200, "device kernel image is invalid";
+    ERROR_INVALID_CONTEXT = 201, "invalid device context";
+    ERROR_INVALID_HANDLE = 400, "invalid resource handle";
+    ERROR_NOT_FOUND = 500, "named symbol not found";
+    ERROR_NOT_READY = 600, "device not ready";
+    ERROR_ILLEGAL_ADDRESS = 700, "an illegal memory access was encountered";
+    ERROR_NOT_SUPPORTED = 801, "operation not supported";
+}
+
+type Answer<T = ()> = Result<T, Code>;
+
+impl From<Illegal> for Code {
+    fn from(_: Illegal) -> Self {
+        Self::ERROR_INVALID_VALUE
+    }
+}
+
+fn code(body: impl FnOnce() -> Answer) -> Code {
+    body().err().unwrap_or(Code::SUCCESS)
+}
+
+/// Declares functions of the library, whose bodies return an [`Answer`].
+macro_rules! entries {
+    ($($(#[$about:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
+        $(
+            $(#[$about])*
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn $name($($argument: $type),*) -> $crate::driver::Code {
+                $crate::driver::code(move || $body)
+            }
+        )*
+    };
+}
+use entries;
+
+/// Writes what a function returns to where the caller wants it.
+fn put<T>(place: *mut T, value: T) -> Answer {
+    if place.is_null() || !place.is_aligned() {
+        return Err(Code::ERROR_INVALID_VALUE);
+    }
+    // SAFETY: as in C, the caller of the library has a T there.
+    unsafe { place.write(value) };
+    Ok(())
+}
+
+/// The machine, once `cuInit` was called.
+fn started() -> Answer<&'static Machine> {
+    Machine::get().ok_or(Code::ERROR_NOT_INITIALIZED)
+}
+
+/// The device with this ordinal.
+fn device(ordinal: c_int) -> Answer<&'static Device> {
+    let ordinal = usize::try_from(ordinal).map_err(|_| Code::ERROR_INVALID_DEVICE)?;
+    started()?.devices.get(ordinal).ok_or(Code::ERROR_INVALID_DEVICE)
+}
+
+/// The device whose context is current in this thread, unless it has faulted.
+fn current() -> Answer<&'static Device> {
+    let ordinal = machine::current().ok_or(Code::ERROR_INVALID_CONTEXT)?;
+    sound(&started()?.devices[ordinal])
+}
+
+fn sound(device: &'static Device) -> Answer<&'static Device> {
+    if device.has_faulted() { Err(Code::ERROR_ILLEGAL_ADDRESS) } else { Ok(device) }
+}
+
+/// The stream of a handle, and its device.
+fn stream(handle: usize) -> Answer<(Arc<Stream>, &'static Device)> {
+    current()?;
+    let stream = started()?.stream(handle).ok_or(Code::ERROR_INVALID_HANDLE)?;
+    let device = sound(&started()?.devices[stream.device()])?;
+    Ok((stream, device))
+}
+
+entries! {
+    fn cuGetErrorName(error: Code, text: *mut *const c_char) {
+        put(text, error.texts().ok_or(Code::ERROR_INVALID_VALUE)?.0.as_ptr().cast())
+    }
+
+    fn cuGetErrorString(error: Code, text: *mut *const c_char) {
+        put(text, error.texts().ok_or(Code::ERROR_INVALID_VALUE)?.1.as_ptr().cast())
+    }
+}

@@ -1,0 +1,31 @@
+//! What tests load in place of `libcuda.so.1` and `libnccl.so.2` on machines without a GPU.
+//!
+//! It is no GPU and says nothing of one: not of kernels, of speed, of the order in which NCCL adds floats. What it can
+//! say is whether a program calls the two libraries as they want to be called: counts and offsets, sends that pair with
+//! receives, what waits for what, what is freed when, which device, what happens when memory runs out or a peer dies. So
+//! it is stricter than a GPU:
+//!
+//! - an address of device memory cannot be read by the host, and every range lies in one allocation of that device,
+//!   when it is asked for and when it is used;
+//! - memory begins, and ends, filled with 0xA5;
+//! - a stream is a thread that is late on purpose, so what is not waited for is not there;
+//! - memory of the host that is not pinned is copied before the call returns, pinned memory when the stream gets there;
+//! - every message of NCCL tells what it is; a receiver that expects another one fails, where NCCL would wait for ever or
+//!   take it;
+//! - a send is done when it was received, so that what would wait in a circle does;
+//! - after an error of NCCL its stream stands still until the communicator is aborted.
+//!
+//! Both libraries are this one file under two names, since streams and memory are common to them. Ranks are processes
+//! on one machine. [`settings`] has the variables that say how many devices there are.
+
+#![allow(unsafe_code, non_snake_case, reason = "this is two C libraries")]
+#![allow(clippy::print_stderr, reason = "whoever breaks a rule is told which one")]
+
+mod driver;
+mod machine;
+mod memory;
+mod nccl;
+pub mod settings;
+mod stream;
+pub mod twins;
+mod wire;

@@ -1,0 +1,117 @@
+//! The machine: devices with memory, and what handles stand for.
+//!
+//! C libraries have one state in a process; this is it, and all of it. Handles are looked up, so that one that was
+//! destroyed is an error and not a fault.
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use crate::memory::Heap;
+use crate::settings::Settings;
+use crate::stream::{Event, Stream};
+
+pub struct Machine {
+    pub settings: Settings,
+    pub devices: Vec<Device>,
+    tables: Mutex<Tables>,
+}
+
+pub struct Device {
+    /// Its number in the machine.
+    pub number: usize,
+    pub heap: Heap,
+    /// Set by work that used memory that is none. As in CUDA, nothing goes on after it.
+    pub faulted: AtomicBool,
+}
+
+#[derive(Default)]
+pub struct Tables {
+    last: usize,
+    /// By handle; those of default streams are their device.
+    pub streams: HashMap<usize, Arc<Stream>>,
+    pub events: HashMap<usize, Arc<Event>>,
+    pub modules: HashMap<usize, String>,
+    pub functions: HashMap<usize, &'static crate::twins::Twin>,
+    pub communicators: HashMap<usize, Arc<crate::nccl::Communicator>>,
+    /// Pinned memory of the host, by address: bytes.
+    pub pinned: BTreeMap<usize, usize>,
+}
+
+static MACHINE: OnceLock<Machine> = OnceLock::new();
+
+thread_local! {
+    /// The device whose context is current.
+    static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+impl Machine {
+    /// Begins on the first call.
+    pub fn start() -> &'static Self {
+        MACHINE.get_or_init(|| {
+            let settings = Settings::of_environment();
+            let device = |&number| Device { number, heap: Heap::new(settings.memory), faulted: AtomicBool::new(false) };
+            Self { devices: settings.devices.iter().map(device).collect(), settings, tables: Mutex::default() }
+        })
+    }
+
+    /// The machine, if it was started.
+    pub fn get() -> Option<&'static Self> {
+        MACHINE.get()
+    }
+
+    pub fn tables(&self) -> MutexGuard<'_, Tables> {
+        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The stream of a handle; null is the default stream of the current device.
+    pub fn stream(&self, handle: usize) -> Option<Arc<Stream>> {
+        let delay = self.settings.delay;
+        if handle != 0 {
+            return self.tables().streams.get(&handle).cloned();
+        }
+        let device = current()?;
+        let streams = &mut self.tables().streams;
+        Some(Arc::clone(streams.entry(device).or_insert_with(|| Stream::new(device, delay))))
+    }
+
+    /// Waits for all streams of all devices.
+    pub fn synchronize(&self) {
+        let streams: Vec<_> = self.tables().streams.values().cloned().collect();
+        streams.iter().for_each(|stream| stream.synchronize());
+    }
+
+    /// Whether a range of the host lies in pinned memory.
+    pub fn is_pinned(&self, address: usize, bytes: usize) -> bool {
+        let tables = self.tables();
+        tables.pinned.range(..=address).next_back().is_some_and(|(start, length)| address + bytes <= start + length)
+    }
+}
+
+impl Device {
+    pub fn fault(&self) {
+        self.faulted.store(true, Ordering::SeqCst);
+    }
+
+    pub fn has_faulted(&self) -> bool {
+        self.faulted.load(Ordering::SeqCst)
+    }
+}
+
+impl Tables {
+    /// A handle that no other thing has or had.
+    pub fn handle(&mut self) -> usize {
+        self.last += 16;
+        0x10_0000 + self.last
+    }
+}
+
+/// The device whose context is current in this thread.
+pub fn current() -> Option<usize> {
+    CURRENT.get()
+}
+
+pub fn make_current(device: Option<usize>) {
+    CURRENT.set(device);
+}

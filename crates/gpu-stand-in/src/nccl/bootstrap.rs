@@ -1,0 +1,197 @@
+//! How ranks find each other: the process that made the id tells each of them where all others listen.
+
+use std::collections::HashSet;
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::thread;
+use std::time::Duration;
+use std::{env, fs};
+
+use super::{Answer, Code, refused};
+use crate::wire::{read_u32, read_u64};
+
+/// How often a rank that waits looks whether it was aborted.
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// Which rank of how many, on which of the visible devices.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    pub rank: usize,
+    pub ranks: usize,
+    pub device: usize,
+}
+
+/// `ncclUniqueId`: where the process listens that made it, and what one has to say there.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct UniqueId([u8; 128]);
+
+/// What a rank says of itself.
+#[derive(Clone, Copy)]
+struct Card {
+    rank: u32,
+    ranks: u32,
+    port: u32,
+    /// The number of its device in the machine.
+    device: u32,
+    host: u64,
+}
+
+impl UniqueId {
+    pub fn listen() -> Answer<Self> {
+        let opened = || {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+            let port = listener.local_addr()?.port();
+            let mut token = [0; 8];
+            fs::File::open("/dev/urandom")?.read_exact(&mut token)?;
+            io::Result::Ok((listener, port, u64::from_le_bytes(token)))
+        };
+        let (listener, port, token) = opened().map_err(|error| refused(Code::SYSTEM_ERROR, &error.to_string()))?;
+        thread::spawn(move || {
+            if let Err(error) = introduce(&listener, token) {
+                eprintln!("gpu-stand-in: NCCL: ranks could not be introduced: {error}");
+            }
+        });
+        let mut bytes = [0; 128];
+        bytes[0..2].copy_from_slice(&port.to_le_bytes());
+        bytes[2..10].copy_from_slice(&token.to_le_bytes());
+        Ok(Self(bytes))
+    }
+
+    fn parts(self) -> (u16, u64) {
+        let (port, rest) = self.0.split_at(2);
+        (u16::from_le_bytes([port[0], port[1]]), u64::from_le_bytes(std::array::from_fn(|at| rest[at])))
+    }
+}
+
+/// Hears all ranks, then tells each the ports of all.
+fn introduce(listener: &TcpListener, token: u64) -> io::Result<()> {
+    let mut guests: Vec<(Card, TcpStream)> = Vec::new();
+    while guests.first().is_none_or(|(card, _)| guests.len() < card.ranks as usize) {
+        let (mut stream, _) = listener.accept()?;
+        if read_u64(&mut stream)? != token {
+            continue;
+        }
+        let card = Card::read(&mut stream)?;
+        let first = guests.first().map_or(card, |(first, _)| *first);
+        if card.ranks != first.ranks || guests.iter().any(|(other, _)| other.rank == card.rank) {
+            eprintln!("gpu-stand-in: NCCL: rank {} of {} does not fit the others", card.rank, card.ranks);
+            continue;
+        }
+        guests.push((card, stream));
+    }
+    guests.sort_by_key(|(card, _)| card.rank);
+    let cards: Vec<Card> = guests.iter().map(|(card, _)| *card).collect();
+    for (_, mut stream) in guests {
+        cards.iter().try_for_each(|card| card.write(&mut stream))?;
+    }
+    Ok(())
+}
+
+/// A socket to each other rank, in their order, once all have come; an error where two have one device.
+///
+/// `aborted` is asked while it waits.
+pub fn meet(place: Place, id: UniqueId, device: usize, aborted: &dyn Fn() -> bool) -> Answer<Vec<Option<TcpStream>>> {
+    let (root, token) = id.parts();
+    let met = || -> io::Result<(Vec<Card>, TcpListener)> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        listener.set_nonblocking(true)?;
+        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, root))?;
+        let number = |value: usize| u32::try_from(value).map_err(io::Error::other);
+        let card = Card {
+            rank: number(place.rank)?,
+            ranks: number(place.ranks)?,
+            port: u32::from(listener.local_addr()?.port()),
+            device: number(device)?,
+            host: host(),
+        };
+        stream.write_all(&token.to_le_bytes())?;
+        card.write(&mut stream)?;
+        stream.set_nonblocking(true)?;
+        let mut bytes = vec![0; place.ranks * Card::BYTES];
+        let mut filled = 0;
+        while filled < bytes.len() {
+            match stream.read(&mut bytes[filled..]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => filled += read,
+                Err(error) => wait(error, aborted)?,
+            }
+        }
+        let mut bytes = bytes.as_slice();
+        Ok(((0..place.ranks).map(|_| Card::read(&mut bytes)).collect::<io::Result<_>>()?, listener))
+    };
+    let (cards, listener) =
+        met().map_err(|error| refused(Code::SYSTEM_ERROR, &format!("not all ranks came: {error}")))?;
+    let mut devices = HashSet::new();
+    let doubled = cards.iter().any(|card| !devices.insert((card.host, card.device)));
+    if doubled && env::var("NCCL_MULTI_RANK_GPU_ENABLE").as_deref() != Ok("1") {
+        return Err(refused(Code::INVALID_USAGE, "Duplicate GPU detected: two ranks have one device"));
+    }
+    connect(place, &cards, &listener, aborted).map_err(|error| refused(Code::SYSTEM_ERROR, &error.to_string()))
+}
+
+/// A rank calls those before it, and is called by those behind it.
+fn connect(
+    place: Place,
+    cards: &[Card],
+    listener: &TcpListener,
+    aborted: &dyn Fn() -> bool,
+) -> io::Result<Vec<Option<TcpStream>>> {
+    let mut sockets: Vec<Option<TcpStream>> = (0..place.ranks).map(|_| None).collect();
+    for (rank, card) in cards.iter().enumerate().take(place.rank) {
+        let port = u16::try_from(card.port).map_err(io::Error::other)?;
+        let mut socket = TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))?;
+        socket.write_all(&cards[place.rank].rank.to_le_bytes())?;
+        sockets[rank] = Some(socket);
+    }
+    let mut missing = place.ranks - place.rank - 1;
+    while missing > 0 {
+        match listener.accept() {
+            Ok((mut socket, _)) => {
+                socket.set_nonblocking(false)?;
+                let rank = read_u32(&mut socket)? as usize;
+                *sockets.get_mut(rank).ok_or(io::ErrorKind::InvalidData)? = Some(socket);
+                missing -= 1;
+            }
+            Err(error) => wait(error, aborted)?,
+        }
+    }
+    Ok(sockets)
+}
+
+fn wait(error: io::Error, aborted: &dyn Fn() -> bool) -> io::Result<()> {
+    if error.kind() != io::ErrorKind::WouldBlock {
+        return Err(error);
+    }
+    if aborted() {
+        return Err(io::Error::other("aborted"));
+    }
+    thread::sleep(PAUSE);
+    Ok(())
+}
+
+/// What ranks of one machine have in common: `NCCL_HOSTID` where it is set, as in NCCL.
+fn host() -> u64 {
+    let name = env::var("NCCL_HOSTID").unwrap_or_default();
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+impl Card {
+    const BYTES: usize = 24;
+
+    fn write(self, to: &mut impl Write) -> io::Result<()> {
+        let numbers = [self.rank, self.ranks, self.port, self.device];
+        numbers.iter().try_for_each(|number| to.write_all(&number.to_le_bytes()))?;
+        to.write_all(&self.host.to_le_bytes())
+    }
+
+    fn read(from: &mut impl Read) -> io::Result<Self> {
+        Ok(Self {
+            rank: read_u32(from)?,
+            ranks: read_u32(from)?,
+            port: read_u32(from)?,
+            device: read_u32(from)?,
+            host: read_u64(from)?,
+        })
+    }
+}

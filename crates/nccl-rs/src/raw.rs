@@ -1,0 +1,188 @@
+//! `nccl.h` as it is: types, constants, and a table of pointers to functions.
+//!
+//! Codes are integers and not enums, since a newer NCCL may return values that this crate has never heard of, and such
+//! an enum would be undefined behaviour. Names are those of the header, to be found there.
+
+#![allow(non_camel_case_types, non_snake_case, non_upper_case_globals, reason = "the names of nccl.h")]
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::{fmt, ptr};
+
+/// What functions return. Transparent over the C enum, so values without a name are values like others.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct ncclResult_t(pub c_uint);
+
+macro_rules! results {
+    ($($name:ident = $code:literal, $meaning:literal;)*) => {
+        $(
+            #[doc = $meaning]
+            pub const $name: ncclResult_t = ncclResult_t($code);
+        )*
+
+        impl fmt::Debug for ncclResult_t {
+            /// The name in `nccl.h`, or the number.
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match *self {
+                    $($name => f.write_str(stringify!($name)),)*
+                    Self(code) => write!(f, "ncclResult_t {code}"),
+                }
+            }
+        }
+    };
+}
+
+results! {
+    ncclSuccess = 0, "Done.";
+    ncclUnhandledCudaError = 1, "A call to CUDA failed.";
+    ncclSystemError = 2, "A call to the system failed.";
+    ncclInternalError = 3, "An error in NCCL, or memory that was overwritten.";
+    ncclInvalidArgument = 4, "An argument has a value that it cannot have.";
+    ncclInvalidUsage = 5, "A call that does not fit what was called before, or what the machine is.";
+    ncclRemoteError = 6, "A peer is gone, or the network.";
+    ncclInProgress = 7, "A non-blocking communicator is still at it.";
+    ncclTimeout = 8, "A limit of NCCL's own ran out.";
+}
+
+/// The type of elements; see [`DataType`](crate::DataType).
+pub type ncclDataType_t = c_uint;
+
+/// A reduction; see [`RedOp`](crate::RedOp).
+pub type ncclRedOp_t = c_uint;
+
+/// A communicator, owned by NCCL.
+pub type ncclComm_t = *mut c_void;
+
+/// `cudaStream_t`, which is the driver's `CUstream`.
+pub type cudaStream_t = *mut c_void;
+
+/// Bytes of a [`ncclUniqueId`].
+pub const NCCL_UNIQUE_ID_BYTES: usize = 128;
+
+/// What ranks of one communicator have in common: where and by which token they find each other.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct ncclUniqueId {
+    /// Opaque.
+    pub internal: [c_char; NCCL_UNIQUE_ID_BYTES],
+}
+
+/// `NCCL_CONFIG_UNDEF_INT`: an option that NCCL decides.
+pub const NCCL_CONFIG_UNDEF_INT: c_int = c_int::MIN;
+
+/// `NCCL_API_MAGIC`.
+pub const NCCL_API_MAGIC: c_uint = 0xcafe_beef;
+
+/// Options of a communicator, as of NCCL 2.18.
+///
+/// Later versions append options. `size` and `version` tell NCCL which ones are there: a newer one gives those that are
+/// not their defaults, an older one reads as much as it knows (`parseCommConfig` in `src/init.cc`).
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct ncclConfig_t {
+    /// Bytes of this struct.
+    pub size: usize,
+    /// [`NCCL_API_MAGIC`].
+    pub magic: c_uint,
+    /// The version of NCCL whose struct this is.
+    pub version: c_uint,
+    /// 0: calls return `ncclInProgress` instead of waiting.
+    pub blocking: c_int,
+    /// Blocks of a cluster.
+    pub cgaClusterSize: c_int,
+    /// How many blocks a kernel has at least.
+    pub minCTAs: c_int,
+    /// How many blocks a kernel has at most.
+    pub maxCTAs: c_int,
+    /// The name of the network module; null: NCCL decides.
+    pub netName: *const c_char,
+    /// 1: communicators split off share resources.
+    pub splitShare: c_int,
+}
+
+impl ncclConfig_t {
+    /// `NCCL_CONFIG_INITIALIZER` of NCCL 2.18: everything is left to NCCL.
+    pub const INITIALIZER: Self = Self {
+        size: size_of::<Self>(),
+        magic: NCCL_API_MAGIC,
+        version: 21_800,
+        blocking: NCCL_CONFIG_UNDEF_INT,
+        cgaClusterSize: NCCL_CONFIG_UNDEF_INT,
+        minCTAs: NCCL_CONFIG_UNDEF_INT,
+        maxCTAs: NCCL_CONFIG_UNDEF_INT,
+        netName: ptr::null(),
+        splitShare: NCCL_CONFIG_UNDEF_INT,
+    };
+}
+
+macro_rules! table {
+    ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
+        /// The functions of NCCL that are used here. One that the library lacks is `None`.
+        #[derive(Clone, Copy, Debug)]
+        pub struct Table {
+            $(
+                #[doc = concat!("`", stringify!($name), "` of `nccl.h`.")]
+                pub $name: Option<unsafe extern "C" fn($($argument: $type),*) -> $result>,
+            )*
+        }
+
+        impl Table {
+            /// The functions of a library by their names.
+            ///
+            /// # Safety
+            ///
+            /// Whatever has one of these names in the library must be the function that `nccl.h` declares. The library
+            /// must stay loaded for as long as any of them may be called.
+            #[must_use]
+            pub unsafe fn of(library: &libloading::Library) -> Self {
+                Self {
+                    // SAFETY: the caller promises that what has this name has this type.
+                    $($name: unsafe { library.get(stringify!($name)) }.ok().map(|symbol| *symbol),)*
+                }
+            }
+        }
+    };
+}
+
+table! {
+    ncclGetVersion(version: *mut c_int) -> ncclResult_t;
+    ncclGetErrorString(result: ncclResult_t) -> *const c_char;
+    ncclGetLastError(comm: ncclComm_t) -> *const c_char;
+    ncclGetUniqueId(uniqueId: *mut ncclUniqueId) -> ncclResult_t;
+    ncclCommInitRankConfig(
+        comm: *mut ncclComm_t, nranks: c_int, commId: ncclUniqueId, rank: c_int, config: *mut ncclConfig_t
+    ) -> ncclResult_t;
+    ncclCommGetAsyncError(comm: ncclComm_t, asyncError: *mut ncclResult_t) -> ncclResult_t;
+    ncclCommCount(comm: ncclComm_t, count: *mut c_int) -> ncclResult_t;
+    ncclCommUserRank(comm: ncclComm_t, rank: *mut c_int) -> ncclResult_t;
+    ncclCommCuDevice(comm: ncclComm_t, device: *mut c_int) -> ncclResult_t;
+    ncclCommFinalize(comm: ncclComm_t) -> ncclResult_t;
+    ncclCommDestroy(comm: ncclComm_t) -> ncclResult_t;
+    ncclCommAbort(comm: ncclComm_t) -> ncclResult_t;
+    ncclGroupStart() -> ncclResult_t;
+    ncclGroupEnd() -> ncclResult_t;
+    ncclSend(
+        sendbuff: *const c_void, count: usize, datatype: ncclDataType_t, peer: c_int, comm: ncclComm_t,
+        stream: cudaStream_t
+    ) -> ncclResult_t;
+    ncclRecv(
+        recvbuff: *mut c_void, count: usize, datatype: ncclDataType_t, peer: c_int, comm: ncclComm_t,
+        stream: cudaStream_t
+    ) -> ncclResult_t;
+    ncclBroadcast(
+        sendbuff: *const c_void, recvbuff: *mut c_void, count: usize, datatype: ncclDataType_t, root: c_int,
+        comm: ncclComm_t, stream: cudaStream_t
+    ) -> ncclResult_t;
+    ncclAllGather(
+        sendbuff: *const c_void, recvbuff: *mut c_void, sendcount: usize, datatype: ncclDataType_t, comm: ncclComm_t,
+        stream: cudaStream_t
+    ) -> ncclResult_t;
+    ncclAllReduce(
+        sendbuff: *const c_void, recvbuff: *mut c_void, count: usize, datatype: ncclDataType_t, op: ncclRedOp_t,
+        comm: ncclComm_t, stream: cudaStream_t
+    ) -> ncclResult_t;
+    ncclReduceScatter(
+        sendbuff: *const c_void, recvbuff: *mut c_void, recvcount: usize, datatype: ncclDataType_t, op: ncclRedOp_t,
+        comm: ncclComm_t, stream: cudaStream_t
+    ) -> ncclResult_t;
+}

@@ -1,0 +1,36 @@
+//! `NCCL_VERSION_CODE`, which changed its base with 2.9.
+
+use std::fmt;
+
+/// A version of NCCL as its one number: 23007 is 2.30.7.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Version(u32);
+
+impl Version {
+    /// The version with the number that `ncclGetVersion` tells.
+    #[must_use]
+    pub const fn from_code(code: u32) -> Self {
+        Self(code)
+    }
+
+    /// That number, the same as `NCCL_VERSION_CODE`.
+    #[must_use]
+    pub const fn code(self) -> u32 {
+        self.0
+    }
+
+    /// Major, minor and patch, as `NCCL_VERSION(X, Y, Z)` packed them.
+    #[must_use]
+    pub const fn parts(self) -> (u32, u32, u32) {
+        // Up to 2.8 the major number counts thousands: 2.8.4 is 2804, and 2.9.6 is 20906.
+        let major = if self.0 < 10_000 { 1000 } else { 10_000 };
+        (self.0 / major, self.0 % major / 100, self.0 % 100)
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (major, minor, patch) = self.parts();
+        write!(f, "{major}.{minor}.{patch}")
+    }
+}

@@ -1,0 +1,66 @@
+//! The declarations against a real NCCL, on a machine without a device: `DTSHARD_TEST_NCCL=.../libnccl.so.2`.
+
+#![allow(unsafe_code, reason = "libraries are loaded")]
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use nccl::raw::{ncclInvalidArgument, ncclResult_t};
+use nccl::{Communicator, Config, Error, Library, Place, UniqueId, Version, Wait};
+
+fn library() -> Library {
+    let file = PathBuf::from(std::env::var_os("DTSHARD_TEST_NCCL").expect("DTSHARD_TEST_NCCL names a libnccl.so.2"));
+    // SAFETY: whoever sets the variable says that it is NCCL.
+    unsafe { Library::load(Some(&file)) }.unwrap()
+}
+
+fn alone(library: &Library) -> Result<Communicator, Error> {
+    let id = UniqueId::new(library)?;
+    let wait = Wait::up_to(Duration::from_secs(30));
+    Communicator::new(library, Place { rank: 0, ranks: 1 }, &id, &Config::default().max_ctas(2), wait)
+}
+
+#[test]
+#[ignore = "needs a real NCCL"]
+fn it_has_a_version_and_every_function() {
+    let library = library();
+    assert!(library.version().unwrap() >= Version::from_code(21_800));
+    let table = format!("{:?}", library.nccl().table());
+    assert!(!table.contains("None"), "{table}");
+}
+
+#[test]
+#[ignore = "needs a real NCCL"]
+fn ids_differ() {
+    let library = library();
+    assert_ne!(UniqueId::new(&library).unwrap(), UniqueId::new(&library).unwrap());
+}
+
+#[test]
+#[ignore = "needs a real NCCL"]
+fn errors_are_in_its_own_words() {
+    let library = library();
+    assert!(library.nccl().error_string(ncclInvalidArgument).starts_with("invalid argument"));
+    assert!(library.nccl().error_string(ncclResult_t(77)).starts_with("unknown result code"));
+}
+
+#[test]
+#[ignore = "needs a real NCCL, and no device"]
+fn without_a_device_a_communicator_fails_at_once() {
+    let library = library();
+    let begin = Instant::now();
+    let error = alone(&library).unwrap_err();
+    assert!(matches!(error, Error::Call { function: "ncclCommInitRankConfig", .. }), "{error:?}");
+    assert!(error.to_string().contains("unhandled cuda error"), "{error}");
+    assert!(begin.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+#[ignore = "needs a real NCCL"]
+fn a_rank_that_cannot_be_is_refused_before() {
+    let library = library();
+    let wait = Wait::up_to(Duration::from_secs(30));
+    let id = UniqueId::from_bytes([0; UniqueId::BYTES]);
+    let refused = Communicator::new(&library, Place { rank: 2, ranks: 2 }, &id, &Config::default(), wait).unwrap_err();
+    assert_eq!(refused.to_string(), "ncclCommInitRankConfig: there is no rank 2 of 2");
+}
