@@ -21,6 +21,7 @@ mod printer;
 mod produce;
 mod progress;
 mod read_back;
+mod records;
 mod report;
 mod reshard;
 mod run;

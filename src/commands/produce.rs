@@ -15,6 +15,7 @@ use super::convert::Conversion;
 use super::input;
 use super::progress::Progress;
 use super::read_back::read_back;
+use super::records::Records;
 use super::run::Run;
 use crate::catalog::OutputFile;
 use crate::cli::ConvertArgs;
@@ -79,7 +80,8 @@ pub fn produce(
     match Staging::begin(destination, conversion.shape, &claim, &Plan { fingerprint, version }, &run.stop)? {
         Begun::Done => Ok(Produced::Already),
         Begun::Work(staging) => {
-            let producer = Producer { conversion, staging: &staging, args, options, run };
+            let records = Records { conversion, staging: &staging, run, sync: options.sync };
+            let producer = Producer { conversion, staging: &staging, records, args, options, run };
             let produced = producer.write().and_then(|stats| producer.publish(stats));
             match produced {
                 // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
@@ -102,6 +104,7 @@ pub fn produce(
 struct Producer<'a> {
     conversion: &'a Conversion<'a>,
     staging: &'a Staging,
+    records: Records<'a>,
     args: &'a ConvertArgs,
     options: &'a Options,
     run: &'a Run<'a>,
@@ -121,33 +124,20 @@ impl Producer<'_> {
         (0..).zip(&self.conversion.carried).filter(move |(number, _)| number % part.of == part.index)
     }
 
-    /// What all runs have recorded.
-    fn known(&self) -> Result<Known> {
-        Known::read(self.staging.journals(), self.files(), self.conversion.carried.len(), self.options.sync)
-    }
-
-    /// The same, as long as nobody has published and taken it away.
-    fn known_yet(&self) -> Result<Option<Known>> {
-        match self.known() {
-            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
-            known => known.map(Some),
-        }
-    }
-
     /// Write what is left of this part.
     fn write(&self) -> Result<Stats> {
         let Self { conversion, staging, options, run, .. } = *self;
         let (files, carried, part) = (self.files(), &conversion.carried, self.part());
-        let known = self.known()?;
-        known.check(staging.folder(), files, carried)?;
+        let verify = self.args.destination.verify;
         let own = stretch(files, part);
+        let known = self.records.believed(&own, verify)?;
         let todo = own.without(&known.done);
         check_space(staging.folder(), files, &todo)?;
         // An earlier run may have been told to check less.
         conversion.source.check(&sources(&conversion.reservation.tensors, &own), self.args.checks, run)?;
 
         // A run that is alone and has nothing to read back publishes at once.
-        let is_brief = !staging.is_kept() && !self.args.destination.verify;
+        let is_brief = !staging.is_kept() && !verify;
         let at_end = if is_brief { AtEnd::Nothing } else { AtEnd::Record };
         let log = Log::new(files, &todo, staging.journal().to_path_buf(), options.sync, at_end);
         let carried_bytes: u64 = carried.iter().map(|file| file.len).sum();
@@ -157,7 +147,7 @@ impl Producer<'_> {
         let meter = Meter { progress: &progress, staging, others: (part.index == 0).then(Mutex::default) };
 
         for (number, file) in self.carried_by(part) {
-            if !known.carried.contains(&number) {
+            if !self.records.has_carried(&known, number, file, verify)? {
                 carry(file, staging.folder(), options.sync, &meter, &run.stop)?;
                 log.carried(number);
             }
@@ -176,7 +166,7 @@ impl Producer<'_> {
         let mut is_sealer = !run.launch.waits || self.part().index == 0;
         loop {
             // Where nothing is kept, this run has done all there is.
-            let known = if staging.is_kept() { self.known_yet()? } else { None };
+            let known = if staging.is_kept() { self.records.known_yet()? } else { None };
             let is_all_there = known.as_ref().map_or(!staging.is_kept(), |known| is_complete(known, files, carried));
             if is_sealer
                 && is_all_there
@@ -196,7 +186,7 @@ impl Producer<'_> {
                 // They may have been done with it, and ended before they could say so.
                 Waited::Without(missing) => {
                     let is_done = |known: &Known| missing.parts.iter().all(|index| self.is_done(known, *index));
-                    if self.known_yet()?.is_some_and(|known| !is_done(&known)) {
+                    if self.records.known_yet()?.is_some_and(|known| !is_done(&known)) {
                         return Err(staging.without(&missing));
                     }
                     staging.settle(missing);
@@ -204,7 +194,7 @@ impl Producer<'_> {
                 Waited::NobodySeals => {
                     is_sealer = true;
                     // They may have been done since the look above.
-                    if let Some(known) = self.known_yet()?.filter(|known| !is_complete(known, files, carried)) {
+                    if let Some(known) = self.records.known_yet()?.filter(|known| !is_complete(known, files, carried)) {
                         return Err(self.incomplete(&known));
                     }
                 }
@@ -215,12 +205,16 @@ impl Producer<'_> {
     /// Complete the output, all of which is there, and put it at the destination.
     fn seal(&self, right: Seal<'_>, known: Option<Known>, stats: &mut Stats) -> Result<()> {
         let Self { conversion, staging, run, options, .. } = *self;
-        if let Some(known) = known {
-            seal(staging.folder(), self.files(), &known, staging.journals(), options.sync)?;
+        if let Some(known) = &known {
+            seal(staging.folder(), self.files(), known, staging.journals(), options.sync)?;
             stats.lose(&known.lost);
         }
         if self.args.destination.verify {
-            read_back(conversion, staging.folder(), run)?;
+            let hint = if known.is_some() { WRONG_AND_KEPT } else { WRONG };
+            if let Some(wrong) = read_back(conversion, staging.folder(), hint, run)? {
+                known.map_or(Ok(()), |known| self.records.doubt(&known, &wrong.bytes))?;
+                return Err(wrong.error);
+            }
         }
         run.stop.check()?;
         staging.check()?;
@@ -269,6 +263,11 @@ impl Producer<'_> {
         )
     }
 }
+
+/// What to do where what was read back is not what was written.
+const WRONG: &str = "memory or disk is at fault; nothing was published, and nothing is kept: run it again";
+const WRONG_AND_KEPT: &str = "memory or disk is at fault; nothing was published. The same command with --resume writes \
+                              this again, and keeps all else that is done";
 
 /// Tells bytes that are written to who shows progress, and to the other processes.
 struct Meter<'a> {

@@ -21,7 +21,8 @@ use rayon::prelude::*;
 
 use super::bands;
 use super::block::Wanted;
-use super::cast::Counts;
+use super::digest::Digest;
+use super::journal::{Entry, Lost};
 use super::log::Log;
 use super::output::Outputs;
 use super::passing::Passing;
@@ -59,7 +60,7 @@ pub type DtypePair = (Dtype, Dtype);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CastCount {
     pub tensors: u64,
-    /// See [`Counts`].
+    /// See [`Counts`](super::cast::Counts).
     pub overflows: u64,
     pub nans: u64,
 }
@@ -91,7 +92,7 @@ impl Stats {
     }
 
     /// What casts met, in place of what was known of it.
-    pub fn lose(&mut self, lost: &BTreeMap<DtypePair, Counts>) {
+    pub fn lose(&mut self, lost: &Lost) {
         for (pair, counts) in lost {
             let cast = self.casts.entry(*pair).or_default();
             (cast.overflows, cast.nans) = (counts.overflows, counts.nans);
@@ -234,15 +235,28 @@ impl Filler<'_> {
     fn fill_copies(&self, copies: &[Strip], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
         let longest = copies.iter().map(Strip::len).max().unwrap_or(0);
         let mut before = None;
-        for strip in copies {
+        // What casts met, for each.
+        let mut lost = vec![Lost::new(); copies.len()];
+        for (nth, strip) in copies.iter().enumerate() {
             self.stop.check()?;
             let at = strip.range.start;
-            match before.replace(at) {
+            let filled = match before.replace(at) {
                 // There has to be room for all copies from the first on.
-                None => self.finish(strip, &mut buffer.room(at, longest)[..strip.len()], |part, target| {
-                    self.gather(copies, part, target, scratch)
-                })?,
-                Some(before) => self.finish(strip, buffer.moved(before, at, strip.len()), |_, _| Ok(()))?,
+                None => {
+                    let room = &mut buffer.room(at, longest)[..strip.len()];
+                    self.fill_strip(strip, room, |part, target| {
+                        self.gather(copies, part, target, scratch, &mut lost)
+                    })?;
+                    room
+                }
+                Some(before) => {
+                    let room = buffer.moved(before, at, strip.len());
+                    self.fill_strip(strip, room, |_, _| Ok(()))?;
+                    room
+                }
+            };
+            for range in self.log.todo().within(strip.file, strip.range.clone()) {
+                self.write(strip, range, filled, std::mem::take(&mut lost[nth]))?;
             }
             self.reporter.advance(strip.range.end - strip.range.start);
         }
@@ -265,8 +279,8 @@ impl Filler<'_> {
         one.parts.len() == other.parts.len() && zip(&one.parts, &other.parts).all(is_same)
     }
 
-    /// Fill a strip, its tensor data with what `gather` puts there for each part, and write it.
-    fn finish(
+    /// Fill a strip, its tensor data with what `gather` puts there for each part.
+    fn fill_strip(
         &self,
         strip: &Strip,
         buffer: &mut [u8],
@@ -284,14 +298,11 @@ impl Filler<'_> {
                 Content::Payload { .. } => gather(index, target)?,
             }
         }
-        for range in self.log.todo().within(strip.file, strip.range.clone()) {
-            self.write(strip, range, buffer)?;
-        }
         Ok(())
     }
 
-    /// Sum and write this range of a strip that is filled.
-    fn write(&self, strip: &Strip, range: Range<u64>, buffer: &mut [u8]) -> Result<()> {
+    /// Sum and write this range of a strip that is filled; casts met `lost` in it.
+    fn write(&self, strip: &Strip, range: Range<u64>, buffer: &mut [u8], lost: Lost) -> Result<()> {
         let file = &self.reservation.files[strip.file as usize];
         let mut left = Left::default();
         if self.sums.are_wanted(strip.file) {
@@ -312,12 +323,21 @@ impl Filler<'_> {
             from = (site + SITE_BYTES).min(range.end);
         }
         self.outputs.write(strip.file, from, &buffer[strip.place(&(from..range.end))])?;
-        self.log.add(strip.file, range, left.parts);
+        let mut digest = Digest::new(file, &range);
+        digest.update(&buffer[strip.place(&range)]);
+        self.log.add(Entry { file: strip.file, range, digest: digest.finish(), sums: left.parts, lost });
         Ok(())
     }
 
-    /// Gather a part of the first of these strips, for all of them.
-    fn gather(&self, copies: &[Strip], part: usize, target: &mut [u8], scratch: &mut Scratch) -> Result<()> {
+    /// Gather a part of the first of these strips, for all of them; `lost` has what casts met, by strip.
+    fn gather(
+        &self,
+        copies: &[Strip],
+        part: usize,
+        target: &mut [u8],
+        scratch: &mut Scratch,
+        lost: &mut [Lost],
+    ) -> Result<()> {
         let Content::Payload { slot, bytes } = &copies[0].parts[part].content else { return Ok(()) };
         let tile = &self.slots[*slot].tile;
         let first = bytes.start / tile.itemsize();
@@ -326,8 +346,9 @@ impl Filler<'_> {
             Content::Payload { slot, .. } => self.slots[slot].counted,
             Content::Literal { .. } => None,
         };
-        if let Some(pair) = copies.iter().find_map(counted) {
-            self.log.count(pair, counts);
+        // Where the one is that counts.
+        if let Some((lost, pair)) = zip(lost, copies).find_map(|(lost, copy)| Some((lost, counted(copy)?))) {
+            lost.entry(pair).or_default().add(counts);
         }
         Ok(())
     }

@@ -10,6 +10,7 @@ pub mod cast;
 pub mod compare;
 pub mod copy;
 mod difference;
+pub mod digest;
 pub mod division;
 mod extents;
 pub mod fingerprint;
@@ -25,7 +26,7 @@ pub mod seal;
 pub mod staging;
 mod stop;
 mod strips;
-mod sums;
+pub mod sums;
 #[cfg(test)]
 mod tests;
 mod window;

@@ -5,7 +5,11 @@
 //!
 //! Counts bytes.
 
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::Path;
+
+use rayon::prelude::*;
 
 use super::journal::Known;
 use super::output::Outputs;
@@ -22,15 +26,15 @@ pub fn is_complete(known: &Known, files: &[OutputFile], carried: usize) -> bool 
 /// Put sums into the files in `folder`, all data of which is there. `known` is what is said in `journals`.
 ///
 /// # Errors
-/// `Malformed` where a file is not as long as it should be or journals contradict each other, `Io`.
+/// `Usage` where a file is not as long as it should be, `Malformed` where journals contradict each other, `Io`.
 pub fn seal(folder: &Path, files: &[OutputFile], known: &Known, journals: &Path, sync: bool) -> Result<()> {
-    for file in files {
-        let path = folder.join(&file.path);
-        let len = path.metadata().map_err(Error::io("look at", &path))?.len();
-        if len != file.len {
-            let (expected, found) = (format!("{} bytes", file.len), format!("{len} bytes"));
-            return Err(Error::malformed(&path, "the whole file", expected, found));
-        }
+    let all: Vec<u32> = (0..).zip(files).map(|(index, _)| index).collect();
+    if let Some((index, found)) = misfits(folder, files, &all)?.first_key_value() {
+        let file = &files[*index as usize];
+        return Err(Error::usage(
+            format!("{}: expected {} bytes, found {found}", folder.join(&file.path).display(), file.len),
+            "something else changed what was written; --resume writes it again",
+        ));
     }
     let outputs = Outputs::of(folder, files, sync)?;
     sums::patch(&outputs, files, &known.sums, journals)?;
@@ -39,4 +43,31 @@ pub fn seal(folder: &Path, files: &[OutputFile], known: &Known, journals: &Path,
         known.sums.keys().try_for_each(|file| outputs.sync(*file, &Stop::default()))?;
     }
     Ok(())
+}
+
+/// The files among these that are not as long as they should be, and what was found instead.
+///
+/// # Errors
+/// `Io` where one cannot be looked at.
+pub fn misfits(folder: &Path, files: &[OutputFile], these: &[u32]) -> Result<BTreeMap<u32, String>> {
+    let look = |index: &u32| -> Result<Option<(u32, String)>> {
+        let file = &files[*index as usize];
+        let found = match len_of(&folder.join(&file.path))? {
+            Some(found) if found == file.len => return Ok(None),
+            found => found.map_or_else(|| String::from("no file"), |found| format!("{found} bytes")),
+        };
+        Ok(Some((*index, found)))
+    };
+    // A network file system takes its time for each.
+    let found: Vec<Result<Option<(u32, String)>>> = these.par_iter().map(look).collect();
+    found.into_iter().filter_map(Result::transpose).collect()
+}
+
+/// `None` where there is no such file.
+pub(super) fn len_of(path: &Path) -> Result<Option<u64>> {
+    match std::fs::symlink_metadata(path) {
+        Ok(metadata) => Ok(metadata.is_file().then_some(metadata.len())),
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
+        Err(error) => Err(Error::io("look at", path)(error)),
+    }
 }
