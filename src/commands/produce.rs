@@ -4,7 +4,6 @@
 //! what of that is not recorded as done, and records it. Whoever is done last finds everything recorded, seals and
 //! publishes; the others wait for that, or leave.
 
-use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Mutex;

@@ -46,10 +46,6 @@ struct Look<'a> {
 }
 
 impl Look<'_> {
-    fn differs(&self, name: String, what: &'static str, between: &str, detail: String) -> Error {
-        Error::Conflict { fqn: name, what, between: between.into(), detail, hint: Some(self.hint.into()) }
-    }
-
     fn at_tensors(&self) -> Result<Option<Wrong>> {
         let Self { conversion, folder, run, .. } = *self;
         let checkpoint = &conversion.source.checkpoint;
@@ -73,14 +69,20 @@ impl Look<'_> {
             // Rank files have copies of their own of what is replicated.
             let found = match found {
                 None if tensor.shares.is_empty() => {
-                    compare::replica_difference(written, &tensor.entry, &run.options, &Silent, &run.stop)?
-                        .map(|difference| format!("{} is not as the others", tensor.entry.chunk_name(difference.second)))
+                    compare::replica_difference(written, &tensor.entry, &run.options, &Silent, &run.stop)?.map(
+                        |difference| format!("{} is not as the others", tensor.entry.chunk_name(difference.second)),
+                    )
                 }
                 found => found,
             };
             if let Some(detail) = found {
-                let name = tensor.entry.fqn.to_string();
-                let error = self.differs(name, "a tensor", "the source and what was written", detail);
+                let error = Error::Conflict {
+                    fqn: tensor.entry.fqn.to_string(),
+                    what: "a tensor",
+                    between: "the source and what was written".into(),
+                    detail,
+                    hint: Some(self.hint.into()),
+                };
                 let mut bytes = Extents::new();
                 for chunk in 0..tensor.entry.chunks.len() {
                     if let Some((file, offset)) = tensor.place(chunk) {
@@ -106,9 +108,8 @@ impl Look<'_> {
         }
         for file in &conversion.carried {
             if !is_carried(file, folder, true)? {
-                let name = file.to.display().to_string();
-                let detail = String::from("another byte, or another length");
-                let error = self.differs(name, "a file", "the source and what was copied", detail);
+                let message = format!("{} is not what was copied there", folder.join(&file.to).display());
+                let error = Error::usage(message, self.hint);
                 return Ok(Some(Wrong { error, bytes: Extents::new() }));
             }
         }
@@ -118,21 +119,23 @@ impl Look<'_> {
     fn around_tensors_of(&self, index: usize, file: &OutputFile) -> Result<Option<Wrong>> {
         let path = self.folder.join(&file.path);
         let index = u32::try_from(index).expect("fewer than 2^32 files");
-        let name = file.path.display().to_string();
         let wrong = |at: Range<u64>, error| {
             let mut bytes = Extents::new();
             bytes.insert(index, at);
             Wrong { error, bytes }
         };
         if let Some(offset) = first_difference(file, &path)? {
-            let detail = format!("byte {offset} is another one");
-            let error = self.differs(name, "a header", "what was laid out and what was written", detail);
-            return Ok(Some(wrong(offset..offset + 1, error)));
+            let message = format!("{}: byte {offset} is not what was laid out", path.display());
+            return Ok(Some(wrong(offset..offset + 1, Error::usage(message, self.hint))));
         }
         Ok(first_wrong(file, &path, &self.run.stop)?.map(|WrongSum { of, site, expected, found }| {
-            let detail = format!("expected {expected:08x} at byte {site}, found {found:08x}");
-            let between = format!("bytes {} to {} and what stands for them", of.start, of.end);
-            let mut wrong = wrong(of, self.differs(name, "the CRC-32", &between, detail));
+            let message = format!(
+                "{}: CRC-32 of bytes {} to {}, at byte {site}: expected {expected:08x}, found {found:08x}",
+                path.display(),
+                of.start,
+                of.end
+            );
+            let mut wrong = wrong(of, Error::usage(message, self.hint));
             wrong.bytes.insert(index, site..site + SITE_BYTES);
             wrong
         }))

@@ -12,12 +12,12 @@ use super::progress::Progress;
 use super::run::Run;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
+use crate::exec::Extents;
 use crate::exec::carry::{Carried, is_carried};
 use crate::exec::digest::{Changed, changed};
 use crate::exec::journal::{Known, Taken, doubt};
 use crate::exec::seal::misfits;
 use crate::exec::staging::Staging;
-use crate::exec::Extents;
 use crate::quantity::human_bytes;
 
 /// Warnings that are told one by one.

@@ -244,9 +244,7 @@ impl Filler<'_> {
                 // There has to be room for all copies from the first on.
                 None => {
                     let room = &mut buffer.room(at, longest)[..strip.len()];
-                    self.fill_strip(strip, room, |part, target| {
-                        self.gather(copies, part, target, scratch, &mut lost)
-                    })?;
+                    self.fill_strip(strip, room, |part, target| self.gather(copies, part, target, scratch, &mut lost))?;
                     room
                 }
                 Some(before) => {

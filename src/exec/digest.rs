@@ -91,18 +91,11 @@ pub fn changed(
         let found = of_file(&files[taken.file as usize], folder, &taken.range, reporter, stop)?;
         Ok((found != taken.digest).then(|| Changed { taken: taken.clone(), found }))
     };
-    let found: Vec<Result<Option<Changed>>> =
-        known.taken.par_iter().filter(is_own).map(found).collect();
+    let found: Vec<Result<Option<Changed>>> = known.taken.par_iter().filter(is_own).map(found).collect();
     found.into_iter().filter_map(Result::transpose).collect()
 }
 
-fn of_file(
-    file: &OutputFile,
-    folder: &Path,
-    range: &Range<u64>,
-    reporter: &dyn Reporter,
-    stop: &Stop,
-) -> Result<u32> {
+fn of_file(file: &OutputFile, folder: &Path, range: &Range<u64>, reporter: &dyn Reporter, stop: &Stop) -> Result<u32> {
     let path = folder.join(&file.path);
     let open = File::open(&path).map_err(Error::io("open", &path))?;
     let mut digest = Digest::new(file, range);

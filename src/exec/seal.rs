@@ -71,3 +71,31 @@ pub(super) fn len_of(path: &Path) -> Result<Option<u64>> {
         Err(error) => Err(Error::io("look at", path)(error)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_that_are_not_as_long_as_they_should_be() {
+        let folder = tempfile::tempdir().unwrap();
+        let files: Vec<OutputFile> = (0..5_u8)
+            .map(|number| {
+                let mut file = OutputFile::new(format!("sub/{number}"));
+                file.push_payload(10);
+                file
+            })
+            .collect();
+        std::fs::create_dir(folder.path().join("sub")).unwrap();
+        for (number, len) in [(0, 10), (1, 9), (2, 11)] {
+            std::fs::write(folder.path().join(format!("sub/{number}")), vec![0; len]).unwrap();
+        }
+        std::fs::create_dir(folder.path().join("sub/4")).unwrap();
+        let found = misfits(folder.path(), &files, &[0, 1, 2, 3, 4]).unwrap();
+        let words = [(1, "9 bytes"), (2, "11 bytes"), (3, "no file"), (4, "no file")];
+        assert_eq!(found, words.map(|(number, found)| (number, found.to_owned())).into());
+        assert_eq!(misfits(folder.path(), &files, &[0]).unwrap(), BTreeMap::new());
+        let error = seal(folder.path(), &files, &Known::default(), folder.path(), false).unwrap_err();
+        assert!(error.to_string().contains("sub/1: expected 10 bytes, found 9 bytes"), "{error}");
+    }
+}

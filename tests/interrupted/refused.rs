@@ -191,43 +191,6 @@ fn a_destination_without_a_mark() {
     refuses(&job, "--resume", &["out.pt exists"]);
 }
 
-/// It was recorded as done: so something else was at work.
-#[test]
-fn data_that_changed() {
-    let changes: [(&str, &str, Change); 3] = [
-        ("deleted", "found no file", |file| fs::remove_file(file).unwrap()),
-        ("cut", "found 1000 bytes", |file| fs::File::options().write(true).open(file).unwrap().set_len(1000).unwrap()),
-        ("grown", "bytes", |file| {
-            let len = fs::metadata(file).unwrap().len();
-            fs::File::options().write(true).open(file).unwrap().set_len(len + 1).unwrap();
-        }),
-    ];
-    for kind in [FILE, DCP, CAST] {
-        let job = Job::new(kind);
-        for (what, found, change) in changes {
-            leave(&job, "");
-            let data = job.work().join("data");
-            let file = data.join(names(&data).into_iter().rfind(|name| !name.ends_with("json")).unwrap());
-            change(&file);
-            let words = ["of which some are recorded as done", found, "--restart"];
-            let ended = job.run("--resume", Some("none"));
-            if ended.code == Some(0) {
-                // Nothing of that file had been recorded.
-                job.is_done(&format!("{kind} {what}"));
-                continue;
-            }
-            ended.refused(&words).says(&[file.to_str().unwrap()]);
-            job.run("--restart", None).succeeded();
-            job.is_done(&format!("{kind} {what}"));
-        }
-        // The first file has something of the first window.
-        leave(&job, "--parts 1");
-        let data = job.work().join("data");
-        names(&data).iter().for_each(|name| fs::remove_file(data.join(name)).unwrap());
-        refuses(&job, "--resume", &["found no file"]);
-    }
-}
-
 #[test]
 fn a_folder_that_cannot_be_written() {
     const NOBODY: u32 = 65534;

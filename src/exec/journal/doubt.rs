@@ -50,5 +50,7 @@ pub fn doubt(journal: &Path, doubts: Vec<Doubt>, sync: bool) -> Result<()> {
             made => break made?,
         }
     };
-    made.append(&Record { doubts, ..Record::default() }, &Durability::of(sync))
+    made.append(&Record { doubts, ..Record::default() }, &Durability::of(sync))?;
+    crate::fault::point("doubted");
+    Ok(())
 }

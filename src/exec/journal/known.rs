@@ -145,5 +145,7 @@ pub(super) fn is_possible(record: &Record, files: &[OutputFile], carried: usize)
         });
         !entry.range.is_empty() && entry.range.end <= file.len && are_sums_within
     };
-    record.entries.iter().all(is_entry_possible) && record.carried.iter().all(|number| (*number as usize) < carried)
+    record.entries.iter().all(is_entry_possible)
+        && record.carried.iter().all(|number| (*number as usize) < carried)
+        && record.doubts.iter().all(|doubt| (doubt.file as usize) < files.len())
 }

@@ -100,8 +100,7 @@ pub type Lost = BTreeMap<DtypePair, Counts>;
 impl Entry {
     /// Take in one that begins where this one ends.
     fn append(&mut self, next: &mut Self) {
-        let hasher =
-            |entry: &Self| Hasher::new_with_initial_len(entry.digest, entry.range.end - entry.range.start);
+        let hasher = |entry: &Self| Hasher::new_with_initial_len(entry.digest, entry.range.end - entry.range.start);
         let mut both = hasher(self);
         both.combine(&hasher(next));
         self.digest = both.finalize();
