@@ -86,13 +86,13 @@ pub fn produce(
                 // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
                 Err(_) if staging.was_published() => Ok(Produced::Already),
                 Err(error) if staging.is_kept() => {
+                    let much = producer.kept();
                     // The others say so themselves.
                     if !matches!(error, Error::Stopped { .. } | Error::Usage { .. }) {
                         let place = staging.partial().display();
-                        run.printer
-                            .line(&format!("{place} keeps what is done; the same command with --resume goes on"));
+                        run.printer.line(&format!("{place} keeps {much}; the same command with --resume goes on"));
                     }
-                    Err(error.keeping(staging.partial()))
+                    Err(error.keeping(staging.partial(), much))
                 }
                 produced => produced,
             }
@@ -247,6 +247,15 @@ impl Producer<'_> {
     fn has_everybody_begun(&self) -> Result<bool> {
         let is_to_come = |other: &Other| matches!(other.state, OtherState::NotStarted | OtherState::Working);
         Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_to_come))
+    }
+
+    /// What another run need not do again, of all parts: `12.30 GB of 40.00 GB`.
+    fn kept(&self) -> String {
+        let total = human_bytes(self.conversion.reservation.len_bytes());
+        match self.records.known() {
+            Ok(known) => format!("{} of {total}", human_bytes(known.done.len_bytes())),
+            Err(_) => String::from("what is done"),
+        }
     }
 
     fn incomplete(&self, known: &Known) -> Error {

@@ -28,7 +28,7 @@ use super::output::Outputs;
 use super::passing::Passing;
 use super::strips::{Content, Cutter, Part, Payload, Strip};
 use super::sums::{InStrip, Left, SITE_BYTES, Sums};
-use super::window::{Slot, prepare, windows};
+use super::window::{Pace, Slot, Windows, prepare};
 use super::{Extents, Input, Options, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reservation};
 use crate::error::Result;
@@ -131,14 +131,18 @@ pub fn copy(
     };
     let mut stats = Stats::of(input, reservation);
     let done = (|| {
-        for window in windows(input, &reservation.tensors, log.todo()) {
+        let mut windows = Windows::new(input, &reservation.tensors, log.todo());
+        let mut pace = Pace::start();
+        while let Some(window) = windows.next(pace.next()) {
             stop.check()?;
             let (slots, payloads) = prepare(input, &window, log.todo())?;
+            let window_bytes = payloads.iter().map(|payload| payload.len).sum();
             let mut strips = cutter.cut(payloads);
             Filler { slots: &slots, ..filler }.fill(&mut strips)?;
             passing.settle(input.files)?;
             stats.count(&slots);
             log.advance(&outputs, &|| input.files.check_unchanged())?;
+            pace.done(window_bytes);
         }
         // What is summed first: the others may hold the sums.
         let (mut in_spans, mut others) =
@@ -173,7 +177,8 @@ pub fn copy(
 pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Result<Stats> {
     let mut stats = Stats::of(input, reservation);
     let todo = Extents::of_files(&reservation.files);
-    for window in windows(input, &reservation.tensors, &todo) {
+    let mut windows = Windows::new(input, &reservation.tensors, &todo);
+    while let Some(window) = windows.next(Pace::at_most()) {
         stop.check()?;
         stats.count(&prepare(input, &window, &todo)?.0);
     }

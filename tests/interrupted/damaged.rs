@@ -213,18 +213,9 @@ fn a_flipped_byte_that_is_found_in_the_end() {
         assert_eq!(job.run("--resume --verify", Some("seal-summed")).signal, Some(9));
         let (file, at) = recorded(&job);
         let name = file.file_name().unwrap().to_owned();
-        // A part with nothing of it looks at nothing, and seals.
         flip(&file, at);
-        let parts = 64;
-        let ended = (0..parts)
-            .map(|index| job.run(&format!("--resume --verify --parts {parts} --part {index} --no-wait"), Some("none")))
-            .find(|ended| ended.code != Some(0) || job.target().exists())
-            .unwrap();
-        if job.target().exists() {
-            // The first one has it.
-            job.is_done(&kind.to_string());
-            continue;
-        }
+        // One of so many parts has nothing to do, looks at nothing, and seals.
+        let ended = job.run("--resume --verify --parts 64 --part 0 --no-wait", Some("none"));
         ended.refused(&["memory or disk is at fault; nothing was published", "--resume writes this again"]);
         assert!(job.work().join("data").join(name).exists());
         job.run("--resume", Some("none")).succeeded();
