@@ -27,6 +27,7 @@ mod reshard;
 mod run;
 mod source;
 mod told;
+mod told_options;
 mod unshard;
 mod verify;
 mod whole;

@@ -20,6 +20,7 @@ use crate::catalog::OutputFile;
 use crate::cli::ConvertArgs;
 use crate::comm::{Launch, Part};
 use crate::error::{Error, Result, first_of};
+use crate::exec::about::About;
 use crate::exec::carry::{Carried, carry};
 use crate::exec::copy::{Stats, copy};
 use crate::exec::division::stretch;
@@ -76,7 +77,9 @@ pub fn produce(
     let roots: Vec<&Path> = paths.iter().map(|(_, path)| *path).collect();
     let version = env!("CARGO_PKG_VERSION");
     let fingerprint = fingerprint(version, input(source), reservation, &conversion.carried, &roots)?;
-    match Staging::begin(destination, conversion.shape, &claim, &Plan { fingerprint, version }, &run.stop)? {
+    let about = About::new(run.options_told.clone(), &source.files, &conversion.carried, &roots);
+    let plan = Plan { fingerprint, version, about: &about };
+    match Staging::begin(destination, conversion.shape, &claim, &plan, &run.stop)? {
         Begun::Done => Ok(Produced::Already),
         Begun::Work(staging) => {
             let records = Records { conversion, staging: &staging, run, sync: options.sync };

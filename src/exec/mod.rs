@@ -3,6 +3,7 @@
 //! Knows no format, no command line and no terminal: progress goes to a [`Reporter`], interruption comes from a
 //! [`Stop`], where a late-bound chunk lies is asked of an [`Input`]'s resolver.
 
+pub mod about;
 mod bands;
 mod block;
 pub mod carry;

@@ -192,7 +192,7 @@ fn watching_lasts_until_something_is_known() {
     desk.leave_behind(Part::alone());
     desk.foreign_lease(lease_of(0, 1, 1), Phase::Working);
     let stop = Stop::default();
-    let plan = Plan { fingerprint: desk.fingerprint, version: "1" };
+    let plan = Plan { fingerprint: desk.fingerprint, version: "1", about: &About::default() };
     let patient = Pace { dead_after: Duration::from_hours(1), ..FAST };
     let (shape, out, claim) = (desk.shape, desk.out(), claim());
     thread::scope(|scope| {
