@@ -50,7 +50,7 @@ impl Digest {
                 len
             } else {
                 let len = until(site + SITE_BYTES);
-                self.hasher.update(&[0; SITE_BYTES as usize][..len]);
+                self.hasher.update(&0_u32.to_le_bytes()[..len]);
                 len
             };
             self.at += len as u64;

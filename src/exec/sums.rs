@@ -245,7 +245,7 @@ pub fn first_wrong(file: &OutputFile, path: &Path, stop: &Stop) -> Result<Option
         })?;
         let expected = hasher.finalize();
         for site in &sum.sites {
-            let mut value = [0; SITE_BYTES as usize];
+            let mut value = [0; size_of::<u32>()];
             open.read_exact_at(&mut value, *site).map_err(Error::io("read", path))?;
             let found = u32::from_le_bytes(value);
             if found != expected {

@@ -75,7 +75,7 @@ fn another_source_or_other_options() {
     content[middle] ^= 1;
     fs::write(&file, &content).unwrap();
     job.run("--resume", None).refused(&["cannot be gone on with: __1_0.distcp has changed since: it is newer"]);
-    fs::write(&file, &content[1..]).unwrap();
+    fs::write(&file, [&content[..], &[0]].concat()).unwrap();
     job.run("--resume", None).refused(&["cannot be gone on with: __1_0.distcp was ", " bytes, and is "]);
     content[middle] ^= 1;
     fs::write(&file, &content).unwrap();

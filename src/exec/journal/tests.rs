@@ -36,8 +36,9 @@ fn parts(range: &Range<usize>) -> Vec<SumPart> {
 
 /// With the digest of what the first file holds.
 fn entry(file: u32, range: Range<u64>, sums: Vec<SumPart>) -> Entry {
-    let bytes = content().get(range.start as usize..range.end as usize).map(crc32fast::hash);
-    Entry { file, range, digest: bytes.unwrap_or_default(), sums, lost: Lost::new() }
+    let at = |offset: u64| usize::try_from(offset).unwrap();
+    let digest = content().get(at(range.start)..at(range.end)).map(crc32fast::hash).unwrap_or_default();
+    Entry { file, range, digest, sums, lost: Lost::new() }
 }
 
 fn record(entries: Vec<Entry>) -> Record {

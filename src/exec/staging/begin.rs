@@ -139,6 +139,11 @@ impl Beginning<'_> {
         let is_of_launch = self.claim.run.is_some() && self.claim.run == found.plan.run && !self.claim.part.is_alone();
         let is_ours = is_of_launch || self.made.as_ref() == Some(&found.plan.id);
         if is_same && (!self.claim.restart || is_ours) {
+            // Whoever made it is about to take its lease: of two numbers of parts that start at once, that one is in force.
+            let is_new = found.leases.is_empty() && found.plan.parts != self.claim.part.of;
+            if is_new && self.since.elapsed() < self.pace.dead_after {
+                return Ok(Next::Later);
+            }
             return match judge(&lives, self.claim.part) {
                 Verdict::Rival(name) => Err(self.place.another_run(&found, name)),
                 Verdict::Watch => Ok(Next::Later),

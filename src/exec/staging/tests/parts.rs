@@ -272,3 +272,30 @@ fn a_sleeper_finds_nothing_of_its_successor() {
     assert!(plan::output(&sleeper.work, Shape::Folder).unwrap().is_none());
     assert_eq!((names(successor.journals()), names(successor.folder())), (vec!["data".into()], vec![]));
 }
+
+/// Of two numbers of parts that start at once one is in force, and all of its parts work.
+#[test]
+fn two_numbers_of_parts_at_once() {
+    let parts = [(0, 3), (1, 3), (2, 3), (0, 4), (1, 4)];
+    for round in 0..40 {
+        let desk = Desk::new(Shape::Folder);
+        let start = std::sync::Barrier::new(parts.len());
+        let begun: Vec<Result<Staging>> = std::thread::scope(|scope| {
+            let run = |(index, of)| {
+                let (desk, start) = (&desk, &start);
+                scope.spawn(move || {
+                    start.wait();
+                    desk.part(index, of)
+                })
+            };
+            let running: Vec<_> = parts.into_iter().map(run).collect();
+            running.into_iter().map(|running| running.join().unwrap()).collect()
+        });
+        let works: Vec<bool> = begun.iter().map(Result::is_ok).collect();
+        let (three, four) = ([true, true, true, false, false], [false, false, false, true, true]);
+        assert!(works == three || works == four, "{round}: {works:?}");
+        for error in begun.iter().filter_map(|begun| begun.as_ref().err()) {
+            says(error, &["another run is writing"]);
+        }
+    }
+}
