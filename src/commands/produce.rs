@@ -208,7 +208,8 @@ impl Producer<'_> {
     fn seal(&self, right: Seal<'_>, known: Option<Known>, stats: &mut Stats) -> Result<()> {
         let Self { conversion, staging, run, options, .. } = *self;
         if let Some(known) = &known {
-            seal(staging.folder(), self.files(), known, staging.journals(), options.sync)?;
+            let carried = &conversion.carried;
+            seal(staging.folder(), self.files(), carried, known, staging.journals(), options.sync)?;
             stats.lose(&known.lost);
         }
         if self.args.destination.verify {

@@ -27,7 +27,7 @@ use super::log::Log;
 use super::output::Outputs;
 use super::passing::Passing;
 use super::strips::{Content, Cutter, Part, Payload, Strip};
-use super::sums::{InStrip, Left, SITE_BYTES, Sums};
+use super::sums::{InStrip, SITE_BYTES, Sums};
 use super::window::{Pace, Slot, Windows, prepare};
 use super::{Extents, Input, Options, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reservation};
@@ -307,9 +307,8 @@ impl Filler<'_> {
     /// Sum and write this range of a strip that is filled; casts met `lost` in it.
     fn write(&self, strip: &Strip, range: Range<u64>, buffer: &mut [u8], lost: Lost) -> Result<()> {
         let file = &self.reservation.files[strip.file as usize];
-        let mut left = Left::default();
+        let mut summed = InStrip::default();
         if self.sums.are_wanted(strip.file) {
-            let mut summed = InStrip::default();
             for part in &strip.parts {
                 let part = part.range();
                 let part = part.start.max(range.start)..part.end.min(range.end);
@@ -318,17 +317,16 @@ impl Filler<'_> {
                     summed.add(part.start, &buffer[strip.place(&part)]);
                 }
             }
-            left = self.sums.close(strip.file, &range, &mut buffer[strip.place(&range)], summed);
         }
+        let digest = Digest::of(file, &range, &buffer[strip.place(&range)], summed.parts());
+        let left = self.sums.close(strip.file, &range, &mut buffer[strip.place(&range)], summed);
         let mut from = range.start;
         for site in &left.sites {
             self.outputs.write(strip.file, from, &buffer[strip.place(&(from..from.max(*site)))])?;
             from = (site + SITE_BYTES).min(range.end);
         }
         self.outputs.write(strip.file, from, &buffer[strip.place(&(from..range.end))])?;
-        let mut digest = Digest::new(file, &range);
-        digest.update(&buffer[strip.place(&range)]);
-        self.log.add(Entry { file: strip.file, range, digest: digest.finish(), sums: left.parts, lost });
+        self.log.add(Entry { file: strip.file, range, digest, sums: left.parts, lost });
         Ok(())
     }
 

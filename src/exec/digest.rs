@@ -14,7 +14,7 @@ use std::path::Path;
 use crc32fast::Hasher;
 use rayon::prelude::*;
 
-use super::journal::{Known, Taken};
+use super::journal::{Known, SumPart, Taken};
 use super::sums::{SITE_BYTES, sites};
 use super::{Extents, Reporter, Stop};
 use crate::catalog::OutputFile;
@@ -22,6 +22,9 @@ use crate::error::{Error, Result};
 
 /// Read at a time.
 const BLOCK_BYTES: usize = 1 << 20;
+
+/// What is summed faster than it is combined.
+const WORTH_BYTES: u64 = 16 << 10;
 
 /// The digest of a stretch, in the making.
 pub struct Digest {
@@ -37,6 +40,23 @@ impl Digest {
         let mut sites = sites(file, range);
         sites.reverse();
         Self { hasher: Hasher::new(), at: range.start, sites }
+    }
+
+    /// Of bytes that begin with the range, of which some stretches, ascending, are summed already.
+    #[must_use]
+    pub fn of(file: &OutputFile, range: &Range<u64>, bytes: &[u8], summed: &[SumPart]) -> u32 {
+        let place = |offset: u64| usize::try_from(offset - range.start).expect("it lies in memory");
+        let mut digest = Self::new(file, range);
+        for part in summed.iter().filter(|part| part.len >= WORTH_BYTES) {
+            let end = part.offset + part.len;
+            digest.update(&bytes[place(digest.at)..place(part.offset)]);
+            if digest.sites.last().is_none_or(|site| *site >= end) {
+                digest.hasher.combine(&part.hasher());
+                digest.at = end;
+            }
+        }
+        digest.update(&bytes[place(digest.at)..]);
+        digest.finish()
     }
 
     /// Take in what comes next.
@@ -152,6 +172,26 @@ mod tests {
         for (range, before) in [0..64, 41..64, 0..42, 50..62].into_iter().zip(before) {
             assert_eq!(crc32fast::hash(&bytes[range.clone()]), before, "{range:?}");
             (1..9).for_each(|step| assert_eq!(digest(&bytes, range.clone(), step), before, "{range:?} {step}"));
+        }
+    }
+
+    #[test]
+    fn what_is_summed_already_is_combined() {
+        let mut file = OutputFile::new("f");
+        file.push_literal(vec![5; 3]);
+        let start = file.push_payload(20_000);
+        file.push_literal(vec![0; 9]);
+        file.sums = vec![Sum { range: start..file.len - 9, sites: smallvec::smallvec![file.len - 8] }];
+        let bytes: Vec<u8> = (0..file.len).map(|at| u8::try_from(at % 251).unwrap()).collect();
+        let mut whole = Digest::new(&file, &(1..file.len));
+        whole.update(&bytes[1..]);
+        let part = |range: Range<usize>| SumPart {
+            offset: range.start as u64,
+            len: range.len() as u64,
+            crc: crc32fast::hash(&bytes[range]),
+        };
+        for summed in [vec![], vec![part(3..20_003)], vec![part(3..2000), part(2000..20_003)]] {
+            assert_eq!(Digest::of(&file, &(1..file.len), &bytes[1..], &summed), whole.hasher.clone().finalize());
         }
     }
 }

@@ -11,6 +11,7 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
+use super::carry::{Carried, is_carried};
 use super::journal::Known;
 use super::output::Outputs;
 use super::{Stop, sums};
@@ -27,14 +28,29 @@ pub fn is_complete(known: &Known, files: &[OutputFile], carried: usize) -> bool 
 ///
 /// # Errors
 /// `Usage` where a file is not as long as it should be, `Malformed` where journals contradict each other, `Io`.
-pub fn seal(folder: &Path, files: &[OutputFile], known: &Known, journals: &Path, sync: bool) -> Result<()> {
+pub fn seal(
+    folder: &Path,
+    files: &[OutputFile],
+    carried: &[Carried],
+    known: &Known,
+    journals: &Path,
+    sync: bool,
+) -> Result<()> {
     let all: Vec<u32> = (0..).zip(files).map(|(index, _)| index).collect();
+    let misfit = |path: &Path, len: u64, found: &str| {
+        Err(Error::usage(
+            format!("{}: expected {len} bytes, found {found}", folder.join(path).display()),
+            "something else changed what was written; --resume writes it again",
+        ))
+    };
     if let Some((index, found)) = misfits(folder, files, &all)?.first_key_value() {
         let file = &files[*index as usize];
-        return Err(Error::usage(
-            format!("{}: expected {} bytes, found {found}", folder.join(&file.path).display(), file.len),
-            "something else changed what was written; --resume writes it again",
-        ));
+        return misfit(&file.path, file.len, found);
+    }
+    for file in carried {
+        if !is_carried(file, folder, false)? {
+            return misfit(&file.to, file.len, "another length");
+        }
     }
     let outputs = Outputs::of(folder, files, sync)?;
     sums::patch(&outputs, files, &known.sums, journals)?;
@@ -95,7 +111,7 @@ mod tests {
         let words = [(1, "9 bytes"), (2, "11 bytes"), (3, "no file"), (4, "no file")];
         assert_eq!(found, words.map(|(number, found)| (number, found.to_owned())).into());
         assert_eq!(misfits(folder.path(), &files, &[0]).unwrap(), BTreeMap::new());
-        let error = seal(folder.path(), &files, &Known::default(), folder.path(), false).unwrap_err();
+        let error = seal(folder.path(), &files, &[], &Known::default(), folder.path(), false).unwrap_err();
         assert!(error.to_string().contains("sub/1: expected 10 bytes, found 9 bytes"), "{error}");
     }
 }

@@ -65,6 +65,10 @@ impl InStrip {
         self.0.push(SumPart { offset, len: bytes.len() as u64, crc: crc32fast::hash(bytes) });
     }
 
+    pub fn parts(&self) -> &[SumPart] {
+        &self.0
+    }
+
     /// The sum of a span that lies within the strip.
     fn whole(&self, sum: &Sum, strip: &Range<u64>) -> Option<u32> {
         if sum.range.start < strip.start || strip.end < sum.range.end {
