@@ -82,7 +82,7 @@ impl About {
         }
         let more = told.len().saturating_sub(MOST_TOLD);
         told.truncate(MOST_TOLD);
-        let more = (more > 0).then(|| format!("{more} more differences"));
+        let more = (more > 0).then(|| format!("and {more} more"));
         let told: Vec<String> = told.into_iter().chain(more).collect();
         (!told.is_empty()).then(|| told.join("; "))
     }
@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(
             text(options, &[("a", 6, 1), ("b", 5, 2), ("d", 5, 1)]),
             "--root was not given, and is x; a was 5 bytes, and is 6; b has changed since: it is newer, and as long; \
-             c was read, and is not; 1 more differences"
+             c was read, and is not; and 1 more"
         );
         let json = serde_json::to_string(&was).unwrap();
         assert_eq!(serde_json::from_str::<About>(&json).unwrap(), was);
