@@ -68,9 +68,9 @@ pub enum Error {
     #[error("{}: {error}", path.display())]
     Within { path: PathBuf, error: Box<Error> },
 
-    /// A signal; nothing was published. `kept` is what another run can go on from.
-    #[error("stopped by {signal}; {}", what_is_left(kept.as_deref()))]
-    Stopped { signal: &'static str, exit: u8, kept: Option<PathBuf> },
+    /// A signal; nothing was published. `kept` is what another run can go on from: where it is, and how much.
+    #[error("stopped by {signal}; {}", what_is_left(kept.as_ref()))]
+    Stopped { signal: &'static str, exit: u8, kept: Option<(PathBuf, String)> },
 }
 
 const PLACEMENTS_HINT: &str =
@@ -100,10 +100,10 @@ pub const INTERRUPTED: u8 = 130;
 /// `EX_TEMPFAIL` of sysexits.h.
 pub const TRY_AGAIN: u8 = 75;
 
-fn what_is_left(kept: Option<&Path>) -> String {
+fn what_is_left(kept: Option<&(PathBuf, String)>) -> String {
     kept.map_or_else(
         || String::from("nothing was written at the destination"),
-        |path| format!("{} keeps what is done, --resume goes on", path.display()),
+        |(path, much)| format!("{} keeps {much}, --resume goes on from there", path.display()),
     )
 }
 
@@ -141,14 +141,14 @@ impl Error {
         }
     }
 
-    /// Say where the work of a run that was stopped is kept. Whoever sent the signal learns from the exit code that the
+    /// Say where the work of a run that was stopped is kept, and how `much` it is. Whoever sent the signal learns from the exit code that the
     /// same command can go on; a person who interrupts sees it.
     #[must_use]
-    pub fn keeping(self, path: &Path) -> Self {
+    pub fn keeping(self, path: &Path, much: String) -> Self {
         match self {
             Self::Stopped { signal, exit, .. } => {
                 let exit = if exit == INTERRUPTED { exit } else { TRY_AGAIN };
-                Self::Stopped { signal, exit, kept: Some(path.to_path_buf()) }
+                Self::Stopped { signal, exit, kept: Some((path.to_path_buf(), much)) }
             }
             error => error,
         }

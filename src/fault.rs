@@ -3,12 +3,13 @@
 //! `DTSHARD_FAULT=NAME` kills it there. Builds without debug assertions have none of this.
 
 /// Every place, in the order in which an undisturbed run comes by.
-pub const POINTS: [&str; 23] = [
+pub const POINTS: [&str; 24] = [
     "begin-draft",
     "begin-planned",
     "begin-made",
     "begin-created-lease",
     "begin-leased",
+    "doubted",
     "carried",
     "record-before",
     "record-created",

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Access, access};
 
 use super::convert::{Conversion, check_destination};
-use super::produce::{claim, no_space, plan};
+use super::produce::{about, claim, no_space, plan};
 use super::run::Run;
 use crate::cli::ConvertArgs;
 use crate::error::{Error, Result};
@@ -24,7 +24,8 @@ pub fn foresee(
     let look = || -> Result<Foreseen> {
         check_destination(conversion, args, destination)?;
         let claim = claim(args, options, run);
-        let foreseen = Staging::foresee(destination, conversion.shape, &claim, &plan(conversion)?)?;
+        let foreseen =
+            Staging::foresee(destination, conversion.shape, &claim, &plan(conversion, &about(conversion, run))?)?;
         if foreseen == Foreseen::Anew {
             check_folder(conversion, &folder_of(destination))?;
         }

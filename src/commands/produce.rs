@@ -4,7 +4,6 @@
 //! what of that is not recorded as done, and records it. Whoever is done last finds everything recorded, seals and
 //! publishes; the others wait for that, or leave.
 
-use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Mutex;
@@ -15,11 +14,14 @@ use super::convert::Conversion;
 use super::input;
 use super::progress::Progress;
 use super::read_back::read_back;
+use super::records::Records;
 use super::run::Run;
+use super::source::Source;
 use crate::catalog::OutputFile;
 use crate::cli::ConvertArgs;
 use crate::comm::{Launch, Part};
 use crate::error::{Error, Result, first_of};
+use crate::exec::about::About;
 use crate::exec::carry::{Carried, carry};
 use crate::exec::copy::{Stats, copy};
 use crate::exec::division::stretch;
@@ -61,22 +63,24 @@ pub fn produce(
     run: &Run<'_>,
 ) -> Result<Produced> {
     let claim = claim(args, options, run);
-    match Staging::begin(destination, conversion.shape, &claim, &plan(conversion)?, &run.stop)? {
+    let about = about(conversion, run);
+    match Staging::begin(destination, conversion.shape, &claim, &plan(conversion, &about)?, &run.stop)? {
         Begun::Done => Ok(Produced::Already),
         Begun::Work(staging) => {
-            let producer = Producer { conversion, staging: &staging, args, options, run };
+            let records = Records { conversion, staging: &staging, run, sync: options.sync };
+            let producer = Producer { conversion, staging: &staging, records, args, options, run };
             let produced = producer.write().and_then(|stats| producer.publish(stats));
             match produced {
                 // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
                 Err(_) if staging.was_published() => Ok(Produced::Already),
                 Err(error) if staging.is_kept() => {
+                    let much = producer.kept();
                     // The others say so themselves.
                     if !matches!(error, Error::Stopped { .. } | Error::Usage { .. }) {
                         let place = staging.partial().display();
-                        run.printer
-                            .line(&format!("{place} keeps what is done; the same command with --resume goes on"));
+                        run.printer.line(&format!("{place} keeps {much}; the same command with --resume goes on"));
                     }
-                    Err(error.keeping(staging.partial()))
+                    Err(error.keeping(staging.partial(), much))
                 }
                 produced => produced,
             }
@@ -97,20 +101,29 @@ pub fn claim(args: &ConvertArgs, options: &Options, run: &Run<'_>) -> Claim {
     }
 }
 
+/// What a plan is of, for people.
+pub fn about(conversion: &Conversion<'_>, run: &Run<'_>) -> About {
+    let Conversion { source, carried, .. } = conversion;
+    About::new(run.options_told.clone(), &source.checkpoint.files, carried, &roots(source))
+}
+
 /// # Errors
 /// `Io` where the source cannot be looked at.
-pub fn plan(conversion: &Conversion<'_>) -> Result<Plan<'static>> {
+pub fn plan<'a>(conversion: &Conversion<'_>, about: &'a About) -> Result<Plan<'a>> {
     let Conversion { source, reservation, carried, .. } = conversion;
-    let paths = source.paths_read();
-    let roots: Vec<&Path> = paths.iter().map(|(_, path)| *path).collect();
     let version = env!("CARGO_PKG_VERSION");
-    let fingerprint = fingerprint(version, input(&source.checkpoint), reservation, carried, &roots)?;
-    Ok(Plan { fingerprint, version })
+    let fingerprint = fingerprint(version, input(&source.checkpoint), reservation, carried, &roots(source))?;
+    Ok(Plan { fingerprint, version, about })
+}
+
+fn roots(source: &Source) -> Vec<&Path> {
+    source.paths_read().into_iter().map(|(_, path)| path).collect()
 }
 
 struct Producer<'a> {
     conversion: &'a Conversion<'a>,
     staging: &'a Staging,
+    records: Records<'a>,
     args: &'a ConvertArgs,
     options: &'a Options,
     run: &'a Run<'a>,
@@ -130,33 +143,20 @@ impl Producer<'_> {
         (0..).zip(&self.conversion.carried).filter(move |(number, _)| number % part.of == part.index)
     }
 
-    /// What all runs have recorded.
-    fn known(&self) -> Result<Known> {
-        Known::read(self.staging.journals(), self.files(), self.conversion.carried.len(), self.options.sync)
-    }
-
-    /// The same, as long as nobody has published and taken it away.
-    fn known_yet(&self) -> Result<Option<Known>> {
-        match self.known() {
-            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
-            known => known.map(Some),
-        }
-    }
-
     /// Write what is left of this part.
     fn write(&self) -> Result<Stats> {
         let Self { conversion, staging, options, run, .. } = *self;
-        let (files, carried, part) = (self.files(), &conversion.carried, self.part());
-        let known = self.known()?;
-        known.check(staging.folder(), files, carried)?;
+        let (files, part) = (self.files(), self.part());
+        let verify = self.args.destination.verify;
         let own = stretch(files, part);
+        let known = self.records.believed(&own, verify)?;
         let todo = own.without(&known.done);
         check_space(staging.folder(), files, &todo)?;
         // An earlier run may have been told to check less.
         conversion.source.check(&sources(&conversion.reservation.tensors, &own), self.args.checks, run)?;
 
         // A run that is alone and has nothing to read back publishes at once.
-        let is_brief = !staging.is_kept() && !self.args.destination.verify;
+        let is_brief = !staging.is_kept() && !verify;
         let at_end = if is_brief { AtEnd::Nothing } else { AtEnd::Record };
         let log = Log::new(files, &todo, staging.journal().to_path_buf(), options.sync, at_end);
         let progress = Progress::start(run.printer, "writing", conversion.len_bytes());
@@ -164,7 +164,7 @@ impl Producer<'_> {
         let meter = Meter { progress: &progress, staging, others: (part.index == 0).then(Mutex::default) };
 
         for (number, file) in self.carried_by(part) {
-            if !known.carried.contains(&number) {
+            if !self.records.has_carried(&known, number, file, verify)? {
                 carry(file, staging.folder(), options.sync, &meter, &run.stop)?;
                 log.carried(number);
             }
@@ -203,7 +203,7 @@ impl Producer<'_> {
     fn try_publish(&self, stats: &mut Stats) -> Result<bool> {
         let Self { staging, run, .. } = *self;
         // Where nothing is kept, this run has done all there is.
-        let known = if staging.is_kept() { self.known_yet()? } else { None };
+        let known = if staging.is_kept() { self.records.known_yet()? } else { None };
         let is_all_there = known.as_ref().map_or(!staging.is_kept(), |known| self.is_complete(known));
         if !is_all_there || !self.has_everybody_begun()? {
             return Ok(false);
@@ -216,7 +216,7 @@ impl Producer<'_> {
     /// Go on without parts that do not come (back): they may have been done, and ended before they could say so.
     fn do_without(&self, missing: Missing) -> Result<()> {
         let is_done = |known: &Known| missing.parts.iter().all(|index| self.is_done(known, *index));
-        if self.known_yet()?.is_some_and(|known| !is_done(&known)) {
+        if self.records.known_yet()?.is_some_and(|known| !is_done(&known)) {
             return Err(self.staging.without(&missing));
         }
         self.staging.settle(missing);
@@ -225,18 +225,26 @@ impl Producer<'_> {
 
     /// What is said to be done is recorded, as long as nobody has published it.
     fn check(&self, is_recorded: impl Fn(&Known) -> bool) -> Result<()> {
-        self.known_yet()?.filter(|known| !is_recorded(known)).map_or(Ok(()), |known| Err(self.incomplete(&known)))
+        self.records
+            .known_yet()?
+            .filter(|known| !is_recorded(known))
+            .map_or(Ok(()), |known| Err(self.incomplete(&known)))
     }
 
     /// Complete the output, all of which is there, and put it at the destination.
     fn seal(&self, right: Seal<'_>, known: Option<Known>, stats: &mut Stats) -> Result<()> {
         let Self { conversion, staging, run, options, .. } = *self;
-        if let Some(known) = known {
-            seal(staging.folder(), self.files(), &known, staging.journals(), options.sync)?;
+        if let Some(known) = &known {
+            let carried = &conversion.carried;
+            seal(staging.folder(), self.files(), carried, known, staging.journals(), options.sync)?;
             stats.lose(&known.lost);
         }
         if self.args.destination.verify {
-            read_back(conversion, staging.folder(), run)?;
+            let hint = if known.is_some() { WRONG_AND_KEPT } else { WRONG };
+            if let Some(wrong) = read_back(conversion, staging.folder(), hint, run)? {
+                known.map_or(Ok(()), |known| self.records.doubt(&known, &wrong.bytes))?;
+                return Err(wrong.error);
+            }
         }
         run.stop.check()?;
         staging.check()?;
@@ -276,6 +284,15 @@ impl Producer<'_> {
         Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_to_come))
     }
 
+    /// What another run need not do again, of all parts: `12.30 GB of 40.00 GB`.
+    fn kept(&self) -> String {
+        let total = human_bytes(self.conversion.reservation.len_bytes());
+        match self.records.known() {
+            Ok(known) => format!("{} of {total}", human_bytes(known.done.len_bytes())),
+            Err(_) => String::from("what is done"),
+        }
+    }
+
     fn incomplete(&self, known: &Known) -> Error {
         let missing = Extents::of_files(self.files()).without(&known.done);
         Error::usage(
@@ -289,6 +306,11 @@ impl Producer<'_> {
         )
     }
 }
+
+/// What to do where what was read back is not what was written.
+const WRONG: &str = "memory or disk is at fault; nothing was published, and nothing is kept: run it again";
+const WRONG_AND_KEPT: &str = "memory or disk is at fault; nothing was published. The same command with --resume writes \
+                              this again, and keeps all else that is done";
 
 /// Tells bytes that are written to who shows progress, and to the other processes.
 struct Meter<'a> {

@@ -1,9 +1,11 @@
 //! What a verb has from its first step on: who to talk to, how to work, when to stop, and which part is its own.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use super::memory::work_options;
 use super::printer::Printer;
+use super::told_options::told_options;
 use crate::cli::{Command, ConvertArgs, SourceArgs};
 use crate::comm::{self, Launch, process_environment};
 use crate::error::Result;
@@ -16,6 +18,8 @@ pub struct Run<'a> {
     pub stop: Stop,
     pub started: Instant,
     pub launch: Launch,
+    /// What the command line says of the result.
+    pub options_told: BTreeMap<String, String>,
 }
 
 impl<'a> Run<'a> {
@@ -55,7 +59,15 @@ impl<'a> Run<'a> {
     fn begin(args: &SourceArgs, sync: bool, launch: Launch, printer: &'a Printer) -> Result<Self> {
         let started = Instant::now();
         raise_open_file_limit();
-        Ok(Self { printer, options: work_options(args, sync)?, stop: Stop::on_signals()?, started, launch })
+        let options_told = told_options(std::env::args_os());
+        Ok(Self {
+            printer,
+            options: work_options(args, sync)?,
+            stop: Stop::on_signals()?,
+            started,
+            launch,
+            options_told,
+        })
     }
 }
 

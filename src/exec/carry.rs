@@ -3,9 +3,12 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use super::digest::for_each_block;
 use super::output::make_folders;
+use super::seal::len_of;
 use super::{Reporter, Stop};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
@@ -45,6 +48,33 @@ pub fn carry(file: &Carried, folder: &Path, sync: bool, reporter: &dyn Reporter,
         target.sync_all().map_err(Error::io("sync", &path))?;
     }
     Ok(())
+}
+
+/// Whether the copy in `folder` is there in full; `compares` its bytes with those of the source, too.
+///
+/// # Errors
+/// `Io`
+pub fn is_carried(file: &Carried, folder: &Path, compares: bool) -> Result<bool> {
+    let path = folder.join(&file.to);
+    if len_of(&path)? != Some(file.len) {
+        return Ok(false);
+    }
+    if !compares {
+        return Ok(true);
+    }
+    let open = |path: &Path| File::open(path).map_err(Error::io("open", path));
+    let (source, copy) = (open(&file.from)?, open(&path)?);
+    let mut is_same = true;
+    let mut at = 0;
+    let mut wanted = Vec::new();
+    for_each_block(&copy, &path, &(0..file.len), |block| {
+        wanted.resize(block.len(), 0);
+        source.read_exact_at(&mut wanted, at).map_err(Error::io("read", &file.from))?;
+        at += block.len() as u64;
+        is_same &= block == wanted;
+        Ok(())
+    })?;
+    Ok(is_same)
 }
 
 /// Check that no two files would become one.

@@ -21,13 +21,14 @@ use rayon::prelude::*;
 
 use super::bands;
 use super::block::Wanted;
-use super::cast::Counts;
+use super::digest::Digest;
+use super::journal::{Entry, Lost};
 use super::log::Log;
 use super::output::Outputs;
 use super::passing::Passing;
 use super::strips::{Content, Cutter, Payload, Segment, Strip};
-use super::sums::{InStrip, Left, SITE_BYTES, Sums};
-use super::window::{Slot, prepare, windows};
+use super::sums::{InStrip, SITE_BYTES, Sums};
+use super::window::{Pace, Slot, Windows, prepare};
 use super::{Extents, Input, Options, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reservation};
 use crate::error::Result;
@@ -59,7 +60,7 @@ pub type DtypePair = (Dtype, Dtype);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CastCount {
     pub tensors: u64,
-    /// See [`Counts`].
+    /// See [`Counts`](super::cast::Counts).
     pub overflows: u64,
     pub nans: u64,
 }
@@ -91,7 +92,7 @@ impl Stats {
     }
 
     /// What casts met, in place of what was known of it.
-    pub fn lose(&mut self, lost: &BTreeMap<DtypePair, Counts>) {
+    pub fn lose(&mut self, lost: &Lost) {
         for (pair, counts) in lost {
             let cast = self.casts.entry(*pair).or_default();
             (cast.overflows, cast.nans) = (counts.overflows, counts.nans);
@@ -130,14 +131,18 @@ pub fn copy(
     };
     let mut stats = Stats::of(input, reservation);
     let done = (|| {
-        for window in windows(input, &reservation.tensors, log.todo()) {
+        let mut windows = Windows::new(input, &reservation.tensors, log.todo());
+        let mut pace = Pace::start();
+        while let Some(window) = windows.next(pace.next()) {
             stop.check()?;
             let (slots, payloads) = prepare(input, &window, log.todo())?;
+            let window_bytes = payloads.iter().map(|payload| payload.len).sum();
             let mut strips = cutter.cut(payloads);
             Filler { slots: &slots, ..filler }.fill(&mut strips)?;
             passing.settle(input.files)?;
             stats.count(&slots);
             log.advance(&outputs, &|| input.files.check_unchanged())?;
+            pace.done(window_bytes);
         }
         // What is summed first: the others may hold the sums.
         let (mut in_spans, mut others) =
@@ -172,7 +177,8 @@ pub fn copy(
 pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Result<Stats> {
     let mut stats = Stats::of(input, reservation);
     let todo = Extents::of_files(&reservation.files);
-    for window in windows(input, &reservation.tensors, &todo) {
+    let mut windows = Windows::new(input, &reservation.tensors, &todo);
+    while let Some(window) = windows.next(Pace::at_most()) {
         stop.check()?;
         stats.count(&prepare(input, &window, &todo)?.0);
     }
@@ -234,15 +240,28 @@ impl Filler<'_> {
     fn fill_copies(&self, copies: &[Strip], buffer: &mut Buffer, scratch: &mut Scratch) -> Result<()> {
         let longest = copies.iter().map(Strip::len).max().unwrap_or(0);
         let mut before = None;
-        for strip in copies {
+        // What casts met, for each.
+        let mut lost = vec![Lost::new(); copies.len()];
+        for (nth, strip) in copies.iter().enumerate() {
             self.stop.check()?;
             let at = strip.range.start;
-            match before.replace(at) {
+            let filled = match before.replace(at) {
                 // There has to be room for all copies from the first on.
-                None => self.finish(strip, &mut buffer.room(at, longest)[..strip.len()], |segment, target| {
-                    self.gather(copies, segment, target, scratch)
-                })?,
-                Some(before) => self.finish(strip, buffer.moved(before, at, strip.len()), |_, _| Ok(()))?,
+                None => {
+                    let room = &mut buffer.room(at, longest)[..strip.len()];
+                    self.fill_strip(strip, room, |segment, target| {
+                        self.gather(copies, segment, target, scratch, &mut lost)
+                    })?;
+                    room
+                }
+                Some(before) => {
+                    let room = buffer.moved(before, at, strip.len());
+                    self.fill_strip(strip, room, |_, _| Ok(()))?;
+                    room
+                }
+            };
+            for range in self.log.todo().within(strip.file, strip.range.clone()) {
+                self.write(strip, range, filled, std::mem::take(&mut lost[nth]))?;
             }
             self.reporter.advance(strip.range.end - strip.range.start);
         }
@@ -265,8 +284,8 @@ impl Filler<'_> {
         one.segments.len() == other.segments.len() && zip(&one.segments, &other.segments).all(is_same)
     }
 
-    /// Fill a strip, its tensor data with what `gather` puts there for each segment, and write it.
-    fn finish(
+    /// Fill a strip, its tensor data with what `gather` puts there for each segment.
+    fn fill_strip(
         &self,
         strip: &Strip,
         buffer: &mut [u8],
@@ -284,18 +303,14 @@ impl Filler<'_> {
                 Content::Payload { .. } => gather(index, target)?,
             }
         }
-        for range in self.log.todo().within(strip.file, strip.range.clone()) {
-            self.write(strip, range, buffer)?;
-        }
         Ok(())
     }
 
-    /// Sum and write this range of a strip that is filled.
-    fn write(&self, strip: &Strip, range: Range<u64>, buffer: &mut [u8]) -> Result<()> {
+    /// Sum and write this range of a strip that is filled; casts met `lost` in it.
+    fn write(&self, strip: &Strip, range: Range<u64>, buffer: &mut [u8], lost: Lost) -> Result<()> {
         let file = &self.reservation.files[strip.file as usize];
-        let mut left = Left::default();
+        let mut summed = InStrip::default();
         if self.sums.are_wanted(strip.file) {
-            let mut summed = InStrip::default();
             for segment in &strip.segments {
                 let place = segment.range();
                 let place = place.start.max(range.start)..place.end.min(range.end);
@@ -304,20 +319,28 @@ impl Filler<'_> {
                     summed.add(place.start, &buffer[strip.place(&place)]);
                 }
             }
-            left = self.sums.close(strip.file, &range, &mut buffer[strip.place(&range)], summed);
         }
+        let digest = Digest::of(file, &range, &buffer[strip.place(&range)], summed.parts());
+        let left = self.sums.close(strip.file, &range, &mut buffer[strip.place(&range)], summed);
         let mut from = range.start;
         for site in &left.sites {
             self.outputs.write(strip.file, from, &buffer[strip.place(&(from..from.max(*site)))])?;
             from = (site + SITE_BYTES).min(range.end);
         }
         self.outputs.write(strip.file, from, &buffer[strip.place(&(from..range.end))])?;
-        self.log.add(strip.file, range, left.parts);
+        self.log.add(Entry { file: strip.file, range, digest, sums: left.parts, lost });
         Ok(())
     }
 
-    /// Gather a segment of the first of these strips, for all of them.
-    fn gather(&self, copies: &[Strip], segment: usize, target: &mut [u8], scratch: &mut Scratch) -> Result<()> {
+    /// Gather a segment of the first of these strips, for all of them; `lost` has what casts met, by strip.
+    fn gather(
+        &self,
+        copies: &[Strip],
+        segment: usize,
+        target: &mut [u8],
+        scratch: &mut Scratch,
+        lost: &mut [Lost],
+    ) -> Result<()> {
         let Content::Payload { slot, bytes } = &copies[0].segments[segment].content else { return Ok(()) };
         let tile = &self.slots[*slot].tile;
         let first = bytes.start / tile.itemsize();
@@ -326,8 +349,9 @@ impl Filler<'_> {
             Content::Payload { slot, .. } => self.slots[slot].counted,
             Content::Literal { .. } => None,
         };
-        if let Some(pair) = copies.iter().find_map(counted) {
-            self.log.count(pair, counts);
+        // Where the one is that counts.
+        if let Some((lost, pair)) = zip(lost, copies).find_map(|(lost, copy)| Some((lost, counted(copy)?))) {
+            lost.entry(pair).or_default().add(counts);
         }
         Ok(())
     }

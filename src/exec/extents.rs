@@ -84,6 +84,13 @@ impl Extents {
         left
     }
 
+    /// What is in the set of those files that are not left out.
+    #[must_use]
+    pub fn leaving_out(&self, is_out: impl Fn(u32) -> bool) -> Self {
+        let files = self.files.iter().filter(|(file, _)| !is_out(**file));
+        Self { files: files.map(|(file, stretches)| (*file, stretches.clone())).collect() }
+    }
+
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.iter().map(|(_, stretch)| stretch.end - stretch.start).sum()

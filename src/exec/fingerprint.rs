@@ -9,6 +9,7 @@
 //! threads, nor on the order of a hash map, nor on where in memory something lies.
 
 use std::collections::{BTreeSet, HashMap};
+use std::ffi::OsStr;
 use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
@@ -97,6 +98,16 @@ pub fn fingerprint(
     Ok(digest.finish())
 }
 
+/// A path below one of the roots, which has this number, or beside it; of any other its last name.
+pub(super) fn below<'p>(path: &'p Path, roots: &[&Path]) -> (u64, &'p OsStr) {
+    let below = |root: &Path| path.strip_prefix(root).ok().filter(|rest| !rest.as_os_str().is_empty());
+    let found = (0_u64..).zip(roots).find_map(|(index, root)| {
+        let rest = below(root).or_else(|| root.parent().and_then(below))?;
+        Some((index, rest.as_os_str()))
+    });
+    found.unwrap_or_else(|| (roots.len() as u64, path.file_name().unwrap_or_default()))
+}
+
 /// Hashed in pieces that are worth a call.
 const BUFFER_BYTES: usize = 64 << 10;
 
@@ -147,14 +158,8 @@ impl Digest {
         self.number(nanoseconds.cast_unsigned());
     }
 
-    /// A path below one of the roots, or beside it; of any other its last name.
     fn path(&mut self, path: &Path, roots: &[&Path]) {
-        let below = |root: &Path| path.strip_prefix(root).ok().filter(|rest| !rest.as_os_str().is_empty());
-        let found = (0_u64..).zip(roots).find_map(|(index, root)| {
-            let rest = below(root).or_else(|| root.parent().and_then(below))?;
-            Some((index, rest.as_os_str()))
-        });
-        let (root, rest) = found.unwrap_or_else(|| (roots.len() as u64, path.file_name().unwrap_or_default()));
+        let (root, rest) = below(path, roots);
         self.number(root);
         self.bytes(rest.as_bytes());
     }

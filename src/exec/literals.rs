@@ -7,21 +7,21 @@ use std::iter::zip;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::sums::SITE_BYTES;
+use super::sums::{SITE_BYTES, sites};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 
 /// Read at a time.
 const BLOCK_BYTES: usize = 1 << 20;
 
-/// Where the first byte is that is not as it was laid out. Sums are of tensor data, which others compare.
+/// Where the first byte is that is not as it was laid out. Sums are of tensor data, which others
+/// [check](super::sums::first_wrong).
 ///
 /// # Errors
 /// `Io`, also where the file ends before.
 pub fn first_difference(file: &OutputFile, path: &Path) -> Result<Option<u64>> {
     let open = File::open(path).map_err(Error::io("open", path))?;
-    let mut sites: Vec<u64> = file.sums.iter().flat_map(|sum| sum.sites.iter().copied()).collect();
-    sites.sort_unstable();
+    let sites = sites(file, &(0..file.len));
     let is_sum = |offset: u64| {
         let next = sites.partition_point(|site| *site <= offset);
         next.checked_sub(1).is_some_and(|before| offset < sites[before] + SITE_BYTES)

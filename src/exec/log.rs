@@ -6,17 +6,13 @@
 //!
 //! Counts bytes. Invariant: what is recorded as synced has been.
 
-use std::collections::BTreeMap;
-use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
-use super::cast::Counts;
-use super::copy::DtypePair;
-use super::journal::{Batch, Durability, Journal, Record, SumPart};
+use super::journal::{Batch, Durability, Entry, Journal, Lost, Record, SumPart, add_lost};
 use super::output::Outputs;
 use super::{Extents, Stop};
 use crate::catalog::OutputFile;
@@ -52,7 +48,7 @@ struct State {
     /// Of what is recorded, where this run puts sums together itself.
     sums: Vec<(u32, SumPart)>,
     /// What casts met in all of this run.
-    lost: BTreeMap<DtypePair, Counts>,
+    lost: Lost,
     journal: Option<Journal>,
     recorded: Instant,
 }
@@ -64,7 +60,7 @@ impl<'a> Log<'a> {
         let state = State {
             next: Record::default(),
             sums: Vec::new(),
-            lost: BTreeMap::new(),
+            lost: Lost::new(),
             journal: None,
             recorded: Instant::now(),
         };
@@ -84,14 +80,9 @@ impl<'a> Log<'a> {
         self.is_all
     }
 
-    /// Note that a range has been written; `sums` are of what is in it and not summed up yet.
-    pub fn add(&self, file: u32, range: Range<u64>, sums: Vec<SumPart>) {
-        self.window().add(file, range, sums);
-    }
-
-    /// Note what a cast met.
-    pub fn count(&self, pair: DtypePair, counts: Counts) {
-        self.window().lose(pair, counts);
+    /// Note that a stretch has been written.
+    pub fn add(&self, entry: Entry) {
+        self.window().add(entry);
     }
 
     /// Note that a carried file has been copied.
@@ -143,7 +134,7 @@ impl<'a> Log<'a> {
 
     /// What casts met in this run.
     #[must_use]
-    pub fn lost(&self) -> BTreeMap<DtypePair, Counts> {
+    pub fn lost(&self) -> Lost {
         self.state().lost.clone()
     }
 
@@ -159,9 +150,7 @@ impl<'a> Log<'a> {
     fn close_window(&self) -> MutexGuard<'_, State> {
         let record = self.window().take(self.files);
         let mut state = self.state();
-        for (pair, counts) in &record.lost {
-            state.lost.entry(*pair).or_default().add(*counts);
-        }
+        record.entries.iter().for_each(|entry| add_lost(&mut state.lost, &entry.lost));
         state.next.append(record);
         state
     }

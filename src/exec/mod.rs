@@ -3,6 +3,7 @@
 //! Knows no format, no command line and no terminal: progress goes to a [`Reporter`], interruption comes from a
 //! [`Stop`], where a late-bound chunk lies is asked of an [`Input`]'s resolver.
 
+pub mod about;
 mod bands;
 mod block;
 pub mod carry;
@@ -10,6 +11,7 @@ pub mod cast;
 pub mod compare;
 pub mod copy;
 mod difference;
+pub mod digest;
 pub mod division;
 mod extents;
 pub mod fingerprint;
@@ -25,7 +27,7 @@ pub mod seal;
 pub mod staging;
 mod stop;
 mod strips;
-mod sums;
+pub mod sums;
 #[cfg(test)]
 mod tests;
 mod window;

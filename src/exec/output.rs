@@ -74,8 +74,12 @@ impl Outputs {
             let path = &outputs.paths[*index as usize];
             let made = OpenOptions::new().write(true).create(true).truncate(false).open(path);
             let made = made.map_err(Error::io("create", path))?;
-            if made.metadata().map_err(Error::io("look at", path))?.len() == file.len {
+            let found = made.metadata().map_err(Error::io("look at", path))?.len();
+            if found == file.len {
                 return Ok(());
+            }
+            if found > file.len {
+                return made.set_len(file.len).map_err(Error::io("cut", path));
             }
             allocate(&made, file.len).map_err(Error::io("allocate space for", path))
         };

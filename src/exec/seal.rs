@@ -5,8 +5,13 @@
 //!
 //! Counts bytes.
 
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::Path;
 
+use rayon::prelude::*;
+
+use super::carry::{Carried, is_carried};
 use super::journal::Known;
 use super::output::Outputs;
 use super::{Stop, sums};
@@ -22,14 +27,29 @@ pub fn is_complete(known: &Known, files: &[OutputFile], carried: usize) -> bool 
 /// Put sums into the files in `folder`, all data of which is there. `known` is what is said in `journals`.
 ///
 /// # Errors
-/// `Malformed` where a file is not as long as it should be or journals contradict each other, `Io`.
-pub fn seal(folder: &Path, files: &[OutputFile], known: &Known, journals: &Path, sync: bool) -> Result<()> {
-    for file in files {
-        let path = folder.join(&file.path);
-        let len = path.metadata().map_err(Error::io("look at", &path))?.len();
-        if len != file.len {
-            let (expected, found) = (format!("{} bytes", file.len), format!("{len} bytes"));
-            return Err(Error::malformed(&path, "the whole file", expected, found));
+/// `Usage` where a file is not as long as it should be, `Malformed` where journals contradict each other, `Io`.
+pub fn seal(
+    folder: &Path,
+    files: &[OutputFile],
+    carried: &[Carried],
+    known: &Known,
+    journals: &Path,
+    sync: bool,
+) -> Result<()> {
+    let all: Vec<u32> = (0..).zip(files).map(|(index, _)| index).collect();
+    let misfit = |path: &Path, len: u64, found: &str| {
+        Err(Error::usage(
+            format!("{}: expected {len} bytes, found {found}", folder.join(path).display()),
+            "something else changed what was written; --resume writes it again",
+        ))
+    };
+    if let Some((index, found)) = misfits(folder, files, &all)?.first_key_value() {
+        let file = &files[*index as usize];
+        return misfit(&file.path, file.len, found);
+    }
+    for file in carried {
+        if !is_carried(file, folder, false)? {
+            return misfit(&file.to, file.len, "another length");
         }
     }
     let outputs = Outputs::of(folder, files, sync)?;
@@ -39,4 +59,59 @@ pub fn seal(folder: &Path, files: &[OutputFile], known: &Known, journals: &Path,
         known.sums.keys().try_for_each(|file| outputs.sync(*file, &Stop::default()))?;
     }
     Ok(())
+}
+
+/// The files among these that are not as long as they should be, and what was found instead.
+///
+/// # Errors
+/// `Io` where one cannot be looked at.
+pub fn misfits(folder: &Path, files: &[OutputFile], these: &[u32]) -> Result<BTreeMap<u32, String>> {
+    let look = |index: &u32| -> Result<Option<(u32, String)>> {
+        let file = &files[*index as usize];
+        let found = match len_of(&folder.join(&file.path))? {
+            Some(found) if found == file.len => return Ok(None),
+            found => found.map_or_else(|| String::from("no file"), |found| format!("{found} bytes")),
+        };
+        Ok(Some((*index, found)))
+    };
+    // A network file system takes its time for each.
+    let found: Vec<Result<Option<(u32, String)>>> = these.par_iter().map(look).collect();
+    found.into_iter().filter_map(Result::transpose).collect()
+}
+
+/// `None` where there is no such file.
+pub(super) fn len_of(path: &Path) -> Result<Option<u64>> {
+    match std::fs::symlink_metadata(path) {
+        Ok(metadata) => Ok(metadata.is_file().then_some(metadata.len())),
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
+        Err(error) => Err(Error::io("look at", path)(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_that_are_not_as_long_as_they_should_be() {
+        let folder = tempfile::tempdir().unwrap();
+        let files: Vec<OutputFile> = (0..5_u8)
+            .map(|number| {
+                let mut file = OutputFile::new(format!("sub/{number}"));
+                file.push_payload(10);
+                file
+            })
+            .collect();
+        std::fs::create_dir(folder.path().join("sub")).unwrap();
+        for (number, len) in [(0, 10), (1, 9), (2, 11)] {
+            std::fs::write(folder.path().join(format!("sub/{number}")), vec![0; len]).unwrap();
+        }
+        std::fs::create_dir(folder.path().join("sub/4")).unwrap();
+        let found = misfits(folder.path(), &files, &[0, 1, 2, 3, 4]).unwrap();
+        let words = [(1, "9 bytes"), (2, "11 bytes"), (3, "no file"), (4, "no file")];
+        assert_eq!(found, words.map(|(number, found)| (number, found.to_owned())).into());
+        assert_eq!(misfits(folder.path(), &files, &[0]).unwrap(), BTreeMap::new());
+        let error = seal(folder.path(), &files, &[], &Known::default(), folder.path(), false).unwrap_err();
+        assert!(error.to_string().contains("sub/1: expected 10 bytes, found 9 bytes"), "{error}");
+    }
 }

@@ -99,9 +99,9 @@ mod tests {
             let error = stop.check().unwrap_err();
             assert_eq!((code(&error), i32::from(exit)), (exit, 128 + number));
             assert_eq!(error.to_string(), format!("stopped by {signal}; nothing was written at the destination"));
-            let kept = error.keeping(Path::new(".out.dtshard-partial"));
+            let kept = error.keeping(Path::new(".out.dtshard-partial"), "1 of 2".into());
             assert_eq!(code(&kept), if number == SIGINT { 130 } else { 75 });
-            let words = format!("stopped by {signal}; .out.dtshard-partial keeps what is done, --resume goes on");
+            let words = format!("stopped by {signal}; .out.dtshard-partial keeps 1 of 2, --resume goes on from there");
             assert_eq!(kept.to_string(), words);
         }
     }

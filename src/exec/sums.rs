@@ -9,12 +9,17 @@
 //! Counts bytes. Invariant: spans ascend, and so do their first sites, and their second ones (see [`Sum`]).
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Mutex, OnceLock};
 
 use crc32fast::Hasher;
+use rayon::prelude::*;
 
+use super::Stop;
+use super::digest::for_each_block;
 use super::journal::SumPart;
 use super::output::Outputs;
 use super::strips::Strip;
@@ -58,6 +63,10 @@ impl InStrip {
     /// Note that `bytes` are at `offset` of the file.
     pub fn add(&mut self, offset: u64, bytes: &[u8]) {
         self.0.push(SumPart { offset, len: bytes.len() as u64, crc: crc32fast::hash(bytes) });
+    }
+
+    pub fn parts(&self) -> &[SumPart] {
+        &self.0
     }
 
     /// The sum of a span that lies within the strip.
@@ -198,6 +207,59 @@ pub fn patch(
         }
     }
     Ok(())
+}
+
+/// The places for sums that reach into a range, ascending.
+#[must_use]
+pub fn sites(file: &OutputFile, range: &Range<u64>) -> Vec<u64> {
+    let sums = file.sums.as_slice();
+    let most_sites = sums.first().map_or(0, |sum| sum.sites.len());
+    let mut sites: Vec<u64> = Vec::new();
+    for nth in 0..most_sites {
+        let first = sums.partition_point(|sum| sum.sites[nth] + SITE_BYTES <= range.start);
+        sites.extend(sums[first..].iter().map(|sum| sum.sites[nth]).take_while(|site| *site < range.end));
+    }
+    sites.sort_unstable();
+    sites
+}
+
+/// A sum in a file that is not that of what it is of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WrongSum {
+    pub of: Range<u64>,
+    pub site: u64,
+    pub expected: u32,
+    pub found: u32,
+}
+
+/// The first sum of a file that is complete, at `path`, that is not that of what is there.
+///
+/// # Errors
+/// `Io`, `Stopped`.
+pub fn first_wrong(file: &OutputFile, path: &Path, stop: &Stop) -> Result<Option<WrongSum>> {
+    if file.sums.is_empty() {
+        return Ok(None);
+    }
+    let open = File::open(path).map_err(Error::io("open", path))?;
+    let look = |sum: &Sum| -> Result<Option<WrongSum>> {
+        let mut hasher = Hasher::new();
+        for_each_block(&open, path, &sum.range, |block| {
+            hasher.update(block);
+            stop.check()
+        })?;
+        let expected = hasher.finalize();
+        for site in &sum.sites {
+            let mut value = [0; size_of::<u32>()];
+            open.read_exact_at(&mut value, *site).map_err(Error::io("read", path))?;
+            let found = u32::from_le_bytes(value);
+            if found != expected {
+                return Ok(Some(WrongSum { of: sum.range.clone(), site: *site, expected, found }));
+            }
+        }
+        Ok(None)
+    };
+    let found: Vec<Result<Option<WrongSum>>> = file.sums.par_iter().map(look).collect();
+    found.into_iter().find_map(Result::transpose).transpose()
 }
 
 /// Whether the span around `offset` lies within the strip, with all sites of its sum.

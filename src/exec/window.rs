@@ -4,12 +4,16 @@
 //! tensors is proven and planned and its chunks are located, in parallel. Only one window's plans exist at a time, so
 //! memory follows the window, not the model. Tensors, and chunks of them, of which nothing is to be done are passed over.
 //!
+//! What a stopped run loses is the window it is at. So windows follow [time](Pace): however slow a disk is, one is the
+//! work of a few seconds, if no tensor of it is more than that.
+//!
 //! Counts bytes of output. Invariant: of what [`prepare`] gives, each payload has the number of its slot, and groups of
 //! different tensors have different numbers.
 
 use std::collections::HashSet;
 use std::iter::zip;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
@@ -22,8 +26,15 @@ use crate::error::Result;
 use crate::fault;
 use crate::plan::Source;
 
-/// Output planned and located at a time.
+/// Output planned and located at a time, at most.
 const WINDOW_BYTES: u64 = 1 << 30;
+
+/// The first window, which tells how fast it goes, and the least one: strips for many threads.
+const FIRST_BYTES: u64 = 128 << 20;
+const LEAST_BYTES: u64 = 32 << 20;
+
+/// What a window is to take.
+const WINDOW_TIME: Duration = Duration::from_secs(5);
 
 /// So little that small checkpoints have many windows, where a test wants to stop between them.
 const HURRIED_BYTES: u64 = 256 << 10;
@@ -31,22 +42,65 @@ const HURRIED_BYTES: u64 = 256 << 10;
 /// Tiles planned and located at a time, where they are small.
 const WINDOW_TILES: usize = 1 << 14;
 
-/// Cut what is to be done of the target's tensors into windows of bounded output and number of tiles.
-pub fn windows<'a>(
+/// How much to do at a time, by how long it took the last time.
+pub struct Pace {
+    bytes: u64,
+    since: Instant,
+}
+
+impl Pace {
+    #[must_use]
+    pub fn start() -> Self {
+        Self { bytes: FIRST_BYTES, since: Instant::now() }
+    }
+
+    /// The most a plan can get.
+    #[must_use]
+    pub fn at_most() -> u64 {
+        if fault::is_hurried() { HURRIED_BYTES } else { WINDOW_BYTES }
+    }
+
+    /// Bytes of the next window.
+    #[must_use]
+    pub fn next(&self) -> u64 {
+        self.bytes.min(Self::at_most())
+    }
+
+    /// A window of so many bytes is done.
+    pub fn done(&mut self, bytes: u64) {
+        self.bytes = next_bytes(bytes, self.since.elapsed());
+        self.since = Instant::now();
+    }
+}
+
+/// What takes as long as a window is to take, where this many bytes took that long.
+fn next_bytes(bytes: u64, took: Duration) -> u64 {
+    let next = u128::from(bytes) * WINDOW_TIME.as_micros() / took.as_micros().max(1);
+    u64::try_from(next).unwrap_or(u64::MAX).clamp(LEAST_BYTES, WINDOW_BYTES)
+}
+
+/// Cuts what is to be done of the target's tensors into windows of bounded output and number of tiles.
+pub struct Windows<'a> {
     input: Input<'a>,
-    tensors: &'a [Reserved],
+    rest: std::slice::Iter<'a, Reserved>,
     todo: &'a Extents,
-) -> impl Iterator<Item = Vec<&'a Reserved>> {
-    let most_bytes = if fault::is_hurried() { HURRIED_BYTES } else { WINDOW_BYTES };
-    let mut rest = tensors.iter();
-    std::iter::from_fn(move || {
+}
+
+impl<'a> Windows<'a> {
+    #[must_use]
+    pub fn new(input: Input<'a>, tensors: &'a [Reserved], todo: &'a Extents) -> Self {
+        Self { input, rest: tensors.iter(), todo }
+    }
+
+    /// The tensors of the next window, which is full with so many bytes; `None` where nothing is left.
+    pub fn next(&mut self, most_bytes: u64) -> Option<Vec<&'a Reserved>> {
         let mut window = Vec::new();
         let (mut bytes, mut tiles) = (0, 0);
         while bytes < most_bytes && tiles < WINDOW_TILES {
-            let Some(tensor) = rest.next() else { break };
-            let source = input.catalog.tensor(tensor.source);
+            let Some(tensor) = self.rest.next() else { break };
+            let source = self.input.catalog.tensor(tensor.source);
             let before = tiles;
-            for chunk in (0..tensor.entry.chunks.len()).filter(|chunk| is_wanted(tensor, *chunk, todo)) {
+            for chunk in (0..tensor.entry.chunks.len()).filter(|chunk| is_wanted(tensor, *chunk, self.todo)) {
                 bytes += tensor.chunk_bytes(chunk);
                 tiles = tensor.tiles_of(chunk, source).saturating_add(tiles);
             }
@@ -57,7 +111,7 @@ pub fn windows<'a>(
             }
         }
         (!window.is_empty()).then_some(window)
-    })
+    }
 }
 
 /// The source tensors of what is to be done, ascending.
@@ -145,4 +199,21 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents) -> Result
         payload,
     }));
     Ok(tiles)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_follow_time() {
+        let mb = 1 << 20;
+        let next = |bytes, millis| next_bytes(bytes, Duration::from_millis(millis));
+        assert_eq!(next(128 * mb, 100), WINDOW_BYTES, "of a fast disk");
+        assert_eq!(next(128 * mb, 2000), 320 * mb);
+        assert_eq!(next(1024 * mb, 50_000), 102 * mb + 419_430);
+        assert_eq!(next(128 * mb, 60_000), LEAST_BYTES, "of a slow one");
+        assert_eq!(next(0, 0), LEAST_BYTES);
+        assert_eq!(next(u64::MAX, 0), WINDOW_BYTES);
+    }
 }

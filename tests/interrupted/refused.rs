@@ -50,29 +50,33 @@ fn without_being_asked_to() {
 fn another_source_or_other_options() {
     let job = Job::new(FOLDER);
     leave(&job, "");
-    let words = [
-        "an earlier run did not finish: ",
-        "cannot be gone on with: it is of another source, or of other options",
-        "hint: --restart throws it away and starts again; --resume needs the same dtshard, SRC and options",
-    ];
-    refuses(&job, "--resume --dtype bf16", &words);
-    refuses(&job, "--resume --exclude layers.03.weight", &words);
-    refuses(&job, "--resume --add-prefix model.", &words);
-    refuses(&job, "--dtype bf16", &words);
+    let refuses_as = |job: &Job, more: &str, what: &str| {
+        let message = format!("an earlier run did not finish: {}", job.partial().display());
+        let what = format!("is in the way, and cannot be gone on with: {what}\n");
+        let hint = "hint: --restart throws it away and starts again; --resume needs the same dtshard, SRC and options";
+        refuses(job, more, &[&message, &what, hint]);
+    };
+    refuses_as(&job, "--resume --dtype bf16 --threads 1", "--dtype was not given, and is bf16");
+    refuses_as(&job, "--resume --exclude layers.03.weight", "--exclude was not given, and is layers.03.weight");
+    refuses_as(&job, "--resume --add-prefix model.", "--add-prefix was not given, and is model.");
+    refuses_as(&job, "--dtype bf16", "--dtype was not given, and is bf16");
     let ranks = Job::new(RANKS);
     leave(&ranks, "");
-    refuses(&ranks, "--resume --placements layers.03.weight=S(0),S(1)", &words);
+    let placements = "--placements was R,S(1), and is R,S(1) layers.03.weight=S(0),S(1)";
+    refuses_as(&ranks, "--resume --placements layers.03.weight=S(0),S(1)", placements);
 
     // As it was, it goes on; changed in name only, it does not.
     let file = job.source().join("__1_0.distcp");
     let modified = fs::metadata(&file).unwrap().modified().unwrap();
     fs::File::open(&file).unwrap().set_modified(modified + Duration::from_secs(1)).unwrap();
-    refuses(&job, "--resume", &words);
+    refuses_as(&job, "--resume", "__1_0.distcp has changed since: it is newer, and as long");
     let mut content = fs::read(&file).unwrap();
     let middle = content.len() / 2;
     content[middle] ^= 1;
     fs::write(&file, &content).unwrap();
-    job.run("--resume", None).refused(&words);
+    job.run("--resume", None).refused(&["cannot be gone on with: __1_0.distcp has changed since: it is newer"]);
+    fs::write(&file, [&content[..], &[0]].concat()).unwrap();
+    job.run("--resume", None).refused(&["cannot be gone on with: __1_0.distcp was ", " bytes, and is "]);
     content[middle] ^= 1;
     fs::write(&file, &content).unwrap();
     fs::File::open(&file).unwrap().set_modified(modified).unwrap();
@@ -182,50 +186,17 @@ fn a_destination_without_a_mark() {
         skip("no attributes on this file system");
         return;
     }
-    refuses(&job, "--resume", &["out.pt exists", "--overwrite"]);
+    let words =
+        ["out.pt exists, and nothing tells what it was made from", "`dtshard verify` compares it", "--overwrite"];
+    refuses(&job, "--resume", &words);
+    refuses(&job, "--parts 2 --part 0 --no-wait", &words);
     job.run("--resume --overwrite", None).succeeded();
     job.is_done("again");
     job.run("--resume", None).succeeded().says(&["is there already"]);
     // Nor is it what another plan has made.
     job.run("--overwrite --exclude layers.01.weight", None).succeeded();
-    refuses(&job, "--resume", &["out.pt exists"]);
-}
-
-/// It was recorded as done: so something else was at work.
-#[test]
-fn data_that_changed() {
-    let changes: [(&str, &str, Change); 3] = [
-        ("deleted", "found no file", |file| fs::remove_file(file).unwrap()),
-        ("cut", "found 1000 bytes", |file| fs::File::options().write(true).open(file).unwrap().set_len(1000).unwrap()),
-        ("grown", "bytes", |file| {
-            let len = fs::metadata(file).unwrap().len();
-            fs::File::options().write(true).open(file).unwrap().set_len(len + 1).unwrap();
-        }),
-    ];
-    for kind in [FILE, DCP, CAST] {
-        let job = Job::new(kind);
-        for (what, found, change) in changes {
-            leave(&job, "");
-            let data = job.work().join("data");
-            let file = data.join(names(&data).into_iter().rfind(|name| !name.ends_with("json")).unwrap());
-            change(&file);
-            let words = ["of which some are recorded as done", found, "--restart"];
-            let ended = job.run("--resume", Some("none"));
-            if ended.code == Some(0) {
-                // Nothing of that file had been recorded.
-                job.is_done(&format!("{kind} {what}"));
-                continue;
-            }
-            ended.refused(&words).says(&[file.to_str().unwrap()]);
-            job.run("--restart", None).succeeded();
-            job.is_done(&format!("{kind} {what}"));
-        }
-        // The first file has something of the first window.
-        leave(&job, "--parts 1");
-        let data = job.work().join("data");
-        names(&data).iter().for_each(|name| fs::remove_file(data.join(name)).unwrap());
-        refuses(&job, "--resume", &["found no file"]);
-    }
+    let words = ["out.pt exists: it is finished, and of another source, or made with other options", "--overwrite"];
+    refuses(&job, "--resume", &words);
 }
 
 #[test]

@@ -1,5 +1,8 @@
 //! Going on in the middle: what is recorded is not done again, whoever did it and whoever goes on.
 
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
 use serde_json::{Value as Json, json};
 
 use crate::job::{CAST, DCP, FILE, FOLDER, Job, KINDS, RANKS};
@@ -204,4 +207,29 @@ fn where_it_is_complete() {
     assert!(crate::job::tree(&job.target()) != job.wanted);
     job.run("--resume --overwrite", None).succeeded();
     job.is_done("replaced");
+}
+
+/// Whoever is stopped says how much is kept.
+#[test]
+fn what_a_signal_keeps() {
+    let job = Job::new(FILE);
+    // Done with its own half, it waits for the other one.
+    let child = job.command("--parts 2 --part 0", None).spawn().unwrap();
+    let begun = Instant::now();
+    while !job.partial().exists() || job.of_partial(".journal").is_empty() {
+        assert!(begun.elapsed() < Duration::from_secs(20));
+    }
+    sleep(Duration::from_millis(300));
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    let ended: crate::outcome::Outcome = child.wait_with_output().unwrap().into();
+    assert_eq!(ended.code, Some(75), "{ended:?}");
+    ended.says(&[
+        "stopped by TERM; ",
+        ".out.pt.dtshard-partial keeps 7",
+        " kB of 1.",
+        " MB, --resume goes on from there",
+    ]);
+    job.run("--resume", None).succeeded();
+    job.is_done("after TERM");
 }

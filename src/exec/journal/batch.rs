@@ -2,16 +2,15 @@
 //!
 //! Invariant: what is added is in one record, once.
 
-use std::ops::Range;
-
 use super::known::is_possible;
 use super::{Entry, Record, SumPart};
 use crate::catalog::OutputFile;
-use crate::exec::cast::Counts;
-use crate::exec::copy::DtypePair;
 
 /// Entries and parts of spans that are worth a record, however short the time since the last one: some 10 MB of text.
 const MOST_ITEMS: usize = 1 << 18;
+
+/// Neighbours are joined up to this: so much is done again where a byte of it is not what was written.
+const MOST_BYTES: u64 = 64 << 20;
 
 /// What was finished since the last record, in any order.
 #[derive(Debug, Default)]
@@ -21,16 +20,11 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Note that a stretch is written. `sums` are of parts of it that each lie in one span whose sum is not in the file
+    /// Note that a stretch is written. Its sums are of parts of it that each lie in one span whose sum is not in the file
     /// yet, ascending.
-    pub fn add(&mut self, file: u32, range: Range<u64>, sums: Vec<SumPart>) {
-        self.items += 1 + sums.len();
-        self.record.entries.push(Entry { file, range, sums });
-    }
-
-    /// Note what a cast met.
-    pub fn lose(&mut self, pair: DtypePair, counts: Counts) {
-        self.record.lost.entry(pair).or_default().add(counts);
+    pub fn add(&mut self, entry: Entry) {
+        self.items += 1 + entry.sums.len();
+        self.record.entries.push(entry);
     }
 
     /// Note that a carried file is complete.
@@ -56,10 +50,11 @@ impl Batch {
         let mut record = std::mem::take(self).record;
         record.entries.sort_unstable_by_key(|entry| (entry.file, entry.range.start));
         record.entries.dedup_by(|next, entry| {
-            let is_next = entry.file == next.file && entry.range.end == next.range.start;
+            let is_next = entry.file == next.file
+                && entry.range.end == next.range.start
+                && next.range.end - entry.range.start <= MOST_BYTES;
             if is_next {
-                entry.range.end = next.range.end;
-                entry.sums.append(&mut next.sums);
+                entry.append(next);
             }
             is_next
         });

@@ -6,19 +6,16 @@
 //! Counts bytes. Invariant: `done` lies within the files, no stretch of it was taken from two entries, and `sums` lie in
 //! `done`, each in one span.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs::File;
-use std::io::{BufRead, BufReader, ErrorKind, Read};
+use std::io::{BufRead, BufReader, Read};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use rayon::prelude::*;
-
-use super::{Durability, EXTENSION, Entry, LONGEST_LINE, Record, SumPart, of_line, this_boot};
+use super::{Doubt, Durability, EXTENSION, Entry, LONGEST_LINE, Lost, Record, SumPart, add_lost, of_line, this_boot};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
-use crate::exec::carry::Carried;
-use crate::exec::cast::Counts;
-use crate::exec::copy::DtypePair;
 use crate::exec::extents::Extents;
 use crate::storage::regular_file;
 
@@ -29,9 +26,33 @@ pub struct Known {
     /// By file, ascending: the parts of spans whose sum is not in the file yet.
     pub sums: BTreeMap<u32, Vec<SumPart>>,
     /// What casts met on the way.
-    pub lost: BTreeMap<DtypePair, Counts>,
+    pub lost: Lost,
     /// Carried files, by their number.
     pub carried: BTreeSet<u32>,
+    /// What `done` was taken from.
+    pub taken: Vec<Taken>,
+}
+
+/// A stretch that is recorded as finished, and by whom.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Taken {
+    journal: Arc<str>,
+    pub file: u32,
+    pub range: Range<u64>,
+    pub digest: u32,
+}
+
+impl Taken {
+    /// Of its bytes; none is empty.
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
+    #[must_use]
+    pub fn doubt(&self) -> Doubt {
+        Doubt { journal: self.journal.to_string(), file: self.file, start: self.range.start }
+    }
 }
 
 impl Known {
@@ -43,16 +64,22 @@ impl Known {
     pub fn read(folder: &Path, files: &[OutputFile], carried: usize, sync: bool) -> Result<Self> {
         let mut known = Self::default();
         let here = this_boot().filter(|_| !sync).map(|boot| Durability::Unsynced { boot: Some(boot) });
+        let mut records: Vec<(Arc<str>, Record)> = Vec::new();
         for path in journals(folder)? {
+            let name: Arc<str> = path.file_name().unwrap_or_default().to_string_lossy().into();
             for_each_record(&path, |record, durability| {
                 if !is_possible(&record, files, carried) {
                     return false;
                 }
                 if durability == Durability::Synced || Some(&durability) == here.as_ref() {
-                    known.take(record);
+                    records.push((Arc::clone(&name), record));
                 }
                 true
             })?;
+        }
+        let doubts: HashSet<Doubt> = records.iter().flat_map(|(_, record)| record.doubts.iter().cloned()).collect();
+        for (journal, record) in records {
+            known.take(&journal, record, &doubts);
         }
         for (file, sums) in &mut known.sums {
             sums.sort_unstable_by_key(|part| part.offset);
@@ -61,48 +88,21 @@ impl Known {
         Ok(known)
     }
 
-    fn take(&mut self, record: Record) {
-        for Entry { file, range, sums } in record.entries {
-            if self.done.overlaps(file, &range) {
-                // Its sums belong to all of it or to nothing.
+    fn take(&mut self, journal: &Arc<str>, record: Record, doubts: &HashSet<Doubt>) {
+        for Entry { file, range, digest, sums, lost } in record.entries {
+            let taken = Taken { journal: Arc::clone(journal), file, range: range.clone(), digest };
+            if self.done.overlaps(file, &range) || !doubts.is_empty() && doubts.contains(&taken.doubt()) {
+                // Its sums and counts belong to all of it or to nothing.
                 continue;
             }
+            self.taken.push(taken);
             self.done.insert(file, range);
             if !sums.is_empty() {
                 self.sums.entry(file).or_default().extend(sums);
             }
-        }
-        for (pair, counts) in record.lost {
-            self.lost.entry(pair).or_default().add(counts);
+            add_lost(&mut self.lost, &lost);
         }
         self.carried.extend(record.carried);
-    }
-
-    /// Check that files of which something is recorded are in `folder`, the output, with the size they are to have. They
-    /// are made with it before anything is recorded, so somebody else was at work where one is not.
-    ///
-    /// # Errors
-    /// `Usage` naming the first one that is not, `Io` where one cannot be looked at.
-    pub fn check(&self, folder: &Path, files: &[OutputFile], carried: &[Carried]) -> Result<()> {
-        let written = self.done.files().map(|index| &files[index as usize]).map(|file| (&file.path, file.len));
-        let copied = self.carried.iter().map(|index| &carried[*index as usize]).map(|file| (&file.to, file.len));
-        let recorded: Vec<(&PathBuf, u64)> = written.chain(copied).collect();
-        // A network file system takes its time for each.
-        let found: Vec<Result<Option<u64>>> = recorded.par_iter().map(|(path, _)| len_of(&folder.join(path))).collect();
-        for ((path, len), found) in recorded.into_iter().zip(found) {
-            let found = found?;
-            if found != Some(len) {
-                let found = found.map_or_else(|| String::from("no file"), |found| format!("{found} bytes"));
-                return Err(Error::usage(
-                    format!(
-                        "{}: expected {len} bytes, of which some are recorded as done, found {found}",
-                        folder.join(path).display()
-                    ),
-                    "something else changed what an earlier run left; --restart throws it away and starts again",
-                ));
-            }
-        }
-        Ok(())
     }
 }
 
@@ -145,14 +145,7 @@ pub(super) fn is_possible(record: &Record, files: &[OutputFile], carried: usize)
         });
         !entry.range.is_empty() && entry.range.end <= file.len && are_sums_within
     };
-    record.entries.iter().all(is_entry_possible) && record.carried.iter().all(|number| (*number as usize) < carried)
-}
-
-/// `None` where there is no such file.
-fn len_of(path: &Path) -> Result<Option<u64>> {
-    match std::fs::symlink_metadata(path) {
-        Ok(metadata) => Ok(metadata.is_file().then_some(metadata.len())),
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
-        Err(error) => Err(Error::io("look at", path)(error)),
-    }
+    record.entries.iter().all(is_entry_possible)
+        && record.carried.iter().all(|number| (*number as usize) < carried)
+        && record.doubts.iter().all(|doubt| (doubt.file as usize) < files.len())
 }

@@ -6,16 +6,20 @@
 //! collects a record, [`Known`] is what all journals say together.
 //!
 //! ```text
-//!     {"r":{"e":[[0,4096,12288,[[4096,512,305419896]]]],"l":[["f32","f16",7,0]],"c":[2]}} 9ae0daaf
-//!                |  range       |    |    |                                               CRC-32
-//!                file           |    len  CRC-32 of a part of a span
-//!                               offset
+//!     {"r":{"e":[[0,4096,12288,3735928559,[[4096,512,305419896]],[["f32","f16",7,0]]]],"c":[2]}} 9ae0daaf
+//!                |  range      |           |    |    |             |                              CRC-32
+//!                file          |           |    |    |             what casts met
+//!                              |           |    len  CRC-32 of a part of a span
+//!                              digest      offset
 //! ```
+//!
+//! What the files do not bear out is [doubted](Doubt), in a journal, too: nothing is ever taken back by changing one.
 //!
 //! Counts bytes. Invariant: a record is read back as a whole or not at all, and what stands behind a damaged one is not
 //! read.
 
 mod batch;
+mod doubt;
 mod known;
 
 use std::collections::BTreeMap;
@@ -25,10 +29,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use crc32fast::Hasher;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 
 pub use batch::Batch;
-pub use known::Known;
+pub use doubt::{Doubt, doubt};
+pub use known::{Known, Taken};
 
 use super::cast::Counts;
 use super::copy::DtypePair;
@@ -48,28 +53,20 @@ const LONGEST_LINE: u64 = 256 << 20;
 pub struct Record {
     #[serde(rename = "e", default, skip_serializing_if = "Vec::is_empty")]
     pub entries: Vec<Entry>,
-    /// What casts met in these.
-    #[serde(
-        rename = "l",
-        default,
-        skip_serializing_if = "BTreeMap::is_empty",
-        serialize_with = "write_lost",
-        deserialize_with = "read_lost"
-    )]
-    pub lost: BTreeMap<DtypePair, Counts>,
     /// Carried files, by their number.
     #[serde(rename = "c", default, skip_serializing_if = "Vec::is_empty")]
     pub carried: Vec<u32>,
+    /// Of other journals, and of what this one says elsewhere.
+    #[serde(rename = "d", default, skip_serializing_if = "Vec::is_empty")]
+    pub doubts: Vec<Doubt>,
 }
 
 impl Record {
     /// Take in what was finished after this.
     pub fn append(&mut self, later: Self) {
         self.entries.extend(later.entries);
-        for (pair, counts) in later.lost {
-            self.lost.entry(pair).or_default().add(counts);
-        }
         self.carried.extend(later.carried);
+        self.doubts.extend(later.doubts);
     }
 
     /// The parts of spans that are not summed up, with the file each is in.
@@ -79,18 +76,43 @@ impl Record {
 
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.entries.is_empty() && self.lost.is_empty() && self.carried.is_empty()
+        self.entries.is_empty() && self.carried.is_empty() && self.doubts.is_empty()
     }
 }
 
 /// A finished stretch of an output file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "EntryFields", into = "EntryFields")]
+#[serde(try_from = "EntryFields", into = "EntryFields")]
 pub struct Entry {
     pub file: u32,
     pub range: Range<u64>,
+    /// See [`Digest`](super::digest::Digest).
+    pub digest: u32,
     /// Within the range, ascending: the parts of spans whose sum is not in the file yet.
     pub sums: Vec<SumPart>,
+    /// What casts met in it: it counts as often as its bytes do.
+    pub lost: Lost,
+}
+
+/// What casts met.
+pub type Lost = BTreeMap<DtypePair, Counts>;
+
+impl Entry {
+    /// Take in one that begins where this one ends.
+    fn append(&mut self, next: &mut Self) {
+        let hasher = |entry: &Self| Hasher::new_with_initial_len(entry.digest, entry.range.end - entry.range.start);
+        let mut both = hasher(self);
+        both.combine(&hasher(next));
+        self.digest = both.finalize();
+        self.range.end = next.range.end;
+        self.sums.append(&mut next.sums);
+        add_lost(&mut self.lost, &next.lost);
+    }
+}
+
+/// Count what casts met elsewhere, too.
+pub fn add_lost(lost: &mut Lost, more: &Lost) {
+    more.iter().for_each(|(pair, counts)| lost.entry(*pair).or_default().add(*counts));
 }
 
 /// The CRC-32 of a part of a span, or of all of it.
@@ -124,17 +146,27 @@ impl SumPart {
     }
 }
 
-type EntryFields = (u32, u64, u64, Vec<SumPart>);
+type EntryFields = (u32, u64, u64, u32, Vec<SumPart>, Vec<(String, String, u64, u64)>);
 
-impl From<EntryFields> for Entry {
-    fn from((file, start, end, sums): EntryFields) -> Self {
-        Self { file, range: start..end, sums }
+impl TryFrom<EntryFields> for Entry {
+    type Error = &'static str;
+
+    fn try_from((file, start, end, digest, sums, rows): EntryFields) -> Result<Self, Self::Error> {
+        let dtype = |name: &str| Dtype::from_name(name).ok_or("no dtype");
+        let mut lost = Lost::new();
+        for (from, to, overflows, nans) in rows {
+            lost.entry((dtype(&from)?, dtype(&to)?)).or_default().add(Counts { overflows, nans });
+        }
+        Ok(Self { file, range: start..end, digest, sums, lost })
     }
 }
 
 impl From<Entry> for EntryFields {
-    fn from(Entry { file, range, sums }: Entry) -> Self {
-        (file, range.start, range.end, sums)
+    fn from(Entry { file, range, digest, sums, lost }: Entry) -> Self {
+        let row = |((from, to), lost): ((Dtype, Dtype), Counts)| {
+            (from.name().to_owned(), to.name().to_owned(), lost.overflows, lost.nans)
+        };
+        (file, range.start, range.end, digest, sums, lost.into_iter().map(row).collect())
     }
 }
 
@@ -148,20 +180,6 @@ impl From<SumPart> for (u64, u64, u32) {
     fn from(SumPart { offset, len, crc }: SumPart) -> Self {
         (offset, len, crc)
     }
-}
-
-fn write_lost<S: Serializer>(lost: &BTreeMap<DtypePair, Counts>, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_seq(lost.iter().map(|((from, to), lost)| (from.name(), to.name(), lost.overflows, lost.nans)))
-}
-
-fn read_lost<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<DtypePair, Counts>, D::Error> {
-    let dtype = |name: &str| Dtype::from_name(name).ok_or_else(|| serde::de::Error::custom("no dtype"));
-    let rows = Vec::<(String, String, u64, u64)>::deserialize(deserializer)?;
-    rows.iter()
-        .map(|(from, to, overflows, nans)| {
-            Ok(((dtype(from)?, dtype(to)?), Counts { overflows: *overflows, nans: *nans }))
-        })
-        .collect()
 }
 
 /// What a record promises.

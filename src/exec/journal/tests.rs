@@ -4,7 +4,6 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::catalog::Sum;
-use crate::exec::carry::Carried;
 
 /// Two files of 1000 bytes; the first has the spans 100..300 and 300..900, the second none.
 fn files() -> Vec<OutputFile> {
@@ -35,8 +34,11 @@ fn parts(range: &Range<usize>) -> Vec<SumPart> {
     clipped.into_iter().filter(|range| !range.is_empty()).map(part).collect()
 }
 
+/// With the digest of what the first file holds.
 fn entry(file: u32, range: Range<u64>, sums: Vec<SumPart>) -> Entry {
-    Entry { file, range, sums }
+    let at = |offset: u64| usize::try_from(offset).unwrap();
+    let digest = content().get(at(range.start)..at(range.end)).map(crc32fast::hash).unwrap_or_default();
+    Entry { file, range, digest, sums, lost: Lost::new() }
 }
 
 fn record(entries: Vec<Entry>) -> Record {
@@ -44,8 +46,12 @@ fn record(entries: Vec<Entry>) -> Record {
 }
 
 fn full_record() -> Record {
-    let lost = [((Dtype::F32, Dtype::Bf16), Counts { overflows: 3, nans: u64::MAX })].into();
-    Record { entries: vec![entry(0, 50..400, parts(&(50..400)))], lost, carried: vec![0, 2] }
+    let entry = Entry { lost: lost(3), ..entry(0, 50..400, parts(&(50..400))) };
+    Record { entries: vec![entry], carried: vec![0, 2], ..Record::default() }
+}
+
+fn lost(overflows: u64) -> Lost {
+    [((Dtype::F32, Dtype::Bf16), Counts { overflows, nans: u64::MAX })].into()
 }
 
 fn write(folder: &Path, name: &str, records: &[Record]) -> PathBuf {
@@ -64,13 +70,14 @@ fn what_is_recorded_is_known_and_equal_whoever_recorded_it() {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(Known::read(folder.path(), &files(), 3, false).unwrap(), Known::default());
     write(folder.path(), "b.journal", &[full_record(), record(vec![entry(1, 0..10, vec![])])]);
-    let more = Record { entries: vec![entry(0, 400..1000, parts(&(400..1000)))], carried: vec![1], ..full_record() };
+    let entries = vec![Entry { lost: lost(4), ..entry(0, 400..1000, parts(&(400..1000))) }];
+    let more = Record { entries, carried: vec![1], ..Record::default() };
     write(folder.path(), "a.journal", &[more]);
     fs::write(folder.path().join("c.lease"), "{}").unwrap();
     let known = Known::read(folder.path(), &files(), 3, false).unwrap();
     assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 50..1000), (1, 0..10)]);
     assert_eq!(known.sums, [(0, vec![part(100..300), part(300..900)])].into());
-    assert_eq!(known.lost, [((Dtype::F32, Dtype::Bf16), Counts { overflows: 6, nans: u64::MAX })].into());
+    assert_eq!(known.lost, lost(7));
     assert_eq!(known.carried, [0, 1, 2].into());
     let error = Journal::create(&folder.path().join("a.journal")).unwrap_err();
     assert!(error.to_string().contains("cannot create"), "{error}");
@@ -81,7 +88,8 @@ fn a_line_has_few_words() {
     let line = to_line(&full_record(), &Durability::Synced);
     let crcs = (part(100..300).crc, part(300..400).crc);
     let json = format!(
-        r#"{{"r":{{"e":[[0,50,400,[[100,200,{}],[300,100,{}]]]],"l":[["f32","bf16",3,{}]],"c":[0,2]}}}}"#,
+        r#"{{"r":{{"e":[[0,50,400,{},[[100,200,{}],[300,100,{}]],[["f32","bf16",3,{}]]]],"c":[0,2]}}}}"#,
+        crc32fast::hash(&content()[50..400]),
         crcs.0,
         crcs.1,
         u64::MAX,
@@ -139,11 +147,37 @@ fn a_record_that_cannot_be_is_damage() {
 fn entries_are_taken_as_a_whole_and_never_twice() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), "a.journal", &[record(vec![entry(0, 100..200, parts(&(100..200)))])]);
-    let again = vec![entry(0, 150..400, parts(&(150..400))), entry(1, 5..6, vec![])];
-    write(folder.path(), "b.journal", &[record(again)]);
+    // Nor is what casts met in it counted twice.
+    let again = Entry { lost: lost(5), ..entry(0, 150..400, parts(&(150..400))) };
+    write(folder.path(), "b.journal", &[record(vec![again, Entry { lost: lost(2), ..entry(1, 5..6, vec![]) }])]);
     let known = Known::read(folder.path(), &files(), 3, false).unwrap();
     assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 100..200), (1, 5..6)]);
     assert_eq!(known.sums[&0], [part(100..200)]);
+    assert_eq!(known.lost, lost(2));
+}
+
+#[test]
+fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let entries = vec![Entry { lost: lost(1), ..entry(0, 0..400, parts(&(0..400))) }, entry(1, 5..6, vec![])];
+    write(folder.path(), "a.journal", &[record(entries)]);
+    let known = || Known::read(folder.path(), &files(), 3, false).unwrap();
+    let mut at = folder.path().join("b.journal");
+    for round in 0..3 {
+        let first = known().taken.iter().find(|taken| taken.file == 0).unwrap().clone();
+        doubt(&at, vec![first.doubt()], true).unwrap();
+        doubt(&at, Vec::new(), true).unwrap();
+        assert_eq!(known().done.iter().collect::<Vec<_>>(), [(1, 5..6)], "{round}");
+        assert_eq!((known().sums, known().lost), Default::default());
+        // Whoever does it again may be doubted as well.
+        let again = Entry { lost: lost(1), ..entry(0, 0..400, parts(&(0..400))) };
+        at = write(folder.path(), &format!("c{round}.journal"), &[record(vec![again])]);
+        assert_eq!(known().done.iter().collect::<Vec<_>>(), [(0, 0..400), (1, 5..6)]);
+        assert_eq!(known().lost, lost(1));
+    }
+    let wrong = Doubt { journal: "a.journal".into(), file: 2, start: 0 };
+    doubt(&at, vec![wrong], true).unwrap();
+    assert_eq!(known().done.len_bytes(), 401);
 }
 
 #[test]
@@ -160,29 +194,6 @@ fn what_was_not_synced_holds_on_its_boot_only() {
     assert_eq!(done(folder.path()), [(1, 20..25)]);
     // Whoever publishes what is on disk cannot take it from there.
     assert_eq!(Known::read(folder.path(), &files(), 3, true).unwrap(), Known::default());
-}
-
-#[test]
-fn what_is_recorded_is_there_with_its_size() {
-    let folder = tempfile::tempdir().unwrap();
-    let record = Record { entries: vec![entry(0, 0..400, parts(&(0..400))), entry(1, 0..9, vec![])], ..full_record() };
-    write(folder.path(), "a.journal", &[record]);
-    let known = Known::read(folder.path(), &files(), 3, false).unwrap();
-    let carried = ["x", "y", "z"].map(|to| Carried { from: PathBuf::new(), to: to.into(), len: 3 });
-    let data = folder.path().join("data");
-    let fault = || known.check(&data, &files(), &carried).map_err(|error| error.to_string());
-    assert!(fault().unwrap_err().contains("data/a: expected 1000 bytes"), "{:?}", fault());
-    fs::create_dir_all(data.join("sub")).unwrap();
-    fs::write(data.join("a"), content()).unwrap();
-    fs::write(data.join("sub/b"), &content()[1..]).unwrap();
-    for name in ["x", "z"] {
-        fs::write(data.join(name), "abc").unwrap();
-    }
-    assert!(fault().unwrap_err().contains("found 999 bytes"), "{:?}", fault());
-    fs::write(data.join("sub/b"), content()).unwrap();
-    fault().unwrap();
-    fs::remove_file(data.join("z")).unwrap();
-    assert!(fault().unwrap_err().contains("found no file"), "{:?}", fault());
 }
 
 /// The whole of 0..1000 in pieces, in any order.
@@ -205,7 +216,7 @@ proptest! {
         let mut batch = Batch::default();
         for of_record in pieces.chunks(pieces.len().div_ceil(records)) {
             for piece in of_record {
-                batch.add(0, piece.start as u64..piece.end as u64, parts(piece));
+                batch.add(entry(0, piece.start as u64..piece.end as u64, parts(piece)));
             }
             let record = batch.take(&files());
             prop_assert!(batch.is_empty());
@@ -213,6 +224,7 @@ proptest! {
             for entry in &record.entries {
                 let range = usize::try_from(entry.range.start).unwrap()..usize::try_from(entry.range.end).unwrap();
                 prop_assert_eq!(&entry.sums, &parts(&range));
+                prop_assert_eq!(entry.digest, crc32fast::hash(&content()[range]));
             }
             journal.append(&record, &Durability::Synced).unwrap();
         }

@@ -111,7 +111,7 @@ impl Beginning<'_> {
             return self.wait_for_first();
         }
         let plan = Planned::new(self.plan, self.claim, unique());
-        if !self.place.make(&plan, self.claim.sync)? {
+        if !self.place.make(&plan, self.plan.about, self.claim.sync)? {
             return Ok(Next::Later);
         }
         self.made = Some(plan.id);
@@ -133,10 +133,15 @@ impl Beginning<'_> {
             // Whoever published it takes it away, or died before.
             return if alive.is_some() || is_unsure { Ok(Next::Later) } else { self.throw_away(Some(&found)) };
         }
-        let difference = found.plan.difference(self.plan);
+        let is_same = found.plan.is_of(self.plan);
         let is_of_launch = self.claim.run.is_some() && self.claim.run == found.plan.run && !self.claim.part.is_alone();
         let is_ours = is_of_launch || self.made.as_ref() == Some(&found.plan.id);
-        if difference.is_none() && (!self.claim.restart || is_ours) {
+        if is_same && (!self.claim.restart || is_ours) {
+            // Whoever made it is about to take its lease: of two numbers of parts that start at once, that one is in force.
+            let is_new = found.leases.is_empty() && found.plan.parts != self.claim.part.of;
+            if is_new && self.since.elapsed() < self.pace.dead_after {
+                return Ok(Next::Later);
+            }
             return match judge(&lives, self.claim.part) {
                 Verdict::Rival(name) => Err(self.place.another_run(&found, name)),
                 Verdict::Watch => Ok(Next::Later),
@@ -167,10 +172,11 @@ impl Beginning<'_> {
         if self.claim.restart {
             return self.throw_away(Some(&found));
         }
-        Err(difference.map_or_else(
-            || self.place.unfinished(self.claim),
-            |difference| self.place.of_another(&difference, self.claim),
-        ))
+        if is_same {
+            return Err(self.place.unfinished(self.claim));
+        }
+        let difference = found.plan.difference(self.plan, &self.place.partial());
+        Err(self.place.of_another(&difference, self.claim))
     }
 
     /// Take the lease, and look whether it is one on what was judged.
@@ -348,10 +354,7 @@ pub(super) fn check_destination(place: &Place, shape: Shape, claim: &Claim) -> R
     if empty_folder || claim.overwrite {
         return Ok(());
     }
-    Err(Error::usage(
-        format!("{} exists", destination.display()),
-        "choose another destination, or replace it with --overwrite",
-    ))
+    Err(place.is_taken(claim, &mark::of(destination)))
 }
 
 impl Partial {

@@ -46,8 +46,8 @@ pub(super) fn foresee(
 fn meet(place: &Place, found: &Partial, claim: &Claim, plan: &Plan<'_>, pace: &Pace) -> Result<Foreseen> {
     let (mut watch, now) = (Watch::new(pace.dead_after), Instant::now());
     let lives: Vec<(LeaseName, Life)> = found.leases.iter().map(|seen| (seen.name, watch.life(seen, now))).collect();
-    let difference = found.plan.difference(plan);
-    if difference.is_none() && !claim.restart {
+    let is_same = found.plan.is_of(plan);
+    if is_same && !claim.restart {
         return match judge(&lives, claim.part) {
             Verdict::Rival(name) => Err(place.another_run(found, name)),
             Verdict::Watch => Err(place.in_doubt()),
@@ -61,10 +61,10 @@ fn meet(place: &Place, found: &Partial, claim: &Claim, plan: &Plan<'_>, pace: &P
     if lives.iter().any(|(_, life)| *life == Life::Unsure) {
         return Err(place.in_doubt());
     }
-    match difference {
-        Some(difference) if !claim.restart => Err(place.of_another(&difference, claim)),
-        _ => Ok(Foreseen::Anew),
+    if claim.restart {
+        return Ok(Foreseen::Anew);
     }
+    Err(place.of_another(&found.plan.difference(plan, &place.partial()), claim))
 }
 
 impl Place {

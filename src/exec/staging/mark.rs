@@ -16,8 +16,22 @@ pub(super) fn set(path: &Path, fingerprint: Fingerprint) {
     let _ = rustix::fs::lsetxattr(path, NAME, fingerprint.to_string().as_bytes(), XattrFlags::empty());
 }
 
-pub(super) fn is(path: &Path, fingerprint: Fingerprint) -> bool {
+/// What a destination says of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mark {
+    /// It was finished, from this plan.
+    Of(Fingerprint),
+    /// It is not ours, or on a file system without attributes, or a copy without its own.
+    Nothing,
+}
+
+pub(super) fn of(path: &Path) -> Mark {
     let mut value = [0_u8; 64];
-    let len = rustix::fs::lgetxattr(path, NAME, &mut value[..]);
-    len.is_ok_and(|len| value.get(..len) == Some(fingerprint.to_string().as_bytes()))
+    let read = rustix::fs::lgetxattr(path, NAME, &mut value[..]).ok();
+    let digits = read.and_then(|len| std::str::from_utf8(value.get(..len)?).ok());
+    digits.and_then(|digits| digits.parse().ok()).map_or(Mark::Nothing, Mark::Of)
+}
+
+pub(super) fn is(path: &Path, fingerprint: Fingerprint) -> bool {
+    of(path) == Mark::Of(fingerprint)
 }

@@ -8,6 +8,7 @@
 //! ```text
 //! .NAME.dtshard-partial/
 //!     plan.json                what is being written
+//!     about.json               the same for people, who are told what differs
 //!     part-2-of-4.0.lease      who works on part 2, generation 0
 //!     seal.0.lease             who seals
 //!     work-1f0c96a2b7d4/       named by the plan: no other folder at this place ever has one of that name
@@ -51,6 +52,7 @@ use self::loss::{Holding, Lost};
 use self::place::{GONE, Identity, Place};
 use self::plan::{Found, Partial, Planned};
 use super::Stop;
+use super::about::About;
 use super::fingerprint::Fingerprint;
 use crate::comm::Part;
 use crate::error::Result;
@@ -95,6 +97,7 @@ impl Claim {
 pub struct Plan<'a> {
     pub fingerprint: Fingerprint,
     pub version: &'a str,
+    pub about: &'a About,
 }
 
 /// How a beginning ends.

@@ -17,6 +17,7 @@ use rustix::io::Errno;
 use super::life::Process;
 use super::plan::Planned;
 use crate::error::{Error, Result};
+use crate::exec::about::About;
 use crate::fault;
 use crate::storage::filesystem::sync_folder;
 
@@ -31,6 +32,7 @@ pub(super) struct Place {
 /// The folder in the work folder that has the output.
 pub(super) const DATA: &str = "data";
 pub(super) const PLAN: &str = "plan.json";
+pub(super) const ABOUT: &str = "about.json";
 
 /// Partial folders that are being made.
 pub(super) const DRAFT: &str = "new-";
@@ -89,11 +91,11 @@ impl Place {
     ///
     /// # Errors
     /// `Io`
-    pub fn make(&self, plan: &Planned, sync: bool) -> Result<bool> {
+    pub fn make(&self, plan: &Planned, about: &About, sync: bool) -> Result<bool> {
         let draft = self.unique(DRAFT);
         fs::create_dir(&draft).map_err(Error::io("create", self.partial()))?;
         fault::point("begin-draft");
-        let made = Self::fill(&draft, plan, sync).and_then(|()| {
+        let made = Self::fill(&draft, plan, about, sync).and_then(|()| {
             fault::point("begin-planned");
             // The folder that is there has a plan, so it is not empty, and no rename replaces it.
             fs::rename(&draft, self.partial())
@@ -121,8 +123,10 @@ impl Place {
         }
     }
 
-    fn fill(draft: &Path, plan: &Planned, sync: bool) -> io::Result<()> {
+    fn fill(draft: &Path, plan: &Planned, about: &About, sync: bool) -> io::Result<()> {
         fs::create_dir_all(draft.join(plan.work()).join(DATA))?;
+        // Not synced: nothing depends on it.
+        fs::write(draft.join(ABOUT), serde_json::to_vec_pretty(about).expect("strings and numbers are JSON"))?;
         let mut file = File::create_new(draft.join(PLAN))?;
         file.write_all(&plan.to_bytes())?;
         if sync {

@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::lease::{Seen, read_leases};
-use super::place::{DATA, Identity, PLAN, exists, is_gone, is_unique};
+use super::place::{ABOUT, DATA, Identity, PLAN, exists, is_gone, is_unique};
 use super::{Claim, Plan, Shape};
 use crate::error::{Error, Result};
+use crate::exec::about::About;
 
 /// `plan.json`: what is being written. It is there as long as its folder is, and never changes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,6 +28,15 @@ pub(super) struct Planned {
 
 /// Longer is no plan.
 const MOST_BYTES: u64 = 1 << 16;
+
+/// Longer is not told.
+const MOST_ABOUT: u64 = 64 << 20;
+
+fn read_at_most(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(most).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
 
 impl Planned {
     pub fn new(plan: &Plan<'_>, claim: &Claim, id: String) -> Self {
@@ -51,20 +61,25 @@ impl Planned {
         format!("work-{}", self.id)
     }
 
-    /// What differs from `plan`, if anything does.
-    pub fn difference(&self, plan: &Plan<'_>) -> Option<String> {
+    pub fn is_of(&self, plan: &Plan<'_>) -> bool {
+        self.version == plan.version && self.fingerprint == plan.fingerprint.to_string()
+    }
+
+    /// In what it is not `plan`; `folder` is the partial folder that it was found in.
+    pub fn difference(&self, plan: &Plan<'_>, folder: &Path) -> String {
         if self.version != plan.version {
-            return Some(format!("dtshard {} made it, and this is {}", self.version, plan.version));
+            return format!("dtshard {} made it, and this is {}", self.version, plan.version);
         }
-        let is_same = self.fingerprint == plan.fingerprint.to_string();
-        (!is_same).then(|| "it is of another source, or of other options".to_owned())
+        let about = read_at_most(&folder.join(ABOUT), MOST_ABOUT).ok();
+        let about: Option<About> = about.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let difference = about.and_then(|about| about.difference(plan.about));
+        difference.unwrap_or_else(|| "it is of another source, or of other options".to_owned())
     }
 
     /// The plan of a partial folder, `None` where there is none (any more).
     pub fn read(folder: &Path) -> io::Result<Option<Self>> {
-        let mut bytes = Vec::new();
-        match File::open(folder.join(PLAN)).and_then(|file| file.take(MOST_BYTES).read_to_end(&mut bytes)) {
-            Ok(_) => Ok(serde_json::from_slice(&bytes).ok().filter(|plan: &Self| is_unique(&plan.id))),
+        match read_at_most(&folder.join(PLAN), MOST_BYTES) {
+            Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok().filter(|plan: &Self| is_unique(&plan.id))),
             Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::NotADirectory => Ok(None),
             Err(error) => Err(error),
         }

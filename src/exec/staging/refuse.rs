@@ -2,6 +2,7 @@
 
 use super::Claim;
 use super::lease::{LeaseName, Role};
+use super::mark::Mark;
 use super::place::Place;
 use super::plan::Partial;
 use crate::comm::Part;
@@ -38,6 +39,25 @@ impl Place {
             ),
             format!("{start_again}; --resume needs the same dtshard, SRC and options"),
         )
+    }
+
+    /// The destination is there. Whoever comes to go on, or late, is told what is known of it.
+    pub fn is_taken(&self, claim: &Claim, mark: &Mark) -> Error {
+        let destination = self.destination.display();
+        let comes_back = claim.resume || !claim.parts_wait && !claim.part.is_alone();
+        let (message, hint) = match mark {
+            Mark::Of(_) if comes_back => (
+                format!("{destination} exists: it is finished, and of another source, or made with other options"),
+                "choose another destination, or replace it with --overwrite",
+            ),
+            Mark::Nothing if comes_back => (
+                format!("{destination} exists, and nothing tells what it was made from"),
+                "if it may be finished, `dtshard verify` compares it with SRC: some file systems keep no marks. \
+                 --overwrite replaces it",
+            ),
+            _ => (format!("{destination} exists"), "choose another destination, or replace it with --overwrite"),
+        };
+        Error::usage(message, hint)
     }
 
     pub fn junk(&self, claim: &Claim) -> Error {

@@ -17,7 +17,7 @@ fn the_child() {
         sync: true,
         ..claim()
     };
-    let plan = Plan { fingerprint: Fingerprint([7; 32]), version: "1" };
+    let plan = Plan { fingerprint: Fingerprint([7; 32]), version: "1", about: &About::default() };
     let out = Path::new(root).join("out");
     let staging = work(begin::begin(&out, shape, &claim, &plan, FAST, &Stop::default()).unwrap());
     write(&staging.folder().join("out"), "new");

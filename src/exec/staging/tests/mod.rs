@@ -35,6 +35,7 @@ struct Desk {
     claim: Claim,
     fingerprint: Fingerprint,
     version: &'static str,
+    about: About,
 }
 
 impl Desk {
@@ -45,6 +46,7 @@ impl Desk {
             claim: claim(),
             fingerprint: Fingerprint([7; 32]),
             version: "1",
+            about: About::default(),
         }
     }
 
@@ -72,7 +74,7 @@ impl Desk {
     }
 
     fn begin_with(&self, claim: &Claim, stop: &Stop) -> Result<Begun> {
-        let plan = Plan { fingerprint: self.fingerprint, version: self.version };
+        let plan = Plan { fingerprint: self.fingerprint, version: self.version, about: &self.about };
         begin::begin(&self.out(), self.shape, claim, &plan, FAST, stop)
     }
 

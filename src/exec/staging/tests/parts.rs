@@ -23,7 +23,7 @@ fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
 
 /// What a process does from its beginning to its end. A machine with much else to do may start the others late.
 fn whole_run(desk: &Desk, claim: &Claim) -> Result<()> {
-    let plan = Plan { fingerprint: desk.fingerprint, version: desk.version };
+    let plan = Plan { fingerprint: desk.fingerprint, version: desk.version, about: &desk.about };
     let patient = Pace { start_within: Duration::from_secs(30), ..FAST };
     let staging = work(begin::begin(&desk.out(), desk.shape, claim, &plan, patient, &Stop::default())?);
     write(&staging.folder().join(format!("{}", claim.part.index)), "1");
@@ -199,7 +199,7 @@ fn watching_lasts_until_something_is_known() {
     desk.leave_behind(Part::alone());
     desk.foreign_lease(lease_of(0, 1, 1), Phase::Working);
     let stop = Stop::default();
-    let plan = Plan { fingerprint: desk.fingerprint, version: "1" };
+    let plan = Plan { fingerprint: desk.fingerprint, version: "1", about: &About::default() };
     let patient = Pace { dead_after: Duration::from_hours(1), ..FAST };
     let (shape, out, claim) = (desk.shape, desk.out(), claim());
     thread::scope(|scope| {
@@ -278,4 +278,31 @@ fn a_sleeper_finds_nothing_of_its_successor() {
     }
     assert!(plan::output(&sleeper.work, Shape::Folder).unwrap().is_none());
     assert_eq!((names(successor.journals()), names(successor.folder())), (vec!["data".into()], vec![]));
+}
+
+/// Of two numbers of parts that start at once one is in force, and all of its parts work.
+#[test]
+fn two_numbers_of_parts_at_once() {
+    let parts = [(0, 3), (1, 3), (2, 3), (0, 4), (1, 4)];
+    for round in 0..40 {
+        let desk = Desk::new(Shape::Folder);
+        let start = std::sync::Barrier::new(parts.len());
+        let begun: Vec<Result<Staging>> = std::thread::scope(|scope| {
+            let run = |(index, of)| {
+                let (desk, start) = (&desk, &start);
+                scope.spawn(move || {
+                    start.wait();
+                    desk.part(index, of)
+                })
+            };
+            let running: Vec<_> = parts.into_iter().map(run).collect();
+            running.into_iter().map(|running| running.join().unwrap()).collect()
+        });
+        let works: Vec<bool> = begun.iter().map(Result::is_ok).collect();
+        let (three, four) = ([true, true, true, false, false], [false, false, false, true, true]);
+        assert!(works == three || works == four, "{round}: {works:?}");
+        for error in begun.iter().filter_map(|begun| begun.as_ref().err()) {
+            says(error, &["another run is writing"]);
+        }
+    }
 }

@@ -6,7 +6,7 @@ use super::*;
 fn a_folder_is_published_whole_or_not_at_all() {
     let root = tempfile::tempdir().unwrap();
     let out = root.path().join("deep/out");
-    let plan = Plan { fingerprint: Fingerprint([7; 32]), version: "1" };
+    let plan = Plan { fingerprint: Fingerprint([7; 32]), version: "1", about: &About::default() };
     let begin = || work(Staging::begin(&out, Shape::Folder, &claim(), &plan, &Stop::default()).unwrap());
     let staging = begin();
     write(&staging.folder().join("a"), "1");
@@ -25,7 +25,7 @@ fn a_folder_is_published_whole_or_not_at_all() {
 #[test]
 fn ending_is_not_delayed_by_a_beat() {
     let desk = Desk::new(Shape::Folder);
-    let plan = Plan { fingerprint: desk.fingerprint, version: "1" };
+    let plan = Plan { fingerprint: desk.fingerprint, version: "1", about: &About::default() };
     let staging = Staging::begin(&desk.out(), Shape::Folder, &desk.claim, &plan, &Stop::default());
     let begun = std::time::Instant::now();
     drop(staging);
@@ -166,7 +166,9 @@ fn a_partial_of_another_plan_is_not_gone_on_with() {
     desk.refused(&["dtshard 1 made it, and this is 2", "--restart"]);
     desk.version = "1";
     desk.fingerprint = Fingerprint([8; 32]);
-    desk.refused(&["another source, or of other options", "--restart"]);
+    desk.refused(&["cannot be gone on with: it is of another source, or of other options", "--restart"]);
+    desk.about.options.insert("--dtype".into(), "bf16".into());
+    desk.refused(&["cannot be gone on with: --dtype was not given, and is bf16", "--restart"]);
     assert_eq!(names(&desk.data()), ["a"]);
     desk.claim = Claim { restart: true, ..claim() };
     publish(&desk.begin().unwrap());
@@ -194,7 +196,9 @@ fn resume_goes_on_starts_fresh_or_is_done() {
     }
     assert!(matches!(desk.begin_as(&desk.claim), Ok(Begun::Done)));
     desk.fingerprint = Fingerprint([8; 32]);
-    desk.refused(&["exists"]);
+    desk.refused(&["out exists: it is finished, and of another source, or made with other options", "--overwrite"]);
+    desk.claim.resume = false;
+    desk.refused(&["out exists\n"]);
 }
 
 #[test]

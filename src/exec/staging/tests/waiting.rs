@@ -83,7 +83,7 @@ fn one_that_stops_is_given_a_moment() {
 #[test]
 fn one_that_is_there_and_does_not_move_is_named() {
     let desk = Desk::new(Shape::Folder);
-    let plan = Plan { fingerprint: desk.fingerprint, version: "1" };
+    let plan = Plan { fingerprint: desk.fingerprint, version: "1", about: &About::default() };
     let begin = |index, beat| {
         let pace = Pace { beat, stuck_after: Duration::from_millis(100), ..FAST };
         let claim = Claim { part: Part { index, of: 2 }, ..claim() };
@@ -102,7 +102,7 @@ fn one_that_is_there_and_does_not_move_is_named() {
 #[test]
 fn what_another_one_took_over_is_not_let_go() {
     let desk = Desk::new(Shape::Folder);
-    let plan = Plan { fingerprint: desk.fingerprint, version: "1" };
+    let plan = Plan { fingerprint: desk.fingerprint, version: "1", about: &About::default() };
     let pace = Pace { beat: Duration::from_hours(1), ..FAST };
     for rival in [lease_of(0, 1, 1), lease_of(0, 3, 0)] {
         let begun = begin::begin(&desk.out(), desk.shape, &claim(), &plan, pace, &Stop::default());

@@ -1,0 +1,197 @@
+//! Digests: by what a stretch of an output file is known again, whoever wrote it.
+//!
+//! A CRC-32 in which the places for sums count as zeros: some are written with the strip that they are in, others when
+//! all is done, so what is there depends on when one looks. Whether sums are right is told by what they are
+//! [of](super::sums).
+//!
+//! Counts bytes.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use crc32fast::Hasher;
+use rayon::prelude::*;
+
+use super::journal::{Known, SumPart, Taken};
+use super::sums::{SITE_BYTES, sites};
+use super::{Extents, Reporter, Stop};
+use crate::catalog::OutputFile;
+use crate::error::{Error, Result};
+
+/// Read at a time.
+const BLOCK_BYTES: usize = 1 << 20;
+
+/// What is summed faster than it is combined.
+const WORTH_BYTES: u64 = 16 << 10;
+
+/// The digest of a stretch, in the making.
+pub struct Digest {
+    hasher: Hasher,
+    at: u64,
+    /// Those to come, the last one first.
+    sites: Vec<u64>,
+}
+
+impl Digest {
+    #[must_use]
+    pub fn new(file: &OutputFile, range: &Range<u64>) -> Self {
+        let mut sites = sites(file, range);
+        sites.reverse();
+        Self { hasher: Hasher::new(), at: range.start, sites }
+    }
+
+    /// Of bytes that begin with the range, of which some stretches, ascending, are summed already.
+    #[must_use]
+    pub fn of(file: &OutputFile, range: &Range<u64>, bytes: &[u8], summed: &[SumPart]) -> u32 {
+        let place = |offset: u64| usize::try_from(offset - range.start).expect("it lies in memory");
+        let mut digest = Self::new(file, range);
+        for part in summed.iter().filter(|part| part.len >= WORTH_BYTES) {
+            let end = part.offset + part.len;
+            digest.update(&bytes[place(digest.at)..place(part.offset)]);
+            if digest.sites.last().is_none_or(|site| *site >= end) {
+                digest.hasher.combine(&part.hasher());
+                digest.at = end;
+            }
+        }
+        digest.update(&bytes[place(digest.at)..]);
+        digest.finish()
+    }
+
+    /// Take in what comes next.
+    pub fn update(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let site = self.sites.last().copied().unwrap_or(u64::MAX);
+            let until = |offset: u64| usize::try_from(offset - self.at).unwrap_or(usize::MAX).min(bytes.len());
+            let len = if self.at < site {
+                let len = until(site);
+                self.hasher.update(&bytes[..len]);
+                len
+            } else {
+                let len = until(site + SITE_BYTES);
+                self.hasher.update(&0_u32.to_le_bytes()[..len]);
+                len
+            };
+            self.at += len as u64;
+            if self.at >= site.saturating_add(SITE_BYTES) {
+                self.sites.pop();
+            }
+            bytes = &bytes[len..];
+        }
+    }
+
+    #[must_use]
+    pub fn finish(self) -> u32 {
+        self.hasher.finalize()
+    }
+}
+
+/// A recorded stretch that is not what was written.
+#[derive(Clone, Debug)]
+pub struct Changed {
+    pub taken: Taken,
+    pub found: u32,
+}
+
+/// The recorded stretches that reach into `own` and are not what was written, in `folder`.
+///
+/// # Errors
+/// `Io`, `Stopped`.
+pub fn changed(
+    known: &Known,
+    own: &Extents,
+    folder: &Path,
+    files: &[OutputFile],
+    reporter: &dyn Reporter,
+    stop: &Stop,
+) -> Result<Vec<Changed>> {
+    let is_own = |taken: &&Taken| own.overlaps(taken.file, &taken.range);
+    let found = |taken: &Taken| -> Result<Option<Changed>> {
+        let found = of_file(&files[taken.file as usize], folder, &taken.range, reporter, stop)?;
+        Ok((found != taken.digest).then(|| Changed { taken: taken.clone(), found }))
+    };
+    let found: Vec<Result<Option<Changed>>> = known.taken.par_iter().filter(is_own).map(found).collect();
+    found.into_iter().filter_map(Result::transpose).collect()
+}
+
+fn of_file(file: &OutputFile, folder: &Path, range: &Range<u64>, reporter: &dyn Reporter, stop: &Stop) -> Result<u32> {
+    let path = folder.join(&file.path);
+    let open = File::open(&path).map_err(Error::io("open", &path))?;
+    let mut digest = Digest::new(file, range);
+    for_each_block(&open, &path, range, |block| {
+        digest.update(block);
+        reporter.advance(block.len() as u64);
+        stop.check()
+    })?;
+    Ok(digest.finish())
+}
+
+/// Hand out a stretch of a file, block by block.
+///
+/// # Errors
+/// `Io` naming the file, what `take` says.
+pub fn for_each_block(
+    file: &File,
+    path: &Path,
+    range: &Range<u64>,
+    mut take: impl FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    let fits = |left: u64| usize::try_from(left).unwrap_or(usize::MAX).min(BLOCK_BYTES);
+    let mut block = vec![0; fits(range.end - range.start)];
+    let mut at = range.start;
+    while at < range.end {
+        let block = &mut block[..fits(range.end - at)];
+        file.read_exact_at(block, at).map_err(Error::io("read", path))?;
+        take(block)?;
+        at += block.len() as u64;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::catalog::Sum;
+
+    #[test]
+    fn places_for_sums_count_as_zeros_wherever_they_are_cut() {
+        let mut file = OutputFile::new("f");
+        let payload = file.push_payload(40);
+        file.push_literal(vec![0; 24]);
+        let sum = |range: Range<u64>, sites: [u64; 2]| Sum { range, sites: sites.into_iter().collect() };
+        file.sums = vec![sum(payload..20, [40, 50]), sum(20..40, [44, 60])];
+        let mut bytes: Vec<u8> = (1..=64).collect();
+        let digest = |bytes: &[u8], range: Range<usize>, step: usize| {
+            let mut digest = Digest::new(&file, &(range.start as u64..range.end as u64));
+            bytes[range].chunks(step).for_each(|chunk| digest.update(chunk));
+            digest.finish()
+        };
+        let before = [0..64, 41..64, 0..42, 50..62].map(|range| digest(&bytes, range, 64));
+        [40..48, 50..54, 60..64].into_iter().for_each(|site: Range<usize>| bytes[site].fill(0));
+        for (range, before) in [0..64, 41..64, 0..42, 50..62].into_iter().zip(before) {
+            assert_eq!(crc32fast::hash(&bytes[range.clone()]), before, "{range:?}");
+            (1..9).for_each(|step| assert_eq!(digest(&bytes, range.clone(), step), before, "{range:?} {step}"));
+        }
+    }
+
+    #[test]
+    fn what_is_summed_already_is_combined() {
+        let mut file = OutputFile::new("f");
+        file.push_literal(vec![5; 3]);
+        let start = file.push_payload(20_000);
+        file.push_literal(vec![0; 9]);
+        file.sums = vec![Sum { range: start..file.len - 9, sites: smallvec::smallvec![file.len - 8] }];
+        let bytes: Vec<u8> = (0..file.len).map(|at| u8::try_from(at % 251).unwrap()).collect();
+        let mut whole = Digest::new(&file, &(1..file.len));
+        whole.update(&bytes[1..]);
+        let part = |range: Range<usize>| SumPart {
+            offset: range.start as u64,
+            len: range.len() as u64,
+            crc: crc32fast::hash(&bytes[range]),
+        };
+        for summed in [vec![], vec![part(3..20_003)], vec![part(3..2000), part(2000..20_003)]] {
+            assert_eq!(Digest::of(&file, &(1..file.len), &bytes[1..], &summed), whole.hasher.clone().finalize());
+        }
+    }
+}
