@@ -11,7 +11,7 @@ use super::report::{Report, cast_warnings, left_out, notes};
 use super::run::Run;
 use super::source::Source;
 use super::{Status, input};
-use crate::catalog::{Catalog, Fqn, Reservation};
+use crate::catalog::{Catalog, Fqn, Reservation, Value};
 use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, check_distinct};
@@ -108,8 +108,9 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 /// # Errors
 /// Anything; the destination is then as it was.
 pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
-    // What is taken is laid out by now, and of a checkpoint of very many tensors the wishes are a third of all.
+    // What is taken is laid out by now, and of a checkpoint of very many tensors wishes, names and values are a half.
     conversion.source.wanted.catalog = Catalog::empty();
+    conversion.source.checkpoint.catalog.state = Value::None;
     perform(&conversion, args, run).map_err(|error| conversion.source.locate(error))
 }
 

@@ -15,6 +15,7 @@ use std::collections::BTreeMap;
 use std::iter::zip;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
@@ -77,17 +78,30 @@ impl Stats {
         stats
     }
 
-    fn count(&mut self, slots: &[Slot]) {
-        let mut planned_bytes = 0;
-        for slot in slots {
+    /// Those of a window that is planned.
+    fn of_window(slots: &[Slot]) -> Self {
+        let of_slot = |slot: &Slot| {
+            let mut stats = Self { planned_bytes: PLANNED_BYTES + slot.tile.held_bytes(), ..Self::default() };
             slot.tile.pieces(|piece| {
                 // As many summands as there are may be read for each rank.
-                self.runs = self.runs.saturating_add(piece.runs());
-                self.bytes_read = self.bytes_read.saturating_add(piece.len_bytes());
+                stats.runs = stats.runs.saturating_add(piece.runs());
+                stats.bytes_read = stats.bytes_read.saturating_add(piece.len_bytes());
             });
-            planned_bytes += PLANNED_BYTES + slot.tile.held_bytes();
-        }
-        self.planned_bytes = self.planned_bytes.max(planned_bytes);
+            stats
+        };
+        let both = |one: Self, other: Self| Self {
+            runs: one.runs.saturating_add(other.runs),
+            bytes_read: one.bytes_read.saturating_add(other.bytes_read),
+            planned_bytes: one.planned_bytes + other.planned_bytes,
+            ..one
+        };
+        slots.par_iter().map(of_slot).reduce(Self::default, both)
+    }
+
+    fn add_window(&mut self, window: &Self) {
+        self.runs = self.runs.saturating_add(window.runs);
+        self.bytes_read = self.bytes_read.saturating_add(window.bytes_read);
+        self.planned_bytes = self.planned_bytes.max(window.planned_bytes);
     }
 
     /// What casts met, in place of what was known of it.
@@ -116,6 +130,7 @@ pub fn copy(
     let mut cutter = Cutter::new(&reservation.files, log.todo(), options.strip_bytes);
     let sums = Sums::new(reservation, log.is_all());
     let passing = Passing::default();
+    let benches = Mutex::default();
     let filler = Filler {
         input,
         reservation,
@@ -123,6 +138,7 @@ pub fn copy(
         outputs: &outputs,
         sums: &sums,
         passing: &passing,
+        benches: &benches,
         log,
         threads: options.threads,
         reporter,
@@ -136,7 +152,7 @@ pub fn copy(
             let mut strips = cutter.cut(payloads);
             Filler { slots: &slots, ..filler }.fill(&mut strips)?;
             passing.settle(input.files)?;
-            stats.count(&slots);
+            stats.add_window(&Stats::of_window(&slots));
             log.advance(&outputs, &|| input.files.check_unchanged())?;
         }
         // What is summed first: the others may hold the sums.
@@ -174,9 +190,16 @@ pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Resu
     let todo = Extents::of_files(&reservation.files);
     for window in windows(input, &reservation.tensors, &todo) {
         stop.check()?;
-        stats.count(&prepare(input, &window, &todo)?.0);
+        stats.add_window(&Stats::of_window(&prepare(input, &window, &todo)?.0));
     }
     Ok(stats)
+}
+
+/// Memory of a worker, which the next window's workers take over: it is not worth making anew for a window of small tensors.
+#[derive(Default)]
+struct Bench {
+    buffer: Buffer,
+    scratch: Scratch,
 }
 
 /// Everything a worker needs to fill strips.
@@ -188,6 +211,8 @@ struct Filler<'a> {
     outputs: &'a Outputs,
     sums: &'a Sums<'a>,
     passing: &'a Passing,
+    /// Those that no worker is at.
+    benches: &'a Mutex<Vec<Bench>>,
     log: &'a Log<'a>,
     threads: usize,
     reporter: &'a dyn Reporter,
@@ -200,15 +225,16 @@ impl Filler<'_> {
         let bands = bands::order(strips);
         let next = AtomicUsize::new(0);
         let work = |_worker: usize| -> Result<()> {
-            let mut buffer = Buffer::new();
-            let mut scratch = Scratch::default();
+            let left = || self.benches.lock().expect("nobody fails with the lock").pop();
+            let mut bench = left().unwrap_or_default();
             while let Some(band) = bands.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if let Err(error) = self.fill_band(band, &mut buffer, &mut scratch) {
+                if let Err(error) = self.fill_band(band, &mut bench.buffer, &mut bench.scratch) {
                     // The others need not go on.
                     next.store(bands.len(), Ordering::Relaxed);
                     return Err(error);
                 }
             }
+            self.benches.lock().expect("nobody fails with the lock").push(bench);
             Ok(())
         };
         (0..self.threads.min(bands.len())).into_par_iter().with_max_len(1).map(work).collect()
