@@ -64,12 +64,14 @@ pub fn run(args: &Consolidate, launch: Launch, printer: &Printer) -> Result<Stat
     check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
     source.settle(args.convert.checks, Ranks::Together, &run)?;
     check_model(args, &source)?;
+    let left_out = path::object_names(&source.wanted.catalog.state);
     let mut tied = Vec::new();
     let mut notes = source.settled.notes(None);
     let (mut reservation, shape) = match to {
         Format::Safetensors => {
             let written;
             (written, tied) = names_to_write(&source, args.convert.tied);
+            source.forget_state();
             notes.extend(elsewhere(placing.as_ref(), &written));
             let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size, placing);
             (safetensors::reserve(&source.wanted.catalog, &written, &tied, &shape)?, staged)
@@ -79,13 +81,14 @@ pub fn run(args: &Consolidate, launch: Launch, printer: &Printer) -> Result<Stat
             let mut tensors = source.tensors();
             tensors.sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
             distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &[])?;
+            source.forget_state();
             let state = model::flat_state(&tensors);
             let name = file_name(destination, "pytorch_model.bin");
             (torch::reserve(&source.wanted.catalog, &state, name)?, Shape::File)
         }
         _ => return Err(holds_shards("consolidate", to)),
     };
-    reservation.left_out = path::object_names(&source.wanted.catalog.state);
+    reservation.left_out = left_out;
     let mut carried = Vec::new();
     let no_assets = args.assets.as_ref().is_some_and(|folder| folder.as_os_str() == "none");
     if shape == Shape::Folder {

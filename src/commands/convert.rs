@@ -1,6 +1,7 @@
 //! What the verbs that write share once each has chosen what to take and how to lay it out: check, have it
 //! [produced](super::produce), say what was done.
 
+use std::mem;
 use std::path::{Component, Path, PathBuf};
 
 use serde_json::json;
@@ -11,7 +12,7 @@ use super::report::{Report, cast_warnings, left_out, notes};
 use super::run::Run;
 use super::source::Source;
 use super::{Status, input};
-use crate::catalog::{Catalog, Fqn, Reservation, Value};
+use crate::catalog::{Catalog, Fqn, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, check_distinct};
@@ -108,10 +109,14 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 /// # Errors
 /// Anything; the destination is then as it was.
 pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
-    // What is taken is laid out by now, and of a checkpoint of very many tensors wishes, names and values are a half.
+    // What is taken is laid out by now, and of a checkpoint of very many tensors the wishes are a third of all.
     conversion.source.wanted.catalog = Catalog::empty();
-    conversion.source.checkpoint.catalog.state = Value::None;
-    perform(&conversion, args, run).map_err(|error| conversion.source.locate(error))
+    conversion.source.forget_state();
+    let status = perform(&conversion, args, run).map_err(|error| conversion.source.locate(error));
+    // The process ends with its verb, and to free a million small things one by one takes longer than that.
+    mem::forget(mem::replace(&mut conversion.source.checkpoint.catalog, Catalog::empty()));
+    mem::forget(conversion.reservation);
+    status
 }
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {

@@ -9,6 +9,7 @@ use crate::comm::{self, Launch, process_environment};
 use crate::error::Result;
 use crate::exec::{Options, Stop};
 use crate::storage::filesystem::raise_open_file_limit;
+use crate::storage::memory::give_back_large_blocks;
 
 pub struct Run<'a> {
     pub printer: &'a Printer,
@@ -55,6 +56,7 @@ impl<'a> Run<'a> {
     fn begin(args: &SourceArgs, sync: bool, launch: Launch, printer: &'a Printer) -> Result<Self> {
         let started = Instant::now();
         raise_open_file_limit();
+        give_back_large_blocks();
         Ok(Self { printer, options: work_options(args, sync)?, stop: Stop::on_signals()?, started, launch })
     }
 }

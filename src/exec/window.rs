@@ -29,7 +29,7 @@ const WINDOW_BYTES: u64 = 1 << 30;
 const HURRIED_BYTES: u64 = 256 << 10;
 
 /// Tiles planned and located at a time, where they are small.
-const WINDOW_TILES: usize = 1 << 14;
+const WINDOW_TILES: usize = 1 << 13;
 
 /// Cut what is to be done of the target's tensors into windows of bounded output and number of tiles.
 pub fn windows<'a>(
@@ -114,7 +114,7 @@ pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents) -> Result
 fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents) -> Result<Vec<(Slot, Payload)>> {
     let source = Source::new(input.catalog.tensor(tensor.source))?;
     let pair = (source.entry.dtype, tensor.dtype());
-    let mut known = Locations::default();
+    let mut known = Locations::of_tiles(tensor.entry.chunks.len());
     let mut counted = HashSet::new();
     let mut tiles = Vec::with_capacity(tensor.entry.chunks.len());
     let mut wanted = Vec::new();

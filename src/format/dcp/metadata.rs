@@ -405,8 +405,7 @@ fn state_path<'a>(
         Some(text) => Some(Key::Name(name(step, text))),
         None => step.as_u64().map(Key::Index),
     };
-    let malformed =
-        || Error::malformed(path, fqn.as_str(), "a path of names and positions", steps.describe());
+    let malformed = || Error::malformed(path, fqn.as_str(), "a path of names and positions", steps.describe());
     let items = steps.as_tuple().filter(|items| (1..=MAX_PATH).contains(&items.len())).ok_or_else(malformed)?;
     let mut found = Vec::with_capacity(items.len());
     for step in items {

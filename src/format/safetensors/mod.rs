@@ -11,6 +11,7 @@
 mod header;
 pub mod ranks;
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 
@@ -258,10 +259,10 @@ pub fn reserve(
     ties: &[(Fqn, Fqn)],
     shape: &Shape,
 ) -> Result<Reservation> {
-    let groups: Vec<(PathBuf, Vec<(Fqn, TensorId)>)> = match shape {
-        Shape::File(name) => vec![(name.clone(), tensors.to_vec())],
+    let groups: Vec<(PathBuf, Cow<'_, [(Fqn, TensorId)]>)> = match shape {
+        Shape::File(name) => vec![(name.clone(), tensors.into())],
         Shape::Folder { max_shard_bytes } => split(source, tensors, *max_shard_bytes),
-        Shape::Like(placing) => placing.groups(tensors),
+        Shape::Like(placing) => placing.groups(tensors).into_iter().map(|(name, group)| (name, group.into())).collect(),
     };
     let mut reservation = Reservation::default();
     let aliases = ties.iter().map(|(alias, _)| alias.as_str());
@@ -298,7 +299,11 @@ pub fn reserve(
 }
 
 /// Consecutive tensors, each group within the limit where its tensors are.
-fn split(source: &Catalog, tensors: &[(Fqn, TensorId)], limit: u64) -> Vec<(PathBuf, Vec<(Fqn, TensorId)>)> {
+fn split<'a>(
+    source: &Catalog,
+    tensors: &'a [(Fqn, TensorId)],
+    limit: u64,
+) -> Vec<(PathBuf, Cow<'a, [(Fqn, TensorId)]>)> {
     let mut groups = Vec::new();
     let (mut start, mut bytes) = (0, 0_u64);
     for (index, (_, id)) in tensors.iter().enumerate() {
@@ -315,7 +320,7 @@ fn split(source: &Catalog, tensors: &[(Fqn, TensorId)], limit: u64) -> Vec<(Path
         1 => PathBuf::from("model.safetensors"),
         _ => PathBuf::from(format!("model-{:05}-of-{count:05}.safetensors", index + 1)),
     };
-    groups.into_iter().enumerate().map(|(index, group)| (name(index), group.to_vec())).collect()
+    groups.into_iter().enumerate().map(|(index, group)| (name(index), group.into())).collect()
 }
 
 fn reserve_file(
