@@ -169,6 +169,15 @@ impl ChunkTable {
         Tile::new(offsets.iter().zip(sizes).map(|(&at, &size)| Intervals::single(at, size)))
     }
 
+    /// Elements of a chunk.
+    #[must_use]
+    pub fn numel(&self, index: usize) -> u64 {
+        match self.odd {
+            Some(_) => self.tile(index).numel(),
+            None => self.bounds[(2 * index + 1) * self.ndim..2 * (index + 1) * self.ndim].iter().product(),
+        }
+    }
+
     #[must_use]
     pub fn place(&self, index: usize) -> Place {
         self.places[index].0

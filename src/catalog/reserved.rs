@@ -201,7 +201,7 @@ impl Reserved {
 
     #[must_use]
     pub fn chunk_bytes(&self, index: usize) -> u64 {
-        self.entry.chunks.tile(index).numel() * self.dtype().itemsize()
+        self.entry.chunks.numel(index) * self.dtype().itemsize()
     }
 
     /// How many tiles of the source tensor make up the chunks: one each, or one a summand.

@@ -12,7 +12,7 @@ use super::run::Run;
 use super::told::told;
 use super::{check_series, read_options, refuse_fragment};
 use crate::catalog::path::{self, Fate};
-use crate::catalog::{Class, Fqn, TensorId, Value, model};
+use crate::catalog::{Catalog, Class, Fqn, TensorId, Value, model};
 use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs, SourceArgs};
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
@@ -211,11 +211,11 @@ impl Source {
         }
     }
 
-    /// Let go of names and values, once what is written of them is known: of a checkpoint of very many tensors they are
-    /// a fifth of all.
-    pub fn forget_state(&mut self) {
+    /// Let go of wishes, names and values, once it is known what is written of them: of a checkpoint of very many tensors
+    /// they are a half of all.
+    pub fn forget_wishes(&mut self) {
         self.checkpoint.catalog.state = Value::None;
-        self.wanted.catalog.state = Value::None;
+        self.wanted.catalog = Catalog::empty();
     }
 
     /// Every tensor that is taken, with its names.

@@ -145,10 +145,11 @@ pub fn copy(
         stop,
     };
     let mut stats = Stats::of(input, reservation);
+    let mut slots = Vec::new();
     let done = (|| {
         for window in windows(input, &reservation.tensors, log.todo()) {
             stop.check()?;
-            let (slots, payloads) = prepare(input, &window, log.todo())?;
+            let payloads = prepare(input, &window, log.todo(), &mut slots)?;
             let mut strips = cutter.cut(payloads);
             Filler { slots: &slots, ..filler }.fill(&mut strips)?;
             passing.settle(input.files)?;
@@ -188,9 +189,11 @@ pub fn copy(
 pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Result<Stats> {
     let mut stats = Stats::of(input, reservation);
     let todo = Extents::of_files(&reservation.files);
+    let mut slots = Vec::new();
     for window in windows(input, &reservation.tensors, &todo) {
         stop.check()?;
-        stats.add_window(&Stats::of_window(&prepare(input, &window, &todo)?.0));
+        prepare(input, &window, &todo, &mut slots)?;
+        stats.add_window(&Stats::of_window(&slots));
     }
     Ok(stats)
 }

@@ -47,6 +47,9 @@ impl Part {
     }
 }
 
+/// Parts of a strip, so that a window of tensors that are small has strips for several workers.
+const MOST_PARTS: usize = 1 << 10;
+
 /// Consecutive parts without a hole between them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strip {
@@ -180,7 +183,7 @@ impl<'a> Strips<'a> {
             let (band, until) = self.pass(file, at);
             let fits = (self.done.last())
                 .filter(|strip| strip.file == file && strip.range.end == at && strip.band == band)
-                .map_or(0, |strip| self.capacity.saturating_sub(strip.range.end - strip.range.start));
+                .map_or(0, |strip| self.room_in(strip));
             // Up to the next cut, or the end of the element that it is in.
             let rest = len - done;
             let rest = if until - at < rest { (until - at).next_multiple_of(itemsize).min(rest) } else { rest };
@@ -194,6 +197,13 @@ impl<'a> Strips<'a> {
             strip.range.end += take;
             done += take;
         }
+    }
+
+    /// Bytes that still go into a strip: one of many small parts is as long as it is, up to the next boundary of blocks.
+    fn room_in(&self, strip: &Strip) -> u64 {
+        let end = strip.range.end;
+        let left = self.capacity.saturating_sub(end - strip.range.start);
+        if strip.parts.len() < MOST_PARTS { left } else { left.min(end.next_multiple_of(ALIGNMENT) - end) }
     }
 
     /// The band at `at`, and where it ends. Who asks goes through the files in order.
