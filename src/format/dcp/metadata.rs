@@ -67,7 +67,7 @@ const TENSOR: u32 = 4;
 
 #[derive(Default)]
 struct Columns {
-    /// Dims of all rows, one after the other.
+    /// Dims of rows, one after the other; those that are equal are often there once.
     dims: Vec<u64>,
     /// Offsets, and behind them as many sizes.
     chunks: Vec<DimsAt>,
@@ -89,6 +89,13 @@ struct Columns {
 struct DimsAt {
     start: u64,
     ndim: u8,
+}
+
+impl DimsAt {
+    /// As many dims right behind these.
+    fn behind(self) -> Self {
+        Self { start: self.start + u64::from(self.ndim), ..self }
+    }
 }
 
 struct TensorRow {
@@ -135,10 +142,22 @@ impl Columns {
         &self.dims[start..start + usize::from(at.ndim)]
     }
 
+    /// These dims, which often are those of the row before.
+    fn dims_like(&mut self, before: Option<DimsAt>, dims: &[u64]) -> Option<DimsAt> {
+        before.filter(|at| self.dims(*at) == dims).or_else(|| self.add_dims(dims))
+    }
+
     fn chunk(&mut self, state: &Record<'_>) -> Option<u32> {
         let (offsets, sizes) = (state.dims("offsets")?, state.dims("sizes")?);
-        let at = self.add_dims(offsets).filter(|_| offsets.len() == sizes.len())?;
-        self.add_dims(sizes)?;
+        let before = self.chunks.last().filter(|at| self.dims(**at) == offsets && self.dims(at.behind()) == sizes);
+        let at = match before {
+            Some(at) => *at,
+            None => {
+                let at = self.add_dims(offsets).filter(|_| offsets.len() == sizes.len())?;
+                self.add_dims(sizes)?;
+                at
+            }
+        };
         self.chunks.push(at);
         Some(row(self.chunks.len()))
     }
@@ -147,7 +166,7 @@ impl Columns {
         let name = self.names.id(state.text("fqn")?);
         let offset = match state.get("offset") {
             None | Some(Field::None) => None,
-            Some(_) => Some(self.add_dims(state.dims("offset")?)?),
+            Some(_) => Some(self.dims_like(self.indexes.last().and_then(|index| index.1), state.dims("offset")?)?),
         };
         self.indexes.push((name, offset));
         Some(row(self.indexes.len()))
@@ -183,15 +202,15 @@ impl Columns {
         }
         let start = self.tensor_chunks.len();
         self.tensor_chunks.extend(chunks.iter().map(|chunk| chunk.row));
-        let (shape, chunks) = (self.add_dims(size)?, start..self.tensor_chunks.len());
+        let sizes = chunks.first().map(|chunk| self.chunks[chunk.row as usize].behind());
+        let (shape, chunks) = (self.dims_like(sizes, size)?, start..self.tensor_chunks.len());
         self.tensors.push(TensorRow { dtype: self.properties[properties.row as usize], shape, chunks });
         Some(row(self.tensors.len()))
     }
 
     fn chunk_at(&self, row: u32) -> (&[u64], &[u64]) {
         let offsets = self.chunks[row as usize];
-        let sizes = DimsAt { start: offsets.start + u64::from(offsets.ndim), ..offsets };
-        (self.dims(offsets), self.dims(sizes))
+        (self.dims(offsets), self.dims(offsets.behind()))
     }
 
     /// The offset of an index key.
