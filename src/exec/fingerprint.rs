@@ -241,6 +241,7 @@ impl Digest {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
     use std::fs::{self, File};
     use std::path::PathBuf;
     use std::sync::Arc;
@@ -371,6 +372,23 @@ mod tests {
         assert_eq!(one.fingerprint(), other.fingerprint());
         // An index stands for the files beside it.
         assert_eq!(one.fingerprint(), one.below(&one.root.join("index.json")));
+    }
+
+    #[test]
+    fn every_item_of_a_long_list_counts_where_it_is() {
+        let of = |list: &[u64]| {
+            let mut digest = Digest::default();
+            digest.parts(list, |digest, number| digest.number(*number));
+            digest.finish()
+        };
+        let list: Vec<u64> = (0..2 * PART_LEN as u64 + 7).collect();
+        let mut seen = BTreeSet::from([of(&list), of(&list[..list.len() - 1])]);
+        for at in [0, PART_LEN - 1, PART_LEN, 2 * PART_LEN, list.len() - 2] {
+            let mut other = list.clone();
+            other.swap(at, at + 1);
+            assert!(seen.insert(of(&other)), "{at}");
+        }
+        assert_eq!(of(&list), of(&list.clone()));
     }
 
     #[test]

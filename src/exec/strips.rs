@@ -298,6 +298,22 @@ mod tests {
     }
 
     #[test]
+    fn a_window_of_small_tensors_has_strips_for_several_workers() {
+        let mut file = OutputFile::new("f");
+        file.push_literal(vec![1; 1000]);
+        let offsets: Vec<u64> = (0..4096).map(|_| file.push_payload(1024)).collect();
+        let (len, files) = (file.len, [file]);
+        let todo = Extents::of_files(&files);
+        let payload = |offset| Payload { file: 0, offset, len: 1024, slot: 0, itemsize: 2, group: None };
+        let strips = Cutter::new(&files, &todo, 4 << 20).cut(offsets.into_iter().map(payload).collect());
+        assert_eq!(strips.len(), 5);
+        assert!(strips.iter().all(|strip| strip.parts.len() <= MOST_PARTS + 4));
+        // Still they meet where blocks do.
+        let ends: Vec<u64> = strips.iter().map(|strip| strip.range.end).collect();
+        assert!(ends[..4].iter().all(|end| end.is_multiple_of(ALIGNMENT)) && ends[4] == len, "{ends:?}");
+    }
+
+    #[test]
     fn windows_in_another_order_lose_nothing() {
         let files = [file()];
         let todo = Extents::of_files(&files);
