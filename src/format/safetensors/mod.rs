@@ -247,6 +247,9 @@ impl Placing {
     }
 }
 
+/// A file, and the tensors in it.
+type Group<'a> = (PathBuf, Cow<'a, [(Fqn, TensorId)]>);
+
 /// The tensors of a catalog, and the dtype that each is written in.
 #[derive(Clone, Copy)]
 pub struct Wanted<'a> {
@@ -278,7 +281,7 @@ pub fn reserve(
     ties: &[(Fqn, Fqn)],
     shape: &Shape,
 ) -> Result<Reservation> {
-    let groups: Vec<(PathBuf, Cow<'_, [(Fqn, TensorId)]>)> = match shape {
+    let groups: Vec<Group<'_>> = match shape {
         Shape::File(name) => vec![(name.clone(), tensors.into())],
         Shape::Folder { max_shard_bytes } => split(wanted, tensors, *max_shard_bytes),
         Shape::Like(placing) => placing.groups(tensors).into_iter().map(|(name, group)| (name, group.into())).collect(),
@@ -318,11 +321,7 @@ pub fn reserve(
 }
 
 /// Consecutive tensors, each group within the limit where its tensors are.
-fn split<'a>(
-    wanted: Wanted<'_>,
-    tensors: &'a [(Fqn, TensorId)],
-    limit: u64,
-) -> Vec<(PathBuf, Cow<'a, [(Fqn, TensorId)]>)> {
+fn split<'a>(wanted: Wanted<'_>, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<Group<'a>> {
     let mut groups = Vec::new();
     let (mut start, mut bytes) = (0, 0_u64);
     for (index, (_, id)) in tensors.iter().enumerate() {
