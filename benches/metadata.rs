@@ -44,7 +44,7 @@ fn write(reservation: &Reservation, folder: &Path) -> u64 {
         if file.path.as_os_str() == ".metadata" {
             let bytes = &file.literals[0].bytes;
             len = bytes.len() as u64;
-            std::fs::write(path, bytes).expect("written");
+            std::fs::write(path, bytes.as_slice()).expect("written");
         } else {
             std::fs::File::create(path).and_then(|made| made.set_len(file.len)).expect("made");
         }

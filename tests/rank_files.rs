@@ -7,6 +7,7 @@ use dtshard::catalog::{Catalog, ChunkTable, Fqn, Holding, Reservation, TensorEnt
 use dtshard::exec::log::{AtEnd, Log};
 use dtshard::exec::{Extents, Input, Options, Silent, Stop, compare, copy};
 use dtshard::format::pickle::Unknown;
+use dtshard::format::safetensors::Wanted;
 use dtshard::format::torch::{RankLayout, RankTarget, Release, Style, reserve_ranks};
 use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, dcp, resolve, safetensors, torch};
 use dtshard::layout::{DeviceMesh, MeshDim, Placement, Rank, Tile, local_shard, parse_placements};
@@ -220,7 +221,9 @@ fn writers_look_at_dtypes_and_shapes_only() {
 
     let tensors = model::all_tensors(&catalog.state);
     let folder = safetensors::Shape::Folder { max_shard_bytes: 100 };
-    let named = |catalog| safetensors::reserve(catalog, &tensors, &[], &folder).unwrap();
+    let named = |source: &Catalog| {
+        safetensors::reserve(Wanted { source, dtypes: &source.dtypes() }, &tensors, &[], &folder).unwrap()
+    };
     same(named(catalog), named(&wishes));
 
     let (mesh, list) = (mesh("dp=2,tp=3", &[]), "_S(0,3),S(0)");
@@ -246,7 +249,8 @@ fn safetensors_records_ties_where_the_kept_tensor_is() {
     let last = tensors.last().unwrap().0.clone();
     let ties = [(Fqn::from("z.alias"), last.clone()), (Fqn::from("a.alias"), last.clone())];
     let shape = safetensors::Shape::Folder { max_shard_bytes: 100 };
-    let reservation = safetensors::reserve(&source.catalog, &tensors, &ties, &shape).unwrap();
+    let wanted = Wanted { source: &source.catalog, dtypes: &source.catalog.dtypes() };
+    let reservation = safetensors::reserve(wanted, &tensors, &ties, &shape).unwrap();
     let text = |file: &dtshard::catalog::OutputFile| String::from_utf8_lossy(&file.literals[0].bytes).into_owned();
     let (index, files) = reservation.files.split_last().unwrap();
     assert!(files.len() > 2 && !text(index).contains("alias"), "{}", text(index));
@@ -259,7 +263,7 @@ fn safetensors_records_ties_where_the_kept_tensor_is() {
     }
     for name in ["format", "DCP_SHARDING_INFO", "DCP_VERSION", "total_size"] {
         let own = [(Fqn::from(name), last.clone())];
-        assert!(safetensors::reserve(&source.catalog, &tensors, &own, &shape).is_err(), "{name}");
+        assert!(safetensors::reserve(wanted, &tensors, &own, &shape).is_err(), "{name}");
     }
 }
 

@@ -107,8 +107,8 @@ pub struct ChunkTable {
     ndim: usize,
     /// `ndim` offsets, then `ndim` sizes, a chunk.
     bounds: SmallVec<[u64; 4]>,
-    places: SmallVec<[Place; 1]>,
-    ranks: SmallVec<[u32; 4]>,
+    /// Where each lies, and the rank that holds it.
+    places: SmallVec<[(Place, u32); 1]>,
     odd: Option<Box<Odd>>,
 }
 
@@ -145,8 +145,7 @@ impl ChunkTable {
         let bounds = || chunk.tile.dims().iter().map(Intervals::bounds);
         self.bounds.extend(bounds().map(|dim| dim.start));
         self.bounds.extend(bounds().map(|dim| dim.end - dim.start));
-        self.places.push(chunk.place);
-        self.ranks.push(chunk.rank.map_or(NO_RANK, |rank| rank.0));
+        self.places.push((chunk.place, chunk.rank.map_or(NO_RANK, |rank| rank.0)));
         if let Some(strides) = chunk.strides {
             self.odd().strides.insert(index, strides);
         }
@@ -170,14 +169,23 @@ impl ChunkTable {
         Tile::new(offsets.iter().zip(sizes).map(|(&at, &size)| Intervals::single(at, size)))
     }
 
+    /// Elements of a chunk.
+    #[must_use]
+    pub fn numel(&self, index: usize) -> u64 {
+        match self.odd {
+            Some(_) => self.tile(index).numel(),
+            None => self.bounds[(2 * index + 1) * self.ndim..2 * (index + 1) * self.ndim].iter().product(),
+        }
+    }
+
     #[must_use]
     pub fn place(&self, index: usize) -> Place {
-        self.places[index]
+        self.places[index].0
     }
 
     /// Add to the number of every file: files become part of a longer list.
     pub fn shift_files(&mut self, by: u32) {
-        for place in &mut self.places {
+        for (place, _) in &mut self.places {
             match place {
                 Place::Bytes { file, .. } | Place::Record { file, .. } | Place::Item(Stretch { file, .. }) => {
                     file.0 += by;
@@ -189,7 +197,7 @@ impl ChunkTable {
 
     #[must_use]
     pub fn rank(&self, index: usize) -> Option<Rank> {
-        (self.ranks[index] != NO_RANK).then_some(Rank(self.ranks[index]))
+        Some(self.places[index].1).filter(|rank| *rank != NO_RANK).map(Rank)
     }
 
     #[must_use]
@@ -212,8 +220,10 @@ impl ChunkTable {
         tell(self.ndim as u64);
         tell(self.len() as u64);
         self.bounds.iter().copied().for_each(&mut *tell);
-        self.places.iter().for_each(|place| place.spell(tell));
-        self.ranks.iter().for_each(|rank| tell((*rank).into()));
+        for (place, rank) in &self.places {
+            place.spell(tell);
+            tell((*rank).into());
+        }
         let none = Odd::default();
         let Odd { strides, interleaved } = self.odd.as_deref().unwrap_or(&none);
         tell(strides.len() as u64);

@@ -249,6 +249,12 @@ impl Catalog {
         &self.tensors[id.0 as usize]
     }
 
+    /// The dtype of each tensor.
+    #[must_use]
+    pub fn dtypes(&self) -> Vec<Dtype> {
+        self.tensors.iter().map(|entry| entry.dtype).collect()
+    }
+
     #[must_use]
     pub fn mesh(&self, sharding: &Sharding) -> &DeviceMesh {
         &self.meshes[sharding.mesh.0 as usize]

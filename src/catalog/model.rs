@@ -134,7 +134,9 @@ fn child<'a>(value: &'a Value, keys: &[&str]) -> Option<(Key, &'a Value)> {
 #[must_use]
 pub fn is_random_state(name: &str) -> bool {
     const NAMES: [&str; 5] = ["rng", "rng_state", "rng_states", "random_state", "random_states"];
-    name.split('.').any(|part| NAMES.contains(&part) || part.ends_with("_rng_state"))
+    // Bytes, not chars: this is asked of every name.
+    let mut parts = name.as_bytes().split(|byte| *byte == b'.');
+    parts.any(|part| part.ends_with(b"_rng_state") || NAMES.iter().any(|known| known.as_bytes() == part))
 }
 
 /// A container beside the model. A tensor called `scaler` is a parameter.

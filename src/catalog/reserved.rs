@@ -52,11 +52,12 @@ pub struct OutputFile {
     pub sums: Vec<Sum>,
 }
 
-/// Bytes known in advance. Shared: items of equal shape and dtype have equal frames.
+/// Bytes known in advance. Shared: items of equal shape and dtype have equal frames. Those of a header may be many, so they
+/// stay where they were put together.
 #[derive(Clone, Debug)]
 pub struct Literal {
     pub offset: u64,
-    pub bytes: Arc<[u8]>,
+    pub bytes: Arc<Vec<u8>>,
 }
 
 /// A span of tensor data whose CRC-32 (IEEE, little-endian) goes to `sites`. A literal lies in it wholly or not at all.
@@ -74,7 +75,7 @@ impl OutputFile {
     }
 
     /// Append bytes that are known now.
-    pub fn push_literal(&mut self, bytes: impl Into<Arc<[u8]>>) {
+    pub fn push_literal(&mut self, bytes: impl Into<Arc<Vec<u8>>>) {
         let bytes = bytes.into();
         let offset = self.len;
         self.len += bytes.len() as u64;
@@ -200,7 +201,7 @@ impl Reserved {
 
     #[must_use]
     pub fn chunk_bytes(&self, index: usize) -> u64 {
-        self.entry.chunks.tile(index).numel() * self.dtype().itemsize()
+        self.entry.chunks.numel(index) * self.dtype().itemsize()
     }
 
     /// How many tiles of the source tensor make up the chunks: one each, or one a summand.

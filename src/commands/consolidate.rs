@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
+use rayon::prelude::*;
 
 use super::config::{self, CONFIG};
 use super::conflicts::Ranks;
@@ -19,6 +20,7 @@ use crate::comm::Launch;
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
 use crate::exec::staging::Shape;
+use crate::format::safetensors::Wanted;
 use crate::format::{Checkpoint, Format, SeriesChoice, Want, distinct_names, natural_order, safetensors, torch};
 use crate::quantity::count;
 use crate::select::{Root, Wrappers};
@@ -64,15 +66,19 @@ pub fn run(args: &Consolidate, launch: Launch, printer: &Printer) -> Result<Stat
     check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
     source.settle(args.convert.checks, Ranks::Together, &run)?;
     check_model(args, &source)?;
+    let left_out = path::object_names(&source.wanted.catalog.state);
     let mut tied = Vec::new();
     let mut notes = source.settled.notes(None);
     let (mut reservation, shape) = match to {
         Format::Safetensors => {
             let written;
             (written, tied) = names_to_write(&source, args.convert.tied);
+            let dtypes = source.wanted.catalog.dtypes();
+            source.forget_wishes();
             notes.extend(elsewhere(placing.as_ref(), &written));
             let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size, placing);
-            (safetensors::reserve(&source.wanted.catalog, &written, &tied, &shape)?, staged)
+            let wanted = Wanted { source: &source.checkpoint.catalog, dtypes: &dtypes };
+            (safetensors::reserve(wanted, &written, &tied, &shape)?, staged)
         }
         Format::Torch => {
             check_tied(args.convert.tied, to)?;
@@ -85,7 +91,7 @@ pub fn run(args: &Consolidate, launch: Launch, printer: &Printer) -> Result<Stat
         }
         _ => return Err(holds_shards("consolidate", to)),
     };
-    reservation.left_out = path::object_names(&source.wanted.catalog.state);
+    reservation.left_out = left_out;
     let mut carried = Vec::new();
     let no_assets = args.assets.as_ref().is_some_and(|folder| folder.as_os_str() == "none");
     if shape == Shape::Folder {
@@ -126,7 +132,7 @@ fn check_model(args: &Consolidate, source: &Source) -> Result<()> {
     }
     let select = &args.convert.select;
     let asked = args.everything || select.root.is_some() || !select.include.is_empty() || select.include_from.is_some();
-    match tensors.iter().find(|(fqn, _)| optimizer::reads_as_optimizer_state(fqn.as_str())) {
+    match tensors.par_iter().find_first(|(fqn, _)| optimizer::reads_as_optimizer_state(fqn.as_str())) {
         Some((fqn, _)) if !asked => Err(Error::usage(
             format!("{fqn}: reads as state of an optimizer, but the file does not record where the model ends"),
             "say what the model is with --root PATH (names below model: --root model) or --include, or take --everything",

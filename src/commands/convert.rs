@@ -1,6 +1,7 @@
 //! What the verbs that write share once each has chosen what to take and how to lay it out: check, have it
 //! [produced](super::produce), say what was done.
 
+use std::mem;
 use std::path::{Component, Path, PathBuf};
 
 use serde_json::json;
@@ -116,9 +117,12 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 /// # Errors
 /// Anything; the destination is then as it was.
 pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
-    // What is taken is laid out by now, and of a checkpoint of very many tensors the wishes are a third of all.
-    conversion.source.wanted.catalog = Catalog::empty();
-    perform(&conversion, args, run).map_err(|error| conversion.source.locate(error))
+    conversion.source.forget_wishes();
+    let status = perform(&conversion, args, run).map_err(|error| conversion.source.locate(error));
+    // The process ends with its verb, and to free a million small things one by one takes longer than that.
+    mem::forget(mem::replace(&mut conversion.source.checkpoint.catalog, Catalog::empty()));
+    mem::forget(conversion.reservation);
+    status
 }
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {

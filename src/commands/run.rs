@@ -11,6 +11,7 @@ use crate::comm::{self, Launch, process_environment};
 use crate::error::Result;
 use crate::exec::{Options, Stop};
 use crate::storage::filesystem::raise_open_file_limit;
+use crate::storage::memory::give_back_large_blocks;
 
 pub struct Run<'a> {
     pub printer: &'a Printer,
@@ -59,6 +60,7 @@ impl<'a> Run<'a> {
     fn begin(args: &SourceArgs, sync: bool, launch: Launch, printer: &'a Printer) -> Result<Self> {
         let started = Instant::now();
         raise_open_file_limit();
+        give_back_large_blocks();
         let options_told = told_options(std::env::args_os());
         Ok(Self {
             printer,

@@ -12,7 +12,7 @@ use super::run::Run;
 use super::told::told;
 use super::{check_series, read_options, refuse_fragment};
 use crate::catalog::path::{self, Fate};
-use crate::catalog::{Class, Fqn, TensorId, model};
+use crate::catalog::{Catalog, Class, Fqn, TensorId, Value, model};
 use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs, SourceArgs};
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
@@ -211,6 +211,13 @@ impl Source {
         }
     }
 
+    /// Let go of wishes, names and values, once it is known what is written of them: of a checkpoint of very many tensors
+    /// they are a half of all.
+    pub fn forget_wishes(&mut self) {
+        self.checkpoint.catalog.state = Value::None;
+        self.wanted.catalog = Catalog::empty();
+    }
+
     /// Every tensor that is taken, with its names.
     #[must_use]
     pub fn tensors(&self) -> Vec<(Fqn, TensorId)> {
@@ -219,9 +226,13 @@ impl Source {
 
     /// Tensors that may differ from rank to rank without being asked for.
     fn random_state(&self) -> Vec<TensorId> {
-        let mut tensors = self.tensors();
-        tensors.retain(|(fqn, _)| model::is_random_state(fqn.as_str()));
-        tensors.into_iter().map(|(_, id)| id).collect()
+        let mut found = Vec::new();
+        path::tensors(&self.wanted.catalog.state, &path::Path::default(), &mut |path, id| {
+            if model::is_random_state(path.fqn().as_str()) {
+                found.push(id);
+            }
+        });
+        found
     }
 
     /// Every tensor that is taken, once.

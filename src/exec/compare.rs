@@ -135,7 +135,7 @@ pub fn share_difference(
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<Option<u32>> {
-    let (input, plan, mut known) = (source.0, Source::new(source.1)?, Locations::default());
+    let (input, plan, mut known) = (source.0, Source::new(source.1)?, Locations::of_tiles(tensor.shares.len()));
     for (chunk, share) in (0..).zip(&tensor.shares) {
         if tensor.place(chunk as usize).is_none() {
             continue;

@@ -15,6 +15,7 @@ use std::collections::BTreeMap;
 use std::iter::zip;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
@@ -78,17 +79,30 @@ impl Stats {
         stats
     }
 
-    fn count(&mut self, slots: &[Slot]) {
-        let mut planned_bytes = 0;
-        for slot in slots {
+    /// Those of a window that is planned.
+    fn of_window(slots: &[Slot]) -> Self {
+        let of_slot = |slot: &Slot| {
+            let mut stats = Self { planned_bytes: PLANNED_BYTES + slot.tile.held_bytes(), ..Self::default() };
             slot.tile.pieces(|piece| {
                 // As many summands as there are may be read for each rank.
-                self.runs = self.runs.saturating_add(piece.runs());
-                self.bytes_read = self.bytes_read.saturating_add(piece.len_bytes());
+                stats.runs = stats.runs.saturating_add(piece.runs());
+                stats.bytes_read = stats.bytes_read.saturating_add(piece.len_bytes());
             });
-            planned_bytes += PLANNED_BYTES + slot.tile.held_bytes();
-        }
-        self.planned_bytes = self.planned_bytes.max(planned_bytes);
+            stats
+        };
+        let both = |one: Self, other: Self| Self {
+            runs: one.runs.saturating_add(other.runs),
+            bytes_read: one.bytes_read.saturating_add(other.bytes_read),
+            planned_bytes: one.planned_bytes + other.planned_bytes,
+            ..one
+        };
+        slots.par_iter().map(of_slot).reduce(Self::default, both)
+    }
+
+    fn add_window(&mut self, window: &Self) {
+        self.runs = self.runs.saturating_add(window.runs);
+        self.bytes_read = self.bytes_read.saturating_add(window.bytes_read);
+        self.planned_bytes = self.planned_bytes.max(window.planned_bytes);
     }
 
     /// What casts met, in place of what was known of it.
@@ -117,6 +131,7 @@ pub fn copy(
     let mut cutter = Cutter::new(&reservation.files, log.todo(), options.strip_bytes);
     let sums = Sums::new(reservation, log.is_all());
     let passing = Passing::default();
+    let benches = Mutex::default();
     let filler = Filler {
         input,
         reservation,
@@ -124,23 +139,25 @@ pub fn copy(
         outputs: &outputs,
         sums: &sums,
         passing: &passing,
+        benches: &benches,
         log,
         threads: options.threads,
         reporter,
         stop,
     };
     let mut stats = Stats::of(input, reservation);
+    let mut slots = Vec::new();
     let done = (|| {
         let mut windows = Windows::new(input, &reservation.tensors, log.todo());
         let mut pace = Pace::start();
         while let Some(window) = windows.next(pace.next()) {
             stop.check()?;
-            let (slots, payloads) = prepare(input, &window, log.todo())?;
+            let payloads = prepare(input, &window, log.todo(), &mut slots)?;
             let window_bytes = payloads.iter().map(|payload| payload.len).sum();
             let mut strips = cutter.cut(payloads);
             Filler { slots: &slots, ..filler }.fill(&mut strips)?;
             passing.settle(input.files)?;
-            stats.count(&slots);
+            stats.add_window(&Stats::of_window(&slots));
             log.advance(&outputs, &|| input.files.check_unchanged())?;
             pace.done(window_bytes);
         }
@@ -178,11 +195,20 @@ pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Resu
     let mut stats = Stats::of(input, reservation);
     let todo = Extents::of_files(&reservation.files);
     let mut windows = Windows::new(input, &reservation.tensors, &todo);
+    let mut slots = Vec::new();
     while let Some(window) = windows.next(Pace::at_most()) {
         stop.check()?;
-        stats.count(&prepare(input, &window, &todo)?.0);
+        prepare(input, &window, &todo, &mut slots)?;
+        stats.add_window(&Stats::of_window(&slots));
     }
     Ok(stats)
+}
+
+/// Memory of a worker, which the next window's workers take over: it is not worth making anew for a window of small tensors.
+#[derive(Default)]
+struct Bench {
+    buffer: Buffer,
+    scratch: Scratch,
 }
 
 /// Everything a worker needs to fill strips.
@@ -194,6 +220,8 @@ struct Filler<'a> {
     outputs: &'a Outputs,
     sums: &'a Sums<'a>,
     passing: &'a Passing,
+    /// Those that no worker is at.
+    benches: &'a Mutex<Vec<Bench>>,
     log: &'a Log<'a>,
     threads: usize,
     reporter: &'a dyn Reporter,
@@ -206,15 +234,16 @@ impl Filler<'_> {
         let bands = bands::order(strips);
         let next = AtomicUsize::new(0);
         let work = |_worker: usize| -> Result<()> {
-            let mut buffer = Buffer::new();
-            let mut scratch = Scratch::default();
+            let left = || self.benches.lock().expect("nobody fails with the lock").pop();
+            let mut bench = left().unwrap_or_default();
             while let Some(band) = bands.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if let Err(error) = self.fill_band(band, &mut buffer, &mut scratch) {
+                if let Err(error) = self.fill_band(band, &mut bench.buffer, &mut bench.scratch) {
                     // The others need not go on.
                     next.store(bands.len(), Ordering::Relaxed);
                     return Err(error);
                 }
             }
+            self.benches.lock().expect("nobody fails with the lock").push(bench);
             Ok(())
         };
         (0..self.threads.min(bands.len())).into_par_iter().with_max_len(1).map(work).collect()

@@ -5,19 +5,20 @@
 //! tables. Options are not in it: what changes the result shows in the reservation.
 //!
 //! All that is hashed is numbers of 64 bits, little-endian, and bytes behind their length; lists stand behind theirs, and
-//! alternatives behind a number that tells which. So no field can run into the next. Invariant: it depends neither on
-//! threads, nor on the order of a hash map, nor on where in memory something lies.
+//! alternatives behind a number that tells which. Long lists are hashed in parts, whose digests stand for them. So no
+//! field can run into the next. Invariant: it depends neither on threads, nor on the order of a hash map, nor on where in
+//! memory something lies.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::str::FromStr;
-use std::sync::Arc;
 
 use foldhash::fast::RandomState;
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::Input;
@@ -79,14 +80,16 @@ pub fn fingerprint(
     roots: &[&Path],
 ) -> Result<Fingerprint> {
     let mut digest = Digest::default();
-    digest.bytes(b"dtshard plan 1");
+    digest.bytes(b"dtshard plan 2");
     digest.bytes(version.as_bytes());
     digest.sources(input.files, roots);
     digest.list(&reservation.files, Digest::file);
-    digest.list(&reservation.tensors, Digest::reserved);
+    digest.parts(&reservation.tensors, Digest::reserved);
     // Many target tensors may be made of one.
-    let taken: BTreeSet<TensorId> = reservation.tensors.iter().map(|tensor| tensor.source).collect();
-    taken.iter().for_each(|id| digest.source(*id, input.catalog.tensor(*id)));
+    let mut taken: Vec<TensorId> = reservation.tensors.iter().map(|tensor| tensor.source).collect();
+    taken.sort_unstable();
+    taken.dedup();
+    digest.parts(&taken, |digest, id| digest.source(*id, input.catalog.tensor(*id)));
     digest.number(carried.len() as u64);
     for file in carried {
         let metadata = regular_file(&file.from)?;
@@ -113,6 +116,9 @@ const BUFFER_BYTES: usize = 64 << 10;
 
 /// Literals that are hashed where they stand; the digest of one costs more.
 const SHORT_BYTES: usize = 128;
+
+/// Items of a part, whatever the number of threads.
+const PART_LEN: usize = 1 << 12;
 
 #[derive(Default)]
 struct Digest {
@@ -147,6 +153,18 @@ impl Digest {
     fn list<T>(&mut self, list: &[T], each: impl Fn(&mut Self, &T)) {
         self.number(list.len() as u64);
         list.iter().for_each(|item| each(self, item));
+    }
+
+    /// A list of which there may be very many, in parts that are hashed side by side.
+    fn parts<T: Sync>(&mut self, list: &[T], each: impl Fn(&mut Self, &T) + Sync) {
+        self.number(list.len() as u64);
+        let of_part = |part: &[T]| {
+            let mut digest = Self::default();
+            part.iter().for_each(|item| each(&mut digest, item));
+            digest.finish().0
+        };
+        let digests: Vec<[u8; 32]> = list.par_chunks(PART_LEN).map(of_part).collect();
+        digests.iter().for_each(|digest| self.raw(digest));
     }
 
     fn numbers(&mut self, numbers: &[u64]) {
@@ -187,7 +205,7 @@ impl Digest {
         });
     }
 
-    fn literal(&mut self, literal: &Arc<[u8]>) {
+    fn literal(&mut self, literal: &[u8]) {
         if literal.len() <= SHORT_BYTES {
             return self.bytes(literal);
         }
@@ -229,8 +247,10 @@ impl Digest {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
     use std::fs::{self, File};
     use std::path::PathBuf;
+    use std::sync::Arc;
     use std::time::{Duration, SystemTime};
 
     use super::*;
@@ -361,11 +381,28 @@ mod tests {
     }
 
     #[test]
+    fn every_item_of_a_long_list_counts_where_it_is() {
+        let of = |list: &[u64]| {
+            let mut digest = Digest::default();
+            digest.parts(list, |digest, number| digest.number(*number));
+            digest.finish()
+        };
+        let list: Vec<u64> = (0..2 * PART_LEN as u64 + 7).collect();
+        let mut seen = BTreeSet::from([of(&list), of(&list[..list.len() - 1])]);
+        for at in [0, PART_LEN - 1, PART_LEN, 2 * PART_LEN, list.len() - 2] {
+            let mut other = list.clone();
+            other.swap(at, at + 1);
+            assert!(seen.insert(of(&other)), "{at}");
+        }
+        assert_eq!(of(&list), of(&list.clone()));
+    }
+
+    #[test]
     fn shared_literals_count_as_equal_ones() {
         let folder = tempfile::tempdir().unwrap();
         let mut works = [true, false].map(|is_shared| {
             let mut work = work(folder.path());
-            let bytes: Arc<[u8]> = vec![1; 5000].into();
+            let bytes = Arc::new(vec![1; 5000]);
             work.file().push_literal(Arc::clone(&bytes));
             work.file().push_literal(if is_shared { bytes } else { vec![1; 5000].into() });
             work

@@ -21,9 +21,17 @@ use crate::layout::partial::Share;
 use crate::layout::{Dims, ReduceOp, Segment, Tile};
 use crate::plan::{Overlap, Piece, Pieces, Source, TilePlan};
 
-/// The chunks of one tensor that were found already: the tiles of a re-cut share their source chunks.
+/// The chunks of one tensor that were found already: the tiles of a re-cut share their source chunks. A tensor of which
+/// one tile is wanted has nobody to share with, and none.
 #[derive(Debug, Default)]
-pub struct Locations(HashMap<u32, Located>);
+pub struct Locations(Option<HashMap<u32, Located>>);
+
+impl Locations {
+    #[must_use]
+    pub fn of_tiles(tiles: usize) -> Self {
+        Self((tiles > 1).then(HashMap::new))
+    }
+}
 
 /// Buffers of a worker that outlive a read, so that they are allocated once.
 #[derive(Debug, Default)]
@@ -72,8 +80,8 @@ enum Fill {
 struct Gathered {
     plan: TilePlan,
     /// One an overlap.
-    located: Vec<Located>,
-    strides: Vec<Dims>,
+    located: SmallVec<[Located; 1]>,
+    strides: SmallVec<[Dims; 1]>,
 }
 
 impl Prepared {
@@ -139,7 +147,7 @@ impl Prepared {
         let segments = sizes.iter().map(whole).collect();
         let overlap = Overlap { chunk, source_sizes: sizes.clone(), segments };
         let mut prepared = Self::of(entry, sizes.iter().product());
-        let plan = TilePlan { sizes, overlaps: vec![overlap] };
+        let plan = TilePlan { sizes, overlaps: smallvec![overlap] };
         prepared.parts.push(Gathered::new(input, entry, plan, &mut Locations::default())?);
         Ok(prepared)
     }
@@ -291,8 +299,9 @@ impl Prepared {
         let name = self.fqn.as_str().len() + 32;
         let part = |part: &Gathered| {
             let segments = part.plan.overlaps.iter().flat_map(|overlap| &overlap.segments);
-            // Lists have grown to what they hold, in powers of two.
-            part.plan.overlaps.len().next_power_of_two().max(4) * overlap
+            // A single one lies in the tile itself; lists have grown to what they hold, in powers of two.
+            let listed = Some(part.plan.overlaps.len()).filter(|overlaps| *overlaps > 1);
+            listed.map_or(0, |overlaps| overlaps.next_power_of_two().max(4) * overlap)
                 + segments.map(|list| (list.capacity() + 1) * size_of::<Segment>()).sum::<usize>()
         };
         (name + self.parts.iter().map(part).sum::<usize>()) as u64
@@ -312,15 +321,17 @@ impl Prepared {
 
 impl Gathered {
     fn new(input: Input<'_>, entry: &TensorEntry, plan: TilePlan, known: &mut Locations) -> Result<Self> {
-        let mut located = Vec::with_capacity(plan.overlaps.len());
+        let mut located: SmallVec<[Located; 1]> = SmallVec::with_capacity(plan.overlaps.len());
         for overlap in &plan.overlaps {
-            if let Some(found) = known.0.get(&overlap.chunk) {
+            if let Some(found) = known.0.as_ref().and_then(|known| known.get(&overlap.chunk)) {
                 located.push(found.clone());
                 continue;
             }
             let found = (input.resolve)(input.files, entry, overlap.chunk)?;
             check_inside(input, entry, &overlap.source_sizes, &found)?;
-            known.0.insert(overlap.chunk, found.clone());
+            if let Some(known) = &mut known.0 {
+                known.insert(overlap.chunk, found.clone());
+            }
             located.push(found);
         }
         let strides = located.iter().map(|found| found.strides.clone()).collect();

@@ -47,6 +47,9 @@ impl Segment {
     }
 }
 
+/// Segments of a strip, so that a window of tensors that are small has strips for several workers.
+const MOST_SEGMENTS: usize = 1 << 10;
+
 /// Consecutive segments without a hole between them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strip {
@@ -180,7 +183,7 @@ impl<'a> Strips<'a> {
             let (band, until) = self.pass(file, at);
             let fits = (self.done.last())
                 .filter(|strip| strip.file == file && strip.range.end == at && strip.band == band)
-                .map_or(0, |strip| self.capacity.saturating_sub(strip.range.end - strip.range.start));
+                .map_or(0, |strip| self.room_in(strip));
             // Up to the next cut, or the end of the element that it is in.
             let rest = len - done;
             let rest = if until - at < rest { (until - at).next_multiple_of(itemsize).min(rest) } else { rest };
@@ -194,6 +197,13 @@ impl<'a> Strips<'a> {
             strip.range.end += take;
             done += take;
         }
+    }
+
+    /// Bytes that still go into a strip: one of many small parts is as long as it is, up to the next boundary of blocks.
+    fn room_in(&self, strip: &Strip) -> u64 {
+        let end = strip.range.end;
+        let left = self.capacity.saturating_sub(end - strip.range.start);
+        if strip.segments.len() < MOST_SEGMENTS { left } else { left.min(end.next_multiple_of(ALIGNMENT) - end) }
     }
 
     /// The band at `at`, and where it ends. Who asks goes through the files in order.
@@ -285,6 +295,22 @@ mod tests {
         let ends: Vec<u64> = ragged.map(|strip| strip.range.end).collect();
         assert_eq!(ends, [1_001_000, len]);
         assert!(strips.iter().all(|strip| strip.len() <= 65_536));
+    }
+
+    #[test]
+    fn a_window_of_small_tensors_has_strips_for_several_workers() {
+        let mut file = OutputFile::new("f");
+        file.push_literal(vec![1; 1000]);
+        let offsets: Vec<u64> = (0..4096).map(|_| file.push_payload(1024)).collect();
+        let (len, files) = (file.len, [file]);
+        let todo = Extents::of_files(&files);
+        let payload = |offset| Payload { file: 0, offset, len: 1024, slot: 0, itemsize: 2, group: None };
+        let strips = Cutter::new(&files, &todo, 4 << 20).cut(offsets.into_iter().map(payload).collect());
+        assert_eq!(strips.len(), 5);
+        assert!(strips.iter().all(|strip| strip.segments.len() <= MOST_SEGMENTS + 4));
+        // Still they meet where blocks do.
+        let ends: Vec<u64> = strips.iter().map(|strip| strip.range.end).collect();
+        assert!(ends[..4].iter().all(|end| end.is_multiple_of(ALIGNMENT)) && ends[4] == len, "{ends:?}");
     }
 
     #[test]

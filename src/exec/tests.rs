@@ -177,7 +177,7 @@ proptest! {
         let catalog = Catalog::empty();
         let input = Input { files: &files, catalog: &catalog, resolve: &resolve };
         let source = Source::new(&entry).unwrap();
-        let mut known = Locations::default();
+        let mut known = Locations::of_tiles(2);
         for tile in to.tiles(&shape) {
             let prepared = Prepared::new(input, &source, &tile, &mut known).unwrap();
             let expected = linear_indices(&shape, &tile);

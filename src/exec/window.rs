@@ -40,7 +40,7 @@ const WINDOW_TIME: Duration = Duration::from_secs(5);
 const HURRIED_BYTES: u64 = 256 << 10;
 
 /// Tiles planned and located at a time, where they are small.
-const WINDOW_TILES: usize = 1 << 14;
+const WINDOW_TILES: usize = 1 << 12;
 
 /// How much to do at a time, by how long it took the last time.
 pub struct Pace {
@@ -139,16 +139,16 @@ pub struct Slot {
     pub copies: Option<usize>,
 }
 
-/// Prove, plan and locate the tensors of a window.
+/// Prove, plan and locate the tensors of a window. Its slots take the place of those of the window before.
 ///
 /// # Errors
 /// That of the first tensor that has one.
-pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents) -> Result<(Vec<Slot>, Vec<Payload>)> {
+pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents, slots: &mut Vec<Slot>) -> Result<Vec<Payload>> {
+    slots.clear();
     // Each for itself, so that of several faults the first is told, whichever thread was faster.
     let per_tensor: Vec<Result<_>> = window.par_iter().map(|tensor| prepare_tensor(input, tensor, todo)).collect();
     let per_tensor: Vec<Vec<(Slot, Payload)>> = per_tensor.into_iter().collect::<Result<_>>()?;
-    let mut slots = Vec::new();
-    let mut payloads = Vec::new();
+    let mut payloads = Vec::with_capacity(per_tensor.len());
     for tiles in per_tensor {
         let first_group = slots.len();
         for (mut slot, mut payload) in tiles {
@@ -161,14 +161,14 @@ pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents) -> Result
             payloads.push(payload);
         }
     }
-    Ok((slots, payloads))
+    Ok(payloads)
 }
 
 /// The tiles of one tensor that are to be done, with groups that count from 0.
 fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents) -> Result<Vec<(Slot, Payload)>> {
     let source = Source::new(input.catalog.tensor(tensor.source))?;
     let pair = (source.entry.dtype, tensor.dtype());
-    let mut known = Locations::default();
+    let mut known = Locations::of_tiles(tensor.entry.chunks.len());
     let mut counted = HashSet::new();
     let mut tiles = Vec::with_capacity(tensor.entry.chunks.len());
     let mut wanted = Vec::new();

@@ -43,6 +43,7 @@ use torch::ranks::Plain;
 
 use foldhash::fast::RandomState;
 
+use crate::catalog::path::{Path as StatePath, tensors};
 use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
 use crate::layout::parallelize::Order;
@@ -233,10 +234,9 @@ impl Checkpoint {
 /// Views with stride 0 and metadata alone can claim any size. With all names and chunks of all tensors below 2^62
 /// bytes together, sums of them need no checks.
 fn check_total(path: &Path, catalog: &Catalog) -> Result<()> {
-    let named = crate::catalog::model::all_tensors(&catalog.state);
-    let copies = catalog.tensors.iter().map(|entry| (entry, entry.chunks.len().max(1)));
-    let claimed = named.iter().map(|(_, id)| (catalog.tensor(*id), 1)).chain(copies);
-    let total: u128 = claimed.map(|(entry, times)| u128::from(entry.len_bytes()) * times as u128).sum();
+    let claimed = |entry: &TensorEntry, times: usize| u128::from(entry.len_bytes()) * times as u128;
+    let mut total: u128 = catalog.tensors.iter().map(|entry| claimed(entry, entry.chunks.len().max(1))).sum();
+    tensors(&catalog.state, &StatePath::default(), &mut |_, id| total += claimed(catalog.tensor(id), 1));
     if total < 1 << 62 {
         return Ok(());
     }

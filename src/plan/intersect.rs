@@ -35,8 +35,7 @@ impl<'a> Source<'a> {
     /// What a target tile takes from a summand of the source (0 where ranks hold values), of what lies in `within`.
     #[must_use]
     pub fn plan(&self, target: &Tile, summand: u64, within: Option<&Tile>) -> TilePlan {
-        // Most tiles have one, and a `Vec` that grows has room for four.
-        let mut overlaps = Vec::with_capacity(1);
+        let mut overlaps = SmallVec::new();
         if !target.is_empty() {
             let number = usize::try_from(summand).expect("an index of the tilings");
             let Tiling { tiles, holders, cover } = &self.tilings[number];
@@ -61,7 +60,8 @@ impl<'a> Source<'a> {
 pub struct TilePlan {
     /// Sizes of the target's local tensor.
     pub sizes: Dims,
-    pub overlaps: Vec<Overlap>,
+    /// Most tiles have one.
+    pub overlaps: SmallVec<[Overlap; 1]>,
 }
 
 /// The common part of one source chunk and the target tile, as a product over dims.

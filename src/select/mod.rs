@@ -25,6 +25,8 @@ mod tests;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::iter::zip;
 
+use rayon::prelude::*;
+
 pub use dtypes::{Casts, DtypeRule, Kept};
 pub use rename::Rename;
 
@@ -136,7 +138,7 @@ pub fn select(source: &Catalog, options: &Options) -> Result<Selected> {
         None => rename(&survey, options, &mut kept)?,
     };
     let mut catalog = Catalog { meshes: source.meshes.clone(), state, ..Catalog::empty() };
-    catalog.tensors = source.tensors.iter().map(without_chunks).collect();
+    catalog.tensors = source.tensors.par_iter().map(without_chunks).collect();
     let casts = dtypes::apply(&survey, &kept, &mut catalog, &options.dtypes)?;
     name_tensors(&mut catalog);
     let notes = notes.into_iter().chain(casts.notes()).collect();

@@ -14,6 +14,7 @@ use crate::cli::Unshard;
 use crate::comm::Launch;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
+use crate::format::safetensors::Wanted;
 use crate::format::{Format, SeriesChoice, Want, safetensors, torch};
 use crate::select::{Root, Wrappers};
 
@@ -55,7 +56,9 @@ pub fn run(args: &Unshard, launch: Launch, printer: &Printer) -> Result<Status> 
                 (written, tied) = names_to_write(&source, args.convert.tied);
                 notes.extend(elsewhere(placing.as_ref(), &written));
                 let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size, placing);
-                let mut reservation = safetensors::reserve(wanted, &written, &tied, &shape)?;
+                let dtypes = wanted.dtypes();
+                let taken = Wanted { source: wanted, dtypes: &dtypes };
+                let mut reservation = safetensors::reserve(taken, &written, &tied, &shape)?;
                 reservation.left_out = path::object_names(&wanted.state);
                 (reservation, staged)
             }

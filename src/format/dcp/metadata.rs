@@ -16,7 +16,7 @@ use indexmap::IndexSet;
 use crate::catalog::Path as StatePath;
 use crate::catalog::{Dtype, Fqn, Key, checked_len_bytes};
 use crate::error::{Error, Result};
-use crate::format::pickle::{self, Field, Fold, Folded, Pickle, Record, Ref};
+use crate::format::pickle::{self, Entries, Field, Fold, Folded, Pickle, Record, Ref};
 use crate::format::torch::reader::pickle_error;
 use crate::layout::Dims;
 
@@ -67,7 +67,7 @@ const TENSOR: u32 = 4;
 
 #[derive(Default)]
 struct Columns {
-    /// Dims of all rows, one after the other.
+    /// Dims of rows, one after the other; those that are equal are often there once.
     dims: Vec<u64>,
     /// Offsets, and behind them as many sizes.
     chunks: Vec<DimsAt>,
@@ -89,6 +89,13 @@ struct Columns {
 struct DimsAt {
     start: u64,
     ndim: u8,
+}
+
+impl DimsAt {
+    /// As many dims right behind these.
+    fn behind(self) -> Self {
+        Self { start: self.start + u64::from(self.ndim), ..self }
+    }
 }
 
 struct TensorRow {
@@ -135,10 +142,22 @@ impl Columns {
         &self.dims[start..start + usize::from(at.ndim)]
     }
 
+    /// These dims, which often are those of the row before.
+    fn dims_like(&mut self, before: Option<DimsAt>, dims: &[u64]) -> Option<DimsAt> {
+        before.filter(|at| self.dims(*at) == dims).or_else(|| self.add_dims(dims))
+    }
+
     fn chunk(&mut self, state: &Record<'_>) -> Option<u32> {
         let (offsets, sizes) = (state.dims("offsets")?, state.dims("sizes")?);
-        let at = self.add_dims(offsets).filter(|_| offsets.len() == sizes.len())?;
-        self.add_dims(sizes)?;
+        let before = self.chunks.last().filter(|at| self.dims(**at) == offsets && self.dims(at.behind()) == sizes);
+        let at = match before {
+            Some(at) => *at,
+            None => {
+                let at = self.add_dims(offsets).filter(|_| offsets.len() == sizes.len())?;
+                self.add_dims(sizes)?;
+                at
+            }
+        };
         self.chunks.push(at);
         Some(row(self.chunks.len()))
     }
@@ -147,7 +166,7 @@ impl Columns {
         let name = self.names.id(state.text("fqn")?);
         let offset = match state.get("offset") {
             None | Some(Field::None) => None,
-            Some(_) => Some(self.add_dims(state.dims("offset")?)?),
+            Some(_) => Some(self.dims_like(self.indexes.last().and_then(|index| index.1), state.dims("offset")?)?),
         };
         self.indexes.push((name, offset));
         Some(row(self.indexes.len()))
@@ -183,15 +202,15 @@ impl Columns {
         }
         let start = self.tensor_chunks.len();
         self.tensor_chunks.extend(chunks.iter().map(|chunk| chunk.row));
-        let (shape, chunks) = (self.add_dims(size)?, start..self.tensor_chunks.len());
+        let sizes = chunks.first().map(|chunk| self.chunks[chunk.row as usize].behind());
+        let (shape, chunks) = (self.dims_like(sizes, size)?, start..self.tensor_chunks.len());
         self.tensors.push(TensorRow { dtype: self.properties[properties.row as usize], shape, chunks });
         Some(row(self.tensors.len()))
     }
 
     fn chunk_at(&self, row: u32) -> (&[u64], &[u64]) {
         let offsets = self.chunks[row as usize];
-        let sizes = DimsAt { start: offsets.start + u64::from(offsets.ndim), ..offsets };
-        (self.dims(offsets), self.dims(sizes))
+        (self.dims(offsets), self.dims(offsets.behind()))
     }
 
     /// The offset of an index key.
@@ -265,16 +284,17 @@ impl<'a> Metadata<'a> {
             return Err(malformed("state_dict_metadata", "a dict of tensors", root.describe()));
         };
         let places = Places::read(path, &self.columns, field("storage_data"))?;
-        let steps = steps_by_name(field("planner_data"));
+        let mut steps = Steps::read(field("planner_data"));
         let mut keys = HashMap::default();
+        let mut nth = 0;
         for (key, value) in tensors {
             let Some(name) = key.as_str() else {
                 return Err(malformed("state_dict_metadata", "names that are text", key.describe()));
             };
-            let items = places.of(name);
+            let items = places.of(name, &mut nth);
             let fqn = Fqn::from(items.name.map_or_else(|| name.into(), Arc::clone));
-            let state_path = match steps.get(name) {
-                Some(steps) => state_path(path, name, *steps, &mut keys)?,
+            let state_path = match steps.of(name) {
+                Some(steps) => state_path(path, &fqn, steps, &mut keys)?,
                 None => StatePath(vec![Key::Name((&fqn).into())]),
             };
             let kind = entry_kind(path, name, value, &places, &items)?;
@@ -331,11 +351,14 @@ impl<'a> Places<'a> {
         Ok(Self { columns, rows, starts })
     }
 
-    fn of(&self, fqn: &str) -> Items<'_> {
-        match self.columns.names.texts.get_full(fqn) {
-            Some((id, name)) => Items { name: Some(name), rows: &self.rows[self.starts[id]..self.starts[id + 1]] },
-            None => Items { name: None, rows: &[] },
-        }
+    /// The items of a name, which most likely is the `nth` that items have; the one after it is the next.
+    fn of(&self, fqn: &str, nth: &mut usize) -> Items<'_> {
+        let names = &self.columns.names.texts;
+        let is_likely = |name: &&Arc<str>| ***name == *fqn;
+        let found = names.get_index(*nth).filter(is_likely).map(|name| (*nth, name));
+        let Some((id, name)) = found.or_else(|| names.get_full(fqn)) else { return Items { name: None, rows: &[] } };
+        *nth = id + 1;
+        Items { name: Some(name), rows: &self.rows[self.starts[id]..self.starts[id + 1]] }
     }
 
     /// The place of one of the items of a name, which is most likely its `nth`.
@@ -356,23 +379,58 @@ impl<'a> Places<'a> {
 const MAX_PATH: usize = 128;
 
 /// The path of each name as the planner kept it. Other planners keep other things there; without paths, names are keys.
-fn steps_by_name(planner_data: Option<Ref<'_>>) -> HashMap<&str, Ref<'_>, RandomState> {
-    let entries = planner_data.and_then(Ref::as_dict).into_iter().flatten();
-    entries.filter_map(|(key, steps)| Some((key.as_str()?, steps)).filter(|_| steps.as_tuple().is_some())).collect()
+struct Steps<'a> {
+    planner_data: Option<Ref<'a>>,
+    /// Those that were not asked for, as long as names are asked for in their order.
+    next: Option<Entries<'a>>,
+    by_name: HashMap<&'a str, Ref<'a>, RandomState>,
 }
 
-/// A path, whose keys are shared with those of other names.
+impl<'a> Steps<'a> {
+    fn read(planner_data: Option<Ref<'a>>) -> Self {
+        Self { planner_data, next: planner_data.and_then(Ref::as_dict), by_name: HashMap::default() }
+    }
+
+    fn of(&mut self, name: &str) -> Option<Ref<'a>> {
+        let likely = self.next.as_mut().and_then(Iterator::next).filter(|(key, _)| key.as_str() == Some(name));
+        let found = match likely {
+            Some((_, steps)) => Some(steps),
+            None => {
+                if self.next.take().is_some() {
+                    let entries = self.planner_data.and_then(Ref::as_dict).into_iter().flatten();
+                    self.by_name = entries.filter_map(|(key, steps)| Some((key.as_str()?, steps))).collect();
+                }
+                self.by_name.get(name).copied()
+            }
+        };
+        found.filter(|steps| steps.as_tuple().is_some())
+    }
+}
+
+/// A path, whose keys are shared with those of other names, and with its own where it has one step.
 fn state_path<'a>(
     path: &Path,
-    fqn: &str,
+    fqn: &Fqn,
     steps: Ref<'a>,
     keys: &mut HashMap<&'a str, Arc<str>, RandomState>,
 ) -> Result<StatePath> {
-    let mut name = |text: &'a str| Key::Name(Arc::clone(keys.entry(text).or_insert_with(|| text.into())));
-    let mut key = |step: Ref<'a>| step.as_str().map(&mut name).or_else(|| step.as_u64().map(Key::Index));
-    let items = steps.as_tuple().filter(|items| (1..=MAX_PATH).contains(&items.len()));
-    let found: Option<Vec<Key>> = items.and_then(|items| items.map(&mut key).collect());
-    found.map(StatePath).ok_or_else(|| Error::malformed(path, fqn, "a path of names and positions", steps.describe()))
+    let mut name = |step: Ref<'a>, text: &'a str| match step.is_shared() {
+        _ if text == fqn.as_str() => fqn.into(),
+        // A planner names no key twice but as one object.
+        false => text.into(),
+        true => Arc::clone(keys.entry(text).or_insert_with(|| text.into())),
+    };
+    let mut key = |step: Ref<'a>| match step.as_str() {
+        Some(text) => Some(Key::Name(name(step, text))),
+        None => step.as_u64().map(Key::Index),
+    };
+    let malformed = || Error::malformed(path, fqn.as_str(), "a path of names and positions", steps.describe());
+    let items = steps.as_tuple().filter(|items| (1..=MAX_PATH).contains(&items.len())).ok_or_else(malformed)?;
+    let mut found = Vec::with_capacity(items.len());
+    for step in items {
+        found.push(key(step).ok_or_else(malformed)?);
+    }
+    Ok(StatePath(found))
 }
 
 fn entry_kind(path: &Path, fqn: &str, value: Ref<'_>, places: &Places<'_>, items: &Items<'_>) -> Result<EntryKind> {

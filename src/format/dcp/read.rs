@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use foldhash::fast::RandomState;
 use indexmap::IndexMap;
+use indexmap::map::Entry as MapEntry;
 
 use super::known;
 use super::metadata::{Entry, EntryKind, Metadata, Stored, StoredChunk};
@@ -66,21 +67,27 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
         let metadata = Metadata::decode(&path, bytes)?;
         let source = MetadataFile { data_files: open_data_files(files, &path, &metadata)?, path: &path };
         metadata.entries(&mut |Entry { fqn, path: state_path, kind }| {
-            match (slots.get_mut(&fqn), source.content(files, &fqn, kind)?) {
-                (None, Content::Tensor(entry)) => {
-                    slots.insert(fqn, (state_path, Slot::Tensor(catalog.push_tensor(entry))));
+            let content = source.content(files, &fqn, kind)?;
+            let mut slot = match slots.entry(fqn) {
+                MapEntry::Occupied(known) => known,
+                MapEntry::Vacant(slot) => {
+                    let content = match content {
+                        Content::Tensor(entry) => Slot::Tensor(catalog.push_tensor(entry)),
+                        Content::Object(place) => Slot::Object(vec![(rank, place)]),
+                    };
+                    slot.insert((state_path, content));
+                    return Ok(());
                 }
-                (None, Content::Object(place)) => {
-                    slots.insert(fqn, (state_path, Slot::Object(vec![(rank, place)])));
-                }
-                // Another rank's part, of a save without collectives.
-                (Some((_, Slot::Tensor(id))), Content::Tensor(more)) => {
+            };
+            // Another rank's part, of a save without collectives.
+            match (&mut slot.get_mut().1, content) {
+                (Slot::Tensor(id), Content::Tensor(more)) => {
                     join(&path, &mut catalog.tensors[id.0 as usize], &more)?;
                 }
-                (Some((_, Slot::Object(known))), Content::Object(place)) => known.push((rank, place)),
-                (Some(_), _) => {
+                (Slot::Object(known), Content::Object(place)) => known.push((rank, place)),
+                _ => {
                     let found = "a tensor and an object of this name";
-                    return Err(Error::malformed(&path, fqn.as_str(), "one kind on all ranks", found));
+                    return Err(Error::malformed(&path, slot.key().as_str(), "one kind on all ranks", found));
                 }
             }
             Ok(())

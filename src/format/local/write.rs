@@ -224,7 +224,7 @@ struct Writer<'a> {
     plan: &'a Plan,
     mesh: &'a DeviceMesh,
     /// Most ranks have the same header, which is kept once.
-    headers: HashSet<Arc<[u8]>>,
+    headers: HashSet<Arc<Vec<u8>>>,
     /// Of each name, what was placed of each of the source's tensors.
     chunks: Vec<BTreeMap<TensorId, ChunkTable>>,
 }
@@ -248,7 +248,7 @@ impl Writer<'_> {
         let metadata = Map::from_iter([(String::from(FORMAT_KEY), json!("pt"))]);
         let name = file_name(rank);
         let header = write_header(FilePath::new(&name), &metadata, written, "leave tensors out with --exclude")?;
-        let header: Arc<[u8]> = header.into();
+        let header = Arc::new(header);
         self.headers.insert(Arc::clone(&header));
         let mut output = OutputFile::new(name);
         output.push_literal(Arc::clone(self.headers.get(&header).expect("it was put there")));

@@ -123,9 +123,18 @@ impl<'a> Lexer<'a> {
         loop {
             let op = self.bytes.get(self.pos).ok_or_else(|| PickleError::truncated(self.bytes.len()))?;
             match WIDTHS[usize::from(*op)] {
+                // The three that most of a pickle is made of besides.
                 0 if *op == b'h' => {
                     self.pos += 1;
                     return Ok(Some(self.u8()?.into()));
+                }
+                0 if *op == b'j' => {
+                    self.pos += 1;
+                    return self.memo_index(self.pos - 1).map(Some);
+                }
+                0 if *op == 0x8c => {
+                    self.pos += 1;
+                    self.counted8()?;
                 }
                 0 => match self.next()? {
                     Op::Get(index) => return Ok(Some(index)),

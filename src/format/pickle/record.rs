@@ -209,7 +209,7 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
             if op == b'u' {
                 return Some(());
             }
-            let name = self.text(op)?.of(self.bytes());
+            let name = self.name(op)?;
             let op = self.op()?;
             let value = self.value(op)?;
             record.fields.push((name, value));
@@ -251,7 +251,7 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
         match op {
             b'N' => Some(Field::None),
             0x88 | 0x89 => Some(Field::Other),
-            0x8c => self.field_of_text(op),
+            0x8c => self.text().map(Field::Text),
             b']' => self.rows().map(Field::Rows),
             b'h' | b'j' => match self.fetched(op)? {
                 Node::None => Some(Field::None),
@@ -322,26 +322,24 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
         }
     }
 
-    fn field_of_text(&mut self, op: u8) -> Option<Field<'a>> {
-        let span = self.text(op)?;
-        std::str::from_utf8(span.of(self.bytes())).ok().map(Field::Text)
+    /// The name of a field: a text, or a text fetched.
+    fn name(&mut self, op: u8) -> Option<&'a [u8]> {
+        match op {
+            0x8c => self.text().map(str::as_bytes),
+            _ => match self.fetched(op)? {
+                Node::Str(span) => Some(span.of(self.bytes())),
+                _ => None,
+            },
+        }
     }
 
-    /// A text, or a text fetched.
-    fn text(&mut self, op: u8) -> Option<Span> {
-        if op != 0x8c {
-            return match self.fetched(op)? {
-                Node::Str(span) => Some(span),
-                _ => None,
-            };
-        }
+    fn text(&mut self) -> Option<&'a str> {
         let len = self.op()?;
         let span = Span { start: self.pos as u32, len: len.into() };
-        let bytes = self.bytes().get(self.pos..self.pos + usize::from(len))?;
-        std::str::from_utf8(bytes).ok()?;
+        let text = std::str::from_utf8(self.bytes().get(self.pos..self.pos + usize::from(len))?).ok()?;
         self.pos += usize::from(len);
         self.memo_of(|| Kept::Text(span))?;
-        Some(span)
+        Some(text)
     }
 
     fn number(&mut self, op: u8) -> Option<u64> {

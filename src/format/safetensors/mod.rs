@@ -11,6 +11,7 @@
 mod header;
 pub mod ranks;
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 
@@ -20,7 +21,9 @@ use serde_json::json;
 
 use super::dcp_hf::{self, Shard};
 use super::{RankName, distinct_names, files_beside, natural_order};
-use crate::catalog::{Catalog, Dict, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, model};
+use crate::catalog::{
+    Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, model,
+};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, regular_file};
 
@@ -244,7 +247,27 @@ impl Placing {
     }
 }
 
-/// Lay out the named tensors of `source`, in this order. Of each pair of `ties` the first is a further name of the
+/// A file, and the tensors in it.
+type Group<'a> = (PathBuf, Cow<'a, [(Fqn, TensorId)]>);
+
+/// The tensors of a catalog, and the dtype that each is written in.
+#[derive(Clone, Copy)]
+pub struct Wanted<'a> {
+    pub source: &'a Catalog,
+    pub dtypes: &'a [Dtype],
+}
+
+impl Wanted<'_> {
+    fn dtype(self, id: TensorId) -> Dtype {
+        self.dtypes[id.0 as usize]
+    }
+
+    fn len_bytes(self, id: TensorId) -> u64 {
+        self.source.tensor(id).numel() * self.dtype(id).itemsize()
+    }
+}
+
+/// Lay out the named tensors of `wanted`, in this order. Of each pair of `ties` the first is a further name of the
 /// second, which is one of `tensors`: it is recorded in the `__metadata__` of the file that has it, as `{alias: kept}`.
 ///
 /// # Errors
@@ -253,15 +276,15 @@ impl Placing {
 /// # Panics
 /// Where a tie is with a tensor that is not written.
 pub fn reserve(
-    source: &Catalog,
+    wanted: Wanted<'_>,
     tensors: &[(Fqn, TensorId)],
     ties: &[(Fqn, Fqn)],
     shape: &Shape,
 ) -> Result<Reservation> {
-    let groups: Vec<(PathBuf, Vec<(Fqn, TensorId)>)> = match shape {
-        Shape::File(name) => vec![(name.clone(), tensors.to_vec())],
-        Shape::Folder { max_shard_bytes } => split(source, tensors, *max_shard_bytes),
-        Shape::Like(placing) => placing.groups(tensors),
+    let groups: Vec<Group<'_>> = match shape {
+        Shape::File(name) => vec![(name.clone(), tensors.into())],
+        Shape::Folder { max_shard_bytes } => split(wanted, tensors, *max_shard_bytes),
+        Shape::Like(placing) => placing.groups(tensors).into_iter().map(|(name, group)| (name, group.into())).collect(),
     };
     let mut reservation = Reservation::default();
     let aliases = ties.iter().map(|(alias, _)| alias.as_str());
@@ -283,7 +306,7 @@ pub fn reserve(
         let of_ties = group.iter().filter(|_| !ties.is_empty());
         let names: HashSet<&Fqn> = of_ties.map(|(fqn, _)| fqn).collect();
         let ties: Vec<&(Fqn, Fqn)> = ties.iter().filter(|(_, kept)| names.contains(kept)).collect();
-        reserve_file(source, &group, &ties, name, &mut reservation)?;
+        reserve_file(wanted, &group, &ties, name, &mut reservation)?;
     }
     if count > 1 {
         let total_size = reservation.payload_bytes();
@@ -298,11 +321,11 @@ pub fn reserve(
 }
 
 /// Consecutive tensors, each group within the limit where its tensors are.
-fn split(source: &Catalog, tensors: &[(Fqn, TensorId)], limit: u64) -> Vec<(PathBuf, Vec<(Fqn, TensorId)>)> {
+fn split<'a>(wanted: Wanted<'_>, tensors: &'a [(Fqn, TensorId)], limit: u64) -> Vec<Group<'a>> {
     let mut groups = Vec::new();
     let (mut start, mut bytes) = (0, 0_u64);
     for (index, (_, id)) in tensors.iter().enumerate() {
-        let len = source.tensor(*id).len_bytes();
+        let len = wanted.len_bytes(*id);
         if index > start && bytes.saturating_add(len) > limit {
             groups.push(&tensors[start..index]);
             (start, bytes) = (index, 0);
@@ -315,24 +338,26 @@ fn split(source: &Catalog, tensors: &[(Fqn, TensorId)], limit: u64) -> Vec<(Path
         1 => PathBuf::from("model.safetensors"),
         _ => PathBuf::from(format!("model-{:05}-of-{count:05}.safetensors", index + 1)),
     };
-    groups.into_iter().enumerate().map(|(index, group)| (name(index), group.to_vec())).collect()
+    groups.into_iter().enumerate().map(|(index, group)| (name(index), group.into())).collect()
 }
 
 fn reserve_file(
-    source: &Catalog,
+    wanted: Wanted<'_>,
     tensors: &[(Fqn, TensorId)],
     ties: &[&(Fqn, Fqn)],
     name: PathBuf,
     reservation: &mut Reservation,
 ) -> Result<()> {
     let file_id = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
-    let offsets = data_offsets(source, tensors);
+    let offsets = data_offsets(wanted, tensors);
     let mut metadata = serde_json::Map::new();
     metadata.insert(FORMAT_KEY.into(), json!("pt"));
     metadata.extend(ties.iter().map(|(alias, kept)| (alias.to_string(), json!(kept.as_str()))));
-    let written = tensors.iter().zip(&offsets).map(|((fqn, id), &begin)| {
-        let TensorEntry { dtype, shape, .. } = source.tensor(*id);
-        Written { name: fqn.as_str(), dtype: *dtype, shape, begin }
+    let written = tensors.iter().zip(&offsets).map(|((fqn, id), &begin)| Written {
+        name: fqn.as_str(),
+        dtype: wanted.dtype(*id),
+        shape: &wanted.source.tensor(*id).shape,
+        begin,
     });
     let header = write_header(&name, &metadata, written, "split the model with --max-shard-size")?;
     let mut file = OutputFile::new(name);
@@ -342,9 +367,8 @@ fn reserve_file(
     placed.sort_by_key(|(offset, _)| *offset);
     reservation.tensors.reserve(placed.len());
     for (offset, (fqn, id)) in placed {
-        let entry = source.tensor(*id);
-        file.push_payload(entry.len_bytes());
-        let (dtype, shape) = (entry.dtype, entry.shape.clone());
+        file.push_payload(wanted.len_bytes(*id));
+        let (dtype, shape) = (wanted.dtype(*id), wanted.source.tensor(*id).shape.clone());
         let entry = TensorEntry::whole(fqn.clone(), dtype, shape, file_id, data_start + offset);
         reservation.tensors.push(Reserved::new(*id, entry));
     }
@@ -354,15 +378,15 @@ fn reserve_file(
 
 /// Where each tensor's data begins. Data comes in the order given, unless that would leave a tensor on an address its
 /// dtype cannot be viewed at, which loaders refuse: then wider dtypes come first.
-fn data_offsets(source: &Catalog, tensors: &[(Fqn, TensorId)]) -> Vec<u64> {
+fn data_offsets(wanted: Wanted<'_>, tensors: &[(Fqn, TensorId)]) -> Vec<u64> {
     let place = |order: &[usize]| {
         let mut offsets = vec![0; tensors.len()];
         let (mut end, mut aligned) = (0, true);
         for &index in order {
-            let entry = source.tensor(tensors[index].1);
-            aligned &= end % entry.dtype.itemsize() == 0;
+            let id = tensors[index].1;
+            aligned &= end % wanted.dtype(id).itemsize() == 0;
             offsets[index] = end;
-            end += entry.len_bytes();
+            end += wanted.len_bytes(id);
         }
         (offsets, aligned)
     };
@@ -371,6 +395,6 @@ fn data_offsets(source: &Catalog, tensors: &[(Fqn, TensorId)]) -> Vec<u64> {
     if aligned {
         return offsets;
     }
-    order.sort_by_key(|&index| std::cmp::Reverse(source.tensor(tensors[index].1).dtype.itemsize()));
+    order.sort_by_key(|&index| std::cmp::Reverse(wanted.dtype(tensors[index].1).itemsize()));
     place(&order).0
 }

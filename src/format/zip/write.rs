@@ -20,14 +20,14 @@ const ZIP64: u64 = 0xFFFF_FFFF;
 
 /// Equal frames of many items, kept once.
 #[derive(Debug, Default)]
-pub struct Frames(HashSet<Arc<[u8]>>);
+pub struct Frames(HashSet<Arc<Vec<u8>>>);
 
 impl Frames {
-    fn share(&mut self, bytes: Vec<u8>) -> Arc<[u8]> {
-        if let Some(known) = self.0.get(bytes.as_slice()) {
+    fn share(&mut self, bytes: Vec<u8>) -> Arc<Vec<u8>> {
+        if let Some(known) = self.0.get(&bytes) {
             return Arc::clone(known);
         }
-        let shared: Arc<[u8]> = bytes.into();
+        let shared: Arc<Vec<u8>> = bytes.into();
         self.0.insert(Arc::clone(&shared));
         shared
     }
