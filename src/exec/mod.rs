@@ -11,6 +11,7 @@ pub mod compare;
 pub mod copy;
 mod difference;
 pub mod division;
+mod edges;
 mod extents;
 pub mod fingerprint;
 pub mod gather;
@@ -30,6 +31,7 @@ mod sums;
 mod tests;
 mod window;
 
+pub use edges::HELD_BYTES;
 pub use extents::Extents;
 pub use gather::{Locations, Prepared, Scratch};
 pub use stop::Stop;
