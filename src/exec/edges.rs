@@ -22,7 +22,8 @@ const MOST_HELD: usize = 512;
 /// Memory that is held.
 pub const HELD_BYTES: u64 = MOST_HELD as u64 * ALIGNMENT;
 
-const BLOCK: usize = ALIGNMENT as usize;
+const BLOCK: usize = 4096;
+const _: () = assert!(BLOCK as u64 == ALIGNMENT, "a block is what a direct write is aligned to");
 
 /// A block of a file in memory that a direct write takes.
 #[derive(Clone, Debug)]
