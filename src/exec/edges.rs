@@ -19,8 +19,8 @@ use crate::storage::direct::ALIGNMENT;
 /// Blocks held at a time; beyond, the oldest goes, as it is.
 const MOST_HELD: usize = 512;
 
-/// Memory that is held.
-pub const HELD_BYTES: u64 = MOST_HELD as u64 * ALIGNMENT;
+/// Memory that this takes: an allocator may leave as much unused to align a block as it has.
+pub const HELD_BYTES: u64 = MOST_HELD as u64 * 2 * ALIGNMENT;
 
 const BLOCK: usize = 4096;
 const _: () = assert!(BLOCK as u64 == ALIGNMENT, "a block is what a direct write is aligned to");

@@ -303,6 +303,22 @@ mod tests {
     }
 
     #[test]
+    fn of_strips_that_share_blocks_only_the_end_of_the_file_is_left_over() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let mut file = OutputFile::new("f");
+        file.push_payload(1_000_003);
+        let files = [file];
+        let outputs = Outputs::make(folder.path(), &files, &Extents::of_files(&files), true).unwrap();
+        let mut buffer = Buffer::new();
+        // Every other strip first, as two workers would have it.
+        for start in (0..7).step_by(2).chain((1..7).step_by(2)).map(|strip| strip * 150_001) {
+            let len = usize::try_from((1_000_003 - start).min(150_001)).unwrap();
+            outputs.write(0, start, buffer.room(start, len)).unwrap();
+        }
+        assert!(outputs.edges.take(0).len() <= 1);
+    }
+
+    #[test]
     fn the_first_of_several_faults_is_told() {
         let folder = tempfile::tempdir().unwrap();
         for name in ["b", "c"] {
