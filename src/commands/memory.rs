@@ -9,7 +9,7 @@ use crate::comm::cpus::cpus;
 use crate::comm::process_environment;
 use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
-use crate::exec::{DEFAULT_STRIP_BYTES, Options, SCRATCH_BYTES};
+use crate::exec::{DEFAULT_STRIP_BYTES, HELD_BYTES, Options, SCRATCH_BYTES};
 use crate::quantity::{count, human_bytes};
 use crate::storage::memory::Anonymous;
 use crate::storage::{BOUNCE_BYTES, IoMode};
@@ -125,7 +125,8 @@ pub fn peak_bytes(conversion: &Conversion<'_>, options: &Options, before: Option
     };
     let workers = buffers + options.threads as u64 * WORKER_BYTES;
     let waiting = conversion.reservation.waiting_bytes(options.strip_bytes);
-    let peak = before.peak.max(before.now + workers + stats.planned_bytes + waiting);
+    let edges = if options.sync { HELD_BYTES } else { 0 };
+    let peak = before.peak.max(before.now + workers + edges + stats.planned_bytes + waiting);
     // Another run is not the same to the last page.
     (peak + peak / 32 + (1 << 20)).next_multiple_of(1 << 20)
 }

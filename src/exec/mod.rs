@@ -13,6 +13,7 @@ pub mod copy;
 mod difference;
 pub mod digest;
 pub mod division;
+mod edges;
 mod extents;
 pub mod fingerprint;
 pub mod gather;
@@ -32,6 +33,7 @@ pub mod sums;
 mod tests;
 mod window;
 
+pub use edges::HELD_BYTES;
 pub use extents::Extents;
 pub use gather::{Locations, Prepared, Scratch};
 pub use stop::Stop;

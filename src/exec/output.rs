@@ -3,21 +3,23 @@
 //! What is to be on disk in the end is written past the page cache where the file system is good at that, and put on its
 //! way to the disk at once elsewhere. What need not be there goes through the page cache in small calls.
 //!
-//! Counts bytes. Invariant: only whole blocks of one strip go past the page cache, and blocks that strips share go through
-//! it, so no block is written both ways at a time.
+//! Counts bytes. Invariant: only whole blocks go past the page cache, those that strips share when [all of them](super::edges)
+//! is there, so no block is written both ways at a time. What is held of the others is written before the file is synced.
 
 use std::fs::{File, OpenOptions};
-use std::io::ErrorKind;
+use std::io::{ErrorKind, IoSlice};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
+use rustix::io::Errno;
 
+use super::edges::{Block, Edges, Joined, Rest};
 use super::{Extents, Stop};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
-use crate::storage::direct;
+use crate::storage::direct::{self, ALIGNMENT};
 use crate::storage::filesystem::{open_file_budget, start_write_back, suits_direct_writes, sync_folders, write_back};
 
 /// What one call writes through the page cache. The kernel allocates memory for a call at once, and has short stretches
@@ -34,6 +36,8 @@ pub struct Outputs {
     paths: Vec<PathBuf>,
     way: Way,
     open: Mutex<Vec<(u32, Arc<Handle>)>>,
+    /// Blocks of files that are written past the page cache, of which some is to come.
+    edges: Edges,
 }
 
 /// How bytes get to the disk.
@@ -99,7 +103,7 @@ impl Outputs {
             true => Way::WriteBehind,
         };
         let paths = files.iter().map(|file| folder.join(&file.path)).collect();
-        Ok(Self { folder: folder.to_path_buf(), paths, way, open: Mutex::default() })
+        Ok(Self { folder: folder.to_path_buf(), paths, way, open: Mutex::default(), edges: Edges::default() })
     }
 
     fn open(&self, file: u32) -> Result<Arc<Handle>> {
@@ -128,24 +132,41 @@ impl Outputs {
         if bytes.is_empty() {
             return Ok(());
         }
-        let path = &self.paths[file as usize];
         let handle = self.open(file)?;
-        let write = || -> std::io::Result<()> {
-            let Some(direct) = &handle.direct else { return write_cached(&handle.file, offset, bytes) };
-            let blocks = direct::whole_blocks(offset, bytes.len());
-            if blocks.len() < LEAST_DIRECT_BYTES
-                || !write_direct(direct, offset + blocks.start as u64, &bytes[blocks.clone()])?
-            {
-                return write_cached(&handle.file, offset, bytes);
+        let Some(direct) = &handle.direct else {
+            write_cached(&handle.file, offset, bytes).map_err(Error::io("write", &self.paths[file as usize]))?;
+            if self.way != Way::Cache {
+                start_write_back(&handle.file, offset, bytes.len() as u64);
             }
-            write_cached(&handle.file, offset, &bytes[..blocks.start])?;
-            write_cached(&handle.file, offset + blocks.end as u64, &bytes[blocks.end..])
+            return Ok(());
         };
-        write().map_err(Error::io("write", path))?;
-        if self.way != Way::Cache && handle.direct.is_none() {
-            start_write_back(&handle.file, offset, bytes.len() as u64);
+        let blocks = direct::whole_blocks(offset, bytes.len());
+        let first = self.join(file, offset, &bytes[..blocks.start])?;
+        let last = self.join(file, offset + blocks.end as u64, &bytes[blocks.end..])?;
+        let start = if first.is_some() { offset / ALIGNMENT * ALIGNMENT } else { offset + blocks.start as u64 };
+        let first = first.as_deref().map_or(&[][..], Block::bytes);
+        let last = last.as_deref().map_or(&[][..], Block::bytes);
+        write_blocks(&handle, direct, start, [first, &bytes[blocks], last])
+            .map_err(Error::io("write", &self.paths[file as usize]))
+    }
+
+    /// Hold a part of a block that others have the rest of; all of it, where they came before.
+    fn join(&self, file: u32, offset: u64, part: &[u8]) -> Result<Option<Box<Block>>> {
+        if part.is_empty() {
+            return Ok(None);
         }
-        Ok(())
+        match self.edges.join(file, offset, part) {
+            Joined::Waits => Ok(None),
+            Joined::Whole(block) => Ok(Some(block)),
+            Joined::Instead(rest) => self.write_rest(&rest).map(|()| None),
+        }
+    }
+
+    fn write_rest(&self, rest: &Rest) -> Result<()> {
+        let handle = self.open(rest.file())?;
+        let mut parts = rest.parts();
+        let written = parts.try_for_each(|(offset, bytes)| write_cached(&handle.file, offset, bytes));
+        written.map_err(Error::io("write", &self.paths[rest.file() as usize]))
     }
 
     /// fsync one file. The data goes first, block by block with a look at `stop` in between, since one fsync of many
@@ -156,6 +177,7 @@ impl Outputs {
     pub fn sync(&self, file: u32, stop: &Stop) -> Result<()> {
         const BLOCK: u64 = 32 << 20;
         let path = &self.paths[file as usize];
+        self.edges.take(file).iter().try_for_each(|rest| self.write_rest(rest))?;
         let handle = &self.open(file)?.file;
         let len = handle.metadata().map_err(Error::io("look at", path))?.len();
         for block in 0..len.div_ceil(BLOCK) {
@@ -205,12 +227,27 @@ fn write_cached(file: &File, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
     Ok(())
 }
 
-/// False where the file system opens files for direct writes and refuses them, or memory does not lie as they want it.
-fn write_direct(file: &File, offset: u64, blocks: &[u8]) -> std::io::Result<bool> {
-    match file.write_all_at(blocks, offset) {
-        Ok(()) => Ok(true),
-        Err(error) if error.kind() == std::io::ErrorKind::InvalidInput => Ok(false),
-        Err(error) => Err(error),
+/// Write blocks that follow each other, past the page cache where they are enough to be worth it.
+fn write_blocks(handle: &Handle, direct: &File, offset: u64, blocks: [&[u8]; 3]) -> std::io::Result<()> {
+    let len: usize = blocks.iter().map(|blocks| blocks.len()).sum();
+    if len >= LEAST_DIRECT_BYTES && write_direct(direct, offset, blocks, len)? {
+        return Ok(());
+    }
+    let mut at = offset;
+    blocks.into_iter().try_for_each(|blocks| {
+        write_cached(&handle.file, at, blocks)?;
+        at += blocks.len() as u64;
+        Ok(())
+    })
+}
+
+/// False where not all was written: the file system opens files for direct writes and refuses them, or memory does not lie
+/// as it wants it. The page cache finds out what else there may be.
+fn write_direct(file: &File, offset: u64, blocks: [&[u8]; 3], len: usize) -> std::io::Result<bool> {
+    match rustix::io::pwritev(file, &blocks.map(IoSlice::new), offset) {
+        Ok(written) => Ok(written == len),
+        Err(Errno::INVAL | Errno::INTR) => Ok(false),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -218,7 +255,6 @@ fn write_direct(file: &File, offset: u64, blocks: &[u8]) -> std::io::Result<bool
 /// disk shows when writing.
 fn allocate(file: &File, len: u64) -> std::io::Result<()> {
     use rustix::fs::FallocateFlags;
-    use rustix::io::Errno;
 
     if len == 0 {
         return Ok(());
@@ -268,6 +304,22 @@ mod tests {
             assert!(std::fs::read(folder.path().join("f")).unwrap() == wanted, "{way:?}");
             std::fs::remove_file(folder.path().join("f")).unwrap();
         }
+    }
+
+    #[test]
+    fn of_strips_that_share_blocks_only_the_end_of_the_file_is_left_over() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let mut file = OutputFile::new("f");
+        file.push_payload(1_000_003);
+        let files = [file];
+        let outputs = Outputs::make(folder.path(), &files, &Extents::of_files(&files), true).unwrap();
+        let mut buffer = Buffer::new();
+        // Every other strip first, as two workers would have it.
+        for start in (0..7).step_by(2).chain((1..7).step_by(2)).map(|strip| strip * 150_001) {
+            let len = usize::try_from((1_000_003 - start).min(150_001)).unwrap();
+            outputs.write(0, start, buffer.room(start, len)).unwrap();
+        }
+        assert!(outputs.edges.take(0).len() <= 1);
     }
 
     #[test]
