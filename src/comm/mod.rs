@@ -4,6 +4,7 @@
 //! that a process must be told is which part that is, of how many. Whoever started it has said so in its environment,
 //! or on the command line; [`launch()`] finds it.
 
+mod communicator;
 pub mod cpus;
 mod environment;
 pub mod launch;
@@ -12,6 +13,7 @@ mod tests;
 
 use std::fmt;
 
+pub use communicator::Communicator;
 pub use launch::{Launch, Launcher, launch};
 
 /// What one process does of the work of all: part `index` of `of`, counted from 0.
