@@ -134,6 +134,10 @@ impl Error {
         Self::Usage { message: message.into(), hint: Some(hint.into()) }
     }
 
+    pub fn comm(rank: u32, op: &'static str, detail: impl Into<String>) -> Self {
+        Self::Comm { rank, op, detail: detail.into(), hint: None }
+    }
+
     /// Name the checkpoint where the error names a tensor only.
     #[must_use]
     pub fn within(self, path: &Path) -> Self {

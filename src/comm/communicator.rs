@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 pub trait Communicator: Sync {
     /// Memory whose bytes are moved.
@@ -55,4 +55,38 @@ pub trait Communicator: Sync {
     fn barrier(&self) -> Result<()> {
         self.gather(&[]).map(drop)
     }
+
+    /// Agree: every rank says that it is well, or why it is not. All get the same answer.
+    ///
+    /// # Errors
+    /// `Comm` naming the first rank against, with what it said; and as [`Communicator::exchange`].
+    fn vote(&self, mine: Result<(), &str>) -> Result<()> {
+        const OP: &str = "vote";
+        // A word against may be empty.
+        let said = mine.map_or_else(|against| [b"-", against.as_bytes()].concat(), |()| Vec::new());
+        for (rank, said) in (0..).zip(self.gather(&said)?) {
+            if let Some((_, against)) = said.split_first() {
+                return Err(Error::comm(rank, OP, String::from_utf8_lossy(against)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether all ranks are still there, without waiting for anything: to be asked during long work of one's own.
+    ///
+    /// # Errors
+    /// `Comm` naming the one that is gone.
+    fn check(&self) -> Result<()>;
+
+    /// Tell all others why this one ends before its time. What they do, now or later, is an error that names this rank
+    /// and has these words.
+    fn fail(&self, why: &str);
+
+    /// Go, as one whose work is done: no death. Whoever is dropped without this has failed.
+    ///
+    /// # Errors
+    /// As [`Communicator::exchange`], where this rank stays to look after the others until they leave.
+    fn leave(self) -> Result<()>
+    where
+        Self: Sized;
 }
