@@ -134,8 +134,7 @@ impl<'a> Draft<'a> {
         let itemsize = entry.dtype.itemsize();
         for (number, range) in unit.ranges.iter().enumerate() {
             for wanted in &unit.demand.tiles {
-                let held =
-                    wanted.tile.before(&entry.shape, range.start)..wanted.tile.before(&entry.shape, range.end);
+                let held = wanted.tile.before(&entry.shape, range.start)..wanted.tile.before(&entry.shape, range.end);
                 for (rank, need) in &wanted.needs {
                     let elements = need.start.max(held.start)..need.end.min(held.end);
                     if elements.is_empty() {

@@ -162,7 +162,14 @@ impl<'a> Exchange<'a> {
                 let tile = Prepared::held(source, numel, wanted.share.as_deref(), parts.clone())?.cast_to(pair.1)?;
                 let itemsize = pair.1.itemsize();
                 let offset = offset + elements.start * itemsize;
-                payloads.push(Payload { file, offset, len: numel * itemsize, slot: slots.len(), itemsize, group: None });
+                payloads.push(Payload {
+                    file,
+                    offset,
+                    len: numel * itemsize,
+                    slot: slots.len(),
+                    itemsize,
+                    group: None,
+                });
                 // Of replicas the first counts, whoever does it.
                 slots.push(Slot { tile, counted: (nth == 0 && pair.0 != pair.1).then_some(pair), copies: None });
             }

@@ -69,7 +69,11 @@ impl<'a> Rounds<'a> {
                 let demand = Demand::new(self.catalog.tensor(tensor.source), tensor, self.owners)?;
                 if !demand.is_empty() {
                     let numel = demand.source.entry.numel();
-                    self.rest.push(Unit { demand: Arc::new(demand), number, ranges: std::iter::once(0..numel).collect() });
+                    self.rest.push(Unit {
+                        demand: Arc::new(demand),
+                        number,
+                        ranges: std::iter::once(0..numel).collect(),
+                    });
                 }
                 continue;
             };

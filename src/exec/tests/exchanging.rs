@@ -1,6 +1,6 @@
 //! Ranks that exchange what they read together write what one process writes.
 
-use std::sync::Arc;
+use std::collections::HashSet;
 
 use super::*;
 use crate::catalog::{OutputFile, Reserved, Summands, TensorId};
@@ -34,7 +34,8 @@ impl Case {
             let mut of_chunk = Vec::new();
             for summand in 0..*summands {
                 let path = folder.path().join("stored");
-                let value = |index: u64| element(index * (summand + 1) % 251, from_dtype.itemsize());
+                // Three of them are no more than a byte holds.
+                let value = |index: u64| element(index * (summand + 1) % 83, from_dtype.itemsize());
                 let (_, one) = store_values(shape, *from_dtype, from, transpose, IoMode::Read, &path, &value);
                 let bytes = fs::read(&path).unwrap();
                 for (rank, mut chunk) in one.chunks.iter().enumerate() {
@@ -99,29 +100,67 @@ impl Case {
     fn together(&self, parties: &Parties, todos: &[Extents], bucket_bytes: u64) -> (Vec<Vec<u8>>, Vec<Load>) {
         let folder = self.folder.path().join("together");
         fs::create_dir(&folder).unwrap();
+        let ranks = Local::fleet(parties.size());
         std::thread::scope(|scope| {
-            let ranks = Local::fleet(parties.size());
-            let threads: Vec<_> = ranks.iter().zip(todos).map(|(rank, todo)| {
-                let folder = &folder;
-                scope.spawn(move || {
-                    let heard = agree(rank, todo).unwrap();
-                    assert_eq!(heard, todos);
-                    let owners = Owners::new(&self.reservation.files, &heard);
-                    let files = self.files.clone();
-                    let input = Input { files: &files, ..self.input() };
-                    let (reservation, owners) = (&self.reservation, &owners);
-                    let exchange = Exchange { input, reservation, parties, owners, bucket_bytes };
-                    let path = folder.join(format!("{}.journal", rank.rank()));
-                    let log = Log::new(&reservation.files, todo, path, false, AtEnd::Nothing);
-                    let shuffle = HostShuffle::new(rank);
-                    exchange.run(rank, shuffle, folder, &log, &options(), &Silent, &Stop::default()).unwrap();
-                    exchange.loads().unwrap()
+            let threads: Vec<_> = ranks
+                .iter()
+                .zip(todos)
+                .map(|(rank, todo)| {
+                    let folder = &folder;
+                    scope.spawn(move || {
+                        let heard = agree(rank, todo).unwrap();
+                        assert_eq!(heard, todos);
+                        let owners = Owners::new(&self.reservation.files, &heard);
+                        let files = self.files.clone();
+                        let input = Input { files: &files, ..self.input() };
+                        let (reservation, owners) = (&self.reservation, &owners);
+                        let exchange = Exchange { input, reservation, parties, owners, bucket_bytes };
+                        let path = folder.join(format!("{}.journal", rank.rank()));
+                        let log = Log::new(&reservation.files, todo, path, false, AtEnd::Nothing);
+                        let shuffle = HostShuffle::new(rank);
+                        exchange.run(rank, shuffle, folder, &log, &options(), &Silent, &Stop::default()).unwrap();
+                        exchange.loads().unwrap()
+                    })
                 })
-            }).collect();
+                .collect();
             let loads: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
             assert!(loads.iter().all(|other| *other == loads[0]), "all make the same plan");
             (self.written(&folder), loads[0].clone())
         })
+    }
+
+    /// Bytes of the source that are needed for what is to be done, and that no file holds which is seen.
+    fn lacking(&self, todo: &Extents, sees: &dyn Fn(FileId) -> bool) -> u64 {
+        let lacking = self.reservation.tensors.iter().map(|tensor| {
+            let source = self.catalog.tensor(tensor.source);
+            let (shape, itemsize) = (&source.shape, tensor.dtype().itemsize());
+            let mut needed = HashSet::new();
+            for (index, chunk) in tensor.entry.chunks.iter().enumerate() {
+                let Some((file, offset)) = tensor.place(index) else { continue };
+                for (local, element) in (0..).zip(linear_indices(shape, &chunk.tile)) {
+                    let at = offset + local * itemsize;
+                    if todo.overlaps(file, &(at..at + itemsize)) {
+                        needed.insert(element);
+                    }
+                }
+            }
+            let mut lacking = 0;
+            let summands = source.summands.as_ref();
+            for summand in 0..summands.map_or(1, |of| of.reduction.count()) {
+                let mut lacked = needed.clone();
+                for (index, chunk) in source.chunks.iter().enumerate() {
+                    let is_of_it = summands.is_none_or(|of| of.of_chunk[index] == summand);
+                    if is_of_it && chunk.place.file().is_some_and(sees) {
+                        for element in linear_indices(shape, &chunk.tile) {
+                            lacked.remove(&element);
+                        }
+                    }
+                }
+                lacking += lacked.len() as u64 * source.dtype.itemsize();
+            }
+            lacking
+        });
+        lacking.sum()
     }
 
     fn written(&self, folder: &Path) -> Vec<Vec<u8>> {
@@ -197,5 +236,16 @@ proptest! {
         prop_assert!(together == case.alone());
         let sent: u64 = loads.iter().map(|load| load.sent).sum();
         prop_assert_eq!(sent, loads.iter().map(|load| load.received).sum::<u64>());
+        let stored = case.catalog.tensors.iter().map(|entry| {
+            entry.numel() * entry.dtype.itemsize() * entry.summands.as_ref().map_or(1, |of| of.reduction.count())
+        });
+        match &parties.sight {
+            // Every byte is read once, whoever reads it.
+            Sight::Shared => prop_assert_eq!(loads.iter().map(|load| load.read).sum::<u64>(), stored.sum::<u64>()),
+            // Nobody gets what it has, nor anything twice.
+            Sight::PerRank(seen) => for (rank, (todo, load)) in (0..).zip(todos.iter().zip(&loads)) {
+                prop_assert_eq!(load.received, case.lacking(todo, &|FileId(file)| seen[file as usize].contains(&rank)));
+            },
+        }
     }
 }
