@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -77,10 +78,16 @@ enum Part {
 }
 
 /// The elements of a tile, row-major, in memory that it shares with others.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Held {
-    pub memory: Arc<Vec<u8>>,
+    pub memory: Arc<dyn AsRef<[u8]> + Send + Sync>,
     pub place: Range<usize>,
+}
+
+impl fmt::Debug for Held {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Held").field("place", &self.place).finish_non_exhaustive()
+    }
 }
 
 /// Where the bytes of a tile lie.
@@ -372,7 +379,7 @@ impl Held {
     /// Fill `buffer` with the bytes from `first` on.
     fn read(&self, first: u64, buffer: &mut [u8]) {
         let start = self.place.start + usize::try_from(first).expect("an offset in memory");
-        buffer.copy_from_slice(&self.memory[start..start + buffer.len()]);
+        buffer.copy_from_slice(&(*self.memory).as_ref()[start..start + buffer.len()]);
     }
 }
 

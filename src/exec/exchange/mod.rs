@@ -11,6 +11,7 @@ mod demand;
 mod draft;
 mod moves;
 mod readers;
+mod rooms;
 mod rounds;
 mod shuffle;
 mod staged;
@@ -24,6 +25,7 @@ pub use demand::Owners;
 pub use draft::Load;
 pub use moves::{Arriving, Moves, Origin, Read, StridedCopy};
 pub use readers::{Parties, Sight};
+pub use rooms::{HostMemory, Room, Rooms};
 pub use rounds::{Round, Rounds};
 pub use shuffle::{HostShuffle, Shuffle};
 
@@ -82,7 +84,7 @@ impl<'a> Exchange<'a> {
     pub fn run<C: Communicator>(
         &self,
         communicator: &C,
-        shuffle: impl Shuffle + Send,
+        shuffle: impl Shuffle,
         folder: &Path,
         log: &Log<'_>,
         options: &Options,
@@ -92,8 +94,9 @@ impl<'a> Exchange<'a> {
         let Self { input, reservation, .. } = *self;
         let (staged, to_shuffle) = sync_channel(0);
         let (shuffled, to_write) = sync_channel(0);
+        let rooms = shuffle.rooms();
         std::thread::scope(|scope| {
-            scope.spawn(|| self.stage(communicator.rank(), staged, stop));
+            scope.spawn(|| self.stage(communicator.rank(), rooms, staged, stop));
             scope.spawn(|| self.shuffle(communicator, shuffle, to_shuffle, shuffled));
             let batches = Batches { shuffled: to_write, stop };
             let done = write(input, batches, reservation, folder, log, options, reporter, stop);
@@ -105,8 +108,14 @@ impl<'a> Exchange<'a> {
     }
 
     /// Read round after round.
-    fn stage(&self, rank: u32, staged: SyncSender<Result<Staged>>, stop: &Stop) {
-        let stage = Stage::new(self.input, stop);
+    fn stage<M: HostMemory>(
+        &self,
+        rank: u32,
+        rooms: Arc<Rooms<M>>,
+        staged: SyncSender<Result<Staged<M>>>,
+        stop: &Stop,
+    ) {
+        let stage = Stage::new(self.input, rooms, stop);
         for round in self.rounds() {
             let read = round.and_then(|round| stage.read(Moves::new(&round, rank)));
             let failed = read.is_err();
@@ -117,16 +126,16 @@ impl<'a> Exchange<'a> {
     }
 
     /// Move round after round.
-    fn shuffle<C: Communicator>(
+    fn shuffle<C: Communicator, S: Shuffle>(
         &self,
         communicator: &C,
-        mut shuffle: impl Shuffle,
-        staged: Receiver<Result<Staged>>,
+        mut shuffle: S,
+        staged: Receiver<Result<Staged<S::Memory>>>,
         shuffled: SyncSender<Result<Batch>>,
     ) {
         for staged in staged {
             let batch = staged.and_then(|Staged { moves, bytes, is_checked }| {
-                let unpacked = shuffle.shuffle(&moves, &bytes)?;
+                let unpacked = shuffle.shuffle(&moves, bytes)?;
                 let checked = communicator.gather(&[u8::from(is_checked)])?;
                 let is_checked = checked.iter().all(|said| *said == [1]);
                 self.batch(&moves, unpacked, is_checked)
@@ -139,8 +148,8 @@ impl<'a> Exchange<'a> {
     }
 
     /// What has arrived, as tiles to write.
-    fn batch(&self, moves: &Moves, unpacked: Vec<u8>, is_checked: bool) -> Result<Batch> {
-        let memory = Arc::new(unpacked);
+    fn batch<M: HostMemory>(&self, moves: &Moves, unpacked: Room<M>, is_checked: bool) -> Result<Batch> {
+        let memory: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(unpacked);
         let taken = Taken {
             bytes: moves.reads.iter().map(|read| read.stage.len() as u64).sum(),
             runs: moves.reads.len() as u64,

@@ -105,6 +105,14 @@ pub struct Arriving {
     pub copies: Vec<(Origin, StridedCopy)>,
 }
 
+impl Arriving {
+    /// Whether its copies may leave out some of it, which is 0.
+    #[must_use]
+    pub fn has_gaps(&self) -> bool {
+        self.wanted.share.as_ref().is_some_and(|share| share.within.is_some())
+    }
+}
+
 /// What a process does in a round.
 #[derive(Debug, Default)]
 pub struct Moves {
