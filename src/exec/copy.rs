@@ -79,8 +79,8 @@ impl Stats {
         stats
     }
 
-    /// Those of a window that is planned.
-    fn of_window(slots: &[Slot]) -> Self {
+    /// Those of tiles that are planned.
+    fn of_slots(slots: &[Slot]) -> Self {
         let of_slot = |slot: &Slot| {
             let mut stats = Self { planned_bytes: PLANNED_BYTES + slot.tile.held_bytes(), ..Self::default() };
             slot.tile.pieces(|piece| {
@@ -99,10 +99,10 @@ impl Stats {
         slots.par_iter().map(of_slot).reduce(Self::default, both)
     }
 
-    fn add_window(&mut self, window: &Self) {
-        self.runs = self.runs.saturating_add(window.runs);
-        self.bytes_read = self.bytes_read.saturating_add(window.bytes_read);
-        self.planned_bytes = self.planned_bytes.max(window.planned_bytes);
+    fn add_batch(&mut self, batch: &Self) {
+        self.runs = self.runs.saturating_add(batch.runs);
+        self.bytes_read = self.bytes_read.saturating_add(batch.bytes_read);
+        self.planned_bytes = self.planned_bytes.max(batch.planned_bytes);
     }
 
     /// What casts met, in place of what was known of it.
@@ -114,12 +114,77 @@ impl Stats {
     }
 }
 
-/// Fill what `log` has to be done of the files of `reservation` in `folder`.
+/// Fill what `log` has to be done of the files of `reservation` in `folder`, from the files of the source.
 ///
 /// # Errors
 /// The first error of any worker; `Stopped` on a signal. The files are incomplete then, and the log has what is complete.
 pub fn copy(
     input: Input<'_>,
+    reservation: &Reservation,
+    folder: &Path,
+    log: &Log<'_>,
+    options: &Options,
+    reporter: &dyn Reporter,
+    stop: &Stop,
+) -> Result<Stats> {
+    let supply = FromFiles {
+        input,
+        todo: log.todo(),
+        windows: Windows::new(input, &reservation.tensors, log.todo()),
+        pace: Pace::start(),
+        begun: 0,
+    };
+    write(input, supply, reservation, folder, log, options, reporter, stop)
+}
+
+/// Where tiles come from that are put into strips.
+pub trait Supply {
+    /// The next ones, in place of those in `slots`; `None` after the last. Those before are written by then.
+    ///
+    /// # Errors
+    /// Whatever there is in the way of having them.
+    fn next(&mut self, slots: &mut Vec<Slot>) -> Result<Option<Batch>>;
+}
+
+/// Tiles that are written in one go; they are in the slots that are given with it.
+pub struct Batch {
+    pub payloads: Vec<Payload>,
+    /// What is taken from the source for them; no casts.
+    pub taken: Stats,
+    /// Whether all that was taken so far is known to be what its writer wrote, once this is written.
+    pub is_checked: bool,
+}
+
+/// Tiles that are read as they are written, window by window.
+struct FromFiles<'a> {
+    input: Input<'a>,
+    todo: &'a Extents,
+    windows: Windows<'a>,
+    pace: Pace,
+    /// Bytes of the window that was begun.
+    begun: u64,
+}
+
+impl Supply for FromFiles<'_> {
+    fn next(&mut self, slots: &mut Vec<Slot>) -> Result<Option<Batch>> {
+        if self.begun > 0 {
+            self.pace.done(self.begun);
+        }
+        let Some(window) = self.windows.next(self.pace.next()) else { return Ok(None) };
+        let payloads = prepare(self.input, &window, self.todo, slots)?;
+        self.begun = payloads.iter().map(|payload| payload.len).sum();
+        Ok(Some(Batch { payloads, taken: Stats::of_slots(slots), is_checked: true }))
+    }
+}
+
+/// As [`copy`], with tensor data from wherever `supply` has it.
+///
+/// # Errors
+/// As [`copy`].
+#[expect(clippy::too_many_arguments, reason = "those of a copy, and the supply")]
+pub fn write(
+    input: Input<'_>,
+    mut supply: impl Supply,
     reservation: &Reservation,
     folder: &Path,
     log: &Log<'_>,
@@ -148,18 +213,15 @@ pub fn copy(
     let mut stats = Stats::of(input, reservation);
     let mut slots = Vec::new();
     let done = (|| {
-        let mut windows = Windows::new(input, &reservation.tensors, log.todo());
-        let mut pace = Pace::start();
-        while let Some(window) = windows.next(pace.next()) {
+        while let Some(Batch { payloads, taken, is_checked }) = supply.next(&mut slots)? {
             stop.check()?;
-            let payloads = prepare(input, &window, log.todo(), &mut slots)?;
-            let window_bytes = payloads.iter().map(|payload| payload.len).sum();
             let mut strips = cutter.cut(payloads);
             Filler { slots: &slots, ..filler }.fill(&mut strips)?;
             passing.settle(input.files)?;
-            stats.add_window(&Stats::of_window(&slots));
-            log.advance(&outputs, &|| input.files.check_unchanged())?;
-            pace.done(window_bytes);
+            stats.add_batch(&taken);
+            if is_checked {
+                log.advance(&outputs, &|| input.files.check_unchanged())?;
+            }
         }
         // What is summed first: the others may hold the sums.
         let (mut in_spans, mut others) =
@@ -199,7 +261,7 @@ pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Resu
     while let Some(window) = windows.next(Pace::at_most()) {
         stop.check()?;
         prepare(input, &window, &todo, &mut slots)?;
-        stats.add_window(&Stats::of_window(&slots));
+        stats.add_batch(&Stats::of_slots(&slots));
     }
     Ok(stats)
 }

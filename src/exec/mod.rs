@@ -14,6 +14,7 @@ mod difference;
 pub mod digest;
 pub mod division;
 mod edges;
+pub mod exchange;
 mod extents;
 pub mod fingerprint;
 pub mod gather;
