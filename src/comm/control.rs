@@ -9,7 +9,6 @@
 
 use std::io::{self, BufReader, Write};
 use std::net::{Shutdown, TcpStream};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -17,6 +16,7 @@ use std::time::{Duration, Instant};
 use super::fate::{DROPPED, ENDED, Fate, Gone, LEFT};
 use super::frame::{Frame, MOST};
 use super::hello::{Token, is_wait};
+use super::operation::Operation;
 use super::rendezvous::KeepGoing;
 use crate::error::{Error, Result};
 
@@ -42,7 +42,6 @@ const GRACE: Duration = Duration::from_secs(2);
 pub struct Control {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    round: AtomicU64,
 }
 
 struct Shared {
@@ -66,7 +65,9 @@ struct Link {
 }
 
 struct State {
-    /// What has come of a gathering, by rank, and of which.
+    /// The last that this rank has come to.
+    at: Operation,
+    /// What has come of a gathering, by rank, and of which operation.
     said: Vec<Option<(u64, Vec<u8>)>>,
     left: Vec<bool>,
     /// Connections that are still read.
@@ -93,6 +94,7 @@ impl Control {
         let peers: Vec<u32> =
             (0..size).zip(&streams).filter(|(_, stream)| stream.is_some()).map(|(peer, _)| peer).collect();
         let state = State {
+            at: Operation::START,
             said: vec![None; size as usize],
             left: vec![false; size as usize],
             open: peers.len(),
@@ -120,7 +122,7 @@ impl Control {
             let shared = Arc::clone(&shared);
             threads.push(thread::spawn(move || shared.beat()));
         }
-        Ok(Self { shared, threads, round: AtomicU64::new(0) })
+        Ok(Self { shared, threads })
     }
 
     /// Of one process that is all.
@@ -160,20 +162,28 @@ impl Control {
             let detail = format!("{} bytes are more than the {MOST} that one rank may say", said.len());
             return Err(Error::comm(shared.rank, OP, detail));
         }
-        let round = self.round.fetch_add(1, Ordering::Relaxed);
+        let operation = self.enter(OP);
+        let number = operation.number;
         let is_hub = shared.rank == 0;
         if is_hub {
-            shared.state().said[0] = Some((round, said.to_vec()));
+            shared.state().said[0] = Some((number, said.to_vec()));
         } else {
-            shared.tell(0, &[Frame::Said { round, rank: shared.rank, bytes: said.to_vec() }]);
+            shared.tell(0, &[Frame::Said { number, rank: shared.rank, bytes: said.to_vec() }]);
         }
-        let all = shared.wait(OP, |state| state.all_said(round))?;
+        let all = shared.wait(OP, |state| state.all_said(operation))?;
         if is_hub {
             let frames: Vec<Frame> =
-                (0..).zip(&all).map(|(rank, bytes)| Frame::Said { round, rank, bytes: bytes.clone() }).collect();
+                (0..).zip(&all).map(|(rank, bytes)| Frame::Said { number, rank, bytes: bytes.clone() }).collect();
             (1..shared.size).for_each(|rank| shared.tell(rank, &frames));
         }
         Ok(all)
+    }
+
+    /// Come to the next operation: all that is collective is counted, however its bytes go.
+    pub(super) fn enter(&self, name: &'static str) -> Operation {
+        let mut state = self.shared.state();
+        state.at = Operation { name, number: state.at.number + 1 };
+        state.at
     }
 
     /// Whether to go on in this operation: all ranks are there, and nothing stops this one.
@@ -226,12 +236,13 @@ impl Control {
 
 impl State {
     /// All of a gathering, or who will never say his.
-    fn all_said(&mut self, round: u64) -> Result<Option<Vec<Vec<u8>>>, Gone> {
+    fn all_said(&mut self, operation: Operation) -> Result<Option<Vec<Vec<u8>>>, Gone> {
         for (rank, (said, left)) in (0..).zip(self.said.iter().zip(&self.left)) {
             match said {
                 None if *left => return Err(Gone { rank, why: LEFT.into() }),
-                Some((other, _)) if *other != round => {
-                    return Err(Gone { rank, why: format!("it is in gathering {other}, others in {round}") });
+                Some((number, _)) if *number != operation.number => {
+                    let other = Operation { number: *number, ..operation };
+                    return Err(Gone { rank, why: operation.differs(Some(other)) });
                 }
                 _ => {}
             }
@@ -334,12 +345,18 @@ impl Shared {
 
     fn hear(&self, peer: u32, frame: Frame) -> Result<(), &'static str> {
         match frame {
-            Frame::Beat => return Ok(()),
-            Frame::Said { round, rank, bytes } => {
+            Frame::Beat(there) => {
+                let here = self.state().at;
+                if there.number == here.number && there != here {
+                    self.gone(Gone { rank: peer, why: here.differs(Some(there)) });
+                }
+                return Ok(());
+            }
+            Frame::Said { number, rank, bytes } => {
                 if rank >= self.size || self.rank == 0 && rank != peer {
                     return Err("speaks for another rank");
                 }
-                if self.state().said[rank as usize].replace((round, bytes)).is_some() {
+                if self.state().said[rank as usize].replace((number, bytes)).is_some() {
                     return Err("spoke twice in one gathering");
                 }
             }
@@ -356,11 +373,12 @@ impl Shared {
 
     /// Say that this process is alive, until it is over.
     fn beat(&self) {
-        let mut bytes = Vec::new();
-        Frame::Beat.write(&mut bytes);
         let mut state = self.state();
         while !state.is_over {
-            drop(self.closing.wait_timeout(state, self.liveness.beat));
+            let waited = self.closing.wait_timeout(state, self.liveness.beat).unwrap_or_else(PoisonError::into_inner);
+            let mut bytes = Vec::new();
+            Frame::Beat(waited.0.at).write(&mut bytes);
+            drop(waited);
             for (rank, link) in (0..).zip(&self.links) {
                 // Who is writing to it says so, too.
                 let Some((link, writing)) = link.as_ref().and_then(|link| Some((link, link.writing.try_lock().ok()?)))

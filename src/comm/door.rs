@@ -85,7 +85,7 @@ impl Door {
         words
     }
 
-    /// Those who are in, by rank.
+    /// Those who are in, by rank, as streams that do not block.
     pub fn close(self) -> Vec<Option<TcpStream>> {
         self.inside
     }
@@ -127,7 +127,8 @@ impl Door {
         let place = self.inside.get_mut(rank as usize).filter(|_| self.wanted.contains(&rank));
         let why = match place {
             Some(place @ None) => {
-                if Reply::Welcome.send(&caller.stream).is_ok() {
+                let welcome = Reply::Welcome.send(&caller.stream);
+                if welcome.and_then(|()| caller.stream.set_nonblocking(true)).is_ok() {
                     *place = Some(caller.stream);
                 }
                 return;
@@ -150,9 +151,7 @@ impl Door {
     fn check(&self, op: &'static str) -> Result<()> {
         for (rank, stream) in (0..).zip(&self.inside) {
             let Some(stream) = stream else { continue };
-            let peek = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
-            let _ = stream.set_nonblocking(false);
-            match peek {
+            match stream.peek(&mut [0]) {
                 Err(error) if is_wait(&error) => {}
                 Ok(more) if more > 0 => {}
                 _ => return Err(Error::comm(rank, op, format!("{ENDED}, while others were waited for"))),
@@ -193,8 +192,9 @@ pub(super) fn knock(candidates: &[Candidate], hello: &Hello, going: &dyn Fn() ->
     let (sender, answers) = mpsc::channel();
     // True once nobody is to be called any more.
     let over = Arc::new(Mutex::new(false));
-    for candidate in candidates.to_vec() {
-        let (sender, over, hello) = (sender.clone(), Arc::clone(&over), hello.clone());
+    for candidate in candidates {
+        let (candidate, hello) = (candidate.clone(), hello.clone());
+        let (sender, over) = (sender.clone(), Arc::clone(&over));
         thread::spawn(move || {
             let _ = sender.send(call(&candidate, &hello, &over));
         });

@@ -5,14 +5,15 @@
 use std::io::{self, Read};
 
 use super::fate::Gone;
+use super::operation::Operation;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Frame {
-    /// Nothing to say, and alive.
-    Beat,
-    /// What a rank says in one gathering, counted from 0.
+    /// Alive, and in this operation.
+    Beat(Operation),
+    /// What a rank says in the operation of this number.
     Said {
-        round: u64,
+        number: u64,
         rank: u32,
         bytes: Vec<u8>,
     },
@@ -25,22 +26,25 @@ pub(super) const MOST: usize = 64 << 20;
 /// Of why a rank is gone.
 const MOST_WORDS: usize = 16 << 10;
 
-/// Kind, rank, round and length.
-const HEADER: usize = 1 + 4 + 8 + 4;
+/// Kind, rank, operation and length.
+const HEADER: usize = 1 + 4 + Operation::BYTES + 4;
 
 impl Frame {
     /// Behind what is in `bytes`. Words that are too long are cut.
     pub fn write(&self, bytes: &mut Vec<u8>) {
-        let (kind, rank, round, payload): (u8, u32, u64, &[u8]) = match self {
-            Self::Beat => (0, 0, 0, &[]),
-            Self::Said { round, rank, bytes } => (1, *rank, *round, bytes),
-            Self::Gone(Gone { rank, why }) => (2, *rank, 0, &why.as_bytes()[..why.len().min(MOST_WORDS)]),
-            Self::Left => (3, 0, 0, &[]),
+        let gather = |number| Operation { name: "gather", number };
+        let (kind, rank, operation, payload): (u8, u32, Operation, &[u8]) = match self {
+            Self::Beat(operation) => (0, 0, *operation, &[]),
+            Self::Said { number, rank, bytes } => (1, *rank, gather(*number), bytes),
+            Self::Gone(Gone { rank, why }) => {
+                (2, *rank, Operation::START, &why.as_bytes()[..why.len().min(MOST_WORDS)])
+            }
+            Self::Left => (3, 0, Operation::START, &[]),
         };
         let length = u32::try_from(payload.len()).expect("at most MOST");
         bytes.push(kind);
         bytes.extend_from_slice(&rank.to_le_bytes());
-        bytes.extend_from_slice(&round.to_le_bytes());
+        bytes.extend_from_slice(&operation.bytes());
         bytes.extend_from_slice(&length.to_le_bytes());
         bytes.extend_from_slice(payload);
     }
@@ -51,8 +55,9 @@ impl Frame {
         let mut header = [0; HEADER];
         reader.read_exact(&mut header)?;
         let rank = u32::from_le_bytes(header[1..5].try_into().expect("4 bytes"));
-        let round = u64::from_le_bytes(header[5..13].try_into().expect("8 bytes"));
-        let length = u32::from_le_bytes(header[13..].try_into().expect("4 bytes"));
+        let operation = Operation::of_bytes(header[5..14].try_into().expect("9 bytes"));
+        let operation = operation.ok_or(io::ErrorKind::InvalidData)?;
+        let length = u32::from_le_bytes(header[14..].try_into().expect("4 bytes"));
         let most = match header[0] {
             1 => MOST,
             2 => MOST_WORDS,
@@ -66,8 +71,8 @@ impl Frame {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         match header[0] {
-            0 => Ok(Self::Beat),
-            1 => Ok(Self::Said { round, rank, bytes }),
+            0 => Ok(Self::Beat(operation)),
+            1 => Ok(Self::Said { number: operation.number, rank, bytes }),
             2 => Ok(Self::Gone(Gone { rank, why: String::from_utf8_lossy(&bytes).into_owned() })),
             3 => Ok(Self::Left),
             _ => Err(io::ErrorKind::InvalidData.into()),
@@ -82,9 +87,9 @@ mod tests {
     #[test]
     fn frames_come_back() {
         let frames = [
-            Frame::Beat,
-            Frame::Said { round: 1 << 40, rank: 3, bytes: vec![1, 2, 3] },
-            Frame::Said { round: 0, rank: 0, bytes: Vec::new() },
+            Frame::Beat(Operation { name: "exchange", number: 1 << 33 }),
+            Frame::Said { number: 1 << 40, rank: 3, bytes: vec![1, 2, 3] },
+            Frame::Said { number: 0, rank: 0, bytes: Vec::new() },
             Frame::Gone(Gone { rank: 7, why: "no space".into() }),
             Frame::Left,
         ];
@@ -102,16 +107,16 @@ mod tests {
         let kind_of = |bytes: &[u8]| Frame::read(&mut &*bytes).unwrap_err().kind();
         assert_eq!(kind_of(&[9; HEADER]), io::ErrorKind::InvalidData);
         let mut said = Vec::new();
-        Frame::Said { round: 1, rank: 1, bytes: vec![5; 100] }.write(&mut said);
+        Frame::Said { number: 1, rank: 1, bytes: vec![5; 100] }.write(&mut said);
         assert_eq!(kind_of(&said[..said.len() - 1]), io::ErrorKind::UnexpectedEof);
-        said[13..17].copy_from_slice(&u32::MAX.to_le_bytes());
+        said[14..18].copy_from_slice(&u32::MAX.to_le_bytes());
         assert_eq!(kind_of(&said), io::ErrorKind::InvalidData);
         let mut beat = Vec::new();
-        Frame::Beat.write(&mut beat);
-        beat[13] = 1;
+        Frame::Beat(Operation::START).write(&mut beat);
+        beat[14] = 1;
         assert_eq!(kind_of(&beat), io::ErrorKind::InvalidData);
         // A little that says it is much.
-        said[13..17].copy_from_slice(&u32::try_from(MOST).unwrap().to_le_bytes());
+        said[14..18].copy_from_slice(&u32::try_from(MOST).unwrap().to_le_bytes());
         assert_eq!(kind_of(&said), io::ErrorKind::UnexpectedEof);
         let mut long = Vec::new();
         Frame::Gone(Gone { rank: 0, why: "x".repeat(MOST_WORDS + 5) }).write(&mut long);

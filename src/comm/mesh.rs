@@ -16,7 +16,7 @@ use super::control::Control;
 use super::door::{Answer, Door, knock};
 use super::fate::ENDED;
 use super::hello::Hello;
-use super::transfer::{Fault, Operation, receive, send};
+use super::transfer::{Fault, receive, send};
 use crate::error::{Error, Result};
 
 /// Ranks in processes, on hosts that reach each other by TCP.
@@ -25,8 +25,8 @@ pub struct Mesh {
     control: Control,
     /// By rank.
     peers: Vec<Option<TcpStream>>,
-    /// The number of the next operation.
-    next: Mutex<u64>,
+    /// Held by the one operation that connections are in.
+    moving: Mutex<()>,
 }
 
 const CONNECT: &str = "connect";
@@ -38,7 +38,7 @@ impl Mesh {
     /// `Comm` naming who cannot be reached within `limit`, or is gone.
     pub fn connect(control: Control, limit: Duration) -> Result<Self> {
         match connect(&control, limit) {
-            Ok(peers) => Ok(Self { control, peers, next: Mutex::new(0) }),
+            Ok(peers) => Ok(Self { control, peers, moving: Mutex::new(()) }),
             Err(error) => {
                 control.fail(&error.to_string());
                 Err(error)
@@ -163,9 +163,8 @@ impl Communicator for Mesh {
         const OP: &str = "exchange";
         self.check_ranges(OP, to, outgoing)?;
         self.check_ranges(OP, from, incoming)?;
-        let mut number = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        let operation = Operation { name: OP, number: *number };
-        *number += 1;
+        let _moving = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
+        let operation = self.control.enter(OP);
         let going = || self.control.check(OP);
         going()?;
         let send = || {
@@ -192,9 +191,8 @@ impl Communicator for Mesh {
             let detail = format!("bytes {range:?} of {}, from rank {root}", memory.len());
             return Err(Error::comm(self.rank(), OP, detail));
         }
-        let mut number = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        let operation = Operation { name: OP, number: *number };
-        *number += 1;
+        let _moving = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
+        let operation = self.control.enter(OP);
         let going = || self.control.check(OP);
         going()?;
         let done = if root == self.rank() {

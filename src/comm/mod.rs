@@ -18,6 +18,7 @@ mod hello;
 pub mod launch;
 mod local;
 mod mesh;
+mod operation;
 mod place;
 mod rendezvous;
 #[cfg(test)]

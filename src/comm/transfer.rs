@@ -1,7 +1,7 @@
 //! Bytes to many peers, or from many, as fast as each goes.
 //!
 //! Sockets do not block: who is ready is served, by one thread for all that is sent and one for all that is received.
-//! Before the bytes of a message there is a header with the operation, its number and how many bytes are to come, so that
+//! Before the bytes of a message there is a header with the operation and how many bytes are to come, so that
 //! ranks that do not agree get an error and no message in place of another. Counts bytes.
 
 use std::io::{self, IoSlice, Read, Write};
@@ -13,44 +13,25 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::control::TICK;
 use super::fate::other_length;
 use super::hello::is_wait;
+use super::operation::Operation;
 use crate::error::{Error, Result};
 
-/// One operation of the data plane.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Operation {
-    pub name: &'static str,
-    pub number: u64,
+/// Operation and length.
+const HEADER: usize = Operation::BYTES + 8;
+
+fn header(operation: Operation, length: usize) -> [u8; HEADER] {
+    let mut header = [0; HEADER];
+    header[..Operation::BYTES].copy_from_slice(&operation.bytes());
+    header[Operation::BYTES..].copy_from_slice(&(length as u64).to_le_bytes());
+    header
 }
 
-const NAMES: [&str; 2] = ["exchange", "broadcast"];
-
-/// Operation, number and length.
-const HEADER: usize = 1 + 8 + 8;
-
-impl Operation {
-    fn header(self, length: usize) -> [u8; HEADER] {
-        let kind = NAMES.iter().position(|name| *name == self.name).expect("a known operation");
-        let mut header = [0; HEADER];
-        header[0] = u8::try_from(kind).expect("there are few");
-        header[1..9].copy_from_slice(&self.number.to_le_bytes());
-        header[9..].copy_from_slice(&(length as u64).to_le_bytes());
-        header
-    }
-
-    /// Whether this is what `rank` is to send.
-    fn check(self, header: &[u8; HEADER], rank: u32, expected: usize) -> Result<()> {
-        let word = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("8 bytes"));
-        let (number, length) = (word(1), word(9));
-        let name = NAMES.get(usize::from(header[0])).copied().unwrap_or("unknown operation");
-        if (name, number) != (self.name, self.number) {
-            let detail = format!("it is in {name} {number}, this rank in {} {}", self.name, self.number);
-            return Err(Error::comm(rank, self.name, detail));
-        }
-        if length != expected as u64 {
-            return Err(other_length(rank, self.name, expected as u64, length));
-        }
-        Ok(())
-    }
+/// Whether this is what `rank` is to send.
+fn check_header(operation: Operation, header: &[u8; HEADER], rank: u32, expected: usize) -> Result<()> {
+    let (there, length) = header.split_at(Operation::BYTES);
+    operation.check_same(rank, Operation::of_bytes(there.try_into().expect("split there")))?;
+    let length = u64::from_le_bytes(length.try_into().expect("8 bytes"));
+    if length == expected as u64 { Ok(()) } else { Err(other_length(rank, operation.name, expected as u64, length)) }
 }
 
 /// What goes wrong on the way.
@@ -83,9 +64,12 @@ pub(super) fn send<'a>(
     messages: impl Iterator<Item = (u32, &'a TcpStream, &'a [u8])>,
     going: &dyn Fn() -> Result<()>,
 ) -> Result<(), Fault> {
-    let message = |(rank, stream, body): (u32, &'a TcpStream, &'a [u8])| {
-        let header = operation.header(body.len());
-        Message { rank, stream, header, body, done: 0 }
+    let message = |(rank, stream, body): (u32, &'a TcpStream, &'a [u8])| Message {
+        rank,
+        stream,
+        header: header(operation, body.len()),
+        body,
+        done: 0,
     };
     serve(messages.map(message).collect(), PollFlags::OUT, going, |message| {
         let body = &message.body[message.done.saturating_sub(HEADER)..];
@@ -116,7 +100,7 @@ pub(super) fn receive<'a>(
             if message.done < HEADER {
                 return Ok(false);
             }
-            operation.check(&message.header, message.rank, message.body.len())?;
+            check_header(operation, &message.header, message.rank, message.body.len())?;
         }
         let body = &mut memory[message.body.clone()][message.done - HEADER..];
         if !body.is_empty() {

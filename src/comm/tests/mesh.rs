@@ -33,7 +33,7 @@ impl Sockets {
             run: Some(&run),
             place: &Place::Folder(self.folder.path().into()),
             limit: Duration::from_secs(30),
-            liveness: Liveness::default(),
+            liveness: Liveness { beat: Duration::from_millis(300), ..Liveness::default() },
             going: Arc::new(|| Ok(())),
         };
         meet(&meeting).unwrap()
@@ -76,7 +76,26 @@ fn ranks_in_other_operations_are_found_out() {
         error.to_string()
     });
     let told: Vec<_> = told.into_iter().flatten().collect();
-    assert!(told.iter().all(|told| told.contains("it is in broadcast 0, this rank in exchange 0")), "{told:?}");
+    assert!(told.iter().all(|told| told.contains("it is in broadcast 2, this rank in exchange 2")), "{told:?}");
+}
+
+#[test]
+fn ranks_that_wait_for_each_other_in_other_operations_are_found_out() {
+    for odd in 0..3 {
+        for gathers in [true, false] {
+            let told = run(&Arc::new(Sockets::new()), 3, move |_, rank| {
+                let none = vec![0..0; 3];
+                let done = if (rank.rank() == odd) == gathers {
+                    rank.barrier()
+                } else {
+                    rank.exchange(&Vec::new(), &none, &mut Vec::new(), &none)
+                };
+                done.unwrap_err().to_string()
+            });
+            let told: Vec<_> = told.into_iter().flatten().collect();
+            assert!(told.iter().all(|told| told.contains("it is in ")), "{told:?}");
+        }
+    }
 }
 
 #[test]

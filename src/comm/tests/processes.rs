@@ -1,6 +1,6 @@
 //! Ranks that are processes, and how they die. Each is this test binary again, running [`rank`].
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -28,9 +28,14 @@ fn rank() {
     let words: Vec<&str> = told.splitn(4, ' ').collect();
     let part = Part { index: words[0].parse().unwrap(), of: words[1].parse().unwrap() };
     match work(part, words[2], Path::new(words[3])) {
-        Ok(()) => println!("\nsays: done"),
-        Err(error) => println!("\nsays: {error}"),
+        Ok(()) => say("done"),
+        Err(error) => say(&error.to_string()),
     }
+}
+
+/// To the one who has started this process, between what the test harness prints.
+fn say(words: &str) {
+    writeln!(std::io::stdout().lock(), "\nsays: {words}").unwrap();
 }
 
 fn work(part: Part, work: &str, folder: &Path) -> Result<()> {
@@ -44,13 +49,19 @@ fn work(part: Part, work: &str, folder: &Path) -> Result<()> {
     };
     let control = meet(&meeting)?;
     if work == "connect" {
-        println!("\nsays: working");
+        say("working");
         if part.index == 1 {
             thread::sleep(PATIENCE);
         }
     }
     let mesh = Mesh::connect(control, PATIENCE)?;
-    println!("\nsays: working");
+    say("working");
+    if work == "late" && part.index == 1 {
+        thread::sleep(PATIENCE);
+    }
+    if work == "late" {
+        return mesh.leave();
+    }
     if work == "leave" {
         mesh.barrier()?;
         return mesh.leave();
@@ -168,6 +179,16 @@ fn who_is_killed_while_others_are_awaited_is_named() {
     processes[0].signal(Signal::KILL);
     let said = processes[1].says();
     assert!(said.starts_with("rank 0: rendezvous: it closed the connection"), "{said}");
+}
+
+#[test]
+fn rank_0_that_has_left_names_who_is_killed_before_leaving() {
+    let folder = TempDir::new().unwrap();
+    let processes = start("late", folder.path());
+    processes.iter().for_each(|process| assert_eq!(process.says(), "working"));
+    assert_eq!(processes[2].says(), "done");
+    processes[1].signal(Signal::KILL);
+    assert_eq!(processes[0].says(), "rank 1: leave: its process ended");
 }
 
 #[test]

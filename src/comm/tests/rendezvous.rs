@@ -73,7 +73,7 @@ fn talk(comers: Vec<JoinHandle<Result<Control>>>) {
         let control = comer.join().unwrap().unwrap();
         thread::spawn(move || {
             let said = control.gather(&[u8::try_from(control.rank()).unwrap()]).unwrap();
-            assert_eq!(said.len() as u32, control.size());
+            assert_eq!(said.len(), control.size() as usize);
             assert!((0..).zip(&said).all(|(rank, said)| said == &[rank]));
             control.leave().unwrap();
         })
@@ -238,19 +238,19 @@ fn frames_that_are_none_end_the_run() {
         frame.write(&mut bytes);
         bytes
     };
-    let mut endless = said(Frame::Said { round: 0, rank: 1, bytes: Vec::new() });
-    endless[13..17].copy_from_slice(&u32::MAX.to_le_bytes());
+    let mut endless = said(Frame::Said { number: 1, rank: 1, bytes: Vec::new() });
+    endless[14..18].copy_from_slice(&u32::MAX.to_le_bytes());
     let mut short = endless.clone();
-    short[13..17].copy_from_slice(&u32::try_from(MOST).unwrap().to_le_bytes());
-    let other = said(Frame::Said { round: 0, rank: 0, bytes: vec![1] });
-    let early = said(Frame::Said { round: 5, rank: 1, bytes: vec![1] });
+    short[14..18].copy_from_slice(&u32::try_from(MOST).unwrap().to_le_bytes());
+    let other = said(Frame::Said { number: 1, rank: 0, bytes: vec![1] });
+    let early = said(Frame::Said { number: 5, rank: 1, bytes: vec![1] });
     let noise = vec![0xFF; 1000];
     for (bytes, words) in [
         (endless, "does not speak as it should"),
         (noise, "does not speak as it should"),
         (short, "its process ended"),
         (other, "speaks for another rank"),
-        (early, "it is in gathering 5, others in 0"),
+        (early, "it is in gather 5, this rank in gather 1"),
     ] {
         let place = free();
         let first = Comer::new(0, 2, &place, LONG).comes();
@@ -267,10 +267,8 @@ fn every_wait_asks_whether_to_go_on() {
     let stop = Arc::new(AtomicBool::new(false));
     let going = {
         let stop = Arc::clone(&stop);
-        move || match stop.load(Ordering::Relaxed) {
-            true => Err(Error::Stopped { signal: "TERM", exit: 143, kept: None }),
-            false => Ok(()),
-        }
+        let stopped = || Err(Error::Stopped { signal: "TERM", exit: 143, kept: None });
+        move || if stop.load(Ordering::Relaxed) { stopped() } else { Ok(()) }
     };
     let going: crate::comm::KeepGoing = Arc::new(going);
     let (_kept, shared) = folder();
