@@ -6,18 +6,20 @@
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::address::Candidate;
+use super::control::TICK;
 use super::fate::ENDED;
 use super::hello::{HELLO_BYTES, Hello, Reply, is_wait};
 use crate::error::{Error, Result, some_of};
 
 /// For one who has connected to say who he is, and for an answer to that.
-const MANNERS: Duration = Duration::from_secs(10);
+const MANNERS: Duration = Duration::from_secs(5);
 const CONNECT: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -27,10 +29,16 @@ pub(super) struct Door {
     mine: Hello,
     callers: Vec<Caller>,
     /// By rank.
-    inside: Vec<Option<TcpStream>>,
+    inside: Vec<Option<Guest>>,
     wanted: Range<u32>,
     /// Who was not let in, and why.
     refused: Vec<String>,
+}
+
+#[derive(Debug)]
+struct Guest {
+    stream: TcpStream,
+    caller: u64,
 }
 
 /// Who has connected and is not in yet.
@@ -87,13 +95,13 @@ impl Door {
 
     /// Those who are in, by rank, as streams that do not block.
     pub fn close(self) -> Vec<Option<TcpStream>> {
-        self.inside
+        self.inside.into_iter().map(|guest| guest.map(|guest| guest.stream)).collect()
     }
 
     /// Tell those who are in that nothing comes of it.
     pub fn send_away(self, words: &str) {
-        for stream in self.inside.iter().flatten() {
-            let _ = Reply::refused(words).send(stream);
+        for guest in self.inside.iter().flatten() {
+            let _ = Reply::refused(words).send(&guest.stream);
         }
     }
 
@@ -114,7 +122,7 @@ impl Door {
         }
         for mut caller in std::mem::take(&mut self.callers) {
             match caller.listen(&self.mine) {
-                Ok(Some(rank)) => self.let_in(rank, caller),
+                Ok(Some((rank, number))) => self.let_in(rank, number, caller),
                 Ok(None) if caller.since.elapsed() < MANNERS => self.callers.push(caller),
                 Ok(None) => {}
                 Err(why) => self.turn_away(&caller, &why),
@@ -123,16 +131,18 @@ impl Door {
         Ok(())
     }
 
-    fn let_in(&mut self, rank: u32, caller: Caller) {
+    fn let_in(&mut self, rank: u32, number: u64, caller: Caller) {
         let place = self.inside.get_mut(rank as usize).filter(|_| self.wanted.contains(&rank));
         let why = match place {
             Some(place @ None) => {
                 let welcome = Reply::Welcome.send(&caller.stream);
                 if welcome.and_then(|()| caller.stream.set_nonblocking(true)).is_ok() {
-                    *place = Some(caller.stream);
+                    *place = Some(Guest { stream: caller.stream, caller: number });
                 }
                 return;
             }
+            // By another way, at the same time. The first is enough.
+            Some(Some(guest)) if guest.caller == number => return,
             Some(Some(_)) => format!("rank {rank} is there already: two processes take themselves for it"),
             None => format!("rank {rank} is not expected here"),
         };
@@ -149,9 +159,9 @@ impl Door {
 
     /// Whether those who are in are still there.
     fn check(&self, op: &'static str) -> Result<()> {
-        for (rank, stream) in (0..).zip(&self.inside) {
-            let Some(stream) = stream else { continue };
-            match stream.peek(&mut [0]) {
+        for (rank, guest) in (0..).zip(&self.inside) {
+            let Some(guest) = guest else { continue };
+            match guest.stream.peek(&mut [0]) {
                 Err(error) if is_wait(&error) => {}
                 Ok(more) if more > 0 => {}
                 _ => return Err(Error::comm(rank, op, format!("{ENDED}, while others were waited for"))),
@@ -163,7 +173,7 @@ impl Door {
 
 impl Caller {
     /// Who it is, once that is said.
-    fn listen(&mut self, mine: &Hello) -> Result<Option<u32>, Reply> {
+    fn listen(&mut self, mine: &Hello) -> Result<Option<(u32, u64)>, Reply> {
         let mut more = [0; HELLO_BYTES];
         match self.stream.read(&mut more[..HELLO_BYTES - self.said.len()]) {
             // Gone again; its time will be over.
@@ -184,47 +194,43 @@ pub(super) enum Answer {
     Nobody(String),
 }
 
-/// Call all candidates at once, as some may lead nowhere; who is let in by one calls no other.
+/// Call all candidates at once, as some may lead nowhere, and others to somebody who never answers.
 ///
 /// # Errors
 /// What `going` says.
 pub(super) fn knock(candidates: &[Candidate], hello: &Hello, going: &dyn Fn() -> Result<()>) -> Result<Answer> {
     let (sender, answers) = mpsc::channel();
-    // True once nobody is to be called any more.
-    let over = Arc::new(Mutex::new(false));
+    // Once nobody is to be called any more.
+    let is_over = Arc::new(AtomicBool::new(false));
     for candidate in candidates {
         let (candidate, hello) = (candidate.clone(), hello.clone());
-        let (sender, over) = (sender.clone(), Arc::clone(&over));
-        thread::spawn(move || {
-            let _ = sender.send(call(&candidate, &hello, &over));
-        });
+        let (sender, is_over) = (sender.clone(), Arc::clone(&is_over));
+        thread::spawn(move || sender.send(call(&candidate, &hello, &is_over)));
     }
     drop(sender);
-    let until = Instant::now() + CONNECT + MANNERS;
+    let until = Instant::now() + CONNECT + MANNERS + Duration::from_secs(1);
     let mut last = Answer::Nobody("there is no address to try".into());
-    loop {
-        match answers.recv_timeout(Duration::from_millis(50)) {
-            Ok(answer @ (Answer::In(_) | Answer::Not(Reply::Refused(_)))) => return Ok(answer),
+    let answer = loop {
+        match answers.recv_timeout(TICK) {
+            Ok(answer @ (Answer::In(_) | Answer::Not(Reply::Refused(_)))) => break Ok(answer),
             // That somebody answers says more than that others do not.
             Ok(Answer::Nobody(_)) if matches!(last, Answer::Not(_)) => {}
             Ok(answer) => last = answer,
-            Err(RecvTimeoutError::Disconnected) => return Ok(last),
+            Err(RecvTimeoutError::Disconnected) => break Ok(last),
+            // Names may take for ever.
+            Err(RecvTimeoutError::Timeout) if Instant::now() >= until => break Ok(last),
             Err(RecvTimeoutError::Timeout) => {
-                let went_on = going();
-                if went_on.is_err() || Instant::now() >= until {
-                    *over.lock().unwrap_or_else(PoisonError::into_inner) = true;
-                    // One may have been let in just now.
-                    let found = answers.try_iter().find(|answer| matches!(answer, Answer::In(_)));
-                    return went_on.map(|()| found.unwrap_or(last));
+                if let Err(stopped) = going() {
+                    break Err(stopped);
                 }
             }
         }
-    }
+    };
+    is_over.store(true, Ordering::Relaxed);
+    answer
 }
 
-fn call(candidate: &Candidate, hello: &Hello, over: &Mutex<bool>) -> Answer {
-    let (name, port) = candidate;
-    let nobody = |error: io::Error| Answer::Nobody(format!("{name}:{port}: {error}"));
+fn call((name, port): &Candidate, hello: &Hello, is_over: &AtomicBool) -> Answer {
     let connect = || {
         let mut last = io::Error::other("the name has no address");
         for address in (name.as_str(), *port).to_socket_addrs()? {
@@ -235,25 +241,21 @@ fn call(candidate: &Candidate, hello: &Hello, over: &Mutex<bool>) -> Answer {
         }
         Err(last)
     };
-    let stream = match connect() {
-        Ok(stream) => stream,
-        Err(error) => return nobody(error),
+    let shake_hands = |stream: &TcpStream| {
+        stream.set_nodelay(true)?;
+        let mut writer = stream;
+        writer.write_all(&hello.bytes())?;
+        Reply::receive(stream, Instant::now() + MANNERS, &|| Ok(()))
+            .unwrap_or_else(|never| Err(io::Error::other(never)))
     };
-    let mut over = over.lock().unwrap_or_else(PoisonError::into_inner);
-    if *over {
-        return Answer::Nobody(String::new());
-    }
-    let _ = stream.set_nodelay(true);
-    if let Err(error) = (&stream).write_all(&hello.bytes()) {
-        return nobody(error);
-    }
-    match Reply::receive(&stream, Instant::now() + MANNERS, &|| Ok(())) {
-        Ok(Ok(Reply::Welcome)) => {
-            *over = true;
-            Answer::In(stream)
-        }
-        Ok(Ok(reply)) => Answer::Not(reply),
-        Ok(Err(error)) => nobody(error),
-        Err(_) => Answer::Nobody(String::new()),
+    let nobody = |error: io::Error| Answer::Nobody(format!("{name}:{port}: {error}"));
+    match connect() {
+        Ok(_) if is_over.load(Ordering::Relaxed) => Answer::Nobody(String::new()),
+        Ok(stream) => match shake_hands(&stream) {
+            Ok(Reply::Welcome) => Answer::In(stream),
+            Ok(reply) => Answer::Not(reply),
+            Err(error) => nobody(error),
+        },
+        Err(error) => nobody(error),
     }
 }

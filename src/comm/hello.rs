@@ -21,23 +21,29 @@ pub(super) struct Hello {
     pub rank: u32,
     pub size: u32,
     pub token: Token,
+    /// Tells two processes apart that take themselves for one rank.
+    pub caller: u64,
 }
 
 /// What is behind magic and version.
-const BODY: usize = 4 + 4 + 32;
+const BODY: usize = 4 + 4 + 32 + 8;
 pub(super) const HELLO_BYTES: usize = 12 + BODY;
 
 impl Hello {
-    pub fn bytes(&self) -> Vec<u8> {
-        let words = [MAGIC.as_slice(), &VERSION.to_le_bytes(), &self.rank.to_le_bytes(), &self.size.to_le_bytes()];
-        [words.concat().as_slice(), &self.token].concat()
+    pub fn new((rank, size): (u32, u32), token: Token) -> io::Result<Self> {
+        Ok(Self { rank, size, token, caller: getrandom::u64()? })
     }
 
-    /// The rank of who says this, once enough has come.
+    pub fn bytes(&self) -> Vec<u8> {
+        let words = [MAGIC.as_slice(), &VERSION.to_le_bytes(), &self.rank.to_le_bytes(), &self.size.to_le_bytes()];
+        [words.concat().as_slice(), &self.token, &self.caller.to_le_bytes()].concat()
+    }
+
+    /// Who says this, once enough has come: rank and caller.
     ///
     /// # Errors
     /// Why he is not let in.
-    pub fn judge(&self, said: &[u8]) -> Result<Option<u32>, Reply> {
+    pub fn judge(&self, said: &[u8]) -> Result<Option<(u32, u64)>, Reply> {
         let number =
             |at: usize| said.get(at..at + 4).map(|bytes| u32::from_le_bytes(bytes.try_into().expect("4 bytes")));
         if !MAGIC.starts_with(&said[..said.len().min(MAGIC.len())]) {
@@ -49,7 +55,7 @@ impl Hello {
                 return Err(Reply::refused(format!("it speaks version {version} of the protocol, this is {VERSION}")));
             }
         }
-        let (Some(rank), Some(size), Some(token)) = (number(12), number(16), said.get(20..HELLO_BYTES)) else {
+        let (Some(rank), Some(size), Some(token)) = (number(12), number(16), said.get(20..52)) else {
             return Ok(None);
         };
         if token != self.token {
@@ -58,7 +64,8 @@ impl Hello {
         if size != self.size {
             return Err(Reply::refused(format!("rank {rank} counts {size} ranks, this run has {}", self.size)));
         }
-        Ok(Some(rank))
+        let caller = said.get(52..HELLO_BYTES).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes);
+        Ok(caller.map(|caller| (rank, caller)))
     }
 }
 
@@ -144,11 +151,11 @@ mod tests {
 
     #[test]
     fn who_is_let_in() {
-        let mine = Hello { rank: 0, size: 4, token: [7; 32] };
-        let caller = Hello { rank: 2, ..mine.clone() };
+        let mine = Hello { rank: 0, size: 4, token: [7; 32], caller: 0 };
+        let caller = Hello { rank: 2, caller: 99, ..mine.clone() };
         let said = caller.bytes();
         assert_eq!(said.len(), HELLO_BYTES);
-        assert_eq!(mine.judge(&said), Ok(Some(2)));
+        assert_eq!(mine.judge(&said), Ok(Some((2, 99))));
         for length in 0..HELLO_BYTES {
             assert_eq!(mine.judge(&said[..length]), Ok(None), "{length}");
         }

@@ -88,7 +88,7 @@ fn connect(control: &Control, limit: Duration) -> Result<Vec<Option<TcpStream>>>
     let here = |error: std::io::Error| Error::comm(rank, CONNECT, error.to_string());
     let listener = listen(&[0]).map_err(here)?;
     let address = Address::of(&listener).map_err(here)?;
-    let mine = Hello { rank, size, token: control.token() };
+    let mine = Hello::new((rank, size), control.token()).map_err(here)?;
     let mut door = Door::open(listener, mine.clone(), rank + 1..size).map_err(here)?;
     let said = control.gather(&serde_json::to_vec(&address).map_err(|error| here(error.into()))?)?;
     let going = || control.check(CONNECT);

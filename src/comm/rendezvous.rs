@@ -6,7 +6,7 @@
 
 use std::fs;
 use std::io::{self, Read, Write};
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -57,10 +57,6 @@ pub fn meet(meeting: &Meeting<'_>) -> Result<Control> {
 }
 
 impl Meeting<'_> {
-    fn hello(&self, token: Token) -> Hello {
-        Hello { rank: self.part.index, size: self.part.of, token }
-    }
-
     /// Of a place that tells nothing but where it is.
     fn token_of_run(&self) -> Token {
         *blake3::hash(format!("dtshard rendezvous of run {}", self.run.unwrap_or_default()).as_bytes()).as_bytes()
@@ -79,7 +75,9 @@ impl Meeting<'_> {
                 (listener, token, Some(sheet))
             }
         };
-        let mut door = Door::open(listener, self.hello(token), 1..self.part.of).map_err(here)?;
+        let mut door = Hello::new((0, self.part.of), token)
+            .and_then(|mine| Door::open(listener, mine, 1..self.part.of))
+            .map_err(here)?;
         let admitted = door.admit(OP, self.limit, &*self.going);
         // Nobody needs it any more.
         drop(sheet);
@@ -98,19 +96,25 @@ impl Meeting<'_> {
         self.control(token, streams)
     }
 
-    fn control(&self, token: Token, streams: Vec<Option<std::net::TcpStream>>) -> Result<Control> {
+    fn control(&self, token: Token, streams: Vec<Option<TcpStream>>) -> Result<Control> {
         Control::new((self.part.index, self.part.of), token, streams, self.liveness, Arc::clone(&self.going))
     }
 
     /// As one of the others.
     fn call(&self) -> Result<Control> {
+        let here = |error: io::Error| Error::comm(self.part.index, OP, error.to_string());
+        let mut hello = Hello::new((self.part.index, self.part.of), Token::default()).map_err(here)?;
         let until = Instant::now() + self.limit;
         let mut pause = Duration::from_millis(10);
         loop {
-            let why = match self.whom_to_call() {
+            let whom = self.whom_to_call().map(|(candidates, token)| {
+                hello.token = token;
+                candidates
+            });
+            let why = match whom {
                 Err(why) => why,
-                Ok((candidates, token)) => match knock(&candidates, &self.hello(token), &*self.going)? {
-                    Answer::In(stream) => return self.wait_inside(stream, token),
+                Ok(candidates) => match knock(&candidates, &hello, &*self.going)? {
+                    Answer::In(stream) => return self.wait_inside(stream, hello.token),
                     Answer::Not(Reply::AnotherRun(words)) if self.may_be_replaced() => words,
                     Answer::Not(reply) => return Err(Error::comm(0, OP, format!("not let in: {}", reply.words()))),
                     Answer::Nobody(why) => format!("nobody answers at {}: {why}", self.place),
@@ -140,7 +144,7 @@ impl Meeting<'_> {
     }
 
     /// Until the last one has come.
-    fn wait_inside(&self, stream: std::net::TcpStream, token: Token) -> Result<Control> {
+    fn wait_inside(&self, stream: TcpStream, token: Token) -> Result<Control> {
         // Rank 0 has waited for longer, and says more when it gives up.
         let until = Instant::now() + self.limit + Duration::from_secs(10);
         match Reply::receive(&stream, until, &*self.going)? {

@@ -127,7 +127,7 @@ fn serve<T>(
 ) -> Result<(), Fault> {
     let tick = Timespec { tv_sec: 0, tv_nsec: i64::from(TICK.subsec_nanos()) };
     let mut is_ready = vec![true; messages.len()];
-    while !messages.is_empty() {
+    loop {
         let mut fault = None;
         let mut ready_now = is_ready.iter();
         messages.retain_mut(|message| {
@@ -145,6 +145,9 @@ fn serve<T>(
         if let Some(fault) = fault {
             return Err(fault);
         }
+        if messages.is_empty() {
+            return Ok(());
+        }
         going()?;
         let mut polled: Vec<PollFd<'_>> = messages.iter().map(|one| PollFd::new(one.stream, ready)).collect();
         match poll(&mut polled, Some(&tick)) {
@@ -153,7 +156,6 @@ fn serve<T>(
         }
         is_ready = polled.iter().map(|one| !one.revents().is_empty()).collect();
     }
-    Ok(())
 }
 
 /// As long as the stream takes or gives, and not so long that the others wait for it.
