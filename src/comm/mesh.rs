@@ -94,8 +94,10 @@ fn connect(control: &Control, limit: Duration) -> Result<Vec<Option<TcpStream>>>
     let going = || control.check(CONNECT);
     let (admitted, called) = thread::scope(|scope| {
         let admitted = scope.spawn(|| {
-            let admitted = door.admit(CONNECT, limit, &going);
-            admitted.inspect_err(|error| control.fail(&error.to_string()))
+            door.admit(CONNECT, limit, &going).map_err(|error| match error {
+                Error::Comm { rank: peer, detail, .. } if peer != rank => control.lost(peer, CONNECT, &detail),
+                error => error,
+            })
         });
         let called: Result<Vec<TcpStream>> = (0..rank)
             .zip(&said)
@@ -111,6 +113,8 @@ fn connect(control: &Control, limit: Duration) -> Result<Vec<Option<TcpStream>>>
     });
     let called = called?;
     admitted.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+    // Nobody goes on, and maybe leaves, while others are still at their doors.
+    control.gather(&[])?;
     let mut peers = door.close();
     peers.iter_mut().zip(called).for_each(|(place, stream)| *place = Some(stream));
     for stream in peers.iter().flatten() {

@@ -16,6 +16,7 @@ mod fate;
 mod frame;
 mod hello;
 pub mod launch;
+mod links;
 mod local;
 mod mesh;
 mod operation;

@@ -76,7 +76,7 @@ fn ranks_in_other_operations_are_found_out() {
         error.to_string()
     });
     let told: Vec<_> = told.into_iter().flatten().collect();
-    assert!(told.iter().all(|told| told.contains("it is in broadcast 2, this rank in exchange 2")), "{told:?}");
+    assert!(told.iter().all(|told| told.contains("it is in broadcast 3, this rank in exchange 3")), "{told:?}");
 }
 
 #[test]
