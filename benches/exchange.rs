@@ -100,12 +100,11 @@ fn main() {
         });
         let total: u64 = sums.iter().map(|load| load.read).sum();
         let wire: u64 = sums.iter().map(|load| load.sent).sum();
-        #[expect(clippy::cast_precision_loss, reason = "two digits are printed")]
         let of_all = |sum: f64| sum / f64::from(count).max(1.0);
+        #[expect(clippy::cast_precision_loss, reason = "two digits are printed")]
+        let (gigabytes, percent) = (total as f64 / 1e9, 100.0 * wire as f64 / total.max(1) as f64);
         println!(
-            "{name} {count} | {copies} | {:.1} | {:.0} % | {:.2} | {:.2} | {:.2} | {:.2} | {} |",
-            total as f64 / 1e9,
-            100.0 * wire as f64 / total.max(1) as f64,
+            "{name} {count} | {copies} | {gigabytes:.1} | {percent:.0} % | {:.2} | {:.2} | {:.2} | {:.2} | {} |",
             spent.as_secs_f64(),
             of_all(read),
             of_all(sent),

@@ -16,11 +16,12 @@
 //! Flat parameters of FSDP1 are no tensors of a catalog: reading puts parameters in their place, and writing puts them
 //! behind each other again, as a [`catalog::flat::FlatLayout`] says.
 //!
-//! Several processes share the last step: each fills its [`comm::Part`] of the bytes.
+//! Several processes share the last step: each fills its [`comm::Part`] of the bytes. Where they exchange bytes, a
+//! [`comm::Communicator`] moves them.
 //!
 //! Who may import whom: `commands` sees everything; `exec` sees `plan`, `catalog`, `storage` and `comm` but no format and
 //! no terminal; `plan`, `format` and `select` see `catalog` and `layout`; `layout` is pure algebra, `comm` the
-//! environment of a process, and both see nothing of the crate.
+//! environment of a process and its connections to others, and both see nothing of the crate.
 
 pub mod catalog;
 pub mod cli;

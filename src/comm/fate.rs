@@ -21,6 +21,10 @@ impl Fate {
         self.0.set(gone).is_ok()
     }
 
+    pub fn gone(&self) -> Option<&Gone> {
+        self.0.get()
+    }
+
     /// # Errors
     /// `Comm` naming who is gone.
     pub fn check(&self, op: &'static str) -> Result<()> {

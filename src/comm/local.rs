@@ -72,10 +72,10 @@ impl Local {
         let mut letters = self.letters();
         loop {
             if let Some(letter) = letters.waiting[self.rank as usize][from as usize].pop_front() {
-                return match letter.op == op {
-                    true => Ok(letter.bytes),
-                    false => Err(Error::comm(from, op, format!("it is in another operation: {}", letter.op))),
-                };
+                if letter.op != op {
+                    return Err(Error::comm(from, op, format!("it is in another operation: {}", letter.op)));
+                }
+                return Ok(letter.bytes);
             }
             if let Some(why) = letters.silent[from as usize] {
                 self.office.fate.seal(Gone { rank: from, why: why.into() });

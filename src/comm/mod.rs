@@ -6,32 +6,35 @@
 //! Where bytes go between processes, these [`rendezvous`], keep a [`Control`] connection to rank 0, by which they hear who
 //! is gone, and move tensors through a [`Communicator`]: a [`Mesh`] of TCP connections, or [`Local`] between threads.
 
-//T mod address;
+mod address;
 mod communicator;
-//T mod control;
+mod control;
 pub mod cpus;
-//T mod door;
+mod door;
 mod environment;
 mod fate;
-//T mod frame;
-//T mod hello;
+mod frame;
+mod hello;
 pub mod launch;
+mod links;
 mod local;
-//T mod mesh;
-//T mod place;
-//T mod rendezvous;
+mod mesh;
+mod operation;
+mod place;
+mod rendezvous;
 #[cfg(test)]
 pub(crate) mod tests;
+mod transfer;
 
 use std::fmt;
 
 pub use communicator::Communicator;
-//T pub use control::{Control, Liveness};
+pub use control::{Control, Liveness};
 pub use launch::{Launch, Launcher, launch};
 pub use local::Local;
-//T pub use mesh::Mesh;
-//T pub use place::Place;
-//T pub use rendezvous::{KeepGoing, Meeting, meet};
+pub use mesh::Mesh;
+pub use place::Place;
+pub use rendezvous::{KeepGoing, Meeting, meet};
 
 /// What one process does of the work of all: part `index` of `of`, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

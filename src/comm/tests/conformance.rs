@@ -29,7 +29,7 @@ pub(crate) trait Fleet: Send + Sync + 'static {
 }
 
 /// Longer than anything takes.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
 
 /// All that is asked of a communicator.
 pub(crate) fn conforms<F: Fleet>(fleet: F) {
@@ -227,7 +227,7 @@ impl Operation {
             Self::Exchange => exchange_once(fleet, rank, round, |_, _| 300_000),
             Self::Broadcast => {
                 let root = u32::try_from(round).unwrap() % rank.size();
-                rank.broadcast(root, &mut fleet.memory(rank, &[7; 100_000]), 1..99_999)
+                rank.broadcast(root, &mut fleet.memory(rank, &vec![7; 100_000]), 1..99_999)
             }
             Self::Gather => rank.gather(&[1, 2, 3]).map(drop),
             Self::Barrier => rank.barrier(),

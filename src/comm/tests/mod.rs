@@ -4,7 +4,10 @@ pub(crate) mod conformance;
 mod contradictions;
 mod launchers;
 mod local;
+mod mesh;
 mod nesting;
+mod processes;
+mod rendezvous;
 
 use std::collections::HashMap;
 

@@ -64,13 +64,11 @@ impl Case {
                 }
                 let file = &mut outputs[rank];
                 file.push_literal(vec![9; 3 + number]);
-                let place = match tile.is_empty() {
-                    true => Place::Nowhere,
-                    false => Place::Bytes {
-                        file: FileId(u32::try_from(rank).unwrap()),
-                        offset: file.push_payload(tile.numel() * to_dtype.itemsize()),
-                    },
-                };
+                let mut place = Place::Nowhere;
+                if !tile.is_empty() {
+                    let offset = file.push_payload(tile.numel() * to_dtype.itemsize());
+                    place = Place::Bytes { file: FileId(u32::try_from(rank).unwrap()), offset };
+                }
                 target.chunks.push(Chunk { tile, place, strides: None, rank: None });
             }
             targets.push(Reserved::new(id, target));

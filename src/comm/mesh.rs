@@ -1,0 +1,229 @@
+//! A connection between every two ranks, for bytes of tensors in host memory.
+//!
+//! Every rank sends every other one a header in each exchange, also where nothing follows: ranks that disagree about what
+//! is sent are found out in the operation where they do. Counts bytes. Invariant: a transfer never waits for one half of
+//! it, and a rank that is gone ends it, as the [`Control`] connections tell.
+
+use std::net::{Shutdown, TcpStream};
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::address::{Address, listen};
+use super::communicator::Communicator;
+use super::control::Control;
+use super::door::{Answer, Door, knock};
+use super::fate::ENDED;
+use super::hello::Hello;
+use super::transfer::{Fault, receive, send};
+use crate::error::{Error, Result};
+
+/// Ranks in processes, on hosts that reach each other by TCP.
+pub struct Mesh {
+    // Dropped first: others hear why before they see connections end.
+    control: Control,
+    /// By rank.
+    peers: Vec<Option<TcpStream>>,
+    /// Held by the one operation that connections are in.
+    moving: Mutex<()>,
+}
+
+const CONNECT: &str = "connect";
+
+impl Mesh {
+    /// Connect to all ranks that `control` knows, which do the same.
+    ///
+    /// # Errors
+    /// `Comm` naming who cannot be reached within `limit`, or is gone.
+    pub fn connect(control: Control, limit: Duration) -> Result<Self> {
+        match connect(&control, limit) {
+            Ok(peers) => Ok(Self { control, peers, moving: Mutex::new(()) }),
+            Err(error) => {
+                control.fail(&error.to_string());
+                Err(error)
+            }
+        }
+    }
+
+    #[must_use]
+    pub fn control(&self) -> &Control {
+        &self.control
+    }
+
+    fn others(&self) -> impl Iterator<Item = (u32, &TcpStream)> {
+        (0..).zip(&self.peers).filter_map(|(rank, stream)| Some((rank, stream.as_ref()?)))
+    }
+
+    /// What a transfer answers. After one that fails connections are in the middle of something: nothing follows it.
+    fn settle(&self, op: &'static str, done: Result<(), Fault>) -> Result<()> {
+        done.map_err(|fault| match fault {
+            Fault::Link(rank, error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
+                self.control.lost(rank, op, ENDED)
+            }
+            Fault::Link(rank, error) => self.control.lost(rank, op, &format!("{ENDED}: {error}")),
+            Fault::Other(error) => error,
+        })
+        .inspect_err(|error| self.control.fail(&error.to_string()))
+    }
+
+    /// Whether these ranges are a rank's, each within its memory.
+    fn check_ranges(&self, op: &'static str, ranges: &[Range<usize>], memory: &[u8]) -> Result<()> {
+        let wrong = |detail: String| Err(Error::comm(self.rank(), op, detail));
+        if ranges.len() != self.peers.len() {
+            return wrong(format!("{} ranges for {} ranks", ranges.len(), self.peers.len()));
+        }
+        match ranges.iter().find(|range| memory.get((*range).clone()).is_none()) {
+            Some(range) => wrong(format!("bytes {range:?} of {}", memory.len())),
+            None => Ok(()),
+        }
+    }
+}
+
+fn connect(control: &Control, limit: Duration) -> Result<Vec<Option<TcpStream>>> {
+    let (rank, size) = (control.rank(), control.size());
+    if size == 1 {
+        return Ok(vec![None]);
+    }
+    let here = |error: std::io::Error| Error::comm(rank, CONNECT, error.to_string());
+    let listener = listen(&[0]).map_err(here)?;
+    let address = Address::of(&listener).map_err(here)?;
+    let mine = Hello::new((rank, size), control.token()).map_err(here)?;
+    let mut door = Door::open(listener, mine.clone(), rank + 1..size).map_err(here)?;
+    let said = control.gather(&serde_json::to_vec(&address).map_err(|error| here(error.into()))?)?;
+    let going = || control.check(CONNECT);
+    let (admitted, called) = thread::scope(|scope| {
+        let admitted = scope.spawn(|| {
+            door.admit(CONNECT, limit, &going).map_err(|error| match error {
+                Error::Comm { rank: peer, detail, .. } if peer != rank => control.lost(peer, CONNECT, &detail),
+                error => error,
+            })
+        });
+        let called: Result<Vec<TcpStream>> = (0..rank)
+            .zip(&said)
+            .map(|(peer, said)| {
+                let address: Address = serde_json::from_slice(said)
+                    .map_err(|error| Error::comm(peer, CONNECT, format!("no address: {error}")))?;
+                call(control, peer, &address, &mine, limit)
+            })
+            .collect();
+        // So that who waits at the door does not do so for nothing.
+        let called = called.inspect_err(|error| control.fail(&error.to_string()));
+        (admitted.join(), called)
+    });
+    let called = called?;
+    admitted.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+    // Nobody goes on, and maybe leaves, while others are still at their doors.
+    control.gather(&[])?;
+    let mut peers = door.close();
+    peers.iter_mut().zip(called).for_each(|(place, stream)| *place = Some(stream));
+    for stream in peers.iter().flatten() {
+        stream.set_nodelay(true).and_then(|()| stream.set_nonblocking(true)).map_err(here)?;
+        // What lies between forgets connections that are quiet for hours.
+        let keep = rustix::net::sockopt::set_socket_keepalive(stream, true)
+            .and_then(|()| rustix::net::sockopt::set_tcp_keepidle(stream, Duration::from_mins(1)));
+        keep.map_err(|error| here(error.into()))?;
+    }
+    Ok(peers)
+}
+
+fn call(control: &Control, peer: u32, address: &Address, mine: &Hello, limit: Duration) -> Result<TcpStream> {
+    let known = control.stream(peer).and_then(|stream| stream.peer_addr().ok());
+    let candidates = address.candidates_beside(known);
+    let until = Instant::now() + limit;
+    loop {
+        let why = match knock(&candidates, mine, &|| control.check(CONNECT))? {
+            Answer::In(stream) => return Ok(stream),
+            Answer::Not(reply) => reply.words().to_owned(),
+            Answer::Nobody(why) => why,
+        };
+        if Instant::now() >= until {
+            let detail = format!("cannot be reached at {} within {} s: {why}", address.host, limit.as_secs());
+            let hint = "all hosts of the run must reach each other by TCP, on any port";
+            return Err(Error::Comm { rank: peer, op: CONNECT, detail, hint: Some(hint.into()) });
+        }
+        thread::sleep(Duration::from_millis(100));
+    }
+}
+
+impl Communicator for Mesh {
+    type Memory = Vec<u8>;
+
+    fn rank(&self) -> u32 {
+        self.control.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.control.size()
+    }
+
+    fn exchange(
+        &self,
+        outgoing: &Vec<u8>,
+        to: &[Range<usize>],
+        incoming: &mut Vec<u8>,
+        from: &[Range<usize>],
+    ) -> Result<()> {
+        const OP: &str = "exchange";
+        self.check_ranges(OP, to, outgoing)?;
+        self.check_ranges(OP, from, incoming)?;
+        let _moving = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
+        let operation = self.control.enter(OP);
+        let going = || self.control.check(OP);
+        going()?;
+        let send = || {
+            let messages = self.others().map(|(rank, stream)| (rank, stream, &outgoing[to[rank as usize].clone()]));
+            self.settle(OP, send(operation, messages, &going))
+        };
+        let receive = |incoming: &mut [u8]| {
+            let messages = self.others().map(|(rank, stream)| (rank, stream, from[rank as usize].clone()));
+            self.settle(OP, receive(operation, messages, incoming, &going))
+        };
+        if self.peers.len() == 1 {
+            return Ok(());
+        }
+        thread::scope(|scope| {
+            let sent = scope.spawn(send);
+            let received = receive(incoming);
+            received.and(sent.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })
+    }
+
+    fn broadcast(&self, root: u32, memory: &mut Vec<u8>, range: Range<usize>) -> Result<()> {
+        const OP: &str = "broadcast";
+        if root >= self.size() || memory.get(range.clone()).is_none() {
+            let detail = format!("bytes {range:?} of {}, from rank {root}", memory.len());
+            return Err(Error::comm(self.rank(), OP, detail));
+        }
+        let _moving = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
+        let operation = self.control.enter(OP);
+        let going = || self.control.check(OP);
+        going()?;
+        let done = if root == self.rank() {
+            let bytes = &memory[range];
+            send(operation, self.others().map(|(rank, stream)| (rank, stream, bytes)), &going)
+        } else {
+            let from = self.others().filter(|(rank, _)| *rank == root);
+            receive(operation, from.map(|(rank, stream)| (rank, stream, range.clone())), memory, &going)
+        };
+        self.settle(OP, done)
+    }
+
+    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.control.gather(said)
+    }
+
+    fn check(&self) -> Result<()> {
+        self.control.check("check")
+    }
+
+    fn fail(&self, why: &str) {
+        self.control.fail(why);
+    }
+
+    fn leave(self) -> Result<()> {
+        // Who still waits for bytes of this rank need not find out by waiting.
+        self.others().for_each(|(_, stream)| drop(stream.shutdown(Shutdown::Write)));
+        self.control.leave()
+    }
+}

@@ -1,0 +1,174 @@
+//! Bytes to many peers, or from many, as fast as each goes.
+//!
+//! Sockets do not block: who is ready is served, by one thread for all that is sent and one for all that is received.
+//! Before the bytes of a message there is a header with the operation and how many bytes are to come, so that
+//! ranks that do not agree get an error and no message in place of another. Counts bytes.
+
+use std::io::{self, IoSlice, Read, Write};
+use std::net::TcpStream;
+use std::ops::Range;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::control::TICK;
+use super::fate::other_length;
+use super::hello::is_wait;
+use super::operation::Operation;
+use crate::error::{Error, Result};
+
+/// Operation and length.
+const HEADER: usize = Operation::BYTES + 8;
+
+fn header(operation: Operation, length: usize) -> [u8; HEADER] {
+    let mut header = [0; HEADER];
+    header[..Operation::BYTES].copy_from_slice(&operation.bytes());
+    header[Operation::BYTES..].copy_from_slice(&(length as u64).to_le_bytes());
+    header
+}
+
+/// Whether this is what `rank` is to send.
+fn check_header(operation: Operation, header: &[u8; HEADER], rank: u32, expected: usize) -> Result<()> {
+    let (there, length) = header.split_at(Operation::BYTES);
+    operation.check_same(rank, Operation::of_bytes(there.try_into().expect("split there")))?;
+    let length = u64::from_le_bytes(length.try_into().expect("8 bytes"));
+    if length == expected as u64 { Ok(()) } else { Err(other_length(rank, operation.name, expected as u64, length)) }
+}
+
+/// What goes wrong on the way.
+#[derive(Debug)]
+pub(super) enum Fault {
+    /// The connection with that rank.
+    Link(u32, io::Error),
+    Other(Error),
+}
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Self {
+        Self::Other(error)
+    }
+}
+
+/// A message with one peer, under way.
+struct Message<'a, T> {
+    rank: u32,
+    stream: &'a TcpStream,
+    header: [u8; HEADER],
+    body: T,
+    /// Of header and body.
+    done: usize,
+}
+
+/// Send to each of these ranks its bytes.
+pub(super) fn send<'a>(
+    operation: Operation,
+    messages: impl Iterator<Item = (u32, &'a TcpStream, &'a [u8])>,
+    going: &dyn Fn() -> Result<()>,
+) -> Result<(), Fault> {
+    let message = |(rank, stream, body): (u32, &'a TcpStream, &'a [u8])| Message {
+        rank,
+        stream,
+        header: header(operation, body.len()),
+        body,
+        done: 0,
+    };
+    serve(messages.map(message).collect(), PollFlags::OUT, going, |message| {
+        let body = &message.body[message.done.saturating_sub(HEADER)..];
+        let header = &message.header[message.done.min(HEADER)..];
+        if header.len() + body.len() == 0 {
+            return Ok(true);
+        }
+        let mut stream = message.stream;
+        let sent = stream.write_vectored(&[IoSlice::new(header), IoSlice::new(body)]);
+        message.done += some(sent).map_err(|error| Fault::Link(message.rank, error))?;
+        Ok(message.done == HEADER + message.body.len())
+    })
+}
+
+/// Receive from each of these ranks what goes into its range.
+pub(super) fn receive<'a>(
+    operation: Operation,
+    messages: impl Iterator<Item = (u32, &'a TcpStream, Range<usize>)>,
+    memory: &mut [u8],
+    going: &dyn Fn() -> Result<()>,
+) -> Result<(), Fault> {
+    let message = |(rank, stream, body)| Message { rank, stream, header: [0; HEADER], body, done: 0 };
+    serve(messages.map(message).collect(), PollFlags::IN, going, |message| {
+        let mut stream = message.stream;
+        let link = |error| Fault::Link(message.rank, error);
+        if let Some(header) = message.header.get_mut(message.done..).filter(|header| !header.is_empty()) {
+            message.done += some(stream.read(header)).map_err(link)?;
+            if message.done < HEADER {
+                return Ok(false);
+            }
+            check_header(operation, &message.header, message.rank, message.body.len())?;
+        }
+        let body = &mut memory[message.body.clone()][message.done - HEADER..];
+        if !body.is_empty() {
+            message.done += some(stream.read(body)).map_err(link)?;
+        }
+        Ok(message.done == HEADER + message.body.len())
+    })
+}
+
+/// How many bytes went; none is the end of a connection.
+fn some(went: io::Result<usize>) -> io::Result<usize> {
+    match went {
+        Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+        went => went,
+    }
+}
+
+/// `step` each message that its stream is ready for until it says that it is done.
+fn serve<T>(
+    mut messages: Vec<Message<'_, T>>,
+    ready: PollFlags,
+    going: &dyn Fn() -> Result<()>,
+    mut step: impl FnMut(&mut Message<'_, T>) -> Result<bool, Fault>,
+) -> Result<(), Fault> {
+    let tick = Timespec { tv_sec: 0, tv_nsec: i64::from(TICK.subsec_nanos()) };
+    let mut is_ready = vec![true; messages.len()];
+    loop {
+        let mut fault = None;
+        let mut ready_now = is_ready.iter();
+        messages.retain_mut(|message| {
+            if !ready_now.next().expect("one a message") || fault.is_some() {
+                return true;
+            }
+            match advance(message, &mut step) {
+                Ok(is_done) => !is_done,
+                Err(why) => {
+                    fault = Some(why);
+                    true
+                }
+            }
+        });
+        if let Some(fault) = fault {
+            return Err(fault);
+        }
+        if messages.is_empty() {
+            return Ok(());
+        }
+        going()?;
+        let mut polled: Vec<PollFd<'_>> = messages.iter().map(|one| PollFd::new(one.stream, ready)).collect();
+        match poll(&mut polled, Some(&tick)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(Error::comm(0, "poll", error.to_string()).into()),
+        }
+        is_ready = polled.iter().map(|one| !one.revents().is_empty()).collect();
+    }
+}
+
+/// As long as the stream takes or gives, and not so long that the others wait for it.
+fn advance<T>(
+    message: &mut Message<'_, T>,
+    step: &mut impl FnMut(&mut Message<'_, T>) -> Result<bool, Fault>,
+) -> Result<bool, Fault> {
+    for _ in 0..16 {
+        match step(message) {
+            Ok(false) => {}
+            Err(Fault::Link(_, error)) if is_wait(&error) => return Ok(false),
+            other => return other,
+        }
+    }
+    Ok(false)
+}
