@@ -202,7 +202,8 @@ fn spec() -> impl Strategy<Value = Spec> {
 fn seen(files: usize, ranks: u32, wish: u64) -> Sight {
     let of_file = |file: usize| {
         let bits = wish.rotate_left(u32::try_from(file % 64).unwrap() * 7);
-        let mut seen: smallvec::SmallVec<[u32; 2]> = (0..ranks).filter(|rank| bits >> (rank * 5) & 7 == 0).collect();
+        let mut seen: smallvec::SmallVec<[u32; 2]> =
+            (0..ranks).filter(|rank| (bits >> (rank * 5)).trailing_zeros() > 2).collect();
         if seen.is_empty() {
             seen.push(u32::try_from(file).unwrap() % ranks);
         }
