@@ -20,6 +20,7 @@ mod rank_names;
 mod reading;
 pub mod safetensors;
 mod series;
+mod skeleton;
 pub mod told;
 pub mod torch;
 pub mod zip;
@@ -28,12 +29,14 @@ use std::cmp::Ordering;
 use std::collections::HashSet;
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 pub use detect::{Detected, detect};
-pub use folder::Want;
+pub use folder::{Want, companions, may_lead_on};
 pub use parts::{Content, Part};
 pub use rank_names::{RankName, RankNames};
 pub use series::SeriesChoice;
+pub use skeleton::{is_data_file, skeleton, skeleton_of_items};
 pub use told::Told;
 
 use parts::Loaded;
@@ -46,7 +49,7 @@ use foldhash::fast::RandomState;
 use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
 use crate::layout::parallelize::Order;
-use crate::storage::{Files, IoMode, filesystem};
+use crate::storage::{Files, Holdings, IoMode, filesystem};
 
 /// The formats, under the names of `--from` and `--to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -149,6 +152,8 @@ pub struct ReadOptions {
     pub flat: FlatKnowledge,
     /// How plain tensors lie on ranks, where files do not tell.
     pub told: Option<Told>,
+    /// What is held of files, where what is read is a twin.
+    pub holdings: Arc<Holdings>,
 }
 
 /// Where the units, orders and shapes of flat parameters come from.

@@ -125,7 +125,9 @@ mod tests {
         let ranges: Ranges = [8..9, 2..4, 4..6, 3..5, 7..7].into_iter().collect();
         assert_eq!(ranges.iter().collect::<Vec<_>>(), [2..6, 8..9]);
         assert_eq!(ranges.len_bytes(), 5);
-        for (range, is_within) in [(2..6, true), (3..4, true), (5..7, false), (1..3, false), (8..10, false), (7..7, true)] {
+        for (range, is_within) in
+            [(2..6, true), (3..4, true), (5..7, false), (1..3, false), (8..10, false), (7..7, true)]
+        {
             assert_eq!(ranges.contains(&range), is_within, "{range:?}");
         }
     }

@@ -251,8 +251,7 @@ impl Files {
         if Identity::of(&metadata) != entry.identity {
             return Err(changed(&entry.path));
         }
-        let direct =
-            (self.io == IoMode::Direct).then(|| direct::open(at, OpenOptions::new().read(true))).flatten();
+        let direct = (self.io == IoMode::Direct).then(|| direct::open(at, OpenOptions::new().read(true))).flatten();
         let watch = match (&self.notes, &entry.holding, &entry.twin) {
             (Some(notes), ..) => Some(Watch::Note(id, Arc::clone(notes))),
             (None, Some(holding), Some(_)) => Some(Watch::Hold(holding.clone())),
