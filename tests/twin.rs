@@ -1,6 +1,11 @@
 //! Processes that each see some files of a checkpoint read and convert it as one that sees all.
 
+#[allow(dead_code, reason = "each test program uses its own part")]
 mod common;
+#[path = "twin/faults.rs"]
+mod faults;
+#[path = "twin/folders.rs"]
+mod folders;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -127,11 +132,11 @@ fn said(opened: Result<Checkpoint>, root: &Path) -> Result<String, String> {
 }
 
 /// The folders below a folder, and itself.
-fn folders(at: &Path, found: &mut Vec<PathBuf>) {
+fn folders_of(at: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(at).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
-            folders(&path, found);
+            folders_of(&path, found);
             found.push(path);
         }
     }
@@ -140,7 +145,7 @@ fn folders(at: &Path, found: &mut Vec<PathBuf>) {
 #[test]
 fn a_twin_reads_as_what_it_is_of() {
     let mut all = Vec::new();
-    folders(&fixture(""), &mut all);
+    folders_of(&fixture(""), &mut all);
     all.sort();
     let mut read = BTreeMap::new();
     for (index, source) in all.iter().enumerate() {

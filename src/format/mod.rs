@@ -36,7 +36,7 @@ pub use folder::{Want, companions, may_lead_on};
 pub use parts::{Content, Part};
 pub use rank_names::{RankName, RankNames};
 pub use series::SeriesChoice;
-pub use skeleton::{is_data_file, skeleton, skeleton_of_items};
+pub use skeleton::{TwinOf, is_data_file, skeleton, skeleton_of_items};
 pub use told::Told;
 
 use parts::Loaded;
@@ -135,6 +135,8 @@ pub struct Checkpoint {
     pub skipped_series: Vec<String>,
     /// Set where the source is one rank's file of several: what to say to verbs that need all.
     pub fragment: Option<String>,
+    /// Set where it was read from a twin.
+    pub twin: Option<TwinOf>,
 }
 
 /// How to read a checkpoint.
@@ -218,7 +220,19 @@ impl Checkpoint {
         let resolved_from = (root != path).then(|| path.to_path_buf());
         let Reading { files, series, skipped_series, fragment, .. } = reading;
         let format = formats[0].1;
-        Ok(Self { format, root, resolved_from, files, catalog, parts, beside, series, skipped_series, fragment })
+        Ok(Self {
+            format,
+            root,
+            resolved_from,
+            files,
+            catalog,
+            parts,
+            beside,
+            series,
+            skipped_series,
+            fragment,
+            twin: None,
+        })
     }
 }
 

@@ -6,12 +6,12 @@
 //!
 //! Counts bytes. Invariant: what is damaged has a skeleton, too, and none reaches beyond the end of its file.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::foreign::first_bytes;
 use super::pickle::Unknown;
 use super::torch::{self, Found};
-use super::{dcp, safetensors, zip};
+use super::{Checkpoint, dcp, safetensors, zip};
 use crate::catalog::{Place, checked_len_bytes, model};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, IoMode, Ranges};
@@ -25,6 +25,27 @@ const DOCUMENT_BYTES: u64 = 4 << 30;
 
 /// The state of a random number generator is no longer.
 const STATE_BYTES: u64 = 1 << 20;
+
+/// Where all processes find what is not tensor data of a folder of which each sees but some files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TwinOf {
+    pub folder: PathBuf,
+    pub twin: PathBuf,
+}
+
+impl TwinOf {
+    fn place(&self, path: &Path) -> Option<PathBuf> {
+        path.strip_prefix(&self.folder).ok().map(|rest| self.twin.join(rest))
+    }
+}
+
+impl Checkpoint {
+    /// Where to read a file of it that is no container of tensors, such as a configuration.
+    #[must_use]
+    pub fn place(&self, path: &Path) -> PathBuf {
+        self.twin.as_ref().and_then(|twin| twin.place(path)).unwrap_or_else(|| path.to_path_buf())
+    }
+}
 
 /// Whether the skeleton of a file follows from what others say of it: see [`skeleton_of_items`].
 #[must_use]
@@ -42,7 +63,7 @@ pub fn skeleton(path: &Path) -> Result<Ranges> {
     let len = files.len_bytes(file);
     let head = first_bytes(path)?;
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    if name.ends_with(".json") || name.ends_with(".metadata") {
+    if is_document(name) {
         if len > DOCUMENT_BYTES {
             return Err(Error::unsupported(
                 format!("{}: a document of {len} bytes, which would be copied to all processes", path.display()),
@@ -53,7 +74,7 @@ pub fn skeleton(path: &Path) -> Result<Ranges> {
     }
     if head.starts_with(b"PK\x03\x04") {
         look_at_archive(&files, file);
-    } else if head.get(8) == Some(&b'{') || name.ends_with(".safetensors") {
+    } else if head.get(8) == Some(&b'{') || path.extension().is_some_and(|suffix| suffix == "safetensors") {
         look_at_safetensors(&files, file);
     } else if len <= WHOLE_BYTES {
         return Ok(whole(len));
@@ -80,6 +101,10 @@ fn whole(len: u64) -> Ranges {
 fn with_head(files: &Files, file: FileId) -> Ranges {
     const HEAD_BYTES: u64 = 512;
     std::iter::once(0..HEAD_BYTES.min(files.len_bytes(file))).chain(files.noted(file).iter()).collect()
+}
+
+fn is_document(name: &str) -> bool {
+    [".json", ".metadata"].iter().any(|suffix| name.ends_with(suffix))
 }
 
 /// Read what can be read, for what it looks at.

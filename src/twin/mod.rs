@@ -36,8 +36,6 @@ pub struct Twin {
     kind: Kind,
     /// By their paths below the folder.
     files: BTreeMap<PathBuf, Seen>,
-    /// How many processes made it.
-    ranks: u32,
     written: u64,
 }
 
@@ -78,7 +76,7 @@ pub fn make(communicator: &impl Communicator, own: &Path, twin: &Path) -> Result
     })?);
     let written = making.written;
     let (folder, own) = (twin.to_path_buf(), walked.folder);
-    Ok(Twin { folder, own, kind, files, ranks: communicator.size(), written })
+    Ok(Twin { folder, own, kind, files, written })
 }
 
 /// What all ranks do together.
@@ -125,7 +123,7 @@ impl Twin {
     /// The ranks that see a file that is at this path in the twin, or in SRC.
     #[must_use]
     pub fn seen_by(&self, path: &Path) -> &[u32] {
-        self.seen(path).map_or(&[], |seen| &seen.seen_by)
+        self.seen(path).map_or(&[], |seen| &seen.by)
     }
 
     /// The file that this process sees of its own, where it does; of a path in the twin, or in SRC.
@@ -171,8 +169,8 @@ fn agree_on_kind(communicator: &impl Communicator, own: &Path, kind: Option<&Kin
     }
     found.map(|(_, kind)| kind.clone()).ok_or_else(|| Error::Missing {
         path: own.to_path_buf(),
-        at: String::from("SRC"),
-        expected: String::from("files that one of the processes sees"),
+        at: String::from("files"),
+        expected: String::from("some that one of the processes sees"),
         missing: format!("all of them, on {}", name_ranks(&(0..communicator.size()).collect::<Vec<_>>())),
         hint: Some(String::from(
             "check the path on the nodes that have the files; a relative one starts at the \

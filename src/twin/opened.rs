@@ -1,13 +1,13 @@
 //! Reading a twin, and saying what is found in the words of SRC.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::Twin;
 use crate::error::{Error, Result};
-use crate::format::{Checkpoint, ReadOptions};
+use crate::format::{Checkpoint, ReadOptions, TwinOf};
 use crate::layout::LayoutError;
-use crate::storage::{Holding, IoMode, Local, filesystem, name_ranks};
+use crate::storage::{Holding, IoMode, Local, filesystem};
 
 impl Twin {
     /// Read the checkpoint that the ranks see together. Its files are those of SRC, which can be opened where this process
@@ -17,7 +17,7 @@ impl Twin {
     /// As [`Checkpoint::open`].
     pub fn open(&self, options: &ReadOptions) -> Result<Checkpoint> {
         let holdings = self.files.iter().map(|(path, seen)| {
-            let (held, seen_by) = (Arc::clone(&seen.held), Arc::clone(&seen.seen_by));
+            let (held, seen_by) = (Arc::clone(&seen.held), Arc::clone(&seen.by));
             (self.folder.join(path), Holding { held, seen_by, modified: seen.modified })
         });
         let holdings = Arc::new(holdings.collect());
@@ -37,13 +37,8 @@ impl Twin {
         let catalog = &mut checkpoint.catalog;
         let told = [&mut catalog.warnings, &mut catalog.notes, &mut catalog.details].into_iter().flatten();
         told.chain(&mut checkpoint.fragment).for_each(|text| *text = self.words_of_src(text));
+        checkpoint.twin = Some(TwinOf { folder: self.own.clone(), twin: self.folder.clone() });
         Ok(checkpoint)
-    }
-
-    /// Where a file of SRC lies in the twin, where all ranks find it: for files that are no containers of tensors.
-    #[must_use]
-    pub fn place(&self, path: &Path) -> PathBuf {
-        path.strip_prefix(&self.own).map_or_else(|_| path.to_path_buf(), |rest| self.folder.join(rest))
     }
 
     fn rename(&self, path: &mut PathBuf) {
@@ -72,10 +67,7 @@ impl Twin {
                 self.rename(path);
                 [expected, missing].into_iter().for_each(reword);
                 // What nobody sees may well be somewhere.
-                hint.get_or_insert_with(|| {
-                    let all: Vec<u32> = (0..self.ranks).collect();
-                    format!("no process sees what is missing, of {}: start one where it lies", name_ranks(&all))
-                });
+                hint.get_or_insert_with(|| String::from("no process sees it: start one on the node where it lies"));
             }
             Error::Within { path, error } => {
                 self.rename(path);

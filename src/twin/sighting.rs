@@ -3,7 +3,6 @@
 //! All ranks merge the same words in the same order, so all come to the same result, or to the same error.
 
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -35,6 +34,9 @@ struct Found {
 /// A stretch of a skeleton: start, end, and a hash of what is there.
 type Bone = (u64, u64, u64);
 
+/// What differs, and how.
+type Difference = (&'static str, String);
+
 /// A file, by all that ranks tell.
 #[derive(Debug)]
 pub struct Seen {
@@ -46,8 +48,8 @@ pub struct Seen {
     /// The time on this rank, where that sees it.
     pub own: Option<(i64, i64)>,
     pub held: Arc<Ranges>,
-    /// Ascending.
-    pub seen_by: Arc<[u32]>,
+    /// The ranks that see it, ascending.
+    pub by: Arc<[u32]>,
     /// The rank that writes its twin.
     pub writer: u32,
 }
@@ -101,7 +103,7 @@ impl Found {
     }
 
     /// Where two that should be one differ, and what each has there.
-    fn difference(&self, other: &Self) -> Option<(&'static str, String)> {
+    fn difference(&self, other: &Self) -> Option<Difference> {
         if self.len != other.len {
             return Some(("the length", format!("{} and {} bytes", self.len, other.len)));
         }
@@ -142,43 +144,61 @@ pub fn each_block(
 /// # Errors
 /// `Conflict` where files of one name differ, `Comm` for words that no rank says.
 pub fn merge(own: &Path, rank: u32, heard: Vec<Vec<Sighting>>) -> Result<BTreeMap<PathBuf, Seen>> {
-    let mut first: BTreeMap<PathBuf, (u32, Option<Found>)> = BTreeMap::new();
-    let mut all: BTreeMap<PathBuf, (Vec<u32>, (i64, i64), Option<(i64, i64)>)> = BTreeMap::new();
+    let mut all: BTreeMap<PathBuf, Told> = BTreeMap::new();
     for (teller, sightings) in (0..).zip(heard) {
         for Sighting { path, found } in sightings {
             let path = checked_path(teller, &path)?;
             if let Some(found) = &found {
                 check(teller, &path, found)?;
-                let (ranks, modified, here) = all.entry(path.clone()).or_insert((Vec::new(), found.modified, None));
-                ranks.push(teller);
-                *modified = found.modified.max(*modified);
-                *here = here.or((teller == rank).then_some(found.modified));
             }
-            match first.entry(path) {
-                Entry::Vacant(entry) => _ = entry.insert((teller, found)),
-                Entry::Occupied(mut entry) => match (entry.get(), found) {
-                    (_, None) => {}
-                    ((_, None), found) => _ = entry.insert((teller, found)),
-                    ((other, Some(known)), Some(found)) => {
-                        if let Some(difference) = known.difference(&found) {
-                            return Err(conflict(&own.join(entry.key()), (*other, teller), difference));
-                        }
-                    }
-                },
-            }
+            all.entry(path).or_default().push((teller, found));
         }
     }
-    let seen = first.into_iter().map(|(path, (writer, found))| {
-        let (ranks, modified, own) = all.remove(&path).unwrap_or_default();
-        let len = found.as_ref().map(|found| found.len);
-        let held = found.iter().flat_map(|found| &found.skeleton).map(|(start, end, _)| *start..*end).collect();
-        let seen = Seen { path: path.clone(), len, modified, own, held: Arc::new(held), seen_by: ranks.into(), writer };
-        (path, seen)
+    for (path, told) in &all {
+        // A folder on another rank, perhaps by way of a link that leads nowhere here.
+        if let Some((file, other)) = path.ancestors().skip(1).find_map(|above| all.get_key_value(above)) {
+            let difference = ("what it is", String::from("a file and a folder"));
+            return Err(conflict(&own.join(file), (other[0].0, told[0].0), difference));
+        }
+    }
+    let merged = all.into_iter().map(|(path, told)| {
+        let seen = Seen::of(&path, rank, &told)
+            .map_err(|(ranks, difference)| conflict(&own.join(&path), ranks, difference))?;
+        Ok((path, seen))
     });
-    Ok(seen.collect())
+    merged.collect()
 }
 
-fn conflict(path: &Path, (first, second): (u32, u32), (what, detail): (&'static str, String)) -> Error {
+/// What ranks tell of one file, in their order.
+type Told = Vec<(u32, Option<Found>)>;
+
+impl Seen {
+    fn of(path: &Path, rank: u32, told: &Told) -> Result<Self, ((u32, u32), Difference)> {
+        let holders: Vec<(u32, &Found)> =
+            told.iter().filter_map(|(teller, found)| Some((*teller, found.as_ref()?))).collect();
+        let Some((writer, first)) = holders.first().copied() else {
+            let held = Arc::default();
+            let writer = told[0].0;
+            return Ok(Self { path: path.into(), len: None, modified: (0, 0), own: None, held, by: [].into(), writer });
+        };
+        for (other, found) in &holders[1..] {
+            if let Some(difference) = first.difference(found) {
+                return Err(((writer, *other), difference));
+            }
+        }
+        Ok(Self {
+            path: path.into(),
+            len: Some(first.len),
+            modified: holders.iter().map(|(_, found)| found.modified).max().expect("one at least"),
+            own: holders.iter().find(|(holder, _)| *holder == rank).map(|(_, found)| found.modified),
+            held: Arc::new(first.skeleton.iter().map(|(start, end, _)| *start..*end).collect()),
+            by: holders.iter().map(|(holder, _)| *holder).collect(),
+            writer,
+        })
+    }
+}
+
+fn conflict(path: &Path, (first, second): (u32, u32), (what, detail): Difference) -> Error {
     Error::Conflict {
         fqn: path.display().to_string(),
         what,
@@ -209,4 +229,56 @@ fn check(rank: u32, path: &Path, found: &Found) -> Result<()> {
         end = *stop;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sighting(path: &str, len: u64, skeleton: &[Bone]) -> Sighting {
+        let found = Found { len, modified: (5, 0), skeleton: skeleton.to_vec() };
+        Sighting { path: path.into(), found: Some(found) }
+    }
+
+    fn refused(heard: Vec<Vec<Sighting>>) -> String {
+        merge(Path::new("/src"), 0, heard).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn words_that_lead_out_of_a_twin_or_a_file_are_refused() {
+        for path in ["../x", "/etc/passwd", "", ".", "a/../../x"] {
+            let text = refused(vec![vec![], vec![sighting(path, 0, &[])]]);
+            assert_eq!(text, format!("rank 1: tell of files: `{path}` is no file below SRC"));
+        }
+        for skeleton in [&[(0, 9, 1)][..], &[(3, 2, 1)], &[(2, 4, 1), (3, 5, 1)], &[(0, u64::MAX, 1)], &[(2, 2, 1)]] {
+            let text = refused(vec![vec![sighting("a", 8, skeleton)]]);
+            assert!(text.starts_with("rank 0: tell of files: a: bytes"), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_first_byte_in_question_is_told() {
+        let one = |skeleton: &[Bone]| vec![sighting("a", 9, skeleton)];
+        for (other, at) in [
+            (vec![(0, 2, 7), (4, 6, 9)], 4),
+            (vec![(0, 2, 9), (4, 6, 8)], 0),
+            (vec![(0, 2, 7), (3, 6, 8)], 3),
+            (vec![(0, 2, 7)], 4),
+            (vec![(0, 2, 7), (4, 6, 8), (8, 9, 1)], 8),
+        ] {
+            let text = refused(vec![vec![], one(&[(0, 2, 7), (4, 6, 8)]), one(&other)]);
+            assert!(text.contains(&format!("between ranks 1 and 2: bytes from {at} on")), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_file_is_no_folder_elsewhere() {
+        let link = Sighting { path: "a".into(), found: None };
+        let text = refused(vec![vec![link.clone()], vec![sighting("a/b", 0, &[])]]);
+        assert_eq!(text, "/src/a: what it is differs between ranks 0 and 1: a file and a folder");
+        // Where it leads somewhere on one rank, it is what it is there.
+        let merged = merge(Path::new("/src"), 1, vec![vec![link], vec![sighting("a", 3, &[(0, 3, 1)])]]).unwrap();
+        let seen = &merged[Path::new("a")];
+        assert_eq!((seen.len, seen.writer, &*seen.by, seen.own), (Some(3), 1, &[1][..], Some((5, 0))));
+    }
 }

@@ -74,7 +74,7 @@ fn write(from: &Path, to: &Path, len: u64, seen: &Seen) -> Result<()> {
 }
 
 /// How long file systems of several nodes may take to show a new file to all.
-const SHOWN_WITHIN: Duration = Duration::from_secs(60);
+const SHOWN_WITHIN: Duration = Duration::from_mins(1);
 
 /// Wait until this process sees all of the files.
 ///
