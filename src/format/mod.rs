@@ -33,6 +33,7 @@ use std::sync::Arc;
 
 pub use detect::{Detected, detect};
 pub use folder::{Want, companions, may_lead_on};
+pub use foreign::refuse_address;
 pub use parts::{Content, Part};
 pub use rank_names::{RankName, RankNames};
 pub use series::SeriesChoice;

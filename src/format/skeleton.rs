@@ -18,7 +18,7 @@ use crate::storage::{FileId, Files, IoMode, Ranges};
 
 /// Files that are no containers of tensors are held whole up to this length. Of a longer one only its first bytes tell
 /// what it is.
-const WHOLE_BYTES: u64 = 64 << 20;
+const WHOLE_BYTES: u64 = 16 << 20;
 
 /// Documents must be whole, so this is as long as they may be.
 const DOCUMENT_BYTES: u64 = 4 << 30;

@@ -14,7 +14,7 @@ mod sighting;
 mod walk;
 mod write;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -59,16 +59,7 @@ pub fn make(communicator: &impl Communicator, own: &Path, twin: &Path) -> Result
     let mut making = Making { communicator, walked: &walked, twin, written: 0 };
     agree(communicator, if communicator.rank() == 0 { write::begin(twin) } else { Ok(()) })?;
     let mut files = making.round(|path| !is_data_file(path), &|path| skeleton(&walked.folder.join(path)))?;
-    // Where objects lie in data files is told by metadata, which another rank may have.
-    let mut objects: BTreeMap<PathBuf, Objects> = BTreeMap::new();
-    for path in walked.files.iter().filter(|path| is_data_file(path)) {
-        let folder = path.parent().unwrap_or(Path::new(""));
-        if !objects.contains_key(folder) {
-            // What is wrong with it is said when the twin is read.
-            let found = dcp::objects(&twin.join(folder)).unwrap_or_default();
-            objects.insert(folder.to_path_buf(), found);
-        }
-    }
+    let objects = agree(communicator, objects(&walked, twin))?;
     files.extend(making.round(is_data_file, &|path| {
         let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
         let own = objects.get(folder).and_then(|objects| objects.get(Path::new(name)));
@@ -77,6 +68,19 @@ pub fn make(communicator: &impl Communicator, own: &Path, twin: &Path) -> Result
     let written = making.written;
     let (folder, own) = (twin.to_path_buf(), walked.folder);
     Ok(Twin { folder, own, kind, files, written })
+}
+
+/// Where objects lie in this process's data files, by folder: metadata tells it, which another rank may have.
+fn objects(walked: &Walked, twin: &Path) -> Result<BTreeMap<PathBuf, Objects>> {
+    let data_files = walked.files.iter().filter(|path| is_data_file(path));
+    let folders: BTreeSet<&Path> = data_files.filter_map(|path| path.parent()).collect();
+    let found = folders.into_iter().map(|folder| match dcp::objects(&twin.join(folder)) {
+        Ok(objects) => Ok((folder.to_path_buf(), objects)),
+        Err(error @ Error::Io { .. }) => Err(error),
+        // What is wrong with it is said when the twin is read.
+        Err(_) => Ok((folder.to_path_buf(), Objects::new())),
+    });
+    found.collect()
 }
 
 /// What all ranks do together.
@@ -102,7 +106,7 @@ impl<C: Communicator> Making<'_, C> {
         agree(communicator, if communicator.rank() == 0 { write::folders(twin, seen.keys()) } else { Ok(()) })?;
         let own = seen.iter().filter(|(_, seen)| seen.writer == communicator.rank());
         self.written += agree(communicator, write::files(&walked.folder, twin, own))?;
-        agree(communicator, write::wait_for(twin, seen.keys()))?;
+        agree(communicator, write::wait_for(twin, &seen))?;
         Ok(seen)
     }
 }
@@ -126,11 +130,26 @@ impl Twin {
         self.seen(path).map_or(&[], |seen| &seen.by)
     }
 
-    /// The file that this process sees of its own, where it does; of a path in the twin, or in SRC.
-    #[must_use]
-    pub fn own_file(&self, path: &Path) -> Option<PathBuf> {
-        let seen = self.seen(path).filter(|seen| seen.own.is_some())?;
-        Some(self.own.join(&seen.path))
+    /// Where this process can copy a file from that is at this path in the twin, or in SRC.
+    ///
+    /// # Errors
+    /// `Missing` where only others see all of it.
+    pub fn copy_from(&self, path: &Path) -> Result<PathBuf> {
+        let Some(seen) = self.seen(path) else { return Ok(path.to_path_buf()) };
+        let (own, twin) = (self.own.join(&seen.path), self.folder.join(&seen.path));
+        if seen.own.is_some() {
+            return Ok(own);
+        }
+        if seen.len.is_none_or(|len| seen.held.contains(&(0..len))) {
+            return Ok(twin);
+        }
+        Err(Error::Missing {
+            path: own,
+            at: String::from("content"),
+            expected: String::from("a file that this process sees"),
+            missing: format!("all but its metadata, seen by {}", name_ranks(&seen.by)),
+            hint: None,
+        })
     }
 
     fn seen(&self, path: &Path) -> Option<&Seen> {

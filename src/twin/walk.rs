@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use super::Kind;
 use crate::error::{Error, Result};
-use crate::format::{companions, may_lead_on};
+use crate::format::{companions, may_lead_on, refuse_address};
 
 #[derive(Debug)]
 pub struct Walked {
@@ -37,7 +37,9 @@ impl Walked {
         let nothing = Self { folder: src.to_path_buf(), kind: None, files: Vec::new(), dangling: Vec::new() };
         let metadata = match std::fs::metadata(src) {
             Ok(metadata) => metadata,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(nothing),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return refuse_address(src).map(|()| nothing);
+            }
             Err(error) => return Err(Error::io("look at", src)(error)),
         };
         let mut walked = nothing;

@@ -1,6 +1,6 @@
 //! The twin on disk.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -76,14 +76,15 @@ fn write(from: &Path, to: &Path, len: u64, seen: &Seen) -> Result<()> {
 /// How long file systems of several nodes may take to show a new file to all.
 const SHOWN_WITHIN: Duration = Duration::from_mins(1);
 
-/// Wait until this process sees all of the files.
+/// Wait until this process sees all of the files, as long as they are.
 ///
 /// # Errors
 /// `Io`; `Missing` where one does not appear.
-pub fn wait_for<'a>(twin: &Path, files: impl Iterator<Item = &'a PathBuf> + Clone) -> Result<()> {
+pub fn wait_for(twin: &Path, files: &BTreeMap<PathBuf, Seen>) -> Result<()> {
     let begun = Instant::now();
-    let folders: BTreeSet<&Path> = files.clone().filter_map(|file| file.parent()).collect();
+    let folders: BTreeSet<&Path> = files.keys().filter_map(|file| file.parent()).collect();
     loop {
+        // Whoever reads the twin lists its folders first, and a list may be older than what it is of.
         let mut listed = BTreeSet::new();
         for below in &folders {
             let folder = twin.join(below);
@@ -91,7 +92,12 @@ pub fn wait_for<'a>(twin: &Path, files: impl Iterator<Item = &'a PathBuf> + Clon
                 listed.insert(below.join(entry.map_err(Error::io("list", &folder))?.file_name()));
             }
         }
-        let Some(missing) = files.clone().find(|file| !listed.contains(*file)) else { return Ok(()) };
+        let is_there = |path: &PathBuf, seen: &Seen| {
+            let len = || fs::metadata(twin.join(path)).ok().map(|metadata| metadata.len());
+            listed.contains(path) && (seen.len.is_none() || len() == seen.len)
+        };
+        let missing = files.par_iter().find_any(|(path, seen)| !is_there(path, seen));
+        let Some((missing, _)) = missing else { return Ok(()) };
         if begun.elapsed() > SHOWN_WITHIN {
             return Err(Error::Missing {
                 path: twin.to_path_buf(),

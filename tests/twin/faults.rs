@@ -144,7 +144,14 @@ fn tensor_data_of_others_is_an_error_and_no_zeros() {
         for (number, file) in (0..).zip(checkpoint.files.ids()) {
             let name = format!("model_world_size_4_rank_{number}.pt");
             assert_eq!(twin.seen_by(&own.join(&name)), [number]);
-            assert_eq!(twin.own_file(&twin.root().join(&name)), (number == rank.rank()).then(|| own.join(&name)));
+            match twin.copy_from(&twin.root().join(&name)) {
+                Ok(path) => assert!(number == rank.rank() && path == own.join(&name)),
+                Err(error) => {
+                    let expected =
+                        "expected a file that this process sees, missing: all but its metadata, seen by rank";
+                    assert_eq!(relative(&error.to_string(), own), format!("SRC/{name}: content: {expected} {number}"));
+                }
+            }
             match read(&checkpoint, file) {
                 Ok(bytes) => assert!(number == rank.rank() && bytes == fs::read(own.join(&name)).unwrap()),
                 Err(error) => {

@@ -71,6 +71,20 @@ fn links_to_files_are_files_and_links_to_folders_lead_to_checkpoints_only() {
 }
 
 #[test]
+fn what_lies_beside_is_copied_from_where_all_of_it_is() {
+    let spread = Spread::new(&fixture("verl"), 3);
+    let name = Path::new("global_step_10/actor/huggingface/tokenizer.json");
+    let done = spread.each(|rank, twin| {
+        let own = spread.own[rank.rank() as usize].join(name);
+        let expected = if own.exists() { own.clone() } else { spread.twin().join(name) };
+        assert_eq!(twin.copy_from(&own)?, expected);
+        assert_eq!(fs::read(expected).unwrap(), fs::read(fixture("verl").join(name)).unwrap());
+        Ok(())
+    });
+    done.into_iter().for_each(|done| done.unwrap());
+}
+
+#[test]
 fn a_gigabyte_of_tensors_costs_its_header() {
     let folder = tempfile::tempdir().unwrap();
     let len = 1_u64 << 30;
