@@ -54,12 +54,12 @@ enum Kind {
 /// `Missing` where nobody sees anything, `Conflict` where ranks see different files under one name, and `Comm` naming the
 /// rank that cannot read its files, or write the twin.
 pub fn make(communicator: &impl Communicator, own: &Path, twin: &Path) -> Result<Twin> {
-    let walked = agree(communicator, Walked::of(own))?;
+    let walked = communicator.settle(Walked::of(own))?;
     let kind = agree_on_kind(communicator, own, walked.kind.as_ref())?;
     let mut making = Making { communicator, walked: &walked, twin, written: 0 };
-    agree(communicator, if communicator.rank() == 0 { write::begin(twin) } else { Ok(()) })?;
+    communicator.settle(if communicator.rank() == 0 { write::begin(twin) } else { Ok(()) })?;
     let mut files = making.round(|path| !is_data_file(path), &|path| skeleton(&walked.folder.join(path)))?;
-    let objects = agree(communicator, objects(&walked, twin))?;
+    let objects = communicator.settle(objects(&walked, twin))?;
     files.extend(making.round(is_data_file, &|path| {
         let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
         let own = objects.get(folder).and_then(|objects| objects.get(Path::new(name)));
@@ -99,14 +99,14 @@ impl<C: Communicator> Making<'_, C> {
         skeleton: &(dyn Fn(&Path) -> Result<Ranges> + Sync),
     ) -> Result<BTreeMap<PathBuf, Seen>> {
         let Self { communicator, walked, twin, .. } = *self;
-        let own = agree(communicator, sighting::look(walked, &wanted, skeleton))?;
+        let own = communicator.settle(sighting::look(walked, &wanted, skeleton))?;
         let heard: Vec<Vec<Sighting>> = tell(communicator, &own)?;
         let seen = sighting::merge(&walked.folder, communicator.rank(), heard)?;
         // One process makes the folders, so that no other looks for them before they are there.
-        agree(communicator, if communicator.rank() == 0 { write::folders(twin, seen.keys()) } else { Ok(()) })?;
+        communicator.settle(if communicator.rank() == 0 { write::folders(twin, seen.keys()) } else { Ok(()) })?;
         let own = seen.iter().filter(|(_, seen)| seen.writer == communicator.rank());
-        self.written += agree(communicator, write::files(&walked.folder, twin, own))?;
-        agree(communicator, write::wait_for(twin, &seen))?;
+        self.written += communicator.settle(write::files(&walked.folder, twin, own))?;
+        communicator.settle(write::wait_for(twin, &seen))?;
         Ok(seen)
     }
 }
@@ -196,14 +196,6 @@ fn agree_on_kind(communicator: &impl Communicator, own: &Path, kind: Option<&Kin
                                  current folder",
         )),
     })
-}
-
-/// Go on where all are well. Who is not gets its own error, the others one that names it.
-fn agree<T>(communicator: &impl Communicator, mine: Result<T>) -> Result<T> {
-    let against = mine.as_ref().err().map(ToString::to_string);
-    let agreed = communicator.vote(against.as_deref().map_or(Ok(()), Err));
-    let mine = mine?;
-    agreed.map(|()| mine)
 }
 
 /// Tell all ranks, and hear them.

@@ -4,6 +4,7 @@ use std::os::unix::fs::{MetadataExt, symlink};
 
 use super::*;
 use dtshard::exec::compare::replica_difference;
+use dtshard::exec::exchange;
 
 fn alone(own: PathBuf) -> Spread {
     Spread { folder: tempfile::tempdir().unwrap(), own: vec![own] }
@@ -143,4 +144,36 @@ fn random_state_is_compared_before_anything_moves() {
         Ok(compared)
     });
     assert!(done.into_iter().all(|compared| compared.unwrap() > 0));
+}
+
+/// Whether replicas differ is found as one process finds it, wherever they lie.
+#[test]
+fn replicas_on_several_ranks_are_compared() {
+    let mut differing = 0;
+    for source in ["conflict/replica", "conflict/tensor", "replicated_plain/ranks", "hsdp/ranks", "verl", "fsdp4/dcp"] {
+        let source = fixture(source);
+        let options = options();
+        let whole = Checkpoint::open(&source, &ReadOptions::default()).unwrap();
+        let ids: Vec<_> = model::all_tensors(&whole.catalog.state).into_iter().map(|(_, id)| id).collect();
+        let expected: Vec<_> = (ids.iter())
+            .filter_map(|id| {
+                let entry = whole.catalog.tensor(*id);
+                let found = replica_difference(input(&whole), entry, &options, &Silent, &Stop::default()).unwrap();
+                found.map(|found| (*id, found))
+            })
+            .collect();
+        differing += expected.len();
+        for ranks in [1, 2, 4] {
+            let spread = Spread::new(&source, ranks);
+            let found = spread.each(|rank, twin| {
+                let checkpoint = twin.open(&ReadOptions::default())?;
+                let sight = Sight::of(&checkpoint.files, rank.size());
+                exchange::differing(rank, &sight, input(&checkpoint), &ids, &Silent, &Stop::default())
+            });
+            for found in found {
+                assert_eq!(found.unwrap(), expected, "{} by {ranks}", source.display());
+            }
+        }
+    }
+    assert!(differing > 1);
 }

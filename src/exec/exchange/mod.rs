@@ -11,6 +11,7 @@ mod demand;
 mod draft;
 mod moves;
 mod readers;
+mod replicas;
 mod rounds;
 mod shuffle;
 mod staged;
@@ -24,6 +25,7 @@ pub use demand::Owners;
 pub use draft::Load;
 pub use moves::{Arriving, Moves, Origin, Read, StridedCopy};
 pub use readers::{Parties, Sight};
+pub use replicas::differing;
 pub use rounds::{Round, Rounds};
 pub use shuffle::{HostShuffle, Shuffle};
 
