@@ -19,7 +19,9 @@
 //! Several processes share the last step: each fills its [`comm::Part`] of the bytes. Where they exchange bytes, a
 //! [`comm::Communicator`] moves them.
 //!
-//! Who may import whom: `commands` sees everything; `exec` sees `plan`, `catalog`, `storage` and `comm` but no format and
+//! Where no process sees all of SRC, they make a [`twin`] of it first, from which all read the same catalog.
+//!
+//! Who may import whom: `commands` sees everything; `twin` sees `format`, `storage` and `comm`; `exec` sees `plan`, `catalog`, `storage` and `comm` but no format and
 //! no terminal; `plan`, `format` and `select` see `catalog` and `layout`; `layout` is pure algebra, `comm` the
 //! environment of a process and its connections to others, and both see nothing of the crate.
 
@@ -37,3 +39,4 @@ pub mod plan;
 pub mod quantity;
 pub mod select;
 pub mod storage;
+pub mod twin;

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// For each module, the modules of this crate that it may use besides itself and `error`.
-const ALLOWED: [(&str, &[&str]); 12] = [
+const ALLOWED: [(&str, &[&str]); 13] = [
     ("layout", &[]),
     ("storage", &[]),
     ("comm", &[]),
@@ -12,6 +12,7 @@ const ALLOWED: [(&str, &[&str]); 12] = [
     ("catalog", &["layout", "storage"]),
     ("plan", &["catalog", "layout"]),
     ("format", &["catalog", "layout", "nearest", "quantity", "storage"]),
+    ("twin", &["comm", "format", "layout", "storage"]),
     ("quantity", &[]),
     ("select", &["catalog", "layout", "nearest"]),
     ("nearest", &["layout"]),

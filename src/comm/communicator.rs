@@ -72,6 +72,20 @@ pub trait Communicator: Sync {
         Ok(())
     }
 
+    /// Go on where all are well. Who is not gets its own error, the others one that names it.
+    ///
+    /// # Errors
+    /// `mine`, and as [`Communicator::vote`].
+    fn settle<T>(&self, mine: Result<T>) -> Result<T>
+    where
+        Self: Sized,
+    {
+        let against = mine.as_ref().err().map(ToString::to_string);
+        let agreed = self.vote(against.as_deref().map_or(Ok(()), Err));
+        let mine = mine?;
+        agreed.map(|()| mine)
+    }
+
     /// Whether all ranks are still there, without waiting for anything: to be asked during long work of one's own.
     ///
     /// # Errors

@@ -15,12 +15,14 @@ pub const MAX_BYTES: u64 = 1 << 20;
 /// The source's folder with `huggingface` in it, and the same of the folders above up to the one that was given; the
 /// nearest come first.
 pub fn folders(checkpoint: &Checkpoint) -> Vec<PathBuf> {
-    if !checkpoint.root.is_dir() {
+    if !checkpoint.place(&checkpoint.root).is_dir() {
         return Vec::new();
     }
     let given = checkpoint.resolved_from.as_deref().unwrap_or(&checkpoint.root);
     let above = checkpoint.root.ancestors().take_while(|folder| folder.starts_with(given));
-    above.flat_map(|folder| [folder.join("huggingface"), folder.to_path_buf()]).collect()
+    above
+        .flat_map(|folder| [folder.join("huggingface"), folder.to_path_buf()].map(|folder| checkpoint.place(&folder)))
+        .collect()
 }
 
 /// The configuration, where there is one.

@@ -112,6 +112,7 @@ fn read_options(args: &SourceArgs, like: Option<&Path>, default: SeriesChoice, w
         allow_missing: args.allow_missing,
         drop_unknown: args.drop_unknown,
         told: None,
+        holdings: std::sync::Arc::default(),
         flat: FlatKnowledge { layout: args.flat_layout.clone(), like: like.map(Path::to_path_buf), raw: false },
     }
 }

@@ -12,7 +12,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use super::detect::{Detected, detect, lone_file, look};
-use super::{Format, ReadOptions, foreign, natural_order, relative_to_folder};
+use super::{Format, RankName, ReadOptions, foreign, natural_order, relative_to_folder};
 use crate::error::{Error, Result, first_of};
 
 /// What a verb takes where a folder has more than the model.
@@ -83,6 +83,32 @@ fn subfolders(folder: &Path) -> Result<Vec<String>> {
 
 fn is_candidate(name: &str) -> bool {
     STEPS.iter().any(|(base, separator)| is_numbered(name, base, separator, false)) || ROLES.contains(&name)
+}
+
+/// Whether a checkpoint may be found in a folder of this name, by its name.
+#[must_use]
+pub fn may_lead_on(name: &str) -> bool {
+    name == "latest" || is_candidate(name) || is_model(name) || is_numbered(name, "optimizer", "_", true)
+}
+
+/// The files that are read with one that is given alone, or counted for what is said of it.
+///
+/// # Errors
+/// `Io` where the folder that it is in cannot be listed.
+pub fn companions(path: &Path) -> Result<Vec<PathBuf>> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let series = |path: &Path| RankName::parse(path).map(|name| name.series);
+    let (own, is_index) = (series(path), path.extension().is_some_and(|suffix| suffix == "json"));
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(Error::io("list", folder))? {
+        let other = entry.map_err(Error::io("list", folder))?.path();
+        let is_other = other.file_name() != path.file_name() && other.is_file();
+        if is_other && (is_index || own.is_some() && series(&other) == own) {
+            found.push(other);
+        }
+    }
+    found.sort();
+    Ok(found)
 }
 
 /// accelerate's folder of a model.

@@ -20,6 +20,7 @@ mod rank_names;
 mod reading;
 pub mod safetensors;
 mod series;
+mod skeleton;
 pub mod told;
 pub mod torch;
 pub mod zip;
@@ -28,12 +29,15 @@ use std::cmp::Ordering;
 use std::collections::HashSet;
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 pub use detect::{Detected, detect};
-pub use folder::Want;
+pub use folder::{Want, companions, may_lead_on};
+pub use foreign::refuse_address;
 pub use parts::{Content, Part};
 pub use rank_names::{RankName, RankNames};
 pub use series::SeriesChoice;
+pub use skeleton::{TwinOf, is_data_file, skeleton, skeleton_of_items};
 pub use told::Told;
 
 use parts::Loaded;
@@ -47,7 +51,7 @@ use crate::catalog::path::{Path as StatePath, tensors};
 use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
 use crate::layout::parallelize::Order;
-use crate::storage::{Files, IoMode, filesystem};
+use crate::storage::{Files, Holdings, IoMode, filesystem};
 
 /// The formats, under the names of `--from` and `--to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -133,6 +137,8 @@ pub struct Checkpoint {
     pub skipped_series: Vec<String>,
     /// Set where the source is one rank's file of several: what to say to verbs that need all.
     pub fragment: Option<String>,
+    /// Set where it was read from a twin.
+    pub twin: Option<TwinOf>,
 }
 
 /// How to read a checkpoint.
@@ -150,6 +156,8 @@ pub struct ReadOptions {
     pub flat: FlatKnowledge,
     /// How plain tensors lie on ranks, where files do not tell.
     pub told: Option<Told>,
+    /// What is held of files, where what is read is a twin.
+    pub holdings: Arc<Holdings>,
 }
 
 /// Where the units, orders and shapes of flat parameters come from.
@@ -214,7 +222,19 @@ impl Checkpoint {
         let resolved_from = (root != path).then(|| path.to_path_buf());
         let Reading { files, series, skipped_series, fragment, .. } = reading;
         let format = formats[0].1;
-        Ok(Self { format, root, resolved_from, files, catalog, parts, beside, series, skipped_series, fragment })
+        Ok(Self {
+            format,
+            root,
+            resolved_from,
+            files,
+            catalog,
+            parts,
+            beside,
+            series,
+            skipped_series,
+            fragment,
+            twin: None,
+        })
     }
 }
 

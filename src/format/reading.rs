@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::detect::{self, Detected};
 use super::parts::{self, Loaded};
@@ -29,7 +30,7 @@ impl<'a> Reading<'a> {
     pub fn new(options: &'a ReadOptions, io: IoMode) -> Self {
         Self {
             options,
-            files: Files::new(io),
+            files: Files::new(io).holding(Arc::clone(&options.holdings)),
             series: Vec::new(),
             skipped_series: Vec::new(),
             fragment: None,

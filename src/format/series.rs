@@ -17,7 +17,7 @@ use crate::catalog::model::GRADIENTS;
 use crate::catalog::{Catalog, Dict, Value, path};
 use crate::error::{Error, Result};
 use crate::layout::Rank;
-use crate::storage::{Files, IoMode};
+use crate::storage::Files;
 
 /// Which series of a folder to read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -179,7 +179,7 @@ impl SeriesSet {
             read.push(own);
             gaps.push(gap);
         }
-        let model_beside = || self.model_beside(files.io(), options);
+        let model_beside = || self.model_beside(files.without_entries(), options);
         let flat = fsdp_flat::read(&self.folder, &mut read, &model_beside, &options.flat)?;
         let mut catalogs = Vec::new();
         for (SeriesFiles { files, .. }, gap) in read.into_iter().zip(gaps) {
@@ -235,11 +235,11 @@ impl SeriesSet {
     }
 
     /// The model series, where it was not chosen.
-    fn model_beside(&self, io: IoMode, options: &ReadOptions) -> Result<Option<Vec<RankFile>>> {
+    fn model_beside(&self, mut files: Files, options: &ReadOptions) -> Result<Option<Vec<RankFile>>> {
         let name = model_of(&self.skipped());
         let Some(series) = self.skipped.iter().find(|series| series.name == name) else { return Ok(None) };
         let (_, ranks) = series.ranks(&self.folder)?;
-        load(&mut Files::new(io), &ranks, options.unknown()).map(Some)
+        load(&mut files, &ranks, options.unknown()).map(Some)
     }
 }
 
@@ -278,7 +278,7 @@ impl Series {
 
     /// Its files, and what to say where some are missing.
     fn read(&self, folder: &Path, files: &mut Files, options: &ReadOptions) -> Result<(SeriesFiles, Option<String>)> {
-        let covers = |ranks: &_| self.covers(folder, ranks, files.io(), options);
+        let covers = |ranks: &_| self.covers(folder, ranks, files.without_entries(), options);
         let (ranks, warning) = self.present(folder, options, &covers)?;
         let own = load(files, &ranks, options.unknown())?;
         Ok((SeriesFiles { name: self.name.clone(), files: own, incomplete: warning.is_some() }, warning))
@@ -313,8 +313,8 @@ impl Series {
 
     /// Whether these ranks alone have every element of every tensor. That they know every tensor is only likely, where
     /// all of them know the same.
-    fn covers(&self, folder: &Path, ranks: &BTreeMap<u32, PathBuf>, io: IoMode, options: &ReadOptions) -> bool {
-        let Ok(files) = load(&mut Files::new(io), ranks, options.unknown()) else { return false };
+    fn covers(&self, folder: &Path, ranks: &BTreeMap<u32, PathBuf>, mut files: Files, options: &ReadOptions) -> bool {
+        let Ok(files) = load(&mut files, ranks, options.unknown()) else { return false };
         let mut own = [SeriesFiles { name: self.name.clone(), files, incomplete: true }];
         if fsdp_flat::read(folder, &mut own, &|| Ok(None), &options.flat).is_err() {
             return false;

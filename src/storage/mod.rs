@@ -6,23 +6,26 @@
 
 pub mod direct;
 pub mod filesystem;
+mod held;
 pub mod memory;
 pub mod node;
+mod open_file;
 mod sigbus;
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
-
-use memmap2::{Advice, Mmap};
+use std::sync::{Arc, Mutex};
 
 pub use direct::BOUNCE_BYTES;
 pub use filesystem::IoMode;
+pub use held::{Holding, Holdings, Local, Ranges, name_ranks};
+pub use open_file::OpenFile;
 
 use crate::error::{Error, Result};
+use held::{Notes, Watch};
 
 /// Index of a file within [`Files`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -60,101 +63,10 @@ impl Identity {
 struct Entry {
     path: PathBuf,
     identity: Identity,
-}
-
-/// One open file; mapped on demand.
-#[derive(Debug)]
-pub struct OpenFile {
-    path: PathBuf,
-    file: File,
-    /// The same file, to be read past the page cache, where that is asked for and possible.
-    direct: Option<File>,
-    len: u64,
-    map: OnceLock<Mmap>,
-    /// See [`Files::bytes_read`].
-    bytes_read: Arc<AtomicU64>,
-}
-
-impl OpenFile {
-    #[must_use]
-    pub fn len(&self) -> u64 {
-        self.len
-    }
-
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Fill `buffer` from `offset`.
-    ///
-    /// # Errors
-    /// `Malformed` where the file ends first, `Io` where the read fails.
-    pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> Result<()> {
-        self.bytes_read.fetch_add(buffer.len() as u64, Ordering::Relaxed);
-        // A file system may open a file for direct reads and still refuse them.
-        let direct = self.direct.as_ref().map(|file| direct::read_exact_at(file, buffer, offset));
-        let read = match direct {
-            Some(Err(error)) if error.kind() == io::ErrorKind::InvalidInput => None,
-            read => read,
-        };
-        read.unwrap_or_else(|| self.file.read_exact_at(buffer, offset)).map_err(|error| {
-            if error.kind() == io::ErrorKind::UnexpectedEof {
-                self.too_short(offset, buffer.len() as u64)
-            } else {
-                Error::Io { action: "read", path: self.path.clone(), source: error }
-            }
-        })
-    }
-
-    /// The bytes `[offset, offset + len)` of the mapped file. Reading them faults pages in; a file that shrinks
-    /// meanwhile ends the process with a message (see `sigbus`).
-    ///
-    /// # Errors
-    /// `Malformed` where the file is shorter, `Io` where it cannot be mapped.
-    pub fn mapped(&self, offset: u64, len: u64) -> Result<&[u8]> {
-        if offset.checked_add(len).is_none_or(|end| end > self.len) {
-            return Err(self.too_short(offset, len));
-        }
-        if len == 0 {
-            return Ok(&[]);
-        }
-        let map = match self.map.get() {
-            Some(map) => map,
-            None => {
-                let map = self.map_file()?;
-                self.map.get_or_init(|| map)
-            }
-        };
-        let start = usize::try_from(offset).expect("a mapped offset fits the address space");
-        let len = usize::try_from(len).expect("a mapped length fits the address space");
-        Ok(&map[start..start + len])
-    }
-
-    fn map_file(&self) -> Result<Mmap> {
-        sigbus::install();
-        // SAFETY: the mapping is read-only and private to this process. Another process may still change the file:
-        // changed bytes are caught by the identity check before publishing, a shrunk file by the SIGBUS handler.
-        #[expect(unsafe_code)]
-        let map = unsafe { Mmap::map(&self.file) }.map_err(Error::io("map", &self.path))?;
-        // A hint only: strips are read front to back.
-        let _ = map.advise(Advice::Sequential);
-        Ok(map)
-    }
-
-    fn too_short(&self, offset: u64, len: u64) -> Error {
-        Error::malformed(
-            &self.path,
-            format!("byte {offset}"),
-            format!("{len} more bytes"),
-            format!("a file of {} bytes", self.len),
-        )
-    }
+    /// Where it has a twin.
+    holding: Option<Holding>,
+    /// The twin, where that is read in its place.
+    twin: Option<PathBuf>,
 }
 
 /// The files of one checkpoint, in the order they were added.
@@ -164,6 +76,9 @@ pub struct Files {
     io: IoMode,
     open: Mutex<OpenSet>,
     bytes_read: Arc<AtomicU64>,
+    /// Of a twin.
+    holdings: Arc<Holdings>,
+    notes: Option<Notes>,
 }
 
 /// The open files, most recently used last.
@@ -176,14 +91,79 @@ struct OpenSet {
 /// The same files, as they were first seen; those that are open are not shared.
 impl Clone for Files {
     fn clone(&self) -> Self {
-        Self { entries: self.entries.clone(), ..Self::new(self.io) }
+        Self { entries: self.entries.clone(), ..self.without_entries() }
     }
 }
 
 impl Files {
     #[must_use]
     pub fn new(io: IoMode) -> Self {
-        Self { entries: Vec::new(), io, open: Mutex::default(), bytes_read: Arc::default() }
+        Self {
+            entries: Vec::new(),
+            io,
+            open: Mutex::default(),
+            bytes_read: Arc::default(),
+            holdings: Arc::default(),
+            notes: None,
+        }
+    }
+
+    /// Of files that are among these no more is read than is held.
+    #[must_use]
+    pub fn holding(self, holdings: Arc<Holdings>) -> Self {
+        Self { holdings, ..self }
+    }
+
+    /// Files that remember what is read of them: see [`Files::noted`].
+    #[must_use]
+    pub fn noting(self) -> Self {
+        Self { notes: Some(Arc::default()), ..self }
+    }
+
+    /// No files yet, to be read as these are.
+    #[must_use]
+    pub fn without_entries(&self) -> Self {
+        Self { notes: self.notes.clone(), ..Self::new(self.io).holding(Arc::clone(&self.holdings)) }
+    }
+
+    /// What was read of a file of which that is noted.
+    #[must_use]
+    pub fn noted(&self, id: FileId) -> Ranges {
+        let notes = self.notes.as_ref().map(|notes| notes.lock().expect("no panic while the lock is held"));
+        let own = notes.iter().flat_map(|notes| notes.iter()).filter(|stretch| stretch.file == id);
+        let len = self.len_bytes(id);
+        own.map(|stretch| stretch.offset.min(len)..stretch.offset.saturating_add(stretch.len).min(len)).collect()
+    }
+
+    /// Read files of a twin where this process sees them, and call all as the user does. `local` says where one is, from
+    /// where it lies in the twin.
+    ///
+    /// # Errors
+    /// `Io` where one that this process saw is gone, or is another one now.
+    pub fn localise(&mut self, io: IoMode, local: &dyn Fn(&Path) -> Option<Local>) -> Result<()> {
+        for entry in &mut self.entries {
+            let Some(Local { path, seen }) = local(&entry.path) else { continue };
+            let twin = std::mem::replace(&mut entry.path, path);
+            entry.twin = seen.is_none().then_some(twin);
+            match seen {
+                None => {}
+                Some(modified) => {
+                    let identity = Identity::of(&regular_file(&entry.path)?);
+                    if (identity.len, identity.modified) != (entry.identity.len, modified) {
+                        return Err(changed(&entry.path));
+                    }
+                    entry.identity = identity;
+                }
+            }
+        }
+        (self.io, self.holdings, self.open) = (io, Arc::default(), Mutex::default());
+        Ok(())
+    }
+
+    /// The ranks that see a file, ascending; `None` where all do.
+    #[must_use]
+    pub fn seen_by(&self, id: FileId) -> Option<&[u32]> {
+        self.entries[id.0 as usize].holding.as_ref().map(|holding| &*holding.seen_by)
     }
 
     /// Add a file, remembering what it is now.
@@ -194,7 +174,9 @@ impl Files {
         let path = path.into();
         let metadata = regular_file(&path)?;
         let id = FileId(u32::try_from(self.entries.len()).expect("fewer than 2^32 files"));
-        self.entries.push(Entry { path, identity: Identity::of(&metadata) });
+        let holding = self.holdings.get(&path).cloned();
+        let twin = holding.as_ref().map(|_| path.clone());
+        self.entries.push(Entry { path, identity: Identity::of(&metadata), holding, twin });
         Ok(id)
     }
 
@@ -225,7 +207,8 @@ impl Files {
     /// When a file was last changed, in seconds and nanoseconds since 1970.
     #[must_use]
     pub fn modified(&self, id: FileId) -> (i64, i64) {
-        self.entries[id.0 as usize].identity.modified
+        let Entry { identity, holding, .. } = &self.entries[id.0 as usize];
+        holding.as_ref().map_or(identity.modified, |holding| holding.modified)
     }
 
     /// All of a file.
@@ -262,21 +245,27 @@ impl Files {
             return Ok(Arc::clone(file));
         }
         let entry = &self.entries[id.0 as usize];
-        let file = File::open(&entry.path).map_err(Error::io("open", &entry.path))?;
+        let at = entry.twin.as_ref().unwrap_or(&entry.path);
+        let file = File::open(at).map_err(Error::io("open", &entry.path))?;
         let metadata = file.metadata().map_err(Error::io("look at", &entry.path))?;
         if Identity::of(&metadata) != entry.identity {
             return Err(changed(&entry.path));
         }
-        let direct =
-            (self.io == IoMode::Direct).then(|| direct::open(&entry.path, OpenOptions::new().read(true))).flatten();
+        let direct = (self.io == IoMode::Direct).then(|| direct::open(at, OpenOptions::new().read(true))).flatten();
+        let watch = match (&self.notes, &entry.holding, &entry.twin) {
+            (Some(notes), ..) => Some(Watch::Note(id, Arc::clone(notes))),
+            (None, Some(holding), Some(_)) => Some(Watch::Hold(holding.clone())),
+            _ => None,
+        };
         let len = entry.identity.len;
         let file = Arc::new(OpenFile {
             path: entry.path.clone(),
             file,
             direct,
             len,
-            map: OnceLock::new(),
+            map: std::sync::OnceLock::new(),
             bytes_read: Arc::clone(&self.bytes_read),
+            watch,
         });
         // First in, first out: work goes through the files in order, so the oldest one is done with. A file still in
         // use stays open through its other `Arc`.
@@ -305,12 +294,12 @@ impl Files {
         Ok(buffer)
     }
 
-    /// Check that every file is still the one first seen.
+    /// Check that every file is still the one first seen; those that others see, they check.
     ///
     /// # Errors
     /// `Io` naming the first file that changed.
     pub fn check_unchanged(&self) -> Result<()> {
-        for entry in &self.entries {
+        for entry in self.entries.iter().filter(|entry| entry.twin.is_none()) {
             let metadata = std::fs::metadata(&entry.path).map_err(Error::io("look at", &entry.path))?;
             if Identity::of(&metadata) != entry.identity {
                 return Err(changed(&entry.path));

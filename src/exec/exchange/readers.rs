@@ -7,8 +7,9 @@
 use smallvec::SmallVec;
 
 use crate::catalog::TensorEntry;
+use crate::comm::Communicator;
 use crate::error::{Error, Result};
-use crate::storage::FileId;
+use crate::storage::{FileId, Files, node};
 
 /// Which processes can read which files.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,6 +18,17 @@ pub enum Sight {
     Shared,
     /// For each file the ranks that can read it, ascending.
     PerRank(Vec<SmallVec<[u32; 2]>>),
+}
+
+impl Sight {
+    /// That of files that were read from a twin by so many ranks. What is not of the twin is seen by all.
+    #[must_use]
+    pub fn of(files: &Files, ranks: u32) -> Self {
+        let all: SmallVec<[u32; 2]> = (0..ranks).collect();
+        Self::PerRank(
+            files.ids().map(|id| files.seen_by(id).map_or_else(|| all.clone(), SmallVec::from_slice)).collect(),
+        )
+    }
 }
 
 /// The processes that exchange, as far as it matters who reads.
@@ -35,6 +47,18 @@ pub struct Reader {
 }
 
 impl Parties {
+    /// Hear from all on which node they are. Collective.
+    ///
+    /// # Errors
+    /// As [`Communicator::gather`].
+    pub fn meet(communicator: &impl Communicator, sight: Sight) -> Result<Self> {
+        // Containers of one node may have hosts' names of their own, and nodes started from one image the same.
+        let host = node::this_host().unwrap_or_default();
+        let boot = node::this_boot().unwrap_or_default();
+        let said = communicator.gather(format!("{host}\n{boot}").as_bytes())?;
+        Ok(Self { sight, nodes: number(&said) })
+    }
+
     #[must_use]
     pub fn size(&self) -> u32 {
         u32::try_from(self.nodes.len()).expect("fewer than 2^32 ranks")
@@ -82,5 +106,32 @@ impl Parties {
             *near[turn % near.len()]
         };
         Ok(needs.iter().map(reader_of).collect())
+    }
+}
+
+/// Equal words have equal numbers, which count up from 0 in the order in which words first come. Who says nothing is like
+/// nobody else.
+fn number(said: &[Vec<u8>]) -> Vec<u32> {
+    let mut known: Vec<&[u8]> = Vec::new();
+    let mut numbers = Vec::with_capacity(said.len());
+    for words in said {
+        let found = known.iter().position(|other| *other == words && words != b"\n");
+        if found.is_none() {
+            known.push(words);
+        }
+        let number = found.unwrap_or(known.len() - 1);
+        numbers.push(u32::try_from(number).expect("fewer than 2^32 ranks"));
+    }
+    numbers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_told_apart_by_what_they_say() {
+        let said = ["a\n1", "b\n2", "a\n1", "a\n2", "\n", "\n"].map(|words| words.as_bytes().to_vec());
+        assert_eq!(number(&said), [0, 1, 0, 2, 3, 4]);
     }
 }

@@ -4,10 +4,12 @@
 
 mod known;
 mod metadata;
+mod objects;
 mod read;
 mod write;
 mod write_metadata;
 
+pub use objects::{Object, Objects, look_at, objects};
 pub use read::{metadata_files, read, resolve};
 pub use write::{Shards, reserve};
 

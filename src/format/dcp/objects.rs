@@ -1,0 +1,55 @@
+//! Where the objects of a DCP directory lie: what reading it looks at in data files. Items that are tensors are located
+//! when their data is wanted.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use super::metadata::{Entry, EntryKind, Metadata, Stored};
+use super::read::metadata_files;
+use crate::catalog::Fqn;
+use crate::error::{Error, Result};
+use crate::format::pickle::Unknown;
+use crate::format::torch::reader;
+use crate::storage::{FileId, Files, Stretch};
+
+/// A value that is not a tensor, in a data file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Object {
+    fqn: Fqn,
+    offset: u64,
+    len: u64,
+}
+
+/// By data file, in the folder that the metadata is in.
+pub type Objects = BTreeMap<PathBuf, Vec<Object>>;
+
+/// The objects that the metadata files of a folder tell of. Data files are not looked at.
+///
+/// # Errors
+/// As reading metadata.
+pub fn objects(folder: &Path) -> Result<Objects> {
+    let mut found = Objects::new();
+    for (_, path) in metadata_files(folder)? {
+        let bytes = std::fs::read(&path).map_err(Error::io("read", &path))?;
+        let metadata = Metadata::decode(&path, &bytes)?;
+        let files = metadata.files();
+        metadata.entries(&mut |Entry { fqn, kind, .. }| {
+            if let EntryKind::Bytes(Some(Stored { path, offset, len })) = kind {
+                found.entry(files[path as usize].into()).or_default().push(Object { fqn, offset, len });
+            }
+            Ok(())
+        })?;
+    }
+    Ok(found)
+}
+
+/// Read objects as reading the directory does. Faults are for whoever reads that.
+pub fn look_at(files: &Files, file: FileId, objects: &[Object]) {
+    let whole = files.len_bytes(file);
+    for Object { fqn, offset, len } in objects {
+        if offset.checked_add(*len).is_some_and(|end| end <= whole) {
+            let stretch = Stretch { file, offset: *offset, len: *len };
+            let _ = reader::read(files, stretch, fqn.as_str(), Unknown::Drop);
+        }
+    }
+}

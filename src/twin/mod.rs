@@ -1,0 +1,209 @@
+//! Twins: one catalog for processes of which none sees all of SRC.
+//!
+//! Where shards lie on disks of nodes, each process sees its own. Together they make a twin of SRC on a file system that
+//! all see: every file of each of them at its true length, holding what is not tensor data ([`skeleton`]), sparse else.
+//! Reading the twin is reading SRC, by the same code, so all have the same catalog. Then each process turns to its own
+//! files where it sees them; of the others it can read what the twin holds, and knows who sees them.
+//!
+//! Counts bytes. Invariants: files of one name on several ranks have one length and one skeleton; what the ranks read does
+//! not depend on where the twin is, nor on who wrote which file of it; a hole is never taken for data; no path leads out
+//! of the twin.
+
+mod opened;
+mod sighting;
+mod walk;
+mod write;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::comm::Communicator;
+use crate::error::{Error, Result};
+use crate::format::dcp::{self, Objects};
+use crate::format::{is_data_file, skeleton, skeleton_of_items};
+use crate::storage::{Ranges, name_ranks};
+use sighting::{Seen, Sighting};
+use walk::Walked;
+
+/// A twin, as one process knows it.
+#[derive(Debug)]
+pub struct Twin {
+    /// The twin's folder, and the one of this process's SRC: that, or the one that its file is in.
+    folder: PathBuf,
+    own: PathBuf,
+    kind: Kind,
+    /// By their paths below the folder.
+    files: BTreeMap<PathBuf, Seen>,
+    written: u64,
+}
+
+/// What SRC is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Kind {
+    Folder,
+    /// Of this name.
+    File(String),
+}
+
+/// Make a twin of what the ranks see at `own`, each its own, in the folder `twin`, which all see; what is there is
+/// replaced. A rank that sees nothing there has none of the files, if others have some. Collective.
+///
+/// # Errors
+/// `Missing` where nobody sees anything, `Conflict` where ranks see different files under one name, and `Comm` naming the
+/// rank that cannot read its files, or write the twin.
+pub fn make(communicator: &impl Communicator, own: &Path, twin: &Path) -> Result<Twin> {
+    let walked = communicator.settle(Walked::of(own))?;
+    let kind = agree_on_kind(communicator, own, walked.kind.as_ref())?;
+    let mut making = Making { communicator, walked: &walked, twin, written: 0 };
+    communicator.settle(if communicator.rank() == 0 { write::begin(twin) } else { Ok(()) })?;
+    let mut files = making.round(|path| !is_data_file(path), &|path| skeleton(&walked.folder.join(path)))?;
+    let objects = communicator.settle(objects(&walked, twin))?;
+    files.extend(making.round(is_data_file, &|path| {
+        let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
+        let own = objects.get(folder).and_then(|objects| objects.get(Path::new(name)));
+        skeleton_of_items(&walked.folder.join(path), own.map_or(&[], Vec::as_slice))
+    })?);
+    let written = making.written;
+    let (folder, own) = (twin.to_path_buf(), walked.folder);
+    Ok(Twin { folder, own, kind, files, written })
+}
+
+/// Where objects lie in this process's data files, by folder: metadata tells it, which another rank may have.
+fn objects(walked: &Walked, twin: &Path) -> Result<BTreeMap<PathBuf, Objects>> {
+    let data_files = walked.files.iter().filter(|path| is_data_file(path));
+    let folders: BTreeSet<&Path> = data_files.filter_map(|path| path.parent()).collect();
+    let found = folders.into_iter().map(|folder| match dcp::objects(&twin.join(folder)) {
+        Ok(objects) => Ok((folder.to_path_buf(), objects)),
+        Err(error @ Error::Io { .. }) => Err(error),
+        // What is wrong with it is said when the twin is read.
+        Err(_) => Ok((folder.to_path_buf(), Objects::new())),
+    });
+    found.collect()
+}
+
+/// What all ranks do together.
+struct Making<'a, C> {
+    communicator: &'a C,
+    walked: &'a Walked,
+    twin: &'a Path,
+    written: u64,
+}
+
+impl<C: Communicator> Making<'_, C> {
+    /// Look at some of the files, hear of those of the others, and write those that no lower rank has.
+    fn round(
+        &mut self,
+        wanted: impl Fn(&Path) -> bool,
+        skeleton: &(dyn Fn(&Path) -> Result<Ranges> + Sync),
+    ) -> Result<BTreeMap<PathBuf, Seen>> {
+        let Self { communicator, walked, twin, .. } = *self;
+        let own = communicator.settle(sighting::look(walked, &wanted, skeleton))?;
+        let heard: Vec<Vec<Sighting>> = tell(communicator, &own)?;
+        let seen = sighting::merge(&walked.folder, communicator.rank(), heard)?;
+        // One process makes the folders, so that no other looks for them before they are there.
+        communicator.settle(if communicator.rank() == 0 { write::folders(twin, seen.keys()) } else { Ok(()) })?;
+        let own = seen.iter().filter(|(_, seen)| seen.writer == communicator.rank());
+        self.written += communicator.settle(write::files(&walked.folder, twin, own))?;
+        communicator.settle(write::wait_for(twin, &seen))?;
+        Ok(seen)
+    }
+}
+
+impl Twin {
+    /// How many bytes this process wrote into it.
+    #[must_use]
+    pub fn written(&self) -> u64 {
+        self.written
+    }
+
+    /// What is given to be read as SRC: it holds no tensor data.
+    #[must_use]
+    pub fn root(&self) -> PathBuf {
+        self.place_of_src(&self.folder)
+    }
+
+    /// The ranks that see a file that is at this path in the twin, or in SRC.
+    #[must_use]
+    pub fn seen_by(&self, path: &Path) -> &[u32] {
+        self.seen(path).map_or(&[], |seen| &seen.by)
+    }
+
+    /// Where this process can copy a file from that is at this path in the twin, or in SRC.
+    ///
+    /// # Errors
+    /// `Missing` where only others see all of it.
+    pub fn copy_from(&self, path: &Path) -> Result<PathBuf> {
+        let Some(seen) = self.seen(path) else { return Ok(path.to_path_buf()) };
+        let (own, twin) = (self.own.join(&seen.path), self.folder.join(&seen.path));
+        if seen.own.is_some() {
+            return Ok(own);
+        }
+        if seen.len.is_none_or(|len| seen.held.contains(&(0..len))) {
+            return Ok(twin);
+        }
+        Err(Error::Missing {
+            path: own,
+            at: String::from("content"),
+            expected: String::from("a file that this process sees"),
+            missing: format!("all but its metadata, seen by {}", name_ranks(&seen.by)),
+            hint: None,
+        })
+    }
+
+    fn seen(&self, path: &Path) -> Option<&Seen> {
+        let below = |folder: &Path| path.strip_prefix(folder).ok().and_then(|path| self.files.get(path));
+        below(&self.folder).or_else(|| below(&self.own))
+    }
+
+    fn place_of_src(&self, folder: &Path) -> PathBuf {
+        match &self.kind {
+            Kind::Folder => folder.to_path_buf(),
+            Kind::File(name) => folder.join(name),
+        }
+    }
+}
+
+/// SRC must be of one kind for all that have it, and some must.
+fn agree_on_kind(communicator: &impl Communicator, own: &Path, kind: Option<&Kind>) -> Result<Kind> {
+    let kinds: Vec<Option<Kind>> = tell(communicator, &kind)?;
+    let mut found: Option<(u32, &Kind)> = None;
+    for (rank, kind) in (0..).zip(&kinds) {
+        let Some(kind) = kind else { continue };
+        let (first, known) = *found.get_or_insert((rank, kind));
+        if known != kind {
+            let text = |kind: &Kind| match kind {
+                Kind::Folder => String::from("a folder"),
+                Kind::File(name) => format!("the file {name}"),
+            };
+            return Err(Error::Conflict {
+                fqn: own.display().to_string(),
+                what: "what it is",
+                between: format!("ranks {first} and {rank}"),
+                detail: format!("{} and {}", text(known), text(kind)),
+                hint: Some(String::from("give the same folder, or the same file, to all processes")),
+            });
+        }
+    }
+    found.map(|(_, kind)| kind.clone()).ok_or_else(|| Error::Missing {
+        path: own.to_path_buf(),
+        at: String::from("files"),
+        expected: String::from("some that one of the processes sees"),
+        missing: format!("all of them, on {}", name_ranks(&(0..communicator.size()).collect::<Vec<_>>())),
+        hint: Some(String::from(
+            "check the path on the nodes that have the files; a relative one starts at the \
+                                 current folder",
+        )),
+    })
+}
+
+/// Tell all ranks, and hear them.
+fn tell<T: Serialize, H: for<'a> Deserialize<'a>>(communicator: &impl Communicator, said: &T) -> Result<Vec<H>> {
+    let words = serde_json::to_vec(said).expect("numbers and text serialise");
+    let heard = communicator.gather(&words)?;
+    let heard = (0..).zip(heard).map(|(rank, words)| {
+        serde_json::from_slice(&words).map_err(|error| Error::comm(rank, "tell of files", error.to_string()))
+    });
+    heard.collect()
+}

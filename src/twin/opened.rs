@@ -1,0 +1,89 @@
+//! Reading a twin, and saying what is found in the words of SRC.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::Twin;
+use crate::error::{Error, Result};
+use crate::format::{Checkpoint, ReadOptions, TwinOf};
+use crate::layout::LayoutError;
+use crate::storage::{Holding, IoMode, Local, filesystem};
+
+impl Twin {
+    /// Read the checkpoint that the ranks see together. Its files are those of SRC, which can be opened where this process
+    /// sees them; [`Files::seen_by`](crate::storage::Files::seen_by) says who does.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn open(&self, options: &ReadOptions) -> Result<Checkpoint> {
+        let holdings = self.files.iter().map(|(path, seen)| {
+            let (held, seen_by) = (Arc::clone(&seen.held), Arc::clone(&seen.by));
+            (self.folder.join(path), Holding { held, seen_by, modified: seen.modified })
+        });
+        let holdings = Arc::new(holdings.collect());
+        let own = ReadOptions { io: Some(IoMode::Read), holdings, ..options.clone() };
+        let mut checkpoint = Checkpoint::open(&self.root(), &own).map_err(|error| self.in_words_of_src(error))?;
+        let io = match options.io {
+            Some(io) => io,
+            None if self.own.is_dir() => filesystem::preferred_io(&self.own)?,
+            None => IoMode::Read,
+        };
+        checkpoint.files.localise(io, &|path| {
+            let seen = self.files.get(path.strip_prefix(&self.folder).ok()?)?;
+            Some(Local { path: self.own.join(&seen.path), seen: seen.own })
+        })?;
+        self.rename(&mut checkpoint.root);
+        checkpoint.resolved_from.iter_mut().for_each(|path| self.rename(path));
+        let catalog = &mut checkpoint.catalog;
+        let told = [&mut catalog.warnings, &mut catalog.notes, &mut catalog.details].into_iter().flatten();
+        told.chain(&mut checkpoint.fragment).for_each(|text| *text = self.words_of_src(text));
+        checkpoint.twin = Some(TwinOf { folder: self.own.clone(), twin: self.folder.clone() });
+        Ok(checkpoint)
+    }
+
+    fn rename(&self, path: &mut PathBuf) {
+        if let Ok(rest) = path.strip_prefix(&self.folder) {
+            // Joining nothing would leave a slash.
+            *path = if rest.as_os_str().is_empty() { self.own.clone() } else { self.own.join(rest) };
+        }
+    }
+
+    fn words_of_src(&self, text: &str) -> String {
+        let (twin, own) = (self.folder.display().to_string(), self.own.join("").display().to_string());
+        text.replace(&format!("{twin}/"), &own).replace(&twin, own.trim_end_matches('/'))
+    }
+
+    /// An error of the twin as one of SRC.
+    #[must_use]
+    pub fn in_words_of_src(&self, mut error: Error) -> Error {
+        let reword = |text: &mut String| *text = self.words_of_src(text);
+        match &mut error {
+            Error::Io { path, .. } => self.rename(path),
+            Error::Malformed { path, expected, found, .. } => {
+                self.rename(path);
+                [expected, found].into_iter().for_each(reword);
+            }
+            Error::Missing { path, expected, missing, hint, .. } => {
+                self.rename(path);
+                [expected, missing].into_iter().for_each(reword);
+                // What nobody sees may well be somewhere.
+                hint.get_or_insert_with(|| String::from("no process sees it: start one on the node where it lies"));
+            }
+            Error::Within { path, error } => {
+                self.rename(path);
+                let inner = std::mem::replace(&mut **error, Error::comm(0, "", ""));
+                **error = self.in_words_of_src(inner);
+            }
+            Error::Unsupported { what, hint } | Error::Usage { message: what, hint } => {
+                std::iter::once(what).chain(hint).for_each(reword);
+            }
+            Error::Coverage { detail, hint, .. } => std::iter::once(detail).chain(hint).for_each(reword),
+            Error::Conflict { between, detail, hint, .. } => {
+                [between, detail].into_iter().chain(hint).for_each(reword);
+            }
+            Error::Layout(LayoutError::File { file, .. }) => reword(file),
+            Error::Layout(_) | Error::Comm { .. } | Error::Stopped { .. } => {}
+        }
+        error
+    }
+}

@@ -1,0 +1,284 @@
+//! Sightings: what ranks tell each other of their files, and whether those of one name are one.
+//!
+//! All ranks merge the same words in the same order, so all come to the same result, or to the same error.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::walk::Walked;
+use crate::error::{Error, Result};
+use crate::storage::{Ranges, regular_file};
+
+/// What a rank tells of a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sighting {
+    path: String,
+    /// `None` for a link that leads nowhere.
+    found: Option<Found>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Found {
+    len: u64,
+    modified: (i64, i64),
+    skeleton: Vec<Bone>,
+}
+
+/// A stretch of a skeleton: start, end, and a hash of what is there.
+type Bone = (u64, u64, u64);
+
+/// What differs, and how.
+type Difference = (&'static str, String);
+
+/// A file, by all that ranks tell.
+#[derive(Debug)]
+pub struct Seen {
+    pub path: PathBuf,
+    /// `None` where all that is there is a link that leads nowhere.
+    pub len: Option<u64>,
+    /// The latest time at which it was changed somewhere.
+    pub modified: (i64, i64),
+    /// The time on this rank, where that sees it.
+    pub own: Option<(i64, i64)>,
+    pub held: Arc<Ranges>,
+    /// The ranks that see it, ascending.
+    pub by: Arc<[u32]>,
+    /// The rank that writes its twin.
+    pub writer: u32,
+}
+
+/// Stretches are read in blocks of this many bytes.
+pub const BLOCK_BYTES: u64 = 1 << 20;
+
+/// Look at those of the files that are `wanted`.
+///
+/// # Errors
+/// `Io`, and what finding a skeleton gives; of several faults the first.
+pub fn look(
+    walked: &Walked,
+    wanted: &impl Fn(&Path) -> bool,
+    skeleton: &(dyn Fn(&Path) -> Result<Ranges> + Sync),
+) -> Result<Vec<Sighting>> {
+    let files: Vec<&PathBuf> = walked.files.iter().filter(|path| wanted(path)).collect();
+    let looked: Vec<Result<Sighting>> = files
+        .into_par_iter()
+        .map(|path| {
+            let found = Found::of(&walked.folder.join(path), || skeleton(path))?;
+            Ok(Sighting { path: text(path), found: Some(found) })
+        })
+        .collect();
+    let dangling = walked.dangling.iter().filter(|path| wanted(path));
+    let dangling = dangling.map(|path| Ok(Sighting { path: text(path), found: None }));
+    looked.into_iter().chain(dangling).collect()
+}
+
+fn text(path: &Path) -> String {
+    path.to_str().expect("names that are not UTF-8 were refused").to_owned()
+}
+
+impl Found {
+    fn of(path: &Path, skeleton: impl FnOnce() -> Result<Ranges>) -> Result<Self> {
+        let metadata = regular_file(path)?;
+        let ranges = skeleton()?;
+        let file = File::open(path).map_err(Error::io("open", path))?;
+        let mut bones = Vec::new();
+        for range in ranges.iter() {
+            let mut hasher = blake3::Hasher::new();
+            each_block(&file, path, range.clone(), &mut |_, block| {
+                hasher.update(block);
+                Ok(())
+            })?;
+            let hash = hasher.finalize();
+            let (short, _) = hash.as_bytes().split_first_chunk().expect("32 bytes");
+            bones.push((range.start, range.end, u64::from_le_bytes(*short)));
+        }
+        Ok(Self { len: metadata.len(), modified: (metadata.mtime(), metadata.mtime_nsec()), skeleton: bones })
+    }
+
+    /// Where two that should be one differ, and what each has there.
+    fn difference(&self, other: &Self) -> Option<Difference> {
+        if self.len != other.len {
+            return Some(("the length", format!("{} and {} bytes", self.len, other.len)));
+        }
+        let both = self.skeleton.iter().zip(&other.skeleton);
+        let first = both.clone().find(|(one, other)| one != other).map(|(one, other)| one.0.min(other.0));
+        let at = first.or_else(|| {
+            let behind = self.skeleton.get(both.len()).or_else(|| other.skeleton.get(both.len()));
+            behind.map(|bone| bone.0)
+        })?;
+        Some(("the file", format!("bytes from {at} on, which are no tensor data, are not the same")))
+    }
+}
+
+/// Give out a stretch of a file, block by block, with the offset of each.
+///
+/// # Errors
+/// `Io`, and what `each` gives.
+pub fn each_block(
+    file: &File,
+    path: &Path,
+    range: Range<u64>,
+    each: &mut dyn FnMut(u64, &[u8]) -> Result<()>,
+) -> Result<()> {
+    let mut buffer = Vec::new();
+    let mut at = range.start;
+    while at < range.end {
+        let len = BLOCK_BYTES.min(range.end - at);
+        buffer.resize(usize::try_from(len).expect("a block fits memory"), 0);
+        file.read_exact_at(&mut buffer, at).map_err(Error::io("read", path))?;
+        each(at, &buffer)?;
+        at += len;
+    }
+    Ok(())
+}
+
+/// The files of all ranks. `own` is where `rank`, this one, has its own.
+///
+/// # Errors
+/// `Conflict` where files of one name differ, `Comm` for words that no rank says.
+pub fn merge(own: &Path, rank: u32, heard: Vec<Vec<Sighting>>) -> Result<BTreeMap<PathBuf, Seen>> {
+    let mut all: BTreeMap<PathBuf, Told> = BTreeMap::new();
+    for (teller, sightings) in (0..).zip(heard) {
+        for Sighting { path, found } in sightings {
+            let path = checked_path(teller, &path)?;
+            if let Some(found) = &found {
+                check(teller, &path, found)?;
+            }
+            all.entry(path).or_default().push((teller, found));
+        }
+    }
+    for (path, told) in &all {
+        // A folder on another rank, perhaps by way of a link that leads nowhere here.
+        if let Some((file, other)) = path.ancestors().skip(1).find_map(|above| all.get_key_value(above)) {
+            let difference = ("what it is", String::from("a file and a folder"));
+            return Err(conflict(&own.join(file), (other[0].0, told[0].0), difference));
+        }
+    }
+    let merged = all.into_iter().map(|(path, told)| {
+        let seen = Seen::of(&path, rank, &told)
+            .map_err(|(ranks, difference)| conflict(&own.join(&path), ranks, difference))?;
+        Ok((path, seen))
+    });
+    merged.collect()
+}
+
+/// What ranks tell of one file, in their order.
+type Told = Vec<(u32, Option<Found>)>;
+
+impl Seen {
+    fn of(path: &Path, rank: u32, told: &Told) -> Result<Self, ((u32, u32), Difference)> {
+        let holders: Vec<(u32, &Found)> =
+            told.iter().filter_map(|(teller, found)| Some((*teller, found.as_ref()?))).collect();
+        let Some((writer, first)) = holders.first().copied() else {
+            let held = Arc::default();
+            let writer = told[0].0;
+            return Ok(Self { path: path.into(), len: None, modified: (0, 0), own: None, held, by: [].into(), writer });
+        };
+        for (other, found) in &holders[1..] {
+            if let Some(difference) = first.difference(found) {
+                return Err(((writer, *other), difference));
+            }
+        }
+        Ok(Self {
+            path: path.into(),
+            len: Some(first.len),
+            modified: holders.iter().map(|(_, found)| found.modified).max().expect("one at least"),
+            own: holders.iter().find(|(holder, _)| *holder == rank).map(|(_, found)| found.modified),
+            held: Arc::new(first.skeleton.iter().map(|(start, end, _)| *start..*end).collect()),
+            by: holders.iter().map(|(holder, _)| *holder).collect(),
+            writer,
+        })
+    }
+}
+
+fn conflict(path: &Path, (first, second): (u32, u32), (what, detail): Difference) -> Error {
+    Error::Conflict {
+        fqn: path.display().to_string(),
+        what,
+        between: format!("ranks {first} and {second}"),
+        detail,
+        hint: Some(String::from(
+            "files of one name are taken for replicas; if they are not, rename them, or give each its own folder",
+        )),
+    }
+}
+
+/// Others are of this program, but it may be another version or another run.
+fn checked_path(rank: u32, path: &str) -> Result<PathBuf> {
+    let path = Path::new(path);
+    if path.components().next().is_some() && path.components().all(|part| matches!(part, Component::Normal(_))) {
+        return Ok(path.to_path_buf());
+    }
+    Err(Error::comm(rank, "tell of files", format!("`{}` is no file below SRC", path.display())))
+}
+
+fn check(rank: u32, path: &Path, found: &Found) -> Result<()> {
+    let mut end = 0;
+    for (start, stop, _) in &found.skeleton {
+        if *start < end || stop <= start || *stop > found.len {
+            let what = format!("{}: bytes {start} to {stop} of {}", path.display(), found.len);
+            return Err(Error::comm(rank, "tell of files", what));
+        }
+        end = *stop;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sighting(path: &str, len: u64, skeleton: &[Bone]) -> Sighting {
+        let found = Found { len, modified: (5, 0), skeleton: skeleton.to_vec() };
+        Sighting { path: path.into(), found: Some(found) }
+    }
+
+    fn refused(heard: Vec<Vec<Sighting>>) -> String {
+        merge(Path::new("/src"), 0, heard).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn words_that_lead_out_of_a_twin_or_a_file_are_refused() {
+        for path in ["../x", "/etc/passwd", "", ".", "a/../../x"] {
+            let text = refused(vec![vec![], vec![sighting(path, 0, &[])]]);
+            assert_eq!(text, format!("rank 1: tell of files: `{path}` is no file below SRC"));
+        }
+        for skeleton in [&[(0, 9, 1)][..], &[(3, 2, 1)], &[(2, 4, 1), (3, 5, 1)], &[(0, u64::MAX, 1)], &[(2, 2, 1)]] {
+            let text = refused(vec![vec![sighting("a", 8, skeleton)]]);
+            assert!(text.starts_with("rank 0: tell of files: a: bytes"), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_first_byte_in_question_is_told() {
+        let one = |skeleton: &[Bone]| vec![sighting("a", 9, skeleton)];
+        for (other, at) in [
+            (vec![(0, 2, 7), (4, 6, 9)], 4),
+            (vec![(0, 2, 9), (4, 6, 8)], 0),
+            (vec![(0, 2, 7), (3, 6, 8)], 3),
+            (vec![(0, 2, 7)], 4),
+            (vec![(0, 2, 7), (4, 6, 8), (8, 9, 1)], 8),
+        ] {
+            let text = refused(vec![vec![], one(&[(0, 2, 7), (4, 6, 8)]), one(&other)]);
+            assert!(text.contains(&format!("between ranks 1 and 2: bytes from {at} on")), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_file_is_no_folder_elsewhere() {
+        let link = Sighting { path: "a".into(), found: None };
+        let text = refused(vec![vec![link.clone()], vec![sighting("a/b", 0, &[])]]);
+        assert_eq!(text, "/src/a: what it is differs between ranks 0 and 1: a file and a folder");
+        // Where it leads somewhere on one rank, it is what it is there.
+        let merged = merge(Path::new("/src"), 1, vec![vec![link], vec![sighting("a", 3, &[(0, 3, 1)])]]).unwrap();
+        let seen = &merged[Path::new("a")];
+        assert_eq!((seen.len, seen.writer, &*seen.by, seen.own), (Some(3), 1, &[1][..], Some((5, 0))));
+    }
+}
