@@ -6,6 +6,8 @@ use clap::{Args, ValueEnum};
 
 use super::source::{CheckArgs, SelectArgs, SourceArgs, Tied};
 use super::values::FormatArg;
+use crate::comm::Place;
+use crate::quantity::Quantity;
 
 /// What to tell, and how. Before or behind the verb.
 #[derive(Args, Clone, Copy, Debug, Default)]
@@ -73,6 +75,31 @@ pub struct PartArgs {
     pub no_wait: bool,
 }
 
+/// How the processes of a run give each other what they read.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Running")]
+pub struct ExchangeArgs {
+    /// What the processes of a run see of SRC: all of it, or each only what is on its own node, which they then give each
+    /// other over TCP
+    #[arg(long, value_name = "WHAT", default_value = "shared")]
+    pub source: SourceSight,
+    /// Where processes that give each other bytes meet: tcp://HOST:PORT or file://DIR [default: MASTER_ADDR and
+    /// MASTER_PORT, else a file beside DST]
+    #[arg(long, value_name = "PLACE")]
+    pub rendezvous: Option<Place>,
+    /// How much each of them reads, sends and receives at a time; it takes six times as much memory
+    #[arg(long, value_name = "BYTES", default_value = "64MB")]
+    pub bucket_size: Quantity,
+}
+
+/// What each process of a run sees of SRC.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum SourceSight {
+    #[default]
+    Shared,
+    PerRank,
+}
+
 /// What the verbs that write have in common.
 #[derive(Args, Debug)]
 pub struct ConvertArgs {
@@ -94,6 +121,8 @@ pub struct ConvertArgs {
     pub source: SourceArgs,
     #[command(flatten)]
     pub share: PartArgs,
+    #[command(flatten)]
+    pub exchange: ExchangeArgs,
 }
 
 /// When to show progress.

@@ -3,21 +3,28 @@
 use rayon::prelude::*;
 
 use super::input;
+use super::peers::Peers;
 use super::progress::Progress;
 use super::run::Run;
-use crate::catalog::{Class, TensorEntry, TensorId};
+use crate::catalog::{Class, Fqn, TensorEntry, TensorId};
 use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::exec::Reporter;
 use crate::exec::compare::{self, ReplicaDifference};
 use crate::format::{Checkpoint, checksum};
+use crate::storage::Stretch;
 
 /// Hold every stored checksum against its data; gives what is wrong with which file or item. Of several processes each
-/// does some.
+/// does some, of files that it sees.
 pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
     let Part { index, of } = run.launch.part;
     let archives = checksum::archives(&checkpoint.catalog);
-    let archives: Vec<_> = archives.into_iter().skip(index as usize).step_by(of as usize).collect();
+    let all: Vec<u32> = (0..of).collect();
+    let is_own = |(number, (archive, _)): &(usize, (Stretch, Option<&Fqn>))| {
+        let seen_by = checkpoint.files.seen_by(archive.file).unwrap_or(&all);
+        seen_by.get(number % seen_by.len().max(1)) == Some(&index)
+    };
+    let archives: Vec<_> = archives.into_iter().enumerate().filter(is_own).map(|(_, archive)| archive).collect();
     let total = archives.iter().map(|(archive, _)| archive.len).sum();
     let progress = Progress::start(run.printer, "checking sums", total);
     let outcomes: Vec<Result<()>> = archives
@@ -57,7 +64,7 @@ impl Replicas {
     }
 }
 
-/// The first difference between the replicas of each of the tensors that has one.
+/// The first difference between the replicas of each of the tensors that has one. Collective, where there are peers.
 ///
 /// # Errors
 /// As reading: `Coverage`, `Malformed`, `Io`, `Stopped`.
@@ -65,6 +72,7 @@ pub fn differing(
     checkpoint: &Checkpoint,
     tensors: &[TensorId],
     which: Replicas,
+    peers: Option<&Peers>,
     run: &Run<'_>,
 ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
     let tensors: Vec<(TensorId, &TensorEntry)> = (tensors.iter())
@@ -73,6 +81,10 @@ pub fn differing(
         .collect();
     let total = tensors.iter().map(|(_, entry)| entry.len_bytes() * (entry.chunks.len() as u64 - 1)).sum();
     let progress = Progress::start(run.printer, "comparing replicas", total);
+    if let Some(peers) = peers {
+        let ids: Vec<TensorId> = tensors.iter().map(|(id, _)| *id).collect();
+        return peers.differing(checkpoint, &ids, &progress, run);
+    }
     let mut found = Vec::new();
     for (id, entry) in tensors {
         let difference = compare::replica_difference(input(checkpoint), entry, &run.options, &progress, &run.stop)?;

@@ -181,9 +181,8 @@ fn assets(args: &Consolidate, checkpoint: &Checkpoint) -> Result<Vec<Carried>> {
             for entry in entries.flatten() {
                 let to = name.join(entry.file_name());
                 let from = folder.join(&to);
-                let Ok(metadata) = std::fs::metadata(&from) else { continue };
-                if metadata.is_file() && wanted.is_match(&to) {
-                    found.entry(to.clone()).or_insert(Carried { from, to, len: metadata.len() });
+                if from.is_file() && wanted.is_match(&to) && !found.contains_key(&to) {
+                    found.insert(to.clone(), Carried::new(from, to)?);
                 }
             }
         }

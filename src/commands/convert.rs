@@ -118,7 +118,13 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 /// Anything; the destination is then as it was.
 pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
     conversion.source.forget_wishes();
-    let status = perform(&conversion, args, run).map_err(|error| conversion.source.locate(error));
+    let mut status = perform(&conversion, args, run).map_err(|error| conversion.source.locate(error));
+    if let Some(peers) = conversion.source.peers.take() {
+        match &status {
+            Ok(_) => status = peers.leave().and(status),
+            Err(error) => peers.fail(error),
+        }
+    }
     // The process ends with its verb, and to free a million small things one by one takes longer than that.
     mem::forget(mem::replace(&mut conversion.source.checkpoint.catalog, Catalog::empty()));
     mem::forget(conversion.reservation);
@@ -140,9 +146,17 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     // What only this node has in its memory cannot be sealed by another one.
     let options = &Options { sync: options.sync || !run.launch.part.is_alone(), ..options };
     printer.detail(&how(source.files.io(), options));
-    let report = Report { conversion, destination: dst, options, before: anonymous(), max_memory };
+    let mut report =
+        Report { conversion, destination: dst, options, before: anonymous(), max_memory, loads: Vec::new() };
     if args.destination.dry_run {
-        let stats = copy::dry_run(input(source), &conversion.reservation, &Stop::default())?;
+        let stats = match &conversion.source.peers {
+            None => copy::dry_run(input(source), &conversion.reservation, &Stop::default())?,
+            Some(peers) => {
+                let stats;
+                (stats, report.loads) = peers.dry_run(conversion)?;
+                stats
+            }
+        };
         let foreseen = dst.and_then(|destination| foresee(conversion, args, destination, options, run));
         let mut document = report.document(&stats);
         if let Some(warnings) = document["warnings"].as_array_mut() {

@@ -25,7 +25,7 @@ pub fn foresee(
         check_destination(conversion, args, destination)?;
         let claim = claim(args, options, run);
         let foreseen =
-            Staging::foresee(destination, conversion.shape, &claim, &plan(conversion, &about(conversion, run))?)?;
+            Staging::foresee(destination, conversion.shape, &claim, &plan(conversion, &about(conversion, run)))?;
         if foreseen == Foreseen::Anew {
             check_folder(conversion, &folder_of(destination))?;
         }

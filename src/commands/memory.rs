@@ -4,6 +4,7 @@
 //! the catalog, which follows the number of chunks and has no bound. Invariant: no run takes more than is told.
 
 use super::convert::Conversion;
+use super::peers::Peers;
 use crate::cli::SourceArgs;
 use crate::comm::cpus::cpus;
 use crate::comm::process_environment;
@@ -82,10 +83,11 @@ fn strip_bytes(max_memory: u64, io: Option<IoMode>, threads: usize) -> Result<u6
     Ok(((max_memory - BASE_BYTES) / threads as u64 - scratch_bytes(io)).min(DEFAULT_STRIP_BYTES))
 }
 
-/// What headers, pickles and tables take beyond what every run is allowed for them.
+/// What headers, pickles and tables take beyond what every run is allowed for them, and what is on its way to others.
 fn held_bytes(conversion: &Conversion<'_>) -> u64 {
     const ALLOWED: u64 = 16 << 20;
-    conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog).saturating_sub(ALLOWED)
+    let rounds = conversion.source.peers.as_ref().map_or(0, Peers::held_bytes);
+    rounds + conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog).saturating_sub(ALLOWED)
 }
 
 /// Strips as long as what is held leaves room for.
@@ -102,9 +104,10 @@ pub fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: 
             let needed = held + least_bytes(io, options.threads);
             Err(Error::usage(
                 format!(
-                    "--max-memory {}: the headers of {} and their tables take more, {} in all",
+                    "--max-memory {}: the headers of {} and their tables{} take more, {} in all",
                     human_bytes(max_memory),
                     count(conversion.reservation.files.len(), "file"),
+                    if conversion.source.peers.is_some() { ", and six times --bucket-size," } else { "" },
                     human_bytes(needed)
                 ),
                 format!("allow at least --max-memory {needed}"),
@@ -125,8 +128,9 @@ pub fn peak_bytes(conversion: &Conversion<'_>, options: &Options, before: Option
     };
     let workers = buffers + options.threads as u64 * WORKER_BYTES;
     let waiting = conversion.reservation.waiting_bytes(options.strip_bytes);
+    let rounds = conversion.source.peers.as_ref().map_or(0, Peers::held_bytes);
     let edges = if options.sync { HELD_BYTES } else { 0 };
-    let peak = before.peak.max(before.now + workers + edges + stats.planned_bytes + waiting);
+    let peak = before.peak.max(before.now + workers + edges + stats.planned_bytes + waiting + rounds);
     // Another run is not the same to the last page.
     (peak + peak / 32 + (1 << 20)).next_multiple_of(1 << 20)
 }

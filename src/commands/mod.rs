@@ -16,6 +16,7 @@ mod memory;
 mod names;
 mod partial;
 mod parts;
+mod peers;
 mod placements;
 mod plans;
 mod printer;

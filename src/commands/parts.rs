@@ -128,15 +128,21 @@ pub fn carry_along(
     let root = &source.checkpoint.root;
     let mut carried = Vec::new();
     for to_path in &source.checkpoint.beside {
-        let from = root.join(to_path);
-        let len = std::fs::metadata(&from).map_err(Error::io("look at", &from))?.len();
-        if to.is_by_rank() && to_path.ends_with(FSDP_CONFIG) && len < 1 << 20 {
-            let text = std::fs::read(&from).map_err(Error::io("read", &from))?;
+        let own = root.join(to_path);
+        let mut file = Carried::new(source.checkpoint.place(&own), to_path.clone())?;
+        if to.is_by_rank() && to_path.ends_with(FSDP_CONFIG) && file.len < 1 << 20 {
+            let text = std::fs::read(&file.from).map_err(Error::io("read", &file.from))?;
             let mut file = OutputFile::new(to_path);
             file.push_literal(with_world_size(&text, world_size));
             reservation.files.push(file);
         } else {
-            carried.push(Carried { from, to: to_path.clone(), len });
+            if let Some(peers) = &source.peers {
+                file.seen_by = peers.carriers(&own);
+            }
+            if !file.seen_by.is_empty() {
+                file.from = own;
+            }
+            carried.push(file);
         }
     }
     Ok(carried)

@@ -64,7 +64,11 @@ pub fn produce(
 ) -> Result<Produced> {
     let claim = claim(args, options, run);
     let about = about(conversion, run);
-    match Staging::begin(destination, conversion.shape, &claim, &plan(conversion, &about)?, &run.stop)? {
+    let plan = plan(conversion, &about);
+    if let Some(peers) = &conversion.source.peers {
+        peers.compare(plan.fingerprint)?;
+    }
+    match Staging::begin(destination, conversion.shape, &claim, &plan, &run.stop)? {
         Begun::Done => Ok(Produced::Already),
         Begun::Work(staging) => {
             let records = Records { conversion, staging: &staging, run, sync: options.sync };
@@ -107,13 +111,12 @@ pub fn about(conversion: &Conversion<'_>, run: &Run<'_>) -> About {
     About::new(run.options_told.clone(), &source.checkpoint.files, carried, &roots(source))
 }
 
-/// # Errors
-/// `Io` where the source cannot be looked at.
-pub fn plan<'a>(conversion: &Conversion<'_>, about: &'a About) -> Result<Plan<'a>> {
+/// What is to be made, as other processes and later runs know it.
+pub fn plan<'a>(conversion: &Conversion<'_>, about: &'a About) -> Plan<'a> {
     let Conversion { source, reservation, carried, .. } = conversion;
     let version = env!("CARGO_PKG_VERSION");
-    let fingerprint = fingerprint(version, input(&source.checkpoint), reservation, carried, &roots(source))?;
-    Ok(Plan { fingerprint, version, about })
+    let fingerprint = fingerprint(version, input(&source.checkpoint), reservation, carried, &roots(source));
+    Plan { fingerprint, version, about }
 }
 
 fn roots(source: &Source) -> Vec<&Path> {
@@ -138,9 +141,10 @@ impl Producer<'_> {
         self.run.launch.part
     }
 
-    /// The carried files that are a part's, with their numbers: dealt out in turn, as they are few, and small.
+    /// The carried files that are a part's, with their numbers.
     fn carried_by(&self, part: Part) -> impl Iterator<Item = (u32, &Carried)> {
-        (0..).zip(&self.conversion.carried).filter(move |(number, _)| number % part.of == part.index)
+        let is_own = move |(number, file): &(u32, &Carried)| file.carrier(*number, part.of) == part.index;
+        (0..).zip(&self.conversion.carried).filter(is_own)
     }
 
     /// Write what is left of this part.
@@ -153,7 +157,9 @@ impl Producer<'_> {
         let todo = own.without(&known.done);
         check_space(staging.folder(), files, &todo)?;
         // An earlier run may have been told to check less.
-        conversion.source.check(&sources(&conversion.reservation.tensors, &own), self.args.checks, run)?;
+        let peers = conversion.source.peers.as_ref();
+        let checked = if peers.is_some() { Extents::of_files(files) } else { own };
+        conversion.source.check(&sources(&conversion.reservation.tensors, &checked), self.args.checks, run)?;
 
         // A run that is alone and has nothing to read back publishes at once.
         let is_brief = !staging.is_kept() && !verify;
@@ -169,8 +175,11 @@ impl Producer<'_> {
                 log.carried(number);
             }
         }
-        let source = &conversion.source.checkpoint;
-        let stats = copy(input(source), &conversion.reservation, staging.folder(), &log, options, &meter, &run.stop)?;
+        let (source, folder) = (&conversion.source.checkpoint, staging.folder());
+        let stats = match peers {
+            Some(peers) => peers.fill(conversion, folder, &log, options, &meter, run)?,
+            None => copy(input(source), &conversion.reservation, folder, &log, options, &meter, &run.stop)?,
+        };
         staging.finish()?;
         Ok(Stats { bytes_before: known.done.len_bytes(), ..stats })
     }

@@ -12,6 +12,7 @@ use super::partial;
 use crate::catalog::OutputFile;
 use crate::exec::Options;
 use crate::exec::copy::Stats;
+use crate::exec::exchange::Load;
 use crate::quantity::{count, human_bytes, human_rate};
 use crate::storage::memory::Anonymous;
 
@@ -24,6 +25,8 @@ pub struct Report<'a> {
     pub before: Option<Anonymous>,
     /// What `--max-memory` allows.
     pub max_memory: u64,
+    /// What each rank moves, where ranks give each other bytes and this was asked for.
+    pub loads: Vec<Load>,
 }
 
 /// Lines for the user before the work begins.
@@ -123,6 +126,8 @@ impl Report<'_> {
             })
             .collect();
         let tied: BTreeMap<&str, &str> = tied.iter().map(|(alias, kept)| (alias.as_str(), kept.as_str())).collect();
+        let of_rank = |load: &Load| json!({ "read": load.read, "sent": load.sent, "received": load.received });
+        let loads: Vec<Json> = self.loads.iter().map(of_rank).collect();
         let mut warnings = checkpoint.catalog.warnings.clone();
         warnings.extend(notes(self.conversion));
         warnings.extend(cast_warnings(stats));
@@ -139,6 +144,7 @@ impl Report<'_> {
             "bytes_written": self.conversion.len_bytes(),
             "runs": stats.runs,
             "mean_run_bytes": mean_run_bytes(stats),
+            "ranks": loads,
             "peak_bytes": peak_bytes(self.conversion, self.options, self.before, stats),
             "left_out": left_out,
             "cast": cast,
@@ -166,6 +172,16 @@ impl Report<'_> {
                 human_bytes(peak_bytes(self.conversion, self.options, self.before, stats))
             ),
         ];
+        if !self.loads.is_empty() {
+            let of_all = |of: fn(&Load) -> u64| (self.loads.iter().map(of).sum(), self.loads.iter().map(of).max());
+            let ((sent, most_sent), (_, most_received)) = (of_all(|load| load.sent), of_all(|load| load.received));
+            lines.push(format!(
+                "on the wire   {}; at most {} from a rank, {} to one",
+                human_bytes(sent),
+                human_bytes(most_sent.unwrap_or(0)),
+                human_bytes(most_received.unwrap_or(0))
+            ));
+        }
         let (left_out, _) = left_out(self.conversion);
         let lists = [("left out", left_out), ("cast", cast_text(stats))];
         for (what, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {

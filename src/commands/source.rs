@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use super::checks::{self, Replicas};
 use super::conflicts::{self, Ranks, Settled};
 use super::fill::{Filled, fill};
+use super::peers::Peers;
 use super::printer::Printer;
 use super::run::Run;
 use super::told::told;
@@ -15,6 +16,7 @@ use crate::catalog::path::{self, Fate};
 use crate::catalog::{Catalog, Class, Fqn, TensorId, Value, model};
 use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs, SourceArgs};
 use crate::error::{Error, Result};
+use crate::exec::compare::ReplicaDifference;
 use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
 use crate::layout::Pattern;
 use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
@@ -54,6 +56,8 @@ pub struct Source {
     pub settled: Settled,
     /// Replicas have been compared already.
     pub compared: bool,
+    /// The processes that see the rest of SRC.
+    pub peers: Option<Peers>,
 }
 
 impl Source {
@@ -66,14 +70,17 @@ impl Source {
         let told = told(&args.source.told, args.select.keep_names)?;
         let options = read_options(&args.source, like, defaults.series.clone(), defaults.want);
         let options = ReadOptions { told, ..options };
-        let checkpoint = Checkpoint::open(&args.src, &options).map_err(|error| error.within(&args.src))?;
+        let (peers, checkpoint) = match Peers::open(args, &options, run)? {
+            Some((peers, checkpoint)) => (Some(peers), checkpoint),
+            None => (None, Checkpoint::open(&args.src, &options).map_err(|error| error.within(&args.src))?),
+        };
         refuse_fragment(&checkpoint)?;
         check_series(&args.source, &[&checkpoint])?;
         announce(&checkpoint, run.printer);
         let options = select_options(&args.select, defaults)?;
         let wanted = select::select(&checkpoint.catalog, &options)?;
         check_reduced(args, &checkpoint, &wanted, options.without_gradients)?;
-        Ok(Self { checkpoint, filled: None, like: None, wanted, settled: Settled::default(), compared: false })
+        Ok(Self { checkpoint, filled: None, like: None, wanted, settled: Settled::default(), compared: false, peers })
     }
 
     /// Take what SRC lacks from the checkpoint at `filler`, and remember the one at `like`, which is not read again where
@@ -161,7 +168,7 @@ impl Source {
             None => self.random_state(),
         };
         self.compared = args.on_conflict.is_some();
-        for (id, difference) in checks::differing(&self.checkpoint, &undecided, replicas(args), run)? {
+        for (id, difference) in self.differing(&undecided, args, run)? {
             let entry = self.checkpoint.catalog.tensor(id);
             match args.on_conflict.unwrap_or(OnConflict::PerRank) {
                 OnConflict::Rank0 => self.settled.rank0.push(entry.fqn.to_string()),
@@ -204,11 +211,21 @@ impl Source {
         if self.compared {
             return Ok(());
         }
-        let found = checks::differing(&self.checkpoint, taken, replicas(args), run)?;
+        let found = self.differing(taken, args, run)?;
         match found.first() {
             None => Ok(()),
             Some((id, difference)) => Err(checks::replica_conflict(self.checkpoint.catalog.tensor(*id), difference)),
         }
+    }
+
+    fn differing(
+        &self,
+        tensors: &[TensorId],
+        args: CheckArgs,
+        run: &Run<'_>,
+    ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
+        let which = if args.check_replicas { Replicas::All } else { Replicas::Plain };
+        checks::differing(&self.checkpoint, tensors, which, self.peers.as_ref(), run)
     }
 
     /// Let go of wishes, names and values, once it is known what is written of them: of a checkpoint of very many tensors
@@ -298,10 +315,6 @@ fn left_out_gradients(checkpoint: &Checkpoint, wanted: &Selected) -> Option<path
     let mut taken = false;
     path::tensors(&wanted.catalog.state, &path::Path::default(), &mut |_, id| taken |= gradients.contains(&id));
     (!taken && !gradients.is_empty()).then_some(root)
-}
-
-fn replicas(args: CheckArgs) -> Replicas {
-    if args.check_replicas { Replicas::All } else { Replicas::Plain }
 }
 
 /// The name options of the command line.

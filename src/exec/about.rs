@@ -51,7 +51,7 @@ impl About {
         let read = files
             .ids()
             .map(|id| (name(files.path(id)), SourceFile { len: files.len_bytes(id), modified: files.modified(id) }));
-        let carried = carried.iter().filter_map(|file| Some((name(&file.from), SourceFile::of(&file.from)?)));
+        let carried = carried.iter().map(|file| (name(&file.from), SourceFile { len: file.len, modified: file.modified }));
         Self { options, sources: read.chain(carried).collect() }
     }
 
@@ -96,14 +96,6 @@ fn differing<'a, T: PartialEq>(
     let names: std::collections::BTreeSet<&String> = was.keys().chain(is.keys()).collect();
     let both = names.into_iter().map(|name| (name.as_str(), was.get(name), is.get(name)));
     both.filter(|(_, was, is)| was != is).collect()
-}
-
-impl SourceFile {
-    fn of(path: &Path) -> Option<Self> {
-        use std::os::unix::fs::MetadataExt;
-        let metadata = path.metadata().ok()?;
-        Some(Self { len: metadata.len(), modified: (metadata.mtime(), metadata.mtime_nsec()) })
-    }
 }
 
 #[cfg(test)]

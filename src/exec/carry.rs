@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use super::digest::for_each_block;
@@ -12,6 +12,7 @@ use super::seal::len_of;
 use super::{Reporter, Stop};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
+use crate::storage::regular_file;
 
 /// Bytes between two looks at whether to stop.
 const BLOCK_BYTES: u64 = 64 << 20;
@@ -23,6 +24,29 @@ pub struct Carried {
     /// Relative to the destination.
     pub to: PathBuf,
     pub len: u64,
+    /// When it was last changed, in seconds and nanoseconds since 1970.
+    pub modified: (i64, i64),
+    /// The ranks that can read it, where not all can.
+    pub seen_by: Vec<u32>,
+}
+
+impl Carried {
+    /// One that all can read.
+    ///
+    /// # Errors
+    /// `Io` where it cannot be looked at, or is no file.
+    pub fn new(from: PathBuf, to: PathBuf) -> Result<Self> {
+        let metadata = regular_file(&from)?;
+        let (len, modified) = (metadata.len(), (metadata.mtime(), metadata.mtime_nsec()));
+        Ok(Self { from, to, len, modified, seen_by: Vec::new() })
+    }
+
+    /// Whose of so many parts it is to carry the file with this number: they are few and small, and dealt out in turn.
+    #[must_use]
+    pub fn carrier(&self, number: u32, parts: u32) -> u32 {
+        let turn = number as usize % self.seen_by.len().max(1);
+        self.seen_by.get(turn).copied().unwrap_or(number % parts)
+    }
 }
 
 /// Copy a file into `folder`, in the place of what an earlier run began there.
@@ -103,7 +127,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let from = folder.path().join("a");
         std::fs::write(&from, b"text").unwrap();
-        let file = Carried { from: from.clone(), to: PathBuf::from("sub/b"), len: 4 };
+        let file = Carried::new(from.clone(), PathBuf::from("sub/b")).unwrap();
         let into = folder.path().join("out");
         std::fs::create_dir_all(into.join("sub")).unwrap();
         std::fs::write(into.join("sub/b"), b"half of some other").unwrap();

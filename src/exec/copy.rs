@@ -68,7 +68,7 @@ pub struct CastCount {
 
 impl Stats {
     /// Of a copy that has not begun: which casts there will be.
-    fn of(input: Input<'_>, reservation: &Reservation) -> Self {
+    pub(super) fn of(input: Input<'_>, reservation: &Reservation) -> Self {
         let mut stats = Self::default();
         for tensor in &reservation.tensors {
             let pair = (input.catalog.tensor(tensor.source).dtype, tensor.dtype());

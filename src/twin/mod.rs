@@ -140,7 +140,7 @@ impl Twin {
         if seen.own.is_some() {
             return Ok(own);
         }
-        if seen.len.is_none_or(|len| seen.held.contains(&(0..len))) {
+        if self.holds_whole(path) {
             return Ok(twin);
         }
         Err(Error::Missing {
@@ -150,6 +150,12 @@ impl Twin {
             missing: format!("all but its metadata, seen by {}", name_ranks(&seen.by)),
             hint: None,
         })
+    }
+
+    /// Whether all of a file is in the twin, so that every process can read it there.
+    #[must_use]
+    pub fn holds_whole(&self, path: &Path) -> bool {
+        self.seen(path).is_none_or(|seen| seen.len.is_none_or(|len| seen.held.contains(&(0..len))))
     }
 
     fn seen(&self, path: &Path) -> Option<&Seen> {

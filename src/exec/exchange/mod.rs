@@ -64,18 +64,21 @@ impl<'a> Exchange<'a> {
         Rounds::new(input.catalog, &reservation.tensors, owners, parties, bucket_bytes)
     }
 
-    /// What each rank reads, sends, receives and writes, in all.
+    /// What all ranks together take from the source, and what each reads, sends, receives and unpacks, without moving it.
     ///
     /// # Errors
     /// As [`Rounds`].
-    pub fn loads(&self) -> Result<Vec<Load>> {
+    pub fn dry_run(&self) -> Result<(Stats, Vec<Load>)> {
+        let mut stats = Stats::of(self.input, self.reservation);
         let mut sums = vec![Load::default(); self.parties.nodes.len()];
         for round in self.rounds() {
             for draft in round?.drafts {
                 sums.iter_mut().zip(&draft.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
+                stats.runs += draft.stretches.len() as u64;
             }
         }
-        Ok(sums)
+        stats.bytes_read = sums.iter().map(|load| load.read).sum();
+        Ok((stats, sums))
     }
 
     /// Fill what `log` has to be done of the output files in `folder`: what the owners say of this rank.

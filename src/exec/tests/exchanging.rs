@@ -117,7 +117,7 @@ impl Case {
                         let log = Log::new(&reservation.files, todo, path, false, AtEnd::Nothing);
                         let shuffle = HostShuffle::new(rank);
                         exchange.run(rank, shuffle, folder, &log, &options(), &Silent, &Stop::default()).unwrap();
-                        exchange.loads().unwrap()
+                        exchange.dry_run().unwrap().1
                     })
                 })
                 .collect();

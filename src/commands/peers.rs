@@ -1,0 +1,240 @@
+//! The processes of a run that give each other what they read: those of `--source per-rank`.
+//!
+//! They meet beside DST, make a [twin](crate::twin) of SRC there, and stay connected until DST is published. Whoever fails
+//! says so to the others, and nobody waits for one that is gone.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::convert::Conversion;
+use super::run::Run;
+use super::{input, progress::Progress};
+use crate::catalog::TensorId;
+use crate::cli::{ConvertArgs, SourceSight};
+use crate::comm::{Communicator, Launcher, Liveness, Meeting, Mesh, Part, Place, meet, process_environment};
+use crate::error::{Error, Result};
+use crate::exec::compare::ReplicaDifference;
+use crate::exec::copy::Stats;
+use crate::exec::exchange::{Exchange, HostShuffle, Load, Owners, Parties, Sight, agree, differing};
+use crate::exec::fingerprint::Fingerprint;
+use crate::exec::log::Log;
+use crate::exec::{Extents, Options, Reporter};
+use crate::fault;
+use crate::format::{Checkpoint, ReadOptions};
+use crate::twin::{self, Twin};
+
+/// How long the first waits for the last.
+const MEET_WITHIN: Duration = Duration::from_mins(2);
+const HURRIED: Duration = Duration::from_secs(10);
+
+/// Buffers of a round: what is read and what is written, of two rounds each, and what goes over the wire.
+const BUFFERS: u64 = 6;
+
+pub struct Peers {
+    mesh: Mesh,
+    twin: Twin,
+    parties: Parties,
+    bucket_bytes: u64,
+    // Dropped last: the twin is in it.
+    _place: MeetingPlace,
+}
+
+impl Peers {
+    /// Meet the others and read SRC with them, where this is to be done.
+    ///
+    /// # Errors
+    /// `Usage` where they do not run at the same time, `Comm` naming those that do not come, and as reading SRC.
+    pub fn open(args: &ConvertArgs, options: &ReadOptions, run: &Run<'_>) -> Result<Option<(Self, Checkpoint)>> {
+        let launch = &run.launch;
+        if args.exchange.source != SourceSight::PerRank {
+            return Ok(None);
+        }
+        if launch.part.is_alone() {
+            return Err(Error::usage(
+                "--source per-rank: this is the only process",
+                "start one where each part of SRC lies, by srun, torchrun or mpirun, or with --part and --parts",
+            ));
+        }
+        if !launch.waits {
+            let who =
+                if launch.launcher == Launcher::SlurmArray { "elements of an array" } else { "with --no-wait they" };
+            return Err(Error::usage(
+                format!("--source per-rank: processes have to run at the same time, and {who} may not"),
+                "start them by srun, torchrun or mpirun",
+            ));
+        }
+        if args.destination.verify {
+            return Err(Error::usage(
+                "--verify reads all of SRC again, which no process sees with --source per-rank",
+                "leave it out; what is written has been checked against the sums that SRC has",
+            ));
+        }
+        let destination = args.dst.as_deref().ok_or_else(|| {
+            Error::usage(
+                "--source per-rank: processes meet beside DST, which is not given",
+                "say DST with --dry-run, too",
+            )
+        })?;
+        let place = MeetingPlace::beside(destination, launch.part)?;
+        let stop = run.stop.clone();
+        let told = args.exchange.rendezvous.clone();
+        let meeting = Meeting {
+            part: launch.part,
+            run: launch.run.as_deref(),
+            place: &Place::choose(told, launch.launcher, &process_environment, &place.folder)?,
+            limit: meet_within(),
+            liveness: Liveness::default(),
+            going: Arc::new(move || stop.check()),
+        };
+        let mesh = Mesh::connect(meet(&meeting)?, meet_within())?;
+        let opened = Self::read(&mesh, &args.src, &place.folder, options);
+        let (twin, checkpoint, parties) = opened.inspect_err(|error| mesh.fail(&error.to_string()))?;
+        let bucket_bytes = args.exchange.bucket_size.0;
+        Ok(Some((Self { mesh, twin, parties, bucket_bytes, _place: place }, checkpoint)))
+    }
+
+    fn read(mesh: &Mesh, src: &Path, place: &Path, options: &ReadOptions) -> Result<(Twin, Checkpoint, Parties)> {
+        let twin = twin::make(mesh, src, &place.join("source"))?;
+        let checkpoint = mesh.settle(twin.open(options))?;
+        let parties = Parties::meet(mesh, Sight::of(&checkpoint.files, mesh.size()))?;
+        Ok((twin, checkpoint, parties))
+    }
+
+    /// Memory that rounds take.
+    #[must_use]
+    pub fn held_bytes(&self) -> u64 {
+        BUFFERS * self.bucket_bytes
+    }
+
+    /// Who can read all of a file of SRC, where not all can.
+    #[must_use]
+    pub fn carriers(&self, path: &Path) -> Vec<u32> {
+        if self.twin.holds_whole(path) { Vec::new() } else { self.twin.seen_by(path).to_vec() }
+    }
+
+    /// All make the same.
+    ///
+    /// # Errors
+    /// `Comm` naming one that does not.
+    pub fn compare(&self, fingerprint: Fingerprint) -> Result<()> {
+        let own = fingerprint.to_string();
+        let said = self.mesh.gather(own.as_bytes())?;
+        match said.iter().position(|other| *other != said[0]) {
+            None => Ok(()),
+            Some(rank) => Err(Error::Comm {
+                rank: u32::try_from(rank).expect("a rank"),
+                op: "plan",
+                detail: String::from("it makes something else than rank 0 does"),
+                hint: Some(String::from("start all processes with the same options, of the same dtshard")),
+            }),
+        }
+    }
+
+    /// As [`checks::differing`](super::checks::differing), of replicas that no process sees all of. Collective.
+    ///
+    /// # Errors
+    /// As [`differing`].
+    pub fn differing(
+        &self,
+        checkpoint: &Checkpoint,
+        tensors: &[TensorId],
+        progress: &Progress,
+        run: &Run<'_>,
+    ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
+        differing(&self.mesh, &self.parties.sight, input(checkpoint), tensors, progress, &run.stop)
+    }
+
+    /// Fill what `log` has to be done, with the others. Collective.
+    ///
+    /// # Errors
+    /// As [`Exchange::run`].
+    pub fn fill(
+        &self,
+        conversion: &Conversion<'_>,
+        folder: &Path,
+        log: &Log<'_>,
+        options: &Options,
+        reporter: &dyn Reporter,
+        run: &Run<'_>,
+    ) -> Result<Stats> {
+        let owners = Owners::new(&conversion.reservation.files, &agree(&self.mesh, log.todo())?);
+        let shuffle = HostShuffle::new(&self.mesh);
+        let stats =
+            self.exchange(conversion, &owners).run(&self.mesh, shuffle, folder, log, options, reporter, &run.stop)?;
+        // Who is done first does not go on before all are: what is recorded by then is all there is.
+        self.mesh.barrier()?;
+        Ok(stats)
+    }
+
+    /// What it takes to write all, and what each of them would read, send and receive.
+    ///
+    /// # Errors
+    /// As [`Exchange::dry_run`].
+    pub fn dry_run(&self, conversion: &Conversion<'_>) -> Result<(Stats, Vec<Load>)> {
+        let files = &conversion.reservation.files;
+        let of = self.mesh.size();
+        let todos: Vec<Extents> =
+            (0..of).map(|index| crate::exec::division::stretch(files, Part { index, of })).collect();
+        self.exchange(conversion, &Owners::new(files, &todos)).dry_run()
+    }
+
+    fn exchange<'a>(&'a self, conversion: &'a Conversion<'_>, owners: &'a Owners) -> Exchange<'a> {
+        Exchange {
+            input: input(&conversion.source.checkpoint),
+            reservation: &conversion.reservation,
+            parties: &self.parties,
+            owners,
+            bucket_bytes: self.bucket_bytes,
+        }
+    }
+
+    /// Tell the others that this one goes, because of an error.
+    pub fn fail(&self, error: &Error) {
+        self.mesh.fail(&error.to_string());
+    }
+
+    /// Go, when all is done.
+    ///
+    /// # Errors
+    /// As [`Communicator::leave`].
+    pub fn leave(self) -> Result<()> {
+        self.mesh.leave()
+    }
+}
+
+fn meet_within() -> Duration {
+    if fault::is_hurried() { HURRIED } else { MEET_WITHIN }
+}
+
+/// `.DST.dtshard-meeting`, beside DST: a folder that all see. What is left of one is nobody's, and used again.
+struct MeetingPlace {
+    folder: PathBuf,
+    /// Who takes it away again.
+    is_own: bool,
+}
+
+impl MeetingPlace {
+    fn beside(destination: &Path, part: Part) -> Result<Self> {
+        let name = destination.file_name().ok_or_else(|| {
+            Error::usage(
+                format!("{} cannot be a destination", destination.display()),
+                "give the destination a name of its own",
+            )
+        })?;
+        let hidden = [".".as_ref(), name, ".dtshard-meeting".as_ref()].into_iter().collect::<OsString>();
+        let folder = destination.with_file_name(hidden);
+        fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
+        Ok(Self { folder, is_own: part.index == 0 })
+    }
+}
+
+impl Drop for MeetingPlace {
+    fn drop(&mut self) {
+        if self.is_own {
+            let _ = fs::remove_dir_all(&self.folder);
+        }
+    }
+}
