@@ -243,7 +243,7 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
         exchange.run(rank, HostShuffle::new(rank), &outputs[1], &log, &options(), &Silent, &Stop::default())?;
         checkpoint.files.check_unchanged()?;
         let own = &spread.own[rank.rank() as usize];
-        fingerprint("1", input(&checkpoint), &reservation, &[], &[own])
+        Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[own]))
     });
     let fingerprints: Vec<_> = done.into_iter().map(|fingerprint| fingerprint.unwrap()).collect();
     assert!(fingerprints.iter().all(|other| *other == fingerprints[0]));

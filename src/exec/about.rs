@@ -51,7 +51,8 @@ impl About {
         let read = files
             .ids()
             .map(|id| (name(files.path(id)), SourceFile { len: files.len_bytes(id), modified: files.modified(id) }));
-        let carried = carried.iter().map(|file| (name(&file.from), SourceFile { len: file.len, modified: file.modified }));
+        let carried =
+            carried.iter().map(|file| (name(&file.from), SourceFile { len: file.len, modified: file.modified }));
         Self { options, sources: read.chain(carried).collect() }
     }
 
