@@ -126,13 +126,11 @@ impl Report<'_> {
             })
             .collect();
         let tied: BTreeMap<&str, &str> = tied.iter().map(|(alias, kept)| (alias.as_str(), kept.as_str())).collect();
-        let of_rank = |load: &Load| json!({ "read": load.read, "sent": load.sent, "received": load.received });
-        let loads: Vec<Json> = self.loads.iter().map(of_rank).collect();
         let mut warnings = checkpoint.catalog.warnings.clone();
         warnings.extend(notes(self.conversion));
         warnings.extend(cast_warnings(stats));
         warnings.extend(self.memory_warning(stats));
-        json!({
+        let mut document = json!({
             "source": { "path": given.display().to_string(), "format": format.name() },
             "target": {
                 "path": self.destination.map(|path| path.display().to_string()),
@@ -144,13 +142,17 @@ impl Report<'_> {
             "bytes_written": self.conversion.len_bytes(),
             "runs": stats.runs,
             "mean_run_bytes": mean_run_bytes(stats),
-            "ranks": loads,
             "peak_bytes": peak_bytes(self.conversion, self.options, self.before, stats),
             "left_out": left_out,
             "cast": cast,
             "tied": tied,
             "warnings": warnings,
-        })
+        });
+        if !self.loads.is_empty() {
+            let of_rank = |load: &Load| json!({ "read": load.read, "sent": load.sent, "received": load.received });
+            document["ranks"] = self.loads.iter().map(of_rank).collect();
+        }
+        document
     }
 
     pub fn dry_run_text(&self, stats: &Stats) -> String {
