@@ -68,6 +68,10 @@ pub enum Error {
     #[error("{}: {error}", path.display())]
     Within { path: PathBuf, error: Box<Error> },
 
+    /// Another process of the run is gone, or does not do what this one does.
+    #[error("rank {rank}: {op}: {detail}")]
+    Comm { rank: u32, op: &'static str, detail: String, hint: Option<String> },
+
     /// A signal; nothing was published. `kept` is what another run can go on from.
     #[error("stopped by {signal}; {}", what_is_left(kept.as_deref()))]
     Stopped { signal: &'static str, exit: u8, kept: Option<PathBuf> },
@@ -130,6 +134,10 @@ impl Error {
         Self::Usage { message: message.into(), hint: Some(hint.into()) }
     }
 
+    pub fn comm(rank: u32, op: &'static str, detail: impl Into<String>) -> Self {
+        Self::Comm { rank, op, detail: detail.into(), hint: None }
+    }
+
     /// Name the checkpoint where the error names a tensor only.
     #[must_use]
     pub fn within(self, path: &Path) -> Self {
@@ -162,6 +170,7 @@ impl Error {
             Self::Unsupported { hint, .. }
             | Self::Coverage { hint, .. }
             | Self::Conflict { hint, .. }
+            | Self::Comm { hint, .. }
             | Self::Usage { hint, .. } => hint.as_deref(),
             Self::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => {
                 Some("free space on the file system of the destination, or choose another one")
@@ -207,6 +216,7 @@ impl Error {
             Self::Unsupported { .. } => "unsupported",
             Self::Coverage { .. } => "coverage",
             Self::Conflict { .. } => "conflict",
+            Self::Comm { .. } => "comm",
             Self::Layout(_) => "layout",
             Self::Usage { .. } => "usage",
             Self::Stopped { .. } => "stopped",

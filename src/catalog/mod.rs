@@ -24,7 +24,7 @@ pub use chunk::{Chunk, ChunkTable, Located, Place, Record, Summed, contiguous_st
 pub use dtype::Dtype;
 pub use path::{Key, Leaf, Path};
 pub use reserved::{Literal, OutputFile, Reservation, Reserved, Sum};
-pub use validate::{Tiling, list_ranks};
+pub use validate::{Holders, Tiling, list_ranks};
 pub use value::{Dict, DictKind, Holding, TensorId, Value};
 
 use crate::error::Error;

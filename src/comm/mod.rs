@@ -1,18 +1,37 @@
-//! Which of several processes this one is.
+//! Which of several processes this one is, and what they say to each other.
 //!
-//! Processes that convert one checkpoint do not talk: each derives the same plan and does its [`Part`] of the bytes. All
-//! that a process must be told is which part that is, of how many. Whoever started it has said so in its environment,
-//! or on the command line; [`launch()`] finds it.
+//! Each process derives the same plan and does its [`Part`] of the bytes. All that it must be told is which part that is,
+//! of how many. Whoever started it has said so in its environment, or on the command line; [`launch()`] finds it.
+//!
+//! Where bytes go between processes, these [`rendezvous`], keep a [`Control`] connection to rank 0, by which they hear who
+//! is gone, and move tensors through a [`Communicator`]: a [`Mesh`] of TCP connections, or [`Local`] between threads.
 
+//T mod address;
+mod communicator;
+//T mod control;
 pub mod cpus;
+//T mod door;
 mod environment;
+mod fate;
+//T mod frame;
+//T mod hello;
 pub mod launch;
+mod local;
+//T mod mesh;
+//T mod place;
+//T mod rendezvous;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::fmt;
 
+pub use communicator::Communicator;
+//T pub use control::{Control, Liveness};
 pub use launch::{Launch, Launcher, launch};
+pub use local::Local;
+//T pub use mesh::Mesh;
+//T pub use place::Place;
+//T pub use rendezvous::{KeepGoing, Meeting, meet};
 
 /// What one process does of the work of all: part `index` of `of`, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -77,17 +77,10 @@ impl Stats {
         stats
     }
 
-    fn count(&mut self, slots: &[Slot]) {
-        let mut planned_bytes = 0;
-        for slot in slots {
-            slot.tile.pieces(|piece| {
-                // As many summands as there are may be read for each rank.
-                self.runs = self.runs.saturating_add(piece.runs());
-                self.bytes_read = self.bytes_read.saturating_add(piece.len_bytes());
-            });
-            planned_bytes += PLANNED_BYTES + slot.tile.held_bytes();
-        }
-        self.planned_bytes = self.planned_bytes.max(planned_bytes);
+    fn add(&mut self, taken: &Taken) {
+        self.bytes_read = self.bytes_read.saturating_add(taken.bytes);
+        self.runs = self.runs.saturating_add(taken.runs);
+        self.planned_bytes = self.planned_bytes.max(taken.planned_bytes);
     }
 
     /// What casts met, in place of what was known of it.
@@ -99,12 +92,69 @@ impl Stats {
     }
 }
 
-/// Fill what `log` has to be done of the files of `reservation` in `folder`.
+/// Tiles that are ready to be put into strips.
+pub struct Batch {
+    pub slots: Vec<Slot>,
+    pub payloads: Vec<Payload>,
+    /// What it takes.
+    pub taken: Taken,
+    /// Whether what has come so far, up to this batch, is known to be what its writer wrote, once it is written.
+    pub is_checked: bool,
+}
+
+/// What is taken from the source, and what planning that takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Taken {
+    pub bytes: u64,
+    /// Contiguous runs they come in.
+    pub runs: u64,
+    pub planned_bytes: u64,
+}
+
+impl Taken {
+    /// By tiles that are read from files.
+    fn of(slots: &[Slot]) -> Self {
+        let mut taken = Self::default();
+        for slot in slots {
+            slot.tile.pieces(|piece| {
+                // As many summands as there are may be read for each rank.
+                taken.runs = taken.runs.saturating_add(piece.runs());
+                taken.bytes = taken.bytes.saturating_add(piece.len_bytes());
+            });
+            taken.planned_bytes += PLANNED_BYTES + slot.tile.held_bytes();
+        }
+        taken
+    }
+}
+
+/// Fill what `log` has to be done of the files of `reservation` in `folder`, from the files of the source.
 ///
 /// # Errors
 /// The first error of any worker; `Stopped` on a signal. The files are incomplete then, and the log has what is complete.
 pub fn copy(
     input: Input<'_>,
+    reservation: &Reservation,
+    folder: &Path,
+    log: &Log<'_>,
+    options: &Options,
+    reporter: &dyn Reporter,
+    stop: &Stop,
+) -> Result<Stats> {
+    let batches = windows(input, &reservation.tensors, log.todo()).map(|window| {
+        let (slots, payloads) = prepare(input, &window, log.todo())?;
+        Ok(Batch { taken: Taken::of(&slots), slots, payloads, is_checked: true })
+    });
+    write(input, batches, reservation, folder, log, options, reporter, stop)
+}
+
+/// As [`copy`], with tensor data from wherever `batches` have it.
+///
+/// # Errors
+/// As [`copy`].
+#[expect(clippy::too_many_arguments, reason = "those of a copy, and the batches")]
+pub fn write(
+    input: Input<'_>,
+    batches: impl IntoIterator<Item = Result<Batch>>,
     reservation: &Reservation,
     folder: &Path,
     log: &Log<'_>,
@@ -130,14 +180,16 @@ pub fn copy(
     };
     let mut stats = Stats::of(input, reservation);
     let done = (|| {
-        for window in windows(input, &reservation.tensors, log.todo()) {
+        for batch in batches {
             stop.check()?;
-            let (slots, payloads) = prepare(input, &window, log.todo())?;
+            let Batch { slots, payloads, taken, is_checked } = batch?;
             let mut strips = cutter.cut(payloads);
             Filler { slots: &slots, ..filler }.fill(&mut strips)?;
             passing.settle(input.files)?;
-            stats.count(&slots);
-            log.advance(&outputs, &|| input.files.check_unchanged())?;
+            stats.add(&taken);
+            if is_checked {
+                log.advance(&outputs, &|| input.files.check_unchanged())?;
+            }
         }
         // What is summed first: the others may hold the sums.
         let (mut in_spans, mut others) =
@@ -174,7 +226,7 @@ pub fn dry_run(input: Input<'_>, reservation: &Reservation, stop: &Stop) -> Resu
     let todo = Extents::of_files(&reservation.files);
     for window in windows(input, &reservation.tensors, &todo) {
         stop.check()?;
-        stats.count(&prepare(input, &window, &todo)?.0);
+        stats.add(&Taken::of(&prepare(input, &window, &todo)?.0));
     }
     Ok(stats)
 }

@@ -6,6 +6,9 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
 
 use smallvec::{SmallVec, smallvec};
 
@@ -52,7 +55,7 @@ pub struct Prepared {
     cast: Option<Cast>,
     numel: u64,
     /// One a summand that it is made of.
-    parts: SmallVec<[Gathered; 1]>,
+    parts: SmallVec<[Part; 1]>,
     /// How they become one; `None` where one is taken as it is.
     reducer: Option<Reducer>,
     /// Whether there is more of it than is gathered.
@@ -65,6 +68,26 @@ enum Fill {
     /// There are none.
     Nothing,
     Zeros,
+}
+
+/// Where a summand comes from.
+#[derive(Debug)]
+enum Part {
+    Files(Gathered),
+    Memory(Held),
+}
+
+/// The elements of a tile, row-major, in memory that it shares with others.
+#[derive(Clone)]
+pub struct Held {
+    pub memory: Arc<dyn AsRef<[u8]> + Send + Sync>,
+    pub place: Range<usize>,
+}
+
+impl fmt::Debug for Held {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Held").field("place", &self.place).finish_non_exhaustive()
+    }
 }
 
 /// Where the bytes of a tile lie.
@@ -110,23 +133,47 @@ impl Prepared {
                 &whole
             }
             (None, None) => {
-                prepared.parts.push(Gathered::new(input, entry, source.plan(tile, 0, None), known)?);
+                prepared.parts.push(Part::Files(Gathered::new(input, entry, source.plan(tile, 0, None), known)?));
                 return Ok(prepared);
             }
         };
-        if share.summands.len() > 1 || share.divisor > 1 {
-            let op = entry.summands.as_ref().map_or(ReduceOp::Sum, |summands| summands.reduction.op);
-            prepared.reducer =
-                Some(Reducer::new(entry.dtype, op, share.divisor).map_err(|fault| prepared.fault(&fault))?);
-        }
+        prepared.reduce(entry, share)?;
         for &summand in &share.summands {
             let plan = source.plan(tile, summand, share.within.as_ref());
-            prepared.parts.push(Gathered::new(input, entry, plan, known)?);
+            prepared.parts.push(Part::Files(Gathered::new(input, entry, plan, known)?));
         }
         if share.within.is_some() {
             prepared.fill = Fill::Zeros;
         }
         Ok(prepared)
+    }
+
+    /// As [`Prepared::share`], of `numel` elements that have been brought into memory: one of `parts` a summand, with
+    /// zeros where the share has none.
+    ///
+    /// # Errors
+    /// `Unsupported` where summands have no value.
+    pub fn held(
+        entry: &TensorEntry,
+        numel: u64,
+        share: Option<&Share>,
+        parts: impl IntoIterator<Item = Held>,
+    ) -> Result<Self> {
+        let mut prepared = Self::of(entry, numel);
+        if let Some(share) = share {
+            prepared.reduce(entry, share)?;
+        }
+        prepared.parts.extend(parts.into_iter().map(Part::Memory));
+        Ok(prepared)
+    }
+
+    /// Take the parts as summands of a share.
+    fn reduce(&mut self, entry: &TensorEntry, share: &Share) -> Result<()> {
+        if share.summands.len() > 1 || share.divisor > 1 {
+            let op = entry.summands.as_ref().map_or(ReduceOp::Sum, |summands| summands.reduction.op);
+            self.reducer = Some(Reducer::new(entry.dtype, op, share.divisor).map_err(|fault| self.fault(&fault))?);
+        }
+        Ok(())
     }
 
     /// As [`Prepared::new`], for one stored chunk as it is, whatever the others hold: for comparing replicas.
@@ -140,7 +187,7 @@ impl Prepared {
         let overlap = Overlap { chunk, source_sizes: sizes.clone(), segments };
         let mut prepared = Self::of(entry, sizes.iter().product());
         let plan = TilePlan { sizes, overlaps: vec![overlap] };
-        prepared.parts.push(Gathered::new(input, entry, plan, &mut Locations::default())?);
+        prepared.parts.push(Part::Files(Gathered::new(input, entry, plan, &mut Locations::default())?));
         Ok(prepared)
     }
 
@@ -226,11 +273,21 @@ impl Prepared {
         (block, sums): (&mut Block, &mut Vec<u8>),
         passing: Option<&Passing>,
     ) -> Result<()> {
-        let mut read = |part: &Gathered, first: u64, buffer: &mut [u8]| {
+        let mut read = |part: &Part, first: u64, buffer: &mut [u8]| {
             if self.fill == Fill::Zeros {
                 buffer.fill(0);
             }
-            part.read(input, self.dtype.itemsize(), first, buffer, block, passing.map(|passing| (passing, &self.fqn)))
+            let itemsize = self.dtype.itemsize();
+            match part {
+                Part::Files(part) => {
+                    let noted = passing.map(|passing| (passing, &self.fqn));
+                    part.read(input, itemsize, first, buffer, block, noted)
+                }
+                Part::Memory(part) => {
+                    part.read(first * itemsize, buffer);
+                    Ok(())
+                }
+            }
         };
         let Some(reducer) = self.reducer else {
             return self.parts.iter().try_for_each(|part| read(part, first, buffer));
@@ -262,7 +319,7 @@ impl Prepared {
     /// Whether the tile takes short runs of source rows, with bytes for others between them.
     #[must_use]
     pub fn is_of_short_rows(&self) -> bool {
-        self.parts.iter().any(|part| {
+        self.gathered().any(|part| {
             let pieces = Pieces::new(&part.plan, &part.strides, self.dtype.itemsize());
             let first = pieces.visit(0..self.numel, |piece| Err(is_scattered(&piece) && is_row_by_row(&piece)));
             first == Err(true)
@@ -271,7 +328,7 @@ impl Prepared {
 
     /// Want the stretches of the source that hold the short runs of `numel` elements from `first`.
     pub fn short_runs(&self, first: u64, numel: u64, wanted: &mut Wanted) {
-        for part in &self.parts {
+        for part in self.gathered() {
             let pieces = Pieces::new(&part.plan, &part.strides, self.dtype.itemsize());
             let Ok(()): Result<(), Infallible> = pieces.visit(first..first + numel, |piece| {
                 if piece.run_bytes < LONG_RUN_BYTES {
@@ -295,18 +352,34 @@ impl Prepared {
             part.plan.overlaps.len().next_power_of_two().max(4) * overlap
                 + segments.map(|list| (list.capacity() + 1) * size_of::<Segment>()).sum::<usize>()
         };
-        (name + self.parts.iter().map(part).sum::<usize>()) as u64
+        (name + self.gathered().map(part).sum::<usize>()) as u64
+    }
+
+    /// What is read from files.
+    fn gathered(&self) -> impl Iterator<Item = &Gathered> {
+        self.parts.iter().filter_map(|part| match part {
+            Part::Files(part) => Some(part),
+            Part::Memory(_) => None,
+        })
     }
 
     /// Visit the pieces of the whole tile, for statistics.
     pub fn pieces(&self, mut visit: impl FnMut(&Piece)) {
-        for part in &self.parts {
+        for part in self.gathered() {
             let pieces = Pieces::new(&part.plan, &part.strides, self.dtype.itemsize());
             let Ok(()): Result<(), Infallible> = pieces.visit(0..self.numel(), |piece| {
                 visit(&piece);
                 Ok(())
             });
         }
+    }
+}
+
+impl Held {
+    /// Fill `buffer` with the bytes from `first` on.
+    fn read(&self, first: u64, buffer: &mut [u8]) {
+        let start = self.place.start + usize::try_from(first).expect("an offset in memory");
+        buffer.copy_from_slice(&(*self.memory).as_ref()[start..start + buffer.len()]);
     }
 }
 

@@ -11,6 +11,7 @@ pub mod compare;
 pub mod copy;
 mod difference;
 pub mod division;
+pub mod exchange;
 mod extents;
 pub mod fingerprint;
 pub mod gather;

@@ -45,6 +45,12 @@ impl Passing {
         seen.stretches.insert(offset, (bytes.len() as u64, hasher));
     }
 
+    /// Whether nothing has been seen that was not checked.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.records.lock().expect("no panic while the lock is held").is_empty()
+    }
+
     /// Check every record that has been seen whole, and forget all of them.
     ///
     /// # Errors

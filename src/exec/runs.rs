@@ -155,7 +155,7 @@ fn for_each_run<E>(
 }
 
 /// Copy a loop nest of runs from memory to memory.
-fn copy_runs(source: &[u8], target: &mut [u8], run_bytes: u64, levels: &[Level]) {
+pub fn copy_runs(source: &[u8], target: &mut [u8], run_bytes: u64, levels: &[Level]) {
     // Runs of one element are what a transposed view or a column cut down to nothing gives; a copy of known size is a
     // single move instruction there.
     match run_bytes {

@@ -5,6 +5,7 @@
 
 mod bands;
 mod casting;
+mod exchanging;
 mod parts;
 mod reducing;
 mod summing;

@@ -77,6 +77,29 @@ impl Tile {
         self.dims.iter().any(Intervals::is_empty)
     }
 
+    /// How many of the tile's elements come before `element`, in row-major order of the tensor of this shape.
+    ///
+    /// The local tensor has them in the same order, so what a tile holds of consecutive elements of the tensor is
+    /// consecutive there, too: its elements from `before(start)` up to `before(end)`.
+    #[must_use]
+    pub fn before(&self, shape: &[u64], element: u64) -> u64 {
+        if Some(element) == super::numel(shape) {
+            return self.numel();
+        }
+        let mut count = 0;
+        // Elements for each index of the dim at hand.
+        let mut each = self.numel();
+        for (dim, index) in self.dims.iter().zip(super::unravel(element, shape)) {
+            let Some(inner) = each.checked_div(dim.len()) else { return 0 };
+            each = inner;
+            count += dim.before(index) * each;
+            if dim.before(index + 1) == dim.before(index) {
+                break;
+            }
+        }
+        count
+    }
+
     /// The smallest box that holds the tile; a dim that holds nothing is `0:0`.
     #[must_use]
     pub fn bounds(&self) -> Region {
@@ -187,6 +210,8 @@ impl fmt::Display for Tile {
 
 #[cfg(test)]
 mod tests {
+    use std::iter::zip;
+
     use super::*;
 
     #[test]
@@ -198,6 +223,28 @@ mod tests {
         let walked: Vec<_> = tile.regions().map(|(region, at)| format!("{region} at {at:?}")).collect();
         let expected = ["[0:2, 1:2] at [0, 0]", "[0:2, 3:4] at [0, 1]", "[4:6, 1:2] at [2, 0]", "[4:6, 3:4] at [2, 1]"];
         assert_eq!(walked, expected);
+    }
+
+    #[test]
+    fn consecutive_elements_are_consecutive_in_the_local_tensor() {
+        let tile = Tile::new([
+            Intervals::progression(0, 3, 2, 2),
+            Intervals::single(1, 2),
+            Intervals::progression(0, 2, 2, 1),
+        ]);
+        let shape = [5, 4, 3];
+        let is_held = |element: &u64| {
+            let at = super::super::unravel(*element, &shape);
+            zip(tile.dims(), at).all(|(dim, index)| dim.iter().any(|held| held.contains(&index)))
+        };
+        let held: Vec<u64> = (0..60).filter(is_held).collect();
+        assert_eq!(held.len() as u64, tile.numel());
+        for element in 0..=60 {
+            let before = held.iter().filter(|other| **other < element).count() as u64;
+            assert_eq!(tile.before(&shape, element), before, "{element}");
+        }
+        assert_eq!((Tile::new([]).before(&[], 0), Tile::new([]).before(&[], 1)), (0, 1));
+        assert_eq!(Tile::new([Intervals::full(3), Intervals::empty()]).before(&[3, 7], 5), 0);
     }
 
     #[test]

@@ -13,7 +13,7 @@
 
 use smallvec::SmallVec;
 
-use crate::catalog::{TensorEntry, Tiling};
+use crate::catalog::{Holders, TensorEntry, Tiling};
 use crate::error::Result;
 use crate::layout::{Dims, Segment, Segments, Tile};
 
@@ -30,6 +30,11 @@ impl<'a> Source<'a> {
     /// As [`TensorEntry::tilings`].
     pub fn new(entry: &'a TensorEntry) -> Result<Self> {
         Ok(Self { entry, tilings: entry.tilings()? })
+    }
+
+    /// The chunks that hold the same as the ones that plans name, those included; by summand, then by tile.
+    pub fn holders(&self) -> impl Iterator<Item = &Holders> {
+        self.tilings.iter().flat_map(|tiling| &tiling.holders)
     }
 
     /// What a target tile takes from a summand of the source (0 where ranks hold values), of what lies in `within`.

@@ -1,7 +1,9 @@
-//! Environments as the launchers make them.
+//! Environments as the launchers make them, and communicators.
 
+pub(crate) mod conformance;
 mod contradictions;
 mod launchers;
+mod local;
 mod nesting;
 
 use std::collections::HashMap;

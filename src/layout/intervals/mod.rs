@@ -135,6 +135,17 @@ impl Intervals {
         }
     }
 
+    /// How many of the elements have a smaller index: the position of `index`, or of the next one that is held.
+    #[must_use]
+    pub fn before(&self, index: u64) -> u64 {
+        let of_run = |run: &Run| {
+            let Some(past) = index.checked_sub(run.start) else { return 0 };
+            let whole = past.checked_div(run.step).unwrap_or(0).min(run.count - 1);
+            whole * run.len + (past - whole * run.step).min(run.len)
+        };
+        self.runs.iter().map(of_run).sum()
+    }
+
     /// Tell everything it is in numbers, which no other list has.
     pub fn spell(&self, tell: &mut impl FnMut(u64)) {
         tell(self.runs.len() as u64);

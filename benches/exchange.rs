@@ -1,0 +1,116 @@
+//! Rounds of exchanges between very many processes: what deriving them costs each, and how even they are.
+//!
+//! Layers of Llama 3.1 405B with AdamW from one mesh to another, a process for each rank of the larger one. One thread,
+//! nothing is moved. Figures are processor seconds, and bytes of the busiest process over those of the average one.
+//!
+//! `cargo bench --bench exchange [-- --layers N] [FILTER]`; FILTER is a part of `| from | to |` as it is printed.
+
+#![expect(clippy::print_stdout, reason = "a bench prints its figures")]
+
+mod support;
+
+use std::time::Duration;
+
+use dtshard::catalog::{Catalog, OutputFile, Place, Reservation, Reserved, TensorId};
+use dtshard::comm::Part;
+use dtshard::exec::division::stretch;
+use dtshard::exec::exchange::{Load, Moves, Owners, Parties, Rounds, Sight};
+use dtshard::storage::FileId;
+use support::cost::{peak_mb, timed};
+use support::model::{Job, tensors};
+
+const BUCKET_BYTES: u64 = 64 << 20;
+
+/// The tables of both sides; every rank of the target has a file.
+fn tables(from: &Job, to: &Job, layers: u64) -> (Catalog, Reservation) {
+    let (mut catalog, mut reservation) = (Catalog::empty(), Reservation::default());
+    for tensor in tensors(layers) {
+        let source = TensorId(u32::try_from(catalog.tensors.len()).expect("few tensors"));
+        catalog.tensors.push(from.entry(&tensor));
+        let mut target = Reserved::new(source, to.entry(&tensor));
+        let mut placed = dtshard::catalog::ChunkTable::new(target.entry.shape.len());
+        for (rank, mut chunk) in target.entry.chunks.iter().enumerate() {
+            if reservation.files.len() <= rank {
+                reservation.files.push(OutputFile::new(format!("{rank}")));
+            }
+            let file = FileId(u32::try_from(rank).expect("few ranks"));
+            let offset = reservation.files[rank].push_payload(chunk.tile.numel() * target.entry.dtype.itemsize());
+            chunk.place = if chunk.tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
+            placed.push(chunk);
+        }
+        target.entry.chunks = placed;
+        reservation.tensors.push(target);
+    }
+    (catalog, reservation)
+}
+
+/// The busiest over the average, of something.
+fn busiest(loads: &[Load], of: impl Fn(&Load) -> u64) -> f64 {
+    let (most, sum) = loads.iter().map(of).fold((0, 0), |(most, sum), bytes| (bytes.max(most), sum + bytes));
+    #[expect(clippy::cast_precision_loss, reason = "two digits are printed")]
+    let ratio = most as f64 * loads.len() as f64 / sum.max(1) as f64;
+    ratio
+}
+
+fn main() {
+    let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
+    let (mut layers, mut filter) = (2, String::new());
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--layers" => layers = arguments.next().and_then(|number| number.parse().ok()).expect("--layers NUMBER"),
+            _ => filter = argument,
+        }
+    }
+    println!("| from | to | rounds | copies | GB | on the wire | s | in rounds: read | sent | received | peak MB |");
+    println!("|---|---|---|---|---|---|---|---|---|---|---|");
+    let jobs = [8, 64, 256].into_iter().flat_map(|ranks| {
+        let (fsdp, tp) = (|| Job::fsdp(ranks), || Job::fsdp_tp(ranks, 8));
+        [(fsdp(), Job::fsdp(ranks * 3 / 4)), (fsdp(), tp()), (tp(), fsdp())]
+    });
+    for (from, to) in jobs {
+        let name = format!("| {} | {} |", from.name, to.name);
+        if !name.contains(&filter) {
+            continue;
+        }
+        let (catalog, reservation) = tables(&from, &to, layers);
+        let of = u32::try_from(catalog.tensors[0].chunks.len()).expect("few ranks");
+        let todos: Vec<_> = (0..of).map(|index| stretch(&reservation.files, Part { index, of })).collect();
+        let owners = Owners::new(&reservation.files, &todos);
+        let parties = Parties { sight: Sight::Shared, nodes: (0..of).map(|rank| rank / 8).collect() };
+        let mut spent = Duration::ZERO;
+        let (mut count, mut copies) = (0, 0);
+        let mut sums = vec![Load::default(); of as usize];
+        let (mut read, mut sent, mut received) = (0.0, 0.0, 0.0);
+        timed(&mut spent, || {
+            for round in Rounds::new(&catalog, &reservation.tensors, &owners, &parties, BUCKET_BYTES) {
+                let round = round.expect("a plan");
+                let moves = Moves::new(&round, 0);
+                copies += moves.packs.iter().map(Vec::len).sum::<usize>();
+                copies += moves.arriving.iter().map(|tile| tile.copies.len()).sum::<usize>();
+                let mut loads = vec![Load::default(); of as usize];
+                for draft in &round.drafts {
+                    loads.iter_mut().zip(&draft.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
+                }
+                read += busiest(&loads, |load| load.read);
+                sent += busiest(&loads, |load| load.sent);
+                received += busiest(&loads, |load| load.received);
+                sums.iter_mut().zip(&loads).for_each(|(sum, load)| *sum = sum.plus(*load));
+                count += 1;
+            }
+        });
+        let total: u64 = sums.iter().map(|load| load.read).sum();
+        let wire: u64 = sums.iter().map(|load| load.sent).sum();
+        #[expect(clippy::cast_precision_loss, reason = "two digits are printed")]
+        let of_all = |sum: f64| sum / f64::from(count).max(1.0);
+        println!(
+            "{name} {count} | {copies} | {:.1} | {:.0} % | {:.2} | {:.2} | {:.2} | {:.2} | {} |",
+            total as f64 / 1e9,
+            100.0 * wire as f64 / total.max(1) as f64,
+            spent.as_secs_f64(),
+            of_all(read),
+            of_all(sent),
+            of_all(received),
+            peak_mb(),
+        );
+    }
+}

@@ -1,0 +1,92 @@
+//! Communicator: the processes of one run, and what they say to each other.
+//!
+//! Two things go between them. Bytes of tensors go by [`Communicator::exchange`] and [`Communicator::broadcast`], from
+//! memory to memory of the kind that the implementation moves: the host's or a device's. Few words (what is to be done,
+//! whether it went well) go by [`Communicator::gather`], always from host memory.
+//!
+//! All operations are collective: every process calls the same ones in the same order, and none returns before this
+//! process has what it is to receive. Counts bytes. Invariant: where a process fails or goes away, the others get an error
+//! that names it, from the operation they are in or from the next one; nobody waits for ever.
+
+use std::ops::Range;
+
+use crate::error::{Error, Result};
+
+pub trait Communicator: Sync {
+    /// Memory whose bytes are moved.
+    type Memory;
+
+    /// Which of the processes this one is, from 0.
+    fn rank(&self) -> u32;
+
+    /// How many there are.
+    fn size(&self) -> u32;
+
+    /// Send a range of `outgoing` to each rank, and receive a range of `incoming` from each: an all-to-all of uneven
+    /// lengths. Both lists have an entry a rank. What is sent to a rank is as long as what that expects from this one;
+    /// an empty range is not a message. The entries for this rank itself are empty: what stays is not sent.
+    ///
+    /// # Errors
+    /// `Comm` naming the rank that is gone, or has sent another length.
+    fn exchange(
+        &self,
+        outgoing: &Self::Memory,
+        to: &[Range<usize>],
+        incoming: &mut Self::Memory,
+        from: &[Range<usize>],
+    ) -> Result<()>;
+
+    /// Give every rank what `root` has in this range.
+    ///
+    /// # Errors
+    /// As [`Communicator::exchange`].
+    fn broadcast(&self, root: u32, memory: &mut Self::Memory, range: Range<usize>) -> Result<()>;
+
+    /// What every rank says, in the order of ranks, its own included. For kilobytes, not for tensors.
+    ///
+    /// # Errors
+    /// As [`Communicator::exchange`].
+    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>>;
+
+    /// Wait until every rank is here.
+    ///
+    /// # Errors
+    /// As [`Communicator::exchange`].
+    fn barrier(&self) -> Result<()> {
+        self.gather(&[]).map(drop)
+    }
+
+    /// Agree: every rank says that it is well, or why it is not. All get the same answer.
+    ///
+    /// # Errors
+    /// `Comm` naming the first rank against, with what it said; and as [`Communicator::exchange`].
+    fn vote(&self, mine: Result<(), &str>) -> Result<()> {
+        const OP: &str = "vote";
+        // A word against may be empty.
+        let said = mine.map_or_else(|against| [b"-", against.as_bytes()].concat(), |()| Vec::new());
+        for (rank, said) in (0..).zip(self.gather(&said)?) {
+            if let Some((_, against)) = said.split_first() {
+                return Err(Error::comm(rank, OP, String::from_utf8_lossy(against)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether all ranks are still there, without waiting for anything: to be asked during long work of one's own.
+    ///
+    /// # Errors
+    /// `Comm` naming the one that is gone.
+    fn check(&self) -> Result<()>;
+
+    /// Tell all others why this one ends before its time. What they do, now or later, is an error that names this rank
+    /// and has these words.
+    fn fail(&self, why: &str);
+
+    /// Go, as one whose work is done: no death. Whoever is dropped without this has failed.
+    ///
+    /// # Errors
+    /// As [`Communicator::exchange`], where this rank stays to look after the others until they leave.
+    fn leave(self) -> Result<()>
+    where
+        Self: Sized;
+}

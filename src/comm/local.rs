@@ -1,0 +1,169 @@
+//! Threads of one process as its ranks: a communicator without a network, for tests and as the model of the others.
+//!
+//! Bytes go as letters, copied once out of the sender's memory and once into the receiver's; letters of one rank to
+//! another keep their order. Counts bytes. Invariant: who waits for a letter of a rank that is gone does not wait.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::Communicator;
+use super::fate::{DROPPED, Fate, Gone, LEFT, other_length};
+use crate::error::{Error, Result};
+
+/// One rank of several threads. Its memory is the host's.
+#[derive(Debug)]
+pub struct Local {
+    rank: u32,
+    office: Arc<Office>,
+}
+
+#[derive(Debug)]
+struct Office {
+    size: u32,
+    fate: Fate,
+    letters: Mutex<Letters>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Letters {
+    /// Not yet taken, by receiver and sender.
+    waiting: Vec<Vec<VecDeque<Letter>>>,
+    /// Why a rank writes no more.
+    silent: Vec<Option<&'static str>>,
+}
+
+#[derive(Debug)]
+struct Letter {
+    op: &'static str,
+    bytes: Vec<u8>,
+}
+
+impl Local {
+    /// Communicators for so many threads, in the order of ranks.
+    #[must_use]
+    pub fn fleet(size: u32) -> Vec<Self> {
+        let letters = Letters {
+            waiting: (0..size).map(|_| (0..size).map(|_| VecDeque::new()).collect()).collect(),
+            silent: vec![None; size as usize],
+        };
+        let office = Office { size, fate: Fate::default(), letters: Mutex::new(letters), changed: Condvar::default() };
+        let office = Arc::new(office);
+        (0..size).map(|rank| Self { rank, office: Arc::clone(&office) }).collect()
+    }
+
+    fn letters(&self) -> MutexGuard<'_, Letters> {
+        self.office.letters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn others(&self) -> impl Iterator<Item = u32> + use<> {
+        let this = self.rank;
+        (0..self.office.size).filter(move |rank| *rank != this)
+    }
+
+    fn post(&self, op: &'static str, to: u32, bytes: &[u8]) {
+        let letter = Letter { op, bytes: bytes.to_vec() };
+        self.letters().waiting[to as usize][self.rank as usize].push_back(letter);
+        self.office.changed.notify_all();
+    }
+
+    fn take(&self, op: &'static str, from: u32) -> Result<Vec<u8>> {
+        let mut letters = self.letters();
+        loop {
+            if let Some(letter) = letters.waiting[self.rank as usize][from as usize].pop_front() {
+                return match letter.op == op {
+                    true => Ok(letter.bytes),
+                    false => Err(Error::comm(from, op, format!("it is in another operation: {}", letter.op))),
+                };
+            }
+            if let Some(why) = letters.silent[from as usize] {
+                self.office.fate.seal(Gone { rank: from, why: why.into() });
+                self.office.changed.notify_all();
+            }
+            self.office.fate.check(op)?;
+            letters = self.office.changed.wait(letters).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn receive(&self, op: &'static str, from: u32, into: &mut [u8]) -> Result<()> {
+        let bytes = self.take(op, from)?;
+        if bytes.len() != into.len() {
+            return Err(other_length(from, op, into.len() as u64, bytes.len() as u64));
+        }
+        into.copy_from_slice(&bytes);
+        Ok(())
+    }
+
+    fn fall_silent(&self, why: &'static str) {
+        self.letters().silent[self.rank as usize].get_or_insert(why);
+        self.office.changed.notify_all();
+    }
+}
+
+impl Communicator for Local {
+    type Memory = Vec<u8>;
+
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    fn size(&self) -> u32 {
+        self.office.size
+    }
+
+    fn exchange(
+        &self,
+        outgoing: &Vec<u8>,
+        to: &[Range<usize>],
+        incoming: &mut Vec<u8>,
+        from: &[Range<usize>],
+    ) -> Result<()> {
+        const OP: &str = "exchange";
+        self.office.fate.check(OP)?;
+        for rank in self.others() {
+            self.post(OP, rank, &outgoing[to[rank as usize].clone()]);
+        }
+        self.others().try_for_each(|rank| self.receive(OP, rank, &mut incoming[from[rank as usize].clone()]))
+    }
+
+    fn broadcast(&self, root: u32, memory: &mut Vec<u8>, range: Range<usize>) -> Result<()> {
+        const OP: &str = "broadcast";
+        self.office.fate.check(OP)?;
+        if self.rank == root {
+            self.others().for_each(|rank| self.post(OP, rank, &memory[range.clone()]));
+            return Ok(());
+        }
+        self.receive(OP, root, &mut memory[range])
+    }
+
+    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
+        const OP: &str = "gather";
+        self.office.fate.check(OP)?;
+        self.others().for_each(|rank| self.post(OP, rank, said));
+        let heard = |rank| if rank == self.rank { Ok(said.to_vec()) } else { self.take(OP, rank) };
+        (0..self.office.size).map(heard).collect()
+    }
+
+    fn check(&self) -> Result<()> {
+        self.office.fate.check("check")
+    }
+
+    fn fail(&self, why: &str) {
+        // Held, so that nobody is between looking and waiting.
+        let _letters = self.letters();
+        self.office.fate.seal(Gone { rank: self.rank, why: format!("failed: {why}") });
+        self.office.changed.notify_all();
+    }
+
+    fn leave(self) -> Result<()> {
+        self.fall_silent(LEFT);
+        Ok(())
+    }
+}
+
+impl Drop for Local {
+    fn drop(&mut self) {
+        self.fall_silent(DROPPED);
+    }
+}

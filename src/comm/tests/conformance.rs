@@ -1,0 +1,302 @@
+//! What every communicator does, whatever its memory and its wires.
+//!
+//! A [`Fleet`] makes the ranks; each case runs one thread a rank. Nothing here waits longer than [`PATIENCE`].
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::comm::Communicator;
+use crate::error::{Error, Result};
+
+/// Ranks of one kind, and how a test sees into their memory.
+pub(crate) trait Fleet: Send + Sync + 'static {
+    type Rank: Communicator + Send + 'static;
+
+    /// Called in the thread of each rank, at the same time for all.
+    fn rank(&self, rank: u32, size: u32) -> Self::Rank;
+
+    fn memory(&self, rank: &Self::Rank, bytes: &[u8]) -> <Self::Rank as Communicator>::Memory;
+
+    fn bytes(&self, rank: &Self::Rank, memory: &<Self::Rank as Communicator>::Memory) -> Vec<u8>;
+
+    /// Whether lengths that do not agree are found where they do not.
+    fn checks_lengths(&self) -> bool {
+        true
+    }
+}
+
+/// Longer than anything takes.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// All that is asked of a communicator.
+pub(crate) fn conforms<F: Fleet>(fleet: F) {
+    let fleet = Arc::new(fleet);
+    for size in [1, 2, 5] {
+        exchanges_in_order(&fleet, size);
+        broadcasts_from_each(&fleet, size);
+        gathers(&fleet, size);
+        votes(&fleet, size);
+        leaves_in_any_order(&fleet, size);
+    }
+    exchanges_of_many_bytes(&fleet);
+    for end in [End::Dropped, End::Failed, End::Panicked] {
+        for operation in [Operation::Exchange, Operation::Broadcast, Operation::Gather, Operation::Barrier] {
+            for gone in [0, 1, 2] {
+                names_who_is_gone(&fleet, operation, end, gone);
+            }
+        }
+    }
+    if fleet.checks_lengths() {
+        refuses_other_lengths(&fleet);
+    }
+}
+
+/// Run a story in a thread for each rank; all that they return, in the order of ranks.
+pub(crate) fn run<F: Fleet, T: Send + 'static>(
+    fleet: &Arc<F>,
+    size: u32,
+    story: impl Fn(&F, F::Rank) -> T + Send + Sync + 'static,
+) -> Vec<Option<T>> {
+    let story = Arc::new(story);
+    let (sender, receiver) = mpsc::channel();
+    for rank in 0..size {
+        let (fleet, story, sender) = (Arc::clone(fleet), Arc::clone(&story), sender.clone());
+        thread::spawn(move || {
+            let told = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| story(&fleet, fleet.rank(rank, size))));
+            let _ = sender.send((rank, told.ok()));
+        });
+    }
+    let mut told: Vec<Option<T>> = (0..size).map(|_| None).collect();
+    let until = Instant::now() + PATIENCE;
+    for _ in 0..size {
+        let left = until.saturating_duration_since(Instant::now());
+        let (rank, what) = receiver.recv_timeout(left).expect("a rank waits for ever");
+        told[rank as usize] = what;
+    }
+    told
+}
+
+/// As [`run`] where no rank may end otherwise.
+fn run_well<F: Fleet>(fleet: &Arc<F>, size: u32, story: impl Fn(&F, &F::Rank) + Send + Sync + 'static) {
+    let told = run(fleet, size, move |fleet, rank| {
+        story(fleet, &rank);
+        rank.leave().unwrap();
+    });
+    assert!(told.iter().all(Option::is_some), "a rank panicked");
+}
+
+/// Bytes that tell from whom, to whom and when they are.
+fn bytes_of(from: u32, to: u32, round: usize, length: usize) -> Vec<u8> {
+    let first = from as usize * 83 + to as usize * 31 + round * 7;
+    // Of a prime length, so that nothing that is out of place by a round number of bytes looks right.
+    let pattern: Vec<u8> = (0..251).map(|at| u8::try_from((first + at) % 256).unwrap()).collect();
+    let mut bytes = pattern.repeat(length.div_ceil(pattern.len()));
+    bytes.truncate(length);
+    bytes
+}
+
+/// One behind the other, with a gap between, as a buffer has them.
+fn ranges(lengths: &[usize]) -> (Vec<Range<usize>>, usize) {
+    let mut end = 3;
+    let ranges = lengths.iter().map(|length| {
+        let range = end..end + length;
+        end += length + 5;
+        range
+    });
+    (ranges.collect(), end)
+}
+
+/// One all-to-all whose lengths `length(from, to)` says; checks all bytes, and that no others were touched.
+fn exchange_once<F: Fleet>(fleet: &F, rank: &F::Rank, round: usize, length: impl Fn(u32, u32) -> usize) -> Result<()> {
+    let (this, size) = (rank.rank(), rank.size());
+    let length = |from, to| if from == to { 0 } else { length(from, to) };
+    let (to, sent) = ranges(&(0..size).map(|to| length(this, to)).collect::<Vec<_>>());
+    let (from, received) = ranges(&(0..size).map(|from| length(from, this)).collect::<Vec<_>>());
+    let mut outgoing = vec![0xA5; sent];
+    let mut expected = vec![0x5A; received];
+    for peer in 0..size {
+        let (to, from) = (to[peer as usize].clone(), from[peer as usize].clone());
+        outgoing[to.clone()].copy_from_slice(&bytes_of(this, peer, round, to.len()));
+        expected[from.clone()].copy_from_slice(&bytes_of(peer, this, round, from.len()));
+    }
+    let mut incoming = fleet.memory(rank, &vec![0x5A; received]);
+    rank.exchange(&fleet.memory(rank, &outgoing), &to, &mut incoming, &from)?;
+    assert!(fleet.bytes(rank, &incoming) == expected, "rank {this} of {size}, round {round}: other bytes");
+    Ok(())
+}
+
+fn exchanges_in_order<F: Fleet>(fleet: &Arc<F>, size: u32) {
+    run_well(fleet, size, |fleet, rank| {
+        for round in 0..30 {
+            // Uneven, with pairs that have nothing to say, and rounds in which some or all have nothing.
+            let length = |from: u32, to: u32| match (from as usize * 5 + to as usize * 3 + round) % 4 {
+                0 => 0,
+                _ if round % 10 == 9 => 0,
+                more => more * 1000 + round * 13 + from as usize,
+            };
+            exchange_once(fleet, rank, round, length).unwrap();
+        }
+    });
+}
+
+/// More than any buffer of a socket holds, both ways at once.
+fn exchanges_of_many_bytes<F: Fleet>(fleet: &Arc<F>) {
+    run_well(fleet, 3, |fleet, rank| {
+        let length = |from: u32, to: u32| if (from, to) == (1, 0) { 1 } else { (9 << 20) + 4099 * from as usize + 1 };
+        exchange_once(fleet, rank, 0, length).unwrap();
+        exchange_once(fleet, rank, 1, |from, _| usize::from(from == 2) * (20 << 20)).unwrap();
+    });
+}
+
+fn broadcasts_from_each<F: Fleet>(fleet: &Arc<F>, size: u32) {
+    run_well(fleet, size, |fleet, rank| {
+        for (round, length) in [0, 1, 1000, (3 << 20) + 17].into_iter().enumerate() {
+            for root in 0..rank.size() {
+                let told = bytes_of(root, 0, round, length);
+                let mine = if rank.rank() == root { told.clone() } else { vec![0; length] };
+                let mut memory = fleet.memory(rank, &[&[1, 2][..], &mine, &[3]].concat());
+                rank.broadcast(root, &mut memory, 2..2 + length).unwrap();
+                assert!(fleet.bytes(rank, &memory) == [&[1, 2][..], &told, &[3]].concat());
+            }
+        }
+    });
+}
+
+fn gathers<F: Fleet>(fleet: &Arc<F>, size: u32) {
+    run_well(fleet, size, |_, rank| {
+        for round in 0..20 {
+            let said = |rank: u32| bytes_of(rank, 0, round, (rank as usize + round) % 3 * 7000);
+            let expected: Vec<_> = (0..rank.size()).map(said).collect();
+            assert!(rank.gather(&said(rank.rank())).unwrap() == expected);
+        }
+        // A barrier: nobody is through before the last one has come.
+        let begun = Instant::now();
+        let late = Duration::from_millis(150);
+        if rank.rank() + 1 == rank.size() {
+            thread::sleep(late);
+        }
+        rank.barrier().unwrap();
+        assert!(begun.elapsed() >= late / 2, "{:?}", begun.elapsed());
+        rank.check().unwrap();
+    });
+}
+
+fn votes<F: Fleet>(fleet: &Arc<F>, size: u32) {
+    run_well(fleet, size, |_, rank| {
+        rank.vote(Ok(())).unwrap();
+        let last = rank.size() - 1;
+        for words in ["no space", ""] {
+            // The first of several is named.
+            let mine = if rank.rank() + 2 >= rank.size() { Err(words) } else { Ok(()) };
+            match rank.vote(mine).unwrap_err() {
+                Error::Comm { rank, detail, .. } => assert_eq!((rank, &*detail), (last.saturating_sub(1), words)),
+                other => panic!("{other}"),
+            }
+        }
+        rank.vote(Ok(())).unwrap();
+    });
+}
+
+fn leaves_in_any_order<F: Fleet>(fleet: &Arc<F>, size: u32) {
+    for first in 0..size {
+        let told = run(fleet, size, move |_, rank| {
+            rank.barrier()?;
+            if rank.rank() != first {
+                thread::sleep(Duration::from_millis(20 * u64::from(rank.rank() + 1)));
+            }
+            rank.leave()
+        });
+        assert!(told.into_iter().all(|told| told.unwrap().is_ok()));
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Operation {
+    Exchange,
+    Broadcast,
+    Gather,
+    Barrier,
+}
+
+impl Operation {
+    fn once<F: Fleet>(self, fleet: &F, rank: &F::Rank, round: usize) -> Result<()> {
+        match self {
+            Self::Exchange => exchange_once(fleet, rank, round, |_, _| 300_000),
+            Self::Broadcast => {
+                let root = u32::try_from(round).unwrap() % rank.size();
+                rank.broadcast(root, &mut fleet.memory(rank, &[7; 100_000]), 1..99_999)
+            }
+            Self::Gather => rank.gather(&[1, 2, 3]).map(drop),
+            Self::Barrier => rank.barrier(),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum End {
+    Dropped,
+    Failed,
+    Panicked,
+}
+
+/// One of three ends after some rounds, and the others are in the middle of the next.
+fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, gone: u32) {
+    let told = run(fleet, 3, move |fleet, rank| {
+        for round in 0.. {
+            if rank.rank() == gone && round == 3 {
+                // The others are waiting.
+                thread::sleep(Duration::from_millis(20));
+                match end {
+                    End::Dropped => {}
+                    End::Failed => rank.fail("no space"),
+                    End::Panicked => std::panic::resume_unwind(Box::new("a test")),
+                }
+                return None;
+            }
+            if let Err(error) = operation.once(fleet, &rank, round) {
+                let again = rank.barrier().unwrap_err();
+                return Some((error, again, rank.check().unwrap_err()));
+            }
+            assert!(round < 1000, "nobody has noticed");
+        }
+        None
+    });
+    for (rank, told) in (0..).zip(told) {
+        let case = format!("{operation:?}, rank {gone} {end:?}, at rank {rank}");
+        if rank == gone {
+            continue;
+        }
+        let (first, second, third) = told.flatten().expect(&case);
+        for error in [first, second, third] {
+            let Error::Comm { rank, detail, .. } = &error else { panic!("{case}: {error}") };
+            assert_eq!(*rank, gone, "{case}: {error}");
+            assert_eq!(detail.contains("no space"), end == End::Failed, "{case}: {error}");
+        }
+    }
+}
+
+fn refuses_other_lengths<F: Fleet>(fleet: &Arc<F>) {
+    // What rank 1 sends to rank 0, and what that expects.
+    for (sent, expected) in [(70, 50), (50, 70), (0, 70), (70, 0), (5 << 20, 1), (1, 5 << 20)] {
+        let told = run(fleet, 3, move |fleet, rank| {
+            let length = match rank.rank() {
+                0 => expected,
+                _ => sent,
+            };
+            let error = (0..1000).find_map(|round| {
+                exchange_once(fleet, &rank, round, |from, to| if (from, to) == (1, 0) { length } else { 9 }).err()
+            });
+            let error = error.expect("an error in the end");
+            rank.fail(&error.to_string());
+            error.to_string()
+        });
+        let told: Vec<_> = told.into_iter().flatten().collect();
+        assert!(told[0].contains("rank 1: exchange"), "{told:?}");
+        for number in [sent, expected] {
+            assert!(told.iter().all(|told| told.contains(&number.to_string())), "{told:?}");
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Exchange: conversions whose processes give each other what only some of them can read, or should.
+//!
+//! All processes derive the same [rounds](rounds) from the same catalogs. In a round each reads stretches of source
+//! chunks, which are contiguous; the [shuffle] moves them to who needs them; and what arrives are stretches of target
+//! tiles, which are written as any others are ([`super::copy::write`]). Reading, moving and writing go on at the same
+//! time, in a thread each, with one round between each two of them.
+//!
+//! Counts bytes. Invariant: what is recorded as done has been checked by whoever read it.
+
+mod demand;
+mod draft;
+mod moves;
+mod readers;
+mod rooms;
+mod rounds;
+mod shuffle;
+mod staged;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::Duration;
+
+pub use demand::Owners;
+pub use draft::Load;
+pub use moves::{Arriving, Moves, Origin, Read, StridedCopy};
+pub use readers::{Parties, Sight};
+pub use rooms::{HostMemory, Room, Rooms};
+pub use rounds::{Round, Rounds};
+pub use shuffle::{HostShuffle, Shuffle};
+
+use staged::{Stage, Staged};
+
+use super::copy::{Batch, Stats, Taken, write};
+use super::gather::Held;
+use super::log::Log;
+use super::strips::Payload;
+use super::window::Slot;
+use super::{Extents, Input, Options, Prepared, Reporter, Stop};
+use crate::catalog::Reservation;
+use crate::comm::Communicator;
+use crate::error::Result;
+
+/// How often a process that waits for others looks whether it was told to stop.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// What all processes of an exchange have in common.
+#[derive(Clone, Copy)]
+pub struct Exchange<'a> {
+    pub input: Input<'a>,
+    pub reservation: &'a Reservation,
+    pub parties: &'a Parties,
+    /// What each rank has to do of the output.
+    pub owners: &'a Owners,
+    /// See [`Rounds::new`].
+    pub bucket_bytes: u64,
+}
+
+impl<'a> Exchange<'a> {
+    fn rounds(&self) -> Rounds<'a> {
+        let Self { input, reservation, parties, owners, bucket_bytes } = *self;
+        Rounds::new(input.catalog, &reservation.tensors, owners, parties, bucket_bytes)
+    }
+
+    /// What each rank reads, sends, receives and writes, in all.
+    ///
+    /// # Errors
+    /// As [`Rounds`].
+    pub fn loads(&self) -> Result<Vec<Load>> {
+        let mut sums = vec![Load::default(); self.parties.nodes.len()];
+        for round in self.rounds() {
+            for draft in round?.drafts {
+                sums.iter_mut().zip(&draft.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
+            }
+        }
+        Ok(sums)
+    }
+
+    /// Fill what `log` has to be done of the output files in `folder`: what the owners say of this rank.
+    ///
+    /// # Errors
+    /// As [`super::copy::copy`], and `Comm` where another process fails.
+    #[expect(clippy::too_many_arguments, reason = "those of a copy, and who moves what is between")]
+    pub fn run<C: Communicator>(
+        &self,
+        communicator: &C,
+        shuffle: impl Shuffle,
+        folder: &Path,
+        log: &Log<'_>,
+        options: &Options,
+        reporter: &dyn Reporter,
+        stop: &Stop,
+    ) -> Result<Stats> {
+        let Self { input, reservation, .. } = *self;
+        let (staged, to_shuffle) = sync_channel(0);
+        let (shuffled, to_write) = sync_channel(0);
+        let rooms = shuffle.rooms();
+        std::thread::scope(|scope| {
+            scope.spawn(|| self.stage(communicator.rank(), rooms, staged, stop));
+            scope.spawn(|| self.shuffle(communicator, shuffle, to_shuffle, shuffled));
+            let batches = Batches { shuffled: to_write, stop };
+            let done = write(input, batches, reservation, folder, log, options, reporter, stop);
+            if let Err(error) = &done {
+                communicator.fail(&error.to_string());
+            }
+            done
+        })
+    }
+
+    /// Read round after round.
+    fn stage<M: HostMemory>(
+        &self,
+        rank: u32,
+        rooms: Arc<Rooms<M>>,
+        staged: SyncSender<Result<Staged<M>>>,
+        stop: &Stop,
+    ) {
+        let stage = Stage::new(self.input, rooms, stop);
+        for round in self.rounds() {
+            let read = round.and_then(|round| stage.read(Moves::new(&round, rank)));
+            let failed = read.is_err();
+            if staged.send(read).is_err() || failed {
+                return;
+            }
+        }
+    }
+
+    /// Move round after round.
+    fn shuffle<C: Communicator, S: Shuffle>(
+        &self,
+        communicator: &C,
+        mut shuffle: S,
+        staged: Receiver<Result<Staged<S::Memory>>>,
+        shuffled: SyncSender<Result<Batch>>,
+    ) {
+        for staged in staged {
+            let batch = staged.and_then(|Staged { moves, bytes, is_checked }| {
+                let unpacked = shuffle.shuffle(&moves, bytes)?;
+                let checked = communicator.gather(&[u8::from(is_checked)])?;
+                let is_checked = checked.iter().all(|said| *said == [1]);
+                self.batch(&moves, unpacked, is_checked)
+            });
+            let failed = batch.is_err();
+            if shuffled.send(batch).is_err() || failed {
+                return;
+            }
+        }
+    }
+
+    /// What has arrived, as tiles to write.
+    fn batch<M: HostMemory>(&self, moves: &Moves, unpacked: Room<M>, is_checked: bool) -> Result<Batch> {
+        let memory: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(unpacked);
+        let taken = Taken {
+            bytes: moves.reads.iter().map(|read| read.stage.len() as u64).sum(),
+            runs: moves.reads.len() as u64,
+            planned_bytes: 0,
+        };
+        let (mut slots, mut payloads) = (Vec::new(), Vec::new());
+        for Arriving { tensor, wanted, elements, place, .. } in &moves.arriving {
+            let tensor = &self.reservation.tensors[*tensor];
+            let source = self.input.catalog.tensor(tensor.source);
+            let pair = (source.dtype, tensor.dtype());
+            let len = place.len() / wanted.parts.len();
+            let parts = (0..wanted.parts.len()).map(|part| {
+                let start = place.start + part * len;
+                Held { memory: Arc::clone(&memory), place: start..start + len }
+            });
+            let numel = elements.end - elements.start;
+            for (nth, &chunk) in wanted.chunks.iter().enumerate() {
+                let Some((file, offset)) = tensor.place(chunk) else { continue };
+                let tile = Prepared::held(source, numel, wanted.share.as_deref(), parts.clone())?.cast_to(pair.1)?;
+                let itemsize = pair.1.itemsize();
+                let offset = offset + elements.start * itemsize;
+                payloads.push(Payload {
+                    file,
+                    offset,
+                    len: numel * itemsize,
+                    slot: slots.len(),
+                    itemsize,
+                    group: None,
+                });
+                // Of replicas the first counts, whoever does it.
+                slots.push(Slot { tile, counted: (nth == 0 && pair.0 != pair.1).then_some(pair), copies: None });
+            }
+        }
+        Ok(Batch { slots, payloads, taken, is_checked })
+    }
+}
+
+/// What comes from the shuffle, until a signal does.
+struct Batches<'a> {
+    shuffled: Receiver<Result<Batch>>,
+    stop: &'a Stop,
+}
+
+impl Iterator for Batches<'_> {
+    type Item = Result<Batch>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        loop {
+            match self.shuffled.recv_timeout(LOOK_EVERY) {
+                Ok(batch) => return Some(batch),
+                Err(RecvTimeoutError::Disconnected) => return None,
+                Err(RecvTimeoutError::Timeout) => {
+                    if let Err(stopped) = self.stop.check() {
+                        return Some(Err(stopped));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Tell all ranks what each has to do, and hear it from them.
+///
+/// # Errors
+/// As [`Communicator::gather`].
+pub fn agree(communicator: &impl Communicator, todo: &Extents) -> Result<Vec<Extents>> {
+    let words: Vec<u8> = todo
+        .iter()
+        .flat_map(|(file, range)| [u64::from(file), range.start, range.end])
+        .flat_map(u64::to_le_bytes)
+        .collect();
+    let said = communicator.gather(&words)?;
+    let heard = said.iter().map(|words| {
+        let mut todo = Extents::new();
+        for [file, start, end] in words.as_chunks::<8>().0.as_chunks::<3>().0 {
+            let number = u32::try_from(u64::from_le_bytes(*file)).expect("the same files");
+            todo.insert(number, u64::from_le_bytes(*start)..u64::from_le_bytes(*end));
+        }
+        todo
+    });
+    Ok(heard.collect())
+}

@@ -1,0 +1,86 @@
+//! Readers: who reads what others need.
+//!
+//! Where all processes see all files, a stretch is read once, by the one that needs most of it: that much never goes
+//! over the wire. Where each sees only its own, whoever holds what it needs reads that itself, a replica as well, and
+//! the others get it from one on their own node, if there is one.
+
+use smallvec::SmallVec;
+
+use crate::catalog::TensorEntry;
+use crate::error::{Error, Result};
+use crate::storage::FileId;
+
+/// Which processes can read which files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Sight {
+    /// All can read all.
+    Shared,
+    /// For each file the ranks that can read it, ascending.
+    PerRank(Vec<SmallVec<[u32; 2]>>),
+}
+
+/// The processes that exchange, as far as it matters who reads.
+#[derive(Clone, Debug)]
+pub struct Parties {
+    pub sight: Sight,
+    /// For each rank its node.
+    pub nodes: Vec<u32>,
+}
+
+/// A rank that reads a chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Reader {
+    pub rank: u32,
+    pub chunk: u32,
+}
+
+impl Parties {
+    #[must_use]
+    pub fn size(&self) -> u32 {
+        u32::try_from(self.nodes.len()).expect("fewer than 2^32 ranks")
+    }
+
+    /// Who reads for each of those that need some of a chunk: rank and bytes, in the order of ranks. `holders` hold the
+    /// same, and `turn` is another number for each stretch, so that what anybody could do is done in turn.
+    ///
+    /// # Errors
+    /// `Missing` where nobody sees a file that holds it.
+    pub fn readers(
+        &self,
+        entry: &TensorEntry,
+        holders: &[u32],
+        needs: &[(u32, u64)],
+        turn: usize,
+    ) -> Result<SmallVec<[Reader; 4]>> {
+        let Sight::PerRank(seen) = &self.sight else {
+            let most = needs.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
+            let first: SmallVec<[u32; 8]> =
+                needs.iter().filter(|(_, bytes)| *bytes == most).map(|(rank, _)| *rank).collect();
+            let reader = Reader { rank: first[turn % first.len()], chunk: holders[0] };
+            return Ok(needs.iter().map(|_| reader).collect());
+        };
+        let seen_by = |chunk: &u32| {
+            let file = entry.chunks.place(*chunk as usize).file();
+            let ranks: &[u32] = file.map_or(&[], |FileId(file)| &seen[file as usize]);
+            let chunk = *chunk;
+            ranks.iter().map(move |&rank| Reader { rank, chunk })
+        };
+        let all: SmallVec<[Reader; 8]> = holders.iter().flat_map(seen_by).collect();
+        if all.is_empty() {
+            return Err(Error::Comm {
+                rank: needs.first().map_or(0, |(rank, _)| *rank),
+                op: "read",
+                detail: format!("{}: no process sees a file that holds {}", entry.fqn, entry.chunk_name(holders[0])),
+                hint: Some("with --source per-rank every file of SRC has to be seen by one of the processes".into()),
+            });
+        }
+        let reader_of = |&(rank, _): &(u32, u64)| {
+            let node = self.nodes[rank as usize];
+            let nearness = |reader: &Reader| (reader.rank == rank, self.nodes[reader.rank as usize] == node);
+            let nearest = all.iter().map(nearness).max().expect("not empty");
+            let near: SmallVec<[&Reader; 8]> = all.iter().filter(|reader| nearness(reader) == nearest).collect();
+            *near[turn % near.len()]
+        };
+        Ok(needs.iter().map(reader_of).collect())
+    }
+}

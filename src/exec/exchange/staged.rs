@@ -1,0 +1,62 @@
+//! Staging: what a process reads in a round.
+
+use std::sync::Arc;
+
+use rayon::prelude::*;
+
+use super::moves::{Moves, Read};
+use super::rooms::{HostMemory, Room, Rooms};
+use super::shuffle::pieces;
+use crate::error::Result;
+use crate::exec::passing::Passing;
+use crate::exec::{DEFAULT_STRIP_BYTES, Input, Prepared, Scratch, Stop};
+
+/// A round that has been read.
+pub struct Staged<M: HostMemory> {
+    pub moves: Moves,
+    pub bytes: Room<M>,
+    /// Whether nothing that was read so far is part of a record of which more is to come, with a sum to be checked.
+    pub is_checked: bool,
+}
+
+/// Reads rounds, and checks the sums of records that pass.
+pub struct Stage<'a, M> {
+    input: Input<'a>,
+    rooms: Arc<Rooms<M>>,
+    passing: Passing,
+    stop: &'a Stop,
+}
+
+impl<'a, M: HostMemory> Stage<'a, M> {
+    #[must_use]
+    pub fn new(input: Input<'a>, rooms: Arc<Rooms<M>>, stop: &'a Stop) -> Self {
+        Self { input, rooms, passing: Passing::default(), stop }
+    }
+
+    /// # Errors
+    /// `Io` and `Malformed` from reading; `Stopped`.
+    pub fn read(&self, moves: Moves) -> Result<Staged<M>> {
+        let mut bytes = self.rooms.room(moves.stage_len)?;
+        let places = moves.reads.iter().map(|read| (read.stage.start, read.stage.len()));
+        let mut strips = Vec::new();
+        for (read, place) in moves.reads.iter().zip(pieces(&mut bytes, places)) {
+            let Read { tensor, chunk, first, .. } = read;
+            let entry = self.input.catalog.tensor(*tensor);
+            let whole = Prepared::chunk(self.input, entry, *chunk)?;
+            let elements = DEFAULT_STRIP_BYTES / entry.dtype.itemsize();
+            let strip = usize::try_from(elements * entry.dtype.itemsize()).expect("a strip fits memory");
+            let firsts = (0..).map(move |index| first + index * elements);
+            let whole = Arc::new(whole);
+            strips.extend(firsts.zip(place.chunks_mut(strip)).map(|(first, strip)| (Arc::clone(&whole), first, strip)));
+        }
+        strips.into_par_iter().try_for_each_init(Scratch::default, |scratch, (whole, first, strip)| {
+            self.stop.check()?;
+            whole.read_summing(self.input, first, strip, scratch, Some(&self.passing)).map(drop)
+        })?;
+        if moves.ends_whole {
+            self.passing.settle(self.input.files)?;
+        }
+        let is_checked = self.passing.is_empty();
+        Ok(Staged { moves, bytes, is_checked })
+    }
+}
