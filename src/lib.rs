@@ -19,7 +19,7 @@
 //! Several processes share the last step: each fills its [`comm::Part`] of the bytes.
 //!
 //! Who may import whom: `commands` sees everything; `exec` sees `plan`, `catalog`, `storage` and `comm` but no format and
-//! no terminal; `plan`, `format` and `select` see `catalog` and `layout`; `layout` is pure algebra, `comm` the
+//! no terminal, `gpu` only `exec` and `comm`; `plan`, `format` and `select` see `catalog` and `layout`; `layout` is pure algebra, `comm` the
 //! environment of a process, and both see nothing of the crate.
 
 pub mod catalog;
@@ -30,6 +30,7 @@ pub mod error;
 pub mod exec;
 pub mod fault;
 pub mod format;
+pub mod gpu;
 pub mod layout;
 pub mod nearest;
 pub mod plan;
