@@ -28,7 +28,7 @@ mod stop;
 mod strips;
 mod sums;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod window;
 
 pub use extents::Extents;

@@ -17,7 +17,7 @@ use cudarc::driver::CudaEvent;
 use nccl::{Config, DataType, DeviceView, DeviceViewMut, Group, Place, UniqueId, Wait};
 
 use super::Gpu;
-use super::device::failed;
+use super::device::{Device, failed};
 use super::memory::DeviceBytes;
 use super::settings::{SHARE, Sharing};
 use super::stream::Stream;
@@ -100,6 +100,12 @@ impl<C: Communicator + Send + 'static> Nccl<C> {
 }
 
 impl<C: Communicator + Send> Nccl<C> {
+    /// The device whose memory is exchanged.
+    #[must_use]
+    pub fn device(&self) -> &Arc<Device> {
+        self.stream.device()
+    }
+
     /// Queue [`Communicator::exchange`] on a stream.
     pub(super) fn queue_exchange(
         &self,
@@ -313,10 +319,7 @@ mod tests {
         let uuids = |last: u8| [0, 1, 2, last].map(|number| [number; 16].to_vec());
         assert!(all_differ(&uuids(3)).is_ok());
         let error = all_differ(&uuids(1)).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "ranks 1 and 3 have one GPU (GPU-01010101-0101-0101-0101-010101010101)"
-        );
+        assert_eq!(error.to_string(), "ranks 1 and 3 have one GPU (GPU-01010101-0101-0101-0101-010101010101)");
         assert!(error.hint().unwrap().contains(SHARE));
     }
 

@@ -33,7 +33,6 @@ unsafe impl Sync for Pinned {}
 
 impl Pinned {
     fn new(device: Arc<Device>, len: usize) -> Result<Self> {
-        let len = rounded(len);
         device.bind()?;
         // Without flags: the CPU reads what arrives, which write-combined memory makes very slow.
         // SAFETY: a context is current.
@@ -52,7 +51,7 @@ impl Pinned {
     #[must_use]
     pub fn rooms(device: &Arc<Device>) -> Arc<Rooms<Self>> {
         let device = Arc::clone(device);
-        Rooms::new(move |len| Self::new(Arc::clone(&device), len))
+        Rooms::new(move |len| Self::new(Arc::clone(&device), rounded(len)))
     }
 }
 
@@ -90,15 +89,17 @@ pub struct DeviceBytes {
 }
 
 impl DeviceBytes {
-    /// So many bytes or some more, with anything in them; `what` is in the error.
+    /// So many bytes, with anything in them; `what` is in the error.
     ///
     /// # Errors
     /// `Device` where there are not so many left.
     pub fn new(device: &Arc<Device>, len: usize, what: &str) -> Result<Self> {
-        let len = rounded(len);
         device.bind()?;
-        // SAFETY: a context is current; what it has in it is no Rust value.
-        let address = unsafe { result::malloc_sync(len) }.map_err(|error| short_of(what, len, error))?;
+        let address = match len {
+            0 => 0,
+            // SAFETY: a context is current; what the memory has in it is no Rust value.
+            _ => unsafe { result::malloc_sync(len) }.map_err(|error| short_of(what, len, error))?,
+        };
         Ok(Self { device: Arc::clone(device), address, len })
     }
 
@@ -108,7 +109,7 @@ impl DeviceBytes {
     /// As [`DeviceBytes::new`]. Then it is as it was.
     pub fn at_least(&mut self, len: usize, what: &str) -> Result<()> {
         if self.len < len {
-            *self = Self::new(&self.device, len, what)?;
+            *self = Self::new(&self.device, rounded(len), what)?;
         }
         Ok(())
     }
@@ -137,7 +138,7 @@ unsafe impl DeviceBuffer for DeviceBytes {
 
 impl Drop for DeviceBytes {
     fn drop(&mut self) {
-        if self.device.bind().is_ok() {
+        if self.len > 0 && self.device.bind().is_ok() {
             let _ = self.device.context().synchronize();
             // SAFETY: it was allocated so, nobody has it any more, and no stream uses it.
             let _ = unsafe { result::free_sync(self.address) };
@@ -154,9 +155,8 @@ fn short_of(what: &str, len: usize, error: DriverError) -> Error {
     if error.0 != sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
         return failed("allocate memory")(error);
     }
-    let left = result::mem_get_info().map_or(String::new(), |(free, _)| {
-        format!("; the device has {} left", human_bytes(free as u64))
-    });
+    let left = result::mem_get_info()
+        .map_or(String::new(), |(free, _)| format!("; the device has {} left", human_bytes(free as u64)));
     Error::Device {
         op: "allocate memory",
         detail: format!("{} for {what}: {}{left}", human_bytes(len as u64), text(error)),

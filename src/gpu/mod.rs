@@ -24,8 +24,6 @@ mod shuffle;
 mod stream;
 #[cfg(test)]
 mod tests;
-#[cfg(test)]
-mod tests;
 
 use std::sync::Arc;
 

@@ -60,11 +60,7 @@ impl Packer {
             (_, Copies::Table { blocks: 0, .. }) => Ok(()),
             (Self::Kernel(function), Copies::Table { offset, copies, blocks }) => {
                 let address = table.address() + *offset as u64;
-                let shape = LaunchConfig {
-                    grid_dim: (*blocks, 1, 1),
-                    block_dim: (THREADS, 1, 1),
-                    shared_mem_bytes: 0,
-                };
+                let shape = LaunchConfig { grid_dim: (*blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
                 let mut launch = stream.cuda().launch_builder(function);
                 launch.arg(&address).arg(copies).arg(&BLOCK_UNITS);
                 // SAFETY: the arguments are those of the kernel; of memory it uses what the table says.
@@ -99,7 +95,11 @@ impl Packer {
 #[derive(Debug)]
 pub(super) enum Copies {
     /// Records in the table from there on.
-    Table { offset: usize, copies: u32, blocks: u32 },
+    Table {
+        offset: usize,
+        copies: u32,
+        blocks: u32,
+    },
     Nests(Vec<Nest>),
 }
 

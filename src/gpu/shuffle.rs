@@ -24,6 +24,7 @@ use crate::exec::exchange::{Moves, Origin, Room, Rooms, Shuffle, StridedCopy};
 
 /// Rounds under way: one goes up and across while the one before comes down.
 const SLOTS: usize = 2;
+const OP: &str = "exchange";
 
 /// Packs and unpacks on a device, and exchanges by NCCL.
 pub struct DeviceShuffle<'a, C: Communicator + Send> {
@@ -99,6 +100,21 @@ impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
         }
     }
 
+    /// Have as much memory as a round takes.
+    fn fit<const N: usize>(
+        &mut self,
+        number: usize,
+        wanted: impl for<'s> Fn(&'s mut Slot) -> [(&'s mut DeviceBytes, usize, &'static str); N],
+    ) -> Result<()> {
+        if wanted(&mut self.slots[number]).iter().all(|(memory, len, _)| memory.len() >= *len) {
+            return Ok(());
+        }
+        // What is too short is freed, for which the driver waits until the device is done with the round before. That
+        // one waits for peers, which only this here looks after.
+        self.peers.wait(OP, &self.all_done()?)?;
+        wanted(&mut self.slots[number]).into_iter().try_for_each(|(memory, len, what)| memory.at_least(len, what))
+    }
+
     /// The point at which all that is queued is done, on whatever stream.
     fn all_done(&self) -> Result<CudaEvent> {
         self.down.wait(&self.up.record()?)?;
@@ -120,15 +136,22 @@ impl<C: Communicator + Send> Shuffle for DeviceShuffle<'_, C> {
 
     fn begin(&mut self, moves: &Moves, stage: Room<Pinned>) -> Result<usize> {
         let number = self.begun % SLOTS;
-        let slot = &mut self.slots[number];
-        assert!(slot.lent.is_none(), "no more than {SLOTS} rounds are under way");
-        slot.fit(moves)?;
+        assert!(self.slots[number].lent.is_none(), "no more than {SLOTS} rounds are under way");
+        self.fit(number, |slot| {
+            [
+                (&mut slot.stage, moves.stage_len, "what is read"),
+                (&mut slot.outgoing, moves.outgoing_len(), "what is sent"),
+                (&mut slot.incoming, moves.incoming_len(), "what is received"),
+                (&mut slot.unpacked, moves.unpacked_len, "what is unpacked"),
+            ]
+        })?;
+        let slot = &self.slots[number];
         let (copies, bytes) = self.packer.prepare([slot.packs(moves), slot.unpacks(moves)]);
-        slot.table.at_least(bytes.len(), "lists of copies")?;
+        self.fit(number, |slot| [(&mut slot.table, bytes.len(), "lists of copies")])?;
         let mut table = self.tables.room(bytes.len())?;
         table.copy_from_slice(&bytes);
         let unpacked = self.rooms.room(moves.unpacked_len)?;
-        slot.lent = Some(Lent { stage, table, unpacked, done: None });
+        self.slots[number].lent = Some(Lent { stage, table, unpacked, done: None });
         self.begun += 1;
 
         let queued = self.queue(moves, number, &copies);
@@ -144,7 +167,7 @@ impl<C: Communicator + Send> Shuffle for DeviceShuffle<'_, C> {
     fn finish(&mut self, _: &Moves, number: usize) -> Result<Room<Pinned>> {
         let slot = &mut self.slots[number];
         if let Some(done) = slot.lent.as_ref().and_then(|lent| lent.done.as_ref()) {
-            self.peers.wait("exchange", done)?;
+            self.peers.wait(OP, done)?;
         }
         Ok(slot.lent.take().expect("a round that was begun").unpacked)
     }
@@ -153,7 +176,7 @@ impl<C: Communicator + Send> Shuffle for DeviceShuffle<'_, C> {
 impl<C: Communicator + Send> Drop for DeviceShuffle<'_, C> {
     /// Nothing is freed that a stream may still use.
     fn drop(&mut self) {
-        let is_done = |lent: &Lent| lent.done.as_ref().is_some_and(|done| self.peers.has_ended("exchange", done));
+        let is_done = |lent: &Lent| lent.done.as_ref().is_some_and(|done| self.peers.has_ended(OP, done));
         if !self.slots.iter().filter_map(|slot| slot.lent.as_ref()).all(is_done) {
             mem::forget(mem::take(&mut self.slots));
         }
@@ -165,14 +188,6 @@ impl Slot {
         let bytes = || DeviceBytes::new(device, 0, "rounds");
         let (stage, outgoing, incoming, unpacked, table) = (bytes()?, bytes()?, bytes()?, bytes()?, bytes()?);
         Ok(Self { stage, outgoing, incoming, unpacked, table, lent: None })
-    }
-
-    /// Have as much memory as a round takes.
-    fn fit(&mut self, moves: &Moves) -> Result<()> {
-        self.stage.at_least(moves.stage_len, "what is read")?;
-        self.outgoing.at_least(moves.outgoing_len(), "what is sent")?;
-        self.incoming.at_least(moves.incoming_len(), "what is received")?;
-        self.unpacked.at_least(moves.unpacked_len, "what is unpacked")
     }
 
     fn packs(&self, moves: &Moves) -> Vec<Nest> {
