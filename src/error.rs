@@ -72,6 +72,10 @@ pub enum Error {
     #[error("rank {rank}: {op}: {detail}")]
     Comm { rank: u32, op: &'static str, detail: String, hint: Option<String> },
 
+    /// A GPU, or a library for it, refused something.
+    #[error("GPU: {op}: {detail}")]
+    Device { op: &'static str, detail: String, hint: Option<String> },
+
     /// A signal; nothing was published. `kept` is what another run can go on from: where it is, and how much.
     #[error("stopped by {signal}; {}", what_is_left(kept.as_ref()))]
     Stopped { signal: &'static str, exit: u8, kept: Option<(PathBuf, String)> },
@@ -171,6 +175,7 @@ impl Error {
             | Self::Coverage { hint, .. }
             | Self::Conflict { hint, .. }
             | Self::Comm { hint, .. }
+            | Self::Device { hint, .. }
             | Self::Usage { hint, .. } => hint.as_deref(),
             Self::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => {
                 Some("free space on the file system of the destination, or choose another one")
@@ -217,6 +222,7 @@ impl Error {
             Self::Coverage { .. } => "coverage",
             Self::Conflict { .. } => "conflict",
             Self::Comm { .. } => "comm",
+            Self::Device { .. } => "device",
             Self::Layout(_) => "layout",
             Self::Usage { .. } => "usage",
             Self::Stopped { .. } => "stopped",

@@ -11,7 +11,9 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub use elsewhere::parse;
-pub use output::{ConvertArgs, DestinationArgs, ExchangeArgs, PartArgs, ProgressChoice, SourceSight, TalkArgs};
+pub use output::{
+    Backend, ConvertArgs, DestinationArgs, ExchangeArgs, PartArgs, ProgressChoice, SourceSight, TalkArgs,
+};
 pub use source::{CheckArgs, OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied, ToldArgs};
 use values::rank;
 pub use values::{FormatArg, IoArg, SplitArg};

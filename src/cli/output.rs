@@ -80,9 +80,13 @@ pub struct PartArgs {
 #[command(next_help_heading = "Running")]
 pub struct ExchangeArgs {
     /// What the processes of a run see of SRC: all of it, or each only what is on its own node, which they then give each
-    /// other over TCP
+    /// other
     #[arg(long, value_name = "WHAT", default_value = "shared")]
     pub source: SourceSight,
+    /// How processes give each other bytes: from host to host over TCP, and not at all where all see SRC, or from GPU to
+    /// GPU by NCCL; auto is nccl where they have to and each has a GPU
+    #[arg(long, value_name = "HOW", default_value = "auto")]
+    pub backend: Backend,
     /// Where processes that give each other bytes meet: tcp://HOST:PORT or file://DIR [default: MASTER_ADDR and
     /// MASTER_PORT, else a file beside DST]
     #[arg(long, value_name = "PLACE")]
@@ -98,6 +102,15 @@ pub enum SourceSight {
     #[default]
     Shared,
     PerRank,
+}
+
+/// How processes give each other bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Backend {
+    #[default]
+    Auto,
+    Cpu,
+    Nccl,
 }
 
 /// What the verbs that write have in common.

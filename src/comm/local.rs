@@ -146,6 +146,11 @@ impl Communicator for Local {
     }
 
     fn check(&self) -> Result<()> {
+        let dropped = |(rank, why): (u32, &Option<&'static str>)| (*why == Some(DROPPED)).then_some(rank);
+        if let Some(rank) = (0..).zip(&self.letters().silent).find_map(dropped) {
+            self.office.fate.seal(Gone { rank, why: DROPPED.into() });
+            self.office.changed.notify_all();
+        }
         self.office.fate.check("check")
     }
 

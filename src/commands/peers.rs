@@ -1,7 +1,7 @@
-//! The processes of a run that give each other what they read: those of `--source per-rank`.
+//! The processes of a run that give each other what they read: those of `--source per-rank` and of `--backend nccl`.
 //!
-//! They meet beside DST, make a [twin](crate::twin) of SRC there, and stay connected until DST is published. Whoever fails
-//! says so to the others, and nobody waits for one that is gone.
+//! They meet beside DST, make a [twin](crate::twin) of SRC there if none sees all of it, and stay connected until DST is
+//! published. Whoever fails says so to the others, and nobody waits for one that is gone.
 
 use std::ffi::OsString;
 use std::fs;
@@ -10,10 +10,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::convert::Conversion;
+use super::printer::Printer;
 use super::run::Run;
 use super::{input, progress::Progress};
 use crate::catalog::TensorId;
-use crate::cli::{ConvertArgs, SourceSight};
+use crate::cli::{Backend, ConvertArgs, SourceSight};
 use crate::comm::{Communicator, Launcher, Liveness, Meeting, Mesh, Part, Place, meet, process_environment};
 use crate::error::{Error, Result};
 use crate::exec::compare::ReplicaDifference;
@@ -24,6 +25,7 @@ use crate::exec::log::Log;
 use crate::exec::{Extents, Options, Reporter};
 use crate::fault;
 use crate::format::{Checkpoint, ReadOptions};
+use crate::gpu::{self, DeviceShuffle, Gpu, Nccl};
 use crate::twin::{self, Twin};
 
 /// How long the first waits for the last.
@@ -34,12 +36,54 @@ const HURRIED: Duration = Duration::from_secs(10);
 const BUFFERS: u64 = 6;
 
 pub struct Peers {
-    mesh: Mesh,
-    twin: Twin,
+    link: Link,
+    /// `None` where all see SRC.
+    twin: Option<Twin>,
     parties: Parties,
     bucket_bytes: u64,
     // Dropped last: the twin is in it.
     _place: MeetingPlace,
+}
+
+/// What bytes go by.
+enum Link {
+    Hosts(Mesh),
+    Devices(Gpu, Nccl<Mesh>),
+}
+
+impl Link {
+    /// Between the devices of all, where that is asked for, or all have one. Collective.
+    fn choose(mesh: Mesh, backend: Backend, local_rank: u32, printer: &Printer) -> Result<Self> {
+        let local_rank = Some(local_rank);
+        let settings = gpu::Settings::new(&process_environment);
+        let own = match backend {
+            Backend::Cpu => return Ok(Self::Hosts(mesh)),
+            Backend::Nccl => mesh.settle(gpu::open(&settings, local_rank))?,
+            Backend::Auto => {
+                let own = gpu::open(&settings, local_rank);
+                let said = own.as_ref().map_or_else(ToString::to_string, |_| String::new());
+                let lacking = mesh.gather(said.as_bytes())?.into_iter().enumerate().find(|(_, why)| !why.is_empty());
+                match (own, lacking) {
+                    (Ok(own), None) => own,
+                    (_, lacking) => {
+                        let why = lacking.map(|(rank, why)| format!("rank {rank}: {}", String::from_utf8_lossy(&why)));
+                        printer.detail(&format!("bytes go over TCP; {}", why.unwrap_or_default()));
+                        return Ok(Self::Hosts(mesh));
+                    }
+                }
+            }
+        };
+        printer.detail(&format!("bytes go by NCCL, here from {}", own.device.name()));
+        let nccl = Nccl::meet(&own, settings.sharing, mesh)?;
+        Ok(Self::Devices(own, nccl))
+    }
+
+    fn mesh(&self) -> &Mesh {
+        match self {
+            Self::Hosts(mesh) => mesh,
+            Self::Devices(_, nccl) => nccl.control(),
+        }
+    }
 }
 
 impl Peers {
@@ -49,24 +93,27 @@ impl Peers {
     /// `Usage` where they do not run at the same time, `Comm` naming those that do not come, and as reading SRC.
     pub fn open(args: &ConvertArgs, options: &ReadOptions, run: &Run<'_>) -> Result<Option<(Self, Checkpoint)>> {
         let launch = &run.launch;
-        if args.exchange.source != SourceSight::PerRank {
+        let backend = args.exchange.backend;
+        let is_per_rank = args.exchange.source == SourceSight::PerRank;
+        if !is_per_rank && backend != Backend::Nccl {
             return Ok(None);
         }
-        if launch.part.is_alone() {
+        if is_per_rank && launch.part.is_alone() {
             return Err(Error::usage(
                 "--source per-rank: this is the only process",
                 "start one where each part of SRC lies, by srun, torchrun or mpirun, or with --part and --parts",
             ));
         }
-        if !launch.waits {
+        let option = if is_per_rank { "--source per-rank" } else { "--backend nccl" };
+        if !launch.waits && !launch.part.is_alone() {
             let who =
                 if launch.launcher == Launcher::SlurmArray { "elements of an array" } else { "with --no-wait they" };
             return Err(Error::usage(
-                format!("--source per-rank: processes have to run at the same time, and {who} may not"),
+                format!("{option}: processes have to run at the same time, and {who} may not"),
                 "start them by srun, torchrun or mpirun",
             ));
         }
-        if args.destination.verify {
+        if is_per_rank && args.destination.verify {
             return Err(Error::usage(
                 "--verify reads all of SRC again, which no process sees with --source per-rank",
                 "leave it out; what is written has been checked against the sums that SRC has",
@@ -74,7 +121,7 @@ impl Peers {
         }
         let destination = args.dst.as_deref().ok_or_else(|| {
             Error::usage(
-                "--source per-rank: processes meet beside DST, which is not given",
+                format!("{option}: processes meet beside DST, which is not given"),
                 "say DST with --dry-run, too",
             )
         })?;
@@ -90,17 +137,32 @@ impl Peers {
             going: Arc::new(move || stop.check()),
         };
         let mesh = Mesh::connect(meet(&meeting)?, meet_within())?;
-        let opened = Self::read(&mesh, &args.src, &place.folder, options);
-        let (twin, checkpoint, parties) = opened.inspect_err(|error| mesh.fail(&error.to_string()))?;
+        let read = || {
+            let twin = is_per_rank.then(|| twin::make(&mesh, &args.src, &place.folder.join("source"))).transpose()?;
+            let checkpoint = match &twin {
+                Some(twin) => twin.open(options),
+                None => Checkpoint::open(&args.src, options).map_err(|error| error.within(&args.src)),
+            };
+            let checkpoint = mesh.settle(checkpoint)?;
+            let sight = if is_per_rank { Sight::of(&checkpoint.files, mesh.size()) } else { Sight::Shared };
+            Ok((twin, checkpoint, Parties::meet(&mesh, sight)?))
+        };
+        let read: Result<_> = read();
+        let (twin, checkpoint, parties) = read.inspect_err(|error| mesh.fail(&error.to_string()))?;
+        let local_rank = launch.local_rank.unwrap_or_else(|| parties.local_rank(launch.part.index));
+        let link = Link::choose(mesh, backend, local_rank, run.printer)?;
         let bucket_bytes = args.exchange.bucket_size.0;
-        Ok(Some((Self { mesh, twin, parties, bucket_bytes, _place: place }, checkpoint)))
+        Ok(Some((Self { link, twin, parties, bucket_bytes, _place: place }, checkpoint)))
     }
 
-    fn read(mesh: &Mesh, src: &Path, place: &Path, options: &ReadOptions) -> Result<(Twin, Checkpoint, Parties)> {
-        let twin = twin::make(mesh, src, &place.join("source"))?;
-        let checkpoint = mesh.settle(twin.open(options))?;
-        let parties = Parties::meet(mesh, Sight::of(&checkpoint.files, mesh.size()))?;
-        Ok((twin, checkpoint, parties))
+    /// Whether each sees only its own files of SRC.
+    #[must_use]
+    pub fn see_apart(&self) -> bool {
+        self.twin.is_some()
+    }
+
+    fn mesh(&self) -> &Mesh {
+        self.link.mesh()
     }
 
     /// Memory that rounds take.
@@ -112,7 +174,8 @@ impl Peers {
     /// Who can read all of a file of SRC, where not all can.
     #[must_use]
     pub fn carriers(&self, path: &Path) -> Vec<u32> {
-        if self.twin.holds_whole(path) { Vec::new() } else { self.twin.seen_by(path).to_vec() }
+        let apart = self.twin.as_ref().filter(|twin| !twin.holds_whole(path));
+        apart.map_or_else(Vec::new, |twin| twin.seen_by(path).to_vec())
     }
 
     /// All make the same.
@@ -121,7 +184,7 @@ impl Peers {
     /// `Comm` naming one that does not.
     pub fn compare(&self, fingerprint: Fingerprint) -> Result<()> {
         let own = fingerprint.to_string();
-        let said = self.mesh.gather(own.as_bytes())?;
+        let said = self.mesh().gather(own.as_bytes())?;
         match said.iter().position(|other| *other != said[0]) {
             None => Ok(()),
             Some(rank) => Err(Error::Comm {
@@ -144,7 +207,7 @@ impl Peers {
         progress: &Progress,
         run: &Run<'_>,
     ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
-        differing(&self.mesh, &self.parties.sight, input(checkpoint), tensors, progress, &run.stop)
+        differing(self.mesh(), &self.parties.sight, input(checkpoint), tensors, progress, &run.stop)
     }
 
     /// Fill what `log` has to be done, with the others. Collective.
@@ -160,12 +223,19 @@ impl Peers {
         reporter: &dyn Reporter,
         run: &Run<'_>,
     ) -> Result<Stats> {
-        let owners = Owners::new(&conversion.reservation.files, &agree(&self.mesh, log.todo())?);
-        let shuffle = HostShuffle::new(&self.mesh);
-        let stats =
-            self.exchange(conversion, &owners).run(&self.mesh, shuffle, folder, log, options, reporter, &run.stop)?;
+        let owners = Owners::new(&conversion.reservation.files, &agree(self.mesh(), log.todo())?);
+        let exchange = self.exchange(conversion, &owners);
+        let stats = match &self.link {
+            Link::Hosts(mesh) => {
+                exchange.run(mesh, HostShuffle::new(mesh), folder, log, options, reporter, &run.stop)?
+            }
+            Link::Devices(gpu, nccl) => {
+                let shuffle = self.mesh().settle(DeviceShuffle::new(gpu, nccl))?;
+                exchange.run(nccl, shuffle, folder, log, options, reporter, &run.stop)?
+            }
+        };
         // Who is done first does not go on before all are: what is recorded by then is all there is.
-        self.mesh.barrier()?;
+        self.mesh().barrier()?;
         Ok(stats)
     }
 
@@ -175,7 +245,7 @@ impl Peers {
     /// As [`Exchange::dry_run`].
     pub fn dry_run(&self, conversion: &Conversion<'_>) -> Result<(Stats, Vec<Load>)> {
         let files = &conversion.reservation.files;
-        let of = self.mesh.size();
+        let of = self.mesh().size();
         let todos: Vec<Extents> =
             (0..of).map(|index| crate::exec::division::stretch(files, Part { index, of })).collect();
         self.exchange(conversion, &Owners::new(files, &todos)).dry_run()
@@ -193,7 +263,7 @@ impl Peers {
 
     /// Tell the others that this one goes, because of an error.
     pub fn fail(&self, error: &Error) {
-        self.mesh.fail(&error.to_string());
+        self.mesh().fail(&error.to_string());
     }
 
     /// Go, when all is done.
@@ -201,7 +271,10 @@ impl Peers {
     /// # Errors
     /// As [`Communicator::leave`].
     pub fn leave(self) -> Result<()> {
-        self.mesh.leave()
+        match self.link {
+            Link::Hosts(mesh) => mesh.leave(),
+            Link::Devices(_, nccl) => nccl.leave(),
+        }
     }
 }
 

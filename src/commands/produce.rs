@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use super::convert::Conversion;
 use super::input;
+use super::peers::Peers;
 use super::progress::Progress;
 use super::read_back::read_back;
 use super::records::Records;
@@ -158,7 +159,8 @@ impl Producer<'_> {
         check_space(staging.folder(), files, &todo)?;
         // An earlier run may have been told to check less.
         let peers = conversion.source.peers.as_ref();
-        let checked = if peers.is_some() { Extents::of_files(files) } else { own };
+        let see_apart = peers.is_some_and(Peers::see_apart);
+        let checked = if see_apart { Extents::of_files(files) } else { own };
         conversion.source.check(&sources(&conversion.reservation.tensors, &checked), self.args.checks, run)?;
 
         // A run that is alone and has nothing to read back publishes at once.

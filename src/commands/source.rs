@@ -225,7 +225,8 @@ impl Source {
         run: &Run<'_>,
     ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
         let which = if args.check_replicas { Replicas::All } else { Replicas::Plain };
-        checks::differing(&self.checkpoint, tensors, which, self.peers.as_ref(), run)
+        let apart = self.peers.as_ref().filter(|peers| peers.see_apart());
+        checks::differing(&self.checkpoint, tensors, which, apart, run)
     }
 
     /// Let go of wishes, names and values, once it is known what is written of them: of a checkpoint of very many tensors

@@ -31,7 +31,7 @@ mod stop;
 mod strips;
 pub mod sums;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod window;
 
 pub use edges::HELD_BYTES;

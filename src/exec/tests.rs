@@ -5,7 +5,7 @@
 
 mod bands;
 mod casting;
-mod exchanging;
+pub(crate) mod exchanging;
 mod parts;
 mod reducing;
 mod summing;
@@ -62,7 +62,7 @@ fn element(index: u64, itemsize: u64) -> Vec<u8> {
 }
 
 #[derive(Clone, Debug)]
-struct Layout {
+pub(crate) struct Layout {
     mesh: Vec<u64>,
     placements: Vec<Placement>,
 }

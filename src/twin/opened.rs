@@ -82,7 +82,7 @@ impl Twin {
                 [between, detail].into_iter().chain(hint).for_each(reword);
             }
             Error::Layout(LayoutError::File { file, .. }) => reword(file),
-            Error::Layout(_) | Error::Comm { .. } | Error::Stopped { .. } => {}
+            Error::Layout(_) | Error::Comm { .. } | Error::Device { .. } | Error::Stopped { .. } => {}
         }
         error
     }

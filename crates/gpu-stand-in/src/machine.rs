@@ -76,9 +76,10 @@ impl Machine {
         Some(Arc::clone(streams.entry(device).or_insert_with(|| Stream::new(device, delay))))
     }
 
-    /// Waits for all streams of all devices.
+    /// Waits for all streams of the current device.
     pub fn synchronize(&self) {
-        let streams: Vec<_> = self.tables().streams.values().cloned().collect();
+        let is_current = |stream: &&Arc<Stream>| Some(stream.device()) == current();
+        let streams: Vec<_> = self.tables().streams.values().filter(is_current).cloned().collect();
         streams.iter().for_each(|stream| stream.synchronize());
     }
 

@@ -3,6 +3,8 @@
 //! A twin does what its kernel is written to do. It tests that the kernel is launched with the arguments it takes, on
 //! memory that is there; of the kernel's own text it says nothing.
 
+mod copy_runs;
+
 use crate::memory::{Heap, Illegal};
 
 /// A kernel of the program that is tested.
@@ -34,4 +36,4 @@ impl Launch<'_> {
 }
 
 /// All of them.
-pub const TWINS: &[Twin] = &[];
+pub const TWINS: &[Twin] = &[copy_runs::TWIN];

@@ -5,7 +5,7 @@ use crate::comm::Local;
 
 /// Fleets that are being handed out, rank by rank.
 #[derive(Default)]
-struct Threads(Mutex<Vec<Option<Local>>>);
+pub(crate) struct Threads(Mutex<Vec<Option<Local>>>);
 
 impl Fleet for Threads {
     type Rank = Local;

@@ -3,7 +3,7 @@
 pub(crate) mod conformance;
 mod contradictions;
 mod launchers;
-mod local;
+pub(crate) mod local;
 mod mesh;
 mod nesting;
 mod processes;

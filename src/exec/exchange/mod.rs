@@ -3,7 +3,8 @@
 //! All processes derive the same [rounds](rounds) from the same catalogs. In a round each reads stretches of source
 //! chunks, which are contiguous; the [shuffle] moves them to who needs them; and what arrives are stretches of target
 //! tiles, which are written as any others are ([`super::copy::write`]). Reading, moving and writing go on at the same
-//! time, in a thread each, with one round between each two of them.
+//! time, in a thread each, with one round between each two of them; a shuffle that has several steps may have the
+//! [next round](Shuffle::UNDER_WAY) on its way while one is finished.
 //!
 //! Counts bytes. Invariant: what is recorded as done has been checked by whoever read it.
 
@@ -17,6 +18,7 @@ mod rounds;
 mod shuffle;
 mod staged;
 
+use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
@@ -138,18 +140,46 @@ impl<'a> Exchange<'a> {
         staged: Receiver<Result<Staged<S::Memory>>>,
         shuffled: SyncSender<Result<Arrived>>,
     ) {
-        for staged in staged {
-            let batch = staged.and_then(|Staged { moves, bytes, is_checked }| {
-                let unpacked = shuffle.shuffle(&moves, bytes)?;
-                let checked = communicator.gather(&[u8::from(is_checked)])?;
-                let is_checked = checked.iter().all(|said| *said == [1]);
-                self.batch(&moves, unpacked, is_checked)
+        let mut staged = staged.into_iter().fuse();
+        let mut under_way = VecDeque::new();
+        loop {
+            let begun = staged.next().map(|staged| {
+                let Staged { moves, bytes, is_checked } = staged?;
+                let begun = shuffle.begin(&moves, bytes)?;
+                Ok((moves, begun, is_checked))
             });
+            let batch = match begun.transpose() {
+                Ok(begun) => {
+                    // All ranks take these turns alike, whatever comes sooner: each waits for the others in both.
+                    let is_next_wanted = begun.is_some() && under_way.len() + 1 < S::UNDER_WAY;
+                    under_way.extend(begun);
+                    if is_next_wanted {
+                        continue;
+                    }
+                    let Some((moves, begun, is_checked)) = under_way.pop_front() else { return };
+                    self.finish(communicator, &mut shuffle, &moves, begun, is_checked)
+                }
+                Err(error) => Err(error),
+            };
             let failed = batch.is_err();
             if shuffled.send(batch).is_err() || failed {
                 return;
             }
         }
+    }
+
+    fn finish<C: Communicator, S: Shuffle>(
+        &self,
+        communicator: &C,
+        shuffle: &mut S,
+        moves: &Moves,
+        begun: S::Begun,
+        is_checked: bool,
+    ) -> Result<Arrived> {
+        let unpacked = shuffle.finish(moves, begun)?;
+        let checked = communicator.gather(&[u8::from(is_checked)])?;
+        let is_checked = checked.iter().all(|said| *said == [1]);
+        self.batch(moves, unpacked, is_checked)
     }
 
     /// What has arrived, as tiles to write.

@@ -59,6 +59,13 @@ impl Parties {
         Ok(Self { sight, nodes: number(&said) })
     }
 
+    /// Which of the ranks of its node a rank is, from 0.
+    #[must_use]
+    pub fn local_rank(&self, rank: u32) -> u32 {
+        let (before, own) = (&self.nodes[..rank as usize], self.nodes[rank as usize]);
+        u32::try_from(before.iter().filter(|node| **node == own).count()).expect("fewer than 2^32 ranks")
+    }
+
     #[must_use]
     pub fn size(&self) -> u32 {
         u32::try_from(self.nodes.len()).expect("fewer than 2^32 ranks")

@@ -9,20 +9,33 @@ use super::rooms::{HostMemory, Room, Rooms};
 use crate::comm::Communicator;
 use crate::error::Result;
 
-/// Moves what a process has staged, and gives what it gets.
+/// Moves what a process has staged, and gives what it gets, round by round.
 pub trait Shuffle: Send {
     /// Memory that it takes bytes out of, and puts them into.
     type Memory: HostMemory;
+    /// A round that was begun.
+    type Begun;
+
+    /// How many rounds are begun before the first of them is finished: with more than one, the next is on its way while
+    /// this one is waited for.
+    const UNDER_WAY: usize;
 
     /// Where such memory is had.
     fn rooms(&self) -> Arc<Rooms<Self::Memory>>;
 
-    /// From the stage, of [`Moves::stage_len`] bytes, to what is unpacked, of [`Moves::unpacked_len`]. What no copy goes
-    /// to is 0 in tiles that want it to be ([`Arriving::has_gaps`]).
+    /// Take the stage of a round, of [`Moves::stage_len`] bytes. Collective: all ranks begin and finish the same rounds in
+    /// the same order.
     ///
     /// # Errors
     /// As [`Communicator::exchange`].
-    fn shuffle(&mut self, moves: &Moves, stage: Room<Self::Memory>) -> Result<Room<Self::Memory>>;
+    fn begin(&mut self, moves: &Moves, stage: Room<Self::Memory>) -> Result<Self::Begun>;
+
+    /// Give what is unpacked, of [`Moves::unpacked_len`] bytes, of the first round that was begun and is not finished.
+    /// What no copy goes to is 0 in tiles that want it to be ([`Arriving::has_gaps`]).
+    ///
+    /// # Errors
+    /// As [`Communicator::exchange`].
+    fn finish(&mut self, moves: &Moves, begun: Self::Begun) -> Result<Room<Self::Memory>>;
 }
 
 /// The shuffle in host memory.
@@ -43,12 +56,20 @@ impl<'a, C> HostShuffle<'a, C> {
 
 impl<C: Communicator<Memory = Vec<u8>>> Shuffle for HostShuffle<'_, C> {
     type Memory = Vec<u8>;
+    /// Its stage: the host does one thing after the other.
+    type Begun = Room<Vec<u8>>;
+
+    const UNDER_WAY: usize = 1;
 
     fn rooms(&self) -> Arc<Rooms<Vec<u8>>> {
         Arc::clone(&self.rooms)
     }
 
-    fn shuffle(&mut self, moves: &Moves, stage: Room<Vec<u8>>) -> Result<Room<Vec<u8>>> {
+    fn begin(&mut self, _: &Moves, stage: Room<Vec<u8>>) -> Result<Room<Vec<u8>>> {
+        Ok(stage)
+    }
+
+    fn finish(&mut self, moves: &Moves, stage: Room<Vec<u8>>) -> Result<Room<Vec<u8>>> {
         self.outgoing.resize(moves.outgoing_len(), 0);
         self.incoming.resize(moves.incoming_len(), 0);
         let messages = pieces(&mut self.outgoing, moves.to.iter().map(|range| (range.start, range.len())));

@@ -6,13 +6,47 @@ use super::*;
 use crate::catalog::{OutputFile, Reserved, Summands, TensorId};
 use crate::comm::{Communicator, Local};
 use crate::exec::Silent;
-use crate::exec::exchange::{Exchange, HostShuffle, Load, Owners, Parties, Sight, agree};
+use crate::exec::exchange::{Exchange, HostShuffle, Load, Owners, Parties, Shuffle, Sight, agree};
 use crate::layout::ReduceOp;
 use crate::layout::partial::Reduction;
 use crate::storage::FileId;
 
+/// How ranks exchange.
+pub(crate) trait Means: Sync {
+    /// What a rank has for it.
+    type Seat: Send;
+    type Rank: Communicator;
+
+    /// Called in the thread of each rank, at the same time for all.
+    fn seat(&self, rank: Local) -> Self::Seat;
+
+    fn rank(seat: &Self::Seat) -> &Self::Rank;
+
+    fn shuffle(seat: &Self::Seat) -> impl Shuffle;
+}
+
+/// In host memory.
+struct Host;
+
+impl Means for Host {
+    type Seat = Local;
+    type Rank = Local;
+
+    fn seat(&self, rank: Local) -> Local {
+        rank
+    }
+
+    fn rank(seat: &Local) -> &Local {
+        seat
+    }
+
+    fn shuffle(seat: &Local) -> impl Shuffle {
+        HostShuffle::new(seat)
+    }
+}
+
 /// A checkpoint of a file for each rank of the job that saved it, and one that is laid out.
-struct Case {
+pub(crate) struct Case {
     folder: tempfile::TempDir,
     files: Files,
     catalog: Catalog,
@@ -20,10 +54,10 @@ struct Case {
 }
 
 /// A tensor to convert: shape, dtypes, both layouts, and how many summands ranks hold of it.
-type Spec = (Vec<u64>, (Dtype, Dtype), Layout, Layout, u64);
+pub(crate) type Spec = (Vec<u64>, (Dtype, Dtype), Layout, Layout, u64);
 
 impl Case {
-    fn new(specs: &[Spec], transpose: bool) -> Self {
+    pub(crate) fn new(specs: &[Spec], transpose: bool) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut stored: Vec<Vec<u8>> = Vec::new();
         let (mut entries, mut targets) = (Vec::new(), Vec::new());
@@ -88,24 +122,32 @@ impl Case {
         Input { files: &self.files, catalog: &self.catalog, resolve: &resolve }
     }
 
-    fn alone(&self) -> Vec<Vec<u8>> {
+    pub(crate) fn alone(&self) -> Vec<Vec<u8>> {
         let folder = self.folder.path().join("alone");
         fs::create_dir(&folder).unwrap();
         copy(self.input(), &self.reservation, &folder, &options(), &Silent, &Stop::default()).unwrap();
         self.written(&folder)
     }
 
-    fn together(&self, parties: &Parties, todos: &[Extents], bucket_bytes: u64) -> (Vec<Vec<u8>>, Vec<Load>) {
+    pub(crate) fn together<M: Means>(
+        &self,
+        means: &M,
+        parties: &Parties,
+        todos: &[Extents],
+        bucket_bytes: u64,
+    ) -> (Vec<Vec<u8>>, Vec<Load>) {
         let folder = self.folder.path().join("together");
         fs::create_dir(&folder).unwrap();
         let ranks = Local::fleet(parties.size());
         std::thread::scope(|scope| {
             let threads: Vec<_> = ranks
-                .iter()
+                .into_iter()
                 .zip(todos)
                 .map(|(rank, todo)| {
                     let folder = &folder;
                     scope.spawn(move || {
+                        let seat = means.seat(rank);
+                        let rank = M::rank(&seat);
                         let heard = agree(rank, todo).unwrap();
                         assert_eq!(heard, todos);
                         let owners = Owners::new(&self.reservation.files, &heard);
@@ -115,8 +157,10 @@ impl Case {
                         let exchange = Exchange { input, reservation, parties, owners, bucket_bytes };
                         let path = folder.join(format!("{}.journal", rank.rank()));
                         let log = Log::new(&reservation.files, todo, path, false, AtEnd::Nothing);
-                        let shuffle = HostShuffle::new(rank);
+                        let shuffle = M::shuffle(&seat);
                         exchange.run(rank, shuffle, folder, &log, &options(), &Silent, &Stop::default()).unwrap();
+                        // Who is dropped sooner has failed.
+                        rank.barrier().unwrap();
                         exchange.dry_run().unwrap().1
                     })
                 })
@@ -125,6 +169,13 @@ impl Case {
             assert!(loads.iter().all(|other| *other == loads[0]), "all make the same plan");
             (self.written(&folder), loads[0].clone())
         })
+    }
+
+    /// Dealt out, as [`deal`], and seen as `wish` says: what every property of exchanges has.
+    pub(crate) fn parties(&self, ranks: u32, cuts: &[u64], wish: Option<u64>) -> (Parties, Vec<Extents>) {
+        let sight = wish.map_or(Sight::Shared, |wish| seen(self.files.ids().count(), ranks, wish));
+        let parties = Parties { sight, nodes: (0..ranks).map(|rank| rank / 2).collect() };
+        (parties, deal(&self.reservation, cuts, ranks))
     }
 
     /// Bytes of the source that are needed for what is to be done, and that no file holds which is seen.
@@ -185,7 +236,7 @@ fn deal(reservation: &Reservation, cuts: &[u64], ranks: u32) -> Vec<Extents> {
     todos
 }
 
-fn spec() -> impl Strategy<Value = Spec> {
+pub(crate) fn spec() -> impl Strategy<Value = Spec> {
     let dtypes = prop::sample::select(vec![
         (Dtype::U8, Dtype::U8),
         (Dtype::Bf16, Dtype::Bf16),
@@ -196,6 +247,11 @@ fn spec() -> impl Strategy<Value = Spec> {
         let ndim = shape.len();
         (Just(shape), dtypes.clone(), layout(ndim), layout(ndim), prop_oneof![3 => Just(1_u64), 1 => 2..4_u64])
     })
+}
+
+/// Whether its lengths can be told.
+pub(crate) fn fits((shape, (from, to), ..): &Spec) -> bool {
+    checked_len_bytes(shape, *from).is_some() && checked_len_bytes(shape, *to).is_some()
 }
 
 /// Which ranks see which files: each is seen by some.
@@ -224,14 +280,10 @@ proptest! {
         bucket_bytes in prop_oneof![Just(1_u64), 16..400_u64, Just(1 << 20)],
         wish in prop::option::of(any::<u64>()),
     ) {
-        prop_assume!(specs.iter().all(|(shape, (from, to), ..)| {
-            checked_len_bytes(shape, *from).is_some() && checked_len_bytes(shape, *to).is_some()
-        }));
+        prop_assume!(specs.iter().all(fits));
         let case = Case::new(&specs, transpose);
-        let sight = wish.map_or(Sight::Shared, |wish| seen(case.files.ids().count(), ranks, wish));
-        let parties = Parties { sight, nodes: (0..ranks).map(|rank| rank / 2).collect() };
-        let todos = deal(&case.reservation, &cuts, ranks);
-        let (together, loads) = case.together(&parties, &todos, bucket_bytes);
+        let (parties, todos) = case.parties(ranks, &cuts, wish);
+        let (together, loads) = case.together(&Host, &parties, &todos, bucket_bytes);
         prop_assert!(together == case.alone());
         let sent: u64 = loads.iter().map(|load| load.sent).sum();
         prop_assert_eq!(sent, loads.iter().map(|load| load.received).sum::<u64>());

@@ -27,7 +27,7 @@ entries! {
         put(address, heap.allocate(bytes).ok_or(Code::ERROR_OUT_OF_MEMORY)?)
     }
 
-    /// Waits for everything, as CUDA does.
+    /// Waits for all work of the device, as CUDA does.
     fn cuMemFree_v2(address: u64) {
         current()?;
         if address == 0 {
@@ -69,7 +69,7 @@ entries! {
         put(address, memory)
     }
 
-    /// Waits for everything, as CUDA does.
+    /// Waits for all work of the device, as CUDA does.
     fn cuMemFreeHost(address: usize) {
         started()?.synchronize();
         let bytes = started()?.tables().pinned.remove(&address).ok_or(Code::ERROR_INVALID_VALUE)?;

@@ -1,0 +1,353 @@
+//! NCCL between the devices of ranks, watched over a control connection.
+//!
+//! NCCL moves bytes, but waits for ever for a peer that is gone, or knows that one is and not why. So few words go by
+//! another communicator, the control, which is asked while NCCL is waited for: where it says that a rank is gone, NCCL is
+//! aborted and the error has what the control knows.
+//!
+//! Counts bytes. Invariant: after an error NCCL is aborted, so no stream waits for it.
+
+use std::fmt::Write as _;
+use std::ops::{ControlFlow, Range};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::CudaEvent;
+use nccl::{Config, DataType, DeviceView, DeviceViewMut, Group, Place, UniqueId, Wait};
+
+use super::Gpu;
+use super::device::{Device, failed};
+use super::memory::DeviceBytes;
+use super::settings::{SHARE, Sharing};
+use super::stream::Stream;
+use crate::comm::Communicator;
+use crate::error::{Error, Result};
+
+/// How long ranks that all are there may take to meet.
+const MEETING: Duration = Duration::from_secs(120);
+/// How long the control may take to hear what NCCL knows already.
+const GRACE: Duration = Duration::from_secs(5);
+/// Pauses between two looks at an event; each is twice as long as the one before.
+const SHORTEST: Duration = Duration::from_micros(20);
+const LONGEST: Duration = Duration::from_millis(1);
+/// Blocks of a kernel of NCCL where ranks share a device: all of them have to run at once.
+const SHARED_BLOCKS: u16 = 2;
+
+/// A rank whose memory is a device's. Words, votes and news of the others go by `C`.
+pub struct Nccl<C> {
+    /// `None` once it was aborted.
+    peers: Mutex<Option<nccl::Communicator>>,
+    control: Arc<C>,
+    stream: Stream,
+}
+
+impl<C: Communicator + Send + 'static> Nccl<C> {
+    /// Meet the other ranks of `control`, all of which do the same.
+    ///
+    /// # Errors
+    /// `Usage` where ranks share a device and may not; `Comm` where one goes away; `Device` from NCCL. The others are
+    /// told.
+    pub fn meet(gpu: &Gpu, sharing: Sharing, control: C) -> Result<Self> {
+        let control = Arc::new(control);
+        let met = Self::met(gpu, sharing, &control).and_then(|peers| {
+            let stream = Stream::new(&gpu.device)?;
+            Ok(Self { peers: Mutex::new(Some(peers)), control: Arc::clone(&control), stream })
+        });
+        met.inspect_err(|error| control.fail(&error.to_string()))
+    }
+
+    fn met(gpu: &Gpu, sharing: Sharing, control: &Arc<C>) -> Result<nccl::Communicator> {
+        const OP: &str = "meet by NCCL";
+        let seats = control.gather(&gpu.device.uuid())?;
+        if sharing == Sharing::Refused {
+            all_differ(&seats)?;
+        }
+        // The first rank's word: an id, or why there is none, which is never as long as one.
+        let mine = match control.rank() {
+            0 => UniqueId::new(&gpu.nccl).map(|id| id.to_bytes().to_vec()),
+            _ => Ok(Vec::new()),
+        };
+        let why = |error: nccl::Error| Error::Device { op: OP, detail: error.to_string(), hint: None };
+        let said = control.gather(mine.as_deref().unwrap_or_default())?;
+        mine.map_err(why)?;
+        let id = said.first().and_then(|id| <[u8; UniqueId::BYTES]>::try_from(id.as_slice()).ok());
+        let id = id.map(UniqueId::from_bytes).ok_or_else(|| Error::comm(0, OP, "it has no id for NCCL"))?;
+
+        let is_met = Arc::new(AtomicBool::new(false));
+        let wait = {
+            let (control, is_met) = (Arc::clone(control), Arc::clone(&is_met));
+            // Later a peer may be late because its disk is.
+            Wait::up_to(Duration::MAX).watching(move |waited| match control.check() {
+                Err(gone) => ControlFlow::Break(gone.to_string()),
+                Ok(()) if waited > MEETING && !is_met.load(Ordering::Relaxed) => {
+                    ControlFlow::Break(format!("not all ranks have come within {} s", MEETING.as_secs()))
+                }
+                Ok(()) => ControlFlow::Continue(()),
+            })
+        };
+        let config = match sharing {
+            Sharing::Refused => Config::default(),
+            Sharing::Allowed => Config::default().max_ctas(SHARED_BLOCKS),
+        };
+        let place = Place { rank: control.rank() as usize, ranks: control.size() as usize };
+        gpu.device.bind()?;
+        let peers = nccl::Communicator::new(&gpu.nccl, place, &id, &config, wait)
+            .map_err(|error| reason(&**control, OP, &error.to_string()))?;
+        is_met.store(true, Ordering::Relaxed);
+        Ok(peers)
+    }
+}
+
+impl<C: Communicator + Send> Nccl<C> {
+    /// The device whose memory is exchanged.
+    #[must_use]
+    pub fn device(&self) -> &Arc<Device> {
+        self.stream.device()
+    }
+
+    /// Who looks after the ranks.
+    #[must_use]
+    pub fn control(&self) -> &C {
+        &self.control
+    }
+
+    /// Queue [`Communicator::exchange`] on a stream.
+    pub(super) fn queue_exchange(
+        &self,
+        stream: &Stream,
+        outgoing: &DeviceBytes,
+        to: &[Range<usize>],
+        incoming: &mut DeviceBytes,
+        from: &[Range<usize>],
+    ) -> Result<()> {
+        const OP: &str = "exchange";
+        let (rank, size) = (self.rank() as usize, self.size() as usize);
+        let mut sends = carved(DeviceView::of(outgoing), DeviceView::split_at, to)?;
+        let mut receives = carved(DeviceViewMut::of(incoming), DeviceViewMut::split_at, from)?;
+        self.queue(OP, stream, |group| {
+            // Each rank begins with another one.
+            for step in 1..size {
+                let (next, previous) = ((rank + step) % size, (rank + size - step) % size);
+                if let Some(bytes) = sends[next].take() {
+                    group.send(bytes, DataType::Uint8, next)?;
+                }
+                if let Some(bytes) = receives[previous].take() {
+                    group.recv(bytes, DataType::Uint8, previous)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn queue<'b>(
+        &self,
+        op: &'static str,
+        stream: &Stream,
+        body: impl for<'g> FnOnce(&mut Group<'g, 'b>) -> nccl::Result<()>,
+    ) -> Result<()> {
+        stream.device().bind()?;
+        let mut peers = self.peers();
+        let queued = peers.as_mut().map_or(Err(nccl::Error::Aborted), |peers| peers.group(stream, body));
+        drop(peers);
+        queued.map_err(|error| self.abandon(op, &error.to_string()))
+    }
+
+    /// Wait until a stream has come to a point, as long as all ranks are there.
+    pub(super) fn wait(&self, op: &'static str, point: &CudaEvent) -> Result<()> {
+        let mut pause = SHORTEST;
+        loop {
+            self.stream.device().bind()?;
+            if point.try_is_complete().map_err(|error| self.abandon(op, &failed(op)(error).to_string()))? {
+                return Ok(());
+            }
+            // After an abort there is nothing to wait for but the stream.
+            let status = self.peers().as_ref().map_or(Err(nccl::Error::Aborted), nccl::Communicator::status);
+            status.map_err(|error| self.abandon(op, &error.to_string()))?;
+            self.control.check().map_err(|gone| self.abandon(op, &gone.to_string()))?;
+            thread::sleep(pause);
+            pause = LONGEST.min(pause * 2);
+        }
+    }
+
+    /// Whether a stream has come to a point, if need be after NCCL was aborted.
+    pub(super) fn has_ended(&self, op: &'static str, point: &CudaEvent) -> bool {
+        let until = Instant::now() + GRACE;
+        let is_ended = || self.wait(op, point).is_ok() || !matches!(point.try_is_complete(), Ok(false));
+        while !is_ended() {
+            if Instant::now() >= until {
+                return false;
+            }
+            thread::sleep(LONGEST);
+        }
+        true
+    }
+
+    /// Abort NCCL; the error says who is gone, if somebody is.
+    fn abandon(&self, op: &'static str, why: &str) -> Error {
+        let peers = self.peers().take();
+        drop(peers);
+        reason(&*self.control, op, why)
+    }
+
+    fn peers(&self) -> MutexGuard<'_, Option<nccl::Communicator>> {
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<C: Communicator + Send> Communicator for Nccl<C> {
+    type Memory = DeviceBytes;
+
+    fn rank(&self) -> u32 {
+        self.control.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.control.size()
+    }
+
+    fn exchange(
+        &self,
+        outgoing: &DeviceBytes,
+        to: &[Range<usize>],
+        incoming: &mut DeviceBytes,
+        from: &[Range<usize>],
+    ) -> Result<()> {
+        self.queue_exchange(&self.stream, outgoing, to, incoming, from)?;
+        self.wait("exchange", &self.stream.record()?)
+    }
+
+    fn broadcast(&self, root: u32, memory: &mut DeviceBytes, range: Range<usize>) -> Result<()> {
+        const OP: &str = "broadcast";
+        let mut told = carved(DeviceViewMut::of(memory), DeviceViewMut::split_at, &[range])?;
+        if let Some(told) = told[0].take() {
+            self.queue(OP, &self.stream, |group| group.broadcast(told, DataType::Uint8, root as usize))?;
+        }
+        self.wait(OP, &self.stream.record()?)
+    }
+
+    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.control.gather(said)
+    }
+
+    fn vote(&self, mine: Result<(), &str>) -> Result<()> {
+        self.control.vote(mine)
+    }
+
+    fn check(&self) -> Result<()> {
+        self.control.check()
+    }
+
+    fn fail(&self, why: &str) {
+        self.control.fail(why);
+    }
+
+    /// All together: a peer may still be reading what this rank's device has for it.
+    fn leave(self) -> Result<()> {
+        let done = self.control.barrier();
+        let peers = self.peers().take();
+        if let (Ok(()), Some(peers)) = (&done, peers) {
+            // All bytes have arrived; how NCCL itself ends makes no difference.
+            let _ = peers.finalize();
+        }
+        let Self { control, .. } = self;
+        // The watch of NCCL had the only other one.
+        let left = Arc::into_inner(control).map_or(Ok(()), Communicator::leave);
+        done.and(left)
+    }
+}
+
+/// These ranges of some memory, in any order, as views; those that are empty are none.
+fn carved<V>(whole: V, split_at: fn(V, usize) -> Option<(V, V)>, ranges: &[Range<usize>]) -> Result<Vec<Option<V>>> {
+    let mut order: Vec<usize> = (0..ranges.len()).filter(|at| !ranges[*at].is_empty()).collect();
+    order.sort_unstable_by_key(|at| ranges[*at].start);
+    let mut carved: Vec<Option<V>> = ranges.iter().map(|_| None).collect();
+    let (mut rest, mut begin) = (whole, 0);
+    for at in order {
+        let Range { start, end } = ranges[at];
+        let parts = start.checked_sub(begin).and_then(|gap| split_at(rest, gap));
+        let parts = parts.and_then(|(_, behind)| split_at(behind, end - start));
+        let (part, behind) = parts.ok_or_else(|| Error::Device {
+            op: "exchange",
+            detail: format!("bytes {start} to {end} are not in the buffer, or in another message as well"),
+            hint: None,
+        })?;
+        carved[at] = Some(part);
+        (rest, begin) = (behind, end);
+    }
+    Ok(carved)
+}
+
+/// What the control knows of why NCCL fails, soon; or else what NCCL says.
+fn reason(control: &impl Communicator, op: &'static str, why: &str) -> Error {
+    let until = Instant::now() + GRACE;
+    loop {
+        match control.check() {
+            Err(Error::Comm { rank, detail, hint, .. }) => return Error::Comm { rank, op, detail, hint },
+            Err(other) => return other,
+            Ok(()) if Instant::now() >= until => break,
+            Ok(()) => thread::sleep(Duration::from_millis(5)),
+        }
+    }
+    let hint = "NCCL_DEBUG=INFO lets NCCL tell more; NCCL_SOCKET_IFNAME names the network to use".to_owned();
+    Error::Device { op, detail: why.to_owned(), hint: Some(hint) }
+}
+
+/// An error where two ranks have one device.
+fn all_differ(uuids: &[Vec<u8>]) -> Result<()> {
+    for (second, uuid) in uuids.iter().enumerate() {
+        if let Some(first) = uuids[..second].iter().position(|other| other == uuid) {
+            let what = format!("ranks {first} and {second} have one GPU ({})", words(uuid));
+            let hint = format!("start a process for each GPU, or show each another one; {SHARE}=1 is for tests");
+            return Err(Error::usage(what, hint));
+        }
+    }
+    Ok(())
+}
+
+/// `GPU-5d2e..`, as `nvidia-smi -L` has it.
+fn words(uuid: &[u8]) -> String {
+    uuid.iter().enumerate().fold("GPU-".to_owned(), |mut text, (at, byte)| {
+        let dash = if [4, 6, 8, 10].contains(&at) { "-" } else { "" };
+        let _ = write!(text, "{dash}{byte:02x}");
+        text
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use nccl::DeviceBuffer;
+
+    use super::*;
+
+    #[test]
+    fn two_ranks_of_one_device_are_named() {
+        let uuids = |last: u8| [0, 1, 2, last].map(|number| [number; 16].to_vec());
+        assert!(all_differ(&uuids(3)).is_ok());
+        let error = all_differ(&uuids(1)).unwrap_err();
+        assert_eq!(error.to_string(), "ranks 1 and 3 have one GPU (GPU-01010101-0101-0101-0101-010101010101)");
+        assert!(error.hint().unwrap().contains(SHARE));
+    }
+
+    #[test]
+    fn ranges_are_carved_in_any_order() {
+        struct Nothing;
+        // SAFETY: it is not used.
+        unsafe impl DeviceBuffer for Nothing {
+            fn address(&self) -> u64 {
+                0x1000
+            }
+
+            fn bytes(&self) -> usize {
+                20
+            }
+        }
+        let lens = |ranges: &[Range<usize>]| {
+            let views = carved(DeviceView::of(&Nothing), DeviceView::split_at, ranges)?;
+            Ok(views.into_iter().map(|view| view.map(|view| view.bytes())).collect::<Vec<_>>())
+        };
+        assert_eq!(lens(&[12..20, 3..3, 2..7]).unwrap(), [Some(8), None, Some(5)]);
+        let refused = |ranges: &[Range<usize>]| Result::<Vec<_>>::is_err(&lens(ranges));
+        assert!(refused(&[12..21]) && refused(&[2..7, 6..8]));
+    }
+}

@@ -1,0 +1,105 @@
+//! The device of this process: which one it is, and its context.
+//!
+//! Launchers show each task its own device, or show all tasks of a node all devices. In the first case there is one, and
+//! in the second local ranks take turns.
+
+use std::ffi::{CStr, c_char};
+use std::fmt;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, DriverError, sys};
+
+use super::CPU;
+use crate::error::{Error, Result};
+
+/// A device that is in use, by its primary context.
+pub struct Device {
+    context: Arc<CudaContext>,
+    name: String,
+    uuid: [u8; 16],
+}
+
+impl Device {
+    /// The device for a local rank.
+    ///
+    /// # Errors
+    /// `Usage` where there is no driver or no device; `Device` where it cannot be used.
+    pub fn open(local_rank: Option<u32>) -> Result<Arc<Self>> {
+        // SAFETY: what the system has under the name of the driver is the driver.
+        if !unsafe { sys::is_culib_present() } {
+            let what = "no CUDA driver here: there is neither libcuda.so nor libcuda.so.1";
+            return Err(Error::usage(what, format!("run where a GPU is, or {CPU}")));
+        }
+        let none = |why: String| Error::usage(why, format!("look at CUDA_VISIBLE_DEVICES and nvidia-smi, or {CPU}"));
+        let visible = CudaContext::device_count()
+            .map_err(|error| none(format!("the CUDA driver finds no device: {}", text(error))))?;
+        let visible = u32::try_from(visible).unwrap_or(0);
+        let ordinal = ordinal(visible, local_rank).ok_or_else(|| none("no CUDA device is visible".into()))?;
+        Self::with_ordinal(ordinal)
+    }
+
+    /// The device with this number among those that are visible.
+    ///
+    /// # Errors
+    /// `Device` where it cannot be used.
+    pub fn with_ordinal(ordinal: u32) -> Result<Arc<Self>> {
+        let context = CudaContext::new(ordinal as usize).map_err(failed("take the device"))?;
+        let name = context.name().map_err(failed("name the device"))?;
+        let uuid = context.uuid().map_err(failed("name the device"))?.bytes.map(c_char::cast_unsigned);
+        Ok(Arc::new(Self { context, name, uuid }))
+    }
+
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Tells it from all others there are.
+    #[must_use]
+    pub fn uuid(&self) -> [u8; 16] {
+        self.uuid
+    }
+
+    pub(super) fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
+    /// Let what this thread asks of CUDA be about this device.
+    pub(super) fn bind(&self) -> Result<()> {
+        self.context.bind_to_thread().map_err(failed("take the device"))
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "GPU {} ({})", self.context.ordinal(), self.name)
+    }
+}
+
+/// The only one, or that of the local rank where there are many.
+fn ordinal(visible: u32, local_rank: Option<u32>) -> Option<u32> {
+    local_rank.unwrap_or(0).checked_rem(visible)
+}
+
+/// What the driver says of a step that it refuses.
+pub(super) fn failed(op: &'static str) -> impl Fn(DriverError) -> Error {
+    move |error| Error::Device { op, detail: text(error), hint: None }
+}
+
+/// `out of memory (CUDA_ERROR_OUT_OF_MEMORY)`
+pub(super) fn text(error: DriverError) -> String {
+    let words = error.error_string().map(CStr::to_string_lossy).unwrap_or_default();
+    format!("{words} ({:?})", error.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_device_is_everybodys_and_of_many_each_rank_has_its_own() {
+        assert_eq!([None, Some(0), Some(5)].map(|rank| ordinal(1, rank)), [Some(0); 3]);
+        assert_eq!([None, Some(0), Some(3), Some(4)].map(|rank| ordinal(4, rank)), [0, 0, 3, 0].map(Some));
+        assert_eq!(ordinal(0, Some(0)), None);
+    }
+}

@@ -1,0 +1,75 @@
+// Copies runs of bytes in nests of loops, many nests in one launch. Bytes, not elements: dtypes do not matter here.
+//
+// A block copies `block_units` units of one nest. A unit is `lane` bytes: the widest that divides addresses, run and steps.
+// Needs no headers. src/gpu/copies.rs writes the table.
+
+typedef unsigned long long u64;
+typedef unsigned int u32;
+
+struct Loop {
+    u64 source_step, target_step;
+    u32 count, unused;
+};
+
+struct Copy {
+    u64 source, target;
+    // Its first block; bytes of a unit; units in all, and of a run; loops around the run, outermost first.
+    u32 first_block, lane, units, run_units, loops, unused;
+    Loop loop[4];
+};
+
+template <typename Lane>
+__device__ void copy_units(const Copy& copy, u32 begin, u32 end) {
+    // Loads before stores, so that several are on their way at once.
+    const u32 batch = 4;
+    for (u32 first = begin + threadIdx.x; first < end; first += batch * blockDim.x) {
+        Lane value[batch];
+        u64 target[batch];
+#pragma unroll
+        for (u32 nth = 0; nth < batch; nth++) {
+            u32 unit = first + nth * blockDim.x;
+            if (unit >= end) break;
+            u32 run = unit / copy.run_units;
+            u64 within = (u64)(unit - run * copy.run_units) * sizeof(Lane);
+            u64 source = copy.source + within;
+            target[nth] = copy.target + within;
+            for (u32 at = copy.loops; at-- > 0;) {
+                const Loop& loop = copy.loop[at];
+                u32 outer = run / loop.count;
+                u32 turn = run - outer * loop.count;
+                source += turn * loop.source_step;
+                target[nth] += turn * loop.target_step;
+                run = outer;
+            }
+            value[nth] = *(const Lane*)source;
+        }
+#pragma unroll
+        for (u32 nth = 0; nth < batch; nth++) {
+            if (first + nth * blockDim.x < end) *(Lane*)target[nth] = value[nth];
+        }
+    }
+}
+
+extern "C" __global__ void copy_runs(const Copy* copies, u32 count, u32 block_units) {
+    __shared__ Copy copy;
+    if (threadIdx.x == 0) {
+        // The last copy that begins at this block or before.
+        u32 found = 0, beyond = count;
+        while (beyond - found > 1) {
+            u32 middle = found + (beyond - found) / 2;
+            if (copies[middle].first_block <= blockIdx.x) found = middle;
+            else beyond = middle;
+        }
+        copy = copies[found];
+    }
+    __syncthreads();
+    u32 begin = (blockIdx.x - copy.first_block) * block_units;
+    u32 end = min(begin + block_units, copy.units);
+    switch (copy.lane) {
+        case 16: return copy_units<uint4>(copy, begin, end);
+        case 8: return copy_units<u64>(copy, begin, end);
+        case 4: return copy_units<u32>(copy, begin, end);
+        case 2: return copy_units<unsigned short>(copy, begin, end);
+        default: return copy_units<unsigned char>(copy, begin, end);
+    }
+}

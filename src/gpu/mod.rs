@@ -1,0 +1,62 @@
+//! GPUs: rounds of an [exchange](crate::exec::exchange) through the memory of devices, and NCCL between them.
+//!
+//! ```text
+//!     pinned stage --copy--> stage --pack--> outgoing --NCCL--> incoming --unpack--> unpacked --copy--> pinned room
+//!     |----------- stream up -------------| |-- stream wire --| |------------- stream down ---------------|
+//! ```
+//!
+//! Nothing of CUDA is linked: driver, NVRTC and NCCL are opened by [`open`] and not before. A machine without them pays
+//! nothing, and is told what is missing. Without NVRTC the driver copies what a kernel would.
+//!
+//! Counts bytes. Invariant: bytes are moved, never interpreted, so a device gives what the host would. All that is
+//! `unsafe` of CUDA is in this module and in `nccl-rs`.
+
+#![allow(unsafe_code, reason = "calls of the CUDA driver: each block says why it may")]
+#![warn(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc)]
+
+mod communicator;
+mod copies;
+mod device;
+mod memory;
+mod packer;
+mod settings;
+mod shuffle;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+pub use communicator::Nccl;
+pub use device::Device;
+pub use memory::{DeviceBytes, Pinned};
+pub use packer::Packer;
+pub use settings::{Kernels, Settings, Sharing};
+pub use shuffle::DeviceShuffle;
+
+use crate::error::{Error, Result};
+
+/// What a process has of GPUs.
+#[derive(Debug)]
+pub struct Gpu {
+    pub device: Arc<Device>,
+    pub nccl: nccl::Library,
+    pub packer: Packer,
+}
+
+/// Open driver, device, NCCL and kernels. `local_rank` is which of the processes of its node this one is.
+///
+/// # Errors
+/// `Usage` where there is no driver, no device or no NCCL, with what was looked for; `Device` from the driver.
+pub fn open(settings: &Settings, local_rank: Option<u32>) -> Result<Gpu> {
+    let device = Device::open(local_rank)?;
+    // SAFETY: what the system calls NCCL, or whoever set the variable, is NCCL.
+    let nccl = unsafe { nccl::Library::load(settings.nccl.as_deref()) }.map_err(|error| {
+        let hint = format!("install NCCL, name its file ({}=/path/to/libnccl.so.2), or {CPU}", settings::NCCL_LIB);
+        Error::usage(error.to_string(), hint)
+    })?;
+    let packer = Packer::open(&device, &settings.kernels);
+    Ok(Gpu { device, nccl, packer })
+}
+
+const CPU: &str = "use --backend cpu";

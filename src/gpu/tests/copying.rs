@@ -1,0 +1,116 @@
+//! What a device copies is what the host copies: by the kernel's twin, and by the driver's own copies.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::exec::exchange::StridedCopy;
+use crate::gpu::DeviceBytes;
+use crate::gpu::copies::Nest;
+use crate::gpu::stream::Stream;
+use crate::plan::lower::Level;
+
+#[test]
+fn copies_by_the_twin_of_the_kernel_are_those_of_hosts_stand_in() {
+    passes("copying::property", 1, &[("GPU_STAND_IN_DELAY_US", "0")]);
+}
+
+#[test]
+fn copies_by_the_driver_are_those_of_hosts_stand_in() {
+    passes("copying::property", 1, &[("GPU_STAND_IN_DELAY_US", "0"), ("KERNELS", "off")]);
+}
+
+/// Counts, and the gaps behind each turn of a loop at both ends; the loops of the source in which order.
+type Shape = (Vec<(u64, u64, u64)>, Vec<usize>);
+
+/// A copy of runs of whole elements, whose target runs do not overlap, and the lengths of what it is in.
+fn copy() -> impl Strategy<Value = (StridedCopy, u64, u64)> {
+    let itemsize = prop_oneof![Just(1_u64), Just(2), Just(3), Just(4), Just(6), Just(8), Just(12), Just(16)];
+    let run = prop_oneof![4 => 1..6_u64, 2 => 6..40_u64, 1 => 3000..6000_u64];
+    let shape = (0..6_usize).prop_flat_map(|loops| {
+        let order = Just((0..loops).collect::<Vec<_>>()).prop_shuffle();
+        (prop::collection::vec((1..4_u64, 0..3_u64, 0..3_u64), loops), order)
+    });
+    let starts = (0..5_u64, 0..5_u64, 0..17_u64, 0..17_u64);
+    (itemsize, run, shape, starts).prop_map(|(itemsize, run, shape, starts)| strided(itemsize, run, shape, starts))
+}
+
+fn strided(itemsize: u64, run: u64, (turns, order): Shape, starts: (u64, u64, u64, u64)) -> (StridedCopy, u64, u64) {
+    let run_bytes = run * itemsize;
+    let mut levels = vec![Level { count: 1, source_step: 0, target_step: 0 }; turns.len()];
+    let (mut source_span, mut target_span) = (run_bytes, run_bytes);
+    for (nth, (count, _, gap)) in turns.iter().enumerate().rev() {
+        let step = target_span + gap * itemsize;
+        levels[nth] = Level { count: *count, source_step: 0, target_step: step };
+        target_span = step * count;
+    }
+    for nth in order {
+        let (count, gap, _) = turns[nth];
+        levels[nth].source_step = source_span + gap * itemsize;
+        source_span = levels[nth].source_step * count;
+    }
+    // Elements where they are aligned, or anywhere.
+    let (source, target) = (starts.0 * itemsize + starts.2 / 16, starts.1 * itemsize + starts.3 / 16);
+    let copy = StridedCopy { source, target, run_bytes, levels: levels.into_iter().collect() };
+    (copy, source + source_span, target + target_span)
+}
+
+/// What the device has after all of them, one behind the other.
+fn on_device(gpu: &Gpu, source: &[u8], target_len: usize, copies: &[(StridedCopy, usize)]) -> Vec<u8> {
+    let stream = Stream::new(&gpu.device).unwrap();
+    let memory = |len| DeviceBytes::new(&gpu.device, len, "a test").unwrap();
+    let (mut from, mut into) = (memory(source.len()), memory(target_len));
+    let nests = copies.iter().filter_map(|(copy, base)| Nest::new(copy, &from, &into, *base)).collect();
+    let ([copies], bytes) = gpu.packer.prepare([nests]);
+    let mut table = memory(bytes.len());
+    let mut got = vec![0; target_len];
+    stream.zero(&mut into, 0..target_len).unwrap();
+    // SAFETY: all of it stays until the stream has been waited for.
+    unsafe {
+        stream.copy_in(source, &mut from).unwrap();
+        stream.copy_in(&bytes, &mut table).unwrap();
+        gpu.packer.run(&stream, &copies, &table).unwrap();
+        stream.copy_out(&into, &mut got).unwrap();
+    }
+    stream.cuda().synchronize().unwrap();
+    got
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(150) })]
+
+    #[test]
+    #[ignore = "a process of a test"]
+    fn property(copies in prop::collection::vec(copy(), 0..5)) {
+        let longest = copies.iter().map(|(_, source, _)| *source).max().unwrap_or(0);
+        prop_assume!(longest < 4 << 20 && copies.iter().all(|(_, _, target)| *target < 4 << 20));
+        let source: Vec<u8> = (0..longest).map(|at| u8::try_from(at * 7 % 251).unwrap() | 1).collect();
+        let mut expected = Vec::new();
+        let mut placed = Vec::new();
+        for (copy, _, len) in copies {
+            let base = expected.len().next_multiple_of(16);
+            expected.resize(base + usize::try_from(len).unwrap(), 0);
+            copy.copy(&source, &mut expected[base..]);
+            placed.push((copy, base));
+        }
+        let gpu = open(kernels(), 0).unwrap();
+        prop_assert!(on_device(&gpu, &source, expected.len(), &placed) == expected);
+    }
+}
+
+#[test]
+fn a_copy_that_leaves_its_buffer_is_not_made_stand_in() {
+    passes("copying::beyond", 1, &[]);
+}
+
+#[test]
+#[ignore = "a process of a test"]
+fn beyond() {
+    let gpu = open(kernels(), 0).unwrap();
+    let memory = || DeviceBytes::new(&gpu.device, 64, "a test").unwrap();
+    let (from, into) = (memory(), memory());
+    let (copy, source, target) = strided(4, 2, (vec![(3, 1, 0)], vec![0]), (0, 0, 0, 0));
+    assert_eq!((source, target), (36, 24));
+    assert!(Nest::new(&copy, &from, &into, 40).is_some());
+    let beyond = || Nest::new(&copy, &from, &into, 41);
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(beyond)).unwrap_err();
+}

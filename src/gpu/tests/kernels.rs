@@ -1,0 +1,42 @@
+//! The text of kernels compiles. That needs NVRTC and no GPU: `DTSHARD_TEST_NVRTC` is its file.
+
+use std::path::Path;
+
+use cudarc::nvrtc::sys::is_culib_present;
+
+use super::*;
+use crate::gpu::packer::compile;
+
+#[test]
+fn kernels_compile_where_nvrtc_is() {
+    let Some(file) = std::env::var_os("DTSHARD_TEST_NVRTC") else {
+        println!("skipped: DTSHARD_TEST_NVRTC names no libnvrtc.so");
+        return;
+    };
+    let (folder, file) = (libraries(), Path::new(&file));
+    symlink(file, folder.path().join("libnvrtc.so")).unwrap();
+    // Beside it are the built-ins that it loads.
+    let folders = std::env::join_paths([folder.path(), file.parent().unwrap()]).unwrap();
+    let output = process("kernels::compiled", 1, &folder).env("LD_LIBRARY_PATH", folders).output().unwrap();
+    passed("kernels::compiled", &output);
+}
+
+#[test]
+#[ignore = "a process of a test"]
+fn compiled() {
+    // SAFETY: it is NVRTC.
+    assert!(unsafe { is_culib_present() });
+    for arch in [(8, 0), (9, 0)] {
+        let ptx = compile(arch).unwrap().to_src();
+        assert!(ptx.contains(".visible .entry copy_runs("), "{ptx}");
+        // The widest access is one instruction, and nothing is divided in 64 bits.
+        assert!(ptx.contains("ld.v4.u32") || ptx.contains("ld.v4.b32"), "{ptx}");
+        assert!(!ptx.contains("div.u64"), "{ptx}");
+    }
+    // NVRTC 13 has left out the first.
+    assert!([(7, 0), (7, 5)].into_iter().any(|arch| compile(arch).is_ok()));
+    let unknown = compile((99, 0)).unwrap_err();
+    assert!(unknown.contains("NVRTC does not compile copy_runs"), "{unknown}");
+    // The stand-in for a device takes it as a driver would.
+    assert!(matches!(open(Kernels::Compiled, 0).unwrap().packer, crate::gpu::Packer::Kernel(_)));
+}
