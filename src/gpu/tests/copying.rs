@@ -68,7 +68,7 @@ fn on_device(gpu: &Gpu, source: &[u8], target_len: usize, copies: &[(StridedCopy
     unsafe {
         stream.copy_in(source, &mut from).unwrap();
         stream.copy_in(&bytes, &mut table).unwrap();
-        gpu.packer.run(&stream, &copies, &table).unwrap();
+        copies.run(&stream, &table).unwrap();
         stream.copy_out(&into, &mut got).unwrap();
     }
     stream.cuda().synchronize().unwrap();

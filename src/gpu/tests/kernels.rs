@@ -8,6 +8,7 @@ use super::*;
 use crate::gpu::packer::compile;
 
 #[test]
+#[expect(clippy::print_stdout, reason = "whoever asks for this test learns why it was not run")]
 fn kernels_compile_where_nvrtc_is() {
     let Some(file) = std::env::var_os("DTSHARD_TEST_NVRTC") else {
         println!("skipped: DTSHARD_TEST_NVRTC names no libnvrtc.so");
