@@ -31,7 +31,7 @@ fn compiled() {
         let ptx = compile(arch).unwrap().to_src();
         assert!(ptx.contains(".visible .entry copy_runs("), "{ptx}");
         // The widest access is one instruction, and nothing is divided in 64 bits.
-        assert!(ptx.contains("ld.v4.u32") || ptx.contains("ld.v4.b32"), "{ptx}");
+        assert!(ptx.contains("ld.global.nc.v4"), "{ptx}");
         assert!(!ptx.contains("div.u64"), "{ptx}");
     }
     // NVRTC 13 has left out the first.

@@ -4,6 +4,7 @@ mod conforming;
 mod copying;
 mod dying;
 mod exchanging;
+mod kernel_text;
 mod kernels;
 mod opening;
 
