@@ -17,8 +17,12 @@ const ALLOWED: [(&str, &[&str]); 13] = [
     ("select", &["catalog", "layout", "nearest"]),
     ("nearest", &["layout"]),
     ("exec", &["plan", "catalog", "layout", "storage", "comm", "fault"]),
+    ("gpu", &["exec", "comm", "quantity"]),
     ("error", &["layout"]),
 ];
+
+/// Where `unsafe` is allowed: mapped files and what the kernel is told of them, and CUDA.
+const UNSAFE: [&str; 4] = ["gpu/mod.rs", "storage/filesystem.rs", "storage/mod.rs", "storage/sigbus.rs"];
 
 fn rust_files(path: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(path).unwrap() {
@@ -64,4 +68,16 @@ fn modules_use_only_what_is_below_them() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn unsafe_code_is_where_files_are_mapped_and_devices_are_used() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    rust_files(&source, &mut files);
+    let is_allowing = |file: &&PathBuf| fs::read_to_string(file).unwrap().contains("unsafe_code");
+    let mut allowing: Vec<_> =
+        files.iter().filter(is_allowing).map(|file| file.strip_prefix(&source).unwrap().to_str().unwrap()).collect();
+    allowing.sort_unstable();
+    assert_eq!(allowing, UNSAFE);
 }

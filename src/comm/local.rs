@@ -146,8 +146,8 @@ impl Communicator for Local {
     }
 
     fn check(&self) -> Result<()> {
-        let dropped = |(rank, why): (u32, &Option<&'static str>)| (*why == Some(DROPPED)).then_some(rank);
-        if let Some(rank) = (0..).zip(&self.letters().silent).find_map(dropped) {
+        let dropped = self.letters().silent.iter().position(|why| *why == Some(DROPPED));
+        if let Some(rank) = dropped.and_then(|rank| u32::try_from(rank).ok()) {
             self.office.fate.seal(Gone { rank, why: DROPPED.into() });
             self.office.changed.notify_all();
         }

@@ -6,7 +6,6 @@
 use nccl::DeviceBuffer;
 use smallvec::SmallVec;
 
-use super::memory::DeviceBytes;
 use crate::exec::exchange::StridedCopy;
 
 /// Loops that the kernel has around a run.
@@ -42,7 +41,7 @@ impl Nest {
     ///
     /// # Panics
     /// Where it leaves the buffers, as [`StridedCopy::copy`].
-    pub fn new(copy: &StridedCopy, from: &DeviceBytes, into: &DeviceBytes, base: usize) -> Option<Self> {
+    pub fn new(copy: &StridedCopy, from: &impl DeviceBuffer, into: &impl DeviceBuffer, base: usize) -> Option<Self> {
         if copy.len_bytes() == 0 {
             return None;
         }
@@ -54,8 +53,8 @@ impl Nest {
         };
         let target = base as u64 + copy.target;
         let fits = |start: u64, span: u64, len: usize| start.checked_add(span).is_some_and(|end| end <= len as u64);
-        assert!(fits(copy.source, span(|level| level.source_step), from.len()), "a copy out of its buffer: {copy:?}");
-        assert!(fits(target, span(|level| level.target_step), into.len()), "a copy into its buffer: {copy:?}");
+        assert!(fits(copy.source, span(|level| level.source_step), from.bytes()), "a copy out of its buffer: {copy:?}");
+        assert!(fits(target, span(|level| level.target_step), into.bytes()), "a copy into its buffer: {copy:?}");
         Some(Self::merged(from.address() + copy.source, into.address() + target, copy.run_bytes, loops(copy)))
     }
 

@@ -50,57 +50,58 @@ impl Packer {
         loaded.map_or_else(Self::Copies, Self::Kernel)
     }
 
-    /// Do copies on a stream. `table` has the [`Table`] of them, if this is a kernel.
-    ///
-    /// # Safety
-    /// Until the stream has done it, the memory of the copies and the table stay where they are, and nothing else writes
-    /// what they read or uses what they write.
-    pub(super) unsafe fn run(&self, stream: &Stream, copies: &Copies, table: &DeviceBytes) -> Result<()> {
-        match (self, copies) {
-            (_, Copies::Table { blocks: 0, .. }) => Ok(()),
-            (Self::Kernel(function), Copies::Table { offset, copies, blocks }) => {
-                let address = table.address() + *offset as u64;
-                let shape = LaunchConfig { grid_dim: (*blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
-                let mut launch = stream.cuda().launch_builder(function);
-                launch.arg(&address).arg(copies).arg(&BLOCK_UNITS);
-                // SAFETY: the arguments are those of the kernel; of memory it uses what the table says.
-                unsafe { launch.launch(shape) }.map(drop).map_err(failed("launch a kernel"))
-            }
-            (_, Copies::Nests(nests)) => {
-                stream.device().bind()?;
-                // SAFETY: promised by the caller.
-                nests.iter().try_for_each(|nest| unsafe { copy_nest(stream, nest) })
-            }
-            (Self::Copies(_), Copies::Table { .. }) => unreachable!("tables are made for kernels"),
-        }
-    }
-
-    /// Copies as [`Packer::run`] takes them, and what is to be behind each other in its table.
+    /// Lists of copies, ready to be done, and what is to be in their table on the device.
     pub(super) fn prepare<const N: usize>(&self, lists: [Vec<Nest>; N]) -> ([Copies; N], Vec<u8>) {
         let mut bytes = Vec::new();
         let copies = lists.map(|nests| match self {
-            Self::Kernel(_) => {
-                let table = Table::new(nests);
-                let offset = bytes.len();
-                bytes.extend(table.bytes);
-                Copies::Table { offset, copies: table.copies, blocks: table.blocks }
+            Self::Kernel(kernel) => {
+                let Table { bytes: records, copies, blocks } = Table::new(nests);
+                let offset = bytes.len() as u64;
+                bytes.extend(records);
+                Copies::Launch { kernel: kernel.clone(), offset, copies, blocks }
             }
-            Self::Copies(_) => Copies::Nests(nests),
+            Self::Copies(_) => Copies::Calls(nests),
         });
         (copies, bytes)
     }
 }
 
 /// Copies that are ready to be done.
-#[derive(Debug)]
 pub(super) enum Copies {
-    /// Records in the table from there on.
-    Table {
-        offset: usize,
+    /// Of so many records in the table from there on.
+    Launch {
+        kernel: CudaFunction,
+        offset: u64,
         copies: u32,
         blocks: u32,
     },
-    Nests(Vec<Nest>),
+    Calls(Vec<Nest>),
+}
+
+impl Copies {
+    /// Do them on a stream.
+    ///
+    /// # Safety
+    /// Until the stream has done it, the memory of the copies and the table stay where they are, and nothing else writes
+    /// what they read or uses what they write.
+    pub(super) unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
+        match self {
+            Self::Launch { blocks: 0, .. } => Ok(()),
+            Self::Launch { kernel, offset, copies, blocks } => {
+                let records = table.address() + offset;
+                let shape = LaunchConfig { grid_dim: (*blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
+                let mut launch = stream.cuda().launch_builder(kernel);
+                launch.arg(&records).arg(copies).arg(&BLOCK_UNITS);
+                // SAFETY: the arguments are those of the kernel; of memory it uses what the table says.
+                unsafe { launch.launch(shape) }.map(drop).map_err(failed("launch a kernel"))
+            }
+            Self::Calls(nests) => {
+                stream.device().bind()?;
+                // SAFETY: promised by the caller.
+                nests.iter().try_for_each(|nest| unsafe { copy_nest(stream, nest) })
+            }
+        }
+    }
 }
 
 /// PTX for the device, or the newest that NVRTC can make below.
@@ -136,7 +137,7 @@ pub(super) fn compile((major, minor): (i32, i32)) -> Result<Ptx, String> {
 /// Copy a nest, in as few calls as boxes of rows allow.
 ///
 /// # Safety
-/// As [`Packer::run`]; a context is current.
+/// As [`Copies::run`]; a context is current.
 unsafe fn copy_nest(stream: &Stream, nest: &Nest) -> Result<()> {
     let handle = stream.cuda().cu_stream();
     if let Some(copy) = as_box(nest) {

@@ -85,7 +85,7 @@ impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
         unsafe {
             self.up.copy_in(&lent.table, &mut slot.table)?;
             self.up.copy_in(&lent.stage, &mut slot.stage)?;
-            self.packer.run(&self.up, packs, &slot.table)?;
+            packs.run(&self.up, &slot.table)?;
         }
         self.wire.wait(&self.up.record()?)?;
         self.peers.queue_exchange(&self.wire, &slot.outgoing, &moves.to, &mut slot.incoming, &moves.from)?;
@@ -95,7 +95,7 @@ impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
         }
         // SAFETY: as above.
         unsafe {
-            self.packer.run(&self.down, unpacks, &slot.table)?;
+            unpacks.run(&self.down, &slot.table)?;
             self.down.copy_out(&slot.unpacked, &mut lent.unpacked)
         }
     }

@@ -1,14 +1,15 @@
 //! Ranks that exchange what they read together write what one process writes.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use super::*;
 use crate::catalog::{OutputFile, Reserved, Summands, TensorId};
 use crate::comm::{Communicator, Local};
 use crate::exec::Silent;
 use crate::exec::exchange::{Exchange, HostShuffle, Load, Owners, Parties, Shuffle, Sight, agree};
-use crate::layout::ReduceOp;
-use crate::layout::partial::Reduction;
+use crate::layout::partial::{Reduction, Share};
+use crate::layout::{ReduceOp, Region};
 use crate::storage::FileId;
 
 /// How ranks exchange.
@@ -116,6 +117,19 @@ impl Case {
         }
         let reservation = Reservation { files: outputs, tensors: targets, ..Reservation::default() };
         Self { folder, files, catalog: Catalog { tensors: entries, ..Catalog::empty() }, reservation }
+    }
+
+    /// With targets that get sums of a part of the tensor, and nothing elsewhere.
+    pub(crate) fn with_gaps(mut self) -> Self {
+        for tensor in &mut self.reservation.tensors {
+            let source = &self.catalog.tensors[tensor.source.0 as usize];
+            let Some(summands) = source.summands.as_ref() else { continue };
+            let sizes: Dims = source.shape.iter().map(|size| size.div_ceil(2)).collect();
+            let part = Tile::from_region(&Region::new(smallvec::smallvec![0; sizes.len()], sizes));
+            let share = Arc::new(Share { within: Some(part), ..summands.reduction.whole() });
+            tensor.shares = vec![share; tensor.entry.chunks.len()];
+        }
+        self
     }
 
     fn input(&self) -> Input<'_> {

@@ -33,6 +33,7 @@ __device__ void copy_units(const Copy& copy, u32 begin, u32 end) {
             u64 within = (u64)(unit - run * copy.run_units) * sizeof(Lane);
             u64 source = copy.source + within;
             target[nth] = copy.target + within;
+#pragma unroll 1
             for (u32 at = copy.loops; at-- > 0;) {
                 const Loop& loop = copy.loop[at];
                 u32 outer = run / loop.count;
@@ -41,7 +42,7 @@ __device__ void copy_units(const Copy& copy, u32 begin, u32 end) {
                 target[nth] += turn * loop.target_step;
                 run = outer;
             }
-            value[nth] = *(const Lane*)source;
+            value[nth] = __ldg((const Lane*)source);
         }
 #pragma unroll
         for (u32 nth = 0; nth < batch; nth++) {

@@ -23,7 +23,7 @@ fn copies_by_the_driver_are_those_of_hosts_stand_in() {
 type Shape = (Vec<(u64, u64, u64)>, Vec<usize>);
 
 /// A copy of runs of whole elements, whose target runs do not overlap, and the lengths of what it is in.
-fn copy() -> impl Strategy<Value = (StridedCopy, u64, u64)> {
+pub fn copy() -> impl Strategy<Value = (StridedCopy, u64, u64)> {
     let itemsize = prop_oneof![Just(1_u64), Just(2), Just(3), Just(4), Just(6), Just(8), Just(12), Just(16)];
     let run = prop_oneof![4 => 1..6_u64, 2 => 6..40_u64, 1 => 3000..6000_u64];
     let shape = (0..6_usize).prop_flat_map(|loops| {
@@ -68,7 +68,7 @@ fn on_device(gpu: &Gpu, source: &[u8], target_len: usize, copies: &[(StridedCopy
     unsafe {
         stream.copy_in(source, &mut from).unwrap();
         stream.copy_in(&bytes, &mut table).unwrap();
-        gpu.packer.run(&stream, &copies, &table).unwrap();
+        copies.run(&stream, &table).unwrap();
         stream.copy_out(&into, &mut got).unwrap();
     }
     stream.cuda().synchronize().unwrap();

@@ -4,11 +4,11 @@ mod conforming;
 mod copying;
 mod dying;
 mod exchanging;
+mod kernel_text;
 mod kernels;
 mod opening;
 
 use std::os::unix::fs::symlink;
-use std::path::PathBuf;
 use std::process::{Command, Output};
 
 use super::{Gpu, Kernels, Settings};
@@ -67,7 +67,5 @@ fn kernels() -> Kernels {
     }
 }
 
-/// A place that does not exist.
-fn nowhere() -> Option<PathBuf> {
-    Some(PathBuf::from("/nonexistent/libnccl.so.2"))
-}
+/// Where there is nothing.
+const NOWHERE: &str = "/nonexistent/libnccl.so.2";
