@@ -11,38 +11,14 @@ mod support;
 
 use std::time::Duration;
 
-use dtshard::catalog::{Catalog, OutputFile, Place, Reservation, Reserved, TensorId};
 use dtshard::comm::Part;
 use dtshard::exec::division::stretch;
 use dtshard::exec::exchange::{Load, Moves, Owners, Parties, Rounds, Sight};
-use dtshard::storage::FileId;
 use support::cost::{peak_mb, timed};
 use support::model::{Job, tensors};
+use support::tables::tables;
 
 const BUCKET_BYTES: u64 = 64 << 20;
-
-/// The tables of both sides; every rank of the target has a file.
-fn tables(from: &Job, to: &Job, layers: u64) -> (Catalog, Reservation) {
-    let (mut catalog, mut reservation) = (Catalog::empty(), Reservation::default());
-    for tensor in tensors(layers) {
-        let source = TensorId(u32::try_from(catalog.tensors.len()).expect("few tensors"));
-        catalog.tensors.push(from.entry(&tensor));
-        let mut target = Reserved::new(source, to.entry(&tensor));
-        let mut placed = dtshard::catalog::ChunkTable::new(target.entry.shape.len());
-        for (rank, mut chunk) in target.entry.chunks.iter().enumerate() {
-            if reservation.files.len() <= rank {
-                reservation.files.push(OutputFile::new(format!("{rank}")));
-            }
-            let file = FileId(u32::try_from(rank).expect("few ranks"));
-            let offset = reservation.files[rank].push_payload(chunk.tile.numel() * target.entry.dtype.itemsize());
-            chunk.place = if chunk.tile.is_empty() { Place::Nowhere } else { Place::Bytes { file, offset } };
-            placed.push(chunk);
-        }
-        target.entry.chunks = placed;
-        reservation.tensors.push(target);
-    }
-    (catalog, reservation)
-}
 
 /// The busiest over the average, of something.
 fn busiest(loads: &[Load], of: impl Fn(&Load) -> u64) -> f64 {
@@ -72,7 +48,7 @@ fn main() {
         if !name.contains(&filter) {
             continue;
         }
-        let (catalog, reservation) = tables(&from, &to, layers);
+        let (catalog, reservation) = tables(&from, &to, tensors(layers));
         let of = u32::try_from(catalog.tensors[0].chunks.len()).expect("few ranks");
         let todos: Vec<_> = (0..of).map(|index| stretch(&reservation.files, Part { index, of })).collect();
         let owners = Owners::new(&reservation.files, &todos);

@@ -4,3 +4,4 @@
 
 pub mod cost;
 pub mod model;
+pub mod tables;

@@ -101,6 +101,11 @@ impl Job {
         Self::new(&format!("fsdp={},tp={tp}", ranks / tp), &strided, "S(0),S(1)", "S(0),R")
     }
 
+    /// Columns of every matrix over all ranks.
+    pub fn columns(ranks: u64) -> Self {
+        Self::new(&format!("tp={ranks}"), "S(1)", "S(1)", "R")
+    }
+
     /// How the ranks share a tensor.
     pub fn shared(&self, tensor: &Tensor) -> Shared {
         let specs = match tensor.role {

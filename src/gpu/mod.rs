@@ -24,6 +24,7 @@ mod shuffle;
 mod stream;
 #[cfg(test)]
 mod tests;
+mod trial;
 
 use std::sync::Arc;
 
@@ -33,6 +34,7 @@ pub use memory::{DeviceBytes, Pinned};
 pub use packer::Packer;
 pub use settings::{Kernels, Settings, Sharing};
 pub use shuffle::DeviceShuffle;
+pub use trial::Trial;
 
 use crate::error::{Error, Result};
 

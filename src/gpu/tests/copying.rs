@@ -4,9 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::exec::exchange::StridedCopy;
-use crate::gpu::DeviceBytes;
 use crate::gpu::copies::Nest;
-use crate::gpu::stream::Stream;
+use crate::gpu::{DeviceBytes, Trial};
 use crate::plan::lower::Level;
 
 #[test]
@@ -56,22 +55,11 @@ fn strided(itemsize: u64, run: u64, (turns, order): Shape, starts: (u64, u64, u6
 
 /// What the device has after all of them, one behind the other.
 fn on_device(gpu: &Gpu, source: &[u8], target_len: usize, copies: &[(StridedCopy, usize)]) -> Vec<u8> {
-    let stream = Stream::new(&gpu.device).unwrap();
-    let memory = |len| DeviceBytes::new(&gpu.device, len, "a test").unwrap();
-    let (mut from, mut into) = (memory(source.len()), memory(target_len));
-    let nests = copies.iter().filter_map(|(copy, base)| Nest::new(copy, &from, &into, *base)).collect();
-    let ([copies], bytes) = gpu.packer.prepare([nests]);
-    let mut table = memory(bytes.len());
+    let mut trial = Trial::new(&gpu.device, gpu.packer.clone(), source.len(), target_len).unwrap();
     let mut got = vec![0; target_len];
-    stream.zero(&mut into, 0..target_len).unwrap();
-    // SAFETY: all of it stays until the stream has been waited for.
-    unsafe {
-        stream.copy_in(source, &mut from).unwrap();
-        stream.copy_in(&bytes, &mut table).unwrap();
-        copies.run(&stream, &table).unwrap();
-        stream.copy_out(&into, &mut got).unwrap();
-    }
-    stream.cuda().synchronize().unwrap();
+    trial.bring(source).unwrap();
+    trial.copy(copies, 1).unwrap();
+    trial.fetch(&mut got).unwrap();
     got
 }
 

@@ -1,0 +1,131 @@
+//! Strided copies by a device against those of the host.
+
+use std::time::{Duration, Instant};
+
+use dtshard::error::Result;
+use dtshard::exec::exchange::StridedCopy;
+use dtshard::gpu::{Gpu, Packer, Trial};
+use dtshard::plan::lower::Level;
+use serde_json::json;
+
+use super::random::Random;
+use super::{Verdict, line, packers};
+
+/// Lengths of runs are up to this.
+const LONGEST_RUN: u64 = 64 << 10;
+/// What a copy has of bytes, at most, and a list of copies.
+const MOST: u64 = 1 << 20;
+const MOST_COPIES: u64 = 40;
+
+/// A copy, and how long what it is in has to be.
+struct Shape {
+    copy: StridedCopy,
+    source_len: u64,
+    target_len: u64,
+}
+
+/// Runs of whole elements, whose loops the source may have in another order than the target; wherever they begin.
+fn shape(random: &mut Random) -> Shape {
+    let itemsize = [1, 2, 3, 4, 6, 8, 12, 16][random.index(8)];
+    let longest = 1 << random.below(LONGEST_RUN.ilog2().into());
+    let run_bytes = (1 + random.below(2 * longest)).next_multiple_of(itemsize);
+    let mut levels: Vec<Level> = Vec::new();
+    let mut left = (MOST / run_bytes).min(8192);
+    for _ in 0..random.below(6) {
+        let most = left.min(1 << random.below(10)).max(1);
+        let level = Level { count: 1 + random.below(most), source_step: 0, target_step: 0 };
+        left /= level.count;
+        levels.push(level);
+    }
+    let mut order: Vec<usize> = (0..levels.len()).collect();
+    (1..order.len()).for_each(|at| order.swap(at, random.index(at + 1)));
+    let (mut source_span, mut target_span) = (run_bytes, run_bytes);
+    for (level, nth) in order.into_iter().enumerate() {
+        let outer = &mut levels[nth];
+        outer.source_step = source_span + random.below(3) * itemsize;
+        source_span = outer.source_step * outer.count;
+        let own = levels.len() - 1 - level;
+        let outer = &mut levels[own];
+        outer.target_step = target_span + random.below(3) * itemsize;
+        target_span = outer.target_step * outer.count;
+    }
+    // As elements are aligned, or as devices like it, or anywhere.
+    let alignment = [itemsize, 16, 1][random.index(3)];
+    let (source, target) = (random.below(40) * alignment, random.below(40) * alignment);
+    let copy = StridedCopy { source, target, run_bytes, levels: levels.into_iter().collect() };
+    Shape { copy, source_len: source + source_span, target_len: target + target_span }
+}
+
+/// Lists of random copies, for so many seconds by each who does them.
+pub fn random(gpu: &Gpu, seconds: u64) -> Verdict {
+    let mut is_right = true;
+    for (name, packer) in packers(gpu) {
+        let mut random = Random::new(1);
+        let (mut lists, mut copies, mut bytes) = (0_u64, 0, 0);
+        let mut wrong = None;
+        let until = Instant::now() + Duration::from_secs(seconds);
+        while wrong.is_none() && Instant::now() < until {
+            let shapes: Vec<Shape> = (0..1 + random.below(MOST_COPIES)).map(|_| shape(&mut random)).collect();
+            wrong = difference(gpu, &packer, &shapes, &mut random)?;
+            lists += 1;
+            copies += shapes.len();
+            bytes += shapes.iter().map(|shape| shape.copy.len_bytes()).sum::<u64>();
+        }
+        is_right &= wrong.is_none();
+        let detail = wrong.unwrap_or_else(|| format!("{copies} copies of {} MB in {lists} lists", bytes / 1_000_000));
+        line(&json!({ "check": format!("strided copies by the {name}"), "is_right": is_right, "detail": detail }));
+    }
+    Ok(is_right)
+}
+
+/// Where the device has something else than the host after the same copies.
+fn difference(gpu: &Gpu, packer: &Packer, shapes: &[Shape], random: &mut Random) -> Result<Option<String>> {
+    let longest = shapes.iter().map(|shape| shape.source_len).max().unwrap_or(0);
+    let mut source = vec![0; len(longest)];
+    random.fill(&mut source);
+    // What is not written stays 0.
+    source.iter_mut().for_each(|byte| *byte |= 1);
+    let mut expected = Vec::new();
+    let mut placed = Vec::new();
+    for shape in shapes {
+        let base = expected.len().next_multiple_of(16);
+        expected.resize(base + len(shape.target_len), 0);
+        shape.copy.copy(&source, &mut expected[base..]);
+        placed.push((shape.copy.clone(), base));
+    }
+    let mut trial = Trial::new(&gpu.device, packer.clone(), source.len(), expected.len())?;
+    trial.bring(&source)?;
+    trial.copy(&placed, 1)?;
+    let mut got = vec![0xA5; expected.len()];
+    trial.fetch(&mut got)?;
+    let Some(at) = got.iter().zip(&expected).position(|(got, expected)| got != expected) else { return Ok(None) };
+    let (copy, base) = &placed[placed.partition_point(|(_, base)| *base <= at) - 1];
+    Ok(Some(format!("byte {} of {copy:?} is {}, and not {}", at - base, got[at], expected[at])))
+}
+
+/// A copy that 32 bits do not count, in the narrowest lanes and in the widest.
+pub fn large(gpu: &Gpu) -> Verdict {
+    let run_bytes = (4_u64 << 30) + 4080;
+    let mut source = vec![0; len(run_bytes + 16)];
+    Random::new(2).fill(&mut source);
+    let mut got = vec![0; source.len()];
+    let mut is_right = true;
+    for (name, packer) in packers(gpu) {
+        let mut trial = Trial::new(&gpu.device, packer, source.len(), source.len())?;
+        trial.bring(&source)?;
+        for start in [0, 1] {
+            let copy = StridedCopy { source: start, target: 0, run_bytes, levels: [].into_iter().collect() };
+            trial.copy(&[(copy, 0)], 1)?;
+            trial.fetch(&mut got)?;
+            let same = got[..len(run_bytes)] == source[len(start)..len(start + run_bytes)];
+            is_right &= same;
+            let check = format!("4.3 GB from byte {start} on by the {name}");
+            line(&json!({ "check": check, "is_right": same, "detail": "" }));
+        }
+    }
+    Ok(is_right)
+}
+
+fn len(bytes: u64) -> usize {
+    usize::try_from(bytes).expect("a length in memory")
+}

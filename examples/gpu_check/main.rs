@@ -1,0 +1,103 @@
+//! Checks a GPU, and measures it: what `scripts/gpu-check` runs beside `dtshard` itself. Prints JSON, a line for each
+//! check and each figure.
+//!
+//! ```text
+//! gpu_check about             device, NCCL, and whether there is a kernel
+//! gpu_check copies SECONDS    random strided copies against the host's, so long for each way to do them
+//! gpu_check large             a copy of more than 4 GiB; takes twice as much of the host's memory
+//! gpu_check speeds            copies within the device, up and down, and whole rounds
+//! gpu_check files FOLDER      how fast files are written and read there
+//! ```
+//!
+//! `--ptx FILE` in front takes a kernel that was compiled before.
+
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "lines are what it is for")]
+
+mod copies;
+mod files;
+mod random;
+mod speeds;
+
+#[path = "../../benches/support/mod.rs"]
+mod support;
+
+use std::process::ExitCode;
+
+use dtshard::comm::process_environment;
+use dtshard::error::{Error, Result};
+use dtshard::gpu::{self, Gpu, Kernels, Packer, Settings};
+use serde_json::{Value, json};
+
+/// Whether all that was checked was right.
+type Verdict = Result<bool>;
+
+fn main() -> ExitCode {
+    let mut words: Vec<String> = std::env::args().skip(1).collect();
+    let mut settings = Settings::new(&process_environment);
+    if words.len() > 1 && words[0] == "--ptx" {
+        match std::fs::read_to_string(&words[1]) {
+            Ok(text) => settings.kernels = Kernels::Ptx(text),
+            Err(error) => return failed(&format!("{}: {error}", words[1])),
+        }
+        words.drain(..2);
+    }
+    let gpu = || gpu::open(&settings, None);
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let verdict = match words[..] {
+        ["about"] => gpu().and_then(|gpu| about(&gpu)),
+        ["copies", seconds] => match seconds.parse() {
+            Ok(seconds) => gpu().and_then(|gpu| copies::random(&gpu, seconds)),
+            Err(_) => return failed("copies SECONDS"),
+        },
+        ["large"] => gpu().and_then(|gpu| copies::large(&gpu)),
+        ["speeds"] => gpu().and_then(|gpu| speeds::all(&gpu)),
+        ["files", folder] => files::all(folder.as_ref()),
+        _ => return failed("gpu_check [--ptx FILE] about | copies SECONDS | large | speeds | files FOLDER"),
+    };
+    match verdict {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => failed(&told(&error)),
+    }
+}
+
+fn failed(why: &str) -> ExitCode {
+    eprintln!("{why}");
+    ExitCode::FAILURE
+}
+
+fn told(error: &Error) -> String {
+    error.hint().map_or_else(|| error.to_string(), |hint| format!("{error}; {hint}"))
+}
+
+fn line(value: &Value) {
+    println!("{value}");
+}
+
+/// A figure, and what part it is of another one.
+fn figure(name: &str, bytes_per_second: f64, of: Option<f64>) {
+    line(&json!({
+        "figure": name,
+        "gb_per_s": bytes_per_second / 1e9,
+        "ratio": of.map(|of| bytes_per_second / of),
+    }));
+}
+
+fn about(gpu: &Gpu) -> Verdict {
+    let why = match &gpu.packer {
+        Packer::Kernel(_) => None,
+        Packer::Copies(why) => Some(why),
+    };
+    let nccl = gpu.nccl.version().map_err(|error| Error::usage(error.to_string(), "look at DTSHARD_NCCL_LIB"))?;
+    line(&json!({ "device": gpu.device.name(), "nccl": nccl.to_string(), "no_kernel": why }));
+    Ok(true)
+}
+
+/// Who does copies, by name: the kernel if there is one, and the driver.
+fn packers(gpu: &Gpu) -> Vec<(&'static str, Packer)> {
+    let driver = ("driver", Packer::Copies("the driver is to copy".into()));
+    match &gpu.packer {
+        Packer::Kernel(_) => vec![("kernel", gpu.packer.clone()), driver],
+        Packer::Copies(_) => vec![driver],
+    }
+}

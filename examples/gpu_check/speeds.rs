@@ -1,0 +1,148 @@
+//! Speeds of a device, in bytes that are copied a second: each is read once and written once.
+//!
+//! A clock of the host runs around calls that wait, each of which takes many milliseconds; what is told is the median.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dtshard::comm::{Communicator, Local, Part};
+use dtshard::error::{Error, Result};
+use dtshard::exec::division::stretch;
+use dtshard::exec::exchange::{Moves, Owners, Parties, Rounds, Shuffle, Sight, StridedCopy};
+use dtshard::gpu::{DeviceShuffle, Gpu, Nccl, Packer, Pinned, Sharing, Trial};
+use dtshard::plan::lower::Level;
+
+use super::random::Random;
+use super::support::model::{Job, tensors};
+use super::support::tables::tables;
+use super::{Verdict, figure, packers};
+
+/// Larger than caches.
+const LEN: usize = 512 << 20;
+const RUNS: [u64; 6] = [16, 64, 256, 1 << 10, 4 << 10, 64 << 10];
+/// Ranks between which rows become columns.
+const RANKS: u64 = 4;
+const BUCKET_BYTES: u64 = 64 << 20;
+/// What is measured takes at least so long.
+const LONG: Duration = Duration::from_millis(40);
+
+pub fn all(gpu: &Gpu) -> Verdict {
+    let mut source = Pinned::rooms(&gpu.device).room(LEN)?;
+    Random::new(4).fill(&mut source);
+    let trial = |packer: Packer| {
+        let mut trial = Trial::new(&gpu.device, packer, LEN, LEN)?;
+        trial.bring(&source).map(|()| trial)
+    };
+    let whole = StridedCopy { source: 0, target: 0, run_bytes: LEN as u64, levels: [].into_iter().collect() };
+    let copy = copied(&mut trial(Packer::Copies("as fast as it gets".into()))?, &[(whole, 0)])?;
+    figure("copy within the device", copy, None);
+    for (name, packer) in packers(gpu) {
+        let mut trial = trial(packer)?;
+        for run in RUNS {
+            for (what, copies) in [("pack", packs(run)), ("unpack", unpacks(run))] {
+                figure(&format!("{what} by the {name}, runs of {run} B"), copied(&mut trial, &copies)?, Some(copy));
+            }
+        }
+    }
+    let (mut one, two) = (trial(gpu.packer.clone())?, trial(gpu.packer.clone())?);
+    let up = rate(|| one.bring(&source))?;
+    figure("from pinned memory to the device", up, None);
+    let mut room = Pinned::rooms(&gpu.device).room(LEN)?;
+    let down = rate(|| two.fetch(&mut room))?;
+    figure("from the device to pinned memory", down, None);
+    let both = thread::scope(|scope| {
+        let down = scope.spawn(|| rate(|| two.fetch(&mut room)));
+        let up = rate(|| one.bring(&source))?;
+        Ok::<_, Error>(up.min(down.join().expect("no panic")?))
+    })?;
+    figure("both at once, each", both, Some(up.min(down)));
+    drop((one, two, room, source));
+    rounds(gpu, up.min(down))?;
+    Ok(true)
+}
+
+/// Rows of as many runs as there are ranks: each rank's runs behind each other.
+fn packs(run: u64) -> Vec<(StridedCopy, usize)> {
+    let each = LEN as u64 / RANKS;
+    let level = Level { count: each / run, source_step: RANKS * run, target_step: run };
+    let copy = |rank| StridedCopy {
+        source: rank * run,
+        target: rank * each,
+        run_bytes: run,
+        levels: [level].into_iter().collect(),
+    };
+    (0..RANKS).map(|rank| (copy(rank), 0)).collect()
+}
+
+/// The way back.
+fn unpacks(run: u64) -> Vec<(StridedCopy, usize)> {
+    let mut copies = packs(run);
+    for (copy, _) in &mut copies {
+        (copy.source, copy.target) = (copy.target, copy.source);
+        for level in &mut copy.levels {
+            (level.source_step, level.target_step) = (level.target_step, level.source_step);
+        }
+    }
+    copies
+}
+
+fn copied(trial: &mut Trial, copies: &[(StridedCopy, usize)]) -> Result<f64> {
+    let begun = Instant::now();
+    trial.copy(copies, 1)?;
+    trial.copy(copies, 1)?;
+    let once = begun.elapsed().as_secs_f64() / 2.0;
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a small number")]
+    let times = (LONG.as_secs_f64() / once).ceil().clamp(1.0, 200.0) as u32;
+    Ok(rate(|| trial.copy(copies, times))? * f64::from(times))
+}
+
+/// How many bytes a second that is, when it is done with all of them.
+fn rate(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
+    work()?;
+    let mut seconds = Vec::new();
+    for _ in 0..5 {
+        let begun = Instant::now();
+        work()?;
+        seconds.push(begun.elapsed().as_secs_f64());
+    }
+    seconds.sort_unstable_by(f64::total_cmp);
+    #[expect(clippy::cast_precision_loss, reason = "a few digits are printed")]
+    let len = LEN as f64;
+    Ok(len / seconds[seconds.len() / 2])
+}
+
+/// Rounds of one process that makes columns of rows, with nothing to read or write: up, pack, down, one behind the
+/// other. `slowest` is how fast the slowest of them is alone.
+fn rounds(gpu: &Gpu, slowest: f64) -> Result<()> {
+    let rank = Local::fleet(1).remove(0);
+    let peers = Nccl::meet(gpu, Sharing::Refused, rank)?;
+    // The first ones are square matrices of 1 GiB.
+    let (catalog, reservation) = tables(&Job::fsdp(RANKS), &Job::columns(RANKS), tensors(1).take(2));
+    let owners = Owners::new(&reservation.files, &[stretch(&reservation.files, Part { index: 0, of: 1 })]);
+    let parties = Parties { sight: Sight::Shared, nodes: vec![0] };
+    let rounds = Rounds::new(&catalog, &reservation.tensors, &owners, &parties, BUCKET_BYTES);
+    let moves = rounds.map(|round| Ok(Moves::new(&round?, 0))).collect::<Result<Vec<_>>>()?;
+    {
+        let mut shuffle = DeviceShuffle::new(gpu, &peers)?;
+        let rooms = shuffle.rooms();
+        let mut rates = Vec::new();
+        for _ in 0..3 {
+            let begun = Instant::now();
+            let mut bytes = 0;
+            let mut under_way = None;
+            for moves in &moves {
+                let next = (moves, shuffle.begin(moves, rooms.room(moves.stage_len)?)?);
+                if let Some((before, begun)) = under_way.replace(next) {
+                    bytes += shuffle.finish(before, begun)?.len();
+                }
+            }
+            if let Some((last, begun)) = under_way {
+                bytes += shuffle.finish(last, begun)?.len();
+            }
+            #[expect(clippy::cast_precision_loss, reason = "a few digits are printed")]
+            rates.push(bytes as f64 / begun.elapsed().as_secs_f64());
+        }
+        figure("rounds of 64 MB: up, unpack and down together", rates[2], Some(slowest));
+    }
+    peers.leave()
+}
