@@ -3,6 +3,8 @@
 //! Counts bytes. `--max-memory` bounds buffers, and the headers and tables of DST; what is told (`peak_bytes`) also has
 //! the catalog, which follows the number of chunks and has no bound. Invariant: no run takes more than is told.
 
+use std::path::Path;
+
 use super::convert::Conversion;
 use super::peers::Peers;
 use crate::cli::SourceArgs;
@@ -12,17 +14,41 @@ use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
 use crate::exec::{DEFAULT_STRIP_BYTES, HELD_BYTES, Options, SCRATCH_BYTES};
 use crate::quantity::{count, human_bytes};
+use crate::storage::filesystem::suits_direct_writes;
 use crate::storage::memory::Anonymous;
 use crate::storage::{BOUNCE_BYTES, IoMode};
+
+/// What threads wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pace {
+    /// For the processor, most of the time.
+    Processor,
+    /// For a disk, which has them sleep until what they write is on it.
+    Disk,
+}
+
+impl Pace {
+    /// Of writing `destination`, where all of it is to be on disk in the end and nobody else has a part in it. A dry run
+    /// may not know where to: then it promises for a disk.
+    pub fn of_synced(destination: Option<&Path>) -> Self {
+        let is_on_disk = |destination: &Path| {
+            let mut folders = destination.ancestors().skip(1);
+            let here = |folder: &&Path| folder.as_os_str().is_empty() || folder.exists();
+            let folder = folders.find(here).filter(|folder| !folder.as_os_str().is_empty());
+            suits_direct_writes(folder.unwrap_or(Path::new("."))).is_ok_and(|suits| suits)
+        };
+        if destination.is_none_or(is_on_disk) { Self::Disk } else { Self::Processor }
+    }
+}
 
 /// Threads and buffers for a run.
 ///
 /// # Errors
 /// `Usage` where there is no such number of threads, or too little memory for them.
-pub fn work_options(args: &SourceArgs, sync: bool) -> Result<Options> {
+pub fn work_options(args: &SourceArgs, sync: bool, pace: Pace) -> Result<Options> {
     let io = args.io.mode();
     let threads = match args.threads {
-        None => threads_within(args.max_memory.0, io),
+        None => threads_within(args.max_memory.0, io, pace),
         Some(0) => {
             return Err(Error::usage(
                 "--threads 0: at least one thread is needed",
@@ -51,12 +77,22 @@ const BASE_BYTES: u64 = 32 << 20;
 /// The smallest strip that is worth a system call.
 const LEAST_STRIP_BYTES: u64 = 64 << 10;
 
-/// One thread a core that this process may use, or as many as the memory allows.
-fn threads_within(max_memory: u64, io: Option<IoMode>) -> usize {
+/// Threads that keep a disk busy, whatever the cores: while some sleep until their strips are written, others gather.
+const DISK_THREADS: usize = 4;
+
+/// One thread a core that this process may use, or as many as the memory allows. Those that a disk is worth beyond are not
+/// worth shorter strips, and where Slurm counts CPUs there are none.
+fn threads_within(max_memory: u64, io: Option<IoMode>, pace: Pace) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let cores = cpus(&process_environment).map_or(cores, |given| cores.min(given));
-    let affordable = max_memory.saturating_sub(BASE_BYTES) / (LEAST_STRIP_BYTES + scratch_bytes(io));
-    cores.min(usize::try_from(affordable).unwrap_or(cores)).clamp(1, MAX_THREADS)
+    let given = cpus(&process_environment);
+    let cores = given.map_or(cores, |given| cores.min(given));
+    let affordable = |strip_bytes: u64| {
+        let threads = max_memory.saturating_sub(BASE_BYTES) / (strip_bytes + scratch_bytes(io));
+        usize::try_from(threads).unwrap_or(usize::MAX)
+    };
+    let for_disk = if pace == Pace::Disk && given.is_none() { DISK_THREADS } else { 1 };
+    let for_disk = for_disk.min(affordable(DEFAULT_STRIP_BYTES));
+    cores.min(affordable(LEAST_STRIP_BYTES)).max(for_disk).clamp(1, MAX_THREADS)
 }
 
 /// What a worker that reads in this way takes besides its strip.
@@ -161,7 +197,26 @@ mod tests {
         let (direct, floor) = (Some(IoMode::Direct), least_bytes(Some(IoMode::Direct), 2));
         assert_eq!(strip_bytes(floor, direct, 2).unwrap(), LEAST_STRIP_BYTES);
         assert!(strip_bytes(floor - 1, direct, 2).unwrap_err().to_string().contains(&floor.to_string()));
-        assert_eq!(threads_within(36 << 20, None), 1);
+        assert_eq!(threads_within(36 << 20, None, Pace::Disk), 1);
+    }
+
+    #[test]
+    fn a_disk_gets_threads_beyond_cores_as_far_as_strips_stay_long() {
+        let cores = threads_within(u64::MAX, None, Pace::Processor);
+        assert_eq!(threads_within(512_000_000, None, Pace::Disk), cores.max(DISK_THREADS));
+        let three = BASE_BYTES + 3 * (DEFAULT_STRIP_BYTES + SCRATCH_BYTES);
+        assert_eq!(threads_within(three, None, Pace::Disk), threads_within(three, None, Pace::Processor).max(3));
+        assert_eq!(strip_bytes(three, None, 3).unwrap(), DEFAULT_STRIP_BYTES);
+    }
+
+    #[test]
+    fn pace_is_that_of_the_folder_that_there_is() {
+        let disk = if suits_direct_writes(Path::new(".")).unwrap() { Pace::Disk } else { Pace::Processor };
+        for destination in ["out", "no/such/folder/out", "out/"] {
+            assert_eq!(Pace::of_synced(Some(Path::new(destination))), disk, "{destination}");
+        }
+        assert_eq!(Pace::of_synced(Some(Path::new("/proc/out"))), Pace::Processor);
+        assert_eq!(Pace::of_synced(None), Pace::Disk);
     }
 
     #[test]
