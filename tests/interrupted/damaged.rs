@@ -283,3 +283,23 @@ fn files_of_another_length() {
         }
     }
 }
+
+/// What two processes have recorded, as one of them was taken for dead, and is not so.
+#[test]
+fn bytes_that_two_have_recorded() {
+    let left = Left::new(FOLDER);
+    for more in ["--resume", "--resume --verify"] {
+        left.put_back();
+        let (file, at) = recorded(&left.job);
+        for (nth, journal) in left.job.of_partial(".journal").iter().enumerate() {
+            fs::copy(journal, journal.with_file_name(format!("part-{nth}-of-9.0.journal"))).unwrap();
+        }
+        if more == "--resume" {
+            fs::remove_file(&file).unwrap();
+        } else {
+            flip(&file, at);
+        }
+        left.job.run(more, Some("none")).succeeded();
+        left.job.is_done(more);
+    }
+}
