@@ -158,7 +158,7 @@ impl Outputs {
     /// Remember a failure to write what others, who have left, believe to be written.
     fn noting(&self, done: Result<()>) -> Result<()> {
         done.inspect_err(|error| {
-            if !matches!(error, Error::Stopped { .. }) {
+            if matches!(error, Error::Io { .. }) {
                 self.is_broken.store(true, Ordering::Relaxed);
             }
         })

@@ -55,7 +55,7 @@ a_signal_before_the_end_queues_the_job_again() {
     same step-1000-dp3 "$work/large.dcp"
     grep -q 'stopped by USR1; .*--resume goes on' job.log
     grep -q 'exit code 75' job.log
-    scontrol show job "$job" | grep -q 'Restarts=1'
+    scontrol show job "$job" | grep 'Restarts=1'
 }
 
 a_cancelled_job_goes_on_with_other_tasks() {
