@@ -223,6 +223,20 @@ fn a_flipped_byte_that_is_found_in_the_end() {
     }
 }
 
+/// Two tensors that are wrong are told of, and written again, at once.
+#[test]
+fn all_that_is_found_in_the_end() {
+    let job = Job::new(FOLDER);
+    assert_eq!(job.run("--resume", Some("seal-summed")).signal, Some(9));
+    let (file, _) = recorded(&job);
+    let len = fs::metadata(&file).unwrap().len();
+    [len / 3, len / 3 * 2].into_iter().for_each(|at| flip(&file, at));
+    let look = "--resume --verify --parts 64 --part 0 --no-wait";
+    job.run(look, Some("none")).refused(&["--resume writes this again"]);
+    job.run_parts(64, "--resume", Some("none"));
+    job.is_done("both");
+}
+
 /// A sum that is not that of what it is of, put there after it was written.
 #[test]
 fn a_sum_that_is_wrong() {
