@@ -230,7 +230,7 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
         let parties = Parties::meet(rank, Sight::of(&checkpoint.files, rank.size()))?;
         assert_eq!(parties.nodes, vec![0; ranks]);
         let todo = stretch(&reservation.files, Part { index: rank.rank(), of: rank.size() });
-        let owners = Owners::new(&reservation.files, &agree(rank, &todo)?);
+        let owners = Owners::new(&reservation.files, &agree(rank, &reservation.files, &todo)?);
         let exchange = Exchange {
             input: input(&checkpoint),
             reservation: &reservation,

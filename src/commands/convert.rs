@@ -153,7 +153,7 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
             None => copy::dry_run(input(source), &conversion.reservation, &Stop::default())?,
             Some(peers) => {
                 let stats;
-                (stats, report.loads) = peers.dry_run(conversion)?;
+                (stats, report.loads) = peers.dry_run(conversion, run)?;
                 stats
             }
         };

@@ -41,14 +41,15 @@ impl Pace {
     }
 }
 
-/// Threads and buffers for a run.
+/// Threads and buffers for a run that takes so much memory for other things.
 ///
 /// # Errors
 /// `Usage` where there is no such number of threads, or too little memory for them.
-pub fn work_options(args: &SourceArgs, sync: bool, pace: Pace) -> Result<Options> {
+pub fn work_options(args: &SourceArgs, sync: bool, pace: Pace, taken: u64) -> Result<Options> {
     let io = args.io.mode();
+    let max_memory = args.max_memory.0;
     let threads = match args.threads {
-        None => threads_within(args.max_memory.0, io, pace),
+        None => threads_within(max_memory.saturating_sub(taken), io, pace),
         Some(0) => {
             return Err(Error::usage(
                 "--threads 0: at least one thread is needed",
@@ -65,7 +66,7 @@ pub fn work_options(args: &SourceArgs, sync: bool, pace: Pace) -> Result<Options
     };
     // Built once a process; a second verb in one process (tests) keeps the first one's pool.
     let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
-    Ok(Options { threads, strip_bytes: strip_bytes(args.max_memory.0, io, threads)?, sync })
+    Ok(Options { threads, strip_bytes: strip_bytes(max_memory, taken, io, threads)?, sync })
 }
 
 /// More than any machine has cores.
@@ -105,9 +106,9 @@ fn least_bytes(io: Option<IoMode>, threads: usize) -> u64 {
     BASE_BYTES + threads as u64 * (LEAST_STRIP_BYTES + scratch_bytes(io))
 }
 
-/// Strips small enough for the memory that is allowed.
-fn strip_bytes(max_memory: u64, io: Option<IoMode>, threads: usize) -> Result<u64> {
-    let floor = least_bytes(io, threads);
+/// Strips small enough for the memory that is allowed, less what other things take.
+fn strip_bytes(max_memory: u64, taken: u64, io: Option<IoMode>, threads: usize) -> Result<u64> {
+    let floor = taken.saturating_add(least_bytes(io, threads));
     if max_memory < floor {
         let (workers, need) = (count(threads, "thread"), if threads == 1 { "needs" } else { "need" });
         let fewer = if threads == 1 { "" } else { ", or use fewer --threads" };
@@ -116,14 +117,15 @@ fn strip_bytes(max_memory: u64, io: Option<IoMode>, threads: usize) -> Result<u6
             format!("allow --max-memory {floor}{fewer}"),
         ));
     }
-    Ok(((max_memory - BASE_BYTES) / threads as u64 - scratch_bytes(io)).min(DEFAULT_STRIP_BYTES))
+    Ok(((max_memory - taken - BASE_BYTES) / threads as u64 - scratch_bytes(io)).min(DEFAULT_STRIP_BYTES))
 }
 
 /// What headers, pickles and tables take beyond what every run is allowed for them, and what is on its way to others.
 fn held_bytes(conversion: &Conversion<'_>) -> u64 {
     const ALLOWED: u64 = 16 << 20;
     let rounds = conversion.source.peers.as_ref().map_or(0, Peers::held_bytes);
-    rounds + conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog).saturating_sub(ALLOWED)
+    let laid_out = conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog);
+    rounds.saturating_add(laid_out.saturating_sub(ALLOWED))
 }
 
 /// Strips as long as what is held leaves room for.
@@ -133,11 +135,10 @@ fn held_bytes(conversion: &Conversion<'_>) -> u64 {
 pub fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: u64) -> Result<Options> {
     let held = held_bytes(conversion);
     let io = Some(conversion.source.checkpoint.files.io());
-    let left = max_memory.saturating_sub(held);
-    match strip_bytes(left, io, options.threads) {
+    match strip_bytes(max_memory, held, io, options.threads) {
         Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
         Err(_) => {
-            let needed = held + least_bytes(io, options.threads);
+            let needed = held.saturating_add(least_bytes(io, options.threads));
             Err(Error::usage(
                 format!(
                     "--max-memory {}: the headers of {} and their tables{} take more, {} in all",
@@ -189,14 +190,14 @@ mod tests {
 
     #[test]
     fn strips_shrink_with_the_memory_that_is_allowed() {
-        assert_eq!(strip_bytes(512_000_000, None, 2).unwrap(), DEFAULT_STRIP_BYTES);
-        let small = strip_bytes(40 << 20, None, 2).unwrap();
+        assert_eq!(strip_bytes(512_000_000, 0, None, 2).unwrap(), DEFAULT_STRIP_BYTES);
+        let small = strip_bytes(40 << 20, 0, None, 2).unwrap();
         assert!(small < DEFAULT_STRIP_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
-        assert!(strip_bytes(32 << 20, None, 2).is_err());
+        assert!(strip_bytes(32 << 20, 0, None, 2).is_err());
         // Direct reads take a buffer more, which the floor has.
         let (direct, floor) = (Some(IoMode::Direct), least_bytes(Some(IoMode::Direct), 2));
-        assert_eq!(strip_bytes(floor, direct, 2).unwrap(), LEAST_STRIP_BYTES);
-        assert!(strip_bytes(floor - 1, direct, 2).unwrap_err().to_string().contains(&floor.to_string()));
+        assert_eq!(strip_bytes(floor, 0, direct, 2).unwrap(), LEAST_STRIP_BYTES);
+        assert!(strip_bytes(floor - 1, 0, direct, 2).unwrap_err().to_string().contains(&floor.to_string()));
         assert_eq!(threads_within(36 << 20, None, Pace::Disk), 1);
     }
 
@@ -206,7 +207,7 @@ mod tests {
         assert_eq!(threads_within(512_000_000, None, Pace::Disk), cores.max(DISK_THREADS));
         let three = BASE_BYTES + 3 * (DEFAULT_STRIP_BYTES + SCRATCH_BYTES);
         assert_eq!(threads_within(three, None, Pace::Disk), threads_within(three, None, Pace::Processor).max(3));
-        assert_eq!(strip_bytes(three, None, 3).unwrap(), DEFAULT_STRIP_BYTES);
+        assert_eq!(strip_bytes(three, 0, None, 3).unwrap(), DEFAULT_STRIP_BYTES);
     }
 
     #[test]

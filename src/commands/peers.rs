@@ -14,12 +14,12 @@ use super::printer::Printer;
 use super::run::Run;
 use super::{input, progress::Progress};
 use crate::catalog::TensorId;
-use crate::cli::{Backend, ConvertArgs, SourceSight};
+use crate::cli::{Backend, ConvertArgs, ExchangeArgs, SourceSight};
 use crate::comm::{Communicator, Launcher, Liveness, Meeting, Mesh, Part, Place, meet, process_environment};
 use crate::error::{Error, Result};
 use crate::exec::compare::ReplicaDifference;
 use crate::exec::copy::Stats;
-use crate::exec::exchange::{Exchange, HostShuffle, Load, Owners, Parties, Sight, agree, differing};
+use crate::exec::exchange::{Exchange, HostShuffle, Load, Owners, PLAN_BYTES, Parties, Sight, agree, differing};
 use crate::exec::fingerprint::Fingerprint;
 use crate::exec::log::Log;
 use crate::exec::{Extents, Options, Reporter};
@@ -86,6 +86,17 @@ impl Link {
     }
 }
 
+/// Memory that rounds take, if there are to be any.
+#[must_use]
+pub fn wanted_bytes(args: &ExchangeArgs) -> u64 {
+    let exchange = args.source == SourceSight::PerRank || args.backend == Backend::Nccl;
+    if exchange { rounds_bytes(args.bucket_size.0) } else { 0 }
+}
+
+fn rounds_bytes(bucket_bytes: u64) -> u64 {
+    bucket_bytes.saturating_mul(BUFFERS).saturating_add(PLAN_BYTES)
+}
+
 impl Peers {
     /// Meet the others and read SRC with them, where this is to be done.
     ///
@@ -116,7 +127,7 @@ impl Peers {
         if is_per_rank && args.destination.verify {
             return Err(Error::usage(
                 "--verify reads all of SRC again, which no process sees with --source per-rank",
-                "leave it out; what is written has been checked against the sums that SRC has",
+                "leave it out; --check-crc holds the sums that SRC has against its data",
             ));
         }
         let destination = args.dst.as_deref().ok_or_else(|| {
@@ -168,7 +179,7 @@ impl Peers {
     /// Memory that rounds take.
     #[must_use]
     pub fn held_bytes(&self) -> u64 {
-        BUFFERS * self.bucket_bytes
+        rounds_bytes(self.bucket_bytes)
     }
 
     /// Who can read all of a file of SRC, where not all can.
@@ -223,7 +234,8 @@ impl Peers {
         reporter: &dyn Reporter,
         run: &Run<'_>,
     ) -> Result<Stats> {
-        let owners = Owners::new(&conversion.reservation.files, &agree(self.mesh(), log.todo())?);
+        let owners =
+            Owners::new(&conversion.reservation.files, &agree(self.mesh(), &conversion.reservation.files, log.todo())?);
         let exchange = self.exchange(conversion, &owners);
         let stats = match &self.link {
             Link::Hosts(mesh) => {
@@ -243,12 +255,12 @@ impl Peers {
     ///
     /// # Errors
     /// As [`Exchange::dry_run`].
-    pub fn dry_run(&self, conversion: &Conversion<'_>) -> Result<(Stats, Vec<Load>)> {
+    pub fn dry_run(&self, conversion: &Conversion<'_>, run: &Run<'_>) -> Result<(Stats, Vec<Load>)> {
         let files = &conversion.reservation.files;
         let of = self.mesh().size();
         let todos: Vec<Extents> =
             (0..of).map(|index| crate::exec::division::stretch(files, Part { index, of })).collect();
-        self.exchange(conversion, &Owners::new(files, &todos)).dry_run()
+        self.exchange(conversion, &Owners::new(files, &todos)).dry_run(&run.stop)
     }
 
     fn exchange<'a>(&'a self, conversion: &'a Conversion<'_>, owners: &'a Owners) -> Exchange<'a> {
