@@ -18,7 +18,7 @@ use crate::comm::{Communicator, Launcher, Liveness, Meeting, Mesh, Part, Place, 
 use crate::error::{Error, Result};
 use crate::exec::compare::ReplicaDifference;
 use crate::exec::copy::Stats;
-use crate::exec::exchange::{Exchange, HostShuffle, Load, Owners, Parties, Sight, agree, differing};
+use crate::exec::exchange::{Exchange, HostShuffle, Load, Owners, Parties, Sight, agree, differing, differing_pair};
 use crate::exec::fingerprint::Fingerprint;
 use crate::exec::log::Log;
 use crate::exec::{Extents, Options, Reporter};
@@ -36,7 +36,8 @@ const BUFFERS: u64 = 6;
 pub struct Peers {
     mesh: Mesh,
     twin: Twin,
-    parties: Parties,
+    /// For each rank its node.
+    nodes: Vec<u32>,
     bucket_bytes: u64,
     // Dropped last: the twin is in it.
     _place: MeetingPlace,
@@ -91,16 +92,15 @@ impl Peers {
         };
         let mesh = Mesh::connect(meet(&meeting)?, meet_within())?;
         let opened = Self::read(&mesh, &args.src, &place.folder, options);
-        let (twin, checkpoint, parties) = opened.inspect_err(|error| mesh.fail(&error.to_string()))?;
+        let (twin, checkpoint, nodes) = opened.inspect_err(|error| mesh.fail(&error.to_string()))?;
         let bucket_bytes = args.exchange.bucket_size.0;
-        Ok(Some((Self { mesh, twin, parties, bucket_bytes, _place: place }, checkpoint)))
+        Ok(Some((Self { mesh, twin, nodes, bucket_bytes, _place: place }, checkpoint)))
     }
 
-    fn read(mesh: &Mesh, src: &Path, place: &Path, options: &ReadOptions) -> Result<(Twin, Checkpoint, Parties)> {
+    fn read(mesh: &Mesh, src: &Path, place: &Path, options: &ReadOptions) -> Result<(Twin, Checkpoint, Vec<u32>)> {
         let twin = twin::make(mesh, src, &place.join("source"))?;
         let checkpoint = mesh.settle(twin.open(options))?;
-        let parties = Parties::meet(mesh, Sight::of(&checkpoint.files, mesh.size()))?;
-        Ok((twin, checkpoint, parties))
+        Ok((twin, checkpoint, Parties::meet(mesh)?))
     }
 
     /// Memory that rounds take.
@@ -144,7 +144,26 @@ impl Peers {
         progress: &Progress,
         run: &Run<'_>,
     ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
-        differing(&self.mesh, &self.parties.sight, input(checkpoint), tensors, progress, &run.stop)
+        differing(&self.mesh, &self.sight(checkpoint), input(checkpoint), tensors, progress, &run.stop)
+    }
+
+    /// How two tensors differ that should be the same and are not. Collective.
+    ///
+    /// # Errors
+    /// As [`differing_pair`].
+    pub fn difference(&self, checkpoint: &Checkpoint, pair: [TensorId; 2], run: &Run<'_>) -> Result<Option<String>> {
+        let found = differing_pair(&self.mesh, &self.sight(checkpoint), input(checkpoint), pair, &run.stop)?;
+        let name = |chunk| checkpoint.catalog.tensor(pair[0]).chunk_name(chunk);
+        Ok(found.map(|(chunk, element)| format!("first at element {element} (row-major) of {}", name(chunk))))
+    }
+
+    /// Who sees the files of a checkpoint that SRC is in: others may be beside them.
+    fn sight(&self, checkpoint: &Checkpoint) -> Sight {
+        Sight::of(&checkpoint.files, self.mesh.size())
+    }
+
+    fn parties(&self, conversion: &Conversion<'_>) -> Parties {
+        Parties { sight: self.sight(&conversion.source.checkpoint), nodes: self.nodes.clone() }
     }
 
     /// Fill what `log` has to be done, with the others. Collective.
@@ -161,9 +180,10 @@ impl Peers {
         run: &Run<'_>,
     ) -> Result<Stats> {
         let owners = Owners::new(&conversion.reservation.files, &agree(&self.mesh, log.todo())?);
-        let shuffle = HostShuffle::new(&self.mesh);
-        let stats =
-            self.exchange(conversion, &owners).run(&self.mesh, shuffle, folder, log, options, reporter, &run.stop)?;
+        let (shuffle, parties) = (HostShuffle::new(&self.mesh), self.parties(conversion));
+        let stats = self
+            .exchange(conversion, &parties, &owners)
+            .run(&self.mesh, shuffle, folder, log, options, reporter, &run.stop)?;
         // Who is done first does not go on before all are: what is recorded by then is all there is.
         self.mesh.barrier()?;
         Ok(stats)
@@ -178,14 +198,14 @@ impl Peers {
         let of = self.mesh.size();
         let todos: Vec<Extents> =
             (0..of).map(|index| crate::exec::division::stretch(files, Part { index, of })).collect();
-        self.exchange(conversion, &Owners::new(files, &todos)).dry_run()
+        self.exchange(conversion, &self.parties(conversion), &Owners::new(files, &todos)).dry_run()
     }
 
-    fn exchange<'a>(&'a self, conversion: &'a Conversion<'_>, owners: &'a Owners) -> Exchange<'a> {
+    fn exchange<'a>(&self, conversion: &'a Conversion<'_>, parties: &'a Parties, owners: &'a Owners) -> Exchange<'a> {
         Exchange {
             input: input(&conversion.source.checkpoint),
             reservation: &conversion.reservation,
-            parties: &self.parties,
+            parties,
             owners,
             bucket_bytes: self.bucket_bytes,
         }

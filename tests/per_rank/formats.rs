@@ -1,6 +1,9 @@
 //! Every kind of source and target, on two to five processes, in many rounds and few.
 
+use std::fs;
+
 use crate::nodes::{Nodes, Spread};
+use crate::outcome::files_of;
 
 /// As many processes, copies and rounds as the number of the case says, so that all meet all.
 fn agree(cases: &[(&'static str, &str)]) {
@@ -41,7 +44,7 @@ fn rank_files() {
         ("replicated_plain/ranks", "unshard out --all-ranks"),
         ("fsdp1_sharded/ranks", "reshard out --mesh fsdp=3 --to dcp"),
         ("outside4/ranks", "unshard out.pt"),
-        ("compat/torch-2.4.1/fsdp4/ranks", "unshard out.pt"),
+        ("compat/torch-2.4.1/fsdp4/dcp", "unshard out.pt"),
     ]);
 }
 
@@ -84,11 +87,19 @@ fn whole_files() {
     ]);
 }
 
+/// Others beside SRC, which all see.
+#[test]
+fn with_another_checkpoint() {
+    agree(&[
+        ("hsdp/ranks", "reshard out --like @fsdp4/ranks"),
+        ("hsdp/ranks", "reshard out --fill-from @fsdp4/ranks --include model.**"),
+        ("hsdp/dcp", "reshard out --fill-from @fsdp4/ranks --include model.**"),
+    ]);
+}
+
 /// Written by a run of several processes and read by the next.
 #[test]
 fn what_they_have_written() {
-    use std::fs;
-    use crate::outcome::{copy_all, fixture};
     for to in ["local", "torch-ranks", "dcp"] {
         let nodes = Nodes::new("fsdp4/ranks", 3, Spread::One);
         nodes.agree(&format!("reshard made --mesh fsdp=4 --to {to}"), "");
@@ -96,7 +107,7 @@ fn what_they_have_written() {
         outcome.succeeded();
         (0..nodes.of).for_each(|node| fs::remove_dir_all(nodes.source(node)).unwrap());
         let made = nodes.desk().join("made");
-        for (number, file) in (0..).zip(crate::outcome::files_of(&made)) {
+        for (number, file) in (0..).zip(files_of(&made)) {
             let home = nodes.source(number % nodes.of);
             fs::create_dir_all(&home).unwrap();
             fs::copy(&file, home.join(file.file_name().unwrap())).unwrap();
@@ -104,6 +115,5 @@ fn what_they_have_written() {
         nodes.clear();
         nodes.together("consolidate out").iter().for_each(|outcome| drop(outcome.succeeded()));
         nodes.has_made(&wanted, "consolidate out");
-        let _ = (copy_all, fixture);
     }
 }

@@ -52,8 +52,7 @@ impl Nodes {
         let nodes = Self { folder, of, whole: fixture(source), name };
         fs::create_dir(nodes.desk()).unwrap();
         (0..of).for_each(|node| fs::create_dir(nodes.node(node)).unwrap());
-        let files =
-            if nodes.whole.is_file() { vec![nodes.whole.clone()] } else { files_of(&nodes.whole) };
+        let files = if nodes.whole.is_file() { vec![nodes.whole.clone()] } else { files_of(&nodes.whole) };
         for (number, file) in (0..).zip(files.iter().filter(|file| file.is_file())) {
             let has_two = spread == Spread::Two && of > 1;
             for node in [number % of].into_iter().chain(has_two.then_some((number + 1) % of)) {

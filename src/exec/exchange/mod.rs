@@ -26,7 +26,7 @@ pub use demand::Owners;
 pub use draft::Load;
 pub use moves::{Arriving, Moves, Origin, Read, StridedCopy};
 pub use readers::{Parties, Sight};
-pub use replicas::differing;
+pub use replicas::{differing, differing_pair};
 pub use rooms::{HostMemory, Room, Rooms};
 pub use rounds::{Round, Rounds};
 pub use shuffle::{HostShuffle, Shuffle};

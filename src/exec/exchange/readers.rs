@@ -47,16 +47,16 @@ pub struct Reader {
 }
 
 impl Parties {
-    /// Hear from all on which node they are. Collective.
+    /// Hear from all on which node they are: the nodes of all ranks. Collective.
     ///
     /// # Errors
     /// As [`Communicator::gather`].
-    pub fn meet(communicator: &impl Communicator, sight: Sight) -> Result<Self> {
+    pub fn meet(communicator: &impl Communicator) -> Result<Vec<u32>> {
         // Containers of one node may have hosts' names of their own, and nodes started from one image the same.
         let host = node::this_host().unwrap_or_default();
         let boot = node::this_boot().unwrap_or_default();
         let said = communicator.gather(format!("{host}\n{boot}").as_bytes())?;
-        Ok(Self { sight, nodes: number(&said) })
+        Ok(number(&said))
     }
 
     #[must_use]
