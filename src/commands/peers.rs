@@ -3,13 +3,12 @@
 //! They meet beside DST, make a [twin](crate::twin) of SRC there, and stay connected until DST is published. Whoever fails
 //! says so to the others, and nobody waits for one that is gone.
 
-use std::ffi::OsString;
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::convert::Conversion;
+use super::meeting_place::MeetingPlace;
 use super::run::Run;
 use super::{input, progress::Progress};
 use crate::catalog::TensorId;
@@ -40,7 +39,7 @@ pub struct Peers {
     nodes: Vec<u32>,
     bucket_bytes: u64,
     // Dropped last: the twin is in it.
-    _place: MeetingPlace,
+    place: MeetingPlace,
 }
 
 impl Peers {
@@ -79,26 +78,31 @@ impl Peers {
                 "say DST with --dry-run, too",
             )
         })?;
-        let place = MeetingPlace::beside(destination, launch.part)?;
+        let mut place = MeetingPlace::beside(destination, launch.part)?;
         let stop = run.stop.clone();
         let told = args.exchange.rendezvous.clone();
         let meeting = Meeting {
             part: launch.part,
             run: launch.run.as_deref(),
-            place: &Place::choose(told, launch.launcher, &process_environment, &place.folder)?,
+            place: &Place::choose(told, launch.launcher, &process_environment, place.folder())?,
             limit: meet_within(),
             liveness: Liveness::default(),
             going: Arc::new(move || stop.check()),
         };
         let mesh = Mesh::connect(meet(&meeting)?, meet_within())?;
-        let opened = Self::read(&mesh, &args.src, &place.folder, options);
+        let opened = Self::read(&mesh, &args.src, &mut place, options);
         let (twin, checkpoint, nodes) = opened.inspect_err(|error| mesh.fail(&error.to_string()))?;
         let bucket_bytes = args.exchange.bucket_size.0;
-        Ok(Some((Self { mesh, twin, nodes, bucket_bytes, _place: place }, checkpoint)))
+        Ok(Some((Self { mesh, twin, nodes, bucket_bytes, place }, checkpoint)))
     }
 
-    fn read(mesh: &Mesh, src: &Path, place: &Path, options: &ReadOptions) -> Result<(Twin, Checkpoint, Vec<u32>)> {
-        let twin = twin::make(mesh, src, &place.join("source"))?;
+    fn read(
+        mesh: &Mesh,
+        src: &Path,
+        place: &mut MeetingPlace,
+        options: &ReadOptions,
+    ) -> Result<(Twin, Checkpoint, Vec<u32>)> {
+        let twin = twin::make(mesh, src, &place.of_run(mesh)?)?;
         let checkpoint = mesh.settle(twin.open(options))?;
         Ok((twin, checkpoint, Parties::meet(mesh)?))
     }
@@ -216,45 +220,23 @@ impl Peers {
         self.mesh.fail(&error.to_string());
     }
 
-    /// Go, when all is done.
+    /// Wait until all are here. Collective.
     ///
     /// # Errors
-    /// As [`Communicator::leave`].
-    pub fn leave(self) -> Result<()> {
-        self.mesh.leave()
+    /// As [`Communicator::barrier`].
+    pub fn barrier(&self) -> Result<()> {
+        self.mesh.barrier()
+    }
+
+    /// Go, when all is done: DST is there, or was not to be written. Whoever dies now has done his work.
+    pub fn leave(self, has_published: bool) {
+        let Self { mesh, mut place, .. } = self;
+        if mesh.leave().is_ok() {
+            place.leave(has_published);
+        }
     }
 }
 
 fn meet_within() -> Duration {
     if fault::is_hurried() { HURRIED } else { MEET_WITHIN }
-}
-
-/// `.DST.dtshard-meeting`, beside DST: a folder that all see. What is left of one is nobody's, and used again.
-struct MeetingPlace {
-    folder: PathBuf,
-    /// Who takes it away again.
-    is_own: bool,
-}
-
-impl MeetingPlace {
-    fn beside(destination: &Path, part: Part) -> Result<Self> {
-        let name = destination.file_name().ok_or_else(|| {
-            Error::usage(
-                format!("{} cannot be a destination", destination.display()),
-                "give the destination a name of its own",
-            )
-        })?;
-        let hidden = [".".as_ref(), name, ".dtshard-meeting".as_ref()].into_iter().collect::<OsString>();
-        let folder = destination.with_file_name(hidden);
-        fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
-        Ok(Self { folder, is_own: part.index == 0 })
-    }
-}
-
-impl Drop for MeetingPlace {
-    fn drop(&mut self) {
-        if self.is_own {
-            let _ = fs::remove_dir_all(&self.folder);
-        }
-    }
 }

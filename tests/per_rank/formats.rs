@@ -93,7 +93,6 @@ fn with_another_checkpoint() {
     agree(&[
         ("hsdp/ranks", "reshard out --like @fsdp4/ranks"),
         ("hsdp/ranks", "reshard out --fill-from @fsdp4/ranks --include model.**"),
-        ("hsdp/dcp", "reshard out --fill-from @fsdp4/ranks --include model.**"),
     ]);
 }
 

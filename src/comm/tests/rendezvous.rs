@@ -270,7 +270,7 @@ fn every_wait_asks_whether_to_go_on() {
     let stop = Arc::new(AtomicBool::new(false));
     let going = {
         let stop = Arc::clone(&stop);
-        let stopped = || Err(Error::Stopped { signal: "TERM", exit: 143, kept: None });
+        let stopped = || Err(Error::Stopped { signal: "TERM", exit: 143, rank: None, kept: None });
         move || if stop.load(Ordering::Relaxed) { stopped() } else { Ok(()) }
     };
     let going: crate::comm::KeepGoing = Arc::new(going);
