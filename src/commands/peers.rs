@@ -10,6 +10,7 @@ use std::time::Duration;
 use super::convert::Conversion;
 use super::meeting_place::MeetingPlace;
 use super::run::Run;
+use super::source::Source;
 use super::{input, progress::Progress};
 use crate::catalog::TensorId;
 use crate::cli::{ConvertArgs, SourceSight};
@@ -167,7 +168,8 @@ impl Peers {
     }
 
     fn parties(&self, conversion: &Conversion<'_>) -> Parties {
-        Parties { sight: self.sight(&conversion.source.checkpoint), nodes: self.nodes.clone() }
+        let Source { checkpoint, unequal, .. } = &*conversion.source;
+        Parties { sight: self.sight(checkpoint), nodes: self.nodes.clone(), unequal: unequal.clone() }
     }
 
     /// Fill what `log` has to be done, with the others. Collective.

@@ -193,11 +193,7 @@ fn no_source() {
     let nodes = nodes();
     (0..3).for_each(|node| fs::remove_dir_all(nodes.source(node)).unwrap());
     for outcome in nodes.together(WORDS) {
-        outcome.refused(&[
-            "expected some that one of the processes sees",
-            "on ranks 0, 1, 2",
-            "hint: check the path",
-        ]);
+        outcome.refused(&["expected some that one of the processes sees", "on ranks 0, 1, 2", "hint: check the path"]);
     }
     assert_eq!(names(&nodes.desk()), [""; 0]);
 }

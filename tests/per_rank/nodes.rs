@@ -67,7 +67,10 @@ impl Nodes {
         let below = file.strip_prefix(&self.whole).unwrap();
         let to = if below.as_os_str().is_empty() { self.source(node) } else { self.source(node).join(below) };
         fs::create_dir_all(to.parent().unwrap()).unwrap();
-        fs::copy(file, to).unwrap();
+        fs::copy(file, &to).unwrap();
+        // As of a copy that keeps the time: whoever goes on may see another one.
+        let copied = fs::File::options().write(true).open(&to).unwrap();
+        copied.set_modified(file.metadata().unwrap().modified().unwrap()).unwrap();
     }
 
     fn node(&self, node: u32) -> PathBuf {

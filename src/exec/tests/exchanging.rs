@@ -1,6 +1,6 @@
 //! Ranks that exchange what they read together write what one process writes.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
 use super::*;
 use crate::catalog::{OutputFile, Reserved, Summands, TensorId};
@@ -229,7 +229,7 @@ proptest! {
         }));
         let case = Case::new(&specs, transpose);
         let sight = wish.map_or(Sight::Shared, |wish| seen(case.files.ids().count(), ranks, wish));
-        let parties = Parties { sight, nodes: (0..ranks).map(|rank| rank / 2).collect() };
+        let parties = Parties { sight, nodes: (0..ranks).map(|rank| rank / 2).collect(), unequal: BTreeSet::new() };
         let todos = deal(&case.reservation, &cuts, ranks);
         let (together, loads) = case.together(&parties, &todos, bucket_bytes);
         prop_assert!(together == case.alone());
