@@ -10,15 +10,16 @@ use std::time::Duration;
 use super::convert::Conversion;
 use super::meeting_place::MeetingPlace;
 use super::run::Run;
-use super::source::Source;
 use super::{input, progress::Progress};
 use crate::catalog::TensorId;
-use crate::cli::{ConvertArgs, SourceSight};
+use crate::cli::{ConvertArgs, OnConflict, SourceSight};
 use crate::comm::{Communicator, Launcher, Liveness, Meeting, Mesh, Part, Place, meet, process_environment};
 use crate::error::{Error, Result};
 use crate::exec::compare::ReplicaDifference;
 use crate::exec::copy::Stats;
-use crate::exec::exchange::{Exchange, HostShuffle, Load, Owners, Parties, Sight, agree, differing, differing_pair};
+use crate::exec::exchange::{
+    Counting, Exchange, HostShuffle, Load, Owners, Parties, Sight, agree, differing, differing_pair,
+};
 use crate::exec::fingerprint::Fingerprint;
 use crate::exec::log::Log;
 use crate::exec::{Extents, Options, Reporter};
@@ -38,6 +39,7 @@ pub struct Peers {
     twin: Twin,
     /// For each rank its node.
     nodes: Vec<u32>,
+    counting: Counting,
     bucket_bytes: u64,
     // Dropped last: the twin is in it.
     place: MeetingPlace,
@@ -94,7 +96,8 @@ impl Peers {
         let opened = Self::read(&mesh, &args.src, &mut place, options);
         let (twin, checkpoint, nodes) = opened.inspect_err(|error| mesh.fail(&error.to_string()))?;
         let bucket_bytes = args.exchange.bucket_size.0;
-        Ok(Some((Self { mesh, twin, nodes, bucket_bytes, place }, checkpoint)))
+        let counting = if args.checks.on_conflict == Some(OnConflict::Rank0) { Counting::First } else { Counting::Any };
+        Ok(Some((Self { mesh, twin, nodes, counting, bucket_bytes, place }, checkpoint)))
     }
 
     fn read(
@@ -168,8 +171,8 @@ impl Peers {
     }
 
     fn parties(&self, conversion: &Conversion<'_>) -> Parties {
-        let Source { checkpoint, unequal, .. } = &*conversion.source;
-        Parties { sight: self.sight(checkpoint), nodes: self.nodes.clone(), unequal: unequal.clone() }
+        let sight = self.sight(&conversion.source.checkpoint);
+        Parties { sight, nodes: self.nodes.clone(), counting: self.counting }
     }
 
     /// Fill what `log` has to be done, with the others. Collective.

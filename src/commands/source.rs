@@ -1,7 +1,7 @@
 //! What a verb reads, and what it takes of it: the names, values and disagreements of SRC, decided before anything is
 //! laid out.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use super::checks::{self, Replicas};
@@ -57,8 +57,6 @@ pub struct Source {
     pub settled: Settled,
     /// Replicas have been compared already.
     pub compared: bool,
-    /// Those whose replicas differ, where the lowest rank's counts.
-    pub unequal: BTreeSet<TensorId>,
     /// The processes that see the rest of SRC.
     pub peers: Option<Peers>,
 }
@@ -83,16 +81,7 @@ impl Source {
         let options = select_options(&args.select, defaults)?;
         let wanted = select::select(&checkpoint.catalog, &options)?;
         check_reduced(args, &checkpoint, &wanted, options.without_gradients)?;
-        Ok(Self {
-            checkpoint,
-            filled: None,
-            like: None,
-            wanted,
-            settled: Settled::default(),
-            compared: false,
-            unequal: BTreeSet::new(),
-            peers,
-        })
+        Ok(Self { checkpoint, filled: None, like: None, wanted, settled: Settled::default(), compared: false, peers })
     }
 
     /// Take what SRC lacks from the checkpoint at `filler`, and remember the one at `like`, which is not read again where
@@ -183,10 +172,7 @@ impl Source {
         for (id, difference) in self.differing(&undecided, args, run)? {
             let entry = self.checkpoint.catalog.tensor(id);
             match args.on_conflict.unwrap_or(OnConflict::PerRank) {
-                OnConflict::Rank0 => {
-                    self.settled.rank0.push(entry.fqn.to_string());
-                    self.unequal.insert(id);
-                }
+                OnConflict::Rank0 => self.settled.rank0.push(entry.fqn.to_string()),
                 OnConflict::Drop => path::edit_leaves(&mut self.wanted.catalog.state, &mut |path, leaf| {
                     if !conflicts::holds(leaf, id) {
                         return Fate::Keep;

@@ -25,7 +25,7 @@ use std::time::Duration;
 pub use demand::Owners;
 pub use draft::Load;
 pub use moves::{Arriving, Moves, Origin, Read, StridedCopy};
-pub use readers::{Parties, Sight};
+pub use readers::{Counting, Parties, Sight};
 pub use replicas::{differing, differing_pair};
 pub use rooms::{HostMemory, Room, Rooms};
 pub use rounds::{Round, Rounds};

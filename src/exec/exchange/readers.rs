@@ -4,11 +4,9 @@
 //! over the wire. Where each sees only its own, whoever holds what it needs reads that itself, a replica as well, and
 //! the others get it from one on their own node, if there is one.
 
-use std::collections::BTreeSet;
-
 use smallvec::SmallVec;
 
-use crate::catalog::{TensorEntry, TensorId};
+use crate::catalog::TensorEntry;
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, node};
@@ -39,8 +37,23 @@ pub struct Parties {
     pub sight: Sight,
     /// For each rank its node.
     pub nodes: Vec<u32>,
-    /// Tensors whose replicas differ: the first one counts.
-    pub unequal: BTreeSet<TensorId>,
+    pub counting: Counting,
+}
+
+/// Which of several replicas is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Counting {
+    /// They are the same.
+    Any,
+    /// They may differ: the lowest rank's is what is meant.
+    First,
+}
+
+impl Counting {
+    #[must_use]
+    pub fn holders(self, holders: &[u32]) -> &[u32] {
+        if self == Self::First { &holders[..1] } else { holders }
+    }
 }
 
 /// A rank that reads a chunk.
@@ -66,12 +79,6 @@ impl Parties {
     #[must_use]
     pub fn size(&self) -> u32 {
         u32::try_from(self.nodes.len()).expect("fewer than 2^32 ranks")
-    }
-
-    /// Those of which any will do, of chunks that lie in the same place.
-    #[must_use]
-    pub fn holders<'a>(&self, tensor: TensorId, holders: &'a [u32]) -> &'a [u32] {
-        if self.unequal.contains(&tensor) { &holders[..1] } else { holders }
     }
 
     /// Who reads for each of those that need some of a chunk: rank and bytes, in the order of ranks. `holders` hold the

@@ -1,12 +1,12 @@
 //! Ranks that exchange what they read together write what one process writes.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::HashSet;
 
 use super::*;
 use crate::catalog::{OutputFile, Reserved, Summands, TensorId};
 use crate::comm::{Communicator, Local};
 use crate::exec::Silent;
-use crate::exec::exchange::{Exchange, HostShuffle, Load, Owners, Parties, Sight, agree};
+use crate::exec::exchange::{Counting, Exchange, HostShuffle, Load, Owners, Parties, Sight, agree};
 use crate::layout::ReduceOp;
 use crate::layout::partial::Reduction;
 use crate::storage::FileId;
@@ -229,7 +229,7 @@ proptest! {
         }));
         let case = Case::new(&specs, transpose);
         let sight = wish.map_or(Sight::Shared, |wish| seen(case.files.ids().count(), ranks, wish));
-        let parties = Parties { sight, nodes: (0..ranks).map(|rank| rank / 2).collect(), unequal: BTreeSet::new() };
+        let parties = Parties { sight, nodes: (0..ranks).map(|rank| rank / 2).collect(), counting: Counting::Any };
         let todos = deal(&case.reservation, &cuts, ranks);
         let (together, loads) = case.together(&parties, &todos, bucket_bytes);
         prop_assert!(together == case.alone());
