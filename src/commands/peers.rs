@@ -12,7 +12,7 @@ use super::meeting_place::MeetingPlace;
 use super::run::Run;
 use super::{input, progress::Progress};
 use crate::catalog::TensorId;
-use crate::cli::{ConvertArgs, OnConflict, SourceSight};
+use crate::cli::{ConvertArgs, SourceSight};
 use crate::comm::{Communicator, Launcher, Liveness, Meeting, Mesh, Part, Place, meet, process_environment};
 use crate::error::{Error, Result};
 use crate::exec::compare::ReplicaDifference;
@@ -96,7 +96,8 @@ impl Peers {
         let opened = Self::read(&mesh, &args.src, &mut place, options);
         let (twin, checkpoint, nodes) = opened.inspect_err(|error| mesh.fail(&error.to_string()))?;
         let bucket_bytes = args.exchange.bucket_size.0;
-        let counting = if args.checks.on_conflict == Some(OnConflict::Rank0) { Counting::First } else { Counting::Any };
+        // What a user has decided on may be what differs, compared or not.
+        let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
         Ok(Some((Self { mesh, twin, nodes, counting, bucket_bytes, place }, checkpoint)))
     }
 
