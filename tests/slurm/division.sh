@@ -75,7 +75,9 @@ one_of_those_is_killed() {
         cp -p "$work/large/$file" "shards.$((number++ % 3))/"
     done < <(cd "$work/large" && find . -type f | sort)
     command="dtshard $(conversion ranks "shards.\$SLURM_PROCID" out.ranks) --source per-rank --bucket-size 1MB"
-    SLOWLY=1 exits 2 srun -N2 -n3 sh -c "[ \$SLURM_PROCID = 1 ] && timeout -s KILL 2 $command || $command" |& tee said
+    # The others wait for it, so it alone is to be slow.
+    exits 137 srun -N2 -n3 sh -c "[ \$SLURM_PROCID != 1 ] || exec timeout -s KILL 2 env SLOWLY=1 $command; exec $command" |&
+        tee said
     grep -q 'rank 1: .*its process ended' said
     [ ! -e out.ranks ]
     srun -N2 -n3 sh -c "exec $command --resume"
