@@ -111,9 +111,10 @@ fn strip_bytes(max_memory: u64, taken: u64, io: Option<IoMode>, threads: usize) 
     let floor = taken.saturating_add(least_bytes(io, threads));
     if max_memory < floor {
         let (workers, need) = (count(threads, "thread"), if threads == 1 { "needs" } else { "need" });
+        let (rounds, need) = if taken > 0 { (" and six times --bucket-size", "need") } else { ("", need) };
         let fewer = if threads == 1 { "" } else { ", or use fewer --threads" };
         return Err(Error::usage(
-            format!("--max-memory {max_memory}: {workers} {need} {floor} bytes at least"),
+            format!("--max-memory {max_memory}: {workers}{rounds} {need} {floor} bytes at least"),
             format!("allow --max-memory {floor}{fewer}"),
         ));
     }

@@ -50,5 +50,5 @@ fn too_little_memory() {
         outcome.refused(&["--max-memory", "--bucket-size"]);
     }
     assert_eq!(names(&nodes.desk()), [""; 0]);
-    nodes.agree("consolidate out --max-memory 64MB", "--bucket-size 1MB");
+    nodes.agree("consolidate out --max-memory 96MB", "--bucket-size 1MB");
 }
