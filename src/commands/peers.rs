@@ -200,15 +200,15 @@ impl Peers {
     pub fn compare(&self, fingerprint: Fingerprint) -> Result<()> {
         let own = fingerprint.to_string();
         let said = self.mesh().gather(own.as_bytes())?;
-        match said.iter().position(|other| *other != said[0]) {
-            None => Ok(()),
-            Some(rank) => Err(Error::Comm {
-                rank: u32::try_from(rank).expect("a rank"),
-                op: "plan",
-                detail: String::from("it makes something else than rank 0 does"),
-                hint: Some(String::from("start all processes with the same options, of the same dtshard")),
-            }),
-        }
+        let Some(rank) = said.iter().position(|other| *other != said[0]) else { return Ok(()) };
+        // All have heard it before one goes: else some would hear no more than that.
+        self.mesh().barrier()?;
+        Err(Error::Comm {
+            rank: u32::try_from(rank).expect("a rank"),
+            op: "plan",
+            detail: String::from("it makes something else than rank 0 does"),
+            hint: Some(String::from("start all processes with the same options, of the same dtshard")),
+        })
     }
 
     /// As [`checks::differing`](super::checks::differing), of replicas that no process sees all of. Collective.
