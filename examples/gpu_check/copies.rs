@@ -65,7 +65,7 @@ pub fn random(gpu: &Gpu, seconds: u64) -> Verdict {
         let mut wrong = None;
         let until = Instant::now() + Duration::from_secs(seconds);
         while wrong.is_none() && Instant::now() < until {
-            let shapes: Vec<Shape> = (0..1 + random.below(MOST_COPIES)).map(|_| shape(&mut random)).collect();
+            let shapes: Vec<Shape> = (0..=random.below(MOST_COPIES)).map(|_| shape(&mut random)).collect();
             wrong = difference(gpu, &packer, &shapes, &mut random)?;
             lists += 1;
             copies += shapes.len();

@@ -31,7 +31,8 @@ fn measured(path: &Path) -> Verdict {
     let mut rates = [0.0; 2];
     for _ in 0..2 {
         let begun = Instant::now();
-        let written = bytes.par_chunks(STRIP).enumerate().try_for_each(|(nth, strip)| file.write_all_at(strip, offset(nth)));
+        let written =
+            bytes.par_chunks(STRIP).enumerate().try_for_each(|(nth, strip)| file.write_all_at(strip, offset(nth)));
         written.map_err(Error::io("write", path))?;
         rates[0] = rate(begun);
         let begun = Instant::now();
