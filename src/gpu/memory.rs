@@ -36,7 +36,8 @@ impl Pinned {
         device.bind()?;
         // Without flags: the CPU reads what arrives, which write-combined memory makes very slow.
         // SAFETY: a context is current.
-        let start = unsafe { result::malloc_host(len, 0) }.map_err(|error| short_of("pinned memory", len, error))?;
+        let start =
+            unsafe { result::malloc_host(len, 0) }.map_err(|error| short_of("pinned memory", len, error, ""))?;
         let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| Error::Device {
             op: "allocate pinned memory",
             detail: "the driver gave nothing".into(),
@@ -98,7 +99,7 @@ impl DeviceBytes {
         let address = match len {
             0 => 0,
             // SAFETY: a context is current; what the memory has in it is no Rust value.
-            _ => unsafe { result::malloc_sync(len) }.map_err(|error| short_of(what, len, error))?,
+            _ => unsafe { result::malloc_sync(len) }.map_err(|error| short_of(what, len, error, &left()))?,
         };
         Ok(Self { device: Arc::clone(device), address, len })
     }
@@ -151,12 +152,16 @@ fn rounded(len: usize) -> usize {
     if len < LARGE { len.max(1).next_power_of_two() } else { len.next_multiple_of(LARGE) }
 }
 
-fn short_of(what: &str, len: usize, error: DriverError) -> Error {
+/// What is left of the memory of the device whose context is current.
+fn left() -> String {
+    let told = |(free, _)| format!("; the device has {} left", human_bytes(free as u64));
+    result::mem_get_info().map_or(String::new(), told)
+}
+
+fn short_of(what: &str, len: usize, error: DriverError, left: &str) -> Error {
     if error.0 != sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
         return failed("allocate memory")(error);
     }
-    let left = result::mem_get_info()
-        .map_or(String::new(), |(free, _)| format!("; the device has {} left", human_bytes(free as u64)));
     Error::Device {
         op: "allocate memory",
         detail: format!("{} for {what}: {}{left}", human_bytes(len as u64), text(error)),

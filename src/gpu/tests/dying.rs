@@ -97,7 +97,7 @@ fn a_process_that_is_killed_is_named_where_nccl_tells_nothing_stand_in() {
 fn killed(settings: &[(&str, &str)]) {
     let folder = libraries();
     let ranks = ["0", "1"].map(|rank| {
-        let mut process = process("dying::rank", 2, &folder);
+        let mut process = process_of("dying::rank", 2, &folder);
         process.env("RANK", rank).env("FOLDER", folder.path()).envs(settings.iter().copied());
         process.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap()
     });

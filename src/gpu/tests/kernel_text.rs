@@ -20,8 +20,10 @@ const BUILT_IN: &str = r"
     struct Index { unsigned int x; };
     static Index threadIdx, blockIdx, blockDim;
     struct alignas(16) uint4 { unsigned int x, y, z, w; };
+    static unsigned long long lowest, beyond;
     template <typename T> T __ldg(const T* from) {
-        if ((unsigned long long)from % sizeof(T)) __builtin_trap();
+        unsigned long long at = (unsigned long long)from;
+        if (at % sizeof(T) || at < lowest || at + sizeof(T) > beyond) __builtin_trap();
         return *from;
     }
     #define __global__
@@ -30,7 +32,8 @@ const BUILT_IN: &str = r"
     #define __syncthreads()
 ";
 const LAUNCH: &str = r#"
-    extern "C" void launch(u32 blocks, u32 threads, const Copy* copies, u32 count, u32 block_units) {
+    extern "C" void launch(u64 source, u64 end, u32 blocks, u32 threads, const Copy* copies, u32 count, u32 block_units) {
+        lowest = source, beyond = end;
         blockDim.x = threads;
         for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
             for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) copy_runs(copies, count, block_units);
@@ -71,7 +74,7 @@ unsafe impl DeviceBuffer for Memory {
     }
 }
 
-type Launch = unsafe extern "C" fn(u32, u32, *const u8, u32, u32);
+type Launch = unsafe extern "C" fn(u64, u64, u32, u32, *const u8, u32, u32);
 
 #[test]
 #[expect(clippy::print_stdout, reason = "whoever asks for this test learns why it was not run")]
@@ -107,8 +110,9 @@ fn the_text_of_the_kernel_copies_what_hosts_copy() {
         let table = Table::new(placed.iter().filter_map(|(copy, base)| Nest::new(copy, &from, &into, *base)));
         let mut records = Memory::new(table.bytes.len());
         records.bytes_mut()[..table.bytes.len()].copy_from_slice(&table.bytes);
+        let (source, end) = (from.address(), from.address() + longest as u64);
         // SAFETY: the table lies in its memory, and its copies in theirs.
-        unsafe { launch(table.blocks, 256, records.0, table.copies, BLOCK_UNITS) };
+        unsafe { launch(source, end, table.blocks, 256, records.0, table.copies, BLOCK_UNITS) };
         prop_assert!(into.bytes_mut()[..expected.len()] == expected);
         Ok(())
     });

@@ -18,7 +18,7 @@ fn kernels_compile_where_nvrtc_is() {
     symlink(file, folder.path().join("libnvrtc.so")).unwrap();
     // Beside it are the built-ins that it loads.
     let folders = std::env::join_paths([folder.path(), file.parent().unwrap()]).unwrap();
-    let output = process("kernels::compiled", 1, &folder).env("LD_LIBRARY_PATH", folders).output().unwrap();
+    let output = process_of("kernels::compiled", 1, &folder).env("LD_LIBRARY_PATH", folders).output().unwrap();
     passed("kernels::compiled", &output);
 }
 

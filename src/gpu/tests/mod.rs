@@ -9,9 +9,12 @@ mod kernels;
 mod opening;
 
 use std::os::unix::fs::symlink;
-use std::process::{Command, Output};
+use std::process::{self, Command, Output};
+use std::sync::Once;
+use std::thread;
 
 use super::{Gpu, Kernels, Settings};
+use crate::comm::tests::conformance::PATIENCE;
 use crate::error::Result;
 
 /// As PTX names the kernel; the stand-in has a twin for its text.
@@ -31,7 +34,7 @@ fn libraries() -> tempfile::TempDir {
 }
 
 /// A process that runs one ignored test of this binary, on a machine of so many stand-ins for devices.
-fn process(test: &str, devices: u32, folder: &tempfile::TempDir) -> Command {
+fn process_of(test: &str, devices: u32, folder: &tempfile::TempDir) -> Command {
     let mut process = Command::new(std::env::current_exe().unwrap());
     process.args(["--ignored", "--exact", "--nocapture"]).arg(format!("gpu::tests::{test}"));
     process.env("LD_LIBRARY_PATH", folder.path());
@@ -45,7 +48,7 @@ fn process(test: &str, devices: u32, folder: &tempfile::TempDir) -> Command {
 /// Run a test in such a process, with `settings` of its environment.
 fn passes(test: &str, devices: u32, settings: &[(&str, &str)]) {
     let folder = libraries();
-    let output = process(test, devices, &folder).envs(settings.iter().copied()).output().unwrap();
+    let output = process_of(test, devices, &folder).envs(settings.iter().copied()).output().unwrap();
     passed(test, &output);
 }
 
@@ -56,6 +59,14 @@ fn passed(test: &str, output: &Output) {
 
 /// As a process of a run has it.
 fn open(kernels: Kernels, local_rank: u32) -> Result<Gpu> {
+    static WATCH: Once = Once::new();
+    // A process that waits for ever is ended.
+    WATCH.call_once(|| {
+        let _ = thread::spawn(|| {
+            thread::sleep(PATIENCE * 3);
+            process::abort();
+        });
+    });
     super::open(&Settings { kernels, ..Settings::default() }, Some(local_rank))
 }
 
