@@ -21,7 +21,7 @@ pub struct SourceArgs {
     /// How to read: mapped, by positional reads, past the page cache, or as suits the file system
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Running")]
     pub io: IoArg,
-    /// Worker threads [default: one a core, in Slurm those of the task]
+    /// Worker threads [default: one a core, in Slurm those of the task; to sync to disk at least 4]
     #[arg(long, value_name = "N", help_heading = "Running")]
     pub threads: Option<usize>,
     /// Anonymous memory to stay within, page cache apart

@@ -3,6 +3,8 @@
 //! Counts bytes. `--max-memory` bounds buffers, and the headers and tables of DST; what is told (`peak_bytes`) also has
 //! the catalog, which follows the number of chunks and has no bound. Invariant: no run takes more than is told.
 
+use std::path::Path;
+
 use super::convert::Conversion;
 use super::peers::Peers;
 use crate::cli::SourceArgs;
@@ -12,17 +14,42 @@ use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
 use crate::exec::{DEFAULT_STRIP_BYTES, HELD_BYTES, Options, SCRATCH_BYTES};
 use crate::quantity::{count, human_bytes};
+use crate::storage::filesystem::suits_direct_writes;
 use crate::storage::memory::Anonymous;
 use crate::storage::{BOUNCE_BYTES, IoMode};
 
-/// Threads and buffers for a run.
+/// What threads wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pace {
+    /// For the processor, most of the time.
+    Processor,
+    /// For a disk, which has them sleep until what they write is on it.
+    Disk,
+}
+
+impl Pace {
+    /// Of writing `destination`, where all of it is to be on disk in the end and nobody else has a part in it. A dry run
+    /// may not know where to: then it promises for a disk.
+    pub fn of_synced(destination: Option<&Path>) -> Self {
+        let is_on_disk = |destination: &Path| {
+            let mut folders = destination.ancestors().skip(1);
+            let here = |folder: &&Path| folder.as_os_str().is_empty() || folder.exists();
+            let folder = folders.find(here).filter(|folder| !folder.as_os_str().is_empty());
+            suits_direct_writes(folder.unwrap_or(Path::new("."))).is_ok_and(|suits| suits)
+        };
+        if destination.is_none_or(is_on_disk) { Self::Disk } else { Self::Processor }
+    }
+}
+
+/// Threads and buffers for a run that takes so much memory for other things.
 ///
 /// # Errors
 /// `Usage` where there is no such number of threads, or too little memory for them.
-pub fn work_options(args: &SourceArgs, sync: bool) -> Result<Options> {
+pub fn work_options(args: &SourceArgs, sync: bool, pace: Pace, taken: u64) -> Result<Options> {
     let io = args.io.mode();
+    let max_memory = args.max_memory.0;
     let threads = match args.threads {
-        None => threads_within(args.max_memory.0, io),
+        None => threads_within(max_memory.saturating_sub(taken), io, pace),
         Some(0) => {
             return Err(Error::usage(
                 "--threads 0: at least one thread is needed",
@@ -39,7 +66,7 @@ pub fn work_options(args: &SourceArgs, sync: bool) -> Result<Options> {
     };
     // Built once a process; a second verb in one process (tests) keeps the first one's pool.
     let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
-    Ok(Options { threads, strip_bytes: strip_bytes(args.max_memory.0, io, threads)?, sync })
+    Ok(Options { threads, strip_bytes: strip_bytes(max_memory, taken, io, threads)?, sync })
 }
 
 /// More than any machine has cores.
@@ -51,12 +78,22 @@ const BASE_BYTES: u64 = 32 << 20;
 /// The smallest strip that is worth a system call.
 const LEAST_STRIP_BYTES: u64 = 64 << 10;
 
-/// One thread a core that this process may use, or as many as the memory allows.
-fn threads_within(max_memory: u64, io: Option<IoMode>) -> usize {
+/// Threads that keep a disk busy, whatever the cores: while some sleep until their strips are written, others gather.
+const DISK_THREADS: usize = 4;
+
+/// One thread a core that this process may use, or as many as the memory allows. Those that a disk is worth beyond are not
+/// worth shorter strips, and where Slurm counts CPUs there are none.
+fn threads_within(max_memory: u64, io: Option<IoMode>, pace: Pace) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let cores = cpus(&process_environment).map_or(cores, |given| cores.min(given));
-    let affordable = max_memory.saturating_sub(BASE_BYTES) / (LEAST_STRIP_BYTES + scratch_bytes(io));
-    cores.min(usize::try_from(affordable).unwrap_or(cores)).clamp(1, MAX_THREADS)
+    let given = cpus(&process_environment);
+    let cores = given.map_or(cores, |given| cores.min(given));
+    let affordable = |strip_bytes: u64| {
+        let threads = max_memory.saturating_sub(BASE_BYTES) / (strip_bytes + scratch_bytes(io));
+        usize::try_from(threads).unwrap_or(usize::MAX)
+    };
+    let for_disk = if pace == Pace::Disk && given.is_none() { DISK_THREADS } else { 1 };
+    let for_disk = for_disk.min(affordable(DEFAULT_STRIP_BYTES));
+    cores.min(affordable(LEAST_STRIP_BYTES)).max(for_disk).clamp(1, MAX_THREADS)
 }
 
 /// What a worker that reads in this way takes besides its strip.
@@ -69,25 +106,27 @@ fn least_bytes(io: Option<IoMode>, threads: usize) -> u64 {
     BASE_BYTES + threads as u64 * (LEAST_STRIP_BYTES + scratch_bytes(io))
 }
 
-/// Strips small enough for the memory that is allowed.
-fn strip_bytes(max_memory: u64, io: Option<IoMode>, threads: usize) -> Result<u64> {
-    let floor = least_bytes(io, threads);
+/// Strips small enough for the memory that is allowed, less what other things take.
+fn strip_bytes(max_memory: u64, taken: u64, io: Option<IoMode>, threads: usize) -> Result<u64> {
+    let floor = taken.saturating_add(least_bytes(io, threads));
     if max_memory < floor {
         let (workers, need) = (count(threads, "thread"), if threads == 1 { "needs" } else { "need" });
+        let (rounds, need) = if taken > 0 { (" and six times --bucket-size", "need") } else { ("", need) };
         let fewer = if threads == 1 { "" } else { ", or use fewer --threads" };
         return Err(Error::usage(
-            format!("--max-memory {max_memory}: {workers} {need} {floor} bytes at least"),
+            format!("--max-memory {max_memory}: {workers}{rounds} {need} {floor} bytes at least"),
             format!("allow --max-memory {floor}{fewer}"),
         ));
     }
-    Ok(((max_memory - BASE_BYTES) / threads as u64 - scratch_bytes(io)).min(DEFAULT_STRIP_BYTES))
+    Ok(((max_memory - taken - BASE_BYTES) / threads as u64 - scratch_bytes(io)).min(DEFAULT_STRIP_BYTES))
 }
 
 /// What headers, pickles and tables take beyond what every run is allowed for them, and what is on its way to others.
 fn held_bytes(conversion: &Conversion<'_>) -> u64 {
     const ALLOWED: u64 = 16 << 20;
     let rounds = conversion.source.peers.as_ref().map_or(0, Peers::held_bytes);
-    rounds + conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog).saturating_sub(ALLOWED)
+    let laid_out = conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog);
+    rounds.saturating_add(laid_out.saturating_sub(ALLOWED))
 }
 
 /// Strips as long as what is held leaves room for.
@@ -97,11 +136,10 @@ fn held_bytes(conversion: &Conversion<'_>) -> u64 {
 pub fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: u64) -> Result<Options> {
     let held = held_bytes(conversion);
     let io = Some(conversion.source.checkpoint.files.io());
-    let left = max_memory.saturating_sub(held);
-    match strip_bytes(left, io, options.threads) {
+    match strip_bytes(max_memory, held, io, options.threads) {
         Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
         Err(_) => {
-            let needed = held + least_bytes(io, options.threads);
+            let needed = held.saturating_add(least_bytes(io, options.threads));
             Err(Error::usage(
                 format!(
                     "--max-memory {}: the headers of {} and their tables{} take more, {} in all",
@@ -153,15 +191,34 @@ mod tests {
 
     #[test]
     fn strips_shrink_with_the_memory_that_is_allowed() {
-        assert_eq!(strip_bytes(512_000_000, None, 2).unwrap(), DEFAULT_STRIP_BYTES);
-        let small = strip_bytes(40 << 20, None, 2).unwrap();
+        assert_eq!(strip_bytes(512_000_000, 0, None, 2).unwrap(), DEFAULT_STRIP_BYTES);
+        let small = strip_bytes(40 << 20, 0, None, 2).unwrap();
         assert!(small < DEFAULT_STRIP_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
-        assert!(strip_bytes(32 << 20, None, 2).is_err());
+        assert!(strip_bytes(32 << 20, 0, None, 2).is_err());
         // Direct reads take a buffer more, which the floor has.
         let (direct, floor) = (Some(IoMode::Direct), least_bytes(Some(IoMode::Direct), 2));
-        assert_eq!(strip_bytes(floor, direct, 2).unwrap(), LEAST_STRIP_BYTES);
-        assert!(strip_bytes(floor - 1, direct, 2).unwrap_err().to_string().contains(&floor.to_string()));
-        assert_eq!(threads_within(36 << 20, None), 1);
+        assert_eq!(strip_bytes(floor, 0, direct, 2).unwrap(), LEAST_STRIP_BYTES);
+        assert!(strip_bytes(floor - 1, 0, direct, 2).unwrap_err().to_string().contains(&floor.to_string()));
+        assert_eq!(threads_within(36 << 20, None, Pace::Disk), 1);
+    }
+
+    #[test]
+    fn a_disk_gets_threads_beyond_cores_as_far_as_strips_stay_long() {
+        let cores = threads_within(u64::MAX, None, Pace::Processor);
+        assert_eq!(threads_within(512_000_000, None, Pace::Disk), cores.max(DISK_THREADS));
+        let three = BASE_BYTES + 3 * (DEFAULT_STRIP_BYTES + SCRATCH_BYTES);
+        assert_eq!(threads_within(three, None, Pace::Disk), threads_within(three, None, Pace::Processor).max(3));
+        assert_eq!(strip_bytes(three, 0, None, 3).unwrap(), DEFAULT_STRIP_BYTES);
+    }
+
+    #[test]
+    fn pace_is_that_of_the_folder_that_there_is() {
+        let disk = if suits_direct_writes(Path::new(".")).unwrap() { Pace::Disk } else { Pace::Processor };
+        for destination in ["out", "no/such/folder/out", "out/"] {
+            assert_eq!(Pace::of_synced(Some(Path::new(destination))), disk, "{destination}");
+        }
+        assert_eq!(Pace::of_synced(Some(Path::new("/proc/out"))), Pace::Processor);
+        assert_eq!(Pace::of_synced(None), Pace::Disk);
     }
 
     #[test]

@@ -20,8 +20,9 @@ use crate::storage::Files;
 
 /// What is not as it should be.
 pub struct Wrong {
+    /// Of the first that was found.
     pub error: Error,
-    /// Where that lies, in files that are written; nowhere if it is in one that is carried.
+    /// Where all of it lies, in files that are written; nowhere if it is in one that is carried.
     pub bytes: Extents,
 }
 
@@ -56,6 +57,8 @@ impl Look<'_> {
         let catalog = Catalog::empty();
         let written = Input { files: &files, catalog: &catalog, resolve: &resolve };
         let progress = Progress::start(run.printer, "verifying", conversion.reservation.payload_bytes());
+        // All are looked at, so that all that is wrong is written again at once.
+        let (mut first, mut bytes) = (None, Extents::new());
         for tensor in &conversion.reservation.tensors {
             let left = (input(checkpoint), checkpoint.catalog.tensor(tensor.source));
             let right = (written, &tensor.entry);
@@ -76,23 +79,21 @@ impl Look<'_> {
                 found => found,
             };
             if let Some(detail) = found {
-                let error = Error::Conflict {
+                first.get_or_insert_with(|| Error::Conflict {
                     fqn: tensor.entry.fqn.to_string(),
                     what: "a tensor",
                     between: "the source and what was written".into(),
                     detail,
                     hint: Some(self.hint.into()),
-                };
-                let mut bytes = Extents::new();
+                });
                 for chunk in 0..tensor.entry.chunks.len() {
                     if let Some((file, offset)) = tensor.place(chunk) {
                         bytes.insert(file, offset..offset + tensor.chunk_bytes(chunk));
                     }
                 }
-                return Ok(Some(Wrong { error, bytes }));
             }
         }
-        Ok(None)
+        Ok(first.map(|error| Wrong { error, bytes }))
     }
 
     /// Headers, pickles and directories, of which one run has not written all where it went on with what an earlier one

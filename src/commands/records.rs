@@ -105,7 +105,7 @@ impl Records<'_> {
         if more > 0 {
             self.run.printer.warning(&format!("{more} more that are recorded as done are written again"));
         }
-        doubt(self.staging.journal(), doubted.into_iter().map(Taken::doubt).collect(), self.sync)?;
+        doubt(self.staging.journal(), known.doubts(&doubted), self.sync)?;
         self.known()
     }
 
@@ -149,7 +149,7 @@ impl Records<'_> {
     /// `Io`
     pub fn doubt(&self, known: &Known, bytes: &Extents) -> Result<()> {
         let is_meant = |taken: &&Taken| bytes.overlaps(taken.file, &taken.range);
-        let doubts = known.taken.iter().filter(is_meant).map(Taken::doubt).collect();
-        doubt(self.staging.journal(), doubts, self.sync)
+        let doubted: Vec<&Taken> = known.taken.iter().filter(is_meant).collect();
+        doubt(self.staging.journal(), known.doubts(&doubted), self.sync)
     }
 }

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use super::memory::work_options;
+use super::memory::{Pace, work_options};
+use super::peers::wanted_bytes;
 use super::printer::Printer;
 use super::told_options::told_options;
 use crate::cli::{Command, ConvertArgs, SourceArgs};
@@ -29,7 +30,7 @@ impl<'a> Run<'a> {
     /// # Errors
     /// `Usage` where threads and memory do not go together, `Io`.
     pub fn reading(args: &SourceArgs, printer: &'a Printer) -> Result<Self> {
-        Self::begin(args, false, Launch::alone(), printer)
+        Self::begin(args, (false, Pace::Processor), 0, Launch::alone(), printer)
     }
 
     /// A verb that writes, of which several processes may do a part each.
@@ -39,7 +40,9 @@ impl<'a> Run<'a> {
     pub fn writing(args: &ConvertArgs, launch: Launch, printer: &'a Printer) -> Result<Self> {
         // What a node has not written yet is nothing that another one could rely on.
         let sync = !args.destination.no_sync || !launch.part.is_alone();
-        let run = Self::begin(&args.source, sync, launch, printer)?;
+        let is_synced_alone = sync && launch.part.is_alone();
+        let pace = if is_synced_alone { Pace::of_synced(args.dst.as_deref()) } else { Pace::Processor };
+        let run = Self::begin(&args.source, (sync, pace), wanted_bytes(&args.exchange), launch, printer)?;
         run.introduce();
         Ok(run)
     }
@@ -57,14 +60,20 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn begin(args: &SourceArgs, sync: bool, launch: Launch, printer: &'a Printer) -> Result<Self> {
+    fn begin(
+        args: &SourceArgs,
+        (sync, pace): (bool, Pace),
+        taken: u64,
+        launch: Launch,
+        printer: &'a Printer,
+    ) -> Result<Self> {
         let started = Instant::now();
         raise_open_file_limit();
         give_back_large_blocks();
         let options_told = told_options(std::env::args_os());
         Ok(Self {
             printer,
-            options: work_options(args, sync)?,
+            options: work_options(args, sync, pace, taken)?,
             stop: Stop::on_signals()?,
             started,
             launch,

@@ -234,15 +234,12 @@ pub fn write(
         sums.patch(&outputs)?;
         input.files.check_unchanged()
     })();
-    match done {
-        Ok(()) => log.finish(&outputs, stop)?,
+    if let Err(error) = done.and_then(|()| log.finish(&outputs, stop)) {
         // What has been checked is not lost with the rest, unless it may be of two sources.
-        Err(error) => {
-            if input.files.check_unchanged().is_ok() {
-                log.stop(&outputs);
-            }
-            return Err(error);
+        if input.files.check_unchanged().is_ok() {
+            log.stop(&outputs);
         }
+        return Err(error);
     }
     stats.lose(&log.lost());
     Ok(stats)

@@ -422,7 +422,7 @@ mod tests {
             |work| work.sources.push("config.json"),
             |work| work.sources[1] = "config.json",
             // What is carried over.
-            |work| work.touch("config.json", "0123456789", 9),
+            |work| work.carried[0].modified.1 = 9,
             |work| work.carried[0].to = "sub/config.json".into(),
             |work| work.carried[0].len = 11,
             |work| work.carried.clear(),

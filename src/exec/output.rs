@@ -5,11 +5,13 @@
 //!
 //! Counts bytes. Invariant: only whole blocks go past the page cache, those that strips share when [all of them](super::edges)
 //! is there, so no block is written both ways at a time. What is held of the others is written before the file is synced.
+//! Once something that was taken did not get to the disk, no file is ever said to be synced.
 
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, IoSlice};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
@@ -38,6 +40,8 @@ pub struct Outputs {
     open: Mutex<Vec<(u32, Arc<Handle>)>>,
     /// Blocks of files that are written past the page cache, of which some is to come.
     edges: Edges,
+    /// The system tells of what it could not write once, and what was held and could not be written is gone.
+    is_broken: AtomicBool,
 }
 
 /// How bytes get to the disk.
@@ -103,7 +107,8 @@ impl Outputs {
             true => Way::WriteBehind,
         };
         let paths = files.iter().map(|file| folder.join(&file.path)).collect();
-        Ok(Self { folder: folder.to_path_buf(), paths, way, open: Mutex::default(), edges: Edges::default() })
+        let (open, edges) = (Mutex::default(), Edges::default());
+        Ok(Self { folder: folder.to_path_buf(), paths, way, open, edges, is_broken: false.into() })
     }
 
     fn open(&self, file: u32) -> Result<Arc<Handle>> {
@@ -146,8 +151,17 @@ impl Outputs {
         let start = if first.is_some() { offset / ALIGNMENT * ALIGNMENT } else { offset + blocks.start as u64 };
         let first = first.as_deref().map_or(&[][..], Block::bytes);
         let last = last.as_deref().map_or(&[][..], Block::bytes);
-        write_blocks(&handle, direct, start, [first, &bytes[blocks], last])
-            .map_err(Error::io("write", &self.paths[file as usize]))
+        let written = write_blocks(&handle, direct, start, [first, &bytes[blocks], last]);
+        self.noting(written.map_err(Error::io("write", &self.paths[file as usize])))
+    }
+
+    /// Remember a failure to write what others, who have left, believe to be written.
+    fn noting(&self, done: Result<()>) -> Result<()> {
+        done.inspect_err(|error| {
+            if matches!(error, Error::Io { .. }) {
+                self.is_broken.store(true, Ordering::Relaxed);
+            }
+        })
     }
 
     /// Hold a part of a block that others have the rest of; all of it, where they came before.
@@ -163,26 +177,37 @@ impl Outputs {
     }
 
     fn write_rest(&self, rest: &Rest) -> Result<()> {
-        let handle = self.open(rest.file())?;
-        let mut parts = rest.parts();
-        let written = parts.try_for_each(|(offset, bytes)| write_cached(&handle.file, offset, bytes));
-        written.map_err(Error::io("write", &self.paths[rest.file() as usize]))
+        let write = |handle: Arc<Handle>| {
+            let mut parts = rest.parts();
+            let written = parts.try_for_each(|(offset, bytes)| write_cached(&handle.file, offset, bytes));
+            written.map_err(Error::io("write", &self.paths[rest.file() as usize]))
+        };
+        self.noting(self.open(rest.file()).and_then(write))
     }
 
     /// fsync one file. The data goes first, block by block with a look at `stop` in between, since one fsync of many
     /// GB could not be interrupted.
     ///
     /// # Errors
-    /// `Io` naming the file, `Stopped`.
+    /// `Io` naming the file, also where something failed before; `Stopped`.
     pub fn sync(&self, file: u32, stop: &Stop) -> Result<()> {
+        if self.is_broken.load(Ordering::Relaxed) {
+            let earlier = std::io::Error::other("something could not be written before");
+            return Err(Error::io("sync", &self.paths[file as usize])(earlier));
+        }
+        self.noting(self.sync_all_of(file, stop))
+    }
+
+    fn sync_all_of(&self, file: u32, stop: &Stop) -> Result<()> {
         const BLOCK: u64 = 32 << 20;
         let path = &self.paths[file as usize];
-        self.edges.take(file).iter().try_for_each(|rest| self.write_rest(rest))?;
+        let held = self.edges.take(file);
+        held.iter().try_for_each(|rest| self.write_rest(rest))?;
         let handle = &self.open(file)?.file;
         let len = handle.metadata().map_err(Error::io("look at", path))?.len();
         for block in 0..len.div_ceil(BLOCK) {
             stop.check()?;
-            write_back(handle, block * BLOCK, BLOCK);
+            write_back(handle, block * BLOCK, BLOCK).map_err(Error::io("sync", path))?;
         }
         handle.sync_all().map_err(Error::io("sync", path))
     }
@@ -320,6 +345,29 @@ mod tests {
             outputs.write(0, start, buffer.room(start, len)).unwrap();
         }
         assert!(outputs.edges.take(0).len() <= 1);
+    }
+
+    /// Bytes whose writer has left, which come to a file that cannot be written: no later fsync says that all is there.
+    #[test]
+    fn what_was_held_and_is_lost_is_not_forgotten() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut file = OutputFile::new("f");
+        file.push_payload(10_000);
+        let files = [file];
+        for is_completed in [false, true] {
+            let mut outputs = Outputs::make(folder.path(), &files, &Extents::of_files(&files), true).unwrap();
+            outputs.way = Way::Direct;
+            let readable = || File::open(folder.path().join("f")).unwrap();
+            let broken = Handle { file: readable(), direct: Some(readable()) };
+            outputs.open.lock().unwrap().push((0, Arc::new(broken)));
+            outputs.write(0, 0, &[1; 50]).unwrap();
+            let failed =
+                if is_completed { outputs.write(0, 50, &[2; 4046]) } else { outputs.sync(0, &Stop::default()) };
+            assert!(failed.is_err());
+            outputs.open.lock().unwrap().clear();
+            let error = outputs.sync(0, &Stop::default()).unwrap_err().to_string();
+            assert!(error.contains("could not be written before"), "{error}");
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! reading it, so the way to read is chosen by file system (statfs(2)) unless the user says otherwise.
 
 use std::fs::{self, File};
+use std::io;
 use std::path::Path;
 
 use rustix::fs::StatFs;
@@ -90,14 +91,18 @@ pub fn free_bytes(path: &Path) -> Result<u64> {
 }
 
 /// Put a stretch of a file's dirty pages on disk and wait for them. A way to make a later fsync short, not a
-/// replacement for it: errors are left for the fsync to report.
-pub fn write_back(file: &File, offset: u64, len: u64) {
-    sync_range(file, offset, len, WAIT);
+/// replacement for it.
+///
+/// # Errors
+/// What did not get there, which no later call on this descriptor tells again (sync_file_range(2)).
+pub fn write_back(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    sync_range(file, offset, len, WAIT)
 }
 
-/// Send a stretch of a file's dirty pages on their way to the disk, as a way to make a later [`write_back`] short.
+/// Send a stretch of a file's dirty pages on their way to the disk, as a way to make a later [`write_back`] short. What
+/// does not get there is told to who waits for it.
 pub fn start_write_back(file: &File, offset: u64, len: u64) {
-    sync_range(file, offset, len, 0);
+    let _ = sync_range(file, offset, len, 0);
 }
 
 #[cfg(target_os = "linux")]
@@ -106,19 +111,29 @@ const WAIT: u32 = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WAIT
 const WAIT: u32 = 0;
 
 #[cfg(target_os = "linux")]
-fn sync_range(file: &File, offset: u64, len: u64, wait: u32) {
+fn sync_range(file: &File, offset: u64, len: u64, wait: u32) -> io::Result<()> {
     use std::os::fd::AsRawFd;
 
     let flags = libc::SYNC_FILE_RANGE_WRITE | wait;
-    let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
+    let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return Ok(()) };
     // SAFETY: the descriptor is open for the whole call and no memory is passed.
     #[expect(unsafe_code)]
-    let _ = unsafe { libc::sync_file_range(file.as_raw_fd(), offset, len, flags) };
+    let done = unsafe { libc::sync_file_range(file.as_raw_fd(), offset, len, flags) };
+    if done == 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    // Where a file system has no such call, the fsync does it all.
+    let is_unknown =
+        [libc::ENOSYS, libc::EINVAL, libc::ESPIPE, libc::EOPNOTSUPP].map(Some).contains(&error.raw_os_error());
+    if is_unknown { Ok(()) } else { Err(error) }
 }
 
 /// Other systems have no such call; the fsync does it all.
 #[cfg(not(target_os = "linux"))]
-fn sync_range(_file: &File, _offset: u64, _len: u64, _wait: u32) {}
+fn sync_range(_file: &File, _offset: u64, _len: u64, _wait: u32) -> io::Result<()> {
+    Ok(())
+}
 
 /// How many descriptors the source files of one checkpoint may have at once: a quarter of the soft limit. Two checkpoints
 /// are compared with each other, and the rest is for output files, threads and the terminal.

@@ -223,6 +223,20 @@ fn a_flipped_byte_that_is_found_in_the_end() {
     }
 }
 
+/// Two tensors that are wrong are told of, and written again, at once.
+#[test]
+fn all_that_is_found_in_the_end() {
+    let job = Job::new(FOLDER);
+    assert_eq!(job.run("--resume", Some("seal-summed")).signal, Some(9));
+    let (file, _) = recorded(&job);
+    let len = fs::metadata(&file).unwrap().len();
+    [len / 3, len / 3 * 2].into_iter().for_each(|at| flip(&file, at));
+    let look = "--resume --verify --parts 64 --part 0 --no-wait";
+    job.run(look, Some("none")).refused(&["--resume writes this again"]);
+    job.run_parts(64, "--resume", Some("none"));
+    job.is_done("both");
+}
+
 /// A sum that is not that of what it is of, put there after it was written.
 #[test]
 fn a_sum_that_is_wrong() {
@@ -281,5 +295,25 @@ fn files_of_another_length() {
                 left.job.is_done(&format!("{kind} {found} {parts}"));
             }
         }
+    }
+}
+
+/// What two processes have recorded, as one of them was taken for dead, and is not so.
+#[test]
+fn bytes_that_two_have_recorded() {
+    let left = Left::new(FOLDER);
+    for more in ["--resume", "--resume --verify"] {
+        left.put_back();
+        let (file, at) = recorded(&left.job);
+        for (nth, journal) in left.job.of_partial(".journal").iter().enumerate() {
+            fs::copy(journal, journal.with_file_name(format!("part-{nth}-of-9.0.journal"))).unwrap();
+        }
+        if more == "--resume" {
+            fs::remove_file(&file).unwrap();
+        } else {
+            flip(&file, at);
+        }
+        left.job.run(more, Some("none")).succeeded();
+        left.job.is_done(more);
     }
 }

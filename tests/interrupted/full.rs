@@ -2,8 +2,11 @@
 //! goes on. Needs to mount, so elsewhere than as root it is skipped.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+
+use dtshard::storage::filesystem::write_back;
 
 use crate::job::{FILE, FOLDER, Job, Kind, names, skip};
 
@@ -94,4 +97,25 @@ fn a_file_in_the_middle() {
 #[test]
 fn a_folder_in_the_middle() {
     full_in_the_middle(FOLDER);
+}
+
+/// A disk that fails behind the page cache tells so once, to whoever waits first: fsync says that all is well afterwards.
+#[test]
+fn what_does_not_get_to_the_disk_is_told_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let (room, at) = (folder.path().join("room"), folder.path().join("at"));
+    fs::create_dir(&room).unwrap();
+    fs::create_dir(&at).unwrap();
+    let room_mount = Mount::new(&room, &["-t", "tmpfs", "-o", "size=8m", "none"]);
+    let image = room.join("image");
+    fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
+    let made = succeeds(Command::new("mkfs.ext2").arg("-q").arg("-F").arg(&image));
+    let args = ["-t", "ext2", "-o", "loop,errors=continue", image.to_str().unwrap()];
+    let Some(_at) = room_mount.as_ref().filter(|_| made).and_then(|_| Mount::new(&at, &args)) else {
+        return skip("cannot mount an ext2 image in a tmpfs here");
+    };
+    let file = fs::File::create(at.join("file")).unwrap();
+    file.write_all_at(&vec![1; 20 << 20], 0).unwrap();
+    let told = (0..20).find_map(|block| write_back(&file, block << 20, 1 << 20).err());
+    assert!(told.is_some(), "8 MB hold no 20 MB");
 }

@@ -168,3 +168,17 @@ fn throwing_away() {
         }
     }
 }
+
+/// One that was killed over its draft, while others were at work or had published, leaves nothing that lasts.
+#[test]
+fn over_a_draft_that_comes_late() {
+    let job = Job::new(FOLDER);
+    let draft = || fs::create_dir(job.desk().join(".out.dtshard-new-1f0c96a2b7d4")).unwrap();
+    job.run("--parts 2 --part 0 --no-wait", None).succeeded();
+    draft();
+    job.run("--parts 2 --part 1 --no-wait", None).succeeded();
+    job.is_done("beside others");
+    draft();
+    job.run("--resume", None).succeeded();
+    job.is_done("behind others");
+}

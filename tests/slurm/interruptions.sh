@@ -55,7 +55,7 @@ a_signal_before_the_end_queues_the_job_again() {
     same step-1000-dp3 "$work/large.dcp"
     grep -q 'stopped by USR1; .*--resume goes on' job.log
     grep -q 'exit code 75' job.log
-    scontrol show job "$job" | grep -q 'Restarts=1'
+    scontrol show job "$job" | grep 'Restarts=1'
 }
 
 a_cancelled_job_goes_on_with_other_tasks() {
@@ -69,7 +69,8 @@ a_cancelled_job_goes_on_with_other_tasks() {
     exits 2 srun -n2 dtshard $command
     srun -n3 dtshard $command --resume
     same out.ranks "$work/large.ranks"
-    srun -n2 dtshard $command --resume 2>&1 | tee /dev/stderr | grep -q 'is there already'
+    srun -n2 dtshard $command --resume |& tee said
+    grep -q 'is there already' said
 }
 
 # Without -K, as the others notice: what they did meanwhile is done.

@@ -11,7 +11,7 @@ mod table;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use super::memory::work_options;
+use super::memory::{Pace, work_options};
 use super::printer::{Printer, Span, harmless};
 use super::progress::Progress;
 use super::source::announce;
@@ -138,7 +138,7 @@ fn digests(
     names: &[(String, TensorId)],
     printer: &Printer,
 ) -> Result<BTreeMap<TensorId, String>> {
-    let options = work_options(&args.source, false)?;
+    let options = work_options(&args.source, false, Pace::Processor, 0)?;
     let stop = Stop::on_signals()?;
     let catalog = &checkpoint.catalog;
     let distinct: BTreeSet<TensorId> = names.iter().map(|(_, id)| *id).collect();

@@ -7,7 +7,6 @@
 //! Counts bytes, but for ranges of elements. Invariant: what one process sends another is in the order of the transfers.
 
 use std::collections::BTreeMap;
-use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -38,6 +37,14 @@ pub struct Target {
     pub elements: Range<u64>,
     /// Of one of its summands.
     pub part_bytes: u64,
+}
+
+impl Unit<'_> {
+    /// Whether it is all of the tensor, in one range.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.entry.numel()))
+    }
 }
 
 impl Target {
@@ -105,9 +112,11 @@ pub struct Draft<'a> {
 }
 
 impl<'a> Draft<'a> {
+    /// `None` where it takes more than so many transfers.
+    ///
     /// # Errors
     /// As [`Parties::readers`].
-    pub fn new(unit: Unit<'a>, parties: &Parties) -> Result<Self> {
+    pub fn new(unit: Unit<'a>, parties: &Parties, most_transfers: usize) -> Result<Option<Self>> {
         let mut draft = Draft {
             targets: Vec::new(),
             stretches: BTreeMap::new(),
@@ -115,10 +124,12 @@ impl<'a> Draft<'a> {
             loads: vec![Load::default(); parties.nodes.len()],
             unit,
         };
-        draft.aim();
+        if !draft.aim(most_transfers) {
+            return Ok(None);
+        }
         draft.choose_readers(parties)?;
         draft.weigh();
-        Ok(draft)
+        Ok(Some(draft))
     }
 
     /// Bytes that this rank gets from others, and those that it sends.
@@ -127,8 +138,8 @@ impl<'a> Draft<'a> {
         self.loads[rank as usize]
     }
 
-    /// Find the targets, and the transfers into them from the chunks that plans name.
-    fn aim(&mut self) {
+    /// Find the targets, and the transfers into them from the chunks that plans name. False where those are too many.
+    fn aim(&mut self, most_transfers: usize) -> bool {
         let Self { unit, targets, transfers, .. } = self;
         let entry = unit.demand.source.entry;
         let itemsize = entry.dtype.itemsize();
@@ -142,12 +153,15 @@ impl<'a> Draft<'a> {
                     }
                     for (part, planned) in wanted.parts.iter().enumerate() {
                         let pieces = Pieces::new(&planned.plan, &planned.strides, itemsize);
-                        let Ok(()): Result<(), Infallible> = pieces.visit(elements.clone(), |piece| {
+                        let visited = pieces.visit(elements.clone(), |piece| {
                             let chunk = planned.plan.overlaps[piece.overlap].chunk;
                             let from = Stretch { reader: Reader { rank: *rank, chunk }, range: number };
                             transfers.push(Transfer { from, to: targets.len(), part, piece });
-                            Ok(())
+                            if transfers.len() > most_transfers { Err(()) } else { Ok(()) }
                         });
+                        if visited.is_err() {
+                            return false;
+                        }
                     }
                     targets.push(Target {
                         tensor: unit.number,
@@ -159,6 +173,7 @@ impl<'a> Draft<'a> {
                 }
             }
         }
+        true
     }
 
     /// Let the transfers come from who is to read.
@@ -173,7 +188,7 @@ impl<'a> Draft<'a> {
         let mut readers: BTreeMap<(usize, u32, u32), Reader> = BTreeMap::new();
         for (turn, ((range, chunk), of_ranks)) in needs.into_iter().enumerate() {
             let of_ranks: SmallVec<[(u32, u64); 8]> = of_ranks.into_iter().collect();
-            let holders = unit.demand.holders(chunk);
+            let holders = parties.counting.holders(unit.demand.holders(chunk));
             // A tensor that is a single stretch is not always the first rank's to read.
             let chosen = parties.readers(unit.demand.source.entry, holders, &of_ranks, turn + unit.number)?;
             for ((rank, _), reader) in of_ranks.iter().zip(chosen) {

@@ -27,10 +27,10 @@ use std::time::Duration;
 pub use demand::Owners;
 pub use draft::Load;
 pub use moves::{Arriving, Moves, Origin, Read, StridedCopy};
-pub use readers::{Parties, Sight};
-pub use replicas::differing;
+pub use readers::{Counting, Parties, Sight};
+pub use replicas::{differing, differing_pair};
 pub use rooms::{HostMemory, Room, Rooms};
-pub use rounds::{Round, Rounds};
+pub use rounds::{PLAN_BYTES, Round, Rounds};
 pub use shuffle::{HostShuffle, Shuffle};
 
 use staged::{Stage, Staged};
@@ -41,12 +41,15 @@ use super::log::Log;
 use super::strips::Payload;
 use super::window::Slot;
 use super::{Extents, Input, Options, Prepared, Reporter, Stop};
-use crate::catalog::Reservation;
+use crate::catalog::{OutputFile, Reservation};
 use crate::comm::Communicator;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// How often a process that waits for others looks whether it was told to stop.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// Rounds of large tensors that are looked at to tell what would be moved.
+const MOST_WEIGHED: u64 = 1 << 12;
 
 /// What all processes of an exchange have in common.
 #[derive(Clone, Copy)]
@@ -69,11 +72,15 @@ impl<'a> Exchange<'a> {
     /// What all ranks together take from the source, and what each reads, sends, receives and unpacks, without moving it.
     ///
     /// # Errors
-    /// As [`Rounds`].
-    pub fn dry_run(&self) -> Result<(Stats, Vec<Load>)> {
+    /// As [`Rounds`]; `Stopped`.
+    pub fn dry_run(&self, stop: &Stop) -> Result<(Stats, Vec<Load>)> {
         let mut stats = Stats::of(self.input, self.reservation);
         let mut sums = vec![Load::default(); self.parties.nodes.len()];
-        for round in self.rounds() {
+        // However much there is, it is weighed in a number of rounds that ends.
+        let bytes = self.reservation.len_bytes() / sums.len().max(1) as u64;
+        let weighed = Self { bucket_bytes: self.bucket_bytes.max(bytes / MOST_WEIGHED), ..*self };
+        for round in weighed.rounds() {
+            stop.check()?;
             for draft in round?.drafts {
                 sums.iter_mut().zip(&draft.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
                 stats.runs += draft.stretches.len() as u64;
@@ -138,7 +145,7 @@ impl<'a> Exchange<'a> {
         communicator: &C,
         mut shuffle: S,
         staged: Receiver<Result<Staged<S::Memory>>>,
-        shuffled: SyncSender<Result<Arrived>>,
+        shuffled: SyncSender<Result<Option<Arrived>>>,
     ) {
         let mut staged = staged.into_iter().fuse();
         let mut under_way = VecDeque::new();
@@ -156,13 +163,14 @@ impl<'a> Exchange<'a> {
                     if is_next_wanted {
                         continue;
                     }
-                    let Some((moves, begun, is_checked)) = under_way.pop_front() else { return };
-                    self.finish(communicator, &mut shuffle, &moves, begun, is_checked)
+                    under_way.pop_front().map_or(Ok(None), |(moves, begun, is_checked)| {
+                        self.finish(communicator, &mut shuffle, &moves, begun, is_checked).map(Some)
+                    })
                 }
                 Err(error) => Err(error),
             };
-            let failed = batch.is_err();
-            if shuffled.send(batch).is_err() || failed {
+            let is_last = !matches!(batch, Ok(Some(_)));
+            if shuffled.send(batch).is_err() || is_last {
                 return;
             }
         }
@@ -227,7 +235,7 @@ type Arrived = (Vec<Slot>, Batch);
 
 /// What comes from the shuffle, until a signal does.
 struct Batches<'a> {
-    shuffled: Receiver<Result<Arrived>>,
+    shuffled: Receiver<Result<Option<Arrived>>>,
     stop: &'a Stop,
 }
 
@@ -238,11 +246,11 @@ impl Supply for Batches<'_> {
         loop {
             match self.shuffled.recv_timeout(LOOK_EVERY) {
                 Ok(arrived) => {
-                    let batch;
-                    (*slots, batch) = arrived?;
+                    let Some((tiles, batch)) = arrived? else { return Ok(None) };
+                    *slots = tiles;
                     return Ok(Some(batch));
                 }
-                Err(RecvTimeoutError::Disconnected) => return Ok(None),
+                Err(RecvTimeoutError::Disconnected) => unreachable!("the last thing that is sent says so"),
                 Err(RecvTimeoutError::Timeout) => self.stop.check()?,
             }
         }
@@ -252,21 +260,25 @@ impl Supply for Batches<'_> {
 /// Tell all ranks what each has to do, and hear it from them.
 ///
 /// # Errors
-/// As [`Communicator::gather`].
-pub fn agree(communicator: &impl Communicator, todo: &Extents) -> Result<Vec<Extents>> {
+/// As [`Communicator::gather`]; `Comm` for words that make no sense.
+pub fn agree(communicator: &impl Communicator, files: &[OutputFile], todo: &Extents) -> Result<Vec<Extents>> {
     let words: Vec<u8> = todo
         .iter()
         .flat_map(|(file, range)| [u64::from(file), range.start, range.end])
         .flat_map(u64::to_le_bytes)
         .collect();
     let said = communicator.gather(&words)?;
-    let heard = said.iter().map(|words| {
+    let heard = (0..).zip(&said).map(|(rank, words)| {
         let mut todo = Extents::new();
         for [file, start, end] in words.as_chunks::<8>().0.as_chunks::<3>().0 {
-            let number = u32::try_from(u64::from_le_bytes(*file)).expect("the same files");
-            todo.insert(number, u64::from_le_bytes(*start)..u64::from_le_bytes(*end));
+            let number = u32::try_from(u64::from_le_bytes(*file)).ok().filter(|file| (*file as usize) < files.len());
+            let range = u64::from_le_bytes(*start)..u64::from_le_bytes(*end);
+            let Some(number) = number.filter(|number| range.end <= files[*number as usize].len) else {
+                return Err(Error::comm(rank, "agree", "it has something to do that is not to be done"));
+            };
+            todo.insert(number, range);
         }
-        todo
+        Ok(todo)
     });
-    Ok(heard.collect())
+    heard.collect()
 }

@@ -21,13 +21,17 @@ use super::readers::Parties;
 use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;
 
-/// Strided copies of a round: they take memory, too, where runs are of a few elements.
-const MOST_TRANSFERS: usize = 1 << 18;
+/// Strided copies of a round, of all ranks together: they take memory, too, where runs are of a few elements.
+const MOST_TRANSFERS: usize = 1 << 13;
 
-/// What is moved in one go.
+/// Memory of the plans of rounds that are being made, staged, moved and written. A strided copy is one as a transfer, in
+/// the maps that choose its reader, as a move and as a slot with its payload, in lists that have grown to hold it.
+pub const PLAN_BYTES: u64 = 4 * MOST_TRANSFERS as u64 * 1024;
+
+/// What is moved in one go: whole tensors, or ranges of one.
 pub struct Round<'a> {
     pub drafts: Vec<Draft<'a>>,
-    /// Whether every tensor that was begun is through with this round.
+    /// Whether the next round is of other tensors.
     pub ends_whole: bool,
 }
 
@@ -77,13 +81,16 @@ impl<'a> Rounds<'a> {
                 }
                 continue;
             };
-            let draft = Draft::new(unit, self.parties)?;
-            if self.fits(&draft.loads, draft.transfers.len()) {
-                return Ok(Some(draft));
-            }
-            match halves(&draft.unit, u64::from(self.parties.size())) {
+            let ranks = u64::from(self.parties.size());
+            let halves = match Draft::new(unit.clone(), self.parties, MOST_TRANSFERS)? {
+                Some(draft) if self.fits(&draft.loads, draft.transfers.len()) => return Ok(Some(draft)),
+                Some(draft) => shorter(&draft.unit, ranks),
+                None => fewer(&unit).or_else(|| shorter(&unit, ranks)),
+            };
+            match halves {
                 Some((first, second)) => self.rest.extend([second, first]),
-                None => return Ok(Some(draft)),
+                // As small as it can be.
+                None => return Draft::new(unit, self.parties, usize::MAX),
             }
         }
     }
@@ -99,15 +106,19 @@ impl<'a> Rounds<'a> {
         while let Some(draft) = self.draft()? {
             loads.iter_mut().zip(&draft.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
             transfers += draft.transfers.len();
-            if !drafts.is_empty() && !self.fits(&loads, transfers) {
+            let goes_along = |last: &Draft<'_>| {
+                let is_same = last.unit.number == draft.unit.number;
+                is_same || last.unit.is_whole() && draft.unit.is_whole()
+            };
+            if drafts.last().is_some_and(|last| !goes_along(last) || !self.fits(&loads, transfers)) {
                 self.left = Some(draft);
                 break;
             }
             drafts.push(draft);
         }
-        let is_begun = |left: &Draft<'_>| drafts.last().is_some_and(|last| last.unit.number == left.unit.number);
-        let ends_whole = self.rest.is_empty() && !self.left.as_ref().is_some_and(is_begun);
-        Ok((!drafts.is_empty()).then_some(Round { drafts, ends_whole }))
+        let next = self.left.as_ref().map(|left| left.unit.number).or(self.rest.last().map(|unit| unit.number));
+        let Some(last) = drafts.last().map(|last| last.unit.number) else { return Ok(None) };
+        Ok(Some(Round { drafts, ends_whole: next != Some(last) }))
     }
 }
 
@@ -119,20 +130,26 @@ impl<'a> Iterator for Rounds<'a> {
     }
 }
 
+/// A unit in two, with half of its ranges each. `None` where there is only one.
+fn fewer<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
+    let (first, second) = unit.ranges.split_at(unit.ranges.len() / 2);
+    let half = |ranges: &[Range<u64>]| Unit { ranges: ranges.to_vec(), ..unit.clone() };
+    (!first.is_empty()).then(|| (half(first), half(second)))
+}
+
 /// A unit in two: the first half of each of its ranges, and the rest. One that is a whole tensor is cut into a range a
 /// rank before. `None` where there is nothing to cut.
-fn halves<'a>(unit: &Unit<'a>, ranks: u64) -> Option<(Unit<'a>, Unit<'a>)> {
+fn shorter<'a>(unit: &Unit<'a>, ranks: u64) -> Option<(Unit<'a>, Unit<'a>)> {
     let entry = unit.demand.source.entry;
     let numel = entry.numel();
-    let ranges = match unit.ranges.as_slice() {
-        [range] if *range == (0..numel) => {
-            let at = |index: u64| {
-                let even = u128::from(numel) * u128::from(index) / u128::from(ranks);
-                u64::try_from(even).expect("at most all elements")
-            };
-            (0..ranks).map(|index| at(index)..at(index + 1)).filter(|range| !range.is_empty()).collect()
-        }
-        ranges => ranges.to_vec(),
+    let ranges = if unit.is_whole() {
+        let at = |index: u64| {
+            let even = u128::from(numel) * u128::from(index) / u128::from(ranks);
+            u64::try_from(even).expect("at most all elements")
+        };
+        (0..ranks).map(|index| at(index)..at(index + 1)).filter(|range| !range.is_empty()).collect()
+    } else {
+        unit.ranges.clone()
     };
     let cut = |range: &Range<u64>| {
         let middle = middle(range, &entry.shape);
@@ -141,7 +158,7 @@ fn halves<'a>(unit: &Unit<'a>, ranks: u64) -> Option<(Unit<'a>, Unit<'a>)> {
     let (first, second): (Vec<_>, Vec<_>) = ranges.iter().map(cut).unzip();
     let half = |mut ranges: Vec<Range<u64>>| {
         ranges.retain(|range| !range.is_empty());
-        (!ranges.is_empty()).then(|| Unit { demand: Arc::clone(&unit.demand), number: unit.number, ranges })
+        (!ranges.is_empty()).then(|| Unit { ranges, ..unit.clone() })
     };
     Some((half(first)?, half(second)?))
 }

@@ -8,6 +8,7 @@ use super::moves::{Arriving, Moves, Origin};
 use super::rooms::{HostMemory, Room, Rooms};
 use crate::comm::Communicator;
 use crate::error::Result;
+use crate::exec::room;
 
 /// Moves what a process has staged, and gives what it gets, round by round.
 pub trait Shuffle: Send {
@@ -70,8 +71,8 @@ impl<C: Communicator<Memory = Vec<u8>>> Shuffle for HostShuffle<'_, C> {
     }
 
     fn finish(&mut self, moves: &Moves, stage: Room<Vec<u8>>) -> Result<Room<Vec<u8>>> {
-        self.outgoing.resize(moves.outgoing_len(), 0);
-        self.incoming.resize(moves.incoming_len(), 0);
+        room(&mut self.outgoing, moves.outgoing_len());
+        room(&mut self.incoming, moves.incoming_len());
         let messages = pieces(&mut self.outgoing, moves.to.iter().map(|range| (range.start, range.len())));
         messages.into_par_iter().zip(&moves.packs).for_each(|(message, copies)| {
             copies.iter().for_each(|copy| copy.copy(&stage, message));

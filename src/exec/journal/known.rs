@@ -31,6 +31,8 @@ pub struct Known {
     pub carried: BTreeSet<u32>,
     /// What `done` was taken from.
     pub taken: Vec<Taken>,
+    /// What is also recorded of some of the same bytes, by a process that was taken for dead, say.
+    spare: Vec<Taken>,
 }
 
 /// A stretch that is recorded as finished, and by whom.
@@ -49,8 +51,7 @@ impl Taken {
         self.range.end - self.range.start
     }
 
-    #[must_use]
-    pub fn doubt(&self) -> Doubt {
+    fn doubt(&self) -> Doubt {
         Doubt { journal: self.journal.to_string(), file: self.file, start: self.range.start }
     }
 }
@@ -91,8 +92,12 @@ impl Known {
     fn take(&mut self, journal: &Arc<str>, record: Record, doubts: &HashSet<Doubt>) {
         for Entry { file, range, digest, sums, lost } in record.entries {
             let taken = Taken { journal: Arc::clone(journal), file, range: range.clone(), digest };
-            if self.done.overlaps(file, &range) || !doubts.is_empty() && doubts.contains(&taken.doubt()) {
+            if !doubts.is_empty() && doubts.contains(&taken.doubt()) {
+                continue;
+            }
+            if self.done.overlaps(file, &range) {
                 // Its sums and counts belong to all of it or to nothing.
+                self.spare.push(taken);
                 continue;
             }
             self.taken.push(taken);
@@ -103,6 +108,15 @@ impl Known {
             add_lost(&mut self.lost, &lost);
         }
         self.carried.extend(record.carried);
+    }
+
+    /// The doubts after which none of these bytes counts as done, whoever else has recorded them.
+    #[must_use]
+    pub fn doubts(&self, doubted: &[&Taken]) -> Vec<Doubt> {
+        let mut bytes = Extents::new();
+        doubted.iter().for_each(|taken| bytes.insert(taken.file, taken.range.clone()));
+        let spare = self.spare.iter().filter(|taken| bytes.overlaps(taken.file, &taken.range));
+        doubted.iter().copied().chain(spare).map(Taken::doubt).collect()
     }
 }
 

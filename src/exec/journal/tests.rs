@@ -165,7 +165,7 @@ fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
     let mut at = folder.path().join("b.journal");
     for round in 0..3 {
         let first = known().taken.iter().find(|taken| taken.file == 0).unwrap().clone();
-        doubt(&at, vec![first.doubt()], true).unwrap();
+        doubt(&at, known().doubts(&[&first]), true).unwrap();
         doubt(&at, Vec::new(), true).unwrap();
         assert_eq!(known().done.iter().collect::<Vec<_>>(), [(1, 5..6)], "{round}");
         assert_eq!((known().sums, known().lost), Default::default());
@@ -178,6 +178,20 @@ fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
     let wrong = Doubt { journal: "a.journal".into(), file: 2, start: 0 };
     doubt(&at, vec![wrong], true).unwrap();
     assert_eq!(known().done.len_bytes(), 401);
+}
+
+#[test]
+fn what_is_doubted_is_done_by_nobody_else_either() {
+    let folder = tempfile::tempdir().unwrap();
+    let known = || Known::read(folder.path(), &files(), 3, false).unwrap();
+    // One that was taken for dead, and those that took over: all have recorded some of the same bytes.
+    write(folder.path(), "a.journal", &[record(vec![entry(1, 0..40, vec![]), entry(1, 40..60, vec![])])]);
+    write(folder.path(), "b.journal", &[record(vec![entry(1, 30..50, vec![]), entry(1, 50..55, vec![])])]);
+    let at = write(folder.path(), "c.journal", &[record(vec![entry(1, 10..20, vec![]), entry(1, 80..90, vec![])])]);
+    let all = known();
+    let first = all.taken.iter().find(|taken| taken.range == (0..40)).unwrap();
+    doubt(&at, all.doubts(&[first]), true).unwrap();
+    assert_eq!(known().done.iter().collect::<Vec<_>>(), [(1, 40..60), (1, 80..90)]);
 }
 
 #[test]

@@ -14,7 +14,7 @@ use super::judge::{Verdict, judge};
 use super::lease::{Lease, LeaseName, Role, Seen, read_leases};
 use super::life::{Life, Watch};
 use super::loss::Holding;
-use super::place::{ASIDE, DATA, GONE, Place, is_gone, unique};
+use super::place::{ASIDE, DATA, DRAFT, GONE, Place, is_gone, unique};
 use super::plan::{Found, Partial, Planned};
 use super::{Begun, Claim, Pace, Plan, Shape, Staging, mark};
 use crate::error::{Error, Result};
@@ -39,8 +39,11 @@ pub(super) fn begin(
     beginning.refuse_restart_of_strangers()?;
     beginning.place.sweep(&[GONE]);
     let begun = beginning.run();
-    if begun.is_err() {
-        beginning.leave();
+    match &begun {
+        Ok(Begun::Work(_)) => {}
+        // One that was killed as others were at it, or after them, has left a draft that nobody makes anything of.
+        Ok(Begun::Done) => beginning.place.sweep(&[DRAFT]),
+        Err(_) => beginning.leave(),
     }
     begun
 }

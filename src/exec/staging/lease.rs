@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use super::life::Process;
 use super::place::{is_gone, unique};
+use super::plan::read_at_most;
 use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::fault;
@@ -171,8 +172,7 @@ pub(super) fn read_leases(folder: &Path) -> io::Result<Vec<Seen>> {
 }
 
 pub(super) fn read_lease(folder: &Path, name: LeaseName) -> io::Result<Seen> {
-    let mut bytes = Vec::new();
-    File::open(folder.join(name.file()))?.take(RECORD_LEN as u64).read_to_end(&mut bytes)?;
+    let bytes = read_at_most(&folder.join(name.file()), RECORD_LEN as u64)?;
     let record = serde_json::from_slice(&bytes).ok();
     Ok(Seen { name, bytes, record })
 }

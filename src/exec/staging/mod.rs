@@ -49,7 +49,7 @@ pub use wait::{Missing, Other, OtherState, Waited};
 use self::lease::{Lease, Seen};
 use self::life::Watch;
 use self::loss::{Holding, Lost};
-use self::place::{GONE, Identity, Place};
+use self::place::{DRAFT, GONE, Identity, Place};
 use self::plan::{Found, Partial, Planned};
 use super::Stop;
 use super::about::About;
@@ -294,7 +294,9 @@ impl Drop for Staging {
         // Held until here, so that what is let go is what it is on. Network file systems keep a deleted file for as long
         // as it is open.
         drop(self.lease.take());
-        if is_published || !self.is_kept() {
+        if is_published {
+            self.place.sweep(&[GONE, DRAFT]);
+        } else if !self.is_kept() {
             self.place.sweep(&[GONE]);
         }
     }

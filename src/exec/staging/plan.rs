@@ -32,7 +32,11 @@ const MOST_BYTES: u64 = 1 << 16;
 /// Longer is not told.
 const MOST_ABOUT: u64 = 64 << 20;
 
-fn read_at_most(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+/// The beginning of a file; opening what is none could wait for ever.
+pub(super) fn read_at_most(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    if !fs::metadata(path)?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+    }
     let mut bytes = Vec::new();
     File::open(path)?.take(most).read_to_end(&mut bytes)?;
     Ok(bytes)

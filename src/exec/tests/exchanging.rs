@@ -7,7 +7,7 @@ use super::*;
 use crate::catalog::{OutputFile, Reserved, Summands, TensorId};
 use crate::comm::{Communicator, Local};
 use crate::exec::Silent;
-use crate::exec::exchange::{Exchange, HostShuffle, Load, Owners, Parties, Shuffle, Sight, agree};
+use crate::exec::exchange::{Counting, Exchange, HostShuffle, Load, Owners, Parties, Rounds, Shuffle, Sight, agree};
 use crate::layout::partial::{Reduction, Share};
 use crate::layout::{ReduceOp, Region};
 use crate::storage::FileId;
@@ -162,7 +162,7 @@ impl Case {
                     scope.spawn(move || {
                         let seat = means.seat(rank);
                         let rank = M::rank(&seat);
-                        let heard = agree(rank, todo).unwrap();
+                        let heard = agree(rank, &self.reservation.files, todo).unwrap();
                         assert_eq!(heard, todos);
                         let owners = Owners::new(&self.reservation.files, &heard);
                         let files = self.files.clone();
@@ -175,7 +175,7 @@ impl Case {
                         exchange.run(rank, shuffle, folder, &log, &options(), &Silent, &Stop::default()).unwrap();
                         // Who is dropped sooner has failed.
                         rank.barrier().unwrap();
-                        exchange.dry_run().unwrap().1
+                        exchange.dry_run(&Stop::default()).unwrap().1
                     })
                 })
                 .collect();
@@ -188,7 +188,7 @@ impl Case {
     /// Dealt out, as [`deal`], and seen as `wish` says: what every property of exchanges has.
     pub(crate) fn parties(&self, ranks: u32, cuts: &[u64], wish: Option<u64>) -> (Parties, Vec<Extents>) {
         let sight = wish.map_or(Sight::Shared, |wish| seen(self.files.ids().count(), ranks, wish));
-        let parties = Parties { sight, nodes: (0..ranks).map(|rank| rank / 2).collect() };
+        let parties = Parties { sight, nodes: (0..ranks).map(|rank| rank / 2).collect(), counting: Counting::Any };
         (parties, deal(&self.reservation, cuts, ranks))
     }
 
@@ -313,4 +313,27 @@ proptest! {
             },
         }
     }
+}
+
+/// Rows of one rank each, of tensors that take several rounds, and of small ones between them.
+#[test]
+fn tensors_are_through_one_after_the_other() {
+    let rows = |ranks| Layout { mesh: vec![ranks], placements: vec![Placement::Shard(TensorDim(0))] };
+    let tensor = |rows_of: u64| (vec![rows_of, 8], (Dtype::F32, Dtype::F32), rows(2), rows(3), 1);
+    let case = Case::new(&[tensor(64), tensor(64), tensor(2), tensor(2), tensor(64)], false);
+    let todos = deal(&case.reservation, &[], 2);
+    let owners = Owners::new(&case.reservation.files, &todos);
+    let parties = Parties { sight: Sight::Shared, nodes: vec![0, 0], counting: Counting::Any };
+    let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, 300);
+    let rounds: Vec<(Vec<usize>, bool)> = rounds
+        .map(|round| {
+            let round = round.unwrap();
+            (round.drafts.iter().map(|draft| draft.unit.number).collect(), round.ends_whole)
+        })
+        .collect();
+    let ends: Vec<&Vec<usize>> = rounds.iter().filter(|(_, ends)| *ends).map(|(numbers, _)| numbers).collect();
+    assert!(ends.iter().all(|numbers| !numbers.is_empty()));
+    let through: Vec<usize> = ends.iter().filter_map(|numbers| numbers.last()).copied().collect();
+    assert_eq!(through, [0, 1, 3, 4]);
+    assert!(rounds.len() > 8, "{rounds:?}");
 }

@@ -1,5 +1,7 @@
 //! Runs that each write some of a checkpoint, cut wherever, together write what one run writes.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use proptest::prelude::*;
 
 use super::*;
@@ -112,4 +114,41 @@ proptest! {
         run(0, "late");
         prop_assert!(contents(&data, &reservation) == contents(&whole, &reservation));
     }
+}
+
+/// Stops a run when all is written, and not yet on disk.
+struct StopsBehindAll {
+    stop: Stop,
+    left: AtomicU64,
+}
+
+impl Reporter for StopsBehindAll {
+    fn advance(&self, bytes: u64) {
+        if self.left.fetch_sub(bytes, Ordering::Relaxed) == bytes {
+            self.stop.lose((String::from("stopped"), String::new()));
+        }
+    }
+}
+
+#[test]
+fn a_stop_in_the_last_fsync_keeps_what_was_checked() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("source");
+    fs::write(&source, vec![1; 60_000]).unwrap();
+    let mut files = Files::new(IoMode::Read);
+    let id = files.add(source).unwrap();
+    let tensor = |name: &str| TensorEntry::whole(name.into(), Dtype::F32, smallvec::smallvec![15_000], id, 0);
+    let entries = vec![tensor("a"), tensor("b")];
+    let reservation = reservation(&entries);
+    let catalog = Catalog { tensors: entries, ..Catalog::empty() };
+    let input = Input { files: &files, catalog: &catalog, resolve: &resolve };
+    let stop = Stop::default();
+    let reporter = StopsBehindAll { stop: stop.clone(), left: reservation.len_bytes().into() };
+    let todo = Extents::of_files(&reservation.files);
+    let log = Log::new(&reservation.files, &todo, folder.path().join("0.journal"), true, AtEnd::Record);
+    let options = Options { threads: 2, strip_bytes: 4096, sync: true };
+    let stopped = crate::exec::copy::copy(input, &reservation, folder.path(), &log, &options, &reporter, &stop);
+    assert_eq!(stopped.unwrap_err().to_string(), "stopped");
+    let known = Known::read(folder.path(), &reservation.files, 0, false).unwrap();
+    assert!(known.done.len_bytes() > 80_000, "{}", known.done.len_bytes());
 }
