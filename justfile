@@ -24,6 +24,14 @@ slurm:
 nccl file:
     DTSHARD_TEST_NCCL={{ file }} cargo test --locked -p nccl-rs --test real -- --ignored
 
+# What scripts/gpu-check takes to a machine with GPUs and no Rust
+gpu-pack folder:
+    scripts/gpu-pack {{ folder }}
+
+# scripts/gpu-check itself, without a GPU
+gpu-stand-in:
+    ci/gpu
+
 # dtshard against cp, in memory: what to look at while working on it
 bench *arguments:
     cargo build --release --locked -p dtshard

@@ -5,7 +5,7 @@
 //! gpu_check about             device, NCCL, and whether there is a kernel
 //! gpu_check copies SECONDS    random strided copies against the host's, so long for each way to do them
 //! gpu_check large             a copy of more than 4 GiB; takes twice as much of the host's memory
-//! gpu_check speeds            copies within the device, up and down, and whole rounds
+//! gpu_check speeds MB         copies of so many within the device, up and down, and whole rounds
 //! gpu_check files FOLDER      how fast files are written and read there
 //! ```
 //!
@@ -50,9 +50,12 @@ fn main() -> ExitCode {
             Err(_) => return failed("copies SECONDS"),
         },
         ["large"] => gpu().and_then(|gpu| copies::large(&gpu)),
-        ["speeds"] => gpu().and_then(|gpu| speeds::all(&gpu)),
+        ["speeds", megabytes] => match megabytes.parse() {
+            Ok(megabytes @ 1..=65_536) => gpu().and_then(|gpu| speeds::all(&gpu, megabytes)),
+            _ => return failed("speeds MB"),
+        },
         ["files", folder] => files::all(folder.as_ref()),
-        _ => return failed("gpu_check [--ptx FILE] about | copies SECONDS | large | speeds | files FOLDER"),
+        _ => return failed("gpu_check [--ptx FILE] about | copies SECONDS | large | speeds MB | files FOLDER"),
     };
     match verdict {
         Ok(true) => ExitCode::SUCCESS,

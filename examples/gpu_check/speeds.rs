@@ -17,8 +17,6 @@ use super::support::model::{Job, tensors};
 use super::support::tables::tables;
 use super::{Verdict, figure, packers};
 
-/// Larger than caches.
-const LEN: usize = 512 << 20;
 const RUNS: [u64; 6] = [16, 64, 256, 1 << 10, 4 << 10, 64 << 10];
 /// Ranks between which rows become columns.
 const RANKS: u64 = 4;
@@ -26,33 +24,35 @@ const BUCKET_BYTES: u64 = 64 << 20;
 /// What is measured takes at least so long.
 const LONG: Duration = Duration::from_millis(40);
 
-pub fn all(gpu: &Gpu) -> Verdict {
-    let mut source = Pinned::rooms(&gpu.device).room(LEN)?;
+/// Of so many MiB, which should be more than caches have.
+pub fn all(gpu: &Gpu, megabytes: usize) -> Verdict {
+    let len = megabytes << 20;
+    let mut source = Pinned::rooms(&gpu.device).room(len)?;
     Random::new(4).fill(&mut source);
     let trial = |packer: Packer| {
-        let mut trial = Trial::new(&gpu.device, packer, LEN, LEN)?;
+        let mut trial = Trial::new(&gpu.device, packer, len, len)?;
         trial.bring(&source).map(|()| trial)
     };
-    let whole = StridedCopy { source: 0, target: 0, run_bytes: LEN as u64, levels: [].into_iter().collect() };
+    let whole = StridedCopy { source: 0, target: 0, run_bytes: len as u64, levels: [].into_iter().collect() };
     let copy = copied(&mut trial(Packer::Copies("as fast as it gets".into()))?, &[(whole, 0)])?;
     figure("copy within the device", copy, None);
     for (name, packer) in packers(gpu) {
         let mut trial = trial(packer)?;
         for run in RUNS {
-            for (what, copies) in [("pack", packs(run)), ("unpack", unpacks(run))] {
+            for (what, copies) in [("pack", packs(run, len)), ("unpack", unpacks(run, len))] {
                 figure(&format!("{what} by the {name}, runs of {run} B"), copied(&mut trial, &copies)?, Some(copy));
             }
         }
     }
     let (mut one, two) = (trial(gpu.packer.clone())?, trial(gpu.packer.clone())?);
-    let up = rate(|| one.bring(&source))?;
+    let up = rate(len as u64, || one.bring(&source))?;
     figure("from pinned memory to the device", up, None);
-    let mut room = Pinned::rooms(&gpu.device).room(LEN)?;
-    let down = rate(|| two.fetch(&mut room))?;
+    let mut room = Pinned::rooms(&gpu.device).room(len)?;
+    let down = rate(len as u64, || two.fetch(&mut room))?;
     figure("from the device to pinned memory", down, None);
     let both = thread::scope(|scope| {
-        let down = scope.spawn(|| rate(|| two.fetch(&mut room)));
-        let up = rate(|| one.bring(&source))?;
+        let down = scope.spawn(|| rate(len as u64, || two.fetch(&mut room)));
+        let up = rate(len as u64, || one.bring(&source))?;
         Ok::<_, Error>(up.min(down.join().expect("no panic")?))
     })?;
     figure("both at once, each", both, Some(up.min(down)));
@@ -62,8 +62,8 @@ pub fn all(gpu: &Gpu) -> Verdict {
 }
 
 /// Rows of as many runs as there are ranks: each rank's runs behind each other.
-fn packs(run: u64) -> Vec<(StridedCopy, usize)> {
-    let each = LEN as u64 / RANKS;
+fn packs(run: u64, len: usize) -> Vec<(StridedCopy, usize)> {
+    let each = len as u64 / RANKS;
     let level = Level { count: each / run, source_step: RANKS * run, target_step: run };
     let copy = |rank| StridedCopy {
         source: rank * run,
@@ -75,8 +75,8 @@ fn packs(run: u64) -> Vec<(StridedCopy, usize)> {
 }
 
 /// The way back.
-fn unpacks(run: u64) -> Vec<(StridedCopy, usize)> {
-    let mut copies = packs(run);
+fn unpacks(run: u64, len: usize) -> Vec<(StridedCopy, usize)> {
+    let mut copies = packs(run, len);
     for (copy, _) in &mut copies {
         (copy.source, copy.target) = (copy.target, copy.source);
         for level in &mut copy.levels {
@@ -87,17 +87,18 @@ fn unpacks(run: u64) -> Vec<(StridedCopy, usize)> {
 }
 
 fn copied(trial: &mut Trial, copies: &[(StridedCopy, usize)]) -> Result<f64> {
+    let bytes: u64 = copies.iter().map(|(copy, _)| copy.len_bytes()).sum();
     let begun = Instant::now();
     trial.copy(copies, 1)?;
     trial.copy(copies, 1)?;
     let once = begun.elapsed().as_secs_f64() / 2.0;
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a small number")]
     let times = (LONG.as_secs_f64() / once).ceil().clamp(1.0, 200.0) as u32;
-    Ok(rate(|| trial.copy(copies, times))? * f64::from(times))
+    rate(bytes * u64::from(times), || trial.copy(copies, times))
 }
 
-/// How many bytes a second that is, when it is done with all of them.
-fn rate(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
+/// How many bytes a second, where work is done with so many.
+fn rate(bytes: u64, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
     work()?;
     let mut seconds = Vec::new();
     for _ in 0..5 {
@@ -107,8 +108,8 @@ fn rate(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
     }
     seconds.sort_unstable_by(f64::total_cmp);
     #[expect(clippy::cast_precision_loss, reason = "a few digits are printed")]
-    let len = LEN as f64;
-    Ok(len / seconds[seconds.len() / 2])
+    let bytes = bytes as f64;
+    Ok(bytes / seconds[seconds.len() / 2])
 }
 
 /// Rounds of one process that makes columns of rows, with nothing to read or write: up, pack, down, one behind the

@@ -1,0 +1,69 @@
+"""Checkpoints that `gpu-check` makes, spreads and compares."""
+
+import filecmp
+import json
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+
+def first_difference(expected, got):
+    """Where two files or folders differ, or None."""
+    if expected.is_file():
+        return None if filecmp.cmp(expected, got, shallow=False) else str(got)
+    names = [sorted(str(path.relative_to(top)) for path in top.rglob("*")) for top in (expected, got)]
+    if names[0] != names[1]:
+        return f"names of files: {', '.join(set(names[0]) ^ set(names[1]))}"
+    pairs = ((expected / name, got / name) for name in names[0])
+    return next((str(b) for a, b in pairs if a.is_file() and not filecmp.cmp(a, b, shallow=False)), None)
+
+
+def remove(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def spread(source, folders):
+    """The files of SRC, each in one of these folders."""
+    for folder in folders:
+        remove(folder)
+        folder.mkdir(parents=True)
+    for nth, file in enumerate(sorted(path for path in source.rglob("*") if path.is_file())):
+        copy = folders[nth % len(folders)] / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, copy)
+
+
+def write_safetensors(path, tensors):
+    """Random bytes, which no two tensors have in the same order."""
+    sizes = {"BF16": 2, "F32": 4, "F64": 8, "U8": 1}
+    header, offset = {}, 0
+    for name, dtype, shape in tensors:
+        numel = 1
+        for side in shape:
+            numel *= side
+        end = offset + numel * sizes[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    longest = max(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())
+    block = memoryview(random.Random(5).randbytes(longest) * 2)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for nth, entry in enumerate(header.values()):
+            begin = nth * 4099 % longest
+            file.write(block[begin:begin + entry["data_offsets"][1] - entry["data_offsets"][0]])
+
+
+def roomy():
+    """Memory, where there is enough: disks would be what is measured."""
+    shared = Path("/dev/shm")
+    is_enough = shared.is_dir() and shutil.disk_usage(shared).free > 20e9
+    return shared if is_enough else Path(tempfile.gettempdir())
+
+
+def available():
+    """Bytes of memory that programs can still have."""
+    found = [line.split() for line in open("/proc/meminfo") if line.startswith("MemAvailable:")]
+    return int(found[0][1]) * 1024 if found else 0
