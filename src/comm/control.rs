@@ -82,6 +82,7 @@ impl Control {
             state: Mutex::new(state),
             changed: Condvar::new(),
             closing: Condvar::new(),
+            answering: Mutex::default(),
         });
         let mut threads = Vec::new();
         for peer in &peers {
@@ -144,7 +145,7 @@ impl Control {
         if is_hub {
             let frames: Vec<Frame> =
                 (0..).zip(&all).map(|(rank, bytes)| Frame::Said { number, rank, bytes: bytes.clone() }).collect();
-            (1..links.size).for_each(|rank| links.tell(rank, &frames));
+            links.answer(&frames);
         }
         Ok(all)
     }

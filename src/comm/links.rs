@@ -29,6 +29,8 @@ pub(super) struct Links {
     pub state: Mutex<State>,
     pub changed: Condvar,
     pub closing: Condvar,
+    /// Held for an answer to all: who goes because of it is told of behind it.
+    pub answering: Mutex<()>,
 }
 
 pub(super) struct Link {
@@ -94,13 +96,23 @@ impl Links {
 
     /// To a rank with which there is a connection. Whether it is read shows where this is listened to.
     pub fn tell(&self, rank: u32, frames: &[Frame]) {
-        let Some(link) = &self.by_rank[rank as usize] else { return };
+        self.check_written(rank, self.write(rank, frames));
+    }
+
+    /// As [`Links::tell`], to all: before anybody hears who goes because of it.
+    pub fn answer(&self, frames: &[Frame]) {
+        let answering = self.answering.lock().unwrap_or_else(PoisonError::into_inner);
+        let written: Vec<io::Result<()>> = (0..self.size).map(|rank| self.write(rank, frames)).collect();
+        drop(answering);
+        (0..).zip(written).for_each(|(rank, written)| self.check_written(rank, written));
+    }
+
+    fn write(&self, rank: u32, frames: &[Frame]) -> io::Result<()> {
+        let Some(link) = &self.by_rank[rank as usize] else { return Ok(()) };
         let mut bytes = Vec::new();
         frames.iter().for_each(|frame| frame.write(&mut bytes));
-        let writing = link.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        let written = (&link.stream).write_all(&bytes);
-        drop(writing);
-        self.check_written(rank, written);
+        let _writing = link.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        (&link.stream).write_all(&bytes)
     }
 
     /// Where a connection has ended, who reads it knows better.
@@ -128,6 +140,7 @@ impl Links {
     /// Tell all who is gone.
     pub fn spread(&self) {
         if let Some(gone) = self.fate.gone() {
+            let _answered = self.answering.lock().unwrap_or_else(PoisonError::into_inner);
             (0..self.size).for_each(|peer| self.tell(peer, &[Frame::Gone(gone.clone())]));
         }
     }
