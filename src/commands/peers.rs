@@ -3,9 +3,10 @@
 //! They meet beside DST, make a [twin](crate::twin) of SRC there if none sees all of it, and stay connected until DST is
 //! published. Whoever fails says so to the others, and nobody waits for one that is gone.
 
+use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::convert::Conversion;
 use super::meeting_place::MeetingPlace;
@@ -32,6 +33,9 @@ use crate::twin::{self, Twin};
 /// How long the first waits for the last.
 const MEET_WITHIN: Duration = Duration::from_mins(2);
 const HURRIED: Duration = Duration::from_secs(10);
+
+/// How long it takes at the most until all hear of one that is gone.
+const HEARD_WITHIN: Duration = Duration::from_secs(1);
 
 /// Buffers of a round: what is read and what is written, of two rounds each, and what goes over the wire.
 const BUFFERS: u64 = 6;
@@ -161,7 +165,8 @@ impl Peers {
             Ok((twin, checkpoint, Parties::meet(&mesh)?))
         };
         let read: Result<_> = read();
-        let (twin, checkpoint, nodes) = read.inspect_err(|error| mesh.fail(&error.to_string()))?;
+        let (twin, checkpoint, nodes) =
+            read.map_err(|error| cause(&mesh, error)).inspect_err(|error| mesh.fail(&error.to_string()))?;
         let local_rank = launch.local_rank.unwrap_or_else(|| local_rank(&nodes, launch.part.index));
         let link = Link::choose(mesh, backend, local_rank, run.printer)?;
         let bucket_bytes = args.exchange.bucket_size.0;
@@ -322,6 +327,20 @@ impl Peers {
             place.leave(has_published);
         }
     }
+}
+
+/// Why something fails that is nobody's fault here: where files of the meeting are gone, somebody is gone who took them
+/// away, or was to keep them.
+fn cause(mesh: &Mesh, error: Error) -> Error {
+    let is_gone = matches!(&error, Error::Io { source, .. } if source.kind() == ErrorKind::NotFound);
+    let begun = Instant::now();
+    while is_gone && begun.elapsed() < HEARD_WITHIN {
+        if let Err(gone) = mesh.check() {
+            return gone;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    error
 }
 
 /// Which of the ranks of its node a rank is, from 0.

@@ -147,8 +147,10 @@ fn one_that_is_stopped() {
         for (rank, outcome) in outcomes.iter().enumerate() {
             let words =
                 if rank == told { "stopped by TERM; ".to_owned() } else { format!("stopped by TERM at rank {told}; ") };
-            assert_eq!(outcome.code, Some(75), "{rank} {outcome:?}");
-            outcome.says(&[&words, "--resume goes on from there"]);
+            // One that had not come to DST yet knows of nothing that is kept.
+            assert!(matches!(outcome.code, Some(75 | 143)), "{rank} {outcome:?}");
+            let kept = if outcome.code == Some(75) { "--resume goes on from there" } else { "nothing was written" };
+            outcome.says(&[&words, kept]);
         }
         is_left_clean(&nodes);
         nodes.together(&format!("{WORDS} --resume")).iter().for_each(succeeds);
