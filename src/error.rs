@@ -76,9 +76,10 @@ pub enum Error {
     #[error("GPU: {op}: {detail}")]
     Device { op: &'static str, detail: String, hint: Option<String> },
 
-    /// A signal; nothing was published. `kept` is what another run can go on from: where it is, and how much.
-    #[error("stopped by {signal}; {}", what_is_left(kept.as_ref()))]
-    Stopped { signal: &'static str, exit: u8, kept: Option<(PathBuf, String)> },
+    /// A signal, to this process or to the one of the run that `rank` is; nothing was published. `kept` is what another run
+    /// can go on from: where it is, and how much.
+    #[error("stopped by {signal}{}; {}", at_rank(*rank), what_is_left(kept.as_ref()))]
+    Stopped { signal: &'static str, exit: u8, rank: Option<u32>, kept: Option<(PathBuf, String)> },
 }
 
 const PLACEMENTS_HINT: &str =
@@ -107,6 +108,13 @@ pub const INTERRUPTED: u8 = 130;
 
 /// `EX_TEMPFAIL` of sysexits.h.
 pub const TRY_AGAIN: u8 = 75;
+
+/// What stops a run, and the exit code of one that keeps nothing: as a shell says it of a command that a signal ended.
+pub const STOPPING: [(&str, u8); 4] = [("INT", INTERRUPTED), ("TERM", 143), ("USR1", 138), ("USR2", 140)];
+
+fn at_rank(rank: Option<u32>) -> String {
+    rank.map_or_else(String::new, |rank| format!(" at rank {rank}"))
+}
 
 fn what_is_left(kept: Option<&(PathBuf, String)>) -> String {
     kept.map_or_else(
@@ -158,9 +166,9 @@ impl Error {
     #[must_use]
     pub fn keeping(self, path: &Path, much: String) -> Self {
         match self {
-            Self::Stopped { signal, exit, .. } => {
+            Self::Stopped { signal, exit, rank, .. } => {
                 let exit = if exit == INTERRUPTED { exit } else { TRY_AGAIN };
-                Self::Stopped { signal, exit, kept: Some((path.to_path_buf(), much)) }
+                Self::Stopped { signal, exit, rank, kept: Some((path.to_path_buf(), much)) }
             }
             error => error,
         }

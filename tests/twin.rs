@@ -17,7 +17,7 @@ use dtshard::catalog::{Catalog, Dtype, Fqn, Reservation, TensorEntry, model};
 use dtshard::comm::{Communicator, Local, Part};
 use dtshard::error::{Error, Result};
 use dtshard::exec::division::stretch;
-use dtshard::exec::exchange::{Exchange, HostShuffle, Owners, Parties, Sight, agree};
+use dtshard::exec::exchange::{Counting, Exchange, HostShuffle, Owners, Parties, Sight, agree};
 use dtshard::exec::fingerprint::fingerprint;
 use dtshard::exec::journal::Known;
 use dtshard::exec::log::{AtEnd, Log};
@@ -227,8 +227,9 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
     let done = spread.each(|rank, twin| {
         let checkpoint = twin.open(&ReadOptions::default())?;
         let reservation = reserve(&checkpoint.catalog);
-        let parties = Parties::meet(rank, Sight::of(&checkpoint.files, rank.size()))?;
-        assert_eq!(parties.nodes, vec![0; ranks]);
+        let (sight, nodes) = (Sight::of(&checkpoint.files, rank.size()), Parties::meet(rank)?);
+        assert_eq!(nodes, vec![0; ranks]);
+        let parties = Parties { sight, nodes, counting: Counting::Any };
         let todo = stretch(&reservation.files, Part { index: rank.rank(), of: rank.size() });
         let owners = Owners::new(&reservation.files, &agree(rank, &todo)?);
         let exchange = Exchange {

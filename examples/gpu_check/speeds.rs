@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use dtshard::comm::{Communicator, Local, Part};
 use dtshard::error::{Error, Result};
 use dtshard::exec::division::stretch;
-use dtshard::exec::exchange::{Moves, Owners, Parties, Rounds, Shuffle, Sight, StridedCopy};
+use dtshard::exec::exchange::{Counting, Moves, Owners, Parties, Rounds, Shuffle, Sight, StridedCopy};
 use dtshard::gpu::{DeviceShuffle, Gpu, Nccl, Packer, Pinned, Sharing, Trial};
 use dtshard::plan::lower::Level;
 
@@ -119,7 +119,7 @@ fn rounds(gpu: &Gpu, slowest: f64) -> Result<()> {
     // The first ones are square matrices of 1 GiB.
     let (catalog, reservation) = tables(&Job::fsdp(RANKS), &Job::columns(RANKS), tensors(1).take(2));
     let owners = Owners::new(&reservation.files, &[stretch(&reservation.files, Part { index: 0, of: 1 })]);
-    let parties = Parties { sight: Sight::Shared, nodes: vec![0] };
+    let parties = Parties { sight: Sight::Shared, nodes: vec![0], counting: Counting::Any };
     let rounds = Rounds::new(&catalog, &reservation.tensors, &owners, &parties, BUCKET_BYTES);
     let moves = rounds.map(|round| Ok(Moves::new(&round?, 0))).collect::<Result<Vec<_>>>()?;
     {

@@ -80,6 +80,11 @@ pub trait Communicator: Sync {
     where
         Self: Sized,
     {
+        if let Err(error @ Error::Stopped { .. }) = &mine {
+            // No opinion of this rank.
+            self.fail(&error.to_string());
+            return mine;
+        }
         let against = mine.as_ref().err().map(ToString::to_string);
         let agreed = self.vote(against.as_deref().map_or(Ok(()), Err));
         let mine = mine?;

@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::fate::{DROPPED, Fate, Gone};
+use super::fate::{DROPPED, Fate, Gone, Why};
 use super::frame::{Frame, MOST};
 use super::hello::Token;
 use super::links::{Link, Links, State};
@@ -167,7 +167,7 @@ impl Control {
 
     /// As [`super::Communicator::fail`].
     pub fn fail(&self, why: &str) {
-        self.links.gone(Gone { rank: self.links.rank, why: format!("failed: {why}") });
+        self.links.end(Why::Failed(format!("failed: {why}")));
     }
 
     /// That another connection with that rank has ended, as an error: of who was gone before that, if somebody was.
@@ -208,7 +208,7 @@ impl Drop for Control {
     fn drop(&mut self) {
         let links = &self.links;
         if !links.state().is_over {
-            links.gone(Gone { rank: links.rank, why: DROPPED.into() });
+            links.end(DROPPED.into());
             // The thread that found somebody gone may not have told all yet, and this end must not be what they see.
             links.spread();
         }

@@ -4,7 +4,7 @@
 
 use std::sync::OnceLock;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, STOPPING};
 
 #[derive(Debug, Default)]
 pub(super) struct Fate(OnceLock<Gone>);
@@ -12,7 +12,55 @@ pub(super) struct Fate(OnceLock<Gone>);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Gone {
     pub rank: u32,
-    pub why: String,
+    pub why: Why,
+}
+
+/// Whoever is told to stop does not fail: all stop, and may be started again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Why {
+    Failed(String),
+    /// By one of [`STOPPING`].
+    Stopped(usize),
+}
+
+impl Why {
+    /// What stops a process, or is wrong with it.
+    pub fn of(error: &Error) -> Self {
+        let which = |name: &str| STOPPING.iter().position(|(signal, _)| *signal == name);
+        match error {
+            Error::Stopped { signal, rank: None, .. } => which(signal).map(Self::Stopped),
+            _ => None,
+        }
+        .unwrap_or_else(|| Self::Failed(format!("failed: {error}")))
+    }
+
+    pub fn of_stop(which: usize) -> Option<Self> {
+        STOPPING.get(which).map(|_| Self::Stopped(which))
+    }
+}
+
+impl From<&str> for Why {
+    fn from(words: &str) -> Self {
+        Self::Failed(words.to_owned())
+    }
+}
+
+impl From<String> for Why {
+    fn from(words: String) -> Self {
+        Self::Failed(words)
+    }
+}
+
+impl Gone {
+    pub fn error(&self, op: &'static str) -> Error {
+        match &self.why {
+            Why::Failed(words) => Error::comm(self.rank, op, words),
+            Why::Stopped(which) => {
+                let (signal, exit) = STOPPING[*which];
+                Error::Stopped { signal, exit, rank: Some(self.rank), kept: None }
+            }
+        }
+    }
 }
 
 impl Fate {
@@ -26,9 +74,9 @@ impl Fate {
     }
 
     /// # Errors
-    /// `Comm` naming who is gone.
+    /// `Comm` naming who is gone, `Stopped` where a signal stopped it.
     pub fn check(&self, op: &'static str) -> Result<()> {
-        self.0.get().map_or(Ok(()), |Gone { rank, why }| Err(Error::comm(*rank, op, why)))
+        self.0.get().map_or(Ok(()), |gone| Err(gone.error(op)))
     }
 }
 

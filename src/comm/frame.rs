@@ -4,7 +4,7 @@
 
 use std::io::{self, Read};
 
-use super::fate::Gone;
+use super::fate::{Gone, Why};
 use super::operation::Operation;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,8 +36,11 @@ impl Frame {
         let (kind, rank, operation, payload): (u8, u32, Operation, &[u8]) = match self {
             Self::Beat(operation) => (0, 0, *operation, &[]),
             Self::Said { number, rank, bytes } => (1, *rank, gather(*number), bytes),
-            Self::Gone(Gone { rank, why }) => {
+            Self::Gone(Gone { rank, why: Why::Failed(why) }) => {
                 (2, *rank, Operation::START, &why.as_bytes()[..why.len().min(MOST_WORDS)])
+            }
+            Self::Gone(Gone { rank, why: Why::Stopped(which) }) => {
+                (4, *rank, Operation { number: *which as u64, ..Operation::START }, &[])
             }
             Self::Left => (3, 0, Operation::START, &[]),
         };
@@ -73,8 +76,12 @@ impl Frame {
         match header[0] {
             0 => Ok(Self::Beat(operation)),
             1 => Ok(Self::Said { number: operation.number, rank, bytes }),
-            2 => Ok(Self::Gone(Gone { rank, why: String::from_utf8_lossy(&bytes).into_owned() })),
+            2 => Ok(Self::Gone(Gone { rank, why: String::from_utf8_lossy(&bytes).into_owned().into() })),
             3 => Ok(Self::Left),
+            4 => {
+                let which = usize::try_from(operation.number).ok().and_then(Why::of_stop);
+                Ok(Self::Gone(Gone { rank, why: which.ok_or(io::ErrorKind::InvalidData)? }))
+            }
             _ => Err(io::ErrorKind::InvalidData.into()),
         }
     }
@@ -91,6 +98,7 @@ mod tests {
             Frame::Said { number: 1 << 40, rank: 3, bytes: vec![1, 2, 3] },
             Frame::Said { number: 0, rank: 0, bytes: Vec::new() },
             Frame::Gone(Gone { rank: 7, why: "no space".into() }),
+            Frame::Gone(Gone { rank: 1, why: Why::Stopped(3) }),
             Frame::Left,
         ];
         let mut bytes = Vec::new();
@@ -119,7 +127,7 @@ mod tests {
         said[14..18].copy_from_slice(&u32::try_from(MOST).unwrap().to_le_bytes());
         assert_eq!(kind_of(&said), io::ErrorKind::UnexpectedEof);
         let mut long = Vec::new();
-        Frame::Gone(Gone { rank: 0, why: "x".repeat(MOST_WORDS + 5) }).write(&mut long);
+        Frame::Gone(Gone { rank: 0, why: "x".repeat(MOST_WORDS + 5).into() }).write(&mut long);
         assert!(Frame::read(&mut long.as_slice()).is_ok());
     }
 }

@@ -9,7 +9,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::control::{Liveness, TICK};
-use super::fate::{ENDED, Fate, Gone, LEFT};
+use super::fate::{ENDED, Fate, Gone, LEFT, Why};
 use super::frame::Frame;
 use super::hello::{Token, is_wait};
 use super::operation::Operation;
@@ -56,7 +56,7 @@ impl State {
                 None if *left => return Err(Gone { rank, why: LEFT.into() }),
                 Some((number, _)) if *number != operation.number => {
                     let other = Operation { number: *number, ..operation };
-                    return Err(Gone { rank, why: operation.differs(Some(other)) });
+                    return Err(Gone { rank, why: operation.differs(Some(other)).into() });
                 }
                 _ => {}
             }
@@ -106,7 +106,7 @@ impl Links {
     /// Where a connection has ended, who reads it knows better.
     fn check_written(&self, rank: u32, written: io::Result<()>) {
         if written.is_err_and(|error| is_wait(&error)) {
-            self.gone(Gone { rank, why: format!("took nothing for {}", Seconds(self.liveness.dead_after)) });
+            self.gone(Gone { rank, why: format!("took nothing for {}", Seconds(self.liveness.dead_after)).into() });
         }
     }
 
@@ -117,6 +117,12 @@ impl Links {
             self.changed.notify_all();
             self.spread();
         }
+    }
+
+    /// Seal that this rank goes: because something stops it, or else because of `why`.
+    pub fn end(&self, why: Why) {
+        let why = (self.going)().err().map_or(why, |error| Why::of(&error));
+        self.gone(Gone { rank: self.rank, why });
     }
 
     /// Tell all who is gone.
@@ -150,7 +156,7 @@ impl Links {
             state.is_over || state.left[peer as usize]
         };
         if !is_over {
-            self.gone(Gone { rank: peer, why });
+            self.gone(Gone { rank: peer, why: why.into() });
         }
         let _ = stream.shutdown(Shutdown::Both);
         self.state().open -= 1;
@@ -162,7 +168,7 @@ impl Links {
             Frame::Beat(there) => {
                 let here = self.state().at;
                 if there.number == here.number && there != here {
-                    self.gone(Gone { rank: peer, why: here.differs(Some(there)) });
+                    self.gone(Gone { rank: peer, why: here.differs(Some(there)).into() });
                 }
                 return Ok(());
             }

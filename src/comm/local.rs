@@ -157,7 +157,7 @@ impl Communicator for Local {
     fn fail(&self, why: &str) {
         // Held, so that nobody is between looking and waiting.
         let _letters = self.letters();
-        self.office.fate.seal(Gone { rank: self.rank, why: format!("failed: {why}") });
+        self.office.fate.seal(Gone { rank: self.rank, why: format!("failed: {why}").into() });
         self.office.changed.notify_all();
     }
 

@@ -118,10 +118,10 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 /// Anything; the destination is then as it was.
 pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
     conversion.source.forget_wishes();
-    let mut status = perform(&conversion, args, run).map_err(|error| conversion.source.locate(error));
+    let status = perform(&conversion, args, run).map_err(|error| conversion.source.locate(error));
     if let Some(peers) = conversion.source.peers.take() {
         match &status {
-            Ok(_) => status = peers.leave().and(status),
+            Ok(_) => peers.leave(!args.destination.dry_run),
             Err(error) => peers.fail(error),
         }
     }

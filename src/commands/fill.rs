@@ -10,7 +10,6 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::path::PathBuf;
 
-use super::input;
 use super::names::{Found, Names, of_all_ranks};
 use super::run::Run;
 use super::source::Source;
@@ -18,7 +17,6 @@ use crate::catalog::path::{self, Fate};
 use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Catalog, Dtype, Key, MeshId, Path, TensorEntry, TensorId, Value};
 use crate::error::{Error, Result};
-use crate::exec::{Silent, compare};
 use crate::format::{Checkpoint, Format};
 use crate::nearest;
 use crate::quantity::count;
@@ -257,15 +255,13 @@ impl Filling<'_> {
     /// Names that are tied in FILLER and not in SRC must mean the same all the same.
     fn check_same(&self, first: &Taken, second: &Taken) -> Result<()> {
         let checkpoint = &self.source.checkpoint;
-        let [left, right] = [first, second].map(|taken| (input(checkpoint), checkpoint.catalog.tensor(taken.id)));
         let wish = self.source.wanted.catalog.tensor(first.id);
-        let found = compare::first_difference(left, right, wish.dtype, &self.run.options, &Silent, &self.run.stop)?;
-        let Some(difference) = found else { return Ok(()) };
+        let Some(detail) = self.source.difference([first.id, second.id], wish.dtype, self.run)? else { return Ok(()) };
         Err(Error::Conflict {
             fqn: first.path.to_string(),
             what: "a tensor that is tied in FILLER",
             between: format!("{} and {} of {}", first.path, second.path, checkpoint.root.display()),
-            detail: difference.detail(wish.numel()),
+            detail,
             hint: Some(String::from("they are one tensor there: make them equal, or --exclude one of them")),
         })
     }

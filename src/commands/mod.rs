@@ -12,6 +12,7 @@ mod flatten;
 mod foresee;
 mod inspect;
 mod man;
+mod meeting_place;
 mod memory;
 mod names;
 mod partial;

@@ -3,23 +3,24 @@
 //! They meet beside DST, make a [twin](crate::twin) of SRC there if none sees all of it, and stay connected until DST is
 //! published. Whoever fails says so to the others, and nobody waits for one that is gone.
 
-use std::ffi::OsString;
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::convert::Conversion;
+use super::meeting_place::MeetingPlace;
 use super::printer::Printer;
 use super::run::Run;
 use super::{input, progress::Progress};
 use crate::catalog::TensorId;
-use crate::cli::{Backend, ConvertArgs, SourceSight};
+use crate::cli::{Backend, ConvertArgs, OnConflict, SourceSight};
 use crate::comm::{Communicator, Launcher, Liveness, Meeting, Mesh, Part, Place, meet, process_environment};
 use crate::error::{Error, Result};
 use crate::exec::compare::ReplicaDifference;
 use crate::exec::copy::Stats;
-use crate::exec::exchange::{Exchange, HostShuffle, Load, Owners, Parties, Sight, agree, differing};
+use crate::exec::exchange::{
+    Counting, Exchange, HostShuffle, Load, Owners, Parties, Sight, agree, differing, differing_pair,
+};
 use crate::exec::fingerprint::Fingerprint;
 use crate::exec::log::Log;
 use crate::exec::{Extents, Options, Reporter};
@@ -39,10 +40,12 @@ pub struct Peers {
     link: Link,
     /// `None` where all see SRC.
     twin: Option<Twin>,
-    parties: Parties,
+    /// For each rank its node.
+    nodes: Vec<u32>,
+    counting: Counting,
     bucket_bytes: u64,
     // Dropped last: the twin is in it.
-    _place: MeetingPlace,
+    place: MeetingPlace,
 }
 
 /// What bytes go by.
@@ -125,34 +128,33 @@ impl Peers {
                 "say DST with --dry-run, too",
             )
         })?;
-        let place = MeetingPlace::beside(destination, launch.part)?;
+        let mut place = MeetingPlace::beside(destination, launch.part)?;
         let stop = run.stop.clone();
         let told = args.exchange.rendezvous.clone();
         let meeting = Meeting {
             part: launch.part,
             run: launch.run.as_deref(),
-            place: &Place::choose(told, launch.launcher, &process_environment, &place.folder)?,
+            place: &Place::choose(told, launch.launcher, &process_environment, place.folder())?,
             limit: meet_within(),
             liveness: Liveness::default(),
             going: Arc::new(move || stop.check()),
         };
         let mesh = Mesh::connect(meet(&meeting)?, meet_within())?;
-        let read = || {
-            let twin = is_per_rank.then(|| twin::make(&mesh, &args.src, &place.folder.join("source"))).transpose()?;
+        let mut read = || {
+            let twin = is_per_rank.then(|| twin::make(&mesh, &args.src, &place.of_run(&mesh)?)).transpose()?;
             let checkpoint = match &twin {
                 Some(twin) => twin.open(options),
                 None => Checkpoint::open(&args.src, options).map_err(|error| error.within(&args.src)),
             };
-            let checkpoint = mesh.settle(checkpoint)?;
-            let sight = if is_per_rank { Sight::of(&checkpoint.files, mesh.size()) } else { Sight::Shared };
-            Ok((twin, checkpoint, Parties::meet(&mesh, sight)?))
+            Ok((twin, mesh.settle(checkpoint)?, Parties::meet(&mesh)?))
         };
         let read: Result<_> = read();
-        let (twin, checkpoint, parties) = read.inspect_err(|error| mesh.fail(&error.to_string()))?;
-        let local_rank = launch.local_rank.unwrap_or_else(|| parties.local_rank(launch.part.index));
+        let (twin, checkpoint, nodes) = read.inspect_err(|error| mesh.fail(&error.to_string()))?;
+        let local_rank = launch.local_rank.unwrap_or_else(|| Parties::local_rank(&nodes, launch.part.index));
         let link = Link::choose(mesh, backend, local_rank, run.printer)?;
         let bucket_bytes = args.exchange.bucket_size.0;
-        Ok(Some((Self { link, twin, parties, bucket_bytes, _place: place }, checkpoint)))
+        let counting = if args.checks.on_conflict == Some(OnConflict::Rank0) { Counting::First } else { Counting::Any };
+        Ok(Some((Self { link, twin, nodes, counting, bucket_bytes, place }, checkpoint)))
     }
 
     /// Whether each sees only its own files of SRC.
@@ -207,7 +209,27 @@ impl Peers {
         progress: &Progress,
         run: &Run<'_>,
     ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
-        differing(self.mesh(), &self.parties.sight, input(checkpoint), tensors, progress, &run.stop)
+        differing(self.mesh(), &self.sight(checkpoint), input(checkpoint), tensors, progress, &run.stop)
+    }
+
+    /// How two tensors differ that should be the same and are not. Collective.
+    ///
+    /// # Errors
+    /// As [`differing_pair`].
+    pub fn difference(&self, checkpoint: &Checkpoint, pair: [TensorId; 2], run: &Run<'_>) -> Result<Option<String>> {
+        let found = differing_pair(self.mesh(), &self.sight(checkpoint), input(checkpoint), pair, &run.stop)?;
+        let name = |chunk| checkpoint.catalog.tensor(pair[0]).chunk_name(chunk);
+        Ok(found.map(|(chunk, element)| format!("first at element {element} (row-major) of {}", name(chunk))))
+    }
+
+    /// Who sees the files of a checkpoint that SRC is in: others may be beside them.
+    fn sight(&self, checkpoint: &Checkpoint) -> Sight {
+        if self.see_apart() { Sight::of(&checkpoint.files, self.mesh().size()) } else { Sight::Shared }
+    }
+
+    fn parties(&self, conversion: &Conversion<'_>) -> Parties {
+        let sight = self.sight(&conversion.source.checkpoint);
+        Parties { sight, nodes: self.nodes.clone(), counting: self.counting }
     }
 
     /// Fill what `log` has to be done, with the others. Collective.
@@ -224,7 +246,8 @@ impl Peers {
         run: &Run<'_>,
     ) -> Result<Stats> {
         let owners = Owners::new(&conversion.reservation.files, &agree(self.mesh(), log.todo())?);
-        let exchange = self.exchange(conversion, &owners);
+        let parties = self.parties(conversion);
+        let exchange = self.exchange(conversion, &parties, &owners);
         let stats = match &self.link {
             Link::Hosts(mesh) => {
                 exchange.run(mesh, HostShuffle::new(mesh), folder, log, options, reporter, &run.stop)?
@@ -248,14 +271,14 @@ impl Peers {
         let of = self.mesh().size();
         let todos: Vec<Extents> =
             (0..of).map(|index| crate::exec::division::stretch(files, Part { index, of })).collect();
-        self.exchange(conversion, &Owners::new(files, &todos)).dry_run()
+        self.exchange(conversion, &self.parties(conversion), &Owners::new(files, &todos)).dry_run()
     }
 
-    fn exchange<'a>(&'a self, conversion: &'a Conversion<'_>, owners: &'a Owners) -> Exchange<'a> {
+    fn exchange<'a>(&self, conversion: &'a Conversion<'_>, parties: &'a Parties, owners: &'a Owners) -> Exchange<'a> {
         Exchange {
             input: input(&conversion.source.checkpoint),
             reservation: &conversion.reservation,
-            parties: &self.parties,
+            parties,
             owners,
             bucket_bytes: self.bucket_bytes,
         }
@@ -266,48 +289,27 @@ impl Peers {
         self.mesh().fail(&error.to_string());
     }
 
-    /// Go, when all is done.
+    /// Wait until all are here. Collective.
     ///
     /// # Errors
-    /// As [`Communicator::leave`].
-    pub fn leave(self) -> Result<()> {
-        match self.link {
+    /// As [`Communicator::barrier`].
+    pub fn barrier(&self) -> Result<()> {
+        self.mesh().barrier()
+    }
+
+    /// Go, when all is done: DST is there, or was not to be written. Whoever dies now has done his work.
+    pub fn leave(self, has_published: bool) {
+        let Self { link, mut place, .. } = self;
+        let left = match link {
             Link::Hosts(mesh) => mesh.leave(),
             Link::Devices(_, nccl) => nccl.leave(),
+        };
+        if left.is_ok() {
+            place.leave(has_published);
         }
     }
 }
 
 fn meet_within() -> Duration {
     if fault::is_hurried() { HURRIED } else { MEET_WITHIN }
-}
-
-/// `.DST.dtshard-meeting`, beside DST: a folder that all see. What is left of one is nobody's, and used again.
-struct MeetingPlace {
-    folder: PathBuf,
-    /// Who takes it away again.
-    is_own: bool,
-}
-
-impl MeetingPlace {
-    fn beside(destination: &Path, part: Part) -> Result<Self> {
-        let name = destination.file_name().ok_or_else(|| {
-            Error::usage(
-                format!("{} cannot be a destination", destination.display()),
-                "give the destination a name of its own",
-            )
-        })?;
-        let hidden = [".".as_ref(), name, ".dtshard-meeting".as_ref()].into_iter().collect::<OsString>();
-        let folder = destination.with_file_name(hidden);
-        fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
-        Ok(Self { folder, is_own: part.index == 0 })
-    }
-}
-
-impl Drop for MeetingPlace {
-    fn drop(&mut self) {
-        if self.is_own {
-            let _ = fs::remove_dir_all(&self.folder);
-        }
-    }
 }

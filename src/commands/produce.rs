@@ -74,7 +74,7 @@ pub fn produce(
         Begun::Work(staging) => {
             let records = Records { conversion, staging: &staging, run, sync: options.sync };
             let producer = Producer { conversion, staging: &staging, records, args, options, run };
-            let produced = producer.write().and_then(|stats| producer.publish(stats));
+            let produced = producer.write().and_then(|stats| producer.publish_together(stats));
             match produced {
                 // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
                 Err(_) if staging.was_published() => Ok(Produced::Already),
@@ -184,6 +184,22 @@ impl Producer<'_> {
         };
         staging.finish()?;
         Ok(Stats { bytes_before: known.done.len_bytes(), ..stats })
+    }
+
+    /// Publish; where processes have come to this together, all hear how it goes for the one that does.
+    fn publish_together(&self, stats: Stats) -> Result<Produced> {
+        let Some(peers) = &self.conversion.source.peers else { return self.publish(stats) };
+        if self.part().index > 0 {
+            peers.barrier()?;
+            return Ok(Produced::Published(stats, Publisher::Other));
+        }
+        let published = self.publish(stats);
+        match &published {
+            // Whoever is gone now went too late to change anything.
+            Ok(_) => drop(peers.barrier()),
+            Err(error) => peers.fail(error),
+        }
+        published
     }
 
     /// Publish where everything is there; else wait for those who do, or leave it to them.

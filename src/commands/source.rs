@@ -11,12 +11,13 @@ use super::peers::Peers;
 use super::printer::Printer;
 use super::run::Run;
 use super::told::told;
-use super::{check_series, read_options, refuse_fragment};
+use super::{check_series, input, read_options, refuse_fragment};
 use crate::catalog::path::{self, Fate};
-use crate::catalog::{Catalog, Class, Fqn, TensorId, Value, model};
+use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorId, Value, model};
 use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs, SourceArgs};
 use crate::error::{Error, Result};
-use crate::exec::compare::ReplicaDifference;
+use crate::exec::Silent;
+use crate::exec::compare::{self, ReplicaDifference};
 use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
 use crate::layout::Pattern;
 use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
@@ -216,6 +217,21 @@ impl Source {
             None => Ok(()),
             Some((id, difference)) => Err(checks::replica_conflict(self.checkpoint.catalog.tensor(*id), difference)),
         }
+    }
+
+    /// How two tensors of SRC differ, read as `dtype`, in words; `None` where they are the same. Collective, where there are
+    /// peers.
+    ///
+    /// # Errors
+    /// As reading.
+    pub fn difference(&self, pair: [TensorId; 2], dtype: Dtype, run: &Run<'_>) -> Result<Option<String>> {
+        let checkpoint = &self.checkpoint;
+        if let Some(peers) = &self.peers {
+            return peers.difference(checkpoint, pair, run);
+        }
+        let [left, right] = pair.map(|id| (input(checkpoint), checkpoint.catalog.tensor(id)));
+        let found = compare::first_difference(left, right, dtype, &run.options, &Silent, &run.stop)?;
+        Ok(found.map(|difference| difference.detail(left.1.numel())))
     }
 
     fn differing(

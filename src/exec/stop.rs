@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ};
 use signal_hook::flag;
 
-use crate::error::{Error, INTERRUPTED, Result};
+use crate::error::{Error, Result, STOPPING};
 
 /// Asked between strips whether to go on. Cloning shares the flag.
 #[derive(Clone, Debug, Default)]
@@ -17,9 +17,8 @@ pub struct Stop {
     loss: Arc<OnceLock<(String, String)>>,
 }
 
-/// What stops a run, and the exit code of one that keeps nothing: as a shell says it of a command that a signal ended.
-const STOPPING: [(i32, &str, u8); 4] =
-    [(SIGINT, "INT", INTERRUPTED), (SIGTERM, "TERM", 143), (SIGUSR1, "USR1", 138), (SIGUSR2, "USR2", 140)];
+/// The numbers of [`STOPPING`].
+const NUMBERS: [i32; 4] = [SIGINT, SIGTERM, SIGUSR1, SIGUSR2];
 
 impl Stop {
     /// A flag that INT, TERM, USR1 and USR2 to the process set from now on. A second INT ends the process at once, so
@@ -39,7 +38,7 @@ impl Stop {
         let hurry = Arc::new(AtomicBool::new(false));
         flag::register_conditional_default(SIGINT, Arc::clone(&hurry))?;
         flag::register(SIGINT, hurry)?;
-        for (signal, ..) in STOPPING {
+        for signal in NUMBERS {
             let number = usize::try_from(signal).expect("signal numbers are positive");
             flag::register_usize(signal, Arc::clone(&self.signal), number)?;
         }
@@ -63,9 +62,12 @@ impl Stop {
     /// `Stopped` once a signal has come.
     pub fn check_signal(&self) -> Result<()> {
         let came = self.signal.load(Ordering::Relaxed);
-        match STOPPING.iter().find(|(number, ..)| usize::try_from(*number) == Ok(came)) {
+        match NUMBERS.iter().position(|number| usize::try_from(*number) == Ok(came)) {
             None => Ok(()),
-            Some((_, signal, exit)) => Err(Error::Stopped { signal, exit: *exit, kept: None }),
+            Some(which) => {
+                let (signal, exit) = STOPPING[which];
+                Err(Error::Stopped { signal, exit, rank: None, kept: None })
+            }
         }
     }
 }
@@ -92,7 +94,7 @@ mod tests {
             Error::Stopped { exit, .. } => *exit,
             _ => unreachable!(),
         };
-        for (number, signal, exit) in STOPPING {
+        for (number, (signal, exit)) in NUMBERS.into_iter().zip(STOPPING) {
             let stop = Stop::default();
             assert!(stop.check().is_ok());
             stop.signal.store(usize::try_from(number).unwrap(), Ordering::Relaxed);

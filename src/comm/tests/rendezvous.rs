@@ -270,7 +270,7 @@ fn every_wait_asks_whether_to_go_on() {
     let stop = Arc::new(AtomicBool::new(false));
     let going = {
         let stop = Arc::clone(&stop);
-        let stopped = || Err(Error::Stopped { signal: "TERM", exit: 143, kept: None });
+        let stopped = || Err(Error::Stopped { signal: "TERM", exit: 143, rank: None, kept: None });
         move || if stop.load(Ordering::Relaxed) { stopped() } else { Ok(()) }
     };
     let going: crate::comm::KeepGoing = Arc::new(going);
@@ -298,6 +298,8 @@ fn every_wait_asks_whether_to_go_on() {
         assert!(matches!(error, Error::Stopped { .. }), "{error}");
     }
     assert!(stopped.elapsed() < Duration::from_secs(10), "{:?}", stopped.elapsed());
-    assert!(second.gather(&[]).unwrap_err().to_string().starts_with("rank 0: gather: "));
+    // Who hears of it is stopped, too.
+    let error = second.gather(&[]).unwrap_err().to_string();
+    assert!(error.starts_with("stopped by TERM at rank 0; "), "{error}");
     drop(kept);
 }

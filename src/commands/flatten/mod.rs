@@ -20,7 +20,6 @@ use crate::cli::{ConvertArgs, Flatten};
 use crate::comm::Launch;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
-use crate::exec::{Silent, compare};
 use crate::format::fsdp_flat::{FlatTarget, Survey};
 use crate::format::{Format, fsdp_flat};
 use crate::layout::Rank;
@@ -97,17 +96,14 @@ pub fn reserve(source: &Source, layout: &FlatLayout, run: &Run<'_>) -> Result<Re
 
 /// Two tensors of which one is written, and the other read back from it.
 fn require_same(source: &Source, kept: TensorId, other: TensorId, run: &Run<'_>) -> Result<()> {
-    let checkpoint = &source.checkpoint;
-    let entries = [kept, other].map(|id| checkpoint.catalog.tensor(id));
-    let [left, right] = entries.map(|entry| (super::input(checkpoint), entry));
-    let found = compare::first_difference(left, right, left.1.dtype, &run.options, &Silent, &run.stop)?;
-    match found {
+    let [kept_entry, entry] = [kept, other].map(|id| source.checkpoint.catalog.tensor(id));
+    match source.difference([kept, other], kept_entry.dtype, run)? {
         None => Ok(()),
         Some(difference) => Err(Error::Conflict {
-            fqn: entries[1].fqn.to_string(),
+            fqn: entry.fqn.to_string(),
             what: "a tensor",
-            between: format!("it and {}", entries[0].fqn),
-            detail: format!("a flat parameter has one place for both: {}", difference.detail(entries[0].numel())),
+            between: format!("it and {}", kept_entry.fqn),
+            detail: format!("a flat parameter has one place for both: {difference}"),
             hint: Some(String::from(
                 "another --flat-layout keeps tensors apart, --use-orig-params the state of each parameter; --exclude \
                  leaves them out",

@@ -173,7 +173,7 @@ impl<'a> Draft<'a> {
         let mut readers: BTreeMap<(usize, u32, u32), Reader> = BTreeMap::new();
         for (turn, ((range, chunk), of_ranks)) in needs.into_iter().enumerate() {
             let of_ranks: SmallVec<[(u32, u64); 8]> = of_ranks.into_iter().collect();
-            let holders = unit.demand.holders(chunk);
+            let holders = parties.counting.holders(unit.demand.holders(chunk));
             // A tensor that is a single stretch is not always the first rank's to read.
             let chosen = parties.readers(unit.demand.source.entry, holders, &of_ranks, turn + unit.number)?;
             for ((rank, _), reader) in of_ranks.iter().zip(chosen) {

@@ -37,6 +37,23 @@ pub struct Parties {
     pub sight: Sight,
     /// For each rank its node.
     pub nodes: Vec<u32>,
+    pub counting: Counting,
+}
+
+/// Which of several replicas is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Counting {
+    /// They are the same.
+    Any,
+    /// They may differ: the lowest rank's is what is meant.
+    First,
+}
+
+impl Counting {
+    #[must_use]
+    pub fn holders(self, holders: &[u32]) -> &[u32] {
+        if self == Self::First { &holders[..1] } else { holders }
+    }
 }
 
 /// A rank that reads a chunk.
@@ -47,22 +64,22 @@ pub struct Reader {
 }
 
 impl Parties {
-    /// Hear from all on which node they are. Collective.
+    /// Hear from all on which node they are: the nodes of all ranks. Collective.
     ///
     /// # Errors
     /// As [`Communicator::gather`].
-    pub fn meet(communicator: &impl Communicator, sight: Sight) -> Result<Self> {
+    pub fn meet(communicator: &impl Communicator) -> Result<Vec<u32>> {
         // Containers of one node may have hosts' names of their own, and nodes started from one image the same.
         let host = node::this_host().unwrap_or_default();
         let boot = node::this_boot().unwrap_or_default();
         let said = communicator.gather(format!("{host}\n{boot}").as_bytes())?;
-        Ok(Self { sight, nodes: number(&said) })
+        Ok(number(&said))
     }
 
-    /// Which of the ranks of its node a rank is, from 0.
+    /// Which of the ranks of its node a rank is, from 0. `nodes` has the node of each.
     #[must_use]
-    pub fn local_rank(&self, rank: u32) -> u32 {
-        let (before, own) = (&self.nodes[..rank as usize], self.nodes[rank as usize]);
+    pub fn local_rank(nodes: &[u32], rank: u32) -> u32 {
+        let (before, own) = (&nodes[..rank as usize], nodes[rank as usize]);
         u32::try_from(before.iter().filter(|node| **node == own).count()).expect("fewer than 2^32 ranks")
     }
 

@@ -6,6 +6,7 @@
 //!
 //! Counts bytes. Invariant: all ranks ask and answer in the same order, and come to the same result.
 
+use indexmap::IndexMap;
 use rayon::prelude::*;
 
 use super::readers::Sight;
@@ -13,7 +14,8 @@ use crate::catalog::{TensorEntry, TensorId};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
 use crate::exec::compare::{Difference, ReplicaDifference, Values};
-use crate::exec::{Input, Reporter, Scratch, Stop};
+use crate::exec::{Input, Reporter, Scratch, Silent, Stop};
+use crate::layout::Tile;
 
 /// What is hashed at a time, and told where it differs.
 const BLOCK_BYTES: u64 = 256 << 10;
@@ -33,17 +35,89 @@ pub fn differing(
     reporter: &dyn Reporter,
     stop: &Stop,
 ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
-    let mut replicas: Vec<Replica<'_>> = Vec::new();
-    for id in tensors {
+    let mut lists = Lists { sight, ranks: communicator.size(), replicas: Vec::new() };
+    for (subject, id) in tensors.iter().enumerate() {
         let entry = input.catalog.tensor(*id);
         for holders in entry.tilings()?.iter().flat_map(|tiling| &tiling.holders).filter(|holders| holders.len() > 1) {
-            for &chunk in holders {
-                let turn = replicas.len();
-                let reader = reader(sight, communicator.size(), entry, chunk, turn)?;
-                replicas.push(Replica { id: *id, entry, first: holders[0], chunk, reader });
-            }
+            let list: Vec<_> = holders.iter().map(|chunk| (entry, *chunk)).collect();
+            lists.push(subject, &list)?;
         }
     }
+    let found = first_differences(communicator, input, &lists.replicas, reporter, stop)?;
+    let of_tensor = |found: Found| {
+        let [first, second] = found.between.map(|index| lists.replicas[index].chunk);
+        (tensors[found.subject], ReplicaDifference { first, second, element: found.element })
+    };
+    Ok(found.into_iter().map(of_tensor).collect())
+}
+
+/// The first chunk in which two tensors differ that lie in files in the same way, and the element of it. Collective.
+///
+/// # Errors
+/// `Unsupported` where they do not lie in the same way; as [`differing`].
+pub fn differing_pair(
+    communicator: &impl Communicator,
+    sight: &Sight,
+    input: Input<'_>,
+    pair: [TensorId; 2],
+    stop: &Stop,
+) -> Result<Option<(u32, u64)>> {
+    let [left, right] = pair.map(|id| input.catalog.tensor(id));
+    let mut lists = Lists { sight, ranks: communicator.size(), replicas: Vec::new() };
+    let lying = |entry: &TensorEntry| -> Result<IndexMap<Tile, u32>> {
+        let tilings = entry.tilings()?;
+        let held = tilings.iter().flat_map(|tiling| &tiling.holders).map(|holders| holders[0]);
+        Ok(held.map(|chunk| (entry.chunks.tile(chunk as usize), chunk)).collect())
+    };
+    let (ours, theirs) = (lying(left)?, lying(right)?);
+    let is_plain = left.summands.is_none() && right.summands.is_none() && left.dtype == right.dtype;
+    if !is_plain || ours.len() != theirs.len() || !ours.keys().all(|tile| theirs.contains_key(tile)) {
+        return Err(Error::unsupported(
+            format!("{} and {} have to be the same, and no process sees all of both", left.fqn, right.fqn),
+            "convert with one process that sees all of SRC, or --exclude one of them",
+        ));
+    }
+    for (tile, chunk) in &ours {
+        lists.push(0, &[(left, *chunk), (right, theirs[tile])])?;
+    }
+    let found = first_differences(communicator, input, &lists.replicas, &Silent, stop)?;
+    Ok(found.first().map(|found| (lists.replicas[found.between[0]].chunk, found.element)))
+}
+
+/// What should be equal, and who reads it.
+struct Lists<'a> {
+    sight: &'a Sight,
+    ranks: u32,
+    replicas: Vec<Replica<'a>>,
+}
+
+impl<'a> Lists<'a> {
+    fn push(&mut self, subject: usize, equal: &[(&'a TensorEntry, u32)]) -> Result<()> {
+        let first = self.replicas.len();
+        for &(entry, chunk) in equal {
+            let reader = reader(self.sight, self.ranks, entry, chunk, self.replicas.len())?;
+            self.replicas.push(Replica { subject, entry, first, chunk, reader });
+        }
+        Ok(())
+    }
+}
+
+/// Two replicas that differ, by their numbers.
+struct Found {
+    subject: usize,
+    between: [usize; 2],
+    /// Of the chunk.
+    element: u64,
+}
+
+/// The first difference of each subject that has one.
+fn first_differences(
+    communicator: &impl Communicator,
+    input: Input<'_>,
+    replicas: &[Replica<'_>],
+    reporter: &dyn Reporter,
+    stop: &Stop,
+) -> Result<Vec<Found>> {
     let rank = communicator.rank();
     let read: Result<Vec<Option<Vec<u8>>>> = replicas
         .par_iter()
@@ -58,29 +132,27 @@ pub fn differing(
     let hashes: Vec<Vec<u8>> =
         replicas.iter().map(|replica| heard[replica.reader as usize].by_ref().take(HASH_BYTES).collect()).collect();
 
-    let mut found: Vec<(TensorId, ReplicaDifference)> = Vec::new();
-    let mut first = 0;
+    let mut found: Vec<Found> = Vec::new();
     for (index, replica) in replicas.iter().enumerate() {
-        if replica.chunk == replica.first {
-            first = index;
-        }
-        let is_known = found.last().is_some_and(|(id, _)| *id == replica.id);
+        let Replica { subject, first, .. } = *replica;
+        let is_known = found.last().is_some_and(|found| found.subject == subject);
         if is_known || hashes[index] == hashes[first] {
             continue;
         }
         let pair = Pair { communicator, input, left: &replicas[first], right: replica };
         let element = pair.first_element([own[first].as_deref(), own[index].as_deref()])?;
-        found.push((replica.id, ReplicaDifference { first: replica.first, second: replica.chunk, element }));
+        found.push(Found { subject, between: [first, index], element });
     }
     Ok(found)
 }
 
 /// A chunk that others should be equal to.
 struct Replica<'a> {
-    id: TensorId,
+    /// What it is looked at for.
+    subject: usize,
     entry: &'a TensorEntry,
-    /// The one that it is compared with.
-    first: u32,
+    /// The number of the one that it is compared with.
+    first: usize,
     chunk: u32,
     reader: u32,
 }

@@ -7,7 +7,7 @@ use super::*;
 use crate::catalog::{OutputFile, Reserved, Summands, TensorId};
 use crate::comm::{Communicator, Local};
 use crate::exec::Silent;
-use crate::exec::exchange::{Exchange, HostShuffle, Load, Owners, Parties, Shuffle, Sight, agree};
+use crate::exec::exchange::{Counting, Exchange, HostShuffle, Load, Owners, Parties, Shuffle, Sight, agree};
 use crate::layout::partial::{Reduction, Share};
 use crate::layout::{ReduceOp, Region};
 use crate::storage::FileId;
@@ -188,7 +188,7 @@ impl Case {
     /// Dealt out, as [`deal`], and seen as `wish` says: what every property of exchanges has.
     pub(crate) fn parties(&self, ranks: u32, cuts: &[u64], wish: Option<u64>) -> (Parties, Vec<Extents>) {
         let sight = wish.map_or(Sight::Shared, |wish| seen(self.files.ids().count(), ranks, wish));
-        let parties = Parties { sight, nodes: (0..ranks).map(|rank| rank / 2).collect() };
+        let parties = Parties { sight, nodes: (0..ranks).map(|rank| rank / 2).collect(), counting: Counting::Any };
         (parties, deal(&self.reservation, cuts, ranks))
     }
 

@@ -1,0 +1,20 @@
+//! `--source per-rank`: processes that each see only some of SRC's files write what one process writes that sees all,
+//! and end together where one of them cannot go on.
+
+#[path = "common/outcome.rs"]
+mod outcome;
+
+#[path = "per_rank/carried.rs"]
+mod carried;
+#[path = "per_rank/failing.rs"]
+mod failing;
+#[path = "per_rank/formats.rs"]
+mod formats;
+#[path = "per_rank/nodes.rs"]
+mod nodes;
+#[path = "per_rank/refused.rs"]
+mod refused;
+#[path = "per_rank/resumed.rs"]
+mod resumed;
+#[path = "per_rank/said.rs"]
+mod said;

@@ -1,0 +1,268 @@
+//! Runs of which one process fails, is killed or never comes: all end soon with a message that names it, nothing is
+//! published, and nothing is left where they met.
+
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::process::Child;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use crate::nodes::{Nodes, Spread, ended, names};
+use crate::outcome::{Outcome, fixture};
+
+const WORDS: &str = "reshard out --mesh fsdp=3 --bucket-size 300";
+
+/// DST is not there, and nobody is at the meeting place.
+#[track_caller]
+fn is_left_clean(nodes: &Nodes) {
+    let left = names(&nodes.desk());
+    assert!(left.iter().all(|name| name == ".out.dtshard-partial"), "{left:?}");
+}
+
+/// All but one fail, with words that name that one.
+#[track_caller]
+fn others_name(outcomes: &[Outcome], gone: usize, words: &[&str]) {
+    for (rank, outcome) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != gone) {
+        outcome.refused(&[&format!("error: rank {gone}: ")]).refused(words);
+        assert!(!outcome.err.contains("panicked"), "{rank}: {outcome:?}");
+    }
+}
+
+fn nodes() -> Nodes {
+    Nodes::new("fsdp4/ranks", 3, Spread::One)
+}
+
+#[test]
+fn one_that_never_comes() {
+    for absent in [0, 2] {
+        let nodes = nodes();
+        let begun = Instant::now();
+        let outcomes = ended((0..3).filter(|rank| *rank != absent).map(|rank| nodes.start(rank, WORDS)));
+        assert!(begun.elapsed() < Duration::from_secs(25), "{:?}", begun.elapsed());
+        for outcome in outcomes {
+            outcome.refused(&[&format!("rank {absent}"), "did not come within 10 s", "hint: start all ranks"]);
+        }
+        assert_eq!(names(&nodes.desk()), [""; 0]);
+    }
+}
+
+/// While the others wait for the last one.
+#[test]
+fn one_that_is_killed_before_all_have_met() {
+    let nodes = nodes();
+    let first = nodes.start(0, WORDS);
+    let mut second = nodes.start(1, WORDS);
+    sleep(Duration::from_millis(500));
+    second.kill().unwrap();
+    second.wait().unwrap();
+    ended([first])[0].refused(&["error: rank 1: rendezvous: its process ended, while others were waited for"]);
+    assert_eq!(names(&nodes.desk()), [""; 0]);
+}
+
+/// At every point that a process of a run comes by.
+#[test]
+fn one_that_is_killed() {
+    for (point, ranks) in [
+        ("begin-draft", vec![0]),
+        ("begin-leased", vec![0, 1, 2]),
+        ("carried", vec![0, 1]),
+        ("record-before", vec![0, 1, 2]),
+        ("record-after", vec![0, 2]),
+        ("seal-leased", vec![0]),
+        ("commit-marked", vec![0]),
+    ] {
+        for gone in ranks {
+            let nodes = Nodes::new("accelerate_llama", 3, Spread::One);
+            let words = "consolidate out --bucket-size 300";
+            let processes = (0..3).map(|rank| {
+                let mut command = nodes.command(rank, words);
+                command.env("DTSHARD_FAULT", if rank == gone { point } else { "none" }).spawn().unwrap()
+            });
+            let begun = Instant::now();
+            let outcomes = ended(processes);
+            if outcomes[gone as usize].signal.is_none() {
+                // It has nothing of this kind to do.
+                continue;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(20), "{point}: {:?}", begun.elapsed());
+            others_name(&outcomes, gone as usize, &["its process ended"]);
+            is_left_clean(&nodes);
+            let (wanted, _) = nodes.alone("consolidate out");
+            nodes.together("consolidate out --resume").iter().for_each(|outcome| drop(outcome.succeeded()));
+            nodes.has_made(&wanted, "consolidate out");
+        }
+    }
+}
+
+/// Killed when nobody expects it.
+#[test]
+fn one_that_is_killed_at_some_time() {
+    let nodes = nodes();
+    let (wanted, _) = nodes.alone("reshard out --mesh fsdp=3");
+    for number in 0..12_u64 {
+        nodes.clear();
+        let mut processes: Vec<Child> = (0..3).map(|rank| nodes.start(rank, WORDS)).collect();
+        sleep(Duration::from_millis(10 + 12 * number));
+        let gone = usize::try_from(number % 3).unwrap();
+        processes[gone].kill().unwrap();
+        let outcomes = ended(processes);
+        let is_right = nodes.desk().join("out").exists();
+        for (rank, outcome) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != gone) {
+            let is_well = matches!(outcome.code, Some(0)) && is_right;
+            assert!(
+                is_well || outcome.code == Some(2) && outcome.err.contains(&format!("rank {gone}")),
+                "{rank} {outcome:?}"
+            );
+        }
+        if is_right {
+            assert!(crate::nodes::tree(&nodes.desk().join("out")) == wanted);
+        }
+        nodes.together(&format!("{WORDS} --resume")).iter().for_each(|outcome| drop(outcome.succeeded()));
+        nodes.has_made(&wanted, WORDS);
+    }
+}
+
+/// One gets TERM; all can be started again.
+#[test]
+fn one_that_is_stopped() {
+    let nodes = Nodes::new("titan/step-1000", 3, Spread::One);
+    let (wanted, _) = nodes.alone("reshard out --mesh fsdp=3");
+    let mut stopped = 0;
+    for number in 0..8_u64 {
+        nodes.clear();
+        let processes: Vec<Child> = (0..3).map(|rank| nodes.start(rank, WORDS)).collect();
+        let partial = nodes.desk().join(".out.dtshard-partial");
+        let begun = Instant::now();
+        while !partial.join("plan.json").exists() && begun.elapsed() < Duration::from_secs(10) {
+            sleep(Duration::from_millis(1));
+        }
+        sleep(Duration::from_millis(3 * number));
+        let told = usize::try_from(number % 3).unwrap();
+        let pid = processes[told].id().to_string();
+        std::process::Command::new("kill").args(["-s", "TERM", &pid]).status().unwrap();
+        let outcomes = ended(processes);
+        if nodes.desk().join("out").exists() {
+            continue;
+        }
+        stopped += 1;
+        for (rank, outcome) in outcomes.iter().enumerate() {
+            let words =
+                if rank == told { "stopped by TERM; ".to_owned() } else { format!("stopped by TERM at rank {told}; ") };
+            assert_eq!(outcome.code, Some(75), "{rank} {outcome:?}");
+            outcome.says(&[&words, "--resume goes on from there"]);
+        }
+        is_left_clean(&nodes);
+        nodes.together(&format!("{WORDS} --resume")).iter().for_each(|outcome| drop(outcome.succeeded()));
+        nodes.has_made(&wanted, WORDS);
+    }
+    assert!(stopped > 0);
+}
+
+#[test]
+fn other_options() {
+    let nodes = nodes();
+    let outcomes = nodes.each(|rank| if rank == 1 { format!("{WORDS} --dtype bf16") } else { WORDS.to_owned() });
+    for outcome in &outcomes {
+        outcome.refused(&[
+            "rank 1: plan: it makes something else than rank 0 does",
+            "hint: start all processes with the same",
+        ]);
+    }
+    assert_eq!(names(&nodes.desk()), [""; 0]);
+    let outcomes = nodes.each(|rank| if rank == 2 { format!("{WORDS} --include nothing") } else { WORDS.to_owned() });
+    outcomes[2].refused(&["nothing"]);
+    others_name(&outcomes, 2, &[]);
+    assert_eq!(names(&nodes.desk()), [""; 0]);
+}
+
+/// Of one name and length, and of other metadata.
+#[test]
+fn another_source() {
+    let nodes = Nodes::new("fsdp4/ranks", 3, Spread::Two);
+    let name = "model_world_size_4_rank_1.pt";
+    let other = &nodes.copies(name)[0];
+    fs::copy(fixture("fsdp4/ranks/model_world_size_4_rank_2.pt"), other).unwrap();
+    for outcome in nodes.together(WORDS) {
+        outcome.refused(&[name, "differs between rank", "hint: "]);
+    }
+    assert_eq!(names(&nodes.desk()), [""; 0]);
+}
+
+#[test]
+fn no_source() {
+    let nodes = nodes();
+    (0..3).for_each(|node| fs::remove_dir_all(nodes.source(node)).unwrap());
+    for outcome in nodes.together(WORDS) {
+        outcome.refused(&["expected some that one of the processes sees", "on ranks 0, 1, 2", "hint: check the path"]);
+    }
+    assert_eq!(names(&nodes.desk()), [""; 0]);
+}
+
+/// One process sees nothing at all, and helps.
+#[test]
+fn no_source_on_one_node() {
+    let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
+    let (wanted, _) = nodes.alone("consolidate out");
+    let words = "consolidate out";
+    let outcomes = ended((0..3).map(|rank| {
+        let mut command = nodes.command_of(rank, 3, words);
+        command.spawn().unwrap()
+    }));
+    outcomes.iter().for_each(|outcome| drop(outcome.succeeded()));
+    nodes.has_made(&wanted, words);
+}
+
+/// Nobody has a file that is needed.
+#[test]
+fn a_file_that_no_node_has() {
+    let nodes = nodes();
+    let name = "model_world_size_4_rank_2.pt";
+    fs::remove_file(&nodes.copies(name)[0]).unwrap();
+    for outcome in nodes.together(WORDS) {
+        outcome.refused(&["rank 2"]);
+    }
+    assert_eq!(names(&nodes.desk()), [""; 0]);
+}
+
+#[test]
+fn a_second_run() {
+    let nodes = nodes();
+    let (wanted, _) = nodes.alone("reshard out --mesh fsdp=3");
+    let first: Vec<Child> = (0..3).map(|rank| nodes.start(rank, WORDS)).collect();
+    let second = nodes.together(WORDS);
+    let first = ended(first);
+    for outcome in first.iter().chain(&second) {
+        assert!(matches!(outcome.code, Some(0 | 2)), "{outcome:?}");
+        assert!(!outcome.err.contains("panicked"), "{outcome:?}");
+    }
+    if nodes.desk().join("out").exists() {
+        nodes.has_made(&wanted, WORDS);
+    } else {
+        is_left_clean(&nodes);
+    }
+}
+
+/// What a killed run has left is in nobody's way.
+#[test]
+fn a_meeting_place_that_was_left() {
+    let nodes = nodes();
+    let (wanted, _) = nodes.alone("reshard out --mesh fsdp=3");
+    let left = nodes.desk().join(".out.dtshard-meeting");
+    fs::create_dir_all(left.join("0123456789abcdef/more")).unwrap();
+    fs::write(left.join("0123456789abcdef/model_world_size_4_rank_0.pt"), "something").unwrap();
+    fs::write(left.join("rendezvous-0123.json"), "{}").unwrap();
+    nodes.together(WORDS).iter().for_each(|outcome| drop(outcome.succeeded()));
+    nodes.has_made(&wanted, WORDS);
+}
+
+#[test]
+fn all_that_are_killed() {
+    let nodes = nodes();
+    let mut processes: Vec<Child> = (0..3).map(|rank| nodes.start(rank, WORDS)).collect();
+    sleep(Duration::from_millis(40));
+    processes.iter_mut().for_each(|process| process.kill().unwrap());
+    processes.iter_mut().for_each(|process| assert!(process.wait().unwrap().signal().is_some() || true));
+    let (wanted, _) = nodes.alone("reshard out --mesh fsdp=3");
+    nodes.together(&format!("{WORDS} --resume")).iter().for_each(|outcome| drop(outcome.succeeded()));
+    nodes.has_made(&wanted, WORDS);
+}

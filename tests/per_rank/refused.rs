@@ -1,0 +1,54 @@
+//! What is refused before anybody waits, with what can be done, and leaves nothing behind.
+
+use crate::nodes::{Nodes, Spread, names};
+use crate::outcome::{Outcome, command};
+
+fn one(words: &str, environment: &[(&str, &str)]) -> Outcome {
+    let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
+    let (source, destination) = (nodes.source(0), nodes.desk().join("out"));
+    let mut command = command(&[&"consolidate", &source, &destination]);
+    command.args(words.split_whitespace()).args(["--source", "per-rank"]).envs(environment.iter().copied());
+    let outcome = command.output().unwrap().into();
+    assert_eq!(names(&nodes.desk()), [""; 0]);
+    outcome
+}
+
+#[test]
+fn runs_that_nobody_joins() {
+    one("", &[])
+        .refused(&["--source per-rank: this is the only process", "hint: start one where each part of SRC lies"]);
+    one("--parts 1", &[]).refused(&["this is the only process"]);
+    one("--part 0 --parts 2 --no-wait", &[]).refused(&[
+        "processes have to run at the same time, and with --no-wait they may not",
+        "hint: start them by srun, torchrun or mpirun",
+    ]);
+    one("--parts 2", &[("SLURM_ARRAY_TASK_ID", "1")]).refused(&["and elements of an array may not"]);
+}
+
+#[test]
+fn options_that_need_all_of_src() {
+    one("--part 0 --parts 2 --verify", &[]).refused(&["--verify reads all of SRC again", "hint: leave it out"]);
+}
+
+#[test]
+fn rendezvous_that_is_none() {
+    one("--part 0 --parts 2 --rendezvous node1", &[]).says(&["expected tcp://HOST:PORT or file://DIR"]);
+}
+
+#[test]
+fn a_dry_run_without_a_place_to_meet() {
+    let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
+    let words = ["--dry-run", "--source", "per-rank", "--part", "0", "--parts", "2"];
+    let outcome: Outcome = command(&[&"consolidate", &nodes.source(0)]).args(words).output().unwrap().into();
+    outcome.refused(&["processes meet beside DST, which is not given", "hint: say DST with --dry-run, too"]);
+}
+
+#[test]
+fn too_little_memory() {
+    let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
+    for outcome in nodes.together("consolidate out --max-memory 64MB --bucket-size 64MB") {
+        outcome.refused(&["--max-memory", "--bucket-size"]);
+    }
+    assert_eq!(names(&nodes.desk()), [""; 0]);
+    nodes.agree("consolidate out --max-memory 64MB", "--bucket-size 1MB");
+}

@@ -1,0 +1,64 @@
+//! Going on after one was killed, with more processes, fewer, or one that sees everything.
+
+use serde_json::Value as Json;
+
+use crate::nodes::{Nodes, Spread, ended};
+
+/// Enough for several records.
+const SOURCE: &str = "titan/step-1000";
+const WORDS: &str = "reshard out --mesh fsdp=3 --bucket-size 2KB";
+
+/// Three processes, of which one is killed in the middle.
+fn interrupted(nodes: &Nodes) {
+    let outcomes = ended((0..3).map(|rank| {
+        let mut command = nodes.command_of(rank, 3, WORDS);
+        command.env("DTSHARD_FAULT", if rank == 1 { "record-after" } else { "none" }).spawn().unwrap()
+    }));
+    assert_eq!(outcomes[1].signal, Some(9));
+    assert!(nodes.desk().join(".out.dtshard-partial").exists());
+}
+
+#[test]
+fn with_other_processes() {
+    // All nodes that have files must be among them.
+    for of in [3, 4, 5] {
+        let nodes = Nodes::new(SOURCE, 3, Spread::One);
+        let (wanted, alone) = nodes.alone(&format!("{} --json", "reshard out --mesh fsdp=3"));
+        let alone: Json = serde_json::from_str(&alone.succeeded().out).unwrap();
+        interrupted(&nodes);
+        let processes =
+            (0..of).map(|rank| nodes.command_of(rank, of, &format!("{WORDS} --resume --json")).spawn().unwrap());
+        let mut read = 0;
+        for outcome in ended(processes) {
+            let document: Json = serde_json::from_str(&outcome.succeeded().out).unwrap();
+            read += document["bytes_read"].as_u64().unwrap();
+        }
+        nodes.has_made(&wanted, WORDS);
+        assert!(read < alone["bytes_read"].as_u64().unwrap(), "{of}: {read} bytes were read again");
+    }
+}
+
+#[test]
+fn with_fewer_that_see_more() {
+    let nodes = Nodes::new(SOURCE, 3, Spread::Two);
+    let (wanted, _) = nodes.alone("reshard out --mesh fsdp=3");
+    interrupted(&nodes);
+    // Of three nodes any two have all files.
+    let processes = (0..2).map(|rank| nodes.command_of(rank, 2, &format!("{WORDS} --resume")).spawn().unwrap());
+    ended(processes).iter().for_each(|outcome| drop(outcome.succeeded()));
+    nodes.has_made(&wanted, WORDS);
+}
+
+#[test]
+fn again_when_it_is_done() {
+    let nodes = Nodes::new(SOURCE, 2, Spread::One);
+    let (wanted, _) = nodes.alone("reshard out --mesh fsdp=3");
+    nodes.together(WORDS).iter().for_each(|outcome| drop(outcome.succeeded()));
+    for outcome in nodes.together(&format!("{WORDS} --resume")) {
+        outcome.succeeded();
+    }
+    nodes.has_made(&wanted, WORDS);
+    nodes.together(WORDS).iter().for_each(|outcome| drop(outcome.refused(&["out", "exists"])));
+    nodes.together(&format!("{WORDS} --overwrite")).iter().for_each(|outcome| drop(outcome.succeeded()));
+    nodes.has_made(&wanted, WORDS);
+}

@@ -1,0 +1,114 @@
+//! What processes say: one of them for all, in documents, in dry runs and where ranks disagree.
+
+use std::fs;
+
+use serde_json::Value as Json;
+
+use crate::nodes::{Nodes, Spread, names};
+use crate::outcome::Outcome;
+
+fn document(outcome: &Outcome) -> Json {
+    serde_json::from_str(&outcome.succeeded().out).unwrap_or_else(|error| panic!("{error}: {outcome:?}"))
+}
+
+#[test]
+fn documents() {
+    let nodes = Nodes::new("fsdp4/ranks", 3, Spread::One);
+    let words = "reshard out --mesh fsdp=3 --json";
+    let (_, alone) = nodes.alone(words);
+    let alone = document(&alone);
+    let said: Vec<Json> = nodes.together(&format!("{words} --bucket-size 500")).iter().map(document).collect();
+    let read: u64 = said.iter().map(|document| document["bytes_read"].as_u64().unwrap()).sum();
+    assert!(read <= alone["bytes_read"].as_u64().unwrap(), "{read}: no byte is read twice");
+    for (rank, document) in said.iter().enumerate() {
+        assert_eq!(document["part"]["index"], rank);
+        assert_eq!(document["part"]["of"], 3);
+        for same in ["tensors", "files", "bytes_written", "format"] {
+            assert_eq!(document[same], alone[same], "{same}");
+        }
+    }
+}
+
+#[test]
+fn one_speaks_for_all() {
+    let nodes = Nodes::new("fsdp4/ranks", 3, Spread::One);
+    let outcomes = nodes.together("consolidate out --dtype bf16");
+    let lines: Vec<&str> = outcomes.iter().flat_map(|outcome| outcome.err.lines()).collect();
+    assert_eq!(lines.iter().filter(|line| line.contains("wrote")).count(), 1, "{lines:?}");
+    assert!(outcomes[1].err.is_empty() && outcomes[2].err.is_empty(), "{lines:?}");
+}
+
+/// Nothing is written, and what is foreseen is what is done.
+#[test]
+fn dry_runs() {
+    for (source, words) in [
+        ("fsdp4/ranks", "reshard out --mesh fsdp=3"),
+        ("titan/step-1000", "consolidate out"),
+        ("hsdp/ranks", "reshard out --mesh fsdp=2"),
+    ] {
+        let nodes = Nodes::new(source, 3, Spread::One);
+        let words = format!("{words} --bucket-size 500 --json");
+        let foreseen: Vec<Json> = nodes.together(&format!("{words} --dry-run")).iter().map(document).collect();
+        assert_eq!(names(&nodes.desk()), [""; 0]);
+        let done: Vec<Json> = nodes.together(&words).iter().map(document).collect();
+        let ranks = foreseen[0]["ranks"].as_array().unwrap();
+        let figure = |rank: &Json, name: &str| rank[name].as_u64().unwrap_or_else(|| panic!("{rank} has no {name}"));
+        for ((foreseen, done), rank) in foreseen.iter().zip(&done).zip(ranks) {
+            assert_eq!(foreseen["ranks"].as_array(), Some(ranks));
+            assert_eq!(figure(rank, "read"), figure(done, "bytes_read"), "{source}");
+        }
+        let sum = |name| ranks.iter().map(|rank| figure(rank, name)).sum::<u64>();
+        assert_eq!(foreseen[0]["bytes_read"], sum("read"), "{source}");
+        assert!(sum("sent") > 0 && sum("sent") < sum("read") * 3, "{source}: {ranks:?}");
+        if !source.starts_with("hsdp") {
+            assert_eq!(sum("sent"), sum("received"), "{source}: {ranks:?}");
+        }
+    }
+}
+
+/// As one process says it.
+#[test]
+fn replicas_that_differ() {
+    for source in ["conflict/replica", "conflict/tensor"] {
+        let nodes = Nodes::new(source, 2, Spread::One);
+        let words = "consolidate out --check-replicas";
+        let (_, alone) = nodes.alone(words);
+        let message = alone.refused(&["differs between"]).err.lines().find(|line| line.starts_with("error: ")).unwrap();
+        let what = message.rsplit_once("differs: ").unwrap().1;
+        for outcome in nodes.together(words) {
+            outcome.refused(&[what]);
+        }
+        assert_eq!(names(&nodes.desk()), [".out.dtshard-partial"]);
+        nodes.clear();
+        nodes.agree("consolidate out --on-conflict rank0", "");
+        nodes.clear();
+        nodes.agree("unshard out.pt --on-conflict drop", "");
+    }
+    let nodes = Nodes::new("conflict/object", 2, Spread::One);
+    let words = "reshard out --mesh fsdp=3";
+    nodes.together(words).iter().for_each(|outcome| drop(outcome.refused(&["differs between"])));
+    nodes.clear();
+    nodes.agree(&format!("{words} --on-conflict per-rank"), "");
+}
+
+/// A flipped byte is found by who sees it, and the others name that one.
+#[test]
+fn sums_that_do_not_hold() {
+    let nodes = Nodes::new("fsdp4/ranks", 3, Spread::One);
+    let name = "model_world_size_4_rank_1.pt";
+    let file = &nodes.copies(name)[0];
+    let mut bytes = fs::read(file).unwrap();
+    // In the data of the first storage that has some.
+    let at = bytes.windows(7).position(|seven| seven == b"/data/1").unwrap() + 200;
+    bytes[at] ^= 1;
+    fs::write(file, bytes).unwrap();
+    let seer = nodes.home(name);
+    // What is taken whole is held against its sum in any case.
+    for words in ["consolidate out --check-crc", "consolidate out"] {
+        for (rank, outcome) in (0..).zip(nodes.together(words)) {
+            outcome.refused(&[name, "CRC-32"]);
+            assert_eq!(outcome.err.contains(&format!("error: rank {seer}: ")), rank != seer, "{outcome:?}");
+        }
+        nodes.clear();
+    }
+}
