@@ -1,6 +1,7 @@
 //! `--source per-rank`: processes that each see only some of SRC's files write what one process writes that sees all,
 //! and end together where one of them cannot go on.
 
+#[allow(dead_code, reason = "each test binary uses its own share")]
 #[path = "common/outcome.rs"]
 mod outcome;
 

@@ -63,8 +63,8 @@ impl MeetingPlace {
             getrandom::u64().map_err(|error| Error::io("draw a random number in", &self.folder)(error.into())),
         )?;
         let said = communicator.gather(&number.to_le_bytes())?;
-        let name: String = said[0].iter().map(|byte| format!("{byte:02x}")).collect();
-        Ok(self.of_run.insert(self.folder.join(name)).clone())
+        let name = blake3::hash(&said[0]).to_hex();
+        Ok(self.of_run.insert(self.folder.join(&name[..16])).clone())
     }
 
     /// All are done.

@@ -13,7 +13,7 @@ use super::printer::Printer;
 use super::run::Run;
 use super::{input, progress::Progress};
 use crate::catalog::TensorId;
-use crate::cli::{Backend, ConvertArgs, OnConflict, SourceSight};
+use crate::cli::{Backend, ConvertArgs, SourceSight};
 use crate::comm::{Communicator, Launcher, Liveness, Meeting, Mesh, Part, Place, meet, process_environment};
 use crate::error::{Error, Result};
 use crate::exec::compare::ReplicaDifference;
@@ -153,7 +153,8 @@ impl Peers {
         let local_rank = launch.local_rank.unwrap_or_else(|| Parties::local_rank(&nodes, launch.part.index));
         let link = Link::choose(mesh, backend, local_rank, run.printer)?;
         let bucket_bytes = args.exchange.bucket_size.0;
-        let counting = if args.checks.on_conflict == Some(OnConflict::Rank0) { Counting::First } else { Counting::Any };
+        // What a user has decided on may be what differs, compared or not.
+        let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
         Ok(Some((Self { link, twin, nodes, counting, bucket_bytes, place }, checkpoint)))
     }
 

@@ -186,19 +186,15 @@ impl Producer<'_> {
         Ok(Stats { bytes_before: known.done.len_bytes(), ..stats })
     }
 
-    /// Publish; where processes have come to this together, all hear how it goes for the one that does.
+    /// Publish; processes that have come to this together all hear how it goes.
     fn publish_together(&self, stats: Stats) -> Result<Produced> {
         let Some(peers) = &self.conversion.source.peers else { return self.publish(stats) };
         if self.part().index > 0 {
-            peers.barrier()?;
-            return Ok(Produced::Published(stats, Publisher::Other));
+            return peers.barrier().map(|()| Produced::Published(stats, Publisher::Other));
         }
         let published = self.publish(stats);
-        match &published {
-            // Whoever is gone now went too late to change anything.
-            Ok(_) => drop(peers.barrier()),
-            Err(error) => peers.fail(error),
-        }
+        // Whoever is gone now went too late to change anything.
+        published.as_ref().map_or_else(|error| peers.fail(error), |_| drop(peers.barrier()));
         published
     }
 

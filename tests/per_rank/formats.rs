@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::nodes::{Nodes, Spread};
+use crate::nodes::{Nodes, Spread, succeeds};
 use crate::outcome::files_of;
 
 /// As many processes, copies and rounds as the number of the case says, so that all meet all.
@@ -112,7 +112,7 @@ fn what_they_have_written() {
             fs::copy(&file, home.join(file.file_name().unwrap())).unwrap();
         }
         nodes.clear();
-        nodes.together("consolidate out").iter().for_each(|outcome| drop(outcome.succeeded()));
+        nodes.together("consolidate out").iter().for_each(succeeds);
         nodes.has_made(&wanted, "consolidate out");
     }
 }

@@ -172,3 +172,13 @@ pub fn ended(processes: impl IntoIterator<Item = Child>) -> Vec<Outcome> {
     let processes: Vec<Child> = processes.into_iter().collect();
     processes.into_iter().map(|process| process.wait_with_output().unwrap().into()).collect()
 }
+
+#[track_caller]
+pub fn succeeds(outcome: &Outcome) {
+    outcome.succeeded();
+}
+
+#[track_caller]
+pub fn refuses(outcome: &Outcome, words: &[&str]) {
+    outcome.refused(words);
+}

@@ -2,7 +2,7 @@
 
 use serde_json::Value as Json;
 
-use crate::nodes::{Nodes, Spread, ended};
+use crate::nodes::{Nodes, Spread, ended, refuses, succeeds};
 
 /// Enough for several records.
 const SOURCE: &str = "titan/step-1000";
@@ -45,7 +45,7 @@ fn with_fewer_that_see_more() {
     interrupted(&nodes);
     // Of three nodes any two have all files.
     let processes = (0..2).map(|rank| nodes.command_of(rank, 2, &format!("{WORDS} --resume")).spawn().unwrap());
-    ended(processes).iter().for_each(|outcome| drop(outcome.succeeded()));
+    ended(processes).iter().for_each(succeeds);
     nodes.has_made(&wanted, WORDS);
 }
 
@@ -53,12 +53,12 @@ fn with_fewer_that_see_more() {
 fn again_when_it_is_done() {
     let nodes = Nodes::new(SOURCE, 2, Spread::One);
     let (wanted, _) = nodes.alone("reshard out --mesh fsdp=3");
-    nodes.together(WORDS).iter().for_each(|outcome| drop(outcome.succeeded()));
+    nodes.together(WORDS).iter().for_each(succeeds);
     for outcome in nodes.together(&format!("{WORDS} --resume")) {
         outcome.succeeded();
     }
     nodes.has_made(&wanted, WORDS);
-    nodes.together(WORDS).iter().for_each(|outcome| drop(outcome.refused(&["out", "exists"])));
-    nodes.together(&format!("{WORDS} --overwrite")).iter().for_each(|outcome| drop(outcome.succeeded()));
+    nodes.together(WORDS).iter().for_each(|outcome| refuses(outcome, &["out", "exists"]));
+    nodes.together(&format!("{WORDS} --overwrite")).iter().for_each(succeeds);
     nodes.has_made(&wanted, WORDS);
 }
