@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::convert::Conversion;
+use super::convert::{Conversion, refuse_nesting};
 use super::meeting_place::MeetingPlace;
 use super::printer::Printer;
 use super::run::Run;
@@ -128,6 +128,8 @@ impl Peers {
                 "say DST with --dry-run, too",
             )
         })?;
+        // What is read is never written to, not even to meet there.
+        refuse_nesting("the source", &args.src, destination)?;
         let mut place = MeetingPlace::beside(destination, launch.part)?;
         let stop = run.stop.clone();
         let told = args.exchange.rendezvous.clone();
@@ -135,13 +137,15 @@ impl Peers {
             part: launch.part,
             run: launch.run.as_deref(),
             place: &Place::choose(told, launch.launcher, &process_environment, place.folder())?,
+            shared: Some(place.folder()),
             limit: meet_within(),
             liveness: Liveness::default(),
             going: Arc::new(move || stop.check()),
         };
         let mesh = Mesh::connect(meet(&meeting)?, meet_within())?;
         let mut read = || {
-            let twin = is_per_rank.then(|| twin::make(&mesh, &args.src, &place.of_run(&mesh)?)).transpose()?;
+            let folder = place.of_run(&mesh, meet_within())?;
+            let twin = is_per_rank.then(|| twin::make(&mesh, &args.src, &folder.join("source"))).transpose()?;
             let checkpoint = match &twin {
                 Some(twin) => twin.open(options),
                 None => Checkpoint::open(&args.src, options).map_err(|error| error.within(&args.src)),
