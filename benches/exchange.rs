@@ -52,8 +52,8 @@ fn main() {
         let of = u32::try_from(catalog.tensors[0].chunks.len()).expect("few ranks");
         let todos: Vec<_> = (0..of).map(|index| stretch(&reservation.files, Part { index, of })).collect();
         let owners = Owners::new(&reservation.files, &todos);
-        let parties =
-            Parties { sight: Sight::Shared, nodes: (0..of).map(|rank| rank / 8).collect(), counting: Counting::Any };
+        let nodes = (0..of).map(|rank| rank / 8).collect();
+        let parties = Parties { sight: Sight::Shared, nodes, counting: Counting::Any };
         let mut spent = Duration::ZERO;
         let (mut count, mut copies) = (0, 0);
         let mut sums = vec![Load::default(); of as usize];

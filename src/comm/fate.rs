@@ -83,7 +83,7 @@ impl Fate {
 /// What the death of a process looks like from outside.
 pub(super) const ENDED: &str = "its process ended";
 /// Dropped, by an error or a panic that nobody told the others of.
-pub(super) const DROPPED: &str = "ended before its work was done";
+pub(super) const DROPPED: &str = "ended by an error, which it says itself";
 pub(super) const LEFT: &str = "has left, while others are not done";
 
 /// Two ranks that do not agree on how much one sends the other.

@@ -34,7 +34,7 @@ pub use launch::{Launch, Launcher, launch};
 pub use local::Local;
 pub use mesh::Mesh;
 pub use place::Place;
-pub use rendezvous::{KeepGoing, Meeting, meet};
+pub use rendezvous::{KeepGoing, Meeting, meet, sweep};
 
 /// What one process does of the work of all: part `index` of `of`, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

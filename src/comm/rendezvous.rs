@@ -10,7 +10,7 @@ use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
 
@@ -31,15 +31,21 @@ pub struct Meeting<'a> {
     /// What all processes of the run have in common and no other run has, if there is such a thing: [`super::Launch::run`].
     pub run: Option<&'a str>,
     pub place: &'a Place,
+    /// A folder that all ranks see, for a token by which they know each other where `place` has none.
+    pub shared: Option<&'a Path>,
     /// How long the first may wait for the last.
     pub limit: Duration,
     pub liveness: Liveness,
     pub going: KeepGoing,
 }
 
+/// How the names of sheets begin.
+const SHEET: &str = "rendezvous-";
+
 const OP: &str = "rendezvous";
-const HINT: &str = "start all ranks at the same time and see what those say that did not come; where the network keeps them \
-                    apart, --rendezvous tcp://HOST:PORT names an address of rank 0 that all reach";
+const HINT: &str = "start all ranks at the same time and see what those say that did not come; the folder of DST has to be \
+                    on a file system that all processes share; where the network keeps them apart, --rendezvous \
+                    tcp://HOST:PORT names an address of rank 0 that all reach";
 
 /// Meet the other ranks.
 ///
@@ -57,7 +63,15 @@ pub fn meet(meeting: &Meeting<'_>) -> Result<Control> {
 }
 
 impl Meeting<'_> {
-    /// Of a place that tells nothing but where it is.
+    /// Where rank 0 leaves its sheet, if anywhere.
+    fn folder(&self) -> Option<&Path> {
+        match self.place {
+            Place::Folder(folder) => Some(folder),
+            Place::Tcp { .. } => self.shared,
+        }
+    }
+
+    /// Where no folder is shared: it keeps other runs out, and nobody who guesses it.
     fn token_of_run(&self) -> Token {
         *blake3::hash(format!("dtshard rendezvous of run {}", self.run.unwrap_or_default()).as_bytes()).as_bytes()
     }
@@ -65,16 +79,16 @@ impl Meeting<'_> {
     /// As rank 0.
     fn host(&self) -> Result<Control> {
         let here = |error: io::Error| Error::comm(0, OP, format!("cannot listen at {}: {error}", self.place));
-        let (listener, token, sheet) = match self.place {
-            Place::Tcp { ports, .. } => (listen(ports).map_err(here)?, self.token_of_run(), None),
-            Place::Folder(folder) => {
-                let listener = listen(&[0]).map_err(here)?;
-                let mut token = Token::default();
-                getrandom::fill(&mut token).map_err(|error| here(error.into()))?;
-                let sheet = Sheet::post(folder, self, &listener, token)?;
-                (listener, token, Some(sheet))
-            }
+        let listener = match self.place {
+            Place::Tcp { ports, .. } => listen(ports),
+            Place::Folder(_) => listen(&[0]),
         };
+        let listener = listener.map_err(here)?;
+        let mut token = self.token_of_run();
+        if self.folder().is_some() {
+            getrandom::fill(&mut token).map_err(|error| here(error.into()))?;
+        }
+        let sheet = self.folder().map(|folder| Sheet::post(folder, self, &listener, token)).transpose()?;
         let mut door = Hello::new((0, self.part.of), token)
             .and_then(|mine| Door::open(listener, mine, 1..self.part.of))
             .map_err(here)?;
@@ -131,16 +145,17 @@ impl Meeting<'_> {
 
     /// Whether somebody else than rank 0 may answer where it is going to.
     fn may_be_replaced(&self) -> bool {
-        !matches!(self.place, Place::Tcp { ports, .. } if ports.len() == 1)
+        self.folder().is_some() || !matches!(self.place, Place::Tcp { ports, .. } if ports.len() == 1)
     }
 
     fn whom_to_call(&self) -> Result<(Vec<Candidate>, Token), String> {
-        match self.place {
-            Place::Tcp { host, ports } => {
-                Ok((ports.iter().map(|port| (host.clone(), *port)).collect(), self.token_of_run()))
-            }
-            Place::Folder(folder) => Sheet::read(folder, self),
-        }
+        let words = self.folder().map(|folder| Sheet::read(folder, self)).transpose()?;
+        let token = words.as_ref().map_or_else(|| self.token_of_run(), |words| words.token);
+        let candidates = match self.place {
+            Place::Tcp { host, ports } => ports.iter().map(|port| (host.clone(), *port)).collect(),
+            Place::Folder(_) => words.map_or_else(Vec::new, |words| words.address.candidates()),
+        };
+        Ok((candidates, token))
     }
 
     /// Until the last one has come.
@@ -158,9 +173,12 @@ impl Meeting<'_> {
     }
 }
 
-/// The file that says where rank 0 is. Dropping it removes it.
+/// The file that says where rank 0 is. Dropping it removes it, unless another run has put its own there.
 #[derive(Debug)]
-struct Sheet(PathBuf);
+struct Sheet {
+    path: PathBuf,
+    token: Token,
+}
 
 #[derive(Serialize, Deserialize)]
 struct Words {
@@ -172,7 +190,7 @@ impl Sheet {
     fn path(folder: &Path, meeting: &Meeting<'_>) -> PathBuf {
         // What a run is called may hold anything.
         let name = blake3::hash(format!("{} {}", meeting.part.of, meeting.run.unwrap_or_default()).as_bytes());
-        folder.join(format!("rendezvous-{}.json", &name.to_hex()[..16]))
+        folder.join(format!("{SHEET}{}.json", &name.to_hex()[..16]))
     }
 
     /// In place of one that an earlier run has left. It appears complete, and only its owner reads it.
@@ -188,28 +206,53 @@ impl Sheet {
             fs::rename(&draft, &path)
         };
         write().inspect_err(|_| drop(fs::remove_file(&draft))).map_err(Error::io("write", &path))?;
-        Ok(Self(path))
+        Ok(Self { path, token })
     }
 
     /// Whom to call, or why there is nobody yet.
-    fn read(folder: &Path, meeting: &Meeting<'_>) -> Result<(Vec<Candidate>, Token), String> {
+    fn read(folder: &Path, meeting: &Meeting<'_>) -> Result<Words, String> {
         let path = Self::path(folder, meeting);
         // A network file system looks anew for what was not there once the folder is opened.
         drop(fs::read_dir(folder));
-        let read = || -> io::Result<Words> {
-            let mut bytes = Vec::new();
-            fs::File::open(&path)?.take(1 << 16).read_to_end(&mut bytes)?;
-            Ok(serde_json::from_slice(&bytes)?)
-        };
-        match read() {
-            Ok(words) => Ok((words.address.candidates(), words.token)),
-            Err(error) => Err(format!("it has not written {} ({error})", path.display())),
-        }
+        Words::read(&path).map_err(|error| format!("it has not written {} ({error})", path.display()))
+    }
+}
+
+impl Words {
+    fn read(path: &Path) -> io::Result<Self> {
+        let mut bytes = Vec::new();
+        fs::File::open(path)?.take(1 << 16).read_to_end(&mut bytes)?;
+        Ok(serde_json::from_slice(&bytes)?)
     }
 }
 
 impl Drop for Sheet {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.0);
+        if Words::read(&self.path).is_ok_and(|words| words.token == self.token) {
+            let _ = fs::remove_file(&self.path);
+        }
     }
+}
+
+/// Take away the sheets of runs that were killed as they met: those that say nothing, and those that are older than
+/// anybody waits.
+pub fn sweep(folder: &Path) {
+    const OLD: Duration = Duration::from_hours(1);
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if !entry.file_name().to_string_lossy().starts_with(SHEET) {
+            continue;
+        }
+        let path = entry.path();
+        let is_old = || entry.metadata().is_ok_and(|data| data.modified().is_ok_and(|at| is_past(at, OLD)));
+        // It appears complete.
+        let is_none = path.extension().is_some_and(|suffix| suffix == "json")
+            && Words::read(&path).is_err_and(|error| error.kind() != io::ErrorKind::NotFound);
+        if is_none || is_old() {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+fn is_past(at: SystemTime, age: Duration) -> bool {
+    at.elapsed().is_ok_and(|elapsed| elapsed > age)
 }

@@ -259,7 +259,10 @@ fn check_replaceable(destination: &Path, shape: Shape, overwrite: bool) -> Resul
 }
 
 /// A destination inside the source would change what is being read.
-fn refuse_nesting(name: &str, source: &Path, destination: &Path) -> Result<()> {
+///
+/// # Errors
+/// `Usage`.
+pub fn refuse_nesting(name: &str, source: &Path, destination: &Path) -> Result<()> {
     let (source, target) = (resolve_missing(source)?, resolve_missing(destination)?);
     let relation = if target == source {
         format!("is {name} itself")

@@ -1,18 +1,24 @@
 //! `.DST.dtshard-meeting`: a folder beside DST, where the processes of a run find each other, and make their twin.
 //!
-//! Each run has a folder of its own in it, so that two with one DST do not take each other's files; all but one are
-//! refused once they look at DST. Invariant: what is there is nobody's result. Who has published DST has proved that
-//! nobody else works on it, and takes away what runs have left that were killed.
+//! Each run has a folder of its own in it, of a random name, and beside that a note of the process that made it. So two
+//! with one DST do not take each other's files; all but one are refused once they look at DST. Invariants: what is there
+//! is nobody's result; who goes takes away what is his. Who has published DST also takes away what is left of others:
+//! folders whose process has ended, as far as can be told from here, or began a day ago. Whoever lives as long works on
+//! DST, and nobody else has published it.
 
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use crate::comm::{Communicator, Part};
+use crate::comm::{self, Communicator, Part};
 use crate::error::{Error, Result};
+use crate::exec::staging::Process;
 
 pub struct MeetingPlace {
     folder: PathBuf,
+    /// What was not there of the folders above it, the innermost first.
+    made: Vec<PathBuf>,
     /// That of this run, once it is agreed on.
     of_run: Option<PathBuf>,
     is_first: bool,
@@ -42,11 +48,15 @@ impl MeetingPlace {
         let hidden = [".".as_ref(), name, ".dtshard-meeting".as_ref()].into_iter().collect::<OsString>();
         let folder = destination.with_file_name(hidden);
         let is_first = part.index == 0;
+        let mut place = Self { folder, made: Vec::new(), of_run: None, is_first, end: End::Failed };
         // Others wait for what the first puts there.
         if is_first {
-            fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
+            let above = place.folder.ancestors().skip(1);
+            let missing = above.take_while(|above| !above.as_os_str().is_empty() && !above.exists());
+            place.made = missing.map(Path::to_path_buf).collect();
+            fs::create_dir_all(&place.folder).map_err(Error::io("create", &place.folder))?;
         }
-        Ok(Self { folder, of_run: None, is_first, end: End::Failed })
+        Ok(place)
     }
 
     #[must_use]
@@ -54,17 +64,29 @@ impl MeetingPlace {
         &self.folder
     }
 
-    /// Agree on a folder that no other run has. Collective.
+    /// Agree on a folder that no other run has, which the first makes, and all see before `limit` is over. Collective.
     ///
     /// # Errors
-    /// As [`Communicator::gather`].
-    pub fn of_run(&mut self, communicator: &impl Communicator) -> Result<PathBuf> {
+    /// `Io`, and as [`Communicator::gather`]; `Comm` naming one that does not see it.
+    pub fn of_run(&mut self, communicator: &impl Communicator, limit: Duration) -> Result<PathBuf> {
         let number = communicator.settle(
             getrandom::u64().map_err(|error| Error::io("draw a random number in", &self.folder)(error.into())),
         )?;
         let said = communicator.gather(&number.to_le_bytes())?;
         let name = blake3::hash(&said[0]).to_hex();
-        Ok(self.of_run.insert(self.folder.join(&name[..16])).clone())
+        let folder = self.of_run.insert(self.folder.join(&name[..16])).clone();
+        communicator.settle(if self.is_first { make(&folder) } else { Ok(()) })?;
+        let is_seen = see(&folder, communicator, limit)?;
+        let sight = communicator.gather(&[u8::from(is_seen)])?;
+        match (0..).zip(&sight).find(|(_, said)| **said != [1]) {
+            None => Ok(folder),
+            Some((rank, _)) => Err(Error::Comm {
+                rank,
+                op: "meet",
+                detail: format!("it does not see {}, which rank 0 has made", folder.display()),
+                hint: Some(String::from("the folder of DST has to be on a file system that all processes share")),
+            }),
+        }
     }
 
     /// All are done.
@@ -73,14 +95,119 @@ impl MeetingPlace {
     }
 }
 
+/// The note is there for as long as the folder is.
+fn make(folder: &Path) -> Result<()> {
+    let note = note_of(folder);
+    let process = serde_json::to_vec(&Process::this()).expect("strings and numbers are JSON");
+    fs::write(&note, process).map_err(Error::io("write", &note))?;
+    fs::create_dir(folder).map_err(Error::io("create", folder))
+}
+
+fn note_of(folder: &Path) -> PathBuf {
+    folder.with_extension("json")
+}
+
+fn remove(folder: &Path) {
+    let _ = fs::remove_dir_all(folder);
+    let _ = fs::remove_file(note_of(folder));
+}
+
+/// Whether a folder shows in time.
+fn see(folder: &Path, communicator: &impl Communicator, limit: Duration) -> Result<bool> {
+    let begun = Instant::now();
+    loop {
+        // A network file system looks anew for what was not there once the folder above is listed.
+        let mut entries = folder.parent().and_then(|above| fs::read_dir(above).ok()).into_iter().flatten().flatten();
+        if entries.any(|entry| Some(&*entry.file_name()) == folder.file_name()) {
+            return Ok(true);
+        }
+        if begun.elapsed() > limit {
+            return Ok(false);
+        }
+        communicator.check()?;
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Take away what runs have left in a meeting place that are not any more.
+fn sweep(place: &Path) {
+    for entry in fs::read_dir(place).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if path.is_dir() && !is_in_use(&path) {
+            remove(&path);
+        }
+    }
+    comm::sweep(place);
+}
+
+fn is_in_use(folder: &Path) -> bool {
+    const DAY: Duration = Duration::from_hours(24);
+    let note = note_of(folder);
+    let Ok(text) = fs::read(&note) else { return false };
+    let has_ended = serde_json::from_slice::<Process>(&text).is_ok_and(|process| process.has_ended());
+    let modified = fs::metadata(&note).and_then(|metadata| metadata.modified());
+    let is_old = modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > DAY));
+    !has_ended && !is_old
+}
+
 impl Drop for MeetingPlace {
     fn drop(&mut self) {
-        if self.is_first && self.end == End::Published {
-            let _ = fs::remove_dir_all(&self.folder);
-        } else if self.is_first || self.end == End::Failed {
-            self.of_run.iter().for_each(|folder| drop(fs::remove_dir_all(folder)));
-            // Unless another run is there.
-            let _ = fs::remove_dir(&self.folder);
+        if !self.is_first && self.end != End::Failed {
+            return;
         }
+        self.of_run.iter().for_each(|folder| remove(folder));
+        if self.end == End::Published {
+            sweep(&self.folder);
+        }
+        // Unless another run is there, or has made something.
+        let mut folders = [&self.folder].into_iter().chain(&self.made);
+        let _ = folders.try_for_each(fs::remove_dir);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_of_others_goes_unless_they_live() {
+        let place = tempfile::tempdir().unwrap();
+        let note = |name: &str, process: &Process| {
+            fs::create_dir_all(place.path().join(name).join("twin")).unwrap();
+            let path = place.path().join(format!("{name}.json"));
+            fs::write(&path, serde_json::to_vec(process).unwrap()).unwrap();
+            fs::File::options().append(true).open(path).unwrap()
+        };
+        let here = Process::this();
+        note("alive", &here);
+        note("killed", &Process { start: here.start + 1, ..here.clone() });
+        let elsewhere = Process { boot: "another".into(), ..here };
+        note("elsewhere", &elsewhere);
+        let long_ago = std::time::SystemTime::now() - Duration::from_hours(25);
+        note("forgotten", &elsewhere).set_modified(long_ago).unwrap();
+        fs::create_dir(place.path().join("nobody")).unwrap();
+        sweep(place.path());
+        let left = fs::read_dir(place.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut left: Vec<String> = left.collect();
+        left.sort();
+        assert_eq!(left, ["alive", "alive.json", "elsewhere", "elsewhere.json"]);
+    }
+
+    #[test]
+    fn folders_that_were_made_go_unless_something_is_in_them() {
+        let root = tempfile::tempdir().unwrap();
+        let first = Part { index: 0, of: 2 };
+        let destination = root.path().join("a/b/out");
+        drop(MeetingPlace::beside(&destination, first).unwrap());
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+        let place = MeetingPlace::beside(&destination, first).unwrap();
+        fs::write(root.path().join("a/notes"), "").unwrap();
+        drop(place);
+        assert!(root.path().join("a/notes").exists() && !root.path().join("a/b").exists());
+        // One of another run, or of DST's own.
+        let [one, other] = [(); 2].map(|()| MeetingPlace::beside(&destination, first).unwrap());
+        fs::write(other.folder().join("rendezvous-1.json"), "").unwrap();
+        drop(one);
+        assert!(other.folder().join("rendezvous-1.json").exists());
     }
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::convert::Conversion;
+use super::convert::{Conversion, refuse_nesting};
 use super::meeting_place::MeetingPlace;
 use super::printer::Printer;
 use super::run::Run;
@@ -143,6 +143,8 @@ impl Peers {
                 "say DST with --dry-run, too",
             )
         })?;
+        // What is read is never written to, not even to meet there.
+        refuse_nesting("the source", &args.src, destination)?;
         let mut place = MeetingPlace::beside(destination, launch.part)?;
         let stop = run.stop.clone();
         let told = args.exchange.rendezvous.clone();
@@ -150,24 +152,25 @@ impl Peers {
             part: launch.part,
             run: launch.run.as_deref(),
             place: &Place::choose(told, launch.launcher, &process_environment, place.folder())?,
+            shared: Some(place.folder()),
             limit: meet_within(),
             liveness: Liveness::default(),
             going: Arc::new(move || stop.check()),
         };
         let mesh = Mesh::connect(meet(&meeting)?, meet_within())?;
         let mut read = || {
-            let twin = if is_per_rank { Some(twin::make(&mesh, &args.src, &place.of_run(&mesh)?)?) } else { None };
+            let folder = place.of_run(&mesh, meet_within())?;
+            let twin = is_per_rank.then(|| twin::make(&mesh, &args.src, &folder.join("source"))).transpose()?;
             let checkpoint = match &twin {
                 Some(twin) => twin.open(options),
                 None => Checkpoint::open(&args.src, options).map_err(|error| error.within(&args.src)),
             };
-            let checkpoint = mesh.settle(checkpoint)?;
-            Ok((twin, checkpoint, Parties::meet(&mesh)?))
+            Ok((twin, mesh.settle(checkpoint)?, Parties::meet(&mesh)?))
         };
         let read: Result<_> = read();
         let (twin, checkpoint, nodes) =
             read.map_err(|error| cause(&mesh, error)).inspect_err(|error| mesh.fail(&error.to_string()))?;
-        let local_rank = launch.local_rank.unwrap_or_else(|| local_rank(&nodes, launch.part.index));
+        let local_rank = launch.local_rank.unwrap_or_else(|| Parties::local_rank(&nodes, launch.part.index));
         let link = Link::choose(mesh, backend, local_rank, run.printer)?;
         let bucket_bytes = args.exchange.bucket_size.0;
         // What a user has decided on may be what differs, compared or not.
@@ -341,12 +344,6 @@ fn cause(mesh: &Mesh, error: Error) -> Error {
         std::thread::sleep(Duration::from_millis(20));
     }
     error
-}
-
-/// Which of the ranks of its node a rank is, from 0.
-fn local_rank(nodes: &[u32], rank: u32) -> u32 {
-    let (before, own) = (&nodes[..rank as usize], nodes[rank as usize]);
-    u32::try_from(before.iter().filter(|node| **node == own).count()).expect("fewer than 2^32 ranks")
 }
 
 fn meet_within() -> Duration {

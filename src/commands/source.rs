@@ -75,12 +75,16 @@ impl Source {
             Some((peers, checkpoint)) => (Some(peers), checkpoint),
             None => (None, Checkpoint::open(&args.src, &options).map_err(|error| error.within(&args.src))?),
         };
-        refuse_fragment(&checkpoint)?;
-        check_series(&args.source, &[&checkpoint])?;
-        announce(&checkpoint, run.printer);
-        let options = select_options(&args.select, defaults)?;
-        let wanted = select::select(&checkpoint.catalog, &options)?;
-        check_reduced(args, &checkpoint, &wanted, options.without_gradients)?;
+        let choose = || {
+            refuse_fragment(&checkpoint)?;
+            check_series(&args.source, &[&checkpoint])?;
+            announce(&checkpoint, run.printer);
+            let options = select_options(&args.select, defaults)?;
+            let wanted = select::select(&checkpoint.catalog, &options)?;
+            check_reduced(args, &checkpoint, &wanted, options.without_gradients)?;
+            Ok(wanted)
+        };
+        let wanted = choose().inspect_err(|error| peers.iter().for_each(|peers| peers.fail(error)))?;
         Ok(Self { checkpoint, filled: None, like: None, wanted, settled: Settled::default(), compared: false, peers })
     }
 
@@ -142,6 +146,11 @@ impl Source {
         read
     }
 
+    /// Tell the processes that see the rest of SRC why this one ends.
+    pub fn tell(&self, error: &Error) {
+        self.peers.iter().for_each(|peers| peers.fail(error));
+    }
+
     /// Name the checkpoint where the error names a tensor only.
     #[must_use]
     pub fn locate(&self, error: Error) -> Error {
@@ -159,7 +168,7 @@ impl Source {
     /// `Conflict` where nothing was chosen; as reading.
     pub fn settle(&mut self, args: CheckArgs, ranks: Ranks, run: &Run<'_>) -> Result<()> {
         let settled = self.decide(args, ranks, run);
-        settled.map_err(|error| self.locate(error))
+        settled.map_err(|error| self.locate(error)).inspect_err(|error| self.tell(error))
     }
 
     fn decide(&mut self, args: CheckArgs, ranks: Ranks, run: &Run<'_>) -> Result<()> {

@@ -37,7 +37,7 @@ pub use foreign::refuse_address;
 pub use parts::{Content, Part};
 pub use rank_names::{RankName, RankNames};
 pub use series::SeriesChoice;
-pub use skeleton::{TwinOf, is_data_file, skeleton, skeleton_of_items};
+pub use skeleton::{TwinOf, is_data_file, is_read, skeleton, skeleton_of_items};
 pub use told::Told;
 
 use parts::Loaded;

@@ -53,6 +53,21 @@ pub fn is_data_file(path: &Path) -> bool {
     path.extension().is_some_and(|suffix| suffix == "distcp")
 }
 
+/// Whether a file may be part of a checkpoint: a document, a container of tensors, or what names one.
+///
+/// # Errors
+/// `Io`.
+pub fn is_read(path: &Path) -> Result<bool> {
+    const SUFFIXES: [&str; 8] = ["distcp", "safetensors", "pt", "pth", "bin", "ckpt", "pkl", "model"];
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let suffix = path.extension().and_then(|suffix| suffix.to_str()).unwrap_or_default();
+    if is_document(name) || SUFFIXES.contains(&suffix) || name.starts_with("latest") {
+        return Ok(true);
+    }
+    let head = first_bytes(path)?;
+    Ok(head.starts_with(b"PK\x03\x04") || head.starts_with(b"\x80") || head.get(8) == Some(&b'{'))
+}
+
 /// The skeleton of a file that says itself what is in it.
 ///
 /// # Errors

@@ -5,7 +5,8 @@
 //! Reading the twin is reading SRC, by the same code, so all have the same catalog. Then each process turns to its own
 //! files where it sees them; of the others it can read what the twin holds, and knows who sees them.
 //!
-//! Counts bytes. Invariants: files of one name on several ranks have one length and one skeleton; what the ranks read does
+//! Counts bytes. Invariants: files of one name on several ranks have one length and one skeleton, where
+//! they can be part of a checkpoint, and else the lowest rank's is taken; what the ranks read does
 //! not depend on where the twin is, nor on who wrote which file of it; a hole is never taken for data; no path leads out
 //! of the twin.
 

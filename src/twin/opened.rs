@@ -1,13 +1,13 @@
 //! Reading a twin, and saying what is found in the words of SRC.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::Twin;
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, ReadOptions, TwinOf};
 use crate::layout::LayoutError;
-use crate::storage::{Holding, IoMode, Local, filesystem};
+use crate::storage::{Holding, IoMode, Local, filesystem, name_ranks};
 
 impl Twin {
     /// Read the checkpoint that the ranks see together. Its files are those of SRC, which can be opened where this process
@@ -23,9 +23,11 @@ impl Twin {
         let holdings = Arc::new(holdings.collect());
         let own = ReadOptions { io: Some(IoMode::Read), holdings, ..options.clone() };
         let mut checkpoint = Checkpoint::open(&self.root(), &own).map_err(|error| self.in_words_of_src(error))?;
+        // That of a bare name has none.
+        let own = if self.own.as_os_str().is_empty() { Path::new(".") } else { &self.own };
         let io = match options.io {
             Some(io) => io,
-            None if self.own.is_dir() => filesystem::preferred_io(&self.own)?,
+            None if own.is_dir() => filesystem::preferred_io(own)?,
             None => IoMode::Read,
         };
         checkpoint.files.localise(io, &|path| {
@@ -37,6 +39,12 @@ impl Twin {
         let catalog = &mut checkpoint.catalog;
         let told = [&mut catalog.warnings, &mut catalog.notes, &mut catalog.details].into_iter().flatten();
         told.chain(&mut checkpoint.fragment).for_each(|text| *text = self.words_of_src(text));
+        let not_taken = self.files.values().filter(|seen| !seen.not_taken.is_empty());
+        checkpoint.catalog.notes.extend(not_taken.map(|seen| {
+            let (path, writer) = (self.own.join(&seen.path), seen.writer);
+            let others = name_ranks(&seen.not_taken);
+            format!("{} is another one on {others}: that of rank {writer} is taken", path.display())
+        }));
         checkpoint.twin = Some(TwinOf { folder: self.own.clone(), twin: self.folder.clone() });
         Ok(checkpoint)
     }

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::walk::Walked;
 use crate::error::{Error, Result};
+use crate::format::is_read;
 use crate::storage::{Ranges, regular_file};
 
 /// What a rank tells of a file.
@@ -29,6 +30,8 @@ struct Found {
     len: u64,
     modified: (i64, i64),
     skeleton: Vec<Bone>,
+    /// It may be a part of the checkpoint, and no log or script that happens to lie there.
+    counts: bool,
 }
 
 /// A stretch of a skeleton: start, end, and a hash of what is there.
@@ -50,6 +53,8 @@ pub struct Seen {
     pub held: Arc<Ranges>,
     /// The ranks that see it, ascending.
     pub by: Arc<[u32]>,
+    /// Those that see another one under this name.
+    pub not_taken: Vec<u32>,
     /// The rank that writes its twin.
     pub writer: u32,
 }
@@ -99,7 +104,12 @@ impl Found {
             let (short, _) = hash.as_bytes().split_first_chunk().expect("32 bytes");
             bones.push((range.start, range.end, u64::from_le_bytes(*short)));
         }
-        Ok(Self { len: metadata.len(), modified: (metadata.mtime(), metadata.mtime_nsec()), skeleton: bones })
+        Ok(Self {
+            len: metadata.len(),
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+            skeleton: bones,
+            counts: is_read(path)?,
+        })
     }
 
     /// Where two that should be one differ, and what each has there.
@@ -174,18 +184,31 @@ type Told = Vec<(u32, Option<Found>)>;
 
 impl Seen {
     fn of(path: &Path, rank: u32, told: &Told) -> Result<Self, ((u32, u32), Difference)> {
-        let holders: Vec<(u32, &Found)> =
+        let mut holders: Vec<(u32, &Found)> =
             told.iter().filter_map(|(teller, found)| Some((*teller, found.as_ref()?))).collect();
         let Some((writer, first)) = holders.first().copied() else {
             let held = Arc::default();
             let writer = told[0].0;
-            return Ok(Self { path: path.into(), len: None, modified: (0, 0), own: None, held, by: [].into(), writer });
+            return Ok(Self {
+                path: path.into(),
+                len: None,
+                modified: (0, 0),
+                own: None,
+                held,
+                by: [].into(),
+                not_taken: Vec::new(),
+                writer,
+            });
         };
+        let mut not_taken = Vec::new();
         for (other, found) in &holders[1..] {
-            if let Some(difference) = first.difference(found) {
-                return Err(((writer, *other), difference));
+            match first.difference(found) {
+                None => {}
+                Some(difference) if first.counts || found.counts => return Err(((writer, *other), difference)),
+                Some(_) => not_taken.push(*other),
             }
         }
+        holders.retain(|(holder, _)| !not_taken.contains(holder));
         Ok(Self {
             path: path.into(),
             len: Some(first.len),
@@ -193,6 +216,7 @@ impl Seen {
             own: holders.iter().find(|(holder, _)| *holder == rank).map(|(_, found)| found.modified),
             held: Arc::new(first.skeleton.iter().map(|(start, end, _)| *start..*end).collect()),
             by: holders.iter().map(|(holder, _)| *holder).collect(),
+            not_taken,
             writer,
         })
     }
@@ -236,7 +260,7 @@ mod tests {
     use super::*;
 
     fn sighting(path: &str, len: u64, skeleton: &[Bone]) -> Sighting {
-        let found = Found { len, modified: (5, 0), skeleton: skeleton.to_vec() };
+        let found = Found { len, modified: (5, 0), skeleton: skeleton.to_vec(), counts: true };
         Sighting { path: path.into(), found: Some(found) }
     }
 

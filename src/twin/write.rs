@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -59,7 +59,9 @@ pub fn files<'a>(own: &Path, twin: &Path, files: impl Iterator<Item = (&'a PathB
 
 fn write(from: &Path, to: &Path, len: u64, seen: &Seen) -> Result<()> {
     let source = File::open(from).map_err(Error::io("open", from))?;
-    let target = File::create_new(to).map_err(Error::io("create", to))?;
+    // Who cannot read SRC cannot read it here either.
+    let target = File::options().write(true).create_new(true).mode(0o600).open(to);
+    let target = target.map_err(Error::io("create", to))?;
     target.set_len(len).map_err(Error::io("write", to))?;
     for range in seen.held.iter() {
         each_block(&source, from, range, &mut |at, block| {
@@ -70,7 +72,9 @@ fn write(from: &Path, to: &Path, len: u64, seen: &Seen) -> Result<()> {
     let (seconds, nanoseconds) = seen.modified;
     let since = u64::try_from(seconds).ok().zip(u32::try_from(nanoseconds).ok());
     let modified = since.and_then(|(seconds, rest)| SystemTime::UNIX_EPOCH.checked_add(Duration::new(seconds, rest)));
-    modified.map_or(Ok(()), |modified| target.set_modified(modified)).map_err(Error::io("write", to))
+    modified.map_or(Ok(()), |modified| target.set_modified(modified)).map_err(Error::io("write", to))?;
+    // Closing tells nobody what could not be written, and what is missing looks like zeros.
+    target.sync_data().map_err(Error::io("sync", to))
 }
 
 /// How long file systems of several nodes may take to show a new file to all.

@@ -43,6 +43,34 @@ fn files_of_one_name_that_differ_are_told_with_both_ranks() {
 }
 
 #[test]
+fn what_is_no_part_of_a_checkpoint_may_differ() {
+    let spread = ranks();
+    let logs = [(0, "first"), (1, "other"), (2, "first"), (3, "longer")];
+    for (rank, text) in logs {
+        fs::write(spread.own[rank].join("train.log"), text).unwrap();
+    }
+    let found = spread.each(|rank, twin| {
+        let own = &spread.own[rank.rank() as usize];
+        let log = own.join("train.log");
+        let text = fs::read_to_string(twin.copy_from(&log)?).unwrap();
+        let notes = twin.open(&all())?.catalog.notes;
+        Ok((text, twin.seen_by(&log).to_vec(), relative(&notes.join("\n"), own)))
+    });
+    for found in found {
+        let (text, seen_by, notes) = found.unwrap();
+        assert_eq!((text.as_str(), seen_by), ("first", vec![0, 2]));
+        assert!(notes.ends_with("SRC/train.log is another one on ranks 1, 3: that of rank 0 is taken"), "{notes}");
+    }
+    let mode =
+        std::os::unix::fs::PermissionsExt::mode(&fs::metadata(spread.twin().join("train.log")).unwrap().permissions());
+    assert_eq!(mode & 0o777, 0o600);
+    for rank in [1, 2] {
+        fs::write(spread.own[rank].join("config.json"), logs[rank].1).unwrap();
+    }
+    assert!(spread.refused(&all()).starts_with("SRC/config.json: the file differs between ranks 1 and 2"));
+}
+
+#[test]
 fn what_no_rank_sees_is_named() {
     let spread = ranks();
     fs::remove_file(spread.own[1].join("model_world_size_4_rank_1.pt")).unwrap();

@@ -33,6 +33,7 @@ impl Sockets {
             run: Some(&run),
             place: &Place::Folder(self.folder.path().into()),
             limit: Duration::from_secs(30),
+            shared: None,
             liveness: Liveness { beat: Duration::from_millis(300), ..Liveness::default() },
             going: Arc::new(|| Ok(())),
         };

@@ -44,6 +44,7 @@ fn work(part: Part, work: &str, folder: &Path) -> Result<()> {
         run: Some("1"),
         place: &Place::Folder(folder.into()),
         limit: PATIENCE,
+        shared: None,
         liveness: LIVENESS,
         going: Arc::new(|| Ok(())),
     };

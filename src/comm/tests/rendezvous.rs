@@ -22,6 +22,7 @@ struct Comer {
     part: Part,
     run: Option<&'static str>,
     place: Place,
+    shared: Option<PathBuf>,
     limit: Duration,
 }
 
@@ -30,7 +31,7 @@ const LONG: Duration = Duration::from_secs(30);
 
 impl Comer {
     fn new(index: u32, of: u32, place: &Place, limit: Duration) -> Self {
-        Self { part: Part { index, of }, run: Some("77.0"), place: place.clone(), limit }
+        Self { part: Part { index, of }, run: Some("77.0"), place: place.clone(), shared: None, limit }
     }
 
     fn comes(self) -> JoinHandle<Result<Control>> {
@@ -40,6 +41,7 @@ impl Comer {
                 run: self.run,
                 place: &self.place,
                 limit: self.limit,
+                shared: self.shared.as_deref(),
                 liveness: Liveness::default(),
                 going: Arc::new(|| Ok(())),
             })
@@ -194,6 +196,56 @@ fn who_is_not_of_the_run_is_turned_away() {
     }
 }
 
+/// Who knows the address and what the run is called, and does not see the folder, is a stranger.
+#[test]
+fn by_tcp_with_a_token_that_is_in_a_folder() {
+    let (kept, _) = folder();
+    let place = free();
+    let comer = |rank, limit| Comer { shared: Some(kept.path().into()), ..Comer::new(rank, 2, &place, limit) };
+    // Of an earlier run.
+    let earlier = comer(0, SOON).comes();
+    let (path, stale) = sheet(kept.path());
+    words(earlier);
+    fs::write(&path, &stale).unwrap();
+    let second = comer(1, LONG).comes();
+    thread::sleep(Duration::from_millis(200));
+    let first = comer(0, LONG).comes();
+    talk(vec![first, second]);
+    assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
+
+    let first = comer(0, Duration::from_secs(3)).comes();
+    let (path, _) = sheet(kept.path());
+    assert_eq!(std::os::unix::fs::PermissionsExt::mode(&fs::metadata(path).unwrap().permissions()) & 0o777, 0o600);
+    let guessed = Comer::new(1, 2, &place, LONG).fails();
+    assert!(guessed.contains("rank 1 is of another run: its token differs"), "{guessed}");
+    words(first);
+    let nowhere = Comer { shared: Some(kept.path().join("nowhere")), ..comer(1, SOON) }.fails();
+    assert!(nowhere.contains("it has not written"), "{nowhere}");
+}
+
+#[test]
+fn sheets_that_nobody_is_behind_are_swept_away() {
+    let (kept, place) = folder();
+    let first = Comer::new(0, 2, &place, SOON).comes();
+    let (path, words_there) = sheet(kept.path());
+    let old = kept.path().join("rendezvous-0000.json");
+    fs::write(&old, &words_there).unwrap();
+    let long_ago = std::time::SystemTime::now() - Duration::from_hours(2);
+    fs::File::options().append(true).open(&old).unwrap().set_modified(long_ago).unwrap();
+    fs::write(kept.path().join("rendezvous-1111.json"), "{}").unwrap();
+    fs::write(kept.path().join("other.json"), "{}").unwrap();
+    crate::comm::sweep(kept.path());
+    let mut left: Vec<PathBuf> = fs::read_dir(kept.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+    left.sort();
+    assert_eq!(left, [kept.path().join("other.json"), path.clone()]);
+    // Another run has put its own there.
+    let mut other: serde_json::Value = serde_json::from_slice(&words_there).unwrap();
+    other["token"][0] = ((other["token"][0].as_u64().unwrap() + 1) % 256).into();
+    fs::write(&path, other.to_string()).unwrap();
+    words(first);
+    assert!(path.exists());
+}
+
 fn connect(place: &Place) -> TcpStream {
     let Place::Tcp { host, ports } = place else { unreachable!("a place by TCP") };
     let until = Instant::now() + LONG;
@@ -281,7 +333,9 @@ fn every_wait_asks_whether_to_go_on() {
         thread::spawn(move || {
             let part = Part { index: rank, of: 2 };
             let liveness = Liveness::default();
-            let control = meet(&Meeting { part, run: Some("77.0"), place: &place, limit: LONG, liveness, going })?;
+            let meeting =
+                Meeting { part, run: Some("77.0"), place: &place, shared: None, limit: LONG, liveness, going };
+            let control = meet(&meeting)?;
             control.gather(&[]).map(drop)
         })
     };

@@ -76,6 +76,13 @@ impl Parties {
         Ok(number(&said))
     }
 
+    /// Which of the ranks of its node a rank is, from 0. `nodes` has the node of each.
+    #[must_use]
+    pub fn local_rank(nodes: &[u32], rank: u32) -> u32 {
+        let (before, own) = (&nodes[..rank as usize], nodes[rank as usize]);
+        u32::try_from(before.iter().filter(|node| **node == own).count()).expect("fewer than 2^32 ranks")
+    }
+
     #[must_use]
     pub fn size(&self) -> u32 {
         u32::try_from(self.nodes.len()).expect("fewer than 2^32 ranks")

@@ -17,7 +17,7 @@ use crate::storage::node::this_boot;
 
 /// A process, as others on its node can find it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Process {
+pub struct Process {
     pub host: String,
     /// Empty where the system does not tell, as are the others.
     pub boot: String,
@@ -34,6 +34,7 @@ impl fmt::Display for Process {
 }
 
 impl Process {
+    #[must_use]
     pub fn this() -> Self {
         let line = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_owned()).unwrap_or_default();
         let pid = std::process::id();
@@ -45,6 +46,26 @@ impl Process {
                 .unwrap_or_default(),
             pid,
             start: start_of(pid).ok().flatten().unwrap_or_default(),
+        }
+    }
+
+    /// Whether it is known to have ended: of those of other nodes that is never known.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.life(&Self::this()) == Some(Life::Dead)
+    }
+
+    /// `None` where that cannot be told from here.
+    fn life(&self, here: &Self) -> Option<Life> {
+        let is_here = !self.boot.is_empty() && self.boot == here.boot && self.pid_namespace == here.pid_namespace;
+        if !is_here {
+            return None;
+        }
+        match start_of(self.pid) {
+            Ok(Some(start)) if start == self.start => Some(Life::Alive),
+            Ok(_) => Some(Life::Dead),
+            Err(error) if error.kind() == io::ErrorKind::NotFound && !is_hidden(self.pid) => Some(Life::Dead),
+            Err(_) => None,
         }
     }
 }
@@ -120,20 +141,7 @@ impl Watch {
 }
 
 fn told_at_once(record: &Record, here: &Process) -> Option<Life> {
-    if record.phase.is_over() {
-        return Some(Life::Dead);
-    }
-    let there = &record.process;
-    let is_here = !there.boot.is_empty() && there.boot == here.boot && there.pid_namespace == here.pid_namespace;
-    if !is_here {
-        return None;
-    }
-    match start_of(there.pid) {
-        Ok(Some(start)) if start == there.start => Some(Life::Alive),
-        Ok(_) => Some(Life::Dead),
-        Err(error) if error.kind() == io::ErrorKind::NotFound && !is_hidden(there.pid) => Some(Life::Dead),
-        Err(_) => None,
-    }
+    if record.phase.is_over() { Some(Life::Dead) } else { record.process.life(here) }
 }
 
 /// proc(5), hidepid: processes of others may be there and not be seen.

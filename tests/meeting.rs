@@ -1,0 +1,149 @@
+//! Where the processes of `--source per-rank` meet: what they leave there, and what they do not touch.
+
+#[allow(dead_code, reason = "each test binary uses its own share")]
+#[path = "common/outcome.rs"]
+mod outcome;
+
+#[allow(dead_code, reason = "each test binary uses its own share")]
+#[path = "per_rank/nodes.rs"]
+mod nodes;
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+
+use nodes::{Nodes, Spread, ended, names, tree};
+use outcome::{Outcome, command, fixture};
+
+const WORDS: &str = "consolidate out --bucket-size 300";
+
+fn nodes() -> Nodes {
+    Nodes::new("fsdp4/ranks", 2, Spread::One)
+}
+
+/// Two runs, of which the launchers tell them apart, at one DST: one is refused, and both take away what is theirs.
+#[test]
+fn two_runs_at_one_destination() {
+    let nodes = Nodes::new("accelerate_llama", 2, Spread::One);
+    let (wanted, _) = nodes.alone("consolidate out");
+    let mut published = 0;
+    for _ in 0..4 {
+        nodes.clear();
+        let start = |run: &str| {
+            let of = |rank: u32| {
+                let task = [("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_STEP_ID", "0"), ("SLURM_JOB_ID", run)];
+                nodes.command(rank, WORDS).envs(task).env("SLURM_PROCID", rank.to_string()).spawn().unwrap()
+            };
+            [of(0), of(1)]
+        };
+        let runs = [start("1"), start("2")].map(ended);
+        for run in &runs {
+            let codes: Vec<_> = run.iter().map(|outcome| outcome.code).collect();
+            assert!(codes == [Some(0); 2] || codes == [Some(2); 2], "{run:?}");
+            published += usize::from(codes == [Some(0); 2]);
+        }
+        if names(&nodes.desk()) == ["out"] {
+            assert!(tree(&nodes.desk().join("out")) == wanted);
+        } else {
+            assert!(names(&nodes.desk()).iter().all(|name| name == ".out.dtshard-partial"), "{runs:?}");
+        }
+    }
+    assert!(published > 0);
+}
+
+#[test]
+fn a_destination_in_the_source_leaves_it_alone() {
+    let nodes = nodes();
+    let before = |node| (names(&nodes.source(node)), fs::metadata(nodes.source(node)).unwrap().ctime_nsec());
+    let untouched = [before(0), before(1)];
+    for more in [&[][..], &["--dry-run"]] {
+        let outcomes = ended((0..2).map(|rank| {
+            let (source, part) = (nodes.source(rank), rank.to_string());
+            let mut command = command(&[&"consolidate", &source, &source.join("sub/out"), &"--source=per-rank"]);
+            command.args(["--part", &part, "--parts", "2"]).args(more).env("DTSHARD_FAULT", "none").spawn().unwrap()
+        }));
+        outcomes.iter().for_each(|outcome| {
+            outcome.refused(&["sub/out lies inside the source", "hint: choose a destination beside the source"]);
+        });
+        assert_eq!([before(0), before(1)], untouched);
+    }
+}
+
+#[test]
+fn a_dry_run_leaves_no_folders() {
+    let nodes = nodes();
+    for outcome in nodes.together("consolidate a/b/out --dry-run") {
+        outcome.succeeded();
+    }
+    assert_eq!(names(&nodes.desk()), [""; 0]);
+}
+
+/// Rank 0 dies behind the rename: DST is there, and whoever is left says so.
+#[test]
+fn published_is_published() {
+    for point in ["commit-renamed", "commit-synced-parent"] {
+        let nodes = Nodes::new("accelerate_llama", 2, Spread::One);
+        let (wanted, _) = nodes.alone("consolidate out");
+        let start = |rank| {
+            let fault = if rank == 0 { point } else { "none" };
+            nodes.command(rank, WORDS).env("DTSHARD_FAULT", fault).spawn().unwrap()
+        };
+        let outcomes = ended((0..2).map(start));
+        assert!(outcomes[0].signal.is_some(), "{outcomes:?}");
+        outcomes[1].succeeded();
+        assert!(tree(&nodes.desk().join("out")) == wanted);
+        assert!(!names(&nodes.desk()).contains(&".out.dtshard-meeting".to_owned()), "{:?}", names(&nodes.desk()));
+    }
+}
+
+/// Folders of one name on two nodes, and a file to meet by.
+#[test]
+fn a_destination_that_is_not_shared() {
+    let nodes = nodes();
+    fs::create_dir(nodes.desk().join("meet")).unwrap();
+    let by_file = format!("--rendezvous file://{}", nodes.desk().join("meet").display());
+    let apart = |more: &str| {
+        nodes.each(|rank| {
+            fs::create_dir_all(nodes.desk().join(format!("disk{rank}"))).unwrap();
+            format!("consolidate disk{rank}/out {more}")
+        })
+    };
+    for outcome in apart(&by_file) {
+        outcome.refused(&[
+            "error: rank 1: meet: it does not see ",
+            ", which rank 0 has made",
+            "hint: the folder of DST",
+        ]);
+    }
+    for outcome in apart("") {
+        outcome
+            .refused(&["did not come within 10 s", "the folder of DST has to be on a file system that all processes"]);
+    }
+    for disk in ["disk0", "disk1"] {
+        assert_eq!(names(&nodes.desk().join(disk)), [""; 0]);
+    }
+}
+
+#[test]
+fn others_hear_why_one_ends() {
+    let nodes = nodes();
+    let outcomes = nodes.each(|rank| format!("{WORDS}{}", if rank == 1 { " --include nothing" } else { "" }));
+    outcomes[0].refused(&["error: rank 1: ", "failed: ", "nothing"]);
+    assert_eq!(names(&nodes.desk()), [""; 0]);
+}
+
+/// As of the folder that it is in, it is mapped where that is on a local disk.
+#[test]
+fn a_source_that_is_a_bare_name() {
+    let nodes = Nodes::new("safetensors/sharded", 2, Spread::One);
+    let name = "model.safetensors.index.json";
+    (0..2).for_each(|node| drop(fs::copy(fixture("safetensors/sharded").join(name), nodes.source(node).join(name))));
+    let outcomes: Vec<Outcome> = ended((0..2).map(|rank| {
+        let part = rank.to_string();
+        let mut command = command(&[&"consolidate", &name, &nodes.desk().join("out"), &"--source=per-rank", &"-v"]);
+        command.args(["--part", &part, "--parts", "2"]).env("DTSHARD_FAULT", "none").current_dir(nodes.source(rank));
+        command.spawn().unwrap()
+    }));
+    outcomes.iter().for_each(|outcome| {
+        outcome.succeeded().says(&["reading from mappings"]);
+    });
+}
