@@ -3,6 +3,8 @@
 
 #[path = "common/outcome.rs"]
 mod outcome;
+#[path = "common/tree.rs"]
+mod tree;
 
 #[path = "interrupted/awaited.rs"]
 mod awaited;

@@ -3,6 +3,8 @@
 #[allow(dead_code, reason = "each test binary uses its own share")]
 #[path = "common/outcome.rs"]
 mod outcome;
+#[path = "common/tree.rs"]
+mod tree;
 
 #[allow(dead_code, reason = "each test binary uses its own share")]
 #[path = "per_rank/nodes.rs"]

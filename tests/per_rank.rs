@@ -4,6 +4,8 @@
 #[allow(dead_code, reason = "each test binary uses its own share")]
 #[path = "common/outcome.rs"]
 mod outcome;
+#[path = "common/tree.rs"]
+mod tree;
 
 #[path = "per_rank/carried.rs"]
 mod carried;

@@ -1,6 +1,6 @@
 //! What `--dry-run` says of a destination that it does not touch: the run would be refused, would go on, or is done.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use rustix::fs::{Access, access};
 
@@ -11,7 +11,7 @@ use crate::cli::ConvertArgs;
 use crate::error::{Error, Result};
 use crate::exec::Options;
 use crate::exec::staging::{Foreseen, Staging};
-use crate::storage::filesystem::free_bytes;
+use crate::storage::filesystem::{free_bytes, nearest_folder};
 
 /// A warning, where there is something to say.
 pub fn foresee(
@@ -27,7 +27,7 @@ pub fn foresee(
         let foreseen =
             Staging::foresee(destination, conversion.shape, &claim, &plan(conversion, &about(conversion, run)))?;
         if foreseen == Foreseen::Anew {
-            check_folder(conversion, &folder_of(destination))?;
+            check_folder(conversion, nearest_folder(destination))?;
         }
         Ok(foreseen)
     };
@@ -42,15 +42,6 @@ pub fn foresee(
             Some(format!("a run would be refused: {error}{hint}"))
         }
     }
-}
-
-/// The folder in which a run would begin to make something.
-fn folder_of(destination: &Path) -> PathBuf {
-    let parents = destination.ancestors().skip(1).filter(|parent| !parent.as_os_str().is_empty());
-    parents
-        .map(Path::to_path_buf)
-        .find(|parent| parent.symlink_metadata().is_ok())
-        .unwrap_or_else(|| PathBuf::from("."))
 }
 
 fn check_folder(conversion: &Conversion<'_>, folder: &Path) -> Result<()> {

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
 use crate::exec::{DEFAULT_STRIP_BYTES, HELD_BYTES, Options, SCRATCH_BYTES};
 use crate::quantity::{count, human_bytes};
-use crate::storage::filesystem::suits_direct_writes;
+use crate::storage::filesystem::{nearest_folder, suits_direct_writes};
 use crate::storage::memory::Anonymous;
 use crate::storage::{BOUNCE_BYTES, IoMode};
 
@@ -31,12 +31,7 @@ impl Pace {
     /// Of writing `destination`, where all of it is to be on disk in the end and nobody else has a part in it. A dry run
     /// may not know where to: then it promises for a disk.
     pub fn of_synced(destination: Option<&Path>) -> Self {
-        let is_on_disk = |destination: &Path| {
-            let mut folders = destination.ancestors().skip(1);
-            let here = |folder: &&Path| folder.as_os_str().is_empty() || folder.exists();
-            let folder = folders.find(here).filter(|folder| !folder.as_os_str().is_empty());
-            suits_direct_writes(folder.unwrap_or(Path::new("."))).is_ok_and(|suits| suits)
-        };
+        let is_on_disk = |destination: &Path| suits_direct_writes(nearest_folder(destination)).is_ok_and(|suits| suits);
         if destination.is_none_or(is_on_disk) { Self::Disk } else { Self::Processor }
     }
 }

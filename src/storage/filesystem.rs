@@ -80,6 +80,13 @@ pub fn suits_direct_writes(path: &Path) -> Result<bool> {
     Ok(IN_PLACE.contains(&magic_of(&info)) && block <= ALIGNMENT)
 }
 
+/// The folder in which making `path` would begin: the nearest one above it that is there.
+#[must_use]
+pub fn nearest_folder(path: &Path) -> &Path {
+    let above = path.ancestors().skip(1).filter(|above| !above.as_os_str().is_empty());
+    above.into_iter().find(|above| above.symlink_metadata().is_ok()).unwrap_or(Path::new("."))
+}
+
 /// Bytes that an unprivileged writer can still put on the file system of `path`.
 ///
 /// # Errors

@@ -1,6 +1,5 @@
 //! Conversions that are disturbed, with what they write where nobody does so.
 
-use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fmt;
 use std::fs;
@@ -10,7 +9,8 @@ use std::process::Command;
 use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 
-use crate::outcome::{Outcome, command, files_of};
+use crate::outcome::{Outcome, command};
+pub use crate::tree::{Tree, names, tree};
 
 /// So much of each tensor that a window of a hurried run is full after a few, and a part ends within one.
 const ROWS: u64 = 96;
@@ -41,25 +41,6 @@ fn write_source(folder: &Path) {
     fs::write(folder.join("model.safetensors"), content).unwrap();
     fs::write(folder.join("config.json"), r#"{"model_type": "none"}"#).unwrap();
     fs::write(folder.join("tokenizer.json"), "{}").unwrap();
-}
-
-/// Every file below a path, with its content.
-pub type Tree = BTreeMap<PathBuf, Vec<u8>>;
-
-pub fn tree(path: &Path) -> Tree {
-    if path.is_file() {
-        return Tree::from([(PathBuf::new(), fs::read(path).unwrap())]);
-    }
-    let files = files_of(path).into_iter().filter(|file| file.is_file());
-    files.map(|file| (file.strip_prefix(path).unwrap().to_path_buf(), fs::read(&file).unwrap())).collect()
-}
-
-/// What is in a folder, hidden things too.
-pub fn names(folder: &Path) -> Vec<String> {
-    let mut names: Vec<String> =
-        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
 }
 
 /// Say that a test cannot be done here.

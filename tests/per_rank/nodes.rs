@@ -1,6 +1,5 @@
 //! A checkpoint whose files lie on several nodes: folders of which each process is given one.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -8,25 +7,7 @@ use std::process::{Child, Command};
 use tempfile::TempDir;
 
 use crate::outcome::{Outcome, command, files_of, fixture};
-
-/// Every file below a path, with its content.
-pub type Tree = BTreeMap<PathBuf, Vec<u8>>;
-
-pub fn tree(path: &Path) -> Tree {
-    if path.is_file() {
-        return Tree::from([(PathBuf::new(), fs::read(path).unwrap())]);
-    }
-    let files = files_of(path).into_iter().filter(|file| file.is_file());
-    files.map(|file| (file.strip_prefix(path).unwrap().to_path_buf(), fs::read(&file).unwrap())).collect()
-}
-
-/// What is in a folder, hidden things too.
-pub fn names(folder: &Path) -> Vec<String> {
-    let mut names: Vec<String> =
-        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
+pub use crate::tree::{Tree, names, tree};
 
 /// How many nodes have each file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
