@@ -136,7 +136,9 @@ fn write(truth: &Truth, reservation: &Reservation, folder: &FilePath) {
     let input = Input { files, catalog, resolve: &resolve };
     let todo = Extents::of_files(&reservation.files);
     let log = Log::new(&reservation.files, &todo, folder.join("journal"), OPTIONS.sync, AtEnd::Nothing);
-    copy::copy(input, reservation, folder, &log, &OPTIONS, &Silent, &Stop::default()).unwrap();
+    let (log, stop) = (&log, &Stop::default());
+    let writing = copy::Writing { reservation, folder, log, options: &OPTIONS, reporter: &Silent, stop };
+    copy::copy(input, writing).unwrap();
 }
 
 fn key(name: &str) -> Path {

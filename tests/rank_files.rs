@@ -140,7 +140,9 @@ fn check(case: &str, mesh: &DeviceMesh, list: &str, release: Release) {
 fn fill(source: &Checkpoint, reservation: &Reservation, folder: &Path) {
     let todo = Extents::of_files(&reservation.files);
     let log = Log::new(&reservation.files, &todo, folder.join("journal"), OPTIONS.sync, AtEnd::Nothing);
-    copy::copy(input(source), reservation, folder, &log, &OPTIONS, &Silent, &Stop::default()).unwrap();
+    let (log, stop) = (&log, &Stop::default());
+    let writing = copy::Writing { reservation, folder, log, options: &OPTIONS, reporter: &Silent, stop };
+    copy::copy(input(source), writing).unwrap();
 }
 
 #[test]

@@ -179,6 +179,16 @@ fn options() -> Options {
     Options { threads: 2, strip_bytes: 1000, sync: false }
 }
 
+fn writing<'a>(
+    reservation: &'a Reservation,
+    folder: &'a Path,
+    log: &'a Log<'a>,
+    options: &'a Options,
+    stop: &'a Stop,
+) -> copy::Writing<'a> {
+    copy::Writing { reservation, folder, log, options, reporter: &Silent, stop }
+}
+
 fn input(checkpoint: &Checkpoint) -> Input<'_> {
     Input { files: &checkpoint.files, catalog: &checkpoint.catalog, resolve: &resolve }
 }
@@ -221,7 +231,7 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
     let reservation = reserve(&whole.catalog);
     let todo = Extents::of_files(&reservation.files);
     let log = Log::new(&reservation.files, &todo, journals[0].join("0.journal"), false, AtEnd::Record);
-    copy::copy(input(&whole), &reservation, &outputs[0], &log, &options(), &Silent, &Stop::default()).unwrap();
+    copy::copy(input(&whole), writing(&reservation, &outputs[0], &log, &options(), &Stop::default())).unwrap();
     let alone = written(&outputs[0], &reservation, &journals[0]);
 
     let done = spread.each(|rank, twin| {
@@ -241,7 +251,8 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
         };
         let journal = journals[1].join(format!("{}.journal", rank.rank()));
         let log = Log::new(&reservation.files, &todo, journal, false, AtEnd::Record);
-        exchange.run(rank, HostShuffle::new(rank), &outputs[1], &log, &options(), &Silent, &Stop::default())?;
+        let (options, stop) = (options(), Stop::default());
+        exchange.run(rank, HostShuffle::new(rank), writing(&reservation, &outputs[1], &log, &options, &stop))?;
         checkpoint.files.check_unchanged()?;
         let own = &spread.own[rank.rank() as usize];
         Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[own]))

@@ -17,14 +17,13 @@ use crate::catalog::TensorId;
 use crate::cli::{Backend, ConvertArgs, ExchangeArgs, SourceSight};
 use crate::comm::{Communicator, Launcher, Liveness, Meeting, Mesh, Part, Place, meet, process_environment};
 use crate::error::{Error, Result};
+use crate::exec::Extents;
 use crate::exec::compare::ReplicaDifference;
-use crate::exec::copy::Stats;
+use crate::exec::copy::{Stats, Writing};
 use crate::exec::exchange::{
     Counting, Exchange, HostShuffle, Load, Owners, PLAN_BYTES, Parties, Sight, agree, differing, differing_pair,
 };
 use crate::exec::fingerprint::Fingerprint;
-use crate::exec::log::Log;
-use crate::exec::{Extents, Options, Reporter};
 use crate::fault;
 use crate::format::{Checkpoint, ReadOptions};
 use crate::gpu::{self, DeviceShuffle, Gpu, Nccl};
@@ -253,30 +252,20 @@ impl Peers {
         Parties { sight, nodes: self.nodes.clone(), counting: self.counting }
     }
 
-    /// Fill what `log` has to be done, with the others. Collective.
+    /// Fill what is to be done, with the others. Collective.
     ///
     /// # Errors
     /// As [`Exchange::run`].
-    pub fn fill(
-        &self,
-        conversion: &Conversion<'_>,
-        folder: &Path,
-        log: &Log<'_>,
-        options: &Options,
-        reporter: &dyn Reporter,
-        run: &Run<'_>,
-    ) -> Result<Stats> {
+    pub fn fill(&self, conversion: &Conversion<'_>, writing: Writing<'_>) -> Result<Stats> {
         let files = &conversion.reservation.files;
-        let owners = Owners::new(files, &agree(self.mesh(), files, log.todo())?);
+        let owners = Owners::new(files, &agree(self.mesh(), files, writing.log.todo())?);
         let parties = self.parties(conversion);
         let exchange = self.exchange(conversion, &parties, &owners);
         let stats = match &self.link {
-            Link::Hosts(mesh) => {
-                exchange.run(mesh, HostShuffle::new(mesh), folder, log, options, reporter, &run.stop)?
-            }
+            Link::Hosts(mesh) => exchange.run(mesh, HostShuffle::new(mesh), writing)?,
             Link::Devices(gpu, nccl) => {
                 let shuffle = self.mesh().settle(DeviceShuffle::new(gpu, nccl))?;
-                exchange.run(nccl, shuffle, folder, log, options, reporter, &run.stop)?
+                exchange.run(nccl, shuffle, writing)?
             }
         };
         // Who is done first does not go on before all are: what is recorded by then is all there is.

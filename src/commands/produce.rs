@@ -24,7 +24,7 @@ use crate::comm::{Launch, Part};
 use crate::error::{Error, Result, first_of};
 use crate::exec::about::About;
 use crate::exec::carry::{Carried, carry};
-use crate::exec::copy::{Stats, copy};
+use crate::exec::copy::{Stats, Writing, copy};
 use crate::exec::division::stretch;
 use crate::exec::fingerprint::fingerprint;
 use crate::exec::journal::Known;
@@ -177,10 +177,17 @@ impl Producer<'_> {
                 log.carried(number);
             }
         }
-        let (source, folder) = (&conversion.source.checkpoint, staging.folder());
+        let writing = Writing {
+            reservation: &conversion.reservation,
+            folder: staging.folder(),
+            log: &log,
+            options,
+            reporter: &meter,
+            stop: &run.stop,
+        };
         let stats = match peers {
-            Some(peers) => peers.fill(conversion, folder, &log, options, &meter, run)?,
-            None => copy(input(source), &conversion.reservation, folder, &log, options, &meter, &run.stop)?,
+            Some(peers) => peers.fill(conversion, writing)?,
+            None => copy(input(&conversion.source.checkpoint), writing)?,
         };
         staging.finish()?;
         Ok(Stats { bytes_before: known.done.len_bytes(), ..stats })

@@ -114,19 +114,25 @@ impl Stats {
     }
 }
 
-/// Fill what `log` has to be done of the files of `reservation` in `folder`, from the files of the source.
+/// What is written, how, and who is told.
+#[derive(Clone, Copy)]
+pub struct Writing<'a> {
+    pub reservation: &'a Reservation,
+    /// Where its files are.
+    pub folder: &'a Path,
+    /// Has what is to be done of them.
+    pub log: &'a Log<'a>,
+    pub options: &'a Options,
+    pub reporter: &'a dyn Reporter,
+    pub stop: &'a Stop,
+}
+
+/// Fill what is to be done of files, from the files of the source.
 ///
 /// # Errors
 /// The first error of any worker; `Stopped` on a signal. The files are incomplete then, and the log has what is complete.
-pub fn copy(
-    input: Input<'_>,
-    reservation: &Reservation,
-    folder: &Path,
-    log: &Log<'_>,
-    options: &Options,
-    reporter: &dyn Reporter,
-    stop: &Stop,
-) -> Result<Stats> {
+pub fn copy(input: Input<'_>, writing: Writing<'_>) -> Result<Stats> {
+    let Writing { reservation, log, .. } = writing;
     let supply = FromFiles {
         input,
         todo: log.todo(),
@@ -134,7 +140,7 @@ pub fn copy(
         pace: Pace::start(),
         begun: 0,
     };
-    write(input, supply, reservation, folder, log, options, reporter, stop)
+    write(input, supply, writing)
 }
 
 /// Where tiles come from that are put into strips.
@@ -181,17 +187,8 @@ impl Supply for FromFiles<'_> {
 ///
 /// # Errors
 /// As [`copy`].
-#[expect(clippy::too_many_arguments, reason = "those of a copy, and the supply")]
-pub fn write(
-    input: Input<'_>,
-    mut supply: impl Supply,
-    reservation: &Reservation,
-    folder: &Path,
-    log: &Log<'_>,
-    options: &Options,
-    reporter: &dyn Reporter,
-    stop: &Stop,
-) -> Result<Stats> {
+pub fn write(input: Input<'_>, mut supply: impl Supply, writing: Writing<'_>) -> Result<Stats> {
+    let Writing { reservation, folder, log, options, reporter, stop } = writing;
     let outputs = Outputs::make(folder, &reservation.files, log.todo(), options.sync)?;
     let mut cutter = Cutter::new(&reservation.files, log.todo(), options.strip_bytes);
     let sums = Sums::new(reservation, log.is_all());

@@ -15,7 +15,7 @@ use std::path::Path;
 
 use proptest::prelude::*;
 
-use super::copy::Stats;
+use super::copy::{Stats, Writing};
 use super::log::{AtEnd, Log};
 use super::{Extents, Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
 use crate::catalog::{
@@ -53,7 +53,7 @@ fn copy(
 ) -> Result<Stats> {
     let todo = Extents::of_files(&reservation.files);
     let log = Log::new(&reservation.files, &todo, folder.join("journal"), options.sync, AtEnd::Nothing);
-    super::copy::copy(input, reservation, folder, &log, options, reporter, stop)
+    super::copy::copy(input, Writing { reservation, folder, log: &log, options, reporter, stop })
 }
 
 /// One element: its linear index, cut or repeated to the item size.

@@ -19,7 +19,6 @@ mod shuffle;
 mod staged;
 
 use std::collections::VecDeque;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
@@ -35,12 +34,11 @@ pub use shuffle::{HostShuffle, Shuffle};
 
 use staged::{Stage, Staged};
 
-use super::copy::{Batch, Stats, Supply, write};
+use super::copy::{Batch, Stats, Supply, Writing, write};
 use super::gather::Held;
-use super::log::Log;
 use super::strips::Payload;
 use super::window::Slot;
-use super::{Extents, Input, Options, Prepared, Reporter, Stop};
+use super::{Extents, Input, Prepared, Stop};
 use crate::catalog::{OutputFile, Reservation};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
@@ -90,22 +88,12 @@ impl<'a> Exchange<'a> {
         Ok((stats, sums))
     }
 
-    /// Fill what `log` has to be done of the output files in `folder`: what the owners say of this rank.
+    /// Fill what is to be done of the output files: what the owners say of this rank.
     ///
     /// # Errors
     /// As [`super::copy::copy`], and `Comm` where another process fails.
-    #[expect(clippy::too_many_arguments, reason = "those of a copy, and who moves what is between")]
-    pub fn run<C: Communicator>(
-        &self,
-        communicator: &C,
-        shuffle: impl Shuffle,
-        folder: &Path,
-        log: &Log<'_>,
-        options: &Options,
-        reporter: &dyn Reporter,
-        stop: &Stop,
-    ) -> Result<Stats> {
-        let Self { input, reservation, .. } = *self;
+    pub fn run<C: Communicator>(&self, communicator: &C, shuffle: impl Shuffle, writing: Writing<'_>) -> Result<Stats> {
+        let stop = writing.stop;
         let (staged, to_shuffle) = sync_channel(0);
         let (shuffled, to_write) = sync_channel(0);
         let rooms = shuffle.rooms();
@@ -113,7 +101,7 @@ impl<'a> Exchange<'a> {
             scope.spawn(|| self.stage(communicator.rank(), rooms, staged, stop));
             scope.spawn(|| self.shuffle(communicator, shuffle, to_shuffle, shuffled));
             let supply = Batches { shuffled: to_write, stop };
-            let done = write(input, supply, reservation, folder, log, options, reporter, stop);
+            let done = write(self.input, supply, writing);
             if let Err(error) = &done {
                 communicator.fail(&error.to_string());
             }

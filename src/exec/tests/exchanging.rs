@@ -172,7 +172,9 @@ impl Case {
                         let path = folder.join(format!("{}.journal", rank.rank()));
                         let log = Log::new(&reservation.files, todo, path, false, AtEnd::Nothing);
                         let shuffle = M::shuffle(&seat);
-                        exchange.run(rank, shuffle, folder, &log, &options(), &Silent, &Stop::default()).unwrap();
+                        let (log, options, stop) = (&log, &options(), &Stop::default());
+                        let writing = Writing { reservation, folder, log, options, reporter: &Silent, stop };
+                        exchange.run(rank, shuffle, writing).unwrap();
                         // Who is dropped sooner has failed.
                         rank.barrier().unwrap();
                         exchange.dry_run(&Stop::default()).unwrap().1

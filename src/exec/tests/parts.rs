@@ -92,7 +92,9 @@ proptest! {
         }
         let run = |number: usize, name: &str| {
             let log = Log::new(&reservation.files, &runs[number], parts.join(name), sync, AtEnd::Record);
-            crate::exec::copy::copy(input, &reservation, &data, &log, &options, &Silent, &Stop::default()).unwrap();
+            let (reservation, folder, options) = (&reservation, data.as_path(), &options);
+            let writing = Writing { reservation, folder, log: &log, options, reporter: &Silent, stop: &Stop::default() };
+            crate::exec::copy::copy(input, writing).unwrap();
         };
         ["0.journal", "1.journal", "2.journal"].iter().enumerate().for_each(|(number, name)| run(number, name));
         let known = Known::read(&parts, &reservation.files, 0, false).unwrap();
@@ -147,7 +149,9 @@ fn a_stop_in_the_last_fsync_keeps_what_was_checked() {
     let todo = Extents::of_files(&reservation.files);
     let log = Log::new(&reservation.files, &todo, folder.path().join("0.journal"), true, AtEnd::Record);
     let options = Options { threads: 2, strip_bytes: 4096, sync: true };
-    let stopped = crate::exec::copy::copy(input, &reservation, folder.path(), &log, &options, &reporter, &stop);
+    let (reservation, log, options, reporter) = (&reservation, &log, &options, &reporter);
+    let writing = Writing { reservation, folder: folder.path(), log, options, reporter, stop: &stop };
+    let stopped = crate::exec::copy::copy(input, writing);
     assert_eq!(stopped.unwrap_err().to_string(), "stopped");
     let known = Known::read(folder.path(), &reservation.files, 0, false).unwrap();
     assert!(known.done.len_bytes() > 80_000, "{}", known.done.len_bytes());
