@@ -23,7 +23,7 @@ pub mod literals;
 pub mod log;
 mod output;
 mod passing;
-mod reduce;
+pub mod reduce;
 mod runs;
 pub mod seal;
 pub mod staging;

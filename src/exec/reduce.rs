@@ -94,6 +94,21 @@ impl Reducer {
         Err(Fault::Undefined { dtype, op: if divisor == 1 { op } else { Sum } })
     }
 
+    #[must_use]
+    pub fn dtype(self) -> Dtype {
+        self.dtype
+    }
+
+    #[must_use]
+    pub fn op(self) -> ReduceOp {
+        self.op
+    }
+
+    #[must_use]
+    pub fn divisor(self) -> u64 {
+        self.divisor
+    }
+
     /// Bytes of room for each byte of the dtype.
     #[must_use]
     pub fn widening(self) -> usize {
