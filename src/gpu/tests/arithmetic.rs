@@ -96,7 +96,7 @@ fn elements(dtype: Dtype, numel: usize, seed: u64) -> Vec<u8> {
         Dtype::C128 => (Dtype::F64, 2 * numel),
         real => (real, numel),
     };
-    // Where the exponent begins, and one.
+    // Bits of the mantissa, and the number one.
     let (mantissa, one): (u32, u64) = match scalar {
         Dtype::F64 => (52, 0x3ff0 << 48),
         Dtype::F32 => (23, 0x3f80 << 16),
@@ -111,19 +111,30 @@ fn elements(dtype: Dtype, numel: usize, seed: u64) -> Vec<u8> {
     let sign = 1_u64 << (8 * size(scalar) - 1);
     let ones = sign - 1;
     let infinity = ones >> mantissa << mantissa;
-    let edges = [0, 1, ones, infinity, infinity + 1, infinity - 1, infinity | ones / 3, one, 1 << mantissa, ones - 1];
+    let edges = [
+        0,
+        1,
+        ones,
+        infinity,
+        infinity + 1,
+        infinity - 1,
+        infinity + 1 + ones / 3 % (1 << mantissa),
+        one,
+        1 << mantissa,
+        ones - 1,
+    ];
     let mut words = words(seed);
     let mut word = || words.next().unwrap();
     let elements = (0..count).map(|_| match word() % 8 {
         0 => edges[usize::try_from(word() % 10).unwrap()] | if word() % 2 == 0 { sign } else { 0 },
         1 => word(),
         2 if scalar >= Dtype::I8 && scalar <= Dtype::I64 => 0_u64.wrapping_sub(word() % 20),
-        _ => one + (word() & ((8 << mantissa) - 1)) | if one > 0 && word() % 2 == 0 { sign } else { 0 },
+        _ => (one + (word() & ((8 << mantissa) - 1))) | if one > 0 && word() % 2 == 0 { sign } else { 0 },
     });
     elements.flat_map(|element| element.to_le_bytes().into_iter().take(size(scalar))).collect()
 }
 
-/// By the host; `None` where the value does not matter.
+/// By the host.
 fn reduced(job: &Reduction, memory: &[u8]) -> Result<Vec<u8>, Fault> {
     let len = usize::try_from(job.numel).unwrap() * size(job.reducer.dtype());
     let (mut sums, mut value) = (vec![0x5a; len * job.reducer.widening()], vec![0; len]);
@@ -134,7 +145,7 @@ fn reduced(job: &Reduction, memory: &[u8]) -> Result<Vec<u8>, Fault> {
     job.reducer.finish(&mut sums, &mut value).map(|()| value)
 }
 
-/// What the device makes of jobs from some memory into some other.
+/// A device that has some memory to compute from, and room for so many bytes.
 fn trial(from: &[u8], into: usize) -> (Gpu, Trial) {
     let gpu = open(kernels(), 0).unwrap();
     let mut trial = Trial::new(&gpu.device, gpu.packer.clone(), from.len(), into).unwrap();
@@ -254,7 +265,8 @@ fn hard_values() {
     let singles = |head: u16| {
         let tails = [0, 0x1000, 0x2000, 0x3000, 0x4000, 0x6000, 0x8000, 0xa000, 0xc000, 0xf000];
         tails.into_iter().flat_map(move |tail: u32| {
-            [u32::from(head) << 16, tail, 0].iter().sum::<u32>().wrapping_sub(1)..=(u32::from(head) << 16) + tail + 1
+            let middle = (u32::from(head) << 16) + tail;
+            [middle.wrapping_sub(1), middle, middle + 1]
         })
     };
     let doubles = |head: u16| {

@@ -36,8 +36,8 @@ fn compiled() {
         for kernel in ["reduce", "tell_outcomes", "cast"] {
             assert!(arithmetic.contains(&format!(".visible .entry {kernel}(")), "{kernel}");
         }
-        // Nothing is fused, flushed to zero or divided more or less, and nothing spills.
-        for unwanted in ["fma.", ".ftz", "div.approx", "div.full", ".local"] {
+        // Nothing is fused, now or later, flushed to zero or divided more or less, and nothing spills.
+        for unwanted in ["fma.", "mul.f", "add.f", ".ftz", "div.approx", "div.full", ".local"] {
             assert!(!arithmetic.contains(unwanted), "{unwanted}");
         }
         // The widest access is one instruction.
