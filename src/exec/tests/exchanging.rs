@@ -1,13 +1,17 @@
 //! Ranks that exchange what they read together write what one process writes.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::*;
 use crate::catalog::{OutputFile, Reserved, Summands, TensorId};
 use crate::comm::{Communicator, Local};
 use crate::exec::Silent;
-use crate::exec::exchange::{Counting, Exchange, HostShuffle, Load, Owners, Parties, Rounds, Shuffle, Sight, agree};
+use crate::exec::exchange::{
+    Counting, Exchange, HostShuffle, Load, Moves, Owners, Parties, Rounds, Shuffle, Sight, agree,
+};
 use crate::layout::partial::{Reduction, Share};
 use crate::layout::{ReduceOp, Region};
 use crate::storage::FileId;
@@ -24,25 +28,95 @@ pub(crate) trait Means: Sync {
     fn rank(seat: &Self::Seat) -> &Self::Rank;
 
     fn shuffle(seat: &Self::Seat) -> impl Shuffle;
+
+    /// Bytes that the rank has sent and received, where they are counted.
+    fn counted(_: &Self::Seat) -> Option<(u64, u64)> {
+        None
+    }
 }
 
 /// In host memory.
 struct Host;
 
 impl Means for Host {
-    type Seat = Local;
-    type Rank = Local;
+    type Seat = Counted;
+    type Rank = Counted;
 
-    fn seat(&self, rank: Local) -> Local {
-        rank
+    fn seat(&self, rank: Local) -> Counted {
+        Counted { rank, sent: AtomicU64::new(0), received: AtomicU64::new(0) }
     }
 
-    fn rank(seat: &Local) -> &Local {
+    fn rank(seat: &Counted) -> &Counted {
         seat
     }
 
-    fn shuffle(seat: &Local) -> impl Shuffle {
+    fn shuffle(seat: &Counted) -> impl Shuffle {
         HostShuffle::new(seat)
+    }
+
+    fn counted(seat: &Counted) -> Option<(u64, u64)> {
+        Some((seat.sent.load(Ordering::Relaxed), seat.received.load(Ordering::Relaxed)))
+    }
+}
+
+/// A rank whose bytes are counted; what all others are given counts once for who gives it.
+struct Counted {
+    rank: Local,
+    sent: AtomicU64,
+    received: AtomicU64,
+}
+
+impl Counted {
+    fn count(&self, sent: &[Range<usize>], received: &[Range<usize>]) {
+        let bytes = |ranges: &[Range<usize>]| ranges.iter().map(|range| range.len() as u64).sum();
+        self.sent.fetch_add(bytes(sent), Ordering::Relaxed);
+        self.received.fetch_add(bytes(received), Ordering::Relaxed);
+    }
+}
+
+impl Communicator for Counted {
+    type Memory = Vec<u8>;
+
+    fn rank(&self) -> u32 {
+        self.rank.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.rank.size()
+    }
+
+    fn exchange(
+        &self,
+        outgoing: &Vec<u8>,
+        to: &[Range<usize>],
+        incoming: &mut Vec<u8>,
+        from: &[Range<usize>],
+    ) -> Result<()> {
+        self.count(to, from);
+        self.rank.exchange(outgoing, to, incoming, from)
+    }
+
+    fn all_gather(&self, memory: &mut Vec<u8>, ranges: &[Range<usize>]) -> Result<()> {
+        let (before, own) = ranges.split_at(self.rank.rank() as usize);
+        let (own, behind) = own.split_at(1);
+        self.count(own, &[before, behind].concat());
+        self.rank.all_gather(memory, ranges)
+    }
+
+    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.rank.gather(said)
+    }
+
+    fn check(&self) -> Result<()> {
+        self.rank.check()
+    }
+
+    fn fail(&self, why: &str) {
+        self.rank.fail(why);
+    }
+
+    fn leave(self) -> Result<()> {
+        self.rank.leave()
     }
 }
 
@@ -54,8 +128,8 @@ pub(crate) struct Case {
     reservation: Reservation,
 }
 
-/// A tensor to convert: shape, dtypes, both layouts, and how many summands ranks hold of it.
-pub(crate) type Spec = (Vec<u64>, (Dtype, Dtype), Layout, Layout, u64);
+/// A tensor to convert: shape, dtypes, both layouts, and how many summands ranks hold of it, if they do.
+pub(crate) type Spec = (Vec<u64>, (Dtype, Dtype), Layout, Layout, Option<(u64, ReduceOp)>);
 
 impl Case {
     pub(crate) fn new(specs: &[Spec], transpose: bool) -> Self {
@@ -67,15 +141,18 @@ impl Case {
             let id = TensorId(u32::try_from(number).unwrap());
             let mut entry = TensorEntry::new(format!("t{number}").into(), *from_dtype, shape.as_slice().into());
             let mut of_chunk = Vec::new();
-            for summand in 0..*summands {
+            let count = summands.map_or(1, |(count, _)| count);
+            for summand in 0..count {
                 let path = folder.path().join("stored");
-                // Three of them are no more than a byte holds.
-                let value = |index: u64| element(index * (summand + 1) % 83, from_dtype.itemsize());
+                let value = |index: u64| match summands {
+                    Some(_) => term(*from_dtype, index, summand),
+                    None => element(index, from_dtype.itemsize()),
+                };
                 let (_, one) = store_values(shape, *from_dtype, from, transpose, IoMode::Read, &path, &value);
                 let bytes = fs::read(&path).unwrap();
                 for (rank, mut chunk) in one.chunks.iter().enumerate() {
                     // Ranks that hold one summand are others than those of the next.
-                    let rank = rank * usize::try_from(*summands).unwrap() + usize::try_from(summand).unwrap();
+                    let rank = rank * usize::try_from(count).unwrap() + usize::try_from(summand).unwrap();
                     stored.resize(stored.len().max(rank + 1), vec![0xEE; 7]);
                     if let Place::Bytes { file, offset } = &mut chunk.place {
                         let start = usize::try_from(*offset).unwrap();
@@ -88,8 +165,8 @@ impl Case {
                     of_chunk.push(summand);
                 }
             }
-            if *summands > 1 {
-                let reduction = Reduction::of(&[*summands], &[Placement::Partial(ReduceOp::Sum)]).unwrap().unwrap();
+            if let Some((count, op)) = summands {
+                let reduction = Reduction::of(&[*count], &[Placement::Partial(*op)]).unwrap().unwrap();
                 entry.summands = Some(Box::new(Summands { reduction, of_chunk }));
             }
             let mut target = TensorEntry::new(entry.fqn.clone(), *to_dtype, shape.as_slice().into());
@@ -119,15 +196,29 @@ impl Case {
         Self { folder, files, catalog: Catalog { tensors: entries, ..Catalog::empty() }, reservation }
     }
 
-    /// With targets that get sums of a part of the tensor, and nothing elsewhere.
-    pub(crate) fn with_gaps(mut self) -> Self {
+    /// With targets that get shares of it: sums of a part of the tensor and nothing elsewhere, summands as they are, and
+    /// parts of values.
+    pub(crate) fn with_shares(mut self) -> Self {
         for tensor in &mut self.reservation.tensors {
             let source = &self.catalog.tensors[tensor.source.0 as usize];
-            let Some(summands) = source.summands.as_ref() else { continue };
-            let sizes: Dims = source.shape.iter().map(|size| size.div_ceil(2)).collect();
-            let part = Tile::from_region(&Region::new(smallvec::smallvec![0; sizes.len()], sizes));
-            let share = Arc::new(Share { within: Some(part), ..summands.reduction.whole() });
-            tensor.shares = vec![share; tensor.entry.chunks.len()];
+            let shares = |of_chunk: &dyn Fn(usize) -> Share| {
+                (0..tensor.entry.chunks.len()).map(|chunk| Arc::new(of_chunk(chunk))).collect()
+            };
+            tensor.shares = match &source.summands {
+                Some(summands) => {
+                    let sizes: Dims = source.shape.iter().map(|size| size.div_ceil(2)).collect();
+                    let part = Tile::from_region(&Region::new(smallvec::smallvec![0; sizes.len()], sizes));
+                    let whole = summands.reduction.whole();
+                    let own = |chunk: usize| chunk as u64 % summands.reduction.count();
+                    shares(&|chunk| match chunk % 3 {
+                        0 => Share { within: Some(part.clone()), ..whole.clone() },
+                        1 => Share { summands: vec![own(chunk)], divisor: 1, within: None },
+                        _ => whole.clone(),
+                    })
+                }
+                None if source.dtype.is_float() => shares(&|_| Share { summands: vec![0], divisor: 4, within: None }),
+                None => continue,
+            };
         }
         self
     }
@@ -177,6 +268,10 @@ impl Case {
                         exchange.run(rank, shuffle, writing).unwrap();
                         // Who is dropped sooner has failed.
                         rank.barrier().unwrap();
+                        if let Some(counted) = M::counted(&seat) {
+                            let Load { sent, received, .. } = exchange.loads()[rank.rank() as usize];
+                            assert_eq!(counted, (sent, received), "what goes over the wire is what is planned");
+                        }
                         exchange.dry_run(&Stop::default()).unwrap().1
                     })
                 })
@@ -228,6 +323,32 @@ impl Case {
         lacking.sum()
     }
 
+    /// Bytes that go over the wire at most: each summand once, and what they become to each other rank.
+    fn at_most(&self, todos: &[Extents]) -> u64 {
+        let of_tensor = |tensor: &Reserved| {
+            let source = self.catalog.tensor(tensor.source);
+            let whole = source.summands.as_ref().map(|summands| summands.reduction.whole());
+            let itemsize = tensor.dtype().itemsize();
+            // By tile, share and element.
+            let mut ranks: HashMap<(Tile, Option<&Share>, u64), HashSet<usize>> = HashMap::new();
+            for (index, chunk) in tensor.entry.chunks.iter().enumerate() {
+                let Some((file, offset)) = tensor.place(index) else { continue };
+                let share = tensor.shares.get(index).map(Arc::as_ref).or(whole.as_ref());
+                for element in 0..chunk.tile.numel() {
+                    let at = offset + element * itemsize;
+                    let needers = ranks.entry((chunk.tile.clone(), share, element)).or_default();
+                    needers.extend((0..todos.len()).filter(|rank| todos[*rank].overlaps(file, &(at..at + itemsize))));
+                }
+            }
+            let most = ranks.iter().filter(|(_, needers)| !needers.is_empty()).map(|((_, share, _), needers)| {
+                let summands = share.map_or(1, |share| share.summands.len());
+                if summands > 1 { summands + needers.len() - 1 } else { needers.len() }
+            });
+            most.sum::<usize>() as u64 * source.dtype.itemsize()
+        };
+        self.reservation.tensors.iter().map(of_tensor).sum()
+    }
+
     fn written(&self, folder: &Path) -> Vec<Vec<u8>> {
         self.reservation.files.iter().map(|file| fs::read(folder.join(&file.path)).unwrap()).collect()
     }
@@ -252,6 +373,33 @@ fn deal(reservation: &Reservation, cuts: &[u64], ranks: u32) -> Vec<Extents> {
     todos
 }
 
+impl Exchange<'_> {
+    /// What each rank has in all rounds.
+    fn loads(&self) -> Vec<Load> {
+        let Self { input, reservation, parties, owners, bucket_bytes } = *self;
+        let rounds = Rounds::new(input.catalog, &reservation.tensors, owners, parties, bucket_bytes);
+        let drafts = rounds.flat_map(|round| round.unwrap().drafts);
+        drafts.fold(vec![Load::default(); parties.nodes.len()], |sums, draft| {
+            sums.into_iter().zip(draft.loads).map(|(sum, load)| sum.plus(load)).collect()
+        })
+    }
+}
+
+/// An element of a summand: four of them add up to what the dtype holds.
+fn term(dtype: Dtype, index: u64, summand: u64) -> Vec<u8> {
+    let number = u8::try_from((index * (summand + 1) + 5 * summand) % 63).unwrap();
+    let float = (f32::from(number) * 0.37 - 9.0).to_le_bytes();
+    match dtype {
+        Dtype::F32 => float.to_vec(),
+        Dtype::Bf16 => float[2..].to_vec(),
+        _ => element(u64::from(number), dtype.itemsize())
+            .into_iter()
+            .enumerate()
+            .map(|(at, byte)| if at == 0 { byte } else { 0 })
+            .collect(),
+    }
+}
+
 pub(crate) fn spec() -> impl Strategy<Value = Spec> {
     let dtypes = prop::sample::select(vec![
         (Dtype::U8, Dtype::U8),
@@ -261,7 +409,20 @@ pub(crate) fn spec() -> impl Strategy<Value = Spec> {
     ]);
     prop::collection::vec(0..9_u64, 0..4).prop_flat_map(move |shape| {
         let ndim = shape.len();
-        (Just(shape), dtypes.clone(), layout(ndim), layout(ndim), prop_oneof![3 => Just(1_u64), 1 => 2..4_u64])
+        dtypes.clone().prop_flat_map(move |dtypes| {
+            let summands = prop_oneof![1 => Just(None), 1 => (1..5_u64, op(dtypes.0)).prop_map(Some)];
+            (Just(shape.clone()), Just(dtypes), layout(ndim), layout(ndim), summands)
+        })
+    })
+}
+
+/// One that has a value, whatever the summands.
+fn op(dtype: Dtype) -> impl Strategy<Value = ReduceOp> {
+    use ReduceOp::{Avg, Band, Bor, Bxor, Max, Min, Product, Sum};
+    prop::sample::select(match dtype {
+        Dtype::U8 => vec![Sum, Max, Min, Band, Bor, Bxor],
+        Dtype::I64 => vec![Sum, Product, Max, Min, Band, Bor, Bxor],
+        _ => vec![Sum, Avg, Product, Max, Min],
     })
 }
 
@@ -291,6 +452,7 @@ proptest! {
     fn ranks_together_write_what_one_process_writes(
         specs in prop::collection::vec(spec(), 1..4),
         transpose in any::<bool>(),
+        shares in any::<bool>(),
         ranks in 1..6_u32,
         cuts in prop::collection::vec(any::<u64>(), 0..4),
         bucket_bytes in prop_oneof![Just(1_u64), 16..400_u64, Just(1 << 20)],
@@ -298,11 +460,16 @@ proptest! {
     ) {
         prop_assume!(specs.iter().all(fits));
         let case = Case::new(&specs, transpose);
+        let case = if shares { case.with_shares() } else { case };
         let (parties, todos) = case.parties(ranks, &cuts, wish);
         let (together, loads) = case.together(&Host, &parties, &todos, bucket_bytes);
         prop_assert!(together == case.alone());
-        let sent: u64 = loads.iter().map(|load| load.sent).sum();
-        prop_assert_eq!(sent, loads.iter().map(|load| load.received).sum::<u64>());
+        let of_all = |of: fn(&Load) -> u64| loads.iter().map(of).sum::<u64>();
+        let received = of_all(|load| load.received);
+        prop_assert!(of_all(|load| load.sent) <= received && received <= case.at_most(&todos));
+        if shares || case.catalog.tensors.iter().any(|entry| entry.summands.is_some()) {
+            return Ok(());
+        }
         let stored = case.catalog.tensors.iter().map(|entry| {
             entry.numel() * entry.dtype.itemsize() * entry.summands.as_ref().map_or(1, |of| of.reduction.count())
         });
@@ -321,7 +488,7 @@ proptest! {
 #[test]
 fn tensors_are_through_one_after_the_other() {
     let rows = |ranks| Layout { mesh: vec![ranks], placements: vec![Placement::Shard(TensorDim(0))] };
-    let tensor = |rows_of: u64| (vec![rows_of, 8], (Dtype::F32, Dtype::F32), rows(2), rows(3), 1);
+    let tensor = |rows_of: u64| (vec![rows_of, 8], (Dtype::F32, Dtype::F32), rows(2), rows(3), None);
     let case = Case::new(&[tensor(64), tensor(64), tensor(2), tensor(2), tensor(64)], false);
     let todos = deal(&case.reservation, &[], 2);
     let owners = Owners::new(&case.reservation.files, &todos);
@@ -338,4 +505,80 @@ fn tensors_are_through_one_after_the_other() {
     let through: Vec<usize> = ends.iter().filter_map(|numbers| numbers.last()).copied().collect();
     assert_eq!(through, [0, 1, 3, 4]);
     assert!(rounds.len() > 8, "{rounds:?}");
+}
+
+/// Bytes over the wire of an evenly cut tensor of 64 KiB: each rank sees a file of its own, and writes one.
+fn wire(from: Layout, to: Layout, summands: Option<(u64, ReduceOp)>, ranks: u32, bucket_bytes: u64) -> Vec<(u64, u64)> {
+    let case = Case::new(&[(vec![64, 256], (Dtype::F32, Dtype::F32), from, to, summands)], false);
+    assert_eq!((case.files.ids().count(), case.reservation.files.len()), (ranks as usize, ranks as usize));
+    let seen = (0..ranks).map(|rank| std::iter::once(rank).collect()).collect();
+    let parties = Parties { sight: Sight::PerRank(seen), nodes: vec![0; ranks as usize], counting: Counting::Any };
+    let todos = deal(&case.reservation, &[], ranks);
+    let (together, loads) = case.together(&Host, &parties, &todos, bucket_bytes);
+    assert!(together == case.alone());
+    let mut wire: Vec<(u64, u64)> = loads.iter().map(|load| (load.sent, load.received)).collect();
+    wire.sort_unstable();
+    wire
+}
+
+/// All of the tensor, in bytes.
+const WHOLE: u64 = 64 << 10;
+
+fn placed(mesh: &[u64], placements: &[Placement]) -> Layout {
+    Layout { mesh: mesh.to_vec(), placements: placements.to_vec() }
+}
+
+#[test]
+fn what_all_need_is_sent_once() {
+    use Placement::{Replicate, Shard};
+    let (from, to) = (placed(&[4], &[Shard(TensorDim(0))]), placed(&[4], &[Replicate]));
+    for bucket_bytes in [3000, 1 << 20] {
+        let each = (WHOLE / 4, WHOLE / 4 * 3);
+        assert_eq!(wire(from.clone(), to.clone(), None, 4, bucket_bytes), [each; 4]);
+    }
+}
+
+#[test]
+fn summands_go_to_who_makes_the_value() {
+    use Placement::{Replicate, Shard};
+    let summands = Some((4, ReduceOp::Sum));
+    let one = placed(&[1], &[Replicate]);
+    for bucket_bytes in [3000, 40 << 10] {
+        // All but its own part of its summand, and the value of that once; the same parts of the others' summands, and the
+        // other parts of the value.
+        let each = (WHOLE, WHOLE / 2 * 3);
+        assert_eq!(wire(one.clone(), placed(&[4], &[Replicate]), summands, 4, bucket_bytes), [each; 4]);
+        let each = (WHOLE / 4 * 3, WHOLE / 4 * 3);
+        let rows = placed(&[4], &[Shard(TensorDim(0))]);
+        assert_eq!(wire(one.clone(), rows, summands, 4, bucket_bytes), [each; 4]);
+    }
+    // Two summands of each half, which two ranks need: half of a half goes each way, twice.
+    let halves = || placed(&[2], &[Shard(TensorDim(0))]);
+    let replicas = placed(&[2, 2], &[Shard(TensorDim(0)), Replicate]);
+    let each = (WHOLE / 2, WHOLE / 2);
+    assert_eq!(wire(halves(), replicas, Some((2, ReduceOp::Max)), 4, 3000), [each; 4]);
+}
+
+#[test]
+fn buffers_are_no_longer_than_the_bucket() {
+    use Placement::{Replicate, Shard};
+    let rows = placed(&[3], &[Shard(TensorDim(0))]);
+    let one = placed(&[1], &[Replicate]);
+    let specs = [(rows.clone(), None), (one, Some((3, ReduceOp::Sum)))]
+        .map(|(from, summands)| (vec![60, 60], (Dtype::F32, Dtype::F32), from, placed(&[3], &[Replicate]), summands));
+    let case = Case::new(&specs, false);
+    let (parties, todos) = case.parties(3, &[], Some(1));
+    let owners = Owners::new(&case.reservation.files, &todos);
+    let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, 2000);
+    for round in rounds {
+        let round = round.unwrap();
+        for rank in 0..3 {
+            let moves = Moves::new(&round, rank);
+            // Places are aligned.
+            let most = 2000 + 16 * (moves.arriving.len() + moves.reads.len() + 1);
+            let (outgoing, incoming) = moves.wire_lens();
+            let longest = moves.stage_len.max(outgoing).max(incoming).max(moves.unpacked_len);
+            assert!(longest <= most, "{longest} of {most}");
+        }
+    }
 }
