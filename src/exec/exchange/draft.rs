@@ -187,6 +187,9 @@ impl<'a> Draft<'a> {
             let turn = unit.number + part(range.start, entry.numel(), loads.len());
             for wanted in &unit.demand.tiles {
                 let held = wanted.tile.before(&entry.shape, range.start)..wanted.tile.before(&entry.shape, range.end);
+                if held.is_empty() {
+                    continue;
+                }
                 let first = wanted.needs.partition_point(|need| need.elements.end <= held.start);
                 for need in wanted.needs[first..].iter().take_while(|need| need.elements.start < held.end) {
                     let elements = need.elements.start.max(held.start)..need.elements.end.min(held.end);
