@@ -36,7 +36,8 @@ const HURRIED: Duration = Duration::from_secs(10);
 /// How long it takes at the most until all hear of one that is gone.
 const HEARD_WITHIN: Duration = Duration::from_secs(1);
 
-/// Buffers of a round: what is read and what is written, of two rounds each, and what goes over the wire.
+/// Buffers of a round: what is read and what is written, summands included, of two rounds each, and what goes over the
+/// wire each way.
 const BUFFERS: u64 = 6;
 
 pub struct Peers {

@@ -243,22 +243,25 @@ impl<'a> Draft<'a> {
                 readers.insert((range, chunk, *rank), reader);
             }
         }
-        let mut chosen = Vec::with_capacity(transfers.len());
-        for Transfer { from, takers, to, part, piece } in transfers.drain(..) {
+        let mut others = Vec::new();
+        for transfer in transfers.iter_mut() {
+            let reader = |taker: u32| readers[&(transfer.from.range, transfer.from.reader.chunk, taker)];
             let mut by_reader: SmallVec<[(Reader, Ranks); 1]> = SmallVec::new();
-            for taker in takers {
-                let reader = readers[&(from.range, from.reader.chunk, taker)];
+            for (reader, taker) in transfer.takers.iter().map(|taker| (reader(*taker), *taker)) {
                 match by_reader.iter_mut().find(|(other, _)| *other == reader) {
                     Some((_, takers)) => takers.push(taker),
                     None => by_reader.push((reader, std::iter::once(taker).collect())),
                 }
             }
-            chosen.extend(by_reader.into_iter().map(|(reader, takers)| {
-                let (from, piece) = (Stretch { reader, ..from }, piece.clone());
-                Transfer { from, takers, to, part, piece }
+            let mut own = by_reader.into_iter();
+            let Some((reader, takers)) = own.next() else { continue };
+            (transfer.from.reader, transfer.takers) = (reader, takers);
+            others.extend(own.map(|(reader, takers)| {
+                let from = Stretch { reader, ..transfer.from };
+                Transfer { from, takers, ..transfer.clone() }
             }));
         }
-        *transfers = chosen;
+        transfers.append(&mut others);
         Ok(())
     }
 

@@ -49,7 +49,8 @@ pub struct Rounds<'a> {
 }
 
 impl<'a> Rounds<'a> {
-    /// `bucket_bytes` is how much each process reads, sends, receives and unpacks at most in a round.
+    /// `bucket_bytes` is how much each process reads, sends, receives and unpacks at most in a round, both of its hops
+    /// together; what it tells others lies with what it receives, and summands with what is unpacked.
     #[must_use]
     pub fn new(
         catalog: &'a Catalog,
