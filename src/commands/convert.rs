@@ -15,11 +15,13 @@ use super::source::Source;
 use super::{Status, input};
 use crate::catalog::{Catalog, Fqn, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs};
+use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, check_distinct};
 use crate::exec::copy::Stats;
+use crate::exec::division::{own_files, stretch};
 use crate::exec::staging::Shape;
-use crate::exec::{Options, Stop, copy};
+use crate::exec::{Extents, Options, Stop, copy};
 use crate::format::{Format, is_checkpoint};
 use crate::quantity::{count, human_bytes};
 use crate::storage::IoMode;
@@ -43,6 +45,12 @@ impl Conversion<'_> {
     /// Of all files, with those that are carried along.
     pub fn len_bytes(&self) -> u64 {
         self.reservation.len_bytes() + self.carried.iter().map(|file| file.len).sum::<u64>()
+    }
+
+    /// What of the output a part has to do.
+    pub fn division(&self, part: Part) -> Extents {
+        let divide = if self.source.peers.is_some() { own_files } else { stretch };
+        divide(&self.reservation.files, part)
     }
 }
 

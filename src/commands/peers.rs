@@ -280,8 +280,7 @@ impl Peers {
     pub fn dry_run(&self, conversion: &Conversion<'_>, run: &Run<'_>) -> Result<(Stats, Vec<Load>)> {
         let files = &conversion.reservation.files;
         let of = self.mesh().size();
-        let todos: Vec<Extents> =
-            (0..of).map(|index| crate::exec::division::stretch(files, Part { index, of })).collect();
+        let todos: Vec<Extents> = (0..of).map(|index| conversion.division(Part { index, of })).collect();
         self.exchange(conversion, &self.parties(conversion), &Owners::new(files, &todos)).dry_run(&run.stop)
     }
 
