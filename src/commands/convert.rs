@@ -6,6 +6,7 @@ use std::path::{Component, Path, PathBuf};
 
 use serde_json::json;
 
+use super::auto;
 use super::foresee::foresee;
 use super::memory::within_memory;
 use super::produce::{Produced, Publisher, produce};
@@ -126,7 +127,9 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 /// Anything; the destination is then as it was.
 pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
     conversion.source.forget_wishes();
-    let status = perform(&conversion, args, run).map_err(|error| conversion.source.locate(error));
+    let joined = check_len(&conversion.reservation).and_then(|()| auto::join(&conversion, args, run));
+    let joined = joined.map(|joined| conversion.source.peers = conversion.source.peers.take().or(joined));
+    let status = joined.and_then(|()| perform(&conversion, args, run)).map_err(|error| conversion.source.locate(error));
     if let Some(peers) = conversion.source.peers.take() {
         match &status {
             Ok(_) => peers.leave(!args.destination.dry_run),
@@ -141,7 +144,6 @@ pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) ->
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
     let Run { printer, options, started, .. } = run;
-    check_len(&conversion.reservation)?;
     let source = &conversion.source.checkpoint;
     for note in notes(conversion) {
         printer.line(&note);
