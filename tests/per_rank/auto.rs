@@ -52,10 +52,10 @@ impl Desk {
         let processes = [0, 1].map(|part: usize| {
             let mut process = self.command("out", words);
             process.args(["--parts", "2", "--part", &part.to_string()]);
-            if part == 0 || second != Second::HasNoDevice {
+            if part == 0 || second != Second::WithoutDevice {
                 process.env("LD_LIBRARY_PATH", self.folder.path());
             }
-            if part == 1 && second == Second::HasNoNccl {
+            if part == 1 && second == Second::WithoutNccl {
                 process.env("DTSHARD_NCCL_LIB", NOWHERE);
             }
             process.spawn().unwrap()
@@ -71,9 +71,9 @@ impl Desk {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Second {
-    HasAll,
-    HasNoDevice,
-    HasNoNccl,
+    Complete,
+    WithoutDevice,
+    WithoutNccl,
 }
 
 const NOWHERE: &str = "/nonexistent/libnccl.so.2";
@@ -82,7 +82,7 @@ const BY_NCCL: &str = "bytes go by NCCL 2.";
 
 #[test]
 fn short_runs_are_exchanged_stand_in() {
-    for said in Desk::with_matrix().said(Second::HasAll, "--placements S(1)") {
+    for said in Desk::with_matrix().said(Second::Complete, "--placements S(1)") {
         assert!(said.contains("runs of 2.05 kB in the mean, shorter than 65.54 kB"), "{said}");
         assert!(said.contains(BY_NCCL) && said.contains("(stand-in (no GPU))"), "{said}");
         assert!(said.contains("no kernel packs them") && said.contains("no NVRTC"), "{said}");
@@ -92,14 +92,14 @@ fn short_runs_are_exchanged_stand_in() {
 #[test]
 fn what_is_reduced_is_exchanged_stand_in() {
     let desk = Desk::new(|_| fixture("partial2/ranks"));
-    for said in desk.said(Second::HasAll, "--placements R") {
+    for said in desk.said(Second::Complete, "--placements R") {
         assert!(said.contains("are reduced") && said.contains(BY_NCCL), "{said}");
     }
 }
 
 #[test]
 fn long_runs_are_read_by_each_stand_in() {
-    for said in Desk::with_matrix().said(Second::HasAll, "--placements S(0)") {
+    for said in Desk::with_matrix().said(Second::Complete, "--placements S(0)") {
         assert!(said.contains("backend cpu") && said.contains("runs of 524.29 kB"), "{said}");
         assert!(!said.contains(BY_NCCL), "{said}");
     }
@@ -108,14 +108,14 @@ fn long_runs_are_read_by_each_stand_in() {
 #[test]
 fn without_a_device_of_each_they_do_without_stand_in() {
     let desk = Desk::with_matrix();
-    let [with, without] = desk.said(Second::HasNoDevice, "--placements S(1)");
+    let [with, without] = desk.said(Second::WithoutDevice, "--placements S(1)");
     assert!(with.contains("no exchange: rank 1: rendezvous: rank 1 did not come"), "{with}");
     assert!(without.contains("backend cpu") && without.contains("no CUDA driver here"), "{without}");
 }
 
 #[test]
 fn without_nccl_of_each_they_do_without_stand_in() {
-    for said in Desk::with_matrix().said(Second::HasNoNccl, "--placements S(1)") {
+    for said in Desk::with_matrix().said(Second::WithoutNccl, "--placements S(1)") {
         assert!(said.contains("bytes do not go by NCCL; rank 1: ") && said.contains(NOWHERE), "{said}");
     }
 }
