@@ -1,14 +1,14 @@
 # Processes that exchange what they read write what one process writes: over TCP, and by NCCL between stand-ins for GPUs
 # (crates/gpu-stand-in), which are on this machine only and say nothing of GPUs.
 
-# Name; SRC, of the fixtures or of those made; numbers of tasks; bucket; verb, DST and options. @ are the fixtures.
+# Name; SRC, of the fixtures or made; numbers of tasks; bucket; verb, DST and options, in which @ are the fixtures.
 #
-# Each runs with so many tasks on one node and on two. Over TCP, tasks see a folder of their own, or, on two nodes, one of
-# their node; by NCCL those, and then all the same folder.
+# Over TCP so many tasks run on one node and on two, each with a folder of its own, and on two with a folder for each
+# node. By NCCL they do that, too, and then on one node and on two with one folder for all.
 conversions_by_exchange() {
     grep '^[a-z]' <<'TABLE'
-rows_to_columns      fsdp4/ranks         2,3,4,8    500   reshard out --mesh tp=3 --placements S(1)
-strided_shards       fsdp_tp/ranks       2,3,4,8    64MB  reshard out --mesh dp=2,tp=3 --placements _S(0,3),S(0)
+rows_to_columns      fsdp4/ranks         1,2,3,4,8  500   reshard out --mesh tp=3 --placements S(1)
+strided_shards       fsdp_tp/ranks       1,2,3,4,8  64MB  reshard out --mesh dp=2,tp=3 --placements _S(0,3),S(0)
 into_strided_shards  titan/step-1000     3          4KB   reshard out --mesh dp_shard=3,tp=2 --placements _S(0,2),S(0)
 shards_to_replicas   fsdp4/dcp           4          64MB  reshard out --mesh dp=3 --placements R
 replicas_to_shards   replicas            3          1KB   reshard out --mesh fsdp=5
@@ -28,8 +28,8 @@ into_local           fsdp_tp/dcp         3          64MB  reshard out --mesh fsd
 of_local             local               4          500   consolidate out.safetensors
 cast                 fsdp_tp/ranks       4          500   consolidate out --dtype bf16
 of_whole_files       safetensors/sharded 2          300   reshard out --mesh fsdp=3 --placements S(1)
-of_shards_in_safetensors dcp_hf/shards   3          64MB  reshard out --mesh fsdp=4 --to torch-ranks
-larger_to_safetensors large              2,5        1MB   consolidate out
+of_hugging_face      dcp_hf/shards       3          64MB  reshard out --mesh fsdp=4 --to torch-ranks
+larger_to_safetensors large               5          4MB   consolidate out
 TABLE
 }
 
@@ -87,6 +87,16 @@ deal() {
     done < <(cd "$1" && find . -type f | sort)
 }
 
+# MEANS TASKS: on how many nodes so many run, and whose files each of them sees. One alone has nobody to ask for others.
+places() {
+    case $1,$2 in
+        TCP,1) ;;
+        *,1) echo 1:all ;;
+        TCP,*) echo 1:rank 2:rank 2:node ;;
+        *) echo 1:rank 2:rank 2:node 1:all 2:all ;;
+    esac
+}
+
 exchange_over() {
     local source counts bucket verb dst options tasks place nodes sees
     read -r _ source counts bucket verb dst options < <(conversions_by_exchange | grep "^$2 ")
@@ -99,7 +109,7 @@ exchange_over() {
     exchange_by "$1"
     for tasks in ${counts//,/ }; do
         deal "$source" rank "$tasks"
-        for place in 1:rank 2:rank 2:node $([ "$1" = TCP ] || echo 1:all 2:all); do
+        for place in $(places "$1" "$tasks"); do
             nodes=${place%:*} sees=${place#*:}
             echo "$tasks tasks on $nodes nodes, each seeing the files of $sees"
             srun -N"$nodes" -n"$tasks" "$here/apart" "$sees" dtshard "$verb" step "$PWD/$dst" $options \
@@ -114,20 +124,22 @@ exchange_over() {
     done
 }
 
-# With -K and without, as the others notice: those that srun does not end first name it. --resume goes on.
+# With -K and without, as the others notice, and name it. --resume goes on.
 an_exchange_of_which_a_task_is_killed_over() {
     local command ends task
     deal "$work/large" rank 4
     exchange_by "$1"
     command=(dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank "${backend[@]}" --bucket-size 1MB)
     for ends in '' -K; do
-        # The others wait for it, so it alone is to be slow.
+        # The others wait for the one that is slow.
         exits 137 timeout 60 srun $ends -N2 -n4 "$here/apart" rank \
-            sh -c '[ $SLURM_PROCID != 1 ] || exec timeout -s KILL 2 env SLOWLY=1 "$0" "$@"; exec "$0" "$@"' \
+            sh -c '[ $SLURM_PROCID != 1 ] || exec timeout -s KILL 3 env SLOWLY=.005 "$0" "$@"; exec "$0" "$@"' \
             "${command[@]}" |& tee said
         for task in 0 2 3; do grep "^\[$task/4] error: rank 1: .*its process ended" said || [ "$ends" = -K ]; done
+        grep -q 'error: rank 1: .*its process ended' said
         kept out.ranks
-        srun -N2 -n4 "$here/apart" rank "${command[@]}" --resume
+        srun -N2 -n4 "$here/apart" rank "${command[@]}" --resume |& tee said
+        grep 'MB of it before' said
         same out.ranks "$work/large.ranks"
         rm -r out.ranks
     done
@@ -137,26 +149,36 @@ an_exchange_that_is_queued_again_goes_on_over() {
     local job
     deal "$work/large" rank 4
     exchange_by "$1"
-    job=$(sbatch --parsable --requeue --open-mode=append --output=job.log -N2 -n4 --wrap="
-        [ -n \"\$SLURM_RESTART_COUNT\" ] || export SLOWLY=1
-        srun $here/apart rank dtshard $(conversion ranks step "$PWD/out.ranks") \
-            --source per-rank ${backend[*]} --bucket-size 1MB --resume")
-    interrupt out.ranks scontrol requeue "$job"
+    cat >job.sbatch <<JOB
+#!/bin/bash
+srun $here/apart rank sh -c '
+    [ \$SLURM_PROCID\$SLURM_RESTART_COUNT != 1 ] || export SLOWLY=.005
+    exec dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank ${backend[*]} --bucket-size 1MB --resume'
+JOB
+    job=$(sbatch --parsable --requeue --open-mode=append --output=job.log -N2 -n4 job.sbatch)
+    await at_work out.ranks 4
+    sleep 2
+    scontrol requeue "$job"
     start_again "$job"
     kept out.ranks
     ends "$job" COMPLETED
     same out.ranks "$work/large.ranks"
     grep 'stopped by TERM.*--resume goes on' job.log
+    grep 'MB of it before' job.log
 }
 
-# With --backend auto, and one device for each task, as --gpus-per-task=1 gives it.
+# With --backend auto, and one device for each task, as --gpus-per-task=1 gives it; then with none for one.
 one_without_a_GPU_stand-in_leaves_all_to_TCP() {
     deal "$work/small" rank 4
     exchange_by GPU_stand-in
-    for devices in '$SLURM_PROCID' '${SLURM_PROCID/3/}'; do
-        srun -N2 -n4 bash -c "DEVICES=$devices exec $here/apart rank dtshard $(conversion ranks step "$PWD/out.ranks") \
-            --source per-rank -v" |& tee said
+    together() {
+        DEVICES=$1 srun -N2 -n4 sh -c 'DEVICES=$(eval echo $DEVICES) exec "$0" "$@"' "$here/apart" rank \
+            dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank -v |& tee said
         same out.ranks "$work/small.ranks"
         rm -r out.ranks
-    done
+    }
+    together '$SLURM_PROCID'
+    [ "$(grep -c 'bytes go by NCCL, here from stand-in' said)" = 4 ]
+    together '${SLURM_PROCID#3}'
+    [ "$(grep -c 'bytes go over TCP; rank 3: .*no device' said)" = 4 ]
 }
