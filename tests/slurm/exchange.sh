@@ -7,29 +7,29 @@
 # node. By NCCL they do that, too, and then on one node and on two with one folder for all.
 conversions_by_exchange() {
     grep '^[a-z]' <<'TABLE'
-rows_to_columns      fsdp4/ranks         1,2,3,4,8  500   reshard out --mesh tp=3 --placements S(1)
-strided_shards       fsdp_tp/ranks       1,2,3,4,8  64MB  reshard out --mesh dp=2,tp=3 --placements _S(0,3),S(0)
-into_strided_shards  titan/step-1000     3          4KB   reshard out --mesh dp_shard=3,tp=2 --placements _S(0,2),S(0)
-shards_to_replicas   fsdp4/dcp           4          64MB  reshard out --mesh dp=3 --placements R
-replicas_to_shards   replicas            3          1KB   reshard out --mesh fsdp=5
-of_hybrid_shards     hsdp/ranks          4          64MB  reshard out --mesh fsdp=3 --to dcp
-uneven_and_empty     odd4/ranks          3          300   reshard out --mesh fsdp=5
-uneven_columns       odd4/dcp            2          1KB   reshard out --mesh a=3 --placements S(1)
-of_a_mesh_of_two     outside4/ranks      3          64MB  unshard out.pt
-flat_to_flat         flat4/views         3          300   flatten out --world-size 3 --flat-layout @/flat4/views.flat_layout.json
-flat_to_shards       flat2/flat          2          64MB  reshard out --mesh fsdp=3 --to dcp --flat-layout @/flat2/flat.flat_layout.json
-shards_to_flat       llama_tiny/ranks    4          1KB   flatten out --world-size 3 --wrap model.layers.* --use-orig-params
-sharded_tensors      fsdp1_sharded/ranks 4          1KB   reshard out --mesh fsdp=6
-partial_reduced      partial2/ranks      2          64MB  reshard out --mesh fsdp=3
-partial_consolidated partial2/ranks      3          64    consolidate out
-more_ranks_out       llama_tiny/dcp      3          2KB   reshard out --mesh fsdp=8
-fewer_ranks_out      fsdp4/ranks         8          64MB  reshard out --mesh fsdp=2
-into_local           fsdp_tp/dcp         3          64MB  reshard out --mesh fsdp=2 --to local
-of_local             local               4          500   consolidate out.safetensors
-cast                 fsdp_tp/ranks       4          500   consolidate out --dtype bf16
-of_whole_files       safetensors/sharded 2          300   reshard out --mesh fsdp=3 --placements S(1)
-of_hugging_face      dcp_hf/shards       3          64MB  reshard out --mesh fsdp=4 --to torch-ranks
-larger_to_safetensors large               5          4MB   consolidate out
+rows_to_columns      fsdp4/ranks         1,2,3,4,8 500   reshard out --mesh tp=3 --placements S(1)
+strided_shards       fsdp_tp/ranks       3,8       64MB  reshard out --mesh dp=2,tp=3 --placements _S(0,3),S(0)
+into_strided_shards  titan/step-1000     3         4KB   reshard out --mesh dp_shard=3,tp=2 --placements _S(0,2),S(0)
+shards_to_replicas   fsdp4/dcp           4         64MB  reshard out --mesh dp=3 --placements R
+replicas_to_shards   replicas            3         1KB   reshard out --mesh fsdp=5
+of_hybrid_shards     hsdp/ranks          4         64MB  reshard out --mesh fsdp=3 --to dcp
+uneven_and_empty     odd4/ranks          3         300   reshard out --mesh fsdp=5
+uneven_columns       odd4/dcp            2         1KB   reshard out --mesh a=3 --placements S(1)
+of_a_mesh_of_two     outside4/ranks      3         64MB  unshard out.pt
+flat_to_flat         flat4/views         3         300   flatten out --world-size 3 --flat-layout @/flat4/views.flat_layout.json
+flat_to_shards       flat2/flat          2         64MB  reshard out --mesh fsdp=3 --to dcp --flat-layout @/flat2/flat.flat_layout.json
+shards_to_flat       llama_tiny/ranks    4         1KB   flatten out --world-size 3 --wrap model.layers.* --use-orig-params
+sharded_tensors      fsdp1_sharded/ranks 4         1KB   reshard out --mesh fsdp=6
+partial_reduced      partial2/ranks      2         64MB  reshard out --mesh fsdp=3
+partial_consolidated partial2/ranks      3         64    consolidate out
+more_ranks_out       llama_tiny/dcp      3         2KB   reshard out --mesh fsdp=8
+fewer_ranks_out      fsdp4/ranks         8         64MB  reshard out --mesh fsdp=2
+into_local           fsdp_tp/dcp         3         64MB  reshard out --mesh fsdp=2 --to local
+of_local             local               4         500   consolidate out.safetensors
+cast                 fsdp_tp/ranks       4         500   consolidate out --dtype bf16
+of_whole_files       safetensors/sharded 2         300   reshard out --mesh fsdp=3 --placements S(1)
+of_hugging_face      dcp_hf/shards       3         64MB  reshard out --mesh fsdp=4 --to torch-ranks
+larger_tensors       large               5         4MB   consolidate out
 TABLE
 }
 
