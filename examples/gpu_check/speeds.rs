@@ -3,6 +3,7 @@
 //!
 //! A clock of the host runs around calls that wait, each of which takes many milliseconds; what is told is the median.
 
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -146,7 +147,7 @@ fn rounds(gpu: &Gpu, slowest: f64) -> Result<()> {
     let owners = Owners::new(&reservation.files, &[stretch(&reservation.files, Part { index: 0, of: 1 })]);
     let parties = Parties { sight: Sight::Shared, nodes: vec![0], counting: Counting::Any };
     let rounds = Rounds::new(&catalog, &reservation.tensors, &owners, &parties, BUCKET_BYTES);
-    let moves = rounds.map(|round| Ok(Moves::new(&round?, 0))).collect::<Result<Vec<_>>>()?;
+    let moves = rounds.map(|round| Ok(Arc::new(Moves::new(&round?, 0)))).collect::<Result<Vec<_>>>()?;
     {
         let mut shuffle = DeviceShuffle::new(gpu, &peers)?;
         let rooms = shuffle.rooms();

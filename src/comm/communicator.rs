@@ -1,6 +1,6 @@
 //! Communicator: the processes of one run, and what they say to each other.
 //!
-//! Two things go between them. Bytes of tensors go by [`Communicator::exchange`] and [`Communicator::broadcast`], from
+//! Two things go between them. Bytes of tensors go by [`Communicator::exchange`] and [`Communicator::all_gather`], from
 //! memory to memory of the kind that the implementation moves: the host's or a device's. Few words (what is to be done,
 //! whether it went well) go by [`Communicator::gather`], always from host memory.
 //!
@@ -36,11 +36,12 @@ pub trait Communicator: Sync {
         from: &[Range<usize>],
     ) -> Result<()>;
 
-    /// Give every rank what `root` has in this range.
+    /// Give every rank what each has in its range of `memory`: an all-gather of uneven lengths, in place. The ranges are
+    /// the same on all ranks, one a rank, in any order, none within another; an empty one is nothing.
     ///
     /// # Errors
     /// As [`Communicator::exchange`].
-    fn broadcast(&self, root: u32, memory: &mut Self::Memory, range: Range<usize>) -> Result<()>;
+    fn all_gather(&self, memory: &mut Self::Memory, ranges: &[Range<usize>]) -> Result<()>;
 
     /// What every rank says, in the order of ranks, its own included. For kilobytes, not for tensors.
     ///

@@ -127,14 +127,12 @@ impl Communicator for Local {
         self.others().try_for_each(|rank| self.receive(OP, rank, &mut incoming[from[rank as usize].clone()]))
     }
 
-    fn broadcast(&self, root: u32, memory: &mut Vec<u8>, range: Range<usize>) -> Result<()> {
-        const OP: &str = "broadcast";
+    fn all_gather(&self, memory: &mut Vec<u8>, ranges: &[Range<usize>]) -> Result<()> {
+        const OP: &str = "all-gather";
         self.office.fate.check(OP)?;
-        if self.rank == root {
-            self.others().for_each(|rank| self.post(OP, rank, &memory[range.clone()]));
-            return Ok(());
-        }
-        self.receive(OP, root, &mut memory[range])
+        let own = &memory[ranges[self.rank as usize].clone()];
+        self.others().for_each(|rank| self.post(OP, rank, own));
+        self.others().try_for_each(|rank| self.receive(OP, rank, &mut memory[ranges[rank as usize].clone()]))
     }
 
     fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {

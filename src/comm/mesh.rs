@@ -6,7 +6,7 @@
 
 use std::net::{Shutdown, TcpStream};
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,9 @@ use super::control::Control;
 use super::door::{Answer, Door, knock};
 use super::fate::ENDED;
 use super::hello::Hello;
-use super::transfer::{Fault, receive, send};
+use super::ranges::carved;
+use super::ring;
+use super::transfer::{Fault, Stretch, receive, send};
 use crate::error::{Error, Result};
 
 /// Ranks in processes, on hosts that reach each other by TCP.
@@ -53,6 +55,12 @@ impl Mesh {
 
     fn others(&self) -> impl Iterator<Item = (u32, &TcpStream)> {
         (0..).zip(&self.peers).filter_map(|(rank, stream)| Some((rank, stream.as_ref()?)))
+    }
+
+    /// The rank so many places behind this one, round the ring of all.
+    fn beside(&self, places: u32) -> Option<(u32, &TcpStream)> {
+        let rank = (self.rank() + places) % self.size();
+        Some((rank, self.peers[rank as usize].as_ref()?))
     }
 
     /// What a transfer answers. After one that fails connections are in the middle of something: nothing follows it.
@@ -172,11 +180,17 @@ impl Communicator for Mesh {
         let going = || self.control.check(OP);
         going()?;
         let send = || {
-            let messages = self.others().map(|(rank, stream)| (rank, stream, &outgoing[to[rank as usize].clone()]));
+            let messages = self.others().map(|(rank, stream)| {
+                let body = &outgoing[to[rank as usize].clone()];
+                Stretch { rank, stream, of: Some(body.len()), body }
+            });
             self.settle(OP, send(operation, messages, &going))
         };
         let receive = |incoming: &mut [u8]| {
-            let messages = self.others().map(|(rank, stream)| (rank, stream, from[rank as usize].clone()));
+            let messages = self.others().map(|(rank, stream)| {
+                let body = from[rank as usize].clone();
+                Stretch { rank, stream, of: Some(body.len()), body }
+            });
             self.settle(OP, receive(operation, messages, incoming, &going))
         };
         if self.peers.len() == 1 {
@@ -189,24 +203,28 @@ impl Communicator for Mesh {
         })
     }
 
-    fn broadcast(&self, root: u32, memory: &mut Vec<u8>, range: Range<usize>) -> Result<()> {
-        const OP: &str = "broadcast";
-        if root >= self.size() || memory.get(range.clone()).is_none() {
-            let detail = format!("bytes {range:?} of {}, from rank {root}", memory.len());
-            return Err(Error::comm(self.rank(), OP, detail));
-        }
+    fn all_gather(&self, memory: &mut Vec<u8>, ranges: &[Range<usize>]) -> Result<()> {
+        const OP: &str = "all-gather";
+        self.check_ranges(OP, ranges, memory)?;
+        let mut carved = carved(memory.as_mut_slice(), <[u8]>::split_at_mut_checked, ranges)
+            .map_err(|range| Error::comm(self.rank(), OP, format!("bytes {range:?} are another rank's as well")))?;
         let _moving = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
         let operation = self.control.enter(OP);
         let going = || self.control.check(OP);
         going()?;
-        let done = if root == self.rank() {
-            let bytes = &memory[range];
-            send(operation, self.others().map(|(rank, stream)| (rank, stream, bytes)), &going)
-        } else {
-            let from = self.others().filter(|(rank, _)| *rank == root);
-            receive(operation, from.map(|(rank, stream)| (rank, stream, range.clone())), memory, &going)
-        };
-        self.settle(OP, done)
+        // As they come round: its own first, then that of the rank before.
+        carved.rotate_left(self.rank() as usize + 1);
+        let mut ranges = carved.into_iter().rev().map(Option::unwrap_or_default);
+        let own: &[u8] = ranges.next().unwrap_or_default();
+        let (Some(next), Some(before)) = (self.beside(1), self.beside(self.size() - 1)) else { return Ok(()) };
+        let (passed, pieces) = mpsc::channel();
+        thread::scope(|scope| {
+            let sent = scope.spawn(move || self.settle(OP, ring::pass_on(operation, next, &pieces, &going)));
+            ring::begin(own, &passed);
+            let received = self.settle(OP, ring::take(operation, before, ranges, &passed, &going));
+            drop(passed);
+            received.and(sent.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })
     }
 
     fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {

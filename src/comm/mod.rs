@@ -21,7 +21,9 @@ mod local;
 mod mesh;
 mod operation;
 mod place;
+mod ranges;
 mod rendezvous;
+mod ring;
 #[cfg(test)]
 pub(crate) mod tests;
 mod transfer;
@@ -34,6 +36,7 @@ pub use launch::{Launch, Launcher, launch};
 pub use local::Local;
 pub use mesh::Mesh;
 pub use place::Place;
+pub(crate) use ranges::carved;
 pub use rendezvous::{KeepGoing, Meeting, meet, sweep};
 
 /// What one process does of the work of all: part `index` of `of`, counted from 0.

@@ -12,7 +12,7 @@ pub(super) struct Operation {
     pub number: u64,
 }
 
-const NAMES: [&str; 4] = ["start", "gather", "exchange", "broadcast"];
+const NAMES: [&str; 4] = ["start", "gather", "exchange", "all-gather"];
 
 impl Operation {
     /// Before the first.

@@ -2,7 +2,8 @@
 //!
 //! Sockets do not block: who is ready is served, by one thread for all that is sent and one for all that is received.
 //! Before the bytes of a message there is a header with the operation and how many bytes are to come, so that
-//! ranks that do not agree get an error and no message in place of another. Counts bytes.
+//! ranks that do not agree get an error and no message in place of another. A message may come in several stretches.
+//! Counts bytes.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::TcpStream;
@@ -48,30 +49,42 @@ impl From<Error> for Fault {
     }
 }
 
-/// A message with one peer, under way.
+/// Bytes to a peer, or from one.
+pub(super) struct Stretch<'a, T> {
+    pub rank: u32,
+    pub stream: &'a TcpStream,
+    /// How long the message is that begins here; `None` where one goes on.
+    pub of: Option<usize>,
+    pub body: T,
+}
+
+/// The same under way.
 struct Message<'a, T> {
     rank: u32,
     stream: &'a TcpStream,
+    of: usize,
     header: [u8; HEADER],
     body: T,
     /// Of header and body.
     done: usize,
 }
 
+impl<'a, T> Message<'a, T> {
+    fn new(operation: Operation, Stretch { rank, stream, of, body }: Stretch<'a, T>) -> Self {
+        let length = of.unwrap_or_default();
+        let done = if of.is_some() { 0 } else { HEADER };
+        Self { rank, stream, of: length, header: header(operation, length), body, done }
+    }
+}
+
 /// Send to each of these ranks its bytes.
 pub(super) fn send<'a>(
     operation: Operation,
-    messages: impl Iterator<Item = (u32, &'a TcpStream, &'a [u8])>,
+    stretches: impl Iterator<Item = Stretch<'a, &'a [u8]>>,
     going: &dyn Fn() -> Result<()>,
 ) -> Result<(), Fault> {
-    let message = |(rank, stream, body): (u32, &'a TcpStream, &'a [u8])| Message {
-        rank,
-        stream,
-        header: header(operation, body.len()),
-        body,
-        done: 0,
-    };
-    serve(messages.map(message).collect(), PollFlags::OUT, going, |message| {
+    let messages = stretches.map(|stretch| Message::new(operation, stretch));
+    serve(messages.collect(), PollFlags::OUT, going, |message| {
         let body = &message.body[message.done.saturating_sub(HEADER)..];
         let header = &message.header[message.done.min(HEADER)..];
         if header.len() + body.len() == 0 {
@@ -87,12 +100,12 @@ pub(super) fn send<'a>(
 /// Receive from each of these ranks what goes into its range.
 pub(super) fn receive<'a>(
     operation: Operation,
-    messages: impl Iterator<Item = (u32, &'a TcpStream, Range<usize>)>,
+    stretches: impl Iterator<Item = Stretch<'a, Range<usize>>>,
     memory: &mut [u8],
     going: &dyn Fn() -> Result<()>,
 ) -> Result<(), Fault> {
-    let message = |(rank, stream, body)| Message { rank, stream, header: [0; HEADER], body, done: 0 };
-    serve(messages.map(message).collect(), PollFlags::IN, going, |message| {
+    let messages = stretches.map(|stretch| Message::new(operation, stretch));
+    serve(messages.collect(), PollFlags::IN, going, |message| {
         let mut stream = message.stream;
         let link = |error| Fault::Link(message.rank, error);
         if let Some(header) = message.header.get_mut(message.done..).filter(|header| !header.is_empty()) {
@@ -100,7 +113,7 @@ pub(super) fn receive<'a>(
             if message.done < HEADER {
                 return Ok(false);
             }
-            check_header(operation, &message.header, message.rank, message.body.len())?;
+            check_header(operation, &message.header, message.rank, message.of)?;
         }
         let body = &mut memory[message.body.clone()][message.done - HEADER..];
         if !body.is_empty() {

@@ -32,6 +32,7 @@ mod strips;
 pub mod sums;
 #[cfg(test)]
 pub(crate) mod tests;
+pub mod weigh;
 mod window;
 
 pub use edges::HELD_BYTES;

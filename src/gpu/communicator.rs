@@ -21,7 +21,7 @@ use super::device::{Device, failed};
 use super::memory::DeviceBytes;
 use super::settings::{SHARE, Sharing};
 use super::stream::Stream;
-use crate::comm::Communicator;
+use crate::comm::{Communicator, carved};
 use crate::error::{Error, Result};
 
 /// How long ranks that all are there may take to meet.
@@ -123,8 +123,8 @@ impl<C: Communicator + Send> Nccl<C> {
     ) -> Result<()> {
         const OP: &str = "exchange";
         let (rank, size) = (self.rank() as usize, self.size() as usize);
-        let mut sends = carved(DeviceView::of(outgoing), DeviceView::split_at, to)?;
-        let mut receives = carved(DeviceViewMut::of(incoming), DeviceViewMut::split_at, from)?;
+        let mut sends = lent(OP, DeviceView::of(outgoing), DeviceView::split_at, to)?;
+        let mut receives = lent(OP, DeviceViewMut::of(incoming), DeviceViewMut::split_at, from)?;
         self.queue(OP, stream, |group| {
             // Each rank begins with another one.
             for step in 1..size {
@@ -137,6 +137,27 @@ impl<C: Communicator + Send> Nccl<C> {
                 }
             }
             Ok(())
+        })
+    }
+
+    /// Queue [`Communicator::all_gather`] on a stream.
+    pub(super) fn queue_all_gather(
+        &self,
+        stream: &Stream,
+        memory: &mut DeviceBytes,
+        ranges: &[Range<usize>],
+    ) -> Result<()> {
+        const OP: &str = "all-gather";
+        if let Some(all) = all_parts(ranges) {
+            let whole = lent(OP, DeviceViewMut::of(memory), DeviceViewMut::split_at, &[all])?.pop().flatten();
+            return self.queue(OP, stream, |group| {
+                whole.map_or(Ok(()), |whole| group.all_gather_in_place(whole, DataType::Uint8))
+            });
+        }
+        let parts = lent(OP, DeviceViewMut::of(memory), DeviceViewMut::split_at, ranges)?;
+        self.queue(OP, stream, |group| {
+            let mut parts = parts.into_iter().enumerate();
+            parts.try_for_each(|(root, part)| part.map_or(Ok(()), |part| group.broadcast(part, DataType::Uint8, root)))
         })
     }
 
@@ -217,13 +238,9 @@ impl<C: Communicator + Send> Communicator for Nccl<C> {
         self.wait("exchange", &self.stream.record()?)
     }
 
-    fn broadcast(&self, root: u32, memory: &mut DeviceBytes, range: Range<usize>) -> Result<()> {
-        const OP: &str = "broadcast";
-        let mut told = carved(DeviceViewMut::of(memory), DeviceViewMut::split_at, &[range])?;
-        if let Some(told) = told[0].take() {
-            self.queue(OP, &self.stream, |group| group.broadcast(told, DataType::Uint8, root as usize))?;
-        }
-        self.wait(OP, &self.stream.record()?)
+    fn all_gather(&self, memory: &mut DeviceBytes, ranges: &[Range<usize>]) -> Result<()> {
+        self.queue_all_gather(&self.stream, memory, ranges)?;
+        self.wait("all-gather", &self.stream.record()?)
     }
 
     fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
@@ -257,25 +274,25 @@ impl<C: Communicator + Send> Communicator for Nccl<C> {
     }
 }
 
-/// These ranges of some memory, in any order, as views; those that are empty are none.
-fn carved<V>(whole: V, split_at: fn(V, usize) -> Option<(V, V)>, ranges: &[Range<usize>]) -> Result<Vec<Option<V>>> {
-    let mut order: Vec<usize> = (0..ranges.len()).filter(|at| !ranges[*at].is_empty()).collect();
-    order.sort_unstable_by_key(|at| ranges[*at].start);
-    let mut carved: Vec<Option<V>> = ranges.iter().map(|_| None).collect();
-    let (mut rest, mut begin) = (whole, 0);
-    for at in order {
-        let Range { start, end } = ranges[at];
-        let parts = start.checked_sub(begin).and_then(|gap| split_at(rest, gap));
-        let parts = parts.and_then(|(_, behind)| split_at(behind, end - start));
-        let (part, behind) = parts.ok_or_else(|| Error::Device {
-            op: "exchange",
-            detail: format!("bytes {start} to {end} are not in the buffer, or in another message as well"),
-            hint: None,
-        })?;
-        carved[at] = Some(part);
-        (rest, begin) = (behind, end);
-    }
-    Ok(carved)
+/// What messages are of, as views.
+fn lent<V>(
+    op: &'static str,
+    whole: V,
+    split_at: fn(V, usize) -> Option<(V, V)>,
+    ranges: &[Range<usize>],
+) -> Result<Vec<Option<V>>> {
+    carved(whole, split_at, ranges).map_err(|Range { start, end }| Error::Device {
+        op,
+        detail: format!("bytes {start} to {end} are not in the buffer, or in another message as well"),
+        hint: None,
+    })
+}
+
+/// From the first to the last of ranges that are equally long, and each begins where the one before ends.
+fn all_parts(ranges: &[Range<usize>]) -> Option<Range<usize>> {
+    let (first, last) = (ranges.first()?, ranges.last()?);
+    let follows = |pair: &[Range<usize>]| pair[0].end == pair[1].start && pair[0].len() == pair[1].len();
+    ranges.windows(2).all(follows).then_some(first.start..last.end)
 }
 
 /// What the control knows of why NCCL fails, soon; or else what NCCL says.
@@ -316,8 +333,6 @@ fn words(uuid: &[u8]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use nccl::DeviceBuffer;
-
     use super::*;
 
     #[test]
@@ -330,24 +345,11 @@ mod tests {
     }
 
     #[test]
-    fn ranges_are_carved_in_any_order() {
-        struct Nothing;
-        // SAFETY: it is not used.
-        unsafe impl DeviceBuffer for Nothing {
-            fn address(&self) -> u64 {
-                0x1000
-            }
-
-            fn bytes(&self) -> usize {
-                20
-            }
+    fn ranges_that_are_parts_of_one_are_known() {
+        assert_eq!(all_parts(&[3..5, 5..7, 7..9]), Some(3..9));
+        assert_eq!(all_parts(&[4..4, 4..4]), Some(4..4));
+        for others in [[0..2, 2..4, 4..5], [0..2, 3..5, 5..7], [4..6, 2..4, 0..2], [0..0, 0..0, 1..1]] {
+            assert_eq!(all_parts(&others), None);
         }
-        let lens = |ranges: &[Range<usize>]| {
-            let views = carved(DeviceView::of(&Nothing), DeviceView::split_at, ranges)?;
-            Ok(views.into_iter().map(|view| view.map(|view| view.bytes())).collect::<Vec<_>>())
-        };
-        assert_eq!(lens(&[12..20, 3..3, 2..7]).unwrap(), [Some(8), None, Some(5)]);
-        let refused = |ranges: &[Range<usize>]| Result::<Vec<_>>::is_err(&lens(ranges));
-        assert!(refused(&[0..2, 12..21]) && refused(&[2..7, 6..8]));
     }
 }

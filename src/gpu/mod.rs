@@ -5,6 +5,8 @@
 //!     |----------- stream up -------------| |-- stream wire --| |------------- stream down ---------------|
 //! ```
 //!
+//! Summands come down to be reduced; values that others need go the same way once more.
+//!
 //! Nothing of CUDA is linked: driver, NVRTC and NCCL are opened by [`open`] and not before. A machine without them pays
 //! nothing, and is told what is missing. Without NVRTC the driver copies what a kernel would.
 //!

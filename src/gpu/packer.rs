@@ -33,6 +33,15 @@ impl Packer {
         loaded.map_or_else(Self::Copies, Self::Kernel)
     }
 
+    /// Why there is no kernel, where there is none.
+    #[must_use]
+    pub fn lack(&self) -> Option<&str> {
+        match self {
+            Self::Kernel(_) => None,
+            Self::Copies(why) => Some(why),
+        }
+    }
+
     /// Lists of copies, ready to be done, and what is to be in their table on the device.
     pub(super) fn prepare<const N: usize>(&self, lists: [Vec<Nest>; N]) -> ([Copies; N], Vec<u8>) {
         let mut bytes = Vec::new();

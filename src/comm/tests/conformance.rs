@@ -36,14 +36,16 @@ pub(crate) fn conforms<F: Fleet>(fleet: F) {
     let fleet = Arc::new(fleet);
     for size in [1, 2, 5] {
         exchanges_in_order(&fleet, size);
-        broadcasts_from_each(&fleet, size);
+        all_gathers(&fleet, size);
+        all_gathers_parts(&fleet, size);
         gathers(&fleet, size);
         votes(&fleet, size);
         leaves_in_any_order(&fleet, size);
     }
     exchanges_of_many_bytes(&fleet);
+    all_gathers_many_bytes(&fleet);
     for end in [End::Dropped, End::Failed, End::Panicked] {
-        for operation in [Operation::Exchange, Operation::Broadcast, Operation::Gather, Operation::Barrier] {
+        for operation in [Operation::Exchange, Operation::AllGather, Operation::Gather, Operation::Barrier] {
             for gone in [0, 1, 2] {
                 names_who_is_gone(&fleet, operation, end, gone);
             }
@@ -51,6 +53,7 @@ pub(crate) fn conforms<F: Fleet>(fleet: F) {
     }
     if fleet.checks_lengths() {
         refuses_other_lengths(&fleet);
+        refuses_to_all_gather_other_lengths(&fleet);
     }
 }
 
@@ -151,18 +154,69 @@ fn exchanges_of_many_bytes<F: Fleet>(fleet: &Arc<F>) {
     });
 }
 
-fn broadcasts_from_each<F: Fleet>(fleet: &Arc<F>, size: u32) {
+/// One all-gather of these lengths, the ranges of later ranks before those of earlier ones where it is `turned`; checks
+/// all bytes, and that no others were touched.
+fn all_gather_once<F: Fleet>(fleet: &F, rank: &F::Rank, turned: bool, lengths: &[usize]) -> Result<()> {
+    let mut lengths = lengths.to_vec();
+    if turned {
+        lengths.reverse();
+    }
+    let (mut ranges, size) = ranges(&lengths);
+    if turned {
+        ranges.reverse();
+    }
+    let mut expected = vec![0x5A; size];
+    let mut mine = expected.clone();
+    for (from, range) in (0..).zip(&ranges) {
+        let bytes = bytes_of(from, 0, range.len(), range.len());
+        expected[range.clone()].copy_from_slice(&bytes);
+        if from == rank.rank() {
+            mine[range.clone()].copy_from_slice(&bytes);
+        }
+    }
+    let mut memory = fleet.memory(rank, &mine);
+    rank.all_gather(&mut memory, &ranges)?;
+    assert!(fleet.bytes(rank, &memory) == expected, "rank {} of {lengths:?}: other bytes", rank.rank());
+    Ok(())
+}
+
+fn all_gathers<F: Fleet>(fleet: &Arc<F>, size: u32) {
     run_well(fleet, size, |fleet, rank| {
-        for (round, length) in [0, 1, 1000, (3 << 20) + 17].into_iter().enumerate() {
-            for root in 0..rank.size() {
-                let told = bytes_of(root, 0, round, length);
-                let mine = if rank.rank() == root { told.clone() } else { vec![0; length] };
-                let mut memory = fleet.memory(rank, &[&[1, 2][..], &mine, &[3]].concat());
-                rank.broadcast(root, &mut memory, 2..2 + length).unwrap();
-                assert!(fleet.bytes(rank, &memory) == [&[1, 2][..], &told, &[3]].concat());
+        let size = rank.size() as usize;
+        let gather = |length: &dyn Fn(usize) -> usize| {
+            for turned in [false, true] {
+                all_gather_once(fleet, rank, turned, &(0..size).map(length).collect::<Vec<_>>()).unwrap();
             }
+        };
+        gather(&|_| 0);
+        gather(&|_| 1000);
+        gather(&|_| (1 << 20) + 1);
+        for round in 0..size {
+            // Uneven, some empty, and all from one.
+            gather(&|rank| (rank + round) % 3 * 1001);
+            gather(&|rank| usize::from(rank == round) * ((3 << 20) + 17));
         }
     });
+}
+
+/// Equally long and none between, as the parts of one tensor.
+fn all_gathers_parts<F: Fleet>(fleet: &Arc<F>, size: u32) {
+    const LENGTH: usize = 70_000;
+    run_well(fleet, size, |fleet, rank| {
+        let part = |rank: u32| rank as usize * LENGTH..(rank as usize + 1) * LENGTH;
+        let ranges: Vec<_> = (0..rank.size()).map(part).collect();
+        let expected: Vec<u8> = (0..rank.size()).flat_map(|from| bytes_of(from, 0, 0, LENGTH)).collect();
+        let mut mine = vec![0; expected.len()];
+        mine[part(rank.rank())].copy_from_slice(&expected[part(rank.rank())]);
+        let mut memory = fleet.memory(rank, &mine);
+        rank.all_gather(&mut memory, &ranges).unwrap();
+        assert!(fleet.bytes(rank, &memory) == expected);
+    });
+}
+
+/// Far more than any buffer of a socket holds, from all at once.
+fn all_gathers_many_bytes<F: Fleet>(fleet: &Arc<F>) {
+    run_well(fleet, 3, |fleet, rank| all_gather_once(fleet, rank, false, &[9 << 20, 0, (20 << 20) + 4099]).unwrap());
 }
 
 fn gathers<F: Fleet>(fleet: &Arc<F>, size: u32) {
@@ -216,7 +270,7 @@ fn leaves_in_any_order<F: Fleet>(fleet: &Arc<F>, size: u32) {
 #[derive(Clone, Copy, Debug)]
 enum Operation {
     Exchange,
-    Broadcast,
+    AllGather,
     Gather,
     Barrier,
 }
@@ -225,10 +279,7 @@ impl Operation {
     fn once<F: Fleet>(self, fleet: &F, rank: &F::Rank, round: usize) -> Result<()> {
         match self {
             Self::Exchange => exchange_once(fleet, rank, round, |_, _| 300_000),
-            Self::Broadcast => {
-                let root = u32::try_from(round).unwrap() % rank.size();
-                rank.broadcast(root, &mut fleet.memory(rank, &vec![7; 100_000]), 1..99_999)
-            }
+            Self::AllGather => all_gather_once(fleet, rank, round % 2 == 1, &[100_000, 0, 70_000]),
             Self::Gather => rank.gather(&[1, 2, 3]).map(drop),
             Self::Barrier => rank.barrier(),
         }
@@ -295,6 +346,24 @@ fn refuses_other_lengths<F: Fleet>(fleet: &Arc<F>) {
         });
         let told: Vec<_> = told.into_iter().flatten().collect();
         assert!(told[0].contains("rank 1: exchange"), "{told:?}");
+        for number in [sent, expected] {
+            assert!(told.iter().all(|told| told.contains(&number.to_string())), "{told:?}");
+        }
+    }
+}
+
+/// Rank 1 has more or less than the others expect.
+fn refuses_to_all_gather_other_lengths<F: Fleet>(fleet: &Arc<F>) {
+    for (sent, expected) in [(70, 50), (50, 70), (0, 70), (70, 0), (5 << 20, 1), (1, 5 << 20)] {
+        let told = run(fleet, 3, move |fleet, rank| {
+            let length = if rank.rank() == 1 { sent } else { expected };
+            let error = (0..1000).find_map(|_| all_gather_once(fleet, &rank, false, &[9, length, 11]).err());
+            let error = error.expect("an error in the end");
+            rank.fail(&error.to_string());
+            error.to_string()
+        });
+        let told: Vec<_> = told.into_iter().flatten().collect();
+        assert!(told.iter().any(|told| told.starts_with("rank 1: all-gather: expected")), "{told:?}");
         for number in [sent, expected] {
             assert!(told.iter().all(|told| told.contains(&number.to_string())), "{told:?}");
         }

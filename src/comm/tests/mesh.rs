@@ -68,7 +68,7 @@ fn ranks_in_other_operations_are_found_out() {
         let mut memory = vec![0; 100];
         let error = if rank.rank() == 1 {
             // Its bytes go to ranks that expect an exchange.
-            let sent = rank.broadcast(1, &mut memory, 0..10);
+            let sent = rank.all_gather(&mut memory, &[0..0, 0..10, 10..20]);
             sent.and_then(|()| rank.barrier()).unwrap_err()
         } else {
             let none = vec![0..0; 3];
@@ -77,7 +77,8 @@ fn ranks_in_other_operations_are_found_out() {
         error.to_string()
     });
     let told: Vec<_> = told.into_iter().flatten().collect();
-    assert!(told.iter().all(|told| told.contains("it is in broadcast 3, this rank in exchange 3")), "{told:?}");
+    let both = |told: &String| told.contains("all-gather 3") && told.contains("exchange 3");
+    assert!(told.iter().all(both), "{told:?}");
 }
 
 #[test]
@@ -107,8 +108,9 @@ fn ranges_beyond_the_memory_are_refused() {
         for ranges in [vec![], one(0..11), vec![0..0, 0..0]] {
             assert!(rank.exchange(&vec![0; 100], &one(0..0), &mut memory, &ranges).is_err());
         }
-        assert!(rank.broadcast(1, &mut memory, 0..1).is_err());
-        assert!(rank.broadcast(0, &mut memory, 3..11).is_err());
+        for ranges in [vec![], one(3..11), vec![0..0, 0..0]] {
+            assert!(rank.all_gather(&mut memory, &ranges).is_err());
+        }
         rank.leave().unwrap();
     })
     .pop()

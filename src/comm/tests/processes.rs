@@ -19,7 +19,7 @@ const VARIABLE: &str = "DTSHARD_TEST_RANK";
 const LIVENESS: Liveness = Liveness { beat: Duration::from_millis(200), dead_after: Duration::from_secs(4) };
 
 /// What all ranks do until they are stopped.
-const WORK: [&str; 6] = ["connect", "exchange", "broadcast", "gather", "barrier", "nothing"];
+const WORK: [&str; 6] = ["connect", "exchange", "all-gather", "gather", "barrier", "nothing"];
 
 /// One rank: `RANK SIZE WORK FOLDER` in a variable. Nothing where that is not set.
 #[test]
@@ -69,11 +69,12 @@ fn work(part: Part, work: &str, folder: &Path) -> Result<()> {
     }
     let (mut memory, range) = (vec![0; 2 << 20], 0..1 << 20);
     let ranges: Vec<_> = (0..part.of).map(|rank| if rank == part.index { 0..0 } else { range.clone() }).collect();
+    let shared: Vec<_> = (0..part.of as usize).map(|rank| rank << 18..(rank + 1) << 18).collect();
     let outgoing = memory.clone();
-    for round in 0.. {
+    loop {
         match work {
             "exchange" => mesh.exchange(&outgoing, &ranges, &mut memory, &ranges)?,
-            "broadcast" => mesh.broadcast(round % part.of, &mut memory, range.clone())?,
+            "all-gather" => mesh.all_gather(&mut memory, &shared)?,
             "gather" => drop(mesh.gather(&[1; 5000])?),
             "barrier" => mesh.barrier()?,
             // Long work of its own.
@@ -83,7 +84,6 @@ fn work(part: Part, work: &str, folder: &Path) -> Result<()> {
             }
         }
     }
-    Ok(())
 }
 
 struct Process {

@@ -55,8 +55,8 @@ impl Communicator for Pair {
         Err(self.gone("exchange"))
     }
 
-    fn broadcast(&self, _: u32, _: &mut Vec<u8>, _: Range<usize>) -> Result<()> {
-        Err(self.gone("broadcast"))
+    fn all_gather(&self, _: &mut Vec<u8>, _: &[Range<usize>]) -> Result<()> {
+        Err(self.gone("all-gather"))
     }
 
     fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {

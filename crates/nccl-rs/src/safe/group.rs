@@ -85,6 +85,18 @@ impl<'b> Group<'_, 'b> {
         Ok(())
     }
 
+    /// The same in place: what a rank sends is its part of `buffer`, in the order of ranks (`ncclAllGather`).
+    pub fn all_gather_in_place(&mut self, buffer: DeviceViewMut<'b>, dtype: DataType) -> Result<()> {
+        let recv = buffer.extent();
+        let all = recv.elements(dtype, "ncclAllGather")?;
+        let count = all / self.place.ranks;
+        self.one_for_each(count, all, "ncclAllGather")?;
+        let bytes = count * dtype.size();
+        let send = Extent { address: recv.address + (self.place.rank * bytes) as u64, bytes };
+        self.add(Kind::AllGather { send, recv }, count, dtype);
+        Ok(())
+    }
+
     /// All ranks get the elements of `send`, each reduced over all ranks (`ncclAllReduce`).
     pub fn all_reduce(
         &mut self,
@@ -265,6 +277,14 @@ mod tests {
         assert_eq!(message(refused), why);
         all.1 = 24;
         group().all_gather(DeviceView::of(&one), DeviceViewMut::of(&mut all), DataType::Uint8).unwrap();
+
+        let refused = group().all_gather_in_place(DeviceViewMut::of(&mut Nothing(0x2000, 25)), DataType::Uint8);
+        let why = "ncclAllGather: expected the elements of one rank for each rank, 24, found 25";
+        assert_eq!(message(refused), why);
+        let mut group_of_one = group();
+        group_of_one.all_gather_in_place(DeviceViewMut::of(&mut all), DataType::Float32).unwrap();
+        let Kind::AllGather { send, .. } = group_of_one.operations[0].kind else { panic!("another kind") };
+        assert_eq!(send, Extent { address: 0x2008, bytes: 8 });
 
         let (send, mut recv) = (Nothing(0x1000, 24), Nothing(0x2000, 8));
         let (from, into) = (DeviceView::of(&send), DeviceViewMut::of(&mut recv));
