@@ -149,7 +149,7 @@ fn rounds(gpu: &Gpu, slowest: f64) -> Result<()> {
     let rounds = Rounds::new(&catalog, &reservation.tensors, &owners, &parties, BUCKET_BYTES);
     let moves = rounds.map(|round| Ok(Arc::new(Moves::new(&round?, 0)))).collect::<Result<Vec<_>>>()?;
     {
-        let mut shuffle = DeviceShuffle::new(gpu, &peers)?;
+        let mut shuffle = DeviceShuffle::new(gpu, &peers, None)?;
         let rooms = shuffle.rooms();
         let mut rates = Vec::new();
         for _ in 0..3 {
@@ -159,11 +159,11 @@ fn rounds(gpu: &Gpu, slowest: f64) -> Result<()> {
             for moves in &moves {
                 let next = (moves, shuffle.begin(moves, rooms.room(moves.stage_len)?)?);
                 if let Some((before, begun)) = under_way.replace(next) {
-                    bytes += shuffle.finish(before, begun)?.len();
+                    bytes += shuffle.finish(before, begun)?.values.len();
                 }
             }
             if let Some((last, begun)) = under_way {
-                bytes += shuffle.finish(last, begun)?.len();
+                bytes += shuffle.finish(last, begun)?.values.len();
             }
             #[expect(clippy::cast_precision_loss, reason = "a few digits are printed")]
             rates.push(bytes as f64 / begun.elapsed().as_secs_f64());

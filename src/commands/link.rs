@@ -4,7 +4,7 @@ use super::printer::Printer;
 use crate::cli::Backend;
 use crate::comm::{Communicator, Mesh, process_environment};
 use crate::error::Result;
-use crate::gpu::{self, Gpu, Nccl};
+use crate::gpu::{self, Arithmetic, Gpu, Nccl};
 
 pub enum Link {
     Hosts(Mesh),
@@ -62,4 +62,14 @@ impl Link {
             Self::Devices(_, nccl) => nccl.leave(),
         }
     }
+}
+
+/// What computes on the device; `None` where the host does, which is said.
+pub fn arithmetic<'g>(gpu: &'g Gpu, printer: &Printer) -> Option<&'g Arithmetic> {
+    let opened = gpu.arithmetic();
+    printer.detail(&match opened {
+        Ok(_) => String::from("kernels reduce and cast"),
+        Err(why) => format!("no kernel reduces or casts, the host does: {why}"),
+    });
+    opened.ok()
 }

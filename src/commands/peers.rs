@@ -9,8 +9,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::convert::{Conversion, refuse_nesting};
-use super::link::Link;
+use super::link::{Link, arithmetic};
 use super::meeting_place::MeetingPlace;
+use super::printer::Printer;
 use super::run::Run;
 use super::{input, progress::Progress};
 use crate::catalog::TensorId;
@@ -221,7 +222,7 @@ impl Peers {
     ///
     /// # Errors
     /// As [`Exchange::run`].
-    pub fn fill(&self, conversion: &Conversion<'_>, writing: Writing<'_>) -> Result<Stats> {
+    pub fn fill(&self, conversion: &Conversion<'_>, writing: Writing<'_>, printer: &Printer) -> Result<Stats> {
         let files = &conversion.reservation.files;
         let owners = Owners::new(files, &agree(self.mesh(), files, writing.log.todo())?);
         let parties = self.parties(conversion);
@@ -229,7 +230,9 @@ impl Peers {
         let stats = match &self.link {
             Link::Hosts(mesh) => exchange.run(mesh, HostShuffle::new(mesh), writing)?,
             Link::Devices(gpu, nccl) => {
-                let shuffle = self.mesh().settle(DeviceShuffle::new(gpu, nccl))?;
+                let arithmetic = exchange.computes().then(|| arithmetic(gpu, printer)).flatten();
+                // Compiled by now, where it is needed: in the rounds nobody waits for that.
+                let shuffle = self.mesh().settle(DeviceShuffle::new(gpu, nccl, arithmetic))?;
                 exchange.run(nccl, shuffle, writing)?
             }
         };

@@ -185,7 +185,7 @@ impl Producer<'_> {
             stop: &run.stop,
         };
         let stats = match peers {
-            Some(peers) => peers.fill(conversion, writing)?,
+            Some(peers) => peers.fill(conversion, writing, run.printer)?,
             None => copy(input(&conversion.source.checkpoint), writing)?,
         };
         staging.finish()?;

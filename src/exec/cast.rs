@@ -44,6 +44,13 @@ impl Counts {
         self.overflows = self.overflows.saturating_add(other.overflows);
         self.nans = self.nans.saturating_add(other.nans);
     }
+
+    /// Without those of some of the elements.
+    #[must_use]
+    pub fn without(self, other: Self) -> Self {
+        let overflows = self.overflows.saturating_sub(other.overflows);
+        Self { overflows, nans: self.nans.saturating_sub(other.nans) }
+    }
 }
 
 impl Cast {

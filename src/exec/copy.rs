@@ -22,6 +22,7 @@ use rayon::prelude::*;
 
 use super::bands;
 use super::block::Wanted;
+use super::cast::Counts;
 use super::digest::Digest;
 use super::journal::{Entry, Lost};
 use super::log::Log;
@@ -29,7 +30,7 @@ use super::output::Outputs;
 use super::passing::Passing;
 use super::strips::{Content, Cutter, Payload, Segment, Strip};
 use super::sums::{InStrip, SITE_BYTES, Sums};
-use super::window::{Pace, Slot, Windows, prepare};
+use super::window::{Counted, Pace, Slot, Windows, prepare};
 use super::{Extents, Input, Options, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reservation};
 use crate::error::Result;
@@ -431,12 +432,29 @@ impl Filler<'_> {
         let first = bytes.start / tile.itemsize();
         let counts = tile.read_summing(self.input, first, target, scratch, Some(self.passing))?;
         let counted = |copy: &Strip| match copy.segments[segment].content {
-            Content::Payload { slot, .. } => self.slots[slot].counted,
+            Content::Payload { slot, .. } => self.slots[slot].counted.as_ref(),
             Content::Literal { .. } => None,
         };
         // Where the one is that counts.
-        if let Some((lost, pair)) = zip(lost, copies).find_map(|(lost, copy)| Some((lost, counted(copy)?))) {
-            lost.entry(pair).or_default().add(counts);
+        let mut counting = zip(lost, copies).filter_map(|(lost, copy)| Some((lost, copy, counted(copy)?)));
+        match counting.next() {
+            None => {}
+            Some((lost, copy, Counted::InStrips(pair))) => {
+                let at = copy.segments[segment].offset;
+                // Of an element that two write, it counts where its first byte is to be done.
+                let beyond = if self.log.todo().overlaps(copy.file, &(at..at + 1)) {
+                    Counts::default()
+                } else {
+                    let element = usize::try_from(tile.itemsize()).expect("a few bytes");
+                    tile.read_summing(self.input, first, &mut target[..element], scratch, None)?
+                };
+                lost.entry(*pair).or_default().add(counts.without(beyond));
+            }
+            Some((lost, _, Counted::Before(pair, met))) => {
+                let elements = first..bytes.end / tile.itemsize();
+                let met = met.iter().filter(|(element, _)| elements.contains(element));
+                met.for_each(|(_, counts)| lost.entry(*pair).or_default().add(*counts));
+            }
         }
         Ok(())
     }

@@ -156,10 +156,10 @@ impl Prepared {
         Ok(prepared)
     }
 
-    /// `numel` values that have been brought into memory, of the dtype of `entry`.
+    /// `numel` values of a tensor that have been brought into memory, of this dtype.
     #[must_use]
-    pub fn held(entry: &TensorEntry, numel: u64, values: Held) -> Self {
-        let mut prepared = Self::of(entry, numel);
+    pub fn held(entry: &TensorEntry, dtype: Dtype, numel: u64, values: Held) -> Self {
+        let mut prepared = Self { dtype, ..Self::of(entry, numel) };
         prepared.parts.push(Part::Memory(values));
         prepared
     }

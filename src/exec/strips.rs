@@ -160,10 +160,15 @@ impl<'a> Strips<'a> {
 
     /// Add what is to be done of a stretch of a file, in whole elements.
     fn push(&mut self, file: u32, offset: u64, len: u64, itemsize: u64, content: impl Fn(Range<u64>) -> Content) {
+        let mut pushed = 0;
         for todo in self.todo.within(file, offset..offset + len) {
-            let start = (todo.start - offset) / itemsize * itemsize;
+            // The element in which the stretch before has ended is there.
+            let start = pushed.max((todo.start - offset) / itemsize * itemsize);
             let end = (todo.end - offset).next_multiple_of(itemsize).min(len);
-            self.push_elements(file, offset, start..end, itemsize, &content);
+            if start < end {
+                self.push_elements(file, offset, start..end, itemsize, &content);
+                pushed = end;
+            }
         }
     }
 

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use rayon::prelude::*;
 
 use super::bands::{self, Member, Of};
+use super::cast::Counts;
 use super::copy::DtypePair;
 use super::strips::Payload;
 use super::{Extents, Input, Locations, Prepared};
@@ -134,9 +135,17 @@ fn is_wanted(tensor: &Reserved, chunk: usize, todo: &Extents) -> bool {
 pub struct Slot {
     pub tile: Prepared,
     /// Where what its cast meets is counted; `None` without a cast, and for all replicas but the first.
-    pub counted: Option<DtypePair>,
+    pub counted: Option<Counted>,
     /// The tiles that are equal to it.
     pub copies: Option<usize>,
+}
+
+/// Where what a cast of a tile meets is counted.
+#[derive(Clone, Debug)]
+pub enum Counted {
+    InStrips(DtypePair),
+    /// It was, with what comes to the strips of these elements.
+    Before(DtypePair, Vec<(u64, Counts)>),
 }
 
 /// Prove, plan and locate the tensors of a window. Its slots take the place of those of the window before.
@@ -182,7 +191,8 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents) -> Result
             continue;
         }
         let prepared = Prepared::share(input, &source, &tile, share.map(Arc::as_ref), &mut known)?;
-        let slot = Slot { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(pair), copies: None };
+        let slot =
+            Slot { tile: prepared.cast_to(pair.1)?, counted: is_new.then_some(Counted::InStrips(pair)), copies: None };
         let itemsize = pair.1.itemsize();
         let payload = Payload { file, offset, len: tensor.chunk_bytes(index), slot: 0, itemsize, group: None };
         tiles.push((slot, payload));

@@ -18,6 +18,7 @@
 
 mod arithmetic;
 mod communicator;
+mod computing;
 mod copies;
 mod device;
 mod kernels;

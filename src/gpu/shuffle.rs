@@ -1,15 +1,19 @@
 //! The shuffle on devices: rounds go up, across and down, one behind the other.
 //!
 //! Each round has three steps on a stream of its own kind: up, the stage is copied to the device and packed; across, NCCL
-//! exchanges; down, what came is unpacked and copied to the host. So the next round goes up while this one goes across,
-//! and another comes down. Summands are reduced on the way down; where values are then passed on, they go across and down
-//! once more:
+//! exchanges; down, what came is unpacked, computed with and copied to the host. So the next round goes up while this one
+//! goes across, and another comes down. Summands are reduced on the way down; where values are then passed on, they go
+//! across and down once more:
 //!
 //! ```text
 //!     up      N      N+1                   N+2
 //!     wire       N        second N  N+1         second N+1  N+2
 //!     down          N..             N      N+1..            N+1
 //! ```
+//!
+//! With [kernels](super::arithmetic) all of a round is queued at once, and what comes down is as it is written. Without them
+//! the host reduces: a round is then queued as far as its summands, which come down, and the rest of it when the next one is
+//! begun, or it is waited for. Ranks need not be alike in that.
 //!
 //! Counts bytes. Invariants: memory that a stream may still use is in a slot, and a slot is emptied when its round is done;
 //! on all ranks a round's second hop is queued before the first one of the next round, wherever its values are made.
@@ -20,7 +24,9 @@ use std::sync::Arc;
 use cudarc::driver::CudaEvent;
 
 use super::Gpu;
+use super::arithmetic::Arithmetic;
 use super::communicator::Nccl;
+use super::computing::Computing;
 use super::copies::Nest;
 use super::device::Device;
 use super::memory::{DeviceBytes, Pinned};
@@ -28,7 +34,7 @@ use super::packer::{Copies, Packer};
 use super::stream::Stream;
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::exec::exchange::{Hop, Making, Moves, Origin, Room, Rooms, Shuffle, StridedCopy, reduce};
+use crate::exec::exchange::{Casting, Given, Hop, Making, Moves, Origin, Room, Rooms, Shuffle, StridedCopy, reduce};
 
 /// Rounds under way: one goes up and across while the one before comes down.
 const SLOTS: usize = 2;
@@ -38,6 +44,7 @@ const OP: &str = "exchange";
 pub struct DeviceShuffle<'a, C: Communicator + Send> {
     peers: &'a Nccl<C>,
     packer: Packer,
+    arithmetic: Option<Arithmetic>,
     rooms: Arc<Rooms<Pinned>>,
     /// Memory of tables, which are much shorter than rounds.
     tables: Arc<Rooms<Pinned>>,
@@ -50,6 +57,7 @@ pub struct DeviceShuffle<'a, C: Communicator + Send> {
 
 /// A round's memory on the device, and what it has of the host's.
 struct Slot {
+    /// What goes up; then what is cast, and what comes down with that.
     stage: DeviceBytes,
     outgoing: DeviceBytes,
     incoming: DeviceBytes,
@@ -63,21 +71,36 @@ struct Lent {
     moves: Arc<Moves>,
     stage: Room<Pinned>,
     table: Room<Pinned>,
-    unpacked: Room<Pinned>,
-    /// Packs and what is taken of the second hop, until its way down from the first one is queued to the end.
-    rest: Option<[Copies; 2]>,
+    /// What comes down.
+    given: Room<Pinned>,
+    /// `None` where the host computes.
+    computing: Option<Computing>,
+    /// What is left to do when it has been unpacked, until that is queued.
+    rest: Option<Rest>,
     /// The point at which all that is queued of it is done; `None` where the device could not even mark the point.
     done: Option<CudaEvent>,
 }
 
+/// Copies behind the first hop.
+struct Rest {
+    /// Of the second hop.
+    packs: Copies,
+    takes: Copies,
+    /// Of what comes down with what is cast.
+    stays: Copies,
+}
+
 impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
+    /// One that computes on the device, if it is given what does that.
+    ///
     /// # Errors
     /// `Device` where there is no memory.
-    pub fn new(gpu: &Gpu, peers: &'a Nccl<C>) -> Result<Self> {
+    pub fn new(gpu: &Gpu, peers: &'a Nccl<C>, arithmetic: Option<&Arithmetic>) -> Result<Self> {
         let stream = || Stream::new(&gpu.device);
         Ok(Self {
             peers,
             packer: gpu.packer.clone(),
+            arithmetic: arithmetic.cloned(),
             rooms: Pinned::rooms(&gpu.device),
             tables: Pinned::rooms(&gpu.device),
             up: stream()?,
@@ -88,7 +111,8 @@ impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
         })
     }
 
-    /// Queue a round's way up, what is left to do of the one before, and the way across and down to where it is unpacked.
+    /// Queue a round's way up, what is left to do of the one before, and the way across and down to where it has values, or the
+    /// host has their summands.
     fn queue(&mut self, number: usize, [packs, unpacks]: &[Copies; 2]) -> Result<()> {
         let slot = &mut self.slots[number];
         let Some(lent) = &slot.lent else { return Ok(()) };
@@ -111,14 +135,16 @@ impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
         // SAFETY: as above.
         unsafe {
             unpacks.run(&self.down, &slot.table)?;
-            if lent.moves.is_reduced() || lent.moves.second.is_none() {
-                self.down.copy_out(&slot.unpacked, &mut lent.unpacked)?;
+            match &lent.computing {
+                Some(computing) => computing.reduce(&self.down, &slot.table)?,
+                None if lent.moves.is_reduced() => self.down.copy_out(&slot.unpacked, &mut lent.given)?,
+                None => {}
             }
         }
         Ok(())
     }
 
-    /// Queue what is left to do of a round that has been unpacked, if there is such.
+    /// Queue what is left to do of a round that is queued as far as [`Self::queue`] does, if there is such.
     fn carry_on(&mut self, number: usize) -> Result<()> {
         let lent = self.slots[number].lent.as_mut();
         let Some(rest) = lent.and_then(|lent| lent.rest.take()) else { return Ok(()) };
@@ -126,32 +152,44 @@ impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
         self.mark(number, queued)
     }
 
-    /// Make values of summands, and let them take their second hop.
-    fn queue_rest(&mut self, number: usize, [packs, takes]: &[Copies; 2]) -> Result<()> {
+    /// Have values where there are none yet, let them take their second hop, and bring what is given to the host.
+    fn queue_rest(&mut self, number: usize, rest: &Rest) -> Result<()> {
         let slot = &mut self.slots[number];
         let Some(lent) = &mut slot.lent else { return Ok(()) };
-        let Moves { second, given_len, .. } = &*lent.moves;
-        if lent.moves.is_reduced() {
-            // By the host, out of its memory and into it.
+        let by_host = lent.reduces();
+        if by_host {
+            // Out of its memory and into it.
             self.peers.wait(OP, &self.down.record()?)?;
-            reduce(&lent.moves, &mut lent.unpacked)?;
+            reduce(&lent.moves, &mut lent.given)?;
         }
-        let Some(second) = second else { return Ok(()) };
-        let given = &mut lent.unpacked[..*given_len];
-        // SAFETY: as in `queue`.
-        unsafe {
-            if lent.moves.is_reduced() {
-                self.down.copy_in(given, &mut slot.unpacked)?;
+        let Moves { second, casts, given_len, .. } = &*lent.moves;
+        if let Some(second) = second {
+            // SAFETY: as in `queue`.
+            unsafe {
+                if by_host {
+                    self.down.copy_in(&lent.given[..*given_len], &mut slot.unpacked)?;
+                }
+                rest.packs.run(&self.down, &slot.table)?;
             }
-            packs.run(&self.down, &slot.table)?;
+            self.wire.wait(&self.down.record()?)?;
+            across(self.peers, &self.wire, second, &slot.outgoing, &mut slot.incoming)?;
+            self.down.wait(&self.wire.record()?)?;
+            // SAFETY: as in `queue`.
+            unsafe { rest.takes.run(&self.down, &slot.table)? };
+        } else if by_host {
+            return Ok(());
         }
-        self.wire.wait(&self.down.record()?)?;
-        across(self.peers, &self.wire, second, &slot.outgoing, &mut slot.incoming)?;
-        self.down.wait(&self.wire.record()?)?;
-        // SAFETY: as in `queue`.
+        // SAFETY: as in `queue`; the stage has been unpacked.
         unsafe {
-            takes.run(&self.down, &slot.table)?;
-            self.down.copy_out(&slot.unpacked, given)
+            if let Some(computing) = &lent.computing {
+                computing.cast(&self.down, &slot.table)?;
+                computing.fetch(&self.down, &slot.table, &mut lent.table)?;
+            }
+            if casts.is_none() {
+                return self.down.copy_out(&slot.unpacked, &mut lent.given[..*given_len]);
+            }
+            rest.stays.run(&self.down, &slot.table)?;
+            self.down.copy_out(&slot.stage, &mut lent.given)
         }
     }
 
@@ -199,13 +237,18 @@ impl<C: Communicator + Send> Shuffle for DeviceShuffle<'_, C> {
         Arc::clone(&self.rooms)
     }
 
+    fn casting(&self) -> Casting {
+        if self.arithmetic.is_some() { Casting::InShuffle } else { Casting::InStrips }
+    }
+
     fn begin(&mut self, moves: &Arc<Moves>, stage: Room<Pinned>) -> Result<usize> {
         let number = self.begun % SLOTS;
         assert!(self.slots[number].lent.is_none(), "no more than {SLOTS} rounds are under way");
         let (outgoing_len, incoming_len) = moves.wire_lens();
+        let stage_len = moves.casts.as_ref().map_or(0, |casts| casts.len).max(moves.stage_len);
         self.fit(number, |slot| {
             [
-                (&mut slot.stage, moves.stage_len, "what is read"),
+                (&mut slot.stage, stage_len, "what is read"),
                 (&mut slot.outgoing, outgoing_len, "what is sent"),
                 (&mut slot.incoming, incoming_len, "what is received"),
                 (&mut slot.unpacked, moves.unpacked_len, "what is unpacked"),
@@ -213,27 +256,39 @@ impl<C: Communicator + Send> Shuffle for DeviceShuffle<'_, C> {
         })?;
         let (slot, rank) = (&self.slots[number], self.peers.rank() as usize);
         let second = moves.second.as_ref().map_or_else(Vec::new, |second| slot.packs(second, rank, &slot.unpacked));
-        let lists = [slot.packs(&moves.first, rank, &slot.stage), slot.unpacks(moves), second, slot.takes(moves)];
-        let ([packs, unpacks, second, takes], bytes) = self.packer.prepare(lists);
+        let first = slot.packs(&moves.first, rank, &slot.stage);
+        let lists = [first, slot.unpacks(moves), second, slot.takes(moves), slot.stays(moves)];
+        let ([first, unpacks, packs, takes, stays], mut bytes) = self.packer.prepare(lists);
+        let computing = self.arithmetic.as_ref();
+        let computing = computing.map(|with| Computing::new(with, moves, &slot.unpacked, &slot.stage, &mut bytes));
         self.fit(number, |slot| [(&mut slot.table, bytes.len(), "lists of copies")])?;
         let mut table = self.tables.room(bytes.len())?;
         table.copy_from_slice(&bytes);
-        let unpacked = self.rooms.room(moves.unpacked_len)?;
-        let rest = (moves.is_reduced() || moves.second.is_some()).then_some([second, takes]);
-        self.slots[number].lent = Some(Lent { moves: Arc::clone(moves), stage, table, unpacked, rest, done: None });
+        let by_host = computing.is_none() && moves.is_reduced();
+        let given_len = moves.casts.as_ref().map_or(moves.given_len, |casts| casts.len);
+        let given = self.rooms.room(if by_host { moves.unpacked_len } else { given_len })?;
+        let rest = Some(Rest { packs, takes, stays });
+        let moves = Arc::clone(moves);
+        self.slots[number].lent = Some(Lent { moves, stage, table, given, computing, rest, done: None });
         self.begun += 1;
 
-        let queued = self.queue(number, &[packs, unpacks]);
-        self.mark(number, queued).map(|()| number)
+        let queued = self.queue(number, &[first, unpacks]);
+        self.mark(number, queued)?;
+        if !by_host {
+            self.carry_on(number)?;
+        }
+        Ok(number)
     }
 
-    fn finish(&mut self, _: &Moves, number: usize) -> Result<Room<Pinned>> {
+    fn finish(&mut self, moves: &Moves, number: usize) -> Result<Given<Pinned>> {
         self.carry_on(number)?;
         let slot = &mut self.slots[number];
         if let Some(done) = slot.lent.as_ref().and_then(|lent| lent.done.as_ref()) {
             self.peers.wait(OP, done)?;
         }
-        Ok(slot.lent.take().expect("a round that was begun").unpacked)
+        let Lent { given, computing, table, .. } = slot.lent.take().expect("a round that was begun");
+        let lost = computing.map_or(Ok(Vec::new()), |computing| computing.told(moves, &table))?;
+        Ok(Given { values: given, lost })
     }
 }
 
@@ -244,6 +299,13 @@ impl<C: Communicator + Send> Drop for DeviceShuffle<'_, C> {
         if !self.slots.iter().filter_map(|slot| slot.lent.as_ref()).all(is_done) {
             mem::forget(mem::take(&mut self.slots));
         }
+    }
+}
+
+impl Lent {
+    /// Whether the host makes values of summands.
+    fn reduces(&self) -> bool {
+        self.computing.is_none() && self.moves.is_reduced()
     }
 }
 
@@ -286,6 +348,15 @@ impl Slot {
             Making::Copied(_) | Making::Reduced { .. } => None,
         });
         passed.filter_map(|(copy, start)| Nest::new(&copy, &self.incoming, &self.unpacked, start)).collect()
+    }
+
+    /// To where values are cast to, those that are not.
+    fn stays(&self, moves: &Moves) -> Vec<Nest> {
+        let tiles = moves.casts.iter().flat_map(|casts| moves.arriving.iter().zip(&casts.tiles));
+        let stays = tiles.filter(|(_, laid)| laid.cast.is_none()).map(|(tile, laid)| {
+            (StridedCopy::run(tile.place.start as u64, 0, tile.place.len() as u64), laid.place.start)
+        });
+        stays.filter_map(|(copy, start)| Nest::new(&copy, &self.unpacked, &self.stage, start)).collect()
     }
 }
 

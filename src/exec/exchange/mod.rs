@@ -8,6 +8,7 @@
 //!
 //! Counts bytes. Invariant: what is recorded as done has been checked by whoever read it.
 
+mod casts;
 mod demand;
 mod draft;
 mod hop;
@@ -22,10 +23,12 @@ mod staged;
 mod strided;
 
 use std::collections::VecDeque;
+use std::mem;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
+pub use casts::{Casting, Casts, Laid, Portion};
 pub use demand::Owners;
 pub use draft::Load;
 pub use hop::Hop;
@@ -35,7 +38,7 @@ pub use reduced::reduce;
 pub use replicas::{differing, differing_pair};
 pub use rooms::{HostMemory, Room, Rooms};
 pub use rounds::{PLAN_BYTES, Round, Rounds};
-pub use shuffle::{HostShuffle, Shuffle};
+pub use shuffle::{Given, HostShuffle, Shuffle};
 pub use strided::StridedCopy;
 
 use staged::{Stage, Staged};
@@ -43,7 +46,7 @@ use staged::{Stage, Staged};
 use super::copy::{Batch, Stats, Supply, Writing, write};
 use super::gather::Held;
 use super::strips::Payload;
-use super::window::Slot;
+use super::window::{Counted, Slot};
 use super::{Extents, Input, Prepared, Stop};
 use crate::catalog::{OutputFile, Reservation};
 use crate::comm::Communicator;
@@ -73,6 +76,15 @@ impl<'a> Exchange<'a> {
         Rounds::new(input.catalog, &reservation.tensors, owners, parties, bucket_bytes)
     }
 
+    /// Whether values are made of what is read: of summands, or by a cast.
+    #[must_use]
+    pub fn computes(&self) -> bool {
+        self.reservation.tensors.iter().any(|tensor| {
+            let source = self.input.catalog.tensor(tensor.source);
+            source.dtype != tensor.dtype() || source.summands.is_some() || !tensor.shares.is_empty()
+        })
+    }
+
     /// What all ranks together take from the source, and what each reads, sends, receives and unpacks, without moving it.
     ///
     /// # Errors
@@ -99,12 +111,22 @@ impl<'a> Exchange<'a> {
     /// # Errors
     /// As [`super::copy::copy`], and `Comm` where another process fails.
     pub fn run<C: Communicator>(&self, communicator: &C, shuffle: impl Shuffle, writing: Writing<'_>) -> Result<Stats> {
-        let stop = writing.stop;
+        let (stop, todo) = (writing.stop, writing.log.todo());
+        let casting = shuffle.casting();
         let (staged, to_shuffle) = sync_channel(0);
         let (shuffled, to_write) = sync_channel(0);
         let rooms = shuffle.rooms();
         std::thread::scope(|scope| {
-            scope.spawn(|| self.stage(communicator.rank(), rooms, staged, stop));
+            scope.spawn(|| {
+                let moves = |round: &Round<'_>| {
+                    let moves = Moves::new(round, communicator.rank());
+                    match casting {
+                        Casting::InStrips => moves,
+                        Casting::InShuffle => moves.with_casts(self.input.catalog, self.reservation, todo),
+                    }
+                };
+                self.stage(moves, rooms, staged, stop);
+            });
             scope.spawn(|| self.shuffle(communicator, shuffle, to_shuffle, shuffled));
             let supply = Batches { shuffled: to_write, stop };
             let done = write(self.input, supply, writing);
@@ -118,14 +140,14 @@ impl<'a> Exchange<'a> {
     /// Read round after round.
     fn stage<M: HostMemory>(
         &self,
-        rank: u32,
+        moves: impl Fn(&Round<'_>) -> Moves,
         rooms: Arc<Rooms<M>>,
         staged: SyncSender<Result<Staged<M>>>,
         stop: &Stop,
     ) {
         let stage = Stage::new(self.input, rooms, stop);
         for round in self.rounds() {
-            let read = round.and_then(|round| stage.read(Moves::new(&round, rank)));
+            let read = round.and_then(|round| stage.read(moves(&round)));
             let failed = read.is_err();
             if staged.send(read).is_err() || failed {
                 return;
@@ -186,23 +208,34 @@ impl<'a> Exchange<'a> {
     }
 
     /// What is given, as tiles to write.
-    fn batch<M: HostMemory>(&self, moves: &Moves, given: Room<M>, is_checked: bool) -> Result<Arrived> {
-        let memory: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(given);
+    fn batch<M: HostMemory>(&self, moves: &Moves, given: Given<M>, is_checked: bool) -> Result<Arrived> {
+        let Given { values, lost } = given;
+        let memory: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(values);
+        let mut lost = lost.into_iter();
         let taken = Stats {
             bytes_read: moves.reads.iter().map(|read| read.stage.len() as u64).sum(),
             runs: moves.reads.len() as u64,
             ..Stats::default()
         };
         let (mut slots, mut payloads) = (Vec::new(), Vec::new());
-        for Arriving { tensor, wanted, elements, place, .. } in &moves.arriving {
+        for (number, Arriving { tensor, wanted, elements, place, .. }) in moves.arriving.iter().enumerate() {
             let tensor = &self.reservation.tensors[*tensor];
             let source = self.input.catalog.tensor(tensor.source);
             let pair = (source.dtype, tensor.dtype());
             let numel = elements.end - elements.start;
+            let laid = moves.casts.as_ref().map(|casts| &casts.tiles[number]);
+            let place = laid.map_or(place, |laid| &laid.place);
+            let (dtype, mut counted) = match laid.and_then(|laid| laid.cast.as_ref()) {
+                None => (pair.0, Counted::InStrips(pair)),
+                Some((cast, portions)) => {
+                    let firsts = portions.iter().map(|portion| portion.counted.start);
+                    (cast.to(), Counted::Before(pair, firsts.zip(lost.by_ref()).collect()))
+                }
+            };
             for (nth, &chunk) in wanted.chunks.iter().enumerate() {
                 let Some((file, offset)) = tensor.place(chunk) else { continue };
                 let values = Held { memory: Arc::clone(&memory), place: place.clone() };
-                let tile = Prepared::held(source, numel, values).cast_to(pair.1)?;
+                let tile = Prepared::held(source, dtype, numel, values).cast_to(pair.1)?;
                 let itemsize = pair.1.itemsize();
                 let offset = offset + elements.start * itemsize;
                 payloads.push(Payload {
@@ -214,7 +247,9 @@ impl<'a> Exchange<'a> {
                     group: None,
                 });
                 // Of replicas the first counts, whoever does it.
-                slots.push(Slot { tile, counted: (nth == 0 && pair.0 != pair.1).then_some(pair), copies: None });
+                let is_counted = nth == 0 && pair.0 != pair.1;
+                let counted = is_counted.then(|| mem::replace(&mut counted, Counted::InStrips(pair)));
+                slots.push(Slot { tile, counted, copies: None });
             }
         }
         Ok((slots, Batch { payloads, taken, is_checked }))

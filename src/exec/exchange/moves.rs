@@ -20,6 +20,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::casts::Casts;
 use super::demand::Wanted;
 use super::draft::{Draft, Stretch, Target, Transfer};
 use super::hop::{Hop, Route, range};
@@ -119,6 +120,8 @@ pub struct Moves {
     pub unpacked_len: usize,
     /// From what is given; `None` where nothing is passed on, whoever's.
     pub second: Option<Hop>,
+    /// How all that is given is laid out behind the last hop; `None` where it stays as it is.
+    pub casts: Option<Casts>,
     /// See [`Round::ends_whole`].
     pub ends_whole: bool,
 }
@@ -247,7 +250,7 @@ impl Moves {
 }
 
 /// The next place of a buffer that is so long up to now.
-fn next(len: &mut usize, bytes: u64) -> Range<usize> {
+pub(super) fn next(len: &mut usize, bytes: u64) -> Range<usize> {
     let place = range((*len as u64).next_multiple_of(ALIGNMENT), bytes);
     *len = place.end;
     place

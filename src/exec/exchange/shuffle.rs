@@ -4,12 +4,14 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
+use super::casts::Casting;
 use super::hop::Hop;
 use super::moves::{Landing, Making, Moves, Origin};
 use super::reduced::reduce;
 use super::rooms::{HostMemory, Room, Rooms};
 use crate::comm::Communicator;
 use crate::error::Result;
+use crate::exec::cast::Counts;
 use crate::exec::room;
 
 /// Moves what a process has staged, and gives what it gets, round by round.
@@ -26,6 +28,11 @@ pub trait Shuffle: Send {
     /// Where such memory is had.
     fn rooms(&self) -> Arc<Rooms<Self::Memory>>;
 
+    /// Where values are cast. Ranks may differ in that.
+    fn casting(&self) -> Casting {
+        Casting::InStrips
+    }
+
     /// Take the stage of a round, of [`Moves::stage_len`] bytes. Collective: all ranks begin and finish the same rounds in
     /// the same order.
     ///
@@ -33,12 +40,20 @@ pub trait Shuffle: Send {
     /// As [`Communicator::exchange`].
     fn begin(&mut self, moves: &Arc<Moves>, stage: Room<Self::Memory>) -> Result<Self::Begun>;
 
-    /// Give the values, in the first [`Moves::given_len`] bytes, of the first round that was begun and is not finished.
-    /// What no copy goes to is 0 where something may be left out ([`Landing::has_gaps`]).
+    /// Give the values of the first round that was begun and is not finished. What no copy goes to is 0 where something may
+    /// be left out ([`Landing::has_gaps`]).
     ///
     /// # Errors
     /// As [`Communicator::exchange`]; `Unsupported` where summands have no value.
-    fn finish(&mut self, moves: &Moves, begun: Self::Begun) -> Result<Room<Self::Memory>>;
+    fn finish(&mut self, moves: &Moves, begun: Self::Begun) -> Result<Given<Self::Memory>>;
+}
+
+/// What is given of a round.
+pub struct Given<M: HostMemory> {
+    /// As [`Moves::casts`] lays them out, or else in the first [`Moves::given_len`] bytes.
+    pub values: Room<M>,
+    /// What casts met, by portion, one tile behind the other.
+    pub lost: Vec<Counts>,
 }
 
 /// The shuffle in host memory.
@@ -72,7 +87,7 @@ impl<C: Communicator<Memory = Vec<u8>>> Shuffle for HostShuffle<'_, C> {
         Ok(stage)
     }
 
-    fn finish(&mut self, moves: &Moves, stage: Room<Vec<u8>>) -> Result<Room<Vec<u8>>> {
+    fn finish(&mut self, moves: &Moves, stage: Room<Vec<u8>>) -> Result<Given<Vec<u8>>> {
         self.go(&moves.first, &stage)?;
         let mut unpacked = self.rooms.room(moves.unpacked_len)?;
         let landings = moves.landings();
@@ -83,7 +98,7 @@ impl<C: Communicator<Memory = Vec<u8>>> Shuffle for HostShuffle<'_, C> {
             self.go(second, &unpacked)?;
             self.take(moves, &mut unpacked);
         }
-        Ok(unpacked)
+        Ok(Given { values: unpacked, lost: Vec::new() })
     }
 }
 

@@ -24,6 +24,7 @@ use nccl::DeviceBuffer;
 pub use conversion::Conversion;
 pub(super) use conversion::Conversions;
 pub use reduction::Reduction;
+pub(super) use reduction::Reductions;
 
 use super::device::Device;
 use super::kernels::{ARITHMETIC, Launch};

@@ -26,7 +26,7 @@ impl Means for Devices {
     }
 
     fn shuffle((gpu, peers): &Self::Seat) -> impl Shuffle {
-        DeviceShuffle::new(gpu, peers).unwrap()
+        DeviceShuffle::new(gpu, peers, gpu.arithmetic().ok()).unwrap()
     }
 }
 
