@@ -20,6 +20,7 @@ mod arithmetic;
 mod communicator;
 mod copies;
 mod device;
+mod folding;
 mod kernels;
 mod memory;
 mod packer;
