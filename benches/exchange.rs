@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use dtshard::comm::Part;
 use dtshard::exec::division::stretch;
-use dtshard::exec::exchange::{Counting, Load, Moves, Owners, Parties, Rounds, Sight};
+use dtshard::exec::exchange::{Counting, Load, Moves, Owners, Parties, Reducing, Rounds, Sight};
 use support::cost::{peak_mb, timed};
 use support::model::{Job, tensors};
 use support::tables::tables;
@@ -53,7 +53,7 @@ fn main() {
         let todos: Vec<_> = (0..of).map(|index| stretch(&reservation.files, Part { index, of })).collect();
         let owners = Owners::new(&reservation.files, &todos);
         let nodes = (0..of).map(|rank| rank / 8).collect();
-        let parties = Parties { sight: Sight::Shared, nodes, counting: Counting::Any };
+        let parties = Parties { sight: Sight::Shared, nodes, counting: Counting::Any, reducing: Reducing::InRankOrder };
         let mut spent = Duration::ZERO;
         let (mut count, mut copies) = (0, 0);
         let mut sums = vec![Load::default(); of as usize];

@@ -17,7 +17,7 @@ use dtshard::catalog::{Catalog, Dtype, Fqn, Reservation, TensorEntry, model};
 use dtshard::comm::{Communicator, Local, Part};
 use dtshard::error::{Error, Result};
 use dtshard::exec::division::stretch;
-use dtshard::exec::exchange::{Counting, Exchange, HostShuffle, Owners, Parties, Sight, agree};
+use dtshard::exec::exchange::{Counting, Exchange, HostShuffle, Owners, Parties, Reducing, Sight, agree};
 use dtshard::exec::fingerprint::fingerprint;
 use dtshard::exec::journal::Known;
 use dtshard::exec::log::{AtEnd, Log};
@@ -239,7 +239,7 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
         let reservation = reserve(&checkpoint.catalog);
         let (sight, nodes) = (Sight::of(&checkpoint.files, rank.size()), Parties::meet(rank)?);
         assert_eq!(nodes, vec![0; ranks]);
-        let parties = Parties { sight, nodes, counting: Counting::Any };
+        let parties = Parties { sight, nodes, counting: Counting::Any, reducing: Reducing::InRankOrder };
         let todo = stretch(&reservation.files, Part { index: rank.rank(), of: rank.size() });
         let owners = Owners::new(&reservation.files, &agree(rank, &reservation.files, &todo)?);
         let exchange = Exchange {
@@ -255,7 +255,7 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
         exchange.run(rank, HostShuffle::new(rank), writing(&reservation, &outputs[1], &log, &options, &stop))?;
         checkpoint.files.check_unchanged()?;
         let own = &spread.own[rank.rank() as usize];
-        Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[own]))
+        Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[own], Reducing::InRankOrder))
     });
     let fingerprints: Vec<_> = done.into_iter().map(|fingerprint| fingerprint.unwrap()).collect();
     assert!(fingerprints.iter().all(|other| *other == fingerprints[0]));

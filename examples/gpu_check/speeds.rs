@@ -12,7 +12,7 @@ use dtshard::comm::{Communicator, Local, Part};
 use dtshard::error::{Error, Result};
 use dtshard::exec::cast::Cast;
 use dtshard::exec::division::stretch;
-use dtshard::exec::exchange::{Counting, Moves, Owners, Parties, Rounds, Shuffle, Sight, StridedCopy};
+use dtshard::exec::exchange::{Counting, Moves, Owners, Parties, Reducing, Rounds, Shuffle, Sight, StridedCopy};
 use dtshard::exec::reduce::Reducer;
 use dtshard::gpu::{Conversion, DeviceShuffle, Gpu, Nccl, Packer, Pinned, Reduction, Sharing, Trial};
 use dtshard::layout::ReduceOp;
@@ -145,7 +145,8 @@ fn rounds(gpu: &Gpu, slowest: f64) -> Result<()> {
     // The first ones are square matrices of 1 GiB.
     let (catalog, reservation) = tables(&Job::fsdp(RANKS), &Job::columns(RANKS), tensors(1).take(2));
     let owners = Owners::new(&reservation.files, &[stretch(&reservation.files, Part { index: 0, of: 1 })]);
-    let parties = Parties { sight: Sight::Shared, nodes: vec![0], counting: Counting::Any };
+    let parties =
+        Parties { sight: Sight::Shared, nodes: vec![0], counting: Counting::Any, reducing: Reducing::InRankOrder };
     let rounds = Rounds::new(&catalog, &reservation.tensors, &owners, &parties, BUCKET_BYTES);
     let moves = rounds.map(|round| Ok(Arc::new(Moves::new(&round?, 0)))).collect::<Result<Vec<_>>>()?;
     {

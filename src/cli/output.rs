@@ -87,6 +87,10 @@ pub struct ExchangeArgs {
     /// GPU by NCCL; auto is nccl where they have to, or where it pays, and each has a GPU
     #[arg(long, value_name = "HOW", default_value = "auto")]
     pub backend: Backend,
+    /// Let NCCL reduce what is Partial, where each process has a summand: in NCCL's order, so floats are not the same in
+    /// every bit, nor in every run
+    #[arg(long)]
+    pub fast_reduce: bool,
     /// Where processes that give each other bytes meet: tcp://HOST:PORT or file://DIR [default: MASTER_ADDR and
     /// MASTER_PORT, else a file beside DST]
     #[arg(long, value_name = "PLACE")]

@@ -22,7 +22,8 @@ use crate::exec::Extents;
 use crate::exec::compare::ReplicaDifference;
 use crate::exec::copy::{Stats, Writing};
 use crate::exec::exchange::{
-    Counting, Exchange, HostShuffle, Load, Owners, PLAN_BYTES, Parties, Sight, agree, differing, differing_pair,
+    Counting, Exchange, HostShuffle, Load, Owners, PLAN_BYTES, Parties, Reducing, Sight, agree, differing,
+    differing_pair,
 };
 use crate::exec::fingerprint::Fingerprint;
 use crate::fault;
@@ -48,6 +49,7 @@ pub struct Peers {
     /// For each rank its node.
     nodes: Vec<u32>,
     counting: Counting,
+    reducing: Reducing,
     bucket_bytes: u64,
     // Dropped last: the twin is in it.
     place: MeetingPlace,
@@ -72,6 +74,7 @@ impl Peers {
     /// # Errors
     /// `Usage` where they do not run at the same time, `Comm` naming those that do not come, and as reading SRC.
     pub fn open(args: &ConvertArgs, options: &ReadOptions, run: &Run<'_>) -> Result<Option<(Self, Checkpoint)>> {
+        refuse_idle_wishes(args)?;
         let launch = &run.launch;
         let backend = args.exchange.backend;
         let is_per_rank = args.exchange.source == SourceSight::PerRank;
@@ -121,8 +124,7 @@ impl Peers {
         let (twin, checkpoint, nodes) =
             read.map_err(|error| cause(&mesh, error)).inspect_err(|error| mesh.fail(&error.to_string()))?;
         let link = Link::choose(mesh, backend, local_rank(run, &nodes), run.printer)?;
-        let bucket_bytes = args.exchange.bucket_size.0;
-        Ok(Some((Self { link, twin, nodes, counting: counting(args), bucket_bytes, place }, checkpoint)))
+        Ok(Some((Self::new(args, link, twin, nodes, place), checkpoint)))
     }
 
     /// Meet the others between whose GPUs bytes are to go, of a SRC that all see. `None` where one of them lacks what
@@ -139,8 +141,23 @@ impl Peers {
             place.leave(false);
             return Ok(None);
         }
-        let bucket_bytes = args.exchange.bucket_size.0;
-        Ok(Some(Self { link, twin: None, nodes, counting: counting(args), bucket_bytes, place }))
+        Ok(Some(Self::new(args, link, None, nodes, place)))
+    }
+
+    fn new(args: &ConvertArgs, link: Link, twin: Option<Twin>, nodes: Vec<u32>, place: MeetingPlace) -> Self {
+        // What a user has decided on may be what differs, compared or not.
+        let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
+        let reducing = match &link {
+            Link::Devices(..) if args.exchange.fast_reduce => Reducing::ByNccl,
+            Link::Devices(..) | Link::Hosts(_) => Reducing::InRankOrder,
+        };
+        Self { link, twin, nodes, counting, reducing, bucket_bytes: args.exchange.bucket_size.0, place }
+    }
+
+    /// Who reduces.
+    #[must_use]
+    pub fn reducing(&self) -> Reducing {
+        self.reducing
     }
 
     /// Whether each sees only its own files of SRC.
@@ -215,7 +232,7 @@ impl Peers {
 
     fn parties(&self, conversion: &Conversion<'_>) -> Parties {
         let sight = self.sight(&conversion.source.checkpoint);
-        Parties { sight, nodes: self.nodes.clone(), counting: self.counting }
+        Parties { sight, nodes: self.nodes.clone(), counting: self.counting, reducing: self.reducing }
     }
 
     /// Fill what is to be done, with the others. Collective.
@@ -284,6 +301,27 @@ impl Peers {
     }
 }
 
+/// # Errors
+/// `Usage` where --fast-reduce would have no effect, or a wrong one.
+fn refuse_idle_wishes(args: &ConvertArgs) -> Result<()> {
+    if !args.exchange.fast_reduce {
+        return Ok(());
+    }
+    if args.exchange.backend == Backend::Cpu {
+        return Err(Error::usage(
+            "--fast-reduce lets NCCL reduce, and with --backend cpu there is none",
+            "leave one of them out, or use --backend nccl",
+        ));
+    }
+    if args.destination.verify {
+        return Err(Error::usage(
+            "--verify reduces all again in the order of ranks, and with --fast-reduce other bits are right, too",
+            "leave one of them out",
+        ));
+    }
+    Ok(())
+}
+
 /// Meet the others beside DST.
 fn meet_others(
     destination: &Path,
@@ -305,11 +343,6 @@ fn meet_others(
     };
     let mesh = Mesh::connect(meet(&meeting)?, limit)?;
     Ok((place, mesh))
-}
-
-fn counting(args: &ConvertArgs) -> Counting {
-    // What a user has decided on may be what differs, compared or not.
-    if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any }
 }
 
 /// Which of the processes of its node this one is.

@@ -25,6 +25,7 @@ use crate::error::{Error, Result, first_of};
 use crate::exec::about::About;
 use crate::exec::carry::{Carried, carry};
 use crate::exec::copy::{Stats, Writing, copy};
+use crate::exec::exchange::Reducing;
 use crate::exec::fingerprint::fingerprint;
 use crate::exec::journal::Known;
 use crate::exec::log::{AtEnd, Log};
@@ -108,14 +109,19 @@ pub fn claim(args: &ConvertArgs, options: &Options, run: &Run<'_>) -> Claim {
 /// What a plan is of, for people.
 pub fn about(conversion: &Conversion<'_>, run: &Run<'_>) -> About {
     let Conversion { source, carried, .. } = conversion;
-    About::new(run.options_told.clone(), &source.checkpoint.files, carried, &roots(source))
+    let mut options = run.options_told.clone();
+    if let Some(wish) = options.get_mut("--fast-reduce") {
+        *wish = source.reducing().to_string();
+    }
+    About::new(options, &source.checkpoint.files, carried, &roots(source))
 }
 
 /// What is to be made, as other processes and later runs know it.
 pub fn plan<'a>(conversion: &Conversion<'_>, about: &'a About) -> Plan<'a> {
     let Conversion { source, reservation, carried, .. } = conversion;
     let version = env!("CARGO_PKG_VERSION");
-    let fingerprint = fingerprint(version, input(&source.checkpoint), reservation, carried, &roots(source));
+    let fingerprint =
+        fingerprint(version, input(&source.checkpoint), reservation, carried, &roots(source), source.reducing());
     Plan { fingerprint, version, about }
 }
 
@@ -188,6 +194,9 @@ impl Producer<'_> {
             Some(peers) => peers.fill(conversion, writing, run.printer)?,
             None => copy(input(&conversion.source.checkpoint), writing)?,
         };
+        if self.args.exchange.fast_reduce {
+            run.printer.detail(&folded(&stats, conversion.source.reducing()));
+        }
         staging.finish()?;
         Ok(Stats { bytes_before: known.done.len_bytes(), ..stats })
     }
@@ -333,6 +342,17 @@ impl Producer<'_> {
             ),
             "the same command with --resume does what is missing",
         )
+    }
+}
+
+/// `--fast-reduce: 4.20 GB were reduced by NCCL for this process`
+fn folded(stats: &Stats, reducing: Reducing) -> String {
+    match (reducing, stats.folded_bytes) {
+        (Reducing::InRankOrder, _) => format!("--fast-reduce: bytes do not go by NCCL, so all is reduced {reducing}"),
+        (Reducing::ByNccl, 0) => String::from("--fast-reduce: nothing was reduced by NCCL for this process"),
+        (Reducing::ByNccl, bytes) => {
+            format!("--fast-reduce: {} were reduced by NCCL for this process", human_bytes(bytes))
+        }
     }
 }
 

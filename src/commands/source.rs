@@ -18,6 +18,7 @@ use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs, SourceArgs};
 use crate::error::{Error, Result};
 use crate::exec::Silent;
 use crate::exec::compare::{self, ReplicaDifference};
+use crate::exec::exchange::Reducing;
 use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
 use crate::layout::Pattern;
 use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
@@ -62,6 +63,12 @@ pub struct Source {
 }
 
 impl Source {
+    /// Who makes values of summands.
+    #[must_use]
+    pub fn reducing(&self) -> Reducing {
+        self.peers.as_ref().map_or(Reducing::InRankOrder, Peers::reducing)
+    }
+
     /// Read the source of a verb that writes, which must be whole, and choose what to take. `like` has the shapes that
     /// flat parameters lack.
     ///

@@ -51,6 +51,8 @@ pub struct Stats {
     pub runs: u64,
     /// Memory that the largest plan took: only those of one window exist at a time.
     pub planned_bytes: u64,
+    /// Bytes of values that NCCL has reduced.
+    pub folded_bytes: u64,
     /// By dtype in the source and in the target.
     pub casts: BTreeMap<DtypePair, CastCount>,
 }
@@ -103,6 +105,7 @@ impl Stats {
     fn add_batch(&mut self, batch: &Self) {
         self.runs = self.runs.saturating_add(batch.runs);
         self.bytes_read = self.bytes_read.saturating_add(batch.bytes_read);
+        self.folded_bytes += batch.folded_bytes;
         self.planned_bytes = self.planned_bytes.max(batch.planned_bytes);
     }
 

@@ -1,8 +1,8 @@
 //! Fingerprints: whether two processes would write the same bytes to the same places from the same source.
 //!
 //! It is a BLAKE3 of the version, of what is known of the source's files (path, length and time of the last change; not
-//! device or inode, which differ from node to node), and of the reservation with everything a copy takes from the source's
-//! tables. Options are not in it: what changes the result shows in the reservation.
+//! device or inode, which differ from node to node), of who reduces, and of the reservation with everything a copy takes
+//! from the source's tables. Options are not in it: what else changes the result shows in the reservation.
 //!
 //! All that is hashed is numbers of 64 bits, little-endian, and bytes behind their length; lists stand behind theirs, and
 //! alternatives behind a number that tells which. Long lists are hashed in parts, whose digests stand for them. So no
@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Input;
 use super::carry::Carried;
+use super::exchange::Reducing;
 use crate::catalog::{OutputFile, Reservation, Reserved, TensorEntry, TensorId};
 use crate::error::Result;
 use crate::storage::Files;
@@ -75,10 +76,12 @@ pub fn fingerprint(
     reservation: &Reservation,
     carried: &[Carried],
     roots: &[&Path],
+    reducing: Reducing,
 ) -> Fingerprint {
     let mut digest = Digest::default();
-    digest.bytes(b"dtshard plan 2");
+    digest.bytes(b"dtshard plan 3");
     digest.bytes(version.as_bytes());
+    digest.number(u64::from(reducing == Reducing::ByNccl));
     digest.sources(input.files, roots);
     digest.list(&reservation.files, Digest::file);
     digest.parts(&reservation.tensors, Digest::reserved);
@@ -338,7 +341,7 @@ mod tests {
             }
             let resolve: &Resolve = &|_, _, _| unreachable!("nothing is read");
             let input = Input { files: &files, catalog: &self.catalog, resolve };
-            fingerprint(self.version, input, &self.reservation, &self.carried, &[root])
+            fingerprint(self.version, input, &self.reservation, &self.carried, &[root], Reducing::InRankOrder)
         }
 
         fn file(&mut self) -> &mut OutputFile {

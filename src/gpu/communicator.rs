@@ -161,7 +161,7 @@ impl<C: Communicator + Send> Nccl<C> {
         })
     }
 
-    fn queue<'b>(
+    pub(super) fn queue<'b>(
         &self,
         op: &'static str,
         stream: &Stream,
@@ -275,7 +275,7 @@ impl<C: Communicator + Send> Communicator for Nccl<C> {
 }
 
 /// What messages are of, as views.
-fn lent<V>(
+pub(super) fn lent<V>(
     op: &'static str,
     whole: V,
     split_at: fn(V, usize) -> Option<(V, V)>,

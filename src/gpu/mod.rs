@@ -21,6 +21,7 @@ mod communicator;
 mod computing;
 mod copies;
 mod device;
+mod folding;
 mod kernels;
 mod memory;
 mod packer;

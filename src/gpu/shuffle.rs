@@ -111,8 +111,8 @@ impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
         })
     }
 
-    /// Queue a round's way up, what is left to do of the one before, and the way across and down to where it has values, or the
-    /// host has their summands.
+    /// Queue a round's way up, what is left to do of the one before, and the way across and down to where it has values, or
+    /// the host has their summands.
     fn queue(&mut self, number: usize, [packs, unpacks]: &[Copies; 2]) -> Result<()> {
         let slot = &mut self.slots[number];
         let Some(lent) = &slot.lent else { return Ok(()) };
@@ -128,6 +128,7 @@ impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
         let Some(lent) = &mut slot.lent else { return Ok(()) };
         self.wire.wait(&packed)?;
         across(self.peers, &self.wire, &lent.moves.first, &slot.outgoing, &mut slot.incoming)?;
+        self.peers.queue_folds(&self.wire, &lent.moves.folds, &slot.outgoing, &mut slot.unpacked)?;
         self.down.wait(&self.wire.record()?)?;
         for landing in lent.moves.landings().iter().filter(|landing| landing.has_gaps) {
             self.down.zero(&mut slot.unpacked, landing.place.clone())?;
@@ -256,7 +257,8 @@ impl<C: Communicator + Send> Shuffle for DeviceShuffle<'_, C> {
         })?;
         let (slot, rank) = (&self.slots[number], self.peers.rank() as usize);
         let second = moves.second.as_ref().map_or_else(Vec::new, |second| slot.packs(second, rank, &slot.unpacked));
-        let first = slot.packs(&moves.first, rank, &slot.stage);
+        let mut first = slot.packs(&moves.first, rank, &slot.stage);
+        first.extend(slot.summands(moves));
         let lists = [first, slot.unpacks(moves), second, slot.takes(moves), slot.stays(moves)];
         let ([first, unpacks, packs, takes, stays], mut bytes) = self.packer.prepare(lists);
         let computing = self.arithmetic.as_ref();
@@ -326,6 +328,12 @@ impl Slot {
         messages.chain(nests(&hop.tells, &self.incoming, hop.told.get(rank).map_or(0, |told| told.start))).collect()
     }
 
+    /// Out of the stage, what NCCL reduces.
+    fn summands(&self, moves: &Moves) -> impl Iterator<Item = Nest> {
+        let packs = moves.folds.iter().flat_map(|fold| fold.packs.iter().map(|copy| (copy, fold.summand.start)));
+        packs.filter_map(|(copy, start)| Nest::new(copy, &self.stage, &self.outgoing, start))
+    }
+
     /// Out of the stage, and of what the first hop brings.
     fn unpacks(&self, moves: &Moves) -> Vec<Nest> {
         let mut nests = Vec::new();
@@ -345,7 +353,7 @@ impl Slot {
     fn takes(&self, moves: &Moves) -> Vec<Nest> {
         let passed = moves.arriving.iter().filter_map(|tile| match &tile.making {
             Making::Passed(at) => Some((StridedCopy::run(at.start as u64, 0, at.len() as u64), tile.place.start)),
-            Making::Copied(_) | Making::Reduced { .. } => None,
+            Making::Copied(_) | Making::Reduced { .. } | Making::Folded => None,
         });
         passed.filter_map(|(copy, start)| Nest::new(&copy, &self.incoming, &self.unpacked, start)).collect()
     }

@@ -116,7 +116,8 @@ fn a_fingerprint_tells_neither_the_place_of_a_twin_nor_who_saw_what() {
         let done = spread.each(|rank, twin| {
             let checkpoint = twin.open(&ReadOptions::default())?;
             let reservation = in_safetensors(&checkpoint.catalog);
-            Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[&spread.own[rank.rank() as usize]]))
+            let own: &Path = &spread.own[rank.rank() as usize];
+            Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[own], Reducing::InRankOrder))
         });
         let mut prints: Vec<_> = done.into_iter().map(|print| print.unwrap()).collect();
         prints.dedup();

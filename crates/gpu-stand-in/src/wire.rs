@@ -21,14 +21,15 @@ pub enum Kind {
     Taken,
     Send,
     Broadcast,
+    Reduce,
     AllGather,
     AllReduce,
     ReduceScatter,
 }
 
 impl Kind {
-    const ALL: [Self; 6] =
-        [Self::Taken, Self::Send, Self::Broadcast, Self::AllGather, Self::AllReduce, Self::ReduceScatter];
+    const ALL: [Self; 7] =
+        [Self::Taken, Self::Send, Self::Broadcast, Self::Reduce, Self::AllGather, Self::AllReduce, Self::ReduceScatter];
 }
 
 impl Head {

@@ -85,7 +85,13 @@ fn exchange() {
     let mut sum = Buffer::new(4);
     let into = DeviceViewMut::of(&mut sum);
     communicator.all_reduce(&stream, DeviceView::of(&mine), into, DataType::Int32, RedOp::Sum).unwrap();
-    assert_eq!(sum.read(&stream), numbers.sum::<u32>().to_le_bytes());
+    assert_eq!(sum.read(&stream), numbers.clone().sum::<u32>().to_le_bytes());
+
+    let mut product = Buffer::new(4);
+    let into = (rank + 1 == ranks).then(|| DeviceViewMut::of(&mut product));
+    communicator.reduce(&stream, DeviceView::of(&mine), into, DataType::Uint32, (RedOp::Prod, ranks - 1)).unwrap();
+    let wanted = if rank + 1 == ranks { numbers.clone().product::<u32>() } else { 0 };
+    assert_eq!(product.read(&stream), wanted.to_le_bytes());
 
     let floats = |value: f32| bf16::from_f32(value).to_le_bytes();
     let data: Vec<u8> = (0_u8..).take(ranks).flat_map(|to| floats(f32::from(to))).collect();

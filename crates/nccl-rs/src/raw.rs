@@ -173,6 +173,10 @@ table! {
         sendbuff: *const c_void, recvbuff: *mut c_void, count: usize, datatype: ncclDataType_t, root: c_int,
         comm: ncclComm_t, stream: cudaStream_t
     ) -> ncclResult_t;
+    ncclReduce(
+        sendbuff: *const c_void, recvbuff: *mut c_void, count: usize, datatype: ncclDataType_t, op: ncclRedOp_t,
+        root: c_int, comm: ncclComm_t, stream: cudaStream_t
+    ) -> ncclResult_t;
     ncclAllGather(
         sendbuff: *const c_void, recvbuff: *mut c_void, sendcount: usize, datatype: ncclDataType_t, comm: ncclComm_t,
         stream: cudaStream_t

@@ -305,6 +305,26 @@ impl Nccl {
         call!(self, ncclBroadcast(send, recv, count, datatype, root, comm, stream))
     }
 
+    /// `ncclReduce`: `count` elements, reduced over all ranks, to rank `root`; other ranks' `recv` is not looked at.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Self::send`], for both buffers, of which only the root has `recv`.
+    #[expect(clippy::too_many_arguments, reason = "those of nccl.h")]
+    pub unsafe fn reduce(
+        &self,
+        send: *const c_void,
+        recv: *mut c_void,
+        count: usize,
+        datatype: ncclDataType_t,
+        op: ncclRedOp_t,
+        root: c_int,
+        comm: ncclComm_t,
+        stream: cudaStream_t,
+    ) -> Result<Progress> {
+        call!(self, ncclReduce(send, recv, count, datatype, op, root, comm, stream))
+    }
+
     /// `ncclAllGather`: `count` elements of each rank, one behind the other, to all ranks.
     ///
     /// # Safety

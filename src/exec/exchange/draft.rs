@@ -25,6 +25,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::demand::{Demand, Ranks, Wanted};
+use super::folds::{self, Folding, Reducing};
 use super::hop::Sending;
 use super::readers::{Parties, Reader};
 use crate::error::Result;
@@ -53,6 +54,8 @@ pub struct Target {
     pub ranks: Ranks,
     /// Who of them makes it of its summands and passes it on; `None` where each has it from the source.
     pub maker: Option<u32>,
+    /// How NCCL makes it, if that does: of summands that are not transferred.
+    pub folding: Option<Folding>,
 }
 
 impl Unit<'_> {
@@ -74,6 +77,12 @@ impl Target {
     #[must_use]
     pub fn summands_bytes(&self) -> u64 {
         self.part_bytes * self.wanted.parts.len() as u64
+    }
+
+    /// Who gets it of NCCL, if that makes it.
+    #[must_use]
+    pub fn folded(&self) -> Option<(u32, Folding)> {
+        self.folding.map(|folding| (self.takers()[0], folding))
     }
 
     /// What its maker passes on.
@@ -122,13 +131,15 @@ pub struct Load {
     pub received: u64,
     /// Values, and the summands of those that are made here.
     pub unpacked: u64,
+    /// Of summands that NCCL reduces those for values that come here: they lie with what is sent.
+    pub kept: u64,
 }
 
 impl Load {
     /// The longest buffer that it takes.
     #[must_use]
     pub fn largest(&self) -> u64 {
-        self.read.max(self.sent).max(self.received + self.told).max(self.unpacked)
+        self.read.max(self.sent + self.kept).max(self.received + self.told).max(self.unpacked)
     }
 
     #[must_use]
@@ -139,6 +150,7 @@ impl Load {
             told: self.told + other.told,
             received: self.received + other.received,
             unpacked: self.unpacked + other.unpacked,
+            kept: self.kept + other.kept,
         }
     }
 }
@@ -170,16 +182,22 @@ impl<'a> Draft<'a> {
             loads: vec![Load::default(); parties.nodes.len()],
             unit,
         };
-        if !draft.aim(most_copies) {
+        if !draft.aim(parties.reducing, most_copies) {
             return Ok(None);
         }
         draft.choose_readers(parties)?;
+        folds::settle(&mut draft.targets, &draft.transfers, draft.loads.len());
         draft.weigh();
         Ok(Some(draft))
     }
 
+    /// What goes by messages, or is told to all.
+    pub fn sendings(&self) -> impl Iterator<Item = Sending<'_>> {
+        self.transfers.iter().filter(|transfer| self.targets[transfer.to].folding.is_none()).map(Transfer::sending)
+    }
+
     /// Find the targets, and the transfers into them from the chunks that plans name. False where those are too many.
-    fn aim(&mut self, most_copies: usize) -> bool {
+    fn aim(&mut self, reducing: Reducing, most_copies: usize) -> bool {
         let Self { unit, targets, transfers, copies, loads, .. } = self;
         let entry = unit.demand.source.entry;
         let itemsize = entry.dtype.itemsize();
@@ -190,6 +208,10 @@ impl<'a> Draft<'a> {
                 if held.is_empty() {
                     continue;
                 }
+                let folding = match reducing {
+                    Reducing::InRankOrder => None,
+                    Reducing::ByNccl => Folding::of(wanted, loads.len()),
+                };
                 let first = wanted.needs.partition_point(|need| need.elements.end <= held.start);
                 for need in wanted.needs[first..].iter().take_while(|need| need.elements.start < held.end) {
                     let elements = need.elements.start.max(held.start)..need.elements.end.min(held.end);
@@ -201,6 +223,7 @@ impl<'a> Draft<'a> {
                         elements,
                         maker: is_passed_on.then(|| need.ranks[turn % need.ranks.len()]),
                         ranks: need.ranks.clone(),
+                        folding,
                     };
                     let takers: Ranks = target.takers().into();
                     *copies += target.ranks.len() - takers.len();
@@ -273,14 +296,18 @@ impl<'a> Draft<'a> {
             let (start, end) = (piece.source, piece.source + piece.source_span());
             let read = stretches.entry(*from).or_insert(start..end);
             *read = read.start.min(start)..read.end.max(end);
-            transfer.sending().weigh(loads);
+            if targets[transfer.to].folding.is_none() {
+                transfer.sending().weigh(loads);
+            }
         }
         for (stretch, read) in stretches.iter() {
             loads[stretch.reader.rank as usize].read += read.end - read.start;
         }
         for target in targets.iter() {
             target.ranks.iter().for_each(|rank| loads[*rank as usize].unpacked += target.part_bytes);
-            if target.wanted.reducer.is_some() {
+            if let Some((root, _)) = target.folded() {
+                folds::weigh(root, target.part_bytes, loads);
+            } else if target.wanted.reducer.is_some() {
                 target.takers().iter().for_each(|rank| loads[*rank as usize].unpacked += target.summands_bytes());
             }
             if let Some(sending) = target.passing() {

@@ -11,6 +11,7 @@
 mod casts;
 mod demand;
 mod draft;
+mod folds;
 mod hop;
 mod moves;
 mod readers;
@@ -31,6 +32,7 @@ use std::time::Duration;
 pub use casts::{Casting, Casts, Laid, Portion};
 pub use demand::Owners;
 pub use draft::Load;
+pub use folds::{Fold, Folding, Reducing};
 pub use hop::Hop;
 pub use moves::{Arriving, Landing, Making, Moves, Origin, Read};
 pub use readers::{Counting, Parties, Sight};
@@ -215,6 +217,7 @@ impl<'a> Exchange<'a> {
         let taken = Stats {
             bytes_read: moves.reads.iter().map(|read| read.stage.len() as u64).sum(),
             runs: moves.reads.len() as u64,
+            folded_bytes: moves.folds.iter().flat_map(|fold| &fold.value).map(|value| value.len() as u64).sum(),
             ..Stats::default()
         };
         let (mut slots, mut payloads) = (Vec::new(), Vec::new());

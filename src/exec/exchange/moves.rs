@@ -23,6 +23,7 @@ use std::sync::Arc;
 use super::casts::Casts;
 use super::demand::Wanted;
 use super::draft::{Draft, Stretch, Target, Transfer};
+use super::folds::Fold;
 use super::hop::{Hop, Route, range};
 use super::rounds::Round;
 use super::strided::StridedCopy;
@@ -71,6 +72,8 @@ pub enum Making {
     Copied(Copies),
     /// Their summands are copied to a place of what is unpacked, one behind the other, and become values.
     Reduced { summands: Range<usize>, copies: Copies, reducer: Reducer },
+    /// NCCL puts them there, see [`Moves::folds`].
+    Folded,
     /// The second hop brings them, to there in what is incoming.
     Passed(Range<usize>),
 }
@@ -93,7 +96,7 @@ impl Arriving {
         let (place, copies) = match &self.making {
             Making::Copied(copies) => (&self.place, copies),
             Making::Reduced { summands, copies, .. } => (summands, copies),
-            Making::Passed(_) => return None,
+            Making::Folded | Making::Passed(_) => return None,
         };
         let has_gaps = self.wanted.share.as_ref().is_some_and(|share| share.within.is_some());
         Some(Landing { place, copies, has_gaps })
@@ -102,7 +105,7 @@ impl Arriving {
     fn copies(&mut self) -> &mut Copies {
         match &mut self.making {
             Making::Copied(copies) | Making::Reduced { copies, .. } => copies,
-            Making::Passed(_) => unreachable!("a target that this rank takes from the source"),
+            Making::Folded | Making::Passed(_) => unreachable!("a target that this rank takes from the source"),
         }
     }
 }
@@ -114,6 +117,8 @@ pub struct Moves {
     pub stage_len: usize,
     /// From the stage.
     pub first: Hop,
+    /// Of all ranks, in the same order, beside the first hop; their summands are outgoing behind its messages.
+    pub folds: Vec<Fold>,
     pub arriving: Vec<Arriving>,
     /// Of what is unpacked the values, which come first.
     pub given_len: usize,
@@ -131,15 +136,17 @@ impl Moves {
     #[must_use]
     pub fn new(round: &Round<'_>, rank: u32) -> Self {
         let ranks = round.drafts.first().map_or(0, |draft| draft.loads.len());
-        let transfers = round.drafts.iter().flat_map(|draft| &draft.transfers);
+        let sendings = round.drafts.iter().flat_map(Draft::sendings);
         let targets = round.drafts.iter().flat_map(|draft| &draft.targets);
-        let mut first = Route::new(transfers.map(Transfer::sending), rank, ranks);
+        let mut first = Route::new(sendings, rank, ranks);
         let mut second = Route::new(targets.clone().filter_map(Target::passing), rank, ranks);
         let mut moves = Self { ends_whole: round.ends_whole, ..Self::default() };
-        let mut summands_len = 0;
+        let (mut summands_len, mut outgoing_len) = (0, first.hop.outgoing_len());
         for draft in &round.drafts {
+            let staged = moves.stage(draft, rank);
             let mut arriving = moves.arriving(draft, rank, &mut summands_len, &mut second);
-            moves.bring(draft, rank, &mut arriving, &mut first);
+            bring(draft, rank, &staged, &mut arriving, &mut first);
+            moves.folds.extend(folds(draft, rank, &staged, &arriving, &mut outgoing_len));
             moves.arriving.extend(arriving.into_values());
         }
         // Summands are behind all values.
@@ -161,7 +168,8 @@ impl Moves {
     pub fn wire_lens(&self) -> (usize, usize) {
         let hops = || std::iter::once(&self.first).chain(&self.second);
         let longest = |of: fn(&Hop) -> usize| hops().map(of).max().unwrap_or(0);
-        (longest(Hop::outgoing_len), longest(Hop::incoming_len))
+        let folded = self.folds.last().map_or(0, |fold| fold.summand.end);
+        (longest(Hop::outgoing_len).max(folded), longest(Hop::incoming_len))
     }
 
     /// Where the copies out of stage and first hop go, ascending.
@@ -200,6 +208,7 @@ impl Moves {
             let making = match (passed, target.wanted.reducer) {
                 (Some(at), _) => Making::Passed(range(at, target.part_bytes)),
                 (None, None) => Making::Copied(Vec::new()),
+                (None, Some(_)) if target.folding.is_some() => Making::Folded,
                 (None, Some(reducer)) => {
                     let summands = next(summands_len, target.summands_bytes());
                     Making::Reduced { summands, copies: Vec::new(), reducer }
@@ -211,31 +220,9 @@ impl Moves {
         arriving
     }
 
-    /// Read, pack and copy what the transfers of a draft say.
-    fn bring(&mut self, draft: &Draft<'_>, rank: u32, arriving: &mut BTreeMap<usize, Arriving>, first: &mut Route) {
-        let staged = self.stage(draft, rank);
-        for transfer in &draft.transfers {
-            let Transfer { from, takers, to, part, piece } = transfer;
-            let source = || staged[from].wrapping_add(piece.source);
-            let arrived = first.go(&transfer.sending(), |at| StridedCopy::packed(piece, source(), at));
-            if !takers.contains(&rank) {
-                continue;
-            }
-            let place = draft.targets[*to].part_bytes * *part as u64 + piece.target;
-            let copy = match arrived {
-                Some(at) => (Origin::Incoming, StridedCopy::unpacked(piece, at, place)),
-                None => {
-                    let (source, levels) = (source(), piece.levels.clone());
-                    (Origin::Stage, StridedCopy { source, target: place, run_bytes: piece.run_bytes, levels })
-                }
-            };
-            arriving.get_mut(to).expect("a target of this rank").copies().push(copy);
-        }
-    }
-
     /// Give the stretches that this rank reads their places in the stage. What is added to an offset in a chunk to have
     /// the one in the stage may be less than nothing: it wraps around.
-    fn stage(&mut self, draft: &Draft<'_>, rank: u32) -> BTreeMap<Stretch, u64> {
+    fn stage(&mut self, draft: &Draft<'_>, rank: u32) -> StagedAt {
         let itemsize = draft.unit.demand.source.entry.dtype.itemsize();
         let mut staged = BTreeMap::new();
         for (stretch, bytes) in draft.stretches.iter().filter(|(stretch, _)| stretch.reader.rank == rank) {
@@ -247,6 +234,50 @@ impl Moves {
         }
         staged
     }
+}
+
+/// What is added to the offset in a stretch's chunk to have the one in the stage.
+type StagedAt = BTreeMap<Stretch, u64>;
+
+/// Pack and copy what the transfers of a draft say.
+fn bring(draft: &Draft<'_>, rank: u32, staged: &StagedAt, arriving: &mut BTreeMap<usize, Arriving>, first: &mut Route) {
+    for transfer in draft.transfers.iter().filter(|transfer| draft.targets[transfer.to].folding.is_none()) {
+        let Transfer { from, takers, to, part, piece } = transfer;
+        let source = || staged[from].wrapping_add(piece.source);
+        let arrived = first.go(&transfer.sending(), |at| StridedCopy::packed(piece, source(), at));
+        if !takers.contains(&rank) {
+            continue;
+        }
+        let place = draft.targets[*to].part_bytes * *part as u64 + piece.target;
+        let copy = match arrived {
+            Some(at) => (Origin::Incoming, StridedCopy::unpacked(piece, at, place)),
+            None => (Origin::Stage, StridedCopy::of(piece, source(), place)),
+        };
+        arriving.get_mut(to).expect("a target of this rank").copies().push(copy);
+    }
+}
+
+/// What NCCL makes of a draft's summands: this rank's share of each.
+fn folds(
+    draft: &Draft<'_>,
+    rank: u32,
+    staged: &StagedAt,
+    arriving: &BTreeMap<usize, Arriving>,
+    outgoing_len: &mut usize,
+) -> impl Iterator<Item = Fold> {
+    let mut folds = BTreeMap::new();
+    for (index, target) in draft.targets.iter().enumerate() {
+        let Some((root, folding)) = target.folded() else { continue };
+        let summand = next(outgoing_len, target.part_bytes);
+        let value = (root == rank).then(|| arriving[&index].place.clone());
+        folds.insert(index, Fold { folding, root, summand, packs: Vec::new(), value });
+    }
+    for Transfer { from, to, piece, .. } in draft.transfers.iter().filter(|one| one.from.reader.rank == rank) {
+        if let Some(fold) = folds.get_mut(to) {
+            fold.packs.push(StridedCopy::of(piece, staged[from].wrapping_add(piece.source), piece.target));
+        }
+    }
+    folds.into_values()
 }
 
 /// The next place of a buffer that is so long up to now.

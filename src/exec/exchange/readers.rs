@@ -6,6 +6,7 @@
 
 use smallvec::SmallVec;
 
+use super::folds::Reducing;
 use crate::catalog::TensorEntry;
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
@@ -31,13 +32,14 @@ impl Sight {
     }
 }
 
-/// The processes that exchange, as far as it matters who reads.
+/// The processes that exchange, as far as it matters who reads and who reduces. All know the same.
 #[derive(Clone, Debug)]
 pub struct Parties {
     pub sight: Sight,
     /// For each rank its node.
     pub nodes: Vec<u32>,
     pub counting: Counting,
+    pub reducing: Reducing,
 }
 
 /// Which of several replicas is read.

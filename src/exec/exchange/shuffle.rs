@@ -88,6 +88,7 @@ impl<C: Communicator<Memory = Vec<u8>>> Shuffle for HostShuffle<'_, C> {
     }
 
     fn finish(&mut self, moves: &Moves, stage: Room<Vec<u8>>) -> Result<Given<Vec<u8>>> {
+        assert!(moves.folds.is_empty(), "hosts reduce in the order of ranks");
         self.go(&moves.first, &stage)?;
         let mut unpacked = self.rooms.room(moves.unpacked_len)?;
         let landings = moves.landings();

@@ -36,6 +36,11 @@ impl StridedCopy {
         Self { source, target, run_bytes: len, levels: SmallVec::new() }
     }
 
+    /// Of a piece, between these starts.
+    pub(super) fn of(piece: &Piece, source: u64, target: u64) -> Self {
+        Self { source, target, run_bytes: piece.run_bytes, levels: piece.levels.clone() }
+    }
+
     /// With the target's runs behind each other from `target` on.
     pub(super) fn packed(piece: &Piece, source: u64, target: u64) -> Self {
         let levels = dense(&piece.levels, |level, step| Level { target_step: step, ..level }, piece.run_bytes);

@@ -228,6 +228,12 @@ entries! {
         group::add(&known(handle)?, What::Broadcast { root }, Collected { from, into, count, dtype, op: 0, stream })
     }
 
+    fn ncclReduce(
+        from: u64, into: u64, count: usize, dtype: c_uint, op: c_uint, root: c_int, handle: usize, stream: usize,
+    ) {
+        group::add(&known(handle)?, What::Reduce { root }, Collected { from, into, count, dtype, op, stream })
+    }
+
     fn ncclAllGather(from: u64, into: u64, count: usize, dtype: c_uint, handle: usize, stream: usize) {
         group::add(&known(handle)?, What::AllGather, Collected { from, into, count, dtype, op: 0, stream })
     }

@@ -24,6 +24,7 @@ pub enum What {
     Send { to: c_int },
     Recv { from: c_int },
     Broadcast { root: c_int },
+    Reduce { root: c_int },
     AllGather,
     AllReduce,
     ReduceScatter,
@@ -49,6 +50,7 @@ impl Operation {
             What::Send { to } => (Kind::Send, to, false),
             What::Recv { from } => (Kind::Send, from, true),
             What::Broadcast { root } => (Kind::Broadcast, root, true),
+            What::Reduce { root } => (Kind::Reduce, root, true),
             What::AllGather => (Kind::AllGather, 0, true),
             What::AllReduce => (Kind::AllReduce, 0, true),
             What::ReduceScatter => (Kind::ReduceScatter, 0, true),
@@ -58,7 +60,7 @@ impl Operation {
         let rank = rank.ok_or_else(|| wrong("there is no such rank"))?;
         let size = reduce::size(call.dtype).ok_or_else(|| wrong("there is no such type"))?;
         let bytes = call.count.checked_mul(size).ok_or_else(|| wrong("that many elements cannot be"))?;
-        let reduces = matches!(kind, Kind::AllReduce | Kind::ReduceScatter);
+        let reduces = matches!(kind, Kind::Reduce | Kind::AllReduce | Kind::ReduceScatter);
         if reduces && !reduce::can(call.dtype, call.op) {
             return Err(wrong("these elements cannot be reduced so by a device of compute capability 8.0"));
         }
@@ -78,7 +80,8 @@ impl Operation {
             Kind::Send if self.receives => (0, self.bytes),
             Kind::Send => (self.bytes, 0),
             Kind::Broadcast if self.rank != communicator.place().rank => (0, self.bytes),
-            Kind::Broadcast | Kind::AllReduce => (self.bytes, self.bytes),
+            Kind::Reduce if self.rank != communicator.place().rank => (self.bytes, 0),
+            Kind::Broadcast | Kind::Reduce | Kind::AllReduce => (self.bytes, self.bytes),
             Kind::AllGather => (self.bytes, all),
             Kind::ReduceScatter => (all, self.bytes),
         }
@@ -117,6 +120,7 @@ impl Operation {
             Kind::Send if self.receives => Ok(()),
             Kind::Send => communicator.put(self.rank, self.head, &self.read(communicator, 0)?),
             Kind::Broadcast if self.rank != place.rank => Ok(()),
+            Kind::Reduce => communicator.put(self.rank, self.head, &self.read(communicator, 0)?),
             Kind::Broadcast | Kind::AllGather | Kind::AllReduce => {
                 let data = self.read(communicator, 0)?;
                 all.into_iter().try_for_each(|peer| communicator.put(peer, self.head, &data))
@@ -136,7 +140,8 @@ impl Operation {
             Kind::AllGather => {
                 (0..ranks).try_for_each(|peer| self.write(communicator, peer, &communicator.take(peer, self.head)?))
             }
-            Kind::AllReduce | Kind::ReduceScatter => {
+            Kind::Reduce if self.rank != communicator.place().rank => Ok(()),
+            Kind::Reduce | Kind::AllReduce | Kind::ReduceScatter => {
                 // The order is not that of ranks, and every step rounds: nobody is to rely on either.
                 let mut total = communicator.take(ranks - 1, self.head)?;
                 for peer in (0..ranks - 1).rev() {

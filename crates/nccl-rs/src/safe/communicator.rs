@@ -161,6 +161,18 @@ impl Communicator {
         self.group(stream, |group| group.broadcast(buffer, dtype, root))
     }
 
+    /// [`Group::reduce`] by itself.
+    pub fn reduce<'b>(
+        &mut self,
+        stream: &impl DeviceStream,
+        send: DeviceView<'b>,
+        recv: Option<DeviceViewMut<'b>>,
+        dtype: DataType,
+        (op, root): (RedOp, usize),
+    ) -> Result<()> {
+        self.group(stream, |group| group.reduce(send, recv, dtype, (op, root)))
+    }
+
     /// [`Group::all_gather`] by itself.
     pub fn all_gather<'b>(
         &mut self,

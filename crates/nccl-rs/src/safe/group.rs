@@ -41,6 +41,7 @@ enum Kind {
     Send { from: Extent, to: c_int },
     Recv { into: Extent, from: c_int },
     Broadcast { send: Extent, recv: Extent, root: c_int },
+    Reduce { send: Extent, recv: Option<Extent>, op: RedOp, root: c_int },
     AllGather { send: Extent, recv: Extent },
     AllReduce { send: Extent, recv: Extent, op: RedOp },
     ReduceScatter { send: Extent, recv: Extent, op: RedOp },
@@ -72,6 +73,30 @@ impl<'b> Group<'_, 'b> {
         let (buffer, root) = (buffer.extent(), self.rank("ncclBroadcast", root)?);
         let count = buffer.elements(dtype, "ncclBroadcast")?;
         self.add(Kind::Broadcast { send: buffer, recv: buffer, root }, count, dtype);
+        Ok(())
+    }
+
+    /// Rank `root` gets the elements of `send`, each reduced over all ranks, in a view of the same size that it alone gives
+    /// (`ncclReduce`).
+    pub fn reduce(
+        &mut self,
+        send: DeviceView<'b>,
+        recv: Option<DeviceViewMut<'b>>,
+        dtype: DataType,
+        (op, root): (RedOp, usize),
+    ) -> Result<()> {
+        let function = "ncclReduce";
+        let (send, recv) = (send.extent(), recv.map(|recv| recv.extent()));
+        if recv.is_some() != (root == self.place.rank) {
+            let why = format!("rank {root}, and no other, gets what is reduced");
+            return Err(Error::Argument { function, why });
+        }
+        let (count, root) = (send.elements(dtype, function)?, self.rank(function, root)?);
+        let received = recv.map_or(Ok(count), |recv| recv.elements(dtype, function))?;
+        if count != received {
+            return Err(uneven(function, "as many elements as are sent", count, received));
+        }
+        self.add(Kind::Reduce { send, recv, op, root }, count, dtype);
         Ok(())
     }
 
@@ -202,6 +227,10 @@ impl Operation {
                 Kind::Broadcast { send, recv, root } => {
                     nccl.broadcast(send.pointer(), recv.pointer_mut(), count, dtype, root, comm, stream)
                 }
+                Kind::Reduce { send, recv, op, root } => {
+                    let recv = recv.map_or(std::ptr::null_mut(), Extent::pointer_mut);
+                    nccl.reduce(send.pointer(), recv, count, dtype, op.code(), root, comm, stream)
+                }
                 Kind::AllGather { send, recv } => {
                     nccl.all_gather(send.pointer(), recv.pointer_mut(), count, dtype, comm, stream)
                 }
@@ -291,6 +320,23 @@ mod tests {
         group().reduce_scatter(from, into, DataType::Bfloat16, RedOp::Sum).unwrap();
         let refused = group().all_reduce(from, DeviceViewMut::of(&mut recv), DataType::Bfloat16, RedOp::Max);
         assert_eq!(message(refused), "ncclAllReduce: expected as many elements as are sent, 12, found 4");
+    }
+
+    #[test]
+    fn what_is_reduced_goes_to_the_root_alone() {
+        let (send, mut recv) = (Nothing(0x1000, 24), Nothing(0x2000, 20));
+        let from = DeviceView::of(&send);
+        let sum = |root| (RedOp::Sum, root);
+        let refused = group().reduce(from, None, DataType::Float32, sum(1));
+        assert_eq!(message(refused), "ncclReduce: rank 1, and no other, gets what is reduced");
+        assert!(group().reduce(from, Some(DeviceViewMut::of(&mut recv)), DataType::Float32, sum(2)).is_err());
+        let refused = group().reduce(from, Some(DeviceViewMut::of(&mut recv)), DataType::Float32, sum(1));
+        assert_eq!(message(refused), "ncclReduce: expected as many elements as are sent, 6, found 5");
+        assert_eq!(
+            message(group().reduce(from, None, DataType::Float32, sum(3))),
+            "ncclReduce: there is no rank 3 of 3"
+        );
+        group().reduce(from, None, DataType::Float32, sum(2)).unwrap();
     }
 
     #[test]

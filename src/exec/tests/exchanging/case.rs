@@ -9,7 +9,7 @@ use super::{Means, Spec, term};
 use crate::catalog::{OutputFile, Reserved, Summands, TensorId};
 use crate::comm::{Communicator, Local};
 use crate::exec::Silent;
-use crate::exec::exchange::{Counting, Exchange, Load, Owners, Parties, Rounds, Sight, agree};
+use crate::exec::exchange::{Counting, Exchange, Load, Owners, Parties, Reducing, Rounds, Sight, agree};
 use crate::layout::Region;
 use crate::layout::partial::{Reduction, Share};
 use crate::storage::FileId;
@@ -192,7 +192,12 @@ impl Case {
     /// Dealt out, as [`deal`], and seen as `wish` says: what every property of exchanges has.
     pub(crate) fn parties(&self, ranks: u32, cuts: &[u64], wish: Option<u64>) -> (Parties, Vec<Extents>) {
         let sight = wish.map_or(Sight::Shared, |wish| seen(self.files.ids().count(), ranks, wish));
-        let parties = Parties { sight, nodes: (0..ranks).map(|rank| rank / 2).collect(), counting: Counting::Any };
+        let parties = Parties {
+            sight,
+            nodes: (0..ranks).map(|rank| rank / 2).collect(),
+            counting: Counting::Any,
+            reducing: Reducing::InRankOrder,
+        };
         (parties, deal(&self.reservation, cuts, ranks))
     }
 

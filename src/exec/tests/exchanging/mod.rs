@@ -13,7 +13,7 @@ use means::Host;
 
 use super::*;
 use crate::error::Error;
-use crate::exec::exchange::{Counting, Load, Owners, Parties, Rounds, Sight};
+use crate::exec::exchange::{Counting, Load, Owners, Parties, Reducing, Rounds, Sight};
 use crate::layout::ReduceOp;
 use crate::storage::FileId;
 
@@ -113,7 +113,8 @@ fn tensors_are_through_one_after_the_other() {
     let case = Case::new(&[tensor(64), tensor(64), tensor(2), tensor(2), tensor(64)], false);
     let todos = deal(&case.reservation, &[], 2);
     let owners = Owners::new(&case.reservation.files, &todos);
-    let parties = Parties { sight: Sight::Shared, nodes: vec![0, 0], counting: Counting::Any };
+    let parties =
+        Parties { sight: Sight::Shared, nodes: vec![0, 0], counting: Counting::Any, reducing: Reducing::InRankOrder };
     let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, 300);
     let rounds: Vec<(Vec<usize>, bool)> = rounds
         .map(|round| {

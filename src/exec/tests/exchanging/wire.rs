@@ -3,7 +3,7 @@
 use super::super::*;
 use super::case::deal;
 use super::{Case, Host};
-use crate::exec::exchange::{Counting, Moves, Owners, Parties, Rounds, Sight};
+use crate::exec::exchange::{Counting, Moves, Owners, Parties, Reducing, Rounds, Sight};
 use crate::layout::ReduceOp;
 
 /// Bytes over the wire of an evenly cut tensor of 64 KiB: each rank sees a file of its own, and writes one.
@@ -11,7 +11,12 @@ fn wire(from: Layout, to: Layout, summands: Option<(u64, ReduceOp)>, ranks: u32,
     let case = Case::new(&[(vec![64, 256], (Dtype::F32, Dtype::F32), from, to, summands)], false);
     assert_eq!((case.files.ids().count(), case.reservation.files.len()), (ranks as usize, ranks as usize));
     let seen = (0..ranks).map(|rank| std::iter::once(rank).collect()).collect();
-    let parties = Parties { sight: Sight::PerRank(seen), nodes: vec![0; ranks as usize], counting: Counting::Any };
+    let parties = Parties {
+        sight: Sight::PerRank(seen),
+        nodes: vec![0; ranks as usize],
+        counting: Counting::Any,
+        reducing: Reducing::InRankOrder,
+    };
     let todos = deal(&case.reservation, &[], ranks);
     let (together, loads) = case.together(&Host, &parties, &todos, bucket_bytes);
     assert!(together == case.alone());
