@@ -21,11 +21,11 @@ fn value(index: u64) -> f64 {
 }
 
 /// Element `index` in a dtype: f64, cast where it is another one.
-fn element_of(dtype: Dtype, index: u64) -> Vec<u8> {
+pub(super) fn element_of(dtype: Dtype, index: u64) -> Vec<u8> {
     cast(Dtype::F64, dtype, &value(index).to_le_bytes()).0
 }
 
-fn cast(from: Dtype, to: Dtype, source: &[u8]) -> (Vec<u8>, Counts) {
+pub(super) fn cast(from: Dtype, to: Dtype, source: &[u8]) -> (Vec<u8>, Counts) {
     let Some(cast) = Cast::new(from, to) else { return (source.to_vec(), Counts::default()) };
     let mut target = vec![0; source.len() / bytes(from.itemsize()) * bytes(to.itemsize())];
     let counts = cast.convert(source, &mut target);

@@ -16,7 +16,11 @@ impl Means for Devices {
 
     fn seat(&self, rank: Local) -> Self::Seat {
         use crate::comm::Communicator;
-        let gpu = open(kernels(), rank.rank()).unwrap();
+        let kernels = match std::env::var("KERNELS").as_deref() {
+            Ok("of even ranks") if rank.rank() % 2 == 1 => Kernels::Off,
+            _ => kernels(),
+        };
+        let gpu = open(kernels, rank.rank()).unwrap();
         let peers = Nccl::meet(&gpu, Sharing::Refused, rank).unwrap();
         (gpu, peers)
     }
@@ -38,6 +42,11 @@ fn exchanges_by_devices_are_those_of_hosts_stand_in() {
 #[test]
 fn exchanges_without_kernels_are_those_of_hosts_stand_in() {
     passes("exchanging::property", 3, &[("KERNELS", "off")]);
+}
+
+#[test]
+fn exchanges_of_which_some_compute_are_those_of_hosts_stand_in() {
+    passes("exchanging::property", 3, &[("KERNELS", "of even ranks")]);
 }
 
 proptest! {

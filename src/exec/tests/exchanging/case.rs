@@ -1,14 +1,16 @@
 //! A checkpoint, what is made of it, and how: alone and together.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
 use super::super::*;
-use super::{Means, Spec, term};
+use super::{Means, Spec, hard, term};
 use crate::catalog::{OutputFile, Reserved, Summands, TensorId};
 use crate::comm::{Communicator, Local};
 use crate::exec::Silent;
+use crate::exec::copy::{CastCount, DtypePair};
 use crate::exec::exchange::{Counting, Exchange, Load, Owners, Parties, Reducing, Rounds, Sight, agree};
 use crate::layout::Region;
 use crate::layout::partial::{Reduction, Share};
@@ -36,6 +38,7 @@ impl Case {
             for summand in 0..count {
                 let path = folder.path().join("stored");
                 let value = |index: u64| match summands {
+                    _ if from_dtype != to_dtype => hard(*from_dtype, index, summands.map(|_| summand)),
                     Some(_) => term(*from_dtype, index, summand),
                     None => element(index, from_dtype.itemsize()),
                 };
@@ -118,9 +121,9 @@ impl Case {
         Input { files: &self.files, catalog: &self.catalog, resolve: &resolve }
     }
 
-    pub(crate) fn alone(&self) -> Vec<Vec<u8>> {
-        self.attempt_alone().unwrap();
-        self.written(&self.folder.path().join("alone"))
+    pub(crate) fn alone(&self) -> Written {
+        let stats = self.attempt_alone().unwrap();
+        self.written(&self.folder.path().join("alone"), &[stats])
     }
 
     pub(super) fn attempt_alone(&self) -> Result<Stats> {
@@ -135,21 +138,21 @@ impl Case {
         parties: &Parties,
         todos: &[Extents],
         bucket_bytes: u64,
-    ) -> (Vec<Vec<u8>>, Vec<Load>) {
+    ) -> (Written, Vec<Load>) {
         let loads = self.attempt(means, parties, todos, bucket_bytes);
-        let loads: Vec<Vec<Load>> = loads.into_iter().map(Result::unwrap).collect();
+        let (loads, stats): (Vec<Vec<Load>>, Vec<Stats>) = loads.into_iter().map(Result::unwrap).unzip();
         assert!(loads.iter().all(|other| *other == loads[0]), "all make the same plan");
-        (self.written(&self.folder.path().join("together")), loads[0].clone())
+        (self.written(&self.folder.path().join("together"), &stats), loads[0].clone())
     }
 
-    /// What each rank foresees for all, if it gets to the end.
+    /// What each rank foresees for all, and what it has done, if it gets to the end.
     pub(super) fn attempt<M: Means>(
         &self,
         means: &M,
         parties: &Parties,
         todos: &[Extents],
         bucket_bytes: u64,
-    ) -> Vec<Result<Vec<Load>>> {
+    ) -> Vec<Result<(Vec<Load>, Stats)>> {
         let folder = self.folder.path().join("together");
         fs::create_dir(&folder).unwrap();
         let ranks = Local::fleet(parties.size());
@@ -174,14 +177,14 @@ impl Case {
                         let shuffle = M::shuffle(&seat);
                         let (log, options, stop) = (&log, &options(), &Stop::default());
                         let writing = Writing { reservation, folder, log, options, reporter: &Silent, stop };
-                        exchange.run(rank, shuffle, writing)?;
+                        let stats = exchange.run(rank, shuffle, writing)?;
                         // Who is dropped sooner has failed.
                         rank.barrier().unwrap();
                         if let Some(counted) = M::counted(&seat) {
                             let Load { sent, received, .. } = exchange.loads()[rank.rank() as usize];
                             assert_eq!(counted, (sent, received), "what goes over the wire is what is planned");
                         }
-                        Ok(exchange.dry_run(&Stop::default())?.1)
+                        Ok((exchange.dry_run(&Stop::default())?.1, stats))
                     })
                 })
                 .collect();
@@ -201,9 +204,25 @@ impl Case {
         (parties, deal(&self.reservation, cuts, ranks))
     }
 
-    fn written(&self, folder: &Path) -> Vec<Vec<u8>> {
-        self.reservation.files.iter().map(|file| fs::read(folder.join(&file.path)).unwrap()).collect()
+    /// What is in a folder after runs with these figures.
+    fn written(&self, folder: &Path, stats: &[Stats]) -> Written {
+        let files = self.reservation.files.iter().map(|file| fs::read(folder.join(&file.path)).unwrap()).collect();
+        let mut casts = stats[0].casts.clone();
+        for (pair, more) in stats[1..].iter().flat_map(|stats| &stats.casts) {
+            let sum = casts.get_mut(pair).expect("all cast the same");
+            assert_eq!(sum.tensors, more.tensors);
+            sum.overflows += more.overflows;
+            sum.nans += more.nans;
+        }
+        Written { files, casts }
     }
+}
+
+/// The bytes of all files, and what casts met.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Written {
+    pub(super) files: Vec<Vec<u8>>,
+    casts: BTreeMap<DtypePair, CastCount>,
 }
 
 fn options() -> Options {

@@ -35,12 +35,26 @@ fn term(dtype: Dtype, index: u64, summand: u64) -> Vec<u8> {
     }
 }
 
+/// An element of a summand, or of a tensor without, that a cast may not keep: NaNs, and what is beyond the target.
+fn hard(dtype: Dtype, index: u64, summand: Option<u64>) -> Vec<u8> {
+    match (index % 13, summand) {
+        (_, None) => casting::element_of(dtype, index),
+        (3, Some(1)) => casting::element_of(dtype, 13),
+        // Of these a few are more than f16 holds, and each is more than 8 bits do.
+        (5 | 6, Some(_)) => casting::cast(Dtype::F32, dtype, &40_000_f32.to_le_bytes()).0,
+        (_, Some(summand)) => casting::cast(Dtype::F32, dtype, &term(Dtype::F32, index, summand)).0,
+    }
+}
+
 pub(crate) fn spec() -> impl Strategy<Value = Spec> {
     let dtypes = prop::sample::select(vec![
         (Dtype::U8, Dtype::U8),
         (Dtype::Bf16, Dtype::Bf16),
         (Dtype::I64, Dtype::I64),
         (Dtype::F32, Dtype::Bf16),
+        (Dtype::F32, Dtype::F16),
+        (Dtype::Bf16, Dtype::F8E4m3fn),
+        (Dtype::F16, Dtype::F64),
     ]);
     prop::collection::vec(0..9_u64, 0..4).prop_flat_map(move |shape| {
         let ndim = shape.len();
