@@ -319,6 +319,16 @@ mod tests {
     }
 
     #[test]
+    fn an_element_of_which_two_parts_are_to_be_done_is_in_one_strip() {
+        let files = [file()];
+        let mut todo = Extents::new();
+        [10..11, 13..20, 21..22].into_iter().for_each(|part| todo.insert(0, part));
+        let strips = Cutter::new(&files, &todo, 32).cut(payloads());
+        let ranges: Vec<_> = strips.iter().map(|strip| strip.range.clone()).collect();
+        assert_eq!(ranges, vec![10..22]);
+    }
+
+    #[test]
     fn windows_in_another_order_lose_nothing() {
         let files = [file()];
         let todo = Extents::of_files(&files);

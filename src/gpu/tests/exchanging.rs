@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::comm::Local;
 use crate::exec::exchange::Shuffle;
-use crate::exec::tests::exchanging::{Case, Means, fits, spec};
+use crate::exec::tests::exchanging::{Case, Means, check_each_cut, fits, spec};
 use crate::gpu::{DeviceShuffle, Nccl, Sharing};
 
 struct Devices;
@@ -49,8 +49,19 @@ fn exchanges_of_which_some_compute_are_those_of_hosts_stand_in() {
     passes("exchanging::property", 3, &[("KERNELS", "of even ranks")]);
 }
 
+#[test]
+fn an_element_that_two_write_counts_once_stand_in() {
+    passes("exchanging::each_cut", 3, &[]);
+}
+
+#[test]
+#[ignore = "a process of a test"]
+fn each_cut() {
+    check_each_cut(&Devices);
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(40) })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(120) })]
 
     #[test]
     #[ignore = "a process of a test"]

@@ -143,6 +143,24 @@ fn tensors_are_through_one_after_the_other() {
     assert!(rounds.len() > 8, "{rounds:?}");
 }
 
+/// Wherever the work of two is cut, also within an element that a cast does not keep.
+pub(crate) fn check_each_cut(means: &impl Means) {
+    let one = Layout { mesh: vec![1], placements: vec![Placement::Replicate] };
+    let twice = Layout { mesh: vec![2], placements: vec![Placement::Replicate] };
+    let spec = (vec![9], (Dtype::F32, Dtype::F16), one, twice, Some((2, ReduceOp::Sum)));
+    let wanted = Case::new(&[spec.clone()], false).alone();
+    for cut in 0..u64::try_from(wanted.files[0].len()).unwrap() {
+        let case = Case::new(&[spec.clone()], false);
+        let (parties, todos) = case.parties(2, &[cut], None);
+        assert!(case.together(means, &parties, &todos, 1000).0 == wanted, "cut at {cut}");
+    }
+}
+
+#[test]
+fn an_element_that_two_write_counts_once() {
+    check_each_cut(&Host);
+}
+
 /// In the words of a process that is alone, where they are made.
 #[test]
 fn summands_that_have_no_value_are_named() {
