@@ -11,6 +11,8 @@ mod tree;
 mod auto;
 #[path = "per_rank/carried.rs"]
 mod carried;
+#[path = "per_rank/computed.rs"]
+mod computed;
 #[path = "per_rank/failing.rs"]
 mod failing;
 #[path = "per_rank/formats.rs"]

@@ -13,5 +13,7 @@ fn main() {
     if let Err(error) = build.file("src/kernels.cpp").try_compile("kernels") {
         println!("cargo:warning=without kernels: {error}");
         println!("cargo:rustc-cfg=no_kernels");
+        // It is not there, so this runs until there is a compiler.
+        println!("cargo:rerun-if-changed=a-compiler-of-c++");
     }
 }

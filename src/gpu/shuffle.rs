@@ -13,7 +13,8 @@
 //!
 //! With [kernels](super::arithmetic) all of a round is queued at once, and what comes down is as it is written. Without them
 //! the host reduces: a round is then queued as far as its summands, which come down, and the rest of it when the next one is
-//! begun, or it is waited for. Ranks need not be alike in that.
+//! begun, or it is waited for. Where only some ranks have kernels, all take their second hops as those do that have none:
+//! NCCL may keep who queues something until its peers do, too.
 //!
 //! Counts bytes. Invariants: memory that a stream may still use is in a slot, and a slot is emptied when its round is done;
 //! on all ranks a round's second hop is queued before the first one of the next round, wherever its values are made.
@@ -52,7 +53,15 @@ pub struct DeviceShuffle<'a, C: Communicator + Send> {
     wire: Stream,
     down: Stream,
     slots: Vec<Slot>,
+    second_hop: SecondHop,
     begun: usize,
+}
+
+/// When the second hop of a round is queued, on all ranks alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SecondHop {
+    BehindTheFirst,
+    BeforeTheNextRound,
 }
 
 /// A round's memory on the device, and what it has of the host's.
@@ -91,11 +100,14 @@ struct Rest {
 }
 
 impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
-    /// One that computes on the device, if it is given what does that.
+    /// One that computes on the device, if it is given what does that. Collective.
     ///
     /// # Errors
-    /// `Device` where there is no memory.
+    /// `Device` where there is no memory; as [`Communicator::gather`].
     pub fn new(gpu: &Gpu, peers: &'a Nccl<C>, arithmetic: Option<&Arithmetic>) -> Result<Self> {
+        let said = peers.gather(&[u8::from(arithmetic.is_some())])?;
+        let all_compute = said.iter().all(|said| *said == [1]);
+        let second_hop = if all_compute { SecondHop::BehindTheFirst } else { SecondHop::BeforeTheNextRound };
         let stream = || Stream::new(&gpu.device);
         Ok(Self {
             peers,
@@ -107,6 +119,7 @@ impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
             wire: stream()?,
             down: stream()?,
             slots: (0..SLOTS).map(|_| Slot::new(&gpu.device)).collect::<Result<_>>()?,
+            second_hop,
             begun: 0,
         })
     }
@@ -270,13 +283,14 @@ impl<C: Communicator + Send> Shuffle for DeviceShuffle<'_, C> {
         let given_len = moves.casts.as_ref().map_or(moves.given_len, |casts| casts.len);
         let given = self.rooms.room(if by_host { moves.unpacked_len } else { given_len })?;
         let rest = Some(Rest { packs, takes, stays });
+        let goes_on = !by_host && (moves.second.is_none() || self.second_hop == SecondHop::BehindTheFirst);
         let moves = Arc::clone(moves);
         self.slots[number].lent = Some(Lent { moves, stage, table, given, computing, rest, done: None });
         self.begun += 1;
 
         let queued = self.queue(number, &[first, unpacks]);
         self.mark(number, queued)?;
-        if !by_host {
+        if goes_on {
             self.carry_on(number)?;
         }
         Ok(number)

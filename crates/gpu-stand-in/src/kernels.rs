@@ -109,12 +109,14 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(no_kernels, ignore = "there was no compiler of C++")]
     fn kernels_have_their_names() {
         assert!(Kernel::named("copy_runs").is_some_and(|kernel| Kernel::named("cast") != Some(kernel)));
         assert_eq!(Kernel::named("copy"), None);
     }
 
     #[test]
+    #[cfg_attr(no_kernels, ignore = "there was no compiler of C++")]
     fn what_a_kernel_may_not_use_is_told() {
         let heap = Heap::new(1 << 16);
         let table = heap.allocate(64).unwrap();

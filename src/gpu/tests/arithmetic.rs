@@ -15,22 +15,22 @@ const PROMPT: [(&str, &str); 1] = [("GPU_STAND_IN_DELAY_US", "0")];
 
 #[test]
 fn reductions_are_those_of_hosts_stand_in() {
-    passes("arithmetic::reductions", 1, &PROMPT);
+    passes_with_kernels("arithmetic::reductions", 1, &PROMPT);
 }
 
 #[test]
 fn faults_are_those_of_hosts_stand_in() {
-    passes("arithmetic::faults", 1, &PROMPT);
+    passes_with_kernels("arithmetic::faults", 1, &PROMPT);
 }
 
 #[test]
 fn casts_of_all_hard_values_are_those_of_hosts_stand_in() {
-    passes("arithmetic::hard_values", 1, &PROMPT);
+    passes_with_kernels("arithmetic::hard_values", 1, &PROMPT);
 }
 
 #[test]
 fn casts_of_some_elements_are_those_of_hosts_stand_in() {
-    passes("arithmetic::conversions", 1, &PROMPT);
+    passes_with_kernels("arithmetic::conversions", 1, &PROMPT);
 }
 
 #[test]

@@ -11,7 +11,7 @@ use crate::plan::lower::Level;
 
 #[test]
 fn copies_by_the_kernel_are_those_of_hosts_stand_in() {
-    passes("copying::property", 1, &[("GPU_STAND_IN_DELAY_US", "0")]);
+    passes_with_kernels("copying::property", 1, &[("GPU_STAND_IN_DELAY_US", "0")]);
 }
 
 #[test]

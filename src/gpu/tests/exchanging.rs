@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::comm::Local;
 use crate::exec::exchange::Shuffle;
-use crate::exec::tests::exchanging::{Case, Means, check_each_cut, fits, spec};
+use crate::exec::tests::exchanging::{Case, Means, check_each_cut, check_faults, fits, spec};
 use crate::gpu::{DeviceShuffle, Nccl, Sharing};
 
 struct Devices;
@@ -36,7 +36,7 @@ impl Means for Devices {
 
 #[test]
 fn exchanges_by_devices_are_those_of_hosts_stand_in() {
-    passes("exchanging::property", 3, &[]);
+    passes_with_kernels("exchanging::property", 3, &[]);
 }
 
 #[test]
@@ -46,18 +46,31 @@ fn exchanges_without_kernels_are_those_of_hosts_stand_in() {
 
 #[test]
 fn exchanges_of_which_some_compute_are_those_of_hosts_stand_in() {
-    passes("exchanging::property", 3, &[("KERNELS", "of even ranks")]);
+    passes_with_kernels("exchanging::property", 3, &[("KERNELS", "of even ranks")]);
 }
 
 #[test]
 fn an_element_that_two_write_counts_once_stand_in() {
-    passes("exchanging::each_cut", 3, &[]);
+    passes_with_kernels("exchanging::each_cut", 3, &[]);
 }
 
 #[test]
 #[ignore = "a process of a test"]
 fn each_cut() {
     check_each_cut(&Devices);
+}
+
+#[test]
+fn summands_that_have_no_value_are_named_stand_in() {
+    passes_with_kernels("exchanging::faults", 3, &[]);
+    passes("exchanging::faults", 3, &[("KERNELS", "off")]);
+    passes_with_kernels("exchanging::faults", 3, &[("KERNELS", "of even ranks")]);
+}
+
+#[test]
+#[ignore = "a process of a test"]
+fn faults() {
+    check_faults(&Devices);
 }
 
 proptest! {

@@ -164,6 +164,10 @@ fn an_element_that_two_write_counts_once() {
 /// In the words of a process that is alone, where they are made.
 #[test]
 fn summands_that_have_no_value_are_named() {
+    check_faults(&Host);
+}
+
+pub(crate) fn check_faults(means: &impl Means) {
     let rows = |ranks| Layout { mesh: vec![ranks], placements: vec![Placement::Shard(TensorDim(0))] };
     let whole = Layout { mesh: vec![2], placements: vec![Placement::Replicate] };
     // Five summands of up to 62 are too much for a byte.
@@ -172,7 +176,7 @@ fn summands_that_have_no_value_are_named() {
     let (parties, todos) = case.parties(2, &[], Some(7));
     let told = case.attempt_alone().unwrap_err().to_string();
     assert!(told.starts_with("t0: the sum of its summands is "), "{told}");
-    let failed = case.attempt(&Host, &parties, &todos, 100);
+    let failed = case.attempt(means, &parties, &todos, 100);
     let failed: Vec<Error> = failed.into_iter().map(Result::unwrap_err).collect();
     let is_it = |error: &Error| error.to_string().starts_with("t0: the sum of its summands is ");
     assert!(failed.iter().any(is_it), "{failed:?}");
