@@ -8,7 +8,7 @@ use crate::exec::exchange::Shuffle;
 use crate::exec::tests::exchanging::{Case, Means, fits, spec};
 use crate::gpu::{DeviceShuffle, Nccl, Sharing};
 
-struct Devices;
+pub(super) struct Devices;
 
 impl Means for Devices {
     type Seat = (Gpu, Nccl<Local>);

@@ -24,6 +24,11 @@ pub(crate) struct Case {
 
 impl Case {
     pub(crate) fn new(specs: &[Spec], transpose: bool) -> Self {
+        Self::of_terms(specs, transpose, &term)
+    }
+
+    /// With elements of summands by dtype, index and number of the summand.
+    pub(super) fn of_terms(specs: &[Spec], transpose: bool, term: &dyn Fn(Dtype, u64, u64) -> Vec<u8>) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut stored: Vec<Vec<u8>> = Vec::new();
         let (mut entries, mut targets) = (Vec::new(), Vec::new());
@@ -199,6 +204,11 @@ impl Case {
             reducing: Reducing::InRankOrder,
         };
         (parties, deal(&self.reservation, cuts, ranks))
+    }
+
+    /// Make room for another exchange.
+    pub(super) fn forget_together(&self) {
+        fs::remove_dir_all(self.folder.path().join("together")).unwrap();
     }
 
     fn written(&self, folder: &Path) -> Vec<Vec<u8>> {

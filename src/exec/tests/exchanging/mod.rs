@@ -2,6 +2,7 @@
 
 mod bounds;
 mod case;
+pub(crate) mod folding;
 mod means;
 mod wire;
 
@@ -27,6 +28,7 @@ fn term(dtype: Dtype, index: u64, summand: u64) -> Vec<u8> {
     match dtype {
         Dtype::F32 => float.to_vec(),
         Dtype::Bf16 => float[2..].to_vec(),
+        Dtype::F64 => f64::from(f32::from_le_bytes(float)).to_le_bytes().to_vec(),
         _ => element(u64::from(number), dtype.itemsize())
             .into_iter()
             .enumerate()
