@@ -5,7 +5,7 @@ use std::os::unix::fs::symlink;
 
 use tempfile::TempDir;
 
-use crate::nodes::{Nodes, Spread, ended, names};
+use crate::nodes::{Nodes, Spread, ended, names, succeeds};
 use crate::outcome::Outcome;
 
 /// Rank files of which each of two processes has one, and a folder where the loader finds the stand-in.
@@ -25,8 +25,15 @@ impl Desk {
     }
 
     fn each(&self, words: impl Fn(u32) -> String) -> Vec<Outcome> {
+        self.start(|rank| (words(rank), "none"))
+    }
+
+    /// Each with words and a fault of its own.
+    fn start(&self, how: impl Fn(u32) -> (String, &'static str)) -> Vec<Outcome> {
         ended((0..2).map(|rank| {
-            let mut process = self.nodes.command(rank, &words(rank));
+            let (words, fault) = how(rank);
+            let mut process = self.nodes.command(rank, &words);
+            process.env("DTSHARD_FAULT", fault);
             process.env("LD_LIBRARY_PATH", self.libraries.path()).env("GPU_STAND_IN_DEVICES", "2");
             process.spawn().unwrap()
         }))
@@ -82,4 +89,23 @@ fn it_is_refused_where_it_makes_no_sense() {
         outcome.refused(&["rank 1: plan: it makes something else than rank 0 does"]);
     }
     assert_eq!(names(&desk.nodes.desk()), [""; 0]);
+}
+
+/// One of both is killed; copies of what is missing are made again with it, and nobody goes on in another way.
+#[test]
+fn a_run_goes_on_as_it_began_stand_in() {
+    let desk = Desk::new();
+    let words = "reshard out --to torch-ranks --mesh dp=2 --placements R";
+    let (wanted, _) = desk.nodes.alone(words);
+    let begun = format!("{words} --bucket-size 40");
+    let killed = desk.start(|rank| (format!("{begun} --fast-reduce"), if rank == 1 { "record-after" } else { "none" }));
+    assert_eq!(killed[1].signal, Some(9));
+    for outcome in desk.together(&format!("{begun} --resume")) {
+        outcome.refused(&["--fast-reduce was by NCCL, and is not given"]);
+    }
+    for outcome in desk.nodes.together(&format!("{begun} --resume --fast-reduce")) {
+        outcome.refused(&["--fast-reduce was by NCCL, and is in the order of ranks"]);
+    }
+    desk.together(&format!("{begun} --resume --fast-reduce")).iter().for_each(succeeds);
+    desk.nodes.has_made(&wanted, words);
 }

@@ -21,6 +21,7 @@ mod rounds;
 mod shuffle;
 mod staged;
 mod strided;
+mod torn;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -39,6 +40,7 @@ pub use rooms::{HostMemory, Room, Rooms};
 pub use rounds::{PLAN_BYTES, Round, Rounds};
 pub use shuffle::{HostShuffle, Shuffle};
 pub use strided::StridedCopy;
+pub use torn::torn;
 
 use staged::{Stage, Staged};
 

@@ -5,7 +5,7 @@ use super::case::deal;
 use super::{Case, Means, Spec, fits, op, term};
 use crate::catalog::Reserved;
 use crate::exec::cast::Cast;
-use crate::exec::exchange::{Counting, Load, Parties, Reducing, Sight};
+use crate::exec::exchange::{Counting, Load, Parties, Reducing, Sight, torn};
 use crate::layout::ReduceOp;
 use crate::storage::FileId;
 
@@ -195,4 +195,27 @@ pub(crate) fn what_is_not_folded(means: &impl Means) {
     seen[FileId(1).0 as usize] = seen[0].clone();
     let (found, loads) = case.together(means, &parties, &deal(&case.reservation, &[], 3), 1 << 20);
     assert!(found == case.alone() && loads.iter().all(|load| load.kept == 0));
+}
+
+/// A copy that is missing takes what others have of the same elements with it; what is no copy stays done.
+#[test]
+fn copies_of_what_is_missing_are_made_again() {
+    use Placement::{Replicate, Shard};
+    let one = || Layout { mesh: vec![1], placements: vec![Replicate] };
+    let to = |placement| Layout { mesh: vec![2], placements: vec![placement] };
+    let spec = |to, summands| (vec![4, 4], (Dtype::F32, Dtype::F32), one(), to, summands);
+    let sum = Some((2, ReduceOp::Sum));
+    let copies = [spec(to(Replicate), sum), spec(to(Shard(TensorDim(0))), sum), spec(to(Replicate), None)];
+    let case = Case::new(&copies, false);
+    let all = Extents::of_files(&case.reservation.files);
+    let torn = |missing: &[(u32, std::ops::Range<u64>)]| {
+        let mut gone = Extents::new();
+        missing.iter().for_each(|(file, range)| gone.insert(*file, range.clone()));
+        torn(&case.catalog, &case.reservation, &all.without(&gone)).iter().collect::<Vec<_>>()
+    };
+    assert_eq!(torn(&[]), []);
+    // Each file has 3 bytes, 64 of a copy, 4 bytes, 32 of a half, 5 bytes, 64 of a copy of what is not reduced.
+    assert_eq!(torn(&[(1, 13..23)]), [(0, 13..23), (1, 13..23)]);
+    assert_eq!(torn(&[(0, 0..5), (1, 60..173)]), [(0, 3..5), (0, 60..67), (1, 3..5), (1, 60..67)]);
+    assert_eq!(torn(&[(0, 71..172)]), []);
 }

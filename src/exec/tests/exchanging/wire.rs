@@ -74,14 +74,13 @@ fn buffers_are_no_longer_than_the_bucket() {
     let case = Case::new(&specs, false);
     let (parties, todos) = case.parties(3, &[], Some(1));
     let owners = Owners::new(&case.reservation.files, &todos);
-    let rounds_of = |parties| {
+    let rounds_of = |parties: &Parties| -> Vec<Moves> {
         let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, parties, 2000);
         rounds.map(Result::unwrap).flat_map(|round| (0..3).map(move |rank| Moves::new(&round, rank))).collect()
     };
-    let by_nccl: Vec<Moves> = rounds_of(&one_each(&case, 3));
+    let by_nccl = rounds_of(&one_each(&case, 3));
     assert!(by_nccl.iter().any(|moves| !moves.folds.is_empty()));
-    let moves: Vec<Moves> = rounds_of(&parties);
-    for moves in moves.into_iter().chain(by_nccl) {
+    for moves in rounds_of(&parties).into_iter().chain(by_nccl) {
         // Places are aligned.
         let most = 2000 + 16 * (moves.arriving.len() + moves.reads.len() + moves.folds.len() + 1);
         let (outgoing, incoming) = moves.wire_lens();
