@@ -305,7 +305,7 @@ impl<'a> Metadata<'a> {
                 let kind = entry_kind(path, name, value, &places, &items)?;
                 make(Entry { fqn, path: state_path, kind })
             };
-            tensors.from(start).take(PART_NAMES).map(of_name).collect()
+            tensors.starting_at(start).take(PART_NAMES).map(of_name).collect()
         };
         let parts: Vec<usize> = (0..tensors.len()).step_by(PART_NAMES).collect();
         for parts in parts.chunks(rayon::current_num_threads()) {

@@ -27,7 +27,7 @@ impl<'a> Items<'a> {
     }
 
     /// What follows the first `count`.
-    fn from(self, count: usize) -> Self {
+    fn starting_at(self, count: usize) -> Self {
         Self { ids: self.ids.get(count..).unwrap_or(&[]), ..self }
     }
 
@@ -78,12 +78,12 @@ impl<'a> Entries<'a> {
 
     /// The entry `index` places on.
     pub fn get(self, index: usize) -> Option<(Ref<'a>, Ref<'a>)> {
-        self.from(index).next()
+        self.starting_at(index).next()
     }
 
     /// Those from the entry `index` places on.
-    pub fn from(self, index: usize) -> Self {
-        Self(self.0.from(index.saturating_mul(2)))
+    pub fn starting_at(self, index: usize) -> Self {
+        Self(self.0.starting_at(index.saturating_mul(2)))
     }
 }
 
