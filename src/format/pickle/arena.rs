@@ -172,8 +172,6 @@ impl<'a> Pickle<'a> {
         *self.nodes.get_mut(id.0) = node;
     }
 
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "as what pushes a node")]
     pub(super) fn add(&mut self, node: Node) -> NodeId {
         NodeId(self.nodes.insert(node))
     }

@@ -182,8 +182,6 @@ impl<'a> Machine<'a> {
         Err(PickleError::limit(self.at, format!("more than {max} objects at once")))
     }
 
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "a node is written where it stays: to pass it on in memory stalls")]
     pub(super) fn push(&mut self, node: Node) -> Done {
         self.room()?;
         let id = self.pickle.add(node);

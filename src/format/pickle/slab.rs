@@ -12,8 +12,6 @@ impl<T: Default> Slab<T> {
         Self { slots: Vec::new(), free: Vec::new() }
     }
 
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "as what pushes a node")]
     pub fn insert(&mut self, value: T) -> u32 {
         if let Some(slot) = self.free.pop() {
             self.slots[slot as usize] = value;
