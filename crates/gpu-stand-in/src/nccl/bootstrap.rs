@@ -8,6 +8,7 @@ use std::time::Duration;
 use std::{env, fs};
 
 use super::{Answer, Code, refused};
+use crate::fault::Fault;
 use crate::wire::{read_u32, read_u64};
 
 /// How often a rank that waits looks whether it was aborted.
@@ -107,6 +108,10 @@ pub fn meet(place: Place, id: UniqueId, device: usize, aborted: &dyn Fn() -> boo
         };
         stream.write_all(&token.to_le_bytes())?;
         card.write(&mut stream)?;
+        Fault::DiesMeeting.strikes();
+        if Fault::FailsMeeting.happens() {
+            return Err(io::Error::other("the network was told to fail"));
+        }
         stream.set_nonblocking(true)?;
         let mut bytes = vec![0; place.ranks * Card::BYTES];
         let mut filled = 0;

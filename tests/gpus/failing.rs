@@ -1,0 +1,113 @@
+//! A process cannot go on: it says why, and the others say which one it was and why. So do those that are not started as
+//! the others are.
+
+use std::fs;
+
+use crate::job::{Job, SIGHTS, Sight, ended, others_name};
+use crate::nodes::names;
+use crate::outcome::fixture;
+
+/// One fails so, and what it says the others have from it.
+#[track_caller]
+fn fails(job: &Job, fault: &str, words: &[&str], leaves: &[&str]) {
+    for odd in [0, 1] {
+        let outcomes = job.but(odd, "", &[("GPU_STAND_IN_FAULT", fault)]);
+        outcomes[odd as usize].refused(words);
+        assert!(!outcomes[odd as usize].err.contains("error: rank "), "{outcomes:?}");
+        others_name(&outcomes, odd, words);
+        assert_eq!(names(&job.nodes.desk()), leaves, "{fault}");
+        job.is_done_by(if leaves.is_empty() { "" } else { "--resume" });
+    }
+}
+
+#[test]
+fn memory_of_a_device_that_is_not_there_stand_in() {
+    for sight in SIGHTS {
+        let job = Job::new(sight);
+        for fault in ["refuses-memory", "refuses-memory:3", "refuses-memory:7"] {
+            fails(&job, fault, &["GPU: allocate memory: ", "out of memory", " left"], &[".out.dtshard-partial"]);
+        }
+    }
+}
+
+#[test]
+fn pinned_memory_that_is_not_there_stand_in() {
+    for sight in SIGHTS {
+        let job = Job::new(sight);
+        for fault in ["refuses-pinned", "refuses-pinned:2", "refuses-pinned:3"] {
+            let words = ["GPU: allocate memory: ", "for pinned memory: out of memory"];
+            fails(&job, fault, &words, &[".out.dtshard-partial"]);
+        }
+    }
+}
+
+/// By itself, where no process is gone.
+#[test]
+fn nccl_that_fails_stand_in() {
+    for sight in SIGHTS {
+        let job = Job::new(sight);
+        fails(&job, "fails-meeting", &["meet by NCCL: ", "the network was told to fail"], &[]);
+        for fault in ["fails-in-group", "fails-in-group:3"] {
+            fails(&job, fault, &["exchange: ", "the network was told to fail"], &[".out.dtshard-partial"]);
+        }
+    }
+}
+
+#[test]
+fn another_command_line_stand_in() {
+    for sight in SIGHTS {
+        let job = Job::new(sight);
+        let outcomes = job.each(|rank| (if rank == 1 { "--dtype bf16" } else { "" }.to_owned(), &[]));
+        for outcome in &outcomes {
+            outcome.refused(&["rank 1: plan: it makes something else than rank 0 does", "hint: start all processes"]);
+        }
+        job.is_done_anew();
+        let outcomes = job.each(|rank| (if rank == 2 { "--include nothing" } else { "" }.to_owned(), &[]));
+        outcomes[2].refused(&["nothing"]);
+        others_name(&outcomes, 2, &["nothing"]);
+        job.is_done_anew();
+    }
+}
+
+/// Of the same names, and other tensors.
+#[test]
+fn another_source_stand_in() {
+    let job = Job::new(Sight::All);
+    let outcomes = ended((0..3).map(|rank| {
+        let mut command = job.command(rank, "", &[]);
+        if rank == 1 {
+            command = job.command_of(rank, &fixture("titan/step-500"), "", &[]);
+        }
+        command.spawn().unwrap()
+    }));
+    for outcome in &outcomes {
+        outcome.refused(&["rank 1"]);
+    }
+    job.is_done_anew();
+}
+
+/// And of one that comes and goes again.
+#[test]
+fn one_that_never_comes_stand_in() {
+    for sight in SIGHTS {
+        let job = Job::new(sight);
+        let outcomes = ended((0..2).map(|rank| job.command(rank, "", &[]).spawn().unwrap()));
+        for outcome in outcomes {
+            outcome.refused(&["rank 2", "did not come within 10 s", "hint: start all ranks"]);
+        }
+        job.is_done_anew();
+    }
+}
+
+#[test]
+fn files_that_change_meanwhile_stand_in() {
+    let job = Job::new(Sight::Apart);
+    let name = job.nodes.source(1).read_dir().unwrap().flatten().map(|entry| entry.path());
+    let data = name.into_iter().find(|path| path.extension().is_some_and(|suffix| suffix == "distcp")).unwrap();
+    let whole = fs::read(&data).unwrap();
+    fs::write(&data, &whole[..whole.len() / 2]).unwrap();
+    let outcomes = job.each(|_| (String::new(), &[]));
+    outcomes.iter().for_each(|outcome| drop(outcome.refused(&[data.file_name().unwrap().to_str().unwrap()])));
+    fs::write(&data, whole).unwrap();
+    job.is_done_anew();
+}
