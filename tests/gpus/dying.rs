@@ -2,7 +2,7 @@
 //! others hear of it by their control connections, whether NCCL tells them or not.
 
 use crate::job::{Job, SIGHTS, Settings, Sight, others_name};
-use crate::nodes::names;
+use crate::nodes::{names, succeeds, tree};
 
 const STAND_IN: &str = "GPU_STAND_IN_FAULT";
 const PROGRAM: &str = "DTSHARD_FAULT";
@@ -23,12 +23,12 @@ fn killed(job: &Job, fault: (&str, &str), ranks: &[u32], leaves: &[&str]) {
 
 #[test]
 fn before_it_opens_nccl_stand_in() {
-    SIGHTS.map(|sight| killed(&Job::new(sight), (STAND_IN, "dies-loading"), &[0, 2], &[]));
+    SIGHTS.iter().for_each(|sight| killed(&Job::new(*sight), (STAND_IN, "dies-loading"), &[0, 2], &[]));
 }
 
 #[test]
 fn while_it_meets_the_others_by_nccl_stand_in() {
-    SIGHTS.map(|sight| killed(&Job::new(sight), (STAND_IN, "dies-meeting"), &[0, 1], &[]));
+    SIGHTS.iter().for_each(|sight| killed(&Job::new(*sight), (STAND_IN, "dies-meeting"), &[0, 1], &[]));
 }
 
 #[test]
@@ -45,7 +45,9 @@ fn in_the_middle_of_a_round_stand_in() {
 
 #[test]
 fn after_something_was_recorded_stand_in() {
-    SIGHTS.map(|sight| killed(&Job::new(sight), (PROGRAM, "record-after"), &[0, 2], &[".out.dtshard-partial"]));
+    SIGHTS
+        .iter()
+        .for_each(|sight| killed(&Job::new(*sight), (PROGRAM, "record-after"), &[0, 2], &[".out.dtshard-partial"]));
 }
 
 /// Rank 0 publishes for all.
@@ -66,11 +68,11 @@ fn while_something_is_at_dst_stand_in() {
     for (fault, gone) in
         [((STAND_IN, "dies-meeting"), 1), ((STAND_IN, "dies-in-group:2"), 2), ((PROGRAM, "seal-summed"), 0)]
     {
-        let is_old = job.old();
+        let old = job.put_old();
         let outcomes = job.but(gone, "--overwrite", &[fault]);
         others_name(&outcomes, gone, &["its process ended"]);
-        is_old();
-        std::fs::remove_dir_all(job.nodes.desk().join("out")).unwrap();
-        job.is_done_by("--resume");
+        assert!(tree(&job.nodes.desk().join("out")) == old, "{fault:?}");
+        job.each(|_| ("--overwrite --resume".to_owned(), &[])).iter().for_each(succeeds);
+        job.has_made();
     }
 }

@@ -4,7 +4,7 @@
 use std::fs;
 
 use crate::job::{Job, SIGHTS, Sight, ended, others_name};
-use crate::nodes::names;
+use crate::nodes::{names, refuses};
 use crate::outcome::fixture;
 
 /// One fails so, and what it says the others have from it.
@@ -69,24 +69,21 @@ fn another_command_line_stand_in() {
     }
 }
 
-/// Of the same names, and other tensors.
+/// Of the same name, and other tensors.
 #[test]
 fn another_source_stand_in() {
     let job = Job::new(Sight::All);
+    let others = fixture("fsdp_tp/dcp");
     let outcomes = ended((0..3).map(|rank| {
-        let mut command = job.command(rank, "", &[]);
-        if rank == 1 {
-            command = job.command_of(rank, &fixture("titan/step-500"), "", &[]);
-        }
-        command.spawn().unwrap()
+        let command = if rank == 1 { job.command_of(rank, &others, "", &[]) } else { job.command(rank, "", &[]) };
+        { command }.spawn().unwrap()
     }));
     for outcome in &outcomes {
-        outcome.refused(&["rank 1"]);
+        outcome.refused(&["rank 1: plan: it makes something else than rank 0 does", "hint: start all processes"]);
     }
     job.is_done_anew();
 }
 
-/// And of one that comes and goes again.
 #[test]
 fn one_that_never_comes_stand_in() {
     for sight in SIGHTS {
@@ -107,7 +104,8 @@ fn files_that_change_meanwhile_stand_in() {
     let whole = fs::read(&data).unwrap();
     fs::write(&data, &whole[..whole.len() / 2]).unwrap();
     let outcomes = job.each(|_| (String::new(), &[]));
-    outcomes.iter().for_each(|outcome| drop(outcome.refused(&[data.file_name().unwrap().to_str().unwrap()])));
+    let name = data.file_name().unwrap().to_str().unwrap();
+    outcomes.iter().for_each(|outcome| refuses(outcome, &[name]));
     fs::write(&data, whole).unwrap();
     job.is_done_anew();
 }

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use crate::nodes::{Nodes, Spread, Tree, names, succeeds, tree};
-use crate::outcome::{Outcome, command, fixture};
+use crate::outcome::{Outcome, command, copy_all, fixture};
 
 /// What is converted, in enough rounds for several to be under way.
 const SOURCE: &str = "titan/step-1000";
-const WORDS: &str = "reshard out --mesh fsdp=3";
+const WORDS: &str = "reshard out --mesh tp=3 --placements S(1)";
 const ROUNDS: &str = "--bucket-size 2KB";
 
 pub const RANKS: u32 = 3;
@@ -128,13 +128,11 @@ impl Job {
         self.is_done_by("");
     }
 
-    /// Put something at DST; that it is still what it was.
-    pub fn old(&self) -> impl Fn() + '_ {
+    /// Put a checkpoint at DST.
+    pub fn put_old(&self) -> Tree {
         let dst = self.nodes.desk().join("out");
-        std::fs::create_dir(&dst).unwrap();
-        std::fs::write(dst.join("old"), "old").unwrap();
-        let before = tree(&dst);
-        move || assert!(tree(&dst) == before)
+        copy_all(&fixture("fsdp_tp/dcp"), &dst);
+        tree(&dst)
     }
 }
 

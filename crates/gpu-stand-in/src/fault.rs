@@ -7,7 +7,7 @@ use crate::machine::Machine;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The process is killed when NCCL is asked for its version.
+    /// The process is killed when the driver is begun with.
     DiesLoading,
     /// It is killed, or its NCCL fails, once the others have heard of it and wait for it.
     DiesMeeting,

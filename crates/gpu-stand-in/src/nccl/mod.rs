@@ -13,7 +13,6 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 pub use communicator::Communicator;
 
-use crate::fault::Fault;
 use crate::machine::{self, Machine};
 use bootstrap::{Place, UniqueId};
 use operation::{Collected, What};
@@ -144,7 +143,6 @@ fn begin(handle: *mut usize, ranks: c_int, id: UniqueId, rank: c_int, blocking: 
 
 entries! {
     fn ncclGetVersion(version: *mut c_int) {
-        Fault::DiesLoading.strikes();
         put(version, VERSION)
     }
 
