@@ -21,13 +21,13 @@ use super::device::{Device, failed};
 use super::memory::DeviceBytes;
 use super::settings::{SHARE, Sharing};
 use super::stream::Stream;
-use super::watch::{Met, Watch};
+use super::watch::{Met, Watch, Why};
 use crate::comm::{Communicator, carved};
 use crate::error::{Error, Result};
 
 /// How long ranks that all are there may take to meet.
 const MEETING: Duration = Duration::from_mins(2);
-/// How long the control may take to hear what NCCL knows already.
+/// How long a stream may take to end after NCCL was aborted.
 const GRACE: Duration = Duration::from_secs(5);
 /// Pauses between two looks at an event; each is twice as long as the one before.
 const SHORTEST: Duration = Duration::from_micros(20);
@@ -97,7 +97,7 @@ impl<C: Communicator + Send + 'static> Nccl<C> {
         let place = Place { rank: control.rank() as usize, ranks: control.size() as usize };
         gpu.device.bind()?;
         let peers = nccl::Communicator::new(&gpu.nccl, place, &id, &config, wait)
-            .map_err(|error| reason(&**control, OP, &error.to_string()))?;
+            .map_err(|error| reason(&**control, OP, &error.into()))?;
         is_met.store(true, Ordering::Relaxed);
         Ok(peers)
     }
@@ -180,12 +180,12 @@ impl<C: Communicator + Send> Nccl<C> {
         let mut pause = SHORTEST;
         loop {
             self.stream.device().bind()?;
-            if point.try_is_complete().map_err(|error| self.abandon(op, &failed(op)(error).to_string()))? {
+            if point.try_is_complete().map_err(|error| self.abandon(op, Why::Here(failed(op)(error).to_string())))? {
                 return Ok(());
             }
             // After an abort there is nothing to wait for but the stream.
             self.met.with(|peers| peers.status()).map_err(|why| self.reason(op, &why))?;
-            self.control.check().map_err(|gone| self.abandon(op, &gone.to_string()))?;
+            self.control.check().map_err(|gone| self.abandon(op, Why::Elsewhere(gone.to_string())))?;
             thread::sleep(pause);
             pause = LONGEST.min(pause * 2);
         }
@@ -205,12 +205,12 @@ impl<C: Communicator + Send> Nccl<C> {
     }
 
     /// Abort NCCL; the error says who is gone, if somebody is.
-    fn abandon(&self, op: &'static str, why: &str) -> Error {
+    fn abandon(&self, op: &'static str, why: Why) -> Error {
         let why = self.met.give_up(why);
         self.reason(op, &why)
     }
 
-    fn reason(&self, op: &'static str, why: &str) -> Error {
+    fn reason(&self, op: &'static str, why: &Why) -> Error {
         reason(&*self.control, op, why)
     }
 }
@@ -295,8 +295,8 @@ fn all_parts(ranges: &[Range<usize>]) -> Option<Range<usize>> {
 }
 
 /// What the control knows of why NCCL fails, soon; or else what NCCL says.
-fn reason(control: &impl Communicator, op: &'static str, why: &str) -> Error {
-    let until = Instant::now() + GRACE;
+fn reason(control: &impl Communicator, op: &'static str, why: &Why) -> Error {
+    let until = Instant::now() + why.patience();
     loop {
         match control.check() {
             Err(Error::Comm { rank, detail, hint, .. }) => return Error::Comm { rank, op, detail, hint },
@@ -306,7 +306,7 @@ fn reason(control: &impl Communicator, op: &'static str, why: &str) -> Error {
         }
     }
     let hint = "NCCL_DEBUG=INFO lets NCCL tell more; NCCL_SOCKET_IFNAME names the network to use".to_owned();
-    Error::Device { op, detail: why.to_owned(), hint: Some(hint) }
+    Error::Device { op, detail: why.words().to_owned(), hint: Some(hint) }
 }
 
 /// An error where two ranks have one device.

@@ -9,15 +9,52 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use nccl::raw::ncclRemoteError;
+
 use crate::comm::Communicator;
 
 /// How often it is looked after where nobody waits for it.
 const EVERY: Duration = Duration::from_millis(100);
 
+/// Why NCCL is given up.
+#[derive(Clone, Debug)]
+pub(super) enum Why {
+    /// Another rank is gone, or has ended its side.
+    Elsewhere(String),
+    /// Whatever it is, it may be of this rank alone.
+    Here(String),
+}
+
+impl Why {
+    pub fn words(&self) -> &str {
+        let (Self::Elsewhere(words) | Self::Here(words)) = self;
+        words
+    }
+
+    /// How long the control may take to hear what NCCL knows already. Ranks whose peer is lost wait for that to say why.
+    pub fn patience(&self) -> Duration {
+        match self {
+            Self::Elsewhere(_) => Duration::from_secs(5),
+            Self::Here(_) => Duration::from_secs(1),
+        }
+    }
+}
+
+impl From<nccl::Error> for Why {
+    fn from(error: nccl::Error) -> Self {
+        let is_elsewhere = match &error {
+            nccl::Error::Call { code, .. } => *code == ncclRemoteError,
+            nccl::Error::GivenUp { .. } => true,
+            _ => false,
+        };
+        if is_elsewhere { Self::Elsewhere(error.to_string()) } else { Self::Here(error.to_string()) }
+    }
+}
+
 /// NCCL among the ranks, or why there is none any more.
 pub(super) struct Met {
     peers: Mutex<Option<nccl::Communicator>>,
-    given_up: OnceLock<String>,
+    given_up: OnceLock<Why>,
 }
 
 impl Met {
@@ -27,14 +64,14 @@ impl Met {
 
     /// # Errors
     /// Why it is given up, now or before.
-    pub fn with<T>(&self, body: impl FnOnce(&mut nccl::Communicator) -> nccl::Result<T>) -> Result<T, String> {
+    pub fn with<T>(&self, body: impl FnOnce(&mut nccl::Communicator) -> nccl::Result<T>) -> Result<T, Why> {
         let done = self.lock().as_mut().map_or(Err(nccl::Error::Aborted), body);
-        done.map_err(|error| self.give_up(&error.to_string()))
+        done.map_err(|error| self.give_up(error.into()))
     }
 
     /// Abort NCCL, which ends what streams have of it; why, or why it was done before.
-    pub fn give_up(&self, why: &str) -> String {
-        let why = self.given_up.get_or_init(|| why.to_owned());
+    pub fn give_up(&self, why: Why) -> Why {
+        let why = self.given_up.get_or_init(|| why);
         drop(self.take());
         why.clone()
     }
@@ -60,7 +97,7 @@ impl Watch {
         let (going, goes) = mpsc::channel::<()>();
         let thread = thread::spawn(move || {
             while goes.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
-                let is_well = control.check().map_err(|gone| met.give_up(&gone.to_string()));
+                let is_well = control.check().map_err(|gone| met.give_up(Why::Elsewhere(gone.to_string())));
                 if is_well.and_then(|()| met.with(|peers| peers.status())).is_err() {
                     return;
                 }

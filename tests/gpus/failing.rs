@@ -24,7 +24,7 @@ fn fails(job: &Job, fault: &str, words: &[&str], leaves: &[&str]) {
 fn memory_of_a_device_that_is_not_there_stand_in() {
     for sight in SIGHTS {
         let job = Job::new(sight);
-        for fault in ["refuses-memory", "refuses-memory:3", "refuses-memory:7"] {
+        for fault in ["refuses-memory", "refuses-memory:2", "refuses-memory:4"] {
             fails(&job, fault, &["GPU: allocate memory: ", "out of memory", " left"], &[".out.dtshard-partial"]);
         }
     }
@@ -73,7 +73,7 @@ fn another_command_line_stand_in() {
 #[test]
 fn another_source_stand_in() {
     let job = Job::new(Sight::All);
-    let others = fixture("fsdp_tp/dcp");
+    let others = fixture("fsdp4/dcp");
     let outcomes = ended((0..3).map(|rank| {
         let command = if rank == 1 { job.command_of(rank, &others, "", &[]) } else { job.command(rank, "", &[]) };
         { command }.spawn().unwrap()

@@ -12,9 +12,9 @@ use crate::nodes::{Nodes, Spread, Tree, names, succeeds, tree};
 use crate::outcome::{Outcome, command, copy_all, fixture};
 
 /// What is converted, in enough rounds for several to be under way.
-const SOURCE: &str = "titan/step-1000";
+const SOURCE: &str = "fsdp_tp/dcp";
 const WORDS: &str = "reshard out --mesh tp=3 --placements S(1)";
-const ROUNDS: &str = "--bucket-size 2KB";
+const ROUNDS: &str = "--bucket-size 300";
 
 pub const RANKS: u32 = 3;
 
@@ -131,7 +131,7 @@ impl Job {
     /// Put a checkpoint at DST.
     pub fn put_old(&self) -> Tree {
         let dst = self.nodes.desk().join("out");
-        copy_all(&fixture("fsdp_tp/dcp"), &dst);
+        copy_all(&fixture("fsdp4/dcp"), &dst);
         tree(&dst)
     }
 }

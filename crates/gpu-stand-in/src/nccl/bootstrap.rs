@@ -125,8 +125,12 @@ pub fn meet(place: Place, id: UniqueId, device: usize, aborted: &dyn Fn() -> boo
         let mut bytes = bytes.as_slice();
         Ok(((0..place.ranks).map(|_| Card::read(&mut bytes)).collect::<io::Result<_>>()?, listener))
     };
-    let (cards, listener) =
-        met().map_err(|error| refused(Code::SYSTEM_ERROR, &format!("not all ranks came: {error}")))?;
+    let (cards, listener) = met().map_err(|error| {
+        // As NCCL says it where the other end is closed.
+        let is_remote = error.kind() == io::ErrorKind::UnexpectedEof;
+        let code = if is_remote { Code::REMOTE_ERROR } else { Code::SYSTEM_ERROR };
+        refused(code, &format!("not all ranks came: {error}"))
+    })?;
     let mut devices = HashSet::new();
     let doubled = cards.iter().any(|card| !devices.insert((card.host, card.device)));
     if doubled && env::var("NCCL_MULTI_RANK_GPU_ENABLE").as_deref() != Ok("1") {
