@@ -260,9 +260,10 @@ impl<C: Communicator + Send> Communicator for Nccl<C> {
 
     /// All together: a peer may still be reading what this rank's device has for it.
     fn leave(self) -> Result<()> {
-        let done = self.control.barrier();
         let Self { watch, met, control, .. } = self;
+        // Whoever is behind the barrier first ends his side.
         drop(watch);
+        let done = control.barrier();
         if let (Ok(()), Some(peers)) = (&done, met.take()) {
             // All bytes have arrived; how NCCL itself ends makes no difference.
             let _ = peers.finalize();
@@ -295,7 +296,7 @@ fn all_parts(ranges: &[Range<usize>]) -> Option<Range<usize>> {
 }
 
 /// What the control knows of why NCCL fails, soon; or else what NCCL says.
-fn reason(control: &impl Communicator, op: &'static str, why: &Why) -> Error {
+pub(super) fn reason(control: &impl Communicator, op: &'static str, why: &Why) -> Error {
     let until = Instant::now() + why.patience();
     loop {
         match control.check() {

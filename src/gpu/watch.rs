@@ -1,8 +1,8 @@
 //! What a rank has of NCCL until it is given up, and a thread that gives it up in time.
 //!
 //! Whoever waits for NCCL asks meanwhile how it is. But memory that is freed waits for the device as well, which waits for
-//! NCCL, which waits for a peer that may be gone; and who is in such a call asks nobody. Invariant: what was given up
-//! stays so, and why is what it was first.
+//! NCCL, which waits for a peer that may be gone; and who is in such a call asks nobody. Nor does who waits for another
+//! rank's word, which that one cannot give. Invariant: what was given up stays so, and why is what it was first.
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use nccl::raw::ncclRemoteError;
 
+use super::communicator::reason;
 use crate::comm::Communicator;
 
 /// How often it is looked after where nobody waits for it.
@@ -98,8 +99,9 @@ impl Watch {
         let thread = thread::spawn(move || {
             while goes.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
                 let is_well = control.check().map_err(|gone| met.give_up(Why::Elsewhere(gone.to_string())));
-                if is_well.and_then(|()| met.with(|peers| peers.status())).is_err() {
-                    return;
+                if let Err(why) = is_well.and_then(|()| met.with(|peers| peers.status())) {
+                    // This rank may be waiting for another one, which waits for NCCL.
+                    return control.fail(&reason(&*control, "exchange", &why).to_string());
                 }
             }
         });

@@ -3,21 +3,29 @@
 
 use std::fs;
 
-use crate::job::{Job, SIGHTS, Sight, ended, others_name};
-use crate::nodes::{names, refuses};
+use crate::job::{Job, RANKS, SIGHTS, Sight, ended, others_name};
+use crate::nodes::{names, refuses, succeeds};
 use crate::outcome::fixture;
 
 /// One fails so, and what it says the others have from it.
 #[track_caller]
 fn fails(job: &Job, fault: &str, words: &[&str], leaves: &[&str]) {
-    for odd in [0, 1] {
+    let mut is_hit = false;
+    for odd in 0..RANKS {
         let outcomes = job.but(odd, "", &[("GPU_STAND_IN_FAULT", fault)]);
+        // It may not come by.
+        if outcomes[odd as usize].code == Some(0) {
+            outcomes.iter().for_each(succeeds);
+            job.has_made();
+            continue;
+        }
+        is_hit = true;
         outcomes[odd as usize].refused(words);
-        assert!(!outcomes[odd as usize].err.contains("error: rank "), "{outcomes:?}");
         others_name(&outcomes, odd, words);
         assert_eq!(names(&job.nodes.desk()), leaves, "{fault}");
         job.is_done_by(if leaves.is_empty() { "" } else { "--resume" });
     }
+    assert!(is_hit, "{fault}: nobody came by");
 }
 
 #[test]
