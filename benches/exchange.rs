@@ -62,8 +62,8 @@ fn main() {
             for round in Rounds::new(&catalog, &reservation.tensors, &owners, &parties, BUCKET_BYTES) {
                 let round = round.expect("a plan");
                 let moves = Moves::new(&round, 0);
-                copies += moves.packs.iter().map(Vec::len).sum::<usize>();
-                copies += moves.arriving.iter().map(|tile| tile.copies.len()).sum::<usize>();
+                copies += moves.first.packs.iter().map(Vec::len).sum::<usize>();
+                copies += moves.landings().iter().map(|landing| landing.copies.len()).sum::<usize>();
                 let mut loads = vec![Load::default(); of as usize];
                 for draft in &round.drafts {
                     loads.iter_mut().zip(&draft.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
@@ -76,7 +76,7 @@ fn main() {
             }
         });
         let total: u64 = sums.iter().map(|load| load.read).sum();
-        let wire: u64 = sums.iter().map(|load| load.sent).sum();
+        let wire: u64 = sums.iter().map(|load| load.received).sum();
         let of_all = |sum: f64| sum / f64::from(count).max(1.0);
         #[expect(clippy::cast_precision_loss, reason = "two digits are printed")]
         let (gigabytes, percent) = (total as f64 / 1e9, 100.0 * wire as f64 / total.max(1) as f64);

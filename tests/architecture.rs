@@ -17,7 +17,7 @@ const ALLOWED: [(&str, &[&str]); 14] = [
     ("select", &["catalog", "layout", "nearest"]),
     ("nearest", &["layout"]),
     ("exec", &["plan", "catalog", "layout", "storage", "comm", "fault"]),
-    ("gpu", &["exec", "comm", "quantity"]),
+    ("gpu", &["catalog", "layout", "exec", "comm", "quantity"]),
     ("error", &["layout"]),
 ];
 

@@ -7,6 +7,8 @@ mod outcome;
 #[path = "common/tree.rs"]
 mod tree;
 
+#[path = "per_rank/auto.rs"]
+mod auto;
 #[path = "per_rank/carried.rs"]
 mod carried;
 #[path = "per_rank/failing.rs"]

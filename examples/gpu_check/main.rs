@@ -4,6 +4,7 @@
 //! ```text
 //! gpu_check about             device, NCCL, and whether there is a kernel
 //! gpu_check copies SECONDS    random strided copies against the host's, so long for each way to do them
+//! gpu_check arithmetic SECONDS  random reductions and casts against the host's, so long for each
 //! gpu_check large             a copy of more than 4 GiB; takes twice as much of the host's memory
 //! gpu_check speeds MB         copies of so many within the device, up and down, and whole rounds
 //! gpu_check files FOLDER      how fast files are written and read there
@@ -13,6 +14,7 @@
 
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "lines are what it is for")]
 
+mod arithmetic;
 mod copies;
 mod files;
 mod random;
@@ -27,6 +29,9 @@ use dtshard::comm::process_environment;
 use dtshard::error::{Error, Result};
 use dtshard::gpu::{self, Gpu, Kernels, Packer, Settings};
 use serde_json::{Value, json};
+
+const USAGE: &str =
+    "gpu_check [--ptx FILE] about | copies SECONDS | arithmetic SECONDS | large | speeds MB | files FOLDER";
 
 /// Whether all that was checked was right.
 type Verdict = Result<bool>;
@@ -45,9 +50,12 @@ fn main() -> ExitCode {
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let verdict = match words[..] {
         ["about"] => gpu().and_then(|gpu| about(&gpu)),
-        ["copies", seconds] => match seconds.parse() {
-            Ok(seconds) => gpu().and_then(|gpu| copies::random(&gpu, seconds)),
-            Err(_) => return failed("copies SECONDS"),
+        [what @ ("copies" | "arithmetic"), seconds] => match seconds.parse() {
+            Ok(seconds) => gpu().and_then(|gpu| match what {
+                "copies" => copies::random(&gpu, seconds),
+                _ => arithmetic::random(&gpu, seconds),
+            }),
+            Err(_) => return failed("copies SECONDS, arithmetic SECONDS"),
         },
         ["large"] => gpu().and_then(|gpu| copies::large(&gpu)),
         ["speeds", megabytes] => match megabytes.parse() {
@@ -55,7 +63,7 @@ fn main() -> ExitCode {
             _ => return failed("speeds MB"),
         },
         ["files", folder] => files::all(folder.as_ref()),
-        _ => return failed("gpu_check [--ptx FILE] about | copies SECONDS | large | speeds MB | files FOLDER"),
+        _ => return failed(USAGE),
     };
     match verdict {
         Ok(true) => ExitCode::SUCCESS,

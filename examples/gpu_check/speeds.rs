@@ -1,15 +1,21 @@
-//! Speeds of a device, in bytes that are copied a second: each is read once and written once.
+//! Speeds of a device, in bytes that are copied a second: each is read once and written once. Of arithmetic half of the
+//! bytes that are read and written are counted, so that it compares.
 //!
 //! A clock of the host runs around calls that wait, each of which takes many milliseconds; what is told is the median.
 
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dtshard::catalog::Dtype;
 use dtshard::comm::{Communicator, Local, Part};
 use dtshard::error::{Error, Result};
+use dtshard::exec::cast::Cast;
 use dtshard::exec::division::stretch;
 use dtshard::exec::exchange::{Counting, Moves, Owners, Parties, Rounds, Shuffle, Sight, StridedCopy};
-use dtshard::gpu::{DeviceShuffle, Gpu, Nccl, Packer, Pinned, Sharing, Trial};
+use dtshard::exec::reduce::Reducer;
+use dtshard::gpu::{Conversion, DeviceShuffle, Gpu, Nccl, Packer, Pinned, Reduction, Sharing, Trial};
+use dtshard::layout::ReduceOp;
 use dtshard::plan::lower::Level;
 
 use super::random::Random;
@@ -21,6 +27,8 @@ const RUNS: [u64; 6] = [16, 64, 256, 1 << 10, 4 << 10, 64 << 10];
 /// Ranks between which rows become columns.
 const RANKS: u64 = 4;
 const BUCKET_BYTES: u64 = 64 << 20;
+/// Launches that are measured together.
+const TIMES: u32 = 50;
 /// What is measured takes at least so long.
 const LONG: Duration = Duration::from_millis(40);
 
@@ -44,6 +52,7 @@ pub fn all(gpu: &Gpu, megabytes: usize) -> Verdict {
             }
         }
     }
+    arithmetic(gpu, trial(gpu.packer.clone())?, len as u64, copy)?;
     let (mut one, two) = (trial(gpu.packer.clone())?, trial(gpu.packer.clone())?);
     let up = rate(len as u64, || one.bring(&source))?;
     figure("from pinned memory to the device", up, None);
@@ -59,6 +68,22 @@ pub fn all(gpu: &Gpu, megabytes: usize) -> Verdict {
     drop((one, two, room, source));
     rounds(gpu, up.min(down))?;
     Ok(true)
+}
+
+/// A sum of four parts in bf16, and a cast of f32 to bf16, as far as memory goes.
+fn arithmetic(gpu: &Gpu, mut trial: Trial, len: u64, copy: f64) -> Result<()> {
+    let Ok(arithmetic) = gpu.arithmetic() else { return Ok(()) };
+    let reducer = Reducer::new(Dtype::Bf16, ReduceOp::Sum, 1).expect("a sum of floats");
+    let job = Reduction { reducer, parts: 4, numel: len / 8, summands: 0, target: 0 };
+    let times = |read: u32, written: u32| u64::from(TIMES) * len / u64::from(read) * u64::from(read + written) / 2;
+    // What is summed are random bits: no floats can fail.
+    let sums = rate(times(4, 1), || trial.reduce(arithmetic, &[job], TIMES).map(drop))?;
+    figure("sum of 4 parts in bf16", sums, Some(copy));
+    let cast = Cast::new(Dtype::F32, Dtype::Bf16).expect("floats");
+    let job = Conversion { cast, numel: len / 4, counted: 0..len / 4, source: 0, target: 0 };
+    let casts = rate(times(2, 1), || trial.convert(arithmetic, std::slice::from_ref(&job), TIMES).map(drop))?;
+    figure("cast of f32 to bf16", casts, Some(copy));
+    Ok(())
 }
 
 /// Rows of as many runs as there are ranks: each rank's runs behind each other.
@@ -122,7 +147,7 @@ fn rounds(gpu: &Gpu, slowest: f64) -> Result<()> {
     let owners = Owners::new(&reservation.files, &[stretch(&reservation.files, Part { index: 0, of: 1 })]);
     let parties = Parties { sight: Sight::Shared, nodes: vec![0], counting: Counting::Any };
     let rounds = Rounds::new(&catalog, &reservation.tensors, &owners, &parties, BUCKET_BYTES);
-    let moves = rounds.map(|round| Ok(Moves::new(&round?, 0))).collect::<Result<Vec<_>>>()?;
+    let moves = rounds.map(|round| Ok(Arc::new(Moves::new(&round?, 0)))).collect::<Result<Vec<_>>>()?;
     {
         let mut shuffle = DeviceShuffle::new(gpu, &peers)?;
         let rooms = shuffle.rooms();

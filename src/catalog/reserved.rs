@@ -14,6 +14,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::{Catalog, Dtype, Place, TensorEntry, TensorId};
+use crate::layout::Rank;
 use crate::layout::partial::Share;
 use crate::layout::rules::Shared;
 
@@ -45,6 +46,8 @@ pub struct Reserved {
 pub struct OutputFile {
     /// Relative to the destination folder; a single-file format has one file.
     pub path: PathBuf,
+    /// Who writes it in PyTorch, where files are those of ranks.
+    pub rank: Option<Rank>,
     pub len: u64,
     /// Ascending, disjoint. Together with the chunks of the tensors they cover the file.
     pub literals: Vec<Literal>,
@@ -72,6 +75,11 @@ impl OutputFile {
     #[must_use]
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into(), ..Self::default() }
+    }
+
+    #[must_use]
+    pub fn of_rank(rank: Rank, path: impl Into<PathBuf>) -> Self {
+        Self { rank: Some(rank), ..Self::new(path) }
     }
 
     /// Append bytes that are known now.

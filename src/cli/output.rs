@@ -84,7 +84,7 @@ pub struct ExchangeArgs {
     #[arg(long, value_name = "WHAT", default_value = "shared")]
     pub source: SourceSight,
     /// How processes give each other bytes: from host to host over TCP, and not at all where all see SRC, or from GPU to
-    /// GPU by NCCL; auto is nccl where they have to and each has a GPU
+    /// GPU by NCCL; auto is nccl where they have to, or where it pays, and each has a GPU
     #[arg(long, value_name = "HOW", default_value = "auto")]
     pub backend: Backend,
     /// Where processes that give each other bytes meet: tcp://HOST:PORT or file://DIR [default: MASTER_ADDR and

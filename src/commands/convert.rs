@@ -6,6 +6,7 @@ use std::path::{Component, Path, PathBuf};
 
 use serde_json::json;
 
+use super::auto;
 use super::foresee::foresee;
 use super::memory::within_memory;
 use super::produce::{Produced, Publisher, produce};
@@ -15,11 +16,13 @@ use super::source::Source;
 use super::{Status, input};
 use crate::catalog::{Catalog, Fqn, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs};
+use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, check_distinct};
 use crate::exec::copy::Stats;
+use crate::exec::division::{own_files, stretch};
 use crate::exec::staging::Shape;
-use crate::exec::{Options, Stop, copy};
+use crate::exec::{Extents, Options, Stop, copy};
 use crate::format::{Format, is_checkpoint};
 use crate::quantity::{count, human_bytes};
 use crate::storage::IoMode;
@@ -43,6 +46,12 @@ impl Conversion<'_> {
     /// Of all files, with those that are carried along.
     pub fn len_bytes(&self) -> u64 {
         self.reservation.len_bytes() + self.carried.iter().map(|file| file.len).sum::<u64>()
+    }
+
+    /// What of the output a part has to do.
+    pub fn division(&self, part: Part) -> Extents {
+        let divide = if self.source.peers.is_some() { own_files } else { stretch };
+        divide(&self.reservation.files, part)
     }
 }
 
@@ -118,7 +127,9 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 /// Anything; the destination is then as it was.
 pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
     conversion.source.forget_wishes();
-    let status = perform(&conversion, args, run).map_err(|error| conversion.source.locate(error));
+    let joined = check_len(&conversion.reservation).and_then(|()| auto::join(&conversion, args, run));
+    let joined = joined.map(|joined| conversion.source.peers = conversion.source.peers.take().or(joined));
+    let status = joined.and_then(|()| perform(&conversion, args, run)).map_err(|error| conversion.source.locate(error));
     if let Some(peers) = conversion.source.peers.take() {
         match &status {
             Ok(_) => peers.leave(!args.destination.dry_run),
@@ -133,7 +144,6 @@ pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) ->
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
     let Run { printer, options, started, .. } = run;
-    check_len(&conversion.reservation)?;
     let source = &conversion.source.checkpoint;
     for note in notes(conversion) {
         printer.line(&note);

@@ -82,13 +82,16 @@ fn threads_within(max_memory: u64, io: Option<IoMode>, pace: Pace) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let given = cpus(&process_environment);
     let cores = given.map_or(cores, |given| cores.min(given));
-    let affordable = |strip_bytes: u64| {
-        let threads = max_memory.saturating_sub(BASE_BYTES) / (strip_bytes + scratch_bytes(io));
-        usize::try_from(threads).unwrap_or(usize::MAX)
-    };
+    let affordable = |strip_bytes: u64| affordable(max_memory, io, strip_bytes);
     let for_disk = if pace == Pace::Disk && given.is_none() { DISK_THREADS } else { 1 };
     let for_disk = for_disk.min(affordable(DEFAULT_STRIP_BYTES));
     cores.min(affordable(LEAST_STRIP_BYTES)).max(for_disk).clamp(1, MAX_THREADS)
+}
+
+/// How many threads with strips of this length there is memory for.
+fn affordable(max_memory: u64, io: Option<IoMode>, strip_bytes: u64) -> usize {
+    let threads = max_memory.saturating_sub(BASE_BYTES) / (strip_bytes + scratch_bytes(io));
+    usize::try_from(threads).unwrap_or(usize::MAX)
 }
 
 /// What a worker that reads in this way takes besides its strip.
@@ -124,13 +127,22 @@ fn held_bytes(conversion: &Conversion<'_>) -> u64 {
     rounds.saturating_add(laid_out.saturating_sub(ALLOWED))
 }
 
-/// Strips as long as what is held leaves room for.
+/// Whether a thread at least can work where other things take so much more.
+pub fn has_room(conversion: &Conversion<'_>, more: u64, max_memory: u64) -> bool {
+    let io = Some(conversion.source.checkpoint.files.io());
+    strip_bytes(max_memory, held_bytes(conversion).saturating_add(more), io, 1).is_ok()
+}
+
+/// Strips as long as what is held leaves room for. Who has joined others meanwhile has room for fewer threads.
 ///
 /// # Errors
 /// `Usage` with the floor, where the memory that is allowed is less.
 pub fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: u64) -> Result<Options> {
     let held = held_bytes(conversion);
     let io = Some(conversion.source.checkpoint.files.io());
+    let most = affordable(max_memory.saturating_sub(held), io, LEAST_STRIP_BYTES).max(1);
+    let threads = if conversion.source.peers.is_some() { options.threads.min(most) } else { options.threads };
+    let options = Options { threads, ..options };
     match strip_bytes(max_memory, held, io, options.threads) {
         Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
         Err(_) => {

@@ -1,5 +1,6 @@
 //! One file or folder a verb: arguments to options, then one call. Those that write share [`convert`].
 
+mod auto;
 mod checks;
 mod completions;
 mod config;
@@ -11,6 +12,7 @@ mod fill;
 mod flatten;
 mod foresee;
 mod inspect;
+mod link;
 mod man;
 mod meeting_place;
 mod memory;

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::convert::{Conversion, refuse_nesting};
+use super::link::Link;
 use super::meeting_place::MeetingPlace;
-use super::printer::Printer;
 use super::run::Run;
 use super::{input, progress::Progress};
 use crate::catalog::TensorId;
@@ -26,7 +26,7 @@ use crate::exec::exchange::{
 use crate::exec::fingerprint::Fingerprint;
 use crate::fault;
 use crate::format::{Checkpoint, ReadOptions};
-use crate::gpu::{self, DeviceShuffle, Gpu, Nccl};
+use crate::gpu::DeviceShuffle;
 use crate::twin::{self, Twin};
 
 /// How long the first waits for the last.
@@ -36,7 +36,8 @@ const HURRIED: Duration = Duration::from_secs(10);
 /// How long it takes at the most until all hear of one that is gone.
 const HEARD_WITHIN: Duration = Duration::from_secs(1);
 
-/// Buffers of a round: what is read and what is written, of two rounds each, and what goes over the wire.
+/// Buffers of a round: what is read and what is written, summands included, of two rounds each, and what goes over the
+/// wire each way.
 const BUFFERS: u64 = 6;
 
 pub struct Peers {
@@ -51,47 +52,6 @@ pub struct Peers {
     place: MeetingPlace,
 }
 
-/// What bytes go by.
-enum Link {
-    Hosts(Mesh),
-    Devices(Gpu, Nccl<Mesh>),
-}
-
-impl Link {
-    /// Between the devices of all, where that is asked for, or all have one. Collective.
-    fn choose(mesh: Mesh, backend: Backend, local_rank: u32, printer: &Printer) -> Result<Self> {
-        let local_rank = Some(local_rank);
-        let settings = gpu::Settings::new(&process_environment);
-        let own = match backend {
-            Backend::Cpu => return Ok(Self::Hosts(mesh)),
-            Backend::Nccl => mesh.settle(gpu::open(&settings, local_rank))?,
-            Backend::Auto => {
-                let own = gpu::open(&settings, local_rank);
-                let said = own.as_ref().map_or_else(ToString::to_string, |_| String::new());
-                let lacking = mesh.gather(said.as_bytes())?.into_iter().enumerate().find(|(_, why)| !why.is_empty());
-                match (own, lacking) {
-                    (Ok(own), None) => own,
-                    (_, lacking) => {
-                        let why = lacking.map(|(rank, why)| format!("rank {rank}: {}", String::from_utf8_lossy(&why)));
-                        printer.detail(&format!("bytes go over TCP; {}", why.unwrap_or_default()));
-                        return Ok(Self::Hosts(mesh));
-                    }
-                }
-            }
-        };
-        printer.detail(&format!("bytes go by NCCL, here from {}", own.device.name()));
-        let nccl = Nccl::meet(&own, settings.sharing, mesh)?;
-        Ok(Self::Devices(own, nccl))
-    }
-
-    fn mesh(&self) -> &Mesh {
-        match self {
-            Self::Hosts(mesh) => mesh,
-            Self::Devices(_, nccl) => nccl.control(),
-        }
-    }
-}
-
 /// Memory that rounds take, if there are to be any.
 #[must_use]
 pub fn wanted_bytes(args: &ExchangeArgs) -> u64 {
@@ -99,7 +59,9 @@ pub fn wanted_bytes(args: &ExchangeArgs) -> u64 {
     if exchange { rounds_bytes(args.bucket_size.0) } else { 0 }
 }
 
-fn rounds_bytes(bucket_bytes: u64) -> u64 {
+/// What rounds of so many bytes take.
+#[must_use]
+pub fn rounds_bytes(bucket_bytes: u64) -> u64 {
     bucket_bytes.saturating_mul(BUFFERS).saturating_add(PLAN_BYTES)
 }
 
@@ -144,19 +106,7 @@ impl Peers {
         })?;
         // What is read is never written to, not even to meet there.
         refuse_nesting("the source", &args.src, destination)?;
-        let mut place = MeetingPlace::beside(destination, launch.part)?;
-        let stop = run.stop.clone();
-        let told = args.exchange.rendezvous.clone();
-        let meeting = Meeting {
-            part: launch.part,
-            run: launch.run.as_deref(),
-            place: &Place::choose(told, launch.launcher, &process_environment, place.folder())?,
-            shared: Some(place.folder()),
-            limit: meet_within(),
-            liveness: Liveness::default(),
-            going: Arc::new(move || stop.check()),
-        };
-        let mesh = Mesh::connect(meet(&meeting)?, meet_within())?;
+        let (mut place, mesh) = meet_others(destination, &args.exchange, run, meet_within())?;
         let mut read = || {
             let folder = place.of_run(&mesh, meet_within())?;
             let twin = is_per_rank.then(|| twin::make(&mesh, &args.src, &folder.join("source"))).transpose()?;
@@ -169,12 +119,27 @@ impl Peers {
         let read: Result<_> = read();
         let (twin, checkpoint, nodes) =
             read.map_err(|error| cause(&mesh, error)).inspect_err(|error| mesh.fail(&error.to_string()))?;
-        let local_rank = launch.local_rank.unwrap_or_else(|| Parties::local_rank(&nodes, launch.part.index));
-        let link = Link::choose(mesh, backend, local_rank, run.printer)?;
+        let link = Link::choose(mesh, backend, local_rank(run, &nodes), run.printer)?;
         let bucket_bytes = args.exchange.bucket_size.0;
-        // What a user has decided on may be what differs, compared or not.
-        let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
-        Ok(Some((Self { link, twin, nodes, counting, bucket_bytes, place }, checkpoint)))
+        Ok(Some((Self { link, twin, nodes, counting: counting(args), bucket_bytes, place }, checkpoint)))
+    }
+
+    /// Meet the others between whose GPUs bytes are to go, of a SRC that all see. `None` where one of them lacks what
+    /// that takes.
+    ///
+    /// # Errors
+    /// `Comm` where not all come within `limit`, and from the devices.
+    pub fn join(args: &ConvertArgs, destination: &Path, run: &Run<'_>, limit: Duration) -> Result<Option<Self>> {
+        let (mut place, mesh) = meet_others(destination, &args.exchange, run, limit)?;
+        let nodes = Parties::meet(&mesh)?;
+        let link = Link::choose(mesh, Backend::Auto, local_rank(run, &nodes), run.printer)?;
+        if let Link::Hosts(mesh) = link {
+            mesh.leave()?;
+            place.leave(false);
+            return Ok(None);
+        }
+        let bucket_bytes = args.exchange.bucket_size.0;
+        Ok(Some(Self { link, twin: None, nodes, counting: counting(args), bucket_bytes, place }))
     }
 
     /// Whether each sees only its own files of SRC.
@@ -280,8 +245,7 @@ impl Peers {
     pub fn dry_run(&self, conversion: &Conversion<'_>, run: &Run<'_>) -> Result<(Stats, Vec<Load>)> {
         let files = &conversion.reservation.files;
         let of = self.mesh().size();
-        let todos: Vec<Extents> =
-            (0..of).map(|index| crate::exec::division::stretch(files, Part { index, of })).collect();
+        let todos: Vec<Extents> = (0..of).map(|index| conversion.division(Part { index, of })).collect();
         self.exchange(conversion, &self.parties(conversion), &Owners::new(files, &todos)).dry_run(&run.stop)
     }
 
@@ -311,14 +275,43 @@ impl Peers {
     /// Go, when all is done: DST is there, or was not to be written. Whoever dies now has done his work.
     pub fn leave(self, has_published: bool) {
         let Self { link, mut place, .. } = self;
-        let left = match link {
-            Link::Hosts(mesh) => mesh.leave(),
-            Link::Devices(_, nccl) => nccl.leave(),
-        };
-        if left.is_ok() {
+        if link.leave().is_ok() {
             place.leave(has_published);
         }
     }
+}
+
+/// Meet the others beside DST.
+fn meet_others(
+    destination: &Path,
+    args: &ExchangeArgs,
+    run: &Run<'_>,
+    limit: Duration,
+) -> Result<(MeetingPlace, Mesh)> {
+    let launch = &run.launch;
+    let place = MeetingPlace::beside(destination, launch.part)?;
+    let stop = run.stop.clone();
+    let meeting = Meeting {
+        part: launch.part,
+        run: launch.run.as_deref(),
+        place: &Place::choose(args.rendezvous.clone(), launch.launcher, &process_environment, place.folder())?,
+        shared: Some(place.folder()),
+        limit,
+        liveness: Liveness::default(),
+        going: Arc::new(move || stop.check()),
+    };
+    let mesh = Mesh::connect(meet(&meeting)?, limit)?;
+    Ok((place, mesh))
+}
+
+fn counting(args: &ConvertArgs) -> Counting {
+    // What a user has decided on may be what differs, compared or not.
+    if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any }
+}
+
+/// Which of the processes of its node this one is.
+fn local_rank(run: &Run<'_>, nodes: &[u32]) -> u32 {
+    run.launch.local_rank.unwrap_or_else(|| Parties::local_rank(nodes, run.launch.part.index))
 }
 
 /// Why something fails that is nobody's fault here: where files of the meeting are gone, somebody is gone who took them

@@ -25,7 +25,6 @@ use crate::error::{Error, Result, first_of};
 use crate::exec::about::About;
 use crate::exec::carry::{Carried, carry};
 use crate::exec::copy::{Stats, Writing, copy};
-use crate::exec::division::stretch;
 use crate::exec::fingerprint::fingerprint;
 use crate::exec::journal::Known;
 use crate::exec::log::{AtEnd, Log};
@@ -153,7 +152,7 @@ impl Producer<'_> {
         let Self { conversion, staging, options, run, .. } = *self;
         let (files, part) = (self.files(), self.part());
         let verify = self.args.destination.verify;
-        let own = stretch(files, part);
+        let own = conversion.division(part);
         let known = self.records.believed(&own, verify)?;
         let todo = own.without(&known.done);
         check_space(staging.folder(), files, &todo)?;
@@ -304,7 +303,7 @@ impl Producer<'_> {
     /// Whether all that a part has to do is recorded.
     fn is_done(&self, known: &Known, index: u32) -> bool {
         let part = Part { index, ..self.part() };
-        stretch(self.files(), part).without(&known.done).is_empty()
+        self.conversion.division(part).without(&known.done).is_empty()
             && self.carried_by(part).all(|(number, _)| known.carried.contains(&number))
     }
 

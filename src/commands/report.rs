@@ -176,10 +176,11 @@ impl Report<'_> {
         ];
         if !self.loads.is_empty() {
             let of_all = |of: fn(&Load) -> u64| (self.loads.iter().map(of).sum(), self.loads.iter().map(of).max());
-            let ((sent, most_sent), (_, most_received)) = (of_all(|load| load.sent), of_all(|load| load.received));
+            // What is told to all arrives at each of them.
+            let ((_, most_sent), (received, most_received)) = (of_all(|load| load.sent), of_all(|load| load.received));
             lines.push(format!(
                 "on the wire   {}; at most {} from a rank, {} to one",
-                human_bytes(sent),
+                human_bytes(received),
                 human_bytes(most_sent.unwrap_or(0)),
                 human_bytes(most_received.unwrap_or(0))
             ));

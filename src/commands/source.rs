@@ -73,7 +73,7 @@ impl Source {
         let options = ReadOptions { told, ..options };
         let (peers, checkpoint) = match Peers::open(args, &options, run)? {
             Some((peers, checkpoint)) => (Some(peers), checkpoint),
-            None => (None, Checkpoint::open(&args.src, &options).map_err(|error| error.within(&args.src))?),
+            None => (None, Checkpoint::open(&args.src, &options).map_err(|error| elsewhere(error).within(&args.src))?),
         };
         let choose = || {
             refuse_fragment(&checkpoint)?;
@@ -287,6 +287,18 @@ impl Source {
         ids.dedup();
         ids
     }
+}
+
+/// What one node lacks may lie on the disk of another.
+fn elsewhere(mut error: Error) -> Error {
+    if let Error::Missing { hint, .. } = &mut error {
+        hint.get_or_insert_with(|| {
+            "copy the missing files into the folder, or save the checkpoint again; where other nodes have them, start a \
+             process on each, with --source per-rank"
+                .into()
+        });
+    }
+    error
 }
 
 /// Read all of a checkpoint that stands beside SRC, which must be whole.

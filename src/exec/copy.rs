@@ -80,7 +80,7 @@ impl Stats {
     }
 
     /// Those of tiles that are planned.
-    fn of_slots(slots: &[Slot]) -> Self {
+    pub(super) fn of_slots(slots: &[Slot]) -> Self {
         let of_slot = |slot: &Slot| {
             let mut stats = Self { planned_bytes: PLANNED_BYTES + slot.tile.held_bytes(), ..Self::default() };
             slot.tile.pieces(|piece| {

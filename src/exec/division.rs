@@ -5,8 +5,13 @@
 //! multiple of 64 KiB within its file, the largest page that is in use. Network file systems write whole pages, so no
 //! page may have two writers.
 //!
-//! Counts bytes. Invariant: the parts tile the output, and a cut is at most a sixteenth of a part, or 64 KiB, away from
-//! where equal parts would have it.
+//! Processes that give each other what they read have another one: each writes the files of its own ranks, so that what a
+//! rank has and keeps goes over no wire, as in PyTorch's `DTensor.redistribute`.
+//!
+//! Counts bytes. Invariant: the parts tile the output. A cut of the line is at most a sixteenth of a part, or 64 KiB, away
+//! from where equal parts would have it; with files of its own ranks a part is at most twice as long as an equal one.
+
+use std::collections::BTreeMap;
 
 use super::extents::Extents;
 use crate::catalog::OutputFile;
@@ -17,6 +22,9 @@ const PAGE_BYTES: u64 = 64 << 10;
 
 /// How near a boundary of files has to be: this part of an equal part.
 const NEAR: u128 = 16;
+
+/// Files of its own ranks may be so many times as long as an equal part: what rounding up makes of the longest shard.
+const LONGEST: u128 = 2;
 
 /// The bytes that are this part's.
 ///
@@ -37,6 +45,33 @@ pub fn stretch(files: &[OutputFile], part: Part) -> Extents {
         stretch.insert(u32::try_from(index).expect("fewer than 2^32 files"), within);
     }
     stretch
+}
+
+/// The bytes that are this part's where processes give each other what they read: files of its own ranks, if each process
+/// has as many of those, and none of them much more to write than others. Files of no rank are the first part's.
+///
+/// # Panics
+/// As [`stretch`].
+#[must_use]
+pub fn own_files(files: &[OutputFile], part: Part) -> Extents {
+    let ranks = files.iter().filter_map(|file| file.rank).map(|rank| u64::from(rank.0) + 1).max().unwrap_or(0);
+    let of = u64::from(part.of);
+    let each = ranks / of;
+    if each == 0 || !ranks.is_multiple_of(of) {
+        return stretch(files, part);
+    }
+    let owner = |file: &OutputFile| file.rank.map_or(0, |rank| u64::from(rank.0) / each);
+    let mut lens: BTreeMap<u64, u128> = BTreeMap::new();
+    files.iter().for_each(|file| *lens.entry(owner(file)).or_default() += u128::from(file.len));
+    let (total, longest) = (lens.values().sum::<u128>(), lens.values().max().copied().unwrap_or(0));
+    if longest * u128::from(of) > total * LONGEST {
+        return stretch(files, part);
+    }
+    let mut own = Extents::new();
+    for (number, file) in (0..).zip(files).filter(|(_, file)| owner(file) == u64::from(part.index)) {
+        own.insert(number, 0..file.len);
+    }
+    own
 }
 
 /// All files behind each other.
@@ -81,6 +116,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::layout::Rank;
 
     fn files(lens: &[u64]) -> Vec<OutputFile> {
         let file = |len: &u64| {
@@ -132,6 +168,36 @@ mod tests {
                 let whole = (index * each..(index + 1) * each).map(|file| (file, 0..len));
                 prop_assert_eq!(part.iter().collect::<Vec<_>>(), whole.collect::<Vec<_>>());
             }
+        }
+    }
+
+    fn files_of_ranks(ranks: &[(u32, u64)]) -> Vec<OutputFile> {
+        let file = |&(rank, len): &(u32, u64)| {
+            let mut file = OutputFile::of_rank(Rank(rank), "f");
+            file.push_payload(len);
+            file
+        };
+        ranks.iter().map(file).collect()
+    }
+
+    #[test]
+    fn who_exchanges_writes_the_files_of_its_ranks() {
+        // Two series, the last shards of which are short.
+        let mut files = files_of_ranks(&[(0, 30), (1, 30), (2, 30), (3, 10), (0, 60), (1, 60), (2, 60), (3, 20)]);
+        files.push(OutputFile::new(".metadata"));
+        let of = |of: u32, index: u32| own_files(&files, Part { index, of }).iter().collect::<Vec<_>>();
+        assert_eq!(of(4, 1), [(1, 0..30), (5, 0..60)]);
+        assert_eq!(of(4, 3), [(3, 0..10), (7, 0..20)]);
+        assert_eq!(of(2, 1), [(2, 0..30), (3, 0..10), (6, 0..60), (7, 0..20)]);
+        assert_eq!(of(3, 1), stretch(&files, Part { index: 1, of: 3 }).iter().collect::<Vec<_>>());
+        assert_eq!(of(1, 0), Extents::of_files(&files).iter().collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn nobody_writes_everything_because_one_rank_has_it() {
+        let files = files_of_ranks(&[(0, 1 << 30), (1, 5), (2, 5)]);
+        for part in (0..3).map(|index| Part { index, of: 3 }) {
+            assert_eq!(own_files(&files, part), stretch(&files, part));
         }
     }
 

@@ -15,13 +15,13 @@ use smallvec::{SmallVec, smallvec};
 use super::block::{Block, Wanted};
 use super::cast::{Cast, Counts};
 use super::passing::Passing;
-use super::reduce::{Fault, Reducer};
+use super::reduce::Reducer;
 use super::runs::{LONG_RUN_BYTES, is_row_by_row, is_scattered, note_runs, read_piece, stretch};
-use super::{CAST_BYTES, Input, SUM_BYTES, room};
+use super::{CAST_BYTES, Input, room};
 use crate::catalog::{Dtype, Fqn, Located, TensorEntry, span};
 use crate::error::{Error, Result};
 use crate::layout::partial::Share;
-use crate::layout::{Dims, ReduceOp, Segment, Tile};
+use crate::layout::{Dims, Segment, Tile};
 use crate::plan::{Overlap, Piece, Pieces, Source, TilePlan};
 
 /// The chunks of one tensor that were found already: the tiles of a re-cut share their source chunks. A tensor of which
@@ -145,7 +145,7 @@ impl Prepared {
                 return Ok(prepared);
             }
         };
-        prepared.reduce(entry, share)?;
+        prepared.reducer = Reducer::of(entry, share)?;
         for &summand in &share.summands {
             let plan = source.plan(tile, summand, share.within.as_ref());
             prepared.parts.push(Part::Files(Gathered::new(input, entry, plan, known)?));
@@ -156,32 +156,12 @@ impl Prepared {
         Ok(prepared)
     }
 
-    /// As [`Prepared::share`], of `numel` elements that have been brought into memory: one of `parts` a summand, with
-    /// zeros where the share has none.
-    ///
-    /// # Errors
-    /// `Unsupported` where summands have no value.
-    pub fn held(
-        entry: &TensorEntry,
-        numel: u64,
-        share: Option<&Share>,
-        parts: impl IntoIterator<Item = Held>,
-    ) -> Result<Self> {
+    /// `numel` values that have been brought into memory, of the dtype of `entry`.
+    #[must_use]
+    pub fn held(entry: &TensorEntry, numel: u64, values: Held) -> Self {
         let mut prepared = Self::of(entry, numel);
-        if let Some(share) = share {
-            prepared.reduce(entry, share)?;
-        }
-        prepared.parts.extend(parts.into_iter().map(Part::Memory));
-        Ok(prepared)
-    }
-
-    /// Take the parts as summands of a share.
-    fn reduce(&mut self, entry: &TensorEntry, share: &Share) -> Result<()> {
-        if share.summands.len() > 1 || share.divisor > 1 {
-            let op = entry.summands.as_ref().map_or(ReduceOp::Sum, |summands| summands.reduction.op);
-            self.reducer = Some(Reducer::new(entry.dtype, op, share.divisor).map_err(|fault| self.fault(&fault))?);
-        }
-        Ok(())
+        prepared.parts.push(Part::Memory(values));
+        prepared
     }
 
     /// As [`Prepared::new`], for one stored chunk as it is, whatever the others hold: for comparing replicas.
@@ -300,22 +280,17 @@ impl Prepared {
         let Some(reducer) = self.reducer else {
             return self.parts.iter().try_for_each(|part| read(part, first, buffer));
         };
-        let itemsize = usize::try_from(self.dtype.itemsize()).expect("a few bytes");
-        let room_for = usize::try_from(SUM_BYTES).expect("a scratch fits memory") / (itemsize * reducer.widening());
-        for (index, target) in (0_u64..).zip(buffer.chunks_mut(room_for * itemsize)) {
+        let block_bytes = reducer.block_bytes();
+        let elements = block_bytes as u64 / self.dtype.itemsize();
+        for (index, target) in (0_u64..).zip(buffer.chunks_mut(block_bytes)) {
             let sums = room(sums, target.len() * reducer.widening());
             for (number, part) in self.parts.iter().enumerate() {
-                read(part, first + index * room_for as u64, target)?;
+                read(part, first + index * elements, target)?;
                 reducer.add(number == 0, target, sums);
             }
-            reducer.finish(sums, target).map_err(|fault| self.fault(&fault))?;
+            reducer.finish(sums, target).map_err(|fault| fault.of(&self.fqn))?;
         }
         Ok(())
-    }
-
-    /// The error for summands that have no value.
-    fn fault(&self, fault: &Fault) -> Error {
-        Error::unsupported(format!("{}: {fault}", self.fqn), fault.hint())
     }
 
     /// Bytes of the source that the tile takes.

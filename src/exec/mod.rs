@@ -23,7 +23,7 @@ pub mod literals;
 pub mod log;
 mod output;
 mod passing;
-mod reduce;
+pub mod reduce;
 mod runs;
 pub mod seal;
 pub mod staging;
@@ -32,6 +32,7 @@ mod strips;
 pub mod sums;
 #[cfg(test)]
 pub(crate) mod tests;
+pub mod weigh;
 mod window;
 
 pub use edges::HELD_BYTES;

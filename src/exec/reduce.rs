@@ -24,8 +24,11 @@ use std::iter::zip;
 
 use super::cast::{Cast, single_of_bf16, single_of_f16};
 use super::difference::{e4m3fn, e4m3fnuz, e5m2, e5m2fnuz};
-use crate::catalog::Dtype;
+use super::{SUM_BYTES, room};
+use crate::catalog::{Dtype, Fqn, TensorEntry};
+use crate::error::Error;
 use crate::layout::ReduceOp;
+use crate::layout::partial::Share;
 
 /// How summands of one dtype become a value that is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +62,12 @@ impl fmt::Display for Fault {
 }
 
 impl Fault {
+    /// Summands of this tensor have no value.
+    #[must_use]
+    pub fn of(&self, fqn: &Fqn) -> Error {
+        Error::unsupported(format!("{fqn}: {self}"), self.hint())
+    }
+
     /// What can be done about it.
     #[must_use]
     pub fn hint(&self) -> &'static str {
@@ -75,6 +84,18 @@ impl Fault {
 }
 
 impl Reducer {
+    /// That of a share of a tensor; `None` where one summand is taken as it is.
+    ///
+    /// # Errors
+    /// `Unsupported` where summands have no value.
+    pub fn of(entry: &TensorEntry, share: &Share) -> crate::error::Result<Option<Self>> {
+        if share.summands.len() <= 1 && share.divisor <= 1 {
+            return Ok(None);
+        }
+        let op = entry.summands.as_ref().map_or(ReduceOp::Sum, |summands| summands.reduction.op);
+        Self::new(entry.dtype, op, share.divisor).map(Some).map_err(|fault| fault.of(&entry.fqn))
+    }
+
     /// # Errors
     /// `Undefined`.
     pub fn new(dtype: Dtype, op: ReduceOp, divisor: u64) -> Result<Self, Fault> {
@@ -92,6 +113,45 @@ impl Reducer {
         }
         // Who divides wants summands.
         Err(Fault::Undefined { dtype, op: if divisor == 1 { op } else { Sum } })
+    }
+
+    #[must_use]
+    pub fn dtype(self) -> Dtype {
+        self.dtype
+    }
+
+    #[must_use]
+    pub fn op(self) -> ReduceOp {
+        self.op
+    }
+
+    #[must_use]
+    pub fn divisor(self) -> u64 {
+        self.divisor
+    }
+
+    /// Bytes of the dtype that are reduced at a time, so that sums take no more than [`SUM_BYTES`].
+    #[must_use]
+    pub fn block_bytes(self) -> usize {
+        let itemsize = usize::try_from(self.dtype.itemsize()).expect("a few bytes");
+        usize::try_from(SUM_BYTES).expect("a scratch fits memory") / (itemsize * self.widening()) * itemsize
+    }
+
+    /// Reduce summands that are in memory, the same block of each.
+    ///
+    /// # Errors
+    /// `Overflow` and `Remainder`.
+    pub fn reduce<'s>(
+        self,
+        summands: impl Iterator<Item = &'s [u8]>,
+        value: &mut [u8],
+        sums: &mut Vec<u8>,
+    ) -> Result<(), Fault> {
+        let sums = room(sums, value.len() * self.widening());
+        for (number, summand) in summands.enumerate() {
+            self.add(number == 0, summand, sums);
+        }
+        self.finish(sums, value)
     }
 
     /// Bytes of room for each byte of the dtype.

@@ -25,17 +25,23 @@ impl Device {
     /// # Errors
     /// `Usage` where there is no driver or no device; `Device` where it cannot be used.
     pub fn open(local_rank: Option<u32>) -> Result<Arc<Self>> {
+        let ordinal = ordinal(Self::visible()?, local_rank).ok_or_else(|| none("no CUDA device is visible".into()))?;
+        Self::with_ordinal(ordinal)
+    }
+
+    /// How many devices there are for this process. Takes none of them.
+    ///
+    /// # Errors
+    /// `Usage` where there is no driver or no device.
+    pub fn visible() -> Result<u32> {
         // SAFETY: what the system has under the name of the driver is the driver.
         if !unsafe { sys::is_culib_present() } {
             let what = "no CUDA driver here: there is neither libcuda.so nor libcuda.so.1";
             return Err(Error::usage(what, format!("run where a GPU is, or {CPU}")));
         }
-        let none = |why: String| Error::usage(why, format!("look at CUDA_VISIBLE_DEVICES and nvidia-smi, or {CPU}"));
         let visible = CudaContext::device_count()
             .map_err(|error| none(format!("the CUDA driver finds no device: {}", text(error))))?;
-        let visible = u32::try_from(visible).unwrap_or(0);
-        let ordinal = ordinal(visible, local_rank).ok_or_else(|| none("no CUDA device is visible".into()))?;
-        Self::with_ordinal(ordinal)
+        Ok(u32::try_from(visible).unwrap_or(0))
     }
 
     /// The device with this number among those that are visible.
@@ -74,6 +80,10 @@ impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "GPU {} ({})", self.context.ordinal(), self.name)
     }
+}
+
+fn none(why: String) -> Error {
+    Error::usage(why, format!("look at CUDA_VISIBLE_DEVICES and nvidia-smi, or {CPU}"))
 }
 
 /// The only one, or that of the local rank where there are many.

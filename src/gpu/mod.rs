@@ -5,18 +5,22 @@
 //!     |----------- stream up -------------| |-- stream wire --| |------------- stream down ---------------|
 //! ```
 //!
+//! Summands come down to be reduced; values that others need go the same way once more.
+//!
 //! Nothing of CUDA is linked: driver, NVRTC and NCCL are opened by [`open`] and not before. A machine without them pays
 //! nothing, and is told what is missing. Without NVRTC the driver copies what a kernel would.
 //!
-//! Counts bytes. Invariant: bytes are moved, never interpreted, so a device gives what the host would. All that is
-//! `unsafe` of CUDA is in this module and in `nccl-rs`.
+//! Counts bytes. Invariant: a device gives what the host would: bytes are moved, and where [numbers](arithmetic) are
+//! computed with, it is bit for bit as the host does. All that is `unsafe` of CUDA is in this module and in `nccl-rs`.
 
 #![allow(unsafe_code, reason = "calls of the CUDA driver: each block says why it may")]
 #![warn(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc)]
 
+mod arithmetic;
 mod communicator;
 mod copies;
 mod device;
+mod kernels;
 mod memory;
 mod packer;
 mod settings;
@@ -27,8 +31,9 @@ mod tests;
 mod trial;
 mod watch;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+pub use arithmetic::{Arithmetic, Conversion, Reduction};
 pub use communicator::Nccl;
 pub use device::Device;
 pub use memory::{DeviceBytes, Pinned};
@@ -45,6 +50,18 @@ pub struct Gpu {
     pub device: Arc<Device>,
     pub nccl: nccl::Library,
     pub packer: Packer,
+    kernels: Kernels,
+    arithmetic: OnceLock<Result<Arithmetic, String>>,
+}
+
+impl Gpu {
+    /// What computes on the device, or why nothing does. It is compiled when it is asked for first.
+    ///
+    /// # Errors
+    /// Why there are no kernels.
+    pub fn arithmetic(&self) -> Result<&Arithmetic, &str> {
+        self.arithmetic.get_or_init(|| Arithmetic::open(&self.device, &self.kernels)).as_ref().map_err(String::as_str)
+    }
 }
 
 /// Open driver, device, NCCL and kernels. `local_rank` is which of the processes of its node this one is.
@@ -59,7 +76,7 @@ pub fn open(settings: &Settings, local_rank: Option<u32>) -> Result<Gpu> {
         Error::usage(error.to_string(), hint)
     })?;
     let packer = Packer::open(&device, &settings.kernels);
-    Ok(Gpu { device, nccl, packer })
+    Ok(Gpu { device, nccl, packer, kernels: settings.kernels.clone(), arithmetic: OnceLock::new() })
 }
 
 const CPU: &str = "use --backend cpu";

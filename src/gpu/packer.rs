@@ -4,27 +4,19 @@
 //! device at hand; where there is no NVRTC, or its PTX is too new for the driver, the driver's own copies do the same, a
 //! call a copy.
 
-use std::borrow::Cow;
 use std::ptr;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{CUDA_MEMCPY3D_st, CUmemorytype, cuMemcpy3DAsync_v2};
-use cudarc::driver::{CudaFunction, LaunchConfig, PushKernelArg, result};
-use cudarc::nvrtc::{self, CompileError, CompileOptions, Ptx};
-use nccl::DeviceBuffer;
+use cudarc::driver::{CudaFunction, result};
 
 use super::copies::{BLOCK_UNITS, Nest, Table};
 use super::device::{Device, failed};
+use super::kernels::{COPIES, Launch};
 use super::memory::DeviceBytes;
 use super::settings::Kernels;
 use super::stream::Stream;
 use crate::error::Result;
-
-const NAME: &str = "copy_runs";
-const TEXT: &str = include_str!("kernels/copy_runs.cu");
-const THREADS: u32 = 256;
-/// Compute capabilities that PTX is made for, where NVRTC does not know the device's: newer devices take older PTX.
-const OLDER: [(i32, i32); 5] = [(10, 0), (9, 0), (8, 0), (7, 5), (7, 0)];
 
 #[derive(Clone, Debug)]
 pub enum Packer {
@@ -37,17 +29,17 @@ impl Packer {
     /// One with the kernel, if it can be had.
     #[must_use]
     pub fn open(device: &Arc<Device>, kernels: &Kernels) -> Self {
-        let ptx = match kernels {
-            Kernels::Compiled => compiled(device),
-            Kernels::Ptx(text) => Ok(Ptx::from_src(text.clone())),
-            Kernels::Off => Err("they are switched off".into()),
-        };
-        let loaded = ptx.and_then(|ptx| {
-            let module = device.context().load_module(ptx);
-            let kernel = module.and_then(|module| module.load_function(NAME));
-            kernel.map_err(|error| failed("load kernels")(error).to_string())
-        });
+        let loaded = COPIES.load(device, kernels).and_then(|program| program.kernel("copy_runs"));
         loaded.map_or_else(Self::Copies, Self::Kernel)
+    }
+
+    /// Why there is no kernel, where there is none.
+    #[must_use]
+    pub fn lack(&self) -> Option<&str> {
+        match self {
+            Self::Kernel(_) => None,
+            Self::Copies(why) => Some(why),
+        }
     }
 
     /// Lists of copies, ready to be done, and what is to be in their table on the device.
@@ -56,9 +48,9 @@ impl Packer {
         let copies = lists.map(|nests| match self {
             Self::Kernel(kernel) => {
                 let Table { bytes: records, copies, blocks } = Table::new(nests);
-                let offset = bytes.len() as u64;
+                let (kernel, offset) = (kernel.clone(), bytes.len() as u64);
                 bytes.extend(records);
-                Copies::Launch { kernel: kernel.clone(), offset, copies, blocks }
+                Copies::Launch(Launch { kernel, offset, jobs: copies, blocks, block_units: BLOCK_UNITS })
             }
             Self::Copies(_) => Copies::Calls(nests),
         });
@@ -68,13 +60,7 @@ impl Packer {
 
 /// Copies that are ready to be done.
 pub(super) enum Copies {
-    /// Of so many records in the table from there on.
-    Launch {
-        kernel: CudaFunction,
-        offset: u64,
-        copies: u32,
-        blocks: u32,
-    },
+    Launch(Launch),
     Calls(Vec<Nest>),
 }
 
@@ -86,15 +72,8 @@ impl Copies {
     /// what they read or uses what they write.
     pub(super) unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
         match self {
-            Self::Launch { blocks: 0, .. } => Ok(()),
-            Self::Launch { kernel, offset, copies, blocks } => {
-                let records = table.address() + offset;
-                let shape = LaunchConfig { grid_dim: (*blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
-                let mut launch = stream.cuda().launch_builder(kernel);
-                launch.arg(&records).arg(copies).arg(&BLOCK_UNITS);
-                // SAFETY: the arguments are those of the kernel; of memory it uses what the table says.
-                unsafe { launch.launch(shape) }.map(drop).map_err(failed("launch a kernel"))
-            }
+            // SAFETY: promised by the caller.
+            Self::Launch(launch) => unsafe { launch.run(stream, table) },
             Self::Calls(nests) => {
                 stream.device().bind()?;
                 // SAFETY: promised by the caller.
@@ -102,36 +81,6 @@ impl Copies {
             }
         }
     }
-}
-
-/// PTX for the device, or the newest that NVRTC can make below.
-fn compiled(device: &Device) -> Result<Ptx, String> {
-    // SAFETY: what the system has under the name of NVRTC is NVRTC.
-    if !unsafe { nvrtc::sys::is_culib_present() } {
-        return Err("there is no NVRTC: neither libnvrtc.so nor libnvrtc.so.13 or .12".into());
-    }
-    let own = device.context().compute_capability().map_err(|error| failed("ask the device")(error).to_string())?;
-    let mut last = String::new();
-    for arch in std::iter::once(own).chain(OLDER.into_iter().filter(|older| *older < own)) {
-        match compile(arch) {
-            Ok(ptx) => return Ok(ptx),
-            Err(why) => last = why,
-        }
-    }
-    Err(last)
-}
-
-/// PTX for a compute capability. NVRTC is there.
-pub(super) fn compile((major, minor): (i32, i32)) -> Result<Ptx, String> {
-    let options = vec![format!("--gpu-architecture=compute_{major}{minor}")];
-    let options = CompileOptions { options, name: Some(format!("{NAME}.cu")), ..CompileOptions::default() };
-    nvrtc::compile_ptx_with_opts(TEXT, options).map_err(|error| match error {
-        CompileError::CompileError { nvrtc, log, .. } => {
-            let log: Cow<'_, str> = log.to_string_lossy();
-            format!("NVRTC does not compile {NAME}: {nvrtc}: {}", log.trim())
-        }
-        other => format!("NVRTC does not compile {NAME}: {other}"),
-    })
 }
 
 /// Copy a nest, in as few calls as boxes of rows allow.

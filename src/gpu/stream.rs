@@ -61,13 +61,24 @@ impl Stream {
     /// # Safety
     /// Until the stream has done it, both stay where they are, and `into` is neither read nor written.
     pub unsafe fn copy_out(&self, from: &DeviceBytes, into: &mut [u8]) -> Result<()> {
-        assert!(into.len() <= from.len(), "memory of a round is as long as what is copied");
+        // SAFETY: promised by the caller.
+        unsafe { self.copy_out_of(from, 0, into) }
+    }
+
+    /// Copy what stands behind an offset to the host.
+    ///
+    /// # Safety
+    /// As [`Stream::copy_out`].
+    pub unsafe fn copy_out_of(&self, from: &DeviceBytes, offset: usize, into: &mut [u8]) -> Result<()> {
+        let end = offset.checked_add(into.len());
+        assert!(end.is_some_and(|end| end <= from.len()), "memory of a round is as long as what is copied");
         if into.is_empty() {
             return Ok(());
         }
         self.device.bind()?;
+        let address = from.address() + offset as u64;
         // SAFETY: it fits, and the rest is promised by the caller.
-        unsafe { result::memcpy_dtoh_async(into, from.address(), self.stream.cu_stream()) }
+        unsafe { result::memcpy_dtoh_async(into, address, self.stream.cu_stream()) }
             .map_err(failed("copy from the device"))
     }
 

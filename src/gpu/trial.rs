@@ -1,19 +1,22 @@
-//! Trial: strided copies between two buffers of a device, by themselves. That is what checks and figures of a device are
-//! made of; conversions have the [shuffle](super::shuffle).
+//! Trial: copies, reductions and casts between two buffers of a device, by themselves. That is what checks and figures of a
+//! device are made of; conversions of checkpoints have the [shuffle](super::shuffle).
 //!
 //! Counts bytes. Invariant: whatever is begun is done when a call returns, so a clock around it has all of it.
 
 use std::sync::Arc;
 
+use super::arithmetic::{Arithmetic, Conversion, Conversions, Reduction};
 use super::copies::Nest;
 use super::device::{Device, failed};
 use super::memory::DeviceBytes;
 use super::packer::Packer;
 use super::stream::Stream;
 use crate::error::Result;
+use crate::exec::cast::Counts;
 use crate::exec::exchange::StridedCopy;
+use crate::exec::reduce::Fault;
 
-/// Two buffers of a device, and who copies from the one to the other.
+/// Two buffers of a device, and what brings bytes from the one to the other.
 pub struct Trial {
     stream: Stream,
     packer: Packer,
@@ -65,6 +68,58 @@ impl Trial {
         let queued = unsafe {
             let listed = self.stream.copy_in(&records, &mut self.table);
             listed.and_then(|()| (0..times).try_for_each(|_| copies.run(&self.stream, &self.table)))
+        };
+        self.waited(queued)
+    }
+
+    /// Do all of some reductions, so many times; the first that failed, by its number.
+    ///
+    /// # Errors
+    /// `Device` from the driver.
+    ///
+    /// # Panics
+    /// Where one of them leaves the buffers.
+    pub fn reduce(
+        &mut self,
+        arithmetic: &Arithmetic,
+        jobs: &[Reduction],
+        times: u32,
+    ) -> Result<Result<(), (usize, Fault)>> {
+        let mut records = Vec::new();
+        let reductions = arithmetic.reductions(jobs, &self.from, &self.into, &mut records);
+        // SAFETY: it is waited for, and both buffers are this trial's alone.
+        self.tabled(&mut records, times, |stream, table| unsafe { reductions.run(stream, table) })?;
+        Ok(reductions.outcome(&records[reductions.outcomes()]))
+    }
+
+    /// Do all of some conversions, so many times; what each of them lost in all of these.
+    ///
+    /// # Errors
+    /// `Device` from the driver.
+    ///
+    /// # Panics
+    /// Where one of them leaves the buffers.
+    pub fn convert(&mut self, arithmetic: &Arithmetic, jobs: &[Conversion], times: u32) -> Result<Vec<Counts>> {
+        let mut records = Vec::new();
+        let conversions = arithmetic.conversions(jobs, &self.from, &self.into, &mut records);
+        // SAFETY: it is waited for, and both buffers are this trial's alone.
+        self.tabled(&mut records, times, |stream, table| unsafe { conversions.run(stream, table) })?;
+        Ok(Conversions::counts(&records[conversions.lost()]).collect())
+    }
+
+    /// Run what has a table, so many times, and fetch the table.
+    fn tabled(
+        &mut self,
+        records: &mut [u8],
+        times: u32,
+        run: impl Fn(&Stream, &DeviceBytes) -> Result<()>,
+    ) -> Result<()> {
+        self.table.at_least(records.len(), "lists of jobs")?;
+        // SAFETY: it is waited for.
+        let queued = unsafe {
+            let listed = self.stream.copy_in(records, &mut self.table);
+            let done = listed.and_then(|()| (0..times).try_for_each(|_| run(&self.stream, &self.table)));
+            done.and_then(|()| self.stream.copy_out(&self.table, records))
         };
         self.waited(queued)
     }

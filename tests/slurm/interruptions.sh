@@ -30,7 +30,7 @@ start_again() {
 submit_preemptible() {
     block '--job-name=preemptible ' >preemptible.sbatch
     ln -s "$work/large" step-1000
-    SLOWLY=1 sbatch --parsable --output=job.log preemptible.sbatch
+    SLOWLY=.001 sbatch --parsable --output=job.log preemptible.sbatch
 }
 
 a_job_that_is_queued_again_goes_on() {
@@ -61,7 +61,7 @@ a_signal_before_the_end_queues_the_job_again() {
 a_cancelled_job_goes_on_with_other_tasks() {
     local job command
     command=$(conversion ranks "$work/large" out.ranks)
-    job=$(SLOWLY=1 sbatch --parsable --output=job.log -N2 -n4 --wrap="srun dtshard $command")
+    job=$(SLOWLY=.001 sbatch --parsable --output=job.log -N2 -n4 --wrap="srun dtshard $command")
     interrupt out.ranks scancel "$job"
     ends "$job" CANCELLED
     kept out.ranks
@@ -77,7 +77,7 @@ a_cancelled_job_goes_on_with_other_tasks() {
 who_is_killed_is_named() {
     local command
     command=$(conversion safetensors "$work/large" out.safetensors)
-    SLOWLY=1 exits 2 srun -n3 sh -c "[ \$SLURM_PROCID = 1 ] && timeout -s KILL 2 dtshard $command || dtshard $command" |&
+    SLOWLY=.001 exits 2 srun -n3 sh -c "[ \$SLURM_PROCID = 1 ] && timeout -s KILL 2 dtshard $command || dtshard $command" |&
         tee said
     grep -q 'part 1 of 3 stopped' said
     kept out.safetensors
@@ -88,7 +88,7 @@ who_is_killed_is_named() {
 a_failed_element_is_submitted_again() {
     local job command
     command="srun dtshard $(conversion dcp "$work/large" out.dcp) --parts 4 --resume"
-    job=$(SLOWLY=1 sbatch --parsable --output=%a.log --array=0-3 --wrap="$command")
+    job=$(SLOWLY=.001 sbatch --parsable --output=%a.log --array=0-3 --wrap="$command")
     interrupt out.dcp scancel "${job}_2"
     await over "$job"
     [ ! -e out.dcp ]
@@ -100,7 +100,7 @@ a_failed_element_is_submitted_again() {
 
 a_second_job_is_refused() {
     local job more
-    job=$(SLOWLY=1 sbatch --parsable --output=job.log -n4 --wrap="srun dtshard $(conversion dcp "$work/large" out.dcp)")
+    job=$(SLOWLY=.001 sbatch --parsable --output=job.log -n4 --wrap="srun dtshard $(conversion dcp "$work/large" out.dcp)")
     interrupt out.dcp
     for more in '' --restart; do
         exits 2 dtshard reshard "$work/large" out.dcp --mesh dp=2 $more |& tee said

@@ -33,7 +33,7 @@ pub struct Tables {
     pub streams: HashMap<usize, Arc<Stream>>,
     pub events: HashMap<usize, Arc<Event>>,
     pub modules: HashMap<usize, String>,
-    pub functions: HashMap<usize, &'static crate::twins::Twin>,
+    pub functions: HashMap<usize, crate::kernels::Kernel>,
     pub communicators: HashMap<usize, Arc<crate::nccl::Communicator>>,
     /// Pinned memory of the host, by address: bytes.
     pub pinned: BTreeMap<usize, usize>,

@@ -22,6 +22,17 @@ pub struct Heap {
     used: Mutex<BTreeMap<usize, usize>>,
 }
 
+/// A range of memory that is used.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Allocation {
+    /// What programs see.
+    pub seen: u64,
+    /// Where the bytes are.
+    pub real: u64,
+    pub bytes: u64,
+}
+
 /// A range that is no device memory; the reason is printed where it is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Illegal;
@@ -80,6 +91,18 @@ impl Heap {
                 Err(Illegal)
             }
         }
+    }
+
+    /// All that is used now.
+    pub fn allocations(&self) -> Vec<Allocation> {
+        let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = |start: usize, offset: &usize| (start + offset) as u64;
+        let allocation = |(offset, bytes): (&usize, &usize)| Allocation {
+            seen: place(self.seen, offset),
+            real: place(self.real, offset),
+            bytes: *bytes as u64,
+        };
+        used.iter().map(allocation).collect()
     }
 
     /// Whether an address is one of this device, allocated or not.

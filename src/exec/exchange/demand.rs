@@ -3,15 +3,17 @@
 //! Counts elements of local tensors. Ranks are those of the processes that exchange, not those of either layout. Invariant:
 //! what a process needs of a tile is listed once, in however many files it writes that.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
 use indexmap::IndexMap;
+use smallvec::SmallVec;
 
-use crate::catalog::{Holders, OutputFile, Reserved, TensorEntry, contiguous_strides};
+use crate::catalog::{Fqn, Holders, OutputFile, Reserved, TensorEntry, contiguous_strides};
 use crate::error::Result;
 use crate::exec::Extents;
+use crate::exec::reduce::Reducer;
 use crate::layout::partial::Share;
 use crate::layout::{Dims, Tile};
 use crate::plan::{Source, TilePlan};
@@ -56,16 +58,30 @@ pub struct Demand<'a> {
 /// A tile that goes into one file or more.
 #[derive(Debug)]
 pub struct Wanted {
+    /// Of the source's tensor.
+    pub fqn: Fqn,
     pub tile: Tile,
     /// What it gets of the source's summands; `None` where ranks hold values.
     pub share: Option<Arc<Share>>,
     /// Its chunks in the target's table.
     pub chunks: Vec<usize>,
-    /// What ranks need of it, in the order of ranks.
-    pub needs: Vec<(u32, Range<u64>)>,
+    /// What is needed of it, ascending and disjoint.
+    pub needs: Vec<Need>,
     /// One a summand that it is made of.
     pub parts: Vec<Planned>,
+    /// How they become one; `None` where one is taken as it is.
+    pub reducer: Option<Reducer>,
 }
+
+/// Some elements of a tile, all of which the same ranks need.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Need {
+    pub elements: Range<u64>,
+    pub ranks: Ranks,
+}
+
+/// Ascending.
+pub type Ranks = SmallVec<[u32; 4]>;
 
 /// Where the elements of a tile are in the source, as if every chunk were contiguous.
 #[derive(Debug)]
@@ -79,7 +95,7 @@ impl<'a> Demand<'a> {
     /// Prove and plan a tensor. What is to be done of it may be nothing.
     ///
     /// # Errors
-    /// As [`Source::new`].
+    /// As [`Source::new`]; `Unsupported` where summands have no value.
     pub fn new(entry: &'a TensorEntry, tensor: &'a Reserved, owners: &Owners) -> Result<Self> {
         let source = Source::new(entry)?;
         let mut tiles: IndexMap<(Tile, Option<Arc<Share>>), Vec<usize>> = IndexMap::new();
@@ -88,24 +104,24 @@ impl<'a> Demand<'a> {
             tiles.entry((tensor.entry.chunks.tile(index), share)).or_default().push(index);
         }
         let whole = entry.summands.as_ref().map(|summands| Arc::new(summands.reduction.whole()));
-        let wanted = tiles.into_iter().filter_map(|((tile, share), chunks)| {
+        let mut wanted = Vec::with_capacity(tiles.len());
+        for ((tile, share), chunks) in tiles {
             let needs = needs(tensor, &chunks, owners);
             if needs.is_empty() {
-                return None;
+                continue;
             }
             let share = share.or_else(|| whole.clone());
-            let parts = match &share {
-                None => vec![Planned::new(source.plan(&tile, 0, None))],
+            let (parts, reducer) = match &share {
+                None => (vec![Planned::new(source.plan(&tile, 0, None))], None),
                 Some(share) => {
                     let of = |summand: &u64| Planned::new(source.plan(&tile, *summand, share.within.as_ref()));
-                    share.summands.iter().map(of).collect()
+                    (share.summands.iter().map(of).collect(), Reducer::of(entry, share)?)
                 }
             };
-            Some(Arc::new(Wanted { tile, share, chunks, needs, parts }))
-        });
-        let tiles = wanted.collect();
+            wanted.push(Arc::new(Wanted { fqn: entry.fqn.clone(), tile, share, chunks, needs, parts, reducer }));
+        }
         let holders = source.holders().map(|holders| (holders[0], holders.clone())).collect();
-        Ok(Self { tensor, source, tiles, holders })
+        Ok(Self { tensor, source, tiles: wanted, holders })
     }
 
     /// The chunks that hold what this one holds, itself included.
@@ -129,7 +145,7 @@ impl Planned {
 }
 
 /// Whole elements that hold what each rank has to do of chunks of one tile.
-fn needs(tensor: &Reserved, chunks: &[usize], owners: &Owners) -> Vec<(u32, Range<u64>)> {
+fn needs(tensor: &Reserved, chunks: &[usize], owners: &Owners) -> Vec<Need> {
     let itemsize = tensor.dtype().itemsize();
     let mut of_ranks: BTreeMap<u32, Vec<Range<u64>>> = BTreeMap::new();
     for &chunk in chunks {
@@ -139,16 +155,90 @@ fn needs(tensor: &Reserved, chunks: &[usize], owners: &Owners) -> Vec<(u32, Rang
             of_ranks.entry(rank).or_default().push(elements);
         }
     }
-    let joined = of_ranks.into_iter().flat_map(|(rank, mut ranges)| {
+    // Who begins or ends where.
+    let mut turns: BTreeMap<u64, SmallVec<[(u32, Turn); 4]>> = BTreeMap::new();
+    for (rank, mut ranges) in of_ranks {
         ranges.sort_unstable_by_key(|range| range.start);
-        let mut joined: Vec<(u32, Range<u64>)> = Vec::new();
-        for range in ranges {
-            match joined.last_mut() {
-                Some((_, last)) if range.start <= last.end => last.end = last.end.max(range.end),
-                _ => joined.push((rank, range)),
-            }
+        for range in joined(ranges) {
+            turns.entry(range.start).or_default().push((rank, Turn::Begin));
+            turns.entry(range.end).or_default().push((rank, Turn::End));
         }
-        joined
-    });
-    joined.collect()
+    }
+    let mut needs = Vec::new();
+    let (mut ranks, mut start) = (BTreeSet::new(), 0);
+    for (at, turns) in turns {
+        if !ranks.is_empty() {
+            needs.push(Need { elements: start..at, ranks: ranks.iter().copied().collect() });
+        }
+        start = at;
+        for (rank, turn) in turns {
+            match turn {
+                Turn::Begin => ranks.insert(rank),
+                Turn::End => ranks.remove(&rank),
+            };
+        }
+    }
+    needs
+}
+
+/// What happens to a rank's need at an element.
+enum Turn {
+    Begin,
+    End,
+}
+
+/// Ascending ranges, those that touch as one.
+fn joined(ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    let mut joined: Vec<Range<u64>> = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        match joined.last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            _ => joined.push(range),
+        }
+    }
+    joined
+}
+
+#[cfg(test)]
+mod tests {
+    use smallvec::smallvec;
+
+    use super::*;
+    use crate::catalog::{Chunk, Dtype, Place, TensorId};
+    use crate::storage::FileId;
+
+    #[test]
+    fn needs_are_cut_where_ranks_begin_and_end() {
+        // Replicas of 10 elements in two files, each of which two ranks do; an element is 4 bytes.
+        let mut entry = TensorEntry::new("t".into(), Dtype::F32, [10].as_slice().into());
+        let mut files = Vec::new();
+        for file in 0..2 {
+            let mut output = OutputFile::new(format!("out{file}"));
+            let offset = output.push_payload(40);
+            let place = Place::Bytes { file: FileId(file), offset };
+            let tile = Tile::new([std::iter::once(0..10).collect()]);
+            entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
+            files.push(output);
+        }
+        let todo = |stretches: &[(u32, Range<u64>)]| {
+            let mut todo = Extents::new();
+            stretches.iter().for_each(|(file, range)| todo.insert(*file, range.clone()));
+            todo
+        };
+        let todos = [todo(&[(0, 0..18)]), todo(&[(0, 18..40), (1, 0..8)]), todo(&[(1, 8..16), (1, 16..36)])];
+        let owners = Owners::new(&files, &todos);
+        let tensor = Reserved::new(TensorId(0), entry);
+        let found = needs(&tensor, &[0, 1], &owners);
+        let need = |elements, ranks| Need { elements, ranks };
+        assert_eq!(
+            found,
+            [
+                need(0..2, smallvec![0, 1]),
+                need(2..4, smallvec![0, 2]),
+                need(4..5, smallvec![0, 1, 2]),
+                need(5..9, smallvec![1, 2]),
+                need(9..10, smallvec![1]),
+            ]
+        );
+    }
 }

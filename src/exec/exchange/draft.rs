@@ -4,15 +4,28 @@
 //! chunk and one of each target tile: so what is read and what is written is contiguous, and only the moves between the
 //! two, in memory, are strided.
 //!
-//! Counts bytes, but for ranges of elements. Invariant: what one process sends another is in the order of the transfers.
+//! What several need of a tile that is reduced is made by one of them, which passes it on: so summands go to one, and what
+//! they become, which is as long as one of them, goes to the others.
+//!
+//! ```text
+//!     summands on 4 ranks, of which all need the value       each sent to all    made by one
+//!     over the wire, as tensors                              4 * 3               3 + 3
+//! ```
+//!
+//! Who makes what follows from where it lies in the tensor, so that all make some of one that is cut into ranges.
+//!
+//! Counts bytes, but for ranges of elements. Invariant: what one process sends another is in the order of the transfers,
+//! and what is passed on in the order of the targets.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::slice;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::demand::{Demand, Wanted};
+use super::demand::{Demand, Ranks, Wanted};
+use super::hop::Sending;
 use super::readers::{Parties, Reader};
 use crate::error::Result;
 use crate::plan::{Piece, Pieces};
@@ -26,17 +39,20 @@ pub struct Unit<'a> {
     pub ranges: Vec<Range<u64>>,
 }
 
-/// Part of a target tile that a process gets.
+/// Part of a target tile that some processes get.
 #[derive(Clone, Debug)]
 pub struct Target {
     /// Of the reservation's tensors.
     pub tensor: usize,
     pub wanted: Arc<Wanted>,
-    pub rank: u32,
     /// Of the tile's local tensor.
     pub elements: Range<u64>,
-    /// Of one of its summands.
+    /// Of one of its summands, and of what they become.
     pub part_bytes: u64,
+    /// Who need it.
+    pub ranks: Ranks,
+    /// Who of them makes it of its summands and passes it on; `None` where each has it from the source.
+    pub maker: Option<u32>,
 }
 
 impl Unit<'_> {
@@ -48,10 +64,22 @@ impl Unit<'_> {
 }
 
 impl Target {
+    /// Who get what it is made of.
+    #[must_use]
+    pub fn takers(&self) -> &[u32] {
+        self.maker.as_ref().map_or(&self.ranks, slice::from_ref)
+    }
+
     /// All its summands, one behind the other.
     #[must_use]
-    pub fn bytes(&self) -> u64 {
+    pub fn summands_bytes(&self) -> u64 {
         self.part_bytes * self.wanted.parts.len() as u64
+    }
+
+    /// What its maker passes on.
+    #[must_use]
+    pub fn passing(&self) -> Option<Sending<'_>> {
+        self.maker.map(|from| Sending { from, takers: &self.ranks, len: self.part_bytes })
     }
 }
 
@@ -67,6 +95,8 @@ pub struct Stretch {
 #[derive(Clone, Debug)]
 pub struct Transfer {
     pub from: Stretch,
+    /// Who get it, of those that get what the target is made of.
+    pub takers: Ranks,
     /// Index of the target, and which of its summands.
     pub to: usize,
     pub part: usize,
@@ -74,19 +104,31 @@ pub struct Transfer {
     pub piece: Piece,
 }
 
+impl Transfer {
+    #[must_use]
+    pub fn sending(&self) -> Sending<'_> {
+        Sending { from: self.from.reader.rank, takers: &self.takers, len: self.piece.len_bytes() }
+    }
+}
+
 /// What one process has in memory for a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
     pub read: u64,
+    /// What is told all others is sent once.
     pub sent: u64,
+    /// Of what is sent: it lies with what is received.
+    pub told: u64,
     pub received: u64,
+    /// Values, and the summands of those that are made here.
     pub unpacked: u64,
 }
 
 impl Load {
+    /// The longest buffer that it takes.
     #[must_use]
     pub fn largest(&self) -> u64 {
-        self.read.max(self.sent).max(self.received).max(self.unpacked)
+        self.read.max(self.sent).max(self.received + self.told).max(self.unpacked)
     }
 
     #[must_use]
@@ -94,6 +136,7 @@ impl Load {
         Self {
             read: self.read + other.read,
             sent: self.sent + other.sent,
+            told: self.told + other.told,
             received: self.received + other.received,
             unpacked: self.unpacked + other.unpacked,
         }
@@ -107,24 +150,27 @@ pub struct Draft<'a> {
     /// With the bytes of the chunk, counted from its element 0 as if it were contiguous.
     pub stretches: BTreeMap<Stretch, Range<u64>>,
     pub transfers: Vec<Transfer>,
+    /// Copies that ranks make of all that, together.
+    pub copies: usize,
     /// By rank.
     pub loads: Vec<Load>,
 }
 
 impl<'a> Draft<'a> {
-    /// `None` where it takes more than so many transfers.
+    /// `None` where it takes more than so many copies.
     ///
     /// # Errors
     /// As [`Parties::readers`].
-    pub fn new(unit: Unit<'a>, parties: &Parties, most_transfers: usize) -> Result<Option<Self>> {
+    pub fn new(unit: Unit<'a>, parties: &Parties, most_copies: usize) -> Result<Option<Self>> {
         let mut draft = Draft {
             targets: Vec::new(),
             stretches: BTreeMap::new(),
             transfers: Vec::new(),
+            copies: 0,
             loads: vec![Load::default(); parties.nodes.len()],
             unit,
         };
-        if !draft.aim(most_transfers) {
+        if !draft.aim(most_copies) {
             return Ok(None);
         }
         draft.choose_readers(parties)?;
@@ -132,58 +178,60 @@ impl<'a> Draft<'a> {
         Ok(Some(draft))
     }
 
-    /// Bytes that this rank gets from others, and those that it sends.
-    #[must_use]
-    pub fn load(&self, rank: u32) -> Load {
-        self.loads[rank as usize]
-    }
-
     /// Find the targets, and the transfers into them from the chunks that plans name. False where those are too many.
-    fn aim(&mut self, most_transfers: usize) -> bool {
-        let Self { unit, targets, transfers, .. } = self;
+    fn aim(&mut self, most_copies: usize) -> bool {
+        let Self { unit, targets, transfers, copies, loads, .. } = self;
         let entry = unit.demand.source.entry;
         let itemsize = entry.dtype.itemsize();
         for (number, range) in unit.ranges.iter().enumerate() {
+            let turn = unit.number + part(range.start, entry.numel(), loads.len());
             for wanted in &unit.demand.tiles {
                 let held = wanted.tile.before(&entry.shape, range.start)..wanted.tile.before(&entry.shape, range.end);
-                for (rank, need) in &wanted.needs {
-                    let elements = need.start.max(held.start)..need.end.min(held.end);
-                    if elements.is_empty() {
-                        continue;
-                    }
+                if held.is_empty() {
+                    continue;
+                }
+                let first = wanted.needs.partition_point(|need| need.elements.end <= held.start);
+                for need in wanted.needs[first..].iter().take_while(|need| need.elements.start < held.end) {
+                    let elements = need.elements.start.max(held.start)..need.elements.end.min(held.end);
+                    let is_passed_on = wanted.parts.len() > 1 && need.ranks.len() > 1;
+                    let target = Target {
+                        tensor: unit.number,
+                        wanted: Arc::clone(wanted),
+                        part_bytes: (elements.end - elements.start) * itemsize,
+                        elements,
+                        maker: is_passed_on.then(|| need.ranks[turn % need.ranks.len()]),
+                        ranks: need.ranks.clone(),
+                    };
+                    let takers: Ranks = target.takers().into();
+                    *copies += target.ranks.len() - takers.len();
                     for (part, planned) in wanted.parts.iter().enumerate() {
                         let pieces = Pieces::new(&planned.plan, &planned.strides, itemsize);
-                        let visited = pieces.visit(elements.clone(), |piece| {
+                        let visited = pieces.visit(target.elements.clone(), |piece| {
                             let chunk = planned.plan.overlaps[piece.overlap].chunk;
-                            let from = Stretch { reader: Reader { rank: *rank, chunk }, range: number };
-                            transfers.push(Transfer { from, to: targets.len(), part, piece });
-                            if transfers.len() > most_transfers { Err(()) } else { Ok(()) }
+                            let from = Stretch { reader: Reader { rank: takers[0], chunk }, range: number };
+                            transfers.push(Transfer { from, takers: takers.clone(), to: targets.len(), part, piece });
+                            *copies += takers.len();
+                            if *copies > most_copies { Err(()) } else { Ok(()) }
                         });
                         if visited.is_err() {
                             return false;
                         }
                     }
-                    targets.push(Target {
-                        tensor: unit.number,
-                        wanted: Arc::clone(wanted),
-                        rank: *rank,
-                        part_bytes: (elements.end - elements.start) * itemsize,
-                        elements,
-                    });
+                    targets.push(target);
                 }
             }
         }
         true
     }
 
-    /// Let the transfers come from who is to read.
+    /// Let the transfers come from who is to read. Takers may have different readers.
     fn choose_readers(&mut self, parties: &Parties) -> Result<()> {
-        let Self { unit, targets, transfers, .. } = self;
-        // By range and chunk, then by the rank that needs it.
+        let Self { unit, transfers, .. } = self;
+        // By range and chunk, then by the rank that takes it.
         let mut needs: BTreeMap<(usize, u32), BTreeMap<u32, u64>> = BTreeMap::new();
-        for Transfer { from, to, piece, .. } in transfers.iter() {
+        for Transfer { from, takers, piece, .. } in transfers.iter() {
             let of_stretch = needs.entry((from.range, from.reader.chunk)).or_default();
-            *of_stretch.entry(targets[*to].rank).or_default() += piece.len_bytes();
+            takers.iter().for_each(|taker| *of_stretch.entry(*taker).or_default() += piece.len_bytes());
         }
         let mut readers: BTreeMap<(usize, u32, u32), Reader> = BTreeMap::new();
         for (turn, ((range, chunk), of_ranks)) in needs.into_iter().enumerate() {
@@ -195,29 +243,55 @@ impl<'a> Draft<'a> {
                 readers.insert((range, chunk, *rank), reader);
             }
         }
-        for Transfer { from, to, .. } in transfers {
-            from.reader = readers[&(from.range, from.reader.chunk, targets[*to].rank)];
+        let mut others = Vec::new();
+        for transfer in transfers.iter_mut() {
+            let reader = |taker: u32| readers[&(transfer.from.range, transfer.from.reader.chunk, taker)];
+            let mut by_reader: SmallVec<[(Reader, Ranks); 1]> = SmallVec::new();
+            for (reader, taker) in transfer.takers.iter().map(|taker| (reader(*taker), *taker)) {
+                match by_reader.iter_mut().find(|(other, _)| *other == reader) {
+                    Some((_, takers)) => takers.push(taker),
+                    None => by_reader.push((reader, std::iter::once(taker).collect())),
+                }
+            }
+            let mut own = by_reader.into_iter();
+            let Some((reader, takers)) = own.next() else { continue };
+            (transfer.from.reader, transfer.takers) = (reader, takers);
+            others.extend(own.map(|(reader, takers)| {
+                let from = Stretch { reader, ..transfer.from };
+                Transfer { from, takers, ..transfer.clone() }
+            }));
         }
+        transfers.append(&mut others);
         Ok(())
     }
 
     /// Find what is read, and count what everybody has in memory.
     fn weigh(&mut self) {
-        for Transfer { from, to, piece, .. } in &self.transfers {
+        let Self { targets, transfers, stretches, loads, .. } = self;
+        for transfer in transfers.iter() {
+            let Transfer { from, piece, .. } = transfer;
             let (start, end) = (piece.source, piece.source + piece.source_span());
-            let read = self.stretches.entry(*from).or_insert(start..end);
+            let read = stretches.entry(*from).or_insert(start..end);
             *read = read.start.min(start)..read.end.max(end);
-            let (reader, rank) = (from.reader.rank, self.targets[*to].rank);
-            if reader != rank {
-                self.loads[reader as usize].sent += piece.len_bytes();
-                self.loads[rank as usize].received += piece.len_bytes();
+            transfer.sending().weigh(loads);
+        }
+        for (stretch, read) in stretches.iter() {
+            loads[stretch.reader.rank as usize].read += read.end - read.start;
+        }
+        for target in targets.iter() {
+            target.ranks.iter().for_each(|rank| loads[*rank as usize].unpacked += target.part_bytes);
+            if target.wanted.reducer.is_some() {
+                target.takers().iter().for_each(|rank| loads[*rank as usize].unpacked += target.summands_bytes());
+            }
+            if let Some(sending) = target.passing() {
+                sending.weigh(loads);
             }
         }
-        for (stretch, read) in &self.stretches {
-            self.loads[stretch.reader.rank as usize].read += read.end - read.start;
-        }
-        for target in &self.targets {
-            self.loads[target.rank as usize].unpacked += target.bytes();
-        }
     }
+}
+
+/// Which of so many equal parts of all elements one is in.
+fn part(element: u64, numel: u64, parts: usize) -> usize {
+    let part = u128::from(element) * parts as u128 / u128::from(numel.max(1));
+    usize::try_from(part).expect("fewer than there are parts")
 }

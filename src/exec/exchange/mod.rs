@@ -1,8 +1,8 @@
 //! Exchange: conversions whose processes give each other what only some of them can read, or should.
 //!
 //! All processes derive the same [rounds](rounds) from the same catalogs. In a round each reads stretches of source
-//! chunks, which are contiguous; the [shuffle] moves them to who needs them; and what arrives are stretches of target
-//! tiles, which are written as any others are ([`super::copy::write`]). Reading, moving and writing go on at the same
+//! chunks, which are contiguous; the [shuffle] moves them to who needs them, and makes values of summands; and what it
+//! gives are stretches of target tiles, which are written as any others are ([`super::copy::write`]). Reading, moving and writing go on at the same
 //! time, in a thread each, with one round between each two of them; a shuffle that has several steps may have the
 //! [next round](Shuffle::UNDER_WAY) on its way while one is finished.
 //!
@@ -10,13 +10,16 @@
 
 mod demand;
 mod draft;
+mod hop;
 mod moves;
 mod readers;
+mod reduced;
 mod replicas;
 mod rooms;
 mod rounds;
 mod shuffle;
 mod staged;
+mod strided;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -25,12 +28,15 @@ use std::time::Duration;
 
 pub use demand::Owners;
 pub use draft::Load;
-pub use moves::{Arriving, Moves, Origin, Read, StridedCopy};
+pub use hop::Hop;
+pub use moves::{Arriving, Landing, Making, Moves, Origin, Read};
 pub use readers::{Counting, Parties, Sight};
+pub use reduced::reduce;
 pub use replicas::{differing, differing_pair};
 pub use rooms::{HostMemory, Room, Rooms};
 pub use rounds::{PLAN_BYTES, Round, Rounds};
 pub use shuffle::{HostShuffle, Shuffle};
+pub use strided::StridedCopy;
 
 use staged::{Stage, Staged};
 
@@ -140,6 +146,7 @@ impl<'a> Exchange<'a> {
         loop {
             let begun = staged.next().map(|staged| {
                 let Staged { moves, bytes, is_checked } = staged?;
+                let moves = Arc::new(moves);
                 let begun = shuffle.begin(&moves, bytes)?;
                 Ok((moves, begun, is_checked))
             });
@@ -172,15 +179,15 @@ impl<'a> Exchange<'a> {
         begun: S::Begun,
         is_checked: bool,
     ) -> Result<Arrived> {
-        let unpacked = shuffle.finish(moves, begun)?;
+        let given = shuffle.finish(moves, begun)?;
         let checked = communicator.gather(&[u8::from(is_checked)])?;
         let is_checked = checked.iter().all(|said| *said == [1]);
-        self.batch(moves, unpacked, is_checked)
+        self.batch(moves, given, is_checked)
     }
 
-    /// What has arrived, as tiles to write.
-    fn batch<M: HostMemory>(&self, moves: &Moves, unpacked: Room<M>, is_checked: bool) -> Result<Arrived> {
-        let memory: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(unpacked);
+    /// What is given, as tiles to write.
+    fn batch<M: HostMemory>(&self, moves: &Moves, given: Room<M>, is_checked: bool) -> Result<Arrived> {
+        let memory: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(given);
         let taken = Stats {
             bytes_read: moves.reads.iter().map(|read| read.stage.len() as u64).sum(),
             runs: moves.reads.len() as u64,
@@ -191,15 +198,11 @@ impl<'a> Exchange<'a> {
             let tensor = &self.reservation.tensors[*tensor];
             let source = self.input.catalog.tensor(tensor.source);
             let pair = (source.dtype, tensor.dtype());
-            let len = place.len() / wanted.parts.len();
-            let parts = (0..wanted.parts.len()).map(|part| {
-                let start = place.start + part * len;
-                Held { memory: Arc::clone(&memory), place: start..start + len }
-            });
             let numel = elements.end - elements.start;
             for (nth, &chunk) in wanted.chunks.iter().enumerate() {
                 let Some((file, offset)) = tensor.place(chunk) else { continue };
-                let tile = Prepared::held(source, numel, wanted.share.as_deref(), parts.clone())?.cast_to(pair.1)?;
+                let values = Held { memory: Arc::clone(&memory), place: place.clone() };
+                let tile = Prepared::held(source, numel, values).cast_to(pair.1)?;
                 let itemsize = pair.1.itemsize();
                 let offset = offset + elements.start * itemsize;
                 payloads.push(Payload {

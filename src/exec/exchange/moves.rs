@@ -2,26 +2,31 @@
 //!
 //! ```text
 //!     files --reads--> stage --packs--> outgoing --wire--> incoming --+
-//!                        |                                            +--unpacks--> unpacked --> tiles to write
+//!                        |                                            +--copies--> unpacked
 //!                        +--------------------------------------------+
+//!
+//!     unpacked = | given: values, which become tiles to write | summands |
+//!                      ^   |        ^                             |
+//!                      |   +-packs--|--> outgoing --wire--> incoming --+
+//!                      +------------+---reduced-------------------+    |
+//!                      +------------------------------passed on -------+
 //! ```
 //!
-//! What stays with its reader goes from the stage to its place without being packed. Counts bytes; all offsets are within
-//! the buffers. Invariant: both sides of a message have the same copies of it in the same order, so it needs no description.
+//! What stays with its reader goes from the stage to its place without being packed. Values that were made of summands,
+//! and that others need as well, take a second [hop](Hop). Counts bytes; all offsets are within the buffers. Invariant:
+//! whether there is a second hop all ranks know alike.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use smallvec::SmallVec;
-
 use super::demand::Wanted;
-use super::draft::{Draft, Stretch};
+use super::draft::{Draft, Stretch, Target, Transfer};
+use super::hop::{Hop, Route, range};
 use super::rounds::Round;
+use super::strided::StridedCopy;
 use crate::catalog::TensorId;
-use crate::exec::runs::copy_runs;
-use crate::plan::Piece;
-use crate::plan::lower::Level;
+use crate::exec::reduce::Reducer;
 
 /// Stretches begin at multiples of this in the stage, and tiles in what is unpacked: the widest element, and the widest
 /// access of a device.
@@ -36,52 +41,6 @@ pub struct Read {
     pub first: u64,
     /// In the stage.
     pub stage: Range<usize>,
-}
-
-/// A loop nest of runs of bytes, from one buffer to another.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StridedCopy {
-    pub source: u64,
-    pub target: u64,
-    pub run_bytes: u64,
-    /// Outermost first.
-    pub levels: SmallVec<[Level; 4]>,
-}
-
-impl StridedCopy {
-    #[must_use]
-    pub fn len_bytes(&self) -> u64 {
-        self.levels.iter().map(|level| level.count).product::<u64>() * self.run_bytes
-    }
-
-    /// Do it, in memory.
-    pub fn copy(&self, source: &[u8], target: &mut [u8]) {
-        let at = |offset: u64| usize::try_from(offset).expect("an offset in memory");
-        copy_runs(&source[at(self.source)..], &mut target[at(self.target)..], self.run_bytes, &self.levels);
-    }
-
-    /// With the target's runs behind each other from `target` on.
-    fn packed(piece: &Piece, source: u64, target: u64) -> Self {
-        let levels = dense(&piece.levels, |level, step| Level { target_step: step, ..level }, piece.run_bytes);
-        Self { source, target, run_bytes: piece.run_bytes, levels }
-    }
-
-    /// With the source's runs behind each other from `source` on.
-    fn unpacked(piece: &Piece, source: u64, target: u64) -> Self {
-        let levels = dense(&piece.levels, |level, step| Level { source_step: step, ..level }, piece.run_bytes);
-        Self { source, target, run_bytes: piece.run_bytes, levels }
-    }
-}
-
-/// The levels with steps on one side as if nothing were between the runs.
-fn dense(levels: &[Level], with_step: impl Fn(Level, u64) -> Level, run_bytes: u64) -> SmallVec<[Level; 4]> {
-    let mut step = run_bytes;
-    let mut dense: SmallVec<[Level; 4]> = SmallVec::from_slice(levels);
-    for level in dense.iter_mut().rev() {
-        *level = with_step(*level, step);
-        step *= level.count;
-    }
-    dense
 }
 
 /// Where bytes of a tile come from.
@@ -99,17 +58,51 @@ pub struct Arriving {
     pub wanted: Arc<Wanted>,
     /// Of the tile's local tensor.
     pub elements: Range<u64>,
-    /// In what is unpacked: its summands, one behind the other.
+    /// Of its values, in what is given.
     pub place: Range<usize>,
-    /// Targets are counted from the start of its place.
-    pub copies: Vec<(Origin, StridedCopy)>,
+    pub making: Making,
+}
+
+/// How values come to their place.
+#[derive(Clone, Debug)]
+pub enum Making {
+    /// They are copied there.
+    Copied(Copies),
+    /// Their summands are copied to a place of what is unpacked, one behind the other, and become values.
+    Reduced { summands: Range<usize>, copies: Copies, reducer: Reducer },
+    /// The second hop brings them, to there in what is incoming.
+    Passed(Range<usize>),
+}
+
+/// Targets are counted from the start of where they go.
+pub type Copies = Vec<(Origin, StridedCopy)>;
+
+/// Where copies go.
+#[derive(Clone, Copy, Debug)]
+pub struct Landing<'a> {
+    /// In what is unpacked.
+    pub place: &'a Range<usize>,
+    pub copies: &'a [(Origin, StridedCopy)],
+    /// Whether they may leave out some of it, which is 0.
+    pub has_gaps: bool,
 }
 
 impl Arriving {
-    /// Whether its copies may leave out some of it, which is 0.
-    #[must_use]
-    pub fn has_gaps(&self) -> bool {
-        self.wanted.share.as_ref().is_some_and(|share| share.within.is_some())
+    fn landing(&self) -> Option<Landing<'_>> {
+        let (place, copies) = match &self.making {
+            Making::Copied(copies) => (&self.place, copies),
+            Making::Reduced { summands, copies, .. } => (summands, copies),
+            Making::Passed(_) => return None,
+        };
+        let has_gaps = self.wanted.share.as_ref().is_some_and(|share| share.within.is_some());
+        Some(Landing { place, copies, has_gaps })
+    }
+
+    fn copies(&mut self) -> &mut Copies {
+        match &mut self.making {
+            Making::Copied(copies) | Making::Reduced { copies, .. } => copies,
+            Making::Passed(_) => unreachable!("a target that this rank takes from the source"),
+        }
     }
 }
 
@@ -118,13 +111,14 @@ impl Arriving {
 pub struct Moves {
     pub reads: Vec<Read>,
     pub stage_len: usize,
-    /// By rank: from the stage to the start of the message.
-    pub packs: Vec<Vec<StridedCopy>>,
-    /// By rank: the message to it, within what is outgoing, and the one from it, within what is incoming.
-    pub to: Vec<Range<usize>>,
-    pub from: Vec<Range<usize>>,
+    /// From the stage.
+    pub first: Hop,
     pub arriving: Vec<Arriving>,
+    /// Of what is unpacked the values, which come first.
+    pub given_len: usize,
     pub unpacked_len: usize,
+    /// From what is given; `None` where nothing is passed on, whoever's.
+    pub second: Option<Hop>,
     /// See [`Round::ends_whole`].
     pub ends_whole: bool,
 }
@@ -134,85 +128,106 @@ impl Moves {
     #[must_use]
     pub fn new(round: &Round<'_>, rank: u32) -> Self {
         let ranks = round.drafts.first().map_or(0, |draft| draft.loads.len());
-        let mut moves = Self {
-            packs: vec![Vec::new(); ranks],
-            to: vec![0..0; ranks],
-            from: vec![0..0; ranks],
-            ends_whole: round.ends_whole,
-            ..Self::default()
-        };
-        let mut lens = vec![Lens::default(); ranks];
+        let transfers = round.drafts.iter().flat_map(|draft| &draft.transfers);
+        let targets = round.drafts.iter().flat_map(|draft| &draft.targets);
+        let mut first = Route::new(transfers.map(Transfer::sending), rank, ranks);
+        let mut second = Route::new(targets.clone().filter_map(Target::passing), rank, ranks);
+        let mut moves = Self { ends_whole: round.ends_whole, ..Self::default() };
+        let mut summands_len = 0;
         for draft in &round.drafts {
-            for transfer in &draft.transfers {
-                let (reader, needer) = (transfer.from.reader.rank, draft.targets[transfer.to].rank);
-                let len = transfer.piece.len_bytes();
-                if reader == rank && needer != rank {
-                    lens[needer as usize].to += len;
-                } else if reader != rank && needer == rank {
-                    lens[reader as usize].from += len;
-                }
+            let mut arriving = moves.arriving(draft, rank, &mut summands_len, &mut second);
+            moves.bring(draft, rank, &mut arriving, &mut first);
+            moves.arriving.extend(arriving.into_values());
+        }
+        // Summands are behind all values.
+        let behind = moves.given_len.next_multiple_of(usize::try_from(ALIGNMENT).expect("a few bytes"));
+        for tile in &mut moves.arriving {
+            if let Making::Reduced { summands, .. } = &mut tile.making {
+                *summands = behind + summands.start..behind + summands.end;
             }
         }
-        let (mut to, mut from) = (0, 0);
-        for (rank, lens) in lens.iter_mut().enumerate() {
-            moves.to[rank] = range(to, lens.to);
-            moves.from[rank] = range(from, lens.from);
-            (to, from) = (to + lens.to, from + lens.from);
-            *lens = Lens::default();
-        }
-        round.drafts.iter().for_each(|draft| moves.add(draft, rank, &mut lens));
+        moves.unpacked_len = if summands_len == 0 { moves.given_len } else { behind + summands_len };
+        let is_passed_on = targets.into_iter().any(|target| target.maker.is_some());
+        moves.first = first.hop;
+        moves.second = is_passed_on.then_some(second.hop);
         moves
     }
 
-    /// Bytes that this process sends.
+    /// The longer message of the hops, and what comes by the longer of them.
     #[must_use]
-    pub fn outgoing_len(&self) -> usize {
-        self.to.last().map_or(0, |range| range.end)
+    pub fn wire_lens(&self) -> (usize, usize) {
+        let hops = || std::iter::once(&self.first).chain(&self.second);
+        let longest = |of: fn(&Hop) -> usize| hops().map(of).max().unwrap_or(0);
+        (longest(Hop::outgoing_len), longest(Hop::incoming_len))
     }
 
-    /// Bytes that it receives.
+    /// Where the copies out of stage and first hop go, ascending.
     #[must_use]
-    pub fn incoming_len(&self) -> usize {
-        self.from.last().map_or(0, |range| range.end)
+    pub fn landings(&self) -> Vec<Landing<'_>> {
+        let mut landings: Vec<_> = self.arriving.iter().filter_map(Arriving::landing).collect();
+        landings.sort_unstable_by_key(|landing| landing.place.start);
+        landings
     }
 
-    /// `packed` is how much of each message has been dealt with.
-    fn add(&mut self, draft: &Draft<'_>, rank: u32, packed: &mut [Lens]) {
-        let staged = self.stage(draft, rank);
-        let mut arriving: BTreeMap<usize, Arriving> = BTreeMap::new();
-        for (index, target) in draft.targets.iter().enumerate().filter(|(_, target)| target.rank == rank) {
-            let start = (self.unpacked_len as u64).next_multiple_of(ALIGNMENT);
-            let place = range(start, target.bytes());
-            self.unpacked_len = place.end;
-            let (wanted, elements) = (Arc::clone(&target.wanted), target.elements.clone());
-            arriving.insert(index, Arriving { tensor: target.tensor, wanted, elements, place, copies: Vec::new() });
-        }
-        for transfer in &draft.transfers {
-            let target = &draft.targets[transfer.to];
-            let (piece, len) = (&transfer.piece, transfer.piece.len_bytes());
-            let source = || staged[&transfer.from].wrapping_add(piece.source);
-            let place = target.part_bytes * transfer.part as u64 + piece.target;
-            let reader = transfer.from.reader.rank;
-            if target.rank != rank {
-                if reader == rank {
-                    let message = &mut packed[target.rank as usize];
-                    self.packs[target.rank as usize].push(StridedCopy::packed(piece, source(), message.to));
-                    message.to += len;
-                }
+    /// Whether values are to be made here of summands.
+    #[must_use]
+    pub fn is_reduced(&self) -> bool {
+        self.unpacked_len > self.given_len
+    }
+
+    /// What this rank gets of a draft, by target, without the copies; what it makes of that is packed for the others.
+    fn arriving(
+        &mut self,
+        draft: &Draft<'_>,
+        rank: u32,
+        summands_len: &mut usize,
+        second: &mut Route,
+    ) -> BTreeMap<usize, Arriving> {
+        let mut arriving = BTreeMap::new();
+        for (index, target) in draft.targets.iter().enumerate() {
+            let is_needed = target.ranks.contains(&rank);
+            let place = if is_needed { next(&mut self.given_len, target.part_bytes) } else { 0..0 };
+            let value = place.start as u64;
+            let passed = target
+                .passing()
+                .and_then(|sending| second.go(&sending, |at| StridedCopy::run(value, at, target.part_bytes)));
+            if !is_needed {
                 continue;
             }
-            let copy = if reader == rank {
-                let (source, levels) = (source(), piece.levels.clone());
-                (Origin::Stage, StridedCopy { source, target: place, run_bytes: piece.run_bytes, levels })
-            } else {
-                let message = &mut packed[reader as usize];
-                let at = self.from[reader as usize].start as u64 + message.from;
-                message.from += len;
-                (Origin::Incoming, StridedCopy::unpacked(piece, at, place))
+            let making = match (passed, target.wanted.reducer) {
+                (Some(at), _) => Making::Passed(range(at, target.part_bytes)),
+                (None, None) => Making::Copied(Vec::new()),
+                (None, Some(reducer)) => {
+                    let summands = next(summands_len, target.summands_bytes());
+                    Making::Reduced { summands, copies: Vec::new(), reducer }
+                }
             };
-            arriving.get_mut(&transfer.to).expect("a target of this rank").copies.push(copy);
+            let (wanted, elements) = (Arc::clone(&target.wanted), target.elements.clone());
+            arriving.insert(index, Arriving { tensor: target.tensor, wanted, elements, place, making });
         }
-        self.arriving.extend(arriving.into_values());
+        arriving
+    }
+
+    /// Read, pack and copy what the transfers of a draft say.
+    fn bring(&mut self, draft: &Draft<'_>, rank: u32, arriving: &mut BTreeMap<usize, Arriving>, first: &mut Route) {
+        let staged = self.stage(draft, rank);
+        for transfer in &draft.transfers {
+            let Transfer { from, takers, to, part, piece } = transfer;
+            let source = || staged[from].wrapping_add(piece.source);
+            let arrived = first.go(&transfer.sending(), |at| StridedCopy::packed(piece, source(), at));
+            if !takers.contains(&rank) {
+                continue;
+            }
+            let place = draft.targets[*to].part_bytes * *part as u64 + piece.target;
+            let copy = match arrived {
+                Some(at) => (Origin::Incoming, StridedCopy::unpacked(piece, at, place)),
+                None => {
+                    let (source, levels) = (source(), piece.levels.clone());
+                    (Origin::Stage, StridedCopy { source, target: place, run_bytes: piece.run_bytes, levels })
+                }
+            };
+            arriving.get_mut(to).expect("a target of this rank").copies().push(copy);
+        }
     }
 
     /// Give the stretches that this rank reads their places in the stage. What is added to an offset in a chunk to have
@@ -221,26 +236,19 @@ impl Moves {
         let itemsize = draft.unit.demand.source.entry.dtype.itemsize();
         let mut staged = BTreeMap::new();
         for (stretch, bytes) in draft.stretches.iter().filter(|(stretch, _)| stretch.reader.rank == rank) {
-            let start = (self.stage_len as u64).next_multiple_of(ALIGNMENT);
-            let stage = range(start, bytes.end - bytes.start);
-            self.stage_len = stage.end;
+            let stage = next(&mut self.stage_len, bytes.end - bytes.start);
+            staged.insert(*stretch, (stage.start as u64).wrapping_sub(bytes.start));
             let tensor = draft.unit.demand.tensor.source;
             let first = bytes.start / itemsize;
             self.reads.push(Read { tensor, chunk: stretch.reader.chunk, first, stage });
-            staged.insert(*stretch, start.wrapping_sub(bytes.start));
         }
         staged
     }
 }
 
-/// Bytes of the messages to a rank and from it.
-#[derive(Clone, Copy, Debug, Default)]
-struct Lens {
-    to: u64,
-    from: u64,
-}
-
-fn range(start: u64, len: u64) -> Range<usize> {
-    let at = |offset: u64| usize::try_from(offset).expect("a round fits memory");
-    at(start)..at(start + len)
+/// The next place of a buffer that is so long up to now.
+fn next(len: &mut usize, bytes: u64) -> Range<usize> {
+    let place = range((*len as u64).next_multiple_of(ALIGNMENT), bytes);
+    *len = place.end;
+    place
 }

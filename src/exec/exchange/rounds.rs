@@ -22,11 +22,11 @@ use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;
 
 /// Strided copies of a round, of all ranks together: they take memory, too, where runs are of a few elements.
-const MOST_TRANSFERS: usize = 1 << 13;
+const MOST_COPIES: usize = 1 << 13;
 
 /// Memory of the plans of rounds that are being made, staged, moved and written. A strided copy is one as a transfer, in
 /// the maps that choose its reader, as a move and as a slot with its payload, in lists that have grown to hold it.
-pub const PLAN_BYTES: u64 = 4 * MOST_TRANSFERS as u64 * 1024;
+pub const PLAN_BYTES: u64 = 4 * MOST_COPIES as u64 * 1024;
 
 /// What is moved in one go: whole tensors, or ranges of one.
 pub struct Round<'a> {
@@ -49,7 +49,8 @@ pub struct Rounds<'a> {
 }
 
 impl<'a> Rounds<'a> {
-    /// `bucket_bytes` is how much each process reads, sends, receives and unpacks at most in a round.
+    /// `bucket_bytes` is how much each process reads, sends, receives and unpacks at most in a round, both of its hops
+    /// together; what it tells others lies with what it receives, and summands with what is unpacked.
     #[must_use]
     pub fn new(
         catalog: &'a Catalog,
@@ -82,8 +83,8 @@ impl<'a> Rounds<'a> {
                 continue;
             };
             let ranks = u64::from(self.parties.size());
-            let halves = match Draft::new(unit.clone(), self.parties, MOST_TRANSFERS)? {
-                Some(draft) if self.fits(&draft.loads, draft.transfers.len()) => return Ok(Some(draft)),
+            let halves = match Draft::new(unit.clone(), self.parties, MOST_COPIES)? {
+                Some(draft) if self.fits(&draft.loads, draft.copies) => return Ok(Some(draft)),
                 Some(draft) => shorter(&draft.unit, ranks),
                 None => fewer(&unit).or_else(|| shorter(&unit, ranks)),
             };
@@ -95,22 +96,22 @@ impl<'a> Rounds<'a> {
         }
     }
 
-    fn fits(&self, loads: &[Load], transfers: usize) -> bool {
-        transfers <= MOST_TRANSFERS && loads.iter().all(|load| load.largest() <= self.bucket_bytes)
+    fn fits(&self, loads: &[Load], copies: usize) -> bool {
+        copies <= MOST_COPIES && loads.iter().all(|load| load.largest() <= self.bucket_bytes)
     }
 
     fn next_round(&mut self) -> Result<Option<Round<'a>>> {
         let mut drafts: Vec<Draft<'_>> = Vec::new();
         let mut loads = vec![Load::default(); self.parties.nodes.len()];
-        let mut transfers = 0;
+        let mut copies = 0;
         while let Some(draft) = self.draft()? {
             loads.iter_mut().zip(&draft.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
-            transfers += draft.transfers.len();
+            copies += draft.copies;
             let goes_along = |last: &Draft<'_>| {
                 let is_same = last.unit.number == draft.unit.number;
                 is_same || last.unit.is_whole() && draft.unit.is_whole()
             };
-            if drafts.last().is_some_and(|last| !goes_along(last) || !self.fits(&loads, transfers)) {
+            if drafts.last().is_some_and(|last| !goes_along(last) || !self.fits(&loads, copies)) {
                 self.left = Some(draft);
                 break;
             }

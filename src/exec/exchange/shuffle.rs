@@ -1,10 +1,12 @@
-//! Shuffle: a round's bytes from where they were read to where they are needed.
+//! Shuffle: a round's bytes from where they were read to where they are needed, and values of summands on the way.
 
 use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use super::moves::{Arriving, Moves, Origin};
+use super::hop::Hop;
+use super::moves::{Landing, Making, Moves, Origin};
+use super::reduced::reduce;
 use super::rooms::{HostMemory, Room, Rooms};
 use crate::comm::Communicator;
 use crate::error::Result;
@@ -29,13 +31,13 @@ pub trait Shuffle: Send {
     ///
     /// # Errors
     /// As [`Communicator::exchange`].
-    fn begin(&mut self, moves: &Moves, stage: Room<Self::Memory>) -> Result<Self::Begun>;
+    fn begin(&mut self, moves: &Arc<Moves>, stage: Room<Self::Memory>) -> Result<Self::Begun>;
 
-    /// Give what is unpacked, of [`Moves::unpacked_len`] bytes, of the first round that was begun and is not finished.
-    /// What no copy goes to is 0 in tiles that want it to be ([`Arriving::has_gaps`]).
+    /// Give the values, in the first [`Moves::given_len`] bytes, of the first round that was begun and is not finished.
+    /// What no copy goes to is 0 where something may be left out ([`Landing::has_gaps`]).
     ///
     /// # Errors
-    /// As [`Communicator::exchange`].
+    /// As [`Communicator::exchange`]; `Unsupported` where summands have no value.
     fn finish(&mut self, moves: &Moves, begun: Self::Begun) -> Result<Room<Self::Memory>>;
 }
 
@@ -66,38 +68,64 @@ impl<C: Communicator<Memory = Vec<u8>>> Shuffle for HostShuffle<'_, C> {
         Arc::clone(&self.rooms)
     }
 
-    fn begin(&mut self, _: &Moves, stage: Room<Vec<u8>>) -> Result<Room<Vec<u8>>> {
+    fn begin(&mut self, _: &Arc<Moves>, stage: Room<Vec<u8>>) -> Result<Room<Vec<u8>>> {
         Ok(stage)
     }
 
     fn finish(&mut self, moves: &Moves, stage: Room<Vec<u8>>) -> Result<Room<Vec<u8>>> {
-        room(&mut self.outgoing, moves.outgoing_len());
-        room(&mut self.incoming, moves.incoming_len());
-        let messages = pieces(&mut self.outgoing, moves.to.iter().map(|range| (range.start, range.len())));
-        messages.into_par_iter().zip(&moves.packs).for_each(|(message, copies)| {
-            copies.iter().for_each(|copy| copy.copy(&stage, message));
-        });
-        self.communicator.exchange(&self.outgoing, &moves.to, &mut self.incoming, &moves.from)?;
+        self.go(&moves.first, &stage)?;
         let mut unpacked = self.rooms.room(moves.unpacked_len)?;
-        let places = moves.arriving.iter().map(|tile| (tile.place.start, tile.place.len()));
-        pieces(&mut unpacked, places).into_par_iter().zip(&moves.arriving).for_each(|(place, tile)| {
-            self.unpack(tile, &stage, place);
-        });
+        let landings = moves.landings();
+        let places = pieces(&mut unpacked, landings.iter().map(|landing| (landing.place.start, landing.place.len())));
+        places.into_par_iter().zip(&landings).for_each(|(place, landing)| self.land(landing, &stage, place));
+        reduce(moves, &mut unpacked)?;
+        if let Some(second) = &moves.second {
+            self.go(second, &unpacked)?;
+            self.take(moves, &mut unpacked);
+        }
         Ok(unpacked)
     }
 }
 
-impl<C> HostShuffle<'_, C> {
-    fn unpack(&self, tile: &Arriving, stage: &[u8], place: &mut [u8]) {
-        if tile.has_gaps() {
+impl<C: Communicator<Memory = Vec<u8>>> HostShuffle<'_, C> {
+    /// Pack, and go over the wire.
+    fn go(&mut self, hop: &Hop, source: &[u8]) -> Result<()> {
+        let told = hop.told.get(self.communicator.rank() as usize).cloned().unwrap_or_default();
+        let outgoing = room(&mut self.outgoing, hop.outgoing_len());
+        let incoming = room(&mut self.incoming, hop.incoming_len());
+        let mut packed = pieces(outgoing, hop.to.iter().map(|range| (range.start, range.len())));
+        packed.push(&mut incoming[told]);
+        let copies: Vec<_> = hop.packs.iter().chain([&hop.tells]).collect();
+        packed.into_par_iter().zip(copies).for_each(|(message, copies)| {
+            copies.iter().for_each(|copy| copy.copy(source, message));
+        });
+        self.communicator.exchange(&self.outgoing, &hop.to, &mut self.incoming, &hop.from)?;
+        if hop.is_told() {
+            self.communicator.all_gather(&mut self.incoming, &hop.told)?;
+        }
+        Ok(())
+    }
+
+    /// What the first hop has brought, and what stays.
+    fn land(&self, landing: &Landing<'_>, stage: &[u8], place: &mut [u8]) {
+        if landing.has_gaps {
             place.fill(0);
         }
-        for (origin, copy) in &tile.copies {
+        for (origin, copy) in landing.copies {
             let source = match origin {
                 Origin::Stage => stage,
                 Origin::Incoming => &self.incoming,
             };
             copy.copy(source, place);
+        }
+    }
+
+    /// What the second hop has brought.
+    fn take(&self, moves: &Moves, given: &mut [u8]) {
+        for tile in &moves.arriving {
+            if let Making::Passed(at) = &tile.making {
+                given[tile.place.clone()].copy_from_slice(&self.incoming[at.clone()]);
+            }
         }
     }
 }

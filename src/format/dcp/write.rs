@@ -164,7 +164,7 @@ impl<'a> Layout<'a> {
     ) -> Result<()> {
         let number = u32::try_from(self.reservation.files.len()).expect("fewer than 2^32 files");
         let id = FileId(number);
-        let mut file = OutputFile::new(format!("__{rank}_0.distcp"));
+        let mut file = OutputFile::of_rank(rank, format!("__{rank}_0.distcp"));
         for (fqn, value) in objects {
             let offset = file.len;
             let saved = save(self.source, value, &mut file, &mut self.archives.frames)

@@ -250,7 +250,7 @@ impl Writer<'_> {
         let header = write_header(FilePath::new(&name), &metadata, written, "leave tensors out with --exclude")?;
         let header = Arc::new(header);
         self.headers.insert(Arc::clone(&header));
-        let mut output = OutputFile::new(name);
+        let mut output = OutputFile::of_rank(rank, name);
         output.push_literal(Arc::clone(self.headers.get(&header).expect("it was put there")));
         let start = output.push_payload(end);
         for (at, source, tile, begin) in parts {

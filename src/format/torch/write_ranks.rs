@@ -159,7 +159,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
             )
         })?;
         let id = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
-        let mut output = OutputFile::new(name(rank));
+        let mut output = OutputFile::of_rank(rank, name(rank));
         let offsets = file.lay_out(&pickle, mesh, &mut output, &mut frames);
         for (((tile, offset), chunks), stored) in
             file.tiles.into_iter().zip(offsets).zip(&mut chunks).zip(&pickle.stored)

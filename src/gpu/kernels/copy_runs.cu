@@ -1,10 +1,7 @@
 // Copies runs of bytes in nests of loops, many nests in one launch. Bytes, not elements: dtypes do not matter here.
 //
 // A block copies `block_units` units of one nest. A unit is `lane` bytes: the widest that divides addresses, run and steps.
-// Needs no headers. src/gpu/copies.rs writes the table.
-
-typedef unsigned long long u64;
-typedef unsigned int u32;
+// Stands behind blocks.cuh. src/gpu/copies.rs writes the table.
 
 struct Loop {
     u64 source_step, target_step;
@@ -46,31 +43,21 @@ __device__ void copy_units(const Copy& copy, u32 begin, u32 end) {
         }
 #pragma unroll
         for (u32 nth = 0; nth < batch; nth++) {
-            if (first + nth * blockDim.x < end) *(Lane*)target[nth] = value[nth];
+            if (first + nth * blockDim.x < end) __stwb((Lane*)target[nth], value[nth]);
         }
     }
 }
 
 extern "C" __global__ void copy_runs(const Copy* copies, u32 count, u32 block_units) {
     __shared__ Copy copy;
-    if (threadIdx.x == 0) {
-        // The last copy that begins at this block or before.
-        u32 found = 0, beyond = count;
-        while (beyond - found > 1) {
-            u32 middle = found + (beyond - found) / 2;
-            if (copies[middle].first_block <= blockIdx.x) found = middle;
-            else beyond = middle;
-        }
-        copy = copies[found];
-    }
-    __syncthreads();
+    take(copy, copies, count);
     u32 begin = (blockIdx.x - copy.first_block) * block_units;
     u32 end = min(begin + block_units, copy.units);
     switch (copy.lane) {
         case 16: return copy_units<uint4>(copy, begin, end);
         case 8: return copy_units<u64>(copy, begin, end);
         case 4: return copy_units<u32>(copy, begin, end);
-        case 2: return copy_units<unsigned short>(copy, begin, end);
-        default: return copy_units<unsigned char>(copy, begin, end);
+        case 2: return copy_units<u16>(copy, begin, end);
+        default: return copy_units<u8>(copy, begin, end);
     }
 }

@@ -1,4 +1,5 @@
-//! What a device copies is what the host copies: by the kernel's twin, and by the driver's own copies.
+//! What a device copies is what the host copies: by the kernel, whose text the stand-in has, and by the driver's own
+//! copies.
 
 use proptest::prelude::*;
 
@@ -9,7 +10,7 @@ use crate::gpu::{DeviceBytes, Trial};
 use crate::plan::lower::Level;
 
 #[test]
-fn copies_by_the_twin_of_the_kernel_are_those_of_hosts_stand_in() {
+fn copies_by_the_kernel_are_those_of_hosts_stand_in() {
     passes("copying::property", 1, &[("GPU_STAND_IN_DELAY_US", "0")]);
 }
 

@@ -48,7 +48,7 @@ proptest! {
     fn property(
         specs in prop::collection::vec(spec(), 1..4),
         transpose in any::<bool>(),
-        gaps in any::<bool>(),
+        shares in any::<bool>(),
         ranks in 1..4_u32,
         cuts in prop::collection::vec(any::<u64>(), 0..4),
         bucket_bytes in prop_oneof![16..400_u64, Just(1 << 20)],
@@ -56,7 +56,7 @@ proptest! {
     ) {
         prop_assume!(specs.iter().all(fits));
         let case = Case::new(&specs, transpose);
-        let case = if gaps { case.with_gaps() } else { case };
+        let case = if shares { case.with_shares() } else { case };
         let (parties, todos) = case.parties(ranks, &cuts, wish);
         let (together, _) = case.together(&Devices, &parties, &todos, bucket_bytes);
         prop_assert!(together == case.alone());

@@ -5,7 +5,7 @@ use std::path::Path;
 use cudarc::nvrtc::sys::is_culib_present;
 
 use super::*;
-use crate::gpu::packer::compile;
+use crate::gpu::kernels::{ARITHMETIC, COPIES};
 
 #[test]
 #[expect(clippy::print_stdout, reason = "whoever asks for this test learns why it was not run")]
@@ -28,16 +28,31 @@ fn compiled() {
     // SAFETY: it is NVRTC.
     assert!(unsafe { is_culib_present() });
     for arch in [(8, 0), (9, 0)] {
-        let ptx = compile(arch).unwrap().to_src();
-        assert!(ptx.contains(".visible .entry copy_runs("), "{ptx}");
-        // The widest access is one instruction, and nothing is divided in 64 bits.
-        assert!(ptx.contains("ld.global.nc.v4"), "{ptx}");
-        assert!(!ptx.contains("div.u64"), "{ptx}");
+        let copies = COPIES.compile(arch).unwrap().to_src();
+        assert!(copies.contains(".visible .entry copy_runs("), "{copies}");
+        // Nothing is divided in 64 bits.
+        assert!(!copies.contains("div.u64"), "{copies}");
+        let arithmetic = ARITHMETIC.compile(arch).unwrap().to_src();
+        for kernel in ["reduce", "tell_outcomes", "cast"] {
+            assert!(arithmetic.contains(&format!(".visible .entry {kernel}(")), "{kernel}");
+        }
+        // Nothing is fused, now or later, flushed to zero or divided more or less, and nothing spills.
+        for unwanted in ["fma.", "mul.f", "add.f", ".ftz", "div.approx", "div.full", ".local"] {
+            assert!(!arithmetic.contains(unwanted), "{unwanted}");
+        }
+        // The widest access is one instruction.
+        for ptx in [copies, arithmetic] {
+            assert!(ptx.contains("ld.global.nc.v4") && ptx.contains("st.global.wb.v4"), "{ptx}");
+        }
     }
     // NVRTC 13 has left out the first.
-    assert!([(7, 0), (7, 5)].into_iter().any(|arch| compile(arch).is_ok()));
-    let unknown = compile((99, 0)).unwrap_err();
+    for program in [COPIES, ARITHMETIC] {
+        assert!([(7, 0), (7, 5)].into_iter().any(|arch| program.compile(arch).is_ok()));
+    }
+    let unknown = COPIES.compile((99, 0)).unwrap_err();
     assert!(unknown.contains("NVRTC does not compile copy_runs"), "{unknown}");
     // The stand-in for a device takes it as a driver would.
-    assert!(matches!(open(Kernels::Compiled, 0).unwrap().packer, crate::gpu::Packer::Kernel(_)));
+    let gpu = open(Kernels::Compiled, 0).unwrap();
+    assert!(matches!(gpu.packer, crate::gpu::Packer::Kernel(_)));
+    gpu.arithmetic().unwrap();
 }

@@ -1,10 +1,10 @@
 //! Tests without a GPU. Those that need a driver run in a process of their own, which loads the stand-in for it.
 
+mod arithmetic;
 mod conforming;
 mod copying;
 mod dying;
 mod exchanging;
-mod kernel_text;
 mod kernels;
 mod opening;
 
@@ -17,8 +17,9 @@ use super::{Gpu, Kernels, Settings};
 use crate::comm::tests::conformance::PATIENCE;
 use crate::error::Result;
 
-/// As PTX names the kernel; the stand-in has a twin for its text.
-const PTX: &str = ".version 8.0\n.target sm_80\n.visible .entry copy_runs(\n)\n{ ret; }\n";
+/// As PTX names the kernels; the stand-in has their texts.
+const PTX: &str = ".version 8.0\n.target sm_80\n.visible .entry copy_runs(\n)\n{ ret; }\n.visible .entry reduce(\n)\n{ ret; }\n\
+    .visible .entry tell_outcomes(\n)\n{ ret; }\n.visible .entry cast(\n)\n{ ret; }\n";
 
 /// What is under way in the stand-in is late by so many microseconds.
 const DELAY_US: &str = "30";
@@ -70,7 +71,7 @@ fn open(kernels: Kernels, local_rank: u32) -> Result<Gpu> {
     super::open(&Settings { kernels, ..Settings::default() }, Some(local_rank))
 }
 
-/// The twin of the kernel, or none.
+/// The kernels, or none.
 fn kernels() -> Kernels {
     match std::env::var("KERNELS").as_deref() {
         Ok("off") => Kernels::Off,

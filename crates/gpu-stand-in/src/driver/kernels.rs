@@ -1,12 +1,12 @@
-//! Modules and launches. A module is the text of PTX; its kernels are the [twins](crate::twins) that have their names.
+//! Modules and launches. A module is the text of PTX; its kernels are [those](crate::kernels) that have their names.
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
 
 use super::{Code, copies, current, entries, put, started, stream};
-use crate::twins::{Launch, TWINS, Twin};
+use crate::kernels::{ARGUMENTS, Kernel, Launch};
 
 /// Threads of a block, at most.
-const LARGEST_BLOCK: u64 = 1024;
+const LARGEST_BLOCK: u32 = 1024;
 
 /// Whether PTX declares a kernel.
 fn declares(ptx: &str, name: &str) -> bool {
@@ -46,12 +46,12 @@ entries! {
         if !declares(tables.modules.get(&module).ok_or(Code::ERROR_INVALID_HANDLE)?, name) {
             return Err(Code::ERROR_NOT_FOUND);
         }
-        let Some(twin) = TWINS.iter().find(|twin| twin.name == name) else {
-            eprintln!("gpu-stand-in: the kernel {name} has no twin");
+        let Some(kernel) = Kernel::named(name) else {
+            eprintln!("gpu-stand-in: the kernel {name} is not known, or there was no compiler of C++");
             return Err(Code::ERROR_NOT_FOUND);
         };
         let function = tables.handle();
-        tables.functions.insert(function, twin);
+        tables.functions.insert(function, kernel);
         put(handle, function)
     }
 
@@ -65,22 +65,19 @@ entries! {
         extra: *const *const c_void,
     ) {
         let (stream, device) = stream(handle)?;
-        let twin: &Twin = started()?.tables().functions.get(&function).ok_or(Code::ERROR_INVALID_HANDLE)?;
-        let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
-        let threads: u64 = block.iter().map(|side| u64::from(*side)).product();
-        if grid.contains(&0) || grid_y > 65_535 || grid_z > 65_535 || threads == 0 || threads > LARGEST_BLOCK {
-            return Err(Code::ERROR_INVALID_VALUE);
-        }
-        if arguments.is_null() != twin.arguments.is_empty() || !extra.is_null() {
+        let kernel = *started()?.tables().functions.get(&function).ok_or(Code::ERROR_INVALID_HANDLE)?;
+        // Kernels have one dimension.
+        let flat = [grid_y, grid_z, block_y, block_z] == [1; 4];
+        if !flat || grid_x == 0 || block_x == 0 || block_x > LARGEST_BLOCK || arguments.is_null() || !extra.is_null() {
             return Err(Code::ERROR_INVALID_VALUE);
         }
         let argument = |(at, bytes): (usize, &usize)| {
             // SAFETY: as in C, the caller of the library has a pointer to each argument, which has so many bytes.
             unsafe { std::slice::from_raw_parts((*arguments.add(at)).cast::<u8>(), *bytes) }.to_vec()
         };
-        let values: Vec<Vec<u8>> = twin.arguments.iter().enumerate().map(argument).collect();
+        let values: Vec<Vec<u8>> = ARGUMENTS.iter().enumerate().map(argument).collect();
         stream.push(move || copies::on_device(device, || {
-            (twin.run)(&Launch { grid, block, arguments: &values, heap: &device.heap })
+            kernel.run(&Launch { blocks: grid_x, threads: block_x, arguments: &values, heap: &device.heap })
         }));
         Ok(())
     }

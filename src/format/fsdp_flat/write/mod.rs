@@ -66,7 +66,7 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
     let mut frames = Frames::default();
     for rank in (0..layout.world_size).map(Rank) {
         let file = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
-        let mut output = OutputFile::new(name(rank));
+        let mut output = OutputFile::of_rank(rank, name(rank));
         RankFile::new(&plan, rank).lay_out(&tree, file, &mut output, &mut frames, &mut chunks)?;
         reservation.files.push(output);
     }

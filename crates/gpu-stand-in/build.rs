@@ -1,0 +1,17 @@
+//! Compiles the program's kernels for the host.
+
+fn main() {
+    println!("cargo:rerun-if-changed=src/kernels.cpp");
+    println!("cargo:rerun-if-changed=../../src/gpu/kernels");
+    println!("cargo:rustc-check-cfg=cfg(no_kernels)");
+    let mut build = cc::Build::new();
+    build.cpp(true).cpp_link_stdlib(None).std("c++17").opt_level(1).debug(false).warnings(false);
+    // A device does not fuse what is written apart, either; and bytes are looked at as they come.
+    for flag in ["-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti", "-w"] {
+        build.flag(flag);
+    }
+    if let Err(error) = build.file("src/kernels.cpp").try_compile("kernels") {
+        println!("cargo:warning=without kernels: {error}");
+        println!("cargo:rustc-cfg=no_kernels");
+    }
+}

@@ -1,0 +1,132 @@
+// The text of the program's kernels as C++ of the host: blocks and threads are loops, one thread after the other, so what
+// threads do at once is not seen. Every access is looked at before it is made.
+
+#include <setjmp.h>
+
+typedef unsigned long long Address;
+
+// An allocation: where programs see it, and where its bytes are.
+struct Allocation {
+    Address seen, real, bytes;
+};
+
+struct Illegal {
+    Address address, bytes;
+};
+
+namespace {
+
+struct Index {
+    unsigned int x;
+};
+
+// Streams are threads.
+thread_local Index threadIdx, blockIdx, blockDim;
+thread_local const Allocation *first, *end, *last;
+thread_local Illegal illegal;
+// Where a launch ends whose access is illegal.
+thread_local jmp_buf end_of_launch;
+
+struct alignas(16) uint4 {
+    unsigned int x, y, z, w;
+};
+
+uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
+
+bool holds(const Allocation& allocation, Address address, Address bytes) {
+    return address >= allocation.seen && address + bytes <= allocation.seen + allocation.bytes;
+}
+
+template <typename T>
+T* located(const T* pointer) {
+    Address address = (Address)pointer;
+    if (address % sizeof(T) == 0) {
+        for (const Allocation* at = first; at < end && !(last && holds(*last, address, sizeof(T))); at++) last = at;
+        if (last && holds(*last, address, sizeof(T))) return (T*)(last->real + (address - last->seen));
+    }
+    illegal = {address, sizeof(T)};
+    longjmp(end_of_launch, 1);
+}
+
+template <typename T>
+T __ldg(const T* from) { return *located(from); }
+
+template <typename T>
+void __stwb(T* at, T value) { *located(at) = value; }
+
+template <typename T>
+void atomicAdd(T* at, T value) { *located(at) += value; }
+
+template <typename T>
+void atomicMin(T* at, T value) {
+    if (value < *located(at)) *located(at) = value;
+}
+
+template <typename T>
+T min(T a, T b) { return b < a ? b : a; }
+
+template <typename To, typename From>
+To same_bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "");
+    To to;
+    __builtin_memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
+float __uint_as_float(unsigned int bits) { return same_bits<float>(bits); }
+unsigned int __float_as_uint(float number) { return same_bits<unsigned int>(number); }
+double __longlong_as_double(long long bits) { return same_bits<double>(bits); }
+long long __double_as_longlong(double number) { return same_bits<long long>(number); }
+
+}  // namespace
+
+#define __global__
+#define __device__
+#define __noinline__
+#define __shared__ static thread_local
+#define __syncthreads()
+
+#include "../../../src/gpu/kernels/blocks.cuh"
+#include "../../../src/gpu/kernels/copy_runs.cu"
+#include "../../../src/gpu/kernels/elements.cuh"
+#include "../../../src/gpu/kernels/integers.cuh"
+#include "../../../src/gpu/kernels/floats.cuh"
+#include "../../../src/gpu/kernels/reduce.cu"
+#include "../../../src/gpu/kernels/cast.cu"
+
+namespace {
+
+// All kernels take a table, the number of its jobs, and how much a block does.
+struct Kernel {
+    const char* name;
+    void (*run)(Address table, unsigned int jobs, unsigned int block_units);
+};
+
+template <typename Job, void (*kernel)(const Job*, unsigned int, unsigned int)>
+void on_table(Address table, unsigned int jobs, unsigned int block_units) { kernel((const Job*)table, jobs, block_units); }
+
+const Kernel KERNELS[] = {
+    {"copy_runs", on_table<Copy, copy_runs>},
+    {"reduce", on_table<Reduction, reduce>},
+    {"tell_outcomes", on_table<Reduction, tell_outcomes>},
+    {"cast", on_table<Conversion, cast>},
+};
+
+}  // namespace
+
+// Null behind the last.
+extern "C" const char* stand_in_kernel(unsigned int number) {
+    return number < sizeof(KERNELS) / sizeof(Kernel) ? KERNELS[number].name : nullptr;
+}
+
+// The access that was not allowed and ended it, or one of no bytes.
+extern "C" Illegal stand_in_launch(unsigned int number, const Allocation* allocations, Address count, unsigned int blocks,
+                                   unsigned int threads, Address table, unsigned int jobs, unsigned int block_units) {
+    first = allocations, end = allocations + count, last = nullptr, illegal = {0, 0};
+    blockDim.x = threads;
+    if (setjmp(end_of_launch)) return illegal;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++)
+            KERNELS[number].run(table, jobs, block_units);
+    return illegal;
+}

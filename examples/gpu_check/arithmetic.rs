@@ -1,0 +1,185 @@
+//! Reductions and casts by a device against those of the host, to the last bit.
+
+use std::time::{Duration, Instant};
+
+use dtshard::catalog::Dtype;
+use dtshard::error::Result;
+use dtshard::exec::cast::Cast;
+use dtshard::exec::reduce::Reducer;
+use dtshard::gpu::{Arithmetic, Conversion, Gpu, Reduction, Trial};
+use dtshard::layout::ReduceOp;
+use serde_json::json;
+
+use super::random::Random;
+use super::{Verdict, line};
+
+/// Elements of a job, at most, and jobs of a launch.
+const MOST: u64 = 1 << 15;
+const MOST_JOBS: u64 = 12;
+
+const INTEGERS: [Dtype; 9] =
+    [Dtype::Bool, Dtype::U8, Dtype::U16, Dtype::U32, Dtype::U64, Dtype::I8, Dtype::I16, Dtype::I32, Dtype::I64];
+const COMPLEX: [(Dtype, Dtype); 3] = [(Dtype::C32, Dtype::F16), (Dtype::C64, Dtype::F32), (Dtype::C128, Dtype::F64)];
+const OPS: [ReduceOp; 8] = [
+    ReduceOp::Sum,
+    ReduceOp::Avg,
+    ReduceOp::Product,
+    ReduceOp::Max,
+    ReduceOp::Min,
+    ReduceOp::Band,
+    ReduceOp::Bor,
+    ReduceOp::Bxor,
+];
+
+/// Lists of both, for so many seconds.
+pub fn random(gpu: &Gpu, seconds: u64) -> Verdict {
+    let checks: [(&str, Check); 2] = [("reductions", reductions), ("casts", casts)];
+    let mut is_right = true;
+    for (name, check) in checks {
+        let mut random = Random::new(5);
+        let (mut lists, mut elements) = (0_u64, 0);
+        let mut wrong = gpu.arithmetic().err().map(String::from);
+        let until = Instant::now() + Duration::from_secs(seconds);
+        while let (None, Ok(arithmetic)) = (&wrong, gpu.arithmetic()) {
+            if Instant::now() > until {
+                break;
+            }
+            let checked = check(gpu, arithmetic, &mut random)?;
+            (wrong, elements, lists) = (checked.wrong, elements + checked.elements, lists + 1);
+        }
+        let is_this_right = wrong.is_none();
+        is_right &= is_this_right;
+        let detail = wrong.unwrap_or_else(|| format!("{elements} elements in {lists} lists"));
+        line(&json!({ "check": format!("{name} by the kernel"), "is_right": is_this_right, "detail": detail }));
+    }
+    Ok(is_right)
+}
+
+/// A launch of random jobs.
+type Check = fn(&Gpu, &Arithmetic, &mut Random) -> Result<Checked>;
+
+#[derive(Default)]
+struct Checked {
+    elements: u64,
+    wrong: Option<String>,
+}
+
+fn size(dtype: Dtype) -> usize {
+    usize::try_from(dtype.itemsize()).expect("a few bytes")
+}
+
+/// Elements of any bits, or numbers that are not far from 1.
+fn elements(dtype: Dtype, numel: usize, random: &mut Random) -> Vec<u8> {
+    if let Some((_, part)) = COMPLEX.iter().find(|(complex, _)| *complex == dtype) {
+        return elements(*part, 2 * numel, random);
+    }
+    let mut bytes = vec![0; numel * size(dtype)];
+    random.fill(&mut bytes);
+    if random.below(3) == 0 {
+        return bytes;
+    }
+    if INTEGERS.contains(&dtype) {
+        bytes.chunks_mut(size(dtype)).for_each(|element| {
+            let small = random.below(12).to_le_bytes();
+            element.copy_from_slice(&small[..element.len()]);
+        });
+        return bytes;
+    }
+    #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "any number will do")]
+    let numbers =
+        (0..numel).flat_map(|_| ((random.below(1 << 24) as f64 / f64::from(1 << 22) - 2.0) as f32).to_le_bytes());
+    let numbers: Vec<u8> = numbers.collect();
+    match Cast::new(Dtype::F32, dtype) {
+        Some(cast) => drop(cast.convert(&numbers, &mut bytes)),
+        None => bytes = numbers,
+    }
+    bytes
+}
+
+fn numel(random: &mut Random) -> u64 {
+    let most = [20, 2000, MOST][random.index(3)];
+    random.below(most)
+}
+
+/// Where something begins behind what is there: as a device likes it, or anywhere.
+fn start(end: usize, random: &mut Random) -> usize {
+    end.next_multiple_of(16) + if random.below(2) == 0 { 0 } else { random.index(16) }
+}
+
+fn reducer(random: &mut Random) -> Reducer {
+    let mut dtypes = INTEGERS.to_vec();
+    dtypes.extend(Dtype::CAST_TARGETS);
+    dtypes.extend(COMPLEX.map(|(complex, _)| complex));
+    loop {
+        let divisor = [1, 1, 2, 3, 1024][random.index(5)];
+        if let Ok(reducer) = Reducer::new(dtypes[random.index(dtypes.len())], OPS[random.index(8)], divisor) {
+            return reducer;
+        }
+    }
+}
+
+fn reductions(gpu: &Gpu, arithmetic: &Arithmetic, random: &mut Random) -> Result<Checked> {
+    let (mut memory, mut end, mut jobs, mut checked) = (Vec::new(), 0, Vec::new(), Checked::default());
+    for _ in 0..=random.below(MOST_JOBS) {
+        let (reducer, numel, parts) = (reducer(random), numel(random), 1 + random.index(5));
+        let count = usize::try_from(numel).expect("few");
+        let (summands, target) = (start(memory.len(), random), start(end, random));
+        memory.resize(summands, 0);
+        (0..parts).for_each(|_| memory.extend(elements(reducer.dtype(), count, random)));
+        end = target + count * size(reducer.dtype());
+        jobs.push(Reduction { reducer, parts: u32::try_from(parts).expect("few"), numel, summands, target });
+        checked.elements += numel * parts as u64;
+    }
+    let mut trial = Trial::new(&gpu.device, gpu.packer.clone(), memory.len(), end)?;
+    trial.bring(&memory)?;
+    let outcome = trial.reduce(arithmetic, &jobs, 1)?;
+    let mut got = vec![0xA5; end];
+    trial.fetch(&mut got)?;
+    let mut wanted_outcome = Ok(());
+    for (nth, job) in jobs.iter().enumerate() {
+        let len = usize::try_from(job.numel).expect("few") * size(job.reducer.dtype());
+        let (mut sums, mut wanted) = (vec![0; len * job.reducer.widening()], vec![0; len]);
+        for part in 0..job.parts as usize {
+            job.reducer.add(part == 0, &memory[job.summands + part * len..][..len], &mut sums);
+        }
+        match job.reducer.finish(&mut sums, &mut wanted) {
+            Err(fault) => wanted_outcome = wanted_outcome.and(Err((nth, fault))),
+            Ok(()) if got[job.target..][..len] != wanted => checked.wrong = Some(format!("another value: {job:?}")),
+            Ok(()) => (),
+        }
+    }
+    if outcome != wanted_outcome {
+        checked.wrong = Some(format!("{outcome:?}, and not {wanted_outcome:?}"));
+    }
+    Ok(checked)
+}
+
+fn casts(gpu: &Gpu, arithmetic: &Arithmetic, random: &mut Random) -> Result<Checked> {
+    let (mut memory, mut wanted, mut jobs, mut checked) = (Vec::new(), Vec::new(), Vec::new(), Checked::default());
+    let mut counts = Vec::new();
+    for _ in 0..=random.below(MOST_JOBS) {
+        let from = Dtype::CAST_TARGETS[random.index(4)];
+        let Some(cast) = Cast::new(from, Dtype::CAST_TARGETS[random.index(8)]) else { continue };
+        let numel = numel(random);
+        let elements = elements(from, usize::try_from(numel).expect("few"), random);
+        let (source, target) = (start(memory.len(), random), start(wanted.len(), random));
+        memory.resize(source, 0);
+        memory.extend(&elements);
+        wanted.resize(target + elements.len() / size(from) * size(cast.to()), 0);
+        counts.push(cast.convert(&elements, &mut wanted[target..]));
+        jobs.push(Conversion { cast, numel, counted: 0..numel, source, target });
+        checked.elements += numel;
+    }
+    let mut trial = Trial::new(&gpu.device, gpu.packer.clone(), memory.len(), wanted.len())?;
+    trial.bring(&memory)?;
+    let got_counts = trial.convert(arithmetic, &jobs, 1)?;
+    let mut got = vec![0xA5; wanted.len()];
+    trial.fetch(&mut got)?;
+    if let Some(at) = got.iter().zip(&wanted).position(|(got, wanted)| got != wanted) {
+        let job = jobs.iter().rfind(|job| job.target <= at);
+        checked.wrong = Some(format!("byte {at} is {}, and not {}: {job:?}", got[at], wanted[at]));
+    } else if got_counts != counts {
+        checked.wrong = Some(format!("{got_counts:?}, and not {counts:?}: {jobs:?}"));
+    }
+    Ok(checked)
+}

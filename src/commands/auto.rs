@@ -1,0 +1,97 @@
+//! `--backend auto` where all processes see SRC: whether they exchange what they read, by NCCL, or each reads what it
+//! writes.
+//!
+//! To exchange, all have to run at once, and find each other, so that is not tried unless it can pay: this process has a
+//! GPU, and what it knows of the plan, which all know alike, says so. Who has no GPU does not come; the others wait for it
+//! a while, and then do without all. Counts bytes. Invariant: the output is the same, whatever is chosen.
+
+use std::time::Duration;
+
+use super::convert::Conversion;
+use super::input;
+use super::memory::has_room;
+use super::peers::{Peers, rounds_bytes};
+use super::run::Run;
+use crate::cli::{Backend, ConvertArgs, SourceSight};
+use crate::error::{Error, Result};
+use crate::exec::weigh::Weighed;
+use crate::fault;
+use crate::gpu::Device;
+use crate::quantity::{count, human_bytes};
+
+/// Runs of this length are read from a disk about as fast as the whole file, shorter ones more slowly the shorter they
+/// are: measured on a local disk (docs/gpu.md).
+const LONG_RUN_BYTES: u64 = 64 << 10;
+
+/// Less than this a process has read before a context of CUDA and NCCL's connections are there.
+const LEAST_BYTES: u64 = 1 << 30;
+
+/// How long processes that have a GPU wait for others, which may have none.
+const MEET_WITHIN: Duration = Duration::from_secs(30);
+const HURRIED: Duration = Duration::from_secs(3);
+
+/// What is to be done, and why.
+#[derive(Debug)]
+enum Verdict {
+    Exchange(String),
+    Alone(String),
+}
+
+/// Meet the others where that is left to this program, and pays.
+///
+/// # Errors
+/// `Stopped`, and as planning; from the devices, once all have one.
+pub fn join(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Option<Peers>> {
+    let exchange = &args.exchange;
+    let is_asked = exchange.backend == Backend::Auto && exchange.source == SourceSight::Shared;
+    let launch = &run.launch;
+    let Some(destination) = args.dst.as_deref().filter(|_| is_asked && launch.waits && !launch.part.is_alone()) else {
+        return Ok(None);
+    };
+    match weigh(conversion, args, launch.part.of)? {
+        Verdict::Alone(why) => {
+            run.printer.detail(&format!("backend cpu, each process reads what it writes: {why}"));
+            return Ok(None);
+        }
+        Verdict::Exchange(why) => run.printer.detail(&format!("backend nccl, if each process has a GPU: {why}")),
+    }
+    if args.destination.dry_run {
+        return Ok(None);
+    }
+    let limit = if fault::is_hurried() { HURRIED } else { MEET_WITHIN };
+    match Peers::join(args, destination, run, limit) {
+        Err(error @ Error::Comm { .. }) => {
+            let way_out = "each process reads what it writes, as --backend cpu asks for at once";
+            run.printer.line(&format!("no exchange: {error}; {way_out}"));
+            Ok(None)
+        }
+        joined => joined,
+    }
+}
+
+/// What one of so many processes knows without the others.
+fn weigh(conversion: &Conversion<'_>, args: &ConvertArgs, processes: u32) -> Result<Verdict> {
+    if let Err(lack) = Device::visible() {
+        return Ok(Verdict::Alone(lack.to_string()));
+    }
+    let each = conversion.len_bytes() / u64::from(processes);
+    let least = if fault::is_hurried() { 0 } else { LEAST_BYTES };
+    if each < least {
+        let (each, least) = (human_bytes(each), human_bytes(least));
+        return Ok(Verdict::Alone(format!("it has {each} to write, which is less than {least}")));
+    }
+    if !has_room(conversion, rounds_bytes(args.exchange.bucket_size.0), args.source.max_memory.0) {
+        return Ok(Verdict::Alone("--max-memory has no room for six times --bucket-size".into()));
+    }
+    let weighed = Weighed::new(input(&conversion.source.checkpoint), &conversion.reservation)?;
+    let (mean, long) = (human_bytes(weighed.mean_run_bytes()), human_bytes(LONG_RUN_BYTES));
+    let seen = format!("looked at {} of {}", weighed.planned, count(weighed.of, "tensor"));
+    Ok(if weighed.is_reduced() {
+        let (reduced, all) = (human_bytes(weighed.reduced_bytes), human_bytes(weighed.bytes));
+        Verdict::Exchange(format!("{reduced} of {all} are reduced ({seen})"))
+    } else if weighed.mean_run_bytes() < LONG_RUN_BYTES {
+        Verdict::Exchange(format!("SRC is read in runs of {mean} in the mean, shorter than {long} ({seen})"))
+    } else {
+        Verdict::Alone(format!("SRC is read in runs of {mean} in the mean, not shorter than {long} ({seen})"))
+    })
+}

@@ -1,0 +1,178 @@
+//! Hop: one step of a round over the wire.
+//!
+//! ```text
+//!     outgoing   | to rank 0 | to rank 1 | ..        exchange
+//!     incoming   | from rank 0 | from rank 1 | ..    | told by rank 0 | told by rank 1 | ..
+//!                                                      all-gather, in place
+//! ```
+//!
+//! What all others need alike is told: packed once, and sent once where the network or the devices can do that. Counts
+//! bytes; all offsets are within the buffers. Invariant: all ranks go through the same sendings in the same order, so what
+//! is in a message or is told needs no description.
+
+use std::ops::Range;
+
+use super::draft::Load;
+use super::strided::StridedCopy;
+
+/// Some bytes that one rank has and others get.
+#[derive(Clone, Copy, Debug)]
+pub struct Sending<'a> {
+    pub from: u32,
+    /// Who gets them; the sender may be among them.
+    pub takers: &'a [u32],
+    pub len: u64,
+}
+
+/// How bytes go to others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// In the message to each of them.
+    Messages,
+    /// To all at once.
+    Told,
+}
+
+impl<'a> Sending<'a> {
+    fn others(&self) -> impl Iterator<Item = usize> + use<'a> {
+        let Self { from, takers, .. } = *self;
+        takers.iter().filter(move |taker| **taker != from).map(|taker| *taker as usize)
+    }
+
+    /// For two ranks a message is the same, and needs no room of its own at the sender's.
+    fn way(&self, ranks: usize) -> Way {
+        if ranks > 2 && self.others().count() == ranks - 1 { Way::Told } else { Way::Messages }
+    }
+
+    /// Count what it takes of everybody.
+    pub fn weigh(&self, loads: &mut [Load]) {
+        let sender = self.from as usize;
+        let times = match self.way(loads.len()) {
+            Way::Told => {
+                loads[sender].told += self.len;
+                1
+            }
+            Way::Messages => self.others().count() as u64,
+        };
+        loads[sender].sent += self.len * times;
+        self.others().for_each(|taker| loads[taker].received += self.len);
+    }
+}
+
+/// What a process does in one step.
+#[derive(Debug, Default)]
+pub struct Hop {
+    /// By rank: to the start of the message.
+    pub packs: Vec<Vec<StridedCopy>>,
+    /// By rank: the message to it, within what is outgoing, and the one from it, within what is incoming.
+    pub to: Vec<Range<usize>>,
+    pub from: Vec<Range<usize>>,
+    /// To the start of what this rank tells.
+    pub tells: Vec<StridedCopy>,
+    /// By rank: what it tells all others, within what is incoming, this rank's own as well. The same lengths on all ranks.
+    pub told: Vec<Range<usize>>,
+}
+
+impl Hop {
+    /// Bytes of messages that this process sends.
+    #[must_use]
+    pub fn outgoing_len(&self) -> usize {
+        self.to.last().map_or(0, |range| range.end)
+    }
+
+    /// Bytes that it receives, and its own that it tells.
+    #[must_use]
+    pub fn incoming_len(&self) -> usize {
+        self.told.last().map_or(0, |range| range.end)
+    }
+
+    /// Whether anybody tells anything, which all ranks know alike.
+    #[must_use]
+    pub fn is_told(&self) -> bool {
+        self.told.iter().any(|range| !range.is_empty())
+    }
+}
+
+/// A hop of which all sendings are known, and some have been dealt with.
+pub struct Route {
+    pub hop: Hop,
+    rank: usize,
+    /// By rank: how much of the message to it, of the one from it, and of what it tells.
+    to: Vec<u64>,
+    from: Vec<u64>,
+    told: Vec<u64>,
+}
+
+impl Route {
+    /// That of `rank`, by which these go.
+    pub fn new<'a>(sendings: impl Iterator<Item = Sending<'a>>, rank: u32, ranks: usize) -> Self {
+        let rank = rank as usize;
+        let nothing = || vec![0; ranks];
+        let (mut to, mut from, mut told) = (nothing(), nothing(), nothing());
+        for sending in sendings {
+            let (sender, len) = (sending.from as usize, sending.len);
+            match sending.way(ranks) {
+                Way::Told => told[sender] += len,
+                Way::Messages if sender == rank => sending.others().for_each(|taker| to[taker] += len),
+                Way::Messages if sending.others().any(|taker| taker == rank) => from[sender] += len,
+                Way::Messages => {}
+            }
+        }
+        let incoming = behind(&[&from[..], &told].concat());
+        let (from, told) = incoming.split_at(ranks);
+        let hop = Hop {
+            packs: vec![Vec::new(); ranks],
+            to: behind(&to),
+            from: from.to_vec(),
+            tells: Vec::new(),
+            told: told.to_vec(),
+        };
+        Self { hop, rank, to: nothing(), from: nothing(), told: nothing() }
+    }
+
+    /// Deal with the next sending, `pack` being the copy of its bytes to a place in a message. Gives where in what is
+    /// incoming this rank gets them, if it does.
+    pub fn go(&mut self, sending: &Sending<'_>, pack: impl Fn(u64) -> StridedCopy) -> Option<u64> {
+        let (rank, sender) = (self.rank, sending.from as usize);
+        match sending.way(self.to.len()) {
+            Way::Told => {
+                let at = advance(&mut self.told[sender], sending.len);
+                if sender == rank {
+                    self.hop.tells.push(pack(at));
+                    return None;
+                }
+                Some(self.hop.told[sender].start as u64 + at)
+            }
+            Way::Messages if sender == rank => {
+                for taker in sending.others() {
+                    let at = advance(&mut self.to[taker], sending.len);
+                    self.hop.packs[taker].push(pack(at));
+                }
+                None
+            }
+            Way::Messages => {
+                sending.others().find(|taker| *taker == rank)?;
+                let at = advance(&mut self.from[sender], sending.len);
+                Some(self.hop.from[sender].start as u64 + at)
+            }
+        }
+    }
+}
+
+fn advance(done: &mut u64, len: u64) -> u64 {
+    let at = *done;
+    *done += len;
+    at
+}
+
+/// Ranges of these lengths, one behind the other.
+fn behind(lens: &[u64]) -> Vec<Range<usize>> {
+    let place = |end: &mut u64, len: &u64| Some(range(advance(end, *len), *len));
+    lens.iter().scan(0, place).collect()
+}
+
+/// So many bytes of a buffer.
+pub fn range(start: u64, len: u64) -> Range<usize> {
+    let at = |offset: u64| usize::try_from(offset).expect("a round fits memory");
+    at(start)..at(start + len)
+}

@@ -1,0 +1,94 @@
+//! Conversions: elements of one buffer, cast into another.
+
+use std::ops::Range;
+
+use nccl::DeviceBuffer;
+
+use super::{Arithmetic, Launch, Record, address, lane, tabulate, told};
+use crate::error::Result;
+use crate::exec::cast::{Cast, Counts};
+use crate::gpu::memory::DeviceBytes;
+use crate::gpu::stream::Stream;
+
+/// Elements in one buffer that are cast into another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Conversion {
+    pub cast: Cast,
+    pub numel: u64,
+    /// Elements among which those are counted that the cast does not keep.
+    pub counted: Range<u64>,
+    /// Where they begin, in bytes.
+    pub source: usize,
+    pub target: usize,
+}
+
+/// Those of a table, ready to be done.
+#[derive(Debug)]
+pub struct Conversions {
+    launch: Launch,
+    lost: Range<usize>,
+}
+
+impl Arithmetic {
+    /// Conversions from one buffer into another, whose records go behind what the table has.
+    ///
+    /// # Panics
+    /// Where they leave their buffers.
+    pub(in crate::gpu) fn conversions(
+        &self,
+        jobs: &[Conversion],
+        from: &impl DeviceBuffer,
+        into: &impl DeviceBuffer,
+        table: &mut Vec<u8>,
+    ) -> Conversions {
+        table.resize(table.len().next_multiple_of(8), 0);
+        let records =
+            (0..).zip(jobs).map(|(nth, job)| job.record(from, into, (jobs.len() * RECORD + nth * LOST) as u64));
+        let launch = tabulate(&self.cast, records, table);
+        let begin = table.len();
+        table.resize(begin + jobs.len() * LOST, 0);
+        Conversions { launch, lost: begin..table.len() }
+    }
+}
+
+/// Bytes of `struct Conversion`, and of `struct Lost`.
+const RECORD: usize = 72;
+const LOST: usize = 16;
+
+impl Conversion {
+    fn record(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, lost: u64) -> Record<6, 5> {
+        let (cast, numel) = (self.cast, self.numel);
+        let sizes = [cast.from(), cast.to()].map(crate::catalog::Dtype::itemsize);
+        let source = address(from, self.source, numel, sizes[0]);
+        let target = address(into, self.target, numel, sizes[1]);
+        let each = if sizes.contains(&8) { 2 } else { 4 };
+        let [source_lane, target_lane] =
+            [(source, sizes[0]), (target, sizes[1])].map(|(at, size)| lane(&[at], each * size));
+        Record {
+            longs: [source, target, numel, self.counted.start, self.counted.end, lost],
+            words: [0, cast.from() as u32, cast.to() as u32, source_lane, target_lane],
+            units: numel.div_ceil(each),
+        }
+    }
+}
+
+impl Conversions {
+    /// Do them on a stream.
+    ///
+    /// # Safety
+    /// As [`Launch::run`]; the table is that of which the records are a part.
+    pub unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
+        // SAFETY: promised by the caller.
+        unsafe { self.launch.run(stream, table) }
+    }
+
+    /// Where in the table the device tells what was lost, in bytes.
+    pub fn lost(&self) -> Range<usize> {
+        self.lost.clone()
+    }
+
+    /// Of what it told: by job.
+    pub fn counts(told_bytes: &[u8]) -> impl Iterator<Item = Counts> + '_ {
+        told(told_bytes).map(|[overflows, nans]| Counts { overflows, nans })
+    }
+}

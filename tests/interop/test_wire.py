@@ -1,0 +1,65 @@
+"""Processes that give each other their parts of a tensor put no more on the wire than DTensor.redistribute.
+
+As many processes as ranks, each of which sees its own rank's file and writes its own rank's file, are asked by
+`--dry-run --json` what they would receive. Where shards are uneven PyTorch pads them. `-s` prints all figures.
+"""
+
+import itertools
+import json
+import math
+import subprocess
+
+import pytest
+import torch
+
+import common
+import wire
+from redistribute import PLACES, refused
+
+LINES = [((n,), (s,), (t,)) for n in (2, 3, 4) for s, t in itertools.product(PLACES, repeat=2) if not refused([s], [t])]
+TYPICAL = {
+    ("S(0)", "S(0)"): [("S(0)", "R"), ("R", "S(0)"), ("S(1)", "S(1)"), ("R", "R")],
+    ("S(0)", "R"): [("S(0)", "S(0)"), ("S(0)", "S(1)")],
+    ("R", "S(0)"): [("S(0)", "R")],
+    ("R", "S(1)"): [("S(0)", "S(0)")],
+    ("R", "R"): [("S(0)", "S(1)")],
+    ("S(0)", "S(1)"): [("S(1)", "S(0)"), ("R", "R"), ("S(0)", "R")],
+    # As FSDP2 over TP has it.
+    ("_S(0,2)", "S(0)"): [("S(0)", "S(0)"), ("R", "S(0)"), ("S(0)", "R"), ("R", "R")],
+    ("P(sum)", "R"): [("R", "R"), ("S(0)", "R"), ("S(0)", "S(1)")],
+    ("R", "P(sum)"): [("R", "S(1)")],
+    ("P(sum)", "S(0)"): [("R", "S(0)"), ("S(1)", "S(0)"), ("R", "R")],
+    ("P(sum)", "P(sum)"): [("R", "R"), ("S(0)", "S(1)"), ("S(0)", "R"), ("P(sum)", "R")],
+    ("P(max)", "R"): [("R", "R")],
+}
+GRIDS = [(sizes, s, t) for sizes in ((2, 2), (2, 3)) for s, targets in TYPICAL.items() for t in targets]
+# Even: of any of these meshes each rank has as much. Uneven: not.
+SHAPES = {"even": (12, 24), "uneven": (7, 5)}
+
+
+def by_dtshard(nodes, desk, target):
+    words = ["--source", "per-rank", "--dry-run", "--json", f"--placements={','.join(target)}", "--parts", str(len(nodes))]
+    started = [subprocess.Popen([common.binary(), "reshard", node, desk / "out", *words, "--part", str(part)],
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+               for part, node in enumerate(nodes)]
+    ended = [process.communicate(timeout=60) for process in started]
+    assert not any(process.returncode for process in started), ended
+    return sum(rank["received"] for rank in json.loads(ended[0][0])["ranks"])
+
+
+def label(value):
+    return "x".join(map(str, value)) if isinstance(value[0], int) else ",".join(value)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sizes,source,target", LINES + GRIDS, ids=label)
+def test_no_more_than_redistribute(tmp_path, sizes, source, target, shape):
+    whole = torch.arange(math.prod(SHAPES[shape]), dtype=torch.float32).reshape(SHAPES[shape])
+    try:
+        most = wire.by_torch(whole, sizes, source, target)
+    except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
+        pytest.skip(f"PyTorch refuses: {error}".split("\n")[0])
+    (tmp_path / "desk").mkdir()
+    found = by_dtshard(wire.save(whole, sizes, source, tmp_path), tmp_path / "desk", target)
+    print(f"{label(sizes)} {label(source)} -> {label(target)} {shape}: {found} of PyTorch's {most:.0f} bytes")
+    assert found <= most

@@ -1,0 +1,184 @@
+# Processes that exchange what they read write what one process writes: over TCP, and by NCCL between stand-ins for GPUs
+# (crates/gpu-stand-in), which are on this machine only and say nothing of GPUs.
+
+# Name; SRC, of the fixtures or made; numbers of tasks; bucket; verb, DST and options, in which @ are the fixtures.
+#
+# Over TCP so many tasks run on one node and on two, each with a folder of its own, and on two with a folder for each
+# node. By NCCL they do that, too, and then on one node and on two with one folder for all.
+conversions_by_exchange() {
+    grep '^[a-z]' <<'TABLE'
+rows_to_columns      fsdp4/ranks         1,2,3,4,8 500   reshard out --mesh tp=3 --placements S(1)
+strided_shards       fsdp_tp/ranks       3,8       64MB  reshard out --mesh dp=2,tp=3 --placements _S(0,3),S(0)
+into_strided_shards  titan/step-1000     3         4KB   reshard out --mesh dp_shard=3,tp=2 --placements _S(0,2),S(0)
+shards_to_replicas   fsdp4/dcp           4         64MB  reshard out --mesh dp=3 --placements R
+replicas_to_shards   replicas            3         1KB   reshard out --mesh fsdp=5
+of_hybrid_shards     hsdp/ranks          4         64MB  reshard out --mesh fsdp=3 --to dcp
+uneven_and_empty     odd4/ranks          3         300   reshard out --mesh fsdp=5
+uneven_columns       odd4/dcp            2         1KB   reshard out --mesh a=3 --placements S(1)
+of_a_mesh_of_two     outside4/ranks      3         64MB  unshard out.pt
+flat_to_flat         flat4/views         3         300   flatten out --world-size 3 --flat-layout @/flat4/views.flat_layout.json
+flat_to_shards       flat2/flat          2         64MB  reshard out --mesh fsdp=3 --to dcp --flat-layout @/flat2/flat.flat_layout.json
+shards_to_flat       llama_tiny/ranks    4         1KB   flatten out --world-size 3 --wrap model.layers.* --use-orig-params
+sharded_tensors      fsdp1_sharded/ranks 4         1KB   reshard out --mesh fsdp=6
+partial_reduced      partial2/ranks      2         64MB  reshard out --mesh fsdp=3
+partial_consolidated partial2/ranks      3         64    consolidate out
+more_ranks_out       llama_tiny/dcp      3         2KB   reshard out --mesh fsdp=8
+fewer_ranks_out      fsdp4/ranks         8         64MB  reshard out --mesh fsdp=2
+into_local           fsdp_tp/dcp         3         64MB  reshard out --mesh fsdp=2 --to local
+of_local             local               4         500   consolidate out.safetensors
+cast                 fsdp_tp/ranks       4         500   consolidate out --dtype bf16
+of_whole_files       safetensors/sharded 2         300   reshard out --mesh fsdp=3 --placements S(1)
+of_hugging_face      dcp_hf/shards       3         64MB  reshard out --mesh fsdp=4 --to torch-ranks
+larger_tensors       large               5         4MB   consolidate out
+TABLE
+}
+
+check_exchange() {
+    local means name
+    make_exchanged
+    for means in TCP $(stand_in); do
+        for name in $(conversions_by_exchange | cut -d' ' -f1); do check exchange_over "$means" "$name"; done
+        check an_exchange_of_which_a_task_is_killed_over "$means"
+        check an_exchange_that_is_queued_again_goes_on_over "$means"
+    done
+    [ "$means" = TCP ] || check one_without_a_GPU_stand-in_leaves_all_to_TCP
+}
+
+make_exchanged() {
+    local fixtures=$root/tests/fixtures
+    dtshard reshard "$fixtures/llama_tiny/dcp" "$work/replicas" --to torch-ranks --mesh dp=2 --placements R --quiet
+    dtshard reshard "$fixtures/fsdp_tp/ranks" "$work/local" --to local --quiet
+}
+
+# The name of the other means, where there is what it takes; else why it is left out.
+stand_in() {
+    local library
+    library=$(realpath -m "$(dirname "$program")/libgpu_stand_in.so")
+    if [ ! -e "$library" ]; then
+        echo "skipped: exchanges over the GPU stand-in, as it is not built (cargo build --release -p gpu-stand-in)" >&2
+    elif [ "$(sinfo --noheader --Node --Format=NodeHost | sort -u | wc -l)" != 1 ]; then
+        echo "skipped: exchanges over the GPU stand-in, which does not reach from one machine to another" >&2
+    else
+        mkdir "$work/stand-in"
+        ln -s "$library" "$work/stand-in/libcuda.so"
+        ln -s "$library" "$work/stand-in/libnccl.so.2"
+        echo GPU_stand-in
+    fi
+}
+
+# MEANS: what processes are told of it, and where they find it.
+backend=()
+exchange_by() {
+    backend=(--backend cpu)
+    [ "$1" != TCP ] || return 0
+    backend=(--backend nccl)
+    export LD_LIBRARY_PATH=$work/stand-in GPU_STAND_IN_DEVICES=16 GPU_STAND_IN_DELAY_US=20
+    unset DTSHARD_NCCL_LIB
+}
+
+# SOURCE FOLDER N: each of its files in one of the folders FOLDER.0/step, FOLDER.1/step, ..., and none in the others.
+deal() {
+    local file to number=0
+    mkdir -p $(seq -f "$2.%g/step" 0 $(($3 - 1)))
+    while read -r file; do
+        to=$2.$((number++ % $3))/step/$file
+        mkdir -p "${to%/*}"
+        cp -p "$1/$file" "$to"
+    done < <(cd "$1" && find . -type f | sort)
+}
+
+# MEANS TASKS: on how many nodes so many run, and whose files each of them sees. One alone has nobody to ask for others.
+places() {
+    case $1,$2 in
+        TCP,1) ;;
+        *,1) echo 1:all ;;
+        TCP,*) echo 1:rank 2:rank 2:node ;;
+        *) echo 1:rank 2:rank 2:node 1:all 2:all ;;
+    esac
+}
+
+exchange_over() {
+    local source counts bucket verb dst options tasks place nodes sees
+    read -r _ source counts bucket verb dst options < <(conversions_by_exchange | grep "^$2 ")
+    [ -e "$work/$source" ] && source=$work/$source || source=$root/tests/fixtures/$source
+    options=${options//@/$root/tests/fixtures}
+    mkdir all expected
+    ln -s "$source" all/step
+    dtshard "$verb" all/step "expected/$dst" $options --backend cpu
+    deal "$source" node 2
+    exchange_by "$1"
+    for tasks in ${counts//,/ }; do
+        deal "$source" rank "$tasks"
+        for place in $(places "$1" "$tasks"); do
+            nodes=${place%:*} sees=${place#*:}
+            echo "$tasks tasks on $nodes nodes, each seeing the files of $sees"
+            srun -N"$nodes" -n"$tasks" "$here/apart" "$sees" dtshard "$verb" step "$PWD/$dst" $options \
+                $([ "$sees" = all ] || echo --source per-rank) "${backend[@]}" --bucket-size "$bucket" |& tee said
+            same "$dst" "expected/$dst"
+            # One of them speaks for all.
+            exits 1 grep '^\[[1-9]' said
+            [ "$(grep -c wrote said)" = 1 ]
+            rm -r "$dst"
+        done
+        rm -r rank.*
+    done
+}
+
+# With -K and without, as the others notice, and name it. --resume goes on.
+an_exchange_of_which_a_task_is_killed_over() {
+    local command ends task
+    deal "$work/large" rank 4
+    exchange_by "$1"
+    command=(dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank "${backend[@]}" --bucket-size 1MB)
+    for ends in '' -K; do
+        # The others wait for the one that is slow.
+        exits 137 timeout 60 srun $ends -N2 -n4 "$here/apart" rank \
+            sh -c '[ $SLURM_PROCID != 1 ] || exec timeout -s KILL 3 env SLOWLY=.005 "$0" "$@"; exec "$0" "$@"' \
+            "${command[@]}" |& tee said
+        for task in 0 2 3; do grep "^\[$task/4] error: rank 1: .*its process ended" said || [ "$ends" = -K ]; done
+        grep -q 'error: rank 1: .*its process ended' said
+        kept out.ranks
+        srun -N2 -n4 "$here/apart" rank "${command[@]}" --resume |& tee said
+        grep 'MB of it before' said
+        same out.ranks "$work/large.ranks"
+        rm -r out.ranks
+    done
+}
+
+an_exchange_that_is_queued_again_goes_on_over() {
+    local job
+    deal "$work/large" rank 4
+    exchange_by "$1"
+    cat >job.sbatch <<JOB
+#!/bin/bash
+srun $here/apart rank sh -c '
+    [ \$SLURM_PROCID\$SLURM_RESTART_COUNT != 1 ] || export SLOWLY=.005
+    exec dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank ${backend[*]} --bucket-size 1MB --resume'
+JOB
+    job=$(sbatch --parsable --requeue --open-mode=append --output=job.log -N2 -n4 job.sbatch)
+    await at_work out.ranks 4
+    sleep 2
+    scontrol requeue "$job"
+    start_again "$job"
+    kept out.ranks
+    ends "$job" COMPLETED
+    same out.ranks "$work/large.ranks"
+    grep 'stopped by TERM.*--resume goes on' job.log
+    grep 'MB of it before' job.log
+}
+
+# With --backend auto, and one device for each task, as --gpus-per-task=1 gives it; then with none for one.
+one_without_a_GPU_stand-in_leaves_all_to_TCP() {
+    deal "$work/small" rank 4
+    exchange_by GPU_stand-in
+    together() {
+        DEVICES=$1 srun -N2 -n4 sh -c 'DEVICES=$(eval echo $DEVICES) exec "$0" "$@"' "$here/apart" rank \
+            dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank -v |& tee said
+        same out.ranks "$work/small.ranks"
+        rm -r out.ranks
+    }
+    together '$SLURM_PROCID'
+    [ "$(grep -c 'bytes go by NCCL, here from stand-in' said)" = 4 ]
+    together '${SLURM_PROCID#3}'
+    [ "$(grep -c 'bytes go over TCP; rank 3: .*no device' said)" = 4 ]
+}
