@@ -1,7 +1,7 @@
 //! How ranks find each other: the process that made the id tells each of them where all others listen.
 
 use std::collections::HashSet;
-use std::io::{self, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::Duration;
@@ -117,7 +117,7 @@ pub fn meet(place: Place, id: UniqueId, device: usize, aborted: &dyn Fn() -> boo
         let mut filled = 0;
         while filled < bytes.len() {
             match stream.read(&mut bytes[filled..]) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(read) => filled += read,
                 Err(error) => wait(error, aborted)?,
             }
@@ -125,18 +125,24 @@ pub fn meet(place: Place, id: UniqueId, device: usize, aborted: &dyn Fn() -> boo
         let mut bytes = bytes.as_slice();
         Ok(((0..place.ranks).map(|_| Card::read(&mut bytes)).collect::<io::Result<_>>()?, listener))
     };
-    let (cards, listener) = met().map_err(|error| {
-        // As NCCL says it where the other end is closed.
-        let is_remote = error.kind() == io::ErrorKind::UnexpectedEof;
-        let code = if is_remote { Code::REMOTE_ERROR } else { Code::SYSTEM_ERROR };
-        refused(code, &format!("not all ranks came: {error}"))
-    })?;
+    let (cards, listener) = met().map_err(|error| refused(code(&error), &format!("not all ranks came: {error}")))?;
     let mut devices = HashSet::new();
     let doubled = cards.iter().any(|card| !devices.insert((card.host, card.device)));
     if doubled && env::var("NCCL_MULTI_RANK_GPU_ENABLE").as_deref() != Ok("1") {
         return Err(refused(Code::INVALID_USAGE, "Duplicate GPU detected: two ranks have one device"));
     }
-    connect(place, &cards, &listener, aborted).map_err(|error| refused(Code::SYSTEM_ERROR, &error.to_string()))
+    connect(place, &cards, &listener, aborted).map_err(|error| refused(code(&error), &error.to_string()))
+}
+
+/// As NCCL tells ends that others have closed from what is wrong here.
+fn code(error: &io::Error) -> Code {
+    match error.kind() {
+        ErrorKind::UnexpectedEof
+        | ErrorKind::ConnectionRefused
+        | ErrorKind::ConnectionReset
+        | ErrorKind::BrokenPipe => Code::REMOTE_ERROR,
+        _ => Code::SYSTEM_ERROR,
+    }
 }
 
 /// A rank calls those before it, and is called by those behind it.
@@ -159,7 +165,7 @@ fn connect(
             Ok((mut socket, _)) => {
                 socket.set_nonblocking(false)?;
                 let rank = read_u32(&mut socket)? as usize;
-                *sockets.get_mut(rank).ok_or(io::ErrorKind::InvalidData)? = Some(socket);
+                *sockets.get_mut(rank).ok_or(ErrorKind::InvalidData)? = Some(socket);
                 missing -= 1;
             }
             Err(error) => wait(error, aborted)?,
@@ -169,7 +175,7 @@ fn connect(
 }
 
 fn wait(error: io::Error, aborted: &dyn Fn() -> bool) -> io::Result<()> {
-    if error.kind() != io::ErrorKind::WouldBlock {
+    if error.kind() != ErrorKind::WouldBlock {
         return Err(error);
     }
     if aborted() {
