@@ -29,6 +29,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 mod trial;
+mod watch;
 
 use std::sync::{Arc, OnceLock};
 
