@@ -32,11 +32,11 @@ impl<M: HostMemory> Rooms<M> {
     pub fn room(self: &Arc<Self>, len: usize) -> Result<Room<M>> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fitting = free.iter().position(|memory| memory.as_ref().len() >= len).map(|at| free.swap_remove(at));
-        if fitting.is_none() {
-            // What is too short now will be so again: rounds are of about the same length.
-            free.pop();
-        }
+        // What is too short now will be so again: rounds are of about the same length.
+        let too_short = if fitting.is_none() { free.pop() } else { None };
         drop(free);
+        // To free what a device can reach takes time, in which others want their room.
+        drop(too_short);
         let memory = match fitting {
             Some(memory) => memory,
             None => (self.make)(len)?,
