@@ -15,6 +15,8 @@ mod carried;
 mod computed;
 #[path = "per_rank/failing.rs"]
 mod failing;
+#[path = "per_rank/fast.rs"]
+mod fast;
 #[path = "per_rank/formats.rs"]
 mod formats;
 #[path = "per_rank/nodes.rs"]

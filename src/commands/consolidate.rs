@@ -65,14 +65,15 @@ pub fn run(args: &Consolidate, launch: Launch, printer: &Printer) -> Result<Stat
     let placing = placing_like(&args.convert, like, to)?;
     check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
     source.settle(args.convert.checks, Ranks::Together, &run)?;
-    check_model(args, &source)?;
+    let mut tensors = source.tensors();
+    check_model(args, &source, &tensors)?;
     let left_out = path::object_names(&source.wanted.catalog.state);
     let mut tied = Vec::new();
     let mut notes = source.settled.notes(None);
     let (mut reservation, shape) = match to {
         Format::Safetensors => {
             let written;
-            (written, tied) = names_to_write(&source, args.convert.tied);
+            (written, tied) = names_to_write(&source, tensors, args.convert.tied);
             let dtypes = source.wanted.catalog.dtypes();
             source.forget_wishes();
             notes.extend(elsewhere(placing.as_ref(), &written));
@@ -82,7 +83,6 @@ pub fn run(args: &Consolidate, launch: Launch, printer: &Printer) -> Result<Stat
         }
         Format::Torch => {
             check_tied(args.convert.tied, to)?;
-            let mut tensors = source.tensors();
             tensors.sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
             distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &[])?;
             let state = model::flat_state(&tensors);
@@ -111,8 +111,7 @@ pub fn run(args: &Consolidate, launch: Launch, printer: &Printer) -> Result<Stat
 }
 
 /// What is shipped is a model: something, and no optimizer in it that nobody asked for.
-fn check_model(args: &Consolidate, source: &Source) -> Result<()> {
-    let tensors = source.tensors();
+fn check_model(args: &Consolidate, source: &Source, tensors: &[(Fqn, TensorId)]) -> Result<()> {
     if tensors.is_empty() {
         return Err(Error::usage(
             format!("{} has no model tensors", args.convert.src.display()),

@@ -159,11 +159,14 @@ impl Producer<'_> {
         let (files, part) = (self.files(), self.part());
         let verify = self.args.destination.verify;
         let own = conversion.division(part);
-        let known = self.records.believed(&own, verify)?;
+        let mut known = self.records.believed(&own, verify)?;
+        let peers = conversion.source.peers.as_ref();
+        if let Some(peers) = peers.filter(|peers| peers.reducing() == Reducing::ByNccl) {
+            known = self.made_alike(peers)?;
+        }
         let todo = own.without(&known.done);
         check_space(staging.folder(), files, &todo)?;
         // An earlier run may have been told to check less.
-        let peers = conversion.source.peers.as_ref();
         let see_apart = peers.is_some_and(Peers::see_apart);
         let checked = if see_apart { Extents::of_files(files) } else { own };
         conversion.source.check(&sources(&conversion.reservation.tensors, &checked), self.args.checks, run)?;
@@ -199,6 +202,17 @@ impl Producer<'_> {
         }
         staging.finish()?;
         Ok(Stats { bytes_before: known.done.len_bytes(), ..stats })
+    }
+
+    /// What is done, of copies of a value only where NCCL has made them at once. Collective.
+    fn made_alike(&self, peers: &Peers) -> Result<Known> {
+        // Nobody doubts anything any more; then, nobody has begun.
+        peers.barrier()?;
+        if self.part().index == 0 {
+            self.records.doubt_torn()?;
+        }
+        peers.barrier()?;
+        self.records.known()
     }
 
     /// Publish; processes that have come to this together all hear how it goes.

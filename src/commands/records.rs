@@ -15,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::exec::Extents;
 use crate::exec::carry::{Carried, is_carried};
 use crate::exec::digest::{Changed, changed};
+use crate::exec::exchange::torn;
 use crate::exec::journal::{Known, Taken, doubt};
 use crate::exec::seal::misfits;
 use crate::exec::staging::Staging;
@@ -141,6 +142,22 @@ impl Records<'_> {
             self.run.printer.warning(&format!("{} is not what was copied; it is copied again", path.display()));
         }
         Ok(is_whole)
+    }
+
+    /// Doubt copies of what is missing of reduced tensors, until none is left: an entry is doubted as a whole.
+    ///
+    /// # Errors
+    /// `Io`
+    pub fn doubt_torn(&self) -> Result<()> {
+        let Conversion { source, reservation, .. } = self.conversion;
+        loop {
+            let known = self.known()?;
+            let torn = torn(&source.checkpoint.catalog, reservation, &known.done);
+            if !known.taken.iter().any(|taken| torn.overlaps(taken.file, &taken.range)) {
+                return Ok(());
+            }
+            self.doubt(&known, &torn)?;
+        }
     }
 
     /// Record that these bytes are not what they should be, whoever wrote them.

@@ -3,6 +3,8 @@
 use std::collections::HashSet;
 use std::path::Path;
 
+use rayon::prelude::*;
+
 use super::convert::file_name;
 use super::source::Source;
 use crate::catalog::{Fqn, TensorId};
@@ -16,8 +18,13 @@ use crate::quantity::{Quantity, count};
 /// A name that is recorded, not written, and the one that is.
 type Alias = (Fqn, Fqn);
 
-/// The tensors of a safetensors target in natural order, and the names that are only recorded, with what they name.
-pub fn names_to_write(source: &Source, tied: Tied) -> (Vec<(Fqn, TensorId)>, Vec<Alias>) {
+/// Those of the tensors that are taken which a safetensors target has, in natural order, and the names that are only
+/// recorded, with what they name.
+pub fn names_to_write(
+    source: &Source,
+    mut tensors: Vec<(Fqn, TensorId)>,
+    tied: Tied,
+) -> (Vec<(Fqn, TensorId)>, Vec<Alias>) {
     let mut aliases = Vec::new();
     if tied == Tied::Drop {
         for (kept, others) in source.wanted.ties() {
@@ -25,9 +32,8 @@ pub fn names_to_write(source: &Source, tied: Tied) -> (Vec<(Fqn, TensorId)>, Vec
         }
     }
     let recorded: HashSet<&Fqn> = aliases.iter().map(|(alias, _)| alias).collect();
-    let mut tensors = source.tensors();
     tensors.retain(|(fqn, _)| !recorded.contains(fqn));
-    tensors.sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
+    tensors.par_sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
     (tensors, aliases)
 }
 

@@ -24,10 +24,10 @@ use super::bands;
 use super::block::Wanted;
 use super::cast::Counts;
 use super::digest::Digest;
-use super::journal::{Entry, Lost};
+use super::journal::{Entry, Lost, SumPart};
 use super::log::Log;
 use super::output::Outputs;
-use super::passing::Passing;
+use super::passing::{Noting, Passing};
 use super::strips::{Content, Cutter, Payload, Segment, Strip};
 use super::sums::{InStrip, SITE_BYTES, Sums};
 use super::window::{Counted, Pace, Slot, Windows, prepare};
@@ -331,6 +331,8 @@ impl Filler<'_> {
         let mut before = None;
         // What casts met, for each.
         let mut lost = vec![Lost::new(); copies.len()];
+        // What was summed as it was read, by where it is in the strip at hand.
+        let mut read = Vec::new();
         for (nth, strip) in copies.iter().enumerate() {
             self.stop.check()?;
             let at = strip.range.start;
@@ -339,18 +341,20 @@ impl Filler<'_> {
                 None => {
                     let room = &mut buffer.room(at, longest)[..strip.len()];
                     self.fill_strip(strip, room, |segment, target| {
-                        self.gather(copies, segment, target, scratch, &mut lost)
+                        self.gather(copies, segment, target, scratch, (&mut lost, &mut read))
                     })?;
+                    read.sort_unstable_by_key(|part| part.offset);
                     room
                 }
                 Some(before) => {
+                    read.iter_mut().for_each(|part| part.offset = part.offset - before + at);
                     let room = buffer.moved(before, at, strip.len());
                     self.fill_strip(strip, room, |_, _| Ok(()))?;
                     room
                 }
             };
             for range in self.log.todo().within(strip.file, strip.range.clone()) {
-                self.write(strip, range, filled, std::mem::take(&mut lost[nth]))?;
+                self.write(strip, range, filled, std::mem::take(&mut lost[nth]), &read)?;
             }
             self.reporter.advance(strip.range.end - strip.range.start);
         }
@@ -395,8 +399,8 @@ impl Filler<'_> {
         Ok(())
     }
 
-    /// Sum and write this range of a strip that is filled; casts met `lost` in it.
-    fn write(&self, strip: &Strip, range: Range<u64>, buffer: &mut [u8], lost: Lost) -> Result<()> {
+    /// Sum and write this range of a strip that is filled; casts met `lost` in it, and `read` is what was summed before.
+    fn write(&self, strip: &Strip, range: Range<u64>, buffer: &mut [u8], lost: Lost, read: &[SumPart]) -> Result<()> {
         let file = &self.reservation.files[strip.file as usize];
         let mut summed = InStrip::default();
         if self.sums.are_wanted(strip.file) {
@@ -405,11 +409,12 @@ impl Filler<'_> {
                 let place = place.start.max(range.start)..place.end.min(range.end);
                 // What lies between tensor data of one span is summed with it.
                 if !place.is_empty() && file.sums_at(place.start) {
-                    summed.add(place.start, &buffer[strip.place(&place)]);
+                    summed.add(&place, &buffer[strip.place(&place)], read);
                 }
             }
         }
-        let digest = Digest::of(file, &range, &buffer[strip.place(&range)], summed.parts());
+        let known = if self.sums.are_wanted(strip.file) { summed.parts() } else { read };
+        let digest = Digest::of(file, &range, &buffer[strip.place(&range)], known);
         let left = self.sums.close(strip.file, &range, &mut buffer[strip.place(&range)], summed);
         let mut from = range.start;
         for site in &left.sites {
@@ -421,19 +426,24 @@ impl Filler<'_> {
         Ok(())
     }
 
-    /// Gather a segment of the first of these strips, for all of them; `lost` has what casts met, by strip.
+    /// Gather a segment of the first of these strips, for all of them; `lost` has what casts met, by strip, and `read` what
+    /// of it was summed.
     fn gather(
         &self,
         copies: &[Strip],
         segment: usize,
         target: &mut [u8],
         scratch: &mut Scratch,
-        lost: &mut [Lost],
+        (lost, read): (&mut [Lost], &mut Vec<SumPart>),
     ) -> Result<()> {
-        let Content::Payload { slot, bytes } = &copies[0].segments[segment].content else { return Ok(()) };
+        let Segment { offset, content } = &copies[0].segments[segment];
+        let Content::Payload { slot, bytes } = content else { return Ok(()) };
         let tile = &self.slots[*slot].tile;
         let first = bytes.start / tile.itemsize();
-        let counts = tile.read_summing(self.input, first, target, scratch, Some(self.passing))?;
+        let mut sums = Vec::new();
+        let noting = Noting { passing: self.passing, sums: &mut sums };
+        let counts = tile.read_summing(self.input, first, target, scratch, Some(noting))?;
+        read.extend(sums.into_iter().map(|part| SumPart { offset: offset + part.offset, ..part }));
         let counted = |copy: &Strip| match copy.segments[segment].content {
             Content::Payload { slot, .. } => self.slots[slot].counted.as_ref(),
             Content::Literal { .. } => None,

@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 const BLOCK_BYTES: usize = 1 << 20;
 
 /// What is summed faster than it is combined.
-const WORTH_BYTES: u64 = 16 << 10;
+pub const WORTH_BYTES: u64 = 16 << 10;
 
 /// The digest of a stretch, in the making.
 pub struct Digest {
@@ -45,18 +45,30 @@ impl Digest {
     /// Of bytes that begin with the range, of which some stretches, ascending, are summed already.
     #[must_use]
     pub fn of(file: &OutputFile, range: &Range<u64>, bytes: &[u8], summed: &[SumPart]) -> u32 {
-        let place = |offset: u64| usize::try_from(offset - range.start).expect("it lies in memory");
-        let mut digest = Self::new(file, range);
-        for part in summed.iter().filter(|part| part.len >= WORTH_BYTES) {
+        Self::new(file, range).over(bytes, summed)
+    }
+
+    /// As [`Digest::of`], of a range without places for sums.
+    #[must_use]
+    pub fn plain(range: &Range<u64>, bytes: &[u8], summed: &[SumPart]) -> u32 {
+        Self { hasher: Hasher::new(), at: range.start, sites: Vec::new() }.over(bytes, summed)
+    }
+
+    fn over(mut self, bytes: &[u8], summed: &[SumPart]) -> u32 {
+        let start = self.at;
+        let place = |offset: u64| usize::try_from(offset - start).expect("it lies in memory");
+        let summed = &summed[summed.partition_point(|part| part.offset < start)..];
+        let within = summed.iter().take_while(|part| part.offset + part.len <= start + bytes.len() as u64);
+        for part in within.filter(|part| part.len >= WORTH_BYTES) {
             let end = part.offset + part.len;
-            digest.update(&bytes[place(digest.at)..place(part.offset)]);
-            if digest.sites.last().is_none_or(|site| *site >= end) {
-                digest.hasher.combine(&part.hasher());
-                digest.at = end;
+            self.update(&bytes[place(self.at)..place(part.offset)]);
+            if self.sites.last().is_none_or(|site| *site >= end) {
+                self.hasher.combine(&part.hasher());
+                self.at = end;
             }
         }
-        digest.update(&bytes[place(digest.at)..]);
-        digest.finish()
+        self.update(&bytes[place(self.at)..]);
+        self.finish()
     }
 
     /// Take in what comes next.
@@ -193,5 +205,12 @@ mod tests {
         for summed in [vec![], vec![part(3..20_003)], vec![part(3..2000), part(2000..20_003)]] {
             assert_eq!(Digest::of(&file, &(1..file.len), &bytes[1..], &summed), whole.hasher.clone().finalize());
         }
+        // What reaches beyond the range is summed anew.
+        let (range, within) = (4..19_998, &bytes[4..19_998]);
+        for summed in [vec![part(3..17_000)], vec![part(5..16_500), part(16_500..20_003)], vec![part(3..20_003)]] {
+            assert_eq!(Digest::plain(&range, within, &summed), crc32fast::hash(within));
+        }
+        let wrong = SumPart { crc: 0, ..part(5..16_500) };
+        assert_ne!(Digest::plain(&range, within, &[wrong]), crc32fast::hash(within), "it is not looked at again");
     }
 }

@@ -14,7 +14,7 @@ use smallvec::{SmallVec, smallvec};
 
 use super::block::{Block, Wanted};
 use super::cast::{Cast, Counts};
-use super::passing::Passing;
+use super::passing::Noting;
 use super::reduce::Reducer;
 use super::runs::{LONG_RUN_BYTES, is_row_by_row, is_scattered, note_runs, read_piece, stretch};
 use super::{CAST_BYTES, Input, room};
@@ -221,8 +221,8 @@ impl Prepared {
         self.read_summing(input, first, buffer, scratch, None).map(drop)
     }
 
-    /// As [`Prepared::read`]; stretches of records with checksums are noted in `passing`, and what a cast met is
-    /// returned.
+    /// As [`Prepared::read`]; stretches of records with checksums are noted, and what a cast met is returned. Sums are
+    /// those of bytes that stay as they are read.
     ///
     /// # Errors
     /// As [`Prepared::read`].
@@ -232,12 +232,15 @@ impl Prepared {
         first: u64,
         buffer: &mut [u8],
         scratch: &mut Scratch,
-        passing: Option<&Passing>,
+        mut noting: Option<Noting<'_>>,
     ) -> Result<Counts> {
         let mut counts = Counts::default();
         let Scratch { block, uncast, sums } = scratch;
         let Some(cast) = self.cast else {
-            self.read_uncast(input, first, buffer, (block, sums), passing)?;
+            self.read_uncast(input, first, buffer, (block, sums), noting.as_mut())?;
+            if let Some(noting) = noting.filter(|_| self.reducer.is_some()) {
+                noting.sums.clear();
+            }
             return Ok(counts);
         };
         let stored = usize::try_from(cast.from().itemsize()).expect("a few bytes");
@@ -246,8 +249,11 @@ impl Prepared {
         for (index, target) in (0_u64..).zip(buffer.chunks_mut(elements * itemsize)) {
             let len = target.len() / itemsize * stored;
             let source = room(uncast, len);
-            self.read_uncast(input, first + index * elements as u64, source, (block, sums), passing)?;
+            self.read_uncast(input, first + index * elements as u64, source, (block, sums), noting.as_mut())?;
             counts.add(cast.convert(source, target));
+        }
+        if let Some(noting) = noting {
+            noting.sums.clear();
         }
         Ok(counts)
     }
@@ -259,7 +265,7 @@ impl Prepared {
         first: u64,
         buffer: &mut [u8],
         (block, sums): (&mut Block, &mut Vec<u8>),
-        passing: Option<&Passing>,
+        mut noting: Option<&mut Noting<'_>>,
     ) -> Result<()> {
         let mut read = |part: &Part, first: u64, buffer: &mut [u8]| {
             if self.fill == Fill::Zeros {
@@ -268,7 +274,7 @@ impl Prepared {
             let itemsize = self.dtype.itemsize();
             match part {
                 Part::Files(part) => {
-                    let noted = passing.map(|passing| (passing, &self.fqn));
+                    let noted = noting.as_deref_mut().map(|noting| (noting, &self.fqn));
                     part.read(input, itemsize, first, buffer, block, noted)
                 }
                 Part::Memory(part) => {
@@ -394,15 +400,15 @@ impl Gathered {
         first: u64,
         buffer: &mut [u8],
         block: &mut Block,
-        noted: Option<(&Passing, &Fqn)>,
+        mut noted: Option<(&mut Noting<'_>, &Fqn)>,
     ) -> Result<()> {
         let range = first..first + buffer.len() as u64 / itemsize;
         Pieces::new(&self.plan, &self.strides, itemsize).visit(range, |piece| {
             let located = &self.located[piece.overlap];
             let file = input.files.open(located.file)?;
             read_piece(&file, input.files.io(), located, &piece, buffer, block)?;
-            if let (Some((passing, fqn)), Some(summed)) = (noted, located.summed) {
-                note_runs(passing, fqn, located, summed, &piece, buffer);
+            if let (Some((noting, fqn)), Some(summed)) = (&mut noted, located.summed) {
+                note_runs(noting, fqn, located, summed, &piece, buffer);
             }
             Ok(())
         })

@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;
 
+use super::journal::SumPart;
 use crate::catalog::{Fqn, Summed};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files};
@@ -15,6 +16,12 @@ use crate::storage::{FileId, Files};
 #[derive(Debug, Default)]
 pub struct Passing {
     records: Mutex<HashMap<(FileId, u64), Seen>>,
+}
+
+/// Who notes what passes into a buffer, and the sums of it that are worth to be combined, by where it begins there.
+pub struct Noting<'a> {
+    pub passing: &'a Passing,
+    pub sums: &'a mut Vec<SumPart>,
 }
 
 #[derive(Debug)]
@@ -27,14 +34,15 @@ struct Seen {
 }
 
 impl Passing {
-    /// Note that `bytes` were read at `offset` of the file, inside a record.
-    pub fn note(&self, name: &Fqn, file: FileId, summed: Summed, offset: u64, bytes: &[u8]) {
+    /// Note that `bytes` were read at `offset` of the file, inside a record; gives their CRC-32.
+    pub fn note(&self, name: &Fqn, file: FileId, summed: Summed, offset: u64, bytes: &[u8]) -> u32 {
         let mut hasher = crc32fast::Hasher::new();
         hasher.update(bytes);
         // A small one passes through at once, and need not be remembered.
         let whole = offset == summed.start && bytes.len() as u64 == summed.len;
-        if whole && hasher.clone().finalize() == summed.crc {
-            return;
+        let crc = hasher.clone().finalize();
+        if whole && crc == summed.crc {
+            return crc;
         }
         let mut records = self.records.lock().expect("no panic while the lock is held");
         let seen = records.entry((file, summed.start)).or_insert_with(|| Seen {
@@ -43,6 +51,7 @@ impl Passing {
             stretches: BTreeMap::new(),
         });
         seen.stretches.insert(offset, (bytes.len() as u64, hasher));
+        crc
     }
 
     /// Whether nothing has been seen that was not checked.

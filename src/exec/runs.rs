@@ -11,7 +11,9 @@ use smallvec::SmallVec;
 
 use super::BLOCK_BYTES;
 use super::block::Block;
-use super::passing::Passing;
+use super::digest::WORTH_BYTES;
+use super::journal::SumPart;
+use super::passing::Noting;
 use crate::catalog::{Fqn, Located, Summed};
 use crate::error::Result;
 use crate::plan::Piece;
@@ -23,7 +25,7 @@ pub const LONG_RUN_BYTES: u64 = 64 << 10;
 
 /// Note the runs of a piece that were read in one go each. Short strided runs are not worth it: their record hardly
 /// ever passes through whole.
-pub fn note_runs(passing: &Passing, fqn: &Fqn, located: &Located, summed: Summed, piece: &Piece, buffer: &[u8]) {
+pub fn note_runs(noting: &mut Noting<'_>, fqn: &Fqn, located: &Located, summed: Summed, piece: &Piece, buffer: &[u8]) {
     if is_scattered(piece) {
         return;
     }
@@ -32,7 +34,10 @@ pub fn note_runs(passing: &Passing, fqn: &Fqn, located: &Located, summed: Summed
     let Ok(()): Result<(), Infallible> = for_each_run(&piece.levels, 0, 0, &mut |source, offset| {
         let start = target + offset;
         let at = located.offset + piece.source + source;
-        passing.note(fqn, located.file, summed, at, &buffer[start..start + run]);
+        let crc = noting.passing.note(fqn, located.file, summed, at, &buffer[start..start + run]);
+        if piece.run_bytes >= WORTH_BYTES {
+            noting.sums.push(SumPart { offset: start as u64, len: piece.run_bytes, crc });
+        }
         Ok(())
     });
 }

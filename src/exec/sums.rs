@@ -19,7 +19,7 @@ use crc32fast::Hasher;
 use rayon::prelude::*;
 
 use super::Stop;
-use super::digest::for_each_block;
+use super::digest::{Digest, for_each_block};
 use super::journal::SumPart;
 use super::output::Outputs;
 use super::strips::Strip;
@@ -60,9 +60,10 @@ pub struct Left {
 pub struct InStrip(Vec<SumPart>);
 
 impl InStrip {
-    /// Note that `bytes` are at `offset` of the file.
-    pub fn add(&mut self, offset: u64, bytes: &[u8]) {
-        self.0.push(SumPart { offset, len: bytes.len() as u64, crc: crc32fast::hash(bytes) });
+    /// Note that `bytes` are at this place of the file, of which some stretches, ascending, are summed already.
+    pub fn add(&mut self, place: &Range<u64>, bytes: &[u8], known: &[SumPart]) {
+        let crc = Digest::plain(place, bytes, known);
+        self.0.push(SumPart { offset: place.start, len: place.end - place.start, crc });
     }
 
     pub fn parts(&self) -> &[SumPart] {

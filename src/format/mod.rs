@@ -330,8 +330,10 @@ fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf
 /// # Errors
 /// `Unsupported` naming the first that is not one entry's own.
 pub fn distinct_names<'a>(names: impl IntoIterator<Item = &'a str>, reserved: &[&'a str]) -> Result<()> {
-    let mut seen: HashSet<&str, RandomState> = reserved.iter().copied().collect();
-    match names.into_iter().find(|name| !seen.insert(name)) {
+    let mut names = names.into_iter();
+    let mut seen = HashSet::with_capacity_and_hasher(names.size_hint().0 + reserved.len(), RandomState::default());
+    seen.extend(reserved.iter().copied());
+    match names.find(|name| !seen.insert(name)) {
         None => Ok(()),
         Some(name) => Err(Error::unsupported(
             format!("{name}: two entries of the state dict would have this name, or the format keeps it for itself"),

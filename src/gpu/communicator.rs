@@ -2,14 +2,14 @@
 //!
 //! NCCL moves bytes, but waits for ever for a peer that is gone, or knows that one is and not why. So few words go by
 //! another communicator, the control, which is asked while NCCL is waited for: where it says that a rank is gone, NCCL is
-//! aborted and the error has what the control knows.
+//! aborted and the error has what the control knows. A [`Watch`] does so where nobody waits for it.
 //!
 //! Counts bytes. Invariant: after an error NCCL is aborted, so no stream waits for it.
 
 use std::fmt::Write as _;
 use std::ops::{ControlFlow, Range};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,12 +21,13 @@ use super::device::{Device, failed};
 use super::memory::DeviceBytes;
 use super::settings::{SHARE, Sharing};
 use super::stream::Stream;
+use super::watch::{Met, Watch, Why};
 use crate::comm::{Communicator, carved};
 use crate::error::{Error, Result};
 
 /// How long ranks that all are there may take to meet.
 const MEETING: Duration = Duration::from_mins(2);
-/// How long the control may take to hear what NCCL knows already.
+/// How long a stream may take to end after NCCL was aborted.
 const GRACE: Duration = Duration::from_secs(5);
 /// Pauses between two looks at an event; each is twice as long as the one before.
 const SHORTEST: Duration = Duration::from_micros(20);
@@ -36,8 +37,9 @@ const SHARED_BLOCKS: u16 = 2;
 
 /// A rank whose memory is a device's. Words, votes and news of the others go by `C`.
 pub struct Nccl<C> {
-    /// `None` once it was aborted.
-    peers: Mutex<Option<nccl::Communicator>>,
+    // Ended first: it has both of the others.
+    watch: Watch,
+    met: Arc<Met>,
     control: Arc<C>,
     stream: Stream,
 }
@@ -52,7 +54,9 @@ impl<C: Communicator + Send + 'static> Nccl<C> {
         let control = Arc::new(control);
         let met = Self::met(gpu, sharing, &control).and_then(|peers| {
             let stream = Stream::new(&gpu.device)?;
-            Ok(Self { peers: Mutex::new(Some(peers)), control: Arc::clone(&control), stream })
+            let met = Met::new(peers);
+            let watch = Watch::start(Arc::clone(&met), Arc::clone(&control));
+            Ok(Self { watch, met, control: Arc::clone(&control), stream })
         });
         met.inspect_err(|error| control.fail(&error.to_string()))
     }
@@ -93,7 +97,7 @@ impl<C: Communicator + Send + 'static> Nccl<C> {
         let place = Place { rank: control.rank() as usize, ranks: control.size() as usize };
         gpu.device.bind()?;
         let peers = nccl::Communicator::new(&gpu.nccl, place, &id, &config, wait)
-            .map_err(|error| reason(&**control, OP, &error.to_string()))?;
+            .map_err(|error| reason(&**control, OP, &error.into()))?;
         is_met.store(true, Ordering::Relaxed);
         Ok(peers)
     }
@@ -168,10 +172,7 @@ impl<C: Communicator + Send> Nccl<C> {
         body: impl for<'g> FnOnce(&mut Group<'g, 'b>) -> nccl::Result<()>,
     ) -> Result<()> {
         stream.device().bind()?;
-        let mut peers = self.peers();
-        let queued = peers.as_mut().map_or(Err(nccl::Error::Aborted), |peers| peers.group(stream, body));
-        drop(peers);
-        queued.map_err(|error| self.abandon(op, &error.to_string()))
+        self.met.with(|peers| peers.group(stream, body)).map_err(|why| self.reason(op, &why))
     }
 
     /// Wait until a stream has come to a point, as long as all ranks are there.
@@ -179,13 +180,12 @@ impl<C: Communicator + Send> Nccl<C> {
         let mut pause = SHORTEST;
         loop {
             self.stream.device().bind()?;
-            if point.try_is_complete().map_err(|error| self.abandon(op, &failed(op)(error).to_string()))? {
+            if point.try_is_complete().map_err(|error| self.abandon(op, Why::Here(failed(op)(error).to_string())))? {
                 return Ok(());
             }
             // After an abort there is nothing to wait for but the stream.
-            let status = self.peers().as_ref().map_or(Err(nccl::Error::Aborted), nccl::Communicator::status);
-            status.map_err(|error| self.abandon(op, &error.to_string()))?;
-            self.control.check().map_err(|gone| self.abandon(op, &gone.to_string()))?;
+            self.met.with(|peers| peers.status()).map_err(|why| self.reason(op, &why))?;
+            self.control.check().map_err(|gone| self.abandon(op, Why::Elsewhere(gone.to_string())))?;
             thread::sleep(pause);
             pause = LONGEST.min(pause * 2);
         }
@@ -205,14 +205,13 @@ impl<C: Communicator + Send> Nccl<C> {
     }
 
     /// Abort NCCL; the error says who is gone, if somebody is.
-    fn abandon(&self, op: &'static str, why: &str) -> Error {
-        let peers = self.peers().take();
-        drop(peers);
-        reason(&*self.control, op, why)
+    fn abandon(&self, op: &'static str, why: Why) -> Error {
+        let why = self.met.give_up(why);
+        self.reason(op, &why)
     }
 
-    fn peers(&self) -> MutexGuard<'_, Option<nccl::Communicator>> {
-        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+    fn reason(&self, op: &'static str, why: &Why) -> Error {
+        reason(&*self.control, op, why)
     }
 }
 
@@ -261,14 +260,15 @@ impl<C: Communicator + Send> Communicator for Nccl<C> {
 
     /// All together: a peer may still be reading what this rank's device has for it.
     fn leave(self) -> Result<()> {
-        let done = self.control.barrier();
-        let peers = self.peers().take();
-        if let (Ok(()), Some(peers)) = (&done, peers) {
+        let Self { watch, met, control, .. } = self;
+        // Whoever is behind the barrier first ends his side.
+        drop(watch);
+        let done = control.barrier();
+        if let (Ok(()), Some(peers)) = (&done, met.take()) {
             // All bytes have arrived; how NCCL itself ends makes no difference.
             let _ = peers.finalize();
         }
-        let Self { control, .. } = self;
-        // The watch of NCCL had the only other one.
+        // What NCCL waits by had the only other one.
         let left = Arc::into_inner(control).map_or(Ok(()), Communicator::leave);
         done.and(left)
     }
@@ -296,8 +296,8 @@ fn all_parts(ranges: &[Range<usize>]) -> Option<Range<usize>> {
 }
 
 /// What the control knows of why NCCL fails, soon; or else what NCCL says.
-fn reason(control: &impl Communicator, op: &'static str, why: &str) -> Error {
-    let until = Instant::now() + GRACE;
+pub(super) fn reason(control: &impl Communicator, op: &'static str, why: &Why) -> Error {
+    let until = Instant::now() + why.patience();
     loop {
         match control.check() {
             Err(Error::Comm { rank, detail, hint, .. }) => return Error::Comm { rank, op, detail, hint },
@@ -307,7 +307,7 @@ fn reason(control: &impl Communicator, op: &'static str, why: &str) -> Error {
         }
     }
     let hint = "NCCL_DEBUG=INFO lets NCCL tell more; NCCL_SOCKET_IFNAME names the network to use".to_owned();
-    Error::Device { op, detail: why.to_owned(), hint: Some(hint) }
+    Error::Device { op, detail: why.words().to_owned(), hint: Some(hint) }
 }
 
 /// An error where two ranks have one device.

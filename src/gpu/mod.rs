@@ -31,6 +31,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 mod trial;
+mod watch;
 
 use std::sync::{Arc, OnceLock};
 

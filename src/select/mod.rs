@@ -133,12 +133,12 @@ pub fn select(source: &Catalog, options: &Options) -> Result<Selected> {
     let survey = Survey::new(source, options.wrappers);
     let mut kept = filter::keep(&survey, options)?;
     let notes = filter::notes(&survey, options, &kept);
-    let state = match as_it_is(source, &survey, options, &mut kept) {
-        Some(part) => part.clone(),
-        None => rename(&survey, options, &mut kept)?,
+    let state = || match as_it_is(source, &survey, options, &mut kept) {
+        Some(part) => Ok(part.clone()),
+        None => rename(&survey, options, &mut kept),
     };
-    let mut catalog = Catalog { meshes: source.meshes.clone(), state, ..Catalog::empty() };
-    catalog.tensors = source.tensors.par_iter().map(without_chunks).collect();
+    let (state, tensors) = rayon::join(state, || source.tensors.par_iter().map(without_chunks).collect());
+    let mut catalog = Catalog { meshes: source.meshes.clone(), tensors, state: state?, ..Catalog::empty() };
     let casts = dtypes::apply(&survey, &kept, &mut catalog, &options.dtypes)?;
     name_tensors(&mut catalog);
     let notes = notes.into_iter().chain(casts.notes()).collect();

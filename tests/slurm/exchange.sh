@@ -131,15 +131,19 @@ an_exchange_of_which_a_task_is_killed_over() {
     exchange_by "$1"
     command=(dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank "${backend[@]}" --bucket-size 1MB)
     for ends in '' -K; do
-        # The others wait for the one that is slow.
-        exits 137 timeout 60 srun $ends -N2 -n4 "$here/apart" rank \
-            sh -c '[ $SLURM_PROCID != 1 ] || exec timeout -s KILL 3 env SLOWLY=.005 "$0" "$@"; exec "$0" "$@"' \
-            "${command[@]}" |& tee said
+        # The others wait for the one that is slow, so there is a middle.
+        exits 137 timeout 60 srun $ends -N2 -n4 "$here/apart" rank bash -c '
+            [ $SLURM_PROCID = 1 ] || exec "$@"
+            SLOWLY=.02 "$@" &
+            until compgen -G "../.*.dtshard-partial/part-1-*"; do sleep 0.05; done
+            sleep 2.5
+            kill -KILL $!
+            wait $!' task "${command[@]}" |& tee said
         for task in 0 2 3; do grep "^\[$task/4] error: rank 1: .*its process ended" said || [ "$ends" = -K ]; done
         grep -q 'error: rank 1: .*its process ended' said
         kept out.ranks
         srun -N2 -n4 "$here/apart" rank "${command[@]}" --resume |& tee said
-        grep 'MB of it before' said
+        grep 'of it before' said
         same out.ranks "$work/large.ranks"
         rm -r out.ranks
     done
@@ -152,19 +156,19 @@ an_exchange_that_is_queued_again_goes_on_over() {
     cat >job.sbatch <<JOB
 #!/bin/bash
 srun $here/apart rank sh -c '
-    [ \$SLURM_PROCID\$SLURM_RESTART_COUNT != 1 ] || export SLOWLY=.005
+    [ \$SLURM_PROCID\$SLURM_RESTART_COUNT != 1 ] || export SLOWLY=.02
     exec dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank ${backend[*]} --bucket-size 1MB --resume'
 JOB
     job=$(sbatch --parsable --requeue --open-mode=append --output=job.log -N2 -n4 job.sbatch)
     await at_work out.ranks 4
-    sleep 2
+    sleep 2.5
     scontrol requeue "$job"
     start_again "$job"
     kept out.ranks
     ends "$job" COMPLETED
     same out.ranks "$work/large.ranks"
     grep 'stopped by TERM.*--resume goes on' job.log
-    grep 'MB of it before' job.log
+    grep 'of it before' job.log
 }
 
 # With --backend auto, and one device for each task, as --gpus-per-task=1 gives it; then with none for one.
@@ -172,8 +176,8 @@ one_without_a_GPU_stand-in_leaves_all_to_TCP() {
     deal "$work/small" rank 4
     exchange_by GPU_stand-in
     together() {
-        DEVICES=$1 srun -N2 -n4 sh -c 'DEVICES=$(eval echo $DEVICES) exec "$0" "$@"' "$here/apart" rank \
-            dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank -v |& tee said
+        srun -N2 -n4 sh -c "DEVICES=$1 exec $here/apart rank dtshard $(conversion ranks step "$PWD/out.ranks") \
+            --source per-rank -v" |& tee said
         same out.ranks "$work/small.ranks"
         rm -r out.ranks
     }

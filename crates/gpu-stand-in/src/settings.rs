@@ -3,6 +3,8 @@
 use std::env;
 use std::time::Duration;
 
+use crate::fault::{self, Planned};
+
 /// The pretended machine.
 #[derive(Debug)]
 pub struct Settings {
@@ -15,6 +17,8 @@ pub struct Settings {
     pub delay: Duration,
     /// What NCCL tells of a peer that died: `GPU_STAND_IN_LOST_PEERS`.
     pub lost_peers: LostPeers,
+    /// What goes wrong, and when: `GPU_STAND_IN_FAULT`.
+    pub(crate) fault: Option<Planned>,
 }
 
 /// How a dead peer shows.
@@ -37,6 +41,9 @@ impl Settings {
                 Ok("silent") => LostPeers::Silent,
                 _ => LostPeers::Told,
             },
+            fault: env::var("GPU_STAND_IN_FAULT").ok().map(|text| {
+                fault::planned(&text).unwrap_or_else(|| panic!("GPU_STAND_IN_FAULT is {text}, which is no fault"))
+            }),
         }
     }
 }

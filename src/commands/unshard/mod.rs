@@ -53,7 +53,7 @@ pub fn run(args: &Unshard, launch: Launch, printer: &Printer) -> Result<Status> 
             }
             Format::Safetensors => {
                 let written;
-                (written, tied) = names_to_write(&source, args.convert.tied);
+                (written, tied) = names_to_write(&source, source.tensors(), args.convert.tied);
                 notes.extend(elsewhere(placing.as_ref(), &written));
                 let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size, placing);
                 let dtypes = wanted.dtypes();

@@ -22,6 +22,7 @@ mod rounds;
 mod shuffle;
 mod staged;
 mod strided;
+mod torn;
 
 use std::collections::VecDeque;
 use std::mem;
@@ -42,6 +43,7 @@ pub use rooms::{HostMemory, Room, Rooms};
 pub use rounds::{PLAN_BYTES, Round, Rounds};
 pub use shuffle::{Given, HostShuffle, Shuffle};
 pub use strided::StridedCopy;
+pub use torn::torn;
 
 use staged::{Stage, Staged};
 

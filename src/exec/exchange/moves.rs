@@ -13,7 +13,8 @@
 //! ```
 //!
 //! What stays with its reader goes from the stage to its place without being packed. Values that were made of summands,
-//! and that others need as well, take a second [hop](Hop). Counts bytes; all offsets are within the buffers. Invariant:
+//! and that others need as well, take a second [hop](Hop). Summands that NCCL reduces are packed into what is outgoing,
+//! too, and come to their place as values ([`Fold`]). Counts bytes; all offsets are within the buffers. Invariant:
 //! whether there is a second hop all ranks know alike.
 
 use std::collections::BTreeMap;

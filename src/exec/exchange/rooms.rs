@@ -35,7 +35,7 @@ impl<M: HostMemory> Rooms<M> {
         // What is too short now will be so again: rounds are of about the same length.
         let too_short = if fitting.is_none() { free.pop() } else { None };
         drop(free);
-        // To free it may take until a device is done with its rounds, which others go on with.
+        // To free what a device can reach takes time, in which others want their room.
         drop(too_short);
         let memory = match fitting {
             Some(memory) => memory,

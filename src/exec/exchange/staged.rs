@@ -8,7 +8,7 @@ use super::moves::{Moves, Read};
 use super::rooms::{HostMemory, Room, Rooms};
 use super::shuffle::pieces;
 use crate::error::Result;
-use crate::exec::passing::Passing;
+use crate::exec::passing::{Noting, Passing};
 use crate::exec::{DEFAULT_STRIP_BYTES, Input, Prepared, Scratch, Stop};
 
 /// A round that has been read.
@@ -51,7 +51,8 @@ impl<'a, M: HostMemory> Stage<'a, M> {
         }
         strips.into_par_iter().try_for_each_init(Scratch::default, |scratch, (whole, first, strip)| {
             self.stop.check()?;
-            whole.read_summing(self.input, first, strip, scratch, Some(&self.passing)).map(drop)
+            let noting = Noting { passing: &self.passing, sums: &mut Vec::new() };
+            whole.read_summing(self.input, first, strip, scratch, Some(noting)).map(drop)
         })?;
         if moves.ends_whole {
             self.passing.settle(self.input.files)?;

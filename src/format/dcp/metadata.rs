@@ -8,10 +8,11 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use foldhash::fast::RandomState;
 use indexmap::IndexSet;
+use rayon::prelude::*;
 
 use crate::catalog::Path as StatePath;
 use crate::catalog::{Dtype, Fqn, Key, checked_len_bytes};
@@ -271,11 +272,15 @@ impl<'a> Metadata<'a> {
         self.columns.paths.texts.iter().map(AsRef::as_ref).collect()
     }
 
-    /// Give out what is said of each name, in the metadata's own order.
+    /// Give out, in the metadata's own order, what `make` makes of what is said of each name, several at once.
     ///
     /// # Errors
-    /// `Malformed` naming the file and the FQN, `Unsupported` for dtypes without a counterpart; what `take` gives.
-    pub fn entries(&self, take: &mut dyn FnMut(Entry) -> Result<()>) -> Result<()> {
+    /// `Malformed` naming the file and the FQN, `Unsupported` for dtypes without a counterpart; what `make` and `take` give.
+    pub fn entries<T: Send>(
+        &self,
+        make: impl Fn(Entry) -> Result<T> + Sync,
+        mut take: impl FnMut(T) -> Result<()>,
+    ) -> Result<()> {
         let path = self.path;
         let malformed = |at: &str, expected: &str, found: String| Error::malformed(path, at, expected, found);
         let root = self.pickle.root();
@@ -284,21 +289,31 @@ impl<'a> Metadata<'a> {
             return Err(malformed("state_dict_metadata", "a dict of tensors", root.describe()));
         };
         let places = Places::read(path, &self.columns, field("storage_data"))?;
-        let mut steps = Steps::read(field("planner_data"));
-        let mut keys = HashMap::default();
-        let mut nth = 0;
-        for (key, value) in tensors {
-            let Some(name) = key.as_str() else {
-                return Err(malformed("state_dict_metadata", "names that are text", key.describe()));
+        let steps = Steps::read(field("planner_data"));
+        let of_part = |start: usize| -> Result<Vec<T>> {
+            let (mut nth_items, mut nth_steps, mut keys) = (start, start, HashMap::default());
+            let of_name = |(key, value): (Ref<'_>, Ref<'_>)| {
+                let Some(name) = key.as_str() else {
+                    return Err(malformed("state_dict_metadata", "names that are text", key.describe()));
+                };
+                let items = places.of(name, &mut nth_items);
+                let fqn = Fqn::from(items.name.map_or_else(|| name.into(), Arc::clone));
+                let state_path = match steps.of(name, &mut nth_steps) {
+                    Some(steps) => state_path(path, &fqn, steps, &mut keys)?,
+                    None => StatePath(vec![Key::Name((&fqn).into())]),
+                };
+                let kind = entry_kind(path, name, value, &places, &items)?;
+                make(Entry { fqn, path: state_path, kind })
             };
-            let items = places.of(name, &mut nth);
-            let fqn = Fqn::from(items.name.map_or_else(|| name.into(), Arc::clone));
-            let state_path = match steps.of(name) {
-                Some(steps) => state_path(path, &fqn, steps, &mut keys)?,
-                None => StatePath(vec![Key::Name((&fqn).into())]),
+            tensors.starting_at(start).take(PART_NAMES).map(of_name).collect()
+        };
+        let parts: Vec<usize> = (0..tensors.len()).step_by(PART_NAMES).collect();
+        for parts in parts.chunks(rayon::current_num_threads()) {
+            let made: Vec<Result<Vec<T>>> = match parts {
+                [only] => vec![of_part(*only)],
+                several => several.par_iter().copied().map(of_part).collect(),
             };
-            let kind = entry_kind(path, name, value, &places, &items)?;
-            take(Entry { fqn, path: state_path, kind })?;
+            made.into_iter().try_for_each(|made| made?.into_iter().try_for_each(&mut take))?;
         }
         Ok(())
     }
@@ -375,35 +390,32 @@ impl<'a> Places<'a> {
     }
 }
 
+/// Names that a thread goes through at a time.
+const PART_NAMES: usize = 1 << 10;
+
 /// Steps of a path; a state dict is walked by recursion, so its depth has a bound.
 const MAX_PATH: usize = 128;
 
 /// The path of each name as the planner kept it. Other planners keep other things there; without paths, names are keys.
 struct Steps<'a> {
-    planner_data: Option<Ref<'a>>,
-    /// Those that were not asked for, as long as names are asked for in their order.
-    next: Option<Entries<'a>>,
-    by_name: HashMap<&'a str, Ref<'a>, RandomState>,
+    paths: Option<Entries<'a>>,
+    /// Made where they are not in the order of those who ask.
+    by_name: OnceLock<HashMap<&'a str, usize, RandomState>>,
 }
 
 impl<'a> Steps<'a> {
     fn read(planner_data: Option<Ref<'a>>) -> Self {
-        Self { planner_data, next: planner_data.and_then(Ref::as_dict), by_name: HashMap::default() }
+        Self { paths: planner_data.and_then(Ref::as_dict), by_name: OnceLock::new() }
     }
 
-    fn of(&mut self, name: &str) -> Option<Ref<'a>> {
-        let likely = self.next.as_mut().and_then(Iterator::next).filter(|(key, _)| key.as_str() == Some(name));
-        let found = match likely {
-            Some((_, steps)) => Some(steps),
-            None => {
-                if self.next.take().is_some() {
-                    let entries = self.planner_data.and_then(Ref::as_dict).into_iter().flatten();
-                    self.by_name = entries.filter_map(|(key, steps)| Some((key.as_str()?, steps))).collect();
-                }
-                self.by_name.get(name).copied()
-            }
-        };
-        found.filter(|steps| steps.as_tuple().is_some())
+    /// The path of a name, which most likely is the `nth`; the one after it is the next.
+    fn of(&self, name: &str, nth: &mut usize) -> Option<Ref<'a>> {
+        let paths = self.paths?;
+        let by_name = || (0..).zip(paths).filter_map(|(nth, (key, _))| Some((key.as_str()?, nth))).collect();
+        let is_likely = paths.get(*nth).is_some_and(|(key, _)| key.as_str() == Some(name));
+        let found = if is_likely { *nth } else { *self.by_name.get_or_init(by_name).get(name)? };
+        *nth = found + 1;
+        paths.get(found).map(|(_, steps)| steps).filter(|steps| steps.as_tuple().is_some())
     }
 }
 

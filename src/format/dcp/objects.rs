@@ -33,7 +33,7 @@ pub fn objects(folder: &Path) -> Result<Objects> {
         let bytes = std::fs::read(&path).map_err(Error::io("read", &path))?;
         let metadata = Metadata::decode(&path, &bytes)?;
         let files = metadata.files();
-        metadata.entries(&mut |Entry { fqn, kind, .. }| {
+        metadata.entries(Ok, |Entry { fqn, kind, .. }| {
             if let EntryKind::Bytes(Some(Stored { path, offset, len })) = kind {
                 found.entry(files[path as usize].into()).or_default().push(Object { fqn, offset, len });
             }

@@ -1,10 +1,9 @@
 //! A DCP directory as a catalog.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use foldhash::fast::RandomState;
-use indexmap::IndexMap;
-use indexmap::map::Entry as MapEntry;
 
 use super::known;
 use super::metadata::{Entry, EntryKind, Metadata, Stored, StoredChunk};
@@ -53,8 +52,13 @@ enum Slot {
 /// `Malformed`, `Coverage`, `Unsupported`, `Io`.
 pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalog> {
     let mut catalog = Catalog::empty();
-    let mut slots: IndexMap<Fqn, (StatePath, Slot), RandomState> = IndexMap::default();
+    let mut slots: Vec<(Fqn, StatePath, Slot)> = Vec::new();
+    // Those of the metadata files before.
+    let mut known: HashMap<Fqn, usize, RandomState> = HashMap::default();
+    let mut before = 0;
     for (rank, path) in metadata_files(folder)? {
+        known.extend((before..).zip(&slots[before..]).map(|(at, (fqn, ..))| (fqn.clone(), at)));
+        before = slots.len();
         let file = files.add(&path)?;
         let (open, len, read) = (files.open(file)?, files.len_bytes(file), &mut Vec::new());
         let bytes = match files.io() {
@@ -66,28 +70,28 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
         };
         let metadata = Metadata::decode(&path, bytes)?;
         let source = MetadataFile { data_files: open_data_files(files, &path, &metadata)?, path: &path };
-        metadata.entries(&mut |Entry { fqn, path: state_path, kind }| {
+        let make = |Entry { fqn, path, kind }| {
             let content = source.content(files, &fqn, kind)?;
-            let mut slot = match slots.entry(fqn) {
-                MapEntry::Occupied(known) => known,
-                MapEntry::Vacant(slot) => {
-                    let content = match content {
-                        Content::Tensor(entry) => Slot::Tensor(catalog.push_tensor(entry)),
-                        Content::Object(place) => Slot::Object(vec![(rank, place)]),
-                    };
-                    slot.insert((state_path, content));
-                    return Ok(());
-                }
+            Ok((fqn, path, content))
+        };
+        metadata.entries(make, |(fqn, state_path, content)| {
+            let Some(at) = known.get(&fqn) else {
+                let slot = match content {
+                    Content::Tensor(entry) => Slot::Tensor(catalog.push_tensor(entry)),
+                    Content::Object(place) => Slot::Object(vec![(rank, place)]),
+                };
+                slots.push((fqn, state_path, slot));
+                return Ok(());
             };
             // Another rank's part, of a save without collectives.
-            match (&mut slot.get_mut().1, content) {
+            match (&mut slots[*at].2, content) {
                 (Slot::Tensor(id), Content::Tensor(more)) => {
                     join(&path, &mut catalog.tensors[id.0 as usize], &more)?;
                 }
                 (Slot::Object(known), Content::Object(place)) => known.push((rank, place)),
                 _ => {
                     let found = "a tensor and an object of this name";
-                    return Err(Error::malformed(&path, slot.key().as_str(), "one kind on all ranks", found));
+                    return Err(Error::malformed(&path, fqn.as_str(), "one kind on all ranks", found));
                 }
             }
             Ok(())
@@ -95,7 +99,7 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
     }
     catalog.tensors.shrink_to_fit();
     let mut state = Unflatten::default();
-    for (fqn, (path, slot)) in slots {
+    for (fqn, path, slot) in slots {
         let value = match slot {
             Slot::Tensor(id) => Value::Tensor(id),
             Slot::Object(places) => match read_objects(files, &places, &fqn, unknown, &mut catalog)? {

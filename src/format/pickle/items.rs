@@ -26,6 +26,11 @@ impl<'a> Items<'a> {
         self.ids.is_empty()
     }
 
+    /// What follows the first `count`.
+    fn starting_at(self, count: usize) -> Self {
+        Self { ids: self.ids.get(count..).unwrap_or(&[]), ..self }
+    }
+
     fn view(&self, id: NodeId) -> Ref<'a> {
         Ref::new(self.pickle, id)
     }
@@ -69,6 +74,16 @@ impl<'a> Entries<'a> {
     /// Keys and values in turn.
     pub(super) fn new(items: Items<'a>) -> Self {
         Self(items)
+    }
+
+    /// The entry `index` places on.
+    pub fn get(self, index: usize) -> Option<(Ref<'a>, Ref<'a>)> {
+        self.starting_at(index).next()
+    }
+
+    /// Those from the entry `index` places on.
+    pub fn starting_at(self, index: usize) -> Self {
+        Self(self.0.starting_at(index.saturating_mul(2)))
     }
 }
 

@@ -5,13 +5,25 @@
 //! GET names; only those get a cell. Knowing them also tells which nodes have exactly one owner, and so
 //! may be freed once folded (see [`super::fold`]).
 //!
+//! The walk has to know no more than where opcodes begin, and frames tell: each holds whole opcodes. So a long pickle is
+//! walked from several of them at once. That is the same walk if every part ends where the next one begins; where one does
+//! not, it is made again in one go.
+//!
 //! Unit: memo indices. Invariant: the cell of index `i` is the number of fetched indices below `i`.
 //!
-//! Source of the rule: CPython `Lib/pickle.py`, `load_put`, `load_memoize` and `load_get`.
+//! Source of the rule: CPython `Lib/pickle.py`, `load_put`, `load_memoize`, `load_get` and
+//! `load_frame`.
+
+use std::iter::zip;
+
+use rayon::prelude::*;
 
 use super::PickleError;
 use super::arena::NodeId;
-use super::opcode::Lexer;
+use super::opcode::{End, Lexer, frames};
+
+/// What is shorter is walked faster than it is shared out.
+const LONG_BYTES: usize = 2 << 20;
 
 /// A growing set of small numbers.
 #[derive(Clone, Debug, Default)]
@@ -31,6 +43,12 @@ impl BitSet {
         new
     }
 
+    fn union(self, other: Self) -> Self {
+        let (mut long, short) = if self.words.len() < other.words.len() { (other, self) } else { (self, other) };
+        zip(&mut long.words, short.words).for_each(|(word, more)| *word |= more);
+        long
+    }
+
     pub fn contains(&self, index: u32) -> bool {
         let (word, bit) = place(index);
         self.words.get(word).is_some_and(|&bits| bits & bit != 0)
@@ -39,6 +57,31 @@ impl BitSet {
 
 fn place(index: u32) -> (usize, u64) {
     ((index / 64) as usize, 1 << (index % 64))
+}
+
+/// The indices that opcodes from `start` on fetch, up to an `end` of this kind.
+fn fetched_in(bytes: &[u8], start: usize, end: End) -> Result<BitSet, PickleError> {
+    let mut fetched = BitSet::default();
+    let mut lexer = Lexer::new(bytes)?;
+    lexer.seek(start);
+    match lexer.gets(|index| _ = fetched.insert(index))? {
+        found if found == end => Ok(fetched),
+        _ => Err(PickleError::truncated(lexer.pos())),
+    }
+}
+
+/// As in one walk from the beginning, by parts of whole frames; `None` where those are not what they should be.
+fn fetched_by_parts(bytes: &[u8], least_bytes: usize) -> Option<BitSet> {
+    let mut starts = vec![0];
+    for frame in frames(bytes) {
+        if frame - starts[starts.len() - 1] >= least_bytes {
+            starts.push(frame);
+        }
+    }
+    let ends = starts[1..].iter().map(|next| (*next, End::Input)).chain([(bytes.len(), End::Stop)]);
+    let parts: Vec<(usize, (usize, End))> = zip(starts.iter().copied(), ends).collect();
+    let walk = |(start, (end, kind)): (usize, (usize, End))| fetched_in(&bytes[..end], start, kind).ok();
+    parts.into_par_iter().map(walk).try_reduce(BitSet::default, |one, other| Some(one.union(other)))
 }
 
 pub(super) struct Memo {
@@ -54,11 +97,11 @@ pub(super) struct Memo {
 impl Memo {
     /// Walks the opcodes up to STOP without running them.
     pub fn survey(bytes: &[u8]) -> Result<Self, PickleError> {
-        let mut fetched = BitSet::default();
-        let mut lexer = Lexer::new(bytes)?;
-        while let Some(index) = lexer.next_get()? {
-            fetched.insert(index);
-        }
+        let by_parts = || fetched_by_parts(bytes, bytes.len() / rayon::current_num_threads());
+        let fetched = match Some(bytes).filter(|bytes| bytes.len() >= LONG_BYTES).and_then(|_| by_parts()) {
+            Some(fetched) => fetched,
+            None => fetched_in(bytes, 0, End::Stop)?,
+        };
         let mut count = 0;
         let before = fetched
             .words
@@ -117,5 +160,38 @@ impl Memo {
         let (word, bit) = place(index);
         let below = (self.fetched.words[word] & (bit - 1)).count_ones();
         Some((self.before[word] + below) as usize)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A pickle of frames with these opcodes.
+    fn framed(frames: &[&[u8]]) -> Vec<u8> {
+        let frame = |opcodes: &&[u8]| [&[0x95], (opcodes.len() as u64).to_le_bytes().as_slice(), opcodes].concat();
+        [vec![0x80, 4], frames.iter().flat_map(frame).collect()].concat()
+    }
+
+    #[test]
+    fn parts_are_one_walk() {
+        let whole = |bytes: &[u8]| fetched_in(bytes, 0, End::Stop).unwrap().words;
+        let bytes = framed(&[b"]\x94h\0", b"N\x940j\x05\0\0\0h\x46", b"Kh0", b"h\x01."]);
+        assert_eq!(whole(&bytes), [1 << 0 | 1 << 1 | 1 << 5, 1 << (0x46 - 64)]);
+        for least_bytes in [1, 15, 20, 30, bytes.len()] {
+            assert_eq!(fetched_by_parts(&bytes, least_bytes).unwrap().words, whole(&bytes), "{least_bytes}");
+        }
+        // Opcodes that cross frames, and what stands behind STOP.
+        for frames in [[b"h\x01K".as_slice(), b"h\x02."], [b"h", b"h\x02."], [b"h\x01.", b"h\x02."]] {
+            let bytes = framed(&frames);
+            assert!(fetched_by_parts(&bytes, 1).is_none());
+            assert_eq!(
+                Memo::survey(&bytes).map(|memo| memo.fetched.words).ok(),
+                fetched_in(&bytes, 0, End::Stop).map(|it| it.words).ok()
+            );
+        }
+        let bytes = framed(&[b"h\x01", b"h\x02"]);
+        assert!(fetched_by_parts(&bytes, 1).is_none(), "without STOP");
+        assert!(Memo::survey(&bytes).is_err());
     }
 }

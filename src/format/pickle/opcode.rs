@@ -93,6 +93,23 @@ const FIXED: [(u8, u8); 29] = [
     (b's', 1), (b'u', 1), (0x93, 1), (b'R', 1), (0x81, 1), (0x92, 1), (b'b', 1), (b'q', 2), (0x94, 1),
 ];
 
+/// Where a walk ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    Stop,
+    /// The input, and an opcode with it.
+    Input,
+}
+
+/// Where the frames begin that follow one another from PROTO on.
+pub(super) fn frames(bytes: &[u8]) -> impl Iterator<Item = usize> {
+    let behind = |at: usize| {
+        let [0x95, len @ ..] = bytes.get(at..)?.first_chunk::<9>()? else { return None };
+        usize::try_from(u64::from_le_bytes(*len)).ok()?.checked_add(at + 9)
+    };
+    std::iter::successors(Some(2), move |at| behind(*at).filter(|next| *next < bytes.len()))
+}
+
 pub(super) struct Lexer<'a> {
     bytes: &'a [u8],
     pos: usize,
@@ -118,32 +135,33 @@ impl<'a> Lexer<'a> {
         self.pos = pos;
     }
 
-    /// The next memo index that a GET fetches; `None` at STOP.
-    pub fn next_get(&mut self) -> Result<Option<u32>, PickleError> {
-        loop {
-            let op = self.bytes.get(self.pos).ok_or_else(|| PickleError::truncated(self.bytes.len()))?;
+    /// Walks to the end, and hands out the memo indices that a GET fetches.
+    pub fn gets(&mut self, mut fetch: impl FnMut(u32)) -> Result<End, PickleError> {
+        while let Some(op) = self.bytes.get(self.pos) {
             match WIDTHS[usize::from(*op)] {
                 // The three that most of a pickle is made of besides.
                 0 if *op == b'h' => {
                     self.pos += 1;
-                    return Ok(Some(self.u8()?.into()));
+                    fetch(self.u8()?.into());
                 }
                 0 if *op == b'j' => {
                     self.pos += 1;
-                    return self.memo_index(self.pos - 1).map(Some);
+                    fetch(self.memo_index(self.pos - 1)?);
                 }
                 0 if *op == 0x8c => {
                     self.pos += 1;
                     self.counted8()?;
                 }
                 0 => match self.next()? {
-                    Op::Get(index) => return Ok(Some(index)),
-                    Op::Stop => return Ok(None),
+                    Op::Get(index) => fetch(index),
+                    Op::Stop => return Ok(End::Stop),
                     _ => {}
                 },
                 width => self.pos += usize::from(width),
             }
         }
+        // A fixed argument may have led beyond it.
+        if self.pos == self.bytes.len() { Ok(End::Input) } else { Err(PickleError::truncated(self.bytes.len())) }
     }
 
     pub fn next(&mut self) -> Result<Op, PickleError> {

@@ -286,10 +286,13 @@ pub fn reserve(
         Shape::Folder { max_shard_bytes } => split(wanted, tensors, *max_shard_bytes),
         Shape::Like(placing) => placing.groups(tensors).into_iter().map(|(name, group)| (name, group.into())).collect(),
     };
-    let mut reservation = Reservation::default();
-    let aliases = ties.iter().map(|(alias, _)| alias.as_str());
-    distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()).chain(aliases.clone()), &["__metadata__", ""])?;
-    if let Some(alias) = aliases.clone().find(|alias| OWN_KEYS.contains(alias)) {
+    let aliases = || ties.iter().map(|(alias, _)| alias.as_str());
+    let names = tensors.iter().map(|(fqn, _)| fqn.as_str()).chain(aliases());
+    // Each takes a while where there are very many.
+    let (distinct, reservation) =
+        rayon::join(|| distinct_names(names, &["__metadata__", ""]), || reserve_files(wanted, groups, ties));
+    distinct?;
+    if let Some(alias) = aliases().find(|alias| OWN_KEYS.contains(alias)) {
         return Err(Error::unsupported(
             format!("a tied tensor called `{alias}` cannot be recorded, since that key of the metadata has a meaning"),
             "write tied tensors under every name (--tied keep)",
@@ -297,6 +300,12 @@ pub fn reserve(
     }
     let written: HashSet<&Fqn> = tensors.iter().filter(|_| !ties.is_empty()).map(|(fqn, _)| fqn).collect();
     assert!(ties.iter().all(|(_, kept)| written.contains(kept)), "ties are with tensors that are written");
+    reservation
+}
+
+/// The files of groups, and the index where there are several.
+fn reserve_files(wanted: Wanted<'_>, groups: Vec<Group<'_>>, ties: &[(Fqn, Fqn)]) -> Result<Reservation> {
+    let mut reservation = Reservation::default();
     let mut weight_map = serde_json::Map::new();
     let count = groups.len();
     for (name, group) in groups {

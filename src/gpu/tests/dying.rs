@@ -11,6 +11,7 @@ use rustix::net::{RecvFlags, recv};
 use super::*;
 use crate::comm::Communicator;
 use crate::error::Error;
+use crate::gpu::stream::Stream;
 use crate::gpu::{DeviceBytes, Nccl, Sharing};
 
 /// A control of two processes: a socket.
@@ -95,24 +96,63 @@ fn a_process_that_is_killed_is_named_where_nccl_tells_nothing_stand_in() {
 }
 
 fn killed(settings: &[(&str, &str)]) {
+    one_is_killed("dying::rank", settings);
+}
+
+/// Who frees memory asks nobody, and waits for the device, which waits for the peer.
+#[test]
+fn memory_is_freed_where_a_peer_is_gone_stand_in() {
+    for told in ["", "silent"] {
+        one_is_killed("dying::freeing", &[("GPU_STAND_IN_LOST_PEERS", told)]);
+    }
+}
+
+/// Two processes that run a test, of which one ends at once.
+fn one_is_killed(test: &str, settings: &[(&str, &str)]) {
     let folder = libraries();
     let ranks = ["0", "1"].map(|rank| {
-        let mut process = process_of("dying::rank", 2, &folder);
+        let mut process = process_of(test, 2, &folder);
         process.env("RANK", rank).env("FOLDER", folder.path()).envs(settings.iter().copied());
         process.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap()
     });
     let [survivor, dead] = ranks.map(|rank| rank.wait_with_output().unwrap());
-    passed("dying::rank", &survivor);
+    passed(test, &survivor);
     assert!(!dead.status.success());
+}
+
+fn met() -> (Gpu, Nccl<Pair>) {
+    let rank: u32 = std::env::var("RANK").unwrap().parse().unwrap();
+    let control = Pair::new(rank, Path::new(&std::env::var_os("FOLDER").unwrap()));
+    let gpu = open(kernels(), rank).unwrap();
+    let peers = Nccl::meet(&gpu, Sharing::Refused, control).unwrap();
+    (gpu, peers)
+}
+
+#[test]
+#[ignore = "a process of a test"]
+fn freeing() {
+    let (gpu, peers) = met();
+    if peers.rank() == 1 {
+        std::thread::sleep(Duration::from_millis(100));
+        std::process::abort();
+    }
+    let memory = || DeviceBytes::new(&gpu.device, 1 << 20, "a test").unwrap();
+    let (outgoing, mut incoming, other) = (memory(), memory(), memory());
+    let all = [0..0, 0..1 << 20];
+    let stream = Stream::new(&gpu.device).unwrap();
+    peers.queue_exchange(&stream, &outgoing, &all, &mut incoming, &all).unwrap();
+    let begun = Instant::now();
+    drop(other);
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    let error = peers.wait("exchange", &stream.record().unwrap()).err();
+    assert!(error.is_none_or(|error| error.to_string() == "rank 1: exchange: its process ended"));
 }
 
 #[test]
 #[ignore = "a process of a test"]
 fn rank() {
-    let rank: u32 = std::env::var("RANK").unwrap().parse().unwrap();
-    let control = Pair::new(rank, Path::new(&std::env::var_os("FOLDER").unwrap()));
-    let gpu = open(kernels(), rank).unwrap();
-    let peers = Nccl::meet(&gpu, Sharing::Refused, control).unwrap();
+    let (gpu, peers) = met();
+    let rank = peers.rank();
     let memory = || DeviceBytes::new(&gpu.device, 1 << 20, "a test").unwrap();
     let (outgoing, mut incoming) = (memory(), memory());
     let all = if rank == 0 { [0..0, 0..1 << 20] } else { [0..1 << 20, 0..0] };

@@ -8,7 +8,7 @@ use crate::exec::exchange::Shuffle;
 use crate::exec::tests::exchanging::{Case, Means, check_each_cut, check_faults, fits, spec};
 use crate::gpu::{DeviceShuffle, Nccl, Sharing};
 
-struct Devices;
+pub(super) struct Devices;
 
 impl Means for Devices {
     type Seat = (Gpu, Nccl<Local>);
@@ -88,7 +88,7 @@ proptest! {
         wish in prop::option::of(any::<u64>()),
     ) {
         prop_assume!(specs.iter().all(fits));
-        let case = Case::new(&specs, transpose);
+        let case = Case::hard(&specs, transpose);
         let case = if shares { case.with_shares() } else { case };
         let (parties, todos) = case.parties(ranks, &cuts, wish);
         let (together, _) = case.together(&Devices, &parties, &todos, bucket_bytes);

@@ -5,6 +5,7 @@ mod conforming;
 mod copying;
 mod dying;
 mod exchanging;
+mod folding;
 mod kernels;
 mod opening;
 

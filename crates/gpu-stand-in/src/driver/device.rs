@@ -4,6 +4,7 @@ use std::ffi::{c_char, c_int, c_uint};
 use std::ptr;
 
 use super::{Code, device, entries, put, started};
+use crate::fault::Fault;
 use crate::machine::{self, Machine};
 
 /// What `cuDriverGetVersion` tells: CUDA 13.0.
@@ -16,6 +17,7 @@ fn context(ordinal: usize) -> usize {
 
 entries! {
     fn cuInit(flags: c_uint) {
+        Fault::DiesLoading.strikes();
         match flags {
             0 if Machine::start().devices.is_empty() => Err(Code::ERROR_NO_DEVICE),
             0 => Ok(()),

@@ -4,6 +4,7 @@ use std::alloc::{self, Layout};
 use std::ffi::c_uint;
 
 use super::{Answer, Code, current, entries, put, started, stream};
+use crate::fault::Fault;
 
 /// What pinned memory is aligned to: a page.
 const PAGE: usize = 4096;
@@ -23,6 +24,9 @@ entries! {
         let heap = &current()?.heap;
         if bytes == 0 {
             return Err(Code::ERROR_INVALID_VALUE);
+        }
+        if Fault::RefusesMemory.happens() {
+            return Err(Code::ERROR_OUT_OF_MEMORY);
         }
         put(address, heap.allocate(bytes).ok_or(Code::ERROR_OUT_OF_MEMORY)?)
     }
@@ -60,6 +64,9 @@ entries! {
 
     fn cuMemHostAlloc(address: *mut usize, bytes: usize, _flags: c_uint) {
         current()?;
+        if Fault::RefusesPinned.happens() {
+            return Err(Code::ERROR_OUT_OF_MEMORY);
+        }
         // SAFETY: it has bytes.
         let memory = unsafe { alloc::alloc(pages(bytes)?) } as usize;
         if memory == 0 {

@@ -1,13 +1,14 @@
 //! How ranks find each other: the process that made the id tells each of them where all others listen.
 
 use std::collections::HashSet;
-use std::io::{self, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::Duration;
 use std::{env, fs};
 
 use super::{Answer, Code, refused};
+use crate::fault::Fault;
 use crate::wire::{read_u32, read_u64};
 
 /// How often a rank that waits looks whether it was aborted.
@@ -107,12 +108,16 @@ pub fn meet(place: Place, id: UniqueId, device: usize, aborted: &dyn Fn() -> boo
         };
         stream.write_all(&token.to_le_bytes())?;
         card.write(&mut stream)?;
+        Fault::DiesMeeting.strikes();
+        if Fault::FailsMeeting.happens() {
+            return Err(io::Error::other("the network was told to fail"));
+        }
         stream.set_nonblocking(true)?;
         let mut bytes = vec![0; place.ranks * Card::BYTES];
         let mut filled = 0;
         while filled < bytes.len() {
             match stream.read(&mut bytes[filled..]) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(read) => filled += read,
                 Err(error) => wait(error, aborted)?,
             }
@@ -120,14 +125,24 @@ pub fn meet(place: Place, id: UniqueId, device: usize, aborted: &dyn Fn() -> boo
         let mut bytes = bytes.as_slice();
         Ok(((0..place.ranks).map(|_| Card::read(&mut bytes)).collect::<io::Result<_>>()?, listener))
     };
-    let (cards, listener) =
-        met().map_err(|error| refused(Code::SYSTEM_ERROR, &format!("not all ranks came: {error}")))?;
+    let (cards, listener) = met().map_err(|error| refused(code(&error), &format!("not all ranks came: {error}")))?;
     let mut devices = HashSet::new();
     let doubled = cards.iter().any(|card| !devices.insert((card.host, card.device)));
     if doubled && env::var("NCCL_MULTI_RANK_GPU_ENABLE").as_deref() != Ok("1") {
         return Err(refused(Code::INVALID_USAGE, "Duplicate GPU detected: two ranks have one device"));
     }
-    connect(place, &cards, &listener, aborted).map_err(|error| refused(Code::SYSTEM_ERROR, &error.to_string()))
+    connect(place, &cards, &listener, aborted).map_err(|error| refused(code(&error), &error.to_string()))
+}
+
+/// As NCCL tells ends that others have closed from what is wrong here.
+fn code(error: &io::Error) -> Code {
+    match error.kind() {
+        ErrorKind::UnexpectedEof
+        | ErrorKind::ConnectionRefused
+        | ErrorKind::ConnectionReset
+        | ErrorKind::BrokenPipe => Code::REMOTE_ERROR,
+        _ => Code::SYSTEM_ERROR,
+    }
 }
 
 /// A rank calls those before it, and is called by those behind it.
@@ -150,7 +165,7 @@ fn connect(
             Ok((mut socket, _)) => {
                 socket.set_nonblocking(false)?;
                 let rank = read_u32(&mut socket)? as usize;
-                *sockets.get_mut(rank).ok_or(io::ErrorKind::InvalidData)? = Some(socket);
+                *sockets.get_mut(rank).ok_or(ErrorKind::InvalidData)? = Some(socket);
                 missing -= 1;
             }
             Err(error) => wait(error, aborted)?,
@@ -160,7 +175,7 @@ fn connect(
 }
 
 fn wait(error: io::Error, aborted: &dyn Fn() -> bool) -> io::Result<()> {
-    if error.kind() != io::ErrorKind::WouldBlock {
+    if error.kind() != ErrorKind::WouldBlock {
         return Err(error);
     }
     if aborted() {

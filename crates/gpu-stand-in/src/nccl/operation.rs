@@ -5,6 +5,7 @@ use std::slice;
 
 use super::communicator::{Broken, Communicator};
 use super::{Answer, Code, reduce, refused};
+use crate::fault::Fault;
 use crate::machine::Machine;
 use crate::wire::{Head, Kind};
 
@@ -103,6 +104,11 @@ impl Operation {
 pub fn run(communicator: &Communicator, operations: &[Operation]) {
     let done = || {
         operations.iter().try_for_each(|operation| operation.send(communicator))?;
+        Fault::DiesInGroup.strikes();
+        if Fault::FailsInGroup.happens() {
+            communicator.fail(refused(Code::SYSTEM_ERROR, "the network was told to fail"));
+            return Err(Broken);
+        }
         operations.iter().try_for_each(|operation| operation.receive(communicator))?;
         (0..communicator.place().ranks).try_for_each(|peer| communicator.wait_taken(peer))
     };

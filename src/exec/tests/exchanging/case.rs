@@ -26,6 +26,24 @@ pub(crate) struct Case {
 
 impl Case {
     pub(crate) fn new(specs: &[Spec], transpose: bool) -> Self {
+        Self::of_terms(specs, transpose, &term)
+    }
+
+    /// Of elements that casts do not keep, some of them.
+    pub(crate) fn hard(specs: &[Spec], transpose: bool) -> Self {
+        Self::of_elements(specs, transpose, &hard)
+    }
+
+    /// With elements of summands by dtype, index and number of the summand.
+    pub(super) fn of_terms(specs: &[Spec], transpose: bool, term: &dyn Fn(Dtype, u64, u64) -> Vec<u8>) -> Self {
+        let plain = |dtype: Dtype, index| element(index, dtype.itemsize());
+        Self::of_elements(specs, transpose, &|dtype, index, summand| {
+            summand.map_or_else(|| plain(dtype, index), |summand| term(dtype, index, summand))
+        })
+    }
+
+    /// With elements by dtype, index and number of the summand, if they are of one.
+    fn of_elements(specs: &[Spec], transpose: bool, value: &dyn Fn(Dtype, u64, Option<u64>) -> Vec<u8>) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut stored: Vec<Vec<u8>> = Vec::new();
         let (mut entries, mut targets) = (Vec::new(), Vec::new());
@@ -37,11 +55,7 @@ impl Case {
             let count = summands.map_or(1, |(count, _)| count);
             for summand in 0..count {
                 let path = folder.path().join("stored");
-                let value = |index: u64| match summands {
-                    _ if from_dtype != to_dtype => hard(*from_dtype, index, summands.map(|_| summand)),
-                    Some(_) => term(*from_dtype, index, summand),
-                    None => element(index, from_dtype.itemsize()),
-                };
+                let value = |index: u64| value(*from_dtype, index, summands.map(|_| summand));
                 let (_, one) = store_values(shape, *from_dtype, from, transpose, IoMode::Read, &path, &value);
                 let bytes = fs::read(&path).unwrap();
                 for (rank, mut chunk) in one.chunks.iter().enumerate() {
@@ -202,6 +216,11 @@ impl Case {
             reducing: Reducing::InRankOrder,
         };
         (parties, deal(&self.reservation, cuts, ranks))
+    }
+
+    /// Make room for another exchange.
+    pub(super) fn forget_together(&self) {
+        fs::remove_dir_all(self.folder.path().join("together")).unwrap();
     }
 
     /// What is in a folder after runs with these figures.

@@ -2,6 +2,7 @@
 
 use super::super::*;
 use super::case::deal;
+use super::folding::one_each;
 use super::{Case, Host};
 use crate::exec::exchange::{Counting, Moves, Owners, Parties, Reducing, Rounds, Sight};
 use crate::layout::ReduceOp;
@@ -73,16 +74,17 @@ fn buffers_are_no_longer_than_the_bucket() {
     let case = Case::new(&specs, false);
     let (parties, todos) = case.parties(3, &[], Some(1));
     let owners = Owners::new(&case.reservation.files, &todos);
-    let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, 2000);
-    for round in rounds {
-        let round = round.unwrap();
-        for rank in 0..3 {
-            let moves = Moves::new(&round, rank);
-            // Places are aligned.
-            let most = 2000 + 16 * (moves.arriving.len() + moves.reads.len() + 1);
-            let (outgoing, incoming) = moves.wire_lens();
-            let longest = moves.stage_len.max(outgoing).max(incoming).max(moves.unpacked_len);
-            assert!(longest <= most, "{longest} of {most}");
-        }
+    let rounds_of = |parties: &Parties| -> Vec<Moves> {
+        let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, parties, 2000);
+        rounds.map(Result::unwrap).flat_map(|round| (0..3).map(move |rank| Moves::new(&round, rank))).collect()
+    };
+    let by_nccl = rounds_of(&one_each(&case, 3));
+    assert!(by_nccl.iter().any(|moves| !moves.folds.is_empty()));
+    for moves in rounds_of(&parties).into_iter().chain(by_nccl) {
+        // Places are aligned.
+        let most = 2000 + 16 * (moves.arriving.len() + moves.reads.len() + moves.folds.len() + 1);
+        let (outgoing, incoming) = moves.wire_lens();
+        let longest = moves.stage_len.max(outgoing).max(incoming).max(moves.unpacked_len);
+        assert!(longest <= most, "{longest} of {most}");
     }
 }

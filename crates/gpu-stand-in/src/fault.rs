@@ -1,0 +1,73 @@
+//! What a test lets go wrong in one process: `GPU_STAND_IN_FAULT=NAME`, or `NAME:3` for the third time that it comes by.
+
+use std::process;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::machine::Machine;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The process is killed when the driver is begun with.
+    DiesLoading,
+    /// It is killed, or its NCCL fails, once the others have heard of it and wait for it.
+    DiesMeeting,
+    FailsMeeting,
+    /// So in a group of operations, when it has sent its messages and taken none.
+    DiesInGroup,
+    FailsInGroup,
+    /// Memory that is not there, of the device or pinned.
+    RefusesMemory,
+    RefusesPinned,
+}
+
+const NAMES: [(&str, Fault); 7] = [
+    ("dies-loading", Fault::DiesLoading),
+    ("dies-meeting", Fault::DiesMeeting),
+    ("fails-meeting", Fault::FailsMeeting),
+    ("dies-in-group", Fault::DiesInGroup),
+    ("fails-in-group", Fault::FailsInGroup),
+    ("refuses-memory", Fault::RefusesMemory),
+    ("refuses-pinned", Fault::RefusesPinned),
+];
+
+/// A fault, and the how manieth time it is one.
+pub type Planned = (Fault, usize);
+
+/// What the variable says; none where it is not set.
+pub fn planned(text: &str) -> Option<Planned> {
+    let (name, time) = text.split_once(':').unwrap_or((text, "1"));
+    let fault = NAMES.iter().find(|(known, _)| *known == name)?.1;
+    Some((fault, time.parse().ok()?))
+}
+
+impl Fault {
+    /// Whether it happens now.
+    pub fn happens(self) -> bool {
+        static COME_BY: AtomicUsize = AtomicUsize::new(0);
+        match Machine::start().settings.fault {
+            Some((planned, time)) if planned == self => COME_BY.fetch_add(1, Ordering::SeqCst) + 1 == time,
+            _ => false,
+        }
+    }
+
+    /// The end of the process, as by KILL, if it happens now.
+    pub fn strikes(self) {
+        if self.happens() {
+            // SAFETY: a signal to this process.
+            unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+            process::abort();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_are_named_and_counted() {
+        assert_eq!(planned("dies-in-group"), Some((Fault::DiesInGroup, 1)));
+        assert_eq!(planned("refuses-pinned:12"), Some((Fault::RefusesPinned, 12)));
+        assert_eq!([planned(""), planned("dies"), planned("dies-meeting:soon")], [None; 3]);
+    }
+}

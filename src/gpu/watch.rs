@@ -1,0 +1,117 @@
+//! What a rank has of NCCL until it is given up, and a thread that gives it up in time.
+//!
+//! Whoever waits for NCCL asks meanwhile how it is. But memory that is freed waits for the device as well, which waits for
+//! NCCL, which waits for a peer that may be gone; and who is in such a call asks nobody. Nor does who waits for another
+//! rank's word, which that one cannot give. Invariant: what was given up stays so, and why is what it was first.
+
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use nccl::raw::ncclRemoteError;
+
+use super::communicator::reason;
+use crate::comm::Communicator;
+
+/// How often it is looked after where nobody waits for it.
+const EVERY: Duration = Duration::from_millis(100);
+
+/// Why NCCL is given up.
+#[derive(Clone, Debug)]
+pub(super) enum Why {
+    /// Another rank is gone, or has ended its side.
+    Elsewhere(String),
+    /// Whatever it is, it may be of this rank alone.
+    Here(String),
+}
+
+impl Why {
+    pub fn words(&self) -> &str {
+        let (Self::Elsewhere(words) | Self::Here(words)) = self;
+        words
+    }
+
+    /// How long the control may take to hear what NCCL knows already. Ranks whose peer is lost wait for that to say why.
+    pub fn patience(&self) -> Duration {
+        match self {
+            Self::Elsewhere(_) => Duration::from_secs(5),
+            Self::Here(_) => Duration::from_secs(1),
+        }
+    }
+}
+
+impl From<nccl::Error> for Why {
+    fn from(error: nccl::Error) -> Self {
+        let is_elsewhere = match &error {
+            nccl::Error::Call { code, .. } => *code == ncclRemoteError,
+            nccl::Error::GivenUp { .. } => true,
+            _ => false,
+        };
+        if is_elsewhere { Self::Elsewhere(error.to_string()) } else { Self::Here(error.to_string()) }
+    }
+}
+
+/// NCCL among the ranks, or why there is none any more.
+pub(super) struct Met {
+    peers: Mutex<Option<nccl::Communicator>>,
+    given_up: OnceLock<Why>,
+}
+
+impl Met {
+    pub fn new(peers: nccl::Communicator) -> Arc<Self> {
+        Arc::new(Self { peers: Mutex::new(Some(peers)), given_up: OnceLock::new() })
+    }
+
+    /// # Errors
+    /// Why it is given up, now or before.
+    pub fn with<T>(&self, body: impl FnOnce(&mut nccl::Communicator) -> nccl::Result<T>) -> Result<T, Why> {
+        let done = self.lock().as_mut().map_or(Err(nccl::Error::Aborted), body);
+        done.map_err(|error| self.give_up(error.into()))
+    }
+
+    /// Abort NCCL, which ends what streams have of it; why, or why it was done before.
+    pub fn give_up(&self, why: Why) -> Why {
+        let why = self.given_up.get_or_init(|| why);
+        drop(self.take());
+        why.clone()
+    }
+
+    pub fn take(&self) -> Option<nccl::Communicator> {
+        self.lock().take()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<nccl::Communicator>> {
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A thread that looks after it, as long as this is.
+pub(super) struct Watch {
+    /// `None` once it is to end.
+    going: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watch {
+    pub fn start<C: Communicator + Send + 'static>(met: Arc<Met>, control: Arc<C>) -> Self {
+        let (going, goes) = mpsc::channel::<()>();
+        let thread = thread::spawn(move || {
+            while goes.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
+                let is_well = control.check().map_err(|gone| met.give_up(Why::Elsewhere(gone.to_string())));
+                if let Err(why) = is_well.and_then(|()| met.with(|peers| peers.status())) {
+                    // This rank may be waiting for another one, which waits for NCCL.
+                    return control.fail(&reason(&*control, "exchange", &why).to_string());
+                }
+            }
+        });
+        Self { going: Some(going), thread: Some(thread) }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.going = None;
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}

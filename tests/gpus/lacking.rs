@@ -1,0 +1,63 @@
+//! One process has no device, or no NCCL, while the others have them; or all have one device.
+
+use crate::job::{Job, SIGHTS, Settings, Sight, others_name};
+use crate::nodes::succeeds;
+
+const NO_DEVICE: Settings<'static> = &[("GPU_STAND_IN_DEVICES", "0")];
+const HIDDEN: Settings<'static> = &[("CUDA_VISIBLE_DEVICES", "")];
+const NO_NCCL: Settings<'static> = &[("DTSHARD_NCCL_LIB", "/nonexistent/libnccl.so.2")];
+const NO_DRIVER: Settings<'static> = &[("LD_LIBRARY_PATH", "/nonexistent")];
+
+const LACKS: [(Settings<'static>, &str); 4] = [
+    (NO_DEVICE, "no CUDA-capable device is detected"),
+    (HIDDEN, "no CUDA-capable device is detected"),
+    (NO_NCCL, "/nonexistent/libnccl.so.2"),
+    (NO_DRIVER, "no CUDA driver here"),
+];
+
+#[test]
+fn who_asks_for_devices_is_refused_stand_in() {
+    for sight in SIGHTS {
+        let job = Job::new(sight);
+        for (settings, words) in LACKS {
+            for odd in [0, 2] {
+                let outcomes = job.but(odd, "", settings);
+                outcomes[odd as usize].refused(&[words, "hint: ", "--backend cpu"]);
+                others_name(&outcomes, odd, &[words]);
+                job.is_done_anew();
+            }
+        }
+    }
+}
+
+/// All take TCP then, and say why if they are asked.
+#[test]
+fn who_leaves_it_open_goes_over_tcp_stand_in() {
+    let job = Job::new(Sight::Apart);
+    for (settings, words) in LACKS {
+        let outcomes = job.but(1, "--backend auto -v", settings);
+        outcomes.iter().for_each(succeeds);
+        for outcome in &outcomes {
+            outcome.says(&["bytes do not go by NCCL; rank 1: ", words]);
+        }
+        job.has_made();
+    }
+    let outcomes = job.but(1, "--backend auto -v", &[]);
+    outcomes.iter().for_each(succeeds);
+    for outcome in &outcomes {
+        outcome.says(&["bytes go by NCCL 2.30.7, here from GPU ", "(stand-in (no GPU))"]);
+    }
+    job.has_made();
+}
+
+#[test]
+fn two_with_one_device_stand_in() {
+    for backend in ["--backend nccl", "--backend auto"] {
+        let job = Job::new(Sight::Apart);
+        let outcomes = job.each(|_| (backend.to_owned(), &[("CUDA_VISIBLE_DEVICES", "1")]));
+        for outcome in &outcomes {
+            outcome.refused(&["ranks 0 and 1 have one GPU", "hint: start a process for each GPU"]);
+        }
+        job.is_done_anew();
+    }
+}
