@@ -36,16 +36,19 @@ class Machine:
             self.nccl, self.gpus = folder / "libgpu_stand_in.so", STAND_INS
             self.environment["GPU_STAND_IN_DEVICES"] = str(self.gpus)
             self.environment["GPU_STAND_IN_DELAY_US"] = "20"
-            # Not as libcuda.so.1: NVRTC would take it for the driver.
             (folder / "stand-in").mkdir(exist_ok=True)
-            link(self.nccl.resolve(), folder / "stand-in/libcuda.so")
+            for name in ("libcuda.so", "libnvrtc.so"):
+                link(self.nccl.resolve(), folder / "stand-in" / name)
             paths.append(folder / "stand-in")
         else:
             self.nccl, self.gpus = installed("libnccl.so.2"), len(lines("nvidia-smi", "-L"))
         self.nccl_version = nccl_version(self.nccl)
         if self.nccl:
             self.environment["DTSHARD_NCCL_LIB"] = str(self.nccl)
-        self.nvrtc = installed("libnvrtc.so.13") or installed("libnvrtc.so.12")
+        if is_stand_in:
+            self.nvrtc = folder / "stand-in/libnvrtc.so"
+        else:
+            self.nvrtc = installed("libnvrtc.so.13") or installed("libnvrtc.so.12")
         if self.nvrtc:
             paths.append(self.nvrtc.parent)
         paths += filter(None, [os.environ.get("LD_LIBRARY_PATH")])

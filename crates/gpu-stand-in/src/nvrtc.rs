@@ -34,8 +34,9 @@ impl Program {
             self.log = CString::new(why).unwrap_or_default();
             return Err(Code::COMPILATION);
         }
-        let entries: String = names.iter().map(|name| format!(".visible .entry {name}(\n)\n{{ ret; }}\n")).collect();
-        self.ptx = CString::new(format!(".version 8.0\n.target sm_80\n{entries}")).unwrap_or_default();
+        let entries = names.iter().flat_map(|name| [".visible .entry ", *name, "(\n)\n{ ret; }\n"]);
+        let ptx: String = std::iter::once(".version 8.0\n.target sm_80\n").chain(entries).collect();
+        self.ptx = CString::new(ptx).unwrap_or_default();
         Ok(())
     }
 }
@@ -88,6 +89,11 @@ macro_rules! entries {
 }
 
 entries! {
+    fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) {
+        put(major, 13)?;
+        put(minor, 0)
+    }
+
     fn nvrtcCreateProgram(
         handle: *mut Handle,
         text: *const c_char,

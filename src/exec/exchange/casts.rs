@@ -98,12 +98,12 @@ mod tests {
 
     #[test]
     fn portions_are_all_elements() {
-        let of = |counted: &[Range<u64>]| {
-            let portions = portions(10, counted.iter().cloned());
+        let of = |counted: &[(u64, u64)]| {
+            let portions = portions(10, counted.iter().map(|(start, end)| *start..*end));
             portions.into_iter().map(|Portion { elements, counted }| (elements, counted)).collect::<Vec<_>>()
         };
         assert_eq!(of(&[]), [(0..10, 0..0)]);
-        assert_eq!(of(&[2..4]), [(0..10, 2..4)]);
-        assert_eq!(of(&[0..4, 6..7, 9..10]), [(0..6, 0..4), (6..9, 6..7), (9..10, 9..10)]);
+        assert_eq!(of(&[(2, 4)]), [(0..10, 2..4)]);
+        assert_eq!(of(&[(0, 4), (6, 7), (9, 10)]), [(0..6, 0..4), (6..9, 6..7), (9..10, 9..10)]);
     }
 }

@@ -152,10 +152,10 @@ fn tensors_are_through_one_after_the_other() {
 pub(crate) fn check_each_cut(means: &impl Means) {
     let one = Layout { mesh: vec![1], placements: vec![Placement::Replicate] };
     let twice = Layout { mesh: vec![2], placements: vec![Placement::Replicate] };
-    let spec = (vec![9], (Dtype::F32, Dtype::F16), one, twice, Some((2, ReduceOp::Sum)));
-    let wanted = Case::hard(&[spec.clone()], false).alone();
+    let specs = [(vec![9], (Dtype::F32, Dtype::F16), one, twice, Some((2, ReduceOp::Sum)))];
+    let wanted = Case::hard(&specs, false).alone();
     for cut in 0..u64::try_from(wanted.files[0].len()).unwrap() {
-        let case = Case::hard(&[spec.clone()], false);
+        let case = Case::hard(&specs, false);
         let (parties, todos) = case.parties(2, &[cut], None);
         assert!(case.together(means, &parties, &todos, 1000).0 == wanted, "cut at {cut}");
     }
