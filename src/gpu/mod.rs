@@ -5,10 +5,11 @@
 //!     |----------- stream up -------------| |-- stream wire --| |------------- stream down ---------------|
 //! ```
 //!
-//! Summands come down to be reduced; values that others need go the same way once more.
+//! What is unpacked is [computed](computing) with there: summands become values, and values are cast. What others need of that
+//! goes across once more. Without kernels summands come down, and the host does both.
 //!
 //! Nothing of CUDA is linked: driver, NVRTC and NCCL are opened by [`open`] and not before. A machine without them pays
-//! nothing, and is told what is missing. Without NVRTC the driver copies what a kernel would.
+//! nothing, and is told what is missing. Without NVRTC the driver copies what a kernel would, and the host computes.
 //!
 //! Counts bytes. Invariant: a device gives what the host would: bytes are moved, and where [numbers](arithmetic) are
 //! computed with, it is bit for bit as the host does. All that is `unsafe` of CUDA is in this module and in `nccl-rs`.
