@@ -16,7 +16,7 @@ use super::address::Candidate;
 use super::control::TICK;
 use super::fate::ENDED;
 use super::hello::{HELLO_BYTES, Hello, Reply, is_wait};
-use crate::error::{Error, Result, some_of};
+use crate::error::{Error, Result, first_of, some_of};
 
 /// For one who has connected to say who he is, and for an answer to that.
 const MANNERS: Duration = Duration::from_secs(5);
@@ -70,22 +70,28 @@ impl Door {
         loop {
             self.look().map_err(|error| Error::comm(self.mine.rank, op, format!("cannot listen: {error}")))?;
             self.check(op)?;
-            let missing: Vec<u32> = self.wanted.clone().filter(|rank| self.inside[*rank as usize].is_none()).collect();
-            let Some(first) = missing.first() else { return Ok(()) };
+            let missing = self.missing();
+            let Some((first, others)) = missing.split_first() else { return Ok(()) };
             if Instant::now() >= until {
-                return Err(Error::Comm { rank: *first, op, detail: self.missed(&missing, limit), hint: None });
+                return Err(Error::comm(*first, op, self.missed(others, limit)));
             }
             going()?;
             thread::sleep(LOOK);
         }
     }
 
-    fn missed(&self, missing: &[u32], limit: Duration) -> String {
-        let names: Vec<String> = missing.iter().map(ToString::to_string).collect();
-        let ranks = if names.len() == 1 { "rank" } else { "ranks" };
-        let mut words = format!("{ranks} {} did not come within {} s", some_of(&names, 8), limit.as_secs());
-        if names.len() > 8 {
-            words += &format!(" ({} of {})", names.len(), self.mine.size);
+    /// Who is wanted and not in.
+    fn missing(&self) -> Vec<u32> {
+        self.wanted.clone().filter(|rank| self.inside[*rank as usize].is_none()).collect()
+    }
+
+    /// What is said of the first who did not come.
+    fn missed(&self, others: &[u32], limit: Duration) -> String {
+        let names: Vec<String> = others.iter().map(ToString::to_string).collect();
+        let mut words = format!("did not come within {} s", limit.as_secs());
+        if !names.is_empty() {
+            let ranks = if names.len() == 1 { "rank" } else { "ranks" };
+            words += &format!(", nor did {ranks} {}", first_of(&names, 8));
         }
         if !self.refused.is_empty() {
             words += &format!("; turned away: {}", some_of(&self.refused, 3));
