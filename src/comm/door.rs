@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use super::address::Candidate;
 use super::control::TICK;
-use super::fate::ENDED;
+use super::fate::{ENDED, Gone};
 use super::hello::{HELLO_BYTES, Hello, Reply, is_wait};
 use crate::error::{Error, Result, first_of, some_of};
 
@@ -104,10 +104,22 @@ impl Door {
         self.inside.into_iter().map(|guest| guest.map(|guest| guest.stream)).collect()
     }
 
-    /// Tell those who are in that nothing comes of it.
-    pub fn send_away(self, words: &str) {
-        for guest in self.inside.iter().flatten() {
-            let _ = Reply::refused(words).send(&guest.stream);
+    /// Tell those who are in that nothing comes of it, and until then those who are still to come: nobody else would.
+    pub fn send_away(mut self, why: &Gone, until: Instant, going: &dyn Fn() -> Result<()>) {
+        let why = Reply::GaveUp(why.clone());
+        let mut told = vec![false; self.inside.len()];
+        loop {
+            for (guest, told) in self.inside.iter().zip(&mut told) {
+                if let Some(guest) = guest.as_ref().filter(|_| !*told) {
+                    let _ = why.send(&guest.stream);
+                    *told = true;
+                }
+            }
+            let is_over = self.missing().is_empty() || Instant::now() >= until || going().is_err();
+            if is_over || self.look().is_err() {
+                return;
+            }
+            thread::sleep(LOOK);
         }
     }
 
