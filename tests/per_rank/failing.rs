@@ -154,8 +154,11 @@ fn one_that_is_stopped() {
                 if rank == told { "stopped by TERM; ".to_owned() } else { format!("stopped by TERM at rank {told}; ") };
             // One that had not come to DST yet knows of nothing that is kept.
             assert!(matches!(outcome.code, Some(75 | 143)), "{rank} {outcome:?}");
-            let kept = if outcome.code == Some(75) { "--resume goes on from there" } else { "nothing was written" };
-            outcome.says(&[&words, kept]);
+            if outcome.code == Some(75) {
+                outcome.says(&[&words, ".out.dtshard-partial keeps at least ", ", --resume goes on from there"]);
+            } else {
+                outcome.says(&[&words, "nothing was written"]);
+            }
         }
         is_left_clean(&nodes);
         nodes.together(&format!("{WORDS} --resume")).iter().for_each(succeeds);
