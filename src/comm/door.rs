@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 
 use super::address::Candidate;
 use super::control::TICK;
-use super::fate::ENDED;
+use super::fate::{ENDED, Gone};
 use super::hello::{HELLO_BYTES, Hello, Reply, is_wait};
-use crate::error::{Error, Result, some_of};
+use crate::error::{Error, Result, first_of, some_of};
 
 /// For one who has connected to say who he is, and for an answer to that.
 const MANNERS: Duration = Duration::from_secs(5);
@@ -70,22 +70,28 @@ impl Door {
         loop {
             self.look().map_err(|error| Error::comm(self.mine.rank, op, format!("cannot listen: {error}")))?;
             self.check(op)?;
-            let missing: Vec<u32> = self.wanted.clone().filter(|rank| self.inside[*rank as usize].is_none()).collect();
-            let Some(first) = missing.first() else { return Ok(()) };
+            let missing = self.missing();
+            let Some((first, others)) = missing.split_first() else { return Ok(()) };
             if Instant::now() >= until {
-                return Err(Error::Comm { rank: *first, op, detail: self.missed(&missing, limit), hint: None });
+                return Err(Error::comm(*first, op, self.missed(others, limit)));
             }
             going()?;
             thread::sleep(LOOK);
         }
     }
 
-    fn missed(&self, missing: &[u32], limit: Duration) -> String {
-        let names: Vec<String> = missing.iter().map(ToString::to_string).collect();
-        let ranks = if names.len() == 1 { "rank" } else { "ranks" };
-        let mut words = format!("{ranks} {} did not come within {} s", some_of(&names, 8), limit.as_secs());
-        if names.len() > 8 {
-            words += &format!(" ({} of {})", names.len(), self.mine.size);
+    /// Who is wanted and not in.
+    fn missing(&self) -> Vec<u32> {
+        self.wanted.clone().filter(|rank| self.inside[*rank as usize].is_none()).collect()
+    }
+
+    /// What is said of the first who did not come.
+    fn missed(&self, others: &[u32], limit: Duration) -> String {
+        let names: Vec<String> = others.iter().map(ToString::to_string).collect();
+        let mut words = format!("did not come within {} s", limit.as_secs());
+        if !names.is_empty() {
+            let ranks = if names.len() == 1 { "rank" } else { "ranks" };
+            words += &format!(", nor did {ranks} {}", first_of(&names, 8));
         }
         if !self.refused.is_empty() {
             words += &format!("; turned away: {}", some_of(&self.refused, 3));
@@ -98,10 +104,22 @@ impl Door {
         self.inside.into_iter().map(|guest| guest.map(|guest| guest.stream)).collect()
     }
 
-    /// Tell those who are in that nothing comes of it.
-    pub fn send_away(self, words: &str) {
-        for guest in self.inside.iter().flatten() {
-            let _ = Reply::refused(words).send(&guest.stream);
+    /// Tell those who are in that nothing comes of it, and until then those who are still to come: nobody else would.
+    pub fn send_away(mut self, why: &Gone, until: Instant, going: &dyn Fn() -> Result<()>) {
+        let why = Reply::GaveUp(why.clone());
+        let mut told = vec![false; self.inside.len()];
+        loop {
+            for (guest, told) in self.inside.iter().zip(&mut told) {
+                if let Some(guest) = guest.as_ref().filter(|_| !*told) {
+                    let _ = why.send(&guest.stream);
+                    *told = true;
+                }
+            }
+            let is_over = self.missing().is_empty() || Instant::now() >= until || going().is_err();
+            if is_over || self.look().is_err() {
+                return;
+            }
+            thread::sleep(LOOK);
         }
     }
 

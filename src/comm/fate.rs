@@ -52,6 +52,14 @@ impl From<String> for Why {
 }
 
 impl Gone {
+    /// As rank 0 has it from this error: who it names, or else rank 0 itself.
+    pub fn because(error: &Error) -> Self {
+        match error {
+            Error::Comm { rank, detail, .. } => Self { rank: *rank, why: Why::Failed(detail.clone()) },
+            error => Self { rank: 0, why: Why::of(error) },
+        }
+    }
+
     pub fn error(&self, op: &'static str) -> Error {
         match &self.why {
             Why::Failed(words) => Error::comm(self.rank, op, words),

@@ -7,6 +7,7 @@ use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use super::fate::{Gone, Why};
 use crate::error::Result;
 
 /// What the processes of one run have in common and nobody else knows.
@@ -75,6 +76,8 @@ pub(super) enum Reply {
     /// What it called may be replaced by what it looks for.
     AnotherRun(String),
     Refused(String),
+    /// To one who was let in: the others are not waited for any more.
+    GaveUp(Gone),
 }
 
 const MOST_WORDS: usize = 500;
@@ -84,26 +87,54 @@ impl Reply {
         Self::Refused(words.into())
     }
 
-    pub fn words(&self) -> &str {
+    pub fn words(&self) -> String {
         match self {
-            Self::Welcome => "",
-            Self::AnotherRun(words) | Self::Refused(words) => words,
+            Self::Welcome => String::new(),
+            Self::AnotherRun(words) | Self::Refused(words) => words.clone(),
+            Self::GaveUp(gone) => gone.error("rendezvous").to_string(),
         }
     }
 
-    /// To one who reads, or goes without.
+    /// To one who reads, or goes without. Words that are too long are cut.
     pub fn send(&self, mut stream: &TcpStream) -> io::Result<()> {
-        let code = match self {
-            Self::Welcome => 0,
-            Self::AnotherRun(_) => 1,
-            Self::Refused(_) => 2,
-        };
-        let words = self.words().as_bytes();
-        let words = &words[..words.len().min(MOST_WORDS)];
-        let length = u16::try_from(words.len()).expect("at most MOST_WORDS").to_le_bytes();
+        let (code, content) = self.bytes();
+        let content = &content[..content.len().min(MOST_WORDS)];
+        let length = u16::try_from(content.len()).expect("at most MOST_WORDS").to_le_bytes();
         stream.set_nonblocking(false)?;
         stream.set_write_timeout(Some(Duration::from_secs(1)))?;
-        stream.write_all(&[&[code], length.as_slice(), words].concat())
+        stream.write_all(&[&[code], length.as_slice(), content].concat())
+    }
+
+    fn bytes(&self) -> (u8, Vec<u8>) {
+        match self {
+            Self::Welcome => (0, Vec::new()),
+            Self::AnotherRun(words) => (1, words.clone().into_bytes()),
+            Self::Refused(words) => (2, words.clone().into_bytes()),
+            Self::GaveUp(Gone { rank, why: Why::Failed(words) }) => {
+                (3, [rank.to_le_bytes().as_slice(), words.as_bytes()].concat())
+            }
+            Self::GaveUp(Gone { rank, why: Why::Stopped(which) }) => {
+                (4, [rank.to_le_bytes().as_slice(), &(*which as u64).to_le_bytes()].concat())
+            }
+        }
+    }
+
+    /// `None` for what is no reply.
+    fn of_bytes(code: u8, content: &[u8]) -> Option<Self> {
+        let words = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let of_rank = || content.split_first_chunk().map(|(rank, rest)| (u32::from_le_bytes(*rank), rest));
+        match code {
+            0 => Some(Self::Welcome),
+            1 => Some(Self::AnotherRun(words(content))),
+            2 => Some(Self::Refused(words(content))),
+            3 => of_rank().map(|(rank, rest)| Self::GaveUp(Gone { rank, why: Why::Failed(words(rest)) })),
+            4 => {
+                let (rank, rest) = of_rank()?;
+                let which = u64::from_le_bytes(rest.try_into().ok()?);
+                Some(Self::GaveUp(Gone { rank, why: Why::of_stop(usize::try_from(which).ok()?)? }))
+            }
+            _ => None,
+        }
     }
 
     /// Wait for one, and ask all the time whether to go on.
@@ -119,13 +150,7 @@ impl Reply {
             }
             let whole = 3 + length;
             if said.len() == whole {
-                let words = String::from_utf8_lossy(&said[3..]).into_owned();
-                return Ok(match said[0] {
-                    0 => Ok(Self::Welcome),
-                    1 => Ok(Self::AnotherRun(words)),
-                    2 => Ok(Self::Refused(words)),
-                    _ => Err(io::Error::other("it is not dtshard")),
-                });
+                return Ok(Self::of_bytes(said[0], &said[3..]).ok_or_else(|| io::Error::other("it is not dtshard")));
             }
             going()?;
             let mut more = [0; MOST_WORDS + 3];
@@ -167,5 +192,23 @@ mod tests {
         let newer = [&MAGIC[..], &[9, 0, 0, 0]].concat();
         assert_eq!(refused(&newer).words(), "it speaks version 9 of the protocol, this is 1");
         assert_eq!(refused(b"GET / HT").words(), "it is not dtshard");
+    }
+
+    #[test]
+    fn replies_come_back() {
+        let gone = |rank, why| Reply::GaveUp(Gone { rank, why });
+        for reply in [
+            Reply::Welcome,
+            Reply::AnotherRun("its token differs".into()),
+            Reply::refused(""),
+            gone(7, "its process ended".into()),
+            gone(u32::MAX, Why::Stopped(1)),
+        ] {
+            let (code, content) = reply.bytes();
+            assert_eq!(Reply::of_bytes(code, &content), Some(reply));
+        }
+        for (code, content) in [(3, &[1, 0, 0][..]), (4, &[0; 11]), (4, &[9; 12]), (4, &[0; 13]), (5, &[])] {
+            assert_eq!(Reply::of_bytes(code, content), None, "{code} {content:?}");
+        }
     }
 }

@@ -142,7 +142,7 @@ fn call(control: &Control, peer: u32, address: &Address, mine: &Hello, limit: Du
     loop {
         let why = match knock(&candidates, mine, &|| control.check(CONNECT))? {
             Answer::In(stream) => return Ok(stream),
-            Answer::Not(reply) => reply.words().to_owned(),
+            Answer::Not(reply) => reply.words(),
             Answer::Nobody(why) => why,
         };
         if Instant::now() >= until {

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::address::{Address, Candidate, listen};
 use super::control::{Control, Liveness};
 use super::door::{Answer, Door, knock};
+use super::fate::Gone;
 use super::hello::{Hello, Reply, Token};
 use super::{Part, Place};
 use crate::error::{Error, Result};
@@ -92,16 +93,13 @@ impl Meeting<'_> {
         let mut door = Hello::new((0, self.part.of), token)
             .and_then(|mine| Door::open(listener, mine, 1..self.part.of))
             .map_err(here)?;
-        let admitted = door.admit(OP, self.limit, &*self.going);
-        // Nobody needs it any more.
-        drop(sheet);
-        if let Err(error) = admitted {
-            door.send_away(&match &error {
-                Error::Comm { detail, .. } => detail.clone(),
-                error => format!("rank 0 gave up: {error}"),
-            });
+        let until = Instant::now() + self.limit;
+        if let Err(error) = door.admit(OP, self.limit, &*self.going) {
+            door.send_away(&Gone::because(&error), until, &*self.going);
             return Err(error);
         }
+        // Nobody needs it any more.
+        drop(sheet);
         let streams = door.close();
         for stream in streams.iter().flatten() {
             // Who is gone shows when it is listened to.
@@ -164,6 +162,7 @@ impl Meeting<'_> {
         let until = Instant::now() + self.limit + Duration::from_secs(10);
         match Reply::receive(&stream, until, &*self.going)? {
             Ok(Reply::Welcome) => {}
+            Ok(Reply::GaveUp(gone)) if gone.rank < self.part.of => return Err(gone.error(OP)),
             Ok(reply) => return Err(Error::comm(0, OP, format!("gave up: {}", reply.words()))),
             Err(error) => return Err(Error::comm(0, OP, format!("{error}, while others were waited for"))),
         }

@@ -22,7 +22,7 @@ use crate::exec::carry::{Carried, check_distinct};
 use crate::exec::copy::Stats;
 use crate::exec::division::{own_files, stretch};
 use crate::exec::staging::Shape;
-use crate::exec::{Extents, Options, Stop, copy};
+use crate::exec::{Extents, Options, copy};
 use crate::format::{Format, is_checkpoint};
 use crate::quantity::{count, human_bytes};
 use crate::storage::IoMode;
@@ -160,7 +160,7 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
         Report { conversion, destination: dst, options, before: anonymous(), max_memory, loads: Vec::new() };
     if args.destination.dry_run {
         let stats = match &conversion.source.peers {
-            None => copy::dry_run(input(source), &conversion.reservation, &Stop::default())?,
+            None => copy::dry_run(input(source), &conversion.reservation, &run.stop)?,
             Some(peers) => {
                 let stats;
                 (stats, report.loads) = peers.dry_run(conversion, run)?;

@@ -340,7 +340,11 @@ impl Producer<'_> {
     fn kept(&self) -> String {
         let total = human_bytes(self.conversion.reservation.len_bytes());
         match self.records.known() {
-            Ok(known) => format!("{} of {total}", human_bytes(known.done.len_bytes())),
+            // Others may be at it, or be recording what they end with.
+            Ok(known) => {
+                let least = if self.part().is_alone() { "" } else { "at least " };
+                format!("{least}{} of {total}", human_bytes(known.done.len_bytes()))
+            }
             Err(_) => String::from("what is done"),
         }
     }

@@ -131,28 +131,6 @@ impl Twin {
         self.seen(path).map_or(&[], |seen| &seen.by)
     }
 
-    /// Where this process can copy a file from that is at this path in the twin, or in SRC.
-    ///
-    /// # Errors
-    /// `Missing` where only others see all of it.
-    pub fn copy_from(&self, path: &Path) -> Result<PathBuf> {
-        let Some(seen) = self.seen(path) else { return Ok(path.to_path_buf()) };
-        let (own, twin) = (self.own.join(&seen.path), self.folder.join(&seen.path));
-        if seen.own.is_some() {
-            return Ok(own);
-        }
-        if self.holds_whole(path) {
-            return Ok(twin);
-        }
-        Err(Error::Missing {
-            path: own,
-            at: String::from("content"),
-            expected: String::from("a file that this process sees"),
-            missing: format!("all but its metadata, seen by {}", name_ranks(&seen.by)),
-            hint: None,
-        })
-    }
-
     /// Whether all of a file is in the twin, so that every process can read it there.
     #[must_use]
     pub fn holds_whole(&self, path: &Path) -> bool {

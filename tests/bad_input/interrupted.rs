@@ -2,11 +2,13 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
+
+use serde_json::json;
 
 use crate::corrupt::{Outcome, Sandbox, command, dtshard, fixture};
 
@@ -94,6 +96,33 @@ fn terminated_twice_is_terminated_once() {
         outcome.says(&["stopped by", name]);
         assert_eq!(sandbox.names(), before);
     }
+}
+
+/// Held up before it begins to count, by somebody who does not read what it says.
+#[test]
+fn a_dry_run_is_stopped_as_well() {
+    let sandbox = Sandbox::new();
+    let name = |number: u32| format!("layers.{number:04}.{}.weight", "attention.".repeat(10));
+    let mut header: serde_json::Map<String, serde_json::Value> = (0..2000)
+        .map(|number| (name(number), json!({ "dtype": "U8", "shape": [0], "data_offsets": [0, 0] })))
+        .collect();
+    header.insert("w".into(), json!({ "dtype": "U8", "shape": [8], "data_offsets": [0, 8] }));
+    let header = serde_json::to_vec(&header).unwrap();
+    let source = sandbox.path("many.safetensors");
+    fs::write(&source, [&(header.len() as u64).to_le_bytes()[..], &header, &[0; 8]].concat()).unwrap();
+    let mut child = command(&[&"unshard", &source, &"--dry-run", &"--include=w", &"-v"]).spawn().unwrap();
+    // More lines are to come than a pipe takes.
+    let mut said = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("left out: ") {
+        line.clear();
+        assert!(said.read_line(&mut line).unwrap() > 0, "it ended too early");
+    }
+    signal(&child, "TERM");
+    let mut rest = String::new();
+    said.read_to_string(&mut rest).unwrap();
+    assert_eq!(wait(child).code, Some(143));
+    assert!(rest.contains("error: stopped by TERM"));
 }
 
 #[test]

@@ -45,16 +45,21 @@ fn one_that_never_comes() {
     }
 }
 
-/// While the others wait for the last one.
+/// While the others wait for the last one, which hears of it when it comes.
 #[test]
 fn one_that_is_killed_before_all_have_met() {
-    let nodes = nodes();
-    let first = nodes.start(0, WORDS);
-    let mut second = nodes.start(1, WORDS);
+    let nodes = Nodes::new("fsdp4/ranks", 4, Spread::One);
+    let early = [0, 2].map(|rank| nodes.start(rank, WORDS));
+    let mut killed = nodes.start(1, WORDS);
     sleep(Duration::from_millis(500));
-    second.kill().unwrap();
-    second.wait().unwrap();
-    ended([first])[0].refused(&["error: rank 1: rendezvous: its process ended, while others were waited for"]);
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    for outcome in ended(early.into_iter().chain([nodes.start(3, WORDS)])) {
+        outcome.refused(&[
+            "error: rank 1: rendezvous: its process ended, while others were waited for",
+            "hint: start all ranks",
+        ]);
+    }
     assert_eq!(names(&nodes.desk()), [""; 0]);
 }
 
@@ -149,8 +154,11 @@ fn one_that_is_stopped() {
                 if rank == told { "stopped by TERM; ".to_owned() } else { format!("stopped by TERM at rank {told}; ") };
             // One that had not come to DST yet knows of nothing that is kept.
             assert!(matches!(outcome.code, Some(75 | 143)), "{rank} {outcome:?}");
-            let kept = if outcome.code == Some(75) { "--resume goes on from there" } else { "nothing was written" };
-            outcome.says(&[&words, kept]);
+            if outcome.code == Some(75) {
+                outcome.says(&[&words, ".out.dtshard-partial keeps at least ", ", --resume goes on from there"]);
+            } else {
+                outcome.says(&[&words, "nothing was written"]);
+            }
         }
         is_left_clean(&nodes);
         nodes.together(&format!("{WORDS} --resume")).iter().for_each(succeeds);

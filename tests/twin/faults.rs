@@ -52,8 +52,10 @@ fn what_is_no_part_of_a_checkpoint_may_differ() {
     let found = spread.each(|rank, twin| {
         let own = &spread.own[rank.rank() as usize];
         let log = own.join("train.log");
-        let text = fs::read_to_string(twin.copy_from(&log)?).unwrap();
-        let notes = twin.open(&all())?.catalog.notes;
+        let checkpoint = twin.open(&all())?;
+        assert!(twin.holds_whole(&log));
+        let text = fs::read_to_string(checkpoint.place(&log)).unwrap();
+        let notes = checkpoint.catalog.notes;
         Ok((text, twin.seen_by(&log).to_vec(), relative(&notes.join("\n"), own)))
     });
     for found in found {
@@ -172,14 +174,7 @@ fn tensor_data_of_others_is_an_error_and_no_zeros() {
         for (number, file) in (0..).zip(checkpoint.files.ids()) {
             let name = format!("model_world_size_4_rank_{number}.pt");
             assert_eq!(twin.seen_by(&own.join(&name)), [number]);
-            match twin.copy_from(&twin.root().join(&name)) {
-                Ok(path) => assert!(number == rank.rank() && path == own.join(&name)),
-                Err(error) => {
-                    let expected =
-                        "expected a file that this process sees, missing: all but its metadata, seen by rank";
-                    assert_eq!(relative(&error.to_string(), own), format!("SRC/{name}: content: {expected} {number}"));
-                }
-            }
+            assert!(!twin.holds_whole(&own.join(&name)));
             match read(&checkpoint, file) {
                 Ok(bytes) => assert!(number == rank.rank() && bytes == fs::read(own.join(&name)).unwrap()),
                 Err(error) => {

@@ -71,15 +71,29 @@ fn links_to_files_are_files_and_links_to_folders_lead_to_checkpoints_only() {
     assert!(!spread.twin().join("dangling.json").exists());
 }
 
+/// A file beside is in the twin, for every process; one with tensors is not, and each knows who has it.
 #[test]
-fn what_lies_beside_is_copied_from_where_all_of_it_is() {
+fn what_lies_beside_can_be_copied_by_all() {
     let spread = Spread::new(&fixture("verl"), 3);
-    let name = Path::new("global_step_10/actor/huggingface/tokenizer.json");
+    let actor = Path::new("global_step_10/actor");
+    let beside = actor.join("huggingface/tokenizer.json");
+    let tensors = files_of(&fixture("verl")).into_iter().find(|path| path.extension() == Some("pt".as_ref())).unwrap();
     let done = spread.each(|rank, twin| {
-        let own = spread.own[rank.rank() as usize].join(name);
-        let expected = if own.exists() { own.clone() } else { spread.twin().join(name) };
-        assert_eq!(twin.copy_from(&own)?, expected);
-        assert_eq!(fs::read(expected).unwrap(), fs::read(fixture("verl").join(name)).unwrap());
+        let own = &spread.own[rank.rank() as usize];
+        let checkpoint = twin.open(&ReadOptions::default())?;
+        let (in_twin, at_home) = (spread.twin().join(&beside), own.join(&beside));
+        assert!(twin.holds_whole(&at_home) && twin.holds_whole(&in_twin));
+        assert_eq!(checkpoint.place(&at_home), in_twin);
+        assert_eq!(fs::read(&in_twin).unwrap(), fs::read(fixture("verl").join(&beside)).unwrap());
+        for path in [own.join(&tensors), spread.twin().join(&tensors)] {
+            assert!(!twin.holds_whole(&path));
+            let seen_by = (0..).zip(&spread.own).filter(|(_, own)| own.join(&tensors).exists()).map(|(rank, _)| rank);
+            assert_eq!(twin.seen_by(&path), seen_by.collect::<Vec<u32>>());
+        }
+        // Of what is nowhere in it nothing is known.
+        let elsewhere = Path::new("/elsewhere/tokenizer.json");
+        assert!(twin.holds_whole(elsewhere) && twin.seen_by(elsewhere).is_empty());
+        assert_eq!(checkpoint.place(elsewhere), elsewhere);
         Ok(())
     });
     done.into_iter().for_each(|done| done.unwrap());

@@ -22,6 +22,7 @@
 #![allow(clippy::print_stderr, reason = "whoever breaks a rule is told which one")]
 
 mod driver;
+mod entry;
 mod fault;
 mod kernels;
 mod machine;

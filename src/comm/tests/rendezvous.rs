@@ -119,9 +119,34 @@ fn who_does_not_come_is_named_to_all() {
         let first = Comer::new(0, 4, &place, SOON).comes();
         let second = Comer::new(1, 4, &place, LONG).comes();
         for said in [words(first), words(second)] {
-            assert!(said.contains("ranks 2, 3 did not come within 1 s"), "{said}");
+            assert_eq!(said, "rank 2: rendezvous: did not come within 1 s, nor did rank 3");
         }
     }
+}
+
+/// Whoever is in, and whoever comes after that.
+#[test]
+fn who_is_gone_before_all_have_come_is_named_to_all() {
+    let place = free();
+    let first = Comer::new(0, 4, &place, LONG).comes();
+    let second = Comer::new(2, 4, &place, LONG).comes();
+    drop(guest(&place, 4));
+    let gone = "rank 1: rendezvous: its process ended, while others were waited for";
+    assert_eq!(words(second), gone);
+    assert!(!first.is_finished(), "one is still to come");
+    assert_eq!(Comer::new(3, 4, &place, LONG).fails(), gone);
+    assert_eq!(words(first), gone);
+}
+
+/// Who gave all up waits no longer for who does not come than it would have.
+#[test]
+fn who_is_gone_and_who_does_not_come() {
+    let place = free();
+    let begun = Instant::now();
+    let first = Comer::new(0, 3, &place, SOON).comes();
+    drop(guest(&place, 3));
+    assert_eq!(words(first), "rank 1: rendezvous: its process ended, while others were waited for");
+    assert!(begun.elapsed() >= SOON && begun.elapsed() < LONG, "{:?}", begun.elapsed());
 }
 
 #[test]
@@ -192,7 +217,10 @@ fn who_is_not_of_the_run_is_turned_away() {
     let twice = Comer::new(1, 3, &place, LONG).fails();
     assert!(twice.contains("rank 1 is there already: two processes take themselves for it"), "{twice}");
     for said in [words(first), words(right)] {
-        assert!(said.contains("rank 2 did not come within 3 s; turned away: 127.0.0.1: rank 1 counts"), "{said}");
+        assert!(
+            said.contains("rank 2: rendezvous: did not come within 3 s; turned away: 127.0.0.1: rank 1 counts"),
+            "{said}"
+        );
     }
 }
 
@@ -271,15 +299,24 @@ fn noise_at_the_door_keeps_nobody_out() {
     drop(silent);
 }
 
-/// A rank 1 of 2 that has come in and says what a test likes.
-fn stranger(place: &Place, said: &[u8]) -> TcpStream {
+/// A rank 1 that has been let in.
+fn guest(place: &Place, of: u32) -> TcpStream {
     let token = *blake3::hash(b"dtshard rendezvous of run 77.0").as_bytes();
     let mut stream = connect(place);
-    stream.write_all(&Hello::new((1, 2), token).unwrap().bytes()).unwrap();
-    for _ in 0..2 {
-        let reply = Reply::receive(&stream, Instant::now() + LONG, &|| Ok(())).unwrap().unwrap();
-        assert_eq!(reply, Reply::Welcome);
-    }
+    stream.write_all(&Hello::new((1, of), token).unwrap().bytes()).unwrap();
+    is_welcome(&stream);
+    stream
+}
+
+fn is_welcome(stream: &TcpStream) {
+    let reply = Reply::receive(stream, Instant::now() + LONG, &|| Ok(())).unwrap().unwrap();
+    assert_eq!(reply, Reply::Welcome);
+}
+
+/// A rank 1 of 2 that has met rank 0 and says what a test likes.
+fn stranger(place: &Place, said: &[u8]) -> TcpStream {
+    let mut stream = guest(place, 2);
+    is_welcome(&stream);
     stream.write_all(said).unwrap();
     stream
 }
@@ -328,10 +365,10 @@ fn every_wait_asks_whether_to_go_on() {
     let going: crate::comm::KeepGoing = Arc::new(going);
     let (_kept, shared) = folder();
     let tcp = free();
-    let wait = |rank, place: &Place| {
+    let wait = |index, of, place: &Place| {
         let (going, place) = (Arc::clone(&going), place.clone());
         thread::spawn(move || {
-            let part = Part { index: rank, of: 2 };
+            let part = Part { index, of };
             let liveness = Liveness::default();
             let meeting =
                 Meeting { part, run: Some("77.0"), place: &place, shared: None, limit: LONG, liveness, going };
@@ -339,10 +376,12 @@ fn every_wait_asks_whether_to_go_on() {
             control.gather(&[]).map(drop)
         })
     };
-    let waiting = [wait(0, &shared), wait(1, &tcp)];
+    let door = free();
+    let waiting = [wait(0, 2, &shared), wait(1, 2, &tcp), wait(0, 3, &door)];
+    let guest = guest(&door, 3);
     let (kept, met) = folder();
     let second = Comer::new(1, 2, &met, LONG).comes();
-    let in_gathering = wait(0, &met);
+    let in_gathering = wait(0, 2, &met);
     let second = second.join().unwrap().unwrap();
     thread::sleep(Duration::from_millis(200));
     stop.store(true, Ordering::Relaxed);
@@ -352,6 +391,8 @@ fn every_wait_asks_whether_to_go_on() {
         assert!(matches!(error, Error::Stopped { .. }), "{error}");
     }
     assert!(stopped.elapsed() < Duration::from_secs(10), "{:?}", stopped.elapsed());
+    let said = Reply::receive(&guest, Instant::now() + LONG, &|| Ok(())).unwrap().unwrap();
+    assert_eq!(said.words(), "stopped by TERM at rank 0; nothing was written at the destination");
     // Who hears of it is stopped, too.
     let error = second.gather(&[]).unwrap_err().to_string();
     assert!(error.starts_with("stopped by TERM at rank 0; "), "{error}");

@@ -295,10 +295,9 @@ impl Drop for Staging {
         // Held until here, so that what is let go is what it is on. Network file systems keep a deleted file for as long
         // as it is open.
         drop(self.lease.take());
-        if is_published {
-            self.place.sweep(&[GONE, DRAFT]);
-        } else if !self.is_kept() {
-            self.place.sweep(&[GONE]);
-        }
+        // A draft beside work is of one that was slower, and is killed if it is still there; one that lives makes another.
+        // To delete what was let go may take long, and who is told to stop leaves that to the next one.
+        let is_kept = self.is_kept() && !is_published;
+        self.place.sweep(if is_kept { &[DRAFT] } else { &[DRAFT, GONE] });
     }
 }

@@ -9,12 +9,13 @@ mod streams;
 use std::ffi::{c_char, c_int};
 use std::sync::Arc;
 
+use crate::entry::{self, entries};
 use crate::machine::{self, Device, Machine};
 use crate::memory::Illegal;
 use crate::stream::Stream;
 
 /// `CUresult`: what is not 0 is an error.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Code(pub u32);
 
@@ -58,32 +59,9 @@ impl From<Illegal> for Code {
     }
 }
 
-fn code(body: impl FnOnce() -> Answer) -> Code {
-    body().err().unwrap_or(Code::SUCCESS)
-}
-
-/// Declares functions of the library, whose bodies return an [`Answer`].
-macro_rules! entries {
-    ($($(#[$about:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
-        $(
-            $(#[$about])*
-            #[unsafe(no_mangle)]
-            unsafe extern "C" fn $name($($argument: $type),*) -> $crate::driver::Code {
-                $crate::driver::code(move || $body)
-            }
-        )*
-    };
-}
-use entries;
-
 /// Writes what a function returns to where the caller wants it.
 fn put<T>(place: *mut T, value: T) -> Answer {
-    if place.is_null() || !place.is_aligned() {
-        return Err(Code::ERROR_INVALID_VALUE);
-    }
-    // SAFETY: as in C, the caller of the library has a T there.
-    unsafe { place.write(value) };
-    Ok(())
+    entry::put(place, value).map_err(|_| Code::ERROR_INVALID_VALUE)
 }
 
 /// The machine, once `cuInit` was called.

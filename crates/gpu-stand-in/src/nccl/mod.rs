@@ -13,12 +13,13 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 pub use communicator::Communicator;
 
+use crate::entry::{self, entries};
 use crate::machine::{self, Machine};
 use bootstrap::{Place, UniqueId};
 use operation::{Collected, What};
 
 /// `ncclResult_t`
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Code(pub u32);
 
@@ -71,31 +72,9 @@ pub fn refused(code: Code, why: &str) -> Code {
     code
 }
 
-fn code(body: impl FnOnce() -> Answer) -> Code {
-    body().err().unwrap_or(Code::SUCCESS)
-}
-
-/// Declares functions of the library, whose bodies return an [`Answer`].
-macro_rules! entries {
-    ($($(#[$about:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
-        $(
-            $(#[$about])*
-            #[unsafe(no_mangle)]
-            unsafe extern "C" fn $name($($argument: $type),*) -> $crate::nccl::Code {
-                $crate::nccl::code(move || $body)
-            }
-        )*
-    };
-}
-
 /// Writes what a function returns to where the caller wants it.
 fn put<T>(place: *mut T, value: T) -> Answer {
-    if place.is_null() || !place.is_aligned() {
-        return Err(refused(Code::INVALID_ARGUMENT, "there is no place for the result"));
-    }
-    // SAFETY: as in C, the caller of the library has a T there.
-    unsafe { place.write(value) };
-    Ok(())
+    entry::put(place, value).map_err(|_| refused(Code::INVALID_ARGUMENT, "there is no place for the result"))
 }
 
 /// The communicator of a handle.

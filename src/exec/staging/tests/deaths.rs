@@ -59,6 +59,20 @@ fn a_killed_process_is_dead_at_once() {
     child.wait().unwrap();
 }
 
+/// It had not seen that another one was faster, and was killed before it could.
+#[test]
+fn a_draft_that_came_late_goes_with_whoever_goes() {
+    for (part, left) in [(Part { index: 1, of: 2 }, vec![".out.dtshard-partial".to_owned()]), (Part::alone(), vec![])] {
+        let mut desk = Desk::new(Shape::Folder);
+        desk.claim.part = part;
+        let staging = desk.begin().unwrap();
+        fs::create_dir_all(desk.out().with_file_name(".out.dtshard-new-1f0c96a2b7d4").join("work-1f0c96a2b7d4"))
+            .unwrap();
+        drop(staging);
+        assert_eq!(desk.names(), left);
+    }
+}
+
 /// Old or new is at the destination or comes back to it, nothing is ever half, and one more run ends it all.
 #[test]
 fn killed_at_every_point() {
