@@ -14,7 +14,7 @@ macro_rules! entries {
 }
 pub(crate) use entries;
 
-/// In both libraries 0 is success.
+/// In all libraries 0 is success.
 pub fn code<Code: Default>(body: impl FnOnce() -> Result<(), Code>) -> Code {
     body().err().unwrap_or_default()
 }
