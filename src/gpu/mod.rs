@@ -28,6 +28,7 @@ mod memory;
 mod packer;
 mod settings;
 mod shuffle;
+mod slot;
 mod stream;
 #[cfg(test)]
 mod tests;

@@ -28,14 +28,13 @@ use super::Gpu;
 use super::arithmetic::Arithmetic;
 use super::communicator::Nccl;
 use super::computing::Computing;
-use super::copies::Nest;
-use super::device::Device;
 use super::memory::{DeviceBytes, Pinned};
 use super::packer::{Copies, Packer};
+use super::slot::{Lent, Rest, Slot};
 use super::stream::Stream;
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::exec::exchange::{Casting, Given, Hop, Making, Moves, Origin, Room, Rooms, Shuffle, StridedCopy, reduce};
+use crate::exec::exchange::{Casting, Given, Hop, Moves, Room, Rooms, Shuffle, reduce};
 
 /// Rounds under way: one goes up and across while the one before comes down.
 const SLOTS: usize = 2;
@@ -62,41 +61,6 @@ pub struct DeviceShuffle<'a, C: Communicator + Send> {
 enum SecondHop {
     BehindTheFirst,
     BeforeTheNextRound,
-}
-
-/// A round's memory on the device, and what it has of the host's.
-struct Slot {
-    /// What goes up; then what is cast, and what comes down with that.
-    stage: DeviceBytes,
-    outgoing: DeviceBytes,
-    incoming: DeviceBytes,
-    unpacked: DeviceBytes,
-    table: DeviceBytes,
-    lent: Option<Lent>,
-}
-
-/// What streams use until a round is done.
-struct Lent {
-    moves: Arc<Moves>,
-    stage: Room<Pinned>,
-    table: Room<Pinned>,
-    /// What comes down.
-    given: Room<Pinned>,
-    /// `None` where the host computes.
-    computing: Option<Computing>,
-    /// What is left to do when it has been unpacked, until that is queued.
-    rest: Option<Rest>,
-    /// The point at which all that is queued of it is done; `None` where the device could not even mark the point.
-    done: Option<CudaEvent>,
-}
-
-/// Copies behind the first hop.
-struct Rest {
-    /// Of the second hop.
-    packs: Copies,
-    takes: Copies,
-    /// Of what comes down with what is cast.
-    stays: Copies,
 }
 
 impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
@@ -315,70 +279,6 @@ impl<C: Communicator + Send> Drop for DeviceShuffle<'_, C> {
         if !self.slots.iter().filter_map(|slot| slot.lent.as_ref()).all(is_done) {
             mem::forget(mem::take(&mut self.slots));
         }
-    }
-}
-
-impl Lent {
-    /// Whether the host makes values of summands.
-    fn reduces(&self) -> bool {
-        self.computing.is_none() && self.moves.is_reduced()
-    }
-}
-
-impl Slot {
-    fn new(device: &Arc<Device>) -> Result<Self> {
-        let bytes = || DeviceBytes::new(device, 0, "rounds");
-        let (stage, outgoing, incoming, unpacked, table) = (bytes()?, bytes()?, bytes()?, bytes()?, bytes()?);
-        Ok(Self { stage, outgoing, incoming, unpacked, table, lent: None })
-    }
-
-    /// Of a hop out of this memory: messages, and what this rank tells.
-    fn packs(&self, hop: &Hop, rank: usize, from: &DeviceBytes) -> Vec<Nest> {
-        let nests = |copies: &[StridedCopy], into: &DeviceBytes, start: usize| -> Vec<Nest> {
-            copies.iter().filter_map(|copy| Nest::new(copy, from, into, start)).collect()
-        };
-        let messages = hop.packs.iter().zip(&hop.to);
-        let messages = messages.flat_map(|(copies, message)| nests(copies, &self.outgoing, message.start));
-        messages.chain(nests(&hop.tells, &self.incoming, hop.told.get(rank).map_or(0, |told| told.start))).collect()
-    }
-
-    /// Out of the stage, what NCCL reduces.
-    fn summands(&self, moves: &Moves) -> impl Iterator<Item = Nest> {
-        let packs = moves.folds.iter().flat_map(|fold| fold.packs.iter().map(|copy| (copy, fold.summand.start)));
-        packs.filter_map(|(copy, start)| Nest::new(copy, &self.stage, &self.outgoing, start))
-    }
-
-    /// Out of the stage, and of what the first hop brings.
-    fn unpacks(&self, moves: &Moves) -> Vec<Nest> {
-        let mut nests = Vec::new();
-        for landing in moves.landings() {
-            nests.extend(landing.copies.iter().filter_map(|(origin, copy)| {
-                let from = match origin {
-                    Origin::Stage => &self.stage,
-                    Origin::Incoming => &self.incoming,
-                };
-                Nest::new(copy, from, &self.unpacked, landing.place.start)
-            }));
-        }
-        nests
-    }
-
-    /// Out of what the second hop brings.
-    fn takes(&self, moves: &Moves) -> Vec<Nest> {
-        let passed = moves.arriving.iter().filter_map(|tile| match &tile.making {
-            Making::Passed(at) => Some((StridedCopy::run(at.start as u64, 0, at.len() as u64), tile.place.start)),
-            Making::Copied(_) | Making::Reduced { .. } | Making::Folded => None,
-        });
-        passed.filter_map(|(copy, start)| Nest::new(&copy, &self.incoming, &self.unpacked, start)).collect()
-    }
-
-    /// To where values are cast to, those that are not.
-    fn stays(&self, moves: &Moves) -> Vec<Nest> {
-        let tiles = moves.casts.iter().flat_map(|casts| moves.arriving.iter().zip(&casts.tiles));
-        let stays = tiles.filter(|(_, laid)| laid.cast.is_none()).map(|(tile, laid)| {
-            (StridedCopy::run(tile.place.start as u64, 0, tile.place.len() as u64), laid.place.start)
-        });
-        stays.filter_map(|(copy, start)| Nest::new(&copy, &self.unpacked, &self.stage, start)).collect()
     }
 }
 
