@@ -9,7 +9,7 @@ use std::process::Command;
 use tempfile::TempDir;
 
 use crate::nodes::{ended, tree};
-use crate::outcome::{Outcome, command, fixture};
+use crate::outcome::{Outcome, command, copy_all, fixture};
 
 /// A folder where the loader finds the stand-in, a SRC, and room for what is made.
 struct Desk {
@@ -41,7 +41,11 @@ impl Desk {
     }
 
     fn command(&self, name: &str, words: &str) -> Command {
-        let mut command = command(&[&"reshard", &self.source, &self.folder.path().join(name)]);
+        self.command_to(&self.folder.path().join(name), words)
+    }
+
+    fn command_to(&self, dst: &Path, words: &str) -> Command {
+        let mut command = command(&[&"reshard", &self.source, &dst]);
         command.args(words.split_whitespace()).args(["--to", "torch-ranks", "--mesh", "fsdp=2", "-v"]);
         command.env("DTSHARD_FAULT", "none").env("GPU_STAND_IN_DEVICES", "2");
         command
@@ -53,9 +57,13 @@ impl Desk {
     }
 
     fn each<'s>(&self, of: impl Fn(usize) -> (String, Settings<'s>)) -> Vec<Outcome> {
+        self.each_to(&self.folder.path().join("out"), of)
+    }
+
+    fn each_to<'s>(&self, dst: &Path, of: impl Fn(usize) -> (String, Settings<'s>)) -> Vec<Outcome> {
         ended([0, 1].map(|part| {
             let (words, settings) = of(part);
-            let mut process = self.command("out", &words);
+            let mut process = self.command_to(dst, &words);
             process.args(["--parts", "2", "--part", &part.to_string()]);
             process.env("LD_LIBRARY_PATH", self.folder.path()).envs(settings.iter().copied());
             process.spawn().unwrap()
@@ -163,4 +171,46 @@ fn without_memory_of_a_device_they_are_told_of_the_cpu_stand_in() {
         outcomes[1].refused(&["GPU: allocate memory", "hint: ", "--backend cpu"]);
         fs::remove_dir_all(desk.folder.path().join(".out.dtshard-partial")).unwrap();
     }
+}
+
+#[test]
+fn other_rounds_are_refused_stand_in() {
+    let desk = Desk::with_matrix();
+    for option in ["--bucket-size 40KB", "--on-conflict rank0"] {
+        let words = |part| format!("--placements S(1) --bucket-size 20KB {}", if part == 1 { option } else { "" });
+        let (name, value) = option.split_once(' ').unwrap();
+        for outcome in desk.each(|part| (words(part), COMPLETE)) {
+            let first = if name == "--bucket-size" { "20000" } else { "it is not given" };
+            let value = value.replace("KB", "000");
+            outcome.refused(&[&format!("rank 1: {name}: {value}; at rank 0: {first}"), "hint: start all processes"]);
+            assert!(!outcome.err.contains(BY_NCCL), "{outcome:?}");
+        }
+    }
+    assert!(!desk.folder.path().join(".out.dtshard-partial").exists());
+}
+
+/// Before anything is weighed, a device taken, or a place to meet made.
+#[test]
+fn where_dst_may_not_be_they_do_not_meet_stand_in() {
+    let desk = Desk::new(|folder| {
+        let source = folder.join("src");
+        copy_all(&fixture("partial2/ranks"), &source);
+        source
+    });
+    fs::create_dir(desk.folder.path().join("out")).unwrap();
+    fs::write(desk.folder.path().join("out/x"), "x").unwrap();
+    let before = tree(desk.folder.path());
+    let words = |_| (String::from("--placements R"), COMPLETE);
+    let within = desk.each_to(&desk.source.join("out"), words);
+    for outcome in &within {
+        outcome.refused(&["lies inside the source"]);
+    }
+    let taken = desk.each(words);
+    for outcome in &taken {
+        outcome.refused(&["out", "exists", "hint: "]);
+    }
+    for outcome in within.iter().chain(&taken) {
+        assert!(!outcome.err.contains("backend"), "{outcome:?}");
+    }
+    assert!(before == tree(desk.folder.path()), "something was made");
 }
