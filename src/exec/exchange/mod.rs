@@ -2,9 +2,9 @@
 //!
 //! All processes derive the same [rounds](rounds) from the same catalogs. In a round each reads stretches of source
 //! chunks, which are contiguous; the [shuffle] moves them to who needs them, and makes values of summands; and what it
-//! gives are stretches of target tiles, which are written as any others are ([`super::copy::write`]). Reading, moving and writing go on at the same
-//! time, in a thread each, with one round between each two of them; a shuffle that has several steps may have the
-//! [next round](Shuffle::UNDER_WAY) on its way while one is finished.
+//! gives are stretches of target tiles, which are written as any others are ([`super::copy::write`]). Reading, moving and
+//! writing go on at the same time, in a thread each, with one round between each two of them; a shuffle that has several
+//! steps may have the [next round](Shuffle::UNDER_WAY) on its way while one is finished.
 //!
 //! Counts bytes. Invariant: what is recorded as done has been checked by whoever read it.
 
@@ -108,7 +108,7 @@ impl<'a> Exchange<'a> {
         let (shuffled, to_write) = sync_channel(0);
         let rooms = shuffle.rooms();
         std::thread::scope(|scope| {
-            scope.spawn(|| self.stage(communicator.rank(), rooms, staged, stop));
+            scope.spawn(|| self.stage(communicator.rank(), rooms, staged, writing));
             scope.spawn(|| self.shuffle(communicator, shuffle, to_shuffle, shuffled));
             let supply = Batches { shuffled: to_write, stop };
             let done = write(self.input, supply, writing);
@@ -125,9 +125,9 @@ impl<'a> Exchange<'a> {
         rank: u32,
         rooms: Arc<Rooms<M>>,
         staged: SyncSender<Result<Staged<M>>>,
-        stop: &Stop,
+        writing: Writing<'_>,
     ) {
-        let stage = Stage::new(self.input, rooms, stop);
+        let stage = Stage::new(self.input, rooms, writing.options.threads, writing.stop);
         for round in self.rounds() {
             let read = round.and_then(|round| stage.read(Moves::new(&round, rank)));
             let failed = read.is_err();
