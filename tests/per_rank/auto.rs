@@ -214,3 +214,20 @@ fn where_dst_may_not_be_they_do_not_meet_stand_in() {
     }
     assert!(before == tree(desk.folder.path()), "something was made");
 }
+
+/// NCCL began it, and would go on with it.
+#[test]
+fn a_dry_run_knows_a_run_of_nccl_stand_in() {
+    let desk = Desk::new(|_| fixture("partial2/ranks"));
+    let words = "--placements R --fast-reduce";
+    let killed = desk.two(&[("DTSHARD_FAULT", "record-after")], words);
+    assert_eq!(killed[1].signal, Some(9));
+    assert!(killed[0].err.contains(BY_NCCL), "{killed:?}");
+    for outcome in desk.two(COMPLETE, &format!("{words} --resume --dry-run")) {
+        let said = &outcome.succeeded().err;
+        assert!(said.contains("a run would go on with what is done"), "{said}");
+    }
+    for outcome in desk.two(COMPLETE, &format!("{words} --resume")) {
+        outcome.succeeded();
+    }
+}
