@@ -2,6 +2,8 @@
 //!
 //! `DTSHARD_FAULT=NAME` kills it there. Builds without debug assertions have none of this.
 
+use std::time::Duration;
+
 /// Every place, in the order in which an undisturbed run comes by.
 pub const POINTS: [&str; 24] = [
     "begin-draft",
@@ -46,4 +48,10 @@ pub fn point(_name: &str) {}
 #[must_use]
 pub fn is_hurried() -> bool {
     cfg!(debug_assertions) && std::env::var_os("DTSHARD_FAULT").is_some()
+}
+
+/// How long to wait for others; a test that wants to see every step does not wait as long.
+#[must_use]
+pub fn patience(usual: Duration, hurried: Duration) -> Duration {
+    if is_hurried() { hurried } else { usual }
 }

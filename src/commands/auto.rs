@@ -7,13 +7,15 @@
 
 use std::time::Duration;
 
-use super::convert::Conversion;
+use super::convert::{Conversion, check_destination};
 use super::input;
 use super::memory::has_room;
 use super::peers::{Peers, rounds_bytes};
+use super::produce::claim;
 use super::run::Run;
 use crate::cli::{Backend, ConvertArgs, SourceSight};
 use crate::error::{Error, Result};
+use crate::exec::staging::Staging;
 use crate::exec::weigh::Weighed;
 use crate::fault;
 use crate::gpu::Device;
@@ -40,7 +42,7 @@ enum Verdict {
 /// Meet the others where that is left to this program, and pays.
 ///
 /// # Errors
-/// `Stopped`, and as planning; from the devices, once all have one.
+/// `Stopped`, and as planning; `Usage` where DST is not to be written to, or others have other options.
 pub fn join(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Option<Peers>> {
     let exchange = &args.exchange;
     let is_asked = exchange.backend == Backend::Auto && exchange.source == SourceSight::Shared;
@@ -48,6 +50,11 @@ pub fn join(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> R
     let Some(destination) = args.dst.as_deref().filter(|_| is_asked && launch.waits && !launch.part.is_alone()) else {
         return Ok(None);
     };
+    if !args.destination.dry_run {
+        // What is read is never written to, not even to meet there; and what is refused takes no device first.
+        check_destination(conversion, args, destination)?;
+        Staging::refuse_taken(destination, conversion.shape, &claim(args, &run.options, run))?;
+    }
     match weigh(conversion, args, launch.part.of)? {
         Verdict::Alone(why) => {
             run.printer.detail(&format!("backend cpu, each process reads what it writes: {why}"));
@@ -58,8 +65,7 @@ pub fn join(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> R
     if args.destination.dry_run {
         return Ok(None);
     }
-    let limit = if fault::is_hurried() { HURRIED } else { MEET_WITHIN };
-    match Peers::join(args, destination, run, limit) {
+    match Peers::join(args, destination, run, fault::patience(MEET_WITHIN, HURRIED)) {
         Err(error @ Error::Comm { .. }) => {
             let way_out = "each process reads what it writes, as --backend cpu asks for at once";
             run.printer.line(&format!("no exchange: {error}; {way_out}"));

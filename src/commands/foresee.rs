@@ -7,9 +7,10 @@ use rustix::fs::{Access, access};
 use super::convert::{Conversion, check_destination};
 use super::produce::{about, claim, no_space, plan};
 use super::run::Run;
-use crate::cli::ConvertArgs;
+use crate::cli::{Backend, ConvertArgs};
 use crate::error::{Error, Result};
 use crate::exec::Options;
+use crate::exec::exchange::Reducing;
 use crate::exec::staging::{Foreseen, Staging};
 use crate::storage::filesystem::{free_bytes, nearest_folder};
 
@@ -21,17 +22,21 @@ pub fn foresee(
     options: &Options,
     run: &Run<'_>,
 ) -> Option<String> {
-    let look = || -> Result<Foreseen> {
+    let look = |reducing| -> Result<Foreseen> {
         check_destination(conversion, args, destination)?;
         let claim = claim(args, options, run);
-        let foreseen =
-            Staging::foresee(destination, conversion.shape, &claim, &plan(conversion, &about(conversion, run)))?;
+        let about = about(conversion, reducing, run);
+        let foreseen = Staging::foresee(destination, conversion.shape, &claim, &plan(conversion, reducing, &about))?;
         if foreseen == Foreseen::Anew {
             check_folder(conversion, nearest_folder(destination))?;
         }
         Ok(foreseen)
     };
-    match look() {
+    let mut looked = look(conversion.source.reducing());
+    if looked.is_err() && may_be_by_nccl(conversion, args, run) {
+        looked = look(Reducing::ByNccl).or(looked);
+    }
+    match looked {
         Ok(Foreseen::Anew) => None,
         Ok(Foreseen::GoesOn) => Some(format!("a run would go on with what is done of {}", destination.display())),
         Ok(Foreseen::Done) => {
@@ -42,6 +47,12 @@ pub fn foresee(
             Some(format!("a run would be refused: {error}{hint}"))
         }
     }
+}
+
+/// Whether who reduces is left open until processes meet, which they do not for a dry run.
+fn may_be_by_nccl(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> bool {
+    let is_open = args.exchange.backend == Backend::Auto && conversion.source.peers.is_none();
+    is_open && args.exchange.fast_reduce && !run.launch.part.is_alone()
 }
 
 fn check_folder(conversion: &Conversion<'_>, folder: &Path) -> Result<()> {

@@ -3,7 +3,7 @@
 use super::printer::Printer;
 use crate::cli::Backend;
 use crate::comm::{Communicator, Mesh, process_environment};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::gpu::{self, Arithmetic, Gpu, Nccl};
 
 pub enum Link {
@@ -12,25 +12,37 @@ pub enum Link {
 }
 
 impl Link {
-    /// Between the devices of all, where that is asked for, or all have one. Collective.
+    /// Between the devices of all, where that is asked for, or all have one. Collective; all come to the same.
     ///
     /// # Errors
     /// As [`gpu::open`] where GPUs are asked for; `Comm`, and from the devices.
     pub fn choose(mesh: Mesh, backend: Backend, local_rank: u32, printer: &Printer) -> Result<Self> {
         let local_rank = Some(local_rank);
         let settings = gpu::Settings::new(&process_environment);
-        let own = match backend {
+        let (own, nccl) = match backend {
             Backend::Cpu => return Ok(Self::Hosts(mesh)),
-            Backend::Nccl => mesh.settle(gpu::open(&settings, local_rank))?,
+            Backend::Nccl => {
+                let own = mesh.settle(gpu::open(&settings, local_rank))?;
+                let nccl = Nccl::meet(&own, settings.sharing, mesh)?;
+                (own, nccl)
+            }
             Backend::Auto => {
-                let own = gpu::open(&settings, local_rank);
-                let said = own.as_ref().map_or_else(ToString::to_string, |_| String::new());
-                let lacking = mesh.gather(said.as_bytes())?.into_iter().enumerate().find(|(_, why)| !why.is_empty());
-                match (own, lacking) {
-                    (Ok(own), None) => own,
-                    (_, lacking) => {
-                        let why = lacking.map(|(rank, why)| format!("rank {rank}: {}", String::from_utf8_lossy(&why)));
-                        printer.detail(&format!("bytes do not go by NCCL; {}", why.unwrap_or_default()));
+                let own = match all_have(&mesh, gpu::open(&settings, local_rank))? {
+                    Ok(own) => own,
+                    Err(lack) => {
+                        printer.detail(&format!("bytes do not go by NCCL; {lack}"));
+                        return Ok(Self::Hosts(mesh));
+                    }
+                };
+                match gpu::Meeting::new(&own, settings.sharing, mesh)? {
+                    gpu::Meeting::Met(nccl) => (own, nccl),
+                    gpu::Meeting::Missed(mesh, against) => {
+                        let words = format!("bytes do not go by NCCL; {against}");
+                        match against {
+                            // How processes were started.
+                            Error::Usage { .. } => printer.detail(&words),
+                            _ => printer.warning(&words),
+                        }
                         return Ok(Self::Hosts(mesh));
                     }
                 }
@@ -42,7 +54,6 @@ impl Link {
             None => String::from("a kernel packs them"),
             Some(why) => format!("no kernel packs them, the driver copies, a call a copy: {why}"),
         });
-        let nccl = Nccl::meet(&own, settings.sharing, mesh)?;
         Ok(Self::Devices(own, nccl))
     }
 
@@ -72,4 +83,15 @@ pub fn arithmetic<'g>(gpu: &'g Gpu, printer: &Printer) -> Option<&'g Arithmetic>
         Err(why) => format!("no kernel reduces or casts, the host does: {why}"),
     });
     opened.ok()
+}
+
+/// What this process has, where all have it; else what the first lacks that does not. Collective.
+fn all_have(mesh: &Mesh, own: Result<Gpu>) -> Result<Result<Gpu, String>> {
+    let lack = own.as_ref().err().map(ToString::to_string).unwrap_or_default();
+    let lacking = mesh.gather(lack.as_bytes())?.into_iter().enumerate().find(|(_, why)| !why.is_empty());
+    Ok(match (own, lacking) {
+        (Ok(own), None) => Ok(own),
+        (_, Some((rank, why))) => Err(format!("rank {rank}: {}", String::from_utf8_lossy(&why))),
+        (Err(error), None) => Err(error.to_string()),
+    })
 }

@@ -12,7 +12,7 @@ use crate::comm::cpus::cpus;
 use crate::comm::process_environment;
 use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
-use crate::exec::{DEFAULT_STRIP_BYTES, HELD_BYTES, Options, SCRATCH_BYTES};
+use crate::exec::{DEFAULT_STRIP_BYTES, HELD_BYTES, Options, SCRATCH_BYTES, STAGING_BYTES};
 use crate::quantity::{count, human_bytes};
 use crate::storage::filesystem::{nearest_folder, suits_direct_writes};
 use crate::storage::memory::Anonymous;
@@ -36,15 +36,16 @@ impl Pace {
     }
 }
 
-/// Threads and buffers for a run that takes so much memory for other things.
+/// Threads and buffers for a run that takes so much memory for rounds, if it has them.
 ///
 /// # Errors
 /// `Usage` where there is no such number of threads, or too little memory for them.
 pub fn work_options(args: &SourceArgs, sync: bool, pace: Pace, taken: u64) -> Result<Options> {
     let io = args.io.mode();
     let max_memory = args.max_memory.0;
+    let scratch = scratch_bytes(io, Reads::of(taken > 0));
     let threads = match args.threads {
-        None => threads_within(max_memory.saturating_sub(taken), io, pace),
+        None => threads_within(max_memory.saturating_sub(taken), scratch, pace),
         Some(0) => {
             return Err(Error::usage(
                 "--threads 0: at least one thread is needed",
@@ -61,7 +62,7 @@ pub fn work_options(args: &SourceArgs, sync: bool, pace: Pace, taken: u64) -> Re
     };
     // Built once a process; a second verb in one process (tests) keeps the first one's pool.
     let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
-    Ok(Options { threads, strip_bytes: strip_bytes(max_memory, taken, io, threads)?, sync })
+    Ok(Options { threads, strip_bytes: strip_bytes(max_memory, taken, scratch, threads)?, sync })
 }
 
 /// More than any machine has cores.
@@ -78,35 +79,57 @@ const DISK_THREADS: usize = 4;
 
 /// One thread a core that this process may use, or as many as the memory allows. Those that a disk is worth beyond are not
 /// worth shorter strips, and where Slurm counts CPUs there are none.
-fn threads_within(max_memory: u64, io: Option<IoMode>, pace: Pace) -> usize {
+fn threads_within(max_memory: u64, scratch: u64, pace: Pace) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let given = cpus(&process_environment);
     let cores = given.map_or(cores, |given| cores.min(given));
-    let affordable = |strip_bytes: u64| affordable(max_memory, io, strip_bytes);
+    let affordable = |strip_bytes: u64| affordable(max_memory, scratch, strip_bytes);
     let for_disk = if pace == Pace::Disk && given.is_none() { DISK_THREADS } else { 1 };
     let for_disk = for_disk.min(affordable(DEFAULT_STRIP_BYTES));
     cores.min(affordable(LEAST_STRIP_BYTES)).max(for_disk).clamp(1, MAX_THREADS)
 }
 
 /// How many threads with strips of this length there is memory for.
-fn affordable(max_memory: u64, io: Option<IoMode>, strip_bytes: u64) -> usize {
-    let threads = max_memory.saturating_sub(BASE_BYTES) / (strip_bytes + scratch_bytes(io));
+fn affordable(max_memory: u64, scratch: u64, strip_bytes: u64) -> usize {
+    let threads = max_memory.saturating_sub(BASE_BYTES) / (strip_bytes + scratch);
     usize::try_from(threads).unwrap_or(usize::MAX)
 }
 
-/// What a worker that reads in this way takes besides its strip.
-fn scratch_bytes(io: Option<IoMode>) -> u64 {
-    SCRATCH_BYTES + if io == Some(IoMode::Direct) { BOUNCE_BYTES } else { 0 }
+/// When workers read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reads {
+    AsTheyWrite,
+    /// For rounds, while others write.
+    Ahead,
+}
+
+impl Reads {
+    fn of(has_rounds: bool) -> Self {
+        if has_rounds { Self::Ahead } else { Self::AsTheyWrite }
+    }
+
+    fn in_conversion(conversion: &Conversion<'_>) -> Self {
+        Self::of(conversion.source.peers.is_some())
+    }
+}
+
+/// What a worker that reads in this way takes besides its strip, with what its like takes that reads for rounds.
+fn scratch_bytes(io: Option<IoMode>, reads: Reads) -> u64 {
+    let bounce = if io == Some(IoMode::Direct) { BOUNCE_BYTES } else { 0 };
+    match reads {
+        Reads::AsTheyWrite => SCRATCH_BYTES + bounce,
+        Reads::Ahead => SCRATCH_BYTES + STAGING_BYTES + 2 * bounce,
+    }
 }
 
 /// Below this, these threads cannot work.
-fn least_bytes(io: Option<IoMode>, threads: usize) -> u64 {
-    BASE_BYTES + threads as u64 * (LEAST_STRIP_BYTES + scratch_bytes(io))
+fn least_bytes(scratch: u64, threads: usize) -> u64 {
+    BASE_BYTES + threads as u64 * (LEAST_STRIP_BYTES + scratch)
 }
 
 /// Strips small enough for the memory that is allowed, less what other things take.
-fn strip_bytes(max_memory: u64, taken: u64, io: Option<IoMode>, threads: usize) -> Result<u64> {
-    let floor = taken.saturating_add(least_bytes(io, threads));
+fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) -> Result<u64> {
+    let floor = taken.saturating_add(least_bytes(scratch, threads));
     if max_memory < floor {
         let (workers, need) = (count(threads, "thread"), if threads == 1 { "needs" } else { "need" });
         let (rounds, need) = if taken > 0 { (" and six times --bucket-size", "need") } else { ("", need) };
@@ -116,7 +139,7 @@ fn strip_bytes(max_memory: u64, taken: u64, io: Option<IoMode>, threads: usize) 
             format!("allow --max-memory {floor}{fewer}"),
         ));
     }
-    Ok(((max_memory - taken - BASE_BYTES) / threads as u64 - scratch_bytes(io)).min(DEFAULT_STRIP_BYTES))
+    Ok(((max_memory - taken - BASE_BYTES) / threads as u64 - scratch).min(DEFAULT_STRIP_BYTES))
 }
 
 /// What headers, pickles and tables take beyond what every run is allowed for them, and what is on its way to others.
@@ -127,10 +150,10 @@ fn held_bytes(conversion: &Conversion<'_>) -> u64 {
     rounds.saturating_add(laid_out.saturating_sub(ALLOWED))
 }
 
-/// Whether a thread at least can work where other things take so much more.
-pub fn has_room(conversion: &Conversion<'_>, more: u64, max_memory: u64) -> bool {
-    let io = Some(conversion.source.checkpoint.files.io());
-    strip_bytes(max_memory, held_bytes(conversion).saturating_add(more), io, 1).is_ok()
+/// Whether a thread at least can work where rounds take so much more.
+pub fn has_room(conversion: &Conversion<'_>, rounds: u64, max_memory: u64) -> bool {
+    let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), Reads::Ahead);
+    strip_bytes(max_memory, held_bytes(conversion).saturating_add(rounds), scratch, 1).is_ok()
 }
 
 /// Strips as long as what is held leaves room for. Who has joined others meanwhile has room for fewer threads.
@@ -139,14 +162,14 @@ pub fn has_room(conversion: &Conversion<'_>, more: u64, max_memory: u64) -> bool
 /// `Usage` with the floor, where the memory that is allowed is less.
 pub fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: u64) -> Result<Options> {
     let held = held_bytes(conversion);
-    let io = Some(conversion.source.checkpoint.files.io());
-    let most = affordable(max_memory.saturating_sub(held), io, LEAST_STRIP_BYTES).max(1);
+    let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), Reads::in_conversion(conversion));
+    let most = affordable(max_memory.saturating_sub(held), scratch, LEAST_STRIP_BYTES).max(1);
     let threads = if conversion.source.peers.is_some() { options.threads.min(most) } else { options.threads };
     let options = Options { threads, ..options };
-    match strip_bytes(max_memory, held, io, options.threads) {
+    match strip_bytes(max_memory, held, scratch, options.threads) {
         Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
         Err(_) => {
-            let needed = held.saturating_add(least_bytes(io, options.threads));
+            let needed = held.saturating_add(least_bytes(scratch, options.threads));
             Err(Error::usage(
                 format!(
                     "--max-memory {}: the headers of {} and their tables{} take more, {} in all",
@@ -166,8 +189,8 @@ pub fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: 
 pub fn peak_bytes(conversion: &Conversion<'_>, options: &Options, before: Option<Anonymous>, stats: &Stats) -> u64 {
     /// Stack of a worker, and what its allocations leave unused.
     const WORKER_BYTES: u64 = 1 << 20;
-    let io = Some(conversion.source.checkpoint.files.io());
-    let buffers = options.threads as u64 * (options.strip_bytes + scratch_bytes(io));
+    let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), Reads::in_conversion(conversion));
+    let buffers = options.threads as u64 * (options.strip_bytes + scratch);
     let Some(before) = before else {
         return BASE_BYTES + buffers + held_bytes(conversion) + stats.planned_bytes;
     };
@@ -198,24 +221,39 @@ mod tests {
 
     #[test]
     fn strips_shrink_with_the_memory_that_is_allowed() {
-        assert_eq!(strip_bytes(512_000_000, 0, None, 2).unwrap(), DEFAULT_STRIP_BYTES);
-        let small = strip_bytes(40 << 20, 0, None, 2).unwrap();
+        assert_eq!(strip_bytes(512_000_000, 0, SCRATCH_BYTES, 2).unwrap(), DEFAULT_STRIP_BYTES);
+        let small = strip_bytes(40 << 20, 0, SCRATCH_BYTES, 2).unwrap();
         assert!(small < DEFAULT_STRIP_BYTES && 2 * (small + SCRATCH_BYTES) + BASE_BYTES <= 40 << 20);
-        assert!(strip_bytes(32 << 20, 0, None, 2).is_err());
+        assert!(strip_bytes(32 << 20, 0, SCRATCH_BYTES, 2).is_err());
         // Direct reads take a buffer more, which the floor has.
-        let (direct, floor) = (Some(IoMode::Direct), least_bytes(Some(IoMode::Direct), 2));
+        let direct = scratch_bytes(Some(IoMode::Direct), Reads::AsTheyWrite);
+        let floor = least_bytes(direct, 2);
         assert_eq!(strip_bytes(floor, 0, direct, 2).unwrap(), LEAST_STRIP_BYTES);
         assert!(strip_bytes(floor - 1, 0, direct, 2).unwrap_err().to_string().contains(&floor.to_string()));
-        assert_eq!(threads_within(36 << 20, None, Pace::Disk), 1);
+        assert_eq!(threads_within(36 << 20, SCRATCH_BYTES, Pace::Disk), 1);
+    }
+
+    /// Some write a round while others read the next one.
+    #[test]
+    fn rounds_take_scratch_of_their_own() {
+        let (alone, ahead) = (scratch_bytes(None, Reads::AsTheyWrite), scratch_bytes(None, Reads::Ahead));
+        assert_eq!(ahead, alone + STAGING_BYTES);
+        let (rounds, max) = (100 << 20, 512 << 20);
+        let threads = affordable(max - rounds, ahead, LEAST_STRIP_BYTES);
+        let strip = strip_bytes(max, rounds, ahead, threads).unwrap();
+        assert!(strip >= LEAST_STRIP_BYTES);
+        assert!(BASE_BYTES + rounds + threads as u64 * (strip + alone + STAGING_BYTES) <= max);
+        assert!(strip_bytes(max, rounds, ahead, threads + 1).is_err());
     }
 
     #[test]
     fn a_disk_gets_threads_beyond_cores_as_far_as_strips_stay_long() {
-        let cores = threads_within(u64::MAX, None, Pace::Processor);
-        assert_eq!(threads_within(512_000_000, None, Pace::Disk), cores.max(DISK_THREADS));
+        let cores = threads_within(u64::MAX, SCRATCH_BYTES, Pace::Processor);
+        assert_eq!(threads_within(512_000_000, SCRATCH_BYTES, Pace::Disk), cores.max(DISK_THREADS));
         let three = BASE_BYTES + 3 * (DEFAULT_STRIP_BYTES + SCRATCH_BYTES);
-        assert_eq!(threads_within(three, None, Pace::Disk), threads_within(three, None, Pace::Processor).max(3));
-        assert_eq!(strip_bytes(three, 0, None, 3).unwrap(), DEFAULT_STRIP_BYTES);
+        let threads = |pace| threads_within(three, SCRATCH_BYTES, pace);
+        assert_eq!(threads(Pace::Disk), threads(Pace::Processor).max(3));
+        assert_eq!(strip_bytes(three, 0, SCRATCH_BYTES, 3).unwrap(), DEFAULT_STRIP_BYTES);
     }
 
     #[test]

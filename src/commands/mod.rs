@@ -1,5 +1,6 @@
 //! One file or folder a verb: arguments to options, then one call. Those that write share [`convert`].
 
+mod alike;
 mod auto;
 mod checks;
 mod completions;

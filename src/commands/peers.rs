@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::alike;
 use super::convert::{Conversion, refuse_nesting};
 use super::link::{Link, arithmetic};
 use super::meeting_place::MeetingPlace;
@@ -110,48 +111,48 @@ impl Peers {
         })?;
         // What is read is never written to, not even to meet there.
         refuse_nesting("the source", &args.src, destination)?;
-        let (mut place, mesh) = meet_others(destination, &args.exchange, run, meet_within())?;
-        let mut read = || {
-            let folder = place.of_run(&mesh, meet_within())?;
-            let twin = is_per_rank.then(|| twin::make(&mesh, &args.src, &folder.join("source"))).transpose()?;
+        let mut met = meet_others(destination, args, run, meet_within())?;
+        let (mesh, place) = (&met.mesh, &mut met.place);
+        let read = || -> Result<_> {
+            let folder = place.of_run(mesh, meet_within())?;
+            let twin = is_per_rank.then(|| twin::make(mesh, &args.src, &folder.join("source"))).transpose()?;
             let checkpoint = match &twin {
                 Some(twin) => twin.open(options),
                 None => Checkpoint::open(&args.src, options).map_err(|error| error.within(&args.src)),
             };
-            Ok((twin, mesh.settle(checkpoint)?, Parties::meet(&mesh)?))
+            Ok((twin, mesh.settle(checkpoint)?))
         };
-        let read: Result<_> = read();
-        let (twin, checkpoint, nodes) =
-            read.map_err(|error| cause(&mesh, error)).inspect_err(|error| mesh.fail(&error.to_string()))?;
-        let link = Link::choose(mesh, backend, local_rank(run, &nodes), run.printer)?;
-        Ok(Some((Self::new(args, link, twin, nodes, place), checkpoint)))
+        let read = { read }().map_err(|error| cause(mesh, error));
+        let (twin, checkpoint) = read.inspect_err(|error| mesh.fail(&error.to_string()))?;
+        Ok(Some((Self::linked(args, met, twin, run)?, checkpoint)))
     }
 
     /// Meet the others between whose GPUs bytes are to go, of a SRC that all see. `None` where one of them lacks what
     /// that takes.
     ///
     /// # Errors
-    /// `Comm` where not all come within `limit`, and from the devices.
+    /// `Comm` where not all come within `limit`, `Usage` where they have other options, and from the devices.
     pub fn join(args: &ConvertArgs, destination: &Path, run: &Run<'_>, limit: Duration) -> Result<Option<Self>> {
-        let (mut place, mesh) = meet_others(destination, &args.exchange, run, limit)?;
-        let nodes = Parties::meet(&mesh)?;
-        let link = Link::choose(mesh, Backend::Auto, local_rank(run, &nodes), run.printer)?;
-        if let Link::Hosts(mesh) = link {
-            mesh.leave()?;
-            place.leave(false);
-            return Ok(None);
+        let peers = Self::linked(args, meet_others(destination, args, run, limit)?, None, run)?;
+        if let Link::Devices(..) = peers.link {
+            return Ok(Some(peers));
         }
-        Ok(Some(Self::new(args, link, None, nodes, place)))
+        peers.leave(false);
+        Ok(None)
     }
 
-    fn new(args: &ConvertArgs, link: Link, twin: Option<Twin>, nodes: Vec<u32>, place: MeetingPlace) -> Self {
+    /// Choose what bytes go by between processes that have met. Collective.
+    fn linked(args: &ConvertArgs, met: Met, twin: Option<Twin>, run: &Run<'_>) -> Result<Self> {
+        let Met { mesh, nodes, place } = met;
+        let ExchangeArgs { backend, fast_reduce, bucket_size, .. } = &args.exchange;
+        let link = Link::choose(mesh, *backend, local_rank(run, &nodes), run.printer)?;
         // What a user has decided on may be what differs, compared or not.
         let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
         let reducing = match &link {
-            Link::Devices(..) if args.exchange.fast_reduce => Reducing::ByNccl,
+            Link::Devices(..) if *fast_reduce => Reducing::ByNccl,
             Link::Devices(..) | Link::Hosts(_) => Reducing::InRankOrder,
         };
-        Self { link, twin, nodes, counting, reducing, bucket_bytes: args.exchange.bucket_size.0, place }
+        Ok(Self { link, twin, nodes, counting, reducing, bucket_bytes: bucket_size.0, place })
     }
 
     /// Who reduces.
@@ -322,27 +323,33 @@ fn refuse_idle_wishes(args: &ConvertArgs) -> Result<()> {
     Ok(())
 }
 
+/// Processes that have met, with the same options.
+struct Met {
+    mesh: Mesh,
+    nodes: Vec<u32>,
+    // Dropped last, as with peers.
+    place: MeetingPlace,
+}
+
 /// Meet the others beside DST.
-fn meet_others(
-    destination: &Path,
-    args: &ExchangeArgs,
-    run: &Run<'_>,
-    limit: Duration,
-) -> Result<(MeetingPlace, Mesh)> {
+fn meet_others(destination: &Path, args: &ConvertArgs, run: &Run<'_>, limit: Duration) -> Result<Met> {
     let launch = &run.launch;
     let place = MeetingPlace::beside(destination, launch.part)?;
     let stop = run.stop.clone();
+    let rendezvous = args.exchange.rendezvous.clone();
     let meeting = Meeting {
         part: launch.part,
         run: launch.run.as_deref(),
-        place: &Place::choose(args.rendezvous.clone(), launch.launcher, &process_environment, place.folder())?,
+        place: &Place::choose(rendezvous, launch.launcher, &process_environment, place.folder())?,
         shared: Some(place.folder()),
         limit,
         liveness: Liveness::default(),
         going: Arc::new(move || stop.check()),
     };
     let mesh = Mesh::connect(meet(&meeting)?, limit)?;
-    Ok((place, mesh))
+    alike::agree(&mesh, args)?;
+    let nodes = Parties::meet(&mesh)?;
+    Ok(Met { mesh, nodes, place })
 }
 
 /// Which of the processes of its node this one is.
@@ -365,5 +372,5 @@ fn cause(mesh: &Mesh, error: Error) -> Error {
 }
 
 fn meet_within() -> Duration {
-    if fault::is_hurried() { HURRIED } else { MEET_WITHIN }
+    fault::patience(MEET_WITHIN, HURRIED)
 }

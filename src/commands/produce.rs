@@ -64,8 +64,9 @@ pub fn produce(
     run: &Run<'_>,
 ) -> Result<Produced> {
     let claim = claim(args, options, run);
-    let about = about(conversion, run);
-    let plan = plan(conversion, &about);
+    let reducing = conversion.source.reducing();
+    let about = about(conversion, reducing, run);
+    let plan = plan(conversion, reducing, &about);
     if let Some(peers) = &conversion.source.peers {
         peers.compare(plan.fingerprint)?;
     }
@@ -107,21 +108,20 @@ pub fn claim(args: &ConvertArgs, options: &Options, run: &Run<'_>) -> Claim {
 }
 
 /// What a plan is of, for people.
-pub fn about(conversion: &Conversion<'_>, run: &Run<'_>) -> About {
+pub fn about(conversion: &Conversion<'_>, reducing: Reducing, run: &Run<'_>) -> About {
     let Conversion { source, carried, .. } = conversion;
     let mut options = run.options_told.clone();
     if let Some(wish) = options.get_mut("--fast-reduce") {
-        *wish = source.reducing().to_string();
+        *wish = reducing.to_string();
     }
     About::new(options, &source.checkpoint.files, carried, &roots(source))
 }
 
 /// What is to be made, as other processes and later runs know it.
-pub fn plan<'a>(conversion: &Conversion<'_>, about: &'a About) -> Plan<'a> {
+pub fn plan<'a>(conversion: &Conversion<'_>, reducing: Reducing, about: &'a About) -> Plan<'a> {
     let Conversion { source, reservation, carried, .. } = conversion;
     let version = env!("CARGO_PKG_VERSION");
-    let fingerprint =
-        fingerprint(version, input(&source.checkpoint), reservation, carried, &roots(source), source.reducing());
+    let fingerprint = fingerprint(version, input(&source.checkpoint), reservation, carried, &roots(source), reducing);
     Plan { fingerprint, version, about }
 }
 

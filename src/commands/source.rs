@@ -80,7 +80,10 @@ impl Source {
         let options = ReadOptions { told, ..options };
         let (peers, checkpoint) = match Peers::open(args, &options, run)? {
             Some((peers, checkpoint)) => (Some(peers), checkpoint),
-            None => (None, Checkpoint::open(&args.src, &options).map_err(|error| elsewhere(error).within(&args.src))?),
+            None => (
+                None,
+                Checkpoint::open(&args.src, &options).map_err(|error| maybe_on_other_nodes(error).within(&args.src))?,
+            ),
         };
         let choose = || {
             refuse_fragment(&checkpoint)?;
@@ -297,7 +300,7 @@ impl Source {
 }
 
 /// What one node lacks may lie on the disk of another.
-fn elsewhere(mut error: Error) -> Error {
+fn maybe_on_other_nodes(mut error: Error) -> Error {
     if let Error::Missing { hint, .. } = &mut error {
         hint.get_or_insert_with(|| {
             "copy the missing files into the folder, or save the checkpoint again; where other nodes have them, start a \

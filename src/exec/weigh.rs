@@ -1,17 +1,21 @@
 //! Weighing: how a plan reads the source, told from some of its tensors, since there may be very many.
 //!
 //! The tensors looked at are those that lie at equal distances among the bytes of all, so the long ones decide, and no
-//! period of layers has a say. Counts bytes. Invariant: it is the same wherever catalog and target are, so processes that
+//! period of layers has a say. One is planned at a time, and no more of it than a window of a copy has: so much memory a
+//! run has for plans in any case. Counts bytes. Invariant: it is the same wherever catalog and target are, so processes that
 //! weigh one plan need not ask each other.
 
 use super::copy::Stats;
 use super::window::prepare;
 use super::{Extents, Input};
-use crate::catalog::{Reservation, Reserved};
+use crate::catalog::{Reservation, Reserved, TensorEntry};
 use crate::error::Result;
 
 /// Tensors that are planned, at most.
 const MOST_PLANNED: usize = 64;
+
+/// Tiles of a tensor that are planned, at most, or those of one chunk.
+const MOST_TILES: usize = 1 << 12;
 
 /// What a plan is like.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,13 +38,12 @@ impl Weighed {
     /// As planning.
     pub fn new(input: Input<'_>, reservation: &Reservation) -> Result<Self> {
         let len_of = |tensor: &Reserved| input.catalog.tensor(tensor.source).len_bytes();
-        let todo = Extents::of_files(&reservation.files);
         let mut slots = Vec::new();
         let mut weighed = Self { of: reservation.tensors.len(), ..Self::default() };
         for tensor in spread(&reservation.tensors, len_of) {
-            prepare(input, &[tensor], &todo, &mut slots)?;
-            let stats = Stats::of_slots(&slots);
             let source = input.catalog.tensor(tensor.source);
+            prepare(input, &[tensor], &some_chunks(tensor, source, MOST_TILES), &mut slots)?;
+            let stats = Stats::of_slots(&slots);
             let is_reduced = (0..tensor.entry.chunks.len()).any(|chunk| tensor.tiles_of(chunk, source) > 1);
             weighed.planned += 1;
             weighed.bytes_read = weighed.bytes_read.saturating_add(stats.bytes_read);
@@ -82,9 +85,46 @@ fn spread<T>(tensors: &[T], len_of: impl Fn(&T) -> u64) -> Vec<&T> {
     chosen
 }
 
+/// Where chunks lie that have so many tiles together: all, or one of every so many.
+fn some_chunks(tensor: &Reserved, source: &TensorEntry, most_tiles: usize) -> Extents {
+    let chunks = 0..tensor.entry.chunks.len();
+    let tiles = chunks.clone().map(|chunk| tensor.tiles_of(chunk, source)).fold(0, usize::saturating_add);
+    let mut some = Extents::new();
+    for chunk in chunks.step_by(tiles.div_ceil(most_tiles).max(1)) {
+        if let Some((file, offset)) = tensor.place(chunk) {
+            some.insert(file, offset..offset + tensor.chunk_bytes(chunk));
+        }
+    }
+    some
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::catalog::{Chunk, Dtype, Place, TensorId};
+    use crate::layout::{Region, Tile};
+    use crate::storage::FileId;
+
+    #[test]
+    fn of_very_many_chunks_some_are_planned() {
+        let mut entry = TensorEntry::new("t".into(), Dtype::F32, [40].as_slice().into());
+        let source = entry.clone();
+        for file in 0..10 {
+            let place = Place::Bytes { file: FileId(file), offset: 8 };
+            entry.chunks.push(Chunk {
+                tile: Tile::from_region(&Region::whole(&[40])),
+                place,
+                strides: None,
+                rank: None,
+            });
+        }
+        let tensor = Reserved::new(TensorId(0), entry);
+        let files = |most| some_chunks(&tensor, &source, most).files().collect::<Vec<_>>();
+        assert_eq!(files(10), (0..10).collect::<Vec<_>>());
+        assert_eq!(files(4), [0, 3, 6, 9]);
+        let one = some_chunks(&tensor, &source, 1);
+        assert_eq!(one.iter().collect::<Vec<_>>(), [(0, 8..168)]);
+    }
 
     #[test]
     fn tensors_are_chosen_among_bytes() {

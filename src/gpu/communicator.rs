@@ -6,34 +6,29 @@
 //!
 //! Counts bytes. Invariant: after an error NCCL is aborted, so no stream waits for it.
 
-use std::fmt::Write as _;
-use std::ops::{ControlFlow, Range};
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaEvent;
-use nccl::{Config, DataType, DeviceView, DeviceViewMut, Group, Place, UniqueId, Wait};
+use nccl::{DataType, DeviceView, DeviceViewMut, Group};
 
 use super::Gpu;
 use super::device::{Device, failed};
+use super::meeting::Meeting;
 use super::memory::DeviceBytes;
-use super::settings::{SHARE, Sharing};
+use super::settings::Sharing;
 use super::stream::Stream;
 use super::watch::{Met, Watch, Why};
 use crate::comm::{Communicator, carved};
 use crate::error::{Error, Result};
 
-/// How long ranks that all are there may take to meet.
-const MEETING: Duration = Duration::from_mins(2);
 /// How long a stream may take to end after NCCL was aborted.
 const GRACE: Duration = Duration::from_secs(5);
 /// Pauses between two looks at an event; each is twice as long as the one before.
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
-/// Blocks of a kernel of NCCL where ranks share a device: all of them have to run at once.
-const SHARED_BLOCKS: u16 = 2;
 
 /// A rank whose memory is a device's. Words, votes and news of the others go by `C`.
 pub struct Nccl<C> {
@@ -48,58 +43,20 @@ impl<C: Communicator + Send + 'static> Nccl<C> {
     /// Meet the other ranks of `control`, all of which do the same.
     ///
     /// # Errors
-    /// `Usage` where ranks share a device and may not; `Comm` where one goes away; `Device` from NCCL. The others are
-    /// told.
+    /// `Usage` where ranks share a device and may not; `Comm` where one goes away, or cannot meet; `Device` from NCCL.
+    /// All ranks fail then.
     pub fn meet(gpu: &Gpu, sharing: Sharing, control: C) -> Result<Self> {
-        let control = Arc::new(control);
-        let met = Self::met(gpu, sharing, &control).and_then(|peers| {
-            let stream = Stream::new(&gpu.device)?;
-            let met = Met::new(peers);
-            let watch = Watch::start(Arc::clone(&met), Arc::clone(&control));
-            Ok(Self { watch, met, control: Arc::clone(&control), stream })
-        });
-        met.inspect_err(|error| control.fail(&error.to_string()))
+        match Meeting::new(gpu, sharing, control)? {
+            Meeting::Met(nccl) => Ok(nccl),
+            Meeting::Missed(_, against) => Err(against),
+        }
     }
 
-    fn met(gpu: &Gpu, sharing: Sharing, control: &Arc<C>) -> Result<nccl::Communicator> {
-        const OP: &str = "meet by NCCL";
-        let seats = control.gather(&gpu.device.uuid())?;
-        if sharing == Sharing::Refused {
-            all_differ(&seats)?;
-        }
-        // The first rank's word: an id, or why there is none, which is never as long as one.
-        let mine = match control.rank() {
-            0 => UniqueId::new(&gpu.nccl).map(|id| id.to_bytes().to_vec()),
-            _ => Ok(Vec::new()),
-        };
-        let why = |error: nccl::Error| Error::Device { op: OP, detail: error.to_string(), hint: None };
-        let said = control.gather(mine.as_deref().unwrap_or_default())?;
-        mine.map_err(why)?;
-        let id = said.first().and_then(|id| <[u8; UniqueId::BYTES]>::try_from(id.as_slice()).ok());
-        let id = id.map(UniqueId::from_bytes).ok_or_else(|| Error::comm(0, OP, "it has no id for NCCL"))?;
-
-        let is_met = Arc::new(AtomicBool::new(false));
-        let wait = {
-            let (control, is_met) = (Arc::clone(control), Arc::clone(&is_met));
-            // Later a peer may be late because its disk is.
-            Wait::up_to(Duration::MAX).watching(move |waited| match control.check() {
-                Err(gone) => ControlFlow::Break(gone.to_string()),
-                Ok(()) if waited > MEETING && !is_met.load(Ordering::Relaxed) => {
-                    ControlFlow::Break(format!("not all ranks have come within {} s", MEETING.as_secs()))
-                }
-                Ok(()) => ControlFlow::Continue(()),
-            })
-        };
-        let config = match sharing {
-            Sharing::Refused => Config::default(),
-            Sharing::Allowed => Config::default().max_ctas(SHARED_BLOCKS),
-        };
-        let place = Place { rank: control.rank() as usize, ranks: control.size() as usize };
-        gpu.device.bind()?;
-        let peers = nccl::Communicator::new(&gpu.nccl, place, &id, &config, wait)
-            .map_err(|error| reason(&**control, OP, &error.into()))?;
-        is_met.store(true, Ordering::Relaxed);
-        Ok(peers)
+    /// Of ranks that have met.
+    pub(super) fn new(peers: nccl::Communicator, stream: Stream, control: Arc<C>) -> Self {
+        let met = Met::new(peers);
+        let watch = Watch::start(Arc::clone(&met), Arc::clone(&control));
+        Self { watch, met, control, stream }
     }
 }
 
@@ -306,43 +263,18 @@ pub(super) fn reason(control: &impl Communicator, op: &'static str, why: &Why) -
             Ok(()) => thread::sleep(Duration::from_millis(5)),
         }
     }
+    of_nccl(op, why.words())
+}
+
+/// What NCCL says, as an error.
+pub(super) fn of_nccl(op: &'static str, words: &str) -> Error {
     let hint = "NCCL_DEBUG=INFO lets NCCL tell more; NCCL_SOCKET_IFNAME names the network to use".to_owned();
-    Error::Device { op, detail: why.words().to_owned(), hint: Some(hint) }
-}
-
-/// An error where two ranks have one device.
-fn all_differ(uuids: &[Vec<u8>]) -> Result<()> {
-    for (second, uuid) in uuids.iter().enumerate() {
-        if let Some(first) = uuids[..second].iter().position(|other| other == uuid) {
-            let what = format!("ranks {first} and {second} have one GPU ({})", words(uuid));
-            let hint = format!("start a process for each GPU, or show each another one; {SHARE}=1 is for tests");
-            return Err(Error::usage(what, hint));
-        }
-    }
-    Ok(())
-}
-
-/// `GPU-5d2e..`, as `nvidia-smi -L` has it.
-fn words(uuid: &[u8]) -> String {
-    uuid.iter().enumerate().fold("GPU-".to_owned(), |mut text, (at, byte)| {
-        let dash = if [4, 6, 8, 10].contains(&at) { "-" } else { "" };
-        let _ = write!(text, "{dash}{byte:02x}");
-        text
-    })
+    Error::Device { op, detail: words.to_owned(), hint: Some(hint) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn two_ranks_of_one_device_are_named() {
-        let uuids = |last: u8| [0, 1, 2, last].map(|number| [number; 16].to_vec());
-        assert!(all_differ(&uuids(3)).is_ok());
-        let error = all_differ(&uuids(1)).unwrap_err();
-        assert_eq!(error.to_string(), "ranks 1 and 3 have one GPU (GPU-01010101-0101-0101-0101-010101010101)");
-        assert!(error.hint().unwrap().contains(SHARE));
-    }
 
     #[test]
     fn ranges_that_are_parts_of_one_are_known() {

@@ -165,7 +165,10 @@ fn short_of(what: &str, len: usize, error: DriverError, left: &str) -> Error {
     Error::Device {
         op: "allocate memory",
         detail: format!("{} for {what}: {}{left}", human_bytes(len as u64), text(error)),
-        hint: Some("a smaller --bucket-size takes less memory, of devices and of hosts".into()),
+        hint: Some(
+            "a smaller --bucket-size takes less memory, of devices and of hosts; --backend cpu takes none of devices"
+                .into(),
+        ),
     }
 }
 

@@ -70,10 +70,26 @@ fn another_command_line_stand_in() {
             outcome.refused(&["rank 1: plan: it makes something else than rank 0 does", "hint: start all processes"]);
         }
         job.is_done_anew();
+        let outcomes = job.each(|rank| (if rank == 1 { "--bucket-size 400" } else { "" }.to_owned(), &[]));
+        for outcome in &outcomes {
+            outcome.refused(&["rank 1: --bucket-size: 400; at rank 0: 300", "hint: start all processes"]);
+        }
+        job.is_done_anew();
         let outcomes = job.each(|rank| (if rank == 2 { "--include nothing" } else { "" }.to_owned(), &[]));
         outcomes[2].refused(&["nothing"]);
         others_name(&outcomes, 2, &["nothing"]);
         job.is_done_anew();
+    }
+}
+
+/// All of them may, whatever the rounds were that went before.
+#[test]
+fn a_run_goes_on_in_other_rounds_stand_in() {
+    for sight in SIGHTS {
+        let job = Job::new(sight);
+        let outcomes = job.but(1, "", &[("GPU_STAND_IN_FAULT", "fails-in-group:3")]);
+        others_name(&outcomes, 1, &["the network was told to fail"]);
+        job.is_done_by("--resume --bucket-size 500");
     }
 }
 

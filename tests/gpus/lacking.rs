@@ -1,6 +1,6 @@
 //! One process has no device, or no NCCL, while the others have them; or all have one device.
 
-use crate::job::{Job, SIGHTS, Settings, Sight, others_name};
+use crate::job::{Job, RANKS, SIGHTS, Settings, Sight, others_name};
 use crate::nodes::succeeds;
 
 const NO_DEVICE: Settings<'static> = &[("GPU_STAND_IN_DEVICES", "0")];
@@ -50,14 +50,37 @@ fn who_leaves_it_open_goes_over_tcp_stand_in() {
     job.has_made();
 }
 
+const ONE: Settings<'static> = &[("CUDA_VISIBLE_DEVICES", "1")];
+
 #[test]
 fn two_with_one_device_stand_in() {
-    for backend in ["--backend nccl", "--backend auto"] {
-        let job = Job::new(Sight::Apart);
-        let outcomes = job.each(|_| (backend.to_owned(), &[("CUDA_VISIBLE_DEVICES", "1")]));
-        for outcome in &outcomes {
-            outcome.refused(&["ranks 0 and 1 have one GPU", "hint: start a process for each GPU"]);
+    let job = Job::new(Sight::Apart);
+    for outcome in job.each(|_| (String::from("--backend nccl"), ONE)) {
+        outcome.refused(&["ranks 0 and 1 have one GPU", "hint: start a process for each GPU"]);
+    }
+    job.is_done_anew();
+    for outcome in job.each(|_| (String::from("--backend auto -v"), ONE)) {
+        succeeds(&outcome);
+        outcome.says(&["bytes do not go by NCCL; ranks 0 and 1 have one GPU"]);
+    }
+    job.has_made();
+}
+
+/// They come to it together, whoever it is; and where nothing fails NCCL has met before anybody says so.
+#[test]
+fn nccl_that_fails_where_it_is_left_open_stand_in() {
+    for sight in SIGHTS {
+        let job = Job::new(sight);
+        for odd in 0..RANKS {
+            let outcomes = job.but(odd, "--backend auto -v", &[("GPU_STAND_IN_FAULT", "fails-meeting")]);
+            outcomes.iter().for_each(succeeds);
+            if sight == Sight::Apart {
+                for outcome in &outcomes {
+                    outcome.says(&["warning: bytes do not go by NCCL; ", "the network was told to fail"]);
+                    assert!(!outcome.err.contains("bytes go by NCCL"), "{outcome:?}");
+                }
+            }
+            job.has_made();
         }
-        job.is_done_anew();
     }
 }

@@ -1,6 +1,6 @@
 //! What is refused before anybody waits, with what can be done, and leaves nothing behind.
 
-use crate::nodes::{Nodes, Spread, names};
+use crate::nodes::{Nodes, Spread, ended, names};
 use crate::outcome::{Outcome, command};
 
 fn one(words: &str, environment: &[(&str, &str)]) -> Outcome {
@@ -51,4 +51,18 @@ fn too_little_memory() {
     }
     assert_eq!(names(&nodes.desk()), [""; 0]);
     nodes.agree("consolidate out --max-memory 96MB", "--bucket-size 1MB");
+}
+
+/// Rounds follow from it, on all alike. A run may go on with another one.
+#[test]
+fn another_bucket_size() {
+    let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
+    let outcomes = ended((0..2).map(|rank| {
+        let size = ["1MB", "2MB"][rank as usize];
+        nodes.command(rank, &format!("consolidate out --bucket-size {size}")).spawn().unwrap()
+    }));
+    for outcome in outcomes {
+        outcome.refused(&["rank 1: --bucket-size: 2000000; at rank 0: 1000000", "hint: start all processes with"]);
+    }
+    assert_eq!(names(&nodes.desk()), [""; 0]);
 }

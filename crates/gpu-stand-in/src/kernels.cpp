@@ -34,7 +34,9 @@ struct alignas(16) uint4 {
 uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
 
 bool holds(const Allocation& allocation, Address address, Address bytes) {
-    return address >= allocation.seen && address + bytes <= allocation.seen + allocation.bytes;
+    // Nothing that could wrap.
+    Address at = address - allocation.seen;
+    return address >= allocation.seen && bytes <= allocation.bytes && at <= allocation.bytes - bytes;
 }
 
 template <typename T>

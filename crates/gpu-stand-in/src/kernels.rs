@@ -120,9 +120,11 @@ mod tests {
     fn what_a_kernel_may_not_use_is_told() {
         let heap = Heap::new(1 << 16);
         let table = heap.allocate(64).unwrap();
-        let arguments = [table.to_le_bytes().to_vec(), 1_u32.to_le_bytes().to_vec(), 1_u32.to_le_bytes().to_vec()];
-        let launch = Launch { blocks: 1, threads: 1, arguments: &arguments, heap: &heap };
-        // A record has more bytes.
-        assert_eq!(Kernel::named("copy_runs").unwrap().run(&launch), Err(Illegal));
+        // A record has more bytes; and none lies across the end of all addresses.
+        for table in [table, u64::MAX - 15] {
+            let arguments = [table.to_le_bytes().to_vec(), 1_u32.to_le_bytes().to_vec(), 1_u32.to_le_bytes().to_vec()];
+            let launch = Launch { blocks: 1, threads: 1, arguments: &arguments, heap: &heap };
+            assert_eq!(Kernel::named("copy_runs").unwrap().run(&launch), Err(Illegal));
+        }
     }
 }

@@ -1,9 +1,9 @@
 //! What tests load in place of `libcuda.so.1`, `libnccl.so.2` and `libnvrtc.so` on machines without a GPU.
 //!
-//! It is no GPU and says nothing of one: not of threads that do things at once, of speed, of the order in which NCCL adds floats. What it can
-//! say is whether a program calls the libraries as they want to be called: counts and offsets, sends that pair with
-//! receives, what waits for what, what is freed when, which device, what happens when memory runs out or a peer dies. So
-//! it is stricter than a GPU:
+//! It is no GPU and says nothing of one: not of threads that do things at once, of speed, of the order in which NCCL adds
+//! floats. What it can say is whether a program calls the libraries as they want to be called: counts and offsets, sends
+//! that pair with receives, what waits for what, what is freed when, which device, what happens when memory runs out or a
+//! peer dies. So it is stricter than a GPU:
 //!
 //! - an address of device memory cannot be read by the host, and every range lies in one allocation of that device,
 //!   when it is asked for and when it is used;

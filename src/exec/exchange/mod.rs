@@ -2,9 +2,9 @@
 //!
 //! All processes derive the same [rounds](rounds) from the same catalogs. In a round each reads stretches of source
 //! chunks, which are contiguous; the [shuffle] moves them to who needs them, and makes values of summands; and what it
-//! gives are stretches of target tiles, which are written as any others are ([`super::copy::write`]). Reading, moving and writing go on at the same
-//! time, in a thread each, with one round between each two of them; a shuffle that has several steps may have the
-//! [next round](Shuffle::UNDER_WAY) on its way while one is finished.
+//! gives are stretches of target tiles, which are written as any others are ([`super::copy::write`]). Reading, moving and
+//! writing go on at the same time, in a thread each, with one round between each two of them; a shuffle that has several
+//! steps may have the [next round](Shuffle::UNDER_WAY) on its way while one is finished.
 //!
 //! Counts bytes. Invariant: what is recorded as done has been checked by whoever read it.
 
@@ -129,7 +129,7 @@ impl<'a> Exchange<'a> {
                         Casting::InShuffle => moves.with_casts(self.input.catalog, self.reservation, todo),
                     }
                 };
-                self.stage(moves, rooms, staged, stop);
+                self.stage(moves, rooms, staged, writing);
             });
             scope.spawn(|| self.shuffle(communicator, shuffle, to_shuffle, shuffled));
             let supply = Batches { shuffled: to_write, stop };
@@ -147,9 +147,9 @@ impl<'a> Exchange<'a> {
         moves: impl Fn(&Round<'_>) -> Moves,
         rooms: Arc<Rooms<M>>,
         staged: SyncSender<Result<Staged<M>>>,
-        stop: &Stop,
+        writing: Writing<'_>,
     ) {
-        let stage = Stage::new(self.input, rooms, stop);
+        let stage = Stage::new(self.input, rooms, writing.options.threads, writing.stop);
         for round in self.rounds() {
             let read = round.and_then(|round| stage.read(moves(&round)));
             let failed = read.is_err();

@@ -85,8 +85,8 @@ impl<'a> Rounds<'a> {
             let ranks = u64::from(self.parties.size());
             let halves = match Draft::new(unit.clone(), self.parties, MOST_COPIES)? {
                 Some(draft) if self.fits(&draft.loads, draft.copies) => return Ok(Some(draft)),
-                Some(draft) => shorter(&draft.unit, ranks),
-                None => fewer(&unit).or_else(|| shorter(&unit, ranks)),
+                Some(draft) => less(draft.unit, ranks),
+                None => fewer(&unit).or_else(|| less(unit.clone(), ranks)),
             };
             match halves {
                 Some((first, second)) => self.rest.extend([second, first]),
@@ -138,25 +138,34 @@ fn fewer<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
     (!first.is_empty()).then(|| (half(first), half(second)))
 }
 
-/// A unit in two: the first half of each of its ranges, and the rest. One that is a whole tensor is cut into a range a
-/// rank before. `None` where there is nothing to cut.
-fn shorter<'a>(unit: &Unit<'a>, ranks: u64) -> Option<(Unit<'a>, Unit<'a>)> {
-    let entry = unit.demand.source.entry;
-    let numel = entry.numel();
-    let ranges = if unit.is_whole() {
-        let at = |index: u64| {
-            let even = u128::from(numel) * u128::from(index) / u128::from(ranks);
-            u64::try_from(even).expect("at most all elements")
-        };
-        (0..ranks).map(|index| at(index)..at(index + 1)).filter(|range| !range.is_empty()).collect()
-    } else {
-        unit.ranges.clone()
+/// A unit in two, of shorter ranges, or of fewer where they are of an element each. `None` where it is one element.
+fn less(unit: Unit<'_>, ranks: u64) -> Option<(Unit<'_>, Unit<'_>)> {
+    let unit = spread(unit, ranks);
+    shorter(&unit).or_else(|| fewer(&unit))
+}
+
+/// A whole tensor as a range a rank; any other unit is as it was.
+fn spread(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
+    if !unit.is_whole() {
+        return unit;
+    }
+    let numel = unit.demand.source.entry.numel();
+    let at = |index: u64| {
+        let even = u128::from(numel) * u128::from(index) / u128::from(ranks);
+        u64::try_from(even).expect("at most all elements")
     };
+    let ranges = (0..ranks).map(|index| at(index)..at(index + 1)).filter(|range| !range.is_empty()).collect();
+    Unit { ranges, ..unit }
+}
+
+/// A unit in two: the first half of each of its ranges, and the rest. `None` where there is nothing to cut.
+fn shorter<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
+    let shape = &unit.demand.source.entry.shape;
     let cut = |range: &Range<u64>| {
-        let middle = middle(range, &entry.shape);
+        let middle = middle(range, shape);
         (range.start..middle, middle..range.end)
     };
-    let (first, second): (Vec<_>, Vec<_>) = ranges.iter().map(cut).unzip();
+    let (first, second): (Vec<_>, Vec<_>) = unit.ranges.iter().map(cut).unzip();
     let half = |mut ranges: Vec<Range<u64>>| {
         ranges.retain(|range| !range.is_empty());
         (!ranges.is_empty()).then(|| Unit { ranges, ..unit.clone() })

@@ -1,6 +1,6 @@
 //! Staging: what a process reads in a round.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
 
@@ -24,13 +24,15 @@ pub struct Stage<'a, M> {
     input: Input<'a>,
     rooms: Arc<Rooms<M>>,
     passing: Passing,
+    /// How many read at a time, each with its scratch.
+    threads: usize,
     stop: &'a Stop,
 }
 
 impl<'a, M: HostMemory> Stage<'a, M> {
     #[must_use]
-    pub fn new(input: Input<'a>, rooms: Arc<Rooms<M>>, stop: &'a Stop) -> Self {
-        Self { input, rooms, passing: Passing::default(), stop }
+    pub fn new(input: Input<'a>, rooms: Arc<Rooms<M>>, threads: usize, stop: &'a Stop) -> Self {
+        Self { input, rooms, passing: Passing::default(), threads, stop }
     }
 
     /// # Errors
@@ -49,10 +51,17 @@ impl<'a, M: HostMemory> Stage<'a, M> {
             let whole = Arc::new(whole);
             strips.extend(firsts.zip(place.chunks_mut(strip)).map(|(first, strip)| (Arc::clone(&whole), first, strip)));
         }
-        strips.into_par_iter().try_for_each_init(Scratch::default, |scratch, (whole, first, strip)| {
-            self.stop.check()?;
-            let noting = Noting { passing: &self.passing, sums: &mut Vec::new() };
-            whole.read_summing(self.input, first, strip, scratch, Some(noting)).map(drop)
+        let workers = self.threads.min(strips.len());
+        let strips = Mutex::new(strips.into_iter());
+        let next = || strips.lock().expect("nobody fails with the lock").next();
+        (0..workers).into_par_iter().with_max_len(1).try_for_each(|_worker| -> Result<()> {
+            let mut scratch = Scratch::default();
+            while let Some((whole, first, strip)) = next() {
+                self.stop.check()?;
+                let noting = Noting { passing: &self.passing, sums: &mut Vec::new() };
+                whole.read_summing(self.input, first, strip, &mut scratch, Some(noting))?;
+            }
+            Ok(())
         })?;
         if moves.ends_whole {
             self.passing.settle(self.input.files)?;

@@ -214,6 +214,18 @@ impl Staging {
         foresee::foresee(destination, shape, claim, plan, &PACE)
     }
 
+    /// Whether something stands at a destination that is not to be replaced, before it is known what is to be written.
+    /// What an earlier run made there is left to [`Staging::begin`] by who takes that.
+    ///
+    /// # Errors
+    /// Those of beginning.
+    pub fn refuse_taken(destination: &Path, shape: Shape, claim: &Claim) -> Result<()> {
+        if claim.takes_what_is_done() {
+            return Ok(());
+        }
+        begin::check_destination(&Place::of(destination)?, shape, claim)
+    }
+
     /// The folder to write into.
     #[must_use]
     pub fn folder(&self) -> &Path {

@@ -4,7 +4,7 @@ use super::super::*;
 use super::case::deal;
 use super::folding::one_each;
 use super::{Case, Host};
-use crate::exec::exchange::{Counting, Moves, Owners, Parties, Reducing, Rounds, Sight};
+use crate::exec::exchange::{Counting, Moves, Owners, Parties, Reducing, Round, Rounds, Sight};
 use crate::layout::ReduceOp;
 
 /// Bytes over the wire of an evenly cut tensor of 64 KiB: each rank sees a file of its own, and writes one.
@@ -86,5 +86,23 @@ fn buffers_are_no_longer_than_the_bucket() {
         let (outgoing, incoming) = moves.wire_lens();
         let longest = moves.stage_len.max(outgoing).max(incoming).max(moves.unpacked_len);
         assert!(longest <= most, "{longest} of {most}");
+    }
+}
+
+/// Of which a round has one at last.
+#[test]
+fn single_elements_are_rounds_of_their_own() {
+    let replicas = |ranks| placed(&[ranks], &[Placement::Replicate]);
+    let case = Case::new(&[(vec![5], (Dtype::F32, Dtype::F32), replicas(1), replicas(4), None)], false);
+    let (parties, todos) = case.parties(4, &[], Some(1));
+    let owners = Owners::new(&case.reservation.files, &todos);
+    for bucket_bytes in [1, 4] {
+        let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, bucket_bytes);
+        let most = |round: Round<'_>| {
+            let received = |rank: usize| round.drafts.iter().map(|draft| draft.loads[rank].received).sum::<u64>();
+            (0..4).map(received).max()
+        };
+        let rounds: Vec<_> = rounds.map(|round| most(round.unwrap())).collect();
+        assert_eq!(rounds, [Some(4); 5]);
     }
 }

@@ -1,0 +1,89 @@
+//! Options that all processes which meet must have alike, since what they do together follows from them: who takes which
+//! step, what is compared, and which rounds there are. What is made shows in the plan, which is
+//! [compared](super::peers::Peers::compare) for itself.
+
+use clap::ValueEnum;
+
+use crate::cli::ConvertArgs;
+use crate::comm::Communicator;
+use crate::error::{Error, Result};
+
+const NOT_GIVEN: &str = "it is not given";
+
+/// Each by its name, as it would be given.
+fn options(args: &ConvertArgs) -> [(&'static str, String); 6] {
+    fn word(choice: &impl ValueEnum) -> String {
+        choice.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+    let flag = |is_given: bool| if is_given { "it is given" } else { NOT_GIVEN }.to_owned();
+    let (exchange, checks) = (&args.exchange, &args.checks);
+    [
+        ("--source", word(&exchange.source)),
+        ("--backend", word(&exchange.backend)),
+        ("--bucket-size", exchange.bucket_size.0.to_string()),
+        ("--on-conflict", checks.on_conflict.as_ref().map_or_else(|| flag(false), word)),
+        ("--check-replicas", flag(checks.check_replicas)),
+        ("--dry-run", flag(args.destination.dry_run)),
+    ]
+}
+
+/// Hear from all that they have the same. Collective.
+///
+/// # Errors
+/// `Usage` naming one that does not, the option and both values: at all of them. As [`Communicator::gather`].
+pub fn agree(communicator: &impl Communicator, args: &ConvertArgs) -> Result<()> {
+    let options = options(args);
+    let own: Vec<&str> = options.iter().map(|(_, value)| value.as_str()).collect();
+    let said = communicator.gather(own.join("\n").as_bytes())?;
+    let said: Vec<String> = said.iter().map(|words| String::from_utf8_lossy(words).into_owned()).collect();
+    let differing = said.iter().enumerate().find_map(|(rank, words)| {
+        let both = options.iter().zip(words.lines().zip(said[0].lines()));
+        let ((name, _), values) = { both }.find(|(_, (value, first))| value != first)?;
+        Some((rank, *name, values))
+    });
+    let Some((rank, name, (value, first))) = differing else { return Ok(()) };
+    // All have heard it before one goes.
+    communicator.barrier()?;
+    Err(Error::usage(
+        format!("rank {rank}: {name}: {value}; at rank 0: {first}"),
+        "start all processes with the same options",
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use clap::Parser;
+
+    use super::*;
+    use crate::cli::Cli;
+    use crate::comm::Local;
+
+    fn said(lines: [&'static str; 3]) -> Vec<Option<String>> {
+        let ranks = Local::fleet(3).into_iter().zip(lines).map(|(local, line)| {
+            thread::spawn(move || {
+                let words = "dtshard consolidate src dst".split(' ').chain(line.split_whitespace());
+                let cli = Cli::parse_from(words);
+                agree(&local, cli.command.convert().unwrap()).err().map(|error| error.to_string())
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    }
+
+    #[test]
+    fn the_first_that_differs_is_named() {
+        assert_eq!(said(["--bucket-size 64MB -v", "--bucket-size 64000000", "--resume"]), [const { None }; 3]);
+        let cases = [
+            (["", "", "--bucket-size 1MB"], "rank 2: --bucket-size: 1000000; at rank 0: 64000000"),
+            (["", "--on-conflict rank0", ""], "rank 1: --on-conflict: rank0; at rank 0: it is not given"),
+            (["--dry-run", "", ""], "rank 1: --dry-run: it is not given; at rank 0: it is given"),
+            (["", "--backend cpu --dry-run", "--source per-rank"], "rank 1: --backend: cpu; at rank 0: auto"),
+            (["", "", "--source per-rank"], "rank 2: --source: per-rank; at rank 0: shared"),
+        ];
+        for (lines, wanted) in cases {
+            assert_eq!(said(lines), vec![Some(wanted.to_owned()); 3]);
+        }
+    }
+}
