@@ -117,7 +117,13 @@ impl Peers {
             let folder = place.of_run(mesh, meet_within())?;
             let twin = is_per_rank.then(|| twin::make(mesh, &args.src, &folder.join("source"))).transpose()?;
             let checkpoint = match &twin {
-                Some(twin) => twin.open(options),
+                Some(twin) => {
+                    if twin.is_blind(launch.part.index) {
+                        let src = args.src.display();
+                        run.printer.warning(&format!("no files at {src}: this process reads nothing"));
+                    }
+                    twin.open(options)
+                }
                 None => Checkpoint::open(&args.src, options).map_err(|error| error.within(&args.src)),
             };
             Ok((twin, mesh.settle(checkpoint)?))

@@ -37,6 +37,8 @@ pub struct Twin {
     kind: Kind,
     /// By their paths below the folder.
     files: BTreeMap<PathBuf, Seen>,
+    /// Who sees nothing at its SRC, by that path: in the end it may be mistyped.
+    blind: BTreeMap<String, Vec<u32>>,
     written: u64,
 }
 
@@ -56,7 +58,7 @@ enum Kind {
 /// rank that cannot read its files, or write the twin.
 pub fn make(communicator: &impl Communicator, own: &Path, twin: &Path) -> Result<Twin> {
     let walked = communicator.settle(Walked::of(own))?;
-    let kind = agree_on_kind(communicator, own, walked.kind.as_ref())?;
+    let (kind, blind) = agree_on_kind(communicator, own, walked.kind.as_ref())?;
     let mut making = Making { communicator, walked: &walked, twin, written: 0 };
     communicator.settle(if communicator.rank() == 0 { write::begin(twin) } else { Ok(()) })?;
     let mut files = making.round(|path| !is_data_file(path), &|path| skeleton(&walked.folder.join(path)))?;
@@ -68,7 +70,7 @@ pub fn make(communicator: &impl Communicator, own: &Path, twin: &Path) -> Result
     })?);
     let written = making.written;
     let (folder, own) = (twin.to_path_buf(), walked.folder);
-    Ok(Twin { folder, own, kind, files, written })
+    Ok(Twin { folder, own, kind, files, blind, written })
 }
 
 /// Where objects lie in this process's data files, by folder: metadata tells it, which another rank may have.
@@ -137,6 +139,12 @@ impl Twin {
         self.seen(path).is_none_or(|seen| seen.len.is_none_or(|len| seen.held.contains(&(0..len))))
     }
 
+    /// Whether a rank sees nothing at its SRC.
+    #[must_use]
+    pub fn is_blind(&self, rank: u32) -> bool {
+        self.blind.values().flatten().any(|blind| *blind == rank)
+    }
+
     fn seen(&self, path: &Path) -> Option<&Seen> {
         let below = |folder: &Path| path.strip_prefix(folder).ok().and_then(|path| self.files.get(path));
         below(&self.folder).or_else(|| below(&self.own))
@@ -150,12 +158,24 @@ impl Twin {
     }
 }
 
-/// SRC must be of one kind for all that have it, and some must.
-fn agree_on_kind(communicator: &impl Communicator, own: &Path, kind: Option<&Kind>) -> Result<Kind> {
-    let kinds: Vec<Option<Kind>> = tell(communicator, &kind)?;
+/// SRC must be of one kind for all that have it, and some must. With it: who has none, by where it looked.
+fn agree_on_kind(
+    communicator: &impl Communicator,
+    own: &Path,
+    kind: Option<&Kind>,
+) -> Result<(Kind, BTreeMap<String, Vec<u32>>)> {
+    let place = || std::path::absolute(own).unwrap_or_else(|_| own.to_path_buf()).display().to_string();
+    let kinds: Vec<Result<Kind, String>> = tell(communicator, &kind.ok_or_else(place))?;
+    let mut blind: BTreeMap<String, Vec<u32>> = BTreeMap::new();
     let mut found: Option<(u32, &Kind)> = None;
     for (rank, kind) in (0..).zip(&kinds) {
-        let Some(kind) = kind else { continue };
+        let kind = match kind {
+            Ok(kind) => kind,
+            Err(place) => {
+                blind.entry(place.clone()).or_default().push(rank);
+                continue;
+            }
+        };
         let (first, known) = *found.get_or_insert((rank, kind));
         if known != kind {
             let text = |kind: &Kind| match kind {
@@ -171,7 +191,7 @@ fn agree_on_kind(communicator: &impl Communicator, own: &Path, kind: Option<&Kin
             });
         }
     }
-    found.map(|(_, kind)| kind.clone()).ok_or_else(|| Error::Missing {
+    found.map(|(_, kind)| (kind.clone(), blind)).ok_or_else(|| Error::Missing {
         path: own.to_path_buf(),
         at: String::from("files"),
         expected: String::from("some that one of the processes sees"),

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::Twin;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, first_of};
 use crate::format::{Checkpoint, ReadOptions, TwinOf};
 use crate::layout::LayoutError;
 use crate::storage::{Holding, IoMode, Local, filesystem, name_ranks};
@@ -61,6 +61,17 @@ impl Twin {
         text.replace(&format!("{twin}/"), &own).replace(&twin, own.trim_end_matches('/'))
     }
 
+    /// What is added to a hint: some nodes may have no files, but a path that is mistyped on one of them looks the same.
+    fn blind_words(&self) -> String {
+        const SHOWN: usize = 3;
+        let words = self.blind.iter().take(SHOWN).map(|(place, ranks)| {
+            let names: Vec<String> = ranks.iter().map(u32::to_string).collect();
+            let see = if names.len() == 1 { ("process", "sees") } else { ("processes", "see") };
+            format!("; {} {} {} nothing at {place}", see.0, first_of(&names, 4), see.1)
+        });
+        words.collect()
+    }
+
     /// An error of the twin as one of SRC.
     #[must_use]
     pub fn in_words_of_src(&self, mut error: Error) -> Error {
@@ -75,7 +86,9 @@ impl Twin {
                 self.rename(path);
                 [expected, missing].into_iter().for_each(reword);
                 // What nobody sees may well be somewhere.
-                hint.get_or_insert_with(|| String::from("no process sees it: start one on the node where it lies"));
+                let hint =
+                    hint.get_or_insert_with(|| String::from("no process sees it: start one on the node where it lies"));
+                *hint += &self.blind_words();
             }
             Error::Within { path, error } => {
                 self.rename(path);

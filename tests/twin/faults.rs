@@ -75,7 +75,8 @@ fn what_is_no_part_of_a_checkpoint_may_differ() {
 #[test]
 fn what_no_rank_sees_is_named() {
     let spread = ranks();
-    fs::remove_file(spread.own[1].join("model_world_size_4_rank_1.pt")).unwrap();
+    // Something is left on its node: that it has none of the files is no sign of a wrong path.
+    fs::rename(spread.own[1].join("model_world_size_4_rank_1.pt"), spread.own[1].join("train.log")).unwrap();
     let hints = spread.each(|_, twin| {
         let error = twin.open(&all()).map(drop).unwrap_err();
         Ok(error.hint().map(str::to_owned))
@@ -83,6 +84,18 @@ fn what_no_rank_sees_is_named() {
     assert_eq!(hints[0].as_ref().unwrap().as_deref(), Some("no process sees it: start one on the node where it lies"));
     let text = spread.refused(&all());
     assert!(text.starts_with("SRC: ") && text.contains("missing: "), "{text}");
+
+    fs::remove_dir_all(&spread.own[3]).unwrap();
+    for error in spread.each(|_, twin| twin.open(&all()).map(drop)) {
+        let error = error.unwrap_err();
+        let hint = error.hint().unwrap();
+        let expected = format!("; process 3 sees nothing at {}", spread.own[3].display());
+        assert!(hint.ends_with(&expected), "{hint}");
+    }
+    fs::remove_dir_all(&spread.own[1]).unwrap();
+    fs::remove_dir_all(&spread.own[2]).unwrap();
+    let hint = spread.each(|_, twin| twin.open(&all()).map(drop)).swap_remove(0).unwrap_err();
+    assert_eq!(hint.hint().unwrap().matches("; process ").count(), 3);
 
     let spread = Spread::new(&fixture("fsdp4/dcp"), 2);
     for own in &spread.own {
