@@ -139,7 +139,9 @@ fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) -> Res
             format!("allow --max-memory {floor}{fewer}"),
         ));
     }
-    Ok(((max_memory - taken - BASE_BYTES) / threads as u64 - scratch).min(DEFAULT_STRIP_BYTES))
+    // Where so much is taken that sums end at what 64 bits hold, nothing is left.
+    let left = max_memory.saturating_sub(taken).saturating_sub(BASE_BYTES) / threads as u64;
+    Ok(left.saturating_sub(scratch).clamp(LEAST_STRIP_BYTES, DEFAULT_STRIP_BYTES))
 }
 
 /// What headers, pickles and tables take beyond what every run is allowed for them, and what is on its way to others.
@@ -231,6 +233,7 @@ mod tests {
         assert_eq!(strip_bytes(floor, 0, direct, 2).unwrap(), LEAST_STRIP_BYTES);
         assert!(strip_bytes(floor - 1, 0, direct, 2).unwrap_err().to_string().contains(&floor.to_string()));
         assert_eq!(threads_within(36 << 20, SCRATCH_BYTES, Pace::Disk), 1);
+        assert_eq!(strip_bytes(u64::MAX, u64::MAX, SCRATCH_BYTES, 2).unwrap(), LEAST_STRIP_BYTES);
     }
 
     /// Some write a round while others read the next one.
