@@ -20,16 +20,6 @@ const MOST_JOBS: u64 = 12;
 const INTEGERS: [Dtype; 9] =
     [Dtype::Bool, Dtype::U8, Dtype::U16, Dtype::U32, Dtype::U64, Dtype::I8, Dtype::I16, Dtype::I32, Dtype::I64];
 const COMPLEX: [(Dtype, Dtype); 3] = [(Dtype::C32, Dtype::F16), (Dtype::C64, Dtype::F32), (Dtype::C128, Dtype::F64)];
-const OPS: [ReduceOp; 8] = [
-    ReduceOp::Sum,
-    ReduceOp::Avg,
-    ReduceOp::Product,
-    ReduceOp::Max,
-    ReduceOp::Min,
-    ReduceOp::Band,
-    ReduceOp::Bor,
-    ReduceOp::Bxor,
-];
 
 /// Lists of both, for so many seconds.
 pub fn random(gpu: &Gpu, seconds: u64) -> Verdict {
@@ -112,7 +102,7 @@ fn reducer(random: &mut Random) -> Reducer {
     dtypes.extend(COMPLEX.map(|(complex, _)| complex));
     loop {
         let divisor = [1, 1, 2, 3, 1024][random.index(5)];
-        if let Ok(reducer) = Reducer::new(dtypes[random.index(dtypes.len())], OPS[random.index(8)], divisor) {
+        if let Ok(reducer) = Reducer::new(dtypes[random.index(dtypes.len())], ReduceOp::ALL[random.index(8)], divisor) {
             return reducer;
         }
     }

@@ -35,7 +35,8 @@ pub enum ReduceOp {
 }
 
 impl ReduceOp {
-    const ALL: [Self; 8] =
+    /// Every op.
+    pub const ALL: [Self; 8] =
         [Self::Sum, Self::Avg, Self::Max, Self::Min, Self::Product, Self::Band, Self::Bor, Self::Bxor];
 
     /// PyTorch's name for it.

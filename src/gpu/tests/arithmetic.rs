@@ -61,16 +61,6 @@ const REDUCIBLE: [Dtype; 20] = [
     Dtype::F8E4m3fnuz,
     Dtype::F8E5m2fnuz,
 ];
-const OPS: [ReduceOp; 8] = [
-    ReduceOp::Sum,
-    ReduceOp::Avg,
-    ReduceOp::Product,
-    ReduceOp::Max,
-    ReduceOp::Min,
-    ReduceOp::Band,
-    ReduceOp::Bor,
-    ReduceOp::Bxor,
-];
 
 fn size(dtype: Dtype) -> usize {
     usize::try_from(dtype.itemsize()).unwrap()
@@ -164,7 +154,7 @@ type Job = (Reducer, u32, usize, u64, [usize; 2]);
 
 fn job() -> impl Strategy<Value = Job> {
     let divisor = prop_oneof![4 => Just(1), 1 => Just(2), 1 => Just(3), 1 => Just(7), 1 => Just((1 << 62) + 1)];
-    let reducer = (prop::sample::select(&REDUCIBLE[..]), prop::sample::select(&OPS[..]), divisor);
+    let reducer = (prop::sample::select(&REDUCIBLE[..]), prop::sample::select(&ReduceOp::ALL[..]), divisor);
     let reducer =
         reducer.prop_filter_map("it has no meaning", |(dtype, op, divisor)| Reducer::new(dtype, op, divisor).ok());
     let numel = prop_oneof![0..20_usize, 0..20_usize, 500..3000_usize, Just(4096)];
