@@ -10,6 +10,7 @@
 
 use std::ops::Range;
 
+use super::traffic::Traffic;
 use crate::error::{Error, Result};
 
 pub trait Communicator: Sync {
@@ -42,6 +43,10 @@ pub trait Communicator: Sync {
     /// # Errors
     /// As [`Communicator::exchange`].
     fn all_gather(&self, memory: &mut Self::Memory, ranges: &[Range<usize>]) -> Result<()>;
+
+    /// What has gone by [`Communicator::exchange`] and [`Communicator::all_gather`], the latter as it is handed from rank to
+    /// rank.
+    fn traffic(&self) -> Traffic;
 
     /// What every rank says, in the order of ranks, its own included. For kilobytes, not for tensors.
     ///

@@ -9,6 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::Communicator;
 use super::fate::{DROPPED, Fate, Gone, LEFT, other_length};
+use super::traffic::{Counter, Traffic};
 use crate::error::{Error, Result};
 
 /// One rank of several threads. Its memory is the host's.
@@ -16,6 +17,7 @@ use crate::error::{Error, Result};
 pub struct Local {
     rank: u32,
     office: Arc<Office>,
+    counter: Counter,
 }
 
 #[derive(Debug)]
@@ -50,7 +52,7 @@ impl Local {
         };
         let office = Office { size, fate: Fate::default(), letters: Mutex::new(letters), changed: Condvar::default() };
         let office = Arc::new(office);
-        (0..size).map(|rank| Self { rank, office: Arc::clone(&office) }).collect()
+        (0..size).map(|rank| Self { rank, office: Arc::clone(&office), counter: Counter::default() }).collect()
     }
 
     fn letters(&self) -> MutexGuard<'_, Letters> {
@@ -60,6 +62,11 @@ impl Local {
     fn others(&self) -> impl Iterator<Item = u32> + use<> {
         let this = self.rank;
         (0..self.office.size).filter(move |rank| *rank != this)
+    }
+
+    fn send(&self, op: &'static str, to: u32, bytes: &[u8]) {
+        self.post(op, to, bytes);
+        self.counter.sent(bytes.len() as u64);
     }
 
     fn post(&self, op: &'static str, to: u32, bytes: &[u8]) {
@@ -92,6 +99,7 @@ impl Local {
             return Err(other_length(from, op, into.len() as u64, bytes.len() as u64));
         }
         into.copy_from_slice(&bytes);
+        self.counter.received(bytes.len() as u64);
         Ok(())
     }
 
@@ -122,7 +130,7 @@ impl Communicator for Local {
         const OP: &str = "exchange";
         self.office.fate.check(OP)?;
         for rank in self.others() {
-            self.post(OP, rank, &outgoing[to[rank as usize].clone()]);
+            self.send(OP, rank, &outgoing[to[rank as usize].clone()]);
         }
         self.others().try_for_each(|rank| self.receive(OP, rank, &mut incoming[from[rank as usize].clone()]))
     }
@@ -131,8 +139,12 @@ impl Communicator for Local {
         const OP: &str = "all-gather";
         self.office.fate.check(OP)?;
         let own = &memory[ranges[self.rank as usize].clone()];
-        self.others().for_each(|rank| self.post(OP, rank, own));
+        self.others().for_each(|rank| self.send(OP, rank, own));
         self.others().try_for_each(|rank| self.receive(OP, rank, &mut memory[ranges[rank as usize].clone()]))
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.counter.traffic()
     }
 
     fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {

@@ -18,6 +18,7 @@ use super::fate::ENDED;
 use super::hello::Hello;
 use super::ranges::carved;
 use super::ring;
+use super::traffic::{Counter, Traffic};
 use super::transfer::{Fault, Stretch, receive, send};
 use crate::error::{Error, Result};
 
@@ -29,6 +30,7 @@ pub struct Mesh {
     peers: Vec<Option<TcpStream>>,
     /// Held by the one operation that connections are in.
     moving: Mutex<()>,
+    counter: Counter,
 }
 
 const CONNECT: &str = "connect";
@@ -40,7 +42,7 @@ impl Mesh {
     /// `Comm` naming who cannot be reached within `limit`, or is gone.
     pub fn connect(control: Control, limit: Duration) -> Result<Self> {
         match connect(&control, limit) {
-            Ok(peers) => Ok(Self { control, peers, moving: Mutex::new(()) }),
+            Ok(peers) => Ok(Self { control, peers, moving: Mutex::new(()), counter: Counter::default() }),
             Err(error) => {
                 control.fail(&error.to_string());
                 Err(error)
@@ -64,7 +66,7 @@ impl Mesh {
     }
 
     /// What a transfer answers. After one that fails connections are in the middle of something: nothing follows it.
-    fn settle(&self, op: &'static str, done: Result<(), Fault>) -> Result<()> {
+    fn settle(&self, op: &'static str, done: Result<u64, Fault>) -> Result<u64> {
         done.map_err(|fault| match fault {
             Fault::Link(rank, error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
                 self.control.lost(rank, op, ENDED)
@@ -184,14 +186,15 @@ impl Communicator for Mesh {
                 let body = &outgoing[to[rank as usize].clone()];
                 Stretch { rank, stream, of: Some(body.len()), body }
             });
-            self.settle(OP, send(operation, messages, &going))
+            self.settle(OP, send(operation, messages, &going)).map(|bytes| self.counter.sent(bytes))
         };
         let receive = |incoming: &mut [u8]| {
             let messages = self.others().map(|(rank, stream)| {
                 let body = from[rank as usize].clone();
                 Stretch { rank, stream, of: Some(body.len()), body }
             });
-            self.settle(OP, receive(operation, messages, incoming, &going))
+            let received = receive(operation, messages, incoming, &going);
+            self.settle(OP, received).map(|bytes| self.counter.received(bytes))
         };
         if self.peers.len() == 1 {
             return Ok(());
@@ -219,12 +222,20 @@ impl Communicator for Mesh {
         let (Some(next), Some(before)) = (self.beside(1), self.beside(self.size() - 1)) else { return Ok(()) };
         let (passed, pieces) = mpsc::channel();
         thread::scope(|scope| {
-            let sent = scope.spawn(move || self.settle(OP, ring::pass_on(operation, next, &pieces, &going)));
+            let sent = scope.spawn(move || {
+                let passed_on = ring::pass_on(operation, next, &pieces, &going);
+                self.settle(OP, passed_on).map(|bytes| self.counter.sent(bytes))
+            });
             ring::begin(own, &passed);
-            let received = self.settle(OP, ring::take(operation, before, ranges, &passed, &going));
+            let taken = ring::take(operation, before, ranges, &passed, &going);
+            let received = self.settle(OP, taken).map(|bytes| self.counter.received(bytes));
             drop(passed);
             received.and(sent.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         })
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.counter.traffic()
     }
 
     fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {

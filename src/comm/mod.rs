@@ -26,6 +26,7 @@ mod rendezvous;
 mod ring;
 #[cfg(test)]
 pub(crate) mod tests;
+mod traffic;
 mod transfer;
 
 use std::fmt;
@@ -38,6 +39,8 @@ pub use mesh::Mesh;
 pub use place::Place;
 pub(crate) use ranges::carved;
 pub use rendezvous::{KeepGoing, Meeting, meet, sweep};
+pub(crate) use traffic::Counter;
+pub use traffic::Traffic;
 
 /// What one process does of the work of all: part `index` of `of`, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -27,40 +27,43 @@ pub(super) fn begin<'m>(own: &'m [u8], passed: &Sender<Piece<'m>>) {
     }
 }
 
-/// Receive ranges from the rank before, in the order in which they come, and hand out all but the last.
+/// Receive ranges from the rank before, in the order in which they come, and hand out all but the last. Gives how many
+/// bytes they were.
 pub(super) fn take<'m>(
     operation: Operation,
     (rank, stream): (u32, &TcpStream),
     ranges: impl DoubleEndedIterator<Item = &'m mut [u8]>,
     passed: &Sender<Piece<'m>>,
     going: &dyn Fn() -> Result<()>,
-) -> Result<(), Fault> {
+) -> Result<u64, Fault> {
+    let mut bytes = 0;
     let mut ranges = ranges.peekable();
     while let Some(mut range) = ranges.next() {
         for (of, Range { start, end }) in pieces(range.len()) {
             let (piece, behind) = range.split_at_mut(end - start);
-            receive(operation, once(Stretch { rank, stream, of, body: 0..piece.len() }), piece, going)?;
+            bytes += receive(operation, once(Stretch { rank, stream, of, body: 0..piece.len() }), piece, going)?;
             if ranges.peek().is_some() {
                 pass(passed, Piece(of, piece));
             }
             range = behind;
         }
     }
-    Ok(())
+    Ok(bytes)
 }
 
-/// Send to the next rank what is handed out, until no more is.
+/// Send to the next rank what is handed out, until no more is. Gives how many bytes that was.
 pub(super) fn pass_on(
     operation: Operation,
     (rank, stream): (u32, &TcpStream),
     pieces: &Receiver<Piece<'_>>,
     going: &dyn Fn() -> Result<()>,
-) -> Result<(), Fault> {
+) -> Result<u64, Fault> {
+    let mut bytes = 0;
     loop {
         match pieces.recv_timeout(TICK) {
-            Ok(Piece(of, body)) => send(operation, once(Stretch { rank, stream, of, body }), going)?,
+            Ok(Piece(of, body)) => bytes += send(operation, once(Stretch { rank, stream, of, body }), going)?,
             Err(RecvTimeoutError::Timeout) => going()?,
-            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            Err(RecvTimeoutError::Disconnected) => return Ok(bytes),
         }
     }
 }

@@ -75,16 +75,24 @@ impl<'a, T> Message<'a, T> {
         let done = if of.is_some() { 0 } else { HEADER };
         Self { rank, stream, of: length, header: header(operation, length), body, done }
     }
+
+    /// So much of it has gone. Gives how much of that was of the body.
+    fn advance(&mut self, went: usize) -> u64 {
+        let before = self.done.max(HEADER);
+        self.done += went;
+        (self.done.max(HEADER) - before) as u64
+    }
 }
 
-/// Send to each of these ranks its bytes.
+/// Send to each of these ranks its bytes. Gives how many they were.
 pub(super) fn send<'a>(
     operation: Operation,
     stretches: impl Iterator<Item = Stretch<'a, &'a [u8]>>,
     going: &dyn Fn() -> Result<()>,
-) -> Result<(), Fault> {
+) -> Result<u64, Fault> {
     let messages = stretches.map(|stretch| Message::new(operation, stretch));
-    serve(messages.collect(), PollFlags::OUT, going, |message| {
+    let mut bytes = 0;
+    let served = serve(messages.collect(), PollFlags::OUT, going, |message| {
         let body = &message.body[message.done.saturating_sub(HEADER)..];
         let header = &message.header[message.done.min(HEADER)..];
         if header.len() + body.len() == 0 {
@@ -92,24 +100,28 @@ pub(super) fn send<'a>(
         }
         let mut stream = message.stream;
         let sent = stream.write_vectored(&[IoSlice::new(header), IoSlice::new(body)]);
-        message.done += some(sent).map_err(|error| Fault::Link(message.rank, error))?;
+        bytes += message.advance(some(sent).map_err(|error| Fault::Link(message.rank, error))?);
         Ok(message.done == HEADER + message.body.len())
-    })
+    });
+    served.map(|()| bytes)
 }
 
-/// Receive from each of these ranks what goes into its range.
+/// Receive from each of these ranks what goes into its range. Gives how many bytes that was.
 pub(super) fn receive<'a>(
     operation: Operation,
     stretches: impl Iterator<Item = Stretch<'a, Range<usize>>>,
     memory: &mut [u8],
     going: &dyn Fn() -> Result<()>,
-) -> Result<(), Fault> {
+) -> Result<u64, Fault> {
     let messages = stretches.map(|stretch| Message::new(operation, stretch));
-    serve(messages.collect(), PollFlags::IN, going, |message| {
+    let mut bytes = 0;
+    let served = serve(messages.collect(), PollFlags::IN, going, |message| {
         let mut stream = message.stream;
-        let link = |error| Fault::Link(message.rank, error);
+        let rank = message.rank;
+        let link = |error| Fault::Link(rank, error);
         if let Some(header) = message.header.get_mut(message.done..).filter(|header| !header.is_empty()) {
-            message.done += some(stream.read(header)).map_err(link)?;
+            let read = some(stream.read(header)).map_err(link)?;
+            message.advance(read);
             if message.done < HEADER {
                 return Ok(false);
             }
@@ -117,10 +129,12 @@ pub(super) fn receive<'a>(
         }
         let body = &mut memory[message.body.clone()][message.done - HEADER..];
         if !body.is_empty() {
-            message.done += some(stream.read(body)).map_err(link)?;
+            let read = some(stream.read(body)).map_err(link)?;
+            bytes += message.advance(read);
         }
         Ok(message.done == HEADER + message.body.len())
-    })
+    });
+    served.map(|()| bytes)
 }
 
 /// How many bytes went; none is the end of a connection.

@@ -17,7 +17,7 @@ use super::run::Run;
 use super::{input, progress::Progress};
 use crate::catalog::TensorId;
 use crate::cli::{Backend, ConvertArgs, ExchangeArgs, SourceSight};
-use crate::comm::{Communicator, Launcher, Liveness, Meeting, Mesh, Part, Place, meet, process_environment};
+use crate::comm::{Communicator, Launcher, Liveness, Meeting, Mesh, Part, Place, Traffic, meet, process_environment};
 use crate::error::{Error, Result};
 use crate::exec::Extents;
 use crate::exec::compare::ReplicaDifference;
@@ -30,6 +30,7 @@ use crate::exec::fingerprint::Fingerprint;
 use crate::fault;
 use crate::format::{Checkpoint, ReadOptions};
 use crate::gpu::DeviceShuffle;
+use crate::quantity::human_bytes;
 use crate::twin::{self, Twin};
 
 /// How long the first waits for the last.
@@ -260,9 +261,11 @@ impl Peers {
                 exchange.run(nccl, shuffle, writing)?
             }
         };
+        let Traffic { sent, received } = stats.traffic;
+        printer.detail(&format!("sent {}, received {}", human_bytes(sent), human_bytes(received)));
         // Who is done first does not go on before all are: what is recorded by then is all there is.
-        self.mesh().barrier()?;
-        Ok(stats)
+        let wire_bytes = sum(&self.mesh().gather(&received.to_le_bytes())?);
+        Ok(Stats { wire_bytes, ..stats })
     }
 
     /// What it takes to write all, and what each of them would read, send and receive.
@@ -356,6 +359,12 @@ fn meet_others(destination: &Path, args: &ConvertArgs, run: &Run<'_>, limit: Dur
     alike::agree(&mesh, args)?;
     let nodes = Parties::meet(&mesh)?;
     Ok(Met { mesh, nodes, place })
+}
+
+/// Of what each process says, as a number.
+fn sum(said: &[Vec<u8>]) -> u64 {
+    let numbers = said.iter().filter_map(|said| Some(u64::from_le_bytes(said.as_slice().try_into().ok()?)));
+    numbers.fold(0, u64::saturating_add)
 }
 
 /// Which of the processes of its node this one is.

@@ -25,7 +25,7 @@ pub struct Report<'a> {
     pub before: Option<Anonymous>,
     /// What `--max-memory` allows.
     pub max_memory: u64,
-    /// What each rank moves, where ranks give each other bytes and this was asked for.
+    /// What each process would move, where they give each other bytes and this was asked for.
     pub loads: Vec<Load>,
 }
 
@@ -100,7 +100,9 @@ impl Report<'_> {
             time.as_secs_f64(),
         );
         let (left_out, _) = left_out(self.conversion);
-        let parts = [("left out: ", left_out), ("cast ", cast_text(stats))];
+        let wire = (stats.wire_bytes > 0).then(|| human_bytes(stats.wire_bytes));
+        let parts =
+            [("left out: ", left_out), ("cast ", cast_text(stats)), ("on the wire ", wire.into_iter().collect())];
         for (what, list) in parts.into_iter().filter(|(_, list)| !list.is_empty()) {
             line.push_str(&format!("; {what}{}", list.join(", ")));
         }
@@ -148,6 +150,10 @@ impl Report<'_> {
             "tied": tied,
             "warnings": warnings,
         });
+        if source.peers.is_some() && self.loads.is_empty() {
+            document["bytes_sent"] = json!(stats.traffic.sent);
+            document["bytes_received"] = json!(stats.traffic.received);
+        }
         if !self.loads.is_empty() {
             let of_rank = |load: &Load| json!({ "read": load.read, "sent": load.sent, "received": load.received });
             document["ranks"] = self.loads.iter().map(of_rank).collect();
@@ -179,7 +185,7 @@ impl Report<'_> {
             // What is told to all arrives at each of them.
             let ((_, most_sent), (received, most_received)) = (of_all(|load| load.sent), of_all(|load| load.received));
             lines.push(format!(
-                "on the wire   {}; at most {} from a rank, {} to one",
+                "on the wire   {}; at most {} from a process, {} to one",
                 human_bytes(received),
                 human_bytes(most_sent.unwrap_or(0)),
                 human_bytes(most_received.unwrap_or(0))

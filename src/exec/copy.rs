@@ -33,6 +33,7 @@ use super::sums::{InStrip, SITE_BYTES, Sums};
 use super::window::{Counted, Pace, Slot, Windows, prepare};
 use super::{Extents, Input, Options, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reservation};
+use crate::comm::Traffic;
 use crate::error::Result;
 use crate::storage::direct::Buffer;
 
@@ -53,6 +54,10 @@ pub struct Stats {
     pub planned_bytes: u64,
     /// Bytes of values that NCCL has reduced.
     pub folded_bytes: u64,
+    /// What went between processes, where they exchange what they read.
+    pub traffic: Traffic,
+    /// What all of them have received, each its own.
+    pub wire_bytes: u64,
     /// By dtype in the source and in the target.
     pub casts: BTreeMap<DtypePair, CastCount>,
 }

@@ -21,7 +21,7 @@ use super::memory::DeviceBytes;
 use super::settings::Sharing;
 use super::stream::Stream;
 use super::watch::{Met, Watch, Why};
-use crate::comm::{Communicator, carved};
+use crate::comm::{Communicator, Counter, Traffic, carved};
 use crate::error::{Error, Result};
 
 /// How long a stream may take to end after NCCL was aborted.
@@ -37,6 +37,7 @@ pub struct Nccl<C> {
     met: Arc<Met>,
     control: Arc<C>,
     stream: Stream,
+    counter: Counter,
 }
 
 impl<C: Communicator + Send + 'static> Nccl<C> {
@@ -56,7 +57,7 @@ impl<C: Communicator + Send + 'static> Nccl<C> {
     pub(super) fn new(peers: nccl::Communicator, stream: Stream, control: Arc<C>) -> Self {
         let met = Met::new(peers);
         let watch = Watch::start(Arc::clone(&met), Arc::clone(&control));
-        Self { watch, met, control, stream }
+        Self { watch, met, control, stream, counter: Counter::default() }
     }
 }
 
@@ -98,7 +99,10 @@ impl<C: Communicator + Send> Nccl<C> {
                 }
             }
             Ok(())
-        })
+        })?;
+        self.counter.sent(bytes_of(to));
+        self.counter.received(bytes_of(from));
+        Ok(())
     }
 
     /// Queue [`Communicator::all_gather`] on a stream.
@@ -111,15 +115,25 @@ impl<C: Communicator + Send> Nccl<C> {
         const OP: &str = "all-gather";
         if let Some(all) = all_parts(ranges) {
             let whole = lent(OP, DeviceViewMut::of(memory), DeviceViewMut::split_at, &[all])?.pop().flatten();
-            return self.queue(OP, stream, |group| {
+            self.queue(OP, stream, |group| {
                 whole.map_or(Ok(()), |whole| group.all_gather_in_place(whole, DataType::Uint8))
-            });
+            })?;
+        } else {
+            let parts = lent(OP, DeviceViewMut::of(memory), DeviceViewMut::split_at, ranges)?;
+            self.queue(OP, stream, |group| {
+                let mut parts = parts.into_iter().enumerate();
+                parts.try_for_each(|(root, part)| {
+                    part.map_or(Ok(()), |part| group.broadcast(part, DataType::Uint8, root))
+                })
+            })?;
         }
-        let parts = lent(OP, DeviceViewMut::of(memory), DeviceViewMut::split_at, ranges)?;
-        self.queue(OP, stream, |group| {
-            let mut parts = parts.into_iter().enumerate();
-            parts.try_for_each(|(root, part)| part.map_or(Ok(()), |part| group.broadcast(part, DataType::Uint8, root)))
-        })
+        self.counter.round(ranges, self.rank());
+        Ok(())
+    }
+
+    /// Where what goes by this rank is counted.
+    pub(super) fn counter(&self) -> &Counter {
+        &self.counter
     }
 
     pub(super) fn queue<'b>(
@@ -199,6 +213,10 @@ impl<C: Communicator + Send> Communicator for Nccl<C> {
         self.wait("all-gather", &self.stream.record()?)
     }
 
+    fn traffic(&self) -> Traffic {
+        self.counter.traffic()
+    }
+
     fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.control.gather(said)
     }
@@ -229,6 +247,11 @@ impl<C: Communicator + Send> Communicator for Nccl<C> {
         let left = Arc::into_inner(control).map_or(Ok(()), Communicator::leave);
         done.and(left)
     }
+}
+
+/// How long these are together.
+fn bytes_of(ranges: &[Range<usize>]) -> u64 {
+    ranges.iter().map(|range| range.len() as u64).sum()
 }
 
 /// What messages are of, as views.

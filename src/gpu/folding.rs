@@ -44,7 +44,11 @@ impl<C: Communicator + Send> Nccl<C> {
                 }
             }
             Ok(())
-        })
+        })?;
+        for fold in folds {
+            self.counter().fold(fold.root, fold.summand.len() as u64, (self.rank(), self.size()));
+        }
+        Ok(())
     }
 }
 

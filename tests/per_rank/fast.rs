@@ -3,6 +3,7 @@
 
 use std::os::unix::fs::symlink;
 
+use serde_json::Value as Json;
 use tempfile::TempDir;
 
 use crate::nodes::{Nodes, Spread, ended, names, succeeds};
@@ -61,6 +62,27 @@ fn floats_are_reduced_by_nccl_stand_in() {
             desk.nodes.has_made(&wanted, &words);
             desk.nodes.clear();
         }
+    }
+}
+
+/// Sums are counted as if each process handed its own on to the next.
+#[test]
+fn what_goes_by_nccl_is_what_was_foreseen_stand_in() {
+    let desk = Desk::new();
+    for (placements, more) in [("R", "--fast-reduce"), ("S(0)", "--fast-reduce"), ("R", ""), ("S(0)", "")] {
+        let words = format!("reshard out --to torch-ranks --mesh dp=2 --placements {placements} --backend nccl {more}");
+        let documents = |words: &str| -> Vec<Json> {
+            let outcomes = desk.together(&format!("{words} --json"));
+            outcomes.iter().map(|outcome| serde_json::from_str(&outcome.succeeded().out).unwrap()).collect()
+        };
+        let foreseen = documents(&format!("{words} --dry-run"));
+        for (rank, done) in documents(&words).iter().enumerate() {
+            let foreseen = &foreseen[0]["ranks"][rank];
+            assert_eq!(done["bytes_sent"], foreseen["sent"], "{words}");
+            assert_eq!(done["bytes_received"], foreseen["received"], "{words}");
+            assert!(done["bytes_sent"].as_u64().unwrap() > 0, "{words}");
+        }
+        desk.nodes.clear();
     }
 }
 

@@ -38,6 +38,28 @@ fn one_speaks_for_all() {
     assert!(outcomes[1].err.is_empty() && outcomes[2].err.is_empty(), "{lines:?}");
 }
 
+/// In the closing line what all have received; with `-v` each says its own share.
+#[test]
+fn bytes_on_the_wire() {
+    let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
+    let outcomes = nodes.together("consolidate out -v");
+    for outcome in &outcomes {
+        assert!(outcome.succeeded().err.contains("] sent "), "{outcome:?}");
+    }
+    let foreseen = document(&nodes.together("consolidate foreseen --dry-run --json")[0]);
+    let ranks = foreseen["ranks"].as_array().unwrap();
+    let received: u64 = ranks.iter().map(|rank| rank["received"].as_u64().unwrap()).sum();
+    // Less than a kB, which is told to the byte.
+    assert!(received > 0 && received < 1000, "{received}");
+    let line = outcomes[0].err.lines().find(|line| line.contains("wrote ")).unwrap();
+    assert!(line.ends_with(&format!("; on the wire {received} B")), "{line}");
+    nodes.clear();
+    // One that sees all has nothing to say of it.
+    let (_, alone) = nodes.alone("consolidate out --json");
+    let alone = document(&alone);
+    assert!(alone.get("bytes_sent").is_none() && alone.get("bytes_received").is_none(), "{alone}");
+}
+
 /// Nothing is written, and what is foreseen is what is done.
 #[test]
 fn dry_runs() {
@@ -56,7 +78,10 @@ fn dry_runs() {
         for ((foreseen, done), rank) in foreseen.iter().zip(&done).zip(ranks) {
             assert_eq!(foreseen["ranks"].as_array(), Some(ranks));
             assert_eq!(figure(rank, "read"), figure(done, "bytes_read"), "{source}");
+            assert_eq!(figure(rank, "received"), figure(done, "bytes_received"), "{source}");
         }
+        let of_run = |name| done.iter().map(|done| figure(done, name)).sum::<u64>();
+        assert_eq!(of_run("bytes_sent"), of_run("bytes_received"), "{source}");
         let sum = |name| ranks.iter().map(|rank| figure(rank, name)).sum::<u64>();
         assert_eq!(foreseen[0]["bytes_read"], sum("read"), "{source}");
         assert!(sum("sent") > 0 && sum("sent") < sum("read") * 3, "{source}: {ranks:?}");

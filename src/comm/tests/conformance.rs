@@ -8,7 +8,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::comm::Communicator;
+use crate::comm::{Communicator, Traffic};
 use crate::error::{Error, Result};
 
 /// Ranks of one kind, and how a test sees into their memory.
@@ -41,6 +41,7 @@ pub(crate) fn conforms<F: Fleet>(fleet: F) {
         gathers(&fleet, size);
         votes(&fleet, size);
         leaves_in_any_order(&fleet, size);
+        counts(&fleet, size);
     }
     exchanges_of_many_bytes(&fleet);
     all_gathers_many_bytes(&fleet);
@@ -142,6 +143,30 @@ fn exchanges_in_order<F: Fleet>(fleet: &Arc<F>, size: u32) {
             };
             exchange_once(fleet, rank, round, length).unwrap();
         }
+    });
+}
+
+/// What each sends and receives, and no words; an all-gather as it goes round.
+fn counts<F: Fleet>(fleet: &Arc<F>, size: u32) {
+    run_well(fleet, size, |fleet, rank| {
+        let (this, size) = (rank.rank(), rank.size());
+        let length = |from: u32, to: u32| 100 * (from as usize + 1) + to as usize;
+        exchange_once(fleet, rank, 0, length).unwrap();
+        let others = || (0..size).filter(|other| *other != this);
+        let sent = others().map(|to| length(this, to) as u64).sum();
+        let received = others().map(|from| length(from, this) as u64).sum();
+        let exchanged = rank.traffic();
+        assert_eq!(exchanged, Traffic { sent, received });
+        let lengths: Vec<usize> = (0..size).map(|rank| (rank as usize + 1) * 1000).collect();
+        all_gather_once(fleet, rank, false, &lengths).unwrap();
+        rank.barrier().unwrap();
+        let Traffic { sent, received } = rank.traffic().since(exchanged);
+        assert_eq!(received, others().map(|from| lengths[from as usize] as u64).sum::<u64>());
+        let all = rank.gather(&[sent.to_le_bytes(), received.to_le_bytes()].concat()).unwrap();
+        let sum = |at: usize| -> u64 {
+            all.iter().map(|words| u64::from_le_bytes(words[at..at + 8].try_into().unwrap())).sum()
+        };
+        assert_eq!(sum(0), sum(8));
     });
 }
 

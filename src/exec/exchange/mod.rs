@@ -120,6 +120,7 @@ impl<'a> Exchange<'a> {
         let (staged, to_shuffle) = sync_channel(0);
         let (shuffled, to_write) = sync_channel(0);
         let rooms = shuffle.rooms();
+        let before = communicator.traffic();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let moves = |round: &Round<'_>| {
@@ -137,7 +138,7 @@ impl<'a> Exchange<'a> {
             if let Err(error) = &done {
                 communicator.fail(&error.to_string());
             }
-            done
+            done.map(|stats| Stats { traffic: communicator.traffic().since(before), ..stats })
         })
     }
 

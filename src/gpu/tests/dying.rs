@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::net::{RecvFlags, recv};
 
 use super::*;
-use crate::comm::Communicator;
+use crate::comm::{Communicator, Traffic};
 use crate::error::Error;
 use crate::gpu::stream::Stream;
 use crate::gpu::{DeviceBytes, Nccl, Sharing};
@@ -58,6 +58,10 @@ impl Communicator for Pair {
 
     fn all_gather(&self, _: &mut Vec<u8>, _: &[Range<usize>]) -> Result<()> {
         Err(self.gone("all-gather"))
+    }
+
+    fn traffic(&self) -> Traffic {
+        Traffic::default()
     }
 
     fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::comm::{Communicator, Local};
+use crate::comm::{Communicator, Local, Traffic};
 use crate::error::Result;
 use crate::exec::exchange::{HostShuffle, Shuffle};
 
@@ -92,6 +92,10 @@ impl Communicator for Counted {
         let (own, behind) = own.split_at(1);
         self.count(own, &[before, behind].concat());
         self.rank.all_gather(memory, ranges)
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.rank.traffic()
     }
 
     fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
