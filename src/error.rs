@@ -3,6 +3,7 @@
 //! A message says what was expected and what was found, and where; [`Error::hint`] says what to do next and is
 //! printed on a line of its own. Only `main` turns an error into an exit code.
 
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -69,17 +70,17 @@ pub enum Error {
     Within { path: PathBuf, error: Box<Error> },
 
     /// Another process of the run is gone, or does not do what this one does.
-    #[error("rank {rank}: {op}: {detail}")]
-    Comm { rank: u32, op: &'static str, detail: String, hint: Option<String> },
+    #[error("{rank}: {op}: {detail}")]
+    Comm { rank: Peer, op: &'static str, detail: String, hint: Option<String> },
 
     /// A GPU, or a library for it, refused something.
     #[error("GPU: {op}: {detail}")]
     Device { op: &'static str, detail: String, hint: Option<String> },
 
-    /// A signal, to this process or to the one of the run that `rank` is; nothing was published. `kept` is what another run
+    /// A signal, to this process or to the one of the run that `rank` names; nothing was published. `kept` is what another run
     /// can go on from: where it is, and how much.
-    #[error("stopped by {signal}{}; {}", at_rank(*rank), what_is_left(kept.as_ref()))]
-    Stopped { signal: &'static str, exit: u8, rank: Option<u32>, kept: Option<(PathBuf, String)> },
+    #[error("stopped by {signal}{}; {}", at_peer(rank.as_ref()), what_is_left(kept.as_ref()))]
+    Stopped { signal: &'static str, exit: u8, rank: Option<Peer>, kept: Option<(PathBuf, String)> },
 }
 
 const PLACEMENTS_HINT: &str =
@@ -112,8 +113,34 @@ pub const TRY_AGAIN: u8 = 75;
 /// What stops a run, and the exit code of one that keeps nothing: as a shell says it of a command that a signal ended.
 pub const STOPPING: [(&str, u8); 4] = [("INT", INTERRUPTED), ("TERM", 143), ("USR1", 138), ("USR2", 140)];
 
-fn at_rank(rank: Option<u32>) -> String {
-    rank.map_or_else(String::new, |rank| format!(" at rank {rank}"))
+fn at_peer(peer: Option<&Peer>) -> String {
+    peer.map_or_else(String::new, |peer| format!(" at {peer}"))
+}
+
+/// A process of the run, named as far as it is known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// From 0.
+    pub index: u32,
+    /// How many there are.
+    pub of: Option<u32>,
+    /// Where it runs: `n1, pid 4711`.
+    pub place: Option<String>,
+}
+
+impl From<u32> for Peer {
+    fn from(index: u32) -> Self {
+        Self { index, of: None, place: None }
+    }
+}
+
+/// `process 2 of 4 (n1, pid 4711)`, counted from 0.
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "process {}", self.index)?;
+        self.of.map_or(Ok(()), |of| write!(f, " of {of}"))?;
+        self.place.as_ref().map_or(Ok(()), |place| write!(f, " ({place})"))
+    }
 }
 
 fn what_is_left(kept: Option<&(PathBuf, String)>) -> String {
@@ -147,7 +174,15 @@ impl Error {
     }
 
     pub fn comm(rank: u32, op: &'static str, detail: impl Into<String>) -> Self {
-        Self::Comm { rank, op, detail: detail.into(), hint: None }
+        Self::Comm { rank: rank.into(), op, detail: detail.into(), hint: None }
+    }
+
+    /// The process that this names, if it does.
+    pub fn peer_mut(&mut self) -> Option<&mut Peer> {
+        match self {
+            Self::Comm { rank, .. } | Self::Stopped { rank: Some(rank), .. } => Some(rank),
+            _ => None,
+        }
     }
 
     /// Name the checkpoint where the error names a tensor only.

@@ -111,8 +111,9 @@ fn a_destination_that_is_not_shared() {
     };
     for outcome in apart(&by_file) {
         outcome.refused(&[
-            "error: rank 1: meet: it does not see ",
-            ", which rank 0 has made",
+            "error: process 1 of 2 (",
+            "): meet: it does not see ",
+            ", which process 0 has made",
             "hint: the folder of DST",
         ]);
     }
@@ -129,7 +130,7 @@ fn a_destination_that_is_not_shared() {
 fn others_hear_why_one_ends() {
     let nodes = nodes();
     let outcomes = nodes.each(|rank| format!("{WORDS}{}", if rank == 1 { " --include nothing" } else { "" }));
-    outcomes[0].refused(&["error: rank 1: ", "failed: ", "nothing"]);
+    outcomes[0].refused(&["error: process 1 of 2", "failed: ", "nothing"]);
     assert_eq!(names(&nodes.desk()), [""; 0]);
 }
 

@@ -130,7 +130,7 @@ impl Control {
         let links = &self.links;
         links.fate.check(OP)?;
         if said.len() > MOST {
-            let detail = format!("{} bytes are more than the {MOST} that one rank may say", said.len());
+            let detail = format!("{} bytes are more than the {MOST} that one process may say", said.len());
             return Err(Error::comm(links.rank, OP, detail));
         }
         let operation = self.enter(OP);

@@ -90,8 +90,8 @@ impl Door {
         let names: Vec<String> = others.iter().map(ToString::to_string).collect();
         let mut words = format!("did not come within {} s", limit.as_secs());
         if !names.is_empty() {
-            let ranks = if names.len() == 1 { "rank" } else { "ranks" };
-            words += &format!(", nor did {ranks} {}", first_of(&names, 8));
+            let processes = if names.len() == 1 { "process" } else { "processes" };
+            words += &format!(", nor did {processes} {}", first_of(&names, 8));
         }
         if !self.refused.is_empty() {
             words += &format!("; turned away: {}", some_of(&self.refused, 3));
@@ -161,8 +161,8 @@ impl Door {
             }
             // By another way, at the same time. The first is enough.
             Some(Some(guest)) if guest.caller == number => return,
-            Some(Some(_)) => format!("rank {rank} is there already: two processes take themselves for it"),
-            None => format!("rank {rank} is not expected here"),
+            Some(Some(_)) => format!("process {rank} is there already: two take themselves for it"),
+            None => format!("process {rank} is not expected here"),
         };
         self.turn_away(&caller, &Reply::Refused(why));
     }

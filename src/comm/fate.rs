@@ -55,7 +55,7 @@ impl Gone {
     /// As rank 0 has it from this error: who it names, or else rank 0 itself.
     pub fn because(error: &Error) -> Self {
         match error {
-            Error::Comm { rank, detail, .. } => Self { rank: *rank, why: Why::Failed(detail.clone()) },
+            Error::Comm { rank, detail, .. } => Self { rank: rank.index, why: Why::Failed(detail.clone()) },
             error => Self { rank: 0, why: Why::of(error) },
         }
     }
@@ -65,7 +65,7 @@ impl Gone {
             Why::Failed(words) => Error::comm(self.rank, op, words),
             Why::Stopped(which) => {
                 let (signal, exit) = STOPPING[*which];
-                Error::Stopped { signal, exit, rank: Some(self.rank), kept: None }
+                Error::Stopped { signal, exit, rank: Some(self.rank.into()), kept: None }
             }
         }
     }

@@ -60,10 +60,10 @@ impl Hello {
             return Ok(None);
         };
         if token != self.token {
-            return Err(Reply::AnotherRun(format!("rank {rank} is of another run: its token differs")));
+            return Err(Reply::AnotherRun(format!("process {rank} is of another run: its token differs")));
         }
         if size != self.size {
-            return Err(Reply::refused(format!("rank {rank} counts {size} ranks, this run has {}", self.size)));
+            return Err(Reply::refused(format!("process {rank} counts {size} processes, this run has {}", self.size)));
         }
         let caller = said.get(52..HELLO_BYTES).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes);
         Ok(caller.map(|caller| (rank, caller)))
@@ -186,9 +186,9 @@ mod tests {
         }
         let refused = |said: &[u8]| mine.judge(said).unwrap_err();
         let other = Hello { token: [8; 32], ..caller.clone() };
-        assert!(matches!(refused(&other.bytes()), Reply::AnotherRun(words) if words.contains("rank 2")));
+        assert!(matches!(refused(&other.bytes()), Reply::AnotherRun(words) if words.contains("process 2")));
         let fewer = Hello { size: 3, ..caller };
-        assert_eq!(refused(&fewer.bytes()).words(), "rank 2 counts 3 ranks, this run has 4");
+        assert_eq!(refused(&fewer.bytes()).words(), "process 2 counts 3 processes, this run has 4");
         let newer = [&MAGIC[..], &[9, 0, 0, 0]].concat();
         assert_eq!(refused(&newer).words(), "it speaks version 9 of the protocol, this is 1");
         assert_eq!(refused(b"GET / HT").words(), "it is not dtshard");

@@ -187,7 +187,7 @@ impl Links {
             }
             Frame::Said { number, rank, bytes } => {
                 if rank >= self.size || self.rank == 0 && rank != peer {
-                    return Err("speaks for another rank");
+                    return Err("speaks for another process");
                 }
                 if self.state().said[rank as usize].replace((number, bytes)).is_some() {
                     return Err("spoke twice in one gathering");

@@ -81,7 +81,7 @@ impl Mesh {
     fn check_ranges(&self, op: &'static str, ranges: &[Range<usize>], memory: &[u8]) -> Result<()> {
         let wrong = |detail: String| Err(Error::comm(self.rank(), op, detail));
         if ranges.len() != self.peers.len() {
-            return wrong(format!("{} ranges for {} ranks", ranges.len(), self.peers.len()));
+            return wrong(format!("{} ranges for {} processes", ranges.len(), self.peers.len()));
         }
         match ranges.iter().find(|range| memory.get((*range).clone()).is_none()) {
             Some(range) => wrong(format!("bytes {range:?} of {}", memory.len())),
@@ -105,7 +105,9 @@ fn connect(control: &Control, limit: Duration) -> Result<Vec<Option<TcpStream>>>
     let (admitted, called) = thread::scope(|scope| {
         let admitted = scope.spawn(|| {
             door.admit(CONNECT, limit, &going).map_err(|error| match error {
-                Error::Comm { rank: peer, detail, .. } if peer != rank => control.lost(peer, CONNECT, &detail),
+                Error::Comm { rank: peer, detail, .. } if peer.index != rank => {
+                    control.lost(peer.index, CONNECT, &detail)
+                }
                 error => error,
             })
         });
@@ -150,7 +152,7 @@ fn call(control: &Control, peer: u32, address: &Address, mine: &Hello, limit: Du
         if Instant::now() >= until {
             let detail = format!("cannot be reached at {} within {} s: {why}", address.host, limit.as_secs());
             let hint = "all hosts of the run must reach each other by TCP, on any port";
-            return Err(Error::Comm { rank: peer, op: CONNECT, detail, hint: Some(hint.into()) });
+            return Err(Error::Comm { rank: peer.into(), op: CONNECT, detail, hint: Some(hint.into()) });
         }
         thread::sleep(Duration::from_millis(100));
     }
@@ -210,7 +212,7 @@ impl Communicator for Mesh {
         const OP: &str = "all-gather";
         self.check_ranges(OP, ranges, memory)?;
         let mut carved = carved(memory.as_mut_slice(), <[u8]>::split_at_mut_checked, ranges)
-            .map_err(|range| Error::comm(self.rank(), OP, format!("bytes {range:?} are another rank's as well")))?;
+            .map_err(|range| Error::comm(self.rank(), OP, format!("bytes {range:?} are another process's as well")))?;
         let _moving = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
         let operation = self.control.enter(OP);
         let going = || self.control.check(OP);

@@ -46,7 +46,7 @@ impl Operation {
 
     pub fn differs(self, other: Option<Self>) -> String {
         let there = other.map_or_else(|| "something unknown".to_owned(), |other| other.to_string());
-        format!("it is in {there}, this rank in {self}")
+        format!("it is in {there}, this process in {self}")
     }
 }
 

@@ -44,9 +44,9 @@ pub struct Meeting<'a> {
 const SHEET: &str = "rendezvous-";
 
 const OP: &str = "rendezvous";
-const HINT: &str = "start all ranks at the same time and see what those say that did not come; the folder of DST has to be \
+const HINT: &str = "start all processes at the same time and see what those say that did not come; the folder of DST has to be \
                     on a file system that all processes share; where the network keeps them apart, --rendezvous \
-                    tcp://HOST:PORT names an address of rank 0 that all reach";
+                    tcp://HOST:PORT names an address of process 0 that all reach";
 
 /// Meet the other ranks.
 ///

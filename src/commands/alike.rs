@@ -45,7 +45,7 @@ pub fn agree(communicator: &impl Communicator, args: &ConvertArgs) -> Result<()>
     // All have heard it before one goes.
     communicator.barrier()?;
     Err(Error::usage(
-        format!("rank {rank}: {name}: {value}; at rank 0: {first}"),
+        format!("process {rank} of {}: {name}: {value}; at process 0: {first}", said.len()),
         "start all processes with the same options",
     ))
 }
@@ -76,11 +76,14 @@ mod tests {
     fn the_first_that_differs_is_named() {
         assert_eq!(said(["--bucket-size 64MB -v", "--bucket-size 64000000", "--resume"]), [const { None }; 3]);
         let cases = [
-            (["", "", "--bucket-size 1MB"], "rank 2: --bucket-size: 1000000; at rank 0: 64000000"),
-            (["", "--on-conflict rank0", ""], "rank 1: --on-conflict: rank0; at rank 0: it is not given"),
-            (["--dry-run", "", ""], "rank 1: --dry-run: it is not given; at rank 0: it is given"),
-            (["", "--backend cpu --dry-run", "--source per-rank"], "rank 1: --backend: cpu; at rank 0: auto"),
-            (["", "", "--source per-rank"], "rank 2: --source: per-rank; at rank 0: shared"),
+            (["", "", "--bucket-size 1MB"], "process 2 of 3: --bucket-size: 1000000; at process 0: 64000000"),
+            (["", "--on-conflict rank0", ""], "process 1 of 3: --on-conflict: rank0; at process 0: it is not given"),
+            (["--dry-run", "", ""], "process 1 of 3: --dry-run: it is not given; at process 0: it is given"),
+            (
+                ["", "--backend cpu --dry-run", "--source per-rank"],
+                "process 1 of 3: --backend: cpu; at process 0: auto",
+            ),
+            (["", "", "--source per-rank"], "process 2 of 3: --source: per-rank; at process 0: shared"),
         ];
         for (lines, wanted) in cases {
             assert_eq!(said(lines), vec![Some(wanted.to_owned()); 3]);

@@ -1,7 +1,8 @@
 //! What bytes go by from process to process: TCP between hosts, or NCCL between GPUs.
 
 use super::printer::Printer;
-use crate::cli::Backend;
+use super::roster::Roster;
+use crate::cli::{Backend, ExchangeArgs, SourceSight};
 use crate::comm::{Communicator, Mesh, process_environment};
 use crate::error::{Error, Result};
 use crate::gpu::{self, Arithmetic, Gpu, Nccl};
@@ -11,33 +12,47 @@ pub enum Link {
     Devices(Gpu, Nccl<Mesh>),
 }
 
+/// What is to be linked, and who hears of it.
+pub struct Linking<'a> {
+    pub args: &'a ExchangeArgs,
+    pub local_rank: u32,
+    pub roster: &'a Roster,
+    pub printer: &'a Printer,
+}
+
 impl Link {
     /// Between the devices of all, where that is asked for, or all have one. Collective; all come to the same.
     ///
     /// # Errors
     /// As [`gpu::open`] where GPUs are asked for; `Comm`, and from the devices.
-    pub fn choose(mesh: Mesh, backend: Backend, local_rank: u32, printer: &Printer) -> Result<Self> {
+    pub fn choose(mesh: Mesh, linking: &Linking<'_>) -> Result<Self> {
+        let Linking { args, local_rank, printer, .. } = *linking;
         let local_rank = Some(local_rank);
         let settings = gpu::Settings::new(&process_environment);
-        let (own, nccl) = match backend {
-            Backend::Cpu => return Ok(Self::Hosts(mesh)),
+        let (own, nccl) = match args.backend {
+            Backend::Cpu => {
+                printer.detail(&format!("bytes go by {}", linking.other_way()));
+                return Ok(Self::Hosts(mesh));
+            }
             Backend::Nccl => {
                 let own = mesh.settle(gpu::open(&settings, local_rank))?;
                 let nccl = Nccl::meet(&own, settings.sharing, mesh)?;
                 (own, nccl)
             }
             Backend::Auto => {
-                let own = match all_have(&mesh, gpu::open(&settings, local_rank))? {
+                let own = gpu::open(&settings, local_rank).and_then(|own| own.with_room(args.bucket_size.0));
+                let own = match linking.all_have(&mesh, own)? {
                     Ok(own) => own,
                     Err(lack) => {
-                        printer.detail(&format!("bytes do not go by NCCL; {lack}"));
+                        printer.detail(&linking.not_by_nccl(&lack));
                         return Ok(Self::Hosts(mesh));
                     }
                 };
                 match gpu::Meeting::new(&own, settings.sharing, mesh)? {
                     gpu::Meeting::Met(nccl) => (own, nccl),
                     gpu::Meeting::Missed(mesh, against) => {
-                        let words = format!("bytes do not go by NCCL; {against}");
+                        let against = linking.roster.name(against);
+                        let words = linking.not_by_nccl(&against.to_string());
                         match against {
                             // How processes were started.
                             Error::Usage { .. } => printer.detail(&words),
@@ -85,13 +100,27 @@ pub fn arithmetic<'g>(gpu: &'g Gpu, printer: &Printer) -> Option<&'g Arithmetic>
     opened.ok()
 }
 
-/// What this process has, where all have it; else what the first lacks that does not. Collective.
-fn all_have(mesh: &Mesh, own: Result<Gpu>) -> Result<Result<Gpu, String>> {
-    let lack = own.as_ref().err().map(ToString::to_string).unwrap_or_default();
-    let lacking = mesh.gather(lack.as_bytes())?.into_iter().enumerate().find(|(_, why)| !why.is_empty());
-    Ok(match (own, lacking) {
-        (Ok(own), None) => Ok(own),
-        (_, Some((rank, why))) => Err(format!("rank {rank}: {}", String::from_utf8_lossy(&why))),
-        (Err(error), None) => Err(error.to_string()),
-    })
+impl Linking<'_> {
+    /// What bytes go by that do not go by NCCL. Where all see SRC, nothing is exchanged between hosts.
+    fn other_way(&self) -> &'static str {
+        match self.args.source {
+            SourceSight::PerRank => "TCP between hosts",
+            SourceSight::Shared => "the file system, from which each process reads what it writes",
+        }
+    }
+
+    fn not_by_nccl(&self, why: &str) -> String {
+        format!("bytes go by {}, not by NCCL: {why}", self.other_way())
+    }
+
+    /// What this process has, where all have it; else what the first lacks that does not. Collective.
+    fn all_have(&self, mesh: &Mesh, own: Result<Gpu>) -> Result<Result<Gpu, String>> {
+        let lack = own.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        let lacking = (0..).zip(mesh.gather(lack.as_bytes())?).find(|(_, why)| !why.is_empty());
+        Ok(match (own, lacking) {
+            (Ok(own), None) => Ok(own),
+            (_, Some((index, why))) => Err(format!("{}: {}", self.roster.peer(index), String::from_utf8_lossy(&why))),
+            (Err(error), None) => Err(error.to_string()),
+        })
+    }
 }

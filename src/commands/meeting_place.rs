@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::comm::{self, Communicator, Part};
-use crate::error::{Error, Result};
+use crate::error::{Error, Peer, Result};
 use crate::exec::staging::Process;
 
 pub struct MeetingPlace {
@@ -81,9 +81,9 @@ impl MeetingPlace {
         match (0..).zip(&sight).find(|(_, said)| **said != [1]) {
             None => Ok(folder),
             Some((rank, _)) => Err(Error::Comm {
-                rank,
+                rank: Peer::from(rank),
                 op: "meet",
-                detail: format!("it does not see {}, which rank 0 has made", folder.display()),
+                detail: format!("it does not see {}, which process 0 has made", folder.display()),
                 hint: Some(String::from("the folder of DST has to be on a file system that all processes share")),
             }),
         }

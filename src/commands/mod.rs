@@ -30,6 +30,7 @@ mod read_back;
 mod records;
 mod report;
 mod reshard;
+mod roster;
 mod run;
 mod source;
 mod told;

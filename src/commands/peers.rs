@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 
 use super::alike;
 use super::convert::{Conversion, refuse_nesting};
-use super::link::{Link, arithmetic};
+use super::link::{Link, Linking, arithmetic};
 use super::meeting_place::MeetingPlace;
 use super::printer::Printer;
+use super::roster::Roster;
 use super::run::Run;
 use super::{input, progress::Progress};
 use crate::catalog::TensorId;
@@ -50,6 +51,7 @@ pub struct Peers {
     twin: Option<Twin>,
     /// For each rank its node.
     nodes: Vec<u32>,
+    roster: Roster,
     counting: Counting,
     reducing: Reducing,
     bucket_bytes: u64,
@@ -129,7 +131,7 @@ impl Peers {
             };
             Ok((twin, mesh.settle(checkpoint)?))
         };
-        let read = { read }().map_err(|error| cause(mesh, error));
+        let read = { read }().map_err(|error| met.roster.name(cause(mesh, error)));
         let (twin, checkpoint) = read.inspect_err(|error| mesh.fail(&error.to_string()))?;
         Ok(Some((Self::linked(args, met, twin, run)?, checkpoint)))
     }
@@ -150,16 +152,28 @@ impl Peers {
 
     /// Choose what bytes go by between processes that have met. Collective.
     fn linked(args: &ConvertArgs, met: Met, twin: Option<Twin>, run: &Run<'_>) -> Result<Self> {
-        let Met { mesh, nodes, place } = met;
-        let ExchangeArgs { backend, fast_reduce, bucket_size, .. } = &args.exchange;
-        let link = Link::choose(mesh, *backend, local_rank(run, &nodes), run.printer)?;
+        let Met { mesh, nodes, roster, place } = met;
+        let ExchangeArgs { fast_reduce, bucket_size, .. } = &args.exchange;
+        let linking = Linking {
+            args: &args.exchange,
+            local_rank: local_rank(run, &nodes),
+            roster: &roster,
+            printer: run.printer,
+        };
+        let link = Link::choose(mesh, &linking).map_err(|error| roster.name(error))?;
         // What a user has decided on may be what differs, compared or not.
         let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
         let reducing = match &link {
             Link::Devices(..) if *fast_reduce => Reducing::ByNccl,
             Link::Devices(..) | Link::Hosts(_) => Reducing::InRankOrder,
         };
-        Ok(Self { link, twin, nodes, counting, reducing, bucket_bytes: bucket_size.0, place })
+        Ok(Self { link, twin, nodes, roster, counting, reducing, bucket_bytes: bucket_size.0, place })
+    }
+
+    /// Say of the process that an error names all that is known.
+    #[must_use]
+    pub fn name(&self, error: Error) -> Error {
+        self.roster.name(error)
     }
 
     /// Who reduces.
@@ -202,9 +216,9 @@ impl Peers {
         // All have heard it before one goes: else some would hear no more than that.
         self.mesh().barrier()?;
         Err(Error::Comm {
-            rank: u32::try_from(rank).expect("a rank"),
+            rank: u32::try_from(rank).expect("a rank").into(),
             op: "plan",
-            detail: String::from("it makes something else than rank 0 does"),
+            detail: String::from("it makes something else than process 0 does"),
             hint: Some(String::from("start all processes with the same options, of the same dtshard")),
         })
     }
@@ -336,6 +350,7 @@ fn refuse_idle_wishes(args: &ConvertArgs) -> Result<()> {
 struct Met {
     mesh: Mesh,
     nodes: Vec<u32>,
+    roster: Roster,
     // Dropped last, as with peers.
     place: MeetingPlace,
 }
@@ -355,10 +370,12 @@ fn meet_others(destination: &Path, args: &ConvertArgs, run: &Run<'_>, limit: Dur
         liveness: Liveness::default(),
         going: Arc::new(move || stop.check()),
     };
-    let mesh = Mesh::connect(meet(&meeting)?, limit)?;
-    alike::agree(&mesh, args)?;
-    let nodes = Parties::meet(&mesh)?;
-    Ok(Met { mesh, nodes, place })
+    let mesh = meet(&meeting).and_then(|control| Mesh::connect(control, limit));
+    let mesh = mesh.map_err(|error| Roster::unknown(launch.part).name(error))?;
+    let roster = Roster::meet(&mesh).map_err(|error| Roster::unknown(launch.part).name(error))?;
+    let agreed = alike::agree(&mesh, args).and_then(|()| Parties::meet(&mesh));
+    let nodes = agreed.map_err(|error| roster.name(error))?;
+    Ok(Met { mesh, nodes, roster, place })
 }
 
 /// Of what each process says, as a number.

@@ -161,9 +161,13 @@ impl Source {
         self.peers.iter().for_each(|peers| peers.fail(error));
     }
 
-    /// Name the checkpoint where the error names a tensor only.
+    /// Name the checkpoint where the error names a tensor only, and where a process runs that it names.
     #[must_use]
     pub fn locate(&self, error: Error) -> Error {
+        let error = match &self.peers {
+            Some(peers) => peers.name(error),
+            None => error,
+        };
         let replaced = self.filled.iter().flat_map(|filled| filled.replaced.keys());
         let from_src = |fqn: &str| replaced.clone().any(|id| self.checkpoint.catalog.tensor(*id).fqn.as_str() == fqn);
         let root = if error.fqn().is_some_and(from_src) { self.given().0 } else { &self.checkpoint.root };
@@ -246,7 +250,7 @@ impl Source {
     pub fn difference(&self, pair: [TensorId; 2], dtype: Dtype, run: &Run<'_>) -> Result<Option<String>> {
         let checkpoint = &self.checkpoint;
         if let Some(peers) = &self.peers {
-            return peers.difference(checkpoint, pair, run);
+            return peers.difference(checkpoint, pair, run).map_err(|error| peers.name(error));
         }
         let [left, right] = pair.map(|id| (input(checkpoint), checkpoint.catalog.tensor(id)));
         let found = compare::first_difference(left, right, dtype, &run.options, &Silent, &run.stop)?;

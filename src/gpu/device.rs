@@ -7,10 +7,11 @@ use std::ffi::{CStr, c_char};
 use std::fmt;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, DriverError, sys};
+use cudarc::driver::{CudaContext, DriverError, result, sys};
 
 use super::CPU;
 use crate::error::{Error, Result};
+use crate::quantity::human_bytes;
 
 /// A device that is in use, by its primary context.
 pub struct Device {
@@ -64,6 +65,24 @@ impl Device {
     #[must_use]
     pub fn uuid(&self) -> [u8; 16] {
         self.uuid
+    }
+
+    /// Whether so many bytes of its memory are free.
+    ///
+    /// # Errors
+    /// `Device` where they are not.
+    pub(super) fn check_room(&self, needed: u64) -> Result<()> {
+        self.bind()?;
+        let (free, _) = result::mem_get_info().map_err(failed("look at its memory"))?;
+        if free as u64 >= needed {
+            return Ok(());
+        }
+        let (needed, free) = (human_bytes(needed), human_bytes(free as u64));
+        Err(Error::Device {
+            op: "look at its memory",
+            detail: format!("rounds and NCCL may take {needed}, {free} are free"),
+            hint: None,
+        })
     }
 
     pub(super) fn context(&self) -> &Arc<CudaContext> {

@@ -136,9 +136,9 @@ fn make<C: Communicator + Send + 'static>(
         Wait::up_to(Duration::MAX).watching(move |waited| match control.check() {
             Err(gone) => ControlFlow::Break(gone.to_string()),
             Ok(()) if is_met.load(Ordering::Relaxed) => ControlFlow::Continue(()),
-            Ok(()) if is_off.load(Ordering::Relaxed) => ControlFlow::Break(String::from("another rank cannot meet")),
+            Ok(()) if is_off.load(Ordering::Relaxed) => ControlFlow::Break(String::from("another process cannot meet")),
             Ok(()) if waited > LIMIT => {
-                ControlFlow::Break(format!("not all ranks have come within {} s", LIMIT.as_secs()))
+                ControlFlow::Break(format!("not all processes have come within {} s", LIMIT.as_secs()))
             }
             Ok(()) => ControlFlow::Continue(()),
         })
@@ -194,7 +194,7 @@ fn talk(control: &impl Communicator, ended: &Receiver<Result<(), Why>>) -> Resul
 fn all_differ(uuids: &[Vec<u8>]) -> Result<()> {
     for (second, uuid) in uuids.iter().enumerate() {
         if let Some(first) = uuids[..second].iter().position(|other| other == uuid) {
-            let what = format!("ranks {first} and {second} have one GPU ({})", words(uuid));
+            let what = format!("processes {first} and {second} have one GPU ({})", words(uuid));
             let hint = format!("start a process for each GPU, or show each another one; {SHARE}=1 is for tests");
             return Err(Error::usage(what, hint));
         }
@@ -221,7 +221,7 @@ mod tests {
         let uuids = |last: u8| [0, 1, 2, last].map(|number| [number; 16].to_vec());
         assert!(all_differ(&uuids(3)).is_ok());
         let error = all_differ(&uuids(1)).unwrap_err();
-        assert_eq!(error.to_string(), "ranks 1 and 3 have one GPU (GPU-01010101-0101-0101-0101-010101010101)");
+        assert_eq!(error.to_string(), "processes 1 and 3 have one GPU (GPU-01010101-0101-0101-0101-010101010101)");
         assert!(error.hint().unwrap().contains(SHARE));
     }
 

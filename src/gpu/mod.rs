@@ -61,6 +61,15 @@ pub struct Gpu {
 }
 
 impl Gpu {
+    /// The same, if its device has room for rounds of this `--bucket-size`, and for NCCL.
+    ///
+    /// # Errors
+    /// `Device` where it has not.
+    pub fn with_room(self, bucket_bytes: u64) -> Result<Self> {
+        self.device.check_room(shuffle::device_bytes(bucket_bytes).saturating_add(NCCL_BYTES))?;
+        Ok(self)
+    }
+
     /// What computes on the device, or why nothing does. It is compiled when it is asked for first.
     ///
     /// # Errors
@@ -84,5 +93,8 @@ pub fn open(settings: &Settings, local_rank: Option<u32>) -> Result<Gpu> {
     let packer = Packer::open(&device, &settings.kernels);
     Ok(Gpu { device, nccl, packer, kernels: settings.kernels.clone(), arithmetic: OnceLock::new() })
 }
+
+/// What NCCL may take of a device once it has met: some hundreds of MB, by the number of channels and peers.
+const NCCL_BYTES: u64 = 256 << 20;
 
 const CPU: &str = "use --backend cpu";

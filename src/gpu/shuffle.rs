@@ -38,7 +38,14 @@ use crate::exec::exchange::{Casting, Given, Hop, Moves, Room, Rooms, Shuffle, re
 
 /// Rounds under way: one goes up and across while the one before comes down.
 const SLOTS: usize = 2;
+/// Lists of a round: of some 8,000 copies, a few of them on its way down, with a nest each.
+const TABLE_BYTES: u64 = 4 << 20;
 const OP: &str = "exchange";
+
+/// What rounds take of a device, at most: in each slot what is read, sent, received and unpacked, and lists.
+pub(super) fn device_bytes(bucket_bytes: u64) -> u64 {
+    bucket_bytes.saturating_mul(4).saturating_add(TABLE_BYTES).saturating_mul(SLOTS as u64)
+}
 
 /// Packs and unpacks on a device, and exchanges by NCCL.
 pub struct DeviceShuffle<'a, C: Communicator + Send> {

@@ -98,7 +98,7 @@ impl Watch {
                     path: path.to_path_buf(),
                     at: format!("byte {offset}"),
                     expected: format!("{len} bytes of tensor data"),
-                    missing: format!("the file, which is seen by {}, not by this process", name_ranks(seen_by)),
+                    missing: format!("the file, which is seen by {}, not by this process", name_processes(seen_by)),
                     hint: Some(String::from(
                         "with --source per-rank a process reads tensor data of the files that it sees itself",
                     )),
@@ -108,12 +108,12 @@ impl Watch {
     }
 }
 
-/// `rank 3`, or `ranks 1, 2 and 5 more`.
+/// `process 3`, or `processes 1, 2 and 5 more`.
 #[must_use]
-pub fn name_ranks(ranks: &[u32]) -> String {
+pub fn name_processes(processes: &[u32]) -> String {
     const SHOWN: usize = 4;
-    let names: Vec<String> = ranks.iter().map(u32::to_string).collect();
-    format!("rank{} {}", if names.len() == 1 { "" } else { "s" }, crate::error::first_of(&names, SHOWN))
+    let names: Vec<String> = processes.iter().map(u32::to_string).collect();
+    format!("process{} {}", if names.len() == 1 { "" } else { "es" }, crate::error::first_of(&names, SHOWN))
 }
 
 #[cfg(test)]

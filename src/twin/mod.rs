@@ -24,7 +24,7 @@ use crate::comm::Communicator;
 use crate::error::{Error, Result};
 use crate::format::dcp::{self, Objects};
 use crate::format::{is_data_file, skeleton, skeleton_of_items};
-use crate::storage::{Ranges, name_ranks};
+use crate::storage::{Ranges, name_processes};
 use sighting::{Seen, Sighting};
 use walk::Walked;
 
@@ -185,7 +185,7 @@ fn agree_on_kind(
             return Err(Error::Conflict {
                 fqn: own.display().to_string(),
                 what: "what it is",
-                between: format!("ranks {first} and {rank}"),
+                between: format!("processes {first} and {rank}"),
                 detail: format!("{} and {}", text(known), text(kind)),
                 hint: Some(String::from("give the same folder, or the same file, to all processes")),
             });
@@ -195,7 +195,7 @@ fn agree_on_kind(
         path: own.to_path_buf(),
         at: String::from("files"),
         expected: String::from("some that one of the processes sees"),
-        missing: format!("all of them, on {}", name_ranks(&(0..communicator.size()).collect::<Vec<_>>())),
+        missing: format!("all of them, at {}", name_processes(&(0..communicator.size()).collect::<Vec<_>>())),
         hint: Some(String::from(
             "check the path on the nodes that have the files; a relative one starts at the \
                                  current folder",

@@ -7,7 +7,7 @@ use super::Twin;
 use crate::error::{Error, Result, first_of};
 use crate::format::{Checkpoint, ReadOptions, TwinOf};
 use crate::layout::LayoutError;
-use crate::storage::{Holding, IoMode, Local, filesystem, name_ranks};
+use crate::storage::{Holding, IoMode, Local, filesystem, name_processes};
 
 impl Twin {
     /// Read the checkpoint that the ranks see together. Its files are those of SRC, which can be opened where this process
@@ -42,8 +42,8 @@ impl Twin {
         let not_taken = self.files.values().filter(|seen| !seen.not_taken.is_empty());
         checkpoint.catalog.notes.extend(not_taken.map(|seen| {
             let (path, writer) = (self.own.join(&seen.path), seen.writer);
-            let others = name_ranks(&seen.not_taken);
-            format!("{} is another one on {others}: that of rank {writer} is taken", path.display())
+            let others = name_processes(&seen.not_taken);
+            format!("{} is another one at {others}: that of process {writer} is taken", path.display())
         }));
         checkpoint.twin = Some(TwinOf { folder: self.own.clone(), twin: self.folder.clone() });
         Ok(checkpoint)

@@ -226,7 +226,7 @@ fn conflict(path: &Path, (first, second): (u32, u32), (what, detail): Difference
     Error::Conflict {
         fqn: path.display().to_string(),
         what,
-        between: format!("ranks {first} and {second}"),
+        between: format!("processes {first} and {second}"),
         detail,
         hint: Some(String::from(
             "files of one name are taken for replicas; if they are not, rename them, or give each its own folder",
@@ -272,11 +272,11 @@ mod tests {
     fn words_that_lead_out_of_a_twin_or_a_file_are_refused() {
         for path in ["../x", "/etc/passwd", "", ".", "a/../../x"] {
             let text = refused(vec![vec![], vec![sighting(path, 0, &[])]]);
-            assert_eq!(text, format!("rank 1: tell of files: `{path}` is no file below SRC"));
+            assert_eq!(text, format!("process 1: tell of files: `{path}` is no file below SRC"));
         }
         for skeleton in [&[(0, 9, 1)][..], &[(3, 2, 1)], &[(2, 4, 1), (3, 5, 1)], &[(0, u64::MAX, 1)], &[(2, 2, 1)]] {
             let text = refused(vec![vec![sighting("a", 8, skeleton)]]);
-            assert!(text.starts_with("rank 0: tell of files: a: bytes"), "{text}");
+            assert!(text.starts_with("process 0: tell of files: a: bytes"), "{text}");
         }
     }
 
@@ -291,7 +291,7 @@ mod tests {
             (vec![(0, 2, 7), (4, 6, 8), (8, 9, 1)], 8),
         ] {
             let text = refused(vec![vec![], one(&[(0, 2, 7), (4, 6, 8)]), one(&other)]);
-            assert!(text.contains(&format!("between ranks 1 and 2: bytes from {at} on")), "{text}");
+            assert!(text.contains(&format!("between processes 1 and 2: bytes from {at} on")), "{text}");
         }
     }
 
@@ -299,7 +299,7 @@ mod tests {
     fn a_file_is_no_folder_elsewhere() {
         let link = Sighting { path: "a".into(), found: None };
         let text = refused(vec![vec![link.clone()], vec![sighting("a/b", 0, &[])]]);
-        assert_eq!(text, "/src/a: what it is differs between ranks 0 and 1: a file and a folder");
+        assert_eq!(text, "/src/a: what it is differs between processes 0 and 1: a file and a folder");
         // Where it leads somewhere on one rank, it is what it is there.
         let merged = merge(Path::new("/src"), 1, vec![vec![link], vec![sighting("a", 3, &[(0, 3, 1)])]]).unwrap();
         let seen = &merged[Path::new("a")];

@@ -138,8 +138,11 @@ fn stopped_stand_in() {
         for (rank, outcome) in outcomes.iter().enumerate() {
             // One that had not come to DST yet knows of nothing that is kept.
             assert!(matches!(outcome.code, Some(75 | 143)), "{rank} {outcome:?}");
-            let whose =
-                if rank == told { "stopped by TERM; ".to_owned() } else { format!("stopped by TERM at rank {told}; ") };
+            let whose = if rank == told {
+                "stopped by TERM; ".to_owned()
+            } else {
+                format!("stopped by TERM at process {told} of 3")
+            };
             outcome.says(&[&whose]);
         }
         job.is_done_by("--resume");
@@ -163,7 +166,7 @@ fn hanging_stand_in() {
     hung.kill().unwrap();
     hung.wait().unwrap();
     for outcome in &outcomes {
-        outcome.refused(&["error: rank 1: ", "was silent for 20.0 s"]);
+        outcome.refused(&["error: process 1 of 3 (", "was silent for 20.0 s"]);
     }
     job.is_done_by("--resume");
 }

@@ -67,12 +67,16 @@ fn another_command_line_stand_in() {
         let job = Job::new(sight);
         let outcomes = job.each(|rank| (if rank == 1 { "--dtype bf16" } else { "" }.to_owned(), &[]));
         for outcome in &outcomes {
-            outcome.refused(&["rank 1: plan: it makes something else than rank 0 does", "hint: start all processes"]);
+            outcome.refused(&[
+                "process 1 of 3 (",
+                "): plan: it makes something else than process 0 does",
+                "hint: start all processes",
+            ]);
         }
         job.is_done_anew();
         let outcomes = job.each(|rank| (if rank == 1 { "--bucket-size 400" } else { "" }.to_owned(), &[]));
         for outcome in &outcomes {
-            outcome.refused(&["rank 1: --bucket-size: 400; at rank 0: 300", "hint: start all processes"]);
+            outcome.refused(&["process 1 of 3: --bucket-size: 400; at process 0: 300", "hint: start all processes"]);
         }
         job.is_done_anew();
         let outcomes = job.each(|rank| (if rank == 2 { "--include nothing" } else { "" }.to_owned(), &[]));
@@ -103,7 +107,11 @@ fn another_source_stand_in() {
         { command }.spawn().unwrap()
     }));
     for outcome in &outcomes {
-        outcome.refused(&["rank 1: plan: it makes something else than rank 0 does", "hint: start all processes"]);
+        outcome.refused(&[
+            "process 1 of 3 (",
+            "): plan: it makes something else than process 0 does",
+            "hint: start all processes",
+        ]);
     }
     job.is_done_anew();
 }
@@ -114,7 +122,7 @@ fn one_that_never_comes_stand_in() {
         let job = Job::new(sight);
         let outcomes = ended((0..2).map(|rank| job.command(rank, "", &[]).spawn().unwrap()));
         for outcome in outcomes {
-            outcome.refused(&["rank 2", "did not come within 10 s", "hint: start all ranks"]);
+            outcome.refused(&["process 2 of 3: ", "did not come within 10 s", "hint: start all processes"]);
         }
         job.is_done_anew();
     }

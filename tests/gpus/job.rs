@@ -166,6 +166,6 @@ pub fn ended(processes: impl IntoIterator<Item = Child>) -> Vec<Outcome> {
 #[track_caller]
 pub fn others_name(outcomes: &[Outcome], gone: u32, words: &[&str]) {
     for (_, outcome) in (0..).zip(outcomes).filter(|(rank, _)| *rank != gone) {
-        outcome.refused(&[&format!("error: rank {gone}: ")]).refused(words);
+        outcome.refused(&[&format!("error: process {gone} of 3")]).refused(words);
     }
 }

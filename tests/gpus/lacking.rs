@@ -38,7 +38,7 @@ fn who_leaves_it_open_goes_over_tcp_stand_in() {
         let outcomes = job.but(1, "--backend auto -v", settings);
         outcomes.iter().for_each(succeeds);
         for outcome in &outcomes {
-            outcome.says(&["bytes do not go by NCCL; rank 1: ", words]);
+            outcome.says(&["bytes go by TCP between hosts, not by NCCL: process 1 of 3 (", words]);
         }
         job.has_made();
     }
@@ -56,12 +56,12 @@ const ONE: Settings<'static> = &[("CUDA_VISIBLE_DEVICES", "1")];
 fn two_with_one_device_stand_in() {
     let job = Job::new(Sight::Apart);
     for outcome in job.each(|_| (String::from("--backend nccl"), ONE)) {
-        outcome.refused(&["ranks 0 and 1 have one GPU", "hint: start a process for each GPU"]);
+        outcome.refused(&["processes 0 and 1 have one GPU", "hint: start a process for each GPU"]);
     }
     job.is_done_anew();
     for outcome in job.each(|_| (String::from("--backend auto -v"), ONE)) {
         succeeds(&outcome);
-        outcome.says(&["bytes do not go by NCCL; ranks 0 and 1 have one GPU"]);
+        outcome.says(&["bytes go by TCP between hosts, not by NCCL: processes 0 and 1 have one GPU"]);
     }
     job.has_made();
 }
@@ -76,7 +76,10 @@ fn nccl_that_fails_where_it_is_left_open_stand_in() {
             outcomes.iter().for_each(succeeds);
             if sight == Sight::Apart {
                 for outcome in &outcomes {
-                    outcome.says(&["warning: bytes do not go by NCCL; ", "the network was told to fail"]);
+                    outcome.says(&[
+                        "warning: bytes go by TCP between hosts, not by NCCL: ",
+                        "the network was told to fail",
+                    ]);
                     assert!(!outcome.err.contains("bytes go by NCCL"), "{outcome:?}");
                 }
             }

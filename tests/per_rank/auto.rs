@@ -128,14 +128,14 @@ fn long_runs_are_read_by_each_stand_in() {
 fn without_a_device_of_each_they_do_without_stand_in() {
     let desk = Desk::with_matrix();
     let [with, without] = desk.said(WITHOUT_DEVICE, "--placements S(1)");
-    assert!(with.contains("no exchange: rank 1: rendezvous: did not come"), "{with}");
+    assert!(with.contains("no exchange: process 1 of 2: rendezvous: did not come"), "{with}");
     assert!(without.contains("backend cpu") && without.contains("no CUDA driver here"), "{without}");
 }
 
 #[test]
 fn without_nccl_of_each_they_do_without_stand_in() {
     for said in Desk::with_matrix().said(WITHOUT_NCCL, "--placements S(1)") {
-        assert!(said.contains("bytes do not go by NCCL; rank 1: ") && said.contains(NOWHERE), "{said}");
+        assert!(said.contains("bytes go by the file system, from which each process reads what it writes, not by NCCL: process 1 of 2 (") && said.contains(NOWHERE), "{said}");
     }
 }
 
@@ -146,7 +146,7 @@ fn two_with_one_device_do_without_stand_in() {
     let words = "--placements S(1)";
     for outcome in desk.each(|_| (words.to_owned(), one)) {
         let said = &outcome.succeeded().err;
-        assert!(said.contains("bytes do not go by NCCL; ranks 0 and 1 have one GPU"), "{said}");
+        assert!(said.contains("not by NCCL: processes 0 and 1 have one GPU"), "{said}");
         assert!(!said.contains(BY_NCCL) && !said.contains("warning"), "{said}");
     }
     desk.has_made(words);
@@ -155,8 +155,8 @@ fn two_with_one_device_do_without_stand_in() {
 #[test]
 fn where_nccl_fails_on_one_they_do_without_stand_in() {
     for (part, said) in Desk::with_matrix().said(FAILS_MEETING, "--placements S(1)").iter().enumerate() {
-        let who = ["rank 1", "GPU"][part];
-        assert!(said.contains(&format!("warning: bytes do not go by NCCL; {who}: meet by NCCL: ")), "{said}");
+        let who = ["process 1 of 2 (", "GPU"][part];
+        assert!(said.contains(&format!("not by NCCL: {who}")) && said.contains(": meet by NCCL: "), "{said}");
         assert!(said.contains("the network was told to fail") && !said.contains(BY_NCCL), "{said}");
     }
 }
@@ -167,7 +167,7 @@ fn without_memory_of_a_device_they_are_told_of_the_cpu_stand_in() {
     let desk = Desk::with_matrix();
     for fault in ["refuses-memory", "refuses-pinned"] {
         let outcomes = desk.two(&[("GPU_STAND_IN_FAULT", fault)], "--placements S(1)");
-        outcomes[0].refused(&["rank 1: ", "allocate memory"]);
+        outcomes[0].refused(&["process 1 of 2 (", "allocate memory"]);
         outcomes[1].refused(&["GPU: allocate memory", "hint: ", "--backend cpu"]);
         fs::remove_dir_all(desk.folder.path().join(".out.dtshard-partial")).unwrap();
     }
@@ -182,7 +182,10 @@ fn other_rounds_are_refused_stand_in() {
         for outcome in desk.each(|part| (words(part), COMPLETE)) {
             let first = if name == "--bucket-size" { "20000" } else { "it is not given" };
             let value = value.replace("KB", "000");
-            outcome.refused(&[&format!("rank 1: {name}: {value}; at rank 0: {first}"), "hint: start all processes"]);
+            outcome.refused(&[
+                &format!("process 1 of 2: {name}: {value}; at process 0: {first}"),
+                "hint: start all processes",
+            ]);
             assert!(!outcome.err.contains(BY_NCCL), "{outcome:?}");
         }
     }

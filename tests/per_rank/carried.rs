@@ -33,6 +33,6 @@ fn assets_that_differ() {
     let nodes = Nodes::new("accelerate_llama", 2, Spread::Two);
     fs::write(&nodes.copies("config.json")[1], "{}").unwrap();
     for outcome in nodes.together("consolidate out") {
-        outcome.refused(&["config.json", "differs between ranks 0 and 1"]);
+        outcome.refused(&["config.json", "differs between processes 0 and 1"]);
     }
 }

@@ -22,7 +22,7 @@ fn is_left_clean(nodes: &Nodes) {
 #[track_caller]
 fn others_name(outcomes: &[Outcome], gone: usize, words: &[&str]) {
     for (rank, outcome) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != gone) {
-        outcome.refused(&[&format!("error: rank {gone}: ")]).refused(words);
+        outcome.refused(&[&format!("error: process {gone} of 3")]).refused(words);
         assert!(!outcome.err.contains("panicked"), "{rank}: {outcome:?}");
     }
 }
@@ -39,7 +39,11 @@ fn one_that_never_comes() {
         let outcomes = ended((0..3).filter(|rank| *rank != absent).map(|rank| nodes.start(rank, WORDS)));
         assert!(begun.elapsed() < Duration::from_secs(25), "{:?}", begun.elapsed());
         for outcome in outcomes {
-            outcome.refused(&[&format!("rank {absent}"), "did not come within 10 s", "hint: start all ranks"]);
+            outcome.refused(&[
+                &format!("process {absent} of 3: "),
+                "did not come within 10 s",
+                "hint: start all processes",
+            ]);
         }
         assert_eq!(names(&nodes.desk()), [""; 0]);
     }
@@ -56,8 +60,8 @@ fn one_that_is_killed_before_all_have_met() {
     killed.wait().unwrap();
     for outcome in ended(early.into_iter().chain([nodes.start(3, WORDS)])) {
         outcome.refused(&[
-            "error: rank 1: rendezvous: its process ended, while others were waited for",
-            "hint: start all ranks",
+            "error: process 1 of 4: rendezvous: its process ended, while others were waited for",
+            "hint: start all processes",
         ]);
     }
     assert_eq!(names(&nodes.desk()), [""; 0]);
@@ -114,7 +118,7 @@ fn one_that_is_killed_at_some_time() {
         for (rank, outcome) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != gone) {
             let is_well = matches!(outcome.code, Some(0)) && is_right;
             assert!(
-                is_well || outcome.code == Some(2) && outcome.err.contains(&format!("rank {gone}")),
+                is_well || outcome.code == Some(2) && outcome.err.contains(&format!("process {gone} of 3")),
                 "{rank} {outcome:?}"
             );
         }
@@ -150,8 +154,11 @@ fn one_that_is_stopped() {
         }
         stopped += 1;
         for (rank, outcome) in outcomes.iter().enumerate() {
-            let words =
-                if rank == told { "stopped by TERM; ".to_owned() } else { format!("stopped by TERM at rank {told}; ") };
+            let words = if rank == told {
+                "stopped by TERM; ".to_owned()
+            } else {
+                format!("stopped by TERM at process {told} of 3")
+            };
             // One that had not come to DST yet knows of nothing that is kept.
             assert!(matches!(outcome.code, Some(75 | 143)), "{rank} {outcome:?}");
             if outcome.code == Some(75) {
@@ -173,7 +180,8 @@ fn other_options() {
     let outcomes = nodes.each(|rank| if rank == 1 { format!("{WORDS} --dtype bf16") } else { WORDS.to_owned() });
     for outcome in &outcomes {
         outcome.refused(&[
-            "rank 1: plan: it makes something else than rank 0 does",
+            "process 1 of 3 (",
+            "): plan: it makes something else than process 0 does",
             "hint: start all processes with the same",
         ]);
     }
@@ -192,7 +200,7 @@ fn another_source() {
     let other = &nodes.copies(name)[0];
     fs::copy(fixture("fsdp4/ranks/model_world_size_4_rank_2.pt"), other).unwrap();
     for outcome in nodes.together(WORDS) {
-        outcome.refused(&[name, "differs between rank", "hint: "]);
+        outcome.refused(&[name, "differs between process", "hint: "]);
     }
     assert_eq!(names(&nodes.desk()), [""; 0]);
 }
@@ -202,7 +210,11 @@ fn no_source() {
     let nodes = nodes();
     (0..3).for_each(|node| fs::remove_dir_all(nodes.source(node)).unwrap());
     for outcome in nodes.together(WORDS) {
-        outcome.refused(&["expected some that one of the processes sees", "on ranks 0, 1, 2", "hint: check the path"]);
+        outcome.refused(&[
+            "expected some that one of the processes sees",
+            "at processes 0, 1, 2",
+            "hint: check the path",
+        ]);
     }
     assert_eq!(names(&nodes.desk()), [""; 0]);
 }

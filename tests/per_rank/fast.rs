@@ -108,7 +108,7 @@ fn it_is_refused_where_it_makes_no_sense() {
     }
     let one = |rank: u32| format!("consolidate out {}", if rank == 1 { "--fast-reduce" } else { "" });
     for outcome in desk.each(one) {
-        outcome.refused(&["rank 1: plan: it makes something else than rank 0 does"]);
+        outcome.refused(&["process 1 of 2 (", "): plan: it makes something else than process 0 does"]);
     }
     assert_eq!(names(&desk.nodes.desk()), [""; 0]);
 }

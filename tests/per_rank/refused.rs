@@ -62,7 +62,10 @@ fn another_bucket_size() {
         nodes.command(rank, &format!("consolidate out --bucket-size {size}")).spawn().unwrap()
     }));
     for outcome in outcomes {
-        outcome.refused(&["rank 1: --bucket-size: 2000000; at rank 0: 1000000", "hint: start all processes with"]);
+        outcome.refused(&[
+            "process 1 of 2: --bucket-size: 2000000; at process 0: 1000000",
+            "hint: start all processes with",
+        ]);
     }
     assert_eq!(names(&nodes.desk()), [""; 0]);
 }

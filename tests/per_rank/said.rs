@@ -132,7 +132,7 @@ fn sums_that_do_not_hold() {
     for words in ["consolidate out --check-crc", "consolidate out"] {
         for (rank, outcome) in (0..).zip(nodes.together(words)) {
             outcome.refused(&[name, "CRC-32"]);
-            assert_eq!(outcome.err.contains(&format!("error: rank {seer}: ")), rank != seer, "{outcome:?}");
+            assert_eq!(outcome.err.contains(&format!("error: process {seer} of 3 (")), rank != seer, "{outcome:?}");
         }
         nodes.clear();
     }

@@ -139,8 +139,8 @@ an_exchange_of_which_a_task_is_killed_over() {
             sleep 6
             kill -KILL $!
             wait $!' task "${command[@]}" |& tee said
-        for task in 0 2 3; do grep "^\[$task/4] error: rank 1: .*its process ended" said || [ "$ends" = -K ]; done
-        grep -q 'error: rank 1: .*its process ended' said
+        for task in 0 2 3; do grep "^\[$task/4] error: process 1 of 4 .*its process ended" said || [ "$ends" = -K ]; done
+        grep -q 'error: process 1 of 4 .*its process ended' said
         kept out.ranks
         srun -N2 -n4 "$here/apart" rank "${command[@]}" --resume |& tee said
         grep 'of it before' said
@@ -184,5 +184,5 @@ one_without_a_GPU_stand-in_leaves_all_to_TCP() {
     together '$SLURM_PROCID'
     [ "$(grep -c 'bytes go by NCCL .*, here from GPU . (stand-in' said)" = 4 ]
     together '${SLURM_PROCID#3}'
-    [ "$(grep -c 'bytes do not go by NCCL; rank 3: .*no device' said)" = 4 ]
+    [ "$(grep -c 'not by NCCL: process 3 of 4 .*no device' said)" = 4 ]
 }

@@ -29,13 +29,16 @@ fn files_of_one_name_that_differ_are_told_with_both_ranks() {
     let len = bytes.len();
     assert_eq!(
         spread.refused(&all()),
-        format!("SRC/{name}: the length differs between ranks 2 and 3: {len} and {} bytes", len - 1)
+        format!("SRC/{name}: the length differs between processes 2 and 3: {len} and {} bytes", len - 1)
     );
     let mut other = bytes.clone();
     other[len - 30] ^= 1;
     fs::write(&copy, &other).unwrap();
     let text = spread.refused(&all());
-    assert!(text.starts_with(&format!("SRC/{name}: the file differs between ranks 2 and 3: bytes from ")), "{text}");
+    assert!(
+        text.starts_with(&format!("SRC/{name}: the file differs between processes 2 and 3: bytes from ")),
+        "{text}"
+    );
     // A replica is a replica whenever it was made.
     fs::write(&copy, &bytes).unwrap();
     set_modified(&copy, 77);
@@ -61,7 +64,10 @@ fn what_is_no_part_of_a_checkpoint_may_differ() {
     for found in found {
         let (text, seen_by, notes) = found.unwrap();
         assert_eq!((text.as_str(), seen_by), ("first", vec![0, 2]));
-        assert!(notes.ends_with("SRC/train.log is another one on ranks 1, 3: that of rank 0 is taken"), "{notes}");
+        assert!(
+            notes.ends_with("SRC/train.log is another one at processes 1, 3: that of process 0 is taken"),
+            "{notes}"
+        );
     }
     let mode =
         std::os::unix::fs::PermissionsExt::mode(&fs::metadata(spread.twin().join("train.log")).unwrap().permissions());
@@ -69,7 +75,7 @@ fn what_is_no_part_of_a_checkpoint_may_differ() {
     for rank in [1, 2] {
         fs::write(spread.own[rank].join("config.json"), logs[rank].1).unwrap();
     }
-    assert!(spread.refused(&all()).starts_with("SRC/config.json: the file differs between ranks 1 and 2"));
+    assert!(spread.refused(&all()).starts_with("SRC/config.json: the file differs between processes 1 and 2"));
 }
 
 #[test]
@@ -150,7 +156,7 @@ fn ranks_may_see_nothing_but_not_all_of_them() {
         let _ = fs::remove_dir_all(own);
     }
     let expected =
-        "SRC: files: expected some that one of the processes sees, missing: all of them, on ranks 0, 1, 2, 3";
+        "SRC: files: expected some that one of the processes sees, missing: all of them, at processes 0, 1, 2, 3";
     assert_eq!(spread.refused(&all()), expected);
     fs::create_dir(&spread.own[1]).unwrap();
     assert_eq!(spread.refused(&all()), expected);
@@ -158,7 +164,7 @@ fn ranks_may_see_nothing_but_not_all_of_them() {
     fs::write(spread.own[2].join("a.json"), "{}").unwrap();
     fs::write(&spread.own[0], "").unwrap();
     let text = spread.refused(&all());
-    assert_eq!(text, "SRC: what it is differs between ranks 0 and 2: the file ckpt and a folder");
+    assert_eq!(text, "SRC: what it is differs between processes 0 and 2: the file ckpt and a folder");
 }
 
 #[test]
@@ -170,7 +176,7 @@ fn a_rank_that_cannot_go_on_is_named_by_all() {
     let text = format!("{}: a document of {} bytes", large.display(), 5_u64 << 30);
     assert!(errors[2].to_string().starts_with(&text), "{}", errors[2]);
     for rank in [0, 1, 3] {
-        assert!(errors[rank].to_string().starts_with(&format!("rank 2: vote: {text}")), "{}", errors[rank]);
+        assert!(errors[rank].to_string().starts_with(&format!("process 2: vote: {text}")), "{}", errors[rank]);
     }
 }
 
@@ -193,7 +199,7 @@ fn tensor_data_of_others_is_an_error_and_no_zeros() {
                 Err(error) => {
                     let text = relative(&error.to_string(), own);
                     assert!(text.starts_with(&format!("SRC/{name}: byte 0: expected ")), "{text}");
-                    assert!(text.ends_with(&format!("seen by rank {number}, not by this process")), "{text}");
+                    assert!(text.ends_with(&format!("seen by process {number}, not by this process")), "{text}");
                 }
             }
         }

@@ -271,7 +271,7 @@ fn votes<F: Fleet>(fleet: &Arc<F>, size: u32) {
             // The first of several is named.
             let mine = if rank.rank() + 2 >= rank.size() { Err(words) } else { Ok(()) };
             match rank.vote(mine).unwrap_err() {
-                Error::Comm { rank, detail, .. } => assert_eq!((rank, &*detail), (last.saturating_sub(1), words)),
+                Error::Comm { rank, detail, .. } => assert_eq!((rank.index, &*detail), (last.saturating_sub(1), words)),
                 other => panic!("{other}"),
             }
         }
@@ -348,7 +348,7 @@ fn names_who_is_gone<F: Fleet>(fleet: &Arc<F>, operation: Operation, end: End, g
         let (first, second, third) = told.flatten().expect(&case);
         for error in [first, second, third] {
             let Error::Comm { rank, detail, .. } = &error else { panic!("{case}: {error}") };
-            assert_eq!(*rank, gone, "{case}: {error}");
+            assert_eq!(rank.index, gone, "{case}: {error}");
             assert_eq!(detail.contains("no space"), end == End::Failed, "{case}: {error}");
         }
     }
@@ -370,7 +370,7 @@ fn refuses_other_lengths<F: Fleet>(fleet: &Arc<F>) {
             error.to_string()
         });
         let told: Vec<_> = told.into_iter().flatten().collect();
-        assert!(told[0].contains("rank 1: exchange"), "{told:?}");
+        assert!(told[0].contains("process 1: exchange"), "{told:?}");
         for number in [sent, expected] {
             assert!(told.iter().all(|told| told.contains(&number.to_string())), "{told:?}");
         }
@@ -388,7 +388,7 @@ fn refuses_to_all_gather_other_lengths<F: Fleet>(fleet: &Arc<F>) {
             error.to_string()
         });
         let told: Vec<_> = told.into_iter().flatten().collect();
-        assert!(told.iter().any(|told| told.starts_with("rank 1: all-gather: expected")), "{told:?}");
+        assert!(told.iter().any(|told| told.starts_with("process 1: all-gather: expected")), "{told:?}");
         for number in [sent, expected] {
             assert!(told.iter().all(|told| told.contains(&number.to_string())), "{told:?}");
         }

@@ -136,7 +136,7 @@ fn who_leaves_while_others_are_not_done_is_named() {
         for (rank, told) in (0..).zip(told) {
             match told.unwrap() {
                 Ok(()) => assert!(rank == early && rank != 0),
-                Err(Error::Comm { rank, .. }) => assert_eq!(rank, early),
+                Err(Error::Comm { rank, .. }) => assert_eq!(rank.index, early),
                 Err(error) => panic!("{error}"),
             }
         }

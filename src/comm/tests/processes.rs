@@ -138,7 +138,10 @@ fn all_name(victim: usize, processes: &[Process], within: Duration, work: &str) 
         while said == "working" {
             said = process.says();
         }
-        assert!(said.starts_with(&format!("rank {victim}: ")), "{work}, rank {victim} gone, rank {rank} says: {said}");
+        assert!(
+            said.starts_with(&format!("process {victim}: ")),
+            "{work}, rank {victim} gone, rank {rank} says: {said}"
+        );
         assert!(begun.elapsed() < within, "{work}: {:?}", begun.elapsed());
     }
 }
@@ -174,14 +177,14 @@ fn who_is_killed_while_others_are_awaited_is_named() {
     processes[1].signal(Signal::KILL);
     let late = Process::start(2, 3, "nothing", folder.path());
     for process in [&processes[0], &late] {
-        assert_eq!(process.says(), "rank 1: rendezvous: its process ended, while others were waited for");
+        assert_eq!(process.says(), "process 1: rendezvous: its process ended, while others were waited for");
     }
     // And where it is the one that others call.
     let processes = [0, 1].map(|rank| Process::start(rank, 3, "nothing", folder.path()));
     thread::sleep(Duration::from_millis(1500));
     processes[0].signal(Signal::KILL);
     let said = processes[1].says();
-    assert!(said.starts_with("rank 0: rendezvous: it closed the connection"), "{said}");
+    assert!(said.starts_with("process 0: rendezvous: it closed the connection"), "{said}");
 }
 
 #[test]
@@ -191,7 +194,7 @@ fn rank_0_that_has_left_names_who_is_killed_before_leaving() {
     processes.iter().for_each(|process| assert_eq!(process.says(), "working"));
     assert_eq!(processes[2].says(), "done");
     processes[1].signal(Signal::KILL);
-    assert_eq!(processes[0].says(), "rank 1: leave: its process ended");
+    assert_eq!(processes[0].says(), "process 1: leave: its process ended");
 }
 
 #[test]

@@ -119,7 +119,7 @@ fn who_does_not_come_is_named_to_all() {
         let first = Comer::new(0, 4, &place, SOON).comes();
         let second = Comer::new(1, 4, &place, LONG).comes();
         for said in [words(first), words(second)] {
-            assert_eq!(said, "rank 2: rendezvous: did not come within 1 s, nor did rank 3");
+            assert_eq!(said, "process 2: rendezvous: did not come within 1 s, nor did process 3");
         }
     }
 }
@@ -131,7 +131,7 @@ fn who_is_gone_before_all_have_come_is_named_to_all() {
     let first = Comer::new(0, 4, &place, LONG).comes();
     let second = Comer::new(2, 4, &place, LONG).comes();
     drop(guest(&place, 4));
-    let gone = "rank 1: rendezvous: its process ended, while others were waited for";
+    let gone = "process 1: rendezvous: its process ended, while others were waited for";
     assert_eq!(words(second), gone);
     assert!(!first.is_finished(), "one is still to come");
     assert_eq!(Comer::new(3, 4, &place, LONG).fails(), gone);
@@ -145,7 +145,7 @@ fn who_is_gone_and_who_does_not_come() {
     let begun = Instant::now();
     let first = Comer::new(0, 3, &place, SOON).comes();
     drop(guest(&place, 3));
-    assert_eq!(words(first), "rank 1: rendezvous: its process ended, while others were waited for");
+    assert_eq!(words(first), "process 1: rendezvous: its process ended, while others were waited for");
     assert!(begun.elapsed() >= SOON && begun.elapsed() < LONG, "{:?}", begun.elapsed());
 }
 
@@ -153,7 +153,7 @@ fn who_is_gone_and_who_does_not_come() {
 fn rank_0_does_not_come() {
     let (kept, shared) = folder();
     let said = Comer::new(1, 2, &shared, SOON).fails();
-    assert!(said.starts_with("rank 0: rendezvous: did not come within 1 s: it has not written"), "{said}");
+    assert!(said.starts_with("process 0: rendezvous: did not come within 1 s: it has not written"), "{said}");
     assert!(said.contains(kept.path().to_str().unwrap()), "{said}");
     let place = free();
     let said = Comer::new(1, 2, &place, SOON).fails();
@@ -198,7 +198,7 @@ fn a_file_that_an_earlier_run_left_is_not_taken() {
     thread::sleep(Duration::from_millis(300));
     talk(vec![second, comer(0, LONG).comes()]);
     let said = words(other);
-    assert!(said.contains("turned away") && said.contains("rank 1 is of another run"), "{said}");
+    assert!(said.contains("turned away") && said.contains("process 1 is of another run"), "{said}");
     // Of a run with another name.
     fs::write(&path, stale).unwrap();
     talk((0..2).map(|rank| Comer::new(rank, 2, &place, LONG).comes()).collect());
@@ -209,16 +209,16 @@ fn who_is_not_of_the_run_is_turned_away() {
     let place = free();
     let first = Comer::new(0, 3, &place, Duration::from_secs(3)).comes();
     let fewer = Comer::new(1, 2, &place, LONG).fails();
-    assert!(fewer.contains("rank 1 counts 2 ranks, this run has 3"), "{fewer}");
+    assert!(fewer.contains("process 1 counts 2 processes, this run has 3"), "{fewer}");
     let other = Comer { run: Some("78.0"), ..Comer::new(1, 3, &place, LONG) }.fails();
-    assert!(other.contains("rank 1 is of another run: its token differs"), "{other}");
+    assert!(other.contains("process 1 is of another run: its token differs"), "{other}");
     let right = Comer::new(1, 3, &place, LONG).comes();
     thread::sleep(Duration::from_millis(200));
     let twice = Comer::new(1, 3, &place, LONG).fails();
-    assert!(twice.contains("rank 1 is there already: two processes take themselves for it"), "{twice}");
+    assert!(twice.contains("process 1 is there already: two take themselves for it"), "{twice}");
     for said in [words(first), words(right)] {
         assert!(
-            said.contains("rank 2: rendezvous: did not come within 3 s; turned away: 127.0.0.1: rank 1 counts"),
+            said.contains("process 2: rendezvous: did not come within 3 s; turned away: 127.0.0.1: process 1 counts"),
             "{said}"
         );
     }
@@ -245,7 +245,7 @@ fn by_tcp_with_a_token_that_is_in_a_folder() {
     let (path, _) = sheet(kept.path());
     assert_eq!(std::os::unix::fs::PermissionsExt::mode(&fs::metadata(path).unwrap().permissions()) & 0o777, 0o600);
     let guessed = Comer::new(1, 2, &place, LONG).fails();
-    assert!(guessed.contains("rank 1 is of another run: its token differs"), "{guessed}");
+    assert!(guessed.contains("process 1 is of another run: its token differs"), "{guessed}");
     words(first);
     let nowhere = Comer { shared: Some(kept.path().join("nowhere")), ..comer(1, SOON) }.fails();
     assert!(nowhere.contains("it has not written"), "{nowhere}");
@@ -339,8 +339,8 @@ fn frames_that_are_none_end_the_run() {
         (endless, "does not speak as it should"),
         (noise, "does not speak as it should"),
         (short, ENDED),
-        (other, "speaks for another rank"),
-        (early, "it is in gather 5, this rank in gather 1"),
+        (other, "speaks for another process"),
+        (early, "it is in gather 5, this process in gather 1"),
     ] {
         let place = free();
         let first = Comer::new(0, 2, &place, LONG).comes();
@@ -350,7 +350,7 @@ fn frames_that_are_none_end_the_run() {
             stream.shutdown(std::net::Shutdown::Write).unwrap();
         }
         let error = control.gather(b"here").unwrap_err().to_string();
-        assert!(error.starts_with("rank 1: gather: ") && error.contains(words), "{error}");
+        assert!(error.starts_with("process 1: gather: ") && error.contains(words), "{error}");
     }
 }
 
@@ -392,9 +392,9 @@ fn every_wait_asks_whether_to_go_on() {
     }
     assert!(stopped.elapsed() < Duration::from_secs(10), "{:?}", stopped.elapsed());
     let said = Reply::receive(&guest, Instant::now() + LONG, &|| Ok(())).unwrap().unwrap();
-    assert_eq!(said.words(), "stopped by TERM at rank 0; nothing was written at the destination");
+    assert_eq!(said.words(), "stopped by TERM at process 0; nothing was written at the destination");
     // Who hears of it is stopped, too.
     let error = second.gather(&[]).unwrap_err().to_string();
-    assert!(error.starts_with("stopped by TERM at rank 0; "), "{error}");
+    assert!(error.starts_with("stopped by TERM at process 0; "), "{error}");
     drop(kept);
 }

@@ -118,7 +118,7 @@ impl Parties {
         let all: SmallVec<[Reader; 8]> = holders.iter().flat_map(seen_by).collect();
         if all.is_empty() {
             return Err(Error::Comm {
-                rank: needs.first().map_or(0, |(rank, _)| *rank),
+                rank: needs.first().map_or(0, |(rank, _)| *rank).into(),
                 op: "read",
                 detail: format!("{}: no process sees a file that holds {}", entry.fqn, entry.chunk_name(holders[0])),
                 hint: Some("with --source per-rank every file of SRC has to be seen by one of the processes".into()),

@@ -29,7 +29,7 @@ pub struct Process {
 
 impl fmt::Display for Process {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "process {} on {}", self.pid, self.host)
+        write!(f, "pid {} on {}", self.pid, self.host)
     }
 }
 

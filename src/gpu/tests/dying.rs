@@ -149,7 +149,7 @@ fn freeing() {
     drop(other);
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     let error = peers.wait("exchange", &stream.record().unwrap()).err();
-    assert!(error.is_none_or(|error| error.to_string() == "rank 1: exchange: its process ended"));
+    assert!(error.is_none_or(|error| error.to_string() == "process 1: exchange: its process ended"));
 }
 
 #[test]
@@ -169,9 +169,9 @@ fn rank() {
     }
     let begun = Instant::now();
     let error = exchange().unwrap_err();
-    assert_eq!(error.to_string(), "rank 1: exchange: its process ended");
+    assert_eq!(error.to_string(), "process 1: exchange: its process ended");
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     // Nothing is usable after that, and nothing waits.
-    assert_eq!(exchange().unwrap_err().to_string(), "rank 1: exchange: its process ended");
+    assert_eq!(exchange().unwrap_err().to_string(), "process 1: exchange: its process ended");
     assert!(peers.barrier().is_err());
 }

@@ -101,7 +101,7 @@ fn one_for_two() {
     };
     for refused in meet(Sharing::Refused) {
         let told = refusal(refused.unwrap_err());
-        assert!(told.contains("ranks 0 and 1 have one GPU") && told.contains("DTSHARD_SHARE_GPU"), "{told}");
+        assert!(told.contains("processes 0 and 1 have one GPU") && told.contains("DTSHARD_SHARE_GPU"), "{told}");
     }
     for met in meet(Sharing::Allowed) {
         met.unwrap();
