@@ -9,6 +9,7 @@ use rayon::prelude::*;
 use super::config::{self, CONFIG};
 use super::conflicts::Ranks;
 use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
+use super::parts::carried_file;
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
@@ -143,7 +144,7 @@ fn check_model(args: &Consolidate, source: &Source, tensors: &[(Fqn, TensorId)])
 /// Loaders go by the dtype that the configuration names, whatever the weights are.
 fn dtype_note(carried: &[Carried], source: &Source) -> Option<String> {
     let found = carried.iter().find(|file| file.to == Path::new(CONFIG)).filter(|file| file.len < config::MAX_BYTES)?;
-    let text = std::fs::read(&found.from).ok()?;
+    let text = std::fs::read(&found.place).ok()?;
     let config: serde_json::Value = serde_json::from_slice(&text).ok()?;
     let named = ["dtype", "torch_dtype"].iter().find_map(|key| config.get(key)?.as_str())?;
     let named = Dtype::from_name(named)?;
@@ -181,7 +182,7 @@ fn assets(args: &Consolidate, checkpoint: &Checkpoint) -> Result<Vec<Carried>> {
                 let to = name.join(entry.file_name());
                 let from = folder.join(&to);
                 if from.is_file() && wanted.is_match(&to) && !found.contains_key(&to) {
-                    found.insert(to.clone(), Carried::new(from, to)?);
+                    found.insert(to.clone(), carried_file(checkpoint, from, to)?);
                 }
             }
         }

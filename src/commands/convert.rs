@@ -193,7 +193,12 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     let part = run.launch.part;
     let mut document = report.document(&stats);
     if !part.is_alone() {
-        document["part"] = json!({ "index": part.index, "of": part.of, "published": publisher.is_some() });
+        document["part"] = json!({
+            "index": part.index,
+            "of": part.of,
+            "published": publisher.is_some(),
+            "publisher": publisher == Some(Publisher::This),
+        });
     }
     printer.document(&document)?;
     // Only who publishes knows what the casts of all parts met.

@@ -129,9 +129,9 @@ pub fn carry_along(
     let mut carried = Vec::new();
     for to_path in &source.checkpoint.beside {
         let own = root.join(to_path);
-        let mut file = Carried::new(source.checkpoint.place(&own), to_path.clone())?;
+        let mut file = carried_file(&source.checkpoint, source.checkpoint.place(&own), to_path.clone())?;
         if to.is_by_rank() && to_path.ends_with(FSDP_CONFIG) && file.len < 1 << 20 {
-            let text = std::fs::read(&file.from).map_err(Error::io("read", &file.from))?;
+            let text = std::fs::read(&file.place).map_err(Error::io("read", &file.from))?;
             let mut file = OutputFile::new(to_path);
             file.push_literal(with_world_size(&text, world_size));
             reservation.files.push(file);
@@ -140,12 +140,24 @@ pub fn carry_along(
                 file.seen_by = peers.carriers(&own);
             }
             if !file.seen_by.is_empty() {
-                file.from = own;
+                file.place = own;
             }
             carried.push(file);
         }
     }
     Ok(carried)
+}
+
+/// A file that goes along, with what SRC calls it and when it was changed there: so all know it, wherever they read it.
+///
+/// # Errors
+/// `Io` where it cannot be looked at, or is no file.
+pub fn carried_file(checkpoint: &Checkpoint, place: PathBuf, to: PathBuf) -> Result<Carried> {
+    let file = Carried::new(place, to)?;
+    Ok(match checkpoint.original(&file.place) {
+        Some((from, modified)) => Carried { from, modified, ..file },
+        None => file,
+    })
 }
 
 /// Where trainers note how many ranks wrote the files.

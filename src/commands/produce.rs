@@ -27,7 +27,7 @@ use crate::exec::carry::{Carried, carry};
 use crate::exec::copy::{Stats, Writing, copy};
 use crate::exec::exchange::Reducing;
 use crate::exec::fingerprint::fingerprint;
-use crate::exec::journal::Known;
+use crate::exec::journal::{self, Known};
 use crate::exec::log::{AtEnd, Log};
 use crate::exec::seal::{is_complete, seal};
 use crate::exec::staging::{Begun, Claim, Missing, Other, OtherState, Plan, Seal, Staging, Waited};
@@ -75,18 +75,22 @@ pub fn produce(
         Begun::Work(staging) => {
             let records = Records { conversion, staging: &staging, run, sync: options.sync };
             let producer = Producer { conversion, staging: &staging, records, args, options, run };
-            let produced = producer.write().and_then(|stats| producer.publish_together(stats));
+            let written = producer.write().inspect_err(|error| staging.tell(error));
+            let produced = written.and_then(|stats| producer.publish_together(stats));
             match produced {
                 // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
                 Err(_) if staging.was_published() => Ok(Produced::Already),
+                Err(error @ Error::Stopped { .. }) if staging.is_kept() => {
+                    Err(error.keeping(staging.partial(), producer.kept()))
+                }
                 Err(error) if staging.is_kept() => {
-                    let much = producer.kept();
-                    // The others say so themselves.
-                    if !matches!(error, Error::Stopped { .. } | Error::Usage { .. }) {
-                        let place = staging.partial().display();
+                    // Those of usage say so themselves.
+                    if !matches!(error, Error::Usage { .. }) && producer.has_recorded() {
+                        let (place, much) = (staging.partial().display(), producer.kept());
                         run.printer.line(&format!("{place} keeps {much}; the same command with --resume goes on"));
                     }
-                    Err(error.keeping(staging.partial(), much))
+                    staging.abandon();
+                    Err(error)
                 }
                 produced => produced,
             }
@@ -165,6 +169,8 @@ impl Producer<'_> {
             known = self.made_alike(peers)?;
         }
         let todo = own.without(&known.done);
+        // Others may have begun earlier.
+        let bytes_before = known.len_bytes_without(&staging.journals_at_work()?);
         check_space(staging.folder(), files, &todo)?;
         // An earlier run may have been told to check less.
         let see_apart = peers.is_some_and(Peers::see_apart);
@@ -176,7 +182,7 @@ impl Producer<'_> {
         let at_end = if is_brief { AtEnd::Nothing } else { AtEnd::Record };
         let log = Log::new(files, &todo, staging.journal().to_path_buf(), options.sync, at_end);
         let progress = Progress::start(run.printer, "writing", conversion.len_bytes());
-        progress.advance(known.done.len_bytes());
+        progress.advance(bytes_before);
         let meter = Meter { progress: &progress, staging, others: (part.index == 0).then(Mutex::default) };
 
         for (number, file) in self.carried_by(part) {
@@ -201,7 +207,7 @@ impl Producer<'_> {
             run.printer.detail(&folded(&stats, conversion.source.reducing()));
         }
         staging.finish()?;
-        Ok(Stats { bytes_before: known.done.len_bytes(), ..stats })
+        Ok(Stats { bytes_before, ..stats })
     }
 
     /// What is done, of copies of a value only where NCCL has made them at once. Collective.
@@ -336,17 +342,25 @@ impl Producer<'_> {
         Ok(!self.run.launch.waits || !self.staging.others()?.iter().any(is_to_come))
     }
 
-    /// What another run need not do again, of all parts: `12.30 GB of 40.00 GB`.
+    /// What another run need not do again: `12.30 GB of 40.00 GB`. Of several processes each speaks of its own part: the
+    /// others may be at theirs, or be recording what they end with.
     fn kept(&self) -> String {
-        let total = human_bytes(self.conversion.reservation.len_bytes());
+        let part = self.part();
+        let own = self.conversion.division(part);
+        let whole = human_bytes(own.len_bytes());
+        let whole = if part.is_alone() { whole } else { format!("the {whole} of part {} of {}", part.index, part.of) };
         match self.records.known() {
-            // Others may be at it, or be recording what they end with.
             Ok(known) => {
-                let least = if self.part().is_alone() { "" } else { "at least " };
-                format!("{least}{} of {total}", human_bytes(known.done.len_bytes()))
+                let left = own.without(&known.done).len_bytes();
+                format!("{} of {whole}", human_bytes(own.len_bytes() - left))
             }
             Err(_) => String::from("what is done"),
         }
+    }
+
+    /// Whether another run has anything to go on with.
+    fn has_recorded(&self) -> bool {
+        !journal::is_empty(self.staging.journals()).unwrap_or(false)
     }
 
     fn incomplete(&self, known: &Known) -> Error {
@@ -395,13 +409,21 @@ const SAY_EVERY: Duration = Duration::from_mins(1);
 fn waiting_for(others: &[Other]) -> Option<String> {
     let of_state = |state: OtherState| others.iter().filter(move |other| other.state == state);
     let awaited = of_state(OtherState::NotStarted).chain(of_state(OtherState::Working)).count();
-    let missing: Vec<String> = of_state(OtherState::NotStarted).map(|other| other.part.index.to_string()).collect();
+    let index = |other: &Other| other.part.index.to_string();
+    let missing: Vec<String> =
+        of_state(OtherState::NotStarted).filter(|other| other.failure.is_none()).map(index).collect();
+    let failed: Vec<String> = of_state(OtherState::NotStarted)
+        .filter_map(|other| {
+            Some(format!("{} (not started since it failed: {})", index(other), other.failure.as_ref()?))
+        })
+        .collect();
     let working: Vec<String> = of_state(OtherState::Working)
         .map(|other| format!("{} ({} done)", other.part.index, human_bytes(other.done_bytes)))
         .collect();
     let missing = (!missing.is_empty()).then(|| format!("{} (not started)", first_of(&missing, 8)));
-    let working = (!working.is_empty()).then(|| first_of(&working, 8));
-    let all: Vec<String> = missing.into_iter().chain(working).collect();
+    let [failed, working] =
+        [(failed, 2), (working, 8)].map(|(names, most)| (!names.is_empty()).then(|| first_of(&names, most)));
+    let all: Vec<String> = missing.into_iter().chain(failed).chain(working).collect();
     (!all.is_empty()).then(|| format!("waiting for {} {}", if awaited > 1 { "parts" } else { "part" }, all.join(", ")))
 }
 

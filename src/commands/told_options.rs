@@ -9,7 +9,9 @@ use clap::parser::ValueSource;
 use crate::cli::{Cli, normalise_long_options};
 
 /// How it is done, and what is said meanwhile, by their names.
-const OF_THE_WAY: [&str; 18] = [
+const OF_THE_WAY: [&str; 22] = [
+    "backend",
+    "bucket_size",
     "check_crc",
     "check_replicas",
     "dry_run",
@@ -23,8 +25,10 @@ const OF_THE_WAY: [&str; 18] = [
     "parts",
     "progress",
     "quiet",
+    "rendezvous",
     "restart",
     "resume",
+    "source",
     "threads",
     "verbose",
     "verify",
@@ -59,7 +63,10 @@ mod tests {
     #[test]
     fn options_that_decide_on_the_result_are_told() {
         let told = |line: &str| told_options(line.split(' ').map(OsString::from));
-        let found = told("dtshard reshard a b --mesh dp=2 --resume --exclude x --exclude=y --keep_names --threads 3");
+        let found = told(
+            "dtshard reshard a b --mesh dp=2 --resume --exclude x --exclude=y --keep_names --threads 3 \
+                          --source per-rank --bucket-size 2KB",
+        );
         let wanted = [("--exclude", "x y"), ("--keep-names", ""), ("--mesh", "dp=2"), ("the verb", "reshard")];
         assert_eq!(found, wanted.map(|(name, value)| (name.to_owned(), value.to_owned())).into());
         assert_eq!(told("dtshard"), BTreeMap::new());

@@ -20,7 +20,10 @@ const BLOCK_BYTES: u64 = 64 << 20;
 /// A file, and where it goes in the destination.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Carried {
+    /// As SRC calls it.
     pub from: PathBuf,
+    /// Where it is read: that, or its twin.
+    pub place: PathBuf,
     /// Relative to the destination.
     pub to: PathBuf,
     pub len: u64,
@@ -38,7 +41,7 @@ impl Carried {
     pub fn new(from: PathBuf, to: PathBuf) -> Result<Self> {
         let metadata = regular_file(&from)?;
         let (len, modified) = (metadata.len(), (metadata.mtime(), metadata.mtime_nsec()));
-        Ok(Self { from, to, len, modified, seen_by: Vec::new() })
+        Ok(Self { place: from.clone(), from, to, len, modified, seen_by: Vec::new() })
     }
 
     /// Whose of so many parts it is to carry the file with this number: they are few and small, and dealt out in turn.
@@ -56,7 +59,7 @@ impl Carried {
 pub fn carry(file: &Carried, folder: &Path, sync: bool, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
     let path = folder.join(&file.to);
     make_folders(folder, &file.to)?;
-    let source = File::open(&file.from).map_err(Error::io("open", &file.from))?;
+    let source = File::open(&file.place).map_err(Error::io("open", &file.from))?;
     let mut target = File::create(&path).map_err(Error::io("create", &path))?;
     loop {
         stop.check()?;
@@ -86,8 +89,8 @@ pub fn is_carried(file: &Carried, folder: &Path, compares: bool) -> Result<bool>
     if !compares {
         return Ok(true);
     }
-    let open = |path: &Path| File::open(path).map_err(Error::io("open", path));
-    let (source, copy) = (open(&file.from)?, open(&path)?);
+    let source = File::open(&file.place).map_err(Error::io("open", &file.from))?;
+    let copy = File::open(&path).map_err(Error::io("open", &path))?;
     let mut is_same = true;
     let mut at = 0;
     let mut wanted = Vec::new();

@@ -7,6 +7,7 @@
 //! Counts bytes. Invariant: what is damaged has a skeleton, too, and none reaches beyond the end of its file.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::foreign::first_bytes;
 use super::pickle::Unknown;
@@ -14,7 +15,7 @@ use super::torch::{self, Found};
 use super::{Checkpoint, dcp, safetensors, zip};
 use crate::catalog::{Place, checked_len_bytes, model};
 use crate::error::{Error, Result};
-use crate::storage::{FileId, Files, IoMode, Ranges};
+use crate::storage::{FileId, Files, Holdings, IoMode, Ranges};
 
 /// Files that are no containers of tensors are held whole up to this length. Of a longer one only its first bytes tell
 /// what it is.
@@ -27,10 +28,12 @@ const DOCUMENT_BYTES: u64 = 4 << 30;
 const STATE_BYTES: u64 = 1 << 20;
 
 /// Where all processes find what is not tensor data of a folder of which each sees but some files.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct TwinOf {
     pub folder: PathBuf,
     pub twin: PathBuf,
+    /// What is known of its files, by where they lie in it.
+    pub holdings: Arc<Holdings>,
 }
 
 impl TwinOf {
@@ -44,6 +47,14 @@ impl Checkpoint {
     #[must_use]
     pub fn place(&self, path: &Path) -> PathBuf {
         self.twin.as_ref().and_then(|twin| twin.place(path)).unwrap_or_else(|| path.to_path_buf())
+    }
+
+    /// What SRC calls a file at such a place, and when it was last changed there; `None` where that is no twin.
+    #[must_use]
+    pub fn original(&self, place: &Path) -> Option<(PathBuf, (i64, i64))> {
+        let twin = self.twin.as_ref()?;
+        let rest = place.strip_prefix(&twin.twin).ok()?;
+        Some((twin.folder.join(rest), twin.holdings.get(place)?.modified))
     }
 }
 

@@ -7,7 +7,7 @@ use super::Twin;
 use crate::error::{Error, Result, first_of};
 use crate::format::{Checkpoint, ReadOptions, TwinOf};
 use crate::layout::LayoutError;
-use crate::storage::{Holding, IoMode, Local, filesystem, name_processes};
+use crate::storage::{Holding, Holdings, IoMode, Local, filesystem, name_processes};
 
 impl Twin {
     /// Read the checkpoint that the ranks see together. Its files are those of SRC, which can be opened where this process
@@ -20,8 +20,8 @@ impl Twin {
             let (held, seen_by) = (Arc::clone(&seen.held), Arc::clone(&seen.by));
             (self.folder.join(path), Holding { held, seen_by, modified: seen.modified })
         });
-        let holdings = Arc::new(holdings.collect());
-        let own = ReadOptions { io: Some(IoMode::Read), holdings, ..options.clone() };
+        let holdings: Arc<Holdings> = Arc::new(holdings.collect());
+        let own = ReadOptions { io: Some(IoMode::Read), holdings: Arc::clone(&holdings), ..options.clone() };
         let mut checkpoint = Checkpoint::open(&self.root(), &own).map_err(|error| self.in_words_of_src(error))?;
         // That of a bare name has none.
         let own = if self.own.as_os_str().is_empty() { Path::new(".") } else { &self.own };
@@ -45,7 +45,7 @@ impl Twin {
             let others = name_processes(&seen.not_taken);
             format!("{} is another one at {others}: that of process {writer} is taken", path.display())
         }));
-        checkpoint.twin = Some(TwinOf { folder: self.own.clone(), twin: self.folder.clone() });
+        checkpoint.twin = Some(TwinOf { folder: self.own.clone(), twin: self.folder.clone(), holdings });
         Ok(checkpoint)
     }
 

@@ -28,7 +28,9 @@ fn killed(job: &Job, fault: (&str, &str), ranks: &[u32], leaves: &[&str]) {
         is_hit = true;
         assert_eq!(outcomes[gone as usize].signal, Some(9), "{fault:?} {outcomes:?}");
         others_name(&outcomes, gone, &["its process ended"]);
-        assert_eq!(names(&job.nodes.desk()), leaves, "{fault:?}");
+        // Nothing, too, where nobody had recorded anything.
+        let left = names(&job.nodes.desk());
+        assert!(left.iter().all(|name| leaves.contains(&name.as_str())), "{fault:?}: {left:?}");
         job.is_done_by(if leaves.is_empty() { "" } else { "--resume" });
     }
     assert!(is_hit, "{fault:?}: nobody came by");

@@ -1,8 +1,10 @@
 //! Parts that are waited for and do not come, or do not come back: who waits ends, names them and keeps what was done,
 //! or does without them where all that they had to do is recorded.
 
+use std::fs;
 use std::process::Child;
-use std::time::Instant;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use serde_json::Value as Json;
 
@@ -145,4 +147,57 @@ fn a_part_that_dies_when_all_is_recorded() {
         assert!(if index == 5 { ended.signal == Some(9) } else { ended.code == Some(0) }, "{index}: {ended:?}");
     }
     job.is_done("eleven of twelve");
+}
+
+/// A task of two that finds a byte wrong, before the other one comes.
+fn failed_at_once(job: &Job, start: impl Fn() -> Child) {
+    let path = job.source().join("model_world_size_3_rank_0.pt");
+    let modified = path.metadata().unwrap().modified().unwrap();
+    let right = fs::read(&path).unwrap();
+    let mut wrong = right.clone();
+    wrong[right.len() * 3 / 4] ^= 1;
+    // As of a node whose memory holds another byte: nothing else tells.
+    let write = |bytes: &[u8]| {
+        fs::write(&path, bytes).unwrap();
+        fs::File::options().write(true).open(&path).unwrap().set_modified(modified).unwrap();
+    };
+    write(&wrong);
+    ended(start()).refused(&["CRC-32"]);
+    write(&right);
+}
+
+/// Nobody starts it again within one launch, so the other one ends with it, and says why.
+#[test]
+fn a_part_that_failed_before_the_other_came() {
+    let job = Job::new(FILE);
+    failed_at_once(&job, || task(&job, 1, 2, "--check-crc --resume", "none"));
+    let begun = Instant::now();
+    let words = ["[0/2] error: part 1 of 2 failed: ", "CRC-32", "out.pt is not complete", "with --resume goes on"];
+    ended(task(&job, 0, 2, "--check-crc --resume", "none")).refused(&words);
+    assert!(begun.elapsed().as_secs() < 8, "{:?}", begun.elapsed());
+    // As Slurm starts it again: of another launch.
+    let again = |index| {
+        let mut command = job.command("--resume", Some("none"));
+        command.envs([("SLURM_JOB_ID", "7"), ("SLURM_STEP_ID", "0"), ("SLURM_STEP_NUM_TASKS", "2")]);
+        command.envs([("SLURM_PROCID", index), ("SLURM_RESTART_COUNT", "1")]).spawn().unwrap()
+    };
+    let first = again("0");
+    sleep(Duration::from_secs(4));
+    all_succeed([first, again("1")]);
+    job.is_done("queued again");
+}
+
+/// Started by hand it may be started again, as the whole run was: it is waited for, and who waits says why it is not there.
+#[test]
+fn a_part_that_failed_and_comes_again() {
+    let job = Job::new(FILE);
+    let start =
+        |index, more: &str| job.command(&format!("--parts 2 --part {index} {more}"), Some("none")).spawn().unwrap();
+    failed_at_once(&job, || start(1, "--check-crc"));
+    ended(start(0, "")).refused(&["error: part 1 of 2 failed: ", "CRC-32"]);
+    let first = start(0, "--resume");
+    sleep(Duration::from_secs(7));
+    ended(start(1, "--resume")).succeeded();
+    ended(first).succeeded().says(&["waiting for part 1 (not started since it failed: ", "CRC-32"]);
+    job.is_done("by hand");
 }

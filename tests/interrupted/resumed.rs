@@ -209,6 +209,57 @@ fn where_it_is_complete() {
     job.is_done("replaced");
 }
 
+/// What a sibling did before this one came is of this run, and what an earlier run did is not.
+#[test]
+fn what_was_before() {
+    let job = Job::new(FILE);
+    for is_resumed in [false, true] {
+        job.clear();
+        if is_resumed {
+            assert_eq!(job.run("--resume --threads 1", Some("record-after")).signal, Some(9));
+        }
+        let number = if is_resumed { 2 } else { 1 };
+        let start = |index| job.command(&format!("--parts 2 --part {index} --resume"), None).spawn().unwrap();
+        // Done with its own half, it waits for the other one.
+        let early = start(1);
+        let begun = Instant::now();
+        while !job.partial().exists() || job.of_partial(".journal").len() < number {
+            assert!(begun.elapsed() < Duration::from_secs(20));
+        }
+        sleep(Duration::from_millis(100));
+        let late: crate::outcome::Outcome = start(0).wait_with_output().unwrap().into();
+        let early: crate::outcome::Outcome = early.wait_with_output().unwrap().into();
+        early.succeeded();
+        let line = late.succeeded().err.lines().find(|line| line.contains("wrote ")).unwrap().to_owned();
+        let before = line.split_once(" kB of it before").map(|(text, _)| text.rsplit_once(", ").unwrap().1);
+        assert_eq!(before.is_some(), is_resumed, "{line}");
+        // A window, and not half of everything with it.
+        assert!(before.is_none_or(|much| much.parse::<f64>().unwrap() < 600.0), "{line}");
+        job.is_done(&line);
+    }
+}
+
+/// One of all says that it has published.
+#[test]
+fn who_publishes() {
+    let job = Job::new(FILE);
+    for more in ["", "--no-wait"] {
+        job.clear();
+        let start =
+            |index| job.command(&format!("--parts 3 --part {index} --json {more} --resume"), None).spawn().unwrap();
+        let parts: Vec<_> = (0..3).map(start).collect();
+        let said = parts.into_iter().map(|part| -> Json {
+            let ended: crate::outcome::Outcome = part.wait_with_output().unwrap().into();
+            serde_json::from_str(&ended.succeeded().out).unwrap()
+        });
+        let said: Vec<Json> = said.collect();
+        let count = |what: &str| said.iter().filter(|document| document["part"][what] == true).count();
+        assert_eq!(count("publisher"), 1, "{more}: {said:?}");
+        assert!(more == "--no-wait" || count("published") == 3, "{said:?}");
+        job.is_done(more);
+    }
+}
+
 /// Whoever is stopped says how much is kept.
 #[test]
 fn what_a_signal_keeps() {
@@ -226,9 +277,9 @@ fn what_a_signal_keeps() {
     assert_eq!(ended.code, Some(75), "{ended:?}");
     ended.says(&[
         "stopped by TERM; ",
-        ".out.pt.dtshard-partial keeps at least 7",
-        " kB of 1.",
-        " MB, --resume goes on from there",
+        ".out.pt.dtshard-partial keeps 7",
+        " kB of the 7",
+        " kB of part 0 of 2, --resume goes on from there",
     ]);
     job.run("--resume", None).succeeded();
     job.is_done("after TERM");

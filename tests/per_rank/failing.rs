@@ -162,7 +162,8 @@ fn one_that_is_stopped() {
             // One that had not come to DST yet knows of nothing that is kept.
             assert!(matches!(outcome.code, Some(75 | 143)), "{rank} {outcome:?}");
             if outcome.code == Some(75) {
-                outcome.says(&[&words, ".out.dtshard-partial keeps at least ", ", --resume goes on from there"]);
+                let of_part = format!(" of part {rank} of 3, --resume goes on from there");
+                outcome.says(&[&words, ".out.dtshard-partial keeps ", " of the ", &of_part]);
             } else {
                 outcome.says(&[&words, "nothing was written"]);
             }

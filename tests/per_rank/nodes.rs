@@ -95,6 +95,13 @@ impl Nodes {
         command
     }
 
+    /// The command of one process that sees everything, for the same destination.
+    pub fn command_alone(&self, words: &str) -> Command {
+        let mut command = run(&self.whole, &self.desk(), &format!("{words} --parts 1"));
+        command.env("DTSHARD_FAULT", "none");
+        command
+    }
+
     pub fn start(&self, rank: u32, words: &str) -> Child {
         self.command(rank, words).spawn().unwrap()
     }

@@ -1,5 +1,7 @@
 //! Going on after one was killed, with more processes, fewer, or one that sees everything.
 
+use std::process::Command;
+
 use serde_json::Value as Json;
 
 use crate::nodes::{Nodes, Spread, ended, refuses, succeeds};
@@ -47,6 +49,35 @@ fn with_fewer_that_see_more() {
     let processes = (0..2).map(|rank| nodes.command_of(rank, 2, &format!("{WORDS} --resume")).spawn().unwrap());
     ended(processes).iter().for_each(succeeds);
     nodes.has_made(&wanted, WORDS);
+}
+
+/// Who sees all files goes on with what those did that saw some, and the other way round, also where files go along.
+#[test]
+fn with_another_sight() {
+    for (source, words) in [
+        ("accelerate_llama", "consolidate out"),
+        ("verl/global_step_10/actor", "consolidate out"),
+        ("verl/global_step_10/actor", "reshard out --mesh fsdp=3"),
+        ("dcp_trainer", "reshard out --mesh fsdp=3"),
+    ] {
+        let nodes = Nodes::new(source, 2, Spread::One);
+        let words = format!("{words} --resume");
+        let (wanted, _) = nodes.alone(&words);
+        let start = |mut command: Command, fault| command.env("DTSHARD_FAULT", fault).spawn().unwrap();
+
+        let apart = format!("{words} --bucket-size 2KB");
+        let faults = (0..).zip(["none", "record-after"]);
+        let outcomes = ended(faults.map(|(rank, fault)| start(nodes.command(rank, &apart), fault)));
+        assert_eq!(outcomes[1].signal, Some(9), "{source}: {outcomes:?}");
+        ended([start(nodes.command_alone(&words), "none")]).iter().for_each(succeeds);
+        nodes.has_made(&wanted, &words);
+
+        nodes.clear();
+        let outcomes = ended([start(nodes.command_alone(&words), "record-after")]);
+        assert_eq!(outcomes[0].signal, Some(9), "{source}: {outcomes:?}");
+        nodes.together(&apart).iter().for_each(succeeds);
+        nodes.has_made(&wanted, &words);
+    }
 }
 
 #[test]

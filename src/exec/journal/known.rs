@@ -110,6 +110,12 @@ impl Known {
         self.carried.extend(record.carried);
     }
 
+    /// How much of what is done is not in one of these journals.
+    #[must_use]
+    pub fn len_bytes_without(&self, journals: &HashSet<String>) -> u64 {
+        self.taken.iter().filter(|taken| !journals.contains(&*taken.journal)).map(Taken::len_bytes).sum()
+    }
+
     /// The doubts after which none of these bytes counts as done, whoever else has recorded them.
     #[must_use]
     pub fn doubts(&self, doubted: &[&Taken]) -> Vec<Doubt> {
@@ -118,6 +124,14 @@ impl Known {
         let spare = self.spare.iter().filter(|taken| bytes.overlaps(taken.file, &taken.range));
         doubted.iter().copied().chain(spare).map(Taken::doubt).collect()
     }
+}
+
+/// Whether nobody has recorded anything in a folder.
+///
+/// # Errors
+/// `Io` where the folder cannot be read.
+pub fn is_empty(folder: &Path) -> Result<bool> {
+    journals(folder).map(|journals| journals.is_empty())
 }
 
 /// In the order of their names, so that everybody reads the same.

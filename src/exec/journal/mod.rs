@@ -33,7 +33,7 @@ use serde::{Deserialize, Serialize};
 
 pub use batch::Batch;
 pub use doubt::{Doubt, doubt};
-pub use known::{Known, Taken};
+pub use known::{Known, Taken, is_empty};
 
 use super::cast::Counts;
 use super::copy::DtypePair;

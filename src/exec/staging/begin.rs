@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use super::commit::recover;
 use super::judge::{Verdict, judge};
-use super::lease::{Lease, LeaseName, Role, Seen, read_leases};
+use super::lease::{Lease, LeaseName, Role, Seen};
 use super::life::{Life, Watch};
 use super::loss::Holding;
 use super::place::{ASIDE, DATA, DRAFT, GONE, Place, is_gone, unique};
@@ -271,43 +271,12 @@ impl Beginning<'_> {
         if self.claim.part.index != 0 && !is_published { self.wait_for_first() } else { self.discard(judged) }
     }
 
-    /// Who has the lease on it knows that nothing else is in its place, and who comes meanwhile sees the lease.
     fn discard(&mut self, judged: Option<&Partial>) -> Result<Next> {
-        let partial = self.place.partial();
-        let lease = if partial.is_dir() {
-            let Some(name) = self.next_restart(&partial)? else { return Ok(Next::Later) };
-            let Some(lease) = Lease::take(&partial, name)? else { return Ok(Next::Later) };
-            Some(lease)
-        } else {
-            None
-        };
-        let is_judged = match (judged, Found::at(&partial, self.shape)) {
-            (None, Ok(Found::Junk)) => true,
-            (Some(judged), Ok(Found::Partial(found))) => judged.is_still(&found),
-            _ => false,
-        };
-        if !is_judged {
-            lease.into_iter().for_each(Lease::retract);
+        if !self.place.throw_away(self.shape, judged, &mut self.watch)? {
             return Ok(Next::Later);
         }
-        fault::point("restart-judged");
-        self.place.let_go(&partial)?;
-        fault::point("restart-moved");
-        drop(lease);
         self.place.sweep(if self.claim.restart { &[GONE, ASIDE] } else { &[GONE] });
         Ok(Next::Again)
-    }
-
-    fn next_restart(&mut self, partial: &Path) -> Result<Option<LeaseName>> {
-        let leases = match read_leases(partial) {
-            Err(error) if is_gone(&error) => return Ok(None),
-            leases => leases.map_err(Error::io("read", partial))?,
-        };
-        let Some(seen) = leases.iter().find(|seen| seen.name.is_restart()) else {
-            return Ok(Some(LeaseName { role: Role::Restart, generation: 0 }));
-        };
-        let is_dead = self.watch.life(seen, Instant::now()) == Life::Dead;
-        Ok(is_dead.then(|| LeaseName { generation: seen.name.generation.saturating_add(1), ..seen.name }))
     }
 
     fn wait_for_first(&self) -> Result<Next> {
@@ -358,17 +327,6 @@ pub(super) fn check_destination(place: &Place, shape: Shape, claim: &Claim) -> R
         return Ok(());
     }
     Err(place.is_taken(claim, &mark::of(destination)))
-}
-
-impl Partial {
-    /// Nobody has come since.
-    fn is_still(&self, now: &Self) -> bool {
-        let others = |partial: &Self| -> Vec<(LeaseName, Vec<u8>)> {
-            let leases = partial.leases.iter().filter(|seen| !seen.name.is_restart());
-            leases.map(|seen| (seen.name, seen.bytes.clone())).collect()
-        };
-        self.plan == now.plan && others(self) == others(now)
-    }
 }
 
 /// One file does not take the place of a folder, nor that of a name that is said to be one by a slash at its end.

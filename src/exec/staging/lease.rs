@@ -125,14 +125,32 @@ pub(super) struct Record {
     pub beat: u64,
     pub phase: Phase,
     pub done_bytes: u64,
+    /// Why it stopped, where that was an error.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure: Option<Failure>,
 }
+
+/// Word for those that wait for a part which does not come back.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Failure {
+    pub reason: String,
+    /// The launch that it was part of, where a launcher named that.
+    pub run: Option<String>,
+}
+
+/// Longer is not told.
+const MOST_REASON: usize = 400;
 
 /// All records have one length, so that a shorter one never leaves the end of a longer one behind.
 const RECORD_LEN: usize = 1024;
 
 impl Record {
     pub fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = serde_json::to_vec(self).expect("strings and numbers are JSON");
+        let to_vec = |record: &Self| serde_json::to_vec(record).expect("strings and numbers are JSON");
+        let mut bytes = to_vec(self);
+        if bytes.len() >= RECORD_LEN {
+            bytes = to_vec(&Self { failure: None, ..self.clone() });
+        }
         bytes.resize(RECORD_LEN, b' ');
         bytes[RECORD_LEN - 1] = b'\n';
         bytes
@@ -200,7 +218,7 @@ impl Lease {
     /// `Io`
     pub fn take(folder: &Path, name: LeaseName) -> Result<Option<Self>> {
         let path = folder.join(name.file());
-        let record = Record { process: Process::this(), beat: 0, phase: Phase::Working, done_bytes: 0 };
+        let record = Record { process: Process::this(), beat: 0, phase: Phase::Working, done_bytes: 0, failure: None };
         let file = match create(&path, &record, name.role) {
             Ok(file) => file,
             Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
@@ -233,6 +251,12 @@ impl Lease {
     /// Say that what it is for is done.
     pub fn finish(&self) -> Result<()> {
         self.shared.write(|record| record.phase = Phase::Finished).map_err(Error::io("write", &self.path))
+    }
+
+    /// Say why it is about to be let go of. Others do without that, if they must.
+    pub fn fail(&self, reason: &str, run: Option<String>) {
+        let reason = reason[..reason.floor_char_boundary(MOST_REASON)].to_owned();
+        let _ = self.shared.write(|record| record.failure = Some(Failure { reason, run }));
     }
 
     /// Give it up as if it had never been taken.

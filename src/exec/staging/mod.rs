@@ -25,6 +25,7 @@ mod commit;
 mod foresee;
 mod judge;
 mod lease;
+mod leaving;
 mod life;
 mod loss;
 mod mark;
@@ -56,7 +57,7 @@ use super::Stop;
 use super::about::About;
 use super::fingerprint::Fingerprint;
 use crate::comm::Part;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::fault;
 
 /// What is published.
@@ -281,6 +282,13 @@ impl Staging {
             let _ = self.identity.set(identity);
         }
         self.lease().finish()
+    }
+
+    /// Tell those that wait for this part why it does not come to its end. One that a signal stops is to be started again.
+    pub fn tell(&self, error: &Error) {
+        if !matches!(error, Error::Stopped { .. }) {
+            self.lease().fail(&error.to_string(), self.claim.run.clone());
+        }
     }
 
     fn lease(&self) -> &Lease {

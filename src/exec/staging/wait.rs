@@ -1,6 +1,6 @@
 //! What the other parts do, and waiting for the one that seals.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -29,11 +29,13 @@ pub enum OtherState {
 }
 
 /// Another part of the work.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Other {
     pub part: Part,
     pub state: OtherState,
     pub done_bytes: u64,
+    /// Why the last one that had it ended, where that was an error.
+    pub failure: Option<String>,
 }
 
 /// How waiting ends.
@@ -97,6 +99,15 @@ impl Staging {
     /// `Io`
     pub fn others(&self) -> Result<Vec<Other>> {
         Ok(self.find()?.map_or_else(Vec::new, |found| self.others_of(&found)))
+    }
+
+    /// The journals of processes that live: what is in them is of this run.
+    ///
+    /// # Errors
+    /// `Io`
+    pub fn journals_at_work(&self) -> Result<HashSet<String>> {
+        let leases = self.find()?.map_or_else(Vec::new, |found| found.leases);
+        Ok(leases.iter().filter(|seen| self.life(seen) == Life::Alive).map(|seen| seen.name.journal()).collect())
     }
 
     /// Wait until another process has published, or until this one should try to. Call it when this part is finished.
@@ -224,15 +235,16 @@ impl Staging {
         let settled = self.settled.lock().unwrap_or_else(PoisonError::into_inner);
         let other = |index: u32| {
             let part = Part { index, of: part.of };
-            let (mut state, done_bytes) = leases.get(&Role::Part(part)).map_or((OtherState::NotStarted, 0), |seen| {
-                (self.state_of(seen), seen.record.as_ref().map_or(0, |record| record.done_bytes))
-            });
+            let seen = leases.get(&Role::Part(part));
+            let record = seen.and_then(|seen| seen.record.as_ref());
+            let mut state = seen.map_or(OtherState::NotStarted, |seen| self.state_of(seen));
             // What an earlier run did is known from its journal.
-            let done_bytes = if state == OtherState::NotStarted { 0 } else { done_bytes };
+            let done_bytes = record.filter(|_| state != OtherState::NotStarted).map_or(0, |record| record.done_bytes);
+            let failure = record.and_then(|record| record.failure.as_ref()).map(|failure| failure.reason.clone());
             if state != OtherState::Working && settled.contains(&index) {
                 state = OtherState::Finished;
             }
-            Other { part, state, done_bytes }
+            Other { part, state, done_bytes, failure }
         };
         (0..part.of).filter(|index| *index != part.index).map(other).collect()
     }
@@ -242,13 +254,19 @@ impl Staging {
         // Left by an earlier run, whose part is about to be started again.
         let is_earlier = self.earlier.iter().any(|lease| (lease.name, &lease.bytes) == (seen.name, &seen.bytes));
         match self.life(seen) {
-            Life::Dead if is_earlier => OtherState::NotStarted,
+            Life::Dead if is_earlier && !self.has_failed_now(seen) => OtherState::NotStarted,
             Life::Unsure if is_earlier => OtherState::Working,
             _ if is_done => OtherState::Finished,
             Life::Dead => OtherState::Stopped,
             Life::Alive | Life::Unsure if self.is_stuck(seen) => OtherState::Stuck,
             Life::Alive | Life::Unsure => OtherState::Working,
         }
+    }
+
+    /// Whether a part failed in this run, and not in one that is gone on with: then its process will not be back.
+    fn has_failed_now(&self, seen: &Seen) -> bool {
+        let failure = seen.record.as_ref().and_then(|record| record.failure.as_ref());
+        failure.is_some_and(|failure| !self.claim.resume || failure.run.is_some() && failure.run == self.claim.run)
     }
 
     /// Who seals writes its lease anew every other second, whatever it is at.
@@ -272,13 +290,18 @@ impl Staging {
     }
 
     fn died(&self, parts: &[u32]) -> Error {
-        let whose = if parts.len() == 1 { "its process is" } else { "their processes are" };
+        let destination = self.place.destination.display();
+        let others = self.others().unwrap_or_default();
+        let mut failed = others.iter().filter(|other| parts.contains(&other.part.index));
+        let Some((index, reason)) = failed.find_map(|other| Some((other.part.index, other.failure.as_ref()?))) else {
+            let whose = if parts.len() == 1 { "its process is" } else { "their processes are" };
+            return Error::usage(
+                format!("{} stopped: {whose} gone; {destination} is not complete", self.named(parts)),
+                self.how_to_go_on(),
+            );
+        };
         Error::usage(
-            format!(
-                "{} stopped: {whose} gone; {} is not complete",
-                self.named(parts),
-                self.place.destination.display()
-            ),
+            format!("{} failed: {reason}; {destination} is not complete", self.named(&[index])),
             self.how_to_go_on(),
         )
     }

@@ -57,7 +57,7 @@ fn one_that_seals_elsewhere_is_watched() {
         scope.spawn(|| {
             std::thread::sleep(FAST.look.1 * 3);
             let process = Process { boot: "another".into(), ..Process::this() };
-            let record = Record { process, beat: 4, phase: Phase::Working, done_bytes: 5 };
+            let record = Record { process, beat: 4, phase: Phase::Working, done_bytes: 5, failure: None };
             fs::write(desk.partial().join(format!("{name}.lease")), record.to_bytes()).unwrap();
         });
         assert!(second.try_seal(&Stop::default()).unwrap().is_none(), "it beats");

@@ -37,8 +37,12 @@ fn who_may_join() {
 fn what_to_do_while_waiting() {
     use OtherState::{Finished, NotStarted, Stopped, Stuck, Working};
     let decided = |sealer, states: &[OtherState]| {
-        let other =
-            |(index, state): (u32, &OtherState)| Other { part: Part { index, of: 4 }, state: *state, done_bytes: 0 };
+        let other = |(index, state): (u32, &OtherState)| Other {
+            part: Part { index, of: 4 },
+            state: *state,
+            done_bytes: 0,
+            failure: None,
+        };
         let others: Vec<Other> = (0..).zip(states).map(other).collect();
         match decide(sealer, &others, &PACE) {
             Decision::Without(missing, after) => Err((missing.parts, after.as_secs())),
@@ -59,7 +63,7 @@ fn what_to_do_while_waiting() {
 fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
     let here = Process::this();
     let record = |process: &Process, beat, phase| {
-        let record = Record { process: process.clone(), beat, phase, done_bytes: 0 };
+        let record = Record { process: process.clone(), beat, phase, done_bytes: 0, failure: None };
         Seen { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) }
     };
     let torn = Seen { name: lease_of(0, 1, 0), bytes: b"{".to_vec(), record: None };
@@ -105,7 +109,7 @@ fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
 fn time_without_a_look_says_nothing() {
     let second = Duration::from_secs(1);
     let process = Process { boot: "another".into(), ..Process::this() };
-    let record = Record { process, beat: 1, phase: Phase::Working, done_bytes: 0 };
+    let record = Record { process, beat: 1, phase: Phase::Working, done_bytes: 0, failure: None };
     let seen = Seen { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) };
     let (begun, mut watch) = (Instant::now(), Watch::new(20 * second));
     for at in [0, 25, 1000, 5000] {

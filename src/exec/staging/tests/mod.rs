@@ -3,6 +3,7 @@
 mod commits;
 mod deaths;
 mod decisions;
+mod leaving;
 mod parts;
 mod single;
 mod waiting;
@@ -101,7 +102,7 @@ impl Desk {
     /// A lease of a process on another node, which does nothing.
     fn foreign_lease(&self, name: LeaseName, phase: Phase) {
         let process = Process { boot: "another".into(), host: "n9".into(), ..Process::this() };
-        let record = Record { process, beat: 3, phase, done_bytes: 5 };
+        let record = Record { process, beat: 3, phase, done_bytes: 5, failure: None };
         let draft = self.partial().join("draft");
         fs::write(&draft, record.to_bytes()).unwrap();
         fs::rename(draft, self.partial().join(format!("{name}.lease"))).unwrap();

@@ -137,9 +137,9 @@ fn what_others_do_is_seen() {
     let second = desk.part(1, 3).unwrap();
     second.done_bytes().store(77, Ordering::Relaxed);
     second.finish().unwrap();
-    let other = |index, state, done_bytes| Other { part: Part { index, of: 3 }, state, done_bytes };
+    let other = |index, state, done_bytes| Other { part: Part { index, of: 3 }, state, done_bytes, failure: None };
     let third = other(2, OtherState::NotStarted, 0);
-    assert_eq!(first.others().unwrap(), [other(1, OtherState::Finished, 77), third]);
+    assert_eq!(first.others().unwrap(), [other(1, OtherState::Finished, 77), third.clone()]);
     drop(second);
     assert_eq!(first.others().unwrap(), [other(1, OtherState::Finished, 77), third]);
     drop(desk.part(2, 3).unwrap());

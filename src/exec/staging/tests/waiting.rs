@@ -29,6 +29,64 @@ fn a_part_that_does_not_come_or_goes_is_named() {
     assert!(desk.data().exists());
 }
 
+/// One that failed before the others came will not be back, unless it is of an earlier run.
+#[test]
+fn a_part_that_failed_leaves_word() {
+    for (run, resume, is_final) in
+        [(None, false, true), (None, true, false), (Some("job"), true, true), (Some("job"), false, true)]
+    {
+        let mut desk = Desk::new(Shape::Folder);
+        (desk.claim.run, desk.claim.resume) = (run.map(str::to_owned), resume);
+        let failing = desk.part(1, 2).unwrap();
+        failing.tell(&Error::usage("no space is left", "make some"));
+        failing.abandon();
+        let first = desk.part(0, 2).unwrap();
+        first.finish().unwrap();
+        let mut seen = Vec::new();
+        let error = in_vain(&first, &mut |others| seen = others.to_vec());
+        assert_eq!(seen[0].failure.as_deref(), Some("no space is left"));
+        let words = if is_final { "part 1 of 2 failed: no space is left; " } else { "part 1 of 2 has not started" };
+        says(&error, &[words, "with --resume goes on"]);
+        // It may be started again all the same.
+        desk.claim.resume = true;
+        let again = desk.part(1, 2).unwrap();
+        let others = first.others().unwrap();
+        assert_eq!((others[0].state, &others[0].failure), (OtherState::Working, &None));
+        again.finish().unwrap();
+        assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
+    }
+}
+
+/// As a job that is queued again has the same command.
+#[test]
+fn a_failure_of_an_earlier_launch_is_no_word_for_this_one() {
+    let mut desk = Desk::new(Shape::Folder);
+    (desk.claim.run, desk.claim.resume) = (Some("job.0".into()), true);
+    let failing = desk.part(1, 2).unwrap();
+    failing.tell(&Error::usage("no space is left", "make some"));
+    failing.abandon();
+    desk.claim.run = Some("job.1".into());
+    let first = desk.part(0, 2).unwrap();
+    first.finish().unwrap();
+    assert_eq!(first.others().unwrap()[0].state, OtherState::NotStarted);
+    says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has not started"]);
+}
+
+/// However long.
+#[test]
+fn a_long_word_is_cut() {
+    for reason in ["\u{1}".repeat(5000), "\u{1F980}".repeat(5000), "x".repeat(5000)] {
+        let desk = Desk::new(Shape::Folder);
+        let staging = desk.part(1, 2).unwrap();
+        staging.tell(&Error::usage(reason, ""));
+        staging.abandon();
+        let first = desk.part(0, 2).unwrap();
+        let others = first.others().unwrap();
+        assert!(others[0].failure.as_ref().is_none_or(|told| told.len() <= 400), "{others:?}");
+        assert_eq!(fs::read(desk.partial().join("part-1-of-2.0.lease")).unwrap().len(), 1024);
+    }
+}
+
 /// Of tasks that are started again one after the other, the first finds what the others left when they were ended.
 #[test]
 fn leases_of_an_earlier_run_say_nothing() {

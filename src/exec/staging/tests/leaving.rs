@@ -1,0 +1,76 @@
+//! What is left, and what is not, where a run ends with an error.
+
+use super::*;
+
+/// It would be in the way of who does without `--resume`.
+#[test]
+fn what_nothing_is_recorded_in_is_taken_away() {
+    for shape in [Shape::File, Shape::Folder] {
+        let mut desk = Desk::new(shape);
+        desk.claim.resume = true;
+        let staging = desk.begin().unwrap();
+        write(&staging.folder().join("out"), "half");
+        staging.abandon();
+        assert_eq!(desk.names(), [""; 0]);
+        let staging = desk.begin().unwrap();
+        write(staging.journal(), "something");
+        staging.abandon();
+        assert_eq!(desk.names(), [".out.dtshard-partial"]);
+        // Also what another one recorded.
+        desk.begin().unwrap().abandon();
+        assert_eq!(desk.names(), [".out.dtshard-partial"]);
+    }
+}
+
+#[test]
+fn the_last_part_that_leaves_takes_it_away() {
+    for waits in [true, false] {
+        let mut desk = Desk::new(Shape::Folder);
+        desk.claim.parts_wait = waits;
+        let [first, second] = [0, 1].map(|index| desk.part(index, 3).unwrap());
+        first.abandon();
+        assert!(desk.partial().exists(), "one is at work");
+        second.abandon();
+        // What waits for others wants to know why they are gone.
+        assert_eq!(desk.partial().exists(), waits);
+        desk.claim.resume = true;
+        desk.part(2, 3).unwrap().abandon();
+        assert_eq!(desk.names(), [""; 0]);
+    }
+}
+
+/// Somebody elsewhere, who does not say that he is gone.
+#[test]
+fn nothing_is_taken_from_who_may_live() {
+    let mut desk = Desk::new(Shape::Folder);
+    desk.claim.parts_wait = false;
+    for phase in [Phase::Working, Phase::Finished] {
+        let staging = desk.part(0, 2).unwrap();
+        desk.foreign_lease(lease_of(1, 2, 0), phase);
+        staging.abandon();
+        assert!(desk.partial().exists(), "{phase:?}");
+        desk.claim.resume = true;
+    }
+    let staging = desk.part(0, 2).unwrap();
+    desk.foreign_lease(lease_of(1, 2, 0), Phase::Stopped);
+    staging.abandon();
+    assert_eq!(desk.names(), [""; 0]);
+}
+
+/// Who comes is never without the folder that it has come to, and the last one leaves nothing.
+#[test]
+fn comings_and_goings() {
+    const OF: u32 = 4;
+    let mut desk = Desk::new(Shape::Folder);
+    (desk.claim.resume, desk.claim.parts_wait) = (true, false);
+    let come_and_go = |index| {
+        for _ in 0..50 {
+            let staging = desk.part(index, OF).unwrap();
+            write(&staging.folder().join(index.to_string()), "half");
+            staging.check().unwrap();
+            staging.abandon();
+        }
+    };
+    std::thread::scope(|scope| (0..OF).for_each(|index| _ = scope.spawn(move || come_and_go(index))));
+    assert_eq!(desk.names(), [""; 0]);
+}
