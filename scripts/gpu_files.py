@@ -2,6 +2,7 @@
 
 import filecmp
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -20,7 +21,7 @@ def first_difference(expected, got):
 
 
 def remove(path):
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def spread(source, folders):
@@ -56,14 +57,26 @@ def write_safetensors(path, tensors):
             file.write(block[begin:begin + entry["data_offsets"][1] - entry["data_offsets"][0]])
 
 
-def roomy():
-    """Memory, where there is enough: disks would be what is measured."""
-    shared = Path("/dev/shm")
-    is_enough = shared.is_dir() and shutil.disk_usage(shared).free > 20e9
-    return shared if is_enough else Path(tempfile.gettempdir())
+def roomy(wanted):
+    """A folder for so many bytes: memory, where there is enough, as else a disk would be what is measured."""
+    places = [Path("/dev/shm"), Path(tempfile.gettempdir()), Path.cwd()]
+    return next((place for place in places if free(place) > wanted), max(places, key=free))
 
 
-def available():
-    """Bytes of memory that programs can still have."""
-    found = [line.split() for line in open("/proc/meminfo") if line.startswith("MemAvailable:")]
-    return int(found[0][1]) * 1024 if found else 0
+def free(place):
+    """Bytes that can be written there."""
+    try:
+        return shutil.disk_usage(place).free if os.access(place, os.W_OK) else 0
+    except OSError:
+        return 0
+
+
+def kind(place):
+    """The file system that a folder is on."""
+    try:
+        with open("/proc/mounts") as file:
+            mounts = [line.split() for line in file]
+    except OSError:
+        return "unknown"
+    under = [mount for mount in mounts if Path(mount[1]) == place or Path(mount[1]) in place.parents]
+    return max(under, key=lambda mount: len(mount[1]))[2] if under else "unknown"

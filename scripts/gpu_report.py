@@ -1,18 +1,31 @@
-"""The table of `gpu-check`: rows that are told as they come."""
+"""The table of `gpu-check`: rows that are told, and kept, as they come."""
+
+import os
 
 
 class Report:
-    def __init__(self, title):
-        self.title, self.rows, self.is_right = title, [], True
+    """What is in the table is in the file `path` at any time; what failed has more to read in a log beside it."""
+
+    def __init__(self, title, path):
+        self.title, self.path, self.rows, self.is_right = title, path, [], True
+        self.log_path = path.with_suffix(".log")
+        self.log_path.write_text("")
 
     def add(self, what, result, detail=""):
         what = what.strip()
-        self.rows.append((what, result, " ".join(str(detail).split())))
+        self.rows.append((what, str(result), " ".join(str(detail).split())))
         print(f"{what}: {result}" + (f"; {detail}" if detail else ""), flush=True)
+        whole = self.path.with_suffix(".part")
+        whole.write_text(self.markdown())
+        os.replace(whole, self.path)
 
     def check(self, what, is_right, detail=""):
         self.is_right &= is_right
         self.add(what, "right" if is_right else "**WRONG**", detail)
+
+    def log(self, what, text):
+        with open(self.log_path, "a") as file:
+            file.write(f"---- {what}\n{text}\n\n")
 
     def figure(self, what, gb_per_s, ratio=None, of="", goal=None):
         part = f"{ratio:.2f} of {of}" if ratio is not None else ""

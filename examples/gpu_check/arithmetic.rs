@@ -13,8 +13,9 @@ use serde_json::json;
 use super::random::Random;
 use super::{Verdict, line};
 
-/// Elements of a job, at most, and jobs of a launch.
+/// Elements of a job, as a rule, and seldom; and jobs of a launch.
 const MOST: u64 = 1 << 15;
+const VERY_MOST: u64 = 1 << 21;
 const MOST_JOBS: u64 = 12;
 
 const INTEGERS: [Dtype; 9] =
@@ -22,11 +23,11 @@ const INTEGERS: [Dtype; 9] =
 const COMPLEX: [(Dtype, Dtype); 3] = [(Dtype::C32, Dtype::F16), (Dtype::C64, Dtype::F32), (Dtype::C128, Dtype::F64)];
 
 /// Lists of both, for so many seconds.
-pub fn random(gpu: &Gpu, seconds: u64) -> Verdict {
+pub fn random(gpu: &Gpu, seconds: u64, seed: u64) -> Verdict {
     let checks: [(&str, Check); 2] = [("reductions", reductions), ("casts", casts)];
     let mut is_right = true;
     for (name, check) in checks {
-        let mut random = Random::new(5);
+        let mut random = Random::new(seed);
         let (mut lists, mut elements) = (0_u64, 0);
         let mut wrong = gpu.arithmetic().err().map(String::from);
         let until = Instant::now() + Duration::from_secs(seconds);
@@ -87,7 +88,7 @@ fn elements(dtype: Dtype, numel: usize, random: &mut Random) -> Vec<u8> {
 }
 
 fn numel(random: &mut Random) -> u64 {
-    let most = [20, 2000, MOST][random.index(3)];
+    let most = if random.below(60) == 0 { VERY_MOST } else { [20, 2000, MOST][random.index(3)] };
     random.below(most)
 }
 
@@ -125,20 +126,23 @@ fn reductions(gpu: &Gpu, arithmetic: &Arithmetic, random: &mut Random) -> Result
     let outcome = trial.reduce(arithmetic, &jobs, 1)?;
     let mut got = vec![0xA5; end];
     trial.fetch(&mut got)?;
-    let mut wanted_outcome = Ok(());
+    // What is not written stays 0.
+    let (mut wanted_outcome, mut wanted) = (Ok(()), vec![0; end]);
     for (nth, job) in jobs.iter().enumerate() {
         let len = usize::try_from(job.numel).expect("few") * size(job.reducer.dtype());
-        let (mut sums, mut wanted) = (vec![0; len * job.reducer.widening()], vec![0; len]);
+        let (mut sums, value) = (vec![0; len * job.reducer.widening()], job.target..job.target + len);
         for part in 0..job.parts as usize {
             job.reducer.add(part == 0, &memory[job.summands + part * len..][..len], &mut sums);
         }
-        match job.reducer.finish(&mut sums, &mut wanted) {
-            Err(fault) => wanted_outcome = wanted_outcome.and(Err((nth, fault))),
-            Ok(()) if got[job.target..][..len] != wanted => checked.wrong = Some(format!("another value: {job:?}")),
-            Ok(()) => (),
+        if let Err(fault) = job.reducer.finish(&mut sums, &mut wanted[value.clone()]) {
+            wanted_outcome = wanted_outcome.and(Err((nth, fault)));
+            wanted[value.clone()].copy_from_slice(&got[value]);
         }
     }
-    if outcome != wanted_outcome {
+    if let Some(at) = got.iter().zip(&wanted).position(|(got, wanted)| got != wanted) {
+        let job = jobs.iter().rfind(|job| job.target <= at);
+        checked.wrong = Some(format!("byte {at} is {}, and not {}: {job:?}", got[at], wanted[at]));
+    } else if outcome != wanted_outcome {
         checked.wrong = Some(format!("{outcome:?}, and not {wanted_outcome:?}"));
     }
     Ok(checked)

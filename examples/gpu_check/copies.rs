@@ -57,10 +57,10 @@ fn shape(random: &mut Random) -> Shape {
 }
 
 /// Lists of random copies, for so many seconds by each who does them.
-pub fn random(gpu: &Gpu, seconds: u64) -> Verdict {
+pub fn random(gpu: &Gpu, seconds: u64, seed: u64) -> Verdict {
     let mut is_right = true;
     for (name, packer) in packers(gpu) {
-        let mut random = Random::new(1);
+        let mut random = Random::new(seed);
         let (mut lists, mut copies, mut bytes) = (0_u64, 0, 0);
         let mut wrong = None;
         let until = Instant::now() + Duration::from_secs(seconds);
@@ -104,9 +104,9 @@ fn difference(gpu: &Gpu, packer: &Packer, shapes: &[Shape], random: &mut Random)
     Ok(Some(format!("byte {} of {copy:?} is {}, and not {}", at - base, got[at], expected[at])))
 }
 
-/// A copy that 32 bits do not count, in the narrowest lanes and in the widest.
+/// Copies that 32 bits do not count, in the narrowest lanes and in the widest; and one of very many runs.
 pub fn large(gpu: &Gpu) -> Verdict {
-    let run_bytes = (4_u64 << 30) + 4080;
+    let run_bytes = (4_u64 << 30) + 4096;
     let mut source = vec![0; len(run_bytes + 16)];
     Random::new(2).fill(&mut source);
     let mut got = vec![0; source.len()];
@@ -123,8 +123,27 @@ pub fn large(gpu: &Gpu) -> Verdict {
             let check = format!("4.3 GB from byte {start} on by the {name}");
             line(&json!({ "check": check, "is_right": same, "detail": "" }));
         }
+        let half = run_bytes / 2;
+        trial.copy(&[0, 1].map(|part| (every_other(part, half), 0)), 1)?;
+        trial.fetch(&mut got)?;
+        let (even, odd) = got[..len(run_bytes)].split_at(len(half));
+        let runs = even.chunks_exact(RUN).zip(odd.chunks_exact(RUN)).zip(source.chunks_exact(2 * RUN));
+        let mut all = runs.map(|((even, odd), both)| even == &both[..RUN] && odd == &both[RUN..]);
+        let same = all.all(|same| same);
+        is_right &= same;
+        let check = format!("4.3 GB in runs of {RUN} B by the {name}");
+        line(&json!({ "check": check, "is_right": same, "detail": "" }));
     }
     Ok(is_right)
+}
+
+const RUN: usize = 16;
+
+/// Every other run, of so many bytes in all.
+fn every_other(part: u64, bytes: u64) -> StridedCopy {
+    let run = RUN as u64;
+    let runs = Level { count: bytes / run, source_step: 2 * run, target_step: run };
+    StridedCopy { source: part * run, target: part * bytes, run_bytes: run, levels: [runs].into_iter().collect() }
 }
 
 fn len(bytes: u64) -> usize {

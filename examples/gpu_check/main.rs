@@ -2,11 +2,11 @@
 //! check and each figure.
 //!
 //! ```text
-//! gpu_check about             device, NCCL, and whether there is a kernel
-//! gpu_check copies SECONDS    random strided copies against the host's, so long for each way to do them
-//! gpu_check arithmetic SECONDS  random reductions and casts against the host's, so long for each
-//! gpu_check large             a copy of more than 4 GiB; takes twice as much of the host's memory
-//! gpu_check speeds MB         copies of so many within the device, up and down, and whole rounds
+//! gpu_check about             devices, NCCL, and whether there is a kernel
+//! gpu_check copies SECONDS SEED      random strided copies against the host's, so long for each way to do them
+//! gpu_check arithmetic SECONDS SEED  random reductions and casts against the host's, so long for each
+//! gpu_check large             copies of more than 4 GiB; takes twice as much of the host's memory
+//! gpu_check speeds WHAT MB    with so many: copies within the device, arithmetic there, transfers up and down, or rounds
 //! gpu_check files FOLDER      how fast files are written and read there
 //! ```
 //!
@@ -27,11 +27,11 @@ use std::process::ExitCode;
 
 use dtshard::comm::process_environment;
 use dtshard::error::{Error, Result};
-use dtshard::gpu::{self, Gpu, Kernels, Packer, Settings};
+use dtshard::gpu::{self, Device, Gpu, Kernels, Packer, Settings};
 use serde_json::{Value, json};
 
-const USAGE: &str =
-    "gpu_check [--ptx FILE] about | copies SECONDS | arithmetic SECONDS | large | speeds MB | files FOLDER";
+const USAGE: &str = "gpu_check [--ptx FILE] about | copies SECONDS SEED | arithmetic SECONDS SEED | large | \
+                     speeds copies|arithmetic|transfers|rounds MB | files FOLDER";
 
 /// Whether all that was checked was right.
 type Verdict = Result<bool>;
@@ -50,17 +50,22 @@ fn main() -> ExitCode {
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let verdict = match words[..] {
         ["about"] => gpu().and_then(|gpu| about(&gpu)),
-        [what @ ("copies" | "arithmetic"), seconds] => match seconds.parse() {
-            Ok(seconds) => gpu().and_then(|gpu| match what {
-                "copies" => copies::random(&gpu, seconds),
-                _ => arithmetic::random(&gpu, seconds),
+        [what @ ("copies" | "arithmetic"), seconds, seed] => match (seconds.parse(), seed.parse()) {
+            (Ok(seconds), Ok(seed)) => gpu().and_then(|gpu| match what {
+                "copies" => copies::random(&gpu, seconds, seed),
+                _ => arithmetic::random(&gpu, seconds, seed),
             }),
-            Err(_) => return failed("copies SECONDS, arithmetic SECONDS"),
+            _ => return failed(USAGE),
         },
         ["large"] => gpu().and_then(|gpu| copies::large(&gpu)),
-        ["speeds", megabytes] => match megabytes.parse() {
-            Ok(megabytes @ 1..=65_536) => gpu().and_then(|gpu| speeds::all(&gpu, megabytes)),
-            _ => return failed("speeds MB"),
+        ["speeds", what @ ("copies" | "arithmetic" | "transfers" | "rounds"), megabytes] => match megabytes.parse() {
+            Ok(megabytes @ 1_usize..=65_536) => gpu().and_then(|gpu| match what {
+                "copies" => speeds::copies(&gpu, megabytes << 20),
+                "arithmetic" => speeds::arithmetic(&gpu, megabytes << 20),
+                "transfers" => speeds::transfers(&gpu, megabytes << 20),
+                _ => speeds::rounds(&gpu, megabytes << 20),
+            }),
+            _ => return failed(USAGE),
         },
         ["files", folder] => files::all(folder.as_ref()),
         _ => return failed(USAGE),
@@ -100,7 +105,8 @@ fn about(gpu: &Gpu) -> Verdict {
         Packer::Copies(why) => Some(why),
     };
     let nccl = gpu.nccl.version().map_err(|error| Error::usage(error.to_string(), "look at DTSHARD_NCCL_LIB"))?;
-    line(&json!({ "device": gpu.device.name(), "nccl": nccl.to_string(), "no_kernel": why }));
+    let (devices, device) = (Device::visible()?, gpu.device.name());
+    line(&json!({ "devices": devices, "device": device, "nccl": nccl.to_string(), "no_kernel": why }));
     Ok(true)
 }
 

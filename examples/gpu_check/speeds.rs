@@ -1,7 +1,9 @@
 //! Speeds of a device, in bytes that are copied a second: each is read once and written once. Of arithmetic half of the
 //! bytes that are read and written are counted, so that it compares.
 //!
-//! A clock of the host runs around calls that wait, each of which takes many milliseconds; what is told is the median.
+//! A clock of the host runs around calls that wait for the device, each of which takes many milliseconds. What is compared
+//! takes turns, behind a second in which clocks come up; what is told are medians. All of it is random bytes, which are
+//! many times what caches hold.
 
 use std::sync::Arc;
 use std::thread;
@@ -12,7 +14,7 @@ use dtshard::comm::{Communicator, Local, Part};
 use dtshard::error::{Error, Result};
 use dtshard::exec::cast::Cast;
 use dtshard::exec::division::stretch;
-use dtshard::exec::exchange::{Counting, Moves, Owners, Parties, Reducing, Rounds, Shuffle, Sight, StridedCopy};
+use dtshard::exec::exchange::{Counting, Moves, Owners, Parties, Reducing, Room, Rounds, Shuffle, Sight, StridedCopy};
 use dtshard::exec::reduce::Reducer;
 use dtshard::gpu::{Conversion, DeviceShuffle, Gpu, Nccl, Packer, Pinned, Reduction, Sharing, Trial};
 use dtshard::layout::ReduceOp;
@@ -27,63 +29,144 @@ const RUNS: [u64; 6] = [16, 64, 256, 1 << 10, 4 << 10, 64 << 10];
 /// Ranks between which rows become columns.
 const RANKS: u64 = 4;
 const BUCKET_BYTES: u64 = 64 << 20;
-/// Launches that are measured together.
-const TIMES: u32 = 50;
 /// What is measured takes at least so long.
 const LONG: Duration = Duration::from_millis(40);
+/// What runs before anything is measured.
+const WARM: Duration = Duration::from_millis(300);
+const TURNS: usize = 7;
 
-/// Of so many MiB, which should be more than caches have.
-pub fn all(gpu: &Gpu, megabytes: usize) -> Verdict {
-    let len = megabytes << 20;
-    let mut source = Pinned::rooms(&gpu.device).room(len)?;
-    Random::new(4).fill(&mut source);
-    let trial = |packer: Packer| {
-        let mut trial = Trial::new(&gpu.device, packer, len, len)?;
-        trial.bring(&source).map(|()| trial)
+/// Copies, and how often they are done in a call.
+type Copies = Vec<(StridedCopy, usize)>;
+
+/// Something that is measured, and the bytes that it counts.
+struct Work<'a> {
+    bytes: u64,
+    call: Box<dyn FnMut() -> Result<()> + 'a>,
+}
+
+impl<'a> Work<'a> {
+    fn new(bytes: u64, call: impl FnMut() -> Result<()> + 'a) -> Self {
+        Self { bytes, call: Box::new(call) }
+    }
+
+    /// So many calls in one as take long enough; `call` is given how many.
+    fn many(bytes: u64, mut call: impl FnMut(u32) -> Result<()> + 'a) -> Result<Self> {
+        call(1)?;
+        let begun = Instant::now();
+        call(1)?;
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a small number")]
+        let times = (LONG.as_secs_f64() / begun.elapsed().as_secs_f64()).ceil().clamp(1.0, 500.0) as u32;
+        Ok(Self::new(bytes * u64::from(times), move || call(times)))
+    }
+
+    fn copies(trial: &'a mut Trial, copies: Copies) -> Result<Self> {
+        let bytes = copies.iter().map(|(copy, _)| copy.len_bytes()).sum();
+        Self::many(bytes, move |times| trial.copy(&copies, times))
+    }
+}
+
+/// Bytes a second of each of these, which take turns.
+fn rates<const N: usize>(mut works: [Work<'_>; N]) -> Result<[f64; N]> {
+    let begun = Instant::now();
+    while begun.elapsed() < WARM {
+        works.iter_mut().try_for_each(|work| (work.call)())?;
+    }
+    let mut seconds = [const { Vec::new() }; N];
+    for _ in 0..TURNS {
+        for (work, seconds) in works.iter_mut().zip(&mut seconds) {
+            let begun = Instant::now();
+            (work.call)()?;
+            seconds.push(begun.elapsed().as_secs_f64());
+        }
+    }
+    #[expect(clippy::cast_precision_loss, reason = "a few digits are printed")]
+    let rate = |nth: usize, seconds: &mut Vec<f64>| {
+        seconds.sort_unstable_by(f64::total_cmp);
+        works[nth].bytes as f64 / seconds[TURNS / 2]
     };
-    let whole = StridedCopy { source: 0, target: 0, run_bytes: len as u64, levels: [].into_iter().collect() };
-    let copy = copied(&mut trial(Packer::Copies("as fast as it gets".into()))?, &[(whole, 0)])?;
+    let mut nths = 0..N;
+    Ok(seconds.map(|mut seconds| rate(nths.next().expect("as many"), &mut seconds)))
+}
+
+/// Random bytes in memory of the host that the device reaches.
+fn random(gpu: &Gpu, len: usize) -> Result<Room<Pinned>> {
+    let mut bytes = Pinned::rooms(&gpu.device).room(len)?;
+    Random::new(4).fill(&mut bytes);
+    Ok(bytes)
+}
+
+fn trial(gpu: &Gpu, packer: Packer, bytes: &[u8]) -> Result<Trial> {
+    let mut trial = Trial::new(&gpu.device, packer, bytes.len(), bytes.len())?;
+    trial.bring(bytes).map(|()| trial)
+}
+
+/// What all else within a device is measured against: the driver copies everything at once.
+fn reference(gpu: &Gpu, bytes: &[u8]) -> Result<(Trial, Copies)> {
+    let whole = StridedCopy { source: 0, target: 0, run_bytes: bytes.len() as u64, levels: [].into_iter().collect() };
+    Ok((trial(gpu, Packer::Copies("as fast as it gets".into()), bytes)?, vec![(whole, 0)]))
+}
+
+/// Pack and unpack, each beside a copy of as many bytes.
+pub fn copies(gpu: &Gpu, len: usize) -> Verdict {
+    let bytes = random(gpu, len)?;
+    let (mut plain, whole) = reference(gpu, &bytes)?;
+    let [copy] = rates([Work::copies(&mut plain, whole.clone())?])?;
     figure("copy within the device", copy, None);
     for (name, packer) in packers(gpu) {
-        let mut trial = trial(packer)?;
+        let mut trial = trial(gpu, packer, &bytes)?;
         for run in RUNS {
             for (what, copies) in [("pack", packs(run, len)), ("unpack", unpacks(run, len))] {
-                figure(&format!("{what} by the {name}, runs of {run} B"), copied(&mut trial, &copies)?, Some(copy));
+                let works = [Work::copies(&mut plain, whole.clone())?, Work::copies(&mut trial, copies)?];
+                let [copy, rate] = rates(works)?;
+                figure(&format!("{what} by the {name}, runs of {run} B"), rate, Some(copy));
             }
         }
     }
-    arithmetic(gpu, trial(gpu.packer.clone())?, len as u64, copy)?;
-    let (mut one, two) = (trial(gpu.packer.clone())?, trial(gpu.packer.clone())?);
-    let up = rate(len as u64, || one.bring(&source))?;
-    figure("from pinned memory to the device", up, None);
-    let mut room = Pinned::rooms(&gpu.device).room(len)?;
-    let down = rate(len as u64, || two.fetch(&mut room))?;
-    figure("from the device to pinned memory", down, None);
-    let both = thread::scope(|scope| {
-        let down = scope.spawn(|| rate(len as u64, || two.fetch(&mut room)));
-        let up = rate(len as u64, || one.bring(&source))?;
-        Ok::<_, Error>(up.min(down.join().expect("no panic")?))
-    })?;
-    figure("both at once, each", both, Some(up.min(down)));
-    drop((one, two, room, source));
-    rounds(gpu, up.min(down))?;
     Ok(true)
 }
 
 /// A sum of four parts in bf16, and a cast of f32 to bf16, as far as memory goes.
-fn arithmetic(gpu: &Gpu, mut trial: Trial, len: u64, copy: f64) -> Result<()> {
-    let Ok(arithmetic) = gpu.arithmetic() else { return Ok(()) };
+pub fn arithmetic(gpu: &Gpu, len: usize) -> Verdict {
+    let arithmetic = gpu.arithmetic().map_err(|why| Error::usage(why.to_owned(), "look at the kernel"))?;
+    let bytes = random(gpu, len)?;
+    let (mut plain, whole) = reference(gpu, &bytes)?;
+    let mut trial = trial(gpu, gpu.packer.clone(), &bytes)?;
+    let len = len as u64;
+    let moved = |read: u64, written: u64| len / read * (read + written) / 2;
     let reducer = Reducer::new(Dtype::Bf16, ReduceOp::Sum, 1).expect("a sum of floats");
-    let job = Reduction { reducer, parts: 4, numel: len / 8, summands: 0, target: 0 };
-    let times = |read: u32, written: u32| u64::from(TIMES) * len / u64::from(read) * u64::from(read + written) / 2;
+    let sum = Reduction { reducer, parts: 4, numel: len / 8, summands: 0, target: 0 };
     // What is summed are random bits: no floats can fail.
-    let sums = rate(times(4, 1), || trial.reduce(arithmetic, &[job], TIMES).map(drop))?;
-    figure("sum of 4 parts in bf16", sums, Some(copy));
+    let sums = Work::many(moved(4, 1), |times| trial.reduce(arithmetic, &[sum], times).map(drop))?;
+    let [copy, rate] = rates([Work::copies(&mut plain, whole.clone())?, sums])?;
+    figure("sum of 4 parts in bf16", rate, Some(copy));
     let cast = Cast::new(Dtype::F32, Dtype::Bf16).expect("floats");
-    let job = Conversion { cast, numel: len / 4, counted: 0..len / 4, source: 0, target: 0 };
-    let casts = rate(times(2, 1), || trial.convert(arithmetic, std::slice::from_ref(&job), TIMES).map(drop))?;
-    figure("cast of f32 to bf16", casts, Some(copy));
-    Ok(())
+    let cast = [Conversion { cast, numel: len / 4, counted: 0..len / 4, source: 0, target: 0 }];
+    let casts = Work::many(moved(2, 1), |times| trial.convert(arithmetic, &cast, times).map(drop))?;
+    let [copy, rate] = rates([Work::copies(&mut plain, whole)?, casts])?;
+    figure("cast of f32 to bf16", rate, Some(copy));
+    Ok(true)
+}
+
+/// Between pinned memory and the device: up, down, and both at once.
+pub fn transfers(gpu: &Gpu, len: usize) -> Verdict {
+    let bytes = random(gpu, len)?;
+    let mut room = Pinned::rooms(&gpu.device).room(len)?;
+    let (mut one, two) = (trial(gpu, gpu.packer.clone(), &bytes)?, trial(gpu, gpu.packer.clone(), &bytes)?);
+    let len = len as u64;
+    let works = [Work::new(len, || one.bring(&bytes)), Work::new(len, || two.fetch(&mut room))];
+    let [up, down] = rates(works)?;
+    figure("from pinned memory to the device", up, None);
+    figure("from the device to pinned memory", down, None);
+    let both = || {
+        thread::scope(|scope| {
+            let down = scope.spawn(|| two.fetch(&mut room));
+            one.bring(&bytes)?;
+            down.join().expect("no panic")
+        })
+    };
+    let [both] = rates([Work::new(len, both)])?;
+    figure("both at once, each", both, Some(up.min(down)));
+    Ok(true)
 }
 
 /// Rows of as many runs as there are ranks: each rank's runs behind each other.
@@ -111,37 +194,13 @@ fn unpacks(run: u64, len: usize) -> Vec<(StridedCopy, usize)> {
     copies
 }
 
-fn copied(trial: &mut Trial, copies: &[(StridedCopy, usize)]) -> Result<f64> {
-    let bytes: u64 = copies.iter().map(|(copy, _)| copy.len_bytes()).sum();
-    let begun = Instant::now();
-    trial.copy(copies, 1)?;
-    trial.copy(copies, 1)?;
-    let once = begun.elapsed().as_secs_f64() / 2.0;
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a small number")]
-    let times = (LONG.as_secs_f64() / once).ceil().clamp(1.0, 200.0) as u32;
-    rate(bytes * u64::from(times), || trial.copy(copies, times))
-}
-
-/// How many bytes a second, where work is done with so many.
-fn rate(bytes: u64, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
-    work()?;
-    let mut seconds = Vec::new();
-    for _ in 0..5 {
-        let begun = Instant::now();
-        work()?;
-        seconds.push(begun.elapsed().as_secs_f64());
-    }
-    seconds.sort_unstable_by(f64::total_cmp);
-    #[expect(clippy::cast_precision_loss, reason = "a few digits are printed")]
-    let bytes = bytes as f64;
-    Ok(bytes / seconds[seconds.len() / 2])
-}
-
-/// Rounds of one process that makes columns of rows, with nothing to read or write: up, pack, down, one behind the
-/// other. `slowest` is how fast the slowest of them is alone.
-fn rounds(gpu: &Gpu, slowest: f64) -> Result<()> {
-    let rank = Local::fleet(1).remove(0);
-    let peers = Nccl::meet(gpu, Sharing::Refused, rank)?;
+/// Rounds of one process that makes columns of rows, with nothing to read or write: up, unpack, down, one behind the
+/// other, beside the ways up and down alone.
+pub fn rounds(gpu: &Gpu, len: usize) -> Verdict {
+    let bytes = random(gpu, len)?;
+    let mut room = Pinned::rooms(&gpu.device).room(len)?;
+    let (mut one, two) = (trial(gpu, gpu.packer.clone(), &bytes)?, trial(gpu, gpu.packer.clone(), &bytes)?);
+    let peers = Nccl::meet(gpu, Sharing::Refused, Local::fleet(1).remove(0))?;
     // The first ones are square matrices of 1 GiB.
     let (catalog, reservation) = tables(&Job::fsdp(RANKS), &Job::columns(RANKS), tensors(1).take(2));
     let owners = Owners::new(&reservation.files, &[stretch(&reservation.files, Part { index: 0, of: 1 })]);
@@ -152,24 +211,29 @@ fn rounds(gpu: &Gpu, slowest: f64) -> Result<()> {
     {
         let mut shuffle = DeviceShuffle::new(gpu, &peers, None)?;
         let rooms = shuffle.rooms();
-        let mut rates = Vec::new();
-        for _ in 0..3 {
-            let begun = Instant::now();
-            let mut bytes = 0;
+        let mut all = || {
+            let mut given = 0;
             let mut under_way = None;
             for moves in &moves {
                 let next = (moves, shuffle.begin(moves, rooms.room(moves.stage_len)?)?);
                 if let Some((before, begun)) = under_way.replace(next) {
-                    bytes += shuffle.finish(before, begun)?.values.len();
+                    given += shuffle.finish(before, begun)?.values.len();
                 }
             }
             if let Some((last, begun)) = under_way {
-                bytes += shuffle.finish(last, begun)?.values.len();
+                given += shuffle.finish(last, begun)?.values.len();
             }
-            #[expect(clippy::cast_precision_loss, reason = "a few digits are printed")]
-            rates.push(bytes as f64 / begun.elapsed().as_secs_f64());
-        }
-        figure("rounds of 64 MB: up, unpack and down together", rates[2], Some(slowest));
+            Ok(given as u64)
+        };
+        let given = all()?;
+        let len = len as u64;
+        let works = [
+            Work::new(len, || one.bring(&bytes)),
+            Work::new(len, || two.fetch(&mut room)),
+            Work::new(given, || all().map(drop)),
+        ];
+        let [up, down, rounds] = rates(works)?;
+        figure("rounds of 64 MB: up, unpack and down together", rounds, Some(up.min(down)));
     }
-    peers.leave()
+    peers.leave().map(|()| true)
 }

@@ -1,0 +1,98 @@
+"""The libraries of GPUs: the driver, NCCL and NVRTC, as the system has them or as Python packages bring them."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+# Where systems have them that do not tell their loader.
+SYSTEM = ("usr/local/cuda*/lib64", "usr/local/cuda*/targets/*/lib", "usr/local/nvidia/lib64", "usr/local/nvidia/lib",
+          "usr/lib/*-linux-gnu", "usr/lib64", "usr/lib/wsl/lib")
+
+
+def packages():
+    """Where this Python looks for packages, and others that are at hand."""
+    others = dict.fromkeys(filter(None, map(shutil.which, ("python3", "python"))))
+    told = (lines(other, "-c", "import sys; print(*sys.path, sep='\\n')") for other in others)
+    names = [*sys.path, *(name for names in told for name in names)]
+    return [Path(name) for name in dict.fromkeys(filter(None, names))]
+
+
+def folders():
+    """Where libraries may be, the likeliest first. What is there to link with is no driver."""
+    found = loader_path()
+    for folder in packages():
+        found += sorted(folder.glob("nvidia/*/lib")) + [folder / "torch/lib"]
+    found += [Path(os.environ[name]) / "lib64" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    for pattern in SYSTEM:
+        found += sorted(Path("/").glob(pattern), reverse=True)
+    return list(dict.fromkeys(found))
+
+
+def loader_path():
+    """LD_LIBRARY_PATH, less what has stubs of the driver: whoever loads these has no device."""
+    names = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+    return [path for path in map(Path, names) if path.name != "stubs"]
+
+
+def installed(name, among):
+    """All files of this name."""
+    found = [(folder / name).resolve() for folder in among if readable(folder / name)]
+    return list(dict.fromkeys(found))
+
+
+def readable(path):
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def version(library, function, numbers=1):
+    """What a library says of itself, as numbers; none of them where it cannot be loaded."""
+    try:
+        values = [ctypes.c_int() for _ in range(numbers)]
+        code = getattr(ctypes.CDLL(str(library)), function)(*map(ctypes.byref, values))
+        return () if code else tuple(value.value for value in values)
+    except (OSError, AttributeError):
+        return ()
+
+
+def nccl_version(library):
+    return next(((code // 10000, code % 10000 // 100, code % 100) for code in version(library, "ncclGetVersion")), ())
+
+
+def driver_version(library):
+    """Up to which CUDA it goes."""
+    return next(((code // 1000, code % 1000 // 10) for code in version(library, "cuDriverGetVersion")), ())
+
+
+def nvrtc_version(library):
+    return version(library, "nvrtcVersion", 2)
+
+
+def nvrtc_for(driver, among):
+    """The newest NVRTC whose PTX the driver takes, or else the oldest; None where there is none."""
+    found = filter(nvrtc_version, installed("libnvrtc.so.13", among) + installed("libnvrtc.so.12", among))
+    known = sorted(found, key=nvrtc_version)
+    return next((path for path in reversed(known) if nvrtc_version(path) <= driver), (*known, None)[0])
+
+
+def dotted(numbers):
+    return ".".join(map(str, numbers)) or "unknown"
+
+
+def lines(*command):
+    """What a program says, if there is such a program."""
+    try:
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace", timeout=20).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+
+
+def link(target, name):
+    name.parent.mkdir(parents=True, exist_ok=True)
+    name.unlink(missing_ok=True)
+    name.symlink_to(target)
