@@ -40,8 +40,8 @@ pub fn named(unit: &Unit<'_>, targets: &[Target], transfers: Vec<Transfer>, node
         let is_made = targets[transfer.to].wanted.reducer.is_some();
         let groups = if is_made { Vec::new() } else { groups(transfer.from.reader.rank, &transfer.takers, nodes) };
         transfer.takers.retain(|taker| !groups.iter().any(|group| group.contains(taker)));
-        let turn = unit.turn(transfer.from.range, nodes.len());
         for takers in groups {
+            let turn = unit.turn(transfer.from.range, nodes.len());
             for piece in cut(&transfer.piece, takers.len() as u64) {
                 let in_turn = (0..takers.len()).map(|nth| takers[(turn + nth) % takers.len()]);
                 let relay = in_turn.min_by_key(|taker| passed[*taker as usize]).expect("a group is of several");

@@ -10,6 +10,9 @@
 //!     S(1) to S(0)     all readers have some of each range, which is one writer's
 //! ```
 //!
+//! Whether [relays](super::relays) pass something on is decided for all of a round: what is uneven in one tensor may be
+//! even over many.
+//!
 //! Counts elements, and bytes where a name says so. Invariant: the ranges of all rounds together are all elements, once.
 
 use std::ops::Range;
