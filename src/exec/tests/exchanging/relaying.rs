@@ -6,7 +6,7 @@ use super::super::*;
 use super::case::deal;
 use super::wire::placed;
 use super::{Case, Host, Means, Spec, fits, spec};
-use crate::exec::exchange::{Counting, Load, Owners, Parties, Reducing, Rounds, Sight};
+use crate::exec::exchange::{Counting, Load, Moves, Owners, Parties, Reducing, Rounds, Sight};
 use crate::layout::ReduceOp;
 use crate::storage::FileId;
 
@@ -33,7 +33,10 @@ fn loads(case: &Case, parties: &Parties, todos: &[Extents], bucket_bytes: u64) -
     let (mut direct, mut best) = (none(), none());
     for round in Rounds::new(&case.catalog, &case.reservation.tensors, &owners, parties, bucket_bytes) {
         let round = round.unwrap();
-        assert!(round.loads.iter().all(|load| load.largest() <= bucket_bytes));
+        for (rank, load) in (0..).zip(&round.loads) {
+            let (outgoing, incoming) = Moves::new(&round, rank).wire_lens();
+            assert!(load.largest() <= bucket_bytes && outgoing.max(incoming) as u64 <= load.largest(), "{load:?}");
+        }
         round.drafts.iter().for_each(|draft| add(&mut direct, &draft.loads.direct));
         add(&mut best, &round.loads);
     }
