@@ -64,19 +64,15 @@ fn main() {
                 let moves = Moves::new(&round, 0);
                 copies += moves.first.packs.iter().map(Vec::len).sum::<usize>();
                 copies += moves.landings().iter().map(|landing| landing.copies.len()).sum::<usize>();
-                let mut loads = vec![Load::default(); of as usize];
-                for draft in &round.drafts {
-                    loads.iter_mut().zip(&draft.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
-                }
-                read += busiest(&loads, |load| load.read);
-                sent += busiest(&loads, |load| load.sent);
-                received += busiest(&loads, |load| load.received);
-                sums.iter_mut().zip(&loads).for_each(|(sum, load)| *sum = sum.plus(*load));
+                read += busiest(&round.loads, |load| load.read);
+                sent += busiest(&round.loads, Load::sent);
+                received += busiest(&round.loads, Load::received);
+                sums.iter_mut().zip(&round.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
                 count += 1;
             }
         });
         let total: u64 = sums.iter().map(|load| load.read).sum();
-        let wire: u64 = sums.iter().map(|load| load.received).sum();
+        let wire: u64 = sums.iter().map(Load::received).sum();
         let of_all = |sum: f64| sum / f64::from(count).max(1.0);
         #[expect(clippy::cast_precision_loss, reason = "two digits are printed")]
         let (gigabytes, percent) = (total as f64 / 1e9, 100.0 * wire as f64 / total.max(1) as f64);

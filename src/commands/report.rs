@@ -155,7 +155,7 @@ impl Report<'_> {
             document["bytes_received"] = json!(stats.traffic.received);
         }
         if !self.loads.is_empty() {
-            let of_rank = |load: &Load| json!({ "read": load.read, "sent": load.sent, "received": load.received });
+            let of_rank = |load: &Load| json!({ "read": load.read, "sent": load.sent(), "received": load.received() });
             document["ranks"] = self.loads.iter().map(of_rank).collect();
         }
         document
@@ -183,7 +183,7 @@ impl Report<'_> {
         if !self.loads.is_empty() {
             let of_all = |of: fn(&Load) -> u64| (self.loads.iter().map(of).sum(), self.loads.iter().map(of).max());
             // What is told to all arrives at each of them.
-            let ((_, most_sent), (received, most_received)) = (of_all(|load| load.sent), of_all(|load| load.received));
+            let ((_, most_sent), (received, most_received)) = (of_all(Load::sent), of_all(Load::received));
             lines.push(format!(
                 "on the wire   {}; at most {} from a process, {} to one",
                 human_bytes(received),

@@ -13,7 +13,7 @@ use super::device::Device;
 use super::memory::{DeviceBytes, Pinned};
 use super::packer::Copies;
 use crate::error::Result;
-use crate::exec::exchange::{Hop, Making, Moves, Origin, Room, StridedCopy};
+use crate::exec::exchange::{Hop, Moves, Origin, Room, StridedCopy};
 
 /// A round's memory on the device, and what it has of the host's.
 pub(super) struct Slot {
@@ -97,11 +97,8 @@ impl Slot {
 
     /// Out of what the second hop brings.
     pub fn takes(&self, moves: &Moves) -> Vec<Nest> {
-        let passed = moves.arriving.iter().filter_map(|tile| match &tile.making {
-            Making::Passed(at) => Some((StridedCopy::run(at.start as u64, 0, at.len() as u64), tile.place.start)),
-            Making::Copied(_) | Making::Reduced { .. } | Making::Folded => None,
-        });
-        passed.filter_map(|(copy, start)| Nest::new(&copy, &self.incoming, &self.unpacked, start)).collect()
+        let passed = moves.arriving.iter().flat_map(|tile| tile.passed.iter().map(|copy| (copy, tile.place.start)));
+        passed.filter_map(|(copy, start)| Nest::new(copy, &self.incoming, &self.unpacked, start)).collect()
     }
 
     /// To where values are cast to, those that are not.

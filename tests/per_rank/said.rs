@@ -93,6 +93,29 @@ fn dry_runs() {
     }
 }
 
+/// Two of eight processes have SRC, and of each byte that goes into the files of four ranks they send one copy or so.
+#[test]
+fn what_few_have_is_passed_on() {
+    const MESH: &str = "--mesh dp=4,fsdp=2 --placements R,S(0)";
+    for (source, more) in [("titan/step-1000", "--to torch-ranks"), ("fsdp4/ranks", "--to torch-ranks --dtype bf16")] {
+        let nodes = Nodes::held_by(source, 8, 2);
+        let words = format!("reshard out {MESH} {more}");
+        let foreseen = nodes.together(&format!("{words} --dry-run --json"));
+        let ranks = document(&foreseen[0])["ranks"].as_array().unwrap().clone();
+        let figures = |name: &str| ranks.iter().map(|rank| rank[name].as_u64().unwrap()).collect::<Vec<_>>();
+        let (read, sent, received) = (figures("read"), figures("sent"), figures("received"));
+        assert_eq!(read[2..], [0; 6], "{source}");
+        assert!(sent.iter().sum::<u64>() <= received.iter().sum(), "{source}: {ranks:?}");
+        for rank in 0..2 {
+            assert!(sent[rank] < read[rank] * 2, "{source}: {ranks:?}");
+        }
+        assert!(sent[2..].iter().all(|sent| *sent > 0), "{source}: {ranks:?}");
+        nodes.agree(&words, "");
+        nodes.clear();
+        nodes.agree(&words, "--bucket-size 3KB");
+    }
+}
+
 /// As one process says it.
 #[test]
 fn replicas_that_differ() {

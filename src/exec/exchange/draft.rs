@@ -12,12 +12,14 @@
 //!     over the wire, as tensors                              4 * 3               3 + 3
 //! ```
 //!
-//! Who makes what follows from where it lies in the tensor, so that all make some of one that is cut into ranges.
+//! Who makes what follows from where it lies in the tensor, so that all make some of one that is cut into ranges. What is
+//! no sum and goes to several may be passed on by one of them, too, its [relay](super::relays).
 //!
 //! Counts bytes, but for ranges of elements. Invariant: what one process sends another is in the order of the transfers,
-//! and what is passed on in the order of the targets.
+//! and what is passed on in the order of the targets, and then of the transfers.
 
 use std::collections::BTreeMap;
+use std::mem;
 use std::ops::Range;
 use std::slice;
 use std::sync::Arc;
@@ -27,7 +29,9 @@ use smallvec::SmallVec;
 use super::demand::{Demand, Ranks, Wanted};
 use super::folds::{self, Folding, Reducing};
 use super::hop::Sending;
+use super::load::Loads;
 use super::readers::{Parties, Reader};
+use super::relays;
 use crate::error::Result;
 use crate::plan::{Piece, Pieces};
 
@@ -63,6 +67,12 @@ impl Unit<'_> {
     #[must_use]
     pub fn is_whole(&self) -> bool {
         matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.entry.numel()))
+    }
+
+    /// Another number for each range that comes along in turn, of so many ranks.
+    #[must_use]
+    pub fn turn(&self, range: usize, ranks: usize) -> usize {
+        self.number + part(self.ranges[range].start, self.demand.source.entry.numel(), ranks)
     }
 }
 
@@ -106,6 +116,8 @@ pub struct Transfer {
     pub from: Stretch,
     /// Who get it, of those that get what the target is made of.
     pub takers: Ranks,
+    /// Who of them passes it on to the others; `None` where each has it from its reader.
+    pub relay: Option<u32>,
     /// Index of the target, and which of its summands.
     pub to: usize,
     pub part: usize,
@@ -114,44 +126,21 @@ pub struct Transfer {
 }
 
 impl Transfer {
+    /// What its reader sends.
     #[must_use]
     pub fn sending(&self) -> Sending<'_> {
+        Sending { takers: self.relay.as_ref().map_or(&self.takers, slice::from_ref), ..self.direct() }
+    }
+
+    /// What its relay passes on.
+    #[must_use]
+    pub fn passing(&self) -> Option<Sending<'_>> {
+        self.relay.map(|from| Sending { from, ..self.direct() })
+    }
+
+    /// What its reader sends where nobody passes it on.
+    fn direct(&self) -> Sending<'_> {
         Sending { from: self.from.reader.rank, takers: &self.takers, len: self.piece.len_bytes() }
-    }
-}
-
-/// What one process has in memory for a round.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Load {
-    pub read: u64,
-    /// What is told all others is sent once.
-    pub sent: u64,
-    /// Of what is sent: it lies with what is received.
-    pub told: u64,
-    pub received: u64,
-    /// Values, and the summands of those that are made here.
-    pub unpacked: u64,
-    /// Of summands that NCCL reduces those for values that come here: they lie with what is sent.
-    pub kept: u64,
-}
-
-impl Load {
-    /// The longest buffer that it takes.
-    #[must_use]
-    pub fn largest(&self) -> u64 {
-        self.read.max(self.sent + self.kept).max(self.received + self.told).max(self.unpacked)
-    }
-
-    #[must_use]
-    pub fn plus(self, other: Self) -> Self {
-        Self {
-            read: self.read + other.read,
-            sent: self.sent + other.sent,
-            told: self.told + other.told,
-            received: self.received + other.received,
-            unpacked: self.unpacked + other.unpacked,
-            kept: self.kept + other.kept,
-        }
     }
 }
 
@@ -164,8 +153,7 @@ pub struct Draft<'a> {
     pub transfers: Vec<Transfer>,
     /// Copies that ranks make of all that, together.
     pub copies: usize,
-    /// By rank.
-    pub loads: Vec<Load>,
+    pub loads: Loads,
 }
 
 impl<'a> Draft<'a> {
@@ -179,16 +167,22 @@ impl<'a> Draft<'a> {
             stretches: BTreeMap::new(),
             transfers: Vec::new(),
             copies: 0,
-            loads: vec![Load::default(); parties.nodes.len()],
+            loads: Loads::none(parties.nodes.len()),
             unit,
         };
-        if !draft.aim(parties.reducing, most_copies) {
+        if !draft.aim(parties, most_copies) {
             return Ok(None);
         }
         draft.choose_readers(parties)?;
-        folds::settle(&mut draft.targets, &draft.transfers, draft.loads.len());
+        folds::settle(&mut draft.targets, &draft.transfers, parties.nodes.len());
+        draft.name_relays(&parties.nodes);
         draft.weigh();
         Ok(Some(draft))
+    }
+
+    /// Let readers send everything themselves.
+    pub fn go_direct(&mut self) {
+        self.transfers.iter_mut().for_each(|transfer| transfer.relay = None);
     }
 
     /// What goes by messages, or is told to all.
@@ -196,21 +190,28 @@ impl<'a> Draft<'a> {
         self.transfers.iter().filter(|transfer| self.targets[transfer.to].folding.is_none()).map(Transfer::sending)
     }
 
+    /// What then is passed on so.
+    pub fn passings(&self) -> impl Iterator<Item = Sending<'_>> {
+        let of_targets = self.targets.iter().filter_map(Target::passing);
+        of_targets.chain(self.transfers.iter().filter_map(Transfer::passing))
+    }
+
     /// Find the targets, and the transfers into them from the chunks that plans name. False where those are too many.
-    fn aim(&mut self, reducing: Reducing, most_copies: usize) -> bool {
-        let Self { unit, targets, transfers, copies, loads, .. } = self;
+    fn aim(&mut self, parties: &Parties, most_copies: usize) -> bool {
+        let Self { unit, targets, transfers, copies, .. } = self;
+        let ranks = parties.nodes.len();
         let entry = unit.demand.source.entry;
         let itemsize = entry.dtype.itemsize();
         for (number, range) in unit.ranges.iter().enumerate() {
-            let turn = unit.number + part(range.start, entry.numel(), loads.len());
+            let turn = unit.turn(number, ranks);
             for wanted in &unit.demand.tiles {
                 let held = wanted.tile.before(&entry.shape, range.start)..wanted.tile.before(&entry.shape, range.end);
                 if held.is_empty() {
                     continue;
                 }
-                let folding = match reducing {
+                let folding = match parties.reducing {
                     Reducing::InRankOrder => None,
-                    Reducing::ByNccl => Folding::of(wanted, loads.len()),
+                    Reducing::ByNccl => Folding::of(wanted, ranks),
                 };
                 let first = wanted.needs.partition_point(|need| need.elements.end <= held.start);
                 for need in wanted.needs[first..].iter().take_while(|need| need.elements.start < held.end) {
@@ -232,8 +233,9 @@ impl<'a> Draft<'a> {
                         let visited = pieces.visit(target.elements.clone(), |piece| {
                             let chunk = planned.plan.overlaps[piece.overlap].chunk;
                             let from = Stretch { reader: Reader { rank: takers[0], chunk }, range: number };
-                            transfers.push(Transfer { from, takers: takers.clone(), to: targets.len(), part, piece });
-                            *copies += takers.len();
+                            let (takers, to) = (takers.clone(), targets.len());
+                            transfers.push(Transfer { from, takers, relay: None, to, part, piece });
+                            *copies += target.takers().len();
                             if *copies > most_copies { Err(()) } else { Ok(()) }
                         });
                         if visited.is_err() {
@@ -288,30 +290,41 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
+    fn name_relays(&mut self, nodes: &[u32]) {
+        let copies = |transfers: &[Transfer]| transfers.iter().map(|transfer| transfer.takers.len()).sum::<usize>();
+        self.copies -= copies(&self.transfers);
+        self.transfers = relays::named(&self.unit, &self.targets, mem::take(&mut self.transfers), nodes);
+        self.copies += copies(&self.transfers);
+    }
+
     /// Find what is read, and count what everybody has in memory.
     fn weigh(&mut self) {
-        let Self { targets, transfers, stretches, loads, .. } = self;
-        for transfer in transfers.iter() {
-            let Transfer { from, piece, .. } = transfer;
+        let Self { targets, transfers, stretches, loads: Loads { direct, relayed }, .. } = self;
+        for Transfer { from, piece, .. } in transfers.iter() {
             let (start, end) = (piece.source, piece.source + piece.source_span());
             let read = stretches.entry(*from).or_insert(start..end);
             *read = read.start.min(start)..read.end.max(end);
-            if targets[transfer.to].folding.is_none() {
-                transfer.sending().weigh(loads);
-            }
         }
         for (stretch, read) in stretches.iter() {
-            loads[stretch.reader.rank as usize].read += read.end - read.start;
+            direct[stretch.reader.rank as usize].read += read.end - read.start;
         }
         for target in targets.iter() {
-            target.ranks.iter().for_each(|rank| loads[*rank as usize].unpacked += target.part_bytes);
+            target.ranks.iter().for_each(|rank| direct[*rank as usize].unpacked += target.part_bytes);
             if let Some((root, _)) = target.folded() {
-                folds::weigh(root, target.part_bytes, loads);
+                folds::weigh(root, target.part_bytes, direct);
             } else if target.wanted.reducer.is_some() {
-                target.takers().iter().for_each(|rank| loads[*rank as usize].unpacked += target.summands_bytes());
+                target.takers().iter().for_each(|rank| direct[*rank as usize].unpacked += target.summands_bytes());
             }
-            if let Some(sending) = target.passing() {
-                sending.weigh(loads);
+            if let Some(passing) = target.passing() {
+                passing.weigh(direct, |load| &mut load.second);
+            }
+        }
+        relayed.clone_from(direct);
+        for transfer in transfers.iter().filter(|transfer| targets[transfer.to].folding.is_none()) {
+            transfer.direct().weigh(direct, |load| &mut load.first);
+            transfer.sending().weigh(relayed, |load| &mut load.first);
+            if let Some(passing) = transfer.passing() {
+                passing.weigh(relayed, |load| &mut load.second);
             }
         }
     }

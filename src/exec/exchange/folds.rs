@@ -16,7 +16,8 @@ use std::fmt;
 use std::ops::Range;
 
 use super::demand::Wanted;
-use super::draft::{Load, Target, Transfer};
+use super::draft::{Target, Transfer};
+use super::load::Load;
 use super::strided::StridedCopy;
 use crate::catalog::Dtype;
 use crate::layout::ReduceOp;
@@ -110,7 +111,7 @@ pub fn weigh(root: u32, len: u64, loads: &mut [Load]) {
     let root = root as usize;
     let first = (root + 1) % loads.len();
     for (rank, load) in loads.iter_mut().enumerate() {
-        *if rank == root { &mut load.kept } else { &mut load.sent } += len;
-        load.received += if rank == first { 0 } else { len };
+        *if rank == root { &mut load.kept } else { &mut load.first.sent } += len;
+        load.first.received += if rank == first { 0 } else { len };
     }
 }

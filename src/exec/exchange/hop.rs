@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use super::draft::Load;
+use super::load::{Load, Wire};
 use super::strided::StridedCopy;
 
 /// Some bytes that one rank has and others get.
@@ -44,18 +44,19 @@ impl<'a> Sending<'a> {
         if ranks > 2 && self.others().count() == ranks - 1 { Way::Told } else { Way::Messages }
     }
 
-    /// Count what it takes of everybody.
-    pub fn weigh(&self, loads: &mut [Load]) {
-        let sender = self.from as usize;
-        let times = match self.way(loads.len()) {
+    /// Count what it takes of everybody in a hop.
+    pub fn weigh(&self, loads: &mut [Load], hop: fn(&mut Load) -> &mut Wire) {
+        let way = self.way(loads.len());
+        let sender = hop(&mut loads[self.from as usize]);
+        let times = match way {
             Way::Told => {
-                loads[sender].told += self.len;
+                sender.told += self.len;
                 1
             }
             Way::Messages => self.others().count() as u64,
         };
-        loads[sender].sent += self.len * times;
-        self.others().for_each(|taker| loads[taker].received += self.len);
+        sender.sent += self.len * times;
+        self.others().for_each(|taker| hop(&mut loads[taker]).received += self.len);
     }
 }
 

@@ -13,9 +13,11 @@ mod demand;
 mod draft;
 mod folds;
 mod hop;
+mod load;
 mod moves;
 mod readers;
 mod reduced;
+mod relays;
 mod replicas;
 mod rooms;
 mod rounds;
@@ -32,9 +34,9 @@ use std::time::Duration;
 
 pub use casts::{Casting, Casts, Laid, Portion};
 pub use demand::Owners;
-pub use draft::Load;
 pub use folds::{Fold, Folding, Reducing};
 pub use hop::Hop;
+pub use load::{Load, Wire};
 pub use moves::{Arriving, Landing, Making, Moves, Origin, Read};
 pub use readers::{Counting, Parties, Sight};
 pub use reduced::reduce;
@@ -101,10 +103,9 @@ impl<'a> Exchange<'a> {
         let weighed = Self { bucket_bytes: self.bucket_bytes.max(bytes / MOST_WEIGHED), ..*self };
         for round in weighed.rounds() {
             stop.check()?;
-            for draft in round?.drafts {
-                sums.iter_mut().zip(&draft.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
-                stats.runs += draft.stretches.len() as u64;
-            }
+            let round = round?;
+            sums.iter_mut().zip(&round.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
+            stats.runs += round.drafts.iter().map(|draft| draft.stretches.len() as u64).sum::<u64>();
         }
         stats.bytes_read = sums.iter().map(|load| load.read).sum();
         Ok((stats, sums))

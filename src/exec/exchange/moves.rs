@@ -12,8 +12,8 @@
 //!                      +------------------------------passed on -------+
 //! ```
 //!
-//! What stays with its reader goes from the stage to its place without being packed. Values that were made of summands,
-//! and that others need as well, take a second [hop](Hop). Summands that NCCL reduces are packed into what is outgoing,
+//! What stays with its reader goes from the stage to its place without being packed. Values that others need as well take a
+//! second [hop](Hop), where they were made of summands or came to a [relay](super::relays). Summands that NCCL reduces are packed into what is outgoing,
 //! too, and come to their place as values ([`Fold`]). Counts bytes; all offsets are within the buffers. Invariant:
 //! whether there is a second hop all ranks know alike.
 
@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use super::casts::Casts;
 use super::demand::Wanted;
-use super::draft::{Draft, Stretch, Target, Transfer};
+use super::draft::{Draft, Stretch, Transfer};
 use super::folds::Fold;
 use super::hop::{Hop, Route, range};
 use super::rounds::Round;
@@ -64,19 +64,19 @@ pub struct Arriving {
     /// Of its values, in what is given.
     pub place: Range<usize>,
     pub making: Making,
+    /// From what the second hop brings to the start of that place.
+    pub passed: Vec<StridedCopy>,
 }
 
 /// How values come to their place.
 #[derive(Clone, Debug)]
 pub enum Making {
-    /// They are copied there.
+    /// They are copied there, what the second hop does not bring.
     Copied(Copies),
     /// Their summands are copied to a place of what is unpacked, one behind the other, and become values.
     Reduced { summands: Range<usize>, copies: Copies, reducer: Reducer },
     /// NCCL puts them there, see [`Moves::folds`].
     Folded,
-    /// The second hop brings them, to there in what is incoming.
-    Passed(Range<usize>),
 }
 
 /// Targets are counted from the start of where they go.
@@ -97,7 +97,7 @@ impl Arriving {
         let (place, copies) = match &self.making {
             Making::Copied(copies) => (&self.place, copies),
             Making::Reduced { summands, copies, .. } => (summands, copies),
-            Making::Folded | Making::Passed(_) => return None,
+            Making::Folded => return None,
         };
         let has_gaps = self.wanted.share.as_ref().is_some_and(|share| share.within.is_some());
         Some(Landing { place, copies, has_gaps })
@@ -106,7 +106,7 @@ impl Arriving {
     fn copies(&mut self) -> &mut Copies {
         match &mut self.making {
             Making::Copied(copies) | Making::Reduced { copies, .. } => copies,
-            Making::Folded | Making::Passed(_) => unreachable!("a target that this rank takes from the source"),
+            Making::Folded => unreachable!("a target that this rank takes from the source"),
         }
     }
 }
@@ -136,17 +136,16 @@ impl Moves {
     /// Those of `rank`.
     #[must_use]
     pub fn new(round: &Round<'_>, rank: u32) -> Self {
-        let ranks = round.drafts.first().map_or(0, |draft| draft.loads.len());
-        let sendings = round.drafts.iter().flat_map(Draft::sendings);
-        let targets = round.drafts.iter().flat_map(|draft| &draft.targets);
-        let mut first = Route::new(sendings, rank, ranks);
-        let mut second = Route::new(targets.clone().filter_map(Target::passing), rank, ranks);
+        let ranks = round.loads.len();
+        let passings = || round.drafts.iter().flat_map(Draft::passings);
+        let mut first = Route::new(round.drafts.iter().flat_map(Draft::sendings), rank, ranks);
+        let mut second = Route::new(passings(), rank, ranks);
         let mut moves = Self { ends_whole: round.ends_whole, ..Self::default() };
         let (mut summands_len, mut outgoing_len) = (0, first.hop.outgoing_len());
         for draft in &round.drafts {
             let staged = moves.stage(draft, rank);
             let mut arriving = moves.arriving(draft, rank, &mut summands_len, &mut second);
-            bring(draft, rank, &staged, &mut arriving, &mut first);
+            bring(draft, rank, &staged, &mut arriving, [&mut first, &mut second]);
             moves.folds.extend(folds(draft, rank, &staged, &arriving, &mut outgoing_len));
             moves.arriving.extend(arriving.into_values());
         }
@@ -158,9 +157,8 @@ impl Moves {
             }
         }
         moves.unpacked_len = if summands_len == 0 { moves.given_len } else { behind + summands_len };
-        let is_passed_on = targets.into_iter().any(|target| target.maker.is_some());
         moves.first = first.hop;
-        moves.second = is_passed_on.then_some(second.hop);
+        moves.second = passings().next().is_some().then_some(second.hop);
         moves
     }
 
@@ -206,17 +204,17 @@ impl Moves {
             if !is_needed {
                 continue;
             }
-            let making = match (passed, target.wanted.reducer) {
-                (Some(at), _) => Making::Passed(range(at, target.part_bytes)),
-                (None, None) => Making::Copied(Vec::new()),
-                (None, Some(_)) if target.folding.is_some() => Making::Folded,
-                (None, Some(reducer)) => {
+            let passed: Vec<_> = passed.map(|at| StridedCopy::run(at, 0, target.part_bytes)).into_iter().collect();
+            let making = match target.wanted.reducer.filter(|_| passed.is_empty()) {
+                None => Making::Copied(Vec::new()),
+                Some(_) if target.folding.is_some() => Making::Folded,
+                Some(reducer) => {
                     let summands = next(summands_len, target.summands_bytes());
                     Making::Reduced { summands, copies: Vec::new(), reducer }
                 }
             };
             let (wanted, elements) = (Arc::clone(&target.wanted), target.elements.clone());
-            arriving.insert(index, Arriving { tensor: target.tensor, wanted, elements, place, making });
+            arriving.insert(index, Arriving { tensor: target.tensor, wanted, elements, place, making, passed });
         }
         arriving
     }
@@ -241,20 +239,30 @@ impl Moves {
 type StagedAt = BTreeMap<Stretch, u64>;
 
 /// Pack and copy what the transfers of a draft say.
-fn bring(draft: &Draft<'_>, rank: u32, staged: &StagedAt, arriving: &mut BTreeMap<usize, Arriving>, first: &mut Route) {
+fn bring(
+    draft: &Draft<'_>,
+    rank: u32,
+    staged: &StagedAt,
+    arriving: &mut BTreeMap<usize, Arriving>,
+    [first, second]: [&mut Route; 2],
+) {
     for transfer in draft.transfers.iter().filter(|transfer| draft.targets[transfer.to].folding.is_none()) {
-        let Transfer { from, takers, to, part, piece } = transfer;
+        let Transfer { from, takers, to, part, piece, .. } = transfer;
         let source = || staged[from].wrapping_add(piece.source);
         let arrived = first.go(&transfer.sending(), |at| StridedCopy::packed(piece, source(), at));
+        let relayed = || arriving[to].place.start as u64 + piece.target;
+        let pack_again = |at| StridedCopy::packed_again(piece, relayed(), at);
+        let passed = transfer.passing().and_then(|passing| second.go(&passing, pack_again));
         if !takers.contains(&rank) {
             continue;
         }
         let place = draft.targets[*to].part_bytes * *part as u64 + piece.target;
-        let copy = match arrived {
-            Some(at) => (Origin::Incoming, StridedCopy::unpacked(piece, at, place)),
-            None => (Origin::Stage, StridedCopy::of(piece, source(), place)),
-        };
-        arriving.get_mut(to).expect("a target of this rank").copies().push(copy);
+        let tile = arriving.get_mut(to).expect("a target of this rank");
+        match (arrived, passed) {
+            (_, Some(at)) => tile.passed.push(StridedCopy::unpacked(piece, at, place)),
+            (Some(at), None) => tile.copies().push((Origin::Incoming, StridedCopy::unpacked(piece, at, place))),
+            (None, None) => tile.copies().push((Origin::Stage, StridedCopy::of(piece, source(), place))),
+        }
     }
 }
 

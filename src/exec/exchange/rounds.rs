@@ -10,13 +10,17 @@
 //!     S(1) to S(0)     all readers have some of each range, which is one writer's
 //! ```
 //!
+//! Whether [relays](super::relays) pass something on is decided for all of a round: what is uneven in one tensor may be
+//! even over many.
+//!
 //! Counts elements, and bytes where a name says so. Invariant: the ranges of all rounds together are all elements, once.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::demand::{Demand, Owners};
-use super::draft::{Draft, Load, Unit};
+use super::draft::{Draft, Unit};
+use super::load::{Load, Loads};
 use super::readers::Parties;
 use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;
@@ -31,6 +35,8 @@ pub const PLAN_BYTES: u64 = 4 * MOST_COPIES as u64 * 1024;
 /// What is moved in one go: whole tensors, or ranges of one.
 pub struct Round<'a> {
     pub drafts: Vec<Draft<'a>>,
+    /// By rank.
+    pub loads: Vec<Load>,
     /// Whether the next round is of other tensors.
     pub ends_whole: bool,
 }
@@ -96,30 +102,33 @@ impl<'a> Rounds<'a> {
         }
     }
 
-    fn fits(&self, loads: &[Load], copies: usize) -> bool {
-        copies <= MOST_COPIES && loads.iter().all(|load| load.largest() <= self.bucket_bytes)
+    fn fits(&self, loads: &Loads, copies: usize) -> bool {
+        copies <= MOST_COPIES && loads.best().iter().all(|load| load.largest() <= self.bucket_bytes)
     }
 
     fn next_round(&mut self) -> Result<Option<Round<'a>>> {
         let mut drafts: Vec<Draft<'_>> = Vec::new();
-        let mut loads = vec![Load::default(); self.parties.nodes.len()];
+        let mut loads = Loads::none(self.parties.nodes.len());
         let mut copies = 0;
         while let Some(draft) = self.draft()? {
-            loads.iter_mut().zip(&draft.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
-            copies += draft.copies;
+            let sums = (loads.plus(&draft.loads), copies + draft.copies);
             let goes_along = |last: &Draft<'_>| {
                 let is_same = last.unit.number == draft.unit.number;
                 is_same || last.unit.is_whole() && draft.unit.is_whole()
             };
-            if drafts.last().is_some_and(|last| !goes_along(last) || !self.fits(&loads, copies)) {
+            if drafts.last().is_some_and(|last| !goes_along(last) || !self.fits(&sums.0, sums.1)) {
                 self.left = Some(draft);
                 break;
             }
+            (loads, copies) = sums;
             drafts.push(draft);
+        }
+        if !loads.relays_pay() {
+            drafts.iter_mut().for_each(Draft::go_direct);
         }
         let next = self.left.as_ref().map(|left| left.unit.number).or(self.rest.last().map(|unit| unit.number));
         let Some(last) = drafts.last().map(|last| last.unit.number) else { return Ok(None) };
-        Ok(Some(Round { drafts, ends_whole: next != Some(last) }))
+        Ok(Some(Round { drafts, loads: loads.into_best(), ends_whole: next != Some(last) }))
     }
 }
 

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::casts::Casting;
 use super::hop::Hop;
-use super::moves::{Landing, Making, Moves, Origin};
+use super::moves::{Landing, Moves, Origin};
 use super::reduced::reduce;
 use super::rooms::{HostMemory, Room, Rooms};
 use crate::comm::Communicator;
@@ -138,11 +138,10 @@ impl<C: Communicator<Memory = Vec<u8>>> HostShuffle<'_, C> {
 
     /// What the second hop has brought.
     fn take(&self, moves: &Moves, given: &mut [u8]) {
-        for tile in &moves.arriving {
-            if let Making::Passed(at) = &tile.making {
-                given[tile.place.clone()].copy_from_slice(&self.incoming[at.clone()]);
-            }
-        }
+        let places = pieces(given, moves.arriving.iter().map(|tile| (tile.place.start, tile.place.len())));
+        places.into_par_iter().zip(&moves.arriving).for_each(|(place, tile)| {
+            tile.passed.iter().for_each(|copy| copy.copy(&self.incoming, place));
+        });
     }
 }
 

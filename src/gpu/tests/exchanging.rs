@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::comm::Local;
 use crate::exec::exchange::Shuffle;
+use crate::exec::tests::exchanging::relaying::check_relays;
 use crate::exec::tests::exchanging::{Case, Means, check_each_cut, check_faults, fits, spec};
 use crate::gpu::{DeviceShuffle, Nccl, Sharing};
 
@@ -71,6 +72,19 @@ fn summands_that_have_no_value_are_named_stand_in() {
 #[ignore = "a process of a test"]
 fn faults() {
     check_faults(&Devices);
+}
+
+#[test]
+fn what_takers_pass_on_is_the_same_stand_in() {
+    passes_with_kernels("exchanging::relays", 5, &[]);
+    passes("exchanging::relays", 5, &[("KERNELS", "off")]);
+    passes_with_kernels("exchanging::relays", 5, &[("KERNELS", "of even ranks")]);
+}
+
+#[test]
+#[ignore = "a process of a test"]
+fn relays() {
+    check_relays(&Devices);
 }
 
 proptest! {

@@ -156,11 +156,11 @@ pub(crate) fn evenly_cut(means: &impl Means) {
                 // All that is reduced goes from rank to rank, to the last of them; and from there to the others.
                 let received = whole * (n - 1) * hops;
                 let of_all = |of: fn(&Load) -> u64| loads.iter().map(of).sum::<u64>();
-                assert_eq!((of_all(|load| load.received), of_all(|load| load.kept)), (received, whole));
+                assert_eq!((of_all(Load::received), of_all(|load| load.kept)), (received, whole));
                 // What all others get is sent once.
-                assert_eq!(of_all(|load| load.sent), whole * (n - 1) + whole * (hops - 1));
+                assert_eq!(of_all(Load::sent), whole * (n - 1) + whole * (hops - 1));
                 // In rounds of several ranges all have the same to do.
-                let even = |load: &Load| (load.received * n, load.kept * n) == (received, whole);
+                let even = |load: &Load| (load.received() * n, load.kept * n) == (received, whole);
                 assert!(bucket_bytes > 3000 || loads.iter().all(even), "{placement:?} of {ranks}: {loads:?}");
             }
         }

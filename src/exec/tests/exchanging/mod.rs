@@ -4,6 +4,7 @@ mod bounds;
 mod case;
 pub(crate) mod folding;
 mod means;
+pub(crate) mod relaying;
 mod wire;
 
 pub(crate) use case::Case;
@@ -105,8 +106,8 @@ proptest! {
         let (together, loads) = case.together(&Host, &parties, &todos, bucket_bytes);
         prop_assert!(together == case.alone());
         let of_all = |of: fn(&Load) -> u64| loads.iter().map(of).sum::<u64>();
-        let received = of_all(|load| load.received);
-        prop_assert!(of_all(|load| load.sent) <= received && received <= case.at_most(&todos));
+        let received = of_all(Load::received);
+        prop_assert!(of_all(Load::sent) <= received && received <= case.at_most(&todos));
         if shares || case.catalog.tensors.iter().any(|entry| entry.summands.is_some()) {
             return Ok(());
         }
@@ -118,7 +119,7 @@ proptest! {
             Sight::Shared => prop_assert_eq!(loads.iter().map(|load| load.read).sum::<u64>(), stored.sum::<u64>()),
             // Nobody gets what it has, nor anything twice.
             Sight::PerRank(seen) => for (rank, (todo, load)) in (0..).zip(todos.iter().zip(&loads)) {
-                prop_assert_eq!(load.received, case.lacking(todo, &|FileId(file)| seen[file as usize].contains(&rank)));
+                prop_assert_eq!(load.received(), case.lacking(todo, &|FileId(file)| seen[file as usize].contains(&rank)));
             },
         }
     }

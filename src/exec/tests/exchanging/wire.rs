@@ -4,7 +4,7 @@ use super::super::*;
 use super::case::deal;
 use super::folding::one_each;
 use super::{Case, Host};
-use crate::exec::exchange::{Counting, Moves, Owners, Parties, Reducing, Round, Rounds, Sight};
+use crate::exec::exchange::{Counting, Load, Moves, Owners, Parties, Reducing, Round, Rounds, Sight};
 use crate::layout::ReduceOp;
 
 /// Bytes over the wire of an evenly cut tensor of 64 KiB: each rank sees a file of its own, and writes one.
@@ -21,7 +21,7 @@ fn wire(from: Layout, to: Layout, summands: Option<(u64, ReduceOp)>, ranks: u32,
     let todos = deal(&case.reservation, &[], ranks);
     let (together, loads) = case.together(&Host, &parties, &todos, bucket_bytes);
     assert!(together == case.alone());
-    let mut wire: Vec<(u64, u64)> = loads.iter().map(|load| (load.sent, load.received)).collect();
+    let mut wire: Vec<(u64, u64)> = loads.iter().map(|load| (load.sent(), load.received())).collect();
     wire.sort_unstable();
     wire
 }
@@ -29,7 +29,7 @@ fn wire(from: Layout, to: Layout, summands: Option<(u64, ReduceOp)>, ranks: u32,
 /// All of the tensor, in bytes.
 const WHOLE: u64 = 64 << 10;
 
-fn placed(mesh: &[u64], placements: &[Placement]) -> Layout {
+pub(super) fn placed(mesh: &[u64], placements: &[Placement]) -> Layout {
     Layout { mesh: mesh.to_vec(), placements: placements.to_vec() }
 }
 
@@ -98,10 +98,7 @@ fn single_elements_are_rounds_of_their_own() {
     let owners = Owners::new(&case.reservation.files, &todos);
     for bucket_bytes in [1, 4] {
         let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, bucket_bytes);
-        let most = |round: Round<'_>| {
-            let received = |rank: usize| round.drafts.iter().map(|draft| draft.loads[rank].received).sum::<u64>();
-            (0..4).map(received).max()
-        };
+        let most = |round: Round<'_>| round.loads.iter().map(Load::received).max();
         let rounds: Vec<_> = rounds.map(|round| most(round.unwrap())).collect();
         assert_eq!(rounds, [Some(4); 5]);
     }
