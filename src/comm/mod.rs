@@ -20,10 +20,13 @@ mod links;
 mod local;
 mod mesh;
 mod operation;
+mod patience;
 mod place;
+mod process;
 mod ranges;
 mod rendezvous;
 mod ring;
+mod sheet;
 #[cfg(test)]
 pub(crate) mod tests;
 mod transfer;
@@ -35,9 +38,12 @@ pub use control::{Control, Liveness};
 pub use launch::{Launch, Launcher, launch};
 pub use local::Local;
 pub use mesh::Mesh;
+pub use patience::{Note, Patience, Wait};
 pub use place::Place;
+pub use process::Process;
 pub(crate) use ranges::carved;
-pub use rendezvous::{KeepGoing, Meeting, meet, sweep};
+pub use rendezvous::{KeepGoing, Meeting, meet};
+pub use sheet::sweep;
 
 /// What one process does of the work of all: part `index` of `of`, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

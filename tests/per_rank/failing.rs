@@ -41,7 +41,9 @@ fn one_that_never_comes() {
         for outcome in outcomes {
             outcome.refused(&[&format!("rank {absent}"), "did not come within 10 s", "hint: start all ranks"]);
         }
-        assert_eq!(names(&nodes.desk()), [""; 0]);
+        // What rank 0 has left there is for the one that may still come.
+        let left = names(&nodes.desk());
+        assert!(if absent == 0 { left.is_empty() } else { left == [".out.dtshard-meeting"] }, "{left:?}");
     }
 }
 
