@@ -23,6 +23,9 @@ use crate::error::{Error, Result, first_of, some_of};
 const MANNERS: Duration = Duration::from_secs(5);
 const CONNECT: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(5);
+/// For all to come, where two have come as one: two whole runs may have been started, of which one is complete. Otherwise
+/// the one that should have come in place of one of the two never comes.
+const CONTESTED: Duration = Duration::from_secs(3);
 
 #[derive(Debug)]
 pub(super) struct Door {
@@ -34,10 +37,18 @@ pub(super) struct Door {
     wanted: Range<u32>,
     /// Who was not let in, and why.
     refused: Vec<String>,
-    /// A rank that two processes take themselves for, and which these are.
-    contested: Option<(u32, String)>,
+    contest: Option<Contest>,
     /// Why nobody may find this door, once that is known.
     doubt: Arc<OnceLock<String>>,
+}
+
+/// A rank that two processes take themselves for, of which the first is in.
+#[derive(Debug)]
+struct Contest {
+    rank: u32,
+    /// Which these are.
+    who: String,
+    since: Instant,
 }
 
 #[derive(Debug)]
@@ -71,7 +82,7 @@ impl Door {
             inside,
             wanted,
             refused: Vec::new(),
-            contested: None,
+            contest: None,
             doubt: Arc::default(),
         })
     }
@@ -82,9 +93,9 @@ impl Door {
         thread::spawn(move || doubt().map(|words| found.set(words)));
     }
 
-    /// Whether two processes take themselves for one rank, so that another one will never come.
+    /// Whether two processes take themselves for one rank.
     pub fn is_contested(&self) -> bool {
-        self.contested.is_some()
+        self.contest.is_some()
     }
 
     /// Wait until all that are wanted are in. What is said of it meanwhile is passed on by `pass_on`.
@@ -102,11 +113,13 @@ impl Door {
         loop {
             self.look().map_err(|error| Error::comm(self.mine.rank, op, format!("cannot listen: {error}")))?;
             self.check(op)?;
-            if let Some((rank, who)) = &self.contested {
-                return Err(Error::comm(*rank, op, format!("two processes take themselves for it: {who}")));
-            }
             let missing = self.missing();
             let Some((first, others)) = missing.split_first() else { return Ok(()) };
+            if let Some(Contest { rank, who, .. }) =
+                self.contest.as_ref().filter(|one| one.since.elapsed() >= CONTESTED)
+            {
+                return Err(Error::comm(*rank, op, format!("two processes take themselves for it: {who}")));
+            }
             if wait.is_over() {
                 return Err(Error::comm(*first, op, self.missed(others, &wait.limit())));
             }
@@ -223,7 +236,7 @@ impl Door {
             Some(Some(guest)) => {
                 let both = format!("{} and {who}", guest.who);
                 let words = format!("rank {rank} is there already: two processes take themselves for it: {both}");
-                self.contested.get_or_insert((rank, both));
+                self.contest.get_or_insert(Contest { rank, who: both, since: Instant::now() });
                 words
             }
             None => format!("rank {rank} is not expected here"),

@@ -47,9 +47,6 @@ pub struct Meeting<'a> {
 
 const OP: &str = "rendezvous";
 
-/// For how long rank 0 tells those who are still to come why it gives up, where it is no use to wait for all.
-const LINGER: Duration = Duration::from_secs(3);
-
 /// Meet the other ranks.
 ///
 /// # Errors
@@ -141,9 +138,9 @@ impl Meeting<'_> {
             sheet.as_ref().map_or(Ok(()), |sheet| sheet.check(OP))
         };
         if let Err(error) = door.admit(OP, &wait, &going, Door::tell_all) {
-            // Where there are two of one, another one will never come.
+            // Where there are two of one, one that is missing will never come.
             let is_in_vain = door.is_contested() || sheet.as_ref().is_some_and(|sheet| sheet.rival().is_some());
-            let until = if is_in_vain { wait.until().min(Instant::now() + LINGER) } else { wait.until() };
+            let until = if is_in_vain { Instant::now() } else { wait.until() };
             let missing = door.send_away(&Gone::because(&error), until, &*self.going);
             if let (Some(sheet), Error::Comm { rank, detail, .. }, true) = (&sheet, &error, self.calls_off) {
                 sheet.call_off(&missing, (*rank, detail));

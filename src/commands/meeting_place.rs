@@ -16,6 +16,9 @@ use crate::error::{Error, Result};
 
 pub struct MeetingPlace {
     folder: PathBuf,
+    destination: PathBuf,
+    /// Whether DST was there when this process came.
+    was_there: bool,
     /// What was not there of the folders above it, the innermost first.
     made: Vec<PathBuf>,
     /// That of this run, once it is agreed on.
@@ -47,7 +50,9 @@ impl MeetingPlace {
         let hidden = [".".as_ref(), name, ".dtshard-meeting".as_ref()].into_iter().collect::<OsString>();
         let folder = destination.with_file_name(hidden);
         let is_first = part.index == 0;
-        let mut place = Self { folder, made: Vec::new(), of_run: None, is_first, end: End::Failed };
+        let (destination, was_there) = (destination.to_path_buf(), destination.exists());
+        let mut place =
+            Self { folder, destination, was_there, made: Vec::new(), of_run: None, is_first, end: End::Failed };
         // Others wait for what the first puts there.
         if is_first {
             let above = place.folder.ancestors().skip(1);
@@ -164,8 +169,12 @@ impl Drop for MeetingPlace {
             return;
         }
         self.of_run.iter().for_each(|folder| remove(folder));
+        // By this run or, meanwhile, by another one: who has not come need not hear any more that he is late.
+        let is_published = !self.was_there && self.destination.exists();
         if self.end == End::Published {
             sweep(&self.folder);
+        } else if is_published {
+            comm::sweep(&self.folder);
         }
         // Unless another run is there, or has made something.
         let mut folders = [&self.folder].into_iter().chain(&self.made);

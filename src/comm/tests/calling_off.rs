@@ -1,7 +1,7 @@
 //! What is said while processes wait for each other, and to whom that comes late.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -27,6 +27,16 @@ fn talkative(comer: Comer) -> (Comer, Notes) {
         kept.lock().unwrap().push((own, words.to_owned()));
     };
     (Comer { tell: Some(Arc::new(tell)), ..comer }, notes)
+}
+
+/// Wait until rank 0 is there, and what an earlier one has left is gone.
+fn sheet_of(folder: &Path) {
+    let until = Instant::now() + LONG;
+    let names = || fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    while names().any(|name| name.matches('-').count() > 1) || names().count() == 0 {
+        assert!(Instant::now() < until, "no sheet");
+        thread::sleep(Duration::from_millis(5));
+    }
 }
 
 fn first_of(notes: &Notes) -> (bool, String) {
@@ -107,10 +117,15 @@ fn who_comes_late_hears_of_it() {
     }
     assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
     assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0, "they have heard it");
-    // Once: they may come again.
+    // Once: they may come again. Those of the next meeting do not hear of it any more.
     Comer::new(0, 3, &place, SOON).fails();
     Comer::new(2, 3, &place, LONG).fails();
-    talk([2, 1, 0].map(|rank| Comer::new(rank, 3, &place, LONG).comes()).into());
+    let second = Comer::new(2, 3, &place, LONG).comes();
+    thread::sleep(Duration::from_millis(300));
+    assert!(!second.is_finished());
+    let first = Comer::new(0, 3, &place, LONG).comes();
+    sheet_of(kept.path());
+    talk(vec![first, second, Comer::new(1, 3, &place, LONG).comes()]);
     assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
 }
 
@@ -167,6 +182,16 @@ fn two_of_one_rank_end_all() {
         }
         assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
     }
+}
+
+/// As where a whole run was started twice: one that is complete goes on.
+#[test]
+fn two_of_one_rank_where_nobody_is_missing() {
+    let place = free();
+    let early = [0, 1].map(|rank| Comer::new(rank, 3, &place, LONG).comes());
+    thread::sleep(Duration::from_millis(300));
+    assert!(Comer::new(1, 3, &place, LONG).fails().contains("rank 1 is there already"));
+    talk(early.into_iter().chain([Comer::new(2, 3, &place, LONG).comes()]).collect());
 }
 
 #[test]
