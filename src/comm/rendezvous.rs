@@ -98,6 +98,7 @@ impl Meeting<'_> {
             _ => String::from("the folder of DST has"),
         };
         let doubt = self.folder().map_or_else(String::new, |folder| {
+            let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.to_path_buf());
             format!(" (is {} on {host} the same as on the other hosts?)", folder.display())
         });
         format!(
