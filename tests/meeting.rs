@@ -12,8 +12,11 @@ mod nodes;
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
-use nodes::{Nodes, Spread, ended, names, tree};
+use nodes::{Nodes, Spread, ended, names, succeeds, tree};
 use outcome::{Outcome, command, fixture};
 
 const WORDS: &str = "consolidate out --bucket-size 300";
@@ -121,9 +124,87 @@ fn a_destination_that_is_not_shared() {
         outcome
             .refused(&["did not come within 10 s", "the folder of DST has to be on a file system that all processes"]);
     }
-    for disk in ["disk0", "disk1"] {
-        assert_eq!(names(&nodes.desk().join(disk)), [""; 0]);
+    // Word for the one that did not come, which never sees it.
+    assert_eq!(names(&nodes.desk().join("disk0")), [".out.dtshard-meeting"]);
+    assert_eq!(names(&nodes.desk().join("disk1")), [""; 0]);
+}
+
+/// By all that wait, unless they are to be quiet. Who comes late by hand may be the first of the next run.
+#[test]
+fn whom_processes_wait_for() {
+    let nodes = Nodes::new("fsdp4/ranks", 4, Spread::One);
+    let outcomes =
+        ended((0..3).map(|rank| nodes.start(rank, &format!("{WORDS}{}", ["", "", " --quiet"][rank as usize]))));
+    for (rank, outcome) in outcomes.iter().enumerate() {
+        outcome.refused(&["error: process 3 of 4: rendezvous: did not come within 10 s"]);
+        let said = format!("[{rank}/4] waiting for process 3 of 4 (2 of at most 10 s)");
+        assert_eq!(outcome.err.lines().any(|line| line == said), rank < 2, "{outcome:?}");
+        assert_eq!(outcome.err.contains("waiting for"), rank < 2, "{outcome:?}");
     }
+    let late = nodes.start(3, WORDS);
+    sleep(Duration::from_secs(3));
+    let others = ended((0..3).map(|rank| nodes.start(rank, WORDS)));
+    others.iter().for_each(succeeds);
+    let [late] = &ended([late])[..] else { unreachable!("one process") };
+    late.succeeded().says(&[
+        "[3/4] an earlier meeting here has failed: process 3: did not come within 10 s; pid ",
+        "; waiting for process 0 of another run",
+        "[3/4] waiting for process 0 at file://",
+    ]);
+    assert_eq!(names(&nodes.desk()), ["out"]);
+}
+
+/// Of a run that has a name there is no other.
+#[test]
+fn a_task_that_comes_late() {
+    let nodes = nodes();
+    let task = |rank: u32| {
+        let task = [("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_STEP_ID", "0"), ("SLURM_JOB_ID", "9")];
+        nodes.command(rank, WORDS).envs(task).env("SLURM_PROCID", rank.to_string()).spawn().unwrap()
+    };
+    ended([task(0)])[0].refused(&["process 1 of 2: rendezvous: did not come within 10 s"]);
+    let begun = Instant::now();
+    ended([task(1)])[0]
+        .refused(&["process 1 of 2: rendezvous: did not come within 10 s; pid ", "called the meeting off"]);
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    assert_eq!(names(&nodes.desk()), [""; 0]);
+}
+
+#[test]
+fn a_part_that_is_given_twice() {
+    let nodes = Nodes::new("fsdp4/ranks", 4, Spread::One);
+    let begun = Instant::now();
+    let processes: Vec<_> = [0, 1, 1, 3].into_iter().map(|rank| nodes.start(rank, WORDS)).collect();
+    let both = [1, 2].map(|number: usize| format!("pid {} on ", processes[number].id()));
+    for outcome in ended(processes) {
+        outcome.refused(&["two take themselves for it: ", &both[0], &both[1], "hint: start all processes"]);
+        assert!(outcome.err.contains("process 1"), "{outcome:?}");
+    }
+    assert!(begun.elapsed() < Duration::from_secs(9), "{:?}", begun.elapsed());
+}
+
+/// The next run may have another number of parts.
+#[test]
+fn a_first_process_that_was_killed() {
+    let nodes = nodes();
+    let place = nodes.desk().join(".out.dtshard-meeting");
+    let mut first = nodes.command_of(0, 3, WORDS).spawn().unwrap();
+    let begun = Instant::now();
+    while !names_in(&place).iter().any(|name| Path::new(name).extension() == Some("json".as_ref())) {
+        assert!(begun.elapsed() < Duration::from_secs(9), "no address");
+        sleep(Duration::from_millis(5));
+    }
+    first.kill().unwrap();
+    first.wait().unwrap();
+    assert_eq!(names(&nodes.desk()), [".out.dtshard-meeting"]);
+    nodes.together(WORDS).iter().for_each(succeeds);
+    assert_eq!(names(&nodes.desk()), ["out"]);
+}
+
+/// Of a folder that may not be there.
+fn names_in(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
 }
 
 #[test]

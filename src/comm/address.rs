@@ -5,7 +5,7 @@
 //! another one it leads to somebody else.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 
 use serde::{Deserialize, Serialize};
 
@@ -61,8 +61,40 @@ fn is_loopback_name(name: &str) -> bool {
     name.is_empty() || name.starts_with("localhost")
 }
 
-fn this_boot() -> String {
+pub(super) fn this_boot() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_owned()).unwrap_or_default()
+}
+
+/// The addresses that a name has here.
+///
+/// # Errors
+/// Those of the resolver, which name it.
+pub(super) fn resolve(name: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
+    let found = (name, port).to_socket_addrs();
+    let unknown = |error: io::Error| {
+        let words = error.to_string();
+        // What the standard library puts in front says the same.
+        let words = words.strip_prefix("failed to lookup address information: ").unwrap_or(&words);
+        io::Error::new(error.kind(), format!("cannot resolve {name}: {words}"))
+    };
+    found.map(Iterator::collect).map_err(unknown)
+}
+
+/// Why others may not come to this node by a name that they were told, if something speaks against it.
+pub(super) fn doubt(name: &str) -> Option<String> {
+    let here = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let addresses = match resolve(name, 1) {
+        Ok(addresses) => addresses,
+        Err(error) => return Some(format!("{error} (on {here}, where process 0 is)")),
+    };
+    let own: Vec<IpAddr> = if_addrs::get_if_addrs().ok()?.iter().map(if_addrs::Interface::ip).collect();
+    let numbers: Vec<IpAddr> = addresses.iter().map(|address| address.ip().to_canonical()).collect();
+    if numbers.iter().any(|number| own.contains(number) || number.is_loopback() || number.is_unspecified()) {
+        return None;
+    }
+    let first = numbers.first()?;
+    let which = if first.to_string() == name { name.to_owned() } else { format!("{name} ({first})") };
+    Some(format!("{which} is no address of {here}, where process 0 is"))
 }
 
 /// Listen on the first of these ports that is free, on all networks of the node. Port 0 is any.

@@ -4,24 +4,28 @@
 //! keeps nobody else waiting.
 
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::address::Candidate;
+use super::address::{Candidate, resolve};
 use super::control::TICK;
 use super::fate::{ENDED, Gone};
 use super::hello::{HELLO_BYTES, Hello, Reply, is_wait};
+use super::patience::Wait;
 use crate::error::{Error, Result, first_of, some_of};
 
 /// For one who has connected to say who he is, and for an answer to that.
 const MANNERS: Duration = Duration::from_secs(5);
 const CONNECT: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(5);
+/// For all to come, where two have come as one: two whole runs may have been started, of which one is complete. Otherwise
+/// the one that should have come in place of one of the two never comes.
+const CONTESTED: Duration = Duration::from_secs(3);
 
 #[derive(Debug)]
 pub(super) struct Door {
@@ -33,12 +37,25 @@ pub(super) struct Door {
     wanted: Range<u32>,
     /// Who was not let in, and why.
     refused: Vec<String>,
+    contest: Option<Contest>,
+    /// Why nobody may find this door, once that is known.
+    doubt: Arc<OnceLock<String>>,
+}
+
+/// A rank that two processes take themselves for, of which the first is in.
+#[derive(Debug)]
+struct Contest {
+    rank: u32,
+    /// Which these are.
+    who: String,
+    since: Instant,
 }
 
 #[derive(Debug)]
 struct Guest {
     stream: TcpStream,
     caller: u64,
+    who: String,
 }
 
 /// Who has connected and is not in yet.
@@ -58,22 +75,57 @@ impl Door {
     pub fn open(listener: TcpListener, mine: Hello, wanted: Range<u32>) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let inside = (0..mine.size).map(|_| None).collect();
-        Ok(Self { listener, mine, callers: Vec::new(), inside, wanted, refused: Vec::new() })
+        Ok(Self {
+            listener,
+            mine,
+            callers: Vec::new(),
+            inside,
+            wanted,
+            refused: Vec::new(),
+            contest: None,
+            doubt: Arc::default(),
+        })
     }
 
-    /// Wait until all that are wanted are in.
+    /// Find out meanwhile why nobody may find this door. Names may take for ever.
+    pub fn ask(&self, doubt: impl FnOnce() -> Option<String> + Send + 'static) {
+        let found = Arc::clone(&self.doubt);
+        thread::spawn(move || doubt().map(|words| found.set(words)));
+    }
+
+    /// Whether two processes take themselves for one rank.
+    pub fn is_contested(&self) -> bool {
+        self.contest.is_some()
+    }
+
+    /// Wait until all that are wanted are in. What is said of it meanwhile is passed on by `pass_on`.
     ///
     /// # Errors
-    /// `Comm` naming those who are not there after `limit`, or who went again; and what `going` says.
-    pub fn admit(&mut self, op: &'static str, limit: Duration, going: &dyn Fn() -> Result<()>) -> Result<()> {
-        let until = Instant::now() + limit;
+    /// `Comm` naming those who are not there when the wait is over, who went again, or of whom there are two; and what
+    /// `going` says.
+    pub fn admit(
+        &mut self,
+        op: &'static str,
+        wait: &Wait<'_>,
+        going: &dyn Fn() -> Result<()>,
+        pass_on: fn(&Self, &str),
+    ) -> Result<()> {
         loop {
             self.look().map_err(|error| Error::comm(self.mine.rank, op, format!("cannot listen: {error}")))?;
             self.check(op)?;
             let missing = self.missing();
             let Some((first, others)) = missing.split_first() else { return Ok(()) };
-            if Instant::now() >= until {
-                return Err(Error::comm(*first, op, self.missed(others, limit)));
+            if let Some(Contest { rank, who, .. }) =
+                self.contest.as_ref().filter(|one| one.since.elapsed() >= CONTESTED)
+            {
+                return Err(Error::comm(*rank, op, format!("two take themselves for it: {who}")));
+            }
+            if wait.is_over() {
+                return Err(Error::comm(*first, op, self.missed(others, &wait.limit())));
+            }
+            if wait.is_due() {
+                let said = wait.say(&self.awaited(&missing), self.known().as_deref());
+                pass_on(self, &said);
             }
             going()?;
             thread::sleep(LOOK);
@@ -86,17 +138,36 @@ impl Door {
     }
 
     /// What is said of the first who did not come.
-    fn missed(&self, others: &[u32], limit: Duration) -> String {
-        let names: Vec<String> = others.iter().map(ToString::to_string).collect();
-        let mut words = format!("did not come within {} s", limit.as_secs());
+    fn missed(&self, others: &[u32], limit: &str) -> String {
+        let names = names(others);
+        let mut words = format!("did not come within {limit}");
         if !names.is_empty() {
             let processes = if names.len() == 1 { "process" } else { "processes" };
             words += &format!(", nor did {processes} {}", first_of(&names, 8));
         }
-        if !self.refused.is_empty() {
-            words += &format!("; turned away: {}", some_of(&self.refused, 3));
+        self.known().map_or(words.clone(), |known| format!("{words}; {known}"))
+    }
+
+    /// What may keep those who do not come.
+    fn known(&self) -> Option<String> {
+        let refused = || format!("turned away: {}", some_of(&self.refused, 3));
+        let known: Vec<String> =
+            (!self.refused.is_empty()).then(refused).into_iter().chain(self.doubt.get().cloned()).collect();
+        (!known.is_empty()).then(|| known.join("; "))
+    }
+
+    fn awaited(&self, missing: &[u32]) -> String {
+        let processes = if missing.len() == 1 { "process" } else { "processes" };
+        format!("waiting for {processes} {} of {}", first_of(&names(missing), 8), self.mine.size)
+    }
+
+    /// What is said of the wait, for those who are in and do nothing but listen.
+    pub fn tell_all(&self, said: &str) {
+        for guest in self.inside.iter().flatten() {
+            // Who is gone shows when it is looked for.
+            let told = Reply::Waiting(said.to_owned()).send(&guest.stream);
+            let _ = told.and_then(|()| guest.stream.set_nonblocking(true));
         }
-        words
     }
 
     /// Those who are in, by rank, as streams that do not block.
@@ -104,8 +175,9 @@ impl Door {
         self.inside.into_iter().map(|guest| guest.map(|guest| guest.stream)).collect()
     }
 
-    /// Tell those who are in that nothing comes of it, and until then those who are still to come: nobody else would.
-    pub fn send_away(mut self, why: &Gone, until: Instant, going: &dyn Fn() -> Result<()>) {
+    /// Tell those who are in that nothing comes of it, and until then those who are still to come: nobody else would. Who
+    /// has not come even then.
+    pub fn send_away(mut self, why: &Gone, until: Instant, going: &dyn Fn() -> Result<()>) -> Vec<u32> {
         let why = Reply::GaveUp(why.clone());
         let mut told = vec![false; self.inside.len()];
         loop {
@@ -117,7 +189,7 @@ impl Door {
             }
             let is_over = self.missing().is_empty() || Instant::now() >= until || going().is_err();
             if is_over || self.look().is_err() {
-                return;
+                return self.missing();
             }
             thread::sleep(LOOK);
         }
@@ -140,7 +212,7 @@ impl Door {
         }
         for mut caller in std::mem::take(&mut self.callers) {
             match caller.listen(&self.mine) {
-                Ok(Some((rank, number))) => self.let_in(rank, number, caller),
+                Ok(Some(hello)) => self.let_in(hello, caller),
                 Ok(None) if caller.since.elapsed() < MANNERS => self.callers.push(caller),
                 Ok(None) => {}
                 Err(why) => self.turn_away(&caller, &why),
@@ -149,19 +221,24 @@ impl Door {
         Ok(())
     }
 
-    fn let_in(&mut self, rank: u32, number: u64, caller: Caller) {
+    fn let_in(&mut self, Hello { rank, caller: number, who, .. }: Hello, caller: Caller) {
         let place = self.inside.get_mut(rank as usize).filter(|_| self.wanted.contains(&rank));
         let why = match place {
             Some(place @ None) => {
                 let welcome = Reply::Welcome.send(&caller.stream);
                 if welcome.and_then(|()| caller.stream.set_nonblocking(true)).is_ok() {
-                    *place = Some(Guest { stream: caller.stream, caller: number });
+                    *place = Some(Guest { stream: caller.stream, caller: number, who });
                 }
                 return;
             }
             // By another way, at the same time. The first is enough.
             Some(Some(guest)) if guest.caller == number => return,
-            Some(Some(_)) => format!("process {rank} is there already: two take themselves for it"),
+            Some(Some(guest)) => {
+                let both = format!("{} and {who}", guest.who);
+                let words = format!("process {rank} is there already: two take themselves for it: {both}");
+                self.contest.get_or_insert(Contest { rank, who: both, since: Instant::now() });
+                words
+            }
             None => format!("process {rank} is not expected here"),
         };
         self.turn_away(&caller, &Reply::Refused(why));
@@ -189,9 +266,13 @@ impl Door {
     }
 }
 
+fn names(ranks: &[u32]) -> Vec<String> {
+    ranks.iter().map(ToString::to_string).collect()
+}
+
 impl Caller {
     /// Who it is, once that is said.
-    fn listen(&mut self, mine: &Hello) -> Result<Option<(u32, u64)>, Reply> {
+    fn listen(&mut self, mine: &Hello) -> Result<Option<Hello>, Reply> {
         let mut more = [0; HELLO_BYTES];
         match self.stream.read(&mut more[..HELLO_BYTES - self.said.len()]) {
             // Gone again; its time will be over.
@@ -208,7 +289,7 @@ impl Caller {
 pub(super) enum Answer {
     In(TcpStream),
     Not(Reply),
-    /// And what was tried last.
+    /// And what became of each that was tried.
     Nobody(String),
 }
 
@@ -220,23 +301,26 @@ pub(super) fn knock(candidates: &[Candidate], hello: &Hello, going: &dyn Fn() ->
     let (sender, answers) = mpsc::channel();
     // Once nobody is to be called any more.
     let is_over = Arc::new(AtomicBool::new(false));
-    for candidate in candidates {
+    for (number, candidate) in candidates.iter().enumerate() {
         let (candidate, hello) = (candidate.clone(), hello.clone());
         let (sender, is_over) = (sender.clone(), Arc::clone(&is_over));
-        thread::spawn(move || sender.send(call(&candidate, &hello, &is_over)));
+        thread::spawn(move || sender.send((number, call(&candidate, &hello, &is_over))));
     }
     drop(sender);
     let until = Instant::now() + CONNECT + MANNERS + Duration::from_secs(1);
-    let mut last = Answer::Nobody("there is no address to try".into());
+    // That somebody answers says more than that others do not.
+    let mut last = None;
+    let mut whys: Vec<String> = candidates.iter().map(|(name, port)| format!("{name}:{port}: no answer yet")).collect();
     let answer = loop {
         match answers.recv_timeout(TICK) {
-            Ok(answer @ (Answer::In(_) | Answer::Not(Reply::Refused(_)))) => break Ok(answer),
-            // That somebody answers says more than that others do not.
-            Ok(Answer::Nobody(_)) if matches!(last, Answer::Not(_)) => {}
-            Ok(answer) => last = answer,
-            Err(RecvTimeoutError::Disconnected) => break Ok(last),
+            Ok((_, answer @ (Answer::In(_) | Answer::Not(Reply::Refused(_))))) => break Ok(answer),
+            Ok((number, Answer::Nobody(why))) => whys[number] = why,
+            Ok((_, answer)) => last = Some(answer),
+            Err(RecvTimeoutError::Disconnected) => break Ok(last.unwrap_or_else(|| nobody(&mut whys))),
             // Names may take for ever.
-            Err(RecvTimeoutError::Timeout) if Instant::now() >= until => break Ok(last),
+            Err(RecvTimeoutError::Timeout) if Instant::now() >= until => {
+                break Ok(last.unwrap_or_else(|| nobody(&mut whys)));
+            }
             Err(RecvTimeoutError::Timeout) => {
                 if let Err(stopped) = going() {
                     break Err(stopped);
@@ -248,10 +332,16 @@ pub(super) fn knock(candidates: &[Candidate], hello: &Hello, going: &dyn Fn() ->
     answer
 }
 
+/// Whatever was tried, as some of it may have been bound to fail.
+fn nobody(whys: &mut Vec<String>) -> Answer {
+    whys.dedup();
+    Answer::Nobody(if whys.is_empty() { "there is no address to try".into() } else { some_of(whys, 4) })
+}
+
 fn call((name, port): &Candidate, hello: &Hello, is_over: &AtomicBool) -> Answer {
     let connect = || {
         let mut last = io::Error::other("the name has no address");
-        for address in (name.as_str(), *port).to_socket_addrs()? {
+        for address in resolve(name, *port)? {
             match TcpStream::connect_timeout(&address, CONNECT) {
                 Ok(stream) => return Ok(stream),
                 Err(error) => last = error,

@@ -52,7 +52,7 @@ impl From<String> for Why {
 }
 
 impl Gone {
-    /// As rank 0 has it from this error: who it names, or else rank 0 itself.
+    /// As process 0 has it from this error: who it names, or else process 0 itself.
     pub fn because(error: &Error) -> Self {
         match error {
             Error::Comm { rank, detail, .. } => Self { rank: rank.index, why: Why::Failed(detail.clone()) },

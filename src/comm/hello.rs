@@ -7,6 +7,7 @@ use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use super::Process;
 use super::fate::{Gone, Why};
 use crate::error::Result;
 
@@ -15,36 +16,42 @@ pub(super) type Token = [u8; 32];
 
 const MAGIC: &[u8; 8] = b"dtshard\n";
 /// Of all that goes over these connections.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub rank: u32,
     pub size: u32,
     pub token: Token,
     /// Tells two processes apart that take themselves for one rank.
     pub caller: u64,
+    /// What people know it by: `process 4711 on n1`.
+    pub who: String,
 }
 
 /// What is behind magic and version.
-const BODY: usize = 4 + 4 + 32 + 8;
+const BODY: usize = 4 + 4 + 32 + 8 + WHO_BYTES;
+/// A name that is longer is cut, one that is shorter ends at a zero.
+const WHO_BYTES: usize = 88;
 pub(super) const HELLO_BYTES: usize = 12 + BODY;
 
 impl Hello {
     pub fn new((rank, size): (u32, u32), token: Token) -> io::Result<Self> {
-        Ok(Self { rank, size, token, caller: getrandom::u64()? })
+        Ok(Self { rank, size, token, caller: getrandom::u64()?, who: Process::this().to_string() })
     }
 
     pub fn bytes(&self) -> Vec<u8> {
         let words = [MAGIC.as_slice(), &VERSION.to_le_bytes(), &self.rank.to_le_bytes(), &self.size.to_le_bytes()];
-        [words.concat().as_slice(), &self.token, &self.caller.to_le_bytes()].concat()
+        let mut who = self.who.clone().into_bytes();
+        who.resize(WHO_BYTES, 0);
+        [words.concat().as_slice(), &self.token, &self.caller.to_le_bytes(), &who].concat()
     }
 
-    /// Who says this, once enough has come: rank and caller.
+    /// Who says this, once enough has come.
     ///
     /// # Errors
     /// Why he is not let in.
-    pub fn judge(&self, said: &[u8]) -> Result<Option<(u32, u64)>, Reply> {
+    pub fn judge(&self, said: &[u8]) -> Result<Option<Self>, Reply> {
         let number =
             |at: usize| said.get(at..at + 4).map(|bytes| u32::from_le_bytes(bytes.try_into().expect("4 bytes")));
         if !MAGIC.starts_with(&said[..said.len().min(MAGIC.len())]) {
@@ -65,8 +72,12 @@ impl Hello {
         if size != self.size {
             return Err(Reply::refused(format!("process {rank} counts {size} processes, this run has {}", self.size)));
         }
-        let caller = said.get(52..HELLO_BYTES).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes);
-        Ok(caller.map(|caller| (rank, caller)))
+        let Some((caller, who)) = said.get(52..HELLO_BYTES).and_then(<[u8]>::split_first_chunk) else {
+            return Ok(None);
+        };
+        let who = who.split(|byte| *byte == 0).next().unwrap_or_default();
+        let who = String::from_utf8_lossy(who).into_owned();
+        Ok(Some(Self { rank, size, token: self.token, caller: u64::from_le_bytes(*caller), who }))
     }
 }
 
@@ -78,6 +89,8 @@ pub(super) enum Reply {
     Refused(String),
     /// To one who was let in: the others are not waited for any more.
     GaveUp(Gone),
+    /// To one who was let in: whom process 0 waits for, as it says it itself.
+    Waiting(String),
 }
 
 const MOST_WORDS: usize = 500;
@@ -90,7 +103,7 @@ impl Reply {
     pub fn words(&self) -> String {
         match self {
             Self::Welcome => String::new(),
-            Self::AnotherRun(words) | Self::Refused(words) => words.clone(),
+            Self::AnotherRun(words) | Self::Refused(words) | Self::Waiting(words) => words.clone(),
             Self::GaveUp(gone) => gone.error("rendezvous").to_string(),
         }
     }
@@ -116,6 +129,7 @@ impl Reply {
             Self::GaveUp(Gone { rank, why: Why::Stopped(which) }) => {
                 (4, [rank.to_le_bytes().as_slice(), &(*which as u64).to_le_bytes()].concat())
             }
+            Self::Waiting(words) => (5, words.clone().into_bytes()),
         }
     }
 
@@ -133,6 +147,7 @@ impl Reply {
                 let which = u64::from_le_bytes(rest.try_into().ok()?);
                 Some(Self::GaveUp(Gone { rank, why: Why::of_stop(usize::try_from(which).ok()?)? }))
             }
+            5 => Some(Self::Waiting(words(content))),
             _ => None,
         }
     }
@@ -176,11 +191,11 @@ mod tests {
 
     #[test]
     fn who_is_let_in() {
-        let mine = Hello { rank: 0, size: 4, token: [7; 32], caller: 0 };
+        let mine = Hello { rank: 0, size: 4, token: [7; 32], caller: 0, who: "process 1 on n1".into() };
         let caller = Hello { rank: 2, caller: 99, ..mine.clone() };
         let said = caller.bytes();
         assert_eq!(said.len(), HELLO_BYTES);
-        assert_eq!(mine.judge(&said), Ok(Some((2, 99))));
+        assert_eq!(mine.judge(&said), Ok(Some(caller.clone())));
         for length in 0..HELLO_BYTES {
             assert_eq!(mine.judge(&said[..length]), Ok(None), "{length}");
         }
@@ -190,7 +205,7 @@ mod tests {
         let fewer = Hello { size: 3, ..caller };
         assert_eq!(refused(&fewer.bytes()).words(), "process 2 counts 3 processes, this run has 4");
         let newer = [&MAGIC[..], &[9, 0, 0, 0]].concat();
-        assert_eq!(refused(&newer).words(), "it speaks version 9 of the protocol, this is 1");
+        assert_eq!(refused(&newer).words(), "it speaks version 9 of the protocol, this is 2");
         assert_eq!(refused(b"GET / HT").words(), "it is not dtshard");
     }
 
@@ -203,11 +218,12 @@ mod tests {
             Reply::refused(""),
             gone(7, "its process ended".into()),
             gone(u32::MAX, Why::Stopped(1)),
+            Reply::Waiting("waiting for process 2 of 4".into()),
         ] {
             let (code, content) = reply.bytes();
             assert_eq!(Reply::of_bytes(code, &content), Some(reply));
         }
-        for (code, content) in [(3, &[1, 0, 0][..]), (4, &[0; 11]), (4, &[9; 12]), (4, &[0; 13]), (5, &[])] {
+        for (code, content) in [(3, &[1, 0, 0][..]), (4, &[0; 11]), (4, &[9; 12]), (4, &[0; 13]), (6, &[])] {
             assert_eq!(Reply::of_bytes(code, content), None, "{code} {content:?}");
         }
     }

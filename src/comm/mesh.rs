@@ -8,7 +8,7 @@ use std::net::{Shutdown, TcpStream};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError, mpsc};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::address::{Address, listen};
 use super::communicator::Communicator;
@@ -16,6 +16,7 @@ use super::control::Control;
 use super::door::{Answer, Door, knock};
 use super::fate::ENDED;
 use super::hello::Hello;
+use super::patience::{Patience, Wait};
 use super::ranges::carved;
 use super::ring;
 use super::traffic::{Counter, Traffic};
@@ -39,9 +40,9 @@ impl Mesh {
     /// Connect to all ranks that `control` knows, which do the same.
     ///
     /// # Errors
-    /// `Comm` naming who cannot be reached within `limit`, or is gone.
-    pub fn connect(control: Control, limit: Duration) -> Result<Self> {
-        match connect(&control, limit) {
+    /// `Comm` naming who cannot be reached in time, or is gone.
+    pub fn connect(control: Control, patience: Patience<'_>) -> Result<Self> {
+        match connect(&control, patience) {
             Ok(peers) => Ok(Self { control, peers, moving: Mutex::new(()), counter: Counter::default() }),
             Err(error) => {
                 control.fail(&error.to_string());
@@ -90,7 +91,7 @@ impl Mesh {
     }
 }
 
-fn connect(control: &Control, limit: Duration) -> Result<Vec<Option<TcpStream>>> {
+fn connect(control: &Control, patience: Patience<'_>) -> Result<Vec<Option<TcpStream>>> {
     let (rank, size) = (control.rank(), control.size());
     if size == 1 {
         return Ok(vec![None]);
@@ -104,7 +105,7 @@ fn connect(control: &Control, limit: Duration) -> Result<Vec<Option<TcpStream>>>
     let going = || control.check(CONNECT);
     let (admitted, called) = thread::scope(|scope| {
         let admitted = scope.spawn(|| {
-            door.admit(CONNECT, limit, &going).map_err(|error| match error {
+            door.admit(CONNECT, &Wait::begin(patience), &going, |_, _| {}).map_err(|error| match error {
                 Error::Comm { rank: peer, detail, .. } if peer.index != rank => {
                     control.lost(peer.index, CONNECT, &detail)
                 }
@@ -116,7 +117,7 @@ fn connect(control: &Control, limit: Duration) -> Result<Vec<Option<TcpStream>>>
             .map(|(peer, said)| {
                 let address: Address = serde_json::from_slice(said)
                     .map_err(|error| Error::comm(peer, CONNECT, format!("no address: {error}")))?;
-                call(control, peer, &address, &mine, limit)
+                call(control, peer, &address, &mine, patience)
             })
             .collect();
         // So that who waits at the door does not do so for nothing.
@@ -139,20 +140,23 @@ fn connect(control: &Control, limit: Duration) -> Result<Vec<Option<TcpStream>>>
     Ok(peers)
 }
 
-fn call(control: &Control, peer: u32, address: &Address, mine: &Hello, limit: Duration) -> Result<TcpStream> {
+fn call(control: &Control, peer: u32, address: &Address, mine: &Hello, patience: Patience<'_>) -> Result<TcpStream> {
     let known = control.stream(peer).and_then(|stream| stream.peer_addr().ok());
     let candidates = address.candidates_beside(known);
-    let until = Instant::now() + limit;
+    let wait = Wait::begin(patience);
     loop {
         let why = match knock(&candidates, mine, &|| control.check(CONNECT))? {
             Answer::In(stream) => return Ok(stream),
             Answer::Not(reply) => reply.words(),
             Answer::Nobody(why) => why,
         };
-        if Instant::now() >= until {
-            let detail = format!("cannot be reached at {} within {} s: {why}", address.host, limit.as_secs());
+        if wait.is_over() {
+            let detail = format!("cannot be reached at {} within {}: {why}", address.host, wait.limit());
             let hint = "all hosts of the run must reach each other by TCP, on any port";
             return Err(Error::Comm { rank: peer.into(), op: CONNECT, detail, hint: Some(hint.into()) });
+        }
+        if wait.is_due() {
+            wait.say(&format!("waiting for a connection to process {peer} at {}", address.host), Some(&why));
         }
         thread::sleep(Duration::from_millis(100));
     }

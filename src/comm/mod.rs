@@ -20,10 +20,13 @@ mod links;
 mod local;
 mod mesh;
 mod operation;
+mod patience;
 mod place;
+mod process;
 mod ranges;
 mod rendezvous;
 mod ring;
+mod sheet;
 #[cfg(test)]
 pub(crate) mod tests;
 mod traffic;
@@ -36,9 +39,12 @@ pub use control::{Control, Liveness};
 pub use launch::{Launch, Launcher, launch};
 pub use local::Local;
 pub use mesh::Mesh;
+pub use patience::{Note, Patience, Wait};
 pub use place::Place;
+pub use process::Process;
 pub(crate) use ranges::carved;
-pub use rendezvous::{KeepGoing, Meeting, meet, sweep};
+pub use rendezvous::{KeepGoing, Meeting, meet};
+pub use sheet::sweep;
 pub(crate) use traffic::Counter;
 pub use traffic::Traffic;
 

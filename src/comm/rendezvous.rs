@@ -1,25 +1,28 @@
-//! How the processes of one run find each other: rank 0 listens, the others call it.
+//! How the processes of one run find each other: process 0 listens, the others call it.
 //!
-//! Where that is, a [`Place`] says. In a folder it is a file named by the run, so that what an earlier one left behind is
-//! not taken; where a run has no name, a new file replaces the old one, and who has called the old address finds nobody
-//! or another token there, and looks again. Invariant: after the deadline everybody knows who did not come.
+//! Where that is, a [`Place`] says. In a folder it is a [sheet](super::sheet) named by the run; where a run has no name, who
+//! has called an old address finds nobody or another token there, and looks again. Invariant: after the deadline
+//! everybody knows who did not come.
+//!
+//! Who comes when all was called off is told so by a notice. Where the run has a name, or this process has called that
+//! very meeting, it ends there. Otherwise it may as well be the first of the next run, so that it says what it has
+//! heard, and waits.
 
 use std::fs;
-use std::io::{self, Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::io;
+use std::net::TcpStream;
+use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-
-use super::address::{Address, Candidate, listen};
+use super::address::{Candidate, doubt, listen};
 use super::control::{Control, Liveness};
 use super::door::{Answer, Door, knock};
 use super::fate::Gone;
 use super::hello::{Hello, Reply, Token};
-use super::{Part, Place};
+use super::patience::{Note, Patience, Wait};
+use super::sheet::{Name, Notice, Sheet};
+use super::{Part, Place, Process};
 use crate::error::{Error, Result};
 
 /// Asked in every wait: what it says ends that.
@@ -35,18 +38,14 @@ pub struct Meeting<'a> {
     /// A folder that all ranks see, for a token by which they know each other where `place` has none.
     pub shared: Option<&'a Path>,
     /// How long the first may wait for the last.
-    pub limit: Duration,
+    pub patience: Patience<'a>,
+    /// Whether who comes late is to hear that process 0 has called it off. What it leaves for that is in the folder.
+    pub calls_off: bool,
     pub liveness: Liveness,
     pub going: KeepGoing,
 }
 
-/// How the names of sheets begin.
-const SHEET: &str = "rendezvous-";
-
 const OP: &str = "rendezvous";
-const HINT: &str = "start all processes at the same time and see what those say that did not come; the folder of DST has to be \
-                    on a file system that all processes share; where the network keeps them apart, --rendezvous \
-                    tcp://HOST:PORT names an address of process 0 that all reach";
 
 /// Meet the other ranks.
 ///
@@ -56,15 +55,19 @@ pub fn meet(meeting: &Meeting<'_>) -> Result<Control> {
     if meeting.part.is_alone() {
         return Ok(Control::alone(Arc::clone(&meeting.going)));
     }
-    let met = if meeting.part.index == 0 { meeting.host() } else { meeting.call() };
+    let met = match meeting.refuse_folder() {
+        Err(error) => Err(error),
+        Ok(()) if meeting.part.index == 0 => meeting.host(),
+        Ok(()) => meeting.call(),
+    };
     met.map_err(|error| match error {
-        Error::Comm { rank, op, detail, hint: None } => Error::Comm { rank, op, detail, hint: Some(HINT.into()) },
+        Error::Comm { rank, op, detail, hint: None } => Error::Comm { rank, op, detail, hint: Some(meeting.hint()) },
         error => error,
     })
 }
 
 impl Meeting<'_> {
-    /// Where rank 0 leaves its sheet, if anywhere.
+    /// Where process 0 leaves its sheet, if anywhere.
     fn folder(&self) -> Option<&Path> {
         match self.place {
             Place::Folder(folder) => Some(folder),
@@ -72,12 +75,45 @@ impl Meeting<'_> {
         }
     }
 
+    /// What all of the run call its sheet, if it has one.
+    fn name(&self) -> Option<Name> {
+        self.folder().map(|folder| Name::new(folder, self.run, self.part.of))
+    }
+
+    /// # Errors
+    /// Where nobody can meet, now or later; at process 0 that the folder is not there.
+    fn refuse_folder(&self) -> Result<()> {
+        let Some(folder) = self.folder() else { return Ok(()) };
+        match fs::metadata(folder) {
+            Ok(data) if !data.is_dir() => Err(Error::io("meet in", folder)(io::ErrorKind::NotADirectory.into())),
+            Err(error) if self.part.index == 0 => Err(Error::io("meet in", folder)(error)),
+            _ => Ok(()),
+        }
+    }
+
+    fn hint(&self) -> String {
+        let host = Process::this().host;
+        let shared = match (self.place, self.folder()) {
+            (Place::Folder(told), _) if self.shared != Some(told) => format!("{} has", told.display()),
+            _ => String::from("the folder of DST has"),
+        };
+        let doubt = self.folder().map_or_else(String::new, |folder| {
+            let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.to_path_buf());
+            format!(" (is {} on {host} the same as on the other hosts?)", folder.display())
+        });
+        format!(
+            "start all processes at the same time, each once, and see what those say that did not come; {shared} to be on a \
+             file system that all processes share{doubt}; where the network keeps them apart, --rendezvous \
+             tcp://HOST:PORT names an address of process 0 that all reach"
+        )
+    }
+
     /// Where no folder is shared: it keeps other runs out, and nobody who guesses it.
     fn token_of_run(&self) -> Token {
         *blake3::hash(format!("dtshard rendezvous of run {}", self.run.unwrap_or_default()).as_bytes()).as_bytes()
     }
 
-    /// As rank 0.
+    /// As process 0.
     fn host(&self) -> Result<Control> {
         let here = |error: io::Error| Error::comm(0, OP, format!("cannot listen at {}: {error}", self.place));
         let listener = match self.place {
@@ -89,13 +125,27 @@ impl Meeting<'_> {
         if self.folder().is_some() {
             getrandom::fill(&mut token).map_err(|error| here(error.into()))?;
         }
-        let sheet = self.folder().map(|folder| Sheet::post(folder, self, &listener, token)).transpose()?;
+        let sheet = self.name().map(|name| Sheet::post(name, &listener, token)).transpose()?;
         let mut door = Hello::new((0, self.part.of), token)
             .and_then(|mine| Door::open(listener, mine, 1..self.part.of))
             .map_err(here)?;
-        let until = Instant::now() + self.limit;
-        if let Err(error) = door.admit(OP, self.limit, &*self.going) {
-            door.send_away(&Gone::because(&error), until, &*self.going);
+        if let Place::Tcp { host, .. } = self.place {
+            let host = host.clone();
+            door.ask(move || doubt(&host));
+        }
+        let wait = Wait::begin(self.patience);
+        let going = || {
+            (self.going)()?;
+            sheet.as_ref().map_or(Ok(()), |sheet| sheet.check(OP))
+        };
+        if let Err(error) = door.admit(OP, &wait, &going, Door::tell_all) {
+            // Where there are two of one, one that is missing will never come.
+            let is_in_vain = door.is_contested() || sheet.as_ref().is_some_and(|sheet| sheet.rival().is_some());
+            let until = if is_in_vain { Instant::now() } else { wait.until() };
+            let missing = door.send_away(&Gone::because(&error), until, &*self.going);
+            if let (Some(sheet), Error::Comm { rank, detail, .. }, true) = (&sheet, &error, self.calls_off) {
+                sheet.call_off(&missing, (rank.index, detail));
+            }
             return Err(error);
         }
         // Nobody needs it any more.
@@ -116,24 +166,45 @@ impl Meeting<'_> {
     fn call(&self) -> Result<Control> {
         let here = |error: io::Error| Error::comm(self.part.index, OP, error.to_string());
         let mut hello = Hello::new((self.part.index, self.part.of), Token::default()).map_err(here)?;
-        let until = Instant::now() + self.limit;
+        let wait = Wait::begin(self.patience);
+        let (name, mut heard) = (self.name(), Heard::default());
+        let whom = format!("waiting for process 0 at {}", self.place);
         let mut pause = Duration::from_millis(10);
         loop {
-            let whom = self.whom_to_call().map(|(candidates, token)| {
-                hello.token = token;
-                candidates
-            });
-            let why = match whom {
-                Err(why) => why,
-                Ok(candidates) => match knock(&candidates, &hello, &*self.going)? {
-                    Answer::In(stream) => return self.wait_inside(stream, hello.token),
-                    Answer::Not(Reply::AnotherRun(words)) if self.may_be_replaced() => words,
-                    Answer::Not(reply) => return Err(Error::comm(0, OP, format!("not let in: {}", reply.words()))),
-                    Answer::Nobody(why) => format!("nobody answers at {}: {why}", self.place),
-                },
-            };
-            if Instant::now() >= until {
-                return Err(Error::comm(0, OP, format!("did not come within {} s: {why}", self.limit.as_secs())));
+            match self.whom_to_call(name.as_ref(), &mut hello.token) {
+                Err(why) => {
+                    heard.absent(why);
+                    if let Some(notice) = name.as_ref().and_then(|name| name.take_notice(self.part)) {
+                        self.hear_of(&notice, hello.token, &mut heard)?;
+                    }
+                }
+                Ok((candidates, owner)) => {
+                    let why = heard.why();
+                    let going = || {
+                        if wait.is_due() {
+                            wait.say(&whom, why.as_deref());
+                        }
+                        (self.going)()
+                    };
+                    match knock(&candidates, &hello, &going)? {
+                        Answer::In(stream) => return self.wait_inside(stream, hello.token),
+                        Answer::Not(Reply::AnotherRun(words)) if self.may_be_replaced() => heard.called(words),
+                        Answer::Not(reply) => {
+                            return Err(Error::comm(0, OP, format!("not let in: {}", reply.words())));
+                        }
+                        Answer::Nobody(why) => {
+                            heard.called(format!("nobody answers at {}: {why}", self.place));
+                            self.look_after(owner.as_ref(), &mut heard);
+                        }
+                    }
+                }
+            }
+            if wait.is_over() {
+                let why = heard.why().unwrap_or_default();
+                return Err(Error::comm(0, OP, format!("did not come within {}: {why}", wait.limit())));
+            }
+            if wait.is_due() {
+                wait.say(&whom, heard.why().as_deref());
             }
             (self.going)()?;
             std::thread::sleep(pause);
@@ -141,30 +212,63 @@ impl Meeting<'_> {
         }
     }
 
-    /// Whether somebody else than rank 0 may answer where it is going to.
+    /// What to do about a meeting that was called off: nothing, where it need not have been this one.
+    fn hear_of(&self, notice: &Notice, called: Token, heard: &mut Heard) -> Result<()> {
+        let (why, origin) = (&notice.why, notice.origin());
+        if self.run.is_some() || called == notice.token {
+            let called = heard.called.as_ref().map_or_else(String::new, |why| format!("; before that {why}"));
+            return Err(Error::comm(notice.rank, OP, format!("{why}; {origin}{called}")));
+        }
+        self.remember(format!("an earlier meeting here has failed: process {}: {why}; {origin}", notice.rank), heard);
+        Ok(())
+    }
+
+    /// Whether the one whose address it is, and where nobody answers, is known to be gone.
+    fn look_after(&self, owner: Option<&Process>, heard: &mut Heard) {
+        let Some(owner) = owner.filter(|owner| heard.gone.as_ref() != Some(owner) && owner.has_ended()) else { return };
+        heard.gone = Some(owner.clone());
+        self.remember(format!("process 0 that others were to meet here, {owner}, has ended"), heard);
+    }
+
+    /// Say at once what becomes of those who have been here before, and then that this one waits for another.
+    fn remember(&self, words: String, heard: &mut Heard) {
+        Wait::begin(self.patience).tell(Note::Own(&format!("{words}; waiting for process 0 of another run")));
+        heard.earlier = Some(words);
+    }
+
+    /// Whether somebody else than process 0 may answer where it is going to.
     fn may_be_replaced(&self) -> bool {
         self.folder().is_some() || !matches!(self.place, Place::Tcp { ports, .. } if ports.len() == 1)
     }
 
-    fn whom_to_call(&self) -> Result<(Vec<Candidate>, Token), String> {
-        let words = self.folder().map(|folder| Sheet::read(folder, self)).transpose()?;
-        let token = words.as_ref().map_or_else(|| self.token_of_run(), |words| words.token);
-        let candidates = match self.place {
-            Place::Tcp { host, ports } => ports.iter().map(|port| (host.clone(), *port)).collect(),
-            Place::Folder(_) => words.map_or_else(Vec::new, |words| words.address.candidates()),
+    /// And who has said that it is there. `token` becomes that by which it is known.
+    fn whom_to_call(
+        &self,
+        name: Option<&Name>,
+        token: &mut Token,
+    ) -> Result<(Vec<Candidate>, Option<Process>), String> {
+        let words = name.map(Name::words).transpose()?;
+        *token = words.as_ref().map_or_else(|| self.token_of_run(), |words| words.token);
+        let candidates = match (self.place, &words) {
+            (Place::Tcp { host, ports }, _) => ports.iter().map(|port| (host.clone(), *port)).collect(),
+            (Place::Folder(_), Some(words)) => words.address.candidates(),
+            (Place::Folder(_), None) => Vec::new(),
         };
-        Ok((candidates, token))
+        Ok((candidates, words.map(|words| words.process)))
     }
 
     /// Until the last one has come.
     fn wait_inside(&self, stream: TcpStream, token: Token) -> Result<Control> {
         // Rank 0 has waited for longer, and says more when it gives up.
-        let until = Instant::now() + self.limit + Duration::from_secs(10);
-        match Reply::receive(&stream, until, &*self.going)? {
-            Ok(Reply::Welcome) => {}
-            Ok(Reply::GaveUp(gone)) if gone.rank < self.part.of => return Err(gone.error(OP)),
-            Ok(reply) => return Err(Error::comm(0, OP, format!("gave up: {}", reply.words()))),
-            Err(error) => return Err(Error::comm(0, OP, format!("{error}, while others were waited for"))),
+        let until = Instant::now() + self.patience.limit + Duration::from_secs(10);
+        loop {
+            match Reply::receive(&stream, until, &*self.going)? {
+                Ok(Reply::Welcome) => break,
+                Ok(Reply::Waiting(words)) => (self.patience.tell)(Note::OfFirst(&words)),
+                Ok(Reply::GaveUp(gone)) if gone.rank < self.part.of => return Err(gone.error(OP)),
+                Ok(reply) => return Err(Error::comm(0, OP, format!("gave up: {}", reply.words()))),
+                Err(error) => return Err(Error::comm(0, OP, format!("{error}, while others were waited for"))),
+            }
         }
         let mut streams: Vec<_> = (0..self.part.of).map(|_| None).collect();
         streams[0] = Some(stream);
@@ -172,86 +276,33 @@ impl Meeting<'_> {
     }
 }
 
-/// The file that says where rank 0 is. Dropping it removes it, unless another run has put its own there.
-#[derive(Debug)]
-struct Sheet {
-    path: PathBuf,
-    token: Token,
+/// Why a process has not met process 0 so far. What it heard when it called says more than that there is nobody to call.
+#[derive(Debug, Default)]
+struct Heard {
+    called: Option<String>,
+    absent: Option<String>,
+    /// Of those who were here before.
+    earlier: Option<String>,
+    /// Who is known to have ended.
+    gone: Option<Process>,
 }
 
-#[derive(Serialize, Deserialize)]
-struct Words {
-    address: Address,
-    token: Token,
-}
-
-impl Sheet {
-    fn path(folder: &Path, meeting: &Meeting<'_>) -> PathBuf {
-        // What a run is called may hold anything.
-        let name = blake3::hash(format!("{} {}", meeting.part.of, meeting.run.unwrap_or_default()).as_bytes());
-        folder.join(format!("{SHEET}{}.json", &name.to_hex()[..16]))
+impl Heard {
+    fn absent(&mut self, why: String) {
+        self.absent = Some(why);
     }
 
-    /// In place of one that an earlier run has left. It appears complete, and only its owner reads it.
-    fn post(folder: &Path, meeting: &Meeting<'_>, listener: &TcpListener, token: Token) -> Result<Self> {
-        let path = Self::path(folder, meeting);
-        let draft = path.with_extension(format!("{}.tmp", std::process::id()));
-        let write = || -> io::Result<()> {
-            let words = serde_json::to_vec(&Words { address: Address::of(listener)?, token })?;
-            let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&draft)?;
-            file.write_all(&words)?;
-            // Another node may see the name before the bytes.
-            file.sync_all()?;
-            fs::rename(&draft, &path)
+    fn called(&mut self, why: String) {
+        self.called = Some(why);
+        self.absent = None;
+    }
+
+    fn why(&self) -> Option<String> {
+        let called = match (&self.absent, &self.called) {
+            (Some(absent), Some(called)) => Some(format!("{absent}; before that {called}")),
+            (absent, called) => absent.clone().or_else(|| called.clone()),
         };
-        write().inspect_err(|_| drop(fs::remove_file(&draft))).map_err(Error::io("write", &path))?;
-        Ok(Self { path, token })
+        let all: Vec<String> = called.into_iter().chain(self.earlier.clone()).collect();
+        (!all.is_empty()).then(|| all.join("; "))
     }
-
-    /// Whom to call, or why there is nobody yet.
-    fn read(folder: &Path, meeting: &Meeting<'_>) -> Result<Words, String> {
-        let path = Self::path(folder, meeting);
-        // A network file system looks anew for what was not there once the folder is opened.
-        drop(fs::read_dir(folder));
-        Words::read(&path).map_err(|error| format!("it has not written {} ({error})", path.display()))
-    }
-}
-
-impl Words {
-    fn read(path: &Path) -> io::Result<Self> {
-        let mut bytes = Vec::new();
-        fs::File::open(path)?.take(1 << 16).read_to_end(&mut bytes)?;
-        Ok(serde_json::from_slice(&bytes)?)
-    }
-}
-
-impl Drop for Sheet {
-    fn drop(&mut self) {
-        if Words::read(&self.path).is_ok_and(|words| words.token == self.token) {
-            let _ = fs::remove_file(&self.path);
-        }
-    }
-}
-
-/// Take away the sheets of runs that were killed as they met: those that say nothing, and those that are older than
-/// anybody waits.
-pub fn sweep(folder: &Path) {
-    const OLD: Duration = Duration::from_hours(1);
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        if !entry.file_name().to_string_lossy().starts_with(SHEET) {
-            continue;
-        }
-        let path = entry.path();
-        let is_old = || entry.metadata().is_ok_and(|data| data.modified().is_ok_and(|at| is_past(at, OLD)));
-        // It appears complete.
-        let is_none = path.extension().is_some_and(|suffix| suffix == "json")
-            && Words::read(&path).is_err_and(|error| error.kind() != io::ErrorKind::NotFound);
-        if is_none || is_old() {
-            let _ = fs::remove_file(path);
-        }
-    }
-}
-
-fn is_past(at: SystemTime, age: Duration) -> bool {
-    at.elapsed().is_ok_and(|elapsed| elapsed > age)
 }

@@ -9,14 +9,16 @@
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::comm::{self, Communicator, Part};
+use crate::comm::{self, Communicator, Part, Patience, Process, Wait};
 use crate::error::{Error, Peer, Result};
-use crate::exec::staging::Process;
 
 pub struct MeetingPlace {
     folder: PathBuf,
+    destination: PathBuf,
+    /// Whether DST was there when this process came.
+    was_there: bool,
     /// What was not there of the folders above it, the innermost first.
     made: Vec<PathBuf>,
     /// That of this run, once it is agreed on.
@@ -48,7 +50,9 @@ impl MeetingPlace {
         let hidden = [".".as_ref(), name, ".dtshard-meeting".as_ref()].into_iter().collect::<OsString>();
         let folder = destination.with_file_name(hidden);
         let is_first = part.index == 0;
-        let mut place = Self { folder, made: Vec::new(), of_run: None, is_first, end: End::Failed };
+        let (destination, was_there) = (destination.to_path_buf(), destination.exists());
+        let mut place =
+            Self { folder, destination, was_there, made: Vec::new(), of_run: None, is_first, end: End::Failed };
         // Others wait for what the first puts there.
         if is_first {
             let above = place.folder.ancestors().skip(1);
@@ -64,11 +68,11 @@ impl MeetingPlace {
         &self.folder
     }
 
-    /// Agree on a folder that no other run has, which the first makes, and all see before `limit` is over. Collective.
+    /// Agree on a folder that no other run has, which the first makes, and all see in time. Collective.
     ///
     /// # Errors
     /// `Io`, and as [`Communicator::gather`]; `Comm` naming one that does not see it.
-    pub fn of_run(&mut self, communicator: &impl Communicator, limit: Duration) -> Result<PathBuf> {
+    pub fn of_run(&mut self, communicator: &impl Communicator, patience: Patience<'_>) -> Result<PathBuf> {
         let number = communicator.settle(
             getrandom::u64().map_err(|error| Error::io("draw a random number in", &self.folder)(error.into())),
         )?;
@@ -76,14 +80,20 @@ impl MeetingPlace {
         let name = blake3::hash(&said[0]).to_hex();
         let folder = self.of_run.insert(self.folder.join(&name[..16])).clone();
         communicator.settle(if self.is_first { make(&folder) } else { Ok(()) })?;
-        let is_seen = see(&folder, communicator, limit)?;
-        let sight = communicator.gather(&[u8::from(is_seen)])?;
-        match (0..).zip(&sight).find(|(_, said)| **said != [1]) {
+        let is_seen = see(&folder, communicator, patience)?;
+        // Who does not see it says where that is.
+        let blind = (!is_seen).then(|| format!(" (on {})", Process::this().host));
+        let sight = communicator.gather(blind.unwrap_or_default().as_bytes())?;
+        match (0..).zip(&sight).find(|(_, blind)| !blind.is_empty()) {
             None => Ok(folder),
-            Some((rank, _)) => Err(Error::Comm {
+            Some((rank, host)) => Err(Error::Comm {
                 rank: Peer::from(rank),
                 op: "meet",
-                detail: format!("it does not see {}, which process 0 has made", folder.display()),
+                detail: format!(
+                    "it does not see {}, which process 0 has made{}",
+                    folder.display(),
+                    String::from_utf8_lossy(host)
+                ),
                 hint: Some(String::from("the folder of DST has to be on a file system that all processes share")),
             }),
         }
@@ -113,16 +123,19 @@ fn remove(folder: &Path) {
 }
 
 /// Whether a folder shows in time.
-fn see(folder: &Path, communicator: &impl Communicator, limit: Duration) -> Result<bool> {
-    let begun = Instant::now();
+fn see(folder: &Path, communicator: &impl Communicator, patience: Patience<'_>) -> Result<bool> {
+    let wait = Wait::begin(patience);
     loop {
         // A network file system looks anew for what was not there once the folder above is listed.
         let mut entries = folder.parent().and_then(|above| fs::read_dir(above).ok()).into_iter().flatten().flatten();
         if entries.any(|entry| Some(&*entry.file_name()) == folder.file_name()) {
             return Ok(true);
         }
-        if begun.elapsed() > limit {
+        if wait.is_over() {
             return Ok(false);
+        }
+        if wait.is_due() {
+            wait.say(&format!("waiting to see {}, which process 0 has made", folder.display()), None);
         }
         communicator.check()?;
         std::thread::sleep(Duration::from_millis(50));
@@ -156,8 +169,12 @@ impl Drop for MeetingPlace {
             return;
         }
         self.of_run.iter().for_each(|folder| remove(folder));
+        // By this run or, meanwhile, by another one: who has not come need not hear any more that he is late.
+        let is_published = !self.was_there && self.destination.exists();
         if self.end == End::Published {
             sweep(&self.folder);
+        } else if is_published {
+            comm::sweep(&self.folder);
         }
         // Unless another run is there, or has made something.
         let mut folders = [&self.folder].into_iter().chain(&self.made);

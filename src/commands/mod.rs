@@ -37,6 +37,7 @@ mod told;
 mod told_options;
 mod unshard;
 mod verify;
+mod waiting;
 mod whole;
 
 use std::ffi::OsString;

@@ -15,10 +15,13 @@ use super::meeting_place::MeetingPlace;
 use super::printer::Printer;
 use super::roster::Roster;
 use super::run::Run;
+use super::waiting::{meet_within, patience, teller};
 use super::{input, progress::Progress};
 use crate::catalog::TensorId;
 use crate::cli::{Backend, ConvertArgs, ExchangeArgs, SourceSight};
-use crate::comm::{Communicator, Launcher, Liveness, Meeting, Mesh, Part, Place, Traffic, meet, process_environment};
+use crate::comm::{
+    Communicator, Launcher, Liveness, Meeting, Mesh, Part, Patience, Place, Traffic, meet, process_environment,
+};
 use crate::error::{Error, Result};
 use crate::exec::Extents;
 use crate::exec::compare::ReplicaDifference;
@@ -28,15 +31,10 @@ use crate::exec::exchange::{
     differing_pair,
 };
 use crate::exec::fingerprint::Fingerprint;
-use crate::fault;
 use crate::format::{Checkpoint, ReadOptions};
 use crate::gpu::DeviceShuffle;
 use crate::quantity::human_bytes;
 use crate::twin::{self, Twin};
-
-/// How long the first waits for the last.
-const MEET_WITHIN: Duration = Duration::from_mins(2);
-const HURRIED: Duration = Duration::from_secs(10);
 
 /// How long it takes at the most until all hear of one that is gone.
 const HEARD_WITHIN: Duration = Duration::from_secs(1);
@@ -114,10 +112,12 @@ impl Peers {
         })?;
         // What is read is never written to, not even to meet there.
         refuse_nesting("the source", &args.src, destination)?;
-        let mut met = meet_others(destination, args, run, meet_within())?;
+        let tell = teller(run);
+        let patience = patience(meet_within(), &tell);
+        let mut met = meet_others(destination, args, run, patience, true)?;
         let (mesh, place) = (&met.mesh, &mut met.place);
         let read = || -> Result<_> {
-            let folder = place.of_run(mesh, meet_within())?;
+            let folder = place.of_run(mesh, patience)?;
             let twin = is_per_rank.then(|| twin::make(mesh, &args.src, &folder.join("source"))).transpose()?;
             let checkpoint = match &twin {
                 Some(twin) => {
@@ -142,7 +142,10 @@ impl Peers {
     /// # Errors
     /// `Comm` where not all come within `limit`, `Usage` where they have other options, and from the devices.
     pub fn join(args: &ConvertArgs, destination: &Path, run: &Run<'_>, limit: Duration) -> Result<Option<Self>> {
-        let peers = Self::linked(args, meet_others(destination, args, run, limit)?, None, run)?;
+        let tell = teller(run);
+        // All go on without each other where they do not meet, and nothing is left beside DST then.
+        let met = meet_others(destination, args, run, patience(limit, &tell), false)?;
+        let peers = Self::linked(args, met, None, run)?;
         if let Link::Devices(..) = peers.link {
             return Ok(Some(peers));
         }
@@ -356,7 +359,13 @@ struct Met {
 }
 
 /// Meet the others beside DST.
-fn meet_others(destination: &Path, args: &ConvertArgs, run: &Run<'_>, limit: Duration) -> Result<Met> {
+fn meet_others(
+    destination: &Path,
+    args: &ConvertArgs,
+    run: &Run<'_>,
+    patience: Patience<'_>,
+    calls_off: bool,
+) -> Result<Met> {
     let launch = &run.launch;
     let place = MeetingPlace::beside(destination, launch.part)?;
     let stop = run.stop.clone();
@@ -366,11 +375,12 @@ fn meet_others(destination: &Path, args: &ConvertArgs, run: &Run<'_>, limit: Dur
         run: launch.run.as_deref(),
         place: &Place::choose(rendezvous, launch.launcher, &process_environment, place.folder())?,
         shared: Some(place.folder()),
-        limit,
+        patience,
+        calls_off,
         liveness: Liveness::default(),
         going: Arc::new(move || stop.check()),
     };
-    let mesh = meet(&meeting).and_then(|control| Mesh::connect(control, limit));
+    let mesh = meet(&meeting).and_then(|control| Mesh::connect(control, patience));
     let mesh = mesh.map_err(|error| Roster::unknown(launch.part).name(error))?;
     let roster = Roster::meet(&mesh).map_err(|error| Roster::unknown(launch.part).name(error))?;
     let agreed = alike::agree(&mesh, args).and_then(|()| Parties::meet(&mesh));
@@ -401,8 +411,4 @@ fn cause(mesh: &Mesh, error: Error) -> Error {
         std::thread::sleep(Duration::from_millis(20));
     }
     error
-}
-
-fn meet_within() -> Duration {
-    fault::patience(MEET_WITHIN, HURRIED)
 }

@@ -1,8 +1,7 @@
 //! Roster: where the processes of a run are, so that whoever reads of one finds it: `process 2 of 4 (n1, pid 4711)`.
 
-use crate::comm::{Communicator, Part};
+use crate::comm::{Communicator, Part, Process};
 use crate::error::{Error, Peer, Result};
-use crate::exec::staging::Process;
 
 pub struct Roster {
     of: u32,

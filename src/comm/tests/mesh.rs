@@ -5,7 +5,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 use super::conformance::{Fleet, conforms, run};
-use crate::comm::{Communicator, Control, Liveness, Meeting, Mesh, Part, Place, meet};
+use crate::comm::{Communicator, Control, Liveness, Meeting, Mesh, Part, Patience, Place, meet};
 use crate::error::Error;
 
 /// Threads that meet as processes do, by files in a folder.
@@ -32,7 +32,8 @@ impl Sockets {
             part: Part { index: rank, of: size },
             run: Some(&run),
             place: &Place::Folder(self.folder.path().into()),
-            limit: Duration::from_secs(30),
+            patience: Patience::silent(Duration::from_secs(30)),
+            calls_off: true,
             shared: None,
             liveness: Liveness { beat: Duration::from_millis(300), ..Liveness::default() },
             going: Arc::new(|| Ok(())),
@@ -45,7 +46,7 @@ impl Fleet for Sockets {
     type Rank = Mesh;
 
     fn rank(&self, rank: u32, size: u32) -> Mesh {
-        Mesh::connect(self.control(rank, size), Duration::from_secs(30)).unwrap()
+        Mesh::connect(self.control(rank, size), Patience::silent(Duration::from_secs(30))).unwrap()
     }
 
     fn memory(&self, _: &Mesh, bytes: &[u8]) -> Vec<u8> {

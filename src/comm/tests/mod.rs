@@ -1,5 +1,6 @@
 //! Environments as the launchers make them, and communicators.
 
+mod calling_off;
 pub(crate) mod conformance;
 mod contradictions;
 mod launchers;

@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 use super::conformance::PATIENCE;
-use crate::comm::{Communicator, Liveness, Meeting, Mesh, Part, Place, meet};
+use crate::comm::{Communicator, Liveness, Meeting, Mesh, Part, Patience, Place, meet};
 use crate::error::Result;
 
 const VARIABLE: &str = "DTSHARD_TEST_RANK";
@@ -43,7 +43,8 @@ fn work(part: Part, work: &str, folder: &Path) -> Result<()> {
         part,
         run: Some("1"),
         place: &Place::Folder(folder.into()),
-        limit: PATIENCE,
+        patience: Patience::silent(PATIENCE),
+        calls_off: true,
         shared: None,
         liveness: LIVENESS,
         going: Arc::new(|| Ok(())),
@@ -55,7 +56,7 @@ fn work(part: Part, work: &str, folder: &Path) -> Result<()> {
             thread::sleep(PATIENCE);
         }
     }
-    let mesh = Mesh::connect(control, PATIENCE)?;
+    let mesh = Mesh::connect(control, Patience::silent(PATIENCE))?;
     say("working");
     if work == "late" && part.index == 1 {
         thread::sleep(PATIENCE);

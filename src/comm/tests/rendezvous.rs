@@ -13,34 +13,47 @@ use crate::comm::address::listen;
 use crate::comm::fate::ENDED;
 use crate::comm::frame::{Frame, MOST};
 use crate::comm::hello::{Hello, Reply};
-use crate::comm::{Control, Liveness, Meeting, Part, Place, meet};
+use crate::comm::{Control, Liveness, Meeting, Note, Part, Patience, Place, meet};
 use crate::error::{Error, Result};
+
+pub type Tell = Arc<dyn Fn(Note<'_>) + Send + Sync>;
 
 /// One rank of a test, which comes to a place.
 #[derive(Clone)]
-struct Comer {
-    part: Part,
-    run: Option<&'static str>,
-    place: Place,
-    shared: Option<PathBuf>,
-    limit: Duration,
+pub struct Comer {
+    pub part: Part,
+    pub run: Option<&'static str>,
+    pub place: Place,
+    pub shared: Option<PathBuf>,
+    pub limit: Duration,
+    pub calls_off: bool,
+    /// Who hears whom it waits for, soon and often.
+    pub tell: Option<Tell>,
 }
 
-const SOON: Duration = Duration::from_secs(1);
-const LONG: Duration = Duration::from_secs(30);
+pub const SOON: Duration = Duration::from_secs(1);
+pub const LONG: Duration = Duration::from_secs(30);
 
 impl Comer {
-    fn new(index: u32, of: u32, place: &Place, limit: Duration) -> Self {
-        Self { part: Part { index, of }, run: Some("77.0"), place: place.clone(), shared: None, limit }
+    pub fn new(index: u32, of: u32, place: &Place, limit: Duration) -> Self {
+        let (part, place) = (Part { index, of }, place.clone());
+        Self { part, run: Some("77.0"), place, shared: None, limit, calls_off: true, tell: None }
     }
 
-    fn comes(self) -> JoinHandle<Result<Control>> {
+    pub fn comes(self) -> JoinHandle<Result<Control>> {
         thread::spawn(move || {
+            let silent = Patience::silent(self.limit);
+            let often = Duration::from_millis(200);
+            let patience = match &self.tell {
+                None => silent,
+                Some(tell) => Patience { first: often, again: often, tell: &**tell, ..silent },
+            };
             meet(&Meeting {
                 part: self.part,
                 run: self.run,
                 place: &self.place,
-                limit: self.limit,
+                patience,
+                calls_off: self.calls_off,
                 shared: self.shared.as_deref(),
                 liveness: Liveness::default(),
                 going: Arc::new(|| Ok(())),
@@ -48,30 +61,30 @@ impl Comer {
         })
     }
 
-    fn fails(self) -> String {
+    pub fn fails(self) -> String {
         words(self.comes())
     }
 }
 
-fn words(comer: JoinHandle<Result<Control>>) -> String {
+pub fn words(comer: JoinHandle<Result<Control>>) -> String {
     let error = comer.join().unwrap().map(drop).unwrap_err();
     assert!(error.hint().is_some_and(|hint| hint.contains("--rendezvous")), "{error:?}");
     error.to_string()
 }
 
 /// A place by TCP that nobody is at.
-fn free() -> Place {
+pub fn free() -> Place {
     Place::Tcp { host: "127.0.0.1".into(), ports: vec![listen(&[0]).unwrap().local_addr().unwrap().port()] }
 }
 
-fn folder() -> (TempDir, Place) {
+pub fn folder() -> (TempDir, Place) {
     let folder = TempDir::new().unwrap();
     let place = Place::Folder(folder.path().into());
     (folder, place)
 }
 
 /// They are one run: each hears the others.
-fn talk(comers: Vec<JoinHandle<Result<Control>>>) {
+pub fn talk(comers: Vec<JoinHandle<Result<Control>>>) {
     let ranks = comers.into_iter().map(|comer| {
         let control = comer.join().unwrap().unwrap();
         thread::spawn(move || {
@@ -161,7 +174,7 @@ fn rank_0_does_not_come() {
 }
 
 /// The one file in a folder, once it is there.
-fn sheet(folder: &Path) -> (PathBuf, Vec<u8>) {
+pub fn sheet(folder: &Path) -> (PathBuf, Vec<u8>) {
     let until = Instant::now() + LONG;
     loop {
         let path = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).next();
@@ -207,18 +220,15 @@ fn a_file_that_an_earlier_run_left_is_not_taken() {
 #[test]
 fn who_is_not_of_the_run_is_turned_away() {
     let place = free();
-    let first = Comer::new(0, 3, &place, Duration::from_secs(3)).comes();
+    let first = Comer::new(0, 3, &place, Duration::from_secs(2)).comes();
     let fewer = Comer::new(1, 2, &place, LONG).fails();
     assert!(fewer.contains("process 1 counts 2 processes, this run has 3"), "{fewer}");
     let other = Comer { run: Some("78.0"), ..Comer::new(1, 3, &place, LONG) }.fails();
     assert!(other.contains("process 1 is of another run: its token differs"), "{other}");
     let right = Comer::new(1, 3, &place, LONG).comes();
-    thread::sleep(Duration::from_millis(200));
-    let twice = Comer::new(1, 3, &place, LONG).fails();
-    assert!(twice.contains("process 1 is there already: two take themselves for it"), "{twice}");
     for said in [words(first), words(right)] {
         assert!(
-            said.contains("process 2: rendezvous: did not come within 3 s; turned away: 127.0.0.1: process 1 counts"),
+            said.contains("process 2: rendezvous: did not come within 2 s; turned away: 127.0.0.1: process 1 counts"),
             "{said}"
         );
     }
@@ -249,29 +259,6 @@ fn by_tcp_with_a_token_that_is_in_a_folder() {
     words(first);
     let nowhere = Comer { shared: Some(kept.path().join("nowhere")), ..comer(1, SOON) }.fails();
     assert!(nowhere.contains("it has not written"), "{nowhere}");
-}
-
-#[test]
-fn sheets_that_nobody_is_behind_are_swept_away() {
-    let (kept, place) = folder();
-    let first = Comer::new(0, 2, &place, SOON).comes();
-    let (path, words_there) = sheet(kept.path());
-    let old = kept.path().join("rendezvous-0000.json");
-    fs::write(&old, &words_there).unwrap();
-    let long_ago = std::time::SystemTime::now() - Duration::from_hours(2);
-    fs::File::options().append(true).open(&old).unwrap().set_modified(long_ago).unwrap();
-    fs::write(kept.path().join("rendezvous-1111.json"), "{}").unwrap();
-    fs::write(kept.path().join("other.json"), "{}").unwrap();
-    crate::comm::sweep(kept.path());
-    let mut left: Vec<PathBuf> = fs::read_dir(kept.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
-    left.sort();
-    assert_eq!(left, [kept.path().join("other.json"), path.clone()]);
-    // Another run has put its own there.
-    let mut other: serde_json::Value = serde_json::from_slice(&words_there).unwrap();
-    other["token"][0] = ((other["token"][0].as_u64().unwrap() + 1) % 256).into();
-    fs::write(&path, other.to_string()).unwrap();
-    words(first);
-    assert!(path.exists());
 }
 
 fn connect(place: &Place) -> TcpStream {
@@ -313,7 +300,7 @@ fn is_welcome(stream: &TcpStream) {
     assert_eq!(reply, Reply::Welcome);
 }
 
-/// A rank 1 of 2 that has met rank 0 and says what a test likes.
+/// A rank 1 of 2 that has met process 0 and says what a test likes.
 fn stranger(place: &Place, said: &[u8]) -> TcpStream {
     let mut stream = guest(place, 2);
     is_welcome(&stream);
@@ -370,8 +357,10 @@ fn every_wait_asks_whether_to_go_on() {
         thread::spawn(move || {
             let part = Part { index, of };
             let liveness = Liveness::default();
+            let patience = Patience::silent(LONG);
+            let run = Some("77.0");
             let meeting =
-                Meeting { part, run: Some("77.0"), place: &place, shared: None, limit: LONG, liveness, going };
+                Meeting { part, run, place: &place, shared: None, patience, calls_off: true, liveness, going };
             let control = meet(&meeting)?;
             control.gather(&[]).map(drop)
         })

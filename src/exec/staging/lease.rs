@@ -19,10 +19,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::life::Process;
 use super::place::{is_gone, unique};
 use super::plan::read_at_most;
-use crate::comm::Part;
+use crate::comm::{Part, Process};
 use crate::error::{Error, Result};
 use crate::fault;
 

@@ -45,7 +45,6 @@ use std::time::{Duration, Instant};
 
 pub use commit::Seal;
 pub use foresee::Foreseen;
-pub use life::Process;
 pub use wait::{Missing, Other, OtherState, Waited};
 
 use self::lease::{Lease, Seen};

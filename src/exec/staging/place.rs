@@ -14,8 +14,8 @@ use std::time::SystemTime;
 use rustix::fs::{CWD, RenameFlags};
 use rustix::io::Errno;
 
-use super::life::Process;
 use super::plan::Planned;
+use crate::comm::Process;
 use crate::error::{Error, Result};
 use crate::exec::about::About;
 use crate::fault;

@@ -14,8 +14,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::lease::{LeaseName, Phase, Record, Role};
-use super::life::Process;
 use super::*;
+use crate::comm::Process;
 use crate::error::Error;
 
 /// As in earnest, faster.

@@ -1,0 +1,217 @@
+//! What process 0 leaves in the folder where a run meets: a sheet that says where it is, and, where it gave the others up, a
+//! notice for each that had not come.
+//!
+//! A sheet is named by the run, so that what an earlier one left behind is not taken; where a run has no name, a new sheet
+//! replaces the old one. A notice is for one rank, which takes it away as it reads it: it is told once, and comes to the
+//! meeting of the next run as if nothing had been. Invariant: notices are there before the sheet is gone, and go before
+//! another one is there, so that a sheet is news and a notice is not.
+
+use std::cell::Cell;
+use std::fs;
+use std::io::{self, Read, Write};
+use std::net::TcpListener;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::address::Address;
+use super::hello::Token;
+use super::{Part, Process};
+use crate::error::{Error, Result};
+
+/// How the names of sheets and notices begin.
+const SHEET: &str = "rendezvous-";
+/// Older than anybody waits.
+const OLD: Duration = Duration::from_hours(1);
+/// How often process 0 looks whether its sheet is still its own.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// The file that says where process 0 is. Dropping it removes it, unless another run has put its own there.
+#[derive(Debug)]
+pub(super) struct Sheet {
+    name: Name,
+    token: Token,
+    looked: Cell<Instant>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Words {
+    pub address: Address,
+    pub token: Token,
+    /// That of process 0.
+    pub process: Process,
+}
+
+/// That a meeting was given up.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Notice {
+    /// Who was the reason, and why.
+    pub rank: u32,
+    pub why: String,
+    /// Of process 0's sheet.
+    pub token: Token,
+    process: Process,
+    /// In seconds, by the clock of process 0's node: for people.
+    at: u64,
+}
+
+/// What the files of one run in a folder are called.
+#[derive(Clone, Debug)]
+pub(super) struct Name {
+    folder: PathBuf,
+    stem: String,
+}
+
+impl Name {
+    pub fn new(folder: &Path, run: Option<&str>, of: u32) -> Self {
+        // What a run is called may hold anything.
+        let name = blake3::hash(format!("{of} {}", run.unwrap_or_default()).as_bytes());
+        Self { folder: folder.to_path_buf(), stem: format!("{SHEET}{}", &name.to_hex()[..16]) }
+    }
+
+    fn sheet(&self) -> PathBuf {
+        self.folder.join(format!("{}.json", self.stem))
+    }
+
+    fn notice(&self, rank: u32) -> PathBuf {
+        self.folder.join(format!("{}-{rank}.json", self.stem))
+    }
+
+    /// Whom to call, or why there is nobody yet.
+    pub fn words(&self) -> Result<Words, String> {
+        let path = self.sheet();
+        // A network file system looks anew for what was not there once the folder is opened.
+        if let Err(error) = fs::read_dir(&self.folder)
+            && error.kind() == io::ErrorKind::NotFound
+        {
+            return Err(format!("it has not written there: {} is not there ({error})", self.folder.display()));
+        }
+        read(&path).map_err(|error| format!("it has not written {} ({error})", path.display()))
+    }
+
+    /// What is left for this rank by a run that gave it up. It is taken away.
+    pub fn take_notice(&self, part: Part) -> Option<Notice> {
+        let path = self.notice(part.index);
+        let notice: Notice = read(&path).ok()?;
+        // Whoever takes it away is who it is for.
+        fs::remove_file(&path).is_ok().then_some(notice)
+    }
+
+    /// Take away notices of this run, and those that are older than anybody comes late.
+    fn remove_notices(&self) {
+        let own = format!("{}-", self.stem);
+        for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let is_notice = name.strip_prefix(SHEET).is_some_and(|rest| rest.contains('-'));
+            if name.starts_with(&own) || is_notice && is_old(&entry) {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+    }
+}
+
+impl Sheet {
+    /// In place of one that an earlier run has left. It appears complete, and only its owner reads it.
+    pub fn post(name: Name, listener: &TcpListener, token: Token) -> Result<Self> {
+        name.remove_notices();
+        let path = name.sheet();
+        let draft = path.with_extension(format!("{}.tmp", std::process::id()));
+        let write = || -> io::Result<()> {
+            let words = Words { address: Address::of(listener)?, token, process: Process::this() };
+            // Another node may see the name before the bytes.
+            write(&draft, &words)?.sync_all()?;
+            fs::rename(&draft, &path)
+        };
+        write().inspect_err(|_| drop(fs::remove_file(&draft))).map_err(Error::io("write", &path))?;
+        Ok(Self { name, token, looked: Cell::new(Instant::now()) })
+    }
+
+    /// From time to time: that no other process has taken this one's place, which nobody would come to any more.
+    ///
+    /// # Errors
+    /// `Comm` naming both.
+    pub fn check(&self, op: &'static str) -> Result<()> {
+        if self.looked.get().elapsed() < LOOK {
+            return Ok(());
+        }
+        self.looked.set(Instant::now());
+        let Some(rival) = self.rival() else { return Ok(()) };
+        let this = Process::this();
+        let words = format!("two take themselves for it: {this} and {rival}, which others call from now on");
+        Err(Error::comm(0, op, words))
+    }
+
+    /// Whose sheet is in its place, if somebody's is.
+    pub fn rival(&self) -> Option<Process> {
+        let words: Words = read(&self.name.sheet()).ok()?;
+        (words.token != self.token).then_some(words.process)
+    }
+
+    /// Tell these, should they still come, that nobody waits for them any more, and why.
+    pub fn call_off(&self, missing: &[u32], (rank, why): (u32, &str)) {
+        if self.rival().is_some() {
+            return;
+        }
+        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let notice = Notice { rank, why: why.to_owned(), token: self.token, process: Process::this(), at };
+        for missing in missing {
+            // Who does not find it waits for as long as the others did.
+            let _ = write(&self.name.notice(*missing), &notice);
+        }
+    }
+}
+
+impl Drop for Sheet {
+    fn drop(&mut self) {
+        if read(&self.name.sheet()).is_ok_and(|words: Words| words.token == self.token) {
+            let _ = fs::remove_file(self.name.sheet());
+        }
+    }
+}
+
+impl Notice {
+    /// Whose meeting it was, and how long ago that was.
+    pub fn origin(&self) -> String {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        format!("{}, as process 0, called the meeting off {} s ago", self.process, now.saturating_sub(self.at))
+    }
+}
+
+fn write(path: &Path, what: &impl Serialize) -> io::Result<fs::File> {
+    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    file.write_all(&serde_json::to_vec(what)?)?;
+    Ok(file)
+}
+
+fn read<T: DeserializeOwned>(path: &Path) -> io::Result<T> {
+    let mut bytes = Vec::new();
+    fs::File::open(path)?.take(1 << 16).read_to_end(&mut bytes)?;
+    Ok(serde_json::from_slice(&bytes)?)
+}
+
+/// Take away what is left of runs that are not any more: notices, sheets that say nothing, those of processes that have
+/// ended, as far as can be told from here, and those that are older than anybody waits.
+pub fn sweep(folder: &Path) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if !entry.file_name().to_string_lossy().starts_with(SHEET) {
+            continue;
+        }
+        let path = entry.path();
+        // It appears complete.
+        let is_left = || match read::<Words>(&path) {
+            Ok(words) => words.process.has_ended(),
+            Err(error) => error.kind() != io::ErrorKind::NotFound,
+        };
+        if path.extension().is_some_and(|suffix| suffix == "json") && is_left() || is_old(&entry) {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+fn is_old(entry: &fs::DirEntry) -> bool {
+    let modified = entry.metadata().and_then(|data| data.modified());
+    modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > OLD))
+}

@@ -1,0 +1,251 @@
+//! What is said while processes wait for each other, and to whom that comes late.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::rendezvous::{Comer, LONG, SOON, folder, free, sheet, talk, words};
+use crate::comm::{Note, Place, Process};
+use crate::error::Error;
+
+/// Less than anybody waits who waits for long.
+const AT_ONCE: Duration = Duration::from_secs(10);
+
+type Notes = Arc<Mutex<Vec<(bool, String)>>>;
+
+/// One that says whom it waits for, soon and often: whether it is its own wait, and what.
+fn talkative(comer: Comer) -> (Comer, Notes) {
+    let notes = Notes::default();
+    let kept = Arc::clone(&notes);
+    let tell = move |note: Note<'_>| {
+        let (own, words) = match note {
+            Note::Own(words) => (true, words),
+            Note::OfFirst(words) => (false, words),
+        };
+        kept.lock().unwrap().push((own, words.to_owned()));
+    };
+    (Comer { tell: Some(Arc::new(tell)), ..comer }, notes)
+}
+
+/// Wait until process 0 is there, and what an earlier one has left is gone.
+fn sheet_of(folder: &Path) {
+    let until = Instant::now() + LONG;
+    let names = || fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    while names().any(|name| name.matches('-').count() > 1) || names().count() == 0 {
+        assert!(Instant::now() < until, "no sheet");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn first_of(notes: &Notes) -> (bool, String) {
+    notes.lock().unwrap().first().cloned().expect("something was said")
+}
+
+#[test]
+fn who_waits_says_for_whom() {
+    let place = free();
+    let (first, by_first) = talkative(Comer::new(0, 4, &place, Duration::from_secs(2)));
+    let (second, by_second) = talkative(Comer::new(1, 4, &place, LONG));
+    for comer in [first.comes(), second.comes()] {
+        words(comer);
+    }
+    let said = "waiting for processes 2, 3 of 4 (0 of at most 2 s)";
+    assert!(by_first.lock().unwrap().iter().any(|(own, words)| *own && words == said), "{by_first:?}");
+    assert!(by_second.lock().unwrap().contains(&(false, said.to_owned())), "{by_second:?}");
+    // Where process 0 is not there.
+    let (kept, shared) = folder();
+    let folder = kept.path().display();
+    let nobody = format!("nobody answers at {place}");
+    for (place, why) in [(&place, &*nobody), (&shared, &*format!("it has not written {folder}/rendezvous-"))] {
+        let (comer, notes) = talkative(Comer::new(1, 2, place, SOON));
+        comer.fails();
+        let (own, said) = first_of(&notes);
+        assert!(
+            own && said.starts_with(&format!("waiting for process 0 at {place} (0 of at most 1 s): {why}")),
+            "{said}"
+        );
+    }
+}
+
+/// That process 0 is gone by then says less than why it was not found as it was there.
+#[test]
+fn a_name_that_cannot_be_resolved() {
+    let (kept, _) = folder();
+    let Place::Tcp { ports, .. } = free() else { unreachable!("a place by TCP") };
+    let place = Place::Tcp { host: "nosuchhost.invalid".into(), ports };
+    let comer = |rank, limit| Comer { shared: Some(kept.path().into()), ..Comer::new(rank, 2, &place, limit) };
+    let first = comer(0, Duration::from_secs(3)).comes();
+    let second = comer(1, LONG).comes();
+    for said in [words(first), words(second)] {
+        assert!(said.starts_with("process 1: rendezvous: did not come within 3 s"), "{said}");
+        assert!(said.contains("cannot resolve nosuchhost.invalid: "), "{said}");
+    }
+}
+
+#[test]
+fn a_place_that_is_none() {
+    let (kept, _) = folder();
+    let file = kept.path().join("file");
+    fs::write(&file, "").unwrap();
+    let fails = |rank, folder: &std::path::Path, limit| {
+        let comer = Comer::new(rank, 2, &Place::Folder(folder.into()), limit);
+        comer.comes().join().unwrap().map(drop).unwrap_err().to_string()
+    };
+    let begun = Instant::now();
+    for rank in [0, 1] {
+        assert_eq!(fails(rank, &file, LONG), format!("cannot meet in {}: not a directory", file.display()));
+    }
+    let nowhere = kept.path().join("nowhere");
+    assert!(fails(0, &nowhere, LONG).starts_with(&format!("cannot meet in {}: No such file", nowhere.display())));
+    assert!(begun.elapsed() < AT_ONCE);
+    // Somebody may make it.
+    let said = fails(1, &nowhere, SOON);
+    assert!(said.contains(&format!("it has not written there: {} is not there", nowhere.display())), "{said}");
+}
+
+#[test]
+fn who_comes_late_hears_of_it() {
+    let (kept, place) = folder();
+    let begun = Instant::now();
+    Comer::new(0, 3, &place, SOON).fails();
+    for rank in [1, 2] {
+        let said = Comer::new(rank, 3, &place, LONG).fails();
+        assert!(said.starts_with("process 1: rendezvous: did not come within 1 s, nor did process 2; pid "), "{said}");
+        assert!(said.contains(", as process 0, called the meeting off ") && said.ends_with(" s ago"), "{said}");
+    }
+    assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
+    assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0, "they have heard it");
+    // Once: they may come again. Those of the next meeting do not hear of it any more.
+    Comer::new(0, 3, &place, SOON).fails();
+    Comer::new(2, 3, &place, LONG).fails();
+    let second = Comer::new(2, 3, &place, LONG).comes();
+    thread::sleep(Duration::from_millis(300));
+    assert!(!second.is_finished());
+    let first = Comer::new(0, 3, &place, LONG).comes();
+    sheet_of(kept.path());
+    talk(vec![first, second, Comer::new(1, 3, &place, LONG).comes()]);
+    assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
+}
+
+/// By a notice that may be of an earlier run, or by an address whose process has ended.
+#[test]
+fn who_comes_late_may_be_the_first_of_the_next_run() {
+    let (kept, place) = folder();
+    let comer = |rank, limit| Comer { run: None, ..Comer::new(rank, 2, &place, limit) };
+    let failed = "an earlier meeting here has failed: process 1: did not come within 1 s; pid ";
+    comer(0, SOON).fails();
+    let (second, notes) = talkative(comer(1, LONG));
+    let second = second.comes();
+    thread::sleep(Duration::from_millis(500));
+    let (own, said) = first_of(&notes);
+    assert!(own && said.starts_with(failed) && said.ends_with("; waiting for process 0 of another run"), "{said}");
+    assert!(!second.is_finished());
+    talk(vec![second, comer(0, LONG).comes()]);
+    assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
+
+    comer(0, SOON).fails();
+    let said = comer(1, SOON).fails();
+    assert!(said.starts_with("process 0: rendezvous: did not come within 1 s: it has not written"), "{said}");
+    assert!(said.contains(failed), "{said}");
+
+    let first = comer(0, SOON).comes();
+    let (path, bytes) = sheet(kept.path());
+    words(first);
+    let here = Process::this();
+    let mut killed: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+    killed["process"] = serde_json::to_value(Process { start: here.start + 1, ..here }).unwrap();
+    fs::write(&path, killed.to_string()).unwrap();
+    let (second, notes) = talkative(comer(1, SOON));
+    let said = second.fails();
+    assert!(said.contains("has ended") && said.contains("nobody answers at"), "{said}");
+    let (_, first_said) = first_of(&notes);
+    assert!(first_said.starts_with("process 0 that others were to meet here, pid "), "{first_said}");
+    crate::comm::sweep(kept.path());
+    assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn two_of_one_rank_end_all() {
+    let (_kept, shared) = folder();
+    for place in [free(), shared] {
+        let begun = Instant::now();
+        let comers = [0, 1, 3].map(|rank| Comer::new(rank, 4, &place, LONG).comes());
+        thread::sleep(Duration::from_millis(500));
+        let twice = Comer::new(1, 4, &place, LONG).fails();
+        assert!(twice.contains("process 1 is there already: two take themselves for it: pid "), "{twice}");
+        for comer in comers {
+            let said = words(comer);
+            let who = Process::this();
+            assert_eq!(said, format!("process 1: rendezvous: two take themselves for it: {who} and {who}"));
+        }
+        assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
+    }
+}
+
+/// As where a whole run was started twice: one that is complete goes on.
+#[test]
+fn two_of_one_rank_where_nobody_is_missing() {
+    let place = free();
+    let early = [0, 1].map(|rank| Comer::new(rank, 3, &place, LONG).comes());
+    thread::sleep(Duration::from_millis(300));
+    assert!(Comer::new(1, 3, &place, LONG).fails().contains("process 1 is there already"));
+    talk(early.into_iter().chain([Comer::new(2, 3, &place, LONG).comes()]).collect());
+}
+
+#[test]
+fn two_that_are_first() {
+    let (kept, place) = folder();
+    let first = Comer::new(0, 2, &place, LONG).comes();
+    sheet(kept.path());
+    let second = Comer::new(0, 2, &place, LONG).comes();
+    let said = words(first);
+    assert!(said.starts_with("process 0: rendezvous: two take themselves for it: pid "), "{said}");
+    talk(vec![second, Comer::new(1, 2, &place, LONG).comes()]);
+    assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
+}
+
+/// It goes on without the others, and says nothing to them.
+#[test]
+fn who_does_not_call_it_off_leaves_nothing() {
+    let (kept, place) = folder();
+    let error = Comer { calls_off: false, ..Comer::new(0, 2, &place, SOON) }.comes().join().unwrap().map(drop);
+    assert!(matches!(error, Err(Error::Comm { rank, .. }) if rank.index == 1));
+    assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
+}
+
+/// A folder of one name that other hosts do not see.
+#[test]
+fn the_hint_names_folder_and_host() {
+    let (kept, place) = folder();
+    for rank in [0, 1] {
+        let error = Comer::new(rank, 3, &place, SOON).comes().join().unwrap().map(drop).unwrap_err();
+        let (hint, folder, host) = (error.hint().unwrap(), kept.path().display(), Process::this().host);
+        assert!(hint.contains(&format!("{folder} has to be on a file system that all processes share")), "{hint}");
+        assert!(hint.contains(&format!("is {folder} on {host} the same as on the other hosts?")), "{hint}");
+    }
+}
+
+#[test]
+fn sheets_that_nobody_is_behind_are_swept_away() {
+    let (kept, place) = folder();
+    let first = Comer::new(0, 2, &place, SOON).comes();
+    let (path, words_there) = sheet(kept.path());
+    let old = kept.path().join("rendezvous-0000.json");
+    fs::write(&old, &words_there).unwrap();
+    let long_ago = std::time::SystemTime::now() - Duration::from_hours(2);
+    fs::File::options().append(true).open(&old).unwrap().set_modified(long_ago).unwrap();
+    fs::write(kept.path().join("rendezvous-1111.json"), "{}").unwrap();
+    fs::write(kept.path().join("other.json"), "{}").unwrap();
+    crate::comm::sweep(kept.path());
+    let mut left: Vec<PathBuf> = fs::read_dir(kept.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+    left.sort();
+    assert_eq!(left, [kept.path().join("other.json"), path.clone()]);
+    // Another run has put its own there.
+    let mut other: serde_json::Value = serde_json::from_slice(&words_there).unwrap();
+    other["token"][0] = ((other["token"][0].as_u64().unwrap() + 1) % 256).into();
+    fs::write(&path, other.to_string()).unwrap();
+    words(first);
+    assert!(path.exists());
+}

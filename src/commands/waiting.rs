@@ -1,0 +1,34 @@
+//! How long processes that meet wait for each other, and what they say of it.
+
+use std::time::Duration;
+
+use super::run::Run;
+use crate::comm::{Note, Patience};
+use crate::fault;
+
+/// How long the first waits for the last.
+const MEET_WITHIN: Duration = Duration::from_mins(2);
+const HURRIED: Duration = Duration::from_secs(10);
+
+/// Waits that last so long say whom they are for.
+const FIRST_SAID: Duration = Duration::from_secs(5);
+const SAID_SOON: Duration = Duration::from_secs(2);
+const SAID_AGAIN: Duration = Duration::from_secs(30);
+
+#[must_use]
+pub fn meet_within() -> Duration {
+    fault::patience(MEET_WITHIN, HURRIED)
+}
+
+/// Says what this process waits for; and what the first one does, unless both have one terminal.
+pub fn teller(run: &Run<'_>) -> impl Fn(Note<'_>) + Sync {
+    let (printer, is_one) = (*run.printer, run.launch.launcher.shares_output());
+    move |note| match note {
+        Note::OfFirst(_) if is_one => {}
+        Note::Own(words) | Note::OfFirst(words) => printer.outcome(words),
+    }
+}
+
+pub fn patience(limit: Duration, tell: &(dyn Fn(Note<'_>) + Sync)) -> Patience<'_> {
+    Patience { limit, first: fault::patience(FIRST_SAID, SAID_SOON), again: SAID_AGAIN, tell }
+}
