@@ -6,7 +6,7 @@
 
 use std::iter::zip;
 
-use super::cast::{single_of_bf16, single_of_f16};
+use super::floats::{single_of_bf16, single_of_f16};
 use crate::catalog::Dtype;
 
 /// What is different between two tensors of equal dtype and shape.

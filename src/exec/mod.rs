@@ -17,6 +17,7 @@ mod edges;
 pub mod exchange;
 mod extents;
 pub mod fingerprint;
+mod floats;
 pub mod gather;
 pub mod journal;
 pub mod literals;

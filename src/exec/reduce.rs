@@ -22,8 +22,9 @@
 use std::fmt;
 use std::iter::zip;
 
-use super::cast::{Cast, single_of_bf16, single_of_f16};
+use super::cast::Cast;
 use super::difference::{e4m3fn, e4m3fnuz, e5m2, e5m2fnuz};
+use super::floats::{single_of_bf16, single_of_f16};
 use super::{SUM_BYTES, room};
 use crate::catalog::{Dtype, Fqn, TensorEntry};
 use crate::error::Error;

@@ -6,12 +6,13 @@
 use nccl::DeviceBuffer;
 use smallvec::SmallVec;
 
+use super::table::{Job, Jobs};
 use crate::exec::exchange::StridedCopy;
 
 /// Loops that the kernel has around a run.
-pub const MOST_LOOPS: usize = 4;
+const MOST_LOOPS: usize = 4;
 /// Units that one block of threads copies.
-pub const BLOCK_UNITS: u32 = 4096;
+const BLOCK_UNITS: u32 = 4096;
 /// Units of a copy: the kernel counts them in 32 bits.
 const MOST_UNITS: u64 = 1 << 31;
 /// The widest access that a device has.
@@ -83,6 +84,20 @@ impl Nest {
         1 << bits.trailing_zeros()
     }
 
+    /// As `struct Copy` of the kernel.
+    fn job(&self) -> Job<{ 2 + 3 * MOST_LOOPS }, 5> {
+        let word = |value: u64| u32::try_from(value).expect("a copy was cut to what the kernel counts");
+        let mut longs = [0; 2 + 3 * MOST_LOOPS];
+        longs[..2].copy_from_slice(&[self.source, self.target]);
+        for (place, level) in longs[2..].as_chunks_mut::<3>().0.iter_mut().zip(&self.loops) {
+            *place = [level.source_step, level.target_step, word(level.count).into()];
+        }
+        let lane = self.lane();
+        let units = self.len_bytes() / lane;
+        let words = [lane, units, self.run / lane, self.loops.len() as u64, 0].map(word);
+        Job { longs, words, units }
+    }
+
     /// The same as nests of at most so many loops and units each.
     pub fn cut(self, most_loops: usize, most_units: u64, cut: &mut impl FnMut(Self)) {
         let is_long = self.len_bytes() / self.lane() > most_units;
@@ -120,41 +135,13 @@ fn loops(copy: &StridedCopy) -> impl DoubleEndedIterator<Item = Loop> {
     })
 }
 
-/// What the kernel is given: a record for each copy, in the order of blocks.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct Table {
-    /// As `struct Copy` of the kernel.
-    pub bytes: Vec<u8>,
-    pub copies: u32,
-    pub blocks: u32,
-}
-
-impl Table {
-    pub fn new(nests: impl IntoIterator<Item = Nest>) -> Self {
-        let mut table = Self::default();
-        for nest in nests {
-            nest.cut(MOST_LOOPS, MOST_UNITS, &mut |nest| table.push(&nest));
-        }
-        table
+/// Copies as the kernel does them, at the end of a table.
+pub fn tabulate(nests: impl IntoIterator<Item = Nest>, table: &mut Vec<u8>) -> Jobs {
+    let mut jobs = Jobs::behind(table, BLOCK_UNITS);
+    for nest in nests {
+        nest.cut(MOST_LOOPS, MOST_UNITS, &mut |nest| jobs.push(&nest.job(), table));
     }
-
-    fn push(&mut self, nest: &Nest) {
-        let word = |value: u64| u32::try_from(value).expect("a copy was cut to what the kernel counts").to_le_bytes();
-        let lane = nest.lane();
-        let units = nest.len_bytes() / lane;
-        let bytes = &mut self.bytes;
-        bytes.extend([nest.source, nest.target].map(u64::to_le_bytes).as_flattened());
-        let (first, count) = (u64::from(self.blocks), nest.loops.len() as u64);
-        bytes.extend([first, lane, units, nest.run / lane, count, 0].map(word).as_flattened());
-        let none = Loop { count: 0, source_step: 0, target_step: 0 };
-        for level in nest.loops.iter().chain(std::iter::repeat(&none)).take(MOST_LOOPS) {
-            bytes.extend([level.source_step, level.target_step].map(u64::to_le_bytes).as_flattened());
-            bytes.extend([level.count, 0].map(word).as_flattened());
-        }
-        self.copies += 1;
-        let blocks = u32::try_from(units.div_ceil(u64::from(BLOCK_UNITS))).expect("fewer blocks than units");
-        self.blocks = self.blocks.checked_add(blocks).expect("a round of fewer than 2^32 blocks");
-    }
+    jobs
 }
 
 #[cfg(test)]
@@ -205,10 +192,14 @@ mod tests {
     #[test]
     fn a_table_gives_each_copy_its_blocks() {
         let long = u64::from(BLOCK_UNITS) * 16 + 16;
-        let table = Table::new([nest(long, &[]), nest(3, &[level(2, 5, 7)])]);
-        assert_eq!((table.copies, table.blocks, table.bytes.len()), (2, 3, 2 * 136));
-        let word = |at: usize| u32::from_le_bytes(table.bytes[at..at + 4].try_into().unwrap());
-        assert_eq!([16, 20, 24, 28, 32].map(word), [0, 16, BLOCK_UNITS + 1, BLOCK_UNITS + 1, 0]);
-        assert_eq!([152, 156, 160, 164, 168].map(word), [2, 1, 6, 3, 1]);
+        let mut table = vec![0; 24];
+        let jobs = tabulate([nest(long, &[]), nest(3, &[level(2, 5, 7)])], &mut table);
+        assert_eq!(jobs, Jobs { offset: 24, count: 2, blocks: 3, block_units: BLOCK_UNITS });
+        assert_eq!(table.len(), 24 + 2 * 136);
+        let word = |at: usize| u32::from_le_bytes(table[at..at + 4].try_into().unwrap());
+        assert_eq!([136, 140, 144, 148, 152].map(word), [0, 16, BLOCK_UNITS + 1, BLOCK_UNITS + 1, 0]);
+        assert_eq!([272, 276, 280, 284, 288].map(word), [2, 1, 6, 3, 1]);
+        let long = |at: usize| u64::from_le_bytes(table[at..at + 8].try_into().unwrap());
+        assert_eq!([160, 168, 176, 184, 192, 200].map(long), [0x1000, 0x2000, 5, 7, 2, 0]);
     }
 }

@@ -5,19 +5,14 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaFunction, CudaModule, LaunchConfig, PushKernelArg};
+use cudarc::driver::{CudaFunction, CudaModule};
 use cudarc::nvrtc::{self, CompileError, CompileOptions, Ptx};
-use nccl::DeviceBuffer;
 
 use super::device::{Device, failed};
-use super::memory::DeviceBytes;
 use super::settings::Kernels;
-use super::stream::Stream;
-use crate::error::Result;
 
 /// Compute capabilities that PTX is made for, where NVRTC does not know the device's: newer devices take older PTX.
 const OLDER: [(i32, i32); 5] = [(10, 0), (9, 0), (8, 0), (7, 5), (7, 0)];
-const THREADS: u32 = 256;
 
 /// Texts that are compiled together.
 pub(super) struct Program {
@@ -95,36 +90,5 @@ pub(super) struct Loaded(Arc<CudaModule>);
 impl Loaded {
     pub fn kernel(&self, name: &str) -> Result<CudaFunction, String> {
         self.0.load_function(name).map_err(|error| failed("load a kernel")(error).to_string())
-    }
-}
-
-/// Jobs of a table, by one kernel. They have their blocks in the order of the table.
-#[derive(Debug)]
-pub(super) struct Launch {
-    pub kernel: CudaFunction,
-    /// Where in the table the first of them is.
-    pub offset: u64,
-    pub jobs: u32,
-    pub blocks: u32,
-    /// What a block does, in units of the kernel.
-    pub block_units: u32,
-}
-
-impl Launch {
-    /// Do them on a stream.
-    ///
-    /// # Safety
-    /// Until the stream has done it, the table and what its jobs use stay where they are, and nothing else writes what
-    /// they read or uses what they write.
-    pub unsafe fn run(&self, stream: &Stream, table: &DeviceBytes) -> Result<()> {
-        if self.blocks == 0 {
-            return Ok(());
-        }
-        let records = table.address() + self.offset;
-        let shape = LaunchConfig { grid_dim: (self.blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
-        let mut launch = stream.cuda().launch_builder(&self.kernel);
-        launch.arg(&records).arg(&self.jobs).arg(&self.block_units);
-        // SAFETY: these are the arguments of all kernels; of memory they use what the table says.
-        unsafe { launch.launch(shape) }.map(drop).map_err(failed("launch a kernel"))
     }
 }

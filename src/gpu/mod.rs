@@ -31,6 +31,7 @@ mod settings;
 mod shuffle;
 mod slot;
 mod stream;
+mod table;
 #[cfg(test)]
 mod tests;
 mod trial;

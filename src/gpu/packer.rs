@@ -10,12 +10,13 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUDA_MEMCPY3D_st, CUmemorytype, cuMemcpy3DAsync_v2};
 use cudarc::driver::{CudaFunction, result};
 
-use super::copies::{BLOCK_UNITS, Nest, Table};
+use super::copies::{Nest, tabulate};
 use super::device::{Device, failed};
-use super::kernels::{COPIES, Launch};
+use super::kernels::COPIES;
 use super::memory::DeviceBytes;
 use super::settings::Kernels;
 use super::stream::Stream;
+use super::table::Launch;
 use crate::error::Result;
 
 #[derive(Clone, Debug)]
@@ -47,10 +48,7 @@ impl Packer {
         let mut bytes = Vec::new();
         let copies = lists.map(|nests| match self {
             Self::Kernel(kernel) => {
-                let Table { bytes: records, copies, blocks } = Table::new(nests);
-                let (kernel, offset) = (kernel.clone(), bytes.len() as u64);
-                bytes.extend(records);
-                Copies::Launch(Launch { kernel, offset, jobs: copies, blocks, block_units: BLOCK_UNITS })
+                Copies::Launch(Launch { kernel: kernel.clone(), jobs: tabulate(nests, &mut bytes) })
             }
             Self::Copies(_) => Copies::Calls(nests),
         });

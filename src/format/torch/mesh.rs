@@ -9,8 +9,8 @@
 use std::sync::Arc;
 
 use super::reader::Reader;
+use super::release::{Release, Style};
 use super::tensor::{Found, recognise};
-use super::write_dtensor::{Release, Style};
 use crate::format::pickle::{LiftError, Ref};
 use crate::layout::{DeviceMesh, Dims, Rank};
 

@@ -7,17 +7,19 @@ pub mod load;
 mod mesh;
 pub mod ranks;
 pub mod reader;
+mod release;
 mod tensor;
 mod write;
 mod write_dtensor;
+mod write_mesh;
 mod write_ranks;
 mod write_sharded;
 
 use std::path::PathBuf;
 
+pub use release::{Release, Style};
 pub use tensor::{Found, Group, View};
 pub use write::{PREFIX, Saved, SavedTensor, StoredView, TensorArchives, reserve, save, write_sizes, write_view};
-pub use write_dtensor::{Release, Style};
 pub use write_ranks::{RankLayout, RankTarget, reserve_ranks};
 pub use write_sharded::{RankGroup, Sharded, ShardedWriter};
 

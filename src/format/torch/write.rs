@@ -224,6 +224,28 @@ pub(super) fn start_wrapper(
     writer.boolean(requires_grad).tuple(8);
 }
 
+/// `cls.__new__(cls)`
+pub(super) fn instance(writer: &mut Writer, class: (&str, &str)) {
+    writer.global(class.0, class.1).empty_tuple().newobj();
+}
+
+pub(super) fn tuple<T>(writer: &mut Writer, items: &[T], mut each: impl FnMut(&mut Writer, &T)) {
+    if items.len() > 3 {
+        writer.mark();
+    }
+    for item in items {
+        each(writer, item);
+    }
+    writer.tuple(items.len());
+}
+
+pub(super) fn list<T>(writer: &mut Writer, items: &[T], mut each: impl FnMut(&mut Writer, &T)) {
+    let Ok(()): Result<(), std::convert::Infallible> = writer.empty_list().extend_list(items.iter(), |writer, item| {
+        each(writer, item);
+        Ok(())
+    });
+}
+
 /// `torch.strided`
 pub(super) fn write_strided(writer: &mut Writer) {
     writer.global("torch.serialization", "_get_layout").string("torch.strided").tuple(1).reduce();

@@ -13,7 +13,8 @@ use indexmap::IndexMap;
 
 use super::Style;
 use super::write::{PREFIX, write_tensor};
-use super::write_dtensor::{DTensor, DTensorWriter, MESH_KEY};
+use super::write_dtensor::{DTensor, write_dtensor};
+use super::write_mesh::{MESH_KEY, MeshWriter};
 use super::write_sharded::{RankGroup, Sharded, ShardedWriter, common_dim, sharding_dim};
 use crate::catalog::{
     Catalog, Chunk, ChunkTable, Fqn, OutputFile, Path, Place, Reservation, Reserved, TensorEntry, TensorId, Value, path,
@@ -146,13 +147,13 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
             distributed: tensors.values().any(|planned| matches!(planned.layout, RankLayout::Distributed { .. })),
         };
         let coordinate = coordinate.as_ref();
-        let dtensors = DTensorWriter { mesh, style, rank, world_size, coordinate, known: BTreeSet::new() };
+        let meshes = MeshWriter { mesh, style, rank, world_size, coordinate, known: BTreeSet::new() };
         let group = match (shared_dim, coordinate) {
             (Some(dim), Some(coordinate)) => Some(RankGroup::new(mesh, dim, coordinate)),
             (None, _) => None,
             (Some(_), None) => return Err(outside_of_groups(rank, mesh)),
         };
-        let pickle = file.pickle(state, dtensors, group).map_err(|error| {
+        let pickle = file.pickle(state, meshes, group).map_err(|error| {
             Error::unsupported(
                 format!("the state dict cannot be pickled: {error}"),
                 "leave that object out of the checkpoint",
@@ -295,20 +296,20 @@ impl RankFile<'_> {
     fn pickle(
         &self,
         state: &Value,
-        mut dtensors: DTensorWriter<'_>,
+        mut meshes: MeshWriter<'_>,
         group: Option<RankGroup>,
     ) -> Result<RankPickle, WriteError> {
         let memo_of = {
-            let first = dtensors.first_free_memo();
+            let first = meshes.first_free_memo();
             move |index: usize| first + u32::try_from(index).expect("fewer than 2^32 tensors")
         };
-        let (world_size, memo) = (dtensors.mesh.world_size(), memo_of(self.tensors.len()));
+        let (world_size, memo) = (meshes.mesh.world_size(), memo_of(self.tensors.len()));
         let mut sharded = group.map(|group| ShardedWriter::new(group, world_size, memo));
         let mut used = vec![false; self.tensors.len()];
         let mut stored = used.clone();
         let mut cuts = Vec::new();
         let mut written = 0;
-        let mut writer = Writer::of_rank(dtensors.rank);
+        let mut writer = Writer::of_rank(meshes.rank);
         writer.value(state, &mut |writer, id| {
             let (index, _, planned) = self.tensors.get_full(&id).expect("all tensors of the tree are planned");
             if used[index] {
@@ -321,8 +322,9 @@ impl RankFile<'_> {
             let (dtype, key, sizes) = (*dtype, self.key(index), sizes(self.tiles[index].as_ref()));
             match &planned.layout {
                 RankLayout::Plain | RankLayout::Local(_) => write_tensor(writer, dtype, key, &sizes),
-                RankLayout::Distributed { placements, slice } => dtensors.write(
+                RankLayout::Distributed { placements, slice } => write_dtensor(
                     writer,
+                    &mut meshes,
                     DTensor { dtype, shape, placements, slice: slice.as_deref(), key, local_sizes: &sizes },
                 ),
                 RankLayout::Sharded { .. } => {
@@ -344,7 +346,7 @@ impl RankFile<'_> {
         })?;
         let bytes = writer.finish();
         cuts.push(bytes.len());
-        Ok(RankPickle { bytes, cuts, stored, has_mesh: !dtensors.known.is_empty() })
+        Ok(RankPickle { bytes, cuts, stored, has_mesh: !meshes.known.is_empty() })
     }
 
     /// The archive; gives the offset of each tensor of which the rank holds something.

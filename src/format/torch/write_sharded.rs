@@ -13,8 +13,8 @@
 
 use std::ops::Range;
 
-use super::write::{StoredView, start_wrapper, write_cpu, write_sizes, write_strided, write_view};
-use super::write_dtensor::{instance, list};
+use super::write::{StoredView, instance, list, start_wrapper, write_cpu, write_sizes, write_strided, write_view};
+
 use super::write_ranks::RankLayout;
 use crate::catalog::{Dtype, Fqn, TensorEntry};
 use crate::error::{Error, Result};

@@ -4,11 +4,12 @@ use std::ops::Range;
 
 use nccl::DeviceBuffer;
 
-use super::{Arithmetic, Launch, Record, address, lane, tabulate, told};
+use super::{Arithmetic, BLOCK_UNITS, address, lane, told};
 use crate::error::Result;
 use crate::exec::cast::{Cast, Counts};
 use crate::gpu::memory::DeviceBytes;
 use crate::gpu::stream::Stream;
+use crate::gpu::table::{Job, Jobs, Launch};
 
 /// Elements in one buffer that are cast into another.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,9 +43,11 @@ impl Arithmetic {
         table: &mut Vec<u8>,
     ) -> Conversions {
         table.resize(table.len().next_multiple_of(8), 0);
-        let records =
-            (0..).zip(jobs).map(|(nth, job)| job.record(from, into, (jobs.len() * RECORD + nth * LOST) as u64));
-        let launch = tabulate(&self.cast, records, table);
+        let mut listed = Jobs::behind(table, BLOCK_UNITS);
+        for (nth, job) in jobs.iter().enumerate() {
+            listed.push(&job.job(from, into, (jobs.len() * RECORD + nth * LOST) as u64), table);
+        }
+        let launch = Launch { kernel: self.cast.clone(), jobs: listed };
         let begin = table.len();
         table.resize(begin + jobs.len() * LOST, 0);
         Conversions { launch, lost: begin..table.len() }
@@ -56,7 +59,8 @@ const RECORD: usize = 72;
 const LOST: usize = 16;
 
 impl Conversion {
-    fn record(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, lost: u64) -> Record<6, 5> {
+    /// As `struct Conversion` of the kernel.
+    fn job(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, lost: u64) -> Job<6, 5> {
         let (cast, numel) = (self.cast, self.numel);
         let sizes = [cast.from(), cast.to()].map(crate::catalog::Dtype::itemsize);
         let source = address(from, self.source, numel, sizes[0]);
@@ -64,7 +68,7 @@ impl Conversion {
         let each = if sizes.contains(&8) { 2 } else { 4 };
         let [source_lane, target_lane] =
             [(source, sizes[0]), (target, sizes[1])].map(|(at, size)| lane(&[at], each * size));
-        Record {
+        Job {
             longs: [source, target, numel, self.counted.start, self.counted.end, lost],
             words: [0, cast.from() as u32, cast.to() as u32, source_lane, target_lane],
             units: numel.div_ceil(each),

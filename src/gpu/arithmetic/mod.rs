@@ -27,7 +27,7 @@ pub use reduction::Reduction;
 pub(super) use reduction::Reductions;
 
 use super::device::Device;
-use super::kernels::{ARITHMETIC, Launch};
+use super::kernels::ARITHMETIC;
 use super::settings::Kernels;
 
 /// Units that one block of threads does.
@@ -51,33 +51,6 @@ impl Arithmetic {
         let [reduce, tell_outcomes, cast] = ["reduce", "tell_outcomes", "cast"].map(|name| program.kernel(name));
         Ok(Self { reduce: reduce?, tell_outcomes: tell_outcomes?, cast: cast? })
     }
-}
-
-/// A record of a table: numbers of 64 bits, then the first block and others of 32.
-struct Record<const LONGS: usize, const WORDS: usize> {
-    longs: [u64; LONGS],
-    words: [u32; WORDS],
-    units: u64,
-}
-
-/// Records behind what a table has, and how they are launched.
-fn tabulate<const LONGS: usize, const WORDS: usize>(
-    kernel: &CudaFunction,
-    records: impl IntoIterator<Item = Record<LONGS, WORDS>>,
-    table: &mut Vec<u8>,
-) -> Launch {
-    let mut launch =
-        Launch { kernel: kernel.clone(), offset: table.len() as u64, jobs: 0, blocks: 0, block_units: BLOCK_UNITS };
-    for Record { longs, words, units } in records {
-        table.extend(longs.map(u64::to_le_bytes).as_flattened());
-        table.extend(launch.blocks.to_le_bytes());
-        table.extend(words.map(u32::to_le_bytes).as_flattened());
-        launch.jobs += 1;
-        let blocks = u32::try_from(units.div_ceil(BLOCK_UNITS.into())).ok();
-        let blocks = blocks.and_then(|blocks| launch.blocks.checked_add(blocks));
-        launch.blocks = blocks.expect("a round of fewer than 2^32 blocks");
-    }
-    launch
 }
 
 /// The address of so many elements in a buffer.

@@ -6,12 +6,13 @@ use std::ops::Range;
 use cudarc::driver::CudaFunction;
 use nccl::DeviceBuffer;
 
-use super::{Arithmetic, Launch, Record, address, lane, tabulate, told};
+use super::{Arithmetic, BLOCK_UNITS, address, lane, told};
 use crate::catalog::Dtype;
 use crate::error::Result;
 use crate::exec::reduce::{Fault, Reducer};
 use crate::gpu::memory::DeviceBytes;
 use crate::gpu::stream::Stream;
+use crate::gpu::table::{Job, Jobs, Launch};
 use crate::layout::ReduceOp;
 
 /// Summands in one buffer whose value goes to another, or elsewhere in the same.
@@ -50,9 +51,11 @@ impl Arithmetic {
         table: &mut Vec<u8>,
     ) -> Reductions {
         table.resize(table.len().next_multiple_of(8), 0);
-        let records =
-            (0..).zip(jobs).map(|(nth, job)| job.record(from, into, (jobs.len() * RECORD + nth * OUTCOME) as u64));
-        let launch = tabulate(&self.reduce, records, table);
+        let mut listed = Jobs::behind(table, BLOCK_UNITS);
+        for (nth, job) in jobs.iter().enumerate() {
+            listed.push(&job.job(from, into, (jobs.len() * RECORD + nth * OUTCOME) as u64), table);
+        }
+        let launch = Launch { kernel: self.reduce.clone(), jobs: listed };
         let begin = table.len();
         jobs.iter().for_each(|_| table.extend([NONE, 0, 0].map(u64::to_le_bytes).as_flattened()));
         Reductions {
@@ -71,7 +74,8 @@ const OUTCOME: usize = 24;
 const NONE: u64 = u64::MAX;
 
 impl Reduction {
-    fn record(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, outcome: u64) -> Record<5, 5> {
+    /// As `struct Reduction` of the kernel.
+    fn job(&self, from: &impl DeviceBuffer, into: &impl DeviceBuffer, outcome: u64) -> Job<5, 5> {
         let Self { reducer, parts, numel, .. } = *self;
         assert!(parts > 0, "a value has summands");
         let (numel, dtype) = scalars(reducer.dtype(), numel);
@@ -83,7 +87,7 @@ impl Reduction {
         let stride = if parts > 1 { numel * itemsize } else { 0 };
         let lane = lane(&[summands, stride, target], unit_bytes);
         let itemsize = u32::try_from(itemsize).expect("a few bytes");
-        Record {
+        Job {
             longs: [summands, target, numel, divisor(dtype, reducer.divisor()), outcome],
             words: [parts, dtype as u32, itemsize, op(reducer.op()), lane],
             units: (numel * u64::from(itemsize)).div_ceil(unit_bytes),
@@ -150,8 +154,8 @@ impl Reductions {
         if self.reducers.iter().all(|reducer| scalars(reducer.dtype(), 0).1.is_float()) {
             return Ok(());
         }
-        let Launch { offset, jobs, .. } = self.launch;
-        let launch = Launch { kernel: self.tell_outcomes.clone(), offset, jobs, blocks: jobs, block_units: 1 };
+        let jobs = Jobs { blocks: self.launch.jobs.count, block_units: 1, ..self.launch.jobs };
+        let launch = Launch { kernel: self.tell_outcomes.clone(), jobs };
         // SAFETY: promised by the caller.
         unsafe { launch.run(stream, table) }
     }

@@ -5,14 +5,16 @@
 
 struct Loop {
     u64 source_step, target_step;
+    // Of which the upper half is 0.
     u32 count, unused;
 };
 
 struct Copy {
     u64 source, target;
-    // Its first block; bytes of a unit; units in all, and of a run; loops around the run, outermost first.
-    u32 first_block, lane, units, run_units, loops, unused;
+    // Around the run, outermost first.
     Loop loop[4];
+    // Its first block; bytes of a unit; units in all, and of a run; loops that there are.
+    u32 first_block, lane, units, run_units, loops, unused;
 };
 
 template <typename Lane>

@@ -1,4 +1,4 @@
-// Floats as bits: how each format is read, and how numbers are rounded to it. What src/exec/cast.rs does, bit for bit;
+// Floats as bits: how each format is read, and how numbers are rounded to it. What src/exec/floats.rs does, bit for bit;
 // constants and reasons are there. Stands behind elements.cuh.
 
 #define INFINITY_BITS 0x7f800000u

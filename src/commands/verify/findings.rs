@@ -1,0 +1,112 @@
+//! What `verify` finds, and how it is told.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value as Json, json};
+
+use crate::cli::Verify;
+use crate::commands::Status;
+use crate::commands::printer::Printer;
+use crate::error::{Error, Result};
+use crate::quantity::{count, human_bytes};
+
+/// Something that is not as it should be.
+#[derive(Debug)]
+pub(super) struct Finding {
+    pub fqn: String,
+    pub kind: &'static str,
+    pub detail: String,
+}
+
+/// Everything a run finds.
+#[derive(Debug, Default)]
+pub(super) struct Findings {
+    pub different: Vec<Finding>,
+    pub only_in_src: Vec<String>,
+    pub only_in_other: Vec<String>,
+    pub not_comparable: Vec<String>,
+    pub tensors: usize,
+    pub bytes: u64,
+    /// Dtypes to which SRC may have been cast, and how many tensors.
+    pub casts: BTreeMap<&'static str, usize>,
+    /// What may be the matter.
+    pub hints: Vec<String>,
+}
+
+impl Findings {
+    pub fn add(&mut self, fqn: impl Into<String>, kind: &'static str, detail: impl Into<String>) {
+        self.different.push(Finding { fqn: fqn.into(), kind, detail: detail.into() });
+    }
+
+    /// Damage is a finding; anything else keeps the run from being done.
+    pub fn absorb(&mut self, fqn: &str, error: Error) -> Result<()> {
+        if !error.is_about_content() {
+            return Err(error);
+        }
+        self.add(error.fqn().unwrap_or(fqn).to_owned(), error.kind(), error.detail());
+        Ok(())
+    }
+
+    fn same(&self) -> bool {
+        self.different.is_empty() && self.only_in_src.is_empty() && self.only_in_other.is_empty()
+    }
+}
+
+pub(super) fn finish(found: &Findings, args: &Verify, printer: &Printer) -> Result<Status> {
+    printer.document(&document(found))?;
+    printer.data(&lines(found, if printer.verbose() { usize::MAX } else { SHOWN }))?;
+    let mut what = format!("{}, {}", count(found.tensors, "tensor"), human_bytes(found.bytes));
+    if !found.not_comparable.is_empty() {
+        what.push_str(&format!("; {} not compared", found.not_comparable.len()));
+    }
+    if found.same() {
+        let verdict = if args.other.is_some() { "the same" } else { "sound" };
+        printer.line(&format!("{verdict}: {what}"));
+        return Ok(Status::Done);
+    }
+    let number = found.different.len() + found.only_in_src.len() + found.only_in_other.len();
+    printer.line(&format!("{} in {what}", count(number, "finding")));
+    for hint in &found.hints {
+        printer.line(&format!("hint: {hint}"));
+    }
+    Ok(Status::Different)
+}
+
+/// Names of a list that are shown; `-v` shows all.
+const SHOWN: usize = 20;
+
+fn lines(found: &Findings, shown: usize) -> String {
+    let mut text = String::new();
+    for finding in &found.different {
+        text.push_str(&format!("{}: {}: {}\n", finding.fqn, finding.kind, finding.detail));
+    }
+    let lists = [
+        ("removed: only in SRC", &found.only_in_src),
+        ("added: only in OTHER", &found.only_in_other),
+        ("not compared", &found.not_comparable),
+    ];
+    for (what, names) in lists {
+        for name in names.iter().take(shown) {
+            text.push_str(&format!("{name}: {what}\n"));
+        }
+        if let Some(more @ 1..) = names.len().checked_sub(shown) {
+            text.push_str(&format!("{more} more {what} (-v lists all)\n"));
+        }
+    }
+    text
+}
+
+fn document(found: &Findings) -> Json {
+    let different: Vec<Json> = (found.different.iter())
+        .map(|finding| json!({ "fqn": finding.fqn, "kind": finding.kind, "detail": finding.detail }))
+        .collect();
+    json!({
+        "same": found.same(),
+        "tensors": found.tensors,
+        "bytes": found.bytes,
+        "different": different,
+        "only_in_src": found.only_in_src,
+        "only_in_other": found.only_in_other,
+        "not_comparable": found.not_comparable,
+    })
+}

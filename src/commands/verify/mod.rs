@@ -1,0 +1,145 @@
+//! `verify`: a checkpoint is sound; two hold the same values.
+
+mod comparison;
+mod findings;
+
+use self::comparison::{Comparison, suggest_dtype};
+use self::findings::{Findings, finish};
+use super::digests::Listing;
+use super::printer::Printer;
+use super::progress::Progress;
+use super::run::Run;
+use super::source::{Defaults, announce, select_options};
+use super::told::told;
+use super::{Status, check_flat, check_series, checks, input, read_options, refuse_fragment};
+use crate::catalog::{TensorEntry, model};
+use crate::cli::Verify;
+use crate::error::{Error, Result};
+use crate::exec::compare;
+use crate::format::{Checkpoint, SeriesChoice, Told, Want, fsdp_flat};
+use crate::select::{self, Selected, Wrappers};
+
+pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
+    let run = Run::reading(&args.source, printer)?;
+    let mut found = Findings::default();
+    let listing = args.other.as_deref().map(Listing::read_if_any).transpose()?.flatten();
+    let Some(source) = open(args, &args.src, told(&args.source.told, args.select.keep_names)?, printer, &mut found)?
+    else {
+        return finish(&found, args, printer);
+    };
+    let other = match &args.other {
+        Some(path) if listing.is_none() => match open(args, path, None, printer, &mut found)? {
+            Some(other) => Some(other),
+            None => return finish(&found, args, printer),
+        },
+        _ => None,
+    };
+    let opened: Vec<&Checkpoint> = std::iter::once(&source).chain(&other).collect();
+    check_series(&args.source, &opened)?;
+    check_flat(&args.source, args.shapes.like.as_deref(), &opened)?;
+    // Names that cannot be had are known before hours of reading.
+    let names = Names::new(args, &source, other.as_ref())?;
+    sound(&source, &run, &mut found)?;
+    match (&other, &listing) {
+        (Some(other), _) => Comparison { source: &source, other, names: &names, args, run: &run }.same(&mut found)?,
+        (None, Some(listing)) => names.same_digests(&source, listing, args, &run, &mut found)?,
+        (None, None) => {}
+    }
+    suggest_dtype(&mut found, args);
+    finish(&found, args, printer)
+}
+
+/// What is compared: SRC under the names and in the dtypes that were asked for, OTHER as it is.
+struct Names {
+    source: Selected,
+    other: Option<Selected>,
+}
+
+impl Names {
+    fn new(args: &Verify, source: &Checkpoint, other: Option<&Checkpoint>) -> Result<Self> {
+        let defaults = Defaults { wrappers: Wrappers::Cut, ..Defaults::everything() };
+        let options = select_options(&args.select, defaults)?;
+        let as_it_is = select::Options { wrappers: options.wrappers, ..select::Options::default() };
+        Ok(Self {
+            source: select::select(&source.catalog, &options)?,
+            other: other.map(|other| select::select(&other.catalog, &as_it_is)).transpose()?,
+        })
+    }
+}
+
+/// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
+fn open(
+    args: &Verify,
+    path: &std::path::Path,
+    told: Option<Told>,
+    printer: &Printer,
+    found: &mut Findings,
+) -> Result<Option<Checkpoint>> {
+    let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::All);
+    options.told = told;
+    // Damage to that is none of the checkpoint.
+    if let Some(path) = &options.flat.layout {
+        fsdp_flat::document::read(path)?;
+    }
+    // Soundness needs no shapes, a comparison does.
+    options.flat.raw = args.other.is_none();
+    match Checkpoint::open(path, &options) {
+        Ok(checkpoint) => {
+            announce(&checkpoint, printer);
+            refuse_fragment(&checkpoint)?;
+            Ok(Some(checkpoint))
+        }
+        Err(error) => {
+            found.absorb(&path.display().to_string(), error)?;
+            Ok(None)
+        }
+    }
+}
+
+/// Every tensor is covered once, every replica is equal, every stored checksum holds.
+fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Result<()> {
+    let catalog = &checkpoint.catalog;
+    found.not_comparable.extend(catalog.dropped.iter().map(|name| format!("{name}, dropped")));
+    for conflict in catalog.conflicts() {
+        found.absorb("", conflict)?;
+    }
+    for (name, error) in checks::sums(checkpoint, run) {
+        found.absorb(&name, error)?;
+    }
+    let mut untold = 0;
+    let replicas = catalog.tensors.iter().filter(|entry| entry.chunks.len() > 1);
+    let progress = Progress::start(run.printer, "comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
+    for entry in &catalog.tensors {
+        let checked = compare::locate(input(checkpoint), entry).and_then(|()| {
+            if model::is_random_state(entry.fqn.as_str()) {
+                return Ok(None);
+            }
+            compare::replica_difference(input(checkpoint), entry, &run.options, &progress, &run.stop)
+        });
+        match checked {
+            Ok(None) => {}
+            Ok(Some(pair)) => {
+                let (first, second) = (entry.chunk_name(pair.first), entry.chunk_name(pair.second));
+                let detail = format!("{first} and {second} differ, first at element {}", pair.element);
+                found.add(entry.fqn.as_str(), "replica", detail);
+                untold += usize::from(!entry.is_shared());
+            }
+            Err(error) => found.absorb(entry.fqn.as_str(), error)?,
+        }
+        found.tensors += 1;
+        found.bytes += entry.len_bytes();
+    }
+    if untold > 0 {
+        found.hints.push(String::from(
+            "plain tensors are taken for copies; where ranks hold parts of them, --src-mesh and --src-placements or \
+             --src-plan say which, and where they hold summands, --reduce",
+        ));
+    }
+    Ok(())
+}
+
+/// Whether tensors cannot be compared because the summands of one make no value: the op is not one of its dtype, or the
+/// result does not fit.
+pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
+    matches!(error, Error::Unsupported { .. }) && entries.iter().any(|entry| entry.summands.is_some())
+}

@@ -1,0 +1,259 @@
+//! DeviceMeshes as PyTorch pickles them, in the form of a [`Release`]: `mesh.rs` reads them.
+//!
+//! Invariant: a mesh, and each slice of it, is written once in a pickle; whatever has it again has the same object.
+//!
+//! Source: `torch/distributed/device_mesh.py`, `torch/distributed/_mesh_layout.py`.
+
+use std::collections::BTreeSet;
+
+use super::release::{Release, Style};
+use super::write::{instance, list, tuple, write_sizes, write_tensor};
+use crate::catalog::{Dtype, contiguous_strides};
+use crate::format::pickle::Writer;
+use crate::layout::{DeviceMesh, Dims, MeshDim, Rank};
+
+const DEVICE_MESH: (&str, &str) = ("torch.distributed.device_mesh", "DeviceMesh");
+const LAYOUT: &str = "torch.distributed._mesh_layout";
+
+/// The number in the pickle's memo under which the mesh is known: all DTensors of a file share one. Slices of it have
+/// the numbers that their dims give as bits.
+const MESH_MEMO: u32 = 0;
+
+/// A mesh of more dims is not sliced.
+const MAX_SLICED_DIMS: usize = 8;
+
+/// The storage key of the mesh's tensor of ranks.
+pub const MESH_KEY: usize = 0;
+
+/// Writes the meshes that the DTensors of one rank have.
+pub struct MeshWriter<'a> {
+    pub mesh: &'a DeviceMesh,
+    pub style: &'a Style,
+    pub rank: Rank,
+    /// Of the job.
+    pub world_size: u32,
+    /// Of the rank in the mesh, where it is.
+    pub coordinate: Option<&'a Dims>,
+    /// The meshes that are in the pickle's memo.
+    pub known: BTreeSet<u32>,
+}
+
+impl MeshWriter<'_> {
+    /// The first number of the memo that is free for others.
+    pub fn first_free_memo(&self) -> u32 {
+        1 << self.mesh.ndim().min(MAX_SLICED_DIMS)
+    }
+
+    /// The dims of a tensor's own mesh: all, unless it is a slice. Before 2.10 a slice cannot say what it is one of.
+    pub fn dims(&self, slice: Option<&[MeshDim]>) -> Vec<usize> {
+        match slice {
+            Some(dims) if self.style.release >= Release::V2_10 && self.mesh.ndim() <= MAX_SLICED_DIMS => {
+                dims.iter().map(|dim| dim.0).collect()
+            }
+            _ => (0..self.mesh.ndim()).collect(),
+        }
+    }
+
+    /// The mesh of these dims: written the first time, the same object from then on.
+    pub fn write(&mut self, writer: &mut Writer, dims: &[usize]) {
+        let is_whole = dims.len() == self.mesh.ndim();
+        let memo = if is_whole { MESH_MEMO } else { dims.iter().map(|dim| 1 << dim).sum() };
+        if self.known.contains(&memo) {
+            writer.get(memo);
+            return;
+        }
+        self.mesh(writer, dims);
+        writer.put(memo);
+        self.known.insert(memo);
+    }
+
+    fn mesh(&mut self, writer: &mut Writer, dims: &[usize]) {
+        let (mesh, style, rank) = (self.mesh, self.style, self.rank);
+        let names: Option<Vec<&str>> = mesh.names().map(|names| dims.iter().map(|&dim| names[dim].as_str()).collect());
+        let coordinate: Option<Dims> = self.coordinate.map(|all| dims.iter().map(|&dim| all[dim]).collect());
+        instance(writer, DEVICE_MESH);
+        writer.empty_dict().mark();
+        if style.release == Release::V2_5 {
+            writer.string("device_type").string(&style.device_type);
+            writer.string("mesh");
+            write_tensor(writer, Dtype::I32, MESH_KEY, mesh.shape());
+            writer.string("mesh_dim_names");
+            write_names(writer, names.as_deref());
+            writer.string("_flatten_mesh_list");
+            write_ranks(writer, mesh.ranks());
+            // To 2.7 groups have tags and ranks, in 2.8 and 2.9 names.
+            writer.string("_dim_group_infos");
+            list(writer, &self.groups(), |writer, group| {
+                writer.string(&format!("ptd:{}", group.name));
+                list(writer, &group.ranks, |writer, rank| {
+                    writer.uint(rank.0.into());
+                });
+                writer.string(&group.name.to_string()).tuple(3);
+            });
+            writer.string("_coordinate_on_dim");
+            write_coordinate(writer, coordinate.as_ref(), style.release);
+        } else {
+            writer.string("_device_type").string(&style.device_type);
+            writer.string("_layout");
+            self.layout(writer, dims);
+            writer.string("_rank_map");
+            write_tensor(writer, Dtype::I32, MESH_KEY, &[mesh.world_size() as u64]);
+            writer.string("_mesh_dim_names");
+            write_names(writer, names.as_deref());
+            writer.string("_root_mesh");
+            if dims.len() == mesh.ndim() {
+                writer.none();
+            } else {
+                let all: Vec<usize> = (0..mesh.ndim()).collect();
+                self.write(writer, &all);
+            }
+            writer.string("_preserve_rank_order").boolean(false);
+            writer.string("_flatten_rank_map");
+            write_ranks(writer, mesh.ranks());
+            writer.string("_flatten_mapping").empty_dict();
+            if style.release >= Release::V2_11 {
+                writer.string("_rank").uint(rank.0.into());
+            }
+            writer.string("_coordinate_on_dim");
+            write_coordinate(writer, coordinate.as_ref(), style.release);
+        }
+        writer.string("_dim_group_names");
+        let groups = self.groups();
+        // Who is not in the mesh is in none of them.
+        let groups: Vec<&Group> = dims.iter().filter_map(|&dim| groups.get(dim)).collect();
+        list(writer, &groups, |writer, group| {
+            writer.string(&group.name.to_string());
+        });
+        writer.string("_thread_id").none();
+        writer.string("_hash").none();
+        writer.setitems().build();
+    }
+
+    fn layout(&self, writer: &mut Writer, dims: &[usize]) {
+        // Strides count in the list of ranks of the root.
+        let strides = contiguous_strides(self.mesh.shape());
+        let axes: Vec<(u64, u64)> = dims.iter().map(|&dim| (self.mesh.shape()[dim], strides[dim])).collect();
+        instance(writer, (LAYOUT, "_MeshLayout"));
+        writer.empty_dict();
+        if self.style.release < Release::V2_13 {
+            let (sizes, strides): (Dims, Dims) = axes.into_iter().unzip();
+            write_layout(writer, &sizes, &strides);
+            writer.build();
+            return;
+        }
+        writer.string("axes");
+        tuple(writer, &axes, |writer, &(size, stride)| {
+            instance(writer, (LAYOUT, "_FlatLayout"));
+            writer.empty_dict();
+            // An axis of one rank has no stride.
+            if size == 1 {
+                write_layout(writer, &[], &[]);
+            } else {
+                write_layout(writer, &[size], &[stride]);
+            }
+            writer.build();
+        });
+        writer.setitem().build();
+    }
+
+    /// The process group of each mesh dim that this rank is in, under the name it has in a job whose first groups are
+    /// those of this mesh: there, and only there, the loaded tensors can communicate.
+    fn groups(&self) -> Vec<Group> {
+        let Some(own) = self.coordinate else { return Vec::new() };
+        let (shape, world_size) = (self.mesh.shape(), self.mesh.world_size() as u64);
+        let mut next = 1;
+        let mut groups = Vec::new();
+        for (dim, &size) in shape.iter().enumerate() {
+            let members = (0..size).map(|at| {
+                let mut coordinate = own.clone();
+                coordinate[dim] = at;
+                self.mesh.rank_at(&coordinate)
+            });
+            let whole_world =
+                size == u64::from(self.world_size) && (shape.len() == 1 || self.style.release >= Release::V2_10);
+            let name = if whole_world {
+                0
+            } else {
+                let others = shape.iter().zip(own).enumerate().filter(|(other, _)| *other != dim);
+                let own = others.fold(0, |index, (_, (&size, &at))| index * size + at);
+                let name = next + own;
+                next += world_size / size;
+                name
+            };
+            groups.push(Group { name, ranks: members.collect() });
+        }
+        groups
+    }
+}
+
+struct Group {
+    /// A number; 0 is the group of all ranks.
+    name: u64,
+    ranks: Vec<Rank>,
+}
+
+/// `{'shape': .., 'stride': ..}` on the dict on top.
+fn write_layout(writer: &mut Writer, shape: &[u64], stride: &[u64]) {
+    writer.mark().string("shape");
+    write_sizes(writer, shape);
+    writer.string("stride");
+    write_sizes(writer, stride);
+    writer.setitems();
+}
+
+/// A list to 2.10, a tuple from 2.11 on.
+fn write_coordinate(writer: &mut Writer, coordinate: Option<&Dims>, release: Release) {
+    match coordinate {
+        None => {
+            writer.none();
+        }
+        Some(coordinate) if release <= Release::V2_10 => list(writer, coordinate, |writer, at| {
+            writer.uint(*at);
+        }),
+        Some(coordinate) => write_sizes(writer, coordinate),
+    }
+}
+
+fn write_names(writer: &mut Writer, names: Option<&[&str]>) {
+    match names {
+        Some(names) => tuple(writer, names, |writer, name| {
+            writer.string(name);
+        }),
+        None => {
+            writer.none();
+        }
+    }
+}
+
+fn write_ranks(writer: &mut Writer, ranks: &[Rank]) {
+    tuple(writer, ranks, |writer, rank| {
+        writer.uint(rank.0.into());
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_are_numbered_as_in_a_fresh_job() {
+        let names = |mesh: &str, rank: u32, release| {
+            let mesh = DeviceMesh::parse(mesh).unwrap();
+            let style = Style { release, ..Style::default() };
+            let coordinate = mesh.coordinate(Rank(rank)).unwrap();
+            let writer = MeshWriter {
+                mesh: &mesh,
+                style: &style,
+                rank: Rank(rank),
+                world_size: u32::try_from(mesh.world_size()).unwrap(),
+                coordinate: Some(&coordinate),
+                known: BTreeSet::new(),
+            };
+            writer.groups().iter().map(|group| group.name).collect::<Vec<_>>()
+        };
+        // What the fixtures of 4 ranks have.
+        assert_eq!(names("dp=4", 1, Release::V2_13), [0]);
+        assert_eq!(names("dp=2,tp=2", 1, Release::V2_13), [2, 3]);
+        assert_eq!(names("dp=2,tp=2", 2, Release::V2_5), [1, 4]);
+    }
+}
