@@ -39,7 +39,7 @@ pub enum Error {
 
     /// Bytes that break the rules of their format.
     #[error("{}: {at}: expected {expected}, found {found}", path.display())]
-    Malformed { path: PathBuf, at: String, expected: String, found: String },
+    Malformed { path: PathBuf, at: String, expected: String, found: String, hint: Option<Box<str>> },
 
     /// Files that others say should be there.
     #[error("{}: {at}: expected {expected}, missing: {missing}", path.display())]
@@ -162,7 +162,8 @@ impl Error {
         expected: impl Into<String>,
         found: impl Into<String>,
     ) -> Self {
-        Self::Malformed { path: path.to_path_buf(), at: at.into(), expected: expected.into(), found: found.into() }
+        let (at, expected, found) = (at.into(), expected.into(), found.into());
+        Self::Malformed { path: path.to_path_buf(), at, expected, found, hint: None }
     }
 
     pub fn unsupported(what: impl Into<String>, hint: impl Into<String>) -> Self {
@@ -175,6 +176,15 @@ impl Error {
 
     pub fn comm(rank: u32, op: &'static str, detail: impl Into<String>) -> Self {
         Self::Comm { rank: rank.into(), op, detail: detail.into(), hint: None }
+    }
+
+    /// A file of which this says that it is damaged, and the hint, if there is another one than for every such file.
+    pub fn damaged_mut(&mut self) -> Option<(&Path, &mut Option<Box<str>>)> {
+        match self {
+            Self::Within { error, .. } => error.damaged_mut(),
+            Self::Malformed { path, hint, .. } if !is_written_by_hand(path) => Some((path, hint)),
+            _ => None,
+        }
     }
 
     /// The process that this names, if it does.
@@ -226,6 +236,7 @@ impl Error {
             Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
                 Some("check the path; relative ones start at the current folder")
             }
+            Self::Malformed { hint: Some(hint), .. } => Some(hint),
             Self::Malformed { path, .. } if is_written_by_hand(path) => {
                 Some("mend it, or write it anew; docs/fsdp1.md tells what a flat layout says")
             }

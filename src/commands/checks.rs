@@ -94,10 +94,21 @@ pub fn differing(
 }
 
 /// What to do where one value is to be chosen.
-const LISTED: &str = "`dtshard verify` lists all such tensors; --on-conflict rank0 takes the lowest rank's value";
+const CHOICE: &str = "--on-conflict rank0 takes the lowest rank's value";
 
-/// The error for a tensor whose replicas differ.
-pub fn replica_conflict(entry: &TensorEntry, difference: &ReplicaDifference) -> Error {
+/// The error for a tensor whose replicas differ; `peers` see them, where not all processes do.
+pub fn replica_conflict(
+    checkpoint: &Checkpoint,
+    id: TensorId,
+    difference: &ReplicaDifference,
+    peers: Option<&Peers>,
+) -> Error {
+    let entry = checkpoint.catalog.tensor(id);
+    let chunks = [difference.first, difference.second];
+    let listed = match peers.and_then(|peers| peers.whereabouts(checkpoint, entry, chunks)) {
+        Some(places) => format!("{places}: `dtshard verify` lists all such tensors of a folder that has both"),
+        None => String::from("`dtshard verify` lists all such tensors"),
+    };
     let (first, second) = (entry.chunk_name(difference.first), entry.chunk_name(difference.second));
     Error::Conflict {
         fqn: entry.fqn.to_string(),
@@ -110,10 +121,10 @@ pub fn replica_conflict(entry: &TensorEntry, difference: &ReplicaDifference) -> 
                  --reduce that they hold summands",
             ),
             (Class::Tensor, None) => format!(
-                "{LISTED}, per-rank keeps every rank's, drop leaves the tensor out; where ranks hold parts of it, \
+                "{listed}; {CHOICE}, per-rank keeps every rank's, drop leaves the tensor out; where ranks hold parts of it, \
                  --src-mesh and --src-placements say which"
             ),
-            _ => format!("{LISTED}, drop leaves the tensor out"),
+            _ => format!("{listed}; {CHOICE}, drop leaves the tensor out"),
         }),
     }
 }

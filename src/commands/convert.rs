@@ -8,6 +8,7 @@ use serde_json::json;
 
 use super::auto;
 use super::foresee::foresee;
+use super::idle::{idle_in_the_end, idle_wishes};
 use super::memory::within_memory;
 use super::produce::{Produced, Publisher, produce};
 use super::report::{Report, cast_warnings, left_out, notes};
@@ -151,13 +152,15 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     for name in left_out(conversion).1 {
         printer.detail(&format!("left out: {name}"));
     }
+    let idle = idle_wishes(conversion, args, run);
+    idle.iter().for_each(|warning| printer.warning(warning));
     let (dst, max_memory) = (args.dst.as_deref(), args.source.max_memory.0);
     let options = within_memory(conversion, *options, max_memory)?;
     // What only this node has in its memory cannot be sealed by another one.
     let options = &Options { sync: options.sync || !run.launch.part.is_alone(), ..options };
     printer.detail(&how(source.files.io(), options));
     let mut report =
-        Report { conversion, destination: dst, options, before: anonymous(), max_memory, loads: Vec::new() };
+        Report { conversion, destination: dst, options, before: anonymous(), max_memory, loads: Vec::new(), idle };
     if args.destination.dry_run {
         let stats = match &conversion.source.peers {
             None => copy::dry_run(input(source), &conversion.reservation, &run.stop)?,
@@ -191,6 +194,10 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
         }
     };
     let part = run.launch.part;
+    if let Some(warning) = idle_in_the_end(conversion, args, &stats) {
+        printer.warning(&warning);
+        report.idle.push(warning);
+    }
     let mut document = report.document(&stats);
     if !part.is_alone() {
         document["part"] = json!({

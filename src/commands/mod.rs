@@ -12,6 +12,7 @@ mod digests;
 mod fill;
 mod flatten;
 mod foresee;
+mod idle;
 mod inspect;
 mod link;
 mod man;

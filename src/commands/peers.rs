@@ -17,7 +17,7 @@ use super::roster::Roster;
 use super::run::Run;
 use super::waiting::{meet_within, patience, teller};
 use super::{input, progress::Progress};
-use crate::catalog::TensorId;
+use crate::catalog::{TensorEntry, TensorId};
 use crate::cli::{Backend, ConvertArgs, ExchangeArgs, SourceSight};
 use crate::comm::{
     Communicator, Launcher, Liveness, Meeting, Mesh, Part, Patience, Place, Traffic, meet, process_environment,
@@ -25,7 +25,7 @@ use crate::comm::{
 use crate::error::{Error, Result};
 use crate::exec::Extents;
 use crate::exec::compare::ReplicaDifference;
-use crate::exec::copy::{Stats, Writing};
+use crate::exec::copy::{Stats, Together, Writing};
 use crate::exec::exchange::{
     Counting, Exchange, HostShuffle, Load, Owners, PLAN_BYTES, Parties, Reducing, Sight, agree, differing,
     differing_pair,
@@ -125,7 +125,7 @@ impl Peers {
                         let src = args.src.display();
                         run.printer.warning(&format!("no files at {src}: this process reads nothing"));
                     }
-                    twin.open(options)
+                    twin.open(options).map_err(|error| met.roster.locate(error, twin))
                 }
                 None => Checkpoint::open(&args.src, options).map_err(|error| error.within(&args.src)),
             };
@@ -173,10 +173,26 @@ impl Peers {
         Ok(Self { link, twin, nodes, roster, counting, reducing, bucket_bytes: bucket_size.0, place })
     }
 
-    /// Say of the process that an error names all that is known.
+    /// Say of the process that an error names, or whose file is damaged, all that is known.
     #[must_use]
     pub fn name(&self, error: Error) -> Error {
-        self.roster.name(error)
+        let error = self.roster.name(error);
+        match &self.twin {
+            Some(twin) => self.roster.locate(error, twin),
+            None => error,
+        }
+    }
+
+    /// Who sees the files of chunks, where not all processes do: `a.pt is with process 0 of 2 (n1, pid 7), b.pt with ..`
+    #[must_use]
+    pub fn whereabouts(&self, checkpoint: &Checkpoint, entry: &TensorEntry, chunks: [u32; 2]) -> Option<String> {
+        let files = &checkpoint.files;
+        let [first, second] = chunks.map(|chunk| {
+            let file = entry.chunks.place(chunk as usize).file()?;
+            let name = files.path(file).file_name()?.display();
+            Some(format!("{name} is with {}", self.roster.names(files.seen_by(file)?)))
+        });
+        Some(format!("{}, {}", first?, second?))
     }
 
     /// Who reduces.
@@ -281,8 +297,8 @@ impl Peers {
         let Traffic { sent, received } = stats.traffic;
         printer.detail(&format!("sent {}, received {}", human_bytes(sent), human_bytes(received)));
         // Who is done first does not go on before all are: what is recorded by then is all there is.
-        let wire_bytes = sum(&self.mesh().gather(&received.to_le_bytes())?);
-        Ok(Stats { wire_bytes, ..stats })
+        let said = self.mesh().gather(&[received, stats.folded_bytes].map(u64::to_le_bytes).concat())?;
+        Ok(Stats { together: Together::of(&said), ..stats })
     }
 
     /// What it takes to write all, and what each of them would read, send and receive.
@@ -386,12 +402,6 @@ fn meet_others(
     let agreed = alike::agree(&mesh, args).and_then(|()| Parties::meet(&mesh));
     let nodes = agreed.map_err(|error| roster.name(error))?;
     Ok(Met { mesh, nodes, roster, place })
-}
-
-/// Of what each process says, as a number.
-fn sum(said: &[Vec<u8>]) -> u64 {
-    let numbers = said.iter().filter_map(|said| Some(u64::from_le_bytes(said.as_slice().try_into().ok()?)));
-    numbers.fold(0, u64::saturating_add)
 }
 
 /// Which of the processes of its node this one is.

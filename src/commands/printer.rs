@@ -277,7 +277,7 @@ fn error_document(error: &Error) -> Json {
             fqn = Some(at.clone());
             (expected, found) = (Some(wanted.clone()), Some(format!("missing: {missing}")));
         }
-        Error::Malformed { path, at, expected: wanted, found: got } => {
+        Error::Malformed { path, at, expected: wanted, found: got, .. } => {
             file = Some(path.display().to_string());
             fqn = Some(at.clone());
             (expected, found) = (Some(wanted.clone()), Some(got.clone()));

@@ -203,8 +203,9 @@ impl Producer<'_> {
             Some(peers) => peers.fill(conversion, writing, run.printer)?,
             None => copy(input(&conversion.source.checkpoint), writing)?,
         };
-        if self.args.exchange.fast_reduce {
-            run.printer.detail(&folded(&stats, conversion.source.reducing()));
+        if conversion.source.reducing() == Reducing::ByNccl {
+            let bytes = human_bytes(stats.folded_bytes);
+            run.printer.detail(&format!("--fast-reduce: {bytes} were reduced by NCCL for this process"));
         }
         staging.finish()?;
         Ok(Stats { bytes_before, ..stats })
@@ -374,17 +375,6 @@ impl Producer<'_> {
             ),
             "the same command with --resume does what is missing",
         )
-    }
-}
-
-/// `--fast-reduce: 4.20 GB were reduced by NCCL for this process`
-fn folded(stats: &Stats, reducing: Reducing) -> String {
-    match (reducing, stats.folded_bytes) {
-        (Reducing::InRankOrder, _) => format!("--fast-reduce: bytes do not go by NCCL, so all is reduced {reducing}"),
-        (Reducing::ByNccl, 0) => String::from("--fast-reduce: nothing was reduced by NCCL for this process"),
-        (Reducing::ByNccl, bytes) => {
-            format!("--fast-reduce: {} were reduced by NCCL for this process", human_bytes(bytes))
-        }
     }
 }
 

@@ -27,6 +27,8 @@ pub struct Report<'a> {
     pub max_memory: u64,
     /// What each process would move, where they give each other bytes and this was asked for.
     pub loads: Vec<Load>,
+    /// Options that have no effect.
+    pub idle: Vec<String>,
 }
 
 /// Lines for the user before the work begins.
@@ -100,7 +102,7 @@ impl Report<'_> {
             time.as_secs_f64(),
         );
         let (left_out, _) = left_out(self.conversion);
-        let wire = (stats.wire_bytes > 0).then(|| human_bytes(stats.wire_bytes));
+        let wire = (stats.together.received > 0).then(|| human_bytes(stats.together.received));
         let parts =
             [("left out: ", left_out), ("cast ", cast_text(stats)), ("on the wire ", wire.into_iter().collect())];
         for (what, list) in parts.into_iter().filter(|(_, list)| !list.is_empty()) {
@@ -130,6 +132,7 @@ impl Report<'_> {
         let tied: BTreeMap<&str, &str> = tied.iter().map(|(alias, kept)| (alias.as_str(), kept.as_str())).collect();
         let mut warnings = checkpoint.catalog.warnings.clone();
         warnings.extend(notes(self.conversion));
+        warnings.extend_from_slice(&self.idle);
         warnings.extend(cast_warnings(stats));
         warnings.extend(self.memory_warning(stats));
         let mut document = json!({

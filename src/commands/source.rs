@@ -206,7 +206,7 @@ impl Source {
                 OnConflict::PerRank
                     if entry.class != Class::Tensor || entry.summands.is_some() || !conflicts::has_ranks(entry) =>
                 {
-                    return Err(checks::replica_conflict(entry, &difference));
+                    return Err(checks::replica_conflict(&self.checkpoint, id, &difference, self.peers.as_ref()));
                 }
                 OnConflict::PerRank => {
                     conflicts::split_by_rank(&mut self.checkpoint.catalog, &mut self.wanted.catalog, id);
@@ -238,7 +238,9 @@ impl Source {
         let found = self.differing(taken, args, run)?;
         match found.first() {
             None => Ok(()),
-            Some((id, difference)) => Err(checks::replica_conflict(self.checkpoint.catalog.tensor(*id), difference)),
+            Some((id, difference)) => {
+                Err(checks::replica_conflict(&self.checkpoint, *id, difference, self.peers.as_ref()))
+            }
         }
     }
 

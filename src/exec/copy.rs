@@ -56,10 +56,31 @@ pub struct Stats {
     pub folded_bytes: u64,
     /// What went between processes, where they exchange what they read.
     pub traffic: Traffic,
-    /// What all of them have received, each its own.
-    pub wire_bytes: u64,
+    /// The same of all of them, once all are done.
+    pub together: Together,
     /// By dtype in the source and in the target.
     pub casts: BTreeMap<DtypePair, CastCount>,
+}
+
+/// What processes that exchange have come to together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Together {
+    /// Bytes that they have received.
+    pub received: u64,
+    /// Bytes of values that NCCL has reduced.
+    pub folded: u64,
+}
+
+impl Together {
+    /// Of both figures of each, as bytes; what is none counts as nothing.
+    #[must_use]
+    pub fn of(said: &[Vec<u8>]) -> Self {
+        let both = said.iter().filter_map(|said| <&[[u8; 8]; 2]>::try_from(said.as_chunks::<8>().0).ok());
+        both.fold(Self::default(), |sum, &[received, folded]| Self {
+            received: sum.received.saturating_add(u64::from_le_bytes(received)),
+            folded: sum.folded.saturating_add(u64::from_le_bytes(folded)),
+        })
+    }
 }
 
 /// What a tensor is stored as in the source, and in the target.

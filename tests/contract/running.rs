@@ -46,6 +46,40 @@ fn a_dry_run_needs_no_dst_and_writes_nothing() {
     }
 }
 
+/// Options of processes that exchange, in runs that do not.
+#[test]
+fn options_without_an_effect_are_warned_of() {
+    for (options, idle, why) in [
+        ("--bucket-size 1MB", "--bucket-size", "this is the only process"),
+        ("--rendezvous tcp://n1:29500 --backend cpu", "--rendezvous", "this is the only process"),
+        ("--fast-reduce", "--fast-reduce", "this is the only process"),
+        ("--bucket-size 1MB --backend cpu --part 0 --parts 1", "--bucket-size", "this is the only process"),
+        (
+            "--bucket-size 1MB --part 0 --parts 2 --no-wait",
+            "--bucket-size",
+            "processes that do not wait for each other exchange nothing",
+        ),
+        (
+            "--rendezvous tcp://n1:29500 --backend cpu --part 0 --parts 2",
+            "--rendezvous",
+            "with --backend cpu each process reads what it writes",
+        ),
+        ("--fast-reduce --part 0 --parts 2", "--fast-reduce", "SRC has no Partial tensors, so nothing is reduced"),
+    ] {
+        let words = format!("{options} --dry-run --json");
+        let planned = succeed("consolidate", &[&fixture("fsdp4/dcp"), &Desk::new().path("out")], &words);
+        let warning = format!("{idle} has no effect: {why}");
+        holds(&planned.stderr, &[&format!("warning: {warning}\n")]);
+        let warnings = planned.json()["warnings"].as_array().unwrap().clone();
+        assert!(warnings.contains(&json!(warning)), "{options}: {warnings:?}");
+    }
+    let desk = Desk::new();
+    let made = succeed("consolidate", &[&fixture("fsdp4/dcp"), &desk.path("out")], "--bucket-size 1MB");
+    holds(&made.stderr, &["warning: --bucket-size has no effect"]);
+    let quiet = succeed("consolidate", &[&fixture("fsdp4/dcp"), &desk.path("silent")], "");
+    assert!(!quiet.stderr.contains("has no effect"), "{}", quiet.stderr);
+}
+
 #[test]
 fn nothing_but_dst_stands_there_in_the_end() {
     for (verb, name, options) in WAYS {

@@ -8,6 +8,9 @@ const HIDDEN: Settings<'static> = &[("CUDA_VISIBLE_DEVICES", "")];
 const NO_NCCL: Settings<'static> = &[("DTSHARD_NCCL_LIB", "/nonexistent/libnccl.so.2")];
 const NO_DRIVER: Settings<'static> = &[("LD_LIBRARY_PATH", "/nonexistent")];
 
+/// Less than rounds and NCCL may take.
+const NO_MEMORY: Settings<'static> = &[("GPU_STAND_IN_MEMORY_MIB", "128")];
+
 const LACKS: [(Settings<'static>, &str); 4] = [
     (NO_DEVICE, "no CUDA-capable device is detected"),
     (HIDDEN, "no CUDA-capable device is detected"),
@@ -34,7 +37,8 @@ fn who_asks_for_devices_is_refused_stand_in() {
 #[test]
 fn who_leaves_it_open_goes_over_tcp_stand_in() {
     let job = Job::new(Sight::Apart);
-    for (settings, words) in LACKS {
+    let no_memory = (NO_MEMORY, "134.22 MB are free");
+    for (settings, words) in LACKS.into_iter().chain([no_memory]) {
         let outcomes = job.but(1, "--backend auto -v", settings);
         outcomes.iter().for_each(succeeds);
         for outcome in &outcomes {

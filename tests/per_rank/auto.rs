@@ -139,6 +139,26 @@ fn without_nccl_of_each_they_do_without_stand_in() {
     }
 }
 
+/// Before NCCL has met, so that there is something to go back to.
+#[test]
+fn without_memory_of_each_they_do_without_stand_in() {
+    for said in Desk::with_matrix().said(&[("GPU_STAND_IN_MEMORY_MIB", "128")], "--placements S(1)") {
+        assert!(said.contains("not by NCCL: process 1 of 2 (") && said.contains("134.22 MB are free"), "{said}");
+        assert!(!said.contains(BY_NCCL) && !said.contains("warning"), "{said}");
+    }
+}
+
+#[test]
+fn options_of_an_exchange_that_is_none_are_warned_of_stand_in() {
+    for said in Desk::with_matrix().said(COMPLETE, "--placements S(0) --bucket-size 1MB") {
+        let warning = "warning: --bucket-size has no effect: each process reads what it writes; -v says why";
+        assert!(said.contains(warning), "{said}");
+    }
+    for said in Desk::with_matrix().said(COMPLETE, "--placements S(1) --bucket-size 1MB") {
+        assert!(!said.contains("no effect"), "{said}");
+    }
+}
+
 #[test]
 fn two_with_one_device_do_without_stand_in() {
     let desk = Desk::with_matrix();

@@ -92,9 +92,32 @@ fn without_gpus_all_is_reduced_in_the_order_of_ranks() {
     let words = "consolidate out";
     let (wanted, _) = nodes.alone(words);
     for outcome in nodes.together(&format!("{words} --fast-reduce -v")) {
-        assert!(outcome.succeeded().err.contains("so all is reduced in the order of ranks"), "{outcome:?}");
+        let warning =
+            "warning: --fast-reduce has no effect: bytes do not go by NCCL, so all is reduced in the order of ranks";
+        assert!(outcome.succeeded().err.contains(warning), "{outcome:?}");
     }
     nodes.has_made(&wanted, words);
+}
+
+/// Nothing is Partial, or is reduced in a way that NCCL has not.
+#[test]
+fn what_nccl_does_not_reduce_is_warned_of_stand_in() {
+    let mut desk = Desk::new();
+    let words = "reshard out --to torch-ranks --mesh dp=2 --placements R --fast-reduce --backend nccl";
+    let said = desk.together(&format!("{words} --include sum.i64"));
+    let one = said[0].succeeded();
+    assert!(one.err.contains("warning: --fast-reduce had no effect: there is no tensor of which"), "{one:?}");
+    assert!(said[1].succeeded().err.is_empty(), "{said:?}");
+    desk.nodes.clear();
+    desk.together(words)
+        .iter()
+        .for_each(|outcome| assert!(!outcome.succeeded().err.contains("no effect"), "{outcome:?}"));
+    desk.nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
+    let said = desk.together("consolidate out --fast-reduce --backend nccl --json");
+    let document: Json = serde_json::from_str(&said[0].succeeded().out).unwrap();
+    let warning = "--fast-reduce has no effect: SRC has no Partial tensors, so nothing is reduced";
+    assert!(document["warnings"].as_array().unwrap().contains(&Json::from(warning)), "{document}");
+    assert!(said[0].err.contains(&format!("warning: {warning}")), "{said:?}");
 }
 
 #[test]

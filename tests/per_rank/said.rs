@@ -127,6 +127,13 @@ fn replicas_that_differ() {
         let what = message.rsplit_once("differs: ").unwrap().1;
         for outcome in nodes.together(words) {
             outcome.refused(&[what]);
+            // Whose files they are: no process could `verify` them.
+            outcome.refused(&[
+                "rank_0.pt is with process ",
+                "rank_1.pt is with process ",
+                " of 2 (",
+                "both; --on-conflict",
+            ]);
         }
         // Nothing is in the way of what the hint says.
         assert_eq!(names(&nodes.desk()), [""; 0]);
@@ -158,7 +165,27 @@ fn sums_that_do_not_hold() {
         for (rank, outcome) in (0..).zip(nodes.together(words)) {
             outcome.refused(&[name, "CRC-32"]);
             assert_eq!(outcome.err.contains(&format!("error: process {seer} of 3 (")), rank != seer, "{outcome:?}");
+            let place = format!(
+                "hint: the file is damaged or was not completely written: look at it on the node of process {seer} of 3 ("
+            );
+            assert_eq!(outcome.err.contains(&place), rank == seer, "{outcome:?}");
+            assert!(!outcome.err.contains("dtshard verify"), "{outcome:?}");
         }
         assert_eq!(names(&nodes.desk()), [""; 0], "{words}");
+    }
+}
+
+/// What all read of a file, since it is no tensor data, and only one has.
+#[test]
+fn metadata_that_is_damaged() {
+    let nodes = Nodes::new("fsdp4/dcp", 3, Spread::One);
+    let file = &nodes.copies(".metadata")[0];
+    let mut bytes = fs::read(file).unwrap();
+    let half = bytes.len() / 2;
+    bytes[half..].fill(0xff);
+    fs::write(file, bytes).unwrap();
+    let seer = nodes.home(".metadata");
+    for outcome in nodes.together("consolidate out") {
+        outcome.refused(&[".metadata", &format!("look at it on the node of process {seer} of 3 (")]);
     }
 }

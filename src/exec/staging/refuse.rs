@@ -52,8 +52,8 @@ impl Place {
             ),
             Mark::Nothing if comes_back => (
                 format!("{destination} exists, and nothing tells what it was made from"),
-                "if it may be finished, `dtshard verify` compares it with SRC: some file systems keep no marks. \
-                 --overwrite replaces it",
+                "if it may be finished, `dtshard verify` says whether it is sound, and compares it with SRC where that is \
+                 seen whole: some file systems keep no marks. --overwrite replaces it",
             ),
             _ => (format!("{destination} exists"), "choose another destination, or replace it with --overwrite"),
         };

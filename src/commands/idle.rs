@@ -1,0 +1,73 @@
+//! Wishes without an effect: options of an exchange that a run has no use for, and why that is so.
+//!
+//! They are no errors, as one command line serves runs of one process and of many, with GPUs and without. Who wrote them
+//! may think all the same that they do something.
+
+use super::convert::Conversion;
+use super::input;
+use super::run::Run;
+use crate::cli::{Backend, ConvertArgs, SourceSight};
+use crate::exec::copy::Stats;
+use crate::exec::exchange::Reducing;
+
+const FAST_REDUCE: &str = "--fast-reduce";
+
+/// What is known before the work begins. Processes that are to meet have met.
+pub fn idle_wishes(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Vec<String> {
+    let alone = || String::from("this is the only process");
+    let is_alone = run.launch.part.is_alone();
+    let why_none = why_no_exchange(conversion, args, run);
+    let why = |option: &str| match option {
+        "--rendezvous" if is_alone => Some(alone()),
+        FAST_REDUCE if is_alone => Some(alone()),
+        FAST_REDUCE if !has_summands(conversion) => {
+            Some(String::from("SRC has no Partial tensors, so nothing is reduced"))
+        }
+        FAST_REDUCE if why_none.is_none() && by_hosts(conversion) => {
+            Some(format!("bytes do not go by NCCL, so all is reduced {}", Reducing::InRankOrder))
+        }
+        _ => why_none.clone(),
+    };
+    let told =
+        ["--bucket-size", FAST_REDUCE, "--rendezvous"].into_iter().filter(|name| run.options_told.contains_key(*name));
+    told.filter_map(|option| Some(format!("{option} has no effect: {}", why(option)?))).collect()
+}
+
+/// What shows when all is done.
+pub fn idle_in_the_end(conversion: &Conversion<'_>, args: &ConvertArgs, stats: &Stats) -> Option<String> {
+    let is_by_nccl = conversion.source.reducing() == Reducing::ByNccl;
+    // Of a run that goes on, another one may have had all that there was.
+    let is_all = stats.bytes_before == 0 && args.exchange.fast_reduce && is_by_nccl && has_summands(conversion);
+    (is_all && stats.together.folded == 0).then(|| {
+        format!(
+            "{FAST_REDUCE} had no effect: there is no tensor of which each process has read another summand, in a dtype and \
+             an op of NCCL, so all was reduced {}",
+            Reducing::InRankOrder
+        )
+    })
+}
+
+/// Why no bytes go between processes; `None` where they do, or that is not decided yet.
+fn why_no_exchange(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Option<String> {
+    let exchange = &args.exchange;
+    let is_open = || args.destination.dry_run && exchange.backend == Backend::Auto && run.launch.waits;
+    Some(String::from(match &conversion.source.peers {
+        Some(_) => return None,
+        None if run.launch.part.is_alone() => "this is the only process",
+        None if !run.launch.waits => "processes that do not wait for each other exchange nothing",
+        None if exchange.backend == Backend::Cpu && exchange.source == SourceSight::Shared => {
+            "with --backend cpu each process reads what it writes"
+        }
+        None if is_open() => return None,
+        None => "each process reads what it writes; -v says why",
+    }))
+}
+
+fn by_hosts(conversion: &Conversion<'_>) -> bool {
+    conversion.source.peers.is_some() && conversion.source.reducing() == Reducing::InRankOrder
+}
+
+fn has_summands(conversion: &Conversion<'_>) -> bool {
+    let catalog = input(&conversion.source.checkpoint).catalog;
+    conversion.reservation.tensors.iter().any(|tensor| catalog.tensor(tensor.source).summands.is_some())
+}
