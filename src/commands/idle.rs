@@ -7,10 +7,34 @@ use super::convert::Conversion;
 use super::input;
 use super::run::Run;
 use crate::cli::{Backend, ConvertArgs, SourceSight};
+use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
 use crate::exec::exchange::Reducing;
 
 const FAST_REDUCE: &str = "--fast-reduce";
+
+/// What makes no sense whatever the run.
+///
+/// # Errors
+/// `Usage` where --fast-reduce would have no effect, or a wrong one.
+pub fn refuse_senseless(args: &ConvertArgs) -> Result<()> {
+    if !args.exchange.fast_reduce {
+        return Ok(());
+    }
+    if args.exchange.backend == Backend::Cpu {
+        return Err(Error::usage(
+            "--fast-reduce lets NCCL reduce, and with --backend cpu there is none",
+            "leave one of them out, or use --backend nccl",
+        ));
+    }
+    if args.destination.verify {
+        return Err(Error::usage(
+            "--verify reduces all again in the order of ranks, and with --fast-reduce other bits are right, too",
+            "leave one of them out",
+        ));
+    }
+    Ok(())
+}
 
 /// What is known before the work begins. Processes that are to meet have met.
 pub fn idle_wishes(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Vec<String> {

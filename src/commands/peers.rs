@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::alike;
 use super::convert::{Conversion, refuse_nesting};
+use super::idle::refuse_senseless;
 use super::link::{Link, Linking, arithmetic};
 use super::meeting_place::MeetingPlace;
 use super::printer::Printer;
@@ -76,7 +77,7 @@ impl Peers {
     /// # Errors
     /// `Usage` where they do not run at the same time, `Comm` naming those that do not come, and as reading SRC.
     pub fn open(args: &ConvertArgs, options: &ReadOptions, run: &Run<'_>) -> Result<Option<(Self, Checkpoint)>> {
-        refuse_idle_wishes(args)?;
+        refuse_senseless(args)?;
         let launch = &run.launch;
         let backend = args.exchange.backend;
         let is_per_rank = args.exchange.source == SourceSight::PerRank;
@@ -342,27 +343,6 @@ impl Peers {
             place.leave(has_published);
         }
     }
-}
-
-/// # Errors
-/// `Usage` where --fast-reduce would have no effect, or a wrong one.
-fn refuse_idle_wishes(args: &ConvertArgs) -> Result<()> {
-    if !args.exchange.fast_reduce {
-        return Ok(());
-    }
-    if args.exchange.backend == Backend::Cpu {
-        return Err(Error::usage(
-            "--fast-reduce lets NCCL reduce, and with --backend cpu there is none",
-            "leave one of them out, or use --backend nccl",
-        ));
-    }
-    if args.destination.verify {
-        return Err(Error::usage(
-            "--verify reduces all again in the order of ranks, and with --fast-reduce other bits are right, too",
-            "leave one of them out",
-        ));
-    }
-    Ok(())
 }
 
 /// Processes that have met, with the same options.

@@ -186,8 +186,11 @@ fn a_destination_without_a_mark() {
         skip("no attributes on this file system");
         return;
     }
-    let words =
-        ["out.pt exists, and nothing tells what it was made from", "`dtshard verify` compares it", "--overwrite"];
+    let words = [
+        "out.pt exists, and nothing tells what it was made from",
+        "`dtshard verify` says whether it is sound",
+        "--overwrite",
+    ];
     refuses(&job, "--resume", &words);
     refuses(&job, "--parts 2 --part 0 --no-wait", &words);
     job.run("--resume --overwrite", None).succeeded();
