@@ -5,8 +5,8 @@
 
 use std::path::Path;
 
+use super::bucket::Bucket;
 use super::convert::Conversion;
-use super::peers::Peers;
 use crate::cli::SourceArgs;
 use crate::comm::cpus::cpus;
 use crate::comm::process_environment;
@@ -36,14 +36,18 @@ impl Pace {
     }
 }
 
-/// Threads and buffers for a run that takes so much memory for rounds, if it has them.
+/// Threads and buffers for a run with these rounds, if it has them.
 ///
 /// # Errors
 /// `Usage` where there is no such number of threads, or too little memory for them.
-pub fn work_options(args: &SourceArgs, sync: bool, pace: Pace, taken: u64) -> Result<Options> {
+pub fn work_options(args: &SourceArgs, sync: bool, pace: Pace, rounds: Option<Bucket>) -> Result<Options> {
     let io = args.io.mode();
     let max_memory = args.max_memory.0;
-    let scratch = scratch_bytes(io, Reads::of(taken > 0));
+    let scratch = scratch_bytes(io, Reads::of(rounds.is_some()));
+    // Rounds give way to threads that are asked for, and to one at least.
+    let workers = args.threads.unwrap_or(1).min(MAX_THREADS) as u64 * (DEFAULT_STRIP_BYTES + scratch);
+    let room = max_memory.saturating_sub(BASE_BYTES + workers);
+    let taken = rounds.map_or(0, |bucket| bucket.within(room).held_bytes());
     let threads = match args.threads {
         None => threads_within(max_memory.saturating_sub(taken), scratch, pace),
         Some(0) => {
@@ -144,18 +148,34 @@ fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) -> Res
     Ok(left.saturating_sub(scratch).clamp(LEAST_STRIP_BYTES, DEFAULT_STRIP_BYTES))
 }
 
-/// What headers, pickles and tables take beyond what every run is allowed for them, and what is on its way to others.
-fn held_bytes(conversion: &Conversion<'_>) -> u64 {
+/// What headers, pickles and tables take beyond what every run is allowed for them.
+fn laid_out_bytes(conversion: &Conversion<'_>) -> u64 {
     const ALLOWED: u64 = 16 << 20;
-    let rounds = conversion.source.peers.as_ref().map_or(0, Peers::held_bytes);
     let laid_out = conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog);
-    rounds.saturating_add(laid_out.saturating_sub(ALLOWED))
+    laid_out.saturating_sub(ALLOWED)
+}
+
+/// What is on its way to others.
+fn rounds_bytes(conversion: &Conversion<'_>) -> u64 {
+    conversion.source.peers.as_ref().map_or(0, |peers| peers.bucket().held_bytes())
+}
+
+/// Both.
+fn held_bytes(conversion: &Conversion<'_>) -> u64 {
+    rounds_bytes(conversion).saturating_add(laid_out_bytes(conversion))
+}
+
+/// What rounds may take, so that strips stay as long as they are.
+pub fn room_for_rounds(conversion: &Conversion<'_>, options: &Options, max_memory: u64) -> u64 {
+    let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), Reads::Ahead);
+    let workers = options.threads as u64 * (options.strip_bytes + scratch);
+    max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(laid_out_bytes(conversion))
 }
 
 /// Whether a thread at least can work where rounds take so much more.
 pub fn has_room(conversion: &Conversion<'_>, rounds: u64, max_memory: u64) -> bool {
     let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), Reads::Ahead);
-    strip_bytes(max_memory, held_bytes(conversion).saturating_add(rounds), scratch, 1).is_ok()
+    strip_bytes(max_memory, laid_out_bytes(conversion).saturating_add(rounds), scratch, 1).is_ok()
 }
 
 /// Strips as long as what is held leaves room for. Who has joined others meanwhile has room for fewer threads.
@@ -198,7 +218,7 @@ pub fn peak_bytes(conversion: &Conversion<'_>, options: &Options, before: Option
     };
     let workers = buffers + options.threads as u64 * WORKER_BYTES;
     let waiting = conversion.reservation.waiting_bytes(options.strip_bytes);
-    let rounds = conversion.source.peers.as_ref().map_or(0, Peers::held_bytes);
+    let rounds = rounds_bytes(conversion);
     let edges = if options.sync { HELD_BYTES } else { 0 };
     let peak = before.peak.max(before.now + workers + edges + stats.planned_bytes + waiting + rounds);
     // Another run is not the same to the last page.

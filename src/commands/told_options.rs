@@ -9,7 +9,9 @@ use clap::parser::ValueSource;
 use crate::cli::{Cli, normalise_long_options};
 
 /// How it is done, and what is said meanwhile, by their names.
-const OF_THE_WAY: [&str; 18] = [
+const OF_THE_WAY: [&str; 22] = [
+    "backend",
+    "bucket_size",
     "check_crc",
     "check_replicas",
     "dry_run",
@@ -23,8 +25,10 @@ const OF_THE_WAY: [&str; 18] = [
     "parts",
     "progress",
     "quiet",
+    "rendezvous",
     "restart",
     "resume",
+    "source",
     "threads",
     "verbose",
     "verify",
@@ -62,6 +66,9 @@ mod tests {
         let found = told("dtshard reshard a b --mesh dp=2 --resume --exclude x --exclude=y --keep_names --threads 3");
         let wanted = [("--exclude", "x y"), ("--keep-names", ""), ("--mesh", "dp=2"), ("the verb", "reshard")];
         assert_eq!(found, wanted.map(|(name, value)| (name.to_owned(), value.to_owned())).into());
+        let exchange = "--source per-rank --backend cpu --bucket-size 1MB --rendezvous tcp://a:1 --fast-reduce";
+        let found = told(&format!("dtshard unshard a b {exchange}"));
+        assert_eq!(found, [("--fast-reduce", ""), ("the verb", "unshard")].map(|(a, b)| (a.into(), b.into())).into());
         assert_eq!(told("dtshard"), BTreeMap::new());
     }
 

@@ -3,10 +3,11 @@
 //! Counts elements of local tensors. Ranks are those of the processes that exchange, not those of either layout. Invariant:
 //! what a process needs of a tile is listed once, in however many files it writes that.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
+use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 use smallvec::SmallVec;
 
@@ -51,8 +52,8 @@ pub struct Demand<'a> {
     pub tensor: &'a Reserved,
     pub source: Source<'a>,
     pub tiles: Vec<Arc<Wanted>>,
-    /// The chunks of the source that hold the same, by the one that plans name.
-    holders: HashMap<u32, Holders>,
+    /// The chunks of the source that hold the same, ascending by the first, which plans name.
+    holders: Vec<Holders>,
 }
 
 /// A tile that goes into one file or more.
@@ -98,7 +99,7 @@ impl<'a> Demand<'a> {
     /// As [`Source::new`]; `Unsupported` where summands have no value.
     pub fn new(entry: &'a TensorEntry, tensor: &'a Reserved, owners: &Owners) -> Result<Self> {
         let source = Source::new(entry)?;
-        let mut tiles: IndexMap<(Tile, Option<Arc<Share>>), Vec<usize>> = IndexMap::new();
+        let mut tiles: IndexMap<(Tile, Option<Arc<Share>>), Vec<usize>, RandomState> = IndexMap::default();
         for index in (0..tensor.entry.chunks.len()).filter(|index| tensor.place(*index).is_some()) {
             let share = tensor.shares.get(index).map(Arc::clone);
             tiles.entry((tensor.entry.chunks.tile(index), share)).or_default().push(index);
@@ -120,14 +121,16 @@ impl<'a> Demand<'a> {
             };
             wanted.push(Arc::new(Wanted { fqn: entry.fqn.clone(), tile, share, chunks, needs, parts, reducer }));
         }
-        let holders = source.holders().map(|holders| (holders[0], holders.clone())).collect();
+        let mut holders: Vec<Holders> = source.holders().cloned().collect();
+        holders.sort_unstable_by_key(|holders| holders[0]);
         Ok(Self { tensor, source, tiles: wanted, holders })
     }
 
     /// The chunks that hold what this one holds, itself included.
     #[must_use]
     pub fn holders(&self, chunk: u32) -> &[u32] {
-        &self.holders[&chunk]
+        let found = self.holders.binary_search_by_key(&chunk, |holders| holders[0]);
+        &self.holders[found.expect("a chunk that plans name")]
     }
 
     /// Whether anybody needs anything.
@@ -147,14 +150,21 @@ impl Planned {
 /// Whole elements that hold what each rank has to do of chunks of one tile.
 fn needs(tensor: &Reserved, chunks: &[usize], owners: &Owners) -> Vec<Need> {
     let itemsize = tensor.dtype().itemsize();
-    let mut of_ranks: BTreeMap<u32, Vec<Range<u64>>> = BTreeMap::new();
+    let mut all: SmallVec<[(u32, Range<u64>); 4]> = SmallVec::new();
     for &chunk in chunks {
         let Some((file, offset)) = tensor.place(chunk) else { continue };
-        for (rank, bytes) in owners.of(file, offset..offset + tensor.chunk_bytes(chunk)) {
+        let owned = owners.of(file, offset..offset + tensor.chunk_bytes(chunk));
+        all.extend(owned.map(|(rank, bytes)| {
             let elements = (bytes.start - offset) / itemsize..(bytes.end - offset).div_ceil(itemsize);
-            of_ranks.entry(rank).or_default().push(elements);
-        }
+            (rank, elements)
+        }));
     }
+    // A small tensor is one rank's.
+    if let [(rank, elements)] = &all[..] {
+        return vec![Need { elements: elements.clone(), ranks: Ranks::from_elem(*rank, 1) }];
+    }
+    let mut of_ranks: BTreeMap<u32, Vec<Range<u64>>> = BTreeMap::new();
+    all.into_iter().for_each(|(rank, elements)| of_ranks.entry(rank).or_default().push(elements));
     // Who begins or ends where.
     let mut turns: BTreeMap<u64, SmallVec<[(u32, Turn); 4]>> = BTreeMap::new();
     for (rank, mut ranges) in of_ranks {
