@@ -70,7 +70,7 @@ impl<'a> Ahead<'a> {
         if demand.is_empty() {
             return Ok(None);
         }
-        let ranges = std::iter::once(0..demand.source.entry.numel()).collect();
+        let ranges = std::iter::once(0..demand.source.numel()).collect();
         Drafted::new(Unit { demand: Arc::new(demand), number, ranges }, self.parties).map(Some)
     }
 }

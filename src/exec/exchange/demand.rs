@@ -50,7 +50,7 @@ impl Owners {
 /// A target tensor of which something is to be done.
 pub struct Demand<'a> {
     pub tensor: &'a Reserved,
-    pub source: Source<'a>,
+    pub source: &'a TensorEntry,
     pub tiles: Vec<Arc<Wanted>>,
     /// The chunks of the source that hold the same, ascending by the first, which plans name.
     holders: Vec<Holders>,
@@ -123,7 +123,7 @@ impl<'a> Demand<'a> {
         }
         let mut holders: Vec<Holders> = source.holders().cloned().collect();
         holders.sort_unstable_by_key(|holders| holders[0]);
-        Ok(Self { tensor, source, tiles: wanted, holders })
+        Ok(Self { tensor, source: entry, tiles: wanted, holders })
     }
 
     /// The chunks that hold what this one holds, itself included.

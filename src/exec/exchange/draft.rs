@@ -62,7 +62,7 @@ impl Unit<'_> {
     /// Whether it is all of the tensor, in one range.
     #[must_use]
     pub fn is_whole(&self) -> bool {
-        matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.entry.numel()))
+        matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
     }
 }
 
@@ -162,7 +162,7 @@ pub struct Draft<'a> {
     /// With the bytes of the chunk, counted from its element 0 as if it were contiguous.
     pub stretches: BTreeMap<Stretch, Range<u64>>,
     pub transfers: Vec<Transfer>,
-    /// Copies that ranks make of all that, together.
+    /// Strided copies that it takes of one rank, at the most.
     pub copies: usize,
     /// By rank.
     pub loads: Vec<Load>,
@@ -188,7 +188,8 @@ impl<'a> Draft<'a> {
         draft.choose_readers(parties)?;
         folds::settle(&mut draft.targets, &draft.transfers, draft.loads.len());
         draft.weigh();
-        Ok(Some(draft))
+        draft.count();
+        Ok((draft.copies <= most_copies).then_some(draft))
     }
 
     /// What goes by messages, or is told to all.
@@ -198,8 +199,8 @@ impl<'a> Draft<'a> {
 
     /// Find the targets, and the transfers into them from the chunks that plans name. False where those are too many.
     fn aim(&mut self, reducing: Reducing, most_copies: usize) -> bool {
-        let Self { unit, targets, transfers, copies, loads, .. } = self;
-        let entry = unit.demand.source.entry;
+        let Self { unit, targets, transfers, loads, .. } = self;
+        let entry = unit.demand.source;
         let itemsize = entry.dtype.itemsize();
         for (number, range) in unit.ranges.iter().enumerate() {
             let turn = unit.number + part(range.start, entry.numel(), loads.len());
@@ -226,15 +227,13 @@ impl<'a> Draft<'a> {
                         folding,
                     };
                     let takers: Ranks = target.takers().into();
-                    *copies += target.ranks.len() - takers.len();
                     for (part, planned) in wanted.parts.iter().enumerate() {
                         let pieces = Pieces::new(&planned.plan, &planned.strides, itemsize);
                         let visited = pieces.visit(target.elements.clone(), |piece| {
                             let chunk = planned.plan.overlaps[piece.overlap].chunk;
                             let from = Stretch { reader: Reader { rank: takers[0], chunk }, range: number };
                             transfers.push(Transfer { from, takers: takers.clone(), to: targets.len(), part, piece });
-                            *copies += takers.len();
-                            if *copies > most_copies { Err(()) } else { Ok(()) }
+                            if transfers.len() > most_copies { Err(()) } else { Ok(()) }
                         });
                         if visited.is_err() {
                             return false;
@@ -261,7 +260,7 @@ impl<'a> Draft<'a> {
             let of_ranks: SmallVec<[(u32, u64); 8]> = of_ranks.into_iter().collect();
             let holders = parties.counting.holders(unit.demand.holders(chunk));
             // A tensor that is a single stretch is not always the first rank's to read.
-            let chosen = parties.readers(unit.demand.source.entry, holders, &of_ranks, turn + unit.number)?;
+            let chosen = parties.readers(unit.demand.source, holders, &of_ranks, turn + unit.number)?;
             for ((rank, _), reader) in of_ranks.iter().zip(chosen) {
                 readers.insert((range, chunk, *rank), reader);
             }
@@ -286,6 +285,14 @@ impl<'a> Draft<'a> {
         }
         transfers.append(&mut others);
         Ok(())
+    }
+
+    /// Count the copies: as many as are packed, by which no rank unpacks more.
+    fn count(&mut self) {
+        let ranks = self.loads.len();
+        let folded = self.transfers.iter().filter(|transfer| self.targets[transfer.to].folding.is_some()).count();
+        let sent = self.sendings().chain(self.targets.iter().filter_map(Target::passing));
+        self.copies = folded + sent.map(|sending| sending.copies(ranks)).sum::<usize>();
     }
 
     /// Find what is read, and count what everybody has in memory.

@@ -21,7 +21,7 @@ use super::readers::Parties;
 use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;
 
-/// Strided copies of a round, of all ranks together: they take memory, too, where runs are of a few elements.
+/// Strided copies of a round that one process makes, at the most: they take memory, too, where runs are of a few elements.
 pub const MOST_COPIES: usize = 1 << 13;
 
 /// Memory of the plans of rounds that are being made, staged, moved and written. A strided copy is one as a transfer, in
@@ -141,7 +141,7 @@ fn spread(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     if !unit.is_whole() {
         return unit;
     }
-    let numel = unit.demand.source.entry.numel();
+    let numel = unit.demand.source.numel();
     let at = |index: u64| {
         let even = u128::from(numel) * u128::from(index) / u128::from(ranks);
         u64::try_from(even).expect("at most all elements")
@@ -152,7 +152,7 @@ fn spread(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
 
 /// A unit in two: the first half of each of its ranges, and the rest. `None` where there is nothing to cut.
 fn shorter<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
-    let shape = &unit.demand.source.entry.shape;
+    let shape = &unit.demand.source.shape;
     let cut = |range: &Range<u64>| {
         let middle = middle(range, shape);
         (range.start..middle, middle..range.end)
