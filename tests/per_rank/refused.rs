@@ -62,7 +62,10 @@ fn less_memory_than_rounds_would_take() {
     for outcome in nodes.each(words) {
         let text = &outcome.succeeded().err;
         let said = text.lines().find(|line| line.contains("--bucket-size")).unwrap_or_default();
-        assert!(said.contains(": --max-memory has no room for six times 64.00 MB") && !said.contains(" 1.00 MB"), "{text}");
+        assert!(
+            said.contains(": --max-memory has no room for six times 64.00 MB") && !said.contains(" 1.00 MB"),
+            "{text}"
+        );
     }
     nodes.has_made(&wanted, "consolidate out");
 }

@@ -53,7 +53,7 @@ pub struct Demand<'a> {
     pub source: &'a TensorEntry,
     pub tiles: Vec<Arc<Wanted>>,
     /// The chunks of the source that hold the same, ascending by the first, which plans name.
-    holders: Vec<Holders>,
+    holders: SmallVec<[Holders; 2]>,
 }
 
 /// A tile that goes into one file or more.
@@ -65,9 +65,9 @@ pub struct Wanted {
     /// What it gets of the source's summands; `None` where ranks hold values.
     pub share: Option<Arc<Share>>,
     /// Its chunks in the target's table.
-    pub chunks: Vec<usize>,
+    pub chunks: Chunks,
     /// What is needed of it, ascending and disjoint.
-    pub needs: Vec<Need>,
+    pub needs: Needs,
     /// One a summand that it is made of.
     pub parts: Vec<Planned>,
     /// How they become one; `None` where one is taken as it is.
@@ -80,6 +80,10 @@ pub struct Need {
     pub elements: Range<u64>,
     pub ranks: Ranks,
 }
+
+/// There is one, where tensors are small.
+pub type Chunks = SmallVec<[usize; 1]>;
+pub type Needs = SmallVec<[Need; 1]>;
 
 /// Ascending.
 pub type Ranks = SmallVec<[u32; 4]>;
@@ -99,7 +103,7 @@ impl<'a> Demand<'a> {
     /// As [`Source::new`]; `Unsupported` where summands have no value.
     pub fn new(entry: &'a TensorEntry, tensor: &'a Reserved, owners: &Owners) -> Result<Self> {
         let source = Source::new(entry)?;
-        let mut tiles: IndexMap<(Tile, Option<Arc<Share>>), Vec<usize>, RandomState> = IndexMap::default();
+        let mut tiles: IndexMap<(Tile, Option<Arc<Share>>), Chunks, RandomState> = IndexMap::default();
         for index in (0..tensor.entry.chunks.len()).filter(|index| tensor.place(*index).is_some()) {
             let share = tensor.shares.get(index).map(Arc::clone);
             tiles.entry((tensor.entry.chunks.tile(index), share)).or_default().push(index);
@@ -121,7 +125,7 @@ impl<'a> Demand<'a> {
             };
             wanted.push(Arc::new(Wanted { fqn: entry.fqn.clone(), tile, share, chunks, needs, parts, reducer }));
         }
-        let mut holders: Vec<Holders> = source.holders().cloned().collect();
+        let mut holders: SmallVec<[Holders; 2]> = source.holders().cloned().collect();
         holders.sort_unstable_by_key(|holders| holders[0]);
         Ok(Self { tensor, source: entry, tiles: wanted, holders })
     }
@@ -148,7 +152,7 @@ impl Planned {
 }
 
 /// Whole elements that hold what each rank has to do of chunks of one tile.
-fn needs(tensor: &Reserved, chunks: &[usize], owners: &Owners) -> Vec<Need> {
+fn needs(tensor: &Reserved, chunks: &[usize], owners: &Owners) -> Needs {
     let itemsize = tensor.dtype().itemsize();
     let mut all: SmallVec<[(u32, Range<u64>); 4]> = SmallVec::new();
     for &chunk in chunks {
@@ -161,7 +165,7 @@ fn needs(tensor: &Reserved, chunks: &[usize], owners: &Owners) -> Vec<Need> {
     }
     // A small tensor is one rank's.
     if let [(rank, elements)] = &all[..] {
-        return vec![Need { elements: elements.clone(), ranks: Ranks::from_elem(*rank, 1) }];
+        return Needs::from_iter([Need { elements: elements.clone(), ranks: Ranks::from_elem(*rank, 1) }]);
     }
     let mut of_ranks: BTreeMap<u32, Vec<Range<u64>>> = BTreeMap::new();
     all.into_iter().for_each(|(rank, elements)| of_ranks.entry(rank).or_default().push(elements));
@@ -174,7 +178,7 @@ fn needs(tensor: &Reserved, chunks: &[usize], owners: &Owners) -> Vec<Need> {
             turns.entry(range.end).or_default().push((rank, Turn::End));
         }
     }
-    let mut needs = Vec::new();
+    let mut needs = Needs::new();
     let (mut ranks, mut start) = (BTreeSet::new(), 0);
     for (at, turns) in turns {
         if !ranks.is_empty() {
@@ -241,7 +245,7 @@ mod tests {
         let found = needs(&tensor, &[0, 1], &owners);
         let need = |elements, ranks| Need { elements, ranks };
         assert_eq!(
-            found,
+            found[..],
             [
                 need(0..2, smallvec![0, 1]),
                 need(2..4, smallvec![0, 2]),
