@@ -1,7 +1,7 @@
 //! Rounds of exchanges between very many processes: what deriving them costs each, and how even they are.
 //!
-//! Layers of Llama 3.1 405B with AdamW from one mesh to another, a process for each rank of the larger one. One thread,
-//! nothing is moved. Figures are processor seconds, and bytes of the busiest process over those of the average one.
+//! Layers of Llama 3.1 405B with AdamW from one mesh to another, a process for each rank of the larger one, and 100,000
+//! tensors of 1 KiB (`small`) between few. One thread, nothing is moved. Figures are processor seconds, and bytes of the busiest process over those of the average one.
 //!
 //! `cargo bench --bench exchange [-- --layers N] [FILTER]`; FILTER is a part of `| from | to |` as it is printed.
 
@@ -15,7 +15,7 @@ use dtshard::comm::Part;
 use dtshard::exec::division::stretch;
 use dtshard::exec::exchange::{Counting, Load, Moves, Owners, Parties, Reducing, Rounds, Sight};
 use support::cost::{peak_mb, timed};
-use support::model::{Job, tensors};
+use support::model::{Job, Tensor, small_tensors, tensors};
 use support::tables::tables;
 
 const BUCKET_BYTES: u64 = 64 << 20;
@@ -37,18 +37,23 @@ fn main() {
             _ => filter = argument,
         }
     }
+    // Rounds are made by all threads of the pool.
+    rayon::ThreadPoolBuilder::new().num_threads(1).build_global().expect("nobody has made it");
     println!("| from | to | rounds | copies | GB | on the wire | s | in rounds: read | sent | received | peak MB |");
     println!("|---|---|---|---|---|---|---|---|---|---|---|");
-    let jobs = [8, 64, 256].into_iter().flat_map(|ranks| {
+    let large = [8, 64, 256].into_iter().flat_map(|ranks| {
         let (fsdp, tp) = (|| Job::fsdp(ranks), || Job::fsdp_tp(ranks, 8));
         [(fsdp(), Job::fsdp(ranks * 3 / 4)), (fsdp(), tp()), (tp(), fsdp())]
     });
-    for (from, to) in jobs {
-        let name = format!("| {} | {} |", from.name, to.name);
+    let small = [2, 8].map(|ranks| ("small, ", Job::fsdp(ranks), Job::fsdp(ranks + 1)));
+    for (what, from, to) in small.into_iter().chain(large.map(|(from, to)| ("", from, to))) {
+        let name = format!("| {what}{} | {} |", from.name, to.name);
         if !name.contains(&filter) {
             continue;
         }
-        let (catalog, reservation) = tables(&from, &to, tensors(layers));
+        let tensors: Box<dyn Iterator<Item = Tensor>> =
+            if what.is_empty() { Box::new(tensors(layers)) } else { Box::new(small_tensors(100_000)) };
+        let (catalog, reservation) = tables(&from, &to, tensors);
         let of = u32::try_from(catalog.tensors[0].chunks.len()).expect("few ranks");
         let todos: Vec<_> = (0..of).map(|index| stretch(&reservation.files, Part { index, of })).collect();
         let owners = Owners::new(&reservation.files, &todos);

@@ -168,3 +168,50 @@ fn the_least_that_is_asked_for_is_enough() {
     let (fits, error) = run(floor.unwrap());
     assert!(fits, "{error}");
 }
+
+/// Two processes that each see a half of SRC, and give each other what they read: headers and rounds are shared out anew
+/// where both have less memory than they would take.
+#[test]
+fn it_is_enough_for_processes_that_exchange() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(&folder.join("model.safetensors"), 8_000);
+    let place = |name: &str| folder.join(name).into_os_string().into_string().unwrap();
+    let words = ["reshard", &place("model.safetensors"), &place("dcp"), "--mesh", "fsdp=2", "--to", "dcp", "--no-sync"];
+    assert!(Command::new(BINARY).args(words).output().unwrap().status.success());
+    for (rank, names) in [&[".metadata", "__0_0.distcp"][..], &["__1_0.distcp"]].into_iter().enumerate() {
+        let node = folder.join(format!("node{rank}"));
+        std::fs::create_dir(&node).unwrap();
+        for name in names {
+            std::fs::copy(folder.join("dcp").join(name), node.join(name)).unwrap();
+        }
+    }
+    for (number, line) in [
+        "consolidate --threads 2",
+        "consolidate --threads 2 --max-memory 128MB",
+        "reshard --mesh fsdp=3 --to torch-ranks --threads 2 --max-memory 128MB",
+        "reshard --mesh tp=2 --placements S(1) --to dcp --threads 2 --bucket-size 4MB",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let target = place(&format!("out{number}"));
+        let both = |run: &(dyn Fn(&[&str]) -> u64 + Sync)| {
+            let of_rank = |rank: usize| {
+                let (source, part) = (place(&format!("node{rank}")), rank.to_string());
+                let (verb, options) = line.split_once(' ').unwrap();
+                let mut words = vec![verb, &source, &target, "--source", "per-rank", "--parts", "2", "--part", &part];
+                words.extend(options.split(' '));
+                run(&words)
+            };
+            std::thread::scope(|scope| {
+                let ranks = [0, 1].map(|rank| scope.spawn(move || of_rank(rank)));
+                ranks.map(|rank| rank.join().unwrap())
+            })
+        };
+        let promised = both(&promised);
+        let limit = promised.iter().max().unwrap() * 5 / 4 + 8 * STACK_BYTES;
+        let used = both(&|words| used(words, limit));
+        assert!(used.iter().zip(promised).all(|(used, promised)| *used <= promised), "{line}: {used:?}, {promised:?}");
+    }
+}

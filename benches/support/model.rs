@@ -72,6 +72,12 @@ pub fn tensors(layers: u64) -> impl Iterator<Item = Tensor> {
     })
 }
 
+/// So many of 16 rows, of 512 elements in all: weights of very many small experts.
+pub fn small_tensors(count: u64) -> impl Iterator<Item = Tensor> {
+    let name = |index: u64| format!("model.layers.{}.experts.{}.weight", index / 100, index % 100);
+    (0..count).map(move |index| Tensor { fqn: name(index), shape: Dims::from_slice(&[16, 32]), role: Role::Column })
+}
+
 /// A job: a mesh, and how it shares tensors.
 pub struct Job {
     pub name: String,

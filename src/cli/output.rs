@@ -95,9 +95,10 @@ pub struct ExchangeArgs {
     /// MASTER_PORT, else a file beside DST]
     #[arg(long, value_name = "PLACE")]
     pub rendezvous: Option<Place>,
-    /// How much each of them reads, sends and receives at a time; it takes six times as much memory
-    #[arg(long, value_name = "BYTES", default_value = "64MB")]
-    pub bucket_size: Quantity,
+    /// How much each of them reads, sends and receives at a time; it takes six times as much memory [default: 64MB, or as
+    /// much less as --max-memory has room for]
+    #[arg(long, value_name = "BYTES")]
+    pub bucket_size: Option<Quantity>,
 }
 
 /// What each process of a run sees of SRC.

@@ -20,7 +20,7 @@ fn options(args: &ConvertArgs) -> [(&'static str, String); 6] {
     [
         ("--source", word(&exchange.source)),
         ("--backend", word(&exchange.backend)),
-        ("--bucket-size", exchange.bucket_size.0.to_string()),
+        ("--bucket-size", exchange.bucket_size.map_or_else(|| flag(false), |asked| asked.0.to_string())),
         ("--on-conflict", checks.on_conflict.as_ref().map_or_else(|| flag(false), word)),
         ("--check-replicas", flag(checks.check_replicas)),
         ("--dry-run", flag(args.destination.dry_run)),
@@ -74,9 +74,12 @@ mod tests {
 
     #[test]
     fn the_first_that_differs_is_named() {
-        assert_eq!(said(["--bucket-size 64MB -v", "--bucket-size 64000000", "--resume"]), [const { None }; 3]);
+        assert_eq!(
+            said(["--bucket-size 64MB -v", "--bucket-size 64000000", "--bucket-size 64MB --resume"]),
+            [const { None }; 3]
+        );
         let cases = [
-            (["", "", "--bucket-size 1MB"], "process 2 of 3: --bucket-size: 1000000; at process 0: 64000000"),
+            (["", "", "--bucket-size 1MB"], "process 2 of 3: --bucket-size: 1000000; at process 0: it is not given"),
             (["", "--on-conflict rank0", ""], "process 1 of 3: --on-conflict: rank0; at process 0: it is not given"),
             (["--dry-run", "", ""], "process 1 of 3: --dry-run: it is not given; at process 0: it is given"),
             (

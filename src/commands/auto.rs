@@ -7,10 +7,11 @@
 
 use std::time::Duration;
 
+use super::bucket::Bucket;
 use super::convert::{Conversion, check_destination};
 use super::input;
 use super::memory::has_room;
-use super::peers::{Peers, rounds_bytes};
+use super::peers::Peers;
 use super::produce::claim;
 use super::run::Run;
 use crate::cli::{Backend, ConvertArgs, SourceSight};
@@ -86,7 +87,7 @@ fn weigh(conversion: &Conversion<'_>, args: &ConvertArgs, processes: u32) -> Res
         let (each, least) = (human_bytes(each), human_bytes(least));
         return Ok(Verdict::Alone(format!("it has {each} to write, which is less than {least}")));
     }
-    if !has_room(conversion, rounds_bytes(args.exchange.bucket_size.0), args.source.max_memory.0) {
+    if !has_room(conversion, Bucket::of(&args.exchange), args.source.max_memory.0) {
         return Ok(Verdict::Alone("--max-memory has no room for six times --bucket-size".into()));
     }
     let weighed = Weighed::new(input(&conversion.source.checkpoint), &conversion.reservation)?;

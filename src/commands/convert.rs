@@ -6,15 +6,15 @@ use std::path::{Component, Path, PathBuf};
 
 use serde_json::json;
 
-use super::auto;
 use super::foresee::foresee;
 use super::idle::{idle_in_the_end, idle_wishes};
-use super::memory::within_memory;
+use super::memory::{room_for_rounds, within_memory};
 use super::produce::{Produced, Publisher, produce};
 use super::report::{Report, cast_warnings, left_out, notes};
 use super::run::Run;
 use super::source::Source;
 use super::{Status, input};
+use super::{auto, bucket};
 use crate::catalog::{Catalog, Fqn, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs};
 use crate::comm::Part;
@@ -126,11 +126,13 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 ///
 /// # Errors
 /// Anything; the destination is then as it was.
-pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
+pub fn convert(mut conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
     conversion.source.forget_wishes();
     let joined = check_len(&conversion.reservation).and_then(|()| auto::join(&conversion, args, run));
     let joined = joined.map(|joined| conversion.source.peers = conversion.source.peers.take().or(joined));
-    let status = joined.and_then(|()| perform(&conversion, args, run)).map_err(|error| conversion.source.locate(error));
+    let settled = joined.and_then(|()| settle_rounds(&mut conversion, args, run));
+    let status =
+        settled.and_then(|()| perform(&conversion, args, run)).map_err(|error| conversion.source.locate(error));
     if let Some(peers) = conversion.source.peers.take() {
         match &status {
             Ok(_) => peers.leave(!args.destination.dry_run),
@@ -141,6 +143,12 @@ pub fn convert(conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) ->
     mem::forget(mem::replace(&mut conversion.source.checkpoint.catalog, Catalog::empty()));
     mem::forget(conversion.reservation);
     status
+}
+
+/// Let rounds be as long as there is memory for beside what is laid out. Collective, where there are peers.
+fn settle_rounds(conversion: &mut Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<()> {
+    let room = room_for_rounds(conversion, &run.options, args.source.max_memory.0);
+    conversion.source.peers.as_mut().map_or(Ok(()), |peers| bucket::settle(peers, room, run.printer))
 }
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {

@@ -1,5 +1,6 @@
 //! What bytes go by from process to process: TCP between hosts, or NCCL between GPUs.
 
+use super::bucket::Bucket;
 use super::printer::Printer;
 use super::roster::Roster;
 use crate::cli::{Backend, ExchangeArgs, SourceSight};
@@ -40,7 +41,7 @@ impl Link {
                 (own, nccl)
             }
             Backend::Auto => {
-                let own = gpu::open(&settings, local_rank).and_then(|own| own.with_room(args.bucket_size.0));
+                let own = gpu::open(&settings, local_rank).and_then(|own| own.with_room(Bucket::of(args).bytes()));
                 let own = match linking.all_have(&mesh, own)? {
                     Ok(own) => own,
                     Err(lack) => {

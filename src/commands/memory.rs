@@ -5,6 +5,7 @@
 
 use std::path::Path;
 
+use super::bucket::Bucket;
 use super::convert::Conversion;
 use super::peers::Peers;
 use crate::cli::SourceArgs;
@@ -12,7 +13,7 @@ use crate::comm::cpus::cpus;
 use crate::comm::process_environment;
 use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
-use crate::exec::{DEFAULT_STRIP_BYTES, HELD_BYTES, Options, SCRATCH_BYTES, STAGING_BYTES};
+use crate::exec::{DEFAULT_STRIP_BYTES, HELD_BYTES, Options, REDUCING_BYTES, SCRATCH_BYTES, STAGING_BYTES};
 use crate::quantity::{count, human_bytes};
 use crate::storage::filesystem::{nearest_folder, suits_direct_writes};
 use crate::storage::memory::Anonymous;
@@ -36,16 +37,22 @@ impl Pace {
     }
 }
 
-/// Threads and buffers for a run that takes so much memory for rounds, if it has them.
+/// Threads and buffers for a run with these rounds, if it has them.
 ///
 /// # Errors
 /// `Usage` where there is no such number of threads, or too little memory for them.
-pub fn work_options(args: &SourceArgs, sync: bool, pace: Pace, taken: u64) -> Result<Options> {
+pub fn work_options(args: &SourceArgs, sync: bool, pace: Pace, rounds: Option<Bucket>) -> Result<Options> {
     let io = args.io.mode();
     let max_memory = args.max_memory.0;
-    let scratch = scratch_bytes(io, Reads::of(taken > 0));
+    let scratch = scratch_bytes(io, Reads::of(rounds.is_some()));
+    // Rounds give way to threads that are asked for, and to one at least.
+    let least = args.threads.unwrap_or(1).min(MAX_THREADS);
+    let workers = least as u64 * (DEFAULT_STRIP_BYTES + scratch);
+    let room = max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(sums_bytes(least));
+    let taken = rounds.map_or(0, |bucket| bucket.within(room).held_bytes());
+    let reducing = if rounds.is_some() { REDUCING_BYTES } else { 0 };
     let threads = match args.threads {
-        None => threads_within(max_memory.saturating_sub(taken), scratch, pace),
+        None => threads_within(max_memory.saturating_sub(taken), scratch + reducing, pace),
         Some(0) => {
             return Err(Error::usage(
                 "--threads 0: at least one thread is needed",
@@ -62,6 +69,7 @@ pub fn work_options(args: &SourceArgs, sync: bool, pace: Pace, taken: u64) -> Re
     };
     // Built once a process; a second verb in one process (tests) keeps the first one's pool.
     let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
+    let taken = taken.saturating_add(threads as u64 * reducing);
     Ok(Options { threads, strip_bytes: strip_bytes(max_memory, taken, scratch, threads)?, sync })
 }
 
@@ -80,13 +88,18 @@ const DISK_THREADS: usize = 4;
 /// One thread a core that this process may use, or as many as the memory allows. Those that a disk is worth beyond are not
 /// worth shorter strips, and where Slurm counts CPUs there are none.
 fn threads_within(max_memory: u64, scratch: u64, pace: Pace) -> usize {
-    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let given = cpus(&process_environment);
-    let cores = given.map_or(cores, |given| cores.min(given));
+    let cores = cores(given);
     let affordable = |strip_bytes: u64| affordable(max_memory, scratch, strip_bytes);
     let for_disk = if pace == Pace::Disk && given.is_none() { DISK_THREADS } else { 1 };
     let for_disk = for_disk.min(affordable(DEFAULT_STRIP_BYTES));
     cores.min(affordable(LEAST_STRIP_BYTES)).max(for_disk).clamp(1, MAX_THREADS)
+}
+
+/// Those that this process may use, of which Slurm may have given some.
+fn cores(given: Option<usize>) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    given.map_or(cores, |given| cores.min(given))
 }
 
 /// How many threads with strips of this length there is memory for.
@@ -144,18 +157,48 @@ fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) -> Res
     Ok(left.saturating_sub(scratch).clamp(LEAST_STRIP_BYTES, DEFAULT_STRIP_BYTES))
 }
 
-/// What headers, pickles and tables take beyond what every run is allowed for them, and what is on its way to others.
-fn held_bytes(conversion: &Conversion<'_>) -> u64 {
+/// What headers, pickles and tables take beyond what every run is allowed for them.
+fn laid_out_bytes(conversion: &Conversion<'_>) -> u64 {
     const ALLOWED: u64 = 16 << 20;
-    let rounds = conversion.source.peers.as_ref().map_or(0, Peers::held_bytes);
     let laid_out = conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog);
-    rounds.saturating_add(laid_out.saturating_sub(ALLOWED))
+    laid_out.saturating_sub(ALLOWED)
+}
+
+/// What is on its way to others, and what becomes of it.
+fn rounds_bytes(conversion: &Conversion<'_>) -> u64 {
+    let bucket = conversion.source.peers.as_ref().map(Peers::bucket);
+    bucket.map_or(0, |bucket| exchange_bytes(bucket, rayon::current_num_threads()))
+}
+
+/// Rounds, which are reduced by as many threads as there are: also by those that are not to read and write, since there is
+/// no memory for that.
+fn exchange_bytes(bucket: Bucket, threads: usize) -> u64 {
+    bucket.held_bytes().saturating_add(sums_bytes(threads))
+}
+
+/// What so many threads reduce in.
+fn sums_bytes(threads: usize) -> u64 {
+    threads as u64 * REDUCING_BYTES
+}
+
+/// Both.
+fn held_bytes(conversion: &Conversion<'_>) -> u64 {
+    rounds_bytes(conversion).saturating_add(laid_out_bytes(conversion))
+}
+
+/// What rounds may take, so that strips stay as long as they are.
+pub fn room_for_rounds(conversion: &Conversion<'_>, options: &Options, max_memory: u64) -> u64 {
+    let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), Reads::Ahead);
+    let workers = options.threads as u64 * (options.strip_bytes + scratch);
+    let others = laid_out_bytes(conversion).saturating_add(sums_bytes(rayon::current_num_threads()));
+    max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(others)
 }
 
 /// Whether a thread at least can work where rounds take so much more.
-pub fn has_room(conversion: &Conversion<'_>, rounds: u64, max_memory: u64) -> bool {
+pub fn has_room(conversion: &Conversion<'_>, bucket: Bucket, max_memory: u64) -> bool {
+    let rounds = exchange_bytes(bucket, rayon::current_num_threads());
     let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), Reads::Ahead);
-    strip_bytes(max_memory, held_bytes(conversion).saturating_add(rounds), scratch, 1).is_ok()
+    strip_bytes(max_memory, laid_out_bytes(conversion).saturating_add(rounds), scratch, 1).is_ok()
 }
 
 /// Strips as long as what is held leaves room for. Who has joined others meanwhile has room for fewer threads.
@@ -171,7 +214,10 @@ pub fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: 
     match strip_bytes(max_memory, held, scratch, options.threads) {
         Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
         Err(_) => {
-            let needed = held.saturating_add(least_bytes(scratch, options.threads));
+            // With more memory there may be more threads.
+            let more = cores(cpus(&process_environment)).saturating_sub(rayon::current_num_threads());
+            let more = if conversion.source.peers.is_some() { sums_bytes(more) } else { 0 };
+            let needed = held.saturating_add(more).saturating_add(least_bytes(scratch, options.threads));
             Err(Error::usage(
                 format!(
                     "--max-memory {}: the headers of {} and their tables{} take more, {} in all",
@@ -198,7 +244,7 @@ pub fn peak_bytes(conversion: &Conversion<'_>, options: &Options, before: Option
     };
     let workers = buffers + options.threads as u64 * WORKER_BYTES;
     let waiting = conversion.reservation.waiting_bytes(options.strip_bytes);
-    let rounds = conversion.source.peers.as_ref().map_or(0, Peers::held_bytes);
+    let rounds = rounds_bytes(conversion);
     let edges = if options.sync { HELD_BYTES } else { 0 };
     let peak = before.peak.max(before.now + workers + edges + stats.planned_bytes + waiting + rounds);
     // Another run is not the same to the last page.
@@ -220,6 +266,9 @@ pub fn beyond(peak: u64, max_memory: u64) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::catalog::Dtype;
+    use crate::exec::reduce::Reducer;
+    use crate::layout::ReduceOp;
 
     #[test]
     fn strips_shrink_with_the_memory_that_is_allowed() {
@@ -247,6 +296,18 @@ mod tests {
         assert!(strip >= LEAST_STRIP_BYTES);
         assert!(BASE_BYTES + rounds + threads as u64 * (strip + alone + STAGING_BYTES) <= max);
         assert!(strip_bytes(max, rounds, ahead, threads + 1).is_err());
+    }
+
+    /// There may be more of those than workers: a process that joins others has made them by then.
+    #[test]
+    fn all_threads_reduce() {
+        let bucket = Bucket::Asked(1 << 20);
+        assert_eq!(exchange_bytes(bucket, 8), bucket.held_bytes() + 8 * REDUCING_BYTES);
+        let sums = vec![0; 1 << 20];
+        let reducer = Reducer::new(Dtype::F32, ReduceOp::Sum, 1).unwrap();
+        let (mut value, mut scratch) = (vec![0; reducer.block_bytes()], Vec::new());
+        reducer.reduce([&sums[..value.len()]; 2].into_iter(), &mut value, &mut scratch).unwrap();
+        assert!(scratch.capacity() as u64 <= REDUCING_BYTES);
     }
 
     #[test]

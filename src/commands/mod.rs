@@ -2,6 +2,7 @@
 
 mod alike;
 mod auto;
+mod bucket;
 mod checks;
 mod completions;
 mod config;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::alike;
+use super::bucket::Bucket;
 use super::convert::{Conversion, refuse_nesting};
 use super::idle::refuse_senseless;
 use super::link::{Link, Linking, arithmetic};
@@ -19,7 +20,7 @@ use super::run::Run;
 use super::waiting::{meet_within, patience, teller};
 use super::{input, progress::Progress};
 use crate::catalog::{TensorEntry, TensorId};
-use crate::cli::{Backend, ConvertArgs, ExchangeArgs, SourceSight};
+use crate::cli::{Backend, ConvertArgs, SourceSight};
 use crate::comm::{
     Communicator, Launcher, Liveness, Meeting, Mesh, Part, Patience, Place, Traffic, meet, process_environment,
 };
@@ -28,8 +29,7 @@ use crate::exec::Extents;
 use crate::exec::compare::ReplicaDifference;
 use crate::exec::copy::{Stats, Together, Writing};
 use crate::exec::exchange::{
-    Counting, Exchange, HostShuffle, Load, Owners, PLAN_BYTES, Parties, Reducing, Sight, agree, differing,
-    differing_pair,
+    Counting, Exchange, HostShuffle, Load, Owners, Parties, Reducing, Sight, agree, differing, differing_pair,
 };
 use crate::exec::fingerprint::Fingerprint;
 use crate::format::{Checkpoint, ReadOptions};
@@ -40,10 +40,6 @@ use crate::twin::{self, Twin};
 /// How long it takes at the most until all hear of one that is gone.
 const HEARD_WITHIN: Duration = Duration::from_secs(1);
 
-/// Buffers of a round: what is read and what is written, summands included, of two rounds each, and what goes over the
-/// wire each way.
-const BUFFERS: u64 = 6;
-
 pub struct Peers {
     link: Link,
     /// `None` where all see SRC.
@@ -53,22 +49,9 @@ pub struct Peers {
     roster: Roster,
     counting: Counting,
     reducing: Reducing,
-    bucket_bytes: u64,
+    bucket: Bucket,
     // Dropped last: the twin is in it.
     place: MeetingPlace,
-}
-
-/// Memory that rounds take, if there are to be any.
-#[must_use]
-pub fn wanted_bytes(args: &ExchangeArgs) -> u64 {
-    let exchange = args.source == SourceSight::PerRank || args.backend == Backend::Nccl;
-    if exchange { rounds_bytes(args.bucket_size.0) } else { 0 }
-}
-
-/// What rounds of so many bytes take.
-#[must_use]
-pub fn rounds_bytes(bucket_bytes: u64) -> u64 {
-    bucket_bytes.saturating_mul(BUFFERS).saturating_add(PLAN_BYTES)
 }
 
 impl Peers {
@@ -157,7 +140,6 @@ impl Peers {
     /// Choose what bytes go by between processes that have met. Collective.
     fn linked(args: &ConvertArgs, met: Met, twin: Option<Twin>, run: &Run<'_>) -> Result<Self> {
         let Met { mesh, nodes, roster, place } = met;
-        let ExchangeArgs { fast_reduce, bucket_size, .. } = &args.exchange;
         let linking = Linking {
             args: &args.exchange,
             local_rank: local_rank(run, &nodes),
@@ -168,10 +150,10 @@ impl Peers {
         // What a user has decided on may be what differs, compared or not.
         let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
         let reducing = match &link {
-            Link::Devices(..) if *fast_reduce => Reducing::ByNccl,
+            Link::Devices(..) if args.exchange.fast_reduce => Reducing::ByNccl,
             Link::Devices(..) | Link::Hosts(_) => Reducing::InRankOrder,
         };
-        Ok(Self { link, twin, nodes, roster, counting, reducing, bucket_bytes: bucket_size.0, place })
+        Ok(Self { link, twin, nodes, roster, counting, reducing, bucket: Bucket::of(&args.exchange), place })
     }
 
     /// Say of the process that an error names, or whose file is damaged, all that is known.
@@ -208,14 +190,20 @@ impl Peers {
         self.twin.is_some()
     }
 
-    fn mesh(&self) -> &Mesh {
+    #[must_use]
+    pub fn mesh(&self) -> &Mesh {
         self.link.mesh()
     }
 
-    /// Memory that rounds take.
+    /// How long rounds are.
     #[must_use]
-    pub fn held_bytes(&self) -> u64 {
-        rounds_bytes(self.bucket_bytes)
+    pub fn bucket(&self) -> Bucket {
+        self.bucket
+    }
+
+    /// All have to set the same.
+    pub fn set_bucket(&mut self, bucket: Bucket) {
+        self.bucket = bucket;
     }
 
     /// Who can read all of a file of SRC, where not all can.
@@ -319,7 +307,7 @@ impl Peers {
             reservation: &conversion.reservation,
             parties,
             owners,
-            bucket_bytes: self.bucket_bytes,
+            bucket_bytes: self.bucket.bytes(),
         }
     }
 

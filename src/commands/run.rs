@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+use super::bucket::Bucket;
 use super::memory::{Pace, work_options};
-use super::peers::wanted_bytes;
 use super::printer::Printer;
 use super::told_options::told_options;
 use crate::cli::{Command, ConvertArgs, SourceArgs};
@@ -30,7 +30,7 @@ impl<'a> Run<'a> {
     /// # Errors
     /// `Usage` where threads and memory do not go together, `Io`.
     pub fn reading(args: &SourceArgs, printer: &'a Printer) -> Result<Self> {
-        Self::begin(args, (false, Pace::Processor), 0, Launch::alone(), printer)
+        Self::begin(args, (false, Pace::Processor), None, Launch::alone(), printer)
     }
 
     /// A verb that writes, of which several processes may do a part each.
@@ -42,7 +42,7 @@ impl<'a> Run<'a> {
         let sync = !args.destination.no_sync || !launch.part.is_alone();
         let is_synced_alone = sync && launch.part.is_alone();
         let pace = if is_synced_alone { Pace::of_synced(args.dst.as_deref()) } else { Pace::Processor };
-        let run = Self::begin(&args.source, (sync, pace), wanted_bytes(&args.exchange), launch, printer)?;
+        let run = Self::begin(&args.source, (sync, pace), Bucket::wanted(&args.exchange), launch, printer)?;
         run.introduce();
         Ok(run)
     }
@@ -63,7 +63,7 @@ impl<'a> Run<'a> {
     fn begin(
         args: &SourceArgs,
         (sync, pace): (bool, Pace),
-        taken: u64,
+        rounds: Option<Bucket>,
         launch: Launch,
         printer: &'a Printer,
     ) -> Result<Self> {
@@ -73,7 +73,7 @@ impl<'a> Run<'a> {
         let options_told = told_options(std::env::args_os());
         Ok(Self {
             printer,
-            options: work_options(args, sync, pace, taken)?,
+            options: work_options(args, sync, pace, rounds)?,
             stop: Stop::on_signals()?,
             started,
             launch,

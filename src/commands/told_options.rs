@@ -69,6 +69,9 @@ mod tests {
         );
         let wanted = [("--exclude", "x y"), ("--keep-names", ""), ("--mesh", "dp=2"), ("the verb", "reshard")];
         assert_eq!(found, wanted.map(|(name, value)| (name.to_owned(), value.to_owned())).into());
+        let exchange = "--source per-rank --backend cpu --bucket-size 1MB --rendezvous tcp://a:1 --fast-reduce";
+        let found = told(&format!("dtshard unshard a b {exchange}"));
+        assert_eq!(found, [("--fast-reduce", ""), ("the verb", "unshard")].map(|(a, b)| (a.into(), b.into())).into());
         assert_eq!(told("dtshard"), BTreeMap::new());
     }
 

@@ -95,8 +95,11 @@ const SUM_BYTES: u64 = 512 << 10;
 /// Memory a worker needs besides its strip.
 pub const SCRATCH_BYTES: u64 = BLOCK_BYTES + CAST_BYTES + SUM_BYTES;
 
-/// Memory a worker needs to read for rounds of an exchange, and to reduce in them, besides what it needs to write.
-pub const STAGING_BYTES: u64 = BLOCK_BYTES + SUM_BYTES;
+/// Memory a worker needs to read for rounds of an exchange, besides what it needs to write.
+pub const STAGING_BYTES: u64 = BLOCK_BYTES;
+
+/// Memory a thread needs to reduce in rounds, be it a worker or not.
+pub const REDUCING_BYTES: u64 = SUM_BYTES;
 
 /// The first bytes of a buffer that is used again and again, for somebody who overwrites them all. It grows to the
 /// longest that was asked for and no further, which `Vec::resize` alone does not promise: the memory bound counts on it.

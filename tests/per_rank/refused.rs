@@ -53,6 +53,23 @@ fn too_little_memory() {
     nodes.agree("consolidate out --max-memory 96MB", "--bucket-size 1MB");
 }
 
+/// Who is not told how long rounds are takes as much as all have memory for.
+#[test]
+fn less_memory_than_rounds_would_take() {
+    let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
+    let (wanted, _) = nodes.alone("consolidate out");
+    let words = |rank| format!("consolidate out -v --threads 1 --max-memory {}", ["200MB", "128MB"][rank as usize]);
+    for outcome in nodes.each(words) {
+        let text = &outcome.succeeded().err;
+        let said = text.lines().find(|line| line.contains("--bucket-size")).unwrap_or_default();
+        assert!(
+            said.contains(": --max-memory has no room for six times 64.00 MB") && !said.contains(" 1.00 MB"),
+            "{text}"
+        );
+    }
+    nodes.has_made(&wanted, "consolidate out");
+}
+
 /// Rounds follow from it, on all alike. A run may go on with another one.
 #[test]
 fn another_bucket_size() {

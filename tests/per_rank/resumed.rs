@@ -80,6 +80,26 @@ fn with_another_sight() {
     }
 }
 
+/// Rounds are how it is done, and not what.
+#[test]
+fn with_other_rounds() {
+    let nodes = Nodes::new(SOURCE, 3, Spread::One);
+    let (wanted, alone) = nodes.alone("reshard out --mesh fsdp=3 --json");
+    let alone: Json = serde_json::from_str(&alone.succeeded().out).unwrap();
+    interrupted(&nodes);
+    let words = "reshard out --mesh fsdp=3 --bucket-size 300";
+    for outcome in nodes.together(&format!("{words} --dtype bf16 --resume")) {
+        outcome.refused(&["cannot be gone on with: --dtype was not given, and is bf16\n"]);
+    }
+    let mut read = 0;
+    for outcome in nodes.together(&format!("{words} --resume --json")) {
+        let document: Json = serde_json::from_str(&outcome.succeeded().out).unwrap();
+        read += document["bytes_read"].as_u64().unwrap();
+    }
+    nodes.has_made(&wanted, words);
+    assert!(read < alone["bytes_read"].as_u64().unwrap(), "{read} bytes were read again");
+}
+
 #[test]
 fn again_when_it_is_done() {
     let nodes = Nodes::new(SOURCE, 2, Spread::One);

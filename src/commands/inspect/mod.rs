@@ -138,7 +138,7 @@ fn digests(
     names: &[(String, TensorId)],
     printer: &Printer,
 ) -> Result<BTreeMap<TensorId, String>> {
-    let options = work_options(&args.source, false, Pace::Processor, 0)?;
+    let options = work_options(&args.source, false, Pace::Processor, None)?;
     let stop = Stop::on_signals()?;
     let catalog = &checkpoint.catalog;
     let distinct: BTreeSet<TensorId> = names.iter().map(|(_, id)| *id).collect();

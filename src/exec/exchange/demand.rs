@@ -3,10 +3,11 @@
 //! Counts elements of local tensors. Ranks are those of the processes that exchange, not those of either layout. Invariant:
 //! what a process needs of a tile is listed once, in however many files it writes that.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
+use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 use smallvec::SmallVec;
 
@@ -49,10 +50,10 @@ impl Owners {
 /// A target tensor of which something is to be done.
 pub struct Demand<'a> {
     pub tensor: &'a Reserved,
-    pub source: Source<'a>,
+    pub source: &'a TensorEntry,
     pub tiles: Vec<Arc<Wanted>>,
-    /// The chunks of the source that hold the same, by the one that plans name.
-    holders: HashMap<u32, Holders>,
+    /// The chunks of the source that hold the same, ascending by the first, which plans name.
+    holders: SmallVec<[Holders; 2]>,
 }
 
 /// A tile that goes into one file or more.
@@ -64,9 +65,9 @@ pub struct Wanted {
     /// What it gets of the source's summands; `None` where ranks hold values.
     pub share: Option<Arc<Share>>,
     /// Its chunks in the target's table.
-    pub chunks: Vec<usize>,
+    pub chunks: Chunks,
     /// What is needed of it, ascending and disjoint.
-    pub needs: Vec<Need>,
+    pub needs: Needs,
     /// One a summand that it is made of.
     pub parts: Vec<Planned>,
     /// How they become one; `None` where one is taken as it is.
@@ -79,6 +80,10 @@ pub struct Need {
     pub elements: Range<u64>,
     pub ranks: Ranks,
 }
+
+/// There is one, where tensors are small.
+pub type Chunks = SmallVec<[usize; 1]>;
+pub type Needs = SmallVec<[Need; 1]>;
 
 /// Ascending.
 pub type Ranks = SmallVec<[u32; 4]>;
@@ -98,7 +103,7 @@ impl<'a> Demand<'a> {
     /// As [`Source::new`]; `Unsupported` where summands have no value.
     pub fn new(entry: &'a TensorEntry, tensor: &'a Reserved, owners: &Owners) -> Result<Self> {
         let source = Source::new(entry)?;
-        let mut tiles: IndexMap<(Tile, Option<Arc<Share>>), Vec<usize>> = IndexMap::new();
+        let mut tiles: IndexMap<(Tile, Option<Arc<Share>>), Chunks, RandomState> = IndexMap::default();
         for index in (0..tensor.entry.chunks.len()).filter(|index| tensor.place(*index).is_some()) {
             let share = tensor.shares.get(index).map(Arc::clone);
             tiles.entry((tensor.entry.chunks.tile(index), share)).or_default().push(index);
@@ -120,14 +125,16 @@ impl<'a> Demand<'a> {
             };
             wanted.push(Arc::new(Wanted { fqn: entry.fqn.clone(), tile, share, chunks, needs, parts, reducer }));
         }
-        let holders = source.holders().map(|holders| (holders[0], holders.clone())).collect();
-        Ok(Self { tensor, source, tiles: wanted, holders })
+        let mut holders: SmallVec<[Holders; 2]> = source.holders().cloned().collect();
+        holders.sort_unstable_by_key(|holders| holders[0]);
+        Ok(Self { tensor, source: entry, tiles: wanted, holders })
     }
 
     /// The chunks that hold what this one holds, itself included.
     #[must_use]
     pub fn holders(&self, chunk: u32) -> &[u32] {
-        &self.holders[&chunk]
+        let found = self.holders.binary_search_by_key(&chunk, |holders| holders[0]);
+        &self.holders[found.expect("a chunk that plans name")]
     }
 
     /// Whether anybody needs anything.
@@ -145,16 +152,23 @@ impl Planned {
 }
 
 /// Whole elements that hold what each rank has to do of chunks of one tile.
-fn needs(tensor: &Reserved, chunks: &[usize], owners: &Owners) -> Vec<Need> {
+fn needs(tensor: &Reserved, chunks: &[usize], owners: &Owners) -> Needs {
     let itemsize = tensor.dtype().itemsize();
-    let mut of_ranks: BTreeMap<u32, Vec<Range<u64>>> = BTreeMap::new();
+    let mut all: SmallVec<[(u32, Range<u64>); 4]> = SmallVec::new();
     for &chunk in chunks {
         let Some((file, offset)) = tensor.place(chunk) else { continue };
-        for (rank, bytes) in owners.of(file, offset..offset + tensor.chunk_bytes(chunk)) {
+        let owned = owners.of(file, offset..offset + tensor.chunk_bytes(chunk));
+        all.extend(owned.map(|(rank, bytes)| {
             let elements = (bytes.start - offset) / itemsize..(bytes.end - offset).div_ceil(itemsize);
-            of_ranks.entry(rank).or_default().push(elements);
-        }
+            (rank, elements)
+        }));
     }
+    // A small tensor is one rank's.
+    if let [(rank, elements)] = &all[..] {
+        return Needs::from_iter([Need { elements: elements.clone(), ranks: Ranks::from_elem(*rank, 1) }]);
+    }
+    let mut of_ranks: BTreeMap<u32, Vec<Range<u64>>> = BTreeMap::new();
+    all.into_iter().for_each(|(rank, elements)| of_ranks.entry(rank).or_default().push(elements));
     // Who begins or ends where.
     let mut turns: BTreeMap<u64, SmallVec<[(u32, Turn); 4]>> = BTreeMap::new();
     for (rank, mut ranges) in of_ranks {
@@ -164,7 +178,7 @@ fn needs(tensor: &Reserved, chunks: &[usize], owners: &Owners) -> Vec<Need> {
             turns.entry(range.end).or_default().push((rank, Turn::End));
         }
     }
-    let mut needs = Vec::new();
+    let mut needs = Needs::new();
     let (mut ranks, mut start) = (BTreeSet::new(), 0);
     for (at, turns) in turns {
         if !ranks.is_empty() {
@@ -231,7 +245,7 @@ mod tests {
         let found = needs(&tensor, &[0, 1], &owners);
         let need = |elements, ranks| Need { elements, ranks };
         assert_eq!(
-            found,
+            found[..],
             [
                 need(0..2, smallvec![0, 1]),
                 need(2..4, smallvec![0, 2]),

@@ -66,13 +66,13 @@ impl Unit<'_> {
     /// Whether it is all of the tensor, in one range.
     #[must_use]
     pub fn is_whole(&self) -> bool {
-        matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.entry.numel()))
+        matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
     }
 
     /// Another number for each range that comes along in turn, of so many ranks.
     #[must_use]
     pub fn turn(&self, range: usize, ranks: usize) -> usize {
-        self.number + part(self.ranges[range].start, self.demand.source.entry.numel(), ranks)
+        self.number + part(self.ranges[range].start, self.demand.source.numel(), ranks)
     }
 }
 
@@ -151,7 +151,7 @@ pub struct Draft<'a> {
     /// With the bytes of the chunk, counted from its element 0 as if it were contiguous.
     pub stretches: BTreeMap<Stretch, Range<u64>>,
     pub transfers: Vec<Transfer>,
-    /// Copies that ranks make of all that, together.
+    /// Strided copies that it takes of one rank, at the most.
     pub copies: usize,
     pub loads: Loads,
 }
@@ -177,7 +177,8 @@ impl<'a> Draft<'a> {
         folds::settle(&mut draft.targets, &draft.transfers, parties.nodes.len());
         draft.name_relays(&parties.nodes);
         draft.weigh();
-        Ok(Some(draft))
+        draft.count(parties.nodes.len());
+        Ok((draft.copies <= most_copies).then_some(draft))
     }
 
     /// Let readers send everything themselves.
@@ -198,9 +199,9 @@ impl<'a> Draft<'a> {
 
     /// Find the targets, and the transfers into them from the chunks that plans name. False where those are too many.
     fn aim(&mut self, parties: &Parties, most_copies: usize) -> bool {
-        let Self { unit, targets, transfers, copies, .. } = self;
+        let Self { unit, targets, transfers, .. } = self;
         let ranks = parties.nodes.len();
-        let entry = unit.demand.source.entry;
+        let entry = unit.demand.source;
         let itemsize = entry.dtype.itemsize();
         for (number, range) in unit.ranges.iter().enumerate() {
             let turn = unit.turn(number, ranks);
@@ -227,7 +228,6 @@ impl<'a> Draft<'a> {
                         folding,
                     };
                     let takers: Ranks = target.takers().into();
-                    *copies += target.ranks.len() - takers.len();
                     for (part, planned) in wanted.parts.iter().enumerate() {
                         let pieces = Pieces::new(&planned.plan, &planned.strides, itemsize);
                         let visited = pieces.visit(target.elements.clone(), |piece| {
@@ -235,8 +235,7 @@ impl<'a> Draft<'a> {
                             let from = Stretch { reader: Reader { rank: takers[0], chunk }, range: number };
                             let (takers, to) = (takers.clone(), targets.len());
                             transfers.push(Transfer { from, takers, relay: None, to, part, piece });
-                            *copies += target.takers().len();
-                            if *copies > most_copies { Err(()) } else { Ok(()) }
+                            if transfers.len() > most_copies { Err(()) } else { Ok(()) }
                         });
                         if visited.is_err() {
                             return false;
@@ -263,7 +262,7 @@ impl<'a> Draft<'a> {
             let of_ranks: SmallVec<[(u32, u64); 8]> = of_ranks.into_iter().collect();
             let holders = parties.counting.holders(unit.demand.holders(chunk));
             // A tensor that is a single stretch is not always the first rank's to read.
-            let chosen = parties.readers(unit.demand.source.entry, holders, &of_ranks, turn + unit.number)?;
+            let chosen = parties.readers(unit.demand.source, holders, &of_ranks, turn + unit.number)?;
             for ((rank, _), reader) in of_ranks.iter().zip(chosen) {
                 readers.insert((range, chunk, *rank), reader);
             }
@@ -291,10 +290,14 @@ impl<'a> Draft<'a> {
     }
 
     fn name_relays(&mut self, nodes: &[u32]) {
-        let copies = |transfers: &[Transfer]| transfers.iter().map(|transfer| transfer.takers.len()).sum::<usize>();
-        self.copies -= copies(&self.transfers);
         self.transfers = relays::named(&self.unit, &self.targets, mem::take(&mut self.transfers), nodes);
-        self.copies += copies(&self.transfers);
+    }
+
+    /// Count the copies: as many as are packed, by which no rank unpacks more.
+    fn count(&mut self, ranks: usize) {
+        let folded = self.transfers.iter().filter(|transfer| self.targets[transfer.to].folding.is_some()).count();
+        let sent = self.sendings().chain(self.passings());
+        self.copies = folded + sent.map(|sending| sending.copies(ranks)).sum::<usize>();
     }
 
     /// Find what is read, and count what everybody has in memory.

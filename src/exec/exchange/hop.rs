@@ -44,6 +44,17 @@ impl<'a> Sending<'a> {
         if ranks > 2 && self.others().count() == ranks - 1 { Way::Told } else { Way::Messages }
     }
 
+    /// Strided copies that it takes of one process, at the most. To say who gets it takes memory as well, where those are
+    /// hundreds.
+    pub fn copies(&self, ranks: usize) -> usize {
+        const TAKERS_A_COPY: usize = 1 << 8;
+        let packs = match self.way(ranks) {
+            Way::Told => 1,
+            Way::Messages => self.others().count().max(1),
+        };
+        packs + self.takers.len() / TAKERS_A_COPY
+    }
+
     /// Count what it takes of everybody in a hop.
     pub fn weigh(&self, loads: &mut [Load], hop: fn(&mut Load) -> &mut Wire) {
         let way = self.way(loads.len());

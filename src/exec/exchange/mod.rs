@@ -8,6 +8,7 @@
 //!
 //! Counts bytes. Invariant: what is recorded as done has been checked by whoever read it.
 
+mod ahead;
 mod casts;
 mod demand;
 mod draft;

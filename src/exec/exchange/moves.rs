@@ -222,7 +222,7 @@ impl Moves {
     /// Give the stretches that this rank reads their places in the stage. What is added to an offset in a chunk to have
     /// the one in the stage may be less than nothing: it wraps around.
     fn stage(&mut self, draft: &Draft<'_>, rank: u32) -> StagedAt {
-        let itemsize = draft.unit.demand.source.entry.dtype.itemsize();
+        let itemsize = draft.unit.demand.source.dtype.itemsize();
         let mut staged = BTreeMap::new();
         for (stretch, bytes) in draft.stretches.iter().filter(|(stretch, _)| stretch.reader.rank == rank) {
             let stage = next(&mut self.stage_len, bytes.end - bytes.start);

@@ -16,17 +16,17 @@
 //! Counts elements, and bytes where a name says so. Invariant: the ranges of all rounds together are all elements, once.
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use super::demand::{Demand, Owners};
+use super::ahead::{Ahead, Drafted};
+use super::demand::Owners;
 use super::draft::{Draft, Unit};
 use super::load::{Load, Loads};
 use super::readers::Parties;
 use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;
 
-/// Strided copies of a round, of all ranks together: they take memory, too, where runs are of a few elements.
-const MOST_COPIES: usize = 1 << 13;
+/// Strided copies of a round that one process makes, at the most: they take memory, too, where runs are of a few elements.
+pub const MOST_COPIES: usize = 1 << 13;
 
 /// Memory of the plans of rounds that are being made, staged, moved and written. A strided copy is one as a transfer, in
 /// the maps that choose its reader, as a move and as a slot with its payload, in lists that have grown to hold it.
@@ -43,9 +43,7 @@ pub struct Round<'a> {
 
 /// An iterator over the rounds of a conversion.
 pub struct Rounds<'a> {
-    catalog: &'a Catalog,
-    tensors: std::iter::Enumerate<std::slice::Iter<'a, Reserved>>,
-    owners: &'a Owners,
+    tensors: Ahead<'a>,
     parties: &'a Parties,
     bucket_bytes: u64,
     /// Units of the tensor that was begun, the next one last.
@@ -65,8 +63,8 @@ impl<'a> Rounds<'a> {
         parties: &'a Parties,
         bucket_bytes: u64,
     ) -> Self {
-        let tensors = tensors.iter().enumerate();
-        Self { catalog, tensors, owners, parties, bucket_bytes, rest: Vec::new(), left: None }
+        let tensors = Ahead::new(catalog, tensors, owners, parties);
+        Self { tensors, parties, bucket_bytes, rest: Vec::new(), left: None }
     }
 
     /// The moves of the next unit that fits a round of its own.
@@ -75,21 +73,15 @@ impl<'a> Rounds<'a> {
             return Ok(Some(left));
         }
         loop {
-            let Some(unit) = self.rest.pop() else {
-                let Some((number, tensor)) = self.tensors.next() else { return Ok(None) };
-                let demand = Demand::new(self.catalog.tensor(tensor.source), tensor, self.owners)?;
-                if !demand.is_empty() {
-                    let numel = demand.source.entry.numel();
-                    self.rest.push(Unit {
-                        demand: Arc::new(demand),
-                        number,
-                        ranges: std::iter::once(0..numel).collect(),
-                    });
-                }
-                continue;
+            let Drafted { unit, draft } = match self.rest.pop() {
+                Some(unit) => Drafted::new(unit, self.parties)?,
+                None => match self.tensors.next() {
+                    Some(drafted) => drafted?,
+                    None => return Ok(None),
+                },
             };
             let ranks = u64::from(self.parties.size());
-            let halves = match Draft::new(unit.clone(), self.parties, MOST_COPIES)? {
+            let halves = match draft {
                 Some(draft) if self.fits(&draft.loads, draft.copies) => return Ok(Some(draft)),
                 Some(draft) => less(draft.unit, ranks),
                 None => fewer(&unit).or_else(|| less(unit.clone(), ranks)),
@@ -158,7 +150,7 @@ fn spread(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
     if !unit.is_whole() {
         return unit;
     }
-    let numel = unit.demand.source.entry.numel();
+    let numel = unit.demand.source.numel();
     let at = |index: u64| {
         let even = u128::from(numel) * u128::from(index) / u128::from(ranks);
         u64::try_from(even).expect("at most all elements")
@@ -169,7 +161,7 @@ fn spread(unit: Unit<'_>, ranks: u64) -> Unit<'_> {
 
 /// A unit in two: the first half of each of its ranges, and the rest. `None` where there is nothing to cut.
 fn shorter<'a>(unit: &Unit<'a>) -> Option<(Unit<'a>, Unit<'a>)> {
-    let shape = &unit.demand.source.entry.shape;
+    let shape = &unit.demand.source.shape;
     let cut = |range: &Range<u64>| {
         let middle = middle(range, shape);
         (range.start..middle, middle..range.end)

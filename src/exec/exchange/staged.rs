@@ -40,15 +40,19 @@ impl<'a, M: HostMemory> Stage<'a, M> {
     pub fn read(&self, moves: Moves) -> Result<Staged<M>> {
         let mut bytes = self.rooms.room(moves.stage_len)?;
         let places = moves.reads.iter().map(|read| (read.stage.start, read.stage.len()));
+        let places = pieces(&mut bytes, places);
+        // Where a chunk lies its file may have to tell.
+        let whole = |read: &Read| {
+            let entry = self.input.catalog.tensor(read.tensor);
+            Prepared::chunk(self.input, entry, read.chunk).map(|whole| (entry.dtype.itemsize(), Arc::new(whole)))
+        };
+        let wholes: Vec<Result<_>> = moves.reads.par_iter().map(whole).collect();
         let mut strips = Vec::new();
-        for (read, place) in moves.reads.iter().zip(pieces(&mut bytes, places)) {
-            let Read { tensor, chunk, first, .. } = read;
-            let entry = self.input.catalog.tensor(*tensor);
-            let whole = Prepared::chunk(self.input, entry, *chunk)?;
-            let elements = DEFAULT_STRIP_BYTES / entry.dtype.itemsize();
-            let strip = usize::try_from(elements * entry.dtype.itemsize()).expect("a strip fits memory");
-            let firsts = (0..).map(move |index| first + index * elements);
-            let whole = Arc::new(whole);
+        for ((read, place), whole) in moves.reads.iter().zip(places).zip(wholes) {
+            let (itemsize, whole) = whole?;
+            let elements = DEFAULT_STRIP_BYTES / itemsize;
+            let strip = usize::try_from(elements * itemsize).expect("a strip fits memory");
+            let firsts = (0..).map(|index| read.first + index * elements);
             strips.extend(firsts.zip(place.chunks_mut(strip)).map(|(first, strip)| (Arc::clone(&whole), first, strip)));
         }
         let workers = self.threads.min(strips.len());

@@ -103,3 +103,22 @@ fn single_elements_are_rounds_of_their_own() {
         assert_eq!(rounds, [Some(4); 5]);
     }
 }
+
+/// So many ranks hear it that all of them together copy more than a round has room for.
+#[test]
+fn what_is_told_counts_once() {
+    use Placement::{Replicate, Shard};
+    let (chunks, ranks) = (600, 16);
+    let (from, to) = (placed(&[chunks], &[Shard(TensorDim(0))]), placed(&[ranks], &[Replicate]));
+    let case = Case::new(&[(vec![chunks], (Dtype::F32, Dtype::F32), from, to, None)], false);
+    let (parties, todos) = case.parties(16, &[], None);
+    let owners = Owners::new(&case.reservation.files, &todos);
+    let rounds = Rounds::new(&case.catalog, &case.reservation.tensors, &owners, &parties, 1 << 20);
+    let rounds: Vec<Round<'_>> = rounds.map(Result::unwrap).collect();
+    assert_eq!(rounds.len(), 1);
+    for rank in 0..16 {
+        let moves = Moves::new(&rounds[0], rank);
+        let packs = moves.first.tells.len() + moves.first.packs.iter().map(Vec::len).sum::<usize>();
+        assert!(packs <= rounds[0].drafts[0].copies, "{packs} of {}", rounds[0].drafts[0].copies);
+    }
+}
