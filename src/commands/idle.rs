@@ -6,7 +6,7 @@
 use super::convert::Conversion;
 use super::input;
 use super::run::Run;
-use crate::cli::{Backend, ConvertArgs, SourceSight};
+use crate::cli::{Backend, ConvertArgs, ExchangeArgs, SourceSight};
 use crate::error::{Error, Result};
 use crate::exec::copy::Stats;
 use crate::exec::exchange::Reducing;
@@ -52,8 +52,10 @@ pub fn idle_wishes(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_
         }
         _ => why_none.clone(),
     };
+    let ExchangeArgs { bucket_size, fast_reduce, rendezvous, .. } = &args.exchange;
     let told =
-        ["--bucket-size", FAST_REDUCE, "--rendezvous"].into_iter().filter(|name| run.options_told.contains_key(*name));
+        [("--bucket-size", bucket_size.is_some()), (FAST_REDUCE, *fast_reduce), ("--rendezvous", rendezvous.is_some())];
+    let told = told.into_iter().filter_map(|(option, is_told)| is_told.then_some(option));
     told.filter_map(|option| Some(format!("{option} has no effect: {}", why(option)?))).collect()
 }
 
