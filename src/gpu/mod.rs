@@ -5,13 +5,13 @@
 //!     |----------- stream up -------------| |-- stream wire --| |------------- stream down ---------------|
 //! ```
 //!
-//! What is unpacked is [computed](computing) with there: summands become values, and values are cast. What others need of that
-//! goes across once more. Without kernels summands come down, and the host does both.
+//! What is unpacked is computed with there (`computing.rs`): summands become values, and values are cast. What others need
+//! of that goes across once more. Without kernels summands come down, and the host does both.
 //!
 //! Nothing of CUDA is linked: driver, NVRTC and NCCL are opened by [`open`] and not before. A machine without them pays
 //! nothing, and is told what is missing. Without NVRTC the driver copies what a kernel would, and the host computes.
 //!
-//! Counts bytes. Invariant: a device gives what the host would: bytes are moved, and where [numbers](arithmetic) are
+//! Counts bytes. Invariant: a device gives what the host would: bytes are moved, and where [numbers](Arithmetic) are
 //! computed with, it is bit for bit as the host does. All that is `unsafe` of CUDA is in this module and in `nccl-rs`.
 
 #![allow(unsafe_code, reason = "calls of the CUDA driver: each block says why it may")]
