@@ -82,10 +82,10 @@ fn a_dry_run_leaves_no_folders() {
     assert_eq!(names(&nodes.desk()), [""; 0]);
 }
 
-/// Rank 0 dies behind the rename: DST is there, and whoever is left says so.
+/// Rank 0 dies behind the rename: DST is there, and whoever is left says so, and takes away the rest.
 #[test]
 fn published_is_published() {
-    for point in ["commit-renamed", "commit-synced-parent"] {
+    for point in ["commit-renamed", "commit-synced-parent", "commit-removed-old", "commit-left"] {
         let nodes = Nodes::new("accelerate_llama", 2, Spread::One);
         let (wanted, _) = nodes.alone("consolidate out");
         let start = |rank| {
@@ -96,7 +96,7 @@ fn published_is_published() {
         assert!(outcomes[0].signal.is_some(), "{outcomes:?}");
         outcomes[1].succeeded();
         assert!(tree(&nodes.desk().join("out")) == wanted);
-        assert!(!names(&nodes.desk()).contains(&".out.dtshard-meeting".to_owned()), "{:?}", names(&nodes.desk()));
+        assert_eq!(names(&nodes.desk()), ["out"], "{point}");
     }
 }
 

@@ -46,7 +46,7 @@ fn main() -> ExitCode {
         }
         words.drain(..2);
     }
-    let gpu = || gpu::open(&settings, None);
+    let gpu = || gpu::open_alone(&settings);
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let verdict = match words[..] {
         ["about"] => gpu().and_then(|gpu| about(&gpu)),
@@ -104,9 +104,10 @@ fn about(gpu: &Gpu) -> Verdict {
         Packer::Kernel(_) => None,
         Packer::Copies(why) => Some(why),
     };
-    let nccl = gpu.nccl.version().map_err(|error| Error::usage(error.to_string(), "look at DTSHARD_NCCL_LIB"))?;
+    // What it cannot tell of itself it cannot do either.
+    let nccl = gpu.nccl().map_err(str::to_owned).and_then(|nccl| nccl.version().map_err(|error| error.to_string()));
     let (devices, device) = (Device::visible()?, gpu.device.name());
-    line(&json!({ "devices": devices, "device": device, "nccl": nccl.to_string(), "no_kernel": why }));
+    line(&json!({ "devices": devices, "device": device, "no_nccl": nccl.err(), "no_kernel": why }));
     Ok(true)
 }
 

@@ -31,6 +31,10 @@ const RANKS: u64 = 4;
 const BUCKET_BYTES: u64 = 64 << 20;
 /// What is measured takes at least so long.
 const LONG: Duration = Duration::from_millis(40);
+/// Rounds of which a device does all in less than so long, and what takes its place does few.
+const LONG_ROUNDS: Duration = Duration::from_millis(500);
+/// As many as are under way at a time.
+const FEW_ROUNDS: usize = 2;
 /// What runs before anything is measured.
 const WARM: Duration = Duration::from_millis(300);
 const TURNS: usize = 7;
@@ -54,8 +58,7 @@ impl<'a> Work<'a> {
         call(1)?;
         let begun = Instant::now();
         call(1)?;
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a small number")]
-        let times = (LONG.as_secs_f64() / begun.elapsed().as_secs_f64()).ceil().clamp(1.0, 500.0) as u32;
+        let times = times(LONG, begun.elapsed());
         Ok(Self::new(bytes * u64::from(times), move || call(times)))
     }
 
@@ -63,6 +66,13 @@ impl<'a> Work<'a> {
         let bytes = copies.iter().map(|(copy, _)| copy.len_bytes()).sum();
         Self::many(bytes, move |times| trial.copy(&copies, times))
     }
+}
+
+/// How often it takes so long, of something that takes `once`.
+fn times(long: Duration, once: Duration) -> u32 {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a small number")]
+    let times = (long.as_secs_f64() / once.as_secs_f64()).ceil().clamp(1.0, 500.0) as u32;
+    times
 }
 
 /// Bytes a second of each of these, which take turns.
@@ -211,10 +221,10 @@ pub fn rounds(gpu: &Gpu, len: usize) -> Verdict {
     {
         let mut shuffle = DeviceShuffle::new(gpu, &peers, None)?;
         let rooms = shuffle.rooms();
-        let mut all = || {
+        let mut some = |moves: &[Arc<Moves>]| {
             let mut given = 0;
             let mut under_way = None;
-            for moves in &moves {
+            for moves in moves {
                 let next = (moves, shuffle.begin(moves, rooms.room(moves.stage_len)?)?);
                 if let Some((before, begun)) = under_way.replace(next) {
                     given += shuffle.finish(before, begun)?.values.len();
@@ -225,12 +235,18 @@ pub fn rounds(gpu: &Gpu, len: usize) -> Verdict {
             }
             Ok(given as u64)
         };
-        let given = all()?;
+        // All of them, unless that takes very long.
+        let few = &moves[..moves.len().min(FEW_ROUNDS)];
+        some(few)?;
+        let begun = Instant::now();
+        some(few)?;
+        let moves = &moves[..moves.len().min(FEW_ROUNDS * times(LONG_ROUNDS, begun.elapsed()) as usize)];
+        let given = some(moves)?;
         let len = len as u64;
         let works = [
             Work::new(len, || one.bring(&bytes)),
             Work::new(len, || two.fetch(&mut room)),
-            Work::new(given, || all().map(drop)),
+            Work::new(given, || some(moves).map(drop)),
         ];
         let [up, down, rounds] = rates(works)?;
         figure("rounds of 64 MB: up, unpack and down together", rounds, Some(up.min(down)));

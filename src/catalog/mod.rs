@@ -110,7 +110,7 @@ pub struct TensorEntry {
     /// In elements, where the whole tensor was dense in memory in another order than by rows (`channels_last`), and the
     /// format tells. Chunks have strides of their own.
     pub stride: Option<Box<Dims>>,
-    /// Set where ranks hold summands, not values: [`Placement::Partial`].
+    /// Set where ranks hold summands, not values: `Placement::Partial`.
     pub summands: Option<Box<Summands>>,
     /// Every stored chunk, replicas included.
     pub chunks: ChunkTable,

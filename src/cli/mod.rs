@@ -1,5 +1,7 @@
 //! The command line as declared to clap: structs only, so that help, man pages and completions come from one place.
 
+#![allow(rustdoc::broken_intra_doc_links, reason = "help texts have brackets that are no links")]
+
 mod elsewhere;
 mod output;
 mod source;

@@ -3,7 +3,7 @@
 //! Each process derives the same plan and does its [`Part`] of the bytes. All that it must be told is which part that is,
 //! of how many. Whoever started it has said so in its environment, or on the command line; [`launch()`] finds it.
 //!
-//! Where bytes go between processes, these [`rendezvous`], keep a [`Control`] connection to rank 0, by which they hear who
+//! Where bytes go between processes, these meet (`rendezvous.rs`), keep a [`Control`] connection to rank 0, by which they hear who
 //! is gone, and move tensors through a [`Communicator`]: a [`Mesh`] of TCP connections, or [`Local`] between threads.
 
 mod address;

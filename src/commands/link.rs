@@ -64,7 +64,8 @@ impl Link {
                 }
             }
         };
-        let version = own.nccl.version().map(|version| format!(" {version}")).unwrap_or_default();
+        let version = own.nccl().ok().and_then(|nccl| nccl.version().ok());
+        let version = version.map_or_else(String::new, |version| format!(" {version}"));
         printer.detail(&format!("bytes go by NCCL{version}, here from {:?}", own.device));
         printer.detail(&match own.packer.lack() {
             None => String::from("a kernel packs them"),

@@ -1,4 +1,4 @@
-//! One file or folder a verb: arguments to options, then one call. Those that write share [`convert`].
+//! One file or folder a verb: arguments to options, then one call. Those that write share `convert.rs`.
 
 mod alike;
 mod auto;

@@ -109,13 +109,19 @@ impl Peers {
                         let src = args.src.display();
                         run.printer.warning(&format!("no files at {src}: this process reads nothing"));
                     }
-                    twin.open(options).map_err(|error| met.roster.locate(error, twin))
+                    twin.open(options).map_err(|error| {
+                        let error = if twin.is_whole() { error } else { cause(mesh, error) };
+                        met.roster.locate(error, twin)
+                    })
                 }
                 None => Checkpoint::open(&args.src, options).map_err(|error| error.within(&args.src)),
             };
             Ok((twin, mesh.settle(checkpoint)?))
         };
-        let read = { read }().map_err(|error| met.roster.name(cause(mesh, error)));
+        let read = { read }().map_err(|error| {
+            let error = if is_not_there(&error) { cause(mesh, error) } else { error };
+            met.roster.name(error)
+        });
         let (twin, checkpoint) = read.inspect_err(|error| mesh.fail(&error.to_string()))?;
         Ok(Some((Self::linked(args, met, twin, run)?, checkpoint)))
     }
@@ -159,7 +165,9 @@ impl Peers {
     /// Say of the process that an error names, or whose file is damaged, all that is known.
     #[must_use]
     pub fn name(&self, error: Error) -> Error {
-        let error = self.roster.name(error);
+        let is_of_files = is_not_there(&error) || error.is_about_content();
+        let has_lost = is_of_files && self.twin.as_ref().is_some_and(|twin| !twin.is_whole());
+        let error = self.roster.name(if has_lost { cause(self.mesh(), error) } else { error });
         match &self.twin {
             Some(twin) => self.roster.locate(error, twin),
             None => error,
@@ -377,12 +385,15 @@ fn local_rank(run: &Run<'_>, nodes: &[u32]) -> u32 {
     run.launch.local_rank.unwrap_or_else(|| Parties::local_rank(nodes, run.launch.part.index))
 }
 
+fn is_not_there(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if source.kind() == ErrorKind::NotFound)
+}
+
 /// Why something fails that is nobody's fault here: where files of the meeting are gone, somebody is gone who took them
 /// away, or was to keep them.
 fn cause(mesh: &Mesh, error: Error) -> Error {
-    let is_gone = matches!(&error, Error::Io { source, .. } if source.kind() == ErrorKind::NotFound);
     let begun = Instant::now();
-    while is_gone && begun.elapsed() < HEARD_WITHIN {
+    while begun.elapsed() < HEARD_WITHIN {
         if let Err(gone) = mesh.check() {
             return gone;
         }

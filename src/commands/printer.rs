@@ -59,7 +59,7 @@ impl Printer {
     }
 
     /// Data for people; the JSON document takes its place where that is asked for. Cells that must stay on their line
-    /// are made [`harmless`] before.
+    /// are made `harmless` before.
     pub fn data(&self, text: &str) -> Result<()> {
         if self.choice.json || !self.documents {
             return Ok(());

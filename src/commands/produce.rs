@@ -226,7 +226,9 @@ impl Producer<'_> {
     fn publish_together(&self, stats: Stats) -> Result<Produced> {
         let Some(peers) = &self.conversion.source.peers else { return self.publish(stats) };
         if self.part().index > 0 {
-            return peers.barrier().map(|()| Produced::Published(stats, Publisher::Other));
+            peers.barrier()?;
+            self.staging.see_published();
+            return Ok(Produced::Published(stats, Publisher::Other));
         }
         let published = self.publish(stats);
         // Whoever is gone now went too late to change anything.

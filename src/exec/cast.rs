@@ -2,7 +2,7 @@
 //!
 //! Counts bytes at its door and elements inside; elements are little-endian and need no alignment.
 //!
-//! Source of the rule: PyTorch 2.15.0, as [`floats`](super::floats) has it. Every cast goes through f32, so f64 to f16, bf16
+//! Source of the rule: PyTorch 2.15.0, as `floats.rs` has it. Every cast goes through f32, so f64 to f16, bf16
 //! and the 8-bit floats rounds twice.
 
 use std::iter::zip;

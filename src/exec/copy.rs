@@ -1,8 +1,8 @@
 //! Filling reserved files: the executor behind `reshard`, `flatten`, `unshard` and `consolidate`.
 //!
-//! Work goes in [windows](super::window) of up to 1 GiB of output. The tensors of a window are planned and located,
-//! its tiles are cut into [strips](super::strips), and those are filled and written in parallel, those of one
-//! [band](super::bands) behind each other and everything else in file order. So memory follows the window and the strips
+//! Work goes in windows of up to 1 GiB of output. The tensors of a window are planned and located,
+//! its tiles are cut into strips, and those are filled and written in parallel, those of one
+//! band behind each other and everything else in file order. So memory follows the window and the strips
 //! in flight, not the model. Literals that no tensor data comes after, and sums of what is spread over strips, come last.
 //!
 //! A run may have to do only some of the output: its part of it, or what an earlier one left. Tensors that have nothing to
@@ -90,7 +90,7 @@ pub type DtypePair = (Dtype, Dtype);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CastCount {
     pub tensors: u64,
-    /// See [`Counts`](super::cast::Counts).
+    /// See [`Counts`].
     pub overflows: u64,
     pub nans: u64,
 }

@@ -2,7 +2,7 @@
 //!
 //! A tile that is read as another dtype passes through a scratch, in blocks: memory does not follow its size. So does one
 //! of summands that are reduced, which are read one after the other, block by block. How the runs of one piece are read
-//! is for [`super::runs`].
+//! is for `runs.rs`.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -39,11 +39,11 @@ impl Locations {
 /// Buffers of a worker that outlive a read, so that they are allocated once.
 #[derive(Debug, Default)]
 pub struct Scratch {
-    /// What short strided runs are copied out of; at most [`super::BLOCK_BYTES`].
+    /// What short strided runs are copied out of; at most `BLOCK_BYTES`.
     pub block: Block,
     /// Elements on their way to another dtype; at most [`CAST_BYTES`].
     uncast: Vec<u8>,
-    /// What summands add up to; at most [`SUM_BYTES`].
+    /// What summands add up to; at most `SUM_BYTES`.
     sums: Vec<u8>,
 }
 

@@ -131,7 +131,7 @@ impl Reducer {
         self.divisor
     }
 
-    /// Bytes of the dtype that are reduced at a time, so that sums take no more than [`SUM_BYTES`].
+    /// Bytes of the dtype that are reduced at a time, so that sums take no more than `SUM_BYTES`.
     #[must_use]
     pub fn block_bytes(self) -> usize {
         let itemsize = usize::try_from(self.dtype.itemsize()).expect("a few bytes");

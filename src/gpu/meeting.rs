@@ -100,7 +100,9 @@ fn meet<C: Communicator + Send + 'static>(gpu: &Gpu, sharing: Sharing, control: 
 /// The id that all meet by, from the first rank, or why that has none.
 fn first_word<C: Communicator>(gpu: &Gpu, control: &C) -> Result<Result<UniqueId>> {
     let mine = match control.rank() {
-        0 => Some(UniqueId::new(&gpu.nccl).map_err(|error| error.to_string())),
+        0 => Some(
+            gpu.nccl().map_err(str::to_owned).and_then(|nccl| UniqueId::new(nccl).map_err(|error| error.to_string())),
+        ),
         _ => None,
     };
     let word = mine.map_or_else(Vec::new, |id| match id {
@@ -150,7 +152,8 @@ fn make<C: Communicator + Send + 'static>(
     let place = Place { rank: control.rank() as usize, ranks: control.size() as usize };
     let here = |error: Error| Why::Here(error.to_string());
     gpu.device.bind().map_err(here)?;
-    let peers = nccl::Communicator::new(&gpu.nccl, place, id, &config, wait)?;
+    let nccl = gpu.nccl().map_err(|why| Why::Here(why.to_owned()))?;
+    let peers = nccl::Communicator::new(nccl, place, id, &config, wait)?;
     let stream = Stream::new(&gpu.device).map_err(here)?;
     is_met.store(true, Ordering::Relaxed);
     Ok((peers, stream))

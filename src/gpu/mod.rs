@@ -5,13 +5,13 @@
 //!     |----------- stream up -------------| |-- stream wire --| |------------- stream down ---------------|
 //! ```
 //!
-//! What is unpacked is [computed](computing) with there: summands become values, and values are cast. What others need of that
-//! goes across once more. Without kernels summands come down, and the host does both.
+//! What is unpacked is computed with there (`computing.rs`): summands become values, and values are cast. What others need
+//! of that goes across once more. Without kernels summands come down, and the host does both.
 //!
 //! Nothing of CUDA is linked: driver, NVRTC and NCCL are opened by [`open`] and not before. A machine without them pays
 //! nothing, and is told what is missing. Without NVRTC the driver copies what a kernel would, and the host computes.
 //!
-//! Counts bytes. Invariant: a device gives what the host would: bytes are moved, and where [numbers](arithmetic) are
+//! Counts bytes. Invariant: a device gives what the host would: bytes are moved, and where [numbers](Arithmetic) are
 //! computed with, it is bit for bit as the host does. All that is `unsafe` of CUDA is in this module and in `nccl-rs`.
 
 #![allow(unsafe_code, reason = "calls of the CUDA driver: each block says why it may")]
@@ -55,13 +55,26 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub struct Gpu {
     pub device: Arc<Device>,
-    pub nccl: nccl::Library,
+    nccl: Result<nccl::Library, String>,
     pub packer: Packer,
     kernels: Kernels,
     arithmetic: OnceLock<Result<Arithmetic, String>>,
 }
 
 impl Gpu {
+    fn new(device: Arc<Device>, nccl: Result<nccl::Library, String>, settings: &Settings) -> Self {
+        let packer = Packer::open(&device, &settings.kernels);
+        Self { device, nccl, packer, kernels: settings.kernels.clone(), arithmetic: OnceLock::new() }
+    }
+
+    /// What moves bytes between devices, or why nothing does.
+    ///
+    /// # Errors
+    /// Why there is no NCCL: none where it was opened by [`open`].
+    pub fn nccl(&self) -> Result<&nccl::Library, &str> {
+        self.nccl.as_ref().map_err(String::as_str)
+    }
+
     /// The same, if its device has room for rounds of this `--bucket-size`, and for NCCL.
     ///
     /// # Errors
@@ -86,13 +99,24 @@ impl Gpu {
 /// `Usage` where there is no driver, no device or no NCCL, with what was looked for; `Device` from the driver.
 pub fn open(settings: &Settings, local_rank: Option<u32>) -> Result<Gpu> {
     let device = Device::open(local_rank)?;
-    // SAFETY: what the system calls NCCL, or whoever set the variable, is NCCL.
-    let nccl = unsafe { nccl::Library::load(settings.nccl.as_deref()) }.map_err(|error| {
+    let nccl = load_nccl(settings).map_err(|why| {
         let hint = format!("install NCCL, name its file ({}=/path/to/libnccl.so.2), or {CPU}", settings::NCCL_LIB);
-        Error::usage(error.to_string(), hint)
+        Error::usage(why, hint)
     })?;
-    let packer = Packer::open(&device, &settings.kernels);
-    Ok(Gpu { device, nccl, packer, kernels: settings.kernels.clone(), arithmetic: OnceLock::new() })
+    Ok(Gpu::new(device, Ok(nccl), settings))
+}
+
+/// The same for one process that need not meet others: NCCL may lack.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_alone(settings: &Settings) -> Result<Gpu> {
+    Ok(Gpu::new(Device::open(None)?, load_nccl(settings), settings))
+}
+
+fn load_nccl(settings: &Settings) -> Result<nccl::Library, String> {
+    // SAFETY: what the system calls NCCL, or whoever set the variable, is NCCL.
+    unsafe { nccl::Library::load(settings.nccl.as_deref()) }.map_err(|error| error.to_string())
 }
 
 /// What NCCL may take of a device once it has met: some hundreds of MB, by the number of channels and peers.

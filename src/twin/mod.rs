@@ -139,6 +139,13 @@ impl Twin {
         self.seen(path).is_none_or(|seen| seen.len.is_none_or(|len| seen.held.contains(&(0..len))))
     }
 
+    /// Whether all of its files are there. One that is not whole is being taken away, as another process has failed, and
+    /// what is found there is no fault of SRC.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        self.files.keys().all(|path| self.folder.join(path).symlink_metadata().is_ok())
+    }
+
     /// Whether a rank sees nothing at its SRC.
     #[must_use]
     pub fn is_blind(&self, rank: u32) -> bool {

@@ -180,6 +180,23 @@ fn a_rank_that_cannot_go_on_is_named_by_all() {
     }
 }
 
+/// Whoever opens it then has an error that is not about SRC.
+#[test]
+fn a_twin_that_is_being_taken_away_is_known() {
+    let spread = ranks();
+    let done = spread.each(|rank, twin| {
+        assert!(twin.is_whole());
+        rank.barrier()?;
+        if rank.rank() == 0 {
+            fs::remove_file(spread.twin().join("model_world_size_4_rank_2.pt")).unwrap();
+        }
+        rank.barrier()?;
+        assert!(!twin.is_whole() && matches!(twin.open(&all()), Err(Error::Missing { .. })));
+        Ok(())
+    });
+    done.into_iter().for_each(|done| done.unwrap());
+}
+
 #[test]
 fn tensor_data_of_others_is_an_error_and_no_zeros() {
     let spread = ranks();

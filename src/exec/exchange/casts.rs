@@ -26,7 +26,7 @@ pub enum Casting {
 /// How what a round gives is laid out where it is cast.
 #[derive(Debug)]
 pub struct Casts {
-    /// One for each of [`Moves::arriving`].
+    /// One for each of `Moves::arriving`.
     pub tiles: Vec<Laid>,
     /// Of what is given.
     pub len: usize,

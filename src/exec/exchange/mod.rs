@@ -1,7 +1,7 @@
 //! Exchange: conversions whose processes give each other what only some of them can read, or should.
 //!
-//! All processes derive the same [rounds](rounds) from the same catalogs. In a round each reads stretches of source
-//! chunks, which are contiguous; the [shuffle] moves them to who needs them, and makes values of summands; and what it
+//! All processes derive the same rounds from the same catalogs. In a round each reads stretches of source
+//! chunks, which are contiguous; the [shuffle](Shuffle) moves them to who needs them, and makes values of summands; and what it
 //! gives are stretches of target tiles, which are written as any others are ([`super::copy::write`]). Reading, moving and
 //! writing go on at the same time, in a thread each, with one round between each two of them; a shuffle that has several
 //! steps may have the [next round](Shuffle::UNDER_WAY) on its way while one is finished.

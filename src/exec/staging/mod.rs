@@ -1,7 +1,7 @@
 //! Nothing stands at the destination until it is complete, whoever works on it and whoever dies over it.
 //!
 //! Work goes to `.NAME.dtshard-partial` beside the destination, on the same file system. One process or many may be at
-//! it, each with a [lease] on its part; nobody leads. Publishing is one rename of `data`, by whoever seals: the only
+//! it, each with a lease on its part; nobody leads. Publishing is one rename of `data`, by whoever seals: the only
 //! commit. Replacing an existing destination takes three steps (old aside to `.NAME.dtshard-old`, new in, old deleted);
 //! a crash between them is finished or rolled back by the next run.
 //!

@@ -166,7 +166,7 @@ impl Staging {
                 if !is_left {
                     self.tidy(self.claim.sync)?;
                 }
-                self.is_published.store(true, Ordering::Relaxed);
+                self.see_published();
                 return Ok(Waited::Published);
             }
             nap.take();
@@ -188,25 +188,41 @@ impl Staging {
         }
     }
 
-    /// Whether another process has put the output at the destination, and taken the partial folder away or is at it.
+    /// Whether another process has put the output at the destination. The partial folder is gone then, or whoever
+    /// published is at it; where that one has died, it is taken away here.
     #[must_use]
     pub fn was_published(&self) -> bool {
         let (begun, mut nap) = (Instant::now(), self.pace.nap());
         loop {
             self.place.refresh();
-            let is_gone = match self.find() {
-                Ok(Some(found)) if !found.is_published && self.sealer(&found).is_none() => return false,
-                found => found.is_ok_and(|found| found.is_none_or(|found| found.is_published)),
+            let found = self.find();
+            let sealer = found.iter().flatten().find_map(|found| self.sealer(found));
+            let (is_out, is_left) = match found {
+                Ok(None) => (true, true),
+                Ok(Some(found)) if !found.is_published && sealer.is_none() => return false,
+                found => (found.is_ok_and(|found| found.is_some_and(|found| found.is_published)), false),
             };
-            if is_gone && mark::is(&self.place.destination, self.fingerprint) {
+            let is_published = is_out && mark::is(&self.place.destination, self.fingerprint);
+            // Whoever seals is between its steps, or this node has not seen all of them.
+            let is_late = begun.elapsed() >= LANDING;
+            if is_published && (is_left || is_late || sealer == Some(Life::Dead)) {
+                if sealer == Some(Life::Dead) {
+                    // As far as that goes: the next run would do it as well.
+                    let _ = self.tidy(self.claim.sync);
+                }
+                self.see_published();
                 return true;
             }
-            // Whoever seals is between its steps, or this node has not seen all of them.
-            if begun.elapsed() >= LANDING {
+            if is_late {
                 return false;
             }
             nap.take();
         }
+    }
+
+    /// Another process has published: whatever that one does not come to take away, this one does as it goes.
+    pub fn see_published(&self) {
+        self.is_published.store(true, Ordering::Relaxed);
     }
 
     /// Whether what was written is at the destination.

@@ -2,7 +2,7 @@
 //! parts.
 //!
 //! Whoever runs a model in parallel without DTensors wants what a rank holds and no more: inference engines, custom
-//! loaders. Its safetensors file is that. [`document`] keeps what such a file cannot say: mesh, placements and class of
+//! loaders. Its safetensors file is that. `document.rs` keeps what such a file cannot say: mesh, placements and class of
 //! each tensor, ties, and the state dict with its objects. So DTensors become local and are put together again.
 //!
 //! ```text

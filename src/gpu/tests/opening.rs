@@ -44,6 +44,11 @@ fn no_nccl() {
     let settings = Settings { nccl: Some(NOWHERE.into()), ..Settings::default() };
     let told = refusal(crate::gpu::open(&settings, None).unwrap_err());
     assert!(told.contains(NOWHERE) && told.contains("DTSHARD_NCCL_LIB"), "{told}");
+    // Its kernels can be looked at.
+    let gpu = crate::gpu::open_alone(&settings).unwrap();
+    assert!(gpu.nccl().unwrap_err().contains(NOWHERE));
+    let error = Nccl::meet(&gpu, Sharing::Refused, Local::fleet(1).remove(0)).map(drop).unwrap_err();
+    assert!(error.to_string().contains(NOWHERE), "{error}");
 }
 
 #[test]
