@@ -17,7 +17,7 @@ use super::control::TICK;
 use super::fate::{ENDED, Gone};
 use super::hello::{HELLO_BYTES, Hello, Reply, is_wait};
 use super::patience::Wait;
-use crate::error::{Error, Result, first_of, some_of};
+use crate::error::{Error, Result, name_processes, some_of};
 
 /// For one who has connected to say who he is, and for an answer to that.
 const MANNERS: Duration = Duration::from_secs(5);
@@ -139,11 +139,9 @@ impl Door {
 
     /// What is said of the first who did not come.
     fn missed(&self, others: &[u32], limit: &str) -> String {
-        let names = names(others);
         let mut words = format!("did not come within {limit}");
-        if !names.is_empty() {
-            let processes = if names.len() == 1 { "process" } else { "processes" };
-            words += &format!(", nor did {processes} {}", first_of(&names, 8));
+        if !others.is_empty() {
+            words += &format!(", nor did {}", name_processes(others));
         }
         self.known().map_or(words.clone(), |known| format!("{words}; {known}"))
     }
@@ -157,8 +155,7 @@ impl Door {
     }
 
     fn awaited(&self, missing: &[u32]) -> String {
-        let processes = if missing.len() == 1 { "process" } else { "processes" };
-        format!("waiting for {processes} {} of {}", first_of(&names(missing), 8), self.mine.size)
+        format!("waiting for {} of {}", name_processes(missing), self.mine.size)
     }
 
     /// What is said of the wait, for those who are in and do nothing but listen.
@@ -264,10 +261,6 @@ impl Door {
         }
         Ok(())
     }
-}
-
-fn names(ranks: &[u32]) -> Vec<String> {
-    ranks.iter().map(ToString::to_string).collect()
 }
 
 impl Caller {
