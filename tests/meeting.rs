@@ -118,7 +118,7 @@ fn a_destination_that_is_not_shared() {
         outcome.refused(&[
             "error: process 1 of 2 (",
             "): meet: it does not see ",
-            ", which process 0 has made",
+            ", which process 0 has made\n",
             "hint: the folder of DST",
         ]);
     }
