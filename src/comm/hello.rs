@@ -93,7 +93,8 @@ pub(super) enum Reply {
     Waiting(String),
 }
 
-const MOST_WORDS: usize = 500;
+/// In bytes.
+pub(super) const MOST_WORDS: usize = 500;
 
 impl Reply {
     pub fn refused(words: impl Into<String>) -> Self {

@@ -150,6 +150,22 @@ fn who_comes_late_hears_of_it() {
     assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
 }
 
+/// Under one name, as where a launcher, or a loop within one task, starts all again.
+#[test]
+fn word_that_is_older_than_anybody_waits_ends_nobody() {
+    let (kept, place) = folder();
+    Comer::new(0, 2, &place, SOON).fails();
+    let (path, bytes) = sheet(kept.path());
+    let mut notice: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+    notice["at"] = (notice["at"].as_u64().unwrap() - 2 * LONG.as_secs()).into();
+    fs::write(&path, notice.to_string()).unwrap();
+    let (second, notes) = talkative(Comer::new(1, 2, &place, LONG));
+    let second = second.comes();
+    hear(&notes, "an earlier meeting here has failed: ", "; waiting for process 0 of another run");
+    talk(vec![second, Comer::new(0, 2, &place, LONG).comes()]);
+    assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
+}
+
 /// By a notice that may be of an earlier run, or by an address whose process has ended.
 #[test]
 fn who_comes_late_may_be_the_first_of_the_next_run() {
