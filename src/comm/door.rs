@@ -23,8 +23,8 @@ use crate::error::{Error, Result, name_processes, some_of};
 const MANNERS: Duration = Duration::from_secs(5);
 const CONNECT: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(5);
-/// For all to come, where two have come as one: two whole runs may have been started, of which one is complete. Otherwise
-/// the one that should have come in place of one of the two never comes.
+/// For the next to come, where two have come as one: two whole runs may have been started, of which one is complete.
+/// Otherwise the one that should have come in place of one of the two never comes.
 const CONTESTED: Duration = Duration::from_secs(3);
 
 #[derive(Debug)]
@@ -48,6 +48,7 @@ struct Contest {
     rank: u32,
     /// Which these are.
     who: String,
+    /// Or since somebody who was wanted came after that.
     since: Instant,
 }
 
@@ -225,6 +226,7 @@ impl Door {
                 let welcome = Reply::Welcome.send(&caller.stream);
                 if welcome.and_then(|()| caller.stream.set_nonblocking(true)).is_ok() {
                     *place = Some(Guest { stream: caller.stream, caller: number, who });
+                    self.contest.iter_mut().for_each(|contest| contest.since = Instant::now());
                 }
                 return;
             }

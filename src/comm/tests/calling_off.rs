@@ -228,6 +228,19 @@ fn two_of_one_rank_where_nobody_is_missing() {
     talk(early.into_iter().chain([Comer::new(2, 3, &place, LONG).comes()]).collect());
 }
 
+/// As long as others come, nobody knows that one never will.
+#[test]
+fn two_of_one_rank_while_others_come() {
+    let place = free();
+    let mut comers = wait_for("processes 2, 3, 4", &[1], 5, &place);
+    assert!(Comer::new(1, 5, &place, LONG).fails().contains("process 1 is there already"));
+    for rank in 2..5 {
+        thread::sleep(Duration::from_millis(1300));
+        comers.push(Comer::new(rank, 5, &place, LONG).comes());
+    }
+    talk(comers);
+}
+
 #[test]
 fn two_that_are_first() {
     let (kept, place) = folder();
