@@ -335,6 +335,15 @@ pub fn some_of(names: &[impl AsRef<str>], most: usize) -> String {
     shown.join(", ") + if names.len() > most { ", ..." } else { "" }
 }
 
+/// `process 3`, or `processes 1, 2, 3, 4, 5, 6, 7, 8 and 5 more`.
+#[must_use]
+pub fn name_processes(processes: &[u32]) -> String {
+    const SHOWN: usize = 8;
+    let numbers: Vec<String> = processes.iter().map(u32::to_string).collect();
+    let plural = if numbers.len() == 1 { "" } else { "es" };
+    format!("process{plural} {}", first_of(&numbers, SHOWN))
+}
+
 impl From<LayoutError> for Error {
     fn from(error: LayoutError) -> Self {
         Self::Layout(error)

@@ -17,14 +17,14 @@ use super::control::TICK;
 use super::fate::{ENDED, Gone};
 use super::hello::{HELLO_BYTES, Hello, Reply, is_wait};
 use super::patience::Wait;
-use crate::error::{Error, Result, first_of, some_of};
+use crate::error::{Error, Result, name_processes, some_of};
 
 /// For one who has connected to say who he is, and for an answer to that.
 const MANNERS: Duration = Duration::from_secs(5);
 const CONNECT: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(5);
-/// For all to come, where two have come as one: two whole runs may have been started, of which one is complete. Otherwise
-/// the one that should have come in place of one of the two never comes.
+/// For the next to come, where two have come as one: two whole runs may have been started, of which one is complete.
+/// Otherwise the one that should have come in place of one of the two never comes.
 const CONTESTED: Duration = Duration::from_secs(3);
 
 #[derive(Debug)]
@@ -48,6 +48,7 @@ struct Contest {
     rank: u32,
     /// Which these are.
     who: String,
+    /// Or since somebody who was wanted came after that.
     since: Instant,
 }
 
@@ -139,11 +140,9 @@ impl Door {
 
     /// What is said of the first who did not come.
     fn missed(&self, others: &[u32], limit: &str) -> String {
-        let names = names(others);
         let mut words = format!("did not come within {limit}");
-        if !names.is_empty() {
-            let processes = if names.len() == 1 { "process" } else { "processes" };
-            words += &format!(", nor did {processes} {}", first_of(&names, 8));
+        if !others.is_empty() {
+            words += &format!(", nor did {}", name_processes(others));
         }
         self.known().map_or(words.clone(), |known| format!("{words}; {known}"))
     }
@@ -157,8 +156,7 @@ impl Door {
     }
 
     fn awaited(&self, missing: &[u32]) -> String {
-        let processes = if missing.len() == 1 { "process" } else { "processes" };
-        format!("waiting for {processes} {} of {}", first_of(&names(missing), 8), self.mine.size)
+        format!("waiting for {} of {}", name_processes(missing), self.mine.size)
     }
 
     /// What is said of the wait, for those who are in and do nothing but listen.
@@ -228,6 +226,7 @@ impl Door {
                 let welcome = Reply::Welcome.send(&caller.stream);
                 if welcome.and_then(|()| caller.stream.set_nonblocking(true)).is_ok() {
                     *place = Some(Guest { stream: caller.stream, caller: number, who });
+                    self.contest.iter_mut().for_each(|contest| contest.since = Instant::now());
                 }
                 return;
             }
@@ -264,10 +263,6 @@ impl Door {
         }
         Ok(())
     }
-}
-
-fn names(ranks: &[u32]) -> Vec<String> {
-    ranks.iter().map(ToString::to_string).collect()
 }
 
 impl Caller {

@@ -25,7 +25,7 @@ pub(super) struct Hello {
     pub token: Token,
     /// Tells two processes apart that take themselves for one rank.
     pub caller: u64,
-    /// What people know it by: `process 4711 on n1`.
+    /// What people know it by: `n1, pid 4711`.
     pub who: String,
 }
 
@@ -93,7 +93,8 @@ pub(super) enum Reply {
     Waiting(String),
 }
 
-const MOST_WORDS: usize = 500;
+/// In bytes.
+pub(super) const MOST_WORDS: usize = 500;
 
 impl Reply {
     pub fn refused(words: impl Into<String>) -> Self {
@@ -191,7 +192,7 @@ mod tests {
 
     #[test]
     fn who_is_let_in() {
-        let mine = Hello { rank: 0, size: 4, token: [7; 32], caller: 0, who: "process 1 on n1".into() };
+        let mine = Hello { rank: 0, size: 4, token: [7; 32], caller: 0, who: "n1, pid 1".into() };
         let caller = Hello { rank: 2, caller: 99, ..mine.clone() };
         let said = caller.bytes();
         assert_eq!(said.len(), HELLO_BYTES);

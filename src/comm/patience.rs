@@ -72,11 +72,7 @@ impl<'a> Wait<'a> {
     pub fn say(&self, what: &str, why: Option<&str>) -> String {
         let why = why.map(|why| format!(": {why}")).unwrap_or_default();
         let words = format!("{what} ({} of at most {}){why}", self.begun.elapsed().as_secs(), self.limit());
-        self.tell(Note::Own(&words));
+        (self.patience.tell)(Note::Own(&words));
         words
-    }
-
-    pub fn tell(&self, note: Note<'_>) {
-        (self.patience.tell)(note);
     }
 }

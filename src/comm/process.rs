@@ -22,9 +22,10 @@ pub struct Process {
     pub start: u64,
 }
 
+/// `n1, pid 4711`
 impl fmt::Display for Process {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "pid {} on {}", self.pid, self.host)
+        write!(f, "{}, pid {}", self.host, self.pid)
     }
 }
 

@@ -4,9 +4,9 @@
 //! has called an old address finds nobody or another token there, and looks again. Invariant: after the deadline
 //! everybody knows who did not come.
 //!
-//! Who comes when all was called off is told so by a notice. Where the run has a name, or this process has called that
-//! very meeting, it ends there. Otherwise it may as well be the first of the next run, so that it says what it has
-//! heard, and waits.
+//! Who comes when all was called off is told so by a notice. Where this process has called that very meeting, or the run
+//! has a name and the notice is no older than anybody waits, it ends there. Otherwise it may as well be the first of the
+//! next run, or of the next attempt under one name, so that it says what it has heard, and waits.
 
 use std::fs;
 use std::io;
@@ -215,7 +215,8 @@ impl Meeting<'_> {
     /// What to do about a meeting that was called off: nothing, where it need not have been this one.
     fn hear_of(&self, notice: &Notice, called: Token, heard: &mut Heard) -> Result<()> {
         let (why, origin) = (&notice.why, notice.origin());
-        if self.run.is_some() || called == notice.token {
+        let is_of_run = self.run.is_some() && notice.age() <= self.patience.limit;
+        if is_of_run || called == notice.token {
             let called = heard.called.as_ref().map_or_else(String::new, |why| format!("; before that {why}"));
             return Err(Error::comm(notice.rank, OP, format!("{why}; {origin}{called}")));
         }
@@ -232,7 +233,7 @@ impl Meeting<'_> {
 
     /// Say at once what becomes of those who have been here before, and then that this one waits for another.
     fn remember(&self, words: String, heard: &mut Heard) {
-        Wait::begin(self.patience).tell(Note::Own(&format!("{words}; waiting for process 0 of another run")));
+        (self.patience.tell)(Note::Own(&format!("{words}; waiting for process 0 of another run")));
         heard.earlier = Some(words);
     }
 

@@ -1,10 +1,10 @@
-//! What process 0 leaves in the folder where a run meets: a sheet that says where it is, and, where it gave the others up, a
-//! notice for each that had not come.
+//! What process 0 leaves in the folder where a run meets: a sheet that says where it is, and, where it gave the others up,
+//! a notice for each that had not come.
 //!
 //! A sheet is named by the run, so that what an earlier one left behind is not taken; where a run has no name, a new sheet
 //! replaces the old one. A notice is for one rank, which takes it away as it reads it: it is told once, and comes to the
-//! meeting of the next run as if nothing had been. Invariant: notices are there before the sheet is gone, and go before
-//! another one is there, so that a sheet is news and a notice is not.
+//! meeting of the next run as if nothing had been. Invariant: notices are there before the sheet is gone, and go as another
+//! one comes, so that a sheet is news and a notice is not: nobody looks for a notice who sees a sheet.
 
 use std::cell::Cell;
 use std::fs;
@@ -18,7 +18,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::address::Address;
-use super::hello::Token;
+use super::hello::{MOST_WORDS, Token};
 use super::{Part, Process};
 use crate::error::{Error, Result};
 
@@ -54,7 +54,7 @@ pub(super) struct Notice {
     /// Of process 0's sheet.
     pub token: Token,
     process: Process,
-    /// In seconds, by the clock of process 0's node: for people.
+    /// In seconds, by the clock of process 0's node.
     at: u64,
 }
 
@@ -95,9 +95,11 @@ impl Name {
     /// What is left for this rank by a run that gave it up. It is taken away.
     pub fn take_notice(&self, part: Part) -> Option<Notice> {
         let path = self.notice(part.index);
-        let notice: Notice = read(&path).ok()?;
+        let mut notice: Notice = read(&path).ok()?;
+        notice.why.truncate(notice.why.floor_char_boundary(MOST_WORDS));
         // Whoever takes it away is who it is for.
-        fs::remove_file(&path).is_ok().then_some(notice)
+        let is_taken = fs::remove_file(&path).is_ok();
+        (is_taken && notice.rank < part.of).then_some(notice)
     }
 
     /// Take away notices of this run, and those that are older than anybody comes late.
@@ -116,7 +118,6 @@ impl Name {
 impl Sheet {
     /// In place of one that an earlier run has left. It appears complete, and only its owner reads it.
     pub fn post(name: Name, listener: &TcpListener, token: Token) -> Result<Self> {
-        name.remove_notices();
         let path = name.sheet();
         let draft = path.with_extension(format!("{}.tmp", std::process::id()));
         let write = || -> io::Result<()> {
@@ -126,6 +127,8 @@ impl Sheet {
             fs::rename(&draft, &path)
         };
         write().inspect_err(|_| drop(fs::remove_file(&draft))).map_err(Error::io("write", &path))?;
+        // Whoever leaves one from now on sees this sheet when that is done.
+        name.remove_notices();
         Ok(Self { name, token, looked: Cell::new(Instant::now()) })
     }
 
@@ -152,14 +155,16 @@ impl Sheet {
 
     /// Tell these, should they still come, that nobody waits for them any more, and why.
     pub fn call_off(&self, missing: &[u32], (rank, why): (u32, &str)) {
-        if self.rival().is_some() {
-            return;
-        }
-        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        let notice = Notice { rank, why: why.to_owned(), token: self.token, process: Process::this(), at };
-        for missing in missing {
+        let notice = Notice { rank, why: why.to_owned(), token: self.token, process: Process::this(), at: now() };
+        let paths = || missing.iter().map(|rank| self.name.notice(*rank));
+        if self.rival().is_none() {
             // Who does not find it waits for as long as the others did.
-            let _ = write(&self.name.notice(*missing), &notice);
+            paths().for_each(|path| drop(write(&path, &notice)));
+        }
+        // Another run may have come meanwhile, and have taken away what was there by then.
+        if self.rival().is_some() {
+            let is_own = |path: &PathBuf| read(path).is_ok_and(|left: Notice| left.token == self.token);
+            paths().filter(is_own).for_each(|path| drop(fs::remove_file(path)));
         }
     }
 }
@@ -175,9 +180,18 @@ impl Drop for Sheet {
 impl Notice {
     /// Whose meeting it was, and how long ago that was.
     pub fn origin(&self) -> String {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        format!("{}, as process 0, called the meeting off {} s ago", self.process, now.saturating_sub(self.at))
+        format!("{}, as process 0, called the meeting off {} s ago", self.process, self.age().as_secs())
     }
+
+    /// As far as the clocks of two nodes agree.
+    pub fn age(&self) -> Duration {
+        Duration::from_secs(now().saturating_sub(self.at))
+    }
+}
+
+/// In seconds.
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 fn write(path: &Path, what: &impl Serialize) -> io::Result<fs::File> {
@@ -214,4 +228,62 @@ pub fn sweep(folder: &Path) {
 fn is_old(entry: &fs::DirEntry) -> bool {
     let modified = entry.metadata().and_then(|data| data.modified());
     modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > OLD))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::address::listen;
+    use super::*;
+
+    fn post(name: &Name, token: Token) -> Sheet {
+        Sheet::post(name.clone(), &listen(&[0]).unwrap(), token).unwrap()
+    }
+
+    fn left(folder: &Path) -> usize {
+        fs::read_dir(folder).unwrap().count()
+    }
+
+    #[test]
+    fn a_notice_says_no_more_than_it_should() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = Name::new(folder.path(), None, 3);
+        let sheet = post(&name, [1; 32]);
+        let part = |index| Part { index, of: 3 };
+        sheet.call_off(&[1, 2], (2, &"é".repeat(MOST_WORDS)));
+        let notice = name.take_notice(part(1)).unwrap();
+        assert_eq!((notice.rank, notice.why.len()), (2, MOST_WORDS));
+        assert!(name.take_notice(part(1)).is_none() && name.take_notice(part(2)).is_some());
+        // Of a process that there is not.
+        sheet.call_off(&[1], (3, "it is gone"));
+        assert!(name.take_notice(part(1)).is_none());
+        drop(sheet);
+        assert_eq!(left(folder.path()), 0);
+    }
+
+    #[test]
+    fn who_is_replaced_leaves_no_notice() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = Name::new(folder.path(), None, 4);
+        let (first, why) = (post(&name, [1; 32]), (1, "it is gone"));
+        first.call_off(&[1, 2], why);
+        let notice = fs::read(name.notice(1)).unwrap();
+        let second = post(&name, [2; 32]);
+        assert_eq!(left(folder.path()), 1, "the sheet");
+        second.call_off(&[3], why);
+        // As if it had looked before the other one came.
+        fs::write(name.notice(1), notice).unwrap();
+        first.call_off(&[1, 2, 3], why);
+        assert!(!name.notice(1).exists() && name.notice(3).exists());
+    }
+
+    /// Else one could be left between that and the sheet.
+    #[test]
+    fn notices_go_once_the_sheet_is_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = Name::new(folder.path(), None, 2);
+        post(&name, [1; 32]).call_off(&[1], (1, "it is gone"));
+        fs::create_dir(name.sheet()).unwrap();
+        Sheet::post(name.clone(), &listen(&[0]).unwrap(), [2; 32]).unwrap_err();
+        assert!(name.notice(1).exists());
+    }
 }

@@ -81,19 +81,13 @@ impl MeetingPlace {
         let folder = self.of_run.insert(self.folder.join(&name[..16])).clone();
         communicator.settle(if self.is_first { make(&folder) } else { Ok(()) })?;
         let is_seen = see(&folder, communicator, patience)?;
-        // Who does not see it says where that is.
-        let blind = (!is_seen).then(|| format!(" (on {})", Process::this().host));
-        let sight = communicator.gather(blind.unwrap_or_default().as_bytes())?;
-        match (0..).zip(&sight).find(|(_, blind)| !blind.is_empty()) {
+        let sight = communicator.gather(&[u8::from(is_seen)])?;
+        match (0..).zip(&sight).find(|(_, is_seen)| **is_seen != [1]) {
             None => Ok(folder),
-            Some((rank, host)) => Err(Error::Comm {
+            Some((rank, _)) => Err(Error::Comm {
                 rank: Peer::from(rank),
                 op: "meet",
-                detail: format!(
-                    "it does not see {}, which process 0 has made{}",
-                    folder.display(),
-                    String::from_utf8_lossy(host)
-                ),
+                detail: format!("it does not see {}, which process 0 has made", folder.display()),
                 hint: Some(String::from("the folder of DST has to be on a file system that all processes share")),
             }),
         }

@@ -22,8 +22,7 @@ impl Roster {
     /// # Errors
     /// As [`Communicator::gather`].
     pub fn meet(communicator: &impl Communicator) -> Result<Self> {
-        let Process { host, pid, .. } = Process::this();
-        let said = communicator.gather(format!("{host}, pid {pid}").as_bytes())?;
+        let said = communicator.gather(Process::this().to_string().as_bytes())?;
         let places = said.iter().map(|words| String::from_utf8_lossy(words).into_owned()).collect();
         Ok(Self { of: communicator.size(), places })
     }

@@ -30,5 +30,6 @@ pub fn teller(run: &Run<'_>) -> impl Fn(Note<'_>) + Sync {
 }
 
 pub fn patience(limit: Duration, tell: &(dyn Fn(Note<'_>) + Sync)) -> Patience<'_> {
-    Patience { limit, first: fault::patience(FIRST_SAID, SAID_SOON), again: SAID_AGAIN, tell }
+    let [first, again] = [FIRST_SAID, SAID_AGAIN].map(|usual| fault::patience(usual, SAID_SOON));
+    Patience { limit, first, again, tell }
 }

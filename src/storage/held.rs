@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use super::{FileId, Stretch};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, name_processes};
 
 /// Stretches of a file: ascending, apart from each other, none empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -106,14 +106,6 @@ impl Watch {
             }
         }
     }
-}
-
-/// `process 3`, or `processes 1, 2 and 5 more`.
-#[must_use]
-pub fn name_processes(processes: &[u32]) -> String {
-    const SHOWN: usize = 4;
-    let names: Vec<String> = processes.iter().map(u32::to_string).collect();
-    format!("process{} {}", if names.len() == 1 { "" } else { "es" }, crate::error::first_of(&names, SHOWN))
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex};
 
 pub use direct::BOUNCE_BYTES;
 pub use filesystem::IoMode;
-pub use held::{Holding, Holdings, Local, Ranges, name_processes};
+pub use held::{Holding, Holdings, Local, Ranges};
 pub use open_file::OpenFile;
 
 use crate::error::{Error, Result};

@@ -21,10 +21,10 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::comm::Communicator;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, name_processes};
 use crate::format::dcp::{self, Objects};
 use crate::format::{is_data_file, skeleton, skeleton_of_items};
-use crate::storage::{Ranges, name_processes};
+use crate::storage::Ranges;
 use sighting::{Seen, Sighting};
 use walk::Walked;
 

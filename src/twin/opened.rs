@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::Twin;
-use crate::error::{Error, Result, first_of};
+use crate::error::{Error, Result, name_processes};
 use crate::format::{Checkpoint, ReadOptions, TwinOf};
 use crate::layout::LayoutError;
-use crate::storage::{Holding, Holdings, IoMode, Local, filesystem, name_processes};
+use crate::storage::{Holding, Holdings, IoMode, Local, filesystem};
 
 impl Twin {
     /// Read the checkpoint that the ranks see together. Its files are those of SRC, which can be opened where this process
@@ -65,9 +65,8 @@ impl Twin {
     fn blind_words(&self) -> String {
         const SHOWN: usize = 3;
         let words = self.blind.iter().take(SHOWN).map(|(place, ranks)| {
-            let names: Vec<String> = ranks.iter().map(u32::to_string).collect();
-            let see = if names.len() == 1 { ("process", "sees") } else { ("processes", "see") };
-            format!("; {} {} {} nothing at {place}", see.0, first_of(&names, 4), see.1)
+            let see = if ranks.len() == 1 { "sees" } else { "see" };
+            format!("; {} {see} nothing at {place}", name_processes(ranks))
         });
         words.collect()
     }

@@ -88,7 +88,7 @@ fn a_run_that_lives() {
     }
     for more in ["", "--resume", "--restart", "--dtype bf16"] {
         let ended = job.run(&format!("{more} --dry-run"), None);
-        ended.succeeded().says(&[REFUSED, "another run is writing ", &format!("pid {} on ", first.id())]);
+        ended.succeeded().says(&[REFUSED, "another run is writing ", &format!(", pid {}, part 0 of 2)", first.id())]);
     }
     job.run("--parts 2 --part 1 --dry-run -v", None).succeeded().says(&["a run would go on with what is done"]);
     job.run("--parts 2 --part 1", Some("none")).succeeded();

@@ -153,8 +153,8 @@ fn a_run_that_lives() {
     // It waits for part 1, which is not there.
     let mut first = start(&job, "--parts 2 --part 0");
     sleep(Duration::from_millis(200));
-    let pid = format!("pid {} on ", first.id());
-    let words = ["another run is writing ", &pid, "part 0 of 2", "wait for it, or stop it first"];
+    let who = format!(", pid {}, part 0 of 2)", first.id());
+    let words = ["another run is writing ", &who, "wait for it, or stop it first"];
     for resume in ["", "--resume", "--overwrite"] {
         refuses(&job, &format!("--parts 2 --part 0 {resume}"), &words);
         refuses(&job, &format!("--parts 3 --part 1 {resume}"), &words);

@@ -6,12 +6,12 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::rendezvous::{Comer, LONG, SOON, folder, free, sheet, talk, words};
+use super::rendezvous::{Comer, Comes, LONG, SOON, folder, free, sheet, talk, words};
 use crate::comm::{Note, Place, Process};
 use crate::error::Error;
 
 /// Less than anybody waits who waits for long.
-const AT_ONCE: Duration = Duration::from_secs(10);
+const AT_ONCE: Duration = Duration::from_secs(20);
 
 type Notes = Arc<Mutex<Vec<(bool, String)>>>;
 
@@ -39,33 +39,54 @@ fn sheet_of(folder: &Path) {
     }
 }
 
-fn first_of(notes: &Notes) -> (bool, String) {
-    notes.lock().unwrap().first().cloned().expect("something was said")
+fn is_said(notes: &Notes, own: bool, begin: &str, end: &str) -> bool {
+    let is_it = |words: &str| words.starts_with(begin) && words.ends_with(end);
+    notes.lock().unwrap().iter().any(|(is_own, words)| *is_own == own && is_it(words))
+}
+
+/// Wait until a process says this of its own wait.
+fn hear(notes: &Notes, begin: &str, end: &str) {
+    let until = Instant::now() + LONG;
+    while !is_said(notes, true, begin, end) {
+        assert!(Instant::now() < until, "{notes:?}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Some of a run, process 0 among them, once they wait for these others.
+fn wait_for(others: &str, ranks: &[u32], of: u32, place: &Place) -> Vec<Comes> {
+    let (first, notes) = talkative(Comer::new(0, of, place, LONG));
+    let comers = ranks.iter().map(|rank| Comer::new(*rank, of, place, LONG));
+    let comers = [first].into_iter().chain(comers).map(Comer::comes).collect();
+    hear(&notes, &format!("waiting for {others} of {of} ("), "");
+    comers
 }
 
 #[test]
 fn who_waits_says_for_whom() {
     let place = free();
-    let (first, by_first) = talkative(Comer::new(0, 4, &place, Duration::from_secs(2)));
+    let limit = Duration::from_secs(3);
+    let (first, by_first) = talkative(Comer::new(0, 4, &place, limit));
     let (second, by_second) = talkative(Comer::new(1, 4, &place, LONG));
     for comer in [first.comes(), second.comes()] {
         words(comer);
     }
-    let said = "waiting for processes 2, 3 of 4 (0 of at most 2 s)";
-    assert!(by_first.lock().unwrap().iter().any(|(own, words)| *own && words == said), "{by_first:?}");
-    assert!(by_second.lock().unwrap().contains(&(false, said.to_owned())), "{by_second:?}");
+    for (own, notes) in [(true, by_first), (false, by_second)] {
+        assert!(is_said(&notes, own, "waiting for processes 2, 3 of 4 (", " of at most 3 s)"), "{notes:?}");
+    }
     // Where process 0 is not there.
     let (kept, shared) = folder();
     let folder = kept.path().display();
     let nobody = format!("nobody answers at {place}");
     for (place, why) in [(&place, &*nobody), (&shared, &*format!("it has not written {folder}/rendezvous-"))] {
-        let (comer, notes) = talkative(Comer::new(1, 2, place, SOON));
+        let (comer, notes) = talkative(Comer::new(1, 2, place, limit));
         comer.fails();
-        let (own, said) = first_of(&notes);
-        assert!(
-            own && said.starts_with(&format!("waiting for process 0 at {place} (0 of at most 1 s): {why}")),
-            "{said}"
-        );
+        let notes = notes.lock().unwrap();
+        let is_it = |own: bool, words: &str| {
+            own && words.starts_with(&format!("waiting for process 0 at {place} ("))
+                && words.contains(&format!(" of at most 3 s): {why}"))
+        };
+        assert!(notes.iter().any(|(own, words)| is_it(*own, words)), "{notes:?}");
     }
 }
 
@@ -112,7 +133,7 @@ fn who_comes_late_hears_of_it() {
     Comer::new(0, 3, &place, SOON).fails();
     for rank in [1, 2] {
         let said = Comer::new(rank, 3, &place, LONG).fails();
-        assert!(said.starts_with("process 1: rendezvous: did not come within 1 s, nor did process 2; pid "), "{said}");
+        assert!(said.starts_with("process 1: rendezvous: did not come within 1 s, nor did process 2; "), "{said}");
         assert!(said.contains(", as process 0, called the meeting off ") && said.ends_with(" s ago"), "{said}");
     }
     assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
@@ -129,18 +150,32 @@ fn who_comes_late_hears_of_it() {
     assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
 }
 
+/// Under one name, as where a launcher, or a loop within one task, starts all again.
+#[test]
+fn word_that_is_older_than_anybody_waits_ends_nobody() {
+    let (kept, place) = folder();
+    Comer::new(0, 2, &place, SOON).fails();
+    let (path, bytes) = sheet(kept.path());
+    let mut notice: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+    notice["at"] = (notice["at"].as_u64().unwrap() - 2 * LONG.as_secs()).into();
+    fs::write(&path, notice.to_string()).unwrap();
+    let (second, notes) = talkative(Comer::new(1, 2, &place, LONG));
+    let second = second.comes();
+    hear(&notes, "an earlier meeting here has failed: ", "; waiting for process 0 of another run");
+    talk(vec![second, Comer::new(0, 2, &place, LONG).comes()]);
+    assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
+}
+
 /// By a notice that may be of an earlier run, or by an address whose process has ended.
 #[test]
 fn who_comes_late_may_be_the_first_of_the_next_run() {
     let (kept, place) = folder();
     let comer = |rank, limit| Comer { run: None, ..Comer::new(rank, 2, &place, limit) };
-    let failed = "an earlier meeting here has failed: process 1: did not come within 1 s; pid ";
+    let failed = format!("an earlier meeting here has failed: process 1: did not come within 1 s; {}", Process::this());
     comer(0, SOON).fails();
     let (second, notes) = talkative(comer(1, LONG));
     let second = second.comes();
-    thread::sleep(Duration::from_millis(500));
-    let (own, said) = first_of(&notes);
-    assert!(own && said.starts_with(failed) && said.ends_with("; waiting for process 0 of another run"), "{said}");
+    hear(&notes, &failed, "; waiting for process 0 of another run");
     assert!(!second.is_finished());
     talk(vec![second, comer(0, LONG).comes()]);
     assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
@@ -148,7 +183,7 @@ fn who_comes_late_may_be_the_first_of_the_next_run() {
     comer(0, SOON).fails();
     let said = comer(1, SOON).fails();
     assert!(said.starts_with("process 0: rendezvous: did not come within 1 s: it has not written"), "{said}");
-    assert!(said.contains(failed), "{said}");
+    assert!(said.contains(&failed), "{said}");
 
     let first = comer(0, SOON).comes();
     let (path, bytes) = sheet(kept.path());
@@ -160,8 +195,8 @@ fn who_comes_late_may_be_the_first_of_the_next_run() {
     let (second, notes) = talkative(comer(1, SOON));
     let said = second.fails();
     assert!(said.contains("has ended") && said.contains("nobody answers at"), "{said}");
-    let (_, first_said) = first_of(&notes);
-    assert!(first_said.starts_with("process 0 that others were to meet here, pid "), "{first_said}");
+    let ended = format!("process 0 that others were to meet here, {}, has ended", Process::this());
+    assert!(is_said(&notes, true, &ended, ""), "{notes:?}");
     crate::comm::sweep(kept.path());
     assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
 }
@@ -171,13 +206,13 @@ fn two_of_one_rank_end_all() {
     let (_kept, shared) = folder();
     for place in [free(), shared] {
         let begun = Instant::now();
-        let comers = [0, 1, 3].map(|rank| Comer::new(rank, 4, &place, LONG).comes());
-        thread::sleep(Duration::from_millis(500));
+        let comers = wait_for("process 2", &[1, 3], 4, &place);
         let twice = Comer::new(1, 4, &place, LONG).fails();
-        assert!(twice.contains("process 1 is there already: two take themselves for it: pid "), "{twice}");
+        let who = Process::this();
+        let words_said = format!("process 1 is there already: two take themselves for it: {who}");
+        assert!(twice.contains(&words_said), "{twice}");
         for comer in comers {
             let said = words(comer);
-            let who = Process::this();
             assert_eq!(said, format!("process 1: rendezvous: two take themselves for it: {who} and {who}"));
         }
         assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
@@ -188,10 +223,22 @@ fn two_of_one_rank_end_all() {
 #[test]
 fn two_of_one_rank_where_nobody_is_missing() {
     let place = free();
-    let early = [0, 1].map(|rank| Comer::new(rank, 3, &place, LONG).comes());
-    thread::sleep(Duration::from_millis(300));
+    let early = wait_for("process 2", &[1], 3, &place);
     assert!(Comer::new(1, 3, &place, LONG).fails().contains("process 1 is there already"));
     talk(early.into_iter().chain([Comer::new(2, 3, &place, LONG).comes()]).collect());
+}
+
+/// As long as others come, nobody knows that one never will.
+#[test]
+fn two_of_one_rank_while_others_come() {
+    let place = free();
+    let mut comers = wait_for("processes 2, 3, 4", &[1], 5, &place);
+    assert!(Comer::new(1, 5, &place, LONG).fails().contains("process 1 is there already"));
+    for rank in 2..5 {
+        thread::sleep(Duration::from_millis(1300));
+        comers.push(Comer::new(rank, 5, &place, LONG).comes());
+    }
+    talk(comers);
 }
 
 #[test]
@@ -201,7 +248,7 @@ fn two_that_are_first() {
     sheet(kept.path());
     let second = Comer::new(0, 2, &place, LONG).comes();
     let said = words(first);
-    assert!(said.starts_with("process 0: rendezvous: two take themselves for it: pid "), "{said}");
+    assert!(said.starts_with("process 0: rendezvous: two take themselves for it: "), "{said}");
     talk(vec![second, Comer::new(1, 2, &place, LONG).comes()]);
     assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
 }

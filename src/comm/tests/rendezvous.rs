@@ -31,6 +31,9 @@ pub struct Comer {
     pub tell: Option<Tell>,
 }
 
+/// One that is on its way.
+pub type Comes = JoinHandle<Result<Control>>;
+
 pub const SOON: Duration = Duration::from_secs(1);
 pub const LONG: Duration = Duration::from_secs(30);
 
@@ -40,7 +43,7 @@ impl Comer {
         Self { part, run: Some("77.0"), place, shared: None, limit, calls_off: true, tell: None }
     }
 
-    pub fn comes(self) -> JoinHandle<Result<Control>> {
+    pub fn comes(self) -> Comes {
         thread::spawn(move || {
             let silent = Patience::silent(self.limit);
             let often = Duration::from_millis(200);
@@ -66,7 +69,7 @@ impl Comer {
     }
 }
 
-pub fn words(comer: JoinHandle<Result<Control>>) -> String {
+pub fn words(comer: Comes) -> String {
     let error = comer.join().unwrap().map(drop).unwrap_err();
     assert!(error.hint().is_some_and(|hint| hint.contains("--rendezvous")), "{error:?}");
     error.to_string()
@@ -84,7 +87,7 @@ pub fn folder() -> (TempDir, Place) {
 }
 
 /// They are one run: each hears the others.
-pub fn talk(comers: Vec<JoinHandle<Result<Control>>>) {
+pub fn talk(comers: Vec<Comes>) {
     let ranks = comers.into_iter().map(|comer| {
         let control = comer.join().unwrap().unwrap();
         thread::spawn(move || {

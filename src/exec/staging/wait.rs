@@ -329,7 +329,7 @@ impl Staging {
         let who: Vec<String> = records.map(|record| record.process.to_string()).collect();
         let (verb, minutes) = (if parts.len() == 1 { "has" } else { "have" }, self.pace.stuck_after.as_secs() / 60);
         Error::usage(
-            format!("{} {verb} not moved for {minutes} minutes ({})", self.named(parts), who.join(", ")),
+            format!("{} {verb} not moved for {minutes} minutes ({})", self.named(parts), who.join("; ")),
             format!(
                 "a process that is stopped, or that its file system holds, has to be ended first; {}",
                 self.how_to_go_on()

@@ -149,7 +149,7 @@ fn one_that_is_there_and_does_not_move_is_named() {
     };
     let (first, second) = (begin(0, FAST.beat), begin(1, Duration::from_hours(1)));
     first.finish().unwrap();
-    let who = format!("pid {} on", std::process::id());
+    let who = Process::this().to_string();
     says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has not moved", &who, "--resume"]);
     second.finish().unwrap();
     let _seal = second.try_seal(&Stop::default()).unwrap().unwrap();
