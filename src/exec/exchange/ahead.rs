@@ -12,7 +12,7 @@ use std::vec;
 use rayon::prelude::*;
 
 use super::demand::{Demand, Owners};
-use super::draft::{Draft, Unit};
+use super::draft::{Draft, Unit, Weighed};
 use super::readers::Parties;
 use super::rounds::MOST_COPIES;
 use crate::catalog::{Catalog, Reserved};
@@ -24,14 +24,14 @@ const MOST_TILES: usize = 1 << 10;
 /// A unit, with its moves where those are not too many.
 pub struct Drafted<'a> {
     pub unit: Unit<'a>,
-    pub draft: Option<Draft<'a>>,
+    pub draft: Option<Weighed<'a>>,
 }
 
 impl<'a> Drafted<'a> {
     /// # Errors
-    /// As [`Draft::new`].
+    /// As [`Draft::weighed`].
     pub fn new(unit: Unit<'a>, parties: &Parties) -> Result<Self> {
-        let draft = Draft::new(unit.clone(), parties, MOST_COPIES)?;
+        let draft = Draft::weighed(unit.clone(), parties, MOST_COPIES)?;
         Ok(Self { unit, draft })
     }
 }
