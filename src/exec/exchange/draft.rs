@@ -148,8 +148,8 @@ impl Transfer {
 pub struct Draft<'a> {
     pub unit: Unit<'a>,
     pub targets: Vec<Target>,
-    /// With the bytes of the chunk, counted from its element 0 as if it were contiguous.
-    pub stretches: BTreeMap<Stretch, Range<u64>>,
+    /// Ascending, with the bytes of the chunk, counted from its element 0 as if it were contiguous.
+    pub stretches: Vec<(Stretch, Range<u64>)>,
     pub transfers: Vec<Transfer>,
     /// Strided copies that all ranks together pack, by which none unpacks more.
     pub copies: usize,
@@ -168,7 +168,7 @@ impl<'a> Draft<'a> {
     /// As [`Parties::readers`].
     pub fn weighed(unit: Unit<'a>, parties: &Parties, most_copies: usize) -> Result<Option<Weighed<'a>>> {
         let ranks = parties.nodes.len();
-        let (targets, stretches, transfers) = (Vec::new(), BTreeMap::new(), Vec::new());
+        let (targets, stretches, transfers) = (Vec::new(), Vec::new(), Vec::new());
         let mut draft = Draft { unit, targets, stretches, transfers, copies: 0 };
         if !draft.aim(parties, most_copies) {
             return Ok(None);
@@ -245,6 +245,8 @@ impl<'a> Draft<'a> {
                 }
             }
         }
+        // There are thousands of drafts of one.
+        targets.shrink_to_fit();
         true
     }
 
@@ -296,16 +298,18 @@ impl<'a> Draft<'a> {
     fn count(&mut self, ranks: usize) {
         let folded = self.transfers.iter().filter(|transfer| self.targets[transfer.to].folding.is_some()).count();
         let sent = self.sendings().chain(self.passings());
-        self.copies = folded + sent.map(|sending| sending.copies(ranks)).sum::<usize>();
+        self.copies = 1 + folded + sent.map(|sending| sending.copies(ranks)).sum::<usize>();
     }
 
     /// Find what is read.
     fn find_stretches(&mut self) {
+        let mut stretches: BTreeMap<Stretch, Range<u64>> = BTreeMap::new();
         for Transfer { from, piece, .. } in &self.transfers {
             let (start, end) = (piece.source, piece.source + piece.source_span());
-            let read = self.stretches.entry(*from).or_insert(start..end);
+            let read = stretches.entry(*from).or_insert(start..end);
             *read = read.start.min(start)..read.end.max(end);
         }
+        self.stretches = stretches.into_iter().collect();
     }
 
     /// What each of so many ranks has in memory.

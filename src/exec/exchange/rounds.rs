@@ -29,8 +29,9 @@ use crate::error::Result;
 /// where runs are of a few elements.
 pub const MOST_COPIES: usize = 1 << 13;
 
-/// Memory of the plans of rounds that are being made, staged, moved and written. A strided copy is one as a transfer, in
-/// the maps that choose its reader, as a move and as a slot with its payload, in lists that have grown to hold it.
+/// Memory of the plans of tensors that are looked at and of rounds that are being made, staged, moved and written. A strided
+/// copy is one as a transfer, in the maps that choose its reader, as a move and as a slot with its payload, in lists that
+/// have grown to hold it, and a draft is a proof, a plan of each tile and its targets.
 pub const PLAN_BYTES: u64 = 4 * MOST_COPIES as u64 * 1024;
 
 /// What is moved in one go: whole tensors, or ranges of one.
