@@ -6,12 +6,19 @@
 
 #![cfg(target_os = "linux")]
 
+use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::io::Write;
+use std::ops::Range;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use dtshard::catalog::{Catalog, Chunk, Dtype, OutputFile, Place, Reserved, TensorEntry, TensorId};
+use dtshard::exec::Extents;
+use dtshard::exec::exchange::{Counting, Moves, Owners, PLAN_BYTES, Parties, Reducing, Rounds, Sight};
+use dtshard::layout::Tile;
+use dtshard::storage::{FileId, memory};
 use serde_json::Value as Json;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_dtshard");
@@ -214,4 +221,108 @@ fn it_is_enough_for_processes_that_exchange() {
         let used = both(&|words| used(words, limit));
         assert!(used.iter().zip(promised).all(|(used, promised)| *used <= promised), "{line}: {used:?}, {promised:?}");
     }
+}
+
+/// How a matrix of 64 rows and columns lies, or one of as many as there are pieces, if those are more.
+#[derive(Clone, Copy, Debug)]
+enum Cut {
+    Rows(u64),
+    Columns(u64),
+    Replicas(u64),
+}
+
+impl Cut {
+    fn pieces(self) -> u64 {
+        let (Self::Rows(pieces) | Self::Columns(pieces) | Self::Replicas(pieces)) = self;
+        pieces
+    }
+
+    fn tile(self, size: u64, piece: u64) -> Tile {
+        let of_one = |range: Range<u64>| std::iter::once(range).collect();
+        let part = |pieces| size * piece / pieces..size * (piece + 1) / pieces;
+        match self {
+            Self::Rows(pieces) => Tile::new([of_one(part(pieces)), of_one(0..size)]),
+            Self::Columns(pieces) => Tile::new([of_one(0..size), of_one(part(pieces))]),
+            Self::Replicas(_) => Tile::new([0..size, 0..size].map(of_one)),
+        }
+    }
+}
+
+/// Memory that the plans take of so many tensors that go from one layout to another, with a file for each piece.
+fn plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
+    let size = from.pieces().max(to.pieces()).max(64);
+    let files =
+        |cut: Cut| -> Vec<OutputFile> { (0..cut.pieces()).map(|piece| OutputFile::new(piece.to_string())).collect() };
+    let (mut sources, mut outputs) = (files(from), files(to));
+    let mut catalog = Catalog::empty();
+    let mut reserved = Vec::new();
+    for number in 0..tensors {
+        let placed = |cut: Cut, files: &mut [OutputFile]| {
+            let mut entry =
+                TensorEntry::new(format!("layers.{number}").into(), Dtype::U8, [size, size].as_slice().into());
+            for (file, (piece, output)) in (0..).zip((0..).zip(files)) {
+                let tile = cut.tile(size, piece);
+                let place = Place::Bytes { file: FileId(file), offset: output.push_payload(tile.numel()) };
+                entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
+            }
+            entry
+        };
+        catalog.tensors.push(placed(from, &mut sources));
+        reserved.push(Reserved::new(TensorId(number), placed(to, &mut outputs)));
+    }
+    let mut todos = vec![Extents::new(); ranks as usize];
+    (0..).zip(&outputs).for_each(|(file, output)| todos[file as usize % ranks as usize].insert(file, 0..output.len));
+    let owners = Owners::new(&outputs, &todos);
+    let seen = (0..u32::try_from(sources.len()).unwrap()).map(|file| std::iter::once(file % ranks).collect());
+    let parties = Parties {
+        sight: Sight::PerRank(seen.collect()),
+        nodes: (0..ranks).map(|rank| rank / 8).collect(),
+        counting: Counting::Any,
+        reducing: Reducing::InRankOrder,
+    };
+    let before = memory::anonymous().unwrap().now;
+    // Those that are staged, moved and written while the next is made.
+    let mut under_way = VecDeque::new();
+    for round in Rounds::new(&catalog, &reserved, &owners, &parties, 64_000_000).take(5) {
+        under_way.push_back(Moves::new(&round.unwrap(), 0));
+        if under_way.len() > 3 {
+            under_way.pop_front();
+        }
+    }
+    memory::anonymous().unwrap().peak - before
+}
+
+const PLANNED: [(u32, u32, Cut, Cut); 8] = [
+    // Small ones, of a piece each.
+    (21_000, 1, Cut::Rows(1), Cut::Rows(1)),
+    (13_000, 128, Cut::Rows(1), Cut::Rows(1)),
+    // What is told to all, and what goes to most.
+    (8_000, 64, Cut::Rows(1), Cut::Replicas(64)),
+    (2_500, 256, Cut::Rows(1), Cut::Replicas(256)),
+    (2_500, 256, Cut::Rows(1), Cut::Replicas(200)),
+    // Of many pieces each.
+    (300, 8, Cut::Rows(1024), Cut::Rows(1)),
+    (60, 64, Cut::Rows(64), Cut::Columns(64)),
+    (300, 256, Cut::Rows(256), Cut::Rows(192)),
+];
+
+#[test]
+#[ignore = "a process of a test"]
+fn plans_of_rounds() {
+    let (tensors, ranks, from, to) = PLANNED[std::env::var("CASE").map_or(0, |case| case.parse().unwrap())];
+    println!("{}", plans(tensors, ranks, from, to));
+}
+
+/// However many ranks and pieces there are.
+#[test]
+fn plans_of_rounds_take_no_more_than_is_counted() {
+    let run = |case: usize| {
+        let own = std::env::current_exe().unwrap();
+        let words = ["plans_of_rounds", "--exact", "--ignored", "--nocapture"];
+        let run = Command::new(own).args(words).env("CASE", case.to_string()).output().unwrap();
+        let said = String::from_utf8(run.stdout).unwrap();
+        said.lines().find_map(|line| line.parse::<u64>().ok()).expect(&said)
+    };
+    let took: Vec<u64> = (0..PLANNED.len()).map(run).collect();
+    assert!(took.iter().all(|bytes| *bytes <= PLAN_BYTES), "{took:?} of {PLAN_BYTES}: {PLANNED:?}");
 }

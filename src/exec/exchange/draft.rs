@@ -29,7 +29,7 @@ use smallvec::SmallVec;
 use super::demand::{Demand, Ranks, Wanted};
 use super::folds::{self, Folding, Reducing};
 use super::hop::Sending;
-use super::load::Loads;
+use super::load::{Load, PartLoads};
 use super::readers::{Parties, Reader};
 use super::relays;
 use crate::error::Result;
@@ -148,12 +148,17 @@ impl Transfer {
 pub struct Draft<'a> {
     pub unit: Unit<'a>,
     pub targets: Vec<Target>,
-    /// With the bytes of the chunk, counted from its element 0 as if it were contiguous.
-    pub stretches: BTreeMap<Stretch, Range<u64>>,
+    /// Ascending, with the bytes of the chunk, counted from its element 0 as if it were contiguous.
+    pub stretches: Vec<(Stretch, Range<u64>)>,
     pub transfers: Vec<Transfer>,
-    /// Strided copies that it takes of one rank, at the most.
+    /// Strided copies that all ranks together pack, by which none unpacks more.
     pub copies: usize,
-    pub loads: Loads,
+}
+
+/// A draft that goes along with others if that is not too much.
+pub struct Weighed<'a> {
+    pub draft: Draft<'a>,
+    pub loads: PartLoads,
 }
 
 impl<'a> Draft<'a> {
@@ -161,24 +166,19 @@ impl<'a> Draft<'a> {
     ///
     /// # Errors
     /// As [`Parties::readers`].
-    pub fn new(unit: Unit<'a>, parties: &Parties, most_copies: usize) -> Result<Option<Self>> {
-        let mut draft = Draft {
-            targets: Vec::new(),
-            stretches: BTreeMap::new(),
-            transfers: Vec::new(),
-            copies: 0,
-            loads: Loads::none(parties.nodes.len()),
-            unit,
-        };
+    pub fn weighed(unit: Unit<'a>, parties: &Parties, most_copies: usize) -> Result<Option<Weighed<'a>>> {
+        let ranks = parties.nodes.len();
+        let (targets, stretches, transfers) = (Vec::new(), Vec::new(), Vec::new());
+        let mut draft = Draft { unit, targets, stretches, transfers, copies: 0 };
         if !draft.aim(parties, most_copies) {
             return Ok(None);
         }
         draft.choose_readers(parties)?;
-        folds::settle(&mut draft.targets, &draft.transfers, parties.nodes.len());
+        folds::settle(&mut draft.targets, &draft.transfers, ranks);
         draft.name_relays(&parties.nodes);
-        draft.weigh();
-        draft.count(parties.nodes.len());
-        Ok((draft.copies <= most_copies).then_some(draft))
+        draft.find_stretches();
+        draft.count(ranks);
+        Ok((draft.copies <= most_copies).then(|| Weighed { loads: draft.loads(ranks), draft }))
     }
 
     /// Let readers send everything themselves.
@@ -245,6 +245,8 @@ impl<'a> Draft<'a> {
                 }
             }
         }
+        // There are thousands of drafts of one.
+        targets.shrink_to_fit();
         true
     }
 
@@ -293,43 +295,51 @@ impl<'a> Draft<'a> {
         self.transfers = relays::named(&self.unit, &self.targets, mem::take(&mut self.transfers), nodes);
     }
 
-    /// Count the copies: as many as are packed, by which no rank unpacks more.
     fn count(&mut self, ranks: usize) {
         let folded = self.transfers.iter().filter(|transfer| self.targets[transfer.to].folding.is_some()).count();
         let sent = self.sendings().chain(self.passings());
-        self.copies = folded + sent.map(|sending| sending.copies(ranks)).sum::<usize>();
+        self.copies = 1 + folded + sent.map(|sending| sending.copies(ranks)).sum::<usize>();
     }
 
-    /// Find what is read, and count what everybody has in memory.
-    fn weigh(&mut self) {
-        let Self { targets, transfers, stretches, loads: Loads { direct, relayed }, .. } = self;
-        for Transfer { from, piece, .. } in transfers.iter() {
+    /// Find what is read.
+    fn find_stretches(&mut self) {
+        let mut stretches: BTreeMap<Stretch, Range<u64>> = BTreeMap::new();
+        for Transfer { from, piece, .. } in &self.transfers {
             let (start, end) = (piece.source, piece.source + piece.source_span());
             let read = stretches.entry(*from).or_insert(start..end);
             *read = read.start.min(start)..read.end.max(end);
         }
-        for (stretch, read) in stretches.iter() {
+        self.stretches = stretches.into_iter().collect();
+    }
+
+    /// What each of so many ranks has in memory.
+    #[must_use]
+    pub fn loads(&self, ranks: usize) -> PartLoads {
+        let Self { targets, transfers, stretches, .. } = self;
+        let mut direct = vec![Load::default(); ranks];
+        for (stretch, read) in stretches {
             direct[stretch.reader.rank as usize].read += read.end - read.start;
         }
-        for target in targets.iter() {
+        for target in targets {
             target.ranks.iter().for_each(|rank| direct[*rank as usize].unpacked += target.part_bytes);
             if let Some((root, _)) = target.folded() {
-                folds::weigh(root, target.part_bytes, direct);
+                folds::weigh(root, target.part_bytes, &mut direct);
             } else if target.wanted.reducer.is_some() {
                 target.takers().iter().for_each(|rank| direct[*rank as usize].unpacked += target.summands_bytes());
             }
             if let Some(passing) = target.passing() {
-                passing.weigh(direct, |load| &mut load.second);
+                passing.weigh(&mut direct, |load| &mut load.second);
             }
         }
-        relayed.clone_from(direct);
+        let mut relayed = direct.clone();
         for transfer in transfers.iter().filter(|transfer| targets[transfer.to].folding.is_none()) {
-            transfer.direct().weigh(direct, |load| &mut load.first);
-            transfer.sending().weigh(relayed, |load| &mut load.first);
+            transfer.direct().weigh(&mut direct, |load| &mut load.first);
+            transfer.sending().weigh(&mut relayed, |load| &mut load.first);
             if let Some(passing) = transfer.passing() {
-                passing.weigh(relayed, |load| &mut load.second);
+                passing.weigh(&mut relayed, |load| &mut load.second);
             }
         }
+        PartLoads::new(&direct, &relayed)
     }
 }
 

@@ -45,9 +45,9 @@ impl<'a> Sending<'a> {
     }
 
     /// Strided copies that it takes of one process, at the most. To say who gets it takes memory as well, where those are
-    /// hundreds.
+    /// many.
     pub fn copies(&self, ranks: usize) -> usize {
-        const TAKERS_A_COPY: usize = 1 << 8;
+        const TAKERS_A_COPY: usize = 1 << 6;
         let packs = match self.way(ranks) {
             Way::Told => 1,
             Way::Messages => self.others().count().max(1),

@@ -19,7 +19,11 @@ impl Wire {
         Self { sent: self.sent + other.sent, told: self.told + other.told, received: self.received + other.received }
     }
 
-    /// Both ways are used at a time.
+    fn less(self, other: Self) -> Self {
+        Self { sent: self.sent - other.sent, told: self.told - other.told, received: self.received - other.received }
+    }
+
+    /// Both directions are used at a time.
     fn longer(self) -> u64 {
         self.sent.max(self.received)
     }
@@ -66,49 +70,121 @@ impl Load {
             kept: self.kept + other.kept,
         }
     }
+
+    fn less(self, other: Self) -> Self {
+        Self {
+            read: self.read - other.read,
+            first: self.first.less(other.first),
+            second: self.second.less(other.second),
+            unpacked: self.unpacked - other.unpacked,
+            kept: self.kept - other.kept,
+        }
+    }
 }
 
-/// Loads of all ranks, where readers send everything themselves and where [relays] pass it on.
-#[derive(Clone, Debug)]
-pub struct Loads {
-    pub direct: Vec<Load>,
-    pub relayed: Vec<Load>,
+/// How bytes go to those that need them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Readers send everything themselves.
+    Direct,
+    /// [Relays](relays) pass it on.
+    Relayed,
 }
+
+/// What one process has by either way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ways {
+    pub direct: Load,
+    pub relayed: Load,
+}
+
+impl Ways {
+    fn by(self, way: Way) -> Load {
+        match way {
+            Way::Direct => self.direct,
+            Way::Relayed => self.relayed,
+        }
+    }
+}
+
+/// Loads of all ranks. There is one of a round.
+#[derive(Debug)]
+pub struct Loads(Vec<Ways>);
+
+/// Loads of the ranks that have any, ascending. There are as many as drafts, in each of which few take part.
+#[derive(Debug, Default)]
+pub struct PartLoads(Box<[(u32, Ways)]>);
 
 impl Loads {
     #[must_use]
     pub fn none(ranks: usize) -> Self {
-        let none = || vec![Load::default(); ranks];
-        Self { direct: none(), relayed: none() }
+        Self(vec![Ways::default(); ranks])
+    }
+
+    pub fn add(&mut self, part: &PartLoads) {
+        for (rank, ways) in &part.0 {
+            let sum = &mut self.0[*rank as usize];
+            *sum = Ways { direct: sum.direct.plus(ways.direct), relayed: sum.relayed.plus(ways.relayed) };
+        }
+    }
+
+    /// Undo [`Loads::add`].
+    pub fn take_away(&mut self, part: &PartLoads) {
+        for (rank, ways) in &part.0 {
+            let sum = &mut self.0[*rank as usize];
+            *sum = Ways { direct: sum.direct.less(ways.direct), relayed: sum.relayed.less(ways.relayed) };
+        }
+    }
+
+    /// The longest buffer that anybody takes, as it is to go.
+    #[must_use]
+    pub fn longest(&self) -> u64 {
+        longest(self.0.iter().copied())
+    }
+
+    /// How it is to go, and the loads that has.
+    #[must_use]
+    pub fn settle(self) -> (Vec<Load>, Way) {
+        let way = best(self.0.iter().copied());
+        (self.by(way), way)
     }
 
     #[must_use]
-    pub fn plus(&self, other: &Self) -> Self {
-        let sums =
-            |ones: &[Load], others: &[Load]| ones.iter().zip(others).map(|(one, other)| one.plus(*other)).collect();
-        Self { direct: sums(&self.direct, &other.direct), relayed: sums(&self.relayed, &other.relayed) }
-    }
-
-    /// Whether relays are worth their hop.
-    #[must_use]
-    pub fn relays_pay(&self) -> bool {
-        relays::pay(time(&self.direct), time(&self.relayed))
-    }
-
-    /// As it is to go.
-    #[must_use]
-    pub fn best(&self) -> &[Load] {
-        if self.relays_pay() { &self.relayed } else { &self.direct }
-    }
-
-    #[must_use]
-    pub fn into_best(self) -> Vec<Load> {
-        if self.relays_pay() { self.relayed } else { self.direct }
+    pub fn by(self, way: Way) -> Vec<Load> {
+        self.0.into_iter().map(|ways| ways.by(way)).collect()
     }
 }
 
+impl PartLoads {
+    /// Of what all ranks have.
+    #[must_use]
+    pub fn new(direct: &[Load], relayed: &[Load]) -> Self {
+        let all = direct.iter().zip(relayed).map(|(direct, relayed)| Ways { direct: *direct, relayed: *relayed });
+        Self((0..).zip(all).filter(|(_, ways)| *ways != Ways::default()).collect())
+    }
+
+    /// As [`Loads::longest`].
+    #[must_use]
+    pub fn longest(&self) -> u64 {
+        longest(self.0.iter().map(|(_, ways)| *ways))
+    }
+}
+
+fn longest(all: impl Iterator<Item = Ways> + Clone) -> u64 {
+    let way = best(all.clone());
+    all.map(|ways| ways.by(way).largest()).max().unwrap_or(0)
+}
+
+/// Whether relays are worth their hop.
+fn best(all: impl Iterator<Item = Ways> + Clone) -> Way {
+    let time = |way: Way| time(all.clone().map(|ways| ways.by(way)));
+    if relays::pay(time(Way::Direct), time(Way::Relayed)) { Way::Relayed } else { Way::Direct }
+}
+
 /// How long it takes, in bytes of the busiest rank: one hop comes behind the other.
-fn time(loads: &[Load]) -> u64 {
-    let busiest = |of: fn(&Load) -> Wire| loads.iter().map(|load| of(load).longer()).max().unwrap_or(0);
-    busiest(|load| load.first) + busiest(|load| load.second)
+fn time(loads: impl Iterator<Item = Load>) -> u64 {
+    let busiest =
+        |(first, second): (u64, u64), load: Load| (first.max(load.first.longer()), second.max(load.second.longer()));
+    let (first, second) = loads.fold((0, 0), busiest);
+    first + second
 }

@@ -37,7 +37,7 @@ pub use casts::{Casting, Casts, Laid, Portion};
 pub use demand::Owners;
 pub use folds::{Fold, Folding, Reducing};
 pub use hop::Hop;
-pub use load::{Load, Wire};
+pub use load::{Load, Loads, Way, Wire};
 pub use moves::{Arriving, Landing, Making, Moves, Origin, Read};
 pub use readers::{Counting, Parties, Sight};
 pub use reduced::reduce;

@@ -206,7 +206,8 @@ impl Moves {
             }
             let passed: Vec<_> = passed.map(|at| StridedCopy::run(at, 0, target.part_bytes)).into_iter().collect();
             let making = match target.wanted.reducer.filter(|_| passed.is_empty()) {
-                None => Making::Copied(Vec::new()),
+                // Most take one.
+                None => Making::Copied(Vec::with_capacity(usize::from(passed.is_empty()))),
                 Some(_) if target.folding.is_some() => Making::Folded,
                 Some(reducer) => {
                     let summands = next(summands_len, target.summands_bytes());

@@ -19,17 +19,19 @@ use std::ops::Range;
 
 use super::ahead::{Ahead, Drafted};
 use super::demand::Owners;
-use super::draft::{Draft, Unit};
-use super::load::{Load, Loads};
+use super::draft::{Draft, Unit, Weighed};
+use super::load::{Load, Loads, Way};
 use super::readers::Parties;
 use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;
 
-/// Strided copies of a round that one process makes, at the most: they take memory, too, where runs are of a few elements.
+/// Strided copies that all processes together pack in a round, at the most: each knows those of all. They take memory, too,
+/// where runs are of a few elements.
 pub const MOST_COPIES: usize = 1 << 13;
 
-/// Memory of the plans of rounds that are being made, staged, moved and written. A strided copy is one as a transfer, in
-/// the maps that choose its reader, as a move and as a slot with its payload, in lists that have grown to hold it.
+/// Memory of the plans of tensors that are looked at and of rounds that are being made, staged, moved and written. A strided
+/// copy is one as a transfer, in the maps that choose its reader, as a move and as a slot with its payload, in lists that
+/// have grown to hold it, and a draft is a proof, a plan of each tile and its targets.
 pub const PLAN_BYTES: u64 = 4 * MOST_COPIES as u64 * 1024;
 
 /// What is moved in one go: whole tensors, or ranges of one.
@@ -49,7 +51,7 @@ pub struct Rounds<'a> {
     /// Units of the tensor that was begun, the next one last.
     rest: Vec<Unit<'a>>,
     /// What did not fit the round before.
-    left: Option<Draft<'a>>,
+    left: Option<Weighed<'a>>,
 }
 
 impl<'a> Rounds<'a> {
@@ -68,7 +70,7 @@ impl<'a> Rounds<'a> {
     }
 
     /// The moves of the next unit that fits a round of its own.
-    fn draft(&mut self) -> Result<Option<Draft<'a>>> {
+    fn draft(&mut self) -> Result<Option<Weighed<'a>>> {
         if let Some(left) = self.left.take() {
             return Ok(Some(left));
         }
@@ -82,45 +84,48 @@ impl<'a> Rounds<'a> {
             };
             let ranks = u64::from(self.parties.size());
             let halves = match draft {
-                Some(draft) if self.fits(&draft.loads, draft.copies) => return Ok(Some(draft)),
-                Some(draft) => less(draft.unit, ranks),
+                Some(weighed) if self.fits(weighed.loads.longest(), weighed.draft.copies) => return Ok(Some(weighed)),
+                Some(weighed) => less(weighed.draft.unit, ranks),
                 None => fewer(&unit).or_else(|| less(unit.clone(), ranks)),
             };
             match halves {
                 Some((first, second)) => self.rest.extend([second, first]),
                 // As small as it can be.
-                None => return Draft::new(unit, self.parties, usize::MAX),
+                None => return Draft::weighed(unit, self.parties, usize::MAX),
             }
         }
     }
 
-    fn fits(&self, loads: &Loads, copies: usize) -> bool {
-        copies <= MOST_COPIES && loads.best().iter().all(|load| load.largest() <= self.bucket_bytes)
+    fn fits(&self, longest: u64, copies: usize) -> bool {
+        copies <= MOST_COPIES && longest <= self.bucket_bytes
     }
 
     fn next_round(&mut self) -> Result<Option<Round<'a>>> {
         let mut drafts: Vec<Draft<'_>> = Vec::new();
-        let mut loads = Loads::none(self.parties.nodes.len());
+        let mut sum = Loads::none(self.parties.nodes.len());
         let mut copies = 0;
-        while let Some(draft) = self.draft()? {
-            let sums = (loads.plus(&draft.loads), copies + draft.copies);
+        while let Some(Weighed { draft, loads }) = self.draft()? {
             let goes_along = |last: &Draft<'_>| {
                 let is_same = last.unit.number == draft.unit.number;
                 is_same || last.unit.is_whole() && draft.unit.is_whole()
             };
-            if drafts.last().is_some_and(|last| !goes_along(last) || !self.fits(&sums.0, sums.1)) {
-                self.left = Some(draft);
+            sum.add(&loads);
+            copies += draft.copies;
+            if drafts.last().is_some_and(|last| !goes_along(last) || !self.fits(sum.longest(), copies)) {
+                sum.take_away(&loads);
+                self.left = Some(Weighed { draft, loads });
                 break;
             }
-            (loads, copies) = sums;
             drafts.push(draft);
         }
-        if !loads.relays_pay() {
+        let (loads, way) = sum.settle();
+        if way == Way::Direct {
             drafts.iter_mut().for_each(Draft::go_direct);
         }
-        let next = self.left.as_ref().map(|left| left.unit.number).or(self.rest.last().map(|unit| unit.number));
+        let left = self.left.as_ref().map(|left| left.draft.unit.number);
+        let next = left.or(self.rest.last().map(|unit| unit.number));
         let Some(last) = drafts.last().map(|last| last.unit.number) else { return Ok(None) };
-        Ok(Some(Round { drafts, loads: loads.into_best(), ends_whole: next != Some(last) }))
+        Ok(Some(Round { drafts, loads, ends_whole: next != Some(last) }))
     }
 }
 

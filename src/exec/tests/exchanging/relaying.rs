@@ -6,7 +6,7 @@ use super::super::*;
 use super::case::deal;
 use super::wire::placed;
 use super::{Case, Host, Means, Spec, fits, spec};
-use crate::exec::exchange::{Counting, Load, Moves, Owners, Parties, Reducing, Rounds, Sight};
+use crate::exec::exchange::{Counting, Load, Loads, Moves, Owners, Parties, Reducing, Rounds, Sight, Way};
 use crate::layout::ReduceOp;
 use crate::storage::FileId;
 
@@ -26,21 +26,17 @@ fn few(case: &Case, ranks: u32, holders: u32, to_a_node: u32) -> (Parties, Vec<E
 /// What each rank has to do in all rounds, without relays and as it goes.
 fn loads(case: &Case, parties: &Parties, todos: &[Extents], bucket_bytes: u64) -> [Vec<Load>; 2] {
     let owners = Owners::new(&case.reservation.files, todos);
-    let none = || vec![Load::default(); todos.len()];
-    let add = |sums: &mut Vec<Load>, loads: &[Load]| {
-        sums.iter_mut().zip(loads).for_each(|(sum, load)| *sum = sum.plus(*load));
-    };
-    let (mut direct, mut best) = (none(), none());
+    let (mut all, mut best) = (Loads::none(todos.len()), vec![Load::default(); todos.len()]);
     for round in Rounds::new(&case.catalog, &case.reservation.tensors, &owners, parties, bucket_bytes) {
         let round = round.unwrap();
         for (rank, load) in (0..).zip(&round.loads) {
             let (outgoing, incoming) = Moves::new(&round, rank).wire_lens();
             assert!(load.largest() <= bucket_bytes && outgoing.max(incoming) as u64 <= load.largest(), "{load:?}");
         }
-        round.drafts.iter().for_each(|draft| add(&mut direct, &draft.loads.direct));
-        add(&mut best, &round.loads);
+        round.drafts.iter().for_each(|draft| all.add(&draft.loads(todos.len())));
+        best.iter_mut().zip(&round.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
     }
-    [direct, best]
+    [all.by(Way::Direct), best]
 }
 
 fn most_sent(loads: &[Load]) -> u64 {
