@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::bucket::Bucket;
 use super::convert::{Conversion, check_destination};
 use super::input;
-use super::memory::has_room;
+use super::memory::{has_room, room_for_rounds};
 use super::peers::Peers;
 use super::produce::claim;
 use super::run::Run;
@@ -56,7 +56,9 @@ pub fn join(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> R
         check_destination(conversion, args, destination)?;
         Staging::refuse_taken(destination, conversion.shape, &claim(args, &run.options, run))?;
     }
-    match weigh(conversion, args, launch.part.of)? {
+    let max_memory = args.source.max_memory.0;
+    let rounds = Bucket::of(exchange).within(room_for_rounds(conversion, &run.options, max_memory));
+    match weigh(conversion, rounds, max_memory, launch.part.of)? {
         Verdict::Alone(why) => {
             run.printer.detail(&format!("backend cpu, each process reads what it writes: {why}"));
             return Ok(None);
@@ -66,7 +68,7 @@ pub fn join(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> R
     if args.destination.dry_run {
         return Ok(None);
     }
-    match Peers::join(args, destination, run, fault::patience(MEET_WITHIN, HURRIED)) {
+    match Peers::join(args, destination, rounds, run, fault::patience(MEET_WITHIN, HURRIED)) {
         Err(error @ Error::Comm { .. }) => {
             let way_out = "each process reads what it writes, as --backend cpu asks for at once";
             run.printer.line(&format!("no exchange: {error}; {way_out}"));
@@ -77,7 +79,7 @@ pub fn join(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> R
 }
 
 /// What one of so many processes knows without the others.
-fn weigh(conversion: &Conversion<'_>, args: &ConvertArgs, processes: u32) -> Result<Verdict> {
+fn weigh(conversion: &Conversion<'_>, rounds: Bucket, max_memory: u64, processes: u32) -> Result<Verdict> {
     if let Err(lack) = Device::visible() {
         return Ok(Verdict::Alone(lack.to_string()));
     }
@@ -87,8 +89,12 @@ fn weigh(conversion: &Conversion<'_>, args: &ConvertArgs, processes: u32) -> Res
         let (each, least) = (human_bytes(each), human_bytes(least));
         return Ok(Verdict::Alone(format!("it has {each} to write, which is less than {least}")));
     }
-    if !has_room(conversion, Bucket::of(&args.exchange), args.source.max_memory.0) {
-        return Ok(Verdict::Alone("--max-memory has no room for six times --bucket-size".into()));
+    if !has_room(conversion, rounds, max_memory) {
+        let lack = match rounds {
+            Bucket::Asked(_) => "six times --bucket-size",
+            Bucket::AtMost(_) => "rounds, however short",
+        };
+        return Ok(Verdict::Alone(format!("--max-memory has no room for {lack}")));
     }
     let weighed = Weighed::new(input(&conversion.source.checkpoint), &conversion.reservation)?;
     let (mean, long) = (human_bytes(weighed.mean_run_bytes()), human_bytes(LONG_RUN_BYTES));

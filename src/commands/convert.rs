@@ -147,6 +147,9 @@ pub fn convert(mut conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>
 
 /// Let rounds be as long as there is memory for beside what is laid out. Collective, where there are peers.
 fn settle_rounds(conversion: &mut Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<()> {
+    if conversion.source.peers.is_none() {
+        return Ok(());
+    }
     let room = room_for_rounds(conversion, &run.options, args.source.max_memory.0);
     conversion.source.peers.as_mut().map_or(Ok(()), |peers| bucket::settle(peers, room, run.printer))
 }

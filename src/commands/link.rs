@@ -16,6 +16,8 @@ pub enum Link {
 /// What is to be linked, and who hears of it.
 pub struct Linking<'a> {
     pub args: &'a ExchangeArgs,
+    /// They may be shorter yet.
+    pub rounds: Bucket,
     pub local_rank: u32,
     pub roster: &'a Roster,
     pub printer: &'a Printer,
@@ -27,7 +29,7 @@ impl Link {
     /// # Errors
     /// As [`gpu::open`] where GPUs are asked for; `Comm`, and from the devices.
     pub fn choose(mesh: Mesh, linking: &Linking<'_>) -> Result<Self> {
-        let Linking { args, local_rank, printer, .. } = *linking;
+        let Linking { args, rounds, local_rank, printer, .. } = *linking;
         let local_rank = Some(local_rank);
         let settings = gpu::Settings::new(&process_environment);
         let (own, nccl) = match args.backend {
@@ -41,7 +43,7 @@ impl Link {
                 (own, nccl)
             }
             Backend::Auto => {
-                let own = gpu::open(&settings, local_rank).and_then(|own| own.with_room(Bucket::of(args).bytes()));
+                let own = gpu::open(&settings, local_rank).and_then(|own| own.with_room(rounds.bytes()));
                 let own = match linking.all_have(&mesh, own)? {
                     Ok(own) => own,
                     Err(lack) => {

@@ -188,10 +188,18 @@ fn held_bytes(conversion: &Conversion<'_>) -> u64 {
 
 /// What rounds may take, so that strips stay as long as they are.
 pub fn room_for_rounds(conversion: &Conversion<'_>, options: &Options, max_memory: u64) -> u64 {
-    let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), Reads::Ahead);
-    let workers = options.threads as u64 * (options.strip_bytes + scratch);
-    let others = laid_out_bytes(conversion).saturating_add(sums_bytes(rayon::current_num_threads()));
-    max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(others)
+    let room = room_beside_workers(Some(conversion.source.checkpoint.files.io()), options, max_memory);
+    room.saturating_sub(laid_out_bytes(conversion))
+}
+
+/// The same, as long as nothing is laid out: it may be less.
+pub fn room_before_layout(args: &SourceArgs, options: &Options) -> u64 {
+    room_beside_workers(args.io.mode(), options, args.max_memory.0)
+}
+
+fn room_beside_workers(io: Option<IoMode>, options: &Options, max_memory: u64) -> u64 {
+    let workers = options.threads as u64 * (options.strip_bytes + scratch_bytes(io, Reads::Ahead));
+    max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(sums_bytes(rayon::current_num_threads()))
 }
 
 /// Whether a thread at least can work where rounds take so much more.

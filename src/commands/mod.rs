@@ -19,6 +19,7 @@ mod link;
 mod man;
 mod meeting_place;
 mod memory;
+mod meter;
 mod names;
 mod partial;
 mod parts;

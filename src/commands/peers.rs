@@ -14,6 +14,7 @@ use super::convert::{Conversion, refuse_nesting};
 use super::idle::refuse_senseless;
 use super::link::{Link, Linking, arithmetic};
 use super::meeting_place::MeetingPlace;
+use super::memory::room_before_layout;
 use super::printer::Printer;
 use super::roster::Roster;
 use super::run::Run;
@@ -27,11 +28,12 @@ use crate::comm::{
 use crate::error::{Error, Result};
 use crate::exec::Extents;
 use crate::exec::compare::ReplicaDifference;
-use crate::exec::copy::{Stats, Together, Writing};
+use crate::exec::copy::{Stats, Writing};
 use crate::exec::exchange::{
     Counting, Exchange, HostShuffle, Load, Owners, Parties, Reducing, Sight, agree, differing, differing_pair,
 };
 use crate::exec::fingerprint::Fingerprint;
+use crate::exec::together::Together;
 use crate::format::{Checkpoint, ReadOptions};
 use crate::gpu::DeviceShuffle;
 use crate::quantity::human_bytes;
@@ -123,19 +125,27 @@ impl Peers {
             met.roster.name(error)
         });
         let (twin, checkpoint) = read.inspect_err(|error| mesh.fail(&error.to_string()))?;
-        Ok(Some((Self::linked(args, met, twin, run)?, checkpoint)))
+        // What DST takes is not known yet. It makes rounds shorter, never longer.
+        let most = Bucket::of(&args.exchange).within(room_before_layout(&args.source, &run.options));
+        Ok(Some((Self::linked(args, met, twin, most, run)?, checkpoint)))
     }
 
-    /// Meet the others between whose GPUs bytes are to go, of a SRC that all see. `None` where one of them lacks what
+    /// Meet the others between whose GPUs bytes are to go in such rounds, of a SRC that all see. `None` where one of them lacks what
     /// that takes.
     ///
     /// # Errors
     /// `Comm` where not all come within `limit`, `Usage` where they have other options, and from the devices.
-    pub fn join(args: &ConvertArgs, destination: &Path, run: &Run<'_>, limit: Duration) -> Result<Option<Self>> {
+    pub fn join(
+        args: &ConvertArgs,
+        destination: &Path,
+        rounds: Bucket,
+        run: &Run<'_>,
+        limit: Duration,
+    ) -> Result<Option<Self>> {
         let tell = teller(run);
         // All go on without each other where they do not meet, and nothing is left beside DST then.
         let met = meet_others(destination, args, run, patience(limit, &tell), false)?;
-        let peers = Self::linked(args, met, None, run)?;
+        let peers = Self::linked(args, met, None, rounds, run)?;
         if let Link::Devices(..) = peers.link {
             return Ok(Some(peers));
         }
@@ -143,11 +153,12 @@ impl Peers {
         Ok(None)
     }
 
-    /// Choose what bytes go by between processes that have met. Collective.
-    fn linked(args: &ConvertArgs, met: Met, twin: Option<Twin>, run: &Run<'_>) -> Result<Self> {
+    /// Choose what bytes go by between processes that have met, in rounds of `most` bytes or less. Collective.
+    fn linked(args: &ConvertArgs, met: Met, twin: Option<Twin>, most: Bucket, run: &Run<'_>) -> Result<Self> {
         let Met { mesh, nodes, roster, place } = met;
         let linking = Linking {
             args: &args.exchange,
+            rounds: most,
             local_rank: local_rank(run, &nodes),
             roster: &roster,
             printer: run.printer,
@@ -294,8 +305,8 @@ impl Peers {
         let Traffic { sent, received } = stats.traffic;
         printer.detail(&format!("sent {}, received {}", human_bytes(sent), human_bytes(received)));
         // Who is done first does not go on before all are: what is recorded by then is all there is.
-        let said = self.mesh().gather(&[received, stats.folded_bytes].map(u64::to_le_bytes).concat())?;
-        Ok(Stats { together: Together::of(&said), ..stats })
+        let own = Together { received, folded: stats.folded_bytes };
+        Ok(Stats { together: own.add_up(self.mesh())?, ..stats })
     }
 
     /// What it takes to write all, and what each of them would read, send and receive.

@@ -6,12 +6,11 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::Mutex;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::convert::Conversion;
 use super::input;
+use super::meter::{Before, Meter};
 use super::peers::Peers;
 use super::progress::Progress;
 use super::read_back::read_back;
@@ -31,7 +30,7 @@ use crate::exec::journal::{self, Known};
 use crate::exec::log::{AtEnd, Log};
 use crate::exec::seal::{is_complete, seal};
 use crate::exec::staging::{Begun, Claim, Missing, Other, OtherState, Plan, Seal, Staging, Waited};
-use crate::exec::{Extents, Options, Reporter, sources};
+use crate::exec::{Extents, Options, sources};
 use crate::quantity::human_bytes;
 use crate::storage::filesystem;
 
@@ -76,7 +75,7 @@ pub fn produce(
             let records = Records { conversion, staging: &staging, run, sync: options.sync };
             let producer = Producer { conversion, staging: &staging, records, args, options, run };
             let written = producer.write().inspect_err(|error| staging.tell(error));
-            let produced = written.and_then(|stats| producer.publish_together(stats));
+            let produced = written.and_then(|(stats, before)| producer.publish_together(stats, &before));
             match produced {
                 // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
                 Err(_) if staging.was_published() => Ok(Produced::Already),
@@ -157,8 +156,8 @@ impl Producer<'_> {
         (0..).zip(&self.conversion.carried).filter(is_own)
     }
 
-    /// Write what is left of this part.
-    fn write(&self) -> Result<Stats> {
+    /// Write what is left of this part. Gives what was done before, too, as long as others may show that it was not.
+    fn write(&self) -> Result<(Stats, Before)> {
         let Self { conversion, staging, options, run, .. } = *self;
         let (files, part) = (self.files(), self.part());
         let verify = self.args.destination.verify;
@@ -169,8 +168,7 @@ impl Producer<'_> {
             known = self.made_alike(peers)?;
         }
         let todo = own.without(&known.done);
-        // Others may have begun earlier.
-        let bytes_before = known.len_bytes_without(&staging.journals_at_work()?);
+        let before = Before::of(&known);
         check_space(staging.folder(), files, &todo)?;
         // An earlier run may have been told to check less.
         let see_apart = peers.is_some_and(Peers::see_apart);
@@ -182,8 +180,7 @@ impl Producer<'_> {
         let at_end = if is_brief { AtEnd::Nothing } else { AtEnd::Record };
         let log = Log::new(files, &todo, staging.journal().to_path_buf(), options.sync, at_end);
         let progress = Progress::start(run.printer, "writing", conversion.len_bytes());
-        progress.advance(bytes_before);
-        let meter = Meter { progress: &progress, staging, others: (part.index == 0).then(Mutex::default) };
+        let meter = Meter::start(&progress, staging, &before, part)?;
 
         for (number, file) in self.carried_by(part) {
             if !self.records.has_carried(&known, number, file, verify)? {
@@ -208,7 +205,8 @@ impl Producer<'_> {
             run.printer.detail(&format!("--fast-reduce: {bytes} were reduced by NCCL for this process"));
         }
         staging.finish()?;
-        Ok(Stats { bytes_before, ..stats })
+        let bytes_before = before.bytes(&staging.others()?);
+        Ok((Stats { bytes_before, ..stats }, before))
     }
 
     /// What is done, of copies of a value only where NCCL has made them at once. Collective.
@@ -223,21 +221,21 @@ impl Producer<'_> {
     }
 
     /// Publish; processes that have come to this together all hear how it goes.
-    fn publish_together(&self, stats: Stats) -> Result<Produced> {
-        let Some(peers) = &self.conversion.source.peers else { return self.publish(stats) };
+    fn publish_together(&self, stats: Stats, before: &Before) -> Result<Produced> {
+        let Some(peers) = &self.conversion.source.peers else { return self.publish(stats, before) };
         if self.part().index > 0 {
             peers.barrier()?;
             self.staging.see_published();
             return Ok(Produced::Published(stats, Publisher::Other));
         }
-        let published = self.publish(stats);
+        let published = self.publish(stats, before);
         // Whoever is gone now went too late to change anything.
         published.as_ref().map_or_else(|error| peers.fail(error), |_| drop(peers.barrier()));
         published
     }
 
     /// Publish where everything is there; else wait for those who do, or leave it to them.
-    fn publish(&self, mut stats: Stats) -> Result<Produced> {
+    fn publish(&self, mut stats: Stats, before: &Before) -> Result<Produced> {
         let (waits, part) = (self.run.launch.waits, self.part());
         // Of those that wait for each other the first one seals, and reports.
         let mut is_sealer = !waits || part.index == 0;
@@ -249,7 +247,7 @@ impl Producer<'_> {
                 self.check(|known| self.is_done(known, part.index))?;
                 return Ok(Produced::Part(stats));
             }
-            match self.wait()? {
+            match self.wait(&mut stats, before)? {
                 Waited::Published => return Ok(Produced::Published(stats, Publisher::Other)),
                 Waited::Without(missing) => self.do_without(missing)?,
                 Waited::NobodySeals => {
@@ -312,11 +310,12 @@ impl Producer<'_> {
         right.publish(options.sync)
     }
 
-    fn wait(&self) -> Result<Waited> {
+    fn wait(&self, stats: &mut Stats, before: &Before) -> Result<Waited> {
         let Self { staging, run, .. } = *self;
         let mut said = Instant::now();
         let mut every = SAY_AFTER;
         let mut notify = |others: &[Other]| {
+            stats.bytes_before = before.bytes(others);
             if said.elapsed() >= every
                 && let Some(text) = waiting_for(others)
             {
@@ -385,14 +384,6 @@ const WRONG: &str = "memory or disk is at fault; nothing was published, and noth
 const WRONG_AND_KEPT: &str = "memory or disk is at fault; nothing was published. The same command with --resume writes \
                               this again, and keeps all else that is done";
 
-/// Tells bytes that are written to who shows progress, and to the other processes.
-struct Meter<'a> {
-    progress: &'a Progress,
-    staging: &'a Staging,
-    /// Where this one shows what all do: when it looked at the others, and what they had done.
-    others: Option<Mutex<Option<(Instant, u64)>>>,
-}
-
 /// Time until the user is told of whom this process waits for, and until that is said again.
 const SAY_AFTER: Duration = Duration::from_secs(5);
 const SAY_EVERY: Duration = Duration::from_mins(1);
@@ -417,27 +408,6 @@ fn waiting_for(others: &[Other]) -> Option<String> {
         [(failed, 2), (working, 8)].map(|(names, most)| (!names.is_empty()).then(|| first_of(&names, most)));
     let all: Vec<String> = missing.into_iter().chain(failed).chain(working).collect();
     (!all.is_empty()).then(|| format!("waiting for {} {}", if awaited > 1 { "parts" } else { "part" }, all.join(", ")))
-}
-
-/// Time between two looks at the others.
-const LOOK_EVERY: Duration = Duration::from_secs(2);
-
-impl Reporter for Meter<'_> {
-    fn advance(&self, bytes: u64) {
-        self.staging.done_bytes().fetch_add(bytes, Ordering::Relaxed);
-        self.progress.advance(bytes);
-        // Whoever does not get the lock at once leaves the look to the one who has it.
-        let Some(Ok(mut looked)) = self.others.as_ref().map(Mutex::try_lock) else { return };
-        let (when, before) = looked.unwrap_or_else(|| (Instant::now(), 0));
-        if looked.is_some() && when.elapsed() < LOOK_EVERY {
-            return;
-        }
-        let others = self.staging.others().unwrap_or_default();
-        let done = others.iter().filter(|other| other.state != OtherState::Stopped).map(|other| other.done_bytes);
-        let done = done.fold(0, u64::saturating_add).max(before);
-        self.progress.advance(done - before);
-        *looked = Some((Instant::now(), done));
-    }
 }
 
 /// Room for the files that this process will make.

@@ -30,6 +30,7 @@ use super::output::Outputs;
 use super::passing::{Noting, Passing};
 use super::strips::{Content, Cutter, Payload, Segment, Strip};
 use super::sums::{InStrip, SITE_BYTES, Sums};
+use super::together::Together;
 use super::window::{Counted, Pace, Slot, Windows, prepare};
 use super::{Extents, Input, Options, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reservation};
@@ -60,27 +61,6 @@ pub struct Stats {
     pub together: Together,
     /// By dtype in the source and in the target.
     pub casts: BTreeMap<DtypePair, CastCount>,
-}
-
-/// What processes that exchange have come to together.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Together {
-    /// Bytes that they have received.
-    pub received: u64,
-    /// Bytes of values that NCCL has reduced.
-    pub folded: u64,
-}
-
-impl Together {
-    /// Of both figures of each, as bytes; what is none counts as nothing.
-    #[must_use]
-    pub fn of(said: &[Vec<u8>]) -> Self {
-        let both = said.iter().filter_map(|said| <&[[u8; 8]; 2]>::try_from(said.as_chunks::<8>().0).ok());
-        both.fold(Self::default(), |sum, &[received, folded]| Self {
-            received: sum.received.saturating_add(u64::from_le_bytes(received)),
-            folded: sum.folded.saturating_add(u64::from_le_bytes(folded)),
-        })
-    }
 }
 
 /// What a tensor is stored as in the source, and in the target.

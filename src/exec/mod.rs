@@ -33,6 +33,7 @@ mod strips;
 pub mod sums;
 #[cfg(test)]
 pub(crate) mod tests;
+pub mod together;
 pub mod weigh;
 mod window;
 

@@ -159,6 +159,28 @@ fn options_of_an_exchange_that_is_none_are_warned_of_stand_in() {
     }
 }
 
+/// Rounds that nobody has asked for are as short as `--max-memory` and a device want them.
+#[test]
+fn rounds_shrink_before_they_are_given_up_stand_in() {
+    let words = "--placements S(1) --threads 1 --max-memory";
+    for said in Desk::with_matrix().said(&[("GPU_STAND_IN_MEMORY_MIB", "512")], &format!("{words} 128MB")) {
+        assert!(said.contains(BY_NCCL), "{said}");
+        assert!(said.contains(": --max-memory has no room for six times 64.00 MB"), "{said}");
+    }
+    for outcome in
+        Desk::with_matrix().two(&[("GPU_STAND_IN_MEMORY_MIB", "512")], &format!("{words} 128MB --source per-rank"))
+    {
+        assert!(outcome.succeeded().err.contains(BY_NCCL), "{outcome:?}");
+    }
+    for said in Desk::with_matrix().said(COMPLETE, &format!("{words} 64MB")) {
+        assert!(said.contains("backend cpu") && said.contains("--max-memory has no room for rounds, "), "{said}");
+        assert!(!said.contains("--bucket-size"), "{said}");
+    }
+    for said in Desk::with_matrix().said(COMPLETE, &format!("{words} 128MB --bucket-size 64MB")) {
+        assert!(said.contains("backend cpu") && said.contains("no room for six times --bucket-size"), "{said}");
+    }
+}
+
 #[test]
 fn two_with_one_device_do_without_stand_in() {
     let desk = Desk::with_matrix();

@@ -6,7 +6,7 @@
 //! Counts bytes. Invariant: `done` lies within the files, no stretch of it was taken from two entries, and `sums` lie in
 //! `done`, each in one span.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::ops::Range;
@@ -110,10 +110,14 @@ impl Known {
         self.carried.extend(record.carried);
     }
 
-    /// How much of what is done is not in one of these journals.
+    /// How much of what is done is in each journal.
     #[must_use]
-    pub fn len_bytes_without(&self, journals: &HashSet<String>) -> u64 {
-        self.taken.iter().filter(|taken| !journals.contains(&*taken.journal)).map(Taken::len_bytes).sum()
+    pub fn len_bytes_by_journal(&self) -> HashMap<Arc<str>, u64> {
+        let mut lengths = HashMap::new();
+        for taken in &self.taken {
+            *lengths.entry(Arc::clone(&taken.journal)).or_default() += taken.len_bytes();
+        }
+        lengths
     }
 
     /// The doubts after which none of these bytes counts as done, whoever else has recorded them.

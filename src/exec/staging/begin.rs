@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use super::commit::recover;
+use super::earlier::Earlier;
 use super::judge::{Verdict, judge};
 use super::lease::{Lease, LeaseName, Role, Seen};
 use super::life::{Life, Watch};
@@ -160,7 +161,7 @@ impl Beginning<'_> {
                     // A live one is of this run. Of the others that will show.
                     let is_alive = |seen: &&Seen| lives.contains(&(seen.name, Life::Alive));
                     let earlier = found.leases.iter().filter(|seen| !is_alive(seen)).cloned().collect();
-                    self.join(found, generation, earlier)
+                    self.join(found, generation, Earlier::new(earlier, self.claim))
                 }
             };
         }
@@ -183,7 +184,7 @@ impl Beginning<'_> {
     }
 
     /// Take the lease, and look whether it is one on what was judged.
-    fn join(&self, judged: Partial, generation: u32, earlier: Vec<Seen>) -> Result<Next> {
+    fn join(&self, judged: Partial, generation: u32, earlier: Earlier) -> Result<Next> {
         let partial = self.place.partial();
         let name = LeaseName { role: Role::Part(self.claim.part), generation };
         let Some(mut lease) = Lease::take(&partial, name)? else { return Ok(Next::Later) };

@@ -133,8 +133,32 @@ pub(super) struct Record {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Failure {
     pub reason: String,
-    /// The launch that it was part of, where a launcher named that.
-    pub run: Option<String>,
+    /// A digest of the launch that it was part of, where a launcher named that: names may be long.
+    run: Option<String>,
+}
+
+impl Failure {
+    fn of(reason: &str, run: Option<&str>) -> Self {
+        let reason = reason[..reason.floor_char_boundary(MOST_REASON)].to_owned();
+        Self { reason, run: run.map(digest) }
+    }
+
+    pub fn is_of(&self, run: &str) -> bool {
+        self.run.as_ref().is_some_and(|own| *own == digest(run))
+    }
+
+    /// The same with so many bytes of JSON less, or nearly; `None` where nothing is left to cut.
+    fn cut(mut self, excess: usize) -> Option<Self> {
+        /// Of one byte, as in `\u0001`.
+        const LONGEST_ESCAPE: usize = 6;
+        let left = self.reason.len().checked_sub(excess.div_ceil(LONGEST_ESCAPE))?;
+        self.reason.truncate(self.reason.floor_char_boundary(left));
+        Some(self)
+    }
+}
+
+fn digest(run: &str) -> String {
+    blake3::hash(run.as_bytes()).to_hex()[..32].to_owned()
 }
 
 /// Longer is not told.
@@ -146,9 +170,14 @@ const RECORD_LEN: usize = 1024;
 impl Record {
     pub fn to_bytes(&self) -> Vec<u8> {
         let to_vec = |record: &Self| serde_json::to_vec(record).expect("strings and numbers are JSON");
-        let mut bytes = to_vec(self);
-        if bytes.len() >= RECORD_LEN {
-            bytes = to_vec(&Self { failure: None, ..self.clone() });
+        let mut record = self.clone();
+        let mut bytes = to_vec(&record);
+        // Escapes may make much of few characters.
+        while bytes.len() >= RECORD_LEN
+            && let Some(failure) = record.failure.take()
+        {
+            record.failure = failure.cut(bytes.len() - RECORD_LEN + 1);
+            bytes = to_vec(&record);
         }
         bytes.resize(RECORD_LEN, b' ');
         bytes[RECORD_LEN - 1] = b'\n';
@@ -253,9 +282,8 @@ impl Lease {
     }
 
     /// Say why it is about to be let go of. Others do without that, if they must.
-    pub fn fail(&self, reason: &str, run: Option<String>) {
-        let reason = reason[..reason.floor_char_boundary(MOST_REASON)].to_owned();
-        let _ = self.shared.write(|record| record.failure = Some(Failure { reason, run }));
+    pub fn fail(&self, reason: &str, run: Option<&str>) {
+        let _ = self.shared.write(|record| record.failure = Some(Failure::of(reason, run)));
     }
 
     /// Give it up as if it had never been taken.

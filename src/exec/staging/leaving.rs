@@ -5,7 +5,7 @@
 //!
 //! A run that fails before anything is recorded has made nothing that another one could go on with, and what it leaves
 //! would only be in the way of that. Invariant: nothing that is recorded is thrown away here, nor a folder that somebody
-//! works in, or is still to come to and hear why the others are gone.
+//! works in, or is still to come (back) to and hear why the others are gone.
 
 use std::path::Path;
 use std::time::Instant;
@@ -24,7 +24,7 @@ impl Staging {
     /// Leave after an error. The last one to go takes away what nothing is recorded in.
     pub fn abandon(self) {
         let (place, shape, id) = (self.place.clone(), self.shape, self.holding.plan.id.clone());
-        let (part, work, pace) = (self.claim.part, self.work.clone(), self.pace);
+        let (part, work, pace, earlier) = (self.claim.part, self.work.clone(), self.pace, self.earlier.clone());
         // Those that do not wait need no word of why a part is gone.
         let awaited = if self.claim.parts_wait { part.of } else { 0 };
         // Of two that leave at once each says so before it looks: one of them at least sees that both are gone.
@@ -32,7 +32,10 @@ impl Staging {
         let Ok(Found::Partial(found)) = Found::at(&place.partial(), shape) else { return };
         let mut watch = Watch::new(pace.dead_after);
         let is_over = |seen: &Seen| watch.life(seen, Instant::now()) == Life::Dead;
-        let has_come = |index| found.leases.iter().any(|seen| seen.name.role == Role::Part(Part { index, ..part }));
+        let has_come = |index| {
+            let is_its = |seen: &&Seen| seen.name.role == Role::Part(Part { index, ..part });
+            found.leases.iter().find(is_its).is_some_and(|seen| !earlier.has(seen))
+        };
         let is_unused = found.plan.id == id
             && !found.is_published
             && found.leases.iter().all(is_over)

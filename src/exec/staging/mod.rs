@@ -22,6 +22,7 @@
 
 mod begin;
 mod commit;
+mod earlier;
 mod foresee;
 mod judge;
 mod lease;
@@ -47,7 +48,8 @@ pub use commit::Seal;
 pub use foresee::Foreseen;
 pub use wait::{Missing, Other, OtherState, Waited};
 
-use self::lease::{Lease, Seen};
+use self::earlier::Earlier;
+use self::lease::Lease;
 use self::life::Watch;
 use self::loss::{Holding, Lost};
 use self::place::{DRAFT, GONE, Identity, Place};
@@ -187,8 +189,7 @@ pub struct Staging {
     watch: Mutex<Watch>,
     /// What will be at the destination, known once it is complete.
     identity: OnceLock<Identity>,
-    /// Leases that were there when this one was taken, of processes that were dead or in doubt.
-    earlier: Vec<Seen>,
+    earlier: Earlier,
     /// Parts that nobody waits for any more, by their index.
     settled: Mutex<BTreeSet<u32>>,
     /// Since when the others are waited for.
@@ -286,7 +287,7 @@ impl Staging {
     /// Tell those that wait for this part why it does not come to its end. One that a signal stops is to be started again.
     pub fn tell(&self, error: &Error) {
         if !matches!(error, Error::Stopped { .. }) {
-            self.lease().fail(&error.to_string(), self.claim.run.clone());
+            self.lease().fail(&error.to_string(), self.claim.run.as_deref());
         }
     }
 

@@ -1,6 +1,6 @@
 //! What the other parts do, and waiting for the one that seals.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -33,7 +33,10 @@ pub enum OtherState {
 pub struct Other {
     pub part: Part,
     pub state: OtherState,
+    /// In this run.
     pub done_bytes: u64,
+    /// Where that is recorded; `None` where no process of this run was seen at it.
+    pub journal: Option<String>,
     /// Why the last one that had it ended, where that was an error.
     pub failure: Option<String>,
 }
@@ -99,15 +102,6 @@ impl Staging {
     /// `Io`
     pub fn others(&self) -> Result<Vec<Other>> {
         Ok(self.find()?.map_or_else(Vec::new, |found| self.others_of(&found)))
-    }
-
-    /// The journals of processes that live: what is in them is of this run.
-    ///
-    /// # Errors
-    /// `Io`
-    pub fn journals_at_work(&self) -> Result<HashSet<String>> {
-        let leases = self.find()?.map_or_else(Vec::new, |found| found.leases);
-        Ok(leases.iter().filter(|seen| self.life(seen) == Life::Alive).map(|seen| seen.name.journal()).collect())
     }
 
     /// Wait until another process has published, or until this one should try to. Call it when this part is finished.
@@ -255,34 +249,29 @@ impl Staging {
             let record = seen.and_then(|seen| seen.record.as_ref());
             let mut state = seen.map_or(OtherState::NotStarted, |seen| self.state_of(seen));
             // What an earlier run did is known from its journal.
-            let done_bytes = record.filter(|_| state != OtherState::NotStarted).map_or(0, |record| record.done_bytes);
+            let now = seen.filter(|seen| !self.earlier.has(seen));
+            let done_bytes = now.and(record).map_or(0, |record| record.done_bytes);
+            let journal = now.map(|seen| seen.name.journal());
             let failure = record.and_then(|record| record.failure.as_ref()).map(|failure| failure.reason.clone());
             if state != OtherState::Working && settled.contains(&index) {
                 state = OtherState::Finished;
             }
-            Other { part, state, done_bytes, failure }
+            Other { part, state, done_bytes, journal, failure }
         };
         (0..part.of).filter(|index| *index != part.index).map(other).collect()
     }
 
     fn state_of(&self, seen: &Seen) -> OtherState {
         let is_done = seen.record.as_ref().is_some_and(|record| record.phase.is_done());
-        // Left by an earlier run, whose part is about to be started again.
-        let is_earlier = self.earlier.iter().any(|lease| (lease.name, &lease.bytes) == (seen.name, &seen.bytes));
+        let is_earlier = self.earlier.has(seen);
         match self.life(seen) {
-            Life::Dead if is_earlier && !self.has_failed_now(seen) => OtherState::NotStarted,
+            Life::Dead if is_earlier => OtherState::NotStarted,
             Life::Unsure if is_earlier => OtherState::Working,
             _ if is_done => OtherState::Finished,
             Life::Dead => OtherState::Stopped,
             Life::Alive | Life::Unsure if self.is_stuck(seen) => OtherState::Stuck,
             Life::Alive | Life::Unsure => OtherState::Working,
         }
-    }
-
-    /// Whether a part failed in this run, and not in one that is gone on with: then its process will not be back.
-    fn has_failed_now(&self, seen: &Seen) -> bool {
-        let failure = seen.record.as_ref().and_then(|record| record.failure.as_ref());
-        failure.is_some_and(|failure| !self.claim.resume || failure.run.is_some() && failure.run == self.claim.run)
     }
 
     /// Who seals writes its lease anew every other second, whatever it is at.

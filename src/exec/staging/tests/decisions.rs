@@ -41,6 +41,7 @@ fn what_to_do_while_waiting() {
             part: Part { index, of: 4 },
             state: *state,
             done_bytes: 0,
+            journal: None,
             failure: None,
         };
         let others: Vec<Other> = (0..).zip(states).map(other).collect();

@@ -35,8 +35,29 @@ fn the_last_part_that_leaves_takes_it_away() {
         assert_eq!(desk.partial().exists(), waits);
         desk.claim.resume = true;
         desk.part(2, 3).unwrap().abandon();
+        // Those that have been there are to come back.
+        assert_eq!(desk.partial().exists(), waits);
+        let all = [0, 1, 2].map(|index| desk.part(index, 3).unwrap());
+        all.into_iter().for_each(Staging::abandon);
         assert_eq!(desk.names(), [""; 0]);
     }
+}
+
+/// What an earlier run left is no sign that they have come to this one.
+#[test]
+fn those_that_come_back_hear_why_a_part_is_gone() {
+    let mut desk = Desk::new(Shape::Folder);
+    (0..2).for_each(|index| desk.leave_behind(Part { index, of: 2 }));
+    (desk.claim.resume, desk.claim.run) = (true, Some("job".into()));
+    let failing = desk.part(1, 2).unwrap();
+    failing.tell(&Error::usage("no space is left", "make some"));
+    failing.abandon();
+    let first = desk.part(0, 2).unwrap();
+    let others = first.others().unwrap();
+    assert_eq!((others[0].state, others[0].failure.as_deref()), (OtherState::Stopped, Some("no space is left")));
+    // All of this launch have come.
+    first.abandon();
+    assert_eq!(desk.names(), [""; 0]);
 }
 
 /// Somebody elsewhere, who does not say that he is gone.

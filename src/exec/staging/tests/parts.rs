@@ -137,7 +137,10 @@ fn what_others_do_is_seen() {
     let second = desk.part(1, 3).unwrap();
     second.done_bytes().store(77, Ordering::Relaxed);
     second.finish().unwrap();
-    let other = |index, state, done_bytes| Other { part: Part { index, of: 3 }, state, done_bytes, failure: None };
+    let other = |index, state, done_bytes| {
+        let journal = (state != OtherState::NotStarted).then(|| format!("part-{index}-of-3.0.journal"));
+        Other { part: Part { index, of: 3 }, state, done_bytes, journal, failure: None }
+    };
     let third = other(2, OtherState::NotStarted, 0);
     assert_eq!(first.others().unwrap(), [other(1, OtherState::Finished, 77), third.clone()]);
     drop(second);

@@ -72,17 +72,20 @@ fn a_failure_of_an_earlier_launch_is_no_word_for_this_one() {
     says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has not started"]);
 }
 
-/// However long.
+/// However long, and of a launch whose name is as long as that.
 #[test]
 fn a_long_word_is_cut() {
     for reason in ["\u{1}".repeat(5000), "\u{1F980}".repeat(5000), "x".repeat(5000)] {
-        let desk = Desk::new(Shape::Folder);
+        let mut desk = Desk::new(Shape::Folder);
+        (desk.claim.resume, desk.claim.run) = (true, Some("\u{2}".repeat(5000)));
         let staging = desk.part(1, 2).unwrap();
-        staging.tell(&Error::usage(reason, ""));
+        staging.tell(&Error::usage(reason.clone(), ""));
         staging.abandon();
         let first = desk.part(0, 2).unwrap();
         let others = first.others().unwrap();
-        assert!(others[0].failure.as_ref().is_none_or(|told| told.len() <= 400), "{others:?}");
+        let is_told = |told: &String| (100..=400).contains(&told.len()) && reason.starts_with(told);
+        assert!(others[0].failure.as_ref().is_some_and(is_told), "{others:?}");
+        assert_eq!(others[0].state, OtherState::Stopped);
         assert_eq!(fs::read(desk.partial().join("part-1-of-2.0.lease")).unwrap().len(), 1024);
     }
 }
@@ -112,6 +115,29 @@ fn leases_of_an_earlier_run_say_nothing() {
     in_time(|| (states()[2] == OtherState::NotStarted).then_some(()));
     desk.foreign_lease(lease_of(3, 4, 1), Phase::Finished);
     assert_eq!(states()[2], OtherState::Finished);
+}
+
+/// From another node it takes a beat to see that a process lives. What one did that never moves was done before.
+#[test]
+fn what_moves_elsewhere_is_of_this_run() {
+    let mut desk = Desk::new(Shape::Folder);
+    desk.leave_behind(Part { index: 1, of: 4 });
+    desk.leave_behind(Part { index: 2, of: 4 });
+    for index in [1, 2] {
+        desk.foreign_lease(lease_of(index, 4, 0), Phase::Working);
+    }
+    let third = desk.part(3, 4).unwrap();
+    desk.claim.resume = true;
+    let first = desk.part(0, 4).unwrap();
+    let journals = || first.others().unwrap().into_iter().map(|other| (other.journal, other.done_bytes));
+    let here = (Some(String::from("part-3-of-4.0.journal")), 0);
+    assert_eq!(journals().collect::<Vec<_>>(), [(None, 0), (None, 0), here.clone()]);
+    desk.foreign_lease(lease_of(1, 4, 0), Phase::Finished);
+    let moved = (Some(String::from("part-1-of-4.0.journal")), 5);
+    assert_eq!(journals().collect::<Vec<_>>(), [moved.clone(), (None, 0), here.clone()]);
+    in_time(|| (first.others().unwrap()[1].state == OtherState::NotStarted).then_some(()));
+    assert_eq!(journals().collect::<Vec<_>>(), [moved, (None, 0), here]);
+    drop(third);
 }
 
 /// TERM comes to one a moment before it comes to the other, and what was ended may be started again.
