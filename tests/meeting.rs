@@ -132,6 +132,7 @@ fn a_destination_that_is_not_shared() {
 }
 
 /// What a process says on stderr until it says this.
+#[expect(clippy::unbuffered_bytes, reason = "what follows is for whoever reads on")]
 fn hear(process: &mut Child, words: &str) -> String {
     let mut said = Vec::new();
     for byte in process.stderr.as_mut().unwrap().bytes() {
