@@ -310,7 +310,8 @@ const PLANNED: [(u32, u32, Cut, Cut); 8] = [
 #[ignore = "a process of a test"]
 fn plans_of_rounds() {
     let (tensors, ranks, from, to) = PLANNED[std::env::var("CASE").map_or(0, |case| case.parse().unwrap())];
-    writeln!(std::io::stdout(), "{}", plans(tensors, ranks, from, to)).unwrap();
+    // What runs tests may have begun a line.
+    writeln!(std::io::stdout(), "\n{}", plans(tensors, ranks, from, to)).unwrap();
 }
 
 /// However many ranks and pieces there are.
