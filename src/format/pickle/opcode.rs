@@ -25,6 +25,10 @@ impl Span {
         let start = self.start as usize;
         &bytes[start..start + self.len as usize]
     }
+
+    pub fn end(self) -> usize {
+        self.start as usize + self.len as usize
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
