@@ -272,14 +272,15 @@ impl<'a> Metadata<'a> {
         self.columns.paths.texts.iter().map(AsRef::as_ref).collect()
     }
 
-    /// Give out, in the metadata's own order, what `make` makes of what is said of each name, several at once.
+    /// Give out, in the metadata's own order, what `make` makes of what is said of each name, several at once and in front
+    /// of what is taken.
     ///
     /// # Errors
     /// `Malformed` naming the file and the FQN, `Unsupported` for dtypes without a counterpart; what `make` and `take` give.
     pub fn entries<T: Send>(
         &self,
         make: impl Fn(Entry) -> Result<T> + Sync,
-        mut take: impl FnMut(T) -> Result<()>,
+        mut take: impl FnMut(T) -> Result<()> + Send,
     ) -> Result<()> {
         let path = self.path;
         let malformed = |at: &str, expected: &str, found: String| Error::malformed(path, at, expected, found);
@@ -308,14 +309,20 @@ impl<'a> Metadata<'a> {
             tensors.starting_at(start).take(PART_NAMES).map(of_name).collect()
         };
         let parts: Vec<usize> = (0..tensors.len()).step_by(PART_NAMES).collect();
-        for parts in parts.chunks(rayon::current_num_threads()) {
-            let made: Vec<Result<Vec<T>>> = match parts {
-                [only] => vec![of_part(*only)],
-                several => several.par_iter().copied().map(of_part).collect(),
-            };
-            made.into_iter().try_for_each(|made| made?.into_iter().try_for_each(&mut take))?;
+        let mut take_all =
+            |made: Vec<Result<Vec<T>>>| made.into_iter().try_for_each(|made| made?.into_iter().try_for_each(&mut take));
+        if let [only] = parts[..] {
+            return take_all(vec![of_part(only)]);
         }
-        Ok(())
+        // What was made is taken while the next is.
+        let mut made = Vec::new();
+        for parts in parts.chunks(2 * rayon::current_num_threads()) {
+            let make = || parts.par_iter().copied().map(of_part).collect();
+            let (next, taken) = rayon::join(make, || take_all(std::mem::take(&mut made)));
+            taken?;
+            made = next;
+        }
+        take_all(made)
     }
 }
 
