@@ -46,8 +46,7 @@ impl Alike {
     pub fn find(&self, class: u32, bytes: &[u8], start: usize, memo: &Memo) -> Option<Ahead> {
         let is_alike = |known: &&Ahead| known.class == class && bytes[start..].starts_with(known.span.of(bytes));
         let known = self.0.iter().find(is_alike)?;
-        let first = memo.len();
-        let is_fetched = (first..first + known.entries).any(|entry| memo.is_fetched(entry));
-        (!is_fetched).then_some(Ahead { span: Span { start: start as u32, ..known.span }, ..*known })
+        (!memo.fetches_next(known.entries))
+            .then_some(Ahead { span: Span { start: start as u32, ..known.span }, ..*known })
     }
 }

@@ -15,6 +15,7 @@
 //! `load_frame`.
 
 use std::iter::zip;
+use std::ops::Range;
 
 use rayon::prelude::*;
 
@@ -52,6 +53,17 @@ impl BitSet {
     pub fn contains(&self, index: u32) -> bool {
         let (word, bit) = place(index);
         self.words.get(word).is_some_and(|&bits| bits & bit != 0)
+    }
+
+    fn contains_any(&self, range: Range<u32>) -> bool {
+        let ((first, from), (last, to)) = (place(range.start), place(range.end));
+        let bits = |word: usize| self.words.get(word).copied().unwrap_or(0);
+        // All bits from `from` on, and all below `to`.
+        let (from, to) = (from.wrapping_neg(), to - 1);
+        match first == last {
+            true => bits(first) & from & to != 0,
+            false => bits(first) & from != 0 || bits(last) & to != 0 || (first + 1..last).any(|word| bits(word) != 0),
+        }
     }
 }
 
@@ -171,6 +183,12 @@ impl Memo {
         self.fetched.contains(index)
     }
 
+    /// Whether one of the next entries is.
+    pub fn fetches_next(&self, entries: u32) -> bool {
+        let next = self.len();
+        self.fetched.contains_any(next..next + entries)
+    }
+
     /// Makes the next entries, in turn, which are filled later or not fetched.
     pub fn skip(&mut self, entries: u32) {
         self.written.below += entries;
@@ -198,6 +216,19 @@ mod tests {
     fn framed(frames: &[&[u8]]) -> Vec<u8> {
         let frame = |opcodes: &&[u8]| [&[0x95], (opcodes.len() as u64).to_le_bytes().as_slice(), opcodes].concat();
         [vec![0x80, 4], frames.iter().flat_map(frame).collect()].concat()
+    }
+
+    #[test]
+    fn a_range_contains_what_its_numbers_do() {
+        let mut set = BitSet::default();
+        for index in [3, 63, 64, 300] {
+            set.insert(index);
+        }
+        for start in 0..330 {
+            for end in start..400 {
+                assert_eq!(set.contains_any(start..end), (start..end).any(|it| set.contains(it)), "{start}..{end}");
+            }
+        }
     }
 
     #[test]

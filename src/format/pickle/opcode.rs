@@ -296,7 +296,13 @@ impl<'a> Lexer<'a> {
 
     #[inline]
     fn u8(&mut self) -> Result<u8, PickleError> {
-        Ok(self.array::<1>()?[0])
+        match self.bytes.get(self.pos) {
+            Some(byte) => {
+                self.pos += 1;
+                Ok(*byte)
+            }
+            None => Err(PickleError::truncated(self.bytes.len())),
+        }
     }
 
     #[inline]
