@@ -247,7 +247,7 @@ impl ChunkTable {
 /// elsewhere.
 #[must_use]
 pub fn contiguous_strides(sizes: &[u64]) -> Dims {
-    let mut strides: Dims = sizes.iter().map(|_| 1).collect();
+    let mut strides = Dims::from_elem(1, sizes.len());
     for dim in (1..sizes.len()).rev() {
         strides[dim - 1] = strides[dim].saturating_mul(sizes[dim].max(1));
     }

@@ -21,12 +21,15 @@ use crate::layout::{Cover, CoverError, Rank, Tile};
 /// Chunks of one tile, in the order of the table.
 pub type Holders = SmallVec<[u32; 4]>;
 
+/// Most tensors have one, which needs no allocation.
+type Tiles = SmallVec<[Tile; 1]>;
+
 /// The distinct tiles of a tensor, or of one of its summands, who holds each, and the proof that they tile it.
 #[derive(Debug)]
 pub struct Tiling {
-    pub tiles: Vec<Tile>,
+    pub tiles: Tiles,
     /// For each tile its chunks; the first is the one to read.
-    pub holders: Vec<Holders>,
+    pub holders: SmallVec<[Holders; 1]>,
     pub cover: Cover,
 }
 
@@ -69,7 +72,7 @@ impl TensorEntry {
     }
 
     /// The distinct tiles of some of the chunks that are not empty, and who holds each.
-    fn distinct(&self, chunks: impl ExactSizeIterator<Item = u32>) -> (Vec<Tile>, Vec<Holders>) {
+    fn distinct(&self, chunks: impl ExactSizeIterator<Item = u32>) -> (Tiles, SmallVec<[Holders; 1]>) {
         let count = chunks.len();
         let tiles = chunks.map(|chunk| (self.chunks.tile(chunk as usize), chunk)).filter(|(tile, _)| !tile.is_empty());
         if count == 1 {

@@ -22,7 +22,9 @@ pub fn clean_name(name: &str) -> String {
 /// Whether a wrapper has put something into a name.
 #[must_use]
 pub fn has_wrapper(text: &str) -> bool {
-    WRAPPERS.iter().any(|wrapper| text.contains(wrapper))
+    // Each begins with it; this is asked of every name.
+    let begins = |(at, _): (usize, &str)| WRAPPERS.iter().any(|wrapper| text[at..].starts_with(wrapper));
+    text.match_indices('_').any(begins)
 }
 
 /// Add the names that names with wrappers have without them.
@@ -41,6 +43,8 @@ mod tests {
     #[test]
     fn names_are_known_with_and_without_wrappers() {
         assert_eq!(clean_name("m._orig_mod.a."), "m.a.");
+        assert!(WRAPPERS.iter().all(|wrapper| has_wrapper(wrapper) && has_wrapper(&format!("a.b_{wrapper}.c"))));
+        assert!(!has_wrapper("a._orig.mod_orig_m") && !has_wrapper(""));
         let mut names = ["m._orig_mod.w", "m.b"].map(String::from).to_vec();
         with_clean(&mut names);
         assert_eq!(names, ["m._orig_mod.w", "m.b", "m.w"]);

@@ -273,8 +273,9 @@ impl Source {
     /// Let go of wishes, names and values, once it is known what is written of them: of a checkpoint of very many tensors
     /// they are a half of all.
     pub fn forget_wishes(&mut self) {
-        self.checkpoint.catalog.state = Value::None;
-        self.wanted.catalog = Catalog::empty();
+        let state = std::mem::replace(&mut self.checkpoint.catalog.state, Value::None);
+        let wanted = std::mem::replace(&mut self.wanted.catalog, Catalog::empty());
+        rayon::join(|| drop((state, wanted.state)), || drop(wanted.tensors));
     }
 
     /// Every tensor that is taken, with its names.

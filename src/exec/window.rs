@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
+use smallvec::SmallVec;
 
 use super::bands::{self, Member, Of};
 use super::cast::Counts;
@@ -154,16 +155,23 @@ pub enum Counted {
 /// That of the first tensor that has one.
 pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents, slots: &mut Vec<Slot>) -> Result<Vec<Payload>> {
     slots.clear();
-    // Each for itself, so that of several faults the first is told, whichever thread was faster.
-    let per_tensor: Vec<Result<_>> = window.par_iter().map(|tensor| prepare_tensor(input, tensor, todo)).collect();
-    let per_tensor: Vec<Vec<(Slot, Payload)>> = per_tensor.into_iter().collect::<Result<_>>()?;
-    let mut payloads = Vec::with_capacity(per_tensor.len());
-    for tiles in per_tensor {
-        let first_group = slots.len();
-        for (mut slot, mut payload) in tiles {
+    let next = |tiles: Result<Vec<_>>, tensor: &&Reserved| {
+        let mut tiles = tiles?;
+        prepare_tensor(input, tensor, todo, &mut tiles)?;
+        Ok(tiles)
+    };
+    // In their order, so that of several faults the first is told, whichever thread was faster.
+    let parts: Vec<Result<Vec<_>>> = window.par_iter().fold(|| Ok(Vec::new()), next).collect();
+    let parts: Vec<Vec<(Slot, Payload)>> = parts.into_iter().collect::<Result<_>>()?;
+    let tiles = parts.iter().map(Vec::len).sum();
+    let mut payloads = Vec::with_capacity(tiles);
+    slots.reserve(tiles);
+    for part in parts {
+        let before = slots.len();
+        for (mut slot, mut payload) in part {
             payload.slot = slots.len();
             if let Some(group) = &mut payload.group {
-                group.number += first_group;
+                group.number += before;
                 slot.copies = matches!(group.of, Of::Copies { .. }).then_some(group.number);
             }
             slots.push(slot);
@@ -173,14 +181,14 @@ pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents, slots: &m
     Ok(payloads)
 }
 
-/// The tiles of one tensor that are to be done, with groups that count from 0.
-fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents) -> Result<Vec<(Slot, Payload)>> {
+/// Add the tiles of one tensor that are to be done, with groups that count from where they begin.
+fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents, tiles: &mut Vec<(Slot, Payload)>) -> Result<()> {
     let source = Source::new(input.catalog.tensor(tensor.source))?;
     let pair = (source.entry.dtype, tensor.dtype());
     let mut known = Locations::of_tiles(tensor.entry.chunks.len());
     let mut counted = HashSet::new();
-    let mut tiles = Vec::with_capacity(tensor.entry.chunks.len());
-    let mut wanted = Vec::new();
+    let mut wanted: SmallVec<[usize; 1]> = SmallVec::new();
+    let first = tiles.len();
     for index in 0..tensor.entry.chunks.len() {
         let Some((file, offset)) = tensor.place(index) else { continue };
         let tile = tensor.entry.chunks.tile(index);
@@ -198,17 +206,18 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents) -> Result
         tiles.push((slot, payload));
         wanted.push(index);
     }
+    let tiles = &mut tiles[first..];
     if tiles.len() < 2 {
-        return Ok(tiles);
+        return Ok(());
     }
-    bands::group(zip(&mut tiles, wanted).map(|((slot, payload), index)| Member {
+    bands::group(zip(&mut *tiles, wanted).map(|((slot, payload), index)| Member {
         tile: tensor.entry.chunks.tile(index),
         share: tensor.shares.get(index).map(Arc::as_ref),
         source_bytes: slot.tile.source_bytes(),
         is_of_short_rows: slot.tile.is_of_short_rows(),
         payload,
     }));
-    Ok(tiles)
+    Ok(())
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use super::Wrappers;
 use super::steps::{self, KeyRef, Step};
-use crate::catalog::path::{self, is_descended, key_text};
+use crate::catalog::path::{self, is_descended};
 use crate::catalog::wrappers::{clean_name, has_wrapper, with_clean};
 use crate::catalog::{Catalog, Dict, Path, TensorId, Value, model, optimizer};
 
@@ -180,12 +180,12 @@ impl<'a> Survey<'a> {
         self.nodes[at.node as usize].flat = dotted || holds_leaves && at_top;
         for (key, value) in &dict.entries {
             let node = self.push(at.node, KeyRef::Entry(key), value);
-            let name = key_text(key);
+            let name = KeyRef::Entry(key).text();
             self.wrapped |= self.clean && has_wrapper(&name);
             let below = At {
                 node,
                 depth: at.depth + 1,
-                on_root: at.on_root && self.root_keys.get(at.depth) == Some(&name),
+                on_root: at.on_root && self.root_keys.get(at.depth).is_some_and(|key| **key == *name),
                 in_model: at.in_model || self.begins_model(at, &name, value),
                 optimizer: self.optimizer_below(at, &name, value),
             };

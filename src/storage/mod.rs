@@ -10,22 +10,25 @@ mod held;
 pub mod memory;
 pub mod node;
 mod open_file;
+mod open_files;
 mod sigbus;
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 pub use direct::BOUNCE_BYTES;
 pub use filesystem::IoMode;
 pub use held::{Holding, Holdings, Local, Ranges};
 pub use open_file::OpenFile;
+pub use open_files::Opened;
 
 use crate::error::{Error, Result};
 use held::{Notes, Watch};
+use open_files::OpenFiles;
 
 /// Index of a file within [`Files`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -74,24 +77,19 @@ struct Entry {
 pub struct Files {
     entries: Vec<Entry>,
     io: IoMode,
-    open: Mutex<OpenSet>,
+    open: OpenFiles,
     bytes_read: Arc<AtomicU64>,
     /// Of a twin.
     holdings: Arc<Holdings>,
     notes: Option<Notes>,
 }
 
-/// The open files, most recently used last.
-#[derive(Debug, Default)]
-struct OpenSet {
-    files: Vec<Option<Arc<OpenFile>>>,
-    recent: std::collections::VecDeque<u32>,
-}
-
 /// The same files, as they were first seen; those that are open are not shared.
 impl Clone for Files {
     fn clone(&self) -> Self {
-        Self { entries: self.entries.clone(), ..self.without_entries() }
+        let mut files = Self { entries: self.entries.clone(), ..self.without_entries() };
+        files.make_room();
+        files
     }
 }
 
@@ -101,7 +99,7 @@ impl Files {
         Self {
             entries: Vec::new(),
             io,
-            open: Mutex::default(),
+            open: OpenFiles::default(),
             bytes_read: Arc::default(),
             holdings: Arc::default(),
             notes: None,
@@ -156,7 +154,8 @@ impl Files {
                 }
             }
         }
-        (self.io, self.holdings, self.open) = (io, Arc::default(), Mutex::default());
+        (self.io, self.holdings, self.open) = (io, Arc::default(), OpenFiles::default());
+        self.make_room();
         Ok(())
     }
 
@@ -177,6 +176,7 @@ impl Files {
         let holding = self.holdings.get(&path).cloned();
         let twin = holding.as_ref().map(|_| path.clone());
         self.entries.push(Entry { path, identity: Identity::of(&metadata), holding, twin });
+        self.make_room();
         Ok(id)
     }
 
@@ -191,6 +191,7 @@ impl Files {
         if self.io != other.io {
             self.io = IoMode::Read;
         }
+        self.make_room();
         shift
     }
 
@@ -236,14 +237,11 @@ impl Files {
     ///
     /// # Errors
     /// `Io` where it cannot be opened, or where it is no longer the file first seen.
-    pub fn open(&self, id: FileId) -> Result<Arc<OpenFile>> {
-        let mut set = self.open.lock().expect("no panic while the lock is held");
-        if set.files.len() < self.entries.len() {
-            set.files.resize(self.entries.len(), None);
-        }
-        if let Some(file) = &set.files[id.0 as usize] {
-            return Ok(Arc::clone(file));
-        }
+    pub fn open(&self, id: FileId) -> Result<Opened<'_>> {
+        self.open.get(id, self.descriptors(), || self.open_now(id))
+    }
+
+    fn open_now(&self, id: FileId) -> Result<OpenFile> {
         let entry = &self.entries[id.0 as usize];
         let at = entry.twin.as_ref().unwrap_or(&entry.path);
         let file = File::open(at).map_err(Error::io("open", &entry.path))?;
@@ -257,27 +255,25 @@ impl Files {
             (None, Some(holding), Some(_)) => Some(Watch::Hold(holding.clone())),
             _ => None,
         };
-        let len = entry.identity.len;
-        let file = Arc::new(OpenFile {
+        Ok(OpenFile {
             path: entry.path.clone(),
             file,
             direct,
-            len,
+            len: entry.identity.len,
             map: std::sync::OnceLock::new(),
             bytes_read: Arc::clone(&self.bytes_read),
             watch,
-        });
-        // First in, first out: work goes through the files in order, so the oldest one is done with. A file still in
-        // use stays open through its other `Arc`.
-        let descriptors = if self.io == IoMode::Direct { 2 } else { 1 };
-        if set.recent.len() >= filesystem::open_file_budget() / descriptors
-            && let Some(oldest) = set.recent.pop_front()
-        {
-            set.files[oldest as usize] = None;
-        }
-        set.recent.push_back(id.0);
-        set.files[id.0 as usize] = Some(Arc::clone(&file));
-        Ok(file)
+        })
+    }
+
+    /// Of each open file.
+    fn descriptors(&self) -> usize {
+        if self.io == IoMode::Direct { 2 } else { 1 }
+    }
+
+    /// For files that were added.
+    fn make_room(&mut self) {
+        self.open.grow(self.entries.len(), self.descriptors());
     }
 
     /// Read `len` bytes at `offset`. The length is checked against the file before anything is allocated.

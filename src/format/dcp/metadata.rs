@@ -17,7 +17,7 @@ use rayon::prelude::*;
 use crate::catalog::Path as StatePath;
 use crate::catalog::{Dtype, Fqn, Key, checked_len_bytes};
 use crate::error::{Error, Result};
-use crate::format::pickle::{self, Entries, Field, Fold, Folded, Pickle, Record, Ref};
+use crate::format::pickle::{self, Entries, Field, Fields, Fold, Folded, Pickle, Record, Ref};
 use crate::format::torch::reader::pickle_error;
 use crate::layout::Dims;
 
@@ -148,7 +148,7 @@ impl Columns {
         before.filter(|at| self.dims(*at) == dims).or_else(|| self.add_dims(dims))
     }
 
-    fn chunk(&mut self, state: &Record<'_>) -> Option<u32> {
+    fn chunk(&mut self, state: &Record<'_, '_>) -> Option<u32> {
         let (offsets, sizes) = (state.dims("offsets")?, state.dims("sizes")?);
         let before = self.chunks.last().filter(|at| self.dims(**at) == offsets && self.dims(at.behind()) == sizes);
         let at = match before {
@@ -163,7 +163,7 @@ impl Columns {
         Some(row(self.chunks.len()))
     }
 
-    fn index(&mut self, state: &Record<'_>) -> Option<u32> {
+    fn index(&mut self, state: &Record<'_, '_>) -> Option<u32> {
         let name = self.names.id(state.text("fqn")?);
         let offset = match state.get("offset") {
             None | Some(Field::None) => None,
@@ -173,7 +173,7 @@ impl Columns {
         Some(row(self.indexes.len()))
     }
 
-    fn info(&mut self, state: &Record<'_>) -> Result<Option<u32>, String> {
+    fn info(&mut self, state: &Record<'_, '_>) -> Result<Option<u32>, String> {
         let is_plain = match state.get("transform_descriptors") {
             None | Some(Field::None) => true,
             Some(Field::Dims(none)) => none.is_empty(),
@@ -189,13 +189,13 @@ impl Columns {
     }
 
     /// `TensorProperties`: a tuple whose first item is the dtype; instances of old versions have a dict.
-    fn properties(&mut self, state: &Record<'_>) -> Option<u32> {
+    fn properties(&mut self, state: &Record<'_, '_>) -> Option<u32> {
         let Field::Global(("torch", dtype)) = state.first().or_else(|| state.get("dtype"))? else { return None };
         self.properties.push(self.dtypes.id(dtype));
         Some(row(self.properties.len()))
     }
 
-    fn tensor(&mut self, state: &Record<'_>) -> Option<u32> {
+    fn tensor(&mut self, state: &Record<'_, '_>) -> Option<u32> {
         let properties = state.row("properties").filter(|row| row.kind == PROPERTIES)?;
         let (size, chunks) = (state.dims("size")?, state.rows("chunks")?);
         if chunks.iter().any(|chunk| chunk.kind != CHUNK) {
@@ -236,10 +236,10 @@ impl Fold for Columns {
         if !self.keeps(class) {
             return Ok(None);
         }
-        self.record(class, &Record::of(state).unwrap_or_default())
+        self.record(class, &Fields::of(state).unwrap_or_default().record())
     }
 
-    fn record(&mut self, class: (&str, &str), state: &Record<'_>) -> Result<Option<Folded>, String> {
+    fn record(&mut self, class: (&str, &str), state: &Record<'_, '_>) -> Result<Option<Folded>, String> {
         let (kind, row) = match class.1 {
             "ChunkStorageMetadata" => (CHUNK, self.chunk(state)),
             "MetadataIndex" => (INDEX, self.index(state)),
@@ -272,14 +272,15 @@ impl<'a> Metadata<'a> {
         self.columns.paths.texts.iter().map(AsRef::as_ref).collect()
     }
 
-    /// Give out, in the metadata's own order, what `make` makes of what is said of each name, several at once.
+    /// Give out, in the metadata's own order, what `make` makes of what is said of each name, several at once and in front
+    /// of what is taken.
     ///
     /// # Errors
     /// `Malformed` naming the file and the FQN, `Unsupported` for dtypes without a counterpart; what `make` and `take` give.
     pub fn entries<T: Send>(
         &self,
         make: impl Fn(Entry) -> Result<T> + Sync,
-        mut take: impl FnMut(T) -> Result<()>,
+        mut take: impl FnMut(T) -> Result<()> + Send,
     ) -> Result<()> {
         let path = self.path;
         let malformed = |at: &str, expected: &str, found: String| Error::malformed(path, at, expected, found);
@@ -308,14 +309,20 @@ impl<'a> Metadata<'a> {
             tensors.starting_at(start).take(PART_NAMES).map(of_name).collect()
         };
         let parts: Vec<usize> = (0..tensors.len()).step_by(PART_NAMES).collect();
-        for parts in parts.chunks(rayon::current_num_threads()) {
-            let made: Vec<Result<Vec<T>>> = match parts {
-                [only] => vec![of_part(*only)],
-                several => several.par_iter().copied().map(of_part).collect(),
-            };
-            made.into_iter().try_for_each(|made| made?.into_iter().try_for_each(&mut take))?;
+        let mut take_all =
+            |made: Vec<Result<Vec<T>>>| made.into_iter().try_for_each(|made| made?.into_iter().try_for_each(&mut take));
+        if let [only] = parts[..] {
+            return take_all(vec![of_part(only)]);
         }
-        Ok(())
+        // What was made is taken while the next is.
+        let mut made = Vec::new();
+        for parts in parts.chunks(2 * rayon::current_num_threads()) {
+            let make = || parts.par_iter().copied().map(of_part).collect();
+            let (next, taken) = rayon::join(make, || take_all(std::mem::take(&mut made)));
+            taken?;
+            made = next;
+        }
+        take_all(made)
     }
 }
 

@@ -60,7 +60,7 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
         known.extend((before..).zip(&slots[before..]).map(|(at, (fqn, ..))| (fqn.clone(), at)));
         before = slots.len();
         let file = files.add(&path)?;
-        let (open, len, read) = (files.open(file)?, files.len_bytes(file), &mut Vec::new());
+        let (open, len, read) = (files.open(file)?.keep(), files.len_bytes(file), &mut Vec::new());
         let bytes = match files.io() {
             IoMode::Mmap => open.mapped(0, len)?,
             IoMode::Read | IoMode::Direct => {

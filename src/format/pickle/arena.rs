@@ -89,7 +89,7 @@ pub(super) enum Node {
     Dict(Seq),
     Set(Seq),
     FrozenSet(Seq),
-    /// Index of an interned (module, name).
+    /// Index of an interned [`struct@Global`].
     Global(u32),
     /// REDUCE.
     Call(Make),
@@ -121,13 +121,33 @@ impl Node {
     }
 }
 
+/// A class, a function, a dtype.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Global<'a> {
+    /// Module and name.
+    pub symbol: (&'a str, &'a str),
+    pub role: Role,
+}
+
+/// What a global is to the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    /// `torch.Size`.
+    Size,
+    /// A class whose objects the fold keeps as records.
+    Record,
+    Other,
+}
+
 /// A decoded pickle. It borrows the input, where text and bytes stay.
 pub struct Pickle<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) limits: Limits,
     pub(super) root: NodeId,
-    pub(super) globals: Vec<(&'a str, &'a str)>,
+    pub(super) globals: Vec<Global<'a>>,
     nodes: Slab<Node>,
+    /// As in Python there is one.
+    empty_tuple: Option<NodeId>,
     pinned: BitSet,
     seqs: Slab<Ids>,
     mores: Slab<More>,
@@ -142,6 +162,7 @@ impl<'a> Pickle<'a> {
             root: NodeId(0),
             globals: Vec::new(),
             nodes: Slab::new(),
+            empty_tuple: None,
             pinned: BitSet::default(),
             seqs: Slab::new(),
             mores: Slab::new(),
@@ -182,6 +203,22 @@ impl<'a> Pickle<'a> {
 
     pub(super) fn is_pinned(&self, id: NodeId) -> bool {
         self.pinned.contains(id.0)
+    }
+
+    pub(super) fn empty_tuple(&mut self) -> NodeId {
+        if let Some(id) = self.empty_tuple {
+            return id;
+        }
+        let id = self.add(Node::Tuple(Seq::EMPTY));
+        self.pin(id);
+        *self.empty_tuple.insert(id)
+    }
+
+    pub(super) fn global(&self, id: NodeId) -> Option<Global<'a>> {
+        match self.get(id) {
+            Node::Global(index) => Some(self.globals[index as usize]),
+            _ => None,
+        }
     }
 
     pub(super) fn seq(&mut self, ids: &[NodeId]) -> Seq {

@@ -10,7 +10,7 @@
 
 use smallvec::SmallVec;
 
-use super::arena::{MAX_DIMS, Node, NodeId};
+use super::arena::{Global, MAX_DIMS, Node, NodeId, Role};
 use super::fold::Fold;
 use super::machine::{Done, Machine};
 use super::opcode::Span;
@@ -18,17 +18,22 @@ use super::symbols;
 use super::{PickleError, Ref};
 
 impl<'a> Machine<'a> {
-    pub(super) fn global(&mut self, module: Span, name: Span) -> Done {
+    pub(super) fn global<F: Fold + ?Sized>(&mut self, module: Span, name: Span, fold: &F) -> Done {
         let symbol = symbols::modern(self.text(module)?, self.text(name)?);
         let next = self.pickle.globals.len() as u32;
         let index = *self.interned.entry(symbol).or_insert(next);
         if index == next {
-            self.pickle.globals.push(symbol);
+            let role = match symbol {
+                ("torch", "Size") => Role::Size,
+                _ if fold.keeps(symbol) => Role::Record,
+                _ => Role::Other,
+            };
+            self.pickle.globals.push(Global { symbol, role });
         }
         self.push(Node::Global(index))
     }
 
-    pub(super) fn stack_global(&mut self) -> Done {
+    pub(super) fn stack_global<F: Fold + ?Sized>(&mut self, fold: &F) -> Done {
         let name = self.pop()?;
         let module = self.pop()?;
         let (Node::Str(n), Node::Str(m)) = (self.pickle.get(name), self.pickle.get(module)) else {
@@ -36,7 +41,7 @@ impl<'a> Machine<'a> {
         };
         self.pickle.release(name);
         self.pickle.release(module);
-        self.global(m, n)
+        self.global(m, n, fold)
     }
 
     pub(super) fn reduce<F: Fold + ?Sized>(&mut self, fold: &mut F) -> Done {
@@ -67,9 +72,7 @@ impl<'a> Machine<'a> {
 
     /// The numbers of `torch.Size((2, 3))`.
     fn dims_of(&self, callee: NodeId, args: NodeId) -> Option<SmallVec<[u64; 4]>> {
-        if self.pickle.node(callee).global() != Some(("torch", "Size")) {
-            return None;
-        }
+        self.pickle.global(callee).filter(|callee| callee.role == Role::Size)?;
         let args = self.pickle.node(args).as_tuple()?;
         let sizes = args.get(0).filter(|_| args.len() == 1)?.as_tuple()?;
         if sizes.len() > MAX_DIMS {
@@ -106,7 +109,12 @@ impl<'a> Machine<'a> {
         };
         self.pickle.more_mut(&mut make).state = Some(state);
         match folded {
-            Some(folded) => self.pickle.fold(target, make, folded),
+            Some(folded) => {
+                if self.pickle.is_pinned(target) {
+                    self.alike.forget();
+                }
+                self.pickle.fold(target, make, folded);
+            }
             None => self.pickle.set(target, node.remade(make)),
         }
         Ok(())

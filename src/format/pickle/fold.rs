@@ -20,14 +20,14 @@ pub struct Folded {
 /// Recognises objects while the pickle is being read. `Ok(None)` leaves the object as it is; an `Err`
 /// ends the reading with that message.
 pub trait Fold {
-    /// Whether objects of `class` are shown as records.
+    /// Whether objects of `class` are shown as records; asked once a class.
     fn keeps(&self, _class: (&str, &str)) -> bool {
         false
     }
 
-    /// An object of a kept `class`, without arguments, whose state is plain. One that is not plain is shown to
-    /// [`build`](Self::build), and so is one for which this is `None`.
-    fn record(&mut self, _class: (&str, &str), _record: &Record<'_>) -> Result<Option<Folded>, String> {
+    /// An object of a kept `class`, without arguments, whose state is plain; of several that are written alike perhaps
+    /// one. One that is not plain is shown to [`build`](Self::build), and so is one for which this is `None`.
+    fn record(&mut self, _class: (&str, &str), _record: &Record<'_, '_>) -> Result<Option<Folded>, String> {
         Ok(None)
     }
 

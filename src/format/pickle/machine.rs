@@ -13,7 +13,9 @@ use std::collections::HashMap;
 
 use smallvec::SmallVec;
 
+use super::alike::Alike;
 use super::arena::{Ids, Node, NodeId, Pickle, Seq};
+use super::fields::Fields;
 use super::fold::Fold;
 use super::long;
 use super::memo::Memo;
@@ -30,6 +32,9 @@ pub(super) struct Machine<'a> {
     marks: Vec<usize>,
     pub(super) memo: Memo,
     pub(super) interned: HashMap<(&'a str, &'a str), u32>,
+    /// Of the record that is read.
+    pub(super) fields: Fields<'a>,
+    pub(super) alike: Alike,
 }
 
 pub(super) type Done<T = ()> = Result<T, PickleError>;
@@ -44,6 +49,8 @@ impl<'a> Machine<'a> {
             stack: Vec::new(),
             marks: Vec::new(),
             interned: HashMap::new(),
+            fields: Fields::default(),
+            alike: Alike::default(),
         })
     }
 
@@ -97,7 +104,11 @@ impl<'a> Machine<'a> {
             Op::Bytes(span) => self.push(Node::Bytes(span)),
             Op::ByteArray(span) => self.push(Node::ByteArray(span)),
 
-            Op::EmptyTuple => self.push_seq(Node::Tuple, &[]),
+            Op::EmptyTuple => {
+                let id = self.pickle.empty_tuple();
+                self.stack.push(id);
+                Ok(())
+            }
             Op::TupleOf(len) => {
                 let start = self.height_for(len)?;
                 let ids: Ids = self.stack.drain(start..).collect();
@@ -136,8 +147,8 @@ impl<'a> Machine<'a> {
                 self.add_items(&items)
             }
 
-            Op::Global { module, name } => self.global(module, name),
-            Op::StackGlobal => self.stack_global(),
+            Op::Global { module, name } => self.global(module, name, fold),
+            Op::StackGlobal => self.stack_global(fold),
             Op::Reduce => self.reduce(fold),
             Op::NewObj => {
                 if self.record(fold)? {
@@ -316,7 +327,10 @@ impl<'a> Machine<'a> {
     fn put(&mut self, index: Option<u32>) -> Done {
         let id = self.top()?;
         let kept = match index {
-            Some(index) => self.memo.put(index, id),
+            Some(index) => {
+                self.alike.forget();
+                self.memo.put(index, id)
+            }
             None => self.memo.push(id),
         };
         if kept {

@@ -15,6 +15,7 @@
 //! `load_frame`.
 
 use std::iter::zip;
+use std::ops::Range;
 
 use rayon::prelude::*;
 
@@ -53,6 +54,17 @@ impl BitSet {
         let (word, bit) = place(index);
         self.words.get(word).is_some_and(|&bits| bits & bit != 0)
     }
+
+    fn contains_any(&self, range: Range<u32>) -> bool {
+        let ((first, from), (last, to)) = (place(range.start), place(range.end));
+        let bits = |word: usize| self.words.get(word).copied().unwrap_or(0);
+        // All bits from `from` on, and all below `to`.
+        let (from, to) = (from.wrapping_neg(), to - 1);
+        match first == last {
+            true => bits(first) & from & to != 0,
+            false => bits(first) & from != 0 || bits(last) & to != 0 || (first + 1..last).any(|word| bits(word) != 0),
+        }
+    }
 }
 
 fn place(index: u32) -> (usize, u64) {
@@ -89,9 +101,35 @@ pub(super) struct Memo {
     /// Fetched indices before each word of `fetched`, so that a cell is found in constant time.
     before: Vec<u32>,
     cells: Vec<Option<NodeId>>,
-    /// Indices ever written. MEMOIZE takes the next one, which is their count.
-    written: BitSet,
-    len: u32,
+    written: Written,
+}
+
+/// Indices ever written. MEMOIZE takes the next one, which is their count.
+#[derive(Default)]
+struct Written {
+    /// All below are.
+    below: u32,
+    /// Those that PUT wrote out of turn, and how many of them lie beyond.
+    ahead: BitSet,
+    ahead_len: u32,
+}
+
+impl Written {
+    fn insert(&mut self, index: u32) {
+        if index > self.below {
+            self.ahead_len += u32::from(self.ahead.insert(index));
+        } else if index == self.below {
+            self.below += 1;
+            while self.ahead_len > 0 && self.ahead.contains(self.below) {
+                self.ahead_len -= 1;
+                self.below += 1;
+            }
+        }
+    }
+
+    fn len(&self) -> u32 {
+        self.below + self.ahead_len
+    }
 }
 
 impl Memo {
@@ -113,12 +151,12 @@ impl Memo {
             })
             .collect();
         let cells = vec![None; count as usize];
-        Ok(Self { fetched, before, cells, written: BitSet::default(), len: 0 })
+        Ok(Self { fetched, before, cells, written: Written::default() })
     }
 
     /// Writes `index`; says whether it is kept, which is whether something fetches it.
     pub fn put(&mut self, index: u32, node: NodeId) -> bool {
-        self.len += u32::from(self.written.insert(index));
+        self.written.insert(index);
         let Some(cell) = self.cell(index) else {
             return false;
         };
@@ -128,25 +166,32 @@ impl Memo {
 
     /// MEMOIZE: the index is implied.
     pub fn push(&mut self, node: NodeId) -> bool {
-        self.put(self.len, node)
+        self.put(self.len(), node)
     }
 
     /// How many entries there are.
     pub fn len(&self) -> u32 {
-        self.len
+        self.written.len()
     }
 
-    /// Whether the entry that MEMOIZE makes after `skipped` others is fetched; `None` where a PUT was there before.
-    pub fn fetches_next(&self, skipped: u32) -> Option<bool> {
-        let index = self.len.checked_add(skipped)?;
-        (!self.written.contains(index)).then(|| self.fetched.contains(index))
+    /// Whether MEMOIZE makes one new entry after the other.
+    pub fn is_in_turn(&self) -> bool {
+        self.written.ahead_len == 0
     }
 
-    /// Makes the next entries, which are filled later or not fetched.
+    pub fn is_fetched(&self, index: u32) -> bool {
+        self.fetched.contains(index)
+    }
+
+    /// Whether one of the next entries is.
+    pub fn fetches_next(&self, entries: u32) -> bool {
+        let next = self.len();
+        self.fetched.contains_any(next..next + entries)
+    }
+
+    /// Makes the next entries, in turn, which are filled later or not fetched.
     pub fn skip(&mut self, entries: u32) {
-        for _ in 0..entries {
-            self.len += u32::from(self.written.insert(self.len));
-        }
+        self.written.below += entries;
     }
 
     pub fn get(&self, index: u32) -> Option<NodeId> {
@@ -171,6 +216,19 @@ mod tests {
     fn framed(frames: &[&[u8]]) -> Vec<u8> {
         let frame = |opcodes: &&[u8]| [&[0x95], (opcodes.len() as u64).to_le_bytes().as_slice(), opcodes].concat();
         [vec![0x80, 4], frames.iter().flat_map(frame).collect()].concat()
+    }
+
+    #[test]
+    fn a_range_contains_what_its_numbers_do() {
+        let mut set = BitSet::default();
+        for index in [3, 63, 64, 300] {
+            set.insert(index);
+        }
+        for start in 0..330 {
+            for end in start..400 {
+                assert_eq!(set.contains_any(start..end), (start..end).any(|it| set.contains(it)), "{start}..{end}");
+            }
+        }
     }
 
     #[test]

@@ -23,8 +23,10 @@
     reason = "inputs of 4 GiB and more are refused, so positions and counts fit 32 bits"
 )]
 
+mod alike;
 mod arena;
 mod calls;
+mod fields;
 mod fold;
 mod items;
 mod known;
@@ -48,11 +50,11 @@ mod write_value;
 use thiserror::Error;
 
 pub use arena::{NodeId, Pickle};
+pub use fields::{Field, Fields, Record};
 pub use fold::{Fold, Folded, NoFold};
 pub use items::{Entries, Items};
 pub use lift::{Dropped, Lifted, Tensors, Unknown, lift, lift_with};
 pub use lift_error::LiftError;
-pub use record::{Field, Record};
 pub use view::{Call, Instance, Ref};
 pub use write::{Writer, append_all, set_all};
 pub use write_value::{WriteError, WriteTensor};

@@ -25,6 +25,10 @@ impl Span {
         let start = self.start as usize;
         &bytes[start..start + self.len as usize]
     }
+
+    pub fn end(self) -> usize {
+        self.start as usize + self.len as usize
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -292,7 +296,13 @@ impl<'a> Lexer<'a> {
 
     #[inline]
     fn u8(&mut self) -> Result<u8, PickleError> {
-        Ok(self.array::<1>()?[0])
+        match self.bytes.get(self.pos) {
+            Some(byte) => {
+                self.pos += 1;
+                Ok(*byte)
+            }
+            None => Err(PickleError::truncated(self.bytes.len())),
+        }
     }
 
     #[inline]

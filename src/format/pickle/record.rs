@@ -14,161 +14,90 @@
 
 use smallvec::SmallVec;
 
-use super::arena::{MAX_DIMS, Node};
+use super::PickleError;
+use super::alike::Ahead;
+use super::arena::{Global, MAX_DIMS, Node, Pickle, Role};
+use super::fields::{Bottom, Field, Fields, MAX_FIELDS};
 use super::fold::{Fold, Folded};
 use super::long;
 use super::machine::{Done, Machine};
 use super::memo::Memo;
 use super::opcode::Span;
-use super::{PickleError, Ref};
-
-/// More fields than this make no record.
-const MAX_FIELDS: usize = 16;
-
-/// No tensor has more dims.
-const MAX_NDIM: usize = 255;
 
 /// A tensor's metadata, and its chunks.
 const MAX_DEPTH: usize = 2;
-
-/// The state of an object: its fields by name; those of a tuple have none.
-#[derive(Debug, Default)]
-pub struct Record<'a> {
-    pub(super) fields: SmallVec<[(&'a [u8], Field<'a>); 4]>,
-}
-
-#[derive(Debug, Default)]
-pub enum Field<'a> {
-    None,
-    Number(u64),
-    Text(&'a str),
-    /// A `torch.Size`; in a record made of nodes also a tuple or list of numbers.
-    Dims(SmallVec<[u64; 4]>),
-    /// A class, a function, a dtype.
-    Global((&'a str, &'a str)),
-    /// An object that was folded.
-    Row(Folded),
-    /// A list of those.
-    Rows(SmallVec<[Folded; 1]>),
-    /// Something else.
-    #[default]
-    Other,
-}
-
-impl<'a> Record<'a> {
-    /// The record of a state that is a dict or a tuple.
-    pub fn of(state: Ref<'a>) -> Option<Self> {
-        if let Some(items) = state.as_tuple().filter(|items| items.len() <= MAX_FIELDS) {
-            return Some(Self { fields: items.map(|item| (&b""[..], Field::of(item))).collect() });
-        }
-        let entries = state.as_dict().filter(|entries| entries.len() <= MAX_FIELDS)?;
-        let fields = entries.filter_map(|(key, value)| Some((key.as_str()?.as_bytes(), Field::of(value))));
-        Some(Self { fields: fields.collect() })
-    }
-
-    /// The first item of a state that is a tuple.
-    pub fn first(&self) -> Option<&Field<'a>> {
-        self.fields.first().filter(|(name, _)| name.is_empty()).map(|(_, field)| field)
-    }
-
-    /// The field of this name; of several, the last, as Python has it.
-    pub fn get(&self, name: &str) -> Option<&Field<'a>> {
-        self.fields.iter().rev().find(|(key, _)| *key == name.as_bytes()).map(|(_, field)| field)
-    }
-
-    pub fn number(&self, name: &str) -> Option<u64> {
-        match self.get(name)? {
-            Field::Number(number) => Some(*number),
-            _ => None,
-        }
-    }
-
-    pub fn text(&self, name: &str) -> Option<&'a str> {
-        match self.get(name)? {
-            Field::Text(text) => Some(text),
-            _ => None,
-        }
-    }
-
-    pub fn dims(&self, name: &str) -> Option<&[u64]> {
-        match self.get(name)? {
-            Field::Dims(dims) => Some(dims),
-            _ => None,
-        }
-    }
-
-    pub fn row(&self, name: &str) -> Option<Folded> {
-        match self.get(name)? {
-            Field::Row(row) => Some(*row),
-            _ => None,
-        }
-    }
-
-    pub fn rows(&self, name: &str) -> Option<&[Folded]> {
-        match self.get(name)? {
-            Field::Rows(rows) => Some(rows),
-            // An empty list is one of anything.
-            Field::Dims(none) if none.is_empty() => Some(&[]),
-            _ => None,
-        }
-    }
-}
-
-impl<'a> Field<'a> {
-    fn of(node: Ref<'a>) -> Self {
-        if node.is_none() {
-            return Self::None;
-        }
-        let number = || node.as_u64().map(Self::Number);
-        let text = || node.as_str().map(Self::Text);
-        let dims = || node.to_dims_up_to(MAX_NDIM).map(Self::Dims);
-        let global = || node.global().map(Self::Global);
-        let row = || node.folded().map(Self::Row);
-        let rows = || node.as_list()?.map(Ref::folded).collect::<Option<_>>().map(Self::Rows);
-        number().or_else(text).or_else(dims).or_else(global).or_else(row).or_else(rows).unwrap_or_default()
-    }
-}
 
 impl Machine<'_> {
     /// NEWOBJ: whether the object was one that the fold keeps as a record, and lies folded on the stack.
     pub(super) fn record<F: Fold + ?Sized>(&mut self, fold: &mut F) -> Done<bool> {
         let below = self.height_for(2)?;
         let (class, args) = (self.stack[below], self.stack[below + 1]);
-        let (Some(name), Node::Tuple(seq)) = (self.pickle.node(class).global(), self.pickle.get(args)) else {
+        let (Node::Global(index), Node::Tuple(seq)) = (self.pickle.get(class), self.pickle.get(args)) else {
             return Ok(false);
         };
-        if !self.pickle.ids(seq).is_empty() || !fold.keeps(name) {
+        let is_record = self.pickle.globals[index as usize].role == Role::Record;
+        if !is_record || !self.pickle.ids(seq).is_empty() || !self.memo.is_in_turn() {
             return Ok(false);
         }
-        let pos = self.lexer.pos();
-        let mut reader = Reader { machine: self, fold: &mut *fold, pos, memoized: 0, kept: SmallVec::new(), depth: 0 };
-        let mut record = Record::default();
-        if reader.object(&mut record).is_none() {
-            return Ok(false);
-        }
-        let Reader { pos, memoized, kept, .. } = reader;
-        let Some(folded) = fold.record(name, &record).map_err(|what| PickleError::rejected(pos - 1, what))? else {
+        let known = self.alike.find(index, self.pickle.bytes, self.lexer.pos(), &self.memo);
+        let read = known.map_or_else(|| self.read_ahead(index, fold), |known| Ok(Some((known, SmallVec::new()))))?;
+        let Some((Ahead { span, entries, folded, .. }, kept)) = read else {
             return Ok(false);
         };
-        self.lexer.seek(pos);
+        self.lexer.seek(span.end());
         self.stack.truncate(below);
         self.pickle.release(args);
         self.pickle.release(class);
-        let first = self.memo.len();
-        self.memo.skip(memoized);
-        for (nth, node) in kept {
+        self.memo.skip(entries);
+        for (entry, node) in kept {
             self.room()?;
             let id = match node {
                 Kept::Text(span) => self.pickle.add(Node::Str(span)),
                 Kept::Dims(dims) => self.pickle.add_dims(&dims).ok_or_else(|| self.malformed("too many sizes"))?,
             };
             self.pickle.pin(id);
-            self.memo.put(first + nth, id);
+            self.memo.put(entry, id);
         }
         self.push(Node::Folded(folded))?;
         Ok(true)
     }
+
+    /// The object of a class that follows, and which entries of it the memo keeps.
+    fn read_ahead<F: Fold + ?Sized>(&mut self, class: u32, fold: &mut F) -> Done<Option<(Ahead, Entries)>> {
+        let (start, first) = (self.lexer.pos(), self.memo.len());
+        self.fields.truncate(Bottom::default());
+        let mut reader = Reader {
+            bytes: self.pickle.bytes,
+            pickle: &self.pickle,
+            memo: &self.memo,
+            fold: &mut *fold,
+            fields: &mut self.fields,
+            pos: start,
+            next: first,
+            kept: Entries::new(),
+            depth: 0,
+            holds_others: false,
+        };
+        if reader.object().is_none() {
+            return Ok(None);
+        }
+        let Reader { pos, next, kept, holds_others, .. } = reader;
+        let folded = fold.record(self.pickle.globals[class as usize].symbol, &self.fields.record());
+        let Some(folded) = folded.map_err(|what| PickleError::rejected(pos - 1, what))? else {
+            return Ok(None);
+        };
+        let span = Span { start: start as u32, len: (pos - start) as u32 };
+        let record = Ahead { class, span, entries: next - first, folded };
+        // Others are read as fast as they are compared.
+        if holds_others && kept.is_empty() {
+            self.alike.keep(record);
+        }
+        Ok(Some((record, kept)))
+    }
 }
+
+/// Entries of the memo that are fetched later, by their number.
+type Entries = SmallVec<[(u32, Kept); 2]>;
 
 /// What the memo is asked for later.
 enum Kept {
@@ -178,33 +107,38 @@ enum Kept {
 
 /// Looks ahead of the machine. `None` is whatever a record does not have.
 struct Reader<'m, 'a, F: ?Sized> {
-    machine: &'m Machine<'a>,
+    bytes: &'a [u8],
+    pickle: &'m Pickle<'a>,
+    memo: &'m Memo,
     fold: &'m mut F,
+    fields: &'m mut Fields<'a>,
     pos: usize,
-    /// Entries for the memo so far, and those of them that are kept.
-    memoized: u32,
-    kept: SmallVec<[(u32, Kept); 2]>,
+    /// The memo entry that MEMOIZE makes.
+    next: u32,
+    kept: Entries,
     /// Objects around the one that is read.
     depth: usize,
+    /// Whether there were objects within.
+    holds_others: bool,
 }
 
 impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
     /// What follows NEWOBJ: the state, and BUILD.
-    fn object(&mut self, record: &mut Record<'a>) -> Option<()> {
+    fn object(&mut self) -> Option<()> {
         self.memo_of_none()?;
         match self.op()? {
-            b'}' => self.dict(record)?,
-            b'(' => self.tuple(record)?,
+            b'}' => self.dict()?,
+            b'(' => self.tuple()?,
             _ => return None,
         }
         self.expect(b'b')
     }
 
     /// What follows an empty dict: MARK, fields and SETITEMS.
-    fn dict(&mut self, record: &mut Record<'a>) -> Option<()> {
+    fn dict(&mut self) -> Option<()> {
         self.memo_of_none()?;
         self.expect(b'(')?;
-        loop {
+        for _ in 0..=MAX_FIELDS {
             let op = self.op()?;
             if op == b'u' {
                 return Some(());
@@ -212,39 +146,47 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
             let name = self.name(op)?;
             let op = self.op()?;
             let value = self.value(op)?;
-            record.fields.push((name, value));
-            if record.fields.len() > MAX_FIELDS {
-                return None;
-            }
+            self.fields.push(name, value);
         }
+        None
     }
 
     /// What follows MARK: items and TUPLE.
-    fn tuple(&mut self, record: &mut Record<'a>) -> Option<()> {
+    fn tuple(&mut self) -> Option<()> {
+        let bottom = self.fields.top();
         loop {
             match self.op()? {
                 b't' => break,
                 op @ 0x85..=0x87 => {
-                    // A tuple within the tuple.
-                    let above = record.fields.len().checked_sub(usize::from(op - 0x84))?;
-                    let number = |(_, field): (&[u8], Field<'_>)| match field {
-                        Field::Number(number) => Some(number),
-                        _ => None,
-                    };
-                    let dims: Option<SmallVec<[u64; 4]>> = record.fields.drain(above..).map(number).collect();
-                    self.memo_of_none()?;
-                    record.fields.push((b"", dims.map_or(Field::Other, Field::Dims)));
+                    let field = self.inner_tuple(bottom, usize::from(op - 0x84))?;
+                    self.fields.push(b"", field);
                 }
                 op => {
                     let value = self.value(op)?;
-                    record.fields.push((b"", value));
+                    self.fields.push(b"", value);
                 }
             }
-            if record.fields.len() > MAX_FIELDS {
+            if self.fields.top().fields - bottom.fields > MAX_FIELDS {
                 return None;
             }
         }
         self.memo_of_none()
+    }
+
+    /// The last items of a tuple are those of a tuple within it.
+    fn inner_tuple(&mut self, outer: Bottom, len: usize) -> Option<Field<'a>> {
+        let bottom = self.fields.top();
+        let first = bottom.fields.checked_sub(len).filter(|first| *first >= outer.fields)?;
+        let Fields { fields, numbers, .. } = &mut *self.fields;
+        let mut are_numbers = true;
+        for (_, field) in fields.drain(first..) {
+            match field {
+                Field::Number(number) => numbers.push(number),
+                _ => are_numbers = false,
+            }
+        }
+        self.memo_of_none()?;
+        Some(if are_numbers { self.fields.dims_from(bottom) } else { Field::Other })
     }
 
     fn value(&mut self, op: u8) -> Option<Field<'a>> {
@@ -252,19 +194,23 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
             b'N' => Some(Field::None),
             0x88 | 0x89 => Some(Field::Other),
             0x8c => self.text().map(Field::Text),
-            b']' => self.rows().map(Field::Rows),
+            b']' => self.rows(),
             b'h' | b'j' => match self.fetched(op)? {
                 Node::None => Some(Field::None),
                 Node::Int(number) => u64::try_from(number).ok().map(Field::Number),
-                Node::Str(span) => Some(Field::Text(std::str::from_utf8(span.of(self.bytes())).ok()?)),
-                Node::Dims(block) => Some(Field::Dims(SmallVec::from_slice(self.machine.pickle.dims(block)))),
-                Node::Global(index) => match self.machine.pickle.globals[index as usize] {
-                    ("torch", "Size") => self.size(),
+                Node::Str(span) => std::str::from_utf8(span.of(self.bytes)).ok().map(Field::Text),
+                Node::Dims(block) => {
+                    let bottom = self.fields.top();
+                    self.fields.numbers.extend_from_slice(self.pickle.dims(block));
+                    Some(self.fields.dims_from(bottom))
+                }
+                Node::Global(index) => match self.pickle.globals[index as usize] {
+                    Global { role: Role::Size, .. } => self.size(),
                     class if self.peek() == Some(b')') => self.nested(class).map(Field::Row),
-                    global => Some(Field::Global(global)),
+                    global => Some(Field::Global(global.symbol)),
                 },
                 Node::Bool(_) => Some(Field::Other),
-                Node::Call(make) if self.machine.pickle.node(make.callee).global() != Some(("torch", "Size")) => {
+                Node::Call(make) if self.pickle.global(make.callee).is_none_or(|it| it.role != Role::Size) => {
                     Some(Field::Other)
                 }
                 _ => None,
@@ -273,25 +219,28 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
         }
     }
 
-    /// An object of a class that the fold keeps, which was fetched.
-    fn nested(&mut self, class: (&'a str, &'a str)) -> Option<Folded> {
+    /// An object of a class that was fetched.
+    fn nested(&mut self, class: Global<'a>) -> Option<Folded> {
         self.expect(b')')?;
         self.expect(0x81)?;
-        if self.depth + 1 == MAX_DEPTH || !self.fold.keeps(class) {
+        if self.depth + 1 == MAX_DEPTH || class.role != Role::Record {
             return None;
         }
+        let bottom = self.fields.top();
+        self.holds_others = true;
         self.depth += 1;
-        let mut record = Record::default();
-        self.object(&mut record)?;
+        self.object()?;
         self.depth -= 1;
         // What the fold will not have is for the machine to tell.
-        self.fold.record(class, &record).ok()?
+        let folded = self.fold.record(class.symbol, &self.fields.record_from(bottom)).ok()?;
+        self.fields.truncate(bottom);
+        folded
     }
 
     /// The objects of a list, appended one by one or from MARK to APPENDS.
-    fn rows(&mut self) -> Option<SmallVec<[Folded; 1]>> {
+    fn rows(&mut self) -> Option<Field<'a>> {
         self.memo_of_none()?;
-        let mut rows = SmallVec::new();
+        let bottom = self.fields.top();
         loop {
             let start = self.pos;
             match self.op()? {
@@ -299,25 +248,31 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
                     while self.peek()? != b'e' {
                         let op = self.op()?;
                         let class = self.class(op)?;
-                        rows.push(self.nested(class)?);
+                        self.row(class)?;
                     }
                     self.expect(b'e')?;
                 }
                 op => {
                     let Some(class) = self.class(op) else {
                         self.pos = start;
-                        return Some(rows);
+                        return Some(self.fields.rows_from(bottom));
                     };
-                    rows.push(self.nested(class)?);
+                    self.row(class)?;
                     self.expect(b'a')?;
                 }
             }
         }
     }
 
-    fn class(&mut self, op: u8) -> Option<(&'a str, &'a str)> {
+    fn row(&mut self, class: Global<'a>) -> Option<()> {
+        let row = self.nested(class)?;
+        self.fields.rows.push(row);
+        Some(())
+    }
+
+    fn class(&mut self, op: u8) -> Option<Global<'a>> {
         match self.fetched(op)? {
-            Node::Global(index) => Some(self.machine.pickle.globals[index as usize]),
+            Node::Global(index) => Some(self.pickle.globals[index as usize]),
             _ => None,
         }
     }
@@ -327,7 +282,7 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
         match op {
             0x8c => self.text().map(str::as_bytes),
             _ => match self.fetched(op)? {
-                Node::Str(span) => Some(span.of(self.bytes())),
+                Node::Str(span) => Some(span.of(self.bytes)),
                 _ => None,
             },
         }
@@ -336,9 +291,9 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
     fn text(&mut self) -> Option<&'a str> {
         let len = self.op()?;
         let span = Span { start: self.pos as u32, len: len.into() };
-        let text = std::str::from_utf8(self.bytes().get(self.pos..self.pos + usize::from(len))?).ok()?;
+        let text = std::str::from_utf8(self.bytes.get(self.pos..self.pos + usize::from(len))?).ok()?;
         self.pos += usize::from(len);
-        self.memo_of(|| Kept::Text(span))?;
+        self.memo_of(|_| Kept::Text(span))?;
         Some(text)
     }
 
@@ -349,7 +304,7 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
             b'J' => self.array().and_then(|bytes| i32::from_le_bytes(bytes).try_into().ok()),
             0x8a => {
                 let len = usize::from(self.op()?);
-                let bytes = self.bytes().get(self.pos..self.pos + len)?;
+                let bytes = self.bytes.get(self.pos..self.pos + len)?;
                 self.pos += len;
                 long::to_u64(bytes)
             }
@@ -359,17 +314,21 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
 
     /// The arguments of `torch.Size`, a tuple of one tuple, and the call.
     fn size(&mut self) -> Option<Field<'a>> {
-        let mut dims = SmallVec::new();
+        let bottom = self.fields.top();
         let mut op = self.op()?;
         let is_marked = op == b'(';
         if is_marked {
             op = self.op()?;
         }
         let len = loop {
+            let len = self.fields.numbers.len() - bottom.numbers;
             match op {
-                b')' | 0x85..=0x87 | b't' => break dims.len(),
-                _ if dims.len() == MAX_DIMS => return None,
-                _ => dims.push(self.number(op)?),
+                b')' | 0x85..=0x87 | b't' => break len,
+                _ if len == MAX_DIMS => return None,
+                _ => {
+                    let number = self.number(op)?;
+                    self.fields.numbers.push(number);
+                }
             }
             op = self.op()?;
         };
@@ -385,30 +344,30 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
         self.expect(0x85)?;
         self.memo_of_none()?;
         self.expect(b'R')?;
-        self.memo_of(|| Kept::Dims(dims.clone()))?;
-        Some(Field::Dims(dims))
+        self.memo_of(|fields| Kept::Dims(fields.numbers[bottom.numbers..].into()))?;
+        Some(self.fields.dims_from(bottom))
     }
 
     /// MEMOIZE, where it follows.
-    fn memo_of(&mut self, value: impl FnOnce() -> Kept) -> Option<()> {
-        if self.bytes().get(self.pos) == Some(&0x94) {
+    fn memo_of(&mut self, value: impl FnOnce(&Fields<'a>) -> Kept) -> Option<()> {
+        if self.peek() == Some(0x94) {
             self.pos += 1;
-            if self.memo().fetches_next(self.memoized)? {
-                self.kept.push((self.memoized, value()));
+            if self.memo.is_fetched(self.next) {
+                self.kept.push((self.next, value(self.fields)));
             }
-            self.memoized += 1;
+            self.next += 1;
         }
         Some(())
     }
 
     /// MEMOIZE of something that makes no field, and is not fetched.
     fn memo_of_none(&mut self) -> Option<()> {
-        if self.bytes().get(self.pos) == Some(&0x94) {
+        if self.peek() == Some(0x94) {
             self.pos += 1;
-            if self.memo().fetches_next(self.memoized)? {
+            if self.memo.is_fetched(self.next) {
                 return None;
             }
-            self.memoized += 1;
+            self.next += 1;
         }
         Some(())
     }
@@ -419,7 +378,7 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
             b'j' => u32::from_le_bytes(self.array()?),
             _ => return None,
         };
-        self.memo().get(index).map(|id| self.machine.pickle.get(id))
+        self.memo.get(index).map(|id| self.pickle.get(id))
     }
 
     fn expect(&mut self, op: u8) -> Option<()> {
@@ -427,26 +386,18 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
     }
 
     fn peek(&self) -> Option<u8> {
-        self.bytes().get(self.pos).copied()
+        self.bytes.get(self.pos).copied()
     }
 
     fn op(&mut self) -> Option<u8> {
-        let op = *self.bytes().get(self.pos)?;
+        let op = *self.bytes.get(self.pos)?;
         self.pos += 1;
         Some(op)
     }
 
     fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
-        let array = self.bytes().get(self.pos..)?.first_chunk::<N>()?;
+        let array = self.bytes.get(self.pos..)?.first_chunk::<N>()?;
         self.pos += N;
         Some(*array)
-    }
-
-    fn bytes(&self) -> &'a [u8] {
-        self.machine.pickle.bytes
-    }
-
-    fn memo(&self) -> &Memo {
-        &self.machine.memo
     }
 }

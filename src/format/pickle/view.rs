@@ -198,10 +198,7 @@ impl<'a> Ref<'a> {
 
     /// A bare name: a class, a function, a dtype.
     pub fn global(self) -> Option<(&'a str, &'a str)> {
-        match self.node() {
-            Node::Global(index) => Some(self.pickle.globals[index as usize]),
-            _ => None,
-        }
+        self.pickle.global(self.id).map(|global| global.symbol)
     }
 
     /// A bare name, or `getattr` of one: protocol 2 has no other spelling for a class inside a class, such

@@ -16,6 +16,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 
 pub use header::{Stored, Written, read_header, write_header};
+use rayon::prelude::*;
 use serde::Deserialize;
 use serde_json::json;
 
@@ -358,7 +359,7 @@ fn reserve_file(
     reservation: &mut Reservation,
 ) -> Result<()> {
     let file_id = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
-    let offsets = data_offsets(wanted, tensors);
+    let (offsets, data_bytes) = data_offsets(wanted, tensors);
     let mut metadata = serde_json::Map::new();
     metadata.insert(FORMAT_KEY.into(), json!("pt"));
     metadata.extend(ties.iter().map(|(alias, kept)| (alias.to_string(), json!(kept.as_str()))));
@@ -372,22 +373,21 @@ fn reserve_file(
     let mut file = OutputFile::new(name);
     file.push_literal(header);
     let data_start = file.len;
+    file.push_payload(data_bytes);
     let mut placed: Vec<(u64, &(Fqn, TensorId))> = offsets.into_iter().zip(tensors).collect();
     placed.sort_by_key(|(offset, _)| *offset);
-    reservation.tensors.reserve(placed.len());
-    for (offset, (fqn, id)) in placed {
-        file.push_payload(wanted.len_bytes(*id));
+    let reserved = |(offset, (fqn, id)): (u64, &(Fqn, TensorId))| {
         let (dtype, shape) = (wanted.dtype(*id), wanted.source.tensor(*id).shape.clone());
-        let entry = TensorEntry::whole(fqn.clone(), dtype, shape, file_id, data_start + offset);
-        reservation.tensors.push(Reserved::new(*id, entry));
-    }
+        Reserved::new(*id, TensorEntry::whole(fqn.clone(), dtype, shape, file_id, data_start + offset))
+    };
+    reservation.tensors.par_extend(placed.into_par_iter().map(reserved));
     reservation.files.push(file);
     Ok(())
 }
 
-/// Where each tensor's data begins. Data comes in the order given, unless that would leave a tensor on an address its
+/// Where each tensor's data begins, and where all of it ends. Data comes in the order given, unless that would leave a tensor on an address its
 /// dtype cannot be viewed at, which loaders refuse: then wider dtypes come first.
-fn data_offsets(wanted: Wanted<'_>, tensors: &[(Fqn, TensorId)]) -> Vec<u64> {
+fn data_offsets(wanted: Wanted<'_>, tensors: &[(Fqn, TensorId)]) -> (Vec<u64>, u64) {
     let place = |order: &[usize]| {
         let mut offsets = vec![0; tensors.len()];
         let (mut end, mut aligned) = (0, true);
@@ -397,13 +397,13 @@ fn data_offsets(wanted: Wanted<'_>, tensors: &[(Fqn, TensorId)]) -> Vec<u64> {
             offsets[index] = end;
             end += wanted.len_bytes(id);
         }
-        (offsets, aligned)
+        (offsets, end, aligned)
     };
     let mut order: Vec<usize> = (0..tensors.len()).collect();
-    let (offsets, aligned) = place(&order);
-    if aligned {
-        return offsets;
+    let (mut offsets, end, aligned) = place(&order);
+    if !aligned {
+        order.sort_by_key(|&index| std::cmp::Reverse(wanted.dtype(tensors[index].1).itemsize()));
+        (offsets, ..) = place(&order);
     }
-    order.sort_by_key(|&index| std::cmp::Reverse(wanted.dtype(tensors[index].1).itemsize()));
-    place(&order).0
+    (offsets, end)
 }

@@ -76,7 +76,7 @@ impl Cover {
     /// # Errors
     /// The first violation found, in the order: dims, bounds, overlaps, gaps.
     pub fn prove(shape: &[u64], tiles: &[Tile]) -> Result<Self, CoverError> {
-        let held: Vec<Numbered<'_>> = tiles.iter().enumerate().filter(|(_, tile)| !tile.is_empty()).collect();
+        let held: SmallVec<[Numbered<'_>; 1]> = tiles.iter().enumerate().filter(|(_, tile)| !tile.is_empty()).collect();
         for &(index, tile) in &held {
             check_bounds(shape, index, tile)?;
         }
