@@ -48,11 +48,12 @@ fn plan(from: &Job, to: &Job, layers: u64) -> Costs {
         costs.items += timed(&mut costs.lowering, || {
             let mut items = 0;
             for plan in &plans {
+                let sizes = |chunk: u32| source.chunks.sizes(chunk as usize);
                 let strides: Vec<_> =
-                    plan.overlaps.iter().map(|overlap| contiguous_strides(&overlap.source_sizes)).collect();
+                    plan.overlaps.iter().map(|overlap| contiguous_strides(&sizes(overlap.chunk))).collect();
                 let numel = plan.sizes.iter().product();
                 let Ok(()): Result<(), Infallible> =
-                    Pieces::new(plan, &strides, source.dtype.itemsize()).visit(0..numel, |_| {
+                    Pieces::new(plan, |overlap| &strides[overlap], source.dtype.itemsize()).visit(0..numel, |_| {
                         items += 1;
                         Ok(())
                     });

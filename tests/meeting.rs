@@ -132,7 +132,6 @@ fn a_destination_that_is_not_shared() {
 }
 
 /// What a process says on stderr until it says this.
-#[expect(clippy::unbuffered_bytes, reason = "what follows is for whoever reads on")]
 fn hear(process: &mut Child, words: &str) -> String {
     let (stderr, mut said) = (process.stderr.as_mut().unwrap(), String::new());
     while !said.contains(words) {

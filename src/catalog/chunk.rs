@@ -169,13 +169,26 @@ impl ChunkTable {
         Tile::new(offsets.iter().zip(sizes).map(|(&at, &size)| Intervals::single(at, size)))
     }
 
+    /// The shape of a chunk's local tensor.
+    #[must_use]
+    pub fn sizes(&self, index: usize) -> Dims {
+        match self.odd {
+            Some(_) => self.tile(index).sizes(),
+            None => Dims::from_slice(self.sizes_of_box(index)),
+        }
+    }
+
     /// Elements of a chunk.
     #[must_use]
     pub fn numel(&self, index: usize) -> u64 {
         match self.odd {
             Some(_) => self.tile(index).numel(),
-            None => self.bounds[(2 * index + 1) * self.ndim..2 * (index + 1) * self.ndim].iter().product(),
+            None => self.sizes_of_box(index).iter().product(),
         }
+    }
+
+    fn sizes_of_box(&self, index: usize) -> &[u64] {
+        &self.bounds[(2 * index + 1) * self.ndim..2 * (index + 1) * self.ndim]
     }
 
     #[must_use]

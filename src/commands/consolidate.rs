@@ -66,9 +66,10 @@ pub fn run(args: &Consolidate, launch: Launch, printer: &Printer) -> Result<Stat
     let placing = placing_like(&args.convert, like, to)?;
     check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
     source.settle(args.convert.checks, Ranks::Together, &run)?;
-    let mut tensors = source.tensors();
+    // Each walks through all of the state dict.
+    let state = &source.wanted.catalog.state;
+    let (mut tensors, left_out) = rayon::join(|| model::all_tensors(state), || path::object_names(state));
     check_model(args, &source, &tensors)?;
-    let left_out = path::object_names(&source.wanted.catalog.state);
     let mut tied = Vec::new();
     let mut notes = source.settled.notes(None);
     let (mut reservation, shape) = match to {

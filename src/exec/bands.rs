@@ -82,8 +82,9 @@ pub struct Member<'a> {
     pub payload: &'a mut Payload,
 }
 
-/// Put tiles of one tensor into groups, where at least two want the same rows, or are equal.
-pub fn group<'a>(members: impl IntoIterator<Item = Member<'a>>) {
+/// Put tiles of one tensor into groups, where at least two want the same rows, or are equal. Groups have the numbers from
+/// `number` on, no more than there are tiles.
+pub fn group<'a>(members: impl IntoIterator<Item = Member<'a>>, mut number: usize) {
     let mut by_rows: IndexMap<(Option<Intervals>, Option<&Share>), Vec<Member<'_>>> = IndexMap::new();
     let mut by_tile: IndexMap<(Tile, Option<&Share>), Vec<Member<'_>>> = IndexMap::new();
     for member in members {
@@ -95,7 +96,6 @@ pub fn group<'a>(members: impl IntoIterator<Item = Member<'a>>) {
     }
     let mut groups: Vec<_> = by_rows.into_values().collect();
     let groups = groups.iter_mut().flat_map(|members| members.chunks_mut(BAND_TILES));
-    let mut number = 0;
     for members in groups.filter(|members| members.len() > 1) {
         let source_bytes = members.iter().map(|member| member.source_bytes).sum();
         let (first, others) = members.split_first().expect("more than one");

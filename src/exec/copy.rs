@@ -137,20 +137,33 @@ pub struct Writing<'a> {
     pub stop: &'a Stop,
 }
 
+impl Writing<'_> {
+    /// Make the files.
+    ///
+    /// # Errors
+    /// As [`Outputs::make`].
+    pub fn make(&self) -> Result<Outputs> {
+        Outputs::make(self.folder, &self.reservation.files, self.log.todo(), self.options.sync)
+    }
+}
+
 /// Fill what is to be done of files, from the files of the source.
 ///
 /// # Errors
 /// The first error of any worker; `Stopped` on a signal. The files are incomplete then, and the log has what is complete.
 pub fn copy(input: Input<'_>, writing: Writing<'_>) -> Result<Stats> {
     let Writing { reservation, log, .. } = writing;
-    let supply = FromFiles {
+    let mut supply = FromFiles {
         input,
         todo: log.todo(),
         windows: Windows::new(input, &reservation.tensors, log.todo()),
         pace: Pace::start(),
         begun: 0,
+        first: None,
     };
-    write(input, supply, writing)
+    // One file is made by one thread.
+    let (outputs, ()) = rayon::join(|| writing.make(), || supply.plan_ahead());
+    write(input, outputs?, supply, writing)
 }
 
 /// Where tiles come from that are put into strips.
@@ -179,10 +192,28 @@ struct FromFiles<'a> {
     pace: Pace,
     /// Bytes of the window that was begun.
     begun: u64,
+    /// What was planned before anybody asked for it.
+    first: Option<Result<Option<Planned>>>,
+}
+
+/// A batch, and the slots of its tiles.
+type Planned = (Vec<Slot>, Batch);
+
+impl FromFiles<'_> {
+    fn plan_ahead(&mut self) {
+        let mut slots = Vec::new();
+        let batch = self.next(&mut slots);
+        self.first = Some(batch.map(|batch| Some((slots, batch?))));
+    }
 }
 
 impl Supply for FromFiles<'_> {
     fn next(&mut self, slots: &mut Vec<Slot>) -> Result<Option<Batch>> {
+        if let Some(first) = self.first.take() {
+            let Some((tiles, batch)) = first? else { return Ok(None) };
+            *slots = tiles;
+            return Ok(Some(batch));
+        }
         if self.begun > 0 {
             self.pace.done(self.begun);
         }
@@ -193,13 +224,12 @@ impl Supply for FromFiles<'_> {
     }
 }
 
-/// As [`copy`], with tensor data from wherever `supply` has it.
+/// As [`copy`], into files that were made, with tensor data from wherever `supply` has it.
 ///
 /// # Errors
 /// As [`copy`].
-pub fn write(input: Input<'_>, mut supply: impl Supply, writing: Writing<'_>) -> Result<Stats> {
-    let Writing { reservation, folder, log, options, reporter, stop } = writing;
-    let outputs = Outputs::make(folder, &reservation.files, log.todo(), options.sync)?;
+pub fn write(input: Input<'_>, outputs: Outputs, mut supply: impl Supply, writing: Writing<'_>) -> Result<Stats> {
+    let Writing { reservation, log, options, reporter, stop, .. } = writing;
     let mut cutter = Cutter::new(&reservation.files, log.todo(), options.strip_bytes);
     let sums = Sums::new(reservation, log.is_all());
     let passing = Passing::default();

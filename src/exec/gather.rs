@@ -104,7 +104,6 @@ struct Gathered {
     plan: TilePlan,
     /// One an overlap.
     located: SmallVec<[Located; 1]>,
-    strides: SmallVec<[Dims; 1]>,
 }
 
 impl Prepared {
@@ -169,10 +168,10 @@ impl Prepared {
     /// # Errors
     /// As [`Prepared::new`].
     pub fn chunk(input: Input<'_>, entry: &TensorEntry, chunk: u32) -> Result<Self> {
-        let sizes = entry.chunks.tile(chunk as usize).sizes();
+        let sizes = entry.chunks.sizes(chunk as usize);
         let whole = |&size: &u64| smallvec![crate::layout::Segment { left: 0, right: 0, len: size }];
         let segments = sizes.iter().map(whole).collect();
-        let overlap = Overlap { chunk, source_sizes: sizes.clone(), segments };
+        let overlap = Overlap { chunk, segments };
         let mut prepared = Self::of(entry, sizes.iter().product());
         let plan = TilePlan { sizes, overlaps: smallvec![overlap] };
         prepared.parts.push(Part::Files(Gathered::new(input, entry, plan, &mut Locations::default())?));
@@ -309,7 +308,7 @@ impl Prepared {
     #[must_use]
     pub fn is_of_short_rows(&self) -> bool {
         self.gathered().any(|part| {
-            let pieces = Pieces::new(&part.plan, &part.strides, self.dtype.itemsize());
+            let pieces = part.pieces(self.dtype.itemsize());
             let first = pieces.visit(0..self.numel, |piece| Err(is_scattered(&piece) && is_row_by_row(&piece)));
             first == Err(true)
         })
@@ -318,7 +317,7 @@ impl Prepared {
     /// Want the stretches of the source that hold the short runs of `numel` elements from `first`.
     pub fn short_runs(&self, first: u64, numel: u64, wanted: &mut Wanted) {
         for part in self.gathered() {
-            let pieces = Pieces::new(&part.plan, &part.strides, self.dtype.itemsize());
+            let pieces = part.pieces(self.dtype.itemsize());
             let Ok(()): Result<(), Infallible> = pieces.visit(first..first + numel, |piece| {
                 if piece.run_bytes < LONG_RUN_BYTES {
                     wanted.add(stretch(&part.located[piece.overlap], &piece));
@@ -333,7 +332,7 @@ impl Prepared {
     pub fn held_bytes(&self) -> u64 {
         /// What finds a chunk again that another tile needs as well, and what an allocator adds to lists this short.
         const FOUND: usize = size_of::<(u32, Located)>() * 2 + 128;
-        let overlap = size_of::<Overlap>() + size_of::<Located>() + size_of::<Dims>() + FOUND;
+        let overlap = size_of::<Overlap>() + size_of::<Located>() + FOUND;
         let name = self.fqn.as_str().len() + 32;
         let part = |part: &Gathered| {
             let segments = part.plan.overlaps.iter().flat_map(|overlap| &overlap.segments);
@@ -356,7 +355,7 @@ impl Prepared {
     /// Visit the pieces of the whole tile, for statistics.
     pub fn pieces(&self, mut visit: impl FnMut(&Piece)) {
         for part in self.gathered() {
-            let pieces = Pieces::new(&part.plan, &part.strides, self.dtype.itemsize());
+            let pieces = part.pieces(self.dtype.itemsize());
             let Ok(()): Result<(), Infallible> = pieces.visit(0..self.numel(), |piece| {
                 visit(&piece);
                 Ok(())
@@ -382,14 +381,17 @@ impl Gathered {
                 continue;
             }
             let found = (input.resolve)(input.files, entry, overlap.chunk)?;
-            check_inside(input, entry, &overlap.source_sizes, &found)?;
+            check_inside(input, entry, overlap.chunk, &found)?;
             if let Some(known) = &mut known.0 {
                 known.insert(overlap.chunk, found.clone());
             }
             located.push(found);
         }
-        let strides = located.iter().map(|found| found.strides.clone()).collect();
-        Ok(Self { plan, located, strides })
+        Ok(Self { plan, located })
+    }
+
+    fn pieces<'a>(&'a self, itemsize: u64) -> Pieces<'a, impl Fn(usize) -> &'a Dims> {
+        Pieces::new(&self.plan, |overlap| &self.located[overlap].strides, itemsize)
     }
 
     /// Fill `buffer` with elements as they are stored; the runs of records with checksums are noted.
@@ -403,7 +405,7 @@ impl Gathered {
         mut noted: Option<(&mut Noting<'_>, &Fqn)>,
     ) -> Result<()> {
         let range = first..first + buffer.len() as u64 / itemsize;
-        Pieces::new(&self.plan, &self.strides, itemsize).visit(range, |piece| {
+        self.pieces(itemsize).visit(range, |piece| {
             let located = &self.located[piece.overlap];
             let file = input.files.open(located.file)?;
             read_piece(&file, input.files.io(), located, &piece, buffer, block)?;
@@ -416,9 +418,9 @@ impl Gathered {
 }
 
 /// Offsets come from files: prove once that the whole chunk lies inside its file, so that reading can trust them.
-fn check_inside(input: Input<'_>, entry: &TensorEntry, sizes: &[u64], found: &Located) -> Result<()> {
+fn check_inside(input: Input<'_>, entry: &TensorEntry, chunk: u32, found: &Located) -> Result<()> {
     let len = input.files.len_bytes(found.file);
-    let end = span(sizes, &found.strides)
+    let end = span(&entry.chunks.sizes(chunk as usize), &found.strides)
         .and_then(|elements| elements.checked_mul(entry.dtype.itemsize()))
         .and_then(|bytes| bytes.checked_add(found.offset));
     if end.is_some_and(|end| end <= len) {

@@ -181,7 +181,7 @@ pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents, slots: &m
     Ok(payloads)
 }
 
-/// Add the tiles of one tensor that are to be done, with groups that count from where they begin.
+/// Add the tiles of one tensor that are to be done, with groups that count from where these begin.
 fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents, tiles: &mut Vec<(Slot, Payload)>) -> Result<()> {
     let source = Source::new(input.catalog.tensor(tensor.source))?;
     let pair = (source.entry.dtype, tensor.dtype());
@@ -210,13 +210,14 @@ fn prepare_tensor(input: Input<'_>, tensor: &Reserved, todo: &Extents, tiles: &m
     if tiles.len() < 2 {
         return Ok(());
     }
-    bands::group(zip(&mut *tiles, wanted).map(|((slot, payload), index)| Member {
+    let members = zip(tiles, wanted).map(|((slot, payload), index)| Member {
         tile: tensor.entry.chunks.tile(index),
         share: tensor.shares.get(index).map(Arc::as_ref),
         source_bytes: slot.tile.source_bytes(),
         is_of_short_rows: slot.tile.is_of_short_rows(),
         payload,
-    }));
+    });
+    bands::group(members, first);
     Ok(())
 }
 

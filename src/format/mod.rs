@@ -271,7 +271,7 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located
     let index = chunk as usize;
     let strides = || match entry.chunks.strides(index) {
         Some(strides) => strides.clone(),
-        None => contiguous_strides(&entry.chunks.tile(index).sizes()),
+        None => contiguous_strides(&entry.chunks.sizes(index)),
     };
     match entry.chunks.place(index) {
         Place::Bytes { file, offset } => Ok(Located { file, offset, strides: strides(), summed: None }),

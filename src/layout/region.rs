@@ -106,10 +106,16 @@ impl Region {
     /// Each step takes the largest box that starts where the last one ended: first outwards, from
     /// the rest of a row to the rest of a plane, then back inwards.
     pub fn cut(sizes: &[u64], range: Range<u64>) -> impl Iterator<Item = Self> + '_ {
-        let end = range.end.min(super::numel(sizes).unwrap_or(u64::MAX));
+        let numel = super::numel(sizes);
+        let end = range.end.min(numel.unwrap_or(u64::MAX));
         let mut at = range.start;
         std::iter::from_fn(move || {
             let left = end.checked_sub(at).filter(|&left| left > 0)?;
+            // What is small is mostly wanted whole.
+            if numel == Some(left) {
+                at = end;
+                return Some(Self::whole(sizes));
+            }
             // The outermost dim of which a whole slice starts here and is wanted. A slice of more
             // than 2^64 elements is never wanted whole.
             let (mut dim, mut slice) = (sizes.len(), 1);

@@ -51,7 +51,7 @@ impl<'a> Source<'a> {
                     None => Some(segments),
                 });
                 if let Some(segments) = segments {
-                    overlaps.push(Overlap { chunk: holders[index][0], source_sizes: tiles[index].sizes(), segments });
+                    overlaps.push(Overlap { chunk: holders[index][0], segments });
                 }
             }
         }
@@ -74,8 +74,6 @@ pub struct TilePlan {
 pub struct Overlap {
     /// Index into the source tensor's chunk table.
     pub chunk: u32,
-    /// Sizes of that chunk's local tensor, from which its strides follow where it is contiguous.
-    pub source_sizes: Dims,
     /// For each dim the common stretches: `left` counts in the source's local tensor, `right` in the target's.
     pub segments: Common,
 }

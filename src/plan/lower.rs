@@ -58,16 +58,15 @@ impl Piece {
 /// The pieces that fill the elements `range` of the target's local tensor, in row-major order of the target's boxes.
 ///
 /// `strides` gives the element strides of each overlap's chunk.
-pub struct Pieces<'a> {
+pub struct Pieces<'a, S> {
     plan: &'a TilePlan,
-    strides: &'a [Dims],
+    strides: S,
     itemsize: u64,
 }
 
-impl<'a> Pieces<'a> {
+impl<'a, S: Fn(usize) -> &'a Dims> Pieces<'a, S> {
     #[must_use]
-    pub fn new(plan: &'a TilePlan, strides: &'a [Dims], itemsize: u64) -> Self {
-        debug_assert_eq!(plan.overlaps.len(), strides.len());
+    pub fn new(plan: &'a TilePlan, strides: S, itemsize: u64) -> Self {
         Self { plan, strides, itemsize }
     }
 
@@ -82,7 +81,7 @@ impl<'a> Pieces<'a> {
                 let walk = Walk {
                     overlap: index,
                     region: &region,
-                    source_strides: &self.strides[index],
+                    source_strides: (self.strides)(index),
                     target_strides: &target_strides,
                     itemsize: self.itemsize,
                     first_element: range.start,

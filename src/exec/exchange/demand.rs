@@ -117,9 +117,9 @@ impl<'a> Demand<'a> {
             }
             let share = share.or_else(|| whole.clone());
             let (parts, reducer) = match &share {
-                None => (vec![Planned::new(source.plan(&tile, 0, None))], None),
+                None => (vec![Planned::new(entry, source.plan(&tile, 0, None))], None),
                 Some(share) => {
-                    let of = |summand: &u64| Planned::new(source.plan(&tile, *summand, share.within.as_ref()));
+                    let of = |summand: &u64| Planned::new(entry, source.plan(&tile, *summand, share.within.as_ref()));
                     (share.summands.iter().map(of).collect(), Reducer::of(entry, share)?)
                 }
             };
@@ -145,8 +145,9 @@ impl<'a> Demand<'a> {
 }
 
 impl Planned {
-    fn new(plan: TilePlan) -> Self {
-        let strides = plan.overlaps.iter().map(|overlap| contiguous_strides(&overlap.source_sizes)).collect();
+    fn new(entry: &TensorEntry, plan: TilePlan) -> Self {
+        let sizes = |chunk: u32| entry.chunks.sizes(chunk as usize);
+        let strides = plan.overlaps.iter().map(|overlap| contiguous_strides(&sizes(overlap.chunk))).collect();
         Self { plan, strides }
     }
 }

@@ -229,7 +229,7 @@ impl<'a> Draft<'a> {
                     };
                     let takers: Ranks = target.takers().into();
                     for (part, planned) in wanted.parts.iter().enumerate() {
-                        let pieces = Pieces::new(&planned.plan, &planned.strides, itemsize);
+                        let pieces = Pieces::new(&planned.plan, |overlap| &planned.strides[overlap], itemsize);
                         let visited = pieces.visit(target.elements.clone(), |piece| {
                             let chunk = planned.plan.overlaps[piece.overlap].chunk;
                             let from = Stretch { reader: Reader { rank: takers[0], chunk }, range: number };

@@ -136,7 +136,7 @@ impl<'a> Exchange<'a> {
             });
             scope.spawn(|| self.shuffle(communicator, shuffle, to_shuffle, shuffled));
             let supply = Batches { shuffled: to_write, stop };
-            let done = write(self.input, supply, writing);
+            let done = writing.make().and_then(|outputs| write(self.input, outputs, supply, writing));
             if let Err(error) = &done {
                 communicator.fail(&error.to_string());
             }

@@ -82,7 +82,7 @@ mod tests {
             for chunk in 0..entry.chunks.len() {
                 let Place::Item(stretch) = entry.chunks.place(chunk) else { continue };
                 let chunk = u32::try_from(chunk).unwrap();
-                let key = (entry.dtype, entry.chunks.tile(chunk as usize).sizes(), stretch.len);
+                let key = (entry.dtype, entry.chunks.sizes(chunk as usize), stretch.len);
                 if let Some(first) = met.insert(key, (entry, chunk, stretch)) {
                     return [first, (entry, chunk, stretch)];
                 }
@@ -125,7 +125,7 @@ mod tests {
                 }
             }
             assert!(located > 0 && located < 2 * item.len());
-            let sizes = entry.chunks.tile(chunk as usize).sizes();
+            let sizes = entry.chunks.sizes(chunk as usize);
             meet();
             assert_eq!(recall(&files, stretch, entry.dtype, &sizes).unwrap(), afresh(true).ok());
         }

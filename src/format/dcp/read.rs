@@ -266,7 +266,7 @@ fn read_object(
 /// # Errors
 /// `Malformed` where the item is not the chunk that the metadata describes.
 pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32, stretch: Stretch) -> Result<Located> {
-    let sizes = entry.chunks.tile(chunk as usize).sizes();
+    let sizes = entry.chunks.sizes(chunk as usize);
     if let Some(found) = known::recall(files, stretch, entry.dtype, &sizes)? {
         return Ok(found);
     }

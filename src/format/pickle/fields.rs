@@ -119,7 +119,7 @@ impl<'r, 'a> Record<'r, 'a> {
 /// The fields of a record, and what they have several of. Those of an object within another lie behind those of that one.
 #[derive(Debug, Default)]
 pub struct Fields<'a> {
-    pub(super) fields: Vec<(&'a [u8], Field<'a>)>,
+    pub(super) named: Vec<(&'a [u8], Field<'a>)>,
     pub(super) numbers: Vec<u64>,
     pub(super) rows: Vec<Folded>,
 }
@@ -150,15 +150,15 @@ impl<'a> Fields<'a> {
     }
 
     pub(super) fn record_from(&self, bottom: Bottom) -> Record<'_, 'a> {
-        Record { fields: &self.fields[bottom.fields..], numbers: &self.numbers, rows: &self.rows }
+        Record { fields: &self.named[bottom.fields..], numbers: &self.numbers, rows: &self.rows }
     }
 
     pub(super) fn top(&self) -> Bottom {
-        Bottom { fields: self.fields.len(), numbers: self.numbers.len(), rows: self.rows.len() }
+        Bottom { fields: self.named.len(), numbers: self.numbers.len(), rows: self.rows.len() }
     }
 
     pub(super) fn truncate(&mut self, bottom: Bottom) {
-        self.fields.truncate(bottom.fields);
+        self.named.truncate(bottom.fields);
         self.numbers.truncate(bottom.numbers);
         self.rows.truncate(bottom.rows);
     }
@@ -188,7 +188,7 @@ impl<'a> Fields<'a> {
     }
 
     pub(super) fn push(&mut self, name: &'a [u8], field: Field<'a>) {
-        self.fields.push((name, field));
+        self.named.push((name, field));
     }
 
     /// All numbers from there on.

@@ -60,10 +60,10 @@ impl BitSet {
         let bits = |word: usize| self.words.get(word).copied().unwrap_or(0);
         // All bits from `from` on, and all below `to`.
         let (from, to) = (from.wrapping_neg(), to - 1);
-        match first == last {
-            true => bits(first) & from & to != 0,
-            false => bits(first) & from != 0 || bits(last) & to != 0 || (first + 1..last).any(|word| bits(word) != 0),
+        if first == last {
+            return bits(first) & from & to != 0;
         }
+        bits(first) & from != 0 || bits(last) & to != 0 || (first + 1..last).any(|word| bits(word) != 0)
     }
 }
 

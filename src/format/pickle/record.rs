@@ -177,7 +177,7 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
     fn inner_tuple(&mut self, outer: Bottom, len: usize) -> Option<Field<'a>> {
         let bottom = self.fields.top();
         let first = bottom.fields.checked_sub(len).filter(|first| *first >= outer.fields)?;
-        let Fields { fields, numbers, .. } = &mut *self.fields;
+        let Fields { named: fields, numbers, .. } = &mut *self.fields;
         let mut are_numbers = true;
         for (_, field) in fields.drain(first..) {
             match field {
@@ -293,7 +293,7 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
         let span = Span { start: self.pos as u32, len: len.into() };
         let text = std::str::from_utf8(self.bytes.get(self.pos..self.pos + usize::from(len))?).ok()?;
         self.pos += usize::from(len);
-        self.memo_of(|_| Kept::Text(span))?;
+        self.memo_of(|_| Kept::Text(span));
         Some(text)
     }
 
@@ -344,12 +344,12 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
         self.expect(0x85)?;
         self.memo_of_none()?;
         self.expect(b'R')?;
-        self.memo_of(|fields| Kept::Dims(fields.numbers[bottom.numbers..].into()))?;
+        self.memo_of(|fields| Kept::Dims(fields.numbers[bottom.numbers..].into()));
         Some(self.fields.dims_from(bottom))
     }
 
     /// MEMOIZE, where it follows.
-    fn memo_of(&mut self, value: impl FnOnce(&Fields<'a>) -> Kept) -> Option<()> {
+    fn memo_of(&mut self, value: impl FnOnce(&Fields<'a>) -> Kept) {
         if self.peek() == Some(0x94) {
             self.pos += 1;
             if self.memo.is_fetched(self.next) {
@@ -357,7 +357,6 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
             }
             self.next += 1;
         }
-        Some(())
     }
 
     /// MEMOIZE of something that makes no field, and is not fetched.

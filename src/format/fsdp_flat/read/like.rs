@@ -62,7 +62,7 @@ impl Like {
         let Checkpoint { files, catalog, .. } = &self.checkpoint;
         let whole = |name: &Fqn| {
             let entry = catalog.tensor(self.params.get(name)?.id);
-            let chunk = (0..entry.chunks.len()).find(|chunk| entry.chunks.tile(*chunk).sizes() == entry.shape)?;
+            let chunk = (0..entry.chunks.len()).find(|chunk| entry.chunks.sizes(*chunk) == entry.shape)?;
             Some((entry, u32::try_from(chunk).ok()?))
         };
         let (Some((left, left_chunk)), Some((right, right_chunk))) = (whole(left), whole(right)) else {
