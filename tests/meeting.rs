@@ -219,7 +219,7 @@ fn a_first_process_that_was_killed() {
     let place = nodes.desk().join(".out.dtshard-meeting");
     let mut first = nodes.command_of(0, 3, WORDS).spawn().unwrap();
     let begun = Instant::now();
-    while !names_in(&place).iter().any(|name| name.starts_with("rendezvous-") && name.ends_with(".json")) {
+    while !names_in(&place).iter().any(|name| name.starts_with("rendezvous-") && !name.ends_with("tmp")) {
         assert!(begun.elapsed() < Duration::from_secs(9), "no address");
         sleep(Duration::from_millis(5));
     }

@@ -319,9 +319,9 @@ fn process_0_is_told_to_stop_while_it_stays() {
     let place = free();
     let stop = Arc::new(AtomicBool::new(false));
     let is_stopped = Arc::clone(&stop);
-    let going: KeepGoing = Arc::new(move || match is_stopped.load(Ordering::Relaxed) {
-        true => Err(Error::Stopped { signal: "TERM", exit: 143, rank: None, kept: None }),
-        false => Ok(()),
+    let going: KeepGoing = Arc::new(move || {
+        let error = || Error::Stopped { signal: "TERM", exit: 143, rank: None, kept: None };
+        if is_stopped.load(Ordering::Relaxed) { Err(error()) } else { Ok(()) }
     });
     let first = Comer { going, ..Comer::new(0, 3, &place, LONG) }.comes();
     drop(guest(&place, 3));
