@@ -199,6 +199,19 @@ fn a_part_that_is_given_twice() {
     }
 }
 
+/// As where a whole run has one process too many: who is turned away does not take the place away, between the moment
+/// that all have met and the one that they see their folder in it.
+#[test]
+fn one_too_many_harms_nobody() {
+    let nodes = nodes();
+    for _ in 0..8 {
+        nodes.clear();
+        let outcomes = ended([0, 1, 1].map(|rank| nodes.start(rank, WORDS)));
+        succeeds(&outcomes[0]);
+        assert_eq!(outcomes.iter().filter(|outcome| outcome.code == Some(0)).count(), 2, "{outcomes:?}");
+    }
+}
+
 /// The next run may have another number of parts.
 #[test]
 fn a_first_process_that_was_killed() {
@@ -206,15 +219,31 @@ fn a_first_process_that_was_killed() {
     let place = nodes.desk().join(".out.dtshard-meeting");
     let mut first = nodes.command_of(0, 3, WORDS).spawn().unwrap();
     let begun = Instant::now();
-    while !names_in(&place).iter().any(|name| Path::new(name).extension() == Some("json".as_ref())) {
+    while !names_in(&place).iter().any(|name| name.starts_with("rendezvous-") && !name.ends_with("tmp")) {
         assert!(begun.elapsed() < Duration::from_secs(9), "no address");
         sleep(Duration::from_millis(5));
     }
     first.kill().unwrap();
     first.wait().unwrap();
     assert_eq!(names(&nodes.desk()), [".out.dtshard-meeting"]);
+    // One that meets nobody takes it away as well.
+    let alone = copied(&place);
     nodes.together(WORDS).iter().for_each(succeeds);
     assert_eq!(names(&nodes.desk()), ["out"]);
+    nodes.clear();
+    alone(&place);
+    succeeds(&nodes.command_alone(WORDS).output().unwrap().into());
+    assert_eq!(names(&nodes.desk()), ["out"]);
+}
+
+/// What puts files of a folder back, elsewhere or when it is gone.
+fn copied(folder: &Path) -> impl Fn(&Path) {
+    let files: Vec<_> =
+        names_in(folder).into_iter().map(|name| (fs::read(folder.join(&name)).unwrap(), name)).collect();
+    move |to| {
+        fs::create_dir_all(to).unwrap();
+        files.iter().for_each(|(bytes, name)| fs::write(to.join(name), bytes).unwrap());
+    }
 }
 
 /// Of a folder that may not be there.

@@ -158,6 +158,8 @@ fn call(control: &Control, peer: u32, address: &Address, mine: &Hello, patience:
         if wait.is_due() {
             wait.say(&format!("waiting for a connection to process {peer} at {}", address.host), Some(&why));
         }
+        // Who refuses a call does so at once, and then nobody has asked.
+        control.check(CONNECT)?;
         thread::sleep(Duration::from_millis(100));
     }
 }

@@ -146,6 +146,8 @@ impl Meeting<'_> {
             if let (Some(sheet), Error::Comm { rank, detail, .. }, true) = (&sheet, &error, self.calls_off) {
                 sheet.call_off(&missing, (rank.index, detail));
             }
+            // It may have been told to stop while it stayed for those.
+            (self.going)()?;
             return Err(error);
         }
         // Nobody needs it any more.

@@ -124,6 +124,8 @@ impl Sheet {
             let words = Words { address: Address::of(listener)?, token, process: Process::this() };
             // Another node may see the name before the bytes.
             write(&draft, &words)?.sync_all()?;
+            // A folder of that name would not be replaced. It goes unless there is something in it.
+            let _ = fs::remove_dir(&path);
             fs::rename(&draft, &path)
         };
         write().inspect_err(|_| drop(fs::remove_file(&draft))).map_err(Error::io("write", &path))?;
@@ -195,12 +197,18 @@ fn now() -> u64 {
 }
 
 fn write(path: &Path, what: &impl Serialize) -> io::Result<fs::File> {
-    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    // What is there may be a link to something else.
+    let _ = fs::remove_file(path);
+    let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
     file.write_all(&serde_json::to_vec(what)?)?;
     Ok(file)
 }
 
 fn read<T: DeserializeOwned>(path: &Path) -> io::Result<T> {
+    // Opening what is none could wait for ever.
+    if !fs::symlink_metadata(path)?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+    }
     let mut bytes = Vec::new();
     fs::File::open(path)?.take(1 << 16).read_to_end(&mut bytes)?;
     Ok(serde_json::from_slice(&bytes)?)
@@ -282,8 +290,39 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let name = Name::new(folder.path(), None, 2);
         post(&name, [1; 32]).call_off(&[1], (1, "it is gone"));
-        fs::create_dir(name.sheet()).unwrap();
+        fs::create_dir_all(name.sheet().join("something")).unwrap();
         Sheet::post(name.clone(), &listen(&[0]).unwrap(), [2; 32]).unwrap_err();
         assert!(name.notice(1).exists());
+    }
+
+    /// A pipe has nobody at its other end, and a link may lead anywhere.
+    #[test]
+    fn what_is_no_file_is_not_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = Name::new(folder.path(), None, 3);
+        let part = |index| Part { index, of: 3 };
+        for path in [name.sheet(), name.notice(1)] {
+            let made = std::process::Command::new("mkfifo").arg(path).status();
+            assert!(made.unwrap().success());
+        }
+        let why = name.words().unwrap_err();
+        assert!(why.contains("not a regular file"), "{why}");
+        assert!(name.take_notice(part(1)).is_none());
+        let sheet = post(&name, [1; 32]);
+        let other = folder.path().join("other");
+        fs::write(&other, "mine").unwrap();
+        std::os::unix::fs::symlink(&other, name.notice(2)).unwrap();
+        sheet.call_off(&[1, 2], (1, "it is gone"));
+        assert_eq!(fs::read(&other).unwrap(), b"mine");
+        assert!(name.take_notice(part(1)).is_some() && name.take_notice(part(2)).is_some());
+    }
+
+    #[test]
+    fn an_empty_folder_in_place_of_the_sheet_gives_way() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = Name::new(folder.path(), None, 2);
+        fs::create_dir(name.sheet()).unwrap();
+        let _sheet = post(&name, [1; 32]);
+        assert!(name.words().is_ok());
     }
 }

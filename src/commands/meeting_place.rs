@@ -1,18 +1,23 @@
 //! `.DST.dtshard-meeting`: a folder beside DST, where the processes of a run find each other, and make their twin.
 //!
-//! Each run has a folder of its own in it, of a random name, and beside that a note of the process that made it. So two
+//! Each run has a folder of its own in it, of a random name, and beside that a note of the process that makes it. So two
 //! with one DST do not take each other's files; all but one are refused once they look at DST. Invariants: what is there
-//! is nobody's result; who goes takes away what is his. Who has published DST also takes away what is left of others:
+//! is nobody's result; who goes takes away what is his; the note is there for as long as its process is, so that nobody
+//! who goes finds the place empty, and removes it under a run that lives. Who has published DST also takes away what is left of others:
 //! folders whose process has ended, as far as can be told from here, or began a day ago. Whoever lives as long works on
 //! DST, and nobody else has published it.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs;
+use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::comm::{self, Communicator, Part, Patience, Process, Wait};
 use crate::error::{Error, Peer, Result};
+
+/// Of the folder of a run.
+const NAME_LEN: usize = 16;
 
 pub struct MeetingPlace {
     folder: PathBuf,
@@ -21,6 +26,8 @@ pub struct MeetingPlace {
     was_there: bool,
     /// What was not there of the folders above it, the innermost first.
     made: Vec<PathBuf>,
+    /// What the first has drawn, and has a note of.
+    number: Option<[u8; 8]>,
     /// That of this run, once it is agreed on.
     of_run: Option<PathBuf>,
     is_first: bool,
@@ -47,18 +54,22 @@ impl MeetingPlace {
                 "give the destination a name of its own",
             )
         })?;
-        let hidden = [".".as_ref(), name, ".dtshard-meeting".as_ref()].into_iter().collect::<OsString>();
-        let folder = destination.with_file_name(hidden);
+        let folder = destination.with_file_name(hidden(name));
         let is_first = part.index == 0;
         let (destination, was_there) = (destination.to_path_buf(), destination.exists());
-        let mut place =
-            Self { folder, destination, was_there, made: Vec::new(), of_run: None, is_first, end: End::Failed };
+        let (made, number, of_run) = (Vec::new(), None, None);
+        let mut place = Self { folder, destination, was_there, made, number, of_run, is_first, end: End::Failed };
         // Others wait for what the first puts there.
         if is_first {
             let above = place.folder.ancestors().skip(1);
             let missing = above.take_while(|above| !above.as_os_str().is_empty() && !above.exists());
             place.made = missing.map(Path::to_path_buf).collect();
-            fs::create_dir_all(&place.folder).map_err(Error::io("create", &place.folder))?;
+            let number = getrandom::u64()
+                .map_err(|error| Error::io("draw a random number in", &place.folder)(error.into()))?
+                .to_le_bytes();
+            let of_run = place.of_run.insert(folder_of(&place.folder, &number));
+            announce(of_run).map_err(Error::io("create", &place.folder))?;
+            place.number = Some(number);
         }
         Ok(place)
     }
@@ -73,13 +84,10 @@ impl MeetingPlace {
     /// # Errors
     /// `Io`, and as [`Communicator::gather`]; `Comm` naming one that does not see it.
     pub fn of_run(&mut self, communicator: &impl Communicator, patience: Patience<'_>) -> Result<PathBuf> {
-        let number = communicator.settle(
-            getrandom::u64().map_err(|error| Error::io("draw a random number in", &self.folder)(error.into())),
-        )?;
-        let said = communicator.gather(&number.to_le_bytes())?;
-        let name = blake3::hash(&said[0]).to_hex();
-        let folder = self.of_run.insert(self.folder.join(&name[..16])).clone();
-        communicator.settle(if self.is_first { make(&folder) } else { Ok(()) })?;
+        let said = communicator.gather(self.number.as_ref().map_or(&[], |number| &number[..]))?;
+        let folder = self.of_run.insert(folder_of(&self.folder, &said[0])).clone();
+        let make = || fs::create_dir(&folder).map_err(Error::io("create", &folder));
+        communicator.settle(if self.is_first { make() } else { Ok(()) })?;
         let is_seen = see(&folder, communicator, patience)?;
         let sight = communicator.gather(&[u8::from(is_seen)])?;
         match (0..).zip(&sight).find(|(_, is_seen)| **is_seen != [1]) {
@@ -99,12 +107,42 @@ impl MeetingPlace {
     }
 }
 
-/// The note is there for as long as the folder is.
-fn make(folder: &Path) -> Result<()> {
-    let note = note_of(folder);
-    let process = serde_json::to_vec(&Process::this()).expect("strings and numbers are JSON");
-    fs::write(&note, process).map_err(Error::io("write", &note))?;
-    fs::create_dir(folder).map_err(Error::io("create", folder))
+/// How the place is called.
+fn hidden(name: &OsStr) -> OsString {
+    [".".as_ref(), name, ".dtshard-meeting".as_ref()].into_iter().collect()
+}
+
+/// Take away what runs have left beside DST that are not any more. For who has published it, and has met nobody.
+pub fn clear_beside(destination: &Path) {
+    if let Some(name) = destination.file_name() {
+        let place = destination.with_file_name(hidden(name));
+        sweep(&place);
+        // Unless another run is there.
+        let _ = fs::remove_dir(place);
+    }
+}
+
+/// Of the run whose first process has drawn this.
+fn folder_of(place: &Path, number: &[u8]) -> PathBuf {
+    place.join(&blake3::hash(number).to_hex()[..NAME_LEN])
+}
+
+fn is_of_run(name: &OsStr) -> bool {
+    name.len() == NAME_LEN && name.as_encoded_bytes().iter().all(u8::is_ascii_hexdigit)
+}
+
+/// Put the note of a run into the place, which is made, as often as somebody who goes finds it empty before that.
+fn announce(of_run: &Path) -> io::Result<()> {
+    const TRIES: usize = 100;
+    let (note, place) = (note_of(of_run), of_run.parent().unwrap_or(of_run));
+    let process = serde_json::to_vec(&Process::this())?;
+    let announce = || {
+        fs::create_dir_all(place)?;
+        fs::File::create_new(&note)?.write_all(&process)
+    };
+    let is_taken_away = |done: &io::Result<()>| done.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound);
+    let mut tries = (0..TRIES).map(|_| announce());
+    tries.find(|done| !is_taken_away(done)).unwrap_or_else(announce)
 }
 
 fn note_of(folder: &Path) -> PathBuf {
@@ -140,8 +178,11 @@ fn see(folder: &Path, communicator: &impl Communicator, patience: Patience<'_>) 
 fn sweep(place: &Path) {
     for entry in fs::read_dir(place).into_iter().flatten().flatten() {
         let path = entry.path();
-        if path.is_dir() && !is_in_use(&path) {
-            remove(&path);
+        // Of one that had not met the others, there is no more than a note.
+        let of_run = if path.is_dir() { path } else { path.with_extension("") };
+        let is_ones = of_run.is_dir() || of_run.file_name().is_some_and(is_of_run);
+        if is_ones && !is_in_use(&of_run) {
+            remove(&of_run);
         }
     }
     comm::sweep(place);
@@ -150,7 +191,9 @@ fn sweep(place: &Path) {
 fn is_in_use(folder: &Path) -> bool {
     const DAY: Duration = Duration::from_hours(24);
     let note = note_of(folder);
-    let Ok(text) = fs::read(&note) else { return false };
+    // Opening what is none could wait for ever.
+    let is_file = fs::symlink_metadata(&note).is_ok_and(|note| note.is_file());
+    let Some(text) = is_file.then(|| fs::read(&note).ok()).flatten() else { return false };
     let has_ended = serde_json::from_slice::<Process>(&text).is_ok_and(|process| process.has_ended());
     let modified = fs::metadata(&note).and_then(|metadata| metadata.modified());
     let is_old = modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > DAY));
@@ -191,17 +234,37 @@ mod tests {
         };
         let here = Process::this();
         note("alive", &here);
-        note("killed", &Process { start: here.start + 1, ..here.clone() });
-        let elsewhere = Process { boot: "another".into(), ..here };
+        let gone = Process { start: here.start + 1, ..here.clone() };
+        note("killed", &gone);
+        let elsewhere = Process { boot: "another".into(), ..here.clone() };
         note("elsewhere", &elsewhere);
         let long_ago = std::time::SystemTime::now() - Duration::from_hours(25);
         note("forgotten", &elsewhere).set_modified(long_ago).unwrap();
         fs::create_dir(place.path().join("nobody")).unwrap();
+        // One that was killed before it had met the others, and one that waits for them.
+        for (name, process) in [("0123456789abcdef.json", &gone), ("fedcba9876543210.json", &here)] {
+            fs::write(place.path().join(name), serde_json::to_vec(process).unwrap()).unwrap();
+        }
         sweep(place.path());
         let left = fs::read_dir(place.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let mut left: Vec<String> = left.collect();
         left.sort();
-        assert_eq!(left, ["alive", "alive.json", "elsewhere", "elsewhere.json"]);
+        assert_eq!(left, ["alive", "alive.json", "elsewhere", "elsewhere.json", "fedcba9876543210.json"]);
+    }
+
+    /// As one that is turned away, between the moment that all have found the sheet and the one that they see their folder.
+    #[test]
+    fn who_goes_leaves_the_place_of_a_run_that_lives() {
+        let root = tempfile::tempdir().unwrap();
+        let beside = |index| MeetingPlace::beside(&root.path().join("out"), Part { index, of: 2 }).unwrap();
+        let first = beside(0);
+        drop(beside(1));
+        drop(beside(0));
+        assert!(first.folder().is_dir());
+        clear_beside(&root.path().join("out"));
+        assert!(first.folder().is_dir());
+        drop(first);
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
     }
 
     #[test]

@@ -102,8 +102,10 @@ impl Peers {
         let patience = patience(meet_within(), &tell);
         let mut met = meet_others(destination, args, run, patience, true)?;
         let (mesh, place) = (&met.mesh, &mut met.place);
+        // What keeps the first from making it is its own, and the others name it: it is not theirs to explain.
+        let folder = place.of_run(mesh, patience).map_err(|error| met.roster.name(error));
+        let folder = folder.inspect_err(|error| mesh.fail(&error.to_string()))?;
         let read = || -> Result<_> {
-            let folder = place.of_run(mesh, patience)?;
             let twin = is_per_rank.then(|| twin::make(mesh, &args.src, &folder.join("source"))).transpose()?;
             let checkpoint = match &twin {
                 Some(twin) => {

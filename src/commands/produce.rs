@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::convert::Conversion;
 use super::input;
+use super::meeting_place::clear_beside;
 use super::meter::{Before, Meter};
 use super::peers::Peers;
 use super::progress::Progress;
@@ -76,6 +77,10 @@ pub fn produce(
             let producer = Producer { conversion, staging: &staging, records, args, options, run };
             let written = producer.write().inspect_err(|error| staging.tell(error));
             let produced = written.and_then(|(stats, before)| producer.publish_together(stats, &before));
+            // Those that have met do so as they leave.
+            if matches!((&produced, &conversion.source.peers), (Ok(Produced::Published(_, Publisher::This)), None)) {
+                clear_beside(destination);
+            }
             match produced {
                 // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
                 Err(_) if staging.was_published() => Ok(Produced::Already),

@@ -1,10 +1,12 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
 use super::conformance::{Fleet, conforms, run};
+use crate::comm::address::{Address, listen};
 use crate::comm::{Communicator, Control, Liveness, Meeting, Mesh, Part, Patience, Place, meet};
 use crate::error::Error;
 
@@ -142,4 +144,24 @@ fn who_leaves_while_others_are_not_done_is_named() {
             }
         }
     }
+}
+
+/// A port that refuses calls does so at once, and is called again and again.
+#[test]
+fn who_calls_in_vain_hears_of_one_that_fails() {
+    let sockets = Arc::new(Sockets::new());
+    let first = Arc::clone(&sockets);
+    let first = thread::spawn(move || {
+        let control = first.control(0, 2);
+        let address = Address::of(&listen(&[0]).unwrap()).unwrap();
+        control.gather(&serde_json::to_vec(&address).unwrap()).unwrap();
+        thread::sleep(Duration::from_millis(500));
+        control.fail("no space");
+    });
+    let control = sockets.control(1, 2);
+    let begun = Instant::now();
+    let failed = Mesh::connect(control, Patience::silent(Duration::from_secs(30))).map(drop).unwrap_err();
+    assert_eq!(failed.to_string(), "process 0: connect: failed: no space");
+    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
+    first.join().unwrap();
 }

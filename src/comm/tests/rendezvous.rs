@@ -13,7 +13,7 @@ use crate::comm::address::listen;
 use crate::comm::fate::ENDED;
 use crate::comm::frame::{Frame, MOST};
 use crate::comm::hello::{Hello, Reply};
-use crate::comm::{Control, Liveness, Meeting, Note, Part, Patience, Place, meet};
+use crate::comm::{Control, KeepGoing, Liveness, Meeting, Note, Part, Patience, Place, meet};
 use crate::error::{Error, Result};
 
 pub type Tell = Arc<dyn Fn(Note<'_>) + Send + Sync>;
@@ -29,6 +29,7 @@ pub struct Comer {
     pub calls_off: bool,
     /// Who hears whom it waits for, soon and often.
     pub tell: Option<Tell>,
+    pub going: KeepGoing,
 }
 
 /// One that is on its way.
@@ -40,7 +41,16 @@ pub const LONG: Duration = Duration::from_secs(30);
 impl Comer {
     pub fn new(index: u32, of: u32, place: &Place, limit: Duration) -> Self {
         let (part, place) = (Part { index, of }, place.clone());
-        Self { part, run: Some("77.0"), place, shared: None, limit, calls_off: true, tell: None }
+        Self {
+            part,
+            run: Some("77.0"),
+            place,
+            shared: None,
+            limit,
+            calls_off: true,
+            tell: None,
+            going: Arc::new(|| Ok(())),
+        }
     }
 
     pub fn comes(self) -> Comes {
@@ -59,7 +69,7 @@ impl Comer {
                 calls_off: self.calls_off,
                 shared: self.shared.as_deref(),
                 liveness: Liveness::default(),
-                going: Arc::new(|| Ok(())),
+                going: self.going,
             })
         })
     }
@@ -301,6 +311,24 @@ fn guest(place: &Place, of: u32) -> TcpStream {
 fn is_welcome(stream: &TcpStream) {
     let reply = Reply::receive(stream, Instant::now() + LONG, &|| Ok(())).unwrap().unwrap();
     assert_eq!(reply, Reply::Welcome);
+}
+
+/// It stays for late comers, as one is gone, and is no failure when it is stopped.
+#[test]
+fn process_0_is_told_to_stop_while_it_stays() {
+    let place = free();
+    let stop = Arc::new(AtomicBool::new(false));
+    let is_stopped = Arc::clone(&stop);
+    let going: KeepGoing = Arc::new(move || {
+        let error = || Error::Stopped { signal: "TERM", exit: 143, rank: None, kept: None };
+        if is_stopped.load(Ordering::Relaxed) { Err(error()) } else { Ok(()) }
+    });
+    let first = Comer { going, ..Comer::new(0, 3, &place, LONG) }.comes();
+    drop(guest(&place, 3));
+    thread::sleep(Duration::from_millis(300));
+    stop.store(true, Ordering::Relaxed);
+    let error = first.join().unwrap().map(drop).unwrap_err();
+    assert!(matches!(error, Error::Stopped { exit: 143, rank: None, .. }), "{error:?}");
 }
 
 /// A rank 1 of 2 that has met process 0 and says what a test likes.
