@@ -3,6 +3,7 @@
 //! They meet beside DST, make a [twin](crate::twin) of SRC there if none sees all of it, and stay connected until DST is
 //! published. Whoever fails says so to the others, and nobody waits for one that is gone.
 
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
@@ -221,20 +222,21 @@ impl Peers {
         apart.map_or_else(Vec::new, |twin| twin.seen_by(path).to_vec())
     }
 
-    /// All make the same.
+    /// All make the same. `told` are the options that decide on that.
     ///
     /// # Errors
-    /// `Comm` naming one that does not.
-    pub fn compare(&self, fingerprint: Fingerprint) -> Result<()> {
+    /// `Comm` naming one that does not, and by which option.
+    pub fn compare(&self, fingerprint: Fingerprint, told: &BTreeMap<String, String>) -> Result<()> {
         let own = fingerprint.to_string();
         let said = self.mesh().gather(own.as_bytes())?;
         let Some(rank) = said.iter().position(|other| *other != said[0]) else { return Ok(()) };
+        let apart = alike::told_apart(self.mesh(), told, rank)?.map_or_else(String::new, |apart| format!(": {apart}"));
         // All have heard it before one goes: else some would hear no more than that.
         self.mesh().barrier()?;
         Err(Error::Comm {
             rank: u32::try_from(rank).expect("a rank").into(),
             op: "plan",
-            detail: String::from("it makes something else than process 0 does"),
+            detail: format!("it makes something else than process 0 does{apart}"),
             hint: Some(String::from("start all processes with the same options, of the same dtshard")),
         })
     }
