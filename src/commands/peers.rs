@@ -23,7 +23,8 @@ use super::{input, progress::Progress};
 use crate::catalog::{TensorEntry, TensorId};
 use crate::cli::{Backend, ConvertArgs, SourceSight};
 use crate::comm::{
-    Communicator, Launcher, Liveness, Meeting, Mesh, Part, Patience, Place, Traffic, meet, process_environment,
+    Communicator, KeepGoing, Launcher, Liveness, Meeting, Mesh, Part, Patience, Place, Traffic, meet,
+    process_environment,
 };
 use crate::error::{Error, Result};
 use crate::exec::Extents;
@@ -34,12 +35,15 @@ use crate::exec::exchange::{
 };
 use crate::exec::fingerprint::Fingerprint;
 use crate::format::{Checkpoint, ReadOptions};
-use crate::gpu::DeviceShuffle;
+use crate::gpu::{self, DeviceShuffle};
 use crate::quantity::human_bytes;
 use crate::twin::{self, Twin};
 
 /// How long it takes at the most until all hear of one that is gone.
 const HEARD_WITHIN: Duration = Duration::from_secs(1);
+
+/// How long one that lacks what is asked of it stays for those who are to hear of that.
+const TOLD_WITHIN: Duration = Duration::from_secs(10);
 
 pub struct Peers {
     link: Link,
@@ -362,7 +366,11 @@ fn meet_others(
 ) -> Result<Met> {
     let launch = &run.launch;
     let place = MeetingPlace::beside(destination, launch.part)?;
-    let stop = run.stop.clone();
+    let wants_devices = args.exchange.backend == Backend::Nccl;
+    let installed = if wants_devices { gpu::look(&gpu::Settings::new(&process_environment)) } else { Ok(()) };
+    if let Err(lack) = &installed {
+        run.printer.warning(&format!("{lack}; it ends as soon as the others have heard that"));
+    }
     let rendezvous = args.exchange.rendezvous.clone();
     let meeting = Meeting {
         part: launch.part,
@@ -372,14 +380,36 @@ fn meet_others(
         patience,
         calls_off,
         liveness: Liveness::default(),
-        going: Arc::new(move || stop.check()),
+        going: going(run, installed.is_err()),
     };
     let mesh = meet(&meeting).and_then(|control| Mesh::connect(control, patience));
-    let mesh = mesh.map_err(|error| Roster::unknown(launch.part).name(error))?;
+    let (mesh, installed) = match (mesh, installed) {
+        (Ok(mesh), installed) => (mesh, installed),
+        (Err(_), Err(lack)) if run.stop.check().is_ok() => return Err(lack),
+        (Err(error), _) => return Err(Roster::unknown(launch.part).name(error)),
+    };
     let roster = Roster::meet(&mesh).map_err(|error| Roster::unknown(launch.part).name(error))?;
-    let agreed = alike::agree(&mesh, args).and_then(|()| Parties::meet(&mesh));
+    let agreed = alike::agree(&mesh, args).and_then(|()| {
+        if wants_devices {
+            mesh.settle(installed)?;
+        }
+        Parties::meet(&mesh)
+    });
     let nodes = agreed.map_err(|error| roster.name(error))?;
     Ok(Met { mesh, nodes, roster, place })
+}
+
+/// What ends a wait for others: a signal, and before long what this process lacks, which it only stays to tell.
+fn going(run: &Run<'_>, is_to_end: bool) -> KeepGoing {
+    let (stop, begun) = (run.stop.clone(), Instant::now());
+    Arc::new(move || {
+        stop.check()?;
+        if is_to_end && begun.elapsed() >= TOLD_WITHIN {
+            gpu::look(&gpu::Settings::new(&process_environment))
+        } else {
+            Ok(())
+        }
+    })
 }
 
 /// Which of the processes of its node this one is.
