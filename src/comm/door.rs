@@ -40,7 +40,12 @@ pub(super) struct Door {
     contest: Option<Contest>,
     /// Why nobody may find this door, once that is known.
     doubt: Arc<OnceLock<String>>,
+    /// Where the others are to come, for those who look why they do not.
+    address: Option<String>,
 }
+
+/// What is said of a rank that is there twice.
+pub(super) const TWO: &str = "two take themselves for it";
 
 /// A rank that two processes take themselves for, of which the first is in.
 #[derive(Debug)]
@@ -85,7 +90,13 @@ impl Door {
             refused: Vec::new(),
             contest: None,
             doubt: Arc::default(),
+            address: None,
         })
+    }
+
+    /// Say where this is, of those who do not come.
+    pub fn name(&mut self, address: String) {
+        self.address = Some(address);
     }
 
     /// Find out meanwhile why nobody may find this door. Names may take for ever.
@@ -119,7 +130,7 @@ impl Door {
             if let Some(Contest { rank, who, .. }) =
                 self.contest.as_ref().filter(|one| one.since.elapsed() >= CONTESTED)
             {
-                return Err(Error::comm(*rank, op, format!("two take themselves for it: {who}")));
+                return Err(Error::comm(*rank, op, format!("{TWO}: {who}")));
             }
             if wait.is_over() {
                 return Err(Error::comm(*first, op, self.missed(others, &wait.limit())));
@@ -140,7 +151,8 @@ impl Door {
 
     /// What is said of the first who did not come.
     fn missed(&self, others: &[u32], limit: &str) -> String {
-        let mut words = format!("did not come within {limit}");
+        let at = self.address.as_ref().map_or_else(String::new, |address| format!(" at {address}"));
+        let mut words = format!("did not come within {limit}{at}");
         if !others.is_empty() {
             words += &format!(", nor did {}", name_processes(others));
         }
@@ -156,7 +168,8 @@ impl Door {
     }
 
     fn awaited(&self, missing: &[u32]) -> String {
-        format!("waiting for {} of {}", name_processes(missing), self.mine.size)
+        let at = self.address.as_ref().map_or_else(String::new, |address| format!(" at {address}"));
+        format!("waiting for {} of {}{at}", name_processes(missing), self.mine.size)
     }
 
     /// What is said of the wait, for those who are in and do nothing but listen.
@@ -234,7 +247,7 @@ impl Door {
             Some(Some(guest)) if guest.caller == number => return,
             Some(Some(guest)) => {
                 let both = format!("{} and {who}", guest.who);
-                let words = format!("process {rank} is there already: two take themselves for it: {both}");
+                let words = format!("process {rank} is there already: {TWO}: {both}");
                 self.contest.get_or_insert(Contest { rank, who: both, since: Instant::now() });
                 words
             }

@@ -16,7 +16,7 @@
 //! array element, or in a job that has `RANK` set, is that element or that rank.
 //!
 //! Two that disagree where neither started the other are an error that names both; guessing wrong would convert some
-//! parts twice and others never. `--parts 1` is always a run of its own: the way out of any environment, also for one
+//! parts twice and others never. `--part` and `--parts`, which say all, win over a bare `RANK`, which may be left over. `--parts 1` is always a run of its own: the way out of any environment, also for one
 //! process that a rank of a training run starts.
 
 use super::environment::{

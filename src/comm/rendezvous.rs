@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use super::address::{Candidate, doubt, listen};
 use super::control::{Control, Liveness};
-use super::door::{Answer, Door, knock};
+use super::door::{Answer, Door, TWO, knock};
 use super::fate::Gone;
 use super::hello::{Hello, Reply, Token};
 use super::patience::{Note, Patience, Wait};
@@ -61,7 +61,10 @@ pub fn meet(meeting: &Meeting<'_>) -> Result<Control> {
         Ok(()) => meeting.call(),
     };
     met.map_err(|error| match error {
-        Error::Comm { rank, op, detail, hint: None } => Error::Comm { rank, op, detail, hint: Some(meeting.hint()) },
+        Error::Comm { rank, op, detail, hint: None } => {
+            let hint = Some(meeting.hint(&detail));
+            Error::Comm { rank, op, detail, hint }
+        }
         error => error,
     })
 }
@@ -91,7 +94,12 @@ impl Meeting<'_> {
         }
     }
 
-    fn hint(&self) -> String {
+    /// What to do about a meeting of which this is said.
+    fn hint(&self, detail: &str) -> String {
+        const ONCE: &str = "start all processes at the same time, each once";
+        if detail.contains(TWO) {
+            return ONCE.to_owned();
+        }
         let host = Process::this().host;
         let shared = match (self.place, self.folder()) {
             (Place::Folder(told), _) if self.shared != Some(told) => format!("{} has", told.display()),
@@ -101,10 +109,16 @@ impl Meeting<'_> {
             let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.to_path_buf());
             format!(" (is {} on {host} the same as on the other hosts?)", folder.display())
         });
+        let address = match self.place {
+            Place::Folder(_) => {
+                "where the network keeps them apart, --rendezvous tcp://HOST:PORT names an address of process 0 that all reach"
+                    .to_owned()
+            }
+            Place::Tcp { .. } => format!("{} has to be an address of process 0 that all reach", self.place),
+        };
         format!(
-            "start all processes at the same time, each once, and see what those say that did not come; {shared} to be on a \
-             file system that all processes share{doubt}; where the network keeps them apart, --rendezvous \
-             tcp://HOST:PORT names an address of process 0 that all reach"
+            "{ONCE}, and see what those say that did not come; {shared} to be on a file system that all processes \
+             share{doubt}; {address}"
         )
     }
 
@@ -125,12 +139,14 @@ impl Meeting<'_> {
         if self.folder().is_some() {
             getrandom::fill(&mut token).map_err(|error| here(error.into()))?;
         }
+        let port = listener.local_addr().map_err(here)?.port();
         let sheet = self.name().map(|name| Sheet::post(name, &listener, token)).transpose()?;
         let mut door = Hello::new((0, self.part.of), token)
             .and_then(|mine| Door::open(listener, mine, 1..self.part.of))
             .map_err(here)?;
         if let Place::Tcp { host, .. } = self.place {
             let host = host.clone();
+            door.name(Place::Tcp { host: host.clone(), ports: vec![port] }.to_string());
             door.ask(move || doubt(&host));
         }
         let wait = Wait::begin(self.patience);
@@ -192,7 +208,7 @@ impl Meeting<'_> {
                         Answer::In(stream) => return self.wait_inside(stream, hello.token),
                         Answer::Not(Reply::AnotherRun(words)) if self.may_be_replaced() => heard.called(words),
                         Answer::Not(reply) => {
-                            return Err(Error::comm(0, OP, format!("not let in: {}", reply.words())));
+                            return Err(Error::comm(0, OP, format!("does not let this process in: {}", reply.words())));
                         }
                         Answer::Nobody(why) => {
                             heard.called(format!("nobody answers at {}: {why}", self.place));

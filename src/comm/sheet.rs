@@ -87,7 +87,7 @@ impl Name {
         if let Err(error) = fs::read_dir(&self.folder)
             && error.kind() == io::ErrorKind::NotFound
         {
-            return Err(format!("it has not written there: {} is not there ({error})", self.folder.display()));
+            return Err(format!("the folder {} is not there", self.folder.display()));
         }
         read(&path).map_err(|error| format!("it has not written {} ({error})", path.display()))
     }

@@ -1,6 +1,8 @@
 //! Options that all processes which meet must have alike, since what they do together follows from them: who takes which
 //! step, what is compared, and which rounds there are. What is made shows in the plan, which is
-//! [compared](super::peers::Peers::compare) for itself.
+//! [compared](super::peers::Peers::compare) for itself; where plans differ, [`told_apart`] says by which option.
+
+use std::collections::BTreeMap;
 
 use clap::ValueEnum;
 
@@ -8,6 +10,7 @@ use crate::cli::ConvertArgs;
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
 
+const GIVEN: &str = "it is given";
 const NOT_GIVEN: &str = "it is not given";
 
 /// Each by its name, as it would be given.
@@ -15,7 +18,7 @@ fn options(args: &ConvertArgs) -> [(&'static str, String); 6] {
     fn word(choice: &impl ValueEnum) -> String {
         choice.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
     }
-    let flag = |is_given: bool| if is_given { "it is given" } else { NOT_GIVEN }.to_owned();
+    let flag = |is_given: bool| if is_given { GIVEN } else { NOT_GIVEN }.to_owned();
     let (exchange, checks) = (&args.exchange, &args.checks);
     [
         ("--source", word(&exchange.source)),
@@ -48,6 +51,30 @@ pub fn agree(communicator: &impl Communicator, args: &ConvertArgs) -> Result<()>
         format!("process {rank} of {}: {name}: {value}; at process 0: {first}", said.len()),
         "start all processes with the same options",
     ))
+}
+
+/// The first of the options that decide on the result by which `rank` differs from process 0: `--mesh: dp=4; at process 0:
+/// dp=3`. `None` where all are alike. Collective.
+///
+/// # Errors
+/// As [`Communicator::gather`].
+pub fn told_apart(
+    communicator: &impl Communicator,
+    told: &BTreeMap<String, String>,
+    rank: usize,
+) -> Result<Option<String>> {
+    let own = serde_json::to_vec(told).expect("a map of words");
+    let said = communicator.gather(&own)?;
+    // One of another dtshard may say it in another way.
+    let told = |rank: usize| -> BTreeMap<String, String> { serde_json::from_slice(&said[rank]).unwrap_or_default() };
+    let (first, other) = (told(0), told(rank));
+    let value = |told: &BTreeMap<String, String>, name: &str| match told.get(name).map(String::as_str) {
+        None => NOT_GIVEN.to_owned(),
+        Some("") => GIVEN.to_owned(),
+        Some(value) => value.to_owned(),
+    };
+    let name = first.keys().chain(other.keys()).find(|name| first.get(*name) != other.get(*name));
+    Ok(name.map(|name| format!("{name}: {}; at process 0: {}", value(&other, name), value(&first, name))))
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use crate::quantity::human_bytes;
 const DEFAULT_BYTES: u64 = 64_000_000;
 
 /// Shorter rounds cost more than their memory is worth.
-const LEAST_BYTES: u64 = 1_000_000;
+pub const LEAST_BYTES: u64 = 1_000_000;
 
 /// Buffers of a round: what is read and what is written, summands included, of two rounds each, and what goes over the
 /// wire each way.

@@ -1,8 +1,10 @@
 //! Wishes without an effect: options of an exchange that a run has no use for, and why that is so.
 //!
 //! They are no errors, as one command line serves runs of one process and of many, with GPUs and without. Who wrote them
-//! may think all the same that they do something.
+//! may think all the same that they do something. Nor are those errors that do another thing than is meant, as far as one
+//! can tell: a `--bucket-size` that lacks its unit.
 
+use super::bucket::LEAST_BYTES;
 use super::convert::Conversion;
 use super::input;
 use super::run::Run;
@@ -56,7 +58,17 @@ pub fn idle_wishes(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_
     let told =
         [("--bucket-size", bucket_size.is_some()), (FAST_REDUCE, *fast_reduce), ("--rendezvous", rendezvous.is_some())];
     let told = told.into_iter().filter_map(|(option, is_told)| is_told.then_some(option));
-    told.filter_map(|option| Some(format!("{option} has no effect: {}", why(option)?))).collect()
+    let idle = told.filter_map(|option| Some(format!("{option} has no effect: {}", why(option)?)));
+    let short = bucket_size.filter(|_| conversion.source.peers.is_some()).and_then(|asked| short_rounds(asked.0));
+    idle.chain(short).collect()
+}
+
+/// Of rounds that are mostly spent on waiting for each other.
+fn short_rounds(bytes: u64) -> Option<String> {
+    let unit = if bytes < 1000 { format!("; with a unit it may be {bytes}MB") } else { String::new() };
+    (bytes < LEAST_BYTES).then(|| {
+        format!("--bucket-size is {bytes} bytes, which makes rounds very short, and slow: less than 1 MB gains nothing{unit}")
+    })
 }
 
 /// What shows when all is done.
@@ -96,4 +108,20 @@ fn by_hosts(conversion: &Conversion<'_>) -> bool {
 fn has_summands(conversion: &Conversion<'_>) -> bool {
     let catalog = input(&conversion.source.checkpoint).catalog;
     conversion.reservation.tensors.iter().any(|tensor| catalog.tensor(tensor.source).summands.is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bucket_without_its_unit() {
+        let said = short_rounds(10).unwrap();
+        assert!(
+            said.contains("is 10 bytes, which makes rounds very short") && said.ends_with("it may be 10MB"),
+            "{said}"
+        );
+        assert!(!short_rounds(300_000).unwrap().contains("300000MB"));
+        assert_eq!(short_rounds(1_000_000), None);
+    }
 }

@@ -148,7 +148,11 @@ fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) -> Res
         let (rounds, need) = if taken > 0 { (" and six times --bucket-size", "need") } else { ("", need) };
         let fewer = if threads == 1 { "" } else { ", or use fewer --threads" };
         return Err(Error::usage(
-            format!("--max-memory {max_memory}: {workers}{rounds} {need} {floor} bytes at least"),
+            format!(
+                "--max-memory {}: {workers}{rounds} {need} at least {}",
+                human_bytes(max_memory),
+                human_bytes(floor)
+            ),
             format!("allow --max-memory {floor}{fewer}"),
         ));
     }
@@ -288,7 +292,9 @@ mod tests {
         let direct = scratch_bytes(Some(IoMode::Direct), Reads::AsTheyWrite);
         let floor = least_bytes(direct, 2);
         assert_eq!(strip_bytes(floor, 0, direct, 2).unwrap(), LEAST_STRIP_BYTES);
-        assert!(strip_bytes(floor - 1, 0, direct, 2).unwrap_err().to_string().contains(&floor.to_string()));
+        let short = strip_bytes(floor - 1, 0, direct, 2).unwrap_err();
+        assert!(short.to_string().ends_with(&format!(" need at least {}", human_bytes(floor))), "{short}");
+        assert!(short.hint().unwrap().contains(&floor.to_string()));
         assert_eq!(threads_within(36 << 20, SCRATCH_BYTES, Pace::Disk), 1);
         assert_eq!(strip_bytes(u64::MAX, u64::MAX, SCRATCH_BYTES, 2).unwrap(), LEAST_STRIP_BYTES);
     }

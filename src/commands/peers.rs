@@ -3,6 +3,7 @@
 //! They meet beside DST, make a [twin](crate::twin) of SRC there if none sees all of it, and stay connected until DST is
 //! published. Whoever fails says so to the others, and nobody waits for one that is gone.
 
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
@@ -23,7 +24,8 @@ use super::{input, progress::Progress};
 use crate::catalog::{TensorEntry, TensorId};
 use crate::cli::{Backend, ConvertArgs, SourceSight};
 use crate::comm::{
-    Communicator, Launcher, Liveness, Meeting, Mesh, Part, Patience, Place, Traffic, meet, process_environment,
+    Communicator, KeepGoing, Launcher, Liveness, Meeting, Mesh, Part, Patience, Place, Traffic, meet,
+    process_environment,
 };
 use crate::error::{Error, Result};
 use crate::exec::Extents;
@@ -35,12 +37,15 @@ use crate::exec::exchange::{
 use crate::exec::fingerprint::Fingerprint;
 use crate::exec::together::Together;
 use crate::format::{Checkpoint, ReadOptions};
-use crate::gpu::DeviceShuffle;
+use crate::gpu::{self, DeviceShuffle};
 use crate::quantity::human_bytes;
 use crate::twin::{self, Twin};
 
 /// How long it takes at the most until all hear of one that is gone.
 const HEARD_WITHIN: Duration = Duration::from_secs(1);
+
+/// How long one that lacks what is asked of it stays for those who are to hear of that.
+const TOLD_WITHIN: Duration = Duration::from_secs(10);
 
 pub struct Peers {
     link: Link,
@@ -234,20 +239,21 @@ impl Peers {
         apart.map_or_else(Vec::new, |twin| twin.seen_by(path).to_vec())
     }
 
-    /// All make the same.
+    /// All make the same. `told` are the options that decide on that.
     ///
     /// # Errors
-    /// `Comm` naming one that does not.
-    pub fn compare(&self, fingerprint: Fingerprint) -> Result<()> {
+    /// `Comm` naming one that does not, and by which option.
+    pub fn compare(&self, fingerprint: Fingerprint, told: &BTreeMap<String, String>) -> Result<()> {
         let own = fingerprint.to_string();
         let said = self.mesh().gather(own.as_bytes())?;
         let Some(rank) = said.iter().position(|other| *other != said[0]) else { return Ok(()) };
+        let apart = alike::told_apart(self.mesh(), told, rank)?.map_or_else(String::new, |apart| format!(": {apart}"));
         // All have heard it before one goes: else some would hear no more than that.
         self.mesh().barrier()?;
         Err(Error::Comm {
             rank: u32::try_from(rank).expect("a rank").into(),
             op: "plan",
-            detail: String::from("it makes something else than process 0 does"),
+            detail: format!("it makes something else than process 0 does{apart}"),
             hint: Some(String::from("start all processes with the same options, of the same dtshard")),
         })
     }
@@ -373,7 +379,11 @@ fn meet_others(
 ) -> Result<Met> {
     let launch = &run.launch;
     let place = MeetingPlace::beside(destination, launch.part)?;
-    let stop = run.stop.clone();
+    let wants_devices = args.exchange.backend == Backend::Nccl;
+    let installed = if wants_devices { gpu::look(&gpu::Settings::new(&process_environment)) } else { Ok(()) };
+    if let Err(lack) = &installed {
+        run.printer.warning(&format!("{lack}; it ends as soon as the others have heard that"));
+    }
     let rendezvous = args.exchange.rendezvous.clone();
     let meeting = Meeting {
         part: launch.part,
@@ -383,14 +393,36 @@ fn meet_others(
         patience,
         calls_off,
         liveness: Liveness::default(),
-        going: Arc::new(move || stop.check()),
+        going: going(run, installed.is_err()),
     };
     let mesh = meet(&meeting).and_then(|control| Mesh::connect(control, patience));
-    let mesh = mesh.map_err(|error| Roster::unknown(launch.part).name(error))?;
+    let (mesh, installed) = match (mesh, installed) {
+        (Ok(mesh), installed) => (mesh, installed),
+        (Err(_), Err(lack)) if run.stop.check().is_ok() => return Err(lack),
+        (Err(error), _) => return Err(Roster::unknown(launch.part).name(error)),
+    };
     let roster = Roster::meet(&mesh).map_err(|error| Roster::unknown(launch.part).name(error))?;
-    let agreed = alike::agree(&mesh, args).and_then(|()| Parties::meet(&mesh));
+    let agreed = alike::agree(&mesh, args).and_then(|()| {
+        if wants_devices {
+            mesh.settle(installed)?;
+        }
+        Parties::meet(&mesh)
+    });
     let nodes = agreed.map_err(|error| roster.name(error))?;
     Ok(Met { mesh, nodes, roster, place })
+}
+
+/// What ends a wait for others: a signal, and before long what this process lacks, which it only stays to tell.
+fn going(run: &Run<'_>, is_to_end: bool) -> KeepGoing {
+    let (stop, begun) = (run.stop.clone(), Instant::now());
+    Arc::new(move || {
+        stop.check()?;
+        if is_to_end && begun.elapsed() >= TOLD_WITHIN {
+            gpu::look(&gpu::Settings::new(&process_environment))
+        } else {
+            Ok(())
+        }
+    })
 }
 
 /// Which of the processes of its node this one is.

@@ -68,7 +68,7 @@ pub fn produce(
     let about = about(conversion, reducing, run);
     let plan = plan(conversion, reducing, &about);
     if let Some(peers) = &conversion.source.peers {
-        peers.compare(plan.fingerprint)?;
+        peers.compare(plan.fingerprint, &run.options_told)?;
     }
     match Staging::begin(destination, conversion.shape, &claim, &plan, &run.stop)? {
         Begun::Done => Ok(Produced::Already),

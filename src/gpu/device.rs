@@ -30,16 +30,25 @@ impl Device {
         Self::with_ordinal(ordinal)
     }
 
+    /// Whether there is a driver, which is not asked anything.
+    ///
+    /// # Errors
+    /// `Usage` where there is none.
+    pub(super) fn has_driver() -> Result<()> {
+        // SAFETY: what the system has under the name of the driver is the driver.
+        if unsafe { sys::is_culib_present() } {
+            return Ok(());
+        }
+        let what = "no CUDA driver here: there is neither libcuda.so nor libcuda.so.1";
+        Err(Error::usage(what, format!("run where a GPU is, or {CPU}")))
+    }
+
     /// How many devices there are for this process. Takes none of them.
     ///
     /// # Errors
     /// `Usage` where there is no driver or no device.
     pub fn visible() -> Result<u32> {
-        // SAFETY: what the system has under the name of the driver is the driver.
-        if !unsafe { sys::is_culib_present() } {
-            let what = "no CUDA driver here: there is neither libcuda.so nor libcuda.so.1";
-            return Err(Error::usage(what, format!("run where a GPU is, or {CPU}")));
-        }
+        Self::has_driver()?;
         let visible = CudaContext::device_count()
             .map_err(|error| none(format!("the CUDA driver finds no device: {}", text(error))))?;
         Ok(u32::try_from(visible).unwrap_or(0))

@@ -99,11 +99,23 @@ impl Gpu {
 /// `Usage` where there is no driver, no device or no NCCL, with what was looked for; `Device` from the driver.
 pub fn open(settings: &Settings, local_rank: Option<u32>) -> Result<Gpu> {
     let device = Device::open(local_rank)?;
-    let nccl = load_nccl(settings).map_err(|why| {
+    Ok(Gpu::new(device, Ok(wanted_nccl(settings)?), settings))
+}
+
+/// Whether what [`open`] opens is installed here. No device is touched.
+///
+/// # Errors
+/// `Usage` where there is no driver or no NCCL, as [`open`] says it.
+pub fn look(settings: &Settings) -> Result<()> {
+    Device::has_driver()?;
+    wanted_nccl(settings).map(drop)
+}
+
+fn wanted_nccl(settings: &Settings) -> Result<nccl::Library> {
+    load_nccl(settings).map_err(|why| {
         let hint = format!("install NCCL, name its file ({}=/path/to/libnccl.so.2), or {CPU}", settings::NCCL_LIB);
         Error::usage(why, hint)
-    })?;
-    Ok(Gpu::new(device, Ok(nccl), settings))
+    })
 }
 
 /// The same for one process that need not meet others: NCCL may lack.

@@ -229,7 +229,8 @@ fn conflict(path: &Path, (first, second): (u32, u32), (what, detail): Difference
         between: format!("processes {first} and {second}"),
         detail,
         hint: Some(String::from(
-            "files of one name are taken for replicas; if they are not, rename them, or give each its own folder",
+            "these may be copies of different saves, one of them stale; files of one name are taken for replicas: if they \
+             are not, rename them, or give each its own folder",
         )),
     }
 }

@@ -73,8 +73,8 @@ fn resources() {
     for threads in ["100000", "18446744073709551615"] {
         refused(&["--mesh=dp=2", "--max-memory=1000TB", "--threads", threads], &["--threads", threads]);
     }
-    refused(&["--mesh=dp=2", "--max-memory=1"], &["--max-memory 1", "bytes at least"]);
-    refused(&["--mesh=dp=2", "--max-memory=40MB", "--threads=8"], &["8 threads need", "bytes at least"]);
+    refused(&["--mesh=dp=2", "--max-memory=1"], &["--max-memory 1 B", "at least"]);
+    refused(&["--mesh=dp=2", "--max-memory=40MB", "--threads=8"], &["8 threads need at least"]);
     for size in ["0", "-1", "x", "5XB", "99999999999999999999GB", "nan", "1e400"] {
         refused(&["--mesh=dp=2", &format!("--max-memory={size}")], &["--max-memory"]);
     }

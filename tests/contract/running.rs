@@ -319,7 +319,7 @@ fn max_memory_below_what_the_plan_needs_is_an_error_with_the_floor() {
     let desk = Desk::new();
     let options = "--max-memory 1MB --threads 2";
     for (verb, name, more) in WAYS {
-        let words = ["--max-memory 1000000", "2 threads need", "bytes at least", "hint: "];
+        let words = ["--max-memory 1.00 MB: 2 threads need at least ", " MB\n", "hint: allow --max-memory "];
         desk.refuse(verb, "fsdp4/dcp", name, &format!("{more} {options}"), &words);
     }
     let outcome = desk.refuse("unshard", "fsdp4/dcp", "x.pt", options, &[]);

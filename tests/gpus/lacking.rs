@@ -1,7 +1,7 @@
 //! One process has no device, or no NCCL, while the others have them; or all have one device.
 
 use crate::job::{Job, RANKS, SIGHTS, Settings, Sight, others_name};
-use crate::nodes::succeeds;
+use crate::nodes::{ended, succeeds};
 
 const NO_DEVICE: Settings<'static> = &[("GPU_STAND_IN_DEVICES", "0")];
 const HIDDEN: Settings<'static> = &[("CUDA_VISIBLE_DEVICES", "")];
@@ -29,6 +29,20 @@ fn who_asks_for_devices_is_refused_stand_in() {
                 others_name(&outcomes, odd, &[words]);
                 job.is_done_anew();
             }
+        }
+    }
+}
+
+/// It is said before anybody is met, and nobody is waited for who does not come soon.
+#[test]
+fn who_lacks_them_says_so_before_others_come_stand_in() {
+    let job = Job::new(Sight::Apart);
+    for (settings, words) in [(NO_NCCL, "/nonexistent/libnccl.so.2"), (NO_DRIVER, "no CUDA driver here")] {
+        for rank in [0, 1] {
+            let child = job.command(rank, "", settings).env("DTSHARD_FAULT", "").spawn().unwrap();
+            let outcome = ended([child]).remove(0);
+            outcome.refused(&["warning: ", words, "error: ", "hint: ", "--backend cpu"]);
+            assert!(!outcome.err.contains("did not come"), "{outcome:?}");
         }
     }
 }

@@ -184,7 +184,7 @@ fn other_options() {
     for outcome in &outcomes {
         outcome.refused(&[
             "process 1 of 3 (",
-            "): plan: it makes something else than process 0 does",
+            "): plan: it makes something else than process 0 does: --dtype: bf16; at process 0: it is not given",
             "hint: start all processes with the same",
         ]);
     }

@@ -131,7 +131,10 @@ fn it_is_refused_where_it_makes_no_sense() {
     }
     let one = |rank: u32| format!("consolidate out {}", if rank == 1 { "--fast-reduce" } else { "" });
     for outcome in desk.each(one) {
-        outcome.refused(&["process 1 of 2 (", "): plan: it makes something else than process 0 does"]);
+        outcome.refused(&[
+            "process 1 of 2 (",
+            "): plan: it makes something else than process 0 does: --fast-reduce: it is ",
+        ]);
     }
     assert_eq!(names(&desk.nodes.desk()), [""; 0]);
 }

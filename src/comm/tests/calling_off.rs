@@ -58,7 +58,8 @@ fn wait_for(others: &str, ranks: &[u32], of: u32, place: &Place) -> Vec<Comes> {
     let (first, notes) = talkative(Comer::new(0, of, place, LONG));
     let comers = ranks.iter().map(|rank| Comer::new(*rank, of, place, LONG));
     let comers = [first].into_iter().chain(comers).map(Comer::comes).collect();
-    hear(&notes, &format!("waiting for {others} of {of} ("), "");
+    let at = if let Place::Tcp { .. } = place { format!(" at {place}") } else { String::new() };
+    hear(&notes, &format!("waiting for {others} of {of}{at} ("), "");
     comers
 }
 
@@ -71,8 +72,9 @@ fn who_waits_says_for_whom() {
     for comer in [first.comes(), second.comes()] {
         words(comer);
     }
+    let whom = format!("waiting for processes 2, 3 of 4 at {place} (");
     for (own, notes) in [(true, by_first), (false, by_second)] {
-        assert!(is_said(&notes, own, "waiting for processes 2, 3 of 4 (", " of at most 3 s)"), "{notes:?}");
+        assert!(is_said(&notes, own, &whom, " of at most 3 s)"), "{notes:?}");
     }
     // Where process 0 is not there.
     let (kept, shared) = folder();
@@ -99,8 +101,17 @@ fn a_name_that_cannot_be_resolved() {
     let comer = |rank, limit| Comer { shared: Some(kept.path().into()), ..Comer::new(rank, 2, &place, limit) };
     let first = comer(0, Duration::from_secs(3)).comes();
     let second = comer(1, LONG).comes();
-    for said in [words(first), words(second)] {
-        assert!(said.starts_with("process 1: rendezvous: did not come within 3 s"), "{said}");
+    for comer in [first, second] {
+        let error = comer.join().unwrap().map(drop).unwrap_err();
+        let (said, hint) = (error.to_string(), error.hint().unwrap());
+        assert!(
+            hint.ends_with(" has to be an address of process 0 that all reach") && !hint.contains("--rendezvous"),
+            "{hint}"
+        );
+        assert!(
+            said.starts_with("process 1: rendezvous: did not come within 3 s at tcp://nosuchhost.invalid:"),
+            "{said}"
+        );
         assert!(said.contains("cannot resolve nosuchhost.invalid: "), "{said}");
     }
 }
@@ -123,7 +134,7 @@ fn a_place_that_is_none() {
     assert!(begun.elapsed() < AT_ONCE);
     // Somebody may make it.
     let said = fails(1, &nowhere, SOON);
-    assert!(said.contains(&format!("it has not written there: {} is not there", nowhere.display())), "{said}");
+    assert!(said.contains(&format!("the folder {} is not there", nowhere.display())), "{said}");
 }
 
 #[test]
@@ -247,7 +258,9 @@ fn two_that_are_first() {
     let first = Comer::new(0, 2, &place, LONG).comes();
     sheet(kept.path());
     let second = Comer::new(0, 2, &place, LONG).comes();
-    let said = words(first);
+    let error = first.join().unwrap().map(drop).unwrap_err();
+    assert_eq!(error.hint(), Some("start all processes at the same time, each once"));
+    let said = error.to_string();
     assert!(said.starts_with("process 0: rendezvous: two take themselves for it: "), "{said}");
     talk(vec![second, Comer::new(1, 2, &place, LONG).comes()]);
     assert_eq!(fs::read_dir(kept.path()).unwrap().count(), 0);
