@@ -36,6 +36,7 @@ use crate::exec::exchange::{
 };
 use crate::exec::fingerprint::Fingerprint;
 use crate::exec::together::Together;
+use crate::fault;
 use crate::format::{Checkpoint, ReadOptions};
 use crate::gpu::{self, DeviceShuffle};
 use crate::quantity::human_bytes;
@@ -46,6 +47,7 @@ const HEARD_WITHIN: Duration = Duration::from_secs(1);
 
 /// How long one that lacks what is asked of it stays for those who are to hear of that.
 const TOLD_WITHIN: Duration = Duration::from_secs(10);
+const TOLD_SOON: Duration = Duration::from_secs(3);
 
 pub struct Peers {
     link: Link,
@@ -382,7 +384,7 @@ fn meet_others(
     let wants_devices = args.exchange.backend == Backend::Nccl;
     let installed = if wants_devices { gpu::look(&gpu::Settings::new(&process_environment)) } else { Ok(()) };
     if let Err(lack) = &installed {
-        run.printer.warning(&format!("{lack}; it ends as soon as the others have heard that"));
+        run.printer.outcome(&format!("{lack}; it ends as soon as the others have heard that"));
     }
     let rendezvous = args.exchange.rendezvous.clone();
     let meeting = Meeting {
@@ -415,9 +417,10 @@ fn meet_others(
 /// What ends a wait for others: a signal, and before long what this process lacks, which it only stays to tell.
 fn going(run: &Run<'_>, is_to_end: bool) -> KeepGoing {
     let (stop, begun) = (run.stop.clone(), Instant::now());
+    let told_within = fault::patience(TOLD_WITHIN, TOLD_SOON);
     Arc::new(move || {
         stop.check()?;
-        if is_to_end && begun.elapsed() >= TOLD_WITHIN {
+        if is_to_end && begun.elapsed() >= told_within {
             gpu::look(&gpu::Settings::new(&process_environment))
         } else {
             Ok(())

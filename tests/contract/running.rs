@@ -323,7 +323,12 @@ fn max_memory_below_what_the_plan_needs_is_an_error_with_the_floor() {
         desk.refuse(verb, "fsdp4/dcp", name, &format!("{more} {options}"), &words);
     }
     let outcome = desk.refuse("unshard", "fsdp4/dcp", "x.pt", options, &[]);
-    let floor = outcome.stderr.split_whitespace().filter_map(|word| word.parse::<u64>().ok()).max().unwrap();
+    let floor = outcome
+        .stderr
+        .split_whitespace()
+        .filter_map(|word| word.trim_end_matches(',').parse::<u64>().ok())
+        .max()
+        .unwrap();
     desk.make("unshard", "fsdp4/dcp", "x.pt", &format!("--threads 2 --max-memory {floor}"));
 }
 
