@@ -11,17 +11,16 @@ pub struct Anonymous {
 }
 
 /// Large blocks are the system's again as soon as they are freed. An allocator that learns from them keeps them instead, and
-/// tables that are needed one after the other add up.
+/// tables that are needed one after the other add up. What is less stays, as it is soon wanted again: each page that is given
+/// back is a fault.
 pub fn give_back_large_blocks() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
         const LARGE_BYTES: libc::c_int = 1 << 20;
-        // What small blocks leave at the end of a heap is soon theirs again, and each page that was given back a fault.
-        const LEFT_BYTES: libc::c_int = 4 << 20;
-        for (number, bytes) in [(libc::M_MMAP_THRESHOLD, LARGE_BYTES), (libc::M_TRIM_THRESHOLD, LEFT_BYTES)] {
+        for limit in [libc::M_MMAP_THRESHOLD, libc::M_TRIM_THRESHOLD] {
             // SAFETY: sets a number of the allocator's, under its lock.
             #[expect(unsafe_code)]
-            let _ = unsafe { libc::mallopt(number, bytes) };
+            let _ = unsafe { libc::mallopt(limit, LARGE_BYTES) };
         }
     }
 }

@@ -127,7 +127,7 @@ pub struct Fields<'a> {
 /// Where the fields of one object begin.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Bottom {
-    pub fields: usize,
+    pub named: usize,
     pub numbers: usize,
     pub rows: usize,
 }
@@ -150,15 +150,15 @@ impl<'a> Fields<'a> {
     }
 
     pub(super) fn record_from(&self, bottom: Bottom) -> Record<'_, 'a> {
-        Record { fields: &self.named[bottom.fields..], numbers: &self.numbers, rows: &self.rows }
+        Record { fields: &self.named[bottom.named..], numbers: &self.numbers, rows: &self.rows }
     }
 
     pub(super) fn top(&self) -> Bottom {
-        Bottom { fields: self.named.len(), numbers: self.numbers.len(), rows: self.rows.len() }
+        Bottom { named: self.named.len(), numbers: self.numbers.len(), rows: self.rows.len() }
     }
 
     pub(super) fn truncate(&mut self, bottom: Bottom) {
-        self.named.truncate(bottom.fields);
+        self.named.truncate(bottom.named);
         self.numbers.truncate(bottom.numbers);
         self.rows.truncate(bottom.rows);
     }

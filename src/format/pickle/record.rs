@@ -166,7 +166,7 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
                     self.fields.push(b"", value);
                 }
             }
-            if self.fields.top().fields - bottom.fields > MAX_FIELDS {
+            if self.fields.top().named - bottom.named > MAX_FIELDS {
                 return None;
             }
         }
@@ -176,10 +176,10 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
     /// The last items of a tuple are those of a tuple within it.
     fn inner_tuple(&mut self, outer: Bottom, len: usize) -> Option<Field<'a>> {
         let bottom = self.fields.top();
-        let first = bottom.fields.checked_sub(len).filter(|first| *first >= outer.fields)?;
-        let Fields { named: fields, numbers, .. } = &mut *self.fields;
+        let first = bottom.named.checked_sub(len).filter(|first| *first >= outer.named)?;
+        let Fields { named, numbers, .. } = &mut *self.fields;
         let mut are_numbers = true;
-        for (_, field) in fields.drain(first..) {
+        for (_, field) in named.drain(first..) {
             match field {
                 Field::Number(number) => numbers.push(number),
                 _ => are_numbers = false,
