@@ -185,7 +185,8 @@ impl Peers {
     /// Say of the process that an error names, or whose file is damaged, all that is known.
     #[must_use]
     pub fn name(&self, error: Error) -> Error {
-        let is_of_files = is_not_there(&error) || error.is_about_content();
+        // What is in files that are there is as true when others end because of it, too.
+        let is_of_files = is_not_there(&error) || matches!(error, Error::Missing { .. });
         let has_lost = is_of_files && self.twin.as_ref().is_some_and(|twin| !twin.is_whole());
         let error = self.roster.name(if has_lost { cause(self.mesh(), error) } else { error });
         match &self.twin {

@@ -44,6 +44,9 @@ const HURRIED_BYTES: u64 = 256 << 10;
 /// Tiles planned and located at a time, where they are small.
 const WINDOW_TILES: usize = 1 << 12;
 
+/// Parts of a window that a thread prepares, one after the other: some take longer than others.
+const PARTS: usize = 16;
+
 /// How much to do at a time, by how long it took the last time.
 pub struct Pace {
     bytes: u64,
@@ -155,13 +158,14 @@ pub enum Counted {
 /// That of the first tensor that has one.
 pub fn prepare(input: Input<'_>, window: &[&Reserved], todo: &Extents, slots: &mut Vec<Slot>) -> Result<Vec<Payload>> {
     slots.clear();
-    let next = |tiles: Result<Vec<_>>, tensor: &&Reserved| {
-        let mut tiles = tiles?;
-        prepare_tensor(input, tensor, todo, &mut tiles)?;
+    let of_part = |tensors: &[&Reserved]| -> Result<Vec<(Slot, Payload)>> {
+        let mut tiles = Vec::with_capacity(tensors.iter().map(|tensor| tensor.entry.chunks.len()).sum());
+        tensors.iter().try_for_each(|tensor| prepare_tensor(input, tensor, todo, &mut tiles))?;
         Ok(tiles)
     };
-    // In their order, so that of several faults the first is told, whichever thread was faster.
-    let parts: Vec<Result<Vec<_>>> = window.par_iter().fold(|| Ok(Vec::new()), next).collect();
+    let tensors = window.len().div_ceil(PARTS * rayon::current_num_threads()).max(1);
+    // Each for itself, so that of several faults the first is told, whichever thread was faster.
+    let parts: Vec<Result<_>> = window.par_chunks(tensors).map(of_part).collect();
     let parts: Vec<Vec<(Slot, Payload)>> = parts.into_iter().collect::<Result<_>>()?;
     let tiles = parts.iter().map(Vec::len).sum();
     let mut payloads = Vec::with_capacity(tiles);
