@@ -141,7 +141,7 @@ impl Writing<'_> {
     /// Make the files.
     ///
     /// # Errors
-    /// As [`Outputs::make`].
+    /// As those of `Outputs::make`.
     pub fn make(&self) -> Result<Outputs> {
         Outputs::make(self.folder, &self.reservation.files, self.log.todo(), self.options.sync)
     }

@@ -87,7 +87,7 @@ impl Load {
 pub enum Way {
     /// Readers send everything themselves.
     Direct,
-    /// [Relays](relays) pass it on.
+    /// Relays pass it on.
     Relayed,
 }
 

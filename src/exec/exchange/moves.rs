@@ -13,9 +13,9 @@
 //! ```
 //!
 //! What stays with its reader goes from the stage to its place without being packed. Values that others need as well take a
-//! second [hop](Hop), where they were made of summands or came to a [relay](super::relays). Summands that NCCL reduces are packed into what is outgoing,
-//! too, and come to their place as values ([`Fold`]). Counts bytes; all offsets are within the buffers. Invariant:
-//! whether there is a second hop all ranks know alike.
+//! second [hop](Hop), where they were made of summands or came to a [relay](super::relays). Summands that NCCL reduces are
+//! packed into what is outgoing, too, and come to their place as values ([`Fold`]). Counts bytes; all offsets are within the
+//! buffers. Invariant: whether there is a second hop all ranks know alike.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
