@@ -151,8 +151,7 @@ impl Door {
 
     /// What is said of the first who did not come.
     fn missed(&self, others: &[u32], limit: &str) -> String {
-        let at = self.address.as_ref().map_or_else(String::new, |address| format!(" at {address}"));
-        let mut words = format!("did not come within {limit}{at}");
+        let mut words = format!("did not come within {limit}{}", self.at());
         if !others.is_empty() {
             words += &format!(", nor did {}", name_processes(others));
         }
@@ -168,8 +167,12 @@ impl Door {
     }
 
     fn awaited(&self, missing: &[u32]) -> String {
-        let at = self.address.as_ref().map_or_else(String::new, |address| format!(" at {address}"));
-        format!("waiting for {} of {}{at}", name_processes(missing), self.mine.size)
+        format!("waiting for {} of {}{}", name_processes(missing), self.mine.size, self.at())
+    }
+
+    /// ` at tcp://n1:4000`, where that was said.
+    fn at(&self) -> String {
+        self.address.as_ref().map_or_else(String::new, |address| format!(" at {address}"))
     }
 
     /// What is said of the wait, for those who are in and do nothing but listen.

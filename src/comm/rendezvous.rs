@@ -278,7 +278,7 @@ impl Meeting<'_> {
 
     /// Until the last one has come.
     fn wait_inside(&self, stream: TcpStream, token: Token) -> Result<Control> {
-        // Rank 0 has waited for longer, and says more when it gives up.
+        // Process 0 has waited for longer, and says more when it gives up.
         let until = Instant::now() + self.patience.limit + Duration::from_secs(10);
         loop {
             match Reply::receive(&stream, until, &*self.going)? {

@@ -14,6 +14,7 @@ use crate::exec::copy::Stats;
 use crate::exec::exchange::Reducing;
 
 const FAST_REDUCE: &str = "--fast-reduce";
+const ALONE: &str = "this is the only process";
 
 /// What makes no sense whatever the run.
 ///
@@ -40,12 +41,10 @@ pub fn refuse_senseless(args: &ConvertArgs) -> Result<()> {
 
 /// What is known before the work begins. Processes that are to meet have met.
 pub fn idle_wishes(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Vec<String> {
-    let alone = || String::from("this is the only process");
     let is_alone = run.launch.part.is_alone();
     let why_none = why_no_exchange(conversion, args, run);
     let why = |option: &str| match option {
-        "--rendezvous" if is_alone => Some(alone()),
-        FAST_REDUCE if is_alone => Some(alone()),
+        "--rendezvous" | FAST_REDUCE if is_alone => Some(String::from(ALONE)),
         FAST_REDUCE if !has_summands(conversion) => {
             Some(String::from("SRC has no Partial tensors, so nothing is reduced"))
         }
@@ -91,7 +90,7 @@ fn why_no_exchange(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_
     let is_open = || args.destination.dry_run && exchange.backend == Backend::Auto && run.launch.waits;
     Some(String::from(match &conversion.source.peers {
         Some(_) => return None,
-        None if run.launch.part.is_alone() => "this is the only process",
+        None if run.launch.part.is_alone() => ALONE,
         None if !run.launch.waits => "processes that do not wait for each other exchange nothing",
         None if exchange.backend == Backend::Cpu && exchange.source == SourceSight::Shared => {
             "with --backend cpu each process reads what it writes"

@@ -3,9 +3,9 @@
 //! Each run has a folder of its own in it, of a random name, and beside that a note of the process that makes it. So two
 //! with one DST do not take each other's files; all but one are refused once they look at DST. Invariants: what is there
 //! is nobody's result; who goes takes away what is his; the note is there for as long as its process is, so that nobody
-//! who goes finds the place empty, and removes it under a run that lives. Who has published DST also takes away what is left of others:
-//! folders whose process has ended, as far as can be told from here, or began a day ago. Whoever lives as long works on
-//! DST, and nobody else has published it.
+//! who goes finds the place empty, and removes it under a run that lives. Who has published DST also takes away what is
+//! left of others: folders whose process has ended, as far as can be told from here, or began a day ago. Whoever lives as
+//! long works on DST, and nobody else has published it.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;

@@ -139,8 +139,8 @@ impl Peers {
         Ok(Some((Self::linked(args, met, twin, most, run)?, checkpoint)))
     }
 
-    /// Meet the others between whose GPUs bytes are to go in such rounds, of a SRC that all see. `None` where one of them lacks what
-    /// that takes.
+    /// Meet the others between whose GPUs bytes are to go in such rounds, of a SRC that all see. `None` where one of them
+    /// lacks what that takes.
     ///
     /// # Errors
     /// `Comm` where not all come within `limit`, `Usage` where they have other options, and from the devices.
