@@ -9,6 +9,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddr
 
 use serde::{Deserialize, Serialize};
 
+use super::node::this_boot;
+
 /// A name or number, and a port: what can be tried.
 pub(super) type Candidate = (String, u16);
 
@@ -31,13 +33,13 @@ impl Address {
         // Addresses that hold on one link only mean nothing without its name.
         let numbers = interfaces.iter().filter(|one| !one.is_link_local()).map(if_addrs::Interface::ip).collect();
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        Ok(Self { host, boot: this_boot(), numbers, port: listener.local_addr()?.port() })
+        Ok(Self { host, boot: this_boot().unwrap_or_default(), numbers, port: listener.local_addr()?.port() })
     }
 
     /// What to try, from this node.
     pub fn candidates(&self) -> Vec<Candidate> {
         let here = rustix::system::uname();
-        let is_here = here.nodename().to_string_lossy() == self.host && this_boot() == self.boot;
+        let is_here = here.nodename().to_string_lossy() == self.host && this_boot().unwrap_or_default() == self.boot;
         let (loopback, others): (Vec<_>, Vec<_>) = self.numbers.iter().partition(|number| number.is_loopback());
         let loopback = if is_here || others.is_empty() { loopback } else { Vec::new() };
         let name = Some(self.host.clone()).filter(|name| is_here || !is_loopback_name(name));
@@ -59,10 +61,6 @@ impl Address {
 
 fn is_loopback_name(name: &str) -> bool {
     name.is_empty() || name.starts_with("localhost")
-}
-
-pub(super) fn this_boot() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_owned()).unwrap_or_default()
 }
 
 /// The addresses that a name has here.

@@ -19,6 +19,7 @@ pub mod launch;
 mod links;
 mod local;
 mod mesh;
+pub mod node;
 mod operation;
 mod patience;
 mod place;

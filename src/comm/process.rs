@@ -8,7 +8,7 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use super::address::this_boot;
+use super::node::{this_boot, this_host};
 
 /// A process, as others on its node can find it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,11 +32,10 @@ impl fmt::Display for Process {
 impl Process {
     #[must_use]
     pub fn this() -> Self {
-        let line = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_owned()).unwrap_or_default();
         let pid = std::process::id();
         Self {
-            host: line("/proc/sys/kernel/hostname"),
-            boot: this_boot(),
+            host: this_host().unwrap_or_default(),
+            boot: this_boot().unwrap_or_default(),
             pid_namespace: fs::read_link("/proc/self/ns/pid")
                 .map(|link| link.to_string_lossy().into_owned())
                 .unwrap_or_default(),

@@ -8,7 +8,6 @@ pub mod direct;
 pub mod filesystem;
 mod held;
 pub mod memory;
-pub mod node;
 mod open_file;
 mod open_files;
 mod sigbus;

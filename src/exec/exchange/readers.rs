@@ -8,9 +8,9 @@ use smallvec::SmallVec;
 
 use super::folds::Reducing;
 use crate::catalog::TensorEntry;
-use crate::comm::Communicator;
+use crate::comm::{Communicator, node};
 use crate::error::{Error, Result};
-use crate::storage::{FileId, Files, node};
+use crate::storage::{FileId, Files};
 
 /// Which processes can read which files.
 #[derive(Clone, Debug, PartialEq, Eq)]

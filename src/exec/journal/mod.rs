@@ -38,9 +38,9 @@ pub use known::{Known, Taken, is_empty};
 use super::cast::Counts;
 use super::copy::DtypePair;
 use crate::catalog::{Dtype, OutputFile};
+use crate::comm::node::this_boot;
 use crate::error::{Error, Result};
 use crate::storage::filesystem::sync_folder;
-use crate::storage::node::this_boot;
 
 /// What a journal's name ends in.
 pub const EXTENSION: &str = "journal";

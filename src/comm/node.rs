@@ -1,4 +1,4 @@
-//! The node that this process runs on.
+//! The node that this process runs on, by names that mean the same to all processes.
 
 /// Its name, where it has one.
 #[must_use]
