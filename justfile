@@ -12,6 +12,10 @@ test *arguments:
 lint:
     ci/lint
 
+# Every system call fails once, over all verbs and formats: a night's length, or --short
+faults *arguments:
+    ci/faults {{ arguments }}
+
 # Real PyTorch loads what dtshard writes; arguments go to pytest
 interop *arguments:
     ci/interop {{ arguments }}

@@ -65,6 +65,10 @@ pub enum Error {
     #[error("{message}")]
     Usage { message: String, hint: Option<String> },
 
+    /// An error whose message shortens a list, with all names of that list.
+    #[error("{error}")]
+    Naming { names: Vec<String>, error: Box<Error> },
+
     /// An error about a tensor, in the checkpoint it is in.
     #[error("{}: {error}", path.display())]
     Within { path: PathBuf, error: Box<Error> },
@@ -81,6 +85,35 @@ pub enum Error {
     /// can go on from: where it is, and how much.
     #[error("stopped by {signal}{}; {}", at_peer(rank.as_ref()), what_is_left(kept.as_ref()))]
     Stopped { signal: &'static str, exit: u8, rank: Option<Peer>, kept: Option<(PathBuf, String)> },
+}
+
+/// A file or folder that is neither written to nor deleted, because another user may have put it there.
+#[derive(Debug, thiserror::Error)]
+pub enum Untrusted {
+    #[error("{} is a link to {}, which is not followed", path.display(), target.display())]
+    Link { path: PathBuf, target: PathBuf },
+    #[error("{} belongs to {owner}", path.display())]
+    Owner { path: PathBuf, owner: String },
+    #[error("{} is a file with {names} names, so that writing to it changes another file, too", path.display())]
+    Names { path: PathBuf, names: u64 },
+}
+
+impl Untrusted {
+    fn hint(&self) -> String {
+        match self {
+            Self::Link { .. } => String::from("remove the link, or choose another destination"),
+            Self::Owner { owner, .. } => {
+                format!("ask {owner} to finish or remove it, or choose another destination")
+            }
+            Self::Names { .. } => String::from("remove that name, or start again with --restart"),
+        }
+    }
+}
+
+impl From<Untrusted> for io::Error {
+    fn from(found: Untrusted) -> Self {
+        Self::new(io::ErrorKind::PermissionDenied, found)
+    }
 }
 
 const PLACEMENTS_HINT: &str =
@@ -151,9 +184,13 @@ fn what_is_left(kept: Option<&(PathBuf, String)>) -> String {
 }
 
 impl Error {
+    /// An [`Untrusted`] is told as such, whatever was to be done.
     pub fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
-        move |source| Self::Io { action, path, source }
+        move |source| match source.downcast::<Untrusted>() {
+            Ok(found) => Self::usage(found.to_string(), found.hint()),
+            Err(source) => Self::Io { action, path, source },
+        }
     }
 
     pub fn malformed(
@@ -178,10 +215,44 @@ impl Error {
         Self::Comm { rank: rank.into(), op, detail: detail.into(), hint: None }
     }
 
+    /// Adds all names of a list that the message shortens, for `--json`.
+    #[must_use]
+    pub fn naming(self, names: &[impl AsRef<str>]) -> Self {
+        let names = names.iter().map(|name| name.as_ref().to_owned()).collect();
+        Self::Naming { names, error: Box::new(self) }
+    }
+
+    /// All names of the list that the message shortens.
+    #[must_use]
+    pub fn names(&self) -> Option<&[String]> {
+        match self {
+            Self::Naming { names, .. } => Some(names),
+            Self::Within { error, .. } => error.names(),
+            _ => None,
+        }
+    }
+
+    /// Adds a hint to an error about missing files that has none.
+    #[must_use]
+    pub fn missing_hint(mut self, text: &str) -> Self {
+        if let Self::Missing { hint, .. } = self.innermost_mut() {
+            hint.get_or_insert_with(|| text.to_owned());
+        }
+        self
+    }
+
+    /// The error that is within others.
+    fn innermost_mut(&mut self) -> &mut Self {
+        match self {
+            Self::Within { error, .. } | Self::Naming { error, .. } => error.innermost_mut(),
+            error => error,
+        }
+    }
+
     /// A file of which this says that it is damaged, and the hint, if there is another one than for every such file.
     pub fn damaged_mut(&mut self) -> Option<(&Path, &mut Option<Box<str>>)> {
         match self {
-            Self::Within { error, .. } => error.damaged_mut(),
+            Self::Within { error, .. } | Self::Naming { error, .. } => error.damaged_mut(),
             Self::Malformed { path, hint, .. } if !is_written_by_hand(path) => Some((path, hint)),
             _ => None,
         }
@@ -202,6 +273,7 @@ impl Error {
             Self::Coverage { .. } | Self::Conflict { .. } => {
                 Self::Within { path: path.to_path_buf(), error: Box::new(self) }
             }
+            Self::Naming { names, error } => Self::Naming { names, error: Box::new(error.within(path)) },
             error => error,
         }
     }
@@ -223,14 +295,16 @@ impl Error {
     #[must_use]
     pub fn hint(&self) -> Option<&str> {
         match self {
-            Self::Within { error, .. } => error.hint(),
+            Self::Within { error, .. } | Self::Naming { error, .. } => error.hint(),
             Self::Unsupported { hint, .. }
             | Self::Coverage { hint, .. }
             | Self::Conflict { hint, .. }
             | Self::Comm { hint, .. }
             | Self::Device { hint, .. }
             | Self::Usage { hint, .. } => hint.as_deref(),
-            Self::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => {
+            Self::Io { source, .. }
+                if matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) =>
+            {
                 Some("free space on the file system of the destination, or choose another one")
             }
             Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
@@ -268,7 +342,7 @@ impl Error {
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
-            Self::Within { error, .. } => error.kind(),
+            Self::Within { error, .. } | Self::Naming { error, .. } => error.kind(),
             Self::Io { .. } => "io",
             Self::Malformed { .. } => "malformed",
             Self::Missing { .. } => "missing",
@@ -288,7 +362,7 @@ impl Error {
     #[must_use]
     pub fn is_about_content(&self) -> bool {
         match self {
-            Self::Within { error, .. } => error.is_about_content(),
+            Self::Within { error, .. } | Self::Naming { error, .. } => error.is_about_content(),
             Self::Malformed { .. } | Self::Missing { .. } | Self::Coverage { .. } | Self::Conflict { .. } => true,
             _ => false,
         }
@@ -298,7 +372,7 @@ impl Error {
     #[must_use]
     pub fn fqn(&self) -> Option<&str> {
         match self {
-            Self::Within { error, .. } => error.fqn(),
+            Self::Within { error, .. } | Self::Naming { error, .. } => error.fqn(),
             Self::Coverage { fqn, .. }
             | Self::Conflict { fqn, .. }
             | Self::Layout(
@@ -311,37 +385,13 @@ impl Error {
     /// The message without the name, for lists that have names in a column of their own.
     #[must_use]
     pub fn detail(&self) -> String {
-        if let Self::Within { error, .. } = self {
+        if let Self::Within { error, .. } | Self::Naming { error, .. } = self {
             return error.detail();
         }
         let whole = self.to_string();
         let prefix = self.fqn().map(|fqn| format!("{fqn}: ")).unwrap_or_default();
         whole.strip_prefix(&prefix).unwrap_or(&whole).to_owned()
     }
-}
-
-/// The first of many names, for a message: `a, b and 3 more`.
-#[must_use]
-pub fn first_of(names: &[impl AsRef<str>], most: usize) -> String {
-    let more = names.len().saturating_sub(most);
-    let shown: Vec<&str> = names.iter().take(most).map(AsRef::as_ref).collect();
-    shown.join(", ") + &if more > 0 { format!(" and {more} more") } else { String::new() }
-}
-
-/// The same where their number has been said: `a, b, ...`.
-#[must_use]
-pub fn some_of(names: &[impl AsRef<str>], most: usize) -> String {
-    let shown: Vec<&str> = names.iter().take(most).map(AsRef::as_ref).collect();
-    shown.join(", ") + if names.len() > most { ", ..." } else { "" }
-}
-
-/// `process 3`, or `processes 1, 2, 3, 4, 5, 6, 7, 8 and 5 more`.
-#[must_use]
-pub fn name_processes(processes: &[u32]) -> String {
-    const SHOWN: usize = 8;
-    let numbers: Vec<String> = processes.iter().map(u32::to_string).collect();
-    let plural = if numbers.len() == 1 { "" } else { "es" };
-    format!("process{plural} {}", first_of(&numbers, SHOWN))
 }
 
 impl From<LayoutError> for Error {

@@ -8,6 +8,7 @@
 //! | `completions`, `man`, `--help`, `--version` | `cli_inspect`; every word of `--help`: `json` |
 //! | the two promises for day one, the closing line | `consolidate` |
 //! | `--from`, `--to`, names of files, parent folders, series, one rank's file | `formats` |
+//! | files beside a checkpoint; Lightning's folders | `carried`, `lightning` |
 //! | what consolidate takes, `--root`, `--everything`, `--assets` | `consolidate` |
 //! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
 //! | `--plan`, `--tp`, `--fsdp`, `--replicate` | `plan`; what PyTorch makes of plans: `plans` |
@@ -22,12 +23,17 @@
 //! | `unshard --unit`, `--all-ranks`; `--fill-from` with flat parameters | `flat_back` |
 //! | `--include` to `--keep-names`, patterns, collisions, what matches nothing | `names` |
 //! | `--dtype`, `--tied`, `--on-conflict`, `--check-replicas`, `--check-crc`, `--allow-missing`, `--drop-unknown` | `values` |
+//! | `--tied write` | `tied` |
 //! | what a format cannot hold, `--max-shard-size`, natural order, same bytes | `values` |
 //! | `--dry-run` to `--verify`, `--overwrite`, `--restart`, `-q`, `-v`, exit codes, broken pipes | `running` |
 //! | `verify`, its exit codes and lists, digests as OTHER | `verify` |
 //! | `local` | `local` |
+//! | formats and arguments in `--help`, `inspect` of DCP, digests of all tensors | `help` |
 //! | errors, and the `--json` document of every verb | `json` |
+//! | names in messages: lists, escapes, findings | `messages` |
 //! | `inspect`, its document, digests | `inspect` |
+
+#![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod common;
@@ -37,6 +43,8 @@ mod rank_file;
 #[path = "common/snapshot.rs"]
 mod snapshot;
 
+#[path = "contract/carried.rs"]
+mod carried;
 #[path = "contract/consolidate.rs"]
 mod consolidate;
 #[path = "contract/fill.rs"]
@@ -49,6 +57,8 @@ mod flat_back;
 mod formats;
 #[path = "contract/gradients.rs"]
 mod gradients;
+#[path = "contract/help.rs"]
+mod help;
 #[path = "contract/inspect.rs"]
 mod inspect;
 #[path = "contract/json.rs"]
@@ -57,8 +67,12 @@ mod json;
 mod layout;
 #[path = "contract/layout_file.rs"]
 mod layout_file;
+#[path = "contract/lightning.rs"]
+mod lightning;
 #[path = "contract/local.rs"]
 mod local;
+#[path = "contract/messages.rs"]
+mod messages;
 #[path = "contract/names.rs"]
 mod names;
 #[path = "contract/plan.rs"]
@@ -67,6 +81,8 @@ mod plan;
 mod running;
 #[path = "contract/splits.rs"]
 mod splits;
+#[path = "contract/tied.rs"]
+mod tied;
 #[path = "contract/told.rs"]
 mod told;
 #[path = "contract/units.rs"]

@@ -5,6 +5,8 @@
 //! page writes, its later blocks find. Standard output and errors are compared together. A line `...` stands for any
 //! lines; times and rates are masked. `<!-- not run -->` in the line before a block leaves it out.
 
+#![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
+
 use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,8 @@
 //! FSDP1's LOCAL_STATE_DICT files as they are written, against those that PyTorch wrote of the same state: the same
 //! tree, the same views of the same storages, the same bytes, padding included.
 
+#![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
+
 #[allow(dead_code, reason = "each test binary uses its own share")]
 mod common;
 #[allow(dead_code, reason = "each test program uses its own part")]
@@ -135,6 +137,7 @@ fn write(truth: &Truth, reservation: &Reservation, folder: &FilePath) {
     let Checkpoint { files, catalog, .. } = &truth.checkpoint;
     let input = Input { files, catalog, resolve: &resolve };
     let todo = Extents::of_files(&reservation.files);
+    let folder = &dtshard::storage::AnchoredPath::new(folder);
     let log = Log::new(&reservation.files, &todo, folder.join("journal"), OPTIONS.sync, AtEnd::Nothing);
     let (log, stop) = (&log, &Stop::default());
     let writing = copy::Writing { reservation, folder, log, options: &OPTIONS, reporter: &Silent, stop };

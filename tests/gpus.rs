@@ -1,6 +1,8 @@
 //! `--backend nccl` over the stand-in for driver and NCCL: whatever goes wrong in one process, all end, with words that
 //! name it, and nothing is published.
 
+#![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
+
 #[allow(dead_code, reason = "each test binary uses its own share")]
 #[path = "common/outcome.rs"]
 mod outcome;

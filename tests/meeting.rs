@@ -1,5 +1,7 @@
 //! Where the processes of `--source per-rank` meet: what they leave there, and what they do not touch.
 
+#![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
+
 #[allow(dead_code, reason = "each test binary uses its own share")]
 #[path = "common/outcome.rs"]
 mod outcome;

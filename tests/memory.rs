@@ -4,7 +4,15 @@
 //! private memory, used or not (RLIMIT_DATA), that the run must get along with. The latter also counts what lists have
 //! reserved to grow into, and the stacks of threads in full, which are allowed for.
 
+#![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 #![cfg(target_os = "linux")]
+
+#[allow(dead_code, unused_imports, reason = "these tests only write archives")]
+#[path = "common/corrupt.rs"]
+mod corrupt;
+#[allow(dead_code, reason = "these tests only write archives")]
+#[path = "common/outcome.rs"]
+mod outcome;
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -326,4 +334,97 @@ fn plans_of_rounds_take_no_more_than_is_counted() {
     };
     let took: Vec<u64> = (0..PLANNED.len()).map(run).collect();
     assert!(took.iter().all(|bytes| *bytes <= PLAN_BYTES), "{took:?} of {PLAN_BYTES}: {PLANNED:?}");
+}
+
+/// What a run may take besides what it reads, in anonymous memory.
+const PROGRAM_BYTES: u64 = 12 << 20;
+
+/// The most anonymous memory of a run, whether it succeeds or not, and its exit code.
+fn most(arguments: &[&str]) -> (u64, Option<i32>) {
+    let mut run = Command::new(BINARY).args(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let status = format!("/proc/{}/status", run.id());
+    let mut most = 0;
+    loop {
+        let text = std::fs::read_to_string(&status).unwrap_or_default();
+        let field = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+        let now = field.and_then(|field| field.split_whitespace().next()?.parse::<u64>().ok());
+        most = most.max(now.unwrap_or(0) * 1024);
+        if let Some(status) = run.try_wait().unwrap() {
+            return (most, status.code());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn with_header(path: &Path, mut header: String) -> u64 {
+    header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
+    let mut file = std::fs::File::create(path).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    header.len() as u64
+}
+
+#[test]
+fn header_of_many_tensors_takes_four_times_its_length() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    model(&path, 60_000);
+    let mut len = [0; 8];
+    std::io::Read::read_exact(&mut std::fs::File::open(&path).unwrap(), &mut len).unwrap();
+    let (most, code) = most(&["inspect", "--brief", path.to_str().unwrap()]);
+    assert_eq!(code, Some(0));
+    assert!(most <= 4 * u64::from_le_bytes(len) + PROGRAM_BYTES, "{most} for {}", u64::from_le_bytes(len));
+}
+
+#[test]
+fn header_of_long_lists_is_refused_in_little_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let zeros = "0,".repeat(15_000_000);
+    for header in [
+        format!(r#"{{"x":[{zeros}0]}}"#),
+        format!(r#"{{"x":{{"dtype":"U8","shape":[{zeros}0],"data_offsets":[0,0]}}}}"#),
+        format!(r#"{{"x":{{"dtype":"U8","shape":[0],"data_offsets":[{zeros}0]}}}}"#),
+        format!(r#"{{"x":{{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":[{zeros}0]}}}}"#),
+        format!(r#"{{"__metadata__":{{"a":[{zeros}0]}}}}"#),
+    ] {
+        let len = with_header(&path, header);
+        let (most, code) = most(&["inspect", path.to_str().unwrap()]);
+        assert_eq!(code, Some(2));
+        assert!(most <= 2 * len + PROGRAM_BYTES, "{most} for {len}");
+    }
+}
+
+/// 2 * 10^7 ints may take 700 MB; these are an eighth.
+#[test]
+fn list_of_ints_takes_35_bytes_an_int() {
+    const INTS: u32 = 2_500_000;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ints.pt");
+    let mut pickle = b"\x80\x02}X\x01\0\0\0a]".to_vec();
+    for batch in (0..INTS).collect::<Vec<_>>().chunks(1000) {
+        pickle.push(b'(');
+        batch.iter().for_each(|int| pickle.extend([&b"J"[..], &int.to_le_bytes()].concat()));
+        pickle.push(b'e');
+    }
+    pickle.extend(b"s.");
+    std::fs::write(&path, corrupt::torch_file(pickle, &[])).unwrap();
+    let source = path.to_str().unwrap();
+    for (verb, name, options) in [
+        ("inspect", None, ""),
+        ("unshard", Some("out.pt"), "--no-sync --include a"),
+        ("reshard", Some("dcp"), "--to dcp --mesh dp=2 --no-sync --include a"),
+    ] {
+        let target = name.map(|name| folder.path().join(name));
+        let mut arguments = vec![verb, source];
+        arguments.extend(target.as_ref().map(|path| path.to_str().unwrap()));
+        arguments.extend(options.split_whitespace());
+        let (most, code) = most(&arguments);
+        assert_eq!(code, Some(0), "{arguments:?}");
+        assert!(most <= 35 * u64::from(INTS) + PROGRAM_BYTES, "{verb}: {most}");
+        if let Some(target) = target {
+            let (_, code) = self::most(&["verify", source, target.to_str().unwrap()]);
+            assert_eq!(code, Some(0), "{verb}");
+        }
+    }
 }

@@ -1,6 +1,8 @@
 //! `--source per-rank`: processes that each see only some of SRC's files write what one process writes that sees all,
 //! and end together where one of them cannot go on.
 
+#![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
+
 #[allow(dead_code, reason = "each test binary uses its own share")]
 #[path = "common/outcome.rs"]
 mod outcome;

@@ -1,5 +1,7 @@
 //! Processes that each see some files of a checkpoint read and convert it as one that sees all.
 
+#![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
+
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod common;
 #[path = "twin/faults.rs"]
@@ -25,7 +27,7 @@ use dtshard::exec::seal::seal;
 use dtshard::exec::{Extents, Input, Options, Silent, Stop, copy};
 use dtshard::format::{Checkpoint, FlatKnowledge, ReadOptions, dcp, resolve, safetensors};
 use dtshard::layout::{DeviceMesh, Placement, TensorDim, local_shard};
-use dtshard::storage::IoMode;
+use dtshard::storage::{AnchoredPath, IoMode};
 use dtshard::twin::{Twin, make};
 use tempfile::TempDir;
 
@@ -55,7 +57,7 @@ impl Spread {
     }
 
     fn twin(&self) -> PathBuf {
-        self.folder.path().join("shared/twin")
+        self.folder.path().join("twin")
     }
 
     /// Let each rank make the twin, and go on with it.
@@ -68,7 +70,8 @@ impl Spread {
                 .map(|(rank, own)| {
                     let then = &then;
                     scope.spawn(move || {
-                        let done = make(&rank, own, &self.twin()).and_then(|twin| then(&rank, &twin));
+                        let done = make(&rank, own, &anchored(self.folder.path()).join("twin"))
+                            .and_then(|twin| then(&rank, &twin));
                         if done.is_ok() {
                             rank.leave().unwrap();
                         }
@@ -119,11 +122,11 @@ fn files_of(folder: &Path) -> Vec<PathBuf> {
 
 /// Everything that a checkpoint was found to be.
 fn spelled(checkpoint: &Checkpoint, root: &Path) -> String {
-    let Checkpoint { format, files, catalog, parts, beside, series, skipped_series, fragment, .. } = checkpoint;
+    let Checkpoint { format, files, catalog, parts, beside, series, skipped_series, missing, .. } = checkpoint;
     let files: Vec<_> = files.ids().map(|id| (files.path(id).to_path_buf(), files.len_bytes(id))).collect();
     let places = (&checkpoint.root, &checkpoint.resolved_from, files);
     let text =
-        format!("{format} {places:?} {catalog:#?} {parts:?} {beside:?} {series:?} {skipped_series:?} {fragment:?}");
+        format!("{format} {places:?} {catalog:#?} {parts:?} {beside:?} {series:?} {skipped_series:?} {missing:?}");
     relative(&text, root)
 }
 
@@ -181,12 +184,16 @@ fn options() -> Options {
 
 fn writing<'a>(
     reservation: &'a Reservation,
-    folder: &'a Path,
+    folder: &'a AnchoredPath,
     log: &'a Log<'a>,
     options: &'a Options,
     stop: &'a Stop,
 ) -> copy::Writing<'a> {
     copy::Writing { reservation, folder, log, options, reporter: &Silent, stop }
+}
+
+fn anchored(folder: &Path) -> AnchoredPath {
+    AnchoredPath::new(folder)
 }
 
 fn input(checkpoint: &Checkpoint) -> Input<'_> {
@@ -215,9 +222,10 @@ fn in_dcp(catalog: &Catalog) -> Reservation {
 
 /// The output files, by one process and by several.
 fn written(folder: &Path, reservation: &Reservation, journals: &Path) -> Vec<Vec<u8>> {
+    let journals = &anchored(journals);
     let known = Known::read(journals, &reservation.files, 0, false).unwrap();
     assert_eq!(known.done, Extents::of_files(&reservation.files));
-    seal(folder, &reservation.files, &[], &known, journals, false).unwrap();
+    seal(&anchored(folder), &reservation.files, &[], &known, journals, false).unwrap();
     reservation.files.iter().map(|file| fs::read(folder.join(&file.path)).unwrap()).collect()
 }
 
@@ -230,8 +238,9 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
     let whole = Checkpoint::open(source, &ReadOptions::default()).unwrap();
     let reservation = reserve(&whole.catalog);
     let todo = Extents::of_files(&reservation.files);
-    let log = Log::new(&reservation.files, &todo, journals[0].join("0.journal"), false, AtEnd::Record);
-    copy::copy(input(&whole), writing(&reservation, &outputs[0], &log, &options(), &Stop::default())).unwrap();
+    let log = Log::new(&reservation.files, &todo, anchored(&journals[0]).join("0.journal"), false, AtEnd::Record);
+    copy::copy(input(&whole), writing(&reservation, &anchored(&outputs[0]), &log, &options(), &Stop::default()))
+        .unwrap();
     let alone = written(&outputs[0], &reservation, &journals[0]);
 
     let done = spread.each(|rank, twin| {
@@ -249,10 +258,14 @@ fn check_conversion(source: &Path, ranks: usize, reserve: &(dyn Fn(&Catalog) -> 
             owners: &owners,
             bucket_bytes: 5000,
         };
-        let journal = journals[1].join(format!("{}.journal", rank.rank()));
+        let journal = anchored(&journals[1]).join(format!("{}.journal", rank.rank()));
         let log = Log::new(&reservation.files, &todo, journal, false, AtEnd::Record);
         let (options, stop) = (options(), Stop::default());
-        exchange.run(rank, HostShuffle::new(rank), writing(&reservation, &outputs[1], &log, &options, &stop))?;
+        exchange.run(
+            rank,
+            HostShuffle::new(rank),
+            writing(&reservation, &anchored(&outputs[1]), &log, &options, &stop),
+        )?;
         checkpoint.files.check_unchanged()?;
         let own = &spread.own[rank.rank() as usize];
         Ok(fingerprint("1", input(&checkpoint), &reservation, &[], &[own], Reducing::InRankOrder))

@@ -31,6 +31,7 @@ use crate::error::Error;
 use crate::layout::partial::{Reduction, summand};
 use crate::layout::rules::{OnMesh, Shared};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Region, Tile, comma_list};
+use crate::name_list::{FEW, short_list};
 use crate::storage::{FileId, Stretch};
 
 /// A fully qualified name: the path of a tensor or object in its state dict, joined with dots. Whoever has it shares it.
@@ -196,15 +197,18 @@ pub fn conflict(path: &Path, holdings: &[Holding]) -> Error {
         shown.fill(format!("{} of its own", holdings[0].value.type_name()));
     }
     let has = |(holding, text): (&Holding, &String)| format!("{} has {text}", list_ranks(&holding.ranks));
+    let held: Vec<String> = holdings.iter().zip(&shown).map(has).collect();
+    let more = if held.len() > FEW { format!("; and {} more values", held.len() - FEW) } else { String::new() };
     Error::Conflict {
         fqn: path.to_string(),
         what: "an object",
-        between: between.join(" and "),
-        detail: holdings.iter().zip(&shown).map(has).collect::<Vec<_>>().join("; "),
+        between: if between.len() > FEW { short_list(&between, FEW) } else { between.join(" and ") },
+        detail: held[..held.len().min(FEW)].join("; ") + &more,
         hint: Some(String::from(
             "--on-conflict per-rank keeps every rank's, rank0 takes the lowest rank's, drop leaves it out",
         )),
     }
+    .naming(&held)
 }
 
 /// What a checkpoint holds.

@@ -2,20 +2,15 @@
 //!
 //! Decided by the nesting that the file records, not by dots in names.
 
-use super::optimizer::optimizer_parameter;
+use super::optimizer::{is_optimizer_key, optimizer_parameter};
 use super::path::{key_text, tensors};
 use super::{Dict, Fqn, Key, Path, TensorId, Value};
 
 /// Keys under which trainers put the model.
 const MODEL: [&str; 4] = ["model", "module", "state_dict", "model_state_dict"];
 
-/// Keys that stand beside a model at the top and are not part of it.
-const BESIDE: [&str; 18] = [
-    "optimizer",
-    "optimizers",
-    "optim",
-    "optimizer_state_dict",
-    "optimizer_states",
+/// Keys that stand beside a model at the top and are not part of it, as those of optimizers are not.
+const BESIDE: [&str; 13] = [
     "lr_scheduler",
     "lr_schedulers",
     "scheduler",
@@ -143,7 +138,10 @@ pub fn is_random_state(name: &str) -> bool {
 #[must_use]
 pub fn is_beside(name: &str, value: &Value) -> bool {
     let container = !matches!(value, Value::Tensor(_));
-    container && BESIDE.contains(&name) || name == "rng" || name.starts_with("rng_") || name.ends_with("rng_state")
+    container && (BESIDE.contains(&name) || is_optimizer_key(name))
+        || name == "rng"
+        || name.starts_with("rng_")
+        || name.ends_with("rng_state")
 }
 
 /// `grads.FQN` is the gradient of FQN.
@@ -233,6 +231,10 @@ pub(super) mod tests {
             (found.root.to_string().as_str(), names(&found.tensors)),
             ("", vec!["tok_embeddings.weight", "scaler"])
         );
+
+        // Lightning numbers optimizers.
+        let found = model(&dict(vec![("net.w", tensor(0)), ("optimizer_0", optim())]));
+        assert_eq!(names(&found.tensors), ["net.w"]);
 
         // A flat Hugging Face state dict: `model.` is text, not nesting.
         let found = model(&weights());

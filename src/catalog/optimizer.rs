@@ -11,7 +11,16 @@ use super::model::model;
 use super::{Catalog, Fqn, Key, Path, TensorEntry, TensorId, Value};
 
 /// Keys under which trainers put an optimizer.
-pub const OPTIMIZER: [&str; 5] = ["optimizer", "optim", "optimizers", "optimizer_state_dict", "optimizer_states"];
+const OPTIMIZER: [&str; 5] = ["optimizer", "optim", "optimizers", "optimizer_state_dict", "optimizer_states"];
+
+/// Whether trainers put an optimizer under this key. Lightning numbers them, `optimizer_0`.
+///
+/// Source: `FSDPStrategy.save_checkpoint` in `lightning/pytorch/strategies/fsdp.py` (2.6).
+#[must_use]
+pub fn is_optimizer_key(key: &str) -> bool {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    OPTIMIZER.contains(&key) || key.strip_prefix("optimizer_").is_some_and(is_number)
+}
 
 /// State, a dict a parameter.
 pub const STATE: &str = "state";
@@ -36,7 +45,7 @@ pub struct OptimizerState {
 #[must_use]
 pub fn optimizer_state(path: &Path) -> Option<OptimizerState> {
     let is = |key: &Key, names: &[&str]| matches!(key, Key::Name(name) if names.contains(&name.as_ref()));
-    let at = path.0.iter().position(|key| is(key, &OPTIMIZER))?;
+    let at = path.0.iter().position(|key| matches!(key, Key::Name(name) if is_optimizer_key(name)))?;
     let to = |end: usize| Path(path.0[..end].to_vec());
     if let [Key::Name(last)] = &path.0[at + 1..] {
         let (parameter, _) = last.strip_prefix("state.")?.rsplit_once('.')?;
@@ -57,7 +66,7 @@ pub fn optimizer_parameter(path: &Path) -> Option<Fqn> {
 #[must_use]
 pub fn reads_as_optimizer_state(name: &str) -> bool {
     let mut parts = name.split('.');
-    parts.any(|part| OPTIMIZER.contains(&part)) && parts.next() == Some("state")
+    parts.any(is_optimizer_key) && parts.next() == Some("state")
 }
 
 /// The parameters an optimizer knows by their names, group by group; `None` where none knows any.
@@ -149,6 +158,9 @@ mod tests {
         let flat = path(&["optimizer", "state.layers.0.weight.exp_avg"]);
         assert_eq!(optimizer_parameter(&flat).unwrap().as_str(), "layers.0.weight");
         assert_eq!(optimizer_parameter(&path(&["optimizer", "param_groups.layers.0.weight.lr"])), None);
+        let numbered = path(&["optimizer_0", "state", "layers.0.weight", "exp_avg"]);
+        assert_eq!(optimizer_parameter(&numbered).unwrap().as_str(), "layers.0.weight");
+        assert_eq!(optimizer_parameter(&path(&["optimizer_", "state", "w", "exp_avg"])), None);
         assert_eq!(optimizer_parameter(&path(&["model", "w"])), None);
         assert_eq!(optimizer_parameter(&path(&["optim", "state"])), None);
         assert_eq!(optimizer_parameter(&path(&["optim"])), None);

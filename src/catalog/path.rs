@@ -218,6 +218,48 @@ fn tensors_below(value: &Value, path: &mut Path, visit: &mut dyn FnMut(&Path, Te
     }
 }
 
+/// The path of the first dict that has a tensor in a key. Names lead to values and never into keys, so no such tensor
+/// can be selected, cast, compared or written by name.
+#[must_use]
+pub fn dict_with_tensor_key(state: &Value) -> Option<Path> {
+    let mut path = Path::default();
+    tensor_key_below(state, &mut path).then_some(path)
+}
+
+/// On success `path` is left at the dict.
+fn tensor_key_below(value: &Value, path: &mut Path) -> bool {
+    let mut step = |key: Key, child: &Value| {
+        path.0.push(key);
+        let found = tensor_key_below(child, path);
+        if !found {
+            path.0.pop();
+        }
+        found
+    };
+    let has_tensor_key = |entries: &[(Value, Value)]| entries.iter().any(|(key, _)| key.contains_tensor());
+    match value {
+        Value::Dict(dict) => {
+            has_tensor_key(&dict.entries)
+                || dict.entries.iter().any(|(key, child)| step(Key::Name(key_text(key)), child))
+        }
+        Value::List(items) | Value::Tuple(items) | Value::Set(items) | Value::FrozenSet(items) => {
+            (0..).zip(items).any(|(index, child)| step(Key::Index(index), child))
+        }
+        Value::Object(object) => {
+            has_tensor_key(&object.kwargs)
+                || has_tensor_key(&object.entries)
+                || (0..)
+                    .zip(object.args.iter().chain(&object.items))
+                    .any(|(index, child)| step(Key::Index(index), child))
+                || (object.kwargs.iter().chain(&object.entries))
+                    .any(|(key, child)| step(Key::Name(key_text(key)), child))
+                || object.state.as_ref().is_some_and(|state| tensor_key_below(state, path))
+        }
+        Value::PerRank(holdings) => holdings.iter().any(|holding| step(rank_key(holding.ranks[0]), &holding.value)),
+        _ => false,
+    }
+}
+
 /// Python's `str(key)` for the kinds of keys that state dicts have.
 #[must_use]
 pub fn key_text(key: &Value) -> Arc<str> {

@@ -17,6 +17,7 @@ use super::{Fqn, TensorEntry};
 use crate::error::{CoverageKind, Error, Result};
 use crate::layout::partial::Reduction;
 use crate::layout::{Cover, CoverError, Rank, Tile};
+use crate::name_list::numbered;
 
 /// Chunks of one tile, in the order of the table.
 pub type Holders = SmallVec<[u32; 4]>;
@@ -132,8 +133,7 @@ impl TensorEntry {
 /// The ranks of a list of chunks, for messages: `ranks 0, 1, 4`.
 #[must_use]
 pub fn list_ranks(ranks: &[Rank]) -> String {
-    let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
-    format!("{} {}", if names.len() == 1 { "rank" } else { "ranks" }, names.join(", "))
+    numbered("rank", "ranks", ranks.iter().map(|rank| rank.0))
 }
 
 impl Fqn {

@@ -35,6 +35,9 @@ pub enum Value {
     ByteArray(Vec<u8>),
     Complex(f64, f64),
     List(Vec<Value>),
+    /// A list of a million ints and more, such as a sampler's order, which as single values would take many times the
+    /// memory. Shorter ones are a `List`.
+    Ints(Arc<[i64]>),
     Tuple(Vec<Value>),
     /// In the order of the file.
     Set(Vec<Value>),
@@ -131,7 +134,7 @@ impl Value {
             Self::Bytes(_) => "bytes",
             Self::ByteArray(_) => "bytearray",
             Self::Complex(..) => "complex",
-            Self::List(_) => "list",
+            Self::List(_) | Self::Ints(_) => "list",
             Self::Tuple(_) => "tuple",
             Self::Set(_) => "set",
             Self::FrozenSet(_) => "frozenset",
@@ -323,6 +326,11 @@ impl PartialEq for Value {
             (Self::Str(a), Self::Str(b)) => a == b,
             (Self::Bytes(a), Self::Bytes(b)) | (Self::ByteArray(a), Self::ByteArray(b)) => a == b,
             (Self::List(a), Self::List(b)) | (Self::Tuple(a), Self::Tuple(b)) => a == b,
+            (Self::Ints(a), Self::Ints(b)) => a == b,
+            (Self::List(items), Self::Ints(ints)) | (Self::Ints(ints), Self::List(items)) => {
+                items.len() == ints.len()
+                    && items.iter().zip(ints.iter()).all(|(item, int)| item.as_i64() == Some(*int))
+            }
             // Python writes a set in the order of its hashes, which may differ from process to process.
             (Self::Set(a), Self::Set(b)) | (Self::FrozenSet(a), Self::FrozenSet(b)) => {
                 a == b || a.len() == b.len() && sorted(a) == sorted(b)

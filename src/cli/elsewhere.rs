@@ -1,16 +1,20 @@
 //! Options that a verb does not have, and others do.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Arg, Command, CommandFactory, Error, Parser};
+use clap::{Arg, Command, Error, FromArgMatches};
 
-use super::Cli;
+use super::{Cli, command};
 
 /// Parse, and where an option is one of other verbs only, say of which.
 ///
 /// # Errors
 /// What clap has to say, `--help` and `--version` among it.
 pub fn parse(arguments: &[std::ffi::OsString]) -> Result<Cli, Error> {
-    Cli::try_parse_from(arguments).map_err(|mut error| {
+    let mut declared = command();
+    let matches = declared.try_get_matches_from_mut(arguments);
+    let parsed =
+        matches.and_then(|matches| Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut declared)));
+    parsed.map_err(|mut error| {
         let option = match (error.kind(), error.get(ContextKind::InvalidArg)) {
             (ErrorKind::UnknownArgument, Some(ContextValue::String(option))) => option.clone(),
             _ => return error,
@@ -30,7 +34,7 @@ pub fn parse(arguments: &[std::ffi::OsString]) -> Result<Cli, Error> {
 fn verbs_with(option: &str) -> Vec<String> {
     let Some(name) = option.strip_prefix("--") else { return Vec::new() };
     let is_it = |arg: &Arg| arg.get_long() == Some(name) && !arg.is_hide_set();
-    let cli = Cli::command();
+    let cli = command();
     cli.get_subcommands()
         .filter(|verb| verb.get_arguments().any(is_it))
         .map(Command::get_name)

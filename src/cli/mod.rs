@@ -10,7 +10,7 @@ mod values;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub use elsewhere::parse;
 pub use output::{
@@ -166,7 +166,7 @@ pub struct Inspect {
     /// Print the layout as a layout file: TOML, or JSON with --json
     #[arg(long, conflicts_with_all = ["brief", "tensor", "draw", "digest"])]
     pub layout: bool,
-    /// Hash the values of every tensor: BLAKE3, the same in any layout and format
+    /// Hash the values of every tensor, and all of them together: BLAKE3, the same in any layout and format
     #[arg(long)]
     pub digest: bool,
     #[command(flatten)]
@@ -211,8 +211,9 @@ pub struct Reshard {
     /// mappings of makani [default: as in SRC, else chunk]
     #[arg(long, value_name = "RULE")]
     pub split: Option<SplitArg>,
-    /// Lay tensors out as those of the same names in this checkpoint: its mesh, placements, format and names of files.
-    /// --mesh with the same dim names takes the place of its mesh, --placements rules that of its placements
+    /// Lay tensors out as those of the same names in this checkpoint: its mesh, placements, format and names of files;
+    /// its values are ignored. --mesh with the same dim names takes the place of its mesh, --placements rules that of its
+    /// placements
     #[arg(long, value_name = "CKPT")]
     pub like: Option<PathBuf>,
     /// Take everything that SRC lacks from this checkpoint. DST is that one, with the tensors and objects of SRC in
@@ -284,8 +285,8 @@ pub struct FlatArgs {
     /// A layout file with [flat], or a flat_layout.json: the units to write, also where SRC has others
     #[arg(long, value_name = "FILE")]
     pub layout: Option<PathBuf>,
-    /// A checkpoint of the same model: its units where it is flat, else the order of its state dict, which torch files
-    /// keep
+    /// A checkpoint of the same model, whose values are ignored: its units where it is flat, else the order of its state
+    /// dict, which torch files keep
     #[arg(long, value_name = "CKPT")]
     pub like: Option<PathBuf>,
 }
@@ -302,8 +303,8 @@ pub enum Strategy {
 /// Which tensors are in which safetensors file.
 #[derive(Args, Debug)]
 pub struct ShardArgs {
-    /// A checkpoint of the same model: where it is a folder of safetensors files, every tensor goes into the file that it
-    /// is in there; where SRC is FSDP1, the shapes and the order that SRC lacks
+    /// A checkpoint of the same model, whose values are ignored: where it is a folder of safetensors files, every tensor
+    /// goes into the file that it is in there; where SRC is FSDP1, the shapes and the order that SRC lacks
     #[arg(long, value_name = "CKPT")]
     pub like: Option<PathBuf>,
     /// Largest safetensors file in a folder (5GB = 5e9, 5GiB = 5 * 2^30); a larger tensor gets its own
@@ -366,6 +367,31 @@ pub enum TensorClass {
     Local,
 }
 
+/// The command line, with the formats that each verb writes as the values of its `--to`.
+#[must_use]
+pub fn command() -> clap::Command {
+    use FormatArg::{Dcp, FsdpFlat, Local, Safetensors, Torch, TorchRanks};
+    const BY_SUFFIX: &str = "Format of DST [default: by its suffix (.safetensors; .pt .pth .bin .ckpt), else";
+    let verbs: [(&str, &[FormatArg], String); 4] = [
+        (
+            "reshard",
+            &[Dcp, TorchRanks, FsdpFlat, Local],
+            String::from("Format of DST [default: that of SRC; dcp where SRC is no folder of shards]"),
+        ),
+        (
+            "unshard",
+            &[Torch, Safetensors, TorchRanks, FsdpFlat],
+            format!("{BY_SUFFIX} torch; with --all-ranks or --unit rank files, as in SRC]"),
+        ),
+        ("flatten", &[FsdpFlat], String::from("Format of DST [default: fsdp-flat]")),
+        ("consolidate", &[Safetensors, Torch], format!("{BY_SUFFIX} safetensors]")),
+    ];
+    verbs.into_iter().fold(Cli::command(), |command, (verb, written, help)| {
+        let to = |arg: clap::Arg| arg.help(help).value_parser(values::formats(written));
+        command.mut_subcommand(verb, |verb| verb.mut_arg("to", to))
+    })
+}
+
 /// Long options may be written with underscores: `--max_shard_size` is `--max-shard-size`.
 pub fn normalise_long_options(arguments: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut only_positionals = false;
@@ -384,13 +410,11 @@ pub fn normalise_long_options(arguments: impl Iterator<Item = OsString>) -> Vec<
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
     fn the_declaration_is_sound() {
-        Cli::command().debug_assert();
+        command().debug_assert();
     }
 
     #[test]

@@ -31,14 +31,13 @@ pub struct TalkArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Output")]
 pub struct DestinationArgs {
-    /// Format of DST [default: by its suffix (.safetensors; .pt .pth .bin .ckpt), else torch for unshard, safetensors
-    /// for consolidate, that of SRC for reshard (dcp where SRC is no folder of shards)]
+    /// Format of DST
     #[arg(long, value_name = "FORMAT")]
     pub to: Option<FormatArg>,
     /// The PyTorch that is to load DTensors in rank files, such as 2.9 [default: as SRC, else the newest known]
     #[arg(long, value_name = "VERSION")]
     pub torch_version: Option<String>,
-    /// Replace DST if it exists [default: refused, unless it is an empty folder]
+    /// Replace DST if it is a checkpoint and holds nothing else [default: refused, unless it is an empty folder]
     #[arg(long)]
     pub overwrite: bool,
     /// Go on where an interrupted run of the same command stopped, and keep what is done if this one is interrupted;
@@ -118,19 +117,24 @@ pub enum Backend {
     Nccl,
 }
 
+/// Arguments stand before the options of a verb, whatever heading those have.
+const NO_HEADING: Option<&str> = None;
+
 /// What the verbs that write have in common.
 #[derive(Args, Debug)]
 pub struct ConvertArgs {
     /// The checkpoint: a folder or a file
+    #[arg(help_heading = NO_HEADING)]
     pub src: PathBuf,
     /// What to write: a folder; for torch, or a name ending in .safetensors, a file [optional with --dry-run]
-    #[arg(required_unless_present = "dry_run")]
+    #[arg(required_unless_present = "dry_run", help_heading = NO_HEADING)]
     pub dst: Option<PathBuf>,
     #[command(flatten)]
     pub destination: DestinationArgs,
     #[command(flatten)]
     pub select: SelectArgs,
-    /// Several names of one tensor: write it under each, or under the first and record the others (safetensors)
+    /// Several names of one tensor: write it under each, or under the first and record the others (safetensors), or under
+    /// each and under the name that SRC leaves out, where its config.json has tie_word_embeddings
     #[arg(long, value_name = "CHOICE", default_value = "keep", help_heading = "Names and values")]
     pub tied: Tied,
     #[command(flatten)]

@@ -75,8 +75,8 @@ pub struct ToldArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Source")]
 pub struct ShapeArgs {
-    /// A checkpoint of the same model, for the shapes that an FSDP1 SRC lacks, and the order of parameters where it is a
-    /// torch file
+    /// A checkpoint of the same model, whose values are ignored, for the shapes that an FSDP1 SRC lacks, and the order of
+    /// parameters where it is a torch file
     #[arg(long, value_name = "CKPT")]
     pub like: Option<PathBuf>,
 }
@@ -158,4 +158,6 @@ pub enum Tied {
     Keep,
     // The first name is written, the others are recorded in `__metadata__`.
     Drop,
+    // Every name is written, and one that SRC leaves out as well.
+    Write,
 }

@@ -1,12 +1,13 @@
 //! Values that options of several groups take.
 
 use clap::ValueEnum;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
 use crate::format::Format;
 use crate::layout::Split;
 use crate::storage::IoMode;
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum FormatArg {
     Dcp,
     Safetensors,
@@ -29,6 +30,16 @@ impl From<FormatArg> for Format {
             FormatArg::Local => Self::Local,
         }
     }
+}
+
+/// Reads the name of any format, and shows those that are `written`: the verb says why it does not write another one.
+pub fn formats(written: &[FormatArg]) -> impl TypedValueParser<Value = FormatArg> + use<> {
+    let value = |format: &FormatArg| {
+        let value = format.to_possible_value().expect("no format is skipped");
+        value.hide(!written.contains(format))
+    };
+    let names: Vec<PossibleValue> = FormatArg::value_variants().iter().map(value).collect();
+    PossibleValuesParser::new(names).map(|name| FormatArg::from_str(&name, false).expect("one of the names"))
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]

@@ -17,7 +17,8 @@ use super::control::TICK;
 use super::fate::{ENDED, Gone};
 use super::hello::{HELLO_BYTES, Hello, Reply, is_wait};
 use super::patience::Wait;
-use crate::error::{Error, Result, name_processes, some_of};
+use crate::error::{Error, Result};
+use crate::name_list::{name_processes, short_list_of_counted};
 
 /// For one who has connected to say who he is, and for an answer to that.
 const MANNERS: Duration = Duration::from_secs(5);
@@ -160,7 +161,7 @@ impl Door {
 
     /// What may keep those who do not come.
     fn known(&self) -> Option<String> {
-        let refused = || format!("turned away: {}", some_of(&self.refused, 3));
+        let refused = || format!("turned away: {}", short_list_of_counted(&self.refused, 3));
         let known: Vec<String> =
             (!self.refused.is_empty()).then(refused).into_iter().chain(self.doubt.get().cloned()).collect();
         (!known.is_empty()).then(|| known.join("; "))
@@ -346,7 +347,7 @@ pub(super) fn knock(candidates: &[Candidate], hello: &Hello, going: &dyn Fn() ->
 /// Whatever was tried, as some of it may have been bound to fail.
 fn nobody(whys: &mut Vec<String>) -> Answer {
     whys.dedup();
-    Answer::Nobody(if whys.is_empty() { "there is no address to try".into() } else { some_of(whys, 4) })
+    Answer::Nobody(if whys.is_empty() { "there is no address to try".into() } else { short_list_of_counted(whys, 4) })
 }
 
 fn call((name, port): &Candidate, hello: &Hello, is_over: &AtomicBool) -> Answer {

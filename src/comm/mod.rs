@@ -40,7 +40,7 @@ pub use control::{Control, Liveness};
 pub use launch::{Launch, Launcher, launch};
 pub use local::Local;
 pub use mesh::Mesh;
-pub use patience::{Note, Patience, Wait};
+pub use patience::{Note, Patience, Wait, WaitReporter};
 pub use place::Place;
 pub use process::Process;
 pub(crate) use ranges::carved;

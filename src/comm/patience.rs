@@ -4,6 +4,8 @@
 //! waits for is said while it waits: soon for the first time, then seldom.
 
 use std::cell::Cell;
+use std::fmt;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 #[derive(Clone, Copy)]
@@ -28,6 +30,34 @@ impl Patience<'_> {
     #[must_use]
     pub fn silent(limit: Duration) -> Self {
         Self { limit, first: limit, again: limit, tell: &|_| {} }
+    }
+}
+
+/// Tells the user what a process waits for, through [`Patience`].
+#[derive(Clone)]
+pub struct WaitReporter {
+    /// See [`Patience::first`].
+    pub first: Duration,
+    /// See [`Patience::again`].
+    pub again: Duration,
+    pub tell: Arc<dyn Fn(Note<'_>) + Send + Sync>,
+}
+
+impl WaitReporter {
+    #[must_use]
+    pub fn silent() -> Self {
+        Self { first: Duration::MAX, again: Duration::MAX, tell: Arc::new(|_| {}) }
+    }
+
+    #[must_use]
+    pub fn patience(&self, limit: Duration) -> Patience<'_> {
+        Patience { limit, first: self.first, again: self.again, tell: &*self.tell }
+    }
+}
+
+impl fmt::Debug for WaitReporter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WaitReporter").field("first", &self.first).field("again", &self.again).finish_non_exhaustive()
     }
 }
 

@@ -8,12 +8,13 @@
 //! has a name and the notice is no older than anybody waits, it ends there. Otherwise it may as well be the first of the
 //! next run, or of the next attempt under one name, so that it says what it has heard, and waits.
 
-use std::fs;
 use std::io;
 use std::net::TcpStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
 
 use super::address::{Candidate, doubt, listen};
 use super::control::{Control, Liveness};
@@ -24,6 +25,7 @@ use super::patience::{Note, Patience, Wait};
 use super::sheet::{Name, Notice, Sheet};
 use super::{Part, Place, Process};
 use crate::error::{Error, Result};
+use crate::storage::AnchoredPath;
 
 /// Asked in every wait: what it says ends that.
 pub type KeepGoing = Arc<dyn Fn() -> Result<()> + Send + Sync>;
@@ -36,7 +38,7 @@ pub struct Meeting<'a> {
     pub run: Option<&'a str>,
     pub place: &'a Place,
     /// A folder that all ranks see, for a token by which they know each other where `place` has none.
-    pub shared: Option<&'a Path>,
+    pub shared: Option<&'a AnchoredPath>,
     /// How long the first may wait for the last.
     pub patience: Patience<'a>,
     /// Whether who comes late is to hear that process 0 has called it off. What it leaves for that is in the folder.
@@ -74,22 +76,29 @@ impl Meeting<'_> {
     fn folder(&self) -> Option<&Path> {
         match self.place {
             Place::Folder(folder) => Some(folder),
-            Place::Tcp { .. } => self.shared,
+            Place::Tcp { .. } => self.shared.map(AnchoredPath::path),
         }
+    }
+
+    /// The same folder, for what is done in it.
+    fn anchored(&self) -> Option<AnchoredPath> {
+        let shared = self.shared.filter(|shared| self.folder() == Some(shared.path()));
+        shared.cloned().or_else(|| self.folder().map(AnchoredPath::new))
     }
 
     /// What all of the run call its sheet, if it has one.
     fn name(&self) -> Option<Name> {
-        self.folder().map(|folder| Name::new(folder, self.run, self.part.of))
+        self.anchored().map(|folder| Name::new(folder, self.run, self.part.of))
     }
 
     /// # Errors
     /// Where nobody can meet, now or later; at process 0 that the folder is not there.
     fn refuse_folder(&self) -> Result<()> {
-        let Some(folder) = self.folder() else { return Ok(()) };
-        match fs::metadata(folder) {
-            Ok(data) if !data.is_dir() => Err(Error::io("meet in", folder)(io::ErrorKind::NotADirectory.into())),
-            Err(error) if self.part.index == 0 => Err(Error::io("meet in", folder)(error)),
+        let Some(folder) = self.anchored() else { return Ok(()) };
+        let refused = |error: Errno| Err(Error::io("meet in", &folder)(error.into()));
+        match folder.own_metadata().map_err(Error::io("meet in", &folder))? {
+            Some(found) if !found.is_dir() => refused(Errno::NOTDIR),
+            None if self.part.index == 0 => refused(Errno::NOENT),
             _ => Ok(()),
         }
     }
@@ -102,7 +111,9 @@ impl Meeting<'_> {
         }
         let host = Process::this().host;
         let shared = match (self.place, self.folder()) {
-            (Place::Folder(told), _) if self.shared != Some(told) => format!("{} has", told.display()),
+            (Place::Folder(told), _) if self.shared.map(AnchoredPath::path) != Some(told) => {
+                format!("{} has", told.display())
+            }
             _ => String::from("the folder of DST has"),
         };
         let doubt = self.folder().map_or_else(String::new, |folder| {

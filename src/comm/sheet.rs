@@ -7,11 +7,9 @@
 //! one comes, so that a sheet is news and a notice is not: nobody looks for a notice who sees a sheet.
 
 use std::cell::Cell;
-use std::fs;
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::TcpListener;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::de::DeserializeOwned;
@@ -21,6 +19,7 @@ use super::address::Address;
 use super::hello::{MOST_WORDS, Token};
 use super::{Part, Process};
 use crate::error::{Error, Result};
+use crate::storage::AnchoredPath;
 
 /// How the names of sheets and notices begin.
 const SHEET: &str = "rendezvous-";
@@ -61,30 +60,32 @@ pub(super) struct Notice {
 /// What the files of one run in a folder are called.
 #[derive(Clone, Debug)]
 pub(super) struct Name {
-    folder: PathBuf,
+    folder: AnchoredPath,
     stem: String,
 }
 
 impl Name {
-    pub fn new(folder: &Path, run: Option<&str>, of: u32) -> Self {
+    pub fn new(folder: AnchoredPath, run: Option<&str>, of: u32) -> Self {
         // What a run is called may hold anything.
         let name = blake3::hash(format!("{of} {}", run.unwrap_or_default()).as_bytes());
-        Self { folder: folder.to_path_buf(), stem: format!("{SHEET}{}", &name.to_hex()[..16]) }
+        Self { folder, stem: format!("{SHEET}{}", &name.to_hex()[..16]) }
     }
 
-    fn sheet(&self) -> PathBuf {
+    fn sheet(&self) -> AnchoredPath {
         self.folder.join(format!("{}.json", self.stem))
     }
 
-    fn notice(&self, rank: u32) -> PathBuf {
+    fn notice(&self, rank: u32) -> AnchoredPath {
         self.folder.join(format!("{}-{rank}.json", self.stem))
     }
 
     /// Whom to call, or why there is nobody yet.
     pub fn words(&self) -> Result<Words, String> {
-        let path = self.sheet();
-        // A network file system looks anew for what was not there once the folder is opened.
-        if let Err(error) = fs::read_dir(&self.folder)
+        // The folder above may have been deleted and made again since the last look, and a network file system looks anew
+        // for what was not there once the folder that it is in is opened.
+        let path = Self { folder: self.folder.reopened(), ..self.clone() }.sheet();
+        let _ = path.folder().folder().open_folder();
+        if let Err(error) = path.folder().open_folder()
             && error.kind() == io::ErrorKind::NotFound
         {
             return Err(format!("the folder {} is not there", self.folder.display()));
@@ -98,18 +99,20 @@ impl Name {
         let mut notice: Notice = read(&path).ok()?;
         notice.why.truncate(notice.why.floor_char_boundary(MOST_WORDS));
         // Whoever takes it away is who it is for.
-        let is_taken = fs::remove_file(&path).is_ok();
+        let is_taken = path.remove_file().is_ok();
         (is_taken && notice.rank < part.of).then_some(notice)
     }
 
     /// Take away notices of this run, and those that are older than anybody comes late.
     fn remove_notices(&self) {
         let own = format!("{}-", self.stem);
-        for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
-            let name = entry.file_name().to_string_lossy().into_owned();
+        for name in self.folder.names().unwrap_or_default() {
+            let path = self.folder.join(&name);
+            let name = name.to_string_lossy();
             let is_notice = name.strip_prefix(SHEET).is_some_and(|rest| rest.contains('-'));
-            if name.starts_with(&own) || is_notice && is_old(&entry) {
-                let _ = fs::remove_file(entry.path());
+            let is_gone = || name.starts_with(&own) || is_notice && is_old(&path);
+            if is_gone() && path.is_own() {
+                let _ = path.remove_file();
             }
         }
     }
@@ -119,16 +122,17 @@ impl Sheet {
     /// In place of one that an earlier run has left. It appears complete, and only its owner reads it.
     pub fn post(name: Name, listener: &TcpListener, token: Token) -> Result<Self> {
         let path = name.sheet();
-        let draft = path.with_extension(format!("{}.tmp", std::process::id()));
+        let draft = path.with_file_name(format!("{}.{}.tmp", name.stem, std::process::id()));
         let write = || -> io::Result<()> {
             let words = Words { address: Address::of(listener)?, token, process: Process::this() };
             // Another node may see the name before the bytes.
             write(&draft, &words)?.sync_all()?;
+            path.own_entry()?;
             // A folder of that name would not be replaced. It goes unless there is something in it.
-            let _ = fs::remove_dir(&path);
-            fs::rename(&draft, &path)
+            let _ = path.remove_folder();
+            draft.rename(&path)
         };
-        write().inspect_err(|_| drop(fs::remove_file(&draft))).map_err(Error::io("write", &path))?;
+        write().inspect_err(|_| drop(draft.remove_file())).map_err(Error::io("write", &path))?;
         // Whoever leaves one from now on sees this sheet when that is done.
         name.remove_notices();
         Ok(Self { name, token, looked: Cell::new(Instant::now()) })
@@ -165,8 +169,8 @@ impl Sheet {
         }
         // Another run may have come meanwhile, and have taken away what was there by then.
         if self.rival().is_some() {
-            let is_own = |path: &PathBuf| read(path).is_ok_and(|left: Notice| left.token == self.token);
-            paths().filter(is_own).for_each(|path| drop(fs::remove_file(path)));
+            let is_own = |path: &AnchoredPath| read(path).is_ok_and(|left: Notice| left.token == self.token);
+            paths().filter(is_own).for_each(|path| drop(path.remove_file()));
         }
     }
 }
@@ -174,7 +178,7 @@ impl Sheet {
 impl Drop for Sheet {
     fn drop(&mut self) {
         if read(&self.name.sheet()).is_ok_and(|words: Words| words.token == self.token) {
-            let _ = fs::remove_file(self.name.sheet());
+            let _ = self.name.sheet().remove_file();
         }
     }
 }
@@ -196,52 +200,54 @@ fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-fn write(path: &Path, what: &impl Serialize) -> io::Result<fs::File> {
-    // What is there may be a link to something else.
-    let _ = fs::remove_file(path);
-    let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+fn write(path: &AnchoredPath, what: &impl Serialize) -> io::Result<File> {
+    let mut file = path.create_anew(0o600)?;
     file.write_all(&serde_json::to_vec(what)?)?;
     Ok(file)
 }
 
-fn read<T: DeserializeOwned>(path: &Path) -> io::Result<T> {
-    // Opening what is none could wait for ever.
-    if !fs::symlink_metadata(path)?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
-    }
+fn read<T: DeserializeOwned>(path: &AnchoredPath) -> io::Result<T> {
     let mut bytes = Vec::new();
-    fs::File::open(path)?.take(1 << 16).read_to_end(&mut bytes)?;
+    path.open()?.take(1 << 16).read_to_end(&mut bytes)?;
     Ok(serde_json::from_slice(&bytes)?)
 }
 
 /// Take away what is left of runs that are not any more: notices, sheets that say nothing, those of processes that have
 /// ended, as far as can be told from here, and those that are older than anybody waits.
-pub fn sweep(folder: &Path) {
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        if !entry.file_name().to_string_lossy().starts_with(SHEET) {
+pub fn sweep(folder: &AnchoredPath) {
+    for name in folder.names().unwrap_or_default() {
+        let path = folder.join(&name);
+        let name = name.to_string_lossy();
+        if !name.starts_with(SHEET) || !path.is_own() {
             continue;
         }
-        let path = entry.path();
         // It appears complete.
         let is_left = || match read::<Words>(&path) {
             Ok(words) => words.process.has_ended(),
             Err(error) => error.kind() != io::ErrorKind::NotFound,
         };
-        if path.extension().is_some_and(|suffix| suffix == "json") && is_left() || is_old(&entry) {
-            let _ = fs::remove_file(path);
+        if name.ends_with(".json") && is_left() || is_old(&path) {
+            let _ = path.remove_file();
         }
     }
 }
 
-fn is_old(entry: &fs::DirEntry) -> bool {
-    let modified = entry.metadata().and_then(|data| data.modified());
+fn is_old(path: &AnchoredPath) -> bool {
+    let modified = path.metadata().and_then(|data| data.modified());
     modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > OLD))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::path::Path;
+
     use super::super::address::listen;
     use super::*;
+
+    fn name_in(folder: &Path, of: u32) -> Name {
+        Name::new(AnchoredPath::new(folder), None, of)
+    }
 
     fn post(name: &Name, token: Token) -> Sheet {
         Sheet::post(name.clone(), &listen(&[0]).unwrap(), token).unwrap()
@@ -254,7 +260,7 @@ mod tests {
     #[test]
     fn a_notice_says_no_more_than_it_should() {
         let folder = tempfile::tempdir().unwrap();
-        let name = Name::new(folder.path(), None, 3);
+        let name = name_in(folder.path(), 3);
         let sheet = post(&name, [1; 32]);
         let part = |index| Part { index, of: 3 };
         sheet.call_off(&[1, 2], (2, &"é".repeat(MOST_WORDS)));
@@ -271,15 +277,15 @@ mod tests {
     #[test]
     fn who_is_replaced_leaves_no_notice() {
         let folder = tempfile::tempdir().unwrap();
-        let name = Name::new(folder.path(), None, 4);
+        let name = name_in(folder.path(), 4);
         let (first, why) = (post(&name, [1; 32]), (1, "it is gone"));
         first.call_off(&[1, 2], why);
-        let notice = fs::read(name.notice(1)).unwrap();
+        let notice = fs::read(name.notice(1).path()).unwrap();
         let second = post(&name, [2; 32]);
         assert_eq!(left(folder.path()), 1, "the sheet");
         second.call_off(&[3], why);
         // As if it had looked before the other one came.
-        fs::write(name.notice(1), notice).unwrap();
+        fs::write(name.notice(1).path(), notice).unwrap();
         first.call_off(&[1, 2, 3], why);
         assert!(!name.notice(1).exists() && name.notice(3).exists());
     }
@@ -288,9 +294,9 @@ mod tests {
     #[test]
     fn notices_go_once_the_sheet_is_there() {
         let folder = tempfile::tempdir().unwrap();
-        let name = Name::new(folder.path(), None, 2);
+        let name = name_in(folder.path(), 2);
         post(&name, [1; 32]).call_off(&[1], (1, "it is gone"));
-        fs::create_dir_all(name.sheet().join("something")).unwrap();
+        fs::create_dir_all(name.sheet().path().join("something")).unwrap();
         Sheet::post(name.clone(), &listen(&[0]).unwrap(), [2; 32]).unwrap_err();
         assert!(name.notice(1).exists());
     }
@@ -299,10 +305,10 @@ mod tests {
     #[test]
     fn what_is_no_file_is_not_opened() {
         let folder = tempfile::tempdir().unwrap();
-        let name = Name::new(folder.path(), None, 3);
+        let name = name_in(folder.path(), 3);
         let part = |index| Part { index, of: 3 };
         for path in [name.sheet(), name.notice(1)] {
-            let made = std::process::Command::new("mkfifo").arg(path).status();
+            let made = std::process::Command::new("mkfifo").arg(path.path()).status();
             assert!(made.unwrap().success());
         }
         let why = name.words().unwrap_err();
@@ -311,7 +317,7 @@ mod tests {
         let sheet = post(&name, [1; 32]);
         let other = folder.path().join("other");
         fs::write(&other, "mine").unwrap();
-        std::os::unix::fs::symlink(&other, name.notice(2)).unwrap();
+        std::os::unix::fs::symlink(&other, name.notice(2).path()).unwrap();
         sheet.call_off(&[1, 2], (1, "it is gone"));
         assert_eq!(fs::read(&other).unwrap(), b"mine");
         assert!(name.take_notice(part(1)).is_some() && name.take_notice(part(2)).is_some());
@@ -320,8 +326,8 @@ mod tests {
     #[test]
     fn an_empty_folder_in_place_of_the_sheet_gives_way() {
         let folder = tempfile::tempdir().unwrap();
-        let name = Name::new(folder.path(), None, 2);
-        fs::create_dir(name.sheet()).unwrap();
+        let name = name_in(folder.path(), 2);
+        fs::create_dir(name.sheet().path()).unwrap();
         let _sheet = post(&name, [1; 32]);
         assert!(name.words().is_ok());
     }

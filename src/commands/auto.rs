@@ -54,7 +54,7 @@ pub fn join(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> R
     if !args.destination.dry_run {
         // What is read is never written to, not even to meet there; and what is refused takes no device first.
         check_destination(conversion, args, destination)?;
-        Staging::refuse_taken(destination, conversion.shape, &claim(args, &run.options, run))?;
+        Staging::refuse_taken(destination, conversion.shape, &claim(conversion, args, &run.options, run))?;
     }
     let max_memory = args.source.max_memory.0;
     let rounds = Bucket::of(exchange).within(room_for_rounds(conversion, &run.options, max_memory));

@@ -114,7 +114,7 @@ pub fn replica_conflict(
         fqn: entry.fqn.to_string(),
         what: if entry.class == Class::Tensor { "a plain tensor" } else { "a replica" },
         between: format!("{first} and {second}"),
-        detail: format!("first at element {} (row-major)", difference.element),
+        detail: format!("first at {:?}", difference.index(entry).as_slice()),
         hint: Some(match (entry.class, &entry.sharding) {
             (Class::Tensor, Some(_)) => String::from(
                 "these ranks were said to hold the same: --src-placements says which parts they hold, if they do, and \

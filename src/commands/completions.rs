@@ -1,16 +1,15 @@
 //! `completions`: what a shell needs to complete our command line, from the declaration of it.
 
-use clap::CommandFactory;
 use serde_json::json;
 
 use super::Status;
 use super::printer::Printer;
-use crate::cli::{Cli, Completions};
+use crate::cli::{self, Completions};
 use crate::error::Result;
 
 pub fn run(args: &Completions, printer: &Printer) -> Result<Status> {
     let mut script = Vec::new();
-    clap_complete::generate(args.shell, &mut Cli::command(), "dtshard", &mut script);
+    clap_complete::generate(args.shell, &mut cli::command(), "dtshard", &mut script);
     let script = String::from_utf8_lossy(&script);
     printer.document(&json!({ "shell": args.shell.to_string(), "script": script }))?;
     printer.data(&script)?;

@@ -4,7 +4,9 @@ use std::path::PathBuf;
 
 use serde_json::Value as Json;
 
+use crate::error::Result;
 use crate::format::Checkpoint;
+use crate::storage::{lookup, regular_file};
 
 /// The file without which loaders do not know what to build.
 pub const CONFIG: &str = "config.json";
@@ -14,21 +16,34 @@ pub const MAX_BYTES: u64 = 1 << 20;
 
 /// The source's folder with `huggingface` in it, and the same of the folders above up to the one that was given; the
 /// nearest come first.
-pub fn folders(checkpoint: &Checkpoint) -> Vec<PathBuf> {
-    if !checkpoint.place(&checkpoint.root).is_dir() {
-        return Vec::new();
+///
+/// # Errors
+/// `Io` where the file system does not tell what the root is.
+pub fn folders(checkpoint: &Checkpoint) -> Result<Vec<PathBuf>> {
+    if !lookup::is_folder(&checkpoint.place(&checkpoint.root))? {
+        return Ok(Vec::new());
     }
     let given = checkpoint.resolved_from.as_deref().unwrap_or(&checkpoint.root);
     let above = checkpoint.root.ancestors().take_while(|folder| folder.starts_with(given));
-    above
-        .flat_map(|folder| [folder.join("huggingface"), folder.to_path_buf()].map(|folder| checkpoint.place(&folder)))
-        .collect()
+    let folders = above
+        .flat_map(|folder| [folder.join("huggingface"), folder.to_path_buf()].map(|folder| checkpoint.place(&folder)));
+    Ok(folders.collect())
 }
 
 /// The configuration, where there is one.
-pub fn read(checkpoint: &Checkpoint) -> Option<Json> {
-    let mut files = folders(checkpoint).into_iter().map(|folder| folder.join(CONFIG));
-    let file = files.find(|file| file.is_file())?;
-    std::fs::metadata(&file).ok().filter(|metadata| metadata.len() < MAX_BYTES)?;
-    serde_json::from_slice(&std::fs::read(file).ok()?).ok()
+///
+/// # Errors
+/// `Io` where it cannot be read.
+pub fn read(checkpoint: &Checkpoint) -> Result<Option<Json>> {
+    for folder in folders(checkpoint)? {
+        let file = folder.join(CONFIG);
+        if lookup::is_file(&file)? {
+            if regular_file(&file)?.len() >= MAX_BYTES {
+                return Ok(None);
+            }
+            let text = std::fs::read(&file).map_err(lookup::refused("read", &file))?;
+            return Ok(serde_json::from_slice(&text).ok());
+        }
+    }
+    Ok(None)
 }

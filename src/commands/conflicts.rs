@@ -13,6 +13,7 @@ use crate::catalog::{
 use crate::cli::OnConflict;
 use crate::error::Result;
 use crate::layout::Rank;
+use crate::name_list::short_list;
 
 /// Whether the target has a file for each rank, or one for all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,11 +157,7 @@ pub fn has_ranks(entry: &TensorEntry) -> bool {
 
 /// `extra_state.rng.cpu and 3 more`
 pub fn few(names: &[String]) -> String {
-    match names {
-        [] => String::new(),
-        [only] => only.clone(),
-        [first, others @ ..] => format!("{first} and {} more", others.len()),
-    }
+    short_list(names, 1)
 }
 
 impl Settled {

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 use rayon::prelude::*;
 
 use super::config::{self, CONFIG};
@@ -21,33 +20,12 @@ use crate::comm::Launch;
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
 use crate::exec::staging::Shape;
+use crate::format::known_files::is_asset;
 use crate::format::safetensors::Wanted;
 use crate::format::{Checkpoint, Format, SeriesChoice, Want, distinct_names, natural_order, safetensors, torch};
 use crate::quantity::count;
 use crate::select::{Root, Wrappers};
-
-/// Files that loaders want beside the weights: configuration, tokenizer, processors, code of the model's own.
-const ASSETS: [&str; 19] = [
-    CONFIG,
-    "generation_config.json",
-    "tokenizer*",
-    "*.tiktoken",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.{json,txt}",
-    "merges.txt",
-    "chat_template*",
-    "additional_chat_templates/*.jinja",
-    "{,video_,image_}preprocessor_config.json",
-    "{,image_}processor_config.json",
-    "spiece.model",
-    "sentencepiece*.model",
-    "configuration_*.py",
-    "modeling_*.py",
-    "modular_*.py",
-    "{tokenization,processing,image_processing}_*.py",
-    "LICENSE*",
-];
+use crate::storage::lookup;
 
 pub fn run(args: &Consolidate, launch: Launch, printer: &Printer) -> Result<Status> {
     let run = Run::writing(&args.convert, launch, printer)?;
@@ -98,7 +76,7 @@ pub fn run(args: &Consolidate, launch: Launch, printer: &Printer) -> Result<Stat
     let no_assets = args.assets.as_ref().is_some_and(|folder| folder.as_os_str() == "none");
     if shape == Shape::Folder {
         carried = assets(args, &source.checkpoint)?;
-        notes.extend(dtype_note(&carried, &source));
+        notes.extend(dtype_note(&carried, &source)?);
         if !carried.iter().any(|file| file.to == Path::new(CONFIG)) && !no_assets {
             notes.push(format!("no {CONFIG} found, which loaders want beside the weights: --assets DIR copies it"));
         }
@@ -143,10 +121,17 @@ fn check_model(args: &Consolidate, source: &Source, tensors: &[(Fqn, TensorId)])
 }
 
 /// Loaders go by the dtype that the configuration names, whatever the weights are.
-fn dtype_note(carried: &[Carried], source: &Source) -> Option<String> {
-    let found = carried.iter().find(|file| file.to == Path::new(CONFIG)).filter(|file| file.len < config::MAX_BYTES)?;
-    let text = std::fs::read(&found.place).ok()?;
-    let config: serde_json::Value = serde_json::from_slice(&text).ok()?;
+///
+/// # Errors
+/// `Io` where the configuration cannot be read.
+fn dtype_note(carried: &[Carried], source: &Source) -> Result<Option<String>> {
+    let found = carried.iter().find(|file| file.to == Path::new(CONFIG));
+    let Some(found) = found.filter(|file| file.len < config::MAX_BYTES) else { return Ok(None) };
+    let text = std::fs::read(&found.place).map_err(Error::io("read", &found.from))?;
+    Ok(serde_json::from_slice(&text).ok().and_then(|config| differing_dtype(&config, source)))
+}
+
+fn differing_dtype(config: &serde_json::Value, source: &Source) -> Option<String> {
     let named = ["dtype", "torch_dtype"].iter().find_map(|key| config.get(key)?.as_str())?;
     let named = Dtype::from_name(named)?;
     let cast = source.wanted.casts.cast.iter().find(|(_, to, _)| *to != named);
@@ -165,61 +150,29 @@ fn dtype_note(carried: &[Carried], source: &Source) -> Option<String> {
 fn assets(args: &Consolidate, checkpoint: &Checkpoint) -> Result<Vec<Carried>> {
     let folders = match &args.assets {
         Some(none) if none.as_os_str() == "none" => return Ok(Vec::new()),
-        Some(folder) if !folder.is_dir() => {
+        Some(folder) if !lookup::is_folder(folder)? => {
             return Err(Error::usage(
                 format!("--assets {}: no such folder", folder.display()),
                 "give the folder that has config.json, or none",
             ));
         }
         Some(folder) => vec![folder.clone()],
-        None => config::folders(checkpoint),
+        None => config::folders(checkpoint)?,
     };
-    let wanted = asset_names();
     let mut found: BTreeMap<PathBuf, Carried> = BTreeMap::new();
     for folder in folders {
         for name in [PathBuf::new(), PathBuf::from("additional_chat_templates")] {
-            let Ok(entries) = std::fs::read_dir(folder.join(&name)) else { continue };
-            for entry in entries.flatten() {
-                let to = name.join(entry.file_name());
-                let from = folder.join(&to);
-                if from.is_file() && wanted.is_match(&to) && !found.contains_key(&to) {
-                    found.insert(to.clone(), carried_file(checkpoint, from, to)?);
+            let within = folder.join(&name);
+            if !lookup::is_folder(&within)? {
+                continue;
+            }
+            for entry in lookup::list(&within)? {
+                let to = name.join(&entry.name);
+                if is_asset(&to) && !found.contains_key(&to) && entry.is_file()? {
+                    found.insert(to.clone(), carried_file(checkpoint, entry.path, to)?);
                 }
             }
         }
     }
     Ok(found.into_values().collect())
-}
-
-fn asset_names() -> GlobSet {
-    let glob = |name: &&str| GlobBuilder::new(name).literal_separator(true).empty_alternates(true).build();
-    let mut names = GlobSetBuilder::new();
-    for glob in ASSETS.iter().map(|name| glob(name).expect("a pattern that a test has parsed")) {
-        names.add(glob);
-    }
-    names.build().expect("a set that a test has built")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn assets_are_known_by_name() {
-        let names = asset_names();
-        let known = [
-            "config.json",
-            "tokenizer.json",
-            "tokenizer.model",
-            "vocab.txt",
-            "preprocessor_config.json",
-            "video_preprocessor_config.json",
-            "chat_template.jinja",
-            "additional_chat_templates/rag.jinja",
-            "modeling_mine.py",
-        ];
-        assert!(known.iter().all(|name| names.is_match(name)));
-        let unknown = ["optimizer.pt", "model.safetensors", "trainer_state.json", "sub/config.json", "train.py"];
-        assert!(!unknown.iter().any(|name| names.is_match(name)));
-    }
 }

@@ -10,13 +10,14 @@ use super::foresee::foresee;
 use super::idle::{idle_in_the_end, idle_wishes};
 use super::memory::{room_for_rounds, within_memory};
 use super::produce::{Produced, Publisher, produce};
+use super::replaceable::check_replaceable;
 use super::report::{Report, cast_warnings, left_out, notes};
 use super::run::Run;
 use super::source::Source;
-use super::{Status, input};
+use super::{Status, input, refuse_without_tensors};
 use super::{auto, bucket};
 use crate::catalog::{Catalog, Fqn, Reservation};
-use crate::cli::{ConvertArgs, DestinationArgs};
+use crate::cli::{ConvertArgs, DestinationArgs, OnConflict};
 use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, check_distinct};
@@ -24,9 +25,10 @@ use crate::exec::copy::Stats;
 use crate::exec::division::{own_files, stretch};
 use crate::exec::staging::Shape;
 use crate::exec::{Extents, Options, copy};
-use crate::format::{Format, is_checkpoint};
+use crate::format::Format;
 use crate::quantity::{count, human_bytes};
 use crate::storage::IoMode;
+use crate::storage::lookup;
 use crate::storage::memory::anonymous;
 
 /// A conversion with everything decided.
@@ -83,8 +85,11 @@ fn named_format(args: &DestinationArgs, destination: Option<&Path>, default: For
     if let Some(to) = args.to {
         return Ok(to.into());
     }
-    let path = destination.filter(|path| !path.is_dir());
-    let Some(suffix) = path.and_then(Path::extension).and_then(|suffix| suffix.to_str()) else { return Ok(default) };
+    let suffix = destination.and_then(Path::extension).and_then(|suffix| suffix.to_str());
+    let (Some(destination), Some(suffix)) = (destination, suffix) else { return Ok(default) };
+    if lookup::is_folder(destination)? {
+        return Ok(default);
+    }
     if let Some((_, format)) = WRITTEN.iter().find(|(known, _)| *known == suffix) {
         return Ok(*format);
     }
@@ -128,7 +133,8 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 /// Anything; the destination is then as it was.
 pub fn convert(mut conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
     conversion.source.forget_wishes();
-    let joined = check_len(&conversion.reservation).and_then(|()| auto::join(&conversion, args, run));
+    let checked = check_len(&conversion.reservation).and_then(|()| check_tensors(&conversion, args));
+    let joined = checked.and_then(|()| auto::join(&conversion, args, run));
     let joined = joined.map(|joined| conversion.source.peers = conversion.source.peers.take().or(joined));
     let settled = joined.and_then(|()| settle_rounds(&mut conversion, args, run));
     let status =
@@ -246,12 +252,16 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
 pub fn check_destination(conversion: &Conversion<'_>, args: &ConvertArgs, destination: &Path) -> Result<()> {
     let read = conversion.source.paths_read();
     read.iter().try_for_each(|(name, path)| refuse_nesting(name, path, destination))?;
-    if read.iter().any(|(_, path)| path.is_file()) {
-        // An index stands for the files it names.
-        let files = &conversion.source.checkpoint.files;
-        files.ids().try_for_each(|id| refuse_nesting("the source", files.path(id), destination))?;
+    for (_, path) in &read {
+        if lookup::is_file(path)? {
+            // An index stands for the files it names.
+            let files = &conversion.source.checkpoint.files;
+            files.ids().try_for_each(|id| refuse_nesting("the source", files.path(id), destination))?;
+        }
     }
-    check_replaceable(destination, conversion.shape, args.destination.overwrite)?;
+    if args.destination.overwrite {
+        check_replaceable(destination, conversion.shape, &conversion.carried)?;
+    }
     check_distinct(&conversion.reservation.files, &conversion.carried)
 }
 
@@ -278,17 +288,12 @@ fn check_len(reservation: &Reservation) -> Result<()> {
     ))
 }
 
-/// What --overwrite replaces must be a checkpoint, not somebody's other work.
-fn check_replaceable(destination: &Path, shape: Shape, overwrite: bool) -> Result<()> {
-    let holds_something = || std::fs::read_dir(destination).is_ok_and(|mut entries| entries.next().is_some());
-    let occupied = destination.is_file() || shape == Shape::Folder && holds_something();
-    if overwrite && occupied && !is_checkpoint(destination) {
-        return Err(Error::usage(
-            format!("{} holds no checkpoint, so --overwrite does not replace it", destination.display()),
-            "choose another destination, or remove it yourself",
-        ));
+/// A result without tensors is a loss, unless it was asked for.
+fn check_tensors(conversion: &Conversion<'_>, args: &ConvertArgs) -> Result<()> {
+    if !conversion.reservation.tensors.is_empty() || args.checks.on_conflict == Some(OnConflict::Drop) {
+        return Ok(());
     }
-    Ok(())
+    refuse_without_tensors(&args.src, &conversion.source.checkpoint, &args.source, &args.select)
 }
 
 /// A destination inside the source would change what is being read.
@@ -321,7 +326,7 @@ fn resolve_missing(path: &Path) -> Result<PathBuf> {
             Component::ParentDir => drop(resolved.pop()),
             part => resolved.push(part),
         }
-        if let Ok(known) = resolved.canonicalize() {
+        if let Some(known) = lookup::resolve(&resolved)? {
             resolved = known;
         }
     }

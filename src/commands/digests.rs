@@ -8,7 +8,7 @@ use serde_json::Value as Json;
 
 use crate::error::{Error, Result};
 use crate::format::Format;
-use crate::storage::regular_file;
+use crate::storage::{lookup, regular_file};
 
 /// The part of the document that tells values.
 #[derive(Debug, Deserialize)]
@@ -36,7 +36,7 @@ impl Listing {
     pub fn read_if_any(path: &Path) -> Result<Option<Self>> {
         let is_json = path.extension().is_some_and(|suffix| suffix == "json");
         let is_index = path.file_stem().is_some_and(|stem| stem.to_string_lossy().ends_with(".index"));
-        if !is_json || is_index || path.is_dir() {
+        if !is_json || is_index || lookup::is_folder(path)? {
             return Ok(None);
         }
         regular_file(path)?;

@@ -18,6 +18,7 @@ use crate::catalog::wrappers::clean_name;
 use crate::catalog::{Catalog, Dtype, Key, MeshId, Path, TensorEntry, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Format};
+use crate::name_list::{FEW, short_list};
 use crate::nearest;
 use crate::quantity::count;
 use crate::select::{self, Selected, Wrappers};
@@ -165,7 +166,8 @@ impl Filling<'_> {
             None => Ok(taken),
             Some((path, in_model)) => {
                 let nearest = theirs.nearest(path, in_model.as_deref());
-                Err(self.unknown("tensor", path, unknown.len(), &nearest))
+                let names: Vec<String> = unknown.iter().map(|(path, _)| path.to_string()).collect();
+                Err(self.unknown("tensor", &names, &nearest))
             }
         }
     }
@@ -196,7 +198,8 @@ impl Filling<'_> {
         if let Some(path) = unknown.first() {
             let theirs: Vec<String> = theirs.into_iter().collect();
             let nearest = nearest::listed(&path.to_string(), &theirs);
-            return Err(self.unknown("object", path, unknown.len(), &nearest));
+            let names: Vec<String> = unknown.iter().map(ToString::to_string).collect();
+            return Err(self.unknown("object", &names, &nearest));
         }
         let (mut changed, mut refused) = (0, None);
         path::edit_leaves(&mut filled.state, &mut |path, leaf| {
@@ -290,12 +293,12 @@ impl Filling<'_> {
         self.misfit(path, what, &theirs, &ours, hint)
     }
 
-    fn unknown(&self, what: &str, path: &Path, number: usize, nearest: &str) -> Error {
-        let more = if number > 1 { format!(" (and {} more)", number - 1) } else { String::new() };
+    fn unknown(&self, what: &str, names: &[String], nearest: &str) -> Error {
         Error::usage(
-            format!("{path}{more}: {} has no {what} of this name", self.filler.root.display()),
+            format!("{}: {} has no {what} of this name", short_list(names, FEW), self.filler.root.display()),
             format!("{nearest}; --rename, --strip-prefix and --nest change names of SRC, --exclude leaves them out"),
         )
+        .naming(names)
     }
 
     fn ambiguous(&self, path: &Path, in_model: TensorId, whole: TensorId) -> Error {

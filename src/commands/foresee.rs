@@ -24,7 +24,7 @@ pub fn foresee(
 ) -> Option<String> {
     let look = |reducing| -> Result<Foreseen> {
         check_destination(conversion, args, destination)?;
-        let claim = claim(args, options, run);
+        let claim = claim(conversion, args, options, run);
         let about = about(conversion, reducing, run);
         let foreseen = Staging::foresee(destination, conversion.shape, &claim, &plan(conversion, reducing, &about))?;
         if foreseen == Foreseen::Anew {

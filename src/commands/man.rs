@@ -2,16 +2,18 @@
 //!
 //! Pages bear no date: the same program writes the same bytes.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write;
 
-use clap::{Command, CommandFactory};
+use clap::Command;
 use clap_mangen::Man as Page;
 use serde_json::json;
 
 use super::Status;
 use super::printer::Printer;
-use crate::cli::{Cli, DESCRIPTION, Man};
+use crate::cli::{self, DESCRIPTION, Man};
 use crate::error::{Error, Result};
+use crate::storage::filesystem::close;
 
 pub fn run(args: &Man, printer: &Printer) -> Result<Status> {
     fs::create_dir_all(&args.dir).map_err(Error::io("make", &args.dir))?;
@@ -20,7 +22,8 @@ pub fn run(args: &Man, printer: &Printer) -> Result<Status> {
         let page = Page::new(command).source(concat!("dtshard ", env!("CARGO_PKG_VERSION"))).manual("dtshard");
         let name = page.get_filename();
         let path = args.dir.join(&name);
-        fs::write(&path, text(&page)).map_err(Error::io("write", &path))?;
+        let mut file = File::create(&path).map_err(Error::io("create", &path))?;
+        file.write_all(&text(&page)).and_then(|()| close(file)).map_err(Error::io("write", &path))?;
         names.push(name);
     }
     printer.document(&json!({ "files": names }))?;
@@ -30,7 +33,7 @@ pub fn run(args: &Man, printer: &Printer) -> Result<Status> {
 
 /// The program and its verbs, each with the options that all of them take. `help` needs no page of its own.
 fn commands() -> Vec<Command> {
-    let mut program = Cli::command().disable_help_subcommand(true).long_about(DESCRIPTION);
+    let mut program = cli::command().disable_help_subcommand(true).long_about(DESCRIPTION);
     program.build();
     let verbs: Vec<Command> = program.get_subcommands().cloned().collect();
     std::iter::once(program).chain(verbs).collect()

@@ -9,18 +9,19 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::comm::{self, Communicator, Part, Patience, Process, Wait};
 use crate::error::{Error, Peer, Result};
+use crate::storage::{AnchoredPath, lookup};
 
 /// Of the folder of a run.
 const NAME_LEN: usize = 16;
 
 pub struct MeetingPlace {
-    folder: PathBuf,
+    folder: AnchoredPath,
     destination: PathBuf,
     /// Whether DST was there when this process came.
     was_there: bool,
@@ -29,7 +30,7 @@ pub struct MeetingPlace {
     /// What the first has drawn, and has a note of.
     number: Option<[u8; 8]>,
     /// That of this run, once it is agreed on.
-    of_run: Option<PathBuf>,
+    of_run: Option<AnchoredPath>,
     is_first: bool,
     end: End,
 }
@@ -46,7 +47,7 @@ enum End {
 
 impl MeetingPlace {
     /// # Errors
-    /// `Usage` where DST has no name, `Io`.
+    /// `Usage` where DST has no name, or where a link or a folder of another user is in the way; `Io`.
     pub fn beside(destination: &Path, part: Part) -> Result<Self> {
         let name = destination.file_name().ok_or_else(|| {
             Error::usage(
@@ -54,15 +55,18 @@ impl MeetingPlace {
                 "give the destination a name of its own",
             )
         })?;
-        let folder = destination.with_file_name(hidden(name));
+        let folder = beside(destination, name);
+        folder.own_metadata().map_err(Error::io("meet in", &folder))?;
         let is_first = part.index == 0;
-        let (destination, was_there) = (destination.to_path_buf(), destination.exists());
+        let was_there = lookup::metadata_of(destination)?.is_some();
+        let destination = destination.to_path_buf();
         let (made, number, of_run) = (Vec::new(), None, None);
         let mut place = Self { folder, destination, was_there, made, number, of_run, is_first, end: End::Failed };
         // Others wait for what the first puts there.
         if is_first {
-            let above = place.folder.ancestors().skip(1);
-            let missing = above.take_while(|above| !above.as_os_str().is_empty() && !above.exists());
+            let above = place.folder.path().ancestors().skip(1);
+            let missing = above
+                .take_while(|above| !above.as_os_str().is_empty() && matches!(lookup::metadata_of(above), Ok(None)));
             place.made = missing.map(Path::to_path_buf).collect();
             let number = getrandom::u64()
                 .map_err(|error| Error::io("draw a random number in", &place.folder)(error.into()))?
@@ -75,7 +79,7 @@ impl MeetingPlace {
     }
 
     #[must_use]
-    pub fn folder(&self) -> &Path {
+    pub fn folder(&self) -> &AnchoredPath {
         &self.folder
     }
 
@@ -83,10 +87,10 @@ impl MeetingPlace {
     ///
     /// # Errors
     /// `Io`, and as [`Communicator::gather`]; `Comm` naming one that does not see it.
-    pub fn of_run(&mut self, communicator: &impl Communicator, patience: Patience<'_>) -> Result<PathBuf> {
+    pub fn of_run(&mut self, communicator: &impl Communicator, patience: Patience<'_>) -> Result<AnchoredPath> {
         let said = communicator.gather(self.number.as_ref().map_or(&[], |number| &number[..]))?;
         let folder = self.of_run.insert(folder_of(&self.folder, &said[0])).clone();
-        let make = || fs::create_dir(&folder).map_err(Error::io("create", &folder));
+        let make = || folder.create_folder().map_err(Error::io("create", &folder));
         communicator.settle(if self.is_first { make() } else { Ok(()) })?;
         let is_seen = see(&folder, communicator, patience)?;
         let sight = communicator.gather(&[u8::from(is_seen)])?;
@@ -107,23 +111,26 @@ impl MeetingPlace {
     }
 }
 
-/// How the place is called.
-fn hidden(name: &OsStr) -> OsString {
-    [".".as_ref(), name, ".dtshard-meeting".as_ref()].into_iter().collect()
+/// The place beside a destination of this name.
+fn beside(destination: &Path, name: &OsStr) -> AnchoredPath {
+    let hidden: OsString = [".".as_ref(), name, ".dtshard-meeting".as_ref()].into_iter().collect();
+    AnchoredPath::new(destination.parent().unwrap_or(Path::new(""))).join(hidden)
 }
 
 /// Take away what runs have left beside DST that are not any more. For who has published it, and has met nobody.
 pub fn clear_beside(destination: &Path) {
     if let Some(name) = destination.file_name() {
-        let place = destination.with_file_name(hidden(name));
-        sweep(&place);
-        // Unless another run is there.
-        let _ = fs::remove_dir(place);
+        let place = beside(destination, name);
+        if place.is_own() {
+            sweep(&place);
+            // Unless another run is there.
+            let _ = place.remove_folder();
+        }
     }
 }
 
 /// Of the run whose first process has drawn this.
-fn folder_of(place: &Path, number: &[u8]) -> PathBuf {
+fn folder_of(place: &AnchoredPath, number: &[u8]) -> AnchoredPath {
     place.join(&blake3::hash(number).to_hex()[..NAME_LEN])
 }
 
@@ -132,35 +139,41 @@ fn is_of_run(name: &OsStr) -> bool {
 }
 
 /// Put the note of a run into the place, which is made, as often as somebody who goes finds it empty before that.
-fn announce(of_run: &Path) -> io::Result<()> {
+fn announce(of_run: &AnchoredPath) -> io::Result<()> {
     const TRIES: usize = 100;
-    let (note, place) = (note_of(of_run), of_run.parent().unwrap_or(of_run));
     let process = serde_json::to_vec(&Process::this())?;
     let announce = || {
-        fs::create_dir_all(place)?;
-        fs::File::create_new(&note)?.write_all(&process)
+        // The folders above may have been deleted and made again, too.
+        let note = note_of(&of_run.reopened());
+        let place = note.folder();
+        fs::create_dir_all(place.path().parent().unwrap_or(Path::new("")))?;
+        match place.create_folder() {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+        note.create_new(0o666)?.write_all(&process)
     };
     let is_taken_away = |done: &io::Result<()>| done.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound);
     let mut tries = (0..TRIES).map(|_| announce());
     tries.find(|done| !is_taken_away(done)).unwrap_or_else(announce)
 }
 
-fn note_of(folder: &Path) -> PathBuf {
-    folder.with_extension("json")
+fn note_of(folder: &AnchoredPath) -> AnchoredPath {
+    folder.with_file_name(Path::new(folder.file_name()).with_extension("json"))
 }
 
-fn remove(folder: &Path) {
-    let _ = fs::remove_dir_all(folder);
-    let _ = fs::remove_file(note_of(folder));
+fn remove(folder: &AnchoredPath) {
+    let _ = folder.remove_all();
+    let _ = note_of(folder).remove_file();
 }
 
 /// Whether a folder shows in time.
-fn see(folder: &Path, communicator: &impl Communicator, patience: Patience<'_>) -> Result<bool> {
+fn see(folder: &AnchoredPath, communicator: &impl Communicator, patience: Patience<'_>) -> Result<bool> {
     let wait = Wait::begin(patience);
     loop {
         // A network file system looks anew for what was not there once the folder above is listed.
-        let mut entries = folder.parent().and_then(|above| fs::read_dir(above).ok()).into_iter().flatten().flatten();
-        if entries.any(|entry| Some(&*entry.file_name()) == folder.file_name()) {
+        let names = folder.folder().names().unwrap_or_default();
+        if names.iter().any(|name| name == folder.file_name()) {
             return Ok(true);
         }
         if wait.is_over() {
@@ -175,27 +188,30 @@ fn see(folder: &Path, communicator: &impl Communicator, patience: Patience<'_>) 
 }
 
 /// Take away what runs have left in a meeting place that are not any more.
-fn sweep(place: &Path) {
-    for entry in fs::read_dir(place).into_iter().flatten().flatten() {
-        let path = entry.path();
+fn sweep(place: &AnchoredPath) {
+    let is_folder = |path: &AnchoredPath| path.metadata().is_ok_and(|found| found.is_dir());
+    for name in place.names().unwrap_or_default() {
+        let path = place.join(&name);
         // Of one that had not met the others, there is no more than a note.
-        let of_run = if path.is_dir() { path } else { path.with_extension("") };
-        let is_ones = of_run.is_dir() || of_run.file_name().is_some_and(is_of_run);
-        if is_ones && !is_in_use(&of_run) {
+        let of_run =
+            if is_folder(&path) { path.clone() } else { path.with_file_name(Path::new(&name).with_extension("")) };
+        let is_ones = is_folder(&of_run) || is_of_run(of_run.file_name());
+        if is_ones && path.is_own() && !is_in_use(&of_run) {
             remove(&of_run);
         }
     }
     comm::sweep(place);
 }
 
-fn is_in_use(folder: &Path) -> bool {
+fn is_in_use(folder: &AnchoredPath) -> bool {
     const DAY: Duration = Duration::from_hours(24);
-    let note = note_of(folder);
-    // Opening what is none could wait for ever.
-    let is_file = fs::symlink_metadata(&note).is_ok_and(|note| note.is_file());
-    let Some(text) = is_file.then(|| fs::read(&note).ok()).flatten() else { return false };
+    let Ok(note) = note_of(folder).open() else { return false };
+    let mut text = Vec::new();
+    if (&note).take(1 << 16).read_to_end(&mut text).is_err() {
+        return false;
+    }
     let has_ended = serde_json::from_slice::<Process>(&text).is_ok_and(|process| process.has_ended());
-    let modified = fs::metadata(&note).and_then(|metadata| metadata.modified());
+    let modified = note.metadata().and_then(|metadata| metadata.modified());
     let is_old = modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > DAY));
     !has_ended && !is_old
 }
@@ -205,17 +221,16 @@ impl Drop for MeetingPlace {
         if !self.is_first && self.end != End::Failed {
             return;
         }
-        self.of_run.iter().for_each(|folder| remove(folder));
+        self.of_run.iter().for_each(remove);
         // By this run or, meanwhile, by another one: who has not come need not hear any more that he is late.
-        let is_published = !self.was_there && self.destination.exists();
+        let is_published = !self.was_there && matches!(lookup::metadata_of(&self.destination), Ok(Some(_)));
         if self.end == End::Published {
             sweep(&self.folder);
         } else if is_published {
             comm::sweep(&self.folder);
         }
         // Unless another run is there, or has made something.
-        let mut folders = [&self.folder].into_iter().chain(&self.made);
-        let _ = folders.try_for_each(fs::remove_dir);
+        let _ = self.folder.remove_folder().and_then(|()| self.made.iter().try_for_each(fs::remove_dir));
     }
 }
 
@@ -245,7 +260,7 @@ mod tests {
         for (name, process) in [("0123456789abcdef.json", &gone), ("fedcba9876543210.json", &here)] {
             fs::write(place.path().join(name), serde_json::to_vec(process).unwrap()).unwrap();
         }
-        sweep(place.path());
+        sweep(&AnchoredPath::new(place.path()));
         let left = fs::read_dir(place.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let mut left: Vec<String> = left.collect();
         left.sort();
@@ -260,9 +275,9 @@ mod tests {
         let first = beside(0);
         drop(beside(1));
         drop(beside(0));
-        assert!(first.folder().is_dir());
+        assert!(first.folder().exists());
         clear_beside(&root.path().join("out"));
-        assert!(first.folder().is_dir());
+        assert!(first.folder().exists());
         drop(first);
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
     }
@@ -280,8 +295,8 @@ mod tests {
         assert!(root.path().join("a/notes").exists() && !root.path().join("a/b").exists());
         // One of another run, or of DST's own.
         let [one, other] = [(); 2].map(|()| MeetingPlace::beside(&destination, first).unwrap());
-        fs::write(other.folder().join("rendezvous-1.json"), "").unwrap();
+        fs::write(other.folder().path().join("rendezvous-1.json"), "").unwrap();
         drop(one);
-        assert!(other.folder().join("rendezvous-1.json").exists());
+        assert!(other.folder().path().join("rendezvous-1.json").exists());
     }
 }

@@ -4,6 +4,7 @@
 //! the catalog, which follows the number of chunks and has no bound. Invariant: no run takes more than is told.
 
 use std::path::Path;
+use std::sync::{Arc, Mutex};
 
 use super::bucket::Bucket;
 use super::convert::Conversion;
@@ -67,10 +68,37 @@ pub fn work_options(args: &SourceArgs, sync: bool, pace: Pace, rounds: Option<Bu
         }
         Some(threads) => threads,
     };
-    // Built once a process; a second verb in one process (tests) keeps the first one's pool.
-    let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
+    start_threads(threads);
     let taken = taken.saturating_add(threads as u64 * reducing);
     Ok(Options { threads, strip_bytes: strip_bytes(max_memory, taken, scratch, threads)?, sync })
+}
+
+/// Starts the threads that share the work, or as many of them as the system lets this process have. With none, the thread
+/// of the caller does all work. Threads are started once a process; a second verb in one process (tests) keeps those of
+/// the first.
+pub fn start_threads(wanted: usize) {
+    let builder = rayon::ThreadPoolBuilder::new();
+    // Rayon starts its threads once: a failure would be final.
+    let _ = match startable_threads(wanted) {
+        0 => builder.num_threads(1).use_current_thread().build_global(),
+        threads => builder.num_threads(threads).build_global(),
+    };
+}
+
+/// How many threads of this number can live at once, less some for signals, leases and progress where that is not all.
+fn startable_threads(wanted: usize) -> usize {
+    const OTHERS: usize = 4;
+    let gate = Arc::new(Mutex::new(()));
+    let closed = gate.lock();
+    let start = |_| {
+        let gate = Arc::clone(&gate);
+        std::thread::Builder::new().spawn(move || drop(gate.lock())).ok()
+    };
+    let started: Vec<_> = (0..wanted + OTHERS).map_while(start).collect();
+    drop(closed);
+    let count = started.len();
+    started.into_iter().for_each(|thread| drop(thread.join()));
+    count.saturating_sub(OTHERS)
 }
 
 /// More than any machine has cores.

@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 use super::progress::Progress;
 use crate::comm::Part;
 use crate::error::Result;
-use crate::exec::Reporter;
 use crate::exec::journal::Known;
 use crate::exec::staging::{Other, OtherState, Staging};
+use crate::exec::{Phase, Reporter};
 
 /// What was recorded when this process began, by this run or by earlier ones.
 pub struct Before {
@@ -58,9 +58,14 @@ impl<'a> Meter<'a> {
     pub fn start(progress: &'a Progress, staging: &'a Staging, before: &'a Before, part: Part) -> Result<Self> {
         let (others, shows_all) = (staging.others()?, part.index == 0);
         let shown = if shows_all { before.bytes_with(&others) } else { before.bytes(&others) };
-        progress.advance(shown);
+        progress.skip(shown);
         let others = shows_all.then(|| Mutex::new((Instant::now(), shown)));
         Ok(Self { progress, staging, before, others })
+    }
+
+    /// Count bytes that an earlier run has done.
+    pub fn skip(&self, bytes: u64) {
+        self.progress.skip(bytes);
     }
 }
 
@@ -78,6 +83,10 @@ impl Reporter for Meter<'_> {
         let done = self.before.bytes_with(&others).max(shown);
         self.progress.advance(done - shown);
         *last = (Instant::now(), done);
+    }
+
+    fn phase(&self, phase: Phase) {
+        self.progress.phase(phase);
     }
 }
 

@@ -31,11 +31,14 @@ mod produce;
 mod progress;
 mod read_back;
 mod records;
+mod replaceable;
 mod report;
 mod reshard;
 mod roster;
 mod run;
 mod source;
+mod terminal;
+mod tied;
 mod told;
 mod told_options;
 mod unshard;
@@ -49,11 +52,12 @@ use std::path::Path;
 pub use printer::Printer;
 pub use run::launch_of;
 
-use crate::cli::{Cli, Command, SourceArgs};
+use crate::cli::{Cli, Command, SelectArgs, SourceArgs};
 use crate::comm::{self, Launch};
 use crate::error::{Error, Result};
 use crate::exec::Input;
 use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
+use crate::quantity::count;
 
 /// How a verb ended, where it ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,6 +123,7 @@ fn read_options(args: &SourceArgs, like: Option<&Path>, default: SeriesChoice, w
         want,
         series,
         io: args.io.mode(),
+        show_incomplete: false,
         allow_missing: args.allow_missing,
         drop_unknown: args.drop_unknown,
         told: None,
@@ -129,6 +134,26 @@ fn read_options(args: &SourceArgs, like: Option<&Path>, default: SeriesChoice, w
 
 fn input(checkpoint: &Checkpoint) -> Input<'_> {
     Input { files: &checkpoint.files, catalog: &checkpoint.catalog, resolve: &resolve }
+}
+
+/// The error for a source of which nothing but objects would be read or written, unless options choose what is taken.
+///
+/// # Errors
+/// `Usage`.
+fn refuse_without_tensors(src: &Path, checkpoint: &Checkpoint, source: &SourceArgs, select: &SelectArgs) -> Result<()> {
+    let chooses_series = !source.series.is_empty() && source.series != ["all"];
+    let chooses_names = !select.include.is_empty() || select.include_from.is_some() || !select.exclude.is_empty();
+    if chooses_series || chooses_names || select.root.is_some() {
+        return Ok(());
+    }
+    let held = match checkpoint.catalog.tensors.len() {
+        0 => String::from("it holds no tensors"),
+        number => format!("none of its {} is taken", count(number, "tensor")),
+    };
+    Err(Error::usage(
+        format!("{}: {held}", src.display()),
+        "`dtshard inspect` shows what it holds; --include or --series chooses objects alone",
+    ))
 }
 
 /// `--series` where there are no series would be an option without an effect.
@@ -169,15 +194,4 @@ fn check_flat(args: &SourceArgs, like: Option<&Path>, checkpoints: &[&Checkpoint
         ),
         format!("leave {option} out"),
     ))
-}
-
-/// Refuse one rank's file of several, which only `inspect` shows.
-fn refuse_fragment(checkpoint: &Checkpoint) -> Result<()> {
-    match &checkpoint.fragment {
-        None => Ok(()),
-        Some(what) => Err(Error::usage(
-            format!("{} is {what}", checkpoint.root.display()),
-            "give the folder, which has all of them",
-        )),
-    }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use regex::bytes::Regex;
 
+use super::printer::Printer;
 use super::source::Source;
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Key, OutputFile, Path, Reservation, Value};
@@ -146,6 +147,22 @@ pub fn carry_along(
         }
     }
     Ok(carried)
+}
+
+/// Warns of optimizers that trainers saved as torch files of their own: they are copied, and fit the ranks of SRC only.
+pub fn warn_of_carried(carried: &[Carried], source: &mut Source, printer: &Printer) {
+    let name = |path: &std::path::Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
+    let is_optimizer = |file: &&Carried| {
+        let suffix = file.to.extension().and_then(|suffix| suffix.to_str()).unwrap_or_default();
+        let is_torch = ["pt", "pth", "bin", "ckpt"].contains(&suffix);
+        is_torch && name(&file.to).is_some_and(|name| name.starts_with("optim"))
+    };
+    for file in carried.iter().filter(is_optimizer) {
+        let warning =
+            format!("{} is copied as it is, not resharded: it is no part of the checkpoint", file.to.display());
+        printer.warning(&warning);
+        source.checkpoint.catalog.warnings.push(warning);
+    }
 }
 
 /// A file that goes along, with what SRC calls it and when it was changed there: so all know it, wherever they read it.

@@ -186,7 +186,7 @@ impl Peers {
     #[must_use]
     pub fn name(&self, error: Error) -> Error {
         // What is in files that are there is as true when others end because of it, too.
-        let is_of_files = is_not_there(&error) || matches!(error, Error::Missing { .. });
+        let is_of_files = is_not_there(&error) || error.kind() == "missing";
         let has_lost = is_of_files && self.twin.as_ref().is_some_and(|twin| !twin.is_whole());
         let error = self.roster.name(if has_lost { cause(self.mesh(), error) } else { error });
         match &self.twin {
@@ -281,8 +281,11 @@ impl Peers {
     /// As [`differing_pair`].
     pub fn difference(&self, checkpoint: &Checkpoint, pair: [TensorId; 2], run: &Run<'_>) -> Result<Option<String>> {
         let found = differing_pair(self.mesh(), &self.sight(checkpoint), input(checkpoint), pair, &run.stop)?;
-        let name = |chunk| checkpoint.catalog.tensor(pair[0]).chunk_name(chunk);
-        Ok(found.map(|(chunk, element)| format!("first at element {element} (row-major) of {}", name(chunk))))
+        let entry = checkpoint.catalog.tensor(pair[0]);
+        Ok(found.map(|(chunk, element)| {
+            let index = entry.chunks.tile(chunk as usize).index(element);
+            format!("first at {:?} of {}", index.as_slice(), entry.chunk_name(chunk))
+        }))
     }
 
     /// Who sees the files of a checkpoint that SRC is in: others may be beside them.
@@ -391,7 +394,7 @@ fn meet_others(
     let meeting = Meeting {
         part: launch.part,
         run: launch.run.as_deref(),
-        place: &Place::choose(rendezvous, launch.launcher, &process_environment, place.folder())?,
+        place: &Place::choose(rendezvous, launch.launcher, &process_environment, place.folder().path())?,
         shared: Some(place.folder()),
         patience,
         calls_off,

@@ -8,6 +8,7 @@ use crate::format::layout_file;
 use crate::layout::file::{LayoutFile, PlanSaid, Said};
 use crate::layout::parallelize::{Draft, Family, RoleNames};
 use crate::nearest;
+use crate::storage::lookup;
 
 /// What the command line says of a plan.
 pub struct PlanArgs<'a> {
@@ -60,7 +61,7 @@ impl PlanArgs<'_> {
     /// The layout file that is given for a plan.
     fn file_of(&self, name: &str) -> Result<LayoutFile> {
         let (option, path) = (self.option, Path::new(name));
-        if !path.exists() && path.extension().is_none() {
+        if path.extension().is_none() && !lookup::exists(path)? {
             return Err(Error::usage(format!("{option} {name}: no built-in plan has this name"), hint(name)));
         }
         let file = layout_file::read(path)?;

@@ -1,7 +1,8 @@
 //! The one door for output: stdout is data, stderr is talk.
 //!
 //! Text for people is made [`harmless`] on the way out: names in a checkpoint are written by others, and must neither
-//! send escape codes to a terminal nor pass for lines of ours. JSON has its own escapes.
+//! send escape codes to a terminal, nor pass for other names or for lines of ours. JSON documents have the same
+//! characters as escapes of JSON.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
@@ -12,6 +13,7 @@ use anstyle::{Ansi256Color, Color, Style};
 use clap::error::ErrorKind;
 use serde_json::{Value as Json, json};
 
+use super::progress::without_bar;
 use crate::cli::{ProgressChoice, TalkArgs};
 use crate::comm::{Launch, Part};
 use crate::error::{Error, Result};
@@ -93,7 +95,7 @@ impl Printer {
             return Ok(());
         }
         let text = serde_json::to_string_pretty(document).expect("a JSON value serialises");
-        write_stdout(&(text + "\n"))
+        write_stdout(&(harmless_json(&text) + "\n"))
     }
 
     /// One line of what is or was done.
@@ -144,9 +146,17 @@ impl Printer {
     /// first says what can be done about it, and the others only what is wrong.
     pub fn not_parsed(&self, error: &clap::Error) -> u8 {
         let is_first = self.part.index == 0;
-        let print = || match error.print() {
-            Err(problem) if problem.kind() != io::ErrorKind::BrokenPipe => 2,
-            _ => 0,
+        let print = || {
+            // Arguments may be names of files, of which a shell has made a list. Text with colours is not escaped.
+            let text = error.render().to_string();
+            if text.split('\n').any(|line| harmless(line) != line) {
+                text.trim_end().split('\n').for_each(write_stderr);
+                return 0;
+            }
+            match error.print() {
+                Err(problem) if problem.kind() != io::ErrorKind::BrokenPipe => 2,
+                _ => 0,
+            }
         };
         if !error.use_stderr() {
             return if self.documents { print() } else { 0 };
@@ -190,7 +200,7 @@ fn write_stdout(text: &str) -> Result<()> {
 
 /// A line of talk. A terminal that went away is no error.
 fn write_stderr(text: &str) {
-    let _ = writeln!(io::stderr().lock(), "{}", harmless(text));
+    without_bar(|| drop(writeln!(io::stderr().lock(), "{}", harmless(text))));
 }
 
 /// Part of a line, on one of 256 colours or on none.
@@ -218,18 +228,46 @@ fn paint(lines: &[Vec<Span>], coloured: bool) -> String {
     text
 }
 
-/// Text with control characters, and those that turn or break lines of text, as escapes: `\u{1b}`. Twice is as once.
+/// Text with characters that are no visible text as escapes: `\u{1b}`. Escaping twice gives the same text.
 pub fn harmless(text: &str) -> String {
-    let hostile = |c: char| {
-        let turns =
-            matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-        c.is_control() || turns || matches!(c, '\u{2028}' | '\u{2029}')
-    };
     let mut harmless = String::with_capacity(text.len());
     for c in text.chars() {
-        if hostile(c) { harmless.extend(c.escape_default()) } else { harmless.push(c) }
+        if is_visible(c) { harmless.push(c) } else { harmless.extend(c.escape_default()) }
     }
     harmless
+}
+
+/// A JSON document with characters that are no visible text as `\uXXXX`, which means the same to its readers.
+fn harmless_json(text: &str) -> String {
+    let mut harmless = String::with_capacity(text.len());
+    for c in text.chars() {
+        // The serialiser has escaped line breaks in strings: those that are left are between them.
+        if c == '\n' || is_visible(c) {
+            harmless.push(c);
+        } else {
+            for unit in c.encode_utf16(&mut [0; 2]) {
+                write!(harmless, "\\u{unit:04x}").expect("writing to memory");
+            }
+        }
+    }
+    harmless
+}
+
+/// Whether people see a character as what it is.
+///
+/// Control and format characters (Cc, Cf: bidirectional overrides, zero-width joiners), line and paragraph separators,
+/// spaces other than the ASCII one, private and unassigned characters are not visible, nor are letters and marks that
+/// Unicode calls ignorable.
+fn is_visible(c: char) -> bool {
+    if c.is_ascii() {
+        return !c.is_ascii_control();
+    }
+    let is_ignorable = matches!(c, '\u{34f}' | '\u{115f}'..='\u{1160}' | '\u{17b4}'..='\u{17b5}' | '\u{180b}'..='\u{180f}'
+        | '\u{3164}' | '\u{fe00}'..='\u{fe0f}' | '\u{ffa0}' | '\u{e0000}'..='\u{e0fff}');
+    // Behind another character, marks that combine with it are printed, and what cannot be printed is escaped.
+    let mut behind_another = ['x', c].iter().collect::<String>();
+    behind_another = behind_another.escape_debug().skip(1).collect();
+    !is_ignorable && !behind_another.starts_with('\\')
 }
 
 /// How to talk where the arguments could not be parsed.
@@ -266,8 +304,10 @@ fn error_document(error: &Error) -> Json {
     let mut fqn = error.fqn().map(str::to_owned);
     let (mut file, mut expected, mut found) = (None, None, None);
     let mut inner = error;
-    if let Error::Within { path, error } = error {
-        file = Some(path.display().to_string());
+    while let Error::Within { error, .. } | Error::Naming { error, .. } = inner {
+        if let Error::Within { path, .. } = inner {
+            file = Some(path.display().to_string());
+        }
         inner = error;
     }
     match inner {
@@ -297,7 +337,7 @@ fn error_document(error: &Error) -> Json {
         }
         _ => {}
     }
-    json!({
+    let mut document = json!({
         "kind": error.kind(),
         "message": error.to_string(),
         "file": file,
@@ -305,7 +345,11 @@ fn error_document(error: &Error) -> Json {
         "expected": expected,
         "found": found,
         "hint": error.hint(),
-    })
+    });
+    if let Some(names) = error.names() {
+        document["names"] = json!(names);
+    }
+    document
 }
 
 #[cfg(test)]
@@ -320,6 +364,27 @@ mod tests {
         assert_eq!(shown, "w\\u{1b}]0;owned\\u{7}\\u{9b}2J\\r\\nerror: x\\u{202e}\\u{2028}");
         assert_eq!(harmless(&shown), shown);
         assert_eq!(harmless("Schlüssel.權重 [0]"), "Schlüssel.權重 [0]");
+    }
+
+    #[test]
+    fn invisible_characters_are_escaped_and_scripts_are_not() {
+        for c in "\u{0}\u{7f}\u{85}\u{ad}\u{a0}\u{34f}\u{61c}\u{200b}\u{200d}\u{200f}\u{202e}\u{2028}\u{2060}\u{2066}\u{2069}\
+                  \u{3164}\u{e000}\u{fe0f}\u{feff}\u{fff9}\u{e0041}\u{10ffff}"
+            .chars()
+        {
+            assert_eq!(harmless(&c.to_string()), c.escape_default().to_string());
+        }
+        let scripts = "\"it's\" \\ é e\u{301} हिन्दी ไทย עברית العربية 權重 가 🦀";
+        assert_eq!(harmless(scripts), scripts);
+    }
+
+    #[test]
+    fn escaped_json_means_the_same() {
+        let document = json!({ "w\u{202e}\u{7f}\u{e0041}\n": ["\u{1b}\u{9b}", "é \\ \"", "\u{200b}"] });
+        let text = harmless_json(&serde_json::to_string_pretty(&document).unwrap());
+        assert!(text.contains(r"w\u202e\u007f\udb40\udc41\n") && text.contains('é'), "{text}");
+        assert!(text.chars().all(|c| c == '\n' || is_visible(c)), "{text}");
+        assert_eq!(serde_json::from_str::<Json>(&text).unwrap(), document);
     }
 
     #[test]

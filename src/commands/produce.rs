@@ -16,12 +16,14 @@ use super::peers::Peers;
 use super::progress::Progress;
 use super::read_back::read_back;
 use super::records::Records;
+use super::replaceable::check_replaceable;
 use super::run::Run;
 use super::source::Source;
+use super::waiting::wait_reporter;
 use crate::catalog::OutputFile;
 use crate::cli::ConvertArgs;
 use crate::comm::{Launch, Part};
-use crate::error::{Error, Result, first_of};
+use crate::error::{Error, Result};
 use crate::exec::about::About;
 use crate::exec::carry::{Carried, carry};
 use crate::exec::copy::{Stats, Writing, copy};
@@ -29,10 +31,12 @@ use crate::exec::exchange::Reducing;
 use crate::exec::fingerprint::fingerprint;
 use crate::exec::journal::{self, Known};
 use crate::exec::log::{AtEnd, Log};
-use crate::exec::seal::{is_complete, seal};
-use crate::exec::staging::{Begun, Claim, Missing, Other, OtherState, Plan, Seal, Staging, Waited};
+use crate::exec::seal::{has_all, is_complete, seal};
+use crate::exec::staging::{Begun, Claim, Missing, Other, OtherState, Plan, ReplaceCheck, Seal, Staging, Waited};
 use crate::exec::{Extents, Options, sources};
+use crate::name_list::{FEW_NUMBERS, short_list};
 use crate::quantity::human_bytes;
+use crate::storage::AnchoredPath;
 use crate::storage::filesystem;
 
 /// How it ended.
@@ -63,7 +67,7 @@ pub fn produce(
     options: &Options,
     run: &Run<'_>,
 ) -> Result<Produced> {
-    let claim = claim(args, options, run);
+    let claim = claim(conversion, args, options, run);
     let reducing = conversion.source.reducing();
     let about = about(conversion, reducing, run);
     let plan = plan(conversion, reducing, &about);
@@ -83,13 +87,13 @@ pub fn produce(
             }
             match produced {
                 // All was recorded before this one came to it, or it was taken for dead: what went away under it is there.
-                Err(_) if staging.was_published() => Ok(Produced::Already),
+                Err(_) if staging.was_published(&run.stop) => Ok(Produced::Already),
                 Err(error @ Error::Stopped { .. }) if staging.is_kept() => {
                     Err(error.keeping(staging.partial(), producer.kept()))
                 }
                 Err(error) if staging.is_kept() => {
                     // Those of usage say so themselves.
-                    if !matches!(error, Error::Usage { .. }) && producer.has_recorded() {
+                    if error.kind() != "usage" && producer.has_recorded() {
                         let (place, much) = (staging.partial().display(), producer.kept());
                         run.printer.line(&format!("{place} keeps {much}; the same command with --resume goes on"));
                     }
@@ -103,15 +107,18 @@ pub fn produce(
 }
 
 /// What this process wants to do at a destination.
-pub fn claim(args: &ConvertArgs, options: &Options, run: &Run<'_>) -> Claim {
+pub fn claim(conversion: &Conversion<'_>, args: &ConvertArgs, options: &Options, run: &Run<'_>) -> Claim {
+    let (shape, carried) = (conversion.shape, conversion.carried.clone());
     Claim {
         overwrite: args.destination.overwrite,
+        replace_check: ReplaceCheck::new(move |destination| check_replaceable(destination, shape, &carried)),
         restart: args.destination.restart,
         resume: args.destination.resume,
         part: run.launch.part,
         run: run.launch.run.clone(),
         sync: options.sync,
         parts_wait: run.launch.waits,
+        reporter: wait_reporter(run),
     }
 }
 
@@ -174,7 +181,8 @@ impl Producer<'_> {
         }
         let todo = own.without(&known.done);
         let before = Before::of(&known);
-        check_space(staging.folder(), files, &todo)?;
+        let to_carry = self.carried_by(part).filter(|(number, _)| !known.carried.contains(number));
+        check_space(staging.folder(), files, &todo, to_carry.map(|(_, file)| file))?;
         // An earlier run may have been told to check less.
         let see_apart = peers.is_some_and(Peers::see_apart);
         let checked = if see_apart { Extents::of_files(files) } else { own };
@@ -183,12 +191,14 @@ impl Producer<'_> {
         // A run that is alone and has nothing to read back publishes at once.
         let is_brief = !staging.is_kept() && !verify;
         let at_end = if is_brief { AtEnd::Nothing } else { AtEnd::Record };
-        let log = Log::new(files, &todo, staging.journal().to_path_buf(), options.sync, at_end);
+        let log = Log::new(files, &todo, staging.journal().clone(), options.sync, at_end);
         let progress = Progress::start(run.printer, "writing", conversion.len_bytes());
         let meter = Meter::start(&progress, staging, &before, part)?;
 
         for (number, file) in self.carried_by(part) {
-            if !self.records.has_carried(&known, number, file, verify)? {
+            if self.records.has_carried(&known, number, file, verify)? {
+                meter.skip(file.len);
+            } else {
                 carry(file, staging.folder(), options.sync, &meter, &run.stop)?;
                 log.carried(number);
             }
@@ -289,10 +299,12 @@ impl Producer<'_> {
 
     /// What is said to be done is recorded, as long as nobody has published it.
     fn check(&self, is_recorded: impl Fn(&Known) -> bool) -> Result<()> {
-        self.records
-            .known_yet()?
-            .filter(|known| !is_recorded(known))
-            .map_or(Ok(()), |known| Err(self.incomplete(&known)))
+        let mut incomplete = None;
+        let is_shown = self.staging.confirm(&self.run.stop, "what is recorded", || {
+            incomplete = self.records.known_yet()?.filter(|known| !is_recorded(known));
+            Ok(incomplete.is_none())
+        })?;
+        incomplete.filter(|_| !is_shown).map_or(Ok(()), |known| Err(self.incomplete(&known)))
     }
 
     /// Complete the output, all of which is there, and put it at the destination.
@@ -300,6 +312,7 @@ impl Producer<'_> {
         let Self { conversion, staging, run, options, .. } = *self;
         if let Some(known) = &known {
             let carried = &conversion.carried;
+            staging.confirm(&run.stop, "what was written", || has_all(staging.folder(), self.files(), carried))?;
             seal(staging.folder(), self.files(), carried, known, staging.journals(), options.sync)?;
             stats.lose(&known.lost);
         }
@@ -408,21 +421,28 @@ fn waiting_for(others: &[Other]) -> Option<String> {
     let working: Vec<String> = of_state(OtherState::Working)
         .map(|other| format!("{} ({} done)", other.part.index, human_bytes(other.done_bytes)))
         .collect();
-    let missing = (!missing.is_empty()).then(|| format!("{} (not started)", first_of(&missing, 8)));
-    let [failed, working] =
-        [(failed, 2), (working, 8)].map(|(names, most)| (!names.is_empty()).then(|| first_of(&names, most)));
+    let missing = (!missing.is_empty()).then(|| format!("{} (not started)", short_list(&missing, FEW_NUMBERS)));
+    let [failed, working] = [(failed, 2), (working, FEW_NUMBERS)]
+        .map(|(names, most)| (!names.is_empty()).then(|| short_list(&names, most)));
     let all: Vec<String> = missing.into_iter().chain(failed).chain(working).collect();
     (!all.is_empty()).then(|| format!("waiting for {} {}", if awaited > 1 { "parts" } else { "part" }, all.join(", ")))
 }
 
-/// Room for the files that this process will make.
-fn check_space(folder: &Path, files: &[OutputFile], todo: &Extents) -> Result<()> {
+/// Check that there is space for the files that this process writes and carries.
+fn check_space<'a>(
+    folder: &AnchoredPath,
+    files: &[OutputFile],
+    todo: &Extents,
+    to_carry: impl Iterator<Item = &'a Carried>,
+) -> Result<()> {
     // Before the look at what is made: others are at it.
-    let free = filesystem::free_bytes(folder)?;
-    let made = |file: &OutputFile| folder.join(&file.path).metadata().map_or(0, |found| found.blocks() * 512);
-    let to_make = |index: u32| files[index as usize].len.saturating_sub(made(&files[index as usize]));
-    let needed: u64 = todo.files().map(to_make).sum();
-    if free >= needed { Ok(()) } else { Err(no_space(folder, needed, free)) }
+    let free = filesystem::free_bytes(folder.path())?;
+    let to_make = |path: &Path, len: u64| {
+        len.saturating_sub(folder.join(path).metadata().map_or(0, |found| found.blocks() * 512))
+    };
+    let written: u64 = todo.files().map(|index| &files[index as usize]).map(|file| to_make(&file.path, file.len)).sum();
+    let needed = written + to_carry.map(|file| to_make(&file.to, file.len)).sum::<u64>();
+    if free >= needed { Ok(()) } else { Err(no_space(folder.path(), needed, free)) }
 }
 
 pub fn no_space(folder: &Path, needed: u64, free: u64) -> Error {

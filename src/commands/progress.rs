@@ -1,115 +1,322 @@
 //! How far a run is: a bar with rate and remaining time on a terminal, a plain line now and then elsewhere.
+//!
+//! Rate and remaining time are those of bytes that move: neither the time before the first ones counts, nor bytes that
+//! an earlier run has done, nor time in which files are allocated or synced. Such phases are named instead.
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use signal_hook::consts::SIGINT;
 
 use super::printer::Printer;
+use super::terminal::Terminal;
 use crate::cli::ProgressChoice;
-use crate::exec::Reporter;
+use crate::exec::{Phase, Reporter};
 use crate::quantity::{human_bytes, human_rate};
 
 /// Time between plain lines, which go into logs.
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
+/// Time between two pictures of a bar.
+const DRAW_EVERY: Duration = Duration::from_millis(100);
+
 #[derive(Debug)]
 pub struct Progress {
+    /// `None` where nothing is shown.
+    shown: Option<Arc<Shown>>,
+    /// Draws or says how far the run is, also while nothing moves.
+    thread: Option<JoinHandle<()>>,
+}
+
+/// A run as it is shown.
+#[derive(Debug)]
+struct Shown {
+    verb: &'static str,
+    total: u64,
     display: Display,
     printer: Printer,
+    flow: Flow,
+    is_over: Mutex<bool>,
+    bell: Condvar,
 }
 
 #[derive(Debug)]
 enum Display {
-    Nothing,
     Bar(ProgressBar),
-    Lines { verb: &'static str, total: u64, always: bool, done: AtomicU64, started: Instant, last: Mutex<Instant> },
+    Lines { always: bool },
+}
+
+/// The bar that is on the terminal.
+static BAR: Mutex<Option<ProgressBar>> = Mutex::new(None);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Write to the terminal while no bar is on it.
+pub fn without_bar(write: impl FnOnce()) {
+    let bar = lock(&BAR).clone();
+    match bar {
+        Some(bar) => bar.suspend(write),
+        None => write(),
+    }
 }
 
 impl Progress {
     /// Begin to show progress over `total` bytes.
     pub fn start(printer: &Printer, verb: &'static str, total: u64) -> Self {
         let display = match printer.progress() {
-            ProgressChoice::Never => Display::Nothing,
-            _ if printer.draws() => Display::Bar(bar(verb, total)),
-            choice => {
-                let now = Instant::now();
-                let always = choice == ProgressChoice::Always;
-                Display::Lines { verb, total, always, done: AtomicU64::new(0), started: now, last: Mutex::new(now) }
-            }
+            ProgressChoice::Never => return Self { shown: None, thread: None },
+            _ if printer.draws() => Display::Bar(bar(total)),
+            choice => Display::Lines { always: choice == ProgressChoice::Always },
         };
-        Self { display, printer: *printer }
+        if let Display::Bar(bar) = &display {
+            *lock(&BAR) = Some(bar.clone());
+        }
+        let (flow, is_over, bell) = (Flow::default(), Mutex::default(), Condvar::default());
+        let shown = Arc::new(Shown { verb, total, display, printer: *printer, flow, is_over, bell });
+        let own = Arc::clone(&shown);
+        // Without a thread the run is as good, and not shown.
+        let thread = std::thread::Builder::new().name("progress".into()).spawn(move || own.show()).ok();
+        Self { shown: Some(shown), thread }
     }
-}
 
-fn bar(verb: &'static str, total: u64) -> ProgressBar {
-    let template = "{msg} {wide_bar} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec} eta {eta}";
-    let style = ProgressStyle::with_template(template).expect("a template that a test has parsed");
-    let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(10));
-    bar.with_style(style).with_message(verb)
+    /// Count bytes that an earlier run has done.
+    pub fn skip(&self, bytes: u64) {
+        if let Some(shown) = &self.shown {
+            shown.flow.before.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
 }
 
 impl Reporter for Progress {
     fn advance(&self, bytes: u64) {
-        match &self.display {
-            Display::Nothing => {}
-            Display::Bar(bar) => bar.inc(bytes),
-            Display::Lines { verb, total, done, started, last, .. } => {
-                let done = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
-                // Whoever does not get the lock at once leaves the line to the one who has it.
-                let Ok(mut last) = last.try_lock() else { return };
-                if last.elapsed() >= LINE_EVERY {
-                    *last = Instant::now();
-                    self.printer.say(&line(verb, done, *total, started.elapsed()));
-                }
-            }
+        if let Some(shown) = &self.shown {
+            shown.flow.advance(bytes, Instant::now());
+        }
+    }
+
+    fn phase(&self, phase: Phase) {
+        if let Some(shown) = &self.shown {
+            shown.flow.enter(phase);
         }
     }
 }
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        match &self.display {
-            Display::Bar(bar) => bar.finish_and_clear(),
-            // Whoever asks for progress gets a line even where there was no time for one.
-            Display::Lines { verb, total, always: true, done, started, .. } => {
-                let done = done.load(Ordering::Relaxed);
-                if done > 0 {
-                    self.printer.say(&line(verb, done, *total, started.elapsed()));
-                }
+        let Some(shown) = &self.shown else { return };
+        *lock(&shown.is_over) = true;
+        shown.bell.notify_all();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        match &shown.display {
+            Display::Bar(bar) => {
+                bar.finish_and_clear();
+                *lock(&BAR) = None;
             }
-            _ => {}
+            // Whoever asks for progress gets a line even where there was no time for one.
+            Display::Lines { always: true } if shown.flow.done() > 0 => shown.printer.say(&shown.line(Instant::now())),
+            Display::Lines { .. } => {}
         }
     }
 }
 
-/// `writing: 25 % (500.00 MB of 2.00 GB, 500.00 MB/s, 3 s left)`
-#[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
-fn line(verb: &str, done: u64, total: u64, elapsed: Duration) -> String {
-    let percent = done as f64 * 100.0 / total.max(1) as f64;
-    let pace = human_rate(done, elapsed).map(|rate| {
-        let left = elapsed.as_secs_f64() * total.saturating_sub(done) as f64 / done.max(1) as f64;
-        format!(", {rate}, {left:.0} s left")
+impl Shown {
+    fn show(&self) {
+        let every = match &self.display {
+            Display::Bar(_) => DRAW_EVERY,
+            Display::Lines { .. } => LINE_EVERY,
+        };
+        let is_interrupted = interrupted();
+        loop {
+            let over = lock(&self.is_over);
+            let waited = self.bell.wait_timeout_while(over, every, |is_over| !*is_over);
+            if *waited.unwrap_or_else(PoisonError::into_inner).0 {
+                return;
+            }
+            match &self.display {
+                // Workers may take a while to see the signal, and a second one ends the process at once.
+                Display::Bar(bar) if is_interrupted.load(Ordering::Relaxed) => {
+                    bar.finish_and_clear();
+                    *lock(&BAR) = None;
+                    return;
+                }
+                Display::Bar(bar) => self.draw(bar, Instant::now()),
+                Display::Lines { .. } => self.printer.say(&self.line(Instant::now())),
+            }
+        }
+    }
+
+    fn draw(&self, bar: &ProgressBar, now: Instant) {
+        bar.set_prefix(self.flow.label(self.verb));
+        bar.set_message(self.flow.pace(self.total, now).map(|pace| format!(" {pace}")).unwrap_or_default());
+        bar.set_position(self.flow.done());
+    }
+
+    /// `writing: 25 % (500.00 MB of 2.00 GB, 500.00 MB/s, 3 s left)`
+    fn line(&self, now: Instant) -> String {
+        let done = self.flow.done();
+        #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
+        let percent = done as f64 * 100.0 / self.total.max(1) as f64;
+        let pace = self.flow.pace(self.total, now).map(|pace| format!(", {pace}")).unwrap_or_default();
+        let label = self.flow.label(self.verb);
+        format!("{label}: {percent:.0} % ({} of {}{pace})", human_bytes(done), human_bytes(self.total))
+    }
+}
+
+/// The flag that the first INT sets.
+fn interrupted() -> Arc<AtomicBool> {
+    static FLAG: OnceLock<Arc<AtomicBool>> = OnceLock::new();
+    let flag = FLAG.get_or_init(|| {
+        let flag = Arc::default();
+        // Without it, the bar goes when the run ends.
+        let _ = signal_hook::flag::register(SIGINT, Arc::clone(&flag));
+        flag
     });
-    let pace = pace.unwrap_or_default();
-    format!("{verb}: {percent:.0} % ({} of {}{pace})", human_bytes(done), human_bytes(total))
+    Arc::clone(flag)
+}
+
+/// Bytes that move.
+#[derive(Debug, Default)]
+struct Flow {
+    /// Done by earlier runs.
+    before: AtomicU64,
+    /// Done by this one.
+    done: AtomicU64,
+    course: Mutex<Course>,
+}
+
+#[derive(Debug, Default)]
+struct Course {
+    phase: Phase,
+    /// When the first bytes of this course were done, and how many were done by then.
+    begun: Option<(Instant, u64)>,
+    /// Bytes and time of courses before.
+    bytes: u64,
+    time: Duration,
+    last: Option<Instant>,
+}
+
+impl Flow {
+    fn done(&self) -> u64 {
+        self.before.load(Ordering::Relaxed) + self.done.load(Ordering::Relaxed)
+    }
+
+    fn advance(&self, bytes: u64, now: Instant) {
+        let mut course = lock(&self.course);
+        let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        course.begun.get_or_insert((now, done));
+        course.last = Some(now);
+    }
+
+    /// Another phase: its time is not that of bytes.
+    fn enter(&self, phase: Phase) {
+        let mut course = lock(&self.course);
+        if let (Some((begun, first)), Some(last)) = (course.begun.take(), course.last) {
+            course.bytes += self.done.load(Ordering::Relaxed) - first;
+            course.time += last.saturating_duration_since(begun);
+        }
+        course.phase = phase;
+    }
+
+    fn label(&self, verb: &'static str) -> &'static str {
+        match lock(&self.course).phase {
+            Phase::Moving => verb,
+            Phase::Allocating => "allocating",
+            Phase::Syncing => "syncing",
+        }
+    }
+
+    /// `500.00 MB/s, 3 s left`; nothing before bytes move, and while files are allocated or synced.
+    #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
+    fn pace(&self, total: u64, now: Instant) -> Option<String> {
+        let course = lock(&self.course);
+        let (begun, first) = course.begun.filter(|_| course.phase == Phase::Moving)?;
+        let moved = course.bytes + self.done.load(Ordering::Relaxed) - first;
+        let time = course.time + now.saturating_duration_since(begun);
+        let rate = human_rate(moved, time).filter(|_| moved > 0)?;
+        let left = time.as_secs_f64() * total.saturating_sub(self.done()) as f64 / moved as f64;
+        Some(format!("{rate}, {left:.0} s left"))
+    }
+}
+
+fn bar(total: u64) -> ProgressBar {
+    let template = "{prefix} {wide_bar} {decimal_bytes}/{decimal_total_bytes}{msg}";
+    let style = ProgressStyle::with_template(template).expect("a template that a test has parsed");
+    let target = ProgressDrawTarget::term_like(Box::new(Terminal::default()));
+    ProgressBar::with_draw_target(Some(total), target).with_style(style)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const MB: u64 = 1_000_000;
+
+    fn seconds(number: u64) -> Duration {
+        Duration::from_secs(number)
+    }
+
     #[test]
-    fn a_line_tells_rate_and_remaining_time() {
-        let text = line("writing", 500_000_000, 2_000_000_000, Duration::from_secs(1));
+    fn rate_and_remaining_time_count_from_the_first_bytes() {
+        let (flow, start) = (Flow::default(), Instant::now());
+        assert_eq!(flow.pace(2000 * MB, start + seconds(60)), None);
+        // The first bytes were on their way for as long as nobody knows.
+        flow.advance(4 * MB, start + seconds(60));
+        assert_eq!(flow.pace(2000 * MB, start + seconds(61)), None);
+        flow.advance(496 * MB, start + seconds(62));
+        assert_eq!(flow.pace(2000 * MB, start + seconds(62)).unwrap(), "248.00 MB/s, 6 s left");
+    }
+
+    #[test]
+    fn bytes_of_an_earlier_run_are_done_and_have_no_rate() {
+        let (flow, start) = (Flow::default(), Instant::now());
+        flow.before.fetch_add(1000 * MB, Ordering::Relaxed);
+        assert_eq!((flow.done(), flow.pace(2000 * MB, start + seconds(1))), (1000 * MB, None));
+        flow.advance(MB, start);
+        flow.advance(100 * MB, start + seconds(1));
+        assert_eq!(flow.done(), 1101 * MB);
+        assert_eq!(flow.pace(2101 * MB, start + seconds(1)).unwrap(), "100.00 MB/s, 10 s left");
+    }
+
+    #[test]
+    fn allocating_and_syncing_are_named_and_take_no_time() {
+        let (flow, start) = (Flow::default(), Instant::now());
+        flow.advance(MB, start);
+        flow.advance(100 * MB, start + seconds(1));
+        for (phase, label) in [(Phase::Allocating, "allocating"), (Phase::Syncing, "syncing")] {
+            flow.enter(phase);
+            assert_eq!((flow.label("writing"), flow.pace(500 * MB, start + seconds(9))), (label, None));
+        }
+        flow.enter(Phase::Moving);
+        assert_eq!((flow.label("writing"), flow.pace(500 * MB, start + seconds(9))), ("writing", None));
+        flow.advance(MB, start + seconds(20));
+        flow.advance(100 * MB, start + seconds(21));
+        assert_eq!(flow.pace(402 * MB, start + seconds(21)).unwrap(), "100.00 MB/s, 2 s left");
+    }
+
+    #[test]
+    fn a_line_tells_how_far_the_run_is() {
+        let printer = Printer::new(crate::cli::TalkArgs::default());
+        let (flow, is_over, bell) = (Flow::default(), Mutex::default(), Condvar::default());
+        let display = Display::Lines { always: true };
+        let shown = Shown { verb: "writing", total: 2000 * MB, display, printer, flow, is_over, bell };
+        let start = Instant::now();
+        shown.flow.advance(0, start);
+        shown.flow.advance(500 * MB, start + seconds(1));
+        let text = shown.line(start + seconds(1));
         assert_eq!(text, "writing: 25 % (500.00 MB of 2.00 GB, 500.00 MB/s, 3 s left)");
-        let text = line("writing", 500, 500, Duration::from_millis(1));
-        assert_eq!(text, "writing: 100 % (500 B of 500 B)");
+        shown.flow.enter(Phase::Syncing);
+        assert_eq!(shown.line(start + seconds(2)), "syncing: 25 % (500.00 MB of 2.00 GB)");
     }
 
     #[test]
     fn the_bar_template_is_sound() {
-        bar("writing", 1).finish_and_clear();
+        ProgressBar::hidden().set_style(bar(1).style());
     }
 }

@@ -1,7 +1,6 @@
 //! `--verify`: what was written is read back before anybody can see it.
 
 use std::ops::Range;
-use std::path::Path;
 
 use rayon::prelude::*;
 
@@ -16,7 +15,7 @@ use crate::exec::literals::first_difference;
 use crate::exec::sums::{SITE_BYTES, WrongSum, first_wrong};
 use crate::exec::{Extents, Input, Silent, compare};
 use crate::format::resolve;
-use crate::storage::Files;
+use crate::storage::{AnchoredPath, Files};
 
 /// What is not as it should be.
 pub struct Wrong {
@@ -31,7 +30,12 @@ pub struct Wrong {
 ///
 /// # Errors
 /// `Io`, `Stopped`.
-pub fn read_back(conversion: &Conversion<'_>, folder: &Path, hint: &str, run: &Run<'_>) -> Result<Option<Wrong>> {
+pub fn read_back(
+    conversion: &Conversion<'_>,
+    folder: &AnchoredPath,
+    hint: &str,
+    run: &Run<'_>,
+) -> Result<Option<Wrong>> {
     let look = Look { conversion, folder, hint, run };
     if let Some(wrong) = look.around_tensors()? {
         return Ok(Some(wrong));
@@ -41,7 +45,7 @@ pub fn read_back(conversion: &Conversion<'_>, folder: &Path, hint: &str, run: &R
 
 struct Look<'a> {
     conversion: &'a Conversion<'a>,
-    folder: &'a Path,
+    folder: &'a AnchoredPath,
     hint: &'a str,
     run: &'a Run<'a>,
 }
@@ -52,7 +56,7 @@ impl Look<'_> {
         let checkpoint = &conversion.source.checkpoint;
         let mut files = Files::new(checkpoint.files.io());
         for file in &conversion.reservation.files {
-            files.add(folder.join(&file.path))?;
+            files.add(&folder.join(&file.path))?;
         }
         let catalog = Catalog::empty();
         let written = Input { files: &files, catalog: &catalog, resolve: &resolve };
@@ -64,7 +68,7 @@ impl Look<'_> {
             let right = (written, &tensor.entry);
             let found = if tensor.shares.is_empty() {
                 compare::first_difference(left, right, tensor.dtype(), &run.options, &progress, &run.stop)?
-                    .map(|difference| difference.detail(tensor.entry.numel()))
+                    .map(|difference| difference.detail(&tensor.entry.shape))
             } else {
                 compare::share_difference(left, written, tensor, &run.options, &progress, &run.stop)?
                     .map(|chunk| format!("{} is not as it should be", tensor.entry.chunk_name(chunk)))

@@ -63,7 +63,17 @@ impl Records<'_> {
     /// `Io`, `Stopped`.
     pub fn believed(&self, own: &Extents, verify: bool) -> Result<Known> {
         let (folder, files) = (self.staging.folder(), self.files());
-        let (known, misfits) = self.known_and_misfits(own)?;
+        let (mut known, mut misfits) = self.known_and_misfits(own)?;
+        let contradicts = |known: &Known, misfits: &BTreeMap<u32, String>| {
+            known.taken.iter().any(|taken| misfits.contains_key(&taken.file))
+        };
+        if contradicts(&known, &misfits) {
+            // Doubt is for all processes, so a file must not be missing from a cache alone.
+            self.staging.confirm(&self.run.stop, "what is recorded as written", || {
+                (known, misfits) = self.known_and_misfits(own)?;
+                Ok(!contradicts(&known, &misfits))
+            })?;
+        }
         let of_misfits = |taken: &&Taken| misfits.contains_key(&taken.file);
         let mut doubted: Vec<&Taken> = known.taken.iter().filter(of_misfits).collect();
         let mut warnings: Vec<String> = Vec::new();
@@ -136,7 +146,9 @@ impl Records<'_> {
         if !known.carried.contains(&number) {
             return Ok(false);
         }
-        let is_whole = is_carried(file, self.staging.folder(), verify)?;
+        let (folder, stop) = (self.staging.folder(), &self.run.stop);
+        let is_there = self.staging.confirm(stop, "what is recorded as copied", || is_carried(file, folder, false))?;
+        let is_whole = is_there && (!verify || is_carried(file, folder, true)?);
         if !is_whole {
             let path = self.staging.folder().join(&file.to);
             self.run.printer.warning(&format!("{} is not what was copied; it is copied again", path.display()));

@@ -9,6 +9,7 @@ use serde_json::{Map, Value as Json, json};
 use super::convert::Conversion;
 use super::memory::{beyond, peak_bytes};
 use super::partial;
+use super::printer::harmless;
 use crate::catalog::OutputFile;
 use crate::exec::Options;
 use crate::exec::copy::Stats;
@@ -197,7 +198,7 @@ impl Report<'_> {
         let (left_out, _) = left_out(self.conversion);
         let lists = [("left out", left_out), ("cast", cast_text(stats))];
         for (what, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
-            lines.push(format!("{what:13} {}", list.join(", ")));
+            lines.push(harmless(&format!("{what:13} {}", list.join(", "))));
         }
         lines.join("\n") + "\n"
     }

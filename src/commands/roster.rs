@@ -1,7 +1,8 @@
 //! Roster: where the processes of a run are, so that whoever reads of one finds it: `process 2 of 4 (n1, pid 4711)`.
 
 use crate::comm::{Communicator, Part, Process};
-use crate::error::{Error, Peer, Result, first_of};
+use crate::error::{Error, Peer, Result};
+use crate::name_list::short_list;
 use crate::twin::Twin;
 
 pub struct Roster {
@@ -36,7 +37,7 @@ impl Roster {
     #[must_use]
     pub fn names(&self, processes: &[u32]) -> String {
         let names: Vec<String> = processes.iter().map(|index| self.peer(*index).to_string()).collect();
-        first_of(&names, 3)
+        short_list(&names, 3)
     }
 
     /// Say of a file that is damaged whose it is: no process sees all of SRC, so nobody can `verify` it.

@@ -10,11 +10,12 @@ use super::fill::{Filled, fill};
 use super::peers::Peers;
 use super::printer::Printer;
 use super::run::Run;
+use super::tied;
 use super::told::told;
-use super::{check_series, input, read_options, refuse_fragment};
+use super::{check_series, input, read_options};
 use crate::catalog::path::{self, Fate};
 use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorId, Value, model};
-use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs, SourceArgs};
+use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs, SourceArgs, Tied};
 use crate::error::{Error, Result};
 use crate::exec::Silent;
 use crate::exec::compare::{self, ReplicaDifference};
@@ -78,7 +79,7 @@ impl Source {
         let told = told(&args.source.told, args.select.keep_names)?;
         let options = read_options(&args.source, like, defaults.series.clone(), defaults.want);
         let options = ReadOptions { told, ..options };
-        let (peers, checkpoint) = match Peers::open(args, &options, run)? {
+        let (peers, mut checkpoint) = match Peers::open(args, &options, run)? {
             Some((peers, checkpoint)) => (Some(peers), checkpoint),
             None => (
                 None,
@@ -86,12 +87,13 @@ impl Source {
             ),
         };
         let choose = || {
-            refuse_fragment(&checkpoint)?;
             check_series(&args.source, &[&checkpoint])?;
+            let tie = (args.tied == Tied::Write).then(|| tied::restore(&mut checkpoint)).transpose()?;
             announce(&checkpoint, run.printer);
             let options = select_options(&args.select, defaults)?;
-            let wanted = select::select(&checkpoint.catalog, &options)?;
+            let mut wanted = select::select(&checkpoint.catalog, &options)?;
             check_reduced(args, &checkpoint, &wanted, options.without_gradients)?;
+            wanted.notes.extend(tie);
             Ok(wanted)
         };
         let wanted = choose().inspect_err(|error| peers.iter().for_each(|peers| peers.fail(error)))?;
@@ -110,6 +112,7 @@ impl Source {
         args: &ConvertArgs,
         run: &Run<'_>,
     ) -> Result<Self> {
+        // The files beside the checkpoint that fills go along.
         let options = read_options(&args.source, None, SeriesChoice::All, Want::All);
         let options = ReadOptions { from: None, series: SeriesChoice::All, ..options };
         if let Some(path) = filler {
@@ -120,7 +123,8 @@ impl Source {
         }
         if let (Some(path), None) = (like, &self.like) {
             // Objects do not say how tensors lie.
-            self.like = Some(open_whole(path, &ReadOptions { drop_unknown: true, ..options }, run)?);
+            let options = ReadOptions { drop_unknown: true, want: Want::State, ..options };
+            self.like = Some(open_whole(path, &options, run)?);
         }
         Ok(self)
     }
@@ -256,7 +260,7 @@ impl Source {
         }
         let [left, right] = pair.map(|id| (input(checkpoint), checkpoint.catalog.tensor(id)));
         let found = compare::first_difference(left, right, dtype, &run.options, &Silent, &run.stop)?;
-        Ok(found.map(|difference| difference.detail(left.1.numel())))
+        Ok(found.map(|difference| difference.detail(&left.1.shape)))
     }
 
     fn differing(
@@ -307,21 +311,16 @@ impl Source {
 }
 
 /// What one node lacks may lie on the disk of another.
-fn maybe_on_other_nodes(mut error: Error) -> Error {
-    if let Error::Missing { hint, .. } = &mut error {
-        hint.get_or_insert_with(|| {
-            "copy the missing files into the folder, or save the checkpoint again; where other nodes have them, start a \
-             process on each, with --source per-rank"
-                .into()
-        });
-    }
-    error
+fn maybe_on_other_nodes(error: Error) -> Error {
+    error.missing_hint(
+        "copy the missing files into the folder, or save the checkpoint again; where other nodes have them, start a \
+         process on each, with --source per-rank",
+    )
 }
 
 /// Read all of a checkpoint that stands beside SRC, which must be whole.
 fn open_whole(path: &Path, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
     let checkpoint = Checkpoint::open(path, options).map_err(|error| error.within(path))?;
-    refuse_fragment(&checkpoint)?;
     announce(&checkpoint, run.printer);
     Ok(checkpoint)
 }

@@ -3,10 +3,9 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 
-use clap::CommandFactory;
 use clap::parser::ValueSource;
 
-use crate::cli::{Cli, normalise_long_options};
+use crate::cli::{self, normalise_long_options};
 
 /// How it is done, and what is said meanwhile, by their names.
 const OF_THE_WAY: [&str; 22] = [
@@ -36,7 +35,7 @@ const OF_THE_WAY: [&str; 22] = [
 
 /// The verb's options that decide on the result, as they are written, with their values: `--dtype` with `bf16`.
 pub fn told_options(arguments: impl Iterator<Item = OsString>) -> BTreeMap<String, String> {
-    let command = Cli::command();
+    let command = cli::command();
     let Ok(matches) = command.clone().try_get_matches_from(normalise_long_options(arguments)) else {
         return BTreeMap::new();
     };
@@ -77,7 +76,7 @@ mod tests {
 
     #[test]
     fn every_option_of_the_way_is_one() {
-        let command = Cli::command();
+        let command = cli::command();
         let mut known: Vec<String> = Vec::new();
         for part in [&command, command.find_subcommand("reshard").unwrap()] {
             known.extend(part.get_arguments().map(|option| option.get_id().to_string()));

@@ -1,9 +1,10 @@
 //! How long processes that meet wait for each other, and what they say of it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::run::Run;
-use crate::comm::{Note, Patience};
+use crate::comm::{Note, Patience, WaitReporter};
 use crate::fault;
 
 /// How long the first waits for the last.
@@ -21,12 +22,19 @@ pub fn meet_within() -> Duration {
 }
 
 /// Says what this process waits for; and what the first one does, unless both have one terminal.
-pub fn teller(run: &Run<'_>) -> impl Fn(Note<'_>) + Sync {
+pub fn teller(run: &Run<'_>) -> impl Fn(Note<'_>) + Send + Sync + use<> {
     let (printer, is_one) = (*run.printer, run.launch.launcher.shares_output());
     move |note| match note {
         Note::OfFirst(_) if is_one => {}
         Note::Own(words) | Note::OfFirst(words) => printer.outcome(words),
     }
+}
+
+/// Says what this process waits for by itself: after a while, or with `-v` at once.
+pub fn wait_reporter(run: &Run<'_>) -> WaitReporter {
+    let Patience { first, again, .. } = patience(Duration::ZERO, &|_| {});
+    let first = if run.printer.verbose() { Duration::ZERO } else { first };
+    WaitReporter { first, again, tell: Arc::new(teller(run)) }
 }
 
 pub fn patience(limit: Duration, tell: &(dyn Fn(Note<'_>) + Sync)) -> Patience<'_> {

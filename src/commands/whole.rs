@@ -12,7 +12,7 @@ use crate::cli::{ConvertArgs, Tied};
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
 use crate::format::safetensors::{self, Placing};
-use crate::format::{Checkpoint, Format, ReadOptions, natural_order};
+use crate::format::{Checkpoint, Format, ReadOptions, Want, natural_order};
 use crate::quantity::{Quantity, count};
 
 /// A name that is recorded, not written, and the one that is.
@@ -39,7 +39,7 @@ pub fn names_to_write(
 
 /// Only safetensors has a place to record the names that are dropped.
 pub fn check_tied(tied: Tied, to: Format) -> Result<()> {
-    if tied == Tied::Keep {
+    if tied != Tied::Drop {
         return Ok(());
     }
     Err(Error::usage(
@@ -75,7 +75,7 @@ pub fn placing_like(args: &ConvertArgs, like: Option<&Path>, to: Format) -> Resu
     let Some(like) = like.filter(|_| to == Format::Safetensors && !is_file(args.dst.as_deref())) else {
         return Ok(None);
     };
-    let options = ReadOptions { io: args.source.io.mode(), ..ReadOptions::default() };
+    let options = ReadOptions { io: args.source.io.mode(), want: Want::State, ..ReadOptions::default() };
     let checkpoint = Checkpoint::open(like, &options).map_err(|error| error.within(like))?;
     let is_one = checkpoint.format == Format::Safetensors;
     Ok(Some(checkpoint).filter(|_| is_one).and_then(|like| Placing::of(&like.catalog, &like.files)))

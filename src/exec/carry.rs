@@ -1,18 +1,21 @@
 //! Files that a checkpoint's folder holds beside tensor data, carried over as they are.
 
 use std::collections::HashSet;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{self, Read};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::XattrFlags;
+
 use super::digest::for_each_block;
-use super::output::make_folders;
 use super::seal::len_of;
 use super::{Reporter, Stop};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
-use crate::storage::regular_file;
+use crate::storage::filesystem::close;
+use crate::storage::lookup::refused;
+use crate::storage::{AnchoredPath, regular_file};
 
 /// Bytes between two looks at whether to stop.
 const BLOCK_BYTES: u64 = 64 << 20;
@@ -56,11 +59,12 @@ impl Carried {
 ///
 /// # Errors
 /// `Io` naming the file; `Stopped`.
-pub fn carry(file: &Carried, folder: &Path, sync: bool, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
+pub fn carry(file: &Carried, folder: &AnchoredPath, sync: bool, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
     let path = folder.join(&file.to);
-    make_folders(folder, &file.to)?;
-    let source = File::open(&file.place).map_err(Error::io("open", &file.from))?;
-    let mut target = File::create(&path).map_err(Error::io("create", &path))?;
+    let above = file.to.parent().unwrap_or(Path::new(""));
+    folder.create_folders(above).map_err(Error::io("create", &folder.join(above)))?;
+    let source = File::open(&file.place).map_err(refused("open", &file.from))?;
+    let mut target = path.create_anew(0o666).map_err(Error::io("create", &path))?;
     loop {
         stop.check()?;
         let copied = io::copy(&mut (&source).take(BLOCK_BYTES), &mut target);
@@ -74,14 +78,41 @@ pub fn carry(file: &Carried, folder: &Path, sync: bool, reporter: &dyn Reporter,
     if sync {
         target.sync_all().map_err(Error::io("sync", &path))?;
     }
-    Ok(())
+    mark(&target);
+    close(target).map_err(Error::io("close", &path))
+}
+
+/// The attribute of a carried file that says what it was when it was written.
+const MARK: &str = "user.dtshard.carried";
+
+/// Note in the copy what it is now, so that `--overwrite` can tell it from a file that somebody has changed since. File
+/// systems without attributes keep no marks, so nothing may be concluded from a missing one.
+fn mark(copy: &File) {
+    if let Ok(metadata) = copy.metadata() {
+        let _ = rustix::fs::fsetxattr(copy, MARK, state(&metadata).as_bytes(), XattrFlags::empty());
+    }
+}
+
+/// Whether a file was carried by an earlier run, and nobody has written to it since.
+#[must_use]
+pub fn is_unchanged_copy(path: &Path) -> bool {
+    let mut value = [0_u8; 64];
+    let (Ok(metadata), Ok(len)) = (path.symlink_metadata(), rustix::fs::lgetxattr(path, MARK, &mut value[..])) else {
+        return false;
+    };
+    metadata.is_file() && value.get(..len) == Some(state(&metadata).as_bytes())
+}
+
+/// Length and time of the last change of the content.
+fn state(metadata: &Metadata) -> String {
+    format!("{} {}.{:09}", metadata.len(), metadata.mtime(), metadata.mtime_nsec())
 }
 
 /// Whether the copy in `folder` is there in full; `compares` its bytes with those of the source, too.
 ///
 /// # Errors
 /// `Io`
-pub fn is_carried(file: &Carried, folder: &Path, compares: bool) -> Result<bool> {
+pub fn is_carried(file: &Carried, folder: &AnchoredPath, compares: bool) -> Result<bool> {
     let path = folder.join(&file.to);
     if len_of(&path)? != Some(file.len) {
         return Ok(false);
@@ -90,11 +121,11 @@ pub fn is_carried(file: &Carried, folder: &Path, compares: bool) -> Result<bool>
         return Ok(true);
     }
     let source = File::open(&file.place).map_err(Error::io("open", &file.from))?;
-    let copy = File::open(&path).map_err(Error::io("open", &path))?;
+    let copy = path.open().map_err(Error::io("open", &path))?;
     let mut is_same = true;
     let mut at = 0;
     let mut wanted = Vec::new();
-    for_each_block(&copy, &path, &(0..file.len), |block| {
+    for_each_block(&copy, path.path(), &(0..file.len), |block| {
         wanted.resize(block.len(), 0);
         source.read_exact_at(&mut wanted, at).map_err(Error::io("read", &file.from))?;
         at += block.len() as u64;
@@ -134,7 +165,7 @@ mod tests {
         let into = folder.path().join("out");
         std::fs::create_dir_all(into.join("sub")).unwrap();
         std::fs::write(into.join("sub/b"), b"half of some other").unwrap();
-        carry(&file, &into, true, &Silent, &Stop::default()).unwrap();
+        carry(&file, &AnchoredPath::new(&into), true, &Silent, &Stop::default()).unwrap();
         assert_eq!(std::fs::read(into.join("sub/b")).unwrap(), b"text");
         check_distinct(&[OutputFile::new("b")], std::slice::from_ref(&file)).unwrap();
         let error = check_distinct(&[OutputFile::new("sub/b")], &[file]).unwrap_err();

@@ -10,7 +10,7 @@ pub use super::difference::Difference;
 use super::{Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reserved, TensorEntry, TensorId};
 use crate::error::Result;
-use crate::layout::{Region, Tile};
+use crate::layout::{Dims, Region, Tile};
 use crate::plan::Source;
 
 /// The digests of tensors, each read as a dtype, several at a time.
@@ -92,6 +92,14 @@ pub struct ReplicaDifference {
     pub second: u32,
     /// Row-major index within the chunk.
     pub element: u64,
+}
+
+impl ReplicaDifference {
+    /// The index in the tensor of the first element that differs.
+    #[must_use]
+    pub fn index(&self, entry: &TensorEntry) -> Dims {
+        entry.chunks.tile(self.first as usize).index(self.element)
+    }
 }
 
 /// The first replica of any chunk that differs from the holder that is read.

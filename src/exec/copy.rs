@@ -14,7 +14,6 @@
 use std::collections::BTreeMap;
 use std::iter::zip;
 use std::ops::Range;
-use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -32,10 +31,11 @@ use super::strips::{Content, Cutter, Payload, Segment, Strip};
 use super::sums::{InStrip, SITE_BYTES, Sums};
 use super::together::Together;
 use super::window::{Counted, Pace, Slot, Windows, prepare};
-use super::{Extents, Input, Options, Reporter, Scratch, Stop};
+use super::{Extents, Input, Options, Phase, Reporter, Scratch, Stop};
 use crate::catalog::{Dtype, Reservation};
 use crate::comm::Traffic;
 use crate::error::Result;
+use crate::storage::AnchoredPath;
 use crate::storage::direct::Buffer;
 
 /// A tile on its way from being planned to being in a strip: as one of its tensor and as one of the window, its payload,
@@ -129,7 +129,7 @@ impl Stats {
 pub struct Writing<'a> {
     pub reservation: &'a Reservation,
     /// Where its files are.
-    pub folder: &'a Path,
+    pub folder: &'a AnchoredPath,
     /// Has what is to be done of them.
     pub log: &'a Log<'a>,
     pub options: &'a Options,
@@ -143,7 +143,10 @@ impl Writing<'_> {
     /// # Errors
     /// As those of `Outputs::make`.
     pub fn make(&self) -> Result<Outputs> {
-        Outputs::make(self.folder, &self.reservation.files, self.log.todo(), self.options.sync)
+        self.reporter.phase(Phase::Allocating);
+        let made = Outputs::make(self.folder, &self.reservation.files, self.log.todo(), self.options.sync);
+        self.reporter.phase(Phase::Moving);
+        made
     }
 }
 
@@ -271,6 +274,9 @@ pub fn write(input: Input<'_>, outputs: Outputs, mut supply: impl Supply, writin
         sums.patch(&outputs)?;
         input.files.check_unchanged()
     })();
+    if options.sync && done.is_ok() {
+        reporter.phase(Phase::Syncing);
+    }
     if let Err(error) = done.and_then(|()| log.finish(&outputs, stop)) {
         // What has been checked is not lost with the rest, unless it may be of two sources.
         if input.files.check_unchanged().is_ok() {

@@ -8,6 +8,7 @@ use std::iter::zip;
 
 use super::floats::{single_of_bf16, single_of_f16};
 use crate::catalog::Dtype;
+use crate::layout::{Region, Tile};
 
 /// What is different between two tensors of equal dtype and shape.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -22,11 +23,12 @@ pub struct Difference {
 }
 
 impl Difference {
-    /// `first at element 7 (row-major), 3 of 40 elements differ, max abs difference 0.25`
+    /// `first at [1, 3], 3 of 40 elements differ, max abs difference 0.25`
     #[must_use]
-    pub fn detail(&self, numel: u64) -> String {
-        let Self { element, differing, .. } = self;
-        let mut text = format!("first at element {element} (row-major), {differing} of {numel} elements differ");
+    pub fn detail(&self, shape: &[u64]) -> String {
+        let whole = Tile::from_region(&Region::whole(shape));
+        let (first, numel) = (whole.index(self.element), whole.numel());
+        let mut text = format!("first at {:?}, {} of {numel} elements differ", first.as_slice(), self.differing);
         if let Some(distance) = self.max_abs_text() {
             text.push_str(&format!(", max abs difference {distance}"));
         }
@@ -205,10 +207,7 @@ mod tests {
     fn the_first_the_number_and_the_largest() {
         let found = of_singles(&[1.0, 2.0, 3.0, 4.0], &[1.0, 2.25, 3.0, 4.125]);
         assert_eq!(found, Difference { element: 101, max_abs: Some(0.25), differing: 2 });
-        assert_eq!(
-            found.detail(40),
-            "first at element 101 (row-major), 2 of 40 elements differ, max abs difference 0.25"
-        );
+        assert_eq!(found.detail(&[8, 16]), "first at [6, 5], 2 of 128 elements differ, max abs difference 0.25");
         assert_eq!(Difference::between(Dtype::F32, 0, &[1; 8], &[1; 8]), None);
     }
 
@@ -235,10 +234,7 @@ mod tests {
         assert_eq!(distance(Dtype::I8, &[0x80], &[0x7f]), Some(255.0));
         assert_eq!(distance(Dtype::U8, &[0x80], &[0x7f]), Some(1.0));
         assert_eq!(distance(Dtype::Bool, &[0], &[1]), None);
-        assert_eq!(
-            between(Dtype::Bool, &[0, 1], &[1, 1]).detail(2),
-            "first at element 100 (row-major), 1 of 2 elements differ"
-        );
+        assert_eq!(between(Dtype::Bool, &[0, 1], &[1, 1]).detail(&[102]), "first at [100], 1 of 102 elements differ");
         assert_eq!(distance(Dtype::F4E2m1fnX2, &[0], &[1]), None);
         assert_eq!(distance(Dtype::F16, &0x3c00_u16.to_le_bytes(), &0xbc00_u16.to_le_bytes()), Some(2.0));
         assert_eq!(distance(Dtype::Bf16, &0x3f80_u16.to_le_bytes(), &0xbf80_u16.to_le_bytes()), Some(2.0));

@@ -19,6 +19,7 @@ use super::sums::{SITE_BYTES, sites};
 use super::{Extents, Reporter, Stop};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
+use crate::storage::AnchoredPath;
 
 /// Read at a time.
 const BLOCK_BYTES: usize = 1 << 20;
@@ -113,7 +114,7 @@ pub struct Changed {
 pub fn changed(
     known: &Known,
     own: &Extents,
-    folder: &Path,
+    folder: &AnchoredPath,
     files: &[OutputFile],
     reporter: &dyn Reporter,
     stop: &Stop,
@@ -127,11 +128,17 @@ pub fn changed(
     found.into_iter().filter_map(Result::transpose).collect()
 }
 
-fn of_file(file: &OutputFile, folder: &Path, range: &Range<u64>, reporter: &dyn Reporter, stop: &Stop) -> Result<u32> {
+fn of_file(
+    file: &OutputFile,
+    folder: &AnchoredPath,
+    range: &Range<u64>,
+    reporter: &dyn Reporter,
+    stop: &Stop,
+) -> Result<u32> {
     let path = folder.join(&file.path);
-    let open = File::open(&path).map_err(Error::io("open", &path))?;
+    let open = path.open().map_err(Error::io("open", &path))?;
     let mut digest = Digest::new(file, range);
-    for_each_block(&open, &path, range, |block| {
+    for_each_block(&open, path.path(), range, |block| {
         digest.update(block);
         reporter.advance(block.len() as u64);
         stop.check()

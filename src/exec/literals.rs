@@ -2,14 +2,13 @@
 //!
 //! Counts bytes.
 
-use std::fs::File;
 use std::iter::zip;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 
 use super::sums::{SITE_BYTES, sites};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
+use crate::storage::AnchoredPath;
 
 /// Read at a time.
 const BLOCK_BYTES: usize = 1 << 20;
@@ -19,8 +18,8 @@ const BLOCK_BYTES: usize = 1 << 20;
 ///
 /// # Errors
 /// `Io`, also where the file ends before.
-pub fn first_difference(file: &OutputFile, path: &Path) -> Result<Option<u64>> {
-    let open = File::open(path).map_err(Error::io("open", path))?;
+pub fn first_difference(file: &OutputFile, path: &AnchoredPath) -> Result<Option<u64>> {
+    let open = path.open().map_err(Error::io("open", path))?;
     let sites = sites(file, &(0..file.len));
     let is_sum = |offset: u64| {
         let next = sites.partition_point(|site| *site <= offset);
@@ -62,7 +61,7 @@ mod tests {
         content[112..116].copy_from_slice(&[7; 4]);
         let found = |content: &[u8]| {
             std::fs::write(&path, content).unwrap();
-            first_difference(&file, &path)
+            first_difference(&file, &AnchoredPath::new(folder.path()).join("f"))
         };
         assert_eq!(found(&content).unwrap(), None);
         for at in [0, 9, 110, 111, 116, 129] {

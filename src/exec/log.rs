@@ -6,7 +6,6 @@
 //!
 //! Counts bytes. Invariant: what is recorded as synced has been.
 
-use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -17,6 +16,7 @@ use super::output::Outputs;
 use super::{Extents, Stop};
 use crate::catalog::OutputFile;
 use crate::error::Result;
+use crate::storage::AnchoredPath;
 
 /// Time between records: work that a killed run has to do again.
 const RECORD_EVERY: Duration = Duration::from_secs(10);
@@ -34,7 +34,7 @@ pub struct Log<'a> {
     files: &'a [OutputFile],
     todo: &'a Extents,
     is_all: bool,
-    path: PathBuf,
+    path: AnchoredPath,
     sync: bool,
     at_end: AtEnd,
     /// Finished in the window that is at work.
@@ -56,7 +56,7 @@ struct State {
 impl<'a> Log<'a> {
     /// Of a run that has `todo` of these files to do, with the journal at `path`, which is made with its first record.
     #[must_use]
-    pub fn new(files: &'a [OutputFile], todo: &'a Extents, path: PathBuf, sync: bool, at_end: AtEnd) -> Self {
+    pub fn new(files: &'a [OutputFile], todo: &'a Extents, path: AnchoredPath, sync: bool, at_end: AtEnd) -> Self {
         let state = State {
             next: Record::default(),
             sums: Vec::new(),
@@ -122,6 +122,7 @@ impl<'a> Log<'a> {
             let files: Vec<u32> = self.todo.files().collect();
             files.into_par_iter().try_for_each(|file| outputs.sync(file, stop))?;
         }
+        outputs.close()?;
         let mut state = self.close_window();
         if self.at_end == AtEnd::Nothing { Ok(()) } else { self.write(&mut state, outputs) }
     }
@@ -161,6 +162,8 @@ impl<'a> Log<'a> {
             files.sort_unstable();
             files.dedup();
             files.into_par_iter().try_for_each(|file| outputs.sync(file, &Stop::default()))?;
+        } else {
+            outputs.close()?;
         }
         self.write(state, outputs)
     }

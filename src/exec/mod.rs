@@ -58,9 +58,24 @@ pub struct Input<'a> {
     pub resolve: &'a Resolve,
 }
 
+/// What a run does at a moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Phase {
+    /// Bytes move.
+    #[default]
+    Moving,
+    /// Space for files is reserved.
+    Allocating,
+    /// Written bytes go to the disk.
+    Syncing,
+}
+
 /// Told about bytes as they are done, from many threads.
 pub trait Reporter: Sync {
     fn advance(&self, bytes: u64);
+
+    /// Another phase begins.
+    fn phase(&self, _phase: Phase) {}
 }
 
 /// Reports to nobody.

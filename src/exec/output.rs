@@ -7,22 +7,24 @@
 //! is there, so no block is written both ways at a time. What is held of the others is written before the file is synced.
 //! Once something that was taken did not get to the disk, no file is ever said to be synced.
 
-use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, IoSlice};
+use std::fs::File;
+use std::io::IoSlice;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
+use rustix::fs::OFlags;
 use rustix::io::Errno;
 
 use super::edges::{Block, Edges, Joined, Rest};
 use super::{Extents, Stop};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
+use crate::storage::AnchoredPath;
 use crate::storage::direct::{self, ALIGNMENT};
-use crate::storage::filesystem::{open_file_budget, start_write_back, suits_direct_writes, sync_folders, write_back};
+use crate::storage::filesystem::{close, open_file_budget, start_write_back, suits_direct_writes_in, write_back};
 
 /// What one call writes through the page cache. The kernel allocates memory for a call at once, and has short stretches
 /// at hand where it has to look for long ones.
@@ -34,14 +36,16 @@ const LEAST_DIRECT_BYTES: usize = 64 << 10;
 /// Output files, opened on demand.
 #[derive(Debug)]
 pub struct Outputs {
-    folder: PathBuf,
-    paths: Vec<PathBuf>,
+    folder: AnchoredPath,
+    paths: Vec<AnchoredPath>,
     way: Way,
     open: Mutex<Vec<(u32, Arc<Handle>)>>,
     /// Blocks of files that are written past the page cache, of which some is to come.
     edges: Edges,
     /// The system tells of what it could not write once, and what was held and could not be written is gone.
     is_broken: AtomicBool,
+    /// The first file that could not be closed, and is not reported yet.
+    close_error: Arc<Mutex<Option<Error>>>,
 }
 
 /// How bytes get to the disk.
@@ -55,12 +59,32 @@ enum Way {
     Direct,
 }
 
-/// An open output file.
+/// An open output file. Closed where it is dropped, which may be by any worker, so an error is kept for [`Outputs::close`].
 #[derive(Debug)]
 struct Handle {
-    file: File,
+    /// `None` once it is dropped.
+    file: Option<File>,
     /// The same file, to be written past the page cache.
     direct: Option<File>,
+    path: PathBuf,
+    close_error: Arc<Mutex<Option<Error>>>,
+}
+
+impl Handle {
+    fn file(&self) -> &File {
+        self.file.as_ref().expect("it is open until it is dropped")
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        for file in self.direct.take().into_iter().chain(self.file.take()) {
+            if let Err(error) = close(file) {
+                let mut first = self.close_error.lock().expect("no panic while the lock is held");
+                first.get_or_insert_with(|| Error::io("close", &self.path)(error));
+            }
+        }
+    }
 }
 
 impl Outputs {
@@ -70,26 +94,27 @@ impl Outputs {
     ///
     /// # Errors
     /// `Io` naming the file; `StorageFull` where the file system has no room for it.
-    pub fn make(folder: &Path, files: &[OutputFile], todo: &Extents, sync: bool) -> Result<Self> {
+    pub fn make(folder: &AnchoredPath, files: &[OutputFile], todo: &Extents, sync: bool) -> Result<Self> {
         let outputs = Self::of(folder, files, sync)?;
         let is_touched = |(index, file): &(u32, &OutputFile)| file.len == 0 || todo.has_file(*index);
         let touched: Vec<(u32, &OutputFile)> = (0..).zip(files).filter(is_touched).collect();
+        // Each file would open the same folders again.
+        let held = folder.hold().map_err(Error::io("open", folder))?;
         for (_, file) in &touched {
-            make_folders(folder, &file.path)?;
+            let above = file.path.parent().unwrap_or(Path::new(""));
+            held.create_folders(above).map_err(Error::io("create", &held.join(above)))?;
         }
         // Some file systems take as long to allocate a file as to write it.
-        let make = |(index, file): &(u32, &OutputFile)| -> Result<()> {
-            let path = &outputs.paths[*index as usize];
-            let made = OpenOptions::new().write(true).create(true).truncate(false).open(path);
-            let made = made.map_err(Error::io("create", path))?;
+        let make = |(_, file): &(u32, &OutputFile)| -> Result<()> {
+            let path = &held.join(&file.path);
+            let made = path.open_to_write(OFlags::CREATE).map_err(Error::io("create", path))?;
             let found = made.metadata().map_err(Error::io("look at", path))?.len();
-            if found == file.len {
-                return Ok(());
-            }
             if found > file.len {
-                return made.set_len(file.len).map_err(Error::io("cut", path));
+                made.set_len(file.len).map_err(Error::io("cut", path))?;
+            } else if found < file.len {
+                allocate(&made, file.len).map_err(Error::io("allocate space for", path))?;
             }
-            allocate(&made, file.len).map_err(Error::io("allocate space for", path))
+            close(made).map_err(Error::io("close", path))
         };
         let made: Vec<Result<()>> = touched.par_iter().map(make).collect();
         made.into_iter().collect::<Result<()>>()?;
@@ -100,15 +125,16 @@ impl Outputs {
     ///
     /// # Errors
     /// `Io` where the file system does not say what it is.
-    pub fn of(folder: &Path, files: &[OutputFile], sync: bool) -> Result<Self> {
+    pub fn of(folder: &AnchoredPath, files: &[OutputFile], sync: bool) -> Result<Self> {
         let way = match sync {
             false => Way::Cache,
-            true if suits_direct_writes(folder)? => Way::Direct,
+            true if suits_direct_writes_in(folder)? => Way::Direct,
             true => Way::WriteBehind,
         };
         let paths = files.iter().map(|file| folder.join(&file.path)).collect();
         let (open, edges) = (Mutex::default(), Edges::default());
-        Ok(Self { folder: folder.to_path_buf(), paths, way, open, edges, is_broken: false.into() })
+        let (is_broken, close_error) = (false.into(), Arc::default());
+        Ok(Self { folder: folder.clone(), paths, way, open, edges, is_broken, close_error })
     }
 
     fn open(&self, file: u32) -> Result<Arc<Handle>> {
@@ -117,11 +143,10 @@ impl Outputs {
             return Ok(Arc::clone(handle));
         }
         let path = &self.paths[file as usize];
-        let mut options = OpenOptions::new();
-        options.write(true);
-        let handle = options.open(path).map_err(Error::io("open", path))?;
-        let direct = (self.way == Way::Direct).then(|| direct::open(path, &mut options)).flatten();
-        let handle = Arc::new(Handle { file: handle, direct });
+        let handle = path.open_to_write(OFlags::empty()).map_err(Error::io("open", path))?;
+        let direct = (self.way == Way::Direct).then(|| path.open_to_write(OFlags::DIRECT).ok()).flatten();
+        let (path, close_error) = (path.path().to_path_buf(), Arc::clone(&self.close_error));
+        let handle = Arc::new(Handle { file: Some(handle), direct, path, close_error });
         if open.len() >= open_file_budget() / 4 {
             open.remove(0);
         }
@@ -139,9 +164,9 @@ impl Outputs {
         }
         let handle = self.open(file)?;
         let Some(direct) = &handle.direct else {
-            write_cached(&handle.file, offset, bytes).map_err(Error::io("write", &self.paths[file as usize]))?;
+            write_cached(handle.file(), offset, bytes).map_err(Error::io("write", &self.paths[file as usize]))?;
             if self.way != Way::Cache {
-                start_write_back(&handle.file, offset, bytes.len() as u64);
+                start_write_back(handle.file(), offset, bytes.len() as u64);
             }
             return Ok(());
         };
@@ -179,7 +204,7 @@ impl Outputs {
     fn write_rest(&self, rest: &Rest) -> Result<()> {
         let write = |handle: Arc<Handle>| {
             let mut parts = rest.parts();
-            let written = parts.try_for_each(|(offset, bytes)| write_cached(&handle.file, offset, bytes));
+            let written = parts.try_for_each(|(offset, bytes)| write_cached(handle.file(), offset, bytes));
             written.map_err(Error::io("write", &self.paths[rest.file() as usize]))
         };
         self.noting(self.open(rest.file()).and_then(write))
@@ -191,11 +216,29 @@ impl Outputs {
     /// # Errors
     /// `Io` naming the file, also where something failed before; `Stopped`.
     pub fn sync(&self, file: u32, stop: &Stop) -> Result<()> {
-        if self.is_broken.load(Ordering::Relaxed) {
-            let earlier = std::io::Error::other("something could not be written before");
-            return Err(Error::io("sync", &self.paths[file as usize])(earlier));
-        }
+        self.check_whole("sync", self.paths[file as usize].path())?;
         self.noting(self.sync_all_of(file, stop))
+    }
+
+    /// Close the files that no worker is at, and see that none was closed with an error.
+    ///
+    /// # Errors
+    /// `Io` naming a file, also where something failed before.
+    pub fn close(&self) -> Result<()> {
+        // Closed without the lock, as it may take long.
+        let open = std::mem::take(&mut *self.open.lock().expect("no panic while the lock is held"));
+        drop(open);
+        let error = self.close_error.lock().expect("no panic while the lock is held").take();
+        self.noting(error.map_or(Ok(()), Err))?;
+        self.check_whole("close", self.folder.path())
+    }
+
+    fn check_whole(&self, action: &'static str, path: &Path) -> Result<()> {
+        if !self.is_broken.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let earlier = std::io::Error::other("something could not be written before");
+        Err(Error::io(action, path)(earlier))
     }
 
     fn sync_all_of(&self, file: u32, stop: &Stop) -> Result<()> {
@@ -203,7 +246,8 @@ impl Outputs {
         let path = &self.paths[file as usize];
         let held = self.edges.take(file);
         held.iter().try_for_each(|rest| self.write_rest(rest))?;
-        let handle = &self.open(file)?.file;
+        let handle = self.open(file)?;
+        let handle = handle.file();
         let len = handle.metadata().map_err(Error::io("look at", path))?.len();
         for block in 0..len.div_ceil(BLOCK) {
             stop.check()?;
@@ -217,25 +261,8 @@ impl Outputs {
     /// # Errors
     /// `Io` naming the folder.
     pub fn sync_folders(&self) -> Result<()> {
-        sync_folders(&self.folder)
+        self.folder.sync_all().map_err(Error::io("sync", &self.folder))
     }
-}
-
-/// Make the folders between `folder` and a file that goes there; `folder` itself is not made again where somebody has
-/// taken it away.
-///
-/// # Errors
-/// `Io` naming the folder.
-pub fn make_folders(folder: &Path, file: &Path) -> Result<()> {
-    let mut path = folder.to_path_buf();
-    for part in file.parent().into_iter().flat_map(Path::components) {
-        path.push(part);
-        match std::fs::create_dir(&path) {
-            Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(Error::io("create", &path)(error)),
-            _ => {}
-        }
-    }
-    Ok(())
 }
 
 fn write_cached(file: &File, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
@@ -260,7 +287,7 @@ fn write_blocks(handle: &Handle, direct: &File, offset: u64, blocks: [&[u8]; 3])
     }
     let mut at = offset;
     blocks.into_iter().try_for_each(|blocks| {
-        write_cached(&handle.file, at, blocks)?;
+        write_cached(handle.file(), at, blocks)?;
         at += blocks.len() as u64;
         Ok(())
     })
@@ -302,12 +329,17 @@ mod tests {
         let content: Vec<u8> = (0..LEN).map(|at| u8::try_from(at * 7 % 251).unwrap()).collect();
         // The working folder is on a disk, which /tmp need not be.
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
-        let suited = if suits_direct_writes(folder.path()).unwrap() { Way::Direct } else { Way::WriteBehind };
+        let suited = if suits_direct_writes_in(&AnchoredPath::new(folder.path())).unwrap() {
+            Way::Direct
+        } else {
+            Way::WriteBehind
+        };
         for (sync, way) in [(true, suited), (true, Way::WriteBehind), (true, Way::Direct), (false, Way::Cache)] {
             let mut file = OutputFile::new("f");
             file.push_payload(LEN);
             let files = [file];
-            let mut outputs = Outputs::make(folder.path(), &files, &Extents::of_files(&files), sync).unwrap();
+            let mut outputs =
+                Outputs::make(&AnchoredPath::new(folder.path()), &files, &Extents::of_files(&files), sync).unwrap();
             outputs.way = way;
             let mut buffer = Buffer::new();
             let mut at = 0;
@@ -337,7 +369,8 @@ mod tests {
         let mut file = OutputFile::new("f");
         file.push_payload(1_000_003);
         let files = [file];
-        let outputs = Outputs::make(folder.path(), &files, &Extents::of_files(&files), true).unwrap();
+        let outputs =
+            Outputs::make(&AnchoredPath::new(folder.path()), &files, &Extents::of_files(&files), true).unwrap();
         let mut buffer = Buffer::new();
         // Every other strip first, as two workers would have it.
         for start in (0..7).step_by(2).chain((1..7).step_by(2)).map(|strip| strip * 150_001) {
@@ -355,10 +388,12 @@ mod tests {
         file.push_payload(10_000);
         let files = [file];
         for is_completed in [false, true] {
-            let mut outputs = Outputs::make(folder.path(), &files, &Extents::of_files(&files), true).unwrap();
+            let mut outputs =
+                Outputs::make(&AnchoredPath::new(folder.path()), &files, &Extents::of_files(&files), true).unwrap();
             outputs.way = Way::Direct;
             let readable = || File::open(folder.path().join("f")).unwrap();
-            let broken = Handle { file: readable(), direct: Some(readable()) };
+            let (path, close_error) = (folder.path().join("f"), Arc::default());
+            let broken = Handle { file: Some(readable()), direct: Some(readable()), path, close_error };
             outputs.open.lock().unwrap().push((0, Arc::new(broken)));
             outputs.write(0, 0, &[1; 50]).unwrap();
             let failed =
@@ -377,7 +412,8 @@ mod tests {
             std::fs::create_dir(folder.path().join(name)).unwrap();
         }
         let files: Vec<OutputFile> = ["a", "b", "c"].map(OutputFile::new).into();
-        let error = Outputs::make(folder.path(), &files, &Extents::new(), false).unwrap_err().to_string();
+        let error =
+            Outputs::make(&AnchoredPath::new(folder.path()), &files, &Extents::new(), false).unwrap_err().to_string();
         assert!(error.contains("/b"), "{error}");
     }
 }

@@ -88,13 +88,15 @@ pub fn read_piece(
             file.read_exact_at(&mut strip[start..start + run], base + piece.source + source)
         });
     }
-    match io {
-        IoMode::Mmap => {
-            let source = file.mapped(base + piece.source, piece.source_span())?;
+    let mapped = match io {
+        IoMode::Mmap => file.mapped(base + piece.source, piece.source_span(), |source| {
             copy_runs(source, &mut strip[target..], piece.run_bytes, &piece.levels);
-            Ok(())
-        }
-        IoMode::Read | IoMode::Direct => {
+        })?,
+        IoMode::Read | IoMode::Direct => None,
+    };
+    match mapped {
+        Some(()) => Ok(()),
+        None => {
             // Along the file, not along the target: of a transposed view each block would else give a few elements, and
             // be read again for the next ones.
             let mut levels = piece.levels.clone();

@@ -17,6 +17,7 @@ use super::output::Outputs;
 use super::{Stop, sums};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
+use crate::storage::{AnchoredPath, afresh};
 
 /// Whether everything is finished, as `known` has it.
 #[must_use]
@@ -29,21 +30,20 @@ pub fn is_complete(known: &Known, files: &[OutputFile], carried: usize) -> bool 
 /// # Errors
 /// `Usage` where a file is not as long as it should be, `Malformed` where journals contradict each other, `Io`.
 pub fn seal(
-    folder: &Path,
+    folder: &AnchoredPath,
     files: &[OutputFile],
     carried: &[Carried],
     known: &Known,
-    journals: &Path,
+    journals: &AnchoredPath,
     sync: bool,
 ) -> Result<()> {
-    let all: Vec<u32> = (0..).zip(files).map(|(index, _)| index).collect();
     let misfit = |path: &Path, len: u64, found: &str| {
         Err(Error::usage(
             format!("{}: expected {len} bytes, found {found}", folder.join(path).display()),
             "something else changed what was written; --resume writes it again",
         ))
     };
-    if let Some((index, found)) = misfits(folder, files, &all)?.first_key_value() {
+    if let Some((index, found)) = misfits_of_all(folder, files)?.first_key_value() {
         let file = &files[*index as usize];
         return misfit(&file.path, file.len, found);
     }
@@ -53,22 +53,42 @@ pub fn seal(
         }
     }
     let outputs = Outputs::of(folder, files, sync)?;
-    sums::patch(&outputs, files, &known.sums, journals)?;
+    sums::patch(&outputs, files, &known.sums, journals.path())?;
     crate::fault::point("seal-summed");
     if sync {
         known.sums.keys().try_for_each(|file| outputs.sync(*file, &Stop::default()))?;
     }
-    Ok(())
+    outputs.close()
+}
+
+/// Whether all files in `folder` are as long as they should be.
+///
+/// # Errors
+/// `Io` where one cannot be looked at.
+pub fn has_all(folder: &AnchoredPath, files: &[OutputFile], carried: &[Carried]) -> Result<bool> {
+    for file in carried {
+        if !is_carried(file, folder, false)? {
+            return Ok(false);
+        }
+    }
+    Ok(misfits_of_all(folder, files)?.is_empty())
+}
+
+fn misfits_of_all(folder: &AnchoredPath, files: &[OutputFile]) -> Result<BTreeMap<u32, String>> {
+    let all: Vec<u32> = (0..).zip(files).map(|(index, _)| index).collect();
+    misfits(folder, files, &all)
 }
 
 /// The files among these that are not as long as they should be, and what was found instead.
 ///
 /// # Errors
 /// `Io` where one cannot be looked at.
-pub fn misfits(folder: &Path, files: &[OutputFile], these: &[u32]) -> Result<BTreeMap<u32, String>> {
+pub fn misfits(folder: &AnchoredPath, files: &[OutputFile], these: &[u32]) -> Result<BTreeMap<u32, String>> {
+    // Every look would open the same folders again.
+    let held = folder.hold().unwrap_or_else(|_| folder.clone());
     let look = |index: &u32| -> Result<Option<(u32, String)>> {
         let file = &files[*index as usize];
-        let found = match len_of(&folder.join(&file.path))? {
+        let found = match len_of(&held.join(&file.path))? {
             Some(found) if found == file.len => return Ok(None),
             found => found.map_or_else(|| String::from("no file"), |found| format!("{found} bytes")),
         };
@@ -80,8 +100,8 @@ pub fn misfits(folder: &Path, files: &[OutputFile], these: &[u32]) -> Result<BTr
 }
 
 /// `None` where there is no such file.
-pub(super) fn len_of(path: &Path) -> Result<Option<u64>> {
-    match std::fs::symlink_metadata(path) {
+pub(super) fn len_of(path: &AnchoredPath) -> Result<Option<u64>> {
+    match afresh::metadata(path) {
         Ok(metadata) => Ok(metadata.is_file().then_some(metadata.len())),
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
         Err(error) => Err(Error::io("look at", path)(error)),
@@ -107,11 +127,12 @@ mod tests {
             std::fs::write(folder.path().join(format!("sub/{number}")), vec![0; len]).unwrap();
         }
         std::fs::create_dir(folder.path().join("sub/4")).unwrap();
-        let found = misfits(folder.path(), &files, &[0, 1, 2, 3, 4]).unwrap();
+        let found = misfits(&AnchoredPath::new(folder.path()), &files, &[0, 1, 2, 3, 4]).unwrap();
         let words = [(1, "9 bytes"), (2, "11 bytes"), (3, "no file"), (4, "no file")];
         assert_eq!(found, words.map(|(number, found)| (number, found.to_owned())).into());
-        assert_eq!(misfits(folder.path(), &files, &[0]).unwrap(), BTreeMap::new());
-        let error = seal(folder.path(), &files, &[], &Known::default(), folder.path(), false).unwrap_err();
+        assert_eq!(misfits(&AnchoredPath::new(folder.path()), &files, &[0]).unwrap(), BTreeMap::new());
+        let place = AnchoredPath::new(folder.path());
+        let error = seal(&place, &files, &[], &Known::default(), &place, false).unwrap_err();
         assert!(error.to_string().contains("sub/1: expected 10 bytes, found 9 bytes"), "{error}");
     }
 }

@@ -9,7 +9,6 @@
 //! Counts bytes. Invariant: spans ascend, and so do their first sites, and their second ones (see [`Sum`]).
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -25,6 +24,7 @@ use super::output::Outputs;
 use super::strips::Strip;
 use crate::catalog::{OutputFile, Reservation, Sum};
 use crate::error::{Error, Result};
+use crate::storage::AnchoredPath;
 
 /// Length of a CRC-32.
 pub const SITE_BYTES: u64 = 4;
@@ -237,14 +237,14 @@ pub struct WrongSum {
 ///
 /// # Errors
 /// `Io`, `Stopped`.
-pub fn first_wrong(file: &OutputFile, path: &Path, stop: &Stop) -> Result<Option<WrongSum>> {
+pub fn first_wrong(file: &OutputFile, path: &AnchoredPath, stop: &Stop) -> Result<Option<WrongSum>> {
     if file.sums.is_empty() {
         return Ok(None);
     }
-    let open = File::open(path).map_err(Error::io("open", path))?;
+    let open = path.open().map_err(Error::io("open", path))?;
     let look = |sum: &Sum| -> Result<Option<WrongSum>> {
         let mut hasher = Hasher::new();
-        for_each_block(&open, path, &sum.range, |block| {
+        for_each_block(&open, path.path(), &sum.range, |block| {
             hasher.update(block);
             stop.check()
         })?;

@@ -25,7 +25,7 @@ use crate::error::Result;
 use crate::format::resolve;
 use crate::layout::{DeviceMesh, Dims, Placement, Rank, TensorDim, Tile, local_shard};
 use crate::plan::Source;
-use crate::storage::{Files, IoMode};
+use crate::storage::{AnchoredPath, Files, IoMode};
 
 /// Global linear indices that a tile holds, in the order of its local elements.
 fn linear_indices(shape: &[u64], tile: &Tile) -> Vec<u64> {
@@ -52,6 +52,7 @@ fn copy(
     stop: &Stop,
 ) -> Result<Stats> {
     let todo = Extents::of_files(&reservation.files);
+    let folder = &AnchoredPath::new(folder);
     let log = Log::new(&reservation.files, &todo, folder.join("journal"), options.sync, AtEnd::Nothing);
     super::copy::copy(input, Writing { reservation, folder, log: &log, options, reporter, stop })
 }

@@ -7,18 +7,19 @@
 //!
 //! Source: `torch/distributed/checkpoint/hf_storage.py` and `_hf_utils.py` (2.15).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::Deserialize;
 
-use super::ReadOptions;
 use super::safetensors::{self, Stored};
-use super::series::list_missing;
-use crate::catalog::{Catalog, Chunk, Fqn, Place, TensorEntry, checked_len_bytes};
+use super::sets::{Shortfall, list_absent};
+use crate::catalog::{Chunk, Fqn, Place, TensorEntry, checked_len_bytes};
 use crate::error::{Error, Result};
 use crate::layout::{Dims, Rank, Region, Tile};
-use crate::storage::{FileId, Files};
+use crate::name_list::{FEW, Numbers, short_list};
+use crate::storage::{FileId, Files, IoMode, lookup};
 
 pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 
@@ -53,20 +54,21 @@ impl ShardName {
     }
 }
 
-/// Read the shards of a folder.
+/// What the shards of a folder lack by their names: ranks, files of the whole, or files of a rank.
 ///
 /// # Errors
-/// `Missing` where ranks between 1 and the highest have no file, or one of the files no rank, `Conflict` where files belong to different saves,
-/// else as [`safetensors::read`].
-pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], options: &ReadOptions) -> Result<Catalog> {
+/// `Conflict` where files belong to different saves, `Malformed` where numbers are beyond the total.
+pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<Shortfall>> {
     let mut ranks = BTreeMap::new();
     let mut totals = BTreeMap::new();
     let mut parts = BTreeMap::new();
+    let mut present = BTreeSet::new();
     for path in paths {
         if let Some(name) = ShardName::parse(path) {
             ranks.insert(name.shard, path.clone());
             totals.insert(name.files, path);
             parts.insert(name.file, path.clone());
+            present.insert((name.shard, name.file));
         }
     }
     if let (Some((first, _)), Some((last, _))) = (totals.first_key_value(), totals.last_key_value())
@@ -80,59 +82,68 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], options: &ReadO
             hint: Some(String::from("the files are of two saves: move those of one of them into another folder")),
         });
     }
-    let highest = ranks.last_key_value().map_or(0, |(rank, _)| *rank);
-    let missing = list_missing(1..=highest, &ranks);
-    if let Some(missing) = missing.as_ref().filter(|_| !options.allow_missing) {
-        let mut own = Files::new(files.io());
-        let rest = safetensors::read(&mut own, paths, None);
-        let covered = rest.is_ok_and(|catalog| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()));
-        return Err(Error::Missing {
-            path: folder.to_path_buf(),
-            at: String::from("shards"),
-            expected: format!("the files of shards 1 to {highest}"),
-            missing: format!("shard {missing}"),
-            hint: covered.then(|| WITHOUT_THEM.into()),
-        });
-    }
     let total = totals.last_key_value().map_or(0, |(total, _)| *total);
     if let Some((highest, path)) = parts.last_key_value().filter(|(highest, _)| **highest > total) {
         let expected = format!("a file up to {total}");
         return Err(Error::malformed(path, "file name", expected, format!("file {highest}")));
     }
-    let lost = list_missing(1..=total, &parts);
-    if let Some(lost) = lost.as_ref().filter(|_| !options.allow_missing) {
-        return Err(Error::Missing {
-            path: folder.to_path_buf(),
-            at: String::from("files"),
-            expected: format!("a shard of each of {total} files"),
-            missing: format!("file {lost}"),
-            hint: Some(WITHOUT_FILES.into()),
-        });
-    }
-    let mut catalog = safetensors::read(files, paths, None)?;
-    for (what, missing) in [("shard", missing), ("file", lost)] {
-        let Some(missing) = missing else { continue };
-        catalog.warnings.push(format!("{}: read without {what} {missing}", folder.display()));
-    }
-    Ok(catalog)
+    let highest = ranks.last_key_value().map_or(0, |(rank, _)| *rank);
+    let of_ranks = Numbers::missing(1..=highest, ranks.keys().copied());
+    let of_files = Numbers::missing(1..=total, parts.keys().copied());
+    let name = |(shard, file): (u32, u32)| format!("shard-{shard:05}-model-{file:05}-of-{total:05}.safetensors");
+    let absent = |at: &(u32, u32)| !present.contains(at);
+    let of_ranks_there = ranks.keys().flat_map(|rank| parts.keys().map(|file| (*rank, *file))).filter(absent);
+    let of_both: Vec<String> = of_ranks_there.map(name).collect();
+    let lacks = [
+        of_ranks.as_ref().map(|numbers| numbers.short("shard", "shards")),
+        of_files.as_ref().map(|numbers| numbers.short("file", "files")),
+        (!of_both.is_empty()).then(|| short_list(&of_both, FEW)),
+    ];
+    let lacks: Vec<String> = lacks.into_iter().flatten().collect();
+    let Some(first) = lacks.first() else { return Ok(None) };
+    let (at, expected) = if of_ranks.is_some() {
+        ("shards", format!("the files of shards 1 to {highest}"))
+    } else if of_files.is_some() {
+        ("files", format!("a shard of each of {total} files"))
+    } else {
+        ("shards", format!("{} files of each shard", parts.len()))
+    };
+    let hint = if of_ranks.is_none() && of_files.is_some() {
+        Some(WITHOUT_FILES.to_owned())
+    } else {
+        let rest = safetensors::read(&mut Files::new(io), paths, None);
+        let covered = rest.is_ok_and(|(catalog, _)| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()));
+        covered.then(|| WITHOUT_THEM.to_owned())
+    };
+    let allowed = format!("{}: read without {}", folder.display(), lacks.join(", "));
+    let all = (1..=highest).flat_map(|rank| (1..=total).map(move |file| (rank, file)));
+    let count = u64::from(highest) * u64::from(total) - present.len() as u64;
+    let missing = list_absent(count, all.filter(absent).map(name));
+    let error =
+        Error::Missing { path: folder.to_path_buf(), at: at.to_owned(), expected, missing: first.clone(), hint };
+    Ok(Some(Shortfall { error: error.naming(&missing), missing, allowed: Some(allowed) }))
 }
 
 /// What to say of shards where nothing beside them tells the shapes of the whole tensors: no config, and none of the
 /// consolidated files that the writer puts above a folder `sharded`.
-pub fn untold_shapes(shard: &Path) -> Option<String> {
-    let folder = shard.parent()?;
-    let known = |folder: &Path| {
-        ["config.json", safetensors::INDEX_NAME, "model.safetensors"].iter().any(|name| folder.join(name).is_file())
-    };
+///
+/// # Errors
+/// `Io` where the file system does not tell whether one of them is there.
+pub fn untold_shapes(shard: &Path) -> Result<Option<String>> {
+    let Some(folder) = shard.parent() else { return Ok(None) };
     let above = folder.parent().filter(|_| folder.file_name().is_some_and(|name| name == "sharded"));
-    if known(folder) || above.is_some_and(known) {
-        return None;
+    for folder in [Some(folder), above].into_iter().flatten() {
+        for name in ["config.json", safetensors::INDEX_NAME, "model.safetensors"] {
+            if lookup::is_file(&folder.join(name))? {
+                return Ok(None);
+            }
+        }
     }
-    Some(format!(
+    Ok(Some(format!(
         "{}: shards do not store the shapes of whole tensors, so a lost last shard would not be noticed; compare the \
          shapes with the model's config",
         folder.display()
-    ))
+    )))
 }
 
 /// The offsets that a file gives for its tensors.
@@ -152,20 +163,21 @@ pub fn sharding_info(path: &Path, text: &str) -> Result<BTreeMap<String, Dims>> 
 /// One file's part of a tensor.
 #[derive(Debug)]
 pub struct Shard {
-    pub path: PathBuf,
+    pub name: Arc<str>,
+    pub path: Arc<Path>,
     pub file: FileId,
     pub stored: Stored,
     /// Where it lies in the whole tensor, if the file says so.
-    pub offsets: Option<Dims>,
+    pub offsets: Option<Box<Dims>>,
 }
 
-/// The tensor that these parts make up.
+/// The tensor that these parts of one name make up.
 ///
 /// # Errors
 /// `Conflict` where they disagree, `Malformed` where offsets do not fit the parts.
-pub fn tensor(name: &str, shards: &[Shard]) -> Result<TensorEntry> {
-    let fqn = Fqn::from(name);
+pub fn tensor(shards: &[Shard]) -> Result<TensorEntry> {
     let first = &shards[0];
+    let fqn = Fqn::from(first.name.clone());
     let dtype = first.stored.dtype;
     let mut shape: Dims = Dims::from_elem(0, first.stored.shape.len());
     let mut regions = Vec::with_capacity(shards.len());
@@ -182,24 +194,34 @@ pub fn tensor(name: &str, shards: &[Shard]) -> Result<TensorEntry> {
             return Err(fqn.disagreement("dtype or number of dims", between, detail));
         }
         let offsets = match &shard.offsets {
-            Some(offsets) => offsets.clone(),
+            Some(offsets) => Dims::clone(offsets),
             None => Dims::from_elem(0, sizes.len()),
         };
         if offsets.len() != sizes.len() {
             let found = format!("{:?}", offsets.as_slice());
-            return Err(Error::malformed(&shard.path, name, format!("saved_offsets of {} dims", sizes.len()), found));
+            return Err(Error::malformed(
+                &shard.path,
+                fqn.as_str(),
+                format!("saved_offsets of {} dims", sizes.len()),
+                found,
+            ));
         }
         for ((whole, &offset), &size) in shape.iter_mut().zip(&offsets).zip(sizes) {
             let Some(end) = offset.checked_add(size) else {
                 let found = format!("{:?}", offsets.as_slice());
-                return Err(Error::malformed(&shard.path, name, "offsets inside a tensor", found));
+                return Err(Error::malformed(&shard.path, fqn.as_str(), "offsets inside a tensor", found));
             };
             *whole = end.max(*whole);
         }
         regions.push(Region::new(offsets, sizes.clone()));
     }
     if checked_len_bytes(&shape, dtype).is_none() {
-        return Err(Error::malformed(&first.path, name, "a shape that fits memory", format!("{:?}", shape.as_slice())));
+        return Err(Error::malformed(
+            &first.path,
+            fqn.as_str(),
+            "a shape that fits memory",
+            format!("{:?}", shape.as_slice()),
+        ));
     }
     let mut entry = TensorEntry::new(fqn, dtype, shape);
     for (shard, region) in shards.iter().zip(regions) {
@@ -233,18 +255,24 @@ mod tests {
 
     fn shard(offsets: &[u64], sizes: &[u64]) -> Shard {
         let stored = Stored { dtype: crate::catalog::Dtype::F32, shape: sizes.into(), offset: 0 };
-        Shard { path: PathBuf::from("f"), file: FileId(0), stored, offsets: Some(offsets.into()) }
+        Shard {
+            name: "w".into(),
+            path: Path::new("f").into(),
+            file: FileId(0),
+            stored,
+            offsets: Some(Box::new(offsets.into())),
+        }
     }
 
     #[test]
     fn the_whole_reaches_as_far_as_its_shards() {
-        let entry = tensor("w", &[shard(&[3, 0], &[2, 4]), shard(&[0, 0], &[3, 4])]).unwrap();
+        let entry = tensor(&[shard(&[3, 0], &[2, 4]), shard(&[0, 0], &[3, 4])]).unwrap();
         assert_eq!(entry.shape.as_slice(), [5, 4]);
         assert!(entry.tilings().is_ok());
-        assert!(tensor("w", &[shard(&[3, 0], &[2, 4])]).unwrap().tilings().is_err());
-        assert!(tensor("w", &[shard(&[u64::MAX], &[2])]).is_err());
-        assert!(tensor("w", &[shard(&[1 << 62], &[2])]).is_err());
-        assert!(tensor("w", &[shard(&[0], &[2, 2])]).is_err());
-        assert!(tensor("w", &[shard(&[0], &[2]), shard(&[0, 0], &[2, 2])]).is_err());
+        assert!(tensor(&[shard(&[3, 0], &[2, 4])]).unwrap().tilings().is_err());
+        assert!(tensor(&[shard(&[u64::MAX], &[2])]).is_err());
+        assert!(tensor(&[shard(&[1 << 62], &[2])]).is_err());
+        assert!(tensor(&[shard(&[0], &[2, 2])]).is_err());
+        assert!(tensor(&[shard(&[0], &[2]), shard(&[0, 0], &[2, 2])]).is_err());
     }
 }

@@ -4,9 +4,13 @@ use std::path::{Path, PathBuf};
 
 use super::dcp_hf::ShardName;
 use super::foreign::{self, first_bytes};
-use super::series::{SeriesSet, fragment, group};
-use super::{Format, dcp, local, safetensors};
+use super::safetensors::INDEX_NAME;
+use super::series::{SeriesSet, group};
+use super::sets::Index;
+use super::{Format, dcp, local};
 use crate::error::{Error, Result};
+use crate::name_list::{FEW, short_list};
+use crate::storage::lookup::{self, Kind};
 
 /// A format and the files that make it up.
 #[derive(Debug)]
@@ -14,7 +18,7 @@ pub enum Detected {
     Dcp,
     Safetensors { paths: Vec<PathBuf>, index: Option<PathBuf> },
     DcpHf { paths: Vec<PathBuf> },
-    Torch { paths: Vec<PathBuf> },
+    Torch { paths: Vec<PathBuf>, index: Option<PathBuf> },
     TorchRanks(SeriesSet),
     Local { paths: Vec<PathBuf> },
 }
@@ -74,7 +78,7 @@ pub fn detect(path: &Path, from: Option<Format>) -> Result<Detected> {
 /// # Errors
 /// As [`detect`].
 pub fn look(path: &Path, from: Option<Format>) -> Result<Option<Detected>> {
-    let metadata = std::fs::metadata(path).map_err(Error::io("open", path))?;
+    let metadata = std::fs::metadata(path).map_err(lookup::refused("open", path))?;
     if !metadata.is_dir() && !metadata.is_file() {
         // A pipe would be waited for.
         return Err(Error::unsupported(
@@ -118,7 +122,7 @@ pub fn not_that_format(path: &Path, from: Format) -> Error {
 /// `Unsupported`, `Usage`.
 pub fn lone_file(folder: &Path, from: Option<Format>) -> Result<Detected> {
     let names = list(folder)?;
-    let saved = with_suffix(folder, &names, &TORCH_SUFFIXES);
+    let saved = with_suffix(folder, &names, &TORCH_SUFFIXES)?;
     let models: Vec<&PathBuf> = saved.iter().filter(|path| !is_no_model(path)).collect();
     if let ([only], _) | ([], [only]) = (models.as_slice(), saved.iter().collect::<Vec<_>>().as_slice()) {
         let found = one_of(folder, from, vec![detect_file(only)?])?;
@@ -132,13 +136,10 @@ fn unknown_folder(path: &Path, names: &[String]) -> Error {
     if let Some(error) = names.iter().find_map(|name| foreign::by_name(&path.join(name))) {
         return error;
     }
-    const SHOWN: usize = 8;
     let saved: Vec<&String> = names.iter().filter(|name| has_suffix(name, &TORCH_SUFFIXES)).collect();
     if saved.len() > 1 {
-        let listed: Vec<&str> = saved.iter().take(SHOWN).map(|name| name.as_str()).collect();
-        let more = if saved.len() > SHOWN { format!(" and {} more", saved.len() - SHOWN) } else { String::new() };
-        let own = format!("{} are torch files of their own", listed.join(", "));
-        return Error::unsupported(format!("{what}: {own}{more}"), "give one of them");
+        let own = format!("{} are torch files of their own", short_list(&saved, FEW));
+        return Error::unsupported(format!("{what}: {own}"), "give one of them").naming(&saved);
     }
     Error::unsupported(
         if names.is_empty() { format!("{what}: it is empty") } else { what },
@@ -147,16 +148,8 @@ fn unknown_folder(path: &Path, names: &[String]) -> Error {
     )
 }
 
-fn list(folder: &Path) -> Result<Vec<String>> {
-    let mut names = Vec::new();
-    for entry in std::fs::read_dir(folder).map_err(Error::io("list", folder))? {
-        let entry = entry.map_err(Error::io("list", folder))?;
-        if let Ok(name) = entry.file_name().into_string() {
-            names.push(name);
-        }
-    }
-    names.sort();
-    Ok(names)
+pub fn list(folder: &Path) -> Result<Vec<String>> {
+    Ok(lookup::list(folder)?.into_iter().filter_map(|entry| entry.name.into_string().ok()).collect())
 }
 
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
@@ -165,8 +158,24 @@ fn has_suffix(name: &str, suffixes: &[&str]) -> bool {
     !name.starts_with('.') && suffixes.iter().any(|suffix| name.ends_with(suffix))
 }
 
-fn with_suffix(folder: &Path, names: &[String], suffixes: &[&str]) -> Vec<PathBuf> {
-    names.iter().filter(|name| has_suffix(name, suffixes)).map(|name| folder.join(name)).collect()
+fn with_suffix(folder: &Path, names: &[String], suffixes: &[&str]) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for path in names.iter().filter(|name| has_suffix(name, suffixes)).map(|name| folder.join(name)) {
+        // Lightning's sharded checkpoints are folders called `epoch=0-step=3.ckpt`.
+        let may_be_folder = path.extension().is_some_and(|suffix| suffix == "ckpt");
+        if !may_be_folder || lookup::kind_of(&path)? != Some(Kind::Folder) {
+            found.push(path);
+        }
+    }
+    Ok(found)
+}
+
+/// Whether a folder has torch files, by their names.
+///
+/// # Errors
+/// `Io`.
+pub fn has_torch_files(folder: &Path) -> Result<bool> {
+    Ok(!with_suffix(folder, &list(folder)?, &TORCH_SUFFIXES)?.is_empty())
 }
 
 fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
@@ -184,32 +193,38 @@ fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
             hint: None,
         });
     }
-    let index = names.iter().find(|name| name.ends_with(".safetensors.index.json")).map(|name| folder.join(name));
+    // Hubs keep other sets beside the one that transformers loads: `consolidated.safetensors.index.json`.
+    let is_index = |name: &&String| has_suffix(name, &[".safetensors.index.json"]);
+    let index = names.iter().find(|name| *name == INDEX_NAME).or_else(|| names.iter().find(is_index));
+    let index = index.map(|name| folder.join(name));
     let (shards, mut tensors): (Vec<_>, Vec<_>) =
-        with_suffix(folder, &names, &[".safetensors"]).into_iter().partition(|path| ShardName::parse(path).is_some());
+        with_suffix(folder, &names, &[".safetensors"])?.into_iter().partition(|path| ShardName::parse(path).is_some());
     let local = local_files(&names, from, &mut tensors);
     found.extend(local.map(|paths| Detected::Local { paths }));
     if !shards.is_empty() {
         found.push(Detected::DcpHf { paths: shards });
     }
     if let Some(index) = index {
-        let paths = safetensors::index_files(&index)?;
+        let paths = Index::read(&index)?.files()?;
         found.push(Detected::Safetensors { paths, index: Some(index) });
     } else if !tensors.is_empty() {
         found.push(Detected::Safetensors { paths: tensors, index: None });
     }
     if names.iter().any(|name| name == TORCH_INDEX_NAME) {
-        let paths = safetensors::index_files(&folder.join(TORCH_INDEX_NAME))?;
-        found.push(Detected::Torch { paths });
+        let index = folder.join(TORCH_INDEX_NAME);
+        found.push(Detected::Torch { paths: Index::read(&index)?.files()?, index: Some(index) });
         return Ok(found);
     }
-    let mut saved = group(folder, &with_suffix(folder, &names, &TORCH_SUFFIXES))?;
+    let mut saved = group(folder, &with_suffix(folder, &names, &TORCH_SUFFIXES)?)?;
     saved.plain.retain(|path| !is_no_model(path));
-    match (saved.ranks, saved.sets.as_mut_slice(), saved.plain.as_slice()) {
+    let only_set = if saved.sets.len() == 1 { saved.sets.pop() } else { None };
+    match (saved.ranks, only_set, saved.plain.as_slice()) {
         (Some(series), ..) => found.push(Detected::TorchRanks(series)),
-        (None, [(_, paths)], _) => found.push(Detected::Torch { paths: std::mem::take(paths) }),
+        (None, Some(set), _) => found.push(Detected::Torch { paths: set.into_paths(), index: None }),
         // Beside nothing else it may be something that a trainer left above its checkpoints: see `lone_file`.
-        (None, [], [only]) if !found.is_empty() && is_zip(only)? => found.push(detect_file(only)?),
+        (None, None, [only]) if saved.sets.is_empty() && !found.is_empty() && is_zip(only)? => {
+            found.push(detect_file(only)?);
+        }
         _ => {}
     }
     Ok(found)
@@ -228,21 +243,13 @@ fn local_files(names: &[String], from: Option<Format>, tensors: &mut Vec<PathBuf
     is_local.then(|| tensors.extract_if(.., |path| local::rank_of(path).is_some()).collect())
 }
 
-fn is_no_model(path: &Path) -> bool {
+pub fn is_no_model(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     NO_MODEL.iter().any(|beginning| name.starts_with(beginning))
 }
 
 fn is_zip(path: &Path) -> Result<bool> {
     Ok(first_bytes(path)?.starts_with(b"PK\x03\x04"))
-}
-
-/// What to say where the file is only a part of a checkpoint: `1 of 8 files of its series`.
-pub fn part_of(path: &Path) -> Option<String> {
-    match ShardName::parse(path) {
-        Some(name) => Some(format!("shard {} of DCP's Hugging Face storage", name.shard)),
-        None => fragment(path),
-    }
 }
 
 fn detect_file(path: &Path) -> Result<Detected> {
@@ -252,17 +259,17 @@ fn detect_file(path: &Path) -> Result<Detected> {
         return refuse("one file of a DCP directory", "give the directory");
     }
     if name.ends_with(".safetensors.index.json") {
-        let paths = safetensors::index_files(path)?;
+        let paths = Index::read(path)?.files()?;
         return Ok(Detected::Safetensors { paths, index: Some(path.to_path_buf()) });
     }
     if name == TORCH_INDEX_NAME {
-        return Ok(Detected::Torch { paths: safetensors::index_files(path)? });
+        return Ok(Detected::Torch { paths: Index::read(path)?.files()?, index: Some(path.to_path_buf()) });
     }
     let head = first_bytes(path)?;
     foreign::refuse_file(path, &head)?;
     let paths = vec![path.to_path_buf()];
     if head.starts_with(b"PK\x03\x04") {
-        return Ok(Detected::Torch { paths });
+        return Ok(Detected::Torch { paths, index: None });
     }
     if ShardName::parse(path).is_some() {
         return Ok(Detected::DcpHf { paths });

@@ -5,15 +5,18 @@
 //! name a folder beside it.
 //!
 //! Source of the names: verl (`global_step_N/actor`), torchtitan (`step-N`), Megatron-LM (`iter_NNNNNNN`), DeepSpeed
-//! (`latest`), Hugging Face Trainer (`checkpoint-N`), accelerate (`pytorch_model_fsdp_N` beside `optimizer_N`,
+//! (`latest`), Lightning (`epoch=0-step=3.ckpt/`), Hugging Face Trainer (`checkpoint-N`), accelerate (`pytorch_model_fsdp_N` beside `optimizer_N`,
 //! `utils/fsdp_utils.py`).
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use super::detect::{Detected, detect, lone_file, look};
+use super::detect::{Detected, detect, has_torch_files, list, lone_file, look};
+use super::sets::is_index as is_index_name;
 use super::{Format, RankName, ReadOptions, foreign, natural_order, relative_to_folder};
-use crate::error::{Error, Result, first_of};
+use crate::error::{Error, Result};
+use crate::name_list::{FEW, short_list};
+use crate::storage::lookup::{self, Kind};
 
 /// What a verb takes where a folder has more than the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,6 +24,8 @@ pub enum Want {
     /// Everything: model and optimizer, and the files beside them.
     #[default]
     All,
+    /// Model and optimizer. The files beside them are not looked at.
+    State,
     /// The model alone.
     Model,
 }
@@ -66,15 +71,15 @@ pub fn find(path: &Path, options: &ReadOptions) -> Result<Place> {
     ))
 }
 
-/// Names of the folders in a folder, links to folders among them, in natural order.
+/// Names of the folders in a folder in which a checkpoint may be found, links to folders among them, in natural order.
 fn subfolders(folder: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
-    for entry in std::fs::read_dir(folder).map_err(Error::io("list", folder))? {
-        let entry = entry.map_err(Error::io("list", folder))?;
-        if let Ok(name) = entry.file_name().into_string()
-            && entry.path().is_dir()
+    for entry in lookup::list(folder)? {
+        if let Some(name) = entry.name.to_str()
+            && may_lead_on(name)
+            && entry.is_folder()?
         {
-            names.push(name);
+            names.push(name.to_owned());
         }
     }
     names.sort_by(|left, right| natural_order(left, right));
@@ -88,7 +93,11 @@ fn is_candidate(name: &str) -> bool {
 /// Whether a checkpoint may be found in a folder of this name, by its name.
 #[must_use]
 pub fn may_lead_on(name: &str) -> bool {
-    name == "latest" || is_candidate(name) || is_model(name) || is_numbered(name, "optimizer", "_", true)
+    name == "latest"
+        || is_candidate(name)
+        || is_model(name)
+        || is_numbered(name, "optimizer", "_", true)
+        || is_lightning(name)
 }
 
 /// The files that are read with one that is given alone, or counted for what is said of it.
@@ -98,16 +107,17 @@ pub fn may_lead_on(name: &str) -> bool {
 pub fn companions(path: &Path) -> Result<Vec<PathBuf>> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let series = |path: &Path| RankName::parse(path).map(|name| name.series);
+    let names_files = |path: &Path| path.file_name().and_then(|name| name.to_str()).is_some_and(is_index_name);
     let (own, is_index) = (series(path), path.extension().is_some_and(|suffix| suffix == "json"));
     let mut found = Vec::new();
-    for entry in std::fs::read_dir(folder).map_err(Error::io("list", folder))? {
-        let other = entry.map_err(Error::io("list", folder))?.path();
-        let is_other = other.file_name() != path.file_name() && other.is_file();
-        if is_other && (is_index || own.is_some() && series(&other) == own) {
-            found.push(other);
+    for entry in lookup::list(folder)? {
+        let is_other = Some(&*entry.name) != path.file_name();
+        let is_of_series = own.is_some() && series(&entry.path) == own;
+        let may_be_read = is_other && (is_index || is_of_series || names_files(&entry.path));
+        if may_be_read && entry.kind()? == Kind::File {
+            found.push(entry.path);
         }
     }
-    found.sort();
     Ok(found)
 }
 
@@ -158,7 +168,9 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
         return Ok(Some(String::from("latest")));
     }
     let pointer = pointer(folder)?;
-    if let Some(found) = pointer.as_ref().and_then(|pointer| pointer.target(folder)) {
+    if let Some(pointer) = &pointer
+        && let Some(found) = pointer.target(folder)?
+    {
         return Ok(Some(found));
     }
     let candidates: Vec<&str> = names.iter().map(String::as_str).filter(|name| is_candidate(name)).collect();
@@ -171,17 +183,54 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
             missing: pointer.text,
             hint: None,
         }),
-        ([], None) => Ok(None),
+        ([], None) => lightning(folder, names),
         ([only], None) => Ok(Some((*only).to_owned())),
         (several, Some(pointer)) => {
             let name = pointer.file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
             Err(Error::usage(
                 format!("{}: {name} names `{}`, which is not there", folder.display(), pointer.text),
-                format!("give a folder that is: {}", several.join(", ")),
-            ))
+                format!("give a folder that is: {}", short_list(several, FEW)),
+            )
+            .naming(several))
         }
         (several, None) => Err(ambiguous(folder, several.iter().copied())),
     }
+}
+
+/// Where Lightning puts checkpoints: `lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt`, which is a folder where
+/// it is sharded. Files of that suffix beside such folders are checkpoints, too; a torch file in a folder above may be
+/// the checkpoint that is meant.
+fn lightning(folder: &Path, names: &[String]) -> Result<Option<String>> {
+    let is_checkpoint = |name: &String| is_checkpoint_name(name);
+    let mut found: Vec<String> = if names.iter().any(is_checkpoint) {
+        list(folder)?.into_iter().filter(is_checkpoint).collect()
+    } else if has_torch_files(folder)? {
+        Vec::new()
+    } else {
+        let tests: [&dyn Fn(&str) -> bool; 3] =
+            [&|name| name == "checkpoints", &is_version, &|name| name == "lightning_logs"];
+        let with = |test: &&dyn Fn(&str) -> bool| names.iter().filter(|name| test(name)).cloned().collect::<Vec<_>>();
+        tests.iter().map(with).find(|level| !level.is_empty()).unwrap_or_default()
+    };
+    found.sort_by(|left, right| natural_order(left, right));
+    match found.as_slice() {
+        [] => Ok(None),
+        [only] => Ok(Some(only.clone())),
+        several => Err(ambiguous(folder, several.iter().map(String::as_str))),
+    }
+}
+
+fn is_checkpoint_name(name: &str) -> bool {
+    Path::new(name).extension().is_some_and(|suffix| suffix == "ckpt")
+}
+
+fn is_version(name: &str) -> bool {
+    is_numbered(name, "version", "_", false)
+}
+
+/// Whether Lightning makes folders of this name on the way to a checkpoint.
+fn is_lightning(name: &str) -> bool {
+    is_checkpoint_name(name) || ["checkpoints", "lightning_logs"].contains(&name) || is_version(name)
 }
 
 fn ambiguous<'a>(folder: &Path, names: impl Iterator<Item = &'a str>) -> Error {
@@ -191,9 +240,10 @@ fn ambiguous<'a>(folder: &Path, names: impl Iterator<Item = &'a str>) -> Error {
     let likely = names.iter().rfind(|name| !ROLES.contains(name)).or(names.first());
     let likely = likely.map(|name| folder.join(name).display().to_string()).unwrap_or_default();
     Error::usage(
-        format!("{} holds several checkpoints: {}", folder.display(), first_of(&names, SHOWN)),
+        format!("{} holds several checkpoints: {}", folder.display(), short_list(&names, SHOWN)),
         format!("give one of them: {likely}"),
     )
+    .naming(&names)
 }
 
 const MEGATRON_POINTER: &str = "latest_checkpointed_iteration.txt";
@@ -205,16 +255,21 @@ struct Pointer {
     text: String,
 }
 
-fn pointer_file(folder: &Path) -> Option<PathBuf> {
-    ["latest", MEGATRON_POINTER].iter().map(|name| folder.join(name)).find(|path| path.is_file())
+fn pointer_file(folder: &Path) -> Result<Option<PathBuf>> {
+    for path in ["latest", MEGATRON_POINTER].map(|name| folder.join(name)) {
+        if lookup::is_file(&path)? {
+            return Ok(Some(path));
+        }
+    }
+    Ok(None)
 }
 
 /// The pointer of a folder, if it has one.
 fn pointer(folder: &Path) -> Result<Option<Pointer>> {
     const LIMIT: u64 = 256;
-    let Some(file) = pointer_file(folder) else { return Ok(None) };
+    let Some(file) = pointer_file(folder)? else { return Ok(None) };
     let mut bytes = Vec::new();
-    let opened = std::fs::File::open(&file).map_err(Error::io("open", &file))?;
+    let opened = std::fs::File::open(&file).map_err(lookup::refused("open", &file))?;
     opened.take(LIMIT).read_to_end(&mut bytes).map_err(Error::io("read", &file))?;
     let text = String::from_utf8_lossy(&bytes).trim().to_owned();
     // It is shown in messages, and looked up: nothing but an ordinary name.
@@ -225,16 +280,25 @@ fn pointer(folder: &Path) -> Result<Option<Pointer>> {
     Ok(Some(Pointer { file, text }))
 }
 
+/// `NAME_MAX` of Linux.
+const MAX_NAME_BYTES: usize = 255;
+
 impl Pointer {
     /// The folder it names: by its name, or by a number that is part of the name.
-    fn target(&self, folder: &Path) -> Option<String> {
+    fn target(&self, folder: &Path) -> Result<Option<String>> {
         let text = &self.text;
         let mut names = vec![text.clone()];
         if let Ok(number) = text.parse::<u64>() {
             names.push(format!("iter_{number:07}"));
         }
         names.extend(STEPS.iter().map(|(base, separator)| format!("{base}{separator}{text}")));
-        names.into_iter().find(|name| folder.join(name).is_dir())
+        // A longer name is no error of the file system: none can have it.
+        for name in names.into_iter().filter(|name| name.len() <= MAX_NAME_BYTES) {
+            if lookup::is_folder(&folder.join(&name))? {
+                return Ok(Some(name));
+            }
+        }
+        Ok(None)
     }
 }
 
@@ -278,7 +342,7 @@ mod tests {
         let root = folder.path();
         let point = |text: &[u8]| {
             std::fs::write(root.join("latest"), text).unwrap();
-            pointer(root).map(|pointer| pointer.unwrap().target(root))
+            pointer(root).map(|pointer| pointer.unwrap().target(root).unwrap())
         };
         for name in ["global_step_7", "iter_0000100", "step-3", "my run"] {
             std::fs::create_dir(root.join(name)).unwrap();

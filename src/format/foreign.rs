@@ -7,8 +7,10 @@ use std::io::Read;
 use std::path::Path;
 
 use super::Format;
+use super::detect::list;
+use super::sets::Shortfall;
 use crate::error::{Error, Result};
-use crate::storage::regular_file;
+use crate::storage::{lookup, regular_file};
 
 fn refuse(path: &Path, what: &str, hint: &str) -> Error {
     Error::unsupported(format!("{}: {what}", path.display()), hint)
@@ -21,7 +23,7 @@ fn refuse(path: &Path, what: &str, hint: &str) -> Error {
 pub fn refuse_address(path: &Path) -> Result<()> {
     let Some((scheme, _)) = path.to_str().and_then(|text| text.split_once("://")) else { return Ok(()) };
     let is_scheme = !scheme.is_empty() && scheme.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
-    if !is_scheme || path.exists() {
+    if !is_scheme || lookup::exists(path)? {
         return Ok(());
     }
     let (what, hint) = match scheme {
@@ -41,17 +43,18 @@ pub fn refuse_address(path: &Path) -> Result<()> {
 /// `Unsupported` naming the format.
 pub fn refuse_folder(folder: &Path, names: &[String], from: Option<Format>) -> Result<()> {
     let any = |test: &dyn Fn(&str) -> bool| names.iter().any(|name| test(name));
-    if any(&|name| name.ends_with("_optim_states.pt") || name.ends_with("_model_states.pt")) {
-        return Err(refuse(
-            folder,
-            "a DeepSpeed ZeRO checkpoint",
-            "convert it with DeepSpeed's zero_to_fp32.py or ds_to_universal.py first",
-        ));
+    if any(&is_deepspeed) {
+        return Err(refuse(folder, "a DeepSpeed ZeRO checkpoint", DEEPSPEED));
+    }
+    if any(&|name| name == MEGATRON_FILE) || from.is_none() && is_folder_of_rank(folder) {
+        return Err(refuse(folder, "one rank's folder of a Megatron-LM checkpoint", MEGATRON));
     }
     if any(&|name| name.starts_with("mp_rank_")) {
         return Err(megatron(folder));
     }
-    if any(&|name| name == "metadata.json") && from != Some(Format::Dcp) && is_torch_dist(&folder.join("metadata.json"))
+    if any(&|name| name == "metadata.json")
+        && from != Some(Format::Dcp)
+        && is_torch_dist(&folder.join("metadata.json"))?
     {
         return Err(refuse(
             folder,
@@ -69,24 +72,68 @@ pub fn refuse_folder(folder: &Path, names: &[String], from: Option<Format>) -> R
     Ok(())
 }
 
+/// A file of one rank of another framework, which is read as a torch file; with the names of the other ranks' files.
+///
+/// # Errors
+/// `Io` where the folder of the files cannot be listed.
+pub fn rank_file(path: &Path) -> Result<Option<Shortfall>> {
+    let absolute = std::path::absolute(path).map_err(Error::io("find", path))?;
+    let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let folder = absolute.parent().unwrap_or(Path::new("/"));
+    let (own, own_folder) = (name(&absolute), name(folder));
+    let others = |folder: &Path, own: &str, is_part: &dyn Fn(&str) -> bool| -> Result<Vec<String>> {
+        Ok(list(folder)?.into_iter().filter(|name| name != own && is_part(name)).collect())
+    };
+    let (missing, what, hint) = if is_deepspeed(&own) {
+        (others(folder, &own, &is_deepspeed)?, "one rank's file of a DeepSpeed checkpoint", DEEPSPEED)
+    } else if is_megatron_rank(&own_folder) || own == MEGATRON_FILE {
+        let beside = folder.parent().filter(|_| is_megatron_rank(&own_folder));
+        let folders = beside.map_or(Ok(Vec::new()), |above| others(above, &own_folder, &is_megatron_rank))?;
+        (folders, "one rank's file of a Megatron-LM checkpoint", MEGATRON)
+    } else {
+        return Ok(None);
+    };
+    Ok(Some(Shortfall { missing, error: refuse(path, what, hint), allowed: None }))
+}
+
+const DEEPSPEED: &str = "convert it with DeepSpeed's zero_to_fp32.py or ds_to_universal.py first";
+const MEGATRON: &str = "save it with --ckpt-format torch_dist, or export it with Megatron's own tools";
+
+/// What Megatron-LM calls the file of a rank.
+const MEGATRON_FILE: &str = "model_optim_rng.pt";
+
+/// `mp_rank_00_model_states.pt`, `layer_00-model_states.pt`, `zero_pp_rank_0_mp_rank_00_optim_states.pt`
+fn is_deepspeed(name: &str) -> bool {
+    ["_model_states.pt", "-model_states.pt", "_optim_states.pt"].iter().any(|end| name.ends_with(end))
+}
+
+/// `mp_rank_00`, `mp_rank_00_000`: the folder of a rank.
+fn is_megatron_rank(name: &str) -> bool {
+    let numbers = name.strip_prefix("mp_rank_").map(|rest| rest.split('_'));
+    numbers.is_some_and(|mut parts| parts.all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit())))
+}
+
+fn is_folder_of_rank(folder: &Path) -> bool {
+    let absolute = std::path::absolute(folder).ok();
+    let name = absolute.as_deref().and_then(Path::file_name).and_then(|name| name.to_str());
+    name.is_some_and(is_megatron_rank)
+}
+
 pub fn megatron(folder: &Path) -> Error {
-    refuse(
-        folder,
-        "a Megatron-LM checkpoint",
-        "save it with --ckpt-format torch_dist, or export it with Megatron's own tools",
-    )
+    refuse(folder, "a Megatron-LM checkpoint", MEGATRON)
 }
 
 /// Whether this is the `metadata.json` of Megatron's `dist_checkpointing`.
-fn is_torch_dist(path: &Path) -> bool {
+fn is_torch_dist(path: &Path) -> Result<bool> {
     const LIMIT: u64 = 1 << 20;
-    let read = || -> Option<serde_json::Value> {
-        regular_file(path).ok()?;
-        let mut text = Vec::new();
-        File::open(path).ok()?.take(LIMIT).read_to_end(&mut text).ok()?;
-        serde_json::from_slice(&text).ok()
-    };
-    read().is_some_and(|json| json.get("sharded_backend").is_some())
+    if !lookup::is_file(path)? {
+        return Ok(false);
+    }
+    let mut text = Vec::new();
+    let file = File::open(path).map_err(lookup::refused("open", path))?;
+    file.take(LIMIT).read_to_end(&mut text).map_err(Error::io("read", path))?;
+    let json = serde_json::from_slice::<serde_json::Value>(&text);
+    Ok(json.is_ok_and(|json| json.get("sharded_backend").is_some()))
 }
 
 /// The start of a file, enough to tell formats apart.
@@ -96,7 +143,7 @@ fn is_torch_dist(path: &Path) -> bool {
 pub fn first_bytes(path: &Path) -> Result<Vec<u8>> {
     let mut head = Vec::new();
     regular_file(path)?;
-    let file = File::open(path).map_err(Error::io("open", path))?;
+    let file = File::open(path).map_err(lookup::refused("open", path))?;
     file.take(512).read_to_end(&mut head).map_err(Error::io("read", path))?;
     Ok(head)
 }

@@ -58,12 +58,15 @@ pub fn distinct_entries<'de, A: MapAccess<'de>, V: Deserialize<'de>>(mut map: A)
 /// # Errors
 /// `Malformed` where it is longer, `Io`.
 pub fn read_document(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
-    regular_file(path)?;
+    let too_long = || Error::malformed(path, "content", format!("at most {max_bytes} bytes"), "more");
+    if regular_file(path)?.len() > max_bytes {
+        return Err(too_long());
+    }
     let mut text = Vec::new();
     let file = std::fs::File::open(path).map_err(Error::io("open", path))?;
     file.take(max_bytes + 1).read_to_end(&mut text).map_err(Error::io("read", path))?;
     if text.len() as u64 > max_bytes {
-        return Err(Error::malformed(path, "content", format!("at most {max_bytes} bytes"), "more"));
+        return Err(too_long());
     }
     Ok(text)
 }

@@ -11,6 +11,7 @@ mod folder;
 mod foreign;
 pub mod fsdp_flat;
 mod json;
+pub mod known_files;
 pub mod layout_file;
 pub mod local;
 pub mod parallelize;
@@ -20,12 +21,12 @@ mod rank_names;
 mod reading;
 pub mod safetensors;
 mod series;
+mod sets;
 mod skeleton;
 pub mod told;
 pub mod torch;
 pub mod zip;
 
-use std::cmp::Ordering;
 use std::collections::HashSet;
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
@@ -40,6 +41,8 @@ pub use series::SeriesChoice;
 pub use skeleton::{TwinOf, is_data_file, is_read, skeleton, skeleton_of_items};
 pub use told::Told;
 
+pub use crate::name_list::natural_order;
+
 use parts::Loaded;
 use pickle::Unknown;
 use reading::Reading;
@@ -51,6 +54,8 @@ use crate::catalog::path::{Path as StatePath, tensors};
 use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
 use crate::layout::parallelize::Order;
+use crate::name_list::{FEW, short_list};
+use crate::storage::lookup::{self, Kind};
 use crate::storage::{Files, Holdings, IoMode, filesystem};
 
 /// The formats, under the names of `--from` and `--to`.
@@ -135,8 +140,8 @@ pub struct Checkpoint {
     pub series: Vec<String>,
     /// Those that were left alone.
     pub skipped_series: Vec<String>,
-    /// Set where the source is one rank's file of several: what to say to verbs that need all.
-    pub fragment: Option<String>,
+    /// Files and tensors that SRC lacks, where [`ReadOptions::show_incomplete`] asks for what is there.
+    pub missing: Vec<String>,
     /// Set where it was read from a twin.
     pub twin: Option<TwinOf>,
 }
@@ -148,6 +153,8 @@ pub struct ReadOptions {
     pub series: SeriesChoice,
     pub io: Option<IoMode>,
     pub want: Want,
+    /// Read what is there of a set of files that is not complete; else that is an error.
+    pub show_incomplete: bool,
     /// Go on where files of ranks are missing: that the others have everything is proven tensor by tensor.
     pub allow_missing: bool,
     /// Leave out objects whose classes are not known to be plain data.
@@ -181,12 +188,6 @@ impl ReadOptions {
     }
 }
 
-/// Whether a path holds a checkpoint, itself or in the folders that trainers make in it.
-#[must_use]
-pub fn is_checkpoint(path: &Path) -> bool {
-    folder::find(path, &ReadOptions::default()).is_ok()
-}
-
 impl Checkpoint {
     /// Read everything but tensor data.
     ///
@@ -216,11 +217,11 @@ impl Checkpoint {
         }
         check_total(&root, &catalog)?;
         let beside = match options.want {
-            Want::All if root.is_dir() => reading.beside(&root, &mut catalog),
-            Want::All | Want::Model => Vec::new(),
+            Want::All if lookup::is_folder(&root)? => reading.beside(&root, &mut catalog)?,
+            Want::All | Want::State | Want::Model => Vec::new(),
         };
         let resolved_from = (root != path).then(|| path.to_path_buf());
-        let Reading { files, series, skipped_series, fragment, .. } = reading;
+        let Reading { files, series, skipped_series, missing, .. } = reading;
         let format = formats[0].1;
         Ok(Self {
             format,
@@ -232,7 +233,7 @@ impl Checkpoint {
             beside,
             series,
             skipped_series,
-            fragment,
+            missing,
             twin: None,
         })
     }
@@ -297,7 +298,7 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located
 /// `Malformed` where it leads outside.
 fn relative_to_folder(folder: &Path, name: &str, named_by: &Path) -> Result<PathBuf> {
     let path = Path::new(name);
-    if !name.is_empty() && path.components().all(|part| matches!(part, Component::Normal(_))) {
+    if !name.is_empty() && !name.contains('\0') && path.components().all(|part| matches!(part, Component::Normal(_))) {
         return Ok(folder.join(path));
     }
     Err(Error::malformed(named_by, "file name", "a file inside the checkpoint's folder", format!("`{name}`")))
@@ -306,13 +307,19 @@ fn relative_to_folder(folder: &Path, name: &str, named_by: &Path) -> Result<Path
 /// The files that an index or a metadata file names, in the folder it is in.
 ///
 /// # Errors
-/// `Malformed` where one lies elsewhere, or where any are missing: all of those are listed.
+/// `Malformed` where one lies elsewhere, `Missing` with the names of all that are missing.
 fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf>> {
     let folder = named_by.parent().unwrap_or(Path::new("."));
     let paths: Vec<PathBuf> =
         names.iter().map(|name| relative_to_folder(folder, name, named_by)).collect::<Result<_>>()?;
-    let missing: Vec<&str> =
-        paths.iter().zip(names).filter(|(path, _)| !path.exists()).map(|(_, name)| *name).collect();
+    let mut missing = Vec::new();
+    for (path, name) in paths.iter().zip(names) {
+        match lookup::kind_of(path)? {
+            None => missing.push((*name).to_owned()),
+            Some(Kind::Dangling) => missing.push(format!("{name} (a link to {})", lookup::target_of(path))),
+            Some(_) => {}
+        }
+    }
     if missing.is_empty() {
         return Ok(paths);
     }
@@ -320,9 +327,10 @@ fn files_beside(named_by: &Path, at: &str, names: &[&str]) -> Result<Vec<PathBuf
         path: named_by.to_path_buf(),
         at: at.to_owned(),
         expected: format!("{} files beside it", paths.len()),
-        missing: missing.join(", "),
+        missing: short_list(&missing, FEW),
         hint: None,
-    })
+    }
+    .naming(&missing))
 }
 
 /// Nested names that are joined with dots may become one, and none may be a `reserved` one.
@@ -342,54 +350,16 @@ pub fn distinct_names<'a>(names: impl IntoIterator<Item = &'a str>, reserved: &[
     }
 }
 
-/// Text order in which numbers count as numbers: `layers.2` before `layers.10`.
-#[must_use]
-pub fn natural_order(left: &str, right: &str) -> Ordering {
-    let (mut a, mut b) = (left.as_bytes(), right.as_bytes());
-    loop {
-        match (a.first(), b.first()) {
-            (Some(x), Some(y)) if x.is_ascii_digit() && y.is_ascii_digit() => {
-                let (number_a, rest_a) = split_number(a);
-                let (number_b, rest_b) = split_number(b);
-                let order = number_a.len().cmp(&number_b.len()).then_with(|| number_a.cmp(number_b));
-                if order != Ordering::Equal {
-                    return order;
-                }
-                (a, b) = (rest_a, rest_b);
-            }
-            (Some(x), Some(y)) if x == y => (a, b) = (&a[1..], &b[1..]),
-            // Equal but for leading zeros: plain order decides, so that the order is total.
-            (None, None) => return left.cmp(right),
-            (x, y) => return x.cmp(&y),
-        }
-    }
-}
-
-/// The digits at the start without leading zeros, and what follows them.
-fn split_number(text: &[u8]) -> (&[u8], &[u8]) {
-    let end = text.iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(text.len());
-    let (digits, rest) = text.split_at(end);
-    let zeros = digits.iter().take_while(|digit| **digit == b'0').count();
-    (&digits[zeros..], rest)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn numbers_in_names_count_as_numbers() {
-        let mut names = ["layers.10.w", "layers.2.w", "layers.2.b", "embed", "layers.02.b", "layers"];
-        names.sort_by(|left, right| natural_order(left, right));
-        assert_eq!(names, ["embed", "layers", "layers.02.b", "layers.2.b", "layers.2.w", "layers.10.w"]);
-    }
 
     #[test]
     fn names_stay_inside_the_folder() {
         let inside = |name| relative_to_folder(Path::new("/c"), name, Path::new("/c/.metadata"));
         assert_eq!(inside("__0_0.distcp").unwrap(), Path::new("/c/__0_0.distcp"));
         assert_eq!(inside("sub/x").unwrap(), Path::new("/c/sub/x"));
-        for name in ["../x", "/etc/passwd", "a/../../x", "", "."] {
+        for name in ["../x", "/etc/passwd", "a/../../x", "", ".", "nul\0"] {
             assert!(inside(name).is_err(), "{name}");
         }
     }

@@ -6,9 +6,10 @@ use std::collections::{BTreeSet, HashSet};
 use indexmap::IndexMap;
 
 use crate::catalog::Fqn;
-use crate::error::{Error, first_of};
+use crate::error::Error;
 use crate::layout::parallelize::{By, Draft, Laid, Order, Parameter, Plan, PlanError, Uncut, alike};
 use crate::layout::{DeviceMesh, MeshDim};
+use crate::name_list::short_list;
 use crate::nearest;
 use crate::quantity::count;
 
@@ -151,7 +152,7 @@ impl Planned {
         let mut notes = Vec::new();
         let mut note = |names: Vec<&str>, what: &str| {
             if !names.is_empty() {
-                notes.push(format!("{} ({}): {what}", count(names.len(), "tensor"), first_of(&names, 2)));
+                notes.push(format!("{} ({}): {what}", count(names.len(), "tensor"), short_list(&names, 2)));
             }
         };
         let (tp, fsdp) = (self.dim(self.plan.roles.tp), self.dim(self.plan.roles.fsdp));

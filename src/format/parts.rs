@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use super::rank_names::RankNames;
 use crate::catalog::path::key_text;
 use crate::catalog::{Catalog, Dict, Value};
+use crate::error::Result;
+use crate::storage::lookup::{self, Kind};
 
 /// A checkpoint that was read for itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -113,34 +115,36 @@ const MAX_ENTRIES: usize = 100_000;
 const MAX_DEPTH: usize = 16;
 
 /// The regular files below `root` that are no part of the checkpoint, relative to it and sorted; `None` where there
-/// are too many to be what a trainer leaves beside a checkpoint. Links to files count as files, linked folders are
-/// not entered.
-pub fn beside(root: &Path, is_part: &dyn Fn(&Path) -> bool) -> Option<Vec<PathBuf>> {
+/// are too many to be what a trainer leaves beside a checkpoint. Links to files count as files, so do links that lead
+/// nowhere, of which carrying them makes an error; linked folders are not entered.
+///
+/// # Errors
+/// `Io` where a folder cannot be listed or an entry cannot be looked at.
+pub fn beside(root: &Path, is_part: &dyn Fn(&Path) -> bool) -> Result<Option<Vec<PathBuf>>> {
     let mut found = Vec::new();
     let mut seen = 0;
     let mut folders = vec![(PathBuf::new(), 0)];
     while let Some((folder, depth)) = folders.pop() {
-        // A folder that cannot be listed keeps its files to itself.
-        let Ok(entries) = std::fs::read_dir(root.join(&folder)) else { continue };
-        for entry in entries.flatten() {
+        for entry in lookup::list(&within(root, &folder))? {
             seen += 1;
             if seen > MAX_ENTRIES {
-                return None;
+                return Ok(None);
             }
-            let path = folder.join(entry.file_name());
-            let Ok(kind) = entry.file_type() else { continue };
-            if kind.is_dir() {
-                if depth == MAX_DEPTH {
-                    return None;
-                }
-                folders.push((path, depth + 1));
-            } else if (kind.is_file() || kind.is_symlink() && root.join(&path).is_file()) && !is_part(&path) {
-                found.push(path);
+            let path = folder.join(&entry.name);
+            if is_part(&path) {
+                continue;
+            }
+            match entry.kind()? {
+                Kind::Folder if entry.is_link()? => {}
+                Kind::Folder if depth == MAX_DEPTH => return Ok(None),
+                Kind::Folder => folders.push((path, depth + 1)),
+                Kind::File | Kind::Dangling => found.push(path),
+                Kind::Special => {}
             }
         }
     }
     found.sort();
-    Some(found)
+    Ok(Some(found))
 }
 
 #[cfg(test)]
@@ -187,10 +191,10 @@ mod tests {
         std::os::unix::fs::symlink("huggingface", root.join("linked")).unwrap();
         std::os::unix::fs::symlink("nowhere", root.join("dangling")).unwrap();
         let is_part = |path: &Path| path.extension().is_some_and(|suffix| suffix == "part");
-        let expected = ["huggingface/config.json", "linked.json", "z.json"].map(PathBuf::from);
-        assert_eq!(beside(root, &is_part).unwrap(), expected);
+        let expected = ["dangling", "huggingface/config.json", "linked.json", "z.json"].map(PathBuf::from);
+        assert_eq!(beside(root, &is_part).unwrap().unwrap(), expected);
         let deep: PathBuf = std::iter::repeat_n("d", MAX_DEPTH + 1).collect();
         std::fs::create_dir_all(root.join(deep)).unwrap();
-        assert!(beside(root, &is_part).is_none());
+        assert!(beside(root, &is_part).unwrap().is_none());
     }
 }

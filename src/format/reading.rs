@@ -1,17 +1,18 @@
 //! Reading the folders of one checkpoint, each by its format, and what is learnt on the way.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::detect::{self, Detected};
 use super::parts::{self, Loaded};
 use super::series::{self, SeriesSet};
-use super::{Content, Format, Part, ReadOptions, dcp, dcp_hf, fsdp_flat, local, safetensors, told, torch};
-use crate::catalog::Catalog;
+use super::sets::{self, Index, Shortfall};
+use super::{Content, Format, Part, ReadOptions, dcp, fsdp_flat, local, safetensors, told, torch};
+use crate::catalog::{Catalog, TensorId, model};
 use crate::error::Result;
 use crate::layout::Rank;
-use crate::storage::{Files, IoMode};
+use crate::storage::{Files, IoMode, lookup};
 
 /// What is learnt while folders are read.
 pub struct Reading<'a> {
@@ -19,7 +20,8 @@ pub struct Reading<'a> {
     pub files: Files,
     pub series: Vec<String>,
     pub skipped_series: Vec<String>,
-    pub fragment: Option<String>,
+    /// What incomplete sets lack.
+    pub missing: Vec<String>,
     /// Ranks that have files, where there is one a rank.
     pub ranks: BTreeSet<Rank>,
     /// Files of the checkpoint that were not read as such.
@@ -33,7 +35,7 @@ impl<'a> Reading<'a> {
             files: Files::new(io).holding(Arc::clone(&options.holdings)),
             series: Vec::new(),
             skipped_series: Vec::new(),
-            fragment: None,
+            missing: Vec::new(),
             ranks: BTreeSet::new(),
             other_files: Vec::new(),
         }
@@ -44,6 +46,31 @@ impl<'a> Reading<'a> {
     /// # Errors
     /// As reading its format.
     pub fn read(&mut self, path: &Path, detected: Detected) -> Result<(Format, Loaded)> {
+        let mut warnings = Vec::new();
+        let lacks = sets::shortfall(path, &detected, self.options, self.files.io())?;
+        warnings.extend(self.admit(lacks)?);
+        let (format, mut loaded) = self.read_whole(path, detected)?;
+        loaded.catalog.warnings.extend(warnings);
+        Ok((format, loaded))
+    }
+
+    /// Let an incomplete set pass where that is asked for, with a warning.
+    ///
+    /// # Errors
+    /// What the set lacks.
+    fn admit(&mut self, lacks: Option<Shortfall>) -> Result<Option<String>> {
+        match lacks {
+            None => Ok(None),
+            Some(Shortfall { allowed: Some(warning), .. }) if self.options.allow_missing => Ok(Some(warning)),
+            Some(Shortfall { missing, error, .. }) if self.options.show_incomplete => {
+                self.missing.extend(missing);
+                Ok(Some(error.to_string()))
+            }
+            Some(Shortfall { error, .. }) => Err(error),
+        }
+    }
+
+    fn read_whole(&mut self, path: &Path, detected: Detected) -> Result<(Format, Loaded)> {
         let unknown = self.options.unknown();
         let mut world_size = 0;
         let (format, catalog) = match detected {
@@ -52,23 +79,18 @@ impl<'a> Reading<'a> {
                 return self.read_parts(path, &paths);
             }
             Detected::Safetensors { paths, index } => {
-                let catalog = safetensors::read(&mut self.files, &paths, index.as_deref())?;
-                self.other_files.extend(index);
-                self.fragment = detect::part_of(path).filter(|_| local::is_part(path));
+                let index = index.as_deref().map(Index::read).transpose()?;
+                let (mut catalog, differing) = safetensors::read(&mut self.files, &paths, index.as_ref())?;
+                self.check_index(index, differing, &mut catalog)?;
                 (Format::Safetensors, catalog)
             }
-            Detected::DcpHf { paths } if path.is_file() => {
-                self.fragment = detect::part_of(path);
-                (Format::DcpHf, safetensors::read(&mut self.files, &paths, None)?)
-            }
-            Detected::DcpHf { paths } => (Format::DcpHf, dcp_hf::read(&mut self.files, path, &paths, self.options)?),
-            Detected::Torch { paths } => {
-                self.fragment = match paths.as_slice() {
-                    [only] => detect::part_of(only),
-                    _ => None,
-                };
-                self.other_files.push(path.join(detect::TORCH_INDEX_NAME));
-                (Format::Torch, torch::read(&mut self.files, &paths, unknown)?)
+            Detected::DcpHf { paths } => (Format::DcpHf, safetensors::read(&mut self.files, &paths, None)?.0),
+            Detected::Torch { paths, index } => {
+                let index = index.as_deref().map(Index::read).transpose()?;
+                let mut catalog = torch::read(&mut self.files, &paths, unknown)?;
+                let differing = index.as_ref().and_then(|index| self.differing(index, &catalog, &paths));
+                self.check_index(index, differing, &mut catalog)?;
+                (Format::Torch, catalog)
             }
             Detected::Local { paths } if self.options.told.is_some() => {
                 local::refuse_told(path)?;
@@ -97,6 +119,29 @@ impl<'a> Reading<'a> {
         Ok((format, Loaded { catalog, parts: vec![whole] }))
     }
 
+    /// How an index and the torch files that it names differ.
+    fn differing(&self, index: &Index, catalog: &Catalog, paths: &[PathBuf]) -> Option<Shortfall> {
+        let named = model::all_tensors(&catalog.state);
+        let file_of = |id: TensorId| {
+            let chunks = &catalog.tensor(id).chunks;
+            chunks.iter().find_map(|chunk| chunk.place.file()).map(|file| self.files.path(file))
+        };
+        let holders: HashMap<&str, Option<&Path>> =
+            named.iter().map(|(fqn, id)| (fqn.as_str(), file_of(*id))).collect();
+        let stored = named.iter().map(|(fqn, id)| (fqn.as_str(), file_of(*id)));
+        index.differing(&|name| holders.get(name).copied(), stored, paths)
+    }
+
+    /// Take note of what an index says of the files it names.
+    fn check_index(&mut self, index: Option<Index>, differing: Option<Shortfall>, catalog: &mut Catalog) -> Result<()> {
+        catalog.warnings.extend(self.admit(differing)?);
+        if let Some(index) = index {
+            catalog.warnings.extend(index.warnings(catalog)?);
+            self.other_files.push(index.path);
+        }
+        Ok(())
+    }
+
     /// The series of rank files that are wanted.
     fn choose(&mut self, all: SeriesSet) -> Result<SeriesSet> {
         let chosen = all.choose(&self.options.series)?;
@@ -109,7 +154,8 @@ impl<'a> Reading<'a> {
 
     /// Safetensors files that hold what one rank each has, where they are called so.
     fn read_parts(&mut self, path: &Path, paths: &[PathBuf]) -> Result<(Format, Loaded)> {
-        let Some(set) = series::group(path, paths)?.ranks.filter(|_| path.is_dir()) else {
+        let is_folder = lookup::is_folder(path)?;
+        let Some(set) = series::group(path, paths)?.ranks.filter(|_| is_folder) else {
             return Err(told::without_ranks(path));
         };
         let chosen = self.choose(set)?;
@@ -120,7 +166,10 @@ impl<'a> Reading<'a> {
     }
 
     /// Files that lie beside those of the checkpoint.
-    pub fn beside(&self, root: &Path, catalog: &mut Catalog) -> Vec<PathBuf> {
+    ///
+    /// # Errors
+    /// `Io` where a folder cannot be listed or an entry cannot be looked at.
+    pub fn beside(&self, root: &Path, catalog: &mut Catalog) -> Result<Vec<PathBuf>> {
         let own: HashSet<&Path> = self
             .files
             .ids()
@@ -131,9 +180,9 @@ impl<'a> Reading<'a> {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
             own.contains(root.join(path).as_path()) || name.ends_with(".distcp") || name.ends_with(".metadata")
         };
-        parts::beside(root, &is_part).unwrap_or_else(|| {
+        Ok(parts::beside(root, &is_part)?.unwrap_or_else(|| {
             catalog.warnings.push(format!("{}: too many other files in it to look at", root.display()));
             Vec::new()
-        })
+        }))
     }
 }

@@ -6,18 +6,21 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
+use super::ReadOptions;
 use super::fsdp_flat::{self, SeriesFiles, Unflattened};
 use super::parts::{Content, Loaded, Part, adopt};
 use super::rank_names::{Numbering, RankName, RankNames};
+use super::sets::list_absent;
 use super::torch;
 use super::torch::load::load;
 use super::torch::ranks::{Plain, RankFile, merge};
-use super::{ReadOptions, natural_order};
 use crate::catalog::model::GRADIENTS;
 use crate::catalog::{Catalog, Dict, Value, path};
 use crate::error::{Error, Result};
 use crate::layout::Rank;
+use crate::name_list::{FEW, Numbers, natural_order, short_list};
 use crate::storage::Files;
+use crate::storage::lookup::{self, Kind};
 
 /// Which series of a folder to read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -31,37 +34,52 @@ pub enum SeriesChoice {
     Named(Vec<String>),
 }
 
-/// What to say where one rank's file is given and the whole is needed.
-pub fn fragment(path: &Path) -> Option<String> {
-    let name = RankName::parse(path)?;
-    let beside = siblings(path)?;
+/// What to say where one rank's file is given and the whole is needed, and the names of the other files.
+///
+/// # Errors
+/// `Io` where the folder that it is in cannot be listed.
+pub fn fragment(path: &Path) -> Result<Option<(String, Vec<String>)>> {
+    let Some(name) = RankName::parse(path) else { return Ok(None) };
+    let beside = siblings(path, &name)?;
     let count = match name.world_size {
         Some(size) => size,
-        None => u32::try_from(beside.len()).ok()?,
+        None => u32::try_from(beside.len()).expect("fewer than 2^32 files"),
     };
     let others = beside.iter().filter(|other| other.file_name() != path.file_name());
     let mut others: Vec<String> = others.filter_map(|other| Some(other.file_name()?.to_str()?.to_owned())).collect();
     others.sort_by(|left, right| natural_order(left, right));
-    if others.len() > SHOWN {
-        others.splice(SHOWN - 1..others.len() - 1, [String::from("...")]);
+    let mut missing = others.clone();
+    let mut absent = String::new();
+    if let Some(size) = name.world_size {
+        let known = [beside.as_slice(), &[path.to_path_buf()]].concat();
+        let set = |files: &[PathBuf]| {
+            let parsed = files.iter().filter_map(|path| Some((RankName::parse(path)?, path.clone())));
+            let parsed = parsed.filter(|(other, _)| other.world_size == Some(size));
+            NumberedSet::new(name.series.clone(), size, parsed.collect())
+        };
+        let all = set(&known);
+        missing = NumberedSet { files: set(&[path.to_path_buf()]).files, ..all.clone() }.missing_names();
+        let names = all.missing_names();
+        if !names.is_empty() {
+            absent = format!(", missing: {}", short_list(&names, FEW));
+        }
     }
-    let others = if others.is_empty() { others.join("") } else { format!(" ({} beside it)", others.join(", ")) };
-    (count > 1).then(|| format!("1 of {count} files of its series{others}"))
+    let others = if others.is_empty() { String::new() } else { format!(" ({} beside it)", short_list(&others, FEW)) };
+    Ok((count > 1).then(|| (format!("1 of {count} files of its series{others}{absent}"), missing)))
 }
 
-/// How many of the other ranks' files are named.
-const SHOWN: usize = 8;
-
-fn siblings(path: &Path) -> Option<Vec<PathBuf>> {
-    let own = RankName::parse(path)?;
+fn siblings(path: &Path, own: &RankName) -> Result<Vec<PathBuf>> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let entries = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
-    let is_sibling = |path: &PathBuf| {
-        path.is_file()
-            && path.extension().is_some()
-            && RankName::parse(path).is_some_and(|name| name.series == own.series)
-    };
-    Some(entries.filter(is_sibling).collect())
+    let mut found = Vec::new();
+    for entry in lookup::list(folder)? {
+        let is_of_series = entry.path.extension().is_some()
+            && RankName::parse(&entry.path).is_some_and(|name| name.series == own.series);
+        // A rank whose file cannot be reached is a rank nevertheless.
+        if is_of_series && matches!(entry.kind()?, Kind::File | Kind::Dangling) {
+            found.push(entry.path);
+        }
+    }
+    Ok(found)
 }
 
 /// The rank files of one series, as they were found.
@@ -85,14 +103,48 @@ pub struct SeriesSet {
 pub struct Grouped {
     pub ranks: Option<SeriesSet>,
     /// Files that say that they are one of several, from 1 on, without an index that lists them.
-    pub sets: Vec<(String, Vec<PathBuf>)>,
+    pub sets: Vec<NumberedSet>,
     pub plain: Vec<PathBuf>,
 }
 
-/// Group the torch files of a folder by their names.
+/// Files that say in their names how many they are.
+#[derive(Clone, Debug)]
+pub struct NumberedSet {
+    pub name: String,
+    /// How many files there are by their names.
+    pub size: u32,
+    first: u32,
+    files: BTreeMap<u32, PathBuf>,
+    names: RankNames,
+}
+
+impl NumberedSet {
+    /// At least one file is needed, for the style of the names.
+    fn new(name: String, size: u32, files: Vec<(RankName, PathBuf)>) -> Self {
+        let mut names = files[0].0.names.clone();
+        files.iter().for_each(|(name, _)| names.widen(&name.names));
+        let from_one = files.iter().all(|(name, _)| name.numbering == Numbering::OfTotal && name.rank > 0);
+        let files = files.into_iter().map(|(name, path)| (name.rank, path)).collect();
+        Self { name, size, first: u32::from(from_one), files, names }
+    }
+
+    /// The names of files that are not there.
+    pub fn missing_names(&self) -> Vec<String> {
+        let all = self.first..self.size.saturating_add(self.first);
+        let count = all.len().saturating_sub(self.files.range(all.clone()).count());
+        let missing = all.filter(|number| !self.files.contains_key(number));
+        list_absent(count as u64, missing.map(|number| self.names.render(number, self.size)))
+    }
+
+    pub fn into_paths(self) -> Vec<PathBuf> {
+        self.files.into_values().collect()
+    }
+}
+
+/// Group the files of a folder by their names.
 ///
 /// # Errors
-/// `Missing` where a set is not complete.
+/// `Malformed` and `Conflict` where the numbers of a set contradict each other.
 pub fn group(folder: &Path, paths: &[PathBuf]) -> Result<Grouped> {
     let mut found: BTreeMap<String, Vec<(RankName, PathBuf)>> = BTreeMap::new();
     let mut grouped = Grouped { ranks: None, sets: Vec::new(), plain: Vec::new() };
@@ -107,8 +159,7 @@ pub fn group(folder: &Path, paths: &[PathBuf]) -> Result<Grouped> {
         let own = Series { name, files };
         let counts_from_one = own.files.iter().all(|(name, _)| name.numbering == Numbering::OfTotal && name.rank > 0);
         if counts_from_one {
-            let paths = own.set(folder)?;
-            grouped.sets.push((own.name, paths));
+            grouped.sets.push(own.set(folder)?);
         } else {
             series.push(own);
         }
@@ -131,6 +182,18 @@ impl SeriesSet {
 
     pub fn skipped_files(&self) -> impl Iterator<Item = &PathBuf> {
         self.skipped.iter().flat_map(|series| &series.files).map(|(_, path)| path)
+    }
+
+    /// The series whose names say how many files they have.
+    ///
+    /// # Errors
+    /// `Malformed` and `Conflict` where the numbers of one contradict each other.
+    pub fn numbered(&self) -> Result<Vec<NumberedSet>> {
+        let sized = |series: &Series| {
+            let (size, _) = series.ranks(&self.folder)?;
+            Ok(size.map(|size| NumberedSet::new(series.name.clone(), size, series.files.clone())))
+        };
+        self.series.iter().filter_map(|series| sized(series).transpose()).collect()
     }
 
     /// Ranks that have files.
@@ -160,7 +223,7 @@ impl SeriesSet {
                 if all.iter().all(String::is_empty) {
                     String::from("its rank files are one series without a name: leave --series out")
                 } else {
-                    format!("its series are {}: choose with --series", all.join(", "))
+                    format!("its series are {}: choose with --series", short_list(&all, FEW))
                 },
             ));
         }
@@ -299,13 +362,7 @@ impl Series {
                 gap.at, gap.ranks
             )),
             Some(gap) => {
-                return Err(match gap.error {
-                    Error::Missing { path, at, expected, missing, .. } => {
-                        let hint = covers(&ranks).then(|| WITHOUT_THEM.into());
-                        Error::Missing { path, at, expected, missing, hint }
-                    }
-                    other => other,
-                });
+                return Err(if covers(&ranks) { gap.error.missing_hint(WITHOUT_THEM) } else { gap.error });
             }
         };
         Ok((ranks, warning))
@@ -352,7 +409,10 @@ impl Series {
                 fqn: format!("{}: series `{}`", folder.display(), self.name),
                 what: "the world size",
                 between: String::from("its files"),
-                detail: format!("expected one world size, found files of {}", names.join(" and ")),
+                detail: format!(
+                    "expected one world size, found files of {}",
+                    short_list(&names, FEW).replace(", ", " and ")
+                ),
                 hint: Some(String::from(
                     "move the files of one of them into another folder; --series cannot tell them apart",
                 )),
@@ -361,24 +421,14 @@ impl Series {
     }
 
     /// A set of files that are numbered from 1.
-    fn set(&self, folder: &Path) -> Result<Vec<PathBuf>> {
+    fn set(self, folder: &Path) -> Result<NumberedSet> {
         let (size, files) = self.ranks(folder)?;
         let size = size.unwrap_or_default();
-        let missing = list_missing(1..=size, &files);
         if let Some(highest) = files.keys().next_back().filter(|highest| **highest > size) {
             let at = format!("files `{}`", self.name);
             return Err(Error::malformed(folder, at, format!("files up to {size}"), format!("file {highest}")));
         }
-        match missing {
-            None => Ok(files.into_values().collect()),
-            Some(numbers) => Err(Error::Missing {
-                path: folder.to_path_buf(),
-                at: format!("files `{}`", self.name),
-                expected: format!("{size} files, numbered in their names"),
-                missing: format!("{numbers} of {size}"),
-                hint: None,
-            }),
-        }
+        Ok(NumberedSet::new(self.name, size, self.files))
     }
 
     /// Ranks below the world size that have no file.
@@ -406,32 +456,19 @@ impl Series {
         if highest >= size {
             return Err(Error::malformed(folder, at, format!("ranks below {size}"), format!("rank {highest}")));
         }
-        Ok(list_missing(0..=size - 1, ranks).map(|numbers| {
-            let several = numbers.contains(',') || numbers.contains("more");
-            let ranks = format!("{} {numbers}", if several { "ranks" } else { "rank" });
+        let present = ranks.keys().copied();
+        let missing = size.checked_sub(1).and_then(|highest| Numbers::missing(0..=highest, present));
+        Ok(missing.map(|numbers| {
+            let ranks = numbers.short("rank", "ranks");
             let error = Error::Missing {
                 path: folder.to_path_buf(),
                 at: at.clone(),
                 expected: format!("the files of {size} ranks"),
                 missing: ranks.clone(),
                 hint: None,
-            };
+            }
+            .naming(&numbers.names("rank", "ranks"));
             Gap { at: format!("{}: {at}", folder.display()), ranks, error }
         }))
     }
-}
-
-/// The numbers that no file has; the first of them, where there are many. Totals come from file names: they are
-/// compared before anything is listed, so that a huge one costs nothing.
-pub fn list_missing(all: std::ops::RangeInclusive<u32>, files: &BTreeMap<u32, PathBuf>) -> Option<String> {
-    const SHOWN: usize = 16;
-    if all.is_empty() {
-        return None;
-    }
-    let size = u64::from(*all.end()) - u64::from(*all.start()) + 1;
-    let count = size.checked_sub(files.range(all.clone()).count() as u64).filter(|count| *count > 0)?;
-    let first: Vec<String> =
-        all.filter(|number| !files.contains_key(number)).take(SHOWN).map(|number| number.to_string()).collect();
-    let more = if count > SHOWN as u64 { format!(" and {} more", count - SHOWN as u64) } else { String::new() };
-    Some(first.join(", ") + &more)
 }

@@ -100,6 +100,14 @@ impl Tile {
         count
     }
 
+    /// The index in the tensor of an element of the tile, which counts row-major.
+    #[must_use]
+    pub fn index(&self, element: u64) -> Dims {
+        let index = |(dim, position): (&Intervals, u64)| dim.slice(position..position + 1).start();
+        let positions = super::unravel(element, &self.sizes());
+        self.dims.iter().zip(positions).map(|one| index(one).expect("an element of the tile")).collect()
+    }
+
     /// The smallest box that holds the tile; a dim that holds nothing is `0:0`.
     #[must_use]
     pub fn bounds(&self) -> Region {

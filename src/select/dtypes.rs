@@ -1,10 +1,11 @@
 //! `--dtype`: in which element type each tensor is written.
 //!
 //! A bare dtype is for the weights of a model: f32, f16 and bf16 tensors of 1 or more dims outside optimizer state.
-//! A rule with a pattern reaches f64 and, by their own names, optimizer state as well; the first pattern that covers
-//! a tensor decides. Integers, bools, complex numbers, 8-bit floats and 0-d tensors are never cast.
+//! A rule with a pattern reaches f64 and, by their own names, optimizer state and scales of quantised tensors as well;
+//! the first pattern that covers a tensor decides. Integers, bools, complex numbers, 8-bit floats and 0-d tensors are never cast.
 
 use super::filter::nearest_names;
+use super::scales::{Quantised, is_small_float};
 use super::survey::Survey;
 use crate::catalog::path::tensors;
 use crate::catalog::{Catalog, Dtype, Path};
@@ -48,6 +49,8 @@ impl DtypeRule {
 pub enum Kept {
     Scalar,
     OptimizerState,
+    /// The scale of a quantised tensor, which takes a pattern.
+    Scale,
     /// f64, which takes a pattern.
     Double,
     NotFloat,
@@ -59,6 +62,7 @@ impl Kept {
         match self {
             Self::Scalar => "0-d",
             Self::OptimizerState => "optimizer state",
+            Self::Scale => "scales of quantised tensors",
             Self::Double => "f64",
             Self::NotFloat => "not float",
         }
@@ -103,6 +107,8 @@ struct Seen {
     taken: bool,
     /// It has a name that is not in an optimizer.
     outside: bool,
+    /// One of its names is that of a quantised tensor's scale.
+    is_scale: bool,
     /// The first rule with a pattern that covers one of its names.
     rule: Option<usize>,
 }
@@ -132,6 +138,10 @@ pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, r
             }
         }
     };
+    let mut quantised = Quantised::default();
+    for leaf in &survey.leaves {
+        survey.clean_tensors(*leaf, &mut |name, id| quantised.add(name, catalog.tensor(id).dtype));
+    }
     for (leaf, kept) in survey.leaves.iter().zip(kept) {
         survey.clean_tensors(*leaf, &mut |name, id| {
             let mut one = seen[id.0 as usize];
@@ -142,6 +152,7 @@ pub(super) fn apply(survey: &Survey<'_>, kept: &[bool], catalog: &mut Catalog, r
             if *kept {
                 one.taken = true;
                 one.outside |= leaf.optimizer.is_none();
+                one.is_scale |= quantised.has_scale(name);
                 seen[id.0 as usize] = one;
             }
         });
@@ -182,13 +193,9 @@ fn reason_to_keep(dtype: Dtype, is_scalar: bool, seen: Seen) -> Option<Kept> {
     match dtype {
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if is_scalar => Some(Kept::Scalar),
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if !by_name && !seen.outside => Some(Kept::OptimizerState),
+        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 if !by_name && seen.is_scale => Some(Kept::Scale),
         Dtype::F64 if !by_name => Some(Kept::Double),
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::Bf16 => None,
         _ => Some(Kept::NotFloat),
     }
-}
-
-fn is_small_float(dtype: Dtype) -> bool {
-    let others = [Dtype::F8E8m0fnu, Dtype::F4E2m1fnX2];
-    dtype.itemsize() == 1 && (Dtype::CAST_TARGETS.contains(&dtype) || others.contains(&dtype))
 }

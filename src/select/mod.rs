@@ -17,6 +17,7 @@ mod filter;
 mod naming;
 mod rebuild;
 mod rename;
+mod scales;
 mod steps;
 mod survey;
 #[cfg(test)]
@@ -30,7 +31,7 @@ use rayon::prelude::*;
 pub use dtypes::{Casts, DtypeRule, Kept};
 pub use rename::Rename;
 
-use crate::catalog::path::tensors;
+use crate::catalog::path::{self, tensors};
 use crate::catalog::{Catalog, ChunkTable, Fqn, Path, TensorEntry, TensorId, Value, model};
 use crate::error::{Error, Result};
 use crate::layout::Pattern;
@@ -123,6 +124,7 @@ impl Selected {
 ///
 /// # Errors
 /// `Usage`: a pattern, prefix, rename or root that nothing has; two leaves of one name; a leaf without a name.
+/// `Unsupported`: a dict with a tensor in a key.
 pub fn select(source: &Catalog, options: &Options) -> Result<Selected> {
     if let Some(nest) = options.nest.as_ref().filter(|nest| nest.split('.').any(str::is_empty)) {
         return Err(Error::usage(
@@ -139,10 +141,20 @@ pub fn select(source: &Catalog, options: &Options) -> Result<Selected> {
     };
     let (state, tensors) = rayon::join(state, || source.tensors.par_iter().map(without_chunks).collect());
     let mut catalog = Catalog { meshes: source.meshes.clone(), tensors, state: state?, ..Catalog::empty() };
+    refuse_tensor_keys(&catalog.state)?;
     let casts = dtypes::apply(&survey, &kept, &mut catalog, &options.dtypes)?;
     name_tensors(&mut catalog);
     let notes = notes.into_iter().chain(casts.notes()).collect();
     Ok(Selected { catalog, left_out: left_out(&survey, &kept), casts, notes })
+}
+
+fn refuse_tensor_keys(state: &Value) -> Result<()> {
+    let Some(path) = path::dict_with_tensor_key(state) else { return Ok(()) };
+    let dict = if path.0.is_empty() { String::from("the top of the checkpoint") } else { path.to_string() };
+    Err(Error::unsupported(
+        format!("{dict}: a tensor is a key of this dict, or part of a key, where no name leads to it"),
+        "leave the dict out with --exclude, or save the checkpoint again with names as keys",
+    ))
 }
 
 /// The part of the state dict that is taken, where nothing in it is renamed or left out; what is beside it is kept no more.

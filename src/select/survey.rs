@@ -3,7 +3,7 @@
 //! Leaves are those of [`crate::catalog::path`], and dicts that are empty, which have no name anybody asks for but
 //! are put back where they were. Nodes refer to their parents, so that a million leaves share their containers.
 //!
-//! An optimizer is a dict with `state` and `param_groups`, or what stands under one of [`optimizer::OPTIMIZER`]; inside
+//! An optimizer is a dict with `state` and `param_groups`, or what stands under one of a [key of optimizers](optimizer::is_optimizer_key); inside
 //! of a model there is none. Its state is keyed by parameter: `{"state": {FQN: {"exp_avg": ..}}}` or, flattened as
 //! `torch.distributed.checkpoint.state_dict` does on request, `{"state.FQN.exp_avg": ..}`.
 
@@ -174,7 +174,8 @@ impl<'a> Survey<'a> {
                 self.optimizers += 1;
             }
         }
-        let holds_leaves = dict.entries.iter().all(|(_, value)| !matches!(value, Value::Dict(_) | Value::List(_)));
+        let holds_leaves =
+            dict.entries.iter().all(|(_, value)| !matches!(value, Value::Dict(_) | Value::List(_) | Value::Ints(_)));
         let at_top = at.depth == 0 || at.on_root && at.depth == self.root_keys.len();
         let dotted = dict.entries.iter().any(|(key, _)| key.as_str().is_some_and(|key| key.contains('.')));
         self.nodes[at.node as usize].flat = dotted || holds_leaves && at_top;
@@ -199,9 +200,9 @@ impl<'a> Survey<'a> {
     }
 
     fn optimizer_below(&mut self, at: At, name: &str, value: &Value) -> Option<(u32, Part)> {
-        let container = matches!(value, Value::Dict(_) | Value::List(_));
+        let container = matches!(value, Value::Dict(_) | Value::List(_) | Value::Ints(_));
         let Some((number, part)) = at.optimizer else {
-            let begins = container && !at.in_model && optimizer::OPTIMIZER.contains(&name);
+            let begins = container && !at.in_model && optimizer::is_optimizer_key(name);
             return begins.then(|| {
                 self.optimizers += 1;
                 (self.optimizers - 1, Part::Rest)

@@ -3,12 +3,13 @@
 //! Mapping a file on a network file system costs a round trip a page and has been seen 10 to 50 times slower than
 //! reading it, so the way to read is chosen by file system (statfs(2)) unless the user says otherwise.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::path::Path;
 
 use rustix::fs::StatFs;
 
+use super::AnchoredPath;
 use super::direct::ALIGNMENT;
 use crate::error::{Error, Result};
 
@@ -50,6 +51,12 @@ pub fn preferred_io(path: &Path) -> Result<IoMode> {
     Ok(if REMOTE.contains(&magic_of(&look_at(path)?)) { IoMode::Read } else { IoMode::Mmap })
 }
 
+/// Whether the file system `path` is on may be one that other nodes change too, and whose names this node caches.
+#[must_use]
+pub fn caches_names(path: &Path) -> bool {
+    look_at(path).is_ok_and(|info| REMOTE.contains(&magic_of(&info)))
+}
+
 fn look_at(path: &Path) -> Result<StatFs> {
     rustix::fs::statfs(path).map_err(|error| Error::io("look at the file system of", path)(error.into()))
 }
@@ -75,9 +82,21 @@ const IN_PLACE: &[u64] = &[
 /// # Errors
 /// `Io` where the path cannot be looked at.
 pub fn suits_direct_writes(path: &Path) -> Result<bool> {
-    let info = look_at(path)?;
+    Ok(is_written_in_place(&look_at(path)?))
+}
+
+/// The same of a folder that is reached without following links.
+///
+/// # Errors
+/// `Io` where it cannot be looked at.
+pub fn suits_direct_writes_in(folder: &AnchoredPath) -> Result<bool> {
+    let info = folder.open_folder().and_then(|folder| Ok(rustix::fs::fstatfs(folder)?));
+    info.map(|info| is_written_in_place(&info)).map_err(Error::io("look at the file system of", folder))
+}
+
+fn is_written_in_place(info: &StatFs) -> bool {
     let block = u64::try_from(info.f_bsize).unwrap_or(u64::MAX);
-    Ok(IN_PLACE.contains(&magic_of(&info)) && block <= ALIGNMENT)
+    IN_PLACE.contains(&magic_of(info)) && block <= ALIGNMENT
 }
 
 /// The folder in which making `path` would begin: the nearest one above it that is there.
@@ -116,6 +135,20 @@ pub fn start_write_back(file: &File, offset: u64, len: u64) {
 const WAIT: u32 = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
 #[cfg(not(target_os = "linux"))]
 const WAIT: u32 = 0;
+
+/// Close a file that was written. Network file systems and quotas say here what could not be written, which dropping a
+/// [`File`] ignores. Never tried again: Linux has given up the descriptor even where this fails.
+///
+/// # Errors
+/// What the file system says.
+pub fn close(file: File) -> io::Result<()> {
+    use std::os::fd::IntoRawFd;
+
+    // SAFETY: the descriptor is given up by its owner, so that nobody else uses or closes it.
+    #[expect(unsafe_code)]
+    let closed = unsafe { rustix::io::try_close(file.into_raw_fd()) };
+    Ok(closed?)
+}
 
 #[cfg(target_os = "linux")]
 fn sync_range(file: &File, offset: u64, len: u64, wait: u32) -> io::Result<()> {
@@ -158,28 +191,6 @@ pub fn raise_open_file_limit() {
 
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
-}
-
-/// fsync a folder and those below it, so that the names in them last.
-///
-/// # Errors
-/// `Io` naming the folder.
-pub fn sync_folders(folder: &Path) -> Result<()> {
-    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
-        let entry = entry.map_err(Error::io("list", folder))?;
-        if entry.file_type().map_err(Error::io("list", folder))?.is_dir() {
-            sync_folders(&entry.path())?;
-        }
-    }
-    sync_folder(folder)
-}
-
-/// fsync a folder, so that the names in it last.
-///
-/// # Errors
-/// `Io` naming it.
-pub fn sync_folder(folder: &Path) -> Result<()> {
-    File::open(folder).and_then(|handle| handle.sync_all()).map_err(Error::io("sync", folder))
 }
 
 #[cfg(test)]

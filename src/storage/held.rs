@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use super::{FileId, Stretch};
-use crate::error::{Error, Result, name_processes};
+use crate::error::{Error, Result};
+use crate::name_list::name_processes;
 
 /// Stretches of a file: ascending, apart from each other, none empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -4,13 +4,16 @@
 //! 16,384 rank files works under a limit of 1,024 descriptors. What a file was (device, inode, size, modification
 //! time) is remembered from the first look and checked again before a result is published.
 
+pub mod afresh;
+mod anchored;
 pub mod direct;
 pub mod filesystem;
 mod held;
+pub mod lookup;
+mod mapping;
 pub mod memory;
 mod open_file;
 mod open_files;
-mod sigbus;
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -19,9 +22,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub use anchored::AnchoredPath;
 pub use direct::BOUNCE_BYTES;
 pub use filesystem::IoMode;
 pub use held::{Holding, Holdings, Local, Ranges};
+pub use lookup::regular_file;
 pub use open_file::OpenFile;
 pub use open_files::Opened;
 
@@ -243,7 +248,7 @@ impl Files {
     fn open_now(&self, id: FileId) -> Result<OpenFile> {
         let entry = &self.entries[id.0 as usize];
         let at = entry.twin.as_ref().unwrap_or(&entry.path);
-        let file = File::open(at).map_err(Error::io("open", &entry.path))?;
+        let file = File::open(at).map_err(lookup::refused("open", &entry.path))?;
         let metadata = file.metadata().map_err(Error::io("look at", &entry.path))?;
         if Identity::of(&metadata) != entry.identity {
             return Err(changed(&entry.path));
@@ -284,7 +289,7 @@ impl Files {
         if offset.checked_add(len).is_none_or(|end| end > file.len) {
             return Err(file.too_short(offset, len));
         }
-        let mut buffer = vec![0; usize::try_from(len).expect("length checked against a file's")];
+        let mut buffer = zeroed(len).map_err(Error::io("read", file.path()))?;
         file.read_exact_at(&mut buffer, offset)?;
         Ok(buffer)
     }
@@ -295,7 +300,7 @@ impl Files {
     /// `Io` naming the first file that changed.
     pub fn check_unchanged(&self) -> Result<()> {
         for entry in self.entries.iter().filter(|entry| entry.twin.is_none()) {
-            let metadata = std::fs::metadata(&entry.path).map_err(Error::io("look at", &entry.path))?;
+            let metadata = std::fs::metadata(&entry.path).map_err(lookup::refused("look at", &entry.path))?;
             if Identity::of(&metadata) != entry.identity {
                 return Err(changed(&entry.path));
             }
@@ -304,17 +309,16 @@ impl Files {
     }
 }
 
-/// What the file is, where it is one that can be read without waiting: opening a pipe would wait for its writer.
+/// A buffer for so many bytes of a file.
 ///
 /// # Errors
-/// `Io` where it cannot be looked at or is not a regular file.
-pub fn regular_file(path: &Path) -> Result<std::fs::Metadata> {
-    let metadata = std::fs::metadata(path).map_err(Error::io("open", path))?;
-    if metadata.is_file() {
-        return Ok(metadata);
-    }
-    let source = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
-    Err(Error::Io { action: "open", path: path.to_path_buf(), source })
+/// `OutOfMemory` where there is no room for it.
+pub fn zeroed(len: u64) -> io::Result<Vec<u8>> {
+    let len = usize::try_from(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
+    let mut buffer = Vec::new();
+    buffer.try_reserve_exact(len)?;
+    buffer.resize(len, 0);
+    Ok(buffer)
 }
 
 fn changed(path: &Path) -> Error {

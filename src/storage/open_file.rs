@@ -7,10 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use memmap2::{Advice, Mmap};
-
 use super::held::Watch;
-use super::{direct, sigbus};
+use super::mapping::Mapping;
+use super::{changed, direct};
 use crate::error::{Error, Result};
 
 /// One open file; mapped on demand.
@@ -21,7 +20,8 @@ pub struct OpenFile {
     /// The same file, to be read past the page cache, where that is asked for and possible.
     pub(super) direct: Option<File>,
     pub(super) len: u64,
-    pub(super) map: OnceLock<Mmap>,
+    /// `None` where it cannot be mapped.
+    pub(super) map: OnceLock<Option<Mapping>>,
     /// See [`super::Files::bytes_read`].
     pub(super) bytes_read: Arc<AtomicU64>,
     pub(super) watch: Option<Watch>,
@@ -46,7 +46,7 @@ impl OpenFile {
     /// Fill `buffer` from `offset`.
     ///
     /// # Errors
-    /// `Malformed` where the file ends first, `Io` where the read fails.
+    /// `Malformed` where the file ends first, `Io` where the read fails or the file has become shorter.
     pub fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> Result<()> {
         self.look(offset, buffer.len() as u64)?;
         self.bytes_read.fetch_add(buffer.len() as u64, Ordering::Relaxed);
@@ -58,51 +58,46 @@ impl OpenFile {
         };
         read.unwrap_or_else(|| self.file.read_exact_at(buffer, offset)).map_err(|error| {
             if error.kind() == io::ErrorKind::UnexpectedEof {
-                self.too_short(offset, buffer.len() as u64)
+                let end = offset.checked_add(buffer.len() as u64);
+                let was_there = end.is_some_and(|end| end <= self.len);
+                if was_there { changed(&self.path) } else { self.too_short(offset, buffer.len() as u64) }
             } else {
                 Error::Io { action: "read", path: self.path.clone(), source: error }
             }
         })
     }
 
-    /// The bytes `[offset, offset + len)` of the mapped file. Reading them faults pages in; a file that shrinks
-    /// meanwhile ends the process with a message (see `sigbus`).
+    /// Calls `read` with the bytes `[offset, offset + len)` of the mapped file. `None` where the file cannot be mapped, as
+    /// under a limit on address space: then it is to be read.
     ///
     /// # Errors
-    /// `Malformed` where the file is shorter, `Io` where it cannot be mapped.
-    pub fn mapped(&self, offset: u64, len: u64) -> Result<&[u8]> {
+    /// `Malformed` where the file is shorter; `Io` where it has become shorter, and where its pages cannot be read.
+    pub fn mapped<T>(&self, offset: u64, len: u64, read: impl FnOnce(&[u8]) -> T) -> Result<Option<T>> {
         if offset.checked_add(len).is_none_or(|end| end > self.len) {
             return Err(self.too_short(offset, len));
         }
         if len == 0 {
-            return Ok(&[]);
+            return Ok(Some(read(&[])));
         }
         self.look(offset, len)?;
-        let map = match self.map.get() {
-            Some(map) => map,
-            None => {
-                let map = self.map_file()?;
-                self.map.get_or_init(|| map)
-            }
-        };
+        let map = self.map.get_or_init(|| Mapping::new(&self.file, usize::try_from(self.len).ok()?).ok());
+        let Some(map) = map else { return Ok(None) };
         let start = usize::try_from(offset).expect("a mapped offset fits the address space");
         let len = usize::try_from(len).expect("a mapped length fits the address space");
-        Ok(&map[start..start + len])
+        map.read(start..start + len, read).map(Some).ok_or_else(|| self.unreadable_page())
+    }
+
+    /// The error for a page of the mapping that raised SIGBUS.
+    fn unreadable_page(&self) -> Error {
+        match self.file.metadata() {
+            Ok(metadata) if metadata.len() < self.len => changed(&self.path),
+            Ok(_) => Error::io("read", &self.path)(rustix::io::Errno::IO.into()),
+            Err(error) => Error::io("look at", &self.path)(error),
+        }
     }
 
     fn look(&self, offset: u64, len: u64) -> Result<()> {
         self.watch.as_ref().map_or(Ok(()), |watch| watch.look(&self.path, offset, len))
-    }
-
-    fn map_file(&self) -> Result<Mmap> {
-        sigbus::install();
-        // SAFETY: the mapping is read-only and private to this process. Another process may still change the file:
-        // changed bytes are caught by the identity check before publishing, a shrunk file by the SIGBUS handler.
-        #[expect(unsafe_code)]
-        let map = unsafe { Mmap::map(&self.file) }.map_err(Error::io("map", &self.path))?;
-        // A hint only: strips are read front to back.
-        let _ = map.advise(Advice::Sequential);
-        Ok(map)
     }
 
     pub(super) fn too_short(&self, offset: u64, len: u64) -> Error {
@@ -112,5 +107,41 @@ impl OpenFile {
             format!("{len} more bytes"),
             format!("a file of {} bytes", self.len),
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::storage::{Files, IoMode};
+
+    #[test]
+    fn file_truncated_before_it_is_mapped_is_an_error_that_names_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        for io in [IoMode::Mmap, IoMode::Read, IoMode::Direct] {
+            std::fs::write(&path, vec![7; 100_000]).unwrap();
+            let mut files = Files::new(io);
+            let id = files.add(&path).unwrap();
+            let file = files.open(id).unwrap();
+            File::options().write(true).open(&path).unwrap().set_len(10).unwrap();
+            let read = match io {
+                IoMode::Mmap => file.mapped(50_000, 50_000, <[u8]>::to_vec).map(Option::unwrap),
+                IoMode::Read | IoMode::Direct => files.read(id, 50_000, 50_000),
+            };
+            assert!(matches!(read, Err(Error::Io { path: at, .. }) if at == path), "{io:?}");
+        }
+    }
+
+    #[test]
+    fn range_beyond_the_end_of_a_file_is_malformed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        std::fs::write(&path, vec![7; 100]).unwrap();
+        let mut files = Files::new(IoMode::Mmap);
+        let id = files.add(&path).unwrap();
+        let file = files.open(id).unwrap();
+        assert!(matches!(file.mapped(50, 51, <[u8]>::to_vec), Err(Error::Malformed { .. })));
+        assert!(matches!(file.read_exact_at(&mut [0; 51], 50), Err(Error::Malformed { .. })));
     }
 }

@@ -21,10 +21,11 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::comm::Communicator;
-use crate::error::{Error, Result, name_processes};
+use crate::error::{Error, Result};
 use crate::format::dcp::{self, Objects};
 use crate::format::{is_data_file, skeleton, skeleton_of_items};
-use crate::storage::Ranges;
+use crate::name_list::name_processes;
+use crate::storage::{AnchoredPath, Ranges};
 use sighting::{Seen, Sighting};
 use walk::Walked;
 
@@ -56,20 +57,20 @@ enum Kind {
 /// # Errors
 /// `Missing` where nobody sees anything, `Conflict` where ranks see different files under one name, and `Comm` naming the
 /// rank that cannot read its files, or write the twin.
-pub fn make(communicator: &impl Communicator, own: &Path, twin: &Path) -> Result<Twin> {
+pub fn make(communicator: &impl Communicator, own: &Path, twin: &AnchoredPath) -> Result<Twin> {
     let walked = communicator.settle(Walked::of(own))?;
     let (kind, blind) = agree_on_kind(communicator, own, walked.kind.as_ref())?;
     let mut making = Making { communicator, walked: &walked, twin, written: 0 };
     communicator.settle(if communicator.rank() == 0 { write::begin(twin) } else { Ok(()) })?;
     let mut files = making.round(|path| !is_data_file(path), &|path| skeleton(&walked.folder.join(path)))?;
-    let objects = communicator.settle(objects(&walked, twin))?;
+    let objects = communicator.settle(objects(&walked, twin.path()))?;
     files.extend(making.round(is_data_file, &|path| {
         let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
         let own = objects.get(folder).and_then(|objects| objects.get(Path::new(name)));
         skeleton_of_items(&walked.folder.join(path), own.map_or(&[], Vec::as_slice))
     })?);
     let written = making.written;
-    let (folder, own) = (twin.to_path_buf(), walked.folder);
+    let (folder, own) = (twin.path().to_path_buf(), walked.folder);
     Ok(Twin { folder, own, kind, files, blind, written })
 }
 
@@ -90,7 +91,7 @@ fn objects(walked: &Walked, twin: &Path) -> Result<BTreeMap<PathBuf, Objects>> {
 struct Making<'a, C> {
     communicator: &'a C,
     walked: &'a Walked,
-    twin: &'a Path,
+    twin: &'a AnchoredPath,
     written: u64,
 }
 

@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::Twin;
-use crate::error::{Error, Result, name_processes};
+use crate::error::{Error, Result};
 use crate::format::{Checkpoint, ReadOptions, TwinOf};
 use crate::layout::LayoutError;
-use crate::storage::{Holding, Holdings, IoMode, Local, filesystem};
+use crate::name_list::name_processes;
+use crate::storage::{Holding, Holdings, IoMode, Local, filesystem, lookup};
 
 impl Twin {
     /// Read the checkpoint that the ranks see together. Its files are those of SRC, which can be opened where this process
@@ -27,7 +28,7 @@ impl Twin {
         let own = if self.own.as_os_str().is_empty() { Path::new(".") } else { &self.own };
         let io = match options.io {
             Some(io) => io,
-            None if own.is_dir() => filesystem::preferred_io(own)?,
+            None if lookup::is_folder(own)? => filesystem::preferred_io(own)?,
             None => IoMode::Read,
         };
         checkpoint.files.localise(io, &|path| {
@@ -38,7 +39,7 @@ impl Twin {
         checkpoint.resolved_from.iter_mut().for_each(|path| self.rename(path));
         let catalog = &mut checkpoint.catalog;
         let told = [&mut catalog.warnings, &mut catalog.notes, &mut catalog.details].into_iter().flatten();
-        told.chain(&mut checkpoint.fragment).for_each(|text| *text = self.words_of_src(text));
+        told.for_each(|text| *text = self.words_of_src(text));
         let not_taken = self.files.values().filter(|seen| !seen.not_taken.is_empty());
         checkpoint.catalog.notes.extend(not_taken.map(|seen| {
             let (path, writer) = (self.own.join(&seen.path), seen.writer);
@@ -91,6 +92,10 @@ impl Twin {
             }
             Error::Within { path, error } => {
                 self.rename(path);
+                let inner = std::mem::replace(&mut **error, Error::comm(0, "", ""));
+                **error = self.in_words_of_src(inner);
+            }
+            Error::Naming { error, .. } => {
                 let inner = std::mem::replace(&mut **error, Error::comm(0, "", ""));
                 **error = self.in_words_of_src(inner);
             }

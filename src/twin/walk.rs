@@ -4,13 +4,13 @@
 //! checkpoint may be found in a folder of that name, and never in circles. A link that leads nowhere is told of as well:
 //! where it lies on another rank, it may lead somewhere there.
 
-use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::Kind;
 use crate::error::{Error, Result};
 use crate::format::{companions, may_lead_on, refuse_address};
+use crate::storage::lookup;
 
 #[derive(Debug)]
 pub struct Walked {
@@ -35,13 +35,7 @@ impl Walked {
     /// `Io`; `Usage` where there is more than a checkpoint has; `Unsupported` for names that cannot be told.
     pub fn of(src: &Path) -> Result<Self> {
         let nothing = Self { folder: src.to_path_buf(), kind: None, files: Vec::new(), dangling: Vec::new() };
-        let metadata = match std::fs::metadata(src) {
-            Ok(metadata) => metadata,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return refuse_address(src).map(|()| nothing);
-            }
-            Err(error) => return Err(Error::io("look at", src)(error)),
-        };
+        let Some(metadata) = lookup::metadata_of(src)? else { return refuse_address(src).map(|()| nothing) };
         let mut walked = nothing;
         if metadata.is_dir() {
             let ancestors = vec![(metadata.dev(), metadata.ino())];
@@ -65,8 +59,7 @@ impl Walked {
 
     fn enter(&mut self, below: &Path, ancestors: &[(u64, u64)], entries: &mut usize) -> Result<()> {
         let folder = self.folder.join(below);
-        for entry in std::fs::read_dir(&folder).map_err(Error::io("list", &folder))? {
-            let entry = entry.map_err(Error::io("list", &folder))?;
+        for entry in lookup::list(&folder)? {
             *entries += 1;
             if *entries > MAX_ENTRIES || ancestors.len() > MAX_DEPTH {
                 return Err(Error::usage(
@@ -74,11 +67,10 @@ impl Walked {
                     "give the folder that holds the files themselves",
                 ));
             }
-            let name = entry.file_name();
-            let path = below.join(&name);
-            let name = name.to_str().ok_or_else(|| not_told(&folder.join(&path)))?;
-            let is_link = entry.file_type().map_err(Error::io("look at", entry.path()))?.is_symlink();
-            let Some(metadata) = target(&entry.path())? else {
+            let path = below.join(&entry.name);
+            let name = entry.name.to_str().ok_or_else(|| not_told(&folder.join(&path)))?;
+            let is_link = entry.is_link()?;
+            let Some(metadata) = lookup::metadata_of(&entry.path)? else {
                 self.dangling.push(path);
                 continue;
             };
@@ -90,15 +82,6 @@ impl Walked {
             }
         }
         Ok(())
-    }
-}
-
-/// `None` for a link that leads nowhere.
-fn target(path: &Path) -> Result<Option<Metadata>> {
-    match std::fs::metadata(path) {
-        Ok(metadata) => Ok(Some(metadata)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Error::io("look at", path)(error)),
     }
 }
 

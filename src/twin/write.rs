@@ -1,8 +1,8 @@
 //! The twin on disk.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -10,36 +10,37 @@ use rayon::prelude::*;
 
 use super::sighting::{Seen, each_block};
 use crate::error::{Error, Result};
+use crate::storage::AnchoredPath;
+use crate::storage::filesystem::close;
 
 /// Make the folder, empty.
 ///
 /// # Errors
 /// `Io`.
-pub fn begin(twin: &Path) -> Result<()> {
-    match fs::remove_dir_all(twin) {
+pub fn begin(twin: &AnchoredPath) -> Result<()> {
+    match twin.remove_all() {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(Error::io("clear", twin)(error)),
         _ => {}
     }
-    fs::create_dir_all(twin).map_err(Error::io("create", twin))
+    twin.create_folder().map_err(Error::io("create", twin))
 }
 
 /// Make the folders of these files.
 ///
 /// # Errors
 /// `Io`.
-pub fn folders<'a>(twin: &Path, files: impl Iterator<Item = &'a PathBuf>) -> Result<()> {
+pub fn folders<'a>(twin: &AnchoredPath, files: impl Iterator<Item = &'a PathBuf>) -> Result<()> {
     let folders: BTreeSet<&Path> = files.filter_map(|file| file.parent()).collect();
-    folders.into_iter().try_for_each(|folder| {
-        let folder = twin.join(folder);
-        fs::create_dir_all(&folder).map_err(Error::io("create", &folder))
-    })
+    folders
+        .into_iter()
+        .try_for_each(|folder| twin.create_folders(folder).map_err(Error::io("create", &twin.join(folder))))
 }
 
 /// Write the twins of files of this process; gives how many bytes those hold.
 ///
 /// # Errors
 /// `Io`.
-pub fn files<'a>(own: &Path, twin: &Path, files: impl Iterator<Item = (&'a PathBuf, &'a Seen)>) -> Result<u64> {
+pub fn files<'a>(own: &Path, twin: &AnchoredPath, files: impl Iterator<Item = (&'a PathBuf, &'a Seen)>) -> Result<u64> {
     let files: Vec<_> = files.collect();
     let written: Vec<Result<u64>> = files
         .into_par_iter()
@@ -47,7 +48,7 @@ pub fn files<'a>(own: &Path, twin: &Path, files: impl Iterator<Item = (&'a PathB
             let at = twin.join(path);
             let Some(len) = seen.len else {
                 // It leads nowhere here either.
-                let made = std::os::unix::fs::symlink("seen by no rank", &at);
+                let made = at.symlink("seen by no rank");
                 return made.map(|()| 0).map_err(Error::io("create", &at));
             };
             write(&own.join(path), &at, len, seen)?;
@@ -57,11 +58,10 @@ pub fn files<'a>(own: &Path, twin: &Path, files: impl Iterator<Item = (&'a PathB
     written.into_iter().sum()
 }
 
-fn write(from: &Path, to: &Path, len: u64, seen: &Seen) -> Result<()> {
+fn write(from: &Path, to: &AnchoredPath, len: u64, seen: &Seen) -> Result<()> {
     let source = File::open(from).map_err(Error::io("open", from))?;
     // Who cannot read SRC cannot read it here either.
-    let target = File::options().write(true).create_new(true).mode(0o600).open(to);
-    let target = target.map_err(Error::io("create", to))?;
+    let target = to.create_new(0o600).map_err(Error::io("create", to))?;
     target.set_len(len).map_err(Error::io("write", to))?;
     for range in seen.held.iter() {
         each_block(&source, from, range, &mut |at, block| {
@@ -74,7 +74,8 @@ fn write(from: &Path, to: &Path, len: u64, seen: &Seen) -> Result<()> {
     let modified = since.and_then(|(seconds, rest)| SystemTime::UNIX_EPOCH.checked_add(Duration::new(seconds, rest)));
     modified.map_or(Ok(()), |modified| target.set_modified(modified)).map_err(Error::io("write", to))?;
     // Closing tells nobody what could not be written, and what is missing looks like zeros.
-    target.sync_data().map_err(Error::io("sync", to))
+    target.sync_data().map_err(Error::io("sync", to))?;
+    close(target).map_err(Error::io("close", to))
 }
 
 /// How long file systems of several nodes may take to show a new file to all.
@@ -84,7 +85,7 @@ const SHOWN_WITHIN: Duration = Duration::from_mins(1);
 ///
 /// # Errors
 /// `Io`; `Missing` where one does not appear.
-pub fn wait_for(twin: &Path, files: &BTreeMap<PathBuf, Seen>) -> Result<()> {
+pub fn wait_for(twin: &AnchoredPath, files: &BTreeMap<PathBuf, Seen>) -> Result<()> {
     let begun = Instant::now();
     let folders: BTreeSet<&Path> = files.keys().filter_map(|file| file.parent()).collect();
     loop {
@@ -92,19 +93,18 @@ pub fn wait_for(twin: &Path, files: &BTreeMap<PathBuf, Seen>) -> Result<()> {
         let mut listed = BTreeSet::new();
         for below in &folders {
             let folder = twin.join(below);
-            for entry in fs::read_dir(&folder).map_err(Error::io("list", &folder))? {
-                listed.insert(below.join(entry.map_err(Error::io("list", &folder))?.file_name()));
-            }
+            let names = folder.names().map_err(Error::io("list", &folder))?;
+            listed.extend(names.into_iter().map(|name| below.join(name)));
         }
         let is_there = |path: &PathBuf, seen: &Seen| {
-            let len = || fs::metadata(twin.join(path)).ok().map(|metadata| metadata.len());
+            let len = || twin.join(path).metadata().ok().map(|metadata| metadata.len());
             listed.contains(path) && (seen.len.is_none() || len() == seen.len)
         };
         let missing = files.par_iter().find_any(|(path, seen)| !is_there(path, seen));
         let Some((missing, _)) = missing else { return Ok(()) };
         if begun.elapsed() > SHOWN_WITHIN {
             return Err(Error::Missing {
-                path: twin.to_path_buf(),
+                path: twin.path().to_path_buf(),
                 at: String::from("files of other processes"),
                 expected: String::from("a folder that all processes see"),
                 missing: missing.display().to_string(),

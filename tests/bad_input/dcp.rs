@@ -132,7 +132,8 @@ fn paths_outside_the_folder() {
         bad(&one(&[2], vec![(&[0], &[2], path, 0, len())]), &words);
     }
     bad(&one(&[2], vec![(&[0], &[2], "nowhere.distcp", 0, len())]), &[".metadata", "missing: nowhere.distcp"]);
-    bad(&one(&[2], vec![(&[0], &[2], "nul\0.distcp", 0, len())]), &[".metadata", "missing: nul"]);
+    let nul = one(&[2], vec![(&[0], &[2], "nul\0.distcp", 0, len())]);
+    bad(&nul, &[".metadata", "inside the checkpoint's folder", "nul"]);
     // A folder in place of a data file.
     let sandbox = Sandbox::new();
     let source = directory(&sandbox, &one(&[2], vec![(&[0], &[2], "sub", 0, len())]));
@@ -246,4 +247,20 @@ fn metadata_that_is_no_metadata() {
     }
     bad(&[b"(".repeat(200_000), b".".to_vec()].concat(), &[".metadata"]);
     bad(&[b"]".repeat(200_000), b"a".repeat(199_999), b".".to_vec()].concat(), &[".metadata"]);
+}
+
+/// Another process may write to a mapped file while it is decoded, and a text that was checked would change.
+#[test]
+fn metadata_is_not_decoded_from_a_mapping() {
+    use dtshard::format::{Checkpoint, ReadOptions};
+    use dtshard::storage::IoMode;
+
+    let sandbox = Sandbox::new();
+    let source = sandbox.copy("fsdp4/dcp");
+    let options = ReadOptions { io: Some(IoMode::Mmap), ..ReadOptions::default() };
+    let checkpoint = Checkpoint::open(&source, &options).unwrap();
+    let mapped = fs::read_to_string("/proc/self/maps").unwrap();
+    let metadata = source.join(".metadata");
+    assert!(checkpoint.files.ids().any(|id| checkpoint.files.path(id) == metadata));
+    assert!(!mapped.contains(metadata.to_str().unwrap()), "{mapped}");
 }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::corrupt::{Sandbox, dtshard, files_of, fixture};
+use crate::skip;
 
 fn refused(sandbox: &Sandbox, args: &[&dyn AsRef<OsStr>], words: &[&str]) {
     let before = sandbox.names();
@@ -178,6 +179,18 @@ fn a_full_file_system() {
     assert!(files_of(&tiny.0).is_empty());
     weights(&source, 10, 4200);
     dtshard(&[&"consolidate", &source, &target, &"--max-shard-size=4200"]).succeeded();
+}
+
+#[test]
+fn carried_files_count_in_the_check_of_free_space() {
+    let sandbox = Sandbox::new();
+    let Some(tiny) = Tiny::mount(sandbox.path("tiny")) else { return skip("cannot mount a tmpfs here") };
+    let source = sandbox.copy("fsdp3/ranks");
+    sandbox.write("src/ranks/train.log", vec![1; 2 << 20]);
+    let outcome = dtshard(&[&"reshard", &source, &tiny.0.join("out"), &"--mesh=dp=2", &"--json"]);
+    let said: serde_json::Value = serde_json::from_str(&outcome.out).unwrap();
+    assert_eq!((outcome.code, said["error"]["kind"].as_str()), (Some(2), Some("usage")), "{said}");
+    assert!(files_of(&tiny.0).is_empty());
 }
 
 /// What `--verify` and a failed replica check leave is nothing, too.

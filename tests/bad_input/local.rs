@@ -120,7 +120,7 @@ fn documents_that_are_none() {
 fn missing_ranks_cost_nothing_however_many() {
     let (sandbox, source) = sound();
     edit(&source.join("layout.json"), |bytes| replace(bytes, b"\"world_size\": 2", b"\"world_size\": 4294967295"));
-    sandbox.is_bad(&source, &["the files of 4294967295 ranks, missing: ranks 2, 3, 4", "and 4294967277 more"]);
+    sandbox.is_bad(&source, &["the files of 4294967295 ranks, missing: ranks 2 .. 4294967294"]);
     fs::remove_file(source.join("rank-00000.safetensors")).unwrap();
     dtshard(&[&"verify", &source, &"--allow-missing"]).did_not_crash().says(&["gap"]);
 }

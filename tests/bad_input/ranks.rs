@@ -27,7 +27,7 @@ const VIEW: View<'static> = View { key: "0", numel: 4, offset: 0, sizes: &[4], s
 #[test]
 fn ranks_that_disagree() {
     for (case, series, words) in [
-        ("conflict/tensor", "model", ["differs: a plain tensor differs", "rank 0 and rank 1", "element 7"]),
+        ("conflict/tensor", "model", ["differs: a plain tensor differs", "rank 0 and rank 1", "[2, 1]"]),
         ("conflict/object", "extra_state", ["step: an object differs", "rank 0 has 7", "rank 1 has 8"]),
         ("conflict/shape", "model", ["differs: shape differs", "rank 0 has [3, 3]", "rank 1 has [4, 3]"]),
     ] {
@@ -45,7 +45,7 @@ fn ranks_that_disagree() {
     // Replicas of a DTensor are compared by verify.
     let found = dtshard(&[&"verify", &fixture("conflict/replica")]);
     assert_eq!(found.code, Some(1), "{found:?}");
-    found.says(&["differs: replica", "rank 0 and rank 1", "element 7"]);
+    found.says(&["differs: replica", "rank 0 and rank 1", "[2, 1]"]);
 }
 
 #[test]
@@ -119,7 +119,7 @@ fn world_sizes_that_cannot_be() {
     sandbox.is_bad(&source, &["one world size", "files of 3 and 4"]);
 
     for (name, words) in [
-        ("model_world_size_4294967295_rank_0.pt", &["4294967295 ranks", "ranks 1, 2", "and 4294967278 more"][..]),
+        ("model_world_size_4294967295_rank_0.pt", &["4294967295 ranks", "ranks 1 .. 4294967294"][..]),
         ("model_rank_4294967295.pt", &["rank 4294967295"]),
         ("model_world_size_0_rank_0.pt", &["ranks below 0"]),
         ("model_world_size_3_rank_3.pt", &["ranks below 3", "rank 3"]),

@@ -50,8 +50,11 @@ fn headers_that_are_no_object() {
         bad(&file(&padded, 0), &["header", "a JSON object"]);
     }
     bad(&file(&format!("{}{}", "[".repeat(100_000), "]".repeat(100_000)), 0), &["header"]);
-    bad(&file(&format!("{{\"w\":{}{}}}", "[".repeat(100_000), "]".repeat(100_000)), 0), &["header"]);
-    bad(&file(&format!("{{\"w\":{}1{}}}", "{\"a\":".repeat(50_000), "}".repeat(50_000)), 0), &["header"]);
+    bad(
+        &file(&format!("{{\"w\":{}{}}}", "[".repeat(100_000), "]".repeat(100_000)), 0),
+        &["w: expected dtype, shape and data_offsets"],
+    );
+    bad(&file(&format!("{{\"w\":{}1{}}}", "{\"a\":".repeat(50_000), "}".repeat(50_000)), 0), &["w: expected"]);
     let mut not_utf8 = file(r#"{"w":"...."}"#, 0);
     not_utf8[14] = 0xFF;
     bad(&not_utf8, &["header"]);

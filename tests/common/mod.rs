@@ -261,9 +261,9 @@ pub fn inspect(path: &Path, options: &str) -> Json {
     succeed("inspect", &[path], &format!("--json {options}")).json()
 }
 
-/// Every tensor of a checkpoint, gathered by the library.
+/// Every tensor of a checkpoint, or of one rank's file of it, gathered by the library.
 pub fn read(path: &Path) -> Tensors {
-    let options = ReadOptions { series: SeriesChoice::All, ..ReadOptions::default() };
+    let options = ReadOptions { series: SeriesChoice::All, show_incomplete: true, ..ReadOptions::default() };
     let checkpoint = Checkpoint::open(path, &options).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     tensors_of(&checkpoint)
 }

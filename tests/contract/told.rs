@@ -64,7 +64,10 @@ fn rank_files(desk: &Desk, name: &str, ranks: &[State<'_>], files: Files) -> Pat
         let path = desk.path(&format!("{name}.st/model-rank-{rank:05}-of-{:05}.safetensors", ranks.len()));
         safetensors_file(&path, state);
         if files == Files::Torch {
-            succeed("unshard", &[&path, &desk.path(&format!("{name}/rank_{rank}.pt"))], "");
+            // Under the name of a rank's file it would be refused as one of several.
+            let alone = desk.path(&format!("{name}.{rank}.safetensors"));
+            fs::copy(&path, &alone).unwrap();
+            succeed("unshard", &[&alone, &desk.path(&format!("{name}/rank_{rank}.pt"))], "");
         }
     }
     desk.path(if files == Files::Torch { name.to_owned() } else { format!("{name}.st") }.as_str())

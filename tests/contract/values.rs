@@ -64,6 +64,54 @@ fn f64_and_optimizer_state_are_cast_by_pattern_only() {
     assert_eq!(made.tensors()["model.embed.weight"].dtype, "f32");
 }
 
+/// An FP8 checkpoint: a scale beside a quantised weight, and the scale of a norm.
+fn with_fp8_weight(desk: &Desk) -> PathBuf {
+    use safetensors::Dtype::{F8_E4M3, F32};
+    use safetensors::tensor::TensorView;
+    let floats: Vec<u8> = [0.123_456_79_f32, 1.000_000_1].into_iter().flat_map(f32::to_le_bytes).collect();
+    let view = |dtype, shape: &[usize], data| TensorView::new(dtype, shape.to_vec(), data).unwrap();
+    let tensors = [
+        ("model.layers.0.mlp.weight", view(F8_E4M3, &[2, 2], b"abcd".as_slice())),
+        ("model.layers.0.mlp.weight_scale_inv", view(F32, &[2, 1], &floats)),
+        ("model.layers.0.mlp.bias", view(F32, &[2], &floats)),
+        ("model.layers.0.norm.scale", view(F32, &[2], &floats)),
+    ];
+    let path = desk.path("fp8.safetensors");
+    fs::write(&path, safetensors::serialize(tensors, None).unwrap()).unwrap();
+    path
+}
+
+#[test]
+fn bare_dtype_keeps_scales_of_quantised_tensors() {
+    let desk = Desk::new();
+    let source = with_fp8_weight(&desk);
+    let known = read(&source);
+    let (scale, others) = ("model.layers.0.mlp.weight_scale_inv", ["mlp.bias", "norm.scale"]);
+    for (verb, name, options) in [
+        ("consolidate", "a.safetensors", "--dtype bf16"),
+        ("unshard", "a.pt", "--dtype bf16"),
+        ("reshard", "dcp", "--dtype bf16 --to dcp --mesh dp=2"),
+        ("reshard", "local", "--dtype bf16 --to local --mesh dp=2"),
+        ("unshard", "b.pt", "--dtype bf16 --rename weight_scale_inv=other"),
+    ] {
+        let made = desk.make(verb, &source, name, &format!("{options} --json"));
+        let document = made.run.json();
+        assert_eq!(document["cast"]["f32->bf16"]["tensors"], 2, "{document}");
+        assert!(document["warnings"].to_string().contains("1 tensor (scales of quantised tensors)"), "{document}");
+        let found = made.tensors();
+        assert_eq!(
+            found[&scale.replace("weight_scale_inv", if name == "b.pt" { "other" } else { "weight_scale_inv" })],
+            known[scale]
+        );
+        for other in others {
+            assert_eq!(found[&format!("model.layers.0.{other}")].dtype, "bf16");
+        }
+        succeed("verify", &[&source, &made.path], options.split(" --to").next().unwrap());
+    }
+    let made = desk.make("consolidate", &source, "c.safetensors", "--dtype bf16 --dtype **.weight_scale_inv=f16");
+    assert_eq!(made.tensors()[scale].dtype, "f16");
+}
+
 #[test]
 fn the_first_dtype_pattern_that_covers_a_tensor_decides_before_the_bare_one() {
     let desk = Desk::new();
@@ -195,7 +243,7 @@ fn views_of_one_storage_are_not_tied() {
 #[test]
 fn what_ranks_store_differently_is_an_error_that_lists_ranks() {
     for (case, options, words) in [
-        ("conflict/tensor", "", ["differs: a plain tensor differs", "rank 0 and rank 1", "element 7"]),
+        ("conflict/tensor", "", ["differs: a plain tensor differs", "rank 0 and rank 1", "[2, 1]"]),
         ("conflict/object", "--series all", ["extra_state.step: an object differs", "rank 0 has 7", "rank 1 has 8"]),
     ] {
         for (verb, name, more) in [
@@ -320,7 +368,7 @@ fn check_replicas_compares_dtensors_too() {
     for (verb, name, more) in [("unshard", "x.pt", ""), ("consolidate", "x", ""), ("reshard", "y", "--mesh dp=2")] {
         let desk = Desk::new();
         desk.make(verb, "conflict/replica", &format!("unchecked_{name}"), more);
-        let words = ["differs: a replica differs between rank 0 and rank 1", "element 7"];
+        let words = ["differs: a replica differs between rank 0 and rank 1", "[2, 1]"];
         let outcome = desk.refuse(verb, "conflict/replica", name, &format!("--check-replicas {more}"), &words);
         assert!(!outcome.stderr.contains("per-rank"), "a DTensor has no place for every rank's: {}", outcome.stderr);
         let taken = desk.make(verb, "conflict/replica", name, &format!("--check-replicas --on-conflict rank0 {more}"));

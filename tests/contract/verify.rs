@@ -159,7 +159,7 @@ fn differing_tensors_have_the_first_index_and_the_largest_difference() {
     let second = desk.path("b.safetensors");
     fs::write(&second, bytes).unwrap();
     let found = expect(1, "verify", &[&first, &second], "--json").json();
-    let detail = "first at element 2 (row-major), 1 of 5 elements differ, max abs difference 2.49951171875";
+    let detail = "first at [2], 1 of 5 elements differ, max abs difference 2.49951171875";
     assert_eq!(found["different"], json!([{ "fqn": "w", "kind": "differing", "detail": detail }]));
 }
 

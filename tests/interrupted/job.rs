@@ -65,6 +65,13 @@ impl fmt::Display for Kind {
     }
 }
 
+impl Kind {
+    /// The name of the destination.
+    pub fn target(&self) -> &'static str {
+        self.target
+    }
+}
+
 /// One file with sums all over it, from files with such.
 pub const FILE: Kind =
     Kind { verb: "unshard", source: Some("--to torch-ranks --mesh fsdp=3"), target: "out.pt", options: "" };
@@ -154,8 +161,13 @@ impl Job {
     }
 
     pub fn command(&self, more: &str, fault: Option<&str>) -> Command {
+        self.command_at(&self.target(), more, fault)
+    }
+
+    /// The same with another destination.
+    pub fn command_at(&self, target: &Path, more: &str, fault: Option<&str>) -> Command {
         let options: Vec<&str> = self.kind.options.split_whitespace().chain(more.split_whitespace()).collect();
-        dtshard(&[self.kind.verb.as_ref(), self.source.as_os_str(), self.target().as_os_str()], &options, fault)
+        dtshard(&[self.kind.verb.as_ref(), self.source.as_os_str(), target.as_os_str()], &options, fault)
     }
 
     /// Run it, with further options, and be killed at a point or, at `none`, record every step.

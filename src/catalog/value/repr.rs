@@ -59,6 +59,14 @@ impl Line<'_, '_> {
             Value::Bytes(bytes) => write!(self, "b'{}'", bytes.escape_ascii()),
             Value::ByteArray(bytes) => write!(self, "bytearray(b'{}')", bytes.escape_ascii()),
             Value::List(items) => self.list("[", items, "]"),
+            Value::Ints(ints) => {
+                self.write_str("[")?;
+                for (i, int) in ints.iter().enumerate() {
+                    self.comma(i)?;
+                    write!(self, "{int}")?;
+                }
+                self.write_str("]")
+            }
             Value::Tuple(items) => self.list("(", items, if items.len() == 1 { ",)" } else { ")" }),
             Value::Set(items) if items.is_empty() => self.write_str("set()"),
             Value::Set(items) => self.list("{", items, "}"),

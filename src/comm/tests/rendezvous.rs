@@ -15,6 +15,7 @@ use crate::comm::frame::{Frame, MOST};
 use crate::comm::hello::{Hello, Reply};
 use crate::comm::{Control, KeepGoing, Liveness, Meeting, Note, Part, Patience, Place, meet};
 use crate::error::{Error, Result};
+use crate::storage::AnchoredPath;
 
 pub type Tell = Arc<dyn Fn(Note<'_>) + Send + Sync>;
 
@@ -67,7 +68,7 @@ impl Comer {
                 place: &self.place,
                 patience,
                 calls_off: self.calls_off,
-                shared: self.shared.as_deref(),
+                shared: self.shared.as_deref().map(AnchoredPath::new).as_ref(),
                 liveness: Liveness::default(),
                 going: self.going,
             })

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use super::Status;
 use super::conflicts::Ranks;
 use super::convert::{Conversion, convert, target_format};
-use super::parts::{Target, carry_along, check_room, parts};
+use super::parts::{Target, carry_along, check_room, parts, warn_of_carried};
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
@@ -51,6 +51,7 @@ pub fn perform(wish: &Wish, args: &ConvertArgs, source: &mut Source, run: &Run<'
     check_room(u64::from(layout.world_size), source.tensors().len(), 0, args.source.max_memory.0)?;
     let mut reservation = reserve(source, &layout, run)?;
     let carried = carry_along(source, Format::FsdpFlat, layout.world_size, &mut reservation)?;
+    warn_of_carried(&carried, source, run.printer);
     let conversion = Conversion {
         source,
         reservation,

@@ -12,11 +12,12 @@ use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
 use crate::catalog::modules::is_within;
 use crate::catalog::optimizer::named_groups;
 use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, model};
-use crate::error::{Error, Result, some_of};
+use crate::error::{Error, Result};
 use crate::format::Checkpoint;
 use crate::format::fsdp_flat;
 use crate::format::fsdp_flat::order::{self, Order};
 use crate::layout::Pattern;
+use crate::name_list::{FEW, short_list_of_counted};
 use crate::nearest;
 use crate::quantity::count;
 
@@ -40,9 +41,6 @@ pub struct Wrapping<'a> {
 
 /// Last parts of names that PyTorch's own modules and common models give to buffers of floats.
 const BUFFERS: [&str; 4] = ["running_mean", "running_var", "inv_freq", "original_inv_freq"];
-
-/// How many of many names a message has.
-const NAMES_SHOWN: usize = 4;
 
 /// The layout for one rank, without its optimizer; and what to tell the user.
 pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayout, Vec<String>)> {
@@ -183,7 +181,7 @@ fn divide<'a>(model: &Ordered<'a>, tensors: &[(Fqn, TensorId)], buffers: &[Patte
     }
     if !taken_for_buffers.is_empty() {
         let number = count(taken_for_buffers.len(), "tensor");
-        divided.notes.push(format!("{number} taken for buffers: {}", some_of(&taken_for_buffers, NAMES_SHOWN)));
+        divided.notes.push(format!("{number} taken for buffers: {}", short_list_of_counted(&taken_for_buffers, FEW)));
     }
     if trained.is_none() {
         let number = count(divided.parameters.len(), "tensor");
@@ -208,9 +206,10 @@ fn doubt(names: &[&Fqn], parameters: &[(Fqn, TensorId, &TensorEntry)]) -> Error 
         format!(
             "{} of floats without a place in the optimizer: {}{}",
             count(names.len(), "tensor"),
-            some_of(&texts, NAMES_SHOWN),
+            short_list_of_counted(&texts, FEW),
             twin.unwrap_or_default()
         ),
         "--buffers PATTERN says that they are buffers; tied and frozen parameters have to be told by --flat-layout FILE",
     )
+    .naming(&texts)
 }

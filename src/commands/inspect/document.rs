@@ -20,13 +20,13 @@ pub fn document(args: &Inspect, view: &View<'_>) -> Json {
         if let Some(digest) = view.digests.get(id) {
             document["digest"] = json!(digest);
         }
-        tensors.insert(name.clone(), document);
+        tensors.insert(name.to_string(), document);
     }
     let objects: Map<String, Json> = path::objects(&catalog.state)
         .into_iter()
         .map(|(path, value)| (path.to_string(), object_document(value)))
         .collect();
-    json!({
+    let mut document = json!({
         "format": checkpoint.format.name(),
         "mesh": meshes.first(),
         "meshes": meshes,
@@ -34,7 +34,12 @@ pub fn document(args: &Inspect, view: &View<'_>) -> Json {
         "tensors": tensors,
         "objects": objects,
         "bytes": bytes,
-    })
+        "missing": checkpoint.missing,
+    });
+    if let Some(digest) = view.digest() {
+        document["digest"] = json!(digest);
+    }
+    document
 }
 
 /// `{"type": "int", "value": 1000}`
@@ -72,6 +77,7 @@ fn object_value(value: &Value) -> Json {
         Value::Float(value) if value.is_finite() => json!(value),
         Value::Str(text) => json!(**text),
         Value::List(items) => items.iter().map(object_value).collect(),
+        Value::Ints(ints) => json!(**ints),
         other => json!(other.to_string()),
     }
 }

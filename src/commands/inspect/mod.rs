@@ -9,16 +9,17 @@ mod summary;
 mod table;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZero;
 use std::path::Path;
 
-use super::memory::{Pace, work_options};
+use super::memory::{Pace, start_threads, work_options};
 use super::printer::{Printer, Span, harmless};
 use super::progress::Progress;
 use super::source::announce;
 use super::told::told;
 use super::verify::has_no_value;
 use super::{Status, check_flat, check_series, input, read_options};
-use crate::catalog::{Catalog, Chunk, Place, TensorEntry, TensorId, model};
+use crate::catalog::{Catalog, Chunk, Fqn, Place, TensorEntry, TensorId, model};
 use crate::cli::Inspect;
 use crate::error::{Error, Result};
 use crate::exec::{Stop, compare};
@@ -31,7 +32,7 @@ use draw::{Holder, Room};
 /// What is shown: tensors under every name they have, in the order of the state dict, and digests where asked for.
 struct View<'a> {
     checkpoint: &'a Checkpoint,
-    names: Vec<(String, TensorId)>,
+    names: Vec<(Fqn, TensorId)>,
     digests: BTreeMap<TensorId, String>,
 }
 
@@ -42,20 +43,21 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
             "leave one of them out; the chunks in the JSON document say the same as the drawing",
         ));
     }
-    let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::All);
+    if !args.digest {
+        start_threads(std::thread::available_parallelism().map_or(1, NonZero::get));
+    }
+    let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::State);
     options.flat.raw = !args.layout;
+    options.show_incomplete = true;
     options.told = told(&args.source.told, false)?;
     let checkpoint = Checkpoint::open(&args.src, &options)?;
     check_series(&args.source, &[&checkpoint])?;
     check_flat(&args.source, args.shapes.like.as_deref(), &[&checkpoint])?;
-    let names = choose(&args.tensor, model_root(&checkpoint.catalog), tensor_names(&checkpoint.catalog))?;
+    let names = choose(&args.tensor, model_root(&checkpoint.catalog), model::all_tensors(&checkpoint.catalog.state))?;
     let digests = if args.digest { digests(args, &checkpoint, &names, printer)? } else { BTreeMap::new() };
     announce(&checkpoint, printer);
     for conflict in checkpoint.catalog.conflicts() {
         printer.warning(&conflict.to_string());
-    }
-    if let Some(what) = &checkpoint.fragment {
-        printer.warning(&format!("{} is {what}: its tensors are not whole", args.src.display()));
     }
     if args.layout {
         let document = layout::document(&checkpoint)?;
@@ -67,7 +69,7 @@ pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
     if printer.json() {
         printer.document(&document::document(args, &view))?;
     } else if args.tensor.is_empty() {
-        printer.data(&summary::summary(args, &view))?;
+        printer.data(&summary::summary(args, &view)?)?;
         if !args.brief {
             printer.data(&format!("\n{}", table::tensors(&view)))?;
         }
@@ -87,24 +89,15 @@ fn model_root(catalog: &Catalog) -> Option<String> {
     Some(model::model_root(&catalog.state)).filter(|root| !root.0.is_empty()).map(|root| root.to_string())
 }
 
-fn tensor_names(catalog: &Catalog) -> Vec<(String, TensorId)> {
-    let all = model::all_tensors(&catalog.state);
-    all.into_iter().map(|(fqn, id)| (fqn.to_string(), id)).collect()
-}
-
 /// The tensors that are asked for: those of a name, or else those that a pattern covers; all where nothing is asked.
-fn choose(
-    wanted: &[String],
-    model_root: Option<String>,
-    names: Vec<(String, TensorId)>,
-) -> Result<Vec<(String, TensorId)>> {
+fn choose(wanted: &[String], model_root: Option<String>, names: Vec<(Fqn, TensorId)>) -> Result<Vec<(Fqn, TensorId)>> {
     if wanted.is_empty() {
         return Ok(names);
     }
     let mut chosen = BTreeSet::new();
     for wanted in wanted {
         let within = model_root.as_ref().map(|root| format!("{root}.{wanted}"));
-        let is_it = |name: &String| name == wanted || Some(name) == within.as_ref();
+        let is_it = |name: &Fqn| name.as_str() == wanted || Some(name.as_str()) == within.as_deref();
         let exact = names.iter().position(|(name, _)| is_it(name));
         if let Some(index) = exact {
             chosen.insert(index);
@@ -113,7 +106,7 @@ fn choose(
         let pattern = Pattern::parse(wanted)?;
         let inner = |name: &'_ str| Some(name.strip_prefix(model_root.as_deref()?)?.strip_prefix('.')?.to_owned());
         let covers = |name: &str| pattern.covers(name) || inner(name).is_some_and(|name| pattern.covers(&name));
-        let covered = names.iter().enumerate().filter(|(_, (name, _))| covers(name));
+        let covered = names.iter().enumerate().filter(|(_, (name, _))| covers(name.as_str()));
         let covered: Vec<usize> = covered.map(|(index, _)| index).collect();
         if covered.is_empty() {
             return Err(unknown(wanted, &names));
@@ -123,8 +116,8 @@ fn choose(
     Ok(names.into_iter().enumerate().filter(|(index, _)| chosen.contains(index)).map(|(_, name)| name).collect())
 }
 
-fn unknown(wanted: &str, names: &[(String, TensorId)]) -> Error {
-    let names: Vec<String> = names.iter().map(|(name, _)| name.clone()).collect();
+fn unknown(wanted: &str, names: &[(Fqn, TensorId)]) -> Error {
+    let names: Vec<String> = names.iter().map(|(name, _)| name.to_string()).collect();
     let hint = match nearest(wanted, &names).as_slice() {
         [] => String::from("the checkpoint holds no tensors"),
         nearest => format!("the nearest names are {}", nearest.join(", ")),
@@ -135,7 +128,7 @@ fn unknown(wanted: &str, names: &[(String, TensorId)]) -> Error {
 fn digests(
     args: &Inspect,
     checkpoint: &Checkpoint,
-    names: &[(String, TensorId)],
+    names: &[(Fqn, TensorId)],
     printer: &Printer,
 ) -> Result<BTreeMap<TensorId, String>> {
     let options = work_options(&args.source, false, Pace::Processor, None)?;
@@ -157,6 +150,21 @@ fn digests(
     Ok(digests)
 }
 
+impl View<'_> {
+    /// One digest for all tensors that are shown, the same in every layout and format: BLAKE3 of a line `DIGEST "NAME"`
+    /// for each, in the order of names, which are written as in JSON. `None` where a tensor has none.
+    fn digest(&self) -> Option<String> {
+        let mut listed: Vec<(&str, &String)> =
+            self.names.iter().map(|(name, id)| Some((name.as_str(), self.digests.get(id)?))).collect::<Option<_>>()?;
+        listed.sort_unstable();
+        let mut hasher = blake3::Hasher::new();
+        for (name, digest) in listed {
+            hasher.update(format!("{digest} {}\n", serde_json::Value::from(name)).as_bytes());
+        }
+        (!self.digests.is_empty()).then(|| format!("blake3:{}", hasher.finalize().to_hex()))
+    }
+}
+
 /// The most room a drawing takes.
 const ROOM: Room = Room { columns: 100, lines: 24 };
 
@@ -166,7 +174,7 @@ fn drawings(view: &View<'_>, printer: &Printer) -> Result<()> {
         let entry = view.checkpoint.catalog.tensor(*id);
         let chunks: Vec<_> =
             entry.chunks.iter().filter_map(|chunk| Some((holder(view, &chunk)?, chunk.tile))).collect();
-        let mut lines = vec![vec![], vec![Span { text: heading(view, name, entry), ground: None }]];
+        let mut lines = vec![vec![], vec![Span { text: heading(view, name.as_str(), entry), ground: None }]];
         lines.extend(draw::draw(&entry.shape, &chunks, room));
         printer.picture(&lines)?;
     }

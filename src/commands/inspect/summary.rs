@@ -1,24 +1,29 @@
 //! What somebody wants to know first.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
+
+use indexmap::IndexMap;
 
 use super::{View, harmless};
 use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Catalog, Key, Path, TensorEntry, TensorId, Value, model, path};
+use crate::catalog::{Catalog, Key, Path, TensorEntry, TensorId, Value, model, optimizer, path};
 use crate::cli::Inspect;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::exec::gather::{Prepared, Scratch};
 use crate::layout::DeviceMesh;
+use crate::name_list::{FEW, FEW_NUMBERS, short_list, short_list_of_counted};
 use crate::quantity::{count, human_bytes};
 
-/// Names that a list shows.
-const SHOWN: usize = 4;
-
-pub fn summary(args: &Inspect, view: &View<'_>) -> String {
+/// # Errors
+/// `Io` where the tensor that holds the training step cannot be read.
+pub fn summary(args: &Inspect, view: &View<'_>) -> Result<String> {
     let (checkpoint, catalog) = (view.checkpoint, &view.checkpoint.catalog);
     let mut lines = vec![("format", checkpoint.format.to_string())];
     if checkpoint.root != args.src {
         lines.push(("found at", checkpoint.root.display().to_string()));
+    }
+    if !checkpoint.missing.is_empty() {
+        lines.push(("missing", short_list(&checkpoint.missing, FEW)));
     }
     let shares = Shares::of(catalog);
     if shares.model.tensors > 0 {
@@ -31,7 +36,7 @@ pub fn summary(args: &Inspect, view: &View<'_>) -> String {
     if shares.other.tensors > 0 {
         lines.push(("other", shares.other.to_string()));
     }
-    if let Some(step) = step(view) {
+    if let Some(step) = step(view)? {
         lines.push(("step", step.to_string()));
     }
     for mesh in &catalog.meshes {
@@ -53,20 +58,21 @@ pub fn summary(args: &Inspect, view: &View<'_>) -> String {
     let sizes: Vec<u64> = checkpoint.files.ids().map(|file| checkpoint.files.len_bytes(file)).collect();
     lines.push(("files", format!("{} ({} on disk)", sizes.len(), human_bytes(sizes.iter().sum()))));
     lines.push(("objects", path::objects(&catalog.state).len().to_string()));
+    lines.extend(view.digest().map(|digest| ("digest", digest)));
     if !catalog.dropped.is_empty() {
-        lines.push(("dropped", some(catalog.dropped.clone())));
+        lines.push(("dropped", short_list(&catalog.dropped, FEW)));
     }
     let conflicts = catalog.conflicts();
     if !conflicts.is_empty() {
-        let names = conflicts.iter().filter_map(|conflict| conflict.fqn().map(str::to_owned));
-        lines.push(("conflicts", format!("ranks disagree about {}", some(names.collect()))));
+        let names: Vec<&str> = conflicts.iter().filter_map(Error::fqn).collect();
+        lines.push(("conflicts", format!("ranks disagree about {}", short_list(&names, FEW))));
     }
     let tied = tied(view);
     if !tied.is_empty() {
-        lines.push(("tied", some(tied)));
+        lines.push(("tied", short_list(&tied, FEW)));
     }
     let line = |(what, text): (&str, String)| format!("{what:<12}{}\n", harmless(&text));
-    lines.into_iter().map(line).collect()
+    Ok(lines.into_iter().map(line).collect())
 }
 
 /// `5 flat parameters over 4 ranks (groups of 2; use_orig_params)`
@@ -79,16 +85,6 @@ fn units_text(flat: &FlatLayout) -> String {
     let notes: Vec<String> = hybrid.into_iter().chain(views).collect();
     let notes = if notes.is_empty() { String::new() } else { format!(" ({})", notes.join("; ")) };
     format!("{} over {} ranks{notes}", count(flat.units.len(), "flat parameter"), flat.world_size)
-}
-
-/// The first few of a list.
-fn some(mut names: Vec<String>) -> String {
-    let more = names.len().saturating_sub(SHOWN);
-    names.truncate(SHOWN);
-    if more > 0 {
-        names.push(format!("... and {more} more"));
-    }
-    names.join(", ")
 }
 
 /// Tensors, each counted once, and their bytes.
@@ -170,8 +166,7 @@ fn is_optimizer(state: &Value) -> bool {
 }
 
 fn is_in_optimizer(path: &Path) -> bool {
-    const NAMES: [&str; 5] = ["optimizer", "optim", "optimizers", "optimizer_state_dict", "optimizer_states"];
-    path.0.iter().any(|key| matches!(key, Key::Name(name) if NAMES.contains(&name.as_ref())))
+    path.0.iter().any(|key| matches!(key, Key::Name(name) if optimizer::is_optimizer_key(name)))
 }
 
 /// `dp=2,tp=2 (4 ranks)`; the ranks themselves where they are others than the first ones.
@@ -179,19 +174,20 @@ fn mesh_text(mesh: &DeviceMesh) -> String {
     if mesh.ranks_are_row_major() {
         return format!("{mesh} ({})", count(mesh.world_size(), "rank"));
     }
-    let ranks: Vec<String> = mesh.ranks().iter().take(2 * SHOWN).map(ToString::to_string).collect();
-    let more = if mesh.world_size() > ranks.len() { ", ..." } else { "" };
-    format!("{mesh} ({}: {}{more})", count(mesh.world_size(), "rank"), ranks.join(", "))
+    let ranks: Vec<String> = mesh.ranks().iter().map(ToString::to_string).collect();
+    format!("{mesh} ({}: {})", count(mesh.world_size(), "rank"), short_list_of_counted(&ranks, FEW_NUMBERS))
 }
 
 /// Names of one tensor, `head.weight = embed.weight`.
 fn tied(view: &View<'_>) -> Vec<String> {
-    let mut names: HashMap<TensorId, Vec<&str>> = HashMap::new();
-    for (name, id) in &view.names {
-        names.entry(*id).or_default().push(name);
+    let mut count = vec![0_u32; view.checkpoint.catalog.tensors.len()];
+    view.names.iter().for_each(|(_, id)| count[id.0 as usize] += 1);
+    // Few tensors have several names, and there may be a million tensors.
+    let mut names: IndexMap<TensorId, Vec<&str>> = IndexMap::new();
+    for (name, id) in view.names.iter().filter(|(_, id)| count[id.0 as usize] > 1) {
+        names.entry(*id).or_default().push(name.as_str());
     }
-    let first = |(name, id): &(String, TensorId)| names.remove(id).filter(|names| names.len() > 1 && names[0] == name);
-    view.names.iter().filter_map(first).map(|names| names.join(" = ")).collect()
+    names.into_values().map(|names| names.join(" = ")).collect()
 }
 
 /// Names that trainers give the training step.
@@ -200,17 +196,26 @@ const STEP: [&str; 3] = ["step", "global_step", "iteration"];
 /// Where they put it, besides the top. Not in the optimizer, whose own steps may be counted otherwise.
 const PLACES: [&str; 5] = ["train_state", "extra_state", "trainer_state", "trainer", "app"];
 
-/// The training step: an integer, or torchtitan's tensor of one. What cannot be read is left to `verify` to tell.
-fn step(view: &View<'_>) -> Option<i64> {
+/// The training step: an integer, or torchtitan's tensor of one. A damaged tensor is left to `verify`.
+fn step(view: &View<'_>) -> Result<Option<i64>> {
     let state = &view.checkpoint.catalog.state;
-    let top = state.as_dict().filter(|_| !is_optimizer(state))?;
+    let Some(top) = state.as_dict().filter(|_| !is_optimizer(state)) else { return Ok(None) };
     let places = std::iter::once(top).chain(PLACES.iter().filter_map(|key| top.get(key)?.as_dict()));
     let values = places.flat_map(|dict| STEP.iter().filter_map(|key| dict.get(key)));
-    values.into_iter().find_map(|value| match value {
-        Value::Int(step) => Some(*step),
-        Value::Tensor(id) => integer(view, view.checkpoint.catalog.tensor(*id)).ok().flatten(),
-        _ => None,
-    })
+    for value in values {
+        let step = match value {
+            Value::Int(step) => Some(*step),
+            Value::Tensor(id) => match integer(view, view.checkpoint.catalog.tensor(*id)) {
+                Err(error) if error.is_about_content() => None,
+                step => step?,
+            },
+            _ => None,
+        };
+        if step.is_some() {
+            return Ok(step);
+        }
+    }
+    Ok(None)
 }
 
 /// The value of a 0-d integer tensor.

@@ -7,10 +7,11 @@ use indexmap::IndexMap;
 use serde_json::Value as Json;
 
 use crate::commands::config;
-use crate::error::first_of;
+use crate::error::Result;
 use crate::format::Checkpoint;
 use crate::format::parallelize::Planned;
 use crate::layout::parallelize::By;
+use crate::name_list::short_list;
 use crate::quantity::count;
 
 /// Numbers of heads, where they are known.
@@ -21,8 +22,10 @@ pub struct Heads {
 }
 
 impl Heads {
-    pub fn of(checkpoint: &Checkpoint) -> Self {
-        config::read(checkpoint).map(|config| Self::of_config(&config)).unwrap_or_default()
+    /// # Errors
+    /// `Io` where the configuration cannot be read.
+    pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
+        Ok(config::read(checkpoint)?.map(|config| Self::of_config(&config)).unwrap_or_default())
     }
 
     fn of_config(config: &Json) -> Self {
@@ -43,7 +46,7 @@ impl Heads {
         }
         let note = |((what, heads), names): ((&str, u64), Vec<&str>)| {
             let number = count(names.len(), "tensor");
-            format!("{number} ({}): cut within heads: {what} is {heads}, {tp} is {parts}", first_of(&names, 2))
+            format!("{number} ({}): cut within heads: {what} is {heads}, {tp} is {parts}", short_list(&names, 2))
         };
         within.into_iter().map(note).collect()
     }

@@ -9,6 +9,7 @@ use crate::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, model};
 use crate::commands::names::{Found, Names, of_all_ranks};
 use crate::error::{Error, Result};
 use crate::format::Checkpoint;
+use crate::name_list::{FEW, short_list};
 use crate::select::Wrappers;
 
 pub struct Like<'a> {
@@ -74,15 +75,15 @@ impl<'a> Like<'a> {
     /// `Usage` where tensors were missed.
     pub fn finish(self) -> Result<()> {
         let Some((path, in_model)) = self.missing.first() else { return Ok(()) };
-        let more = self.missing.len() - 1;
-        let more = if more > 0 { format!(" (and {more} more)") } else { String::new() };
+        let names: Vec<String> = self.missing.iter().map(|(path, _)| path.to_string()).collect();
         Err(Error::usage(
-            format!("{path}{more}: --like {} has no tensor of this name", self.root.display()),
+            format!("{}: --like {} has no tensor of this name", short_list(&names, FEW), self.root.display()),
             format!(
                 "{}; --placements '{path}=LIST' says how it is to lie, a bare LIST how all of them are",
                 self.names.nearest(path, in_model.as_deref())
             ),
-        ))
+        )
+        .naming(&names))
     }
 }
 

@@ -15,12 +15,12 @@ use std::path::PathBuf;
 
 use super::conflicts::Ranks;
 use super::convert::{Conversion, convert, not_written, target_format};
-use super::parts::{self, carry_along, example_of, parts};
+use super::parts::{self, carry_along, example_of, parts, warn_of_carried};
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
 use super::whole::check_tied;
-use super::{Status, check_flat, partial};
+use super::{Status, check_flat, partial, tied};
 use crate::catalog::{Catalog, Class, Reservation, TensorEntry};
 use crate::cli::Reshard;
 use crate::comm::Launch;
@@ -73,6 +73,9 @@ pub fn run(args: &Reshard, launch: Launch, printer: &Printer) -> Result<Status> 
     let renamed = renamed_dims(&source.wanted.catalog, &layout.mesh);
     notes.extend(renamed.filter(|_| ranks == Ranks::Apart && source.like.is_none()));
     notes.extend(notes_of_layout);
+    if to == Format::Dcp {
+        notes.extend(tied::note_for_dcp(&source.checkpoint, &source.wanted.catalog.state)?);
+    }
     let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
     let max_memory = args.convert.source.max_memory.0;
     match to {
@@ -83,6 +86,7 @@ pub fn run(args: &Reshard, launch: Launch, printer: &Printer) -> Result<Status> 
     let (mut reservation, more) = reserve(&source, &layout, &job, wrappers, class, to, printer)?;
     notes.extend(more);
     let carried = carry_along(&source, to, job.world_size, &mut reservation)?;
+    warn_of_carried(&carried, &mut source, printer);
     let conversion =
         Conversion { source: &mut source, reservation, carried, shape: Shape::Folder, to, tied: Vec::new(), notes };
     convert(conversion, &args.convert, &run)
@@ -145,7 +149,7 @@ fn reserve(
         whole.append(&part.folder, reservation);
     }
     partial::share(&source.checkpoint.catalog, &layout.mesh, &mut whole)?;
-    Ok((whole, chooser.finish(Heads::of(&source.checkpoint))?))
+    Ok((whole, chooser.finish(Heads::of(&source.checkpoint)?)?))
 }
 
 /// The job that is to load rank files.

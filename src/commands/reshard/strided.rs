@@ -2,10 +2,10 @@
 
 use indexmap::IndexMap;
 
-use crate::error::first_of;
 use crate::layout::rules::{Fallback, Layout, Lies};
 use crate::layout::strided::{Stray, stray};
 use crate::layout::{DeviceMesh, comma_list};
+use crate::name_list::short_list;
 
 /// One for each such factor.
 pub fn notes(layout: &Layout) -> Vec<String> {
@@ -31,6 +31,6 @@ fn note(stray: &Stray, said: &[String], mesh: &DeviceMesh) -> String {
     let name = |dim: usize| mesh.names().map_or_else(|| format!("mesh dim {dim}"), |names| names[dim].clone());
     let sizes: Vec<String> = stray.inner.iter().map(|&dim| format!("{} is {}", name(dim), mesh.shape()[dim])).collect();
     let Stray { at, spec, usual, .. } = stray;
-    let (at, said, sizes) = (name(*at), first_of(said, 2), sizes.join(", "));
+    let (at, said, sizes) = (name(*at), short_list(said, 2), sizes.join(", "));
     format!("{said}: {spec} on {at}; FSDP2 over tensor parallelism has {usual} there: {sizes}")
 }

@@ -58,7 +58,7 @@ impl Comparison<'_> {
             let (left, right) = ((input(source), entry), (input(other), other_entry));
             match compare::first_difference(left, right, wish.dtype, &run.options, &progress, &run.stop) {
                 Ok(None) => {}
-                Ok(Some(difference)) => found.add(name, "differing", difference.detail(wish.numel())),
+                Ok(Some(difference)) => found.add(name, "differing", difference.detail(&wish.shape)),
                 Err(error) if has_no_value(&error, &[entry, other_entry]) => {
                     found.not_comparable.push(error.to_string());
                 }

@@ -6,8 +6,9 @@ use serde_json::{Value as Json, json};
 
 use crate::cli::Verify;
 use crate::commands::Status;
-use crate::commands::printer::Printer;
+use crate::commands::printer::{Printer, harmless};
 use crate::error::{Error, Result};
+use crate::name_list::FEW;
 use crate::quantity::{count, human_bytes};
 
 /// Something that is not as it should be.
@@ -43,7 +44,15 @@ impl Findings {
         if !error.is_about_content() {
             return Err(error);
         }
-        self.add(error.fqn().unwrap_or(fqn).to_owned(), error.kind(), error.detail());
+        let (named, kind, detail) = (error.fqn(), error.kind(), error.detail());
+        // Several checks meet the same damage, and a file may be damaged for several tensors.
+        let is_known = |finding: &Finding| {
+            let is_same_tensor = named.is_none_or(|named| finding.fqn == named);
+            is_same_tensor && finding.kind == kind && finding.detail == detail
+        };
+        if !self.different.iter().any(is_known) {
+            self.add(named.unwrap_or(fqn).to_owned(), kind, detail);
+        }
         Ok(())
     }
 
@@ -54,7 +63,15 @@ impl Findings {
 
 pub(super) fn finish(found: &Findings, args: &Verify, printer: &Printer) -> Result<Status> {
     printer.document(&document(found))?;
-    printer.data(&lines(found, if printer.verbose() { usize::MAX } else { SHOWN }))?;
+    for hint in &found.hints {
+        printer.line(&format!("hint: {hint}"));
+    }
+    let shown = match found.hints.as_slice() {
+        _ if printer.verbose() => usize::MAX,
+        [] => SHOWN,
+        _ => FEW,
+    };
+    printer.data(&lines(found, shown))?;
     let mut what = format!("{}, {}", count(found.tensors, "tensor"), human_bytes(found.bytes));
     if !found.not_comparable.is_empty() {
         what.push_str(&format!("; {} not compared", found.not_comparable.len()));
@@ -66,19 +83,18 @@ pub(super) fn finish(found: &Findings, args: &Verify, printer: &Printer) -> Resu
     }
     let number = found.different.len() + found.only_in_src.len() + found.only_in_other.len();
     printer.line(&format!("{} in {what}", count(number, "finding")));
-    for hint in &found.hints {
-        printer.line(&format!("hint: {hint}"));
-    }
     Ok(Status::Different)
 }
 
-/// Names of a list that are shown; `-v` shows all.
+/// Names of a list that are shown where no hint tells what may be the matter; `-v` shows all.
 const SHOWN: usize = 20;
 
 fn lines(found: &Findings, shown: usize) -> String {
     let mut text = String::new();
     for finding in &found.different {
-        text.push_str(&format!("{}: {}: {}\n", finding.fqn, finding.kind, finding.detail));
+        let Finding { fqn, kind, detail } = finding;
+        let own = detail.strip_prefix(&format!("{fqn}: ")).unwrap_or(detail);
+        text.push_str(&(harmless(&format!("{fqn}: {kind}: {own}")) + "\n"));
     }
     let lists = [
         ("removed: only in SRC", &found.only_in_src),
@@ -87,7 +103,7 @@ fn lines(found: &Findings, shown: usize) -> String {
     ];
     for (what, names) in lists {
         for name in names.iter().take(shown) {
-            text.push_str(&format!("{name}: {what}\n"));
+            text.push_str(&(harmless(&format!("{name}: {what}")) + "\n"));
         }
         if let Some(more @ 1..) = names.len().checked_sub(shown) {
             text.push_str(&format!("{more} more {what} (-v lists all)\n"));

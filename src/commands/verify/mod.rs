@@ -11,8 +11,8 @@ use super::progress::Progress;
 use super::run::Run;
 use super::source::{Defaults, announce, select_options};
 use super::told::told;
-use super::{Status, check_flat, check_series, checks, input, read_options, refuse_fragment};
-use crate::catalog::{TensorEntry, model};
+use super::{Status, check_flat, check_series, checks, input, read_options, refuse_without_tensors};
+use crate::catalog::{TensorEntry, model, path};
 use crate::cli::Verify;
 use crate::error::{Error, Result};
 use crate::exec::compare;
@@ -37,6 +37,7 @@ pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
     let opened: Vec<&Checkpoint> = std::iter::once(&source).chain(&other).collect();
     check_series(&args.source, &opened)?;
     check_flat(&args.source, args.shapes.like.as_deref(), &opened)?;
+    refuse_nothing(args, &source, printer)?;
     // Names that cannot be had are known before hours of reading.
     let names = Names::new(args, &source, other.as_ref())?;
     sound(&source, &run, &mut found)?;
@@ -75,7 +76,7 @@ fn open(
     printer: &Printer,
     found: &mut Findings,
 ) -> Result<Option<Checkpoint>> {
-    let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::All);
+    let mut options = read_options(&args.source, args.shapes.like.as_deref(), SeriesChoice::All, Want::State);
     options.told = told;
     // Damage to that is none of the checkpoint.
     if let Some(path) = &options.flat.layout {
@@ -86,7 +87,6 @@ fn open(
     match Checkpoint::open(path, &options) {
         Ok(checkpoint) => {
             announce(&checkpoint, printer);
-            refuse_fragment(&checkpoint)?;
             Ok(Some(checkpoint))
         }
         Err(error) => {
@@ -94,6 +94,19 @@ fn open(
             Ok(None)
         }
     }
+}
+
+/// Nothing is not sound. Objects alone can be verified, but they may not be what was meant.
+fn refuse_nothing(args: &Verify, source: &Checkpoint, printer: &Printer) -> Result<()> {
+    let catalog = &source.catalog;
+    if !catalog.tensors.is_empty() || !catalog.dropped.is_empty() {
+        return Ok(());
+    }
+    if path::objects(&catalog.state).is_empty() {
+        return refuse_without_tensors(&args.src, source, &args.source, &args.select);
+    }
+    printer.warning(&format!("{} holds no tensors: only its objects are verified", args.src.display()));
+    Ok(())
 }
 
 /// Every tensor is covered once, every replica is equal, every stored checksum holds.
@@ -120,7 +133,7 @@ fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Result
             Ok(None) => {}
             Ok(Some(pair)) => {
                 let (first, second) = (entry.chunk_name(pair.first), entry.chunk_name(pair.second));
-                let detail = format!("{first} and {second} differ, first at element {}", pair.element);
+                let detail = format!("{first} and {second} differ, first at {:?}", pair.index(entry).as_slice());
                 found.add(entry.fqn.as_str(), "replica", detail);
                 untold += usize::from(!entry.is_shared());
             }

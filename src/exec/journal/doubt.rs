@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Durability, EXTENSION, Journal, Record};
 use crate::error::{Error, Result};
+use crate::storage::AnchoredPath;
 
 /// An entry that does not count.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -39,11 +40,13 @@ impl From<Doubt> for (String, u32, u64) {
 ///
 /// # Errors
 /// `Io`
-pub fn doubt(journal: &Path, doubts: Vec<Doubt>, sync: bool) -> Result<()> {
+pub fn doubt(journal: &AnchoredPath, doubts: Vec<Doubt>, sync: bool) -> Result<()> {
     if doubts.is_empty() {
         return Ok(());
     }
-    let mut names = (0_u32..).map(|nth| journal.with_extension(format!("doubts-{nth}.{EXTENSION}")));
+    let name = Path::new(journal.file_name());
+    let mut names =
+        (0_u32..).map(|nth| journal.with_file_name(name.with_extension(format!("doubts-{nth}.{EXTENSION}"))));
     let mut made = loop {
         match Journal::create(&names.next().expect("there are enough numbers")) {
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::AlreadyExists => {}

@@ -7,17 +7,16 @@
 //! `done`, each in one span.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use super::{Doubt, Durability, EXTENSION, Entry, LONGEST_LINE, Lost, Record, SumPart, add_lost, of_line, this_boot};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 use crate::exec::extents::Extents;
-use crate::storage::regular_file;
+use crate::storage::{AnchoredPath, afresh};
 
 /// What is finished.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -62,12 +61,12 @@ impl Known {
     ///
     /// # Errors
     /// `Io` where the folder or a journal cannot be read.
-    pub fn read(folder: &Path, files: &[OutputFile], carried: usize, sync: bool) -> Result<Self> {
+    pub fn read(folder: &AnchoredPath, files: &[OutputFile], carried: usize, sync: bool) -> Result<Self> {
         let mut known = Self::default();
         let here = this_boot().filter(|_| !sync).map(|boot| Durability::Unsynced { boot: Some(boot) });
         let mut records: Vec<(Arc<str>, Record)> = Vec::new();
         for path in journals(folder)? {
-            let name: Arc<str> = path.file_name().unwrap_or_default().to_string_lossy().into();
+            let name: Arc<str> = path.file_name().to_string_lossy().into();
             for_each_record(&path, |record, durability| {
                 if !is_possible(&record, files, carried) {
                     return false;
@@ -134,24 +133,21 @@ impl Known {
 ///
 /// # Errors
 /// `Io` where the folder cannot be read.
-pub fn is_empty(folder: &Path) -> Result<bool> {
+pub fn is_empty(folder: &AnchoredPath) -> Result<bool> {
     journals(folder).map(|journals| journals.is_empty())
 }
 
 /// In the order of their names, so that everybody reads the same.
-fn journals(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = std::fs::read_dir(folder).map_err(Error::io("list", folder))?;
-    let paths = entries.map(|entry| entry.map(|entry| entry.path())).collect::<std::io::Result<Vec<_>>>();
-    let mut paths = paths.map_err(Error::io("list", folder))?;
-    paths.retain(|path| path.extension().is_some_and(|extension| extension == EXTENSION));
-    paths.sort_unstable();
-    Ok(paths)
+fn journals(folder: &AnchoredPath) -> Result<Vec<AnchoredPath>> {
+    let mut names = folder.names().map_err(Error::io("list", folder))?;
+    names.retain(|name| Path::new(name).extension().is_some_and(|extension| extension == EXTENSION));
+    names.sort_unstable();
+    Ok(names.into_iter().map(|name| folder.join(name)).collect())
 }
 
 /// Hand out the records of a journal until one is damaged, or `take` says that it is.
-fn for_each_record(path: &Path, mut take: impl FnMut(Record, Durability) -> bool) -> Result<()> {
-    regular_file(path)?;
-    let mut reader = BufReader::new(File::open(path).map_err(Error::io("open", path))?);
+fn for_each_record(path: &AnchoredPath, mut take: impl FnMut(Record, Durability) -> bool) -> Result<()> {
+    let mut reader = BufReader::new(afresh::open(path).map_err(Error::io("open", path))?);
     let mut line = Vec::new();
     loop {
         line.clear();

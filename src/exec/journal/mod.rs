@@ -26,7 +26,6 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
 
 use crc32fast::Hasher;
 use serde::{Deserialize, Serialize};
@@ -40,7 +39,7 @@ use super::copy::DtypePair;
 use crate::catalog::{Dtype, OutputFile};
 use crate::comm::node::this_boot;
 use crate::error::{Error, Result};
-use crate::storage::filesystem::sync_folder;
+use crate::storage::AnchoredPath;
 
 /// What a journal's name ends in.
 pub const EXTENSION: &str = "journal";
@@ -201,7 +200,7 @@ impl Durability {
 /// The journal that this process writes.
 #[derive(Debug)]
 pub struct Journal {
-    path: PathBuf,
+    path: AnchoredPath,
     file: File,
     /// Of all complete records.
     len: u64,
@@ -212,13 +211,12 @@ impl Journal {
     ///
     /// # Errors
     /// `Io` naming the file.
-    pub fn create(path: &Path) -> Result<Self> {
-        let file = File::create_new(path).map_err(Error::io("create", path))?;
-        if let Some(folder) = path.parent() {
-            // Its records are of no use if its name is lost.
-            sync_folder(folder)?;
-        }
-        Ok(Self { path: path.to_path_buf(), file, len: 0 })
+    pub fn create(path: &AnchoredPath) -> Result<Self> {
+        let file = path.create_new(0o666).map_err(Error::io("create", path))?;
+        // Its records are of no use if its name is lost.
+        let folder = path.folder();
+        folder.sync().map_err(Error::io("sync", &folder))?;
+        Ok(Self { path: path.clone(), file, len: 0 })
     }
 
     /// Write a record, in one call; where it fails, the next one takes its place. The data it tells of is written, and

@@ -1,4 +1,5 @@
 use std::fs;
+use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 
@@ -55,31 +56,34 @@ fn lost(overflows: u64) -> Lost {
 }
 
 fn write(folder: &Path, name: &str, records: &[Record]) -> PathBuf {
-    let path = folder.join(name);
-    let mut journal = Journal::create(&path).unwrap();
+    let mut journal = Journal::create(&in_folder(folder, name)).unwrap();
     records.iter().for_each(|record| journal.append(record, &Durability::Synced).unwrap());
-    path
+    folder.join(name)
+}
+
+fn in_folder(folder: &Path, name: &str) -> AnchoredPath {
+    AnchoredPath::new(folder).join(name)
 }
 
 fn done(folder: &Path) -> Vec<(u32, Range<u64>)> {
-    Known::read(folder, &files(), 3, false).unwrap().done.iter().collect()
+    Known::read(&AnchoredPath::new(folder), &files(), 3, false).unwrap().done.iter().collect()
 }
 
 #[test]
 fn what_is_recorded_is_known_and_equal_whoever_recorded_it() {
     let folder = tempfile::tempdir().unwrap();
-    assert_eq!(Known::read(folder.path(), &files(), 3, false).unwrap(), Known::default());
+    assert_eq!(Known::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap(), Known::default());
     write(folder.path(), "b.journal", &[full_record(), record(vec![entry(1, 0..10, vec![])])]);
     let entries = vec![Entry { lost: lost(4), ..entry(0, 400..1000, parts(&(400..1000))) }];
     let more = Record { entries, carried: vec![1], ..Record::default() };
     write(folder.path(), "a.journal", &[more]);
     fs::write(folder.path().join("c.lease"), "{}").unwrap();
-    let known = Known::read(folder.path(), &files(), 3, false).unwrap();
+    let known = Known::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
     assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 50..1000), (1, 0..10)]);
     assert_eq!(known.sums, [(0, vec![part(100..300), part(300..900)])].into());
     assert_eq!(known.lost, lost(7));
     assert_eq!(known.carried, [0, 1, 2].into());
-    let error = Journal::create(&folder.path().join("a.journal")).unwrap_err();
+    let error = Journal::create(&in_folder(folder.path(), "a.journal")).unwrap_err();
     assert!(error.to_string().contains("cannot create"), "{error}");
 }
 
@@ -150,7 +154,7 @@ fn entries_are_taken_as_a_whole_and_never_twice() {
     // Nor is what casts met in it counted twice.
     let again = Entry { lost: lost(5), ..entry(0, 150..400, parts(&(150..400))) };
     write(folder.path(), "b.journal", &[record(vec![again, Entry { lost: lost(2), ..entry(1, 5..6, vec![]) }])]);
-    let known = Known::read(folder.path(), &files(), 3, false).unwrap();
+    let known = Known::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
     assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 100..200), (1, 5..6)]);
     assert_eq!(known.sums[&0], [part(100..200)]);
     assert_eq!(known.lost, lost(2));
@@ -161,8 +165,8 @@ fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
     let folder = tempfile::tempdir().unwrap();
     let entries = vec![Entry { lost: lost(1), ..entry(0, 0..400, parts(&(0..400))) }, entry(1, 5..6, vec![])];
     write(folder.path(), "a.journal", &[record(entries)]);
-    let known = || Known::read(folder.path(), &files(), 3, false).unwrap();
-    let mut at = folder.path().join("b.journal");
+    let known = || Known::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
+    let mut at = in_folder(folder.path(), "b.journal");
     for round in 0..3 {
         let first = known().taken.iter().find(|taken| taken.file == 0).unwrap().clone();
         doubt(&at, known().doubts(&[&first]), true).unwrap();
@@ -171,7 +175,9 @@ fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
         assert_eq!((known().sums, known().lost), Default::default());
         // Whoever does it again may be doubted as well.
         let again = Entry { lost: lost(1), ..entry(0, 0..400, parts(&(0..400))) };
-        at = write(folder.path(), &format!("c{round}.journal"), &[record(vec![again])]);
+        let name = format!("c{round}.journal");
+        write(folder.path(), &name, &[record(vec![again])]);
+        at = in_folder(folder.path(), &name);
         assert_eq!(known().done.iter().collect::<Vec<_>>(), [(0, 0..400), (1, 5..6)]);
         assert_eq!(known().lost, lost(1));
     }
@@ -183,14 +189,14 @@ fn what_is_doubted_does_not_count_and_what_is_done_again_does() {
 #[test]
 fn what_is_doubted_is_done_by_nobody_else_either() {
     let folder = tempfile::tempdir().unwrap();
-    let known = || Known::read(folder.path(), &files(), 3, false).unwrap();
+    let known = || Known::read(&AnchoredPath::new(folder.path()), &files(), 3, false).unwrap();
     // One that was taken for dead, and those that took over: all have recorded some of the same bytes.
     write(folder.path(), "a.journal", &[record(vec![entry(1, 0..40, vec![]), entry(1, 40..60, vec![])])]);
     write(folder.path(), "b.journal", &[record(vec![entry(1, 30..50, vec![]), entry(1, 50..55, vec![])])]);
     let at = write(folder.path(), "c.journal", &[record(vec![entry(1, 10..20, vec![]), entry(1, 80..90, vec![])])]);
     let all = known();
     let first = all.taken.iter().find(|taken| taken.range == (0..40)).unwrap();
-    doubt(&at, all.doubts(&[first]), true).unwrap();
+    doubt(&in_folder(folder.path(), at.file_name().unwrap().to_str().unwrap()), all.doubts(&[first]), true).unwrap();
     assert_eq!(known().done.iter().collect::<Vec<_>>(), [(1, 40..60), (1, 80..90)]);
 }
 
@@ -199,7 +205,7 @@ fn what_was_not_synced_holds_on_its_boot_only() {
     let boots = [("other", Some("another boot".to_owned())), ("unknown", None), ("ours", this_boot())];
     let folder = tempfile::tempdir().unwrap();
     for (at, (name, boot)) in (0_u64..).zip(boots) {
-        let mut journal = Journal::create(&folder.path().join(name).with_extension(EXTENSION)).unwrap();
+        let mut journal = Journal::create(&in_folder(folder.path(), &format!("{name}.{EXTENSION}"))).unwrap();
         let record = record(vec![entry(1, at * 10..at * 10 + 5, vec![])]);
         journal.append(&record, &Durability::Unsynced { boot }).unwrap();
     }
@@ -207,7 +213,7 @@ fn what_was_not_synced_holds_on_its_boot_only() {
     assert_eq!(Durability::of(false), Durability::Unsynced { boot: this_boot() });
     assert_eq!(done(folder.path()), [(1, 20..25)]);
     // Whoever publishes what is on disk cannot take it from there.
-    assert_eq!(Known::read(folder.path(), &files(), 3, true).unwrap(), Known::default());
+    assert_eq!(Known::read(&AnchoredPath::new(folder.path()), &files(), 3, true).unwrap(), Known::default());
 }
 
 /// The whole of 0..1000 in pieces, in any order.
@@ -226,7 +232,7 @@ proptest! {
     #[test]
     fn strips_in_any_order_and_batches_come_together(pieces in pieces(), records in 1_usize..5) {
         let folder = tempfile::tempdir().unwrap();
-        let mut journal = Journal::create(&folder.path().join("a.journal")).unwrap();
+        let mut journal = Journal::create(&in_folder(folder.path(), "a.journal")).unwrap();
         let mut batch = Batch::default();
         for of_record in pieces.chunks(pieces.len().div_ceil(records)) {
             for piece in of_record {
@@ -242,7 +248,7 @@ proptest! {
             }
             journal.append(&record, &Durability::Synced).unwrap();
         }
-        let known = Known::read(folder.path(), &files(), 0, false).unwrap();
+        let known = Known::read(&AnchoredPath::new(folder.path()), &files(), 0, false).unwrap();
         prop_assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 0..1000)]);
         prop_assert_eq!(known.sums, [(0, vec![part(100..300), part(300..900)])].into());
     }

@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
+use super::cache::{Doubt, Looking};
 use super::commit::recover;
 use super::earlier::Earlier;
 use super::judge::{Verdict, judge};
@@ -21,7 +22,7 @@ use super::{Begun, Claim, Pace, Plan, Shape, Staging, mark};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::fault;
-use crate::storage::filesystem::sync_folder;
+use crate::storage::lookup;
 
 pub(super) fn begin(
     destination: &Path,
@@ -35,10 +36,14 @@ pub(super) fn begin(
     let place = Place::of(destination)?;
     fs::create_dir_all(&place.parent).map_err(Error::io("create", &place.parent))?;
     let watch = Watch::new(pace.dead_after);
-    let since = Instant::now();
-    let mut beginning = Beginning { place, shape, claim, plan, pace, stop, watch, since, made: None };
+    let (since, unclear) = (Instant::now(), Doubt::default());
+    let mut beginning = Beginning { place, shape, claim, plan, pace, stop, watch, since, unclear, made: None };
     beginning.refuse_restart_of_strangers()?;
     beginning.place.sweep(&[GONE]);
+    if !beginning.place.cached_for(&pace).is_zero() {
+        // An earlier run has used the same names.
+        beginning.place.look_up();
+    }
     let begun = beginning.run();
     match &begun {
         Ok(Begun::Work(_)) => {}
@@ -58,6 +63,7 @@ struct Beginning<'a> {
     stop: &'a Stop,
     watch: Watch,
     since: Instant,
+    unclear: Doubt,
     /// The partial folder that this process has made.
     made: Option<String>,
 }
@@ -92,9 +98,15 @@ impl Beginning<'_> {
     }
 
     fn step(&mut self) -> Result<Next> {
-        self.place.refresh();
-        match Found::at(&self.place.partial(), self.shape)? {
+        self.place.refresh(Looking { claim: self.claim, pace: &self.pace, stop: self.stop })?;
+        let found = Found::at(&self.place.partial(), self.shape)?;
+        if !matches!(found, Found::Unclear) {
+            self.unclear.clear();
+        }
+        match found {
             Found::Nothing => self.start(),
+            Found::Unclear if self.unclear.note() < self.place.cached_for(&self.pace) => Ok(Next::Later),
+            Found::Unclear => Err(self.place.junk(self.claim)),
             Found::Junk => {
                 recover(&self.place)?;
                 if self.claim.restart { self.throw_away(None) } else { Err(self.place.junk(self.claim)) }
@@ -115,11 +127,10 @@ impl Beginning<'_> {
             return self.wait_for_first();
         }
         let plan = Planned::new(self.plan, self.claim, unique());
-        if !self.place.make(&plan, self.plan.about, self.claim.sync)? {
-            return Ok(Next::Later);
-        }
-        self.made = Some(plan.id);
-        Ok(Next::Again)
+        // Known before, as a folder that was made and cannot be synced is to go, too.
+        self.made = Some(plan.id.clone());
+        let is_made = self.place.make(&plan, self.plan.about, self.claim.sync)?;
+        Ok(if is_made { Next::Again } else { Next::Later })
     }
 
     fn meet(&mut self, found: Partial) -> Result<Next> {
@@ -228,13 +239,17 @@ impl Beginning<'_> {
                 stop.lose(held.words(loss));
             }
         };
-        lease.start(self.pace.beat, look).map_err(Error::io("write a lease in", &partial))?;
-        if self.claim.sync {
-            match sync_folder(&partial) {
-                // All was done, and whoever seals was faster.
-                Err(Error::Io { source, .. }) if is_gone(&source) => return Ok(Next::Again),
-                synced => synced?,
+        let started = lease.start(self.pace.beat, look).map_err(Error::io("write a lease in", &partial));
+        let sync = || if self.claim.sync { partial.sync().map_err(Error::io("sync", &partial)) } else { Ok(()) };
+        match started.and_then(|()| sync()) {
+            // All was done, and whoever seals was faster.
+            Err(Error::Io { source, .. }) if is_gone(&source) => return Ok(Next::Again),
+            Err(error) => {
+                // Without its lease, the folder is removed by the process that made it.
+                lease.retract();
+                return Err(error);
             }
+            Ok(()) => {}
         }
         let work = partial.join(holding.plan.work());
         let staging = Staging {
@@ -254,7 +269,9 @@ impl Beginning<'_> {
             earlier,
             settled: Mutex::default(),
             waiting: OnceLock::new(),
+            is_gone: false.into(),
             identity: OnceLock::new(),
+            replaced: Mutex::default(),
             is_published: false.into(),
         };
         fault::point("begin-leased");
@@ -322,8 +339,7 @@ pub(super) fn check_destination(place: &Place, shape: Shape, claim: &Claim) -> R
     let Ok(metadata) = destination.symlink_metadata() else { return Ok(()) };
     // Rolling back may have brought a folder.
     refuse_folder(destination, shape)?;
-    let empty_folder =
-        metadata.is_dir() && fs::read_dir(destination).map_err(Error::io("list", destination))?.next().is_none();
+    let empty_folder = metadata.is_dir() && lookup::list(destination)?.is_empty();
     if empty_folder || claim.overwrite {
         return Ok(());
     }

@@ -5,21 +5,22 @@
 //! as good. Replacing goes by identity (device and inode): neither of two processes that replace moves aside or deletes
 //! what the other one has published.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
-use std::path::Path;
+use std::os::fd::OwnedFd;
+use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use super::lease::{Lease, LeaseName, Role};
 use super::life::Life;
 use super::loss::Lost;
-use super::place::{Identity, Place, exists, is_gone, rename_new};
+use super::place::{Identity, Place, is_gone};
 use super::plan::output;
 use super::{Shape, Staging, mark};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::fault;
-use crate::storage::filesystem::{sync_folder, sync_folders};
+use crate::storage::AnchoredPath;
 
 /// The right to seal, as long as it is held.
 #[derive(Debug)]
@@ -59,7 +60,7 @@ impl Staging {
     /// What is left to do once the output is at the destination; done twice, it is as if done once.
     pub(super) fn tidy(&self, sync: bool) -> Result<()> {
         if sync {
-            sync_folder(&self.place.parent)?;
+            self.place.folder.sync().map_err(Error::io("sync", &self.place.folder))?;
         }
         fault::point("commit-synced-parent");
         // Without the folder, another run may be in the middle of a swap by now.
@@ -78,24 +79,24 @@ impl Staging {
 
     /// The renames that replace what is at the destination, or put the output where nothing is.
     fn move_in(&self) -> Result<()> {
-        let destination = &self.place.destination;
+        let (destination, target) = (&self.place.destination, self.place.target());
         for _ in 0..TRIES {
             let source = output(&self.work, self.shape).map_err(Error::io("find", &self.data))?;
             let Some((source, mine)) = source.and_then(|path| Identity::of(&path).map(|mine| (path, mine))) else {
                 return if self.has_landed() { Ok(()) } else { Err(self.holding.error(Lost::Gone)) };
             };
             let _ = self.identity.set(mine);
-            if self.claim.overwrite && exists(destination) {
+            if self.claim.overwrite && target.exists() {
                 self.make_way(mine)?;
             }
-            match rename_new(&source, destination) {
+            match source.rename_new(&target) {
                 Ok(()) => return Ok(()),
                 // Published by another one; or the way is not free any more.
-                Err(error) if is_gone(&error) && !exists(&source) => {}
+                Err(error) if is_gone(&error) && !source.exists() => {}
                 Err(error) if self.claim.overwrite && is_taken(&error) => {}
                 Err(error) => {
                     // Best effort: the next run would roll back as well.
-                    let _ = rename_new(&self.place.old(), destination);
+                    let _ = self.place.old().rename_new(&target);
                     return Err(if is_taken(&error) {
                         Error::usage(
                             format!("{} appeared while it was being written", destination.display()),
@@ -115,21 +116,24 @@ impl Staging {
 
     /// Move aside what is to be replaced.
     fn make_way(&self, mine: Identity) -> Result<()> {
-        let (destination, old) = (&self.place.destination, self.place.old());
+        let (destination, old) = (self.place.target(), self.place.old());
         self.clear_old(mine)?;
         fault::point("commit-cleared");
-        if Identity::of(destination) == Some(mine) {
+        if Identity::of(&destination) == Some(mine) {
             return Ok(());
         }
-        match fs::rename(destination, &old) {
+        self.claim.replace_check.run(destination.path())?;
+        match destination.rename(&old) {
             // Nothing to replace any more, or another one is at it.
             Err(error) if is_gone(&error) || is_taken(&error) => return Ok(()),
-            done => done.map_err(Error::io("rename", destination))?,
+            done => done.map_err(Error::io("rename", &destination))?,
         }
-        if Identity::of(&old) == Some(mine) {
+        let moved = Identity::of(&old);
+        if moved == Some(mine) {
             // Another one has published since the look.
-            let _ = rename_new(&old, destination);
+            let _ = old.rename_new(&destination);
         }
+        *self.replaced.lock().unwrap_or_else(PoisonError::into_inner) = moved;
         fault::point("commit-moved-old");
         Ok(())
     }
@@ -137,12 +141,14 @@ impl Staging {
     /// Delete what was replaced, unless it is what was published.
     fn clear_old(&self, mine: Identity) -> Result<()> {
         let old = self.place.old();
-        if !exists(&old) || Identity::of(&old) == Some(mine) {
-            return Ok(());
+        let Some(found) = Identity::of(&old).filter(|found| *found != mine) else { return Ok(()) };
+        // What this process moved there was the destination, which is to be replaced, whoever it belongs to.
+        if *self.replaced.lock().unwrap_or_else(PoisonError::into_inner) != Some(found) {
+            old.own_entry().map_err(Error::io("look at", &old))?;
         }
         let Some(aside) = self.place.move_aside(&old)? else { return Ok(()) };
         if Identity::of(&aside) == Some(mine) {
-            return rename_new(&aside, &self.place.destination).map_err(Error::io("put back", aside));
+            return aside.rename_new(&self.place.target()).map_err(Error::io("put back", &aside));
         }
         self.place.discard(&aside)
     }
@@ -158,10 +164,20 @@ impl Seal<'_> {
         if let Some(output) =
             output(&staging.work, staging.shape).map_err(Error::io("find what was written in", &staging.work))?
         {
-            mark::set(&output, staging.fingerprint);
-            fault::point("commit-marked");
-            if sync {
-                sync_output(&output, staging.shape)?;
+            let opened = match staging.shape {
+                Shape::Folder => output.open_folder(),
+                Shape::File => output.open().map(OwnedFd::from),
+            };
+            match opened {
+                Err(error) if is_gone(&error) => {}
+                opened => {
+                    let opened = opened.map_err(Error::io("open", &output))?;
+                    mark::set(&opened, staging.fingerprint);
+                    fault::point("commit-marked");
+                    if sync {
+                        sync_output(&output, opened, staging.shape)?;
+                    }
+                }
             }
         }
         fault::point("commit-synced");
@@ -174,15 +190,15 @@ impl Seal<'_> {
     }
 }
 
-fn sync_output(output: &Path, shape: Shape) -> Result<()> {
+fn sync_output(output: &AnchoredPath, opened: OwnedFd, shape: Shape) -> Result<()> {
     let synced = match shape {
-        Shape::Folder => sync_folders(output),
+        Shape::Folder => output.sync_all(),
         // Its bytes are there already, not so its mark.
-        Shape::File => File::open(output).and_then(|file| file.sync_all()).map_err(Error::io("sync", output)),
+        Shape::File => File::from(opened).sync_all(),
     };
     match synced {
-        Err(Error::Io { source, .. }) if is_gone(&source) => Ok(()),
-        synced => synced,
+        Err(error) if is_gone(&error) => Ok(()),
+        synced => synced.map_err(Error::io("sync", output)),
     }
 }
 
@@ -192,22 +208,20 @@ fn is_taken(error: &io::Error) -> bool {
 
 /// Finish or roll back a swap that an earlier run did not finish.
 pub(super) fn recover(place: &Place) -> Result<()> {
-    let (destination, old) = (&place.destination, place.old());
-    if !exists(&old) {
-        return Ok(());
-    }
-    let replaced = Identity::of(&old);
-    if exists(destination) {
+    let (destination, old) = (place.target(), place.old());
+    let found = old.own_entry().map_err(Error::io("look at", &old))?;
+    let Some(replaced) = found.map(|metadata| Identity::new(&metadata)) else { return Ok(()) };
+    if destination.exists() {
         let Some(aside) = place.move_aside(&old)? else { return Ok(()) };
-        if Identity::of(&aside) == replaced {
+        if Identity::of(&aside) == Some(replaced) {
             return place.discard(&aside);
         }
         // A swap that has begun since: the only one of its kind.
-        return rename_new(&aside, &old).map_err(Error::io("put back", old));
+        return aside.rename_new(&old).map_err(Error::io("put back", &old));
     }
-    match rename_new(&old, destination) {
+    match old.rename_new(&destination) {
         // Another one was faster.
-        Err(_) if !exists(&old) || exists(destination) => Ok(()),
-        done => done.map_err(Error::io("rename", old)),
+        Err(_) if !old.exists() || destination.exists() => Ok(()),
+        done => done.map_err(Error::io("rename", &old)),
     }
 }

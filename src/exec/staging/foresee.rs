@@ -30,9 +30,9 @@ pub(super) fn foresee(
     pace: &Pace,
 ) -> Result<Foreseen> {
     refuse_folder(destination, shape)?;
-    let place = Place::of(destination)?;
+    let place = Place::of(destination)?.for_a_look();
     let foreseen = match Found::at(&place.partial(), shape)? {
-        Found::Junk if !claim.restart => return Err(place.junk(claim)),
+        Found::Junk | Found::Unclear if !claim.restart => return Err(place.junk(claim)),
         Found::Partial(found) if !found.is_published => meet(&place, &found, claim, plan, pace)?,
         Found::Nothing if claim.takes_what_is_done() && mark::is(destination, plan.fingerprint) => {
             return Ok(Foreseen::Done);

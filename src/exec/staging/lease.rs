@@ -7,10 +7,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -19,11 +18,13 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::cache::is_hidden;
 use super::place::{is_gone, unique};
 use super::plan::read_at_most;
 use crate::comm::{Part, Process};
 use crate::error::{Error, Result};
 use crate::fault;
+use crate::storage::AnchoredPath;
 
 /// What a lease is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -195,10 +196,10 @@ pub(super) struct Seen {
 }
 
 /// The latest lease of each role, by name.
-pub(super) fn latest_leases(folder: &Path) -> io::Result<impl Iterator<Item = LeaseName>> {
+pub(super) fn latest_leases(folder: &AnchoredPath) -> io::Result<impl Iterator<Item = LeaseName>> {
     let mut latest: BTreeMap<Role, LeaseName> = BTreeMap::new();
-    for entry in fs::read_dir(folder)? {
-        let Some(name) = entry?.file_name().to_str().and_then(|name| name.parse::<LeaseName>().ok()) else { continue };
+    for name in folder.names()? {
+        let Some(name) = name.to_str().and_then(|name| name.parse::<LeaseName>().ok()) else { continue };
         let known = latest.entry(name.role).or_insert(name);
         known.generation = known.generation.max(name.generation);
     }
@@ -206,18 +207,28 @@ pub(super) fn latest_leases(folder: &Path) -> io::Result<impl Iterator<Item = Le
 }
 
 /// The latest lease of each role. One that is retracted meanwhile is none.
-pub(super) fn read_leases(folder: &Path) -> io::Result<Vec<Seen>> {
+pub(super) fn read_leases(folder: &AnchoredPath) -> io::Result<Vec<Seen>> {
     let mut found = Vec::new();
     for name in latest_leases(folder)? {
-        match read_lease(folder, name) {
-            Err(error) if is_gone(&error) => {}
-            seen => found.push(seen?),
-        }
+        found.extend(read_listed(folder, name)?);
     }
     Ok(found)
 }
 
-pub(super) fn read_lease(folder: &Path, name: LeaseName) -> io::Result<Seen> {
+/// A lease that was listed; `None` where it is gone since. One that stays hidden has to be watched: somebody has it.
+fn read_listed(folder: &AnchoredPath, name: LeaseName) -> io::Result<Option<Seen>> {
+    match read_lease(folder, name) {
+        Err(error) if is_gone(&error) => {}
+        seen => return seen.map(Some),
+    }
+    let is_hidden = is_hidden(folder, &name.file())?;
+    match read_lease(folder, name) {
+        Err(error) if is_gone(&error) => Ok(is_hidden.then(|| Seen { name, bytes: Vec::new(), record: None })),
+        seen => seen.map(Some),
+    }
+}
+
+pub(super) fn read_lease(folder: &AnchoredPath, name: LeaseName) -> io::Result<Seen> {
     let bytes = read_at_most(&folder.join(name.file()), RECORD_LEN as u64)?;
     let record = serde_json::from_slice(&bytes).ok();
     Ok(Seen { name, bytes, record })
@@ -226,7 +237,7 @@ pub(super) fn read_lease(folder: &Path, name: LeaseName) -> io::Result<Seen> {
 /// A lease that this process has. Dropped, it says so.
 #[derive(Debug)]
 pub(super) struct Lease {
-    path: PathBuf,
+    path: AnchoredPath,
     shared: Arc<Shared>,
     heart: Option<JoinHandle<()>>,
 }
@@ -244,13 +255,13 @@ impl Lease {
     ///
     /// # Errors
     /// `Io`
-    pub fn take(folder: &Path, name: LeaseName) -> Result<Option<Self>> {
+    pub fn take(folder: &AnchoredPath, name: LeaseName) -> Result<Option<Self>> {
         let path = folder.join(name.file());
         let record = Record { process: Process::this(), beat: 0, phase: Phase::Working, done_bytes: 0, failure: None };
         let file = match create(&path, &record, name.role) {
             Ok(file) => file,
             Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
-            Err(error) => return Err(Error::io("create", path)(error)),
+            Err(error) => return Err(Error::io("create", &path)(error)),
         };
         let shared =
             Shared { file, record: Mutex::new(record), bell: Condvar::new(), done_bytes: AtomicU64::default() };
@@ -288,7 +299,7 @@ impl Lease {
 
     /// Give it up as if it had never been taken.
     pub fn retract(self) {
-        let _ = fs::remove_file(&self.path);
+        let _ = self.path.remove_file();
     }
 
     fn beat(&self) -> io::Result<()> {
@@ -298,26 +309,26 @@ impl Lease {
 
 /// Create a lease that says whose it is from its first moment on: others would have to watch one that does not, should its
 /// process be killed. Where a file system has no links, that moment is short.
-fn create(path: &Path, record: &Record, role: Role) -> io::Result<File> {
+fn create(path: &AnchoredPath, record: &Record, role: Role) -> io::Result<File> {
     let draft = path.with_file_name(format!(".lease-{}", unique()));
     // Others see nothing of it before the server does.
     let write = |file: &File| file.write_all_at(&record.to_bytes(), 0).and_then(|()| file.sync_data());
-    let file = File::create_new(&draft)?;
+    let file = draft.create_new(0o666)?;
     let linked = write(&file).and_then(|()| {
         fault::point(match role {
             Role::Part(_) => "begin-created-lease",
             Role::Seal => "seal-created-lease",
             Role::Restart => "restart-created-lease",
         });
-        fs::hard_link(&draft, path)
+        draft.hard_link(path)
     });
-    let _ = fs::remove_file(&draft);
+    let _ = draft.remove_file();
     match linked {
         Ok(()) => Ok(file),
         Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::AlreadyExists => Err(error),
         Err(_) => {
-            let file = File::create_new(path)?;
-            write(&file).inspect_err(|_| drop(fs::remove_file(path)))?;
+            let file = path.create_new(0o666)?;
+            write(&file).inspect_err(|_| drop(path.remove_file()))?;
             Ok(file)
         }
     }

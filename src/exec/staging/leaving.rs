@@ -7,7 +7,6 @@
 //! would only be in the way of that. Invariant: nothing that is recorded is thrown away here, nor a folder that somebody
 //! works in, or is still to come (back) to and hear why the others are gone.
 
-use std::path::Path;
 use std::time::Instant;
 
 use super::lease::{Lease, LeaseName, Role, Seen, read_leases};
@@ -19,6 +18,7 @@ use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::exec::journal;
 use crate::fault;
+use crate::storage::AnchoredPath;
 
 impl Staging {
     /// Leave after an error. The last one to go takes away what nothing is recorded in.
@@ -54,7 +54,7 @@ impl Place {
     /// `Io`
     pub fn throw_away(&self, shape: Shape, judged: Option<&Partial>, watch: &mut Watch) -> Result<bool> {
         let partial = self.partial();
-        let lease = if partial.is_dir() {
+        let lease = if partial.metadata().is_ok_and(|found| found.is_dir()) {
             let Some(name) = next_restart(&partial, watch)? else { return Ok(false) };
             let Some(lease) = Lease::take(&partial, name)? else { return Ok(false) };
             Some(lease)
@@ -77,7 +77,7 @@ impl Place {
     }
 }
 
-fn next_restart(partial: &Path, watch: &mut Watch) -> Result<Option<LeaseName>> {
+fn next_restart(partial: &AnchoredPath, watch: &mut Watch) -> Result<Option<LeaseName>> {
     let leases = match read_leases(partial) {
         Err(error) if is_gone(&error) => return Ok(None),
         leases => leases.map_err(Error::io("read", partial))?,

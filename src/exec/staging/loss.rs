@@ -3,7 +3,6 @@
 //! A process that was stopped, or cut off from the file system, is thought dead after a while and its part is taken over.
 //! It cannot know until it looks, so it looks with every beat, and before it gives up anything that may not be its own.
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -13,6 +12,7 @@ use super::lease::{LeaseName, Role, latest_leases, read_lease};
 use super::place::is_gone;
 use crate::comm::Part;
 use crate::error::{Error, Result};
+use crate::storage::AnchoredPath;
 
 /// Why a process that works must not go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub(super) enum Lost {
 #[derive(Debug)]
 pub(super) struct Holding {
     pub destination: PathBuf,
-    pub partial: PathBuf,
+    pub partial: AnchoredPath,
     pub plan: Planned,
     pub part: Part,
     pub lease: LeaseName,
@@ -44,7 +44,7 @@ impl Holding {
     pub fn look(&self) -> Result<Option<Lost>> {
         let read = || {
             // Opening it makes network file systems ask the server.
-            File::open(self.partial.join(self.plan.work()))?;
+            self.partial.join(self.plan.work()).hold()?;
             for name in latest_leases(&self.partial)? {
                 let is_later = name.role == self.lease.role && name.generation > self.lease.generation;
                 if is_later || self.is_rival(name)? {

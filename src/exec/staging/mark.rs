@@ -3,6 +3,7 @@
 //! Best effort: not every file system has attributes, and not every copy takes them along. So the mark is only ever
 //! trusted to say "this is from the same plan", never to say "it is not".
 
+use std::os::fd::AsFd;
 use std::path::Path;
 
 use rustix::fs::XattrFlags;
@@ -12,8 +13,8 @@ use crate::exec::fingerprint::Fingerprint;
 const NAME: &str = "user.dtshard.plan";
 
 /// Set before the rename, so that what is at the destination has it from its first moment.
-pub(super) fn set(path: &Path, fingerprint: Fingerprint) {
-    let _ = rustix::fs::lsetxattr(path, NAME, fingerprint.to_string().as_bytes(), XattrFlags::empty());
+pub(super) fn set(output: impl AsFd, fingerprint: Fingerprint) {
+    let _ = rustix::fs::fsetxattr(output, NAME, fingerprint.to_string().as_bytes(), XattrFlags::empty());
 }
 
 /// What a destination says of itself.

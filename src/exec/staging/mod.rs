@@ -21,6 +21,7 @@
 //! nothing else does.
 
 mod begin;
+mod cache;
 mod commit;
 mod earlier;
 mod foresee;
@@ -33,12 +34,13 @@ mod mark;
 mod place;
 mod plan;
 mod refuse;
+mod replace;
 #[cfg(test)]
 mod tests;
 mod wait;
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::sleep;
@@ -46,8 +48,10 @@ use std::time::{Duration, Instant};
 
 pub use commit::Seal;
 pub use foresee::Foreseen;
+pub use replace::ReplaceCheck;
 pub use wait::{Missing, Other, OtherState, Waited};
 
+use self::cache::Looking;
 use self::earlier::Earlier;
 use self::lease::Lease;
 use self::life::Watch;
@@ -57,9 +61,10 @@ use self::plan::{Found, Partial, Planned};
 use super::Stop;
 use super::about::About;
 use super::fingerprint::Fingerprint;
-use crate::comm::Part;
+use crate::comm::{Part, WaitReporter};
 use crate::error::{Error, Result};
 use crate::fault;
+use crate::storage::AnchoredPath;
 
 /// What is published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,8 +78,9 @@ pub enum Shape {
 /// Who wants to work, and what to do about things in the way.
 #[derive(Clone, Debug)]
 pub struct Claim {
-    /// Replace an existing destination.
+    /// Replace an existing destination, which `replace_check` has to pass.
     pub overwrite: bool,
+    pub replace_check: ReplaceCheck,
     /// Throw away what an earlier run left behind.
     pub restart: bool,
     /// Go on with what an earlier run left behind.
@@ -86,6 +92,8 @@ pub struct Claim {
     pub sync: bool,
     /// The other parts run at the same time, so that they can be waited for.
     pub parts_wait: bool,
+    /// Tells what is waited for here.
+    pub reporter: WaitReporter,
 }
 
 impl Claim {
@@ -127,6 +135,8 @@ struct Pace {
     stopped_after: Duration,
     /// From the last change of a lease until nobody waits for its process, which is there.
     stuck_after: Duration,
+    /// For how long a network file system may answer from a cache.
+    cached_for: Duration,
     /// Between two looks at what others do: at first, and at most.
     look: (Duration, Duration),
 }
@@ -159,6 +169,8 @@ const PACE: Pace = Pace {
     seal_after: Duration::from_secs(5),
     stopped_after: Duration::from_secs(2),
     stuck_after: Duration::from_mins(10),
+    // NFS: 60 seconds for folders (acdirmax), and some for what it takes.
+    cached_for: Duration::from_secs(75),
     look: (Duration::from_millis(20), Duration::from_secs(1)),
 };
 
@@ -166,9 +178,14 @@ const PACE: Pace = Pace {
 const HURRIED_PACE: Pace = Pace {
     dead_after: Duration::from_millis(200),
     start_within: Duration::from_secs(10),
+    cached_for: Duration::from_secs(15),
     look: (Duration::from_millis(5), Duration::from_millis(20)),
     ..PACE
 };
+
+fn pace() -> Pace {
+    if fault::is_hurried() { HURRIED_PACE } else { PACE }
+}
 
 /// A destination being written. Dropped unpublished, it leaves what can be resumed, or else nothing.
 #[derive(Debug)]
@@ -179,21 +196,25 @@ pub struct Staging {
     fingerprint: Fingerprint,
     holding: Arc<Holding>,
     pace: Pace,
-    partial: PathBuf,
-    work: PathBuf,
-    data: PathBuf,
-    journal: PathBuf,
+    partial: AnchoredPath,
+    work: AnchoredPath,
+    data: AnchoredPath,
+    journal: AnchoredPath,
     /// `None` once dropped.
     lease: Option<Lease>,
     lost: Arc<OnceLock<Lost>>,
     watch: Mutex<Watch>,
     /// What will be at the destination, known once it is complete.
     identity: OnceLock<Identity>,
+    /// What this process moved away from the destination.
+    replaced: Mutex<Option<Identity>>,
     earlier: Earlier,
     /// Parts that nobody waits for any more, by their index.
     settled: Mutex<BTreeSet<u32>>,
     /// Since when the others are waited for.
     waiting: OnceLock<Instant>,
+    /// The partial folder is gone and nothing was published from it, as no cache has it any more.
+    is_gone: AtomicBool,
     is_published: AtomicBool,
 }
 
@@ -203,8 +224,7 @@ impl Staging {
     /// # Errors
     /// `Usage` where it exists and may not be replaced, or where another run is or was at work on it; `Stopped`; `Io`.
     pub fn begin(destination: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>, stop: &Stop) -> Result<Begun> {
-        let pace = if fault::is_hurried() { HURRIED_PACE } else { PACE };
-        begin::begin(destination, shape, claim, plan, pace, stop)
+        begin::begin(destination, shape, claim, plan, pace(), stop)
     }
 
     /// What [`Staging::begin`] would come to, as far as one look can tell. Changes nothing.
@@ -224,30 +244,32 @@ impl Staging {
         if claim.takes_what_is_done() {
             return Ok(());
         }
-        begin::check_destination(&Place::of(destination)?, shape, claim)
+        let (place, stop) = (Place::of(destination)?, Stop::default());
+        place.refresh(Looking { claim, pace: &pace(), stop: &stop })?;
+        begin::check_destination(&place, shape, claim)
     }
 
     /// The folder to write into.
     #[must_use]
-    pub fn folder(&self) -> &Path {
+    pub fn folder(&self) -> &AnchoredPath {
         &self.data
     }
 
     /// The folder that has the journals of all parts, `*.journal`.
     #[must_use]
-    pub fn journals(&self) -> &Path {
+    pub fn journals(&self) -> &AnchoredPath {
         &self.work
     }
 
     /// What is left beside the destination, where that is kept.
     #[must_use]
     pub fn partial(&self) -> &Path {
-        &self.partial
+        self.partial.path()
     }
 
     /// The journal that only this process writes. Close it before this is dropped.
     #[must_use]
-    pub fn journal(&self) -> &Path {
+    pub fn journal(&self) -> &AnchoredPath {
         &self.journal
     }
 
@@ -278,7 +300,7 @@ impl Staging {
     /// As [`Staging::check`], `Io`.
     pub fn finish(&self) -> Result<()> {
         self.check()?;
-        if let Some(identity) = plan::output(&self.work, self.shape).ok().flatten().as_deref().and_then(Identity::of) {
+        if let Some(identity) = plan::output(&self.work, self.shape).ok().flatten().as_ref().and_then(Identity::of) {
             let _ = self.identity.set(identity);
         }
         self.lease().finish()

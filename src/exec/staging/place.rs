@@ -5,28 +5,30 @@
 //! (`-new-`): who finds its own gone makes another.
 
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs::{File, Metadata};
 use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::SystemTime;
-
-use rustix::fs::{CWD, RenameFlags};
-use rustix::io::Errno;
 
 use super::plan::Planned;
 use crate::comm::Process;
 use crate::error::{Error, Result};
 use crate::exec::about::About;
 use crate::fault;
-use crate::storage::filesystem::sync_folder;
+use crate::storage::AnchoredPath;
 
 /// A destination and what is beside it, on the same file system.
 #[derive(Clone, Debug)]
 pub(super) struct Place {
     pub destination: PathBuf,
     pub parent: PathBuf,
+    /// The folder of the destination, for all that is done in it.
+    pub folder: AnchoredPath,
     name: OsString,
+    /// Whether the file system caches names, once that is known.
+    pub caches: OnceLock<bool>,
 }
 
 /// The folder in the work folder that has the output.
@@ -56,34 +58,43 @@ impl Place {
             _ => PathBuf::from("."),
         };
         // Without a slash at the end, which would keep a file from being renamed to it.
-        Ok(Self { destination: destination.with_file_name(name), parent, name: name.to_owned() })
+        let folder = AnchoredPath::new(destination.parent().unwrap_or(Path::new("")));
+        let destination = destination.with_file_name(name);
+        Ok(Self { destination, parent, folder, name: name.to_owned(), caches: OnceLock::new() })
+    }
+
+    /// For a look that creates nothing, and cannot tell whose files are its own.
+    #[must_use]
+    pub fn for_a_look(self) -> Self {
+        let folder = self.destination.parent().unwrap_or(Path::new(""));
+        Self { folder: AnchoredPath::for_a_look(folder), ..self }
+    }
+
+    /// The destination, as what is renamed.
+    pub fn target(&self) -> AnchoredPath {
+        self.folder.join(&self.name)
     }
 
     /// `.NAME.dtshard-WHAT`
-    fn beside(&self, what: &str) -> PathBuf {
+    fn beside(&self, what: &str) -> AnchoredPath {
         let mut hidden = OsString::from(".");
         hidden.push(&self.name);
         hidden.push(".dtshard-");
         hidden.push(what);
-        self.parent.join(hidden)
+        self.folder.join(hidden)
     }
 
-    pub fn partial(&self) -> PathBuf {
+    pub fn partial(&self) -> AnchoredPath {
         self.beside("partial")
     }
 
     /// What is replaced stays here until its successor is in its place.
-    pub fn old(&self) -> PathBuf {
+    pub fn old(&self) -> AnchoredPath {
         self.beside("old")
     }
 
-    fn unique(&self, what: &str) -> PathBuf {
+    pub fn unique(&self, what: &str) -> AnchoredPath {
         self.beside(&format!("{what}{}", unique()))
-    }
-
-    /// Opening a folder makes network file systems ask the server what is in it.
-    pub fn refresh(&self) {
-        let _ = File::open(&self.parent);
     }
 
     /// Make the partial folder, with its plan and an empty data folder. False where somebody was faster, or took the
@@ -93,24 +104,24 @@ impl Place {
     /// `Io`
     pub fn make(&self, plan: &Planned, about: &About, sync: bool) -> Result<bool> {
         let draft = self.unique(DRAFT);
-        fs::create_dir(&draft).map_err(Error::io("create", self.partial()))?;
+        draft.create_folder().map_err(Error::io("create", &self.partial()))?;
         fault::point("begin-draft");
         let made = Self::fill(&draft, plan, about, sync).and_then(|()| {
             fault::point("begin-planned");
             // The folder that is there has a plan, so it is not empty, and no rename replaces it.
-            fs::rename(&draft, self.partial())
+            draft.rename(&self.partial())
         });
         match made {
             Ok(()) => {
                 fault::point("begin-made");
                 if sync {
-                    sync_folder(&self.parent)?;
+                    self.folder.sync().map_err(Error::io("sync", &self.folder))?;
                 }
                 self.sweep(&[GONE, DRAFT]);
                 Ok(true)
             }
             Err(error) => {
-                let _ = fs::remove_dir_all(&draft);
+                let _ = draft.remove_all();
                 let is_taken = matches!(
                     error.kind(),
                     io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory
@@ -118,21 +129,27 @@ impl Place {
                 if is_taken || is_gone(&error) {
                     return Ok(false);
                 }
-                Err(Error::io("create", self.partial())(error))
+                Err(Error::io("create", &self.partial())(error))
             }
         }
     }
 
-    fn fill(draft: &Path, plan: &Planned, about: &About, sync: bool) -> io::Result<()> {
-        fs::create_dir_all(draft.join(plan.work()).join(DATA))?;
+    fn fill(draft: &AnchoredPath, plan: &Planned, about: &About, sync: bool) -> io::Result<()> {
+        let work = draft.join(plan.work());
+        work.create_folder()?;
+        work.join(DATA).create_folder()?;
+        let create = |name: &str, bytes: &[u8]| -> io::Result<File> {
+            let mut file = draft.join(name).create_new(0o666)?;
+            file.write_all(bytes)?;
+            Ok(file)
+        };
         // Not synced: nothing depends on it.
-        fs::write(draft.join(ABOUT), serde_json::to_vec_pretty(about).expect("strings and numbers are JSON"))?;
-        let mut file = File::create_new(draft.join(PLAN))?;
-        file.write_all(&plan.to_bytes())?;
+        create(ABOUT, &serde_json::to_vec_pretty(about).expect("strings and numbers are JSON"))?;
+        let file = create(PLAN, &plan.to_bytes())?;
         if sync {
             file.sync_all()?;
-            File::open(draft.join(plan.work()))?.sync_all()?;
-            File::open(draft)?.sync_all()?;
+            work.sync()?;
+            draft.sync()?;
         }
         Ok(())
     }
@@ -141,7 +158,7 @@ impl Place {
     ///
     /// # Errors
     /// `Io`
-    pub fn move_aside(&self, path: &Path) -> Result<Option<PathBuf>> {
+    pub fn move_aside(&self, path: &AnchoredPath) -> Result<Option<AnchoredPath>> {
         self.rename_to(path, ASIDE)
     }
 
@@ -149,9 +166,9 @@ impl Place {
     ///
     /// # Errors
     /// `Io` where it stays where it is.
-    pub fn discard(&self, path: &Path) -> Result<()> {
+    pub fn discard(&self, path: &AnchoredPath) -> Result<()> {
         if let Some(gone) = self.rename_to(path, GONE)? {
-            let _ = remove(&gone);
+            let _ = gone.remove_all();
         }
         Ok(())
     }
@@ -160,30 +177,28 @@ impl Place {
     ///
     /// # Errors
     /// `Io` where it stays where it is.
-    pub fn let_go(&self, path: &Path) -> Result<()> {
+    pub fn let_go(&self, path: &AnchoredPath) -> Result<()> {
         self.rename_to(path, GONE).map(drop)
     }
 
-    fn rename_to(&self, path: &Path, what: &str) -> Result<Option<PathBuf>> {
+    fn rename_to(&self, path: &AnchoredPath, what: &str) -> Result<Option<AnchoredPath>> {
         let to = self.unique(what);
-        match fs::rename(path, &to) {
+        match path.rename(&to) {
             Ok(()) => Ok(Some(to)),
             Err(error) if is_gone(&error) => Ok(None),
             Err(error) => Err(Error::io("rename", path)(error)),
         }
     }
 
-    /// Delete what processes left that were killed.
+    /// Delete what processes of this user left that were killed.
     pub fn sweep(&self, kinds: &[&str]) {
-        let prefixes: Vec<OsString> =
-            kinds.iter().map(|kind| self.beside(kind).file_name().unwrap_or_default().to_owned()).collect();
-        let Ok(entries) = fs::read_dir(&self.parent) else { return };
-        for entry in entries.flatten() {
-            let name = entry.file_name();
+        let prefixes: Vec<OsString> = kinds.iter().map(|kind| self.beside(kind).file_name().to_owned()).collect();
+        for name in self.folder.names().unwrap_or_default() {
             let is = |prefix: &OsString| name.as_encoded_bytes().starts_with(prefix.as_encoded_bytes());
-            if prefixes.iter().any(is) {
+            let found = self.folder.join(&name);
+            if prefixes.iter().any(is) && found.is_own() {
                 // Renamed first, so that no draft is published while it is being taken apart.
-                let _ = self.discard(&entry.path());
+                let _ = self.discard(&found);
             }
         }
     }
@@ -216,29 +231,11 @@ pub(super) struct Identity {
 }
 
 impl Identity {
-    pub fn of(path: &Path) -> Option<Self> {
-        let metadata = path.symlink_metadata().ok()?;
-        Some(Self { device: metadata.dev(), inode: metadata.ino(), born: metadata.created().ok() })
+    pub fn of(path: &AnchoredPath) -> Option<Self> {
+        path.metadata().ok().map(|metadata| Self::new(&metadata))
     }
-}
 
-pub(super) fn exists(path: &Path) -> bool {
-    path.symlink_metadata().is_ok()
-}
-
-/// Rename to a name that must not be taken, except by an empty folder.
-pub(super) fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
-    match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        // An empty folder was there from the start: plain rename replaces it, and fails if it has filled since.
-        Err(Errno::EXIST) if to.is_dir() && from.is_dir() => fs::rename(from, to),
-        // Not every file system knows the flag.
-        Err(Errno::INVAL | Errno::NOSYS) if !exists(to) => fs::rename(from, to),
-        Err(Errno::INVAL | Errno::NOSYS) => Err(io::ErrorKind::AlreadyExists.into()),
-        done => Ok(done?),
+    pub fn new(metadata: &Metadata) -> Self {
+        Self { device: metadata.dev(), inode: metadata.ino(), born: metadata.created().ok() }
     }
-}
-
-fn remove(path: &Path) -> io::Result<()> {
-    let is_dir = path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir());
-    if is_dir { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }

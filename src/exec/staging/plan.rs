@@ -1,16 +1,16 @@
 //! What a partial folder holds: its plan, its leases, and whether it has been published.
 
-use std::fs::{self, File};
 use std::io::{self, Read};
-use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::cache::is_hidden;
 use super::lease::{Seen, read_leases};
-use super::place::{ABOUT, DATA, Identity, PLAN, exists, is_gone, is_unique};
+use super::place::{ABOUT, DATA, Identity, PLAN, is_gone, is_unique};
 use super::{Claim, Plan, Shape};
 use crate::error::{Error, Result};
 use crate::exec::about::About;
+use crate::storage::{AnchoredPath, afresh};
 
 /// `plan.json`: what is being written. It is there as long as its folder is, and never changes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,13 +32,10 @@ const MOST_BYTES: u64 = 1 << 16;
 /// Longer is not told.
 const MOST_ABOUT: u64 = 64 << 20;
 
-/// The beginning of a file; opening what is none could wait for ever.
-pub(super) fn read_at_most(path: &Path, most: u64) -> io::Result<Vec<u8>> {
-    if !fs::metadata(path)?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
-    }
+/// The beginning of a file.
+pub(super) fn read_at_most(path: &AnchoredPath, most: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    File::open(path)?.take(most).read_to_end(&mut bytes)?;
+    afresh::open(path)?.take(most).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
@@ -70,7 +67,7 @@ impl Planned {
     }
 
     /// In what it is not `plan`; `folder` is the partial folder that it was found in.
-    pub fn difference(&self, plan: &Plan<'_>, folder: &Path) -> String {
+    pub fn difference(&self, plan: &Plan<'_>, folder: &AnchoredPath) -> String {
         if self.version != plan.version {
             return format!("dtshard {} made it, and this is {}", self.version, plan.version);
         }
@@ -81,7 +78,7 @@ impl Planned {
     }
 
     /// The plan of a partial folder, `None` where there is none (any more).
-    pub fn read(folder: &Path) -> io::Result<Option<Self>> {
+    pub fn read(folder: &AnchoredPath) -> io::Result<Option<Self>> {
         match read_at_most(&folder.join(PLAN), MOST_BYTES) {
             Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok().filter(|plan: &Self| is_unique(&plan.id))),
             Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::NotADirectory => Ok(None),
@@ -95,6 +92,8 @@ pub(super) enum Found {
     Nothing,
     /// No plan, or nothing but that: not from this version, or from nobody.
     Junk,
+    /// A name in it is listed and cannot be opened: it is going away, or the file system answers from a cache.
+    Unclear,
     Partial(Partial),
 }
 
@@ -108,24 +107,28 @@ pub(super) struct Partial {
 impl Found {
     /// # Errors
     /// `Io` where something is there and cannot be read.
-    pub fn at(folder: &Path, shape: Shape) -> Result<Self> {
+    pub fn at(folder: &AnchoredPath, shape: Shape) -> Result<Self> {
         let read = || -> io::Result<Self> {
-            let is_empty = |mut entries: fs::ReadDir| entries.next().is_none();
-            let before = Identity::of(folder);
-            match folder.symlink_metadata() {
-                Err(error) if is_gone(&error) => return Ok(Self::Nothing),
-                Err(error) => return Err(error),
-                Ok(metadata) if !metadata.is_dir() => return Ok(Self::Junk),
-                // Somebody's leftover: a rename takes its place.
-                Ok(_) if is_empty(fs::read_dir(folder)?) => return Ok(Self::Nothing),
-                Ok(_) => {}
+            let Some(metadata) = folder.own_metadata()? else { return Ok(Self::Nothing) };
+            let before = Some(Identity::new(&metadata));
+            if !metadata.is_dir() {
+                return Ok(Self::Junk);
             }
-            // Junk, or another folder since.
-            let junk = || Ok(if Identity::of(folder) == before { Self::Junk } else { Self::Nothing });
-            let Some(plan) = Planned::read(folder)? else { return junk() };
+            // Somebody's leftover: a rename takes its place.
+            if folder.names()?.is_empty() {
+                return Ok(Self::Nothing);
+            }
+            let without = |name: &str| {
+                if Identity::of(folder) != before {
+                    // Another folder since.
+                    return Ok(Self::Nothing);
+                }
+                Ok(if is_hidden(folder, name)? { Self::Unclear } else { Self::Junk })
+            };
+            let Some(plan) = Planned::read(folder)? else { return without(PLAN) };
             let work = folder.join(plan.work());
-            if !exists(&work) {
-                return junk();
+            if !work.exists() {
+                return without(&plan.work());
             }
             // In this order: once somebody sealed, only publishing takes the output away.
             let look = || -> io::Result<_> { Ok((read_leases(folder)?, output(&work, shape)?.is_none())) };
@@ -142,22 +145,24 @@ impl Found {
             }
             Ok(Self::Partial(Partial { plan, leases, is_published }))
         };
-        match read() {
+        let look = || match read() {
             Err(error) if is_gone(&error) => Ok(Self::Nothing),
             found => found.map_err(Error::io("read", folder)),
+        };
+        match look()? {
+            // The name was looked up again.
+            Self::Unclear => look(),
+            found => Ok(found),
         }
     }
 }
 
 /// What is to be renamed to the destination, if it is there.
-pub(super) fn output(work: &Path, shape: Shape) -> io::Result<Option<PathBuf>> {
+pub(super) fn output(work: &AnchoredPath, shape: Shape) -> io::Result<Option<AnchoredPath>> {
     let data = work.join(DATA);
     let first = match shape {
-        Shape::Folder => data.symlink_metadata().map(|_| Some(data)),
-        Shape::File => fs::read_dir(&data).and_then(|mut entries| {
-            let entry = entries.next().transpose()?;
-            Ok(entry.map(|entry| entry.path()))
-        }),
+        Shape::Folder => work.names().map(|names| names.iter().any(|name| name == DATA).then_some(data)),
+        Shape::File => data.names().map(|names| names.first().map(|name| data.join(name))),
     };
     match first {
         Err(error) if is_gone(&error) => Ok(None),

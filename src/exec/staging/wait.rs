@@ -14,6 +14,7 @@ use super::{Pace, Staging, mark};
 use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::exec::Stop;
+use crate::name_list::numbered;
 
 /// How far another part is, by its lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,7 +116,7 @@ impl Staging {
         loop {
             // A partial folder that is gone is what is waited for.
             stop.check_signal()?;
-            self.place.refresh();
+            self.place.refresh(self.looking(stop))?;
             let found = self.find()?;
             let sealer = found.as_ref().and_then(|found| self.sealer(found));
             let is_left = found.is_none();
@@ -153,7 +154,7 @@ impl Staging {
             } else if !self.has_landed() {
                 // Network file systems may show the one rename before the other.
                 let since = *gone_since.get_or_insert_with(Instant::now);
-                if since.elapsed() >= self.pace.dead_after {
+                if since.elapsed() >= self.pace.dead_after && self.is_gone_for_good(stop, || self.has_landed())? {
                     return Err(self.holding.error(Lost::Gone));
                 }
             } else if is_left || sealer == Some(Life::Dead) {
@@ -185,10 +186,10 @@ impl Staging {
     /// Whether another process has put the output at the destination. The partial folder is gone then, or whoever
     /// published is at it; where that one has died, it is taken away here.
     #[must_use]
-    pub fn was_published(&self) -> bool {
+    pub fn was_published(&self, stop: &Stop) -> bool {
         let (begun, mut nap) = (Instant::now(), self.pace.nap());
         loop {
-            self.place.refresh();
+            let is_stopped = self.place.refresh(self.looking(stop)).is_err();
             let found = self.find();
             let sealer = found.iter().flatten().find_map(|found| self.sealer(found));
             let (is_out, is_left) = match found {
@@ -198,7 +199,7 @@ impl Staging {
             };
             let is_published = is_out && mark::is(&self.place.destination, self.fingerprint);
             // Whoever seals is between its steps, or this node has not seen all of them.
-            let is_late = begun.elapsed() >= LANDING;
+            let is_late = is_stopped || begun.elapsed() >= LANDING;
             if is_published && (is_left || is_late || sealer == Some(Life::Dead)) {
                 if sealer == Some(Life::Dead) {
                     // As far as that goes: the next run would do it as well.
@@ -207,7 +208,8 @@ impl Staging {
                 self.see_published();
                 return true;
             }
-            if is_late {
+            let is_marked = || mark::is(&self.place.destination, self.fingerprint);
+            if is_stopped || is_late && (!is_left || self.is_gone_for_good(stop, is_marked).unwrap_or(true)) {
                 return false;
             }
             nap.take();
@@ -221,7 +223,7 @@ impl Staging {
 
     /// Whether what was written is at the destination.
     pub(super) fn has_landed(&self) -> bool {
-        let Some(there) = Identity::of(&self.place.destination) else { return false };
+        let Some(there) = Identity::of(&self.place.target()) else { return false };
         let is_known = self.identity.get().is_none_or(|identity| *identity == there);
         is_known || mark::is(&self.place.destination, self.fingerprint)
     }
@@ -338,8 +340,6 @@ impl Staging {
 
     /// `part 1 of 4`, `parts 1, 3 of 4`
     fn named(&self, parts: &[u32]) -> String {
-        let list: Vec<String> = parts.iter().map(u32::to_string).collect();
-        let plural = if parts.len() == 1 { "" } else { "s" };
-        format!("part{plural} {} of {}", list.join(", "), self.claim.part.of)
+        format!("{} of {}", numbered("part", "parts", parts.iter().copied()), self.claim.part.of)
     }
 }

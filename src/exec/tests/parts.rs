@@ -9,7 +9,7 @@ use crate::catalog::{OutputFile, Reserved, Sum, TensorId};
 use crate::exec::journal::Known;
 use crate::exec::sums::first_wrong;
 use crate::exec::{Silent, digest, seal};
-use crate::storage::FileId;
+use crate::storage::{AnchoredPath, FileId};
 
 const LEN: u64 = 60_000;
 
@@ -91,26 +91,27 @@ proptest! {
             at = cut;
         }
         let run = |number: usize, name: &str| {
-            let log = Log::new(&reservation.files, &runs[number], parts.join(name), sync, AtEnd::Record);
-            let (reservation, folder, options) = (&reservation, data.as_path(), &options);
+            let log = Log::new(&reservation.files, &runs[number], AnchoredPath::new(&parts).join(name), sync, AtEnd::Record);
+            let (reservation, folder, options) = (&reservation, &AnchoredPath::new(&data), &options);
             let writing = Writing { reservation, folder, log: &log, options, reporter: &Silent, stop: &Stop::default() };
             crate::exec::copy::copy(input, writing).unwrap();
         };
         ["0.journal", "1.journal", "2.journal"].iter().enumerate().for_each(|(number, name)| run(number, name));
-        let known = Known::read(&parts, &reservation.files, 0, false).unwrap();
+        let place = AnchoredPath::new(&data);
+        let known = Known::read(&AnchoredPath::new(&parts), &reservation.files, 0, false).unwrap();
         prop_assert_eq!(&known.done, &Extents::of_files(&reservation.files));
         let changed = || {
             let all = Extents::of_files(&reservation.files);
-            digest::changed(&known, &all, &data, &reservation.files, &Silent, &Stop::default()).unwrap()
+            digest::changed(&known, &all, &place, &reservation.files, &Silent, &Stop::default()).unwrap()
         };
         prop_assert!(changed().is_empty());
         for _again in 0..2 {
-            seal::seal(&data, &reservation.files, &[], &known, &parts, sync).unwrap();
+            seal::seal(&place, &reservation.files, &[], &known, &AnchoredPath::new(&parts), sync).unwrap();
             prop_assert!(contents(&data, &reservation) == contents(&whole, &reservation));
             prop_assert!(changed().is_empty(), "sums do not count");
         }
         for file in &reservation.files {
-            prop_assert_eq!(first_wrong(file, &data.join(&file.path), &Stop::default()).unwrap(), None);
+            prop_assert_eq!(first_wrong(file, &place.join(&file.path), &Stop::default()).unwrap(), None);
         }
         // One that was taken for dead wakes up, and goes on writing.
         run(0, "late");
@@ -147,12 +148,14 @@ fn a_stop_in_the_last_fsync_keeps_what_was_checked() {
     let stop = Stop::default();
     let reporter = StopsBehindAll { stop: stop.clone(), left: reservation.len_bytes().into() };
     let todo = Extents::of_files(&reservation.files);
-    let log = Log::new(&reservation.files, &todo, folder.path().join("0.journal"), true, AtEnd::Record);
+    let log =
+        Log::new(&reservation.files, &todo, AnchoredPath::new(folder.path()).join("0.journal"), true, AtEnd::Record);
     let options = Options { threads: 2, strip_bytes: 4096, sync: true };
     let (reservation, log, options, reporter) = (&reservation, &log, &options, &reporter);
-    let writing = Writing { reservation, folder: folder.path(), log, options, reporter, stop: &stop };
+    let place = AnchoredPath::new(folder.path());
+    let writing = Writing { reservation, folder: &place, log, options, reporter, stop: &stop };
     let stopped = crate::exec::copy::copy(input, writing);
     assert_eq!(stopped.unwrap_err().to_string(), "stopped");
-    let known = Known::read(folder.path(), &reservation.files, 0, false).unwrap();
+    let known = Known::read(&place, &reservation.files, 0, false).unwrap();
     assert!(known.done.len_bytes() > 80_000, "{}", known.done.len_bytes());
 }

@@ -9,8 +9,9 @@ use memchr::memmem;
 use super::metadata::{Entry, EntryKind, Metadata, Stored};
 use super::read::metadata_files;
 use crate::catalog::Fqn;
-use crate::error::{Error, Result};
-use crate::format::pickle::Unknown;
+use crate::error::Result;
+use crate::format::json::read_document;
+use crate::format::pickle::{self, Unknown};
 use crate::format::torch::reader;
 use crate::storage::{FileId, Files, Stretch};
 
@@ -35,7 +36,7 @@ const OBJECT_CLASS: &str = "BytesStorageMetadata";
 pub fn objects(folder: &Path) -> Result<Objects> {
     let mut found = Objects::new();
     for (_, path) in metadata_files(folder)? {
-        let bytes = std::fs::read(&path).map_err(Error::io("read", &path))?;
+        let bytes = read_document(&path, pickle::MAX_BYTES)?;
         // Metadata of many tensors alone is long, and reading the folder decodes it soon enough.
         if memmem::find(&bytes, OBJECT_CLASS.as_bytes()).is_none() {
             continue;

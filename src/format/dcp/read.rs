@@ -11,10 +11,10 @@ use crate::catalog::path::Unflatten;
 use crate::catalog::{Catalog, Chunk, Fqn, Holding, Located, Path as StatePath, Place, TensorEntry, TensorId, Value};
 use crate::error::{CoverageKind, Error, Result};
 use crate::format::files_beside;
-use crate::format::pickle::{LiftError, Unknown};
+use crate::format::pickle::{self, LiftError, Unknown};
 use crate::format::torch::{Found, reader, whole_chunk};
 use crate::layout::{Rank, Region, Tile};
-use crate::storage::{FileId, Files, IoMode, Stretch};
+use crate::storage::{FileId, Files, Stretch, lookup};
 
 /// The metadata files of a directory: `.metadata`, or `__R.metadata` of each rank where it was saved without
 /// collectives. The rank of a `.metadata` is that of its writer, 0.
@@ -23,12 +23,11 @@ use crate::storage::{FileId, Files, IoMode, Stretch};
 /// `Io` where the directory cannot be listed.
 pub fn metadata_files(folder: &Path) -> Result<Vec<(Rank, PathBuf)>> {
     let whole = folder.join(".metadata");
-    if whole.is_file() {
+    if lookup::is_file(&whole)? {
         return Ok(vec![(Rank(0), whole)]);
     }
     let mut ranks = Vec::new();
-    for entry in std::fs::read_dir(folder).map_err(Error::io("list", folder))? {
-        let path = entry.map_err(Error::io("list", folder))?.path();
+    for lookup::Entry { path, .. } in lookup::list(folder)? {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let rank = name.strip_prefix("__").and_then(|rest| rest.strip_suffix(".metadata"));
         if let Some(rank) = rank.and_then(|rank| rank.parse::<u32>().ok()) {
@@ -37,6 +36,18 @@ pub fn metadata_files(folder: &Path) -> Result<Vec<(Rank, PathBuf)>> {
     }
     ranks.sort();
     Ok(ranks)
+}
+
+/// The length of a metadata file that may be read; a sparse file may claim any.
+///
+/// # Errors
+/// `Malformed` where it is longer than any pickle.
+fn check_len(path: &Path, len: u64) -> Result<u64> {
+    if len <= pickle::MAX_BYTES {
+        return Ok(len);
+    }
+    let expected = format!("a pickle of at most {} bytes", pickle::MAX_BYTES);
+    Err(Error::malformed(path, "content", expected, format!("{len} bytes")))
 }
 
 /// What one name stands for, all metadata files together.
@@ -60,15 +71,10 @@ pub fn read(files: &mut Files, folder: &Path, unknown: Unknown) -> Result<Catalo
         known.extend((before..).zip(&slots[before..]).map(|(at, (fqn, ..))| (fqn.clone(), at)));
         before = slots.len();
         let file = files.add(&path)?;
-        let (open, len, read) = (files.open(file)?.keep(), files.len_bytes(file), &mut Vec::new());
-        let bytes = match files.io() {
-            IoMode::Mmap => open.mapped(0, len)?,
-            IoMode::Read | IoMode::Direct => {
-                *read = files.read(file, 0, len)?;
-                read
-            }
-        };
-        let metadata = Metadata::decode(&path, bytes)?;
+        // Not from a mapping: a decoded text must not change when another process writes the file.
+        let len = check_len(&path, files.len_bytes(file))?;
+        let bytes = files.read(file, 0, len)?;
+        let metadata = Metadata::decode(&path, &bytes)?;
         let source = MetadataFile { data_files: open_data_files(files, &path, &metadata)?, path: &path };
         let make = |Entry { fqn, path, kind }| {
             let content = source.content(files, &fqn, kind)?;

@@ -13,7 +13,7 @@
 //! Shapes are those of whole tensors, in elements. A mesh whose ranks are not `0, 1, 2, ...` has a list `ranks`. Of a
 //! tensor, `splits` says how mesh dims cut where that is not `torch.chunk`, `slice` which mesh dims its own mesh has, and
 //! `ranks` which ranks alone have a plain one. The keys of `tensors` are those in the files, and the names at which the
-//! tensors stand in `state`, which [`super::encode`] spells.
+//! tensors stand in `state`, which the encoder of objects spells.
 //!
 //! Invariant: a document that is read fits together; the same one always gives the same text.
 

@@ -61,6 +61,7 @@ impl Encoder {
             Value::ByteArray(bytes) => Tree::tagged("$bytearray", Tree::text(hex(bytes))),
             Value::Complex(re, im) => Tree::tagged("$complex", Tree::List(vec![float(*re), float(*im)])),
             Value::List(items) => self.items(items, path)?,
+            Value::Ints(ints) => Tree::List(ints.iter().copied().map(Tree::Int).collect()),
             Value::Tuple(items) => Tree::tagged("$tuple", self.items(items, path)?),
             Value::Set(items) => Tree::tagged("$set", self.items(items, path)?),
             Value::FrozenSet(items) => Tree::tagged("$frozenset", self.items(items, path)?),

@@ -15,7 +15,7 @@
 //! Source of the rule: `DTensor.to_local` and `DTensor.from_local` (`torch/distributed/tensor/_api.py`).
 
 mod decode;
-mod document;
+pub mod document;
 mod encode;
 mod own;
 mod read;
@@ -32,6 +32,7 @@ pub use write::{LocalLayout, LocalTarget, reserve};
 
 use crate::error::{Error, Result};
 use crate::layout::Rank;
+use crate::storage::lookup;
 
 /// The name of a rank's file.
 #[must_use]
@@ -48,17 +49,19 @@ pub fn rank_of(path: &Path) -> Option<Rank> {
 }
 
 /// Whether a file is one rank's of several, beside the document that tells the whole.
-#[must_use]
-pub fn is_part(path: &Path) -> bool {
-    rank_of(path).is_some() && path.is_file() && path.with_file_name(FILE_NAME).exists()
+///
+/// # Errors
+/// `Io` where the file system does not tell whether the document is there.
+pub fn is_part(path: &Path) -> Result<bool> {
+    Ok(rank_of(path).is_some() && lookup::is_file(path)? && lookup::exists(&path.with_file_name(FILE_NAME))?)
 }
 
 /// What rank files are parts of is told by the document where there is one.
 ///
 /// # Errors
-/// `Usage` where there is.
+/// `Usage` where there is; `Io`.
 pub fn refuse_told(folder: &Path) -> Result<()> {
-    if !folder.join(FILE_NAME).exists() {
+    if !lookup::exists(&folder.join(FILE_NAME))? {
         return Ok(());
     }
     Err(Error::usage(

@@ -2,16 +2,18 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::document::{self, Described, Document, FILE_NAME};
 use super::rank_of;
 use crate::catalog::{Catalog, Chunk, Class, Dtype, MeshId, Place, Sharding, Summands, TensorEntry};
 use crate::error::{Error, Result};
 use crate::format::safetensors::{Stored, read_header};
-use crate::format::series::{WITHOUT_THEM, list_missing};
+use crate::format::series::WITHOUT_THEM;
 use crate::layout::rules::OnMesh;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Rank, Region, Tile};
-use crate::storage::Files;
+use crate::name_list::Numbers;
+use crate::storage::{Files, lookup};
 
 /// Read a folder; gives the number of ranks, too.
 ///
@@ -20,7 +22,7 @@ use crate::storage::Files;
 /// document says, `Io`.
 pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: bool) -> Result<(Catalog, u32)> {
     let path = folder.join(FILE_NAME);
-    if !path.exists() {
+    if !lookup::exists(&path)? {
         return Err(without_document(folder));
     }
     let document = document::read(&path)?;
@@ -30,7 +32,7 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
         let expected = format!("ranks below the world size of {FILE_NAME}, {}", document.world_size);
         return Err(Error::malformed(path, "file name", expected, format!("rank {rank}")));
     }
-    let missing = list_missing(0..=document.world_size - 1, &ranks);
+    let missing = document.world_size.checked_sub(1).and_then(|last| Numbers::missing(0..=last, ranks.keys().copied()));
     let mut assembly = Assembly::new(&document);
     for (rank, path) in &ranks {
         assembly.add(files, Rank(*rank), path)?;
@@ -38,7 +40,7 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
     let mut catalog = assembly.finish(&path)?;
     catalog.state = document.state;
     let Some(numbers) = missing else { return Ok((catalog, document.world_size)) };
-    let missing = format!("{} {numbers}", if numbers.contains(", ") { "ranks" } else { "rank" });
+    let missing = numbers.short("rank", "ranks");
     if !allow_missing {
         let is_whole = |entry: &TensorEntry| !entry.chunks.is_empty() && entry.tilings().is_ok();
         return Err(Error::Missing {
@@ -47,7 +49,8 @@ pub fn read(files: &mut Files, folder: &Path, paths: &[PathBuf], allow_missing: 
             expected: format!("the files of {} ranks", document.world_size),
             missing,
             hint: catalog.tensors.iter().all(is_whole).then(|| WITHOUT_THEM.into()),
-        });
+        }
+        .naming(&numbers.names("rank", "ranks")));
     }
     catalog.warnings.push(format!("{}: read without {missing}", folder.display()));
     Ok((catalog, document.world_size))
@@ -95,7 +98,7 @@ impl<'a> Assembly<'a> {
     /// Take in a rank's file.
     fn add(&mut self, files: &mut Files, rank: Rank, path: &Path) -> Result<()> {
         let file = files.add(path)?;
-        let mut stored: HashMap<String, Stored> = read_header(files, file)?.tensors.into_iter().collect();
+        let mut stored: HashMap<Arc<str>, Stored> = read_header(files, file)?.tensors.into_iter().collect();
         for (described, entry) in self.document.tensors.iter().zip(&mut self.catalog.tensors) {
             let tile = part(self.document, described, rank).map_err(|error| unfit(path, entry, &error))?;
             let Some(tile) = tile else { continue };
@@ -121,7 +124,7 @@ impl<'a> Assembly<'a> {
             None => Ok(()),
             Some(name) => {
                 let expected = format!("only tensors of which {FILE_NAME} gives rank {rank} a part");
-                Err(Error::malformed(path, name, expected, "one more"))
+                Err(Error::malformed(path, &*name, expected, "one more"))
             }
         }
     }

@@ -19,6 +19,9 @@ use super::{Limits, Ref};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub(super) u32);
 
+/// From so many items on, lists of ints are kept without nodes. Lists of sizes, ranks and parameters are shorter.
+pub(super) const LONG_LIST: usize = 1 << 20;
+
 /// Children of one node, kept aside; most nodes have at most four and need no allocation for them.
 pub(super) type Ids = SmallVec<[NodeId; 4]>;
 
@@ -85,6 +88,8 @@ pub(super) enum Node {
     ByteArray(Span),
     Tuple(Seq),
     List(Seq),
+    /// Slot of a list of nothing but ints, which is so long that a node for each would take too much memory.
+    Ints(u32),
     /// Keys and values in turn.
     Dict(Seq),
     Set(Seq),
@@ -150,6 +155,7 @@ pub struct Pickle<'a> {
     empty_tuple: Option<NodeId>,
     pinned: BitSet,
     seqs: Slab<Ids>,
+    ints: Slab<Vec<i64>>,
     mores: Slab<More>,
     dims: Dims,
 }
@@ -165,6 +171,7 @@ impl<'a> Pickle<'a> {
             empty_tuple: None,
             pinned: BitSet::default(),
             seqs: Slab::new(),
+            ints: Slab::new(),
             mores: Slab::new(),
             dims: Dims::default(),
         }
@@ -239,6 +246,47 @@ impl<'a> Pickle<'a> {
         seq.slot().map_or(&[], |slot| self.seqs.get(slot))
     }
 
+    pub(super) fn ints(&self, slot: u32) -> &[i64] {
+        self.ints.get(slot)
+    }
+
+    /// Appends to a list, and gives what it is then. A list that has just become long is kept as bare ints, if that is
+    /// what it holds, for as long as ints follow.
+    pub(super) fn extend_list(&mut self, list: Node, ids: &[NodeId]) -> Option<Node> {
+        match list {
+            Node::List(mut seq) => {
+                let was_long = self.ids(seq).len() >= LONG_LIST;
+                self.extend(&mut seq, ids);
+                let is_long = !was_long && self.ids(seq).len() >= LONG_LIST;
+                let ints = if is_long { self.as_ints(self.ids(seq)) } else { None };
+                let Some(ints) = ints else { return Some(Node::List(seq)) };
+                for id in self.seqs.remove(seq.slot().expect("it is not empty")) {
+                    self.release(id);
+                }
+                Some(Node::Ints(self.ints.insert(ints)))
+            }
+            Node::Ints(slot) => {
+                if let Some(more) = self.as_ints(ids) {
+                    self.ints.get_mut(slot).extend(more);
+                    ids.iter().for_each(|id| self.release(*id));
+                    return Some(list);
+                }
+                let mut all: Ids = self.ints.remove(slot).into_iter().map(|value| self.add(Node::Int(value))).collect();
+                all.extend_from_slice(ids);
+                Some(Node::List(self.seq(&all)))
+            }
+            _ => None,
+        }
+    }
+
+    fn as_ints(&self, ids: &[NodeId]) -> Option<Vec<i64>> {
+        let int = |id: &NodeId| match self.get(*id) {
+            Node::Int(value) => Some(value),
+            _ => None,
+        };
+        ids.iter().map(int).collect()
+    }
+
     pub(super) fn make(&mut self, callee: NodeId, args: NodeId, kwargs: Option<NodeId>) -> Make {
         let mut make = Make { callee, args, more: None };
         if kwargs.is_some() {
@@ -294,6 +342,7 @@ impl<'a> Pickle<'a> {
                 }
                 Node::Call(make) | Node::New(make) => self.take_make(make, &mut doomed),
                 Node::PersistentId(id) => doomed.push(id),
+                Node::Ints(slot) => drop(self.ints.remove(slot)),
                 Node::Dims(block) => self.dims.remove(block),
                 _ => {}
             }

@@ -21,8 +21,10 @@ pub(super) fn value(name: &str, args: &mut [Value]) -> Option<Value> {
     Some(match (name, args) {
         ("set", []) => Value::Set(Vec::new()),
         ("set", [Value::List(items)]) => Value::Set(take(items)),
+        ("set", [Value::Ints(ints)]) => Value::Set(ints.iter().copied().map(Value::Int).collect()),
         ("frozenset", []) => Value::FrozenSet(Vec::new()),
         ("frozenset", [Value::List(items)]) => Value::FrozenSet(take(items)),
+        ("frozenset", [Value::Ints(ints)]) => Value::FrozenSet(ints.iter().copied().map(Value::Int).collect()),
         ("bytes", []) => Value::Bytes(Vec::new()),
         ("encode", [Value::Str(text), Value::Str(codec)]) => Value::Bytes(latin1(text, codec)?),
         ("bytearray", []) => Value::ByteArray(Vec::new()),

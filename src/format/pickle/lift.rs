@@ -164,6 +164,11 @@ impl<'a> Lifter<'a, '_, '_> {
             Node::Bytes(span) => Value::Bytes(self.copy(span.of(bytes))?),
             Node::ByteArray(span) => Value::ByteArray(self.copy(span.of(bytes))?),
             Node::Dims(_) => self.size(r.as_dims().unwrap_or_default())?,
+            Node::Ints(slot) => {
+                let ints = self.pickle.ints(slot);
+                self.charge(size_of_val(ints))?;
+                Value::Ints(ints.into())
+            }
             Node::Global(_) => Value::Symbol(verdict::of_bare(r)?),
             Node::Folded(_) => return Err(LiftError::malformed("an object that was folded away")),
             _ => return Err(LiftError::malformed(r.describe())),

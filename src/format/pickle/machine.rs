@@ -227,10 +227,7 @@ impl<'a> Machine<'a> {
         let target = self.top()?;
         let node = self.pickle.get(target);
         let node = match (node, node.made()) {
-            (Node::List(mut seq), _) => {
-                self.pickle.extend(&mut seq, items);
-                Node::List(seq)
-            }
+            (list @ (Node::List(_) | Node::Ints(_)), _) => self.pickle.extend_list(list, items).expect("it is a list"),
             (_, Some(mut make)) => {
                 let mut seq = self.pickle.more_mut(&mut make).items;
                 self.pickle.extend(&mut seq, items);

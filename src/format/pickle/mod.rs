@@ -59,6 +59,9 @@ pub use view::{Call, Instance, Ref};
 pub use write::{Writer, append_all, set_all};
 pub use write_value::{WriteError, WriteTensor};
 
+/// Longer pickles are not read: positions in them are 32 bits.
+pub const MAX_BYTES: u64 = u32::MAX as u64;
+
 /// Reads the pickle at the start of `bytes`; also gives the number of bytes it takes, STOP included.
 pub fn decode<'a, F: Fold + ?Sized>(bytes: &'a [u8], fold: &mut F) -> Result<(Pickle<'a>, usize), PickleError> {
     decode_with(bytes, fold, Limits::for_input(bytes.len()))

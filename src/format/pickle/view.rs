@@ -295,7 +295,7 @@ impl<'a> Ref<'a> {
             Node::Bytes(_) => "bytes",
             Node::ByteArray(_) => "bytearray",
             Node::Tuple(_) => "tuple",
-            Node::List(_) => "list",
+            Node::List(_) | Node::Ints(_) => "list",
             Node::Dict(_) => "dict",
             Node::Set(_) => "set",
             Node::FrozenSet(_) => "frozenset",

@@ -67,6 +67,13 @@ impl Writer {
                 self.empty_list();
                 return self.list_items(items, tensors);
             }
+            Value::Ints(ints) => {
+                self.empty_list();
+                return self.extend_list(ints.iter(), |w, int| {
+                    w.int(*int);
+                    Ok(())
+                });
+            }
             Value::Tuple(items) => return self.tuple_of(items, tensors),
             Value::Set(items) => return self.set("set", items, tensors),
             Value::FrozenSet(items) => return self.set("frozenset", items, tensors),

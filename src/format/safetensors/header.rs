@@ -3,27 +3,39 @@
 //! Offsets are bytes. Invariant of what is given out: the tensors tile the data, in their order, and have dtypes that
 //! PyTorch has.
 
-use std::collections::BTreeMap;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashSet};
+use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 
-use serde::Deserialize;
+use foldhash::fast::RandomState;
+use serde::de::{DeserializeSeed, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value as Json};
 
 use crate::catalog::{Dtype, checked_len_bytes};
 use crate::error::{Error, Result};
-use crate::format::json::Distinct;
 use crate::layout::Dims;
 use crate::storage::{FileId, Files};
 
 /// Headers beyond this are refused by the reference reader, too.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
+const METADATA: &str = "__metadata__";
+
+/// More than tensors have.
+const MAX_DIMS: usize = 64;
+
+/// Entries of `__metadata__`: names of tied tensors, and a few words of its writer. Each takes memory, however short.
+const MAX_NOTES: usize = 1 << 20;
+
 /// One file's header, checked.
 #[derive(Debug)]
 pub struct Header {
     pub metadata: BTreeMap<String, String>,
     /// In the order of the data.
-    pub tensors: Vec<(String, Stored)>,
+    pub tensors: Vec<(Arc<str>, Stored)>,
 }
 
 /// A tensor of one file.
@@ -37,10 +49,140 @@ pub struct Stored {
 
 /// An entry as the JSON gives it.
 #[derive(Deserialize)]
-struct RawEntry {
-    dtype: String,
-    shape: Vec<u64>,
+struct RawEntry<'a> {
+    #[serde(borrow)]
+    dtype: Cow<'a, str>,
+    #[serde(deserialize_with = "shape")]
+    shape: Dims,
     data_offsets: (u64, u64),
+}
+
+/// Reads the sizes of a tensor, which cannot be as many as a text has room for.
+fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Dims, D::Error> {
+    struct Sizes;
+
+    impl<'de> Visitor<'de> for Sizes {
+        type Value = Dims;
+
+        fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(formatter, "a list of at most {MAX_DIMS} sizes")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut sizes: A) -> Result<Dims, A::Error> {
+            let mut dims = Dims::new();
+            while let Some(size) = sizes.next_element()? {
+                if dims.len() == MAX_DIMS {
+                    return Err(A::Error::invalid_length(MAX_DIMS + 1, &self));
+                }
+                dims.push(size);
+            }
+            Ok(dims)
+        }
+    }
+
+    deserializer.deserialize_seq(Sizes)
+}
+
+/// Everything that the JSON of a header says, entries in its order. Values are decoded as they come: a tree of all of
+/// them takes many times the memory of the text.
+#[derive(Default)]
+struct RawHeader {
+    metadata: BTreeMap<String, String>,
+    /// With the length of each.
+    tensors: Vec<(Arc<str>, Stored, u64)>,
+}
+
+/// Decodes a header into a [`RawHeader`].
+struct RawHeaderVisitor<'a> {
+    path: &'a Path,
+    data_start: u64,
+    fault: &'a mut Fault,
+}
+
+/// What serde cannot say of an error.
+enum Fault {
+    /// It is not in an entry.
+    None,
+    /// It is in the entry of this name, where this was expected.
+    In(String, &'static str),
+    /// The entry was read, and cannot be used.
+    Unfit(Box<Error>),
+}
+
+impl<'de> Visitor<'de> for RawHeaderVisitor<'_> {
+    type Value = RawHeader;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
+        let mut header = RawHeader::default();
+        let mut has_metadata = false;
+        while let Some(name) = map.next_key::<String>()? {
+            if name == METADATA {
+                if std::mem::replace(&mut has_metadata, true) {
+                    return Err(A::Error::custom(format_args!("the key `{METADATA}` twice")));
+                }
+                let metadata = map.next_value_seed(Metadata);
+                header.metadata = metadata.inspect_err(|_| *self.fault = Fault::In(name, "a map of strings"))?;
+                continue;
+            }
+            let read = match map.next_value() {
+                Ok(raw) => check_entry(self.path, &name, raw, self.data_start),
+                Err(error) => {
+                    *self.fault = Fault::In(name, "dtype, shape and data_offsets");
+                    return Err(error);
+                }
+            };
+            match read {
+                Ok((stored, len)) => header.tensors.push((name.into(), stored, len)),
+                Err(error) => {
+                    *self.fault = Fault::Unfit(Box::new(error));
+                    return Err(A::Error::custom("an entry that does not fit"));
+                }
+            }
+        }
+        Ok(header)
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for RawHeaderVisitor<'_> {
+    type Value = RawHeader;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<RawHeader, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+/// Decodes `__metadata__`.
+struct Metadata;
+
+impl<'de> DeserializeSeed<'de> for Metadata {
+    type Value = BTreeMap<String, String>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Metadata {
+    type Value = BTreeMap<String, String>;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "a map of strings, {MAX_NOTES} of them at most")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut metadata = BTreeMap::new();
+        while let Some((key, value)) = map.next_entry()? {
+            if metadata.len() == MAX_NOTES {
+                return Err(A::Error::invalid_length(MAX_NOTES + 1, &self));
+            }
+            metadata.insert(key, value);
+        }
+        Ok(metadata)
+    }
 }
 
 /// Read the header of a file.
@@ -61,24 +203,31 @@ pub fn read_header(files: &Files, file: FileId) -> Result<Header> {
         return Err(malformed("byte 0", &expected, header_len.to_string()));
     }
     let text = files.read(file, 8, header_len)?;
-    let Distinct(entries): Distinct<Json> =
-        serde_json::from_slice(&text).map_err(|error| malformed("header", "a JSON object", error.to_string()))?;
+    parse_header(path, &text, file_len)
+}
 
-    let data_start = 8 + header_len;
-    let data_len = file_len - data_start;
-    let mut metadata = BTreeMap::new();
-    let mut tensors = Vec::with_capacity(entries.len());
-    for (name, value) in entries {
-        if name == "__metadata__" {
-            metadata = serde_json::from_value(value)
-                .map_err(|error| malformed("__metadata__", "a map of strings", error.to_string()))?;
-            continue;
-        }
-        let raw: RawEntry = serde_json::from_value(value)
-            .map_err(|error| malformed(&name, "dtype, shape and data_offsets", error.to_string()))?;
-        let (stored, len) = check_entry(path, &name, raw, data_start)?;
-        tensors.push((name, stored, len));
+/// Parse the header of a file of this length.
+///
+/// # Errors
+/// `Malformed`, `Unsupported`.
+pub fn parse_header(path: &Path, text: &[u8], file_len: u64) -> Result<Header> {
+    let malformed = |at: &str, expected: &str, found: String| Error::malformed(path, at, expected, found);
+    let data_start = 8 + text.len() as u64;
+    let data_len = file_len.saturating_sub(data_start);
+    let mut fault = Fault::None;
+    let mut json = serde_json::Deserializer::from_slice(text);
+    let visitor = RawHeaderVisitor { path, data_start, fault: &mut fault };
+    let parsed = visitor.deserialize(&mut json).and_then(|header| json.end().map(|()| header));
+    let RawHeader { metadata, mut tensors } = parsed.map_err(|error| match fault {
+        Fault::Unfit(error) => *error,
+        Fault::In(name, expected) if error.is_data() => malformed(&name, expected, error.to_string()),
+        Fault::In(..) | Fault::None => malformed("header", "a JSON object", error.to_string()),
+    })?;
+    let mut names = HashSet::with_capacity_and_hasher(tensors.len(), RandomState::default());
+    if let Some((name, ..)) = tensors.iter().find(|(name, ..)| !names.insert(&**name)) {
+        return Err(malformed("header", "a JSON object", format!("the key `{name}` twice")));
     }
+    drop(names);
     tensors.sort_by_key(|(_, stored, len)| (stored.offset, *len));
     // The data must be tiled: each tensor begins where the one before it ends, the last one ends with the file.
     let mut end = data_start;
@@ -97,7 +246,7 @@ pub fn read_header(files: &Files, file: FileId) -> Result<Header> {
 }
 
 /// The tensor of an entry and its length in bytes.
-fn check_entry(path: &Path, name: &str, raw: RawEntry, data_start: u64) -> Result<(Stored, u64)> {
+fn check_entry(path: &Path, name: &str, raw: RawEntry<'_>, data_start: u64) -> Result<(Stored, u64)> {
     let malformed = |expected: String, found: String| Error::malformed(path, name, expected, found);
     let Some(dtype) = Dtype::from_safetensors_tag(&raw.dtype) else {
         return Err(Error::unsupported(
@@ -105,7 +254,7 @@ fn check_entry(path: &Path, name: &str, raw: RawEntry, data_start: u64) -> Resul
             "convert that tensor to a dtype PyTorch has before it is saved",
         ));
     };
-    let mut shape: Dims = raw.shape.as_slice().into();
+    let mut shape = raw.shape.clone();
     if dtype == Dtype::F4E2m1fnX2 {
         // The file counts values, PyTorch the bytes that hold two of them.
         let last = shape.last_mut().filter(|size| **size % 2 == 0);

@@ -14,19 +14,20 @@ pub mod ranks;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-pub use header::{Stored, Written, read_header, write_header};
+pub use header::{Stored, Written, parse_header, read_header, write_header};
 use rayon::prelude::*;
-use serde::Deserialize;
 use serde_json::json;
 
 use super::dcp_hf::{self, Shard};
-use super::{RankName, distinct_names, files_beside, natural_order};
+use super::sets::{Index, Shortfall};
+use super::{RankName, distinct_names, natural_order};
 use crate::catalog::{
     Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, model,
 };
 use crate::error::{Error, Result};
-use crate::storage::{FileId, Files, regular_file};
+use crate::storage::{FileId, Files};
 
 /// Says which framework wrote a file: loaders want `pt`.
 pub const FORMAT_KEY: &str = "format";
@@ -38,17 +39,18 @@ pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
 // ---------------------------------------------------------------------------------------------------- reading
 
-/// Read one file, or every file of a folder. With an index, the index and the files must agree.
+/// Read one file, or every file of a folder; with an index, also say how that and the files differ.
 ///
 /// # Errors
 /// `Malformed`, `Conflict`, `Unsupported`, `Io`.
-pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Result<Catalog> {
+pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Index>) -> Result<(Catalog, Option<Shortfall>)> {
     let mut catalog = Catalog::empty();
-    let mut shards: BTreeMap<String, Vec<Shard>> = BTreeMap::new();
-    let mut notes: Vec<(PathBuf, String, String)> = Vec::new();
+    let mut shards: Vec<Shard> = Vec::new();
+    let mut notes: Vec<(Arc<Path>, String, String)> = Vec::new();
     let mut sharded = None;
     for path in paths {
         let file = files.add(path)?;
+        let shared: Arc<Path> = path.as_path().into();
         let mut header = read_header(files, file)?;
         let mut offsets = match header.metadata.remove(dcp_hf::SHARDING_INFO) {
             Some(text) => {
@@ -57,49 +59,59 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Path>) -> Resul
             }
             None => BTreeMap::new(),
         };
-        for (name, stored) in header.tensors {
-            let shard = Shard { path: path.clone(), file, stored, offsets: offsets.remove(&name) };
-            shards.entry(name).or_default().push(shard);
-        }
+        shards.extend(header.tensors.into_iter().map(|(name, stored)| {
+            let offsets = offsets.remove(&*name).map(Box::new);
+            Shard { name, path: shared.clone(), file, stored, offsets }
+        }));
         if let Some((name, _)) = offsets.pop_first() {
             let at = dcp_hf::SHARDING_INFO;
             return Err(Error::malformed(path, at, format!("the tensor {name} in the same file"), "no such tensor"));
         }
-        notes.extend(header.metadata.into_iter().map(|(key, value)| (path.clone(), key, value)));
+        notes.extend(header.metadata.into_iter().map(|(key, value)| (shared.clone(), key, value)));
     }
-    let mut names: BTreeMap<String, (PathBuf, TensorId)> = BTreeMap::new();
-    for (name, shards) in shards {
-        if let [first, second, ..] = shards.as_slice()
+    let mut names = Names::new();
+    shards.sort_unstable_by(|left, right| (&left.name, left.file).cmp(&(&right.name, right.file)));
+    for shards in shards.chunk_by(|left, right| left.name == right.name) {
+        let name = &shards[0].name;
+        if let [first, second, ..] = shards
             && let Some(plain) = shards.iter().find(|shard| shard.offsets.is_none())
         {
             let other = if plain.path == first.path { second } else { first };
-            return Err(twice(&name, &plain.path, &other.path));
+            return Err(twice(name, &plain.path, &other.path));
         }
-        let id = catalog.push_tensor(dcp_hf::tensor(&name, &shards)?);
-        names.insert(name, (shards[0].path.clone(), id));
+        let id = catalog.push_tensor(dcp_hf::tensor(shards)?);
+        names.insert(name.clone(), (shards[0].path.clone(), id));
     }
-    catalog.warnings.extend(sharded.and_then(|path| dcp_hf::untold_shapes(path)));
+    drop(shards);
+    if let Some(path) = sharded {
+        catalog.warnings.extend(dcp_hf::untold_shapes(path)?);
+    }
     let aliases = aliases(&mut catalog, &names, notes)?;
-    if let Some(index) = index {
-        check_index(index, &names, &aliases)?;
-    }
+    let differing = index.and_then(|index| {
+        let holder = |name: &str| names.get(name).or_else(|| aliases.get(name)).map(|(path, _)| Some(&**path));
+        let stored = names.iter().map(|(name, (path, _))| (&**name, Some(&**path)));
+        index.differing(&holder, stored, paths)
+    });
     names.extend(aliases);
     put_in_order(&mut catalog, names);
-    Ok(catalog)
+    Ok((catalog, differing))
 }
 
+/// Tensors by name, and the file where each was found first.
+type Names = BTreeMap<Arc<str>, (Arc<Path>, TensorId)>;
+
 /// Make names the state dict, and the first of each tensor that of its entry.
-fn put_in_order(catalog: &mut Catalog, names: BTreeMap<String, (PathBuf, TensorId)>) {
-    let mut names: Vec<(String, TensorId)> = names.into_iter().map(|(name, (_, id))| (name, id)).collect();
+fn put_in_order(catalog: &mut Catalog, names: Names) {
+    let mut names: Vec<(Arc<str>, TensorId)> = names.into_iter().map(|(name, (_, id))| (name, id)).collect();
     names.sort_by(|(left, _), (right, _)| natural_order(left, right));
-    let mut named = HashSet::new();
+    let mut named = vec![false; catalog.tensors.len()];
     for (name, id) in &names {
         // An entry bears the first of its names.
-        if named.insert(*id) {
-            catalog.tensors[id.0 as usize].fqn = Fqn::from(name.as_str());
+        if !std::mem::replace(&mut named[id.0 as usize], true) {
+            catalog.tensors[id.0 as usize].fqn = name.clone().into();
         }
     }
-    let entries = names.into_iter().map(|(name, id)| (Value::Str(name.into()), Value::Tensor(id))).collect();
+    let entries = names.into_iter().map(|(name, id)| (Value::Str(name), Value::Tensor(id))).collect();
     catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
 }
 
@@ -124,79 +136,26 @@ fn twice(name: &str, path: &Path, other: &Path) -> Error {
 
 /// Further names of tensors: tied ones are written once, and `__metadata__` says which of the names was kept
 /// (`safetensors.torch.save_model`). Other notes in it are told to the user.
-fn aliases(
-    catalog: &mut Catalog,
-    names: &BTreeMap<String, (PathBuf, TensorId)>,
-    notes: Vec<(PathBuf, String, String)>,
-) -> Result<BTreeMap<String, (PathBuf, TensorId)>> {
-    let mut aliases: BTreeMap<String, (PathBuf, TensorId)> = BTreeMap::new();
+fn aliases(catalog: &mut Catalog, names: &Names, notes: Vec<(Arc<Path>, String, String)>) -> Result<Names> {
+    let mut aliases = Names::new();
     for (path, key, value) in notes {
         // Loaders look for these; they say nothing about the model.
         if [FORMAT_KEY, "DCP_VERSION"].contains(&key.as_str()) || key == "total_size" && value.parse::<u64>().is_ok() {
             continue;
         }
-        let Some(kept) = names.get(&value).filter(|_| !names.contains_key(&key)) else {
+        let Some(kept) = names.get(value.as_str()).filter(|_| !names.contains_key(key.as_str())) else {
             catalog.details.push(format!("{}: __metadata__ {key}: {value}", path.display()));
             continue;
         };
-        if let Some((_, other)) = aliases.insert(key.clone(), kept.clone()).filter(|(_, other)| *other != kept.1) {
+        if let Some((_, other)) =
+            aliases.insert(key.as_str().into(), kept.clone()).filter(|(_, other)| *other != kept.1)
+        {
             let other = &catalog.tensor(other).fqn;
             let found = format!("another name of {other} and of {value}");
             return Err(Error::malformed(&path, key, "another name of one tensor", found));
         }
     }
     Ok(aliases)
-}
-
-/// The part of an index that binds.
-#[derive(Deserialize)]
-struct Index {
-    weight_map: BTreeMap<String, String>,
-}
-
-/// The files that an index names, in the folder of the index.
-///
-/// # Errors
-/// `Malformed` where it is no index, or names a file outside its folder.
-pub fn index_files(index: &Path) -> Result<Vec<PathBuf>> {
-    let names: BTreeSet<String> = read_index(index)?.weight_map.into_values().collect();
-    let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    files_beside(index, "weight_map", &names)
-}
-
-fn read_index(index: &Path) -> Result<Index> {
-    regular_file(index)?;
-    let text = std::fs::read(index).map_err(Error::io("read", index))?;
-    serde_json::from_slice(&text)
-        .map_err(|error| Error::malformed(index, "index", "a JSON object with weight_map", error.to_string()))
-}
-
-/// The index must list every tensor, and may list further names of them.
-fn check_index(
-    index: &Path,
-    found: &BTreeMap<String, (PathBuf, TensorId)>,
-    aliases: &BTreeMap<String, (PathBuf, TensorId)>,
-) -> Result<()> {
-    let map = read_index(index)?.weight_map;
-    for (name, file) in &map {
-        match found.get(name).or_else(|| aliases.get(name)) {
-            Some((path, _)) if path.file_name().is_some_and(|own| own == file.as_str()) => {}
-            Some((path, _)) => {
-                let found = format!("it in {}", path.display());
-                return Err(Error::malformed(index, name.as_str(), format!("the tensor in {file}"), found));
-            }
-            None => {
-                return Err(Error::malformed(index, name.as_str(), format!("the tensor in {file}"), "no such tensor"));
-            }
-        }
-    }
-    match found.iter().find(|(name, _)| !map.contains_key(*name)) {
-        Some((name, (path, _))) => {
-            let found = format!("it in {} only", path.display());
-            Err(Error::malformed(index, name.as_str(), "every tensor of the files in weight_map", found))
-        }
-        None => Ok(()),
-    }
 }
 
 // ---------------------------------------------------------------------------------------------------- writing

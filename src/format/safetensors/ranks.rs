@@ -4,11 +4,12 @@
 //! said ([`crate::format::told`]); until then the tile of each chunk is all of its part.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path as FilePath, PathBuf};
+use std::sync::Arc;
 
 use super::header::read_header;
-use super::{aliases, put_in_order};
-use crate::catalog::{Catalog, Chunk, Fqn, Place, TensorEntry, TensorId};
+use super::{Names, aliases, put_in_order};
+use crate::catalog::{Catalog, Chunk, Fqn, Place, TensorEntry};
 use crate::error::Result;
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::Files;
@@ -19,19 +20,20 @@ use crate::storage::Files;
 /// `Conflict` where ranks have other dtypes or numbers of dims under one name; as reading one.
 pub fn read(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>) -> Result<Catalog> {
     let mut catalog = Catalog::empty();
-    let mut names: BTreeMap<String, (PathBuf, TensorId)> = BTreeMap::new();
+    let mut names = Names::new();
     let mut notes = Vec::new();
     for (rank, path) in ranks {
         let file = files.add(path)?;
+        let shared: Arc<FilePath> = path.as_path().into();
         let header = read_header(files, file)?;
         for (name, stored) in header.tensors {
             let tile = Tile::from_region(&Region::whole(&stored.shape));
             let place = Place::Bytes { file, offset: stored.offset };
             let place = if tile.is_empty() { Place::Nowhere } else { place };
-            let entry = TensorEntry::new(Fqn::from(name.as_str()), stored.dtype, stored.shape);
+            let entry = TensorEntry::new(Fqn::from(name.clone()), stored.dtype, stored.shape);
             let (first, id) = match names.get(&name) {
                 Some(known) => known.clone(),
-                None => (path.clone(), catalog.push_tensor(entry.clone())),
+                None => (shared.clone(), catalog.push_tensor(entry.clone())),
             };
             let known = &mut catalog.tensors[id.0 as usize];
             if (known.dtype, known.shape.len()) != (entry.dtype, entry.shape.len()) {
@@ -43,7 +45,7 @@ pub fn read(files: &mut Files, ranks: &BTreeMap<u32, PathBuf>) -> Result<Catalog
             known.chunks.push(Chunk { tile, place, strides: None, rank: Some(Rank(*rank)) });
             names.insert(name, (first, id));
         }
-        notes.extend(header.metadata.into_iter().map(|(key, value)| (path.clone(), key, value)));
+        notes.extend(header.metadata.into_iter().map(|(key, value)| (shared.clone(), key, value)));
     }
     let aliases = aliases(&mut catalog, &names, notes)?;
     names.extend(aliases);

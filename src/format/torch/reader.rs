@@ -75,6 +75,12 @@ impl Contents {
     }
 }
 
+/// `little` or `big`.
+const MAX_BYTE_ORDER_BYTES: u64 = 64;
+
+/// The storage of a mesh's ranks: 16 million of 8 bytes.
+const MAX_RANKS_BYTES: u64 = 1 << 27;
+
 /// State of reading one archive's pickle.
 pub struct Reader<'a> {
     files: &'a Files,
@@ -87,6 +93,8 @@ pub struct Reader<'a> {
     pub shards_left: usize,
     /// Why a tensor cannot be converted, where it is sound but not supported.
     unsupported: std::cell::RefCell<Option<String>>,
+    /// Why the file could not be read.
+    unread: std::cell::RefCell<Option<Error>>,
 }
 
 impl Reader<'_> {
@@ -95,6 +103,15 @@ impl Reader<'_> {
         let what = what.into();
         *self.unsupported.borrow_mut() = Some(what.clone());
         LiftError::malformed(what)
+    }
+
+    /// An error of reading the file, which may have nothing to do with what is in it.
+    fn unread(&self, error: Error) -> LiftError {
+        let what = LiftError::malformed(error.to_string());
+        if !error.is_about_content() {
+            *self.unread.borrow_mut() = Some(error);
+        }
+        what
     }
 
     /// Read something inside the tensor or mesh that is being read; real ones are a few deep.
@@ -121,8 +138,8 @@ impl Reader<'_> {
             return Err(LiftError::malformed(format!("ranks of dtype {}", view.dtype)));
         };
         let name = format!("data/{}", view.key);
-        let storage = (self.archive.content(self.files, &name))
-            .map_err(|error| LiftError::malformed(error.to_string()))?
+        let storage = (self.archive.content(self.files, &name, MAX_RANKS_BYTES))
+            .map_err(|error| self.unread(error))?
             .ok_or_else(|| LiftError::malformed(format!("a tensor whose storage `{name}` is missing")))?;
         let width = usize::try_from(view.dtype.itemsize()).expect("a small number");
         let count = view.sizes.iter().product::<u64>();
@@ -169,7 +186,7 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
     let path = files.path(file);
     let archive = Archive::read(files, stretch)?;
     check_kind(files, path, &archive)?;
-    let Some(bytes) = archive.content(files, PICKLE)? else {
+    let Some(bytes) = archive.content(files, PICKLE, pickle::MAX_BYTES)? else {
         return Err(Error::malformed(path, "zip directory", "an entry data.pkl", "an archive without one"));
     };
     let (pickle, _) = pickle::decode(&bytes, &mut NoFold).map_err(|error| pickle_error(path, PICKLE, &error))?;
@@ -180,6 +197,7 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
         depth: 0,
         shards_left: bytes.len(),
         unsupported: std::cell::RefCell::default(),
+        unread: std::cell::RefCell::default(),
     };
     let mut tensors = Vec::new();
     // Views that are the same view of the same storage are one tensor under several names.
@@ -211,7 +229,10 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
         by_node.insert(node.id(), id);
         Ok(Some(id))
     });
-    let unsupported = reader.unsupported.into_inner();
+    let (unsupported, unread) = (reader.unsupported.into_inner(), reader.unread.into_inner());
+    if let Some(error) = unread {
+        return Err(error);
+    }
     let lifted = lifted.map_err(|error| lift_error(path, &error.under(name), unsupported))?;
     Ok(Contents { value: lifted.value, tensors, dropped: lifted.dropped, archive, stretch })
 }
@@ -220,7 +241,7 @@ fn check_kind(files: &Files, path: &Path, archive: &Archive) -> Result<()> {
     if archive.get("constants.pkl").is_some() {
         return Err(torch_script(path));
     }
-    match archive.content(files, BYTE_ORDER)?.as_deref() {
+    match archive.content(files, BYTE_ORDER, MAX_BYTE_ORDER_BYTES)?.as_deref() {
         None | Some(b"little") => Ok(()),
         Some(b"big") => Err(Error::unsupported(
             format!("{}: saved on a big-endian machine", path.display()),

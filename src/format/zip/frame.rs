@@ -122,24 +122,26 @@ impl Frame {
         if stretch.len != self.len {
             return Ok(None);
         }
-        let (head, tail): (&[u8], &[u8]) = if io == IoMode::Mmap && stretch.len <= SMALL_BYTES {
-            let archive = file.mapped(stretch.offset, stretch.len)?;
-            (self.head.part_of(archive), self.tail.part_of(archive))
-        } else {
-            buffer.resize(self.head.bytes.len() + self.tail.bytes.len(), 0);
-            let (head, tail) = buffer.split_at_mut(self.head.bytes.len());
-            file.read_exact_at(head, stretch.offset + self.head.at)?;
-            file.read_exact_at(tail, stretch.offset + self.tail.at)?;
-            (head, tail)
-        };
+        if io == IoMode::Mmap && stretch.len <= SMALL_BYTES {
+            let ends = |archive: &[u8]| self.record(stretch, self.head.part_of(archive), self.tail.part_of(archive));
+            if let Some(record) = file.mapped(stretch.offset, stretch.len, ends)? {
+                return Ok(record);
+            }
+        }
+        buffer.resize(self.head.bytes.len() + self.tail.bytes.len(), 0);
+        let (head, tail) = buffer.split_at_mut(self.head.bytes.len());
+        file.read_exact_at(head, stretch.offset + self.head.at)?;
+        file.read_exact_at(tail, stretch.offset + self.tail.at)?;
+        Ok(self.record(stretch, head, tail))
+    }
+
+    /// The located record of the archive in `stretch` that has these ends; `None` where they are not like the frame.
+    fn record(&self, stretch: Stretch, head: &[u8], tail: &[u8]) -> Option<Framed> {
         let crc_at = usize::try_from(self.crc_at - self.tail.at).expect("within a short end");
-        let Some(crc) = tail[crc_at..].first_chunk().filter(|_| self.head.is_like(head) && self.tail.is_like(tail))
-        else {
-            return Ok(None);
-        };
+        let crc = tail[crc_at..].first_chunk().filter(|_| self.head.is_like(head) && self.tail.is_like(tail))?;
         let (start, len) = (stretch.offset + self.data.start, self.data.end - self.data.start);
         let record = Record { header: stretch.offset + self.header, len, crc: u32::from_le_bytes(*crc) };
-        Ok(Some(Framed { data: start, summed: record.summed(start) }))
+        Some(Framed { data: start, summed: record.summed(start) })
     }
 }
 

@@ -11,7 +11,7 @@ use rawzip::{CompressionMethod, ReaderAt, ZipArchive, ZipLocator};
 
 use crate::catalog::Record;
 use crate::error::{Error, Result};
-use crate::storage::{FileId, Files, IoMode, Stretch};
+use crate::storage::{FileId, Files, IoMode, Stretch, zeroed};
 
 /// The directory of an archive.
 #[derive(Debug)]
@@ -50,19 +50,19 @@ impl Archive {
         let mut buffer = vec![0; if len > 1 << 20 { rawzip::RECOMMENDED_BUFFER_SIZE } else { 4 << 10 }];
         let archive = ZipLocator::new()
             .locate_in_reader(&window, &mut buffer, len)
-            .map_err(|(_, error)| malformed(describe(&error)))?;
+            .map_err(|(_, error)| Fault::from(error).within(&malformed))?;
         if archive.entries_hint() > len / MIN_ENTRY_BYTES {
             return Err(malformed(format!("{} entries in {len} bytes", archive.entries_hint())));
         }
         let directory = base.saturating_add(archive.directory_offset());
         let (prefix, records) = read_entries(&archive, base, len, &mut buffer).map_err(|fault| match fault {
-            Fault::Malformed(found) => malformed(found),
             // Only archives of torch.jit.save have code, and nothing else of theirs is compressed.
             Fault::Compressed(name) if name.contains("/code/") => torch_script(path),
             Fault::Compressed(name) => Error::unsupported(
                 format!("{}: entry `{name}` is compressed", path.display()),
                 "torch.save stores entries as they are; the file was repacked by another tool",
             ),
+            fault => fault.within(&malformed),
         })?;
         Ok(Self { file, prefix, records, directory, ends })
     }
@@ -96,23 +96,28 @@ impl Archive {
         let window = self.window(files);
         let read = |buffer: &mut [u8], offset: u64| window.read_exact_at(buffer, offset - self.ends.base());
         let data = data_start(record.header, self.ends.end(), read)
-            .map_err(Error::io("read", path))?
+            .map_err(|error| unwrapped(error, path))?
             .filter(|data| data.checked_add(record.len).is_some_and(|end| end <= self.ends.end()))
             .ok_or_else(|| bad_header(path, &format!("{}/{name}", self.prefix), record.header))?;
         Ok(Some((data, record)))
     }
 
-    /// The content of `name`, if the archive has it. For records that are not tensor data.
+    /// The content of `name`, if the archive has it. For records that are not tensor data. A record longer than
+    /// `max_len` is not read: the length of a sparse file bounds nothing.
     ///
     /// # Errors
     /// `Malformed`, `Io`.
-    pub fn content(&self, files: &Files, name: &str) -> Result<Option<Vec<u8>>> {
+    pub fn content(&self, files: &Files, name: &str, max_len: u64) -> Result<Option<Vec<u8>>> {
         let Some((data, record)) = self.locate(files, name)? else { return Ok(None) };
-        let len = usize::try_from(record.len).expect("checked against the file");
-        let mut content = vec![0; len];
+        let path = files.path(self.file);
+        if record.len > max_len {
+            let (expected, found) = (format!("at most {max_len} bytes"), format!("{} bytes", record.len));
+            return Err(Error::malformed(path, place(self.ends.base(), name), expected, found));
+        }
+        let mut content = zeroed(record.len).map_err(Error::io("read", path))?;
         self.window(files)
             .read_exact_at(&mut content, data - self.ends.base())
-            .map_err(Error::io("read", files.path(self.file)))?;
+            .map_err(|error| unwrapped(error, files.path(self.file)))?;
         let crc = crc32fast::hash(&content);
         if record.crc != 0 && record.crc != crc {
             return Err(Error::malformed(
@@ -146,7 +151,7 @@ impl Archive {
             buffer.resize(usize::try_from(len).expect("a block fits memory"), 0);
             self.window(files)
                 .read_exact_at(&mut buffer, data + done - self.ends.base())
-                .map_err(Error::io("read", files.path(self.file)))?;
+                .map_err(|error| unwrapped(error, files.path(self.file)))?;
             hasher.update(&buffer);
             done += len;
             each_block(len)?;
@@ -174,13 +179,14 @@ const SHORT_BYTES: u64 = 64 << 10;
 pub fn data_offset(files: &Files, file: FileId, Record { header, len, .. }: Record) -> Result<u64> {
     let is_short = len < SHORT_BYTES;
     let source = files.open(file)?;
-    let read = |buffer: &mut [u8], offset: u64| match files.io() {
-        // The data itself is likely to be read from there.
-        IoMode::Mmap if is_short => {
-            buffer.copy_from_slice(source.mapped(offset, buffer.len() as u64)?);
-            Ok(())
+    // The data itself is likely to be read from there.
+    let is_mapped = files.io() == IoMode::Mmap && is_short;
+    let read = |buffer: &mut [u8], offset: u64| {
+        let len = buffer.len() as u64;
+        if is_mapped && source.mapped(offset, len, |bytes| buffer.copy_from_slice(bytes))?.is_some() {
+            return Ok(());
         }
-        _ => source.read_exact_at(buffer, offset),
+        source.read_exact_at(buffer, offset)
     };
     data_start(header, source.len(), read)?.ok_or_else(|| bad_header(files.path(file), "record", header))
 }
@@ -233,6 +239,22 @@ fn place(base: u64, what: &str) -> String {
 enum Fault {
     Malformed(String),
     Compressed(String),
+    /// The file could not be read, which says nothing about the archive.
+    Unread(Error),
+}
+
+impl Fault {
+    fn within(self, malformed: &dyn Fn(String) -> Error) -> Error {
+        match self {
+            Self::Malformed(found) | Self::Compressed(found) => malformed(found),
+            Self::Unread(error) => error,
+        }
+    }
+}
+
+/// Returns the error that a [`Window`] gave to a reader of archives.
+fn unwrapped(error: io::Error, path: &std::path::Path) -> Error {
+    error.downcast::<Error>().unwrap_or_else(Error::io("read", path))
 }
 
 fn describe(error: &rawzip::Error) -> String {
@@ -246,7 +268,11 @@ fn describe(error: &rawzip::Error) -> String {
 
 impl From<rawzip::Error> for Fault {
     fn from(error: rawzip::Error) -> Self {
-        Self::Malformed(describe(&error))
+        let words = describe(&error);
+        match error.into_kind() {
+            rawzip::ErrorKind::IO(error) => error.downcast().map_or(Self::Malformed(words), Self::Unread),
+            _ => Self::Malformed(words),
+        }
     }
 }
 

@@ -39,6 +39,7 @@ use std::fmt;
 
 use super::rules::Shared;
 use super::{LayoutError, Pattern};
+use crate::name_list::{FEW, short_list};
 
 pub use bind::{Kind, Order, Parameter, Sizes};
 pub use family::{Family, alike};
@@ -133,7 +134,7 @@ pub enum PlanError {
     #[error("plan {plan}: the model has none of its attention or MLP modules: is it of another family?")]
     OtherFamily { plan: &'static str, alike: Vec<&'static str> },
 
-    #[error("{said}: the order in which {module} registered its children {} is not known", children.join(", "))]
+    #[error("{said}: the order in which {module} registered its children {} is not known", short_list(children, FEW))]
     UnknownOrder { said: String, module: String, children: Vec<String> },
 
     #[error("{said}: expected a module with two linear children at least, found {found} in {module}")]

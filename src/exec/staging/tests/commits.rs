@@ -5,7 +5,7 @@ use super::*;
 /// Two processes whose work is done and of which each thinks that it seals, as after a false alarm.
 fn two_seals(desk: &Desk) -> (Staging, Staging) {
     let (first, second) = (desk.part(0, 2).unwrap(), desk.part(1, 2).unwrap());
-    write(&first.folder().join("out"), "new");
+    write(&first.folder().path().join("out"), "new");
     first.finish().unwrap();
     second.finish().unwrap();
     (first, second)
@@ -66,7 +66,7 @@ fn one_that_seals_elsewhere_is_watched() {
     let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
     assert!(begun.elapsed() >= FAST.dead_after);
     seal.publish(true).unwrap();
-    assert!(second.was_published());
+    assert!(second.was_published(&Stop::default()));
 }
 
 #[test]
@@ -104,8 +104,8 @@ fn a_published_partial_is_no_work() {
         desk.claim.resume = true;
         let (first, second) = two_seals(&desk);
         let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
-        let output = plan::output(&desk.work(), shape).unwrap().unwrap();
-        fs::rename(output, desk.out()).unwrap();
+        let output = plan::output(&AnchoredPath::new(&desk.work()), shape).unwrap().unwrap();
+        fs::rename(output.path(), desk.out()).unwrap();
         // The sealer lives: it is waited for.
         assert!(second.try_seal(&Stop::default()).unwrap().is_none());
         drop(seal);
@@ -118,10 +118,10 @@ fn a_published_partial_is_no_work() {
         desk.claim.resume = true;
         let (first, second) = two_seals(&desk);
         drop(first.try_seal(&Stop::default()).unwrap().unwrap());
-        let output = plan::output(&desk.work(), shape).unwrap().unwrap();
-        mark::set(&output, desk.fingerprint);
-        let has_mark = mark::is(&output, desk.fingerprint);
-        fs::rename(output, desk.out()).unwrap();
+        let output = plan::output(&AnchoredPath::new(&desk.work()), shape).unwrap().unwrap();
+        mark::set(fs::File::open(output.path()).unwrap(), desk.fingerprint);
+        let has_mark = mark::is(output.path(), desk.fingerprint);
+        fs::rename(output.path(), desk.out()).unwrap();
         drop((first, second));
         let begun = desk.begin_as(&Claim { part: Part { index: 1, of: 2 }, ..desk.claim.clone() });
         match begun {

@@ -12,6 +12,7 @@ fn the_child() {
     let flags = |word: &str| what.split(' ').any(|flag| flag == word);
     let claim = Claim {
         overwrite: flags("overwrite"),
+        replace_check: ReplaceCheck::new(|_| Ok(())),
         restart: flags("restart"),
         resume: flags("resume"),
         sync: true,
@@ -20,7 +21,7 @@ fn the_child() {
     let plan = Plan { fingerprint: Fingerprint([7; 32]), version: "1", about: &About::default() };
     let out = Path::new(root).join("out");
     let staging = work(begin::begin(&out, shape, &claim, &plan, FAST, &Stop::default()).unwrap());
-    write(&staging.folder().join("out"), "new");
+    write(&staging.folder().path().join("out"), "new");
     if flags("hang") {
         loop {
             std::thread::park();
@@ -104,7 +105,7 @@ fn killed_at_every_point() {
                 match desk.begin_as(&desk.claim) {
                     Ok(Begun::Done) => {}
                     Ok(Begun::Work(staging)) => {
-                        write(&staging.folder().join("out"), "new");
+                        write(&staging.folder().path().join("out"), "new");
                         publish(&staging);
                     }
                     Err(error) => says(&error, &["exists"]),

@@ -9,11 +9,11 @@ fn what_nothing_is_recorded_in_is_taken_away() {
         let mut desk = Desk::new(shape);
         desk.claim.resume = true;
         let staging = desk.begin().unwrap();
-        write(&staging.folder().join("out"), "half");
+        write(&staging.folder().path().join("out"), "half");
         staging.abandon();
         assert_eq!(desk.names(), [""; 0]);
         let staging = desk.begin().unwrap();
-        write(staging.journal(), "something");
+        write(staging.journal().path(), "something");
         staging.abandon();
         assert_eq!(desk.names(), [".out.dtshard-partial"]);
         // Also what another one recorded.
@@ -87,7 +87,7 @@ fn comings_and_goings() {
     let come_and_go = |index| {
         for _ in 0..50 {
             let staging = desk.part(index, OF).unwrap();
-            write(&staging.folder().join(index.to_string()), "half");
+            write(&staging.folder().path().join(index.to_string()), "half");
             staging.check().unwrap();
             staging.abandon();
         }

@@ -26,6 +26,7 @@ const FAST: Pace = Pace {
     seal_after: Duration::from_millis(50),
     stopped_after: Duration::from_millis(30),
     stuck_after: Duration::from_mins(10),
+    cached_for: Duration::from_secs(2),
     look: (Duration::from_millis(5), Duration::from_millis(10)),
 };
 
@@ -113,7 +114,7 @@ impl Desk {
         let claim = Claim { resume: true, part, ..self.claim.clone() };
         let staging = work(self.begin_as(&claim).unwrap());
         let name = if self.shape == Shape::File { "out" } else { "a" };
-        write(&staging.folder().join(name), "half");
+        write(&staging.folder().path().join(name), "half");
     }
 
     /// Do something in a process of its own, which is killed at a fault point where one is given.
@@ -131,12 +132,14 @@ impl Desk {
 fn claim() -> Claim {
     Claim {
         overwrite: false,
+        replace_check: ReplaceCheck::new(|_| Ok(())),
         restart: false,
         resume: false,
         part: Part::alone(),
         run: None,
         sync: false,
         parts_wait: true,
+        reporter: WaitReporter::silent(),
     }
 }
 

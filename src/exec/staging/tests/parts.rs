@@ -26,12 +26,12 @@ fn whole_run(desk: &Desk, claim: &Claim) -> Result<()> {
     let plan = Plan { fingerprint: desk.fingerprint, version: desk.version, about: &desk.about };
     let patient = Pace { start_within: Duration::from_secs(30), ..FAST };
     let staging = work(begin::begin(&desk.out(), desk.shape, claim, &plan, patient, &Stop::default())?);
-    write(&staging.folder().join(format!("{}", claim.part.index)), "1");
+    write(&staging.folder().path().join(format!("{}", claim.part.index)), "1");
     staging.finish()?;
     loop {
         // Another one may have published between the look and the lease.
         let is_all_there =
-            || fs::read_dir(staging.folder()).is_ok_and(|entries| entries.count() == claim.part.of as usize);
+            || fs::read_dir(staging.folder().path()).is_ok_and(|entries| entries.count() == claim.part.of as usize);
         match staging.try_seal(&Stop::default())? {
             Some(seal) if is_all_there() => return seal.publish(false),
             _ => {}
@@ -79,7 +79,7 @@ fn of_two_that_take_over_one_wins() {
         let begun = at_once(2, |_| desk.part(1, 2));
         let won: Vec<_> = begun.into_iter().filter_map(Result::ok).collect();
         assert_eq!(won.len(), 1);
-        assert!(won[0].journal().ends_with("part-1-of-2.1.journal"));
+        assert!(won[0].journal().path().ends_with("part-1-of-2.1.journal"));
     }
 }
 
@@ -103,8 +103,8 @@ fn parts_join_and_others_are_refused() {
     let mut desk = Desk::new(Shape::Folder);
     let first = desk.part(0, 2).unwrap();
     let second = desk.part(1, 2).unwrap();
-    assert_eq!(first.folder(), second.folder());
-    assert_ne!(first.journal(), second.journal());
+    assert_eq!(first.folder().path(), second.folder().path());
+    assert_ne!(first.journal().path(), second.journal().path());
     says(&desk.part(1, 2).unwrap_err(), &["another run", "part 1 of 2"]);
     says(&desk.part(0, 3).unwrap_err(), &["another run"]);
     desk.fingerprint = Fingerprint([8; 32]);
@@ -124,7 +124,7 @@ fn another_number_of_parts_goes_on_when_nobody_lives() {
     says(&desk.part(0, 3).unwrap_err(), &["did not finish", "--resume"]);
     desk.claim.resume = true;
     let staging = desk.part(2, 3).unwrap();
-    assert_eq!(names(staging.folder()), ["a"]);
+    assert_eq!(names(staging.folder().path()), ["a"]);
     // A sibling needs no --resume to come to it.
     desk.claim.resume = false;
     desk.part(1, 3).unwrap();
@@ -178,7 +178,7 @@ fn a_lease_from_another_node_is_watched_first() {
     let begun = std::time::Instant::now();
     let staging = desk.part(1, 2).unwrap();
     assert!(begun.elapsed() >= FAST.dead_after);
-    assert!(staging.journal().ends_with("part-1-of-2.2.journal"));
+    assert!(staging.journal().path().ends_with("part-1-of-2.2.journal"));
     drop(staging);
     // One that says goodbye is not waited for.
     desk.foreign_lease(lease_of(1, 2, 3), Phase::Stopped);
@@ -260,7 +260,7 @@ fn restarts_at_once() {
         let won: Vec<_> = begun.iter().flatten().collect();
         assert!(won.len() <= 1);
         for staging in won {
-            assert_eq!(names(staging.folder()), [""; 0]);
+            assert_eq!(names(staging.folder().path()), [""; 0]);
             thread::sleep(FAST.beat * 2);
             staging.check().unwrap();
         }
@@ -276,11 +276,11 @@ fn a_sleeper_finds_nothing_of_its_successor() {
     fs::rename(desk.partial(), desk.root.path().join("elsewhere")).unwrap();
     desk.fingerprint = Fingerprint([8; 32]);
     let successor = desk.begin().unwrap();
-    for path in [sleeper.folder().join("out"), sleeper.journal().to_owned()] {
+    for path in [sleeper.folder().path().join("out"), sleeper.journal().path().to_owned()] {
         assert_eq!(fs::write(&path, "late").unwrap_err().kind(), std::io::ErrorKind::NotFound);
     }
     assert!(plan::output(&sleeper.work, Shape::Folder).unwrap().is_none());
-    assert_eq!((names(successor.journals()), names(successor.folder())), (vec!["data".into()], vec![]));
+    assert_eq!((names(successor.journals().path()), names(successor.folder().path())), (vec!["data".into()], vec![]));
 }
 
 /// Of two numbers of parts that start at once one is in force, and all of its parts work.

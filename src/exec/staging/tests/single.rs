@@ -9,13 +9,13 @@ fn a_folder_is_published_whole_or_not_at_all() {
     let plan = Plan { fingerprint: Fingerprint([7; 32]), version: "1", about: &About::default() };
     let begin = || work(Staging::begin(&out, Shape::Folder, &claim(), &plan, &Stop::default()).unwrap());
     let staging = begin();
-    write(&staging.folder().join("a"), "1");
+    write(&staging.folder().path().join("a"), "1");
     assert!(!out.exists());
     drop(staging);
     assert_eq!(names(&root.path().join("deep")), Vec::<String>::new());
 
     let staging = begin();
-    write(&staging.folder().join("a"), "1");
+    write(&staging.folder().path().join("a"), "1");
     publish(&staging);
     assert_eq!(names(&out), ["a"]);
     drop(staging);
@@ -39,12 +39,33 @@ fn an_existing_destination_is_kept_unless_overwrite_is_given() {
     desk.refused(&["out exists", "--overwrite"]);
     desk.claim.overwrite = true;
     let staging = desk.begin().unwrap();
-    write(&staging.folder().join("out"), "new");
+    write(&staging.folder().path().join("out"), "new");
     assert_eq!(read(&desk.out()), "old");
     publish(&staging);
     drop(staging);
     assert_eq!(read(&desk.out()), "new");
     assert_eq!(desk.names(), ["out"]);
+}
+
+/// Anybody may put a file into the destination while a run is at work.
+#[test]
+fn a_destination_that_may_no_longer_be_replaced_stays() {
+    let mut desk = Desk::new(Shape::Folder);
+    desk.claim.overwrite = true;
+    desk.claim.replace_check = ReplaceCheck::new(|destination| {
+        let is_foreign = destination.join("thesis.tex").exists();
+        if is_foreign { Err(Error::usage("thesis.tex", "move it away")) } else { Ok(()) }
+    });
+    fs::create_dir(desk.out()).unwrap();
+    write(&desk.out().join("old"), "old");
+    let staging = desk.begin().unwrap();
+    write(staging.folder().join("new").path(), "new");
+    write(&desk.out().join("thesis.tex"), "mine");
+    staging.finish().unwrap();
+    let seal = staging.try_seal(&Stop::default()).unwrap().unwrap();
+    assert_eq!(seal.publish(true).unwrap_err().kind(), "usage");
+    drop(staging);
+    assert_eq!((names(&desk.out()), desk.names()), (vec!["old".into(), "thesis.tex".into()], vec!["out".into()]));
 }
 
 #[test]
@@ -54,7 +75,7 @@ fn a_folder_takes_the_place_of_a_file_and_of_a_full_folder() {
     write(&desk.out(), "old");
     for content in ["1", "2"] {
         let staging = desk.begin().unwrap();
-        write(&staging.folder().join(content), content);
+        write(&staging.folder().path().join(content), content);
         publish(&staging);
         drop(staging);
         assert_eq!((names(&desk.out()), desk.names()), (vec![content.into()], vec!["out".into()]));
@@ -70,7 +91,7 @@ fn an_empty_folder_may_become_a_folder_but_not_a_file() {
     desk.shape = Shape::Folder;
     desk.claim.overwrite = false;
     let staging = desk.begin().unwrap();
-    write(&staging.folder().join("x"), "1");
+    write(&staging.folder().path().join("x"), "1");
     publish(&staging);
     assert_eq!(names(&desk.out()), ["x"]);
 }
@@ -79,7 +100,7 @@ fn an_empty_folder_may_become_a_folder_but_not_a_file() {
 fn what_appears_meanwhile_is_not_replaced() {
     let desk = Desk::new(Shape::File);
     let staging = desk.begin().unwrap();
-    write(&staging.folder().join("out"), "new");
+    write(&staging.folder().path().join("out"), "new");
     write(&desk.out(), "of somebody");
     staging.finish().unwrap();
     let error = staging.try_seal(&Stop::default()).unwrap().unwrap().publish(true).unwrap_err();
@@ -118,7 +139,7 @@ fn dead_and_live_partials_are_told_apart() {
     desk.refused(&["did not finish", "--resume", "--restart"]);
     desk.claim.restart = true;
     let fresh = desk.begin().unwrap();
-    assert_eq!(names(fresh.folder()), [""; 0]);
+    assert_eq!(names(fresh.folder().path()), [""; 0]);
     assert_eq!(desk.names(), [".out.dtshard-partial"]);
 }
 
@@ -181,13 +202,13 @@ fn resume_goes_on_starts_fresh_or_is_done() {
     desk.claim.resume = true;
     let first = desk.begin().unwrap();
     assert!(first.is_kept());
-    write(&first.folder().join("out"), "half");
-    let journal = first.journal().to_owned();
+    write(&first.folder().path().join("out"), "half");
+    let journal = first.journal().path().to_owned();
     drop(first);
 
     let second = desk.begin().unwrap();
-    assert_eq!(read(&second.folder().join("out")), "half");
-    assert!(second.journal() != journal && second.journal().parent() == Some(second.journals()));
+    assert_eq!(read(&second.folder().path().join("out")), "half");
+    assert!(second.journal().path() != journal && second.journal().path().parent() == Some(second.journals().path()));
     publish(&second);
     drop(second);
     assert_eq!(desk.names(), ["out"]);

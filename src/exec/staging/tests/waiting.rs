@@ -3,6 +3,7 @@
 use std::thread;
 
 use super::*;
+use crate::comm::Note;
 
 fn in_vain(staging: &Staging, notify: &mut dyn FnMut(&[Other])) -> Error {
     match staging.wait_published(&Stop::default(), notify).unwrap() {
@@ -164,6 +165,37 @@ fn one_that_stops_is_given_a_moment() {
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
 }
 
+/// Its node remembers for longer than others are watched that the partial folder is gone.
+#[test]
+fn a_partial_folder_that_a_cache_hides_is_waited_for() {
+    let (mut desk, said) = (Desk::new(Shape::Folder), Arc::new(Mutex::new(0)));
+    let count = Arc::clone(&said);
+    let tell = move |_: Note<'_>| *count.lock().unwrap() += 1;
+    let (first, again) = (Duration::ZERO, Duration::from_mins(1));
+    desk.claim.reporter = WaitReporter { first, again, tell: Arc::new(tell) };
+    desk.claim.resume = true;
+    let (mut first, second) = (desk.part(0, 2).unwrap(), desk.part(1, 2).unwrap());
+    first.place.caches = true.into();
+    [&first, &second].into_iter().for_each(|part| part.finish().unwrap());
+    let hidden = desk.root.path().join("hidden");
+    fs::rename(desk.partial(), &hidden).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(FAST.dead_after * 2);
+            fs::rename(&hidden, desk.partial()).unwrap();
+        });
+        assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
+    });
+    assert_eq!(*said.lock().unwrap(), 1);
+    let begun = Instant::now();
+    fs::rename(desk.partial(), &hidden).unwrap();
+    says(&first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &["is gone", "not published"]);
+    assert!(begun.elapsed() >= FAST.cached_for);
+    // What is known of one is not waited for again.
+    assert!(!first.was_published(&Stop::default()));
+    assert!(begun.elapsed() < FAST.cached_for * 4);
+}
+
 #[test]
 fn one_that_is_there_and_does_not_move_is_named() {
     let desk = Desk::new(Shape::Folder);
@@ -224,7 +256,7 @@ fn a_part_that_comes_when_all_is_done_is_done() {
 }
 
 fn publish_alone(staging: &Staging) {
-    write(&staging.folder().join("a"), "1");
+    write(&staging.folder().path().join("a"), "1");
     staging.finish().unwrap();
     staging.try_seal(&Stop::default()).unwrap().unwrap().publish(false).unwrap();
 }

@@ -14,7 +14,7 @@ use crate::exec::copy::{CastCount, DtypePair};
 use crate::exec::exchange::{Counting, Exchange, Load, Owners, Parties, Reducing, Rounds, Sight, agree};
 use crate::layout::Region;
 use crate::layout::partial::{Reduction, Share};
-use crate::storage::FileId;
+use crate::storage::{AnchoredPath, FileId};
 
 /// A checkpoint of a file for each rank of the job that saved it, and one that is laid out.
 pub(crate) struct Case {
@@ -186,6 +186,7 @@ impl Case {
                         let input = Input { files: &files, ..self.input() };
                         let (reservation, owners) = (&self.reservation, &owners);
                         let exchange = Exchange { input, reservation, parties, owners, bucket_bytes };
+                        let folder = &AnchoredPath::new(folder);
                         let path = folder.join(format!("{}.journal", rank.rank()));
                         let log = Log::new(&reservation.files, todo, path, false, AtEnd::Nothing);
                         let shuffle = M::shuffle(&seat);

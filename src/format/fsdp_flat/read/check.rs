@@ -3,15 +3,15 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use super::NAMES_SHOWN;
 use super::survey::{Beside, FlatPart, FlatState, RankState};
 use super::totals::{self, Misfit};
 use crate::catalog::Fqn;
 use crate::catalog::flat::{FlatLayout, FlatUnit};
 use crate::catalog::modules::module_of;
-use crate::error::{Result, first_of};
+use crate::error::Result;
 use crate::layout::Region;
 use crate::layout::flat::{FlatContent, FlatParameter};
+use crate::name_list::{FEW, short_list};
 
 /// Compare a state dict with flat parameters with its layout; `source` is where that is from, for messages.
 ///
@@ -70,14 +70,14 @@ fn check_rank(
         .collect();
     let other_units = |found: String| bad("the state dict", String::from("the units of the layout"), found);
     if !extra.is_empty() {
-        return other_units(format!("{} as well", first_of(&extra, NAMES_SHOWN)));
+        return other_units(format!("{} as well", short_list(&extra, FEW))).map_err(|error| error.naming(&extra));
     }
     let missing: Vec<String> = (flats.iter())
         .filter(|(unit, flat)| flat.total() > 0 && !rank.flats.contains_key(&unit.module))
         .map(|(unit, _)| unit.key().to_string())
         .collect();
     if !missing.is_empty() {
-        return other_units(format!("no {}", first_of(&missing, NAMES_SHOWN)));
+        return other_units(format!("no {}", short_list(&missing, FEW))).map_err(|error| error.naming(&missing));
     }
     let shard = layout.shard_of(rank.rank);
     for (unit, flat) in flats {
@@ -123,7 +123,7 @@ fn check_part(
     }
     if !lists_shards(part, flat) {
         let lens: Vec<String> = part.listed.iter().map(ToString::to_string).collect();
-        return bad(format!("shards of {} elements", flat.shard_len()), first_of(&lens, NAMES_SHOWN));
+        return bad(format!("shards of {} elements", flat.shard_len()), short_list(&lens, FEW));
     }
     Ok(())
 }

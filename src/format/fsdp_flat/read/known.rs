@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::format::FlatKnowledge;
 use crate::format::fsdp_flat::document;
 use crate::format::fsdp_flat::refuse;
+use crate::storage::lookup;
 
 /// What is known of a model beyond its files.
 #[derive(Debug)]
@@ -30,8 +31,12 @@ impl Known {
     /// # Errors
     /// As reading a flat layout or a checkpoint.
     pub fn find(folder: &Path, knowledge: &FlatKnowledge, states: &[&FlatState]) -> Result<Self> {
-        let beside = Some(folder.join(document::FILE_NAME)).filter(|path| path.is_file());
-        if let Some(path) = knowledge.layout.clone().or(beside) {
+        let beside = folder.join(document::FILE_NAME);
+        let path = match &knowledge.layout {
+            Some(given) => Some(given.clone()),
+            None => lookup::is_file(&beside)?.then_some(beside),
+        };
+        if let Some(path) = path {
             let layout = document::read(&path)?;
             return Ok(Self::Document { path, layout, given: knowledge.layout.is_some() });
         }

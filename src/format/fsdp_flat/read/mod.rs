@@ -29,9 +29,6 @@ use known::Known;
 use like::Like;
 use survey::{FlatState, survey};
 
-/// How many of many names a message has.
-const NAMES_SHOWN: usize = 8;
-
 /// The files of all ranks of one series.
 #[derive(Debug)]
 pub struct SeriesFiles {

@@ -5,7 +5,8 @@ use std::collections::HashMap;
 use super::plan::{At, Padding};
 use crate::catalog::flat::{FLAT_PARAM, FlatLayout};
 use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId};
-use crate::error::{Error, Result, some_of};
+use crate::error::{Error, Result};
+use crate::name_list::{FEW, short_list_of_counted};
 
 /// The names of a layout's parameters.
 pub struct Names<'a> {
@@ -120,7 +121,6 @@ pub fn find(
 }
 
 fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {
-    const SHOWN: usize = 3;
     let what = if missing.len() == 1 { "a parameter" } else { "parameters" };
     let wrapped = format!(".{}", missing[0]);
     let hint = if model.keys().any(|name| name.ends_with(FLAT_PARAM)) {
@@ -135,10 +135,11 @@ fn not_in_model(missing: &[&str], model: &HashMap<String, TensorId>) -> Error {
         format!(
             "{} {what} of the flat layout that the model does not have: {}",
             missing.len(),
-            some_of(missing, SHOWN)
+            short_list_of_counted(missing, FEW)
         ),
         hint,
     )
+    .naming(missing)
 }
 
 /// The one dtype of a unit's parameters.

@@ -6,16 +6,16 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use super::super::NAMES_SHOWN;
 use super::super::like::Like;
 use super::super::survey::{Beside, FlatState};
 use super::{Shapes, dtype_and_total, stride_of};
 use crate::catalog::flat::{FlatParam, FlatUnit, Shared};
 use crate::catalog::{Dtype, Fqn};
-use crate::error::{Error, Result, first_of};
+use crate::error::{Error, Result};
 use crate::format::fsdp_flat::refuse;
 use crate::layout::Dims;
 use crate::layout::flat::FlatParameter;
+use crate::name_list::{FEW, short_list};
 
 pub fn units(state: &FlatState, group: u32, shapes: Shapes<'_>) -> Result<Vec<FlatUnit>> {
     refuse_empty(state, shapes)?;
@@ -116,12 +116,7 @@ fn alignment(
     candidates.into_iter().find(fits).ok_or_else(|| {
         let places: Vec<String> = params.iter().map(|(name, range)| format!("{name} at {}", range.start)).collect();
         let expected = format!("parameters that follow each other, padded to 16 bytes, in {total} elements");
-        Error::malformed(
-            &state.ranks[0].at,
-            FlatUnit::new(module, None).describe(),
-            expected,
-            first_of(&places, NAMES_SHOWN),
-        )
+        Error::malformed(&state.ranks[0].at, FlatUnit::new(module, None).describe(), expected, short_list(&places, FEW))
     })
 }
 

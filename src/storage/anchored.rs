@@ -1,0 +1,542 @@
+//! Paths below a folder that is held open, on which no link is followed.
+//!
+//! Other users may be able to write to the folder of a destination. Whoever can plant a link there, or in a work folder
+//! that the umask leaves writable to a group, must not be able to choose what this process overwrites or deletes. So
+//! every name below the anchor is opened by itself, with `O_NOFOLLOW`, and folders and files must belong to this user:
+//! to the owner of a file that this process has just created in the anchor. On NFS with root_squash, on CIFS and on
+//! mounts that map ids, that is not the user id of the process.
+//!
+//! The anchor itself may be reached through links, which are resolved once. The names below it are looked up again by
+//! each operation: a folder that was renamed away, or published, is not found under its old name and is not written to.
+//!
+//! Invariant: no operation follows a link below the anchor, waits for the other end of a pipe, or writes to a file that
+//! has another name elsewhere.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{File, Metadata};
+use std::io::{self, ErrorKind::NotFound, ErrorKind::StaleNetworkFileHandle};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Component, Display, Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, RenameFlags};
+use rustix::io::Errno;
+
+use crate::error::Untrusted;
+
+/// A file or folder below a folder that is held open.
+#[derive(Clone, Debug)]
+pub struct AnchoredPath {
+    anchor: Arc<Anchor>,
+    /// Below the anchor; empty for the anchor itself.
+    below: PathBuf,
+    /// For messages.
+    path: PathBuf,
+}
+
+#[derive(Debug)]
+struct Anchor {
+    path: PathBuf,
+    /// Opened on first use.
+    folder: OnceLock<OwnedFd>,
+    /// The user that files and folders below must belong to, found out on first use. `None` accepts every owner.
+    owner: Arc<OnceLock<Option<u32>>>,
+}
+
+const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY);
+
+impl AnchoredPath {
+    /// The folder at `path`, which may be reached through links and need not exist yet. An empty path is the current
+    /// folder.
+    #[must_use]
+    pub fn new(path: &Path) -> Self {
+        Self::at(Anchor { path: path.to_path_buf(), folder: OnceLock::new(), owner: Arc::default() })
+    }
+
+    /// The same folder for a look that creates nothing, and so cannot find out who the owner of new files is.
+    #[must_use]
+    pub fn for_a_look(path: &Path) -> Self {
+        Self::at(Anchor { path: path.to_path_buf(), folder: OnceLock::new(), owner: Arc::new(None.into()) })
+    }
+
+    fn at(anchor: Anchor) -> Self {
+        Self { path: anchor.shown().to_path_buf(), anchor: Arc::new(anchor), below: PathBuf::new() }
+    }
+
+    /// A path with this folder as its anchor: its descriptor stays on the folder that is here now.
+    ///
+    /// # Errors
+    /// As every operation: [`io::ErrorKind::NotFound`] where it is not there, and an error that holds an [`Untrusted`]
+    /// where a name on the way is a link or belongs to another user.
+    pub fn hold(&self) -> io::Result<Self> {
+        let folder = self.open_folder()?;
+        Ok(Self::at(Anchor { path: self.path.clone(), folder: folder.into(), owner: Arc::clone(&self.anchor.owner) }))
+    }
+
+    /// The same path, whose anchor is opened again: it may have been deleted and created anew.
+    #[must_use]
+    pub fn reopened(&self) -> Self {
+        let Anchor { path, owner, .. } = &*self.anchor;
+        let anchor = Anchor { path: path.clone(), folder: OnceLock::new(), owner: Arc::clone(owner) };
+        Self { anchor: Arc::new(anchor), ..self.clone() }
+    }
+
+    /// `names` are relative, and none of them is `..`.
+    #[must_use]
+    pub fn join(&self, names: impl AsRef<Path>) -> Self {
+        self.of_anchor(self.below.join(names))
+    }
+
+    fn of_anchor(&self, below: PathBuf) -> Self {
+        let anchor = Arc::clone(&self.anchor);
+        // Joining nothing would add a slash.
+        let path = if below.as_os_str().is_empty() { anchor.shown().into() } else { anchor.path.join(&below) };
+        Self { anchor, below, path }
+    }
+
+    /// Another name in the same folder.
+    #[must_use]
+    pub fn with_file_name(&self, name: impl AsRef<OsStr>) -> Self {
+        self.of_anchor(self.below.with_file_name(name))
+    }
+
+    /// The folder that it is in; of the anchor, the anchor.
+    #[must_use]
+    pub fn folder(&self) -> Self {
+        self.of_anchor(self.below.parent().unwrap_or(Path::new("")).to_path_buf())
+    }
+
+    /// For messages, and for what only reads.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// For messages.
+    pub fn display(&self) -> Display<'_> {
+        self.path.display()
+    }
+
+    #[must_use]
+    pub fn file_name(&self) -> &OsStr {
+        self.below.file_name().unwrap_or_default()
+    }
+
+    /// What is there; of a link, the link itself. It may belong to anybody.
+    pub fn metadata(&self) -> io::Result<Metadata> {
+        self.handle()?.metadata()
+    }
+
+    /// A handle to look at what is there; of a link, at the link itself.
+    pub(super) fn handle(&self) -> io::Result<File> {
+        self.in_folder(|folder, name| {
+            let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            Ok(rustix::fs::openat(folder, name, flags, Mode::empty())?.into())
+        })
+    }
+
+    /// What is there, which belongs to this user; of a link, the link itself. `None` where nothing is. The anchor may belong
+    /// to anybody.
+    pub fn own_entry(&self) -> io::Result<Option<Metadata>> {
+        let metadata = match self.metadata() {
+            Err(error) if matches!(error.kind(), NotFound | StaleNetworkFileHandle) => return Ok(None),
+            found => found?,
+        };
+        if self.below.as_os_str().is_empty() {
+            return Ok(Some(metadata));
+        }
+        match self.check_owner(&self.path, &metadata) {
+            Err(_) if metadata.is_symlink() => Err(self.is_link()),
+            checked => checked.map(|()| Some(metadata)),
+        }
+    }
+
+    #[must_use]
+    pub fn is_own(&self) -> bool {
+        matches!(self.own_entry(), Ok(Some(_)))
+    }
+
+    /// What is there, which belongs to this user and is no link; `None` where nothing is.
+    pub fn own_metadata(&self) -> io::Result<Option<Metadata>> {
+        match self.own_entry()? {
+            Some(metadata) if metadata.is_symlink() => Err(self.is_link()),
+            found => Ok(found),
+        }
+    }
+
+    fn is_link(&self) -> io::Error {
+        let refused: io::Result<()> = self.in_folder(|folder, name| Err(self.refused(Errno::LOOP, folder, name)));
+        refused.expect_err("it is one")
+    }
+
+    #[must_use]
+    pub fn exists(&self) -> bool {
+        self.metadata().is_ok()
+    }
+
+    /// The names in this folder, in no order.
+    pub fn names(&self) -> io::Result<Vec<OsString>> {
+        Ok(names(self.open_folder()?)?)
+    }
+
+    pub fn create_folder(&self) -> io::Result<()> {
+        self.in_folder(|folder, name| Ok(rustix::fs::mkdirat(folder, name, Mode::from_raw_mode(0o777))?))
+    }
+
+    /// Create the folders on the way from this one to a path below it, that path included, as far as they are not there.
+    pub fn create_folders(&self, below: &Path) -> io::Result<()> {
+        let mut folder = self.clone();
+        for name in below {
+            folder = folder.join(name);
+            match folder.create_folder() {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Open a regular file to read it.
+    pub fn open(&self) -> io::Result<File> {
+        self.open_file(OFlags::RDONLY, Mode::empty())
+    }
+
+    /// Open a regular file to write to it. It is not cut; with [`OFlags::CREATE`] in `more` it is created where it is not
+    /// there.
+    pub fn open_to_write(&self, more: OFlags) -> io::Result<File> {
+        let file = self.open_file(OFlags::WRONLY | more, Mode::from_raw_mode(0o666))?;
+        match file.metadata()?.nlink() {
+            0 | 1 => Ok(file),
+            names => Err(Untrusted::Names { path: self.path.clone(), names }.into()),
+        }
+    }
+
+    /// Create a file where nothing is.
+    pub fn create_new(&self, mode: u32) -> io::Result<File> {
+        self.open_file(OFlags::RDWR | OFlags::CREATE | OFlags::EXCL, Mode::from_raw_mode(mode))
+    }
+
+    /// Create a file in the place of this user's file or link that is there.
+    pub fn create_anew(&self, mode: u32) -> io::Result<File> {
+        if self.own_entry()?.is_some() {
+            self.remove_file()?;
+        }
+        self.create_new(mode)
+    }
+
+    fn open_file(&self, flags: OFlags, mode: Mode) -> io::Result<File> {
+        let not_regular = || io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
+        self.in_folder(|folder, name| {
+            // Opening a pipe waits for its other end without O_NONBLOCK, which regular files ignore.
+            let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+            let file = match rustix::fs::openat(folder, name, flags, mode) {
+                Err(Errno::NXIO) => return Err(not_regular()),
+                Err(error) => return Err(self.refused(error, folder, name)),
+                Ok(file) => File::from(file),
+            };
+            let metadata = file.metadata()?;
+            self.check_owner(&self.path, &metadata)?;
+            if metadata.is_file() { Ok(file) } else { Err(not_regular()) }
+        })
+    }
+
+    pub fn symlink(&self, target: &str) -> io::Result<()> {
+        self.in_folder(|folder, name| Ok(rustix::fs::symlinkat(target, folder, name)?))
+    }
+
+    /// Give a file another name.
+    pub fn hard_link(&self, to: &Self) -> io::Result<()> {
+        self.with(to, |folder, name, other, new| rustix::fs::linkat(folder, name, other, new, AtFlags::empty()))
+    }
+
+    pub fn rename(&self, to: &Self) -> io::Result<()> {
+        self.with(to, |folder, name, other, new| rustix::fs::renameat(folder, name, other, new))
+    }
+
+    /// Rename to a name that must not be taken, except by an empty folder.
+    pub fn rename_new(&self, to: &Self) -> io::Result<()> {
+        let flags = RenameFlags::NOREPLACE;
+        let renamed =
+            self.with(to, |folder, name, other, new| rustix::fs::renameat_with(folder, name, other, new, flags));
+        let is_folder = |path: &Self| path.metadata().is_ok_and(|metadata| metadata.is_dir());
+        match renamed.as_ref().err().and_then(Errno::from_io_error) {
+            // An empty folder was there from the start: plain rename replaces it, and fails if it has filled since.
+            Some(Errno::EXIST) if is_folder(to) && is_folder(self) => self.rename(to),
+            // Not every file system knows the flag.
+            Some(Errno::INVAL | Errno::NOSYS) if !to.exists() => self.rename(to),
+            Some(Errno::INVAL | Errno::NOSYS) => Err(io::ErrorKind::AlreadyExists.into()),
+            _ => renamed,
+        }
+    }
+
+    pub fn remove_file(&self) -> io::Result<()> {
+        self.in_folder(|folder, name| Ok(rustix::fs::unlinkat(folder, name, AtFlags::empty())?))
+    }
+
+    pub fn remove_folder(&self) -> io::Result<()> {
+        self.in_folder(|folder, name| Ok(rustix::fs::unlinkat(folder, name, AtFlags::REMOVEDIR)?))
+    }
+
+    /// Delete a file, a link, or a folder with all that is in it, as far as that can be done.
+    pub fn remove_all(&self) -> io::Result<()> {
+        self.in_folder(|folder, name| Ok(remove_all(folder, name)?))
+    }
+
+    /// fsync this folder, so that the names in it last.
+    pub fn sync(&self) -> io::Result<()> {
+        Ok(rustix::fs::fsync(self.open_folder()?)?)
+    }
+
+    /// fsync this folder and those below it, so that the names in them last.
+    pub fn sync_all(&self) -> io::Result<()> {
+        for name in self.names()? {
+            let below = self.join(name);
+            if below.metadata()?.is_dir() {
+                below.sync_all()?;
+            }
+        }
+        self.sync()
+    }
+
+    pub fn open_folder(&self) -> io::Result<OwnedFd> {
+        self.in_folder(|folder, name| self.descend(folder, name, &self.path))
+    }
+
+    /// Do something with two names, each in its folder.
+    fn with(
+        &self,
+        other: &Self,
+        act: impl FnOnce(BorrowedFd<'_>, &OsStr, BorrowedFd<'_>, &OsStr) -> rustix::io::Result<()>,
+    ) -> io::Result<()> {
+        self.in_folder(|folder, name| other.in_folder(|other, new| Ok(act(folder, name, other, new)?)))
+    }
+
+    /// Do something with the last name in the folder that it is in.
+    fn in_folder<T>(&self, act: impl FnOnce(BorrowedFd<'_>, &OsStr) -> io::Result<T>) -> io::Result<T> {
+        let anchor = self.anchor.folder()?;
+        if self.below.components().any(|name| !matches!(name, Component::Normal(_))) {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a path that leads out of its folder"));
+        }
+        let Some(name) = self.below.file_name() else { return act(anchor.as_fd(), OsStr::new(".")) };
+        let mut path = self.anchor.path.clone();
+        let mut folder: Option<OwnedFd> = None;
+        for above in self.below.parent().into_iter().flatten() {
+            path.push(above);
+            folder = Some(self.descend(folder.as_ref().unwrap_or(anchor).as_fd(), above, &path)?);
+        }
+        act(folder.as_ref().unwrap_or(anchor).as_fd(), name)
+    }
+
+    /// Open a folder that must belong to this user, as the anchor need not.
+    fn descend(&self, folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> io::Result<OwnedFd> {
+        let opened = rustix::fs::openat(folder, name, FOLDER | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty());
+        let opened = File::from(opened.map_err(|error| refused(error, folder, name, path))?);
+        if name != "." {
+            self.check_owner(path, &opened.metadata()?)?;
+        }
+        Ok(opened.into())
+    }
+
+    fn refused(&self, error: Errno, folder: BorrowedFd<'_>, name: &OsStr) -> io::Error {
+        refused(error, folder, name, &self.path)
+    }
+
+    fn check_owner(&self, path: &Path, metadata: &Metadata) -> io::Result<()> {
+        if self.owner()?.is_none_or(|owner| owner == metadata.uid()) {
+            return Ok(());
+        }
+        Err(Untrusted::Owner { path: path.to_path_buf(), owner: user_name(metadata.uid()) }.into())
+    }
+
+    fn owner(&self) -> io::Result<Option<u32>> {
+        if let Some(owner) = self.anchor.owner.get() {
+            return Ok(*owner);
+        }
+        let owner = owner_of_new_files(self.anchor.folder()?.as_fd())?;
+        Ok(*self.anchor.owner.get_or_init(|| Some(owner)))
+    }
+}
+
+impl Anchor {
+    fn shown(&self) -> &Path {
+        if self.path.as_os_str().is_empty() { Path::new(".") } else { &self.path }
+    }
+
+    fn folder(&self) -> io::Result<&OwnedFd> {
+        if let Some(folder) = self.folder.get() {
+            return Ok(folder);
+        }
+        let folder = rustix::fs::openat(CWD, self.shown(), FOLDER | OFlags::CLOEXEC, Mode::empty())?;
+        Ok(self.folder.get_or_init(|| folder))
+    }
+}
+
+impl From<&AnchoredPath> for PathBuf {
+    fn from(path: &AnchoredPath) -> Self {
+        path.path.clone()
+    }
+}
+
+/// Says so where a name could not be opened because it is a link.
+fn refused(error: Errno, folder: BorrowedFd<'_>, name: &OsStr, path: &Path) -> io::Error {
+    if !matches!(error, Errno::LOOP | Errno::NOTDIR | Errno::MLINK) {
+        return error.into();
+    }
+    match rustix::fs::readlinkat(folder, name, Vec::new()) {
+        Ok(target) => {
+            let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
+            Untrusted::Link { path: path.to_path_buf(), target }.into()
+        }
+        Err(_) => error.into(),
+    }
+}
+
+fn owner_of_new_files(folder: BorrowedFd<'_>) -> io::Result<u32> {
+    let flags = OFlags::RDWR | OFlags::CLOEXEC;
+    // A file without a name leaves nothing behind, but not every file system has them.
+    if let Ok(probe) = rustix::fs::openat(folder, ".", flags | OFlags::TMPFILE, Mode::RUSR) {
+        return Ok(File::from(probe).metadata()?.uid());
+    }
+    let name = format!(".dtshard-owner-{:016x}", getrandom::u64()?);
+    let probe = rustix::fs::openat(folder, &*name, flags | OFlags::CREATE | OFlags::EXCL, Mode::RUSR)?;
+    let metadata = File::from(probe).metadata();
+    let _ = rustix::fs::unlinkat(folder, &*name, AtFlags::empty());
+    Ok(metadata?.uid())
+}
+
+/// As the system calls the user with this id.
+fn user_name(id: u32) -> String {
+    let user = nix::unistd::User::from_uid(nix::unistd::Uid::from_raw(id));
+    user.ok().flatten().map_or_else(|| format!("the user with id {id}"), |user| user.name)
+}
+
+fn names(folder: impl AsFd) -> rustix::io::Result<Vec<OsString>> {
+    let mut names = Vec::new();
+    for entry in Dir::read_from(folder)? {
+        let name = OsStr::from_bytes(entry?.file_name().to_bytes()).to_owned();
+        if name != "." && name != ".." {
+            names.push(name);
+        }
+    }
+    Ok(names)
+}
+
+fn remove_all(folder: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<()> {
+    let removed = rustix::fs::unlinkat(folder, name, AtFlags::empty());
+    // POSIX has EPERM for a folder, Linux EISDIR.
+    let Err(error @ (Errno::ISDIR | Errno::PERM)) = removed else { return removed };
+    let flags = FOLDER | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let Ok(inner) = rustix::fs::openat(folder, name, flags, Mode::empty()) else { return Err(error) };
+    for name in names(&inner)? {
+        match remove_all(inner.as_fd(), &name) {
+            // Another process deletes it, too.
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    rustix::fs::unlinkat(folder, name, AtFlags::REMOVEDIR)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn untrusted_of(error: &io::Error) -> Option<&Untrusted> {
+        error.get_ref()?.downcast_ref()
+    }
+
+    #[test]
+    fn links_on_the_way_are_refused_and_never_followed() {
+        let root = tempfile::tempdir().unwrap();
+        let victim = root.path().join("victim");
+        fs::create_dir(&victim).unwrap();
+        fs::write(victim.join("file"), "mine").unwrap();
+        let here = root.path().join("here");
+        fs::create_dir(&here).unwrap();
+        symlink(&victim, here.join("folder")).unwrap();
+        symlink(victim.join("file"), here.join("file")).unwrap();
+        // The anchor may be reached through a link.
+        symlink(&here, root.path().join("there")).unwrap();
+        let anchor = AnchoredPath::new(&root.path().join("there"));
+        let (folder, file) = (anchor.join("folder"), anchor.join("file"));
+        let inner = folder.join("file");
+        let tried: [io::Result<()>; 10] = [
+            inner.open().map(drop),
+            inner.open_to_write(OFlags::empty()).map(drop),
+            inner.create_anew(0o600).map(drop),
+            inner.remove_all(),
+            inner.rename(&anchor.join("taken")),
+            anchor.join("file").rename(&inner),
+            folder.join("new").create_folder(),
+            folder.names().map(drop),
+            file.open().map(drop),
+            file.open_to_write(OFlags::TRUNC).map(drop),
+        ];
+        for (number, tried) in tried.into_iter().enumerate() {
+            let error = tried.unwrap_err();
+            assert!(matches!(untrusted_of(&error), Some(Untrusted::Link { .. })), "{number}: {error}");
+        }
+        assert!(file.metadata().unwrap().is_symlink());
+        assert!(folder.own_metadata().is_err() && anchor.join("nothing").own_metadata().unwrap().is_none());
+        // What is deleted or replaced is the link.
+        folder.remove_all().unwrap();
+        file.create_anew(0o600).unwrap();
+        assert!(!folder.exists() && file.metadata().unwrap().is_file());
+        assert_eq!(fs::read(victim.join("file")).unwrap(), b"mine");
+    }
+
+    #[test]
+    fn a_file_with_another_name_is_not_written_to() {
+        let root = tempfile::tempdir().unwrap();
+        let anchor = AnchoredPath::new(root.path());
+        fs::write(root.path().join("mine"), "mine").unwrap();
+        anchor.join("mine").hard_link(&anchor.join("planted")).unwrap();
+        let error = anchor.join("planted").open_to_write(OFlags::empty()).unwrap_err();
+        assert!(matches!(untrusted_of(&error), Some(Untrusted::Names { names: 2, .. })), "{error}");
+        // It can be read, and be replaced.
+        anchor.join("planted").open().unwrap();
+        anchor.join("planted").create_anew(0o600).unwrap();
+        assert_eq!(fs::read(root.path().join("mine")).unwrap(), b"mine");
+    }
+
+    #[test]
+    fn a_pipe_is_not_waited_for() {
+        let root = tempfile::tempdir().unwrap();
+        let made = std::process::Command::new("mkfifo").arg(root.path().join("pipe")).status();
+        assert!(made.unwrap().success());
+        let pipe = AnchoredPath::new(root.path()).join("pipe");
+        for tried in [pipe.open(), pipe.open_to_write(OFlags::empty())] {
+            assert_eq!(tried.unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        }
+    }
+
+    #[test]
+    fn a_tree_goes_and_what_its_links_lead_to_stays() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir_all(root.path().join("tree/a/b")).unwrap();
+        fs::write(root.path().join("tree/a/file"), "").unwrap();
+        fs::create_dir(root.path().join("kept")).unwrap();
+        fs::write(root.path().join("kept/file"), "mine").unwrap();
+        symlink(root.path().join("kept"), root.path().join("tree/a/b/link")).unwrap();
+        AnchoredPath::new(root.path()).join("tree").remove_all().unwrap();
+        assert!(!root.path().join("tree").exists());
+        assert_eq!(fs::read(root.path().join("kept/file")).unwrap(), b"mine");
+    }
+
+    #[test]
+    fn a_folder_that_is_held_is_found_wherever_it_is_renamed_to() {
+        let root = tempfile::tempdir().unwrap();
+        let anchor = AnchoredPath::new(root.path());
+        let folder = anchor.join("folder");
+        folder.create_folder().unwrap();
+        let held = folder.hold().unwrap();
+        folder.rename(&anchor.join("moved")).unwrap();
+        held.join("file").create_new(0o600).unwrap();
+        assert!(anchor.join("moved/file").exists() && !folder.join("file").exists());
+    }
+}

@@ -1,0 +1,319 @@
+//! Questions to the file system about paths: what is there, and what a folder holds.
+//!
+//! Only ENOENT and ENOTDIR mean that nothing is there. After any other failure (EIO, ESTALE, EACCES, ETIMEDOUT) the file
+//! may well be there, and taking it for absent would lose its tensors without a word, so that is an error. The functions
+//! of the standard library that take every failure for absence are disallowed elsewhere (clippy.toml).
+//!
+//! A link that leads nowhere is an error as well, because its name says that something should be there: a hub cache
+//! links to blobs, and may have lost one.
+
+use std::ffi::OsString;
+use std::fs::{self, FileType, Metadata};
+use std::io;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Dir, Mode, OFlags};
+
+use crate::error::{Error, Result};
+
+/// What a path leads to, links followed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    File,
+    Folder,
+    /// A device, a pipe or a socket.
+    Special,
+    /// A link that leads nowhere.
+    Dangling,
+}
+
+impl From<FileType> for Kind {
+    fn from(found: FileType) -> Self {
+        if found.is_file() {
+            Self::File
+        } else if found.is_dir() {
+            Self::Folder
+        } else {
+            Self::Special
+        }
+    }
+}
+
+/// Returns what a path leads to; `None` where there is nothing.
+///
+/// # Errors
+/// `Io` where the file system does not tell.
+pub fn kind_of(path: &Path) -> Result<Option<Kind>> {
+    if let Some(metadata) = metadata_of(path)? {
+        return Ok(Some(metadata.file_type().into()));
+    }
+    let own = unless_absent(path, fs::symlink_metadata(path))?.map(|own| own.file_type());
+    Ok(own.map(|own| if own.is_symlink() { Kind::Dangling } else { own.into() }))
+}
+
+/// Returns the metadata of what a path leads to; `None` where there is nothing, and for a link that leads nowhere.
+///
+/// # Errors
+/// `Io` where the file system does not tell.
+pub fn metadata_of(path: &Path) -> Result<Option<Metadata>> {
+    unless_absent(path, fs::metadata(path))
+}
+
+/// Whether there is a file.
+///
+/// # Errors
+/// `Io` where the file system does not tell, `Missing` for a link that leads nowhere.
+pub fn is_file(path: &Path) -> Result<bool> {
+    Ok(beyond_links(path)? == Some(Kind::File))
+}
+
+/// Whether there is a folder.
+///
+/// # Errors
+/// As [`is_file`].
+pub fn is_folder(path: &Path) -> Result<bool> {
+    Ok(beyond_links(path)? == Some(Kind::Folder))
+}
+
+/// Whether there is anything.
+///
+/// # Errors
+/// As [`is_file`].
+pub fn exists(path: &Path) -> Result<bool> {
+    Ok(beyond_links(path)?.is_some())
+}
+
+fn beyond_links(path: &Path) -> Result<Option<Kind>> {
+    match kind_of(path)? {
+        Some(Kind::Dangling) => Err(dangling(path)),
+        kind => Ok(kind),
+    }
+}
+
+/// Returns the path without links and `..`; `None` where there is nothing.
+///
+/// # Errors
+/// `Io` where the file system does not tell.
+pub fn resolve(path: &Path) -> Result<Option<PathBuf>> {
+    unless_absent(path, path.canonicalize())
+}
+
+/// An entry of a folder.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    pub name: OsString,
+    pub path: PathBuf,
+    file_type: rustix::fs::FileType,
+}
+
+impl Entry {
+    /// Returns what the entry leads to.
+    ///
+    /// # Errors
+    /// `Io` where the file system does not tell, or where the entry has gone since its folder was listed.
+    pub fn kind(&self) -> Result<Kind> {
+        match self.file_type {
+            rustix::fs::FileType::RegularFile => Ok(Kind::File),
+            rustix::fs::FileType::Directory => Ok(Kind::Folder),
+            rustix::fs::FileType::Symlink | rustix::fs::FileType::Unknown => {
+                kind_of(&self.path)?.ok_or_else(|| refused("look at", &self.path)(io::ErrorKind::NotFound.into()))
+            }
+            _ => Ok(Kind::Special),
+        }
+    }
+
+    /// Whether the entry itself is a link.
+    ///
+    /// # Errors
+    /// As [`Self::kind`].
+    pub fn is_link(&self) -> Result<bool> {
+        if self.file_type != rustix::fs::FileType::Unknown {
+            return Ok(self.file_type == rustix::fs::FileType::Symlink);
+        }
+        let own = fs::symlink_metadata(&self.path).map_err(Error::io("look at", &self.path))?;
+        Ok(own.file_type().is_symlink())
+    }
+
+    /// Whether the entry leads to a file.
+    ///
+    /// # Errors
+    /// As [`Self::kind`], and `Missing` for a link that leads nowhere.
+    pub fn is_file(&self) -> Result<bool> {
+        Ok(self.beyond_links()? == Kind::File)
+    }
+
+    /// Whether the entry leads to a folder.
+    ///
+    /// # Errors
+    /// As [`Self::is_file`].
+    pub fn is_folder(&self) -> Result<bool> {
+        Ok(self.beyond_links()? == Kind::Folder)
+    }
+
+    fn beyond_links(&self) -> Result<Kind> {
+        match self.kind()? {
+            Kind::Dangling => Err(dangling(&self.path)),
+            kind => Ok(kind),
+        }
+    }
+}
+
+/// Lists a folder, sorted by name.
+///
+/// # Errors
+/// `Io` naming the folder, also where only a part of it could be read.
+pub fn list(folder: &Path) -> Result<Vec<Entry>> {
+    // The iterator of the standard library panics where closing the folder fails.
+    let read = || -> rustix::io::Result<Vec<Entry>> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let at = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+        let entries = Dir::new(rustix::fs::open(at, flags, Mode::empty())?)?;
+        let mut listed = Vec::new();
+        for entry in entries {
+            let entry = entry?;
+            let name = entry.file_name().to_bytes();
+            if name != b"." && name != b".." {
+                let name = OsString::from_vec(name.to_vec());
+                listed.push(Entry { path: folder.join(&name), name, file_type: entry.file_type() });
+            }
+        }
+        Ok(listed)
+    };
+    let mut listed = read().map_err(|error| refused("list", folder)(error.into()))?;
+    listed.sort_by(|left, right| left.name.cmp(&right.name));
+    Ok(listed)
+}
+
+/// Returns the metadata of a file that is to be read. Other things are refused: opening a pipe would wait for its writer.
+///
+/// # Errors
+/// `Io` where there is no file, `Missing` where a link to it leads nowhere.
+pub fn regular_file(path: &Path) -> Result<Metadata> {
+    let metadata = fs::metadata(path).map_err(refused("open", path))?;
+    if metadata.is_file() {
+        return Ok(metadata);
+    }
+    let source = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
+    Err(Error::Io { action: "open", path: path.to_path_buf(), source })
+}
+
+/// Makes the error for a path that could not be opened or looked at. Where the path is a link, the error names its target.
+pub fn refused(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+    move |source| match fs::read_link(path) {
+        Ok(_) if is_absence(&source) => dangling(path),
+        Ok(target) => {
+            let words = format!("{source}, behind a link to {}", target.display());
+            Error::io(action, path)(io::Error::new(source.kind(), words))
+        }
+        // Not a link.
+        Err(_) => Error::io(action, path)(source),
+    }
+}
+
+/// Returns the target of a link, for a message.
+#[must_use]
+pub fn target_of(link: &Path) -> String {
+    fs::read_link(link).map_or_else(|error| error.to_string(), |target| target.display().to_string())
+}
+
+fn dangling(path: &Path) -> Error {
+    Error::Missing {
+        path: path.to_path_buf(),
+        at: String::from("link"),
+        expected: String::from("a file or folder behind it"),
+        missing: target_of(path),
+        hint: Some(String::from("restore what the link leads to (from a hub: download it again), or remove the link")),
+    }
+}
+
+fn is_absence(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
+fn unless_absent<T>(path: &Path, found: io::Result<T>) -> Result<Option<T>> {
+    match found {
+        Ok(found) => Ok(Some(found)),
+        Err(error) if is_absence(&error) => Ok(None),
+        Err(error) => Err(refused("look at", path)(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn only_a_name_without_anything_is_absent() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        fs::write(root.join("file"), "x").unwrap();
+        symlink("file", root.join("link")).unwrap();
+        symlink(".", root.join("here")).unwrap();
+        symlink("../blobs/5f2c", root.join("lost")).unwrap();
+        symlink("loop", root.join("loop")).unwrap();
+        for (name, kind) in [
+            ("file", Some(Kind::File)),
+            ("link", Some(Kind::File)),
+            ("here", Some(Kind::Folder)),
+            ("lost", Some(Kind::Dangling)),
+            ("nothing", None),
+            ("file/below", None),
+            ("link/below", None),
+        ] {
+            assert_eq!(kind_of(&root.join(name)).unwrap(), kind, "{name}");
+        }
+        assert!(matches!(kind_of(&root.join("loop")), Err(Error::Io { path, .. }) if path.ends_with("loop")));
+        assert!(matches!(kind_of(&root.join("x".repeat(300))), Err(Error::Io { .. })));
+        assert!(is_file(&root.join("link")).unwrap() && !is_file(&root.join("nothing")).unwrap());
+        assert!(is_folder(&root.join("here")).unwrap() && !is_folder(root.join("file").as_path()).unwrap());
+        assert!(exists(&root.join("here")).unwrap() && !exists(&root.join("file/below")).unwrap());
+        assert_eq!(resolve(&root.join("nothing")).unwrap(), None);
+        assert_eq!(resolve(&root.join("link")).unwrap(), Some(root.canonicalize().unwrap().join("file")));
+    }
+
+    #[test]
+    fn link_that_leads_nowhere_is_named_with_its_target() {
+        let folder = tempfile::tempdir().unwrap();
+        let link = folder.path().join("model.safetensors");
+        symlink("../../blobs/5f2c", &link).unwrap();
+        let entry = list(folder.path()).unwrap().pop().unwrap();
+        assert_eq!((entry.kind().unwrap(), entry.is_link().unwrap()), (Kind::Dangling, true));
+        for error in [
+            is_file(&link).unwrap_err(),
+            is_folder(&link).unwrap_err(),
+            exists(&link).unwrap_err(),
+            entry.is_file().unwrap_err(),
+            regular_file(&link).unwrap_err(),
+            refused("open", &link)(io::ErrorKind::NotFound.into()),
+        ] {
+            assert!(
+                matches!(&error, Error::Missing { path, missing, .. } if *path == link && missing == "../../blobs/5f2c"),
+                "{error}"
+            );
+        }
+        let error = refused("open", &link)(io::ErrorKind::PermissionDenied.into());
+        assert!(
+            matches!(&error, Error::Io { source, .. } if source.to_string().contains("../../blobs/5f2c")),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn folder_is_listed_in_the_order_of_names() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["b", "a", "c"] {
+            fs::write(folder.path().join(name), "x").unwrap();
+        }
+        fs::create_dir(folder.path().join("aa")).unwrap();
+        let listed = list(folder.path()).unwrap();
+        assert_eq!(listed.iter().map(|entry| entry.name.to_str().unwrap()).collect::<Vec<_>>(), ["a", "aa", "b", "c"]);
+        assert_eq!(listed.iter().filter(|entry| entry.is_folder().unwrap()).count(), 1);
+        for path in ["a", "nothing"] {
+            let path = folder.path().join(path);
+            assert!(matches!(list(&path), Err(Error::Io { path: named, .. }) if named == path));
+        }
+    }
+}

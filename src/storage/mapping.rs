@@ -1,0 +1,221 @@
+//! Mapped source files, some pages of which may be unreadable.
+//!
+//! A page of a mapping that cannot be read raises SIGBUS: the file has been truncated meanwhile, or its disk fails. The
+//! signal handler puts a page of zeros in its place and marks the mapping as failed, so the thread goes on. Every read
+//! from a mapping ends with a look at that mark, so that nobody gets to use the zeros.
+//!
+//! Counts bytes. Invariant: the handler follows pointers to regions without a lock, so a region is never freed; the next
+//! mapping takes it over.
+
+#![expect(unsafe_code, reason = "files are mapped, and a signal handler is installed through libc")]
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering, fence};
+use std::sync::{Mutex, OnceLock};
+
+use memmap2::{Advice, Mmap, MmapOptions};
+
+/// The bytes of a file, mapped for reading.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    map: Mmap,
+    region: &'static Region,
+}
+
+impl Mapping {
+    /// Maps the first `len` bytes of a file. Bytes that the file has lost since then fail when they are read.
+    ///
+    /// # Errors
+    /// As mmap(2).
+    pub fn new(file: &File, len: usize) -> io::Result<Self> {
+        install_handler()?;
+        // SAFETY: the mapping is read-only and private to this process. Another process may still change the file:
+        // changed bytes are caught by the identity check before publishing, a shorter file by the SIGBUS handler.
+        let map = unsafe { MmapOptions::new().len(len).map(file) }?;
+        // A hint only: strips are read front to back.
+        let _ = map.advise(Advice::Sequential);
+        let start = map.as_ptr().addr();
+        Ok(Self { region: Region::register(start..start + map.len()), map })
+    }
+
+    /// Calls `read` with a range of the bytes; `None` where some page of the mapping could not be read, now or before.
+    pub fn read<T>(&self, range: Range<usize>, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
+        let value = read(&self.map[range]);
+        // The mark is set before the zeros are there, so whoever has read zeros finds it.
+        fence(Ordering::SeqCst);
+        (!self.region.has_failed.load(Ordering::SeqCst)).then_some(value)
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // Before the memory is unmapped, which the next mapping of anything may get.
+        self.region.release();
+    }
+}
+
+/// The addresses of a mapping, as the signal handler finds them.
+#[derive(Debug, Default)]
+struct Region {
+    /// 0 where no mapping has the region.
+    start: AtomicUsize,
+    end: AtomicUsize,
+    has_failed: AtomicBool,
+    next: Option<&'static Self>,
+}
+
+/// The first of all regions.
+static REGIONS: AtomicPtr<Region> = AtomicPtr::new(ptr::null_mut());
+
+/// Regions that no mapping has.
+static UNUSED: Mutex<Vec<&'static Region>> = Mutex::new(Vec::new());
+
+impl Region {
+    fn register(addresses: Range<usize>) -> &'static Self {
+        let mut unused = UNUSED.lock().expect("no panic while the lock is held");
+        let region = unused.pop().unwrap_or_else(|| {
+            // SAFETY: regions are leaked, so a pointer to one is valid for ever; nobody changes one but through atomics.
+            let next = unsafe { REGIONS.load(Ordering::Acquire).as_ref() };
+            let region = Box::leak(Box::new(Self { next, ..Self::default() }));
+            REGIONS.store(region, Ordering::Release);
+            region
+        });
+        region.has_failed.store(false, Ordering::SeqCst);
+        region.end.store(addresses.end, Ordering::SeqCst);
+        region.start.store(addresses.start, Ordering::SeqCst);
+        region
+    }
+
+    fn release(&'static self) {
+        self.start.store(0, Ordering::SeqCst);
+        UNUSED.lock().expect("no panic while the lock is held").push(self);
+    }
+
+    fn contains(&self, address: usize) -> bool {
+        let start = self.start.load(Ordering::SeqCst);
+        start != 0 && (start..self.end.load(Ordering::SeqCst)).contains(&address)
+    }
+}
+
+/// The action that SIGBUS had before.
+static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
+
+static PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
+
+/// Installs the handler once for the process.
+fn install_handler() -> io::Result<()> {
+    static INSTALLED: Mutex<bool> = Mutex::new(false);
+    let mut is_installed = INSTALLED.lock().expect("no panic while the lock is held");
+    if *is_installed {
+        return Ok(());
+    }
+    PAGE_BYTES.store(rustix::param::page_size(), Ordering::SeqCst);
+    let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) = on_sigbus;
+    // SAFETY: the actions are fully initialised (zero is a valid set of signals), and the handler calls only functions
+    // that a signal handler may call.
+    let done = unsafe {
+        let mut previous: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut previous);
+        let _ = PREVIOUS.set(previous);
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = handler as libc::sighandler_t;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut())
+    };
+    if done != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    *is_installed = true;
+    Ok(())
+}
+
+extern "C" fn on_sigbus(_signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
+    // SAFETY: the kernel passes valid information to a handler with SA_SIGINFO; regions are never freed; a page of one
+    // of our own read-only mappings is replaced, of which nothing was read; sigaction(2) may be called in a handler.
+    unsafe {
+        let address = (*info).si_addr().addr();
+        if mark(address) && put_zeros_at(address) {
+            return;
+        }
+        // It is not about a mapped file. The access is repeated after the handler, and has the effect that it had before.
+        if let Some(previous) = PREVIOUS.get() {
+            libc::sigaction(libc::SIGBUS, previous, ptr::null_mut());
+        }
+    }
+}
+
+/// Marks the mapping that has this address; false where none has.
+fn mark(address: usize) -> bool {
+    let mut found = false;
+    // SAFETY: regions are never freed.
+    let mut next = unsafe { REGIONS.load(Ordering::Acquire).as_ref() };
+    while let Some(region) = next {
+        if region.contains(address) {
+            region.has_failed.store(true, Ordering::SeqCst);
+            found = true;
+        }
+        next = region.next;
+    }
+    found
+}
+
+/// Replaces the page of this address by one that can be read.
+///
+/// # Safety
+/// The page must be part of a mapping that is only read.
+unsafe fn put_zeros_at(address: usize) -> bool {
+    let page_bytes = PAGE_BYTES.load(Ordering::SeqCst);
+    let page = ptr::without_provenance_mut::<libc::c_void>(address - address % page_bytes);
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+    // SAFETY: as the caller says; the mapping stays one of the same length.
+    unsafe { libc::mmap(page, page_bytes, libc::PROT_READ, flags, -1, 0) != libc::MAP_FAILED }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn page_lost_by_truncation_fails_every_later_read() {
+        let page = rustix::param::page_size();
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(4 * page as u64).unwrap();
+        let mapping = Mapping::new(&file, 4 * page).unwrap();
+        let other = Mapping::new(&file, page).unwrap();
+        let sum = |mapping: &Mapping, range| mapping.read(range, |bytes| bytes.iter().map(|b| u64::from(*b)).sum());
+        assert_eq!(sum(&mapping, 0..4 * page), Some(0_u64));
+        file.set_len(page as u64).unwrap();
+        assert_eq!(sum(&mapping, 0..page), Some(0), "that page is still there");
+        assert_eq!(sum(&mapping, page..4 * page), None);
+        assert_eq!(sum(&mapping, 0..1), None);
+        assert_eq!(sum(&other, 0..page), Some(0), "another mapping of the file has no page that is lost");
+    }
+
+    #[test]
+    fn file_shorter_than_its_mapping_fails_to_read() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(10).unwrap();
+        let mapping = Mapping::new(&file, 1 << 20).unwrap();
+        assert_eq!(mapping.read(0..10, <[u8]>::to_vec), Some(vec![0; 10]));
+        assert_eq!(mapping.read(0..1 << 20, |bytes| bytes.iter().all(|byte| *byte == 0)), None);
+        drop(mapping);
+        assert!(Mapping::new(&file, 10).unwrap().read(0..10, |_| ()).is_some(), "the mark is not inherited");
+    }
+
+    #[test]
+    fn threads_that_read_a_truncated_file_all_fail() {
+        let len = 64 * rustix::param::page_size();
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(len as u64).unwrap();
+        let mapping = Mapping::new(&file, len).unwrap();
+        file.set_len(0).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| assert_eq!(mapping.read(0..len, |bytes| bytes.iter().max().copied()), None));
+            }
+        });
+    }
+}

@@ -1,0 +1,344 @@
+//! Sets that are not complete: files of one checkpoint of which some are not there, or that contradict each other.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value as Json, json};
+
+use crate::corrupt::{Sandbox, View, dict_of, dtshard, torch_file};
+
+fn json_of(text: &str) -> Json {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
+}
+
+/// Every verb that converts exits with 2, an error of this kind that has all the words, and leaves nothing behind;
+/// `verify` tells of it, too.
+#[track_caller]
+fn refused(sandbox: &Sandbox, source: &Path, kind: &str, words: &[&str]) {
+    let before = sandbox.names();
+    let out = sandbox.path("out");
+    for verb in ["unshard", "consolidate", "reshard"] {
+        let mut arguments: Vec<&dyn AsRef<std::ffi::OsStr>> = vec![&verb, &source, &out, &"--json"];
+        arguments.extend(if verb == "reshard" { [&"--mesh" as &dyn AsRef<_>, &"dp=2"].as_slice() } else { &[] });
+        let run = dtshard(&arguments);
+        assert_eq!(run.code, Some(2), "{verb}: {run:?}");
+        let error = json_of(&run.out)["error"].clone();
+        assert_eq!(error["kind"], kind, "{verb}: {error}");
+        for word in words {
+            assert!(error.to_string().contains(word), "{verb}: no `{word}` in {error}");
+        }
+        assert_eq!(sandbox.names(), before, "{verb} left something behind");
+    }
+    let run = dtshard(&[&"verify", &source, &"--json"]);
+    let document = json_of(&run.out);
+    if ["missing", "malformed", "conflict"].contains(&kind) {
+        assert_eq!((run.code, &document["different"][0]["kind"]), (Some(1), &json!(kind)), "verify: {run:?}");
+    } else {
+        assert_eq!((run.code, &document["error"]["kind"]), (Some(2), &json!(kind)), "verify: {run:?}");
+    }
+}
+
+/// `inspect` shows what is there and names what is missing, for people and for programs.
+#[track_caller]
+fn inspected(source: &Path, tensors: usize, missing: &[&str]) {
+    let run = dtshard(&[&"inspect", &source, &"--json"]);
+    run.succeeded();
+    let document = json_of(&run.out);
+    assert_eq!(document["missing"], json!(missing), "{run:?}");
+    assert_eq!(document["tensors"].as_object().unwrap().len(), tensors, "{run:?}");
+    let run = dtshard(&[&"inspect", &source]);
+    run.succeeded().says(&["warning"]);
+    missing.first().iter().for_each(|name| assert!(run.out.contains(**name), "{run:?}"));
+}
+
+fn warnings(source: &Path) -> String {
+    let sandbox = Sandbox::new();
+    let run = dtshard(&[&"consolidate", &source, &sandbox.path("out"), &"--json"]);
+    run.succeeded();
+    json_of(&run.out)["warnings"].to_string()
+}
+
+fn tensors_in(path: &Path) -> usize {
+    let run = dtshard(&[&"inspect", &path, &"--json"]);
+    json_of(&run.out)["tensors"].as_object().unwrap().len()
+}
+
+const INDEX: &str = "model.safetensors.index.json";
+
+fn file(number: u32) -> String {
+    format!("model-0000{number}-of-00003.safetensors")
+}
+
+/// A Hugging Face folder of three files.
+fn set() -> (Sandbox, PathBuf) {
+    let sandbox = Sandbox::new();
+    let source = sandbox.copy("safetensors/sharded");
+    (sandbox, source)
+}
+
+fn edit_index(source: &Path, change: impl FnOnce(&mut Json)) {
+    let path = source.join(INDEX);
+    let mut index = json_of(&fs::read_to_string(&path).unwrap());
+    change(&mut index);
+    fs::write(path, index.to_string()).unwrap();
+}
+
+// -------------------------------------------------------------------------------------------------- safetensors
+
+#[test]
+fn one_file_of_a_safetensors_set_is_refused() {
+    let (sandbox, source) = set();
+    let one = source.join(file(1));
+    refused(&sandbox, &one, "usage", &[&file(1), "give the folder"]);
+    let tensors = tensors_in(&one);
+    inspected(&one, tensors, &[&file(2), &file(3)]);
+    // Without index and others, the name alone says it.
+    for name in [INDEX.to_owned(), file(2), file(3)] {
+        fs::remove_file(source.join(name)).unwrap();
+    }
+    refused(&sandbox, &one, "usage", &[&file(1), &file(2), &file(3)]);
+    inspected(&one, tensors, &[&file(2), &file(3)]);
+    // A name of its own says nothing, an index that names it does.
+    let renamed = source.join("weights.safetensors");
+    fs::rename(one, &renamed).unwrap();
+    dtshard(&[&"verify", &renamed]).succeeded();
+    fs::write(source.join(INDEX), r#"{"weight_map":{"a":"weights.safetensors","b":"more.safetensors"}}"#).unwrap();
+    refused(&sandbox, &renamed, "usage", &[INDEX]);
+    inspected(&renamed, tensors, &["more.safetensors"]);
+}
+
+#[test]
+fn safetensors_files_without_the_others_of_their_set_are_refused() {
+    let (sandbox, source) = set();
+    fs::remove_file(source.join(INDEX)).unwrap();
+    dtshard(&[&"verify", &source]).succeeded();
+    fs::remove_file(source.join(file(3))).unwrap();
+    refused(&sandbox, &source, "missing", &[&file(3)]);
+    let shown = [1, 2].map(|number| tensors_in(&source.join(file(number)))).iter().sum();
+    inspected(&source, shown, &[&file(3)]);
+    fs::remove_file(source.join(file(1))).unwrap();
+    refused(&sandbox, &source, "missing", &[&file(1), &file(3)]);
+    // Nor does the fault depend on where the set is read as a second checkpoint.
+    let whole = crate::corrupt::fixture("safetensors/sharded");
+    assert_eq!(dtshard(&[&"verify", &whole, &source]).code, Some(1));
+    let like = dtshard(&[&"consolidate", &whole, &sandbox.path("out"), &"--like", &source]);
+    assert_eq!(like.code, Some(2), "{like:?}");
+}
+
+#[test]
+fn total_from_a_file_name_may_be_any_number() {
+    let (sandbox, source) = set();
+    for name in [INDEX.to_owned(), file(2), file(3)] {
+        fs::remove_file(source.join(name)).unwrap();
+    }
+    fs::rename(source.join(file(1)), source.join("model-1-of-4294967295.safetensors")).unwrap();
+    refused(&sandbox, &source, "missing", &["model-2-of-4294967295.safetensors"]);
+    refused(&sandbox, &source.join("model-1-of-4294967295.safetensors"), "usage", &["1 of 4294967295"]);
+}
+
+#[test]
+fn file_that_the_index_names_is_missing() {
+    let (sandbox, source) = set();
+    fs::remove_file(source.join(file(2))).unwrap();
+    refused(&sandbox, &source, "missing", &[INDEX, &file(2)]);
+    refused(&sandbox, &source.join(INDEX), "missing", &[INDEX, &file(2)]);
+    let shown = [1, 3].map(|number| tensors_in(&source.join(file(number)))).iter().sum();
+    inspected(&source, shown, &[&file(2)]);
+}
+
+#[test]
+fn tensor_that_the_index_names_is_missing() {
+    let (sandbox, source) = set();
+    let tensors = tensors_in(&source);
+    edit_index(&source, |index| index["weight_map"]["model.lost.weight"] = json!(file(2)));
+    refused(&sandbox, &source, "malformed", &[INDEX, "model.lost.weight", &file(2)]);
+    inspected(&source, tensors, &["model.lost.weight"]);
+}
+
+#[test]
+fn tensor_that_the_index_does_not_name_is_refused() {
+    let (sandbox, source) = set();
+    let tensors = tensors_in(&source);
+    let mut name = String::new();
+    edit_index(&source, |index| {
+        let map = index["weight_map"].as_object_mut().unwrap();
+        name = map.keys().next().unwrap().clone();
+        map.remove(&name);
+    });
+    refused(&sandbox, &source, "malformed", &[INDEX, &name]);
+    inspected(&source, tensors, &[]);
+}
+
+#[test]
+fn files_of_a_set_that_the_index_does_not_name_are_refused() {
+    let (sandbox, source) = set();
+    let tensors = tensors_in(&source);
+    let left = "model-00001-of-00005.safetensors";
+    fs::copy(source.join(file(1)), source.join(left)).unwrap();
+    refused(&sandbox, &source, "malformed", &[INDEX, left]);
+    inspected(&source, tensors, &[left]);
+}
+
+#[test]
+fn empty_index_beside_tensors_is_refused() {
+    let (sandbox, source) = set();
+    edit_index(&source, |index| index["weight_map"] = json!({}));
+    refused(&sandbox, &source, "malformed", &[INDEX, &file(1), &file(3)]);
+    inspected(&source, 0, &[&file(1), &file(2), &file(3)]);
+}
+
+#[test]
+fn other_files_and_sizes_beside_an_index_are_warned_of() {
+    let (sandbox, source) = set();
+    assert_eq!(warnings(&source).matches(INDEX).count(), 0);
+    sandbox.copy("safetensors/single/model.safetensors");
+    fs::rename(sandbox.path("src/model.safetensors"), source.join("consolidated.safetensors")).unwrap();
+    assert!(warnings(&source).contains("consolidated.safetensors"));
+    // Nor is another set read in the place of the one that loaders take.
+    fs::write(
+        source.join("consolidated.safetensors.index.json"),
+        r#"{"metadata":{"total_size":1},"weight_map":{"w":"consolidated.safetensors"}}"#,
+    )
+    .unwrap();
+    assert!(warnings(&source).contains("consolidated.safetensors"));
+    assert_eq!(tensors_in(&source), tensors_in(&crate::corrupt::fixture("safetensors/sharded")));
+    edit_index(&source, |index| index["metadata"]["total_size"] = json!(7));
+    assert!(warnings(&source).contains("total_size is 7"));
+    edit_index(&source, |index| _ = index.as_object_mut().unwrap().remove("metadata"));
+    assert!(warnings(&source).contains("no total_size"));
+    dtshard(&[&"verify", &source]).succeeded();
+    // An index that never named a file of the numbers in their names.
+    let lost = file(3);
+    edit_index(&source, |index| {
+        index["weight_map"].as_object_mut().unwrap().retain(|_, file| *file != json!(lost));
+    });
+    fs::remove_file(source.join(file(3))).unwrap();
+    assert!(warnings(&source).contains(&file(3)));
+}
+
+// -------------------------------------------------------------------------------------------------------- torch
+
+const TORCH_INDEX: &str = "pytorch_model.bin.index.json";
+
+fn torch_bytes(name: &str) -> Vec<u8> {
+    let view = View { key: "0", numel: 2, offset: 0, sizes: &[2], strides: &[1] };
+    torch_file(dict_of(name, |writer| view.write(writer)), &[("0", b"12345678")])
+}
+
+fn bin(number: u32) -> String {
+    format!("pytorch_model-0000{number}-of-00003.bin")
+}
+
+/// Three torch files of one tensor each, `t1` to `t3`, and their index.
+fn torch_set() -> (Sandbox, PathBuf) {
+    let sandbox = Sandbox::new();
+    let mut map = json!({});
+    for number in 1..=3 {
+        sandbox.write(&format!("src/{}", bin(number)), torch_bytes(&format!("t{number}")));
+        map[format!("t{number}")] = json!(bin(number));
+    }
+    let index = json!({"metadata": {"total_size": 24}, "weight_map": map});
+    sandbox.write(&format!("src/{TORCH_INDEX}"), index.to_string());
+    let source = sandbox.path("src");
+    (sandbox, source)
+}
+
+#[test]
+fn one_file_of_a_torch_set_is_refused() {
+    let (sandbox, source) = torch_set();
+    dtshard(&[&"verify", &source]).succeeded();
+    refused(&sandbox, &source.join(bin(1)), "usage", &[&bin(1), "give the folder"]);
+    inspected(&source.join(bin(1)), 1, &[&bin(2), &bin(3)]);
+    for name in [TORCH_INDEX.to_owned(), bin(2), bin(3)] {
+        fs::remove_file(source.join(name)).unwrap();
+    }
+    refused(&sandbox, &source.join(bin(1)), "usage", &[&bin(2), &bin(3)]);
+    refused(&sandbox, &source, "missing", &[&bin(2), &bin(3)]);
+    inspected(&source, 1, &[&bin(2), &bin(3)]);
+}
+
+#[test]
+fn torch_index_must_fit_its_files() {
+    let (sandbox, source) = torch_set();
+    let rewrite = |map: Json| {
+        let index = json!({"metadata": {"total_size": 24}, "weight_map": map});
+        fs::write(source.join(TORCH_INDEX), index.to_string()).unwrap();
+    };
+    rewrite(json!({"t1": bin(1), "t2": bin(2), "t3": bin(3), "lost": bin(3)}));
+    refused(&sandbox, &source, "malformed", &[TORCH_INDEX, "lost", &bin(3)]);
+    inspected(&source, 3, &["lost"]);
+    rewrite(json!({"t1": bin(1), "t2": bin(2), "t3": bin(2)}));
+    refused(&sandbox, &source, "malformed", &[TORCH_INDEX, &bin(3)]);
+    rewrite(json!({"t1": bin(1), "t2": bin(2)}));
+    refused(&sandbox, &source, "malformed", &[TORCH_INDEX, &bin(3)]);
+    inspected(&source, 2, &[&bin(3)]);
+    rewrite(json!({}));
+    refused(&sandbox, &source, "malformed", &[TORCH_INDEX, &bin(1)]);
+    inspected(&source, 0, &[&bin(1), &bin(2), &bin(3)]);
+    rewrite(json!({"t1": bin(2), "t2": bin(1), "t3": bin(3)}));
+    refused(&sandbox, &source, "malformed", &[TORCH_INDEX, "t1"]);
+    rewrite(json!({"t1": bin(1), "t2": bin(2), "t3": bin(3)}));
+    fs::remove_file(source.join(bin(2))).unwrap();
+    refused(&sandbox, &source, "missing", &[TORCH_INDEX, &bin(2)]);
+    inspected(&source, 2, &[&bin(2)]);
+}
+
+// ----------------------------------------------------------------------------------------- ranks of other frameworks
+
+#[test]
+fn file_of_one_deepspeed_rank_is_refused() {
+    let sandbox = Sandbox::new();
+    let files = [
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "mp_rank_00_model_states.pt",
+        "layer_00-model_states.pt",
+    ];
+    for name in files {
+        let path = sandbox.write(&format!("global_step10/{name}"), torch_bytes("w"));
+        refused(&sandbox, &path, "unsupported", &["DeepSpeed", name]);
+        inspected(&path, 1, &[]);
+        fs::remove_file(path).unwrap();
+    }
+    let [first, second] = [0, 1].map(|rank| format!("zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"));
+    let path = sandbox.write(&format!("global_step10/{first}"), torch_bytes("w"));
+    sandbox.write(&format!("global_step10/{second}"), torch_bytes("w"));
+    inspected(&path, 1, &[&second]);
+}
+
+#[test]
+fn file_or_folder_of_one_megatron_rank_is_refused() {
+    let sandbox = Sandbox::new();
+    for folder in ["mp_rank_00", "mp_rank_00_000", "mp_rank_01_000_001"] {
+        for name in ["model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt"] {
+            let path = sandbox.write(&format!("iter_0000100/{folder}/{name}"), torch_bytes("w"));
+            refused(&sandbox, &path, "unsupported", &["Megatron", name]);
+            inspected(&path, 1, &[]);
+            let folder = path.parent().unwrap().to_path_buf();
+            refused(&sandbox, &folder, "unsupported", &["Megatron", "mp_rank_"]);
+            fs::remove_dir_all(folder).unwrap();
+        }
+    }
+    let path = sandbox.write("iter_0000100/mp_rank_00/model_optim_rng.pt", torch_bytes("w"));
+    sandbox.write("iter_0000100/mp_rank_01/model_optim_rng.pt", torch_bytes("w"));
+    inspected(&path, 1, &["mp_rank_01"]);
+    // The name of the file says it, too.
+    let path = sandbox.write("copied/model_optim_rng.pt", torch_bytes("w"));
+    refused(&sandbox, &path, "unsupported", &["Megatron"]);
+}
+
+// ------------------------------------------------------------------------------------------------------------ dcp-hf
+
+#[test]
+fn shard_of_one_file_of_a_rank_is_missing() {
+    let sandbox = Sandbox::new();
+    let source = sandbox.copy("dcp_hf/mapped");
+    let lost = "shard-00003-model-00002-of-00002.safetensors";
+    fs::remove_file(source.join(lost)).unwrap();
+    refused(&sandbox, &source, "missing", &[lost]);
+    let run = dtshard(&[&"inspect", &source, &"--json"]);
+    assert_eq!(json_of(&run.succeeded().out)["missing"], json!([lost]));
+    let allowed = dtshard(&[&"inspect", &source, &"--allow-missing", &"--json"]);
+    allowed.succeeded().says(&["warning", lost]);
+}

@@ -1,0 +1,188 @@
+//! Two processes on two mounts of one folder, each of which remembers names as a network file system does: neither takes
+//! what it remembers for what is there, also where one of them is killed.
+//!
+//! `DTSHARD_TEST_CACHED_RUNS=50` repeats each case so often, with other moments of killing.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+use crate::job::{FILE, FOLDER, Job, Kind, RANKS, names, skip};
+use crate::outcome::Outcome;
+use crate::tree::tree;
+
+/// For how long mounts remember names: longer than a hurried process watches before it takes another one for dead.
+const CACHES: &str = "entry_timeout=4,attr_timeout=4,negative_timeout=4";
+
+/// Mounts of one folder. Dropped, they are unmounted.
+struct Mounts {
+    root: TempDir,
+    servers: Vec<Child>,
+}
+
+impl Mounts {
+    /// `None` where there is no FUSE.
+    fn new(options: &str) -> Option<Self> {
+        let root = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
+        let mut mounts = Self { root, servers: Vec::new() };
+        fs::create_dir(mounts.folder()).unwrap();
+        for node in 0..2 {
+            let at = mounts.node(node);
+            fs::create_dir(&at).unwrap();
+            let mut server = Command::new("bindfs");
+            server.args(["-f", "-o", options]).args([&mounts.folder(), &at]);
+            mounts.servers.push(server.stdout(Stdio::null()).stderr(Stdio::null()).spawn().ok()?);
+            let begun = Instant::now();
+            while !is_mounted(&at) {
+                let has_ended = mounts.servers[node].try_wait().unwrap().is_some();
+                if has_ended || begun.elapsed() > Duration::from_secs(10) {
+                    return None;
+                }
+                sleep(Duration::from_millis(10));
+            }
+        }
+        Some(mounts)
+    }
+
+    /// What is mounted, as the server sees it.
+    fn folder(&self) -> PathBuf {
+        self.root.path().join("folder")
+    }
+
+    fn node(&self, node: usize) -> PathBuf {
+        self.root.path().join(format!("node{node}"))
+    }
+}
+
+impl Drop for Mounts {
+    fn drop(&mut self) {
+        for (node, server) in self.servers.iter_mut().enumerate() {
+            let at = self.root.path().join(format!("node{node}"));
+            if is_mounted(&at) {
+                let _ = Command::new("umount").arg("--lazy").arg(&at).status();
+            }
+            let _ = server.kill();
+            let _ = server.wait();
+        }
+    }
+}
+
+fn is_mounted(at: &Path) -> bool {
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    mounts.lines().any(|line| line.split(' ').nth(1).is_some_and(|mounted| Path::new(mounted) == at))
+}
+
+/// One conversion by two processes, each with a mount of its own.
+struct Pair {
+    job: Job,
+    mounts: Mounts,
+}
+
+impl Pair {
+    fn start(&self, node: usize, more: &str) -> Child {
+        let target = self.mounts.node(node).join(self.job.kind.target());
+        let more = format!("--part {node} --parts 2 {more}");
+        self.job.command_at(&target, &more, Some("none")).spawn().unwrap()
+    }
+
+    fn both(&self, more: &str) -> [Child; 2] {
+        [self.start(0, more), self.start(1, more)]
+    }
+
+    fn succeeds(&self, processes: [Child; 2], at: &str) {
+        let outcomes = processes.map(ended);
+        for outcome in &outcomes {
+            assert_eq!(outcome.code, Some(0), "{at}: {outcomes:?}");
+        }
+        let folder = self.mounts.folder();
+        assert_eq!(names(&folder), [self.job.kind.target()], "{at}");
+        assert!(tree(&folder.join(self.job.kind.target())) == self.job.wanted, "{at}: other bytes");
+    }
+
+    /// Another node takes the result away, which the two mounts go on to remember.
+    fn take_away(&self) {
+        for name in names(&self.mounts.folder()) {
+            let path = self.mounts.folder().join(name);
+            if path.is_dir() { fs::remove_dir_all(path).unwrap() } else { fs::remove_file(path).unwrap() }
+        }
+    }
+}
+
+fn ended(process: Child) -> Outcome {
+    process.wait_with_output().unwrap().into()
+}
+
+fn runs() -> u32 {
+    std::env::var("DTSHARD_TEST_CACHED_RUNS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(2)
+}
+
+fn with_pair(kind: Kind, options: &str, test: impl Fn(&Pair, u32)) {
+    let Some(mounts) = Mounts::new(&format!("{CACHES}{options}")) else {
+        skip("two mounts of one folder need bindfs and FUSE");
+        return;
+    };
+    let pair = Pair { job: Job::new(kind), mounts };
+    (0..runs()).for_each(|run| test(&pair, run));
+}
+
+#[test]
+fn a_result_that_a_mount_remembers_as_missing_is_found() {
+    with_pair(FOLDER, "", |pair, run| {
+        pair.succeeds(pair.both(""), &format!("run {run}"));
+        pair.take_away();
+    });
+}
+
+#[test]
+fn a_result_that_a_caching_mount_remembers_as_missing_is_found() {
+    with_pair(RANKS, ",auto_cache", |pair, run| {
+        pair.succeeds(pair.both(""), &format!("run {run}"));
+        pair.take_away();
+    });
+}
+
+/// The mount of the second process remembers that it is there.
+#[test]
+fn a_result_that_was_taken_away_is_written_again() {
+    with_pair(FILE, "", |pair, run| {
+        pair.succeeds(pair.both(""), &format!("run {run}"));
+        assert!(pair.mounts.node(1).join(pair.job.kind.target()).exists());
+        pair.take_away();
+        pair.succeeds(pair.both(""), &format!("run {run} again"));
+        pair.take_away();
+    });
+}
+
+#[test]
+fn a_killed_process_on_a_caching_mount_resumes() {
+    for options in ["", ",auto_cache"] {
+        with_pair(FOLDER, options, |pair, run| {
+            // Other moments each time, from before the first name to after the last one.
+            for moment in [0, 40, 80, 160] {
+                let (at, dying) = (format!("run {run}, killed after {moment} ms"), run % 2);
+                let [mut first, mut second] = pair.both("--resume");
+                sleep(Duration::from_millis(moment + u64::from(run / 2) % 40));
+                let (killed, left) = if dying == 0 { (&mut first, &mut second) } else { (&mut second, &mut first) };
+                killed.kill().unwrap();
+                // It may wait for one that had not begun, until a launcher ends it.
+                let begun = Instant::now();
+                while left.try_wait().unwrap().is_none() && begun.elapsed() < Duration::from_secs(3) {
+                    sleep(Duration::from_millis(20));
+                }
+                left.kill().unwrap();
+                for process in [first, second] {
+                    let outcome = ended(process);
+                    assert!(matches!(outcome.code, None | Some(0 | 2)), "{at}: {outcome:?}");
+                }
+                let result = pair.mounts.folder().join(pair.job.kind.target());
+                assert!(!result.exists() || tree(&result) == pair.job.wanted, "{at}: other bytes");
+                pair.succeeds(pair.both("--resume"), &at);
+                pair.take_away();
+            }
+        });
+    }
+}

@@ -1,0 +1,386 @@
+//! What another user plants beside a destination, or in a work folder that is writable to a group: files behind links,
+//! pipes and second names stay as they are, and nothing of that user is gone on with, or deleted.
+//!
+//! Real users do it, so elsewhere than as root this is skipped, except for links of one's own.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::job::{FILE, FOLDER, Job, Kind, RANKS, Tree, names, skip, tree};
+use crate::outcome::Outcome;
+
+/// The user who plants things, by a name that every system has for this id.
+const ATTACKER: u32 = 65534;
+const USER: u32 = 21002;
+const GROUP: u32 = 21000;
+
+/// Options of runs that meet what is planted.
+const RUNS: [&str; 5] = ["", "--overwrite", "--resume", "--restart", "--parts 2 --part 0 --no-wait"];
+
+/// A conversion whose destination is in a folder that two users can write to.
+struct Shared {
+    job: Job,
+    victim: PathBuf,
+    before: Tree,
+    mode: u32,
+}
+
+impl Shared {
+    /// `None`, which says why, where no other users can be had here.
+    fn new(kind: Kind, mode: u32) -> Option<Self> {
+        let job = Job::new(kind);
+        let root = job.desk().parent().unwrap().to_path_buf();
+        let victim = root.join("victim");
+        fs::create_dir_all(victim.join("0123456789abcdef/results")).unwrap();
+        for name in ["thesis.tex", "0123456789abcdef/results/table", "0123456789abcdef.json"] {
+            fs::write(victim.join(name), format!("{name} is of great value")).unwrap();
+        }
+        let before = tree(&victim);
+        let shared = Self { job, victim, before, mode };
+        if !rustix::process::geteuid().is_root() {
+            skip("needs to be root, to be two users");
+            return None;
+        }
+        fs::set_permissions(&root, fs::Permissions::from_mode(0o755)).unwrap();
+        give(&shared.victim);
+        shared.clear();
+        let plain = shared.job.command("", None);
+        let version = as_user(USER, plain.get_program(), &["--version".as_ref()]).output();
+        if !version.is_ok_and(|output| output.status.success()) {
+            skip("no setpriv here, or other users cannot reach what was built");
+            return None;
+        }
+        Some(shared)
+    }
+
+    fn clear(&self) {
+        self.job.clear();
+        chown(self.job.desk(), Some(0), Some(GROUP)).unwrap();
+        fs::set_permissions(self.job.desk(), fs::Permissions::from_mode(self.mode)).unwrap();
+    }
+
+    fn command(&self, user: u32, more: &str, fault: &str) -> Command {
+        let plain = self.job.command(more, None);
+        let mut command = as_user(user, plain.get_program(), &plain.get_args().collect::<Vec<_>>());
+        command.env("DTSHARD_FAULT", fault);
+        command
+    }
+
+    fn run(&self, user: u32, more: &str) -> Outcome {
+        self.command(user, more, "none").output().unwrap().into()
+    }
+
+    /// A run of a user that was killed behind its first record.
+    fn leave(&self, user: u32) {
+        self.clear();
+        let killed: Outcome = self.command(user, "", "record-after").output().unwrap().into();
+        assert!(killed.signal == Some(9) || killed.code == Some(137), "{killed:?}");
+    }
+
+    fn beside(&self, what: &str) -> PathBuf {
+        self.job.desk().join(format!(".{}.dtshard-{what}", self.job.target().file_name().unwrap().display()))
+    }
+
+    /// A run is refused, or writes what it should; whatever it does, this user's files are as they were.
+    #[track_caller]
+    fn is_safe(&self, more: &str, what: &str) -> Outcome {
+        let outcome = self.run(USER, more);
+        assert!(tree(&self.victim) == self.before, "{what} {more}: {outcome:?}");
+        assert_eq!(names(&self.victim).len(), 3, "{what} {more}: {outcome:?}");
+        match outcome.code {
+            Some(0) if !more.contains("--parts") => assert!(self.is_right(), "{what} {more}: {outcome:?}"),
+            Some(0) => {}
+            _ => {
+                outcome.refused(&[]);
+            }
+        }
+        outcome
+    }
+
+    fn is_right(&self) -> bool {
+        tree(&self.job.target()) == self.job.wanted
+    }
+}
+
+/// Let it be the user's own, and open to the group.
+fn give(path: &Path) {
+    let metadata = path.symlink_metadata().unwrap();
+    chown(path, Some(USER), Some(GROUP)).unwrap();
+    let mode = if metadata.is_dir() { 0o775 } else { 0o664 };
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    if metadata.is_dir() {
+        fs::read_dir(path).unwrap().for_each(|entry| give(&entry.unwrap().path()));
+    }
+}
+
+/// A program as a user whose files are open to the group. One that waits for a pipe is ended.
+fn as_user(user: u32, program: &OsStr, args: &[&OsStr]) -> Command {
+    let mut command = Command::new("setpriv");
+    command.args([format!("--reuid={user}"), format!("--regid={GROUP}"), "--clear-groups".into()]);
+    command.args(["sh", "-c", "umask 002; exec timeout -s KILL 100 \"$0\" \"$@\""]).arg(program).args(args);
+    command.current_dir("/").env("RUST_BACKTRACE", "0").stdin(Stdio::null());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// What the attacker can do, and no more.
+fn attack(program: &str, args: &[&dyn AsRef<OsStr>]) {
+    let args: Vec<&OsStr> = args.iter().map(|arg| (*arg).as_ref()).collect();
+    let done = as_user(ATTACKER, program.as_ref(), &args).output().unwrap();
+    assert!(done.status.success(), "{program} {args:?}: {done:?}");
+}
+
+fn link(target: &Path, at: &Path) {
+    attack("ln", &[&"-s", &target, &at]);
+}
+
+/// Something planted at a path, of a user's file or folder in the second argument.
+type Plant = fn(&Path, &Path);
+
+const PLANTS: [(&str, Plant); 4] = [
+    ("a link", |at, victim| link(victim, at)),
+    ("a second name", |at, victim| attack("ln", &[&victim, &at])),
+    ("a pipe", |at, _| attack("mkfifo", &[&"-m", &"666", &at])),
+    ("a file of another user", |at, victim| attack("cp", &[&victim, &at])),
+];
+
+#[test]
+fn a_link_beside_the_destination_is_refused_also_without_a_second_user() {
+    let job = Job::new(FILE);
+    let victim = job.desk().join("victim");
+    for what in ["partial", "meeting"] {
+        job.clear();
+        fs::create_dir(&victim).unwrap();
+        fs::write(victim.join("thesis.tex"), "of great value").unwrap();
+        let at = job.desk().join(format!(".out.pt.dtshard-{what}"));
+        symlink(&victim, &at).unwrap();
+        let more = if what == "meeting" { " --source per-rank --part 0 --parts 2" } else { "" };
+        for run in ["", "--resume", "--restart", "--overwrite"] {
+            let outcome = job.run(&format!("{run}{more}"), None);
+            outcome.refused(&[at.to_str().unwrap(), victim.to_str().unwrap()]);
+            assert_eq!(names(&victim), ["thesis.tex"], "{what} {run}");
+        }
+        assert!(at.is_symlink() && names(&job.desk()).len() == 2);
+    }
+}
+
+#[test]
+fn links_beside_the_destination() {
+    for (kind, mode) in [(FOLDER, 0o775), (FILE, 0o1777)] {
+        let Some(shared) = Shared::new(kind, mode) else { return };
+        for what in ["partial", "old", "meeting", "new-0123456789ab", "gone-0123456789ab", "aside-0123456789ab"] {
+            let [file, nowhere] = [shared.victim.join("thesis.tex"), PathBuf::from("/nowhere")];
+            let most: [(PathBuf, &[&str]); 3] =
+                [(shared.victim.clone(), &RUNS), (file, &["--restart"]), (nowhere, &["--restart"])];
+            for (target, runs) in most {
+                for run in runs {
+                    shared.clear();
+                    let at = shared.beside(what);
+                    link(&target, &at);
+                    let outcome = shared.is_safe(run, what);
+                    let is_refused = matches!(what, "partial" | "old");
+                    assert_eq!(outcome.code, Some(if is_refused { 2 } else { 0 }), "{what} {run}: {outcome:?}");
+                    if is_refused {
+                        outcome.refused(&[at.to_str().unwrap(), target.to_str().unwrap()]);
+                    }
+                    assert_eq!(fs::read_link(&at).unwrap(), target, "{what} {run}");
+                }
+            }
+        }
+    }
+}
+
+/// The destination is there, so that a swap has to get by what is planted.
+#[test]
+fn links_where_a_destination_is_replaced() {
+    let Some(shared) = Shared::new(FOLDER, 0o775) else { return };
+    for what in ["old", "gone-0123456789ab"] {
+        shared.clear();
+        shared.run(USER, "--exclude layers.00.weight").succeeded();
+        link(&shared.victim, &shared.beside(what));
+        let outcome = shared.is_safe("--overwrite", what);
+        assert_eq!(outcome.code, Some(if what == "old" { 2 } else { 0 }), "{outcome:?}");
+    }
+}
+
+#[test]
+fn what_is_planted_where_processes_meet() {
+    let Some(shared) = Shared::new(RANKS, 0o775) else { return };
+    let together = |what: &str| {
+        let start = |part: u32| {
+            let more = format!("--source per-rank --part {part} --parts 2");
+            shared.command(USER, &more, "none").spawn().unwrap()
+        };
+        let outcomes: Vec<Outcome> = [start(0), start(1)].map(|child| child.wait_with_output().unwrap().into()).into();
+        assert!(tree(&shared.victim) == shared.before && names(&shared.victim).len() == 3, "{what}: {outcomes:?}");
+        outcomes
+    };
+    let place = shared.beside("meeting");
+    for mode in [0o775, 0o1777] {
+        shared.clear();
+        fs::set_permissions(shared.job.desk(), fs::Permissions::from_mode(mode)).unwrap();
+        link(&shared.victim, &place);
+        for outcome in together("a link") {
+            outcome.refused(&[place.to_str().unwrap(), shared.victim.to_str().unwrap()]);
+        }
+        attack("rm", &[&place]);
+        attack("mkdir", &[&"-m", &"777", &place]);
+        for outcome in together("a folder") {
+            outcome.refused(&[place.to_str().unwrap(), "nobody"]);
+        }
+        assert!(names(&place).is_empty());
+    }
+    // In the user's own, which is writable to the group.
+    shared.clear();
+    fs::create_dir(&place).unwrap();
+    give(&place);
+    let inner = place.join("0123456789abcdef");
+    link(&shared.victim.join("0123456789abcdef"), &inner);
+    link(&shared.victim.join("0123456789abcdef.json"), &place.join("0123456789abcdef.json"));
+    for outcome in together("links within") {
+        outcome.succeeded();
+    }
+    assert!(shared.is_right() && inner.is_symlink());
+}
+
+#[test]
+fn what_is_planted_in_a_work_folder() {
+    let all = ["--resume", "--resume --verify", "--overwrite", "--restart"];
+    for (kind, runs) in [(FILE, &all[..]), (FOLDER, &all[..1])] {
+        let Some(shared) = Shared::new(kind, 0o775) else { return };
+        let file = shared.victim.join("thesis.tex");
+        let folder = shared.victim.join("0123456789abcdef");
+        let places = |job: &Job| {
+            let work = job.work();
+            let data = work.join("data");
+            let first = files_in(&data).remove(0);
+            let files = [job.partial().join("plan.json"), first, job.partial().join("about.json")];
+            let recorded = [job.of_partial(".lease").remove(0), job.of_partial(".journal").remove(0)];
+            (files.into_iter().chain(recorded).collect::<Vec<_>>(), [data, work])
+        };
+        shared.leave(USER);
+        let count = places(&shared.job).0.len();
+        for number in 0..count {
+            for (what, plant) in PLANTS {
+                for run in runs {
+                    shared.leave(USER);
+                    let at = places(&shared.job).0.swap_remove(number);
+                    attack("rm", &[&at]);
+                    plant(&at, &file);
+                    shared.is_safe(run, &format!("{what} at {}", at.display()));
+                }
+            }
+        }
+        for number in 0..2 {
+            for run in RUNS {
+                shared.leave(USER);
+                let at = places(&shared.job).1[number].clone();
+                attack("mv", &[&at, &at.with_file_name("taken")]);
+                link(&folder, &at);
+                shared.is_safe(run, &format!("a link at {}", at.display()));
+            }
+        }
+    }
+}
+
+/// Every file below a folder.
+fn files_in(folder: &Path) -> Vec<PathBuf> {
+    tree(folder).into_keys().map(|name| folder.join(name)).collect()
+}
+
+/// Nothing of another user is gone on with, thrown away, or waited for: the error says whose it is.
+#[test]
+fn work_of_another_user_that_is_dead() {
+    for (kind, mode) in [(FOLDER, 0o775), (FILE, 0o1777)] {
+        let Some(shared) = Shared::new(kind, mode) else { return };
+        shared.leave(ATTACKER);
+        let left = tree(&shared.job.partial());
+        for run in RUNS {
+            shared.is_safe(run, "dead").refused(&[shared.job.partial().to_str().unwrap(), "nobody"]);
+            assert!(tree(&shared.job.partial()) == left, "{run}");
+        }
+        shared.run(ATTACKER, "--resume").succeeded();
+        assert!(shared.is_right());
+        // A lease in this user's own folder.
+        shared.leave(USER);
+        let lease = shared.job.partial().join("part-0-of-1.1.lease");
+        fs::copy(&shared.job.of_partial(".lease")[0], &lease).unwrap();
+        chown(&lease, Some(ATTACKER), Some(GROUP)).unwrap();
+        for run in RUNS {
+            shared.is_safe(run, "a lease").refused(&[lease.to_str().unwrap(), "nobody"]);
+        }
+    }
+}
+
+#[test]
+fn work_of_another_user_that_lives() {
+    let Some(shared) = Shared::new(FOLDER, 0o775) else { return };
+    // It waits for part 1, which is not there.
+    let live = shared.command(ATTACKER, "--parts 2 --part 0", "none").spawn().unwrap();
+    while !shared.job.partial().exists() || shared.job.of_partial(".lease").is_empty() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    for run in RUNS.into_iter().chain(["--parts 2 --part 1"]) {
+        shared.is_safe(run, "alive").refused(&[shared.job.partial().to_str().unwrap(), "nobody"]);
+    }
+    shared.run(ATTACKER, "--parts 2 --part 1").succeeded();
+    assert!(live.wait_with_output().unwrap().status.success());
+    assert!(shared.is_right());
+}
+
+/// On a mount that gives all files to one user, that one is not this process's, and its own work is its own all the same.
+#[test]
+fn a_mount_that_maps_owners() {
+    struct Mount(PathBuf);
+    impl Drop for Mount {
+        fn drop(&mut self) {
+            let _ = Command::new("umount").arg(&self.0).status();
+        }
+    }
+    let Some(shared) = Shared::new(FOLDER, 0o775) else { return };
+    let back = shared.job.desk().with_file_name("back");
+    fs::create_dir(&back).unwrap();
+    let options = ["--force-user=nobody", "--force-group=21000", "--perms=ug+rwX", "--multithreaded"];
+    let mounted = Command::new("bindfs").args(options).arg(&back).arg(shared.job.desk()).output();
+    if !mounted.is_ok_and(|output| output.status.success()) {
+        return skip("no bindfs here");
+    }
+    let _mount = Mount(shared.job.desk());
+    let clear = || {
+        for name in names(&back) {
+            let _ = fs::remove_dir_all(back.join(&name)).or_else(|_| fs::remove_file(back.join(&name)));
+        }
+    };
+    let leave = || {
+        clear();
+        let killed: Outcome = shared.command(USER, "", "record-after").output().unwrap().into();
+        assert!(shared.job.partial().exists(), "{killed:?}");
+    };
+    for run in ["--resume", "--restart"] {
+        leave();
+        shared.run(USER, run).succeeded();
+        assert!(shared.is_right() && names(&back) == ["out"], "{run}");
+        shared.run(USER, "--overwrite").succeeded();
+    }
+    for what in ["partial", "old", "meeting", "gone-0123456789ab"] {
+        for run in RUNS {
+            clear();
+            symlink(&shared.victim, back.join(format!(".out.dtshard-{what}"))).unwrap();
+            shared.is_safe(run, what);
+        }
+    }
+    for (what, plant) in PLANTS {
+        leave();
+        let at = files_in(&shared.job.work().join("data")).remove(0);
+        let behind = back.join(at.strip_prefix(shared.job.desk()).unwrap());
+        fs::remove_file(&behind).unwrap();
+        // All is one owner's here, so that a copy is as good as what was there.
+        if what != "a file of another user" {
+            plant(&behind, &shared.victim.join("thesis.tex"));
+        }
+        shared.is_safe("--resume", what);
+    }
+}
