@@ -401,7 +401,7 @@ impl From<LayoutError> for Error {
 }
 /// A flat layout, which somebody may have written; indexes of safetensors and torch files are not.
 fn is_written_by_hand(path: &Path) -> bool {
-    let is_index = path.file_stem().map(Path::new).and_then(Path::extension).is_some_and(|part| part == "index");
+    let is_index = path.file_name().is_some_and(|name| name.to_string_lossy().contains(".index."));
     let is_ours = path.file_name().is_some_and(|name| name == "layout.json");
     path.extension().is_some_and(|extension| extension == "json") && !is_index && !is_ours
 }

@@ -8,6 +8,7 @@ use serde_json::Value as Json;
 
 use crate::error::{Error, Result};
 use crate::format::Format;
+use crate::format::sets::is_index;
 use crate::storage::{lookup, regular_file};
 
 /// The part of the document that tells values.
@@ -35,7 +36,7 @@ impl Listing {
     /// `Malformed` where it is no such document, `Usage` where it was made without digests, `Io`.
     pub fn read_if_any(path: &Path) -> Result<Option<Self>> {
         let is_json = path.extension().is_some_and(|suffix| suffix == "json");
-        let is_index = path.file_stem().is_some_and(|stem| stem.to_string_lossy().ends_with(".index"));
+        let is_index = path.file_name().is_some_and(|name| is_index(&name.to_string_lossy()));
         if !is_json || is_index || lookup::is_folder(path)? {
             return Ok(None);
         }

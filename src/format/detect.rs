@@ -6,7 +6,7 @@ use super::dcp_hf::ShardName;
 use super::foreign::{self, first_bytes};
 use super::safetensors::INDEX_NAME;
 use super::series::{SeriesSet, group};
-use super::sets::Index;
+use super::sets::{Index, is_safetensors_index, is_torch_index, main_index};
 use super::{Format, dcp, local};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};
@@ -41,7 +41,7 @@ impl Detected {
     }
 }
 
-pub const TORCH_INDEX_NAME: &str = "pytorch_model.bin.index.json";
+const TORCH_INDEX_NAME: &str = "pytorch_model.bin.index.json";
 
 /// Torch files that trainers leave beside a model, by the beginnings of their names.
 const NO_MODEL: [&str; 11] = [
@@ -194,8 +194,7 @@ fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
         });
     }
     // Hubs keep other sets beside the one that transformers loads: `consolidated.safetensors.index.json`.
-    let is_index = |name: &&String| has_suffix(name, &[".safetensors.index.json"]);
-    let index = names.iter().find(|name| *name == INDEX_NAME).or_else(|| names.iter().find(is_index));
+    let index = main_index(names.iter().filter(|name| is_safetensors_index(name)), INDEX_NAME);
     let index = index.map(|name| folder.join(name));
     let (shards, mut tensors): (Vec<_>, Vec<_>) =
         with_suffix(folder, &names, &[".safetensors"])?.into_iter().partition(|path| ShardName::parse(path).is_some());
@@ -210,8 +209,8 @@ fn look_in(folder: &Path, from: Option<Format>) -> Result<Vec<Detected>> {
     } else if !tensors.is_empty() {
         found.push(Detected::Safetensors { paths: tensors, index: None });
     }
-    if names.iter().any(|name| name == TORCH_INDEX_NAME) {
-        let index = folder.join(TORCH_INDEX_NAME);
+    if let Some(index) = main_index(names.iter().filter(|name| is_torch_index(name)), TORCH_INDEX_NAME) {
+        let index = folder.join(index);
         found.push(Detected::Torch { paths: Index::read(&index)?.files()?, index: Some(index) });
         return Ok(found);
     }
@@ -258,11 +257,11 @@ fn detect_file(path: &Path) -> Result<Detected> {
     if name == ".metadata" || name.ends_with(".distcp") {
         return refuse("one file of a DCP directory", "give the directory");
     }
-    if name.ends_with(".safetensors.index.json") {
+    if is_safetensors_index(&name) {
         let paths = Index::read(path)?.files()?;
         return Ok(Detected::Safetensors { paths, index: Some(path.to_path_buf()) });
     }
-    if name == TORCH_INDEX_NAME {
+    if is_torch_index(&name) {
         return Ok(Detected::Torch { paths: Index::read(path)?.files()?, index: Some(path.to_path_buf()) });
     }
     let head = first_bytes(path)?;

@@ -33,50 +33,55 @@ enum Start {
     Pickle,
     /// A layout document of dtshard.
     Layout,
+    /// A name that people give to files of their own, too, and content that tells nothing. consolidate copies such a
+    /// file; `--overwrite` replaces it only where it is such a copy.
+    Unknown,
 }
 
 use Role::{Asset, Beside, Checkpoint};
 
 /// Names, relative to the checkpoint's folder or to one of [`FOLDERS`] in it.
-const FILES: [(&str, Role, Start); 34] = [
+const FILES: [(&str, Role, Start); 35] = [
     (".metadata", Checkpoint, Start::Pickle),
-    ("__*.metadata", Checkpoint, Start::Pickle),
-    ("*.distcp", Checkpoint, Start::Any),
+    ("__[0-9]*.metadata", Checkpoint, Start::Pickle),
+    ("__[0-9]*_[0-9]*.distcp", Checkpoint, Start::Any),
     ("*.safetensors", Checkpoint, Start::Safetensors),
     ("*.{pt,pth,bin,ckpt}", Checkpoint, Start::Torch),
-    ("*.safetensors.index.json", Beside, Start::Any),
-    ("*.bin.index.json", Beside, Start::Any),
+    ("*.{safetensors,bin}.index{,.*}.json", Beside, Start::Any),
     ("layout.json", Beside, Start::Layout),
     ("flat_layout.json", Beside, Start::Layout),
     ("config.json", Asset, Start::Any),
     ("generation_config.json", Asset, Start::Any),
-    ("tokenizer*", Asset, Start::Any),
-    ("*.tiktoken", Asset, Start::Any),
+    ("tokenizer.{json,model}", Asset, Start::Any),
+    ("tokenizer_config.json", Asset, Start::Any),
     ("special_tokens_map.json", Asset, Start::Any),
     ("added_tokens.json", Asset, Start::Any),
     ("vocab.{json,txt}", Asset, Start::Any),
     ("merges.txt", Asset, Start::Any),
-    ("chat_template*", Asset, Start::Any),
-    ("additional_chat_templates/*.jinja", Asset, Start::Any),
+    ("spiece.model", Asset, Start::Any),
+    ("sentencepiece.bpe.model", Asset, Start::Any),
+    ("chat_template.{json,jinja}", Asset, Start::Any),
     ("{,video_,image_}preprocessor_config.json", Asset, Start::Any),
     ("{,image_}processor_config.json", Asset, Start::Any),
-    ("spiece.model", Asset, Start::Any),
-    ("sentencepiece*.model", Asset, Start::Any),
-    ("configuration_*.py", Asset, Start::Any),
-    ("modeling_*.py", Asset, Start::Any),
-    ("modular_*.py", Asset, Start::Any),
-    ("{tokenization,processing,image_processing}_*.py", Asset, Start::Any),
-    ("LICENSE*", Asset, Start::Any),
+    ("tokenizer*", Asset, Start::Unknown),
+    ("*.tiktoken", Asset, Start::Unknown),
+    ("sentencepiece*.model", Asset, Start::Unknown),
+    ("chat_template*", Asset, Start::Unknown),
+    ("additional_chat_templates/*.jinja", Asset, Start::Unknown),
+    ("configuration_*.py", Asset, Start::Unknown),
+    ("modeling_*.py", Asset, Start::Unknown),
+    ("modular_*.py", Asset, Start::Unknown),
+    ("{tokenization,processing,image_processing}_*.py", Asset, Start::Unknown),
+    ("LICENSE*", Asset, Start::Unknown),
     ("adapter_config.json", Beside, Start::Any),
     ("fsdp_config.json", Beside, Start::Any),
     ("trainer_state.json", Beside, Start::Any),
     ("{random_states,custom_checkpoint}_*.pkl", Beside, Start::Torch),
-    ("latest", Beside, Start::Any),
-    ("latest_checkpointed_iteration.txt", Beside, Start::Any),
 ];
 
 /// Folders in a checkpoint's folder that have files of the table in them.
-const FOLDERS: [&str; 4] = ["huggingface", "lora_adapter", "pytorch_model_fsdp_*", "optimizer_*"];
+const FOLDERS: [&str; 4] =
+    ["huggingface", "lora_adapter", "pytorch_model_fsdp_{[0-9],[0-9][0-9]}", "optimizer_{[0-9],[0-9][0-9]}"];
 
 static FILE_NAMES: LazyLock<GlobSet> = LazyLock::new(|| glob_set(FILES.iter().map(|(pattern, ..)| *pattern)));
 static FOLDER_NAMES: LazyLock<GlobSet> = LazyLock::new(|| glob_set(FOLDERS));
@@ -101,8 +106,7 @@ pub fn is_asset(name: &Path) -> bool {
 /// Whether a folder, relative to the checkpoint's folder, has files of the table in it.
 #[must_use]
 pub fn is_known_folder(name: &Path) -> bool {
-    let rest = below_known_folder(name);
-    rest.as_os_str().is_empty() || rest == Path::new("additional_chat_templates")
+    below_known_folder(name).as_os_str().is_empty()
 }
 
 /// The rest of a path behind a folder of [`FOLDERS`] that it begins with.
@@ -149,6 +153,7 @@ fn starts_with(path: &Path, start: Start) -> bool {
     let (Ok(head), Ok(metadata)) = (first_bytes(path), std::fs::metadata(path)) else { return false };
     match start {
         Start::Any => true,
+        Start::Unknown => false,
         Start::Torch => is_torch(&head),
         Start::Safetensors => is_safetensors(&head, metadata.len()),
         Start::Pickle => head.first() == Some(&0x80),
@@ -236,11 +241,18 @@ mod tests {
             (".metadata", b"\x80\x04", Some(Checkpoint)),
             (".metadata", b"mine", None),
             ("__0_0.distcp", b"", Some(Checkpoint)),
+            ("notes.distcp", b"", None),
+            ("tokenizer.json", b"{}", Some(Asset)),
+            ("tokenizer-notes.txt", b"mine", None),
+            ("LICENSE-of-my-thesis", b"mine", None),
+            ("modeling_mine.py", b"mine", None),
+            ("latest", b"mine", None),
+            ("optimizer_0/optim.pt", &torch, Some(Checkpoint)),
+            ("optimizer_results/optim.pt", &torch, None),
             ("layout.json", layout, Some(Beside)),
             ("layout.json", b"{\"mesh\": []}", None),
             ("config.json", b"{}", Some(Asset)),
             ("huggingface/config.json", b"{}", Some(Asset)),
-            ("huggingface/additional_chat_templates/a.jinja", b"", Some(Asset)),
             ("notes/config.json", b"{}", None),
             ("README.md", b"---\n", None),
             (".gitattributes", b"", None),

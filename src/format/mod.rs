@@ -21,7 +21,7 @@ mod rank_names;
 mod reading;
 pub mod safetensors;
 mod series;
-mod sets;
+pub mod sets;
 mod skeleton;
 pub mod told;
 pub mod torch;

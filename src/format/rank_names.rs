@@ -48,10 +48,11 @@ struct Field {
 }
 
 impl RankName {
-    /// Take the name of a file apart; `None` where there is no rank in it.
+    /// Take the name of a file apart; `None` where there is no rank in it. Words may be in upper case.
     #[must_use]
     pub fn parse(path: &Path) -> Option<Self> {
-        let (stem, name) = (path.file_stem()?.to_str()?, path.file_name()?.to_str()?);
+        let (whole_stem, name) = (path.file_stem()?.to_str()?, path.file_name()?.to_str()?);
+        let stem = &*whole_stem.to_ascii_lowercase();
         let marked = marked(stem, "rank").or_else(|| marked(stem, "shard"));
         let (numbering, rank, world_size) = match marked {
             Some(rank) => {
@@ -69,7 +70,8 @@ impl RankName {
         fields.extend(world_size.map(|field| (field, false)));
         fields.sort_by_key(|(field, _)| field.start);
         let (first, last) = (fields[0].0, fields[fields.len() - 1].0);
-        let around = [&stem[..first.start], &stem[last.digits.1..]].map(|text| text.trim_matches(SEPARATORS));
+        let around =
+            [&whole_stem[..first.start], &whole_stem[last.digits.1..]].map(|text| text.trim_matches(SEPARATORS));
         let series: Vec<&str> = around.into_iter().filter(|text| !text.is_empty()).collect();
         let mut pieces = Vec::new();
         let mut at = 0;
@@ -153,17 +155,16 @@ fn of_total(stem: &str, at: usize) -> Option<Field> {
     Some(Field { start: at, digits })
 }
 
-/// `00001-of-00002` at the end of a name.
+/// The last `00001-of-00002` in a name. Words may follow it, as in the variants of diffusers: `00001-of-00002.fp16`.
 fn numbered(stem: &str) -> Option<(Field, Field)> {
-    let digits_before = |end: usize| {
-        let start = stem[..end].trim_end_matches(|c: char| c.is_ascii_digit()).len();
-        (start < end).then_some((start, end))
-    };
-    let size = digits_before(stem.len())?;
-    let between = stem[..size.0].strip_suffix(SEPARATORS)?.strip_suffix("of")?.strip_suffix(SEPARATORS)?;
-    let rank = digits_before(between.len())?;
-    let of = Field { start: rank.1, digits: size };
-    Some((Field { start: rank.0, digits: rank }, of))
+    stem.rmatch_indices("of").find_map(|(of, word)| {
+        let rank_end = stem[..of].strip_suffix(SEPARATORS)?.len();
+        let rank_start = stem[..rank_end].trim_end_matches(|c: char| c.is_ascii_digit()).len();
+        let size = stem[of + word.len()..].starts_with(SEPARATORS).then(|| digits_after(stem, of + word.len()))??;
+        let is_number = rank_start < rank_end && !stem[size.1..].starts_with(char::is_alphanumeric);
+        let rank = Field { start: rank_start, digits: (rank_start, rank_end) };
+        is_number.then_some((rank, Field { start: rank_end, digits: size }))
+    })
 }
 
 fn value(stem: &str, field: Field) -> Option<u32> {
@@ -196,10 +197,17 @@ mod tests {
             ("pytorch_model_rank0.bin", "pytorch_model", 0, None),
             ("model-00003-of-00008.pt", "model", 3, Some(8)),
             ("00003_of_00008.pt", "", 3, Some(8)),
+            ("model-00003-of-00008.fp16.safetensors", "model_fp16", 3, Some(8)),
+            ("model.fp16-00003-of-00008.safetensors", "model.fp16", 3, Some(8)),
+            ("model-00003-of-00008 (1).safetensors", "model_ (1)", 3, Some(8)),
+            ("Model-00003-OF-00008.pt", "Model", 3, Some(8)),
+            ("Model_Rank_3.pt", "Model", 3, None),
         ] {
             assert_eq!(parse(name), Some((series.into(), rank, world_size)), "{name}");
         }
-        for name in ["model.pt", "frank.pt", "frank3.pt", "__3_0.pt", "sharded.pt", "model-of-8.pt", "proof3.pt"] {
+        for name in
+            ["model.pt", "frank.pt", "frank3.pt", "__3_0.pt", "sharded.pt", "model-of-8.pt", "proof3.pt", "1-of-7b.pt"]
+        {
             assert_eq!(parse(name), None, "{name}");
         }
         assert_eq!(parse("model_world_size_99999999999_rank_99999999999.pt"), None);
@@ -212,7 +220,7 @@ mod tests {
         /// Whatever the name, it is what its own numbers give.
         #[test]
         fn names_are_what_their_numbers_give(
-            name in "(ü|model|rank|shard|world_size|of|[0-9]{1,4}|[_.-]|[a-z]){0,8}(\\.pt)?",
+            name in "(ü|model|rank|RANK|shard|world_size|of|Of|[0-9]{1,4}|[_.-]|[a-z]){0,8}(\\.pt)?",
         ) {
             if let Some(parsed) = RankName::parse(Path::new(&name)) {
                 let rendered = parsed.names.render(parsed.rank, parsed.world_size.unwrap_or(0));

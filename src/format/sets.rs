@@ -14,10 +14,9 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde_json::Value as Json;
 
-use super::detect::{Detected, TORCH_INDEX_NAME, is_no_model, list};
+use super::detect::{Detected, is_no_model, list};
 use super::json::read_document;
 use super::rank_names::{Numbering, RankName};
-use super::safetensors::INDEX_NAME;
 use super::series::{Grouped, SeriesSet};
 use super::{ReadOptions, dcp_hf, foreign, local, natural_order, relative_to_folder, series};
 use crate::catalog::{Catalog, TensorEntry, model};
@@ -58,7 +57,12 @@ pub fn shortfall(path: &Path, detected: &Detected, options: &ReadOptions, io: Io
         return Index::read(index)?.files_left_out(paths);
     }
     if is_given(path, paths) {
-        return lone_file(path);
+        let found = lone_file(path)?;
+        // The name of a link may say nothing of what it leads to.
+        let target = if found.is_none() { lookup::resolve(path)? } else { None };
+        return target
+            .filter(|target| target.file_name() != path.file_name())
+            .map_or(Ok(found), |file| lone_file(&file));
     }
     if let Some(found) = numbered(path, paths, options.told.is_some())? {
         return Ok(Some(found));
@@ -126,14 +130,9 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
     };
     let name = name_of(path);
     let is_torch = !name.ends_with(".safetensors");
-    let parsed = RankName::parse(path);
-    let own_index = parsed.as_ref().map(|name| format!("{}.safetensors.index.json", name.series));
-    let indexes = if is_torch {
-        vec![TORCH_INDEX_NAME.to_owned()]
-    } else {
-        std::iter::once(INDEX_NAME.to_owned()).chain(own_index).collect()
-    };
-    for index in indexes.into_iter().map(|name| path.with_file_name(name)) {
+    let is_index = if is_torch { is_torch_index } else { is_safetensors_index };
+    for index in list(folder_of(path))?.into_iter().filter(|name| is_index(name)).map(|name| path.with_file_name(name))
+    {
         if !lookup::is_file(&index)? {
             continue;
         }
@@ -150,7 +149,7 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
         }
     }
     // `rank_8` in the name of a safetensors file may be that of a LoRA.
-    let says_total = parsed.is_some_and(|name| name.world_size.is_some());
+    let says_total = RankName::parse(path).is_some_and(|name| name.world_size.is_some());
     if !is_torch && !says_total && !local::is_part(path)? {
         return Ok(None);
     }
@@ -170,8 +169,29 @@ fn lone_shard(path: &Path) -> Result<Shortfall> {
 
 // ------------------------------------------------------------------------------------------------------- index files
 
+/// Whether a file is the index of a set, by its name.
 pub fn is_index(name: &str) -> bool {
-    name.ends_with(".safetensors.index.json") || name == TORCH_INDEX_NAME
+    is_safetensors_index(name) || is_torch_index(name)
+}
+
+pub fn is_safetensors_index(name: &str) -> bool {
+    is_index_of(name, ".safetensors")
+}
+
+pub fn is_torch_index(name: &str) -> bool {
+    is_index_of(name, ".bin")
+}
+
+/// `model.safetensors.index.json`, or that of a variant: `model.safetensors.index.fp16.json`.
+fn is_index_of(name: &str, suffix: &str) -> bool {
+    let stem = name.strip_suffix(".json").filter(|_| !name.starts_with('.'));
+    stem.and_then(|stem| stem.rsplit_once(".index"))
+        .is_some_and(|(set, variant)| set.ends_with(suffix) && (variant.is_empty() || variant.starts_with('.')))
+}
+
+/// The index that loaders read: the one of the usual name, or else one of no variant.
+pub fn main_index<'a>(names: impl Iterator<Item = &'a String>, usual: &str) -> Option<&'a String> {
+    names.min_by_key(|name| (*name != usual, !name.ends_with(".index.json"), *name))
 }
 
 /// The index of a million tensors has some 100 MB.
@@ -272,7 +292,7 @@ impl Index {
     /// Files of tensors in its folder that it does not name.
     fn beside(&self) -> Result<Vec<String>> {
         let (folder, named) = (folder_of(&self.path), self.names());
-        let suffix = if name_of(&self.path) == TORCH_INDEX_NAME { ".bin" } else { ".safetensors" };
+        let suffix = if is_torch_index(&name_of(&self.path)) { ".bin" } else { ".safetensors" };
         let is_other = |name: &String| {
             let path = folder.join(name);
             let is_of_ranks = dcp_hf::ShardName::parse(&path).is_some() || local::rank_of(&path).is_some();
@@ -342,7 +362,7 @@ impl Index {
         let mut warnings = Vec::new();
         let index = self.path.display();
         // Other files with this suffix belong to trainers.
-        if name_of(&self.path) != TORCH_INDEX_NAME {
+        if !is_torch_index(&name_of(&self.path)) {
             let others = self.beside()?;
             if !others.is_empty() {
                 warnings.push(format!("{index} does not name {}: not read", short_list(&others, FEW)));

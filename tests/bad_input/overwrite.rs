@@ -65,13 +65,18 @@ fn folder_with_git_thesis_and_a_stray_pt_is_refused() {
 
 #[test]
 fn foreign_files_in_a_result_are_refused() {
-    let cases: [(&str, &str); 9] = [
+    let cases: [(&str, &str); 14] = [
         ("notes.txt", "notes.txt"),
         (".DS_Store", ".DS_Store"),
         (".gitattributes", ".gitattributes"),
         ("README.md", "README.md"),
         ("x.pt", "x.pt"),
         ("results.zip", "results.zip"),
+        ("tokenizer-notes.txt", "tokenizer-notes.txt"),
+        ("LICENSE-notes", "LICENSE-notes"),
+        ("modeling_mine.py", "modeling_mine.py"),
+        ("notes.distcp", "notes.distcp"),
+        ("optimizer_results/notes.txt", "optimizer_results/"),
         ("huggingface/thesis.tex", "huggingface/thesis.tex"),
         ("sub/deeper/thesis.tex", "sub/"),
         ("checkpoint-500/config.json", "checkpoint-500/"),

@@ -125,6 +125,67 @@ fn safetensors_files_without_the_others_of_their_set_are_refused() {
     assert_eq!(like.code, Some(2), "{like:?}");
 }
 
+/// The names of diffusers for a variant, of a second download, and of file systems that change the case.
+#[test]
+fn sets_of_other_names_are_sets() {
+    let names: [fn(u32) -> String; 4] = [
+        |number| format!("model-0000{number}-of-00003.fp16.safetensors"),
+        |number| format!("model.fp16-0000{number}-of-00003.safetensors"),
+        |number| format!("MODEL-0000{number}-OF-00003.safetensors"),
+        |number| format!("model-0000{number}-of-00003 (1).safetensors"),
+    ];
+    for name in names {
+        let (sandbox, source) = set();
+        let tensors = tensors_in(&source);
+        fs::remove_file(source.join(INDEX)).unwrap();
+        (1..=3).for_each(|number| fs::rename(source.join(file(number)), source.join(name(number))).unwrap());
+        dtshard(&[&"verify", &source]).succeeded();
+        assert_eq!(tensors_in(&source), tensors);
+        refused(&sandbox, &source.join(name(1)), "usage", &[&name(1), "give the folder"]);
+        fs::remove_file(source.join(name(2))).unwrap();
+        refused(&sandbox, &source, "missing", &["-00002-"]);
+    }
+    // One file of three came a second time, under another name.
+    let (sandbox, source) = set();
+    fs::remove_file(source.join(INDEX)).unwrap();
+    fs::rename(source.join(file(2)), source.join("model-00002-of-00003 (1).safetensors")).unwrap();
+    refused(&sandbox, &source, "missing", &[&file(2)]);
+}
+
+#[test]
+fn index_of_a_variant_is_an_index() {
+    let (sandbox, source) = set();
+    let variant = "model.safetensors.index.fp16.json";
+    // Beside the index that loaders read it says nothing.
+    fs::copy(source.join(INDEX), source.join(variant)).unwrap();
+    edit_index(&source, |index| index["weight_map"]["model.lost.weight"] = json!(file(2)));
+    refused(&sandbox, &source, "malformed", &[INDEX, "model.lost.weight"]);
+    fs::remove_file(source.join(INDEX)).unwrap();
+    dtshard(&[&"verify", &source]).succeeded();
+    fs::remove_file(source.join(file(2))).unwrap();
+    for source in [&source, &source.join(variant)] {
+        refused(&sandbox, source, "missing", &[variant, &file(2)]);
+    }
+    fs::rename(source.join(file(1)), source.join("renamed.safetensors")).unwrap();
+    let map = r#"{"weight_map":{"a":"renamed.safetensors","b":"more.safetensors"}}"#;
+    fs::write(source.join(variant), map).unwrap();
+    refused(&sandbox, &source.join("renamed.safetensors"), "usage", &[variant]);
+}
+
+#[test]
+fn link_to_one_file_of_a_set_is_refused() {
+    let (sandbox, source) = set();
+    let link = sandbox.path("weights.safetensors");
+    std::os::unix::fs::symlink(source.join(file(1)), &link).unwrap();
+    refused(&sandbox, &link, "usage", &[&file(1), "give the folder"]);
+    // A hub cache has the name on the link, and a digest on the file.
+    let blob = sandbox.path("5d41402abc4b2a76b9719d911017c592");
+    fs::rename(source.join(file(1)), &blob).unwrap();
+    std::os::unix::fs::symlink(&blob, source.join(file(1))).unwrap();
+    dtshard(&[&"verify", &source]).succeeded();
+    refused(&sandbox, &source.join(file(1)), "usage", &[&file(1), "give the folder"]);
+}
+
 #[test]
 fn total_from_a_file_name_may_be_any_number() {
     let (sandbox, source) = set();
