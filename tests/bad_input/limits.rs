@@ -92,6 +92,31 @@ fn file_that_cannot_be_mapped_is_read() {
     assert!(fs::read(&target).unwrap().ends_with(b"contents"));
 }
 
+/// With any number of open files a run succeeds, or leaves nothing behind.
+#[test]
+fn run_that_may_open_few_files_leaves_nothing() {
+    let sandbox = Sandbox::new();
+    let (mut refused, mut succeeded) = (0, 0);
+    for files in 5..40 {
+        let limit = format!("--nofile={files}");
+        let outcome: Outcome = Command::new("prlimit")
+            .args([&limit, BINARY, "consolidate", "--no-sync"])
+            .args([&fixture("verl"), &sandbox.path("out")])
+            .output()
+            .unwrap()
+            .into();
+        if outcome.code == Some(0) {
+            succeeded += 1;
+            fs::remove_dir_all(sandbox.path("out")).unwrap();
+        } else {
+            outcome.refused(&["Too many open files"]);
+            refused += 1;
+        }
+        assert!(sandbox.names().is_empty(), "{files}: {outcome:?}");
+    }
+    assert!(refused > 5 && succeeded > 5, "{refused} {succeeded}");
+}
+
 /// The limit counts processes of a user and does not bind root, so this takes another user.
 #[test]
 fn threads_that_cannot_start_are_done_without() {

@@ -35,6 +35,7 @@ pub(super) fn begin(
     refuse_folder(destination, shape)?;
     let place = Place::of(destination)?;
     fs::create_dir_all(&place.parent).map_err(Error::io("create", &place.parent))?;
+    place.spare.hold(&place.folder)?;
     let watch = Watch::new(pace.dead_after);
     let (since, unclear) = (Instant::now(), Doubt::default());
     let mut beginning = Beginning { place, shape, claim, plan, pace, stop, watch, since, unclear, made: None };
@@ -91,6 +92,7 @@ impl Beginning<'_> {
 
     /// Where nothing comes of it, a folder that this process made, and that nobody has come to, is litter.
     fn leave(&mut self) {
+        self.place.spare.give_back();
         let Ok(Found::Partial(found)) = Found::at(&self.place.partial(), self.shape) else { return };
         if self.made.as_ref() == Some(&found.plan.id) && found.leases.is_empty() {
             let _ = self.discard(Some(&found));

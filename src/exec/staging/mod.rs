@@ -328,6 +328,7 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
+        self.place.spare.give_back();
         let is_published = self.is_published.load(Ordering::Relaxed);
         // Looked at anew: this process may just have been woken up, before its first beat.
         let is_ours = || self.lost.get().is_none() && matches!(self.holding.look(), Ok(None));

@@ -7,9 +7,10 @@
 use std::ffi::OsString;
 use std::fs::{File, Metadata};
 use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::SystemTime;
 
 use super::plan::Planned;
@@ -29,6 +30,29 @@ pub(super) struct Place {
     name: OsString,
     /// Whether the file system caches names, once that is known.
     pub caches: OnceLock<bool>,
+    pub spare: Spare,
+}
+
+/// Descriptors that a run holds to give back when it has to clean up: a run that has opened as many files as it may
+/// could not look into its partial folder otherwise.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Spare(Arc<Mutex<Vec<OwnedFd>>>);
+
+impl Spare {
+    /// As many as the folders that a removal has open in each other, and one to look into each.
+    const COUNT: usize = 8;
+
+    /// # Errors
+    /// `Io` where so many cannot be opened: better now than when something is to be cleaned up.
+    pub fn hold(&self, folder: &AnchoredPath) -> Result<()> {
+        let opened: io::Result<Vec<OwnedFd>> = (0..Self::COUNT).map(|_| folder.open_folder()).collect();
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = opened.map_err(Error::io("open", folder))?;
+        Ok(())
+    }
+
+    pub fn give_back(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
 }
 
 /// The folder in the work folder that has the output.
@@ -60,7 +84,7 @@ impl Place {
         // Without a slash at the end, which would keep a file from being renamed to it.
         let folder = AnchoredPath::new(destination.parent().unwrap_or(Path::new("")));
         let destination = destination.with_file_name(name);
-        Ok(Self { destination, parent, folder, name: name.to_owned(), caches: OnceLock::new() })
+        Ok(Self { destination, parent, folder, name: name.to_owned(), caches: OnceLock::new(), spare: Spare::default() })
     }
 
     /// For a look that creates nothing, and cannot tell whose files are its own.
@@ -121,6 +145,7 @@ impl Place {
                 Ok(true)
             }
             Err(error) => {
+                self.spare.give_back();
                 let _ = draft.remove_all();
                 let is_taken = matches!(
                     error.kind(),

@@ -160,12 +160,16 @@ impl Found {
 /// What is to be renamed to the destination, if it is there.
 pub(super) fn output(work: &AnchoredPath, shape: Shape) -> io::Result<Option<AnchoredPath>> {
     let data = work.join(DATA);
-    let first = match shape {
+    let found = match shape {
         Shape::Folder => work.names().map(|names| names.iter().any(|name| name == DATA).then_some(data)),
-        Shape::File => data.names().map(|names| names.first().map(|name| data.join(name))),
+        Shape::File => data.names().and_then(|names| match names.as_slice() {
+            [] => Ok(None),
+            [only] => Ok(Some(data.join(only))),
+            _ => Err(io::Error::new(io::ErrorKind::InvalidData, "something else put a file beside the output")),
+        }),
     };
-    match first {
+    match found {
         Err(error) if is_gone(&error) => Ok(None),
-        first => first,
+        found => found,
     }
 }

@@ -96,6 +96,17 @@ fn of_two_that_publish_both_succeed() {
     }
 }
 
+/// A file that somebody else put into the folder of the output is never published in the place of the output.
+#[test]
+fn file_beside_the_one_output_is_not_published() {
+    let desk = Desk::new(Shape::File);
+    let (first, second) = two_seals(&desk);
+    let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
+    fs::write(first.folder().path().join("a-planted-file"), "planted").unwrap();
+    assert!(seal.publish(false).is_err());
+    assert!(!desk.out().exists());
+}
+
 /// What died after its commit is tidied up by whoever comes, and not mistaken for work that is left.
 #[test]
 fn a_published_partial_is_no_work() {
