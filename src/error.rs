@@ -305,7 +305,7 @@ impl Error {
             Self::Io { source, .. }
                 if matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) =>
             {
-                Some("free space on the file system of the destination, or choose another one")
+                Some("free space on that file system, or choose another place")
             }
             Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
                 Some("check the path; relative ones start at the current folder")

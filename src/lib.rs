@@ -44,4 +44,5 @@ pub mod plan;
 pub mod quantity;
 pub mod select;
 pub mod storage;
+pub mod threads;
 pub mod twin;

@@ -10,7 +10,7 @@
 use std::io;
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::fate::{DROPPED, Fate, Gone, Why};
@@ -20,6 +20,7 @@ use super::links::{Link, Links, State};
 use super::operation::Operation;
 use super::rendezvous::KeepGoing;
 use crate::error::{Error, Result};
+use crate::threads;
 
 /// How often a process says that it is alive, and when one is dead that does not.
 #[derive(Clone, Copy, Debug)]
@@ -84,16 +85,16 @@ impl Control {
             closing: Condvar::new(),
             answering: Mutex::default(),
         });
-        let mut threads = Vec::new();
+        let mut control = Self { links, threads: Vec::new() };
         for peer in &peers {
-            let (links, peer) = (Arc::clone(&links), *peer);
-            threads.push(thread::spawn(move || links.listen(peer)));
+            let (links, peer) = (Arc::clone(&control.links), *peer);
+            control.threads.push(threads::start("control", move || links.listen(peer))?);
         }
         if !peers.is_empty() {
-            let links = Arc::clone(&links);
-            threads.push(thread::spawn(move || links.beat()));
+            let links = Arc::clone(&control.links);
+            control.threads.push(threads::start("liveness", move || links.beat())?);
         }
-        Ok(Self { links, threads })
+        Ok(control)
     }
 
     /// Of one process that is all.

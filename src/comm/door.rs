@@ -19,6 +19,7 @@ use super::hello::{HELLO_BYTES, Hello, Reply, is_wait};
 use super::patience::Wait;
 use crate::error::{Error, Result};
 use crate::name_list::{name_processes, short_list_of_counted};
+use crate::threads;
 
 /// For one who has connected to say who he is, and for an answer to that.
 const MANNERS: Duration = Duration::from_secs(5);
@@ -103,7 +104,8 @@ impl Door {
     /// Find out meanwhile why nobody may find this door. Names may take for ever.
     pub fn ask(&self, doubt: impl FnOnce() -> Option<String> + Send + 'static) {
         let found = Arc::clone(&self.doubt);
-        thread::spawn(move || doubt().map(|words| found.set(words)));
+        // Without a thread the question stays open.
+        let _ = threads::start("name", move || doubt().map(|words| found.set(words)));
     }
 
     /// Whether two processes take themselves for one rank.
@@ -308,15 +310,16 @@ pub(super) enum Answer {
 /// Call all candidates at once, as some may lead nowhere, and others to somebody who never answers.
 ///
 /// # Errors
-/// What `going` says.
+/// What `going` says; `Usage` where no thread can be started.
 pub(super) fn knock(candidates: &[Candidate], hello: &Hello, going: &dyn Fn() -> Result<()>) -> Result<Answer> {
     let (sender, answers) = mpsc::channel();
     // Once nobody is to be called any more.
     let is_over = Arc::new(AtomicBool::new(false));
     for (number, candidate) in candidates.iter().enumerate() {
         let (candidate, hello) = (candidate.clone(), hello.clone());
-        let (sender, is_over) = (sender.clone(), Arc::clone(&is_over));
-        thread::spawn(move || sender.send((number, call(&candidate, &hello, &is_over))));
+        let (sender, over) = (sender.clone(), Arc::clone(&is_over));
+        threads::start("call", move || sender.send((number, call(&candidate, &hello, &over))))
+            .inspect_err(|_| is_over.store(true, Ordering::Relaxed))?;
     }
     drop(sender);
     let until = Instant::now() + CONNECT + MANNERS + Duration::from_secs(1);

@@ -22,6 +22,7 @@ use super::ring;
 use super::traffic::{Counter, Traffic};
 use super::transfer::{Fault, Stretch, receive, send};
 use crate::error::{Error, Result};
+use crate::threads;
 
 /// Ranks in processes, on hosts that reach each other by TCP.
 pub struct Mesh {
@@ -103,15 +104,16 @@ fn connect(control: &Control, patience: Patience<'_>) -> Result<Vec<Option<TcpSt
     let mut door = Door::open(listener, mine.clone(), rank + 1..size).map_err(here)?;
     let said = control.gather(&serde_json::to_vec(&address).map_err(|error| here(error.into()))?)?;
     let going = || control.check(CONNECT);
-    let (admitted, called) = thread::scope(|scope| {
-        let admitted = scope.spawn(|| {
+    let (admitted, called) = thread::scope(|scope| -> Result<_> {
+        let admitted = threads::start_within(scope, "door", || {
             door.admit(CONNECT, &Wait::begin(patience), &going, |_, _| {}).map_err(|error| match error {
                 Error::Comm { rank: peer, detail, .. } if peer.index != rank => {
                     control.lost(peer.index, CONNECT, &detail)
                 }
                 error => error,
             })
-        });
+        })
+        .inspect_err(|error| control.fail(&error.to_string()))?;
         let called: Result<Vec<TcpStream>> = (0..rank)
             .zip(&said)
             .map(|(peer, said)| {
@@ -122,8 +124,8 @@ fn connect(control: &Control, patience: Patience<'_>) -> Result<Vec<Option<TcpSt
             .collect();
         // So that who waits at the door does not do so for nothing.
         let called = called.inspect_err(|error| control.fail(&error.to_string()));
-        (admitted.join(), called)
-    });
+        Ok((admitted.join(), called))
+    })?;
     let called = called?;
     admitted.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
     // Nobody goes on, and maybe leaves, while others are still at their doors.
@@ -208,7 +210,7 @@ impl Communicator for Mesh {
             return Ok(());
         }
         thread::scope(|scope| {
-            let sent = scope.spawn(send);
+            let sent = threads::start_within(scope, "send", send)?;
             let received = receive(incoming);
             received.and(sent.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         })
@@ -230,10 +232,10 @@ impl Communicator for Mesh {
         let (Some(next), Some(before)) = (self.beside(1), self.beside(self.size() - 1)) else { return Ok(()) };
         let (passed, pieces) = mpsc::channel();
         thread::scope(|scope| {
-            let sent = scope.spawn(move || {
+            let sent = threads::start_within(scope, "send", move || {
                 let passed_on = ring::pass_on(operation, next, &pieces, &going);
                 self.settle(OP, passed_on).map(|bytes| self.counter.sent(bytes))
-            });
+            })?;
             ring::begin(own, &passed);
             let taken = ring::take(operation, before, ranges, &passed, &going);
             let received = self.settle(OP, taken).map(|bytes| self.counter.received(bytes));

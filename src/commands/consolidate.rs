@@ -95,7 +95,11 @@ fn check_model(args: &Consolidate, source: &Source, tensors: &[(Fqn, TensorId)])
     if tensors.is_empty() {
         return Err(Error::usage(
             format!("{} has no model tensors", args.convert.src.display()),
-            "`dtshard inspect` shows what it holds; --root or --everything takes something else",
+            if args.everything {
+                "`dtshard inspect` shows what it holds; consolidate writes tensors only"
+            } else {
+                "`dtshard inspect` shows what it holds; --root or --everything takes something else"
+            },
         ));
     }
     let is_float = |(_, id): &(Fqn, TensorId)| source.wanted.catalog.tensor(*id).dtype.is_float();

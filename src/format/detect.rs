@@ -141,6 +141,10 @@ fn unknown_folder(path: &Path, names: &[String]) -> Error {
         let own = format!("{} are torch files of their own", short_list(&saved, FEW));
         return Error::unsupported(format!("{what}: {own}"), "give one of them").naming(&saved);
     }
+    if ["blobs", "refs", "snapshots"].iter().all(|part| names.iter().any(|name| name == part)) {
+        let snapshots = path.join("snapshots");
+        return Error::unsupported(what, format!("a hub cache: give a folder in {}", snapshots.display()));
+    }
     Error::unsupported(
         if names.is_empty() { format!("{what}: it is empty") } else { what },
         "known are DCP directories (.metadata), rank files (*_rank_N.pt), torch.save files and safetensors; give the \

@@ -218,7 +218,13 @@ impl Index {
         let document: Document = serde_json::from_slice(&text)
             .map_err(|error| Error::malformed(path, "index", "a JSON object with weight_map", error.to_string()))?;
         let total_size = document.metadata.as_ref().and_then(|metadata| metadata.get("total_size")?.as_u64());
-        Ok(Self { path: path.to_path_buf(), weight_map: document.weight_map, total_size })
+        let mut weight_map = document.weight_map;
+        for file in weight_map.values_mut() {
+            if let Some(name) = file.strip_prefix("./") {
+                *file = name.to_owned();
+            }
+        }
+        Ok(Self { path: path.to_path_buf(), weight_map, total_size })
     }
 
     /// A file in the words of the index.

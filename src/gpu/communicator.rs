@@ -54,10 +54,13 @@ impl<C: Communicator + Send + 'static> Nccl<C> {
     }
 
     /// Of ranks that have met.
-    pub(super) fn new(peers: nccl::Communicator, stream: Stream, control: Arc<C>) -> Self {
+    ///
+    /// # Errors
+    /// `Usage` where no thread can be started.
+    pub(super) fn new(peers: nccl::Communicator, stream: Stream, control: Arc<C>) -> Result<Self> {
         let met = Met::new(peers);
-        let watch = Watch::start(Arc::clone(&met), Arc::clone(&control));
-        Self { watch, met, control, stream, counter: Counter::default() }
+        let watch = Watch::start(Arc::clone(&met), Arc::clone(&control))?;
+        Ok(Self { watch, met, control, stream, counter: Counter::default() })
     }
 }
 

@@ -21,6 +21,7 @@ use super::stream::Stream;
 use super::watch::Why;
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
+use crate::threads;
 
 /// How long ranks that all are there may take to meet.
 const LIMIT: Duration = Duration::from_mins(2);
@@ -48,7 +49,7 @@ impl<C: Communicator + Send + 'static> Meeting<C> {
         let control = Arc::new(control);
         let met = meet(gpu, sharing, &control).inspect_err(|error| control.fail(&error.to_string()))?;
         let against = match met {
-            Ok((peers, stream)) => return Ok(Self::Met(Nccl::new(peers, stream, control))),
+            Ok((peers, stream)) => return Ok(Self::Met(Nccl::new(peers, stream, control)?)),
             Err(against) => against,
         };
         // What NCCL waited by had the only other one.
@@ -71,17 +72,17 @@ fn meet<C: Communicator + Send + 'static>(gpu: &Gpu, sharing: Sharing, control: 
     };
     let (tell, ended) = channel();
     let is_off = Arc::new(AtomicBool::new(false));
-    let (made, heard) = thread::scope(|scope| {
+    let (made, heard) = thread::scope(|scope| -> Result<_> {
         let is_off_now = &is_off;
-        let heard = scope.spawn(move || {
+        let heard = threads::start_within(scope, "meeting", move || {
             let heard = talk(&**control, &ended);
             is_off_now.store(!matches!(heard, Ok(None)), Ordering::Relaxed);
             heard
-        });
+        })?;
         let made = make(gpu, sharing, control, &id, Arc::clone(&is_off));
         let _ = tell.send(made.as_ref().map(drop).map_err(Why::clone));
-        (made, heard.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-    });
+        Ok((made, heard.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))))
+    })?;
     let heard = heard.map_err(|error| match error {
         Error::Comm { rank, detail, hint, .. } => Error::Comm { rank, op: OP, detail, hint },
         other => other,

@@ -6,13 +6,15 @@
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use nccl::raw::ncclRemoteError;
 
 use super::communicator::reason;
 use crate::comm::Communicator;
+use crate::error::Result;
+use crate::threads;
 
 /// How often it is looked after where nobody waits for it.
 const EVERY: Duration = Duration::from_millis(100);
@@ -94,9 +96,11 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    pub fn start<C: Communicator + Send + 'static>(met: Arc<Met>, control: Arc<C>) -> Self {
+    /// # Errors
+    /// `Usage` where no thread can be started.
+    pub fn start<C: Communicator + Send + 'static>(met: Arc<Met>, control: Arc<C>) -> Result<Self> {
         let (going, goes) = mpsc::channel::<()>();
-        let thread = thread::spawn(move || {
+        let thread = threads::start("watch", move || {
             while goes.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
                 let is_well = control.check().map_err(|gone| met.give_up(Why::Elsewhere(gone.to_string())));
                 if let Err(why) = is_well.and_then(|()| met.with(|peers| peers.status())) {
@@ -104,8 +108,8 @@ impl Watch {
                     return control.fail(&reason(&*control, "exchange", &why).to_string());
                 }
             }
-        });
-        Self { going: Some(going), thread: Some(thread) }
+        })?;
+        Ok(Self { going: Some(going), thread: Some(thread) })
     }
 }
 

@@ -150,10 +150,14 @@ pub fn select(source: &Catalog, options: &Options) -> Result<Selected> {
 
 fn refuse_tensor_keys(state: &Value) -> Result<()> {
     let Some(path) = path::dict_with_tensor_key(state) else { return Ok(()) };
-    let dict = if path.0.is_empty() { String::from("the top of the checkpoint") } else { path.to_string() };
+    let (dict, hint) = if path.0.is_empty() {
+        (String::from("the top of the checkpoint"), "save the checkpoint again with names as keys")
+    } else {
+        (path.to_string(), "leave the dict out with --exclude, or save the checkpoint again with names as keys")
+    };
     Err(Error::unsupported(
         format!("{dict}: a tensor is a key of this dict, or part of a key, where no name leads to it"),
-        "leave the dict out with --exclude, or save the checkpoint again with names as keys",
+        hint,
     ))
 }
 

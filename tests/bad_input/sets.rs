@@ -172,6 +172,34 @@ fn index_of_a_variant_is_an_index() {
     refused(&sandbox, &source.join("renamed.safetensors"), "usage", &[variant]);
 }
 
+/// What the index of a folder says and the files beside the index are the same as those of the folder.
+#[test]
+fn index_stands_for_its_folder() {
+    let (sandbox, source) = set();
+    edit_index(&source, |index| {
+        for file in index["weight_map"].as_object_mut().unwrap().values_mut() {
+            *file = json!(format!("./{}", file.as_str().unwrap()));
+        }
+    });
+    fs::write(source.join("config.json"), "{}").unwrap();
+    let of_folder = sandbox.path("of_folder");
+    dtshard(&[&"consolidate", &source, &of_folder]).succeeded();
+    let of_index = sandbox.path("of_index");
+    dtshard(&[&"consolidate", &source.join(INDEX), &of_index]).succeeded();
+    assert_eq!(crate::corrupt::files_of(&of_folder).len(), crate::corrupt::files_of(&of_index).len());
+    assert!(of_index.join("config.json").is_file());
+    dtshard(&[&"verify", &of_folder, &of_index]).succeeded();
+}
+
+#[test]
+fn hub_cache_is_refused_with_the_place_of_its_snapshots() {
+    let sandbox = Sandbox::new();
+    for folder in ["blobs", "refs", "snapshots/abc"] {
+        fs::create_dir_all(sandbox.path("models--a--b").join(folder)).unwrap();
+    }
+    dtshard(&[&"inspect", &sandbox.path("models--a--b")]).refused(&["snapshots"]);
+}
+
 #[test]
 fn link_to_one_file_of_a_set_is_refused() {
     let (sandbox, source) = set();

@@ -58,6 +58,7 @@ use super::{Extents, Input, Prepared, Stop};
 use crate::catalog::{OutputFile, Reservation};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
+use crate::threads::start_within;
 
 /// How often a process that waits for others looks whether it was told to stop.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -124,7 +125,7 @@ impl<'a> Exchange<'a> {
         let rooms = shuffle.rooms();
         let before = communicator.traffic();
         std::thread::scope(|scope| {
-            scope.spawn(|| {
+            let read = || {
                 let moves = |round: &Round<'_>| {
                     let moves = Moves::new(round, communicator.rank());
                     match casting {
@@ -133,10 +134,12 @@ impl<'a> Exchange<'a> {
                     }
                 };
                 self.stage(moves, rooms, staged, writing);
-            });
-            scope.spawn(|| self.shuffle(communicator, shuffle, to_shuffle, shuffled));
+            };
+            let shuffle = || self.shuffle(communicator, shuffle, to_shuffle, shuffled);
+            let started = start_within(scope, "reads", read).and_then(|_| start_within(scope, "exchange", shuffle));
             let supply = Batches { shuffled: to_write, stop };
-            let done = writing.make().and_then(|outputs| write(self.input, outputs, supply, writing));
+            let done =
+                started.and_then(|_| writing.make()).and_then(|outputs| write(self.input, outputs, supply, writing));
             if let Err(error) = &done {
                 communicator.fail(&error.to_string());
             }

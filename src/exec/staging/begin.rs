@@ -241,7 +241,7 @@ impl Beginning<'_> {
                 stop.lose(held.words(loss));
             }
         };
-        let started = lease.start(self.pace.beat, look).map_err(Error::io("write a lease in", &partial));
+        let started = lease.start(self.pace.beat, look);
         let sync = || if self.claim.sync { partial.sync().map_err(Error::io("sync", &partial)) } else { Ok(()) };
         match started.and_then(|()| sync()) {
             // All was done, and whoever seals was faster.

@@ -52,7 +52,7 @@ impl Staging {
         };
         let name = LeaseName { role: Role::Seal, generation };
         let Some(mut lease) = Lease::take(&self.partial, name)? else { return Ok(None) };
-        lease.start(self.pace.beat, || ()).map_err(Error::io("write a lease in", &self.partial))?;
+        lease.start(self.pace.beat, || ())?;
         fault::point("seal-leased");
         Ok(Some(Seal { staging: self, lease }))
     }

@@ -25,6 +25,7 @@ use crate::comm::{Part, Process};
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::storage::AnchoredPath;
+use crate::threads;
 
 /// What a lease is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -269,8 +270,11 @@ impl Lease {
     }
 
     /// Write it anew every so often from now on, and call `look` each time.
-    pub fn start(&mut self, every: Duration, look: impl Fn() + Send + 'static) -> io::Result<()> {
-        self.beat()?;
+    ///
+    /// # Errors
+    /// `Io` where it cannot be written, `Usage` where no thread can be started.
+    pub fn start(&mut self, every: Duration, look: impl Fn() + Send + 'static) -> Result<()> {
+        self.beat().map_err(Error::io("write", &self.path))?;
         let shared = Arc::clone(&self.shared);
         let beat = move || {
             while shared.sleep(every) {
@@ -279,7 +283,7 @@ impl Lease {
                 look();
             }
         };
-        self.heart = Some(std::thread::Builder::new().name("lease".into()).spawn(beat)?);
+        self.heart = Some(threads::start("lease", beat)?);
         Ok(())
     }
 

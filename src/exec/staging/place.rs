@@ -84,7 +84,14 @@ impl Place {
         // Without a slash at the end, which would keep a file from being renamed to it.
         let folder = AnchoredPath::new(destination.parent().unwrap_or(Path::new("")));
         let destination = destination.with_file_name(name);
-        Ok(Self { destination, parent, folder, name: name.to_owned(), caches: OnceLock::new(), spare: Spare::default() })
+        Ok(Self {
+            destination,
+            parent,
+            folder,
+            name: name.to_owned(),
+            caches: OnceLock::new(),
+            spare: Spare::default(),
+        })
     }
 
     /// For a look that creates nothing, and cannot tell whose files are its own.
