@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// For each module, the modules of this crate that it may use besides itself, `error`, `name_list` and `threads`.
-const ALLOWED: [(&str, &[&str]); 15] = [
+const ALLOWED: [(&str, &[&str]); 16] = [
     ("layout", &[]),
     ("storage", &[]),
     ("comm", &["storage"]),
