@@ -184,7 +184,7 @@ fn what_is_left(kept: Option<&(PathBuf, String)>) -> String {
 }
 
 impl Error {
-    /// An [`Untrusted`] is told as such, whatever was to be done.
+    /// Returns a function that turns an error of the operating system into `Io`, and an [`Untrusted`] into `Usage`.
     pub fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |source| match source.downcast::<Untrusted>() {
@@ -305,7 +305,7 @@ impl Error {
             Self::Io { source, .. }
                 if matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) =>
             {
-                Some("free space on that file system, or choose another place")
+                Some("free space on the file system of that path, or choose another one")
             }
             Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
                 Some("check the path; relative ones start at the current folder")

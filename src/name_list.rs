@@ -60,7 +60,7 @@ impl Numbers {
         (!ranges.is_empty()).then_some(Self(ranges))
     }
 
-    /// How many they are.
+    /// Returns the count of numbers in all ranges.
     fn len(&self) -> u64 {
         self.0.iter().map(Self::len_of).sum()
     }
@@ -133,7 +133,7 @@ fn fold(names: &[&str]) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..names.len()).collect();
     order.sort_by(|left, right| natural_order(names[*left], names[*right]));
     let mut runs: Vec<Run> = Vec::new();
-    // Which run waits for a name, and which of its numbers would count.
+    // For each name that would continue a run: the run, and the number in its names that counts.
     let mut awaited: HashMap<String, (usize, usize)> = HashMap::new();
     for index in order {
         let name = names[index];
@@ -167,7 +167,7 @@ fn fold(names: &[&str]) -> Vec<Vec<usize>> {
     folded
 }
 
-/// Where the numbers of a name are.
+/// Returns the positions of the numbers in a name.
 fn numbers_in(name: &str) -> Vec<Range<usize>> {
     let mut numbers: Vec<Range<usize>> = Vec::new();
     for (at, _) in name.bytes().enumerate().filter(|(_, byte)| byte.is_ascii_digit()) {

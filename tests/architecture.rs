@@ -89,7 +89,7 @@ fn unsafe_code_is_where_files_are_mapped_and_devices_are_used() {
     assert_eq!(allowing, UNSAFE);
 }
 
-/// What is parsed is read into memory first: another process may change a mapped file at any moment. The zip reader copies
+/// Parsers read from memory, not from mapped files: another process may change a mapped file at any moment. The zip reader copies
 /// or compares each byte of a mapping once.
 #[test]
 fn mapped_bytes_are_tensor_data() {

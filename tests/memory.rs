@@ -336,7 +336,7 @@ fn plans_of_rounds_take_no_more_than_is_counted() {
     assert!(took.iter().all(|bytes| *bytes <= PLAN_BYTES), "{took:?} of {PLAN_BYTES}: {PLANNED:?}");
 }
 
-/// What a run may take besides what it reads, in anonymous memory.
+/// Anonymous memory that a run may use besides the bytes it reads.
 const PROGRAM_BYTES: u64 = 12 << 20;
 
 /// The most anonymous memory of a run, whether it succeeds or not, and its exit code.

@@ -13,7 +13,7 @@ use super::{Catalog, Fqn, Key, Path, TensorEntry, TensorId, Value};
 /// Keys under which trainers put an optimizer.
 const OPTIMIZER: [&str; 5] = ["optimizer", "optim", "optimizers", "optimizer_state_dict", "optimizer_states"];
 
-/// Whether trainers put an optimizer under this key. Lightning numbers them, `optimizer_0`.
+/// Returns whether trainers put an optimizer under this key. Lightning numbers its optimizers: `optimizer_0`.
 ///
 /// Source: `FSDPStrategy.save_checkpoint` in `lightning/pytorch/strategies/fsdp.py` (2.6).
 #[must_use]

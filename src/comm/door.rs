@@ -310,7 +310,7 @@ pub(super) enum Answer {
 /// Call all candidates at once, as some may lead nowhere, and others to somebody who never answers.
 ///
 /// # Errors
-/// What `going` says; `Usage` where no thread can be started.
+/// The errors of `going`; `Usage` where no thread can be started.
 pub(super) fn knock(candidates: &[Candidate], hello: &Hello, going: &dyn Fn() -> Result<()>) -> Result<Answer> {
     let (sender, answers) = mpsc::channel();
     // Once nobody is to be called any more.

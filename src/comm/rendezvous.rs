@@ -80,7 +80,7 @@ impl Meeting<'_> {
         }
     }
 
-    /// The same folder, for what is done in it.
+    /// Returns [`folder`](Self::folder) for operations on files in it.
     fn anchored(&self) -> Option<AnchoredPath> {
         let shared = self.shared.filter(|shared| self.folder() == Some(shared.path()));
         shared.cloned().or_else(|| self.folder().map(AnchoredPath::new))

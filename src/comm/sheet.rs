@@ -81,8 +81,8 @@ impl Name {
 
     /// Whom to call, or why there is nobody yet.
     pub fn words(&self) -> Result<Words, String> {
-        // The folder above may have been deleted and made again since the last look, and a network file system looks anew
-        // for what was not there once the folder that it is in is opened.
+        // Another process may have deleted and created the folder above since the last look. A network file system asks
+        // its server for a missing name again after the folder of that name is opened.
         let path = Self { folder: self.folder.reopened(), ..self.clone() }.sheet();
         let _ = path.folder().folder().open_folder();
         if let Err(error) = path.folder().open_folder()
@@ -201,7 +201,7 @@ fn now() -> u64 {
 }
 
 fn write(path: &AnchoredPath, what: &impl Serialize) -> io::Result<File> {
-    let mut file = path.create_anew(0o600)?;
+    let mut file = path.replace_with_new(0o600)?;
     file.write_all(&serde_json::to_vec(what)?)?;
     Ok(file)
 }

@@ -143,7 +143,7 @@ fn announce(of_run: &AnchoredPath) -> io::Result<()> {
     const TRIES: usize = 100;
     let process = serde_json::to_vec(&Process::this())?;
     let announce = || {
-        // The folders above may have been deleted and made again, too.
+        // Another process may have deleted and created the folders above.
         let note = note_of(&of_run.reopened());
         let place = note.folder();
         fs::create_dir_all(place.path().parent().unwrap_or(Path::new("")))?;

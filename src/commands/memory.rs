@@ -85,7 +85,7 @@ pub fn start_threads(wanted: usize) {
     };
 }
 
-/// How many threads of this number can live at once, less some for signals, leases and progress where that is not all.
+/// Returns how many of `wanted` threads the system can start beside those for signals, leases and progress.
 fn startable_threads(wanted: usize) -> usize {
     const OTHERS: usize = 4;
     let gate = Arc::new(Mutex::new(()));

@@ -253,7 +253,7 @@ fn harmless_json(text: &str) -> String {
     harmless
 }
 
-/// Whether people see a character as what it is.
+/// Returns whether a terminal shows a character as that character.
 ///
 /// Control and format characters (Cc, Cf: bidirectional overrides, zero-width joiners), line and paragraph separators,
 /// spaces other than the ASCII one, private and unassigned characters are not visible, nor are letters and marks that

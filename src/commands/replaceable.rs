@@ -20,7 +20,7 @@ const SHOWN: usize = 8;
 /// Longer files are not compared with what this run carries.
 const MAX_COMPARED_BYTES: u64 = 64 << 20;
 
-/// Check that `--overwrite` may replace what stands at the destination, if anything does.
+/// Checks that `--overwrite` may replace the file or folder at the destination, if there is one.
 ///
 /// # Errors
 /// `Usage` where it is no checkpoint, or holds other files; `Io` where it cannot be looked at.

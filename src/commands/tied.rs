@@ -37,7 +37,7 @@ struct Tie {
     prefix: usize,
     output: String,
     id: TensorId,
-    /// Whether the checkpoint has a tensor under the name of the output layer.
+    /// Returns whether the checkpoint has a tensor under the name of the output layer.
     is_stored: bool,
 }
 
@@ -60,7 +60,7 @@ fn find(state: &Value) -> Vec<Tie> {
     found
 }
 
-/// Whether the configuration of a model ties its embeddings.
+/// Returns whether the configuration of a model ties its embeddings.
 ///
 /// # Errors
 /// `Io` where the configuration cannot be read.
@@ -129,7 +129,7 @@ fn has_ties(catalog: &Catalog) -> bool {
     is_tied
 }
 
-/// How to load a DCP checkpoint without the output layer of a tied model.
+/// Returns a note on how to load a DCP checkpoint without the output layer of a tied model.
 ///
 /// # Errors
 /// `Io` where the configuration of the model cannot be read.

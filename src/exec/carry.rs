@@ -64,7 +64,7 @@ pub fn carry(file: &Carried, folder: &AnchoredPath, sync: bool, reporter: &dyn R
     let above = file.to.parent().unwrap_or(Path::new(""));
     folder.create_folders(above).map_err(Error::io("create", &folder.join(above)))?;
     let source = File::open(&file.place).map_err(refused("open", &file.from))?;
-    let mut target = path.create_anew(0o666).map_err(Error::io("create", &path))?;
+    let mut target = path.replace_with_new(0o666).map_err(Error::io("create", &path))?;
     loop {
         stop.check()?;
         let copied = io::copy(&mut (&source).take(BLOCK_BYTES), &mut target);
@@ -93,7 +93,7 @@ fn mark(copy: &File) {
     }
 }
 
-/// Whether a file was carried by an earlier run, and nobody has written to it since.
+/// Returns whether an earlier run carried a file and nobody has written to the file since.
 #[must_use]
 pub fn is_unchanged_copy(path: &Path) -> bool {
     let mut value = [0_u8; 64];

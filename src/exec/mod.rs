@@ -58,7 +58,7 @@ pub struct Input<'a> {
     pub resolve: &'a Resolve,
 }
 
-/// What a run does at a moment.
+/// A phase of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Phase {
     /// Bytes move.

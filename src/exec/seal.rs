@@ -61,7 +61,7 @@ pub fn seal(
     outputs.close()
 }
 
-/// Whether all files in `folder` are as long as they should be.
+/// Returns whether all files in `folder` are as long as they should be.
 ///
 /// # Errors
 /// `Io` where one cannot be looked at.

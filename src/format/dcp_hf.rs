@@ -54,7 +54,7 @@ impl ShardName {
     }
 }
 
-/// What the shards of a folder lack by their names: ranks, files of the whole, or files of a rank.
+/// Returns the ranks and files that are missing by the names of the shards in a folder.
 ///
 /// # Errors
 /// `Conflict` where files belong to different saves, `Malformed` where numbers are beyond the total.

@@ -174,7 +174,7 @@ fn with_suffix(folder: &Path, names: &[String], suffixes: &[&str]) -> Result<Vec
     Ok(found)
 }
 
-/// Whether a folder has torch files, by their names.
+/// Returns whether a folder has torch files, by their names.
 ///
 /// # Errors
 /// `Io`.

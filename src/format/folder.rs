@@ -197,8 +197,8 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
     }
 }
 
-/// Where Lightning puts checkpoints: `lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt`, which is a folder where
-/// it is sharded. Files of that suffix beside such folders are checkpoints, too; a torch file in a folder above may be
+/// Returns the folder to enter on the way to a checkpoint of Lightning:
+/// `lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt`. A sharded checkpoint is a folder of that name. Files of that suffix beside such folders are checkpoints, too; a torch file in a folder above may be
 /// the checkpoint that is meant.
 fn lightning(folder: &Path, names: &[String]) -> Result<Option<String>> {
     let is_checkpoint = |name: &String| is_checkpoint_name(name);
@@ -228,7 +228,7 @@ fn is_version(name: &str) -> bool {
     is_numbered(name, "version", "_", false)
 }
 
-/// Whether Lightning makes folders of this name on the way to a checkpoint.
+/// Returns whether Lightning makes folders of this name on the way to a checkpoint.
 fn is_lightning(name: &str) -> bool {
     is_checkpoint_name(name) || ["checkpoints", "lightning_logs"].contains(&name) || is_version(name)
 }

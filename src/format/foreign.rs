@@ -99,7 +99,7 @@ pub fn rank_file(path: &Path) -> Result<Option<Shortfall>> {
 const DEEPSPEED: &str = "convert it with DeepSpeed's zero_to_fp32.py or ds_to_universal.py first";
 const MEGATRON: &str = "save it with --ckpt-format torch_dist, or export it with Megatron's own tools";
 
-/// What Megatron-LM calls the file of a rank.
+/// The names of a rank's files in Megatron-LM.
 const MEGATRON_FILE: &str = "model_optim_rng.pt";
 
 /// `mp_rank_00_model_states.pt`, `layer_00-model_states.pt`, `zero_pp_rank_0_mp_rank_00_optim_states.pt`

@@ -97,13 +97,13 @@ fn glob_set(patterns: impl IntoIterator<Item = &'static str>) -> GlobSet {
     names.build().expect("a set that a test has built")
 }
 
-/// Whether loaders want a file of this name, relative to the model's folder, beside the weights.
+/// Returns whether loaders want a file of this name, relative to the model's folder, beside the weights.
 #[must_use]
 pub fn is_asset(name: &Path) -> bool {
     ASSET_NAMES.is_match(name)
 }
 
-/// Whether a folder, relative to the checkpoint's folder, has files of the table in it.
+/// Returns whether a folder, relative to the checkpoint's folder, has files of the table in it.
 #[must_use]
 pub fn is_known_folder(name: &Path) -> bool {
     below_known_folder(name).as_os_str().is_empty()
@@ -129,7 +129,7 @@ pub fn role_of(name: &Path, path: &Path) -> Option<Role> {
     rows.find(|(.., start)| starts_with(path, *start)).map(|(_, role, _)| *role)
 }
 
-/// Whether a file alone is a checkpoint, whatever its name.
+/// Returns whether a file alone is a checkpoint, whatever its name.
 ///
 /// # Errors
 /// `Io` where it cannot be read.

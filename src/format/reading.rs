@@ -20,7 +20,7 @@ pub struct Reading<'a> {
     pub files: Files,
     pub series: Vec<String>,
     pub skipped_series: Vec<String>,
-    /// What incomplete sets lack.
+    /// Names of files and tensors that incomplete sets do not have.
     pub missing: Vec<String>,
     /// Ranks that have files, where there is one a rank.
     pub ranks: BTreeSet<Rank>,
@@ -57,7 +57,7 @@ impl<'a> Reading<'a> {
     /// Let an incomplete set pass where that is asked for, with a warning.
     ///
     /// # Errors
-    /// What the set lacks.
+    /// The error of the shortfall.
     fn admit(&mut self, lacks: Option<Shortfall>) -> Result<Option<String>> {
         match lacks {
             None => Ok(None),
@@ -119,7 +119,7 @@ impl<'a> Reading<'a> {
         Ok((format, Loaded { catalog, parts: vec![whole] }))
     }
 
-    /// How an index and the torch files that it names differ.
+    /// Returns the first difference between an index and the torch files that it names.
     fn differing(&self, index: &Index, catalog: &Catalog, paths: &[PathBuf]) -> Option<Shortfall> {
         let named = model::all_tensors(&catalog.state);
         let file_of = |id: TensorId| {

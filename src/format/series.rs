@@ -34,7 +34,7 @@ pub enum SeriesChoice {
     Named(Vec<String>),
 }
 
-/// What to say where one rank's file is given and the whole is needed, and the names of the other files.
+/// Returns a description of one file of a series, and the names of the other files.
 ///
 /// # Errors
 /// `Io` where the folder that it is in cannot be listed.
@@ -111,7 +111,7 @@ pub struct Grouped {
 #[derive(Clone, Debug)]
 pub struct NumberedSet {
     pub name: String,
-    /// How many files there are by their names.
+    /// The number of files that their names state.
     pub size: u32,
     first: u32,
     files: BTreeMap<u32, PathBuf>,

@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::{IoMode, lookup};
 
-/// What a set lacks, or what contradicts it.
+/// The missing parts of a set, or a contradiction in it.
 #[derive(Debug)]
 pub struct Shortfall {
     /// Files and tensors of the set that are not read.
@@ -42,7 +42,7 @@ impl Shortfall {
     }
 }
 
-/// What a detected checkpoint lacks of its set, as far as the names of files tell.
+/// Returns the files that a detected checkpoint lacks, by the names of its files.
 ///
 /// # Errors
 /// `Io`; `Malformed` and `Conflict` where names contradict each other.
@@ -70,7 +70,7 @@ pub fn shortfall(path: &Path, detected: &Detected, options: &ReadOptions, io: Io
     paths.iter().find_map(|path| foreign::rank_file(path).transpose()).transpose()
 }
 
-/// Whether the file that is read is SRC itself.
+/// Returns whether the file that is read is SRC itself.
 fn is_given(path: &Path, paths: &[PathBuf]) -> bool {
     matches!(paths, [only] if only == path)
 }
@@ -97,8 +97,8 @@ pub fn list_absent(count: u64, names: impl Iterator<Item = String>) -> Vec<Strin
 
 // --------------------------------------------------------------------------------------------------- numbered files
 
-/// What the numbers in the names of a folder's files say is missing. Files of ranks are numbered, too: where their layout
-/// is declared, reading them asks for all ranks.
+/// Returns the files that are missing by the numbers in the names of a folder's files. Files of ranks are numbered, too:
+/// if their layout is declared, the reader of rank files checks for missing ranks.
 fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Option<Shortfall>> {
     let Grouped { sets, ranks, .. } = series::group(folder, paths)?;
     let of_ranks = ranks.iter().filter(|_| !is_declared).map(SeriesSet::numbered).collect::<Result<Vec<_>>>()?;
@@ -119,7 +119,7 @@ fn numbered(folder: &Path, paths: &[PathBuf], is_declared: bool) -> Result<Optio
     Ok(None)
 }
 
-/// What to say of a file that was given and is one of several.
+/// Returns a shortfall if the file that was given is one of several.
 fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
     if let Some(found) = foreign::rank_file(path)? {
         return Ok(Some(found));
@@ -169,7 +169,7 @@ fn lone_shard(path: &Path) -> Result<Shortfall> {
 
 // ------------------------------------------------------------------------------------------------------- index files
 
-/// Whether a file is the index of a set, by its name.
+/// Returns whether a file is the index of a set, by its name.
 pub fn is_index(name: &str) -> bool {
     is_safetensors_index(name) || is_torch_index(name)
 }
@@ -326,7 +326,7 @@ impl Index {
         Ok(others)
     }
 
-    /// How its tensors and those of its files differ: it must list every tensor, in the file that has it, and may list
+    /// Returns the first difference between its tensors and those of its files: it must list every tensor, in the file that has it, and may list
     /// further names of tensors. `holder` gives the file of a name, `stored` the tensors of the files that were `read`;
     /// a tensor without data may be in any file.
     pub fn differing<'a>(
@@ -360,7 +360,7 @@ impl Index {
         elsewhere.or_else(unlisted).map(|error| Shortfall::new(Vec::new(), error))
     }
 
-    /// What is worth a look and no error: other files of tensors, and sizes that do not fit.
+    /// Returns warnings about other files of tensors, and about sizes that do not fit.
     ///
     /// # Errors
     /// `Io`.

@@ -41,7 +41,7 @@ impl Quantised {
         self.names.insert(name.to_owned(), dtype);
     }
 
-    /// Whether the tensor of this name scales one that is quantised.
+    /// Returns whether the tensor of this name scales a quantised tensor.
     pub fn has_scale(&self, name: &str) -> bool {
         let (module, last) = split(name);
         let lower = last.to_lowercase();

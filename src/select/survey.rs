@@ -3,8 +3,8 @@
 //! Leaves are those of [`crate::catalog::path`], and dicts that are empty, which have no name anybody asks for but
 //! are put back where they were. Nodes refer to their parents, so that a million leaves share their containers.
 //!
-//! An optimizer is a dict with `state` and `param_groups`, or what stands under one of a [key of optimizers](optimizer::is_optimizer_key); inside
-//! of a model there is none. Its state is keyed by parameter: `{"state": {FQN: {"exp_avg": ..}}}` or, flattened as
+//! An optimizer is a dict with `state` and `param_groups`, or the value of a
+//! [key of optimizers](optimizer::is_optimizer_key). A model contains no optimizer. Its state is keyed by parameter: `{"state": {FQN: {"exp_avg": ..}}}` or, flattened as
 //! `torch.distributed.checkpoint.state_dict` does on request, `{"state.FQN.exp_avg": ..}`.
 
 use std::borrow::Cow;

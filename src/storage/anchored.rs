@@ -55,7 +55,8 @@ impl AnchoredPath {
         Self::at(Anchor { path: path.to_path_buf(), folder: OnceLock::new(), owner: Arc::default() })
     }
 
-    /// The same folder for a look that creates nothing, and so cannot find out who the owner of new files is.
+    /// Returns a path as [`new`](Self::new) does, for a look that creates no file. It accepts every owner, since only a new
+    /// file tells which user owns new files.
     #[must_use]
     pub fn for_a_look(path: &Path) -> Self {
         Self::at(Anchor { path: path.to_path_buf(), folder: OnceLock::new(), owner: Arc::new(None.into()) })
@@ -75,7 +76,7 @@ impl AnchoredPath {
         Ok(Self::at(Anchor { path: self.path.clone(), folder: folder.into(), owner: Arc::clone(&self.anchor.owner) }))
     }
 
-    /// The same path, whose anchor is opened again: it may have been deleted and created anew.
+    /// Returns this path with an anchor that is opened again: another process may have replaced the folder.
     #[must_use]
     pub fn reopened(&self) -> Self {
         let Anchor { path, owner, .. } = &*self.anchor;
@@ -124,7 +125,7 @@ impl AnchoredPath {
         self.below.file_name().unwrap_or_default()
     }
 
-    /// What is there; of a link, the link itself. It may belong to anybody.
+    /// Returns the metadata of the file, or of the link itself. Any user may own it.
     pub fn metadata(&self) -> io::Result<Metadata> {
         self.handle()?.metadata()
     }
@@ -137,8 +138,8 @@ impl AnchoredPath {
         })
     }
 
-    /// What is there, which belongs to this user; of a link, the link itself. `None` where nothing is. The anchor may belong
-    /// to anybody.
+    /// Returns the metadata of a file, folder or link that this user owns; `None` if there is none. Any user may own the
+    /// anchor.
     pub fn own_entry(&self) -> io::Result<Option<Metadata>> {
         let metadata = match self.metadata() {
             Err(error) if matches!(error.kind(), NotFound | StaleNetworkFileHandle) => return Ok(None),
@@ -158,7 +159,7 @@ impl AnchoredPath {
         matches!(self.own_entry(), Ok(Some(_)))
     }
 
-    /// What is there, which belongs to this user and is no link; `None` where nothing is.
+    /// Returns the metadata of a file or folder that this user owns; `None` if there is none. A link is an error.
     pub fn own_metadata(&self) -> io::Result<Option<Metadata>> {
         match self.own_entry()? {
             Some(metadata) if metadata.is_symlink() => Err(self.is_link()),
@@ -219,7 +220,7 @@ impl AnchoredPath {
     }
 
     /// Create a file in the place of this user's file or link that is there.
-    pub fn create_anew(&self, mode: u32) -> io::Result<File> {
+    pub fn replace_with_new(&self, mode: u32) -> io::Result<File> {
         if self.own_entry()?.is_some() {
             self.remove_file()?;
         }
@@ -468,7 +469,7 @@ mod tests {
         let tried: [io::Result<()>; 10] = [
             inner.open().map(drop),
             inner.open_to_write(OFlags::empty()).map(drop),
-            inner.create_anew(0o600).map(drop),
+            inner.replace_with_new(0o600).map(drop),
             inner.remove_all(),
             inner.rename(&anchor.join("taken")),
             anchor.join("file").rename(&inner),
@@ -483,9 +484,9 @@ mod tests {
         }
         assert!(file.metadata().unwrap().is_symlink());
         assert!(folder.own_metadata().is_err() && anchor.join("nothing").own_metadata().unwrap().is_none());
-        // What is deleted or replaced is the link.
+        // Only the link is deleted or replaced.
         folder.remove_all().unwrap();
-        file.create_anew(0o600).unwrap();
+        file.replace_with_new(0o600).unwrap();
         assert!(!folder.exists() && file.metadata().unwrap().is_file());
         assert_eq!(fs::read(victim.join("file")).unwrap(), b"mine");
     }
@@ -500,7 +501,7 @@ mod tests {
         assert!(matches!(untrusted_of(&error), Some(Untrusted::Names { names: 2, .. })), "{error}");
         // It can be read, and be replaced.
         anchor.join("planted").open().unwrap();
-        anchor.join("planted").create_anew(0o600).unwrap();
+        anchor.join("planted").replace_with_new(0o600).unwrap();
         assert_eq!(fs::read(root.path().join("mine")).unwrap(), b"mine");
     }
 

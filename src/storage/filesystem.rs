@@ -51,7 +51,7 @@ pub fn preferred_io(path: &Path) -> Result<IoMode> {
     Ok(if REMOTE.contains(&magic_of(&look_at(path)?)) { IoMode::Read } else { IoMode::Mmap })
 }
 
-/// Whether the file system `path` is on may be one that other nodes change too, and whose names this node caches.
+/// Returns whether the file system of `path` is a network file system, whose names this node may cache.
 #[must_use]
 pub fn caches_names(path: &Path) -> bool {
     look_at(path).is_ok_and(|info| REMOTE.contains(&magic_of(&info)))
@@ -85,7 +85,7 @@ pub fn suits_direct_writes(path: &Path) -> Result<bool> {
     Ok(is_written_in_place(&look_at(path)?))
 }
 
-/// The same of a folder that is reached without following links.
+/// As [`suits_direct_writes`], for a folder that is reached without following links.
 ///
 /// # Errors
 /// `Io` where it cannot be looked at.
@@ -140,7 +140,7 @@ const WAIT: u32 = 0;
 /// [`File`] ignores. Never tried again: Linux has given up the descriptor even where this fails.
 ///
 /// # Errors
-/// What the file system says.
+/// Errors of writes that the file system reports late.
 pub fn close(file: File) -> io::Result<()> {
     use std::os::fd::IntoRawFd;
 

@@ -17,7 +17,7 @@ use rustix::fs::{Dir, Mode, OFlags};
 
 use crate::error::{Error, Result};
 
-/// What a path leads to, links followed.
+/// The type of the file at a path, after links are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     File,
@@ -60,7 +60,7 @@ pub fn metadata_of(path: &Path) -> Result<Option<Metadata>> {
     unless_absent(path, fs::metadata(path))
 }
 
-/// Whether there is a file.
+/// Returns whether the path is a file.
 ///
 /// # Errors
 /// `Io` where the file system does not tell, `Missing` for a link that leads nowhere.
@@ -68,7 +68,7 @@ pub fn is_file(path: &Path) -> Result<bool> {
     Ok(beyond_links(path)? == Some(Kind::File))
 }
 
-/// Whether there is a folder.
+/// Returns whether the path is a folder.
 ///
 /// # Errors
 /// As [`is_file`].
@@ -76,7 +76,7 @@ pub fn is_folder(path: &Path) -> Result<bool> {
     Ok(beyond_links(path)? == Some(Kind::Folder))
 }
 
-/// Whether there is anything.
+/// Returns whether the path exists.
 ///
 /// # Errors
 /// As [`is_file`].
@@ -123,7 +123,7 @@ impl Entry {
         }
     }
 
-    /// Whether the entry itself is a link.
+    /// Returns whether the entry itself is a link.
     ///
     /// # Errors
     /// As [`Self::kind`].
@@ -135,7 +135,7 @@ impl Entry {
         Ok(own.file_type().is_symlink())
     }
 
-    /// Whether the entry leads to a file.
+    /// Returns whether the entry leads to a file.
     ///
     /// # Errors
     /// As [`Self::kind`], and `Missing` for a link that leads nowhere.
@@ -143,7 +143,7 @@ impl Entry {
         Ok(self.beyond_links()? == Kind::File)
     }
 
-    /// Whether the entry leads to a folder.
+    /// Returns whether the entry leads to a folder.
     ///
     /// # Errors
     /// As [`Self::is_file`].

@@ -68,7 +68,7 @@ fn metadata_that_claims_a_tebibyte_is_malformed() {
     sandbox.is_bad(&source, &[".metadata", &HUGE.to_string()]);
 }
 
-/// Where the file is longer than all that may be mapped, it is read.
+/// A file that is longer than the address space allows is read instead of mapped.
 #[test]
 fn file_that_cannot_be_mapped_is_read() {
     let sandbox = Sandbox::new();

@@ -154,7 +154,7 @@ fn links_to_folders_and_to_other_files_are_foreign() {
     assert!(blob.is_file() && !out.join("model.safetensors").is_symlink());
 }
 
-/// What each verb and format writes is replaced by the same command, and by that of any other.
+/// Every verb replaces the output of every verb and format.
 #[test]
 fn results_of_every_verb_and_format_are_replaced() {
     let sandbox = Sandbox::new();

@@ -172,7 +172,7 @@ fn index_of_a_variant_is_an_index() {
     refused(&sandbox, &source.join("renamed.safetensors"), "usage", &[variant]);
 }
 
-/// What the index of a folder says and the files beside the index are the same as those of the folder.
+/// Converting the index of a folder gives the same files as converting the folder.
 #[test]
 fn index_stands_for_its_folder() {
     let (sandbox, source) = set();

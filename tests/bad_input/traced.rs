@@ -117,7 +117,7 @@ fn failed_small_write_leaves_nothing() {
             remove(&target);
             let (outcome, log) = traced(&sandbox, &args, call, Some(&format!("error=ENOSPC:when={number}")));
             let Some(injected) = log.lines().find(|line| line.contains("(INJECTED)")) else { break };
-            // Where a file system has no links, there is another way, and a message is no result.
+            // A failed link has a fallback, and a failed write of a message changes no result.
             assert!(
                 matches!(outcome.code, Some(0 | 2)) && !outcome.err.contains("panicked"),
                 "{injected}: {outcome:?}"

@@ -1,4 +1,4 @@
-//! What a first look shows: the help of each verb, what flat parameters lack, and what `inspect` infers and sums up.
+//! Tests of the help of each verb, of messages about flat layouts, and of the tables of `inspect`.
 
 use crate::Desk;
 use crate::common::{expect, fixture, run, succeed};

@@ -67,6 +67,6 @@ fn meta_is_carried() {
     let made = desk.make("reshard", "lightning_fsdp", "epoch=0-step=3.ckpt", "--mesh data_parallel=3 --to dcp");
     let same = fs::read(made.path.join("meta.pt")).unwrap() == fs::read(fixture(CHECKPOINT).join("meta.pt")).unwrap();
     assert!(same);
-    // What was written is found as what was read.
+    // The output has the same names as the source, and is found in the same way.
     assert_eq!(inspect(&desk.path(""), "--brief"), inspect(&made.path, "--brief"));
 }

@@ -1,5 +1,5 @@
-//! What messages show of names: a few of many, nothing that a terminal or a reader may take for something else, and
-//! what helps before what is listed.
+//! Tests of names in messages: long lists are shortened, control characters are escaped, and the line that helps comes
+//! first.
 
 use std::fs;
 

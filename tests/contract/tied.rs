@@ -10,7 +10,7 @@ use crate::common::{expect, succeed};
 
 const TIED: &str = r#"{"model_type": "llama", "tie_word_embeddings": true}"#;
 
-/// What `save_pretrained` leaves of a model: an embedding, and nothing of the layer that is tied to it.
+/// A model as `save_pretrained` writes it: with an embedding, and without the output layer that is tied to it.
 fn saved(desk: &Desk, name: &str, config: &str, tensors: &[(&str, usize)]) -> PathBuf {
     desk.write(&format!("{name}/config.json"), config);
     desk.vectors(&format!("{name}/model.safetensors"), tensors);

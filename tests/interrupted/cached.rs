@@ -48,7 +48,7 @@ impl Mounts {
         Some(mounts)
     }
 
-    /// What is mounted, as the server sees it.
+    /// The mounted folder, as the server sees it.
     fn folder(&self) -> PathBuf {
         self.root.path().join("folder")
     }

@@ -164,7 +164,7 @@ impl Job {
         self.command_at(&self.target(), more, fault)
     }
 
-    /// The same with another destination.
+    /// Returns this job with another destination.
     pub fn command_at(&self, target: &Path, more: &str, fault: Option<&str>) -> Command {
         let options: Vec<&str> = self.kind.options.split_whitespace().chain(more.split_whitespace()).collect();
         dtshard(&[self.kind.verb.as_ref(), self.source.as_os_str(), target.as_os_str()], &options, fault)

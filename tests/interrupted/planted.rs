@@ -1,7 +1,7 @@
-//! What another user plants beside a destination, or in a work folder that is writable to a group: files behind links,
-//! pipes and second names stay as they are, and nothing of that user is gone on with, or deleted.
+//! Tests of files that another user plants beside a destination, or in a work folder that a group may write to. dtshard
+//! leaves files behind links, pipes and second names as they are, and neither uses nor deletes files of that user.
 //!
-//! Real users do it, so elsewhere than as root this is skipped, except for links of one's own.
+//! The tests run as root, with real users, and are skipped elsewhere, except for links of the same user.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -126,7 +126,7 @@ fn as_user(user: u32, program: &OsStr, args: &[&OsStr]) -> Command {
     command
 }
 
-/// What the attacker can do, and no more.
+/// Asserts that the attacker has the rights of another user, and no more.
 fn attack(program: &str, args: &[&dyn AsRef<OsStr>]) {
     let args: Vec<&OsStr> = args.iter().map(|arg| (*arg).as_ref()).collect();
     let done = as_user(ATTACKER, program.as_ref(), &args).output().unwrap();

@@ -27,7 +27,7 @@ pub fn tensors(view: &View<'_>) -> String {
     align(["tensor", "dtype", "shape", "placements", last], view.names.iter().map(row).collect())
 }
 
-/// Whether the format tells boxes, and neither ranks nor placements.
+/// True if the format records boxes, but neither ranks nor placements.
 fn has_boxes_alone(view: &View<'_>) -> bool {
     matches!(view.checkpoint.format, Format::Dcp | Format::DcpHf)
 }

@@ -213,7 +213,7 @@ impl Journal {
     /// `Io` naming the file.
     pub fn create(path: &AnchoredPath) -> Result<Self> {
         let file = path.create_new(0o666).map_err(Error::io("create", path))?;
-        // Its records are of no use if its name is lost.
+        // A journal without a name in its folder cannot be found by the next run.
         let folder = path.folder();
         folder.sync().map_err(Error::io("sync", &folder))?;
         Ok(Self { path: path.clone(), file, len: 0 })

@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::exec::Stop;
 use crate::storage::{AnchoredPath, afresh, filesystem};
 
-/// What a look needs that may have to be repeated.
+/// The context of a look at the file system that may be repeated.
 #[derive(Clone, Copy)]
 pub(super) struct Looking<'a> {
     pub claim: &'a Claim,
@@ -26,7 +26,7 @@ pub(super) struct Looking<'a> {
 }
 
 impl Place {
-    /// How long the file system may answer from a cache.
+    /// Returns how long the file system may answer from a cache.
     pub fn cached_for(&self, pace: &Pace) -> Duration {
         let caches = *self.caches.get_or_init(|| filesystem::caches_names(&self.parent));
         if caches { pace.cached_for } else { Duration::ZERO }
@@ -49,7 +49,7 @@ impl Place {
 
     fn are_names_as_listed(&self) -> bool {
         let are_as_listed = || {
-            // Where the folder cannot be listed, nothing says otherwise.
+            // A folder that cannot be listed contradicts nothing.
             let Ok(listed) = self.folder.names() else { return true };
             let is_listed = |path: &AnchoredPath| listed.iter().any(|name| name == path.file_name());
             self.paths().iter().all(|path| path.exists() == is_listed(path))
@@ -101,7 +101,7 @@ impl Place {
     }
 }
 
-/// Whether a name is listed in a folder and cannot be found there, even when it is looked up afresh.
+/// Returns whether a folder lists a name and a fresh lookup of the name fails.
 pub(super) fn is_hidden(folder: &AnchoredPath, name: &str) -> io::Result<bool> {
     let is_hidden = || Ok(!folder.join(name).exists() && folder.names()?.iter().any(|listed| listed == name));
     if !is_hidden()? {
@@ -116,7 +116,8 @@ impl Staging {
         Looking { claim: &self.claim, pace: &self.pace, stop }
     }
 
-    /// Whether the partial folder stays away and the output with it, which nobody but a stranger can have done.
+    /// Returns whether the partial folder and the output are gone for longer than caches last, so that another program has
+    /// removed them.
     ///
     /// # Errors
     /// `Stopped`, `Io`
@@ -145,7 +146,7 @@ impl Staging {
     }
 }
 
-/// Since when each look has found something that cannot be.
+/// The time since which every look has found an impossible state.
 #[derive(Debug, Default)]
 pub(super) struct Doubt(Option<Instant>);
 

@@ -142,7 +142,7 @@ impl Staging {
     fn clear_old(&self, mine: Identity) -> Result<()> {
         let old = self.place.old();
         let Some(found) = Identity::of(&old).filter(|found| *found != mine) else { return Ok(()) };
-        // What this process moved there was the destination, which is to be replaced, whoever it belongs to.
+        // A destination that this process moved there is replaced, whoever owns it.
         if *self.replaced.lock().unwrap_or_else(PoisonError::into_inner) != Some(found) {
             old.own_entry().map_err(Error::io("look at", &old))?;
         }

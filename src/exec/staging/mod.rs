@@ -206,7 +206,7 @@ pub struct Staging {
     watch: Mutex<Watch>,
     /// What will be at the destination, known once it is complete.
     identity: OnceLock<Identity>,
-    /// What this process moved away from the destination.
+    /// The file or folder that this process moved away from the destination.
     replaced: Mutex<Option<Identity>>,
     earlier: Earlier,
     /// Parts that nobody waits for any more, by their index.

@@ -28,7 +28,7 @@ pub(super) struct Place {
     /// The folder of the destination, for all that is done in it.
     pub folder: AnchoredPath,
     name: OsString,
-    /// Whether the file system caches names, once that is known.
+    /// True where the file system caches names; empty until that is known.
     pub caches: OnceLock<bool>,
     pub spare: Spare,
 }

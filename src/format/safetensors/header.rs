@@ -99,7 +99,7 @@ struct RawHeaderVisitor<'a> {
     fault: &'a mut Fault,
 }
 
-/// What serde cannot say of an error.
+/// Details of an error that serde_json does not report.
 enum Fault {
     /// It is not in an entry.
     None,

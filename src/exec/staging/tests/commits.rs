@@ -100,7 +100,7 @@ fn of_two_that_publish_both_succeed() {
 #[test]
 fn file_beside_the_one_output_is_not_published() {
     let desk = Desk::new(Shape::File);
-    let (first, second) = two_seals(&desk);
+    let (first, _second) = two_seals(&desk);
     let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
     fs::write(first.folder().path().join("a-planted-file"), "planted").unwrap();
     assert!(seal.publish(false).is_err());

@@ -165,7 +165,7 @@ fn one_that_stops_is_given_a_moment() {
     assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
 }
 
-/// Its node remembers for longer than others are watched that the partial folder is gone.
+/// The cache of this node hides the partial folder for longer than other processes are watched.
 #[test]
 fn a_partial_folder_that_a_cache_hides_is_waited_for() {
     let (mut desk, said) = (Desk::new(Shape::Folder), Arc::new(Mutex::new(0)));
@@ -191,7 +191,7 @@ fn a_partial_folder_that_a_cache_hides_is_waited_for() {
     fs::rename(desk.partial(), &hidden).unwrap();
     says(&first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &["is gone", "not published"]);
     assert!(begun.elapsed() >= FAST.cached_for);
-    // What is known of one is not waited for again.
+    // The second look does not wait again.
     assert!(!first.was_published(&Stop::default()));
     assert!(begun.elapsed() < FAST.cached_for * 4);
 }
