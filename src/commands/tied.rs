@@ -37,7 +37,7 @@ struct Tie {
     prefix: usize,
     output: String,
     id: TensorId,
-    /// Returns whether the checkpoint has a tensor under the name of the output layer.
+    /// True if the checkpoint has a tensor under the name of the output layer.
     is_stored: bool,
 }
 
@@ -58,6 +58,12 @@ fn find(state: &Value) -> Vec<Tie> {
         }
     }
     found
+}
+
+/// Returns the output layers that a checkpoint stores and model classes may tie, each with its embedding.
+pub fn stored_outputs(state: &Value) -> Vec<(String, String)> {
+    let stored = find(state).into_iter().filter(|tie| tie.is_stored);
+    stored.map(|tie| (tie.output, tie.embedding)).collect()
 }
 
 /// Returns whether the configuration of a model ties its embeddings.

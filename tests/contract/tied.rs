@@ -57,6 +57,18 @@ fn name_below_a_model_is_written_beside_it_and_renamed_with_it() {
 }
 
 #[test]
+fn verify_says_how_to_compare_without_the_tied_layer() {
+    let desk = Desk::new();
+    let source = saved(&desk, "source", TIED, &MODEL);
+    let made = desk.make("reshard", &source, "dcp", "--mesh dp=2 --to dcp --tied write");
+    for (left, right) in [(&source, &made.path), (&made.path, &source)] {
+        let run = expect(1, "verify", &[left, right], "");
+        assert!(run.stderr.contains("--common") && run.stderr.contains("lm_head.weight"), "{}", run.stderr);
+        succeed("verify", &[left, right], "--common");
+    }
+}
+
+#[test]
 fn recorded_alias_is_written() {
     let desk = Desk::new();
     let source = saved(&desk, "source", TIED, &MODEL);

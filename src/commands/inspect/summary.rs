@@ -13,6 +13,7 @@ use crate::exec::gather::{Prepared, Scratch};
 use crate::layout::DeviceMesh;
 use crate::name_list::{FEW, FEW_NUMBERS, short_list, short_list_of_counted};
 use crate::quantity::{count, human_bytes};
+use crate::storage::lookup;
 
 /// # Errors
 /// `Io` where the tensor that holds the training step cannot be read.
@@ -23,7 +24,9 @@ pub fn summary(args: &Inspect, view: &View<'_>) -> Result<String> {
         lines.push(("found at", checkpoint.root.display().to_string()));
     }
     if !checkpoint.missing.is_empty() {
-        lines.push(("missing", short_list(&checkpoint.missing, FEW)));
+        // The other files of a set may lie beside the one that was given.
+        let is_one_file = !lookup::is_folder(&checkpoint.place(&checkpoint.root))?;
+        lines.push((if is_one_file { "not read" } else { "missing" }, short_list(&checkpoint.missing, FEW)));
     }
     let shares = Shares::of(catalog);
     if shares.model.tensors > 0 {

@@ -13,7 +13,7 @@ use crate::cli::Verify;
 use crate::commands::digests::{Listed, Listing};
 use crate::commands::progress::Progress;
 use crate::commands::run::Run;
-use crate::commands::{input, inspect};
+use crate::commands::{input, inspect, tied};
 use crate::error::{Error, Result};
 use crate::exec::cast::Cast;
 use crate::exec::compare;
@@ -69,6 +69,7 @@ impl Comparison<'_> {
             found.added(name, args);
         }
         suggest_root(&names.source, found);
+        suggest_common(&[(ours, "OTHER"), (theirs, "SRC")], found);
         let (ours, theirs) = (objects(&ours.state), objects(&theirs.state));
         if source.format.holds_objects() && other.format.holds_objects() {
             found.same_objects(ours, theirs, args);
@@ -240,6 +241,21 @@ fn suggest_root(source: &Selected, found: &mut Findings) {
     let shorter: Vec<String> = found.only_in_src.iter().filter_map(below).collect();
     if !root.is_empty() && found.only_in_other.iter().any(|name| shorter.contains(name)) {
         found.hints.push(format!("OTHER has the names that SRC has below `{root}`: add --root {root}"));
+    }
+}
+
+/// A checkpoint may leave out the output layer of a model that ties it to an embedding.
+fn suggest_common(sides: &[(&Catalog, &str); 2], found: &mut Findings) {
+    let only_in: [&[String]; 2] = [&found.only_in_src, &found.only_in_other];
+    for ((catalog, other), only) in sides.iter().zip(only_in) {
+        let left_out = tied::stored_outputs(&catalog.state).into_iter().find(|(output, _)| only.contains(output));
+        if let Some((output, embedding)) = left_out {
+            found.hints.push(format!(
+                "{other} may leave out {output} because it is tied to {embedding}: add --common to compare the tensors \
+                 that both have"
+            ));
+            return;
+        }
     }
 }
 
