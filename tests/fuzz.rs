@@ -1,6 +1,7 @@
 //! Parsers of files and texts that anybody may have written: mutated fixtures are read or refused, and nothing panics.
 //!
-//! Mutations follow from a fixed seed. `FUZZ_SECONDS` runs each target for so long instead of a second or two.
+//! `cargo test` runs a fixed number of mutations from a fixed seed, which `.cargo/config.toml` sets; docs/ci.md has the
+//! variables for longer runs.
 
 #![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 
@@ -8,92 +9,113 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use bolero::{TypeGenerator, check, produce};
 use dtshard::format::pickle::{self, NoFold, Unknown};
 use dtshard::format::{Checkpoint, ReadOptions, layout_file};
-use dtshard::layout::{Pattern, parse_placements};
+use dtshard::layout::{DeviceMesh, Pattern, parse_placements};
 use dtshard::select::{DtypeRule, Rename};
 
-/// A generator of numbers by Marsaglia (xorshift64*).
-struct Numbers(u64);
+/// One change of a file. Positions are taken modulo the length of the file.
+#[derive(Clone, Debug, TypeGenerator)]
+enum Edit {
+    Replace { at: u16, byte: Byte },
+    Insert { at: u16, byte: Byte },
+    Remove { at: u16, len: u8 },
+    Copy { at: u16, len: u8, to: u16 },
+}
 
-impl Numbers {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        let number = self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33;
-        usize::try_from(number).unwrap() % bound.max(1)
+/// A byte, often one that parsers treat in a special way.
+#[derive(Clone, Debug, TypeGenerator)]
+enum Byte {
+    Any(u8),
+    Special(u8),
+}
+
+impl Byte {
+    fn value(&self) -> u8 {
+        const SPECIAL: [u8; 12] = [0, 1, 0x7f, 0x80, 0xff, b'[', b'{', b'"', b'(', b'e', b'.', b'9'];
+        match self {
+            Self::Any(byte) => *byte,
+            Self::Special(index) => SPECIAL[usize::from(*index) % SPECIAL.len()],
+        }
     }
+}
 
-    fn byte(&mut self) -> u8 {
-        const EDGES: [u8; 12] = [0, 1, 0x7f, 0x80, 0xff, b'[', b'{', b'"', b'(', b'e', b'.', b'9'];
-        if self.below(2) == 0 { EDGES[self.below(EDGES.len())] } else { u8::try_from(self.below(256)).unwrap() }
-    }
-
-    /// Changes a few bytes, and repeats, moves or removes a stretch.
-    fn mutate(&mut self, bytes: &mut Vec<u8>) {
-        for _ in 0..=self.below(4) {
-            let (at, len) = (self.below(bytes.len()), self.below(32));
-            let end = (at + len).min(bytes.len());
-            match self.below(6) {
-                0..=2 if !bytes.is_empty() => bytes[at] = self.byte(),
-                3 => drop(bytes.drain(at..end)),
-                4 => {
-                    let copy = bytes[at..end].to_vec();
-                    let to = self.below(bytes.len());
-                    bytes.splice(to..to, copy);
-                }
-                _ => {
-                    let byte = self.byte();
-                    bytes.insert(at, byte);
-                }
+impl Edit {
+    fn apply(&self, bytes: &mut Vec<u8>) {
+        const MOST: u8 = 32;
+        let len = bytes.len();
+        let position = |at: u16| usize::from(at) % len.max(1);
+        let range = |at: u16, count: u8| position(at)..(position(at) + usize::from(count % MOST)).min(len);
+        match self {
+            Self::Replace { at, byte } if len > 0 => bytes[position(*at)] = byte.value(),
+            Self::Replace { .. } => {}
+            Self::Insert { at, byte } => bytes.insert(position(*at), byte.value()),
+            Self::Remove { at, len } => drop(bytes.drain(range(*at, *len))),
+            Self::Copy { at, len, to } => {
+                let copy = bytes[range(*at, *len)].to_vec();
+                let to = position(*to);
+                bytes.splice(to..to, copy);
             }
         }
     }
 }
 
-/// Gives mutations of the corpus to a parser, for as long as is asked for.
-fn fuzz(corpus: &[Vec<u8>], most: usize, mut parse: impl FnMut(&[u8])) {
-    assert!(!corpus.is_empty());
-    let seconds = std::env::var("FUZZ_SECONDS").ok().map(|text| text.parse().unwrap());
-    let (end, mut numbers) = (seconds.map(|seconds| Instant::now() + Duration::from_secs(seconds)), Numbers(1));
-    corpus.iter().for_each(|bytes| parse(bytes));
-    let mut count = 0;
-    while end.map_or(count < most, |end| Instant::now() < end) {
-        let mut bytes = corpus[numbers.below(corpus.len())].clone();
-        numbers.mutate(&mut bytes);
-        let start = Instant::now();
-        parse(&bytes);
-        assert!(start.elapsed() < Duration::from_secs(20), "slow: {:?}", String::from_utf8_lossy(&bytes));
-        count += 1;
-    }
+/// Gives each of the valid inputs, and mutations of them, to a parser. A macro, since bolero names a target by the
+/// function that it is in.
+macro_rules! fuzz {
+    ($corpus:expr, $mutations:expr, $parse:expr) => {{
+        let (corpus, parse): (Vec<Vec<u8>>, _) = ($corpus, $parse);
+        corpus.iter().for_each(|bytes| parse(bytes.as_slice()));
+        let input = (produce::<u8>(), produce::<Vec<Edit>>().with().len(1..6_usize));
+        check!().with_generator(input).with_iterations($mutations).for_each(|(file, edits)| {
+            let mut bytes = corpus[usize::from(*file) % corpus.len()].clone();
+            edits.iter().for_each(|edit| edit.apply(&mut bytes));
+            let start = Instant::now();
+            parse(bytes.as_slice());
+            assert!(start.elapsed() < Duration::from_secs(20), "slow: {:?}", String::from_utf8_lossy(&bytes));
+        });
+    }};
 }
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// Mutates one file of a checkpoint in place, and reads all of it.
-fn fuzz_file_of(checkpoint: &str, name: &str, most: usize) {
-    let folder = tempfile::tempdir().unwrap();
-    for entry in fs::read_dir(fixture(checkpoint)).unwrap() {
-        let entry = entry.unwrap();
-        if entry.path().is_file() {
-            fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
+/// A copy of a checkpoint, of which one file is replaced.
+struct Copied {
+    folder: tempfile::TempDir,
+    name: &'static str,
+}
+
+impl Copied {
+    fn new(checkpoint: &str, name: &'static str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        for entry in fs::read_dir(fixture(checkpoint)).unwrap() {
+            let entry = entry.unwrap();
+            if entry.path().is_file() {
+                fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
+            }
         }
+        Self { folder, name }
     }
-    let path = folder.path().join(name);
-    let corpus = [fs::read(&path).unwrap()];
-    fuzz(&corpus, most, |bytes| {
-        fs::write(&path, bytes).unwrap();
-        let _ = Checkpoint::open(folder.path(), &ReadOptions::default());
-    });
+
+    fn content(&self) -> Vec<u8> {
+        fs::read(self.folder.path().join(self.name)).unwrap()
+    }
+
+    /// Opens the checkpoint with this content of the file.
+    fn open_with(&self, bytes: &[u8]) {
+        fs::write(self.folder.path().join(self.name), bytes).unwrap();
+        let _ = Checkpoint::open(self.folder.path(), &ReadOptions::default());
+    }
 }
 
 #[test]
 fn pickle() {
-    let corpus = [fs::read(fixture("fsdp4/dcp/.metadata")).unwrap(), b"\x80\x02}X\x01\0\0\0a](K\x01K\x02es.".to_vec()];
-    fuzz(&corpus, 1_000, |bytes| {
+    let corpus =
+        vec![fs::read(fixture("fsdp4/dcp/.metadata")).unwrap(), b"\x80\x02}X\x01\0\0\0a](K\x01K\x02es.".to_vec()];
+    fuzz!(corpus, 1_000, |bytes: &[u8]| {
         let Ok((pickle, _)) = pickle::decode(bytes, &mut NoFold) else { return };
         let _ = pickle::lift_with(pickle.root(), Unknown::Drop, &mut |_| Ok(None));
     });
@@ -101,33 +123,34 @@ fn pickle() {
 
 #[test]
 fn dcp_metadata() {
-    fuzz_file_of("fsdp4/dcp", ".metadata", 150);
+    let copy = Copied::new("fsdp4/dcp", ".metadata");
+    fuzz!(vec![copy.content()], 150, |bytes: &[u8]| copy.open_with(bytes));
 }
 
 #[test]
 fn torch_archive() {
-    fuzz_file_of("fsdp4/ranks", "model_world_size_4_rank_0.pt", 150);
+    let copy = Copied::new("fsdp4/ranks", "model_world_size_4_rank_0.pt");
+    fuzz!(vec![copy.content()], 150, |bytes: &[u8]| copy.open_with(bytes));
 }
 
 #[test]
 fn safetensors_header() {
-    let corpus: Vec<_> = [r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]}}"#]
-        .map(|text| text.as_bytes().to_vec())
-        .into();
-    fuzz(&corpus, 20_000, |text| {
+    let header = r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]}}"#;
+    fuzz!(vec![header.into()], 20_000, |text: &[u8]| {
         let _ = dtshard::format::safetensors::parse_header(Path::new("x"), text, 16 + text.len() as u64);
     });
 }
 
 #[test]
 fn safetensors_index() {
-    fuzz_file_of("safetensors/sharded", "model.safetensors.index.json", 300);
+    let copy = Copied::new("safetensors/sharded", "model.safetensors.index.json");
+    fuzz!(vec![copy.content()], 300, |bytes: &[u8]| copy.open_with(bytes));
 }
 
 #[test]
 fn flat_layout() {
     let text = r#"{"version": 1, "world_size": 2, "units": [{"module": "", "dtype": "f32", "params": [{"fqn": "w", "shape": [2, 3]}]}]}"#;
-    fuzz(&[text.as_bytes().to_vec()], 10_000, |bytes| {
+    fuzz!(vec![text.into()], 10_000, |bytes: &[u8]| {
         let _ = dtshard::format::fsdp_flat::document::parse(Path::new("flat_layout.json"), bytes);
     });
 }
@@ -137,29 +160,36 @@ fn local_document() {
     let text = r#"{"version": 1, "world_size": 2, "meshes": [{"dims": [["dp", 2]]}],
         "tensors": {"w": {"dtype": "f32", "shape": [7, 3], "class": "dtensor", "mesh": 0, "placements": "S(0)"}},
         "state": {"w": {"$tensor": "w"}, "a": {"$tuple": [1, {"$float": "nan"}]}, "b": {"$ranks": [[[0], 1], [[1], 5]]}}}"#;
-    fuzz(&[text.as_bytes().to_vec()], 10_000, |bytes| {
+    fuzz!(vec![text.into()], 10_000, |bytes: &[u8]| {
         let _ = dtshard::format::local::document::parse(Path::new("layout.json"), bytes);
     });
 }
 
 #[test]
-fn layout_file_of_both_kinds() {
-    let toml = "mesh = { dp = 2, tp = 2 }\n[[rules]]\nmatch = \"**.w\"\nplacements = \"S(0),R\"\n";
-    let json = r#"{"mesh": {"dp": 2}, "rules": [{"match": "**", "placements": "S(0)"}]}"#;
-    for (name, text) in [("x.toml", toml), ("x.json", json)] {
-        fuzz(&[text.as_bytes().to_vec()], 5_000, |bytes| {
-            let _ = layout_file::parse(Path::new(name), bytes);
-        });
-    }
+fn layout_file_toml() {
+    let text = "mesh = { dp = 2, tp = 2 }\n[[rules]]\nmatch = \"**.w\"\nplacements = \"S(0),R\"\n";
+    fuzz!(vec![text.into()], 5_000, |bytes: &[u8]| {
+        let _ = layout_file::parse(Path::new("x.toml"), bytes);
+    });
+}
+
+#[test]
+fn layout_file_json() {
+    let text = r#"{"mesh": {"dp": 2}, "rules": [{"match": "**", "placements": "S(0)"}]}"#;
+    fuzz!(vec![text.into()], 5_000, |bytes: &[u8]| {
+        let _ = layout_file::parse(Path::new("x.json"), bytes);
+    });
 }
 
 #[test]
 fn texts_of_options() {
-    let corpus = ["layers.*.{w1,w3}.**", "_S(1,2),R,P(sum)", r"^blocks\.(\d+)\.=layers.\1.", "**.norm=bf16"];
-    fuzz(&corpus.map(|text| text.as_bytes().to_vec()), 5_000, |bytes| {
+    let corpus =
+        ["layers.*.{w1,w3}.**", "_S(1,2),R,P(sum)", r"^blocks\.(\d+)\.=layers.\1.", "**.norm=bf16", "dp=2,tp=4"];
+    fuzz!(corpus.map(Vec::from).to_vec(), 5_000, |bytes: &[u8]| {
         let Ok(text) = std::str::from_utf8(bytes) else { return };
         let _ = Pattern::parse(text).map(|pattern| pattern.covers("layers.0.w1.weight"));
         let _ = parse_placements(text);
+        let _ = DeviceMesh::parse(text);
         let _ = Rename::parse(text);
         let _ = DtypeRule::parse(text);
     });
