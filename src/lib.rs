@@ -29,9 +29,7 @@
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails"))]
 
 pub mod catalog;
-pub mod cli;
 pub mod comm;
-pub mod commands;
 pub mod error;
 pub mod exec;
 pub mod fault;

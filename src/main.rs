@@ -1,9 +1,12 @@
 //! Parse, dispatch, print the error and its hint, turn it into an exit code.
 
+mod cli;
+mod commands;
+
 use std::process::ExitCode;
 
-use dtshard::cli::{self, normalise_long_options};
-use dtshard::commands::{self, Printer};
+use cli::normalise_long_options;
+use commands::Printer;
 use dtshard::error::Error;
 
 fn main() -> ExitCode {

@@ -13,14 +13,12 @@ use std::path::PathBuf;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub use elsewhere::parse;
-pub use output::{
-    Backend, ConvertArgs, DestinationArgs, ExchangeArgs, PartArgs, ProgressChoice, SourceSight, TalkArgs,
-};
+pub use output::{Backend, ConvertArgs, DestinationArgs, ExchangeArgs, ProgressChoice, SourceSight, TalkArgs};
 pub use source::{CheckArgs, OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied, ToldArgs};
 use values::rank;
-pub use values::{FormatArg, IoArg, SplitArg};
+pub use values::{FormatArg, SplitArg};
 
-use crate::quantity::Quantity;
+use dtshard::quantity::Quantity;
 
 /// Convert sharded PyTorch checkpoints between layouts, without Python.
 #[derive(Debug, Parser)]

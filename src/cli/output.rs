@@ -6,8 +6,8 @@ use clap::{Args, ValueEnum};
 
 use super::source::{CheckArgs, SelectArgs, SourceArgs, Tied};
 use super::values::FormatArg;
-use crate::comm::Place;
-use crate::quantity::Quantity;
+use dtshard::comm::Place;
+use dtshard::quantity::Quantity;
 
 /// What to tell, and how. Before or behind the verb.
 #[derive(Args, Clone, Copy, Debug, Default)]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 
 use super::values::{FormatArg, IoArg, SplitArg, rank};
-use crate::quantity::Quantity;
+use dtshard::quantity::Quantity;
 
 /// Where to read from, and how.
 #[derive(Args, Debug)]

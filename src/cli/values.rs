@@ -3,9 +3,9 @@
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
-use crate::format::Format;
-use crate::layout::Split;
-use crate::storage::IoMode;
+use dtshard::format::Format;
+use dtshard::layout::Split;
+use dtshard::storage::IoMode;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum FormatArg {

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use clap::ValueEnum;
 
 use crate::cli::ConvertArgs;
-use crate::comm::Communicator;
-use crate::error::{Error, Result};
+use dtshard::comm::Communicator;
+use dtshard::error::{Error, Result};
 
 const GIVEN: &str = "it is given";
 const NOT_GIVEN: &str = "it is not given";
@@ -85,7 +85,7 @@ mod tests {
 
     use super::*;
     use crate::cli::Cli;
-    use crate::comm::Local;
+    use dtshard::comm::Local;
 
     fn said(lines: [&'static str; 3]) -> Vec<Option<String>> {
         let ranks = Local::fleet(3).into_iter().zip(lines).map(|(local, line)| {

@@ -15,12 +15,12 @@ use super::peers::Peers;
 use super::produce::claim;
 use super::run::Run;
 use crate::cli::{Backend, ConvertArgs, SourceSight};
-use crate::error::{Error, Result};
-use crate::exec::staging::Staging;
-use crate::exec::weigh::Weighed;
-use crate::fault;
-use crate::gpu::Device;
-use crate::quantity::{count, human_bytes};
+use dtshard::error::{Error, Result};
+use dtshard::exec::staging::Staging;
+use dtshard::exec::weigh::Weighed;
+use dtshard::fault;
+use dtshard::gpu::Device;
+use dtshard::quantity::{count, human_bytes};
 
 /// Runs of this length are read from a disk about as fast as the whole file, shorter ones more slowly the shorter they
 /// are: measured on a local disk (docs/gpu.md).

@@ -9,10 +9,10 @@
 use super::peers::Peers;
 use super::printer::Printer;
 use crate::cli::{Backend, ExchangeArgs, SourceSight};
-use crate::comm::Communicator;
-use crate::error::{Error, Result};
-use crate::exec::exchange::PLAN_BYTES;
-use crate::quantity::human_bytes;
+use dtshard::comm::Communicator;
+use dtshard::error::{Error, Result};
+use dtshard::exec::exchange::PLAN_BYTES;
+use dtshard::quantity::human_bytes;
 
 /// Rounds that are long enough for every network and device.
 const DEFAULT_BYTES: u64 = 64_000_000;
@@ -104,7 +104,7 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::comm::Local;
+    use dtshard::comm::Local;
 
     #[test]
     fn only_what_is_not_asked_for_shrinks() {

@@ -6,13 +6,13 @@ use super::input;
 use super::peers::Peers;
 use super::progress::Progress;
 use super::run::Run;
-use crate::catalog::{Class, Fqn, TensorEntry, TensorId};
-use crate::comm::Part;
-use crate::error::{Error, Result};
-use crate::exec::Reporter;
-use crate::exec::compare::{self, ReplicaDifference};
-use crate::format::{Checkpoint, checksum};
-use crate::storage::Stretch;
+use dtshard::catalog::{Class, Fqn, TensorEntry, TensorId};
+use dtshard::comm::Part;
+use dtshard::error::{Error, Result};
+use dtshard::exec::Reporter;
+use dtshard::exec::compare::{self, ReplicaDifference};
+use dtshard::format::{Checkpoint, checksum};
+use dtshard::storage::Stretch;
 
 /// Hold every stored checksum against its data; gives what is wrong with which file or item. Of several processes each
 /// does some, of files that it sees.

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use serde_json::Value as Json;
 
-use crate::error::Result;
-use crate::format::Checkpoint;
-use crate::format::sets::is_index;
-use crate::storage::{lookup, regular_file};
+use dtshard::error::Result;
+use dtshard::format::Checkpoint;
+use dtshard::format::sets::is_index;
+use dtshard::storage::{lookup, regular_file};
 
 /// The file without which loaders do not know what to build.
 pub const CONFIG: &str = "config.json";

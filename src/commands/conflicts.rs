@@ -6,14 +6,14 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use crate::catalog::path::{self, Fate, rank_key};
-use crate::catalog::{
+use crate::cli::OnConflict;
+use dtshard::catalog::path::{self, Fate, rank_key};
+use dtshard::catalog::{
     self, Catalog, Chunk, ChunkTable, Dict, Holding, Key, Place, TensorEntry, TensorId, Value, list_ranks, model,
 };
-use crate::cli::OnConflict;
-use crate::error::Result;
-use crate::layout::Rank;
-use crate::name_list::short_list;
+use dtshard::error::Result;
+use dtshard::layout::Rank;
+use dtshard::name_list::short_list;
 
 /// Whether the target has a file for each rank, or one for all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -165,7 +165,7 @@ impl Settled {
     pub fn notes(&self, target_ranks: Option<u32>) -> Vec<String> {
         let mut notes = Vec::new();
         if !self.per_rank.is_empty() {
-            let number = crate::quantity::count(self.per_rank.len(), "value");
+            let number = dtshard::quantity::count(self.per_rank.len(), "value");
             let has_own = list_ranks(&self.ranks);
             let mut note = format!("{number} of each rank kept ({}): {has_own}", few(&self.per_rank));
             let source = self.ranks.len();

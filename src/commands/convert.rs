@@ -16,20 +16,20 @@ use super::run::Run;
 use super::source::Source;
 use super::{Status, input, refuse_without_tensors};
 use super::{auto, bucket};
-use crate::catalog::{Catalog, Fqn, Reservation};
 use crate::cli::{ConvertArgs, DestinationArgs, OnConflict};
-use crate::comm::Part;
-use crate::error::{Error, Result};
-use crate::exec::carry::{Carried, check_distinct};
-use crate::exec::copy::Stats;
-use crate::exec::division::{own_files, stretch};
-use crate::exec::staging::Shape;
-use crate::exec::{Extents, Options, copy};
-use crate::format::Format;
-use crate::quantity::{count, human_bytes};
-use crate::storage::IoMode;
-use crate::storage::lookup;
-use crate::storage::memory::anonymous;
+use dtshard::catalog::{Catalog, Fqn, Reservation};
+use dtshard::comm::Part;
+use dtshard::error::{Error, Result};
+use dtshard::exec::carry::{Carried, check_distinct};
+use dtshard::exec::copy::Stats;
+use dtshard::exec::division::{own_files, stretch};
+use dtshard::exec::staging::Shape;
+use dtshard::exec::{Extents, Options, copy};
+use dtshard::format::Format;
+use dtshard::quantity::{count, human_bytes};
+use dtshard::storage::IoMode;
+use dtshard::storage::lookup;
+use dtshard::storage::memory::anonymous;
 
 /// A conversion with everything decided.
 pub struct Conversion<'a> {

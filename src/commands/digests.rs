@@ -6,10 +6,10 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::Value as Json;
 
-use crate::error::{Error, Result};
-use crate::format::Format;
-use crate::format::sets::is_index;
-use crate::storage::{lookup, regular_file};
+use dtshard::error::{Error, Result};
+use dtshard::format::Format;
+use dtshard::format::sets::is_index;
+use dtshard::storage::{lookup, regular_file};
 
 /// The part of the document that tells values.
 #[derive(Debug, Deserialize)]

@@ -13,15 +13,15 @@ use std::path::PathBuf;
 use super::names::{Found, Names, of_all_ranks};
 use super::run::Run;
 use super::source::Source;
-use crate::catalog::path::{self, Fate};
-use crate::catalog::wrappers::clean_name;
-use crate::catalog::{Catalog, Dtype, Key, MeshId, Path, TensorEntry, TensorId, Value};
-use crate::error::{Error, Result};
-use crate::format::{Checkpoint, Format};
-use crate::name_list::{FEW, short_list};
-use crate::nearest;
-use crate::quantity::count;
-use crate::select::{self, Selected, Wrappers};
+use dtshard::catalog::path::{self, Fate};
+use dtshard::catalog::wrappers::clean_name;
+use dtshard::catalog::{Catalog, Dtype, Key, MeshId, Path, TensorEntry, TensorId, Value};
+use dtshard::error::{Error, Result};
+use dtshard::format::{Checkpoint, Format};
+use dtshard::name_list::{FEW, short_list};
+use dtshard::nearest;
+use dtshard::quantity::count;
+use dtshard::select::{self, Selected, Wrappers};
 
 /// SRC, once it has become part of another checkpoint.
 pub struct Filled {
@@ -175,7 +175,7 @@ impl Filling<'_> {
     /// Put the objects of SRC in the place of FILLER's; gives how many of them are others than before.
     fn objects(&mut self, filled: &mut Catalog) -> Result<usize> {
         let state = &self.source.wanted.catalog.state;
-        let roots = [state, &filled.state].map(crate::catalog::model::model_root);
+        let roots = [state, &filled.state].map(dtshard::catalog::model::model_root);
         let theirs: HashSet<String> = path::objects(&filled.state).iter().map(|(path, _)| self.name(path)).collect();
         let tensors = Names::new(&filled.state, self.wrappers);
         let mut given: BTreeMap<String, &Value> = BTreeMap::new();

@@ -8,11 +8,11 @@ use super::convert::{Conversion, check_destination};
 use super::produce::{about, claim, no_space, plan};
 use super::run::Run;
 use crate::cli::{Backend, ConvertArgs};
-use crate::error::{Error, Result};
-use crate::exec::Options;
-use crate::exec::exchange::Reducing;
-use crate::exec::staging::{Foreseen, Staging};
-use crate::storage::filesystem::{free_bytes, nearest_folder};
+use dtshard::error::{Error, Result};
+use dtshard::exec::Options;
+use dtshard::exec::exchange::Reducing;
+use dtshard::exec::staging::{Foreseen, Staging};
+use dtshard::storage::filesystem::{free_bytes, nearest_folder};
 
 /// A warning, where there is something to say.
 pub fn foresee(

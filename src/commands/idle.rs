@@ -9,9 +9,9 @@ use super::convert::Conversion;
 use super::input;
 use super::run::Run;
 use crate::cli::{Backend, ConvertArgs, ExchangeArgs, SourceSight};
-use crate::error::{Error, Result};
-use crate::exec::copy::Stats;
-use crate::exec::exchange::Reducing;
+use dtshard::error::{Error, Result};
+use dtshard::exec::copy::Stats;
+use dtshard::exec::exchange::Reducing;
 
 const FAST_REDUCE: &str = "--fast-reduce";
 const ALONE: &str = "this is the only process";

@@ -4,9 +4,9 @@ use super::bucket::Bucket;
 use super::printer::Printer;
 use super::roster::Roster;
 use crate::cli::{Backend, ExchangeArgs, SourceSight};
-use crate::comm::{Communicator, Mesh, process_environment};
-use crate::error::{Error, Result};
-use crate::gpu::{self, Arithmetic, Gpu, Nccl};
+use dtshard::comm::{Communicator, Mesh, process_environment};
+use dtshard::error::{Error, Result};
+use dtshard::gpu::{self, Arithmetic, Gpu, Nccl};
 
 pub enum Link {
     Hosts(Mesh),

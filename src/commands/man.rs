@@ -12,8 +12,8 @@ use serde_json::json;
 use super::Status;
 use super::printer::Printer;
 use crate::cli::{self, DESCRIPTION, Man};
-use crate::error::{Error, Result};
-use crate::storage::filesystem::close;
+use dtshard::error::{Error, Result};
+use dtshard::storage::filesystem::close;
 
 pub fn run(args: &Man, printer: &Printer) -> Result<Status> {
     fs::create_dir_all(&args.dir).map_err(Error::io("make", &args.dir))?;
@@ -27,7 +27,7 @@ pub fn run(args: &Man, printer: &Printer) -> Result<Status> {
         names.push(name);
     }
     printer.document(&json!({ "files": names }))?;
-    printer.line(&format!("wrote {} to {}", crate::quantity::count(names.len(), "man page"), args.dir.display()));
+    printer.line(&format!("wrote {} to {}", dtshard::quantity::count(names.len(), "man page"), args.dir.display()));
     Ok(Status::Done)
 }
 

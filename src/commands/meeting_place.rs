@@ -13,9 +13,9 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::comm::{self, Communicator, Part, Patience, Process, Wait};
-use crate::error::{Error, Peer, Result};
-use crate::storage::{AnchoredPath, lookup};
+use dtshard::comm::{self, Communicator, Part, Patience, Process, Wait};
+use dtshard::error::{Error, Peer, Result};
+use dtshard::storage::{AnchoredPath, lookup};
 
 /// Of the folder of a run.
 const NAME_LEN: usize = 16;

@@ -10,15 +10,15 @@ use super::bucket::Bucket;
 use super::convert::Conversion;
 use super::peers::Peers;
 use crate::cli::SourceArgs;
-use crate::comm::cpus::cpus;
-use crate::comm::process_environment;
-use crate::error::{Error, Result};
-use crate::exec::copy::Stats;
-use crate::exec::{DEFAULT_STRIP_BYTES, HELD_BYTES, Options, REDUCING_BYTES, SCRATCH_BYTES, STAGING_BYTES};
-use crate::quantity::{count, human_bytes};
-use crate::storage::filesystem::{nearest_folder, suits_direct_writes};
-use crate::storage::memory::Anonymous;
-use crate::storage::{BOUNCE_BYTES, IoMode};
+use dtshard::comm::cpus::cpus;
+use dtshard::comm::process_environment;
+use dtshard::error::{Error, Result};
+use dtshard::exec::copy::Stats;
+use dtshard::exec::{DEFAULT_STRIP_BYTES, HELD_BYTES, Options, REDUCING_BYTES, SCRATCH_BYTES, STAGING_BYTES};
+use dtshard::quantity::{count, human_bytes};
+use dtshard::storage::filesystem::{nearest_folder, suits_direct_writes};
+use dtshard::storage::memory::Anonymous;
+use dtshard::storage::{BOUNCE_BYTES, IoMode};
 
 /// What threads wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -306,9 +306,9 @@ pub fn beyond(peak: u64, max_memory: u64) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::catalog::Dtype;
-    use crate::exec::reduce::Reducer;
-    use crate::layout::ReduceOp;
+    use dtshard::catalog::Dtype;
+    use dtshard::exec::reduce::Reducer;
+    use dtshard::layout::ReduceOp;
 
     #[test]
     fn strips_shrink_with_the_memory_that_is_allowed() {

@@ -11,11 +11,11 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::progress::Progress;
-use crate::comm::Part;
-use crate::error::Result;
-use crate::exec::journal::Known;
-use crate::exec::staging::{Other, OtherState, Staging};
-use crate::exec::{Phase, Reporter};
+use dtshard::comm::Part;
+use dtshard::error::Result;
+use dtshard::exec::journal::Known;
+use dtshard::exec::staging::{Other, OtherState, Staging};
+use dtshard::exec::{Phase, Reporter};
 
 /// What was recorded when this process began, by this run or by earlier ones.
 pub struct Before {

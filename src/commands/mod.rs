@@ -53,11 +53,11 @@ pub use printer::Printer;
 pub use run::launch_of;
 
 use crate::cli::{Cli, Command, SelectArgs, SourceArgs};
-use crate::comm::{self, Launch};
-use crate::error::{Error, Result};
-use crate::exec::Input;
-use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
-use crate::quantity::count;
+use dtshard::comm::{self, Launch};
+use dtshard::error::{Error, Result};
+use dtshard::exec::Input;
+use dtshard::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
+use dtshard::quantity::count;
 
 /// How a verb ended, where it ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

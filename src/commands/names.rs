@@ -6,10 +6,10 @@
 
 use std::collections::HashMap;
 
-use crate::catalog::wrappers::clean_name;
-use crate::catalog::{Key, Path, TensorId, Value, model, path};
-use crate::nearest;
-use crate::select::Wrappers;
+use dtshard::catalog::wrappers::clean_name;
+use dtshard::catalog::{Key, Path, TensorId, Value, model, path};
+use dtshard::nearest;
+use dtshard::select::Wrappers;
 
 /// What a name was found to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,7 +108,7 @@ impl Lookup {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::catalog::Dict;
+    use dtshard::catalog::Dict;
 
     fn dict(entries: &[(&str, Value)]) -> Value {
         let entries = entries.iter().map(|(key, value)| (Value::Str((*key).into()), value.clone())).collect();

@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use indexmap::IndexMap;
 
-use crate::catalog::{Catalog, Reservation, Reserved};
-use crate::error::{Error, Result};
-use crate::layout::partial::Share;
-use crate::layout::rules::{OnMesh, Shared};
-use crate::layout::{DeviceMesh, Dims, LayoutError, Placement, ReduceOp};
-use crate::quantity::count;
+use dtshard::catalog::{Catalog, Reservation, Reserved};
+use dtshard::error::{Error, Result};
+use dtshard::layout::partial::Share;
+use dtshard::layout::rules::{OnMesh, Shared};
+use dtshard::layout::{DeviceMesh, Dims, LayoutError, Placement, ReduceOp};
+use dtshard::quantity::count;
 
 /// Say of every tensor that ranks of the target hold as summands which of the source's each gets. All others get values.
 ///

@@ -8,12 +8,12 @@ use regex::bytes::Regex;
 
 use super::printer::Printer;
 use super::source::Source;
-use crate::catalog::path::key_text;
-use crate::catalog::{Dict, Key, OutputFile, Path, Reservation, Value};
-use crate::error::{Error, Result};
-use crate::exec::carry::Carried;
-use crate::format::{Checkpoint, Content, Format, Part, RankName, RankNames};
-use crate::quantity::{count, human_bytes};
+use dtshard::catalog::path::key_text;
+use dtshard::catalog::{Dict, Key, OutputFile, Path, Reservation, Value};
+use dtshard::error::{Error, Result};
+use dtshard::exec::carry::Carried;
+use dtshard::format::{Checkpoint, Content, Format, Part, RankName, RankNames};
+use dtshard::quantity::{count, human_bytes};
 
 /// The checkpoint whose format, and forms of it, are those of the result.
 pub fn example_of(source: &Source) -> &Checkpoint {

@@ -1,6 +1,6 @@
 //! The processes of a run that give each other what they read: those of `--source per-rank` and of `--backend nccl`.
 //!
-//! They meet beside DST, make a [twin](crate::twin) of SRC there if none sees all of it, and stay connected until DST is
+//! They meet beside DST, make a [twin](dtshard::twin) of SRC there if none sees all of it, and stay connected until DST is
 //! published. Whoever fails says so to the others, and nobody waits for one that is gone.
 
 use std::collections::BTreeMap;
@@ -21,26 +21,26 @@ use super::roster::Roster;
 use super::run::Run;
 use super::waiting::{meet_within, patience, teller};
 use super::{input, progress::Progress};
-use crate::catalog::{TensorEntry, TensorId};
 use crate::cli::{Backend, ConvertArgs, SourceSight};
-use crate::comm::{
+use dtshard::catalog::{TensorEntry, TensorId};
+use dtshard::comm::{
     Communicator, KeepGoing, Launcher, Liveness, Meeting, Mesh, Part, Patience, Place, Traffic, meet,
     process_environment,
 };
-use crate::error::{Error, Result};
-use crate::exec::Extents;
-use crate::exec::compare::ReplicaDifference;
-use crate::exec::copy::{Stats, Writing};
-use crate::exec::exchange::{
+use dtshard::error::{Error, Result};
+use dtshard::exec::Extents;
+use dtshard::exec::compare::ReplicaDifference;
+use dtshard::exec::copy::{Stats, Writing};
+use dtshard::exec::exchange::{
     Counting, Exchange, HostShuffle, Load, Owners, Parties, Reducing, Sight, agree, differing, differing_pair,
 };
-use crate::exec::fingerprint::Fingerprint;
-use crate::exec::together::Together;
-use crate::fault;
-use crate::format::{Checkpoint, ReadOptions};
-use crate::gpu::{self, DeviceShuffle};
-use crate::quantity::human_bytes;
-use crate::twin::{self, Twin};
+use dtshard::exec::fingerprint::Fingerprint;
+use dtshard::exec::together::Together;
+use dtshard::fault;
+use dtshard::format::{Checkpoint, ReadOptions};
+use dtshard::gpu::{self, DeviceShuffle};
+use dtshard::quantity::human_bytes;
+use dtshard::twin::{self, Twin};
 
 /// How long it takes at the most until all hear of one that is gone.
 const HEARD_WITHIN: Duration = Duration::from_secs(1);

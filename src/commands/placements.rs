@@ -3,11 +3,11 @@
 
 use std::path::Path;
 
-use crate::error::{Error, Result};
-use crate::format::layout_file;
-use crate::layout::file::LayoutFile;
-use crate::layout::rules::{Lies, Rule};
-use crate::layout::{Pattern, PlacementSpec, Split, parse_placements};
+use dtshard::error::{Error, Result};
+use dtshard::format::layout_file;
+use dtshard::layout::file::LayoutFile;
+use dtshard::layout::rules::{Lies, Rule};
+use dtshard::layout::{Pattern, PlacementSpec, Split, parse_placements};
 
 /// `None` for what is neither.
 fn lies(list: &str) -> Option<Lies> {

@@ -3,12 +3,12 @@
 
 use std::path::Path;
 
-use crate::error::{Error, Result};
-use crate::format::layout_file;
-use crate::layout::file::{LayoutFile, PlanSaid, Said};
-use crate::layout::parallelize::{Draft, Family, RoleNames};
-use crate::nearest;
-use crate::storage::lookup;
+use dtshard::error::{Error, Result};
+use dtshard::format::layout_file;
+use dtshard::layout::file::{LayoutFile, PlanSaid, Said};
+use dtshard::layout::parallelize::{Draft, Family, RoleNames};
+use dtshard::nearest;
+use dtshard::storage::lookup;
 
 /// What the command line says of a plan.
 pub struct PlanArgs<'a> {

@@ -15,9 +15,9 @@ use serde_json::{Value as Json, json};
 
 use super::progress::without_bar;
 use crate::cli::{ProgressChoice, TalkArgs};
-use crate::comm::{Launch, Part};
-use crate::error::{Error, Result};
-use crate::layout::LayoutError;
+use dtshard::comm::{Launch, Part};
+use dtshard::error::{Error, Result};
+use dtshard::layout::LayoutError;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Printer {
@@ -355,7 +355,7 @@ fn error_document(error: &Error) -> Json {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::Launcher;
+    use dtshard::comm::Launcher;
 
     #[test]
     fn names_cannot_command_a_terminal() {

@@ -14,8 +14,8 @@ use signal_hook::consts::SIGINT;
 use super::printer::Printer;
 use super::terminal::Terminal;
 use crate::cli::ProgressChoice;
-use crate::exec::{Phase, Reporter};
-use crate::quantity::{human_bytes, human_rate};
+use dtshard::exec::{Phase, Reporter};
+use dtshard::quantity::{human_bytes, human_rate};
 
 /// Time between plain lines, which go into logs.
 const LINE_EVERY: Duration = Duration::from_secs(10);

@@ -8,14 +8,14 @@ use super::convert::Conversion;
 use super::input;
 use super::progress::Progress;
 use super::run::Run;
-use crate::catalog::{Catalog, OutputFile};
-use crate::error::{Error, Result};
-use crate::exec::carry::is_carried;
-use crate::exec::literals::first_difference;
-use crate::exec::sums::{SITE_BYTES, WrongSum, first_wrong};
-use crate::exec::{Extents, Input, Silent, compare};
-use crate::format::resolve;
-use crate::storage::{AnchoredPath, Files};
+use dtshard::catalog::{Catalog, OutputFile};
+use dtshard::error::{Error, Result};
+use dtshard::exec::carry::is_carried;
+use dtshard::exec::literals::first_difference;
+use dtshard::exec::sums::{SITE_BYTES, WrongSum, first_wrong};
+use dtshard::exec::{Extents, Input, Silent, compare};
+use dtshard::format::resolve;
+use dtshard::storage::{AnchoredPath, Files};
 
 /// What is not as it should be.
 pub struct Wrong {

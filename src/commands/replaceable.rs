@@ -1,18 +1,18 @@
 //! The rule for `--overwrite`: a destination is replaced where it is a checkpoint and holds nothing else.
 //!
-//! Replaceable are files of the [table](crate::format::known_files), files that an earlier run carried along and nobody
+//! Replaceable are files of the [table](dtshard::format::known_files), files that an earlier run carried along and nobody
 //! has changed since, and files that this run writes again with the same content. Links are never followed into folders.
 
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use crate::error::{Error, Result};
-use crate::exec::carry::{Carried, is_carried, is_unchanged_copy};
-use crate::exec::staging::Shape;
-use crate::format::known_files::{Role, is_checkpoint_file, is_known_folder, refuse_foreign_folder, role_of};
-use crate::name_list::short_list;
-use crate::storage::{AnchoredPath, lookup};
+use dtshard::error::{Error, Result};
+use dtshard::exec::carry::{Carried, is_carried, is_unchanged_copy};
+use dtshard::exec::staging::Shape;
+use dtshard::format::known_files::{Role, is_checkpoint_file, is_known_folder, refuse_foreign_folder, role_of};
+use dtshard::name_list::short_list;
+use dtshard::storage::{AnchoredPath, lookup};
 
 /// Names of foreign files in a message.
 const SHOWN: usize = 8;

@@ -10,12 +10,12 @@ use super::convert::Conversion;
 use super::memory::{beyond, peak_bytes};
 use super::partial;
 use super::printer::harmless;
-use crate::catalog::OutputFile;
-use crate::exec::Options;
-use crate::exec::copy::Stats;
-use crate::exec::exchange::Load;
-use crate::quantity::{count, human_bytes, human_rate};
-use crate::storage::memory::Anonymous;
+use dtshard::catalog::OutputFile;
+use dtshard::exec::Options;
+use dtshard::exec::copy::Stats;
+use dtshard::exec::exchange::Load;
+use dtshard::quantity::{count, human_bytes, human_rate};
+use dtshard::storage::memory::Anonymous;
 
 /// What a run tells of itself.
 pub struct Report<'a> {

@@ -1,9 +1,9 @@
 //! Roster: where the processes of a run are, so that whoever reads of one finds it: `process 2 of 4 (n1, pid 4711)`.
 
-use crate::comm::{Communicator, Part, Process};
-use crate::error::{Error, Peer, Result};
-use crate::name_list::short_list;
-use crate::twin::Twin;
+use dtshard::comm::{Communicator, Part, Process};
+use dtshard::error::{Error, Peer, Result};
+use dtshard::name_list::short_list;
+use dtshard::twin::Twin;
 
 pub struct Roster {
     of: u32,

@@ -8,11 +8,11 @@ use super::memory::{Pace, work_options};
 use super::printer::Printer;
 use super::told_options::told_options;
 use crate::cli::{Command, ConvertArgs, SourceArgs};
-use crate::comm::{self, Launch, process_environment};
-use crate::error::Result;
-use crate::exec::{Options, Stop};
-use crate::storage::filesystem::raise_open_file_limit;
-use crate::storage::memory::give_back_large_blocks;
+use dtshard::comm::{self, Launch, process_environment};
+use dtshard::error::Result;
+use dtshard::exec::{Options, Stop};
+use dtshard::storage::filesystem::raise_open_file_limit;
+use dtshard::storage::memory::give_back_large_blocks;
 
 pub struct Run<'a> {
     pub printer: &'a Printer,

@@ -13,17 +13,17 @@ use super::run::Run;
 use super::tied;
 use super::told::told;
 use super::{check_series, input, read_options};
-use crate::catalog::path::{self, Fate};
-use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorId, Value, model};
 use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs, SourceArgs, Tied};
-use crate::error::{Error, Result};
-use crate::exec::Silent;
-use crate::exec::compare::{self, ReplicaDifference};
-use crate::exec::exchange::Reducing;
-use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
-use crate::layout::Pattern;
-use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
-use crate::storage::regular_file;
+use dtshard::catalog::path::{self, Fate};
+use dtshard::catalog::{Catalog, Class, Dtype, Fqn, TensorId, Value, model};
+use dtshard::error::{Error, Result};
+use dtshard::exec::Silent;
+use dtshard::exec::compare::{self, ReplicaDifference};
+use dtshard::exec::exchange::Reducing;
+use dtshard::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
+use dtshard::layout::Pattern;
+use dtshard::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
+use dtshard::storage::regular_file;
 
 /// What a verb takes where the command line does not say otherwise.
 pub struct Defaults {

@@ -4,11 +4,11 @@
 //! it (`_tied_weights_keys`). A loader that asks for every key of the state dict, as DCP does, then misses one.
 
 use super::config::{self, CONFIG};
-use crate::catalog::path::{key_text, tensors};
-use crate::catalog::{Catalog, Dict, Path, TensorId, Value, model};
-use crate::error::{Error, Result};
-use crate::format::Checkpoint;
-use crate::name_list::{FEW, short_list};
+use dtshard::catalog::path::{key_text, tensors};
+use dtshard::catalog::{Catalog, Dict, Path, TensorId, Value, model};
+use dtshard::error::{Error, Result};
+use dtshard::format::Checkpoint;
+use dtshard::name_list::{FEW, short_list};
 
 /// Names of embeddings, and of the output layers that are tied to them, as model classes have them. GPT-NeoX is not among
 /// them: its output layer is `embed_out` in transformers 4 and `lm_head` in transformers 5.

@@ -5,12 +5,12 @@ use std::path::Path;
 use super::placements;
 use super::plans::PlanArgs;
 use crate::cli::ToldArgs;
-use crate::error::{Error, Result};
-use crate::format::Told;
-use crate::format::told::Reduce;
-use crate::layout::file::LayoutFile;
-use crate::layout::parallelize::RoleNames;
-use crate::layout::{DeviceMesh, PlacementSpec, Rank, ReduceOp, Split, comma_list};
+use dtshard::error::{Error, Result};
+use dtshard::format::Told;
+use dtshard::format::told::Reduce;
+use dtshard::layout::file::LayoutFile;
+use dtshard::layout::parallelize::RoleNames;
+use dtshard::layout::{DeviceMesh, PlacementSpec, Rank, ReduceOp, Split, comma_list};
 
 /// `None` where nothing is said.
 ///

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::run::Run;
-use crate::comm::{Note, Patience, WaitReporter};
-use crate::fault;
+use dtshard::comm::{Note, Patience, WaitReporter};
+use dtshard::fault;
 
 /// How long the first waits for the last.
 const MEET_WITHIN: Duration = Duration::from_mins(2);

@@ -7,13 +7,13 @@ use rayon::prelude::*;
 
 use super::convert::file_name;
 use super::source::Source;
-use crate::catalog::{Fqn, TensorId};
 use crate::cli::{ConvertArgs, Tied};
-use crate::error::{Error, Result};
-use crate::exec::staging::Shape;
-use crate::format::safetensors::{self, Placing};
-use crate::format::{Checkpoint, Format, ReadOptions, Want, natural_order};
-use crate::quantity::{Quantity, count};
+use dtshard::catalog::{Fqn, TensorId};
+use dtshard::error::{Error, Result};
+use dtshard::exec::staging::Shape;
+use dtshard::format::safetensors::{self, Placing};
+use dtshard::format::{Checkpoint, Format, ReadOptions, Want, natural_order};
+use dtshard::quantity::{Quantity, count};
 
 /// A name that is recorded, not written, and the one that is.
 type Alias = (Fqn, Fqn);

@@ -14,15 +14,15 @@ use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
 use super::whole::check_tied;
-use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Path, Reservation, TensorId, model};
 use crate::cli::{ConvertArgs, Flatten};
-use crate::comm::Launch;
-use crate::error::{Error, Result};
-use crate::exec::staging::Shape;
-use crate::format::fsdp_flat::{FlatTarget, Survey};
-use crate::format::{Format, fsdp_flat};
-use crate::layout::Rank;
+use dtshard::catalog::flat::FlatLayout;
+use dtshard::catalog::{Path, Reservation, TensorId, model};
+use dtshard::comm::Launch;
+use dtshard::error::{Error, Result};
+use dtshard::exec::staging::Shape;
+use dtshard::format::fsdp_flat::{FlatTarget, Survey};
+use dtshard::format::{Format, fsdp_flat};
+use dtshard::layout::Rank;
 pub use target::{Group, Wish};
 
 pub fn run(args: &Flatten, launch: Launch, printer: &Printer) -> Result<Status> {

@@ -6,11 +6,11 @@
 
 use std::collections::HashSet;
 
-use crate::catalog::flat::FlatLayout;
-use crate::catalog::optimizer::named_groups;
-use crate::catalog::{Fqn, Value};
-use crate::error::{Error, Result};
-use crate::format::fsdp_flat::order;
+use dtshard::catalog::flat::FlatLayout;
+use dtshard::catalog::optimizer::named_groups;
+use dtshard::catalog::{Fqn, Value};
+use dtshard::error::{Error, Result};
+use dtshard::format::fsdp_flat::order;
 
 /// The optimizer of a layout whose `use_orig_params` is to be true, from the names in a state dict and the order of
 /// the model, where one is known.

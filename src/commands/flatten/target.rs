@@ -7,16 +7,16 @@ use std::path::Path;
 use super::super::source::Source;
 use super::numbering;
 use super::units::{self, Ordered, Wrapping};
-use crate::catalog::flat::{FlatLayout, usual_align};
-use crate::catalog::model::{self, Model};
-use crate::catalog::modules::{self, module_of};
-use crate::catalog::wrappers::clean_name;
-use crate::catalog::{Dtype, Fqn, TensorId, Value};
 use crate::cli::{ConvertArgs, Flatten, Strategy};
-use crate::error::{Error, Result};
-use crate::format::fsdp_flat::order;
-use crate::format::{Checkpoint, Format, fsdp_flat};
-use crate::layout::Pattern;
+use dtshard::catalog::flat::{FlatLayout, usual_align};
+use dtshard::catalog::model::{self, Model};
+use dtshard::catalog::modules::{self, module_of};
+use dtshard::catalog::wrappers::clean_name;
+use dtshard::catalog::{Dtype, Fqn, TensorId, Value};
+use dtshard::error::{Error, Result};
+use dtshard::format::fsdp_flat::order;
+use dtshard::format::{Checkpoint, Format, fsdp_flat};
+use dtshard::layout::Pattern;
 
 /// What files say grows with the square of it.
 const MAX_RANKS: u32 = 1 << 14;

@@ -8,18 +8,18 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
-use crate::catalog::modules::is_within;
-use crate::catalog::optimizer::named_groups;
-use crate::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, model};
-use crate::error::{Error, Result};
-use crate::format::Checkpoint;
-use crate::format::fsdp_flat;
-use crate::format::fsdp_flat::order::{self, Order};
-use crate::layout::Pattern;
-use crate::name_list::{FEW, short_list_of_counted};
-use crate::nearest;
-use crate::quantity::count;
+use dtshard::catalog::flat::{FlatLayout, FlatParam, FlatUnit, Shared};
+use dtshard::catalog::modules::is_within;
+use dtshard::catalog::optimizer::named_groups;
+use dtshard::catalog::{Catalog, Fqn, TensorEntry, TensorId, Value, model};
+use dtshard::error::{Error, Result};
+use dtshard::format::Checkpoint;
+use dtshard::format::fsdp_flat;
+use dtshard::format::fsdp_flat::order::{self, Order};
+use dtshard::layout::Pattern;
+use dtshard::name_list::{FEW, short_list_of_counted};
+use dtshard::nearest;
+use dtshard::quantity::count;
 
 /// A model whose order is taken.
 pub struct Ordered<'a> {

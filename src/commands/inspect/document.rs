@@ -3,9 +3,9 @@
 use serde_json::{Map, Value as Json, json};
 
 use super::{View, parts};
-use crate::catalog::{Sharding, TensorEntry, Value, path};
 use crate::cli::Inspect;
-use crate::layout::DeviceMesh;
+use dtshard::catalog::{Sharding, TensorEntry, Value, path};
+use dtshard::layout::DeviceMesh;
 
 /// `tensors` and `bytes` are of what was chosen with --tensor, the rest of the whole checkpoint.
 pub fn document(args: &Inspect, view: &View<'_>) -> Json {

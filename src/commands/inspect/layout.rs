@@ -14,14 +14,14 @@ use indexmap::{IndexMap, IndexSet};
 use serde_json::{Value as Json, json};
 
 use super::super::reshard::{Chooser, row_specs, shared_mesh};
-use crate::catalog::{Catalog, Class, Path, TensorEntry, TensorId, model, path};
-use crate::error::{Error, Result};
-use crate::format::torch::RankLayout;
-use crate::format::{Checkpoint, Format, fsdp_flat};
-use crate::layout::file::{self, LayoutFile};
-use crate::layout::rules::{Fallback, Layout, Lies, Rule, Shared, Spec};
-use crate::layout::{DeviceMesh, LayoutError, Pattern, Placement, PlacementSpec, Split, TensorDim};
-use crate::select::Wrappers;
+use dtshard::catalog::{Catalog, Class, Path, TensorEntry, TensorId, model, path};
+use dtshard::error::{Error, Result};
+use dtshard::format::torch::RankLayout;
+use dtshard::format::{Checkpoint, Format, fsdp_flat};
+use dtshard::layout::file::{self, LayoutFile};
+use dtshard::layout::rules::{Fallback, Layout, Lies, Rule, Shared, Spec};
+use dtshard::layout::{DeviceMesh, LayoutError, Pattern, Placement, PlacementSpec, Split, TensorDim};
+use dtshard::select::Wrappers;
 pub use file::toml;
 
 /// The document of a checkpoint.

@@ -19,15 +19,15 @@ use super::source::announce;
 use super::told::told;
 use super::verify::has_no_value;
 use super::{Status, check_flat, check_series, input, read_options};
-use crate::catalog::{Catalog, Chunk, Fqn, Place, TensorEntry, TensorId, model};
 use crate::cli::Inspect;
-use crate::error::{Error, Result};
-use crate::exec::{Stop, compare};
-use crate::format::{Checkpoint, SeriesChoice, Want};
-use crate::layout::Pattern;
-use crate::nearest::nearest;
 pub use document::object_document;
 use draw::{Holder, Room};
+use dtshard::catalog::{Catalog, Chunk, Fqn, Place, TensorEntry, TensorId, model};
+use dtshard::error::{Error, Result};
+use dtshard::exec::{Stop, compare};
+use dtshard::format::{Checkpoint, SeriesChoice, Want};
+use dtshard::layout::Pattern;
+use dtshard::nearest::nearest;
 
 /// What is shown: tensors under every name they have, in the order of the state dict, and digests where asked for.
 struct View<'a> {
@@ -223,7 +223,7 @@ fn parts(view: &View<'_>, entry: &TensorEntry) -> impl Iterator<Item = Part> {
             chunk.tile.regions().map(|(region, _)| (region.offsets, region.sizes)).collect()
         };
         let (rank, file) = (chunk.rank.map(|rank| rank.0), file_name(view, chunk.place));
-        let part = move |(offsets, sizes): (crate::layout::Dims, crate::layout::Dims)| Part {
+        let part = move |(offsets, sizes): (dtshard::layout::Dims, dtshard::layout::Dims)| Part {
             offsets: offsets.to_vec(),
             sizes: sizes.to_vec(),
             rank,

@@ -5,15 +5,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use indexmap::IndexMap;
 
 use super::{View, harmless};
-use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Catalog, Key, Path, TensorEntry, TensorId, Value, model, optimizer, path};
 use crate::cli::Inspect;
-use crate::error::{Error, Result};
-use crate::exec::gather::{Prepared, Scratch};
-use crate::layout::DeviceMesh;
-use crate::name_list::{FEW, FEW_NUMBERS, short_list, short_list_of_counted};
-use crate::quantity::{count, human_bytes};
-use crate::storage::lookup;
+use dtshard::catalog::flat::FlatLayout;
+use dtshard::catalog::{Catalog, Key, Path, TensorEntry, TensorId, Value, model, optimizer, path};
+use dtshard::error::{Error, Result};
+use dtshard::exec::gather::{Prepared, Scratch};
+use dtshard::layout::DeviceMesh;
+use dtshard::name_list::{FEW, FEW_NUMBERS, short_list, short_list_of_counted};
+use dtshard::quantity::{count, human_bytes};
+use dtshard::storage::lookup;
 
 /// # Errors
 /// `Io` where the tensor that holds the training step cannot be read.

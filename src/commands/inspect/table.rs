@@ -3,9 +3,9 @@
 use std::iter::{self, zip};
 
 use super::{View, harmless, parts};
-use crate::catalog::{Fqn, TensorEntry};
-use crate::format::Format;
-use crate::layout::{Region, chunk};
+use dtshard::catalog::{Fqn, TensorEntry};
+use dtshard::format::Format;
+use dtshard::layout::{Region, chunk};
 
 /// Every tensor. The last column is its digest where there are any.
 pub fn tensors(view: &View<'_>) -> String {
@@ -105,8 +105,8 @@ fn align<const N: usize>(header: [&str; N], rows: Vec<[String; N]>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::catalog::{Chunk, Dtype, Fqn, Place};
-    use crate::layout::Tile;
+    use dtshard::catalog::{Chunk, Dtype, Fqn, Place};
+    use dtshard::layout::Tile;
 
     fn boxes(shape: &[u64], boxes: &[(&[u64], &[u64])]) -> TensorEntry {
         let mut entry = TensorEntry::new(Fqn::from("w"), Dtype::F32, shape.into());

@@ -15,17 +15,17 @@ use super::like::{Like, is_whole_anyway};
 use super::sharded::rows;
 use super::subject::{Subject, Subjects, ToldBy};
 use super::tally::Tally;
-use crate::catalog::{Catalog, Class, Path, TensorEntry, model};
-use crate::error::{Error, Result};
-use crate::format::dcp;
-use crate::format::local::LocalLayout;
-use crate::format::parallelize::{Planned, Side};
-use crate::format::torch::RankLayout;
-use crate::layout::cut::CutBy;
-use crate::layout::parallelize::{Laid, Order};
-use crate::layout::rules::{Fallback, Layout, Lies, Shared};
-use crate::layout::{LayoutError, Placement};
-use crate::select::Wrappers;
+use dtshard::catalog::{Catalog, Class, Path, TensorEntry, model};
+use dtshard::error::{Error, Result};
+use dtshard::format::dcp;
+use dtshard::format::local::LocalLayout;
+use dtshard::format::parallelize::{Planned, Side};
+use dtshard::format::torch::RankLayout;
+use dtshard::layout::cut::CutBy;
+use dtshard::layout::parallelize::{Laid, Order};
+use dtshard::layout::rules::{Fallback, Layout, Lies, Shared};
+use dtshard::layout::{LayoutError, Placement};
+use dtshard::select::Wrappers;
 
 /// Chooses the placements of each tensor, and remembers what to tell the user.
 pub struct Chooser<'a> {

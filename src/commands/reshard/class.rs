@@ -1,9 +1,9 @@
 //! The Python class that tensors have in rank files: the one that is asked for, else that of each in --like or SRC.
 
-use crate::catalog::{Catalog, Class};
 use crate::cli::TensorClass;
-use crate::error::{Error, Result};
-use crate::format::Format;
+use dtshard::catalog::{Catalog, Class};
+use dtshard::error::{Error, Result};
+use dtshard::format::Format;
 
 /// The Python class of tensors that ranks share; `None` for that of each in the source.
 ///

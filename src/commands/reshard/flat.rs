@@ -6,9 +6,9 @@ use super::super::run::Run;
 use super::super::source::Source;
 use super::class::tensor_class;
 use crate::cli::Reshard;
-use crate::error::{Error, Result};
-use crate::format::Format;
-use crate::layout::DeviceMesh;
+use dtshard::error::{Error, Result};
+use dtshard::format::Format;
+use dtshard::layout::DeviceMesh;
 
 pub fn run(args: &Reshard, source: &mut Source, run: &Run<'_>) -> Result<Status> {
     if let Some(placements) = args.placements.first() {

@@ -7,12 +7,12 @@ use indexmap::IndexMap;
 use serde_json::Value as Json;
 
 use crate::commands::config;
-use crate::error::Result;
-use crate::format::Checkpoint;
-use crate::format::parallelize::Planned;
-use crate::layout::parallelize::By;
-use crate::name_list::short_list;
-use crate::quantity::count;
+use dtshard::error::Result;
+use dtshard::format::Checkpoint;
+use dtshard::format::parallelize::Planned;
+use dtshard::layout::parallelize::By;
+use dtshard::name_list::short_list;
+use dtshard::quantity::count;
 
 /// Numbers of heads, where they are known.
 #[derive(Clone, Copy, Debug, Default)]

@@ -5,12 +5,12 @@
 
 use std::path::Path as FilePath;
 
-use crate::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, model};
 use crate::commands::names::{Found, Names, of_all_ranks};
-use crate::error::{Error, Result};
-use crate::format::Checkpoint;
-use crate::name_list::{FEW, short_list};
-use crate::select::Wrappers;
+use dtshard::catalog::{Catalog, Fqn, Path, TensorEntry, TensorId, model};
+use dtshard::error::{Error, Result};
+use dtshard::format::Checkpoint;
+use dtshard::name_list::{FEW, short_list};
+use dtshard::select::Wrappers;
 
 pub struct Like<'a> {
     root: &'a FilePath,

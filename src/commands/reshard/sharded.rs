@@ -5,8 +5,8 @@
 //!
 //! Source: `_ext_chunk_tensor` in `torch/distributed/fsdp/_fsdp_extensions.py`.
 
-use crate::catalog::{Class, TensorEntry};
-use crate::layout::{DeviceMesh, Placement, TensorDim, chunk};
+use dtshard::catalog::{Class, TensorEntry};
+use dtshard::layout::{DeviceMesh, Placement, TensorDim, chunk};
 
 /// The ranks that share rows are the last dim.
 const FULL: &str = "fsdp";
@@ -54,8 +54,8 @@ pub fn rows(mesh: &DeviceMesh) -> Vec<Placement> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::catalog::{Chunk, ChunkTable, Dtype, Place};
-    use crate::layout::{Rank, Region, Tile};
+    use dtshard::catalog::{Chunk, ChunkTable, Dtype, Place};
+    use dtshard::layout::{Rank, Region, Tile};
 
     /// So many rows over groups of ranks; `None` is a plain tensor on all ranks.
     fn entry(rows: u64, world_size: u32, group_size: Option<u32>) -> TensorEntry {

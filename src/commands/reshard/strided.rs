@@ -2,10 +2,10 @@
 
 use indexmap::IndexMap;
 
-use crate::layout::rules::{Fallback, Layout, Lies};
-use crate::layout::strided::{Stray, stray};
-use crate::layout::{DeviceMesh, comma_list};
-use crate::name_list::short_list;
+use dtshard::layout::rules::{Fallback, Layout, Lies};
+use dtshard::layout::strided::{Stray, stray};
+use dtshard::layout::{DeviceMesh, comma_list};
+use dtshard::name_list::short_list;
 
 /// One for each such factor.
 pub fn notes(layout: &Layout) -> Vec<String> {

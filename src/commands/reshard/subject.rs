@@ -6,12 +6,12 @@
 
 use std::collections::HashSet;
 
-use crate::catalog::owner::{Owner, Owners};
-use crate::catalog::wrappers::{clean_name, with_clean};
-use crate::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, path};
-use crate::layout::parallelize::{Kind, Parameter, Sizes};
-use crate::layout::rules::OnMesh;
-use crate::select::Wrappers;
+use dtshard::catalog::owner::{Owner, Owners};
+use dtshard::catalog::wrappers::{clean_name, with_clean};
+use dtshard::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, path};
+use dtshard::layout::parallelize::{Kind, Parameter, Sizes};
+use dtshard::layout::rules::OnMesh;
+use dtshard::select::Wrappers;
 
 /// The tensors of a checkpoint.
 pub struct Subjects<'a> {

@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 
 use super::subject::{Subject, ToldBy};
-use crate::error::{Error, Result};
-use crate::layout::PlacementSpec;
-use crate::layout::rules::{Fallback, Layout, unheard};
-use crate::nearest;
-use crate::quantity::count;
+use dtshard::error::{Error, Result};
+use dtshard::layout::PlacementSpec;
+use dtshard::layout::rules::{Fallback, Layout, unheard};
+use dtshard::nearest;
+use dtshard::quantity::count;
 
 #[derive(Default)]
 pub struct Tally {

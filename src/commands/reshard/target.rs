@@ -4,17 +4,17 @@ use std::collections::BTreeSet;
 
 use super::sharded::{mesh_of_rows, rows};
 use super::strided;
-use crate::catalog::{Catalog, TensorEntry, TensorId};
 use crate::cli::Reshard;
 use crate::commands::placements;
 use crate::commands::plans::PlanArgs;
 use crate::commands::source::Source;
-use crate::error::{Error, Result};
-use crate::format::parallelize::Side;
-use crate::format::{Checkpoint, Format};
-use crate::layout::parallelize::RoleNames;
-use crate::layout::rules::{Fallback, Layout};
-use crate::layout::{DeviceMesh, PlacementSpec, Rank, Split, parse_placements};
+use dtshard::catalog::{Catalog, TensorEntry, TensorId};
+use dtshard::error::{Error, Result};
+use dtshard::format::parallelize::Side;
+use dtshard::format::{Checkpoint, Format};
+use dtshard::layout::parallelize::RoleNames;
+use dtshard::layout::rules::{Fallback, Layout};
+use dtshard::layout::{DeviceMesh, PlacementSpec, Rank, Split, parse_placements};
 
 /// The mesh that all DTensors of the source share.
 pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {

@@ -9,14 +9,14 @@ use super::run::Run;
 use super::source::{Defaults, Source};
 use super::whole::{check_tied, elsewhere, names_to_write, placing_like, safetensors_shape};
 use super::{Status, check_flat};
-use crate::catalog::{model, path};
 use crate::cli::Unshard;
-use crate::comm::Launch;
-use crate::error::{Error, Result};
-use crate::exec::staging::Shape;
-use crate::format::safetensors::Wanted;
-use crate::format::{Format, SeriesChoice, Want, safetensors, torch};
-use crate::select::{Root, Wrappers};
+use dtshard::catalog::{model, path};
+use dtshard::comm::Launch;
+use dtshard::error::{Error, Result};
+use dtshard::exec::staging::Shape;
+use dtshard::format::safetensors::Wanted;
+use dtshard::format::{Format, SeriesChoice, Want, safetensors, torch};
+use dtshard::select::{Root, Wrappers};
 
 pub fn run(args: &Unshard, launch: Launch, printer: &Printer) -> Result<Status> {
     let run = Run::writing(&args.convert, launch, printer)?;

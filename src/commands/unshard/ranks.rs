@@ -10,15 +10,15 @@ use super::super::reshard::{Job, own_mesh, rows};
 use super::super::run::Run;
 use super::super::source::Source;
 use super::super::{flatten, partial};
-use crate::catalog::flat::FlatLayout;
-use crate::catalog::{Class, Path, Reservation, TensorEntry, model, optimizer};
 use crate::cli::Unshard;
-use crate::error::{Error, Result};
-use crate::format::{Format, torch};
-use crate::layout::cut::CutBy;
-use crate::layout::{DeviceMesh, Pattern};
-use crate::nearest;
-use crate::quantity::count;
+use dtshard::catalog::flat::FlatLayout;
+use dtshard::catalog::{Class, Path, Reservation, TensorEntry, model, optimizer};
+use dtshard::error::{Error, Result};
+use dtshard::format::{Format, torch};
+use dtshard::layout::cut::CutBy;
+use dtshard::layout::{DeviceMesh, Pattern};
+use dtshard::nearest;
+use dtshard::quantity::count;
 
 /// The root unit, whose path is empty.
 const ROOT: &str = ".";

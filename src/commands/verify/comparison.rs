@@ -8,18 +8,18 @@ use serde_json::Value as Json;
 
 use super::findings::Findings;
 use super::{Names, has_no_value};
-use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId, Value, model, path};
 use crate::cli::Verify;
 use crate::commands::digests::{Listed, Listing};
 use crate::commands::progress::Progress;
 use crate::commands::run::Run;
 use crate::commands::{input, inspect, tied};
-use crate::error::{Error, Result};
-use crate::exec::cast::Cast;
-use crate::exec::compare;
-use crate::format::Checkpoint;
-use crate::quantity::count;
-use crate::select::Selected;
+use dtshard::catalog::{Catalog, Dtype, TensorEntry, TensorId, Value, model, path};
+use dtshard::error::{Error, Result};
+use dtshard::exec::cast::Cast;
+use dtshard::exec::compare;
+use dtshard::format::Checkpoint;
+use dtshard::quantity::count;
+use dtshard::select::Selected;
 
 /// Two checkpoints side by side.
 pub(super) struct Comparison<'a> {

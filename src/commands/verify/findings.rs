@@ -7,9 +7,9 @@ use serde_json::{Value as Json, json};
 use crate::cli::Verify;
 use crate::commands::Status;
 use crate::commands::printer::{Printer, harmless};
-use crate::error::{Error, Result};
-use crate::name_list::FEW;
-use crate::quantity::{count, human_bytes};
+use dtshard::error::{Error, Result};
+use dtshard::name_list::FEW;
+use dtshard::quantity::{count, human_bytes};
 
 /// Something that is not as it should be.
 #[derive(Debug)]

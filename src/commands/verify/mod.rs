@@ -12,12 +12,12 @@ use super::run::Run;
 use super::source::{Defaults, announce, select_options};
 use super::told::told;
 use super::{Status, check_flat, check_series, checks, input, read_options, refuse_without_tensors};
-use crate::catalog::{TensorEntry, model, path};
 use crate::cli::Verify;
-use crate::error::{Error, Result};
-use crate::exec::compare;
-use crate::format::{Checkpoint, SeriesChoice, Told, Want, fsdp_flat};
-use crate::select::{self, Selected, Wrappers};
+use dtshard::catalog::{TensorEntry, model, path};
+use dtshard::error::{Error, Result};
+use dtshard::exec::compare;
+use dtshard::format::{Checkpoint, SeriesChoice, Told, Want, fsdp_flat};
+use dtshard::select::{self, Selected, Wrappers};
 
 pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
     let run = Run::reading(&args.source, printer)?;

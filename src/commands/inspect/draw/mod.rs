@@ -23,8 +23,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use indexmap::{IndexMap, IndexSet};
 
 use super::super::printer::Span;
-use crate::layout::{Intervals, Rank, Tile};
 use canvas::Canvas;
+use dtshard::layout::{Intervals, Rank, Tile};
 
 /// Room for a picture, in characters.
 #[derive(Clone, Copy, Debug)]

@@ -1,5 +1,5 @@
 use super::*;
-use crate::layout::{DeviceMesh, local_shard, parse_placements};
+use dtshard::layout::{DeviceMesh, local_shard, parse_placements};
 
 const ROOM: Room = Room { columns: 100, lines: 24 };
 
@@ -27,7 +27,7 @@ fn check(found: String, expected: &str) {
 }
 
 fn boxed(offsets: &[u64], sizes: &[u64]) -> Tile {
-    Tile::from_region(&crate::layout::Region::new(offsets, sizes))
+    Tile::from_region(&dtshard::layout::Region::new(offsets, sizes))
 }
 
 fn uneven() -> Vec<(Holder, Tile)> {

@@ -1,6 +1,6 @@
 use super::*;
-use crate::catalog::{Dict, Dtype, MeshId, Sharding, Value};
-use crate::layout::parse_placements;
+use dtshard::catalog::{Dict, Dtype, MeshId, Sharding, Value};
+use dtshard::layout::parse_placements;
 
 /// The document of a model of plain parts of tensors, each of a name, placements and splits.
 fn printed(tensors: &[(&str, &str, &[&str])]) -> String {
