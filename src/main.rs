@@ -1,5 +1,7 @@
 //! Parse, dispatch, print the error and its hint, turn it into an exit code.
 
+#![cfg_attr(test, allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails"))]
+
 mod cli;
 mod commands;
 

@@ -312,7 +312,7 @@ fn a_summand_that_is_missing_is_missed() {
         match dtshard(&arguments) {
             Ok(()) => dtshard(&["verify", &whole("all.pt"), &whole("rest.pt")]).unwrap(),
             Err(error) => {
-                let text = error.to_string();
+                let text = error;
                 assert!(!covered && text.contains("w: gap at") && text.contains("summand (1,"), "{text}");
             }
         }

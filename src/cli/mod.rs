@@ -291,6 +291,7 @@ pub struct FlatArgs {
 
 /// What FSDP1 calls its `ShardingStrategy`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[allow(clippy::enum_variant_names, reason = "the names are those of PyTorch")]
 pub enum Strategy {
     // SHARD_GRAD_OP has the same files.
     FullShard,

@@ -6,7 +6,7 @@ use serde_json::Value as Json;
 
 use dtshard::error::Result;
 use dtshard::format::Checkpoint;
-use dtshard::format::sets::is_index;
+use dtshard::format::index::is_index;
 use dtshard::storage::{lookup, regular_file};
 
 /// The file without which loaders do not know what to build.

@@ -8,7 +8,7 @@ use serde_json::Value as Json;
 
 use dtshard::error::{Error, Result};
 use dtshard::format::Format;
-use dtshard::format::sets::is_index;
+use dtshard::format::index::is_index;
 use dtshard::storage::{lookup, regular_file};
 
 /// The part of the document that tells values.

@@ -81,7 +81,7 @@ impl Printer {
 
     /// Columns there are for data: those of the terminal, or `most`.
     #[must_use]
-    pub fn columns(&self, most: usize) -> usize {
+    pub fn columns(most: usize) -> usize {
         terminal_size::terminal_size_of(io::stdout()).map_or(most, |(width, _)| most.min(width.0.into()))
     }
 

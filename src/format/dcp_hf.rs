@@ -1,27 +1,16 @@
-//! Shards of DCP's Hugging Face storage: safetensors files that say where in its tensor each of theirs lies.
-//!
-//! A file `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors` is what rank R (counted from 1) has of the F-th file of the
-//! whole. `DCP_SHARDING_INFO` in its `__metadata__` gives the offsets of each tensor in the whole one; the shape of
-//! that is stored nowhere and is taken to reach as far as the shards do, as PyTorch's own reader takes it. A hole
-//! shows, a lost end does not.
+//! Complete sets of DCP's Hugging Face storage: a file for each rank that has anything of a file of the whole.
 //!
 //! Source: `torch/distributed/checkpoint/hf_storage.py` and `_hf_utils.py` (2.15).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use serde::Deserialize;
-
-use super::safetensors::{self, Stored};
-use super::sets::{Shortfall, list_absent};
-use crate::catalog::{Chunk, Fqn, Place, TensorEntry, checked_len_bytes};
+use super::safetensors;
+use super::safetensors::sharding::ShardName;
+use super::shortfall::{Shortfall, list_absent};
 use crate::error::{Error, Result};
-use crate::layout::{Dims, Rank, Region, Tile};
 use crate::name_list::{FEW, Numbers, short_list};
-use crate::storage::{FileId, Files, IoMode, lookup};
-
-pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
+use crate::storage::{Files, IoMode};
 
 /// What to say where missing shards may have been empty.
 const WITHOUT_THEM: &str = "a rank with nothing to write has no file, and the others have every element of the tensors \
@@ -30,29 +19,6 @@ const WITHOUT_THEM: &str = "a rank with nothing to write has no file, and the ot
 /// What to say where no rank has anything of one of the files.
 const WITHOUT_FILES: &str = "the tensors of these files are lost, unless the job that saved had none of them: \
                              --allow-missing goes on without them";
-
-/// What the name of a shard's file tells.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ShardName {
-    /// Of the rank, from 1.
-    pub shard: u32,
-    /// Of the file in the whole, from 1, and how many there are.
-    pub file: u32,
-    pub files: u32,
-}
-
-impl ShardName {
-    /// Take `shard-00002-model-00001-of-00003.safetensors` apart.
-    #[must_use]
-    pub fn parse(path: &Path) -> Option<Self> {
-        let name = path.file_name()?.to_str()?.strip_prefix("shard-")?.strip_suffix(".safetensors")?;
-        let (shard, rest) = name.split_once("-model-")?;
-        let (file, files) = rest.split_once("-of-")?;
-        let number = |text: &str| text.parse::<u32>().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()));
-        let (shard, file, files) = (number(shard)?, number(file)?, number(files)?);
-        (shard > 0 && file > 0).then_some(Self { shard, file, files })
-    }
-}
 
 /// Returns the ranks and files that are missing by the names of the shards in a folder.
 ///
@@ -122,157 +88,4 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     let error =
         Error::Missing { path: folder.to_path_buf(), at: at.to_owned(), expected, missing: first.clone(), hint };
     Ok(Some(Shortfall { error: error.naming(&missing), missing, allowed: Some(allowed) }))
-}
-
-/// What to say of shards where nothing beside them tells the shapes of the whole tensors: no config, and none of the
-/// consolidated files that the writer puts above a folder `sharded`.
-///
-/// # Errors
-/// `Io` where the file system does not tell whether one of them is there.
-pub fn untold_shapes(shard: &Path) -> Result<Option<String>> {
-    let Some(folder) = shard.parent() else { return Ok(None) };
-    let above = folder.parent().filter(|_| folder.file_name().is_some_and(|name| name == "sharded"));
-    for folder in [Some(folder), above].into_iter().flatten() {
-        for name in ["config.json", safetensors::INDEX_NAME, "model.safetensors"] {
-            if lookup::is_file(&folder.join(name))? {
-                return Ok(None);
-            }
-        }
-    }
-    Ok(Some(format!(
-        "{}: shards do not store the shapes of whole tensors, so a lost last shard would not be noticed; compare the \
-         shapes with the model's config",
-        folder.display()
-    )))
-}
-
-/// The offsets that a file gives for its tensors.
-///
-/// # Errors
-/// `Malformed` where the text is not what the writer puts there.
-pub fn sharding_info(path: &Path, text: &str) -> Result<BTreeMap<String, Dims>> {
-    #[derive(Deserialize)]
-    struct Entry {
-        saved_offsets: Vec<u64>,
-    }
-    let entries: BTreeMap<String, Entry> = serde_json::from_str(text)
-        .map_err(|error| Error::malformed(path, SHARDING_INFO, "saved_offsets for each tensor", error.to_string()))?;
-    Ok(entries.into_iter().map(|(name, entry)| (name, entry.saved_offsets.as_slice().into())).collect())
-}
-
-/// One file's part of a tensor.
-#[derive(Debug)]
-pub struct Shard {
-    pub name: Arc<str>,
-    pub path: Arc<Path>,
-    pub file: FileId,
-    pub stored: Stored,
-    /// Where it lies in the whole tensor, if the file says so.
-    pub offsets: Option<Box<Dims>>,
-}
-
-/// The tensor that these parts of one name make up.
-///
-/// # Errors
-/// `Conflict` where they disagree, `Malformed` where offsets do not fit the parts.
-pub fn tensor(shards: &[Shard]) -> Result<TensorEntry> {
-    let first = &shards[0];
-    let fqn = Fqn::from(first.name.clone());
-    let dtype = first.stored.dtype;
-    let mut shape: Dims = Dims::from_elem(0, first.stored.shape.len());
-    let mut regions = Vec::with_capacity(shards.len());
-    for shard in shards {
-        let sizes = &shard.stored.shape;
-        if (shard.stored.dtype, sizes.len()) != (dtype, shape.len()) {
-            let between = format!("{} and {}", first.path.display(), shard.path.display());
-            let detail = format!(
-                "{dtype} of {} dims and {} of {} dims",
-                first.stored.shape.len(),
-                shard.stored.dtype,
-                sizes.len()
-            );
-            return Err(fqn.disagreement("dtype or number of dims", between, detail));
-        }
-        let offsets = match &shard.offsets {
-            Some(offsets) => Dims::clone(offsets),
-            None => Dims::from_elem(0, sizes.len()),
-        };
-        if offsets.len() != sizes.len() {
-            let found = format!("{:?}", offsets.as_slice());
-            return Err(Error::malformed(
-                &shard.path,
-                fqn.as_str(),
-                format!("saved_offsets of {} dims", sizes.len()),
-                found,
-            ));
-        }
-        for ((whole, &offset), &size) in shape.iter_mut().zip(&offsets).zip(sizes) {
-            let Some(end) = offset.checked_add(size) else {
-                let found = format!("{:?}", offsets.as_slice());
-                return Err(Error::malformed(&shard.path, fqn.as_str(), "offsets inside a tensor", found));
-            };
-            *whole = end.max(*whole);
-        }
-        regions.push(Region::new(offsets, sizes.clone()));
-    }
-    if checked_len_bytes(&shape, dtype).is_none() {
-        return Err(Error::malformed(
-            &first.path,
-            fqn.as_str(),
-            "a shape that fits memory",
-            format!("{:?}", shape.as_slice()),
-        ));
-    }
-    let mut entry = TensorEntry::new(fqn, dtype, shape);
-    for (shard, region) in shards.iter().zip(regions) {
-        let place = Place::Bytes { file: shard.file, offset: shard.stored.offset };
-        let place = if region.is_empty() { Place::Nowhere } else { place };
-        let rank = ShardName::parse(&shard.path).map(|name| Rank(name.shard - 1));
-        entry.chunks.push(Chunk { tile: Tile::from_region(&region), place, strides: None, rank });
-    }
-    Ok(entry)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn shards_are_known_by_name() {
-        let parse = |name: &str| ShardName::parse(Path::new(name)).map(|name| (name.shard, name.file, name.files));
-        assert_eq!(parse("shard-00002-model-00001-of-00003.safetensors"), Some((2, 1, 3)));
-        for name in [
-            "shard-00000-model-00001-of-00001.safetensors",
-            "shard-00001-model-00000-of-00001.safetensors",
-            "model-00001-of-00003.safetensors",
-            "shard-x-model-00001-of-00003.safetensors",
-            "shard-00002-model-00001-of-00003.pt",
-            "shard-+2-model-1-of-1.safetensors",
-        ] {
-            assert_eq!(parse(name), None, "{name}");
-        }
-    }
-
-    fn shard(offsets: &[u64], sizes: &[u64]) -> Shard {
-        let stored = Stored { dtype: crate::catalog::Dtype::F32, shape: sizes.into(), offset: 0 };
-        Shard {
-            name: "w".into(),
-            path: Path::new("f").into(),
-            file: FileId(0),
-            stored,
-            offsets: Some(Box::new(offsets.into())),
-        }
-    }
-
-    #[test]
-    fn the_whole_reaches_as_far_as_its_shards() {
-        let entry = tensor(&[shard(&[3, 0], &[2, 4]), shard(&[0, 0], &[3, 4])]).unwrap();
-        assert_eq!(entry.shape.as_slice(), [5, 4]);
-        assert!(entry.tilings().is_ok());
-        assert!(tensor(&[shard(&[3, 0], &[2, 4])]).unwrap().tilings().is_err());
-        assert!(tensor(&[shard(&[u64::MAX], &[2])]).is_err());
-        assert!(tensor(&[shard(&[1 << 62], &[2])]).is_err());
-        assert!(tensor(&[shard(&[0], &[2, 2])]).is_err());
-        assert!(tensor(&[shard(&[0], &[2]), shard(&[0, 0], &[2, 2])]).is_err());
-    }
 }

@@ -2,12 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use super::dcp_hf::ShardName;
 use super::foreign::{self, first_bytes};
+use super::index::{Index, is_safetensors_index, is_torch_index, main_index};
+use super::known_files::is_no_model;
 use super::safetensors::INDEX_NAME;
+use super::safetensors::sharding::ShardName;
 use super::series::{SeriesSet, group};
-use super::sets::{Index, is_safetensors_index, is_torch_index, main_index};
-use super::{Format, dcp, local};
+use super::{Format, dcp, list, local};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, Kind};
@@ -42,22 +43,6 @@ impl Detected {
 }
 
 const TORCH_INDEX_NAME: &str = "pytorch_model.bin.index.json";
-
-/// Torch files that trainers leave beside a model, by the beginnings of their names.
-const NO_MODEL: [&str; 11] = [
-    "scheduler",
-    "optimizer",
-    "rng_state",
-    "random_states",
-    "training_args",
-    "sampler",
-    "scaler",
-    "dataloader",
-    "dl_state_dict",
-    // What Lightning and Megatron leave in DCP directories.
-    "meta.pt",
-    "common.pt",
-];
 
 /// Look at `path`; `from` says what it must be.
 ///
@@ -152,10 +137,6 @@ fn unknown_folder(path: &Path, names: &[String]) -> Error {
     )
 }
 
-pub fn list(folder: &Path) -> Result<Vec<String>> {
-    Ok(lookup::list(folder)?.into_iter().filter_map(|entry| entry.name.into_string().ok()).collect())
-}
-
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 
 fn has_suffix(name: &str, suffixes: &[&str]) -> bool {
@@ -244,11 +225,6 @@ fn local_files(names: &[String], from: Option<Format>, tensors: &mut Vec<PathBuf
         _ => count > 1 || count > 0 && has_layout,
     };
     is_local.then(|| tensors.extract_if(.., |path| local::rank_of(path).is_some()).collect())
-}
-
-pub fn is_no_model(path: &Path) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    NO_MODEL.iter().any(|beginning| name.starts_with(beginning))
 }
 
 fn is_zip(path: &Path) -> Result<bool> {

@@ -11,9 +11,9 @@
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use super::detect::{Detected, detect, has_torch_files, list, lone_file, look};
-use super::sets::is_index as is_index_name;
-use super::{Format, RankName, ReadOptions, foreign, natural_order, relative_to_folder};
+use super::detect::{Detected, detect, has_torch_files, lone_file, look};
+use super::index::is_index as is_index_name;
+use super::{Format, RankName, ReadOptions, foreign, list, natural_order, relative_to_folder};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, Kind};

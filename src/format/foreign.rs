@@ -6,9 +6,8 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use super::Format;
-use super::detect::list;
-use super::sets::Shortfall;
+use super::shortfall::Shortfall;
+use super::{Format, list};
 use crate::error::{Error, Result};
 use crate::storage::{lookup, regular_file};
 

@@ -146,6 +146,28 @@ pub fn refuse_foreign_folder(folder: &Path, names: &[String]) -> Result<()> {
     refuse_folder(folder, names, None)
 }
 
+/// Torch files that trainers leave beside a model, by the beginnings of their names.
+const NO_MODEL: [&str; 11] = [
+    "scheduler",
+    "optimizer",
+    "rng_state",
+    "random_states",
+    "training_args",
+    "sampler",
+    "scaler",
+    "dataloader",
+    "dl_state_dict",
+    // What Lightning and Megatron leave in DCP directories.
+    "meta.pt",
+    "common.pt",
+];
+
+/// Returns whether trainers leave a torch file of this name beside a model.
+pub fn is_no_model(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    NO_MODEL.iter().any(|beginning| name.starts_with(beginning))
+}
+
 fn starts_with(path: &Path, start: Start) -> bool {
     if start == Start::Any {
         return true;

@@ -10,6 +10,7 @@ mod detect;
 mod folder;
 mod foreign;
 pub mod fsdp_flat;
+pub mod index;
 mod json;
 pub mod known_files;
 pub mod layout_file;
@@ -21,7 +22,8 @@ mod rank_names;
 mod reading;
 pub mod safetensors;
 mod series;
-pub mod sets;
+mod sets;
+mod shortfall;
 mod skeleton;
 pub mod told;
 pub mod torch;
@@ -290,6 +292,19 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located
             "the checkpoint does not say where they are",
         )),
     }
+}
+
+/// Returns the names in a folder that are text.
+fn list(folder: &Path) -> Result<Vec<String>> {
+    Ok(lookup::list(folder)?.into_iter().filter_map(|entry| entry.name.into_string().ok()).collect())
+}
+
+fn name_of(path: &Path) -> String {
+    path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// A name that a checkpoint gives for one of its own files, as a path inside its folder.

@@ -5,12 +5,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::detect::{self, Detected};
+use super::index::Index;
 use super::parts::{self, Loaded};
 use super::series::{self, SeriesSet};
-use super::sets::{self, Index, Shortfall};
-use super::{Content, Format, Part, ReadOptions, dcp, fsdp_flat, local, safetensors, told, torch};
+use super::sets;
+use super::shortfall::Shortfall;
+use super::{Content, Format, Part, ReadOptions, dcp, fsdp_flat, local, safetensors, torch};
 use crate::catalog::{Catalog, TensorId, model};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::{Files, IoMode, lookup};
 
@@ -156,7 +158,7 @@ impl<'a> Reading<'a> {
     fn read_parts(&mut self, path: &Path, paths: &[PathBuf]) -> Result<(Format, Loaded)> {
         let is_folder = lookup::is_folder(path)?;
         let Some(set) = series::group(path, paths)?.ranks.filter(|_| is_folder) else {
-            return Err(told::without_ranks(path));
+            return Err(without_ranks(path));
         };
         let chosen = self.choose(set)?;
         let mut loaded = chosen.read_by(self.options, &mut |ranks| safetensors::ranks::read(&mut self.files, ranks))?;
@@ -185,4 +187,13 @@ impl<'a> Reading<'a> {
             Vec::new()
         }))
     }
+}
+
+/// The error of a declared layout for tensors that are not in rank files.
+pub fn without_ranks(root: &Path) -> Error {
+    Error::usage(
+        format!("{} is no folder of rank files, so that no plain tensor in it is a part", root.display()),
+        "--src-mesh, --src-placements, --src-split, --src-plan, --src-layout and --reduce say how plain tensors of rank files lie (one torch.save \
+         or safetensors file a rank); leave them out",
+    )
 }

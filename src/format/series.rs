@@ -10,7 +10,7 @@ use super::ReadOptions;
 use super::fsdp_flat::{self, SeriesFiles, Unflattened};
 use super::parts::{Content, Loaded, Part, adopt};
 use super::rank_names::{Numbering, RankName, RankNames};
-use super::sets::list_absent;
+use super::shortfall::list_absent;
 use super::torch;
 use super::torch::load::load;
 use super::torch::ranks::{Plain, RankFile, merge};

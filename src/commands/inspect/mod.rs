@@ -169,7 +169,7 @@ impl View<'_> {
 const ROOM: Room = Room { columns: 100, lines: 24 };
 
 fn drawings(view: &View<'_>, printer: &Printer) -> Result<()> {
-    let room = Room { columns: printer.columns(ROOM.columns), ..ROOM };
+    let room = Room { columns: Printer::columns(ROOM.columns), ..ROOM };
     for (name, id) in &view.names {
         let entry = view.checkpoint.catalog.tensor(*id);
         let chunks: Vec<_> =

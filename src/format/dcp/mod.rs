@@ -2,6 +2,7 @@
 //!
 //! Source: `torch/distributed/checkpoint/metadata.py`, `filesystem.py`, `default_planner.py`.
 
+mod file_layout;
 mod known;
 mod metadata;
 mod objects;

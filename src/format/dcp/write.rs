@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 
+use super::file_layout::Layout;
 use super::write_metadata;
 use crate::catalog::{
     Catalog, Chunk, ChunkTable, Fqn, Leaf, OutputFile, Path, Place, Reservation, Reserved, TensorEntry, TensorId,
@@ -14,23 +15,11 @@ use crate::catalog::{
 };
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
-use crate::format::pickle::WriteError;
-use crate::format::torch::{TensorArchives, save};
 use crate::layout::shards::Held;
 use crate::layout::{Rank, Region, Tile};
-use crate::storage::FileId;
 
 /// The distinct tiles of a tensor in the target layout.
 pub type Shards = Vec<Held>;
-
-/// A stretch of a data file, as `_StorageInfo` has it.
-#[derive(Clone, Copy)]
-pub struct Stored {
-    /// Index into the files of the reservation.
-    pub file: u32,
-    pub offset: u64,
-    pub len: u64,
-}
 
 /// Lay out `state` on the ranks that `shards` gives for each tensor.
 ///
@@ -86,7 +75,7 @@ pub fn reserve(
         layout.file(rank, if rank == OBJECTS_OF { &objects } else { &[] }, &own.boxes, &boxes)?;
     }
     drop(boxes);
-    Ok(layout.finish(&leaves))
+    Ok(finish(layout, &leaves))
 }
 
 /// The rank that writes objects.
@@ -129,76 +118,15 @@ impl Assignment {
     }
 }
 
-/// The files as they grow, and what `.metadata` has to say of them.
-pub struct Layout<'a> {
-    pub source: &'a Catalog,
-    pub tensors: &'a [(Fqn, TensorId)],
-    pub reservation: Reservation,
-    pub chunks: Vec<ChunkTable>,
-    /// For each tensor, where its chunks lie.
-    pub stored: Vec<Vec<Stored>>,
-    pub objects: BTreeMap<Fqn, Stored>,
-    archives: TensorArchives,
-}
-
-impl<'a> Layout<'a> {
-    fn new(source: &'a Catalog, tensors: &'a [(Fqn, TensorId)]) -> Self {
-        Self {
-            source,
-            tensors,
-            reservation: Reservation::default(),
-            chunks: tensors.iter().map(|(_, id)| ChunkTable::new(source.tensor(*id).shape.len())).collect(),
-            stored: tensors.iter().map(|_| Vec::new()).collect(),
-            objects: BTreeMap::new(),
-            archives: TensorArchives::default(),
-        }
+/// Adds `.metadata` to the files, and gives all of them.
+fn finish(mut layout: Layout<'_>, leaves: &[(Path, Leaf<'_>)]) -> Reservation {
+    let mut file = OutputFile::new(".metadata");
+    file.push_literal(write_metadata::pickle(&layout, leaves));
+    layout.reservation.files.push(file);
+    for ((fqn, id), chunks) in layout.tensors.iter().zip(layout.chunks) {
+        let entry = layout.source.tensor(*id);
+        let target = TensorEntry::new(fqn.clone(), entry.dtype, entry.shape.clone());
+        layout.reservation.tensors.push(Reserved::new(*id, TensorEntry { chunks, ..target }));
     }
-
-    /// One rank's file: objects first, as PyTorch has it.
-    fn file(
-        &mut self,
-        rank: Rank,
-        objects: &[(Fqn, &Value)],
-        boxes: &[(u32, u32)],
-        tables: &[ChunkTable],
-    ) -> Result<()> {
-        let number = u32::try_from(self.reservation.files.len()).expect("fewer than 2^32 files");
-        let id = FileId(number);
-        let mut file = OutputFile::of_rank(rank, format!("__{rank}_0.distcp"));
-        for (fqn, value) in objects {
-            let offset = file.len;
-            let saved = save(self.source, value, &mut file, &mut self.archives.frames)
-                .map_err(|error| unpicklable(fqn, &error))?;
-            let tensors = saved.tensors.iter().map(|tensor| tensor.reserved(self.source, id));
-            self.reservation.tensors.extend(tensors);
-            self.objects.insert(fqn.clone(), Stored { file: number, offset, len: saved.len });
-        }
-        for &(tensor, index) in boxes {
-            let (tensor, offset) = (tensor as usize, file.len);
-            let tile = tables[tensor].tile(index as usize);
-            let dtype = self.source.tensor(self.tensors[tensor].1).dtype;
-            let (at, len) = self.archives.append(dtype, &tile.sizes(), &mut file);
-            let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file: id, offset: at } };
-            self.chunks[tensor].push(Chunk { tile, place, strides: None, rank: Some(rank) });
-            self.stored[tensor].push(Stored { file: number, offset, len });
-        }
-        self.reservation.files.push(file);
-        Ok(())
-    }
-
-    fn finish(mut self, leaves: &[(Path, Leaf<'_>)]) -> Reservation {
-        let mut file = OutputFile::new(".metadata");
-        file.push_literal(write_metadata::pickle(&self, leaves));
-        self.reservation.files.push(file);
-        for ((fqn, id), chunks) in self.tensors.iter().zip(self.chunks) {
-            let entry = self.source.tensor(*id);
-            let target = TensorEntry::new(fqn.clone(), entry.dtype, entry.shape.clone());
-            self.reservation.tensors.push(Reserved::new(*id, TensorEntry { chunks, ..target }));
-        }
-        self.reservation
-    }
-}
-
-fn unpicklable(fqn: &Fqn, error: &WriteError) -> Error {
-    Error::unsupported(format!("{fqn}: cannot be pickled: {error}"), "leave that object out of the checkpoint")
+    layout.reservation
 }

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::convert::Infallible;
 
 use super::METADATA;
-use super::write::{Layout, Stored};
+use super::file_layout::{Layout, Stored};
 use crate::catalog::{Dtype, Fqn, Key, Leaf, Path};
 use crate::format::pickle::{Writer, append_all, set_all};
 use crate::format::torch::write_sizes;

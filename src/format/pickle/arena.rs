@@ -9,8 +9,8 @@
 
 use smallvec::SmallVec;
 
+use super::bit_set::BitSet;
 use super::fold::Folded;
-use super::memo::BitSet;
 use super::opcode::Span;
 use super::slab::Slab;
 use super::{Limits, Ref};

@@ -25,6 +25,7 @@
 
 mod alike;
 mod arena;
+mod bit_set;
 mod calls;
 mod fields;
 mod fold;

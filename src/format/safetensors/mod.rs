@@ -10,6 +10,7 @@
 
 mod header;
 pub mod ranks;
+pub(super) mod sharding;
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -20,8 +21,9 @@ pub use header::{Stored, Written, parse_header, read_header, write_header};
 use rayon::prelude::*;
 use serde_json::json;
 
-use super::dcp_hf::{self, Shard};
-use super::sets::{Index, Shortfall};
+use self::sharding::{SHARDING_INFO, Shard, ShardName, sharding_info, untold_shapes};
+use super::index::Index;
+use super::shortfall::Shortfall;
 use super::{RankName, distinct_names, natural_order};
 use crate::catalog::{
     Catalog, Dict, Dtype, Fqn, OutputFile, Reservation, Reserved, TensorEntry, TensorId, Value, model,
@@ -33,7 +35,7 @@ use crate::storage::{FileId, Files};
 pub const FORMAT_KEY: &str = "format";
 
 /// Keys of the metadata that say something of the file, and so are no names of tied tensors.
-const OWN_KEYS: [&str; 4] = [FORMAT_KEY, dcp_hf::SHARDING_INFO, "DCP_VERSION", "total_size"];
+const OWN_KEYS: [&str; 4] = [FORMAT_KEY, SHARDING_INFO, "DCP_VERSION", "total_size"];
 
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
@@ -52,10 +54,10 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Index>) -> Resu
         let file = files.add(path)?;
         let shared: Arc<Path> = path.as_path().into();
         let mut header = read_header(files, file)?;
-        let mut offsets = match header.metadata.remove(dcp_hf::SHARDING_INFO) {
+        let mut offsets = match header.metadata.remove(SHARDING_INFO) {
             Some(text) => {
                 sharded = Some(path);
-                dcp_hf::sharding_info(path, &text)?
+                sharding_info(path, &text)?
             }
             None => BTreeMap::new(),
         };
@@ -64,7 +66,7 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Index>) -> Resu
             Shard { name, path: shared.clone(), file, stored, offsets }
         }));
         if let Some((name, _)) = offsets.pop_first() {
-            let at = dcp_hf::SHARDING_INFO;
+            let at = SHARDING_INFO;
             return Err(Error::malformed(path, at, format!("the tensor {name} in the same file"), "no such tensor"));
         }
         notes.extend(header.metadata.into_iter().map(|(key, value)| (shared.clone(), key, value)));
@@ -79,12 +81,12 @@ pub fn read(files: &mut Files, paths: &[PathBuf], index: Option<&Index>) -> Resu
             let other = if plain.path == first.path { second } else { first };
             return Err(twice(name, &plain.path, &other.path));
         }
-        let id = catalog.push_tensor(dcp_hf::tensor(shards)?);
+        let id = catalog.push_tensor(sharding::tensor(shards)?);
         names.insert(name.clone(), (shards[0].path.clone(), id));
     }
     drop(shards);
     if let Some(path) = sharded {
-        catalog.warnings.extend(dcp_hf::untold_shapes(path)?);
+        catalog.warnings.extend(untold_shapes(path)?);
     }
     let aliases = aliases(&mut catalog, &names, notes)?;
     let differing = index.and_then(|index| {
@@ -117,7 +119,7 @@ fn put_in_order(catalog: &mut Catalog, names: Names) {
 
 /// A tensor in two files, which may be those of ranks.
 fn twice(name: &str, path: &Path, other: &Path) -> Error {
-    let is_of_rank = |path: &&Path| RankName::parse(path).is_some() && dcp_hf::ShardName::parse(path).is_none();
+    let is_of_rank = |path: &&Path| RankName::parse(path).is_some() && ShardName::parse(path).is_none();
     if ![path, other].iter().all(is_of_rank) {
         let found = format!("it in {} as well", other.display());
         return Error::malformed(path, name, "a tensor in one file only", found);

@@ -19,10 +19,9 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 pub use reduce::Reduce;
-pub(super) use refuse::without_ranks;
 
 use super::parallelize::Side;
-use super::reading::Reading;
+use super::reading::{Reading, without_ranks};
 use crate::catalog::Catalog;
 use crate::error::{Error, Result};
 use crate::layout::file::LayoutFile;

@@ -8,14 +8,6 @@ use crate::layout::rules::Shared;
 use crate::layout::whole::{Held, PartError, nearest};
 use crate::layout::{DeviceMesh, Split, comma_list};
 
-pub fn without_ranks(root: &Path) -> Error {
-    Error::usage(
-        format!("{} is no folder of rank files, so that no plain tensor in it is a part", root.display()),
-        "--src-mesh, --src-placements, --src-split, --src-plan, --src-layout and --reduce say how plain tensors of rank files lie (one torch.save \
-         or safetensors file a rank); leave them out",
-    )
-}
-
 /// A tensor that is not as it is told to be.
 pub struct Refused<'a> {
     pub entry: &'a TensorEntry,

@@ -8,26 +8,11 @@
 
 use std::sync::Arc;
 
-use super::reader::Reader;
+use super::context::{MeshSpec, Reader};
 use super::release::{Release, Style};
-use super::tensor::{Found, recognise};
+use super::view::plain_view;
 use crate::format::pickle::{LiftError, Ref};
 use crate::layout::{DeviceMesh, Dims, Rank};
-
-/// A mesh as one rank's file tells it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MeshSpec {
-    /// This rank's slice, where it is one.
-    pub mesh: DeviceMesh,
-    /// The mesh it is a slice of.
-    pub root: Option<DeviceMesh>,
-    /// The rank that saved the file, where it is recorded.
-    pub rank: Option<Rank>,
-    /// False where the saving rank is not in the mesh and holds nothing.
-    pub is_member: bool,
-    /// How it was written.
-    pub style: Style,
-}
 
 /// More ranks than any cluster has; a larger array is damage.
 const MAX_RANKS: u64 = 1 << 24;
@@ -199,7 +184,7 @@ fn axis_of(shape: Ref<'_>, stride: Ref<'_>) -> Option<Axis> {
 
 /// The shape and row-major content of a tensor of ranks.
 fn rank_tensor(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<(Dims, Vec<Rank>), LiftError> {
-    let Some(Found::Plain(view)) = recognise(reader, node)? else {
+    let Some(view) = plain_view(reader, node)? else {
         return Err(LiftError::malformed(format!("mesh ranks that are {}", node.describe())));
     };
     let count: u64 = view.sizes.iter().product();

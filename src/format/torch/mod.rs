@@ -2,6 +2,7 @@
 //!
 //! Source of the layout: `torch/serialization.py`; of what is in it: `torch/_utils.py`, `torch/distributed/tensor`.
 
+mod context;
 mod disjoint;
 pub mod load;
 mod mesh;
@@ -9,6 +10,7 @@ pub mod ranks;
 pub mod reader;
 mod release;
 mod tensor;
+mod view;
 mod write;
 mod write_dtensor;
 mod write_mesh;
@@ -17,8 +19,9 @@ mod write_sharded;
 
 use std::path::PathBuf;
 
+pub use context::View;
 pub use release::{Release, Style};
-pub use tensor::{Found, Group, View};
+pub use tensor::{Found, Group};
 pub use write::{PREFIX, Saved, SavedTensor, StoredView, TensorArchives, reserve, save, write_sizes, write_view};
 pub use write_ranks::{RankLayout, RankTarget, reserve_ranks};
 pub use write_sharded::{RankGroup, Sharded, ShardedWriter};

@@ -1,16 +1,17 @@
 //! One torch.save file: its archive, its pickle, its tensors.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::Arc;
 
-use super::mesh::MeshSpec;
-use super::tensor::{Found, View, recognise};
-use crate::catalog::{Dtype, Located, Place, TensorId, Value};
+use super::context::{Reader, View};
+use super::release::Style;
+use super::tensor::{Found, recognise};
+use crate::catalog::{Located, Place, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::pickle::{self, Dropped, LiftError, NoFold, NodeId, PickleError, PickleErrorKind, Unknown};
 use crate::format::zip::{Archive, Frame, torch_script};
-use crate::storage::{Files, Stretch};
+use crate::storage::{FileId, Files, Stretch};
 
 /// What a file (or an item of a DCP data file) holds.
 #[derive(Debug)]
@@ -78,104 +79,6 @@ impl Contents {
 /// `little` or `big`.
 const MAX_BYTE_ORDER_BYTES: u64 = 64;
 
-/// The storage of a mesh's ranks: 16 million of 8 bytes.
-const MAX_RANKS_BYTES: u64 = 1 << 27;
-
-/// State of reading one archive's pickle.
-pub struct Reader<'a> {
-    files: &'a Files,
-    archive: &'a Archive,
-    /// Meshes are shared objects: each is read once.
-    pub meshes: HashMap<NodeId, Arc<MeshSpec>>,
-    /// Tensors within tensors that are being read, meshes included.
-    pub depth: usize,
-    /// Shards that may still be read: a list of them may be shared by many tensors, but not without end.
-    pub shards_left: usize,
-    /// Why a tensor cannot be converted, where it is sound but not supported.
-    unsupported: std::cell::RefCell<Option<String>>,
-    /// Why the file could not be read.
-    unread: std::cell::RefCell<Option<Error>>,
-}
-
-impl Reader<'_> {
-    /// An error for something sound that is not converted.
-    pub fn unsupported(&self, what: impl Into<String>) -> LiftError {
-        let what = what.into();
-        *self.unsupported.borrow_mut() = Some(what.clone());
-        LiftError::malformed(what)
-    }
-
-    /// An error of reading the file, which may have nothing to do with what is in it.
-    fn unread(&self, error: Error) -> LiftError {
-        let what = LiftError::malformed(error.to_string());
-        if !error.is_about_content() {
-            *self.unread.borrow_mut() = Some(error);
-        }
-        what
-    }
-
-    /// Read something inside the tensor or mesh that is being read; real ones are a few deep.
-    pub fn inside<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T, LiftError>) -> Result<T, LiftError> {
-        const MAX_DEPTH: usize = 32;
-        if self.depth == MAX_DEPTH {
-            return Err(LiftError::malformed("tensors or meshes within each other without end"));
-        }
-        self.depth += 1;
-        let read = read(self);
-        self.depth -= 1;
-        read
-    }
-
-    pub fn count_shard(&mut self) -> Result<(), LiftError> {
-        let left = self.shards_left.checked_sub(1);
-        self.shards_left = left.ok_or_else(|| LiftError::malformed("lists of shards that are shared without end"))?;
-        Ok(())
-    }
-
-    /// The values of a small integer tensor, row-major.
-    pub fn integers(&self, view: &View) -> Result<Vec<i64>, LiftError> {
-        let (Dtype::I32 | Dtype::I64) = view.dtype else {
-            return Err(LiftError::malformed(format!("ranks of dtype {}", view.dtype)));
-        };
-        let name = format!("data/{}", view.key);
-        let storage = (self.archive.content(self.files, &name, MAX_RANKS_BYTES))
-            .map_err(|error| self.unread(error))?
-            .ok_or_else(|| LiftError::malformed(format!("a tensor whose storage `{name}` is missing")))?;
-        let width = usize::try_from(view.dtype.itemsize()).expect("a small number");
-        let count = view.sizes.iter().product::<u64>();
-        let mut values = Vec::new();
-        for index in 0..count {
-            let (mut rest, mut element) = (index, view.offset);
-            for (&size, &stride) in view.sizes.iter().zip(&view.strides).rev() {
-                element += (rest % size) * stride;
-                rest /= size;
-            }
-            let start = usize::try_from(element).ok().and_then(|element| element.checked_mul(width));
-            let bytes = start.and_then(|start| storage.get(start..start + width));
-            let bytes = bytes.ok_or_else(|| LiftError::malformed("ranks beyond the end of their storage"))?;
-            values.push(match *bytes {
-                [a, b, c, d] => i64::from(i32::from_le_bytes([a, b, c, d])),
-                _ => i64::from_le_bytes(bytes.try_into().expect("the width of an i64")),
-            });
-        }
-        Ok(values)
-    }
-
-    /// The record of a view's storage must be there and hold exactly the storage.
-    fn check_storage(&self, view: &View) -> Result<(), LiftError> {
-        let name = format!("data/{}", view.key);
-        match self.archive.get(&name) {
-            Some(record) if record.len == view.storage_bytes => Ok(()),
-            Some(record) => Err(LiftError::malformed(format!(
-                "a storage of {} bytes in the record `{name}` of {}",
-                view.storage_bytes, record.len
-            ))),
-            None if view.storage_bytes == 0 => Ok(()),
-            None => Err(LiftError::malformed(format!("a tensor whose storage `{name}` is missing"))),
-        }
-    }
-}
-
 /// Read the archive that fills a stretch. `name` is what its content is called, for messages; empty for a file of
 /// its own.
 ///
@@ -196,8 +99,8 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
         meshes: HashMap::new(),
         depth: 0,
         shards_left: bytes.len(),
-        unsupported: std::cell::RefCell::default(),
-        unread: std::cell::RefCell::default(),
+        unsupported: RefCell::default(),
+        unread: RefCell::default(),
     };
     let mut tensors = Vec::new();
     // Views that are the same view of the same storage are one tensor under several names.
@@ -235,6 +138,20 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
     }
     let lifted = lifted.map_err(|error| lift_error(path, &error.under(name), unsupported))?;
     Ok(Contents { value: lifted.value, tensors, dropped: lifted.dropped, archive, stretch })
+}
+
+impl Style {
+    /// That of the DTensors of a torch.save file; `None` where it has none.
+    ///
+    /// # Errors
+    /// As reading the file.
+    pub fn of_file(files: &Files, file: FileId) -> Result<Option<Self>> {
+        let contents = read(files, files.whole(file), "", Unknown::Drop)?;
+        Ok(contents.tensors.iter().find_map(|found| match found {
+            Found::Distributed { mesh, .. } => Some(mesh.style.clone()),
+            Found::Plain(_) | Found::Sharded { .. } => None,
+        }))
+    }
 }
 
 fn check_kind(files: &Files, path: &Path, archive: &Archive) -> Result<()> {

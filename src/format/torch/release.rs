@@ -14,11 +14,6 @@
 //!
 //! Source: `torch/distributed/device_mesh.py`, `torch/distributed/_mesh_layout.py`.
 
-use super::{Found, reader};
-use crate::error::Result;
-use crate::format::pickle::Unknown;
-use crate::storage::{FileId, Files};
-
 /// The PyTorch releases whose DeviceMesh is written, by the first that had it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Release {
@@ -60,20 +55,6 @@ pub struct Style {
 impl Default for Style {
     fn default() -> Self {
         Self { release: Release::default(), device_type: String::from("cpu") }
-    }
-}
-
-impl Style {
-    /// That of the DTensors of a torch.save file; `None` where it has none.
-    ///
-    /// # Errors
-    /// As reading the file.
-    pub fn of_file(files: &Files, file: FileId) -> Result<Option<Self>> {
-        let contents = reader::read(files, files.whole(file), "", Unknown::Drop)?;
-        Ok(contents.tensors.iter().find_map(|found| match found {
-            Found::Distributed { mesh, .. } => Some(mesh.style.clone()),
-            Found::Plain(_) | Found::Sharded { .. } => None,
-        }))
     }
 }
 

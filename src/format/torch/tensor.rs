@@ -8,23 +8,12 @@
 
 use std::sync::Arc;
 
-use super::mesh::{MeshSpec, read_mesh};
-use super::reader::Reader;
-use crate::catalog::{Dtype, span};
+use super::context::{MeshSpec, Reader, View};
+use super::mesh::read_mesh;
+use super::view::{arg, dims, dtype, is_distributed, is_wrapper, plain_view};
+use crate::catalog::Dtype;
 use crate::format::pickle::{Items, LiftError, Ref};
 use crate::layout::{Dims, MeshDim, Placement, ReduceOp, Region, TensorDim, from_shard_order};
-
-/// Part of a storage, as a strided array. Offset, sizes and strides in elements of `dtype`.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct View {
-    pub dtype: Dtype,
-    /// The storage is the record `data/KEY`.
-    pub key: Box<str>,
-    pub storage_bytes: u64,
-    pub offset: u64,
-    pub sizes: Dims,
-    pub strides: Dims,
-}
 
 /// What a tensor node is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,154 +49,20 @@ pub struct Group {
 /// The tensor at a node, if it is one.
 pub fn recognise(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<Found>, LiftError> {
     let Some(call) = node.call() else { return Ok(None) };
-    let args = call.args;
-    match (call.module, call.name) {
-        ("torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor") => plain(reader, args, None).map(Some),
-        ("torch._utils", "_rebuild_tensor_v3") => {
-            let dtype = dtype(reader, arg(args, 6)?)?;
-            plain(reader, args, Some(dtype)).map(Some)
+    if is_wrapper(call.module, call.name) {
+        let wrapped = arg(call.args, 0)?;
+        return reader.inside(|reader| recognise(reader, wrapped));
+    }
+    if (call.module, call.name) == ("torch._tensor", "_rebuild_from_type_v2") {
+        let class = arg(call.args, 1)?.global().unwrap_or_default();
+        if is_distributed(class) {
+            let (inner, state) = (arg(call.args, 2)?, arg(call.args, 3)?);
+            let inner = inner.as_tuple().ok_or_else(|| LiftError::malformed("a tensor subclass without arguments"))?;
+            let read = if class.1 == "DTensor" { distributed } else { sharded };
+            return reader.inside(|reader| read(reader, inner, state)).map(Some);
         }
-        (
-            "torch._utils",
-            "_rebuild_parameter" | "_rebuild_parameter_with_state" | "_rebuild_device_tensor_from_cpu_tensor",
-        ) => {
-            let wrapped = arg(args, 0)?;
-            reader.inside(|reader| recognise(reader, wrapped))
-        }
-        ("torch._tensor", "_rebuild_from_type_v2") => reader.inside(|reader| typed(reader, args)).map(Some),
-        ("torch._utils", name) if name.starts_with("_rebuild_") => {
-            let kind = name.trim_start_matches("_rebuild_").replace('_', " ");
-            Err(reader.unsupported(format!("a tensor of kind `{kind}`")))
-        }
-        _ => Ok(None),
     }
-}
-
-fn arg(args: Items<'_>, index: usize) -> Result<Ref<'_>, LiftError> {
-    args.get(index).ok_or_else(|| LiftError::malformed(format!("a tensor without argument {index}")))
-}
-
-fn dims(node: Ref<'_>, what: &str) -> Result<Dims, LiftError> {
-    // A long tuple that many tensors share would be copied for each.
-    const MAX_DIMS: usize = 255;
-    (node.to_dims().filter(|dims| dims.len() <= MAX_DIMS))
-        .ok_or_else(|| LiftError::malformed(format!("{what} is {}, not a list of sizes", node.describe())))
-}
-
-fn unsigned(node: Ref<'_>, what: &str) -> Result<u64, LiftError> {
-    node.as_u64().ok_or_else(|| LiftError::malformed(format!("{what} is {}, not a size", node.describe())))
-}
-
-/// `torch.<dtype>`
-fn dtype(reader: &Reader<'_>, node: Ref<'_>) -> Result<Dtype, LiftError> {
-    match node.global() {
-        Some(("torch", name)) => {
-            Dtype::from_name(name).ok_or_else(|| reader.unsupported(format!("a tensor of dtype `torch.{name}`")))
-        }
-        _ => Err(LiftError::malformed(format!("a dtype that is {}", node.describe()))),
-    }
-}
-
-/// (storage, offset, size, stride, ...)
-fn plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) -> Result<Found, LiftError> {
-    // The last argument, where it is a dict with something in it, says that the data must be conjugated or negated.
-    if let Some(flags) = args.get(if dtype.is_some() { 7 } else { 6 }).and_then(Ref::as_dict)
-        && flags.into_iter().any(|(_, value)| value.as_bool() == Some(true))
-    {
-        return Err(reader.unsupported("a tensor with a conjugate or negative bit (call resolve_conj() before saving)"));
-    }
-    let storage = storage(reader, arg(args, 0)?)?;
-    let Some(dtype) = dtype.or(storage.dtype) else {
-        return Err(LiftError::malformed("an untyped storage without a dtype"));
-    };
-    let view = View {
-        dtype,
-        key: storage.key.into(),
-        storage_bytes: storage.bytes,
-        offset: unsigned(arg(args, 1)?, "storage offset")?,
-        sizes: dims(arg(args, 2)?, "size")?,
-        strides: dims(arg(args, 3)?, "stride")?,
-    };
-    view.check()?;
-    Ok(Found::Plain(view))
-}
-
-impl View {
-    /// Everything that reading the view relies on.
-    fn check(&self) -> Result<(), LiftError> {
-        if self.sizes.len() != self.strides.len() {
-            let (sizes, strides) = (self.sizes.len(), self.strides.len());
-            return Err(LiftError::malformed(format!("a tensor of {sizes} dims with {strides} strides")));
-        }
-        let numel = crate::catalog::checked_len_bytes(&self.sizes, self.dtype);
-        let elements = self.storage_bytes / self.dtype.itemsize();
-        let end = span(&self.sizes, &self.strides).filter(|span| *span > 0);
-        let fits = match end {
-            Some(span) => self.offset.checked_add(span).is_some_and(|end| end <= elements),
-            // An empty view touches nothing.
-            None => self.sizes.contains(&0),
-        };
-        if fits && numel.is_some() {
-            return Ok(());
-        }
-        Err(LiftError::malformed(format!(
-            "a view of sizes {:?} and strides {:?} at {} in a storage of {elements} elements",
-            self.sizes.as_slice(),
-            self.strides.as_slice(),
-            self.offset
-        )))
-    }
-}
-
-struct Storage<'a> {
-    dtype: Option<Dtype>,
-    key: &'a str,
-    bytes: u64,
-}
-
-/// `('storage', class, key, location, numel)`
-fn storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<Storage<'a>, LiftError> {
-    let fields: Vec<Ref<'a>> = node.persistent_id().and_then(Ref::as_tuple).map(Iterator::collect).unwrap_or_default();
-    let [kind, class, key, location, numel] = fields.as_slice() else {
-        return Err(LiftError::malformed(format!("a storage that is {}", node.describe())));
-    };
-    let (Some("storage"), Some((_, class)), Some(key), Some(numel)) =
-        (kind.as_str(), class.global(), key.as_str(), numel.as_u64())
-    else {
-        return Err(LiftError::malformed("a storage reference that is not (storage, class, key, location, numel)"));
-    };
-    if location.as_str() == Some("meta") {
-        return Err(reader.unsupported("a tensor on the meta device, which has no data"));
-    }
-    let dtype = Dtype::from_storage_class(class);
-    if dtype.is_none() && class != "UntypedStorage" {
-        return Err(reader.unsupported(format!("a storage of class `{class}`")));
-    }
-    let bytes = numel
-        .checked_mul(dtype.map_or(1, Dtype::itemsize))
-        .ok_or_else(|| LiftError::malformed(format!("a storage of {numel} elements")))?;
-    Ok(Storage { dtype, key, bytes })
-}
-
-/// `_rebuild_from_type_v2(func, type, args, state)`
-fn typed(reader: &mut Reader<'_>, args: Items<'_>) -> Result<Found, LiftError> {
-    let (func, class) = (arg(args, 0)?, arg(args, 1)?);
-    let (inner, state) = (arg(args, 2)?, arg(args, 3)?);
-    let (module, name) = class.global().unwrap_or_default();
-    let inner = inner.as_tuple().ok_or_else(|| LiftError::malformed("a tensor subclass without arguments"))?;
-    match (module, name) {
-        (_, "DTensor") if module.starts_with("torch.distributed") => distributed(reader, inner, state),
-        (_, "ShardedTensor") if module.starts_with("torch.distributed") => sharded(reader, inner, state),
-        ("torch.nn.parameter", _) | ("torch", "Tensor") => match func.global() {
-            Some(("torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor")) => plain(reader, inner, None),
-            Some(("torch._utils", "_rebuild_tensor_v3")) => {
-                let dtype = dtype(reader, arg(inner, 6)?)?;
-                plain(reader, inner, Some(dtype))
-            }
-            _ => Err(reader.unsupported(format!("a tensor of class `{module}.{name}`"))),
-        },
-        _ => Err(reader.unsupported(format!("a tensor of class `{module}.{name}`"))),
-    }
+    Ok(plain_view(reader, node)?.map(Found::Plain))
 }
 
 /// State of a wrapper subclass: a dict, or `(dict or None, slots)`.
@@ -220,7 +75,7 @@ fn attribute<'a>(state: Ref<'a>, name: &str) -> Result<Ref<'a>, LiftError> {
 /// (cls, dtype, size, stride, offset, layout, device, requires grad), {_local_tensor, _spec}
 fn distributed(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<Found, LiftError> {
     let shape = dims(arg(args, 2)?, "global size")?;
-    let Some(Found::Plain(local)) = recognise(reader, attribute(state, "_local_tensor")?)? else {
+    let Some(local) = plain_view(reader, attribute(state, "_local_tensor")?)? else {
         return Err(reader.unsupported("a DTensor whose local tensor is not a plain tensor"));
     };
     let spec = attribute(state, "_spec")?;

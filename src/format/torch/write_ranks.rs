@@ -15,7 +15,7 @@ use super::Style;
 use super::write::{PREFIX, write_tensor};
 use super::write_dtensor::{DTensor, write_dtensor};
 use super::write_mesh::{MESH_KEY, MeshWriter};
-use super::write_sharded::{RankGroup, Sharded, ShardedWriter, common_dim, sharding_dim};
+use super::write_sharded::{RankGroup, Sharded, ShardedWriter, sharding_dim};
 use crate::catalog::{
     Catalog, Chunk, ChunkTable, Fqn, OutputFile, Path, Place, Reservation, Reserved, TensorEntry, TensorId, Value, path,
 };
@@ -120,6 +120,43 @@ pub struct RankTarget<'a> {
     /// Asked for each name of each tensor; where names are tied, the first decides. What a rank has of its own is plain
     /// all the same.
     pub layout: &'a mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<RankLayout>,
+}
+
+/// The mesh dim that all ShardedTensors of a target have in common, if there are any.
+///
+/// # Errors
+/// `Unsupported` where there are several, or the ranks along it do not ascend.
+fn common_dim<'l>(
+    layouts: impl Iterator<Item = (&'l Fqn, &'l RankLayout)>,
+    mesh: &DeviceMesh,
+) -> Result<Option<MeshDim>> {
+    let mut common: Option<(&Fqn, MeshDim)> = None;
+    for (fqn, layout) in layouts {
+        let RankLayout::Sharded { dim } = *layout else { continue };
+        match common {
+            None => common = Some((fqn, dim)),
+            Some((_, known)) if known == dim => {}
+            Some((first, _)) => {
+                return Err(Error::unsupported(
+                    format!("ShardedTensors over different mesh dims: {first} and {fqn}"),
+                    "those of a file share one process group; shard all over one mesh dim, or write --tensor-class \
+                     dtensor",
+                ));
+            }
+        }
+    }
+    let Some((fqn, dim)) = common else { return Ok(None) };
+    for (_, coordinate) in mesh.coordinates().filter(|(_, coordinate)| coordinate[dim.0] == 0) {
+        let group = RankGroup::new(mesh, dim, &coordinate);
+        if !group.ranks.is_sorted() {
+            let ranks: Vec<String> = group.ranks.iter().map(ToString::to_string).collect();
+            return Err(Error::unsupported(
+                format!("{fqn}: a ShardedTensor on ranks {} in this order", ranks.join(",")),
+                "FSDP1 takes rows in the order of ranks; leave --mesh-ranks out, or write --tensor-class dtensor",
+            ));
+        }
+    }
+    Ok(Some(dim))
 }
 
 /// Lay out a file for each rank. Where ranks of the source store different values of an object, a rank

@@ -15,7 +15,6 @@ use std::ops::Range;
 
 use super::write::{StoredView, instance, list, start_wrapper, write_cpu, write_sizes, write_strided, write_view};
 
-use super::write_ranks::RankLayout;
 use crate::catalog::{Dtype, Fqn, TensorEntry};
 use crate::error::{Error, Result};
 use crate::format::pickle::Writer;
@@ -59,46 +58,9 @@ pub fn sharding_dim(
     }
 }
 
-/// The mesh dim that all ShardedTensors of a target have in common, if there are any.
-///
-/// # Errors
-/// `Unsupported` where there are several, or the ranks along it do not ascend.
-pub fn common_dim<'l>(
-    layouts: impl Iterator<Item = (&'l Fqn, &'l RankLayout)>,
-    mesh: &DeviceMesh,
-) -> Result<Option<MeshDim>> {
-    let mut common: Option<(&Fqn, MeshDim)> = None;
-    for (fqn, layout) in layouts {
-        let RankLayout::Sharded { dim } = *layout else { continue };
-        match common {
-            None => common = Some((fqn, dim)),
-            Some((_, known)) if known == dim => {}
-            Some((first, _)) => {
-                return Err(Error::unsupported(
-                    format!("ShardedTensors over different mesh dims: {first} and {fqn}"),
-                    "those of a file share one process group; shard all over one mesh dim, or write --tensor-class \
-                     dtensor",
-                ));
-            }
-        }
-    }
-    let Some((fqn, dim)) = common else { return Ok(None) };
-    for (_, coordinate) in mesh.coordinates().filter(|(_, coordinate)| coordinate[dim.0] == 0) {
-        let group = RankGroup::new(mesh, dim, &coordinate);
-        if !group.ranks.is_sorted() {
-            let ranks: Vec<String> = group.ranks.iter().map(ToString::to_string).collect();
-            return Err(Error::unsupported(
-                format!("{fqn}: a ShardedTensor on ranks {} in this order", ranks.join(",")),
-                "FSDP1 takes rows in the order of ranks; leave --mesh-ranks out, or write --tensor-class dtensor",
-            ));
-        }
-    }
-    Ok(Some(dim))
-}
-
 /// The ranks that share ShardedTensors: a process group of the job.
 pub struct RankGroup {
-    ranks: Vec<Rank>,
+    pub(super) ranks: Vec<Rank>,
     /// Which of them is written.
     own: usize,
 }

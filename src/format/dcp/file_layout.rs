@@ -1,0 +1,81 @@
+//! The files of a DCP directory as they grow, and the stretches that `.metadata` names.
+
+use std::collections::BTreeMap;
+
+use crate::catalog::{Catalog, Chunk, ChunkTable, Fqn, OutputFile, Place, Reservation, TensorId, Value};
+use crate::error::{Error, Result};
+use crate::format::pickle::WriteError;
+use crate::format::torch::{TensorArchives, save};
+use crate::layout::Rank;
+use crate::storage::FileId;
+
+/// A stretch of a data file, as `_StorageInfo` has it.
+#[derive(Clone, Copy)]
+pub struct Stored {
+    /// Index into the files of the reservation.
+    pub file: u32,
+    pub offset: u64,
+    pub len: u64,
+}
+
+/// The data files, and the contents of `.metadata`.
+pub struct Layout<'a> {
+    pub source: &'a Catalog,
+    pub tensors: &'a [(Fqn, TensorId)],
+    pub reservation: Reservation,
+    pub chunks: Vec<ChunkTable>,
+    /// For each tensor, where its chunks lie.
+    pub stored: Vec<Vec<Stored>>,
+    pub objects: BTreeMap<Fqn, Stored>,
+    archives: TensorArchives,
+}
+
+impl<'a> Layout<'a> {
+    pub fn new(source: &'a Catalog, tensors: &'a [(Fqn, TensorId)]) -> Self {
+        Self {
+            source,
+            tensors,
+            reservation: Reservation::default(),
+            chunks: tensors.iter().map(|(_, id)| ChunkTable::new(source.tensor(*id).shape.len())).collect(),
+            stored: tensors.iter().map(|_| Vec::new()).collect(),
+            objects: BTreeMap::new(),
+            archives: TensorArchives::default(),
+        }
+    }
+
+    /// One rank's file: objects first, as PyTorch has it.
+    pub fn file(
+        &mut self,
+        rank: Rank,
+        objects: &[(Fqn, &Value)],
+        boxes: &[(u32, u32)],
+        tables: &[ChunkTable],
+    ) -> Result<()> {
+        let number = u32::try_from(self.reservation.files.len()).expect("fewer than 2^32 files");
+        let id = FileId(number);
+        let mut file = OutputFile::of_rank(rank, format!("__{rank}_0.distcp"));
+        for (fqn, value) in objects {
+            let offset = file.len;
+            let saved = save(self.source, value, &mut file, &mut self.archives.frames)
+                .map_err(|error| unpicklable(fqn, &error))?;
+            let tensors = saved.tensors.iter().map(|tensor| tensor.reserved(self.source, id));
+            self.reservation.tensors.extend(tensors);
+            self.objects.insert(fqn.clone(), Stored { file: number, offset, len: saved.len });
+        }
+        for &(tensor, index) in boxes {
+            let (tensor, offset) = (tensor as usize, file.len);
+            let tile = tables[tensor].tile(index as usize);
+            let dtype = self.source.tensor(self.tensors[tensor].1).dtype;
+            let (at, len) = self.archives.append(dtype, &tile.sizes(), &mut file);
+            let place = if tile.is_empty() { Place::Nowhere } else { Place::Bytes { file: id, offset: at } };
+            self.chunks[tensor].push(Chunk { tile, place, strides: None, rank: Some(rank) });
+            self.stored[tensor].push(Stored { file: number, offset, len });
+        }
+        self.reservation.files.push(file);
+        Ok(())
+    }
+}
+
+fn unpicklable(fqn: &Fqn, error: &WriteError) -> Error {
+    Error::unsupported(format!("{fqn}: cannot be pickled: {error}"), "leave that object out of the checkpoint")
+}

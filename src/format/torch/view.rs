@@ -1,0 +1,179 @@
+//! Recognising plain tensors: views of a storage.
+//!
+//! Source: `torch/_utils.py` (`_rebuild_tensor*`), `torch/_tensor.py` (`_rebuild_from_type_v2`).
+
+use super::context::{Reader, View};
+use crate::catalog::{Dtype, span};
+use crate::format::pickle::{Items, LiftError, Ref};
+use crate::layout::Dims;
+
+/// Returns the view of a plain tensor; `None` for everything else.
+///
+/// # Errors
+/// `LiftError` for a damaged tensor, and for a tensor of a kind that is not converted.
+pub fn plain_view(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<View>, LiftError> {
+    let Some(call) = node.call() else { return Ok(None) };
+    let args = call.args;
+    if let Some(view) = rebuilt(reader, (call.module, call.name), args)? {
+        return Ok(Some(view));
+    }
+    match (call.module, call.name) {
+        _ if is_wrapper(call.module, call.name) => {
+            let wrapped = arg(args, 0)?;
+            reader.inside(|reader| plain_view(reader, wrapped))
+        }
+        ("torch._tensor", "_rebuild_from_type_v2") => typed(reader, args),
+        ("torch._utils", name) if name.starts_with("_rebuild_") => {
+            let kind = name.trim_start_matches("_rebuild_").replace('_', " ");
+            Err(reader.unsupported(format!("a tensor of kind `{kind}`")))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// Returns whether a function of torch wraps the tensor that is its first argument.
+pub fn is_wrapper(module: &str, name: &str) -> bool {
+    let wrappers = ["_rebuild_parameter", "_rebuild_parameter_with_state", "_rebuild_device_tensor_from_cpu_tensor"];
+    module == "torch._utils" && wrappers.contains(&name)
+}
+
+/// Returns whether this class stands for parts of a tensor on several ranks.
+pub fn is_distributed(class: (&str, &str)) -> bool {
+    class.0.starts_with("torch.distributed") && ["DTensor", "ShardedTensor"].contains(&class.1)
+}
+
+fn rebuilt(reader: &mut Reader<'_>, function: (&str, &str), args: Items<'_>) -> Result<Option<View>, LiftError> {
+    match function {
+        ("torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor") => plain(reader, args, None).map(Some),
+        ("torch._utils", "_rebuild_tensor_v3") => {
+            let dtype = dtype(reader, arg(args, 6)?)?;
+            plain(reader, args, Some(dtype)).map(Some)
+        }
+        _ => Ok(None),
+    }
+}
+
+/// `_rebuild_from_type_v2(func, type, args, state)`
+fn typed(reader: &mut Reader<'_>, args: Items<'_>) -> Result<Option<View>, LiftError> {
+    let (func, class) = (arg(args, 0)?, arg(args, 1)?.global().unwrap_or_default());
+    let inner = arg(args, 2)?.as_tuple();
+    let inner = inner.ok_or_else(|| LiftError::malformed("a tensor subclass without arguments"))?;
+    if is_distributed(class) {
+        return Ok(None);
+    }
+    let view = match class {
+        ("torch.nn.parameter", _) | ("torch", "Tensor") => {
+            let function = func.global().unwrap_or_default();
+            reader.inside(|reader| rebuilt(reader, function, inner))?
+        }
+        _ => None,
+    };
+    let (module, name) = class;
+    view.map(Some).ok_or_else(|| reader.unsupported(format!("a tensor of class `{module}.{name}`")))
+}
+
+pub fn arg(args: Items<'_>, index: usize) -> Result<Ref<'_>, LiftError> {
+    args.get(index).ok_or_else(|| LiftError::malformed(format!("a tensor without argument {index}")))
+}
+
+pub fn dims(node: Ref<'_>, what: &str) -> Result<Dims, LiftError> {
+    // A long tuple that many tensors share would be copied for each.
+    const MAX_DIMS: usize = 255;
+    (node.to_dims().filter(|dims| dims.len() <= MAX_DIMS))
+        .ok_or_else(|| LiftError::malformed(format!("{what} is {}, not a list of sizes", node.describe())))
+}
+
+pub fn unsigned(node: Ref<'_>, what: &str) -> Result<u64, LiftError> {
+    node.as_u64().ok_or_else(|| LiftError::malformed(format!("{what} is {}, not a size", node.describe())))
+}
+
+/// `torch.<dtype>`
+pub fn dtype(reader: &Reader<'_>, node: Ref<'_>) -> Result<Dtype, LiftError> {
+    match node.global() {
+        Some(("torch", name)) => {
+            Dtype::from_name(name).ok_or_else(|| reader.unsupported(format!("a tensor of dtype `torch.{name}`")))
+        }
+        _ => Err(LiftError::malformed(format!("a dtype that is {}", node.describe()))),
+    }
+}
+
+/// (storage, offset, size, stride, ...)
+fn plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) -> Result<View, LiftError> {
+    // The last argument, where it is a dict with something in it, says that the data must be conjugated or negated.
+    if let Some(flags) = args.get(if dtype.is_some() { 7 } else { 6 }).and_then(Ref::as_dict)
+        && flags.into_iter().any(|(_, value)| value.as_bool() == Some(true))
+    {
+        return Err(reader.unsupported("a tensor with a conjugate or negative bit (call resolve_conj() before saving)"));
+    }
+    let storage = storage(reader, arg(args, 0)?)?;
+    let Some(dtype) = dtype.or(storage.dtype) else {
+        return Err(LiftError::malformed("an untyped storage without a dtype"));
+    };
+    let view = View {
+        dtype,
+        key: storage.key.into(),
+        storage_bytes: storage.bytes,
+        offset: unsigned(arg(args, 1)?, "storage offset")?,
+        sizes: dims(arg(args, 2)?, "size")?,
+        strides: dims(arg(args, 3)?, "stride")?,
+    };
+    view.check()?;
+    Ok(view)
+}
+
+impl View {
+    /// Everything that reading the view relies on.
+    fn check(&self) -> Result<(), LiftError> {
+        if self.sizes.len() != self.strides.len() {
+            let (sizes, strides) = (self.sizes.len(), self.strides.len());
+            return Err(LiftError::malformed(format!("a tensor of {sizes} dims with {strides} strides")));
+        }
+        let numel = crate::catalog::checked_len_bytes(&self.sizes, self.dtype);
+        let elements = self.storage_bytes / self.dtype.itemsize();
+        let end = span(&self.sizes, &self.strides).filter(|span| *span > 0);
+        let fits = match end {
+            Some(span) => self.offset.checked_add(span).is_some_and(|end| end <= elements),
+            // An empty view touches nothing.
+            None => self.sizes.contains(&0),
+        };
+        if fits && numel.is_some() {
+            return Ok(());
+        }
+        Err(LiftError::malformed(format!(
+            "a view of sizes {:?} and strides {:?} at {} in a storage of {elements} elements",
+            self.sizes.as_slice(),
+            self.strides.as_slice(),
+            self.offset
+        )))
+    }
+}
+
+struct Storage<'a> {
+    dtype: Option<Dtype>,
+    key: &'a str,
+    bytes: u64,
+}
+
+/// `('storage', class, key, location, numel)`
+fn storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<Storage<'a>, LiftError> {
+    let fields: Vec<Ref<'a>> = node.persistent_id().and_then(Ref::as_tuple).map(Iterator::collect).unwrap_or_default();
+    let [kind, class, key, location, numel] = fields.as_slice() else {
+        return Err(LiftError::malformed(format!("a storage that is {}", node.describe())));
+    };
+    let (Some("storage"), Some((_, class)), Some(key), Some(numel)) =
+        (kind.as_str(), class.global(), key.as_str(), numel.as_u64())
+    else {
+        return Err(LiftError::malformed("a storage reference that is not (storage, class, key, location, numel)"));
+    };
+    if location.as_str() == Some("meta") {
+        return Err(reader.unsupported("a tensor on the meta device, which has no data"));
+    }
+    let dtype = Dtype::from_storage_class(class);
+    if dtype.is_none() && class != "UntypedStorage" {
+        return Err(reader.unsupported(format!("a storage of class `{class}`")));
+    }
+    let bytes = numel
+        .checked_mul(dtype.map_or(1, Dtype::itemsize))
+        .ok_or_else(|| LiftError::malformed(format!("a storage of {numel} elements")))?;
+    Ok(Storage { dtype, key, bytes })
+}
