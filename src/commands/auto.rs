@@ -8,9 +8,9 @@
 use std::time::Duration;
 
 use super::bucket::Bucket;
-use super::convert::{Conversion, check_destination};
+use super::conversion::{Conversion, check_destination};
+use super::estimate::{has_room, room_for_rounds};
 use super::input;
-use super::memory::{has_room, room_for_rounds};
 use super::peers::Peers;
 use super::produce::claim;
 use super::run::Run;

@@ -6,13 +6,10 @@
 //!
 //! Counts bytes. Invariant: a bucket that is asked for stays as it is.
 
-use super::peers::Peers;
-use super::printer::Printer;
 use crate::cli::{Backend, ExchangeArgs, SourceSight};
 use dtshard::comm::Communicator;
 use dtshard::error::{Error, Result};
 use dtshard::exec::exchange::PLAN_BYTES;
-use dtshard::quantity::human_bytes;
 
 /// Rounds that are long enough for every network and device.
 const DEFAULT_BYTES: u64 = 64_000_000;
@@ -82,21 +79,6 @@ impl Bucket {
         });
         heard.collect::<Result<Vec<u64>>>().map(|all| Self::AtMost(all.into_iter().fold(own, u64::min)))
     }
-}
-
-/// Let rounds be as long as all have memory for; this process has so much. Collective.
-///
-/// # Errors
-/// As [`Bucket::agree`].
-pub fn settle(peers: &mut Peers, room: u64, printer: &Printer) -> Result<()> {
-    let wanted = peers.bucket();
-    let settled = wanted.within(room).agree(peers.mesh())?;
-    if settled != wanted {
-        let (wanted, settled) = (human_bytes(wanted.bytes()), human_bytes(settled.bytes()));
-        printer.detail(&format!("--bucket-size {settled}: --max-memory has no room for six times {wanted}"));
-    }
-    peers.set_bucket(settled);
-    Ok(())
 }
 
 #[cfg(test)]

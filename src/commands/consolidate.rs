@@ -7,7 +7,8 @@ use rayon::prelude::*;
 
 use super::config::{self, CONFIG};
 use super::conflicts::Ranks;
-use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
+use super::conversion::Conversion;
+use super::convert::{convert, file_name, holds_shards, target_format};
 use super::parts::carried_file;
 use super::printer::Printer;
 use super::run::Run;

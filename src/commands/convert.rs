@@ -2,61 +2,29 @@
 //! [produced](super::produce), say what was done.
 
 use std::mem;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
+use super::auto;
+use super::conversion::{Conversion, check_destination};
+use super::estimate::{room_for_rounds, within_memory};
 use super::foresee::foresee;
 use super::idle::{idle_in_the_end, idle_wishes};
-use super::memory::{room_for_rounds, within_memory};
 use super::produce::{Produced, Publisher, produce};
-use super::replaceable::check_replaceable;
 use super::report::{Report, cast_warnings, left_out, notes};
 use super::run::Run;
-use super::source::Source;
 use super::{Status, input, refuse_without_tensors};
-use super::{auto, bucket};
 use crate::cli::{ConvertArgs, DestinationArgs, OnConflict};
-use dtshard::catalog::{Catalog, Fqn, Reservation};
-use dtshard::comm::Part;
+use dtshard::catalog::{Catalog, Reservation};
 use dtshard::error::{Error, Result};
-use dtshard::exec::carry::{Carried, check_distinct};
 use dtshard::exec::copy::Stats;
-use dtshard::exec::division::{own_files, stretch};
-use dtshard::exec::staging::Shape;
-use dtshard::exec::{Extents, Options, copy};
+use dtshard::exec::{Options, copy};
 use dtshard::format::Format;
 use dtshard::quantity::{count, human_bytes};
 use dtshard::storage::IoMode;
 use dtshard::storage::lookup;
 use dtshard::storage::memory::anonymous;
-
-/// A conversion with everything decided.
-pub struct Conversion<'a> {
-    pub source: &'a mut Source,
-    pub reservation: Reservation,
-    /// Files that go to the destination as they are.
-    pub carried: Vec<Carried>,
-    pub shape: Shape,
-    pub to: Format,
-    /// Names that are not written but recorded as others: alias to kept.
-    pub tied: Vec<(Fqn, Fqn)>,
-    /// Further lines for the user.
-    pub notes: Vec<String>,
-}
-
-impl Conversion<'_> {
-    /// Of all files, with those that are carried along.
-    pub fn len_bytes(&self) -> u64 {
-        self.reservation.len_bytes() + self.carried.iter().map(|file| file.len).sum::<u64>()
-    }
-
-    /// What of the output a part has to do.
-    pub fn division(&self, part: Part) -> Extents {
-        let divide = if self.source.peers.is_some() { own_files } else { stretch };
-        divide(&self.reservation.files, part)
-    }
-}
 
 /// The format to write: `--to`, else the suffix of DST, else `default`.
 ///
@@ -157,7 +125,7 @@ fn settle_rounds(conversion: &mut Conversion<'_>, args: &ConvertArgs, run: &Run<
         return Ok(());
     }
     let room = room_for_rounds(conversion, &run.options, args.source.max_memory.0);
-    conversion.source.peers.as_mut().map_or(Ok(()), |peers| bucket::settle(peers, room, run.printer))
+    conversion.source.peers.as_mut().map_or(Ok(()), |peers| peers.settle_bucket(room, run.printer))
 }
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
@@ -183,7 +151,7 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
             None => copy::dry_run(input(source), &conversion.reservation, &run.stop)?,
             Some(peers) => {
                 let stats;
-                (stats, report.loads) = peers.dry_run(conversion, run)?;
+                (stats, report.loads) = peers.dry_run(source, &conversion.reservation, run)?;
                 stats
             }
         };
@@ -245,26 +213,6 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
     Ok(Status::Done)
 }
 
-/// What is known of a destination without a look at who works on it.
-///
-/// # Errors
-/// `Usage` where it is not to be written to.
-pub fn check_destination(conversion: &Conversion<'_>, args: &ConvertArgs, destination: &Path) -> Result<()> {
-    let read = conversion.source.paths_read();
-    read.iter().try_for_each(|(name, path)| refuse_nesting(name, path, destination))?;
-    for (_, path) in &read {
-        if lookup::is_file(path)? {
-            // An index stands for the files it names.
-            let files = &conversion.source.checkpoint.files;
-            files.ids().try_for_each(|id| refuse_nesting("the source", files.path(id), destination))?;
-        }
-    }
-    if args.destination.overwrite {
-        check_replaceable(destination, conversion.shape, &conversion.carried)?;
-    }
-    check_distinct(&conversion.reservation.files, &conversion.carried)
-}
-
 /// `reading from mappings, 2 threads, strips of 4.19 MB`
 fn how(io: IoMode, options: &Options) -> String {
     let io = match io {
@@ -294,41 +242,4 @@ fn check_tensors(conversion: &Conversion<'_>, args: &ConvertArgs) -> Result<()> 
         return Ok(());
     }
     refuse_without_tensors(&args.src, &conversion.source.checkpoint, &args.source, &args.select)
-}
-
-/// A destination inside the source would change what is being read.
-///
-/// # Errors
-/// `Usage`.
-pub fn refuse_nesting(name: &str, source: &Path, destination: &Path) -> Result<()> {
-    let (source, target) = (resolve_missing(source)?, resolve_missing(destination)?);
-    let relation = if target == source {
-        format!("is {name} itself")
-    } else if target.starts_with(&source) {
-        format!("lies inside {name}")
-    } else if source.starts_with(&target) {
-        format!("contains {name}")
-    } else {
-        return Ok(());
-    };
-    Err(Error::usage(
-        format!("the destination {} {relation}", destination.display()),
-        format!("choose a destination beside {name}, which is never changed"),
-    ))
-}
-
-/// The path a file would have if it were made now: links are followed where there is something to follow, and what is
-/// missing is taken as the plain folders that will be made.
-fn resolve_missing(path: &Path) -> Result<PathBuf> {
-    let mut resolved = std::env::current_dir().map_err(Error::io("find", "the current folder"))?;
-    for part in path.components() {
-        match part {
-            Component::ParentDir => drop(resolved.pop()),
-            part => resolved.push(part),
-        }
-        if let Some(known) = lookup::resolve(&resolved)? {
-            resolved = known;
-        }
-    }
-    Ok(resolved)
 }

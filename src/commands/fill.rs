@@ -8,29 +8,22 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
-use std::path::PathBuf;
+use std::path::Path as FilePath;
 
 use super::names::{Found, Names, of_all_ranks};
+use super::read_options;
 use super::run::Run;
-use super::source::Source;
+use super::source::{Filled, Source, announce};
+use crate::cli::ConvertArgs;
 use dtshard::catalog::path::{self, Fate};
 use dtshard::catalog::wrappers::clean_name;
 use dtshard::catalog::{Catalog, Dtype, Key, MeshId, Path, TensorEntry, TensorId, Value};
 use dtshard::error::{Error, Result};
-use dtshard::format::{Checkpoint, Format};
+use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, Want};
 use dtshard::name_list::{FEW, short_list};
 use dtshard::nearest;
 use dtshard::quantity::count;
 use dtshard::select::{self, Selected, Wrappers};
-
-/// SRC, once it has become part of another checkpoint.
-pub struct Filled {
-    pub root: PathBuf,
-    pub resolved_from: Option<PathBuf>,
-    pub format: Format,
-    /// How FILLER itself has the tensors that come from SRC.
-    pub replaced: BTreeMap<TensorId, TensorEntry>,
-}
 
 /// A tensor of SRC.
 #[derive(Clone, Debug)]
@@ -39,11 +32,45 @@ struct Taken {
     path: Path,
 }
 
+/// Fills SRC into the checkpoint at `filler`, and remembers the one at `like`. The two may be one, which is read once.
+///
+/// # Errors
+/// As reading those, and as [`fill`].
+pub fn with_others(
+    mut source: Source,
+    (filler, like): (Option<&FilePath>, Option<&FilePath>),
+    args: &ConvertArgs,
+    run: &Run<'_>,
+) -> Result<Source> {
+    // The files beside the checkpoint that fills go along.
+    let options = read_options(&args.source, None, SeriesChoice::All, Want::All);
+    let options = ReadOptions { from: None, series: SeriesChoice::All, ..options };
+    if let Some(path) = filler {
+        let filler = open_whole(path, &options, run)?;
+        source.like = like.filter(|like| *like == path).map(|_| filler.clone());
+        let wrappers = if args.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
+        source = fill(source, filler, wrappers, run)?;
+    }
+    if let (Some(path), None) = (like, &source.like) {
+        // Objects do not say how tensors lie.
+        let options = ReadOptions { drop_unknown: true, want: Want::State, ..options };
+        source.like = Some(open_whole(path, &options, run)?);
+    }
+    Ok(source)
+}
+
+/// Read all of a checkpoint that stands beside SRC, which must be whole.
+fn open_whole(path: &FilePath, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
+    let checkpoint = Checkpoint::open(path, options).map_err(|error| error.within(path))?;
+    announce(&checkpoint, run.printer);
+    Ok(checkpoint)
+}
+
 /// FILLER, with the values that SRC has.
 ///
 /// # Errors
 /// `Usage` for a name that FILLER lacks, `Conflict` where the two do not fit; as reading, where tied names are compared.
-pub fn fill(source: Source, mut filler: Checkpoint, wrappers: Wrappers, run: &Run<'_>) -> Result<Source> {
+fn fill(source: Source, mut filler: Checkpoint, wrappers: Wrappers, run: &Run<'_>) -> Result<Source> {
     let mut wanted = select::select(&filler.catalog, &select::Options::default())?;
     let mut filling = Filling { source: &source, filler: &filler, wrappers, run, own_values: 0 };
     let taken = filling.tensors()?;

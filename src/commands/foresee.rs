@@ -4,7 +4,7 @@ use std::path::Path;
 
 use rustix::fs::{Access, access};
 
-use super::convert::{Conversion, check_destination};
+use super::conversion::{Conversion, check_destination};
 use super::produce::{about, claim, no_space, plan};
 use super::run::Run;
 use crate::cli::{Backend, ConvertArgs};

@@ -5,39 +5,15 @@
 //! can tell: a `--bucket-size` that lacks its unit.
 
 use super::bucket::LEAST_BYTES;
-use super::convert::Conversion;
+use super::conversion::Conversion;
 use super::input;
 use super::run::Run;
 use crate::cli::{Backend, ConvertArgs, ExchangeArgs, SourceSight};
-use dtshard::error::{Error, Result};
 use dtshard::exec::copy::Stats;
 use dtshard::exec::exchange::Reducing;
 
 const FAST_REDUCE: &str = "--fast-reduce";
 const ALONE: &str = "this is the only process";
-
-/// What makes no sense whatever the run.
-///
-/// # Errors
-/// `Usage` where --fast-reduce would have no effect, or a wrong one.
-pub fn refuse_senseless(args: &ConvertArgs) -> Result<()> {
-    if !args.exchange.fast_reduce {
-        return Ok(());
-    }
-    if args.exchange.backend == Backend::Cpu {
-        return Err(Error::usage(
-            "--fast-reduce lets NCCL reduce, and with --backend cpu there is none",
-            "leave one of them out, or use --backend nccl",
-        ));
-    }
-    if args.destination.verify {
-        return Err(Error::usage(
-            "--verify reduces all again in the order of ranks, and with --fast-reduce other bits are right, too",
-            "leave one of them out",
-        ));
-    }
-    Ok(())
-}
 
 /// What is known before the work begins. Processes that are to meet have met.
 pub fn idle_wishes(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Vec<String> {

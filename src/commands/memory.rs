@@ -1,4 +1,5 @@
-//! What memory a run may take, what that leaves for threads and strips, and what a conversion takes in all.
+//! The memory that a run may take, and the threads and strips that it has room for. [`estimate`](super::estimate) is of a
+//! whole conversion.
 //!
 //! Counts bytes. `--max-memory` bounds buffers, and the headers and tables of DST; what is told (`peak_bytes`) also has
 //! the catalog, which follows the number of chunks and has no bound. Invariant: no run takes more than is told.
@@ -7,17 +8,13 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use super::bucket::Bucket;
-use super::convert::Conversion;
-use super::peers::Peers;
 use crate::cli::SourceArgs;
 use dtshard::comm::cpus::cpus;
 use dtshard::comm::process_environment;
 use dtshard::error::{Error, Result};
-use dtshard::exec::copy::Stats;
-use dtshard::exec::{DEFAULT_STRIP_BYTES, HELD_BYTES, Options, REDUCING_BYTES, SCRATCH_BYTES, STAGING_BYTES};
+use dtshard::exec::{DEFAULT_STRIP_BYTES, Options, REDUCING_BYTES, SCRATCH_BYTES, STAGING_BYTES};
 use dtshard::quantity::{count, human_bytes};
 use dtshard::storage::filesystem::{nearest_folder, suits_direct_writes};
-use dtshard::storage::memory::Anonymous;
 use dtshard::storage::{BOUNCE_BYTES, IoMode};
 
 /// What threads wait for.
@@ -105,10 +102,10 @@ fn startable_threads(wanted: usize) -> usize {
 const MAX_THREADS: usize = 4096;
 
 /// Memory that is not buffers: the program, its stacks, and a catalog of ordinary size.
-const BASE_BYTES: u64 = 32 << 20;
+pub const BASE_BYTES: u64 = 32 << 20;
 
 /// The smallest strip that is worth a system call.
-const LEAST_STRIP_BYTES: u64 = 64 << 10;
+pub const LEAST_STRIP_BYTES: u64 = 64 << 10;
 
 /// Threads that keep a disk busy, whatever the cores: while some sleep until their strips are written, others gather.
 const DISK_THREADS: usize = 4;
@@ -125,37 +122,33 @@ fn threads_within(max_memory: u64, scratch: u64, pace: Pace) -> usize {
 }
 
 /// Those that this process may use, of which Slurm may have given some.
-fn cores(given: Option<usize>) -> usize {
+pub fn cores(given: Option<usize>) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     given.map_or(cores, |given| cores.min(given))
 }
 
 /// How many threads with strips of this length there is memory for.
-fn affordable(max_memory: u64, scratch: u64, strip_bytes: u64) -> usize {
+pub fn affordable(max_memory: u64, scratch: u64, strip_bytes: u64) -> usize {
     let threads = max_memory.saturating_sub(BASE_BYTES) / (strip_bytes + scratch);
     usize::try_from(threads).unwrap_or(usize::MAX)
 }
 
 /// When workers read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reads {
+pub enum Reads {
     AsTheyWrite,
     /// For rounds, while others write.
     Ahead,
 }
 
 impl Reads {
-    fn of(has_rounds: bool) -> Self {
+    pub fn of(has_rounds: bool) -> Self {
         if has_rounds { Self::Ahead } else { Self::AsTheyWrite }
-    }
-
-    fn in_conversion(conversion: &Conversion<'_>) -> Self {
-        Self::of(conversion.source.peers.is_some())
     }
 }
 
 /// What a worker that reads in this way takes besides its strip, with what its like takes that reads for rounds.
-fn scratch_bytes(io: Option<IoMode>, reads: Reads) -> u64 {
+pub fn scratch_bytes(io: Option<IoMode>, reads: Reads) -> u64 {
     let bounce = if io == Some(IoMode::Direct) { BOUNCE_BYTES } else { 0 };
     match reads {
         Reads::AsTheyWrite => SCRATCH_BYTES + bounce,
@@ -164,12 +157,12 @@ fn scratch_bytes(io: Option<IoMode>, reads: Reads) -> u64 {
 }
 
 /// Below this, these threads cannot work.
-fn least_bytes(scratch: u64, threads: usize) -> u64 {
+pub fn least_bytes(scratch: u64, threads: usize) -> u64 {
     BASE_BYTES + threads as u64 * (LEAST_STRIP_BYTES + scratch)
 }
 
 /// Strips small enough for the memory that is allowed, less what other things take.
-fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) -> Result<u64> {
+pub fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) -> Result<u64> {
     let floor = taken.saturating_add(least_bytes(scratch, threads));
     if max_memory < floor {
         let (workers, need) = (count(threads, "thread"), if threads == 1 { "needs" } else { "need" });
@@ -189,39 +182,15 @@ fn strip_bytes(max_memory: u64, taken: u64, scratch: u64, threads: usize) -> Res
     Ok(left.saturating_sub(scratch).clamp(LEAST_STRIP_BYTES, DEFAULT_STRIP_BYTES))
 }
 
-/// What headers, pickles and tables take beyond what every run is allowed for them.
-fn laid_out_bytes(conversion: &Conversion<'_>) -> u64 {
-    const ALLOWED: u64 = 16 << 20;
-    let laid_out = conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog);
-    laid_out.saturating_sub(ALLOWED)
-}
-
-/// What is on its way to others, and what becomes of it.
-fn rounds_bytes(conversion: &Conversion<'_>) -> u64 {
-    let bucket = conversion.source.peers.as_ref().map(Peers::bucket);
-    bucket.map_or(0, |bucket| exchange_bytes(bucket, rayon::current_num_threads()))
-}
-
 /// Rounds, which are reduced by as many threads as there are: also by those that are not to read and write, since there is
 /// no memory for that.
-fn exchange_bytes(bucket: Bucket, threads: usize) -> u64 {
+pub fn exchange_bytes(bucket: Bucket, threads: usize) -> u64 {
     bucket.held_bytes().saturating_add(sums_bytes(threads))
 }
 
 /// What so many threads reduce in.
-fn sums_bytes(threads: usize) -> u64 {
+pub fn sums_bytes(threads: usize) -> u64 {
     threads as u64 * REDUCING_BYTES
-}
-
-/// Both.
-fn held_bytes(conversion: &Conversion<'_>) -> u64 {
-    rounds_bytes(conversion).saturating_add(laid_out_bytes(conversion))
-}
-
-/// What rounds may take, so that strips stay as long as they are.
-pub fn room_for_rounds(conversion: &Conversion<'_>, options: &Options, max_memory: u64) -> u64 {
-    let room = room_beside_workers(Some(conversion.source.checkpoint.files.io()), options, max_memory);
-    room.saturating_sub(laid_out_bytes(conversion))
 }
 
 /// The same, as long as nothing is laid out: it may be less.
@@ -229,78 +198,9 @@ pub fn room_before_layout(args: &SourceArgs, options: &Options) -> u64 {
     room_beside_workers(args.io.mode(), options, args.max_memory.0)
 }
 
-fn room_beside_workers(io: Option<IoMode>, options: &Options, max_memory: u64) -> u64 {
+pub fn room_beside_workers(io: Option<IoMode>, options: &Options, max_memory: u64) -> u64 {
     let workers = options.threads as u64 * (options.strip_bytes + scratch_bytes(io, Reads::Ahead));
     max_memory.saturating_sub(BASE_BYTES + workers).saturating_sub(sums_bytes(rayon::current_num_threads()))
-}
-
-/// Whether a thread at least can work where rounds take so much more.
-pub fn has_room(conversion: &Conversion<'_>, bucket: Bucket, max_memory: u64) -> bool {
-    let rounds = exchange_bytes(bucket, rayon::current_num_threads());
-    let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), Reads::Ahead);
-    strip_bytes(max_memory, laid_out_bytes(conversion).saturating_add(rounds), scratch, 1).is_ok()
-}
-
-/// Strips as long as what is held leaves room for. Who has joined others meanwhile has room for fewer threads.
-///
-/// # Errors
-/// `Usage` with the floor, where the memory that is allowed is less.
-pub fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: u64) -> Result<Options> {
-    let held = held_bytes(conversion);
-    let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), Reads::in_conversion(conversion));
-    let most = affordable(max_memory.saturating_sub(held), scratch, LEAST_STRIP_BYTES).max(1);
-    let threads = if conversion.source.peers.is_some() { options.threads.min(most) } else { options.threads };
-    let options = Options { threads, ..options };
-    match strip_bytes(max_memory, held, scratch, options.threads) {
-        Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
-        Err(_) => {
-            // With more memory there may be more threads.
-            let more = cores(cpus(&process_environment)).saturating_sub(rayon::current_num_threads());
-            let more = if conversion.source.peers.is_some() { sums_bytes(more) } else { 0 };
-            let needed = held.saturating_add(more).saturating_add(least_bytes(scratch, options.threads));
-            Err(Error::usage(
-                format!(
-                    "--max-memory {}: the headers of {} and their tables{} take more, {} in all",
-                    human_bytes(max_memory),
-                    count(conversion.reservation.files.len(), "file"),
-                    if conversion.source.peers.is_some() { ", and six times --bucket-size," } else { "" },
-                    human_bytes(needed)
-                ),
-                format!("allow at least --max-memory {needed}"),
-            ))
-        }
-    }
-}
-
-/// All anonymous memory of a conversion at its peak, which is while metadata is read, or while data moves. `before` is
-/// what there is when all is read and laid out and no tensor data has moved.
-pub fn peak_bytes(conversion: &Conversion<'_>, options: &Options, before: Option<Anonymous>, stats: &Stats) -> u64 {
-    /// Stack of a worker, and what its allocations leave unused.
-    const WORKER_BYTES: u64 = 1 << 20;
-    let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), Reads::in_conversion(conversion));
-    let buffers = options.threads as u64 * (options.strip_bytes + scratch);
-    let Some(before) = before else {
-        return BASE_BYTES + buffers + held_bytes(conversion) + stats.planned_bytes;
-    };
-    let workers = buffers + options.threads as u64 * WORKER_BYTES;
-    let waiting = conversion.reservation.waiting_bytes(options.strip_bytes);
-    let rounds = rounds_bytes(conversion);
-    let edges = if options.sync { HELD_BYTES } else { 0 };
-    let peak = before.peak.max(before.now + workers + edges + stats.planned_bytes + waiting + rounds);
-    // Another run is not the same to the last page.
-    (peak + peak / 32 + (1 << 20)).next_multiple_of(1 << 20)
-}
-
-/// The warning for a run that may take more than is allowed in all.
-pub fn beyond(peak: u64, max_memory: u64) -> Option<String> {
-    (peak > max_memory).then(|| {
-        format!(
-            "it may take {}, more than --max-memory {}: that bounds buffers and what is laid out for DST, not the catalog \
-             of SRC and the plans of many chunks",
-            human_bytes(peak),
-            human_bytes(max_memory)
-        )
-    })
 }
 
 #[cfg(test)]
@@ -370,12 +270,5 @@ mod tests {
         }
         assert_eq!(Pace::of_synced(Some(Path::new("/proc/out"))), Pace::Processor);
         assert_eq!(Pace::of_synced(None), Pace::Disk);
-    }
-
-    #[test]
-    fn more_than_is_allowed_in_all_is_warned_of() {
-        assert_eq!(beyond(1 << 30, 1 << 30), None);
-        let warning = beyond(1_100_000_000, 1_000_000_000).unwrap();
-        assert!(warning.contains("1.10 GB, more than --max-memory 1.00 GB"), "{warning}");
     }
 }

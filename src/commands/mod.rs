@@ -2,14 +2,17 @@
 
 mod alike;
 mod auto;
+mod bar;
 mod bucket;
 mod checks;
 mod completions;
 mod config;
 mod conflicts;
 mod consolidate;
+mod conversion;
 mod convert;
 mod digests;
+mod estimate;
 mod fill;
 mod flatten;
 mod foresee;
@@ -21,6 +24,7 @@ mod meeting_place;
 mod memory;
 mod meter;
 mod names;
+mod nesting;
 mod partial;
 mod parts;
 mod peers;

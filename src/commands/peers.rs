@@ -11,18 +11,17 @@ use std::time::{Duration, Instant};
 
 use super::alike;
 use super::bucket::Bucket;
-use super::convert::{Conversion, refuse_nesting};
-use super::idle::refuse_senseless;
 use super::link::{Link, Linking, arithmetic};
 use super::meeting_place::MeetingPlace;
 use super::memory::room_before_layout;
+use super::nesting::refuse_nesting;
 use super::printer::Printer;
 use super::roster::Roster;
 use super::run::Run;
 use super::waiting::{meet_within, patience, teller};
 use super::{input, progress::Progress};
 use crate::cli::{Backend, ConvertArgs, SourceSight};
-use dtshard::catalog::{TensorEntry, TensorId};
+use dtshard::catalog::{Reservation, TensorEntry, TensorId};
 use dtshard::comm::{
     Communicator, KeepGoing, Launcher, Liveness, Meeting, Mesh, Part, Patience, Place, Traffic, meet,
     process_environment,
@@ -31,6 +30,7 @@ use dtshard::error::{Error, Result};
 use dtshard::exec::Extents;
 use dtshard::exec::compare::ReplicaDifference;
 use dtshard::exec::copy::{Stats, Writing};
+use dtshard::exec::division::own_files;
 use dtshard::exec::exchange::{
     Counting, Exchange, HostShuffle, Load, Owners, Parties, Reducing, Sight, agree, differing, differing_pair,
 };
@@ -230,9 +230,18 @@ impl Peers {
         self.bucket
     }
 
-    /// All have to set the same.
-    pub fn set_bucket(&mut self, bucket: Bucket) {
-        self.bucket = bucket;
+    /// Makes rounds as long as all processes have memory for; this process has `room` bytes. Collective.
+    ///
+    /// # Errors
+    /// As [`Bucket::agree`].
+    pub fn settle_bucket(&mut self, room: u64, printer: &Printer) -> Result<()> {
+        let wanted = self.bucket;
+        self.bucket = wanted.within(room).agree(self.mesh())?;
+        if self.bucket != wanted {
+            let (wanted, settled) = (human_bytes(wanted.bytes()), human_bytes(self.bucket.bytes()));
+            printer.detail(&format!("--bucket-size {settled}: --max-memory has no room for six times {wanted}"));
+        }
+        Ok(())
     }
 
     /// Who can read all of a file of SRC, where not all can.
@@ -293,8 +302,8 @@ impl Peers {
         if self.see_apart() { Sight::of(&checkpoint.files, self.mesh().size()) } else { Sight::Shared }
     }
 
-    fn parties(&self, conversion: &Conversion<'_>) -> Parties {
-        let sight = self.sight(&conversion.source.checkpoint);
+    fn parties(&self, checkpoint: &Checkpoint) -> Parties {
+        let sight = self.sight(checkpoint);
         Parties { sight, nodes: self.nodes.clone(), counting: self.counting, reducing: self.reducing }
     }
 
@@ -302,11 +311,17 @@ impl Peers {
     ///
     /// # Errors
     /// As [`Exchange::run`].
-    pub fn fill(&self, conversion: &Conversion<'_>, writing: Writing<'_>, printer: &Printer) -> Result<Stats> {
-        let files = &conversion.reservation.files;
+    pub fn fill(
+        &self,
+        checkpoint: &Checkpoint,
+        reservation: &Reservation,
+        writing: Writing<'_>,
+        printer: &Printer,
+    ) -> Result<Stats> {
+        let files = &reservation.files;
         let owners = Owners::new(files, &agree(self.mesh(), files, writing.log.todo())?);
-        let parties = self.parties(conversion);
-        let exchange = self.exchange(conversion, &parties, &owners);
+        let parties = self.parties(checkpoint);
+        let exchange = self.exchange((checkpoint, reservation), &parties, &owners);
         let stats = match &self.link {
             Link::Hosts(mesh) => exchange.run(mesh, HostShuffle::new(mesh), writing)?,
             Link::Devices(gpu, nccl) => {
@@ -327,21 +342,26 @@ impl Peers {
     ///
     /// # Errors
     /// As [`Exchange::dry_run`].
-    pub fn dry_run(&self, conversion: &Conversion<'_>, run: &Run<'_>) -> Result<(Stats, Vec<Load>)> {
-        let files = &conversion.reservation.files;
+    pub fn dry_run(
+        &self,
+        checkpoint: &Checkpoint,
+        reservation: &Reservation,
+        run: &Run<'_>,
+    ) -> Result<(Stats, Vec<Load>)> {
+        let files = &reservation.files;
         let of = self.mesh().size();
-        let todos: Vec<Extents> = (0..of).map(|index| conversion.division(Part { index, of })).collect();
-        self.exchange(conversion, &self.parties(conversion), &Owners::new(files, &todos)).dry_run(&run.stop)
+        let todos: Vec<Extents> = (0..of).map(|index| own_files(files, Part { index, of })).collect();
+        let (parties, owners) = (self.parties(checkpoint), Owners::new(files, &todos));
+        self.exchange((checkpoint, reservation), &parties, &owners).dry_run(&run.stop)
     }
 
-    fn exchange<'a>(&self, conversion: &'a Conversion<'_>, parties: &'a Parties, owners: &'a Owners) -> Exchange<'a> {
-        Exchange {
-            input: input(&conversion.source.checkpoint),
-            reservation: &conversion.reservation,
-            parties,
-            owners,
-            bucket_bytes: self.bucket.bytes(),
-        }
+    fn exchange<'a>(
+        &self,
+        (checkpoint, reservation): (&'a Checkpoint, &'a Reservation),
+        parties: &'a Parties,
+        owners: &'a Owners,
+    ) -> Exchange<'a> {
+        Exchange { input: input(checkpoint), reservation, parties, owners, bucket_bytes: self.bucket.bytes() }
     }
 
     /// Tell the others that this one goes, because of an error.
@@ -364,6 +384,29 @@ impl Peers {
             place.leave(has_published);
         }
     }
+}
+
+/// Refuses options that contradict each other, whatever the run.
+///
+/// # Errors
+/// `Usage` where --fast-reduce would have no effect, or a wrong one.
+pub fn refuse_senseless(args: &ConvertArgs) -> Result<()> {
+    if !args.exchange.fast_reduce {
+        return Ok(());
+    }
+    if args.exchange.backend == Backend::Cpu {
+        return Err(Error::usage(
+            "--fast-reduce lets NCCL reduce, and with --backend cpu there is none",
+            "leave one of them out, or use --backend nccl",
+        ));
+    }
+    if args.destination.verify {
+        return Err(Error::usage(
+            "--verify reduces all again in the order of ranks, and with --fast-reduce other bits are right, too",
+            "leave one of them out",
+        ));
+    }
+    Ok(())
 }
 
 /// Processes that have met, with the same options.

@@ -13,7 +13,7 @@ use anstyle::{Ansi256Color, Color, Style};
 use clap::error::ErrorKind;
 use serde_json::{Value as Json, json};
 
-use super::progress::without_bar;
+use super::bar::without_bar;
 use crate::cli::{ProgressChoice, TalkArgs};
 use dtshard::comm::{Launch, Part};
 use dtshard::error::{Error, Result};

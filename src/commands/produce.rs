@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::convert::Conversion;
+use super::conversion::Conversion;
 use super::input;
 use super::meeting_place::clear_beside;
 use super::meter::{Before, Meter};
@@ -212,7 +212,7 @@ impl Producer<'_> {
             stop: &run.stop,
         };
         let stats = match peers {
-            Some(peers) => peers.fill(conversion, writing, run.printer)?,
+            Some(peers) => peers.fill(&conversion.source.checkpoint, &conversion.reservation, writing, run.printer)?,
             None => copy(input(&conversion.source.checkpoint), writing)?,
         };
         if conversion.source.reducing() == Reducing::ByNccl {

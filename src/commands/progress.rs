@@ -4,13 +4,14 @@
 //! an earlier run has done, nor time in which files are allocated or synced. Such phases are named instead.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use signal_hook::consts::SIGINT;
 
+use super::bar::{BAR, lock};
 use super::printer::Printer;
 use super::terminal::Terminal;
 use crate::cli::ProgressChoice;
@@ -47,22 +48,6 @@ struct Shown {
 enum Display {
     Bar(ProgressBar),
     Lines { always: bool },
-}
-
-/// The bar that is on the terminal.
-static BAR: Mutex<Option<ProgressBar>> = Mutex::new(None);
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Write to the terminal while no bar is on it.
-pub fn without_bar(write: impl FnOnce()) {
-    let bar = lock(&BAR).clone();
-    match bar {
-        Some(bar) => bar.suspend(write),
-        None => write(),
-    }
 }
 
 impl Progress {

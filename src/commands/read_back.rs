@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::convert::Conversion;
+use super::conversion::Conversion;
 use super::input;
 use super::progress::Progress;
 use super::run::Run;

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 
-use super::convert::Conversion;
+use super::conversion::Conversion;
 use super::progress::Progress;
 use super::run::Run;
 use dtshard::catalog::OutputFile;

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::convert::Conversion;
-use super::memory::{beyond, peak_bytes};
+use super::conversion::Conversion;
+use super::estimate::{beyond, peak_bytes};
 use super::partial;
 use super::printer::harmless;
 use dtshard::catalog::OutputFile;

@@ -1,12 +1,11 @@
 //! What a verb reads, and what it takes of it: the names, values and disagreements of SRC, decided before anything is
 //! laid out.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::checks::{self, Replicas};
 use super::conflicts::{self, Ranks, Settled};
-use super::fill::{Filled, fill};
 use super::peers::Peers;
 use super::printer::Printer;
 use super::run::Run;
@@ -15,7 +14,7 @@ use super::told::told;
 use super::{check_series, input, read_options};
 use crate::cli::{CheckArgs, ConvertArgs, OnConflict, SelectArgs, SourceArgs, Tied};
 use dtshard::catalog::path::{self, Fate};
-use dtshard::catalog::{Catalog, Class, Dtype, Fqn, TensorId, Value, model};
+use dtshard::catalog::{Catalog, Class, Dtype, Fqn, TensorEntry, TensorId, Value, model};
 use dtshard::error::{Error, Result};
 use dtshard::exec::Silent;
 use dtshard::exec::compare::{self, ReplicaDifference};
@@ -45,6 +44,15 @@ impl Defaults {
             without_gradients: false,
         }
     }
+}
+
+/// SRC, once it has become part of another checkpoint.
+pub struct Filled {
+    pub root: PathBuf,
+    pub resolved_from: Option<PathBuf>,
+    pub format: Format,
+    /// How FILLER itself has the tensors that come from SRC.
+    pub replaced: BTreeMap<TensorId, TensorEntry>,
 }
 
 pub struct Source {
@@ -98,35 +106,6 @@ impl Source {
         };
         let wanted = choose().inspect_err(|error| peers.iter().for_each(|peers| peers.fail(error)))?;
         Ok(Self { checkpoint, filled: None, like: None, wanted, settled: Settled::default(), compared: false, peers })
-    }
-
-    /// Take what SRC lacks from the checkpoint at `filler`, and remember the one at `like`, which is not read again where
-    /// it is the same.
-    ///
-    /// # Errors
-    /// As reading those, and as [`fill`].
-    pub fn with(
-        mut self,
-        filler: Option<&Path>,
-        like: Option<&Path>,
-        args: &ConvertArgs,
-        run: &Run<'_>,
-    ) -> Result<Self> {
-        // The files beside the checkpoint that fills go along.
-        let options = read_options(&args.source, None, SeriesChoice::All, Want::All);
-        let options = ReadOptions { from: None, series: SeriesChoice::All, ..options };
-        if let Some(path) = filler {
-            let filler = open_whole(path, &options, run)?;
-            self.like = like.filter(|like| *like == path).map(|_| filler.clone());
-            let wrappers = if args.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
-            self = fill(self, filler, wrappers, run)?;
-        }
-        if let (Some(path), None) = (like, &self.like) {
-            // Objects do not say how tensors lie.
-            let options = ReadOptions { drop_unknown: true, want: Want::State, ..options };
-            self.like = Some(open_whole(path, &options, run)?);
-        }
-        Ok(self)
     }
 
     /// Where SRC is, and what.
@@ -316,13 +295,6 @@ fn maybe_on_other_nodes(error: Error) -> Error {
         "copy the missing files into the folder, or save the checkpoint again; where other nodes have them, start a \
          process on each, with --source per-rank",
     )
-}
-
-/// Read all of a checkpoint that stands beside SRC, which must be whole.
-fn open_whole(path: &Path, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
-    let checkpoint = Checkpoint::open(path, options).map_err(|error| error.within(path))?;
-    announce(&checkpoint, run.printer);
-    Ok(checkpoint)
 }
 
 /// Say what was taken for SRC, and what reading it brought to light.

@@ -8,7 +8,9 @@ use std::path::PathBuf;
 
 use super::Status;
 use super::conflicts::Ranks;
-use super::convert::{Conversion, convert, target_format};
+use super::conversion::Conversion;
+use super::convert::{convert, target_format};
+use super::fill::with_others;
 use super::parts::{Target, carry_along, check_room, parts, warn_of_carried};
 use super::printer::Printer;
 use super::run::Run;
@@ -28,8 +30,12 @@ pub use target::{Group, Wish};
 pub fn run(args: &Flatten, launch: Launch, printer: &Printer) -> Result<Status> {
     let run = Run::writing(&args.convert, launch, printer)?;
     let like = args.flat.like.as_deref();
-    let mut source =
-        Source::open(&args.convert, like, Defaults::everything(), &run)?.with(None, like, &args.convert, &run)?;
+    let mut source = with_others(
+        Source::open(&args.convert, like, Defaults::everything(), &run)?,
+        (None, like),
+        &args.convert,
+        &run,
+    )?;
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, Format::FsdpFlat)?;
     if to != Format::FsdpFlat {

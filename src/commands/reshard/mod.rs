@@ -14,7 +14,9 @@ mod target;
 use std::path::PathBuf;
 
 use super::conflicts::Ranks;
-use super::convert::{Conversion, convert, not_written, target_format};
+use super::conversion::Conversion;
+use super::convert::{convert, not_written, target_format};
+use super::fill::with_others;
 use super::parts::{self, carry_along, example_of, parts, warn_of_carried};
 use super::printer::Printer;
 use super::run::Run;
@@ -41,7 +43,7 @@ pub use target::{own_mesh, row_specs, shared_mesh};
 pub fn run(args: &Reshard, launch: Launch, printer: &Printer) -> Result<Status> {
     let run = Run::writing(&args.convert, launch, printer)?;
     let source = Source::open(&args.convert, args.like.as_deref(), Defaults::everything(), &run)?;
-    let mut source = source.with(args.fill_from.as_deref(), args.like.as_deref(), &args.convert, &run)?;
+    let mut source = with_others(source, (args.fill_from.as_deref(), args.like.as_deref()), &args.convert, &run)?;
     if tells_shapes_alone(&source) {
         source.like = None;
     }

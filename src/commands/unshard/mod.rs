@@ -3,7 +3,8 @@
 mod ranks;
 
 use super::conflicts::Ranks;
-use super::convert::{Conversion, convert, file_name, holds_shards, target_format};
+use super::conversion::Conversion;
+use super::convert::{convert, file_name, holds_shards, target_format};
 use super::printer::Printer;
 use super::run::Run;
 use super::source::{Defaults, Source};
