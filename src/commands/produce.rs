@@ -31,7 +31,7 @@ use dtshard::exec::exchange::Reducing;
 use dtshard::exec::fingerprint::fingerprint;
 use dtshard::exec::journal::{self, Known};
 use dtshard::exec::log::{AtEnd, Log};
-use dtshard::exec::seal::{has_all, is_complete, seal};
+use dtshard::exec::seal::{check_output, has_all, is_complete, seal};
 use dtshard::exec::staging::{Begun, Claim, Missing, Other, OtherState, Plan, ReplaceCheck, Seal, Staging, Waited};
 use dtshard::exec::{Extents, Options, sources};
 use dtshard::name_list::{FEW_NUMBERS, short_list};
@@ -325,6 +325,7 @@ impl Producer<'_> {
         }
         run.stop.check()?;
         staging.check()?;
+        check_output(staging.folder(), self.files(), &conversion.carried)?;
         right.publish(options.sync)
     }
 

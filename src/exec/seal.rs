@@ -5,8 +5,9 @@
 //!
 //! Counts bytes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use rayon::prelude::*;
@@ -16,7 +17,7 @@ use super::journal::Known;
 use super::output::Outputs;
 use super::{Stop, sums};
 use crate::catalog::OutputFile;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Untrusted};
 use crate::storage::{AnchoredPath, afresh};
 
 /// Whether everything is finished, as `known` has it.
@@ -72,6 +73,59 @@ pub fn has_all(folder: &AnchoredPath, files: &[OutputFile], carried: &[Carried])
         }
     }
     Ok(misfits_of_all(folder, files)?.is_empty())
+}
+
+/// Checks that `folder` has the files of the result and nothing else: regular files of this user, each with one name.
+/// Whoever may write to the folder can have put another file there.
+///
+/// # Errors
+/// `Usage` that names another file, `Io`.
+pub fn check_output(folder: &AnchoredPath, files: &[OutputFile], carried: &[Carried]) -> Result<()> {
+    let all = || files.iter().map(|file| file.path.as_path()).chain(carried.iter().map(|file| file.to.as_path()));
+    let parents = all().flat_map(|path| path.ancestors().skip(1)).collect();
+    let checked = Expected { files: all().collect(), parents }.check(folder, Path::new(""));
+    match checked {
+        // Another process that has sealed the same was faster.
+        Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(()),
+        checked => checked,
+    }
+}
+
+/// The names of a result, relative to its folder.
+struct Expected<'a> {
+    files: HashSet<&'a Path>,
+    parents: HashSet<&'a Path>,
+}
+
+impl Expected<'_> {
+    fn check(&self, folder: &AnchoredPath, below: &Path) -> Result<()> {
+        let held = folder.hold().map_err(Error::io("open", folder))?;
+        let names = held.names().map_err(Error::io("list", folder))?;
+        names.par_iter().try_for_each(|name| {
+            let (path, relative) = (held.join(name), below.join(name));
+            let foreign = || {
+                Error::usage(
+                    format!("{} is not part of the result, and something else put it there", folder.join(name).display()),
+                    "move it away, then go on with --resume",
+                )
+            };
+            // A link and a file of another user are errors.
+            let Some(metadata) = path.own_metadata().map_err(Error::io("look at", &path))? else { return Ok(()) };
+            if metadata.is_dir() {
+                let is_expected = self.parents.contains(relative.as_path());
+                return if is_expected { self.check(&path, &relative) } else { Err(foreign()) };
+            }
+            if !metadata.is_file() || !self.files.contains(relative.as_path()) {
+                // NFS gives such a name to a deleted file that is still open.
+                let is_deleted = name.as_encoded_bytes().starts_with(b".nfs");
+                return if is_deleted { Ok(()) } else { Err(foreign()) };
+            }
+            match metadata.nlink() {
+                0 | 1 => Ok(()),
+                names => Err(Error::io("publish", &path)(Untrusted::Names { path: path.path().into(), names }.into())),
+            }
+        })
+    }
 }
 
 fn misfits_of_all(folder: &AnchoredPath, files: &[OutputFile]) -> Result<BTreeMap<u32, String>> {

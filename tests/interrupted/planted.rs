@@ -286,6 +286,29 @@ fn what_is_planted_in_a_work_folder() {
     }
 }
 
+/// Files of another user, and second names, are not published with the result or in the place of a file of it.
+#[test]
+fn what_is_planted_in_a_result_is_not_published() {
+    for (kind, finished) in [(FOLDER, true), (FOLDER, false), (FILE, true)] {
+        let Some(shared) = Shared::new(kind, 0o775) else { return };
+        for (what, plant) in PLANTS {
+            for run in ["--resume", "--resume --verify"] {
+                shared.leave(USER);
+                let data = shared.job.work().join("data");
+                // A name that the result does not have, or one of a file that is recorded as done.
+                let at = if finished { data.join("planted") } else { files_in(&data).remove(0) };
+                attack("rm", &[&"-f", &at]);
+                plant(&at, &shared.victim.join("thesis.tex"));
+                let outcome = shared.is_safe(run, what);
+                if finished {
+                    outcome.refused(&["planted"]);
+                    assert!(!shared.job.target().exists(), "{what} {run}");
+                }
+            }
+        }
+    }
+}
+
 /// Every file below a folder.
 fn files_in(folder: &Path) -> Vec<PathBuf> {
     tree(folder).into_keys().map(|name| folder.join(name)).collect()

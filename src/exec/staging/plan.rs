@@ -165,7 +165,11 @@ pub(super) fn output(work: &AnchoredPath, shape: Shape) -> io::Result<Option<Anc
         Shape::File => data.names().and_then(|names| match names.as_slice() {
             [] => Ok(None),
             [only] => Ok(Some(data.join(only))),
-            _ => Err(io::Error::new(io::ErrorKind::InvalidData, "something else put a file beside the output")),
+            several => {
+                let names: Vec<_> = several.iter().map(|name| name.to_string_lossy()).collect();
+                let found = format!("expected one file in {DATA}, found {}", names.join(", "));
+                Err(io::Error::new(io::ErrorKind::InvalidData, found))
+            }
         }),
     };
     match found {
