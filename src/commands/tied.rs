@@ -44,7 +44,11 @@ struct Tie {
 /// The embedding of a model and its output layer, where their names are known.
 fn find(state: &Value) -> Vec<Tie> {
     let model = model::model(state);
-    let is_stored = |name: &str| model.tensors.iter().any(|(fqn, _)| fqn.as_str() == name);
+    // An output layer that is quantised or adapted has tensors of other names.
+    let is_stored = |name: &str| {
+        let module = name.strip_suffix("weight").unwrap_or(name);
+        model.tensors.iter().any(|(fqn, _)| fqn.as_str().starts_with(module))
+    };
     let mut found: Vec<Tie> = Vec::new();
     for (fqn, id) in &model.tensors {
         let name = fqn.as_str();

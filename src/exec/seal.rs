@@ -105,7 +105,10 @@ impl Expected<'_> {
             let (path, relative) = (held.join(name), below.join(name));
             let foreign = || {
                 Error::usage(
-                    format!("{} is not part of the result, and something else put it there", folder.join(name).display()),
+                    format!(
+                        "{} is not part of the result, and something else put it there",
+                        folder.join(name).display()
+                    ),
                     "move it away, then go on with --resume",
                 )
             };

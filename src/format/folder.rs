@@ -198,12 +198,20 @@ fn next(folder: &Path, names: &[String]) -> Result<Option<String>> {
 }
 
 /// Returns the folder to enter on the way to a checkpoint of Lightning:
-/// `lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt`. A sharded checkpoint is a folder of that name. Files of that suffix beside such folders are checkpoints, too; a torch file in a folder above may be
-/// the checkpoint that is meant.
+/// `lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt`. A sharded checkpoint is a folder of that name. Files of
+/// that suffix beside such folders are checkpoints, too; a torch file in a folder above may be the checkpoint that is
+/// meant. `last.ckpt` may be a link to another one.
 fn lightning(folder: &Path, names: &[String]) -> Result<Option<String>> {
     let is_checkpoint = |name: &String| is_checkpoint_name(name);
     let mut found: Vec<String> = if names.iter().any(is_checkpoint) {
-        list(folder)?.into_iter().filter(is_checkpoint).collect()
+        let mut found: Vec<String> = list(folder)?.into_iter().filter(is_checkpoint).collect();
+        let target = |name: &String| lookup::resolve(&folder.join(name));
+        if let Some(last) = found.iter().position(|name| name == "last.ckpt") {
+            let last = found.remove(last);
+            let is_second_name = found.iter().map(target).collect::<Result<Vec<_>>>()?.contains(&target(&last)?);
+            found.extend((!is_second_name).then_some(last));
+        }
+        found
     } else if has_torch_files(folder)? {
         Vec::new()
     } else {

@@ -157,10 +157,13 @@ fn of_total(stem: &str, at: usize) -> Option<Field> {
 
 /// The last `00001-of-00002` in a name. Words may follow it, as in the variants of diffusers: `00001-of-00002.fp16`.
 fn numbered(stem: &str) -> Option<(Field, Field)> {
+    let is_separator = |c: char| c == ' ' || SEPARATORS.contains(&c);
     stem.rmatch_indices("of").find_map(|(of, word)| {
-        let rank_end = stem[..of].strip_suffix(SEPARATORS)?.len();
+        let before = &stem[..of];
+        let rank_end = before.strip_suffix(is_separator).unwrap_or(before).len();
         let rank_start = stem[..rank_end].trim_end_matches(|c: char| c.is_ascii_digit()).len();
-        let size = stem[of + word.len()..].starts_with(SEPARATORS).then(|| digits_after(stem, of + word.len()))??;
+        let after = of + word.len();
+        let size = digits_after(stem, after + usize::from(stem[after..].starts_with(' ')))?;
         let is_number = rank_start < rank_end && !stem[size.1..].starts_with(char::is_alphanumeric);
         let rank = Field { start: rank_start, digits: (rank_start, rank_end) };
         is_number.then_some((rank, Field { start: rank_end, digits: size }))
@@ -201,6 +204,8 @@ mod tests {
             ("model.fp16-00003-of-00008.safetensors", "model.fp16", 3, Some(8)),
             ("model-00003-of-00008 (1).safetensors", "model_ (1)", 3, Some(8)),
             ("Model-00003-OF-00008.pt", "Model", 3, Some(8)),
+            ("model-00003of00008.pt", "model", 3, Some(8)),
+            ("model (3 of 8).pt", "model (_)", 3, Some(8)),
             ("Model_Rank_3.pt", "Model", 3, None),
         ] {
             assert_eq!(parse(name), Some((series.into(), rank, world_size)), "{name}");

@@ -36,15 +36,15 @@ pub fn shortfall(path: &Path, detected: &Detected, options: &ReadOptions, io: Io
         return Index::read(index)?.files_left_out(paths);
     }
     if is_given(path, paths) {
-        let found = lone_file(path)?;
-        // The name of a link may say nothing of what it leads to.
-        let target = if found.is_none() { lookup::resolve(path)? } else { None };
-        return target
-            .filter(|target| target.file_name() != path.file_name())
-            .map_or(Ok(found), |file| lone_file(&file));
+        return lone_file(path)?.map_or_else(|| linked_file(path), |found| Ok(Some(found)));
     }
     if let Some(found) = numbered(path, paths, options.told.is_some())? {
         return Ok(Some(found));
+    }
+    for path in paths.iter().filter(|path| RankName::parse(path).is_none()) {
+        if let Some(found) = linked_file(path)? {
+            return Ok(Some(found));
+        }
     }
     paths.iter().find_map(|path| foreign::rank_file(path).transpose()).transpose()
 }
@@ -113,6 +113,12 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
         return Ok(None);
     }
     Ok(series::fragment(path)?.map(|(what, missing)| refuse(what, missing)))
+}
+
+/// As [`lone_file`], of the file that a link leads to: the name of a link may say nothing of it.
+fn linked_file(path: &Path) -> Result<Option<Shortfall>> {
+    let target = lookup::resolve(path)?.filter(|target| target.file_name() != path.file_name());
+    target.map_or(Ok(None), |target| lone_file(&target))
 }
 
 fn lone_shard(path: &Path) -> Result<Shortfall> {

@@ -106,14 +106,15 @@ pub fn nearest_folder(path: &Path) -> &Path {
     above.into_iter().find(|above| above.symlink_metadata().is_ok()).unwrap_or(Path::new("."))
 }
 
-/// Bytes that an unprivileged writer can still put on the file system of `path`.
+/// Bytes that an unprivileged writer can still put on the file system of `path`; any number where the file system counts
+/// no blocks, as ramfs.
 ///
 /// # Errors
 /// `Io` where the path cannot be looked at.
 pub fn free_bytes(path: &Path) -> Result<u64> {
     let info =
         rustix::fs::statvfs(path).map_err(|error| Error::io("look at the file system of", path)(error.into()))?;
-    Ok(info.f_bavail.saturating_mul(info.f_frsize))
+    Ok(if info.f_blocks == 0 { u64::MAX } else { info.f_bavail.saturating_mul(info.f_frsize) })
 }
 
 /// Put a stretch of a file's dirty pages on disk and wait for them. A way to make a later fsync short, not a

@@ -128,11 +128,13 @@ fn safetensors_files_without_the_others_of_their_set_are_refused() {
 /// The names of diffusers for a variant, of a second download, and of file systems that change the case.
 #[test]
 fn sets_of_other_names_are_sets() {
-    let names: [fn(u32) -> String; 4] = [
+    let names: [fn(u32) -> String; 6] = [
         |number| format!("model-0000{number}-of-00003.fp16.safetensors"),
         |number| format!("model.fp16-0000{number}-of-00003.safetensors"),
         |number| format!("MODEL-0000{number}-OF-00003.safetensors"),
         |number| format!("model-0000{number}-of-00003 (1).safetensors"),
+        |number| format!("model-0000{number}of00003.safetensors"),
+        |number| format!("model (0000{number} of 00003).safetensors"),
     ];
     for name in names {
         let (sandbox, source) = set();
@@ -143,7 +145,7 @@ fn sets_of_other_names_are_sets() {
         assert_eq!(tensors_in(&source), tensors);
         refused(&sandbox, &source.join(name(1)), "usage", &[&name(1), "give the folder"]);
         fs::remove_file(source.join(name(2))).unwrap();
-        refused(&sandbox, &source, "missing", &["-00002-"]);
+        refused(&sandbox, &source, "missing", &[&name(2)]);
     }
     // One file of three came a second time, under another name.
     let (sandbox, source) = set();
@@ -206,6 +208,10 @@ fn link_to_one_file_of_a_set_is_refused() {
     let link = sandbox.path("weights.safetensors");
     std::os::unix::fs::symlink(source.join(file(1)), &link).unwrap();
     refused(&sandbox, &link, "usage", &[&file(1), "give the folder"]);
+    // A folder with such a link is no whole checkpoint either.
+    fs::create_dir(sandbox.path("linked")).unwrap();
+    std::os::unix::fs::symlink(source.join(file(1)), sandbox.path("linked/model.safetensors")).unwrap();
+    refused(&sandbox, &sandbox.path("linked"), "usage", &[&file(1), "give the folder"]);
     // A hub cache has the name on the link, and a digest on the file.
     let blob = sandbox.path("5d41402abc4b2a76b9719d911017c592");
     fs::rename(source.join(file(1)), &blob).unwrap();

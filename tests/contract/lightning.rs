@@ -29,6 +29,10 @@ fn checkpoint_is_found_from_the_folders_above() {
     assert_eq!(error["kind"], "usage");
     assert!(["epoch=0-step=3.ckpt", "last.ckpt"].iter().all(|name| error.to_string().contains(name)), "{error}");
     fs::remove_dir_all(&second).unwrap();
+    // A link is another name of the first.
+    std::os::unix::fs::symlink("epoch=0-step=3.ckpt", &second).unwrap();
+    assert_eq!(inspect(&root, ""), found);
+    fs::remove_file(&second).unwrap();
     fs::copy(fixture("torch_file/trainer.pt"), &second).unwrap();
     assert_eq!(expect(2, "inspect", &[&root], "--json").json()["error"]["kind"], "usage");
     fs::remove_dir_all(&first).unwrap();

@@ -25,6 +25,8 @@ fn thousand_missing_files_are_a_range_in_the_message_and_all_in_json() {
     }
     let run = expect(2, "consolidate", &[&sharded, &desk.path("out")], "--json");
     assert!(run.stderr.contains("__0_0.distcp .. __999_0.distcp"), "{}", run.stderr);
+    let findings = expect(1, "verify", &[&sharded], "--json").json();
+    assert_eq!(findings["different"][0]["names"].as_array().unwrap().len(), 1000);
     assert!(run.stderr.lines().all(|line| line.len() < 400), "{}", run.stderr);
     assert_eq!(run.json()["error"]["kind"], "missing");
     let mut expected: Vec<String> = (0..1000).map(|rank| format!("__{rank}_0.distcp")).collect();
@@ -124,4 +126,17 @@ fn damage_that_several_checks_meet_is_one_finding() {
     found.dedup();
     assert!(number > 0);
     assert_eq!(found.len(), number, "{found:?}");
+}
+
+#[test]
+fn verify_says_by_which_prefix_names_differ() {
+    let desk = Desk::new();
+    let (plain, below) = (desk.path("plain.safetensors"), desk.path("below.safetensors"));
+    desk.vectors("plain.safetensors", &[("a.w", 2), ("b.w", 3)]);
+    desk.vectors("below.safetensors", &[("model.a.w", 2), ("model.b.w", 3)]);
+    for (source, other, option) in [(&below, &plain, "--root model"), (&plain, &below, "--add-prefix model.")] {
+        let run = expect(1, "verify", &[source, other], "");
+        assert!(run.stderr.contains(option), "{}", run.stderr);
+        succeed("verify", &[source, other], option);
+    }
 }

@@ -66,6 +66,21 @@ fn verify_says_how_to_compare_without_the_tied_layer() {
         assert!(run.stderr.contains("--common") && run.stderr.contains("lm_head.weight"), "{}", run.stderr);
         succeed("verify", &[left, right], "--common");
     }
+    // An output layer of its own is no tied one.
+    let head = desk.path("head");
+    fs::create_dir(&head).unwrap();
+    desk.vectors("head/model.safetensors", &[MODEL[0], MODEL[1], ("lm_head.weight", 9)]);
+    let run = expect(1, "verify", &[&head, &source], "");
+    assert!(!run.stderr.contains("--common"), "{}", run.stderr);
+}
+
+/// A quantised output layer has tensors of other names.
+#[test]
+fn quantised_output_layer_counts_as_stored() {
+    let desk = Desk::new();
+    let source = saved(&desk, "source", TIED, &[MODEL[0], MODEL[1], ("lm_head.qweight", 3)]);
+    let made = desk.make("reshard", &source, "dcp", "--mesh dp=2 --to dcp --tied write");
+    assert!(!digests(&made.path).contains_key("lm_head.weight"));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //!
 //! Invariant: every name of either is compared, or is a finding, or is told as not compared.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use serde_json::Value as Json;
 
@@ -15,6 +15,7 @@ use crate::commands::run::Run;
 use crate::commands::{input, inspect, tied};
 use dtshard::catalog::{Catalog, Dtype, TensorEntry, TensorId, Value, model, path};
 use dtshard::error::{Error, Result};
+use dtshard::exec::Silent;
 use dtshard::exec::cast::Cast;
 use dtshard::exec::compare;
 use dtshard::format::Checkpoint;
@@ -69,12 +70,40 @@ impl Comparison<'_> {
             found.added(name, args);
         }
         suggest_root(&names.source, found);
-        suggest_common(&[(ours, "OTHER"), (theirs, "SRC")], found);
+        if found.hints.is_empty() {
+            self.suggest_common(&[(source, ours, "OTHER"), (other, theirs, "SRC")], found)?;
+        }
         let (ours, theirs) = (objects(&ours.state), objects(&theirs.state));
         if source.format.holds_objects() && other.format.holds_objects() {
             found.same_objects(ours, theirs, args);
         } else {
             found.not_comparable.extend(ours.into_keys().chain(theirs.into_keys()));
+        }
+        Ok(())
+    }
+
+    /// A checkpoint may leave out the output layer of a model that ties it to an embedding. The other one then has the
+    /// same values under both names.
+    fn suggest_common(&self, sides: &[(&Checkpoint, &Catalog, &str); 2], found: &mut Findings) -> Result<()> {
+        let Self { run, .. } = self;
+        let only_in: [&[String]; 2] = [&found.only_in_src, &found.only_in_other];
+        for ((checkpoint, names, other), only) in sides.iter().zip(only_in) {
+            let tensors = named_tensors(names);
+            for (output, embedding) in tied::stored_outputs(&names.state) {
+                let (Some(one), Some(two)) = (tensors.get(&output), tensors.get(&embedding)) else { continue };
+                let [one, two] = [one, two].map(|id| checkpoint.catalog.tensor(*id));
+                if !only.contains(&output) || (one.dtype, &one.shape) != (two.dtype, &two.shape) {
+                    continue;
+                }
+                let [left, right] = [one, two].map(|entry| (input(checkpoint), entry));
+                if compare::first_difference(left, right, one.dtype, &run.options, &Silent, &run.stop)?.is_none() {
+                    found.hints.push(format!(
+                        "{other} leaves out {output}, which is equal to {embedding}: add --common to compare the tensors \
+                         that both have"
+                    ));
+                    return Ok(());
+                }
+            }
         }
         Ok(())
     }
@@ -237,26 +266,27 @@ impl Findings {
 /// A shipped model has the names below the model of its checkpoint: say so where that is all there is to it.
 fn suggest_root(source: &Selected, found: &mut Findings) {
     let root = model::model(&source.catalog.state).root.to_string();
-    let below = |name: &String| name.strip_prefix(&root).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
-    let shorter: Vec<String> = found.only_in_src.iter().filter_map(below).collect();
-    if !root.is_empty() && found.only_in_other.iter().any(|name| shorter.contains(name)) {
+    if !root.is_empty() && has_below(&found.only_in_src, &root, &found.only_in_other) {
         found.hints.push(format!("OTHER has the names that SRC has below `{root}`: add --root {root}"));
+    } else if let Some(root) = common_prefix(&found.only_in_src, &found.only_in_other) {
+        found.hints.push(format!("OTHER has the names that SRC has below `{root}`: add --root {root}"));
+    } else if let Some(prefix) = common_prefix(&found.only_in_other, &found.only_in_src) {
+        found.hints.push(format!("OTHER has the names of SRC below `{prefix}`: add --add-prefix {prefix}."));
     }
 }
 
-/// A checkpoint may leave out the output layer of a model that ties it to an embedding.
-fn suggest_common(sides: &[(&Catalog, &str); 2], found: &mut Findings) {
-    let only_in: [&[String]; 2] = [&found.only_in_src, &found.only_in_other];
-    for ((catalog, other), only) in sides.iter().zip(only_in) {
-        let left_out = tied::stored_outputs(&catalog.state).into_iter().find(|(output, _)| only.contains(output));
-        if let Some((output, embedding)) = left_out {
-            found.hints.push(format!(
-                "{other} may leave out {output} because it is tied to {embedding}: add --common to compare the tensors \
-                 that both have"
-            ));
-            return;
-        }
-    }
+/// Returns whether one of the names below `root` is among the others.
+fn has_below(names: &[String], root: &str, others: &[String]) -> bool {
+    let below = |name: &String| name.strip_prefix(root).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
+    let shorter: HashSet<String> = names.iter().filter_map(below).collect();
+    others.iter().any(|name| shorter.contains(name))
+}
+
+/// Returns the first component of all names, where the rest of one is among the others.
+fn common_prefix<'n>(names: &'n [String], others: &[String]) -> Option<&'n str> {
+    let (first, _) = names.first()?.split_once('.')?;
+    let is_below = |name: &String| name.strip_prefix(first).is_some_and(|rest| rest.starts_with('.'));
+    (names.iter().all(is_below) && has_below(names, first, others)).then_some(first)
 }
 
 /// What was cast when it was written is compared as if SRC had been.

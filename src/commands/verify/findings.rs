@@ -17,6 +17,8 @@ pub(super) struct Finding {
     pub fqn: String,
     pub kind: &'static str,
     pub detail: String,
+    /// All names of the list that the detail shortens.
+    pub names: Option<Vec<String>>,
 }
 
 /// Everything a run finds.
@@ -36,7 +38,7 @@ pub(super) struct Findings {
 
 impl Findings {
     pub fn add(&mut self, fqn: impl Into<String>, kind: &'static str, detail: impl Into<String>) {
-        self.different.push(Finding { fqn: fqn.into(), kind, detail: detail.into() });
+        self.different.push(Finding { fqn: fqn.into(), kind, detail: detail.into(), names: None });
     }
 
     /// Damage is a finding; anything else keeps the run from being done.
@@ -51,7 +53,8 @@ impl Findings {
             is_same_tensor && finding.kind == kind && finding.detail == detail
         };
         if !self.different.iter().any(is_known) {
-            self.add(named.unwrap_or(fqn).to_owned(), kind, detail);
+            let names = error.names().map(<[String]>::to_vec);
+            self.different.push(Finding { fqn: named.unwrap_or(fqn).to_owned(), kind, detail, names });
         }
         Ok(())
     }
@@ -92,7 +95,7 @@ const SHOWN: usize = 20;
 fn lines(found: &Findings, shown: usize) -> String {
     let mut text = String::new();
     for finding in &found.different {
-        let Finding { fqn, kind, detail } = finding;
+        let Finding { fqn, kind, detail, .. } = finding;
         let own = detail.strip_prefix(&format!("{fqn}: ")).unwrap_or(detail);
         text.push_str(&(harmless(&format!("{fqn}: {kind}: {own}")) + "\n"));
     }
@@ -114,7 +117,10 @@ fn lines(found: &Findings, shown: usize) -> String {
 
 fn document(found: &Findings) -> Json {
     let different: Vec<Json> = (found.different.iter())
-        .map(|finding| json!({ "fqn": finding.fqn, "kind": finding.kind, "detail": finding.detail }))
+        .map(|Finding { fqn, kind, detail, names }| match names {
+            None => json!({ "fqn": fqn, "kind": kind, "detail": detail }),
+            Some(names) => json!({ "fqn": fqn, "kind": kind, "detail": detail, "names": names }),
+        })
         .collect();
     json!({
         "same": found.same(),
