@@ -29,7 +29,7 @@ pub use value::{Dict, DictKind, Holding, TensorId, Value};
 
 use crate::error::Error;
 use crate::layout::partial::{Reduction, summand};
-use crate::layout::rules::{OnMesh, Shared};
+use crate::layout::shards::{OnMesh, Shared};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Region, Tile, comma_list};
 use crate::name_list::{FEW, short_list};
 use crate::storage::{FileId, Stretch};

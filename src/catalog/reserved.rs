@@ -16,7 +16,7 @@ use smallvec::SmallVec;
 use super::{Catalog, Dtype, Place, TensorEntry, TensorId};
 use crate::layout::Rank;
 use crate::layout::partial::Share;
-use crate::layout::rules::Shared;
+use crate::layout::shards::Shared;
 
 /// Everything an executor needs to write a checkpoint.
 #[derive(Debug, Default)]
