@@ -23,7 +23,7 @@ use std::sync::Arc;
 pub use chunk::{Chunk, ChunkTable, Located, Place, Record, Summed, contiguous_strides, permuted_stride, span};
 pub use dtype::Dtype;
 pub use path::{Key, Leaf, Path};
-pub use reserved::{Literal, OutputFile, Reservation, Reserved, Sum};
+pub use reserved::{Literal, OutputFile, Reservation, Reserved, SITE_BYTES, Sum};
 pub use validate::{Holders, Tiling, list_ranks};
 pub use value::{Dict, DictKind, Holding, TensorId, Value};
 
