@@ -26,6 +26,7 @@ mod shuffle;
 mod staged;
 mod strided;
 mod torn;
+mod transfers;
 
 use std::collections::VecDeque;
 use std::mem;
