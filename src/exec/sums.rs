@@ -22,8 +22,7 @@ use super::digest::{Digest, for_each_block};
 use super::journal::SumPart;
 use super::output::Outputs;
 use super::strips::Strip;
-pub use crate::catalog::SITE_BYTES;
-use crate::catalog::{OutputFile, Reservation, Sum};
+use crate::catalog::{OutputFile, Reservation, SITE_BYTES, Sum};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 

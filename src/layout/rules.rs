@@ -4,8 +4,7 @@
 //! no rule matches gets the fallback, which gives Replicate on a mesh dim where it does not fit (`S(1)` of a bias).
 
 use super::parallelize::Plan;
-use super::shards::{Held, shards};
-pub use super::shards::{OnMesh, Shared};
+use super::shards::{Held, OnMesh, Shared, shards};
 use super::strided::Move;
 use super::{DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Split, comma_list};
 
