@@ -7,8 +7,8 @@
 //! Shapes: `meta-llama/Llama-3.1-405B`, `config.json`; names and state: torchtitan with `torch.optim.AdamW`.
 
 use dtshard::catalog::{Chunk, Dtype, Place, TensorEntry};
-use dtshard::layout::rules::{Fallback, Layout, Shared};
-use dtshard::layout::shards::Held;
+use dtshard::layout::rules::{Fallback, Layout};
+use dtshard::layout::shards::{Held, Shared};
 use dtshard::layout::{DeviceMesh, Dims, PlacementSpec, parse_placements};
 use dtshard::storage::FileId;
 

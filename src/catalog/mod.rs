@@ -23,13 +23,13 @@ use std::sync::Arc;
 pub use chunk::{Chunk, ChunkTable, Located, Place, Record, Summed, contiguous_strides, permuted_stride, span};
 pub use dtype::Dtype;
 pub use path::{Key, Leaf, Path};
-pub use reserved::{Literal, OutputFile, Reservation, Reserved, Sum};
+pub use reserved::{Literal, OutputFile, Reservation, Reserved, SITE_BYTES, Sum};
 pub use validate::{Holders, Tiling, list_ranks};
 pub use value::{Dict, DictKind, Holding, TensorId, Value};
 
 use crate::error::Error;
 use crate::layout::partial::{Reduction, summand};
-use crate::layout::rules::{OnMesh, Shared};
+use crate::layout::shards::{OnMesh, Shared};
 use crate::layout::{DeviceMesh, Dims, LayoutError, Region, Tile, comma_list};
 use crate::name_list::{FEW, short_list};
 use crate::storage::{FileId, Stretch};

@@ -16,7 +16,7 @@ use smallvec::SmallVec;
 use super::{Catalog, Dtype, Place, TensorEntry, TensorId};
 use crate::layout::Rank;
 use crate::layout::partial::Share;
-use crate::layout::rules::Shared;
+use crate::layout::shards::Shared;
 
 /// Everything an executor needs to write a checkpoint.
 #[derive(Debug, Default)]
@@ -62,6 +62,9 @@ pub struct Literal {
     pub offset: u64,
     pub bytes: Arc<Vec<u8>>,
 }
+
+/// The length of a CRC-32, and so of a place for one.
+pub const SITE_BYTES: u64 = 4;
 
 /// A span of tensor data whose CRC-32 (IEEE, little-endian) goes to `sites`. A literal lies in it wholly or not at all.
 /// All sums of a file have as many sites, and the first ones ascend as the spans do, as do the second ones.
@@ -123,6 +126,20 @@ impl OutputFile {
     #[must_use]
     pub fn sums_at(&self, offset: u64) -> bool {
         self.sum_at(offset).is_some()
+    }
+
+    /// The places for sums that reach into a range, ascending.
+    #[must_use]
+    pub fn sites(&self, range: &Range<u64>) -> Vec<u64> {
+        let sums = self.sums.as_slice();
+        let most_sites = sums.first().map_or(0, |sum| sum.sites.len());
+        let mut sites: Vec<u64> = Vec::new();
+        for nth in 0..most_sites {
+            let first = sums.partition_point(|sum| sum.sites[nth] + SITE_BYTES <= range.start);
+            sites.extend(sums[first..].iter().map(|sum| sum.sites[nth]).take_while(|site| *site < range.end));
+        }
+        sites.sort_unstable();
+        sites
     }
 }
 

@@ -16,27 +16,12 @@ use std::time::{Duration, Instant};
 use super::fate::{DROPPED, Fate, Gone, Why};
 use super::frame::{Frame, MOST};
 use super::hello::Token;
-use super::links::{Link, Links, State};
+use super::links::{Link, Links, Liveness, State};
 use super::operation::Operation;
-use super::rendezvous::KeepGoing;
+use super::patience::{KeepGoing, TICK};
 use crate::error::{Error, Result};
 use crate::threads;
 
-/// How often a process says that it is alive, and when one is dead that does not.
-#[derive(Clone, Copy, Debug)]
-pub struct Liveness {
-    pub beat: Duration,
-    pub dead_after: Duration,
-}
-
-impl Default for Liveness {
-    fn default() -> Self {
-        Self { beat: Duration::from_secs(2), dead_after: Duration::from_secs(20) }
-    }
-}
-
-/// How often who waits asks whether to go on.
-pub(super) const TICK: Duration = Duration::from_millis(50);
 /// For rank 0 to say who is gone, before who has noticed says it himself; and for last words to be read.
 const GRACE: Duration = Duration::from_secs(2);
 

@@ -13,10 +13,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::address::{Candidate, resolve};
-use super::control::TICK;
 use super::fate::{ENDED, Gone};
 use super::hello::{HELLO_BYTES, Hello, Reply, is_wait};
-use super::patience::Wait;
+use super::patience::{TICK, Wait};
 use crate::error::{Error, Result};
 use crate::name_list::{name_processes, short_list_of_counted};
 use crate::threads;

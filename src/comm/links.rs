@@ -8,13 +8,25 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::control::{Liveness, TICK};
 use super::fate::{ENDED, Fate, Gone, LEFT, Why};
 use super::frame::Frame;
 use super::hello::{Token, is_wait};
 use super::operation::Operation;
-use super::rendezvous::KeepGoing;
+use super::patience::{KeepGoing, TICK};
 use crate::error::Result;
+
+/// The time between two signs of life of a process, and the silence after which it counts as dead.
+#[derive(Clone, Copy, Debug)]
+pub struct Liveness {
+    pub beat: Duration,
+    pub dead_after: Duration,
+}
+
+impl Default for Liveness {
+    fn default() -> Self {
+        Self { beat: Duration::from_secs(2), dead_after: Duration::from_secs(20) }
+    }
+}
 
 /// All of one rank.
 pub(super) struct Links {

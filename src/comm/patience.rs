@@ -1,4 +1,4 @@
-//! How long others are waited for, and what is said meanwhile.
+//! How long others are waited for, what ends a wait before that, and what is said meanwhile.
 //!
 //! Who looks at a terminal on which nothing happens does not know what is missing until the deadline, so whom a process
 //! waits for is said while it waits: soon for the first time, then seldom.
@@ -7,6 +7,14 @@ use std::cell::Cell;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use crate::error::Result;
+
+/// A question that every wait asks: an error for an answer ends the wait.
+pub type KeepGoing = Arc<dyn Fn() -> Result<()> + Send + Sync>;
+
+/// The time between two such questions.
+pub(super) const TICK: Duration = Duration::from_millis(50);
 
 #[derive(Clone, Copy)]
 pub struct Patience<'a> {

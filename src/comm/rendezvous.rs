@@ -17,18 +17,16 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use super::address::{Candidate, doubt, listen};
-use super::control::{Control, Liveness};
+use super::control::Control;
 use super::door::{Answer, Door, TWO, knock};
 use super::fate::Gone;
 use super::hello::{Hello, Reply, Token};
-use super::patience::{Note, Patience, Wait};
+use super::links::Liveness;
+use super::patience::{KeepGoing, Note, Patience, Wait};
 use super::sheet::{Name, Notice, Sheet};
 use super::{Part, Place, Process};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
-
-/// Asked in every wait: what it says ends that.
-pub type KeepGoing = Arc<dyn Fn() -> Result<()> + Send + Sync>;
 
 /// All that is needed to meet.
 pub struct Meeting<'a> {

@@ -9,8 +9,8 @@ use std::net::TcpStream;
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 
-use super::control::TICK;
 use super::operation::Operation;
+use super::patience::TICK;
 use super::transfer::{Fault, Stretch, receive, send};
 use crate::error::Result;
 

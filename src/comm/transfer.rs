@@ -11,10 +11,10 @@ use std::ops::Range;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::control::TICK;
 use super::fate::other_length;
 use super::hello::is_wait;
 use super::operation::Operation;
+use super::patience::TICK;
 use crate::error::{Error, Result};
 
 /// Operation and length.

@@ -8,7 +8,7 @@ use indexmap::IndexMap;
 use dtshard::catalog::{Catalog, Reservation, Reserved};
 use dtshard::error::{Error, Result};
 use dtshard::layout::partial::Share;
-use dtshard::layout::rules::{OnMesh, Shared};
+use dtshard::layout::shards::{OnMesh, Shared};
 use dtshard::layout::{DeviceMesh, Dims, LayoutError, Placement, ReduceOp};
 use dtshard::quantity::count;
 

@@ -1,4 +1,4 @@
-//! The order of work: strips that want the same source rows follow each other.
+//! Bands: strips that want the same source rows, and follow each other for that.
 //!
 //! Where a tensor is cut into columns, each row of the source goes to many files in short runs:
 //!
@@ -23,7 +23,6 @@
 
 use indexmap::IndexMap;
 
-use super::strips::{Payload, Strip};
 use crate::layout::partial::Share;
 use crate::layout::{Intervals, Tile};
 use crate::storage::direct::ALIGNMENT;
@@ -39,6 +38,19 @@ const BAND_TILES: usize = 128;
 
 /// Copies that are worth strips of their own, with the copies that follow them.
 const COPIES_BYTES: u64 = 256 << 10;
+
+/// A tile that has its place in an output file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Payload {
+    pub file: u32,
+    pub offset: u64,
+    pub len: u64,
+    pub slot: usize,
+    /// Cuts inside this tile fall on multiples of its item size.
+    pub itemsize: u64,
+    /// The tiles that want the same source bytes.
+    pub group: Option<Group>,
+}
 
 /// A tile's part in bands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -202,10 +214,4 @@ fn cut_copies(payloads: &[Payload], strip_bytes: u64, cuts: &mut Vec<Cut>) {
         }
     }
     cuts.push(Cut { file: payloads[0].file, offset: end, band: None });
-}
-
-/// Put strips into the order of work, and give what is done in one go.
-pub fn order(strips: &mut [Strip]) -> Vec<&[Strip]> {
-    strips.sort_by_key(|strip| strip.band);
-    strips.chunk_by(|one, other| one.band.is_some() && one.band == other.band).collect()
 }

@@ -2,20 +2,19 @@
 
 use std::collections::HashSet;
 use std::fs::{File, Metadata};
-use std::io::{self, Read};
+use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::XattrFlags;
 
 use super::digest::for_each_block;
-use super::seal::len_of;
 use super::{Reporter, Stop};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 use crate::storage::filesystem::close;
 use crate::storage::lookup::refused;
-use crate::storage::{AnchoredPath, regular_file};
+use crate::storage::{AnchoredPath, afresh, regular_file};
 
 /// Bytes between two looks at whether to stop.
 const BLOCK_BYTES: u64 = 64 << 20;
@@ -133,6 +132,15 @@ pub fn is_carried(file: &Carried, folder: &AnchoredPath, compares: bool) -> Resu
         Ok(())
     })?;
     Ok(is_same)
+}
+
+/// The length of a file; `None` where there is none.
+pub(super) fn len_of(path: &AnchoredPath) -> Result<Option<u64>> {
+    match afresh::metadata(path) {
+        Ok(metadata) => Ok(metadata.is_file().then_some(metadata.len())),
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
+        Err(error) => Err(Error::io("look at", path)(error)),
+    }
 }
 
 /// Check that no two files would become one.

@@ -20,6 +20,9 @@ pub struct Cast {
     to: Dtype,
 }
 
+/// The dtype of a tensor in the source, and the one in the target.
+pub type DtypePair = (Dtype, Dtype);
+
 /// What a cast met that its target does not hold, in elements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {

@@ -19,20 +19,20 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
 
-use super::bands;
+use super::bands::Payload;
 use super::block::Wanted;
-use super::cast::Counts;
+use super::cast::{Counts, DtypePair};
 use super::digest::Digest;
 use super::journal::{Entry, Lost, SumPart};
 use super::log::Log;
 use super::output::Outputs;
 use super::passing::{Noting, Passing};
-use super::strips::{Content, Cutter, Payload, Segment, Strip};
-use super::sums::{InStrip, SITE_BYTES, Sums};
+use super::strips::{Content, Cutter, Segment, Strip, order};
+use super::sums::{InStrip, Sums};
 use super::together::Together;
 use super::window::{Counted, Pace, Slot, Windows, prepare};
 use super::{Extents, Input, Options, Phase, Reporter, Scratch, Stop};
-use crate::catalog::{Dtype, Reservation};
+use crate::catalog::{Reservation, SITE_BYTES};
 use crate::comm::Traffic;
 use crate::error::Result;
 use crate::storage::AnchoredPath;
@@ -62,9 +62,6 @@ pub struct Stats {
     /// By dtype in the source and in the target.
     pub casts: BTreeMap<DtypePair, CastCount>,
 }
-
-/// What a tensor is stored as in the source, and in the target.
-pub type DtypePair = (Dtype, Dtype);
 
 /// Tensors that were cast, and the elements of them that did not come through; replicas count once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -333,7 +330,7 @@ struct Filler<'a> {
 impl Filler<'_> {
     /// Fill and write the strips. Workers take them band by band in order, so files are written front to back.
     fn fill(&self, strips: &mut [Strip]) -> Result<()> {
-        let bands = bands::order(strips);
+        let bands = order(strips);
         let next = AtomicUsize::new(0);
         let work = |_worker: usize| -> Result<()> {
             let left = || self.benches.lock().expect("nobody fails with the lock").pop();

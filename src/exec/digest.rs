@@ -15,9 +15,8 @@ use crc32fast::Hasher;
 use rayon::prelude::*;
 
 use super::journal::{Known, SumPart, Taken};
-use super::sums::{SITE_BYTES, sites};
 use super::{Extents, Reporter, Stop};
-use crate::catalog::OutputFile;
+use crate::catalog::{OutputFile, SITE_BYTES};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 
@@ -38,7 +37,7 @@ pub struct Digest {
 impl Digest {
     #[must_use]
     pub fn new(file: &OutputFile, range: &Range<u64>) -> Self {
-        let mut sites = sites(file, range);
+        let mut sites = file.sites(range);
         sites.reverse();
         Self { hasher: Hasher::new(), at: range.start, sites }
     }

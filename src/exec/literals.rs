@@ -5,8 +5,7 @@
 use std::iter::zip;
 use std::os::unix::fs::FileExt;
 
-use super::sums::{SITE_BYTES, sites};
-use crate::catalog::OutputFile;
+use crate::catalog::{OutputFile, SITE_BYTES};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
 
@@ -20,7 +19,7 @@ const BLOCK_BYTES: usize = 1 << 20;
 /// `Io`, also where the file ends before.
 pub fn first_difference(file: &OutputFile, path: &AnchoredPath) -> Result<Option<u64>> {
     let open = path.open().map_err(Error::io("open", path))?;
-    let sites = sites(file, &(0..file.len));
+    let sites = file.sites(&(0..file.len));
     let is_sum = |offset: u64| {
         let next = sites.partition_point(|site| *site <= offset);
         next.checked_sub(1).is_some_and(|before| offset < sites[before] + SITE_BYTES)

@@ -12,13 +12,13 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
-use super::carry::{Carried, is_carried};
+use super::carry::{Carried, is_carried, len_of};
 use super::journal::Known;
 use super::output::Outputs;
 use super::{Stop, sums};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result, Untrusted};
-use crate::storage::{AnchoredPath, afresh};
+use crate::storage::AnchoredPath;
 
 /// Whether everything is finished, as `known` has it.
 #[must_use]
@@ -154,15 +154,6 @@ pub fn misfits(folder: &AnchoredPath, files: &[OutputFile], these: &[u32]) -> Re
     // A network file system takes its time for each.
     let found: Vec<Result<Option<(u32, String)>>> = these.par_iter().map(look).collect();
     found.into_iter().filter_map(Result::transpose).collect()
-}
-
-/// `None` where there is no such file.
-pub(super) fn len_of(path: &AnchoredPath) -> Result<Option<u64>> {
-    match afresh::metadata(path) {
-        Ok(metadata) => Ok(metadata.is_file().then_some(metadata.len())),
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
-        Err(error) => Err(Error::io("look at", path)(error)),
-    }
 }
 
 #[cfg(test)]

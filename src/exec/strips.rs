@@ -1,4 +1,4 @@
-//! Cutting output files into destination strips.
+//! Cutting output files into destination strips, and the order in which those are filled.
 //!
 //! A strip is a contiguous stretch of one output file, assembled in memory and written by one positional write. It
 //! holds parts of tensors and the literals between them, so files of many small tensors are written in large pieces
@@ -12,7 +12,7 @@
 use std::ops::Range;
 
 use super::Extents;
-use super::bands::{Band, Cut, Group, cuts};
+use super::bands::{Band, Cut, Payload, cuts};
 use crate::catalog::OutputFile;
 use crate::storage::direct::ALIGNMENT;
 
@@ -73,19 +73,6 @@ impl Strip {
         let within = |offset: u64| usize::try_from(offset - self.range.start).expect("a strip fits memory");
         within(range.start)..within(range.end)
     }
-}
-
-/// A tile that has its place in an output file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Payload {
-    pub file: u32,
-    pub offset: u64,
-    pub len: u64,
-    pub slot: usize,
-    /// Cuts inside this tile fall on multiples of its item size.
-    pub itemsize: u64,
-    /// The tiles that want the same source bytes.
-    pub group: Option<Group>,
 }
 
 /// Cuts strips, window by window; remembers which literals are already in one.
@@ -232,6 +219,12 @@ fn cut(at: u64, rest: u64, fits: u64, itemsize: u64) -> u64 {
     }
     let to_boundary = ((at + fits) / ALIGNMENT * ALIGNMENT).checked_sub(at);
     to_boundary.filter(|len| len.is_multiple_of(itemsize)).unwrap_or(fits - fits % itemsize)
+}
+
+/// Put strips into the order of work, and give what is done in one go.
+pub fn order(strips: &mut [Strip]) -> Vec<&[Strip]> {
+    strips.sort_by_key(|strip| strip.band);
+    strips.chunk_by(|one, other| one.band.is_some() && one.band == other.band).collect()
 }
 
 #[cfg(test)]

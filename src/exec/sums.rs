@@ -22,12 +22,9 @@ use super::digest::{Digest, for_each_block};
 use super::journal::SumPart;
 use super::output::Outputs;
 use super::strips::Strip;
-use crate::catalog::{OutputFile, Reservation, Sum};
+use crate::catalog::{OutputFile, Reservation, SITE_BYTES, Sum};
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;
-
-/// Length of a CRC-32.
-pub const SITE_BYTES: u64 = 4;
 
 pub struct Sums<'a> {
     files: &'a [OutputFile],
@@ -208,20 +205,6 @@ pub fn patch(
         }
     }
     Ok(())
-}
-
-/// The places for sums that reach into a range, ascending.
-#[must_use]
-pub fn sites(file: &OutputFile, range: &Range<u64>) -> Vec<u64> {
-    let sums = file.sums.as_slice();
-    let most_sites = sums.first().map_or(0, |sum| sum.sites.len());
-    let mut sites: Vec<u64> = Vec::new();
-    for nth in 0..most_sites {
-        let first = sums.partition_point(|sum| sum.sites[nth] + SITE_BYTES <= range.start);
-        sites.extend(sums[first..].iter().map(|sum| sum.sites[nth]).take_while(|site| *site < range.end));
-    }
-    sites.sort_unstable();
-    sites
 }
 
 /// A sum in a file that is not that of what it is of.

@@ -18,10 +18,8 @@ use std::time::{Duration, Instant};
 use rayon::prelude::*;
 use smallvec::SmallVec;
 
-use super::bands::{self, Member, Of};
-use super::cast::Counts;
-use super::copy::DtypePair;
-use super::strips::Payload;
+use super::bands::{self, Member, Of, Payload};
+use super::cast::{Counts, DtypePair};
 use super::{Extents, Input, Locations, Prepared};
 use crate::catalog::{Reserved, TensorId};
 use crate::error::Result;

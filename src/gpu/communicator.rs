@@ -14,13 +14,10 @@ use std::time::{Duration, Instant};
 use cudarc::driver::CudaEvent;
 use nccl::{DataType, DeviceView, DeviceViewMut, Group};
 
-use super::Gpu;
 use super::device::{Device, failed};
-use super::meeting::Meeting;
 use super::memory::DeviceBytes;
-use super::settings::Sharing;
 use super::stream::Stream;
-use super::watch::{Met, Watch, Why};
+use super::watch::{Met, Watch, Why, reason};
 use crate::comm::{Communicator, Counter, Traffic, carved};
 use crate::error::{Error, Result};
 
@@ -41,18 +38,6 @@ pub struct Nccl<C> {
 }
 
 impl<C: Communicator + Send + 'static> Nccl<C> {
-    /// Meet the other ranks of `control`, all of which do the same.
-    ///
-    /// # Errors
-    /// `Usage` where ranks share a device and may not; `Comm` where one goes away, or cannot meet; `Device` from NCCL.
-    /// All ranks fail then.
-    pub fn meet(gpu: &Gpu, sharing: Sharing, control: C) -> Result<Self> {
-        match Meeting::new(gpu, sharing, control)? {
-            Meeting::Met(nccl) => Ok(nccl),
-            Meeting::Missed(_, against) => Err(against),
-        }
-    }
-
     /// Of ranks that have met.
     ///
     /// # Errors
@@ -276,26 +261,6 @@ fn all_parts(ranges: &[Range<usize>]) -> Option<Range<usize>> {
     let (first, last) = (ranges.first()?, ranges.last()?);
     let follows = |pair: &[Range<usize>]| pair[0].end == pair[1].start && pair[0].len() == pair[1].len();
     ranges.windows(2).all(follows).then_some(first.start..last.end)
-}
-
-/// What the control knows of why NCCL fails, soon; or else what NCCL says.
-pub(super) fn reason(control: &impl Communicator, op: &'static str, why: &Why) -> Error {
-    let until = Instant::now() + why.patience();
-    loop {
-        match control.check() {
-            Err(Error::Comm { rank, detail, hint, .. }) => return Error::Comm { rank, op, detail, hint },
-            Err(other) => return other,
-            Ok(()) if Instant::now() >= until => break,
-            Ok(()) => thread::sleep(Duration::from_millis(5)),
-        }
-    }
-    of_nccl(op, why.words())
-}
-
-/// What NCCL says, as an error.
-pub(super) fn of_nccl(op: &'static str, words: &str) -> Error {
-    let hint = "NCCL_DEBUG=INFO lets NCCL tell more; NCCL_SOCKET_IFNAME names the network to use".to_owned();
-    Error::Device { op, detail: words.to_owned(), hint: Some(hint) }
 }
 
 #[cfg(test)]

@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 use nccl::{Config, Place, UniqueId, Wait};
 
 use super::Gpu;
-use super::communicator::{Nccl, of_nccl};
+use super::communicator::Nccl;
 use super::settings::{SHARE, Sharing};
 use super::stream::Stream;
-use super::watch::Why;
+use super::watch::{Why, of_nccl};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
 use crate::threads;
@@ -56,6 +56,20 @@ impl<C: Communicator + Send + 'static> Meeting<C> {
         match Arc::into_inner(control) {
             Some(control) => Ok(Self::Missed(control, against)),
             None => Err(against),
+        }
+    }
+}
+
+impl<C: Communicator + Send + 'static> Nccl<C> {
+    /// Meet the other ranks of `control`, all of which do the same.
+    ///
+    /// # Errors
+    /// `Usage` where ranks share a device and may not; `Comm` where one goes away, or cannot meet; `Device` from NCCL.
+    /// All ranks fail then.
+    pub fn meet(gpu: &Gpu, sharing: Sharing, control: C) -> Result<Self> {
+        match Meeting::new(gpu, sharing, control)? {
+            Meeting::Met(nccl) => Ok(nccl),
+            Meeting::Missed(_, against) => Err(against),
         }
     }
 }

@@ -6,14 +6,13 @@
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread::JoinHandle;
-use std::time::Duration;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use nccl::raw::ncclRemoteError;
 
-use super::communicator::reason;
 use crate::comm::Communicator;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::threads;
 
 /// How often it is looked after where nobody waits for it.
@@ -52,6 +51,26 @@ impl From<nccl::Error> for Why {
         };
         if is_elsewhere { Self::Elsewhere(error.to_string()) } else { Self::Here(error.to_string()) }
     }
+}
+
+/// The error for why NCCL fails: what the control knows of it, soon, or else what NCCL says.
+pub(super) fn reason(control: &impl Communicator, op: &'static str, why: &Why) -> Error {
+    let until = Instant::now() + why.patience();
+    loop {
+        match control.check() {
+            Err(Error::Comm { rank, detail, hint, .. }) => return Error::Comm { rank, op, detail, hint },
+            Err(other) => return other,
+            Ok(()) if Instant::now() >= until => break,
+            Ok(()) => thread::sleep(Duration::from_millis(5)),
+        }
+    }
+    of_nccl(op, why.words())
+}
+
+/// The error for what NCCL says.
+pub(super) fn of_nccl(op: &'static str, words: &str) -> Error {
+    let hint = "NCCL_DEBUG=INFO lets NCCL tell more; NCCL_SOCKET_IFNAME names the network to use".to_owned();
+    Error::Device { op, detail: words.to_owned(), hint: Some(hint) }
 }
 
 /// NCCL among the ranks, or why there is none any more.

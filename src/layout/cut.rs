@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use super::rules::{Rule, Shared};
+use super::rules::Rule;
+use super::shards::Shared;
 use super::{DeviceMesh, LayoutError, Split};
 
 #[derive(Clone, Copy, Debug)]

@@ -21,8 +21,8 @@
 
 use std::collections::BTreeMap;
 
-use super::rules::OnMesh;
 use super::shard::MAX_INTERVALS;
+use super::shards::OnMesh;
 use super::{
     AsTuple, Dims, Intervals, LayoutError, Placement, ReduceOp, TensorDim, Tile, local_part, numel, ravel, unravel,
 };
@@ -226,7 +226,7 @@ impl Share {
 mod tests {
 
     use super::*;
-    use crate::layout::rules::Shared;
+    use crate::layout::shards::Shared;
     use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
 
     fn resolve(list: &str) -> Vec<Placement> {

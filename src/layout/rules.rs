@@ -4,9 +4,9 @@
 //! no rule matches gets the fallback, which gives Replicate on a mesh dim where it does not fit (`S(1)` of a bias).
 
 use super::parallelize::Plan;
-use super::shards::{Held, shards};
+use super::shards::{Held, OnMesh, Shared, shards};
 use super::strided::Move;
-use super::{DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Split, Tile, comma_list, local_part};
+use super::{DeviceMesh, LayoutError, MeshDim, Pattern, Placement, PlacementSpec, Split, comma_list};
 
 /// What somebody says of some tensors.
 #[derive(Clone, Debug)]
@@ -109,46 +109,6 @@ pub struct Layout {
     ///
     /// [meet]: Plan::bind
     pub plan: Option<Plan>,
-}
-
-/// How a tensor lies, and on which mesh.
-#[derive(Clone, Copy, Debug)]
-pub struct OnMesh<'a> {
-    pub mesh: &'a DeviceMesh,
-    pub shared: &'a Shared,
-}
-
-/// How ranks share one tensor.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Shared {
-    /// One a mesh dim.
-    pub placements: Vec<Placement>,
-    /// One a mesh dim, or none where all are as in DTensors.
-    pub splits: Vec<Split>,
-    /// The dims of the tensor's own mesh, where that is to be a slice; it is replicated on the others.
-    pub slice: Option<Vec<MeshDim>>,
-}
-
-impl From<Vec<Placement>> for Shared {
-    fn from(placements: Vec<Placement>) -> Self {
-        Self { placements, splits: Vec::new(), slice: None }
-    }
-}
-
-impl Shared {
-    /// Whether ranks hold summands, not values.
-    #[must_use]
-    pub fn is_partial(&self) -> bool {
-        self.placements.iter().any(|placement| placement.is_partial())
-    }
-
-    /// The part of a tensor that the rank at `coordinate` holds.
-    ///
-    /// # Errors
-    /// As [`local_part`].
-    pub fn part(&self, shape: &[u64], mesh: &DeviceMesh, coordinate: &[u64]) -> Result<Tile, LayoutError> {
-        local_part(shape, mesh.shape(), &self.placements, &self.splits, coordinate)
-    }
 }
 
 /// What the fallback is for a tensor.

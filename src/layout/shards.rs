@@ -1,4 +1,4 @@
-//! The distinct tiles of a tensor on a mesh, and the ranks that hold each.
+//! The way ranks share one tensor, the distinct tiles of it, and the ranks that hold each.
 //!
 //! Counts elements and ranks. A mesh dim cuts one tensor dim, so what a rank holds of that dim follows from its
 //! coordinates on the mesh dims that shard it, and from nothing else. Each tensor dim is cut once for all ranks, and a
@@ -13,9 +13,48 @@
 
 use smallvec::SmallVec;
 
-use super::rules::OnMesh;
 use super::shard::{Cut, check_counts};
-use super::{Dims, Intervals, LayoutError, Rank, Tile};
+use super::{DeviceMesh, Dims, Intervals, LayoutError, MeshDim, Placement, Rank, Split, Tile, local_part};
+
+/// A mesh, and the way a tensor lies on it.
+#[derive(Clone, Copy, Debug)]
+pub struct OnMesh<'a> {
+    pub mesh: &'a DeviceMesh,
+    pub shared: &'a Shared,
+}
+
+/// The way ranks share one tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shared {
+    /// One a mesh dim.
+    pub placements: Vec<Placement>,
+    /// One a mesh dim, or none where all are as in DTensors.
+    pub splits: Vec<Split>,
+    /// The dims of the tensor's own mesh, where that is to be a slice; it is replicated on the others.
+    pub slice: Option<Vec<MeshDim>>,
+}
+
+impl From<Vec<Placement>> for Shared {
+    fn from(placements: Vec<Placement>) -> Self {
+        Self { placements, splits: Vec::new(), slice: None }
+    }
+}
+
+impl Shared {
+    /// Whether ranks hold summands, not values.
+    #[must_use]
+    pub fn is_partial(&self) -> bool {
+        self.placements.iter().any(|placement| placement.is_partial())
+    }
+
+    /// The part of a tensor that the rank at `coordinate` holds.
+    ///
+    /// # Errors
+    /// As [`local_part`].
+    pub fn part(&self, shape: &[u64], mesh: &DeviceMesh, coordinate: &[u64]) -> Result<Tile, LayoutError> {
+        local_part(shape, mesh.shape(), &self.placements, &self.splits, coordinate)
+    }
+}
 
 /// A tile, and who holds it, ascending.
 pub type Held = (Tile, SmallVec<[Rank; 4]>);
@@ -102,8 +141,7 @@ mod tests {
     use indexmap::IndexMap;
     use proptest::prelude::*;
 
-    use super::super::rules::Shared;
-    use super::super::{DeviceMesh, Placement, Split, TensorDim};
+    use super::super::TensorDim;
     use super::*;
 
     fn placement() -> impl Strategy<Value = Placement> {

@@ -16,7 +16,7 @@
 
 use std::collections::HashMap;
 
-use super::rules::Shared;
+use super::shards::Shared;
 use super::{DeviceMesh, Dims, LayoutError, Placement, Rank, Split, TensorDim, Tile};
 
 /// What a rank holds of a tensor: the shape of its part.

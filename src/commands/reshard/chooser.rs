@@ -23,7 +23,8 @@ use dtshard::format::parallelize::{Planned, Side};
 use dtshard::format::torch::RankLayout;
 use dtshard::layout::cut::CutBy;
 use dtshard::layout::parallelize::{Laid, Order};
-use dtshard::layout::rules::{Fallback, Layout, Lies, Shared};
+use dtshard::layout::rules::{Fallback, Layout, Lies};
+use dtshard::layout::shards::Shared;
 use dtshard::layout::{LayoutError, Placement};
 use dtshard::select::Wrappers;
 

@@ -10,7 +10,7 @@ use dtshard::catalog::owner::{Owner, Owners};
 use dtshard::catalog::wrappers::{clean_name, with_clean};
 use dtshard::catalog::{Catalog, Class, Fqn, Path, Sharding, TensorEntry, TensorId, path};
 use dtshard::layout::parallelize::{Kind, Parameter, Sizes};
-use dtshard::layout::rules::OnMesh;
+use dtshard::layout::shards::OnMesh;
 use dtshard::select::Wrappers;
 
 /// The tensors of a checkpoint.

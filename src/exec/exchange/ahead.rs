@@ -12,9 +12,9 @@ use std::vec;
 use rayon::prelude::*;
 
 use super::demand::{Demand, Owners};
-use super::draft::{Draft, Unit, Weighed};
+use super::draft::{Draft, MOST_COPIES, Weighed};
 use super::readers::Parties;
-use super::rounds::MOST_COPIES;
+use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved, TensorEntry};
 use crate::error::Result;
 

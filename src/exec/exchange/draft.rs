@@ -21,128 +21,23 @@
 use std::collections::BTreeMap;
 use std::mem;
 use std::ops::Range;
-use std::slice;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::demand::{Demand, Ranks, Wanted};
+use super::demand::Ranks;
 use super::folds::{self, Folding, Reducing};
 use super::hop::Sending;
 use super::load::{Load, PartLoads};
 use super::readers::{Parties, Reader};
 use super::relays;
+use super::transfers::{Stretch, Target, Transfer, Unit};
 use crate::error::Result;
-use crate::plan::{Piece, Pieces};
+use crate::plan::Pieces;
 
-/// A tensor's elements that are moved together: ranges of them, disjoint, in row-major order of the whole tensor.
-#[derive(Clone)]
-pub struct Unit<'a> {
-    pub demand: Arc<Demand<'a>>,
-    /// Of the reservation's tensors.
-    pub number: usize,
-    pub ranges: Vec<Range<u64>>,
-}
-
-/// Part of a target tile that some processes get.
-#[derive(Clone, Debug)]
-pub struct Target {
-    /// Of the reservation's tensors.
-    pub tensor: usize,
-    pub wanted: Arc<Wanted>,
-    /// Of the tile's local tensor.
-    pub elements: Range<u64>,
-    /// Of one of its summands, and of what they become.
-    pub part_bytes: u64,
-    /// Who need it.
-    pub ranks: Ranks,
-    /// Who of them makes it of its summands and passes it on; `None` where each has it from the source.
-    pub maker: Option<u32>,
-    /// How NCCL makes it, if that does: of summands that are not transferred.
-    pub folding: Option<Folding>,
-}
-
-impl Unit<'_> {
-    /// Whether it is all of the tensor, in one range.
-    #[must_use]
-    pub fn is_whole(&self) -> bool {
-        matches!(self.ranges.as_slice(), [range] if *range == (0..self.demand.source.numel()))
-    }
-
-    /// Another number for each range that comes along in turn, of so many ranks.
-    #[must_use]
-    pub fn turn(&self, range: usize, ranks: usize) -> usize {
-        self.number + part(self.ranges[range].start, self.demand.source.numel(), ranks)
-    }
-}
-
-impl Target {
-    /// Who get what it is made of.
-    #[must_use]
-    pub fn takers(&self) -> &[u32] {
-        self.maker.as_ref().map_or(&self.ranks, slice::from_ref)
-    }
-
-    /// All its summands, one behind the other.
-    #[must_use]
-    pub fn summands_bytes(&self) -> u64 {
-        self.part_bytes * self.wanted.parts.len() as u64
-    }
-
-    /// Who gets it of NCCL, if that makes it.
-    #[must_use]
-    pub fn folded(&self) -> Option<(u32, Folding)> {
-        self.folding.map(|folding| (self.takers()[0], folding))
-    }
-
-    /// What its maker passes on.
-    #[must_use]
-    pub fn passing(&self) -> Option<Sending<'_>> {
-        self.maker.map(|from| Sending { from, takers: &self.ranks, len: self.part_bytes })
-    }
-}
-
-/// A stretch of a source chunk that a process reads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Stretch {
-    pub reader: Reader,
-    /// Which of the unit's ranges it is of: those of one chunk need not touch.
-    pub range: usize,
-}
-
-/// A strided copy of a stretch's bytes into a target's.
-#[derive(Clone, Debug)]
-pub struct Transfer {
-    pub from: Stretch,
-    /// Who get it, of those that get what the target is made of.
-    pub takers: Ranks,
-    /// Who of them passes it on to the others; `None` where each has it from its reader.
-    pub relay: Option<u32>,
-    /// Index of the target, and which of its summands.
-    pub to: usize,
-    pub part: usize,
-    /// From the chunk's element 0 to the start of the summand.
-    pub piece: Piece,
-}
-
-impl Transfer {
-    /// What its reader sends.
-    #[must_use]
-    pub fn sending(&self) -> Sending<'_> {
-        Sending { takers: self.relay.as_ref().map_or(&self.takers, slice::from_ref), ..self.direct() }
-    }
-
-    /// What its relay passes on.
-    #[must_use]
-    pub fn passing(&self) -> Option<Sending<'_>> {
-        self.relay.map(|from| Sending { from, ..self.direct() })
-    }
-
-    /// What its reader sends where nobody passes it on.
-    fn direct(&self) -> Sending<'_> {
-        Sending { from: self.from.reader.rank, takers: &self.takers, len: self.piece.len_bytes() }
-    }
-}
+/// Strided copies that all processes together pack in a round, at the most: each knows those of all. They take memory, too,
+/// where runs are of a few elements.
+pub const MOST_COPIES: usize = 1 << 13;
 
 /// The moves of a unit.
 pub struct Draft<'a> {
@@ -174,7 +69,7 @@ impl<'a> Draft<'a> {
             return Ok(None);
         }
         draft.choose_readers(parties)?;
-        folds::settle(&mut draft.targets, &draft.transfers, ranks);
+        settle_folds(&mut draft.targets, &draft.transfers, ranks);
         draft.name_relays(&parties.nodes);
         draft.find_stretches();
         draft.count(ranks);
@@ -343,8 +238,23 @@ impl<'a> Draft<'a> {
     }
 }
 
-/// Which of so many equal parts of all elements one is in.
-fn part(element: u64, numel: u64, parts: usize) -> usize {
-    let part = u128::from(element) * parts as u128 / u128::from(numel.max(1));
-    usize::try_from(part).expect("fewer than there are parts")
+/// Leave folding to those targets of which each rank reads another summand, and that whole.
+fn settle_folds(targets: &mut [Target], transfers: &[Transfer], ranks: usize) {
+    const NOBODY: u32 = u32::MAX;
+    let mut readers: Vec<Vec<u32>> =
+        targets.iter().map(|target| vec![NOBODY; if target.folding.is_some() { ranks } else { 0 }]).collect();
+    for Transfer { from, to, part, .. } in transfers {
+        let (rank, Some(known)) = (from.reader.rank, readers[*to].get_mut(*part)) else { continue };
+        if *known == NOBODY || *known == rank {
+            *known = rank;
+        } else {
+            targets[*to].folding = None;
+        }
+    }
+    for (target, mut readers) in targets.iter_mut().zip(readers) {
+        readers.sort_unstable();
+        if !readers.into_iter().eq(0..u32::try_from(ranks).expect("fewer than 2^32 ranks")) {
+            target.folding = None;
+        }
+    }
 }

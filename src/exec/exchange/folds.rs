@@ -16,7 +16,6 @@ use std::fmt;
 use std::ops::Range;
 
 use super::demand::Wanted;
-use super::draft::{Target, Transfer};
 use super::load::Load;
 use super::strided::StridedCopy;
 use crate::catalog::Dtype;
@@ -82,27 +81,6 @@ impl Folding {
             _ => return None,
         };
         Some(Self { dtype, op })
-    }
-}
-
-/// Leave folding to those targets of which each rank reads another summand, and that whole.
-pub fn settle(targets: &mut [Target], transfers: &[Transfer], ranks: usize) {
-    const NOBODY: u32 = u32::MAX;
-    let mut readers: Vec<Vec<u32>> =
-        targets.iter().map(|target| vec![NOBODY; if target.folding.is_some() { ranks } else { 0 }]).collect();
-    for Transfer { from, to, part, .. } in transfers {
-        let (rank, Some(known)) = (from.reader.rank, readers[*to].get_mut(*part)) else { continue };
-        if *known == NOBODY || *known == rank {
-            *known = rank;
-        } else {
-            targets[*to].folding = None;
-        }
-    }
-    for (target, mut readers) in targets.iter_mut().zip(readers) {
-        readers.sort_unstable();
-        if !readers.into_iter().eq(0..u32::try_from(ranks).expect("fewer than 2^32 ranks")) {
-            target.folding = None;
-        }
     }
 }
 

@@ -2,8 +2,6 @@
 //!
 //! Counts bytes. Invariant: all processes know the loads of all, so they decide alike what follows from them.
 
-use super::relays;
-
 /// What goes over the wire in one hop.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wire {
@@ -178,7 +176,12 @@ fn longest(all: impl Iterator<Item = Ways> + Clone) -> u64 {
 /// Whether relays are worth their hop.
 fn best(all: impl Iterator<Item = Ways> + Clone) -> Way {
     let time = |way: Way| time(all.clone().map(|ways| ways.by(way)));
-    if relays::pay(time(Way::Direct), time(Way::Relayed)) { Way::Relayed } else { Way::Direct }
+    if pay(time(Way::Direct), time(Way::Relayed)) { Way::Relayed } else { Way::Direct }
+}
+
+/// Whether it is worth a hop that something takes so long, and not so long.
+fn pay(direct: u64, relayed: u64) -> bool {
+    relayed < direct - direct / 8
 }
 
 /// How long it takes, in bytes of the busiest rank: one hop comes behind the other.
@@ -187,4 +190,14 @@ fn time(loads: impl Iterator<Item = Load>) -> u64 {
         |(first, second): (u64, u64), load: Load| (first.max(load.first.longer()), second.max(load.second.longer()));
     let (first, second) = loads.fold((0, 0), busiest);
     first + second
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hop_has_to_be_won() {
+        assert!(pay(800, 699) && !pay(800, 700) && !pay(0, 0));
+    }
 }

@@ -26,6 +26,7 @@ mod shuffle;
 mod staged;
 mod strided;
 mod torn;
+mod transfers;
 
 use std::collections::VecDeque;
 use std::mem;
@@ -50,9 +51,9 @@ pub use torn::torn;
 
 use staged::{Stage, Staged};
 
+use super::bands::Payload;
 use super::copy::{Batch, Stats, Supply, Writing, write};
 use super::gather::Held;
-use super::strips::Payload;
 use super::window::{Counted, Slot};
 use super::{Extents, Input, Prepared, Stop};
 use crate::catalog::{OutputFile, Reservation};

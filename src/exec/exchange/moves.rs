@@ -21,14 +21,17 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::casts::Casts;
+use super::casts::{Casts, Laid, Portion};
 use super::demand::Wanted;
-use super::draft::{Draft, Stretch, Transfer};
+use super::draft::Draft;
 use super::folds::Fold;
 use super::hop::{Hop, Route, range};
 use super::rounds::Round;
 use super::strided::StridedCopy;
-use crate::catalog::TensorId;
+use super::transfers::{Stretch, Transfer};
+use crate::catalog::{Catalog, Reservation, Reserved, TensorId};
+use crate::exec::Extents;
+use crate::exec::cast::Cast;
 use crate::exec::reduce::Reducer;
 
 /// Stretches begin at multiples of this in the stage, and tiles in what is unpacked: the widest element, and the widest
@@ -162,6 +165,24 @@ impl Moves {
         moves
     }
 
+    /// Have what is given cast, if anything is, where this rank has `todo` to write.
+    #[must_use]
+    pub fn with_casts(self, catalog: &Catalog, reservation: &Reservation, todo: &Extents) -> Self {
+        let mut len = 0;
+        let laid = |tile: &Arriving| {
+            let tensor = &reservation.tensors[tile.tensor];
+            let (from, to) = (catalog.tensor(tensor.source).dtype, tensor.dtype());
+            let cast = Cast::new(from, to).filter(|_| to.itemsize() <= from.itemsize());
+            let numel = tile.elements.end - tile.elements.start;
+            let itemsize = cast.map_or(from, |cast| cast.to()).itemsize();
+            let place = next(&mut len, numel * itemsize);
+            Laid { place, cast: cast.map(|cast| (cast, Portion::all(numel, counted(tensor, tile, todo)))) }
+        };
+        let tiles: Vec<_> = self.arriving.iter().map(laid).collect();
+        let casts = tiles.iter().any(|tile| tile.cast.is_some()).then_some(Casts { tiles, len });
+        Self { casts, ..self }
+    }
+
     /// The longer message of the hops, and what comes by the longer of them.
     #[must_use]
     pub fn wire_lens(&self) -> (usize, usize) {
@@ -290,8 +311,20 @@ fn folds(
     folds.into_values()
 }
 
+/// Elements whose first bytes are to be done in the first replica, ascending.
+fn counted(tensor: &Reserved, tile: &Arriving, todo: &Extents) -> impl Iterator<Item = Range<u64>> {
+    let itemsize = tensor.dtype().itemsize();
+    let place = tile.wanted.chunks.first().and_then(|first| tensor.place(*first));
+    let stretches = place.into_iter().flat_map(move |(file, offset)| {
+        let [start, end] = [tile.elements.start, tile.elements.end].map(|element| offset + element * itemsize);
+        todo.within(file, start..end).map(move |bytes| bytes.start - start..bytes.end - start)
+    });
+    let elements = stretches.map(move |bytes| bytes.start.div_ceil(itemsize)..bytes.end.div_ceil(itemsize));
+    elements.filter(|elements| !elements.is_empty())
+}
+
 /// The next place of a buffer that is so long up to now.
-pub(super) fn next(len: &mut usize, bytes: u64) -> Range<usize> {
+fn next(len: &mut usize, bytes: u64) -> Range<usize> {
     let place = range((*len as u64).next_multiple_of(ALIGNMENT), bytes);
     *len = place.end;
     place

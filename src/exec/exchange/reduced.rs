@@ -6,7 +6,7 @@
 use rayon::prelude::*;
 
 use super::moves::{Making, Moves};
-use super::shuffle::pieces;
+use super::rooms::pieces;
 use crate::error::Result;
 use crate::exec::reduce::Reducer;
 

@@ -23,7 +23,7 @@
 use std::collections::BTreeMap;
 
 use super::demand::Ranks;
-use super::draft::{Target, Transfer, Unit};
+use super::transfers::{Target, Transfer, Unit};
 use crate::plan::Piece;
 
 /// What is longer is cut, so that each taker has some of it to pass on; what is not goes along with others of its kind.
@@ -81,11 +81,6 @@ fn cut(piece: &Piece, parts: u64) -> impl Iterator<Item = Piece> {
         part.target += start * target_step;
         part
     })
-}
-
-/// Whether it is worth a hop that something takes so long, and not so long.
-pub fn pay(direct: u64, relayed: u64) -> bool {
-    relayed < direct - direct / 8
 }
 
 /// Takers that have a relay, each with others.
@@ -162,10 +157,5 @@ mod tests {
         let whole = Piece { overlap: 0, source: 0, target: 0, run_bytes: 4 * PART_BYTES, levels: smallvec![] };
         assert_eq!(cut(&whole, 4).map(|part| part.run_bytes).collect::<Vec<_>>(), [PART_BYTES; 4]);
         assert_eq!(cut(&whole, 64).count(), 4);
-    }
-
-    #[test]
-    fn a_hop_has_to_be_won() {
-        assert!(pay(800, 699) && !pay(800, 700) && !pay(0, 0));
     }
 }

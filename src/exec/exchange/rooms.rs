@@ -80,6 +80,19 @@ impl<M: HostMemory> Drop for Room<M> {
     }
 }
 
+/// Parts of a buffer at ascending places, by where they start and how long they are.
+pub fn pieces(mut buffer: &mut [u8], places: impl Iterator<Item = (usize, usize)>) -> Vec<&mut [u8]> {
+    let mut at = 0;
+    let take = |(start, len): (usize, usize)| {
+        let (_, rest) = std::mem::take(&mut buffer).split_at_mut(start - at);
+        let (piece, rest) = rest.split_at_mut(len);
+        buffer = rest;
+        at = start + len;
+        piece
+    };
+    places.map(take).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};

@@ -19,15 +19,12 @@ use std::ops::Range;
 
 use super::ahead::{Ahead, Drafted};
 use super::demand::Owners;
-use super::draft::{Draft, Unit, Weighed};
+use super::draft::{Draft, MOST_COPIES, Weighed};
 use super::load::{Load, Loads, Way};
 use super::readers::Parties;
+use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved};
 use crate::error::Result;
-
-/// Strided copies that all processes together pack in a round, at the most: each knows those of all. They take memory, too,
-/// where runs are of a few elements.
-pub const MOST_COPIES: usize = 1 << 13;
 
 /// Memory of the plans of tensors that are looked at and of rounds that are being made, staged, moved and written. A strided
 /// copy is one as a transfer, in the maps that choose its reader, as a move and as a slot with its payload, in lists that

@@ -8,7 +8,7 @@ use super::casts::Casting;
 use super::hop::Hop;
 use super::moves::{Landing, Moves, Origin};
 use super::reduced::reduce;
-use super::rooms::{HostMemory, Room, Rooms};
+use super::rooms::{HostMemory, Room, Rooms, pieces};
 use crate::comm::Communicator;
 use crate::error::Result;
 use crate::exec::cast::Counts;
@@ -143,17 +143,4 @@ impl<C: Communicator<Memory = Vec<u8>>> HostShuffle<'_, C> {
             tile.passed.iter().for_each(|copy| copy.copy(&self.incoming, place));
         });
     }
-}
-
-/// These ascending places of a buffer, by where they start and how long they are.
-pub fn pieces(mut buffer: &mut [u8], places: impl Iterator<Item = (usize, usize)>) -> Vec<&mut [u8]> {
-    let mut at = 0;
-    let take = |(start, len): (usize, usize)| {
-        let (_, rest) = std::mem::take(&mut buffer).split_at_mut(start - at);
-        let (piece, rest) = rest.split_at_mut(len);
-        buffer = rest;
-        at = start + len;
-        piece
-    };
-    places.map(take).collect()
 }

@@ -5,8 +5,7 @@ use std::sync::{Arc, Mutex};
 use rayon::prelude::*;
 
 use super::moves::{Moves, Read};
-use super::rooms::{HostMemory, Room, Rooms};
-use super::shuffle::pieces;
+use super::rooms::{HostMemory, Room, Rooms, pieces};
 use crate::error::Result;
 use crate::exec::passing::{Noting, Passing};
 use crate::exec::{DEFAULT_STRIP_BYTES, Input, Prepared, Scratch, Stop};

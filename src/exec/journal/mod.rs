@@ -34,8 +34,7 @@ pub use batch::Batch;
 pub use doubt::{Doubt, doubt};
 pub use known::{Known, Taken, is_empty};
 
-use super::cast::Counts;
-use super::copy::DtypePair;
+use super::cast::{Counts, DtypePair};
 use crate::catalog::{Dtype, OutputFile};
 use crate::comm::node::this_boot;
 use crate::error::{Error, Result};

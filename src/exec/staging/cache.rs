@@ -6,11 +6,10 @@
 //! nothing here takes time.
 
 use std::ffi::OsStr;
-use std::io;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::place::{GONE, Place, unique};
+use super::place::{GONE, Place};
 use super::{Claim, Pace, Staging};
 use crate::comm::Wait;
 use crate::error::Result;
@@ -99,16 +98,6 @@ impl Place {
             nap.take();
         }
     }
-}
-
-/// Returns whether a folder lists a name and a fresh lookup of the name fails.
-pub(super) fn is_hidden(folder: &AnchoredPath, name: &str) -> io::Result<bool> {
-    let is_hidden = || Ok(!folder.join(name).exists() && folder.names()?.iter().any(|listed| listed == name));
-    if !is_hidden()? {
-        return Ok(false);
-    }
-    let _ = afresh::look_up(folder, &[name.as_ref()], format!(".probe-{}", unique()).as_ref());
-    is_hidden()
 }
 
 impl Staging {

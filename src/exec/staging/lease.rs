@@ -18,9 +18,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::cache::is_hidden;
-use super::place::{is_gone, unique};
-use super::plan::read_at_most;
+use super::names::{is_gone, is_hidden, read_at_most, unique};
 use crate::comm::{Part, Process};
 use crate::error::{Error, Result};
 use crate::fault;

@@ -11,7 +11,8 @@ use std::time::Instant;
 
 use super::lease::{Lease, LeaseName, Role, Seen, read_leases};
 use super::life::{Life, Watch};
-use super::place::{GONE, Place, is_gone};
+use super::names::is_gone;
+use super::place::{GONE, Place};
 use super::plan::{Found, Partial};
 use super::{Shape, Staging};
 use crate::comm::Part;

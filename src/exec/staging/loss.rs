@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::Planned;
 use super::lease::{LeaseName, Role, latest_leases, read_lease};
-use super::place::is_gone;
+use super::names::is_gone;
 use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::storage::AnchoredPath;

@@ -1,23 +1,17 @@
 //! Names beside a destination, and how things come and go there.
 //!
-//! Invariant: a partial folder appears complete, by one rename, and disappears by one: nobody ever sees half of one.
+//! Invariant: a partial folder disappears by one rename, as it [appears](Place::make): nobody ever sees half of one.
 //! What is renamed to `-gone-` belongs to nobody and may be deleted by everybody, at any time. So may drafts
 //! (`-new-`): who finds its own gone makes another.
 
 use std::ffi::OsString;
-use std::fs::{File, Metadata};
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::SystemTime;
 
-use super::plan::Planned;
-use crate::comm::Process;
+use super::names::{is_gone, unique};
 use crate::error::{Error, Result};
-use crate::exec::about::About;
-use crate::fault;
 use crate::storage::AnchoredPath;
 
 /// A destination and what is beside it, on the same file system.
@@ -54,11 +48,6 @@ impl Spare {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 }
-
-/// The folder in the work folder that has the output.
-pub(super) const DATA: &str = "data";
-pub(super) const PLAN: &str = "plan.json";
-pub(super) const ABOUT: &str = "about.json";
 
 /// Partial folders that are being made.
 pub(super) const DRAFT: &str = "new-";
@@ -128,64 +117,6 @@ impl Place {
         self.beside(&format!("{what}{}", unique()))
     }
 
-    /// Make the partial folder, with its plan and an empty data folder. False where somebody was faster, or took the
-    /// draft for litter.
-    ///
-    /// # Errors
-    /// `Io`
-    pub fn make(&self, plan: &Planned, about: &About, sync: bool) -> Result<bool> {
-        let draft = self.unique(DRAFT);
-        draft.create_folder().map_err(Error::io("create", &self.partial()))?;
-        fault::point("begin-draft");
-        let made = Self::fill(&draft, plan, about, sync).and_then(|()| {
-            fault::point("begin-planned");
-            // The folder that is there has a plan, so it is not empty, and no rename replaces it.
-            draft.rename(&self.partial())
-        });
-        match made {
-            Ok(()) => {
-                fault::point("begin-made");
-                if sync {
-                    self.folder.sync().map_err(Error::io("sync", &self.folder))?;
-                }
-                self.sweep(&[GONE, DRAFT]);
-                Ok(true)
-            }
-            Err(error) => {
-                self.spare.give_back();
-                let _ = draft.remove_all();
-                let is_taken = matches!(
-                    error.kind(),
-                    io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory
-                );
-                if is_taken || is_gone(&error) {
-                    return Ok(false);
-                }
-                Err(Error::io("create", &self.partial())(error))
-            }
-        }
-    }
-
-    fn fill(draft: &AnchoredPath, plan: &Planned, about: &About, sync: bool) -> io::Result<()> {
-        let work = draft.join(plan.work());
-        work.create_folder()?;
-        work.join(DATA).create_folder()?;
-        let create = |name: &str, bytes: &[u8]| -> io::Result<File> {
-            let mut file = draft.join(name).create_new(0o666)?;
-            file.write_all(bytes)?;
-            Ok(file)
-        };
-        // Not synced: nothing depends on it.
-        create(ABOUT, &serde_json::to_vec_pretty(about).expect("strings and numbers are JSON"))?;
-        let file = create(PLAN, &plan.to_bytes())?;
-        if sync {
-            file.sync_all()?;
-            work.sync()?;
-            draft.sync()?;
-        }
-        Ok(())
-    }
-
     /// Move something out of everybody's way. `None` where it is gone already.
     ///
     /// # Errors
@@ -233,41 +164,5 @@ impl Place {
                 let _ = self.discard(&found);
             }
         }
-    }
-}
-
-/// A name that no other process, here or elsewhere, comes upon.
-pub(super) fn unique() -> String {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let text = format!("{:?} {:?} {now:?}", Process::this(), std::thread::current().id());
-    blake3::hash(text.as_bytes()).to_hex()[..12].to_owned()
-}
-
-/// Whether a text can be one of [`unique`].
-pub(super) fn is_unique(text: &str) -> bool {
-    text.len() == 12 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
-}
-
-/// True where something is not there (any more).
-pub(super) fn is_gone(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::StaleNetworkFileHandle)
-}
-
-/// Which file or folder this is, wherever it is renamed to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Identity {
-    device: u64,
-    inode: u64,
-    /// Numbers of files are given again; `None` where the file system does not tell.
-    born: Option<SystemTime>,
-}
-
-impl Identity {
-    pub fn of(path: &AnchoredPath) -> Option<Self> {
-        path.metadata().ok().map(|metadata| Self::new(&metadata))
-    }
-
-    pub fn new(metadata: &Metadata) -> Self {
-        Self { device: metadata.dev(), inode: metadata.ino(), born: metadata.created().ok() }
     }
 }

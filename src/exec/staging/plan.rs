@@ -1,16 +1,25 @@
-//! What a partial folder holds: its plan, its leases, and whether it has been published.
+//! The partial folder: how it is made, its plan, its leases, and whether it has been published.
+//!
+//! Invariant: it appears complete, by one rename.
 
-use std::io::{self, Read};
+use std::fs::File;
+use std::io::{self, Write};
 
 use serde::{Deserialize, Serialize};
 
-use super::cache::is_hidden;
 use super::lease::{Seen, read_leases};
-use super::place::{ABOUT, DATA, Identity, PLAN, is_gone, is_unique};
+use super::names::{Identity, is_gone, is_hidden, is_unique, read_at_most};
+use super::place::{DRAFT, GONE, Place};
 use super::{Claim, Plan, Shape};
 use crate::error::{Error, Result};
 use crate::exec::about::About;
-use crate::storage::{AnchoredPath, afresh};
+use crate::fault;
+use crate::storage::AnchoredPath;
+
+/// The folder in the work folder that has the output.
+pub(super) const DATA: &str = "data";
+const PLAN: &str = "plan.json";
+const ABOUT: &str = "about.json";
 
 /// `plan.json`: what is being written. It is there as long as its folder is, and never changes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,13 +40,6 @@ const MOST_BYTES: u64 = 1 << 16;
 
 /// Longer is not told.
 const MOST_ABOUT: u64 = 64 << 20;
-
-/// The beginning of a file.
-pub(super) fn read_at_most(path: &AnchoredPath, most: u64) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    afresh::open(path)?.take(most).read_to_end(&mut bytes)?;
-    Ok(bytes)
-}
 
 impl Planned {
     pub fn new(plan: &Plan<'_>, claim: &Claim, id: String) -> Self {
@@ -84,6 +86,66 @@ impl Planned {
             Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::NotADirectory => Ok(None),
             Err(error) => Err(error),
         }
+    }
+}
+
+impl Place {
+    /// Make the partial folder, with its plan and an empty data folder. False where somebody was faster, or took the
+    /// draft for litter.
+    ///
+    /// # Errors
+    /// `Io`
+    pub fn make(&self, plan: &Planned, about: &About, sync: bool) -> Result<bool> {
+        let draft = self.unique(DRAFT);
+        draft.create_folder().map_err(Error::io("create", &self.partial()))?;
+        fault::point("begin-draft");
+        let made = Self::fill(&draft, plan, about, sync).and_then(|()| {
+            fault::point("begin-planned");
+            // The folder that is there has a plan, so it is not empty, and no rename replaces it.
+            draft.rename(&self.partial())
+        });
+        match made {
+            Ok(()) => {
+                fault::point("begin-made");
+                if sync {
+                    self.folder.sync().map_err(Error::io("sync", &self.folder))?;
+                }
+                self.sweep(&[GONE, DRAFT]);
+                Ok(true)
+            }
+            Err(error) => {
+                self.spare.give_back();
+                let _ = draft.remove_all();
+                let is_taken = matches!(
+                    error.kind(),
+                    io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory
+                );
+                if is_taken || is_gone(&error) {
+                    return Ok(false);
+                }
+                Err(Error::io("create", &self.partial())(error))
+            }
+        }
+    }
+
+    fn fill(draft: &AnchoredPath, plan: &Planned, about: &About, sync: bool) -> io::Result<()> {
+        let work = draft.join(plan.work());
+        work.create_folder()?;
+        work.join(DATA).create_folder()?;
+        let create = |name: &str, bytes: &[u8]| -> io::Result<File> {
+            let mut file = draft.join(name).create_new(0o666)?;
+            file.write_all(bytes)?;
+            Ok(file)
+        };
+        // Not synced: nothing depends on it.
+        create(ABOUT, &serde_json::to_vec_pretty(about).expect("strings and numbers are JSON"))?;
+        let file = create(PLAN, &plan.to_bytes())?;
+        if sync {
+            file.sync_all()?;
+            work.sync()?;
+            draft.sync()?;
+        }
+        Ok(())
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::lease::{Role, Seen};
 use super::life::Life;
 use super::loss::Lost;
-use super::place::Identity;
+use super::names::Identity;
 use super::plan::Partial;
 use super::{Pace, Staging, mark};
 use crate::comm::Part;

@@ -29,7 +29,7 @@ use crate::catalog::path::tensors;
 use crate::catalog::{Class, Dtype, Fqn, MeshId, Path, Sharding, TensorId, Value, checked_len_bytes};
 use crate::error::{Error, Result, Wrong};
 use crate::format::json::{self, Distinct};
-use crate::layout::rules::Shared;
+use crate::layout::shards::Shared;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Split, numel, parse_placements};
 
 /// The name of the document beside rank files.

@@ -10,7 +10,7 @@ use crate::catalog::{Catalog, Chunk, Class, Dtype, MeshId, Place, Sharding, Summ
 use crate::error::{Error, Result};
 use crate::format::safetensors::{Stored, read_header};
 use crate::format::series::WITHOUT_THEM;
-use crate::layout::rules::OnMesh;
+use crate::layout::shards::OnMesh;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Rank, Region, Tile};
 use crate::name_list::Numbers;
 use crate::storage::{Files, lookup};

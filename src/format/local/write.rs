@@ -22,7 +22,7 @@ use crate::catalog::{
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
 use crate::format::safetensors::{FORMAT_KEY, Written, write_header};
-use crate::layout::rules::Shared;
+use crate::layout::shards::Shared;
 use crate::layout::{DeviceMesh, Dims, LayoutError, Placement, Rank, Region, Split, Tile};
 use crate::storage::FileId;
 

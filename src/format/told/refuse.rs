@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::catalog::{Fqn, TensorEntry};
 use crate::error::Error;
-use crate::layout::rules::Shared;
+use crate::layout::shards::Shared;
 use crate::layout::whole::{Held, PartError, nearest};
 use crate::layout::{DeviceMesh, Split, comma_list};
 

@@ -18,7 +18,7 @@ use crate::catalog::{
 };
 use crate::error::{Error, Result};
 use crate::layout::partial::{Reduction, summand};
-use crate::layout::rules::Shared;
+use crate::layout::shards::Shared;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, Tile, comma_list, local_shard};
 
 /// What to say where plain tensors have other shapes on other ranks.

@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::format::pickle::{WriteError, Writer};
 use crate::format::zip::{ArchiveWriter, Frames};
 use crate::layout::cut::CutBy;
-use crate::layout::rules::Shared;
+use crate::layout::shards::Shared;
 use crate::layout::{
     DeviceMesh, Dims, LayoutError, MeshDim, Placement, Rank, Region, TensorDim, Tile, comma_list, local_shard,
 };

@@ -37,7 +37,7 @@ mod tests;
 
 use std::fmt;
 
-use super::rules::Shared;
+use super::shards::Shared;
 use super::{LayoutError, Pattern};
 use crate::name_list::{FEW, short_list};
 

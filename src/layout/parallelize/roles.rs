@@ -7,7 +7,7 @@
 //! Source: `FSDPParam._init_sharded_param` and `_init_sharding_spec` in
 //! `torch/distributed/fsdp/_fully_shard/_fsdp_param.py`.
 
-use super::super::rules::Shared;
+use super::super::shards::Shared;
 use super::super::{DeviceMesh, MeshDim, Placement, TensorDim};
 use super::{By, Family, Laid, Parameter, Part, Plan, PlanError, Sizes, Style, StyleRule, Uncut};
 

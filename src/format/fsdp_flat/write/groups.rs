@@ -7,7 +7,8 @@ use std::collections::{HashMap, HashSet};
 
 use super::params::Names;
 use super::plan::{At, Plan};
-use crate::catalog::optimizer::{self, GROUPS, PARAM_NAMES, PARAMS, STATE};
+use crate::catalog::optimizer::{GROUPS, PARAM_NAMES, PARAMS, STATE};
+use crate::catalog::owner::numbered_parameters;
 use crate::catalog::path::key_text;
 use crate::catalog::{Dict, Fqn, Path, Value};
 use crate::error::{Error, Result};
@@ -217,7 +218,7 @@ impl Numbers {
         // The layout tells parameters from buffers.
         let is_parameter = |fqn: &Fqn| names.find(fqn.as_str()).is_some_and(|at| plan.param(at).fqn == *fqn);
         let in_order = || {
-            let known = optimizer::numbered_parameters(plan.source, &Value::Dict(dict.clone()), &is_parameter)?;
+            let known = numbered_parameters(plan.source, &Value::Dict(dict.clone()), &is_parameter)?;
             let known = (0..).zip(known);
             Some(known.filter_map(|(number, (fqn, _))| Some((number, names.find(fqn.as_str())?))).collect())
         };
