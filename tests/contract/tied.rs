@@ -134,3 +134,17 @@ fn tied_model_in_dcp_has_a_note_unless_all_names_are_written() {
     assert!(notes("plain", "").contains("allow_partial_load"));
     assert!(!notes("written", "--tied write").contains("allow_partial_load"));
 }
+
+/// Whether the units come from SRC or from a checkpoint that lacks the name, the name is shared with its parameter.
+#[test]
+fn flat_parameters_share_the_name_that_is_written() {
+    let desk = Desk::new();
+    let source = desk.make("reshard", "llama_tiny/ranks", "source", "--mesh fsdp=2 --exclude **.lm_head").path;
+    desk.write("source/huggingface/config.json", TIED);
+    for like in [String::new(), format!("--like {}", source.display())] {
+        let options = format!("--world-size 2 --wrap model.layers.* --tied write --overwrite {like}");
+        let made = desk.make("flatten", &source, "flat", &options).path;
+        let summary = succeed("inspect", &[&made], "--brief").stdout;
+        assert!(summary.contains("model.embed_tokens.weight = model.lm_head.weight"), "{like}: {summary}");
+    }
+}

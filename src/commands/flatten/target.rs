@@ -221,7 +221,10 @@ impl Wish {
             }
             None => return Err(units::unordered(&not_kept(&source.checkpoint))),
         };
-        let (layout, notes) = units::derive(&ordered, &wrapping)?;
+        let (mut layout, notes) = units::derive(&ordered, &wrapping)?;
+        if like.is_some() {
+            units::add_tied(&mut layout, &source.wanted.catalog.state)?;
+        }
         Ok(Base { layout, derived: true, notes })
     }
 

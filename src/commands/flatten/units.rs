@@ -81,6 +81,35 @@ pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayou
     Ok((layout, notes))
 }
 
+/// Adds the names of a state dict that are tied to a parameter and that the layout, which is of another checkpoint, lacks.
+///
+/// # Errors
+/// `Unsupported` where both names would be in two units.
+pub fn add_tied(layout: &mut FlatLayout, state: &Value) -> Result<()> {
+    let tensors = model::model(state).tensors;
+    let in_units = layout.units.iter().enumerate();
+    let places: HashMap<&Fqn, usize> =
+        in_units.flat_map(|(index, unit)| unit.params.iter().map(move |param| (&param.fqn, index))).collect();
+    let shared: HashSet<&Fqn> = layout.units.iter().flat_map(|unit| &unit.shared).map(|shared| &shared.fqn).collect();
+    let of_tensor: HashMap<TensorId, &Fqn> =
+        tensors.iter().filter(|(fqn, _)| places.contains_key(fqn)).map(|(fqn, id)| (*id, fqn)).collect();
+    let mut added = Vec::new();
+    let is_new = |fqn: &Fqn| !places.contains_key(fqn) && !shared.contains(fqn);
+    for (fqn, id) in tensors.iter().filter(|(fqn, _)| is_new(fqn)) {
+        let Some(with) = of_tensor.get(id) else { continue };
+        let alias = Shared { fqn: fqn.clone(), with: (*with).clone() };
+        let innermost = (0..layout.units.len())
+            .filter(|index| is_within(fqn.as_str(), &layout.units[*index].module))
+            .max_by_key(|index| layout.units[*index].module.len());
+        if innermost != Some(places[with]) {
+            return Err(tied_across(&alias));
+        }
+        added.push((places[with], alias));
+    }
+    added.into_iter().for_each(|(unit, alias)| layout.units[unit].shared.push(alias));
+    Ok(())
+}
+
 /// A state dict in the order of its names tells nothing of the order of registration.
 fn refuse_sorted(names: &[String]) -> Result<()> {
     if !order::is_sorted(names.iter().map(String::as_str)) {
