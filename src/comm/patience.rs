@@ -1,7 +1,7 @@
-//! How long others are waited for, what ends a wait before that, and what is said meanwhile.
+//! Waiting for other processes: how long at most, what ends a wait before that, and the lines that report it.
 //!
-//! Who looks at a terminal on which nothing happens does not know what is missing until the deadline, so whom a process
-//! waits for is said while it waits: soon for the first time, then seldom.
+//! A user at a silent terminal does not know which process is missing until the deadline. A process therefore reports whom
+//! it waits for: soon for the first time, then seldom.
 
 use std::cell::Cell;
 use std::fmt;

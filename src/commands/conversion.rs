@@ -31,12 +31,12 @@ pub struct Conversion<'a> {
 }
 
 impl Conversion<'_> {
-    /// Of all files, with those that are carried along.
+    /// Returns the bytes of all output files and of the files that are copied along.
     pub fn len_bytes(&self) -> u64 {
         self.reservation.len_bytes() + self.carried.iter().map(|file| file.len).sum::<u64>()
     }
 
-    /// What of the output a part has to do.
+    /// Returns the ranges of the output that a part writes.
     pub fn division(&self, part: Part) -> Extents {
         let divide = if self.source.peers.is_some() { own_files } else { stretch };
         divide(&self.reservation.files, part)

@@ -19,25 +19,25 @@ fn reads(conversion: &Conversion<'_>) -> Reads {
     Reads::of(conversion.source.peers.is_some())
 }
 
-/// What headers, pickles and tables take beyond what every run is allowed for them.
+/// Returns the bytes of headers, pickles and tables beyond the allowance that every run has for them.
 fn laid_out_bytes(conversion: &Conversion<'_>) -> u64 {
     const ALLOWED: u64 = 16 << 20;
     let laid_out = conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog);
     laid_out.saturating_sub(ALLOWED)
 }
 
-/// What is on its way to others, and what becomes of it.
+/// Returns the bytes of rounds: what this process sends and receives, and their sums.
 fn rounds_bytes(conversion: &Conversion<'_>) -> u64 {
     let bucket = conversion.source.peers.as_ref().map(Peers::bucket);
     bucket.map_or(0, |bucket| exchange_bytes(bucket, rayon::current_num_threads()))
 }
 
-/// Both.
+/// Returns the bytes of rounds and of the laid-out headers.
 fn held_bytes(conversion: &Conversion<'_>) -> u64 {
     rounds_bytes(conversion).saturating_add(laid_out_bytes(conversion))
 }
 
-/// What rounds may take, so that strips stay as long as they are.
+/// Returns the bytes that rounds may use without shorter strips.
 pub fn room_for_rounds(conversion: &Conversion<'_>, options: &Options, max_memory: u64) -> u64 {
     let room = room_beside_workers(Some(conversion.source.checkpoint.files.io()), options, max_memory);
     room.saturating_sub(laid_out_bytes(conversion))

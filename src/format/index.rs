@@ -161,7 +161,7 @@ impl Index {
         Ok(names)
     }
 
-    /// Those of them that say by their names that they are of this set: `model-00003-of-00004` beside a named
+    /// Returns the files beside it whose names belong to this set: `model-00003-of-00004` beside a named
     /// `model-00001-of-00002`.
     fn unnamed_of_set(&self) -> Result<Vec<String>> {
         let series = |name: &String| {

@@ -38,7 +38,7 @@ pub struct Nccl<C> {
 }
 
 impl<C: Communicator + Send + 'static> Nccl<C> {
-    /// Of ranks that have met.
+    /// Makes the communicator of ranks that have met.
     ///
     /// # Errors
     /// `Usage` where no thread can be started.

@@ -1,4 +1,4 @@
-//! Names in the folders of a run: unique ones, and looks at what stands at one.
+//! Names in the folders of a run: unique names, and the identity of the file at a name.
 //!
 //! Invariant: no two processes ever make one [`unique`] name.
 

@@ -21,12 +21,12 @@ use crate::storage::{FileId, lookup};
 
 pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 
-/// What the name of a shard's file tells.
+/// The numbers in the name of a shard's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardName {
-    /// Of the rank, from 1.
+    /// The number of the rank, from 1.
     pub shard: u32,
-    /// Of the file in the whole, from 1, and how many there are.
+    /// The number of the file, from 1, and the count of files.
     pub file: u32,
     pub files: u32,
 }
@@ -44,8 +44,8 @@ impl ShardName {
     }
 }
 
-/// What to say of shards where nothing beside them tells the shapes of the whole tensors: no config, and none of the
-/// consolidated files that the writer puts above a folder `sharded`.
+/// Returns a warning for shards without a file beside them that has the shapes of whole tensors: no config, and none of
+/// the consolidated files that the writer puts above a folder `sharded`.
 ///
 /// # Errors
 /// `Io` where the file system does not tell whether one of them is there.
@@ -87,7 +87,7 @@ pub struct Shard {
     pub path: Arc<Path>,
     pub file: FileId,
     pub stored: Stored,
-    /// Where it lies in the whole tensor, if the file says so.
+    /// The offsets in the whole tensor, if the file records them.
     pub offsets: Option<Box<Dims>>,
 }
 

@@ -141,7 +141,7 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
 }
 
 impl Style {
-    /// That of the DTensors of a torch.save file; `None` where it has none.
+    /// Returns the style of the DTensors in a torch.save file; `None` if it has no DTensor.
     ///
     /// # Errors
     /// As reading the file.
