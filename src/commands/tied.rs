@@ -95,7 +95,7 @@ pub fn restore(checkpoint: &mut Checkpoint) -> Result<String> {
                 "--tied write: no {CONFIG} of {} has \"tie_word_embeddings\": true, and no tensor has two names",
                 checkpoint.root.display()
             ),
-            format!("put the {CONFIG} of the model beside SRC, or leave --tied out"),
+            format!("put the {CONFIG} of the model into the folder of SRC, or leave --tied out"),
         ));
     }
     let found = find(&checkpoint.catalog.state);

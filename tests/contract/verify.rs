@@ -217,3 +217,13 @@ fn verify_follows_wherever_a_model_went() {
         }
     }
 }
+
+/// Values of ranks that the new job does not have are in no file that could be read back.
+#[test]
+fn values_of_fewer_ranks_are_read_back() {
+    let desk = Desk::new();
+    for (verb, options) in [("reshard", "--mesh fsdp=2 --verify"), ("flatten", "--world-size 2 --verify")] {
+        let made = desk.make(verb, "verl", verb, options);
+        assert!(made.run.stderr.contains("rank"), "{}", made.run.stderr);
+    }
+}
