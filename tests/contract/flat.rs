@@ -334,3 +334,14 @@ fn files_that_do_not_fit_are_refused_by_every_verb() {
     let json = expect(2, "flatten", &[&bare, &desk.path("x")], "--world-size 4 --json").json();
     assert_eq!(json["error"]["kind"], "unsupported");
 }
+
+/// DCP keeps no order of registration, so a torch file that was made from it has none either.
+#[test]
+fn order_of_a_file_that_was_made_from_dcp_is_refused() {
+    let desk = Desk::new();
+    let saved = desk.make("unshard", "titan", "saved.pt", "").path;
+    let words = ["the order of parameters in flat parameters is not known", "--flat-layout"];
+    desk.refuse("flatten", &saved, "flat", "--world-size 2", &words);
+    let like = format!("--world-size 2 --like {}", saved.display());
+    desk.refuse("flatten", &fixture("titan"), "flat", &like, &words);
+}

@@ -46,7 +46,7 @@ const BUFFERS: [&str; 4] = ["running_mean", "running_var", "inv_freq", "original
 pub fn derive(model: &Ordered<'_>, wrapping: &Wrapping<'_>) -> Result<(FlatLayout, Vec<String>)> {
     let tensors = model::model(model.state).tensors;
     let names: Vec<String> = tensors.iter().map(|(fqn, _)| fqn.to_string()).collect();
-    refuse_sorted(&names)?;
+    refuse_reordered(&names)?;
     let modules = wrapped_modules(&names, wrapping.wrap)?;
     let Divided { parameters, shared, mut notes } = divide(model, &tensors, wrapping.buffers)?;
     let with_root = std::iter::once("").chain(modules.iter().map(String::as_str));
@@ -110,12 +110,20 @@ pub fn add_tied(layout: &mut FlatLayout, state: &Value) -> Result<()> {
     Ok(())
 }
 
-/// A state dict in the order of its names tells nothing of the order of registration.
-fn refuse_sorted(names: &[String]) -> Result<()> {
-    if !order::is_sorted(names.iter().map(String::as_str)) {
-        return Ok(());
+/// A state dict in another order than that of registration tells nothing of that.
+fn refuse_reordered(names: &[String]) -> Result<()> {
+    let names = || names.iter().map(String::as_str);
+    if order::is_sorted(names()) {
+        return Err(unordered(
+            "the names in the state dict are sorted, which is not the order in which modules register them",
+        ));
     }
-    Err(unordered("the names in the state dict are sorted, which is not the order in which modules register them"))
+    if order::is_mixed(names()) {
+        return Err(unordered(
+            "the state dict has tensors of other modules between those of one, as files that were made from DCP have",
+        ));
+    }
+    Ok(())
 }
 
 /// The error for a model without an order.

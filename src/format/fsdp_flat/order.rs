@@ -3,6 +3,7 @@
 //! Many tools sort a state dict, DCP and safetensors among them, and a torch file keeps what it is given. With such an
 //! order parameters of equal shapes would change places in silence.
 
+use std::collections::HashSet;
 use std::path::Path;
 
 use crate::catalog::{Fqn, TensorEntry, contiguous_strides};
@@ -83,6 +84,24 @@ pub fn is_sorted<'a>(names: impl Iterator<Item = &'a str>) -> bool {
         || has_biases_first(&names)
 }
 
+/// Returns whether the tensors of a module stand apart, with tensors of other modules between them. `Module.state_dict`
+/// goes through one module after the other; DCP keeps another order, and so do files that are made from it.
+#[must_use]
+pub fn is_mixed<'a>(names: impl Iterator<Item = &'a str>) -> bool {
+    let modules = |name: &'a str| name.match_indices('.').map(move |(end, _)| &name[..end]);
+    let mut ended: HashSet<&str> = HashSet::new();
+    let mut last = "";
+    for name in names {
+        let is_within = |module: &str| name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'));
+        ended.extend(modules(last).filter(|module| !is_within(module)));
+        if modules(name).any(|module| ended.contains(module)) {
+            return true;
+        }
+        last = name;
+    }
+    false
+}
+
 /// Whether there are modules with both, and in all of them the bias stands right before the weight.
 fn has_biases_first(names: &[&str]) -> bool {
     let is_pair = |first: &str, second: &str, order: [&str; 2]| {
@@ -96,6 +115,15 @@ fn has_biases_first(names: &[&str]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn modules_follow_each_other_in_a_state_dict() {
+        let is_mixed = |names: &str| is_mixed(names.split(' '));
+        assert!(!is_mixed("emb.w h.0.q.w h.0.q.b h.0.norm.w h.1.q.w h.1.norm.w norm.w head.w"));
+        assert!(!is_mixed("w b h.w h.0.w"), "the tensors of a module come before those of modules in it");
+        assert!(is_mixed("emb.w h.0.q.w head.w h.0.norm.w norm.w"));
+        assert!(is_mixed("h.0.w h.1.w h.0.b"));
+    }
 
     #[test]
     fn an_order_of_names_is_not_that_of_modules() {

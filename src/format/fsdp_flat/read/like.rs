@@ -96,8 +96,9 @@ impl Like {
     /// Whether parameters come in the order in which the module registered them.
     #[must_use]
     pub fn is_ordered(&self) -> bool {
-        let is_unsorted = || !order::is_sorted(self.params.keys().map(Fqn::as_str));
-        self.format == Format::FsdpFlat || self.format.keeps_order() && is_unsorted()
+        let names = || self.params.keys().map(Fqn::as_str);
+        let is_registered = || !order::is_sorted(names()) && !order::is_mixed(names());
+        self.format == Format::FsdpFlat || self.format.keeps_order() && is_registered()
     }
 }
 
