@@ -64,7 +64,7 @@ impl Look<'_> {
         // All are looked at, so that all that is wrong is written again at once.
         let (mut first, mut bytes) = (None, Extents::new());
         // A value of a rank that the target does not have is in no file.
-        for tensor in conversion.reservation.tensors.iter().filter(|tensor| tensor.entry.chunks.len() > 0) {
+        for tensor in conversion.reservation.tensors.iter().filter(|tensor| !tensor.entry.chunks.is_empty()) {
             let left = (input(checkpoint), checkpoint.catalog.tensor(tensor.source));
             let right = (written, &tensor.entry);
             let found = if tensor.shares.is_empty() {

@@ -343,5 +343,5 @@ fn order_of_a_file_that_was_made_from_dcp_is_refused() {
     let words = ["the order of parameters in flat parameters is not known", "--flat-layout"];
     desk.refuse("flatten", &saved, "flat", "--world-size 2", &words);
     let like = format!("--world-size 2 --like {}", saved.display());
-    desk.refuse("flatten", &fixture("titan"), "flat", &like, &words);
+    desk.refuse("flatten", fixture("titan"), "flat", &like, &words);
 }
