@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use super::detect::{Detected, detect, has_torch_files, lone_file, look};
 use super::index::is_index as is_index_name;
-use super::{Format, RankName, ReadOptions, foreign, list, natural_order, relative_to_folder};
+use super::{Format, RankName, ReadOptions, folder_of, foreign, list, natural_order, relative_to_folder};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, Kind};
@@ -105,12 +105,11 @@ pub fn may_lead_on(name: &str) -> bool {
 /// # Errors
 /// `Io` where the folder that it is in cannot be listed.
 pub fn companions(path: &Path) -> Result<Vec<PathBuf>> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let series = |path: &Path| RankName::parse(path).map(|name| name.series);
     let names_files = |path: &Path| path.file_name().and_then(|name| name.to_str()).is_some_and(is_index_name);
     let (own, is_index) = (series(path), path.extension().is_some_and(|suffix| suffix == "json"));
     let mut found = Vec::new();
-    for entry in lookup::list(folder)? {
+    for entry in lookup::list(folder_of(path))? {
         let is_other = Some(&*entry.name) != path.file_name();
         let is_of_series = own.is_some() && series(&entry.path) == own;
         let may_be_read = is_other && (is_index || is_of_series || names_files(&entry.path));

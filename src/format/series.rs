@@ -6,7 +6,6 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
-use super::ReadOptions;
 use super::fsdp_flat::{self, SeriesFiles, Unflattened};
 use super::parts::{Content, Loaded, Part, adopt};
 use super::rank_names::{Numbering, RankName, RankNames};
@@ -14,6 +13,7 @@ use super::shortfall::list_absent;
 use super::torch;
 use super::torch::load::load;
 use super::torch::ranks::{Plain, RankFile, merge};
+use super::{ReadOptions, folder_of};
 use crate::catalog::model::GRADIENTS;
 use crate::catalog::{Catalog, Dict, Value, path};
 use crate::error::{Error, Result};
@@ -69,9 +69,8 @@ pub fn fragment(path: &Path) -> Result<Option<(String, Vec<String>)>> {
 }
 
 fn siblings(path: &Path, own: &RankName) -> Result<Vec<PathBuf>> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut found = Vec::new();
-    for entry in lookup::list(folder)? {
+    for entry in lookup::list(folder_of(path))? {
         let is_of_series = entry.path.extension().is_some()
             && RankName::parse(&entry.path).is_some_and(|name| name.series == own.series);
         // A rank whose file cannot be reached is a rank nevertheless.

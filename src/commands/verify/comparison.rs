@@ -273,9 +273,9 @@ impl Findings {
 /// A shipped model has the names below the model of its checkpoint: say so where that is all there is to it.
 fn suggest_root(source: &Selected, found: &mut Findings) {
     let root = model::model(&source.catalog.state).root.to_string();
-    if !root.is_empty() && has_below(&found.only_in_src, &root, &found.only_in_other) {
-        found.hints.push(format!("OTHER has the names that SRC has below `{root}`: add --root {root}"));
-    } else if let Some(root) = common_prefix(&found.only_in_src, &found.only_in_other) {
+    let is_root = !root.is_empty() && has_below(&found.only_in_src, &root, &found.only_in_other);
+    let root = is_root.then_some(root.as_str()).or_else(|| common_prefix(&found.only_in_src, &found.only_in_other));
+    if let Some(root) = root {
         found.hints.push(format!("OTHER has the names that SRC has below `{root}`: add --root {root}"));
     } else if let Some(prefix) = common_prefix(&found.only_in_other, &found.only_in_src) {
         found.hints.push(format!("OTHER has the names of SRC below `{prefix}`: add --add-prefix {prefix}."));
