@@ -30,7 +30,11 @@
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails"))]
 
 pub mod catalog;
+mod checkpoint;
 pub mod comm;
+pub mod conversion;
+pub mod convert;
+pub mod describe;
 pub mod error;
 pub mod exec;
 pub mod fault;
@@ -40,8 +44,27 @@ pub mod layout;
 pub mod name_list;
 pub mod nearest;
 pub mod plan;
+pub mod progress;
 pub mod quantity;
 pub mod select;
 pub mod storage;
+pub mod text;
 pub mod threads;
 pub mod twin;
+mod verification;
+
+pub use catalog::Dtype;
+pub use checkpoint::{Checkpoint, Contents, OpenOptions, TensorInfo, Writes};
+pub use conversion::{Conversion, Plan, Target};
+pub use convert::options::{
+    Assets, Backend, CheckOptions, ConsolidateOptions, DestinationOptions, ExchangeOptions, ExecuteOptions,
+    FlatOptions, FlattenOptions, InspectOptions, OnConflict, ReshardOptions, SelectOptions, ShardOptions,
+    SourceLayoutOptions, SourceOptions, SourceVisibility, Strategy, TensorClass, Tied, UnshardOptions, VerifyOptions,
+};
+pub use convert::{Outcome, Preview, Report, Setup};
+pub use describe::{Inspection, Span};
+pub use error::{Error, Result};
+pub use exec::Stop;
+pub use format::Format;
+pub use progress::{Level, NoProgress, Progress};
+pub use verification::{Verification, verify};
