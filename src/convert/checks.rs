@@ -3,8 +3,8 @@
 use rayon::prelude::*;
 
 use super::peers::Peers;
+use super::reading::input;
 use super::run::Run;
-use super::source::input;
 use crate::catalog::{Class, Fqn, TensorEntry, TensorId};
 use crate::comm::Part;
 use crate::error::{Error, Result};

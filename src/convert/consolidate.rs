@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 
-use super::checks_of_source::check_flat;
 use super::config::{self, CONFIG};
 use super::conflicts::Ranks;
 use super::parts::carried_file;
 use super::prepared::Prepared;
+use super::reading::check_flat;
 use super::run::Run;
 use super::source::Source;
 use super::target_format::{file_name, holds_shards, target_format};

@@ -3,16 +3,16 @@
 use std::path::Path;
 
 use super::auto;
-use super::checks_of_source::refuse_without_tensors;
 use super::estimate::{room_for_rounds, within_memory};
 use super::foresee::foresee;
 use super::idle::{idle_in_the_end, idle_wishes};
 use super::options::{ConvertOptions, OnConflict};
 use super::prepared::{Prepared, check_destination};
 use super::produce::{Produced, Publisher, produce};
+use super::reading::input;
+use super::reading::refuse_without_tensors;
 use super::report::{Account, Outcome, Preview, Report, left_out, notes};
 use super::run::Run;
-use super::source::input;
 use crate::catalog::Reservation;
 use crate::error::{Error, Result};
 use crate::exec::copy::Stats;

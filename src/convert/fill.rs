@@ -10,8 +10,8 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::path::Path as FilePath;
 
-use super::checks_of_source::read_options;
 use super::names::{Found, Names, of_all_ranks};
+use super::reading::read_options;
 use super::run::Run;
 use super::source::{Filled, Source, announce};
 use crate::catalog::path::{self, Fate};

@@ -6,8 +6,8 @@
 
 use super::bucket::LEAST_BYTES;
 use super::prepared::Prepared;
+use super::reading::input;
 use super::run::Run;
-use super::source::input;
 use crate::convert::options::{Backend, ConvertOptions, ExchangeOptions, SourceVisibility};
 use crate::exec::copy::Stats;
 use crate::exec::exchange::Reducing;

@@ -15,9 +15,9 @@ use super::link::{Link, Linking, arithmetic};
 use super::meeting_place::MeetingPlace;
 use super::memory::room_before_layout;
 use super::nesting::refuse_nesting;
+use super::reading::input;
 use super::roster::Roster;
 use super::run::Run;
-use super::source::input;
 use super::waiting::{meet_within, patience, teller};
 use crate::catalog::{Reservation, TensorEntry, TensorId};
 use crate::comm::{

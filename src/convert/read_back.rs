@@ -5,8 +5,8 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::prepared::Prepared;
+use super::reading::input;
 use super::run::Run;
-use super::source::input;
 use crate::catalog::{Catalog, OutputFile, SITE_BYTES};
 use crate::error::{Error, Result};
 use crate::exec::carry::is_carried;

@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::checks::{self, Replicas};
-use super::checks_of_source::{check_series, read_options};
 use super::conflicts::{self, Ranks, Settled};
 use super::peers::Peers;
+use super::reading::{check_series, input, read_options};
 use super::run::Run;
 use super::tied;
 use super::told::told;
@@ -15,10 +15,10 @@ use crate::catalog::path::{self, Fate};
 use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorEntry, TensorId, Value, model};
 use crate::convert::options::{CheckOptions, ConvertOptions, OnConflict, SelectOptions, SourceOptions, Tied};
 use crate::error::{Error, Result};
+use crate::exec::Silent;
 use crate::exec::compare::{self, ReplicaDifference};
 use crate::exec::exchange::Reducing;
-use crate::exec::{Input, Silent};
-use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want, resolve};
+use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
 use crate::layout::Pattern;
 use crate::progress::Progress;
 use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
@@ -306,11 +306,6 @@ pub fn open(args: &ConvertOptions, reading: Reading<'_>, run: &Run<'_>) -> Resul
     checked.inspect_err(|error| peers.iter().for_each(|peers| peers.fail(error)))?;
     announce(&checkpoint, run.progress);
     Ok((checkpoint, peers))
-}
-
-/// Returns the checkpoint as an input of the steps that move bytes.
-pub fn input(checkpoint: &Checkpoint) -> Input<'_> {
-    Input { files: &checkpoint.files, catalog: &checkpoint.catalog, resolve: &resolve }
 }
 
 /// What one node lacks may lie on the disk of another.

@@ -13,11 +13,11 @@ mod target;
 
 use std::path::PathBuf;
 
-use super::checks_of_source::check_flat;
 use super::conflicts::Ranks;
 use super::fill::with_others;
 use super::parts::{self, carry_along, example_of, parts, warn_of_carried};
 use super::prepared::Prepared;
+use super::reading::check_flat;
 use super::run::Run;
 use super::source::Source;
 use super::target_format::{not_written, target_format};

@@ -2,9 +2,9 @@
 
 mod ranks;
 
-use super::checks_of_source::check_flat;
 use super::conflicts::Ranks;
 use super::prepared::Prepared;
+use super::reading::check_flat;
 use super::run::Run;
 use super::source::Source;
 use super::target_format::{file_name, holds_shards, target_format};

@@ -1,10 +1,11 @@
-//! How a source is opened, and options that it makes useless.
+//! Reading of a source: options of the format's reader, and errors for options that have no effect on what was read.
 
 use std::path::Path;
 
 use super::options::{SelectOptions, SourceOptions};
 use crate::error::{Error, Result};
-use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want};
+use crate::exec::Input;
+use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
 use crate::quantity::count;
 
 /// Returns how a source is read, with `default` where no series are asked for.
@@ -26,6 +27,11 @@ pub fn read_options(args: &SourceOptions, like: Option<&Path>, default: SeriesCh
         holdings: std::sync::Arc::default(),
         flat: FlatKnowledge { layout: args.flat_layout.clone(), like: like.map(Path::to_path_buf), raw: false },
     }
+}
+
+/// Returns the checkpoint as an input of the steps that move bytes.
+pub fn input(checkpoint: &Checkpoint) -> Input<'_> {
+    Input { files: &checkpoint.files, catalog: &checkpoint.catalog, resolve: &resolve }
 }
 
 /// The error for a source of which nothing but objects would be read or written, unless options choose what is taken.
