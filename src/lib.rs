@@ -45,3 +45,9 @@ pub mod select;
 pub mod storage;
 pub mod threads;
 pub mod twin;
+
+// Tests of the library share files with those of the program.
+#[cfg(test)]
+extern crate self as dtshard;
+#[cfg(test)]
+mod tests;
