@@ -4,7 +4,7 @@
 //! variables for longer runs.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::format::pickle::{self, NoFold, Unknown};

@@ -5,13 +5,13 @@ use std::fs;
 use std::path::{self, PathBuf};
 
 use crate::common::flat;
+use crate::common::transcript::Transcript;
 use crate::common::{
-    Tensors, Truth, assert_same, copy_folder, expect, fixture, inspect, read, read_safetensors, succeed,
+    Run, Tensors, Truth, assert_same, copy_folder, expect, fixture, inspect, read, read_safetensors, succeed,
 };
 use crate::common::{below, tensors_of};
 use dtshard::catalog::flat::FlatLayout;
 use dtshard::catalog::{Key, Path, Value, model};
-use dtshard::error::Error;
 use dtshard::format::fsdp_flat::document;
 use dtshard::format::{Checkpoint, FlatKnowledge, Format, ReadOptions};
 use serde_json::{Value as Json, json};
@@ -27,6 +27,7 @@ fn folders(case: &str) -> Vec<&'static str> {
 /// A copy of a fixture's folder.
 struct Copy {
     folder: TempDir,
+    _transcript: Transcript,
     truth: Truth,
     layout: Json,
 }
@@ -34,10 +35,11 @@ struct Copy {
 impl Copy {
     fn new(case: &str, name: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
+        let transcript = Transcript::begin(folder.path());
         copy_folder(&fixture(case).join(name), &folder.path().join("src"));
         let truth = Truth::load(&format!("{case}/truth"));
         let layout = flat::layout(case, name);
-        Self { folder, truth, layout }
+        Self { folder, _transcript: transcript, truth, layout }
     }
 
     /// With its flat layout beside the files.
@@ -74,8 +76,14 @@ impl Copy {
     }
 
     #[track_caller]
-    fn refused(&self) -> Error {
-        self.opened(None).expect_err("a refusal")
+    fn refused(&self) -> Run {
+        expect(2, "unshard", &[&self.path(), &self.at("refused.pt")], "--series all")
+    }
+
+    #[track_caller]
+    fn refused_like(&self, like: &path::Path) -> Run {
+        let options = format!("--like {}", like.display());
+        expect(2, "unshard", &[&self.path(), &self.at("refused.pt")], &options)
     }
 }
 
@@ -404,7 +412,7 @@ fn without_a_layout_there_is_no_guess() {
     let like = like.path().join("like");
     succeed("consolidate", &[&Copy::with_layout("flat2", "views").path(), &like], "");
     for (name, expected) in [("flat", "does not tell their order"), ("views", "it may lie by rows or channels last")] {
-        let error = Copy::new("flat2", name).opened(Some(&like)).unwrap_err().to_string();
+        let error = Copy::new("flat2", name).refused_like(&like).stderr;
         assert!(error.contains(expected), "{error}");
     }
     // Groups of parameters are in an order of their own.
@@ -412,7 +420,7 @@ fn without_a_layout_there_is_no_guess() {
     let mut layout = copy.layout.clone();
     layout.as_object_mut().unwrap().remove("optimizer");
     copy.write_layout(&layout);
-    assert!(copy.refused().to_string().contains("which parameters its 2 groups hold is not known"));
+    assert!(copy.refused().stderr.contains("which parameters its 2 groups hold is not known"));
 }
 
 /// What was put together from sorted names, and kept in a file that keeps orders, has none.
@@ -422,7 +430,7 @@ fn sorted_names_are_no_order() {
     let (whole, sorted) = (copy.at("model.safetensors"), copy.at("sorted.pt"));
     succeed("consolidate", &[&copy.path(), &whole], "");
     succeed("unshard", &[&whole, &sorted], "");
-    let error = Copy::new("flat2", "flat").opened(Some(&sorted)).unwrap_err().to_string();
+    let error = Copy::new("flat2", "flat").refused_like(&sorted).stderr;
     assert!(error.contains("(torch, sorted by names) does not tell their order"), "{error}");
     let outcome = expect(2, "flatten", &[&sorted, &copy.at("out")], "--world-size 2 --wrap layers.*");
     assert!(outcome.stderr.contains("the names in the state dict are sorted"), "{outcome:?}");
@@ -504,7 +512,7 @@ fn a_tied_name_of_another_tensor_is_refused() {
         let mut layout = copy.layout.clone();
         params(&mut layout, 0).push(json!({"fqn": "freqs", "shared_with": "norm.bias"}));
         copy.write_layout(&layout);
-        assert!(copy.refused().to_string().contains("freqs: the flat layout differs"), "{name}");
+        assert!(copy.refused().stderr.contains("freqs: the flat layout differs"), "{name}");
     }
 }
 
@@ -519,8 +527,8 @@ fn a_damaged_file_is_refused() {
     assert!(!copy.at("out").exists());
     // Of another rank.
     fs::copy(copy.path().join("model_world_size_2_rank_0.pt"), &path).unwrap();
-    assert!(copy.refused().to_string().contains("a ShardedTensor saved by rank 0"));
+    assert!(copy.refused().stderr.contains("a ShardedTensor saved by rank 0"));
     let copy = Copy::new("flat2", "flat");
     fs::write(copy.path().join("flat_layout.json"), "{").unwrap();
-    assert!(copy.refused().to_string().contains("flat_layout.json: line 1, column "));
+    assert!(copy.refused().stderr.contains("flat_layout.json: line 1, column "));
 }

@@ -139,7 +139,7 @@ fn compare(text: &str, number: usize) {
     if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         // Tests of one module end at the same time.
-        let lock = File::create(path.parent().unwrap().join(".lock")).unwrap();
+        let lock = File::create(Path::new(env!("CARGO_TARGET_TMPDIR")).join("messages.lock")).unwrap();
         lock.lock().unwrap();
         let mut sections = sections(&fs::read_to_string(&path).unwrap_or_default());
         sections.insert(name, text.to_owned());
