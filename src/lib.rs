@@ -68,3 +68,9 @@ pub use exec::Stop;
 pub use format::Format;
 pub use progress::{Level, NoProgress, Progress};
 pub use verification::{Verification, verify};
+
+// Tests of the library share files with those of the program.
+#[cfg(test)]
+extern crate self as dtshard;
+#[cfg(test)]
+mod tests;
