@@ -8,11 +8,11 @@ mod common;
 use std::path::Path;
 
 use common::{Kind, assert_same, case, expect, fixture, read, succeed};
-use dtshard::format::pickle::Unknown;
 use dtshard::format::torch::{Found, reader};
 use dtshard::format::{Checkpoint, ReadOptions};
 use dtshard::layout::{Region, chunk};
 use dtshard::storage::{Files, IoMode};
+use torch_pickle::pickle::Unknown;
 
 const SERIES: [&str; 2] = ["model", "optim"];
 

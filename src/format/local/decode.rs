@@ -10,8 +10,8 @@ use crate::catalog::path::{key_text, rank_key};
 use crate::catalog::value::{Construct, Object, Symbol};
 use crate::catalog::{Dict, DictKind, Holding, Key, Path, TensorId, Value};
 use crate::error::Wrong;
-use crate::format::pickle::symbols::{self, Use};
 use crate::layout::Rank;
+use torch_pickle::pickle::symbols::{self, Use};
 
 /// The state dict of a document: its tensors are known by these names, its ranks are below `world_size`.
 ///
@@ -255,7 +255,7 @@ impl Decoder<'_> {
         if holdings.is_empty() {
             return Err(self.wrong("values of ranks", "none"));
         }
-        Ok(Value::PerRank(holdings))
+        Ok(Value::Other(holdings))
     }
 }
 
