@@ -1,7 +1,7 @@
 //! The state dict of a document that anybody may have written.
 //!
 //! Invariants: tensors stand where names lead to them, values of ranks where leaves stand, and no class is named but those
-//! of `pickle::symbols`. A value is no deeper than the JSON is, which its reader bounds.
+//! of `torch_pickle::pickle::symbols`. A value is no deeper than the JSON is, which its reader bounds.
 
 use std::collections::{HashMap, HashSet};
 
