@@ -1,6 +1,6 @@
 //! What is taken where ranks disagree: `--on-conflict`.
 //!
-//! Objects that differ stand in the state as [`Value::PerRank`] already. Plain tensors have to be read to be compared;
+//! Objects that differ stand in the state as [`Value::Other`] already. Plain tensors have to be read to be compared;
 //! one that differs becomes such a value, with a tensor for each rank. Random number state is the one thing that is
 //! meant to differ from rank to rank, so it is kept for every rank without being asked for.
 
@@ -74,7 +74,7 @@ pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
             return Fate::Keep;
         }
         let holdings = match &*leaf {
-            Value::PerRank(holdings) => (holdings.iter())
+            Value::Other(holdings) => (holdings.iter())
                 .flat_map(|known| {
                     if holds(&known.value, id) {
                         of_each(&known.value, Some(&known.ranks))
@@ -85,7 +85,7 @@ pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
                 .collect(),
             whole => of_each(whole, None),
         };
-        *leaf = Value::PerRank(holdings);
+        *leaf = Value::Other(holdings);
         Fate::Keep
     });
 }
@@ -107,7 +107,7 @@ pub fn settle(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: Ranks) ->
     let mut refused = None;
     let mut own_values: HashSet<Rank> = HashSet::new();
     path::edit_leaves(&mut wanted.state, &mut |path, leaf| {
-        let Value::PerRank(holdings) = leaf else { return Fate::Keep };
+        let Value::Other(holdings) = leaf else { return Fate::Keep };
         let choice = choice.or_else(|| model::is_random_state(path.fqn().as_str()).then_some(OnConflict::PerRank));
         match choice {
             None => {
@@ -195,7 +195,7 @@ mod tests {
             value: Value::Int(value),
             ranks: ranks.iter().copied().map(Rank).collect(),
         };
-        let differs = Value::PerRank(vec![holding(7, &[0, 2]), holding(8, &[1])]);
+        let differs = Value::Other(vec![holding(7, &[0, 2]), holding(8, &[1])]);
         let rng = Dict { entries: vec![(Value::Str("cpu".into()), differs.clone())], ..Dict::default() };
         let entries = vec![
             (Value::Str("same".into()), Value::Int(1)),

@@ -356,7 +356,7 @@ fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Select
 fn left_out_gradients(checkpoint: &Checkpoint, wanted: &Selected) -> Option<path::Path> {
     let state = &checkpoint.catalog.state;
     let root = model::gradients_root(state, &model::model_root(state))?;
-    let gradients: HashSet<TensorId> = model::all_tensors(state.at(&root)?).into_iter().map(|(_, id)| id).collect();
+    let gradients: HashSet<TensorId> = model::all_tensors(root.find(state)?).into_iter().map(|(_, id)| id).collect();
     let mut taken = false;
     path::tensors(&wanted.catalog.state, &path::Path::default(), &mut |_, id| taken |= gradients.contains(&id));
     (!taken && !gradients.is_empty()).then_some(root)

@@ -159,7 +159,7 @@ pub fn note_for_dcp(checkpoint: &Checkpoint, written: &Value) -> Result<Option<S
 fn insert(state: &mut Value, tie: &Tie) -> bool {
     let root = model::model(state).root;
     let mut path = None;
-    let Some(model) = state.at(&root) else { return false };
+    let Some(model) = root.find(state) else { return false };
     tensors(model, &Path::default(), &mut |found, id| {
         if id == tie.id && found.fqn().as_str() == tie.embedding {
             path = Some(found.clone());
@@ -177,7 +177,9 @@ fn insert(state: &mut Value, tie: &Tie) -> bool {
         }
         let name = &tie.output[before.len()..];
         let steps: Vec<&str> = if is_flat { vec![name] } else { name.split('.').collect() };
-        let Some(Value::Dict(dict)) = state.at_mut(&Path([root.0.as_slice(), &above.0].concat())) else { return false };
+        let Some(Value::Dict(dict)) = Path([root.0.as_slice(), &above.0].concat()).find_mut(state) else {
+            return false;
+        };
         return put(dict, &steps, tie.id);
     }
     false

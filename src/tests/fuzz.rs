@@ -1,82 +1,21 @@
 //! Parsers of files and texts that anybody may have written: mutated fixtures are read or refused, and nothing panics.
 //!
+//! Those of pickles and archives alone are in `crates/torch-pickle/tests/fuzz.rs`.
+//!
 //! `cargo test` runs a fixed number of mutations from a fixed seed, which `.cargo/config.toml` sets; docs/ci.md has the
 //! variables for longer runs.
 
+#[macro_use]
+#[path = "../../crates/torch-pickle/tests/mutations/mod.rs"]
+mod mutations;
+
 use std::fs;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
-use crate::format::pickle::{self, NoFold, Unknown};
+use super::fixture;
 use crate::format::{Checkpoint, ReadOptions, layout_file};
 use crate::layout::{DeviceMesh, Pattern, parse_placements};
 use crate::select::{DtypeRule, Rename};
-
-use super::fixture;
-use bolero::{TypeGenerator, check, produce};
-
-/// One change of a file. Positions are taken modulo the length of the file.
-#[derive(Clone, Debug, TypeGenerator)]
-enum Edit {
-    Replace { at: u16, byte: Byte },
-    Insert { at: u16, byte: Byte },
-    Remove { at: u16, len: u8 },
-    Copy { at: u16, len: u8, to: u16 },
-}
-
-/// A byte, often one that parsers treat in a special way.
-#[derive(Clone, Debug, TypeGenerator)]
-enum Byte {
-    Any(u8),
-    Special(u8),
-}
-
-impl Byte {
-    fn value(&self) -> u8 {
-        const SPECIAL: [u8; 12] = [0, 1, 0x7f, 0x80, 0xff, b'[', b'{', b'"', b'(', b'e', b'.', b'9'];
-        match self {
-            Self::Any(byte) => *byte,
-            Self::Special(index) => SPECIAL[usize::from(*index) % SPECIAL.len()],
-        }
-    }
-}
-
-impl Edit {
-    fn apply(&self, bytes: &mut Vec<u8>) {
-        const MOST: u8 = 32;
-        let len = bytes.len();
-        let position = |at: u16| usize::from(at) % len.max(1);
-        let range = |at: u16, count: u8| position(at)..(position(at) + usize::from(count % MOST)).min(len);
-        match self {
-            Self::Replace { at, byte } if len > 0 => bytes[position(*at)] = byte.value(),
-            Self::Replace { .. } => {}
-            Self::Insert { at, byte } => bytes.insert(position(*at), byte.value()),
-            Self::Remove { at, len } => drop(bytes.drain(range(*at, *len))),
-            Self::Copy { at, len, to } => {
-                let copy = bytes[range(*at, *len)].to_vec();
-                let to = position(*to);
-                bytes.splice(to..to, copy);
-            }
-        }
-    }
-}
-
-/// Gives each of the valid inputs, and mutations of them, to a parser. A macro, since bolero names a target by the
-/// function that it is in.
-macro_rules! fuzz {
-    ($corpus:expr, $mutations:expr, $parse:expr) => {{
-        let (corpus, parse): (Vec<Vec<u8>>, _) = ($corpus, $parse);
-        corpus.iter().for_each(|bytes| parse(bytes.as_slice()));
-        let input = (produce::<u8>(), produce::<Vec<Edit>>().with().len(1..6_usize));
-        check!().with_generator(input).with_iterations($mutations).for_each(|(file, edits)| {
-            let mut bytes = corpus[usize::from(*file) % corpus.len()].clone();
-            edits.iter().for_each(|edit| edit.apply(&mut bytes));
-            let start = Instant::now();
-            parse(bytes.as_slice());
-            assert!(start.elapsed() < Duration::from_secs(20), "slow: {:?}", String::from_utf8_lossy(&bytes));
-        });
-    }};
-}
 
 /// A copy of a checkpoint, of which one file is replaced.
 struct Copied {
@@ -105,16 +44,6 @@ impl Copied {
         fs::write(self.folder.path().join(self.name), bytes).unwrap();
         let _ = Checkpoint::open(self.folder.path(), &ReadOptions::default());
     }
-}
-
-#[test]
-fn pickle() {
-    let corpus =
-        vec![fs::read(fixture("fsdp4/dcp/.metadata")).unwrap(), b"\x80\x02}X\x01\0\0\0a](K\x01K\x02es.".to_vec()];
-    fuzz!(corpus, 1_000, |bytes: &[u8]| {
-        let Ok((pickle, _)) = pickle::decode(bytes, &mut NoFold) else { return };
-        let _ = pickle::lift_with(pickle.root(), Unknown::Drop, &mut |_| Ok(None));
-    });
 }
 
 #[test]

@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use crate::catalog::{Catalog, ChunkTable, Fqn, Holding, Reservation, TensorEntry, TensorId, Value, model};
 use crate::exec::log::{AtEnd, Log};
 use crate::exec::{Extents, Input, Options, Silent, Stop, compare, copy};
-use crate::format::pickle::Unknown;
 use crate::format::safetensors::Wanted;
 use crate::format::torch::{RankLayout, RankTarget, Release, Style, reserve_ranks};
 use crate::format::{Checkpoint, ReadOptions, SeriesChoice, dcp, resolve, safetensors, torch};
 use crate::layout::{DeviceMesh, MeshDim, Placement, Rank, Tile, local_shard, parse_placements};
+
+use torch_pickle::pickle::Unknown;
 
 use super::fixture;
 
@@ -195,7 +196,7 @@ fn ranks_that_differ() {
     let first = Value::List(vec![tensor(2), Value::Int(7), tensor(0)]);
     let second = Value::List(vec![tensor(0), tensor(1), tensor(2)]);
     let holding = |value, ranks: &[u32]| Holding { value, ranks: ranks.iter().copied().map(Rank).collect() };
-    let state = Value::PerRank(vec![holding(first, &[0, 2]), holding(second, &[1])]);
+    let state = Value::Other(vec![holding(first, &[0, 2]), holding(second, &[1])]);
     let mesh = mesh("dp=8", &[]);
     let reservation = reserve(&source.catalog, &state, &mesh, "S(0)", &Style::default());
     check_order(&reservation);

@@ -90,7 +90,7 @@ fn unsafe_code_is_where_files_are_mapped_and_devices_are_used() {
     assert_eq!(allowing, UNSAFE);
 }
 
-/// Parsers read from memory, not from mapped files: another process may change a mapped file at any moment. The zip reader copies
+/// Parsers read from memory, not from mapped files: another process may change a mapped file at any moment. The reader of archives copies
 /// or compares each byte of a mapping once.
 #[test]
 fn mapped_bytes_are_tensor_data() {
@@ -103,7 +103,7 @@ fn mapped_bytes_are_tensor_data() {
     let users = files.iter().filter(is_user).filter(uses);
     let mut using: Vec<_> = users.map(|file| file.strip_prefix(&source).unwrap().to_str().unwrap()).collect();
     using.sort_unstable();
-    assert_eq!(using, ["exec/runs.rs", "format/zip/frame.rs", "format/zip/read.rs"]);
+    assert_eq!(using, ["exec/runs.rs", "format/archive.rs"]);
 }
 
 /// A module by its path: `format::torch::reader`.

@@ -587,7 +587,7 @@ fn an_index_may_list_aliases() {
 #[test]
 fn unknown_objects_are_left_out_on_request() {
     let pickle = || {
-        let mut writer = dtshard::format::pickle::Writer::new();
+        let mut writer = torch_pickle::pickle::Writer::new();
         writer.empty_dict().mark();
         let view = crate::corrupt::View { key: "0", numel: 2, offset: 0, sizes: &[2], strides: &[1] };
         writer.string("w");

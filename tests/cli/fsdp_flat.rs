@@ -245,7 +245,7 @@ fn parameter_groups_go_by_names() {
         let names = |index: usize| {
             let name = |name: &str| Key::Name(name.into());
             let group = Path(vec![name("optim"), name("param_groups"), Key::Index(index as u64), name("params")]);
-            let Some(Value::List(names)) = state.at(&group) else { panic!("{group}") };
+            let Some(Value::List(names)) = group.find(state) else { panic!("{group}") };
             names.iter().map(|name| name.as_str().unwrap().to_owned()).collect::<Vec<_>>()
         };
         for (index, group) in layout.optimizer.clone().unwrap().iter().enumerate() {

@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use crate::common::{Kind, assert_same, case, expect, fixture, read, succeed};
-use dtshard::format::pickle::Unknown;
 use dtshard::format::torch::{Found, reader};
 use dtshard::format::{Checkpoint, ReadOptions};
 use dtshard::layout::{Region, chunk};
 use dtshard::storage::{Files, IoMode};
+use torch_pickle::pickle::Unknown;
 
 const SERIES: [&str; 2] = ["model", "optim"];
 

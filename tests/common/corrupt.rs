@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use dtshard::format::pickle::Writer;
+use torch_pickle::pickle::Writer;
 
 use super::transcript::{Transcript, record};
 

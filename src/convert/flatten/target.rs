@@ -243,7 +243,7 @@ impl Wish {
 /// Whether the model has PyTorch's `_metadata` of all its modules: flat parameters are read in that order.
 fn knows_modules(state: &Value) -> bool {
     let Model { root, tensors } = model::model(state);
-    let dict = state.at(&root).and_then(Value::as_dict);
+    let dict = root.find(state).and_then(Value::as_dict);
     let Some(registered) = dict.and_then(modules::registered) else { return false };
     let registered: HashSet<String> = registered.into_iter().collect();
     tensors.iter().all(|(fqn, _)| registered.contains(module_of(&clean_name(fqn.as_str()))))

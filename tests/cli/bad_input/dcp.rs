@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use dtshard::format::pickle::Writer;
+use torch_pickle::pickle::Writer;
 
 use crate::corrupt::{Sandbox, View, dtshard, torch_file};
 

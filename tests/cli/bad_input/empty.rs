@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use dtshard::format::pickle::Writer;
 use serde_json::Value as Json;
+use torch_pickle::pickle::Writer;
 
 use crate::corrupt::{Sandbox, dtshard, fixture, torch_file};
 use crate::outcome::Outcome;

@@ -65,7 +65,7 @@ fn ranks_that_disagree_about_kind_and_dtype() {
 }
 
 fn torch_list() -> Vec<u8> {
-    let mut writer = dtshard::format::pickle::Writer::new();
+    let mut writer = torch_pickle::pickle::Writer::new();
     writer.empty_list();
     VIEW.write(&mut writer);
     writer.append();
@@ -76,7 +76,7 @@ fn torch_list() -> Vec<u8> {
 #[test]
 fn ties_that_not_every_rank_has() {
     let names = |names: &[&str], tied: bool| {
-        let mut writer = dtshard::format::pickle::Writer::new();
+        let mut writer = torch_pickle::pickle::Writer::new();
         writer.empty_dict();
         for (index, name) in (0..).zip(names) {
             writer.string(name);
@@ -283,7 +283,7 @@ fn ranks_without_a_value_have_none() {
 #[test]
 fn a_number_and_its_digits_are_two_keys() {
     let pickle = |number_first: bool| {
-        let mut writer = dtshard::format::pickle::Writer::new();
+        let mut writer = torch_pickle::pickle::Writer::new();
         writer.empty_dict();
         for is_number in [number_first, !number_first] {
             if is_number {
@@ -302,7 +302,7 @@ fn a_number_and_its_digits_are_two_keys() {
 #[test]
 fn a_series_stays_in_the_destination() {
     let sandbox = Sandbox::new();
-    let mut writer = dtshard::format::pickle::Writer::new();
+    let mut writer = torch_pickle::pickle::Writer::new();
     writer.empty_dict();
     for key in ["model", "../../evil"] {
         writer.string(key).empty_dict().string("w");

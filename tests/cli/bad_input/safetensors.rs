@@ -169,7 +169,7 @@ fn an_index_that_disagrees() {
 #[test]
 fn two_names_that_become_one_are_refused() {
     use crate::corrupt::{View, torch_file};
-    let mut writer = dtshard::format::pickle::Writer::new();
+    let mut writer = torch_pickle::pickle::Writer::new();
     let view = |key| View { key, numel: 1, offset: 0, sizes: &[1], strides: &[1] };
     writer.empty_dict().string("a").empty_dict().string("b");
     view("0").write(&mut writer);

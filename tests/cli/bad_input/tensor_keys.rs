@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use dtshard::catalog::{Dict, TensorId, Value};
-use dtshard::format::pickle::Writer;
+use dtshard::format::archive::Leaves;
 use serde_json::Value as Json;
+use torch_pickle::pickle::Writer;
 
 use crate::corrupt::{Sandbox, View, dtshard, torch_file};
 
@@ -26,12 +27,12 @@ fn dict(entries: Vec<(Value, Value)>) -> Value {
 fn file(sandbox: &Sandbox, value: Value) -> PathBuf {
     let state = dict(vec![(text("w"), tensor(1)), (text("s"), value)]);
     let mut writer = Writer::new();
-    let mut view = |writer: &mut Writer, TensorId(number): TensorId| {
+    let tensors = |writer: &mut Writer, TensorId(number): TensorId| {
         let key = number.to_string();
         View { key: &key, numel: 2, offset: 0, sizes: &[2], strides: &[1] }.write(writer);
         Ok(())
     };
-    writer.value(&state, &mut view).unwrap();
+    writer.value(&state, &mut Leaves { rank: None, tensors }).unwrap();
     sandbox.write("source/w.pt", torch_file(writer.finish(), &STORAGES))
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use dtshard::format::pickle::Writer;
+use torch_pickle::pickle::Writer;
 
 use crate::corrupt::{Sandbox, View, ZipEntry, dict_of, dtshard, torch_entries, torch_file, zip, zip_claiming};
 
