@@ -60,7 +60,7 @@ use crate::cli::{Cli, Command, SelectArgs, SourceArgs};
 use dtshard::comm::{self, Launch};
 use dtshard::error::{Error, Result};
 use dtshard::exec::Input;
-use dtshard::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
+use dtshard::format::{Checkpoint, FlatKnowledge, ReadOptions, SeriesChoice, TensorStorage, Want, resolve};
 use dtshard::quantity::count;
 
 /// How a verb ended, where it ended.
@@ -123,7 +123,7 @@ fn read_options(args: &SourceArgs, like: Option<&Path>, default: SeriesChoice, w
         names => SeriesChoice::Named(names.to_vec()),
     };
     ReadOptions {
-        from: args.from.map(Into::into),
+        from: args.from,
         want,
         series,
         io: args.io.mode(),
@@ -180,7 +180,9 @@ fn check_series(args: &SourceArgs, checkpoints: &[&Checkpoint]) -> Result<()> {
 
 /// What tells of flat parameters would be without an effect where there are none.
 fn check_flat(args: &SourceArgs, like: Option<&Path>, checkpoints: &[&Checkpoint]) -> Result<()> {
-    let is_flat = |checkpoint: &&Checkpoint| checkpoint.format == Format::FsdpFlat || checkpoint.catalog.flat.is_some();
+    let is_flat = |checkpoint: &&Checkpoint| {
+        checkpoint.format.tensors() == TensorStorage::Flat || checkpoint.catalog.flat.is_some()
+    };
     let option = match (&args.flat_layout, like) {
         (Some(_), _) => "--flat-layout",
         (None, Some(_)) => "--like",

@@ -4,7 +4,7 @@ use std::iter::{self, zip};
 
 use super::{View, harmless, parts};
 use dtshard::catalog::{Fqn, TensorEntry};
-use dtshard::format::Format;
+use dtshard::format::TensorStorage;
 use dtshard::layout::{Region, chunk};
 
 /// Every tensor. The last column is its digest where there are any.
@@ -29,7 +29,7 @@ pub fn tensors(view: &View<'_>) -> String {
 
 /// True if the format records boxes, but neither ranks nor placements.
 fn has_boxes_alone(view: &View<'_>) -> bool {
-    matches!(view.checkpoint.format, Format::Dcp | Format::DcpHf)
+    view.checkpoint.format.tensors() == TensorStorage::Boxes
 }
 
 /// The likely number of ranks: each stores at most one box of a tensor.

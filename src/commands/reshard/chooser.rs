@@ -17,14 +17,13 @@ use super::subject::{Subject, Subjects, ToldBy};
 use super::tally::Tally;
 use dtshard::catalog::{Catalog, Class, Path, TensorEntry, model};
 use dtshard::error::{Error, Result};
-use dtshard::format::dcp;
 use dtshard::format::local::LocalLayout;
 use dtshard::format::parallelize::{Planned, Side};
 use dtshard::format::torch::RankLayout;
 use dtshard::layout::cut::CutBy;
 use dtshard::layout::parallelize::{Laid, Order};
 use dtshard::layout::rules::{Fallback, Layout, Lies};
-use dtshard::layout::shards::Shared;
+use dtshard::layout::shards::{Held, Shared};
 use dtshard::layout::{LayoutError, Placement};
 use dtshard::select::Wrappers;
 
@@ -120,7 +119,7 @@ impl<'a> Chooser<'a> {
     // ------------------------------------------------------------------------------------------ for each format
 
     /// The distinct tiles of a tensor, for a format that stores those.
-    pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<dcp::Shards> {
+    pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<Held>> {
         let shared = match self.choose(path, entry)? {
             Choice::Plain => self.layout.replicated(),
             Choice::Shared(Chosen { shared, by, .. }) => self.without_summands(path, shared, by)?,

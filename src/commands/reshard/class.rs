@@ -3,7 +3,7 @@
 use crate::cli::TensorClass;
 use dtshard::catalog::{Catalog, Class};
 use dtshard::error::{Error, Result};
-use dtshard::format::Format;
+use dtshard::format::{Format, TensorStorage};
 
 /// The Python class of tensors that ranks share; `None` for that of each in the source.
 ///
@@ -11,7 +11,7 @@ use dtshard::format::Format;
 /// `Usage` where the target does not keep it.
 pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Class>> {
     match given {
-        Some(_) if !matches!(to, Format::TorchRanks | Format::Local) => Err(Error::usage(
+        Some(_) if to.tensors() != TensorStorage::Ranks => Err(Error::usage(
             format!("--tensor-class is for rank files, and DST is to be {to}"),
             "leave it out, or write rank files with --to torch-ranks",
         )),

@@ -14,7 +14,7 @@ use crate::cli::Unshard;
 use dtshard::catalog::flat::FlatLayout;
 use dtshard::catalog::{Class, Path, Reservation, TensorEntry, model, optimizer};
 use dtshard::error::{Error, Result};
-use dtshard::format::{Format, torch};
+use dtshard::format::{Format, TensorStorage, torch};
 use dtshard::layout::cut::CutBy;
 use dtshard::layout::{DeviceMesh, Pattern};
 use dtshard::nearest;
@@ -26,12 +26,12 @@ const ROOT: &str = ".";
 /// # Errors
 /// `Usage` where SRC has no shards that could stay.
 pub fn default_format(args: &Unshard, source: &Source) -> Result<Format> {
-    match source.checkpoint.format {
-        Format::FsdpFlat if !args.unit.is_empty() => Ok(Format::FsdpFlat),
-        Format::TorchRanks | Format::Local => Ok(Format::TorchRanks),
+    match source.checkpoint.format.tensors() {
+        TensorStorage::Flat if !args.unit.is_empty() => Ok(Format::FsdpFlat),
+        TensorStorage::Ranks => Ok(Format::TorchRanks),
         _ if args.unit.is_empty() => Ok(Format::TorchRanks),
-        format => Err(Error::usage(
-            format!("--unit: {format} does not say how the other tensors lie on ranks"),
+        TensorStorage::Whole | TensorStorage::Boxes | TensorStorage::Flat => Err(Error::usage(
+            format!("--unit: {} does not say how the other tensors lie on ranks", source.checkpoint.format),
             "it is for rank files of DTensors or ShardedTensors, and for flat parameters",
         )),
     }

@@ -17,6 +17,7 @@
 mod decode;
 pub mod document;
 mod encode;
+pub(super) mod entry;
 mod own;
 mod read;
 #[cfg(test)]

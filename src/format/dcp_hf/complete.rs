@@ -1,14 +1,12 @@
-//! Complete sets of DCP's Hugging Face storage: a file for each rank that has anything of a file of the whole.
-//!
-//! Source: `torch/distributed/checkpoint/hf_storage.py` and `_hf_utils.py` (2.15).
+//! Complete sets: a file for each rank that has anything of a file of the whole.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use super::safetensors;
-use super::safetensors::sharding::ShardName;
-use super::shortfall::{Shortfall, list_absent};
 use crate::error::{Error, Result};
+use crate::format::safetensors;
+use crate::format::safetensors::sharding::ShardName;
+use crate::format::shortfall::{Shortfall, list_absent};
 use crate::name_list::{FEW, Numbers, short_list};
 use crate::storage::{Files, IoMode};
 
@@ -56,7 +54,7 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     let highest = ranks.last_key_value().map_or(0, |(rank, _)| *rank);
     let of_ranks = Numbers::missing(1..=highest, ranks.keys().copied());
     let of_files = Numbers::missing(1..=total, parts.keys().copied());
-    let name = |(shard, file): (u32, u32)| format!("shard-{shard:05}-model-{file:05}-of-{total:05}.safetensors");
+    let name = |(shard, file): (u32, u32)| ShardName { shard, file, files: total }.to_string();
     let absent = |at: &(u32, u32)| !present.contains(at);
     let of_ranks_there = ranks.keys().flat_map(|rank| parts.keys().map(|file| (*rank, *file))).filter(absent);
     let of_both: Vec<String> = of_ranks_there.map(name).collect();
