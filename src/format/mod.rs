@@ -418,6 +418,38 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_readme_has_the_table_of_formats() {
+        let row = |format: &Format| {
+            let Entry { name, about, .. } = format.entry();
+            format!("| [`{name}`](docs/formats/{name}.md) | {about} | {} |\n", format.writers().join(", "))
+        };
+        let table: String = Format::ALL.iter().map(row).collect();
+        assert!(include_str!("../../README.md").contains(&table), "the table is now:\n{table}");
+    }
+
+    #[test]
+    fn every_format_has_a_page() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let index = include_str!("../../docs/README.md");
+        for format in Format::ALL {
+            let page = format!("formats/{format}.md");
+            assert!(index.contains(&format!("[{format}]({page})")), "{format}");
+            assert!(std::fs::read_to_string(root.join("docs").join(page)).unwrap().starts_with("# "), "{format}");
+        }
+    }
+
+    #[test]
+    fn formats_are_found_by_name_and_by_suffix() {
+        for format in Format::ALL {
+            assert_eq!(Format::from_name(format.name()), Some(*format));
+        }
+        assert_eq!(Format::from_name("gguf"), None);
+        assert_eq!(Format::from_suffix("pt"), Some(Format::Torch));
+        assert_eq!(Format::from_suffix("safetensors"), Some(Format::Safetensors));
+        assert_eq!(Format::from_suffix("json"), None);
+    }
+
+    #[test]
     fn names_stay_inside_the_folder() {
         let inside = |name| relative_to_folder(Path::new("/c"), name, Path::new("/c/.metadata"));
         assert_eq!(inside("__0_0.distcp").unwrap(), Path::new("/c/__0_0.distcp"));

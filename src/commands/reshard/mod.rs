@@ -55,8 +55,8 @@ pub fn run(args: &Reshard, launch: Launch, printer: &Printer) -> Result<Status> 
         TensorStorage::Whole => {
             return Err(Error::usage(
                 format!("{to} holds whole tensors, which have no mesh"),
-                "--to dcp, --to torch-ranks and --to local write shards; `dtshard unshard` and `dtshard consolidate` write whole \
-                 tensors",
+                "--to dcp, --to dcp-hf, --to torch-ranks and --to local write shards; `dtshard unshard` and `dtshard consolidate` \
+                 write whole tensors",
             ));
         }
     };
