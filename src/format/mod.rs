@@ -14,6 +14,7 @@ pub mod index;
 mod json;
 pub mod known_files;
 pub mod layout_file;
+mod listing;
 pub mod local;
 pub mod parallelize;
 mod parts;
@@ -35,7 +36,6 @@ use std::fmt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-pub use detect::{Detected, detect};
 pub use folder::{Want, companions, may_lead_on};
 pub use foreign::refuse_address;
 pub use parts::{Content, Part};
@@ -252,8 +252,8 @@ impl Checkpoint {
         };
         let mut reading = Reading::new(options, io);
         let (mut loaded, mut formats) = (Vec::new(), Vec::new());
-        for (folder, detected) in folders {
-            let (format, own) = reading.read(&parts::within(&root, &folder), detected)?;
+        for (folder, found) in folders {
+            let (format, own) = reading.read(&parts::within(&root, &folder), found)?;
             formats.push((folder.clone(), format));
             loaded.push((folder, own));
         }

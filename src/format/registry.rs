@@ -3,13 +3,21 @@
 //! A format is a folder in [`crate::format`], and one line of the table [there](super::Format::ALL). Detection, `--from`,
 //! `--to`, their help and the table in the README come from the rows.
 
+use std::path::Path as FilePath;
+
+use super::listing::{FileStart, Found, Listing};
 use super::local::LocalLayout;
+use super::parts::Loaded;
 use super::rank_names::RankNames;
+use super::reading::Reading;
+use super::shortfall::Shortfall;
 use super::torch::{RankLayout, Style};
+use super::{Format, ReadOptions};
 use crate::catalog::{Catalog, Path, Reservation, TensorEntry, Value};
 use crate::error::Result;
 use crate::layout::DeviceMesh;
 use crate::layout::shards::Held;
+use crate::storage::IoMode;
 
 /// One row of the table: the name of a format, and what it can hold.
 pub struct Entry {
@@ -33,6 +41,7 @@ pub struct Entry {
     pub is_in_module_order: bool,
     /// True if the file of each rank names each of its tensors, which takes memory before anything is written.
     pub names_tensors_by_rank: bool,
+    pub read: &'static dyn Read,
     /// The writer of tensors that the ranks of a mesh share.
     pub write_shards: Option<&'static dyn WriteShards>,
 }
@@ -48,6 +57,39 @@ pub enum TensorStorage {
     Ranks,
     /// What each rank holds of FSDP1's flat parameters.
     Flat,
+}
+
+/// A format that is read.
+pub trait Read: Sync {
+    /// Finds a checkpoint of this format in a folder, by the names of its files.
+    ///
+    /// # Errors
+    /// `Io`; `Missing` and `Malformed` where the names say that something is wrong.
+    fn find_in(&self, _: &Listing<'_>) -> Result<Option<Found>> {
+        Ok(None)
+    }
+
+    /// Recognises a file that is a checkpoint by itself.
+    ///
+    /// # Errors
+    /// `Unsupported` for a file that is one of several.
+    fn find_file(&self, _: &FileStart<'_>) -> Result<Option<Found>> {
+        Ok(None)
+    }
+
+    /// Returns the files that a checkpoint lacks, by the names of those that are there.
+    ///
+    /// # Errors
+    /// `Io`; `Malformed` and `Conflict` where names contradict each other.
+    fn shortfall(&self, _: &FilePath, _: &Found, _: &ReadOptions, _: IoMode) -> Result<Option<Shortfall>> {
+        Ok(None)
+    }
+
+    /// Reads names, shapes and places of tensors, and objects. Returns the format, too, which may show only now.
+    ///
+    /// # Errors
+    /// `Malformed`, `Missing`, `Conflict`, `Unsupported`, `Io`.
+    fn read(&self, reading: &mut Reading<'_>, path: &FilePath, found: Found) -> Result<(Format, Loaded)>;
 }
 
 /// A format that is written for the ranks of a mesh.

@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::format::safetensors;
 use crate::format::safetensors::sharding::ShardName;
 use crate::format::shortfall::{Shortfall, list_absent};
+use crate::format::{folder_of, list, name_of};
 use crate::name_list::{FEW, Numbers, short_list};
 use crate::storage::{Files, IoMode};
 
@@ -86,4 +87,19 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     let error =
         Error::Missing { path: folder.to_path_buf(), at: at.to_owned(), expected, missing: first.clone(), hint };
     Ok(Some(Shortfall { error: error.naming(&missing), missing, allowed: Some(allowed) }))
+}
+
+/// Returns the shortfall of a shard that is given alone.
+///
+/// # Errors
+/// `Io` where the folder that it is in cannot be listed.
+pub fn lone_shard(path: &Path) -> Result<Shortfall> {
+    let shard = ShardName::parse(path).map(|name| name.shard).unwrap_or_default();
+    let error = Error::usage(
+        format!("{} is shard {shard} of DCP's Hugging Face storage", path.display()),
+        "give the folder, which has all of them",
+    );
+    let (folder, own) = (folder_of(path), name_of(path));
+    let is_other = |name: &String| *name != own && ShardName::parse(&folder.join(name)).is_some();
+    Ok(Shortfall::new(list(folder)?.into_iter().filter(is_other).collect(), error))
 }

@@ -13,5 +13,5 @@ mod complete;
 pub(super) mod entry;
 mod write;
 
-pub use complete::shortfall;
+pub use complete::{lone_shard, shortfall};
 pub use write::reserve;

@@ -19,9 +19,9 @@ use crate::catalog::{
 };
 use crate::error::{Error, Result};
 use crate::format::distinct_names;
+use crate::format::registry::Layouts;
 use crate::format::safetensors::sharding::{SHARDING_INFO, ShardName};
 use crate::format::safetensors::{DCP_VERSION_KEY, FORMAT_KEY, Written, write_header};
-use crate::layout::shards::Held;
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::FileId;
 
@@ -58,16 +58,12 @@ struct ShardPart {
     ranks: SmallVec<[Rank; 4]>,
 }
 
-/// Lays out the tensors of `state` on the ranks that `shards` gives for each. Objects are left out.
+/// Lays out the tensors of `state` on the ranks that `layouts` gives for each. Objects are left out.
 ///
 /// # Errors
 /// `Unsupported` where two paths have the same dotted name, a rank has more than one box of a tensor, or the format has no
-/// tag for a dtype; what `shards` gives.
-pub fn reserve(
-    source: &Catalog,
-    state: &Value,
-    shards: &mut dyn FnMut(&Fqn, &Path, &TensorEntry) -> Result<Vec<Held>>,
-) -> Result<Reservation> {
+/// tag for a dtype; the errors of `layouts`.
+pub fn reserve(source: &Catalog, state: &Value, layouts: &mut dyn Layouts) -> Result<Reservation> {
     let mut paths: Vec<(Path, TensorId)> = Vec::new();
     path::tensors(state, &Path::default(), &mut |path, id| paths.push((path.clone(), id)));
     let tensors: Vec<(Fqn, TensorId)> = paths.iter().map(|(path, id)| (path.fqn(), *id)).collect();
@@ -75,7 +71,7 @@ pub fn reserve(
     let mut parts = Vec::new();
     for (tensor, (path, id)) in paths.iter().enumerate() {
         let (fqn, entry) = (&tensors[tensor].0, source.tensor(*id));
-        for (tile, ranks) in shards(fqn, path, entry)? {
+        for (tile, ranks) in layouts.shards(path, entry)? {
             parts.push(ShardPart { tensor, region: one_box(fqn, &tile, &entry.shape)?, ranks });
         }
     }
