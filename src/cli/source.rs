@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::values::{FormatArg, IoArg, SplitArg, rank};
+use super::values::{IoArg, SplitArg, any_format, rank};
+use dtshard::format::Format;
 use dtshard::quantity::Quantity;
 
 /// Where to read from, and how.
@@ -12,8 +13,8 @@ use dtshard::quantity::Quantity;
 #[command(next_help_heading = "Source")]
 pub struct SourceArgs {
     /// Format of SRC [default: detected]
-    #[arg(long, value_name = "FORMAT")]
-    pub from: Option<FormatArg>,
+    #[arg(long, value_name = "FORMAT", value_parser = any_format())]
+    pub from: Option<Format>,
     /// Series of rank files to take: names with commas between them, or all [default: model for unshard and
     /// consolidate, else all]
     #[arg(long, value_name = "A,B|all", value_delimiter = ',')]

@@ -57,6 +57,6 @@ impl Listing {
     /// Whether the checkpoint it was made of could hold objects.
     #[must_use]
     pub fn holds_objects(&self) -> bool {
-        self.format != Format::Safetensors.name() && self.format != Format::DcpHf.name()
+        Format::from_name(&self.format).is_none_or(Format::holds_objects)
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::options::{SelectOptions, SourceOptions};
 use crate::error::{Error, Result};
 use crate::exec::Input;
-use crate::format::{Checkpoint, FlatKnowledge, Format, ReadOptions, SeriesChoice, Want, resolve};
+use crate::format::{Checkpoint, FlatKnowledge, ReadOptions, SeriesChoice, TensorStorage, Want, resolve};
 use crate::quantity::count;
 
 /// Returns how a source is read, with `default` where no series are asked for.
@@ -79,7 +79,9 @@ pub fn check_series(args: &SourceOptions, checkpoints: &[&Checkpoint]) -> Result
 
 /// What tells of flat parameters would be without an effect where there are none.
 pub fn check_flat(args: &SourceOptions, like: Option<&Path>, checkpoints: &[&Checkpoint]) -> Result<()> {
-    let is_flat = |checkpoint: &&Checkpoint| checkpoint.format == Format::FsdpFlat || checkpoint.catalog.flat.is_some();
+    let is_flat = |checkpoint: &&Checkpoint| {
+        checkpoint.format.tensors() == TensorStorage::Flat || checkpoint.catalog.flat.is_some()
+    };
     let option = match (&args.flat_layout, like) {
         (Some(_), _) => "--flat-layout",
         (None, Some(_)) => "--like",

@@ -23,27 +23,21 @@ pub fn target_format(args: &DestinationOptions, destination: Option<&Path>, defa
 }
 
 fn named_format(args: &DestinationOptions, destination: Option<&Path>, default: Format) -> Result<Format> {
-    const WRITTEN: [(&str, Format); 5] = [
-        ("safetensors", Format::Safetensors),
-        ("pt", Format::Torch),
-        ("pth", Format::Torch),
-        ("bin", Format::Torch),
-        ("ckpt", Format::Torch),
-    ];
     const OTHERS: [&str; 10] = ["gguf", "ggml", "h5", "npz", "npy", "onnx", "msgpack", "pkl", "zip", "json"];
     if let Some(to) = args.to {
-        return Ok(to.into());
+        return Ok(to);
     }
     let suffix = destination.and_then(Path::extension).and_then(|suffix| suffix.to_str());
     let (Some(destination), Some(suffix)) = (destination, suffix) else { return Ok(default) };
     if lookup::is_folder(destination)? {
         return Ok(default);
     }
-    if let Some((_, format)) = WRITTEN.iter().find(|(known, _)| *known == suffix) {
-        return Ok(*format);
+    if let Some(format) = Format::from_suffix(suffix) {
+        return Ok(format);
     }
-    let meant = (suffix.len() > 4).then(|| WRITTEN.iter().find(|(known, _)| strsim::levenshtein(known, suffix) <= 2));
-    if !OTHERS.contains(&suffix) && meant.flatten().is_none() {
+    let mut known = Format::ALL.iter().flat_map(|format| format.entry().suffixes);
+    let is_misspelt = suffix.len() > 4 && known.any(|known| strsim::levenshtein(known, suffix) <= 2);
+    if !OTHERS.contains(&suffix) && !is_misspelt {
         return Ok(default);
     }
     Err(Error::usage(
@@ -54,20 +48,9 @@ fn named_format(args: &DestinationOptions, destination: Option<&Path>, default: 
 
 /// The error for a verb that writes whole tensors and is asked for a format of shards.
 pub fn holds_shards(verb: &str, to: Format) -> Error {
-    if to == Format::DcpHf {
-        return not_written(to);
-    }
     Error::usage(
         format!("{verb} writes whole tensors, to torch or safetensors, not to {to}"),
         "use `dtshard reshard` with a --mesh to write shards",
-    )
-}
-
-/// The error for a format that is only read.
-pub fn not_written(to: Format) -> Error {
-    Error::usage(
-        format!("{to} is read, not written"),
-        "--to safetensors is what Hugging Face loaders open, --to dcp what DCP loads; leave --to out for the verb's own",
     )
 }
 

@@ -17,7 +17,7 @@ use crate::catalog::{Catalog, Class, Path, TensorEntry, TensorId, model, path};
 use crate::convert::{Chooser, row_specs, shared_mesh};
 use crate::error::{Error, Result};
 use crate::format::torch::RankLayout;
-use crate::format::{Checkpoint, Format, fsdp_flat};
+use crate::format::{Checkpoint, Format, TensorStorage, fsdp_flat};
 use crate::layout::file::{self, LayoutFile};
 use crate::layout::rules::{Fallback, Layout, Lies, Rule, Spec};
 use crate::layout::shards::Shared;
@@ -71,14 +71,14 @@ fn untold(checkpoint: &Checkpoint) -> Error {
         );
     }
     let by_hand = "write a layout by hand: docs/layout-file.md";
-    match checkpoint.format {
-        Format::TorchRanks => Error::unsupported(format!("{root}: none of its tensors lies on a mesh"), by_hand),
-        Format::Dcp => Error::unsupported(
+    match checkpoint.format.tensors() {
+        TensorStorage::Ranks => Error::unsupported(format!("{root}: none of its tensors lies on a mesh"), by_hand),
+        TensorStorage::Boxes => Error::unsupported(
             format!("{root}: a DCP directory does not record on which mesh, and how, its tensors lie"),
             format!("inspect rank files of the same job; or {by_hand}"),
         ),
-        format => Error::unsupported(
-            format!("{root}: {format} holds whole tensors, which lie on no mesh"),
+        TensorStorage::Whole | TensorStorage::Flat => Error::unsupported(
+            format!("{root}: {} holds whole tensors, which lie on no mesh", checkpoint.format),
             format!("inspect rank files of the same job; or {by_hand}"),
         ),
     }

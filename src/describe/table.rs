@@ -4,7 +4,7 @@ use std::iter::{self, zip};
 
 use super::{Inspection, parts};
 use crate::catalog::{Fqn, TensorEntry};
-use crate::format::Format;
+use crate::format::TensorStorage;
 use crate::layout::{Region, chunk};
 use crate::text::harmless;
 
@@ -30,7 +30,7 @@ pub fn tensors(view: &Inspection<'_>) -> String {
 
 /// True if the format records boxes, but neither ranks nor placements.
 fn has_boxes_alone(view: &Inspection<'_>) -> bool {
-    matches!(view.checkpoint.format, Format::Dcp | Format::DcpHf)
+    view.checkpoint.format.tensors() == TensorStorage::Boxes
 }
 
 /// The likely number of ranks: each stores at most one box of a tensor.

@@ -41,6 +41,14 @@ pub struct Loaded {
     pub parts: Vec<Part>,
 }
 
+impl Loaded {
+    /// A checkpoint that is one part.
+    pub fn whole(catalog: Catalog) -> Self {
+        let part = Part { folder: PathBuf::new(), content: Content::Whole, names: None, world_size: 0 };
+        Self { catalog, parts: vec![part] }
+    }
+}
+
 /// A folder in another one; an empty name is that one itself.
 pub fn within(root: &Path, folder: &Path) -> PathBuf {
     // Joined, it would end in a slash, and a file with a slash after it is no file.
@@ -161,8 +169,7 @@ mod tests {
             entries.push((Value::Str((*key).into()), Value::Tensor(catalog.push_tensor(entry))));
         }
         catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
-        let part = Part { folder: PathBuf::new(), content: Content::Whole, names: None, world_size: 0 };
-        Loaded { catalog, parts: vec![part] }
+        Loaded::whole(catalog)
     }
 
     #[test]

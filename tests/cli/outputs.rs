@@ -14,7 +14,7 @@ use std::process::Command;
 use rayon::prelude::*;
 
 /// Each verb with the options of one target.
-const CONVERSIONS: [&str; 25] = [
+const CONVERSIONS: [&str; 26] = [
     "consolidate",
     "consolidate --to torch",
     "consolidate --everything",
@@ -27,6 +27,7 @@ const CONVERSIONS: [&str; 25] = [
     "reshard",
     "reshard --mesh dp=3",
     "reshard --mesh dp=3 --to dcp",
+    "reshard --mesh dp=3 --to dcp-hf",
     "reshard --mesh dp=3 --to torch-ranks",
     "reshard --mesh dp=3 --to local",
     "reshard --mesh dp=3 --split balanced --to torch-ranks",

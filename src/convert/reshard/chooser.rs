@@ -17,14 +17,13 @@ use super::subject::{Subject, Subjects, ToldBy};
 use super::tally::Tally;
 use crate::catalog::{Catalog, Class, Path, TensorEntry, model};
 use crate::error::{Error, Result};
-use crate::format::dcp;
 use crate::format::local::LocalLayout;
 use crate::format::parallelize::{Planned, Side};
 use crate::format::torch::RankLayout;
 use crate::layout::cut::CutBy;
 use crate::layout::parallelize::{Laid, Order};
 use crate::layout::rules::{Fallback, Layout, Lies};
-use crate::layout::shards::Shared;
+use crate::layout::shards::{Held, Shared};
 use crate::layout::{LayoutError, Placement};
 use crate::select::Wrappers;
 
@@ -120,7 +119,7 @@ impl<'a> Chooser<'a> {
     // ------------------------------------------------------------------------------------------ for each format
 
     /// The distinct tiles of a tensor, for a format that stores those.
-    pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<dcp::Shards> {
+    pub fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<Held>> {
         let shared = match self.choose(path, entry)? {
             Choice::Plain => self.layout.replicated(),
             Choice::Shared(Chosen { shared, by, .. }) => self.without_summands(path, shared, by)?,

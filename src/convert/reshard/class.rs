@@ -3,7 +3,7 @@
 use crate::catalog::{Catalog, Class};
 use crate::convert::options::TensorClass;
 use crate::error::{Error, Result};
-use crate::format::Format;
+use crate::format::{Format, TensorStorage};
 
 /// The Python class of tensors that ranks share; `None` for that of each in the source.
 ///
@@ -11,7 +11,7 @@ use crate::format::Format;
 /// `Usage` where the target does not keep it.
 pub fn tensor_class(given: Option<TensorClass>, to: Format) -> Result<Option<Class>> {
     match given {
-        Some(_) if !matches!(to, Format::TorchRanks | Format::Local) => Err(Error::usage(
+        Some(_) if to.tensors() != TensorStorage::Ranks => Err(Error::usage(
             format!("--tensor-class is for rank files, and DST is to be {to}"),
             "leave it out, or write rank files with --to torch-ranks",
         )),

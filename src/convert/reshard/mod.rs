@@ -11,25 +11,24 @@ mod subject;
 mod tally;
 mod target;
 
-use std::path::PathBuf;
-
 use super::conflicts::Ranks;
 use super::fill::with_others;
-use super::parts::{self, carry_along, example_of, parts, warn_of_carried};
+use super::parts::{self, Target, carry_along, example_of, parts, warn_of_carried};
 use super::prepared::Prepared;
 use super::reading::check_flat;
 use super::run::Run;
 use super::source::Source;
-use super::target_format::{not_written, target_format};
+use super::target_format::target_format;
 use super::whole::check_tied;
 use super::{partial, tied};
-use crate::catalog::{Catalog, Class, Reservation, TensorEntry};
+use crate::catalog::{Catalog, Class, Path, Reservation, TensorEntry};
 use crate::convert::options::ReshardOptions;
 use crate::error::{Error, Result};
 use crate::exec::staging::Shape;
-use crate::format::{Checkpoint, Format, dcp, local, torch};
+use crate::format::{Checkpoint, Format, Layouts, ShardedTarget, TensorStorage, local, torch};
 use crate::layout::DeviceMesh;
 use crate::layout::rules::Layout;
+use crate::layout::shards::Held;
 use crate::progress::Progress;
 use crate::select::Wrappers;
 pub use chooser::Chooser;
@@ -51,22 +50,21 @@ pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<P
     }
     let destination = args.convert.dst.as_deref();
     let to = target_format(&args.convert.destination, destination, default_format(example_of(&source).format))?;
-    let ranks = match to {
-        Format::Dcp => Ranks::Together,
-        Format::TorchRanks | Format::Local => Ranks::Apart,
-        Format::FsdpFlat => return flat::prepare(args, source, run),
-        Format::DcpHf => return Err(not_written(to)),
-        _ => {
+    let ranks = match to.tensors() {
+        TensorStorage::Boxes => Ranks::Together,
+        TensorStorage::Ranks => Ranks::Apart,
+        TensorStorage::Flat => return flat::prepare(args, source, run),
+        TensorStorage::Whole => {
             return Err(Error::usage(
                 format!("{to} holds whole tensors, which have no mesh"),
-                "--to dcp, --to torch-ranks and --to local write shards; `dtshard unshard` and `dtshard consolidate` write whole \
-                 tensors",
+                "--to dcp, --to dcp-hf, --to torch-ranks and --to local write shards; `dtshard unshard` and `dtshard consolidate` \
+                 write whole tensors",
             ));
         }
     };
     check_flat(&args.convert.source, None, &[&source.checkpoint])?;
     check_tied(args.convert.tied, to)?;
-    let of_flat = (source.checkpoint.format == Format::FsdpFlat).then_some(Class::DTensor);
+    let of_flat = (source.checkpoint.format.tensors() == TensorStorage::Flat).then_some(Class::DTensor);
     let class = tensor_class(args.tensor_class, to)?.or(of_flat);
     source.settle(args.convert.checks, ranks, run)?;
     let (layout, notes_of_layout) = target_layout(args, &source)?;
@@ -77,15 +75,13 @@ pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<P
     let renamed = renamed_dims(&source.wanted.catalog, &layout.mesh);
     notes.extend(renamed.filter(|_| ranks == Ranks::Apart && source.like.is_none()));
     notes.extend(notes_of_layout);
-    if to == Format::Dcp {
+    if to.tensors() == TensorStorage::Boxes {
         notes.extend(tied::note_for_dcp(&source.checkpoint, &source.wanted.catalog.state)?);
     }
     let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
     let max_memory = args.convert.source.max_memory;
-    match to {
-        Format::TorchRanks => check_room(&source, &layout.mesh, job.world_size, class, max_memory)?,
-        Format::Local => parts::check_room(job.world_size.into(), source.tensors().len(), 0, max_memory)?,
-        _ => {}
+    if to.entry().names_tensors_by_rank {
+        check_room(&source, &layout.mesh, job.world_size, class, (to, max_memory))?;
     }
     let (mut reservation, more) = reserve(&source, &layout, &job, wrappers, class, to, run.progress)?;
     notes.extend(more);
@@ -123,35 +119,40 @@ fn reserve(
     }
     let mut whole = Reservation::default();
     for part in parts(source, to) {
-        let reservation = match &part.names {
-            None if to == Format::Local => local::reserve(
-                wanted,
-                &part.state,
-                local::LocalTarget {
-                    mesh: &layout.mesh,
-                    world_size: job.world_size,
-                    layout: &mut |path, entry| chooser.local_layout(&part.whole_path(path), entry),
-                },
-            )?,
-            None => {
-                dcp::reserve(wanted, &part.state, &mut |_, path, entry| chooser.shards(&part.whole_path(path), entry))?
-            }
-            Some(names) => torch::reserve_ranks(
-                wanted,
-                &part.state,
-                torch::RankTarget {
-                    mesh: &layout.mesh,
-                    world_size: job.world_size,
-                    style: &job.style,
-                    name: &|rank| PathBuf::from(names.render(rank.0, job.world_size)),
-                    layout: &mut |_, path, entry| chooser.rank_layout(&part.whole_path(path), entry),
-                },
-            )?,
-        };
+        let writer = to.entry().write_shards.expect("a format of shards that is not flat has a writer");
+        let reservation = writer.reserve(ShardedTarget {
+            source: wanted,
+            state: &part.state,
+            mesh: &layout.mesh,
+            world_size: job.world_size,
+            style: &job.style,
+            names: part.names.as_ref(),
+            layouts: &mut PartLayouts { part: &part, chooser: &mut chooser },
+        })?;
         whole.append(&part.folder, reservation);
     }
     partial::share(&source.checkpoint.catalog, &layout.mesh, &mut whole)?;
     Ok((whole, chooser.finish(Heads::of(&source.checkpoint)?)?))
+}
+
+/// The layouts of one part of the state dict.
+struct PartLayouts<'a, 'c> {
+    part: &'a Target,
+    chooser: &'a mut Chooser<'c>,
+}
+
+impl Layouts for PartLayouts<'_, '_> {
+    fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<Held>> {
+        self.chooser.shards(&self.part.whole_path(path), entry)
+    }
+
+    fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<torch::RankLayout> {
+        self.chooser.rank_layout(&self.part.whole_path(path), entry)
+    }
+
+    fn local_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<local::LocalLayout> {
+        self.chooser.local_layout(&self.part.whole_path(path), entry)
+    }
 }
 
 /// The job that is to load rank files.
@@ -202,13 +203,18 @@ fn check_room(
     mesh: &DeviceMesh,
     world_size: u32,
     class: Option<Class>,
-    max_memory: u64,
+    (to, max_memory): (Format, u64),
 ) -> Result<()> {
     /// What a ShardedTensor says of a rank: kept once, and in the pickle that is being made.
     const BOX_BYTES: u64 = 2 * 40;
     /// Every file lists the ranks of the mesh, as a tensor and as a tuple.
     const RANK_BYTES: u64 = 16;
-    let (ranks, files, named) = (mesh.world_size() as u64, u64::from(world_size), source.tensors());
+    let (ranks, named) = (mesh.world_size() as u64, source.tensors());
+    if !to.has_rank_files() {
+        let files = if to.is_by_rank() { world_size.into() } else { ranks };
+        return parts::check_room(files, named.len(), 0, max_memory);
+    }
+    let files = u64::from(world_size);
     let boxes = named.iter().map(|(_, id)| {
         let entry = source.wanted.catalog.tensor(*id);
         let is_sharded = class.unwrap_or(entry.class) == Class::ShardedTensor;
@@ -221,10 +227,5 @@ fn check_room(
 
 /// The source's own format; a single file becomes a DCP directory, since it has no place for shards.
 fn default_format(source: Format) -> Format {
-    match source {
-        Format::TorchRanks => Format::TorchRanks,
-        Format::FsdpFlat => Format::FsdpFlat,
-        Format::Local => Format::Local,
-        Format::Dcp | Format::Torch | Format::Safetensors | Format::DcpHf => Format::Dcp,
-    }
+    if source.tensors() == TensorStorage::Whole { Format::Dcp } else { source }
 }

@@ -11,7 +11,7 @@ use crate::convert::plans::PlanArgs;
 use crate::convert::source::Source;
 use crate::error::{Error, Result};
 use crate::format::parallelize::Side;
-use crate::format::{Checkpoint, Format};
+use crate::format::{Checkpoint, Format, TensorStorage};
 use crate::layout::parallelize::RoleNames;
 use crate::layout::rules::{Fallback, Layout};
 use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
@@ -62,7 +62,7 @@ fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
 
 /// The mesh of ShardedTensors. What was flat is none.
 fn own_rows(entries: &[&TensorEntry], meshes: &[DeviceMesh], format: Format) -> Option<DeviceMesh> {
-    (meshes.is_empty() && matches!(format, Format::TorchRanks | Format::Local)).then(|| mesh_of_rows(entries))?
+    (meshes.is_empty() && format.tensors() == TensorStorage::Ranks).then(|| mesh_of_rows(entries))?
 }
 
 /// That of the checkpoint of --like.
@@ -93,7 +93,7 @@ fn check_dims(mesh: DeviceMesh, like: &Checkpoint) -> Result<DeviceMesh> {
 
 fn without_mesh(like: &Checkpoint) -> Error {
     let root = like.root.display();
-    if like.format == Format::Dcp {
+    if like.format.tensors() == TensorStorage::Boxes {
         return Error::usage(
             format!("--like {root}: a DCP directory does not record on which mesh, and how, its tensors lie"),
             "give rank files of the same job; or say it with --mesh and --placements",

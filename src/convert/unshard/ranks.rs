@@ -14,7 +14,7 @@ use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Class, Path, Reservation, TensorEntry, model, optimizer};
 use crate::convert::options::UnshardOptions;
 use crate::error::{Error, Result};
-use crate::format::{Format, torch};
+use crate::format::{Format, TensorStorage, torch};
 use crate::layout::cut::CutBy;
 use crate::layout::{DeviceMesh, Pattern};
 use crate::nearest;
@@ -26,12 +26,12 @@ const ROOT: &str = ".";
 /// # Errors
 /// `Usage` where SRC has no shards that could stay.
 pub fn default_format(args: &UnshardOptions, source: &Source) -> Result<Format> {
-    match source.checkpoint.format {
-        Format::FsdpFlat if !args.unit.is_empty() => Ok(Format::FsdpFlat),
-        Format::TorchRanks | Format::Local => Ok(Format::TorchRanks),
+    match source.checkpoint.format.tensors() {
+        TensorStorage::Flat if !args.unit.is_empty() => Ok(Format::FsdpFlat),
+        TensorStorage::Ranks => Ok(Format::TorchRanks),
         _ if args.unit.is_empty() => Ok(Format::TorchRanks),
-        format => Err(Error::usage(
-            format!("--unit: {format} does not say how the other tensors lie on ranks"),
+        TensorStorage::Whole | TensorStorage::Boxes | TensorStorage::Flat => Err(Error::usage(
+            format!("--unit: {} does not say how the other tensors lie on ranks", source.checkpoint.format),
             "it is for rank files of DTensors or ShardedTensors, and for flat parameters",
         )),
     }

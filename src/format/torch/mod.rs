@@ -4,6 +4,7 @@
 
 mod context;
 mod disjoint;
+pub(super) mod entry;
 pub mod load;
 mod mesh;
 pub mod ranks;

@@ -7,7 +7,8 @@
 //!   `bad_input::arguments::{sources_that_are_no_checkpoint, other_frameworks_are_refused_by_name}`.
 //! - The others say "1 of 8: give the folder" of one rank's file: `bad_input::ranks::one_rank_of_several_is_no_checkpoint`.
 //! - Two world sizes of one series: `folders::two_world_sizes_are_told_apart_by_nobody`.
-//! - dcp-hf is read: `folders::shards_of_dcps_hugging_face_storage_are_read`.
+//! - dcp-hf is read: `folders::shards_of_dcps_hugging_face_storage_are_read`; its files are those of PyTorch's writer:
+//!   `tests/interop/test_dcp_hf.py`.
 
 use std::fs;
 
@@ -22,6 +23,45 @@ fn dcp_is_a_distcp_file_a_rank_and_metadata() {
     let made = desk.make("reshard", "fsdp4/dcp", "out", "--mesh dp=3");
     assert_eq!(names_below(&made.path), [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]);
     assert_same(&made.tensors(), &read(&fixture("fsdp4/dcp")), "resharded");
+}
+
+#[test]
+fn dcp_hf_is_a_safetensors_file_a_rank() {
+    let desk = Desk::new();
+    let made = desk.make("reshard", "fsdp4/dcp", "out", "--mesh dp=2,tp=2 --placements S(0),S(1) --to dcp-hf --verify");
+    let name = |shard: u32| format!("shard-{shard:05}-model-00001-of-00001.safetensors");
+    assert_eq!(names_below(&made.path), [name(1), name(2), name(3), name(4)]);
+    assert_eq!(inspect(&made.path, "--brief")["format"], "dcp-hf");
+    assert_same(&made.tensors(), &read(&fixture("fsdp4/dcp")), "all tensors, those of the optimizer too");
+    assert!(made.closing().ends_with("; left out: 21 objects"), "{}", made.closing());
+    let back = desk.path("back");
+    succeed("reshard", &[&made.path, &back], "--mesh dp=3 --to dcp");
+    assert_same(&read(&back), &read(&fixture("fsdp4/dcp")), "there and back");
+}
+
+#[test]
+fn dcp_hf_counts_the_ranks_that_have_a_file() {
+    let desk = Desk::new();
+    let options = "--mesh dp=2 --mesh-ranks 4,7 --to dcp-hf";
+    let made = desk.make("reshard", "dcp_hf/shards", "out", options);
+    let name = |shard: u32| format!("shard-{shard:05}-model-00001-of-00001.safetensors");
+    assert_eq!(names_below(&made.path), [name(1), name(2)]);
+    assert_same(&made.tensors(), &read(&fixture("dcp_hf/shards")), "on ranks 4 and 7");
+    // A rank whose only part is empty may have it recorded by another one.
+    let made = desk.make("reshard", "dcp_hf/shards", "few", "--mesh dp=9 --include model.few.weight --to dcp-hf");
+    assert_eq!(names_below(&made.path), [name(1), name(2), name(3)]);
+    let document = inspect(&made.path, "");
+    let chunks = document["tensors"]["model.few.weight"]["chunks"].as_array().unwrap();
+    let box_of = |at: usize| (chunks[at]["offsets"].clone(), chunks[at]["sizes"].clone());
+    assert_eq!([0, 1, 2].map(box_of), [0, 1, 2].map(|at| (json!([at, 0]), json!([u32::from(at < 2), 3]))));
+}
+
+#[test]
+fn dcp_hf_has_no_place_for_several_boxes_of_a_tensor() {
+    let desk = Desk::new();
+    let words = ["a rank would hold 2 boxes of it", "--to dcp"];
+    let options = "--mesh dp=2,tp=3 --placements _S(0,3),S(1) --to dcp-hf";
+    desk.refuse("reshard", "fsdp4/dcp", "x", options, &words);
 }
 
 #[test]
@@ -145,12 +185,8 @@ fn to_is_else_the_default_of_the_verb() {
 #[test]
 fn formats_that_a_verb_does_not_write_are_refused_with_those_it_does() {
     let desk = Desk::new();
-    for (verb, options) in [("consolidate", ""), ("unshard", ""), ("reshard", "--mesh dp=2")] {
-        let words = ["dcp-hf is read, not written", "--to safetensors", "--to dcp"];
-        desk.refuse(verb, "fsdp4/dcp", "x", &format!("{options} --to dcp-hf"), &words);
-    }
     for verb in ["consolidate", "unshard"] {
-        for to in ["dcp", "torch-ranks"] {
+        for to in ["dcp", "dcp-hf", "torch-ranks"] {
             let words = ["writes whole tensors, to torch or safetensors", "dtshard reshard"];
             desk.refuse(verb, "fsdp4/dcp", "x", &format!("--to {to}"), &words);
         }
@@ -167,6 +203,7 @@ fn reshard_keeps_the_format_of_src_and_a_single_file_goes_to_dcp() {
     for (source, format) in [
         ("fsdp4/dcp", "dcp"),
         ("fsdp4/ranks", "torch-ranks"),
+        ("dcp_hf/shards", "dcp-hf"),
         ("torch_file/trainer.pt", "dcp"),
         ("safetensors/single/model.safetensors", "dcp"),
         ("safetensors/sharded", "dcp"),

@@ -1,14 +1,13 @@
-//! Complete sets of DCP's Hugging Face storage: a file for each rank that has anything of a file of the whole.
-//!
-//! Source: `torch/distributed/checkpoint/hf_storage.py` and `_hf_utils.py` (2.15).
+//! Complete sets: a file for each rank that has anything of a file of the whole.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use super::safetensors;
-use super::safetensors::sharding::ShardName;
-use super::shortfall::{Shortfall, list_absent};
 use crate::error::{Error, Result};
+use crate::format::safetensors;
+use crate::format::safetensors::sharding::ShardName;
+use crate::format::shortfall::{Shortfall, list_absent};
+use crate::format::{folder_of, list, name_of};
 use crate::name_list::{FEW, Numbers, short_list};
 use crate::storage::{Files, IoMode};
 
@@ -56,7 +55,7 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     let highest = ranks.last_key_value().map_or(0, |(rank, _)| *rank);
     let of_ranks = Numbers::missing(1..=highest, ranks.keys().copied());
     let of_files = Numbers::missing(1..=total, parts.keys().copied());
-    let name = |(shard, file): (u32, u32)| format!("shard-{shard:05}-model-{file:05}-of-{total:05}.safetensors");
+    let name = |(shard, file): (u32, u32)| ShardName { shard, file, files: total }.to_string();
     let absent = |at: &(u32, u32)| !present.contains(at);
     let of_ranks_there = ranks.keys().flat_map(|rank| parts.keys().map(|file| (*rank, *file))).filter(absent);
     let of_both: Vec<String> = of_ranks_there.map(name).collect();
@@ -88,4 +87,19 @@ pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<
     let error =
         Error::Missing { path: folder.to_path_buf(), at: at.to_owned(), expected, missing: first.clone(), hint };
     Ok(Some(Shortfall { error: error.naming(&missing), missing, allowed: Some(allowed) }))
+}
+
+/// Returns the shortfall of a shard that is given alone.
+///
+/// # Errors
+/// `Io` where the folder that it is in cannot be listed.
+pub fn lone_shard(path: &Path) -> Result<Shortfall> {
+    let shard = ShardName::parse(path).map(|name| name.shard).unwrap_or_default();
+    let error = Error::usage(
+        format!("{} is shard {shard} of DCP's Hugging Face storage", path.display()),
+        "give the folder, which has all of them",
+    );
+    let (folder, own) = (folder_of(path), name_of(path));
+    let is_other = |name: &String| *name != own && ShardName::parse(&folder.join(name)).is_some();
+    Ok(Shortfall::new(list(folder)?.into_iter().filter(is_other).collect(), error))
 }
