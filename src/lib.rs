@@ -40,6 +40,7 @@ pub mod layout;
 pub mod name_list;
 pub mod nearest;
 pub mod plan;
+pub mod publish;
 pub mod quantity;
 pub mod select;
 pub mod storage;

@@ -17,11 +17,11 @@ use common::flat::layout_file;
 use dtshard::catalog::flat::FlatLayout;
 use dtshard::catalog::{Dict, DictKind, Fqn, Path, TensorId, Value};
 use dtshard::catalog::{Key, Reservation};
-use dtshard::exec::log::{AtEnd, Log};
 use dtshard::exec::{Extents, Input, Options, Silent, Stop, copy};
 use dtshard::format::fsdp_flat::{FlatTarget, document, reserve};
 use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, resolve};
 use dtshard::layout::Rank;
+use dtshard::publish::log::{AtEnd, Log};
 use rank_file::{Comparison, read};
 use serde_json::Value as Json;
 

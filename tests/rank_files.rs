@@ -6,13 +6,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use dtshard::catalog::{Catalog, ChunkTable, Fqn, Holding, Reservation, TensorEntry, TensorId, Value, model};
-use dtshard::exec::log::{AtEnd, Log};
 use dtshard::exec::{Extents, Input, Options, Silent, Stop, compare, copy};
 use dtshard::format::pickle::Unknown;
 use dtshard::format::safetensors::Wanted;
 use dtshard::format::torch::{RankLayout, RankTarget, Release, Style, reserve_ranks};
 use dtshard::format::{Checkpoint, ReadOptions, SeriesChoice, dcp, resolve, safetensors, torch};
 use dtshard::layout::{DeviceMesh, MeshDim, Placement, Rank, Tile, local_shard, parse_placements};
+use dtshard::publish::log::{AtEnd, Log};
 
 const OPTIONS: Options = Options { threads: 2, strip_bytes: 1 << 10, sync: false };
 

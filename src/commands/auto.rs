@@ -16,10 +16,10 @@ use super::produce::claim;
 use super::run::Run;
 use crate::cli::{Backend, ConvertArgs, SourceSight};
 use dtshard::error::{Error, Result};
-use dtshard::exec::staging::Staging;
 use dtshard::exec::weigh::Weighed;
 use dtshard::fault;
 use dtshard::gpu::Device;
+use dtshard::publish::Staging;
 use dtshard::quantity::{count, human_bytes};
 
 /// Runs of this length are read from a disk about as fast as the whole file, shorter ones more slowly the shorter they

@@ -12,8 +12,8 @@ use dtshard::error::Result;
 use dtshard::exec::Extents;
 use dtshard::exec::carry::{Carried, check_distinct};
 use dtshard::exec::division::{own_files, stretch};
-use dtshard::exec::staging::Shape;
 use dtshard::format::Format;
+use dtshard::publish::Shape;
 use dtshard::storage::lookup;
 
 /// A conversion with everything decided.

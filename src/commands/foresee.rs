@@ -11,7 +11,7 @@ use crate::cli::{Backend, ConvertArgs};
 use dtshard::error::{Error, Result};
 use dtshard::exec::Options;
 use dtshard::exec::exchange::Reducing;
-use dtshard::exec::staging::{Foreseen, Staging};
+use dtshard::publish::{Foreseen, Staging};
 use dtshard::storage::filesystem::{free_bytes, nearest_folder};
 
 /// A warning, where there is something to say.

@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 use super::progress::Progress;
 use dtshard::comm::Part;
 use dtshard::error::Result;
-use dtshard::exec::journal::Known;
-use dtshard::exec::staging::{Other, OtherState, Staging};
 use dtshard::exec::{Phase, Reporter};
+use dtshard::publish::journal::Known;
+use dtshard::publish::{Other, OtherState, Staging};
 
 /// What was recorded when this process began, by this run or by earlier ones.
 pub struct Before {

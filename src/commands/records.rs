@@ -1,7 +1,7 @@
 //! What is recorded as done, as far as it can be believed.
 //!
 //! An entry counts where its file is as long as it should be and, with `--verify`, where what is there has the digest
-//! that it tells. One that does not is [doubted](dtshard::exec::journal), with a warning, and is work to be done; what else
+//! that it tells. One that does not is [doubted](dtshard::publish::journal), with a warning, and is work to be done; what else
 //! was done stays done.
 
 use std::collections::BTreeMap;
@@ -14,11 +14,11 @@ use dtshard::catalog::OutputFile;
 use dtshard::error::{Error, Result};
 use dtshard::exec::Extents;
 use dtshard::exec::carry::{Carried, is_carried};
-use dtshard::exec::digest::{Changed, changed};
 use dtshard::exec::exchange::torn;
-use dtshard::exec::journal::{Known, Taken, doubt};
-use dtshard::exec::seal::misfits;
-use dtshard::exec::staging::Staging;
+use dtshard::publish::Staging;
+use dtshard::publish::journal::{Changed, changed};
+use dtshard::publish::journal::{Known, Taken, doubt};
+use dtshard::publish::seal::misfits;
 use dtshard::quantity::human_bytes;
 
 /// Warnings that are told one by one.

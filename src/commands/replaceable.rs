@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 
 use dtshard::error::{Error, Result};
 use dtshard::exec::carry::{Carried, is_carried, is_unchanged_copy};
-use dtshard::exec::staging::Shape;
 use dtshard::format::known_files::{Role, is_checkpoint_file, is_known_folder, refuse_foreign_folder, role_of};
 use dtshard::name_list::short_list;
+use dtshard::publish::Shape;
 use dtshard::storage::{AnchoredPath, lookup};
 
 /// Names of foreign files in a message.

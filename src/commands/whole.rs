@@ -10,9 +10,9 @@ use super::source::Source;
 use crate::cli::{ConvertArgs, Tied};
 use dtshard::catalog::{Fqn, TensorId};
 use dtshard::error::{Error, Result};
-use dtshard::exec::staging::Shape;
 use dtshard::format::safetensors::{self, Placing};
 use dtshard::format::{Checkpoint, Format, ReadOptions, Want, natural_order};
+use dtshard::publish::Shape;
 use dtshard::quantity::{Quantity, count};
 
 /// A name that is recorded, not written, and the one that is.

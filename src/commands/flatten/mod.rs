@@ -21,10 +21,10 @@ use dtshard::catalog::flat::FlatLayout;
 use dtshard::catalog::{Path, Reservation, TensorId, model};
 use dtshard::comm::Launch;
 use dtshard::error::{Error, Result};
-use dtshard::exec::staging::Shape;
 use dtshard::format::fsdp_flat::{FlatTarget, Survey};
 use dtshard::format::{Format, fsdp_flat};
 use dtshard::layout::Rank;
+use dtshard::publish::Shape;
 pub use target::{Group, Wish};
 
 pub fn run(args: &Flatten, launch: Launch, printer: &Printer) -> Result<Status> {

@@ -14,9 +14,9 @@ use crate::cli::Unshard;
 use dtshard::catalog::{model, path};
 use dtshard::comm::Launch;
 use dtshard::error::{Error, Result};
-use dtshard::exec::staging::Shape;
 use dtshard::format::safetensors::Wanted;
 use dtshard::format::{Format, SeriesChoice, Want, safetensors, torch};
+use dtshard::publish::Shape;
 use dtshard::select::{Root, Wrappers};
 
 pub fn run(args: &Unshard, launch: Launch, printer: &Printer) -> Result<Status> {

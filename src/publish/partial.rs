@@ -7,9 +7,9 @@ use std::io::{self, Write};
 
 use serde::{Deserialize, Serialize};
 
+use super::destination::{DRAFT, GONE, Place};
 use super::lease::{Seen, read_leases};
 use super::names::{Identity, is_gone, is_hidden, is_unique, read_at_most};
-use super::place::{DRAFT, GONE, Place};
 use super::{Claim, Plan, Shape};
 use crate::error::{Error, Result};
 use crate::exec::about::About;

@@ -9,17 +9,17 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
+use super::admission::{Verdict, judge};
 use super::cache::{Doubt, Looking};
 use super::commit::recover;
-use super::earlier::Earlier;
-use super::judge::{Verdict, judge};
+use super::destination::{ASIDE, DRAFT, GONE, Place};
 use super::lease::{Lease, LeaseName, Role, Seen};
-use super::life::{Life, Watch};
-use super::loss::Holding;
+use super::lease_monitor::Holding;
+use super::liveness::{Life, Watch};
 use super::names::{is_gone, unique};
-use super::place::{ASIDE, DRAFT, GONE, Place};
-use super::plan::{DATA, Found, Partial, Planned};
-use super::{Begun, Claim, Pace, Plan, Shape, Staging, mark};
+use super::partial::{DATA, Found, Partial, Planned};
+use super::stale_leases::Earlier;
+use super::{Begun, Claim, Pace, Plan, Shape, Staging, plan_xattr};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::fault;
@@ -121,7 +121,8 @@ impl Beginning<'_> {
     /// Nobody is there.
     fn start(&mut self) -> Result<Next> {
         recover(&self.place)?;
-        let is_done = || self.claim.takes_what_is_done() && mark::is(&self.place.destination, self.plan.fingerprint);
+        let is_done =
+            || self.claim.takes_what_is_done() && plan_xattr::is(&self.place.destination, self.plan.fingerprint);
         match check_destination(&self.place, self.shape, self.claim) {
             _ if is_done() => return Ok(Next::Begun(Begun::Done)),
             free => free?,
@@ -346,7 +347,7 @@ pub(super) fn check_destination(place: &Place, shape: Shape, claim: &Claim) -> R
     if empty_folder || claim.overwrite {
         return Ok(());
     }
-    Err(place.is_taken(claim, &mark::of(destination)))
+    Err(place.is_taken(claim, &plan_xattr::of(destination)))
 }
 
 /// One file does not take the place of a folder, nor that of a name that is said to be one by a slash at its end.

@@ -203,7 +203,7 @@ fn one_that_is_there_and_does_not_move_is_named() {
     let begin = |index, beat| {
         let pace = Pace { beat, stuck_after: Duration::from_millis(100), ..FAST };
         let claim = Claim { part: Part { index, of: 2 }, ..claim() };
-        work(begin::begin(&desk.out(), desk.shape, &claim, &plan, pace, &Stop::default()).unwrap())
+        work(acquire::begin(&desk.out(), desk.shape, &claim, &plan, pace, &Stop::default()).unwrap())
     };
     let (first, second) = (begin(0, FAST.beat), begin(1, Duration::from_hours(1)));
     first.finish().unwrap();
@@ -221,7 +221,7 @@ fn what_another_one_took_over_is_not_let_go() {
     let plan = Plan { fingerprint: desk.fingerprint, version: "1", about: &About::default() };
     let pace = Pace { beat: Duration::from_hours(1), ..FAST };
     for rival in [lease_of(0, 1, 1), lease_of(0, 3, 0)] {
-        let begun = begin::begin(&desk.out(), desk.shape, &claim(), &plan, pace, &Stop::default());
+        let begun = acquire::begin(&desk.out(), desk.shape, &claim(), &plan, pace, &Stop::default());
         let staging = work(begun.unwrap());
         desk.foreign_lease(rival, Phase::Working);
         drop(staging);
@@ -236,7 +236,7 @@ fn a_part_that_comes_when_all_is_done_is_done() {
     let mut desk = Desk::new(Shape::Folder);
     desk.claim.parts_wait = false;
     publish_alone(&desk.part(1, 2).unwrap());
-    if !mark::is(&desk.out(), desk.fingerprint) {
+    if !plan_xattr::is(&desk.out(), desk.fingerprint) {
         return; // No attributes there.
     }
     for overwrite in [false, true] {

@@ -12,10 +12,13 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{Doubt, Durability, EXTENSION, Entry, LONGEST_LINE, Lost, Record, SumPart, add_lost, of_line, this_boot};
+use rayon::prelude::*;
+
+use super::{Doubt, Durability, EXTENSION, LONGEST_LINE, Record, of_line, this_boot};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
-use crate::exec::extents::Extents;
+use crate::exec::digest::{Digest, for_each_block};
+use crate::exec::{CastLosses, Entry, Extents, Reporter, Stop, SumPart, add_lost};
 use crate::storage::{AnchoredPath, afresh};
 
 /// What is finished.
@@ -25,7 +28,7 @@ pub struct Known {
     /// By file, ascending: the parts of spans whose sum is not in the file yet.
     pub sums: BTreeMap<u32, Vec<SumPart>>,
     /// What casts met on the way.
-    pub lost: Lost,
+    pub lost: CastLosses,
     /// Carried files, by their number.
     pub carried: BTreeSet<u32>,
     /// What `done` was taken from.
@@ -176,4 +179,50 @@ pub(super) fn is_possible(record: &Record, files: &[OutputFile], carried: usize)
     record.entries.iter().all(is_entry_possible)
         && record.carried.iter().all(|number| (*number as usize) < carried)
         && record.doubts.iter().all(|doubt| (doubt.file as usize) < files.len())
+}
+
+/// A recorded stretch that is not what was written.
+#[derive(Clone, Debug)]
+pub struct Changed {
+    pub taken: Taken,
+    pub found: u32,
+}
+
+/// The recorded stretches that reach into `own` and are not what was written, in `folder`.
+///
+/// # Errors
+/// `Io`, `Stopped`.
+pub fn changed(
+    known: &Known,
+    own: &Extents,
+    folder: &AnchoredPath,
+    files: &[OutputFile],
+    reporter: &dyn Reporter,
+    stop: &Stop,
+) -> Result<Vec<Changed>> {
+    let is_own = |taken: &&Taken| own.overlaps(taken.file, &taken.range);
+    let found = |taken: &Taken| -> Result<Option<Changed>> {
+        let found = of_file(&files[taken.file as usize], folder, &taken.range, reporter, stop)?;
+        Ok((found != taken.digest).then(|| Changed { taken: taken.clone(), found }))
+    };
+    let found: Vec<Result<Option<Changed>>> = known.taken.par_iter().filter(is_own).map(found).collect();
+    found.into_iter().filter_map(Result::transpose).collect()
+}
+
+fn of_file(
+    file: &OutputFile,
+    folder: &AnchoredPath,
+    range: &Range<u64>,
+    reporter: &dyn Reporter,
+    stop: &Stop,
+) -> Result<u32> {
+    let path = folder.join(&file.path);
+    let open = path.open().map_err(Error::io("open", &path))?;
+    let mut digest = Digest::new(file, range);
+    for_each_block(&open, path.path(), range, |block| {
+        digest.update(block);
+        reporter.advance(block.len() as u64);
+        stop.check()
+    })?;
+    Ok(digest.finish())
 }

@@ -2,9 +2,10 @@
 //!
 //! Invariant: what is added is in one record, once.
 
+use super::Record;
 use super::known::is_possible;
-use super::{Entry, Record, SumPart};
 use crate::catalog::OutputFile;
+use crate::exec::{Entry, SumPart};
 
 /// Entries and parts of spans that are worth a record, however short the time since the last one: some 10 MB of text.
 const MOST_ITEMS: usize = 1 << 18;

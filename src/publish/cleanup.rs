@@ -9,16 +9,16 @@
 
 use std::time::Instant;
 
+use super::destination::{GONE, Place};
 use super::lease::{Lease, LeaseName, Role, Seen, read_leases};
-use super::life::{Life, Watch};
+use super::liveness::{Life, Watch};
 use super::names::is_gone;
-use super::place::{GONE, Place};
-use super::plan::{Found, Partial};
+use super::partial::{Found, Partial};
 use super::{Shape, Staging};
 use crate::comm::Part;
 use crate::error::{Error, Result};
-use crate::exec::journal;
 use crate::fault;
+use crate::publish::journal;
 use crate::storage::AnchoredPath;
 
 impl Staging {

@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::time::Instant;
 
-use super::begin::{check_destination, refuse_folder};
-use super::judge::{Verdict, judge};
+use super::acquire::{check_destination, refuse_folder};
+use super::admission::{Verdict, judge};
+use super::destination::Place;
 use super::lease::LeaseName;
-use super::life::{Life, Watch};
-use super::place::Place;
-use super::plan::{Found, Partial};
-use super::{Claim, Pace, Plan, Shape, mark};
+use super::liveness::{Life, Watch};
+use super::partial::{Found, Partial};
+use super::{Claim, Pace, Plan, Shape, plan_xattr};
 use crate::error::{Error, Result};
 
 /// How a run would begin.
@@ -34,7 +34,7 @@ pub(super) fn foresee(
     let foreseen = match Found::at(&place.partial(), shape)? {
         Found::Junk | Found::Unclear if !claim.restart => return Err(place.junk(claim)),
         Found::Partial(found) if !found.is_published => meet(&place, &found, claim, plan, pace)?,
-        Found::Nothing if claim.takes_what_is_done() && mark::is(destination, plan.fingerprint) => {
+        Found::Nothing if claim.takes_what_is_done() && plan_xattr::is(destination, plan.fingerprint) => {
             return Ok(Foreseen::Done);
         }
         _ => Foreseen::Anew,

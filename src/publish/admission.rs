@@ -1,7 +1,7 @@
 //! Whether somebody who comes may work, by who is there and who was.
 
 use super::lease::{LeaseName, Role};
-use super::life::Life;
+use super::liveness::Life;
 use crate::comm::Part;
 
 /// What the leases of a partial say to somebody who comes.

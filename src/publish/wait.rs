@@ -6,11 +6,11 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::lease::{Role, Seen};
-use super::life::Life;
-use super::loss::Lost;
+use super::lease_monitor::Lost;
+use super::liveness::Life;
 use super::names::Identity;
-use super::plan::Partial;
-use super::{Pace, Staging, mark};
+use super::partial::Partial;
+use super::{Pace, Staging, plan_xattr};
 use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::exec::Stop;
@@ -197,7 +197,7 @@ impl Staging {
                 Ok(Some(found)) if !found.is_published && sealer.is_none() => return false,
                 found => (found.is_ok_and(|found| found.is_some_and(|found| found.is_published)), false),
             };
-            let is_published = is_out && mark::is(&self.place.destination, self.fingerprint);
+            let is_published = is_out && plan_xattr::is(&self.place.destination, self.fingerprint);
             // Whoever seals is between its steps, or this node has not seen all of them.
             let is_late = is_stopped || begun.elapsed() >= LANDING;
             if is_published && (is_left || is_late || sealer == Some(Life::Dead)) {
@@ -208,7 +208,7 @@ impl Staging {
                 self.see_published();
                 return true;
             }
-            let is_marked = || mark::is(&self.place.destination, self.fingerprint);
+            let is_marked = || plan_xattr::is(&self.place.destination, self.fingerprint);
             if is_stopped || is_late && (!is_left || self.is_gone_for_good(stop, is_marked).unwrap_or(true)) {
                 return false;
             }
@@ -225,7 +225,7 @@ impl Staging {
     pub(super) fn has_landed(&self) -> bool {
         let Some(there) = Identity::of(&self.place.target()) else { return false };
         let is_known = self.identity.get().is_none_or(|identity| *identity == there);
-        is_known || mark::is(&self.place.destination, self.fingerprint)
+        is_known || plan_xattr::is(&self.place.destination, self.fingerprint)
     }
 
     pub(super) fn sealer(&self, found: &Partial) -> Option<Life> {

@@ -9,7 +9,7 @@ use std::ffi::OsStr;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::place::{GONE, Place};
+use super::destination::{GONE, Place};
 use super::{Claim, Pace, Staging};
 use crate::comm::Wait;
 use crate::error::Result;

@@ -1,10 +1,10 @@
 //! What to say where work cannot begin.
 
 use super::Claim;
+use super::destination::Place;
 use super::lease::{LeaseName, Role};
-use super::mark::Mark;
-use super::place::Place;
-use super::plan::Partial;
+use super::partial::Partial;
+use super::plan_xattr::Mark;
 use crate::comm::Part;
 use crate::error::Error;
 

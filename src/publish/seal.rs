@@ -12,18 +12,17 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
-use super::carry::{Carried, is_carried, len_of};
 use super::journal::Known;
-use super::output::Outputs;
-use super::{Stop, sums};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result, Untrusted};
+use crate::exec::carry::{Carried, is_carried, len_of};
+use crate::exec::{Extents, Outputs, Stop, sums};
 use crate::storage::AnchoredPath;
 
 /// Whether everything is finished, as `known` has it.
 #[must_use]
 pub fn is_complete(known: &Known, files: &[OutputFile], carried: usize) -> bool {
-    known.done == super::Extents::of_files(files) && known.carried.len() == carried
+    known.done == Extents::of_files(files) && known.carried.len() == carried
 }
 
 /// Put sums into the files in `folder`, all data of which is there. `known` is what is said in `journals`.

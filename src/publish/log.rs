@@ -11,11 +11,10 @@ use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
-use super::journal::{Batch, Durability, Entry, Journal, Lost, Record, SumPart, add_lost};
-use super::output::Outputs;
-use super::{Extents, Stop};
+use super::journal::{Batch, Durability, Journal, Record};
 use crate::catalog::OutputFile;
 use crate::error::Result;
+use crate::exec::{CastLosses, Entry, Extents, Outputs, Stop, SumPart, WorkLog, add_lost};
 use crate::storage::AnchoredPath;
 
 /// Time between records: work that a killed run has to do again.
@@ -48,7 +47,7 @@ struct State {
     /// Of what is recorded, where this run puts sums together itself.
     sums: Vec<(u32, SumPart)>,
     /// What casts met in all of this run.
-    lost: Lost,
+    lost: CastLosses,
     journal: Option<Journal>,
     recorded: Instant,
 }
@@ -60,7 +59,7 @@ impl<'a> Log<'a> {
         let state = State {
             next: Record::default(),
             sums: Vec::new(),
-            lost: Lost::new(),
+            lost: CastLosses::new(),
             journal: None,
             recorded: Instant::now(),
         };
@@ -68,75 +67,9 @@ impl<'a> Log<'a> {
         Self { files, todo, is_all, path, sync, at_end, window: Mutex::default(), state: Mutex::new(state) }
     }
 
-    /// What is to be done.
-    #[must_use]
-    pub fn todo(&self) -> &Extents {
-        self.todo
-    }
-
-    /// Whether everything is.
-    #[must_use]
-    pub fn is_all(&self) -> bool {
-        self.is_all
-    }
-
-    /// Note that a stretch has been written.
-    pub fn add(&self, entry: Entry) {
-        self.window().add(entry);
-    }
-
     /// Note that a carried file has been copied.
     pub fn carried(&self, number: u32) {
         self.window().carry(number);
-    }
-
-    /// A window is finished and checked; write a record where it is time, and `check` finds the source as it was.
-    ///
-    /// # Errors
-    /// `Io`, those of `check`.
-    pub fn advance(&self, outputs: &Outputs, check: &dyn Fn() -> Result<()>) -> Result<()> {
-        let is_full = self.window().is_full();
-        let mut state = self.close_window();
-        if is_full || state.recorded.elapsed() >= RECORD_EVERY || crate::fault::is_hurried() {
-            check()?;
-            self.record(&mut state, outputs)?;
-        }
-        Ok(())
-    }
-
-    /// The sums of all that is finished and not summed up yet, where this run does everything.
-    #[must_use]
-    pub fn sums(&self) -> Vec<(u32, SumPart)> {
-        let mut state = self.close_window();
-        let mut sums = std::mem::take(&mut state.sums);
-        sums.extend(state.next.sums());
-        sums
-    }
-
-    /// Everything is finished: see that it lasts, and that others know.
-    ///
-    /// # Errors
-    /// `Io`, `Stopped`.
-    pub fn finish(&self, outputs: &Outputs, stop: &Stop) -> Result<()> {
-        if self.sync {
-            let files: Vec<u32> = self.todo.files().collect();
-            files.into_par_iter().try_for_each(|file| outputs.sync(file, stop))?;
-        }
-        outputs.close()?;
-        let mut state = self.close_window();
-        if self.at_end == AtEnd::Nothing { Ok(()) } else { self.write(&mut state, outputs) }
-    }
-
-    /// The run ends before its time: record what has been checked. Where that fails, it is done again.
-    pub fn stop(&self, outputs: &Outputs) {
-        let mut state = self.state();
-        let _ = self.record(&mut state, outputs);
-    }
-
-    /// What casts met in this run.
-    #[must_use]
-    pub fn lost(&self) -> Lost {
-        self.state().lost.clone()
     }
 
     fn window(&self) -> MutexGuard<'_, Batch> {
@@ -192,5 +125,56 @@ impl<'a> Log<'a> {
             state.sums.extend(written.sums());
         }
         Ok(())
+    }
+}
+
+impl WorkLog for Log<'_> {
+    fn todo(&self) -> &Extents {
+        self.todo
+    }
+
+    fn is_all(&self) -> bool {
+        self.is_all
+    }
+
+    fn add(&self, entry: Entry) {
+        self.window().add(entry);
+    }
+
+    fn advance(&self, outputs: &Outputs, check: &dyn Fn() -> Result<()>) -> Result<()> {
+        let is_full = self.window().is_full();
+        let mut state = self.close_window();
+        if is_full || state.recorded.elapsed() >= RECORD_EVERY || crate::fault::is_hurried() {
+            check()?;
+            self.record(&mut state, outputs)?;
+        }
+        Ok(())
+    }
+
+    fn sums(&self) -> Vec<(u32, SumPart)> {
+        let mut state = self.close_window();
+        let mut sums = std::mem::take(&mut state.sums);
+        sums.extend(state.next.sums());
+        sums
+    }
+
+    fn finish(&self, outputs: &Outputs, stop: &Stop) -> Result<()> {
+        if self.sync {
+            let files: Vec<u32> = self.todo.files().collect();
+            files.into_par_iter().try_for_each(|file| outputs.sync(file, stop))?;
+        }
+        outputs.close()?;
+        let mut state = self.close_window();
+        if self.at_end == AtEnd::Nothing { Ok(()) } else { self.write(&mut state, outputs) }
+    }
+
+    /// Records what has been checked. What cannot be recorded is done again by the next run.
+    fn stop(&self, outputs: &Outputs) {
+        let mut state = self.state();
+        let _ = self.record(&mut state, outputs);
+    }
+
+    fn lost(&self) -> CastLosses {
+        self.state().lost.clone()
     }
 }

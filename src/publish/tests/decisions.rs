@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-use super::super::judge::{Verdict, judge};
+use super::super::admission::{Verdict, judge};
 use super::super::lease::Seen;
-use super::super::life::{Life, Watch};
+use super::super::liveness::{Life, Watch};
 use super::super::wait::{Decision, decide};
 use super::*;
 

@@ -11,13 +11,13 @@ use std::os::fd::OwnedFd;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
+use super::destination::Place;
 use super::lease::{Lease, LeaseName, Role};
-use super::life::Life;
-use super::loss::Lost;
+use super::lease_monitor::Lost;
+use super::liveness::Life;
 use super::names::{Identity, is_gone};
-use super::place::Place;
-use super::plan::output;
-use super::{Shape, Staging, mark};
+use super::partial::output;
+use super::{Shape, Staging, plan_xattr};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::fault;
@@ -173,7 +173,7 @@ impl Seal<'_> {
                 Err(error) if is_gone(&error) => {}
                 opened => {
                     let opened = opened.map_err(Error::io("open", &output))?;
-                    mark::set(&opened, staging.fingerprint);
+                    plan_xattr::set(&opened, staging.fingerprint);
                     fault::point("commit-marked");
                     if sync {
                         sync_output(&output, opened, staging.shape)?;

@@ -20,22 +20,25 @@
 //! is not was published. Only links, creation with `O_EXCL` and renames decide anything, as on network file systems
 //! nothing else does.
 
-mod begin;
+mod acquire;
+mod admission;
 mod cache;
+mod cleanup;
 mod commit;
-mod earlier;
-mod foresee;
-mod judge;
+mod destination;
+pub mod journal;
 mod lease;
-mod leaving;
-mod life;
-mod loss;
-mod mark;
+mod lease_monitor;
+mod liveness;
+pub mod log;
 mod names;
-mod place;
-mod plan;
+mod partial;
+mod plan_xattr;
+mod preflight;
 mod refuse;
 mod replace;
+pub mod seal;
+mod stale_leases;
 #[cfg(test)]
 mod tests;
 mod wait;
@@ -48,23 +51,23 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 pub use commit::Seal;
-pub use foresee::Foreseen;
+pub use preflight::Foreseen;
 pub use replace::ReplaceCheck;
 pub use wait::{Missing, Other, OtherState, Waited};
 
 use self::cache::Looking;
-use self::earlier::Earlier;
+use self::destination::{DRAFT, GONE, Place};
 use self::lease::Lease;
-use self::life::Watch;
-use self::loss::{Holding, Lost};
+use self::lease_monitor::{Holding, Lost};
+use self::liveness::Watch;
 use self::names::Identity;
-use self::place::{DRAFT, GONE, Place};
-use self::plan::{Found, Partial, Planned};
-use super::Stop;
-use super::about::About;
-use super::fingerprint::Fingerprint;
+use self::partial::{Found, Partial, Planned};
+use self::stale_leases::Earlier;
 use crate::comm::{Part, WaitReporter};
 use crate::error::{Error, Result};
+use crate::exec::Stop;
+use crate::exec::about::About;
+use crate::exec::fingerprint::Fingerprint;
 use crate::fault;
 use crate::storage::AnchoredPath;
 
@@ -226,7 +229,7 @@ impl Staging {
     /// # Errors
     /// `Usage` where it exists and may not be replaced, or where another run is or was at work on it; `Stopped`; `Io`.
     pub fn begin(destination: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>, stop: &Stop) -> Result<Begun> {
-        begin::begin(destination, shape, claim, plan, pace(), stop)
+        acquire::begin(destination, shape, claim, plan, pace(), stop)
     }
 
     /// What [`Staging::begin`] would come to, as far as one look can tell. Changes nothing.
@@ -234,7 +237,7 @@ impl Staging {
     /// # Errors
     /// Those of beginning; `Usage` where others would have to be watched.
     pub fn foresee(destination: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>) -> Result<Foreseen> {
-        foresee::foresee(destination, shape, claim, plan, &PACE)
+        preflight::foresee(destination, shape, claim, plan, &PACE)
     }
 
     /// Whether something stands at a destination that is not to be replaced, before it is known what is to be written.
@@ -248,7 +251,7 @@ impl Staging {
         }
         let (place, stop) = (Place::of(destination)?, Stop::default());
         place.refresh(Looking { claim, pace: &pace(), stop: &stop })?;
-        begin::check_destination(&place, shape, claim)
+        acquire::check_destination(&place, shape, claim)
     }
 
     /// The folder to write into.
@@ -302,7 +305,7 @@ impl Staging {
     /// As [`Staging::check`], `Io`.
     pub fn finish(&self) -> Result<()> {
         self.check()?;
-        if let Some(identity) = plan::output(&self.work, self.shape).ok().flatten().as_ref().and_then(Identity::of) {
+        if let Some(identity) = partial::output(&self.work, self.shape).ok().flatten().as_ref().and_then(Identity::of) {
             let _ = self.identity.set(identity);
         }
         self.lease().finish()

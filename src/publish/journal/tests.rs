@@ -1,10 +1,13 @@
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 
 use super::*;
-use crate::catalog::Sum;
+use crate::catalog::{Dtype, OutputFile, Sum};
+use crate::exec::CastLosses;
+use crate::exec::cast::Counts;
 
 /// Two files of 1000 bytes; the first has the spans 100..300 and 300..900, the second none.
 fn files() -> Vec<OutputFile> {
@@ -39,7 +42,7 @@ fn parts(range: &Range<usize>) -> Vec<SumPart> {
 fn entry(file: u32, range: Range<u64>, sums: Vec<SumPart>) -> Entry {
     let at = |offset: u64| usize::try_from(offset).unwrap();
     let digest = content().get(at(range.start)..at(range.end)).map(crc32fast::hash).unwrap_or_default();
-    Entry { file, range, digest, sums, lost: Lost::new() }
+    Entry { file, range, digest, sums, lost: CastLosses::new() }
 }
 
 fn record(entries: Vec<Entry>) -> Record {
@@ -51,7 +54,7 @@ fn full_record() -> Record {
     Record { entries: vec![entry], carried: vec![0, 2], ..Record::default() }
 }
 
-fn lost(overflows: u64) -> Lost {
+fn lost(overflows: u64) -> CastLosses {
     [((Dtype::F32, Dtype::Bf16), Counts { overflows, nans: u64::MAX })].into()
 }
 
