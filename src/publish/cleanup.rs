@@ -1,64 +1,68 @@
 //! Throwing away a partial folder, and leaving none where nothing came of it.
 //!
-//! Whoever throws away takes a lease on that, in the very folder that was judged dead, and looks again. Who comes meanwhile
-//! sees that lease, or is seen by its holder: one of them steps back, so what lives is never moved.
-//!
-//! A run that fails before anything is recorded has made nothing that another one could go on with, and what it leaves
-//! would only be in the way of that. Invariant: nothing that is recorded is thrown away here, nor a folder that somebody
-//! works in, or is still to come (back) to and hear why the others are gone.
+//! A process that throws a folder away takes a lease on that, in the very folder that was judged dead, and looks again. A
+//! process that comes meanwhile sees that lease, or is seen by its holder: one of them steps back, so a folder that is in
+//! use is never moved. A run that fails before anything is recorded leaves nothing, as it would only be in the way.
+//! Invariant: nothing that is recorded is thrown away after an error, nor a folder that a process works in or is still to
+//! come to, to hear why the others are gone.
 
 use std::time::Instant;
 
-use super::destination::{GONE, Place};
-use super::lease::{Lease, LeaseName, Role, Seen, read_leases};
-use super::liveness::{Life, Watch};
-use super::names::is_gone;
+use super::destination::{Destination, TRASH, is_gone};
+use super::lease::{Lease, LeaseName, LeaseState, LeaseWatch, Role, SeenLease, read_leases};
 use super::partial::{Found, Partial};
-use super::{Shape, Staging};
+use super::{Shape, Staging, journal};
 use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::fault;
-use crate::publish::journal;
-use crate::storage::AnchoredPath;
 
 impl Staging {
-    /// Leave after an error. The last one to go takes away what nothing is recorded in.
+    /// Leaves after an error. The last process takes away a folder that nothing is recorded in.
     pub fn abandon(self) {
-        let (place, shape, id) = (self.place.clone(), self.shape, self.holding.plan.id.clone());
-        let (part, work, pace, earlier) = (self.claim.part, self.work.clone(), self.pace, self.earlier.clone());
-        // Those that do not wait need no word of why a part is gone.
+        let (destination, shape, id) = (self.destination.clone(), self.shape, self.holding.plan.id.clone());
+        let (part, work, pace, stale) = (self.claim.part, self.work.clone(), self.pace, self.stale.clone());
+        // Parts that do not wait need not hear why another one is gone.
         let awaited = if self.claim.parts_wait { part.of } else { 0 };
-        // Of two that leave at once each says so before it looks: one of them at least sees that both are gone.
+        // Of two that leave at once, each gives its lease up before it looks: one at least sees that both are gone.
         drop(self);
-        let Ok(Found::Partial(found)) = Found::at(&place.partial(), shape) else { return };
-        let mut watch = Watch::new(pace.dead_after);
-        let is_over = |seen: &Seen| watch.life(seen, Instant::now()) == Life::Dead;
-        let has_come = |index| {
-            let is_its = |seen: &&Seen| seen.name.role == Role::Part(Part { index, ..part });
-            found.leases.iter().find(is_its).is_some_and(|seen| !earlier.has(seen))
-        };
+        let Ok(Found::Partial(found)) = Found::at(&destination.partial(), shape) else { return };
+        let mut watch = LeaseWatch::new(pace);
+        let is_over = |seen: &SeenLease| watch.state(seen, Instant::now()) == LeaseState::Dead;
+        let has_come =
+            |index| found.lease(Role::Part(Part { index, ..part })).is_some_and(|seen| !stale.contains(seen));
         let is_unused = found.plan.id == id
             && !found.is_published
             && found.leases.iter().all(is_over)
             && (0..awaited).all(has_come)
             && journal::is_empty(&work).unwrap_or(false);
-        if is_unused && place.throw_away(shape, Some(&found), &mut watch).unwrap_or(false) {
-            place.sweep(&[GONE]);
+        if is_unused && destination.throw_away(shape, Some(&found), &mut watch).unwrap_or(false) {
+            destination.sweep(&[TRASH]);
         }
     }
 }
 
-impl Place {
-    /// Throw away junk, or what was judged, if it is still that. Nothing is deleted yet. False where somebody else is at it.
-    ///
-    /// # Errors
-    /// `Io`
-    pub fn throw_away(&self, shape: Shape, judged: Option<&Partial>, watch: &mut Watch) -> Result<bool> {
+impl Destination {
+    /// Renames junk, or what was judged if it is still that, to a trash name. Returns false where another process was
+    /// faster, or came to work in the folder.
+    pub fn throw_away(&self, shape: Shape, judged: Option<&Partial>, watch: &mut LeaseWatch) -> Result<bool> {
         let partial = self.partial();
         let lease = if partial.metadata().is_ok_and(|found| found.is_dir()) {
-            let Some(name) = next_restart(&partial, watch)? else { return Ok(false) };
-            let Some(lease) = Lease::take(&partial, name)? else { return Ok(false) };
-            Some(lease)
+            let leases = match read_leases(&partial) {
+                Err(error) if is_gone(&error) => return Ok(false),
+                leases => leases.map_err(Error::io("read", &partial))?,
+            };
+            let generation = match leases.iter().find(|seen| seen.name.role == Role::Restart) {
+                None => 0,
+                Some(seen) if watch.state(seen, Instant::now()) == LeaseState::Dead => {
+                    seen.name.generation.saturating_add(1)
+                }
+                Some(_) => return Ok(false),
+            };
+            let lease = Lease::take(&partial, LeaseName { role: Role::Restart, generation })?;
+            if lease.is_none() {
+                return Ok(false);
+            }
+            lease
         } else {
             None
         };
@@ -72,31 +76,19 @@ impl Place {
             return Ok(false);
         }
         fault::point("restart-judged");
-        self.let_go(&partial)?;
+        self.rename_away(&partial, TRASH)?;
         fault::point("restart-moved");
         Ok(true)
     }
 }
 
-fn next_restart(partial: &AnchoredPath, watch: &mut Watch) -> Result<Option<LeaseName>> {
-    let leases = match read_leases(partial) {
-        Err(error) if is_gone(&error) => return Ok(None),
-        leases => leases.map_err(Error::io("read", partial))?,
-    };
-    let Some(seen) = leases.iter().find(|seen| seen.name.is_restart()) else {
-        return Ok(Some(LeaseName { role: Role::Restart, generation: 0 }));
-    };
-    let is_dead = watch.life(seen, Instant::now()) == Life::Dead;
-    Ok(is_dead.then(|| LeaseName { generation: seen.name.generation.saturating_add(1), ..seen.name }))
-}
-
 impl Partial {
-    /// Nobody has come since.
+    /// Returns whether nobody has come since.
     fn is_still(&self, now: &Self) -> bool {
-        let others = |partial: &Self| -> Vec<(LeaseName, Vec<u8>)> {
-            let leases = partial.leases.iter().filter(|seen| !seen.name.is_restart());
+        let leases = |partial: &Self| -> Vec<(LeaseName, Vec<u8>)> {
+            let leases = partial.leases.iter().filter(|seen| seen.name.role != Role::Restart);
             leases.map(|seen| (seen.name, seen.bytes.clone())).collect()
         };
-        self.plan == now.plan && others(self) == others(now)
+        self.plan == now.plan && leases(self) == leases(now)
     }
 }

@@ -1,44 +1,42 @@
-//! Nothing stands at the destination until it is complete, whoever works on it and whoever dies over it.
+//! Publishing: nothing stands at the destination until it is complete, however many processes write it and whichever of
+//! them die.
 //!
-//! Work goes to `.NAME.dtshard-partial` beside the destination, on the same file system. One process or many may be at
-//! it, each with a lease on its part; nobody leads. Publishing is one rename of `data`, by whoever seals: the only
-//! commit. Replacing an existing destination takes three steps (old aside to `.NAME.dtshard-old`, new in, old deleted);
-//! a crash between them is finished or rolled back by the next run.
+//! Work goes to `.NAME.dtshard-partial` beside the destination, on the same file system. One process or many may write it,
+//! each with a [`lease`] on its part; no process leads. [`acquire`] decides whether a process may work. Finished byte
+//! ranges go to a [`journal`] per process, so that later runs do not repeat them. A process that has finished its part
+//! [`wait`]s for the others; the one that seals renames the output to the destination, which is the only [`commit`].
 //!
 //! ```text
 //! .NAME.dtshard-partial/
 //!     plan.json                what is being written
-//!     about.json               the same for people, who are told what differs
-//!     part-2-of-4.0.lease      who works on part 2, generation 0
-//!     seal.0.lease             who seals
-//!     work-1f0c96a2b7d4/       named by the plan: no other folder at this place ever has one of that name
+//!     about.json               the same for people: options and source files
+//!     part-2-of-4.0.lease      which process works on part 2, generation 0
+//!     seal.0.lease             which process seals
+//!     work-1f0c96a2b7d4/       has the id of the plan in its name, which no other folder ever has
 //!         data/                    the output
-//!         part-2-of-4.0.journal    what the process with that lease has done
+//!         part-2-of-4.0.journal    what the process with that lease has finished
 //! ```
 //!
-//! Invariant: `plan.json` and `work-ID/data` come with the folder and are never made again, so that output which was there and
-//! is not was published. Only links, creation with `O_EXCL` and renames decide anything, as on network file systems
-//! nothing else does.
+//! ```text
+//! absent -- make --> partial -- all parts finished --> sealed -- rename --> published -- tidy --> absent
+//!    ^                  |  ^                             |
+//!    |                  |  +--- a dead holder's next generation takes over
+//!    +---- throw away (--restart; nothing recorded) ----+
+//! ```
+//!
+//! Invariant: only links, creation with `O_EXCL` and renames decide anything, as nothing else does on a network file
+//! system.
 
 mod acquire;
-mod admission;
-mod cache;
 mod cleanup;
 mod commit;
 mod destination;
 pub mod journal;
 mod lease;
-mod lease_monitor;
-mod liveness;
 pub mod log;
-mod names;
 mod partial;
 mod plan_xattr;
-mod preflight;
-mod refuse;
-mod replace;
 pub mod seal;
-mod stale_leases;
 #[cfg(test)]
 mod tests;
 mod wait;
@@ -50,19 +48,12 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-pub use commit::Seal;
-pub use preflight::Foreseen;
-pub use replace::ReplaceCheck;
+pub use commit::{ReplaceCheck, Seal};
 pub use wait::{Missing, Other, OtherState, Waited};
 
-use self::cache::Looking;
-use self::destination::{DRAFT, GONE, Place};
-use self::lease::Lease;
-use self::lease_monitor::{Holding, Lost};
-use self::liveness::Watch;
-use self::names::Identity;
-use self::partial::{Found, Partial, Planned};
-use self::stale_leases::Earlier;
+use self::destination::{Destination, Identity, TMP, TRASH};
+use self::lease::{Holding, Lease, LeaseLost, LeaseWatch, StaleLeases};
+use self::partial::{Found, Partial};
 use crate::comm::{Part, WaitReporter};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
@@ -80,7 +71,7 @@ pub enum Shape {
     File,
 }
 
-/// Who wants to work, and what to do about things in the way.
+/// What a process wants to do at a destination, and what it does about things in its way.
 #[derive(Clone, Debug)]
 pub struct Claim {
     /// Replace an existing destination, which `replace_check` has to pass.
@@ -97,14 +88,19 @@ pub struct Claim {
     pub sync: bool,
     /// The other parts run at the same time, so that they can be waited for.
     pub parts_wait: bool,
-    /// Tells what is waited for here.
+    /// Reports what is waited for.
     pub reporter: WaitReporter,
 }
 
 impl Claim {
-    /// A part that does not wait for others may come when all is done, as one that has nothing to do, or is done again.
+    /// A part that does not wait for others may come when all is done, since it had nothing to do, or is started again.
     fn takes_what_is_done(&self) -> bool {
         self.resume || !self.parts_wait && !self.part.is_alone()
+    }
+
+    /// Returns whether this process, or the first one of its launch, may throw away what is there.
+    fn can_restart(&self) -> bool {
+        self.part.is_alone() || self.run.is_some() && self.parts_wait
     }
 }
 
@@ -116,11 +112,21 @@ pub struct Plan<'a> {
     pub about: &'a About,
 }
 
-/// How a beginning ends.
+/// The result of [`Staging::begin`].
 #[derive(Debug)]
 pub enum Begun {
     Work(Staging),
-    /// The destination is there, from the same plan, and that is no surprise: with `--resume`, or of parts that do not wait.
+    /// The destination is there, from the same plan, and the claim accepts that.
+    Done,
+}
+
+/// How a run would begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Preflight {
+    Fresh,
+    /// With what other processes do at this moment, or did.
+    Resumes,
+    /// Not at all: the destination is there, from the same plan.
     Done,
 }
 
@@ -129,57 +135,36 @@ pub enum Begun {
 struct Pace {
     /// Between two beats of a lease.
     beat: Duration,
-    /// From the last change of a lease to its being dead, seen from another node.
+    /// From the last change of a lease until it is dead, seen from another node.
     dead_after: Duration,
-    /// A part that did not start by then is given up.
+    /// From the last change of a lease until it is dead though its process is there.
+    stuck_after: Duration,
+    /// Until a part that has not started is given up.
     start_within: Duration,
+    /// From the end of a process until its part is given up: whatever ended it may be about to end this one as well, or to
+    /// start it again.
+    stopped_after: Duration,
     /// From when all parts are done until another than the first one seals.
     seal_after: Duration,
-    /// From a process's end until it is given up: whoever ends one may be about to end this one as well, or to start
-    /// that one again.
-    stopped_after: Duration,
-    /// From the last change of a lease until nobody waits for its process, which is there.
-    stuck_after: Duration,
-    /// For how long a network file system may answer from a cache.
+    /// How long a network file system may answer from a cache.
     cached_for: Duration,
     /// Between two looks at what others do: at first, and at most.
     look: (Duration, Duration),
 }
 
-/// Waiting between looks, which doubles each time: a small job ends soon, and many that wait for long do not keep a
-/// metadata server busy.
-struct Nap {
-    next: Duration,
-    most: Duration,
-}
-
-impl Pace {
-    fn nap(&self) -> Nap {
-        let (next, most) = self.look;
-        Nap { next, most }
-    }
-}
-
-impl Nap {
-    fn take(&mut self) {
-        sleep(self.next);
-        self.next = (self.next * 2).min(self.most);
-    }
-}
-
 const PACE: Pace = Pace {
     beat: Duration::from_secs(2),
     dead_after: Duration::from_secs(20),
-    start_within: Duration::from_mins(5),
-    seal_after: Duration::from_secs(5),
-    stopped_after: Duration::from_secs(2),
     stuck_after: Duration::from_mins(10),
+    start_within: Duration::from_mins(5),
+    stopped_after: Duration::from_secs(2),
+    seal_after: Duration::from_secs(5),
     // NFS: 60 seconds for folders (acdirmax), and some for what it takes.
     cached_for: Duration::from_secs(75),
     look: (Duration::from_millis(20), Duration::from_secs(1)),
 };
 
-/// For tests that kill a process before its lease says who it is, or wait for one that never starts.
+/// For tests that kill a process before its lease names it, or wait for one that never starts.
 const HURRIED_PACE: Pace = Pace {
     dead_after: Duration::from_millis(200),
     start_within: Duration::from_secs(10),
@@ -192,10 +177,31 @@ fn pace() -> Pace {
     if fault::is_hurried() { HURRIED_PACE } else { PACE }
 }
 
-/// A destination being written. Dropped unpublished, it leaves what can be resumed, or else nothing.
+/// A wait between looks that doubles each time: a small job ends soon, and many processes that wait for long do not keep
+/// a metadata server busy.
+struct Nap {
+    next: Duration,
+    longest: Duration,
+}
+
+impl Pace {
+    fn nap(&self) -> Nap {
+        let (next, longest) = self.look;
+        Nap { next, longest }
+    }
+}
+
+impl Nap {
+    fn take(&mut self) {
+        sleep(self.next);
+        self.next = (self.next * 2).min(self.longest);
+    }
+}
+
+/// A destination that is being written. Dropped unpublished, it leaves what can be resumed, or else nothing.
 #[derive(Debug)]
 pub struct Staging {
-    place: Place,
+    destination: Destination,
     shape: Shape,
     claim: Claim,
     fingerprint: Fingerprint,
@@ -207,51 +213,51 @@ pub struct Staging {
     journal: AnchoredPath,
     /// `None` once dropped.
     lease: Option<Lease>,
-    lost: Arc<OnceLock<Lost>>,
-    watch: Mutex<Watch>,
-    /// What will be at the destination, known once it is complete.
+    lost: Arc<OnceLock<LeaseLost>>,
+    watch: Mutex<LeaseWatch>,
+    /// The identity of the output, known once it is complete.
     identity: OnceLock<Identity>,
     /// The file or folder that this process moved away from the destination.
     replaced: Mutex<Option<Identity>>,
-    earlier: Earlier,
-    /// Parts that nobody waits for any more, by their index.
+    stale: StaleLeases,
+    /// Parts that are not waited for any more, by their index.
     settled: Mutex<BTreeSet<u32>>,
     /// Since when the others are waited for.
     waiting: OnceLock<Instant>,
-    /// The partial folder is gone and nothing was published from it, as no cache has it any more.
+    /// The partial folder is gone and nothing was published from it, longer than any cache lasts.
     is_gone: AtomicBool,
     is_published: AtomicBool,
 }
 
 impl Staging {
-    /// Claim a part of the work on `destination`. Waits where others have to be watched to be known alive or dead.
+    /// Claims a part of the work on `path`. Waits where others have to be watched to know whether they live.
     ///
     /// # Errors
-    /// `Usage` where it exists and may not be replaced, or where another run is or was at work on it; `Stopped`; `Io`.
-    pub fn begin(destination: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>, stop: &Stop) -> Result<Begun> {
-        acquire::begin(destination, shape, claim, plan, pace(), stop)
+    /// `Usage` where it exists and may not be replaced, or where another run works or worked on it; `Stopped`; `Io`.
+    pub fn begin(path: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>, stop: &Stop) -> Result<Begun> {
+        acquire::acquire(path, shape, claim, plan, pace(), stop)
     }
 
-    /// What [`Staging::begin`] would come to, as far as one look can tell. Changes nothing.
+    /// Returns what [`Staging::begin`] would do, as far as one look can tell. Changes nothing.
     ///
     /// # Errors
-    /// Those of beginning; `Usage` where others would have to be watched.
-    pub fn foresee(destination: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>) -> Result<Foreseen> {
-        preflight::foresee(destination, shape, claim, plan, &PACE)
+    /// As [`Staging::begin`]; `Usage` where others would have to be watched.
+    pub fn preflight(path: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>) -> Result<Preflight> {
+        acquire::preflight(path, shape, claim, plan, PACE)
     }
 
-    /// Whether something stands at a destination that is not to be replaced, before it is known what is to be written.
-    /// What an earlier run made there is left to [`Staging::begin`] by who takes that.
+    /// Refuses a destination that exists and is not to be replaced, before it is known what is to be written. A claim that
+    /// accepts what an earlier run made leaves that to [`Staging::begin`].
     ///
     /// # Errors
-    /// Those of beginning.
-    pub fn refuse_taken(destination: &Path, shape: Shape, claim: &Claim) -> Result<()> {
+    /// As [`Staging::begin`].
+    pub fn refuse_taken(path: &Path, shape: Shape, claim: &Claim) -> Result<()> {
         if claim.takes_what_is_done() {
             return Ok(());
         }
-        let (place, stop) = (Place::of(destination)?, Stop::default());
-        place.refresh(Looking { claim, pace: &pace(), stop: &stop })?;
-        acquire::check_destination(&place, shape, claim)
+        let destination = Destination::new(path, pace(), claim.reporter.clone())?;
+        destination.refresh(&Stop::default())?;
+        acquire::check_destination(&destination, shape, claim)
     }
 
     /// The folder to write into.
@@ -260,13 +266,13 @@ impl Staging {
         &self.data
     }
 
-    /// The folder that has the journals of all parts, `*.journal`.
+    /// The folder with the journals of all parts, `*.journal`.
     #[must_use]
     pub fn journals(&self) -> &AnchoredPath {
         &self.work
     }
 
-    /// What is left beside the destination, where that is kept.
+    /// The folder that is left beside the destination, where one is kept.
     #[must_use]
     pub fn partial(&self) -> &Path {
         self.partial.path()
@@ -278,13 +284,13 @@ impl Staging {
         &self.journal
     }
 
-    /// True where an error or a signal leaves what was done, for `--resume`.
+    /// Returns whether an error or a signal leaves what was done, for `--resume`.
     #[must_use]
     pub fn is_kept(&self) -> bool {
         self.claim.resume || !self.claim.part.is_alone()
     }
 
-    /// What this process has done; others see it with the next beat.
+    /// The bytes that this process has done; others see them with the next beat.
     #[must_use]
     pub fn done_bytes(&self) -> &AtomicU64 {
         self.lease().done_bytes()
@@ -293,13 +299,10 @@ impl Staging {
     /// # Errors
     /// `Usage` where another process has taken this part over, or the partial folder is gone.
     pub fn check(&self) -> Result<()> {
-        match self.lost.get() {
-            None => Ok(()),
-            Some(lost) => Err(self.holding.error(*lost)),
-        }
+        self.lost.get().map_or(Ok(()), |lost| Err(self.holding.error(*lost)))
     }
 
-    /// Say that this part is done.
+    /// Records that this part is done.
     ///
     /// # Errors
     /// As [`Staging::check`], `Io`.
@@ -311,7 +314,8 @@ impl Staging {
         self.lease().finish()
     }
 
-    /// Tell those that wait for this part why it does not come to its end. One that a signal stops is to be started again.
+    /// Leaves the reason why this part will not finish, for those that wait for it. A part that a signal stops is to be
+    /// started again.
     pub fn tell(&self, error: &Error) {
         if !matches!(error, Error::Stopped { .. }) {
             self.lease().fail(&error.to_string(), self.claim.run.as_deref());
@@ -319,10 +323,10 @@ impl Staging {
     }
 
     fn lease(&self) -> &Lease {
-        self.lease.as_ref().expect("it has one until it is dropped")
+        self.lease.as_ref().expect("it is there until this is dropped")
     }
 
-    /// The partial folder, if it is still the one that this process works in.
+    /// Returns the partial folder, if it is still the one that this process works in.
     fn find(&self) -> Result<Option<Partial>> {
         Ok(match Found::at(&self.partial, self.shape)? {
             Found::Partial(found) if found.plan.id == self.holding.plan.id => Some(found),
@@ -333,19 +337,19 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        self.place.spare.give_back();
+        self.destination.release();
         let is_published = self.is_published.load(Ordering::Relaxed);
-        // Looked at anew: this process may just have been woken up, before its first beat.
+        // Looked at again: this process may just have been woken up, before its first beat.
         let is_ours = || self.lost.get().is_none() && matches!(self.holding.look(), Ok(None));
         if !is_published && !self.is_kept() && is_ours() {
-            let _ = self.place.let_go(&self.partial);
+            let _ = self.destination.rename_away(&self.partial, TRASH);
         }
-        // Held until here, so that what is let go is what it is on. Network file systems keep a deleted file for as long
-        // as it is open.
+        // Held until here, so that it is one on the folder that is thrown away. Network file systems keep a deleted file
+        // for as long as it is open.
         drop(self.lease.take());
-        // A draft beside work is of one that was slower, and is killed if it is still there; one that lives makes another.
-        // To delete what was let go may take long, and who is told to stop leaves that to the next one.
+        // A temporary folder beside a partial one is of a process that was slower. If it lives, it makes another. Deleting
+        // trash may take long, and a process that is stopped leaves that to the next one.
         let is_kept = self.is_kept() && !is_published;
-        self.place.sweep(if is_kept { &[DRAFT] } else { &[DRAFT, GONE] });
+        self.destination.sweep(if is_kept { &[TMP] } else { &[TMP, TRASH] });
     }
 }

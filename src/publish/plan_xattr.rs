@@ -1,7 +1,7 @@
-//! What a result was made from, as an attribute of it: by this a run that was done is recognised.
+//! The plan that a result was made from, as the extended attribute `user.dtshard.plan`: a finished run is recognised by it.
 //!
-//! Best effort: not every file system has attributes, and not every copy takes them along. So the mark is only ever
-//! trusted to say "this is from the same plan", never to say "it is not".
+//! Not every file system has attributes, and not every copy keeps them. Invariant: the attribute says "this is from the
+//! same plan"; its absence says nothing.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -12,27 +12,17 @@ use crate::exec::fingerprint::Fingerprint;
 
 const NAME: &str = "user.dtshard.plan";
 
-/// Set before the rename, so that what is at the destination has it from its first moment.
-pub(super) fn set(output: impl AsFd, fingerprint: Fingerprint) {
+/// Writes the attribute, if possible. Called before the rename, so that the destination has it from its first moment.
+pub(super) fn write(output: impl AsFd, fingerprint: Fingerprint) {
     let _ = rustix::fs::fsetxattr(output, NAME, fingerprint.to_string().as_bytes(), XattrFlags::empty());
 }
 
-/// What a destination says of itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Mark {
-    /// It was finished, from this plan.
-    Of(Fingerprint),
-    /// It is not ours, or on a file system without attributes, or a copy without its own.
-    Nothing,
-}
-
-pub(super) fn of(path: &Path) -> Mark {
+pub(super) fn read(path: &Path) -> Option<Fingerprint> {
     let mut value = [0_u8; 64];
-    let read = rustix::fs::lgetxattr(path, NAME, &mut value[..]).ok();
-    let digits = read.and_then(|len| std::str::from_utf8(value.get(..len)?).ok());
-    digits.and_then(|digits| digits.parse().ok()).map_or(Mark::Nothing, Mark::Of)
+    let len = rustix::fs::lgetxattr(path, NAME, &mut value[..]).ok()?;
+    std::str::from_utf8(value.get(..len)?).ok()?.parse().ok()
 }
 
 pub(super) fn is(path: &Path, fingerprint: Fingerprint) -> bool {
-    of(path) == Mark::Of(fingerprint)
+    read(path) == Some(fingerprint)
 }

@@ -130,7 +130,7 @@ fn a_published_partial_is_no_work() {
         let (first, second) = two_seals(&desk);
         drop(first.try_seal(&Stop::default()).unwrap().unwrap());
         let output = partial::output(&AnchoredPath::new(&desk.work()), shape).unwrap().unwrap();
-        plan_xattr::set(fs::File::open(output.path()).unwrap(), desk.fingerprint);
+        plan_xattr::write(fs::File::open(output.path()).unwrap(), desk.fingerprint);
         let has_mark = plan_xattr::is(output.path(), desk.fingerprint);
         fs::rename(output.path(), desk.out()).unwrap();
         drop((first, second));

@@ -2,9 +2,8 @@
 
 use std::time::Instant;
 
-use super::super::admission::{Verdict, judge};
-use super::super::lease::Seen;
-use super::super::liveness::{Life, Watch};
+use super::super::acquire::{Admission, admission};
+use super::super::lease::{LeaseState, SeenLease};
 use super::super::wait::{Decision, decide};
 use super::*;
 
@@ -12,30 +11,30 @@ const ME: Part = Part { index: 1, of: 4 };
 
 #[test]
 fn who_may_join() {
-    use Life::{Alive, Dead, Unsure};
-    let verdict = |leases: &[(LeaseName, Life)]| judge(leases, ME);
-    assert_eq!(verdict(&[]), Verdict::Join { generation: 0 });
+    use LeaseState::{Alive, Dead, Unsure};
+    let verdict = |leases: &[(LeaseName, LeaseState)]| admission(leases, ME, true);
+    assert_eq!(verdict(&[]), Admission::Join { generation: 0 });
     // Siblings, however they are.
     for life in [Alive, Dead, Unsure] {
-        assert_eq!(verdict(&[(lease_of(0, 4, 0), life)]), Verdict::Join { generation: 0 });
+        assert_eq!(verdict(&[(lease_of(0, 4, 0), life)]), Admission::Join { generation: 0 });
     }
     // My own part.
-    assert_eq!(verdict(&[(lease_of(1, 4, 2), Alive)]), Verdict::Rival(lease_of(1, 4, 2)));
-    assert_eq!(verdict(&[(lease_of(1, 4, 2), Unsure)]), Verdict::Watch);
-    assert_eq!(verdict(&[(lease_of(1, 4, 2), Dead)]), Verdict::Resume { generation: 3 });
+    assert_eq!(verdict(&[(lease_of(1, 4, 2), Alive)]), Admission::Conflict(lease_of(1, 4, 2)));
+    assert_eq!(verdict(&[(lease_of(1, 4, 2), Unsure)]), Admission::Watch);
+    assert_eq!(verdict(&[(lease_of(1, 4, 2), Dead)]), Admission::Resume { generation: 3 });
     // Another division of the work.
-    assert_eq!(verdict(&[(lease_of(0, 2, 0), Alive)]), Verdict::Rival(lease_of(0, 2, 0)));
-    assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead)]), Verdict::Resume { generation: 0 });
-    assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead), (lease_of(1, 2, 0), Unsure)]), Verdict::Watch);
+    assert_eq!(verdict(&[(lease_of(0, 2, 0), Alive)]), Admission::Conflict(lease_of(0, 2, 0)));
+    assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead)]), Admission::Resume { generation: 0 });
+    assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead), (lease_of(1, 2, 0), Unsure)]), Admission::Watch);
     // A sibling has resumed already.
-    assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead), (lease_of(3, 4, 0), Alive)]), Verdict::Join { generation: 0 });
+    assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead), (lease_of(3, 4, 0), Alive)]), Admission::Join { generation: 0 });
     let seal = LeaseName { role: Role::Seal, generation: 0 };
-    assert_eq!(verdict(&[(seal, Dead)]), Verdict::Join { generation: 0 });
+    assert_eq!(verdict(&[(seal, Dead)]), Admission::Join { generation: 0 });
 }
 
 #[test]
 fn what_to_do_while_waiting() {
-    use OtherState::{Finished, NotStarted, Stopped, Stuck, Working};
+    use OtherState::{Finished, NotStarted, Stopped, Working};
     let decided = |sealer, states: &[OtherState]| {
         let other = |(index, state): (u32, &OtherState)| Other {
             part: Part { index, of: 4 },
@@ -45,8 +44,8 @@ fn what_to_do_while_waiting() {
             failure: None,
         };
         let others: Vec<Other> = (0..).zip(states).map(other).collect();
-        match decide(sealer, &others, &PACE) {
-            Decision::Without(missing, after) => Err((missing.parts, after.as_secs())),
+        match decide(sealer, &others) {
+            Decision::GiveUp(missing) => Err(missing.parts),
             decision => Ok(decision),
         }
     };
@@ -55,9 +54,8 @@ fn what_to_do_while_waiting() {
     assert_eq!(decided(true, &[Finished, Stopped]), Ok(Decision::Wait));
     assert_eq!(decided(true, &[Finished]), Ok(Decision::Wait));
     assert_eq!(decided(false, &[Finished, Working]), Ok(Decision::Wait));
-    assert_eq!(decided(false, &[NotStarted, Working, NotStarted]), Err((vec![0, 2], 300)));
-    assert_eq!(decided(false, &[NotStarted, Stuck, Working]), Err((vec![1], 0)));
-    assert_eq!(decided(false, &[NotStarted, Stuck, Stopped]), Err((vec![2], 2)));
+    assert_eq!(decided(false, &[NotStarted, Working, NotStarted]), Err(vec![0, 2]));
+    assert_eq!(decided(false, &[NotStarted, Working, Stopped]), Err(vec![2]));
 }
 
 #[test]
@@ -65,44 +63,44 @@ fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
     let here = Process::this();
     let record = |process: &Process, beat, phase| {
         let record = Record { process: process.clone(), beat, phase, done_bytes: 0, failure: None };
-        Seen { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) }
+        SeenLease { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) }
     };
-    let torn = Seen { name: lease_of(0, 1, 0), bytes: b"{".to_vec(), record: None };
+    let torn = SeenLease { name: lease_of(0, 1, 0), bytes: b"{".to_vec(), record: None };
     let (begun, second) = (Instant::now(), Duration::from_secs(1));
-    let mut watch = Watch::new(20 * second);
-    let mut life = |seen: &Seen, at: u32| watch.life(seen, begun + at * second);
+    let mut watch = LeaseWatch::new(Pace { dead_after: 20 * second, ..PACE });
+    let mut life = |seen: &SeenLease, at: u32| watch.state(seen, begun + at * second);
 
-    assert_eq!(life(&record(&here, 0, Phase::Working), 0), Life::Alive);
-    assert_eq!(life(&record(&here, 0, Phase::Finished), 0), Life::Alive);
-    assert_eq!(life(&record(&here, 0, Phase::Stopped), 0), Life::Dead);
+    assert_eq!(life(&record(&here, 0, Phase::Working), 0), LeaseState::Alive);
+    assert_eq!(life(&record(&here, 0, Phase::Finished), 0), LeaseState::Alive);
+    assert_eq!(life(&record(&here, 0, Phase::Stopped), 0), LeaseState::Dead);
     let later_with_that_number = Process { start: here.start + 1, ..here.clone() };
-    assert_eq!(life(&record(&later_with_that_number, 0, Phase::Working), 0), Life::Dead);
+    assert_eq!(life(&record(&later_with_that_number, 0, Phase::Working), 0), LeaseState::Dead);
     let no_such = Process { pid: 0x7FFF_FFF0, ..here.clone() };
-    assert_eq!(life(&record(&no_such, 0, Phase::Working), 0), Life::Dead);
+    assert_eq!(life(&record(&no_such, 0, Phase::Working), 0), LeaseState::Dead);
 
-    let mut watch = Watch::new(20 * second);
+    let mut watch = LeaseWatch::new(Pace { dead_after: 20 * second, ..PACE });
     // Somebody looks every second.
     let mut looked = 0;
-    let mut life = |seen: &Seen, at: u32| {
-        (looked + 1..at).for_each(|between| _ = watch.life(seen, begun + between * second));
+    let mut life = |seen: &SeenLease, at: u32| {
+        (looked + 1..at).for_each(|between| _ = watch.state(seen, begun + between * second));
         looked = at;
-        watch.life(seen, begun + at * second)
+        watch.state(seen, begun + at * second)
     };
     let container = Process { pid_namespace: "pid:[1]".into(), ..here.clone() };
-    assert_eq!(life(&record(&container, 1, Phase::Working), 0), Life::Unsure);
-    assert_eq!(life(&record(&container, 1, Phase::Working), 19), Life::Unsure);
-    assert_eq!(life(&record(&container, 1, Phase::Working), 20), Life::Dead);
-    assert_eq!(life(&record(&container, 2, Phase::Working), 21), Life::Alive);
-    assert_eq!(life(&record(&container, 2, Phase::Working), 40), Life::Alive);
-    assert_eq!(life(&record(&container, 2, Phase::Working), 41), Life::Dead);
-    assert_eq!(life(&record(&container, 2, Phase::Left), 42), Life::Dead);
-    assert_eq!(life(&torn, 50), Life::Alive, "somebody is writing it");
-    assert_eq!(life(&torn, 70), Life::Dead);
+    assert_eq!(life(&record(&container, 1, Phase::Working), 0), LeaseState::Unsure);
+    assert_eq!(life(&record(&container, 1, Phase::Working), 19), LeaseState::Unsure);
+    assert_eq!(life(&record(&container, 1, Phase::Working), 20), LeaseState::Dead);
+    assert_eq!(life(&record(&container, 2, Phase::Working), 21), LeaseState::Alive);
+    assert_eq!(life(&record(&container, 2, Phase::Working), 40), LeaseState::Alive);
+    assert_eq!(life(&record(&container, 2, Phase::Working), 41), LeaseState::Dead);
+    assert_eq!(life(&record(&container, 2, Phase::Left), 42), LeaseState::Dead);
+    assert_eq!(life(&torn, 50), LeaseState::Alive, "somebody is writing it");
+    assert_eq!(life(&torn, 70), LeaseState::Dead);
 
     // A system that does not tell its boot is like no other, not even like itself.
     let nameless = Process { boot: String::new(), ..here };
-    assert_eq!(life(&record(&nameless, 9, Phase::Working), 71), Life::Alive);
-    assert_eq!(life(&record(&nameless, 9, Phase::Working), 91), Life::Dead);
+    assert_eq!(life(&record(&nameless, 9, Phase::Working), 71), LeaseState::Alive);
+    assert_eq!(life(&record(&nameless, 9, Phase::Working), 91), LeaseState::Dead);
 }
 
 /// A look that takes long, or comes late, shows no more than another one.
@@ -111,14 +109,16 @@ fn time_without_a_look_says_nothing() {
     let second = Duration::from_secs(1);
     let process = Process { boot: "another".into(), ..Process::this() };
     let record = Record { process, beat: 1, phase: Phase::Working, done_bytes: 0, failure: None };
-    let seen = Seen { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) };
-    let (begun, mut watch) = (Instant::now(), Watch::new(20 * second));
+    let seen = SeenLease { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) };
+    let (begun, mut watch) = (Instant::now(), LeaseWatch::new(Pace { dead_after: 20 * second, ..PACE }));
     for at in [0, 25, 1000, 5000] {
-        assert_eq!(watch.life(&seen, begun + at * second), Life::Unsure, "{at}");
+        assert_eq!(watch.state(&seen, begun + at * second), LeaseState::Unsure, "{at}");
     }
-    assert_eq!(watch.still(seen.name), 9 * second);
-    (1..=11).for_each(|more| _ = watch.life(&seen, begun + (5000 + more) * second));
-    assert_eq!(watch.life(&seen, begun + 5012 * second), Life::Dead);
+    // Three seconds count of each time between looks.
+    for more in 1..=10 {
+        assert_eq!(watch.state(&seen, begun + (5000 + more) * second), LeaseState::Unsure, "{more}");
+    }
+    assert_eq!(watch.state(&seen, begun + 5011 * second), LeaseState::Dead);
 }
 
 #[test]

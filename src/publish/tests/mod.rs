@@ -77,7 +77,7 @@ impl Desk {
 
     fn begin_with(&self, claim: &Claim, stop: &Stop) -> Result<Begun> {
         let plan = Plan { fingerprint: self.fingerprint, version: self.version, about: &self.about };
-        acquire::begin(&self.out(), self.shape, claim, &plan, FAST, stop)
+        acquire::acquire(&self.out(), self.shape, claim, &plan, FAST, stop)
     }
 
     fn begin(&self) -> Result<Staging> {

@@ -25,7 +25,7 @@ fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
 fn whole_run(desk: &Desk, claim: &Claim) -> Result<()> {
     let plan = Plan { fingerprint: desk.fingerprint, version: desk.version, about: &desk.about };
     let patient = Pace { start_within: Duration::from_secs(30), ..FAST };
-    let staging = work(acquire::begin(&desk.out(), desk.shape, claim, &plan, patient, &Stop::default())?);
+    let staging = work(acquire::acquire(&desk.out(), desk.shape, claim, &plan, patient, &Stop::default())?);
     write(&staging.folder().path().join(format!("{}", claim.part.index)), "1");
     staging.finish()?;
     loop {
@@ -206,7 +206,7 @@ fn watching_lasts_until_something_is_known() {
     let patient = Pace { dead_after: Duration::from_hours(1), ..FAST };
     let (shape, out, claim) = (desk.shape, desk.out(), claim());
     thread::scope(|scope| {
-        let waiting = scope.spawn(|| acquire::begin(&out, shape, &claim, &plan, patient, &stop));
+        let waiting = scope.spawn(|| acquire::acquire(&out, shape, &claim, &plan, patient, &stop));
         thread::sleep(Duration::from_millis(100));
         assert!(!waiting.is_finished());
         desk.foreign_lease(lease_of(0, 1, 1), Phase::Stopped);
