@@ -14,7 +14,7 @@ use super::progress::Progress;
 use dtshard::comm::Part;
 use dtshard::error::Result;
 use dtshard::exec::{Phase, Reporter};
-use dtshard::publish::journal::Known;
+use dtshard::publish::recovery::Known;
 use dtshard::publish::{Other, OtherState, Staging};
 
 /// What was recorded when this process began, by this run or by earlier ones.

@@ -31,8 +31,8 @@ use dtshard::exec::exchange::Reducing;
 use dtshard::exec::fingerprint::fingerprint;
 use dtshard::exec::{Extents, Options, sources};
 use dtshard::name_list::{FEW_NUMBERS, short_list};
-use dtshard::publish::journal::{self, Known};
 use dtshard::publish::log::{AtEnd, Log};
+use dtshard::publish::recovery::{self, Known};
 use dtshard::publish::seal::{check_output, has_all, is_complete, seal};
 use dtshard::publish::{Begun, Claim, Missing, Other, OtherState, Plan, ReplaceCheck, Seal, Staging, Waited};
 use dtshard::quantity::human_bytes;
@@ -381,7 +381,7 @@ impl Producer<'_> {
 
     /// Whether another run has anything to go on with.
     fn has_recorded(&self) -> bool {
-        !journal::is_empty(self.staging.journals()).unwrap_or(false)
+        !recovery::is_empty(self.staging.journals()).unwrap_or(false)
     }
 
     fn incomplete(&self, known: &Known) -> Error {

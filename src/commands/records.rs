@@ -16,8 +16,8 @@ use dtshard::exec::Extents;
 use dtshard::exec::carry::{Carried, is_carried};
 use dtshard::exec::exchange::torn;
 use dtshard::publish::Staging;
-use dtshard::publish::journal::{Changed, changed};
-use dtshard::publish::journal::{Known, Taken, doubt};
+use dtshard::publish::journal::doubt;
+use dtshard::publish::recovery::{Changed, Known, Taken, changed};
 use dtshard::publish::seal::misfits;
 use dtshard::quantity::human_bytes;
 

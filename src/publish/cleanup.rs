@@ -11,7 +11,7 @@ use std::time::Instant;
 use super::destination::{Destination, TRASH, is_gone};
 use super::lease::{Lease, LeaseName, LeaseState, LeaseWatch, Role, SeenLease, read_leases};
 use super::partial::{Found, Partial};
-use super::{Shape, Staging, journal};
+use super::{Shape, Staging, recovery};
 use crate::comm::Part;
 use crate::error::{Error, Result};
 use crate::fault;
@@ -34,7 +34,7 @@ impl Staging {
             && !found.is_published
             && found.leases.iter().all(is_over)
             && (0..awaited).all(has_come)
-            && journal::is_empty(&work).unwrap_or(false);
+            && recovery::is_empty(&work).unwrap_or(false);
         if is_unused && destination.throw_away(shape, Some(&found), &mut watch).unwrap_or(false) {
             destination.sweep(&[TRASH]);
         }

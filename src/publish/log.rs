@@ -1,17 +1,17 @@
-//! The log of a run: what it has to do, what of it is finished, and how that gets into its journal.
+//! The log of a run: what it has to write, what of it is finished, and how that gets into its journal.
 //!
-//! Strips are finished one by one, and their sources are checked a window at a time. So what is finished waits here until
-//! its window has been checked, then for the next record: one is written every now and then, when the run stops, and
-//! where others need it, at its end. A record that says too little costs work that is done again; none says too much.
+//! Strips are finished one by one, and their sources are checked a window at a time. A finished strip waits here until its
+//! window has been checked, then for the next record. A record is written every ten seconds, when the run stops, and at
+//! its end where others need it. A record that says too little costs work that is done again; none says too much.
 //!
-//! Counts bytes. Invariant: what is recorded as synced has been.
+//! Counts bytes. Invariant: what is recorded as synced has been synced.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
-use super::journal::{Batch, Durability, Journal, Record};
+use super::journal::{Journal, Record, boot_of};
 use crate::catalog::OutputFile;
 use crate::error::Result;
 use crate::exec::{CastLosses, Entry, Extents, Outputs, Stop, SumPart, WorkLog, add_lost};
@@ -20,12 +20,12 @@ use crate::storage::AnchoredPath;
 /// Time between records: work that a killed run has to do again.
 const RECORD_EVERY: Duration = Duration::from_secs(10);
 
-/// When there is a record of the end of a run.
+/// Whether the end of a run is recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtEnd {
     /// What comes next is publishing, which takes no time.
     Nothing,
-    /// Others have to know of it, or much is to be done before it is published.
+    /// Other processes have to know, or much is to be done before the result is published.
     Record,
 }
 
@@ -36,43 +36,38 @@ pub struct Log<'a> {
     path: AnchoredPath,
     sync: bool,
     at_end: AtEnd,
-    /// Finished in the window that is at work.
-    window: Mutex<Batch>,
+    /// What was finished in the current window.
+    window: Mutex<Record>,
     state: Mutex<State>,
 }
 
 struct State {
     /// What the next record will say.
     next: Record,
-    /// Of what is recorded, where this run puts sums together itself.
+    /// The parts of spans in all records, where this run writes everything.
     sums: Vec<(u32, SumPart)>,
-    /// What casts met in all of this run.
+    /// The values that casts lost in all of this run.
     lost: CastLosses,
     journal: Option<Journal>,
     recorded: Instant,
 }
 
 impl<'a> Log<'a> {
-    /// Of a run that has `todo` of these files to do, with the journal at `path`, which is made with its first record.
+    /// Creates the log of a run that has `todo` of these files to write. Its first record makes the journal at `path`.
     #[must_use]
     pub fn new(files: &'a [OutputFile], todo: &'a Extents, path: AnchoredPath, sync: bool, at_end: AtEnd) -> Self {
-        let state = State {
-            next: Record::default(),
-            sums: Vec::new(),
-            lost: CastLosses::new(),
-            journal: None,
-            recorded: Instant::now(),
-        };
+        let (next, sums, lost) = Default::default();
+        let state = State { next, sums, lost, journal: None, recorded: Instant::now() };
         let is_all = *todo == Extents::of_files(files);
         Self { files, todo, is_all, path, sync, at_end, window: Mutex::default(), state: Mutex::new(state) }
     }
 
-    /// Note that a carried file has been copied.
+    /// Notes that a carried file has been copied.
     pub fn carried(&self, number: u32) {
-        self.window().carry(number);
+        self.window().carried.push(number);
     }
 
-    fn window(&self) -> MutexGuard<'_, Batch> {
+    fn window(&self) -> MutexGuard<'_, Record> {
         self.window.lock().expect("no panic while the lock is held")
     }
 
@@ -82,7 +77,8 @@ impl<'a> Log<'a> {
 
     /// What is in the window goes into the next record.
     fn close_window(&self) -> MutexGuard<'_, State> {
-        let record = self.window().take(self.files);
+        let mut record = std::mem::take(&mut *self.window());
+        record.compact(self.files);
         let mut state = self.state();
         record.entries.iter().for_each(|entry| add_lost(&mut state.lost, &entry.lost));
         state.next.append(record);
@@ -118,7 +114,7 @@ impl<'a> Log<'a> {
             }
         };
         crate::fault::point("record-created");
-        journal.append(&state.next, &Durability::of(self.sync))?;
+        journal.append(&state.next, boot_of(self.sync))?;
         crate::fault::point("record-after");
         let written = std::mem::take(&mut state.next);
         if self.is_all {
@@ -138,7 +134,7 @@ impl WorkLog for Log<'_> {
     }
 
     fn add(&self, entry: Entry) {
-        self.window().add(entry);
+        self.window().entries.push(entry);
     }
 
     fn advance(&self, outputs: &Outputs, check: &dyn Fn() -> Result<()>) -> Result<()> {

@@ -12,7 +12,7 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
-use super::journal::Known;
+use super::recovery::Known;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result, Untrusted};
 use crate::exec::carry::{Carried, is_carried, len_of};

@@ -198,10 +198,8 @@ impl Staging {
         }
         let found = self.find().ok().flatten();
         let others = found.as_ref().map_or_else(Vec::new, |found| self.others_of(found));
-        let failed = others.iter().filter(|other| parts.contains(&other.part.index));
-        if let Some((index, reason)) =
-            failed.filter_map(|other| Some((other.part.index, other.failure.as_ref()?))).next()
-        {
+        let mut failed = others.iter().filter(|other| parts.contains(&other.part.index));
+        if let Some((index, reason)) = failed.find_map(|other| Some((other.part.index, other.failure.as_ref()?))) {
             let message = format!("{} failed: {reason}; {destination} is not complete", named(&[index]));
             return Error::usage(message, how_to_go_on);
         }
