@@ -14,7 +14,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::commit::recover;
 use super::destination::{BACKUP, Destination, TMP, TRASH, is_gone};
@@ -109,8 +109,7 @@ pub(super) fn acquire(
     fs::create_dir_all(&destination.parent).map_err(Error::io("create", &destination.parent))?;
     destination.reserve()?;
     let (watch, since) = (LeaseWatch::new(pace), Instant::now());
-    let mut acquiring =
-        Acquiring { destination, shape, claim, plan, pace, stop, watch, since, unclear_since: None, made: None };
+    let mut acquiring = Acquiring { destination, shape, claim, plan, pace, stop, watch, since, made: None };
     acquiring.refuse_restart_of_strangers()?;
     acquiring.destination.sweep(&[TRASH]);
     if !acquiring.destination.cached_for().is_zero() {
@@ -136,7 +135,6 @@ struct Acquiring<'a> {
     stop: &'a Stop,
     watch: LeaseWatch,
     since: Instant,
-    unclear_since: Option<Instant>,
     /// The id of the partial folder that this process has made.
     made: Option<String>,
 }
@@ -173,23 +171,20 @@ impl Acquiring<'_> {
 
     fn step(&mut self) -> Result<Next> {
         self.destination.refresh(self.stop)?;
-        let found = Found::at(&self.destination.partial(), self.shape)?;
-        let unclear_for = match found {
-            Found::Unclear => self.unclear_since.get_or_insert_with(Instant::now).elapsed(),
-            _ => Duration::ZERO,
-        };
+        let (partial, mut found) = (self.destination.partial(), Found::Unclear);
+        let what = format!("waiting for the file system to show what is in {}", partial.display());
+        self.destination.confirm(self.stop, &what, || {
+            found = Found::at(&partial, self.shape)?;
+            Ok(!matches!(found, Found::Unclear))
+        })?;
         match found {
-            Found::Unclear if unclear_for < self.destination.cached_for() => return Ok(Next::Later),
-            Found::Unclear => return Err(self.destination.junk(self.claim)),
-            _ => self.unclear_since = None,
-        }
-        match found {
+            Found::Nothing => self.start(),
             Found::Partial(partial) => self.meet(partial),
+            Found::Unclear => Err(self.destination.junk(self.claim)),
             Found::Junk => {
                 recover(&self.destination)?;
                 if self.claim.restart { self.throw_away(None) } else { Err(self.destination.junk(self.claim)) }
             }
-            Found::Nothing | Found::Unclear => self.start(),
         }
     }
 
