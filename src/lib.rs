@@ -23,7 +23,7 @@
 //!
 //! The program is a crate of its own, `main.rs` with `cli` and `commands`, and sees what is public here. Who may import whom
 //! in the library: `twin` sees `format`, `storage` and `comm`; `exec` sees `plan`,
-//! `catalog`, `storage` and `comm` but no format and no terminal; `gpu` sees `exec` and `comm`, and what numbers are in
+//! `catalog`, `storage` and `comm` but no format and no terminal; `publish` sees `exec`, and puts what it writes in place; `gpu` sees `exec` and `comm`, and what numbers are in
 //! `catalog` and `layout`; `plan`, `format` and `select` see these two; `layout` is pure algebra, `comm` the environment of
 //! a process and its connections to others, and both see nothing of the crate.
 
@@ -45,6 +45,7 @@ pub mod name_list;
 pub mod nearest;
 pub mod plan;
 pub mod progress;
+pub mod publish;
 pub mod quantity;
 pub mod select;
 pub mod storage;

@@ -16,10 +16,10 @@ use super::reading::input;
 use super::run::Run;
 use crate::convert::options::{Backend, ConvertOptions, SourceVisibility};
 use crate::error::{Error, Result};
-use crate::exec::staging::Staging;
 use crate::exec::weigh::Weighed;
 use crate::fault;
 use crate::gpu::Device;
+use crate::publish::Staging;
 use crate::quantity::{count, human_bytes};
 
 /// Runs of this length are read from a disk about as fast as the whole file, shorter ones more slowly the shorter they

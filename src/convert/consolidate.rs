@@ -18,10 +18,10 @@ use crate::catalog::{Dtype, Fqn, TensorId, model, optimizer, path};
 use crate::convert::options::{Assets, ConsolidateOptions};
 use crate::error::{Error, Result};
 use crate::exec::carry::Carried;
-use crate::exec::staging::Shape;
 use crate::format::known_files::is_asset;
 use crate::format::safetensors::Wanted;
 use crate::format::{Checkpoint, Format, distinct_names, natural_order, safetensors, torch};
+use crate::publish::Shape;
 use crate::quantity::count;
 use crate::storage::lookup;
 

@@ -11,7 +11,7 @@ use crate::convert::options::{Backend, ConvertOptions};
 use crate::error::{Error, Result};
 use crate::exec::Options;
 use crate::exec::exchange::Reducing;
-use crate::exec::staging::{Foreseen, Staging};
+use crate::publish::{Preflight, Staging};
 use crate::storage::filesystem::{free_bytes, nearest_folder};
 
 /// A warning, where there is something to say.
@@ -22,12 +22,12 @@ pub fn foresee(
     options: &Options,
     run: &Run<'_>,
 ) -> Option<String> {
-    let look = |reducing| -> Result<Foreseen> {
+    let look = |reducing| -> Result<Preflight> {
         check_destination(conversion, args, destination)?;
         let claim = claim(conversion, args, options, run);
         let about = about(conversion, reducing, run);
-        let foreseen = Staging::foresee(destination, conversion.shape, &claim, &plan(conversion, reducing, &about))?;
-        if foreseen == Foreseen::Anew {
+        let foreseen = Staging::preflight(destination, conversion.shape, &claim, &plan(conversion, reducing, &about))?;
+        if foreseen == Preflight::Fresh {
             check_folder(conversion, nearest_folder(destination))?;
         }
         Ok(foreseen)
@@ -37,9 +37,9 @@ pub fn foresee(
         looked = look(Reducing::ByNccl).or(looked);
     }
     match looked {
-        Ok(Foreseen::Anew) => None,
-        Ok(Foreseen::GoesOn) => Some(format!("a run would go on with what is done of {}", destination.display())),
-        Ok(Foreseen::Done) => {
+        Ok(Preflight::Fresh) => None,
+        Ok(Preflight::Resumes) => Some(format!("a run would go on with what is done of {}", destination.display())),
+        Ok(Preflight::Done) => {
             Some(format!("{} is there already, from the same source and options", destination.display()))
         }
         Err(error) => {

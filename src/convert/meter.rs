@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use crate::comm::Part;
 use crate::error::Result;
-use crate::exec::journal::Known;
-use crate::exec::staging::{Other, OtherState, Staging};
 use crate::exec::{Phase, Reporter};
 use crate::progress::Task;
+use crate::publish::recovery::Known;
+use crate::publish::{Other, OtherState, Staging};
 
 /// What was recorded when this process began, by this run or by earlier ones.
 pub struct Before {

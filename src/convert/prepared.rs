@@ -12,8 +12,8 @@ use crate::error::Result;
 use crate::exec::Extents;
 use crate::exec::carry::{Carried, check_distinct};
 use crate::exec::division::{own_files, stretch};
-use crate::exec::staging::Shape;
 use crate::format::Format;
+use crate::publish::Shape;
 use crate::storage::lookup;
 
 /// A conversion with everything decided: the files of the destination are laid out, and nothing is written.

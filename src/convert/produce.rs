@@ -28,13 +28,13 @@ use crate::exec::carry::{Carried, carry};
 use crate::exec::copy::{Stats, Writing, copy};
 use crate::exec::exchange::Reducing;
 use crate::exec::fingerprint::fingerprint;
-use crate::exec::journal::{self, Known};
-use crate::exec::log::{AtEnd, Log};
-use crate::exec::seal::{check_output, has_all, is_complete, seal};
-use crate::exec::staging::{Begun, Claim, Missing, Other, OtherState, Plan, ReplaceCheck, Seal, Staging, Waited};
 use crate::exec::{Extents, Options, sources};
 use crate::name_list::{FEW_NUMBERS, short_list};
 use crate::progress::Task;
+use crate::publish::log::{AtEnd, Log};
+use crate::publish::recovery::{self, Known};
+use crate::publish::seal::{check_output, has_all, is_complete, seal};
+use crate::publish::{Begun, Claim, Missing, Other, OtherState, Plan, ReplaceCheck, Seal, Staging, Waited};
 use crate::quantity::human_bytes;
 use crate::storage::AnchoredPath;
 use crate::storage::filesystem;
@@ -381,7 +381,7 @@ impl Producer<'_> {
 
     /// Whether another run has anything to go on with.
     fn has_recorded(&self) -> bool {
-        !journal::is_empty(self.staging.journals()).unwrap_or(false)
+        !recovery::is_empty(self.staging.journals()).unwrap_or(false)
     }
 
     fn incomplete(&self, known: &Known) -> Error {

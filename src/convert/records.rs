@@ -1,7 +1,7 @@
 //! What is recorded as done, as far as it can be believed.
 //!
 //! An entry counts where its file is as long as it should be and, with `--verify`, where what is there has the digest
-//! that it tells. One that does not is [doubted](crate::exec::journal), with a warning, and is work to be done; what else
+//! that it tells. One that does not is [doubted](crate::publish::journal), with a warning, and is work to be done; what else
 //! was done stays done.
 
 use std::collections::BTreeMap;
@@ -13,12 +13,12 @@ use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
 use crate::exec::Extents;
 use crate::exec::carry::{Carried, is_carried};
-use crate::exec::digest::{Changed, changed};
 use crate::exec::exchange::torn;
-use crate::exec::journal::{Known, Taken, doubt};
-use crate::exec::seal::misfits;
-use crate::exec::staging::Staging;
 use crate::progress::Task;
+use crate::publish::Staging;
+use crate::publish::journal::doubt;
+use crate::publish::recovery::{Changed, Known, Taken, changed};
+use crate::publish::seal::misfits;
 use crate::quantity::human_bytes;
 
 /// Warnings that are told one by one.

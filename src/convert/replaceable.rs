@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 use crate::exec::carry::{Carried, is_carried, is_unchanged_copy};
-use crate::exec::staging::Shape;
 use crate::format::known_files::{Role, is_checkpoint_file, is_known_folder, refuse_foreign_folder, role_of};
 use crate::name_list::short_list;
+use crate::publish::Shape;
 use crate::storage::{AnchoredPath, lookup};
 
 /// Names of foreign files in a message.

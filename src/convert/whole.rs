@@ -10,9 +10,9 @@ use super::target_format::file_name;
 use crate::catalog::{Fqn, TensorId};
 use crate::convert::options::{ConvertOptions, Tied};
 use crate::error::{Error, Result};
-use crate::exec::staging::Shape;
 use crate::format::safetensors::{self, Placing};
 use crate::format::{Checkpoint, Format, ReadOptions, Want, natural_order};
+use crate::publish::Shape;
 use crate::quantity::count;
 
 /// A name that is recorded, not written, and the one that is.

@@ -9,11 +9,11 @@ use super::rank_file::{Comparison, read};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Dict, DictKind, Fqn, Path, TensorId, Value};
 use crate::catalog::{Key, Reservation};
-use crate::exec::log::{AtEnd, Log};
 use crate::exec::{Extents, Input, Options, Silent, Stop, copy};
 use crate::format::fsdp_flat::{FlatTarget, document, reserve};
 use crate::format::{Checkpoint, ReadOptions, SeriesChoice, resolve};
 use crate::layout::Rank;
+use crate::publish::log::{AtEnd, Log};
 use serde_json::Value as Json;
 
 const OPTIONS: Options = Options { threads: 2, strip_bytes: 300, sync: false };

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::catalog::{Catalog, ChunkTable, Fqn, Holding, Reservation, TensorEntry, TensorId, Value, model};
-use crate::exec::log::{AtEnd, Log};
 use crate::exec::{Extents, Input, Options, Silent, Stop, compare, copy};
 use crate::format::safetensors::Wanted;
 use crate::format::torch::{RankLayout, RankTarget, Release, Style, reserve_ranks};
 use crate::format::{Checkpoint, ReadOptions, SeriesChoice, dcp, resolve, safetensors, torch};
 use crate::layout::{DeviceMesh, MeshDim, Placement, Rank, Tile, local_shard, parse_placements};
+use crate::publish::log::{AtEnd, Log};
 
 use torch_pickle::pickle::Unknown;
 

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// For each module, the modules of this crate that it may use besides itself, `error`, `name_list` and `threads`.
-const ALLOWED: [(&str, &[&str]); 17] = [
+const ALLOWED: [(&str, &[&str]); 18] = [
     ("layout", &[]),
     ("storage", &[]),
     ("comm", &["storage"]),
@@ -20,6 +20,7 @@ const ALLOWED: [(&str, &[&str]); 17] = [
     ("select", &["catalog", "layout", "nearest"]),
     ("nearest", &["layout"]),
     ("exec", &["plan", "catalog", "layout", "storage", "comm", "fault"]),
+    ("publish", &["exec", "catalog", "storage", "comm", "fault"]),
     ("gpu", &["catalog", "layout", "exec", "comm", "quantity"]),
     ("error", &["layout"]),
     // A part of the program, which sees the library as `dtshard`.

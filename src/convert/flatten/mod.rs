@@ -18,10 +18,10 @@ use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Path, Reservation, TensorId, model};
 use crate::convert::options::{ConvertOptions, FlattenOptions};
 use crate::error::{Error, Result};
-use crate::exec::staging::Shape;
 use crate::format::fsdp_flat::{FlatTarget, Survey};
 use crate::format::{Format, fsdp_flat};
 use crate::layout::Rank;
+use crate::publish::Shape;
 pub use target::{Group, Wish};
 
 /// Lays out the destination of `flatten`.

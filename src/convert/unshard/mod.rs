@@ -12,9 +12,9 @@ use super::whole::{check_tied, elsewhere, names_to_write, placing_like, safetens
 use crate::catalog::{model, path};
 use crate::convert::options::UnshardOptions;
 use crate::error::{Error, Result};
-use crate::exec::staging::Shape;
 use crate::format::safetensors::Wanted;
 use crate::format::{Format, safetensors, torch};
+use crate::publish::Shape;
 
 /// Lays out the destination of `unshard`.
 ///

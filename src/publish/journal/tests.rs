@@ -1,10 +1,14 @@
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 
+use super::super::recovery::Known;
 use super::*;
-use crate::catalog::Sum;
+use crate::catalog::{Dtype, OutputFile, Sum};
+use crate::exec::CastLosses;
+use crate::exec::cast::Counts;
 
 /// Two files of 1000 bytes; the first has the spans 100..300 and 300..900, the second none.
 fn files() -> Vec<OutputFile> {
@@ -39,7 +43,7 @@ fn parts(range: &Range<usize>) -> Vec<SumPart> {
 fn entry(file: u32, range: Range<u64>, sums: Vec<SumPart>) -> Entry {
     let at = |offset: u64| usize::try_from(offset).unwrap();
     let digest = content().get(at(range.start)..at(range.end)).map(crc32fast::hash).unwrap_or_default();
-    Entry { file, range, digest, sums, lost: Lost::new() }
+    Entry { file, range, digest, sums, lost: CastLosses::new() }
 }
 
 fn record(entries: Vec<Entry>) -> Record {
@@ -51,13 +55,13 @@ fn full_record() -> Record {
     Record { entries: vec![entry], carried: vec![0, 2], ..Record::default() }
 }
 
-fn lost(overflows: u64) -> Lost {
+fn lost(overflows: u64) -> CastLosses {
     [((Dtype::F32, Dtype::Bf16), Counts { overflows, nans: u64::MAX })].into()
 }
 
 fn write(folder: &Path, name: &str, records: &[Record]) -> PathBuf {
     let mut journal = Journal::create(&in_folder(folder, name)).unwrap();
-    records.iter().for_each(|record| journal.append(record, &Durability::Synced).unwrap());
+    records.iter().for_each(|record| journal.append(record, None).unwrap());
     folder.join(name)
 }
 
@@ -89,7 +93,7 @@ fn what_is_recorded_is_known_and_equal_whoever_recorded_it() {
 
 #[test]
 fn a_line_has_few_words() {
-    let line = to_line(&full_record(), &Durability::Synced);
+    let line = to_line(&full_record(), None);
     let crcs = (part(100..300).crc, part(300..400).crc);
     let json = format!(
         r#"{{"r":{{"e":[[0,50,400,{},[[100,200,{}],[300,100,{}]],[["f32","bf16",3,{}]]]],"c":[0,2]}}}}"#,
@@ -202,15 +206,14 @@ fn what_is_doubted_is_done_by_nobody_else_either() {
 
 #[test]
 fn what_was_not_synced_holds_on_its_boot_only() {
-    let boots = [("other", Some("another boot".to_owned())), ("unknown", None), ("ours", this_boot())];
+    let boots = [("other", "another boot".to_owned()), ("unknown", String::new()), ("ours", this_boot().unwrap())];
     let folder = tempfile::tempdir().unwrap();
     for (at, (name, boot)) in (0_u64..).zip(boots) {
         let mut journal = Journal::create(&in_folder(folder.path(), &format!("{name}.{EXTENSION}"))).unwrap();
         let record = record(vec![entry(1, at * 10..at * 10 + 5, vec![])]);
-        journal.append(&record, &Durability::Unsynced { boot }).unwrap();
+        journal.append(&record, Some(boot)).unwrap();
     }
-    assert!(this_boot().is_some());
-    assert_eq!(Durability::of(false), Durability::Unsynced { boot: this_boot() });
+    assert_eq!((boot_of(false), boot_of(true)), (this_boot(), None));
     assert_eq!(done(folder.path()), [(1, 20..25)]);
     // Whoever publishes what is on disk cannot take it from there.
     assert_eq!(Known::read(&AnchoredPath::new(folder.path()), &files(), 3, true).unwrap(), Known::default());
@@ -233,20 +236,20 @@ proptest! {
     fn strips_in_any_order_and_batches_come_together(pieces in pieces(), records in 1_usize..5) {
         let folder = tempfile::tempdir().unwrap();
         let mut journal = Journal::create(&in_folder(folder.path(), "a.journal")).unwrap();
-        let mut batch = Batch::default();
+        let mut batch = Record::default();
         for of_record in pieces.chunks(pieces.len().div_ceil(records)) {
             for piece in of_record {
-                batch.add(entry(0, piece.start as u64..piece.end as u64, parts(piece)));
+                batch.entries.push(entry(0, piece.start as u64..piece.end as u64, parts(piece)));
             }
-            let record = batch.take(&files());
-            prop_assert!(batch.is_empty());
+            let mut record = std::mem::take(&mut batch);
+            record.compact(&files());
             prop_assert!(record.entries.is_sorted_by(|one, next| one.range.end < next.range.start));
             for entry in &record.entries {
                 let range = usize::try_from(entry.range.start).unwrap()..usize::try_from(entry.range.end).unwrap();
                 prop_assert_eq!(&entry.sums, &parts(&range));
                 prop_assert_eq!(entry.digest, crc32fast::hash(&content()[range]));
             }
-            journal.append(&record, &Durability::Synced).unwrap();
+            journal.append(&record, None).unwrap();
         }
         let known = Known::read(&AnchoredPath::new(folder.path()), &files(), 0, false).unwrap();
         prop_assert_eq!(known.done.iter().collect::<Vec<_>>(), [(0, 0..1000)]);

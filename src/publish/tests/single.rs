@@ -212,7 +212,7 @@ fn resume_goes_on_starts_fresh_or_is_done() {
     publish(&second);
     drop(second);
     assert_eq!(desk.names(), ["out"]);
-    if !mark::is(&desk.out(), desk.fingerprint) {
+    if !plan_xattr::is(&desk.out(), desk.fingerprint) {
         return; // No attributes there.
     }
     assert!(matches!(desk.begin_as(&desk.claim), Ok(Begun::Done)));

@@ -1,7 +1,7 @@
-//! What all journals of a folder say together.
+//! Recovery: what the journals of all processes say together, and whether the files bear it out.
 //!
-//! Journals come from processes that were killed, and from nodes that went down: a torn end is no error, it says less.
-//! Whatever is wrong in a journal, it and what stands behind it in that file is work that is done again.
+//! Journals come from processes that were killed, and from nodes that went down. A truncated journal is valid up to its
+//! last complete record. Work that is recorded and cannot be believed is done again.
 //!
 //! Counts bytes. Invariant: `done` lies within the files, no stretch of it was taken from two entries, and `sums` lie in
 //! `done`, each in one span.
@@ -12,11 +12,17 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{Doubt, Durability, EXTENSION, Entry, LONGEST_LINE, Lost, Record, SumPart, add_lost, of_line, this_boot};
+use rayon::prelude::*;
+
+use super::journal::{Doubt, EXTENSION, Record, boot_of, of_line};
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result};
-use crate::exec::extents::Extents;
+use crate::exec::digest::{Digest, for_each_block};
+use crate::exec::{CastLosses, Entry, Extents, Reporter, Stop, SumPart, add_lost};
 use crate::storage::{AnchoredPath, afresh};
+
+/// A longer line is damaged: it has more parts of spans than fit memory.
+const MAX_LINE_BYTES: u64 = 256 << 20;
 
 /// What is finished.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -24,17 +30,17 @@ pub struct Known {
     pub done: Extents,
     /// By file, ascending: the parts of spans whose sum is not in the file yet.
     pub sums: BTreeMap<u32, Vec<SumPart>>,
-    /// What casts met on the way.
-    pub lost: Lost,
-    /// Carried files, by their number.
+    /// The values that casts lost on the way.
+    pub lost: CastLosses,
+    /// The numbers of carried files.
     pub carried: BTreeSet<u32>,
-    /// What `done` was taken from.
+    /// The entries that `done` was taken from.
     pub taken: Vec<Taken>,
-    /// What is also recorded of some of the same bytes, by a process that was taken for dead, say.
+    /// Entries about some of the same bytes, such as those of a process that was taken for dead.
     spare: Vec<Taken>,
 }
 
-/// A stretch that is recorded as finished, and by whom.
+/// A stretch that is recorded as finished, and the journal that has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Taken {
     journal: Arc<str>,
@@ -44,7 +50,7 @@ pub struct Taken {
 }
 
 impl Taken {
-    /// Of its bytes; none is empty.
+    /// The number of bytes. No stretch is empty.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.range.end - self.range.start
@@ -56,26 +62,29 @@ impl Taken {
 }
 
 impl Known {
-    /// Read every journal of `folder`, about these files and this many carried ones. `sync` says that what is finished is
-    /// to be on disk, so that records of what may not be there say nothing.
+    /// Reads every journal of `folder`, about these files and this many carried ones. With `sync`, what is finished is to
+    /// be on disk, so that records that hold on one boot only do not count.
     ///
     /// # Errors
     /// `Io` where the folder or a journal cannot be read.
     pub fn read(folder: &AnchoredPath, files: &[OutputFile], carried: usize, sync: bool) -> Result<Self> {
         let mut known = Self::default();
-        let here = this_boot().filter(|_| !sync).map(|boot| Durability::Unsynced { boot: Some(boot) });
+        let here = boot_of(sync).filter(|boot| !boot.is_empty());
         let mut records: Vec<(Arc<str>, Record)> = Vec::new();
         for path in journals(folder)? {
             let name: Arc<str> = path.file_name().to_string_lossy().into();
-            for_each_record(&path, |record, durability| {
-                if !is_possible(&record, files, carried) {
-                    return false;
+            let mut reader = BufReader::new(afresh::open(&path).map_err(Error::io("open", &path))?);
+            let mut line = Vec::new();
+            loop {
+                line.clear();
+                let read = reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut line);
+                read.map_err(Error::io("read", &path))?;
+                match of_line(&line).filter(|(record, _)| record.is_possible(files, carried)) {
+                    None => break,
+                    Some((record, boot)) if boot.is_none() || boot == here => records.push((Arc::clone(&name), record)),
+                    Some(_) => {}
                 }
-                if durability == Durability::Synced || Some(&durability) == here.as_ref() {
-                    records.push((Arc::clone(&name), record));
-                }
-                true
-            })?;
+            }
         }
         let doubts: HashSet<Doubt> = records.iter().flat_map(|(_, record)| record.doubts.iter().cloned()).collect();
         for (journal, record) in records {
@@ -95,7 +104,7 @@ impl Known {
                 continue;
             }
             if self.done.overlaps(file, &range) {
-                // Its sums and counts belong to all of it or to nothing.
+                // Sums and counts belong to all of an entry or to nothing.
                 self.spare.push(taken);
                 continue;
             }
@@ -109,7 +118,7 @@ impl Known {
         self.carried.extend(record.carried);
     }
 
-    /// How much of what is done is in each journal.
+    /// Returns how many of the finished bytes each journal has.
     #[must_use]
     pub fn len_bytes_by_journal(&self) -> HashMap<Arc<str>, u64> {
         let mut lengths = HashMap::new();
@@ -119,7 +128,7 @@ impl Known {
         lengths
     }
 
-    /// The doubts after which none of these bytes counts as done, whoever else has recorded them.
+    /// Returns the doubts after which none of these bytes counts as done, whichever processes have recorded them.
     #[must_use]
     pub fn doubts(&self, doubted: &[&Taken]) -> Vec<Doubt> {
         let mut bytes = Extents::new();
@@ -129,7 +138,7 @@ impl Known {
     }
 }
 
-/// Whether nobody has recorded anything in a folder.
+/// Returns whether nothing is recorded in a folder.
 ///
 /// # Errors
 /// `Io` where the folder cannot be read.
@@ -137,7 +146,7 @@ pub fn is_empty(folder: &AnchoredPath) -> Result<bool> {
     journals(folder).map(|journals| journals.is_empty())
 }
 
-/// In the order of their names, so that everybody reads the same.
+/// Returns the journals of a folder by name, so that every process reads the same.
 fn journals(folder: &AnchoredPath) -> Result<Vec<AnchoredPath>> {
     let mut names = folder.names().map_err(Error::io("list", folder))?;
     names.retain(|name| Path::new(name).extension().is_some_and(|extension| extension == EXTENSION));
@@ -145,35 +154,39 @@ fn journals(folder: &AnchoredPath) -> Result<Vec<AnchoredPath>> {
     Ok(names.into_iter().map(|name| folder.join(name)).collect())
 }
 
-/// Hand out the records of a journal until one is damaged, or `take` says that it is.
-fn for_each_record(path: &AnchoredPath, mut take: impl FnMut(Record, Durability) -> bool) -> Result<()> {
-    let mut reader = BufReader::new(afresh::open(path).map_err(Error::io("open", path))?);
-    let mut line = Vec::new();
-    loop {
-        line.clear();
-        reader.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line).map_err(Error::io("read", path))?;
-        let Some((record, durability)) = of_line(&line) else { return Ok(()) };
-        if !take(record, durability) {
-            return Ok(());
-        }
-    }
+/// A recorded stretch whose bytes are not those that were written.
+#[derive(Clone, Debug)]
+pub struct Changed {
+    pub taken: Taken,
+    pub found: u32,
 }
 
-/// Whether a record can be about these files.
-pub(super) fn is_possible(record: &Record, files: &[OutputFile], carried: usize) -> bool {
-    let is_entry_possible = |entry: &Entry| {
-        let Some(file) = files.get(entry.file as usize) else { return false };
-        let mut at = entry.range.start;
-        let are_sums_within = entry.sums.iter().all(|part| {
-            let end = part.offset.checked_add(part.len).filter(|end| part.len > 0 && *end <= entry.range.end);
-            let is_free = part.offset >= at;
-            at = end.unwrap_or(at);
-            let span = file.sum_at(part.offset);
-            is_free && end.is_some_and(|end| span.is_some_and(|sum| end <= sum.range.end))
-        });
-        !entry.range.is_empty() && entry.range.end <= file.len && are_sums_within
+/// Returns the recorded stretches that reach into `own` and are not what was written to `folder`.
+///
+/// # Errors
+/// `Io`, `Stopped`.
+pub fn changed(
+    known: &Known,
+    own: &Extents,
+    folder: &AnchoredPath,
+    files: &[OutputFile],
+    reporter: &dyn Reporter,
+    stop: &Stop,
+) -> Result<Vec<Changed>> {
+    let look = |taken: &Taken| -> Result<Option<Changed>> {
+        let file = &files[taken.file as usize];
+        let path = folder.join(&file.path);
+        let open = path.open().map_err(Error::io("open", &path))?;
+        let mut digest = Digest::new(file, &taken.range);
+        for_each_block(&open, path.path(), &taken.range, |block| {
+            digest.update(block);
+            reporter.advance(block.len() as u64);
+            stop.check()
+        })?;
+        let found = digest.finish();
+        Ok((found != taken.digest).then(|| Changed { taken: taken.clone(), found }))
     };
-    record.entries.iter().all(is_entry_possible)
-        && record.carried.iter().all(|number| (*number as usize) < carried)
-        && record.doubts.iter().all(|doubt| (doubt.file as usize) < files.len())
+    let is_own = |taken: &&Taken| own.overlaps(taken.file, &taken.range);
+    let found: Vec<Result<Option<Changed>>> = known.taken.par_iter().filter(is_own).map(look).collect();
+    found.into_iter().filter_map(Result::transpose).collect()
 }

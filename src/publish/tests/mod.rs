@@ -77,7 +77,7 @@ impl Desk {
 
     fn begin_with(&self, claim: &Claim, stop: &Stop) -> Result<Begun> {
         let plan = Plan { fingerprint: self.fingerprint, version: self.version, about: &self.about };
-        begin::begin(&self.out(), self.shape, claim, &plan, FAST, stop)
+        acquire::acquire(&self.out(), self.shape, claim, &plan, FAST, stop)
     }
 
     fn begin(&self) -> Result<Staging> {
@@ -120,7 +120,7 @@ impl Desk {
     /// Do something in a process of its own, which is killed at a fault point where one is given.
     fn in_child(&self, what: &str, point: &str) -> std::process::Child {
         Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "exec::staging::tests::deaths::the_child"])
+            .args(["--exact", "publish::tests::deaths::the_child"])
             .env("STAGING_TEST", format!("{what}\n{}\n{:?}", self.root.path().display(), self.shape))
             .env("DTSHARD_FAULT", point)
             .stdout(std::process::Stdio::piped())

@@ -25,7 +25,7 @@ fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
 fn whole_run(desk: &Desk, claim: &Claim) -> Result<()> {
     let plan = Plan { fingerprint: desk.fingerprint, version: desk.version, about: &desk.about };
     let patient = Pace { start_within: Duration::from_secs(30), ..FAST };
-    let staging = work(begin::begin(&desk.out(), desk.shape, claim, &plan, patient, &Stop::default())?);
+    let staging = work(acquire::acquire(&desk.out(), desk.shape, claim, &plan, patient, &Stop::default())?);
     write(&staging.folder().path().join(format!("{}", claim.part.index)), "1");
     staging.finish()?;
     loop {
@@ -206,7 +206,7 @@ fn watching_lasts_until_something_is_known() {
     let patient = Pace { dead_after: Duration::from_hours(1), ..FAST };
     let (shape, out, claim) = (desk.shape, desk.out(), claim());
     thread::scope(|scope| {
-        let waiting = scope.spawn(|| begin::begin(&out, shape, &claim, &plan, patient, &stop));
+        let waiting = scope.spawn(|| acquire::acquire(&out, shape, &claim, &plan, patient, &stop));
         thread::sleep(Duration::from_millis(100));
         assert!(!waiting.is_finished());
         desk.foreign_lease(lease_of(0, 1, 1), Phase::Stopped);
@@ -279,7 +279,7 @@ fn a_sleeper_finds_nothing_of_its_successor() {
     for path in [sleeper.folder().path().join("out"), sleeper.journal().path().to_owned()] {
         assert_eq!(fs::write(&path, "late").unwrap_err().kind(), std::io::ErrorKind::NotFound);
     }
-    assert!(plan::output(&sleeper.work, Shape::Folder).unwrap().is_none());
+    assert!(partial::output(&sleeper.work, Shape::Folder).unwrap().is_none());
     assert_eq!((names(successor.journals().path()), names(successor.folder().path())), (vec!["data".into()], vec![]));
 }
 

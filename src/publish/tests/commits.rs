@@ -115,7 +115,7 @@ fn a_published_partial_is_no_work() {
         desk.claim.resume = true;
         let (first, second) = two_seals(&desk);
         let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
-        let output = plan::output(&AnchoredPath::new(&desk.work()), shape).unwrap().unwrap();
+        let output = partial::output(&AnchoredPath::new(&desk.work()), shape).unwrap().unwrap();
         fs::rename(output.path(), desk.out()).unwrap();
         // The sealer lives: it is waited for.
         assert!(second.try_seal(&Stop::default()).unwrap().is_none());
@@ -129,9 +129,9 @@ fn a_published_partial_is_no_work() {
         desk.claim.resume = true;
         let (first, second) = two_seals(&desk);
         drop(first.try_seal(&Stop::default()).unwrap().unwrap());
-        let output = plan::output(&AnchoredPath::new(&desk.work()), shape).unwrap().unwrap();
-        mark::set(fs::File::open(output.path()).unwrap(), desk.fingerprint);
-        let has_mark = mark::is(output.path(), desk.fingerprint);
+        let output = partial::output(&AnchoredPath::new(&desk.work()), shape).unwrap().unwrap();
+        plan_xattr::write(fs::File::open(output.path()).unwrap(), desk.fingerprint);
+        let has_mark = plan_xattr::is(output.path(), desk.fingerprint);
         fs::rename(output.path(), desk.out()).unwrap();
         drop((first, second));
         let begun = desk.begin_as(&Claim { part: Part { index: 1, of: 2 }, ..desk.claim.clone() });

@@ -87,7 +87,7 @@ fn a_long_word_is_cut() {
         let is_told = |told: &String| (100..=400).contains(&told.len()) && reason.starts_with(told);
         assert!(others[0].failure.as_ref().is_some_and(is_told), "{others:?}");
         assert_eq!(others[0].state, OtherState::Stopped);
-        assert_eq!(fs::read(desk.partial().join("part-1-of-2.0.lease")).unwrap().len(), 1024);
+        assert_eq!(fs::read(desk.partial().join("part-1-of-2.0.lease")).unwrap().len(), lease::RECORD_BYTES);
     }
 }
 
@@ -175,7 +175,7 @@ fn a_partial_folder_that_a_cache_hides_is_waited_for() {
     desk.claim.reporter = WaitReporter { first, again, tell: Arc::new(tell) };
     desk.claim.resume = true;
     let (mut first, second) = (desk.part(0, 2).unwrap(), desk.part(1, 2).unwrap());
-    first.place.caches = true.into();
+    first.destination.caches = true.into();
     [&first, &second].into_iter().for_each(|part| part.finish().unwrap());
     let hidden = desk.root.path().join("hidden");
     fs::rename(desk.partial(), &hidden).unwrap();
@@ -197,13 +197,13 @@ fn a_partial_folder_that_a_cache_hides_is_waited_for() {
 }
 
 #[test]
-fn one_that_is_there_and_does_not_move_is_named() {
+fn suspended_process_is_named_and_taken_over() {
     let desk = Desk::new(Shape::Folder);
     let plan = Plan { fingerprint: desk.fingerprint, version: "1", about: &About::default() };
     let begin = |index, beat| {
         let pace = Pace { beat, stuck_after: Duration::from_millis(100), ..FAST };
         let claim = Claim { part: Part { index, of: 2 }, ..claim() };
-        work(begin::begin(&desk.out(), desk.shape, &claim, &plan, pace, &Stop::default()).unwrap())
+        work(acquire::acquire(&desk.out(), desk.shape, &claim, &plan, pace, &Stop::default()).unwrap())
     };
     let (first, second) = (begin(0, FAST.beat), begin(1, Duration::from_hours(1)));
     first.finish().unwrap();
@@ -211,7 +211,9 @@ fn one_that_is_there_and_does_not_move_is_named() {
     says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has not moved", &who, "--resume"]);
     second.finish().unwrap();
     let _seal = second.try_seal(&Stop::default()).unwrap().unwrap();
-    says(&first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &[&who, "completes", "does not move"]);
+    // As one on another node would be, the process that seals is taken over.
+    assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
+    assert!(first.try_seal(&Stop::default()).unwrap().is_some());
 }
 
 /// Woken up and ended before its next beat, it has not heard that another one goes on with its work.
@@ -221,7 +223,7 @@ fn what_another_one_took_over_is_not_let_go() {
     let plan = Plan { fingerprint: desk.fingerprint, version: "1", about: &About::default() };
     let pace = Pace { beat: Duration::from_hours(1), ..FAST };
     for rival in [lease_of(0, 1, 1), lease_of(0, 3, 0)] {
-        let begun = begin::begin(&desk.out(), desk.shape, &claim(), &plan, pace, &Stop::default());
+        let begun = acquire::acquire(&desk.out(), desk.shape, &claim(), &plan, pace, &Stop::default());
         let staging = work(begun.unwrap());
         desk.foreign_lease(rival, Phase::Working);
         drop(staging);
@@ -236,7 +238,7 @@ fn a_part_that_comes_when_all_is_done_is_done() {
     let mut desk = Desk::new(Shape::Folder);
     desk.claim.parts_wait = false;
     publish_alone(&desk.part(1, 2).unwrap());
-    if !mark::is(&desk.out(), desk.fingerprint) {
+    if !plan_xattr::is(&desk.out(), desk.fingerprint) {
         return; // No attributes there.
     }
     for overwrite in [false, true] {

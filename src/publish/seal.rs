@@ -1,9 +1,8 @@
-//! Sealing: what runs have finished, each some of it, becomes a checkpoint.
+//! Sealing: the finished ranges of all runs become a checkpoint.
 //!
-//! All that is left to do are sums that are spread over what several runs wrote, or one wrote before it was stopped.
-//! Sealing twice does the same as sealing once, so a run may seal what another one began to seal.
+//! What is left to write are checksums of spans that several runs wrote, or that a run wrote before it was stopped.
 //!
-//! Counts bytes.
+//! Counts bytes. Invariant: sealing twice does the same as sealing once, so a run may seal what another one began to seal.
 
 use std::collections::{BTreeMap, HashSet};
 use std::io::ErrorKind;
@@ -12,21 +11,20 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
-use super::carry::{Carried, is_carried, len_of};
-use super::journal::Known;
-use super::output::Outputs;
-use super::{Stop, sums};
+use super::recovery::Known;
 use crate::catalog::OutputFile;
 use crate::error::{Error, Result, Untrusted};
+use crate::exec::carry::{Carried, is_carried, len_of};
+use crate::exec::{Extents, Outputs, Stop, sums};
 use crate::storage::AnchoredPath;
 
-/// Whether everything is finished, as `known` has it.
+/// Returns whether everything is finished.
 #[must_use]
 pub fn is_complete(known: &Known, files: &[OutputFile], carried: usize) -> bool {
-    known.done == super::Extents::of_files(files) && known.carried.len() == carried
+    known.done == Extents::of_files(files) && known.carried.len() == carried
 }
 
-/// Put sums into the files in `folder`, all data of which is there. `known` is what is said in `journals`.
+/// Writes checksums into the files in `folder`, whose data is complete. `known` was read from `journals`.
 ///
 /// # Errors
 /// `Usage` where a file is not as long as it should be, `Malformed` where journals contradict each other, `Io`.
@@ -136,7 +134,7 @@ fn misfits_of_all(folder: &AnchoredPath, files: &[OutputFile]) -> Result<BTreeMa
     misfits(folder, files, &all)
 }
 
-/// The files among these that are not as long as they should be, and what was found instead.
+/// Returns the files among these that are not as long as they should be, and what was found instead.
 ///
 /// # Errors
 /// `Io` where one cannot be looked at.

@@ -20,7 +20,7 @@ fn the_child() {
     };
     let plan = Plan { fingerprint: Fingerprint([7; 32]), version: "1", about: &About::default() };
     let out = Path::new(root).join("out");
-    let staging = work(begin::begin(&out, shape, &claim, &plan, FAST, &Stop::default()).unwrap());
+    let staging = work(acquire::acquire(&out, shape, &claim, &plan, FAST, &Stop::default()).unwrap());
     write(&staging.folder().path().join("out"), "new");
     if flags("hang") {
         loop {
