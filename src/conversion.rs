@@ -160,6 +160,17 @@ impl Conversion {
         Ok(self)
     }
 
+    /// Sets the placements of tensors that no rule matches, one a mesh dimension. A mesh dimension on which they do not fit a
+    /// tensor is replicated.
+    ///
+    /// # Errors
+    /// `Layout` if the text is no list of placements.
+    pub fn place_all(mut self, placements: &str) -> Result<Self> {
+        parse_placements(placements)?;
+        self.sharded().placements.push(placements.to_owned());
+        Ok(self)
+    }
+
     /// Writes whole tensors, the nested state dict kept.
     #[must_use]
     pub fn whole_tensors(self) -> Self {

@@ -5,7 +5,8 @@
 
 use std::sync::Arc;
 
-use crate::exec::{Phase, Reporter};
+pub use crate::exec::Phase;
+use crate::exec::Reporter;
 
 /// Receives progress and messages. Every method has a default that ignores its arguments.
 ///

@@ -3,6 +3,8 @@
 
 use std::fmt::Write as _;
 
+pub use crate::quantity::{count, human_bytes, human_rate};
+
 /// Text with characters that are no visible text as escapes: `\u{1b}`. Escaping twice gives the same text.
 pub fn harmless(text: &str) -> String {
     let mut harmless = String::with_capacity(text.len());

@@ -18,8 +18,8 @@ pub use source::{OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied};
 pub use values::SplitArg;
 use values::rank;
 
-use dtshard::format::Format;
-use dtshard::quantity::Quantity;
+use dtshard::Format;
+use dtshard::options::Quantity;
 
 /// Convert sharded PyTorch checkpoints between layouts, without Python.
 #[derive(Debug, Parser)]

@@ -6,9 +6,9 @@ use clap::{Args, ValueEnum};
 
 use super::source::{CheckArgs, SelectArgs, SourceArgs, Tied};
 use super::values::any_format;
-use dtshard::comm::Place;
-use dtshard::format::Format;
-use dtshard::quantity::Quantity;
+use dtshard::Format;
+use dtshard::options::Place;
+use dtshard::options::Quantity;
 
 /// What to tell, and how. Before or behind the verb.
 #[derive(Args, Clone, Copy, Debug, Default)]

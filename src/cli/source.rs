@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 
 use super::values::{IoArg, SplitArg, any_format, rank};
-use dtshard::format::Format;
-use dtshard::quantity::Quantity;
+use dtshard::Format;
+use dtshard::options::Quantity;
 
 /// Where to read from, and how.
 #[derive(Args, Debug)]

@@ -3,9 +3,9 @@
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
-use dtshard::format::Format;
-use dtshard::layout::Split;
-use dtshard::storage::IoMode;
+use dtshard::Format;
+use dtshard::options::IoMode;
+use dtshard::options::Split;
 
 /// Reads the name of any format, and shows those that `shown` names: a verb says why it does not write another one.
 pub fn formats(shown: &[&Format]) -> impl TypedValueParser<Value = Format> + use<> {

@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 
 use crate::cli::{self, ConvertArgs, ExchangeArgs, SelectArgs, SourceArgs};
-use dtshard::{
-    Assets, Backend, CheckOptions, ConsolidateOptions, Conversion, ExchangeOptions, ExecuteOptions, FlatOptions,
-    FlattenOptions, OnConflict, OpenOptions, ReshardOptions, SelectOptions, Setup, ShardOptions, SourceLayoutOptions,
-    SourceOptions, SourceVisibility, Strategy, Target, TensorClass, Tied, UnshardOptions, VerifyOptions, Writes,
+use dtshard::options::{
+    Assets, Backend, CheckOptions, ConsolidateOptions, ExchangeOptions, FlatOptions, FlattenOptions, OnConflict,
+    ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions, SourceOptions, SourceVisibility, Strategy,
+    Target, TensorClass, Tied, UnshardOptions, Writes,
 };
+use dtshard::{Conversion, ExecuteOptions, OpenOptions, Setup, VerifyOptions};
 
 impl SourceArgs {
     pub fn options(&self) -> SourceOptions {

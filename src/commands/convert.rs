@@ -5,8 +5,8 @@ use std::mem;
 use super::progress::TerminalProgress;
 use super::{Printer, Status, labels, process};
 use crate::cli::ConvertArgs;
-use dtshard::comm::Launch;
-use dtshard::{Checkpoint, Conversion, Outcome, Plan, Report, Result, Setup, Target};
+use dtshard::options::{Launch, Target};
+use dtshard::{Checkpoint, Conversion, Outcome, Plan, Report, Result, Setup};
 
 /// Converts SRC to the target at DST.
 ///

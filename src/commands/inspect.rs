@@ -3,7 +3,8 @@
 use super::progress::TerminalProgress;
 use super::{Printer, Status, process};
 use crate::cli::Inspect;
-use dtshard::{Checkpoint, Contents, Error, InspectOptions, OpenOptions, Result, Setup};
+use dtshard::options::{Contents, InspectOptions};
+use dtshard::{Checkpoint, Error, OpenOptions, Result, Setup};
 
 /// Columns of a drawing, at most.
 const COLUMNS: usize = 100;

@@ -18,7 +18,7 @@ use std::ffi::OsString;
 pub use printer::Printer;
 
 use crate::cli::{Cli, Command};
-use dtshard::comm::{self, Launch};
+use dtshard::options::{Launch, launch, process_environment};
 use dtshard::{Error, Result};
 
 /// How a verb ended that ended without an error.
@@ -52,7 +52,7 @@ pub fn exit_code(error: &Error) -> u8 {
 #[must_use]
 pub fn not_parsed(error: &clap::Error, arguments: &[OsString]) -> u8 {
     // What --part says is unknown, and what the environment contradicts does not matter.
-    let launch = comm::launch(None, None, false, &comm::process_environment).unwrap_or_else(|_| Launch::alone());
+    let launch = launch(None, None, false, &process_environment).unwrap_or_else(|_| Launch::alone());
     Printer::new(printer::talk_of_unparsed(arguments)).of_launch(&launch).not_parsed(error)
 }
 
@@ -64,7 +64,7 @@ pub fn launch_of(command: &Command) -> Result<Launch> {
     let alone = || Ok(Launch::alone());
     command.convert().map_or_else(alone, |args| {
         let share = &args.share;
-        comm::launch(share.part, share.parts, share.no_wait, &comm::process_environment)
+        launch(share.part, share.parts, share.no_wait, &process_environment)
     })
 }
 

@@ -16,10 +16,9 @@ use serde_json::{Value as Json, json};
 use super::bar::without_bar;
 use crate::cli::{ProgressChoice, TalkArgs};
 use dtshard::Span;
-use dtshard::comm::{Launch, Part};
-use dtshard::error::{Error, Result};
-use dtshard::layout::LayoutError;
+use dtshard::options::{Launch, Part};
 use dtshard::text::{harmless, harmless_json};
+use dtshard::{Error, Result};
 
 #[derive(Clone, Copy, Debug)]
 pub struct Printer {
@@ -140,7 +139,7 @@ impl Printer {
             lines.for_each(|line| self.say(&format!("    {line}")));
         }
         // The run has failed already; there is no second way to fail.
-        let _ = self.any_document(&json!({ "error": error_document(error) }));
+        let _ = self.any_document(&json!({ "error": error.to_json() }));
     }
 
     /// What clap has to say instead of running anything, and the exit code: help and version are data, the rest are
@@ -169,7 +168,7 @@ impl Printer {
         } else {
             self.say(&format!("error: {message}"));
         }
-        let _ = self.document(&json!({ "error": error_document(&Error::Usage { message, hint }) }));
+        let _ = self.document(&json!({ "error": Error::Usage { message, hint }.to_json() }));
         2
     }
 
@@ -253,62 +252,10 @@ fn usage_text(error: &clap::Error) -> (String, Option<String>) {
     (message.join(" "), hint)
 }
 
-fn error_document(error: &Error) -> Json {
-    let mut fqn = error.fqn().map(str::to_owned);
-    let (mut file, mut expected, mut found) = (None, None, None);
-    let mut inner = error;
-    while let Error::Within { error, .. } | Error::Naming { error, .. } = inner {
-        if let Error::Within { path, .. } = inner {
-            file = Some(path.display().to_string());
-        }
-        inner = error;
-    }
-    match inner {
-        Error::Io { path, .. } => file = Some(path.display().to_string()),
-        Error::Missing { path, at, expected: wanted, missing, .. } => {
-            file = Some(path.display().to_string());
-            fqn = Some(at.clone());
-            (expected, found) = (Some(wanted.clone()), Some(format!("missing: {missing}")));
-        }
-        Error::Malformed { path, at, expected: wanted, found: got, .. } => {
-            file = Some(path.display().to_string());
-            fqn = Some(at.clone());
-            (expected, found) = (Some(wanted.clone()), Some(got.clone()));
-        }
-        Error::Coverage { kind, region, detail, .. } => {
-            expected = Some(String::from("every element exactly once"));
-            found = Some(format!("{} at {region}: {detail}", kind.as_str()));
-        }
-        Error::Conflict { what, between, detail, .. } => {
-            expected = Some(format!("the same from {between}"));
-            found = Some(format!("{what} differs: {detail}"));
-        }
-        Error::Layout(LayoutError::File { file: name, .. }) => file = Some(name.clone()),
-        Error::Layout(LayoutError::RuleMisfit { placement, shape, .. }) => {
-            expected = Some(format!("placements that fit its shape {shape:?}"));
-            found = Some(placement.clone());
-        }
-        _ => {}
-    }
-    let mut document = json!({
-        "kind": error.kind(),
-        "message": error.to_string(),
-        "file": file,
-        "fqn": fqn,
-        "expected": expected,
-        "found": found,
-        "hint": error.hint(),
-    });
-    if let Some(names) = error.names() {
-        document["names"] = json!(names);
-    }
-    document
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use dtshard::comm::Launcher;
+    use dtshard::options::Launcher;
 
     #[test]
     fn the_first_of_several_speaks_for_all() {

@@ -16,7 +16,7 @@ use super::printer::Printer;
 use super::terminal::Terminal;
 use crate::cli::ProgressChoice;
 use dtshard::exec::Phase;
-use dtshard::quantity::{human_bytes, human_rate};
+use dtshard::text::{human_bytes, human_rate};
 use dtshard::{Level, Progress};
 
 /// Time between plain lines, which go into logs.

@@ -49,7 +49,7 @@ mod waiting;
 mod whole;
 
 pub use execute::{execute, preview, settle};
-pub use options::{CheckOptions, InspectOptions};
+pub use options::InspectOptions;
 pub use peers::Peers;
 pub use prepared::Prepared;
 pub use reading::check_flat;
@@ -58,7 +58,6 @@ pub use report::{Outcome, Preview, Report};
 pub use reshard::{Chooser, row_specs, shared_mesh};
 pub use run::{Engine, Run, Setup};
 pub use source::{Defaults, Reading, Source, open};
-pub use told::told;
 pub use verify::{Verification, has_no_value, verify};
 
 /// Steps of each conversion that lay out its destination.

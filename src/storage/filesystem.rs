@@ -187,15 +187,6 @@ pub fn open_file_budget() -> usize {
     usize::try_from(budget).unwrap_or(4096)
 }
 
-/// Raise the soft limit on descriptors to the hard one. The soft one is low for the sake of programs that wait with
-/// select(2), which has no room for more; nothing here does. Where it may not be raised, the budget goes by what there is.
-pub fn raise_open_file_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-
-    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
