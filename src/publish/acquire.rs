@@ -251,11 +251,12 @@ impl Acquiring<'_> {
         let partial = self.destination.partial();
         let name = LeaseName { role: Role::Part(self.claim.part), generation };
         let Some(mut lease) = Lease::take(&partial, name)? else { return Ok(Next::Later) };
+        let work = partial.join(judged.plan.work());
         let holding = Arc::new(Holding {
             destination: self.destination.path.clone(),
             partial: partial.clone(),
             known: judged.leases.iter().map(|seen| seen.name).collect(),
-            plan: judged.plan.clone(),
+            work: work.clone(),
             part: self.claim.part,
             lease: name,
             dead_after: self.pace.dead_after,
@@ -281,12 +282,12 @@ impl Acquiring<'_> {
                 return other.map(|_| Next::Again);
             }
         }
-        let work = partial.join(holding.plan.work());
         Ok(Next::Begun(Begun::Work(Staging {
             destination: self.destination.clone(),
             shape: self.shape,
             claim: self.claim.clone(),
             fingerprint: self.plan.fingerprint,
+            id: judged.plan.id,
             holding,
             pace: self.pace,
             data: work.join(DATA),

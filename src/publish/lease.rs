@@ -21,7 +21,6 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::destination::{is_gone, is_hidden, read_at_most, unique};
-use super::partial::PlanFile;
 use super::{Claim, Pace};
 use crate::comm::{Part, Process};
 use crate::error::{Error, Result};
@@ -425,7 +424,8 @@ pub(super) enum LeaseLost {
 pub(super) struct Holding {
     pub destination: PathBuf,
     pub partial: AnchoredPath,
-    pub plan: PlanFile,
+    /// The folder of output and journals.
+    pub work: AnchoredPath,
     pub part: Part,
     pub lease: LeaseName,
     /// The leases that were there when this one was taken.
@@ -439,7 +439,7 @@ impl Holding {
     pub fn look(&self) -> Result<Option<LeaseLost>> {
         let is_taken_over = || -> io::Result<bool> {
             // Opening the folder makes network file systems ask the server.
-            self.partial.join(self.plan.work()).hold()?;
+            self.work.hold()?;
             for name in latest_leases(&self.partial)? {
                 let is_later = name.role == self.lease.role && name.generation > self.lease.generation;
                 if is_later || self.is_rival(name)? {
