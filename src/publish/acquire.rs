@@ -269,7 +269,7 @@ impl Acquiring<'_> {
                 stop.lose(held.message(loss));
             }
         };
-        match self.may_stay(&lease, &judged, &holding.known) {
+        match self.may_stay(&lease, &judged, &holding) {
             Ok(true) => {
                 if let Err(error) = lease.start(self.pace.beat, look) {
                     lease.retract();
@@ -308,7 +308,7 @@ impl Acquiring<'_> {
     }
 
     /// Returns whether a lease that was just taken is one on what was judged, where nobody else came meanwhile.
-    fn may_stay(&self, lease: &Lease, judged: &Partial, known: &[LeaseName]) -> Result<bool> {
+    fn may_stay(&self, lease: &Lease, judged: &Partial, holding: &Holding) -> Result<bool> {
         let partial = self.destination.partial();
         let restart_of = |partial: &Partial| partial.lease(Role::Restart).map(|seen| seen.name);
         let found = match Found::at(&partial, self.shape)? {
@@ -321,11 +321,8 @@ impl Acquiring<'_> {
             }
             _ => return Ok(false),
         };
-        let is_rival = |name: &LeaseName| {
-            matches!(name.role, Role::Part(part) if part.of != self.claim.part.of) && !known.contains(name)
-        };
-        if let Some(rival) = found.leases.iter().map(|seen| seen.name).find(is_rival) {
-            return Err(self.destination.another_run(&found, rival));
+        if let Some(rival) = found.leases.iter().find(|seen| holding.is_of_rival(seen.name)) {
+            return Err(self.destination.another_run(&found, rival.name));
         }
         let sync = || if self.claim.sync { partial.sync().map_err(Error::io("sync", &partial)) } else { Ok(()) };
         match lease.beat().and_then(|()| sync()) {

@@ -442,7 +442,7 @@ impl Holding {
             self.work.hold()?;
             for name in latest_leases(&self.partial)? {
                 let is_later = name.role == self.lease.role && name.generation > self.lease.generation;
-                if is_later || self.is_rival(name)? {
+                if is_later || self.is_rival_at_work(name)? {
                     return Ok(true);
                 }
             }
@@ -454,9 +454,13 @@ impl Holding {
         }
     }
 
-    /// Returns whether a process came later that works on another division of the same output.
-    fn is_rival(&self, name: LeaseName) -> io::Result<bool> {
-        if !matches!(name.role, Role::Part(theirs) if theirs.of != self.part.of) || self.known.contains(&name) {
+    /// Returns whether a lease is of a process that came later and divides the same output in another way.
+    pub fn is_of_rival(&self, name: LeaseName) -> bool {
+        matches!(name.role, Role::Part(theirs) if theirs.of != self.part.of) && !self.known.contains(&name)
+    }
+
+    fn is_rival_at_work(&self, name: LeaseName) -> io::Result<bool> {
+        if !self.is_of_rival(name) {
             return Ok(false);
         }
         let record = read_lease(&self.partial, name)?.and_then(|seen| seen.record);
