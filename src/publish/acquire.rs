@@ -251,11 +251,12 @@ impl Acquiring<'_> {
         let partial = self.destination.partial();
         let name = LeaseName { role: Role::Part(self.claim.part), generation };
         let Some(mut lease) = Lease::take(&partial, name)? else { return Ok(Next::Later) };
+        let work = partial.join(judged.plan.work());
         let holding = Arc::new(Holding {
             destination: self.destination.path.clone(),
             partial: partial.clone(),
             known: judged.leases.iter().map(|seen| seen.name).collect(),
-            plan: judged.plan.clone(),
+            work: work.clone(),
             part: self.claim.part,
             lease: name,
             dead_after: self.pace.dead_after,
@@ -268,7 +269,7 @@ impl Acquiring<'_> {
                 stop.lose(held.message(loss));
             }
         };
-        match self.may_stay(&lease, &judged, &holding.known) {
+        match self.may_stay(&lease, &judged, &holding) {
             Ok(true) => {
                 if let Err(error) = lease.start(self.pace.beat, look) {
                     lease.retract();
@@ -281,12 +282,12 @@ impl Acquiring<'_> {
                 return other.map(|_| Next::Again);
             }
         }
-        let work = partial.join(holding.plan.work());
         Ok(Next::Begun(Begun::Work(Staging {
             destination: self.destination.clone(),
             shape: self.shape,
             claim: self.claim.clone(),
             fingerprint: self.plan.fingerprint,
+            id: judged.plan.id,
             holding,
             pace: self.pace,
             data: work.join(DATA),
@@ -307,7 +308,7 @@ impl Acquiring<'_> {
     }
 
     /// Returns whether a lease that was just taken is one on what was judged, where nobody else came meanwhile.
-    fn may_stay(&self, lease: &Lease, judged: &Partial, known: &[LeaseName]) -> Result<bool> {
+    fn may_stay(&self, lease: &Lease, judged: &Partial, holding: &Holding) -> Result<bool> {
         let partial = self.destination.partial();
         let restart_of = |partial: &Partial| partial.lease(Role::Restart).map(|seen| seen.name);
         let found = match Found::at(&partial, self.shape)? {
@@ -320,11 +321,8 @@ impl Acquiring<'_> {
             }
             _ => return Ok(false),
         };
-        let is_rival = |name: &LeaseName| {
-            matches!(name.role, Role::Part(part) if part.of != self.claim.part.of) && !known.contains(name)
-        };
-        if let Some(rival) = found.leases.iter().map(|seen| seen.name).find(is_rival) {
-            return Err(self.destination.another_run(&found, rival));
+        if let Some(rival) = found.leases.iter().find(|seen| holding.is_of_rival(seen.name)) {
+            return Err(self.destination.another_run(&found, rival.name));
         }
         let sync = || if self.claim.sync { partial.sync().map_err(Error::io("sync", &partial)) } else { Ok(()) };
         match lease.beat().and_then(|()| sync()) {

@@ -19,7 +19,7 @@ use crate::fault;
 impl Staging {
     /// Leaves after an error. The last process takes away a folder that nothing is recorded in.
     pub fn abandon(self) {
-        let (destination, shape, id) = (self.destination.clone(), self.shape, self.holding.plan.id.clone());
+        let (destination, shape, id) = (self.destination.clone(), self.shape, self.id.clone());
         let (part, work, pace, stale) = (self.claim.part, self.work.clone(), self.pace, self.stale.clone());
         // Parts that do not wait need not hear why another one is gone.
         let awaited = if self.claim.parts_wait { part.of } else { 0 };

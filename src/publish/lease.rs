@@ -21,7 +21,6 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::destination::{is_gone, is_hidden, read_at_most, unique};
-use super::partial::PlanFile;
 use super::{Claim, Pace};
 use crate::comm::{Part, Process};
 use crate::error::{Error, Result};
@@ -425,7 +424,8 @@ pub(super) enum LeaseLost {
 pub(super) struct Holding {
     pub destination: PathBuf,
     pub partial: AnchoredPath,
-    pub plan: PlanFile,
+    /// The folder of output and journals.
+    pub work: AnchoredPath,
     pub part: Part,
     pub lease: LeaseName,
     /// The leases that were there when this one was taken.
@@ -439,10 +439,10 @@ impl Holding {
     pub fn look(&self) -> Result<Option<LeaseLost>> {
         let is_taken_over = || -> io::Result<bool> {
             // Opening the folder makes network file systems ask the server.
-            self.partial.join(self.plan.work()).hold()?;
+            self.work.hold()?;
             for name in latest_leases(&self.partial)? {
                 let is_later = name.role == self.lease.role && name.generation > self.lease.generation;
-                if is_later || self.is_rival(name)? {
+                if is_later || self.is_rival_at_work(name)? {
                     return Ok(true);
                 }
             }
@@ -454,9 +454,13 @@ impl Holding {
         }
     }
 
-    /// Returns whether a process came later that works on another division of the same output.
-    fn is_rival(&self, name: LeaseName) -> io::Result<bool> {
-        if !matches!(name.role, Role::Part(theirs) if theirs.of != self.part.of) || self.known.contains(&name) {
+    /// Returns whether a lease is of a process that came later and divides the same output in another way.
+    pub fn is_of_rival(&self, name: LeaseName) -> bool {
+        matches!(name.role, Role::Part(theirs) if theirs.of != self.part.of) && !self.known.contains(&name)
+    }
+
+    fn is_rival_at_work(&self, name: LeaseName) -> io::Result<bool> {
+        if !self.is_of_rival(name) {
             return Ok(false);
         }
         let record = read_lease(&self.partial, name)?.and_then(|seen| seen.record);

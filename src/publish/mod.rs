@@ -206,6 +206,8 @@ pub struct Staging {
     shape: Shape,
     claim: Claim,
     fingerprint: Fingerprint,
+    /// The id of the partial folder.
+    id: String,
     holding: Arc<Holding>,
     pace: Pace,
     partial: AnchoredPath,
@@ -330,7 +332,7 @@ impl Staging {
     /// Returns the partial folder, if it is still the one that this process works in.
     fn find(&self) -> Result<Option<Partial>> {
         Ok(match Found::at(&self.partial, self.shape)? {
-            Found::Partial(found) if found.plan.id == self.holding.plan.id => Some(found),
+            Found::Partial(found) if found.plan.id == self.id => Some(found),
             _ => None,
         })
     }

@@ -3,7 +3,7 @@
 use super::*;
 use crate::fault;
 
-/// Not a test: what [`Desk::in_child`] runs.
+/// Not a test: what [`TestEnv::in_child`] runs.
 #[test]
 fn the_child() {
     let Ok(task) = std::env::var("STAGING_TEST") else { return };
@@ -30,32 +30,32 @@ fn the_child() {
     publish(&staging);
 }
 
-fn content(desk: &Desk) -> Option<String> {
-    let file = if desk.shape == Shape::File { desk.out() } else { desk.out().join("out") };
+fn content(env: &TestEnv) -> Option<String> {
+    let file = if env.shape == Shape::File { env.out() } else { env.out().join("out") };
     fs::read_to_string(file).ok()
 }
 
-fn put_old(desk: &Desk) {
-    if desk.shape == Shape::Folder {
-        fs::create_dir(desk.out()).unwrap();
-        write(&desk.out().join("out"), "old");
+fn put_old(env: &TestEnv) {
+    if env.shape == Shape::Folder {
+        fs::create_dir(env.out()).unwrap();
+        write(&env.out().join("out"), "old");
     } else {
-        write(&desk.out(), "old");
+        write(&env.out(), "old");
     }
 }
 
 #[test]
 fn a_killed_process_is_dead_at_once() {
-    let mut desk = Desk::new(Shape::Folder);
-    let mut child = desk.in_child("hang", "");
-    in_time(|| desk.data().join("out").exists().then_some(()));
-    desk.claim.resume = true;
-    desk.refused(&["another run is writing", &child.id().to_string()]);
+    let mut env = TestEnv::new(Shape::Folder);
+    let mut child = env.in_child("hang", "");
+    in_time(|| env.data().join("out").exists().then_some(()));
+    env.claim.resume = true;
+    env.refused(&["another run is writing", &child.id().to_string()]);
     child.kill().unwrap();
     // Before anybody has waited for it, too: it is a zombie then.
     std::thread::sleep(Duration::from_millis(100));
     let begun = std::time::Instant::now();
-    desk.begin().unwrap();
+    env.begin().unwrap();
     assert!(begun.elapsed() < FAST.dead_after);
     child.wait().unwrap();
 }
@@ -64,13 +64,13 @@ fn a_killed_process_is_dead_at_once() {
 #[test]
 fn a_draft_that_came_late_goes_with_whoever_goes() {
     for (part, left) in [(Part { index: 1, of: 2 }, vec![".out.dtshard-partial".to_owned()]), (Part::alone(), vec![])] {
-        let mut desk = Desk::new(Shape::Folder);
-        desk.claim.part = part;
-        let staging = desk.begin().unwrap();
-        fs::create_dir_all(desk.out().with_file_name(".out.dtshard-new-1f0c96a2b7d4").join("work-1f0c96a2b7d4"))
+        let mut env = TestEnv::new(Shape::Folder);
+        env.claim.part = part;
+        let staging = env.begin().unwrap();
+        fs::create_dir_all(env.out().with_file_name(".out.dtshard-new-1f0c96a2b7d4").join("work-1f0c96a2b7d4"))
             .unwrap();
         drop(staging);
-        assert_eq!(desk.names(), left);
+        assert_eq!(env.names(), left);
     }
 }
 
@@ -80,29 +80,29 @@ fn killed_at_every_point() {
     for shape in [Shape::Folder, Shape::File] {
         for (what, is_there) in [("resume", false), ("resume overwrite", true), ("restart overwrite", true)] {
             for point in fault::POINTS {
-                let mut desk = Desk::new(shape);
-                desk.leave_behind(Part::alone());
+                let mut env = TestEnv::new(shape);
+                env.leave_behind(Part::alone());
                 if is_there {
-                    put_old(&desk);
+                    put_old(&env);
                 }
-                let ended = desk.in_child(what, point).wait_with_output().unwrap();
+                let ended = env.in_child(what, point).wait_with_output().unwrap();
                 let was_hit = !ended.status.success();
                 let at = format!("{shape:?} {what} {point}");
                 let is_of_swaps = ["commit-cleared", "commit-moved-old"].contains(&point);
                 let must_be_hit = point.starts_with("commit") && (is_there || !is_of_swaps);
                 assert!(was_hit || !must_be_hit, "{at} was not come by");
-                let found = content(&desk);
+                let found = content(&env);
                 let old = is_there.then(|| "old".to_owned());
                 let is_aside = found.is_none() && is_there && point == "commit-moved-old";
                 assert!(found == old || found.as_deref() == Some("new") || is_aside, "{at}: {found:?}");
 
                 // One that is refused brings back what a swap had moved aside.
                 if is_there {
-                    desk.refused(&[]);
-                    assert!(content(&desk).is_some(), "{at}");
+                    env.refused(&[]);
+                    assert!(content(&env).is_some(), "{at}");
                 }
-                desk.claim = Claim { resume: true, overwrite: is_there, ..claim() };
-                match desk.begin_as(&desk.claim) {
+                env.claim = Claim { resume: true, overwrite: is_there, ..claim() };
+                match env.begin_as(&env.claim) {
                     Ok(Begun::Done) => {}
                     Ok(Begun::Work(staging)) => {
                         write(&staging.folder().path().join("out"), "new");
@@ -110,8 +110,8 @@ fn killed_at_every_point() {
                     }
                     Err(error) => says(&error, &["exists"]),
                 }
-                assert_eq!(content(&desk).as_deref(), Some("new"), "{at}");
-                let left = desk.names().into_iter().filter(|name| !name.contains("-aside-")).collect::<Vec<_>>();
+                assert_eq!(content(&env).as_deref(), Some("new"), "{at}");
+                let left = env.names().into_iter().filter(|name| !name.contains("-aside-")).collect::<Vec<_>>();
                 assert_eq!(left, ["out"], "{at}");
             }
         }

@@ -31,7 +31,7 @@ const FAST: Pace = Pace {
 };
 
 /// A folder with a destination, and one who wants to write it.
-struct Desk {
+struct TestEnv {
     root: tempfile::TempDir,
     shape: Shape,
     claim: Claim,
@@ -40,7 +40,7 @@ struct Desk {
     about: About,
 }
 
-impl Desk {
+impl TestEnv {
     fn new(shape: Shape) -> Self {
         Self {
             root: tempfile::tempdir().unwrap(),

@@ -22,10 +22,10 @@ fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
 }
 
 /// What a process does from its beginning to its end. A machine with much else to do may start the others late.
-fn whole_run(desk: &Desk, claim: &Claim) -> Result<()> {
-    let plan = Plan { fingerprint: desk.fingerprint, version: desk.version, about: &desk.about };
+fn whole_run(env: &TestEnv, claim: &Claim) -> Result<()> {
+    let plan = Plan { fingerprint: env.fingerprint, version: env.version, about: &env.about };
     let patient = Pace { start_within: Duration::from_secs(30), ..FAST };
-    let staging = work(acquire::acquire(&desk.out(), desk.shape, claim, &plan, patient, &Stop::default())?);
+    let staging = work(acquire::acquire(&env.out(), env.shape, claim, &plan, patient, &Stop::default())?);
     write(&staging.folder().path().join(format!("{}", claim.part.index)), "1");
     staging.finish()?;
     loop {
@@ -47,13 +47,13 @@ fn whole_run(desk: &Desk, claim: &Claim) -> Result<()> {
 #[test]
 fn all_parts_at_once_make_one_result() {
     for _ in 0..20 {
-        let desk = Desk::new(Shape::Folder);
-        let run = |index| whole_run(&desk, &Claim { part: Part { index, of: 4 }, ..claim() });
+        let env = TestEnv::new(Shape::Folder);
+        let run = |index| whole_run(&env, &Claim { part: Part { index, of: 4 }, ..claim() });
         for ended in at_once(4, run) {
             ended.unwrap();
         }
         assert_eq!(
-            (names(&desk.out()), desk.names()),
+            (names(&env.out()), env.names()),
             (["0", "1", "2", "3"].map(String::from).to_vec(), vec!["out".into()])
         );
     }
@@ -62,8 +62,8 @@ fn all_parts_at_once_make_one_result() {
 #[test]
 fn of_two_for_one_part_one_wins() {
     for _ in 0..50 {
-        let desk = Desk::new(Shape::Folder);
-        let begun = at_once(2, |_| desk.part(1, 2));
+        let env = TestEnv::new(Shape::Folder);
+        let begun = at_once(2, |_| env.part(1, 2));
         let (won, lost): (Vec<_>, Vec<_>) = begun.into_iter().partition(Result::is_ok);
         assert_eq!((won.len(), lost.len()), (1, 1));
         says(lost[0].as_ref().unwrap_err(), &["another run is writing"]);
@@ -73,10 +73,10 @@ fn of_two_for_one_part_one_wins() {
 #[test]
 fn of_two_that_take_over_one_wins() {
     for _ in 0..20 {
-        let mut desk = Desk::new(Shape::Folder);
-        desk.leave_behind(Part { index: 1, of: 2 });
-        desk.claim.resume = true;
-        let begun = at_once(2, |_| desk.part(1, 2));
+        let mut env = TestEnv::new(Shape::Folder);
+        env.leave_behind(Part { index: 1, of: 2 });
+        env.claim.resume = true;
+        let begun = at_once(2, |_| env.part(1, 2));
         let won: Vec<_> = begun.into_iter().filter_map(Result::ok).collect();
         assert_eq!(won.len(), 1);
         assert!(won[0].journal().path().ends_with("part-1-of-2.1.journal"));
@@ -87,8 +87,8 @@ fn of_two_that_take_over_one_wins() {
 #[test]
 fn two_divisions_of_the_work_exclude_each_other() {
     for _ in 0..50 {
-        let desk = Desk::new(Shape::Folder);
-        let begun = at_once(2, |index| desk.part(0, index + 1));
+        let env = TestEnv::new(Shape::Folder);
+        let begun = at_once(2, |index| env.part(0, index + 1));
         assert!(begun.iter().any(Result::is_err), "both work");
         for lost in begun.iter().filter_map(|begun| begun.as_ref().err()) {
             says(lost, &["another run is writing"]);
@@ -100,41 +100,41 @@ fn two_divisions_of_the_work_exclude_each_other() {
 
 #[test]
 fn parts_join_and_others_are_refused() {
-    let mut desk = Desk::new(Shape::Folder);
-    let first = desk.part(0, 2).unwrap();
-    let second = desk.part(1, 2).unwrap();
+    let mut env = TestEnv::new(Shape::Folder);
+    let first = env.part(0, 2).unwrap();
+    let second = env.part(1, 2).unwrap();
     assert_eq!(first.folder().path(), second.folder().path());
     assert_ne!(first.journal().path(), second.journal().path());
-    says(&desk.part(1, 2).unwrap_err(), &["another run", "part 1 of 2"]);
-    says(&desk.part(0, 3).unwrap_err(), &["another run"]);
-    desk.fingerprint = Fingerprint([8; 32]);
-    says(&desk.part(1, 2).unwrap_err(), &["another run"]);
-    desk.fingerprint = Fingerprint([7; 32]);
+    says(&env.part(1, 2).unwrap_err(), &["another run", "part 1 of 2"]);
+    says(&env.part(0, 3).unwrap_err(), &["another run"]);
+    env.fingerprint = Fingerprint([8; 32]);
+    says(&env.part(1, 2).unwrap_err(), &["another run"]);
+    env.fingerprint = Fingerprint([7; 32]);
     drop(second);
-    says(&desk.part(1, 2).unwrap_err(), &["did not finish", "--resume"]);
-    desk.claim.resume = true;
-    desk.part(1, 2).unwrap().check().unwrap();
+    says(&env.part(1, 2).unwrap_err(), &["did not finish", "--resume"]);
+    env.claim.resume = true;
+    env.part(1, 2).unwrap().check().unwrap();
     first.check().unwrap();
 }
 
 #[test]
 fn another_number_of_parts_goes_on_when_nobody_lives() {
-    let mut desk = Desk::new(Shape::Folder);
-    desk.leave_behind(Part { index: 0, of: 2 });
-    says(&desk.part(0, 3).unwrap_err(), &["did not finish", "--resume"]);
-    desk.claim.resume = true;
-    let staging = desk.part(2, 3).unwrap();
+    let mut env = TestEnv::new(Shape::Folder);
+    env.leave_behind(Part { index: 0, of: 2 });
+    says(&env.part(0, 3).unwrap_err(), &["did not finish", "--resume"]);
+    env.claim.resume = true;
+    let staging = env.part(2, 3).unwrap();
     assert_eq!(names(staging.folder().path()), ["a"]);
     // A sibling needs no --resume to come to it.
-    desk.claim.resume = false;
-    desk.part(1, 3).unwrap();
+    env.claim.resume = false;
+    env.part(1, 3).unwrap();
 }
 
 #[test]
 fn what_others_do_is_seen() {
-    let desk = Desk::new(Shape::Folder);
-    let first = desk.part(0, 3).unwrap();
-    let second = desk.part(1, 3).unwrap();
+    let env = TestEnv::new(Shape::Folder);
+    let first = env.part(0, 3).unwrap();
+    let second = env.part(1, 3).unwrap();
     second.done_bytes().store(77, Ordering::Relaxed);
     second.finish().unwrap();
     let other = |index, state, done_bytes| {
@@ -145,71 +145,71 @@ fn what_others_do_is_seen() {
     assert_eq!(first.others().unwrap(), [other(1, OtherState::Finished, 77), third.clone()]);
     drop(second);
     assert_eq!(first.others().unwrap(), [other(1, OtherState::Finished, 77), third]);
-    drop(desk.part(2, 3).unwrap());
+    drop(env.part(2, 3).unwrap());
     assert_eq!(first.others().unwrap()[1], other(2, OtherState::Stopped, 0));
 }
 
 #[test]
 fn one_that_was_taken_over_is_told() {
-    let desk = Desk::new(Shape::Folder);
+    let env = TestEnv::new(Shape::Folder);
     for rival in [lease_of(1, 2, 1), lease_of(0, 3, 0)] {
         let stop = Stop::default();
-        let staging = desk.part_that_stops(1, 2, &stop).unwrap();
+        let staging = env.part_that_stops(1, 2, &stop).unwrap();
         stop.check().unwrap();
         staging.check().unwrap();
-        desk.foreign_lease(rival, Phase::Working);
+        env.foreign_lease(rival, Phase::Working);
         let words = ["taken over part 1 of 2", ".out.dtshard-partial"];
         // Workers see it between strips.
         says(&in_time(|| stop.check().err()), &words);
         says(&staging.check().unwrap_err(), &words);
         assert!(staging.finish().is_err());
         drop(staging);
-        assert!(desk.partial().exists());
-        fs::remove_dir_all(desk.partial()).unwrap();
+        assert!(env.partial().exists());
+        fs::remove_dir_all(env.partial()).unwrap();
     }
 }
 
 #[test]
 fn a_lease_from_another_node_is_watched_first() {
-    let mut desk = Desk::new(Shape::Folder);
-    desk.leave_behind(Part { index: 1, of: 2 });
-    desk.foreign_lease(lease_of(1, 2, 1), Phase::Working);
-    desk.claim.resume = true;
+    let mut env = TestEnv::new(Shape::Folder);
+    env.leave_behind(Part { index: 1, of: 2 });
+    env.foreign_lease(lease_of(1, 2, 1), Phase::Working);
+    env.claim.resume = true;
     let begun = std::time::Instant::now();
-    let staging = desk.part(1, 2).unwrap();
+    let staging = env.part(1, 2).unwrap();
     assert!(begun.elapsed() >= FAST.dead_after);
     assert!(staging.journal().path().ends_with("part-1-of-2.2.journal"));
     drop(staging);
     // One that says goodbye is not waited for.
-    desk.foreign_lease(lease_of(1, 2, 3), Phase::Stopped);
+    env.foreign_lease(lease_of(1, 2, 3), Phase::Stopped);
     let begun = std::time::Instant::now();
-    desk.part(1, 2).unwrap();
+    env.part(1, 2).unwrap();
     assert!(begun.elapsed() < FAST.dead_after);
     // And one that beats is alive.
-    desk.foreign_lease(lease_of(1, 2, 5), Phase::Working);
+    env.foreign_lease(lease_of(1, 2, 5), Phase::Working);
     thread::scope(|scope| {
         scope.spawn(|| {
             thread::sleep(FAST.look.1 * 3);
-            desk.foreign_lease(lease_of(1, 2, 5), Phase::Finished);
+            env.foreign_lease(lease_of(1, 2, 5), Phase::Finished);
         });
-        says(&desk.part(1, 2).unwrap_err(), &["another run", "n9"]);
+        says(&env.part(1, 2).unwrap_err(), &["another run", "n9"]);
     });
 }
 
 #[test]
 fn watching_lasts_until_something_is_known() {
-    let desk = Desk::new(Shape::Folder);
-    desk.leave_behind(Part::alone());
-    desk.foreign_lease(lease_of(0, 1, 1), Phase::Working);
+    let env = TestEnv::new(Shape::Folder);
+    env.leave_behind(Part::alone());
+    env.foreign_lease(lease_of(0, 1, 1), Phase::Working);
     let stop = Stop::default();
-    let plan = Plan { fingerprint: desk.fingerprint, version: "1", about: &About::default() };
+    let plan = Plan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
     let patient = Pace { dead_after: Duration::from_hours(1), ..FAST };
-    let (shape, out, claim) = (desk.shape, desk.out(), claim());
+    let (shape, out, claim) = (env.shape, env.out(), claim());
     thread::scope(|scope| {
         let waiting = scope.spawn(|| acquire::acquire(&out, shape, &claim, &plan, patient, &stop));
         thread::sleep(Duration::from_millis(100));
         assert!(!waiting.is_finished());
-        desk.foreign_lease(lease_of(0, 1, 1), Phase::Stopped);
+        env.foreign_lease(lease_of(0, 1, 1), Phase::Stopped);
         says(&waiting.join().unwrap().unwrap_err(), &["did not finish"]);
     });
 }
@@ -217,46 +217,43 @@ fn watching_lasts_until_something_is_known() {
 #[test]
 fn restart_of_a_launch() {
     for _ in 0..10 {
-        let desk = Desk::new(Shape::Folder);
+        let env = TestEnv::new(Shape::Folder);
         for index in 0..4 {
-            desk.leave_behind(Part { index, of: 4 });
+            env.leave_behind(Part { index, of: 4 });
         }
-        write(&desk.data().join("junk"), "x");
+        write(&env.data().join("junk"), "x");
         let run = |index| {
             let part = Part { index, of: 3 };
-            whole_run(&desk, &Claim { part, restart: true, run: Some("job.2".into()), ..claim() })
+            whole_run(&env, &Claim { part, restart: true, run: Some("job.2".into()), ..claim() })
         };
         for ended in at_once(3, run) {
             ended.unwrap();
         }
-        assert_eq!(
-            (names(&desk.out()), desk.names()),
-            (["0", "1", "2"].map(String::from).to_vec(), vec!["out".into()])
-        );
+        assert_eq!((names(&env.out()), env.names()), (["0", "1", "2"].map(String::from).to_vec(), vec!["out".into()]));
     }
 }
 
 #[test]
 fn restart_without_a_launch_or_its_first_part() {
-    let mut desk = Desk::new(Shape::Folder);
-    desk.leave_behind(Part { index: 1, of: 2 });
-    desk.claim.restart = true;
-    says(&desk.part(0, 2).unwrap_err(), &["--restart", "remove", ".out.dtshard-partial"]);
-    desk.claim = Claim { run: Some("job".into()), parts_wait: false, ..desk.claim };
-    says(&desk.part(0, 2).unwrap_err(), &["--restart"]);
-    desk.claim.parts_wait = true;
-    says(&desk.part(1, 2).unwrap_err(), &["part 0 of 2 has not started"]);
-    assert_eq!(names(&desk.data()), ["a"]);
+    let mut env = TestEnv::new(Shape::Folder);
+    env.leave_behind(Part { index: 1, of: 2 });
+    env.claim.restart = true;
+    says(&env.part(0, 2).unwrap_err(), &["--restart", "remove", ".out.dtshard-partial"]);
+    env.claim = Claim { run: Some("job".into()), parts_wait: false, ..env.claim };
+    says(&env.part(0, 2).unwrap_err(), &["--restart"]);
+    env.claim.parts_wait = true;
+    says(&env.part(1, 2).unwrap_err(), &["part 0 of 2 has not started"]);
+    assert_eq!(names(&env.data()), ["a"]);
 }
 
 /// Of many that throw away the same thing, one works at a time, and what lives is never thrown away.
 #[test]
 fn restarts_at_once() {
     for _ in 0..20 {
-        let mut desk = Desk::new(Shape::Folder);
-        desk.leave_behind(Part::alone());
-        desk.claim.restart = true;
-        let begun = at_once(4, |_| desk.begin());
+        let mut env = TestEnv::new(Shape::Folder);
+        env.leave_behind(Part::alone());
+        env.claim.restart = true;
+        let begun = at_once(4, |_| env.begin());
         let won: Vec<_> = begun.iter().flatten().collect();
         assert!(won.len() <= 1);
         for staging in won {
@@ -270,12 +267,12 @@ fn restarts_at_once() {
 /// What sleeps while its folder is thrown away and made anew has no name for anything in the new one.
 #[test]
 fn a_sleeper_finds_nothing_of_its_successor() {
-    let mut desk = Desk::new(Shape::Folder);
-    desk.claim.resume = true;
-    let sleeper = desk.begin().unwrap();
-    fs::rename(desk.partial(), desk.root.path().join("elsewhere")).unwrap();
-    desk.fingerprint = Fingerprint([8; 32]);
-    let successor = desk.begin().unwrap();
+    let mut env = TestEnv::new(Shape::Folder);
+    env.claim.resume = true;
+    let sleeper = env.begin().unwrap();
+    fs::rename(env.partial(), env.root.path().join("elsewhere")).unwrap();
+    env.fingerprint = Fingerprint([8; 32]);
+    let successor = env.begin().unwrap();
     for path in [sleeper.folder().path().join("out"), sleeper.journal().path().to_owned()] {
         assert_eq!(fs::write(&path, "late").unwrap_err().kind(), std::io::ErrorKind::NotFound);
     }
@@ -288,14 +285,14 @@ fn a_sleeper_finds_nothing_of_its_successor() {
 fn two_numbers_of_parts_at_once() {
     let parts = [(0, 3), (1, 3), (2, 3), (0, 4), (1, 4)];
     for round in 0..40 {
-        let desk = Desk::new(Shape::Folder);
+        let env = TestEnv::new(Shape::Folder);
         let start = std::sync::Barrier::new(parts.len());
         let begun: Vec<Result<Staging>> = std::thread::scope(|scope| {
             let run = |(index, of)| {
-                let (desk, start) = (&desk, &start);
+                let (env, start) = (&env, &start);
                 scope.spawn(move || {
                     start.wait();
-                    desk.part(index, of)
+                    env.part(index, of)
                 })
             };
             let running: Vec<_> = parts.into_iter().map(run).collect();
