@@ -7,7 +7,7 @@
 //! [list](pickle::symbols) of classes and functions that are plain data.
 //!
 //! ```text
-//! file --zip::Archive--> data.pkl --pickle::decode--> nodes --pickle::lift--> Value --pickle::Writer--> bytes
+//! file --zip::Archive--> data.pkl --pickle::parse--> nodes --pickle::decode--> Value --pickle::Writer--> bytes
 //! ```
 //!
 //! # Example
@@ -16,18 +16,18 @@
 //!
 //! ```
 //! use torch_pickle::Value;
-//! use torch_pickle::pickle::{self, Call, NoFold, Unknown};
+//! use torch_pickle::pickle::{self, Call, NoVisitor, Unknown};
 //! use torch_pickle::zip::Archive;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let bytes = include_bytes!("../tests/foreign.pt");
 //! let archive = Archive::read(bytes.as_slice())?;
 //! let content = archive.content(bytes.as_slice(), "data.pkl", pickle::MAX_BYTES)?.ok_or("no data.pkl")?;
-//! let (nodes, _) = pickle::decode(&content, &mut NoFold)?;
+//! let (nodes, _) = pickle::parse(&content, &mut NoVisitor)?;
 //!
 //! // A tensor is a call of `_rebuild_tensor_v2(storage, offset, size, stride, ...)`. It becomes a number here.
 //! let mut tensors = Vec::new();
-//! let read = pickle::lift_with(nodes.root(), Unknown::Drop, &mut |node| {
+//! let read = pickle::decode_with(nodes.root(), Unknown::Drop, &mut |node| {
 //!     let Some(Call { module: "torch._utils", name: "_rebuild_tensor_v2", args }) = node.call() else {
 //!         return Ok(None);
 //!     };
@@ -61,7 +61,7 @@
 //!
 //! # Errors
 //!
-//! [`PickleError`](pickle::PickleError) names the byte of a pickle that cannot be read, [`LiftError`](pickle::LiftError) the
+//! [`PickleError`](pickle::PickleError) names the byte of a pickle that cannot be read, [`DecodeError`](pickle::DecodeError) the
 //! path of an object that is no plain data, [`WriteError`](pickle::WriteError) the object that protocol 2 cannot hold, and
 //! [`ArchiveError`](zip::ArchiveError) the part of an archive that is damaged.
 //!
@@ -69,7 +69,7 @@
 //!
 //! A source of bytes is anything that implements [`ReadAt`]; tensor data is located and never read. A pickle with millions
 //! of small objects, such as the `.metadata` of `torch.distributed.checkpoint`, need not become a tree: a
-//! [`Fold`](pickle::Fold) sees each object while the pickle is read, and keeps a row of it.
+//! [`Visitor`](pickle::Visitor) sees each object while the pickle is read, and keeps a row of it.
 //!
 //! # Format versions
 //!

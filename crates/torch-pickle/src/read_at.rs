@@ -67,3 +67,29 @@ impl ReadAt for FileSource {
         std::os::unix::fs::FileExt::read_exact_at(&self.file, buffer, offset)
     }
 }
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+    use crate::zip::Archive;
+
+    #[test]
+    fn file_and_bytes_are_the_same_archive() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/foreign.pt");
+        let bytes = std::fs::read(path).unwrap();
+        let file = FileSource::new(std::fs::File::open(path).unwrap()).unwrap();
+        let (of_file, of_bytes) = (Archive::read(&file).unwrap(), Archive::read(bytes.as_slice()).unwrap());
+        assert_eq!(of_file.records(), of_bytes.records());
+        assert_eq!(of_file.locate(&file, "data/0").unwrap(), of_bytes.locate(bytes.as_slice(), "data/0").unwrap());
+    }
+
+    #[test]
+    fn range_beyond_the_end_of_bytes_is_an_error() {
+        let bytes = [7; 10].as_slice();
+        assert!(bytes.read_exact_at(&mut [0; 5], 5).is_ok());
+        for offset in [6, 11, u64::MAX] {
+            let error = bytes.read_exact_at(&mut [0; 5], offset).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{offset}");
+        }
+    }
+}

@@ -3,7 +3,7 @@
 #[macro_use]
 mod mutations;
 
-use torch_pickle::pickle::{NoFold, Unknown, Writer, decode, lift_with};
+use torch_pickle::pickle::{NoVisitor, Unknown, Writer, decode_with, parse};
 use torch_pickle::zip::{Archive, Frame};
 
 type Value = torch_pickle::Value<u32>;
@@ -17,8 +17,8 @@ fn pickles() {
         b"\x80\x02}X\x01\0\0\0a](K\x01K\x02es.".to_vec(),
     ];
     let read = |bytes: &[u8]| -> Option<Value> {
-        let (pickle, _) = decode(bytes, &mut NoFold).ok()?;
-        Some(lift_with(pickle.root(), Unknown::Drop, &mut |_| Ok(None)).ok()?.value)
+        let (pickle, _) = parse(bytes, &mut NoVisitor).ok()?;
+        Some(decode_with(pickle.root(), Unknown::Drop, &mut |_| Ok(None)).ok()?.value)
     };
     fuzz!(corpus, 20_000, |bytes: &[u8]| {
         let Some(value) = read(bytes) else { return };

@@ -16,7 +16,7 @@ use crate::format::files_beside;
 use crate::format::torch::{Found, reader, whole_chunk};
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::{FileId, Files, Stretch, lookup};
-use torch_pickle::pickle::{self, LiftError, Unknown};
+use torch_pickle::pickle::{self, DecodeError, Unknown};
 
 /// The metadata files of a directory: `.metadata`, or `__R.metadata` of each rank where it was saved without
 /// collectives. The rank of a `.metadata` is that of its writer, 0.
@@ -242,7 +242,7 @@ fn read_object(
     let mut contents = reader::read(files, stretch, fqn.as_str(), unknown)?;
     catalog.archives.push(stretch);
     for dropped in &contents.dropped {
-        let text = format!("{} ({})", LiftError::join(fqn.as_str(), &dropped.path), dropped.symbol);
+        let text = format!("{} ({})", DecodeError::join(fqn.as_str(), &dropped.path), dropped.symbol);
         if !catalog.dropped.contains(&text) {
             catalog.dropped.push(text);
         }

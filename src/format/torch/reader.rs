@@ -11,7 +11,7 @@ use crate::catalog::{Located, Place, Summed, TensorId, Value};
 use crate::error::{Error, Result};
 use crate::format::archive::{Source, torch_script};
 use crate::storage::{FileId, Files, Stretch};
-use torch_pickle::pickle::{self, Dropped, LiftError, NoFold, NodeId, PickleError, Unknown};
+use torch_pickle::pickle::{self, DecodeError, Dropped, NoVisitor, NodeId, PickleError, Unknown};
 use torch_pickle::zip::{Archive, Frame};
 
 /// What a file (or an item of a DCP data file) holds.
@@ -105,7 +105,7 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
     let Some(bytes) = content else {
         return Err(Error::malformed(path, "zip directory", "an entry data.pkl", "an archive without one"));
     };
-    let (pickle, _) = pickle::decode(&bytes, &mut NoFold).map_err(|error| pickle_error(path, PICKLE, &error))?;
+    let (pickle, _) = pickle::parse(&bytes, &mut NoVisitor).map_err(|error| pickle_error(path, PICKLE, &error))?;
     let mut reader = Reader {
         source,
         archive: &archive,
@@ -119,7 +119,7 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
     // Views that are the same view of the same storage are one tensor under several names.
     let mut known: HashMap<View, TensorId> = HashMap::new();
     let mut by_node: HashMap<NodeId, TensorId> = HashMap::new();
-    let lifted = pickle::lift_with(pickle.root(), unknown, &mut |node| {
+    let decoded = pickle::decode_with(pickle.root(), unknown, &mut |node| {
         if let Some(id) = by_node.get(&node.id()).filter(|_| node.is_shared()) {
             return Ok(Some(*id));
         }
@@ -149,8 +149,8 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
     if let Some(error) = unread {
         return Err(error);
     }
-    let lifted = lifted.map_err(|error| lift_error(path, &error.under(name), unsupported))?;
-    Ok(Contents { value: lifted.value, tensors, dropped: lifted.dropped, archive, stretch })
+    let decoded = decoded.map_err(|error| decode_error(path, &error.under(name), unsupported))?;
+    Ok(Contents { value: decoded.value, tensors, dropped: decoded.dropped, archive, stretch })
 }
 
 impl Style {
@@ -191,10 +191,10 @@ pub fn pickle_error(path: &Path, what: &str, error: &PickleError) -> Error {
 }
 
 /// A value that cannot be used, as the error of its file.
-pub fn lift_error(path: &Path, error: &LiftError, unsupported: Option<String>) -> Error {
+pub fn decode_error(path: &Path, error: &DecodeError, unsupported: Option<String>) -> Error {
     let at = if error.path().is_empty() { "the pickled object" } else { error.path() };
     match (error, unsupported) {
-        (LiftError::Forbidden { symbol, .. }, _) => Error::unsupported(
+        (DecodeError::Forbidden { symbol, .. }, _) => Error::unsupported(
             format!("{}: {at} needs the Python object `{symbol}`, which is not known to be plain data", path.display()),
             "nothing named in a pickle is ever run; remove that object from the checkpoint and save it again, or go \
              on without such objects with --drop-unknown",
@@ -203,8 +203,8 @@ pub fn lift_error(path: &Path, error: &LiftError, unsupported: Option<String>) -
             format!("{}: {at} is {what}", path.display()),
             "convert it to a dense tensor before saving, or leave it out of the checkpoint",
         ),
-        (LiftError::Limit { what, .. }, None) => Error::malformed(path, at, "a value within bounds", what.clone()),
-        (LiftError::Malformed { what, .. }, None) => {
+        (DecodeError::Limit { what, .. }, None) => Error::malformed(path, at, "a value within bounds", what.clone()),
+        (DecodeError::Malformed { what, .. }, None) => {
             Error::malformed(path, at, "plain data and dense tensors", what.clone())
         }
         (other, None) => Error::malformed(path, at, "plain data and dense tensors", other.to_string()),

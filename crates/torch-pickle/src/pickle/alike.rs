@@ -1,7 +1,7 @@
 //! Records that are written as one before them.
 //!
 //! Why: whatever the metadata of a tensor says is a number or fetched, so that tensors of one dtype and shape have the same
-//! bytes, and these are most of a `.metadata`. Such a record is what the first of them was folded to.
+//! bytes, and these are most of a `.metadata`. Such a record is the row that the first of them became.
 //!
 //! Invariant: equal bytes are an equal record, because entries of the memo do not change. Where one may have, by a PUT or by
 //! the BUILD of an object that was fetched before, all is forgotten. A record with entries that are fetched is not kept, and
@@ -9,9 +9,9 @@
 
 use std::collections::VecDeque;
 
-use super::fold::Folded;
 use super::memo::Memo;
 use super::opcode::Span;
+use super::visitor::Row;
 
 /// Records that are kept: more than the shapes of a model are.
 const KEPT: usize = 16;
@@ -25,7 +25,7 @@ pub(super) struct Ahead {
     pub span: Span,
     /// How many entries the memo gets.
     pub entries: u32,
-    pub folded: Folded,
+    pub row: Row,
 }
 
 /// The latest first.

@@ -10,9 +10,9 @@
 use smallvec::SmallVec;
 
 use super::bit_set::BitSet;
-use super::fold::Folded;
 use super::opcode::Span;
 use super::slab::Slab;
+use super::visitor::Row;
 use super::{Limits, Ref};
 
 /// Identity of a node: equal ids are the same Python object.
@@ -103,7 +103,7 @@ pub(super) enum Node {
     PersistentId(NodeId),
     /// `torch.Size` of sizes.
     Dims(Block),
-    Folded(Folded),
+    Row(Row),
 }
 
 const _: () = assert!(size_of::<Node>() == 16);
@@ -139,7 +139,7 @@ pub(super) struct Global<'a> {
 pub(super) enum Role {
     /// `torch.Size`.
     Size,
-    /// A class whose objects the fold keeps as records.
+    /// A class whose objects the visitor sees as records.
     Record,
     Other,
 }
@@ -187,7 +187,7 @@ impl<'a> Pickle<'a> {
         Ref::new(self, id)
     }
 
-    /// Nodes in use, folded rows included.
+    /// Nodes in use, rows included.
     pub fn live_nodes(&self) -> usize {
         self.nodes.live()
     }
@@ -349,9 +349,9 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// Puts a folded row in the place of a made object and frees what the object alone owned.
-    pub(super) fn fold(&mut self, id: NodeId, make: Make, folded: Folded) {
-        self.set(id, Node::Folded(folded));
+    /// Puts a row in the place of a made object and frees what the object alone owned.
+    pub(super) fn put_row(&mut self, id: NodeId, make: Make, row: Row) {
+        self.set(id, Node::Row(row));
         let mut parts = SmallVec::<[NodeId; 16]>::new();
         self.take_make(make, &mut parts);
         for part in parts {

@@ -1,7 +1,7 @@
 //! The opcodes that run code in CPython: names, calls, objects and their state. Here they make notes.
 //!
 //! A name is interned and never looked up, a call is a node of a callee and its arguments, and BUILD ties
-//! a state to such a node. Objects that a [`Fold`] knows end as rows here, and each `torch.Size` as the
+//! a state to such a node. Objects that a [`Visitor`] knows end as rows here, and each `torch.Size` as the
 //! numbers in it.
 //!
 //! Invariant: the arguments of a call are a tuple node, whatever the callee.
@@ -11,21 +11,21 @@
 use smallvec::SmallVec;
 
 use super::arena::{Global, MAX_DIMS, Node, NodeId, Role};
-use super::fold::Fold;
 use super::machine::{Done, Machine};
 use super::opcode::Span;
 use super::symbols;
+use super::visitor::Visitor;
 use super::{PickleError, Ref};
 
 impl<'a> Machine<'a> {
-    pub(super) fn global<F: Fold + ?Sized>(&mut self, module: Span, name: Span, fold: &F) -> Done {
+    pub(super) fn global<F: Visitor + ?Sized>(&mut self, module: Span, name: Span, visitor: &F) -> Done {
         let symbol = symbols::modern(self.text(module)?, self.text(name)?);
         let next = self.pickle.globals.len() as u32;
         let index = *self.interned.entry(symbol).or_insert(next);
         if index == next {
             let role = match symbol {
                 ("torch", "Size") => Role::Size,
-                _ if fold.keeps(symbol) => Role::Record,
+                _ if visitor.keeps(symbol) => Role::Record,
                 _ => Role::Other,
             };
             self.pickle.globals.push(Global { symbol, role });
@@ -33,7 +33,7 @@ impl<'a> Machine<'a> {
         self.push(Node::Global(index))
     }
 
-    pub(super) fn stack_global<F: Fold + ?Sized>(&mut self, fold: &F) -> Done {
+    pub(super) fn stack_global<F: Visitor + ?Sized>(&mut self, visitor: &F) -> Done {
         let name = self.pop()?;
         let module = self.pop()?;
         let (Node::Str(n), Node::Str(m)) = (self.pickle.get(name), self.pickle.get(module)) else {
@@ -41,10 +41,10 @@ impl<'a> Machine<'a> {
         };
         self.pickle.release(name);
         self.pickle.release(module);
-        self.global(m, n, fold)
+        self.global(m, n, visitor)
     }
 
-    pub(super) fn reduce<F: Fold + ?Sized>(&mut self, fold: &mut F) -> Done {
+    pub(super) fn reduce<F: Visitor + ?Sized>(&mut self, visitor: &mut F) -> Done {
         let args = self.pop_tuple("REDUCE")?;
         let callee = self.pop()?;
         self.room()?;
@@ -60,12 +60,12 @@ impl<'a> Machine<'a> {
         let Some(name) = self.pickle.node(callee).global() else {
             return self.push(Node::Call(make));
         };
-        let folded = fold.reduce(name, self.pickle.node(args));
-        let folded = folded.map_err(|what| self.rejected(what))?;
+        let row = visitor.reduce(name, self.pickle.node(args));
+        let row = row.map_err(|what| self.rejected(what))?;
         self.push(Node::Call(make))?;
-        if let Some(folded) = folded {
+        if let Some(row) = row {
             let id = self.top()?;
-            self.pickle.fold(id, make, folded);
+            self.pickle.put_row(id, make, row);
         }
         Ok(())
     }
@@ -87,33 +87,33 @@ impl<'a> Machine<'a> {
         self.push(Node::New(make))
     }
 
-    pub(super) fn build<F: Fold + ?Sized>(&mut self, fold: &mut F) -> Done {
+    pub(super) fn build<F: Visitor + ?Sized>(&mut self, visitor: &mut F) -> Done {
         let state = self.pop()?;
         let target = self.top()?;
         let node = self.pickle.get(target);
         let Some(mut make) = node.made() else {
             return Err(self.malformed("BUILD on something that has no state"));
         };
-        let folded = match self.pickle.more(make) {
+        let row = match self.pickle.more(make) {
             Some(more) if more.state.is_some() => {
                 return Err(self.malformed("a second BUILD on one object"));
             }
-            // Items, entries or keywords would be lost in the fold.
+            // A row would lose items, entries or keywords.
             Some(_) => None,
             None => match self.pickle.node(make.callee).global() {
-                Some(class) => fold
+                Some(class) => visitor
                     .build(class, self.pickle.node(make.args), self.pickle.node(state))
                     .map_err(|what| self.rejected(what))?,
                 None => None,
             },
         };
         self.pickle.more_mut(&mut make).state = Some(state);
-        match folded {
-            Some(folded) => {
+        match row {
+            Some(row) => {
                 if self.pickle.is_pinned(target) {
                     self.alike.forget();
                 }
-                self.pickle.fold(target, make, folded);
+                self.pickle.put_row(target, make, row);
             }
             None => self.pickle.set(target, node.remade(make)),
         }

@@ -1,6 +1,6 @@
 //! Fields: what a record tells of an object.
 //!
-//! Why: a record lives while a fold looks at it, and there are millions. So what it has several of, numbers and rows, lies
+//! Why: a record lives while a visitor looks at it, and there are millions. So what it has several of, numbers and rows, lies
 //! in vectors that serve one record after the other, and a field is copied.
 //!
 //! Invariant: a [`Part`] is looked up in the record that it is of.
@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use super::Ref;
-use super::fold::Folded;
+use super::visitor::Row;
 
 /// More fields than this make no record.
 pub(super) const MAX_FIELDS: usize = 16;
@@ -21,7 +21,7 @@ const MAX_NDIM: usize = 255;
 pub struct Record<'r, 'a> {
     pub(super) fields: &'r [(&'a [u8], Field<'a>)],
     numbers: &'r [u64],
-    rows: &'r [Folded],
+    rows: &'r [Row],
 }
 
 /// The value of a field.
@@ -37,8 +37,8 @@ pub enum Field<'a> {
     Dims(Part),
     /// A class, a function, a dtype.
     Global((&'a str, &'a str)),
-    /// An object that was folded.
-    Row(Folded),
+    /// An object that became a row.
+    Row(Row),
     /// A list of those.
     Rows(Part),
     /// Something else.
@@ -98,16 +98,16 @@ impl<'r, 'a> Record<'r, 'a> {
         }
     }
 
-    /// Returns the row of an object that was folded.
-    pub fn row(&self, name: &str) -> Option<Folded> {
+    /// Returns the row of an object that became one.
+    pub fn row(&self, name: &str) -> Option<Row> {
         match self.get(name)? {
             Field::Row(row) => Some(row),
             _ => None,
         }
     }
 
-    /// Returns the rows of a list of objects that were folded.
-    pub fn rows(&self, name: &str) -> Option<&'r [Folded]> {
+    /// Returns the rows of a list of objects that became rows.
+    pub fn rows(&self, name: &str) -> Option<&'r [Row]> {
         match self.get(name)? {
             Field::Rows(part) => Some(self.rows_of(part)),
             // An empty list is one of anything.
@@ -120,7 +120,7 @@ impl<'r, 'a> Record<'r, 'a> {
         &self.numbers[part.range()]
     }
 
-    pub(super) fn rows_of(&self, part: Part) -> &'r [Folded] {
+    pub(super) fn rows_of(&self, part: Part) -> &'r [Row] {
         &self.rows[part.range()]
     }
 }
@@ -130,7 +130,7 @@ impl<'r, 'a> Record<'r, 'a> {
 pub struct Fields<'a> {
     pub(super) named: Vec<(&'a [u8], Field<'a>)>,
     pub(super) numbers: Vec<u64>,
-    pub(super) rows: Vec<Folded>,
+    pub(super) rows: Vec<Row>,
 }
 
 /// Where the fields of one object begin.
@@ -186,9 +186,9 @@ impl<'a> Fields<'a> {
             self.dims_from(bottom)
         } else if let Some(global) = node.global() {
             Field::Global(global)
-        } else if let Some(row) = node.folded() {
+        } else if let Some(row) = node.row() {
             Field::Row(row)
-        } else if let Some(rows) = node.as_list().and_then(|items| items.map(Ref::folded).collect::<Option<Vec<_>>>()) {
+        } else if let Some(rows) = node.as_list().and_then(|items| items.map(Ref::row).collect::<Option<Vec<_>>>()) {
             self.rows.extend(rows);
             self.rows_from(bottom)
         } else {

@@ -1,7 +1,7 @@
 //! The stack machine: runs the opcodes over the arena. It imports nothing and calls nothing.
 //!
 //! GLOBAL makes a name, REDUCE a note that something would have been called, BUILD a note of the state it
-//! would have been given. What such notes mean is for [`super::lift`] and the formats to say.
+//! would have been given. What such notes mean is for [`super::decode`] and the formats to say.
 //!
 //! Invariants: marks never lie above the stack, and nothing is popped through a mark. An argument tuple
 //! is a tuple. Depth of nesting is not limited here, because nothing here or in the arena recurses.
@@ -16,10 +16,10 @@ use smallvec::SmallVec;
 use super::alike::Alike;
 use super::arena::{Ids, Node, NodeId, Pickle, Seq};
 use super::fields::Fields;
-use super::fold::Fold;
 use super::long;
 use super::memo::Memo;
 use super::opcode::{Lexer, Op, Span};
+use super::visitor::Visitor;
 use super::{Limits, PickleError};
 
 pub(super) struct Machine<'a> {
@@ -55,12 +55,12 @@ impl<'a> Machine<'a> {
     }
 
     /// Runs to STOP; gives the pickle and the bytes it took.
-    pub fn run<F: Fold + ?Sized>(mut self, fold: &mut F) -> Done<(Pickle<'a>, usize)> {
+    pub fn run<F: Visitor + ?Sized>(mut self, visitor: &mut F) -> Done<(Pickle<'a>, usize)> {
         loop {
             self.at = self.lexer.pos();
             match self.lexer.next()? {
                 Op::Stop => break,
-                op => self.step(op, fold)?,
+                op => self.step(op, visitor)?,
             }
         }
         self.pickle.root = self.pop()?;
@@ -70,7 +70,7 @@ impl<'a> Machine<'a> {
         Ok((self.pickle, self.lexer.pos()))
     }
 
-    fn step<F: Fold + ?Sized>(&mut self, op: Op, fold: &mut F) -> Done {
+    fn step<F: Visitor + ?Sized>(&mut self, op: Op, visitor: &mut F) -> Done {
         match op {
             Op::Nothing | Op::Stop => Ok(()),
             Op::Mark => {
@@ -147,11 +147,11 @@ impl<'a> Machine<'a> {
                 self.add_items(&items)
             }
 
-            Op::Global { module, name } => self.global(module, name, fold),
-            Op::StackGlobal => self.stack_global(fold),
-            Op::Reduce => self.reduce(fold),
+            Op::Global { module, name } => self.global(module, name, visitor),
+            Op::StackGlobal => self.stack_global(visitor),
+            Op::Reduce => self.reduce(visitor),
             Op::NewObj => {
-                if self.record(fold)? {
+                if self.record(visitor)? {
                     return Ok(());
                 }
                 let args = self.pop_tuple("NEWOBJ")?;
@@ -165,7 +165,7 @@ impl<'a> Machine<'a> {
                 let args = self.pop_tuple("NEWOBJ_EX")?;
                 self.new_object(args, Some(kwargs))
             }
-            Op::Build => self.build(fold),
+            Op::Build => self.build(visitor),
             Op::PersistentId => {
                 let id = self.pop()?;
                 self.push(Node::PersistentId(id))

@@ -3,7 +3,7 @@
 //! CPython memoizes nearly every object it pickles and fetches few of them: a `.metadata` of a million
 //! chunks has some twenty million memo entries. A first walk over the opcodes marks the indices that a
 //! GET names; only those get a cell. Knowing them also tells which nodes have exactly one owner, and so
-//! may be freed once folded (see [`super::fold`]).
+//! may be freed once it is a row (see [`super::visitor`]).
 //!
 //! The walk has to know no more than where opcodes begin, and frames tell: each holds whole opcodes. So a long pickle is
 //! walked from several of them at once. That is the same walk if every part ends where the next one begins; where one does

@@ -2,18 +2,18 @@
 //!
 //! Why a reader of our own: a pickle is a program, and running it runs whatever its author wrote. Here it
 //! becomes a graph of nodes in which a call is a node too. Nothing named in a pickle is imported or
-//! called; [`lift`] turns the graph into a [`Value`](crate::Value) only where every name
+//! called; [`decode`] turns the graph into a [`Value`](crate::Value) only where every name
 //! in it is on the list in [`symbols`].
 //!
 //! ```text
-//! bytes --opcode--> Op --machine--> Pickle (arena) --view--> Ref --lift--> Value --write--> bytes
+//! bytes --opcode--> Op --machine--> Pickle (arena) --view--> Ref --decode--> Value --write--> bytes
 //!                          |  ^
-//!                          v  | Folded row
-//!                         Fold: known objects go straight into columns
+//!                          v  | Row row
+//!                         Visitor: known objects go straight into columns
 //! ```
 //!
 //! Invariants: every allocation is bounded by the length of the input; no walk over a pickle recurses,
-//! but for lifting, which counts its depth; no input makes this module panic.
+//! but for decoding, which counts its depth; no input makes this module panic.
 //!
 //! Source of the rules: CPython `Lib/pickle.py` and `Lib/pickletools.py` (protocols 2 to 5 are read), and
 //! `torch/_weights_only_unpickler.py` (what is written loads there if its content may).
@@ -27,12 +27,11 @@ mod alike;
 mod arena;
 mod bit_set;
 mod calls;
+mod decode;
+mod decode_error;
 mod fields;
-mod fold;
 mod items;
 mod known;
-mod lift;
-mod lift_error;
 mod long;
 mod machine;
 mod memo;
@@ -45,18 +44,19 @@ pub mod symbols;
 mod tests;
 mod verdict;
 mod view;
+mod visitor;
 mod write;
 mod write_value;
 
 use thiserror::Error;
 
 pub use arena::{NodeId, Pickle};
+pub use decode::{Decoded, Dropped, Tensors, Unknown, decode, decode_with};
+pub use decode_error::DecodeError;
 pub use fields::{Field, Fields, Record};
-pub use fold::{Fold, Folded, NoFold};
 pub use items::{Entries, Items};
-pub use lift::{Dropped, Lifted, Tensors, Unknown, lift, lift_with};
-pub use lift_error::LiftError;
 pub use view::{Call, Instance, Ref};
+pub use visitor::{NoVisitor, Row, Visitor};
 pub use write::{Writer, append_all, set_all};
 pub use write_value::{WriteError, WriteLeaves};
 
@@ -64,27 +64,27 @@ pub use write_value::{WriteError, WriteLeaves};
 pub const MAX_BYTES: u64 = u32::MAX as u64;
 
 /// Reads the pickle at the start of `bytes`; also gives the number of bytes it takes, STOP included.
-pub fn decode<'a, F: Fold + ?Sized>(bytes: &'a [u8], fold: &mut F) -> Result<(Pickle<'a>, usize), PickleError> {
-    decode_with(bytes, fold, Limits::for_input(bytes.len()))
+pub fn parse<'a, F: Visitor + ?Sized>(bytes: &'a [u8], visitor: &mut F) -> Result<(Pickle<'a>, usize), PickleError> {
+    parse_with(bytes, visitor, Limits::for_input(bytes.len()))
 }
 
-/// [`decode`] under limits of the caller's.
-pub fn decode_with<'a, F: Fold + ?Sized>(
+/// [`parse`] under limits of the caller's.
+pub fn parse_with<'a, F: Visitor + ?Sized>(
     bytes: &'a [u8],
-    fold: &mut F,
+    visitor: &mut F,
     limits: Limits,
 ) -> Result<(Pickle<'a>, usize), PickleError> {
-    machine::Machine::new(bytes, limits)?.run(fold)
+    machine::Machine::new(bytes, limits)?.run(visitor)
 }
 
 /// Bounds on what an input may cost. Lengths and memo indices are bounded by the input itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Nesting of a lifted value. It keeps every recursion over a value off the end of the stack.
+    /// Nesting of a decoded value. It keeps every recursion over a value off the end of the stack.
     pub max_depth: usize,
     /// Nodes held at once while reading, at some 16 to 64 bytes each.
     pub max_nodes: u32,
-    /// Work of one [`lift`]: a visited node is one, eight copied bytes are one. A graph in which
+    /// Work of one [`decode`]: a visited node is one, eight copied bytes are one. A graph in which
     /// everything is shared ("billion laughs") is small as a graph and endless as a tree.
     pub max_visits: u64,
 }
@@ -124,7 +124,7 @@ pub enum PickleErrorKind {
     Malformed,
     /// The input exceeds a bound of [`Limits`] or of the node format.
     Limit,
-    /// The caller's [`Fold`] refused an object.
+    /// The caller's [`Visitor`] refused an object.
     Rejected,
 }
 

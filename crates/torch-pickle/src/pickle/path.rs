@@ -1,6 +1,6 @@
 //! Where in a value something is, as Python would spell it: `param_groups[0].lr`.
 //!
-//! Only errors need it, so while a pickle is lifted the path is a stack of steps, and text only at the end.
+//! Only errors need it, so while a pickle is decoded the path is a stack of steps, and text only at the end.
 
 use std::fmt::Write;
 
@@ -76,12 +76,12 @@ fn is_identifier(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pickle::{NoFold, decode};
+    use crate::pickle::{NoVisitor, parse};
 
     #[test]
     fn spells_paths_like_python() {
         let bytes = b"(X\x02\x00\x00\x00lrX\x08\x00\x00\x00layer.0'K\x03N)t.";
-        let (pickle, _) = decode(bytes, &mut NoFold).unwrap();
+        let (pickle, _) = parse(bytes, &mut NoVisitor).unwrap();
         let keys: Vec<_> = pickle.root().as_tuple().unwrap().map(Step::Key).collect();
         assert_eq!(render(&keys[..]), r"lr['layer.0\''][3][<None>][<tuple>]");
         let steps = [Step::Argument(1), Step::Index(0), Step::Part("state"), keys[0]];

@@ -1,13 +1,13 @@
 //! Records: objects of a few plain fields, read straight from their opcodes.
 //!
 //! Why: nearly all of a large `.metadata` are five classes whose state is numbers, texts, sizes and each other, written
-//! by the same opcodes each time. Making nodes of these only to free them when the object is folded takes
+//! by the same opcodes each time. Making nodes of these only to free them when the object becomes a row takes
 //! most of the time of reading; here nothing is made but what the memo is asked for later.
 //!
 //! Invariant: a record is read whole, or the machine is left where it was: whatever is unusual or wrong is for the
 //! machine to run or to refuse, so there is one judge of what a pickle may be. An attempt reads no further than the
-//! first thing it does not know, and records are nested [`MAX_DEPTH`] deep, so both together stay linear. What was folded
-//! of an attempt that failed is a row that nothing refers to.
+//! first thing it does not know, and records are nested [`MAX_DEPTH`] deep, so both together stay linear. Rows of
+//! an attempt that failed are rows that nothing refers to.
 //!
 //! Source of the rule: CPython `Modules/_pickle.c`, `save_reduce` and `batch_dict` (protocol 4 and later); `torch.Size`
 //! is pickled by `THPSize_reduce` as a call with one tuple.
@@ -18,18 +18,18 @@ use super::PickleError;
 use super::alike::Ahead;
 use super::arena::{Global, MAX_DIMS, Node, Pickle, Role};
 use super::fields::{Bottom, Field, Fields, MAX_FIELDS};
-use super::fold::{Fold, Folded};
 use super::long;
 use super::machine::{Done, Machine};
 use super::memo::Memo;
 use super::opcode::Span;
+use super::visitor::{Row, Visitor};
 
 /// A tensor's metadata, and its chunks.
 const MAX_DEPTH: usize = 2;
 
 impl Machine<'_> {
-    /// NEWOBJ: whether the object was one that the fold keeps as a record, and lies folded on the stack.
-    pub(super) fn record<F: Fold + ?Sized>(&mut self, fold: &mut F) -> Done<bool> {
+    /// NEWOBJ: whether the object was a record of which the visitor made a row, and that is on the stack.
+    pub(super) fn record<F: Visitor + ?Sized>(&mut self, visitor: &mut F) -> Done<bool> {
         let below = self.height_for(2)?;
         let (class, args) = (self.stack[below], self.stack[below + 1]);
         let (Node::Global(index), Node::Tuple(seq)) = (self.pickle.get(class), self.pickle.get(args)) else {
@@ -40,8 +40,8 @@ impl Machine<'_> {
             return Ok(false);
         }
         let known = self.alike.find(index, self.pickle.bytes, self.lexer.pos(), &self.memo);
-        let read = known.map_or_else(|| self.read_ahead(index, fold), |known| Ok(Some((known, SmallVec::new()))))?;
-        let Some((Ahead { span, entries, folded, .. }, kept)) = read else {
+        let read = known.map_or_else(|| self.read_ahead(index, visitor), |known| Ok(Some((known, SmallVec::new()))))?;
+        let Some((Ahead { span, entries, row, .. }, kept)) = read else {
             return Ok(false);
         };
         self.lexer.seek(span.end());
@@ -58,19 +58,19 @@ impl Machine<'_> {
             self.pickle.pin(id);
             self.memo.put(entry, id);
         }
-        self.push(Node::Folded(folded))?;
+        self.push(Node::Row(row))?;
         Ok(true)
     }
 
     /// The object of a class that follows, and which entries of it the memo keeps.
-    fn read_ahead<F: Fold + ?Sized>(&mut self, class: u32, fold: &mut F) -> Done<Option<(Ahead, Entries)>> {
+    fn read_ahead<F: Visitor + ?Sized>(&mut self, class: u32, visitor: &mut F) -> Done<Option<(Ahead, Entries)>> {
         let (start, first) = (self.lexer.pos(), self.memo.len());
         self.fields.truncate(Bottom::default());
         let mut reader = Reader {
             bytes: self.pickle.bytes,
             pickle: &self.pickle,
             memo: &self.memo,
-            fold: &mut *fold,
+            visitor: &mut *visitor,
             fields: &mut self.fields,
             pos: start,
             next: first,
@@ -82,12 +82,12 @@ impl Machine<'_> {
             return Ok(None);
         }
         let Reader { pos, next, kept, holds_others, .. } = reader;
-        let folded = fold.record(self.pickle.globals[class as usize].symbol, &self.fields.record());
-        let Some(folded) = folded.map_err(|what| PickleError::rejected(pos - 1, what))? else {
+        let row = visitor.record(self.pickle.globals[class as usize].symbol, &self.fields.record());
+        let Some(row) = row.map_err(|what| PickleError::rejected(pos - 1, what))? else {
             return Ok(None);
         };
         let span = Span { start: start as u32, len: (pos - start) as u32 };
-        let record = Ahead { class, span, entries: next - first, folded };
+        let record = Ahead { class, span, entries: next - first, row };
         // Others are read as fast as they are compared.
         if holds_others && kept.is_empty() {
             self.alike.keep(record);
@@ -110,7 +110,7 @@ struct Reader<'m, 'a, F: ?Sized> {
     bytes: &'a [u8],
     pickle: &'m Pickle<'a>,
     memo: &'m Memo,
-    fold: &'m mut F,
+    visitor: &'m mut F,
     fields: &'m mut Fields<'a>,
     pos: usize,
     /// The memo entry that MEMOIZE makes.
@@ -122,7 +122,7 @@ struct Reader<'m, 'a, F: ?Sized> {
     holds_others: bool,
 }
 
-impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
+impl<'a, F: Visitor + ?Sized> Reader<'_, 'a, F> {
     /// What follows NEWOBJ: the state, and BUILD.
     fn object(&mut self) -> Option<()> {
         self.memo_of_none()?;
@@ -220,7 +220,7 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
     }
 
     /// An object of a class that was fetched.
-    fn nested(&mut self, class: Global<'a>) -> Option<Folded> {
+    fn nested(&mut self, class: Global<'a>) -> Option<Row> {
         self.expect(b')')?;
         self.expect(0x81)?;
         if self.depth + 1 == MAX_DEPTH || class.role != Role::Record {
@@ -231,10 +231,10 @@ impl<'a, F: Fold + ?Sized> Reader<'_, 'a, F> {
         self.depth += 1;
         self.object()?;
         self.depth -= 1;
-        // What the fold will not have is for the machine to tell.
-        let folded = self.fold.record(class.symbol, &self.fields.record_from(bottom)).ok()?;
+        // The machine reports what the visitor refuses.
+        let row = self.visitor.record(class.symbol, &self.fields.record_from(bottom)).ok()?;
         self.fields.truncate(bottom);
-        folded
+        row
     }
 
     /// The objects of a list, appended one by one or from MARK to APPENDS.

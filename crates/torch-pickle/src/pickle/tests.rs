@@ -1,10 +1,10 @@
 //! What the parts do together. `tests/*.pkl` are CPython's own, made by `tests/samples.py`.
 
-mod folding;
 mod hostile;
 mod reading;
 mod records;
 mod round_trip;
+mod visiting;
 
 use super::*;
 use crate::value::{Construct, DictKind, Symbol};
@@ -22,17 +22,17 @@ const EVERYTHING: [&[u8]; 4] = [
 ];
 
 fn read(bytes: &[u8]) -> Pickle<'_> {
-    let (pickle, len) = decode(bytes, &mut NoFold).unwrap();
+    let (pickle, len) = parse(bytes, &mut NoVisitor).unwrap();
     assert_eq!(len, bytes.len());
     pickle
 }
 
-fn lifted(bytes: &[u8]) -> Result<Value, LiftError> {
-    lift(read(bytes).root(), &mut |_| Ok(None))
+fn decoded(bytes: &[u8]) -> Result<Value, DecodeError> {
+    decode(read(bytes).root(), &mut |_| Ok(None))
 }
 
 fn error_of(bytes: &[u8]) -> PickleError {
-    match decode(bytes, &mut NoFold) {
+    match parse(bytes, &mut NoVisitor) {
         Ok(_) => panic!("{bytes:?} was read"),
         Err(error) => error,
     }
@@ -54,10 +54,10 @@ fn no_tensors(_: &mut Writer, _: u32) -> Result<(), WriteError> {
     unreachable!("a value without tensors")
 }
 
-fn lift(r: Ref<'_>, tensors: &mut Tensors<'_, u32>) -> Result<Value, LiftError> {
-    super::lift(r, tensors)
+fn decode(r: Ref<'_>, tensors: &mut Tensors<'_, u32>) -> Result<Value, DecodeError> {
+    super::decode(r, tensors)
 }
 
-fn lift_with(r: Ref<'_>, unknown: Unknown, tensors: &mut Tensors<'_, u32>) -> Result<Lifted<u32>, LiftError> {
-    super::lift_with(r, unknown, tensors)
+fn decode_with(r: Ref<'_>, unknown: Unknown, tensors: &mut Tensors<'_, u32>) -> Result<Decoded<u32>, DecodeError> {
+    super::decode_with(r, unknown, tensors)
 }

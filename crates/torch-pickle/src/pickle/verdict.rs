@@ -3,8 +3,8 @@
 //! Invariant: no symbol leaves here that is not on a list, in a use that its list allows.
 
 use super::Ref;
+use super::decode_error::DecodeError;
 use super::known;
-use super::lift_error::LiftError;
 use super::symbols::{self, Use};
 use crate::value::Symbol;
 
@@ -19,15 +19,15 @@ pub(super) enum Verdict {
 }
 
 /// A call, an object or a persistent id.
-pub(super) fn of_made(r: Ref<'_>) -> Result<Verdict, LiftError> {
+pub(super) fn of_made(r: Ref<'_>) -> Result<Verdict, DecodeError> {
     let Some(callee) = r.callee() else {
-        return Err(LiftError::malformed("a storage outside of a tensor"));
+        return Err(DecodeError::malformed("a storage outside of a tensor"));
     };
     if r.symbol().is_some() {
         return of_bare(r).map(Verdict::Bare);
     }
     let Some((module, name)) = callee.symbol() else {
-        return Err(LiftError::forbidden(blame(callee)));
+        return Err(DecodeError::forbidden(blame(callee)));
     };
     let symbol = Symbol::new(module, &name);
     match symbols::inert(module, &name) {
@@ -35,15 +35,15 @@ pub(super) fn of_made(r: Ref<'_>) -> Result<Verdict, LiftError> {
         _ if !r.is_new() && known::is_known(module, &name) => Ok(Verdict::Known(symbol)),
         Some(Use::Class) => Ok(Verdict::Inert(symbol)),
         Some(Use::Function) if !r.is_new() => Ok(Verdict::Inert(symbol)),
-        _ => Err(LiftError::forbidden(symbol.to_string())),
+        _ => Err(DecodeError::forbidden(symbol.to_string())),
     }
 }
 
 /// A name that is not called here.
-pub(super) fn of_bare(r: Ref<'_>) -> Result<Symbol, LiftError> {
+pub(super) fn of_bare(r: Ref<'_>) -> Result<Symbol, DecodeError> {
     match r.symbol() {
         Some((module, name)) if symbols::inert(module, &name).is_some_and(Use::bare) => Ok(Symbol::new(module, &name)),
-        _ => Err(LiftError::forbidden(blame(r))),
+        _ => Err(DecodeError::forbidden(blame(r))),
     }
 }
 

@@ -7,9 +7,9 @@ use std::fmt;
 use smallvec::SmallVec;
 
 use super::arena::{Make, Node, NodeId, Pickle, Seq};
-use super::fold::Folded;
 use super::items::{Entries, Items};
 use super::long;
+use super::visitor::Row;
 
 /// One node of a [`Pickle`].
 #[derive(Clone, Copy)]
@@ -297,10 +297,10 @@ impl<'a> Ref<'a> {
         }
     }
 
-    /// Returns the row that an object was folded to.
-    pub fn folded(self) -> Option<Folded> {
+    /// Returns the row that an object became.
+    pub fn row(self) -> Option<Row> {
         match self.node() {
-            Node::Folded(folded) => Some(folded),
+            Node::Row(row) => Some(row),
             _ => None,
         }
     }
@@ -322,7 +322,7 @@ impl<'a> Ref<'a> {
             Node::FrozenSet(_) => "frozenset",
             Node::PersistentId(_) => "persistent id",
             Node::Dims(_) => "torch.Size",
-            Node::Folded(_) => "folded row",
+            Node::Row(_) => "folded row",
             Node::Global(_) => return self.name_or("?"),
             Node::Call(make) => {
                 return format!("call of {}", self.at(make.callee).name_or("a call"));

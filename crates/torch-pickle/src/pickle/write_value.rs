@@ -14,7 +14,7 @@ use super::symbols::{self, Use};
 use super::write::Writer;
 use crate::value::{Construct, Dict, DictKind, Entry, Extension, Object, Symbol, Value};
 
-/// More than any lifted value has, even within a few levels of a format's own; little enough for any stack.
+/// More than any decoded value has, even within a few levels of a format's own; little enough for any stack.
 const MAX_DEPTH: usize = 300;
 
 /// Writes the opcodes for the leaves of a value that only the caller knows: tensors, and values of its own. A closure that

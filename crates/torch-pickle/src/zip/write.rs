@@ -62,6 +62,33 @@ struct Entry {
 }
 
 /// Lays out one archive, record by record.
+///
+/// ```
+/// use torch_pickle::pickle::Writer;
+/// use torch_pickle::zip::{Archive, ArchiveWriter};
+///
+/// let mut pickle = Writer::new();
+/// pickle.empty_dict();
+/// let mut archive = ArchiveWriter::new("model");
+/// archive.start(&pickle.finish());
+/// let data = archive.payload("data/0", 8) as usize;
+/// let layout = archive.finish();
+///
+/// let mut file = vec![0; layout.len as usize];
+/// for (at, bytes) in &layout.known {
+///     file[*at as usize..][..bytes.len()].copy_from_slice(bytes);
+/// }
+/// file[data..][..8].copy_from_slice(b"8 bytes.");
+/// for checksum in &layout.checksums {
+///     let crc = crc32fast::hash(&file[checksum.range.start as usize..checksum.range.end as usize]);
+///     checksum.places.map(|place| file[place as usize..][..4].copy_from_slice(&crc.to_le_bytes()));
+/// }
+///
+/// let archive = Archive::read(file.as_slice())?;
+/// assert_eq!(archive.content(file.as_slice(), "data/0", 8)?.as_deref(), Some(&b"8 bytes."[..]));
+/// archive.check(file.as_slice(), &mut |_| Ok(()))?;
+/// # Ok::<(), torch_pickle::zip::ArchiveError>(())
+/// ```
 #[derive(Debug)]
 pub struct ArchiveWriter<'a> {
     layout: ArchiveLayout,

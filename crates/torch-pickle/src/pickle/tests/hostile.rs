@@ -71,23 +71,23 @@ fn memo_indices_are_bounded() {
 #[test]
 fn nodes_are_bounded() {
     let limits = Limits { max_nodes: 10, ..Limits::for_input(0) };
-    let error = decode_with(&[b'N'; 20], &mut NoFold, limits).err().unwrap();
+    let error = parse_with(&[b'N'; 20], &mut NoVisitor, limits).err().unwrap();
     // The first walk already finds that STOP is missing.
     assert_eq!(error.kind, PickleErrorKind::Truncated);
     let mut bytes = vec![b'N'; 20];
     bytes.push(b'.');
-    let error = decode_with(&bytes, &mut NoFold, limits).err().unwrap();
+    let error = parse_with(&bytes, &mut NoVisitor, limits).err().unwrap();
     assert_eq!((error.kind, error.at), (PickleErrorKind::Limit, 10));
 }
 
 #[test]
 fn depth_is_limited_where_it_would_recurse() {
     let nested = |n: usize| [vec![b']'; n], vec![b'a'; n - 1], vec![b'.']].concat();
-    assert!(lifted(&nested(256)).is_ok());
+    assert!(decoded(&nested(256)).is_ok());
     let bytes = nested(100_000);
     let pickle = read(&bytes);
-    let error = lift(pickle.root(), &mut |_| Ok(None)).unwrap_err();
-    assert!(matches!(error, LiftError::Limit { .. }), "{error}");
+    let error = decode(pickle.root(), &mut |_| Ok(None)).unwrap_err();
+    assert!(matches!(error, DecodeError::Limit { .. }), "{error}");
     assert!(error.to_string().ends_with("[0][0]: nested deeper than 256"));
 }
 
@@ -111,12 +111,12 @@ fn the_depth_limit_fits_the_stack() {
         };
         // A set takes two levels.
         let levels = if after.starts_with('e') { 127 } else { 255 };
-        let value = lifted(&nested(levels)).unwrap();
+        let value = decoded(&nested(levels)).unwrap();
         assert_eq!(value.clone(), value);
         let mut writer = Writer::new();
         writer.value(&value, &mut no_tensors).unwrap();
-        assert_eq!(lifted(&writer.finish()), Ok(value));
-        assert!(matches!(lifted(&nested(5000)), Err(LiftError::Limit { .. })));
+        assert_eq!(decoded(&writer.finish()), Ok(value));
+        assert!(matches!(decoded(&nested(5000)), Err(DecodeError::Limit { .. })));
     }
 }
 
@@ -128,8 +128,8 @@ fn billion_laughs() {
         bytes.extend([b'0', b']', b'(', b'h', i, b'h', i, b'e', b'q', i + 1]);
     }
     bytes.push(b'.');
-    let error = lifted(&bytes).unwrap_err();
-    assert!(matches!(error, LiftError::Limit { .. }), "{error}");
+    let error = decoded(&bytes).unwrap_err();
+    assert!(matches!(error, DecodeError::Limit { .. }), "{error}");
 }
 
 /// One long text, fetched again and again, is not copied without end.
@@ -140,7 +140,7 @@ fn shared_text_is_paid_for() {
     bytes.extend(b"q\x00");
     bytes.extend(b"h\x00".repeat(100_000));
     bytes.extend(b"e.");
-    assert!(matches!(lifted(&bytes), Err(LiftError::Limit { .. })));
+    assert!(matches!(decoded(&bytes), Err(DecodeError::Limit { .. })));
 }
 
 #[test]
@@ -163,27 +163,27 @@ fn a_call_is_only_a_node_and_never_a_value() {
         // A known class, made by NEWOBJ.
         (b"}X\x03\x00\x00\x00cfg]cbuiltins\nset\n)\x81as.", "builtins.set"),
     ] {
-        let expected = LiftError::Forbidden { symbol: symbol.into(), path: "cfg[0]".into() };
-        assert_eq!(lifted(bytes), Err(expected));
+        let expected = DecodeError::Forbidden { symbol: symbol.into(), path: "cfg[0]".into() };
+        assert_eq!(decoded(bytes), Err(expected));
     }
 }
 
 #[test]
 fn unlisted_arguments_spoil_the_object() {
     let bytes = b"ccollections\ndefaultdict\ncos\nsystem\n\x85R.";
-    let expected = LiftError::Forbidden { symbol: "os.system".into(), path: "args[0]".into() };
-    assert_eq!(lifted(bytes), Err(expected));
+    let expected = DecodeError::Forbidden { symbol: "os.system".into(), path: "args[0]".into() };
+    assert_eq!(decoded(bytes), Err(expected));
 }
 
 #[test]
 fn unlisted_objects_can_be_dropped() {
     let bytes = b"}(X\x01\x00\x00\x00acos\nx\nX\x01\x00\x00\x00b](cos\ny\nK\x01eK\x02K\x03u.";
-    let lifted = lift_with(read(bytes).root(), Unknown::Drop, &mut |_| Ok(None)).unwrap();
-    assert_eq!(lifted.value.to_string(), "{'b': [None, 1], 2: 3}");
-    let dropped: Vec<_> = lifted.dropped.iter().map(|d| (&*d.path, &*d.symbol)).collect();
+    let decoded = decode_with(read(bytes).root(), Unknown::Drop, &mut |_| Ok(None)).unwrap();
+    assert_eq!(decoded.value.to_string(), "{'b': [None, 1], 2: 3}");
+    let dropped: Vec<_> = decoded.dropped.iter().map(|d| (&*d.path, &*d.symbol)).collect();
     assert_eq!(dropped, [("a", "os.x"), ("b[0]", "os.y")]);
 
-    let whole = lift_with(read(b"cos\nx\n.").root(), Unknown::Drop, &mut |_| Ok(None)).unwrap();
+    let whole = decode_with(read(b"cos\nx\n.").root(), Unknown::Drop, &mut |_| Ok(None)).unwrap();
     assert_eq!((whole.value, whole.dropped.len()), (Value::None, 1));
 }
 
@@ -196,7 +196,7 @@ fn known_calls_take_only_what_cpython_writes() {
         b"c_codecs\nencode\nX\x03\x00\x00\x00\xe2\x82\xacX\x06\x00\x00\x00latin1\x86R.",
         b"ccollections\nOrderedDict\n]\x85R.",
     ] {
-        assert!(matches!(lifted(bytes), Err(LiftError::Malformed { .. })), "{bytes:?}");
+        assert!(matches!(decoded(bytes), Err(DecodeError::Malformed { .. })), "{bytes:?}");
     }
 }
 
@@ -231,30 +231,30 @@ fn opcodes() -> impl Strategy<Value = Vec<u8>> {
     proptest::collection::vec(piece, 0..80).prop_map(|pieces| pieces.concat())
 }
 
-/// Folds at random, to free what it can.
-struct FoldSome(u32);
+/// Makes rows at random, to free what it can.
+struct VisitSome(u32);
 
-impl Fold for FoldSome {
-    fn build(&mut self, _: (&str, &str), args: Ref<'_>, state: Ref<'_>) -> Result<Option<Folded>, String> {
+impl Visitor for VisitSome {
+    fn build(&mut self, _: (&str, &str), args: Ref<'_>, state: Ref<'_>) -> Result<Option<Row>, String> {
         _ = (args.describe(), state.describe());
         self.0 += 1;
-        Ok(self.0.is_multiple_of(2).then_some(Folded { kind: 0, row: self.0 }))
+        Ok(self.0.is_multiple_of(2).then_some(Row { kind: 0, index: self.0 }))
     }
 
-    fn reduce(&mut self, _: (&str, &str), _: Ref<'_>) -> Result<Option<Folded>, String> {
+    fn reduce(&mut self, _: (&str, &str), _: Ref<'_>) -> Result<Option<Row>, String> {
         self.0 += 1;
-        Ok(self.0.is_multiple_of(3).then_some(Folded { kind: 1, row: self.0 }))
+        Ok(self.0.is_multiple_of(3).then_some(Row { kind: 1, index: self.0 }))
     }
 }
 
 fn survives(bytes: &[u8]) {
-    if let Ok((pickle, len)) = decode(bytes, &mut NoFold) {
+    if let Ok((pickle, len)) = parse(bytes, &mut NoVisitor) {
         assert!(len <= bytes.len() && pickle.live_nodes() <= bytes.len());
-        _ = lift(pickle.root(), &mut |_| Ok(None)).map(|value| value.to_string());
-        _ = lift_with(pickle.root(), Unknown::Drop, &mut |_| Ok(None));
+        _ = decode(pickle.root(), &mut |_| Ok(None)).map(|value| value.to_string());
+        _ = decode_with(pickle.root(), Unknown::Drop, &mut |_| Ok(None));
     }
-    if let Ok((pickle, _)) = decode(bytes, &mut FoldSome(0)) {
-        _ = lift(pickle.root(), &mut |_| Ok(None));
+    if let Ok((pickle, _)) = parse(bytes, &mut VisitSome(0)) {
+        _ = decode(pickle.root(), &mut |_| Ok(None));
     }
 }
 

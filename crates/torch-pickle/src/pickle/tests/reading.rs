@@ -59,7 +59,7 @@ fn everything() -> Value {
 #[test]
 fn every_protocol_gives_the_same_value() {
     for bytes in EVERYTHING {
-        assert_eq!(lifted(bytes), Ok(everything()));
+        assert_eq!(decoded(bytes), Ok(everything()));
     }
 }
 
@@ -107,7 +107,7 @@ fn dicts_come_in_batches_of_a_thousand() {
     let bytes = writer.finish();
     // Two batches, and one entry that needs no mark.
     assert!(bytes.ends_with(b"uM\xd0\x07J\x30\xf8\xff\xffs."));
-    assert_eq!(lifted(&bytes), Ok(dict(entries)));
+    assert_eq!(decoded(&bytes), Ok(dict(entries)));
 }
 
 #[test]
@@ -119,9 +119,9 @@ fn numpy_scalars_are_carried() {
         \x89\x88\x87q\x03Rq\x04(K\x03X\x01\x00\x00\x00<q\x05NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tq\x06b\
         c_codecs\nencode\nq\x07X\x05\x00\x00\x00\x00\x00\xc3\x80?q\x08X\x06\x00\x00\x00latin1q\x09\x86q\nRq\
         \x0b\x86q\x0cRq\x0d.";
-    let value = lifted(four).unwrap();
+    let value = decoded(four).unwrap();
     assert_eq!(value.type_name(), "numpy._core.multiarray.scalar");
-    assert_eq!(lifted(two), Ok(value));
+    assert_eq!(decoded(two), Ok(value));
 }
 
 /// `t = ([],); t[0].append(t)`: CPython builds the tuple twice and pops one, with its mark or without.
@@ -135,7 +135,7 @@ fn recursive_tuples_use_pop() {
         let tuple = pickle.root();
         let list = tuple.as_tuple().unwrap().get(0).unwrap();
         assert_eq!(list.as_list().unwrap().get(0).unwrap().id(), tuple.id());
-        let error = lift(tuple, &mut |_| Ok(None)).unwrap_err();
+        let error = decode(tuple, &mut |_| Ok(None)).unwrap_err();
         assert_eq!(error.to_string(), "[0][0]: an object that contains itself");
     }
 }
@@ -145,11 +145,11 @@ fn recursive_tuples_use_pop() {
 fn nested_classes_are_read_symbolically() {
     let bytes = b"\x80\x02c__builtin__\ngetattr\nq\x00ctorch.distributed.distributed_c10d\nReduceOp\nq\x01X\
         \x09\x00\x00\x00RedOpTypeq\x02\x86q\x03Rq\x04)\x81q\x05K\x01b.";
-    let value = lifted(bytes).unwrap();
+    let value = decoded(bytes).unwrap();
     assert_eq!(value.type_name(), "torch.distributed.distributed_c10d.ReduceOp.RedOpType");
     let mut writer = Writer::new();
     writer.value(&value, &mut no_tensors).unwrap();
-    assert_eq!(lifted(&writer.finish()), Ok(value));
+    assert_eq!(decoded(&writer.finish()), Ok(value));
 }
 
 #[test]
@@ -158,12 +158,12 @@ fn a_key_written_twice_has_its_last_value() {
     let pickle = read(bytes);
     assert_eq!(pickle.root().get("a").unwrap().as_i64(), Some(3));
     let expected = dict(vec![(text("a"), Value::Int(3)), (text("b"), Value::Int(2))]);
-    assert_eq!(lifted(bytes), Ok(expected));
+    assert_eq!(decoded(bytes), Ok(expected));
 }
 
 #[test]
 fn reads_no_further_than_stop() {
-    let (_, len) = decode(b"\x80\x02N.rest", &mut NoFold).unwrap();
+    let (_, len) = parse(b"\x80\x02N.rest", &mut NoVisitor).unwrap();
     assert_eq!(len, 4);
 }
 
@@ -171,7 +171,7 @@ fn reads_no_further_than_stop() {
 fn tensors_are_the_callers() {
     let bytes = b"\x80\x02]((X\x07\x00\x00\x00storagetQNe.";
     let mut seen = Vec::new();
-    let value = lift(read(bytes).root(), &mut |r| {
+    let value = decode(read(bytes).root(), &mut |r| {
         let id = r.persistent_id().unwrap();
         seen.push(id.as_tuple().unwrap().get(0).unwrap().as_str().unwrap().to_owned());
         Ok(Some(5_u32))
@@ -179,6 +179,6 @@ fn tensors_are_the_callers() {
     assert_eq!(value.unwrap().to_string(), "[<5>, None]");
     assert_eq!(seen, ["storage"]);
 
-    let error = lifted(bytes).unwrap_err();
+    let error = decoded(bytes).unwrap_err();
     assert_eq!(error.to_string(), "[0]: a storage outside of a tensor");
 }

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Folds all objects of `.metadata` that are made of fields, with or without nodes.
+/// Makes rows of all objects of `.metadata` that are made of fields, with or without nodes.
 struct Told {
     keeps: bool,
     /// How many were told without nodes.
@@ -13,30 +13,30 @@ struct Told {
 }
 
 impl Told {
-    fn tell(&mut self, class: (&str, &str), record: &Record<'_, '_>) -> Folded {
+    fn tell(&mut self, class: (&str, &str), record: &Record<'_, '_>) -> Row {
         // Numbers of rows differ where an attempt failed; what they are of does not.
-        let parts = folded(record).map(|folded| self.rows[folded.row as usize - 1].clone()).collect::<Vec<_>>();
+        let parts = rows(record).map(|row| self.rows[row.index as usize - 1].clone()).collect::<Vec<_>>();
         self.rows.push(format!("{} {} {parts:?}", class.1, described(record)));
-        Folded { kind: 0, row: u32::try_from(self.rows.len()).unwrap() }
+        Row { kind: 0, index: u32::try_from(self.rows.len()).unwrap() }
     }
 }
 
-impl Fold for Told {
+impl Visitor for Told {
     fn keeps(&self, class: (&str, &str)) -> bool {
         self.keeps && is_kept(class)
     }
 
-    fn record(&mut self, class: (&str, &str), record: &Record<'_, '_>) -> Result<Option<Folded>, String> {
+    fn record(&mut self, class: (&str, &str), record: &Record<'_, '_>) -> Result<Option<Row>, String> {
         self.records += 1;
         Ok(Some(self.tell(class, record)))
     }
 
-    fn build(&mut self, class: (&str, &str), _: Ref<'_>, state: Ref<'_>) -> Result<Option<Folded>, String> {
+    fn build(&mut self, class: (&str, &str), _: Ref<'_>, state: Ref<'_>) -> Result<Option<Row>, String> {
         Ok(Fields::of(state).filter(|_| is_kept(class)).map(|fields| self.tell(class, &fields.record())))
     }
 }
 
-fn folded(record: &Record<'_, '_>) -> impl Iterator<Item = Folded> {
+fn rows(record: &Record<'_, '_>) -> impl Iterator<Item = Row> {
     record.fields.iter().flat_map(|(_, field)| match field {
         Field::Row(row) => vec![*row],
         Field::Rows(rows) => record.rows_of(*rows).to_vec(),
@@ -64,12 +64,12 @@ fn is_kept(class: (&str, &str)) -> bool {
 
 /// The rows, how many were told without nodes, and the end of the reading.
 fn told(bytes: &[u8], keeps: bool) -> (Vec<String>, usize, Result<(String, usize), PickleError>) {
-    let mut fold = Told { keeps, records: 0, rows: Vec::new() };
-    let end = decode(bytes, &mut fold).map(|(pickle, len)| (pickle.root().describe(), len));
-    // What an attempt that failed has folded is folded again.
+    let mut visitor = Told { keeps, records: 0, rows: Vec::new() };
+    let end = parse(bytes, &mut visitor).map(|(pickle, len)| (pickle.root().describe(), len));
+    // The rows of an attempt that failed are made again.
     let mut seen = std::collections::HashSet::new();
-    fold.rows.retain(|row| seen.insert(row.clone()));
-    (fold.rows, fold.records, end)
+    visitor.rows.retain(|row| seen.insert(row.clone()));
+    (visitor.rows, visitor.records, end)
 }
 
 const METADATA: &[u8] = include_bytes!("metadata.4.pkl");

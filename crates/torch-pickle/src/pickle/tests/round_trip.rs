@@ -77,7 +77,7 @@ proptest! {
     fn values_survive(value in tree()) {
         let bytes = written(&value).unwrap();
         let pickle = read(&bytes);
-        let back = lift(pickle.root(), &mut |r| {
+        let back = decode(pickle.root(), &mut |r| {
             let id = r.persistent_id().and_then(super::super::view::Ref::as_u64);
             Ok(id.map(|id| u32::try_from(id).unwrap()))
         });
@@ -91,7 +91,7 @@ proptest! {
         let mut pickle = vec![0x8a, bytes.len() as u8];
         pickle.extend(bytes);
         pickle.push(b'.');
-        prop_assert_eq!(lifted(&pickle), Ok(Value::Int(value)));
+        prop_assert_eq!(decoded(&pickle), Ok(Value::Int(value)));
     }
 }
 

@@ -1,4 +1,4 @@
-//! Folding the objects of a `.metadata` into columns: the rows are right, and the nodes are gone.
+//! Making rows of the objects of a `.metadata` into columns: the rows are right, and the nodes are gone.
 
 use super::*;
 
@@ -29,7 +29,7 @@ fn dims_of(state: Ref<'_>, key: &str) -> Option<Vec<u64>> {
 }
 
 impl Columns {
-    fn row(&mut self, class: &str, state: Ref<'_>) -> Option<Folded> {
+    fn row(&mut self, class: &str, state: Ref<'_>) -> Option<Row> {
         let number = |key| state.get(key)?.as_u64();
         let (kind, len) = match class {
             "ChunkStorageMetadata" => {
@@ -47,23 +47,18 @@ impl Columns {
             }
             "TensorStorageMetadata" => {
                 let chunks = state.get("chunks")?.as_list()?;
-                let rows = chunks.map(|chunk| Some(chunk.folded()?.row)).collect::<Option<_>>()?;
+                let rows = chunks.map(|chunk| Some(chunk.row()?.index)).collect::<Option<_>>()?;
                 self.tensors.push((dims_of(state, "size")?, rows));
                 (TENSOR, self.tensors.len())
             }
             _ => return None,
         };
-        Some(Folded { kind, row: len as u32 - 1 })
+        Some(Row { kind, index: len as u32 - 1 })
     }
 }
 
-impl Fold for Columns {
-    fn build(
-        &mut self,
-        (module, name): (&str, &str),
-        _args: Ref<'_>,
-        state: Ref<'_>,
-    ) -> Result<Option<Folded>, String> {
+impl Visitor for Columns {
+    fn build(&mut self, (module, name): (&str, &str), _args: Ref<'_>, state: Ref<'_>) -> Result<Option<Row>, String> {
         if !module.starts_with("torch.distributed.checkpoint.") {
             return Ok(None);
         }
@@ -79,7 +74,7 @@ impl Fold for Columns {
 fn real_metadata() {
     let mut columns = Columns::default();
     let bytes = include_bytes!("metadata.4.pkl");
-    let (pickle, _) = decode(bytes, &mut columns).unwrap();
+    let (pickle, _) = parse(bytes, &mut columns).unwrap();
 
     assert_eq!(columns.chunks, [(vec![0, 0], vec![2, 6]), (vec![2, 0], vec![2, 6])]);
     assert_eq!(columns.tensors, [(vec![4, 6], vec![0, 1])]);
@@ -89,16 +84,16 @@ fn real_metadata() {
     let state = root.state.unwrap();
     assert_eq!(state.get("version").unwrap().as_str(), Some("1.0.0"));
     let names = state.get("state_dict_metadata").unwrap();
-    assert_eq!(names.get("w").unwrap().folded(), Some(Folded { kind: TENSOR, row: 0 }));
+    assert_eq!(names.get("w").unwrap().row(), Some(Row { kind: TENSOR, index: 0 }));
     assert_eq!(names.get("step").unwrap().object().unwrap().name, "BytesStorageMetadata");
 
     let storage = state.get("storage_data").unwrap().as_dict().unwrap();
     let rows: Vec<_> = storage
         .map(|(key, value)| {
-            let (key, value) = (key.folded().unwrap(), value.folded().unwrap());
+            let (key, value) = (key.row().unwrap(), value.row().unwrap());
             assert_eq!((key.kind, value.kind), (INDEX, STORAGE));
-            let (fqn, offset) = &columns.indices[key.row as usize];
-            let (file, at, len) = &columns.storage[value.row as usize];
+            let (fqn, offset) = &columns.indices[key.index as usize];
+            let (file, at, len) = &columns.storage[value.index as usize];
             (fqn.as_str(), offset.clone(), file.as_str(), *at, *len)
         })
         .collect();
@@ -109,14 +104,14 @@ fn real_metadata() {
     ];
     assert_eq!(rows, expected);
 
-    let planner = lift(state.get("planner_data").unwrap(), &mut |_| Ok(None)).unwrap();
+    let planner = decode(state.get("planner_data").unwrap(), &mut |_| Ok(None)).unwrap();
     assert_eq!(planner.to_string(), "{'w': ('w',), 'step': ('step',)}");
 }
 
 #[test]
-fn a_fold_can_refuse() {
+fn visitor_can_refuse_an_object() {
     let bytes = b"ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n)\x81}b.";
-    let error = decode(bytes, &mut Columns::default()).err().unwrap();
+    let error = parse(bytes, &mut Columns::default()).err().unwrap();
     assert_eq!(error.kind, PickleErrorKind::Rejected);
     assert_eq!(error.to_string(), "byte 63: a ChunkStorageMetadata with missing fields");
 }
@@ -266,7 +261,7 @@ fn memory_follows_what_is_retained() {
     let (tensors, chunks) = (10, 20_000);
     let bytes = Metadata::of(tensors, chunks);
     let mut columns = Columns::default();
-    let (pickle, len) = decode(&bytes, &mut columns).unwrap();
+    let (pickle, len) = parse(&bytes, &mut columns).unwrap();
     assert_eq!(len, bytes.len());
 
     let count = (tensors * chunks) as usize;

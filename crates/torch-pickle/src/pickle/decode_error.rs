@@ -1,13 +1,13 @@
-//! Why a node is not a value, and where in the lifted value it lies.
+//! Why a node is not a value, and where in the decoded value it lies.
 
 use thiserror::Error;
 
 use super::path;
 
-/// Why a node is not a value. Paths start at the lifted node and are empty for itself.
+/// Why a node is not a value. Paths start at the decoded node and are empty for itself.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
-pub enum LiftError {
+pub enum DecodeError {
     /// A name that is on none of the lists.
     #[error("{}`{symbol}` is not among the Python objects that are known to be plain data", place(path))]
     Forbidden {
@@ -38,7 +38,7 @@ fn place(path: &str) -> String {
     if path.is_empty() { String::new() } else { format!("{path}: ") }
 }
 
-impl LiftError {
+impl DecodeError {
     /// An error of the node at hand, whose path is still empty.
     pub fn forbidden(symbol: impl Into<String>) -> Self {
         Self::Forbidden { symbol: symbol.into(), path: String::new() }

@@ -3,8 +3,8 @@
 //! A listed name is decoded or carried (see [`super::symbols`]); any other is refused with its path. Tensors
 //! are the caller's: it is shown every call, object and persistent id first.
 //!
-//! Invariants: a lifted value is a tree no deeper than [`Limits::max_depth`](super::Limits), so it may be
-//! walked and dropped by recursion. The work of one lift is bounded by [`Limits::max_visits`], however
+//! Invariants: a decoded value is a tree no deeper than [`Limits::max_depth`](super::Limits), so it may be
+//! walked and dropped by recursion. The work of one decode is bounded by [`Limits::max_visits`], however
 //! much the graph shares. A graph that contains itself is no tree and is refused.
 //!
 //! Source of the rule: `torch/_weights_only_unpickler.py`; CPython `Lib/pickle.py`, `save_bytes` and the
@@ -15,9 +15,9 @@ use std::convert::Infallible;
 use std::marker::PhantomData;
 
 use super::arena::{Node, NodeId, Pickle};
+use super::decode_error::DecodeError;
 use super::items::{Entries, Items};
 use super::known;
-use super::lift_error::LiftError;
 use super::long;
 use super::path::{self, Step};
 use super::verdict::{self, Verdict};
@@ -25,7 +25,7 @@ use super::view::Ref;
 use crate::value::{Construct, Dict, DictKind, Entry, Object, Symbol};
 
 /// Recognises tensors. `Ok(None)`: this node is not one.
-pub type Tensors<'t, T> = dyn FnMut(Ref<'_>) -> Result<Option<T>, LiftError> + 't;
+pub type Tensors<'t, T> = dyn FnMut(Ref<'_>) -> Result<Option<T>, DecodeError> + 't;
 
 /// What becomes of an object whose name is not listed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub enum Unknown {
 
 /// A value, and what was left out of it.
 #[derive(Clone, Debug)]
-pub struct Lifted<T, X = Infallible> {
+pub struct Decoded<T, X = Infallible> {
     /// The value.
     pub value: Value<T, X>,
     /// What was left out of it.
@@ -50,22 +50,26 @@ pub struct Lifted<T, X = Infallible> {
 /// An object that was left out of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dropped {
-    /// Where it was, seen from the lifted node.
+    /// Where it was, seen from the decoded node.
     pub path: String,
     /// The name that is not listed.
     pub symbol: String,
 }
 
-/// Lifts a node, refusing what is not listed.
-pub fn lift<T, X>(r: Ref<'_>, tensors: &mut Tensors<'_, T>) -> Result<Value<T, X>, LiftError> {
-    Ok(lift_with(r, Unknown::Refuse, tensors)?.value)
+/// Decodes a node, refusing what is not listed.
+pub fn decode<T, X>(r: Ref<'_>, tensors: &mut Tensors<'_, T>) -> Result<Value<T, X>, DecodeError> {
+    Ok(decode_with(r, Unknown::Refuse, tensors)?.value)
 }
 
-/// Lifts a node; `unknown` says what becomes of objects that are not listed.
-pub fn lift_with<T, X>(r: Ref<'_>, unknown: Unknown, tensors: &mut Tensors<'_, T>) -> Result<Lifted<T, X>, LiftError> {
+/// Decodes a node; `unknown` says what becomes of objects that are not listed.
+pub fn decode_with<T, X>(
+    r: Ref<'_>,
+    unknown: Unknown,
+    tensors: &mut Tensors<'_, T>,
+) -> Result<Decoded<T, X>, DecodeError> {
     let pickle = r.pickle();
     let limits = pickle.limits;
-    let mut lifter = Lifter {
+    let mut decoder = Decoder {
         pickle,
         tensors,
         made: PhantomData,
@@ -78,11 +82,11 @@ pub fn lift_with<T, X>(r: Ref<'_>, unknown: Unknown, tensors: &mut Tensors<'_, T
         located: false,
         dropped: Vec::new(),
     };
-    let value = lifter.element(None, r)?.unwrap_or(Value::None);
-    Ok(Lifted { value, dropped: lifter.dropped })
+    let value = decoder.element(None, r)?.unwrap_or(Value::None);
+    Ok(Decoded { value, dropped: decoder.dropped })
 }
 
-struct Lifter<'a, 't, 'f, T, X> {
+struct Decoder<'a, 't, 'f, T, X> {
     pickle: &'a Pickle<'a>,
     tensors: &'t mut Tensors<'f, T>,
     made: PhantomData<X>,
@@ -90,7 +94,7 @@ struct Lifter<'a, 't, 'f, T, X> {
     max_depth: usize,
     depth: usize,
     visits_left: u64,
-    /// The shared nodes being lifted; only such a node can contain itself.
+    /// The shared nodes being decoded; only such a node can contain itself.
     open: Vec<NodeId>,
     steps: Vec<Step<'a>>,
     /// Whether the error on its way out has its path already.
@@ -98,15 +102,15 @@ struct Lifter<'a, 't, 'f, T, X> {
     dropped: Vec<Dropped>,
 }
 
-type Lift<L> = Result<L, LiftError>;
+type Decode<L> = Result<L, DecodeError>;
 
 type Value<T, X> = crate::value::Value<T, X>;
 
-impl<'a, T, X> Lifter<'a, '_, '_, T, X> {
+impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
     /// A child that may be left out: `None` is one that was.
-    fn element(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Lift<Option<Value<T, X>>> {
+    fn element(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Decode<Option<Value<T, X>>> {
         match self.child(step, r) {
-            Err(LiftError::Forbidden { symbol, path }) if self.unknown == Unknown::Drop => {
+            Err(DecodeError::Forbidden { symbol, path }) if self.unknown == Unknown::Drop => {
                 self.located = false;
                 self.charge(path.len() + symbol.len())?;
                 self.dropped.push(Dropped { path, symbol });
@@ -117,7 +121,7 @@ impl<'a, T, X> Lifter<'a, '_, '_, T, X> {
     }
 
     /// A child that must be there. An error gets its path here, where it passes first.
-    fn child(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Lift<Value<T, X>> {
+    fn child(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Decode<Value<T, X>> {
         self.steps.extend(step);
         let mut value = self.descend(r);
         if let Err(error) = value {
@@ -130,13 +134,13 @@ impl<'a, T, X> Lifter<'a, '_, '_, T, X> {
         value
     }
 
-    fn descend(&mut self, r: Ref<'a>) -> Lift<Value<T, X>> {
+    fn descend(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
         if self.depth == self.max_depth {
-            return Err(LiftError::limit(format!("nested deeper than {}", self.max_depth)));
+            return Err(DecodeError::limit(format!("nested deeper than {}", self.max_depth)));
         }
         if r.is_shared() {
             if self.open.contains(&r.id()) {
-                return Err(LiftError::malformed("an object that contains itself"));
+                return Err(DecodeError::malformed("an object that contains itself"));
             }
             self.open.push(r.id());
         }
@@ -149,7 +153,7 @@ impl<'a, T, X> Lifter<'a, '_, '_, T, X> {
         value
     }
 
-    fn value(&mut self, r: Ref<'a>) -> Lift<Value<T, X>> {
+    fn value(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
         self.charge(0)?;
         match r.node() {
             Node::Tuple(seq) => self.sequence(r.items_of(seq)).map(Value::Tuple),
@@ -163,7 +167,7 @@ impl<'a, T, X> Lifter<'a, '_, '_, T, X> {
     }
 
     /// Apart from [`value`](Self::value), because its many temporaries would be on the stack once a level.
-    fn leaf(&mut self, r: Ref<'a>) -> Lift<Value<T, X>> {
+    fn leaf(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
         let bytes = self.pickle.bytes;
         Ok(match r.node() {
             Node::None => Value::None,
@@ -182,12 +186,12 @@ impl<'a, T, X> Lifter<'a, '_, '_, T, X> {
                 Value::Ints(ints.into())
             }
             Node::Global(_) => Value::Symbol(verdict::of_bare(r)?),
-            Node::Folded(_) => return Err(LiftError::malformed("an object that was folded away")),
-            _ => return Err(LiftError::malformed(r.describe())),
+            Node::Row(_) => return Err(DecodeError::malformed("an object that was folded away")),
+            _ => return Err(DecodeError::malformed(r.describe())),
         })
     }
 
-    fn call(&mut self, r: Ref<'a>) -> Lift<Value<T, X>> {
+    fn call(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
         if let Some(id) = (self.tensors)(r)? {
             return Ok(Value::Tensor(id));
         }
@@ -199,7 +203,7 @@ impl<'a, T, X> Lifter<'a, '_, '_, T, X> {
         }
     }
 
-    fn object(&mut self, r: Ref<'a>, class: Symbol) -> Lift<Value<T, X>> {
+    fn object(&mut self, r: Ref<'a>, class: Symbol) -> Decode<Value<T, X>> {
         let how = if r.is_new() { Construct::New } else { Construct::Call };
         let mut object = Box::new(Object::new(how, class));
         object.args = self.arguments(r)?;
@@ -214,9 +218,9 @@ impl<'a, T, X> Lifter<'a, '_, '_, T, X> {
         Ok(Value::Object(object))
     }
 
-    fn ordered_dict(&mut self, r: Ref<'a>) -> Lift<Value<T, X>> {
+    fn ordered_dict(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
         if r.args().is_none_or(|args| !args.is_empty()) || !r.items().is_empty() {
-            return Err(LiftError::malformed("an OrderedDict made in an unknown way"));
+            return Err(DecodeError::malformed("an OrderedDict made in an unknown way"));
         }
         let mut dict = Dict { kind: DictKind::Ordered, ..Dict::default() };
         dict.entries = self.entries(Some(r.entries()))?;
@@ -226,48 +230,48 @@ impl<'a, T, X> Lifter<'a, '_, '_, T, X> {
         Ok(Value::Dict(dict))
     }
 
-    fn known(&mut self, r: Ref<'a>, symbol: Symbol) -> Lift<Value<T, X>> {
+    fn known(&mut self, r: Ref<'a>, symbol: Symbol) -> Decode<Value<T, X>> {
         let mut args = self.arguments(r)?;
         let untouched = r.state().is_none() && r.items().is_empty() && r.entries().len() == 0;
         let value = if untouched { known::value(&symbol.name, &mut args) } else { None };
-        value.ok_or_else(|| LiftError::malformed(format!("{symbol} made in an unknown way")))
+        value.ok_or_else(|| DecodeError::malformed(format!("{symbol} made in an unknown way")))
     }
 
     // Plain loops below: adapters would add their own frames to each level of the recursion.
 
-    fn arguments(&mut self, r: Ref<'a>) -> Lift<Vec<Value<T, X>>> {
+    fn arguments(&mut self, r: Ref<'a>) -> Decode<Vec<Value<T, X>>> {
         let args = r.args().into_iter().flatten();
-        let mut lifted = Vec::with_capacity(args.size_hint().0);
+        let mut decoded = Vec::with_capacity(args.size_hint().0);
         for (i, arg) in args.enumerate() {
-            lifted.push(self.child(Some(Step::Argument(i)), arg)?);
+            decoded.push(self.child(Some(Step::Argument(i)), arg)?);
         }
-        Ok(lifted)
+        Ok(decoded)
     }
 
-    fn sequence(&mut self, items: Items<'a>) -> Lift<Vec<Value<T, X>>> {
-        let mut lifted = Vec::with_capacity(items.len());
+    fn sequence(&mut self, items: Items<'a>) -> Decode<Vec<Value<T, X>>> {
+        let mut decoded = Vec::with_capacity(items.len());
         for (i, item) in items.enumerate() {
             let item = self.element(Some(Step::Index(i)), item)?;
-            lifted.push(item.unwrap_or(Value::None));
+            decoded.push(item.unwrap_or(Value::None));
         }
-        Ok(lifted)
+        Ok(decoded)
     }
 
-    fn set(&mut self, items: Items<'a>) -> Lift<Vec<Value<T, X>>> {
-        let mut lifted = Vec::with_capacity(items.len());
+    fn set(&mut self, items: Items<'a>) -> Decode<Vec<Value<T, X>>> {
+        let mut decoded = Vec::with_capacity(items.len());
         for (i, item) in items.enumerate() {
-            lifted.extend(self.element(Some(Step::Index(i)), item)?);
+            decoded.extend(self.element(Some(Step::Index(i)), item)?);
         }
-        Ok(lifted)
+        Ok(decoded)
     }
 
     /// A key written again replaces the value and keeps the place, as in Python. CPython never writes a
     /// key twice; of a hostile pickle this shows the value that Python would.
-    fn entries(&mut self, entries: Option<Entries<'a>>) -> Lift<Vec<Entry<T, X>>> {
+    fn entries(&mut self, entries: Option<Entries<'a>>) -> Decode<Vec<Entry<T, X>>> {
         let Some(entries) = entries else {
             return Ok(Vec::new());
         };
-        let mut lifted = Vec::with_capacity(entries.len());
+        let mut decoded = Vec::with_capacity(entries.len());
         let mut places = HashMap::new();
         for (key, value) in entries {
             let Some(k) = self.element(Some(Step::Part("keys()")), key)? else {
@@ -277,18 +281,18 @@ impl<'a, T, X> Lifter<'a, '_, '_, T, X> {
                 continue;
             };
             let place = match Key::of(key) {
-                Some(key) => *places.entry(key).or_insert(lifted.len()),
-                None => lifted.len(),
+                Some(key) => *places.entry(key).or_insert(decoded.len()),
+                None => decoded.len(),
             };
-            match lifted.get_mut(place) {
+            match decoded.get_mut(place) {
                 Some((_, old)) => *old = v,
-                None => lifted.push((k, v)),
+                None => decoded.push((k, v)),
             }
         }
-        Ok(lifted)
+        Ok(decoded)
     }
 
-    fn size(&mut self, dims: &[u64]) -> Lift<Value<T, X>> {
+    fn size(&mut self, dims: &[u64]) -> Decode<Value<T, X>> {
         self.charge(8 * dims.len())?;
         let dims = dims.iter().map(|&dim| Value::from(dim)).collect();
         let mut size = Object::new(Construct::Call, Symbol::new("torch", "Size"));
@@ -296,20 +300,21 @@ impl<'a, T, X> Lifter<'a, '_, '_, T, X> {
         Ok(Value::Object(Box::new(size)))
     }
 
-    fn text(&mut self, text: &str) -> Lift<Value<T, X>> {
+    fn text(&mut self, text: &str) -> Decode<Value<T, X>> {
         self.charge(text.len())?;
         Ok(Value::Str(text.into()))
     }
 
-    fn copy(&mut self, bytes: &[u8]) -> Lift<Vec<u8>> {
+    fn copy(&mut self, bytes: &[u8]) -> Decode<Vec<u8>> {
         self.charge(bytes.len())?;
         Ok(bytes.to_vec())
     }
 
     /// Pays for a visit that copies `bytes`.
-    fn charge(&mut self, bytes: usize) -> Lift<()> {
+    fn charge(&mut self, bytes: usize) -> Decode<()> {
         let left = self.visits_left.checked_sub(1 + bytes as u64 / 8);
-        self.visits_left = left.ok_or_else(|| LiftError::limit("far more shared objects than a pickle of data has"))?;
+        self.visits_left =
+            left.ok_or_else(|| DecodeError::limit("far more shared objects than a pickle of data has"))?;
         Ok(())
     }
 }
