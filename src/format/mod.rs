@@ -419,8 +419,8 @@ mod tests {
     #[test]
     fn the_readme_has_the_table_of_formats() {
         let row = |format: &Format| {
-            let Entry { name, about, .. } = format.entry();
-            format!("| [`{name}`](docs/formats/{name}.md) | {about} | {} |\n", format.writers().join(", "))
+            let Entry { name, about, files, .. } = format.entry();
+            format!("| [`{name}`](docs/formats/{name}.md) | {about} | {files} | {} |\n", format.writers().join(", "))
         };
         let table: String = Format::ALL.iter().map(row).collect();
         assert!(include_str!("../../README.md").contains(&table), "the table is now:\n{table}");

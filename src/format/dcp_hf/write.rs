@@ -178,3 +178,82 @@ fn sharding_info(parts: &[ShardPart], tensors: &[Reserved]) -> String {
     text.push('}');
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::catalog::Dict;
+    use crate::format::local::LocalLayout;
+    use crate::format::safetensors::{parse_header, read_header};
+    use crate::format::torch::RankLayout;
+    use crate::layout::shards::{Held, OnMesh, Shared, shards};
+    use crate::layout::{DeviceMesh, Placement, TensorDim};
+    use crate::storage::{Files, IoMode};
+
+    /// The layout of the fixture `dcp_hf`.
+    struct OfFixture(DeviceMesh);
+
+    impl Layouts for OfFixture {
+        fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<Held>> {
+            let placement = match path.to_string().as_str() {
+                "model.up.weight" => Placement::Shard(TensorDim(1)),
+                "model.norm.weight" | "model.mask" => Placement::Replicate,
+                _ if entry.shape.is_empty() => Placement::Replicate,
+                _ => Placement::Shard(TensorDim(0)),
+            };
+            Ok(shards(&entry.shape, OnMesh { mesh: &self.0, shared: &Shared::from(vec![placement]) })?)
+        }
+
+        fn rank_layout(&mut self, _: &Path, _: &TensorEntry) -> Result<RankLayout> {
+            unreachable!("this format has boxes")
+        }
+
+        fn local_layout(&mut self, _: &Path, _: &TensorEntry) -> Result<LocalLayout> {
+            unreachable!("this format has boxes")
+        }
+    }
+
+    fn reserve_like_fixture() -> Reservation {
+        let mut source = Catalog::empty();
+        let mut entries = Vec::new();
+        for (name, dtype, shape) in [
+            ("model.embed_tokens.weight", Dtype::Bf16, &[10, 4][..]),
+            ("model.up.weight", Dtype::F32, &[4, 7]),
+            ("model.few.weight", Dtype::F32, &[2, 3]),
+            ("model.ids", Dtype::I64, &[5]),
+            ("model.norm.weight", Dtype::F32, &[4]),
+            ("model.scale", Dtype::F64, &[]),
+            ("model.steps", Dtype::I64, &[]),
+            ("model.mask", Dtype::Bool, &[2, 3]),
+        ] {
+            let id = source.push_tensor(TensorEntry::new(name.into(), dtype, shape.into()));
+            entries.push((Value::Str(name.into()), Value::Tensor(id)));
+        }
+        let state = Value::Dict(Dict { entries, ..Dict::default() });
+        reserve(&source, &state, &mut OfFixture(DeviceMesh::parse("dp=3").unwrap())).unwrap()
+    }
+
+    #[test]
+    fn headers_are_those_of_pytorchs_writer() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/dcp_hf/shards");
+        let reservation = reserve_like_fixture();
+        assert_eq!(reservation.files.len(), 3);
+        for file in &reservation.files {
+            let path = folder.join(&file.path);
+            let mut files = Files::new(IoMode::Read);
+            let id = files.add(&path).unwrap();
+            let expected = read_header(&files, id).unwrap();
+            assert_eq!(file.len, files.len_bytes(id), "{}", path.display());
+            let found = parse_header(&path, &file.literals[0].bytes[8..], file.len).unwrap();
+            assert_eq!(format!("{found:?}"), format!("{expected:?}"), "{}", path.display());
+        }
+    }
+
+    #[test]
+    fn empty_parts_have_no_place() {
+        let reservation = reserve_like_fixture();
+        let few = reservation.tensors.iter().find(|tensor| tensor.entry.fqn.as_str() == "model.few.weight").unwrap();
+        assert_eq!([0, 1, 2].map(|index| few.place(index).is_some()), [true, true, false]);
+        assert!(few.entry.tilings().is_ok());
+    }
+}

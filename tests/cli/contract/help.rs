@@ -13,7 +13,7 @@ fn formats(verb: &str) -> Vec<String> {
 
 #[test]
 fn help_of_a_verb_shows_the_formats_that_it_writes() {
-    assert_eq!(formats("reshard"), ["dcp", "torch-ranks", "fsdp-flat", "local"]);
+    assert_eq!(formats("reshard"), ["dcp", "dcp-hf", "torch-ranks", "fsdp-flat", "local"]);
     assert_eq!(formats("unshard"), ["safetensors", "torch", "torch-ranks", "fsdp-flat"]);
     assert_eq!(formats("consolidate"), ["safetensors", "torch"]);
     assert_eq!(formats("flatten"), ["fsdp-flat"]);
