@@ -7,7 +7,7 @@ use std::path::Path;
 use serde_json::Value as Json;
 
 use crate::common::env::TestEnv;
-use crate::common::{expect, fixture, run};
+use crate::common::{expect, fixture};
 use crate::contract::copy_tree;
 use crate::snapshot::assert_snapshot;
 
@@ -26,13 +26,6 @@ fn document(name: &str, env: &TestEnv, code: i32, verb: &str, paths: &[&Path], o
     }
     let text = serde_json::to_string_pretty(&document).unwrap() + "\n";
     assert_snapshot(&format!("contract/{name}.json"), &portable(env, &text));
-}
-
-#[test]
-fn every_verb_has_its_help() {
-    for verb in ["reshard", "unshard", "flatten", "consolidate", "verify", "completions", "man"] {
-        assert_snapshot(&format!("help_{verb}.txt"), &run([verb, "--help"]).stdout);
-    }
 }
 
 #[test]
@@ -57,7 +50,6 @@ fn every_verb_has_its_document() {
 fn error(kind: &str, env: &TestEnv, verb: &str, paths: &[&Path], options: &str) {
     let text = expect(2, verb, paths, options);
     assert_eq!(text.stdout, "", "{kind}");
-    assert_snapshot(&format!("contract/error_{kind}.txt"), &portable(env, &text.stderr));
     let outcome = expect(2, verb, paths, &format!("{options} --json"));
     let document = outcome.json();
     assert_eq!(document["error"]["kind"], kind);

@@ -5,7 +5,7 @@
 //! | what is promised | module |
 //! |---|---|
 //! | verbs, hidden aliases, long options with underscores, typing errors | `running` |
-//! | `completions`, `man`, `--help`, `--version` | `cli_inspect`; every word of `--help`: `json` |
+//! | `completions`, `man`, `--help`, `--version` | `inspect` beside this folder; every word of `--help`: `messages` beside it |
 //! | the two promises for day one, the closing line | `consolidate` |
 //! | `--from`, `--to`, names of files, parent folders, series, one rank's file | `formats` |
 //! | files beside a checkpoint; Lightning's folders | `carried`, `lightning` |
