@@ -1,6 +1,8 @@
 //! What the integration tests share: the fixtures and their ground truth, the binary, and readers of what it wrote.
 
+#[allow(unused_imports, reason = "each test program uses its own part")]
 pub mod corrupt;
+pub mod env;
 pub mod flat;
 pub mod outcome;
 pub mod rank_file;
@@ -241,7 +243,7 @@ pub fn run<A: AsRef<OsStr>>(arguments: impl IntoIterator<Item = A>) -> Run {
         stdout: String::from_utf8(output.stdout).unwrap(),
         stderr: String::from_utf8(output.stderr).unwrap(),
     };
-    transcript::record(&arguments, Some(run.code), &run.stderr);
+    transcript::record(&arguments, Some(run.code), &run.stdout, &run.stderr);
     run
 }
 

@@ -64,7 +64,7 @@ pub fn discard() {
 }
 
 /// Adds a run to the transcript of this test, if there is one.
-pub fn record(arguments: &[impl AsRef<OsStr>], code: Option<i32>, err: &str) {
+pub fn record(arguments: &[impl AsRef<OsStr>], code: Option<i32>, out: &str, err: &str) {
     STATE.with_borrow_mut(|state| {
         if state.open == 0 {
             return;
@@ -75,6 +75,10 @@ pub fn record(arguments: &[impl AsRef<OsStr>], code: Option<i32>, err: &str) {
             writeln!(text, "? {}", code.map_or("signal".into(), |code| code.to_string())).unwrap();
         }
         err.lines().take(MAX_LINES).for_each(|line| writeln!(text, "{}", line.trim_end()).unwrap());
+        // Data of a run that ended well is for tests of that data, and a document repeats the message.
+        if code != Some(0) && !out.starts_with('{') {
+            out.lines().take(MAX_LINES).for_each(|line| writeln!(text, "> {}", line.trim_end()).unwrap());
+        }
         state.text.push_str(&portable(&text, &state.folders));
     });
 }

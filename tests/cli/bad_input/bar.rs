@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use crate::bad_input::skip;
-use crate::corrupt::Sandbox;
+use crate::common::env::TestEnv;
 
 const COLUMNS: usize = 80;
 
@@ -80,16 +80,16 @@ fn bar_is_removed_on_ctrl_c() {
     if !has("script") || !has("strace") {
         return skip("no script or no strace here");
     }
-    let sandbox = Sandbox::new();
-    let source = sandbox.path("w.safetensors");
+    let env = TestEnv::new();
+    let source = env.path("w.safetensors");
     zeros(&source, 48 << 20);
     let slowly = format!(
         "stty cols {COLUMNS} rows 24; exec strace -f -o {} -e trace=pwrite64 -e inject=pwrite64:delay_enter=30000 \
          {} unshard {} {} --no-sync --threads 1",
-        sandbox.path("log").display(),
+        env.path("log").display(),
         env!("CARGO_BIN_EXE_dtshard"),
         source.display(),
-        sandbox.path("out.pt").display(),
+        env.path("out.pt").display(),
     );
     let mut script = Command::new("script");
     script.args(["-qefc", &slowly, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
@@ -103,5 +103,5 @@ fn bar_is_removed_on_ctrl_c() {
     let shown = screen(&text);
     assert!(shown.iter().any(|line| line.contains("INT")), "{shown:#?}");
     assert!(!shown.iter().any(|line| line.contains("writing") || line.contains('█')), "{shown:#?}");
-    assert!(!sandbox.path("out.pt").exists());
+    assert!(!env.path("out.pt").exists());
 }

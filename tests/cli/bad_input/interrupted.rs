@@ -10,14 +10,15 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use crate::corrupt::{Outcome, Sandbox, command, dtshard, fixture};
+use crate::common::env::TestEnv;
+use crate::corrupt::{Outcome, command, dtshard, fixture};
 
 const LARGE: u64 = 300 << 20;
 
 /// A sparse safetensors file with `LARGE` bytes of data.
-fn large(sandbox: &Sandbox) -> PathBuf {
+fn large(env: &TestEnv) -> PathBuf {
     let header = format!(r#"{{"w":{{"dtype":"U8","shape":[{LARGE}],"data_offsets":[0,{LARGE}]}}}}"#);
-    let path = sandbox.path("large.safetensors");
+    let path = env.path("large.safetensors");
     let mut file = File::create(&path).unwrap();
     file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
     file.write_all(header.as_bytes()).unwrap();
@@ -56,10 +57,10 @@ fn wait(child: Child) -> Outcome {
 
 #[test]
 fn signals_stop_within_a_second_and_leave_nothing() {
-    let sandbox = Sandbox::new();
-    let source = large(&sandbox);
-    let target = sandbox.path("out.pt");
-    let before = sandbox.names();
+    let env = TestEnv::new();
+    let source = large(&env);
+    let target = env.path("out.pt");
+    let before = env.names();
     let signals = [
         ("INT", 130, "--io=read"),
         ("TERM", 143, "--io=read"),
@@ -75,17 +76,17 @@ fn signals_stop_within_a_second_and_leave_nothing() {
         assert!(sent.elapsed() < Duration::from_secs(1), "{name}: {:?}", sent.elapsed());
         assert_eq!(outcome.code, Some(code), "{outcome:?}");
         outcome.says(&["stopped by", name]);
-        assert_eq!(sandbox.names(), before);
+        assert_eq!(env.names(), before);
     }
 }
 
 /// As Slurm cancels a step: what is left to do after the first TERM is still done after the second.
 #[test]
 fn terminated_twice_is_terminated_once() {
-    let sandbox = Sandbox::new();
-    let source = large(&sandbox);
-    let target = sandbox.path("out.pt");
-    let before = sandbox.names();
+    let env = TestEnv::new();
+    let source = large(&env);
+    let target = env.path("out.pt");
+    let before = env.names();
     for (name, code) in [("TERM", 143), ("USR1", 138)] {
         let child = start(&source, &target, &["--io=read"]);
         for name in [name, "CONT", name, name] {
@@ -94,21 +95,21 @@ fn terminated_twice_is_terminated_once() {
         let outcome = wait(child);
         assert_eq!(outcome.code, Some(code), "{outcome:?}");
         outcome.says(&["stopped by", name]);
-        assert_eq!(sandbox.names(), before);
+        assert_eq!(env.names(), before);
     }
 }
 
 /// Held up before it begins to count, by somebody who does not read what it says.
 #[test]
 fn a_dry_run_is_stopped_as_well() {
-    let sandbox = Sandbox::new();
+    let env = TestEnv::new();
     let name = |number: u32| format!("layers.{number:04}.{}.weight", "attention.".repeat(10));
     let mut header: serde_json::Map<String, serde_json::Value> = (0..2000)
         .map(|number| (name(number), json!({ "dtype": "U8", "shape": [0], "data_offsets": [0, 0] })))
         .collect();
     header.insert("w".into(), json!({ "dtype": "U8", "shape": [8], "data_offsets": [0, 8] }));
     let header = serde_json::to_vec(&header).unwrap();
-    let source = sandbox.path("many.safetensors");
+    let source = env.path("many.safetensors");
     fs::write(&source, [&(header.len() as u64).to_le_bytes()[..], &header, &[0; 8]].concat()).unwrap();
     let mut child = command(&[&"unshard", &source, &"--dry-run", &"--include=w", &"-v"]).spawn().unwrap();
     // More lines are to come than a pipe takes.
@@ -127,9 +128,9 @@ fn a_dry_run_is_stopped_as_well() {
 
 #[test]
 fn what_a_killed_run_leaves_is_in_the_way_until_restart() {
-    let sandbox = Sandbox::new();
-    let source = large(&sandbox);
-    let target = sandbox.path("out.pt");
+    let env = TestEnv::new();
+    let source = large(&env);
+    let target = env.path("out.pt");
     let child = start(&source, &target, &[]);
     signal(&child, "KILL");
     assert_eq!(wait(child).signal, Some(9));
@@ -149,9 +150,9 @@ fn what_a_killed_run_leaves_is_in_the_way_until_restart() {
 
 #[test]
 fn of_two_runs_into_one_destination_one_wins() {
-    let sandbox = Sandbox::new();
-    let source = large(&sandbox);
-    let target = sandbox.path("out.pt");
+    let env = TestEnv::new();
+    let source = large(&env);
+    let target = env.path("out.pt");
     let first = start(&source, &target, &["--no-sync"]);
     let small = fixture("torch_file/trainer.pt");
     for more in ["--no-sync", "--restart", "--overwrite"] {
@@ -165,9 +166,9 @@ fn of_two_runs_into_one_destination_one_wins() {
 /// Many small runs at once: each is refused or done, and what stands in the end is whole.
 #[test]
 fn a_crowd_into_one_destination() {
-    let sandbox = Sandbox::new();
+    let env = TestEnv::new();
     let source = fixture("fsdp3/dcp");
-    let target = sandbox.path("out");
+    let target = env.path("out");
     for round in 0..3 {
         let run = || command(&[&"consolidate", &source, &target, &"--no-sync"]).spawn().unwrap();
         let runs: Vec<Child> = (0..6).map(|_| run()).collect();
@@ -176,7 +177,7 @@ fn a_crowd_into_one_destination() {
             assert!(matches!(outcome.code, Some(0 | 2)) && !outcome.err.contains("panicked"), "{round}: {outcome:?}");
         }
         assert_eq!(ended.iter().filter(|outcome| outcome.code == Some(0)).count(), 1, "{ended:?}");
-        assert_eq!(sandbox.names().len(), 2, "{:?}", sandbox.names());
+        assert_eq!(env.names().len(), 2, "{:?}", env.names());
         dtshard(&[&"verify", &target]).succeeded();
         fs::remove_dir_all(&target).unwrap();
     }
@@ -187,8 +188,8 @@ fn a_crowd_into_one_destination() {
 #[test]
 fn overwriting_is_all_or_nothing() {
     let (old, new) = (fixture("safetensors/sharded"), fixture("fsdp3/dcp"));
-    let sandbox = Sandbox::new();
-    let target = sandbox.path("out");
+    let env = TestEnv::new();
+    let target = env.path("out");
     dtshard(&[&"consolidate", &old, &target, &"--no-sync"]).succeeded();
     for round in 0..40 {
         let mut child = command(&[&"consolidate", &new, &target, &"--overwrite", &"--restart"]).spawn().unwrap();
@@ -196,7 +197,7 @@ fn overwriting_is_all_or_nothing() {
         child.kill().unwrap();
         child.wait().unwrap();
         if !target.exists() {
-            assert!(sandbox.path(".out.dtshard-old").exists(), "{:?}", sandbox.names());
+            assert!(env.path(".out.dtshard-old").exists(), "{:?}", env.names());
         }
         // Another run that is refused, and tidies up.
         dtshard(&[&"consolidate", &new, &target]).refused(&[]);
@@ -205,10 +206,10 @@ fn overwriting_is_all_or_nothing() {
             let whole = dtshard(&[&"verify", &source, &target]);
             verified.code == Some(0) || whole.code == Some(0)
         };
-        assert!(same(&old) || same(&new), "round {round}: {:?}", sandbox.names());
+        assert!(same(&old) || same(&new), "round {round}: {:?}", env.names());
     }
     dtshard(&[&"consolidate", &new, &target, &"--overwrite", &"--restart"]).succeeded();
-    assert_eq!(fs::read_dir(sandbox.path("")).unwrap().count(), 1, "{:?}", sandbox.names());
+    assert_eq!(fs::read_dir(env.path("")).unwrap().count(), 1, "{:?}", env.names());
 }
 
 #[test]
@@ -227,9 +228,9 @@ fn a_source_that_changes_is_noticed() {
     };
     for (what, change) in [("cut", cut), ("grown", grown), ("rewritten", rewritten), ("replaced", replaced)] {
         for io in ["--io=read", "--io=mmap"] {
-            let sandbox = Sandbox::new();
-            let source = large(&sandbox);
-            let target = sandbox.path("out.pt");
+            let env = TestEnv::new();
+            let source = large(&env);
+            let target = env.path("out.pt");
             let child = start(&source, &target, &[io, "--no-sync"]);
             change(&source);
             let outcome = wait(child);
@@ -247,8 +248,8 @@ fn a_source_that_changes_is_noticed() {
 /// `ulimit -f`: the signal for it would leave the half-written work behind.
 #[test]
 fn a_limit_to_the_size_of_files() {
-    let sandbox = Sandbox::new();
-    let (source, target) = (fixture("verl/global_step_10/actor"), sandbox.path("out"));
+    let env = TestEnv::new();
+    let (source, target) = (fixture("verl/global_step_10/actor"), env.path("out"));
     let limited = Command::new("bash")
         .args(["-c", "ulimit -f 8; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_dtshard"), "reshard"])
         .args([source.as_os_str(), target.as_os_str(), "--mesh=fsdp=2".as_ref()])
@@ -257,13 +258,13 @@ fn a_limit_to_the_size_of_files() {
     let said = String::from_utf8_lossy(&limited.stderr);
     assert_eq!(limited.status.code(), Some(2), "{said}");
     assert!(said.contains("File too large"), "{said}");
-    assert!(sandbox.names().is_empty(), "{:?}", sandbox.names());
+    assert!(env.names().is_empty(), "{:?}", env.names());
 }
 
 /// `ulimit -n`: how many files a checkpoint has is no matter of how many may be open at once.
 #[test]
 fn a_limit_to_the_number_of_open_files() {
-    let sandbox = Sandbox::new();
+    let env = TestEnv::new();
     let limited = |args: &[&dyn AsRef<OsStr>]| {
         let run = Command::new("bash")
             .args(["-c", "ulimit -n 64; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_dtshard")])
@@ -273,7 +274,7 @@ fn a_limit_to_the_number_of_open_files() {
             .unwrap();
         assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     };
-    let [ranks, dcp] = ["ranks", "dcp"].map(|name| sandbox.path(name));
+    let [ranks, dcp] = ["ranks", "dcp"].map(|name| env.path(name));
     let mesh = "--mesh=fsdp=70";
     limited(&[&"reshard", &fixture("fsdp4/dcp"), &ranks, &mesh, &"--to=torch-ranks", &"--no-sync"]);
     limited(&[&"reshard", &ranks, &dcp, &mesh, &"--to=dcp", &"--io=direct"]);

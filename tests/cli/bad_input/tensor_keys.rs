@@ -7,7 +7,8 @@ use dtshard::format::archive::Leaves;
 use serde_json::Value as Json;
 use torch_pickle::pickle::Writer;
 
-use crate::corrupt::{Sandbox, View, dtshard, torch_file};
+use crate::common::env::TestEnv;
+use crate::corrupt::{View, dtshard, torch_file};
 
 const STORAGES: [(&str, &[u8]); 3] = [("0", b"key tens"), ("1", b"a weight"), ("2", b"its data")];
 
@@ -24,7 +25,7 @@ fn dict(entries: Vec<(Value, Value)>) -> Value {
 }
 
 /// A file of `{"w": a tensor, "s": value}`, where `TensorId(n)` is a view of storage `n`.
-fn file(sandbox: &Sandbox, value: Value) -> PathBuf {
+fn file(env: &TestEnv, value: Value) -> PathBuf {
     let state = dict(vec![(text("w"), tensor(1)), (text("s"), value)]);
     let mut writer = Writer::new();
     let tensors = |writer: &mut Writer, TensorId(number): TensorId| {
@@ -33,7 +34,7 @@ fn file(sandbox: &Sandbox, value: Value) -> PathBuf {
         Ok(())
     };
     writer.value(&state, &mut Leaves { rank: None, tensors }).unwrap();
-    sandbox.write("source/w.pt", torch_file(writer.finish(), &STORAGES))
+    env.write("source/w.pt", torch_file(writer.finish(), &STORAGES))
 }
 
 /// Dicts with a tensor in a key, and the paths of those dicts.
@@ -79,30 +80,30 @@ fn refused_as_unsupported(outcome: &crate::corrupt::Outcome, path: &str) {
 #[test]
 fn tensor_in_a_key_is_refused_by_every_verb_and_target() {
     for (value, path) in with_tensor_keys() {
-        let sandbox = Sandbox::new();
-        let source = file(&sandbox, value);
-        let before = sandbox.names();
+        let env = TestEnv::new();
+        let source = file(&env, value);
+        let before = env.names();
         for target in TARGETS {
-            refused_as_unsupported(&convert(target, &source, &sandbox.path("out"), &[]), path);
-            refused_as_unsupported(&convert(target, &source, &sandbox.path("out"), &["--dry-run"]), path);
+            refused_as_unsupported(&convert(target, &source, &env.path("out"), &[]), path);
+            refused_as_unsupported(&convert(target, &source, &env.path("out"), &["--dry-run"]), path);
         }
         refused_as_unsupported(&dtshard(&[&"verify", &source, &"--json"]), path);
         refused_as_unsupported(&dtshard(&[&"verify", &source, &source, &"--json"]), path);
         dtshard(&[&"inspect", &source]).succeeded();
-        assert_eq!(sandbox.names(), before, "something was left behind");
+        assert_eq!(env.names(), before, "something was left behind");
     }
 }
 
 #[test]
 fn tensor_in_a_key_of_the_top_dict_is_refused() {
-    let sandbox = Sandbox::new();
+    let env = TestEnv::new();
     let mut writer = Writer::new();
     writer.empty_dict();
     View { key: "0", numel: 2, offset: 0, sizes: &[2], strides: &[1] }.write(&mut writer);
     writer.int(1).setitem();
-    let source = sandbox.write("w.pt", torch_file(writer.finish(), &STORAGES));
+    let source = env.write("w.pt", torch_file(writer.finish(), &STORAGES));
     for target in TARGETS {
-        let outcome = convert(target, &source, &sandbox.path("out"), &[]);
+        let outcome = convert(target, &source, &env.path("out"), &[]);
         assert_eq!(outcome.code, Some(2), "{target:?}: {outcome:?}");
     }
 }
@@ -110,11 +111,11 @@ fn tensor_in_a_key_of_the_top_dict_is_refused() {
 #[test]
 fn checkpoint_without_its_tensor_keys_is_converted() {
     for (value, path) in with_tensor_keys() {
-        let sandbox = Sandbox::new();
-        let source = file(&sandbox, value);
+        let env = TestEnv::new();
+        let source = file(&env, value);
         let exclude = format!("--exclude={}", if path == "s.state" { path } else { "s" });
         for (index, target) in TARGETS.into_iter().enumerate() {
-            let out = sandbox.path(&format!("out{index}"));
+            let out = env.path(&format!("out{index}"));
             convert(target, &source, &out, &[&exclude]).succeeded();
             dtshard(&[&"verify", &source, &out, &exclude]).succeeded();
         }
@@ -123,15 +124,15 @@ fn checkpoint_without_its_tensor_keys_is_converted() {
 
 #[test]
 fn model_beside_a_dict_of_tensor_keys_is_consolidated() {
-    let sandbox = Sandbox::new();
+    let env = TestEnv::new();
     let mut writer = Writer::new();
     writer.empty_dict().string("model").empty_dict().string("w");
     View { key: "1", numel: 2, offset: 0, sizes: &[2], strides: &[1] }.write(&mut writer);
     writer.setitem().setitem().string("optimizer").empty_dict().string("state").empty_dict();
     View { key: "0", numel: 2, offset: 0, sizes: &[2], strides: &[1] }.write(&mut writer);
     writer.int(1).setitem().setitem().setitem();
-    let source = sandbox.write("w.pt", torch_file(writer.finish(), &STORAGES));
-    let out = sandbox.path("out.safetensors");
+    let source = env.write("w.pt", torch_file(writer.finish(), &STORAGES));
+    let out = env.path("out.safetensors");
     dtshard(&[&"consolidate", &source, &out]).succeeded();
     dtshard(&[&"verify", &source, &out, &"--root=model"]).succeeded();
 }
@@ -145,10 +146,10 @@ fn tensors_in_sets_are_kept_where_objects_are() {
         Value::Tuple(vec![Value::FrozenSet(vec![tensor(0), tensor(2)])]),
     ];
     for value in values {
-        let sandbox = Sandbox::new();
-        let source = file(&sandbox, value);
+        let env = TestEnv::new();
+        let source = file(&env, value);
         for (index, target) in TARGETS.into_iter().filter(|(verb, _)| *verb != "flatten").enumerate() {
-            let out = sandbox.path(&format!("out{index}"));
+            let out = env.path(&format!("out{index}"));
             let outcome = convert(target, &source, &out, &[]);
             outcome.succeeded();
             dtshard(&[&"verify", &source, &out]).succeeded();

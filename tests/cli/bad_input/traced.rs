@@ -6,12 +6,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::bad_input::skip;
-use crate::corrupt::{Outcome, Sandbox, files_of, fixture};
+use crate::common::env::TestEnv;
+use crate::corrupt::{Outcome, files_of, fixture};
 
 /// Run the program under strace, which writes the calls of `call` to a log, and those that open files; `inject` says how
 /// which of them fails.
-fn traced(sandbox: &Sandbox, args: &[&str], call: &str, inject: Option<&str>) -> (Outcome, String) {
-    let log = sandbox.path("log");
+fn traced(env: &TestEnv, args: &[&str], call: &str, inject: Option<&str>) -> (Outcome, String) {
+    let log = env.path("log");
     let mut command = Command::new("strace");
     command.args(["-f", "-y", "-e", &format!("trace=openat,{call}"), "-o"]).arg(&log);
     if let Some(inject) = inject {
@@ -64,10 +65,10 @@ fn quota_error_at_close_is_an_error() {
     if !can_trace() {
         return skip("strace cannot trace here");
     }
-    let sandbox = Sandbox::new();
-    let (dcp, ranks) = (fixture("fsdp3/dcp"), sandbox.copy("fsdp3/ranks"));
+    let env = TestEnv::new();
+    let (dcp, ranks) = (fixture("fsdp3/dcp"), env.copy("fsdp3/ranks"));
     // A file that is carried along.
-    sandbox.write("src/ranks/train.log", "step 1");
+    env.write("src/ranks/train.log", "step 1");
     let commands: [(&str, &Path, &str, &str); 5] = [
         ("reshard", &ranks, "out", "--mesh=dp=2"),
         ("reshard", &dcp, "out", "--mesh=dp=2 --to=dcp"),
@@ -76,17 +77,17 @@ fn quota_error_at_close_is_an_error() {
         ("consolidate", &fixture("llama_tiny/ranks"), "out", ""),
     ];
     for (verb, source, out, options) in commands {
-        let target = sandbox.path(out);
+        let target = env.path(out);
         let mut args = vec![verb, source.to_str().unwrap(), target.to_str().unwrap(), "--no-sync", "--threads=1"];
         args.extend(options.split_whitespace());
-        let (undisturbed, log) = traced(&sandbox, &args, "close", None);
+        let (undisturbed, log) = traced(&env, &args, "close", None);
         undisturbed.succeeded();
         let calls: BTreeSet<usize> = closes_of_output(&log).iter().map(|call| call.number).collect();
         assert!(!calls.is_empty(), "{log}");
         let mut hit = BTreeSet::new();
         for call in calls {
             remove(&target);
-            let (outcome, log) = traced(&sandbox, &args, "close", Some(&format!("error=EDQUOT:when={call}")));
+            let (outcome, log) = traced(&env, &args, "close", Some(&format!("error=EDQUOT:when={call}")));
             let injected: Vec<&str> = (closes_of_output(&log).iter().map(|call| call.line))
                 .filter(|line| line.contains("(INJECTED)"))
                 .collect();
@@ -95,7 +96,7 @@ fn quota_error_at_close_is_an_error() {
             }
             outcome.refused(&["hint: "]);
             assert!(!target.exists(), "{verb} {options}: {injected:?}");
-            assert_eq!(left_behind(&sandbox), Vec::<PathBuf>::new(), "{verb} {options}: {injected:?}");
+            assert_eq!(left_behind(&env), Vec::<PathBuf>::new(), "{verb} {options}: {injected:?}");
             hit.insert(call);
         }
         assert!(!hit.is_empty(), "{verb} {options}: no call was hit");
@@ -109,13 +110,13 @@ fn failed_small_write_leaves_nothing() {
     if !can_trace() {
         return skip("strace cannot trace here");
     }
-    let sandbox = Sandbox::new();
-    let (source, target) = (fixture("fsdp3/dcp"), sandbox.path("out"));
+    let env = TestEnv::new();
+    let (source, target) = (fixture("fsdp3/dcp"), env.path("out"));
     let args = ["reshard", source.to_str().unwrap(), target.to_str().unwrap(), "--mesh=dp=2", "--threads=1"];
     for call in ["write", "pwrite64", "fsync", "fdatasync", "mkdir", "link"] {
         for number in 1.. {
             remove(&target);
-            let (outcome, log) = traced(&sandbox, &args, call, Some(&format!("error=ENOSPC:when={number}")));
+            let (outcome, log) = traced(&env, &args, call, Some(&format!("error=ENOSPC:when={number}")));
             let Some(injected) = log.lines().find(|line| line.contains("(INJECTED)")) else { break };
             // A failed link has a fallback, and a failed write of a message changes no result.
             assert!(
@@ -123,15 +124,15 @@ fn failed_small_write_leaves_nothing() {
                 "{injected}: {outcome:?}"
             );
             assert_eq!(outcome.code == Some(0), target.exists(), "{injected}: {outcome:?}");
-            assert_eq!(left_behind(&sandbox), Vec::<PathBuf>::new(), "{injected}: {outcome:?}");
+            assert_eq!(left_behind(&env), Vec::<PathBuf>::new(), "{injected}: {outcome:?}");
         }
     }
 }
 
 /// Hidden things of the program, which are beside the destination as long as it works.
-fn left_behind(sandbox: &Sandbox) -> Vec<PathBuf> {
+fn left_behind(env: &TestEnv) -> Vec<PathBuf> {
     let is_hidden = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().contains(".dtshard-");
-    files_of(&sandbox.path("")).into_iter().filter(is_hidden).collect()
+    files_of(&env.path("")).into_iter().filter(is_hidden).collect()
 }
 
 fn remove(target: &Path) {

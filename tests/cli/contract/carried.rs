@@ -2,14 +2,14 @@
 
 use std::fs;
 
-use super::Desk;
+use crate::common::env::TestEnv;
 use crate::common::{copy_folder, fixture, succeed};
 
 #[test]
 fn optimizer_in_a_file_of_its_own_is_copied_with_a_warning() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let folder = |name: &str| {
-        let path = desk.path(name);
+        let path = env.path(name);
         fs::create_dir(&path).unwrap();
         for name in ["optimizer.bin", "optimizer_1.bin", "scheduler.bin", "config.json"] {
             fs::copy(fixture("accelerate/scheduler.bin"), path.join(name)).unwrap();
@@ -22,7 +22,7 @@ fn optimizer_in_a_file_of_its_own_is_copied_with_a_warning() {
     for (verb, source, options) in
         [("reshard", safetensors, "--mesh dp=2 --to dcp"), ("flatten", torch, "--world-size 2 --wrap model.layers.*")]
     {
-        let target = desk.path(verb);
+        let target = env.path(verb);
         let run = succeed(verb, &[&source, &target], &format!("{options} --json"));
         let warnings = run.json()["warnings"].to_string();
         for name in ["optimizer.bin", "optimizer_1.bin"] {
@@ -34,6 +34,6 @@ fn optimizer_in_a_file_of_its_own_is_copied_with_a_warning() {
         assert!(target.join("scheduler.bin").is_file());
     }
     // An optimizer that is read as a part is resharded, so there is nothing to warn of.
-    let run = succeed("reshard", &[&fixture("accelerate_llama"), &desk.path("out")], "--mesh dp=3 --json");
+    let run = succeed("reshard", &[&fixture("accelerate_llama"), &env.path("out")], "--mesh dp=3 --json");
     assert!(!run.json()["warnings"].to_string().contains("optimizer"), "{run:?}");
 }

@@ -8,9 +8,10 @@ use dtshard::format::torch::{Found, View};
 use safetensors::SafeTensors;
 use serde_json::Value as Json;
 
+use crate::common::env::TestEnv;
 use crate::common::{assert_same, below, bytes_of, fixture, inspect, read, succeed};
 use crate::contract::flat::{BOTH, check_files, folder, full};
-use crate::contract::{Desk, contents, holds};
+use crate::contract::{contents, holds};
 use crate::rank_file;
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -19,16 +20,16 @@ use crate::rank_file;
 
 #[test]
 fn whole_tensors_are_those_of_a_full_state_dict() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     for (case, name) in [("flat2", "views"), ("flat2", "flat"), ("flat4", "flat"), ("flat_hybrid", "views")] {
-        let source = folder(&desk, case, name);
-        let model = desk.make("unshard", &source, &format!("{case}-{name}.pt"), "--rank0-only");
+        let source = folder(&env, case, name);
+        let model = env.make("unshard", &source, &format!("{case}-{name}.pt"), "--rank0-only");
         let same = succeed("verify", &[&model.path, &full()], "");
         holds(&same.stderr, &["the same: 25 tensors"]);
-        let optim = desk.make("unshard", &source, &format!("{case}-{name}-optim.pt"), "--series optim").path;
+        let optim = env.make("unshard", &source, &format!("{case}-{name}-optim.pt"), "--series optim").path;
         assert_same(&read(&optim), &read(&fixture("flat2/full/optim.pt")), name);
         // Ties are kept, and each parameter has a step of its own, that an optimizer counts up by itself.
-        let all = desk.make("unshard", &source, &format!("{case}-{name}-all.pt"), "--series all").path;
+        let all = env.make("unshard", &source, &format!("{case}-{name}-all.pt"), "--series all").path;
         let (_, contents) = rank_file::read(&all);
         let steps: Vec<&View> = contents
             .tensors
@@ -45,69 +46,55 @@ fn whole_tensors_are_those_of_a_full_state_dict() {
 
 #[test]
 fn every_rank_has_all_of_it_if_asked() {
-    let desk = Desk::new();
-    let source = folder(&desk, "flat4", "views");
-    let made = desk.make("unshard", &source, "all", "--all-ranks");
+    let env = TestEnv::new();
+    let source = folder(&env, "flat4", "views");
+    let made = env.make("unshard", &source, "all", "--all-ranks");
     let files = bytes_of(&made.path);
     assert_eq!(files.len(), 4);
     let first = files.values().next().unwrap();
     assert!(files.values().all(|file| file == first));
     succeed("verify", &[&made.path, &full()], "");
-    desk.refuse(
-        "unshard",
-        desk.make("reshard", &source, "dcp", "--to dcp --mesh fsdp=4").path,
-        "x",
-        "--all-ranks",
-        &["dcp does not"],
-    );
+    env.refuse("unshard", env.make("reshard", &source, "dcp", "--to dcp --mesh fsdp=4").path, "x", "--all-ranks");
 }
 
 #[test]
 fn some_units_are_whole_and_the_rest_is_read_again() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     for name in ["views", "flat"] {
-        let source = folder(&desk, "flat4", name);
+        let source = folder(&env, "flat4", name);
         for (unit, more) in [("layers.1", 4), ("layers.*", 3), (".", 4), ("layers.1.inner", 4)] {
-            let made = desk.make("unshard", &source, &format!("{name}-{unit}"), &format!("--unit {unit}"));
+            let made = env.make("unshard", &source, &format!("{name}-{unit}"), &format!("--unit {unit}"));
             holds(&made.run.stderr, &[&format!("whole on every rank, {more} flat")]);
             assert_same(&made.tensors(), &below("model.", &read(&source)), unit);
             assert_eq!(inspect(&made.path, "--brief")["format"], "fsdp-flat");
         }
-        let made = desk.make("unshard", &source, &format!("{name}-every"), "--unit ** --unit .");
+        let made = env.make("unshard", &source, &format!("{name}-every"), "--unit ** --unit .");
         holds(&made.run.stderr, &["5 units whole on every rank, 0 flat"]);
         assert_eq!(inspect(&made.path, "--brief")["format"], "torch-ranks");
-        let again = desk.make("unshard", &made.path, &format!("{name}-again.pt"), "");
+        let again = env.make("unshard", &made.path, &format!("{name}-again.pt"), "");
         assert!(!again.run.stderr.contains("warning"), "{}", again.run.stderr);
         assert_same(&again.tensors(), &below("model.", &read(&source)), "all units");
-        let words = ["--unit layers.7: no sharded module has a path like that", "layers.0, layers.1"];
-        desk.refuse("unshard", &source, "x", "--unit layers.7", &words);
-        let words = ["--unit takes the model alone", "--series model"];
-        desk.refuse("unshard", &source, "x", "--unit layers.1 --series all", &words);
-        desk.refuse("unshard", &source, "x", "--unit layers.1 --to torch", &["fsdp-flat here, not torch"]);
+        env.refuse("unshard", &source, "x", "--unit layers.7");
+        env.refuse("unshard", &source, "x", "--unit layers.1 --series all");
+        env.refuse("unshard", &source, "x", "--unit layers.1 --to torch");
     }
     let sharded = fixture("fsdp_tp/ranks");
-    let made = desk.make("unshard", &sharded, "dtensors", "--unit blocks.0");
+    let made = env.make("unshard", &sharded, "dtensors", "--unit blocks.0");
     let found = inspect(&made.path, "--brief");
     assert_eq!(found["tensors"]["blocks.0.w1.weight"]["placements"], Json::Null);
     assert_eq!(found["tensors"]["head.weight"]["placements"].as_str().map(|text| text.contains('S')), Some(true));
     assert_same(&made.tensors(), &below("model.", &read(&sharded)), "--unit");
     let of_rows = fixture("fsdp1_sharded/ranks");
-    let made = desk.make("unshard", &of_rows, "sharded-tensors", "--unit blocks.0");
+    let made = env.make("unshard", &of_rows, "sharded-tensors", "--unit blocks.0");
     let (own, found) = (inspect(&of_rows, ""), inspect(&made.path, ""));
     let chunk = |document: &Json, name: &str| document["tensors"][name]["chunks"][0]["sizes"].clone();
     assert_eq!(chunk(&found, "blocks.0.w1.weight"), found["tensors"]["blocks.0.w1.weight"]["shape"]);
     assert_eq!(chunk(&found, "head.weight"), chunk(&own, "model.head.weight"));
     assert_ne!(chunk(&found, "head.weight"), found["tensors"]["head.weight"]["shape"]);
     assert_same(&made.tensors(), &below("model.", &read(&of_rows)), "--unit of ShardedTensors");
-    desk.refuse(
-        "unshard",
-        &sharded,
-        "x",
-        "--unit blocks.9",
-        &["--unit blocks.9: no sharded module has a path like that"],
-    );
-    desk.refuse("unshard", fixture("odd4/ranks"), "x", "--unit zero", &["--unit: the tensors of ", "lie on one mesh"]);
-    desk.refuse("unshard", fixture("fsdp_tp/dcp"), "x", "--unit blocks.0", &["--unit: dcp does not say"]);
+    env.refuse("unshard", &sharded, "x", "--unit blocks.9");
+    env.refuse("unshard", fixture("odd4/ranks"), "x", "--unit zero");
+    env.refuse("unshard", fixture("fsdp_tp/dcp"), "x", "--unit blocks.0");
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -115,7 +102,7 @@ fn some_units_are_whole_and_the_rest_is_read_again() {
 // ---------------------------------------------------------------------------------------------------------------
 
 /// The bytes of one f32 or bf16 tensor of a safetensors file, each xor 1: another file with these tensors alone.
-fn edited(desk: &Desk, model: &Path, name: &str, change: &[&str], keep: &dyn Fn(&str) -> bool) -> PathBuf {
+fn edited(env: &TestEnv, model: &Path, name: &str, change: &[&str], keep: &dyn Fn(&str) -> bool) -> PathBuf {
     let content = fs::read(model).unwrap();
     let stored = SafeTensors::deserialize(&content).unwrap();
     let tensors = stored.tensors().into_iter().filter(|(name, _)| keep(name));
@@ -129,7 +116,7 @@ fn edited(desk: &Desk, model: &Path, name: &str, change: &[&str], keep: &dyn Fn(
     let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
         (name, safetensors::tensor::TensorView::new(*dtype, shape.clone(), bytes).unwrap())
     });
-    let path = desk.path(name);
+    let path = env.path(name);
     fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
     path
 }
@@ -139,13 +126,13 @@ type Edit<'a> = (&'a str, &'a [&'a str], &'a dyn Fn(&str) -> bool, &'a [&'a str]
 
 #[test]
 fn an_edited_model_goes_back_into_flat_parameters() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     const EDITED: &str = "layers.0.wq.weight";
     for name in ["views", "flat"] {
-        let source = folder(&desk, "flat3", name);
+        let source = folder(&env, "flat3", name);
         let both = format!("--like {0} --fill-from {0}", source.display());
-        let model = desk.make("consolidate", &source, &format!("{name}.safetensors"), "").path;
-        let same = desk.make("reshard", &model, &format!("{name}-same"), &both);
+        let model = env.make("consolidate", &source, &format!("{name}.safetensors"), "").path;
+        let same = env.make("reshard", &model, &format!("{name}-same"), &both);
         check_files(&same.path, "flat3", name, &BOTH);
         let ways: [Edit<'_>; 5] = [
             ("all", &[EDITED], &|_| true, &[EDITED]),
@@ -155,8 +142,8 @@ fn an_edited_model_goes_back_into_flat_parameters() {
             ("strided", &["conv.weight"], &|_| true, &["conv.weight"]),
         ];
         for (way, change, keep, changed) in ways {
-            let file = edited(&desk, &model, &format!("{name}-{way}.safetensors"), change, keep);
-            let made = desk.make("reshard", &file, &format!("{name}-{way}"), &both);
+            let file = edited(&env, &model, &format!("{name}-{way}.safetensors"), change, keep);
+            let made = env.make("reshard", &file, &format!("{name}-{way}"), &both);
             let mut expected = read(&source);
             let new = read(&file);
             for changed in changed {
@@ -173,12 +160,12 @@ fn an_edited_model_goes_back_into_flat_parameters() {
             }
             check_padding(&made.path, &same.path, change, way);
         }
-        let file = edited(&desk, &model, "apart.safetensors", &["head.weight"], &|_| true);
-        desk.refuse("reshard", &file, "x", &both, &["a tensor that is tied in FILLER", "--exclude one of them"]);
+        let file = edited(&env, &model, "apart.safetensors", &["head.weight"], &|_| true);
+        env.refuse("reshard", &file, "x", &both);
         // Other ranks, and what is like it need not be what it is filled from.
-        let four = folder(&desk, "flat4", name);
+        let four = folder(&env, "flat4", name);
         let options = format!("--like {} --fill-from {}", four.display(), source.display());
-        let made = desk.make("reshard", &model, &format!("{name}-4"), &options);
+        let made = env.make("reshard", &model, &format!("{name}-4"), &options);
         check_files(&made.path, "flat4", name, &BOTH);
     }
 }
@@ -188,14 +175,14 @@ fn an_edited_model_goes_back_into_flat_parameters() {
 fn optimizer_state_goes_back_where_it_has_a_place() {
     const STEP: &str = "optim.state.layers.0.wk.weight.step";
     const MOMENT: &str = "optim.state.layers.0.wk.weight.exp_avg";
-    let desk = Desk::new();
+    let env = TestEnv::new();
     for name in ["views", "flat"] {
-        let source = folder(&desk, "flat3", name);
+        let source = folder(&env, "flat3", name);
         let both = format!("--like {0} --fill-from {0}", source.display());
-        let whole = desk.make("unshard", &source, &format!("{name}.safetensors"), "--series all").path;
+        let whole = env.make("unshard", &source, &format!("{name}.safetensors"), "--series all").path;
         let check = |changed: &str| {
-            let file = edited(&desk, &whole, &format!("{name}-edited.safetensors"), &[changed], &|_| true);
-            let made = desk.make("reshard", &file, &format!("{name}-{changed}"), &both);
+            let file = edited(&env, &whole, &format!("{name}-edited.safetensors"), &[changed], &|_| true);
+            let made = env.make("reshard", &file, &format!("{name}-{changed}"), &both);
             let mut expected = read(&source);
             let old = expected.insert(changed.to_owned(), read(&file).remove(changed).unwrap()).unwrap();
             assert_ne!(old.digest, expected[changed].digest);
@@ -206,27 +193,26 @@ fn optimizer_state_goes_back_where_it_has_a_place() {
             check(STEP);
             continue;
         }
-        let file = edited(&desk, &whole, "steps.safetensors", &[STEP], &|_| true);
-        let words = [STEP, "a flat parameter has one place for both", "max abs difference", "--use-orig-params"];
-        desk.refuse("reshard", &file, "x", &both, &words);
+        let file = edited(&env, &whole, "steps.safetensors", &[STEP], &|_| true);
+        env.refuse("reshard", &file, "x", &both);
         // Where that is asked for, each keeps its own.
-        let views = folder(&desk, "flat4", "views");
+        let views = folder(&env, "flat4", "views");
         let options = format!("--like {} --fill-from {}", views.display(), source.display());
-        desk.make("reshard", &file, "apart", &options);
+        env.make("reshard", &file, "apart", &options);
     }
 }
 
 #[test]
 fn parameters_that_are_left_out_stay_in_the_groups_of_what_fills() {
-    let desk = Desk::new();
-    let flat = folder(&desk, "flat3", "views");
-    let (whole, sharded) = (desk.path("whole.pt"), desk.path("sharded"));
+    let env = TestEnv::new();
+    let flat = folder(&env, "flat3", "views");
+    let (whole, sharded) = (env.path("whole.pt"), env.path("sharded"));
     succeed("unshard", &[&flat, &whole], "--series all");
     succeed("reshard", &[&flat, &sharded], "--mesh fsdp=2 --to torch-ranks");
     for (at, name) in [(&flat, "flat"), (&sharded, "sharded")] {
         for (number, option) in ["--exclude model.norm", "--include model.layers.0"].iter().enumerate() {
             let options = format!("{option} --fill-from {}", at.display());
-            let made = desk.make("reshard", &whole, &format!("{name}-{number}"), &options);
+            let made = env.make("reshard", &whole, &format!("{name}-{number}"), &options);
             succeed("verify", &[&made.path, at], "");
         }
     }

@@ -1,7 +1,7 @@
 //! Tests of the help of each verb, of messages about flat layouts, and of the tables of `inspect`.
 
+use crate::common::env::TestEnv;
 use crate::common::{expect, fixture, run, succeed};
-use crate::contract::Desk;
 
 /// The values of `--to` that the help of a verb shows.
 fn formats(verb: &str) -> Vec<String> {
@@ -17,9 +17,9 @@ fn help_of_a_verb_shows_the_formats_that_it_writes() {
     assert_eq!(formats("unshard"), ["safetensors", "torch", "torch-ranks", "fsdp-flat"]);
     assert_eq!(formats("consolidate"), ["safetensors", "torch"]);
     assert_eq!(formats("flatten"), ["fsdp-flat"]);
-    let desk = Desk::new();
+    let env = TestEnv::new();
     // Another format is an error of the verb, which says what writes it.
-    let outcome = expect(2, "unshard", &[&fixture("fsdp4/dcp"), &desk.path("out")], "--to dcp --json");
+    let outcome = expect(2, "unshard", &[&fixture("fsdp4/dcp"), &env.path("out")], "--to dcp --json");
     assert_eq!(outcome.json()["error"]["kind"], "usage");
     assert!(outcome.stderr.contains("dtshard reshard"), "{}", outcome.stderr);
 }
@@ -35,17 +35,17 @@ fn help_of_a_verb_begins_with_its_arguments() {
 
 #[test]
 fn refusal_of_flat_parameters_is_short_and_names_a_page() {
-    let desk = Desk::new();
-    let outcome = expect(2, "consolidate", &[&fixture("flat2/flat"), &desk.path("out")], "");
+    let env = TestEnv::new();
+    let outcome = expect(2, "consolidate", &[&fixture("flat2/flat"), &env.path("out")], "");
     assert_eq!(outcome.stderr.lines().count(), 3, "{}", outcome.stderr);
     assert!(outcome.stderr.contains("docs/fsdp1.md"), "{}", outcome.stderr);
 }
 
 #[test]
 fn boxes_of_dcp_are_shown_as_the_shard_that_they_are() {
-    let desk = Desk::new();
-    let source = desk.vectors("a.safetensors", &[("w", 16), ("b", 5)]);
-    let sharded = desk.make("reshard", &source, "dcp", "--mesh dp=8").path;
+    let env = TestEnv::new();
+    let source = env.vectors("a.safetensors", &[("w", 16), ("b", 5)]);
+    let sharded = env.make("reshard", &source, "dcp", "--mesh dp=8").path;
     let outcome = succeed("inspect", &[&sharded], "");
     let placements = |name: &str| outcome.stdout.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
     assert!(placements("w ").contains("S(0) x 8"), "{}", outcome.stdout);
@@ -55,7 +55,7 @@ fn boxes_of_dcp_are_shown_as_the_shard_that_they_are() {
 
 #[test]
 fn digest_of_all_tensors_is_the_same_in_every_layout_and_format() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let source = fixture("llama_tiny/dcp");
     let digest = |path: &std::path::Path| {
         let shown = succeed("inspect", &[path], "--digest --brief").stdout;
@@ -77,13 +77,13 @@ fn digest_of_all_tensors_is_the_same_in_every_layout_and_format() {
         assert_eq!(digest, format!("blake3:{}", hasher.finalize().to_hex()));
         digest
     };
-    let whole = desk.make("consolidate", &source, "whole.safetensors", "--everything").path;
-    let resharded = desk.make("reshard", &source, "resharded", "--mesh dp=3").path;
-    let torch = desk.make("unshard", &source, "whole.pt", "").path;
+    let whole = env.make("consolidate", &source, "whole.safetensors", "--everything").path;
+    let resharded = env.make("reshard", &source, "resharded", "--mesh dp=3").path;
+    let torch = env.make("unshard", &source, "whole.pt", "").path;
     let expected = digest(&source);
     for path in [&whole, &resharded, &torch] {
         assert_eq!(digest(path), expected, "{}", path.display());
     }
-    let model = desk.make("consolidate", &source, "model.safetensors", "").path;
+    let model = env.make("consolidate", &source, "model.safetensors", "").path;
     assert_ne!(digest(&model), expected);
 }

@@ -6,8 +6,9 @@
 
 use serde_json::{Value as Json, json};
 
+use crate::common::env::TestEnv;
 use crate::common::{fixture, inspect, read, succeed};
-use crate::contract::{Desk, holds};
+use crate::contract::holds;
 
 fn keys(value: &Json) -> Vec<&str> {
     value.as_object().unwrap().keys().map(String::as_str).collect()
@@ -63,27 +64,23 @@ fn for_people_it_is_a_summary_and_then_a_table() {
         assert!(summary.lines().any(|line| line.starts_with(word)), "{word}: {summary}");
     }
     assert!(table.starts_with("tensor "), "{table}");
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let brief = succeed("inspect", &[&fixture("fsdp4/ranks")], "--brief").stdout;
     assert_eq!(format!("{summary}\n"), brief);
     let drawn = succeed("inspect", &[&fixture("fsdp4/ranks")], "--tensor model.embed.weight --draw").stdout;
     holds(&drawn, &["┌", "S(0) on dp=4", "│     3      │"]);
-    assert!(desk.names().is_empty());
+    assert!(env.names().is_empty());
 }
 
 #[test]
 fn digests_survive_dtype_shape_and_partial_are_told_apart() {
-    let desk = Desk::new();
-    let source = desk.vectors("m.safetensors", &[("w", 4)]);
+    let env = TestEnv::new();
+    let source = env.vectors("m.safetensors", &[("w", 4)]);
     let digest = |path: &std::path::Path| inspect(path, "--digest")["tensors"]["w"]["digest"].clone();
-    let cast = desk.make("unshard", &source, "cast.pt", "--dtype f64").path;
-    assert_ne!(digest(&source), digest(&desk.make("unshard", &source, "bf16.pt", "--dtype bf16").path));
-    let back = desk.make(
-        "unshard",
-        &desk.make("unshard", &source, "wide.pt", "--dtype w=f64").path,
-        "back.pt",
-        "--dtype w=f32",
-    );
+    let cast = env.make("unshard", &source, "cast.pt", "--dtype f64").path;
+    assert_ne!(digest(&source), digest(&env.make("unshard", &source, "bf16.pt", "--dtype bf16").path));
+    let back =
+        env.make("unshard", &env.make("unshard", &source, "wide.pt", "--dtype w=f64").path, "back.pt", "--dtype w=f32");
     assert_eq!(digest(&source), digest(&back.path), "f64 holds every f32");
     assert!(cast.is_file());
 }

@@ -12,8 +12,9 @@ use std::path::Path;
 use dtshard::format::{ReadOptions, torch};
 use serde_json::Value as Json;
 
+use crate::common::env::TestEnv;
 use crate::common::{assert_same, below, expect, fixture, inspect, read};
-use crate::contract::{Desk, holds};
+use crate::contract::holds;
 
 /// `rank: offsets+sizes` of each chunk, in the order of ranks.
 fn by_rank(document: &Json, name: &str) -> Vec<String> {
@@ -26,8 +27,8 @@ fn by_rank(document: &Json, name: &str) -> Vec<String> {
 
 /// The rank files of a resharded `fsdp4/ranks`, inspected.
 fn laid_out(options: &str) -> Json {
-    let desk = Desk::new();
-    inspect(&desk.make("reshard", "fsdp4/ranks", "out", options).path, "")
+    let env = TestEnv::new();
+    inspect(&env.make("reshard", "fsdp4/ranks", "out", options).path, "")
 }
 
 const EMBED: &str = "model.embed.weight";
@@ -65,8 +66,8 @@ fn placements_are_one_a_mesh_dim() {
 
 #[test]
 fn the_fallback_gives_r_where_it_does_not_fit_and_counts() {
-    let desk = Desk::new();
-    let made = desk.make("reshard", "fsdp4/dcp", "out", "--mesh dp=2 --placements S(1) --json");
+    let env = TestEnv::new();
+    let made = env.make("reshard", "fsdp4/dcp", "out", "--mesh dp=2 --placements S(1) --json");
     let warnings = made.run.json()["warnings"].to_string();
     let told = made.run.stderr.lines().find(|line| line.contains("kept whole")).expect("it is told");
     holds(&warnings, &[told]);
@@ -75,14 +76,7 @@ fn the_fallback_gives_r_where_it_does_not_fit_and_counts() {
     assert_eq!(found["tensors"]["model.seen"]["chunks"].as_array().unwrap().len(), 1, "a 0-d tensor");
     assert_eq!(found["tensors"][EMBED]["chunks"].as_array().unwrap().len(), 2);
     // A rule does not give way.
-    let words = ["model.norm.weight", "[3]", "S(1)"];
-    desk.refuse(
-        "reshard",
-        "fsdp4/dcp",
-        "x",
-        "--mesh dp=2 --placements S(0) --placements model.norm.weight=S(1)",
-        &words,
-    );
+    env.refuse("reshard", "fsdp4/dcp", "x", "--mesh dp=2 --placements S(0) --placements model.norm.weight=S(1)");
 }
 
 #[test]
@@ -96,8 +90,8 @@ fn buffers_and_0_d_state_without_a_rule_are_replicated() {
 
 #[test]
 fn integer_optimizer_keys_follow_their_parameters() {
-    let desk = Desk::new();
-    let made = desk.make("reshard", "verl", "out", "--mesh fsdp=2 --placements S(0) --placements **.q_proj=S(1)");
+    let env = TestEnv::new();
+    let made = env.make("reshard", "verl", "out", "--mesh fsdp=2 --placements S(0) --placements **.q_proj=S(1)");
     let found = inspect(&made.path, "--brief");
     let placements = |name: &str| found["tensors"][name]["placements"].clone();
     assert_eq!(placements("model.model.layers.0.self_attn.q_proj.weight"), "S(1)");
@@ -105,7 +99,7 @@ fn integer_optimizer_keys_follow_their_parameters() {
     assert_eq!(placements("optim.state.0.exp_avg"), "S(0)", "the state of the embedding");
     // Without the model there is nobody to ask: kept, and said so.
     let options = "--mesh dp=2 --include optimizer --placements R --placements optimizer.state.1.exp_avg=S(0)";
-    let alone = desk.make("reshard", "torch_file/trainer.pt", "alone", options);
+    let alone = env.make("reshard", "torch_file/trainer.pt", "alone", options);
     holds(&alone.run.stderr, &["8 tensors of optimizer state have numbers for names"]);
     let expected = read(&fixture("torch_file/trainer.pt"));
     assert_same(&below("optimizer.", &alone.tensors()), &below("optimizer.", &expected), "kept");
@@ -113,23 +107,22 @@ fn integer_optimizer_keys_follow_their_parameters() {
 
 #[test]
 fn a_mesh_alone_never_replicates_everything_in_silence() {
-    let desk = Desk::new();
-    let words = ["say it for every tensor", "--placements 'S(0),R'", "--placements 'R,S(0)'"];
-    desk.refuse("reshard", "fsdp4/ranks", "x", "--mesh a=2,b=2", &words);
-    desk.refuse("reshard", "fsdp4/dcp", "x", "--mesh a=2,b=2", &words);
-    desk.refuse("reshard", "torch_file/trainer.pt", "x", "--mesh a=2,b=2", &words);
+    let env = TestEnv::new();
+    env.refuse("reshard", "fsdp4/ranks", "x", "--mesh a=2,b=2");
+    env.refuse("reshard", "fsdp4/dcp", "x", "--mesh a=2,b=2");
+    env.refuse("reshard", "torch_file/trainer.pt", "x", "--mesh a=2,b=2");
     // On one dim it is S(0).
-    let made = desk.make("reshard", "safetensors/sharded", "one", "--mesh any=2 --to torch-ranks");
+    let made = env.make("reshard", "safetensors/sharded", "one", "--mesh any=2 --to torch-ranks");
     assert_eq!(inspect(&made.path, "--brief")["tensors"]["lm_head.weight"]["placements"], "S(0)");
     assert_same(&made.tensors(), &read(&fixture("safetensors/sharded")), "S(0)");
 }
 
 #[test]
 fn the_same_options_lay_out_rank_files_and_dcp_alike() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let options = "--mesh dp=2,tp=2 --placements S(0),R --placements **.w1=S(1),S(0)";
-    let ranks = inspect(&desk.make("reshard", "fsdp4/ranks", "ranks", options).path, "");
-    let dcp = inspect(&desk.make("reshard", "fsdp4/ranks", "dcp", &format!("{options} --to dcp")).path, "");
+    let ranks = inspect(&env.make("reshard", "fsdp4/ranks", "ranks", options).path, "");
+    let dcp = inspect(&env.make("reshard", "fsdp4/ranks", "dcp", &format!("{options} --to dcp")).path, "");
     let boxes = |found: &Json, name: &str| {
         let mut boxes: Vec<String> =
             by_rank(found, name).iter().map(|text| text[text.find('[').unwrap()..].to_owned()).collect();
@@ -144,10 +137,10 @@ fn the_same_options_lay_out_rank_files_and_dcp_alike() {
 
 #[test]
 fn one_mesh_is_given_or_that_of_the_source_is_taken() {
-    let desk = Desk::new();
-    let made = desk.make("reshard", "fsdp_tp/ranks", "out", "");
+    let env = TestEnv::new();
+    let made = env.make("reshard", "fsdp_tp/ranks", "out", "");
     assert_eq!(inspect(&made.path, "")["mesh"], serde_json::json!([["dp", 2], ["tp", 2]]));
-    let (source, two) = (fixture("fsdp_tp/ranks"), desk.path("two"));
+    let (source, two) = (fixture("fsdp_tp/ranks"), env.path("two"));
     let told = expect(2, "reshard", &[&source, &two], "--mesh dp=2 --mesh tp=2").stderr;
     assert!(told.contains("two meshes") && told.contains("--mesh dp=2,tp=2"), "{told}");
     let told = expect(2, "reshard", &[&fixture("fsdp4/dcp"), &two], "").stderr;
@@ -156,34 +149,34 @@ fn one_mesh_is_given_or_that_of_the_source_is_taken() {
 
 #[test]
 fn mesh_dims_that_lose_their_names_are_told() {
-    let desk = Desk::new();
-    let told = |mesh: &str, out: &str| desk.make("reshard", "verl/global_step_10/actor", out, mesh).run.stderr;
+    let env = TestEnv::new();
+    let told = |mesh: &str, out: &str| env.make("reshard", "verl/global_step_10/actor", out, mesh).run.stderr;
     assert!(told("--mesh dp=2", "a").contains("mesh dims are called dp now, fsdp in SRC"));
     assert!(!told("--mesh fsdp=2", "b").contains("mesh dims"));
 }
 
 #[test]
 fn ranks_outside_of_the_mesh_hold_nothing() {
-    let desk = Desk::new();
-    let made = desk.make("reshard", "outside4/ranks", "same", "");
+    let env = TestEnv::new();
+    let made = env.make("reshard", "outside4/ranks", "same", "");
     assert_same(&made.tensors(), &read(&fixture("outside4/ranks")), "the same mesh");
     let files = |path: &Path| std::fs::read_dir(path).unwrap().count();
     assert_eq!(files(&made.path), 4, "ranks 1 and 3 have a file, too");
     let found = inspect(&made.path, "");
     assert_eq!(by_rank(&found, "w"), ["0: [3,0]+[2,2]", "2: [0,0]+[3,2]"]);
-    let found = desk.make("reshard", "outside4/ranks", "others", "--mesh dp=3 --mesh-ranks 1,4,2");
+    let found = env.make("reshard", "outside4/ranks", "others", "--mesh dp=3 --mesh-ranks 1,4,2");
     assert_eq!(files(&found.path), 5);
     assert_eq!(by_rank(&inspect(&found.path, ""), "w"), ["1: [0,0]+[2,2]", "2: [4,0]+[1,2]", "4: [2,0]+[2,2]"]);
-    let found = desk.make("reshard", "outside4/ranks", "dcp", "--mesh dp=3 --mesh-ranks 1,4,2 --to dcp");
+    let found = env.make("reshard", "outside4/ranks", "dcp", "--mesh dp=3 --mesh-ranks 1,4,2 --to dcp");
     assert_same(&found.tensors(), &read(&fixture("outside4/ranks")), "dcp");
     let options = "--mesh dp=2 --mesh-ranks 0,2 --tensor-class sharded-tensor";
-    let told = expect(2, "reshard", &[&fixture("fsdp4/ranks"), &desk.path("no")], options).stderr;
+    let told = expect(2, "reshard", &[&fixture("fsdp4/ranks"), &env.path("no")], options).stderr;
     assert!(told.contains("which rank 1 is not in") && told.contains("--tensor-class dtensor"), "{told}");
 }
 
 #[test]
 fn a_mesh_for_tensor_parallelism_is_told_of_plans() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let note = "S(0) for every tensor without a rule, since nothing else is said; --plan cuts modules";
     let told =
         |options: &str| expect(0, "reshard", &[&fixture("llama_tiny/dcp")], &format!("{options} --dry-run")).stderr;
@@ -191,15 +184,14 @@ fn a_mesh_for_tensor_parallelism_is_told_of_plans() {
     for fine in ["--mesh fsdp=4", "--mesh tp=4 --placements S(0)", "--mesh tp=4 --plan llama"] {
         assert!(!told(fine).contains(note), "{fine}");
     }
-    let words = ["--placements 'S(0),R'", "--plan NAME"];
-    desk.refuse("reshard", "llama_tiny/dcp", "x", "--mesh dp=2,tp=2", &words);
+    env.refuse("reshard", "llama_tiny/dcp", "x", "--mesh dp=2,tp=2");
 }
 
 #[test]
 fn rank_files_are_for_a_version_of_pytorch() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let release = |options: &str, out: &str| {
-        let made = desk.make("reshard", "fsdp4/ranks", out, options);
+        let made = env.make("reshard", "fsdp4/ranks", out, options);
         let checkpoint = dtshard::format::Checkpoint::open(&made.path, &ReadOptions::default()).unwrap();
         let first = checkpoint.files.ids().next().unwrap();
         torch::Style::of_file(&checkpoint.files, first).unwrap().unwrap().release
@@ -208,7 +200,7 @@ fn rank_files_are_for_a_version_of_pytorch() {
     assert_eq!(release("--mesh dp=2 --torch-version v2.9.0+cu124", "old"), torch::Release::V2_5);
     assert_eq!(release("--torch-version 2.10.0+cpu", "middle"), torch::Release::V2_10);
     assert_eq!(release("--torch-version 2.12", "later"), torch::Release::V2_11);
-    let told = |options: &str| expect(2, "reshard", &[&fixture("fsdp4/ranks"), &desk.path("no")], options).stderr;
+    let told = |options: &str| expect(2, "reshard", &[&fixture("fsdp4/ranks"), &env.path("no")], options).stderr;
     let ranks = told("--mesh dp=2,tp=2 --mesh-ranks 4,5,6");
     holds(&ranks, &["found 3 ranks", "hint: a rank for each cell of the mesh"]);
     holds(&told("--mesh dp=4 --mesh-ranks 4-7"), &["'4-7'", "expected ranks with commas between them"]);
@@ -220,8 +212,8 @@ fn rank_files_are_for_a_version_of_pytorch() {
 
 #[test]
 fn a_rule_behind_a_wider_one_is_told_to_have_no_effect() {
-    let desk = Desk::new();
-    let told = |options: &str, out: &str| desk.make("reshard", "fsdp4/dcp", out, options).run.stderr;
+    let env = TestEnv::new();
+    let told = |options: &str, out: &str| env.make("reshard", "fsdp4/dcp", out, options).run.stderr;
     let wide = told("--mesh dp=2 --placements **.weight=S(0) --placements **.w1=S(1) --placements R", "wide");
     let words = "--placements **.w1=S(1): without effect, since rules before it are for the same tensors";
     assert!(wide.contains(words), "{wide}");

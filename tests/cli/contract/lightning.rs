@@ -4,7 +4,8 @@ use std::fs;
 
 use serde_json::json;
 
-use super::{Desk, copy_tree};
+use super::copy_tree;
+use crate::common::env::TestEnv;
 use crate::common::{Truth, assert_same, below, expect, fixture, inspect, succeed};
 
 const CHECKPOINT: &str = "lightning_fsdp/lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt";
@@ -17,8 +18,8 @@ fn checkpoint_is_found_from_the_folders_above() {
         let path = fixture(&CHECKPOINT[..CHECKPOINT.find(above).unwrap() + above.len()]);
         assert_eq!(inspect(&path, ""), found, "{above}");
     }
-    let desk = Desk::new();
-    let root = desk.path("run");
+    let env = TestEnv::new();
+    let root = env.path("run");
     copy_tree(&fixture("lightning_fsdp/lightning_logs/version_0"), &root);
     let checkpoints = root.join("checkpoints");
     // A second one, be it folder or file, is asked about.
@@ -50,11 +51,11 @@ fn numbered_optimizer_is_optimizer_state() {
     let line = |what: &str| summary.lines().find(|line| line.starts_with(what)).map(str::to_owned).unwrap_or_default();
     assert!(line("optimizer").contains("12 tensors"), "{summary}");
     assert!(line("model").contains("4 tensors") && line("other").is_empty(), "{summary}");
-    let desk = Desk::new();
-    let made = desk.make("consolidate", CHECKPOINT, "hf", "--assets none");
+    let env = TestEnv::new();
+    let made = env.make("consolidate", CHECKPOINT, "hf", "--assets none");
     assert_same(&made.tensors(), &below("state_dict.", &truth), "the model");
     // State lies as its parameter does.
-    let made = desk.make("reshard", CHECKPOINT, "out", "--mesh tp=2 --placements net.0.weight=S(1)");
+    let made = env.make("reshard", CHECKPOINT, "out", "--mesh tp=2 --placements net.0.weight=S(1)");
     assert_same(&made.tensors(), &truth, "resharded");
     let found = inspect(&made.path, "");
     for name in ["state_dict.net.0.weight", "optimizer_0.state.net.0.weight.exp_avg"] {
@@ -67,10 +68,10 @@ fn numbered_optimizer_is_optimizer_state() {
 
 #[test]
 fn meta_is_carried() {
-    let desk = Desk::new();
-    let made = desk.make("reshard", "lightning_fsdp", "epoch=0-step=3.ckpt", "--mesh data_parallel=3 --to dcp");
+    let env = TestEnv::new();
+    let made = env.make("reshard", "lightning_fsdp", "epoch=0-step=3.ckpt", "--mesh data_parallel=3 --to dcp");
     let same = fs::read(made.path.join("meta.pt")).unwrap() == fs::read(fixture(CHECKPOINT).join("meta.pt")).unwrap();
     assert!(same);
     // The output has the same names as the source, and is found in the same way.
-    assert_eq!(inspect(&desk.path(""), "--brief"), inspect(&made.path, "--brief"));
+    assert_eq!(inspect(&env.path(""), "--brief"), inspect(&made.path, "--brief"));
 }

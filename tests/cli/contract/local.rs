@@ -9,8 +9,9 @@ use std::path::Path;
 
 use serde_json::{Value as Json, json};
 
+use crate::common::env::TestEnv;
 use crate::common::{CASES, Kind, Tensors, assert_same, case, fixture, inspect, read, read_safetensors, succeed};
-use crate::contract::{Desk, contents, holds, names_below};
+use crate::contract::{contents, holds, names_below};
 
 fn layout(folder: &Path) -> Json {
     serde_json::from_slice(&fs::read(folder.join("layout.json")).unwrap()).unwrap()
@@ -34,8 +35,8 @@ fn described(path: &Path) -> Json {
 
 #[test]
 fn it_is_a_safetensors_file_a_rank_and_layout_json() {
-    let desk = Desk::new();
-    let made = desk.make("reshard", "fsdp4/ranks", "out", "--to local --mesh dp=2,tp=2 --placements S(0),S(1)");
+    let env = TestEnv::new();
+    let made = env.make("reshard", "fsdp4/ranks", "out", "--to local --mesh dp=2,tp=2 --placements S(0),S(1)");
     assert_eq!(
         names_below(&made.path),
         [
@@ -73,15 +74,15 @@ fn it_is_a_safetensors_file_a_rank_and_layout_json() {
 fn there_and_back_rank_files_are_the_same_to_the_byte() {
     for name in CASES {
         for source in case(name).into_iter().filter(|source| source.kind == Kind::Ranks) {
-            let desk = Desk::new();
+            let env = TestEnv::new();
             let has_own_mesh = !["odd4", "replicated_plain"].contains(&name);
             let mesh = if has_own_mesh { "" } else { "--mesh dp=4" };
-            let direct = desk.make("reshard", &source.path, "direct", &format!("--to torch-ranks {mesh}"));
-            let local = desk.make("reshard", &source.path, "local", &format!("--to local {mesh}"));
+            let direct = env.make("reshard", &source.path, "direct", &format!("--to torch-ranks {mesh}"));
+            let local = env.make("reshard", &source.path, "local", &format!("--to local {mesh}"));
             assert_eq!(described(&local.path), described(&direct.path), "{name}");
-            let back = desk.make("reshard", &local.path, "back", &format!("--to torch-ranks {mesh}"));
+            let back = env.make("reshard", &local.path, "back", &format!("--to torch-ranks {mesh}"));
             assert!(contents(&direct.path) == contents(&back.path), "{name}");
-            let again = desk.make("reshard", &back.path, "again", &format!("--to local {mesh}"));
+            let again = env.make("reshard", &back.path, "again", &format!("--to local {mesh}"));
             assert!(contents(&local.path) == contents(&again.path), "{name}");
             succeed("verify", &[&source.path, &local.path], "");
         }
@@ -90,23 +91,23 @@ fn there_and_back_rank_files_are_the_same_to_the_byte() {
 
 #[test]
 fn trainers_folders_come_back_too() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let actor = fixture("verl/global_step_10/actor");
-    let direct = desk.make("reshard", &actor, "direct", "");
-    let local = desk.make("reshard", &actor, "local", "--to local");
-    let back = desk.make("reshard", &local.path, "back", "--to torch-ranks");
+    let direct = env.make("reshard", &actor, "direct", "");
+    let local = env.make("reshard", &actor, "local", "--to local");
+    let back = env.make("reshard", &local.path, "back", "--to torch-ranks");
     assert!(contents(&direct.path) == contents(&back.path));
     // What each rank has of its own is in each rank's file.
     assert!(names_below(&local.path).contains(&String::from("huggingface")));
-    let titan = desk.make("reshard", "titan", "titan", "--to local --mesh dp=2,tp=2 --placements S(0),R");
+    let titan = env.make("reshard", "titan", "titan", "--to local --mesh dp=2,tp=2 --placements S(0),R");
     assert_same(&titan.tensors(), &read(&fixture("titan")), "titan");
 }
 
 #[test]
 fn random_state_is_each_ranks_own() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let actor = fixture("verl/global_step_10/actor");
-    let local = desk.make("reshard", &actor, "local", "--to local");
+    let local = env.make("reshard", &actor, "local", "--to local");
     let key = "extra_state.rng.cpu";
     let states = |folder: &Path, ranks| -> Vec<String> {
         (0..ranks).map(|number| rank(folder, number).remove(key).unwrap().digest).collect()
@@ -118,18 +119,18 @@ fn random_state_is_each_ranks_own() {
     let text = fs::read_to_string(local.path.join("layout.json")).unwrap();
     holds(&text, &["\"numpy\": {\n          \"$ranks\""]);
     // On more ranks the states are dealt out in turn.
-    let more = desk.make("reshard", &local.path, "more", "--mesh fsdp=6");
+    let more = env.make("reshard", &local.path, "more", "--mesh fsdp=6");
     assert_eq!(states(&more.path, 6), [&own[..], &own[..2]].concat());
-    let direct = desk.make("reshard", &actor, "direct", "--mesh fsdp=6");
-    let back = desk.make("reshard", &more.path, "back", "--to torch-ranks");
+    let direct = env.make("reshard", &actor, "direct", "--mesh fsdp=6");
+    let back = env.make("reshard", &more.path, "back", "--to torch-ranks");
     assert_eq!(described(&direct.path), described(&back.path));
 }
 
 #[test]
 fn from_any_mesh_to_any_other() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let expected = read(&fixture("fsdp_tp/ranks"));
-    let first = desk.make("reshard", "fsdp_tp/ranks", "first", "--to local").path;
+    let first = env.make("reshard", "fsdp_tp/ranks", "first", "--to local").path;
     let mut last = first.clone();
     let targets = [
         "--mesh dp=3",
@@ -141,26 +142,26 @@ fn from_any_mesh_to_any_other() {
         "--mesh a=2,b=2 --placements S(0),R --mesh-ranks 3,0,2,1",
     ];
     for (index, options) in (1..).zip(targets) {
-        let made = desk.make("reshard", &last, &index.to_string(), options);
+        let made = env.make("reshard", &last, &index.to_string(), options);
         assert_same(&made.tensors(), &expected, options);
         let (direct, again) = (format!("direct {index}"), format!("again {index}"));
-        let direct = desk.make("reshard", "fsdp_tp/ranks", &direct, &format!("--to local {options}"));
-        let again = desk.make("reshard", &first, &again, options);
+        let direct = env.make("reshard", "fsdp_tp/ranks", &direct, &format!("--to local {options}"));
+        let again = env.make("reshard", &first, &again, options);
         assert!(contents(&direct.path) == contents(&again.path), "{options}");
         last = made.path;
     }
-    let dcp = desk.make("reshard", &last, "dcp", "--to dcp");
+    let dcp = env.make("reshard", &last, "dcp", "--to dcp");
     assert_same(&dcp.tensors(), &expected, "dcp");
-    let whole = desk.make("unshard", &last, "whole.pt", "");
+    let whole = env.make("unshard", &last, "whole.pt", "");
     assert_same(&whole.tensors(), &expected, "whole");
-    let shipped = desk.make("consolidate", &last, "shipped", "");
+    let shipped = env.make("consolidate", &last, "shipped", "");
     assert_same(&read_safetensors(&shipped.path), &crate::common::below("model.", &expected), "shipped");
 }
 
 #[test]
 fn ranks_outside_of_the_mesh_have_no_part() {
-    let desk = Desk::new();
-    let made = desk.make("reshard", "fsdp4/ranks", "out", "--to local --mesh dp=2 --mesh-ranks 3,1");
+    let env = TestEnv::new();
+    let made = env.make("reshard", "fsdp4/ranks", "out", "--to local --mesh dp=2 --mesh-ranks 3,1");
     assert_eq!(layout(&made.path)["meshes"], json!([{"dims": [["dp", 2]], "ranks": [3, 1]}]));
     assert_eq!(
         rank(&made.path, 0).into_keys().filter(|name| name.starts_with("model.")).collect::<Vec<_>>(),
@@ -168,14 +169,14 @@ fn ranks_outside_of_the_mesh_have_no_part() {
     );
     assert_eq!(rank(&made.path, 3)["model.embed.weight"].shape, [5, 3]);
     assert_same(&made.tensors(), &read(&fixture("fsdp4/ranks")), "two of four");
-    let again = desk.make("reshard", &made.path, "again", "");
+    let again = env.make("reshard", &made.path, "again", "");
     assert!(contents(&made.path) == contents(&again.path));
 }
 
 #[test]
 fn empty_parts_are_there() {
-    let desk = Desk::new();
-    let made = desk.make("reshard", "fsdp4/ranks", "out", "--to local --mesh dp=7");
+    let env = TestEnv::new();
+    let made = env.make("reshard", "fsdp4/ranks", "out", "--to local --mesh dp=7");
     let shapes: Vec<_> = (0..7).map(|number| rank(&made.path, number)["model.embed.weight"].shape[0]).collect();
     assert_eq!(shapes, [2, 2, 2, 2, 2, 0, 0]);
     assert_same(&made.tensors(), &read(&fixture("fsdp4/ranks")), "seven");
@@ -183,39 +184,38 @@ fn empty_parts_are_there() {
 
 #[test]
 fn splits_that_no_dtensor_has_are_kept() {
-    let desk = Desk::new();
-    let made = desk.make("reshard", "fsdp4/ranks", "out", "--to local --mesh dp=4 --split balanced");
+    let env = TestEnv::new();
+    let made = env.make("reshard", "fsdp4/ranks", "out", "--to local --mesh dp=4 --split balanced");
     let embed = &layout(&made.path)["tensors"]["model.embed.weight"];
     assert_eq!((&embed["class"], &embed["splits"]), (&json!("dtensor"), &json!(["balanced"])));
     let shapes: Vec<_> = (0..4).map(|number| rank(&made.path, number)["model.embed.weight"].shape[0]).collect();
     assert_eq!(shapes, [3, 3, 2, 2]);
     assert_same(&made.tensors(), &read(&fixture("fsdp4/ranks")), "balanced");
-    let again = desk.make("reshard", &made.path, "again", "");
+    let again = env.make("reshard", &made.path, "again", "");
     assert!(contents(&made.path) == contents(&again.path));
-    let words = ["split by balanced", "cut by torch.chunk"];
-    desk.refuse("reshard", &made.path, "x", "--to torch-ranks", &words);
-    let plain = desk.make("reshard", &made.path, "plain", "--to torch-ranks --split chunk");
+    env.refuse("reshard", &made.path, "x", "--to torch-ranks");
+    let plain = env.make("reshard", &made.path, "plain", "--to torch-ranks --split chunk");
     assert_same(&plain.tensors(), &read(&fixture("fsdp4/ranks")), "chunks");
 }
 
 #[test]
 fn summands_are_kept_and_reduced() {
-    let desk = Desk::new();
-    let local = desk.make("reshard", "partial2/ranks", "local", "--to local");
+    let env = TestEnv::new();
+    let local = env.make("reshard", "partial2/ranks", "local", "--to local");
     assert_eq!(layout(&local.path)["tensors"]["avg.f32"]["placements"], "P(avg)");
     assert_ne!(rank(&local.path, 0)["sum.f32"].digest, rank(&local.path, 1)["sum.f32"].digest);
-    let direct = desk.make("reshard", "partial2/ranks", "direct", "");
-    let back = desk.make("reshard", &local.path, "back", "--to torch-ranks");
+    let direct = env.make("reshard", "partial2/ranks", "direct", "");
+    let back = env.make("reshard", &local.path, "back", "--to torch-ranks");
     assert!(contents(&direct.path) == contents(&back.path));
     let (whole, truth) =
-        (desk.make("unshard", &local.path, "a.pt", ""), desk.make("unshard", "partial2/ranks", "b.pt", ""));
+        (env.make("unshard", &local.path, "a.pt", ""), env.make("unshard", "partial2/ranks", "b.pt", ""));
     assert_same(&whole.tensors(), &truth.tensors(), "reduced");
 }
 
 #[test]
 fn tied_tensors_have_both_names_and_stay_one() {
-    let desk = Desk::new();
-    let made = desk.make("reshard", "torch_file/model.pt", "out", "--to local --mesh dp=2 --exclude dtype.c*");
+    let env = TestEnv::new();
+    let made = env.make("reshard", "torch_file/model.pt", "out", "--to local --mesh dp=2 --exclude dtype.c*");
     let said = layout(&made.path);
     let ties: BTreeMap<&String, &Json> = said["tensors"]
         .as_object()
@@ -228,19 +228,19 @@ fn tied_tensors_have_both_names_and_stay_one() {
         let tensors = rank(&made.path, 1);
         assert_eq!(tensors[alias], tensors[kept.as_str().unwrap()], "{alias}");
     }
-    let back = desk.make("unshard", &made.path, "a.pt", "");
-    let direct = desk.make("unshard", "torch_file/model.pt", "b.pt", "--exclude dtype.c*");
+    let back = env.make("unshard", &made.path, "a.pt", "");
+    let direct = env.make("unshard", "torch_file/model.pt", "b.pt", "--exclude dtype.c*");
     assert_same(&back.tensors(), &direct.tensors(), "tied");
     assert_eq!(fs::metadata(back.path).unwrap().len(), fs::metadata(direct.path).unwrap().len());
 }
 
 #[test]
 fn objects_are_kept_and_so_is_what_can_be_said_of_a_class() {
-    let desk = Desk::new();
-    let made = desk.make("reshard", "torch_file/objects.pt", "out", "--to local --mesh dp=2");
+    let env = TestEnv::new();
+    let made = env.make("reshard", "torch_file/objects.pt", "out", "--to local --mesh dp=2");
     succeed("verify", &[&fixture("torch_file/objects.pt"), &made.path], "");
     let of = |options: &str, name: &str| {
-        let made = desk.make("reshard", "fsdp4/ranks", name, &format!("--to local {options}"));
+        let made = env.make("reshard", "fsdp4/ranks", name, &format!("--to local {options}"));
         layout(&made.path)["tensors"]["model.embed.weight"]["class"].clone()
     };
     assert_eq!(of("--tensor-class local", "a"), "tensor");
@@ -250,45 +250,43 @@ fn objects_are_kept_and_so_is_what_can_be_said_of_a_class() {
 
 #[test]
 fn what_safetensors_cannot_hold_is_refused_by_name() {
-    let desk = Desk::new();
-    desk.refuse("reshard", "torch_file/model.pt", "x", "--to local --mesh dp=2", &["safetensors cannot hold c"]);
-    desk.refuse("reshard", "fsdp4/ranks", "x", "--to local --max-memory 34MB --mesh dp=100000", &["--max-memory"]);
-    desk.refuse("unshard", "fsdp4/ranks", "x", "--to local", &["use `dtshard reshard`"]);
+    let env = TestEnv::new();
+    env.refuse("reshard", "torch_file/model.pt", "x", "--to local --mesh dp=2");
+    env.refuse("reshard", "fsdp4/ranks", "x", "--to local --max-memory 34MB --mesh dp=100000");
+    env.refuse("unshard", "fsdp4/ranks", "x", "--to local");
 }
 
 #[test]
 fn files_of_ranks_are_found_and_one_of_them_is_told_from_all() {
-    let desk = Desk::new();
-    let made = desk.make("reshard", "fsdp4/ranks", "run/step-1/local", "--to local --mesh dp=2 --include model.embed");
+    let env = TestEnv::new();
+    let made = env.make("reshard", "fsdp4/ranks", "run/step-1/local", "--to local --mesh dp=2 --include model.embed");
     let one = made.path.join("rank-00001.safetensors");
-    desk.refuse("unshard", &one, "x.pt", "", &["1 of 2 files of its series", "give the folder"]);
+    env.refuse("unshard", &one, "x.pt", "");
     succeed("verify", &[&made.path, &made.path], "--from local");
     // Without the document nobody knows.
-    fs::rename(made.path.join("layout.json"), desk.path("layout.json")).unwrap();
-    let words = ["rank files without layout.json", "--src-mesh"];
-    desk.refuse("unshard", &made.path, "x.pt", "", &words);
-    let told = desk.make("unshard", &made.path, "told.pt", "--src-mesh dp=2 --src-placements S(0)");
+    fs::rename(made.path.join("layout.json"), env.path("layout.json")).unwrap();
+    env.refuse("unshard", &made.path, "x.pt", "");
+    let told = env.make("unshard", &made.path, "told.pt", "--src-mesh dp=2 --src-placements S(0)");
     assert_same(
         &told.tensors(),
         &read(&fixture("fsdp4/ranks")).into_iter().filter(|(name, _)| name == "model.embed.weight").collect(),
         "told",
     );
-    fs::rename(desk.path("layout.json"), made.path.join("layout.json")).unwrap();
-    let words = ["its layout.json says how its tensors lie"];
-    desk.refuse("unshard", &made.path, "x.pt", "--src-mesh dp=2 --src-placements S(0)", &words);
+    fs::rename(env.path("layout.json"), made.path.join("layout.json")).unwrap();
+    env.refuse("unshard", &made.path, "x.pt", "--src-mesh dp=2 --src-placements S(0)");
 }
 
 #[test]
 fn missing_ranks_are_listed_and_not_needed_where_others_have_all() {
-    let desk = Desk::new();
-    let made = desk.make("reshard", "fsdp4/ranks", "out", "--to local --mesh rep=2,dp=2 --placements R,S(0)");
+    let env = TestEnv::new();
+    let made = env.make("reshard", "fsdp4/ranks", "out", "--to local --mesh rep=2,dp=2 --placements R,S(0)");
     fs::remove_file(made.path.join("rank-00001.safetensors")).unwrap();
-    desk.refuse("unshard", &made.path, "x.pt", "", &["the files of 4 ranks, missing: rank 1", "--allow-missing"]);
-    let whole = desk.make("unshard", &made.path, "whole.pt", "--allow-missing --series all");
+    env.refuse("unshard", &made.path, "x.pt", "");
+    let whole = env.make("unshard", &made.path, "whole.pt", "--allow-missing --series all");
     assert_same(&whole.tensors(), &read(&fixture("fsdp4/ranks")), "without one");
     holds(&whole.run.stderr, &["read without rank 1"]);
     fs::remove_file(made.path.join("rank-00003.safetensors")).unwrap();
-    let run = desk.refuse("unshard", &made.path, "x.pt", "", &["missing: ranks 1, 3"]);
+    let run = env.refuse("unshard", &made.path, "x.pt", "");
     assert!(!run.stderr.contains("--allow-missing"));
-    desk.refuse("unshard", &made.path, "x.pt", "--allow-missing", &["gap"]);
+    env.refuse("unshard", &made.path, "x.pt", "--allow-missing");
 }

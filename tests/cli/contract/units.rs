@@ -5,9 +5,9 @@ use std::fs;
 use serde_json::{Value as Json, json};
 
 use super::flat::{BOTH, check_files, folder, full};
+use crate::common::env::TestEnv;
 use crate::common::flat::{self, WRAP, layout_file};
 use crate::common::{assert_same, expect, fixture, read, succeed};
-use crate::contract::Desk;
 
 #[test]
 fn what_follows_from_a_state_dict_is_what_the_live_model_had() {
@@ -37,8 +37,8 @@ fn a_weight_whose_order_in_memory_is_not_stored_is_refused() {
 /// Elements of a torch file's tensors lie as those of the module's parameters do, and FSDP1 flattens them so.
 #[test]
 fn units_of_a_torch_file_are_those_of_the_job() {
-    let desk = Desk::new();
-    let made = desk.make("flatten", full(), "out", &format!("--world-size 2 {WRAP}"));
+    let env = TestEnv::new();
+    let made = env.make("flatten", full(), "out", &format!("--world-size 2 {WRAP}"));
     let written = flat::read_layout(&made.path.join("flat_layout.json"));
     let mut expected = flat::layout("flat2", "flat");
     // A full state dict has copies of tied weights.
@@ -51,11 +51,11 @@ fn units_of_a_torch_file_are_those_of_the_job() {
 /// A state dict in the order of registration and --wrap say as much as the job; only ties and strides lack.
 #[test]
 fn a_state_dict_in_its_order_needs_the_units_alone() {
-    let desk = Desk::new();
-    let source = folder(&desk, "flat3", "views");
-    let whole = desk.make("unshard", &source, "whole.pt", "--series all").path;
+    let env = TestEnv::new();
+    let source = folder(&env, "flat3", "views");
+    let whole = env.make("unshard", &source, "whole.pt", "--series all").path;
     for (name, more) in [("views", "--use-orig-params"), ("flat", "")] {
-        let made = desk.make("flatten", &whole, name, &format!("--world-size 2 {WRAP} {more}"));
+        let made = env.make("flatten", &whole, name, &format!("--world-size 2 {WRAP} {more}"));
         let layout = flat::read_layout(&made.path.join("flat_layout.json"));
         let truth = flat::layout("flat2", name);
         let order = |layout: &Json| -> Vec<(Json, Vec<Json>)> {
@@ -74,7 +74,7 @@ fn a_state_dict_in_its_order_needs_the_units_alone() {
         let options = format!("--flat-layout {}", layout.display());
         for (source, series) in [(&whole, &BOTH[..]), (&full(), &BOTH[..1])] {
             let at = format!("{name}-{}", series.len());
-            let made = desk.make("flatten", source, &at, &options);
+            let made = env.make("flatten", source, &at, &options);
             check_files(&made.path, "flat2", name, series);
         }
     }
@@ -83,27 +83,27 @@ fn a_state_dict_in_its_order_needs_the_units_alone() {
 /// Without a flat layout, `--like` of whole tensors gives `reshard` the shapes of what it reads, and no layout to write.
 #[test]
 fn shapes_of_another_checkpoint_are_no_target() {
-    let desk = Desk::new();
+    let env = TestEnv::new();
     let source = fixture("flat3/flat");
     let like = format!("--like {}", full().display());
-    let whole = desk.make("unshard", &source, "whole.pt", &format!("{like} --series all")).path;
+    let whole = env.make("unshard", &source, "whole.pt", &format!("{like} --series all")).path;
     for (name, options) in [("ranks", "--to torch-ranks --mesh fsdp=2"), ("dcp", "--to dcp --mesh fsdp=2")] {
-        let made = desk.make("reshard", &source, name, &format!("{options} {like}"));
+        let made = env.make("reshard", &source, name, &format!("{options} {like}"));
         succeed("verify", &[&made.path, &whole], "");
     }
-    let made = desk.make("reshard", &source, "flat", &format!("--mesh fsdp=2 {like}"));
+    let made = env.make("reshard", &source, "flat", &format!("--mesh fsdp=2 {like}"));
     check_files(&made.path, "flat2", "flat", &BOTH);
 }
 
 #[test]
 fn files_keep_their_names_whatever_tells_the_units() {
-    let desk = Desk::new();
-    let source = folder(&desk, "flat2", "flat");
+    let env = TestEnv::new();
+    let source = folder(&env, "flat2", "flat");
     for rank in 0..2 {
         let old = source.join(format!("model_world_size_2_rank_{rank}.pt"));
         fs::rename(old, source.join(format!("model-rank{rank}.pt"))).unwrap();
     }
     let made =
-        desk.make("flatten", &source, "out", &format!("--world-size 3 --series model --like {}", full().display()));
+        env.make("flatten", &source, "out", &format!("--world-size 3 --series model --like {}", full().display()));
     assert!(made.path.join("model-rank2.pt").is_file(), "{:?}", fs::read_dir(&made.path).unwrap().collect::<Vec<_>>());
 }
