@@ -137,10 +137,12 @@ impl Checkpoint {
             let (series, want) = options.contents.split();
             let (incomplete, raw_flat) = (options.incomplete, options.raw_flat);
             let reading = Reading { like: options.like.as_deref(), series, want, incomplete, raw_flat };
-            let (checkpoint, peers) = convert::open(&convert, reading, run)?;
-            if options.writes.is_none() {
-                convert::check_flat(&options.source, options.like.as_deref(), &[&checkpoint])?;
+            let opened = convert::open(&convert, reading, run);
+            if options.writes.is_some() {
+                return opened.map_err(convert::maybe_on_other_nodes);
             }
+            let (checkpoint, peers) = opened?;
+            convert::check_flat(&options.source, options.like.as_deref(), &[&checkpoint])?;
             Ok((checkpoint, peers))
         })?;
         Ok(Self { inner, peers, engine: Arc::new(engine), convert, progress, by_name: OnceLock::new() })

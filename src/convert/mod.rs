@@ -57,7 +57,7 @@ pub use reading::input;
 pub use report::{Outcome, Preview, Report};
 pub use reshard::{Chooser, row_specs, shared_mesh};
 pub use run::{Engine, Run, Setup};
-pub use source::{Defaults, Reading, Source, open};
+pub use source::{Defaults, Reading, Source, maybe_on_other_nodes, open};
 pub use verify::{Verification, has_no_value, verify};
 
 /// Steps of each conversion that lay out its destination.

@@ -299,7 +299,7 @@ pub fn open(args: &ConvertOptions, reading: Reading<'_>, run: &Run<'_>) -> Resul
         Some((peers, checkpoint)) => (Some(peers), checkpoint),
         None => {
             let opened = Checkpoint::open(&args.src, &options);
-            (None, opened.map_err(|error| maybe_on_other_nodes(error).within(&args.src))?)
+            (None, opened.map_err(|error| error.within(&args.src))?)
         }
     };
     let checked = check_series(&args.source, &[&checkpoint]);
@@ -308,8 +308,8 @@ pub fn open(args: &ConvertOptions, reading: Reading<'_>, run: &Run<'_>) -> Resul
     Ok((checkpoint, peers))
 }
 
-/// What one node lacks may lie on the disk of another.
-fn maybe_on_other_nodes(error: Error) -> Error {
+/// Adds the hint that files which are missing on this node may be on the disk of another one.
+pub fn maybe_on_other_nodes(error: Error) -> Error {
     error.missing_hint(
         "copy the missing files into the folder, or save the checkpoint again; where other nodes have them, start a \
          process on each, with --source per-rank",
