@@ -23,14 +23,18 @@
 //!
 //! The program is a crate of its own, `main.rs` with `cli` and `commands`, and sees what is public here. Who may import whom
 //! in the library: `twin` sees `format`, `storage` and `comm`; `exec` sees `plan`,
-//! `catalog`, `storage` and `comm` but no format and no terminal; `gpu` sees `exec` and `comm`, and what numbers are in
+//! `catalog`, `storage` and `comm` but no format and no terminal; `publish` sees `exec`, and puts what it writes in place; `gpu` sees `exec` and `comm`, and what numbers are in
 //! `catalog` and `layout`; `plan`, `format` and `select` see these two; `layout` is pure algebra, `comm` the environment of
 //! a process and its connections to others, and both see nothing of the crate.
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails"))]
 
 pub mod catalog;
+mod checkpoint;
 pub mod comm;
+pub mod conversion;
+pub mod convert;
+pub mod describe;
 pub mod error;
 pub mod exec;
 pub mod fault;
@@ -40,8 +44,34 @@ pub mod layout;
 pub mod name_list;
 pub mod nearest;
 pub mod plan;
+pub mod progress;
+pub mod publish;
 pub mod quantity;
 pub mod select;
 pub mod storage;
+pub mod text;
 pub mod threads;
 pub mod twin;
+mod verification;
+
+pub use catalog::Dtype;
+pub use checkpoint::{Checkpoint, Contents, OpenOptions, TensorInfo, Writes};
+pub use conversion::{Conversion, Plan, Target};
+pub use convert::options::{
+    Assets, Backend, CheckOptions, ConsolidateOptions, DestinationOptions, ExchangeOptions, ExecuteOptions,
+    FlatOptions, FlattenOptions, InspectOptions, OnConflict, ReshardOptions, SelectOptions, ShardOptions,
+    SourceLayoutOptions, SourceOptions, SourceVisibility, Strategy, TensorClass, Tied, UnshardOptions, VerifyOptions,
+};
+pub use convert::{Outcome, Preview, Report, Setup};
+pub use describe::{Inspection, Span};
+pub use error::{Error, Result};
+pub use exec::Stop;
+pub use format::Format;
+pub use progress::{Level, NoProgress, Progress};
+pub use verification::{Verification, verify};
+
+// Tests of the library share files with those of the program.
+#[cfg(test)]
+extern crate self as dtshard;
+#[cfg(test)]
+mod tests;

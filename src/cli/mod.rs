@@ -13,8 +13,8 @@ use std::path::PathBuf;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub use elsewhere::parse;
-pub use output::{Backend, ConvertArgs, DestinationArgs, ExchangeArgs, ProgressChoice, SourceSight, TalkArgs};
-pub use source::{CheckArgs, OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied, ToldArgs};
+pub use output::{Backend, ConvertArgs, ExchangeArgs, ProgressChoice, SourceSight, TalkArgs};
+pub use source::{OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied};
 pub use values::SplitArg;
 use values::rank;
 

@@ -3,6 +3,7 @@
 //! One format is one folder or file. Each reads a [`Catalog`] and reserves a target
 //! ([`Reservation`](crate::catalog::Reservation)); moving tensor data is no format's business.
 
+pub mod archive;
 pub mod checksum;
 pub mod dcp;
 mod dcp_hf;
@@ -18,7 +19,6 @@ mod listing;
 pub mod local;
 pub mod parallelize;
 mod parts;
-pub mod pickle;
 mod rank_names;
 mod reading;
 mod registry;
@@ -29,7 +29,6 @@ mod shortfall;
 mod skeleton;
 pub mod told;
 pub mod torch;
-pub mod zip;
 
 use std::collections::HashSet;
 use std::fmt;
@@ -48,14 +47,14 @@ pub use told::Told;
 pub use crate::name_list::natural_order;
 
 use parts::Loaded;
-use pickle::Unknown;
 use reading::Reading;
 use torch::ranks::Plain;
 
 use foldhash::fast::RandomState;
+use torch_pickle::pickle::Unknown;
 
 use crate::catalog::path::{Path as StatePath, tensors};
-use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
+use crate::catalog::{Catalog, Located, Place, Summed, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
 use crate::layout::parallelize::Order;
 use crate::name_list::{FEW, short_list};
@@ -327,12 +326,12 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located
     match entry.chunks.place(index) {
         Place::Bytes { file, offset } => Ok(Located { file, offset, strides: strides(), summed: None }),
         Place::Record { file, record, within } => {
-            let start = zip::data_offset(files, file, record)?;
+            let start = archive::data_offset(files, file, record)?;
             let offset = start.checked_add(within);
             let offset = offset.ok_or_else(|| {
                 Error::malformed(files.path(file), entry.fqn.as_str(), "an offset inside the file", "2^64")
             })?;
-            Ok(Located { file, offset, strides: strides(), summed: record.summed(start) })
+            Ok(Located { file, offset, strides: strides(), summed: Summed::of_record(record, start) })
         }
         Place::Item(stretch) => dcp::resolve(files, entry, chunk, stretch),
         Place::Nowhere => Err(Error::unsupported(

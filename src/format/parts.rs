@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use super::rank_names::RankNames;
 use crate::catalog::path::key_text;
-use crate::catalog::{Catalog, Dict, Value};
+use crate::catalog::{Catalog, Dict, Value, shift_tensors};
 use crate::error::Result;
 use crate::storage::lookup::{self, Kind};
 
@@ -97,7 +97,7 @@ fn top_keys(state: &Value) -> Option<Vec<String>> {
 /// the name of the subtree it is to become.
 pub fn adopt(whole: &mut Catalog, mut part: Catalog, under: Option<&str>) -> Value {
     let shift = u32::try_from(whole.tensors.len()).expect("fewer than 2^32 tensors");
-    part.state.shift_tensors(shift);
+    shift_tensors(&mut part.state, shift);
     let meshes: Vec<_> = part.meshes.drain(..).map(|mesh| whole.intern_mesh(mesh)).collect();
     for mut entry in part.tensors {
         if let Some(name) = under {

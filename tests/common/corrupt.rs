@@ -5,16 +5,20 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use dtshard::format::pickle::Writer;
+use torch_pickle::pickle::Writer;
 
-pub use crate::outcome::{Outcome, command, copy_all, files_of, fixture};
+use super::transcript::{Transcript, record};
+
+pub use super::outcome::{Outcome, command, copy_all, files_of, fixture};
 
 /// A folder for one test, removed with it.
-pub struct Sandbox(tempfile::TempDir);
+pub struct Sandbox(tempfile::TempDir, Transcript);
 
 impl Sandbox {
     pub fn new() -> Self {
-        Self(tempfile::tempdir().unwrap())
+        let folder = tempfile::tempdir().unwrap();
+        let transcript = Transcript::begin(folder.path());
+        Self(folder, transcript)
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -65,7 +69,9 @@ impl Sandbox {
 }
 
 pub fn dtshard(args: &[&dyn AsRef<OsStr>]) -> Outcome {
-    command(args).output().unwrap().into()
+    let outcome: Outcome = command(args).output().unwrap().into();
+    record(args, outcome.code, &outcome.err);
+    outcome
 }
 
 /// Change a file in place.

@@ -17,9 +17,9 @@ use rayon::prelude::*;
 use crate::catalog::Path as StatePath;
 use crate::catalog::{Dtype, Fqn, Key, checked_len_bytes};
 use crate::error::{Error, Result};
-use crate::format::pickle::{self, Entries, Field, Fields, Fold, Folded, Pickle, Record, Ref};
 use crate::format::torch::reader::pickle_error;
 use crate::layout::Dims;
+use torch_pickle::pickle::{self, Entries, Field, Fields, Fold, Folded, Pickle, Record, Ref};
 
 /// One `.metadata`.
 pub struct Metadata<'a> {

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use super::release::Style;
 use crate::catalog::Dtype;
 use crate::error::Error;
-use crate::format::pickle::{LiftError, NodeId};
-use crate::format::zip::Archive;
+use crate::format::archive::Source;
 use crate::layout::{DeviceMesh, Dims, Rank};
-use crate::storage::Files;
+use torch_pickle::pickle::{LiftError, NodeId};
+use torch_pickle::zip::Archive;
 
 /// Part of a storage, as a strided array. Offset, sizes and strides in elements of `dtype`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -44,7 +44,7 @@ const MAX_RANKS_BYTES: u64 = 1 << 27;
 
 /// State of reading one archive's pickle.
 pub struct Reader<'a> {
-    pub files: &'a Files,
+    pub source: Source<'a>,
     pub archive: &'a Archive,
     /// Meshes are shared objects: each is read once.
     pub meshes: HashMap<NodeId, Arc<MeshSpec>>,
@@ -99,8 +99,8 @@ impl Reader<'_> {
             return Err(LiftError::malformed(format!("ranks of dtype {}", view.dtype)));
         };
         let name = format!("data/{}", view.key);
-        let storage = (self.archive.content(self.files, &name, MAX_RANKS_BYTES))
-            .map_err(|error| self.unread(error))?
+        let storage = (self.archive.content(&self.source, &name, MAX_RANKS_BYTES))
+            .map_err(|error| self.unread(self.source.error(error)))?
             .ok_or_else(|| LiftError::malformed(format!("a tensor whose storage `{name}` is missing")))?;
         let width = usize::try_from(view.dtype.itemsize()).expect("a small number");
         let count = view.sizes.iter().product::<u64>();

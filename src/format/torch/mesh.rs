@@ -11,8 +11,8 @@ use std::sync::Arc;
 use super::context::{MeshSpec, Reader};
 use super::release::{Release, Style};
 use super::view::plain_view;
-use crate::format::pickle::{LiftError, Ref};
 use crate::layout::{DeviceMesh, Dims, Rank};
+use torch_pickle::pickle::{LiftError, Ref};
 
 /// More ranks than any cluster has; a larger array is damage.
 const MAX_RANKS: u64 = 1 << 24;

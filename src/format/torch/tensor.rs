@@ -12,8 +12,8 @@ use super::context::{MeshSpec, Reader, View};
 use super::mesh::read_mesh;
 use super::view::{arg, dims, dtype, is_distributed, is_wrapper, plain_view};
 use crate::catalog::Dtype;
-use crate::format::pickle::{Items, LiftError, Ref};
 use crate::layout::{Dims, MeshDim, Placement, ReduceOp, Region, TensorDim, from_shard_order};
+use torch_pickle::pickle::{Items, LiftError, Ref};
 
 /// What a tensor node is.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -4,8 +4,8 @@
 
 use super::context::{Reader, View};
 use crate::catalog::{Dtype, span};
-use crate::format::pickle::{Items, LiftError, Ref};
 use crate::layout::Dims;
+use torch_pickle::pickle::{Items, LiftError, Ref};
 
 /// Returns the view of a plain tensor; `None` for everything else.
 ///
