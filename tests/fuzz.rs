@@ -8,6 +8,7 @@
 #![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
 
 #[path = "../crates/torch-pickle/tests/mutations/mod.rs"]
+#[macro_use]
 mod mutations;
 
 use std::fs;

@@ -1,5 +1,6 @@
 //! Mutated pickles and archives are read or refused, and nothing panics. What is read of a pickle is written and read back.
 
+#[macro_use]
 mod mutations;
 
 use torch_pickle::pickle::{NoVisitor, Unknown, Writer, decode_with, parse};

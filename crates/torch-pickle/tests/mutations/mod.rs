@@ -50,12 +50,11 @@ impl Edit {
 
 /// Gives each of the valid inputs, and mutations of them, to a parser. A macro, since bolero names a target by the
 /// function that it is in.
-#[macro_export]
 macro_rules! fuzz {
     ($corpus:expr, $mutations:expr, $parse:expr) => {{
         let (corpus, parse): (Vec<Vec<u8>>, _) = ($corpus, $parse);
         corpus.iter().for_each(|bytes| parse(bytes.as_slice()));
-        let input = (bolero::produce::<u8>(), bolero::produce::<Vec<$crate::mutations::Edit>>().with().len(1..6_usize));
+        let input = (bolero::produce::<u8>(), bolero::produce::<Vec<mutations::Edit>>().with().len(1..6_usize));
         bolero::check!().with_generator(input).with_iterations($mutations).for_each(|(file, edits)| {
             let mut bytes = corpus[usize::from(*file) % corpus.len()].clone();
             edits.iter().for_each(|edit| edit.apply(&mut bytes));
