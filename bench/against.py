@@ -1,7 +1,7 @@
 """Compare two builds of dtshard: `run.py --against BINARY`.
 
-Each row is one command of dtshard on one source. Both programs run it in turns, as often as `--runs` says, after one run
-each that warms up and is checked; who begins changes from turn to turn. A ratio is that of the program under test to
+Each row is one command of dtshard on one source. Both programs run it in turns, as often as `--runs` says, after one
+run each that warms up and is checked; who begins changes from turn to turn. A ratio is that of the program under test to
 BINARY: above 1 it is slower.
 """
 
@@ -44,15 +44,16 @@ def table(rows):
     head = ["work"]
     for measure in MEASURES:
         head += [f"{measure}, ms", "against", "ratio"]
-    return markdown(head, [[row["name"], *(cell for measure in MEASURES for cell in cells(*row[measure]))] for row in rows])
+    lines = [[row["name"], *(cell for measure in MEASURES for cell in cells(*row[measure]))] for row in rows]
+    return markdown(head, lines)
 
 
 def summary(rows):
     """One line for each measure: how many rows are outside of the tolerance."""
     lines = []
     for measure in MEASURES:
-        outside = [row["name"] for row in rows if is_outside(*row[measure])]
-        ratio = statistics.geometric_mean(own / other for own, other in (row[measure] for row in rows))
+        ratios = {row["name"]: row[measure][0] / row[measure][1] for row in rows}
+        outside = [f"\n  - {row['name']}: {ratios[row['name']]:.3f}" for row in rows if is_outside(*row[measure])]
         lines.append(f"{measure}: {len(outside)} of {len(rows)} rows differ by more than {TOLERANCE:.0%}, "
-                     f"mean ratio {ratio:.3f}" + "".join(f"\n  - {name}" for name in outside))
+                     f"mean ratio {statistics.geometric_mean(ratios.values()):.3f}" + "".join(outside))
     return "\n".join(lines)

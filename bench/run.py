@@ -200,10 +200,11 @@ def parse():
     parser.add_argument("--ranks", type=int, default=8, help="that saved it")
     parser.add_argument("--rounds", type=int, default=9, help="of cp and dtshard")
     parser.add_argument("--peer-rounds", type=int, default=3, help="of those with peers, too; 0 leaves peers out")
-    parser.add_argument("--against", metavar="BINARY", help="another build of dtshard to compare with, without cp and peers")
+    parser.add_argument("--against", metavar="BINARY", help="another build to compare with, without cp and peers")
     parser.add_argument("--runs", type=int, default=15, help="of each program in each row of --against")
     parser.add_argument("--small", type=int, default=100_000, metavar="N", help="number of small tensors")
-    parser.add_argument("--quick", action="store_true", help="0.2 GB, 3 rounds, 1 with peers: to try the bench itself, or --against in minutes")
+    parser.add_argument("--quick", action="store_true",
+                        help="0.2 GB, 3 rounds, 1 with peers: to try the bench itself, or --against in minutes")
     parser.add_argument("--only", action="extend", nargs="+", default=[], choices=[*map(str, Table), *GROUPS],
                         help="these tables, and these groups of works")
     parser.add_argument("--directory", default="/dev/shm", help="for the table tmpfs")
