@@ -267,7 +267,7 @@ fn a_layout_of_another_model_is_refused() {
     let layout = |change: &dyn Fn(&mut Json)| {
         let mut layout = flat::layout("flat2", "flat");
         change(&mut layout);
-        let path = env.write("layout.json", &layout.to_string());
+        let path = env.write("layout.json", layout.to_string());
         format!("--flat-layout {}", path.display())
     };
     let (full, whole) = (full(), env.path("whole.pt"));

@@ -107,7 +107,7 @@ fn pytorch_model_bin_index_json_sets_are_read() {
         map.extend(part.iter().map(|name| (name.clone(), json!(file))));
     }
     let index = json!({ "metadata": { "total_size": 304 }, "weight_map": map });
-    let index = env.write("set/pytorch_model.bin.index.json", &index.to_string());
+    let index = env.write("set/pytorch_model.bin.index.json", index.to_string());
     for source in [env.path("set"), index] {
         assert_eq!(inspect(&source, "--brief")["format"], "torch");
         succeed("verify", &[&source, &fixture("safetensors/sharded")], "");

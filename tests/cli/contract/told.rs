@@ -173,7 +173,7 @@ fn other_splits_are_told_and_proven() {
     );
     let options = format!("--src-layout {}", layout.display());
     succeed("verify", &[&own, &truth], &options);
-    let other = env.write("other.toml", &fs::read_to_string(&layout).unwrap().replace("[1, 10]", "[1, 9]"));
+    let other = env.write("other.toml", fs::read_to_string(&layout).unwrap().replace("[1, 10]", "[1, 9]"));
     refuse(&own, &format!("--src-layout {}", other.display()));
 }
 
@@ -277,7 +277,7 @@ fn plans_tell_a_source_as_they_tell_a_target() {
             let told = format!("--src-mesh {mesh} --src-plan {family}");
             succeed("verify", &[&made, &truth], &told);
             let layout = format!("{family}{number}.toml");
-            let layout = env.write(&layout, &format!("mesh = \"{mesh}\"\nplan = \"{family}\"\n"));
+            let layout = env.write(&layout, format!("mesh = \"{mesh}\"\nplan = \"{family}\"\n"));
             succeed("verify", &[&made, &truth], &format!("--src-layout {}", layout.display()));
         }
     }

@@ -184,7 +184,7 @@ fn a_saved_list_of_digests_may_be_other() {
     let text = fs::read_to_string(&list).unwrap();
     let mut document: Json = serde_json::from_str(&text).unwrap();
     document["tensors"]["model.norm.weight"]["digest"] = json!(format!("blake3:{}", "0".repeat(64)));
-    let changed = env.write("changed.json", &document.to_string());
+    let changed = env.write("changed.json", document.to_string());
     let found = expect(1, "verify", &[&source, &changed], "--json").json();
     assert_eq!(found["different"].as_array().unwrap().len(), 1);
     assert_eq!(
