@@ -19,6 +19,8 @@ pub mod launch;
 mod links;
 mod local;
 mod mesh;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod node;
 mod operation;
 mod patience;
