@@ -13,7 +13,7 @@
 use std::collections::VecDeque;
 use std::mem;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -24,11 +24,10 @@ use mpi::traits::{Communicator as _, Destination, Source};
 use serde::{Deserialize, Serialize};
 
 use super::fate::{DROPPED, Fate, Gone, LEFT, Why, other_length};
-use super::patience::KeepGoing;
 use super::ranges::carved;
 use super::traffic::{Counter, Traffic};
 use super::{Communicator, Env, Launch, Launcher, Part};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, STOPPING};
 
 /// The longest message: MPI counts with 32 bits, and what is longer goes as several.
 const LONGEST: usize = 16 << 20;
@@ -47,6 +46,9 @@ static LIBRARY: Mutex<Option<Universe>> = Mutex::new(None);
 
 /// The inboxes of communicators that are gone while not all other ranks have sent their last word.
 static ENDING: Mutex<Vec<Inbox>> = Mutex::new(Vec::new());
+
+/// A question that every wait asks. An answer that is an error ends the wait.
+pub type KeepGoing = Arc<dyn Fn() -> Result<()> + Send + Sync>;
 
 /// Whether a launcher that connects processes by MPI started this one, and others with it: mpirun, or srun with `--mpi=`.
 #[must_use]
@@ -148,7 +150,7 @@ impl Mpi {
     }
 
     /// The first `size` ranks of the world, whose words and bytes have these tags: this one, and the one behind it.
-    fn with_tag(rank: u32, size: u32, tag: i32, going: KeepGoing) -> Self {
+    pub(super) fn with_tag(rank: u32, size: u32, tag: i32, going: KeepGoing) -> Self {
         let inbox = Inbox {
             tag,
             rank,
@@ -211,7 +213,7 @@ impl Mpi {
 
     /// Asks whether to go on, and ends this rank where not.
     fn ask(&self) -> Result<()> {
-        (self.going)().inspect_err(|error| self.end(&self.state(), Gone { rank: self.rank, why: Why::of(error) }))
+        (self.going)().inspect_err(|error| self.fail(&error.to_string()))
     }
 
     /// Sends the headers of an operation, and waits for those of all others.
@@ -310,7 +312,9 @@ impl Mpi {
         self.counter.received(received as u64);
         if let Some((rank, expected, sent)) = wrong {
             let error = other_length(rank, operation.name(), expected as u64, sent as u64);
-            self.end(&self.state(), Gone::because(&error));
+            if let Error::Comm { detail, .. } = &error {
+                self.end(&self.state(), Gone { rank, why: detail.as_str().into() });
+            }
             return Err(error);
         }
         stopped
@@ -402,7 +406,7 @@ impl Communicator for Mpi {
     }
 
     fn fail(&self, why: &str) {
-        self.end(&self.state(), Gone { rank: self.rank, why: format!("failed: {why}").into() });
+        self.end(&self.state(), Gone { rank: self.rank, why: reason(why) });
     }
 
     fn leave(self) -> Result<()> {
@@ -513,7 +517,7 @@ impl Inbox {
 impl Word {
     fn gone(&self) -> Option<Gone> {
         let Self::Gone { rank, signal, reason } = self else { return None };
-        let stopped = signal.and_then(Why::of_stop);
+        let stopped = signal.filter(|which| *which < STOPPING.len()).map(Why::Stopped);
         Some(Gone { rank: *rank, why: stopped.unwrap_or_else(|| reason.as_str().into()) })
     }
 }
@@ -561,6 +565,13 @@ impl Pause {
         }
         self.0 = self.0.saturating_add(1);
     }
+}
+
+/// Why a rank ends that says these words, which may be those of [`Error::Stopped`].
+fn reason(words: &str) -> Why {
+    let signal = words.strip_prefix("stopped by ").and_then(|rest| rest.split(';').next());
+    let which = STOPPING.iter().position(|(name, _)| Some(*name) == signal);
+    which.map_or_else(|| format!("failed: {words}").into(), Why::Stopped)
 }
 
 fn turn() -> MutexGuard<'static, Option<Universe>> {
