@@ -12,6 +12,8 @@ mod environment;
 mod fate;
 pub mod launch;
 mod local;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod node;
 mod patience;
 mod process;

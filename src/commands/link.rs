@@ -88,15 +88,6 @@ pub fn check_mpi(launch: &dtshard::comm::Launch) -> Result<()> {
 }
 
 impl Met {
-    /// Chooses the way between processes that have met. Collective; all come to the same.
-    ///
-    /// # Errors
-    /// As [`gpu::open`] where GPUs are asked for; `Comm`, and from the devices.
-    pub fn link(self, linking: &Linking<'_>) -> Result<Link> {
-        let way = of_met!(&self, control => self.way(control, linking))?;
-        Ok(Link { way, met: self })
-    }
-
     fn way<C>(&self, control: &Arc<C>, linking: &Linking<'_>) -> Result<Way>
     where
         C: Communicator + dtshard::comm::FailureNotes + 'static,
@@ -161,6 +152,21 @@ impl Met {
 }
 
 impl Link {
+    /// Processes that have met, and have not chosen a way.
+    #[must_use]
+    pub fn new(met: Met) -> Self {
+        Self { way: Way::Copy, met }
+    }
+
+    /// Chooses the way that tensors go. Collective; all come to the same.
+    ///
+    /// # Errors
+    /// As [`gpu::open`] where GPUs are asked for; `Comm`, and from the devices.
+    pub fn choose(&mut self, linking: &Linking<'_>) -> Result<()> {
+        self.way = of_met!(&self.met, control => self.met.way(control, linking))?;
+        Ok(())
+    }
+
     #[must_use]
     pub fn way(&self) -> &Way {
         &self.way

@@ -5,7 +5,6 @@
 //! only some of them see, and go on as processes that all see SRC. A process that fails says so to the others, and nobody waits
 //! for one that is gone.
 
-use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
@@ -124,9 +123,10 @@ impl Peers {
         // What is read is never written to, not even to meet there.
         refuse_nesting("the source", &args.src, destination)?;
         let (met, work) = meet(destination, args, run)?;
-        let roster = Roster::meet(&*met).map_err(|error| Roster::unknown(launch.part).name(error))?;
-        let agreed = alike::agree(&*met, args).and_then(|()| alike::compare(&*met, &run.options_told));
-        let nodes = agreed.and_then(|()| Parties::meet(&*met)).map_err(|error| roster.name(error))?;
+        let mut link = Link::new(met);
+        let roster = Roster::meet(&link).map_err(|error| Roster::unknown(launch.part).name(error))?;
+        let agreed = alike::agree(&link, args).and_then(|()| alike::compare(&link, &run.options_told));
+        let nodes = agreed.and_then(|()| Parties::meet(&link)).map_err(|error| roster.name(error))?;
         // What DST takes is not known yet. It makes rounds shorter, never longer.
         let rounds = Bucket::of(&args.exchange).within(room_before_layout(&args.source, &run.options));
         let linking = Linking {
@@ -136,7 +136,7 @@ impl Peers {
             roster: &roster,
             printer: run.printer,
         };
-        let link = met.link(&linking).map_err(|error| roster.name(error))?;
+        link.choose(&linking).map_err(|error| roster.name(error))?;
         // What a user has decided on may be what differs, compared or not.
         let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
         let reducing = match link.way() {
@@ -500,8 +500,8 @@ fn meet(destination: &Path, args: &ConvertArgs, run: &Run<'_>) -> Result<(Met, W
 fn meet_by_mpi(mut work: WorkFolder, run: &Run<'_>) -> Result<(Met, WorkFolder)> {
     let stop = run.stop.clone();
     let mpi = dtshard::comm::mpi::Mpi::world(run.launch.part, Arc::new(move || stop.check()))?;
-    let made = work.make_for(&mpi).map_err(|error| Roster::unknown(run.launch.part).name(error))?;
-    Ok((Met::Mpi(Arc::new(mpi)), made.map_or(work, |()| work)))
+    work.make_for(&mpi).map_err(|error| Roster::unknown(run.launch.part).name(error))?;
+    Ok((Met::Mpi(Arc::new(mpi)), work))
 }
 
 fn is_not_there(error: &Error) -> bool {

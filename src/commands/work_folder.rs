@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 
 use dtshard::comm::Part;
 use dtshard::error::{Error, Result};
+#[cfg(feature = "mpi")]
+use dtshard::exec::staging::presence::Presence;
 use dtshard::exec::staging::presence::is_in_use;
 use dtshard::storage::{AnchoredPath, lookup};
 
@@ -31,6 +33,8 @@ pub struct WorkFolder {
     run: AnchoredPath,
     /// The folders above that were not there, the innermost first.
     made: Vec<PathBuf>,
+    #[cfg(feature = "mpi")]
+    held: Option<Presence>,
     is_first: bool,
     keeps_copy: bool,
     is_done: bool,
@@ -58,7 +62,36 @@ impl WorkFolder {
         let made = if is_first { above.take_while(is_missing).map(Path::to_path_buf).collect() } else { Vec::new() };
         let text = format!("{} {}", part.of, run.unwrap_or_default());
         let run = folder.join(format!("run-{}", &blake3::hash(text.as_bytes()).to_hex()[..16]));
-        Ok(Self { folder, run, made, is_first, keeps_copy, is_done: false, is_published: false })
+        Ok(Self {
+            folder,
+            run,
+            made,
+            #[cfg(feature = "mpi")]
+            held: None,
+            is_first,
+            keeps_copy,
+            is_done: false,
+            is_published: false,
+        })
+    }
+
+    /// Makes the folder of this launch, for processes that have met by other means. Process 0 holds a lease in it, so that
+    /// others see that it is in use. Collective.
+    ///
+    /// # Errors
+    /// `Io`; `Comm` naming the process that fails.
+    #[cfg(feature = "mpi")]
+    pub fn make_for(&mut self, communicator: &impl dtshard::comm::Communicator) -> Result<()> {
+        let make = || -> Result<Option<Presence>> {
+            if !self.is_first {
+                return Ok(None);
+            }
+            let _ = self.run.remove_all();
+            fs::create_dir_all(self.run.path()).map_err(Error::io("create", &self.run))?;
+            Presence::take(&self.run, Part::alone(), 0)
+        };
+        self.held = communicator.settle(make())?;
+        Ok(())
     }
 
     /// The folder for the records of this launch.
@@ -103,6 +136,8 @@ impl WorkFolder {
 
 impl Drop for WorkFolder {
     fn drop(&mut self) {
+        #[cfg(feature = "mpi")]
+        drop(self.held.take());
         self.clear();
     }
 }

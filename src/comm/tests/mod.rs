@@ -6,6 +6,8 @@ mod contradictions;
 mod launchers;
 pub(crate) mod local;
 mod mesh;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod nesting;
 mod processes;
 mod rendezvous;
