@@ -37,7 +37,7 @@ const SHORTEST: Duration = Duration::from_millis(1);
 const LONGEST: Duration = Duration::from_millis(200);
 
 /// The time between two looks at the lease of a process that is waited for.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 1000 });
 
 /// A process that has met others. It moves no bytes of tensors.
 #[derive(Debug)]
@@ -62,7 +62,8 @@ impl Records {
     /// `Comm` naming a process that did not come in time, or has failed meanwhile; `Stopped`; `Io`.
     pub fn meet(folder: &AnchoredPath, part: Part, patience: Patience<'_>, stop: &Stop) -> Result<Self> {
         let observer = Observer::new(folder, part.of);
-        let mut meeting = Meeting { folder, part, observer, seen_alive: BTreeSet::new(), is_blocked: false };
+        let mut meeting =
+            Meeting { folder, part, observer, seen_alive: BTreeSet::new(), is_blocked: false, sees_first: false };
         let wait = Wait::begin(patience);
         let (mut own, mut pause) = (None, SHORTEST);
         loop {
@@ -75,21 +76,13 @@ impl Records {
                     return Ok(Self { presence, folder, stop: stop.clone(), number: Mutex::new(0) });
                 }
                 Ok(Step::Missing(missing)) => missing,
-                Err(error) => {
-                    // Others may have come, and are to hear of it.
-                    if let Some(own) = &own {
-                        own.fail(&error.to_string());
-                    }
-                    return Err(error);
-                }
+                Err(error) => return Err(told(own.as_ref(), error)),
             };
             let whom = name_processes(&missing);
-            if wait.is_over() {
-                let error = meeting.late(&missing, &wait);
-                if let Some(own) = &own {
-                    own.fail(&error.to_string());
-                }
-                return Err(error);
+            // Process 0 decides for those that see it, but not for ever.
+            let until = wait.until() + if meeting.sees_first { patience.limit } else { Duration::ZERO };
+            if Instant::now() >= until {
+                return Err(told(own.as_ref(), meeting.late(&missing, &wait)));
             }
             if wait.is_due() {
                 let why = meeting.is_blocked.then_some("a process of another run still has this part");
@@ -125,6 +118,18 @@ impl Records {
     }
 }
 
+/// Tells others that may have come why this process does not meet them.
+fn told(own: Option<&Presence>, error: Error) -> Error {
+    match (own, &error) {
+        (Some(own), Error::Comm { rank, detail, .. }) => {
+            own.give_up(Gone { rank: rank.index, why: detail.as_str().into() });
+        }
+        (Some(own), error) => own.fail(&error.to_string()),
+        (None, _) => {}
+    }
+    error
+}
+
 /// What one look comes to.
 enum Step {
     Met(Vec<u32>),
@@ -138,6 +143,8 @@ struct Meeting<'a> {
     /// Leases that were alive in a look before, by part and generation.
     seen_alive: BTreeSet<(u32, u32)>,
     is_blocked: bool,
+    /// Whether process 0 is there, for the others.
+    sees_first: bool,
 }
 
 impl Meeting<'_> {
@@ -211,7 +218,7 @@ impl Meeting<'_> {
             // It is of an earlier run.
             Some(_) => missing,
             None => {
-                self.is_there(0, first)?;
+                self.sees_first = self.is_there(0, first)?.is_some();
                 missing
             }
         }
