@@ -13,10 +13,7 @@ mod tree;
 mod nodes;
 
 use std::fs;
-use std::io::Read;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
-use std::process::Child;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -121,4 +118,72 @@ fn a_destination_that_is_not_shared() {
     for rank in 0..2 {
         assert_eq!(names(&nodes.desk().join(format!("disk{rank}"))), [""; 0]);
     }
+}
+
+/// By all that wait, unless they are to be quiet.
+#[test]
+fn whom_processes_wait_for() {
+    let nodes = Nodes::new("fsdp4/ranks", 4, Spread::One);
+    let outcomes =
+        ended((0..3).map(|rank| nodes.start(rank, &format!("{WORDS}{}", ["", "", " --quiet"][rank as usize]))));
+    for (rank, outcome) in outcomes.iter().enumerate() {
+        outcome.refused(&["error: process 3 of 4: meet: did not come within 10 s"]);
+        let said = format!("[{rank}/4] waiting for process {} (", [3, 0, 0][rank]);
+        let is_said = |line: &str| line.starts_with(&said) && line.ends_with(" of at most 10 s)");
+        assert_eq!(outcome.err.lines().any(is_said), rank < 2, "{outcome:?}");
+        assert_eq!(outcome.err.contains("waiting for"), rank < 2, "{outcome:?}");
+    }
+    assert_eq!(names(&nodes.desk()), [""; 0]);
+}
+
+#[test]
+fn part_that_is_given_twice_is_an_error() {
+    let nodes = Nodes::new("fsdp4/ranks", 3, Spread::One);
+    let outcomes = ended([0, 1, 1].into_iter().map(|rank| nodes.start(rank, WORDS)));
+    outcomes[0].refused(&["process 2 of 3: meet: did not come within 10 s"]);
+    let blocked = outcomes[1..].iter().filter(|outcome| outcome.err.contains("still has this part"));
+    assert_eq!(blocked.count(), 1, "{outcomes:?}");
+    outcomes[1..].iter().for_each(|outcome| drop(outcome.refused(&["hint: start all processes"])));
+}
+
+/// The next run may have another number of parts, or be one process.
+#[test]
+fn first_process_that_was_killed_is_in_nobodys_way() {
+    for is_alone in [false, true] {
+        let nodes = nodes();
+        let work = nodes.desk().join(".out.dtshard-work");
+        let mut first = nodes.command_of(0, 3, WORDS).spawn().unwrap();
+        let begun = Instant::now();
+        while !work.exists() {
+            assert!(begun.elapsed() < Duration::from_secs(9), "no work folder");
+            sleep(Duration::from_millis(5));
+        }
+        sleep(Duration::from_millis(50));
+        first.kill().unwrap();
+        first.wait().unwrap();
+        assert_eq!(names(&nodes.desk()), [".out.dtshard-work"]);
+        if is_alone {
+            succeeds(&nodes.command_alone(WORDS).output().unwrap().into());
+        } else {
+            nodes.together(WORDS).iter().for_each(succeeds);
+        }
+        assert_eq!(names(&nodes.desk()), ["out"]);
+    }
+}
+
+/// As of the folder that it is in, it is mapped where that is on a local disk.
+#[test]
+fn a_source_that_is_a_bare_name() {
+    let nodes = Nodes::new("safetensors/sharded", 2, Spread::One);
+    let name = "model.safetensors.index.json";
+    (0..2).for_each(|node| drop(fs::copy(fixture("safetensors/sharded").join(name), nodes.source(node).join(name))));
+    let outcomes: Vec<Outcome> = ended((0..2).map(|rank| {
+        let part = rank.to_string();
+        let mut command = command(&[&"consolidate", &name, &nodes.desk().join("out"), &"--source=per-rank", &"-v"]);
+        command.args(["--part", &part, "--parts", "2"]).env("DTSHARD_FAULT", "none").current_dir(nodes.source(rank));
+        command.spawn().unwrap()
+    }));
+    outcomes.iter().for_each(|outcome| {
+        outcome.succeeded().says(&["reading from mappings"]);
+    });
 }

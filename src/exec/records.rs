@@ -5,8 +5,8 @@
 //! ```text
 //! run-1f0c96a2b7d4/            the processes of one launch
 //!     part-2-of-4.0.lease          process 2 is there, and why it ends
-//!     session-0.json               process 0 has seen all others: the generations of their leases
-//!     session-0/                   what they say to each other
+//!     session-4.0.json             process 0 has seen all others: the generations of their leases
+//!     session-4.0/                 what they say to each other
 //!         7-2                          what process 2 says in the 7th operation
 //! ```
 //!
@@ -28,7 +28,7 @@ use super::staging::presence::{Found, Observer, Presence, State};
 use crate::comm::{Communicator, ENDED, FailureNotes, Gone, Part, Patience, Traffic, Wait};
 use crate::error::{Error, Result};
 use crate::name_list::name_processes;
-use crate::storage::AnchoredPath;
+use crate::storage::{AnchoredPath, lookup};
 
 const OP: &str = "meet";
 
@@ -71,7 +71,7 @@ impl Records {
             let missing = match step {
                 Ok(Step::Met(members)) => {
                     let presence: Presence = own.take().expect("it is in the session");
-                    let folder = presence.folder().join(session(members[0]));
+                    let folder = presence.folder().join(session(part.of, members[0]));
                     presence.watch(members);
                     return Ok(Self { presence, folder, stop: stop.clone(), number: Mutex::new(0) });
                 }
@@ -151,7 +151,7 @@ impl Meeting<'_> {
     fn step(&mut self, own: &mut Option<Presence>) -> Result<Step> {
         if self.part.index == 0 {
             std::fs::create_dir_all(self.folder.path()).map_err(Error::io("create", self.folder))?;
-        } else if !self.folder.path().exists() {
+        } else if !lookup::is_folder(self.folder.path())? {
             // Process 0 makes it. The process of an earlier run may have taken it away.
             *own = None;
             self.observer = Observer::new(&self.folder.reopened(), self.part.of);
@@ -200,7 +200,7 @@ impl Meeting<'_> {
         if !missing.is_empty() {
             return Ok(Step::Missing(missing));
         }
-        let session = session(own.generation());
+        let session = session(self.part.of, own.generation());
         self.folder.join(&session).create_folder().map_err(Error::io("create", &self.folder.join(&session)))?;
         let text = serde_json::to_vec(&Session { members: members.clone() }).expect("numbers serialise");
         write(self.folder, &format!("{session}.json"), &text)?;
@@ -242,7 +242,7 @@ impl Meeting<'_> {
     }
 
     fn session(&self, generation: u32) -> Result<Option<Session>> {
-        let path = self.folder.join(format!("{}.json", session(generation)));
+        let path = self.folder.join(format!("{}.json", session(self.part.of, generation)));
         let mut text = Vec::new();
         match path.open().and_then(|mut file| file.read_to_end(&mut text)) {
             Ok(_) => Ok(serde_json::from_slice(&text).ok()),
@@ -282,8 +282,9 @@ impl Meeting<'_> {
     }
 }
 
-fn session(generation: u32) -> String {
-    format!("session-{generation}")
+/// The name of a session of so many processes, by the generation of the lease of process 0.
+fn session(of: u32, generation: u32) -> String {
+    format!("session-{of}.{generation}")
 }
 
 /// Puts a file into a folder, complete from the first moment that others see it.

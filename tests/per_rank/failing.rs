@@ -313,3 +313,15 @@ fn a_work_folder_that_was_left() {
     nodes.together(WORDS).iter().for_each(succeeds);
     nodes.has_made(&wanted, WORDS);
 }
+
+#[test]
+fn all_that_are_killed() {
+    let nodes = nodes();
+    let mut processes: Vec<Child> = (0..3).map(|rank| nodes.start(rank, WORDS)).collect();
+    sleep(Duration::from_millis(40));
+    processes.iter_mut().for_each(|process| process.kill().unwrap());
+    assert!(processes.iter_mut().all(|process| process.wait().is_ok()));
+    let (wanted, _) = nodes.alone("reshard out --mesh fsdp=3");
+    nodes.together(&format!("{WORDS} --resume")).iter().for_each(succeeds);
+    nodes.has_made(&wanted, WORDS);
+}

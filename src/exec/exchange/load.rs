@@ -107,7 +107,7 @@ impl Loads {
     /// The longest buffer that anybody takes.
     #[must_use]
     pub fn longest(&self) -> u64 {
-        self.0.iter().map(|load| load.largest()).max().unwrap_or(0)
+        self.0.iter().map(Load::largest).max().unwrap_or(0)
     }
 
     /// By rank.
