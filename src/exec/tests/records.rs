@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::catalog::{Catalog, Reservation};
 use crate::comm::tests::conformance::{Fleet, PATIENCE, conforms_in_words};
-use crate::comm::{Communicator, Note, Part, Patience};
+use crate::comm::{Communicator, Part, Patience};
 use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::exec::records::Records;
@@ -72,10 +72,7 @@ fn process_that_never_comes_is_named() {
 fn process_that_waits_reports_whom_it_waits_for() {
     let shared = Shared::new();
     let said = std::sync::Mutex::new(Vec::new());
-    let tell = |note: Note<'_>| {
-        let (Note::Own(words) | Note::OfFirst(words)) = note;
-        said.lock().unwrap().push(words.to_owned());
-    };
+    let tell = |words: &str| said.lock().unwrap().push(words.to_owned());
     let soon = Duration::from_millis(20);
     let patience = Patience { limit: Duration::from_secs(2), first: soon, again: Duration::from_secs(9), tell: &tell };
     Records::meet(&shared.folder(), Part { index: 0, of: 2 }, patience, &Stop::default()).map(drop).unwrap_err();
