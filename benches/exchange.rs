@@ -12,8 +12,8 @@ mod support;
 use std::time::Duration;
 
 use dtshard::comm::Part;
+use dtshard::exchange::{Counting, Load, Moves, Owners, Parties, Reducing, Rounds, Sight};
 use dtshard::exec::division::stretch;
-use dtshard::exec::exchange::{Counting, Load, Moves, Owners, Parties, Reducing, Rounds, Sight};
 use support::cost::{peak_mb, timed};
 use support::model::{Job, Tensor, small_tensors, tensors};
 use support::tables::tables;

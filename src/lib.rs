@@ -128,6 +128,7 @@ mod conversion;
 mod convert;
 mod describe;
 pub mod error;
+pub mod exchange;
 pub mod exec;
 pub mod fault;
 pub mod format;

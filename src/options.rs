@@ -4,7 +4,7 @@
 //! [`Conversion`](crate::Conversion) is, [`ExecuteOptions`](crate::ExecuteOptions) how its plan is executed.
 
 pub use crate::checkpoint::{Contents, Writes};
-pub use crate::comm::{Launch, Launcher, Part, Place, launch, process_environment};
+pub use crate::comm::{Launch, Launcher, Part, launch, process_environment};
 pub use crate::conversion::Target;
 pub use crate::convert::options::{
     Assets, Backend, CheckOptions, ConsolidateOptions, ExchangeOptions, FlatOptions, FlattenOptions, InspectOptions,

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use dtshard::error::Result;
-use dtshard::exec::exchange::StridedCopy;
+use dtshard::exchange::StridedCopy;
 use dtshard::gpu::{Gpu, Packer, Trial};
 use dtshard::plan::lower::Level;
 use serde_json::json;

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use dtshard::catalog::Dtype;
 use dtshard::comm::{Communicator, Local, Part};
 use dtshard::error::{Error, Result};
+use dtshard::exchange::{Counting, Moves, Owners, Parties, Reducing, Room, Rounds, Shuffle, Sight, StridedCopy};
 use dtshard::exec::cast::Cast;
 use dtshard::exec::division::stretch;
-use dtshard::exec::exchange::{Counting, Moves, Owners, Parties, Reducing, Room, Rounds, Shuffle, Sight, StridedCopy};
 use dtshard::exec::reduce::Reducer;
 use dtshard::gpu::{Conversion, DeviceShuffle, Gpu, Nccl, Packer, Pinned, Reduction, Sharing, Trial};
 use dtshard::layout::ReduceOp;
@@ -210,7 +210,7 @@ pub fn rounds(gpu: &Gpu, len: usize) -> Verdict {
     let bytes = random(gpu, len)?;
     let mut room = Pinned::rooms(&gpu.device).room(len)?;
     let (mut one, two) = (trial(gpu, gpu.packer.clone(), &bytes)?, trial(gpu, gpu.packer.clone(), &bytes)?);
-    let peers = Nccl::meet(gpu, Sharing::Refused, Local::fleet(1).remove(0))?;
+    let peers = Nccl::meet(gpu, Sharing::Refused, &Arc::new(Local::fleet(1).remove(0)))?;
     // The first ones are square matrices of 1 GiB.
     let (catalog, reservation) = tables(&Job::fsdp(RANKS), &Job::columns(RANKS), tensors(1).take(2));
     let owners = Owners::new(&reservation.files, &[stretch(&reservation.files, Part { index: 0, of: 1 })]);

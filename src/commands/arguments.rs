@@ -63,9 +63,9 @@ impl ExchangeArgs {
                 cli::Backend::Auto => Backend::Auto,
                 cli::Backend::Cpu => Backend::Cpu,
                 cli::Backend::Nccl => Backend::Nccl,
+                cli::Backend::Mpi => Backend::Mpi,
             },
             fast_reduce: self.fast_reduce,
-            rendezvous: self.rendezvous.clone(),
             bucket_size: self.bucket_size.map(|size| size.0),
         }
     }

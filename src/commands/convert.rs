@@ -6,13 +6,19 @@ use super::progress::TerminalProgress;
 use super::{Printer, Status, labels, process};
 use crate::cli::ConvertArgs;
 use dtshard::options::{Launch, Target};
-use dtshard::{Checkpoint, Conversion, Outcome, Plan, Report, Result, Setup};
+use dtshard::{Checkpoint, Conversion, Error, Outcome, Plan, Report, Result, Setup};
 
 /// Converts SRC to the target at DST.
 ///
 /// # Errors
 /// Anything; DST is then as it was.
 pub fn run(target: Target, args: &ConvertArgs, launch: Launch, printer: &Printer) -> Result<Status> {
+    if args.exchange.rendezvous.is_some() {
+        return Err(Error::usage(
+            "--rendezvous is no longer needed: processes meet in a folder beside DST, or by MPI",
+            "leave it out; to exchange over a network, start the processes under MPI or srun",
+        ));
+    }
     let waits = launch.waits;
     let setup = Setup { launch, stop: process::prepare()?, labels: labels::of_arguments(std::env::args_os()) };
     let progress = TerminalProgress::new(printer);

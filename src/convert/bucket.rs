@@ -9,7 +9,7 @@
 use crate::comm::Communicator;
 use crate::convert::options::{Backend, ExchangeOptions, SourceVisibility};
 use crate::error::{Error, Result};
-use crate::exec::exchange::PLAN_BYTES;
+use crate::exchange::PLAN_BYTES;
 
 /// Rounds that are long enough for every network and device.
 const DEFAULT_BYTES: u64 = 64_000_000;
@@ -35,11 +35,15 @@ impl Bucket {
         args.bucket_size.map_or(Self::AtMost(DEFAULT_BYTES), |asked| Self::Asked(asked))
     }
 
-    /// That of rounds which there are going to be, whatever SRC is.
+    /// That of rounds which there may be, whatever SRC is.
     #[must_use]
     pub fn wanted(args: &ExchangeOptions) -> Option<Self> {
-        let exchange = args.source == SourceVisibility::PerRank || args.backend == Backend::Nccl;
-        exchange.then(|| Self::of(args))
+        let exchanges = match args.backend {
+            Backend::Auto => args.source == SourceVisibility::PerRank,
+            Backend::Cpu => false,
+            Backend::Nccl | Backend::Mpi => true,
+        };
+        exchanges.then(|| Self::of(args))
     }
 
     #[must_use]

@@ -2,21 +2,23 @@
 
 use std::path::Path;
 
-use super::auto;
 use super::estimate::{room_for_rounds, within_memory};
 use super::foresee::foresee;
 use super::idle::{idle_in_the_end, idle_wishes};
 use super::options::{ConvertOptions, OnConflict};
 use super::prepared::{Prepared, check_destination};
-use super::produce::{Produced, Publisher, produce};
+use super::produce::{Produced, Publisher, about, claim, plan, produce};
 use super::reading::input;
 use super::reading::refuse_without_tensors;
 use super::report::{Account, Outcome, Preview, Report, left_out, notes};
 use super::run::Run;
 use crate::catalog::Reservation;
 use crate::error::{Error, Result};
+use crate::exchange::Reducing;
 use crate::exec::copy::Stats;
-use crate::exec::{Options, copy};
+use crate::exec::{Input, Options, copy};
+use crate::format::resolve_unseen;
+use crate::publish::{Preflight, Staging};
 use crate::quantity::{count, human_bytes};
 use crate::storage::IoMode;
 
@@ -27,9 +29,7 @@ use crate::storage::IoMode;
 pub fn settle(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
     prepared.source.forget_wishes();
     let checked = check_len(&prepared.reservation).and_then(|()| check_tensors(prepared, args));
-    let joined = checked.and_then(|()| auto::join(prepared, args, run));
-    let joined = joined.map(|joined| prepared.source.peers = prepared.source.peers.take().or(joined));
-    let settled = joined.and_then(|()| settle_rounds(prepared, args, run));
+    let settled = checked.and_then(|()| settle_rounds(prepared, args, run));
     settled.map_err(|error| failed(prepared, error))
 }
 
@@ -44,7 +44,7 @@ fn failed(prepared: &mut Prepared, error: Error) -> Error {
 
 /// Lets rounds be as long as there is memory for beside what is laid out. Collective, where there are peers.
 fn settle_rounds(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
-    if prepared.source.peers.is_none() {
+    if !prepared.source.is_exchanged() {
         return Ok(());
     }
     let room = room_for_rounds(prepared, &run.options, args.source.max_memory);
@@ -68,12 +68,17 @@ fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Resu
     let mut account = Account::new(prepared, args, options, idle_wishes(prepared, args, run));
     let source = &prepared.source.checkpoint;
     let stats = match &prepared.source.peers {
-        None => copy::dry_run(input(source), &prepared.reservation, &run.stop)?,
-        Some(peers) => {
+        Some(peers) if peers.exchange_bytes() => {
             let stats;
             (stats, account.loads) = peers.dry_run(source, &prepared.reservation, run)?;
             stats
         }
+        // Nothing is copied for a preview.
+        Some(_) => {
+            let input = Input { resolve: &resolve_unseen, ..input(source) };
+            copy::dry_run(input, &prepared.reservation, &run.stop)?
+        }
+        None => copy::dry_run(input(source), &prepared.reservation, &run.stop)?,
     };
     let foreseen = args.dst.as_deref().and_then(|destination| foresee(prepared, args, destination, options, run));
     Ok(account.preview(&stats, foreseen))
@@ -84,11 +89,40 @@ fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Resu
 /// # Errors
 /// Anything; the destination is then as it was.
 pub fn execute(prepared: &mut Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<Report> {
-    let report = perform(prepared, args, destination, run).map_err(|error| failed(prepared, error));
+    let copied = copy_source(prepared, args, destination, run);
+    let report = copied.and_then(|()| perform(prepared, args, destination, run));
+    let report = report.map_err(|error| failed(prepared, error));
     if let Some(peers) = prepared.source.peers.take() {
         peers.leave(true);
     }
     report
+}
+
+/// Copies files of the source that only some processes see to where all see them. Collective, where there are peers.
+fn copy_source(prepared: &mut Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<()> {
+    let Some(mut peers) = prepared.source.peers.take() else { return Ok(()) };
+    let mut copy = || {
+        let is_wanted = peers.is_copy_wanted(|| preflight(prepared, args, destination, run))?;
+        let (source, reservation) = (&mut prepared.source.checkpoint, &prepared.reservation);
+        if is_wanted { peers.copy_source(source, reservation, args.execute.resume, run) } else { Ok(()) }
+    };
+    let copied = copy();
+    prepared.source.peers = Some(peers);
+    copied
+}
+
+/// Returns whether something is to be written to the destination, as far as one look shows.
+fn preflight(prepared: &Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<bool> {
+    check_destination(prepared, args, destination)?;
+    let claim = claim(prepared, args, &run.options, run);
+    let reducing = Reducing::InRankOrder;
+    let about = about(prepared, reducing, run);
+    match Staging::preflight(destination, prepared.shape, &claim, &plan(prepared, reducing, &about)) {
+        Ok(found) => Ok(found != Preflight::Done),
+        // A run may go on once it has watched another for a while.
+        Err(_) if claim.resume => Ok(true),
+        Err(error) => Err(error),
+    }
 }
 
 fn perform(prepared: &Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<Report> {

@@ -4,7 +4,6 @@
 //! destination on they share one path, [`Prepared`]. Knows options as values ([`options`]), no command line and no terminal.
 
 mod alike;
-mod auto;
 mod bucket;
 mod checks;
 mod config;
@@ -18,7 +17,6 @@ mod flatten;
 mod foresee;
 mod idle;
 mod link;
-mod meeting_place;
 mod memory;
 mod meter;
 mod names;
@@ -47,6 +45,7 @@ mod unshard;
 mod verify;
 mod waiting;
 mod whole;
+mod work_folder;
 
 pub use execute::{execute, preview, settle};
 pub use options::InspectOptions;

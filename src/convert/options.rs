@@ -173,8 +173,6 @@ pub struct ExchangeOptions {
     pub backend: Backend,
     /// Lets NCCL reduce partial values, in an order of its own.
     pub fast_reduce: bool,
-    /// Meeting point of processes.
-    pub rendezvous: Option<crate::comm::Place>,
     /// Bytes that each process reads, sends and receives at a time.
     pub bucket_size: Option<u64>,
 }
@@ -210,6 +208,7 @@ impl Backend {
             Self::Auto => "auto",
             Self::Cpu => "cpu",
             Self::Nccl => "nccl",
+            Self::Mpi => "mpi",
         }
     }
 }
@@ -230,10 +229,12 @@ pub enum Backend {
     /// Chosen by what the processes have.
     #[default]
     Auto,
-    /// From host to host.
+    /// Not at all: files that only some processes see are first copied to where all see them.
     Cpu,
     /// From GPU to GPU, by NCCL.
     Nccl,
+    /// From host to host, by MPI. Needs the cargo feature `mpi`.
+    Mpi,
 }
 
 /// Options that all conversions share.

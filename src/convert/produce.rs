@@ -8,7 +8,6 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::meeting_place::clear_beside;
 use super::meter::{Before, Meter};
 use super::peers::Peers;
 use super::prepared::Prepared;
@@ -19,14 +18,15 @@ use super::replaceable::check_replaceable;
 use super::run::Run;
 use super::source::Source;
 use super::waiting::wait_reporter;
+use super::work_folder::clear_beside;
 use crate::catalog::OutputFile;
 use crate::comm::{Launch, Part};
 use crate::convert::options::ConvertOptions;
 use crate::error::{Error, Result};
+use crate::exchange::Reducing;
 use crate::exec::about::About;
 use crate::exec::carry::{Carried, carry};
 use crate::exec::copy::{Stats, Writing, copy};
-use crate::exec::exchange::Reducing;
 use crate::exec::fingerprint::fingerprint;
 use crate::exec::{Extents, Options, sources};
 use crate::name_list::{FEW_NUMBERS, short_list};
@@ -72,9 +72,16 @@ pub fn produce(
     let about = about(conversion, reducing, run);
     let plan = plan(conversion, reducing, &about);
     if let Some(peers) = &conversion.source.peers {
-        peers.compare(plan.fingerprint, run.options_told)?;
+        peers.compare(plan.fingerprint)?;
     }
-    match Staging::begin(destination, conversion.shape, &claim, &plan, &run.stop)? {
+    let begun = Staging::begin(destination, conversion.shape, &claim, &plan, &run.stop);
+    // Parts wait for each other once all have begun. A process that cannot begin tells the others before that.
+    let peers = conversion.source.peers.as_ref().filter(|peers| !peers.exchange_bytes());
+    let begun = match peers {
+        Some(peers) => peers.settle(begun)?,
+        None => begun?,
+    };
+    match begun {
         Begun::Done => Ok(Produced::Already),
         Begun::Work(staging) => {
             let records = Records { conversion, staging: &staging, run, sync: options.sync };
@@ -212,8 +219,10 @@ impl Producer<'_> {
             stop: &run.stop,
         };
         let stats = match peers {
-            Some(peers) => peers.fill(&conversion.source.checkpoint, &conversion.reservation, writing, run.progress)?,
-            None => copy(input(&conversion.source.checkpoint), writing)?,
+            Some(peers) if peers.exchange_bytes() => {
+                peers.fill(&conversion.source.checkpoint, &conversion.reservation, writing, run.progress)?
+            }
+            _ => copy(input(&conversion.source.checkpoint), writing)?,
         };
         if conversion.source.reducing() == Reducing::ByNccl {
             let bytes = human_bytes(stats.folded_bytes);
@@ -237,7 +246,8 @@ impl Producer<'_> {
 
     /// Publish; processes that have come to this together all hear how it goes.
     fn publish_together(&self, stats: Stats, before: &Before) -> Result<Produced> {
-        let Some(peers) = &self.conversion.source.peers else { return self.publish(stats, before) };
+        let peers = self.conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
+        let Some(peers) = peers else { return self.publish(stats, before) };
         if self.part().index > 0 {
             peers.barrier()?;
             self.staging.see_published();

@@ -13,9 +13,9 @@ use super::partial;
 use super::prepared::Prepared;
 use super::run::Run;
 use crate::catalog::OutputFile;
+use crate::exchange::Load;
 use crate::exec::Options;
 use crate::exec::copy::Stats;
-use crate::exec::exchange::Load;
 use crate::quantity::{count, human_bytes, human_rate};
 use crate::storage::memory::{Anonymous, anonymous};
 use crate::text::harmless;
@@ -291,7 +291,7 @@ impl<'a> Account<'a> {
             "tied": tied,
             "warnings": warnings,
         });
-        if source.peers.is_some() && self.loads.is_empty() {
+        if source.is_exchanged() && self.loads.is_empty() {
             document["bytes_sent"] = json!(stats.traffic.sent);
             document["bytes_received"] = json!(stats.traffic.received);
         }

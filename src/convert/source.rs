@@ -15,9 +15,9 @@ use crate::catalog::path::{self, Fate};
 use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorEntry, TensorId, Value, model};
 use crate::convert::options::{CheckOptions, ConvertOptions, OnConflict, SelectOptions, SourceOptions, Tied};
 use crate::error::{Error, Result};
+use crate::exchange::Reducing;
 use crate::exec::Silent;
 use crate::exec::compare::{self, ReplicaDifference};
-use crate::exec::exchange::Reducing;
 use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
 use crate::layout::Pattern;
 use crate::progress::Progress;
@@ -68,6 +68,12 @@ impl Source {
     #[must_use]
     pub fn reducing(&self) -> Reducing {
         self.peers.as_ref().map_or(Reducing::InRankOrder, Peers::reducing)
+    }
+
+    /// Returns whether processes exchange what they read of it.
+    #[must_use]
+    pub fn is_exchanged(&self) -> bool {
+        self.peers.as_ref().is_some_and(Peers::exchange_bytes)
     }
 
     /// Chooses what to take of a checkpoint that has been opened, alone or with `peers`.

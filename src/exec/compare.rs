@@ -215,7 +215,7 @@ fn compare_blocks(
 }
 
 /// Values to be read in row-major order: a whole tensor, or one stored chunk of it.
-pub(super) struct Values<'a> {
+pub(crate) struct Values<'a> {
     input: Input<'a>,
     prepared: Prepared,
     /// As they are read.
@@ -230,18 +230,18 @@ impl<'a> Values<'a> {
         Ok(Self { input, prepared, dtype })
     }
 
-    pub(super) fn chunk(input: Input<'a>, entry: &TensorEntry, chunk: u32) -> Result<Self> {
+    pub(crate) fn chunk(input: Input<'a>, entry: &TensorEntry, chunk: u32) -> Result<Self> {
         Ok(Self { input, prepared: Prepared::chunk(input, entry, chunk)?, dtype: entry.dtype })
     }
 
     /// Read `len` bytes from byte `first`.
-    pub(super) fn read(&self, first: u64, len: u64, buffer: &mut Vec<u8>, scratch: &mut Scratch) -> Result<()> {
+    pub(crate) fn read(&self, first: u64, len: u64, buffer: &mut Vec<u8>, scratch: &mut Scratch) -> Result<()> {
         buffer.resize(usize::try_from(len).expect("a block fits memory"), 0);
         self.prepared.read(self.input, first / self.prepared.itemsize(), buffer, scratch)
     }
 
     /// The (first byte, length) of each block; blocks hold whole elements.
-    pub(super) fn blocks(&self, block_bytes: u64) -> impl ExactSizeIterator<Item = (u64, u64)> + use<> {
+    pub(crate) fn blocks(&self, block_bytes: u64) -> impl ExactSizeIterator<Item = (u64, u64)> + use<> {
         let itemsize = self.prepared.itemsize();
         let total = self.prepared.numel() * itemsize;
         let step = (block_bytes - block_bytes % itemsize).max(itemsize);

@@ -73,7 +73,7 @@ pub struct CastCount {
 
 impl Stats {
     /// Of a copy that has not begun: which casts there will be.
-    pub(super) fn of(input: Input<'_>, reservation: &Reservation) -> Self {
+    pub(crate) fn of(input: Input<'_>, reservation: &Reservation) -> Self {
         let mut stats = Self::default();
         for tensor in &reservation.tensors {
             let pair = (input.catalog.tensor(tensor.source).dtype, tensor.dtype());
@@ -85,7 +85,7 @@ impl Stats {
     }
 
     /// Those of tiles that are planned.
-    pub(super) fn of_slots(slots: &[Slot]) -> Self {
+    pub(crate) fn of_slots(slots: &[Slot]) -> Self {
         let of_slot = |slot: &Slot| {
             let mut stats = Self { planned_bytes: PLANNED_BYTES + slot.tile.held_bytes(), ..Self::default() };
             slot.tile.pieces(|piece| {

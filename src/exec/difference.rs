@@ -155,11 +155,11 @@ fn complex<const N: usize, const M: usize>(bytes: [u8; M], part: impl Fn([u8; N]
 }
 
 /// The four 8-bit floats with a sign: by mantissa bits, bias, and which bits are special.
-pub(super) fn e4m3fn([bits]: [u8; 1]) -> f64 {
+pub(crate) fn e4m3fn([bits]: [u8; 1]) -> f64 {
     if bits & 0x7f == 0x7f { f64::NAN } else { small(bits, 3, 7) }
 }
 
-pub(super) fn e5m2([bits]: [u8; 1]) -> f64 {
+pub(crate) fn e5m2([bits]: [u8; 1]) -> f64 {
     match bits & 0x7f {
         0x7c => f64::INFINITY.copysign(small(bits, 2, 15)),
         0x7d.. => f64::NAN,
@@ -167,11 +167,11 @@ pub(super) fn e5m2([bits]: [u8; 1]) -> f64 {
     }
 }
 
-pub(super) fn e4m3fnuz([bits]: [u8; 1]) -> f64 {
+pub(crate) fn e4m3fnuz([bits]: [u8; 1]) -> f64 {
     if bits == 0x80 { f64::NAN } else { small(bits, 3, 8) }
 }
 
-pub(super) fn e5m2fnuz([bits]: [u8; 1]) -> f64 {
+pub(crate) fn e5m2fnuz([bits]: [u8; 1]) -> f64 {
     if bits == 0x80 { f64::NAN } else { small(bits, 2, 16) }
 }
 

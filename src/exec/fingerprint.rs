@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Input;
 use super::carry::Carried;
-use super::exchange::Reducing;
+use super::reduce::Reducing;
 use crate::catalog::{OutputFile, Reservation, Reserved, TensorEntry, TensorId};
 use crate::error::Result;
 use crate::storage::Files;
@@ -101,7 +101,7 @@ pub fn fingerprint(
 }
 
 /// A path below one of the roots, which has this number, or beside it; of any other its last name.
-pub(super) fn below<'p>(path: &'p Path, roots: &[&Path]) -> (u64, &'p OsStr) {
+pub(crate) fn below<'p>(path: &'p Path, roots: &[&Path]) -> (u64, &'p OsStr) {
     let below = |root: &Path| path.strip_prefix(root).ok().filter(|rest| !rest.as_os_str().is_empty());
     let found = (0_u64..).zip(roots).find_map(|(index, root)| {
         let rest = below(root).or_else(|| root.parent().and_then(below))?;

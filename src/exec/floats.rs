@@ -19,14 +19,14 @@
 
 /// An element of the source as the bits of an f32.
 #[derive(Clone, Copy)]
-pub(super) struct Loaded {
+pub(crate) struct Loaded {
     pub single: u32,
     /// Finite before anything was rounded.
     pub was_finite: bool,
 }
 
 /// What a target stores for the bits of an f32.
-pub(super) struct Stored<const M: usize> {
+pub(crate) struct Stored<const M: usize> {
     pub bytes: [u8; M],
     /// The value is beyond the largest finite one of the target.
     pub beyond: bool,
@@ -34,7 +34,7 @@ pub(super) struct Stored<const M: usize> {
 
 /// Whether a target has infinities.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Infinity {
+pub(crate) enum Infinity {
     Kept,
     Lost,
 }
@@ -51,7 +51,7 @@ enum Nan {
 }
 
 /// How values lie in the bits of a float that is narrower than f32: sign, exponent, `mantissa` bits.
-pub(super) struct Narrow {
+pub(crate) struct Narrow {
     bits: u32,
     mantissa: u32,
     bias: u32,
@@ -63,7 +63,7 @@ pub(super) struct Narrow {
     nan: Nan,
 }
 
-pub(super) const F16: Narrow = Narrow {
+pub(crate) const F16: Narrow = Narrow {
     bits: 16,
     mantissa: 10,
     bias: 15,
@@ -73,7 +73,7 @@ pub(super) const F16: Narrow = Narrow {
     nan: Nan::Payload,
 };
 
-pub(super) const BF16: Narrow = Narrow {
+pub(crate) const BF16: Narrow = Narrow {
     bits: 16,
     mantissa: 7,
     bias: 127,
@@ -84,9 +84,9 @@ pub(super) const BF16: Narrow = Narrow {
     nan: Nan::Fixed(0xffff),
 };
 
-pub(super) const BF16_OF_F16: Narrow = Narrow { nan: Nan::Fixed(0x7fc0), ..BF16 };
+pub(crate) const BF16_OF_F16: Narrow = Narrow { nan: Nan::Fixed(0x7fc0), ..BF16 };
 
-pub(super) const F8_E4M3FN: Narrow = Narrow {
+pub(crate) const F8_E4M3FN: Narrow = Narrow {
     bits: 8,
     mantissa: 3,
     bias: 7,
@@ -97,7 +97,7 @@ pub(super) const F8_E4M3FN: Narrow = Narrow {
     nan: Nan::Signed(0x7f),
 };
 
-pub(super) const F8_E5M2: Narrow = Narrow {
+pub(crate) const F8_E5M2: Narrow = Narrow {
     bits: 8,
     mantissa: 2,
     bias: 15,
@@ -107,7 +107,7 @@ pub(super) const F8_E5M2: Narrow = Narrow {
     nan: Nan::Signed(0x7f),
 };
 
-pub(super) const F8_E4M3FNUZ: Narrow = Narrow {
+pub(crate) const F8_E4M3FNUZ: Narrow = Narrow {
     bits: 8,
     mantissa: 3,
     bias: 8,
@@ -117,7 +117,7 @@ pub(super) const F8_E4M3FNUZ: Narrow = Narrow {
     nan: Nan::Fixed(FNUZ_NAN),
 };
 
-pub(super) const F8_E5M2FNUZ: Narrow = Narrow {
+pub(crate) const F8_E5M2FNUZ: Narrow = Narrow {
     bits: 8,
     mantissa: 2,
     bias: 16,
@@ -180,22 +180,22 @@ impl Narrow {
 }
 
 /// The bits of infinity as an f32; those of NaNs are above.
-pub(super) const INFINITY: u32 = 0x7f80_0000;
+pub(crate) const INFINITY: u32 = 0x7f80_0000;
 
 #[inline]
-pub(super) fn magnitude(single: u32) -> u32 {
+pub(crate) fn magnitude(single: u32) -> u32 {
     single & 0x7fff_ffff
 }
 
 /// An f32, f16 or bf16 as it is.
 #[inline]
-pub(super) fn exact(single: u32) -> Loaded {
+pub(crate) fn exact(single: u32) -> Loaded {
     Loaded { single, was_finite: magnitude(single) < INFINITY }
 }
 
 /// Rounded once here, and a second time where it goes on to a narrower float.
 #[inline]
-pub(super) fn load_f64(bytes: [u8; 8]) -> Loaded {
+pub(crate) fn load_f64(bytes: [u8; 8]) -> Loaded {
     const INFINITY_64: u64 = 0x7ff << 52;
     let bits = u64::from_le_bytes(bytes);
     let value = bits & !(1 << 63);
@@ -208,12 +208,12 @@ pub(super) fn load_f64(bytes: [u8; 8]) -> Loaded {
 }
 
 #[inline]
-pub(super) fn single_of_bf16(bytes: [u8; 2]) -> u32 {
+pub(crate) fn single_of_bf16(bytes: [u8; 2]) -> u32 {
     u32::from(u16::from_le_bytes(bytes)) << 16
 }
 
 #[inline]
-pub(super) fn single_of_f16(bytes: [u8; 2]) -> u32 {
+pub(crate) fn single_of_f16(bytes: [u8; 2]) -> u32 {
     const LEAST_NORMAL: u32 = 113 << 23;
     let bits = u32::from(u16::from_le_bytes(bytes));
     let sign = (bits & 0x8000) << 16;
@@ -229,12 +229,12 @@ pub(super) fn single_of_f16(bytes: [u8; 2]) -> u32 {
 }
 
 #[inline]
-pub(super) fn store_f32(single: u32) -> Stored<4> {
+pub(crate) fn store_f32(single: u32) -> Stored<4> {
     Stored { bytes: single.to_le_bytes(), beyond: magnitude(single) == INFINITY }
 }
 
 #[inline]
-pub(super) fn store_f64(single: u32) -> Stored<8> {
+pub(crate) fn store_f64(single: u32) -> Stored<8> {
     let exact = f64::from(f32::from_bits(single)).to_bits();
     let value = u64::from(magnitude(single));
     let nan = (u64::from(single >> 31) << 63) | (0x7ff8 << 48) | (value & 0x007f_ffff) << 29;

@@ -4,8 +4,8 @@
 //! [`Stop`], where a late-bound chunk lies is asked of an [`Input`]'s resolver.
 
 pub mod about;
-mod bands;
-mod block;
+pub(crate) mod bands;
+pub(crate) mod block;
 pub mod carry;
 pub mod cast;
 pub mod compare;
@@ -13,8 +13,7 @@ pub mod copy;
 mod difference;
 pub mod digest;
 pub mod division;
-mod edges;
-pub mod exchange;
+pub(crate) mod edges;
 mod extents;
 pub mod fingerprint;
 mod finished;
@@ -22,17 +21,16 @@ mod floats;
 pub mod gather;
 pub mod literals;
 pub(crate) mod output;
-mod passing;
+pub(crate) mod passing;
 pub mod reduce;
-mod runs;
+pub(crate) mod runs;
 mod stop;
-mod strips;
+pub(crate) mod strips;
 pub mod sums;
 #[cfg(test)]
 pub(crate) mod tests;
 pub mod together;
-pub mod weigh;
-mod window;
+pub(crate) mod window;
 
 pub use edges::HELD_BYTES;
 pub use extents::Extents;
@@ -118,7 +116,7 @@ pub const REDUCING_BYTES: u64 = SUM_BYTES;
 
 /// The first bytes of a buffer that is used again and again, for somebody who overwrites them all. It grows to the
 /// longest that was asked for and no further, which `Vec::resize` alone does not promise: the memory bound counts on it.
-fn room(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
+pub(crate) fn room(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
     if buffer.len() < len {
         buffer.reserve_exact(len - buffer.len());
         buffer.resize(len, 0);

@@ -31,6 +31,25 @@ use crate::error::Error;
 use crate::layout::ReduceOp;
 use crate::layout::partial::Share;
 
+/// Who reduces partial values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Reducing {
+    /// This program, in the order of ranks: the same bits in every run.
+    #[default]
+    InRankOrder,
+    /// NCCL, where it can; the rest is made as ever.
+    ByNccl,
+}
+
+impl fmt::Display for Reducing {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::InRankOrder => "in the order of ranks",
+            Self::ByNccl => "by NCCL",
+        })
+    }
+}
+
 /// How summands of one dtype become a value that is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reducer {

@@ -4,31 +4,30 @@
 //! transposed, and read back tile by tile under another.
 
 mod bands;
-mod casting;
-pub(crate) mod exchanging;
+pub(crate) mod casting;
 mod parts;
 mod reducing;
 mod summing;
 
-use std::fs;
-use std::path::Path;
+pub(crate) use std::fs;
+pub(crate) use std::path::Path;
 
-use proptest::prelude::*;
+pub(crate) use proptest::prelude::*;
 
-use super::copy::{Stats, Writing};
-use super::{Extents, Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
-use crate::catalog::{
+pub(crate) use super::copy::{Stats, Writing};
+pub(crate) use super::{Extents, Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
+pub(crate) use crate::catalog::{
     Catalog, Chunk, ChunkTable, Dtype, Place, Reservation, TensorEntry, checked_len_bytes, contiguous_strides,
 };
-use crate::error::Result;
-use crate::format::resolve;
-use crate::layout::{DeviceMesh, Dims, Placement, Rank, TensorDim, Tile, local_shard};
-use crate::plan::Source;
-use crate::publish::log::{AtEnd, Log};
-use crate::storage::{AnchoredPath, Files, IoMode};
+pub(crate) use crate::error::Result;
+pub(crate) use crate::format::resolve;
+pub(crate) use crate::layout::{DeviceMesh, Dims, Placement, Rank, TensorDim, Tile, local_shard};
+pub(crate) use crate::plan::Source;
+pub(crate) use crate::publish::log::{AtEnd, Log};
+pub(crate) use crate::storage::{AnchoredPath, Files, IoMode};
 
 /// Global linear indices that a tile holds, in the order of its local elements.
-fn linear_indices(shape: &[u64], tile: &Tile) -> Vec<u64> {
+pub(crate) fn linear_indices(shape: &[u64], tile: &Tile) -> Vec<u64> {
     let strides = contiguous_strides(shape);
     let mut indices = vec![0];
     for (dim, intervals) in tile.dims().iter().enumerate() {
@@ -43,7 +42,7 @@ fn linear_indices(shape: &[u64], tile: &Tile) -> Vec<u64> {
 }
 
 /// Fill all of a reservation.
-fn copy(
+pub(crate) fn copy(
     input: Input<'_>,
     reservation: &Reservation,
     folder: &Path,
@@ -58,18 +57,18 @@ fn copy(
 }
 
 /// One element: its linear index, cut or repeated to the item size.
-fn element(index: u64, itemsize: u64) -> Vec<u8> {
+pub(crate) fn element(index: u64, itemsize: u64) -> Vec<u8> {
     index.to_le_bytes().into_iter().cycle().take(usize::try_from(itemsize).unwrap()).collect()
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct Layout {
-    mesh: Vec<u64>,
-    placements: Vec<Placement>,
+    pub(crate) mesh: Vec<u64>,
+    pub(crate) placements: Vec<Placement>,
 }
 
 impl Layout {
-    fn tiles(&self, shape: &[u64]) -> Vec<Tile> {
+    pub(crate) fn tiles(&self, shape: &[u64]) -> Vec<Tile> {
         let world_size = u32::try_from(self.mesh.iter().product::<u64>()).unwrap();
         let mesh = DeviceMesh::new(&self.mesh[..], (0..world_size).map(Rank).collect(), None).unwrap();
         let tile = |(_, at): (Rank, Dims)| local_shard(shape, &self.mesh, &self.placements, &at).unwrap();
@@ -77,7 +76,7 @@ impl Layout {
     }
 }
 
-fn layout(ndim: usize) -> impl Strategy<Value = Layout> {
+pub(crate) fn layout(ndim: usize) -> impl Strategy<Value = Layout> {
     let placement = if ndim == 0 {
         Just(Placement::Replicate).boxed()
     } else {
@@ -97,7 +96,7 @@ fn layout(ndim: usize) -> impl Strategy<Value = Layout> {
     })
 }
 
-fn case() -> impl Strategy<Value = (Vec<u64>, Dtype, Layout, Layout, bool, IoMode)> {
+pub(crate) fn case() -> impl Strategy<Value = (Vec<u64>, Dtype, Layout, Layout, bool, IoMode)> {
     let dtype = prop::sample::select(vec![Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::I64, Dtype::C128]);
     let io = prop::sample::select(vec![IoMode::Mmap, IoMode::Read]);
     prop::collection::vec(0..9_u64, 0..4).prop_flat_map(move |shape| {
@@ -107,7 +106,7 @@ fn case() -> impl Strategy<Value = (Vec<u64>, Dtype, Layout, Layout, bool, IoMod
 }
 
 /// As [`store_values`], of a tensor whose elements are their own linear indices.
-fn store(
+pub(crate) fn store(
     shape: &[u64],
     dtype: Dtype,
     layout: &Layout,
@@ -119,7 +118,7 @@ fn store(
 }
 
 /// Write every tile of a layout into one file, every other one transposed where asked.
-fn store_values(
+pub(crate) fn store_values(
     shape: &[u64],
     dtype: Dtype,
     layout: &Layout,
@@ -199,7 +198,7 @@ proptest! {
 }
 
 #[test]
-fn a_large_strided_cut_is_read_in_blocks() {
+pub(crate) fn a_large_strided_cut_is_read_in_blocks() {
     // 4,096 rows of 8 KiB, of which a column of 16 bytes is wanted: 32 MiB to skip through with 2 MiB of scratch.
     let shape = [4096, 1024_u64];
     let whole = Layout { mesh: vec![1], placements: vec![Placement::Replicate] };

@@ -9,8 +9,8 @@ use super::arithmetic::{Arithmetic, Conversion, Conversions, Reduction, Reductio
 use super::memory::DeviceBytes;
 use super::stream::Stream;
 use crate::error::Result;
+use crate::exchange::{Arriving, Making, Moves};
 use crate::exec::cast::Counts;
-use crate::exec::exchange::{Arriving, Making, Moves};
 
 /// What is computed of a round.
 #[derive(Debug)]

@@ -7,7 +7,7 @@ use nccl::DeviceBuffer;
 use smallvec::SmallVec;
 
 use super::table::{Job, Jobs};
-use crate::exec::exchange::StridedCopy;
+use crate::exchange::StridedCopy;
 
 /// Loops that the kernel has around a run.
 const MOST_LOOPS: usize = 4;

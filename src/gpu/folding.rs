@@ -15,12 +15,12 @@ use super::stream::Stream;
 use crate::catalog::Dtype;
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
-use crate::exec::exchange::{Fold, Folding};
+use crate::exchange::{Fold, Folding};
 use crate::layout::ReduceOp;
 
 const OP: &str = "reduce";
 
-impl<C: Communicator + Send> Nccl<C> {
+impl Nccl {
     /// Queue the folds of a round on a stream.
     pub(super) fn queue_folds(
         &self,

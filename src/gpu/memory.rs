@@ -1,7 +1,7 @@
 //! Memory that devices reach: theirs, and pages of the host that stay where they are.
 //!
 //! Both are slow to be had, so they are made somewhat larger than asked and used again: pinned memory by
-//! [`Rooms`](crate::exec::exchange::Rooms), a device's by [`DeviceBytes::at_least`]. Counts bytes.
+//! [`Rooms`](crate::exchange::Rooms), a device's by [`DeviceBytes::at_least`]. Counts bytes.
 
 use std::ptr::NonNull;
 use std::slice;
@@ -12,7 +12,7 @@ use nccl::DeviceBuffer;
 
 use super::device::{Device, failed, text};
 use crate::error::{Error, Result};
-use crate::exec::exchange::{HostMemory, Rooms};
+use crate::exchange::{HostMemory, Rooms};
 use crate::quantity::human_bytes;
 
 /// Allocations are multiples of this, or powers of two below.

@@ -1,4 +1,4 @@
-//! GPUs: rounds of an [exchange](crate::exec::exchange) through the memory of devices, and NCCL between them.
+//! GPUs: rounds of an [exchange](crate::exchange) through the memory of devices, and NCCL between them.
 //!
 //! ```text
 //!     pinned stage --copy--> stage --pack--> outgoing --NCCL--> incoming --unpack--> unpacked --copy--> pinned room

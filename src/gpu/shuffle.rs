@@ -2,8 +2,7 @@
 //!
 //! Each round has three steps on a stream of its own kind: up, the stage is copied to the device and packed; across, NCCL
 //! exchanges; down, what came is unpacked, computed with and copied to the host. So the next round goes up while this one
-//! goes across, and another comes down. Summands are reduced on the way down; where values are then passed on, or relays
-//! pass on what has come, that goes across and down once more:
+//! goes across, and another comes down. Summands are reduced on the way down; where values are then passed on, that goes across and down once more:
 //!
 //! ```text
 //!     up      N      N+1                   N+2
@@ -34,7 +33,7 @@ use super::slot::{Lent, Rest, Slot};
 use super::stream::Stream;
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::exec::exchange::{Casting, Given, Hop, Moves, Room, Rooms, Shuffle, reduce};
+use crate::exchange::{Casting, Given, Hop, Moves, Room, Rooms, Shuffle, reduce};
 
 /// Rounds under way: one goes up and across while the one before comes down.
 const SLOTS: usize = 2;
@@ -48,8 +47,8 @@ pub(super) fn device_bytes(bucket_bytes: u64) -> u64 {
 }
 
 /// Packs and unpacks on a device, and exchanges by NCCL.
-pub struct DeviceShuffle<'a, C: Communicator + Send> {
-    peers: &'a Nccl<C>,
+pub struct DeviceShuffle<'a> {
+    peers: &'a Nccl,
     packer: Packer,
     arithmetic: Option<Arithmetic>,
     rooms: Arc<Rooms<Pinned>>,
@@ -70,12 +69,12 @@ enum SecondHop {
     BeforeTheNextRound,
 }
 
-impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
+impl<'a> DeviceShuffle<'a> {
     /// One that computes on the device, if it is given what does that. Collective.
     ///
     /// # Errors
     /// `Device` where there is no memory; as [`Communicator::gather`].
-    pub fn new(gpu: &Gpu, peers: &'a Nccl<C>, arithmetic: Option<&Arithmetic>) -> Result<Self> {
+    pub fn new(gpu: &Gpu, peers: &'a Nccl, arithmetic: Option<&Arithmetic>) -> Result<Self> {
         let said = peers.gather(&[u8::from(arithmetic.is_some())])?;
         let all_compute = said.iter().all(|said| *said == [1]);
         let second_hop = if all_compute { SecondHop::BehindTheFirst } else { SecondHop::BeforeTheNextRound };
@@ -211,7 +210,7 @@ impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
     }
 }
 
-impl<C: Communicator + Send> Shuffle for DeviceShuffle<'_, C> {
+impl Shuffle for DeviceShuffle<'_> {
     type Memory = Pinned;
     /// Its slot.
     type Begun = usize;
@@ -279,7 +278,7 @@ impl<C: Communicator + Send> Shuffle for DeviceShuffle<'_, C> {
     }
 }
 
-impl<C: Communicator + Send> Drop for DeviceShuffle<'_, C> {
+impl Drop for DeviceShuffle<'_> {
     /// Nothing is freed that a stream may still use.
     fn drop(&mut self) {
         let is_done = |lent: &Lent| lent.done.as_ref().is_some_and(|done| self.peers.has_ended(OP, done));
@@ -290,13 +289,7 @@ impl<C: Communicator + Send> Drop for DeviceShuffle<'_, C> {
 }
 
 /// Queue a hop.
-fn across<C: Communicator + Send>(
-    peers: &Nccl<C>,
-    wire: &Stream,
-    hop: &Hop,
-    outgoing: &DeviceBytes,
-    incoming: &mut DeviceBytes,
-) -> Result<()> {
+fn across(peers: &Nccl, wire: &Stream, hop: &Hop, outgoing: &DeviceBytes, incoming: &mut DeviceBytes) -> Result<()> {
     peers.queue_exchange(wire, outgoing, &hop.to, incoming, &hop.from)?;
     if hop.is_told() { peers.queue_all_gather(wire, incoming, &hop.told) } else { Ok(()) }
 }

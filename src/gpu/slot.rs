@@ -13,7 +13,7 @@ use super::device::Device;
 use super::memory::{DeviceBytes, Pinned};
 use super::packer::Copies;
 use crate::error::Result;
-use crate::exec::exchange::{Hop, Moves, Origin, Room, StridedCopy};
+use crate::exchange::{Hop, Moves, Origin, Room, StridedCopy};
 
 /// A round's memory on the device, and what it has of the host's.
 pub(super) struct Slot {

@@ -12,8 +12,8 @@ use super::memory::DeviceBytes;
 use super::packer::Packer;
 use super::stream::Stream;
 use crate::error::Result;
+use crate::exchange::StridedCopy;
 use crate::exec::cast::Counts;
-use crate::exec::exchange::StridedCopy;
 use crate::exec::reduce::Fault;
 
 /// Two buffers of a device, and what brings bytes from the one to the other.

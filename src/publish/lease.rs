@@ -127,6 +127,13 @@ pub(super) struct Failure {
     run: Option<String>,
 }
 
+impl Failure {
+    fn new(reason: &str, run: Option<&str>) -> Self {
+        let reason = reason[..reason.floor_char_boundary(MAX_REASON_BYTES)].to_owned();
+        Self { reason, run: run.map(digest) }
+    }
+}
+
 fn digest(run: &str) -> String {
     blake3::hash(run.as_bytes()).to_hex()[..32].to_owned()
 }
@@ -156,7 +163,7 @@ pub(super) struct SeenLease {
 }
 
 /// Returns the name of the latest lease of each role.
-fn latest_leases(folder: &AnchoredPath) -> io::Result<impl Iterator<Item = LeaseName>> {
+pub(super) fn latest_leases(folder: &AnchoredPath) -> io::Result<impl Iterator<Item = LeaseName>> {
     let mut latest: BTreeMap<Role, LeaseName> = BTreeMap::new();
     for name in folder.names()? {
         let Some(name) = name.to_str().and_then(|name| name.parse::<LeaseName>().ok()) else { continue };
@@ -184,7 +191,7 @@ pub(super) fn read_leases(folder: &AnchoredPath) -> io::Result<Vec<SeenLease>> {
 }
 
 /// Returns `None` where the lease does not exist (any more).
-fn read_lease(folder: &AnchoredPath, name: LeaseName) -> io::Result<Option<SeenLease>> {
+pub(super) fn read_lease(folder: &AnchoredPath, name: LeaseName) -> io::Result<Option<SeenLease>> {
     match read_at_most(&folder.join(name.file()), RECORD_BYTES as u64) {
         Err(error) if is_gone(&error) => Ok(None),
         bytes => bytes.map(|bytes| Some(SeenLease { name, record: serde_json::from_slice(&bytes).ok(), bytes })),
@@ -251,8 +258,13 @@ impl Lease {
 
     /// Records why this process is about to give the lease up, if that is possible.
     pub fn fail(&self, reason: &str, run: Option<&str>) {
-        let reason = reason[..reason.floor_char_boundary(MAX_REASON_BYTES)].to_owned();
-        let _ = self.shared.write(|record| record.failure = Some(Failure { reason, run: run.map(digest) }));
+        let _ = self.shared.write(|record| record.failure = Some(Failure::new(reason, run)));
+    }
+
+    /// Returns a function that does what [`Lease::fail`] does, for the thread of the heartbeat.
+    pub fn note(&self) -> impl Fn(&str) + Send + 'static + use<> {
+        let shared = Arc::clone(&self.shared);
+        move |reason| drop(shared.write(|record| record.failure = Some(Failure::new(reason, None))))
     }
 
     /// Gives the lease up as if it had never been taken.
@@ -361,6 +373,11 @@ const MAX_BETWEEN_LOOKS: Duration = Duration::from_secs(3);
 impl LeaseWatch {
     pub fn new(pace: Pace) -> Self {
         Self { here: Process::this(), pace, watched: HashMap::new() }
+    }
+
+    /// Returns how long a lease was watched and did not change.
+    pub fn unchanged(&self, name: LeaseName) -> Duration {
+        self.watched.get(&name).map_or(Duration::ZERO, |last| last.unchanged)
     }
 
     pub fn state(&mut self, seen: &SeenLease, now: Instant) -> LeaseState {

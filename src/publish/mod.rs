@@ -36,6 +36,7 @@ mod lease;
 pub mod log;
 mod partial;
 mod plan_xattr;
+pub mod presence;
 pub mod recovery;
 pub mod seal;
 #[cfg(test)]

@@ -13,8 +13,8 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use dtshard::catalog::{Catalog, Chunk, Dtype, OutputFile, Place, Reserved, TensorEntry, TensorId};
+use dtshard::exchange::{Counting, Moves, Owners, PLAN_BYTES, Parties, Reducing, Rounds, Sight};
 use dtshard::exec::Extents;
-use dtshard::exec::exchange::{Counting, Moves, Owners, PLAN_BYTES, Parties, Reducing, Rounds, Sight};
 use dtshard::layout::Tile;
 use dtshard::storage::{FileId, memory};
 use serde_json::Value as Json;

@@ -21,11 +21,11 @@ fn value(index: u64) -> f64 {
 }
 
 /// Element `index` in a dtype: f64, cast where it is another one.
-pub(super) fn element_of(dtype: Dtype, index: u64) -> Vec<u8> {
+pub(crate) fn element_of(dtype: Dtype, index: u64) -> Vec<u8> {
     cast(Dtype::F64, dtype, &value(index).to_le_bytes()).0
 }
 
-pub(super) fn cast(from: Dtype, to: Dtype, source: &[u8]) -> (Vec<u8>, Counts) {
+pub(crate) fn cast(from: Dtype, to: Dtype, source: &[u8]) -> (Vec<u8>, Counts) {
     let Some(cast) = Cast::new(from, to) else { return (source.to_vec(), Counts::default()) };
     let mut target = vec![0; source.len() / bytes(from.itemsize()) * bytes(to.itemsize())];
     let counts = cast.convert(source, &mut target);
@@ -134,7 +134,7 @@ fn interleaved() -> Layout {
 }
 
 #[test]
-fn casts_do_not_depend_on_layouts_or_strips() {
+pub(crate) fn casts_do_not_depend_on_layouts_or_strips() {
     let shape = [37, 23];
     let pairs =
         [(Dtype::F32, Dtype::Bf16), (Dtype::Bf16, Dtype::F32), (Dtype::F64, Dtype::F16), (Dtype::F32, Dtype::F8E4m3fn)];
@@ -178,7 +178,7 @@ fn a_tensor_is_counted_once_whatever_its_replicas_and_strips() {
 }
 
 #[test]
-fn casts_go_through_windows() {
+pub(crate) fn casts_go_through_windows() {
     // As many tiles as a window has, so there are three.
     let source = Source::new(&[1 << 14], Dtype::F32, &sharded(0, 2), false, IoMode::Read);
     let reservation = reserve(&source, Dtype::Bf16, &[&sharded(0, 1 << 14), &sharded(0, 1 << 14), &whole()]);

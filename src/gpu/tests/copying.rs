@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::exec::exchange::StridedCopy;
+use crate::exchange::StridedCopy;
 use crate::gpu::copies::Nest;
 use crate::gpu::{DeviceBytes, Trial};
 use crate::plan::lower::Level;

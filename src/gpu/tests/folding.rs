@@ -4,8 +4,8 @@ use proptest::prelude::*;
 
 use super::exchanging::Devices;
 use super::passes;
-use crate::exec::tests::exchanging::Case;
-use crate::exec::tests::exchanging::folding::{self, Terms};
+use crate::exchange::tests::Case;
+use crate::exchange::tests::folding::{self, Terms};
 
 #[test]
 fn what_nccl_reduces_is_near_stand_in() {

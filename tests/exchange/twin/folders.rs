@@ -3,8 +3,8 @@
 use std::os::unix::fs::{MetadataExt, symlink};
 
 use super::*;
+use dtshard::exchange;
 use dtshard::exec::compare::replica_difference;
-use dtshard::exec::exchange;
 
 fn alone(own: PathBuf) -> Spread {
     Spread { folder: tempfile::tempdir().unwrap(), own: vec![own] }

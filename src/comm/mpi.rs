@@ -1,0 +1,616 @@
+//! MPI between hosts: a communicator over the MPI library that this program was built with.
+//!
+//! Every operation begins with a header from each rank to each other rank: the operation, its number, and how many bytes
+//! follow. A rank that has matching headers from all others moves the bytes; so do all others then, because each of them
+//! gets the same headers. A rank that ends sends a last word instead of a header. The others find it before any bytes of
+//! that operation are sent. So no transfer stays unfinished, and MPI is finalised in an orderly way after an error, too.
+//!
+//! A rank that is killed sends no last word: its launcher, mpirun or srun, ends the other processes of the job.
+//!
+//! Threads take turns in calling MPI (`MPI_THREAD_SERIALIZED`), and no call blocks: a thread that waits asks again and
+//! again, and lets others have their turn. Counts bytes. Invariant: where this rank's fate is sealed, its last word is sent.
+
+use std::collections::VecDeque;
+use std::mem;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use mpi::environment::Universe;
+use mpi::point_to_point::MatchedReceiveVec;
+use mpi::topology::SimpleCommunicator;
+use mpi::traits::{Communicator as _, Destination, Source};
+use serde::{Deserialize, Serialize};
+
+use super::fate::{DROPPED, Fate, Gone, LEFT, Why, other_length};
+use super::ranges::carved;
+use super::traffic::{Counter, Traffic};
+use super::{Communicator, Env, Launch, Launcher, Part};
+use crate::error::{Error, Result, STOPPING};
+
+/// The longest message: MPI counts with 32 bits, and what is longer goes as several.
+const LONGEST: usize = 16 << 20;
+
+/// The longest reason that a last word gives.
+const LONGEST_REASON: usize = 2 << 10;
+
+/// Memory for headers and last words that are on their way, for each other rank.
+const BUFFER_A_RANK: usize = 8 << 10;
+
+/// How long a process that is done waits for the last words of the others after an error.
+const ENDS_WITHIN: Duration = Duration::from_mins(1);
+
+/// The state of the MPI library. A thread that calls MPI holds the lock.
+static LIBRARY: Mutex<Option<Universe>> = Mutex::new(None);
+
+/// The inboxes of communicators that are gone while not all other ranks have sent their last word.
+static ENDING: Mutex<Vec<Inbox>> = Mutex::new(Vec::new());
+
+/// A question that every wait asks. An answer that is an error ends the wait.
+pub type KeepGoing = Arc<dyn Fn() -> Result<()> + Send + Sync>;
+
+/// Whether a launcher that connects processes by MPI started this one, and others with it: mpirun, or srun with `--mpi=`.
+#[must_use]
+pub fn is_under_mpi(launch: &Launch, env: Env<'_>) -> bool {
+    match launch.launcher {
+        Launcher::OpenMpi | Launcher::Pmi => !launch.part.is_alone(),
+        Launcher::Slurm => !launch.part.is_alone() && env("PMIX_RANK").is_some(),
+        _ => false,
+    }
+}
+
+/// One rank of `MPI_COMM_WORLD`. Its memory is the host's.
+pub struct Mpi {
+    rank: u32,
+    size: u32,
+    going: KeepGoing,
+    fate: Fate,
+    counter: Counter,
+    state: Mutex<State>,
+    /// Held for an operation.
+    operating: Mutex<()>,
+}
+
+struct State {
+    inbox: Inbox,
+    /// Of the last operation that has begun, from 1.
+    number: u64,
+    has_left: bool,
+}
+
+/// Headers and last words of the other ranks that have come and were not looked at.
+struct Inbox {
+    tag: i32,
+    rank: u32,
+    words: Vec<VecDeque<Word>>,
+    /// By rank: whether the last word has come. A rank expects none of itself.
+    is_last: Vec<bool>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+enum Word {
+    Header {
+        operation: Operation,
+        number: u64,
+        len: u64,
+    },
+    Left,
+    /// The rank that is gone first, and why: by a signal, which is one of [`STOPPING`](crate::error::STOPPING), or for a reason.
+    Gone {
+        rank: u32,
+        signal: Option<usize>,
+        reason: String,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Operation {
+    Gather,
+    Exchange,
+    AllGather,
+}
+
+impl Operation {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Gather => "gather",
+            Self::Exchange => "exchange",
+            Self::AllGather => "all-gather",
+        }
+    }
+}
+
+/// An operation for which all ranks have sent a header.
+struct Begun {
+    /// By rank: how many bytes it sends to this one.
+    lens: Vec<usize>,
+    /// What stopped this process while it waited. The others go through the operation, and so does this rank.
+    stopped: Result<()>,
+}
+
+impl Mpi {
+    /// Initialises MPI and connects all processes that its launcher started. This process is `part` of them. Every wait asks
+    /// `going`, and an answer that is an error ends this rank. Call this once; keep a [`Finalize`] in `main`.
+    ///
+    /// # Errors
+    /// `Usage` where MPI has another number for this process, has been initialised, or does not support threads.
+    pub fn world(part: Part, going: KeepGoing) -> Result<Self> {
+        let (rank, size) = initialise()?;
+        if (rank, size) != (part.index, part.of) {
+            return Err(Error::usage(
+                format!(
+                    "MPI says that this is process {rank} of {size}, and it was started as process {} of {}",
+                    part.index, part.of
+                ),
+                "start dtshard by the mpirun of the MPI library it was built with, or by srun with --mpi=pmix or --mpi=pmi2",
+            ));
+        }
+        Ok(Self::with_tag(rank, size, 0, going))
+    }
+
+    /// The first `size` ranks of the world, whose words and bytes have these tags: this one, and the one behind it.
+    pub(super) fn with_tag(rank: u32, size: u32, tag: i32, going: KeepGoing) -> Self {
+        let inbox = Inbox {
+            tag,
+            rank,
+            words: (0..size).map(|_| VecDeque::new()).collect(),
+            is_last: (0..size).map(|other| other == rank).collect(),
+        };
+        Self {
+            rank,
+            size,
+            going,
+            fate: Fate::default(),
+            counter: Counter::default(),
+            state: Mutex::new(State { inbox, number: 0, has_left: false }),
+            operating: Mutex::default(),
+        }
+    }
+
+    /// Names the MPI library and its version.
+    #[must_use]
+    pub fn library() -> String {
+        let _turn = turn();
+        // The first line, or the first words of a long one: "Open MPI v4.1.4, package: ..".
+        let text = mpi::environment::library_version().unwrap_or_default();
+        let line = text.trim_matches(['\0', '\n', ' ']).lines().next().unwrap_or_default();
+        line.split(',').next().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn others(&self) -> impl Iterator<Item = u32> + use<> {
+        let this = self.rank;
+        (0..self.size).filter(move |rank| *rank != this)
+    }
+
+    fn tell_all(&self, state: &State, word: impl Fn(u32) -> Word) {
+        let _turn = turn();
+        let world = SimpleCommunicator::world();
+        for other in self.others() {
+            let bytes = serde_json::to_vec(&word(other)).expect("words are plain data");
+            // A header waits for nobody to receive it.
+            world.process_at_rank(mpi_rank(other)).buffered_send_with_tag(&bytes[..], state.inbox.tag);
+        }
+    }
+
+    /// Ends this rank for this reason, unless it has ended.
+    fn end(&self, state: &State, gone: Gone) {
+        if state.has_left || !self.fate.seal(gone) {
+            return;
+        }
+        let Some(Gone { rank, why }) = self.fate.gone() else { return };
+        let (signal, reason) = match why {
+            Why::Failed(reason) => (None, reason.as_str()),
+            Why::Stopped(which) => (Some(*which), ""),
+        };
+        let reason = &reason[..reason.floor_char_boundary(LONGEST_REASON)];
+        self.tell_all(state, |_| Word::Gone { rank: *rank, signal, reason: reason.to_owned() });
+    }
+
+    /// Asks whether to go on, and ends this rank where not.
+    fn ask(&self) -> Result<()> {
+        (self.going)().inspect_err(|error| self.fail(&error.to_string()))
+    }
+
+    /// Sends the headers of an operation, and waits for those of all others.
+    fn begin(&self, operation: Operation, len: impl Fn(u32) -> usize) -> Result<Begun> {
+        let op = operation.name();
+        self.ask()?;
+        let number = {
+            let mut state = self.state();
+            self.fate.check(op)?;
+            state.number += 1;
+            let number = state.number;
+            self.tell_all(&state, |other| Word::Header { operation, number, len: len(other) as u64 });
+            number
+        };
+        let (mut pause, mut stopped) = (Pause::default(), Ok(()));
+        loop {
+            {
+                let mut state = self.state();
+                state.inbox.receive();
+                match state.inbox.headers(operation, number) {
+                    Ok(Some(lens)) => return Ok(Begun { lens, stopped }),
+                    Ok(None) => {}
+                    Err(gone) => {
+                        self.end(&state, gone);
+                        stopped?;
+                        return self.fate.check(op).map(|()| unreachable!("the fate of this rank is sealed"));
+                    }
+                }
+            }
+            if stopped.is_ok() {
+                stopped = self.ask();
+            }
+            pause.wait();
+        }
+    }
+
+    /// Moves the bytes of an operation that has begun.
+    fn transfer<'a>(&self, to: impl Iterator<Item = (u32, &'a [u8])>, from: Vec<(u32, &'a mut [u8])>) {
+        let tag = self.state().inbox.tag + 1;
+        mpi::request::scope(|scope| {
+            let mut requests = Vec::new();
+            {
+                let _turn = turn();
+                let world = SimpleCommunicator::world();
+                for (rank, bytes) in from {
+                    let peer = world.process_at_rank(mpi_rank(rank));
+                    let pieces = bytes.chunks_mut(LONGEST);
+                    requests.extend(pieces.map(|piece| peer.immediate_receive_into_with_tag(scope, piece, tag)));
+                }
+                for (rank, bytes) in to {
+                    let peer = world.process_at_rank(mpi_rank(rank));
+                    let pieces = bytes.chunks(LONGEST);
+                    requests.extend(pieces.map(|piece| peer.immediate_send_with_tag(scope, piece, tag)));
+                }
+            }
+            let mut pause = Pause::default();
+            while !requests.is_empty() {
+                let before = requests.len();
+                let turn = turn();
+                requests = mem::take(&mut requests).into_iter().filter_map(|request| request.test().err()).collect();
+                drop(turn);
+                if requests.len() < before {
+                    pause = Pause::default();
+                }
+                pause.wait();
+            }
+        });
+    }
+
+    /// An operation in which the bytes of a tensor go to each rank, and come from each into the place that is theirs.
+    fn go<'a>(
+        &self,
+        operation: Operation,
+        to: impl Fn(u32) -> &'a [u8],
+        mut from: Vec<(u32, &'a mut [u8])>,
+    ) -> Result<()> {
+        let _operating = self.operating.lock().unwrap_or_else(PoisonError::into_inner);
+        let Begun { lens, stopped } = self.begin(operation, |other| to(other).len())?;
+        let mut wrong = None;
+        let mut unwanted: Vec<Vec<u8>> = lens.iter().map(|_| Vec::new()).collect();
+        for ((rank, place), unwanted) in from.iter_mut().zip(&mut unwanted) {
+            let sent = lens[*rank as usize];
+            if sent != place.len() {
+                wrong.get_or_insert((*rank, place.len(), sent));
+                // The sender is to get rid of it.
+                *unwanted = vec![0; sent];
+                *place = &mut [];
+            }
+        }
+        let received: usize = from.iter().map(|(_, place)| place.len()).sum();
+        let ranks: Vec<u32> = from.iter().map(|(rank, _)| *rank).collect();
+        let unwanted = ranks.into_iter().zip(&mut unwanted).map(|(rank, bytes)| (rank, &mut bytes[..]));
+        let from = from.into_iter().chain(unwanted).filter(|(_, place)| !place.is_empty()).collect();
+        self.transfer(self.others().map(|other| (other, to(other))), from);
+        self.counter.sent(self.others().map(|other| to(other).len() as u64).sum());
+        self.counter.received(received as u64);
+        if let Some((rank, expected, sent)) = wrong {
+            let error = other_length(rank, operation.name(), expected as u64, sent as u64);
+            if let Error::Comm { detail, .. } = &error {
+                self.end(&self.state(), Gone { rank, why: detail.as_str().into() });
+            }
+            return Err(error);
+        }
+        stopped
+    }
+
+    /// This many ranges, each of which is in the memory.
+    fn check_ranges(&self, operation: Operation, ranges: &[Range<usize>], memory: &[u8]) -> Result<()> {
+        let wrong = |detail: String| Err(Error::comm(self.rank, operation.name(), detail));
+        if ranges.len() != self.size as usize {
+            return wrong(format!("{} ranges for {} processes", ranges.len(), self.size));
+        }
+        match ranges.iter().find(|range| memory.get((*range).clone()).is_none()) {
+            Some(range) => wrong(format!("bytes {range:?} of {}", memory.len())),
+            None => Ok(()),
+        }
+    }
+
+    /// Disjoint parts of a memory, by rank.
+    fn parts<'m>(
+        &self,
+        operation: Operation,
+        memory: &'m mut [u8],
+        ranges: &[Range<usize>],
+    ) -> Result<Vec<(u32, &'m mut [u8])>> {
+        self.check_ranges(operation, ranges, memory)?;
+        let parts = carved(memory, <[u8]>::split_at_mut_checked, ranges).map_err(|range| {
+            Error::comm(self.rank, operation.name(), format!("bytes {range:?} are another process's as well"))
+        })?;
+        Ok((0..).zip(parts.into_iter().map(Option::unwrap_or_default)).collect())
+    }
+}
+
+impl Communicator for Mpi {
+    type Memory = Vec<u8>;
+
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    fn size(&self) -> u32 {
+        self.size
+    }
+
+    fn exchange(
+        &self,
+        outgoing: &Vec<u8>,
+        to: &[Range<usize>],
+        incoming: &mut Vec<u8>,
+        from: &[Range<usize>],
+    ) -> Result<()> {
+        let operation = Operation::Exchange;
+        self.check_ranges(operation, to, outgoing)?;
+        let mut from = self.parts(operation, incoming, from)?;
+        from.retain(|(rank, _)| *rank != self.rank);
+        self.go(operation, |other| &outgoing[to[other as usize].clone()], from)
+    }
+
+    fn all_gather(&self, memory: &mut Vec<u8>, ranges: &[Range<usize>]) -> Result<()> {
+        let operation = Operation::AllGather;
+        let mut from = self.parts(operation, memory, ranges)?;
+        let (_, own) = from.remove(self.rank as usize);
+        let own: &[u8] = own;
+        self.go(operation, |_| own, from)
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.counter.traffic()
+    }
+
+    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let _operating = self.operating.lock().unwrap_or_else(PoisonError::into_inner);
+        let Begun { lens, stopped } = self.begin(Operation::Gather, |_| said.len())?;
+        let mut all: Vec<Vec<u8>> = lens.into_iter().map(|len| vec![0; len]).collect();
+        all[self.rank as usize] = said.to_vec();
+        let from = (0..).zip(all.iter_mut().map(Vec::as_mut_slice)).filter(|(rank, _)| *rank != self.rank).collect();
+        self.transfer(self.others().map(|other| (other, said)), from);
+        stopped.map(|()| all)
+    }
+
+    fn check(&self) -> Result<()> {
+        let mut state = self.state();
+        state.inbox.receive();
+        if let Some(gone) = state.inbox.gone() {
+            self.end(&state, gone);
+        }
+        self.fate.check("check")?;
+        drop(state);
+        self.ask()
+    }
+
+    fn fail(&self, why: &str) {
+        self.end(&self.state(), Gone { rank: self.rank, why: reason(why) });
+    }
+
+    fn leave(self) -> Result<()> {
+        const OP: &str = "leave";
+        {
+            let mut state = self.state();
+            self.fate.check(OP)?;
+            self.tell_all(&state, |_| Word::Left);
+            state.has_left = true;
+        }
+        let mut pause = Pause::default();
+        loop {
+            {
+                let mut state = self.state();
+                state.inbox.receive();
+                if let Some(gone) = state.inbox.gone() {
+                    return Err(gone.error(OP));
+                }
+                if state.inbox.is_complete() {
+                    return Ok(());
+                }
+            }
+            (self.going)()?;
+            pause.wait();
+        }
+    }
+}
+
+impl Drop for Mpi {
+    fn drop(&mut self) {
+        let mut state = self.state();
+        self.end(&state, Gone { rank: self.rank, why: DROPPED.into() });
+        let inbox = mem::take(&mut state.inbox);
+        if !inbox.is_complete() {
+            ENDING.lock().unwrap_or_else(PoisonError::into_inner).push(inbox);
+        }
+    }
+}
+
+impl Default for Inbox {
+    fn default() -> Self {
+        Self { tag: 0, rank: 0, words: Vec::new(), is_last: Vec::new() }
+    }
+}
+
+impl Inbox {
+    /// Takes in what has come.
+    fn receive(&mut self) {
+        let _turn = turn();
+        let world = SimpleCommunicator::world();
+        while let Some(found) = world.any_process().immediate_matched_probe_with_tag(self.tag) {
+            let (bytes, status) = found.matched_receive_vec::<u8>();
+            let from = u32::try_from(status.source_rank()).expect("MPI counts ranks from 0");
+            let word = serde_json::from_slice(&bytes).unwrap_or_else(|error| Word::Gone {
+                rank: from,
+                signal: None,
+                reason: format!("does not speak as it should: {error}"),
+            });
+            self.is_last[from as usize] |= !matches!(word, Word::Header { .. });
+            self.words[from as usize].push_back(word);
+        }
+    }
+
+    /// Whether the last words of all have come.
+    fn is_complete(&self) -> bool {
+        self.is_last.iter().all(|is_last| *is_last)
+    }
+
+    /// The rank that is gone, as the last word of another one says.
+    fn gone(&self) -> Option<Gone> {
+        self.words.iter().filter_map(VecDeque::back).find_map(Word::gone)
+    }
+
+    /// Takes the headers of all other ranks, once they have come: the length that each says, by rank.
+    ///
+    /// # Errors
+    /// A rank that does not take part.
+    fn headers(&mut self, operation: Operation, number: u64) -> Result<Option<Vec<usize>>, Gone> {
+        let firsts = || (0..).zip(self.words.iter().map(VecDeque::front)).filter(|(rank, _)| *rank != self.rank);
+        // The cause before what follows from it.
+        if let Some(gone) = firsts().find_map(|(_, word)| word?.gone()) {
+            return Err(gone);
+        }
+        let mut lens = vec![0; self.words.len()];
+        let mut is_complete = true;
+        for (rank, word) in firsts() {
+            match word {
+                None => is_complete = false,
+                Some(Word::Header { operation: other, number: at, len }) if (*other, *at) == (operation, number) => {
+                    lens[rank as usize] = usize::try_from(*len).expect("a length in memory");
+                }
+                Some(Word::Header { operation: other, number: at, .. }) => {
+                    let (other, this) = (other.name(), operation.name());
+                    let why = format!("it is in {other} {at}, this process in {this} {number}");
+                    return Err(Gone { rank, why: why.into() });
+                }
+                Some(_) => return Err(Gone { rank, why: LEFT.into() }),
+            }
+        }
+        if !is_complete {
+            return Ok(None);
+        }
+        self.words.iter_mut().for_each(|words| drop(words.pop_front()));
+        Ok(Some(lens))
+    }
+}
+
+impl Word {
+    fn gone(&self) -> Option<Gone> {
+        let Self::Gone { rank, signal, reason } = self else { return None };
+        let stopped = signal.filter(|which| *which < STOPPING.len()).map(Why::Stopped);
+        Some(Gone { rank: *rank, why: stopped.unwrap_or_else(|| reason.as_str().into()) })
+    }
+}
+
+/// Finalises MPI when it is dropped, if it was initialised: at the end of `main`, when all communicators are gone and errors
+/// have been printed. After an error it waits for the other processes to notice, and aborts the job where one does not.
+#[must_use = "MPI is finalised when this is dropped"]
+#[derive(Debug, Default)]
+pub struct Finalize(());
+
+impl Drop for Finalize {
+    fn drop(&mut self) {
+        let mut inboxes = mem::take(&mut *ENDING.lock().unwrap_or_else(PoisonError::into_inner));
+        let (begun, mut pause) = (Instant::now(), Pause::default());
+        loop {
+            inboxes.iter_mut().for_each(Inbox::receive);
+            inboxes.retain(|inbox| !inbox.is_complete());
+            if inboxes.is_empty() {
+                break;
+            }
+            if begun.elapsed() > ENDS_WITHIN {
+                SimpleCommunicator::world().abort(1);
+            }
+            pause.wait();
+        }
+        drop(turn().take());
+    }
+}
+
+/// A wait between two questions: short at first, since most answers come soon.
+#[derive(Default)]
+struct Pause(u32);
+
+impl Pause {
+    const YIELDS: u32 = 1000;
+    const SLEEP: Duration = Duration::from_micros(20);
+    const LONGEST_SLEEP: Duration = Duration::from_millis(1);
+
+    fn wait(&mut self) {
+        if self.0 < Self::YIELDS {
+            thread::yield_now();
+        } else {
+            let longer = Self::SLEEP * (self.0 - Self::YIELDS + 1).min(1 << 10);
+            thread::sleep(longer.min(Self::LONGEST_SLEEP));
+        }
+        self.0 = self.0.saturating_add(1);
+    }
+}
+
+/// Why a rank ends that says these words, which may be those of [`Error::Stopped`].
+fn reason(words: &str) -> Why {
+    let signal = words.strip_prefix("stopped by ").and_then(|rest| rest.split(';').next());
+    let which = STOPPING.iter().position(|(name, _)| Some(*name) == signal);
+    which.map_or_else(|| format!("failed: {words}").into(), Why::Stopped)
+}
+
+fn turn() -> MutexGuard<'static, Option<Universe>> {
+    LIBRARY.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Which process this one is, of how many.
+fn initialise() -> Result<(u32, u32)> {
+    let mut library = turn();
+    let Some((mut universe, level)) = mpi::initialize_with_threading(mpi::Threading::Serialized) else {
+        return Err(Error::usage("MPI was initialised before", "connect the processes once"));
+    };
+    let world = universe.world();
+    let ranks = [world.rank(), world.size()].map(|count| u32::try_from(count).expect("MPI counts from 0"));
+    if level < mpi::Threading::Serialized {
+        *library = Some(universe);
+        return Err(Error::usage(
+            format!("this MPI library supports threads at the level {level:?}, and Serialized is needed"),
+            "use an MPI library that was built with support for threads",
+        ));
+    }
+    universe.set_buffer_size(ranks[1] as usize * BUFFER_A_RANK);
+    *library = Some(universe);
+    Ok((ranks[0], ranks[1]))
+}
+
+fn mpi_rank(rank: u32) -> i32 {
+    i32::try_from(rank).expect("MPI counts ranks with 32 bits")
+}
+
+/// Leaving is left to [`Communicator::leave`].
+impl super::FailureNotes for Mpi {
+    fn check(&self) -> Result<()> {
+        Communicator::check(self)
+    }
+
+    fn fail(&self, why: &str) {
+        Communicator::fail(self, why);
+    }
+
+    fn leave(&self) {}
+}

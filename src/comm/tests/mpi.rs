@@ -1,0 +1,203 @@
+//! MPI with a process for each rank. `ci/mpi` runs this test binary under mpirun; without a launcher these tests do nothing.
+//!
+//! A process initialises MPI once, so one test has all cases.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::{Signal, getpid, kill_process};
+
+use super::conformance::{Fleet, conform_all};
+use crate::comm::mpi::{Finalize, KeepGoing, Mpi, is_under_mpi};
+use crate::comm::{Communicator, launch, process_environment};
+use crate::error::Error;
+
+/// An operation, and the rank that is killed while the others are in it.
+const KILLED: &str = "DTSHARD_TEST_MPI_KILLED";
+
+/// All processes of the world. Each case has tags of its own.
+struct Processes {
+    world: Mpi,
+    case: AtomicI32,
+    is_stopped: Arc<AtomicBool>,
+}
+
+impl Processes {
+    fn going(&self) -> KeepGoing {
+        let is_stopped = Arc::clone(&self.is_stopped);
+        Arc::new(move || {
+            let stopped = || Error::Stopped { signal: "TERM", exit: 143, rank: None, kept: None };
+            if is_stopped.load(Ordering::Relaxed) { Err(stopped()) } else { Ok(()) }
+        })
+    }
+
+    /// This process as one rank of a case, if it is one.
+    fn of_case(&self, size: u32) -> Option<Mpi> {
+        self.ranks(size).pop().map(|rank| self.rank(rank, size))
+    }
+}
+
+impl Fleet for Processes {
+    type Rank = Mpi;
+
+    fn ranks(&self, size: u32) -> Vec<u32> {
+        assert!(
+            size <= self.world.size(),
+            "mpirun started {} processes, at least {size} are needed",
+            self.world.size()
+        );
+        self.case.fetch_add(1, Ordering::Relaxed);
+        Some(self.world.rank()).filter(|rank| *rank < size).into_iter().collect()
+    }
+
+    fn rank(&self, rank: u32, size: u32) -> Mpi {
+        Mpi::with_tag(rank, size, 2 * self.case.load(Ordering::Relaxed), self.going())
+    }
+
+    fn share(&self, outcomes: Vec<Option<String>>) -> Vec<Option<String>> {
+        let own = outcomes.get(self.world.rank() as usize).cloned().flatten();
+        let said = self.world.gather(&serde_json::to_vec(&own).unwrap()).unwrap();
+        let all = said.iter().map(|said| serde_json::from_slice(said).unwrap());
+        all.take(outcomes.len()).collect()
+    }
+
+    fn memory(&self, _: &Mpi, bytes: &[u8]) -> Vec<u8> {
+        bytes.to_vec()
+    }
+
+    fn bytes(&self, _: &Mpi, memory: &Vec<u8>) -> Vec<u8> {
+        memory.clone()
+    }
+}
+
+#[test]
+fn processes_conform() {
+    let started = launch(None, None, false, &process_environment).unwrap();
+    if !is_under_mpi(&started, &process_environment) || std::env::var(KILLED).is_ok() {
+        return;
+    }
+    let _finalize = Finalize::default();
+    let world = Mpi::world(started.part, Arc::new(|| Ok(()))).unwrap();
+    let (rank, size) = (world.rank(), world.size());
+    assert!(Mpi::world(started.part, Arc::new(|| Ok(()))).is_err(), "MPI was initialised twice");
+    let processes = Processes { world, case: AtomicI32::default(), is_stopped: Arc::default() };
+    finds_ranks_in_other_operations(&processes);
+    names_a_rank_that_leaves_early(&processes);
+    stops_where_one_is_stopped(&processes);
+    refuses_ranges_beyond_the_memory(&processes);
+    let cases = conforms_counted(processes);
+    println!("rank {rank} of {size} conforms: {cases} cases, by {}", Mpi::library());
+}
+
+fn conforms_counted(processes: Processes) -> i32 {
+    let processes = Arc::new(processes);
+    conform_all(&processes);
+    let cases = processes.case.load(Ordering::Relaxed);
+    Arc::into_inner(processes).unwrap().world.leave().unwrap();
+    cases
+}
+
+fn finds_ranks_in_other_operations(processes: &Processes) {
+    for odd in 0..3 {
+        for gathers in [true, false] {
+            let Some(rank) = processes.of_case(3) else { continue };
+            let none = vec![0..0; 3];
+            let done = if (rank.rank() == odd) == gathers {
+                rank.barrier()
+            } else {
+                rank.exchange(&Vec::new(), &none, &mut Vec::new(), &none)
+            };
+            let error = done.unwrap_err().to_string();
+            assert!(error.contains("it is in ") && error.contains("this process in "), "{error}");
+        }
+    }
+}
+
+fn names_a_rank_that_leaves_early(processes: &Processes) {
+    for early in 0..3 {
+        let Some(rank) = processes.of_case(3) else { continue };
+        rank.barrier().unwrap();
+        let error = if rank.rank() == early { rank.leave().unwrap_err() } else { rank.barrier().unwrap_err() };
+        let said = error.to_string();
+        assert!(said.starts_with(&format!("process {early}: ")) && said.contains("has left"), "{said}");
+    }
+}
+
+/// One rank is stopped by a signal while it waits for another one. Both go through the operation, and all stop after it.
+fn stops_where_one_is_stopped(processes: &Processes) {
+    for stopped in 0..3 {
+        let Some(rank) = processes.of_case(3) else { continue };
+        rank.barrier().unwrap();
+        let (this, late) = (rank.rank(), (stopped + 1) % 3);
+        if this == late {
+            thread::sleep(Duration::from_millis(100));
+        }
+        let error = thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(30));
+                processes.is_stopped.store(this == stopped, Ordering::Relaxed);
+            });
+            (0..1000).find_map(|_| rank.gather(&[7]).err())
+        });
+        match error {
+            Some(Error::Stopped { signal: "TERM", rank, .. }) if this == stopped => assert!(rank.is_none()),
+            Some(Error::Stopped { signal: "TERM", rank: Some(rank), .. }) => assert_eq!(rank.index, stopped),
+            other => panic!("{other:?}"),
+        }
+        processes.is_stopped.store(false, Ordering::Relaxed);
+    }
+}
+
+fn refuses_ranges_beyond_the_memory(processes: &Processes) {
+    let Some(rank) = processes.of_case(1) else { return };
+    let mut memory = vec![0; 10];
+    let one = |range| std::iter::once(range).collect::<Vec<_>>();
+    for ranges in [vec![], one(0..11), vec![0..0, 0..0]] {
+        assert!(rank.exchange(&vec![0; 100], &one(0..0), &mut memory, &ranges).is_err());
+        assert!(rank.all_gather(&mut memory, &ranges).is_err());
+    }
+    rank.leave().unwrap();
+}
+
+/// Works until a rank kills itself. The launcher is to end the others.
+#[test]
+fn killed() {
+    let Ok(told) = std::env::var(KILLED) else { return };
+    let (work, victim) = told.split_once(' ').expect("an operation and a rank");
+    let victim: u32 = victim.parse().unwrap();
+    let started = launch(None, None, false, &process_environment).unwrap();
+    let _finalize = Finalize::default();
+    let rank = Mpi::world(started.part, Arc::new(|| Ok(()))).unwrap();
+    let (mut memory, range) = (vec![0; 2 << 20], 0..1 << 20);
+    let ranges: Vec<_> =
+        (0..rank.size()).map(|other| if other == rank.rank() { 0..0 } else { range.clone() }).collect();
+    let shared: Vec<_> = (0..rank.size() as usize).map(|rank| rank << 18..(rank + 1) << 18).collect();
+    let outgoing = memory.clone();
+    let mut round = 0;
+    let error = loop {
+        if rank.rank() == victim && round == 3 {
+            // The others are waiting.
+            thread::sleep(Duration::from_millis(100));
+            kill_process(getpid(), Signal::KILL).unwrap();
+        }
+        let done = match work {
+            "exchange" => rank.exchange(&outgoing, &ranges, &mut memory, &ranges),
+            "all-gather" => rank.all_gather(&mut memory, &shared),
+            "gather" => rank.gather(&[1; 5000]).map(drop),
+            "barrier" => rank.barrier(),
+            // Long work of its own.
+            "nothing" => {
+                thread::sleep(Duration::from_millis(5));
+                rank.check()
+            }
+            other => panic!("no operation: {other}"),
+        };
+        if let Err(error) = done {
+            break error;
+        }
+        round += 1;
+    };
+    println!("survived: {error}");
+}

@@ -1,0 +1,326 @@
+//! Exchange: conversions whose processes give each other what only some of them can read, or should.
+//!
+//! All processes derive the same rounds from the same catalogs. In a round each reads stretches of source
+//! chunks, which are contiguous; the [shuffle](Shuffle) moves them to who needs them, and makes values of summands; and what it
+//! gives are stretches of target tiles, which are written as any others are ([`crate::exec::copy::write`]). Reading, moving and
+//! writing go on at the same time, in a thread each, with one round between each two of them; a shuffle that has several
+//! steps may have the [next round](Shuffle::UNDER_WAY) on its way while one is finished.
+//!
+//! Counts bytes. Invariant: what is recorded as done has been checked by whoever read it.
+
+mod ahead;
+mod casts;
+mod demand;
+mod draft;
+mod folds;
+mod hop;
+mod load;
+mod moves;
+mod readers;
+pub mod records;
+mod reduced;
+mod replicas;
+mod rooms;
+mod rounds;
+mod shuffle;
+pub mod source_copy;
+mod staged;
+mod strided;
+#[cfg(test)]
+pub(crate) mod tests;
+mod torn;
+mod transfers;
+
+use std::collections::VecDeque;
+use std::mem;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::Duration;
+
+pub use crate::exec::reduce::Reducing;
+pub use casts::{Casting, Casts, Laid, Portion};
+pub use demand::Owners;
+pub use folds::{Fold, Folding};
+pub use hop::Hop;
+pub use load::{Load, Loads, Wire};
+pub use moves::{Arriving, Landing, Making, Moves, Origin, Read};
+pub use readers::{Counting, Parties, Sight};
+pub use reduced::reduce;
+pub use replicas::{differing, differing_pair};
+pub use rooms::{HostMemory, Room, Rooms};
+pub use rounds::{PLAN_BYTES, Round, Rounds};
+pub use shuffle::{Given, HostShuffle, Shuffle};
+pub use strided::StridedCopy;
+pub use torn::torn;
+
+use staged::{Stage, Staged};
+
+use crate::catalog::{OutputFile, Reservation};
+use crate::comm::Communicator;
+use crate::error::{Error, Result};
+use crate::exec::bands::Payload;
+use crate::exec::copy::{Batch, Stats, Supply, Writing, write};
+use crate::exec::gather::Held;
+use crate::exec::window::{Counted, Slot};
+use crate::exec::{Extents, Input, Prepared, Stop};
+use crate::threads::start_within;
+
+/// How often a process that waits for others looks whether it was told to stop.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// Rounds of large tensors that are looked at to tell what would be moved.
+const MOST_WEIGHED: u64 = 1 << 12;
+
+/// What all processes of an exchange have in common.
+#[derive(Clone, Copy)]
+pub struct Exchange<'a> {
+    pub input: Input<'a>,
+    pub reservation: &'a Reservation,
+    pub parties: &'a Parties,
+    /// What each rank has to do of the output.
+    pub owners: &'a Owners,
+    /// See [`Rounds::new`].
+    pub bucket_bytes: u64,
+}
+
+impl<'a> Exchange<'a> {
+    fn rounds(&self) -> Rounds<'a> {
+        let Self { input, reservation, parties, owners, bucket_bytes } = *self;
+        Rounds::new(input.catalog, &reservation.tensors, owners, parties, bucket_bytes)
+    }
+
+    /// Whether values are made of what is read: of summands, or by a cast.
+    #[must_use]
+    pub fn computes(&self) -> bool {
+        self.reservation.tensors.iter().any(|tensor| {
+            let source = self.input.catalog.tensor(tensor.source);
+            source.dtype != tensor.dtype() || source.summands.is_some() || !tensor.shares.is_empty()
+        })
+    }
+
+    /// What all ranks together take from the source, and what each reads, sends, receives and unpacks, without moving it.
+    ///
+    /// # Errors
+    /// As [`Rounds`]; `Stopped`.
+    pub fn dry_run(&self, stop: &Stop) -> Result<(Stats, Vec<Load>)> {
+        let mut stats = Stats::of(self.input, self.reservation);
+        let mut sums = vec![Load::default(); self.parties.nodes.len()];
+        // However much there is, it is weighed in a number of rounds that ends.
+        let bytes = self.reservation.len_bytes() / sums.len().max(1) as u64;
+        let weighed = Self { bucket_bytes: self.bucket_bytes.max(bytes / MOST_WEIGHED), ..*self };
+        for round in weighed.rounds() {
+            stop.check()?;
+            let round = round?;
+            sums.iter_mut().zip(&round.loads).for_each(|(sum, load)| *sum = sum.plus(*load));
+            stats.runs += round.drafts.iter().map(|draft| draft.stretches.len() as u64).sum::<u64>();
+        }
+        stats.bytes_read = sums.iter().map(|load| load.read).sum();
+        Ok((stats, sums))
+    }
+
+    /// Fill what is to be done of the output files: what the owners say of this rank.
+    ///
+    /// # Errors
+    /// As [`crate::exec::copy::copy`], and `Comm` where another process fails.
+    pub fn run<C: Communicator>(&self, communicator: &C, shuffle: impl Shuffle, writing: Writing<'_>) -> Result<Stats> {
+        let (stop, todo) = (writing.stop, writing.log.todo());
+        let casting = shuffle.casting();
+        let (staged, to_shuffle) = sync_channel(0);
+        let (shuffled, to_write) = sync_channel(0);
+        let rooms = shuffle.rooms();
+        let before = communicator.traffic();
+        std::thread::scope(|scope| {
+            let read = || {
+                let moves = |round: &Round<'_>| {
+                    let moves = Moves::new(round, communicator.rank());
+                    match casting {
+                        Casting::InStrips => moves,
+                        Casting::InShuffle => moves.with_casts(self.input.catalog, self.reservation, todo),
+                    }
+                };
+                self.stage(moves, rooms, staged, writing);
+            };
+            let shuffle = || self.shuffle(communicator, shuffle, to_shuffle, shuffled);
+            let started = start_within(scope, "reads", read).and_then(|_| start_within(scope, "exchange", shuffle));
+            let supply = Batches { shuffled: to_write, stop };
+            let done =
+                started.and_then(|_| writing.make()).and_then(|outputs| write(self.input, outputs, supply, writing));
+            if let Err(error) = &done {
+                communicator.fail(&error.to_string());
+            }
+            done.map(|stats| Stats { traffic: communicator.traffic().since(before), ..stats })
+        })
+    }
+
+    /// Read round after round.
+    fn stage<M: HostMemory>(
+        &self,
+        moves: impl Fn(&Round<'_>) -> Moves,
+        rooms: Arc<Rooms<M>>,
+        staged: SyncSender<Result<Staged<M>>>,
+        writing: Writing<'_>,
+    ) {
+        let stage = Stage::new(self.input, rooms, writing.options.threads, writing.stop);
+        for round in self.rounds() {
+            let read = round.and_then(|round| stage.read(moves(&round)));
+            let failed = read.is_err();
+            if staged.send(read).is_err() || failed {
+                return;
+            }
+        }
+    }
+
+    /// Move round after round.
+    fn shuffle<C: Communicator, S: Shuffle>(
+        &self,
+        communicator: &C,
+        mut shuffle: S,
+        staged: Receiver<Result<Staged<S::Memory>>>,
+        shuffled: SyncSender<Result<Option<Arrived>>>,
+    ) {
+        let mut staged = staged.into_iter().fuse();
+        let mut under_way = VecDeque::new();
+        loop {
+            let begun = staged.next().map(|staged| {
+                let Staged { moves, bytes, is_checked } = staged?;
+                let moves = Arc::new(moves);
+                let begun = shuffle.begin(&moves, bytes)?;
+                Ok((moves, begun, is_checked))
+            });
+            let batch = match begun.transpose() {
+                Ok(begun) => {
+                    // All ranks take these turns alike, whatever comes sooner: each waits for the others in both.
+                    let is_next_wanted = begun.is_some() && under_way.len() + 1 < S::UNDER_WAY;
+                    under_way.extend(begun);
+                    if is_next_wanted {
+                        continue;
+                    }
+                    under_way.pop_front().map_or(Ok(None), |(moves, begun, is_checked)| {
+                        self.finish(communicator, &mut shuffle, &moves, begun, is_checked).map(Some)
+                    })
+                }
+                Err(error) => Err(error),
+            };
+            let is_last = !matches!(batch, Ok(Some(_)));
+            if shuffled.send(batch).is_err() || is_last {
+                return;
+            }
+        }
+    }
+
+    fn finish<C: Communicator, S: Shuffle>(
+        &self,
+        communicator: &C,
+        shuffle: &mut S,
+        moves: &Moves,
+        begun: S::Begun,
+        is_checked: bool,
+    ) -> Result<Arrived> {
+        let given = shuffle.finish(moves, begun)?;
+        let checked = communicator.gather(&[u8::from(is_checked)])?;
+        let is_checked = checked.iter().all(|said| *said == [1]);
+        self.batch(moves, given, is_checked)
+    }
+
+    /// What is given, as tiles to write.
+    fn batch<M: HostMemory>(&self, moves: &Moves, given: Given<M>, is_checked: bool) -> Result<Arrived> {
+        let Given { values, lost } = given;
+        let memory: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(values);
+        let mut lost = lost.into_iter();
+        let taken = Stats {
+            bytes_read: moves.reads.iter().map(|read| read.stage.len() as u64).sum(),
+            runs: moves.reads.len() as u64,
+            folded_bytes: moves.folds.iter().flat_map(|fold| &fold.value).map(|value| value.len() as u64).sum(),
+            ..Stats::default()
+        };
+        let (mut slots, mut payloads) = (Vec::new(), Vec::new());
+        for (number, Arriving { tensor, wanted, elements, place, .. }) in moves.arriving.iter().enumerate() {
+            let tensor = &self.reservation.tensors[*tensor];
+            let source = self.input.catalog.tensor(tensor.source);
+            let pair = (source.dtype, tensor.dtype());
+            let numel = elements.end - elements.start;
+            let laid = moves.casts.as_ref().map(|casts| &casts.tiles[number]);
+            let place = laid.map_or(place, |laid| &laid.place);
+            let (dtype, mut counted) = match laid.and_then(|laid| laid.cast.as_ref()) {
+                None => (pair.0, Counted::InStrips(pair)),
+                Some((cast, portions)) => {
+                    let firsts = portions.iter().map(|portion| portion.counted.start);
+                    (cast.to(), Counted::Before(pair, firsts.zip(lost.by_ref()).collect()))
+                }
+            };
+            for (nth, &chunk) in wanted.chunks.iter().enumerate() {
+                let Some((file, offset)) = tensor.place(chunk) else { continue };
+                let values = Held { memory: Arc::clone(&memory), place: place.clone() };
+                let tile = Prepared::held(source, dtype, numel, values).cast_to(pair.1)?;
+                let itemsize = pair.1.itemsize();
+                let offset = offset + elements.start * itemsize;
+                payloads.push(Payload {
+                    file,
+                    offset,
+                    len: numel * itemsize,
+                    slot: slots.len(),
+                    itemsize,
+                    group: None,
+                });
+                // Of replicas the first counts, whoever does it.
+                let is_counted = nth == 0 && pair.0 != pair.1;
+                let counted = is_counted.then(|| mem::replace(&mut counted, Counted::InStrips(pair)));
+                slots.push(Slot { tile, counted, copies: None });
+            }
+        }
+        Ok((slots, Batch { payloads, taken, is_checked }))
+    }
+}
+
+/// The tiles of a round.
+type Arrived = (Vec<Slot>, Batch);
+
+/// What comes from the shuffle, until a signal does.
+struct Batches<'a> {
+    shuffled: Receiver<Result<Option<Arrived>>>,
+    stop: &'a Stop,
+}
+
+impl Supply for Batches<'_> {
+    fn next(&mut self, slots: &mut Vec<Slot>) -> Result<Option<Batch>> {
+        // The memory that they hold is wanted for the next round.
+        slots.clear();
+        loop {
+            match self.shuffled.recv_timeout(LOOK_EVERY) {
+                Ok(arrived) => {
+                    let Some((tiles, batch)) = arrived? else { return Ok(None) };
+                    *slots = tiles;
+                    return Ok(Some(batch));
+                }
+                Err(RecvTimeoutError::Disconnected) => unreachable!("the last thing that is sent says so"),
+                Err(RecvTimeoutError::Timeout) => self.stop.check()?,
+            }
+        }
+    }
+}
+
+/// Tell all ranks what each has to do, and hear it from them.
+///
+/// # Errors
+/// As [`Communicator::gather`]; `Comm` for words that make no sense.
+pub fn agree(communicator: &impl Communicator, files: &[OutputFile], todo: &Extents) -> Result<Vec<Extents>> {
+    let words: Vec<u8> = todo
+        .iter()
+        .flat_map(|(file, range)| [u64::from(file), range.start, range.end])
+        .flat_map(u64::to_le_bytes)
+        .collect();
+    let said = communicator.gather(&words)?;
+    let heard = (0..).zip(&said).map(|(rank, words)| {
+        let mut todo = Extents::new();
+        for [file, start, end] in words.as_chunks::<8>().0.as_chunks::<3>().0 {
+            let number = u32::try_from(u64::from_le_bytes(*file)).ok().filter(|file| (*file as usize) < files.len());
+            let range = u64::from_le_bytes(*start)..u64::from_le_bytes(*end);
+            let Some(number) = number.filter(|number| range.end <= files[*number as usize].len) else {
+                return Err(Error::comm(rank, "agree", "it has something to do that is not to be done"));
+            };
+            todo.insert(number, range);
+        }
+        Ok(todo)
+    });
+    heard.collect()
+}

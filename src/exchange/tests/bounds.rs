@@ -1,0 +1,72 @@
+//! What has to go over the wire, told by elements.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use super::Case;
+use crate::catalog::Reserved;
+use crate::exec::tests::*;
+use crate::layout::partial::Share;
+use crate::storage::FileId;
+
+impl Case {
+    /// Bytes of the source that are needed for what is to be done, and that no file holds which is seen.
+    pub(super) fn lacking(&self, todo: &Extents, sees: &dyn Fn(FileId) -> bool) -> u64 {
+        let lacking = self.reservation.tensors.iter().map(|tensor| {
+            let source = self.catalog.tensor(tensor.source);
+            let (shape, itemsize) = (&source.shape, tensor.dtype().itemsize());
+            let mut needed = HashSet::new();
+            for (index, chunk) in tensor.entry.chunks.iter().enumerate() {
+                let Some((file, offset)) = tensor.place(index) else { continue };
+                for (local, element) in (0..).zip(linear_indices(shape, &chunk.tile)) {
+                    let at = offset + local * itemsize;
+                    if todo.overlaps(file, &(at..at + itemsize)) {
+                        needed.insert(element);
+                    }
+                }
+            }
+            let mut lacking = 0;
+            let summands = source.summands.as_ref();
+            for summand in 0..summands.map_or(1, |of| of.reduction.count()) {
+                let mut lacked = needed.clone();
+                for (index, chunk) in source.chunks.iter().enumerate() {
+                    let is_of_it = summands.is_none_or(|of| of.of_chunk[index] == summand);
+                    if is_of_it && chunk.place.file().is_some_and(sees) {
+                        for element in linear_indices(shape, &chunk.tile) {
+                            lacked.remove(&element);
+                        }
+                    }
+                }
+                lacking += lacked.len() as u64 * source.dtype.itemsize();
+            }
+            lacking
+        });
+        lacking.sum()
+    }
+
+    /// Bytes that go over the wire at most: each summand once, and what they become to each other rank.
+    pub(super) fn at_most(&self, todos: &[Extents]) -> u64 {
+        let of_tensor = |tensor: &Reserved| {
+            let source = self.catalog.tensor(tensor.source);
+            let whole = source.summands.as_ref().map(|summands| summands.reduction.whole());
+            let itemsize = tensor.dtype().itemsize();
+            // By tile, share and element.
+            let mut ranks: HashMap<(Tile, Option<&Share>, u64), HashSet<usize>> = HashMap::new();
+            for (index, chunk) in tensor.entry.chunks.iter().enumerate() {
+                let Some((file, offset)) = tensor.place(index) else { continue };
+                let share = tensor.shares.get(index).map(Arc::as_ref).or(whole.as_ref());
+                for element in 0..chunk.tile.numel() {
+                    let at = offset + element * itemsize;
+                    let needers = ranks.entry((chunk.tile.clone(), share, element)).or_default();
+                    needers.extend((0..todos.len()).filter(|rank| todos[*rank].overlaps(file, &(at..at + itemsize))));
+                }
+            }
+            let most = ranks.iter().filter(|(_, needers)| !needers.is_empty()).map(|((_, share, _), needers)| {
+                let summands = share.map_or(1, |share| share.summands.len());
+                if summands > 1 { summands + needers.len() - 1 } else { needers.len() }
+            });
+            most.sum::<usize>() as u64 * source.dtype.itemsize()
+        };
+        self.reservation.tensors.iter().map(of_tensor).sum()
+    }
+}

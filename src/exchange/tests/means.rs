@@ -1,0 +1,116 @@
+//! How ranks exchange in a test, and what goes between them.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::comm::{Communicator, Local, Traffic};
+use crate::error::Result;
+use crate::exchange::{HostShuffle, Shuffle};
+
+/// How ranks exchange.
+pub(crate) trait Means: Sync {
+    /// What a rank has for it.
+    type Seat: Send;
+    type Rank: Communicator;
+
+    /// Called in the thread of each rank, at the same time for all.
+    fn seat(&self, rank: Local) -> Self::Seat;
+
+    fn rank(seat: &Self::Seat) -> &Self::Rank;
+
+    fn shuffle(seat: &Self::Seat) -> impl Shuffle;
+
+    /// Bytes that the rank has sent and received, where they are counted.
+    fn counted(_: &Self::Seat) -> Option<(u64, u64)> {
+        None
+    }
+}
+
+/// In host memory.
+pub(super) struct Host;
+
+impl Means for Host {
+    type Seat = Counted;
+    type Rank = Counted;
+
+    fn seat(&self, rank: Local) -> Counted {
+        Counted { rank, sent: AtomicU64::new(0), received: AtomicU64::new(0) }
+    }
+
+    fn rank(seat: &Counted) -> &Counted {
+        seat
+    }
+
+    fn shuffle(seat: &Counted) -> impl Shuffle {
+        HostShuffle::new(seat)
+    }
+
+    fn counted(seat: &Counted) -> Option<(u64, u64)> {
+        Some((seat.sent.load(Ordering::Relaxed), seat.received.load(Ordering::Relaxed)))
+    }
+}
+
+/// A rank whose bytes are counted; what all others are given counts once for who gives it.
+pub(crate) struct Counted {
+    rank: Local,
+    sent: AtomicU64,
+    received: AtomicU64,
+}
+
+impl Counted {
+    fn count(&self, sent: &[Range<usize>], received: &[Range<usize>]) {
+        let bytes = |ranges: &[Range<usize>]| ranges.iter().map(|range| range.len() as u64).sum();
+        self.sent.fetch_add(bytes(sent), Ordering::Relaxed);
+        self.received.fetch_add(bytes(received), Ordering::Relaxed);
+    }
+}
+
+impl Communicator for Counted {
+    type Memory = Vec<u8>;
+
+    fn rank(&self) -> u32 {
+        self.rank.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.rank.size()
+    }
+
+    fn exchange(
+        &self,
+        outgoing: &Vec<u8>,
+        to: &[Range<usize>],
+        incoming: &mut Vec<u8>,
+        from: &[Range<usize>],
+    ) -> Result<()> {
+        self.count(to, from);
+        self.rank.exchange(outgoing, to, incoming, from)
+    }
+
+    fn all_gather(&self, memory: &mut Vec<u8>, ranges: &[Range<usize>]) -> Result<()> {
+        let (before, own) = ranges.split_at(self.rank.rank() as usize);
+        let (own, behind) = own.split_at(1);
+        self.count(own, &[before, behind].concat());
+        self.rank.all_gather(memory, ranges)
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.rank.traffic()
+    }
+
+    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.rank.gather(said)
+    }
+
+    fn check(&self) -> Result<()> {
+        self.rank.check()
+    }
+
+    fn fail(&self, why: &str) {
+        self.rank.fail(why);
+    }
+
+    fn leave(self) -> Result<()> {
+        self.rank.leave()
+    }
+}
