@@ -170,10 +170,10 @@ fn killed() {
     let started = launch(None, None, false, &process_environment).unwrap();
     let _finalize = Finalize::default();
     let rank = Mpi::world(started.part, Arc::new(|| Ok(()))).unwrap();
-    let (mut memory, range) = (vec![0; 2 << 20], 0..1 << 20);
-    let ranges: Vec<_> =
-        (0..rank.size()).map(|other| if other == rank.rank() { 0..0 } else { range.clone() }).collect();
-    let shared: Vec<_> = (0..rank.size() as usize).map(|rank| rank << 18..(rank + 1) << 18).collect();
+    let mut memory = vec![0; (rank.size() as usize) << 20];
+    let shared: Vec<_> = (0..rank.size() as usize).map(|rank| rank << 20..(rank + 1) << 20).collect();
+    let mut ranges = shared.clone();
+    ranges[rank.rank() as usize] = 0..0;
     let outgoing = memory.clone();
     let mut round = 0;
     let error = loop {
