@@ -2,6 +2,7 @@
 //!
 //! A process initialises MPI once, so one test has all cases.
 
+use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::thread;
@@ -88,7 +89,9 @@ fn processes_conform() {
     stops_where_one_is_stopped(&processes);
     refuses_ranges_beyond_the_memory(&processes);
     let cases = conforms_counted(processes);
-    println!("rank {rank} of {size} conforms: {cases} cases, by {}", Mpi::library());
+    // In one piece, as all processes write to one terminal.
+    let line = format!("\nrank {rank} of {size} conforms: {cases} cases, by {}\n", Mpi::library());
+    std::io::stdout().write_all(line.as_bytes()).unwrap();
 }
 
 fn conforms_counted(processes: Processes) -> i32 {
@@ -199,5 +202,5 @@ fn killed() {
         }
         round += 1;
     };
-    println!("survived: {error}");
+    panic!("rank {} survived: {error}", rank.rank());
 }
