@@ -32,8 +32,8 @@ use crate::error::{Error, Result, STOPPING};
 /// The longest message: MPI counts with 32 bits, and what is longer goes as several.
 const LONGEST: usize = 16 << 20;
 
-/// The longest reason that a last word gives.
-const LONGEST_REASON: usize = 2 << 10;
+/// The longest reason that a last word gives. Escapes may make it six times as long.
+const LONGEST_REASON: usize = 1 << 10;
 
 /// Memory for headers and last words that are on their way, for each other rank.
 const BUFFER_A_RANK: usize = 8 << 10;
