@@ -6,7 +6,6 @@ use clap::{Args, ValueEnum};
 
 use super::source::{CheckArgs, SelectArgs, SourceArgs, Tied};
 use super::values::FormatArg;
-use dtshard::comm::Place;
 use dtshard::quantity::Quantity;
 
 /// What to tell, and how. Before or behind the verb.
@@ -78,23 +77,22 @@ pub struct PartArgs {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Running")]
 pub struct ExchangeArgs {
-    /// What the processes of a run see of SRC: all of it, or each only what is on its own node, which they then give each
-    /// other
+    /// What the processes of a run see of SRC: all of it, or each only the files on its own node
     #[arg(long, value_name = "WHAT", default_value = "shared")]
     pub source: SourceSight,
-    /// How processes give each other bytes: from host to host over TCP, and not at all where all see SRC, or from GPU to
-    /// GPU by NCCL; auto is nccl where they have to, or where it pays, and each has a GPU
+    /// How bytes get from process to process: cpu reads what all see, and first copies the files of SRC that only some see to
+    /// a folder beside DST; nccl exchanges between GPUs, mpi between hosts; auto is cpu where all see SRC, else nccl if each
+    /// process has a GPU, else mpi if it was built in and started the processes, else cpu
     #[arg(long, value_name = "HOW", default_value = "auto")]
     pub backend: Backend,
     /// Let NCCL reduce what is Partial, where each process has a summand: in NCCL's order, so floats are not the same in
     /// every bit, nor in every run
     #[arg(long)]
     pub fast_reduce: bool,
-    /// Where processes that give each other bytes meet: tcp://HOST:PORT or file://DIR [default: MASTER_ADDR and
-    /// MASTER_PORT, else a file beside DST]
-    #[arg(long, value_name = "PLACE")]
-    pub rendezvous: Option<Place>,
-    /// How much each of them reads, sends and receives at a time; it takes six times as much memory [default: 64MB, or as
+    // Gone: an error says what replaced it.
+    #[arg(long, value_name = "PLACE", hide = true)]
+    pub rendezvous: Option<String>,
+    /// How much each process reads, sends and receives at a time in an exchange; it takes six times as much memory [default: 64MB, or as
     /// much less as --max-memory has room for]
     #[arg(long, value_name = "BYTES")]
     pub bucket_size: Option<Quantity>,
@@ -115,6 +113,7 @@ pub enum Backend {
     Auto,
     Cpu,
     Nccl,
+    Mpi,
 }
 
 /// Arguments stand before the options of a verb, whatever heading those have.

@@ -115,3 +115,18 @@ pub trait Communicator: Sync {
     where
         Self: Sized;
 }
+
+/// Where a process of a run says why it ends, and learns why another process has ended.
+pub trait FailureNotes: Send + Sync {
+    /// Whether all processes are still there, without waiting for anything.
+    ///
+    /// # Errors
+    /// `Comm` naming the process that is gone.
+    fn check(&self) -> Result<()>;
+
+    /// Tells all others why this process ends before its time.
+    fn fail(&self, why: &str);
+
+    /// Leaves as a process whose work is done.
+    fn leave(&self);
+}

@@ -7,35 +7,37 @@ use std::sync::OnceLock;
 use crate::error::{Error, Result, STOPPING};
 
 #[derive(Debug, Default)]
-pub(super) struct Fate(OnceLock<Gone>);
+pub(crate) struct Fate(OnceLock<Gone>);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Gone {
+pub(crate) struct Gone {
     pub rank: u32,
     pub why: Why,
 }
 
 /// Whoever is told to stop does not fail: all stop, and may be started again.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Why {
+pub(crate) enum Why {
     Failed(String),
     /// By one of [`STOPPING`].
     Stopped(usize),
 }
 
 impl Why {
-    /// What stops a process, or is wrong with it.
-    pub fn of(error: &Error) -> Self {
-        let which = |name: &str| STOPPING.iter().position(|(signal, _)| *signal == name);
-        match error {
-            Error::Stopped { signal, rank: None, .. } => which(signal).map(Self::Stopped),
-            _ => None,
-        }
-        .unwrap_or_else(|| Self::Failed(format!("failed: {error}")))
+    /// The reason of a process that ends with these words, which may be those of [`Error::Stopped`].
+    pub fn of_words(words: &str) -> Self {
+        let named = words.strip_prefix("stopped by ").and_then(|rest| Self::of_signal(rest.split(';').next()?));
+        named.unwrap_or_else(|| Self::Failed(format!("failed: {words}")))
     }
 
-    pub fn of_stop(which: usize) -> Option<Self> {
-        STOPPING.get(which).map(|_| Self::Stopped(which))
+    /// The reason of a process that this signal stops.
+    pub fn of_signal(name: &str) -> Option<Self> {
+        STOPPING.iter().position(|(signal, _)| *signal == name).map(Self::Stopped)
+    }
+
+    /// The name of one of [`STOPPING`].
+    pub fn signal(which: usize) -> &'static str {
+        STOPPING[which].0
     }
 }
 
@@ -52,14 +54,6 @@ impl From<String> for Why {
 }
 
 impl Gone {
-    /// As process 0 has it from this error: who it names, or else process 0 itself.
-    pub fn because(error: &Error) -> Self {
-        match error {
-            Error::Comm { rank, detail, .. } => Self { rank: rank.index, why: Why::Failed(detail.clone()) },
-            error => Self { rank: 0, why: Why::of(error) },
-        }
-    }
-
     pub fn error(&self, op: &'static str) -> Error {
         match &self.why {
             Why::Failed(words) => Error::comm(self.rank, op, words),
@@ -89,10 +83,10 @@ impl Fate {
 }
 
 /// What the death of a process looks like from outside.
-pub(super) const ENDED: &str = "its process ended";
+pub(crate) const ENDED: &str = "its process ended";
 /// Dropped, by an error or a panic that nobody told the others of.
-pub(super) const DROPPED: &str = "ended by an error, which it says itself";
-pub(super) const LEFT: &str = "has left, while others are not done";
+pub(crate) const DROPPED: &str = "ended by an error, which it says itself";
+pub(crate) const LEFT: &str = "has left, while others are not done";
 
 /// Two ranks that do not agree on how much one sends the other.
 pub(super) fn other_length(rank: u32, op: &'static str, expected: u64, sent: u64) -> Error {

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::Communicator;
+use super::{Communicator, FailureNotes};
 use super::fate::{DROPPED, Fate, Gone, LEFT, other_length};
 use super::traffic::{Counter, Traffic};
 use crate::error::{Error, Result};
@@ -174,6 +174,20 @@ impl Communicator for Local {
     fn leave(self) -> Result<()> {
         self.fall_silent(LEFT);
         Ok(())
+    }
+}
+
+impl FailureNotes for Local {
+    fn check(&self) -> Result<()> {
+        Communicator::check(self)
+    }
+
+    fn fail(&self, why: &str) {
+        Communicator::fail(self, why);
+    }
+
+    fn leave(&self) {
+        self.fall_silent(LEFT);
     }
 }
 

@@ -3,52 +3,34 @@
 //! Each process derives the same plan and does its [`Part`] of the bytes. All that it must be told is which part that is,
 //! of how many. Whoever started it has said so in its environment, or on the command line; [`launch()`] finds it.
 //!
-//! Where bytes go between processes, these meet (`rendezvous.rs`), keep a [`Control`] connection to rank 0, by which they hear who
-//! is gone, and move tensors through a [`Communicator`]: a [`Mesh`] of TCP connections, or [`Local`] between threads.
+//! Where processes exchange what they read, a [`Communicator`] moves tensors and words between them: [`Local`] between threads,
+//! NCCL between GPUs, MPI between hosts.
 
-mod address;
 mod communicator;
-mod control;
 pub mod cpus;
-mod door;
 mod environment;
 mod fate;
-mod frame;
-mod hello;
 pub mod launch;
-mod links;
 mod local;
-mod mesh;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod node;
-mod operation;
 mod patience;
-mod place;
 mod process;
 mod ranges;
-mod rendezvous;
-mod ring;
-mod sheet;
 #[cfg(test)]
 pub(crate) mod tests;
 mod traffic;
-mod transfer;
 
 use std::fmt;
 
-pub use communicator::Communicator;
-pub use control::Control;
+pub use communicator::{Communicator, FailureNotes};
+pub(crate) use fate::{DROPPED, ENDED, Fate, Gone, LEFT, Why};
 pub use launch::{Launch, Launcher, launch};
-pub use links::Liveness;
 pub use local::Local;
-pub use mesh::Mesh;
-pub use patience::{KeepGoing, Note, Patience, Wait, WaitReporter};
-pub use place::Place;
+pub use patience::{Note, Patience, Wait, WaitReporter};
 pub use process::Process;
 pub(crate) use ranges::carved;
-pub use rendezvous::{Meeting, meet};
-pub use sheet::sweep;
 pub(crate) use traffic::Counter;
 pub use traffic::Traffic;
 

@@ -597,3 +597,16 @@ fn initialise() -> Result<(u32, u32)> {
 fn mpi_rank(rank: u32) -> i32 {
     i32::try_from(rank).expect("MPI counts ranks with 32 bits")
 }
+
+/// Leaving is left to [`Communicator::leave`].
+impl super::FailureNotes for Mpi {
+    fn check(&self) -> Result<()> {
+        Communicator::check(self)
+    }
+
+    fn fail(&self, why: &str) {
+        Communicator::fail(self, why);
+    }
+
+    fn leave(&self) {}
+}

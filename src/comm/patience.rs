@@ -8,14 +8,6 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::error::Result;
-
-/// A question that every wait asks: an error for an answer ends the wait.
-pub type KeepGoing = Arc<dyn Fn() -> Result<()> + Send + Sync>;
-
-/// The time between two such questions.
-pub(super) const TICK: Duration = Duration::from_millis(50);
-
 #[derive(Clone, Copy)]
 pub struct Patience<'a> {
     pub limit: Duration,

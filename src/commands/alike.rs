@@ -1,6 +1,6 @@
 //! Options that all processes which meet must have alike, since what they do together follows from them: who takes which
-//! step, what is compared, and which rounds there are. What is made shows in the plan, which is
-//! [compared](super::peers::Peers::compare) for itself; where plans differ, [`told_apart`] says by which option.
+//! step, what is compared, and which rounds there are; and options that decide on the result. What is made shows in the plan as
+//! well, which is [compared](super::peers::Peers::compare) for itself.
 
 use std::collections::BTreeMap;
 
@@ -53,19 +53,17 @@ pub fn agree(communicator: &impl Communicator, args: &ConvertArgs) -> Result<()>
     ))
 }
 
-/// The first of the options that decide on the result by which `rank` differs from process 0: `--mesh: dp=4; at process 0:
-/// dp=3`. `None` where all are alike. Collective.
+/// Checks that all processes were given the same options that decide on the result. Collective.
 ///
 /// # Errors
-/// As [`Communicator::gather`].
-pub fn told_apart(
-    communicator: &impl Communicator,
-    told: &BTreeMap<String, String>,
-    rank: usize,
-) -> Result<Option<String>> {
+/// `Comm` naming the first process that differs, the option and both values: at all of them. As [`Communicator::gather`].
+pub fn compare(communicator: &impl Communicator, told: &BTreeMap<String, String>) -> Result<()> {
     let own = serde_json::to_vec(told).expect("a map of words");
     let said = communicator.gather(&own)?;
-    // One of another dtshard may say it in another way.
+    let Some(rank) = said.iter().position(|other| *other != said[0]) else { return Ok(()) };
+    // All have heard it before one goes.
+    communicator.barrier()?;
+    // A process of another dtshard may say it in another way.
     let told = |rank: usize| -> BTreeMap<String, String> { serde_json::from_slice(&said[rank]).unwrap_or_default() };
     let (first, other) = (told(0), told(rank));
     let value = |told: &BTreeMap<String, String>, name: &str| match told.get(name).map(String::as_str) {
@@ -74,7 +72,14 @@ pub fn told_apart(
         Some(value) => value.to_owned(),
     };
     let name = first.keys().chain(other.keys()).find(|name| first.get(*name) != other.get(*name));
-    Ok(name.map(|name| format!("{name}: {}; at process 0: {}", value(&other, name), value(&first, name))))
+    let differs =
+        name.map(|name| format!(": {name}: {}; at process 0: {}", value(&other, name), value(&first, name)));
+    Err(Error::Comm {
+        rank: u32::try_from(rank).expect("a rank").into(),
+        op: "plan",
+        detail: format!("it makes something else than process 0 does{}", differs.unwrap_or_default()),
+        hint: Some(String::from("start all processes with the same options, of the same dtshard")),
+    })
 }
 
 #[cfg(test)]

@@ -35,11 +35,15 @@ impl Bucket {
         args.bucket_size.map_or(Self::AtMost(DEFAULT_BYTES), |asked| Self::Asked(asked.0))
     }
 
-    /// That of rounds which there are going to be, whatever SRC is.
+    /// That of rounds which there may be, whatever SRC is.
     #[must_use]
     pub fn wanted(args: &ExchangeArgs) -> Option<Self> {
-        let exchange = args.source == SourceSight::PerRank || args.backend == Backend::Nccl;
-        exchange.then(|| Self::of(args))
+        let exchanges = match args.backend {
+            Backend::Auto => args.source == SourceSight::PerRank,
+            Backend::Cpu => false,
+            Backend::Nccl | Backend::Mpi => true,
+        };
+        exchanges.then(|| Self::of(args))
     }
 
     #[must_use]

@@ -38,7 +38,7 @@ impl Conversion<'_> {
 
     /// Returns the ranges of the output that a part writes.
     pub fn division(&self, part: Part) -> Extents {
-        let divide = if self.source.peers.is_some() { own_files } else { stretch };
+        let divide = if self.source.is_exchanged() { own_files } else { stretch };
         divide(&self.reservation.files, part)
     }
 }

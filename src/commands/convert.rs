@@ -6,12 +6,11 @@ use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
-use super::auto;
 use super::conversion::{Conversion, check_destination};
 use super::estimate::{room_for_rounds, within_memory};
 use super::foresee::foresee;
 use super::idle::{idle_in_the_end, idle_wishes};
-use super::produce::{Produced, Publisher, produce};
+use super::produce::{Produced, Publisher, about, claim, plan, produce};
 use super::report::{Report, cast_warnings, left_out, notes};
 use super::run::Run;
 use super::{Status, input, refuse_without_tensors};
@@ -19,6 +18,8 @@ use crate::cli::{ConvertArgs, DestinationArgs, OnConflict};
 use dtshard::catalog::{Catalog, Reservation};
 use dtshard::error::{Error, Result};
 use dtshard::exec::copy::Stats;
+use dtshard::exec::exchange::Reducing;
+use dtshard::exec::staging::{Foreseen, Staging};
 use dtshard::exec::{Options, copy};
 use dtshard::format::Format;
 use dtshard::quantity::{count, human_bytes};
@@ -102,11 +103,10 @@ pub fn file_name(destination: Option<&Path>, default: &str) -> PathBuf {
 pub fn convert(mut conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
     conversion.source.forget_wishes();
     let checked = check_len(&conversion.reservation).and_then(|()| check_tensors(&conversion, args));
-    let joined = checked.and_then(|()| auto::join(&conversion, args, run));
-    let joined = joined.map(|joined| conversion.source.peers = conversion.source.peers.take().or(joined));
-    let settled = joined.and_then(|()| settle_rounds(&mut conversion, args, run));
+    let settled = checked.and_then(|()| settle_rounds(&mut conversion, args, run));
+    let copied = settled.and_then(|()| copy_source(&mut conversion, args, run));
     let status =
-        settled.and_then(|()| perform(&conversion, args, run)).map_err(|error| conversion.source.locate(error));
+        copied.and_then(|()| perform(&conversion, args, run)).map_err(|error| conversion.source.locate(error));
     if let Some(peers) = conversion.source.peers.take() {
         match &status {
             Ok(_) => peers.leave(!args.destination.dry_run),
@@ -121,11 +121,39 @@ pub fn convert(mut conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>
 
 /// Let rounds be as long as there is memory for beside what is laid out. Collective, where there are peers.
 fn settle_rounds(conversion: &mut Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<()> {
-    if conversion.source.peers.is_none() {
+    if !conversion.source.is_exchanged() {
         return Ok(());
     }
     let room = room_for_rounds(conversion, &run.options, args.source.max_memory.0);
     conversion.source.peers.as_mut().map_or(Ok(()), |peers| peers.settle_bucket(room, run.printer))
+}
+
+/// Copies files of SRC that only some processes see, where DST may be written. Collective, where there are peers.
+fn copy_source(conversion: &mut Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<()> {
+    let Some(destination) = args.dst.as_deref().filter(|_| !args.destination.dry_run) else { return Ok(()) };
+    let Some(mut peers) = conversion.source.peers.take() else { return Ok(()) };
+    let mut copy = || {
+        let is_wanted = peers.is_copy_wanted(|| preflight(conversion, args, destination, run))?;
+        let (source, reservation) = (&mut conversion.source.checkpoint, &conversion.reservation);
+        if is_wanted { peers.copy_source(source, reservation, args.destination.resume, run) } else { Ok(()) }
+    };
+    let copied = copy();
+    conversion.source.peers = Some(peers);
+    copied
+}
+
+/// Whether something is to be written to DST, as far as one look shows.
+fn preflight(conversion: &Conversion<'_>, args: &ConvertArgs, destination: &Path, run: &Run<'_>) -> Result<bool> {
+    check_destination(conversion, args, destination)?;
+    let claim = claim(conversion, args, &run.options, run);
+    let reducing = Reducing::InRankOrder;
+    let about = about(conversion, reducing, run);
+    match Staging::foresee(destination, conversion.shape, &claim, &plan(conversion, reducing, &about)) {
+        Ok(foreseen) => Ok(foreseen != Foreseen::Done),
+        // A run may go on once it has watched another for a while.
+        Err(_) if claim.resume => Ok(true),
+        Err(error) => Err(error),
+    }
 }
 
 fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Result<Status> {
@@ -148,12 +176,12 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
         Report { conversion, destination: dst, options, before: anonymous(), max_memory, loads: Vec::new(), idle };
     if args.destination.dry_run {
         let stats = match &conversion.source.peers {
-            None => copy::dry_run(input(source), &conversion.reservation, &run.stop)?,
-            Some(peers) => {
+            Some(peers) if peers.exchange_bytes() => {
                 let stats;
                 (stats, report.loads) = peers.dry_run(source, &conversion.reservation, run)?;
                 stats
             }
+            _ => copy::dry_run(input(source), &conversion.reservation, &run.stop)?,
         };
         let foreseen = dst.and_then(|destination| foresee(conversion, args, destination, options, run));
         let mut document = report.document(&stats);

@@ -1,6 +1,5 @@
 //! The memory that a conversion takes: what rounds may take beside what is laid out, and the peak.
 
-use super::bucket::Bucket;
 use super::conversion::Conversion;
 use super::memory::{
     BASE_BYTES, LEAST_STRIP_BYTES, Reads, affordable, cores, exchange_bytes, least_bytes, room_beside_workers,
@@ -16,7 +15,7 @@ use dtshard::quantity::{count, human_bytes};
 use dtshard::storage::memory::Anonymous;
 
 fn reads(conversion: &Conversion<'_>) -> Reads {
-    Reads::of(conversion.source.peers.is_some())
+    Reads::of(conversion.source.is_exchanged())
 }
 
 /// Returns the bytes of headers, pickles and tables beyond the allowance that every run has for them.
@@ -28,7 +27,8 @@ fn laid_out_bytes(conversion: &Conversion<'_>) -> u64 {
 
 /// Returns the bytes of rounds: what this process sends and receives, and their sums.
 fn rounds_bytes(conversion: &Conversion<'_>) -> u64 {
-    let bucket = conversion.source.peers.as_ref().map(Peers::bucket);
+    let peers = conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
+    let bucket = peers.map(Peers::bucket);
     bucket.map_or(0, |bucket| exchange_bytes(bucket, rayon::current_num_threads()))
 }
 
@@ -43,14 +43,7 @@ pub fn room_for_rounds(conversion: &Conversion<'_>, options: &Options, max_memor
     room.saturating_sub(laid_out_bytes(conversion))
 }
 
-/// Whether a thread at least can work where rounds take so much more.
-pub fn has_room(conversion: &Conversion<'_>, bucket: Bucket, max_memory: u64) -> bool {
-    let rounds = exchange_bytes(bucket, rayon::current_num_threads());
-    let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), Reads::Ahead);
-    strip_bytes(max_memory, laid_out_bytes(conversion).saturating_add(rounds), scratch, 1).is_ok()
-}
-
-/// Strips as long as what is held leaves room for. Who has joined others meanwhile has room for fewer threads.
+/// Strips as long as what is held leaves room for. A process that exchanges has room for fewer threads.
 ///
 /// # Errors
 /// `Usage` with the floor, where the memory that is allowed is less.
@@ -58,21 +51,21 @@ pub fn within_memory(conversion: &Conversion<'_>, options: Options, max_memory: 
     let held = held_bytes(conversion);
     let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), reads(conversion));
     let most = affordable(max_memory.saturating_sub(held), scratch, LEAST_STRIP_BYTES).max(1);
-    let threads = if conversion.source.peers.is_some() { options.threads.min(most) } else { options.threads };
+    let threads = if conversion.source.is_exchanged() { options.threads.min(most) } else { options.threads };
     let options = Options { threads, ..options };
     match strip_bytes(max_memory, held, scratch, options.threads) {
         Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
         Err(_) => {
             // With more memory there may be more threads.
             let more = cores(cpus(&process_environment)).saturating_sub(rayon::current_num_threads());
-            let more = if conversion.source.peers.is_some() { sums_bytes(more) } else { 0 };
+            let more = if conversion.source.is_exchanged() { sums_bytes(more) } else { 0 };
             let needed = held.saturating_add(more).saturating_add(least_bytes(scratch, options.threads));
             Err(Error::usage(
                 format!(
                     "--max-memory {}: the headers of {} and their tables{} take more, {} in all",
                     human_bytes(max_memory),
                     count(conversion.reservation.files.len(), "file"),
-                    if conversion.source.peers.is_some() { ", and six times --bucket-size," } else { "" },
+                    if conversion.source.is_exchanged() { ", and six times --bucket-size," } else { "" },
                     human_bytes(needed)
                 ),
                 format!("allow at least --max-memory {needed}"),

@@ -7,10 +7,9 @@ use rustix::fs::{Access, access};
 use super::conversion::{Conversion, check_destination};
 use super::produce::{about, claim, no_space, plan};
 use super::run::Run;
-use crate::cli::{Backend, ConvertArgs};
+use crate::cli::ConvertArgs;
 use dtshard::error::{Error, Result};
 use dtshard::exec::Options;
-use dtshard::exec::exchange::Reducing;
 use dtshard::exec::staging::{Foreseen, Staging};
 use dtshard::storage::filesystem::{free_bytes, nearest_folder};
 
@@ -32,11 +31,7 @@ pub fn foresee(
         }
         Ok(foreseen)
     };
-    let mut looked = look(conversion.source.reducing());
-    if looked.is_err() && may_be_by_nccl(conversion, args, run) {
-        looked = look(Reducing::ByNccl).or(looked);
-    }
-    match looked {
+    match look(conversion.source.reducing()) {
         Ok(Foreseen::Anew) => None,
         Ok(Foreseen::GoesOn) => Some(format!("a run would go on with what is done of {}", destination.display())),
         Ok(Foreseen::Done) => {
@@ -47,12 +42,6 @@ pub fn foresee(
             Some(format!("a run would be refused: {error}{hint}"))
         }
     }
-}
-
-/// Whether who reduces is left open until processes meet, which they do not for a dry run.
-fn may_be_by_nccl(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> bool {
-    let is_open = args.exchange.backend == Backend::Auto && conversion.source.peers.is_none();
-    is_open && args.exchange.fast_reduce && !run.launch.part.is_alone()
 }
 
 fn check_folder(conversion: &Conversion<'_>, folder: &Path) -> Result<()> {

@@ -8,7 +8,7 @@ use super::bucket::LEAST_BYTES;
 use super::conversion::Conversion;
 use super::input;
 use super::run::Run;
-use crate::cli::{Backend, ConvertArgs, ExchangeArgs, SourceSight};
+use crate::cli::{Backend, ConvertArgs, ExchangeArgs};
 use dtshard::exec::copy::Stats;
 use dtshard::exec::exchange::Reducing;
 
@@ -20,7 +20,7 @@ pub fn idle_wishes(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_
     let is_alone = run.launch.part.is_alone();
     let why_none = why_no_exchange(conversion, args, run);
     let why = |option: &str| match option {
-        "--rendezvous" | FAST_REDUCE if is_alone => Some(String::from(ALONE)),
+        FAST_REDUCE if is_alone => Some(String::from(ALONE)),
         FAST_REDUCE if !has_summands(conversion) => {
             Some(String::from("SRC has no Partial tensors, so nothing is reduced"))
         }
@@ -29,12 +29,11 @@ pub fn idle_wishes(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_
         }
         _ => why_none.clone(),
     };
-    let ExchangeArgs { bucket_size, fast_reduce, rendezvous, .. } = &args.exchange;
-    let told =
-        [("--bucket-size", bucket_size.is_some()), (FAST_REDUCE, *fast_reduce), ("--rendezvous", rendezvous.is_some())];
+    let ExchangeArgs { bucket_size, fast_reduce, .. } = &args.exchange;
+    let told = [("--bucket-size", bucket_size.is_some()), (FAST_REDUCE, *fast_reduce)];
     let told = told.into_iter().filter_map(|(option, is_told)| is_told.then_some(option));
     let idle = told.filter_map(|option| Some(format!("{option} has no effect: {}", why(option)?)));
-    let short = bucket_size.filter(|_| conversion.source.peers.is_some()).and_then(|asked| short_rounds(asked.0));
+    let short = bucket_size.filter(|_| conversion.source.is_exchanged()).and_then(|asked| short_rounds(asked.0));
     idle.chain(short).collect()
 }
 
@@ -60,24 +59,19 @@ pub fn idle_in_the_end(conversion: &Conversion<'_>, args: &ConvertArgs, stats: &
     })
 }
 
-/// Why no bytes go between processes; `None` where they do, or that is not decided yet.
+/// Why no bytes go between processes; `None` where they do.
 fn why_no_exchange(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Option<String> {
-    let exchange = &args.exchange;
-    let is_open = || args.destination.dry_run && exchange.backend == Backend::Auto && run.launch.waits;
-    Some(String::from(match &conversion.source.peers {
-        Some(_) => return None,
-        None if run.launch.part.is_alone() => ALONE,
-        None if !run.launch.waits => "processes that do not wait for each other exchange nothing",
-        None if exchange.backend == Backend::Cpu && exchange.source == SourceSight::Shared => {
-            "with --backend cpu each process reads what it writes"
-        }
-        None if is_open() => return None,
-        None => "each process reads what it writes; -v says why",
+    Some(String::from(match args.exchange.backend {
+        _ if conversion.source.is_exchanged() => return None,
+        _ if run.launch.part.is_alone() => ALONE,
+        _ if !run.launch.waits => "processes that do not wait for each other exchange nothing",
+        Backend::Cpu => "with --backend cpu each process reads what it writes",
+        _ => "each process reads what it writes; -v says why",
     }))
 }
 
 fn by_hosts(conversion: &Conversion<'_>) -> bool {
-    conversion.source.peers.is_some() && conversion.source.reducing() == Reducing::InRankOrder
+    conversion.source.is_exchanged() && conversion.source.reducing() == Reducing::InRankOrder
 }
 
 fn has_summands(conversion: &Conversion<'_>) -> bool {

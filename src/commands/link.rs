@@ -1,16 +1,42 @@
-//! What bytes go by from process to process: TCP between hosts, or NCCL between GPUs.
+//! What tensors and words go by between processes that have met.
+//!
+//! Words go by records in the [work folder](super::work_folder), by NCCL or by MPI. Tensors go from GPU to GPU by NCCL, from
+//! host to host by MPI, or through files of SRC that are copied to where all processes see them.
+
+use std::convert::Infallible;
+use std::ops::Range;
+use std::sync::Arc;
 
 use super::bucket::Bucket;
 use super::printer::Printer;
 use super::roster::Roster;
-use crate::cli::{Backend, ExchangeArgs, SourceSight};
-use dtshard::comm::{Communicator, Mesh, process_environment};
+use crate::cli::{Backend, ExchangeArgs};
+#[cfg(feature = "mpi")]
+use dtshard::comm::mpi::Mpi;
+use dtshard::comm::{Communicator, Traffic, process_environment};
 use dtshard::error::{Error, Result};
+use dtshard::exec::records::Records;
 use dtshard::gpu::{self, Arithmetic, Gpu, Nccl};
 
-pub enum Link {
-    Hosts(Mesh),
-    Devices(Gpu, Nccl<Mesh>),
+/// What processes have met by.
+pub enum Met {
+    Records(Arc<Records>),
+    #[cfg(feature = "mpi")]
+    Mpi(Arc<Mpi>),
+}
+
+/// The way that tensors go between processes.
+pub enum Way {
+    /// Each process reads what it writes: SRC, or a copy of files that it does not see.
+    Copy,
+    #[cfg(feature = "mpi")]
+    Mpi,
+    Nccl(Box<Gpu>, Nccl),
+}
+
+pub struct Link {
+    way: Way,
+    met: Met,
 }
 
 /// What is to be linked, and who hears of it.
@@ -23,74 +49,186 @@ pub struct Linking<'a> {
     pub printer: &'a Printer,
 }
 
-impl Link {
-    /// Between the devices of all, where that is asked for, or all have one. Collective; all come to the same.
-    ///
-    /// # Errors
-    /// As [`gpu::open`] where GPUs are asked for; `Comm`, and from the devices.
-    pub fn choose(mesh: Mesh, linking: &Linking<'_>) -> Result<Self> {
+/// Asks what processes have met by, whatever that is.
+macro_rules! of_met {
+    ($met:expr, $control:ident => $body:expr) => {
+        match $met {
+            Met::Records($control) => $body,
+            #[cfg(feature = "mpi")]
+            Met::Mpi($control) => $body,
+        }
+    };
+}
+
+/// The error for `--backend mpi` where there is no MPI.
+///
+/// # Errors
+/// `Usage` where this program was built without MPI, or was not started by it.
+#[cfg(not(feature = "mpi"))]
+pub fn check_mpi(_launch: &dtshard::comm::Launch) -> Result<()> {
+    Err(Error::usage(
+        "--backend mpi: this dtshard was built without MPI",
+        "build it with `cargo build --release --features mpi`, or leave --backend out",
+    ))
+}
+
+/// The error for `--backend mpi` where there is no MPI.
+///
+/// # Errors
+/// `Usage` where this program was not started by MPI.
+#[cfg(feature = "mpi")]
+pub fn check_mpi(launch: &dtshard::comm::Launch) -> Result<()> {
+    if dtshard::comm::mpi::is_under_mpi(launch, &process_environment) {
+        return Ok(());
+    }
+    Err(Error::usage(
+        "--backend mpi: this process was not started under MPI",
+        "start it by mpirun, or by srun with --mpi=pmix or --mpi=pmi2; or leave --backend out",
+    ))
+}
+
+impl Met {
+    fn way<C>(&self, control: &Arc<C>, linking: &Linking<'_>) -> Result<Way>
+    where
+        C: Communicator + dtshard::comm::FailureNotes + 'static,
+    {
         let Linking { args, rounds, local_rank, printer, .. } = *linking;
         let local_rank = Some(local_rank);
         let settings = gpu::Settings::new(&process_environment);
         let (own, nccl) = match args.backend {
             Backend::Cpu => {
-                printer.detail(&format!("bytes go by {}", linking.other_way()));
-                return Ok(Self::Hosts(mesh));
+                printer.detail("backend cpu, as --backend says");
+                return Ok(Way::Copy);
             }
+            Backend::Mpi => return Ok(self.without_devices("as --backend says", printer)),
             Backend::Nccl => {
-                let own = mesh.settle(gpu::open(&settings, local_rank))?;
-                let nccl = Nccl::meet(&own, settings.sharing, mesh)?;
+                let own = control.settle(gpu::open(&settings, local_rank))?;
+                let nccl = Nccl::meet(&own, settings.sharing, control)?;
                 (own, nccl)
             }
             Backend::Auto => {
                 let own = gpu::open(&settings, local_rank).and_then(|own| own.with_room(rounds.bytes()));
-                let own = match linking.all_have(&mesh, own)? {
+                let own = match linking.all_have(&**control, own)? {
                     Ok(own) => own,
-                    Err(lack) => {
-                        printer.detail(&linking.not_by_nccl(&lack));
-                        return Ok(Self::Hosts(mesh));
-                    }
+                    Err(lack) => return Ok(self.without_devices(&format!("not nccl: {lack}"), printer)),
                 };
-                match gpu::Meeting::new(&own, settings.sharing, mesh)? {
+                match gpu::Meeting::new(&own, settings.sharing, control)? {
                     gpu::Meeting::Met(nccl) => (own, nccl),
-                    gpu::Meeting::Missed(mesh, against) => {
+                    gpu::Meeting::Missed(against) => {
                         let against = linking.roster.name(against);
-                        let words = linking.not_by_nccl(&against.to_string());
-                        match against {
-                            // How processes were started.
-                            Error::Usage { .. } => printer.detail(&words),
-                            _ => printer.warning(&words),
+                        // Other errors than of how processes were started deserve a look.
+                        if !matches!(against, Error::Usage { .. }) {
+                            printer.warning(&format!("NCCL does not connect the GPUs: {against}"));
                         }
-                        return Ok(Self::Hosts(mesh));
+                        return Ok(self.without_devices(&format!("not nccl: {against}"), printer));
                     }
                 }
             }
         };
         let version = own.nccl().ok().and_then(|nccl| nccl.version().ok());
         let version = version.map_or_else(String::new, |version| format!(" {version}"));
-        printer.detail(&format!("bytes go by NCCL{version}, here from {:?}", own.device));
+        printer.detail(&format!("backend nccl: bytes go by NCCL{version}, here from {:?}", own.device));
         printer.detail(&match own.packer.lack() {
             None => String::from("a kernel packs them"),
             Some(why) => format!("no kernel packs them, the driver copies, a call a copy: {why}"),
         });
-        Ok(Self::Devices(own, nccl))
+        Ok(Way::Nccl(Box::new(own), nccl))
+    }
+
+    /// The way that is left where NCCL is not taken, for this reason.
+    fn without_devices(&self, why: &str, printer: &Printer) -> Way {
+        match self {
+            Self::Records(_) => {
+                printer.detail(&format!("backend cpu: files that only some processes see are copied first, {why}"));
+                Way::Copy
+            }
+            #[cfg(feature = "mpi")]
+            Self::Mpi(_) => {
+                printer.detail(&format!("backend mpi: bytes go by {}, {why}", Mpi::library()));
+                Way::Mpi
+            }
+        }
+    }
+}
+
+impl Link {
+    /// Processes that have met, and have not chosen a way.
+    #[must_use]
+    pub fn new(met: Met) -> Self {
+        Self { way: Way::Copy, met }
+    }
+
+    /// Chooses the way that tensors go. Collective; all come to the same.
+    ///
+    /// # Errors
+    /// As [`gpu::open`] where GPUs are asked for; `Comm`, and from the devices.
+    pub fn choose(&mut self, linking: &Linking<'_>) -> Result<()> {
+        self.way = of_met!(&self.met, control => self.met.way(control, linking))?;
+        Ok(())
     }
 
     #[must_use]
-    pub fn mesh(&self) -> &Mesh {
-        match self {
-            Self::Hosts(mesh) => mesh,
-            Self::Devices(_, nccl) => nccl.control(),
+    pub fn way(&self) -> &Way {
+        &self.way
+    }
+
+    #[cfg(feature = "mpi")]
+    #[must_use]
+    pub fn mpi(&self) -> Option<&Mpi> {
+        match &self.met {
+            Met::Mpi(mpi) => Some(mpi),
+            Met::Records(_) => None,
+        }
+    }
+}
+
+impl Communicator for Link {
+    /// None: tensors go by the [way](Link::way).
+    type Memory = Infallible;
+
+    fn rank(&self) -> u32 {
+        of_met!(&self.met, control => control.rank())
+    }
+
+    fn size(&self) -> u32 {
+        of_met!(&self.met, control => control.size())
+    }
+
+    fn exchange(&self, none: &Infallible, _: &[Range<usize>], _: &mut Infallible, _: &[Range<usize>]) -> Result<()> {
+        match *none {}
+    }
+
+    fn all_gather(&self, none: &mut Infallible, _: &[Range<usize>]) -> Result<()> {
+        match *none {}
+    }
+
+    fn traffic(&self) -> Traffic {
+        Traffic::default()
+    }
+
+    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
+        match &self.way {
+            Way::Nccl(_, nccl) => nccl.gather(said),
+            _ => of_met!(&self.met, control => control.gather(said)),
         }
     }
 
-    /// # Errors
-    /// As [`Communicator::leave`].
-    pub fn leave(self) -> Result<()> {
-        match self {
-            Self::Hosts(mesh) => mesh.leave(),
-            Self::Devices(_, nccl) => nccl.leave(),
-        }
+    fn check(&self) -> Result<()> {
+        of_met!(&self.met, control => Communicator::check(&**control))
+    }
+
+    fn fail(&self, why: &str) {
+        of_met!(&self.met, control => Communicator::fail(&**control, why));
+    }
+
+    fn leave(self) -> Result<()> {
+        let Self { way, met } = self;
+        let done = match way {
+            Way::Nccl(_, nccl) => nccl.leave(),
+            _ => Ok(()),
+        };
+        let left = of_met!(met, control => Arc::into_inner(control).map_or(Ok(()), Communicator::leave));
+        done.and(left)
     }
 }
 
@@ -105,22 +243,10 @@ pub fn arithmetic<'g>(gpu: &'g Gpu, printer: &Printer) -> Option<&'g Arithmetic>
 }
 
 impl Linking<'_> {
-    /// What bytes go by that do not go by NCCL. Where all see SRC, nothing is exchanged between hosts.
-    fn other_way(&self) -> &'static str {
-        match self.args.source {
-            SourceSight::PerRank => "TCP between hosts",
-            SourceSight::Shared => "the file system, from which each process reads what it writes",
-        }
-    }
-
-    fn not_by_nccl(&self, why: &str) -> String {
-        format!("bytes go by {}, not by NCCL: {why}", self.other_way())
-    }
-
     /// What this process has, where all have it; else what the first lacks that does not. Collective.
-    fn all_have(&self, mesh: &Mesh, own: Result<Gpu>) -> Result<Result<Gpu, String>> {
+    fn all_have(&self, control: &impl Communicator, own: Result<Gpu>) -> Result<Result<Gpu, String>> {
         let lack = own.as_ref().err().map(ToString::to_string).unwrap_or_default();
-        let lacking = (0..).zip(mesh.gather(lack.as_bytes())?).find(|(_, why)| !why.is_empty());
+        let lacking = (0..).zip(control.gather(lack.as_bytes())?).find(|(_, why)| !why.is_empty());
         Ok(match (own, lacking) {
             (Ok(own), None) => Ok(own),
             (_, Some((index, why))) => Err(format!("{}: {}", self.roster.peer(index), String::from_utf8_lossy(&why))),

@@ -1,7 +1,6 @@
 //! One file or folder a verb: arguments to options, then one call. Those that write share `convert.rs`.
 
 mod alike;
-mod auto;
 mod bar;
 mod bucket;
 mod checks;
@@ -20,7 +19,6 @@ mod idle;
 mod inspect;
 mod link;
 mod man;
-mod meeting_place;
 mod memory;
 mod meter;
 mod names;
@@ -49,6 +47,7 @@ mod unshard;
 mod verify;
 mod waiting;
 mod whole;
+mod work_folder;
 
 use std::ffi::OsString;
 use std::path::Path;

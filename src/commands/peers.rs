@@ -1,9 +1,10 @@
-//! The processes of a run that give each other what they read: those of `--source per-rank` and of `--backend nccl`.
+//! The processes of a run that need each other: those of `--source per-rank`, of `--backend nccl` and of `--backend mpi`.
 //!
-//! They meet beside DST, make a [twin](dtshard::twin) of SRC there if none sees all of it, and stay connected until DST is
-//! published. Whoever fails says so to the others, and nobody waits for one that is gone.
+//! They meet, make a [metadata mirror](dtshard::twin) of SRC if no process sees all of it, and stay connected until DST is
+//! published. Then they [exchange](dtshard::exec::exchange) what they read, or [copy](dtshard::exec::source_copy) the files that
+//! only some of them see, and go on as processes that all see SRC. A process that fails says so to the others, and nobody waits
+//! for one that is gone.
 
-use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
@@ -11,43 +12,47 @@ use std::time::{Duration, Instant};
 
 use super::alike;
 use super::bucket::Bucket;
-use super::link::{Link, Linking, arithmetic};
-use super::meeting_place::MeetingPlace;
+use super::link::{Link, Linking, Met, Way, arithmetic, check_mpi};
 use super::memory::room_before_layout;
 use super::nesting::refuse_nesting;
 use super::printer::Printer;
+use super::produce::no_space;
 use super::roster::Roster;
 use super::run::Run;
 use super::waiting::{meet_within, patience, teller};
+use super::work_folder::WorkFolder;
 use super::{input, progress::Progress};
 use crate::cli::{Backend, ConvertArgs, SourceSight};
 use dtshard::catalog::{Reservation, TensorEntry, TensorId};
-use dtshard::comm::{
-    Communicator, KeepGoing, Launcher, Liveness, Meeting, Mesh, Part, Patience, Place, Traffic, meet,
-    process_environment,
-};
+use dtshard::comm::{Communicator, Launcher, Part, Traffic, process_environment};
 use dtshard::error::{Error, Result};
 use dtshard::exec::Extents;
 use dtshard::exec::compare::ReplicaDifference;
 use dtshard::exec::copy::{Stats, Writing};
 use dtshard::exec::division::own_files;
+#[cfg(feature = "mpi")]
+use dtshard::exec::exchange::HostShuffle;
 use dtshard::exec::exchange::{
-    Counting, Exchange, HostShuffle, Load, Owners, Parties, Reducing, Sight, agree, differing, differing_pair,
+    Counting, Exchange, Load, Owners, Parties, Reducing, Sight, agree, differing, differing_pair,
 };
 use dtshard::exec::fingerprint::Fingerprint;
+use dtshard::exec::records::Records;
+use dtshard::exec::source_copy::{Amount, SourceCopy};
+use dtshard::exec::staging::presence::Presence;
 use dtshard::exec::together::Together;
 use dtshard::fault;
 use dtshard::format::{Checkpoint, ReadOptions};
 use dtshard::gpu::{self, DeviceShuffle};
 use dtshard::quantity::human_bytes;
+use dtshard::storage::filesystem;
 use dtshard::twin::{self, Twin};
 
-/// How long it takes at the most until all hear of one that is gone.
-const HEARD_WITHIN: Duration = Duration::from_secs(1);
+/// The longest time until all hear of a process that is gone.
+const HEARD_WITHIN: Duration = Duration::from_secs(2);
 
-/// How long one that lacks what is asked of it stays for those who are to hear of that.
-const TOLD_WITHIN: Duration = Duration::from_secs(10);
-const TOLD_SOON: Duration = Duration::from_secs(3);
+/// How long a process that lacks what is asked of it waits for those who are to hear of that.
+const LACKING_WITHIN: Duration = Duration::from_secs(10);
+const LACKING_HURRIED: Duration = Duration::from_secs(3);
 
 pub struct Peers {
     link: Link,
@@ -59,8 +64,10 @@ pub struct Peers {
     counting: Counting,
     reducing: Reducing,
     bucket: Bucket,
-    // Dropped last: the twin is in it.
-    place: MeetingPlace,
+    /// Process 0 holds it while the copy of SRC is in use.
+    copying: Option<Presence>,
+    // Dropped last: mirror and copy are in it.
+    work: WorkFolder,
 }
 
 impl Peers {
@@ -73,16 +80,26 @@ impl Peers {
         let launch = &run.launch;
         let backend = args.exchange.backend;
         let is_per_rank = args.exchange.source == SourceSight::PerRank;
-        if !is_per_rank && backend != Backend::Nccl {
-            return Ok(None);
+        if backend == Backend::Mpi {
+            check_mpi(launch)?;
         }
+        let option = match backend {
+            _ if is_per_rank => "--source per-rank",
+            Backend::Nccl => "--backend nccl",
+            Backend::Mpi => "--backend mpi",
+            Backend::Auto | Backend::Cpu => {
+                if backend == Backend::Auto && !launch.part.is_alone() {
+                    run.printer.detail("backend cpu: all processes see SRC, and each reads what it writes");
+                }
+                return Ok(None);
+            }
+        };
         if is_per_rank && launch.part.is_alone() {
             return Err(Error::usage(
                 "--source per-rank: this is the only process",
                 "start one where each part of SRC lies, by srun, torchrun or mpirun, or with --part and --parts",
             ));
         }
-        let option = if is_per_rank { "--source per-rank" } else { "--backend nccl" };
         if !launch.waits && !launch.part.is_alone() {
             let who =
                 if launch.launcher == Launcher::SlurmArray { "elements of an array" } else { "with --no-wait they" };
@@ -105,81 +122,112 @@ impl Peers {
         })?;
         // What is read is never written to, not even to meet there.
         refuse_nesting("the source", &args.src, destination)?;
-        let tell = teller(run);
-        let patience = patience(meet_within(), &tell);
-        let mut met = meet_others(destination, args, run, patience, true)?;
-        let (mesh, place) = (&met.mesh, &mut met.place);
-        // What keeps the first from making it is its own, and the others name it: it is not theirs to explain.
-        let folder = place.of_run(mesh, patience).map_err(|error| met.roster.name(error));
-        let folder = folder.inspect_err(|error| mesh.fail(&error.to_string()))?;
-        let read = || -> Result<_> {
-            let twin = is_per_rank.then(|| twin::make(mesh, &args.src, &folder.join("source"))).transpose()?;
-            let checkpoint = match &twin {
-                Some(twin) => {
-                    if twin.is_blind(launch.part.index) {
-                        let src = args.src.display();
-                        run.printer.warning(&format!("no files at {src}: this process reads nothing"));
-                    }
-                    twin.open(options).map_err(|error| {
-                        let error = if twin.is_whole() { error } else { cause(mesh, error) };
-                        met.roster.locate(error, twin)
-                    })
-                }
-                None => Checkpoint::open(&args.src, options).map_err(|error| error.within(&args.src)),
-            };
-            Ok((twin, mesh.settle(checkpoint)?))
-        };
-        let read = { read }().map_err(|error| {
-            let error = if is_not_there(&error) { cause(mesh, error) } else { error };
-            met.roster.name(error)
-        });
-        let (twin, checkpoint) = read.inspect_err(|error| mesh.fail(&error.to_string()))?;
+        let (met, work) = meet(destination, args, run)?;
+        let mut link = Link::new(met);
+        let roster = Roster::meet(&link).map_err(|error| Roster::unknown(launch.part).name(error))?;
+        let agreed = alike::agree(&link, args).and_then(|()| alike::compare(&link, &run.options_told));
+        let nodes = agreed.and_then(|()| Parties::meet(&link)).map_err(|error| roster.name(error))?;
         // What DST takes is not known yet. It makes rounds shorter, never longer.
-        let most = Bucket::of(&args.exchange).within(room_before_layout(&args.source, &run.options));
-        Ok(Some((Self::linked(args, met, twin, most, run)?, checkpoint)))
-    }
-
-    /// Meet the others between whose GPUs bytes are to go in such rounds, of a SRC that all see. `None` where one of them
-    /// lacks what that takes.
-    ///
-    /// # Errors
-    /// `Comm` where not all come within `limit`, `Usage` where they have other options, and from the devices.
-    pub fn join(
-        args: &ConvertArgs,
-        destination: &Path,
-        rounds: Bucket,
-        run: &Run<'_>,
-        limit: Duration,
-    ) -> Result<Option<Self>> {
-        let tell = teller(run);
-        // All go on without each other where they do not meet, and nothing is left beside DST then.
-        let met = meet_others(destination, args, run, patience(limit, &tell), false)?;
-        let peers = Self::linked(args, met, None, rounds, run)?;
-        if let Link::Devices(..) = peers.link {
-            return Ok(Some(peers));
-        }
-        peers.leave(false);
-        Ok(None)
-    }
-
-    /// Choose what bytes go by between processes that have met, in rounds of `most` bytes or less. Collective.
-    fn linked(args: &ConvertArgs, met: Met, twin: Option<Twin>, most: Bucket, run: &Run<'_>) -> Result<Self> {
-        let Met { mesh, nodes, roster, place } = met;
+        let rounds = Bucket::of(&args.exchange).within(room_before_layout(&args.source, &run.options));
         let linking = Linking {
             args: &args.exchange,
-            rounds: most,
-            local_rank: local_rank(run, &nodes),
+            rounds,
+            local_rank: launch.local_rank.unwrap_or_else(|| Parties::local_rank(&nodes, launch.part.index)),
             roster: &roster,
             printer: run.printer,
         };
-        let link = Link::choose(mesh, &linking).map_err(|error| roster.name(error))?;
+        link.choose(&linking).map_err(|error| roster.name(error))?;
         // What a user has decided on may be what differs, compared or not.
         let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
-        let reducing = match &link {
-            Link::Devices(..) if args.exchange.fast_reduce => Reducing::ByNccl,
-            Link::Devices(..) | Link::Hosts(_) => Reducing::InRankOrder,
+        let reducing = match link.way() {
+            Way::Nccl(..) if args.exchange.fast_reduce => Reducing::ByNccl,
+            _ => Reducing::InRankOrder,
         };
-        Ok(Self { link, twin, nodes, roster, counting, reducing, bucket: Bucket::of(&args.exchange), place })
+        let bucket = Bucket::of(&args.exchange);
+        let mut peers = Self { link, twin: None, nodes, roster, counting, reducing, bucket, copying: None, work };
+        let read = peers.read(args, options, run).map_err(|error| {
+            let error = if is_not_there(&error) { cause(&peers.link, error) } else { error };
+            peers.roster.name(error)
+        });
+        let checkpoint = read.inspect_err(|error| peers.fail(error))?;
+        Ok(Some((peers, checkpoint)))
+    }
+
+    /// Reads the metadata of SRC with the others. Collective.
+    fn read(&mut self, args: &ConvertArgs, options: &ReadOptions, run: &Run<'_>) -> Result<Checkpoint> {
+        if args.exchange.source == SourceSight::Shared {
+            let checkpoint = Checkpoint::open(&args.src, options).map_err(|error| error.within(&args.src));
+            return self.link.settle(checkpoint);
+        }
+        let mirror = self.work.of_run().join(MIRROR);
+        let twin = self.twin.insert(twin::make(&self.link, &args.src, &mirror)?);
+        if twin.is_blind(run.launch.part.index) {
+            let src = args.src.display();
+            run.printer.warning(&format!("no files at {src}: this process reads nothing"));
+        }
+        let checkpoint = twin.open(options).map_err(|error| {
+            let error = if twin.is_whole() { error } else { cause(&self.link, error) };
+            self.roster.locate(error, twin)
+        });
+        self.link.settle(checkpoint)
+    }
+
+    /// Whether processes exchange what they read. Else each reads what it writes, files of SRC from a copy where need be.
+    #[must_use]
+    pub fn exchange_bytes(&self) -> bool {
+        !matches!(self.link.way(), Way::Copy)
+    }
+
+    /// Whether a copy of files of SRC is wanted, which process 0 decides for all. Collective.
+    ///
+    /// # Errors
+    /// `Comm` with the error of process 0, which has its own.
+    pub fn is_copy_wanted(&self, decide: impl FnOnce() -> Result<bool>) -> Result<bool> {
+        if self.exchange_bytes() || self.twin.is_none() {
+            return Ok(false);
+        }
+        let decided = self.link.settle(if self.link.rank() == 0 { decide() } else { Ok(false) })?;
+        let said = self.link.gather(&[u8::from(decided)])?;
+        Ok(said.first().is_some_and(|first| *first == [1]))
+    }
+
+    /// Copies the files of SRC that hold what is reserved and that only some processes see. Nothing where processes
+    /// exchange. Collective.
+    ///
+    /// # Errors
+    /// `Usage` where there is no space; as [`SourceCopy::run`].
+    pub fn copy_source(
+        &mut self,
+        checkpoint: &mut Checkpoint,
+        reservation: &Reservation,
+        resumes: bool,
+        run: &Run<'_>,
+    ) -> Result<()> {
+        let Some(twin) = self.twin.as_ref().filter(|_| !self.exchange_bytes()) else { return Ok(()) };
+        let folder = self.work.copy();
+        let source = (&checkpoint.catalog, reservation);
+        let copy = SourceCopy::plan(folder, twin.own(), &checkpoint.files, source, self.link.size());
+        let begun = if self.link.rank() == 0 { self.begin_copy(&copy, resumes, run).map(Some) } else { Ok(None) };
+        self.copying = self.link.settle(begun)?;
+        let progress = Progress::start(run.printer, "copying", copy.share(self.link.rank()));
+        copy.run(&self.link, &progress, &run.stop)?;
+        copy.turn(&mut checkpoint.files)
+    }
+
+    /// What process 0 does before files are copied.
+    fn begin_copy(&self, copy: &SourceCopy, resumes: bool, run: &Run<'_>) -> Result<Presence> {
+        let lease = copy.begin(resumes)?;
+        let Amount { files, bytes, left } = copy.amount();
+        let folder = self.work.copy();
+        if files > 0 {
+            let (bytes, left) = (human_bytes(bytes), human_bytes(left));
+            run.printer.line(&format!(
+                "copying {left} of {bytes} in {files} files that only some processes see to {}",
+                folder.display()
+            ));
+        }
+        let free = filesystem::free_bytes(folder.path())?;
+        if free >= left { Ok(lease) } else { Err(no_space(folder.path(), left, free)) }
     }
 
     /// Say of the process that an error names, or whose file is damaged, all that is known.
@@ -188,7 +236,7 @@ impl Peers {
         // What is in files that are there is as true when others end because of it, too.
         let is_of_files = is_not_there(&error) || error.kind() == "missing";
         let has_lost = is_of_files && self.twin.as_ref().is_some_and(|twin| !twin.is_whole());
-        let error = self.roster.name(if has_lost { cause(self.mesh(), error) } else { error });
+        let error = self.roster.name(if has_lost { cause(&self.link, error) } else { error });
         match &self.twin {
             Some(twin) => self.roster.locate(error, twin),
             None => error,
@@ -219,11 +267,6 @@ impl Peers {
         self.twin.is_some()
     }
 
-    #[must_use]
-    pub fn mesh(&self) -> &Mesh {
-        self.link.mesh()
-    }
-
     /// How long rounds are.
     #[must_use]
     pub fn bucket(&self) -> Bucket {
@@ -236,7 +279,7 @@ impl Peers {
     /// As [`Bucket::agree`].
     pub fn settle_bucket(&mut self, room: u64, printer: &Printer) -> Result<()> {
         let wanted = self.bucket;
-        self.bucket = wanted.within(room).agree(self.mesh())?;
+        self.bucket = wanted.within(room).agree(&self.link)?;
         if self.bucket != wanted {
             let (wanted, settled) = (human_bytes(wanted.bytes()), human_bytes(self.bucket.bytes()));
             printer.detail(&format!("--bucket-size {settled}: --max-memory has no room for six times {wanted}"));
@@ -251,21 +294,20 @@ impl Peers {
         apart.map_or_else(Vec::new, |twin| twin.seen_by(path).to_vec())
     }
 
-    /// All make the same. `told` are the options that decide on that.
+    /// Checks that all processes make the same.
     ///
     /// # Errors
-    /// `Comm` naming one that does not, and by which option.
-    pub fn compare(&self, fingerprint: Fingerprint, told: &BTreeMap<String, String>) -> Result<()> {
+    /// `Comm` naming one that does not.
+    pub fn compare(&self, fingerprint: Fingerprint) -> Result<()> {
         let own = fingerprint.to_string();
-        let said = self.mesh().gather(own.as_bytes())?;
+        let said = self.link.gather(own.as_bytes())?;
         let Some(rank) = said.iter().position(|other| *other != said[0]) else { return Ok(()) };
-        let apart = alike::told_apart(self.mesh(), told, rank)?.map_or_else(String::new, |apart| format!(": {apart}"));
         // All have heard it before one goes: else some would hear no more than that.
-        self.mesh().barrier()?;
+        self.link.barrier()?;
         Err(Error::Comm {
             rank: u32::try_from(rank).expect("a rank").into(),
             op: "plan",
-            detail: format!("it makes something else than process 0 does{apart}"),
+            detail: String::from("it makes something else than process 0 does"),
             hint: Some(String::from("start all processes with the same options, of the same dtshard")),
         })
     }
@@ -281,7 +323,7 @@ impl Peers {
         progress: &Progress,
         run: &Run<'_>,
     ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
-        differing(self.mesh(), &self.sight(checkpoint), input(checkpoint), tensors, progress, &run.stop)
+        differing(&self.link, &self.sight(checkpoint), input(checkpoint), tensors, progress, &run.stop)
     }
 
     /// How two tensors differ that should be the same and are not. Collective.
@@ -289,7 +331,7 @@ impl Peers {
     /// # Errors
     /// As [`differing_pair`].
     pub fn difference(&self, checkpoint: &Checkpoint, pair: [TensorId; 2], run: &Run<'_>) -> Result<Option<String>> {
-        let found = differing_pair(self.mesh(), &self.sight(checkpoint), input(checkpoint), pair, &run.stop)?;
+        let found = differing_pair(&self.link, &self.sight(checkpoint), input(checkpoint), pair, &run.stop)?;
         let entry = checkpoint.catalog.tensor(pair[0]);
         Ok(found.map(|(chunk, element)| {
             let index = entry.chunks.tile(chunk as usize).index(element);
@@ -299,7 +341,7 @@ impl Peers {
 
     /// Who sees the files of a checkpoint that SRC is in: others may be beside them.
     fn sight(&self, checkpoint: &Checkpoint) -> Sight {
-        if self.see_apart() { Sight::of(&checkpoint.files, self.mesh().size()) } else { Sight::Shared }
+        if self.see_apart() { Sight::of(&checkpoint.files, self.link.size()) } else { Sight::Shared }
     }
 
     fn parties(&self, checkpoint: &Checkpoint) -> Parties {
@@ -319,15 +361,20 @@ impl Peers {
         printer: &Printer,
     ) -> Result<Stats> {
         let files = &reservation.files;
-        let owners = Owners::new(files, &agree(self.mesh(), files, writing.log.todo())?);
+        let owners = Owners::new(files, &agree(&self.link, files, writing.log.todo())?);
         let parties = self.parties(checkpoint);
         let exchange = self.exchange((checkpoint, reservation), &parties, &owners);
-        let stats = match &self.link {
-            Link::Hosts(mesh) => exchange.run(mesh, HostShuffle::new(mesh), writing)?,
-            Link::Devices(gpu, nccl) => {
+        let stats = match self.link.way() {
+            Way::Copy => unreachable!("processes that copy files of SRC exchange nothing"),
+            #[cfg(feature = "mpi")]
+            Way::Mpi => {
+                let mpi = self.link.mpi().expect("they have met by it");
+                exchange.run(mpi, HostShuffle::new(mpi), writing)?
+            }
+            Way::Nccl(gpu, nccl) => {
                 let arithmetic = exchange.computes().then(|| arithmetic(gpu, printer)).flatten();
                 // Compiled by now, where it is needed: in the rounds nobody waits for that.
-                let shuffle = self.mesh().settle(DeviceShuffle::new(gpu, nccl, arithmetic))?;
+                let shuffle = self.link.settle(DeviceShuffle::new(gpu, nccl, arithmetic))?;
                 exchange.run(nccl, shuffle, writing)?
             }
         };
@@ -335,7 +382,7 @@ impl Peers {
         printer.detail(&format!("sent {}, received {}", human_bytes(sent), human_bytes(received)));
         // Who is done first does not go on before all are: what is recorded by then is all there is.
         let own = Together { received, folded: stats.folded_bytes };
-        Ok(Stats { together: own.add_up(self.mesh())?, ..stats })
+        Ok(Stats { together: own.add_up(&self.link)?, ..stats })
     }
 
     /// What it takes to write all, and what each of them would read, send and receive.
@@ -349,7 +396,7 @@ impl Peers {
         run: &Run<'_>,
     ) -> Result<(Stats, Vec<Load>)> {
         let files = &reservation.files;
-        let of = self.mesh().size();
+        let of = self.link.size();
         let todos: Vec<Extents> = (0..of).map(|index| own_files(files, Part { index, of })).collect();
         let (parties, owners) = (self.parties(checkpoint), Owners::new(files, &todos));
         self.exchange((checkpoint, reservation), &parties, &owners).dry_run(&run.stop)
@@ -366,7 +413,7 @@ impl Peers {
 
     /// Tell the others that this one goes, because of an error.
     pub fn fail(&self, error: &Error) {
-        self.mesh().fail(&error.to_string());
+        self.link.fail(&error.to_string());
     }
 
     /// Wait until all are here. Collective.
@@ -374,14 +421,15 @@ impl Peers {
     /// # Errors
     /// As [`Communicator::barrier`].
     pub fn barrier(&self) -> Result<()> {
-        self.mesh().barrier()
+        self.link.barrier()
     }
 
-    /// Go, when all is done: DST is there, or was not to be written. Whoever dies now has done his work.
+    /// Leaves when all is done: DST is there, or was not to be written.
     pub fn leave(self, has_published: bool) {
-        let Self { link, mut place, .. } = self;
+        let Self { link, copying, mut work, .. } = self;
+        drop(copying);
         if link.leave().is_ok() {
-            place.leave(has_published);
+            work.leave(has_published);
         }
     }
 }
@@ -391,12 +439,18 @@ impl Peers {
 /// # Errors
 /// `Usage` where --fast-reduce would have no effect, or a wrong one.
 pub fn refuse_senseless(args: &ConvertArgs) -> Result<()> {
+    if args.exchange.rendezvous.is_some() {
+        return Err(Error::usage(
+            "--rendezvous is no longer needed: processes meet in a folder beside DST, or by MPI",
+            "leave it out; to exchange over a network, start the processes under MPI or srun",
+        ));
+    }
     if !args.exchange.fast_reduce {
         return Ok(());
     }
-    if args.exchange.backend == Backend::Cpu {
+    if matches!(args.exchange.backend, Backend::Cpu | Backend::Mpi) {
         return Err(Error::usage(
-            "--fast-reduce lets NCCL reduce, and with --backend cpu there is none",
+            "--fast-reduce lets NCCL reduce, and with --backend cpu or mpi there is none",
             "leave one of them out, or use --backend nccl",
         ));
     }
@@ -409,75 +463,45 @@ pub fn refuse_senseless(args: &ConvertArgs) -> Result<()> {
     Ok(())
 }
 
-/// Processes that have met, with the same options.
-struct Met {
-    mesh: Mesh,
-    nodes: Vec<u32>,
-    roster: Roster,
-    // Dropped last, as with peers.
-    place: MeetingPlace,
-}
+/// The name of the metadata mirror in the folder of a run.
+const MIRROR: &str = "mirror";
 
-/// Meet the others beside DST.
-fn meet_others(
-    destination: &Path,
-    args: &ConvertArgs,
-    run: &Run<'_>,
-    patience: Patience<'_>,
-    calls_off: bool,
-) -> Result<Met> {
+/// Meets the others, by MPI where that started them, else by records beside DST.
+fn meet(destination: &Path, args: &ConvertArgs, run: &Run<'_>) -> Result<(Met, WorkFolder)> {
     let launch = &run.launch;
-    let place = MeetingPlace::beside(destination, launch.part)?;
-    let wants_devices = args.exchange.backend == Backend::Nccl;
-    let installed = if wants_devices { gpu::look(&gpu::Settings::new(&process_environment)) } else { Ok(()) };
+    let work = WorkFolder::beside(destination, launch.part, launch.run.as_deref(), args.destination.resume)?;
+    #[cfg(feature = "mpi")]
+    if args.exchange.backend != Backend::Cpu && dtshard::comm::mpi::is_under_mpi(launch, &process_environment) {
+        return meet_by_mpi(work, run);
+    }
+    let installed = match args.exchange.backend {
+        Backend::Nccl => gpu::look(&gpu::Settings::new(&process_environment)),
+        _ => Ok(()),
+    };
+    let mut limit = meet_within();
     if let Err(lack) = &installed {
         run.printer.outcome(&format!("{lack}; it ends as soon as the others have heard that"));
+        limit = limit.min(fault::patience(LACKING_WITHIN, LACKING_HURRIED));
     }
-    let rendezvous = args.exchange.rendezvous.clone();
-    let meeting = Meeting {
-        part: launch.part,
-        run: launch.run.as_deref(),
-        place: &Place::choose(rendezvous, launch.launcher, &process_environment, place.folder().path())?,
-        shared: Some(place.folder()),
-        patience,
-        calls_off,
-        liveness: Liveness::default(),
-        going: going(run, installed.is_err()),
-    };
-    let mesh = meet(&meeting).and_then(|control| Mesh::connect(control, patience));
-    let (mesh, installed) = match (mesh, installed) {
-        (Ok(mesh), installed) => (mesh, installed),
-        (Err(_), Err(lack)) if run.stop.check().is_ok() => return Err(lack),
-        (Err(error), _) => return Err(Roster::unknown(launch.part).name(error)),
-    };
-    let roster = Roster::meet(&mesh).map_err(|error| Roster::unknown(launch.part).name(error))?;
-    let agreed = alike::agree(&mesh, args).and_then(|()| {
-        if wants_devices {
-            mesh.settle(installed)?;
+    let tell = teller(run);
+    let met = Records::meet(work.of_run(), launch.part, patience(limit, &tell), &run.stop);
+    match (met, installed) {
+        (Ok(records), installed) => {
+            records.settle(installed).map_err(|error| Roster::unknown(launch.part).name(error))?;
+            Ok((Met::Records(Arc::new(records)), work))
         }
-        Parties::meet(&mesh)
-    });
-    let nodes = agreed.map_err(|error| roster.name(error))?;
-    Ok(Met { mesh, nodes, roster, place })
+        (Err(Error::Comm { .. }), Err(lack)) => Err(lack),
+        (Err(error), _) => Err(Roster::unknown(launch.part).name(error)),
+    }
 }
 
-/// What ends a wait for others: a signal, and before long what this process lacks, which it only stays to tell.
-fn going(run: &Run<'_>, is_to_end: bool) -> KeepGoing {
-    let (stop, begun) = (run.stop.clone(), Instant::now());
-    let told_within = fault::patience(TOLD_WITHIN, TOLD_SOON);
-    Arc::new(move || {
-        stop.check()?;
-        if is_to_end && begun.elapsed() >= told_within {
-            gpu::look(&gpu::Settings::new(&process_environment))
-        } else {
-            Ok(())
-        }
-    })
-}
-
-/// Which of the processes of its node this one is.
-fn local_rank(run: &Run<'_>, nodes: &[u32]) -> u32 {
-    run.launch.local_rank.unwrap_or_else(|| Parties::local_rank(nodes, run.launch.part.index))
+/// Meets the others by MPI, and agrees on a folder for the metadata mirror.
+#[cfg(feature = "mpi")]
+fn meet_by_mpi(mut work: WorkFolder, run: &Run<'_>) -> Result<(Met, WorkFolder)> {
+    let stop = run.stop.clone();
+    let mpi = dtshard::comm::mpi::Mpi::world(run.launch.part, Arc::new(move || stop.check()))?;
+    work.make_for(&mpi).map_err(|error| Roster::unknown(run.launch.part).name(error))?;
+    Ok((Met::Mpi(Arc::new(mpi)), work))
 }
 
 fn is_not_there(error: &Error) -> bool {
@@ -486,10 +510,10 @@ fn is_not_there(error: &Error) -> bool {
 
 /// Why something fails that is nobody's fault here: where files of the meeting are gone, somebody is gone who took them
 /// away, or was to keep them.
-fn cause(mesh: &Mesh, error: Error) -> Error {
+fn cause(link: &Link, error: Error) -> Error {
     let begun = Instant::now();
     while begun.elapsed() < HEARD_WITHIN {
-        if let Err(gone) = mesh.check() {
+        if let Err(gone) = link.check() {
             return gone;
         }
         std::thread::sleep(Duration::from_millis(20));

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::conversion::Conversion;
 use super::input;
-use super::meeting_place::clear_beside;
+use super::work_folder::clear_beside;
 use super::meter::{Before, Meter};
 use super::peers::Peers;
 use super::progress::Progress;
@@ -72,7 +72,7 @@ pub fn produce(
     let about = about(conversion, reducing, run);
     let plan = plan(conversion, reducing, &about);
     if let Some(peers) = &conversion.source.peers {
-        peers.compare(plan.fingerprint, &run.options_told)?;
+        peers.compare(plan.fingerprint)?;
     }
     match Staging::begin(destination, conversion.shape, &claim, &plan, &run.stop)? {
         Begun::Done => Ok(Produced::Already),
@@ -212,8 +212,8 @@ impl Producer<'_> {
             stop: &run.stop,
         };
         let stats = match peers {
-            Some(peers) => peers.fill(&conversion.source.checkpoint, &conversion.reservation, writing, run.printer)?,
-            None => copy(input(&conversion.source.checkpoint), writing)?,
+            Some(peers) if peers.exchange_bytes() => peers.fill(&conversion.source.checkpoint, &conversion.reservation, writing, run.printer)?,
+            _ => copy(input(&conversion.source.checkpoint), writing)?,
         };
         if conversion.source.reducing() == Reducing::ByNccl {
             let bytes = human_bytes(stats.folded_bytes);
@@ -237,7 +237,8 @@ impl Producer<'_> {
 
     /// Publish; processes that have come to this together all hear how it goes.
     fn publish_together(&self, stats: Stats, before: &Before) -> Result<Produced> {
-        let Some(peers) = &self.conversion.source.peers else { return self.publish(stats, before) };
+        let peers = self.conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
+        let Some(peers) = peers else { return self.publish(stats, before) };
         if self.part().index > 0 {
             peers.barrier()?;
             self.staging.see_published();

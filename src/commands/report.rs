@@ -154,7 +154,7 @@ impl Report<'_> {
             "tied": tied,
             "warnings": warnings,
         });
-        if source.peers.is_some() && self.loads.is_empty() {
+        if source.is_exchanged() && self.loads.is_empty() {
             document["bytes_sent"] = json!(stats.traffic.sent);
             document["bytes_received"] = json!(stats.traffic.received);
         }

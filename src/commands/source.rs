@@ -78,6 +78,12 @@ impl Source {
         self.peers.as_ref().map_or(Reducing::InRankOrder, Peers::reducing)
     }
 
+    /// Whether processes exchange what they read of it.
+    #[must_use]
+    pub fn is_exchanged(&self) -> bool {
+        self.peers.as_ref().is_some_and(Peers::exchange_bytes)
+    }
+
     /// Read the source of a verb that writes, which must be whole, and choose what to take. `like` has the shapes that
     /// flat parameters lack.
     ///

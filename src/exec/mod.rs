@@ -24,9 +24,11 @@ pub mod literals;
 pub mod log;
 mod output;
 mod passing;
+pub mod records;
 pub mod reduce;
 mod runs;
 pub mod seal;
+pub mod source_copy;
 pub mod staging;
 mod stop;
 mod strips;
@@ -34,7 +36,6 @@ pub mod sums;
 #[cfg(test)]
 pub(crate) mod tests;
 pub mod together;
-pub mod weigh;
 mod window;
 
 pub use edges::HELD_BYTES;

@@ -1,13 +1,15 @@
-//! NCCL between the devices of ranks, watched over a control connection.
+//! NCCL between the devices of ranks, which moves tensors and words.
 //!
-//! NCCL moves bytes, but waits for ever for a peer that is gone, or knows that one is and not why. So few words go by
-//! another communicator, the control, which is asked while NCCL is waited for: where it says that a rank is gone, NCCL is
-//! aborted and the error has what the control knows. A [`Watch`] does so where nobody waits for it.
+//! NCCL waits for ever for a peer that is gone, or knows that a peer is gone and not why. So the [notes](FailureNotes) of the
+//! run are asked while NCCL is waited for: where they say that a rank is gone, NCCL is aborted and the error has the reason
+//! that the notes give. A [`Watch`] does so where nobody waits for NCCL.
 //!
-//! Counts bytes. Invariant: after an error NCCL is aborted, so no stream waits for it.
+//! Words are gathered through a small buffer of the device. Counts bytes. Invariant: after an error NCCL is aborted, so no
+//! stream waits for it.
 
+use std::mem;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,7 +20,7 @@ use super::device::{Device, failed};
 use super::memory::DeviceBytes;
 use super::stream::Stream;
 use super::watch::{Met, Watch, Why, reason};
-use crate::comm::{Communicator, Counter, Traffic, carved};
+use crate::comm::{Communicator, Counter, FailureNotes, Traffic, carved};
 use crate::error::{Error, Result};
 
 /// How long a stream may take to end after NCCL was aborted.
@@ -27,39 +29,39 @@ const GRACE: Duration = Duration::from_secs(5);
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
 
-/// A rank whose memory is a device's. Words, votes and news of the others go by `C`.
-pub struct Nccl<C> {
+/// A word that is gathered has at most so many bytes with its length; longer ones take a second operation.
+const SHORT_WORD: usize = 256;
+const LEN_BYTES: usize = 8;
+
+/// A rank whose memory is a device's.
+pub struct Nccl {
     // Ended first: it has both of the others.
-    watch: Watch,
+    watch: Option<Watch>,
     met: Arc<Met>,
-    control: Arc<C>,
+    notes: Arc<dyn FailureNotes>,
     stream: Stream,
     counter: Counter,
+    place: nccl::Place,
+    words: Mutex<DeviceBytes>,
 }
 
-impl<C: Communicator + Send + 'static> Nccl<C> {
+impl Nccl {
     /// Makes the communicator of ranks that have met.
     ///
     /// # Errors
-    /// `Usage` where no thread can be started.
-    pub(super) fn new(peers: nccl::Communicator, stream: Stream, control: Arc<C>) -> Result<Self> {
+    /// `Usage` where no thread can be started; `Device` where there is no memory.
+    pub(super) fn new(peers: nccl::Communicator, stream: Stream, notes: Arc<dyn FailureNotes>) -> Result<Self> {
+        let place = peers.place();
+        let words = DeviceBytes::new(stream.device(), SHORT_WORD * place.ranks, "words")?;
         let met = Met::new(peers);
-        let watch = Watch::start(Arc::clone(&met), Arc::clone(&control))?;
-        Ok(Self { watch, met, control, stream, counter: Counter::default() })
+        let watch = Watch::start(Arc::clone(&met), Arc::clone(&notes))?;
+        Ok(Self { watch: Some(watch), met, notes, stream, counter: Counter::default(), place, words: Mutex::new(words) })
     }
-}
 
-impl<C: Communicator + Send> Nccl<C> {
     /// The device whose memory is exchanged.
     #[must_use]
     pub fn device(&self) -> &Arc<Device> {
         self.stream.device()
-    }
-
-    /// Who looks after the ranks.
-    #[must_use]
-    pub fn control(&self) -> &C {
-        &self.control
     }
 
     /// Queue [`Communicator::exchange`] on a stream.
@@ -100,6 +102,17 @@ impl<C: Communicator + Send> Nccl<C> {
         memory: &mut DeviceBytes,
         ranges: &[Range<usize>],
     ) -> Result<()> {
+        self.queue_all_gather_uncounted(stream, memory, ranges)?;
+        self.counter.round(ranges, self.rank());
+        Ok(())
+    }
+
+    fn queue_all_gather_uncounted(
+        &self,
+        stream: &Stream,
+        memory: &mut DeviceBytes,
+        ranges: &[Range<usize>],
+    ) -> Result<()> {
         const OP: &str = "all-gather";
         if let Some(all) = all_parts(ranges) {
             let whole = lent(OP, DeviceViewMut::of(memory), DeviceViewMut::split_at, &[all])?.pop().flatten();
@@ -115,8 +128,30 @@ impl<C: Communicator + Send> Nccl<C> {
                 })
             })?;
         }
-        self.counter.round(ranges, self.rank());
         Ok(())
+    }
+
+    /// Gathers what all ranks say, each at most `each` bytes, into places of that length.
+    fn gather_words(&self, memory: &mut DeviceBytes, own: &[u8], each: usize) -> Result<Vec<u8>> {
+        const OP: &str = "gather";
+        let nccl::Place { rank, ranks } = self.place;
+        let mut all = vec![0; each * ranks];
+        all[rank * each..][..own.len()].copy_from_slice(own);
+        memory.at_least(all.len(), "words")?;
+        let ranges: Vec<Range<usize>> = (0..ranks).map(|rank| rank * each..(rank + 1) * each).collect();
+        // SAFETY: the bytes of the host and of the device stay until the stream is waited for, or for ever.
+        let queued = unsafe { self.stream.copy_in(&all, memory) }
+            .and_then(|()| self.queue_all_gather_uncounted(&self.stream, memory, &ranges))
+            // SAFETY: as above.
+            .and_then(|()| unsafe { self.stream.copy_out(memory, &mut all) });
+        let done = queued.and_then(|()| self.stream.record()).and_then(|point| self.wait(OP, &point));
+        if let Err(error) = done {
+            if !self.stream.record().is_ok_and(|point| self.has_ended(OP, &point)) {
+                mem::forget(all);
+            }
+            return Err(error);
+        }
+        Ok(all)
     }
 
     /// Where what goes by this rank is counted.
@@ -144,7 +179,7 @@ impl<C: Communicator + Send> Nccl<C> {
             }
             // After an abort there is nothing to wait for but the stream.
             self.met.with(|peers| peers.status()).map_err(|why| self.reason(op, &why))?;
-            self.control.check().map_err(|gone| self.abandon(op, Why::Elsewhere(gone.to_string())))?;
+            self.notes.check().map_err(|gone| self.abandon(op, Why::Elsewhere(gone.to_string())))?;
             thread::sleep(pause);
             pause = LONGEST.min(pause * 2);
         }
@@ -170,19 +205,19 @@ impl<C: Communicator + Send> Nccl<C> {
     }
 
     fn reason(&self, op: &'static str, why: &Why) -> Error {
-        reason(&*self.control, op, why)
+        reason(&*self.notes, op, why)
     }
 }
 
-impl<C: Communicator + Send> Communicator for Nccl<C> {
+impl Communicator for Nccl {
     type Memory = DeviceBytes;
 
     fn rank(&self) -> u32 {
-        self.control.rank()
+        u32::try_from(self.place.rank).expect("fewer than 2^32 ranks")
     }
 
     fn size(&self) -> u32 {
-        self.control.size()
+        u32::try_from(self.place.ranks).expect("fewer than 2^32 ranks")
     }
 
     fn exchange(
@@ -206,34 +241,46 @@ impl<C: Communicator + Send> Communicator for Nccl<C> {
     }
 
     fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.control.gather(said)
-    }
-
-    fn vote(&self, mine: Result<(), &str>) -> Result<()> {
-        self.control.vote(mine)
+        let mut memory = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        let short = SHORT_WORD - LEN_BYTES;
+        let head = &said[..said.len().min(short)];
+        let own = [&(said.len() as u64).to_le_bytes()[..], head].concat();
+        let heads = self.gather_words(&mut memory, &own, SHORT_WORD)?;
+        let (heads, _) = heads.as_chunks::<SHORT_WORD>();
+        let len_of = |head: &[u8; SHORT_WORD]| {
+            let (len, _) = head.split_first_chunk::<LEN_BYTES>().expect("a word begins with its length");
+            usize::try_from(u64::from_le_bytes(*len)).expect("a word fits memory")
+        };
+        let lens: Vec<usize> = heads.iter().map(len_of).collect();
+        let longest = lens.iter().copied().max().unwrap_or(0);
+        if longest <= short {
+            return Ok(heads.iter().zip(lens).map(|(head, len)| head[LEN_BYTES..][..len].to_vec()).collect());
+        }
+        let all = self.gather_words(&mut memory, said, longest)?;
+        Ok(all.chunks(longest).zip(lens).map(|(words, len)| words[..len].to_vec()).collect())
     }
 
     fn check(&self) -> Result<()> {
-        self.control.check()
+        self.notes.check()
     }
 
     fn fail(&self, why: &str) {
-        self.control.fail(why);
+        self.notes.fail(why);
     }
 
     /// All together: a peer may still be reading what this rank's device has for it.
-    fn leave(self) -> Result<()> {
-        let Self { watch, met, control, .. } = self;
-        // Whoever is behind the barrier first ends his side.
-        drop(watch);
-        let done = control.barrier();
-        if let (Ok(()), Some(peers)) = (&done, met.take()) {
-            // All bytes have arrived; how NCCL itself ends makes no difference.
-            let _ = peers.finalize();
+    fn leave(mut self) -> Result<()> {
+        // The rank that is behind the barrier first ends its side.
+        self.watch = None;
+        let done = self.barrier();
+        if done.is_ok() {
+            self.notes.leave();
+            if let Some(peers) = self.met.take() {
+                // All bytes have arrived; how NCCL itself ends makes no difference.
+                let _ = peers.finalize();
+            }
         }
-        // What NCCL waits by had the only other one.
-        let left = Arc::into_inner(control).map_or(Ok(()), Communicator::leave);
-        done.and(left)
+        done
     }
 }
 

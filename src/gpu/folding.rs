@@ -20,7 +20,7 @@ use crate::layout::ReduceOp;
 
 const OP: &str = "reduce";
 
-impl<C: Communicator + Send> Nccl<C> {
+impl Nccl {
     /// Queue the folds of a round on a stream.
     pub(super) fn queue_folds(
         &self,

@@ -19,7 +19,7 @@ use super::communicator::Nccl;
 use super::settings::{SHARE, Sharing};
 use super::stream::Stream;
 use super::watch::{Why, of_nccl};
-use crate::comm::Communicator;
+use crate::comm::{Communicator, FailureNotes};
 use crate::error::{Error, Result};
 use crate::threads;
 
@@ -34,48 +34,50 @@ const SHARED_BLOCKS: u16 = 2;
 const OP: &str = "meet by NCCL";
 
 /// How ranks come out of it, all alike.
-pub enum Meeting<C> {
-    Met(Nccl<C>),
+pub enum Meeting {
+    Met(Nccl),
     /// They share devices and may not (`Usage`), or NCCL fails on one of them. They still have each other.
-    Missed(C, Error),
+    Missed(Error),
 }
 
-impl<C: Communicator + Send + 'static> Meeting<C> {
+impl Meeting {
     /// Meet the other ranks of `control`, all of which do the same.
     ///
     /// # Errors
     /// `Comm` where one goes away; what stops this one. The others are told.
-    pub fn new(gpu: &Gpu, sharing: Sharing, control: C) -> Result<Self> {
-        let control = Arc::new(control);
-        let met = meet(gpu, sharing, &control).inspect_err(|error| control.fail(&error.to_string()))?;
-        let against = match met {
-            Ok((peers, stream)) => return Ok(Self::Met(Nccl::new(peers, stream, control)?)),
-            Err(against) => against,
+    pub fn new<C>(gpu: &Gpu, sharing: Sharing, control: &Arc<C>) -> Result<Self>
+    where
+        C: Communicator + FailureNotes + 'static,
+    {
+        let met = meet(gpu, sharing, control).inspect_err(|error| Communicator::fail(&**control, &error.to_string()))?;
+        let (peers, stream) = match met {
+            Ok(met) => met,
+            Err(against) => return Ok(Self::Missed(against)),
         };
-        // What NCCL waited by had the only other one.
-        match Arc::into_inner(control) {
-            Some(control) => Ok(Self::Missed(control, against)),
-            None => Err(against),
-        }
+        let notes: Arc<dyn FailureNotes> = Arc::<C>::clone(control);
+        Ok(Self::Met(Nccl::new(peers, stream, notes)?))
     }
 }
 
-impl<C: Communicator + Send + 'static> Nccl<C> {
+impl Nccl {
     /// Meet the other ranks of `control`, all of which do the same.
     ///
     /// # Errors
     /// `Usage` where ranks share a device and may not; `Comm` where one goes away, or cannot meet; `Device` from NCCL.
     /// All ranks fail then.
-    pub fn meet(gpu: &Gpu, sharing: Sharing, control: C) -> Result<Self> {
+    pub fn meet<C>(gpu: &Gpu, sharing: Sharing, control: &Arc<C>) -> Result<Self>
+    where
+        C: Communicator + FailureNotes + 'static,
+    {
         match Meeting::new(gpu, sharing, control)? {
             Meeting::Met(nccl) => Ok(nccl),
-            Meeting::Missed(_, against) => Err(against),
+            Meeting::Missed(against) => Err(against),
         }
     }
 }
 
 /// What this rank gets of it, or what is against it on one of them.
-fn meet<C: Communicator + Send + 'static>(gpu: &Gpu, sharing: Sharing, control: &Arc<C>) -> Result<Result<Made>> {
+fn meet<C: Communicator + FailureNotes + 'static>(gpu: &Gpu, sharing: Sharing, control: &Arc<C>) -> Result<Result<Made>> {
     let seats = control.gather(&gpu.device.uuid())?;
     if let (Sharing::Refused, Err(shared)) = (sharing, all_differ(&seats)) {
         return Ok(Err(shared));

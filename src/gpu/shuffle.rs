@@ -48,8 +48,8 @@ pub(super) fn device_bytes(bucket_bytes: u64) -> u64 {
 }
 
 /// Packs and unpacks on a device, and exchanges by NCCL.
-pub struct DeviceShuffle<'a, C: Communicator + Send> {
-    peers: &'a Nccl<C>,
+pub struct DeviceShuffle<'a> {
+    peers: &'a Nccl,
     packer: Packer,
     arithmetic: Option<Arithmetic>,
     rooms: Arc<Rooms<Pinned>>,
@@ -70,12 +70,12 @@ enum SecondHop {
     BeforeTheNextRound,
 }
 
-impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
+impl<'a> DeviceShuffle<'a> {
     /// One that computes on the device, if it is given what does that. Collective.
     ///
     /// # Errors
     /// `Device` where there is no memory; as [`Communicator::gather`].
-    pub fn new(gpu: &Gpu, peers: &'a Nccl<C>, arithmetic: Option<&Arithmetic>) -> Result<Self> {
+    pub fn new(gpu: &Gpu, peers: &'a Nccl, arithmetic: Option<&Arithmetic>) -> Result<Self> {
         let said = peers.gather(&[u8::from(arithmetic.is_some())])?;
         let all_compute = said.iter().all(|said| *said == [1]);
         let second_hop = if all_compute { SecondHop::BehindTheFirst } else { SecondHop::BeforeTheNextRound };
@@ -211,7 +211,7 @@ impl<'a, C: Communicator + Send> DeviceShuffle<'a, C> {
     }
 }
 
-impl<C: Communicator + Send> Shuffle for DeviceShuffle<'_, C> {
+impl Shuffle for DeviceShuffle<'_> {
     type Memory = Pinned;
     /// Its slot.
     type Begun = usize;
@@ -279,7 +279,7 @@ impl<C: Communicator + Send> Shuffle for DeviceShuffle<'_, C> {
     }
 }
 
-impl<C: Communicator + Send> Drop for DeviceShuffle<'_, C> {
+impl Drop for DeviceShuffle<'_> {
     /// Nothing is freed that a stream may still use.
     fn drop(&mut self) {
         let is_done = |lent: &Lent| lent.done.as_ref().is_some_and(|done| self.peers.has_ended(OP, done));
@@ -290,8 +290,8 @@ impl<C: Communicator + Send> Drop for DeviceShuffle<'_, C> {
 }
 
 /// Queue a hop.
-fn across<C: Communicator + Send>(
-    peers: &Nccl<C>,
+fn across(
+    peers: &Nccl,
     wire: &Stream,
     hop: &Hop,
     outgoing: &DeviceBytes,

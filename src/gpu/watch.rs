@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use nccl::raw::ncclRemoteError;
 
-use crate::comm::Communicator;
+use crate::comm::FailureNotes;
 use crate::error::{Error, Result};
 use crate::threads;
 
@@ -33,7 +33,7 @@ impl Why {
         words
     }
 
-    /// How long the control may take to hear what NCCL knows already. Ranks whose peer is lost wait for that to say why.
+    /// How long the notes may take to have what NCCL knows already. Ranks whose peer is lost wait for the reason of that one.
     pub fn patience(&self) -> Duration {
         match self {
             Self::Elsewhere(_) => Duration::from_secs(5),
@@ -53,11 +53,11 @@ impl From<nccl::Error> for Why {
     }
 }
 
-/// The error for why NCCL fails: what the control knows of it, soon, or else what NCCL says.
-pub(super) fn reason(control: &impl Communicator, op: &'static str, why: &Why) -> Error {
+/// The error for why NCCL fails: what the notes of the run say, or else what NCCL says.
+pub(super) fn reason(notes: &dyn FailureNotes, op: &'static str, why: &Why) -> Error {
     let until = Instant::now() + why.patience();
     loop {
-        match control.check() {
+        match notes.check() {
             Err(Error::Comm { rank, detail, hint, .. }) => return Error::Comm { rank, op, detail, hint },
             Err(other) => return other,
             Ok(()) if Instant::now() >= until => break,
@@ -117,14 +117,14 @@ pub(super) struct Watch {
 impl Watch {
     /// # Errors
     /// `Usage` where no thread can be started.
-    pub fn start<C: Communicator + Send + 'static>(met: Arc<Met>, control: Arc<C>) -> Result<Self> {
+    pub fn start(met: Arc<Met>, notes: Arc<dyn FailureNotes>) -> Result<Self> {
         let (going, goes) = mpsc::channel::<()>();
         let thread = threads::start("watch", move || {
             while goes.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
-                let is_well = control.check().map_err(|gone| met.give_up(Why::Elsewhere(gone.to_string())));
+                let is_well = notes.check().map_err(|gone| met.give_up(Why::Elsewhere(gone.to_string())));
                 if let Err(why) = is_well.and_then(|()| met.with(|peers| peers.status())) {
                     // This rank may be waiting for another one, which waits for NCCL.
-                    return control.fail(&reason(&*control, "exchange", &why).to_string());
+                    return notes.fail(&reason(&*notes, "exchange", &why).to_string());
                 }
             }
         })?;

@@ -163,6 +163,28 @@ impl Files {
         Ok(())
     }
 
+    /// Reads a file from a copy, all of which is there, where this process does not see the file itself.
+    ///
+    /// # Errors
+    /// `Io` where the copy cannot be looked at, or has another length.
+    pub fn read_copy(&mut self, id: FileId, copy: &Path) -> Result<()> {
+        let entry = &mut self.entries[id.0 as usize];
+        let (Some(_), Some(holding)) = (&entry.twin, &mut entry.holding) else { return Ok(()) };
+        let identity = Identity::of(&regular_file(copy)?);
+        if identity.len != entry.identity.len {
+            return Err(changed(copy));
+        }
+        holding.held = Arc::new(std::iter::once(0..identity.len).filter(|range| !range.is_empty()).collect());
+        (entry.identity, entry.twin) = (identity, Some(copy.to_path_buf()));
+        // Where the two file systems are read in different ways, this one is right for both.
+        if self.io == IoMode::Mmap && filesystem::preferred_io(copy.parent().unwrap_or(Path::new(".")))? != self.io {
+            self.io = IoMode::Read;
+        }
+        self.open = OpenFiles::default();
+        self.make_room();
+        Ok(())
+    }
+
     /// The ranks that see a file, ascending; `None` where all do.
     #[must_use]
     pub fn seen_by(&self, id: FileId) -> Option<&[u32]> {

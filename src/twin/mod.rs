@@ -147,6 +147,12 @@ impl Twin {
         self.files.keys().all(|path| self.folder.join(path).symlink_metadata().is_ok())
     }
 
+    /// The folder of SRC, as this process has it.
+    #[must_use]
+    pub fn own(&self) -> &Path {
+        &self.own
+    }
+
     /// Whether a rank sees nothing at its SRC.
     #[must_use]
     pub fn is_blind(&self, rank: u32) -> bool {

@@ -299,6 +299,12 @@ impl Lease {
         let _ = self.shared.write(|record| record.failure = Some(Failure::of(reason, run)));
     }
 
+    /// Returns a function that does what [`Lease::fail`] does, for the thread of its beat.
+    pub fn note(&self) -> impl Fn(&str) + Send + 'static + use<> {
+        let shared = Arc::clone(&self.shared);
+        move |reason| drop(shared.write(|record| record.failure = Some(Failure::of(reason, None))))
+    }
+
     /// Give it up as if it had never been taken.
     pub fn retract(self) {
         let _ = self.path.remove_file();

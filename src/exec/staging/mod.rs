@@ -34,6 +34,7 @@ mod mark;
 mod names;
 mod place;
 mod plan;
+pub mod presence;
 mod refuse;
 mod replace;
 #[cfg(test)]
