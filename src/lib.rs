@@ -17,15 +17,16 @@
 //! behind each other again, as a [`catalog::flat::FlatLayout`] says.
 //!
 //! Several processes share the last step: each fills its [`comm::Part`] of the bytes. Where they exchange bytes, a
-//! [`comm::Communicator`] moves them.
+//! [`comm::Communicator`] moves them: NCCL between GPUs, MPI between hosts.
 //!
-//! Where no process sees all of SRC, they make a [`twin`] of it first, from which all read the same catalog.
+//! Where no process sees all of SRC, they make a metadata mirror of it first ([`twin`]), from which all read the same catalog.
+//! Without GPUs and MPI they [copy](exec::source_copy) the files that only some of them see to where all see them.
 //!
 //! The program is a crate of its own, `main.rs` with `cli` and `commands`, and sees what is public here. Who may import whom
 //! in the library: `twin` sees `format`, `storage` and `comm`; `exec` sees `plan`,
 //! `catalog`, `storage` and `comm` but no format and no terminal; `gpu` sees `exec` and `comm`, and what numbers are in
 //! `catalog` and `layout`; `plan`, `format` and `select` see these two; `layout` is pure algebra, `comm` the environment of
-//! a process and its connections to others, and both see nothing of the crate.
+//! a process and what others are to it, and both see nothing of the crate.
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails"))]
 

@@ -108,6 +108,21 @@ fn mapped_bytes_are_tensor_data() {
     assert_eq!(using, ["exec/runs.rs", "format/zip/frame.rs", "format/zip/read.rs"]);
 }
 
+/// Bytes go between processes by files, NCCL and MPI.
+#[test]
+fn no_module_opens_a_socket() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    rust_files(&source, &mut files);
+    let sockets = ["TcpStream", "TcpListener", "UdpSocket", "UnixStream", "UnixListener"];
+    let opens = |file: &&PathBuf| {
+        let text = fs::read_to_string(file).unwrap();
+        sockets.iter().any(|socket| text.contains(socket))
+    };
+    let opening: Vec<_> = files.iter().filter(opens).collect();
+    assert!(opening.is_empty(), "{opening:?}");
+}
+
 /// A module by its path: `format::torch::reader`.
 type Module = Vec<String>;
 

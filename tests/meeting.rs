@@ -13,10 +13,7 @@ mod tree;
 mod nodes;
 
 use std::fs;
-use std::io::Read;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
-use std::process::Child;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -104,162 +101,76 @@ fn published_is_published() {
     }
 }
 
-/// Folders of one name on two nodes, and a file to meet by.
+/// Folders of one name on two nodes.
 #[test]
 fn a_destination_that_is_not_shared() {
     let nodes = nodes();
-    fs::create_dir(nodes.desk().join("meet")).unwrap();
-    let by_file = format!("--rendezvous file://{}", nodes.desk().join("meet").display());
-    let apart = |more: &str| {
-        nodes.each(|rank| {
-            fs::create_dir_all(nodes.desk().join(format!("disk{rank}"))).unwrap();
-            format!("consolidate disk{rank}/out {more}")
-        })
-    };
-    for outcome in apart(&by_file) {
+    let outcomes = nodes.each(|rank| {
+        fs::create_dir_all(nodes.desk().join(format!("disk{rank}"))).unwrap();
+        format!("consolidate disk{rank}/out")
+    });
+    for (outcome, other) in outcomes.iter().zip([1, 0]) {
         outcome.refused(&[
-            "error: process 1 of 2 (",
-            "): meet: it does not see ",
-            ", which process 0 has made\n",
-            "hint: the folder of DST",
+            &format!("process {other} of 2: meet: did not come within 10 s"),
+            "hint: start all processes at the same time, with the same DST on a file system that all of them share",
         ]);
     }
-    for outcome in apart("") {
-        outcome
-            .refused(&["did not come within 10 s", "the folder of DST has to be on a file system that all processes"]);
+    for rank in 0..2 {
+        assert_eq!(names(&nodes.desk().join(format!("disk{rank}"))), [""; 0]);
     }
-    // Word for the one that did not come, which never sees it.
-    assert_eq!(names(&nodes.desk().join("disk0")), [".out.dtshard-meeting"]);
-    assert_eq!(names(&nodes.desk().join("disk1")), [""; 0]);
 }
 
-/// What a process says on stderr until it says this.
-fn hear(process: &mut Child, words: &str) -> String {
-    let (stderr, mut said) = (process.stderr.as_mut().unwrap(), String::new());
-    while !said.contains(words) {
-        let mut more = [0; 4096];
-        let read = stderr.read(&mut more).unwrap();
-        assert!(read > 0, "no `{words}` in {said}");
-        said += &String::from_utf8_lossy(&more[..read]);
-    }
-    said
-}
-
-/// By all that wait, unless they are to be quiet. Who comes late by hand may be the first of the next run.
+/// By all that wait, unless they are to be quiet.
 #[test]
 fn whom_processes_wait_for() {
     let nodes = Nodes::new("fsdp4/ranks", 4, Spread::One);
     let outcomes =
         ended((0..3).map(|rank| nodes.start(rank, &format!("{WORDS}{}", ["", "", " --quiet"][rank as usize]))));
     for (rank, outcome) in outcomes.iter().enumerate() {
-        outcome.refused(&["error: process 3 of 4: rendezvous: did not come within 10 s"]);
-        let said = format!("[{rank}/4] waiting for process 3 of 4 (");
+        outcome.refused(&["error: process 3 of 4: meet: did not come within 10 s"]);
+        let said = format!("[{rank}/4] waiting for process {} (", [3, 0, 0][rank]);
         let is_said = |line: &str| line.starts_with(&said) && line.ends_with(" of at most 10 s)");
         assert_eq!(outcome.err.lines().any(is_said), rank < 2, "{outcome:?}");
         assert_eq!(outcome.err.contains("waiting for"), rank < 2, "{outcome:?}");
     }
-    let mut late = nodes.start(3, WORDS);
-    let said = hear(&mut late, "waiting for process 0 at file://");
-    for words in [
-        "[3/4] an earlier meeting here has failed: process 3: did not come within 10 s; ",
-        "; waiting for process 0 of another run",
-    ] {
-        assert!(said.contains(words), "{said}");
-    }
-    let others = ended((0..3).map(|rank| nodes.start(rank, WORDS)));
-    others.iter().for_each(succeeds);
-    let [late] = &ended([late])[..] else { unreachable!("one process") };
-    late.succeeded();
-    assert_eq!(names(&nodes.desk()), ["out"]);
-}
-
-/// Of a run that has a name there is no other.
-#[test]
-fn a_task_that_comes_late() {
-    let nodes = nodes();
-    let task = |rank: u32| {
-        let task = [("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_STEP_ID", "0"), ("SLURM_JOB_ID", "9")];
-        nodes.command(rank, WORDS).envs(task).env("SLURM_PROCID", rank.to_string()).spawn().unwrap()
-    };
-    ended([task(0)])[0].refused(&["process 1 of 2: rendezvous: did not come within 10 s"]);
-    let begun = Instant::now();
-    ended([task(1)])[0]
-        .refused(&["process 1 of 2: rendezvous: did not come within 10 s; ", ", as process 0, called the meeting off"]);
-    assert!(begun.elapsed() < Duration::from_secs(9), "{:?}", begun.elapsed());
     assert_eq!(names(&nodes.desk()), [""; 0]);
 }
 
 #[test]
-fn a_part_that_is_given_twice() {
-    let nodes = Nodes::new("fsdp4/ranks", 4, Spread::One);
-    let processes: Vec<_> = [0, 1, 1, 3].into_iter().map(|rank| nodes.start(rank, WORDS)).collect();
-    let both = [1, 2].map(|number: usize| format!(", pid {}", processes[number].id()));
-    for outcome in ended(processes) {
-        outcome.refused(&["two take themselves for it: ", &both[0], &both[1], "hint: start all processes"]);
-        // Nor is the one waited for until all give up that never comes.
-        assert!(outcome.err.contains("process 1") && !outcome.err.contains("did not come within"), "{outcome:?}");
+fn part_that_is_given_twice_is_an_error() {
+    let nodes = Nodes::new("fsdp4/ranks", 3, Spread::One);
+    let outcomes = ended([0, 1, 1].into_iter().map(|rank| nodes.start(rank, WORDS)));
+    outcomes[0].refused(&["process 2 of 3: meet: did not come within 10 s"]);
+    let blocked = outcomes[1..].iter().filter(|outcome| outcome.err.contains("still has this part"));
+    assert_eq!(blocked.count(), 1, "{outcomes:?}");
+    for outcome in &outcomes[1..] {
+        outcome.refused(&["hint: start all processes"]);
     }
 }
 
-/// As where a whole run has one process too many: who is turned away does not take the place away, between the moment
-/// that all have met and the one that they see their folder in it.
+/// The next run may have another number of parts, or be one process.
 #[test]
-fn one_too_many_harms_nobody() {
-    let nodes = nodes();
-    for _ in 0..8 {
-        nodes.clear();
-        let outcomes = ended([0, 1, 1].map(|rank| nodes.start(rank, WORDS)));
-        succeeds(&outcomes[0]);
-        assert_eq!(outcomes.iter().filter(|outcome| outcome.code == Some(0)).count(), 2, "{outcomes:?}");
+fn first_process_that_was_killed_is_in_nobodys_way() {
+    for is_alone in [false, true] {
+        let nodes = nodes();
+        let work = nodes.desk().join(".out.dtshard-work");
+        let mut first = nodes.command_of(0, 3, WORDS).spawn().unwrap();
+        let begun = Instant::now();
+        while !work.exists() {
+            assert!(begun.elapsed() < Duration::from_secs(9), "no work folder");
+            sleep(Duration::from_millis(5));
+        }
+        sleep(Duration::from_millis(50));
+        first.kill().unwrap();
+        first.wait().unwrap();
+        assert_eq!(names(&nodes.desk()), [".out.dtshard-work"]);
+        if is_alone {
+            succeeds(&nodes.command_alone(WORDS).output().unwrap().into());
+        } else {
+            nodes.together(WORDS).iter().for_each(succeeds);
+        }
+        assert_eq!(names(&nodes.desk()), ["out"]);
     }
-}
-
-/// The next run may have another number of parts.
-#[test]
-fn a_first_process_that_was_killed() {
-    let nodes = nodes();
-    let place = nodes.desk().join(".out.dtshard-meeting");
-    let mut first = nodes.command_of(0, 3, WORDS).spawn().unwrap();
-    let begun = Instant::now();
-    while !names_in(&place).iter().any(|name| name.starts_with("rendezvous-") && !name.ends_with("tmp")) {
-        assert!(begun.elapsed() < Duration::from_secs(9), "no address");
-        sleep(Duration::from_millis(5));
-    }
-    first.kill().unwrap();
-    first.wait().unwrap();
-    assert_eq!(names(&nodes.desk()), [".out.dtshard-meeting"]);
-    // One that meets nobody takes it away as well.
-    let alone = copied(&place);
-    nodes.together(WORDS).iter().for_each(succeeds);
-    assert_eq!(names(&nodes.desk()), ["out"]);
-    nodes.clear();
-    alone(&place);
-    succeeds(&nodes.command_alone(WORDS).output().unwrap().into());
-    assert_eq!(names(&nodes.desk()), ["out"]);
-}
-
-/// What puts files of a folder back, elsewhere or when it is gone.
-fn copied(folder: &Path) -> impl Fn(&Path) {
-    let files: Vec<_> =
-        names_in(folder).into_iter().map(|name| (fs::read(folder.join(&name)).unwrap(), name)).collect();
-    move |to| {
-        fs::create_dir_all(to).unwrap();
-        files.iter().for_each(|(bytes, name)| fs::write(to.join(name), bytes).unwrap());
-    }
-}
-
-/// Of a folder that may not be there.
-fn names_in(folder: &Path) -> Vec<String> {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
-}
-
-#[test]
-fn others_hear_why_one_ends() {
-    let nodes = nodes();
-    let outcomes = nodes.each(|rank| format!("{WORDS}{}", if rank == 1 { " --include nothing" } else { "" }));
-    outcomes[0].refused(&["error: process 1 of 2", "failed: ", "nothing"]);
-    assert_eq!(names(&nodes.desk()), [""; 0]);
 }
 
 /// As of the folder that it is in, it is mapped where that is on a local disk.

@@ -210,7 +210,7 @@ pub fn rounds(gpu: &Gpu, len: usize) -> Verdict {
     let bytes = random(gpu, len)?;
     let mut room = Pinned::rooms(&gpu.device).room(len)?;
     let (mut one, two) = (trial(gpu, gpu.packer.clone(), &bytes)?, trial(gpu, gpu.packer.clone(), &bytes)?);
-    let peers = Nccl::meet(gpu, Sharing::Refused, Local::fleet(1).remove(0))?;
+    let peers = Nccl::meet(gpu, Sharing::Refused, &Arc::new(Local::fleet(1).remove(0)))?;
     // The first ones are square matrices of 1 GiB.
     let (catalog, reservation) = tables(&Job::fsdp(RANKS), &Job::columns(RANKS), tensors(1).take(2));
     let owners = Owners::new(&reservation.files, &[stretch(&reservation.files, Part { index: 0, of: 1 })]);

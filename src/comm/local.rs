@@ -7,9 +7,9 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::{Communicator, FailureNotes};
 use super::fate::{DROPPED, Fate, Gone, LEFT, other_length};
 use super::traffic::{Counter, Traffic};
+use super::{Communicator, FailureNotes};
 use crate::error::{Error, Result};
 
 /// One rank of several threads. Its memory is the host's.

@@ -28,7 +28,7 @@ pub use communicator::{Communicator, FailureNotes};
 pub(crate) use fate::{DROPPED, ENDED, Fate, Gone, LEFT, Why};
 pub use launch::{Launch, Launcher, launch};
 pub use local::Local;
-pub use patience::{Note, Patience, Wait, WaitReporter};
+pub use patience::{Patience, Wait, WaitReporter};
 pub use process::Process;
 pub(crate) use ranges::carved;
 pub(crate) use traffic::Counter;

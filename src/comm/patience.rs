@@ -14,15 +14,7 @@ pub struct Patience<'a> {
     /// After so long it is said for the first time whom this is about, and again after each `again`.
     pub first: Duration,
     pub again: Duration,
-    pub tell: &'a (dyn Fn(Note<'_>) + Sync),
-}
-
-/// What is said of a wait.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Note<'a> {
-    Own(&'a str),
-    /// Of process 0's, which says it as well, by one that waits there.
-    OfFirst(&'a str),
+    pub tell: &'a (dyn Fn(&str) + Sync),
 }
 
 impl Patience<'_> {
@@ -40,7 +32,7 @@ pub struct WaitReporter {
     pub first: Duration,
     /// See [`Patience::again`].
     pub again: Duration,
-    pub tell: Arc<dyn Fn(Note<'_>) + Send + Sync>,
+    pub tell: Arc<dyn Fn(&str) + Send + Sync>,
 }
 
 impl WaitReporter {
@@ -102,7 +94,7 @@ impl<'a> Wait<'a> {
     pub fn say(&self, what: &str, why: Option<&str>) -> String {
         let why = why.map(|why| format!(": {why}")).unwrap_or_default();
         let words = format!("{what} ({} of at most {}){why}", self.begun.elapsed().as_secs(), self.limit());
-        (self.patience.tell)(Note::Own(&words));
+        (self.patience.tell)(&words);
         words
     }
 }

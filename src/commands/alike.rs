@@ -72,8 +72,7 @@ pub fn compare(communicator: &impl Communicator, told: &BTreeMap<String, String>
         Some(value) => value.to_owned(),
     };
     let name = first.keys().chain(other.keys()).find(|name| first.get(*name) != other.get(*name));
-    let differs =
-        name.map(|name| format!(": {name}: {}; at process 0: {}", value(&other, name), value(&first, name)));
+    let differs = name.map(|name| format!(": {name}: {}; at process 0: {}", value(&other, name), value(&first, name)));
     Err(Error::Comm {
         rank: u32::try_from(rank).expect("a rank").into(),
         op: "plan",

@@ -105,8 +105,7 @@ pub fn convert(mut conversion: Conversion<'_>, args: &ConvertArgs, run: &Run<'_>
     let checked = check_len(&conversion.reservation).and_then(|()| check_tensors(&conversion, args));
     let settled = checked.and_then(|()| settle_rounds(&mut conversion, args, run));
     let copied = settled.and_then(|()| copy_source(&mut conversion, args, run));
-    let status =
-        copied.and_then(|()| perform(&conversion, args, run)).map_err(|error| conversion.source.locate(error));
+    let status = copied.and_then(|()| perform(&conversion, args, run)).map_err(|error| conversion.source.locate(error));
     if let Some(peers) = conversion.source.peers.take() {
         match &status {
             Ok(_) => peers.leave(!args.destination.dry_run),

@@ -207,10 +207,10 @@ impl Communicator for Link {
     }
 
     fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
-        match &self.way {
-            Way::Nccl(_, nccl) => nccl.gather(said),
-            _ => of_met!(&self.met, control => control.gather(said)),
+        if let Way::Nccl(_, nccl) = &self.way {
+            return nccl.gather(said);
         }
+        of_met!(&self.met, control => control.gather(said))
     }
 
     fn check(&self) -> Result<()> {
@@ -223,10 +223,7 @@ impl Communicator for Link {
 
     fn leave(self) -> Result<()> {
         let Self { way, met } = self;
-        let done = match way {
-            Way::Nccl(_, nccl) => nccl.leave(),
-            _ => Ok(()),
-        };
+        let done = if let Way::Nccl(_, nccl) = way { nccl.leave() } else { Ok(()) };
         let left = of_met!(met, control => Arc::into_inner(control).map_or(Ok(()), Communicator::leave));
         done.and(left)
     }

@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use super::conversion::Conversion;
 use super::input;
-use super::work_folder::clear_beside;
 use super::meter::{Before, Meter};
 use super::peers::Peers;
 use super::progress::Progress;
@@ -20,6 +19,7 @@ use super::replaceable::check_replaceable;
 use super::run::Run;
 use super::source::Source;
 use super::waiting::wait_reporter;
+use super::work_folder::clear_beside;
 use crate::cli::ConvertArgs;
 use dtshard::catalog::OutputFile;
 use dtshard::comm::{Launch, Part};
@@ -212,7 +212,9 @@ impl Producer<'_> {
             stop: &run.stop,
         };
         let stats = match peers {
-            Some(peers) if peers.exchange_bytes() => peers.fill(&conversion.source.checkpoint, &conversion.reservation, writing, run.printer)?,
+            Some(peers) if peers.exchange_bytes() => {
+                peers.fill(&conversion.source.checkpoint, &conversion.reservation, writing, run.printer)?
+            }
             _ => copy(input(&conversion.source.checkpoint), writing)?,
         };
         if conversion.source.reducing() == Reducing::ByNccl {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::run::Run;
-use dtshard::comm::{Note, Patience, WaitReporter};
+use dtshard::comm::{Patience, WaitReporter};
 use dtshard::fault;
 
 /// How long the first waits for the last.
@@ -21,13 +21,10 @@ pub fn meet_within() -> Duration {
     fault::patience(MEET_WITHIN, HURRIED)
 }
 
-/// Says what this process waits for; and what the first one does, unless both have one terminal.
-pub fn teller(run: &Run<'_>) -> impl Fn(Note<'_>) + Send + Sync + use<> {
-    let (printer, is_one) = (*run.printer, run.launch.launcher.shares_output());
-    move |note| match note {
-        Note::OfFirst(_) if is_one => {}
-        Note::Own(words) | Note::OfFirst(words) => printer.outcome(words),
-    }
+/// Says what this process waits for.
+pub fn teller(run: &Run<'_>) -> impl Fn(&str) + Send + Sync + use<> {
+    let printer = *run.printer;
+    move |words| printer.outcome(words)
 }
 
 /// Says what this process waits for by itself: after a while, or with `-v` at once.
@@ -37,7 +34,7 @@ pub fn wait_reporter(run: &Run<'_>) -> WaitReporter {
     WaitReporter { first, again, tell: Arc::new(teller(run)) }
 }
 
-pub fn patience(limit: Duration, tell: &(dyn Fn(Note<'_>) + Sync)) -> Patience<'_> {
+pub fn patience(limit: Duration, tell: &(dyn Fn(&str) + Sync)) -> Patience<'_> {
     let [first, again] = [FIRST_SAID, SAID_AGAIN].map(|usual| fault::patience(usual, SAID_SOON));
     Patience { limit, first, again, tell }
 }

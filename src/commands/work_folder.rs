@@ -58,7 +58,8 @@ impl WorkFolder {
         folder.own_metadata().map_err(Error::io("meet in", &folder))?;
         let is_first = part.index == 0;
         let above = folder.path().ancestors().skip(1);
-        let is_missing = |above: &&Path| !above.as_os_str().is_empty() && matches!(lookup::metadata_of(above), Ok(None));
+        let is_missing =
+            |above: &&Path| !above.as_os_str().is_empty() && matches!(lookup::metadata_of(above), Ok(None));
         let made = if is_first { above.take_while(is_missing).map(Path::to_path_buf).collect() } else { Vec::new() };
         let text = format!("{} {}", part.of, run.unwrap_or_default());
         let run = folder.join(format!("run-{}", &blake3::hash(text.as_bytes()).to_hex()[..16]));

@@ -5,8 +5,8 @@
 //! ```text
 //! run-1f0c96a2b7d4/            the processes of one launch
 //!     part-2-of-4.0.lease          process 2 is there, and why it ends
-//!     session-0.json               process 0 has seen all others: the generations of their leases
-//!     session-0/                   what they say to each other
+//!     session-4.0.json             process 0 has seen all others: the generations of their leases
+//!     session-4.0/                 what they say to each other
 //!         7-2                          what process 2 says in the 7th operation
 //! ```
 //!
@@ -28,7 +28,7 @@ use super::staging::presence::{Found, Observer, Presence, State};
 use crate::comm::{Communicator, ENDED, FailureNotes, Gone, Part, Patience, Traffic, Wait};
 use crate::error::{Error, Result};
 use crate::name_list::name_processes;
-use crate::storage::AnchoredPath;
+use crate::storage::{AnchoredPath, lookup};
 
 const OP: &str = "meet";
 
@@ -37,7 +37,7 @@ const SHORTEST: Duration = Duration::from_millis(1);
 const LONGEST: Duration = Duration::from_millis(200);
 
 /// The time between two looks at the lease of a process that is waited for.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 1000 });
 
 /// A process that has met others. It moves no bytes of tensors.
 #[derive(Debug)]
@@ -62,7 +62,8 @@ impl Records {
     /// `Comm` naming a process that did not come in time, or has failed meanwhile; `Stopped`; `Io`.
     pub fn meet(folder: &AnchoredPath, part: Part, patience: Patience<'_>, stop: &Stop) -> Result<Self> {
         let observer = Observer::new(folder, part.of);
-        let mut meeting = Meeting { folder, part, observer, seen_alive: BTreeSet::new(), is_blocked: false };
+        let mut meeting =
+            Meeting { folder, part, observer, seen_alive: BTreeSet::new(), is_blocked: false, sees_first: false };
         let wait = Wait::begin(patience);
         let (mut own, mut pause) = (None, SHORTEST);
         loop {
@@ -70,26 +71,18 @@ impl Records {
             let missing = match step {
                 Ok(Step::Met(members)) => {
                     let presence: Presence = own.take().expect("it is in the session");
-                    let folder = presence.folder().join(session(members[0]));
+                    let folder = presence.folder().join(session(part.of, members[0]));
                     presence.watch(members);
                     return Ok(Self { presence, folder, stop: stop.clone(), number: Mutex::new(0) });
                 }
                 Ok(Step::Missing(missing)) => missing,
-                Err(error) => {
-                    // Others may have come, and are to hear of it.
-                    if let Some(own) = &own {
-                        own.fail(&error.to_string());
-                    }
-                    return Err(error);
-                }
+                Err(error) => return Err(told(own.as_ref(), error)),
             };
             let whom = name_processes(&missing);
-            if wait.is_over() {
-                let error = meeting.late(&missing, &wait);
-                if let Some(own) = &own {
-                    own.fail(&error.to_string());
-                }
-                return Err(error);
+            // Process 0 decides for those that see it, but not for ever.
+            let until = wait.until() + if meeting.sees_first { patience.limit } else { Duration::ZERO };
+            if Instant::now() >= until {
+                return Err(told(own.as_ref(), meeting.late(&missing, &wait)));
             }
             if wait.is_due() {
                 let why = meeting.is_blocked.then_some("a process of another run still has this part");
@@ -125,6 +118,18 @@ impl Records {
     }
 }
 
+/// Tells others that may have come why this process does not meet them.
+fn told(own: Option<&Presence>, error: Error) -> Error {
+    match (own, &error) {
+        (Some(own), Error::Comm { rank, detail, .. }) => {
+            own.give_up(Gone { rank: rank.index, why: detail.as_str().into() });
+        }
+        (Some(own), error) => own.fail(&error.to_string()),
+        (None, _) => {}
+    }
+    error
+}
+
 /// What one look comes to.
 enum Step {
     Met(Vec<u32>),
@@ -138,13 +143,15 @@ struct Meeting<'a> {
     /// Leases that were alive in a look before, by part and generation.
     seen_alive: BTreeSet<(u32, u32)>,
     is_blocked: bool,
+    /// Whether process 0 is there, for the others.
+    sees_first: bool,
 }
 
 impl Meeting<'_> {
     fn step(&mut self, own: &mut Option<Presence>) -> Result<Step> {
         if self.part.index == 0 {
             std::fs::create_dir_all(self.folder.path()).map_err(Error::io("create", self.folder))?;
-        } else if !self.folder.path().exists() {
+        } else if !lookup::is_folder(self.folder.path())? {
             // Process 0 makes it. The process of an earlier run may have taken it away.
             *own = None;
             self.observer = Observer::new(&self.folder.reopened(), self.part.of);
@@ -193,7 +200,7 @@ impl Meeting<'_> {
         if !missing.is_empty() {
             return Ok(Step::Missing(missing));
         }
-        let session = session(own.generation());
+        let session = session(self.part.of, own.generation());
         self.folder.join(&session).create_folder().map_err(Error::io("create", &self.folder.join(&session)))?;
         let text = serde_json::to_vec(&Session { members: members.clone() }).expect("numbers serialise");
         write(self.folder, &format!("{session}.json"), &text)?;
@@ -211,7 +218,7 @@ impl Meeting<'_> {
             // It is of an earlier run.
             Some(_) => missing,
             None => {
-                self.is_there(0, first)?;
+                self.sees_first = self.is_there(0, first)?.is_some();
                 missing
             }
         }
@@ -235,7 +242,7 @@ impl Meeting<'_> {
     }
 
     fn session(&self, generation: u32) -> Result<Option<Session>> {
-        let path = self.folder.join(format!("{}.json", session(generation)));
+        let path = self.folder.join(format!("{}.json", session(self.part.of, generation)));
         let mut text = Vec::new();
         match path.open().and_then(|mut file| file.read_to_end(&mut text)) {
             Ok(_) => Ok(serde_json::from_slice(&text).ok()),
@@ -275,8 +282,9 @@ impl Meeting<'_> {
     }
 }
 
-fn session(generation: u32) -> String {
-    format!("session-{generation}")
+/// The name of a session of so many processes, by the generation of the lease of process 0.
+fn session(of: u32, generation: u32) -> String {
+    format!("session-{of}.{generation}")
 }
 
 /// Puts a file into a folder, complete from the first moment that others see it.

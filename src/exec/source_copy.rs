@@ -108,7 +108,10 @@ impl SourceCopy {
     /// `Usage` where another run is at it; `Io`.
     pub fn begin(&self, goes_on: bool) -> Result<Presence> {
         let part = Part::alone();
-        self.folder.folder().create_folders(Path::new(self.folder.file_name())).map_err(Error::io("create", &self.folder))?;
+        self.folder
+            .folder()
+            .create_folders(Path::new(self.folder.file_name()))
+            .map_err(Error::io("create", &self.folder))?;
         let mut observer = Observer::new(&self.folder, part.of);
         let begun = Instant::now();
         let lease = loop {
@@ -231,7 +234,8 @@ impl SourceCopy {
         }
         let (seconds, nanoseconds) = record.modified;
         let since = u64::try_from(seconds).ok().zip(u32::try_from(nanoseconds).ok());
-        let modified = since.and_then(|(seconds, rest)| SystemTime::UNIX_EPOCH.checked_add(Duration::new(seconds, rest)));
+        let modified =
+            since.and_then(|(seconds, rest)| SystemTime::UNIX_EPOCH.checked_add(Duration::new(seconds, rest)));
         modified.map_or(Ok(()), |modified| target.set_modified(modified)).map_err(Error::io("write", &to))?;
         target.sync_all().map_err(Error::io("sync", &to))?;
         close(target).map_err(Error::io("close", &to))?;

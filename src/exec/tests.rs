@@ -7,6 +7,7 @@ mod bands;
 mod casting;
 pub(crate) mod exchanging;
 mod parts;
+mod records;
 mod reducing;
 mod summing;
 

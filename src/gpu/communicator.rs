@@ -55,7 +55,15 @@ impl Nccl {
         let words = DeviceBytes::new(stream.device(), SHORT_WORD * place.ranks, "words")?;
         let met = Met::new(peers);
         let watch = Watch::start(Arc::clone(&met), Arc::clone(&notes))?;
-        Ok(Self { watch: Some(watch), met, notes, stream, counter: Counter::default(), place, words: Mutex::new(words) })
+        Ok(Self {
+            watch: Some(watch),
+            met,
+            notes,
+            stream,
+            counter: Counter::default(),
+            place,
+            words: Mutex::new(words),
+        })
     }
 
     /// The device whose memory is exchanged.

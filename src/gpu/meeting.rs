@@ -49,7 +49,8 @@ impl Meeting {
     where
         C: Communicator + FailureNotes + 'static,
     {
-        let met = meet(gpu, sharing, control).inspect_err(|error| Communicator::fail(&**control, &error.to_string()))?;
+        let met =
+            meet(gpu, sharing, control).inspect_err(|error| Communicator::fail(&**control, &error.to_string()))?;
         let (peers, stream) = match met {
             Ok(met) => met,
             Err(against) => return Ok(Self::Missed(against)),
@@ -77,7 +78,11 @@ impl Nccl {
 }
 
 /// What this rank gets of it, or what is against it on one of them.
-fn meet<C: Communicator + FailureNotes + 'static>(gpu: &Gpu, sharing: Sharing, control: &Arc<C>) -> Result<Result<Made>> {
+fn meet<C: Communicator + FailureNotes + 'static>(
+    gpu: &Gpu,
+    sharing: Sharing,
+    control: &Arc<C>,
+) -> Result<Result<Made>> {
     let seats = control.gather(&gpu.device.uuid())?;
     if let (Sharing::Refused, Err(shared)) = (sharing, all_differ(&seats)) {
         return Ok(Err(shared));

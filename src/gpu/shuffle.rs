@@ -2,8 +2,7 @@
 //!
 //! Each round has three steps on a stream of its own kind: up, the stage is copied to the device and packed; across, NCCL
 //! exchanges; down, what came is unpacked, computed with and copied to the host. So the next round goes up while this one
-//! goes across, and another comes down. Summands are reduced on the way down; where values are then passed on, or relays
-//! pass on what has come, that goes across and down once more:
+//! goes across, and another comes down. Summands are reduced on the way down; where values are then passed on, that goes across and down once more:
 //!
 //! ```text
 //!     up      N      N+1                   N+2
@@ -290,13 +289,7 @@ impl Drop for DeviceShuffle<'_> {
 }
 
 /// Queue a hop.
-fn across(
-    peers: &Nccl,
-    wire: &Stream,
-    hop: &Hop,
-    outgoing: &DeviceBytes,
-    incoming: &mut DeviceBytes,
-) -> Result<()> {
+fn across(peers: &Nccl, wire: &Stream, hop: &Hop, outgoing: &DeviceBytes, incoming: &mut DeviceBytes) -> Result<()> {
     peers.queue_exchange(wire, outgoing, &hop.to, incoming, &hop.from)?;
     if hop.is_told() { peers.queue_all_gather(wire, incoming, &hop.told) } else { Ok(()) }
 }

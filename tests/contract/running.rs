@@ -51,7 +51,6 @@ fn a_dry_run_needs_no_dst_and_writes_nothing() {
 fn options_without_an_effect_are_warned_of() {
     for (options, idle, why) in [
         ("--bucket-size 1MB", "--bucket-size", "this is the only process"),
-        ("--rendezvous tcp://n1:29500 --backend cpu", "--rendezvous", "this is the only process"),
         ("--fast-reduce", "--fast-reduce", "this is the only process"),
         ("--bucket-size 1MB --backend cpu --part 0 --parts 1", "--bucket-size", "this is the only process"),
         (
@@ -60,8 +59,8 @@ fn options_without_an_effect_are_warned_of() {
             "processes that do not wait for each other exchange nothing",
         ),
         (
-            "--rendezvous tcp://n1:29500 --backend cpu --part 0 --parts 2",
-            "--rendezvous",
+            "--bucket-size 1MB --backend cpu --part 0 --parts 2",
+            "--bucket-size",
             "with --backend cpu each process reads what it writes",
         ),
         ("--fast-reduce --part 0 --parts 2", "--fast-reduce", "SRC has no Partial tensors, so nothing is reduced"),

@@ -1,5 +1,5 @@
 //! A process is killed: before there is anything of NCCL, where ranks meet by it, in a round, and before the commit. The
-//! others hear of it by their control connections, whether NCCL tells them or not.
+//! others hear of it by its lease in the work folder, whether NCCL tells them or not.
 
 use std::process::{Child, Command};
 use std::thread::sleep;
@@ -167,7 +167,7 @@ fn hanging_stand_in() {
     hung.kill().unwrap();
     hung.wait().unwrap();
     for outcome in &outcomes {
-        outcome.refused(&["error: process 1 of 3 (", "was silent for 20.0 s"]);
+        outcome.refused(&["error: process 1 of 3 (", "has not moved for 15 s"]);
     }
     job.is_done_by("--resume");
 }

@@ -19,7 +19,7 @@ const ROUNDS: &str = "--bucket-size 300";
 pub const RANKS: u32 = 3;
 
 /// Where they meet.
-pub const MEETING: &str = ".out.dtshard-meeting";
+pub const MEETING: &str = ".out.dtshard-work";
 
 /// When all have ended, however much else the machine does. Those that wait for one that never comes, wait 10 seconds.
 pub const DEADLINE: Duration = Duration::from_secs(45);

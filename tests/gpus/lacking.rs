@@ -53,23 +53,26 @@ fn who_lacks_them_says_so_before_others_come_stand_in() {
     }
 }
 
-/// All take TCP then, and say why if they are asked.
+/// All read a copy then, and say why if they are asked.
 #[test]
-fn who_leaves_it_open_goes_over_tcp_stand_in() {
+fn files_are_copied_where_one_lacks_them_and_it_is_left_open_stand_in() {
     let job = Job::new(Sight::Apart);
     let no_memory = (NO_MEMORY, "134.22 MB are free");
     for (settings, words) in LACKS.into_iter().chain([no_memory]) {
         let outcomes = job.but(1, "--backend auto -v", settings);
         outcomes.iter().for_each(succeeds);
         for outcome in &outcomes {
-            outcome.says(&["bytes go by TCP between hosts, not by NCCL: process 1 of 3 (", words]);
+            outcome.says(&[
+                "backend cpu: files that only some processes see are copied first, not nccl: process 1 of 3 (",
+                words,
+            ]);
         }
         job.has_made();
     }
     let outcomes = job.but(1, "--backend auto -v", &[]);
     outcomes.iter().for_each(succeeds);
     for outcome in &outcomes {
-        outcome.says(&["bytes go by NCCL 2.30.7, here from GPU ", "(stand-in (no GPU))"]);
+        outcome.says(&["backend nccl: bytes go by NCCL 2.30.7, here from GPU ", "(stand-in (no GPU))"]);
     }
     job.has_made();
 }
@@ -85,29 +88,22 @@ fn two_with_one_device_stand_in() {
     job.is_done_anew();
     for outcome in job.each(|_| (String::from("--backend auto -v"), ONE)) {
         succeeds(&outcome);
-        outcome.says(&["bytes go by TCP between hosts, not by NCCL: processes 0 and 1 have one GPU"]);
+        outcome.says(&["are copied first, not nccl: processes 0 and 1 have one GPU"]);
     }
     job.has_made();
 }
 
-/// They come to it together, whoever it is; and where nothing fails NCCL has met before anybody says so.
+/// They come to it together, whoever it is.
 #[test]
 fn nccl_that_fails_where_it_is_left_open_stand_in() {
-    for sight in SIGHTS {
-        let job = Job::new(sight);
-        for odd in 0..RANKS {
-            let outcomes = job.but(odd, "--backend auto -v", &[("GPU_STAND_IN_FAULT", "fails-meeting")]);
-            outcomes.iter().for_each(succeeds);
-            if sight == Sight::Apart {
-                for outcome in &outcomes {
-                    outcome.says(&[
-                        "warning: bytes go by TCP between hosts, not by NCCL: ",
-                        "the network was told to fail",
-                    ]);
-                    assert!(!outcome.err.contains("bytes go by NCCL"), "{outcome:?}");
-                }
-            }
-            job.has_made();
+    let job = Job::new(Sight::Apart);
+    for odd in 0..RANKS {
+        let outcomes = job.but(odd, "--backend auto -v", &[("GPU_STAND_IN_FAULT", "fails-meeting")]);
+        outcomes.iter().for_each(succeeds);
+        for outcome in &outcomes {
+            outcome.says(&["warning: NCCL does not connect the GPUs: ", "the network was told to fail"]);
+            assert!(!outcome.err.contains("backend nccl"), "{outcome:?}");
         }
+        job.has_made();
     }
 }

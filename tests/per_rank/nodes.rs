@@ -27,15 +27,10 @@ pub struct Nodes {
 impl Nodes {
     /// The files of a fixture, dealt out in the order of their names.
     pub fn new(source: &'static str, of: u32, spread: Spread) -> Self {
-        Self::dealt(source, of, of, spread)
+        Self::dealt(source, of, spread)
     }
 
-    /// Dealt out among the first few of the nodes.
-    pub fn held_by(source: &'static str, of: u32, holders: u32) -> Self {
-        Self::dealt(source, of, holders, Spread::One)
-    }
-
-    fn dealt(source: &'static str, of: u32, among: u32, spread: Spread) -> Self {
+    fn dealt(source: &'static str, of: u32, spread: Spread) -> Self {
         // Runs of several processes sync, which takes no time where nothing has to go to a disk.
         let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
         let name = source.rsplit('/').next().unwrap();
@@ -44,8 +39,8 @@ impl Nodes {
         (0..of).for_each(|node| fs::create_dir(nodes.node(node)).unwrap());
         let files = if nodes.whole.is_file() { vec![nodes.whole.clone()] } else { files_of(&nodes.whole) };
         for (number, file) in (0..).zip(files.iter().filter(|file| file.is_file())) {
-            let has_two = spread == Spread::Two && among > 1;
-            for node in [number % among].into_iter().chain(has_two.then_some((number + 1) % among)) {
+            let has_two = spread == Spread::Two && of > 1;
+            for node in [number % of].into_iter().chain(has_two.then_some((number + 1) % of)) {
                 nodes.copy(file, node);
             }
         }

@@ -31,8 +31,11 @@ fn options_that_need_all_of_src() {
 }
 
 #[test]
-fn rendezvous_that_is_none() {
-    one("--part 0 --parts 2 --rendezvous node1", &[]).says(&["expected tcp://HOST:PORT or file://DIR"]);
+fn rendezvous_names_what_replaced_it() {
+    one("--part 0 --parts 2 --rendezvous tcp://node1:29500", &[]).refused(&[
+        "--rendezvous is no longer needed: processes meet in a folder beside DST, or by MPI",
+        "hint: leave it out; to exchange over a network, start the processes under MPI or srun",
+    ]);
 }
 
 #[test]
@@ -51,23 +54,6 @@ fn too_little_memory() {
     }
     assert_eq!(names(&nodes.desk()), [""; 0]);
     nodes.agree("consolidate out --max-memory 96MB", "--bucket-size 1MB");
-}
-
-/// Who is not told how long rounds are takes as much as all have memory for.
-#[test]
-fn less_memory_than_rounds_would_take() {
-    let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
-    let (wanted, _) = nodes.alone("consolidate out");
-    let words = |rank| format!("consolidate out -v --threads 1 --max-memory {}", ["200MB", "128MB"][rank as usize]);
-    for outcome in nodes.each(words) {
-        let text = &outcome.succeeded().err;
-        let said = text.lines().find(|line| line.contains("--bucket-size")).unwrap_or_default();
-        assert!(
-            said.contains(": --max-memory has no room for six times 64.00 MB") && !said.contains(" 1.00 MB"),
-            "{text}"
-        );
-    }
-    nodes.has_made(&wanted, "consolidate out");
 }
 
 /// Rounds follow from it, on all alike. A run may go on with another one.

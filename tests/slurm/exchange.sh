@@ -1,9 +1,9 @@
-# Processes that exchange what they read write what one process writes: over TCP, and by NCCL between stand-ins for GPUs
+# Processes that see SRC apart write what one process writes: by a copy, and by NCCL between stand-ins for GPUs
 # (crates/gpu-stand-in), which are on this machine only and say nothing of GPUs.
 
 # Name; SRC, of the fixtures or made; numbers of tasks; bucket; verb, DST and options, in which @ are the fixtures.
 #
-# Over TCP so many tasks run on one node and on two, each with a folder of its own, and on two with a folder for each
+# By a copy so many tasks run on one node and on two, each with a folder of its own, and on two with a folder for each
 # node. By NCCL they do that, too, and then on one node and on two with one folder for all.
 conversions_by_exchange() {
     grep '^[a-z]' <<'TABLE'
@@ -36,12 +36,12 @@ TABLE
 check_exchange() {
     local means name
     make_exchanged
-    for means in TCP $(stand_in); do
+    for means in copy $(stand_in); do
         for name in $(conversions_by_exchange | cut -d' ' -f1); do check exchange_over "$means" "$name"; done
         check an_exchange_of_which_a_task_is_killed_over "$means"
         check an_exchange_that_is_queued_again_goes_on_over "$means"
     done
-    [ "$means" = TCP ] || check one_without_a_GPU_stand-in_leaves_all_to_TCP
+    [ "$means" = copy ] || check one_without_a_GPU_stand-in_leaves_all_to_the_copy
 }
 
 make_exchanged() {
@@ -70,7 +70,7 @@ stand_in() {
 backend=()
 exchange_by() {
     backend=(--backend cpu)
-    [ "$1" != TCP ] || return 0
+    [ "$1" != copy ] || return 0
     backend=(--backend nccl)
     export LD_LIBRARY_PATH=$work/stand-in GPU_STAND_IN_DEVICES=16 GPU_STAND_IN_DELAY_US=20
     unset DTSHARD_NCCL_LIB
@@ -90,9 +90,9 @@ deal() {
 # MEANS TASKS: on how many nodes so many run, and whose files each of them sees. One alone has nobody to ask for others.
 places() {
     case $1,$2 in
-        TCP,1) ;;
+        copy,1) ;;
         *,1) echo 1:all ;;
-        TCP,*) echo 1:rank 2:rank 2:node ;;
+        copy,*) echo 1:rank 2:rank 2:node ;;
         *) echo 1:rank 2:rank 2:node 1:all 2:all ;;
     esac
 }
@@ -139,8 +139,8 @@ an_exchange_of_which_a_task_is_killed_over() {
             sleep 6
             kill -KILL $!
             wait $!' task "${command[@]}" |& tee said
-        for task in 0 2 3; do grep "^\[$task/4] error: process 1 of 4 .*its process ended" said || [ "$ends" = -K ]; done
-        grep -q 'error: process 1 of 4 .*its process ended' said
+        for task in 0 2 3; do grep -E "^\[$task/4] error: (process 1 of 4 .*its process ended|part 1 of 4 stopped: its process is gone)" said || [ "$ends" = -K ]; done
+        [ "$ends" = -K ] || grep -qE 'error: (process 1 of 4 .*its process ended|part 1 of 4 stopped)' said
         kept out.ranks
         srun -N2 -n4 "$here/apart" rank "${command[@]}" --resume |& tee said
         grep 'of it before' said
@@ -172,7 +172,7 @@ JOB
 }
 
 # With --backend auto, and one device for each task, as --gpus-per-task=1 gives it; then with none for one.
-one_without_a_GPU_stand-in_leaves_all_to_TCP() {
+one_without_a_GPU_stand-in_leaves_all_to_the_copy() {
     deal "$work/small" rank 4
     exchange_by GPU_stand-in
     together() {
@@ -184,5 +184,5 @@ one_without_a_GPU_stand-in_leaves_all_to_TCP() {
     together '$SLURM_PROCID'
     [ "$(grep -c 'bytes go by NCCL .*, here from GPU . (stand-in' said)" = 4 ]
     together '${SLURM_PROCID#3}'
-    [ "$(grep -c 'not by NCCL: process 3 of 4 .*no device' said)" = 4 ]
+    [ "$(grep -c 'not nccl: process 3 of 4 .*no device' said)" = 4 ]
 }

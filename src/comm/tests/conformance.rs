@@ -73,6 +73,23 @@ pub(crate) fn conform_all<F: Fleet>(fleet: &Arc<F>) {
     }
 }
 
+/// What is asked of a communicator that moves words only.
+pub(crate) fn conforms_in_words<F: Fleet>(fleet: F) {
+    let fleet = Arc::new(fleet);
+    for size in [1, 2, 5] {
+        gathers(&fleet, size);
+        votes(&fleet, size);
+        leaves_in_any_order(&fleet, size);
+    }
+    for end in [End::Dropped, End::Failed, End::Panicked] {
+        for operation in [Operation::Gather, Operation::Barrier] {
+            for gone in [0, 1, 2] {
+                names_who_is_gone(&fleet, operation, end, gone);
+            }
+        }
+    }
+}
+
 /// Run a story in a thread for each rank that is in this process; all that they return, in the order of ranks.
 pub(crate) fn run<F: Fleet, T: Send + 'static>(
     fleet: &Arc<F>,

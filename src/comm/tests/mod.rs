@@ -1,16 +1,12 @@
 //! Environments as the launchers make them, and communicators.
 
-mod calling_off;
 pub(crate) mod conformance;
 mod contradictions;
 mod launchers;
 pub(crate) mod local;
-mod mesh;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod nesting;
-mod processes;
-mod rendezvous;
 
 use std::collections::HashMap;
 

@@ -12,14 +12,12 @@
 //!     over the wire, as tensors                              4 * 3               3 + 3
 //! ```
 //!
-//! Who makes what follows from where it lies in the tensor, so that all make some of one that is cut into ranges. What is
-//! no sum and goes to several may be passed on by one of them, too, its [relay](super::relays).
+//! Who makes what follows from where it lies in the tensor, so that all make some of one that is cut into ranges.
 //!
 //! Counts bytes, but for ranges of elements. Invariant: what one process sends another is in the order of the transfers,
 //! and what is passed on in the order of the targets, and then of the transfers.
 
 use std::collections::BTreeMap;
-use std::mem;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -30,7 +28,6 @@ use super::folds::{self, Folding, Reducing};
 use super::hop::Sending;
 use super::load::{Load, PartLoads};
 use super::readers::{Parties, Reader};
-use super::relays;
 use super::transfers::{Stretch, Target, Transfer, Unit};
 use crate::error::Result;
 use crate::plan::Pieces;
@@ -70,15 +67,9 @@ impl<'a> Draft<'a> {
         }
         draft.choose_readers(parties)?;
         settle_folds(&mut draft.targets, &draft.transfers, ranks);
-        draft.name_relays(&parties.nodes);
         draft.find_stretches();
         draft.count(ranks);
         Ok((draft.copies <= most_copies).then(|| Weighed { loads: draft.loads(ranks), draft }))
-    }
-
-    /// Let readers send everything themselves.
-    pub fn go_direct(&mut self) {
-        self.transfers.iter_mut().for_each(|transfer| transfer.relay = None);
     }
 
     /// What goes by messages, or is told to all.
@@ -88,8 +79,7 @@ impl<'a> Draft<'a> {
 
     /// What then is passed on so.
     pub fn passings(&self) -> impl Iterator<Item = Sending<'_>> {
-        let of_targets = self.targets.iter().filter_map(Target::passing);
-        of_targets.chain(self.transfers.iter().filter_map(Transfer::passing))
+        self.targets.iter().filter_map(Target::passing)
     }
 
     /// Find the targets, and the transfers into them from the chunks that plans name. False where those are too many.
@@ -129,7 +119,7 @@ impl<'a> Draft<'a> {
                             let chunk = planned.plan.overlaps[piece.overlap].chunk;
                             let from = Stretch { reader: Reader { rank: takers[0], chunk }, range: number };
                             let (takers, to) = (takers.clone(), targets.len());
-                            transfers.push(Transfer { from, takers, relay: None, to, part, piece });
+                            transfers.push(Transfer { from, takers, to, part, piece });
                             if transfers.len() > most_copies { Err(()) } else { Ok(()) }
                         });
                         if visited.is_err() {
@@ -186,10 +176,6 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
-    fn name_relays(&mut self, nodes: &[u32]) {
-        self.transfers = relays::named(&self.unit, &self.targets, mem::take(&mut self.transfers), nodes);
-    }
-
     fn count(&mut self, ranks: usize) {
         let folded = self.transfers.iter().filter(|transfer| self.targets[transfer.to].folding.is_some()).count();
         let sent = self.sendings().chain(self.passings());
@@ -211,30 +197,25 @@ impl<'a> Draft<'a> {
     #[must_use]
     pub fn loads(&self, ranks: usize) -> PartLoads {
         let Self { targets, transfers, stretches, .. } = self;
-        let mut direct = vec![Load::default(); ranks];
+        let mut loads = vec![Load::default(); ranks];
         for (stretch, read) in stretches {
-            direct[stretch.reader.rank as usize].read += read.end - read.start;
+            loads[stretch.reader.rank as usize].read += read.end - read.start;
         }
         for target in targets {
-            target.ranks.iter().for_each(|rank| direct[*rank as usize].unpacked += target.part_bytes);
+            target.ranks.iter().for_each(|rank| loads[*rank as usize].unpacked += target.part_bytes);
             if let Some((root, _)) = target.folded() {
-                folds::weigh(root, target.part_bytes, &mut direct);
+                folds::weigh(root, target.part_bytes, &mut loads);
             } else if target.wanted.reducer.is_some() {
-                target.takers().iter().for_each(|rank| direct[*rank as usize].unpacked += target.summands_bytes());
+                target.takers().iter().for_each(|rank| loads[*rank as usize].unpacked += target.summands_bytes());
             }
             if let Some(passing) = target.passing() {
-                passing.weigh(&mut direct, |load| &mut load.second);
+                passing.weigh(&mut loads, |load| &mut load.second);
             }
         }
-        let mut relayed = direct.clone();
         for transfer in transfers.iter().filter(|transfer| targets[transfer.to].folding.is_none()) {
-            transfer.direct().weigh(&mut direct, |load| &mut load.first);
-            transfer.sending().weigh(&mut relayed, |load| &mut load.first);
-            if let Some(passing) = transfer.passing() {
-                passing.weigh(&mut relayed, |load| &mut load.second);
-            }
+            transfer.sending().weigh(&mut loads, |load| &mut load.first);
         }
-        PartLoads::new(&direct, &relayed)
+        PartLoads::new(&loads)
     }
 }
 

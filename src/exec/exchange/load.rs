@@ -20,11 +20,6 @@ impl Wire {
     fn less(self, other: Self) -> Self {
         Self { sent: self.sent - other.sent, told: self.told - other.told, received: self.received - other.received }
     }
-
-    /// Both directions are used at a time.
-    fn longer(self) -> u64 {
-        self.sent.max(self.received)
-    }
 }
 
 /// What one process has in memory for a round.
@@ -80,124 +75,58 @@ impl Load {
     }
 }
 
-/// How bytes go to those that need them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
-    /// Readers send everything themselves.
-    Direct,
-    /// Relays pass it on.
-    Relayed,
-}
-
-/// What one process has by either way.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Ways {
-    pub direct: Load,
-    pub relayed: Load,
-}
-
-impl Ways {
-    fn by(self, way: Way) -> Load {
-        match way {
-            Way::Direct => self.direct,
-            Way::Relayed => self.relayed,
-        }
-    }
-}
-
 /// Loads of all ranks. There is one of a round.
 #[derive(Debug)]
-pub struct Loads(Vec<Ways>);
+pub struct Loads(Vec<Load>);
 
 /// Loads of the ranks that have any, ascending. There are as many as drafts, in each of which few take part.
 #[derive(Debug, Default)]
-pub struct PartLoads(Box<[(u32, Ways)]>);
+pub struct PartLoads(Box<[(u32, Load)]>);
 
 impl Loads {
     #[must_use]
     pub fn none(ranks: usize) -> Self {
-        Self(vec![Ways::default(); ranks])
+        Self(vec![Load::default(); ranks])
     }
 
     pub fn add(&mut self, part: &PartLoads) {
-        for (rank, ways) in &part.0 {
+        for (rank, load) in &part.0 {
             let sum = &mut self.0[*rank as usize];
-            *sum = Ways { direct: sum.direct.plus(ways.direct), relayed: sum.relayed.plus(ways.relayed) };
+            *sum = sum.plus(*load);
         }
     }
 
     /// Undo [`Loads::add`].
     pub fn take_away(&mut self, part: &PartLoads) {
-        for (rank, ways) in &part.0 {
+        for (rank, load) in &part.0 {
             let sum = &mut self.0[*rank as usize];
-            *sum = Ways { direct: sum.direct.less(ways.direct), relayed: sum.relayed.less(ways.relayed) };
+            *sum = sum.less(*load);
         }
     }
 
-    /// The longest buffer that anybody takes, as it is to go.
+    /// The longest buffer that anybody takes.
     #[must_use]
     pub fn longest(&self) -> u64 {
-        longest(self.0.iter().copied())
+        self.0.iter().map(Load::largest).max().unwrap_or(0)
     }
 
-    /// How it is to go, and the loads that has.
+    /// By rank.
     #[must_use]
-    pub fn settle(self) -> (Vec<Load>, Way) {
-        let way = best(self.0.iter().copied());
-        (self.by(way), way)
-    }
-
-    #[must_use]
-    pub fn by(self, way: Way) -> Vec<Load> {
-        self.0.into_iter().map(|ways| ways.by(way)).collect()
+    pub fn into_ranks(self) -> Vec<Load> {
+        self.0
     }
 }
 
 impl PartLoads {
-    /// Of what all ranks have.
+    /// Those of all ranks that have any.
     #[must_use]
-    pub fn new(direct: &[Load], relayed: &[Load]) -> Self {
-        let all = direct.iter().zip(relayed).map(|(direct, relayed)| Ways { direct: *direct, relayed: *relayed });
-        Self((0..).zip(all).filter(|(_, ways)| *ways != Ways::default()).collect())
+    pub fn new(all: &[Load]) -> Self {
+        Self((0..).zip(all.iter().copied()).filter(|(_, load)| *load != Load::default()).collect())
     }
 
     /// As [`Loads::longest`].
     #[must_use]
     pub fn longest(&self) -> u64 {
-        longest(self.0.iter().map(|(_, ways)| *ways))
-    }
-}
-
-fn longest(all: impl Iterator<Item = Ways> + Clone) -> u64 {
-    let way = best(all.clone());
-    all.map(|ways| ways.by(way).largest()).max().unwrap_or(0)
-}
-
-/// Whether relays are worth their hop.
-fn best(all: impl Iterator<Item = Ways> + Clone) -> Way {
-    let time = |way: Way| time(all.clone().map(|ways| ways.by(way)));
-    if pay(time(Way::Direct), time(Way::Relayed)) { Way::Relayed } else { Way::Direct }
-}
-
-/// Whether it is worth a hop that something takes so long, and not so long.
-fn pay(direct: u64, relayed: u64) -> bool {
-    relayed < direct - direct / 8
-}
-
-/// How long it takes, in bytes of the busiest rank: one hop comes behind the other.
-fn time(loads: impl Iterator<Item = Load>) -> u64 {
-    let busiest =
-        |(first, second): (u64, u64), load: Load| (first.max(load.first.longer()), second.max(load.second.longer()));
-    let (first, second) = loads.fold((0, 0), busiest);
-    first + second
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_hop_has_to_be_won() {
-        assert!(pay(800, 699) && !pay(800, 700) && !pay(0, 0));
+        self.0.iter().map(|(_, load)| load.largest()).max().unwrap_or(0)
     }
 }

@@ -13,7 +13,7 @@
 //! ```
 //!
 //! What stays with its reader goes from the stage to its place without being packed. Values that others need as well take a
-//! second [hop](Hop), where they were made of summands or came to a [relay](super::relays). Summands that NCCL reduces are
+//! second [hop](Hop), where they were made of summands. Summands that NCCL reduces are
 //! packed into what is outgoing, too, and come to their place as values ([`Fold`]). Counts bytes; all offsets are within the
 //! buffers. Invariant: whether there is a second hop all ranks know alike.
 
@@ -148,7 +148,7 @@ impl Moves {
         for draft in &round.drafts {
             let staged = moves.stage(draft, rank);
             let mut arriving = moves.arriving(draft, rank, &mut summands_len, &mut second);
-            bring(draft, rank, &staged, &mut arriving, [&mut first, &mut second]);
+            bring(draft, rank, &staged, &mut arriving, &mut first);
             moves.folds.extend(folds(draft, rank, &staged, &arriving, &mut outgoing_len));
             moves.arriving.extend(arriving.into_values());
         }
@@ -261,30 +261,20 @@ impl Moves {
 type StagedAt = BTreeMap<Stretch, u64>;
 
 /// Pack and copy what the transfers of a draft say.
-fn bring(
-    draft: &Draft<'_>,
-    rank: u32,
-    staged: &StagedAt,
-    arriving: &mut BTreeMap<usize, Arriving>,
-    [first, second]: [&mut Route; 2],
-) {
+fn bring(draft: &Draft<'_>, rank: u32, staged: &StagedAt, arriving: &mut BTreeMap<usize, Arriving>, first: &mut Route) {
     for transfer in draft.transfers.iter().filter(|transfer| draft.targets[transfer.to].folding.is_none()) {
         let Transfer { from, takers, to, part, piece, .. } = transfer;
         let source = || staged[from].wrapping_add(piece.source);
         let arrived = first.go(&transfer.sending(), |at| StridedCopy::packed(piece, source(), at));
-        let relayed = || arriving[to].place.start as u64 + piece.target;
-        let pack_again = |at| StridedCopy::packed_again(piece, relayed(), at);
-        let passed = transfer.passing().and_then(|passing| second.go(&passing, pack_again));
         if !takers.contains(&rank) {
             continue;
         }
         let place = draft.targets[*to].part_bytes * *part as u64 + piece.target;
         let tile = arriving.get_mut(to).expect("a target of this rank");
-        match (arrived, passed) {
-            (_, Some(at)) => tile.passed.push(StridedCopy::unpacked(piece, at, place)),
-            (Some(at), None) => tile.copies().push((Origin::Incoming, StridedCopy::unpacked(piece, at, place))),
-            (None, None) => tile.copies().push((Origin::Stage, StridedCopy::of(piece, source(), place))),
-        }
+        tile.copies().push(match arrived {
+            Some(at) => (Origin::Incoming, StridedCopy::unpacked(piece, at, place)),
+            None => (Origin::Stage, StridedCopy::of(piece, source(), place)),
+        });
     }
 }
 

@@ -10,9 +10,6 @@
 //!     S(1) to S(0)     all readers have some of each range, which is one writer's
 //! ```
 //!
-//! Whether [relays](super::relays) pass something on is decided for all of a round: what is uneven in one tensor may be
-//! even over many.
-//!
 //! Counts elements, and bytes where a name says so. Invariant: the ranges of all rounds together are all elements, once.
 
 use std::ops::Range;
@@ -20,7 +17,7 @@ use std::ops::Range;
 use super::ahead::{Ahead, Drafted};
 use super::demand::Owners;
 use super::draft::{Draft, MOST_COPIES, Weighed};
-use super::load::{Load, Loads, Way};
+use super::load::{Load, Loads};
 use super::readers::Parties;
 use super::transfers::Unit;
 use crate::catalog::{Catalog, Reserved};
@@ -115,14 +112,10 @@ impl<'a> Rounds<'a> {
             }
             drafts.push(draft);
         }
-        let (loads, way) = sum.settle();
-        if way == Way::Direct {
-            drafts.iter_mut().for_each(Draft::go_direct);
-        }
         let left = self.left.as_ref().map(|left| left.draft.unit.number);
         let next = left.or(self.rest.last().map(|unit| unit.number));
         let Some(last) = drafts.last().map(|last| last.unit.number) else { return Ok(None) };
-        Ok(Some(Round { drafts, loads, ends_whole: next != Some(last) }))
+        Ok(Some(Round { drafts, loads: sum.into_ranks(), ends_whole: next != Some(last) }))
     }
 }
 

@@ -41,13 +41,6 @@ impl StridedCopy {
         Self { source, target, run_bytes: piece.run_bytes, levels: piece.levels.clone() }
     }
 
-    /// Of what a piece has brought to where it goes, with its runs behind each other from `target` on.
-    pub(super) fn packed_again(piece: &Piece, source: u64, target: u64) -> Self {
-        let of_target = |level: &Level| Level { source_step: level.target_step, ..*level };
-        let levels = piece.levels.iter().map(of_target).collect();
-        Self::packed(&Piece { levels, ..piece.clone() }, source, target)
-    }
-
     /// With the target's runs behind each other from `target` on.
     pub(super) fn packed(piece: &Piece, source: u64, target: u64) -> Self {
         let levels = dense(&piece.levels, |level, step| Level { target_step: step, ..level }, piece.run_bytes);

@@ -93,8 +93,6 @@ pub struct Transfer {
     pub from: Stretch,
     /// The ranks that get it, of those that get what the target is made of.
     pub takers: Ranks,
-    /// The one of them that passes it on to the others; `None` where each has it from its reader.
-    pub relay: Option<u32>,
     /// The index of the target.
     pub to: usize,
     /// The index of the summand.
@@ -107,17 +105,6 @@ impl Transfer {
     /// The sending of its reader.
     #[must_use]
     pub fn sending(&self) -> Sending<'_> {
-        Sending { takers: self.relay.as_ref().map_or(&self.takers, slice::from_ref), ..self.direct() }
-    }
-
-    /// The sending of its relay.
-    #[must_use]
-    pub fn passing(&self) -> Option<Sending<'_>> {
-        self.relay.map(|from| Sending { from, ..self.direct() })
-    }
-
-    /// The sending of its reader where nobody passes it on.
-    pub fn direct(&self) -> Sending<'_> {
         Sending { from: self.from.reader.rank, takers: &self.takers, len: self.piece.len_bytes() }
     }
 }

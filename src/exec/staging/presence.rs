@@ -25,6 +25,10 @@ const HURRIED_BEAT: Duration = Duration::from_millis(100);
 /// The time after which nobody waits for a process that is there and does not move.
 const HURRIED_STUCK: Duration = Duration::from_secs(15);
 
+fn beat() -> Duration {
+    if cfg!(test) { HURRIED_BEAT } else { fault::patience(BEAT, HURRIED_BEAT) }
+}
+
 fn stuck_after() -> Duration {
     fault::patience(pace().stuck_after, HURRIED_STUCK)
 }
@@ -134,9 +138,9 @@ pub fn is_in_use(folder: &AnchoredPath) -> bool {
     let here = Process::this();
     let is_alive = |name: LeaseName| {
         let record = read_lease(folder, name).ok().and_then(|seen| seen.record);
-        let is_over = record.as_ref().is_some_and(|record| {
-            record.phase.is_over() || record.process.is_alive(&here) == Some(false)
-        });
+        let is_over = record
+            .as_ref()
+            .is_some_and(|record| record.phase.is_over() || record.process.is_alive(&here) == Some(false));
         // A process on another node that lives writes its lease all the time.
         let modified = folder.join(format!("{name}.lease")).metadata().and_then(|metadata| metadata.modified());
         let is_old = modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > DAY));
@@ -176,7 +180,7 @@ impl Presence {
         let members = Arc::new(Mutex::new(Members { observer, generations: Vec::new() }));
         let (watched, sealed) = (Arc::clone(&members), Arc::clone(&fate));
         let note = lease.note();
-        lease.start(fault::patience(BEAT, HURRIED_BEAT), move || {
+        lease.start(beat(), move || {
             if sealed.gone().is_none()
                 && let Some(gone) = lock(&watched).first_gone(part)
                 && sealed.seal(gone.clone())

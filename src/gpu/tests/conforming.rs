@@ -1,7 +1,8 @@
-//! NCCL, with a control of threads, does what every communicator does.
+//! NCCL, with notes of threads, does what every communicator does.
+
+use std::sync::Arc;
 
 use super::*;
-use crate::comm::Local;
 use crate::comm::tests::conformance::{Fleet, conforms};
 use crate::comm::tests::local::Threads;
 use crate::gpu::stream::Stream;
@@ -12,14 +13,14 @@ use crate::gpu::{DeviceBytes, Nccl, Sharing};
 struct Devices(Threads);
 
 impl Fleet for Devices {
-    type Rank = Nccl<Local>;
+    type Rank = Nccl;
 
-    fn rank(&self, rank: u32, size: u32) -> Nccl<Local> {
+    fn rank(&self, rank: u32, size: u32) -> Nccl {
         let gpu = open(kernels(), rank).unwrap();
-        Nccl::meet(&gpu, Sharing::Refused, self.0.rank(rank, size)).unwrap()
+        Nccl::meet(&gpu, Sharing::Refused, &Arc::new(self.0.rank(rank, size))).unwrap()
     }
 
-    fn memory(&self, rank: &Nccl<Local>, bytes: &[u8]) -> DeviceBytes {
+    fn memory(&self, rank: &Nccl, bytes: &[u8]) -> DeviceBytes {
         let stream = Stream::new(rank.device()).unwrap();
         let mut memory = DeviceBytes::new(rank.device(), bytes.len(), "a test").unwrap();
         // SAFETY: both stay until the stream has been waited for.
@@ -28,7 +29,7 @@ impl Fleet for Devices {
         memory
     }
 
-    fn bytes(&self, rank: &Nccl<Local>, memory: &DeviceBytes) -> Vec<u8> {
+    fn bytes(&self, rank: &Nccl, memory: &DeviceBytes) -> Vec<u8> {
         let stream = Stream::new(rank.device()).unwrap();
         let mut bytes = vec![0; memory.len()];
         // SAFETY: both stay until the stream has been waited for.
@@ -48,7 +49,7 @@ fn nccl_conforms_stand_in() {
     passes("conforming::devices", 5, &[]);
 }
 
-/// The death of a peer shows by the control alone.
+/// The death of a peer shows by the notes alone.
 #[test]
 fn nccl_conforms_where_it_tells_nothing_of_the_dead_stand_in() {
     passes("conforming::devices", 5, &[("GPU_STAND_IN_LOST_PEERS", "silent")]);

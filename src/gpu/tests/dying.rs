@@ -1,93 +1,16 @@
 //! Two processes, one of which is killed in the middle of an exchange.
 
-use std::io::{self, Read, Write};
-use std::ops::Range;
-use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::net::{RecvFlags, recv};
-
 use super::*;
-use crate::comm::{Communicator, Traffic};
-use crate::error::Error;
+use crate::comm::{Communicator, Part, Patience};
+use crate::exec::Stop;
+use crate::exec::records::Records;
 use crate::gpu::stream::Stream;
 use crate::gpu::{DeviceBytes, Nccl, Sharing};
-
-/// A control of two processes: a socket.
-struct Pair {
-    rank: u32,
-    socket: UnixStream,
-}
-
-impl Pair {
-    fn new(rank: u32, folder: &Path) -> Self {
-        let name = folder.join("control");
-        if rank == 0 {
-            let listener = UnixListener::bind(folder.join("unready")).unwrap();
-            std::fs::rename(folder.join("unready"), name).unwrap();
-            return Self { rank, socket: listener.accept().unwrap().0 };
-        }
-        loop {
-            match UnixStream::connect(&name) {
-                Ok(socket) => return Self { rank, socket },
-                Err(_) => std::thread::sleep(Duration::from_millis(5)),
-            }
-        }
-    }
-
-    fn gone(&self, op: &'static str) -> Error {
-        Error::comm(1 - self.rank, op, "its process ended")
-    }
-}
-
-impl Communicator for Pair {
-    type Memory = Vec<u8>;
-
-    fn rank(&self) -> u32 {
-        self.rank
-    }
-
-    fn size(&self) -> u32 {
-        2
-    }
-
-    fn exchange(&self, _: &Vec<u8>, _: &[Range<usize>], _: &mut Vec<u8>, _: &[Range<usize>]) -> Result<()> {
-        Err(self.gone("exchange"))
-    }
-
-    fn all_gather(&self, _: &mut Vec<u8>, _: &[Range<usize>]) -> Result<()> {
-        Err(self.gone("all-gather"))
-    }
-
-    fn traffic(&self) -> Traffic {
-        Traffic::default()
-    }
-
-    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let mut socket = &self.socket;
-        let mut heard = || -> io::Result<Vec<u8>> {
-            socket.write_all(&[&(said.len() as u64).to_le_bytes()[..], said].concat())?;
-            let mut len = [0; 8];
-            socket.read_exact(&mut len)?;
-            let mut heard = vec![0; usize::try_from(u64::from_le_bytes(len)).unwrap()];
-            socket.read_exact(&mut heard).map(|()| heard)
-        };
-        let heard = heard().map_err(|_| self.gone("gather"))?;
-        Ok(if self.rank == 0 { vec![said.to_vec(), heard] } else { vec![heard, said.to_vec()] })
-    }
-
-    fn check(&self) -> Result<()> {
-        let peeked = recv(&self.socket, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
-        if matches!(peeked, Ok((0, _)) | Err(rustix::io::Errno::CONNRESET)) { Err(self.gone("check")) } else { Ok(()) }
-    }
-
-    fn fail(&self, _: &str) {}
-
-    fn leave(self) -> Result<()> {
-        Ok(())
-    }
-}
+use crate::storage::AnchoredPath;
 
 #[test]
 fn a_process_that_is_killed_is_named_stand_in() {
@@ -124,11 +47,13 @@ fn one_is_killed(test: &str, settings: &[(&str, &str)]) {
     assert!(!dead.status.success());
 }
 
-fn met() -> (Gpu, Nccl<Pair>) {
-    let rank: u32 = std::env::var("RANK").unwrap().parse().unwrap();
-    let control = Pair::new(rank, Path::new(&std::env::var_os("FOLDER").unwrap()));
-    let gpu = open(kernels(), rank).unwrap();
-    let peers = Nccl::meet(&gpu, Sharing::Refused, control).unwrap();
+fn met() -> (Gpu, Nccl) {
+    let index: u32 = std::env::var("RANK").unwrap().parse().unwrap();
+    let folder = AnchoredPath::new(Path::new(&std::env::var_os("FOLDER").unwrap())).join("run");
+    let part = Part { index, of: 2 };
+    let records = Records::meet(&folder, part, Patience::silent(PATIENCE), &Stop::default()).unwrap();
+    let gpu = open(kernels(), index).unwrap();
+    let peers = Nccl::meet(&gpu, Sharing::Refused, &Arc::new(records)).unwrap();
     (gpu, peers)
 }
 

@@ -1,19 +1,20 @@
 //! Ranks that exchange by devices write what one process writes.
 
+use std::sync::Arc;
+
 use proptest::prelude::*;
 
 use super::*;
 use crate::comm::Local;
 use crate::exec::exchange::Shuffle;
-use crate::exec::tests::exchanging::relaying::check_relays;
 use crate::exec::tests::exchanging::{Case, Means, check_each_cut, check_faults, fits, spec};
 use crate::gpu::{DeviceShuffle, Nccl, Sharing};
 
 pub(super) struct Devices;
 
 impl Means for Devices {
-    type Seat = (Gpu, Nccl<Local>);
-    type Rank = Nccl<Local>;
+    type Seat = (Gpu, Nccl);
+    type Rank = Nccl;
 
     fn seat(&self, rank: Local) -> Self::Seat {
         use crate::comm::Communicator;
@@ -22,7 +23,7 @@ impl Means for Devices {
             _ => kernels(),
         };
         let gpu = open(kernels, rank.rank()).unwrap();
-        let peers = Nccl::meet(&gpu, Sharing::Refused, rank).unwrap();
+        let peers = Nccl::meet(&gpu, Sharing::Refused, &Arc::new(rank)).unwrap();
         (gpu, peers)
     }
 
@@ -72,19 +73,6 @@ fn summands_that_have_no_value_are_named_stand_in() {
 #[ignore = "a process of a test"]
 fn faults() {
     check_faults(&Devices);
-}
-
-#[test]
-fn what_takers_pass_on_is_the_same_stand_in() {
-    passes_with_kernels("exchanging::relays", 5, &[]);
-    passes("exchanging::relays", 5, &[("KERNELS", "off")]);
-    passes_with_kernels("exchanging::relays", 5, &[("KERNELS", "of even ranks")]);
-}
-
-#[test]
-#[ignore = "a process of a test"]
-fn relays() {
-    check_relays(&Devices);
 }
 
 proptest! {

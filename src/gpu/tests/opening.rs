@@ -1,5 +1,7 @@
 //! What is missing is told, and devices are chosen.
 
+use std::sync::Arc;
+
 use cudarc::driver::sys::is_culib_present;
 
 use super::*;
@@ -47,7 +49,7 @@ fn no_nccl() {
     // Its kernels can be looked at.
     let gpu = crate::gpu::open_alone(&settings).unwrap();
     assert!(gpu.nccl().unwrap_err().contains(NOWHERE));
-    let error = Nccl::meet(&gpu, Sharing::Refused, Local::fleet(1).remove(0)).map(drop).unwrap_err();
+    let error = Nccl::meet(&gpu, Sharing::Refused, &Arc::new(Local::fleet(1).remove(0))).map(drop).unwrap_err();
     assert!(error.to_string().contains(NOWHERE), "{error}");
 }
 
@@ -98,7 +100,7 @@ fn one_for_two() {
         let ranks = Local::fleet(2).into_iter().map(|local| {
             std::thread::spawn(move || {
                 let gpu = super::open(kernels(), local.rank()).unwrap();
-                Nccl::meet(&gpu, sharing, local).and_then(Communicator::leave)
+                Nccl::meet(&gpu, sharing, &Arc::new(local)).and_then(Communicator::leave)
             })
         });
         let ranks: Vec<_> = ranks.collect();

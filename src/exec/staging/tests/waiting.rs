@@ -3,7 +3,6 @@
 use std::thread;
 
 use super::*;
-use crate::comm::Note;
 
 fn in_vain(staging: &Staging, notify: &mut dyn FnMut(&[Other])) -> Error {
     match staging.wait_published(&Stop::default(), notify).unwrap() {
@@ -170,7 +169,7 @@ fn one_that_stops_is_given_a_moment() {
 fn a_partial_folder_that_a_cache_hides_is_waited_for() {
     let (mut desk, said) = (Desk::new(Shape::Folder), Arc::new(Mutex::new(0)));
     let count = Arc::clone(&said);
-    let tell = move |_: Note<'_>| *count.lock().unwrap() += 1;
+    let tell = move |_: &str| *count.lock().unwrap() += 1;
     let (first, again) = (Duration::ZERO, Duration::from_mins(1));
     desk.claim.reporter = WaitReporter { first, again, tell: Arc::new(tell) };
     desk.claim.resume = true;

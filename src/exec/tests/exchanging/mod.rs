@@ -4,7 +4,6 @@ mod bounds;
 mod case;
 pub(crate) mod folding;
 mod means;
-pub(crate) mod relaying;
 mod wire;
 
 pub(crate) use case::Case;
