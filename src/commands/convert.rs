@@ -20,8 +20,8 @@ use dtshard::error::{Error, Result};
 use dtshard::exec::copy::Stats;
 use dtshard::exec::exchange::Reducing;
 use dtshard::exec::staging::{Foreseen, Staging};
-use dtshard::exec::{Options, copy};
-use dtshard::format::Format;
+use dtshard::exec::{Input, Options, copy};
+use dtshard::format::{Format, resolve_unseen};
 use dtshard::quantity::{count, human_bytes};
 use dtshard::storage::IoMode;
 use dtshard::storage::lookup;
@@ -180,7 +180,12 @@ fn perform(conversion: &Conversion<'_>, args: &ConvertArgs, run: &Run<'_>) -> Re
                 (stats, report.loads) = peers.dry_run(source, &conversion.reservation, run)?;
                 stats
             }
-            _ => copy::dry_run(input(source), &conversion.reservation, &run.stop)?,
+            // Nothing is copied for a dry run.
+            Some(_) => {
+                let input = Input { resolve: &resolve_unseen, ..input(source) };
+                copy::dry_run(input, &conversion.reservation, &run.stop)?
+            }
+            None => copy::dry_run(input(source), &conversion.reservation, &run.stop)?,
         };
         let foreseen = dst.and_then(|destination| foresee(conversion, args, destination, options, run));
         let mut document = report.document(&stats);

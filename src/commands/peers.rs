@@ -416,6 +416,14 @@ impl Peers {
         self.link.fail(&error.to_string());
     }
 
+    /// Goes on where all are well. Collective.
+    ///
+    /// # Errors
+    /// `mine`, and as [`Communicator::settle`].
+    pub fn settle<T>(&self, mine: Result<T>) -> Result<T> {
+        self.link.settle(mine)
+    }
+
     /// Wait until all are here. Collective.
     ///
     /// # Errors

@@ -74,7 +74,14 @@ pub fn produce(
     if let Some(peers) = &conversion.source.peers {
         peers.compare(plan.fingerprint)?;
     }
-    match Staging::begin(destination, conversion.shape, &claim, &plan, &run.stop)? {
+    let begun = Staging::begin(destination, conversion.shape, &claim, &plan, &run.stop);
+    // Parts wait for each other once all have begun. A process that cannot begin tells the others before that.
+    let peers = conversion.source.peers.as_ref().filter(|peers| !peers.exchange_bytes());
+    let begun = match peers {
+        Some(peers) => peers.settle(begun)?,
+        None => begun?,
+    };
+    match begun {
         Begun::Done => Ok(Produced::Already),
         Begun::Work(staging) => {
             let records = Records { conversion, staging: &staging, run, sync: options.sync };

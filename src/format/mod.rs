@@ -294,6 +294,23 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located
     }
 }
 
+/// As [`resolve`], for a plan of a checkpoint of which this process has the metadata only. A file that this process does not
+/// see says nothing of where its data is: any place in it has the same length.
+///
+/// # Errors
+/// As [`resolve`].
+pub fn resolve_unseen(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located> {
+    let index = chunk as usize;
+    match (resolve(files, entry, chunk), entry.chunks.place(index).file()) {
+        (Err(Error::Missing { .. }), Some(file)) if files.seen_by(file).is_some() => {
+            let strides = entry.chunks.strides(index).cloned();
+            let strides = strides.unwrap_or_else(|| contiguous_strides(&entry.chunks.sizes(index)));
+            Ok(Located { file, offset: 0, strides, summed: None })
+        }
+        (resolved, _) => resolved,
+    }
+}
+
 /// Returns the names in a folder that are text.
 fn list(folder: &Path) -> Result<Vec<String>> {
     Ok(lookup::list(folder)?.into_iter().filter_map(|entry| entry.name.into_string().ok()).collect())

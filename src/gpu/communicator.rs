@@ -43,6 +43,8 @@ pub struct Nccl {
     counter: Counter,
     place: nccl::Place,
     words: Mutex<DeviceBytes>,
+    /// The point behind the operation that was queued last.
+    last: Mutex<Option<CudaEvent>>,
 }
 
 impl Nccl {
@@ -63,6 +65,7 @@ impl Nccl {
             counter: Counter::default(),
             place,
             words: Mutex::new(words),
+            last: Mutex::default(),
         })
     }
 
@@ -174,7 +177,12 @@ impl Nccl {
         body: impl for<'g> FnOnce(&mut Group<'g, 'b>) -> nccl::Result<()>,
     ) -> Result<()> {
         stream.device().bind()?;
-        self.met.with(|peers| peers.group(stream, body)).map_err(|why| self.reason(op, &why))
+        // On all ranks operations are done in the order in which they are queued, whatever streams these are on.
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        last.as_ref().map_or(Ok(()), |before| stream.wait(before))?;
+        self.met.with(|peers| peers.group(stream, body)).map_err(|why| self.reason(op, &why))?;
+        *last = Some(stream.record()?);
+        Ok(())
     }
 
     /// Wait until a stream has come to a point, as long as all ranks are there.
