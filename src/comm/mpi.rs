@@ -32,8 +32,8 @@ use crate::error::{Error, Result, STOPPING};
 /// The longest message: MPI counts with 32 bits, and what is longer goes as several.
 const LONGEST: usize = 16 << 20;
 
-/// The longest reason that a last word gives.
-const LONGEST_REASON: usize = 2 << 10;
+/// The longest reason that a last word gives. Escapes may make it six times as long.
+const LONGEST_REASON: usize = 1 << 10;
 
 /// Memory for headers and last words that are on their way, for each other rank.
 const BUFFER_A_RANK: usize = 8 << 10;
@@ -80,6 +80,7 @@ struct State {
 }
 
 /// Headers and last words of the other ranks that have come and were not looked at.
+#[derive(Default)]
 struct Inbox {
     tag: i32,
     rank: u32,
@@ -175,7 +176,8 @@ impl Mpi {
         // The first line, or the first words of a long one: "Open MPI v4.1.4, package: ..".
         let text = mpi::environment::library_version().unwrap_or_default();
         let line = text.trim_matches(['\0', '\n', ' ']).lines().next().unwrap_or_default();
-        line.split(',').next().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
+        let words = line.split(',').next().unwrap_or_default().split_whitespace();
+        words.filter(|word| *word != "Version:").collect::<Vec<_>>().join(" ")
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -443,12 +445,6 @@ impl Drop for Mpi {
         if !inbox.is_complete() {
             ENDING.lock().unwrap_or_else(PoisonError::into_inner).push(inbox);
         }
-    }
-}
-
-impl Default for Inbox {
-    fn default() -> Self {
-        Self { tag: 0, rank: 0, words: Vec::new(), is_last: Vec::new() }
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! A process initialises MPI once, so one test has all cases.
 
+use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::thread;
@@ -88,7 +89,9 @@ fn processes_conform() {
     stops_where_one_is_stopped(&processes);
     refuses_ranges_beyond_the_memory(&processes);
     let cases = conforms_counted(processes);
-    println!("rank {rank} of {size} conforms: {cases} cases, by {}", Mpi::library());
+    // In one piece, as all processes write to one terminal.
+    let line = format!("\nrank {rank} of {size} conforms: {cases} cases, by {}\n", Mpi::library());
+    std::io::stdout().write_all(line.as_bytes()).unwrap();
 }
 
 fn conforms_counted(processes: Processes) -> i32 {
@@ -170,10 +173,10 @@ fn killed() {
     let started = launch(None, None, false, &process_environment).unwrap();
     let _finalize = Finalize::default();
     let rank = Mpi::world(started.part, Arc::new(|| Ok(()))).unwrap();
-    let (mut memory, range) = (vec![0; 2 << 20], 0..1 << 20);
-    let ranges: Vec<_> =
-        (0..rank.size()).map(|other| if other == rank.rank() { 0..0 } else { range.clone() }).collect();
-    let shared: Vec<_> = (0..rank.size() as usize).map(|rank| rank << 18..(rank + 1) << 18).collect();
+    let mut memory = vec![0; (rank.size() as usize) << 20];
+    let shared: Vec<_> = (0..rank.size() as usize).map(|rank| rank << 20..(rank + 1) << 20).collect();
+    let mut ranges = shared.clone();
+    ranges[rank.rank() as usize] = 0..0;
     let outgoing = memory.clone();
     let mut round = 0;
     let error = loop {
@@ -199,5 +202,5 @@ fn killed() {
         }
         round += 1;
     };
-    println!("survived: {error}");
+    panic!("rank {} survived: {error}", rank.rank());
 }
