@@ -14,7 +14,7 @@ use std::process::Command;
 use rayon::prelude::*;
 
 /// Each verb with the options of one target.
-const CONVERSIONS: [&str; 26] = [
+const CONVERSIONS: [&str; 25] = [
     "consolidate",
     "consolidate --to torch",
     "consolidate --everything",
@@ -32,7 +32,6 @@ const CONVERSIONS: [&str; 26] = [
     "reshard --mesh dp=3 --to local",
     "reshard --mesh dp=3 --split balanced --to torch-ranks",
     "reshard --mesh dp=2 --tensor-class sharded-tensor --to torch-ranks",
-    "reshard --mesh dp=2 --placements S(1) --rename weight=w --to dcp",
     "reshard --like fsdp_tp/ranks --to dcp",
     "reshard --like llama_tiny/ranks",
     "reshard --mesh dp=2,tp=2 --placements S(0),S(1) --to dcp",
