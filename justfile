@@ -41,6 +41,11 @@ bench *arguments:
     cargo build --release --locked -p dtshard
     "$(ci/venv bench bench/requirements.txt)" bench/run.py --only tmpfs --peer-rounds 0 --print {{ arguments }}
 
+# dtshard against another build of it, in memory, on small checkpoints
+bench-against binary *arguments:
+    cargo build --release --locked -p dtshard
+    "$(ci/venv bench bench/requirements.txt)" bench/run.py --only tmpfs --quick --against {{ binary }} {{ arguments }}
+
 # dtshard against cp and every peer, in memory, on disk and cold; writes docs/benchmarks.md
 bench-peers *arguments:
     cargo build --release --locked -p dtshard

@@ -1,4 +1,5 @@
 """Measure dtshard side by side with `cp` and every peer, on the same files: `run.py`, `run.py --quick`.
+With another build of dtshard instead: `run.py --against BINARY`.
 
 A work is done in rounds, after one that warms up and is checked: in each, `cp`, dtshard and the peers run one after the
 other, and a ratio is always that of two runs of one round. Three tables: `tmpfs` is pure work (`--no-sync`); `disk`
@@ -15,6 +16,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+import against
 import report
 from cases import Case, Kind, Table, cases, sources
 from machine import describe, file_system, free_bytes
@@ -132,13 +134,31 @@ class Bench:
             row["source_bytes"] = source_bytes
         return {"group": case.group, "work": case.work, "rows": rows}
 
-    def once(self, case, command, check):
+    def run_against(self):
+        """The rows of `--against`: each command of dtshard by both programs."""
+        rows = []
+        for case in self.cases:
+            for command in (command for command in case.commands if command.kind == Kind.DTSHARD):
+                name = case.work if command.name == Kind.DTSHARD else f"{case.work}, {command.name}"
+                note(f"{self.table}: {name}")
+
+                def once(program, check):
+                    try:
+                        return self.once(case, command, check, program)
+                    except Failed as failure:
+                        sys.exit(f"{name}: {program}: {failure}")
+
+                rows.append(against.compare(name, (self.args.dtshard, self.args.against), self.args.runs, once))
+            self.sources.done()
+        return rows
+
+    def once(self, case, command, check, program=None):
         """One run, from a state that no run before has left anything in; DST is gone afterwards."""
         source, target = self.sources.get(command.source or case.source), self.work / "target"
         if case.file and command.kind != Kind.COPY:
             target.mkdir()
             target = target / case.file
-        argv = fill(command.argv, {"SRC": source, "DST": target, "dtshard": self.args.dtshard})
+        argv = fill(command.argv, {"SRC": source, "DST": target, "dtshard": program or self.args.dtshard})
         synced = self.table != Table.TMPFS
         if synced:
             os.sync()
@@ -180,8 +200,10 @@ def parse():
     parser.add_argument("--ranks", type=int, default=8, help="that saved it")
     parser.add_argument("--rounds", type=int, default=9, help="of cp and dtshard")
     parser.add_argument("--peer-rounds", type=int, default=3, help="of those with peers, too; 0 leaves peers out")
+    parser.add_argument("--against", metavar="BINARY", help="another build of dtshard to compare with, without cp and peers")
+    parser.add_argument("--runs", type=int, default=15, help="of each program in each row of --against")
     parser.add_argument("--small", type=int, default=100_000, metavar="N", help="number of small tensors")
-    parser.add_argument("--quick", action="store_true", help="0.2 GB, 3 rounds, 1 with peers: to try the bench itself")
+    parser.add_argument("--quick", action="store_true", help="0.2 GB, 3 rounds, 1 with peers: to try the bench itself, or --against in minutes")
     parser.add_argument("--only", action="extend", nargs="+", default=[], choices=[*map(str, Table), *GROUPS],
                         help="these tables, and these groups of works")
     parser.add_argument("--directory", default="/dev/shm", help="for the table tmpfs")
@@ -192,17 +214,31 @@ def parse():
     args = parser.parse_args()
     if args.quick:
         args.gigabytes, args.rounds, args.peer_rounds, args.small = 0.2, 3, min(args.peer_rounds, 1), 2000
+    if args.against:
+        args.peer_rounds = 0
     args.tables = [table for table in Table if table in args.only or not set(args.only) & set(Table)]
     args.groups = [group for group in GROUPS if group in args.only or not set(args.only) & set(GROUPS)]
     return args
 
 
+def print_against(args):
+    for table in args.tables:
+        where = folder(args, table)
+        with tempfile.TemporaryDirectory(prefix="dtshard-bench-", dir=where) as work:
+            rows = Bench(args, table, Path(work)).run_against()
+        if rows:
+            print(f"\n## {report.TITLES[table]}\n\n{against.table(rows)}\n\n{against.summary(rows)}", flush=True)
+
+
 def main():
     args = parse()
-    if not Path(args.dtshard).exists():
-        sys.exit(f"{args.dtshard} is not there: build it with `cargo build --release`")
+    for program in filter(None, (args.dtshard, args.against)):
+        if not Path(program).exists():
+            sys.exit(f"{program} is not there: build it with `cargo build --release`")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     check_space(args)
+    if args.against:
+        return print_against(args)
     results = {"setup": describe(args.dtshard, ROOT), "tables": []}
     results["setup"] |= {"ranks": args.ranks, "gigabytes": args.gigabytes, "small": args.small}
     for table in args.tables:

@@ -7,6 +7,8 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use serde_json::{Value as Json, json};
+
 use crate::layout::LayoutError;
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -336,6 +338,61 @@ impl Error {
             Self::Layout(_) => Some(PLACEMENTS_HINT),
             Self::Io { .. } | Self::Stopped { .. } => None,
         }
+    }
+
+    /// Returns the JSON document of the error: `kind`, `message`, `file`, `fqn`, `expected`, `found`, `hint`, and `names`
+    /// if it lists names.
+    #[must_use]
+    pub fn to_json(&self) -> Json {
+        let mut fqn = self.fqn().map(str::to_owned);
+        let (mut file, mut expected, mut found) = (None, None, None);
+        let mut inner = self;
+        while let Self::Within { error, .. } | Self::Naming { error, .. } = inner {
+            if let Self::Within { path, .. } = inner {
+                file = Some(path.display().to_string());
+            }
+            inner = error;
+        }
+        match inner {
+            Self::Io { path, .. } => file = Some(path.display().to_string()),
+            Self::Missing { path, at, expected: wanted, missing, .. } => {
+                file = Some(path.display().to_string());
+                fqn = Some(at.clone());
+                (expected, found) = (Some(wanted.clone()), Some(format!("missing: {missing}")));
+            }
+            Self::Malformed { path, at, expected: wanted, found: got, .. } => {
+                file = Some(path.display().to_string());
+                fqn = Some(at.clone());
+                (expected, found) = (Some(wanted.clone()), Some(got.clone()));
+            }
+            Self::Coverage { kind, region, detail, .. } => {
+                expected = Some(String::from("every element exactly once"));
+                found = Some(format!("{} at {region}: {detail}", kind.as_str()));
+            }
+            Self::Conflict { what, between, detail, .. } => {
+                expected = Some(format!("the same from {between}"));
+                found = Some(format!("{what} differs: {detail}"));
+            }
+            Self::Layout(LayoutError::File { file: name, .. }) => file = Some(name.clone()),
+            Self::Layout(LayoutError::RuleMisfit { placement, shape, .. }) => {
+                expected = Some(format!("placements that fit its shape {shape:?}"));
+                found = Some(placement.clone());
+            }
+            _ => {}
+        }
+        let mut document = json!({
+            "kind": self.kind(),
+            "message": self.to_string(),
+            "file": file,
+            "fqn": fqn,
+            "expected": expected,
+            "found": found,
+            "hint": self.hint(),
+        });
+        if let Some(names) = self.names() {
+            document["names"] = json!(names);
+        }
+        document
     }
 
     /// The `kind` of `--json`.

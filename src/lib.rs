@@ -1,37 +1,132 @@
-//! dtshard converts sharded PyTorch checkpoints between layouts, without Python.
+//! Converts sharded PyTorch checkpoints between layouts and formats.
 //!
-//! A checkpoint is a [`catalog::Catalog`]: logical tensors whose content is covered by chunks, each a box of the
-//! tensor that lies somewhere in a file. Reading a format yields one; choosing what is wanted of it, under which names
-//! and in which dtypes, yields another; choosing a target layout and *reserving* its files yields a third. A plan is the
-//! intersection of the first and the last, tensor by tensor. Executed as *copy* it is `reshard`, `flatten`, `unshard` or
-//! `consolidate`; as *compare* it is `verify`; as *print* it is `--dry-run`.
+//! A checkpoint is a set of named tensors. Each tensor is cut into chunks, and each chunk is a box of the tensor that lies
+//! somewhere in a file. A conversion cuts the same tensors differently and writes them in any format.
 //!
-//! ```text
-//! SRC --format::read--> Catalog(source) -------------------------------+--> plan (elements) --lower--> runs (bytes)
-//!                            | select                                  |                                 | exec
-//!                            v                                         |                                 v
-//!                       Catalog(wanted) --format::reserve--> Catalog(target)                          publish
+//! 1. [`Checkpoint::open`] reads names, shapes and chunk positions. It never reads tensor data.
+//! 2. [`Conversion`] describes the result: which tensors, under which names, in which dtypes, on which mesh.
+//! 3. [`Conversion::plan`] checks the description against the source, and proves that every element of every tensor is
+//!    written exactly once. Nothing is written before a [`Plan`] exists.
+//! 4. [`Plan::execute`] moves the bytes and publishes the result with one rename. It gives a [`Report`].
+//!
+//! ```
+//! use dtshard::{Checkpoint, Conversion, Dtype, ExecuteOptions, Format, NoProgress};
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let destination = folder.path().join("resharded");
+//!
+//! let source = Checkpoint::open("tests/fixtures/fsdp4/dcp")?;
+//! let mut plan = Conversion::of(&source)
+//!     .include("model")?
+//!     .cast(Dtype::Bf16)
+//!     .mesh("dp=2,tp=4")?
+//!     .place("**.wq.weight", "S(0),S(1)")?
+//!     .place_all("S(0),R")?
+//!     .to(Format::Dcp)
+//!     .plan()?;
+//! println!("{plan}");
+//! let report = plan.execute(&destination, &ExecuteOptions::default(), NoProgress)?;
+//! assert_eq!(report.tensors, Checkpoint::open(&destination)?.tensors().count());
+//! # Ok::<(), dtshard::Error>(())
 //! ```
 //!
-//! Flat parameters of FSDP1 are no tensors of a catalog: reading puts parameters in their place, and writing puts them
-//! behind each other again, as a [`catalog::flat::FlatLayout`] says.
+//! # Look at a checkpoint
 //!
-//! Several processes share the last step: each fills its [`comm::Part`] of the bytes. Where they exchange bytes, a
-//! [`comm::Communicator`] moves them: NCCL between GPUs, MPI between hosts.
+//! ```
+//! use dtshard::Checkpoint;
 //!
-//! Where no process sees all of SRC, they make a metadata mirror of it first ([`twin`]), from which all read the same catalog.
-//! Without GPUs and MPI they [copy](exec::source_copy) the files that only some of them see to where all see them.
+//! let checkpoint = Checkpoint::open("tests/fixtures/fsdp4/ranks")?;
+//! for tensor in checkpoint.tensors().take(3) {
+//!     println!("{} {:?} {} {:?}", tensor.name(), tensor.shape(), tensor.dtype(), tensor.placements());
+//! }
+//! # assert!(checkpoint.tensors().any(|tensor| tensor.placements().as_deref() == Some("S(0)")));
+//! # Ok::<(), dtshard::Error>(())
+//! ```
 //!
-//! The program is a crate of its own, `main.rs` with `cli` and `commands`, and sees what is public here. Who may import whom
-//! in the library: `twin` sees `format`, `storage` and `comm`; `exec` sees `plan`,
-//! `catalog`, `storage` and `comm` but no format and no terminal; `gpu` sees `exec` and `comm`, and what numbers are in
-//! `catalog` and `layout`; `plan`, `format` and `select` see these two; `layout` is pure algebra, `comm` the environment of
-//! a process and what others are to it, and both see nothing of the crate.
+//! # Read a tensor
+//!
+//! [`Checkpoint::read`] reads one tensor, [`Checkpoint::read_box`] a box of it, into a buffer of the caller. Only the bytes
+//! of the box are read, from whatever chunks they are in.
+//!
+//! ```
+//! use dtshard::Checkpoint;
+//!
+//! let checkpoint = Checkpoint::open("tests/fixtures/fsdp4/dcp")?;
+//! let tensor = checkpoint.tensors().find(|tensor| tensor.shape().len() == 2).expect("a matrix");
+//! let mut all = vec![0; tensor.len_bytes() as usize];
+//! checkpoint.read(tensor.name(), &mut all)?;
+//!
+//! let columns = tensor.shape()[1];
+//! let mut first_row = vec![0; (columns * tensor.dtype().itemsize()) as usize];
+//! checkpoint.read_box(tensor.name(), &[0, 0], &[1, columns], &mut first_row)?;
+//! assert_eq!(first_row, all[..first_row.len()]);
+//! # Ok::<(), dtshard::Error>(())
+//! ```
+//!
+//! # Follow a run
+//!
+//! A [`Progress`] receives counts of bytes and messages while a plan is executed. The library prints nothing itself.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use std::sync::atomic::{AtomicU64, Ordering};
+//!
+//! use dtshard::{Checkpoint, Conversion, ExecuteOptions, Progress};
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let destination = folder.path().join("model.safetensors");
+//!
+//! #[derive(Default)]
+//! struct Written(AtomicU64);
+//!
+//! impl Progress for Written {
+//!     fn advance(&self, bytes: u64) {
+//!         self.0.fetch_add(bytes, Ordering::Relaxed);
+//!     }
+//! }
+//!
+//! let written = Arc::new(Written::default());
+//! let source = Checkpoint::open("tests/fixtures/titan")?;
+//! let mut plan = Conversion::from(source).model().destination(&destination).plan()?;
+//! println!("{}", plan.preview()?);
+//! let report = plan.execute(&destination, &ExecuteOptions::default(), Arc::clone(&written))?;
+//! assert_eq!(written.0.load(Ordering::Relaxed), report.bytes_written);
+//! # Ok::<(), dtshard::Error>(())
+//! ```
+//!
+//! # Verify
+//!
+//! [`verify`] checks that a checkpoint is sound, or that two hold the same values, whatever their layouts and formats.
+//!
+//! ```
+//! use dtshard::{NoProgress, Setup, VerifyOptions, verify};
+//!
+//! let options = VerifyOptions {
+//!     src: "tests/fixtures/titan".into(),
+//!     other: Some("tests/fixtures/titan.truth.safetensors".into()),
+//!     ..VerifyOptions::default()
+//! };
+//! let verification = verify(&options, &Setup::default(), NoProgress)?;
+//! assert!(verification.is_same(), "{}", verification.lines(true));
+//! # Ok::<(), dtshard::Error>(())
+//! ```
+//!
+//! # Guarantees
+//!
+//! - **Exact.** Without a cast or a reduction no bit of a tensor changes.
+//! - **Atomic.** The destination appears complete or not at all. See [`Plan::execute`].
+//! - **Bounded memory.** Memory grows with the number of chunks, not with their bytes. See
+//!   [`SourceOptions::max_memory`](options::SourceOptions::max_memory).
+//! - **Safe.** Pickles are decoded as data. No class or function named in a file is ever imported.
+//! - **Quiet.** Nothing is printed, no signal handler is installed, and the process is never ended. A program that wants
+//!   signals to stop a run connects them to a [`Stop`].
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails"))]
 
 pub mod catalog;
+mod checkpoint;
 pub mod comm;
+mod conversion;
+mod convert;
+mod describe;
 pub mod error;
 pub mod exec;
 pub mod fault;
@@ -40,9 +135,33 @@ pub mod gpu;
 pub mod layout;
 pub mod name_list;
 pub mod nearest;
+pub mod options;
 pub mod plan;
+mod progress;
+pub mod publish;
 pub mod quantity;
 pub mod select;
 pub mod storage;
+pub mod text;
 pub mod threads;
 pub mod twin;
+mod verification;
+
+pub use catalog::Dtype;
+pub use checkpoint::{Checkpoint, OpenOptions, TensorInfo};
+pub use conversion::{Conversion, Plan};
+pub use convert::options::{ExecuteOptions, VerifyOptions};
+pub use convert::{Outcome, Preview, Report, Setup, Verification};
+pub use describe::{Inspection, Span};
+pub use error::{Error, Result};
+pub use exec::Stop;
+pub use format::Format;
+pub use progress::{Level, NoProgress, Phase, Progress};
+pub use storage::catch_lost_pages;
+pub use verification::verify;
+
+// Tests of the library share files with those of the program.
+#[cfg(test)]
+extern crate self as dtshard;
+#[cfg(test)]
+mod tests;

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use cli::normalise_long_options;
 use commands::Printer;
-use dtshard::error::Error;
+use dtshard::Error;
 
 fn main() -> ExitCode {
     #[cfg(feature = "mpi")]

@@ -10,6 +10,7 @@
 use std::collections::BTreeMap;
 
 use smallvec::SmallVec;
+pub use torch_pickle::zip::Record;
 
 use crate::layout::flat::StorageOrder;
 use crate::layout::{Dims, Intervals, Rank, Tile};
@@ -51,16 +52,6 @@ impl Place {
     }
 }
 
-/// A stored entry of a zip archive, as its directory has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Record {
-    /// Absolute offset of its local header.
-    pub header: u64,
-    pub len: u64,
-    /// CRC-32 of its data; 0 where the writer did not compute it.
-    pub crc: u32,
-}
-
 /// A stretch of data with a checksum that its writer computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Summed {
@@ -70,11 +61,11 @@ pub struct Summed {
     pub crc: u32,
 }
 
-impl Record {
-    /// The data of the record, which begins at `start`; `None` where it has no checksum.
+impl Summed {
+    /// The data of a record, which begins at `start`; `None` where it has no checksum.
     #[must_use]
-    pub fn summed(self, start: u64) -> Option<Summed> {
-        (self.crc != 0).then_some(Summed { start, len: self.len, crc: self.crc })
+    pub fn of_record(record: Record, start: u64) -> Option<Self> {
+        (record.crc != 0).then_some(Self { start, len: record.len, crc: record.crc })
     }
 }
 

@@ -25,7 +25,7 @@ pub use dtype::Dtype;
 pub use path::{Key, Leaf, Path};
 pub use reserved::{Literal, OutputFile, Reservation, Reserved, SITE_BYTES, Sum};
 pub use validate::{Holders, Tiling, list_ranks};
-pub use value::{Dict, DictKind, Holding, TensorId, Value};
+pub use value::{Dict, DictKind, Holding, TensorId, Value, shift_tensors};
 
 use crate::error::Error;
 use crate::layout::partial::{Reduction, summand};
@@ -274,8 +274,8 @@ impl Catalog {
     #[must_use]
     pub fn conflicts(&self) -> Vec<Error> {
         let disagreed = path::objects(&self.state).into_iter().filter_map(|(path, value)| match value {
-            Value::PerRank(_) if model::is_random_state(path.fqn().as_str()) => None,
-            Value::PerRank(holdings) => Some(conflict(&path, holdings)),
+            Value::Other(_) if model::is_random_state(path.fqn().as_str()) => None,
+            Value::Other(holdings) => Some(conflict(&path, holdings)),
             _ => None,
         });
         disagreed.collect()

@@ -63,7 +63,7 @@ pub fn model(state: &Value) -> Model {
 #[must_use]
 pub fn parameters(state: &Value) -> Vec<(Fqn, TensorId)> {
     let model = model(state);
-    let gradients = || Some(all_tensors(state.at(&gradients_root(state, &model.root)?)?));
+    let gradients = || Some(all_tensors(gradients_root(state, &model.root)?.find(state)?));
     if model.tensors.is_empty() { gradients().unwrap_or_default() } else { model.tensors }
 }
 
@@ -157,7 +157,7 @@ pub fn gradient_parameter(path: &Path) -> Option<Fqn> {
 #[must_use]
 pub fn gradients_root(state: &Value, model_root: &Path) -> Option<Path> {
     let beside = Path(model_root.0[..model_root.0.len().saturating_sub(1)].to_vec());
-    let dict = state.at(&beside)?.as_dict()?;
+    let dict = beside.find(state)?.as_dict()?;
     let is_there = |name: &&str| matches!(dict.get(name), Some(Value::Dict(_)));
     GRADIENTS.iter().copied().find(is_there).map(|name| beside.child(Key::Name(name.into())))
 }

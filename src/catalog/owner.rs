@@ -52,7 +52,7 @@ impl<'a> Owners<'a> {
         let numbered = self
             .numbered
             .entry(optimizer)
-            .or_insert_with_key(|optimizer| numbered_parameters(catalog, catalog.state.at(optimizer)?, &|_| true));
+            .or_insert_with_key(|optimizer| numbered_parameters(catalog, optimizer.find(&catalog.state)?, &|_| true));
         let known = numbered.as_ref().and_then(|parameters| parameters.get(number));
         Some(match known {
             Some((name, id)) => Owner { by_number: true, name: Some(name.clone()), id: Some(*id) },

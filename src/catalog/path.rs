@@ -106,7 +106,7 @@ fn visit_leaves<'a>(value: &'a Value, path: &mut Path, visit: &mut dyn FnMut(&Pa
 #[must_use]
 pub fn is_descended(value: &Value) -> bool {
     match value {
-        Value::Tensor(_) | Value::Dict(_) | Value::PerRank(_) => true,
+        Value::Tensor(_) | Value::Dict(_) | Value::Other(_) => true,
         Value::List(items) => items.iter().any(is_descended),
         _ => false,
     }
@@ -209,7 +209,7 @@ fn tensors_below(value: &Value, path: &mut Path, visit: &mut dyn FnMut(&Path, Te
                 tensors_below(state, path, visit);
             }
         }
-        Value::PerRank(holdings) => {
+        Value::Other(holdings) => {
             for holding in holdings {
                 step(rank_key(holding.ranks[0]), &holding.value);
             }
@@ -255,7 +255,7 @@ fn tensor_key_below(value: &Value, path: &mut Path) -> bool {
                     .any(|(key, child)| step(Key::Name(key_text(key)), child))
                 || object.state.as_ref().is_some_and(|state| tensor_key_below(state, path))
         }
-        Value::PerRank(holdings) => holdings.iter().any(|holding| step(rank_key(holding.ranks[0]), &holding.value)),
+        Value::Other(holdings) => holdings.iter().any(|holding| step(rank_key(holding.ranks[0]), &holding.value)),
         _ => false,
     }
 }

@@ -13,12 +13,13 @@ use std::path::PathBuf;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
 pub use elsewhere::parse;
-pub use output::{Backend, ConvertArgs, DestinationArgs, ExchangeArgs, ProgressChoice, SourceSight, TalkArgs};
-pub use source::{CheckArgs, OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied, ToldArgs};
+pub use output::{Backend, ConvertArgs, ExchangeArgs, ProgressChoice, SourceSight, TalkArgs};
+pub use source::{OnConflict, SelectArgs, ShapeArgs, SourceArgs, Tied};
+pub use values::SplitArg;
 use values::rank;
-pub use values::{FormatArg, SplitArg};
 
-use dtshard::quantity::Quantity;
+use dtshard::Format;
+use dtshard::options::Quantity;
 
 /// Convert sharded PyTorch checkpoints between layouts, without Python.
 #[derive(Debug, Parser)]
@@ -369,24 +370,21 @@ pub enum TensorClass {
 /// The command line, with the formats that each verb writes as the values of its `--to`.
 #[must_use]
 pub fn command() -> clap::Command {
-    use FormatArg::{Dcp, FsdpFlat, Local, Safetensors, Torch, TorchRanks};
-    const BY_SUFFIX: &str = "Format of DST [default: by its suffix (.safetensors; .pt .pth .bin .ckpt), else";
-    let verbs: [(&str, &[FormatArg], String); 4] = [
-        (
-            "reshard",
-            &[Dcp, TorchRanks, FsdpFlat, Local],
-            String::from("Format of DST [default: that of SRC; dcp where SRC is no folder of shards]"),
-        ),
-        (
-            "unshard",
-            &[Torch, Safetensors, TorchRanks, FsdpFlat],
-            format!("{BY_SUFFIX} torch; with --all-ranks or --unit rank files, as in SRC]"),
-        ),
-        ("flatten", &[FsdpFlat], String::from("Format of DST [default: fsdp-flat]")),
-        ("consolidate", &[Safetensors, Torch], format!("{BY_SUFFIX} safetensors]")),
+    let by_suffix = |rest: &str| {
+        let by_suffix =
+            Format::ALL.iter().map(|format| format.entry().suffixes).filter(|suffixes| !suffixes.is_empty());
+        let groups: Vec<String> = by_suffix.map(|suffixes| format!(".{}", suffixes.join(" ."))).collect();
+        format!("Format of DST [default: by its suffix ({}), else {rest}]", groups.join("; "))
+    };
+    let verbs = [
+        ("reshard", String::from("Format of DST [default: that of SRC; dcp where SRC is no folder of shards]")),
+        ("unshard", by_suffix("torch; with --all-ranks or --unit rank files, as in SRC")),
+        ("flatten", String::from("Format of DST [default: fsdp-flat]")),
+        ("consolidate", by_suffix("safetensors")),
     ];
-    verbs.into_iter().fold(Cli::command(), |command, (verb, written, help)| {
-        let to = |arg: clap::Arg| arg.help(help).value_parser(values::formats(written));
+    verbs.into_iter().fold(Cli::command(), |command, (verb, help)| {
+        let written: Vec<&Format> = Format::ALL.iter().filter(|format| format.writers().contains(&verb)).collect();
+        let to = |arg: clap::Arg| arg.help(help).value_parser(values::formats(&written));
         command.mut_subcommand(verb, |verb| verb.mut_arg("to", to))
     })
 }

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 
 use super::source::{CheckArgs, SelectArgs, SourceArgs, Tied};
-use super::values::FormatArg;
-use dtshard::quantity::Quantity;
+use super::values::any_format;
+use dtshard::Format;
+use dtshard::options::Quantity;
 
 /// What to tell, and how. Before or behind the verb.
 #[derive(Args, Clone, Copy, Debug, Default)]
@@ -31,8 +32,8 @@ pub struct TalkArgs {
 #[command(next_help_heading = "Output")]
 pub struct DestinationArgs {
     /// Format of DST
-    #[arg(long, value_name = "FORMAT")]
-    pub to: Option<FormatArg>,
+    #[arg(long, value_name = "FORMAT", value_parser = any_format())]
+    pub to: Option<Format>,
     /// The PyTorch that is to load DTensors in rank files, such as 2.9 [default: as SRC, else the newest known]
     #[arg(long, value_name = "VERSION")]
     pub torch_version: Option<String>,

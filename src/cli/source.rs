@@ -4,16 +4,17 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::values::{FormatArg, IoArg, SplitArg, rank};
-use dtshard::quantity::Quantity;
+use super::values::{IoArg, SplitArg, any_format, rank};
+use dtshard::Format;
+use dtshard::options::Quantity;
 
 /// Where to read from, and how.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Source")]
 pub struct SourceArgs {
     /// Format of SRC [default: detected]
-    #[arg(long, value_name = "FORMAT")]
-    pub from: Option<FormatArg>,
+    #[arg(long, value_name = "FORMAT", value_parser = any_format())]
+    pub from: Option<Format>,
     /// Series of rank files to take: names with commas between them, or all [default: model for unshard and
     /// consolidate, else all]
     #[arg(long, value_name = "A,B|all", value_delimiter = ',')]

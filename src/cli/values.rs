@@ -3,43 +3,20 @@
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
-use dtshard::format::Format;
-use dtshard::layout::Split;
-use dtshard::storage::IoMode;
+use dtshard::Format;
+use dtshard::options::IoMode;
+use dtshard::options::Split;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum FormatArg {
-    Dcp,
-    Safetensors,
-    DcpHf,
-    Torch,
-    TorchRanks,
-    FsdpFlat,
-    Local,
+/// Reads the name of any format, and shows those that `shown` names: a verb says why it does not write another one.
+pub fn formats(shown: &[&Format]) -> impl TypedValueParser<Value = Format> + use<> {
+    let value = |format: &Format| PossibleValue::new(format.name()).hide(!shown.contains(&format));
+    let names: Vec<PossibleValue> = Format::ALL.iter().map(value).collect();
+    PossibleValuesParser::new(names).map(|name| Format::from_name(&name).expect("one of the names"))
 }
 
-impl From<FormatArg> for Format {
-    fn from(arg: FormatArg) -> Self {
-        match arg {
-            FormatArg::Dcp => Self::Dcp,
-            FormatArg::Safetensors => Self::Safetensors,
-            FormatArg::DcpHf => Self::DcpHf,
-            FormatArg::Torch => Self::Torch,
-            FormatArg::TorchRanks => Self::TorchRanks,
-            FormatArg::FsdpFlat => Self::FsdpFlat,
-            FormatArg::Local => Self::Local,
-        }
-    }
-}
-
-/// Reads the name of any format, and shows those that are `written`: the verb says why it does not write another one.
-pub fn formats(written: &[FormatArg]) -> impl TypedValueParser<Value = FormatArg> + use<> {
-    let value = |format: &FormatArg| {
-        let value = format.to_possible_value().expect("no format is skipped");
-        value.hide(!written.contains(format))
-    };
-    let names: Vec<PossibleValue> = FormatArg::value_variants().iter().map(value).collect();
-    PossibleValuesParser::new(names).map(|name| FormatArg::from_str(&name, false).expect("one of the names"))
+/// Reads the name of a format.
+pub fn any_format() -> impl TypedValueParser<Value = Format> {
+    formats(&Format::ALL.iter().collect::<Vec<_>>())
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]

@@ -5,7 +5,7 @@ use serde_json::json;
 use super::Status;
 use super::printer::Printer;
 use crate::cli::{self, Completions};
-use dtshard::error::Result;
+use dtshard::Result;
 
 pub fn run(args: &Completions, printer: &Printer) -> Result<Status> {
     let mut script = Vec::new();

@@ -12,8 +12,7 @@ use serde_json::json;
 use super::Status;
 use super::printer::Printer;
 use crate::cli::{self, DESCRIPTION, Man};
-use dtshard::error::{Error, Result};
-use dtshard::storage::filesystem::close;
+use dtshard::{Error, Result};
 
 pub fn run(args: &Man, printer: &Printer) -> Result<Status> {
     fs::create_dir_all(&args.dir).map_err(Error::io("make", &args.dir))?;
@@ -23,11 +22,11 @@ pub fn run(args: &Man, printer: &Printer) -> Result<Status> {
         let name = page.get_filename();
         let path = args.dir.join(&name);
         let mut file = File::create(&path).map_err(Error::io("create", &path))?;
-        file.write_all(&text(&page)).and_then(|()| close(file)).map_err(Error::io("write", &path))?;
+        file.write_all(&text(&page)).and_then(|()| file.sync_all()).map_err(Error::io("write", &path))?;
         names.push(name);
     }
     printer.document(&json!({ "files": names }))?;
-    printer.line(&format!("wrote {} to {}", dtshard::quantity::count(names.len(), "man page"), args.dir.display()));
+    printer.line(&format!("wrote {} to {}", dtshard::text::count(names.len(), "man page"), args.dir.display()));
     Ok(Status::Done)
 }
 

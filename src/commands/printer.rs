@@ -15,9 +15,10 @@ use serde_json::{Value as Json, json};
 
 use super::bar::without_bar;
 use crate::cli::{ProgressChoice, TalkArgs};
-use dtshard::comm::{Launch, Part};
-use dtshard::error::{Error, Result};
-use dtshard::layout::LayoutError;
+use dtshard::Span;
+use dtshard::options::{Launch, Part};
+use dtshard::text::{harmless, harmless_json};
+use dtshard::{Error, Result};
 
 #[derive(Clone, Copy, Debug)]
 pub struct Printer {
@@ -138,7 +139,7 @@ impl Printer {
             lines.for_each(|line| self.say(&format!("    {line}")));
         }
         // The run has failed already; there is no second way to fail.
-        let _ = self.any_document(&json!({ "error": error_document(error) }));
+        let _ = self.any_document(&json!({ "error": error.to_json() }));
     }
 
     /// What clap has to say instead of running anything, and the exit code: help and version are data, the rest are
@@ -167,7 +168,7 @@ impl Printer {
         } else {
             self.say(&format!("error: {message}"));
         }
-        let _ = self.document(&json!({ "error": error_document(&Error::Usage { message, hint }) }));
+        let _ = self.document(&json!({ "error": Error::Usage { message, hint }.to_json() }));
         2
     }
 
@@ -203,13 +204,6 @@ fn write_stderr(text: &str) {
     without_bar(|| drop(writeln!(io::stderr().lock(), "{}", harmless(text))));
 }
 
-/// Part of a line, on one of 256 colours or on none.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Span {
-    pub text: String,
-    pub ground: Option<u8>,
-}
-
 fn paint(lines: &[Vec<Span>], coloured: bool) -> String {
     let mut text = String::new();
     for line in lines {
@@ -226,48 +220,6 @@ fn paint(lines: &[Vec<Span>], coloured: bool) -> String {
         text.push('\n');
     }
     text
-}
-
-/// Text with characters that are no visible text as escapes: `\u{1b}`. Escaping twice gives the same text.
-pub fn harmless(text: &str) -> String {
-    let mut harmless = String::with_capacity(text.len());
-    for c in text.chars() {
-        if is_visible(c) { harmless.push(c) } else { harmless.extend(c.escape_default()) }
-    }
-    harmless
-}
-
-/// A JSON document with characters that are no visible text as `\uXXXX`, which means the same to its readers.
-fn harmless_json(text: &str) -> String {
-    let mut harmless = String::with_capacity(text.len());
-    for c in text.chars() {
-        // The serialiser has escaped line breaks in strings: those that are left are between them.
-        if c == '\n' || is_visible(c) {
-            harmless.push(c);
-        } else {
-            for unit in c.encode_utf16(&mut [0; 2]) {
-                write!(harmless, "\\u{unit:04x}").expect("writing to memory");
-            }
-        }
-    }
-    harmless
-}
-
-/// Returns whether a terminal shows a character as that character.
-///
-/// Control and format characters (Cc, Cf: bidirectional overrides, zero-width joiners), line and paragraph separators,
-/// spaces other than the ASCII one, private and unassigned characters are not visible, nor are letters and marks that
-/// Unicode calls ignorable.
-fn is_visible(c: char) -> bool {
-    if c.is_ascii() {
-        return !c.is_ascii_control();
-    }
-    let is_ignorable = matches!(c, '\u{34f}' | '\u{115f}'..='\u{1160}' | '\u{17b4}'..='\u{17b5}' | '\u{180b}'..='\u{180f}'
-        | '\u{3164}' | '\u{fe00}'..='\u{fe0f}' | '\u{ffa0}' | '\u{e0000}'..='\u{e0fff}');
-    // Behind another character, marks that combine with it are printed, and what cannot be printed is escaped.
-    let mut behind_another = ['x', c].iter().collect::<String>();
-    behind_another = behind_another.escape_debug().skip(1).collect();
-    !is_ignorable && !behind_another.starts_with('\\')
 }
 
 /// How to talk where the arguments could not be parsed.
@@ -300,92 +252,10 @@ fn usage_text(error: &clap::Error) -> (String, Option<String>) {
     (message.join(" "), hint)
 }
 
-fn error_document(error: &Error) -> Json {
-    let mut fqn = error.fqn().map(str::to_owned);
-    let (mut file, mut expected, mut found) = (None, None, None);
-    let mut inner = error;
-    while let Error::Within { error, .. } | Error::Naming { error, .. } = inner {
-        if let Error::Within { path, .. } = inner {
-            file = Some(path.display().to_string());
-        }
-        inner = error;
-    }
-    match inner {
-        Error::Io { path, .. } => file = Some(path.display().to_string()),
-        Error::Missing { path, at, expected: wanted, missing, .. } => {
-            file = Some(path.display().to_string());
-            fqn = Some(at.clone());
-            (expected, found) = (Some(wanted.clone()), Some(format!("missing: {missing}")));
-        }
-        Error::Malformed { path, at, expected: wanted, found: got, .. } => {
-            file = Some(path.display().to_string());
-            fqn = Some(at.clone());
-            (expected, found) = (Some(wanted.clone()), Some(got.clone()));
-        }
-        Error::Coverage { kind, region, detail, .. } => {
-            expected = Some(String::from("every element exactly once"));
-            found = Some(format!("{} at {region}: {detail}", kind.as_str()));
-        }
-        Error::Conflict { what, between, detail, .. } => {
-            expected = Some(format!("the same from {between}"));
-            found = Some(format!("{what} differs: {detail}"));
-        }
-        Error::Layout(LayoutError::File { file: name, .. }) => file = Some(name.clone()),
-        Error::Layout(LayoutError::RuleMisfit { placement, shape, .. }) => {
-            expected = Some(format!("placements that fit its shape {shape:?}"));
-            found = Some(placement.clone());
-        }
-        _ => {}
-    }
-    let mut document = json!({
-        "kind": error.kind(),
-        "message": error.to_string(),
-        "file": file,
-        "fqn": fqn,
-        "expected": expected,
-        "found": found,
-        "hint": error.hint(),
-    });
-    if let Some(names) = error.names() {
-        document["names"] = json!(names);
-    }
-    document
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use dtshard::comm::Launcher;
-
-    #[test]
-    fn names_cannot_command_a_terminal() {
-        let hostile = "w\u{1b}]0;owned\u{7}\u{9b}2J\r\nerror: x\u{202e}\u{2028}";
-        let shown = harmless(hostile);
-        assert_eq!(shown, "w\\u{1b}]0;owned\\u{7}\\u{9b}2J\\r\\nerror: x\\u{202e}\\u{2028}");
-        assert_eq!(harmless(&shown), shown);
-        assert_eq!(harmless("Schlüssel.權重 [0]"), "Schlüssel.權重 [0]");
-    }
-
-    #[test]
-    fn invisible_characters_are_escaped_and_scripts_are_not() {
-        for c in "\u{0}\u{7f}\u{85}\u{ad}\u{a0}\u{34f}\u{61c}\u{200b}\u{200d}\u{200f}\u{202e}\u{2028}\u{2060}\u{2066}\u{2069}\
-                  \u{3164}\u{e000}\u{fe0f}\u{feff}\u{fff9}\u{e0041}\u{10ffff}"
-            .chars()
-        {
-            assert_eq!(harmless(&c.to_string()), c.escape_default().to_string());
-        }
-        let scripts = "\"it's\" \\ é e\u{301} हिन्दी ไทย עברית العربية 權重 가 🦀";
-        assert_eq!(harmless(scripts), scripts);
-    }
-
-    #[test]
-    fn escaped_json_means_the_same() {
-        let document = json!({ "w\u{202e}\u{7f}\u{e0041}\n": ["\u{1b}\u{9b}", "é \\ \"", "\u{200b}"] });
-        let text = harmless_json(&serde_json::to_string_pretty(&document).unwrap());
-        assert!(text.contains(r"w\u202e\u007f\udb40\udc41\n") && text.contains('é'), "{text}");
-        assert!(text.chars().all(|c| c == '\n' || is_visible(c)), "{text}");
-        assert_eq!(serde_json::from_str::<Json>(&text).unwrap(), document);
-    }
+    use dtshard::options::Launcher;
 
     #[test]
     fn the_first_of_several_speaks_for_all() {

@@ -15,8 +15,9 @@ use super::bar::{BAR, lock};
 use super::printer::Printer;
 use super::terminal::Terminal;
 use crate::cli::ProgressChoice;
-use dtshard::exec::{Phase, Reporter};
-use dtshard::quantity::{human_bytes, human_rate};
+use dtshard::exec::Phase;
+use dtshard::text::{human_bytes, human_rate};
+use dtshard::{Level, Progress};
 
 /// Time between plain lines, which go into logs.
 const LINE_EVERY: Duration = Duration::from_secs(10);
@@ -24,8 +25,69 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 /// Time between two pictures of a bar.
 const DRAW_EVERY: Duration = Duration::from_millis(100);
 
+/// Shows progress and messages of the library on the terminal.
+#[derive(Clone, Debug)]
+pub struct TerminalProgress(Arc<Shared>);
+
 #[derive(Debug)]
-pub struct Progress {
+struct Shared {
+    printer: Printer,
+    task: Mutex<Option<Task>>,
+}
+
+impl TerminalProgress {
+    #[must_use]
+    pub fn new(printer: &Printer) -> Self {
+        Self(Arc::new(Shared { printer: *printer, task: Mutex::new(None) }))
+    }
+
+    fn with_task(&self, act: impl FnOnce(&Task)) {
+        if let Some(task) = &*lock(&self.0.task) {
+            act(task);
+        }
+    }
+}
+
+impl Progress for TerminalProgress {
+    fn begin(&self, task: &'static str, bytes: u64) {
+        *lock(&self.0.task) = Some(Task::start(&self.0.printer, task, bytes));
+    }
+
+    fn skip(&self, bytes: u64) {
+        self.with_task(|task| task.skip(bytes));
+    }
+
+    fn advance(&self, bytes: u64) {
+        self.with_task(|task| task.advance(bytes));
+    }
+
+    fn enter(&self, phase: Phase) {
+        self.with_task(|task| task.enter(phase));
+    }
+
+    fn end(&self) {
+        let ended = lock(&self.0.task).take();
+        drop(ended);
+    }
+
+    fn message(&self, level: Level, text: &str) {
+        let printer = &self.0.printer;
+        match level {
+            Level::Detail => printer.detail(text),
+            Level::Note => printer.line(text),
+            Level::Outcome => printer.outcome(text),
+            Level::Warning => printer.warning(text),
+        }
+    }
+
+    fn is_verbose(&self) -> bool {
+        self.0.printer.verbose()
+    }
+}
+
+/// One task as it is shown.
+#[derive(Debug)]
+struct Task {
     /// `None` where nothing is shown.
     shown: Option<Arc<Shown>>,
     /// Draws or says how far the run is, also while nothing moves.
@@ -50,9 +112,9 @@ enum Display {
     Lines { always: bool },
 }
 
-impl Progress {
+impl Task {
     /// Begin to show progress over `total` bytes.
-    pub fn start(printer: &Printer, verb: &'static str, total: u64) -> Self {
+    fn start(printer: &Printer, verb: &'static str, total: u64) -> Self {
         let display = match printer.progress() {
             ProgressChoice::Never => return Self { shown: None, thread: None },
             _ if printer.draws() => Display::Bar(bar(total)),
@@ -70,28 +132,28 @@ impl Progress {
     }
 
     /// Count bytes that an earlier run has done.
-    pub fn skip(&self, bytes: u64) {
+    fn skip(&self, bytes: u64) {
         if let Some(shown) = &self.shown {
             shown.flow.before.fetch_add(bytes, Ordering::Relaxed);
         }
     }
 }
 
-impl Reporter for Progress {
+impl Task {
     fn advance(&self, bytes: u64) {
         if let Some(shown) = &self.shown {
             shown.flow.advance(bytes, Instant::now());
         }
     }
 
-    fn phase(&self, phase: Phase) {
+    fn enter(&self, phase: Phase) {
         if let Some(shown) = &self.shown {
             shown.flow.enter(phase);
         }
     }
 }
 
-impl Drop for Progress {
+impl Drop for Task {
     fn drop(&mut self) {
         let Some(shown) = &self.shown else { return };
         *lock(&shown.is_over) = true;

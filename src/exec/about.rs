@@ -22,37 +22,17 @@ pub struct About {
     pub sources: BTreeMap<String, SourceFile>,
 }
 
-/// A file as it was when work began.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "(u64, i64, i64)", into = "(u64, i64, i64)")]
-pub struct SourceFile {
-    pub len: u64,
-    /// Seconds and nanoseconds since 1970.
-    pub modified: (i64, i64),
-}
-
-impl From<(u64, i64, i64)> for SourceFile {
-    fn from((len, seconds, nanoseconds): (u64, i64, i64)) -> Self {
-        Self { len, modified: (seconds, nanoseconds) }
-    }
-}
-
-impl From<SourceFile> for (u64, i64, i64) {
-    fn from(SourceFile { len, modified: (seconds, nanoseconds) }: SourceFile) -> Self {
-        (len, seconds, nanoseconds)
-    }
-}
+/// A file as it was when work began: its length, and the time of its last change in seconds and nanoseconds since 1970.
+pub type SourceFile = (u64, i64, i64);
 
 impl About {
     /// What is made with these options of `files`, beside which some are carried.
     #[must_use]
     pub fn new(options: BTreeMap<String, String>, files: &Files, carried: &[Carried], roots: &[&Path]) -> Self {
         let name = |path: &Path| below(path, roots).1.to_string_lossy().into_owned();
-        let read = files
-            .ids()
-            .map(|id| (name(files.path(id)), SourceFile { len: files.len_bytes(id), modified: files.modified(id) }));
-        let carried =
-            carried.iter().map(|file| (name(&file.from), SourceFile { len: file.len, modified: file.modified }));
+        let state = |len: u64, (seconds, nanoseconds): (i64, i64)| (len, seconds, nanoseconds);
+        let read = files.ids().map(|id| (name(files.path(id)), state(files.len_bytes(id), files.modified(id))));
+        let carried = carried.iter().map(|file| (name(&file.from), state(file.len, file.modified)));
         Self { options, sources: read.chain(carried).collect() }
     }
 
@@ -70,11 +50,9 @@ impl About {
         }
         for (name, was, is) in differing(&self.sources, &now.sources) {
             told.push(match (was, is) {
-                (Some(was), Some(is)) if was.len != is.len => {
-                    format!("{name} was {} bytes, and is {}", was.len, is.len)
-                }
+                (Some(was), Some(is)) if was.0 != is.0 => format!("{name} was {} bytes, and is {}", was.0, is.0),
                 (Some(was), Some(is)) => {
-                    let way = if is.modified < was.modified { "older" } else { "newer" };
+                    let way = if is < was { "older" } else { "newer" };
                     format!("{name} has changed since: it is {way}, and as long")
                 }
                 (Some(_), None) => format!("{name} was read, and is not"),
@@ -106,7 +84,7 @@ mod tests {
     fn about(options: &[(&str, &str)], sources: &[(&str, u64, i64)]) -> About {
         About {
             options: options.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect(),
-            sources: sources.iter().map(|(name, len, at)| ((*name).to_owned(), (*len, *at, 0).into())).collect(),
+            sources: sources.iter().map(|(name, len, at)| ((*name).to_owned(), (*len, *at, 0))).collect(),
         }
     }
 

@@ -135,7 +135,7 @@ pub fn is_carried(file: &Carried, folder: &AnchoredPath, compares: bool) -> Resu
 }
 
 /// The length of a file; `None` where there is none.
-pub(super) fn len_of(path: &AnchoredPath) -> Result<Option<u64>> {
+pub(crate) fn len_of(path: &AnchoredPath) -> Result<Option<u64>> {
     match afresh::metadata(path) {
         Ok(metadata) => Ok(metadata.is_file().then_some(metadata.len())),
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),

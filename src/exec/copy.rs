@@ -6,7 +6,7 @@
 //! in flight, not the model. Literals that no tensor data comes after, and sums of what is spread over strips, come last.
 //!
 //! A run may have to do only some of the output: its part of it, or what an earlier one left. Tensors that have nothing to
-//! do with that are not planned, and what is finished is [logged](super::log) window by window, when the source has been
+//! do with that are not planned, and what is finished is [logged](WorkLog) window by window, when the source has been
 //! checked.
 //!
 //! Counts bytes of output. Invariant: every byte of what is to be done is written from one strip, once.
@@ -23,8 +23,7 @@ use super::bands::Payload;
 use super::block::Wanted;
 use super::cast::{Counts, DtypePair};
 use super::digest::Digest;
-use super::journal::{Entry, Lost, SumPart};
-use super::log::Log;
+use super::finished::{CastLosses, Entry, SumPart, WorkLog};
 use super::output::Outputs;
 use super::passing::{Noting, Passing};
 use super::strips::{Content, Cutter, Segment, Strip, order};
@@ -113,7 +112,7 @@ impl Stats {
     }
 
     /// What casts met, in place of what was known of it.
-    pub fn lose(&mut self, lost: &Lost) {
+    pub fn lose(&mut self, lost: &CastLosses) {
         for (pair, counts) in lost {
             let cast = self.casts.entry(*pair).or_default();
             (cast.overflows, cast.nans) = (counts.overflows, counts.nans);
@@ -128,7 +127,7 @@ pub struct Writing<'a> {
     /// Where its files are.
     pub folder: &'a AnchoredPath,
     /// Has what is to be done of them.
-    pub log: &'a Log<'a>,
+    pub log: &'a dyn WorkLog,
     pub options: &'a Options,
     pub reporter: &'a dyn Reporter,
     pub stop: &'a Stop,
@@ -321,7 +320,7 @@ struct Filler<'a> {
     passing: &'a Passing,
     /// Those that no worker is at.
     benches: &'a Mutex<Vec<Bench>>,
-    log: &'a Log<'a>,
+    log: &'a dyn WorkLog,
     threads: usize,
     reporter: &'a dyn Reporter,
     stop: &'a Stop,
@@ -369,7 +368,7 @@ impl Filler<'_> {
         let longest = copies.iter().map(Strip::len).max().unwrap_or(0);
         let mut before = None;
         // What casts met, for each.
-        let mut lost = vec![Lost::new(); copies.len()];
+        let mut lost = vec![CastLosses::new(); copies.len()];
         // What was summed as it was read, by where it is in the strip at hand.
         let mut read = Vec::new();
         for (nth, strip) in copies.iter().enumerate() {
@@ -439,7 +438,14 @@ impl Filler<'_> {
     }
 
     /// Sum and write this range of a strip that is filled; casts met `lost` in it, and `read` is what was summed before.
-    fn write(&self, strip: &Strip, range: Range<u64>, buffer: &mut [u8], lost: Lost, read: &[SumPart]) -> Result<()> {
+    fn write(
+        &self,
+        strip: &Strip,
+        range: Range<u64>,
+        buffer: &mut [u8],
+        lost: CastLosses,
+        read: &[SumPart],
+    ) -> Result<()> {
         let file = &self.reservation.files[strip.file as usize];
         let mut summed = InStrip::default();
         if self.sums.are_wanted(strip.file) {
@@ -473,7 +479,7 @@ impl Filler<'_> {
         segment: usize,
         target: &mut [u8],
         scratch: &mut Scratch,
-        (lost, read): (&mut [Lost], &mut Vec<SumPart>),
+        (lost, read): (&mut [CastLosses], &mut Vec<SumPart>),
     ) -> Result<()> {
         let Segment { offset, content } = &copies[0].segments[segment];
         let Content::Payload { slot, bytes } = content else { return Ok(()) };

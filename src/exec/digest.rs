@@ -12,13 +12,10 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use crc32fast::Hasher;
-use rayon::prelude::*;
 
-use super::journal::{Known, SumPart, Taken};
-use super::{Extents, Reporter, Stop};
+use super::finished::SumPart;
 use crate::catalog::{OutputFile, SITE_BYTES};
 use crate::error::{Error, Result};
-use crate::storage::AnchoredPath;
 
 /// Read at a time.
 const BLOCK_BYTES: usize = 1 << 20;
@@ -97,52 +94,6 @@ impl Digest {
     pub fn finish(self) -> u32 {
         self.hasher.finalize()
     }
-}
-
-/// A recorded stretch that is not what was written.
-#[derive(Clone, Debug)]
-pub struct Changed {
-    pub taken: Taken,
-    pub found: u32,
-}
-
-/// The recorded stretches that reach into `own` and are not what was written, in `folder`.
-///
-/// # Errors
-/// `Io`, `Stopped`.
-pub fn changed(
-    known: &Known,
-    own: &Extents,
-    folder: &AnchoredPath,
-    files: &[OutputFile],
-    reporter: &dyn Reporter,
-    stop: &Stop,
-) -> Result<Vec<Changed>> {
-    let is_own = |taken: &&Taken| own.overlaps(taken.file, &taken.range);
-    let found = |taken: &Taken| -> Result<Option<Changed>> {
-        let found = of_file(&files[taken.file as usize], folder, &taken.range, reporter, stop)?;
-        Ok((found != taken.digest).then(|| Changed { taken: taken.clone(), found }))
-    };
-    let found: Vec<Result<Option<Changed>>> = known.taken.par_iter().filter(is_own).map(found).collect();
-    found.into_iter().filter_map(Result::transpose).collect()
-}
-
-fn of_file(
-    file: &OutputFile,
-    folder: &AnchoredPath,
-    range: &Range<u64>,
-    reporter: &dyn Reporter,
-    stop: &Stop,
-) -> Result<u32> {
-    let path = folder.join(&file.path);
-    let open = path.open().map_err(Error::io("open", &path))?;
-    let mut digest = Digest::new(file, range);
-    for_each_block(&open, path.path(), range, |block| {
-        digest.update(block);
-        reporter.advance(block.len() as u64);
-        stop.check()
-    })?;
-    Ok(digest.finish())
 }
 
 /// Hand out a stretch of a file, block by block.

@@ -30,7 +30,7 @@ use crate::storage::Files;
 /// What a checkpoint that is being written will be. Written as 64 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct Fingerprint(pub(super) [u8; 32]);
+pub struct Fingerprint(pub(crate) [u8; 32]);
 
 impl fmt::Display for Fingerprint {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;
 
-use super::journal::SumPart;
+use super::finished::SumPart;
 use crate::catalog::{Fqn, Summed};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files};

@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 use super::BLOCK_BYTES;
 use super::block::Block;
 use super::digest::WORTH_BYTES;
-use super::journal::SumPart;
+use super::finished::SumPart;
 use super::passing::Noting;
 use crate::catalog::{Fqn, Located, Summed};
 use crate::error::Result;

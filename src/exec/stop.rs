@@ -1,15 +1,14 @@
-//! What ends a run before its time, as a flag that workers look at between strips: INT, TERM, USR1 and USR2, or that
-//! another process has what this one works on.
+//! A flag that ends a run before its time, which workers look at between strips: a signal has come, or another process has
+//! taken over what this one works on. The caller connects it to signals.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ};
-use signal_hook::flag;
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 
 use crate::error::{Error, Result, STOPPING};
 
-/// Asked between strips whether to go on. Cloning shares the flag.
+/// A flag that ends a run. Cloning shares it.
 #[derive(Clone, Debug, Default)]
 pub struct Stop {
     signal: Arc<AtomicUsize>,
@@ -21,29 +20,18 @@ pub struct Stop {
 const NUMBERS: [i32; 4] = [SIGINT, SIGTERM, SIGUSR1, SIGUSR2];
 
 impl Stop {
-    /// A flag that INT, TERM, USR1 and USR2 to the process set from now on. A second INT ends the process at once, so
-    /// that a hung file system cannot hold a user. The others never do: a job that is cancelled or out of time gets TERM
-    /// twice within milliseconds, and KILL if that was not enough. Beyond a limit to the size of files a write fails from
-    /// now on, and is an error as any other; the signal would end the process and leave half of the work there.
-    ///
-    /// # Errors
-    /// `Io` where the handlers cannot be installed.
-    pub fn on_signals() -> Result<Self> {
-        let stop = Self::default();
-        stop.listen().map_err(Error::io("install a signal handler in", "this process"))?;
-        Ok(stop)
+    /// Numbers of the signals that may stop a run: INT, TERM, USR1, USR2.
+    pub const SIGNALS: [i32; 4] = NUMBERS;
+
+    /// Returns the number of the signal that has come, 0 before: what a signal handler sets.
+    #[must_use]
+    pub fn signal(&self) -> Arc<AtomicUsize> {
+        Arc::clone(&self.signal)
     }
 
-    fn listen(&self) -> std::io::Result<()> {
-        let hurry = Arc::new(AtomicBool::new(false));
-        flag::register_conditional_default(SIGINT, Arc::clone(&hurry))?;
-        flag::register(SIGINT, hurry)?;
-        for signal in NUMBERS {
-            let number = usize::try_from(signal).expect("signal numbers are positive");
-            flag::register_usize(signal, Arc::clone(&self.signal), number)?;
-        }
-        flag::register(SIGXFSZ, Arc::default())?;
-        Ok(())
+    /// Stops the run as `signal` does, one of [`Stop::SIGNALS`].
+    pub fn raise(&self, signal: i32) {
+        self.signal.store(usize::try_from(signal).unwrap_or_default(), Ordering::Relaxed);
     }
 
     /// Somebody else has what this process works on; say so in these words, a message and a hint.

@@ -19,7 +19,7 @@ use rayon::prelude::*;
 
 use super::Stop;
 use super::digest::{Digest, for_each_block};
-use super::journal::SumPart;
+use super::finished::SumPart;
 use super::output::Outputs;
 use super::strips::Strip;
 use crate::catalog::{OutputFile, Reservation, SITE_BYTES, Sum};

@@ -7,7 +7,6 @@ mod bands;
 mod casting;
 pub(crate) mod exchanging;
 mod parts;
-mod records;
 mod reducing;
 mod summing;
 
@@ -17,7 +16,6 @@ use std::path::Path;
 use proptest::prelude::*;
 
 use super::copy::{Stats, Writing};
-use super::log::{AtEnd, Log};
 use super::{Extents, Input, Locations, Options, Prepared, Reporter, Scratch, Stop};
 use crate::catalog::{
     Catalog, Chunk, ChunkTable, Dtype, Place, Reservation, TensorEntry, checked_len_bytes, contiguous_strides,
@@ -26,6 +24,7 @@ use crate::error::Result;
 use crate::format::resolve;
 use crate::layout::{DeviceMesh, Dims, Placement, Rank, TensorDim, Tile, local_shard};
 use crate::plan::Source;
+use crate::publish::log::{AtEnd, Log};
 use crate::storage::{AnchoredPath, Files, IoMode};
 
 /// Global linear indices that a tile holds, in the order of its local elements.

@@ -3,8 +3,9 @@
 //! torch.load never looks at them, so a flipped bit in a file loads in silence there.
 
 use std::collections::BTreeMap;
+use std::io;
 
-use super::zip::Archive;
+use super::archive::Source;
 use crate::catalog::{Catalog, Fqn, Place};
 use crate::error::Result;
 use crate::storage::{Files, Stretch};
@@ -29,13 +30,7 @@ pub fn archives(catalog: &Catalog) -> Vec<(Stretch, Option<&Fqn>)> {
 /// # Errors
 /// `Malformed` naming the record, `Io`, or what `each_block` returns, which is told of every block that is read.
 pub fn check(files: &Files, stretch: Stretch, each_block: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
-    let archive = Archive::read(files, stretch)?;
-    // All zero: the writer did not compute them (an empty record's sum is zero anyway).
-    if archive.records().iter().all(|(_, record)| record.crc == 0) {
-        return Ok(());
-    }
-    for (name, _) in archive.records() {
-        archive.check_record(files, name, each_block)?;
-    }
-    Ok(())
+    let source = Source::new(files, stretch.file);
+    let mut each_block = |len| each_block(len).map_err(io::Error::other);
+    source.archive(stretch)?.check(&source, &mut each_block).map_err(|error| source.error(error))
 }

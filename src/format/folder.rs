@@ -11,8 +11,9 @@
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use super::detect::{Detected, detect, has_torch_files, lone_file, look};
+use super::detect::{detect, has_torch_files, lone_file, look};
 use super::index::is_index as is_index_name;
+use super::listing::Found;
 use super::{Format, RankName, ReadOptions, folder_of, foreign, list, natural_order, relative_to_folder};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};
@@ -35,7 +36,7 @@ pub enum Want {
 pub struct Place {
     pub root: PathBuf,
     /// Its folders, relative to the root, and what each holds.
-    pub folders: Vec<(PathBuf, Detected)>,
+    pub folders: Vec<(PathBuf, Found)>,
 }
 
 /// Folders in folders: real ones are three deep.

@@ -36,37 +36,71 @@ pub fn refuse_address(path: &Path) -> Result<()> {
     Err(refuse(path, &format!("{what} ({scheme}://) is not read in place"), hint))
 }
 
-/// Formats of other frameworks, by the names of the files of a folder.
+/// A format of another framework that is a folder.
+struct ForeignFolder {
+    what: &'static str,
+    hint: &'static str,
+    is_one: fn(&FolderNames<'_>) -> Result<bool>,
+}
+
+/// A folder, the names in it, and the format that the user names.
+struct FolderNames<'a> {
+    folder: &'a Path,
+    names: &'a [String],
+    from: Option<Format>,
+}
+
+impl FolderNames<'_> {
+    fn any(&self, test: impl Fn(&str) -> bool) -> bool {
+        self.names.iter().any(|name| test(name))
+    }
+}
+
+/// In the order in which they are looked for.
+const FOLDERS: [ForeignFolder; 5] = [
+    ForeignFolder {
+        what: "a DeepSpeed ZeRO checkpoint",
+        hint: DEEPSPEED,
+        is_one: |folder| Ok(folder.any(is_deepspeed)),
+    },
+    ForeignFolder {
+        what: "one rank's folder of a Megatron-LM checkpoint",
+        hint: MEGATRON,
+        is_one: |folder| {
+            let is_named_so = || folder.from.is_none() && is_folder_of_rank(folder.folder);
+            Ok(folder.any(|name| name == MEGATRON_FILE) || is_named_so())
+        },
+    },
+    ForeignFolder {
+        what: MEGATRON_LM,
+        hint: MEGATRON,
+        is_one: |folder| Ok(folder.any(|name| name.starts_with("mp_rank_"))),
+    },
+    ForeignFolder {
+        what: "a Megatron-LM checkpoint (torch_dist)",
+        hint: "--from dcp reads its tensors, under Megatron's own names; Megatron-Bridge exports Hugging Face names",
+        is_one: |folder| {
+            let may_be_one = folder.any(|name| name == "metadata.json") && folder.from != Some(Format::Dcp);
+            Ok(may_be_one && is_torch_dist(&folder.folder.join("metadata.json"))?)
+        },
+    },
+    ForeignFolder {
+        what: "a JAX checkpoint (Orbax)",
+        hint: "load it with orbax and save its arrays with safetensors.numpy",
+        is_one: |folder| Ok(folder.any(|name| ["_CHECKPOINT_METADATA", "manifest.ocdbt"].contains(&name))),
+    },
+];
+
+/// Refuses formats of other frameworks, by the names of the files of a folder.
 ///
 /// # Errors
 /// `Unsupported` naming the format.
 pub fn refuse_folder(folder: &Path, names: &[String], from: Option<Format>) -> Result<()> {
-    let any = |test: &dyn Fn(&str) -> bool| names.iter().any(|name| test(name));
-    if any(&is_deepspeed) {
-        return Err(refuse(folder, "a DeepSpeed ZeRO checkpoint", DEEPSPEED));
-    }
-    if any(&|name| name == MEGATRON_FILE) || from.is_none() && is_folder_of_rank(folder) {
-        return Err(refuse(folder, "one rank's folder of a Megatron-LM checkpoint", MEGATRON));
-    }
-    if any(&|name| name.starts_with("mp_rank_")) {
-        return Err(megatron(folder));
-    }
-    if any(&|name| name == "metadata.json")
-        && from != Some(Format::Dcp)
-        && is_torch_dist(&folder.join("metadata.json"))?
-    {
-        return Err(refuse(
-            folder,
-            "a Megatron-LM checkpoint (torch_dist)",
-            "--from dcp reads its tensors, under Megatron's own names; Megatron-Bridge exports Hugging Face names",
-        ));
-    }
-    if any(&|name| ["_CHECKPOINT_METADATA", "manifest.ocdbt"].contains(&name)) {
-        return Err(refuse(
-            folder,
-            "a JAX checkpoint (Orbax)",
-            "load it with orbax and save its arrays with safetensors.numpy",
-        ));
+    let listed = FolderNames { folder, names, from };
+    for row in &FOLDERS {
+        if (row.is_one)(&listed)? {
+            return Err(refuse(folder, row.what, row.hint));
+        }
     }
     Ok(())
 }
@@ -118,8 +152,10 @@ fn is_folder_of_rank(folder: &Path) -> bool {
     name.is_some_and(is_megatron_rank)
 }
 
+const MEGATRON_LM: &str = "a Megatron-LM checkpoint";
+
 pub fn megatron(folder: &Path) -> Error {
-    refuse(folder, "a Megatron-LM checkpoint", MEGATRON)
+    refuse(folder, MEGATRON_LM, MEGATRON)
 }
 
 /// Whether this is the `metadata.json` of Megatron's `dist_checkpointing`.
@@ -147,67 +183,96 @@ pub fn first_bytes(path: &Path) -> Result<Vec<u8>> {
     Ok(head)
 }
 
-/// Formats of other frameworks, by the first bytes of a file or by its name.
+/// A format of another framework that is a file.
+struct ForeignFile {
+    what: &'static str,
+    hint: &'static str,
+    /// Bytes that tell it, and their offset.
+    start: Option<(usize, &'static [u8])>,
+    /// The ends of names that tell it; one that ends in a hyphen has a number behind it.
+    suffixes: &'static [&'static str],
+}
+
+const FILES: [ForeignFile; 8] = [
+    ForeignFile {
+        what: "a legacy torch file (before PyTorch 1.6, or saved with _use_new_zipfile_serialization=False)",
+        hint: "load it with torch and save it again",
+        start: Some((0, &[0x80, 2, 0x8A, 0x0A, 0x6C, 0xFC, 0x9C, 0x46, 0xF9, 0x20, 0x6A, 0xA8, 0x50, 0x19, 0x2E])),
+        suffixes: &[],
+    },
+    ForeignFile {
+        what: "a tar file of PyTorch's earliest days",
+        hint: "load it with torch and save it again",
+        start: Some((257, b"ustar")),
+        suffixes: &[],
+    },
+    ForeignFile {
+        what: "a GGUF file",
+        hint: "take the checkpoint it was made from: its tensors are quantized in llama.cpp's way",
+        start: Some((0, b"GGUF")),
+        suffixes: &[".gguf"],
+    },
+    ForeignFile {
+        what: "an HDF5 file (Keras)",
+        hint: "load it with Keras and save its weights with safetensors",
+        start: Some((0, b"\x89HDF\r\n\x1a\n")),
+        suffixes: &[".h5", ".hdf5", ".keras"],
+    },
+    ForeignFile {
+        what: "a NumPy file",
+        hint: "load it with numpy and save its arrays with safetensors.numpy.save_file",
+        start: Some((0, b"\x93NUMPY")),
+        suffixes: &[".npz", ".npy"],
+    },
+    ForeignFile {
+        what: "an ONNX graph",
+        hint: "take the PyTorch checkpoint it was exported from",
+        start: None,
+        suffixes: &[".onnx"],
+    },
+    ForeignFile {
+        what: "a Flax checkpoint (msgpack)",
+        hint: "load it with flax.serialization and save its arrays with safetensors.numpy",
+        start: None,
+        suffixes: &[".msgpack"],
+    },
+    ForeignFile {
+        what: "a TensorFlow checkpoint",
+        hint: "load it with TensorFlow and save its variables with safetensors",
+        start: None,
+        suffixes: &[".ckpt.data-", ".ckpt.index", ".ckpt.meta"],
+    },
+];
+
+impl ForeignFile {
+    fn starts(&self, head: &[u8]) -> bool {
+        self.start.is_some_and(|(offset, bytes)| head.get(offset..).is_some_and(|rest| rest.starts_with(bytes)))
+    }
+
+    fn is_named(&self, name: &str) -> bool {
+        let is_end =
+            |suffix: &&str| if suffix.ends_with('-') { name.contains(*suffix) } else { name.ends_with(*suffix) };
+        self.suffixes.iter().any(is_end)
+    }
+}
+
+/// Refuses formats of other frameworks, by the first bytes of a file or by its name.
 ///
 /// # Errors
 /// `Unsupported` naming the format.
 pub fn refuse_file(path: &Path, head: &[u8]) -> Result<()> {
-    const LEGACY: &[u8] = &[0x80, 2, 0x8A, 0x0A, 0x6C, 0xFC, 0x9C, 0x46, 0xF9, 0x20, 0x6A, 0xA8, 0x50, 0x19, 0x2E];
-    if head.starts_with(LEGACY) {
-        return Err(refuse(
-            path,
-            "a legacy torch file (before PyTorch 1.6, or saved with _use_new_zipfile_serialization=False)",
-            "load it with torch and save it again",
-        ));
+    match FILES.iter().find(|row| row.starts(head)) {
+        Some(row) => Err(refuse(path, row.what, row.hint)),
+        None => by_name(path).map_or(Ok(()), Err),
     }
-    if head.get(257..262) == Some(b"ustar") {
-        return Err(refuse(path, "a tar file of PyTorch's earliest days", "load it with torch and save it again"));
-    }
-    if head.starts_with(b"GGUF") {
-        return Err(gguf(path));
-    }
-    if head.starts_with(b"\x89HDF\r\n\x1a\n") {
-        return Err(hdf5(path));
-    }
-    if head.starts_with(b"\x93NUMPY") {
-        return Err(numpy(path));
-    }
-    by_name(path).map_or(Ok(()), Err)
 }
 
-fn gguf(path: &Path) -> Error {
-    refuse(path, "a GGUF file", "take the checkpoint it was made from: its tensors are quantized in llama.cpp's way")
-}
-
-fn hdf5(path: &Path) -> Error {
-    refuse(path, "an HDF5 file (Keras)", "load it with Keras and save its weights with safetensors")
-}
-
-fn numpy(path: &Path) -> Error {
-    refuse(path, "a NumPy file", "load it with numpy and save its arrays with safetensors.numpy.save_file")
-}
-
-/// Formats of other frameworks that a file's name tells.
+/// Returns the error for a format of another framework that a file's name tells.
 #[must_use]
 pub fn by_name(path: &Path) -> Option<Error> {
     let name = path.file_name()?.to_str()?;
-    let (_, suffix) = name.rsplit_once('.')?;
-    match suffix {
-        "gguf" => Some(gguf(path)),
-        "h5" | "hdf5" | "keras" => Some(hdf5(path)),
-        "npz" | "npy" => Some(numpy(path)),
-        "onnx" => Some(refuse(path, "an ONNX graph", "take the PyTorch checkpoint it was exported from")),
-        "msgpack" => Some(refuse(
-            path,
-            "a Flax checkpoint (msgpack)",
-            "load it with flax.serialization and save its arrays with safetensors.numpy",
-        )),
-        _ if name.contains(".ckpt.data-") || name.ends_with(".ckpt.index") || name.ends_with(".ckpt.meta") => {
-            let hint = "load it with TensorFlow and save its variables with safetensors";
-            Some(refuse(path, "a TensorFlow checkpoint", hint))
-        }
-        _ => None,
-    }
+    let row = FILES.iter().find(|row| row.is_named(name))?;
+    Some(refuse(path, row.what, row.hint))
 }
 
 #[cfg(test)]

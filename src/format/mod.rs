@@ -3,6 +3,7 @@
 //! One format is one folder or file. Each reads a [`Catalog`] and reserves a target
 //! ([`Reservation`](crate::catalog::Reservation)); moving tensor data is no format's business.
 
+pub mod archive;
 pub mod checksum;
 pub mod dcp;
 mod dcp_hf;
@@ -14,12 +15,13 @@ pub mod index;
 mod json;
 pub mod known_files;
 pub mod layout_file;
+mod listing;
 pub mod local;
 pub mod parallelize;
 mod parts;
-pub mod pickle;
 mod rank_names;
 mod reading;
+mod registry;
 pub mod safetensors;
 mod series;
 mod sets;
@@ -27,18 +29,17 @@ mod shortfall;
 mod skeleton;
 pub mod told;
 pub mod torch;
-pub mod zip;
 
 use std::collections::HashSet;
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-pub use detect::{Detected, detect};
 pub use folder::{Want, companions, may_lead_on};
 pub use foreign::refuse_address;
 pub use parts::{Content, Part};
 pub use rank_names::{RankName, RankNames};
+pub use registry::{Entry, Layouts, ShardedTarget, TensorStorage};
 pub use series::SeriesChoice;
 pub use skeleton::{TwinOf, is_data_file, is_read, skeleton, skeleton_of_items};
 pub use told::Told;
@@ -46,74 +47,120 @@ pub use told::Told;
 pub use crate::name_list::natural_order;
 
 use parts::Loaded;
-use pickle::Unknown;
 use reading::Reading;
 use torch::ranks::Plain;
 
 use foldhash::fast::RandomState;
+use torch_pickle::pickle::Unknown;
 
 use crate::catalog::path::{Path as StatePath, tensors};
-use crate::catalog::{Catalog, Located, Place, TensorEntry, contiguous_strides};
+use crate::catalog::{Catalog, Located, Place, Summed, TensorEntry, contiguous_strides};
 use crate::error::{Error, Result};
 use crate::layout::parallelize::Order;
 use crate::name_list::{FEW, short_list};
 use crate::storage::lookup::{self, Kind};
 use crate::storage::{Files, Holdings, IoMode, filesystem};
 
-/// The formats, under the names of `--from` and `--to`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Format {
-    Dcp,
-    Safetensors,
-    DcpHf,
-    Torch,
-    TorchRanks,
-    FsdpFlat,
-    Local,
+/// Declares [`Format`], and the row of the table that each has.
+macro_rules! formats {
+    ($($format:ident => $entry:path,)*) => {
+        /// A format of checkpoints: a row of the table.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Format {
+            $($format,)*
+        }
+
+        impl Format {
+            /// All formats, in the order of help texts.
+            pub const ALL: &'static [Self] = &[$(Self::$format),*];
+
+            /// Returns the row of the table.
+            #[must_use]
+            pub fn entry(self) -> &'static Entry {
+                match self {
+                    $(Self::$format => &$entry,)*
+                }
+            }
+        }
+    };
+}
+
+formats! {
+    Dcp => dcp::entry::ENTRY,
+    Safetensors => safetensors::entry::ENTRY,
+    DcpHf => dcp_hf::entry::ENTRY,
+    Torch => torch::entry::ONE_FILE,
+    TorchRanks => torch::entry::RANK_FILES,
+    FsdpFlat => fsdp_flat::entry::ENTRY,
+    Local => local::entry::ENTRY,
 }
 
 impl Format {
-    /// Whether it has a place for values that are not tensors.
+    /// Returns the format of this name.
     #[must_use]
-    pub fn holds_objects(self) -> bool {
-        !matches!(self, Self::Safetensors | Self::DcpHf)
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|format| format.name() == name)
     }
 
-    /// Whether it has a file a rank, in series.
+    /// Returns the format that the suffix of a destination chooses.
     #[must_use]
-    pub fn has_rank_files(self) -> bool {
-        matches!(self, Self::TorchRanks | Self::FsdpFlat)
+    pub fn from_suffix(suffix: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|format| format.entry().suffixes.contains(&suffix))
     }
 
-    /// Whether each rank has its own values.
-    #[must_use]
-    pub fn is_by_rank(self) -> bool {
-        self.has_rank_files() || self == Self::Local
-    }
-
-    /// Whether it keeps tensors as a module's state dict has them: in the order of that, and with their strides.
-    #[must_use]
-    pub fn keeps_order(self) -> bool {
-        matches!(self, Self::Torch | Self::TorchRanks)
-    }
-
-    /// Whether tensors are in the order in which modules registered them.
-    #[must_use]
-    pub fn order(self) -> Order {
-        if self.keeps_order() || self == Self::Local { Order::Registered } else { Order::Unknown }
-    }
-
+    /// Returns the name for `--from` and `--to`.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Dcp => "dcp",
-            Self::Safetensors => "safetensors",
-            Self::DcpHf => "dcp-hf",
-            Self::Torch => "torch",
-            Self::TorchRanks => "torch-ranks",
-            Self::FsdpFlat => "fsdp-flat",
-            Self::Local => "local",
-        }
+        self.entry().name
+    }
+
+    /// Returns how tensors are stored that ranks share.
+    #[must_use]
+    pub fn tensors(self) -> TensorStorage {
+        self.entry().tensors
+    }
+
+    /// Returns whether it has a place for values that are not tensors.
+    #[must_use]
+    pub fn holds_objects(self) -> bool {
+        self.entry().holds_objects
+    }
+
+    /// Returns whether it has a file a rank, in series.
+    #[must_use]
+    pub fn has_rank_files(self) -> bool {
+        self.entry().has_rank_files
+    }
+
+    /// Returns whether each rank has its own values.
+    #[must_use]
+    pub fn is_by_rank(self) -> bool {
+        matches!(self.tensors(), TensorStorage::Ranks | TensorStorage::Flat)
+    }
+
+    /// Returns whether it keeps tensors as a module's state dict has them: in the order of that, and with their strides.
+    #[must_use]
+    pub fn keeps_order(self) -> bool {
+        self.entry().keeps_order
+    }
+
+    /// Returns whether tensors are in the order in which modules registered them.
+    #[must_use]
+    pub fn order(self) -> Order {
+        if self.entry().is_in_module_order { Order::Registered } else { Order::Unknown }
+    }
+
+    /// Returns the verbs that write it.
+    #[must_use]
+    pub fn writers(self) -> Vec<&'static str> {
+        let whole = self.tensors() == TensorStorage::Whole;
+        let verbs = [
+            ("reshard", !whole),
+            ("unshard", whole || self.has_rank_files()),
+            ("flatten", self.tensors() == TensorStorage::Flat),
+            ("consolidate", whole),
+        ];
+        verbs.into_iter().filter(|(_, writes)| *writes).map(|(verb, _)| verb).collect()
     }
 }
 
@@ -204,8 +251,8 @@ impl Checkpoint {
         };
         let mut reading = Reading::new(options, io);
         let (mut loaded, mut formats) = (Vec::new(), Vec::new());
-        for (folder, detected) in folders {
-            let (format, own) = reading.read(&parts::within(&root, &folder), detected)?;
+        for (folder, found) in folders {
+            let (format, own) = reading.read(&parts::within(&root, &folder), found)?;
             formats.push((folder.clone(), format));
             loaded.push((folder, own));
         }
@@ -279,12 +326,12 @@ pub fn resolve(files: &Files, entry: &TensorEntry, chunk: u32) -> Result<Located
     match entry.chunks.place(index) {
         Place::Bytes { file, offset } => Ok(Located { file, offset, strides: strides(), summed: None }),
         Place::Record { file, record, within } => {
-            let start = zip::data_offset(files, file, record)?;
+            let start = archive::data_offset(files, file, record)?;
             let offset = start.checked_add(within);
             let offset = offset.ok_or_else(|| {
                 Error::malformed(files.path(file), entry.fqn.as_str(), "an offset inside the file", "2^64")
             })?;
-            Ok(Located { file, offset, strides: strides(), summed: record.summed(start) })
+            Ok(Located { file, offset, strides: strides(), summed: Summed::of_record(record, start) })
         }
         Place::Item(stretch) => dcp::resolve(files, entry, chunk, stretch),
         Place::Nowhere => Err(Error::unsupported(
@@ -385,6 +432,38 @@ pub fn distinct_names<'a>(names: impl IntoIterator<Item = &'a str>, reserved: &[
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_readme_has_the_table_of_formats() {
+        let row = |format: &Format| {
+            let Entry { name, about, files, .. } = format.entry();
+            format!("| [`{name}`](docs/formats/{name}.md) | {about} | {files} | {} |\n", format.writers().join(", "))
+        };
+        let table: String = Format::ALL.iter().map(row).collect();
+        assert!(include_str!("../../README.md").contains(&table), "the table is now:\n{table}");
+    }
+
+    #[test]
+    fn every_format_has_a_page() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let index = include_str!("../../docs/README.md");
+        for format in Format::ALL {
+            let page = format!("formats/{format}.md");
+            assert!(index.contains(&format!("[{format}]({page})")), "{format}");
+            assert!(std::fs::read_to_string(root.join("docs").join(page)).unwrap().starts_with("# "), "{format}");
+        }
+    }
+
+    #[test]
+    fn formats_are_found_by_name_and_by_suffix() {
+        for format in Format::ALL {
+            assert_eq!(Format::from_name(format.name()), Some(*format));
+        }
+        assert_eq!(Format::from_name("gguf"), None);
+        assert_eq!(Format::from_suffix("pt"), Some(Format::Torch));
+        assert_eq!(Format::from_suffix("safetensors"), Some(Format::Safetensors));
+        assert_eq!(Format::from_suffix("json"), None);
+    }
 
     #[test]
     fn names_stay_inside_the_folder() {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use super::rank_names::RankNames;
 use crate::catalog::path::key_text;
-use crate::catalog::{Catalog, Dict, Value};
+use crate::catalog::{Catalog, Dict, Value, shift_tensors};
 use crate::error::Result;
 use crate::storage::lookup::{self, Kind};
 
@@ -39,6 +39,14 @@ pub enum Content {
 pub struct Loaded {
     pub catalog: Catalog,
     pub parts: Vec<Part>,
+}
+
+impl Loaded {
+    /// A checkpoint that is one part.
+    pub fn whole(catalog: Catalog) -> Self {
+        let part = Part { folder: PathBuf::new(), content: Content::Whole, names: None, world_size: 0 };
+        Self { catalog, parts: vec![part] }
+    }
 }
 
 /// A folder in another one; an empty name is that one itself.
@@ -89,7 +97,7 @@ fn top_keys(state: &Value) -> Option<Vec<String>> {
 /// the name of the subtree it is to become.
 pub fn adopt(whole: &mut Catalog, mut part: Catalog, under: Option<&str>) -> Value {
     let shift = u32::try_from(whole.tensors.len()).expect("fewer than 2^32 tensors");
-    part.state.shift_tensors(shift);
+    shift_tensors(&mut part.state, shift);
     let meshes: Vec<_> = part.meshes.drain(..).map(|mesh| whole.intern_mesh(mesh)).collect();
     for mut entry in part.tensors {
         if let Some(name) = under {
@@ -161,8 +169,7 @@ mod tests {
             entries.push((Value::Str((*key).into()), Value::Tensor(catalog.push_tensor(entry))));
         }
         catalog.state = Value::Dict(Dict { entries, ..Dict::default() });
-        let part = Part { folder: PathBuf::new(), content: Content::Whole, names: None, world_size: 0 };
-        Loaded { catalog, parts: vec![part] }
+        Loaded::whole(catalog)
     }
 
     #[test]

@@ -10,29 +10,23 @@
 
 use std::path::{Path, PathBuf};
 
-use super::detect::Detected;
 use super::index::{Index, is_safetensors_index, is_torch_index};
+use super::listing::Found;
 use super::rank_names::RankName;
-use super::safetensors::sharding::ShardName;
 use super::series::{Grouped, SeriesSet};
 use super::shortfall::Shortfall;
-use super::{ReadOptions, dcp_hf, folder_of, foreign, list, local, name_of, series};
+use super::{ReadOptions, folder_of, foreign, list, local, name_of, series};
 use crate::error::{Error, Result};
 use crate::name_list::{FEW, short_list};
-use crate::storage::{IoMode, lookup};
+use crate::storage::lookup;
 
-/// Returns the files that a detected checkpoint lacks, by the names of its files.
+/// Returns the files that a checkpoint of whole tensors lacks, by the names of its files.
 ///
 /// # Errors
 /// `Io`; `Malformed` and `Conflict` where names contradict each other.
-pub fn shortfall(path: &Path, detected: &Detected, options: &ReadOptions, io: IoMode) -> Result<Option<Shortfall>> {
-    let (paths, index) = match detected {
-        Detected::Dcp | Detected::TorchRanks(_) | Detected::Local { .. } => return Ok(None),
-        Detected::DcpHf { paths } if is_given(path, paths) => return lone_shard(path).map(Some),
-        Detected::DcpHf { paths } => return dcp_hf::shortfall(path, paths, io),
-        Detected::Safetensors { paths, index } | Detected::Torch { paths, index } => (paths, index),
-    };
-    if let Some(index) = index {
+pub fn shortfall(path: &Path, found: &Found, options: &ReadOptions) -> Result<Option<Shortfall>> {
+    let paths = &found.paths;
+    if let Some(index) = &found.index {
         return Index::read(index)?.files_left_out(paths);
     }
     if is_given(path, paths) {
@@ -50,7 +44,7 @@ pub fn shortfall(path: &Path, detected: &Detected, options: &ReadOptions, io: Io
 }
 
 /// Returns whether the file that is read is SRC itself.
-fn is_given(path: &Path, paths: &[PathBuf]) -> bool {
+pub fn is_given(path: &Path, paths: &[PathBuf]) -> bool {
     matches!(paths, [only] if only == path)
 }
 
@@ -119,15 +113,4 @@ fn lone_file(path: &Path) -> Result<Option<Shortfall>> {
 fn linked_file(path: &Path) -> Result<Option<Shortfall>> {
     let target = lookup::resolve(path)?.filter(|target| target.file_name() != path.file_name());
     target.map_or(Ok(None), |target| lone_file(&target))
-}
-
-fn lone_shard(path: &Path) -> Result<Shortfall> {
-    let shard = ShardName::parse(path).map(|name| name.shard).unwrap_or_default();
-    let error = Error::usage(
-        format!("{} is shard {shard} of DCP's Hugging Face storage", path.display()),
-        "give the folder, which has all of them",
-    );
-    let (folder, own) = (folder_of(path), name_of(path));
-    let is_other = |name: &String| *name != own && ShardName::parse(&folder.join(name)).is_some();
-    Ok(Shortfall::new(list(folder)?.into_iter().filter(is_other).collect(), error))
 }

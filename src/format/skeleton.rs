@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::foreign::first_bytes;
-use super::pickle::Unknown;
 use super::torch::{self, Found};
-use super::{Checkpoint, dcp, safetensors, zip};
+use super::{Checkpoint, archive, dcp, safetensors};
 use crate::catalog::{Place, checked_len_bytes, model};
 use crate::error::{Error, Result};
 use crate::storage::{FileId, Files, Holdings, IoMode, Ranges};
+use torch_pickle::pickle::Unknown;
 
 /// Files that are no containers of tensors are held whole up to this length. Of a longer one only its first bytes tell
 /// what it is.
@@ -142,7 +142,7 @@ fn look_at_archive(files: &Files, file: FileId) {
             && model::is_random_state(fqn.as_str())
             && record.len <= STATE_BYTES
         {
-            let _ = zip::data_offset(files, file, record).and_then(|data| files.read(file, data, record.len));
+            let _ = archive::data_offset(files, file, record).and_then(|data| files.read(file, data, record.len));
         }
     }
 }

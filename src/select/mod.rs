@@ -171,7 +171,7 @@ fn as_it_is<'a>(source: &'a Catalog, survey: &Survey<'_>, options: &Options, kep
     let part = match options.root {
         Root::Whole => &source.state,
         Root::Model if survey.model_root.is_empty() => survey.leaves.iter().all(under_root).then_some(&source.state)?,
-        Root::Model => source.state.at(&model::model_root(&source.state))?,
+        Root::Model => model::model_root(&source.state).find(&source.state)?,
         Root::At(_) => return None,
     };
     if zip(&survey.leaves, kept.iter()).any(|(leaf, kept)| under_root(leaf) && !kept) {

@@ -11,6 +11,7 @@ use rustix::fs::StatFs;
 
 use super::AnchoredPath;
 use super::direct::ALIGNMENT;
+use super::mapping;
 use crate::error::{Error, Result};
 
 /// How source bytes get into memory.
@@ -48,7 +49,8 @@ const REMOTE: &[u64] = &[
 /// # Errors
 /// `Io` where the path cannot be looked at.
 pub fn preferred_io(path: &Path) -> Result<IoMode> {
-    Ok(if REMOTE.contains(&magic_of(&look_at(path)?)) { IoMode::Read } else { IoMode::Mmap })
+    let is_remote = REMOTE.contains(&magic_of(&look_at(path)?));
+    Ok(if is_remote || !mapping::catches_lost_pages() { IoMode::Read } else { IoMode::Mmap })
 }
 
 /// Returns whether the file system of `path` is a network file system, whose names this node may cache.
@@ -185,15 +187,6 @@ pub fn open_file_budget() -> usize {
     usize::try_from(budget).unwrap_or(4096)
 }
 
-/// Raise the soft limit on descriptors to the hard one. The soft one is low for the sake of programs that wait with
-/// select(2), which has no room for more; nothing here does. Where it may not be raised, the budget goes by what there is.
-pub fn raise_open_file_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-
-    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -201,6 +194,7 @@ mod tests {
     #[test]
     fn a_local_folder_is_mapped_and_has_space() {
         let folder = tempfile::tempdir().unwrap();
+        mapping::catch_lost_pages().unwrap();
         assert_eq!(preferred_io(folder.path()).unwrap(), IoMode::Mmap);
         assert!(free_bytes(folder.path()).unwrap() > 0);
         assert!(open_file_budget() >= 8);

@@ -1,7 +1,7 @@
 //! Mapped source files, some pages of which may be unreadable.
 //!
-//! A page of a mapping that cannot be read raises SIGBUS: the file has been truncated meanwhile, or its disk fails. The
-//! signal handler puts a page of zeros in its place and marks the mapping as failed, so the thread goes on. Every read
+//! A page of a mapping that cannot be read raises SIGBUS: the file has been truncated meanwhile, or its disk fails. If the
+//! program has had it installed, the signal handler puts a page of zeros in its place and marks the mapping as failed, so the thread goes on. Every read
 //! from a mapping ends with a look at that mark, so that nobody gets to use the zeros.
 //!
 //! Counts bytes. Invariant: the handler follows pointers to regions without a lock, so a region is never freed; the next
@@ -31,7 +31,6 @@ impl Mapping {
     /// # Errors
     /// As mmap(2).
     pub fn new(file: &File, len: usize) -> io::Result<Self> {
-        install_handler()?;
         // SAFETY: the mapping is read-only and private to this process. Another process may still change the file:
         // changed bytes are caught by the identity check before publishing, a shorter file by the SIGBUS handler.
         let map = unsafe { MmapOptions::new().len(len).map(file) }?;
@@ -105,11 +104,25 @@ static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 static PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Installs the handler once for the process.
-fn install_handler() -> io::Result<()> {
-    static INSTALLED: Mutex<bool> = Mutex::new(false);
-    let mut is_installed = INSTALLED.lock().expect("no panic while the lock is held");
-    if *is_installed {
+static IS_INSTALLED: AtomicBool = AtomicBool::new(false);
+
+/// Returns whether pages that cannot be read are errors, and do not end the process.
+pub(super) fn catches_lost_pages() -> bool {
+    IS_INSTALLED.load(Ordering::SeqCst)
+}
+
+/// Installs a handler for SIGBUS in this process, so that a page of a mapped file that cannot be read is an error.
+///
+/// The system raises SIGBUS for such a page, which ends a process: the file has been truncated meanwhile, or its disk
+/// fails. For a SIGBUS that is not about a file mapped here, the action that was set before is taken. Without this handler
+/// files are mapped only if the caller asks for that.
+///
+/// # Errors
+/// As sigaction(2).
+pub fn catch_lost_pages() -> io::Result<()> {
+    static INSTALLING: Mutex<()> = Mutex::new(());
+    let _guard = INSTALLING.lock().expect("no panic while the lock is held");
+    if catches_lost_pages() {
         return Ok(());
     }
     PAGE_BYTES.store(rustix::param::page_size(), Ordering::SeqCst);
@@ -128,7 +141,7 @@ fn install_handler() -> io::Result<()> {
     if done != 0 {
         return Err(io::Error::last_os_error());
     }
-    *is_installed = true;
+    IS_INSTALLED.store(true, Ordering::SeqCst);
     Ok(())
 }
 
@@ -180,6 +193,7 @@ mod tests {
 
     #[test]
     fn page_lost_by_truncation_fails_every_later_read() {
+        catch_lost_pages().unwrap();
         let page = rustix::param::page_size();
         let file = tempfile::tempfile().unwrap();
         file.set_len(4 * page as u64).unwrap();
@@ -196,6 +210,7 @@ mod tests {
 
     #[test]
     fn file_shorter_than_its_mapping_fails_to_read() {
+        catch_lost_pages().unwrap();
         let file = tempfile::tempfile().unwrap();
         file.set_len(10).unwrap();
         let mapping = Mapping::new(&file, 1 << 20).unwrap();
@@ -207,6 +222,7 @@ mod tests {
 
     #[test]
     fn threads_that_read_a_truncated_file_all_fail() {
+        catch_lost_pages().unwrap();
         let len = 64 * rustix::param::page_size();
         let file = tempfile::tempfile().unwrap();
         file.set_len(len as u64).unwrap();

@@ -10,21 +10,6 @@ pub struct Anonymous {
     pub peak: u64,
 }
 
-/// Large blocks are the system's again as soon as they are freed. An allocator that learns from them keeps them instead, and
-/// tables that are needed one after the other add up. What is less stays, as it is soon wanted again: each page that is given
-/// back is a fault.
-pub fn give_back_large_blocks() {
-    #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    {
-        const LARGE_BYTES: libc::c_int = 1 << 20;
-        for limit in [libc::M_MMAP_THRESHOLD, libc::M_TRIM_THRESHOLD] {
-            // SAFETY: sets a number of the allocator's, under its lock.
-            #[expect(unsafe_code)]
-            let _ = unsafe { libc::mallopt(limit, LARGE_BYTES) };
-        }
-    }
-}
-
 /// `None` where the system does not tell. The peak is that of all memory less the pages of files there are now, so it is
 /// right as long as no source was mapped.
 #[must_use]

@@ -27,6 +27,7 @@ pub use direct::BOUNCE_BYTES;
 pub use filesystem::IoMode;
 pub use held::{Holding, Holdings, Local, Ranges};
 pub use lookup::regular_file;
+pub use mapping::catch_lost_pages;
 pub use open_file::OpenFile;
 pub use open_files::Opened;
 

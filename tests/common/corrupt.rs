@@ -1,71 +1,20 @@
-//! Damaged checkpoints: copies of fixtures in a sandbox, archives and pickles that no writer makes, and what the
+//! Damaged checkpoints: archives and pickles that no writer makes, and what the
 //! program must do about them.
 
 use std::ffi::OsStr;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use dtshard::format::pickle::Writer;
+use torch_pickle::pickle::Writer;
 
-pub use crate::outcome::{Outcome, command, copy_all, files_of, fixture};
+use super::transcript::record;
 
-/// A folder for one test, removed with it.
-pub struct Sandbox(tempfile::TempDir);
-
-impl Sandbox {
-    pub fn new() -> Self {
-        Self(tempfile::tempdir().unwrap())
-    }
-
-    pub fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
-    /// A copy of a fixture, file or folder.
-    pub fn copy(&self, name: &str) -> PathBuf {
-        let from = fixture(name);
-        let to = self.path("src").join(from.file_name().unwrap());
-        fs::create_dir_all(to.parent().unwrap()).unwrap();
-        copy_all(&from, &to);
-        to
-    }
-
-    pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
-        let path = self.path(name);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(&path, bytes).unwrap();
-        path
-    }
-
-    /// Everything in the sandbox, hidden things too.
-    pub fn names(&self) -> Vec<PathBuf> {
-        files_of(self.0.path())
-    }
-
-    /// Nothing but `verify`, `inspect` and a conversion can be asked of a damaged source: the last must exit with 2
-    /// and leave no trace, the first must exit with 1; each names all of `words`.
-    pub fn is_bad(&self, source: &Path, words: &[&str]) {
-        let before = self.names();
-        dtshard(&[&"unshard", &source, &self.path("out.pt")]).refused(words);
-        assert_eq!(self.names(), before, "something was left behind");
-        let verified = dtshard(&[&"verify", &source]);
-        assert_eq!(verified.code, Some(1), "verify: {verified:?}");
-        verified.says(words);
-        dtshard(&[&"inspect", &source]).did_not_crash();
-    }
-
-    /// As [`Self::is_bad`] where the bytes are sound but not supported: every verb but `inspect` exits with 2.
-    pub fn is_unsupported(&self, source: &Path, words: &[&str]) {
-        let before = self.names();
-        dtshard(&[&"unshard", &source, &self.path("out.pt")]).refused(words);
-        assert_eq!(self.names(), before, "something was left behind");
-        dtshard(&[&"verify", &source]).refused(words);
-        dtshard(&[&"inspect", &source]).did_not_crash();
-    }
-}
+pub use super::outcome::{Outcome, command, copy_all, files_of, fixture};
 
 pub fn dtshard(args: &[&dyn AsRef<OsStr>]) -> Outcome {
-    command(args).output().unwrap().into()
+    let outcome: Outcome = command(args).output().unwrap().into();
+    record(args, outcome.code, &outcome.out, &outcome.err);
+    outcome
 }
 
 /// Change a file in place.

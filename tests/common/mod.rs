@@ -1,7 +1,14 @@
 //! What the integration tests share: the fixtures and their ground truth, the binary, and readers of what it wrote.
 
-#[allow(dead_code, reason = "few test binaries are about flat parameters")]
+#[allow(unused_imports, reason = "each test program uses its own part")]
+pub mod corrupt;
+pub mod env;
 pub mod flat;
+pub mod outcome;
+pub mod rank_file;
+pub mod snapshot;
+pub mod transcript;
+pub mod tree;
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -229,12 +236,15 @@ impl Run {
 }
 
 pub fn run<A: AsRef<OsStr>>(arguments: impl IntoIterator<Item = A>) -> Run {
-    let output = Command::new(env!("CARGO_BIN_EXE_dtshard")).args(arguments).output().unwrap();
-    Run {
+    let arguments: Vec<A> = arguments.into_iter().collect();
+    let output = Command::new(env!("CARGO_BIN_EXE_dtshard")).args(&arguments).output().unwrap();
+    let run = Run {
         code: output.status.code().expect("an exit code"),
         stdout: String::from_utf8(output.stdout).unwrap(),
         stderr: String::from_utf8(output.stderr).unwrap(),
-    }
+    };
+    transcript::record(&arguments, Some(run.code), &run.stdout, &run.stderr);
+    run
 }
 
 /// Run `VERB SRC [DST]` with options written as on a command line and expect this exit code.

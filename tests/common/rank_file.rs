@@ -4,11 +4,11 @@
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
-use dtshard::format::pickle::Unknown;
+use dtshard::format::archive::Source;
 use dtshard::format::torch::reader::{self, Contents};
 use dtshard::format::torch::{Found, View};
-use dtshard::format::zip::Archive;
 use dtshard::storage::{Files, IoMode};
+use torch_pickle::pickle::Unknown;
 
 /// A file, and what its pickle says.
 pub type Opened = (Files, Contents);
@@ -17,9 +17,10 @@ pub fn read(path: &Path) -> Opened {
     let mut files = Files::new(IoMode::Read);
     let file = files.add(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let contents = reader::read(&files, files.whole(file), "", Unknown::Refuse).unwrap();
-    let archive = Archive::read(&files, files.whole(file)).unwrap();
+    let source = Source::new(&files, file);
+    let archive = source.archive(files.whole(file)).unwrap();
     for (name, _) in archive.records() {
-        archive.check_record(&files, name, &mut |_| Ok(())).unwrap();
+        archive.check_record(&source, name, &mut |_| Ok(())).unwrap();
     }
     (files, contents)
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::outcome::files_of;
+use super::outcome::files_of;
 
 /// Every file below a path, with its content.
 pub type Tree = BTreeMap<PathBuf, Vec<u8>>;

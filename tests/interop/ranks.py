@@ -7,6 +7,7 @@ import re
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,13 +41,18 @@ def check(found, whole, name):
     assert generate.same(found.detach(), whole), f"{name}: other values on rank {dist.get_rank()}"
 
 
-def load_dtensors(expected, folders):
+def load_hf_shards(expected, folders):
+    """As `load_dtensors`, from DCP's Hugging Face storage."""
+    load_dtensors(expected, folders, HuggingFaceStorageReader)
+
+
+def load_dtensors(expected, folders, reader=dcp.FileSystemReader):
     """Every tensor into a DTensor, sharded by the last dim, then by the first; objects as they are."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("other",))
     world = dist.get_world_size()
     expected = torch.load(expected, weights_only=False)
     for folder, last in itertools.product(folders, (True, False)):
-        entries = common.dcp_keys(folder)
+        entries = reader(folder).read_metadata().state_dict_metadata
         assert set(entries) == set(expected)
         state = {}
         for name, entry in entries.items():
@@ -61,7 +67,7 @@ def load_dtensors(expected, folders):
             local = torch.zeros(size, dtype=entry.properties.dtype)
             state[name] = DTensor.from_local(local, mesh, [placement], run_check=False, shape=entry.size,
                                              stride=torch.empty(entry.size, device="meta").stride())
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, storage_reader=reader(folder))
         for name, value in expected.items():
             if isinstance(value, torch.Tensor):
                 check(state[name], value, name)

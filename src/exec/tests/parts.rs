@@ -6,9 +6,10 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::catalog::{OutputFile, Reserved, Sum, TensorId};
-use crate::exec::journal::Known;
+use crate::exec::Silent;
 use crate::exec::sums::first_wrong;
-use crate::exec::{Silent, digest, seal};
+use crate::publish::recovery::Known;
+use crate::publish::{recovery, seal};
 use crate::storage::{AnchoredPath, FileId};
 
 const LEN: u64 = 60_000;
@@ -102,7 +103,7 @@ proptest! {
         prop_assert_eq!(&known.done, &Extents::of_files(&reservation.files));
         let changed = || {
             let all = Extents::of_files(&reservation.files);
-            digest::changed(&known, &all, &place, &reservation.files, &Silent, &Stop::default()).unwrap()
+            recovery::changed(&known, &all, &place, &reservation.files, &Silent, &Stop::default()).unwrap()
         };
         prop_assert!(changed().is_empty());
         for _again in 0..2 {

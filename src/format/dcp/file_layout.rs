@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use crate::catalog::{Catalog, Chunk, ChunkTable, Fqn, OutputFile, Place, Reservation, TensorId, Value};
 use crate::error::{Error, Result};
-use crate::format::pickle::WriteError;
 use crate::format::torch::{TensorArchives, save};
 use crate::layout::Rank;
 use crate::storage::FileId;
+use torch_pickle::pickle::WriteError;
 
 /// A stretch of a data file, as `_StorageInfo` has it.
 #[derive(Clone, Copy)]

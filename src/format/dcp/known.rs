@@ -7,12 +7,13 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 
-use crate::catalog::{Dtype, Located};
+use crate::catalog::{Dtype, Located, Summed};
 use crate::error::Result;
+use crate::format::archive::Source;
 use crate::format::torch::View;
-use crate::format::zip::Frame;
 use crate::layout::Dims;
 use crate::storage::{Files, Stretch};
+use torch_pickle::zip::Frame;
 
 /// Frames that a thread keeps: more than the shapes of a model have, a few kB each.
 const FRAMES: usize = 32;
@@ -40,15 +41,22 @@ thread_local! {
 /// `Io`.
 pub fn recall(files: &Files, stretch: Stretch, dtype: Dtype, sizes: &Dims) -> Result<Option<Located>> {
     FRAMES_MET.with_borrow_mut(|Frames { known, buffer }| {
-        let file = files.open(stretch.file)?;
+        let source = Source::new(files, stretch.file);
         for Known { view, frame } in known {
             if view.dtype != dtype || view.sizes != *sizes {
                 continue;
             }
-            if let Some(found) = frame.find(&file, files.io(), stretch, buffer)? {
-                let offset = found.data + view.offset * dtype.itemsize();
+            let range = stretch.offset..stretch.offset + stretch.len;
+            let found = frame.find(&source, range, buffer).map_err(|error| source.error(error))?;
+            if let Some((data, record)) = found {
+                let offset = data + view.offset * dtype.itemsize();
                 let strides = view.strides.clone();
-                return Ok(Some(Located { file: stretch.file, offset, strides, summed: found.summed }));
+                return Ok(Some(Located {
+                    file: stretch.file,
+                    offset,
+                    strides,
+                    summed: Summed::of_record(record, data),
+                }));
             }
         }
         Ok(None)
@@ -72,8 +80,8 @@ mod tests {
     use super::*;
     use crate::catalog::{Place, TensorEntry};
     use crate::format::dcp::{read, resolve};
-    use crate::format::pickle::Unknown;
     use crate::storage::IoMode;
+    use torch_pickle::pickle::Unknown;
 
     /// Two items of one frame, each with the tensor and the chunk it is of.
     fn alike(tensors: &[TensorEntry]) -> [(&TensorEntry, u32, Stretch); 2] {

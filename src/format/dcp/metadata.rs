@@ -17,9 +17,9 @@ use rayon::prelude::*;
 use crate::catalog::Path as StatePath;
 use crate::catalog::{Dtype, Fqn, Key, checked_len_bytes};
 use crate::error::{Error, Result};
-use crate::format::pickle::{self, Entries, Field, Fields, Fold, Folded, Pickle, Record, Ref};
 use crate::format::torch::reader::pickle_error;
 use crate::layout::Dims;
+use torch_pickle::pickle::{self, Entries, Field, Fields, Pickle, Record, Ref, Row, Visitor};
 
 /// One `.metadata`.
 pub struct Metadata<'a> {
@@ -202,10 +202,10 @@ impl Columns {
             return None;
         }
         let start = self.tensor_chunks.len();
-        self.tensor_chunks.extend(chunks.iter().map(|chunk| chunk.row));
-        let sizes = chunks.first().map(|chunk| self.chunks[chunk.row as usize].behind());
+        self.tensor_chunks.extend(chunks.iter().map(|chunk| chunk.index));
+        let sizes = chunks.first().map(|chunk| self.chunks[chunk.index as usize].behind());
         let (shape, chunks) = (self.dims_like(sizes, size)?, start..self.tensor_chunks.len());
-        self.tensors.push(TensorRow { dtype: self.properties[properties.row as usize], shape, chunks });
+        self.tensors.push(TensorRow { dtype: self.properties[properties.index as usize], shape, chunks });
         Some(row(self.tensors.len()))
     }
 
@@ -222,35 +222,35 @@ impl Columns {
 
 /// The row of a node that was folded as one of this kind.
 fn row_of(node: Ref<'_>, kind: u32) -> Option<u32> {
-    node.folded().filter(|folded| folded.kind == kind).map(|folded| folded.row)
+    node.row().filter(|row| row.kind == kind).map(|row| row.index)
 }
 
-impl Fold for Columns {
+impl Visitor for Columns {
     fn keeps(&self, class: (&str, &str)) -> bool {
         let kept =
             ["ChunkStorageMetadata", "MetadataIndex", "_StorageInfo", "TensorProperties", "TensorStorageMetadata"];
         kept.contains(&class.1)
     }
 
-    fn build(&mut self, class: (&str, &str), _args: Ref<'_>, state: Ref<'_>) -> Result<Option<Folded>, String> {
+    fn build(&mut self, class: (&str, &str), _args: Ref<'_>, state: Ref<'_>) -> Result<Option<Row>, String> {
         if !self.keeps(class) {
             return Ok(None);
         }
         self.record(class, &Fields::of(state).unwrap_or_default().record())
     }
 
-    fn record(&mut self, class: (&str, &str), state: &Record<'_, '_>) -> Result<Option<Folded>, String> {
+    fn record(&mut self, class: (&str, &str), state: &Record<'_, '_>) -> Result<Option<Row>, String> {
         let (kind, row) = match class.1 {
             "ChunkStorageMetadata" => (CHUNK, self.chunk(state)),
             "MetadataIndex" => (INDEX, self.index(state)),
             "_StorageInfo" => (INFO, self.info(state)?),
             // Whatever is wrong with these is told with their name, which follows from where they are.
-            "TensorProperties" => return Ok(self.properties(state).map(|row| Folded { kind: PROPERTIES, row })),
-            "TensorStorageMetadata" => return Ok(self.tensor(state).map(|row| Folded { kind: TENSOR, row })),
+            "TensorProperties" => return Ok(self.properties(state).map(|row| Row { kind: PROPERTIES, index: row })),
+            "TensorStorageMetadata" => return Ok(self.tensor(state).map(|row| Row { kind: TENSOR, index: row })),
             _ => return Ok(None),
         };
         match row {
-            Some(row) => Ok(Some(Folded { kind, row })),
+            Some(row) => Ok(Some(Row { kind, index: row })),
             None => Err(format!("a {} without the fields it should have", class.1)),
         }
     }
@@ -263,7 +263,7 @@ impl<'a> Metadata<'a> {
     /// `Malformed` naming the file.
     pub fn decode(path: &'a Path, bytes: &'a [u8]) -> Result<Self> {
         let mut columns = Columns::default();
-        let (pickle, _) = pickle::decode(bytes, &mut columns).map_err(|error| pickle_error(path, "pickle", &error))?;
+        let (pickle, _) = pickle::parse(bytes, &mut columns).map_err(|error| pickle_error(path, "pickle", &error))?;
         Ok(Self { path, pickle, columns })
     }
 

@@ -2,6 +2,7 @@
 //!
 //! Source: `torch/distributed/checkpoint/metadata.py`, `filesystem.py`, `default_planner.py`.
 
+pub(super) mod entry;
 mod file_layout;
 mod known;
 mod metadata;

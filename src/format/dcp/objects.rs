@@ -11,9 +11,9 @@ use super::read::metadata_files;
 use crate::catalog::Fqn;
 use crate::error::Result;
 use crate::format::json::read_document;
-use crate::format::pickle::{self, Unknown};
 use crate::format::torch::reader;
 use crate::storage::{FileId, Files, Stretch};
+use torch_pickle::pickle::{self, Unknown};
 
 /// A value that is not a tensor, in a data file.
 #[derive(Clone, Debug, PartialEq, Eq)]

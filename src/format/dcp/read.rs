@@ -8,13 +8,15 @@ use foldhash::fast::RandomState;
 use super::known;
 use super::metadata::{Entry, EntryKind, Metadata, Stored, StoredChunk};
 use crate::catalog::path::Unflatten;
-use crate::catalog::{Catalog, Chunk, Fqn, Holding, Located, Path as StatePath, Place, TensorEntry, TensorId, Value};
+use crate::catalog::{
+    Catalog, Chunk, Fqn, Holding, Located, Path as StatePath, Place, TensorEntry, TensorId, Value, shift_tensors,
+};
 use crate::error::{CoverageKind, Error, Result};
 use crate::format::files_beside;
-use crate::format::pickle::{self, LiftError, Unknown};
 use crate::format::torch::{Found, reader, whole_chunk};
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::{FileId, Files, Stretch, lookup};
+use torch_pickle::pickle::{self, DecodeError, Unknown};
 
 /// The metadata files of a directory: `.metadata`, or `__R.metadata` of each rank where it was saved without
 /// collectives. The rank of a `.metadata` is that of its writer, 0.
@@ -224,7 +226,7 @@ fn read_objects(
         }
     }
     if holdings.len() > 1 {
-        return Ok(Some(Value::PerRank(holdings)));
+        return Ok(Some(Value::Other(holdings)));
     }
     Ok(holdings.pop().map(|agreed| agreed.value))
 }
@@ -240,7 +242,7 @@ fn read_object(
     let mut contents = reader::read(files, stretch, fqn.as_str(), unknown)?;
     catalog.archives.push(stretch);
     for dropped in &contents.dropped {
-        let text = format!("{} ({})", LiftError::join(fqn.as_str(), &dropped.path), dropped.symbol);
+        let text = format!("{} ({})", DecodeError::join(fqn.as_str(), &dropped.path), dropped.symbol);
         if !catalog.dropped.contains(&text) {
             catalog.dropped.push(text);
         }
@@ -263,7 +265,7 @@ fn read_object(
         entry.chunks.push(whole_chunk(&contents, view));
         catalog.push_tensor(entry);
     }
-    contents.value.shift_tensors(shift);
+    shift_tensors(&mut contents.value, shift);
     Ok(Some(contents.value))
 }
 

@@ -13,9 +13,9 @@ use std::convert::Infallible;
 use super::METADATA;
 use super::file_layout::{Layout, Stored};
 use crate::catalog::{Dtype, Fqn, Key, Leaf, Path};
-use crate::format::pickle::{Writer, append_all, set_all};
 use crate::format::torch::write_sizes;
 use crate::layout::Dims;
+use torch_pickle::pickle::{Writer, append_all, set_all};
 
 pub fn pickle(layout: &Layout<'_>, leaves: &[(Path, Leaf<'_>)]) -> Vec<u8> {
     let mut names = layout.tensors.iter().map(|(fqn, _)| fqn).enumerate();

@@ -3,6 +3,7 @@
 //! Source: `torch/distributed/fsdp/_state_dict_utils.py`, `_flat_param.py`, `_optim_utils.py`.
 
 pub mod document;
+pub(super) mod entry;
 pub mod order;
 mod read;
 mod snippet;

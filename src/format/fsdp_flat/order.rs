@@ -24,7 +24,7 @@ impl Order {
     /// That of a tensor which lies whole in a torch file is that of the module's.
     #[must_use]
     pub fn of(entry: &TensorEntry, format: Format) -> Self {
-        if matches!(format, Format::Torch | Format::TorchRanks) {
+        if format.keeps_order() {
             let mut chunks = entry.chunks.iter();
             if let Some(whole) = chunks.find(|chunk| chunk.tile.sizes() == entry.shape) {
                 return match whole.strides.filter(|strides| *strides != contiguous_strides(&entry.shape)) {

@@ -1,7 +1,7 @@
 //! The state dict of a document that anybody may have written.
 //!
 //! Invariants: tensors stand where names lead to them, values of ranks where leaves stand, and no class is named but those
-//! of `pickle::symbols`. A value is no deeper than the JSON is, which its reader bounds.
+//! of `torch_pickle::pickle::symbols`. A value is no deeper than the JSON is, which its reader bounds.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,8 +10,8 @@ use crate::catalog::path::{key_text, rank_key};
 use crate::catalog::value::{Construct, Object, Symbol};
 use crate::catalog::{Dict, DictKind, Holding, Key, Path, TensorId, Value};
 use crate::error::Wrong;
-use crate::format::pickle::symbols::{self, Use};
 use crate::layout::Rank;
+use torch_pickle::pickle::symbols::{self, Use};
 
 /// The state dict of a document: its tensors are known by these names, its ranks are below `world_size`.
 ///
@@ -255,7 +255,7 @@ impl Decoder<'_> {
         if holdings.is_empty() {
             return Err(self.wrong("values of ranks", "none"));
         }
-        Ok(Value::PerRank(holdings))
+        Ok(Value::Other(holdings))
     }
 }
 

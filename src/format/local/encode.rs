@@ -69,7 +69,7 @@ impl Encoder {
             Value::Symbol(symbol) => Tree::tagged("$symbol", name_of(symbol)),
             Value::Object(object) => Tree::tagged("$object", self.object(object, path)?),
             Value::Tensor(_) => Tree::tagged("$tensor", Tree::text(path.to_string())),
-            Value::PerRank(holdings) => {
+            Value::Other(holdings) => {
                 let holdings = holdings.iter().map(|Holding { value, ranks }| {
                     let numbers = ranks.iter().map(|rank| Tree::Int(rank.0.into())).collect();
                     let path = path.child(rank_key(ranks[0]));

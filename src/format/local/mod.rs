@@ -17,6 +17,7 @@
 mod decode;
 pub mod document;
 mod encode;
+pub(super) mod entry;
 mod own;
 mod read;
 #[cfg(test)]
@@ -30,6 +31,8 @@ pub use document::FILE_NAME;
 pub use read::read;
 pub use write::{LocalLayout, LocalTarget, reserve};
 
+use super::Format;
+use super::listing::Listing;
 use crate::error::{Error, Result};
 use crate::layout::Rank;
 use crate::storage::lookup;
@@ -46,6 +49,18 @@ pub fn rank_of(path: &Path) -> Option<Rank> {
     let name = path.file_name()?.to_str()?;
     let rank = Rank(name.strip_prefix("rank-")?.strip_suffix(".safetensors")?.parse().ok()?);
     (file_name(rank) == name).then_some(rank)
+}
+
+/// Returns whether a folder is in this format. One rank file alone, with nothing that says what it is a part of, is a file
+/// as any other.
+pub fn is_in(listing: &Listing<'_>) -> bool {
+    let count = listing.names.iter().filter(|name| rank_of(Path::new(name)).is_some()).count();
+    let has_layout = listing.names.iter().any(|name| name == FILE_NAME);
+    match listing.from {
+        Some(Format::Local) => count > 0 || has_layout,
+        Some(Format::Safetensors) => false,
+        _ => count > 1 || count > 0 && has_layout,
+    }
 }
 
 /// Whether a file is one rank's of several, beside the document that tells the whole.

@@ -36,7 +36,7 @@ pub fn spread(source: &Catalog, state: &Value, world_size: u32) -> (Value, OwnTe
     let mut state = state.clone();
     let mut own = OwnTensors { first: source.tensors.len(), by_rank: Vec::new() };
     path::edit_leaves(&mut state, &mut |_, leaf| {
-        let Value::PerRank(holdings) = leaf else { return Fate::Keep };
+        let Value::Other(holdings) = leaf else { return Fate::Keep };
         let mut groups: Vec<Vec<(Rank, &Value)>> = Vec::new();
         for rank in (0..world_size).map(Rank) {
             let Some(value) = Holding::value_for(holdings, rank) else { return Fate::Remove };
@@ -46,7 +46,7 @@ pub fn spread(source: &Catalog, state: &Value, world_size: u32) -> (Value, OwnTe
             }
         }
         let mut holdings: Vec<Holding> = groups.iter().map(|group| merged(group, &mut own)).collect();
-        *leaf = if holdings.len() == 1 { holdings.remove(0).value } else { Value::PerRank(holdings) };
+        *leaf = if holdings.len() == 1 { holdings.remove(0).value } else { Value::Other(holdings) };
         Fate::Keep
     });
     (state, own)

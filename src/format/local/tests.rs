@@ -59,7 +59,7 @@ fn every_value_comes_back() {
         namespace,
         Value::Tensor(TensorId(0)),
         Value::Tuple(vec![dict(vec![(text("a"), Value::Tensor(TensorId(1)))])]),
-        Value::PerRank(vec![
+        Value::Other(vec![
             holding(Value::Int(1), &[0, 2]),
             holding(Value::Tuple(vec![Value::Tensor(TensorId(2))]), &[1, 3]),
         ]),

@@ -2,7 +2,7 @@
 //!
 //! Data comes with the widest dtypes first, as the reference writer of safetensors has it, so that every tensor lies on
 //! an address its dtype can be viewed at. Names of tied tensors have a copy each. A tensor of which ranks have their own
-//! (`Value::PerRank`) is a plain one, and each file has its rank's.
+//! (`Value::Other`) is a plain one, and each file has its rank's.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path as FilePath;

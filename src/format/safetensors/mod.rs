@@ -8,6 +8,7 @@
 //! | u64 N | N bytes of JSON, padded with spaces | tensor data, tiled without holes |
 //! ```
 
+pub(super) mod entry;
 mod header;
 pub mod ranks;
 pub(super) mod sharding;
@@ -34,8 +35,11 @@ use crate::storage::{FileId, Files};
 /// Says which framework wrote a file: loaders want `pt`.
 pub const FORMAT_KEY: &str = "format";
 
+/// The version of the metadata of DCP's Hugging Face storage.
+pub const DCP_VERSION_KEY: &str = "DCP_VERSION";
+
 /// Keys of the metadata that say something of the file, and so are no names of tied tensors.
-const OWN_KEYS: [&str; 4] = [FORMAT_KEY, SHARDING_INFO, "DCP_VERSION", "total_size"];
+const OWN_KEYS: [&str; 4] = [FORMAT_KEY, SHARDING_INFO, DCP_VERSION_KEY, "total_size"];
 
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
@@ -142,7 +146,8 @@ fn aliases(catalog: &mut Catalog, names: &Names, notes: Vec<(Arc<Path>, String, 
     let mut aliases = Names::new();
     for (path, key, value) in notes {
         // Loaders look for these; they say nothing about the model.
-        if [FORMAT_KEY, "DCP_VERSION"].contains(&key.as_str()) || key == "total_size" && value.parse::<u64>().is_ok() {
+        if [FORMAT_KEY, DCP_VERSION_KEY].contains(&key.as_str()) || key == "total_size" && value.parse::<u64>().is_ok()
+        {
             continue;
         }
         let Some(kept) = names.get(value.as_str()).filter(|_| !names.contains_key(key.as_str())) else {

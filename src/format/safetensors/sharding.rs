@@ -8,6 +8,7 @@
 //! Source: `torch/distributed/checkpoint/hf_storage.py` and `_hf_utils.py` (2.15).
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -41,6 +42,13 @@ impl ShardName {
         let number = |text: &str| text.parse::<u32>().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()));
         let (shard, file, files) = (number(shard)?, number(file)?, number(files)?);
         (shard > 0 && file > 0).then_some(Self { shard, file, files })
+    }
+}
+
+impl fmt::Display for ShardName {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { shard, file, files } = self;
+        write!(formatter, "shard-{shard:05}-model-{file:05}-of-{files:05}.safetensors")
     }
 }
 

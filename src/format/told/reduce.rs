@@ -123,7 +123,7 @@ impl Reductions {
 impl Reach {
     fn floats(state: &Value, root: &Path) -> Self {
         let siblings = root.0.len().saturating_sub(1);
-        let dict = state.at(&Path(root.0[..siblings].to_vec())).and_then(Value::as_dict);
+        let dict = Path(root.0[..siblings].to_vec()).find(state).and_then(Value::as_dict);
         let entries = dict.into_iter().flat_map(|dict| &dict.entries).map(|(key, value)| (key_text(key), value));
         let beside = entries.filter(|(name, value)| is_beside(name, value)).map(|(name, _)| Key::Name(name)).collect();
         Self::Floats { siblings, beside }

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use super::release::Style;
 use crate::catalog::Dtype;
 use crate::error::Error;
-use crate::format::pickle::{LiftError, NodeId};
-use crate::format::zip::Archive;
+use crate::format::archive::Source;
 use crate::layout::{DeviceMesh, Dims, Rank};
-use crate::storage::Files;
+use torch_pickle::pickle::{DecodeError, NodeId};
+use torch_pickle::zip::Archive;
 
 /// Part of a storage, as a strided array. Offset, sizes and strides in elements of `dtype`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -44,7 +44,7 @@ const MAX_RANKS_BYTES: u64 = 1 << 27;
 
 /// State of reading one archive's pickle.
 pub struct Reader<'a> {
-    pub files: &'a Files,
+    pub source: Source<'a>,
     pub archive: &'a Archive,
     /// Meshes are shared objects: each is read once.
     pub meshes: HashMap<NodeId, Arc<MeshSpec>>,
@@ -60,15 +60,15 @@ pub struct Reader<'a> {
 
 impl Reader<'_> {
     /// An error for something sound that is not converted.
-    pub fn unsupported(&self, what: impl Into<String>) -> LiftError {
+    pub fn unsupported(&self, what: impl Into<String>) -> DecodeError {
         let what = what.into();
         *self.unsupported.borrow_mut() = Some(what.clone());
-        LiftError::malformed(what)
+        DecodeError::malformed(what)
     }
 
     /// An error of reading the file, which may have nothing to do with what is in it.
-    fn unread(&self, error: Error) -> LiftError {
-        let what = LiftError::malformed(error.to_string());
+    fn unread(&self, error: Error) -> DecodeError {
+        let what = DecodeError::malformed(error.to_string());
         if !error.is_about_content() {
             *self.unread.borrow_mut() = Some(error);
         }
@@ -76,10 +76,10 @@ impl Reader<'_> {
     }
 
     /// Read something inside the tensor or mesh that is being read; real ones are a few deep.
-    pub fn inside<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T, LiftError>) -> Result<T, LiftError> {
+    pub fn inside<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T, DecodeError>) -> Result<T, DecodeError> {
         const MAX_DEPTH: usize = 32;
         if self.depth == MAX_DEPTH {
-            return Err(LiftError::malformed("tensors or meshes within each other without end"));
+            return Err(DecodeError::malformed("tensors or meshes within each other without end"));
         }
         self.depth += 1;
         let read = read(self);
@@ -87,21 +87,21 @@ impl Reader<'_> {
         read
     }
 
-    pub fn count_shard(&mut self) -> Result<(), LiftError> {
+    pub fn count_shard(&mut self) -> Result<(), DecodeError> {
         let left = self.shards_left.checked_sub(1);
-        self.shards_left = left.ok_or_else(|| LiftError::malformed("lists of shards that are shared without end"))?;
+        self.shards_left = left.ok_or_else(|| DecodeError::malformed("lists of shards that are shared without end"))?;
         Ok(())
     }
 
     /// The values of a small integer tensor, row-major.
-    pub fn integers(&self, view: &View) -> Result<Vec<i64>, LiftError> {
+    pub fn integers(&self, view: &View) -> Result<Vec<i64>, DecodeError> {
         let (Dtype::I32 | Dtype::I64) = view.dtype else {
-            return Err(LiftError::malformed(format!("ranks of dtype {}", view.dtype)));
+            return Err(DecodeError::malformed(format!("ranks of dtype {}", view.dtype)));
         };
         let name = format!("data/{}", view.key);
-        let storage = (self.archive.content(self.files, &name, MAX_RANKS_BYTES))
-            .map_err(|error| self.unread(error))?
-            .ok_or_else(|| LiftError::malformed(format!("a tensor whose storage `{name}` is missing")))?;
+        let storage = (self.archive.content(&self.source, &name, MAX_RANKS_BYTES))
+            .map_err(|error| self.unread(self.source.error(error)))?
+            .ok_or_else(|| DecodeError::malformed(format!("a tensor whose storage `{name}` is missing")))?;
         let width = usize::try_from(view.dtype.itemsize()).expect("a small number");
         let count = view.sizes.iter().product::<u64>();
         let mut values = Vec::new();
@@ -113,7 +113,7 @@ impl Reader<'_> {
             }
             let start = usize::try_from(element).ok().and_then(|element| element.checked_mul(width));
             let bytes = start.and_then(|start| storage.get(start..start + width));
-            let bytes = bytes.ok_or_else(|| LiftError::malformed("ranks beyond the end of their storage"))?;
+            let bytes = bytes.ok_or_else(|| DecodeError::malformed("ranks beyond the end of their storage"))?;
             values.push(match *bytes {
                 [a, b, c, d] => i64::from(i32::from_le_bytes([a, b, c, d])),
                 _ => i64::from_le_bytes(bytes.try_into().expect("the width of an i64")),
@@ -123,16 +123,16 @@ impl Reader<'_> {
     }
 
     /// The record of a view's storage must be there and hold exactly the storage.
-    pub fn check_storage(&self, view: &View) -> Result<(), LiftError> {
+    pub fn check_storage(&self, view: &View) -> Result<(), DecodeError> {
         let name = format!("data/{}", view.key);
         match self.archive.get(&name) {
             Some(record) if record.len == view.storage_bytes => Ok(()),
-            Some(record) => Err(LiftError::malformed(format!(
+            Some(record) => Err(DecodeError::malformed(format!(
                 "a storage of {} bytes in the record `{name}` of {}",
                 view.storage_bytes, record.len
             ))),
             None if view.storage_bytes == 0 => Ok(()),
-            None => Err(LiftError::malformed(format!("a tensor whose storage `{name}` is missing"))),
+            None => Err(DecodeError::malformed(format!("a tensor whose storage `{name}` is missing"))),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::ranks::{RankFile, single};
 use crate::catalog::path::key_text;
-use crate::catalog::{Catalog, Dict, Fqn, Value};
+use crate::catalog::{Catalog, Dict, Fqn, Value, shift_tensors};
 use crate::error::{Error, Result};
 
 /// The catalog of all of them.
@@ -38,7 +38,7 @@ pub fn disjoint(files: &[RankFile]) -> Result<Catalog> {
                     "each file of the set must hold its own",
                 ));
             }
-            value.shift_tensors(shift);
+            shift_tensors(&mut value, shift);
             entries.push((key, value));
         }
     }

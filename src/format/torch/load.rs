@@ -13,9 +13,9 @@ use super::ranks::RankFile;
 use super::reader::{Contents, read};
 use super::tensor::Found;
 use crate::error::Result;
-use crate::format::pickle::Unknown;
 use crate::layout::{Rank, Region};
 use crate::storage::{FileId, Files};
+use torch_pickle::pickle::Unknown;
 
 /// Read the files of ranks.
 ///

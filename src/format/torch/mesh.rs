@@ -11,18 +11,18 @@ use std::sync::Arc;
 use super::context::{MeshSpec, Reader};
 use super::release::{Release, Style};
 use super::view::plain_view;
-use crate::format::pickle::{LiftError, Ref};
 use crate::layout::{DeviceMesh, Dims, Rank};
+use torch_pickle::pickle::{DecodeError, Ref};
 
 /// More ranks than any cluster has; a larger array is damage.
 const MAX_RANKS: u64 = 1 << 24;
 
-pub fn read_mesh(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Arc<MeshSpec>, LiftError> {
+pub fn read_mesh(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Arc<MeshSpec>, DecodeError> {
     let key = node.id();
     if let Some(known) = reader.meshes.get(&key) {
         return Ok(Arc::clone(known));
     }
-    let state = node.state().ok_or_else(|| LiftError::malformed("a DeviceMesh without state"))?;
+    let state = node.state().ok_or_else(|| DecodeError::malformed("a DeviceMesh without state"))?;
     let spec = reader.inside(|reader| {
         if state.get("_layout").is_some() { from_layout(reader, state) } else { from_array(reader, state) }
     })?;
@@ -37,7 +37,7 @@ fn style(release: Release, state: Ref<'_>) -> Style {
     Style { release, device_type: device_type.map_or(default, str::to_owned) }
 }
 
-fn names(state: Ref<'_>) -> Result<Option<Vec<String>>, LiftError> {
+fn names(state: Ref<'_>) -> Result<Option<Vec<String>>, DecodeError> {
     let Some(names) = state.get("_mesh_dim_names").or_else(|| state.get("mesh_dim_names")) else { return Ok(None) };
     if names.is_none() {
         return Ok(None);
@@ -45,7 +45,7 @@ fn names(state: Ref<'_>) -> Result<Option<Vec<String>>, LiftError> {
     let items = names.as_tuple().or_else(|| names.as_list());
     let names: Option<Vec<String>> =
         items.and_then(|items| items.map(|name| name.as_str().map(str::to_owned)).collect());
-    names.map(Some).ok_or_else(|| LiftError::malformed("mesh_dim_names that are not names"))
+    names.map(Some).ok_or_else(|| DecodeError::malformed("mesh_dim_names that are not names"))
 }
 
 /// The coordinate of the saving rank; `None` where it is not in the mesh or not recorded.
@@ -58,8 +58,8 @@ fn is_member(state: Ref<'_>) -> bool {
 }
 
 /// torch 2.2 to 2.9: `mesh` is the array of ranks.
-fn from_array(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, LiftError> {
-    let node = state.get("mesh").ok_or_else(|| LiftError::malformed("a DeviceMesh without ranks"))?;
+fn from_array(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, DecodeError> {
+    let node = state.get("mesh").ok_or_else(|| DecodeError::malformed("a DeviceMesh without ranks"))?;
     let (shape, ranks) = rank_tensor(reader, node)?;
     let mesh = build(shape, ranks, names(state)?)?;
     let rank = coordinate(state)
@@ -71,8 +71,8 @@ fn from_array(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, LiftE
 }
 
 /// torch 2.10 and later: a layout over the ranks of the root.
-fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, LiftError> {
-    let malformed = |what: &str| LiftError::malformed(format!("a DeviceMesh {what}"));
+fn from_layout(reader: &mut Reader<'_>, state: Ref<'_>) -> Result<MeshSpec, DecodeError> {
+    let malformed = |what: &str| DecodeError::malformed(format!("a DeviceMesh {what}"));
     let layout = state.get("_layout").and_then(Ref::state).ok_or_else(|| malformed("without a layout"))?;
     let axes = axes(layout).ok_or_else(|| malformed("with a layout that cannot be read"))?;
     let map = state.get("_rank_map").ok_or_else(|| malformed("without ranks"))?;
@@ -183,21 +183,21 @@ fn axis_of(shape: Ref<'_>, stride: Ref<'_>) -> Option<Axis> {
 }
 
 /// The shape and row-major content of a tensor of ranks.
-fn rank_tensor(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<(Dims, Vec<Rank>), LiftError> {
+fn rank_tensor(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<(Dims, Vec<Rank>), DecodeError> {
     let Some(view) = plain_view(reader, node)? else {
-        return Err(LiftError::malformed(format!("mesh ranks that are {}", node.describe())));
+        return Err(DecodeError::malformed(format!("mesh ranks that are {}", node.describe())));
     };
     let count: u64 = view.sizes.iter().product();
     // Every rank of a mesh is another one: a tensor that repeats its storage is none.
     if count > MAX_RANKS || count > view.storage_bytes / view.dtype.itemsize() {
-        return Err(LiftError::malformed(format!("a mesh of {count} ranks")));
+        return Err(DecodeError::malformed(format!("a mesh of {count} ranks")));
     }
     let values = reader.integers(&view)?;
     let ranks = values.into_iter().map(|value| u32::try_from(value).map(Rank));
-    let ranks = ranks.collect::<Result<_, _>>().map_err(|_| LiftError::malformed("a mesh with negative ranks"))?;
+    let ranks = ranks.collect::<Result<_, _>>().map_err(|_| DecodeError::malformed("a mesh with negative ranks"))?;
     Ok((view.sizes, ranks))
 }
 
-fn build(shape: Dims, ranks: Vec<Rank>, names: Option<Vec<String>>) -> Result<DeviceMesh, LiftError> {
-    DeviceMesh::new(shape, ranks, names).map_err(|error| LiftError::malformed(error.to_string()))
+fn build(shape: Dims, ranks: Vec<Rank>, names: Option<Vec<String>>) -> Result<DeviceMesh, DecodeError> {
+    DeviceMesh::new(shape, ranks, names).map_err(|error| DecodeError::malformed(error.to_string()))
 }

@@ -4,6 +4,7 @@
 
 mod context;
 mod disjoint;
+pub(super) mod entry;
 pub mod load;
 mod mesh;
 pub mod ranks;
@@ -30,10 +31,10 @@ use indexmap::IndexSet;
 
 use crate::catalog::{Catalog, Chunk, contiguous_strides};
 use crate::error::Result;
-use crate::format::pickle::Unknown;
 use crate::layout::Tile;
 use crate::storage::Files;
 use reader::Contents;
+use torch_pickle::pickle::Unknown;
 
 /// Read files that each hold whole tensors: one torch.save file, or the set that an index names.
 ///

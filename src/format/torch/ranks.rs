@@ -14,7 +14,7 @@ use super::{Found, Group, View, chunk};
 use crate::catalog::path::{self, Fate, is_descended, key_text};
 use crate::catalog::{
     Catalog, Class, Dict, Fqn, Holding, Key, Path, Sharding, Summands, TensorEntry, TensorId, Value, checked_len_bytes,
-    permuted_stride,
+    permuted_stride, shift_tensors,
 };
 use crate::error::{Error, Result};
 use crate::layout::partial::{Reduction, summand};
@@ -71,7 +71,7 @@ pub fn merge(files: &[RankFile], plain: Plain) -> Result<Catalog> {
     catalog.archives = files.iter().map(|file| file.contents.stretch()).collect();
     catalog.state = state.unwrap_or_else(|| Value::Dict(Dict::default()));
     path::edit_leaves(&mut catalog.state, &mut |path, leaf| {
-        if let Value::PerRank(holdings) = leaf {
+        if let Value::Other(holdings) = leaf {
             merger.only_holders(path, holdings);
         }
         Fate::Keep
@@ -117,7 +117,7 @@ impl Merger<'_> {
         let count = self.files[file].contents.tensors.len();
         self.tensors.extend((0..count).map(|tensor| vec![Part { file, tensor }]));
         let mut value = value.clone();
-        value.shift_tensors(u32::try_from(first).expect("fewer than 2^32 tensors"));
+        shift_tensors(&mut value, u32::try_from(first).expect("fewer than 2^32 tensors"));
         value
     }
 
@@ -133,7 +133,7 @@ impl Merger<'_> {
                     self.merge_value(into, from, file);
                 }
             }
-            (Value::PerRank(holdings), from) => {
+            (Value::Other(holdings), from) => {
                 match holdings.iter_mut().find(|holding| holding.value.same_but_tensors(&from)) {
                     Some(holding) => {
                         holding.ranks.extend(self.files[file].rank);
@@ -151,7 +151,7 @@ impl Merger<'_> {
             }
             (into, from) => {
                 let first = std::mem::replace(into, Value::None);
-                *into = Value::PerRank(vec![self.holding(first, 0..=file - 1), self.holding(from, file..=file)]);
+                *into = Value::Other(vec![self.holding(first, 0..=file - 1), self.holding(from, file..=file)]);
             }
         }
     }
@@ -169,7 +169,7 @@ impl Merger<'_> {
     fn only_holders(&self, path: &Path, holdings: &mut [Holding]) {
         let has_value = |rank: &Rank| {
             let file = self.files.iter().find(|file| file.rank == Some(*rank));
-            file.is_none_or(|file| file.contents.value.at(path).is_some())
+            file.is_none_or(|file| path.find(&file.contents.value).is_some())
         };
         for holding in holdings.iter_mut() {
             holding.ranks.retain(has_value);

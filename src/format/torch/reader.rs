@@ -7,11 +7,12 @@ use std::path::Path;
 use super::context::{Reader, View};
 use super::release::Style;
 use super::tensor::{Found, recognise};
-use crate::catalog::{Located, Place, TensorId, Value};
+use crate::catalog::{Located, Place, Summed, TensorId, Value};
 use crate::error::{Error, Result};
-use crate::format::pickle::{self, Dropped, LiftError, NoFold, NodeId, PickleError, PickleErrorKind, Unknown};
-use crate::format::zip::{Archive, Frame, torch_script};
+use crate::format::archive::{Source, torch_script};
 use crate::storage::{FileId, Files, Stretch};
+use torch_pickle::pickle::{self, DecodeError, Dropped, NoVisitor, NodeId, PickleError, Unknown};
+use torch_pickle::zip::{Archive, Frame};
 
 /// What a file (or an item of a DCP data file) holds.
 #[derive(Debug)]
@@ -59,7 +60,10 @@ impl Contents {
     /// `Io`.
     pub fn frame(&self, files: &Files, view: &View) -> Result<Option<Frame>> {
         // All records that `read` looks into.
-        Frame::of(files, self.stretch, &self.archive, &[PICKLE, BYTE_ORDER], &format!("data/{}", view.key))
+        let Stretch { file, offset, len } = self.stretch;
+        let (source, located) = (Source::new(files, file), format!("data/{}", view.key));
+        Frame::of(&source, offset..offset + len, &self.archive, &[PICKLE, BYTE_ORDER], &located)
+            .map_err(|error| source.error(error))
     }
 
     /// As [`Contents::place`], down to the byte.
@@ -68,11 +72,18 @@ impl Contents {
     /// `Malformed` where the record's local header is damaged.
     pub fn locate(&self, files: &Files, view: &View) -> Result<Located> {
         let name = format!("data/{}", view.key);
-        let Some((data, record)) = self.archive.locate(files, &name)? else {
+        let source = Source::new(files, self.stretch.file);
+        let located = self.archive.locate(&source, &name).map_err(|error| source.error(error))?;
+        let Some((data, record)) = located else {
             return Err(Error::malformed(files.path(self.stretch.file), name, "a record of the archive", "none"));
         };
         let offset = data + view.offset * view.dtype.itemsize();
-        Ok(Located { file: self.stretch.file, offset, strides: view.strides.clone(), summed: record.summed(data) })
+        Ok(Located {
+            file: self.stretch.file,
+            offset,
+            strides: view.strides.clone(),
+            summed: Summed::of_record(record, data),
+        })
     }
 }
 
@@ -87,14 +98,16 @@ const MAX_BYTE_ORDER_BYTES: u64 = 64;
 pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Result<Contents> {
     let file = stretch.file;
     let path = files.path(file);
-    let archive = Archive::read(files, stretch)?;
-    check_kind(files, path, &archive)?;
-    let Some(bytes) = archive.content(files, PICKLE, pickle::MAX_BYTES)? else {
+    let source = Source::new(files, file);
+    let archive = source.archive(stretch)?;
+    check_kind(source, path, &archive)?;
+    let content = archive.content(&source, PICKLE, pickle::MAX_BYTES).map_err(|error| source.error(error))?;
+    let Some(bytes) = content else {
         return Err(Error::malformed(path, "zip directory", "an entry data.pkl", "an archive without one"));
     };
-    let (pickle, _) = pickle::decode(&bytes, &mut NoFold).map_err(|error| pickle_error(path, PICKLE, &error))?;
+    let (pickle, _) = pickle::parse(&bytes, &mut NoVisitor).map_err(|error| pickle_error(path, PICKLE, &error))?;
     let mut reader = Reader {
-        files,
+        source,
         archive: &archive,
         meshes: HashMap::new(),
         depth: 0,
@@ -106,7 +119,7 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
     // Views that are the same view of the same storage are one tensor under several names.
     let mut known: HashMap<View, TensorId> = HashMap::new();
     let mut by_node: HashMap<NodeId, TensorId> = HashMap::new();
-    let lifted = pickle::lift_with(pickle.root(), unknown, &mut |node| {
+    let decoded = pickle::decode_with(pickle.root(), unknown, &mut |node| {
         if let Some(id) = by_node.get(&node.id()).filter(|_| node.is_shared()) {
             return Ok(Some(*id));
         }
@@ -136,8 +149,8 @@ pub fn read(files: &Files, stretch: Stretch, name: &str, unknown: Unknown) -> Re
     if let Some(error) = unread {
         return Err(error);
     }
-    let lifted = lifted.map_err(|error| lift_error(path, &error.under(name), unsupported))?;
-    Ok(Contents { value: lifted.value, tensors, dropped: lifted.dropped, archive, stretch })
+    let decoded = decoded.map_err(|error| decode_error(path, &error.under(name), unsupported))?;
+    Ok(Contents { value: decoded.value, tensors, dropped: decoded.dropped, archive, stretch })
 }
 
 impl Style {
@@ -154,11 +167,12 @@ impl Style {
     }
 }
 
-fn check_kind(files: &Files, path: &Path, archive: &Archive) -> Result<()> {
+fn check_kind(source: Source<'_>, path: &Path, archive: &Archive) -> Result<()> {
     if archive.get("constants.pkl").is_some() {
         return Err(torch_script(path));
     }
-    match archive.content(files, BYTE_ORDER, MAX_BYTE_ORDER_BYTES)?.as_deref() {
+    let order = archive.content(&source, BYTE_ORDER, MAX_BYTE_ORDER_BYTES).map_err(|error| source.error(error))?;
+    match order.as_deref() {
         None | Some(b"little") => Ok(()),
         Some(b"big") => Err(Error::unsupported(
             format!("{}: saved on a big-endian machine", path.display()),
@@ -173,19 +187,14 @@ fn check_kind(files: &Files, path: &Path, archive: &Archive) -> Result<()> {
 
 /// A pickle that cannot be read, as the error of its file.
 pub fn pickle_error(path: &Path, what: &str, error: &PickleError) -> Error {
-    let expected = match error.kind {
-        PickleErrorKind::Truncated => "a whole pickle",
-        PickleErrorKind::Limit => "a pickle within bounds",
-        PickleErrorKind::Malformed | PickleErrorKind::Rejected => "a well-formed pickle",
-    };
-    Error::malformed(path, format!("{what}, byte {}", error.at), expected, error.what.clone())
+    Error::malformed(path, format!("{what}, byte {}", error.at), error.expected(), error.found.clone())
 }
 
 /// A value that cannot be used, as the error of its file.
-pub fn lift_error(path: &Path, error: &LiftError, unsupported: Option<String>) -> Error {
+pub fn decode_error(path: &Path, error: &DecodeError, unsupported: Option<String>) -> Error {
     let at = if error.path().is_empty() { "the pickled object" } else { error.path() };
     match (error, unsupported) {
-        (LiftError::Forbidden { symbol, .. }, _) => Error::unsupported(
+        (DecodeError::Forbidden { symbol, .. }, _) => Error::unsupported(
             format!("{}: {at} needs the Python object `{symbol}`, which is not known to be plain data", path.display()),
             "nothing named in a pickle is ever run; remove that object from the checkpoint and save it again, or go \
              on without such objects with --drop-unknown",
@@ -194,9 +203,10 @@ pub fn lift_error(path: &Path, error: &LiftError, unsupported: Option<String>) -
             format!("{}: {at} is {what}", path.display()),
             "convert it to a dense tensor before saving, or leave it out of the checkpoint",
         ),
-        (LiftError::Limit { what, .. }, None) => Error::malformed(path, at, "a value within bounds", what.clone()),
-        (LiftError::Malformed { what, .. }, None) => {
+        (DecodeError::Limit { what, .. }, None) => Error::malformed(path, at, "a value within bounds", what.clone()),
+        (DecodeError::Malformed { what, .. }, None) => {
             Error::malformed(path, at, "plain data and dense tensors", what.clone())
         }
+        (other, None) => Error::malformed(path, at, "plain data and dense tensors", other.to_string()),
     }
 }

@@ -12,8 +12,8 @@ use super::context::{MeshSpec, Reader, View};
 use super::mesh::read_mesh;
 use super::view::{arg, dims, dtype, is_distributed, is_wrapper, plain_view};
 use crate::catalog::Dtype;
-use crate::format::pickle::{Items, LiftError, Ref};
 use crate::layout::{Dims, MeshDim, Placement, ReduceOp, Region, TensorDim, from_shard_order};
+use torch_pickle::pickle::{DecodeError, Items, Ref};
 
 /// What a tensor node is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,7 +47,7 @@ pub struct Group {
 }
 
 /// The tensor at a node, if it is one.
-pub fn recognise(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<Found>, LiftError> {
+pub fn recognise(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<Found>, DecodeError> {
     let Some(call) = node.call() else { return Ok(None) };
     if is_wrapper(call.module, call.name) {
         let wrapped = arg(call.args, 0)?;
@@ -57,7 +57,8 @@ pub fn recognise(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<Found>
         let class = arg(call.args, 1)?.global().unwrap_or_default();
         if is_distributed(class) {
             let (inner, state) = (arg(call.args, 2)?, arg(call.args, 3)?);
-            let inner = inner.as_tuple().ok_or_else(|| LiftError::malformed("a tensor subclass without arguments"))?;
+            let inner =
+                inner.as_tuple().ok_or_else(|| DecodeError::malformed("a tensor subclass without arguments"))?;
             let read = if class.1 == "DTensor" { distributed } else { sharded };
             return reader.inside(|reader| read(reader, inner, state)).map(Some);
         }
@@ -66,39 +67,39 @@ pub fn recognise(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<Found>
 }
 
 /// State of a wrapper subclass: a dict, or `(dict or None, slots)`.
-fn attribute<'a>(state: Ref<'a>, name: &str) -> Result<Ref<'a>, LiftError> {
+fn attribute<'a>(state: Ref<'a>, name: &str) -> Result<Ref<'a>, DecodeError> {
     let parts: Vec<Ref<'a>> = state.as_tuple().map_or_else(|| vec![state], Iterator::collect);
     (parts.iter().find_map(|part| part.get(name)))
-        .ok_or_else(|| LiftError::malformed(format!("a distributed tensor without `{name}`")))
+        .ok_or_else(|| DecodeError::malformed(format!("a distributed tensor without `{name}`")))
 }
 
 /// (cls, dtype, size, stride, offset, layout, device, requires grad), {_local_tensor, _spec}
-fn distributed(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<Found, LiftError> {
+fn distributed(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<Found, DecodeError> {
     let shape = dims(arg(args, 2)?, "global size")?;
     let Some(local) = plain_view(reader, attribute(state, "_local_tensor")?)? else {
         return Err(reader.unsupported("a DTensor whose local tensor is not a plain tensor"));
     };
     let spec = attribute(state, "_spec")?;
-    let spec = spec.state().ok_or_else(|| LiftError::malformed("a DTensor spec without state"))?;
+    let spec = spec.state().ok_or_else(|| DecodeError::malformed("a DTensor spec without state"))?;
     let field =
-        |name: &str| spec.get(name).ok_or_else(|| LiftError::malformed(format!("a DTensor spec without `{name}`")));
+        |name: &str| spec.get(name).ok_or_else(|| DecodeError::malformed(format!("a DTensor spec without `{name}`")));
     let mesh = read_mesh(reader, field("mesh")?)?;
     let placements: Vec<Placement> = field("placements")?
         .as_tuple()
-        .ok_or_else(|| LiftError::malformed("placements that are not a tuple"))?
+        .ok_or_else(|| DecodeError::malformed("placements that are not a tuple"))?
         .map(|node| placement(reader, node))
         .collect::<Result<_, _>>()?;
     let placements = match spec.get("shard_order").filter(|order| !order.is_none()) {
         Some(order) => from_shard_order(mesh.mesh.shape(), &placements, &shard_order(order)?)
-            .map_err(|error| LiftError::malformed(error.to_string()))?,
+            .map_err(|error| DecodeError::malformed(error.to_string()))?,
         None => placements,
     };
     Ok(Found::Distributed { local, shape, mesh, placements })
 }
 
 /// Tuple of `ShardOrderEntry(tensor_dim, mesh_dims)`.
-fn shard_order(node: Ref<'_>) -> Result<Vec<(TensorDim, Vec<MeshDim>)>, LiftError> {
-    let malformed = || LiftError::malformed("a shard_order that is not a tuple of (tensor dim, mesh dims)");
+fn shard_order(node: Ref<'_>) -> Result<Vec<(TensorDim, Vec<MeshDim>)>, DecodeError> {
+    let malformed = || DecodeError::malformed("a shard_order that is not a tuple of (tensor dim, mesh dims)");
     let index = |node: Ref<'_>| node.as_u64().and_then(|value| usize::try_from(value).ok()).ok_or_else(malformed);
     node.as_tuple()
         .ok_or_else(malformed)?
@@ -111,13 +112,13 @@ fn shard_order(node: Ref<'_>) -> Result<Vec<(TensorDim, Vec<MeshDim>)>, LiftErro
         .collect()
 }
 
-fn placement(reader: &Reader<'_>, node: Ref<'_>) -> Result<Placement, LiftError> {
+fn placement(reader: &Reader<'_>, node: Ref<'_>) -> Result<Placement, DecodeError> {
     let Some(object) = node.object() else {
-        return Err(LiftError::malformed(format!("a placement that is {}", node.describe())));
+        return Err(DecodeError::malformed(format!("a placement that is {}", node.describe())));
     };
     let number = |name: &str| {
         (object.state.and_then(|state| state.get(name)).and_then(Ref::as_u64))
-            .ok_or_else(|| LiftError::malformed(format!("a placement {} without `{name}`", object.name)))
+            .ok_or_else(|| DecodeError::malformed(format!("a placement {} without `{name}`", object.name)))
     };
     let dim = || number("dim").map(|dim| TensorDim(usize::try_from(dim).unwrap_or(usize::MAX)));
     match object.name {
@@ -142,8 +143,8 @@ fn placement(reader: &Reader<'_>, node: Ref<'_>) -> Result<Placement, LiftError>
 }
 
 /// (cls, dtype, size, ...), (local shards, metadata, process group state, spec, init_rrefs)
-fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<Found, LiftError> {
-    let malformed = |what: &str| LiftError::malformed(format!("a ShardedTensor {what}"));
+fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<Found, DecodeError> {
+    let malformed = |what: &str| DecodeError::malformed(format!("a ShardedTensor {what}"));
     let dtype = dtype(reader, arg(args, 1)?)?;
     let shape = dims(arg(args, 2)?, "global size")?;
     let fields: Vec<Ref<'_>> = state.as_tuple().map(Iterator::collect).unwrap_or_default();
@@ -175,12 +176,12 @@ fn sharded(reader: &mut Reader<'_>, args: Items<'_>, state: Ref<'_>) -> Result<F
 }
 
 /// `ShardMetadata(shard_offsets, shard_sizes, placement)`
-fn shard_region(node: Ref<'_>) -> Result<Region, LiftError> {
-    let state = node.state().ok_or_else(|| LiftError::malformed("a ShardMetadata without state"))?;
+fn shard_region(node: Ref<'_>) -> Result<Region, DecodeError> {
+    let state = node.state().ok_or_else(|| DecodeError::malformed("a ShardMetadata without state"))?;
     let offsets = dims(attribute(state, "shard_offsets")?, "shard_offsets")?;
     let sizes = dims(attribute(state, "shard_sizes")?, "shard_sizes")?;
     if offsets.len() != sizes.len() {
-        return Err(LiftError::malformed("a ShardMetadata with unequal offsets and sizes"));
+        return Err(DecodeError::malformed("a ShardMetadata with unequal offsets and sizes"));
     }
     Ok(Region::new(offsets, sizes))
 }

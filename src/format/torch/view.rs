@@ -4,14 +4,14 @@
 
 use super::context::{Reader, View};
 use crate::catalog::{Dtype, span};
-use crate::format::pickle::{Items, LiftError, Ref};
 use crate::layout::Dims;
+use torch_pickle::pickle::{DecodeError, Items, Ref};
 
 /// Returns the view of a plain tensor; `None` for everything else.
 ///
 /// # Errors
-/// `LiftError` for a damaged tensor, and for a tensor of a kind that is not converted.
-pub fn plain_view(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<View>, LiftError> {
+/// `DecodeError` for a damaged tensor, and for a tensor of a kind that is not converted.
+pub fn plain_view(reader: &mut Reader<'_>, node: Ref<'_>) -> Result<Option<View>, DecodeError> {
     let Some(call) = node.call() else { return Ok(None) };
     let args = call.args;
     if let Some(view) = rebuilt(reader, (call.module, call.name), args)? {
@@ -42,7 +42,7 @@ pub fn is_distributed(class: (&str, &str)) -> bool {
     class.0.starts_with("torch.distributed") && ["DTensor", "ShardedTensor"].contains(&class.1)
 }
 
-fn rebuilt(reader: &mut Reader<'_>, function: (&str, &str), args: Items<'_>) -> Result<Option<View>, LiftError> {
+fn rebuilt(reader: &mut Reader<'_>, function: (&str, &str), args: Items<'_>) -> Result<Option<View>, DecodeError> {
     match function {
         ("torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor") => plain(reader, args, None).map(Some),
         ("torch._utils", "_rebuild_tensor_v3") => {
@@ -54,10 +54,10 @@ fn rebuilt(reader: &mut Reader<'_>, function: (&str, &str), args: Items<'_>) -> 
 }
 
 /// `_rebuild_from_type_v2(func, type, args, state)`
-fn typed(reader: &mut Reader<'_>, args: Items<'_>) -> Result<Option<View>, LiftError> {
+fn typed(reader: &mut Reader<'_>, args: Items<'_>) -> Result<Option<View>, DecodeError> {
     let (func, class) = (arg(args, 0)?, arg(args, 1)?.global().unwrap_or_default());
     let inner = arg(args, 2)?.as_tuple();
-    let inner = inner.ok_or_else(|| LiftError::malformed("a tensor subclass without arguments"))?;
+    let inner = inner.ok_or_else(|| DecodeError::malformed("a tensor subclass without arguments"))?;
     if is_distributed(class) {
         return Ok(None);
     }
@@ -72,33 +72,33 @@ fn typed(reader: &mut Reader<'_>, args: Items<'_>) -> Result<Option<View>, LiftE
     view.map(Some).ok_or_else(|| reader.unsupported(format!("a tensor of class `{module}.{name}`")))
 }
 
-pub fn arg(args: Items<'_>, index: usize) -> Result<Ref<'_>, LiftError> {
-    args.get(index).ok_or_else(|| LiftError::malformed(format!("a tensor without argument {index}")))
+pub fn arg(args: Items<'_>, index: usize) -> Result<Ref<'_>, DecodeError> {
+    args.get(index).ok_or_else(|| DecodeError::malformed(format!("a tensor without argument {index}")))
 }
 
-pub fn dims(node: Ref<'_>, what: &str) -> Result<Dims, LiftError> {
+pub fn dims(node: Ref<'_>, what: &str) -> Result<Dims, DecodeError> {
     // A long tuple that many tensors share would be copied for each.
     const MAX_DIMS: usize = 255;
     (node.to_dims().filter(|dims| dims.len() <= MAX_DIMS))
-        .ok_or_else(|| LiftError::malformed(format!("{what} is {}, not a list of sizes", node.describe())))
+        .ok_or_else(|| DecodeError::malformed(format!("{what} is {}, not a list of sizes", node.describe())))
 }
 
-pub fn unsigned(node: Ref<'_>, what: &str) -> Result<u64, LiftError> {
-    node.as_u64().ok_or_else(|| LiftError::malformed(format!("{what} is {}, not a size", node.describe())))
+pub fn unsigned(node: Ref<'_>, what: &str) -> Result<u64, DecodeError> {
+    node.as_u64().ok_or_else(|| DecodeError::malformed(format!("{what} is {}, not a size", node.describe())))
 }
 
 /// `torch.<dtype>`
-pub fn dtype(reader: &Reader<'_>, node: Ref<'_>) -> Result<Dtype, LiftError> {
+pub fn dtype(reader: &Reader<'_>, node: Ref<'_>) -> Result<Dtype, DecodeError> {
     match node.global() {
         Some(("torch", name)) => {
             Dtype::from_name(name).ok_or_else(|| reader.unsupported(format!("a tensor of dtype `torch.{name}`")))
         }
-        _ => Err(LiftError::malformed(format!("a dtype that is {}", node.describe()))),
+        _ => Err(DecodeError::malformed(format!("a dtype that is {}", node.describe()))),
     }
 }
 
 /// (storage, offset, size, stride, ...)
-fn plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) -> Result<View, LiftError> {
+fn plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) -> Result<View, DecodeError> {
     // The last argument, where it is a dict with something in it, says that the data must be conjugated or negated.
     if let Some(flags) = args.get(if dtype.is_some() { 7 } else { 6 }).and_then(Ref::as_dict)
         && flags.into_iter().any(|(_, value)| value.as_bool() == Some(true))
@@ -107,7 +107,7 @@ fn plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) -> Resu
     }
     let storage = storage(reader, arg(args, 0)?)?;
     let Some(dtype) = dtype.or(storage.dtype) else {
-        return Err(LiftError::malformed("an untyped storage without a dtype"));
+        return Err(DecodeError::malformed("an untyped storage without a dtype"));
     };
     let view = View {
         dtype,
@@ -123,10 +123,10 @@ fn plain(reader: &mut Reader<'_>, args: Items<'_>, dtype: Option<Dtype>) -> Resu
 
 impl View {
     /// Everything that reading the view relies on.
-    fn check(&self) -> Result<(), LiftError> {
+    fn check(&self) -> Result<(), DecodeError> {
         if self.sizes.len() != self.strides.len() {
             let (sizes, strides) = (self.sizes.len(), self.strides.len());
-            return Err(LiftError::malformed(format!("a tensor of {sizes} dims with {strides} strides")));
+            return Err(DecodeError::malformed(format!("a tensor of {sizes} dims with {strides} strides")));
         }
         let numel = crate::catalog::checked_len_bytes(&self.sizes, self.dtype);
         let elements = self.storage_bytes / self.dtype.itemsize();
@@ -139,7 +139,7 @@ impl View {
         if fits && numel.is_some() {
             return Ok(());
         }
-        Err(LiftError::malformed(format!(
+        Err(DecodeError::malformed(format!(
             "a view of sizes {:?} and strides {:?} at {} in a storage of {elements} elements",
             self.sizes.as_slice(),
             self.strides.as_slice(),
@@ -155,15 +155,15 @@ struct Storage<'a> {
 }
 
 /// `('storage', class, key, location, numel)`
-fn storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<Storage<'a>, LiftError> {
+fn storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<Storage<'a>, DecodeError> {
     let fields: Vec<Ref<'a>> = node.persistent_id().and_then(Ref::as_tuple).map(Iterator::collect).unwrap_or_default();
     let [kind, class, key, location, numel] = fields.as_slice() else {
-        return Err(LiftError::malformed(format!("a storage that is {}", node.describe())));
+        return Err(DecodeError::malformed(format!("a storage that is {}", node.describe())));
     };
     let (Some("storage"), Some((_, class)), Some(key), Some(numel)) =
         (kind.as_str(), class.global(), key.as_str(), numel.as_u64())
     else {
-        return Err(LiftError::malformed("a storage reference that is not (storage, class, key, location, numel)"));
+        return Err(DecodeError::malformed("a storage reference that is not (storage, class, key, location, numel)"));
     };
     if location.as_str() == Some("meta") {
         return Err(reader.unsupported("a tensor on the meta device, which has no data"));
@@ -174,6 +174,6 @@ fn storage<'a>(reader: &Reader<'_>, node: Ref<'a>) -> Result<Storage<'a>, LiftEr
     }
     let bytes = numel
         .checked_mul(dtype.map_or(1, Dtype::itemsize))
-        .ok_or_else(|| LiftError::malformed(format!("a storage of {numel} elements")))?;
+        .ok_or_else(|| DecodeError::malformed(format!("a storage of {numel} elements")))?;
     Ok(Storage { dtype, key, bytes })
 }

@@ -10,11 +10,12 @@ use crate::catalog::{
     Catalog, Chunk, Dtype, OutputFile, Place, Reservation, Reserved, TensorEntry, TensorId, Value, contiguous_strides,
 };
 use crate::error::{Error, Result};
-use crate::format::pickle::{WriteError, Writer};
-use crate::format::zip::{ArchiveWriter, Frames};
+use crate::format::archive::{Leaves, SharedBytes};
 use crate::layout::flat::StorageOrder;
 use crate::layout::{Dims, Tile};
 use crate::storage::FileId;
+use torch_pickle::pickle::{WriteError, Writer};
+use torch_pickle::zip::ArchiveWriter;
 
 /// The folder inside the archive. PyTorch takes it from the file's name, but reads any; a fixed one makes equal
 /// checkpoints equal files.
@@ -90,12 +91,17 @@ impl SavedOrder {
 ///
 /// # Errors
 /// A text where the value cannot be pickled.
-pub fn save(source: &Catalog, value: &Value, file: &mut OutputFile, frames: &mut Frames) -> Result<Saved, WriteError> {
+pub fn save(
+    source: &Catalog,
+    value: &Value,
+    file: &mut OutputFile,
+    frames: &mut SharedBytes,
+) -> Result<Saved, WriteError> {
     let mut stored: Vec<(TensorId, SavedOrder)> = Vec::new();
     let mut keys: HashMap<TensorId, usize> = HashMap::new();
     let mut boxes_left = MAX_BOXES_AN_ARCHIVE;
     let mut writer = Writer::new();
-    writer.value(value, &mut |writer, id| {
+    let tensors = |writer: &mut Writer, id: TensorId| {
         let entry = source.tensor(id);
         let key = *keys.entry(id).or_insert_with(|| {
             stored.push((id, SavedOrder::choose(entry, &mut boxes_left)));
@@ -105,7 +111,8 @@ pub fn save(source: &Catalog, value: &Value, file: &mut OutputFile, frames: &mut
         let strides = entry.stride.as_ref().filter(|_| is_kept).map(|stride| stride.as_slice());
         write_view(writer, StoredView { strides, ..StoredView::whole(entry.dtype, key, &entry.shape) });
         Ok(())
-    })?;
+    };
+    writer.value(value, &mut Leaves { rank: None, tensors })?;
     let lens = stored.iter().map(|(id, _)| source.tensor(*id).len_bytes());
     let (offsets, len) = append(&writer.finish(), lens, file, frames);
     let tensors = stored.into_iter().zip(offsets).map(|((id, order), offset)| SavedTensor { id, offset, order });
@@ -118,7 +125,7 @@ pub fn save(source: &Catalog, value: &Value, file: &mut OutputFile, frames: &mut
 pub struct TensorArchives {
     /// By dtype and sizes, as a file of its own, and the offset of the data in it.
     known: HashMap<(Dtype, Dims), (OutputFile, u64)>,
-    pub frames: Frames,
+    pub frames: SharedBytes,
 }
 
 impl TensorArchives {
@@ -141,12 +148,16 @@ fn append(
     pickle: &[u8],
     lens: impl Iterator<Item = u64>,
     file: &mut OutputFile,
-    frames: &mut Frames,
+    frames: &mut SharedBytes,
 ) -> (SmallVec<[u64; 1]>, u64) {
-    let mut archive = ArchiveWriter::new(file, frames, PREFIX);
+    let mut archive = ArchiveWriter::new(PREFIX);
     archive.start(pickle);
-    let offsets = lens.enumerate().map(|(key, len)| archive.payload(&format!("data/{key}"), len)).collect();
-    (offsets, archive.finish())
+    let offsets: SmallVec<[u64; 1]> =
+        lens.enumerate().map(|(key, len)| archive.payload(&format!("data/{key}"), len)).collect();
+    let archive = archive.finish();
+    let len = archive.len;
+    let base = frames.append(archive, file);
+    (offsets.into_iter().map(|offset| base + offset).collect(), len)
 }
 
 /// A tensor that is a view of a storage.
@@ -274,7 +285,7 @@ pub fn write_sizes(writer: &mut Writer, sizes: &[u64]) {
 pub fn reserve(source: &Catalog, state: &Value, name: PathBuf) -> Result<Reservation> {
     let mut reservation = Reservation::default();
     let mut file = OutputFile::new(name);
-    let saved = save(source, state, &mut file, &mut Frames::default()).map_err(|error| {
+    let saved = save(source, state, &mut file, &mut SharedBytes::default()).map_err(|error| {
         Error::unsupported(
             format!("the state dict cannot be pickled: {error}"),
             "leave that object out of the checkpoint",
@@ -304,7 +315,8 @@ mod tests {
     fn written(entry: TensorEntry) -> (SavedTensor, Reserved) {
         let mut catalog = Catalog::empty();
         let id = catalog.push_tensor(entry);
-        let mut saved = save(&catalog, &Value::Tensor(id), &mut OutputFile::new("x"), &mut Frames::default()).unwrap();
+        let mut saved =
+            save(&catalog, &Value::Tensor(id), &mut OutputFile::new("x"), &mut SharedBytes::default()).unwrap();
         let tensor = saved.tensors.remove(0);
         let reserved = tensor.reserved(&catalog, FileId(0));
         (tensor, reserved)

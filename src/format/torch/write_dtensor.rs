@@ -10,8 +10,8 @@ use super::release::Release;
 use super::write::{instance, start_wrapper, tuple, write_sizes, write_tensor};
 use super::write_mesh::MeshWriter;
 use crate::catalog::{Dtype, contiguous_strides};
-use crate::format::pickle::Writer;
 use crate::layout::{Dims, MeshDim, Placement, TensorDim};
+use torch_pickle::pickle::Writer;
 
 const DTENSOR: (&str, &str) = ("torch.distributed.tensor", "DTensor");
 const PLACEMENTS: &str = "torch.distributed.tensor.placement_types";

@@ -9,8 +9,8 @@ use std::collections::BTreeSet;
 use super::release::{Release, Style};
 use super::write::{instance, list, tuple, write_sizes, write_tensor};
 use crate::catalog::{Dtype, contiguous_strides};
-use crate::format::pickle::Writer;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Rank};
+use torch_pickle::pickle::Writer;
 
 const DEVICE_MESH: (&str, &str) = ("torch.distributed.device_mesh", "DeviceMesh");
 const LAYOUT: &str = "torch.distributed._mesh_layout";

@@ -20,14 +20,15 @@ use crate::catalog::{
     Catalog, Chunk, ChunkTable, Fqn, OutputFile, Path, Place, Reservation, Reserved, TensorEntry, TensorId, Value, path,
 };
 use crate::error::{Error, Result};
-use crate::format::pickle::{WriteError, Writer};
-use crate::format::zip::{ArchiveWriter, Frames};
+use crate::format::archive::{Leaves, SharedBytes};
 use crate::layout::cut::CutBy;
 use crate::layout::shards::Shared;
 use crate::layout::{
     DeviceMesh, Dims, LayoutError, MeshDim, Placement, Rank, Region, TensorDim, Tile, comma_list, local_shard,
 };
 use crate::storage::FileId;
+use torch_pickle::pickle::{WriteError, Writer};
+use torch_pickle::zip::ArchiveWriter;
 
 /// How a tensor lies on the ranks of the target mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -173,7 +174,7 @@ pub fn reserve_ranks(source: &Catalog, state: &Value, target: RankTarget<'_>) ->
     let shared_dim = common_dim(tensors.values().map(|planned| (&planned.fqn, &planned.layout)), mesh)?;
     let mut chunks: Vec<ChunkTable> =
         tensors.keys().map(|id| ChunkTable::new(source.tensor(*id).shape.len())).collect();
-    let mut frames = Frames::default();
+    let mut frames = SharedBytes::default();
     for rank in (0..world_size).map(Rank) {
         let coordinate = mesh.coordinate(rank);
         let tiles = tensors.iter().map(|(id, planned)| planned.tile(source.tensor(*id), mesh, coordinate.as_ref()));
@@ -247,7 +248,7 @@ fn plan(
     notes: &mut Vec<String>,
 ) -> Result<IndexMap<TensorId, Planned>> {
     // A rank's own tensor is nothing that ranks could share: a shard of it would be all that is left.
-    let own_values = path::objects(state).into_iter().filter(|(_, value)| matches!(value, Value::PerRank(_)));
+    let own_values = path::objects(state).into_iter().filter(|(_, value)| matches!(value, Value::Other(_)));
     let own: HashSet<TensorId> = own_values.flat_map(|(_, value)| value.tensor_ids()).collect();
     let mut named: Vec<(Path, TensorId)> = Vec::new();
     path::tensors(state, &Path::default(), &mut |path, id| named.push((path.clone(), id)));
@@ -346,8 +347,8 @@ impl RankFile<'_> {
         let mut stored = used.clone();
         let mut cuts = Vec::new();
         let mut written = 0;
-        let mut writer = Writer::of_rank(meshes.rank);
-        writer.value(state, &mut |writer, id| {
+        let (rank, mut writer) = (Some(meshes.rank), Writer::new());
+        let tensors = |writer: &mut Writer, id: TensorId| {
             let (index, _, planned) = self.tensors.get_full(&id).expect("all tensors of the tree are planned");
             if used[index] {
                 writer.get(memo_of(index));
@@ -380,7 +381,8 @@ impl RankFile<'_> {
             }
             written += 1;
             Ok(())
-        })?;
+        };
+        writer.value(state, &mut Leaves { rank, tensors })?;
         let bytes = writer.finish();
         cuts.push(bytes.len());
         Ok(RankPickle { bytes, cuts, stored, has_mesh: !meshes.known.is_empty() })
@@ -392,9 +394,9 @@ impl RankFile<'_> {
         pickle: &RankPickle,
         mesh: &DeviceMesh,
         output: &mut OutputFile,
-        frames: &mut Frames,
+        frames: &mut SharedBytes,
     ) -> Vec<Option<u64>> {
-        let mut archive = ArchiveWriter::new(output, frames, PREFIX);
+        let mut archive = ArchiveWriter::new(PREFIX);
         archive.start_in_parts(&pickle.bytes, &pickle.cuts);
         if pickle.has_mesh {
             let ranks: Vec<u8> = mesh.ranks().iter().flat_map(|rank| rank.0.to_le_bytes()).collect();
@@ -409,7 +411,7 @@ impl RankFile<'_> {
             });
             offsets.push(offset.filter(|_| numel > 0));
         }
-        archive.finish();
-        offsets
+        let base = frames.append(archive.finish(), output);
+        offsets.into_iter().map(|offset| offset.map(|offset| base + offset)).collect()
     }
 }

@@ -17,8 +17,8 @@ use super::write::{StoredView, instance, list, start_wrapper, write_cpu, write_s
 
 use crate::catalog::{Dtype, Fqn, TensorEntry};
 use crate::error::{Error, Result};
-use crate::format::pickle::Writer;
 use crate::layout::{DeviceMesh, Dims, MeshDim, Placement, Rank, Region, TensorDim, chunk, comma_list};
+use torch_pickle::pickle::Writer;
 
 const SHARDED_TENSOR: (&str, &str) = ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor");
 const GROUP_STATE: (&str, &str) = (SHARDED_TENSOR.0, "ShardedTensor.ProcessGroupState");

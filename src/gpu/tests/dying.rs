@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::comm::{Communicator, Part, Patience};
 use crate::exec::Stop;
-use crate::exec::records::Records;
 use crate::gpu::stream::Stream;
 use crate::gpu::{DeviceBytes, Nccl, Sharing};
+use crate::publish::records::Records;
 use crate::storage::AnchoredPath;
 
 #[test]

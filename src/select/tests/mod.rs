@@ -119,7 +119,7 @@ fn odd() -> Value {
         ("tuple", Value::Tuple(vec![t(5), Value::Int(1)])),
         ("empty", ordered(vec![], &[""])),
         ("empty list", list(vec![])),
-        ("per rank", Value::PerRank(holdings)),
+        ("per rank", Value::Other(holdings)),
         ("a.b", t(6)),
         ("a", ordered(vec![("b", t(0))], &["", "_orig_mod.b"])),
         ("", t(7)),

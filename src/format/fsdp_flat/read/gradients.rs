@@ -65,10 +65,10 @@ pub fn unflatten(files: &mut [RankFile], at: &Path, layout: &FlatLayout) -> Resu
     for file in files {
         let Some(rank) = file.rank else { continue };
         let one = OneRank::new(layout, &flats, &places, rank, &file.path);
-        let Some(Value::Dict(dict)) = file.contents.value.at_mut(at) else { continue };
+        let Some(Value::Dict(dict)) = at.find_mut(&mut file.contents.value) else { continue };
         let stored = std::mem::take(dict);
         let entries = names.entries(&stored, &known, &one, &mut file.contents)?;
-        if let Some(Value::Dict(dict)) = file.contents.value.at_mut(at) {
+        if let Some(Value::Dict(dict)) = at.find_mut(&mut file.contents.value) {
             *dict = Dict { entries, ..stored };
         }
     }
@@ -98,7 +98,7 @@ impl Names<'_> {
     fn dtypes(&self, files: &[RankFile], at: &Path) -> Option<IndexMap<Fqn, (Place, Dtype)>> {
         let mut known = IndexMap::new();
         for file in files {
-            let dict = file.contents.value.at(at).and_then(Value::as_dict);
+            let dict = at.find(&file.contents.value).and_then(Value::as_dict);
             for (key, value) in dict.map(|dict| dict.entries.as_slice()).unwrap_or_default() {
                 let (Some((name, place)), Value::Tensor(_)) = (self.find(key), value) else { continue };
                 let (_, dtype, dims) = tensor(&file.contents, value)?;

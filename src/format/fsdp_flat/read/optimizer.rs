@@ -49,12 +49,12 @@ pub fn may_be_flat(files: &[RankFile], at: &Path) -> bool {
 
 /// The state of the optimizer at a path.
 fn state_of<'a>(value: &'a Value, at: &Path) -> Option<&'a Value> {
-    value.at(at)?.as_dict()?.get(STATE)
+    at.find(value)?.as_dict()?.get(STATE)
 }
 
 /// The same, to be changed.
 fn state_of_mut<'a>(value: &'a mut Value, at: &Path) -> Option<&'a mut Value> {
-    let Value::Dict(dict) = value.at_mut(at)? else { return None };
+    let Value::Dict(dict) = at.find_mut(value)? else { return None };
     dict.entries.iter_mut().find(|(key, _)| key.as_str() == Some(STATE)).map(|(_, state)| state)
 }
 
@@ -105,7 +105,7 @@ pub fn unflatten(
             continue;
         };
         state.entries = one.states(&mut file.contents, &state.entries, &used, &numbered)?;
-        let Some(Value::Dict(dict)) = file.contents.value.at_mut(at) else { continue };
+        let Some(Value::Dict(dict)) = at.find_mut(&mut file.contents.value) else { continue };
         for (key, value) in &mut dict.entries {
             match (key.as_str(), value) {
                 (Some(STATE), value) => *value = Value::Dict(std::mem::take(&mut state)),
@@ -121,7 +121,7 @@ impl Numbered {
     fn new(files: &[RankFile], at: &Path, layout: &FlatLayout, default: Option<&[Fqn]>) -> Result<Self> {
         let mut counts: Option<Vec<usize>> = None;
         for file in files {
-            let dict = file.contents.value.at(at).and_then(Value::as_dict);
+            let dict = at.find(&file.contents.value).and_then(Value::as_dict);
             let Some(groups) = dict.and_then(numbers) else {
                 return Err(Error::malformed(
                     &file.path,

@@ -96,7 +96,7 @@ pub fn unflatten(files: &mut [RankFile], state: &FlatState, layout: &FlatLayout)
                 ids.insert(&shared.fqn, id);
             }
         }
-        if let Some(Value::Dict(dict)) = contents.value.at_mut(&state.path) {
+        if let Some(Value::Dict(dict)) = state.path.find_mut(&mut contents.value) {
             let entries = std::mem::take(&mut dict.entries);
             dict.entries = entries.into_iter().flat_map(|(key, value)| replaced(key, value, layout, &ids)).collect();
             if let Some(registered) = &state.registered {

@@ -32,7 +32,7 @@ use crate::catalog::{
     Catalog, ChunkTable, Dict, Fqn, Key, OutputFile, Path, Reservation, Reserved, TensorEntry, TensorId, Value,
 };
 use crate::error::{Error, Result};
-use crate::format::zip::Frames;
+use crate::format::archive::SharedBytes;
 use crate::layout::Rank;
 use crate::storage::FileId;
 use params::Names;
@@ -63,7 +63,7 @@ pub fn reserve(source: &Catalog, state: &Value, target: FlatTarget<'_>) -> Resul
     let Planned { tree, plan, notes, .. } = Planned::new(source, state, &target)?;
     let mut reservation = Reservation { notes, ..Reservation::default() };
     let mut chunks: Vec<Vec<ChunkTable>> = plan.storages.iter().map(|storage| storage.chunk_tables(source)).collect();
-    let mut frames = Frames::default();
+    let mut frames = SharedBytes::default();
     for rank in (0..layout.world_size).map(Rank) {
         let file = FileId(u32::try_from(reservation.files.len()).expect("fewer than 2^32 files"));
         let mut output = OutputFile::of_rank(rank, name(rank));
@@ -184,6 +184,6 @@ fn no_model(path: &Path) -> Error {
 }
 
 /// The error for a value of the state dict that pickle cannot hold.
-fn cannot_pickle(error: &crate::format::pickle::WriteError) -> Error {
+fn cannot_pickle(error: &torch_pickle::pickle::WriteError) -> Error {
     Error::unsupported(format!("the state dict cannot be pickled: {error}"), "leave that object out of the checkpoint")
 }

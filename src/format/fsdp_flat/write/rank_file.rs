@@ -9,12 +9,13 @@ use super::plan::{At, Content, Item, Padding, Plan, Role};
 use crate::catalog::flat::FlatLayout;
 use crate::catalog::{Chunk, ChunkTable, Dict, OutputFile, Place, TensorId, Value};
 use crate::error::Result;
-use crate::format::pickle::{WriteError, Writer};
+use crate::format::archive::{Leaves, SharedBytes};
 use crate::format::torch::{PREFIX, RankGroup, Sharded, ShardedWriter, StoredView, write_view};
-use crate::format::zip::{ArchiveWriter, Frames, Span};
 use crate::layout::flat::FlatContent;
 use crate::layout::{Rank, Region, Tile};
 use crate::storage::FileId;
+use torch_pickle::pickle::{WriteError, Writer};
+use torch_pickle::zip::{ArchiveWriter, Span};
 
 /// Tensors in one part of a pickle.
 const TENSORS_A_PART: usize = 16;
@@ -55,13 +56,13 @@ impl<'a> RankFile<'a> {
         tree: &Value,
         file: FileId,
         output: &mut OutputFile,
-        frames: &mut Frames,
+        frames: &mut SharedBytes,
         chunks: &mut [Vec<ChunkTable>],
     ) -> Result<()> {
         let mut tree = tree.clone();
         self.prune(&mut tree);
         let pickle = self.pickle(&tree).map_err(|error| cannot_pickle(&error))?;
-        let mut archive = ArchiveWriter::new(output, frames, PREFIX);
+        let mut archive = ArchiveWriter::new(PREFIX);
         archive.start_in_parts(&pickle.bytes, &pickle.cuts);
         for (key, tables) in chunks.iter_mut().enumerate().filter(|(key, _)| pickle.used[*key]) {
             let itemsize = self.plan.storages[key].dtype.itemsize();
@@ -73,9 +74,10 @@ impl<'a> RankFile<'a> {
                     Stretch::Known(bytes) => Span::Known(bytes),
                 })
                 .collect();
+            let base = output.len;
             let offsets = archive.mixed(&format!("data/{key}"), &spans);
             let tensors = self.plan.storages[key].tensors();
-            for (stretch, offset) in stretches.iter().zip(offsets) {
+            for (stretch, offset) in stretches.iter().zip(offsets.into_iter().map(|offset| base + offset)) {
                 if let Stretch::Tensor { index, param, elements } = stretch {
                     let place = |offset| Place::Bytes { file, offset };
                     for chunk in self.chunks(tensors[*index], *param, elements, offset, itemsize, &place) {
@@ -84,7 +86,7 @@ impl<'a> RankFile<'a> {
                 }
             }
         }
-        archive.finish();
+        frames.append(archive.finish(), output);
         Ok(())
     }
 
@@ -123,8 +125,8 @@ impl<'a> RankFile<'a> {
         let mut cuts = Vec::new();
         let mut since_cut = 0;
         let mut sharded = self.sharded_writer();
-        let mut writer = Writer::of_rank(self.rank);
-        writer.value(tree, &mut |writer, id| {
+        let mut writer = Writer::new();
+        let tensors = |writer: &mut Writer, id: TensorId| {
             let item = self.item(id);
             since_cut += 1;
             if let Role::Flat = item.role {
@@ -139,7 +141,8 @@ impl<'a> RankFile<'a> {
                 since_cut = 0;
             }
             Ok(())
-        })?;
+        };
+        writer.value(tree, &mut Leaves { rank: Some(self.rank), tensors })?;
         Ok(RankPickle { bytes: writer.finish(), cuts, used })
     }
 

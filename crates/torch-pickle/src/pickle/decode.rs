@@ -1,0 +1,338 @@
+//! From nodes to a [`Value`]: the place where names get a meaning, or are refused.
+//!
+//! A listed name is decoded or carried (see [`super::symbols`]); any other is refused with its path. Tensors
+//! are the caller's: it is shown every call, object and persistent id first.
+//!
+//! Invariants: a decoded value is a tree no deeper than [`Limits::max_depth`](super::Limits), so it may be
+//! walked and dropped by recursion. The work of one decode is bounded by [`Limits::max_visits`], however
+//! much the graph shares. A graph that contains itself is no tree and is refused.
+//!
+//! Source of the rule: `torch/_weights_only_unpickler.py`; CPython `Lib/pickle.py`, `save_bytes` and the
+//! `__reduce_ex__` of the built-in types.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::marker::PhantomData;
+
+use super::arena::{Node, NodeId, Pickle};
+use super::decode_error::DecodeError;
+use super::items::{Entries, Items};
+use super::known;
+use super::long;
+use super::path::{self, Step};
+use super::verdict::{self, Verdict};
+use super::view::Ref;
+use crate::value::{Construct, Dict, DictKind, Entry, Object, Symbol};
+
+/// Recognises tensors. `Ok(None)`: this node is not one.
+pub type Tensors<'t, T> = dyn FnMut(Ref<'_>) -> Result<Option<T>, DecodeError> + 't;
+
+/// What becomes of an object whose name is not listed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Unknown {
+    /// The value is an error.
+    #[default]
+    Refuse,
+    /// It is left out and reported: its dict entry or set element is gone; in a list, in a tuple or as the
+    /// whole value it is None. An object that has it for an argument is left out with it.
+    Drop,
+}
+
+/// A value, and what was left out of it.
+#[derive(Clone, Debug)]
+pub struct Decoded<T, X = Infallible> {
+    /// The value.
+    pub value: Value<T, X>,
+    /// What was left out of it.
+    pub dropped: Vec<Dropped>,
+}
+
+/// An object that was left out of a value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dropped {
+    /// Where it was, seen from the decoded node.
+    pub path: String,
+    /// The name that is not listed.
+    pub symbol: String,
+}
+
+/// Decodes a node, refusing what is not listed.
+pub fn decode<T, X>(r: Ref<'_>, tensors: &mut Tensors<'_, T>) -> Result<Value<T, X>, DecodeError> {
+    Ok(decode_with(r, Unknown::Refuse, tensors)?.value)
+}
+
+/// Decodes a node; `unknown` says what becomes of objects that are not listed.
+pub fn decode_with<T, X>(
+    r: Ref<'_>,
+    unknown: Unknown,
+    tensors: &mut Tensors<'_, T>,
+) -> Result<Decoded<T, X>, DecodeError> {
+    let pickle = r.pickle();
+    let limits = pickle.limits;
+    let mut decoder = Decoder {
+        pickle,
+        tensors,
+        made: PhantomData,
+        unknown,
+        max_depth: limits.max_depth,
+        depth: 0,
+        visits_left: limits.max_visits,
+        open: Vec::new(),
+        steps: Vec::new(),
+        located: false,
+        dropped: Vec::new(),
+    };
+    let value = decoder.element(None, r)?.unwrap_or(Value::None);
+    Ok(Decoded { value, dropped: decoder.dropped })
+}
+
+struct Decoder<'a, 't, 'f, T, X> {
+    pickle: &'a Pickle<'a>,
+    tensors: &'t mut Tensors<'f, T>,
+    made: PhantomData<X>,
+    unknown: Unknown,
+    max_depth: usize,
+    depth: usize,
+    visits_left: u64,
+    /// The shared nodes being decoded; only such a node can contain itself.
+    open: Vec<NodeId>,
+    steps: Vec<Step<'a>>,
+    /// Whether the error on its way out has its path already.
+    located: bool,
+    dropped: Vec<Dropped>,
+}
+
+type Decode<L> = Result<L, DecodeError>;
+
+type Value<T, X> = crate::value::Value<T, X>;
+
+impl<'a, T, X> Decoder<'a, '_, '_, T, X> {
+    /// A child that may be left out: `None` is one that was.
+    fn element(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Decode<Option<Value<T, X>>> {
+        match self.child(step, r) {
+            Err(DecodeError::Forbidden { symbol, path }) if self.unknown == Unknown::Drop => {
+                self.located = false;
+                self.charge(path.len() + symbol.len())?;
+                self.dropped.push(Dropped { path, symbol });
+                Ok(None)
+            }
+            result => result.map(Some),
+        }
+    }
+
+    /// A child that must be there. An error gets its path here, where it passes first.
+    fn child(&mut self, step: Option<Step<'a>>, r: Ref<'a>) -> Decode<Value<T, X>> {
+        self.steps.extend(step);
+        let mut value = self.descend(r);
+        if let Err(error) = value {
+            let inner = std::mem::replace(&mut self.located, true);
+            value = Err(if inner { error } else { error.under(&path::render(&self.steps)) });
+        }
+        if step.is_some() {
+            self.steps.pop();
+        }
+        value
+    }
+
+    fn descend(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
+        if self.depth == self.max_depth {
+            return Err(DecodeError::limit(format!("nested deeper than {}", self.max_depth)));
+        }
+        if r.is_shared() {
+            if self.open.contains(&r.id()) {
+                return Err(DecodeError::malformed("an object that contains itself"));
+            }
+            self.open.push(r.id());
+        }
+        self.depth += 1;
+        let value = self.value(r);
+        self.depth -= 1;
+        if r.is_shared() {
+            self.open.pop();
+        }
+        value
+    }
+
+    fn value(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
+        self.charge(0)?;
+        match r.node() {
+            Node::Tuple(seq) => self.sequence(r.items_of(seq)).map(Value::Tuple),
+            Node::List(seq) => self.sequence(r.items_of(seq)).map(Value::List),
+            Node::Set(seq) => self.set(r.items_of(seq)).map(Value::Set),
+            Node::FrozenSet(seq) => self.set(r.items_of(seq)).map(Value::FrozenSet),
+            Node::Dict(_) => self.entries(r.as_dict()).map(plain),
+            Node::Call(_) | Node::New(_) | Node::PersistentId(_) => self.call(r),
+            _ => self.leaf(r),
+        }
+    }
+
+    /// Apart from [`value`](Self::value), because its many temporaries would be on the stack once a level.
+    fn leaf(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
+        let bytes = self.pickle.bytes;
+        Ok(match r.node() {
+            Node::None => Value::None,
+            Node::Bool(value) => Value::Bool(value),
+            Node::Int(value) => Value::Int(value),
+            Node::Float(value) => Value::Float(value),
+            Node::BigInt(span) => Value::BigInt(self.copy(long::minimal(span.of(bytes)))?.into()),
+            Node::Str(_) => self.text(r.as_str().unwrap_or_default())?,
+            Node::Surrogates(span) => Value::SurrogateStr(self.copy(span.of(bytes))?.into()),
+            Node::Bytes(span) => Value::Bytes(self.copy(span.of(bytes))?),
+            Node::ByteArray(span) => Value::ByteArray(self.copy(span.of(bytes))?),
+            Node::Dims(_) => self.size(r.as_dims().unwrap_or_default())?,
+            Node::Ints(slot) => {
+                let ints = self.pickle.ints(slot);
+                self.charge(size_of_val(ints))?;
+                Value::Ints(ints.into())
+            }
+            Node::Global(_) => Value::Symbol(verdict::of_bare(r)?),
+            Node::Row(_) => return Err(DecodeError::malformed("an object that was folded away")),
+            _ => return Err(DecodeError::malformed(r.describe())),
+        })
+    }
+
+    fn call(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
+        if let Some(id) = (self.tensors)(r)? {
+            return Ok(Value::Tensor(id));
+        }
+        match verdict::of_made(r)? {
+            Verdict::Bare(symbol) => Ok(Value::Symbol(symbol)),
+            Verdict::OrderedDict => self.ordered_dict(r),
+            Verdict::Known(symbol) => self.known(r, symbol),
+            Verdict::Inert(symbol) => self.object(r, symbol),
+        }
+    }
+
+    fn object(&mut self, r: Ref<'a>, class: Symbol) -> Decode<Value<T, X>> {
+        let how = if r.is_new() { Construct::New } else { Construct::Call };
+        let mut object = Box::new(Object::new(how, class));
+        object.args = self.arguments(r)?;
+        object.kwargs = self.entries(r.kwargs())?;
+        object.items = self.sequence(r.items())?;
+        object.entries = self.entries(Some(r.entries()))?;
+        if let Some(state) = r.state() {
+            // The entries of a state dict are attributes, and need no step of their own.
+            let step = if state.as_dict().is_some() { None } else { Some(Step::Part("state")) };
+            object.state = Some(self.child(step, state)?);
+        }
+        Ok(Value::Object(object))
+    }
+
+    fn ordered_dict(&mut self, r: Ref<'a>) -> Decode<Value<T, X>> {
+        if r.args().is_none_or(|args| !args.is_empty()) || !r.items().is_empty() {
+            return Err(DecodeError::malformed("an OrderedDict made in an unknown way"));
+        }
+        let mut dict = Dict { kind: DictKind::Ordered, ..Dict::default() };
+        dict.entries = self.entries(Some(r.entries()))?;
+        if let Some(state) = r.state() {
+            dict.attributes = Some(Box::new(self.child(None, state)?));
+        }
+        Ok(Value::Dict(dict))
+    }
+
+    fn known(&mut self, r: Ref<'a>, symbol: Symbol) -> Decode<Value<T, X>> {
+        let mut args = self.arguments(r)?;
+        let untouched = r.state().is_none() && r.items().is_empty() && r.entries().len() == 0;
+        let value = if untouched { known::value(&symbol.name, &mut args) } else { None };
+        value.ok_or_else(|| DecodeError::malformed(format!("{symbol} made in an unknown way")))
+    }
+
+    // Plain loops below: adapters would add their own frames to each level of the recursion.
+
+    fn arguments(&mut self, r: Ref<'a>) -> Decode<Vec<Value<T, X>>> {
+        let args = r.args().into_iter().flatten();
+        let mut decoded = Vec::with_capacity(args.size_hint().0);
+        for (i, arg) in args.enumerate() {
+            decoded.push(self.child(Some(Step::Argument(i)), arg)?);
+        }
+        Ok(decoded)
+    }
+
+    fn sequence(&mut self, items: Items<'a>) -> Decode<Vec<Value<T, X>>> {
+        let mut decoded = Vec::with_capacity(items.len());
+        for (i, item) in items.enumerate() {
+            let item = self.element(Some(Step::Index(i)), item)?;
+            decoded.push(item.unwrap_or(Value::None));
+        }
+        Ok(decoded)
+    }
+
+    fn set(&mut self, items: Items<'a>) -> Decode<Vec<Value<T, X>>> {
+        let mut decoded = Vec::with_capacity(items.len());
+        for (i, item) in items.enumerate() {
+            decoded.extend(self.element(Some(Step::Index(i)), item)?);
+        }
+        Ok(decoded)
+    }
+
+    /// A key written again replaces the value and keeps the place, as in Python. CPython never writes a
+    /// key twice; of a hostile pickle this shows the value that Python would.
+    fn entries(&mut self, entries: Option<Entries<'a>>) -> Decode<Vec<Entry<T, X>>> {
+        let Some(entries) = entries else {
+            return Ok(Vec::new());
+        };
+        let mut decoded = Vec::with_capacity(entries.len());
+        let mut places = HashMap::new();
+        for (key, value) in entries {
+            let Some(k) = self.element(Some(Step::Part("keys()")), key)? else {
+                continue;
+            };
+            let Some(v) = self.element(Some(Step::Key(key)), value)? else {
+                continue;
+            };
+            let place = match Key::of(key) {
+                Some(key) => *places.entry(key).or_insert(decoded.len()),
+                None => decoded.len(),
+            };
+            match decoded.get_mut(place) {
+                Some((_, old)) => *old = v,
+                None => decoded.push((k, v)),
+            }
+        }
+        Ok(decoded)
+    }
+
+    fn size(&mut self, dims: &[u64]) -> Decode<Value<T, X>> {
+        self.charge(8 * dims.len())?;
+        let dims = dims.iter().map(|&dim| Value::from(dim)).collect();
+        let mut size = Object::new(Construct::Call, Symbol::new("torch", "Size"));
+        size.args.push(Value::Tuple(dims));
+        Ok(Value::Object(Box::new(size)))
+    }
+
+    fn text(&mut self, text: &str) -> Decode<Value<T, X>> {
+        self.charge(text.len())?;
+        Ok(Value::Str(text.into()))
+    }
+
+    fn copy(&mut self, bytes: &[u8]) -> Decode<Vec<u8>> {
+        self.charge(bytes.len())?;
+        Ok(bytes.to_vec())
+    }
+
+    /// Pays for a visit that copies `bytes`.
+    fn charge(&mut self, bytes: usize) -> Decode<()> {
+        let left = self.visits_left.checked_sub(1 + bytes as u64 / 8);
+        self.visits_left =
+            left.ok_or_else(|| DecodeError::limit("far more shared objects than a pickle of data has"))?;
+        Ok(())
+    }
+}
+
+/// Keys that can be compared cheaply; in Python `True == 1`.
+#[derive(PartialEq, Eq, Hash)]
+enum Key<'a> {
+    Str(&'a str),
+    Int(i64),
+}
+
+impl<'a> Key<'a> {
+    fn of(r: Ref<'a>) -> Option<Self> {
+        let int = r.as_i64().or_else(|| r.as_bool().map(i64::from));
+        r.as_str().map(Key::Str).or(int.map(Key::Int))
+    }
+}
+
+fn plain<T, X>(entries: Vec<Entry<T, X>>) -> Value<T, X> {
+    Value::Dict(Dict { entries, ..Dict::default() })
+}

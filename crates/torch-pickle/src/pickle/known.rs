@@ -1,0 +1,44 @@
+//! The first of the three lists: calls that are read into a value of their own.
+//!
+//! Source of the rule: CPython `Lib/pickle.py`, `save_bytes` and `save_bytearray`, and the `__reduce_ex__`
+//! of the built-in types. The shapes below are the ones that they write; no other is guessed at.
+
+use std::mem::take;
+
+use crate::value::Value;
+
+pub(super) fn is_known(module: &str, name: &str) -> bool {
+    match module {
+        "_codecs" => name == "encode",
+        "builtins" => matches!(name, "set" | "frozenset" | "bytes" | "bytearray" | "complex"),
+        _ => false,
+    }
+}
+
+/// The value of a known call; `None` if its arguments are none that CPython writes. An `OrderedDict` is
+/// not here, since its entries come after the call.
+pub(super) fn value<T, X>(name: &str, args: &mut [Value<T, X>]) -> Option<Value<T, X>> {
+    Some(match (name, args) {
+        ("set", []) => Value::Set(Vec::new()),
+        ("set", [Value::List(items)]) => Value::Set(take(items)),
+        ("set", [Value::Ints(ints)]) => Value::Set(ints.iter().copied().map(Value::Int).collect()),
+        ("frozenset", []) => Value::FrozenSet(Vec::new()),
+        ("frozenset", [Value::List(items)]) => Value::FrozenSet(take(items)),
+        ("frozenset", [Value::Ints(ints)]) => Value::FrozenSet(ints.iter().copied().map(Value::Int).collect()),
+        ("bytes", []) => Value::Bytes(Vec::new()),
+        ("encode", [Value::Str(text), Value::Str(codec)]) => Value::Bytes(latin1(text, codec)?),
+        ("bytearray", []) => Value::ByteArray(Vec::new()),
+        ("bytearray", [Value::Bytes(bytes)]) => Value::ByteArray(take(bytes)),
+        ("bytearray", [Value::Str(text), Value::Str(codec)]) => Value::ByteArray(latin1(text, codec)?),
+        ("complex", [Value::Float(re), Value::Float(im)]) => Value::Complex(*re, *im),
+        _ => return None,
+    })
+}
+
+/// Protocol 2 has no opcode for bytes: they are text, each character a byte, to be encoded again.
+fn latin1(text: &str, codec: &str) -> Option<Vec<u8>> {
+    if !matches!(codec, "latin1" | "latin-1") {
+        return None;
+    }
+    text.chars().map(|c| u8::try_from(c).ok()).collect()
+}

@@ -1,0 +1,160 @@
+//! Pickles, read as data and written as protocol 2.
+//!
+//! Why a reader of our own: a pickle is a program, and running it runs whatever its author wrote. Here it
+//! becomes a graph of nodes in which a call is a node too. Nothing named in a pickle is imported or
+//! called; [`decode`] turns the graph into a [`Value`](crate::Value) only where every name
+//! in it is on the list in [`symbols`].
+//!
+//! ```text
+//! bytes --opcode--> Op --machine--> Pickle (arena) --view--> Ref --decode--> Value --write--> bytes
+//!                          |  ^
+//!                          v  | Row row
+//!                         Visitor: known objects go straight into columns
+//! ```
+//!
+//! Invariants: every allocation is bounded by the length of the input; no walk over a pickle recurses,
+//! but for decoding, which counts its depth; no input makes this module panic.
+//!
+//! Source of the rules: CPython `Lib/pickle.py` and `Lib/pickletools.py` (protocols 2 to 5 are read), and
+//! `torch/_weights_only_unpickler.py` (what is written loads there if its content may).
+
+#![expect(
+    clippy::cast_possible_truncation,
+    reason = "inputs of 4 GiB and more are refused, so positions and counts fit 32 bits"
+)]
+
+mod alike;
+mod arena;
+mod bit_set;
+mod calls;
+mod decode;
+mod decode_error;
+mod fields;
+mod items;
+mod known;
+mod long;
+mod machine;
+mod memo;
+mod opcode;
+mod path;
+mod record;
+mod slab;
+pub mod symbols;
+#[cfg(test)]
+mod tests;
+mod verdict;
+mod view;
+mod visitor;
+mod write;
+mod write_value;
+
+use thiserror::Error;
+
+pub use arena::{NodeId, Pickle};
+pub use decode::{Decoded, Dropped, Tensors, Unknown, decode, decode_with};
+pub use decode_error::DecodeError;
+pub use fields::{Field, Fields, Record};
+pub use items::{Entries, Items};
+pub use view::{Call, Instance, Ref};
+pub use visitor::{NoVisitor, Row, Visitor};
+pub use write::{Writer, append_all, set_all};
+pub use write_value::{WriteError, WriteLeaves};
+
+/// Longer pickles are not read: positions in them are 32 bits.
+pub const MAX_BYTES: u64 = u32::MAX as u64;
+
+/// Reads the pickle at the start of `bytes`; also gives the number of bytes it takes, STOP included.
+pub fn parse<'a, F: Visitor + ?Sized>(bytes: &'a [u8], visitor: &mut F) -> Result<(Pickle<'a>, usize), PickleError> {
+    parse_with(bytes, visitor, Limits::for_input(bytes.len()))
+}
+
+/// [`parse`] under limits of the caller's.
+pub fn parse_with<'a, F: Visitor + ?Sized>(
+    bytes: &'a [u8],
+    visitor: &mut F,
+    limits: Limits,
+) -> Result<(Pickle<'a>, usize), PickleError> {
+    machine::Machine::new(bytes, limits)?.run(visitor)
+}
+
+/// Bounds on what an input may cost. Lengths and memo indices are bounded by the input itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Nesting of a decoded value. It keeps every recursion over a value off the end of the stack.
+    pub max_depth: usize,
+    /// Nodes held at once while reading, at some 16 to 64 bytes each.
+    pub max_nodes: u32,
+    /// Work of one [`decode`]: a visited node is one, eight copied bytes are one. A graph in which
+    /// everything is shared ("billion laughs") is small as a graph and endless as a tree.
+    pub max_visits: u64,
+}
+
+impl Limits {
+    /// Generous for any real pickle of `len` bytes. Sharing makes a real tree larger than its graph, but
+    /// not by much: four visits a byte are hundreds for each object that CPython writes.
+    pub fn for_input(len: usize) -> Self {
+        Self {
+            max_depth: 256,
+            max_nodes: u32::try_from(len).unwrap_or(u32::MAX).min(1 << 28),
+            max_visits: 1_000_000 + 4 * len as u64,
+        }
+    }
+}
+
+/// Why a pickle cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("byte {at}: {found}")]
+#[non_exhaustive]
+pub struct PickleError {
+    /// The kind of fault.
+    pub kind: PickleErrorKind,
+    /// The byte where the fault shows.
+    pub at: u64,
+    /// What is there.
+    pub found: String,
+}
+
+/// The kinds of faults of a pickle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum PickleErrorKind {
+    /// The input ends before STOP.
+    Truncated,
+    /// The input is no pickle, or not one that CPython would write.
+    Malformed,
+    /// The input exceeds a bound of [`Limits`] or of the node format.
+    Limit,
+    /// The caller's [`Visitor`] refused an object.
+    Rejected,
+}
+
+impl PickleError {
+    /// What should be at that byte.
+    pub fn expected(&self) -> &'static str {
+        match self.kind {
+            PickleErrorKind::Truncated => "a whole pickle",
+            PickleErrorKind::Limit => "a pickle within bounds",
+            PickleErrorKind::Malformed | PickleErrorKind::Rejected => "a well-formed pickle",
+        }
+    }
+
+    fn new(kind: PickleErrorKind, at: usize, found: impl Into<String>) -> Self {
+        Self { kind, at: at as u64, found: found.into() }
+    }
+
+    fn truncated(at: usize) -> Self {
+        Self::new(PickleErrorKind::Truncated, at, "the pickle ends early")
+    }
+
+    fn malformed(at: usize, what: impl Into<String>) -> Self {
+        Self::new(PickleErrorKind::Malformed, at, what)
+    }
+
+    fn limit(at: usize, what: impl Into<String>) -> Self {
+        Self::new(PickleErrorKind::Limit, at, what)
+    }
+
+    fn rejected(at: usize, what: String) -> Self {
+        Self::new(PickleErrorKind::Rejected, at, what)
+    }
+}

@@ -1,0 +1,169 @@
+//! Records are what nodes would have been: whatever the bytes are, both ways of reading tell the same.
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// Makes rows of all objects of `.metadata` that are made of fields, with or without nodes.
+struct Told {
+    keeps: bool,
+    /// How many were told without nodes.
+    records: usize,
+    rows: Vec<String>,
+}
+
+impl Told {
+    fn tell(&mut self, class: (&str, &str), record: &Record<'_, '_>) -> Row {
+        // Numbers of rows differ where an attempt failed; what they are of does not.
+        let parts = rows(record).map(|row| self.rows[row.index as usize - 1].clone()).collect::<Vec<_>>();
+        self.rows.push(format!("{} {} {parts:?}", class.1, described(record)));
+        Row { kind: 0, index: u32::try_from(self.rows.len()).unwrap() }
+    }
+}
+
+impl Visitor for Told {
+    fn keeps(&self, class: (&str, &str)) -> bool {
+        self.keeps && is_kept(class)
+    }
+
+    fn record(&mut self, class: (&str, &str), record: &Record<'_, '_>) -> Result<Option<Row>, String> {
+        self.records += 1;
+        Ok(Some(self.tell(class, record)))
+    }
+
+    fn build(&mut self, class: (&str, &str), _: Ref<'_>, state: Ref<'_>) -> Result<Option<Row>, String> {
+        Ok(Fields::of(state).filter(|_| is_kept(class)).map(|fields| self.tell(class, &fields.record())))
+    }
+}
+
+fn rows(record: &Record<'_, '_>) -> impl Iterator<Item = Row> {
+    record.fields.iter().flat_map(|(_, field)| match field {
+        Field::Row(row) => vec![*row],
+        Field::Rows(rows) => record.rows_of(*rows).to_vec(),
+        _ => Vec::new(),
+    })
+}
+
+/// The fields, rows without their numbers.
+fn described(record: &Record<'_, '_>) -> String {
+    let text = |(name, field): &(&[u8], Field<'_>)| match field {
+        Field::Row(_) => format!("{name:?} row"),
+        Field::Rows(rows) => format!("{name:?} {} rows", record.rows_of(*rows).len()),
+        // An empty list is one of anything.
+        Field::Dims(none) if none.is_empty() => format!("{name:?} 0 rows"),
+        Field::Dims(dims) => format!("{name:?} {:?}", record.numbers_of(*dims)),
+        other => format!("{name:?} {other:?}"),
+    };
+    record.fields.iter().map(text).collect::<Vec<_>>().join(", ")
+}
+
+fn is_kept(class: (&str, &str)) -> bool {
+    let nested = ["TensorProperties", "TensorStorageMetadata"].contains(&class.1);
+    nested || ["ChunkStorageMetadata", "MetadataIndex", "_StorageInfo"].contains(&class.1)
+}
+
+/// The rows, how many were told without nodes, and the end of the reading.
+fn told(bytes: &[u8], keeps: bool) -> (Vec<String>, usize, Result<(String, usize), PickleError>) {
+    let mut visitor = Told { keeps, records: 0, rows: Vec::new() };
+    let end = parse(bytes, &mut visitor).map(|(pickle, len)| (pickle.root().describe(), len));
+    // The rows of an attempt that failed are made again.
+    let mut seen = std::collections::HashSet::new();
+    visitor.rows.retain(|row| seen.insert(row.clone()));
+    (visitor.rows, visitor.records, end)
+}
+
+const METADATA: &[u8] = include_bytes!("metadata.4.pkl");
+
+#[test]
+fn real_metadata_is_records() {
+    let (with, without) = (told(METADATA, true), told(METADATA, false));
+    assert_eq!((&with.0, &with.2), (&without.0, &without.2));
+    // The tensor and its properties name their classes for the first time, which nothing reads ahead.
+    assert_eq!((with.0.len(), with.1, without.1), (10, 8, 0));
+}
+
+#[test]
+fn what_the_memo_is_asked_for_later_is_kept() {
+    // The offsets of the chunk, and the name of its field, are fetched by the index that follows.
+    let mut bytes = b"\x80\x04(ctorch\nSize\n\x94cm\nChunkStorageMetadata\n)\x81}(\x8c\x07offsets\x94h\x00".to_vec();
+    bytes.extend(b"K\x01K\x02\x86\x85R\x94\x8c\x05sizesh\x00)\x85Rub");
+    bytes.extend(b"cm\nMetadataIndex\n)\x81}(h\x01h\x02\x8c\x01xNubt.");
+    let (rows, records, end) = told(&bytes, true);
+    assert_eq!((records, end), (2, Ok((String::from("tuple"), bytes.len()))));
+    assert_eq!(rows, told(&bytes, false).0);
+    assert!(rows[1].contains("[1, 2]"), "{}", rows[1]);
+}
+
+#[test]
+fn records_lie_within_records() {
+    let mut bytes = b"\x80\x04(ctorch\nSize\n\x94ctorch\nfloat32\n\x94cm\nTensorProperties\n\x94".to_vec();
+    bytes.extend(b"cm\nChunkStorageMetadata\n\x94cm\nTensorStorageMetadata\n)\x81}(\x8c\x0aproperties");
+    bytes.extend(b"h\x02)\x81(h\x01\x89K\x03K\x01\x86tb\x8c\x04sizeh\x00K\x02K\x03\x86\x85R\x8c\x06chunks](");
+    for row in [b"K\x00", b"K\x01"] {
+        bytes.extend(b"h\x03)\x81}(\x8c\x07offsetsh\x00");
+        bytes.extend(row);
+        bytes.extend(b"K\x00\x86\x85R\x8c\x05sizesh\x00K\x01K\x03\x86\x85Rub");
+    }
+    bytes.extend(b"eubt.");
+    let (rows, records, end) = told(&bytes, true);
+    assert_eq!((rows.len(), records, end), (4, 4, Ok((String::from("tuple"), bytes.len()))));
+    assert_eq!(rows, told(&bytes, false).0);
+    assert!(rows[3].contains("2 rows"), "{}", rows[3]);
+}
+
+/// A tuple of tensors of one shape, and after each of them what is put there. Entry 5 of the memo is the size of a chunk,
+/// 6 a call.
+fn tensors(behind_each: &[&[u8]]) -> Vec<u8> {
+    let mut bytes = b"\x80\x04(ctorch\nSize\n\x94ctorch\nfloat32\n\x94cm\nTensorProperties\n\x94".to_vec();
+    bytes.extend(b"cm\nChunkStorageMetadata\n\x94cm\nTensorStorageMetadata\n\x94h\x00K\x01K\x03\x86\x85R\x94");
+    bytes.extend(b"h\x02)R\x94");
+    for behind in behind_each {
+        bytes.extend(b"h\x04)\x81\x94}\x94(\x8c\x0apropertiesh\x02)\x81(h\x01\x89K\x03K\x01\x86h\x06tb");
+        bytes.extend(b"\x8c\x04sizeh\x00K\x02K\x03\x86\x85R\x94\x8c\x06chunks]\x94h\x03)\x81}(");
+        bytes.extend(b"\x8c\x07offsetsh\x00K\x00K\x00\x86\x85R\x94\x8c\x05sizesh\x05ubaub");
+        bytes.extend(*behind);
+    }
+    bytes.extend(b"t.");
+    bytes
+}
+
+#[test]
+fn records_that_are_written_alike_are_one() {
+    for (behind_each, records) in [
+        ([b"".as_slice(), b""], 3),
+        // An entry that they fetch is written again.
+        ([b"h\x00K\x09K\x03\x86\x85Rq\x05", b""], 6),
+        // What was a call is a row, which the machine reads; the chunk is as it was.
+        ([b"h\x06}b", b""], 4),
+        // A size that the second one makes is fetched, or itself.
+        ([b"", b"h\x0e"], 6),
+        ([b"", b"h\x0c"], 5),
+    ] {
+        let bytes = tensors(&behind_each);
+        let (with, without) = (told(&bytes, true), told(&bytes, false));
+        assert_eq!((&with.0, with.1, &with.2), (&without.0, records, &without.2), "{behind_each:?}");
+        assert!(with.2.is_ok());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(3_000))]
+
+    #[test]
+    fn damaged_metadata_reads_the_same(
+        bytes in prop_oneof![Just(METADATA.to_vec()), Just(tensors(&[b"q\x07", b"h\x05", b""]))],
+        damage in proptest::collection::vec((0..METADATA.len(), any::<u8>(), 0..3_u8), 1..4),
+    ) {
+        let mut bytes = bytes;
+        for (at, byte, kind) in damage {
+            let at = at.min(bytes.len() - 1);
+            match kind {
+                0 => bytes[at] = byte,
+                1 => bytes.insert(at, byte),
+                _ => _ = bytes.remove(at),
+            }
+        }
+        let (with, without) = (told(&bytes, true), told(&bytes, false));
+        prop_assert_eq!((with.0, with.2), (without.0, without.2));
+    }
+}

@@ -1,0 +1,60 @@
+//! Whether the name behind a node is let through, and as what. Nothing else decides that.
+//!
+//! Invariant: no symbol leaves here that is not on a list, in a use that its list allows.
+
+use super::Ref;
+use super::decode_error::DecodeError;
+use super::known;
+use super::symbols::{self, Use};
+use crate::value::Symbol;
+
+pub(super) enum Verdict {
+    /// A name and no more: `getattr` of a class within a class.
+    Bare(Symbol),
+    OrderedDict,
+    /// A call that is read into a value of its own.
+    Known(Symbol),
+    /// A call or an object that is carried.
+    Inert(Symbol),
+}
+
+/// A call, an object or a persistent id.
+pub(super) fn of_made(r: Ref<'_>) -> Result<Verdict, DecodeError> {
+    let Some(callee) = r.callee() else {
+        return Err(DecodeError::malformed("a storage outside of a tensor"));
+    };
+    if r.symbol().is_some() {
+        return of_bare(r).map(Verdict::Bare);
+    }
+    let Some((module, name)) = callee.symbol() else {
+        return Err(DecodeError::forbidden(blame(callee)));
+    };
+    let symbol = Symbol::new(module, &name);
+    match symbols::inert(module, &name) {
+        _ if !r.is_new() && (module, &*name) == ("collections", "OrderedDict") => Ok(Verdict::OrderedDict),
+        _ if !r.is_new() && known::is_known(module, &name) => Ok(Verdict::Known(symbol)),
+        Some(Use::Class) => Ok(Verdict::Inert(symbol)),
+        Some(Use::Function) if !r.is_new() => Ok(Verdict::Inert(symbol)),
+        _ => Err(DecodeError::forbidden(symbol.to_string())),
+    }
+}
+
+/// A name that is not called here.
+pub(super) fn of_bare(r: Ref<'_>) -> Result<Symbol, DecodeError> {
+    match r.symbol() {
+        Some((module, name)) if symbols::inert(module, &name).is_some_and(Use::bare) => Ok(Symbol::new(module, &name)),
+        _ => Err(DecodeError::forbidden(blame(r))),
+    }
+}
+
+/// The name to give for something called. It may itself be made by calls; a few of them deep is enough.
+fn blame(mut r: Ref<'_>) -> String {
+    for _ in 0..8 {
+        match (r.symbol(), r.callee()) {
+            (Some((module, name)), _) => return format!("{module}.{name}"),
+            (None, Some(callee)) => r = callee,
+            (None, None) => break,
+        }
+    }
+    format!("a call of a {}", r.describe())
+}

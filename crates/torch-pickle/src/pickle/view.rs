@@ -1,0 +1,366 @@
+//! Typed, cheap looks at a node. No view recurses, allocates for what it only borrows, or fails loudly:
+//! a node of another type is `None`, and what that means is for the caller to say.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use smallvec::SmallVec;
+
+use super::arena::{Make, Node, NodeId, Pickle, Seq};
+use super::items::{Entries, Items};
+use super::long;
+use super::visitor::Row;
+
+/// One node of a [`Pickle`].
+#[derive(Clone, Copy)]
+pub struct Ref<'a> {
+    pickle: &'a Pickle<'a>,
+    id: NodeId,
+}
+
+/// REDUCE of a global: `module.name(*args)`.
+#[derive(Clone, Copy, Debug)]
+pub struct Call<'a> {
+    /// The module of the callee or class.
+    pub module: &'a str,
+    /// Its name in there.
+    pub name: &'a str,
+    /// Arguments by position.
+    pub args: Items<'a>,
+}
+
+/// NEWOBJ of a global: `module.name.__new__(*args)`, then perhaps BUILD with `state`.
+#[derive(Clone, Copy, Debug)]
+pub struct Instance<'a> {
+    /// The module of the callee or class.
+    pub module: &'a str,
+    /// Its name in there.
+    pub name: &'a str,
+    /// Arguments by position.
+    pub args: Items<'a>,
+    /// What BUILD gave it.
+    pub state: Option<Ref<'a>>,
+}
+
+impl<'a> Ref<'a> {
+    pub(super) fn new(pickle: &'a Pickle<'a>, id: NodeId) -> Self {
+        Self { pickle, id }
+    }
+
+    /// Equal ids are the same Python object. While the pickle is being read an id stays valid only if
+    /// the node [is shared](Self::is_shared).
+    pub fn id(self) -> NodeId {
+        self.id
+    }
+
+    /// The pickle that the node is of.
+    pub fn pickle(self) -> &'a Pickle<'a> {
+        self.pickle
+    }
+
+    /// Whether something may refer to this node more than once. Such nodes are never freed.
+    pub fn is_shared(self) -> bool {
+        self.pickle.is_pinned(self.id)
+    }
+
+    /// Whether this is `None`.
+    pub fn is_none(self) -> bool {
+        matches!(self.node(), Node::None)
+    }
+
+    /// Returns a bool.
+    pub fn as_bool(self) -> Option<bool> {
+        match self.node() {
+            Node::Bool(value) => Some(value),
+            _ => None,
+        }
+    }
+
+    /// Returns an int within 64 bits.
+    pub fn as_i64(self) -> Option<i64> {
+        match self.node() {
+            Node::Int(value) => Some(value),
+            _ => None,
+        }
+    }
+
+    /// Returns an int within 64 bits that is not negative.
+    pub fn as_u64(self) -> Option<u64> {
+        match self.node() {
+            Node::Int(value) => u64::try_from(value).ok(),
+            Node::BigInt(span) => long::to_u64(span.of(self.pickle.bytes)),
+            _ => None,
+        }
+    }
+
+    /// An int of any size, as minimal little-endian two's complement.
+    pub fn as_int_bytes(self) -> Option<SmallVec<[u8; 8]>> {
+        match self.node() {
+            Node::Int(value) => Some(SmallVec::from_slice(long::minimal(&value.to_le_bytes()))),
+            Node::BigInt(span) => Some(SmallVec::from_slice(long::minimal(span.of(self.pickle.bytes)))),
+            _ => None,
+        }
+    }
+
+    /// Floats only; an int is not silently one.
+    pub fn as_f64(self) -> Option<f64> {
+        match self.node() {
+            Node::Float(value) => Some(value),
+            _ => None,
+        }
+    }
+
+    /// Returns a text.
+    pub fn as_str(self) -> Option<&'a str> {
+        match self.node() {
+            Node::Str(span) => std::str::from_utf8(span.of(self.pickle.bytes)).ok(),
+            _ => None,
+        }
+    }
+
+    /// A string that holds lone surrogates, in Python's `surrogatepass` form.
+    pub fn as_surrogates(self) -> Option<&'a [u8]> {
+        match self.node() {
+            Node::Surrogates(span) => Some(span.of(self.pickle.bytes)),
+            _ => None,
+        }
+    }
+
+    /// Bytes of their own opcode; those of protocol 2 are a call of `_codecs.encode`.
+    pub fn as_bytes(self) -> Option<&'a [u8]> {
+        match self.node() {
+            Node::Bytes(span) => Some(span.of(self.pickle.bytes)),
+            _ => None,
+        }
+    }
+
+    /// Returns the bytes of a `bytearray`.
+    pub fn as_bytearray(self) -> Option<&'a [u8]> {
+        match self.node() {
+            Node::ByteArray(span) => Some(span.of(self.pickle.bytes)),
+            _ => None,
+        }
+    }
+
+    /// Returns the items of a tuple.
+    pub fn as_tuple(self) -> Option<Items<'a>> {
+        match self.node() {
+            Node::Tuple(seq) => Some(self.items_of(seq)),
+            _ => None,
+        }
+    }
+
+    /// Returns the items of a list.
+    pub fn as_list(self) -> Option<Items<'a>> {
+        match self.node() {
+            Node::List(seq) => Some(self.items_of(seq)),
+            _ => None,
+        }
+    }
+
+    /// Returns the items of a set.
+    pub fn as_set(self) -> Option<Items<'a>> {
+        match self.node() {
+            Node::Set(seq) => Some(self.items_of(seq)),
+            _ => None,
+        }
+    }
+
+    /// Returns the items of a frozenset.
+    pub fn as_frozenset(self) -> Option<Items<'a>> {
+        match self.node() {
+            Node::FrozenSet(seq) => Some(self.items_of(seq)),
+            _ => None,
+        }
+    }
+
+    /// The entries of a dict or an `OrderedDict`, as written: were a key written twice, so it is here.
+    pub fn as_dict(self) -> Option<Entries<'a>> {
+        match self.node() {
+            Node::Dict(seq) => Some(Entries::new(self.items_of(seq))),
+            Node::Call(_) if self.global_callee() == Some(("collections", "OrderedDict")) => Some(self.entries()),
+            _ => None,
+        }
+    }
+
+    /// The value of a dict's text key; of several, the last, as Python has it. Searches the whole dict.
+    pub fn get(self, key: &str) -> Option<Ref<'a>> {
+        let mut entries = self.as_dict()?.rev();
+        entries.find(|(k, _)| k.as_str() == Some(key)).map(|(_, value)| value)
+    }
+
+    /// A `torch.Size` of up to 16 dims.
+    pub fn as_dims(self) -> Option<&'a [u64]> {
+        match self.node() {
+            Node::Dims(block) => Some(self.pickle.dims(block)),
+            _ => None,
+        }
+    }
+
+    /// A `torch.Size`, or a tuple or list of non-negative ints.
+    pub fn to_dims(self) -> Option<SmallVec<[u64; 4]>> {
+        self.to_dims_up_to(usize::MAX)
+    }
+
+    /// [`to_dims`](Self::to_dims) of few: one long tuple may be asked for its dims very often.
+    pub fn to_dims_up_to(self, max_ndim: usize) -> Option<SmallVec<[u64; 4]>> {
+        if let Some(dims) = self.as_dims() {
+            return Some(SmallVec::from_slice(dims));
+        }
+        let items = match self.call() {
+            Some(Call { module: "torch", name: "Size", args }) => args.get(0)?.as_tuple()?,
+            _ => self.as_tuple().or_else(|| self.as_list())?,
+        };
+        (items.len() <= max_ndim).then(|| items.map(Ref::as_u64).collect())?
+    }
+
+    /// A bare name: a class, a function, a dtype.
+    pub fn global(self) -> Option<(&'a str, &'a str)> {
+        self.pickle.global(self.id).map(|global| global.symbol)
+    }
+
+    /// A bare name, or `getattr` of one: protocol 2 has no other spelling for a class inside a class, such
+    /// as `ShardedTensor.ProcessGroupState`.
+    pub fn symbol(self) -> Option<(&'a str, Cow<'a, str>)> {
+        if let Some((module, name)) = self.global() {
+            return Some((module, name.into()));
+        }
+        let Call { module: "builtins", name: "getattr", args } = self.call()? else {
+            return None;
+        };
+        let [of, attribute] = [args.get(0)?, args.get(1)?];
+        let (module, name) = of.global()?;
+        Some((module, format!("{name}.{}", attribute.as_str()?).into()))
+    }
+
+    /// Returns a call of a name.
+    pub fn call(self) -> Option<Call<'a>> {
+        let Node::Call(make) = self.node() else {
+            return None;
+        };
+        let (module, name) = self.at(make.callee).global()?;
+        Some(Call { module, name, args: self.at(make.args).as_tuple()? })
+    }
+
+    /// Returns an object that NEWOBJ made of a named class.
+    pub fn object(self) -> Option<Instance<'a>> {
+        let Node::New(make) = self.node() else {
+            return None;
+        };
+        let (module, name) = self.at(make.callee).global()?;
+        let args = self.at(make.args).as_tuple()?;
+        Some(Instance { module, name, args, state: self.state() })
+    }
+
+    /// Whether NEWOBJ or NEWOBJ_EX made this.
+    pub fn is_new(self) -> bool {
+        matches!(self.node(), Node::New(_))
+    }
+
+    /// What REDUCE called, or the class of NEWOBJ; mostly a global.
+    pub fn callee(self) -> Option<Ref<'a>> {
+        Some(self.at(self.make()?.callee))
+    }
+
+    /// The arguments of REDUCE or NEWOBJ.
+    pub fn args(self) -> Option<Items<'a>> {
+        self.at(self.make()?.args).as_tuple()
+    }
+
+    /// The keyword arguments of NEWOBJ_EX.
+    pub fn kwargs(self) -> Option<Entries<'a>> {
+        self.at(self.pickle.more(self.make()?)?.kwargs?).as_dict()
+    }
+
+    /// The BUILD state of anything that was made.
+    pub fn state(self) -> Option<Ref<'a>> {
+        Some(self.at(self.pickle.more(self.make()?)?.state?))
+    }
+
+    /// The items appended to something made: a subclass of list, a deque.
+    pub fn items(self) -> Items<'a> {
+        let more = self.make().and_then(|make| self.pickle.more(make));
+        self.items_of(more.map_or(Seq::EMPTY, |more| more.items))
+    }
+
+    /// The entries set on something made: an `OrderedDict`, a `defaultdict`.
+    pub fn entries(self) -> Entries<'a> {
+        let more = self.make().and_then(|make| self.pickle.more(make));
+        Entries::new(self.items_of(more.map_or(Seq::EMPTY, |more| more.entries)))
+    }
+
+    /// What BINPERSID was given; for torch a tuple that names a storage.
+    pub fn persistent_id(self) -> Option<Ref<'a>> {
+        match self.node() {
+            Node::PersistentId(id) => Some(self.at(id)),
+            _ => None,
+        }
+    }
+
+    /// Returns the row that an object became.
+    pub fn row(self) -> Option<Row> {
+        match self.node() {
+            Node::Row(row) => Some(row),
+            _ => None,
+        }
+    }
+
+    /// What this is, for messages: `dict`, `call of torch.Size`.
+    pub fn describe(self) -> String {
+        let kind = match self.node() {
+            Node::None => "None",
+            Node::Bool(_) => "bool",
+            Node::Int(_) | Node::BigInt(_) => "int",
+            Node::Float(_) => "float",
+            Node::Str(_) | Node::Surrogates(_) => "str",
+            Node::Bytes(_) => "bytes",
+            Node::ByteArray(_) => "bytearray",
+            Node::Tuple(_) => "tuple",
+            Node::List(_) | Node::Ints(_) => "list",
+            Node::Dict(_) => "dict",
+            Node::Set(_) => "set",
+            Node::FrozenSet(_) => "frozenset",
+            Node::PersistentId(_) => "persistent id",
+            Node::Dims(_) => "torch.Size",
+            Node::Row(_) => "folded row",
+            Node::Global(_) => return self.name_or("?"),
+            Node::Call(make) => {
+                return format!("call of {}", self.at(make.callee).name_or("a call"));
+            }
+            Node::New(make) => {
+                return format!("object of {}", self.at(make.callee).name_or("a call"));
+            }
+        };
+        kind.to_owned()
+    }
+
+    fn name_or(self, other: &str) -> String {
+        self.global().map_or_else(|| other.to_owned(), |(module, name)| format!("{module}.{name}"))
+    }
+
+    fn global_callee(self) -> Option<(&'a str, &'a str)> {
+        self.callee()?.global()
+    }
+
+    fn make(self) -> Option<Make> {
+        self.node().made()
+    }
+
+    pub(super) fn items_of(self, seq: Seq) -> Items<'a> {
+        Items::new(self.pickle, self.pickle.ids(seq))
+    }
+
+    pub(super) fn node(self) -> Node {
+        self.pickle.get(self.id)
+    }
+
+    fn at(self, id: NodeId) -> Self {
+        Self { id, ..self }
+    }
+}
+
+impl fmt::Debug for Ref<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "#{} {}", self.id.0, self.describe())
+    }
+}

@@ -1,0 +1,95 @@
+//! Where the bytes of an archive come from.
+
+use std::io;
+
+/// A source of bytes that is read at any offset: a file, or bytes in memory.
+///
+/// It is asked for few bytes at a time, never for the data of a tensor.
+pub trait ReadAt {
+    /// The number of bytes that the source has.
+    fn len_bytes(&self) -> u64;
+
+    /// Fills `buffer` with the bytes from `offset` on.
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
+
+    /// Calls `read` with the bytes `[offset, offset + len)` where the source has them in memory; else returns `None`, and
+    /// they are read by [`read_exact_at`](Self::read_exact_at). `read` looks at each byte once, so that a mapped file may
+    /// change meanwhile.
+    fn mapped<T>(&self, _offset: u64, _len: u64, _read: impl FnOnce(&[u8]) -> T) -> io::Result<Option<T>> {
+        Ok(None)
+    }
+}
+
+/// The bytes from `offset` on, as many as `len`.
+fn part(bytes: &[u8], offset: u64, len: u64) -> io::Result<&[u8]> {
+    let range = usize::try_from(offset).ok().zip(offset.checked_add(len).and_then(|end| usize::try_from(end).ok()));
+    range.and_then(|(start, end)| bytes.get(start..end)).ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+}
+
+impl ReadAt for [u8] {
+    fn len_bytes(&self) -> u64 {
+        self.len() as u64
+    }
+
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        buffer.copy_from_slice(part(self, offset, buffer.len() as u64)?);
+        Ok(())
+    }
+
+    fn mapped<T>(&self, offset: u64, len: u64, read: impl FnOnce(&[u8]) -> T) -> io::Result<Option<T>> {
+        part(self, offset, len).map(read).map(Some)
+    }
+}
+
+/// An open file. Its length is asked for once, when the source is made.
+#[cfg(unix)]
+#[derive(Debug)]
+pub struct FileSource {
+    file: std::fs::File,
+    len: u64,
+}
+
+#[cfg(unix)]
+impl FileSource {
+    /// Takes an open file, read by `pread`.
+    pub fn new(file: std::fs::File) -> io::Result<Self> {
+        Ok(Self { len: file.metadata()?.len(), file })
+    }
+}
+
+#[cfg(unix)]
+impl ReadAt for FileSource {
+    fn len_bytes(&self) -> u64 {
+        self.len
+    }
+
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        std::os::unix::fs::FileExt::read_exact_at(&self.file, buffer, offset)
+    }
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+    use crate::zip::Archive;
+
+    #[test]
+    fn file_and_bytes_are_the_same_archive() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/foreign.pt");
+        let bytes = std::fs::read(path).unwrap();
+        let file = FileSource::new(std::fs::File::open(path).unwrap()).unwrap();
+        let (of_file, of_bytes) = (Archive::read(&file).unwrap(), Archive::read(bytes.as_slice()).unwrap());
+        assert_eq!(of_file.records(), of_bytes.records());
+        assert_eq!(of_file.locate(&file, "data/0").unwrap(), of_bytes.locate(bytes.as_slice(), "data/0").unwrap());
+    }
+
+    #[test]
+    fn range_beyond_the_end_of_bytes_is_an_error() {
+        let bytes = [7; 10].as_slice();
+        assert!(bytes.read_exact_at(&mut [0; 5], 5).is_ok());
+        for offset in [6, 11, u64::MAX] {
+            let error = bytes.read_exact_at(&mut [0; 5], offset).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{offset}");
+        }
+    }
+}

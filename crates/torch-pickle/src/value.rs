@@ -1,0 +1,470 @@
+//! A Python value as data: a tree of what a pickle holds.
+//!
+//! Invariant: a value read from a pickle is no deeper than [`Limits::max_depth`](crate::pickle::Limits), 256 by default,
+//! so that comparing, printing and dropping it may recurse. Code that builds a value by hand keeps to that.
+
+use std::borrow::Cow;
+use std::convert::Infallible;
+use std::fmt;
+use std::sync::Arc;
+
+/// A Python value. Objects that Python shared are repeated.
+///
+/// `T` is what stands for a tensor: whatever the function that recognises tensors returns. `X` is a variant of the
+/// caller's own, which no pickle holds.
+#[derive(Clone, Debug)]
+pub enum Value<T, X = Infallible> {
+    /// `None`
+    None,
+    /// `True` or `False`
+    Bool(bool),
+    /// An int within 64 bits.
+    Int(i64),
+    /// An int beyond 64 bits: little-endian two's complement, minimal.
+    BigInt(Box<[u8]>),
+    /// A float.
+    Float(f64),
+    /// A text. Texts are shared: the names of tensors occur many times.
+    Str(Arc<str>),
+    /// A text with lone surrogates, in Python's `surrogatepass` encoding, which is not UTF-8.
+    SurrogateStr(Box<[u8]>),
+    /// `bytes`
+    Bytes(Vec<u8>),
+    /// `bytearray`
+    ByteArray(Vec<u8>),
+    /// A complex number: real and imaginary part.
+    Complex(f64, f64),
+    /// A list.
+    List(Vec<Self>),
+    /// A list of a million ints and more, such as a sampler's order, which as single values would take many times the
+    /// memory. Shorter ones are a `List`.
+    Ints(Arc<[i64]>),
+    /// A tuple.
+    Tuple(Vec<Self>),
+    /// A set, in the order of the file.
+    Set(Vec<Self>),
+    /// A frozenset, in the order of the file.
+    FrozenSet(Vec<Self>),
+    /// A dict or an `OrderedDict`.
+    Dict(Dict<T, X>),
+    /// A Python name that is a value itself: a type, a dtype.
+    Symbol(Symbol),
+    /// An object that is carried by the recipe for making it.
+    Object(Box<Object<T, X>>),
+    /// A tensor.
+    Tensor(T),
+    /// A value of the caller's own kind.
+    Other(X),
+}
+
+/// A key of a dict and its value.
+pub type Entry<T, X = Infallible> = (Value<T, X>, Value<T, X>);
+
+/// What the caller adds to values.
+pub trait Extension<T>: Sized {
+    /// The values within this.
+    fn values(&self) -> Vec<&Value<T, Self>>;
+
+    /// The values within this, to be changed.
+    fn values_mut(&mut self) -> Vec<&mut Value<T, Self>>;
+
+    /// The name of its kind, for [`Value::type_name`].
+    fn type_name(&self) -> &'static str;
+
+    /// Prints this in one line. A value in it is printed by `{:.65535}`, so that the length of the whole line counts.
+    fn show(&self, out: &mut dyn fmt::Write) -> fmt::Result;
+}
+
+impl<T> Extension<T> for Infallible {
+    fn values(&self) -> Vec<&Value<T, Self>> {
+        match *self {}
+    }
+
+    fn values_mut(&mut self) -> Vec<&mut Value<T, Self>> {
+        match *self {}
+    }
+
+    fn type_name(&self) -> &'static str {
+        match *self {}
+    }
+
+    fn show(&self, _out: &mut dyn fmt::Write) -> fmt::Result {
+        match *self {}
+    }
+}
+
+/// A dict in insertion order.
+#[derive(Clone, Debug)]
+pub struct Dict<T, X = Infallible> {
+    /// Which class it is of.
+    pub kind: DictKind,
+    /// Keys and values.
+    pub entries: Vec<Entry<T, X>>,
+    /// Attributes of an `OrderedDict` itself: torch keeps a state dict's `_metadata` there.
+    pub attributes: Option<Box<Value<T, X>>>,
+}
+
+/// The class of a dict.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum DictKind {
+    /// `dict`
+    #[default]
+    Plain,
+    /// `collections.OrderedDict`
+    Ordered,
+}
+
+/// A Python name: a class, a function, a dtype.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Symbol {
+    /// Dotted name of the module.
+    pub module: Box<str>,
+    /// Name within the module; with dots where a class is within another one.
+    pub name: Box<str>,
+}
+
+/// An object that is carried by the recipe for making it.
+#[derive(Clone, Debug)]
+pub struct Object<T, X = Infallible> {
+    /// How the object is made.
+    pub how: Construct,
+    /// A [`Symbol`], or what makes the class.
+    pub class: Value<T, X>,
+    /// Arguments by position.
+    pub args: Vec<Value<T, X>>,
+    /// Arguments by keyword.
+    pub kwargs: Vec<Entry<T, X>>,
+    /// What is appended once it is made.
+    pub items: Vec<Value<T, X>>,
+    /// What is set by key once it is made.
+    pub entries: Vec<Entry<T, X>>,
+    /// What `__setstate__` gets, or the attributes.
+    pub state: Option<Value<T, X>>,
+}
+
+/// How an object is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Construct {
+    /// `class(*args)`
+    Call,
+    /// `class.__new__(class, *args)`
+    New,
+}
+
+impl<T, X: Extension<T>> Value<T, X> {
+    /// The Python type: `int`, `dict`, `OrderedDict`, `torch.Size`, `argparse.Namespace`. An object made by
+    /// a function is called by that function.
+    pub fn type_name(&self) -> Cow<'_, str>
+    where
+        T: fmt::Display,
+    {
+        Cow::Borrowed(match self {
+            Self::None => "NoneType",
+            Self::Bool(_) => "bool",
+            Self::Int(_) | Self::BigInt(_) => "int",
+            Self::Float(_) => "float",
+            Self::Str(_) | Self::SurrogateStr(_) => "str",
+            Self::Bytes(_) => "bytes",
+            Self::ByteArray(_) => "bytearray",
+            Self::Complex(..) => "complex",
+            Self::List(_) | Self::Ints(_) => "list",
+            Self::Tuple(_) => "tuple",
+            Self::Set(_) => "set",
+            Self::FrozenSet(_) => "frozenset",
+            Self::Dict(Dict { kind: DictKind::Plain, .. }) => "dict",
+            Self::Dict(Dict { kind: DictKind::Ordered, .. }) => "OrderedDict",
+            Self::Symbol(symbol) if &*symbol.module == "torch" => "torch.dtype",
+            Self::Symbol(_) => "type",
+            Self::Object(object) => return Cow::Owned(object.class.to_string()),
+            Self::Tensor(_) => "torch.Tensor",
+            Self::Other(other) => other.type_name(),
+        })
+    }
+
+    /// Give every tensor another number.
+    pub fn map_tensors(&mut self, renumber: &mut dyn FnMut(T) -> T)
+    where
+        T: Copy,
+    {
+        let mut values: Vec<&mut Self> = Vec::new();
+        match self {
+            Self::Tensor(id) => *id = renumber(*id),
+            Self::List(items) | Self::Tuple(items) | Self::Set(items) | Self::FrozenSet(items) => {
+                values.extend(items);
+            }
+            Self::Dict(dict) => {
+                values.extend(dict.entries.iter_mut().flat_map(|(key, value)| [key, value]));
+                values.extend(dict.attributes.as_deref_mut());
+            }
+            Self::Object(object) => {
+                values.push(&mut object.class);
+                values.extend(object.args.iter_mut().chain(&mut object.items));
+                let pairs = object.kwargs.iter_mut().chain(&mut object.entries);
+                values.extend(pairs.flat_map(|(key, value)| [key, value]));
+                values.extend(&mut object.state);
+            }
+            Self::Other(other) => values.extend(other.values_mut()),
+            _ => {}
+        }
+        for value in values {
+            value.map_tensors(renumber);
+        }
+    }
+
+    /// The tensors of a value, in the order of [`Value::map_tensors`].
+    pub fn tensor_ids(&self) -> Vec<T>
+    where
+        T: Copy,
+        X: Clone,
+    {
+        let mut ids = Vec::new();
+        self.clone().map_tensors(&mut |id| {
+            ids.push(id);
+            id
+        });
+        ids
+    }
+
+    /// Whether two values are equal but for which tensors stand in them.
+    pub fn same_but_tensors(&self, other: &Self) -> bool
+    where
+        T: Copy + Default + PartialEq + fmt::Debug,
+        X: Clone + PartialEq + fmt::Debug,
+    {
+        let unnumbered = |value: &Self| {
+            let mut value = value.clone();
+            value.map_tensors(&mut |_| T::default());
+            value
+        };
+        self == other || self.contains_tensor() && unnumbered(self) == unnumbered(other)
+    }
+
+    /// Whether there is a tensor in this.
+    pub fn contains_tensor(&self) -> bool {
+        let any = |values: &[Self]| values.iter().any(Self::contains_tensor);
+        let either = |entries: &[(Self, Self)]| {
+            entries.iter().any(|(key, value)| key.contains_tensor() || value.contains_tensor())
+        };
+        match self {
+            Self::Tensor(_) => true,
+            Self::List(items) | Self::Tuple(items) | Self::Set(items) | Self::FrozenSet(items) => any(items),
+            Self::Dict(dict) => either(&dict.entries) || dict.attributes.as_ref().is_some_and(|v| v.contains_tensor()),
+            Self::Object(object) => {
+                any(&object.args)
+                    || any(&object.items)
+                    || either(&object.kwargs)
+                    || either(&object.entries)
+                    || object.class.contains_tensor()
+                    || object.state.as_ref().is_some_and(Self::contains_tensor)
+            }
+            Self::Other(other) => other.values().into_iter().any(Self::contains_tensor),
+            _ => false,
+        }
+    }
+}
+
+impl<T, X> Value<T, X> {
+    /// The text, if this is one.
+    pub fn as_str(&self) -> Option<&str> {
+        match self {
+            Self::Str(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// The int, if this is one within 64 bits.
+    pub fn as_i64(&self) -> Option<i64> {
+        match self {
+            Self::Int(value) => Some(*value),
+            _ => None,
+        }
+    }
+
+    /// The dict, if this is one.
+    pub fn as_dict(&self) -> Option<&Dict<T, X>> {
+        match self {
+            Self::Dict(dict) => Some(dict),
+            _ => None,
+        }
+    }
+}
+
+impl<T, X> From<u64> for Value<T, X> {
+    fn from(value: u64) -> Self {
+        match i64::try_from(value) {
+            Ok(value) => Self::Int(value),
+            // The upper half takes a ninth byte for the sign.
+            Err(_) => Self::BigInt(u128::from(value).to_le_bytes()[..9].into()),
+        }
+    }
+}
+
+impl<T, X> Default for Dict<T, X> {
+    fn default() -> Self {
+        Self { kind: DictKind::Plain, entries: Vec::new(), attributes: None }
+    }
+}
+
+impl<T, X> Dict<T, X> {
+    /// The value of a text key.
+    pub fn get(&self, key: &str) -> Option<&Value<T, X>> {
+        self.entries.iter().find(|(k, _)| k.as_str() == Some(key)).map(|(_, value)| value)
+    }
+}
+
+impl<T, X> Object<T, X> {
+    /// An object of `class`, made from nothing so far.
+    pub fn new(how: Construct, class: Symbol) -> Self {
+        Self {
+            how,
+            class: Value::Symbol(class),
+            args: Vec::new(),
+            kwargs: Vec::new(),
+            items: Vec::new(),
+            entries: Vec::new(),
+            state: None,
+        }
+    }
+}
+
+impl Symbol {
+    /// The name `name` of a module.
+    pub fn new(module: &str, name: &str) -> Self {
+        Self { module: module.into(), name: name.into() }
+    }
+}
+
+impl fmt::Display for Symbol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.module, self.name)
+    }
+}
+
+/// Sameness of data, not Python's `==`: floats by their bits (a NaN is itself, 0.0 is not -0.0), types by
+/// kind (1 is not 1.0), containers in order.
+impl<T: PartialEq + fmt::Debug, X: PartialEq + fmt::Debug> PartialEq for Value<T, X> {
+    fn eq(&self, other: &Self) -> bool {
+        let same = |a: &f64, b: &f64| a.to_bits() == b.to_bits();
+        match (self, other) {
+            (Self::None, Self::None) => true,
+            (Self::Bool(a), Self::Bool(b)) => a == b,
+            (Self::Int(a), Self::Int(b)) => a == b,
+            (Self::BigInt(a), Self::BigInt(b)) | (Self::SurrogateStr(a), Self::SurrogateStr(b)) => a == b,
+            (Self::Float(a), Self::Float(b)) => same(a, b),
+            (Self::Complex(a, b), Self::Complex(c, d)) => same(a, c) && same(b, d),
+            (Self::Str(a), Self::Str(b)) => a == b,
+            (Self::Bytes(a), Self::Bytes(b)) | (Self::ByteArray(a), Self::ByteArray(b)) => a == b,
+            (Self::List(a), Self::List(b)) | (Self::Tuple(a), Self::Tuple(b)) => a == b,
+            (Self::Ints(a), Self::Ints(b)) => a == b,
+            (Self::List(items), Self::Ints(ints)) | (Self::Ints(ints), Self::List(items)) => {
+                items.len() == ints.len()
+                    && items.iter().zip(ints.iter()).all(|(item, int)| item.as_i64() == Some(*int))
+            }
+            // Python writes a set in the order of its hashes, which may differ from process to process.
+            (Self::Set(a), Self::Set(b)) | (Self::FrozenSet(a), Self::FrozenSet(b)) => {
+                a == b || a.len() == b.len() && sorted(a) == sorted(b)
+            }
+            (Self::Dict(a), Self::Dict(b)) => a == b,
+            (Self::Symbol(a), Self::Symbol(b)) => a == b,
+            (Self::Object(a), Self::Object(b)) => a == b,
+            (Self::Tensor(a), Self::Tensor(b)) => a == b,
+            (Self::Other(a), Self::Other(b)) => a == b,
+            _ => false,
+        }
+    }
+}
+
+impl<T: Eq + fmt::Debug, X: Eq + fmt::Debug> Eq for Value<T, X> {}
+
+impl<T: PartialEq + fmt::Debug, X: PartialEq + fmt::Debug> PartialEq for Dict<T, X> {
+    fn eq(&self, other: &Self) -> bool {
+        let Self { kind, entries, attributes } = self;
+        *kind == other.kind && *entries == other.entries && *attributes == other.attributes
+    }
+}
+
+impl<T: Eq + fmt::Debug, X: Eq + fmt::Debug> Eq for Dict<T, X> {}
+
+impl<T: PartialEq + fmt::Debug, X: PartialEq + fmt::Debug> PartialEq for Object<T, X> {
+    fn eq(&self, other: &Self) -> bool {
+        let Self { how, class, args, kwargs, items, entries, state } = self;
+        *how == other.how
+            && *class == other.class
+            && *args == other.args
+            && *kwargs == other.kwargs
+            && *items == other.items
+            && *entries == other.entries
+            && *state == other.state
+    }
+}
+
+impl<T: Eq + fmt::Debug, X: Eq + fmt::Debug> Eq for Object<T, X> {}
+
+/// The items of a set in an order that does not depend on how they were written.
+fn sorted<V: fmt::Debug>(items: &[V]) -> Vec<String> {
+    let mut texts: Vec<String> = items.iter().map(|item| format!("{item:?}")).collect();
+    texts.sort_unstable();
+    texts
+}
+
+#[cfg(test)]
+mod tests {
+    type Value = super::Value<u32>;
+
+    use super::{Construct, Dict, Object, Symbol};
+
+    fn shown(value: &Value) -> String {
+        value.to_string()
+    }
+
+    #[test]
+    fn floats_are_compared_by_their_bits() {
+        assert_eq!(Value::Float(f64::NAN), Value::Float(f64::NAN));
+        assert_ne!(Value::Float(0.0), Value::Float(-0.0));
+        assert_ne!(Value::Int(1), Value::Float(1.0));
+    }
+
+    #[test]
+    fn sets_have_no_order() {
+        let set = |items: [i64; 2]| Value::Set(items.map(Value::Int).into());
+        assert_eq!(set([1, 2]), set([2, 1]));
+        assert_ne!(set([1, 2]), set([1, 3]));
+        assert_ne!(set([1, 2]), Value::FrozenSet(vec![Value::Int(1), Value::Int(2)]));
+    }
+
+    #[test]
+    fn prints_like_python() {
+        let dict = Dict {
+            entries: vec![(Value::Str("it's".into()), Value::Tuple(vec![Value::Float(1.0)]))],
+            ..Dict::default()
+        };
+        assert_eq!(shown(&Value::Dict(dict)), r#"{"it's": (1.0,)}"#);
+        assert_eq!(shown(&Value::from(u64::MAX)), "18446744073709551615");
+        let min = [0, 0, 0, 0, 0, 0, 0, 0, 0x80];
+        assert_eq!(shown(&Value::BigInt(min.into())), "-2361183241434822606848");
+        assert_eq!(shown(&Value::Symbol(Symbol::new("torch", "float32"))), "torch.float32");
+    }
+
+    #[test]
+    fn objects_are_named_and_shown_by_their_class() {
+        let state = Dict { entries: vec![(Value::Str("lr".into()), Value::Float(0.5))], ..Dict::default() };
+        let class = Symbol::new("argparse", "Namespace");
+        let mut namespace = Object::new(Construct::New, class);
+        namespace.state = Some(Value::Dict(state));
+        let namespace = Value::Object(Box::new(namespace));
+        assert_eq!(shown(&namespace), "argparse.Namespace(lr=0.5)");
+        assert_eq!(namespace.type_name(), "argparse.Namespace");
+        assert!(!namespace.contains_tensor());
+        assert!(Value::List(vec![Value::Tensor(0)]).contains_tensor());
+    }
+
+    #[test]
+    fn printing_is_bounded() {
+        let mut deep = Value::None;
+        for _ in 0..250 {
+            deep = Value::List(vec![deep]);
+        }
+        assert_eq!(shown(&deep).chars().count(), 121);
+        assert_eq!(format!("{:.3}", Value::Str("abcdef".into())), "'ab…");
+    }
+}

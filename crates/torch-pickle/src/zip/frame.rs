@@ -1,0 +1,241 @@
+//! What of an archive tells where one of its records lies: its frame.
+//!
+//! A DCP data file is a row of archives that differ in little but their data: finding the tensor in each of a million
+//! costs reading a directory and a pickle a million times. Archives with the same frame have their data at the same
+//! place, so those that follow one that was read in full are only compared with it.
+//!
+//! A frame is all that reading looked at: the directory, the records that were read, and the local header of the
+//! record that was located. Of the CRC-32s in the directory only those of the records that were read are part of it: that
+//! of the located record is given out, and nobody looks at the others.
+//!
+//! Offsets count bytes from where the archive begins. Invariant: an archive that has the frame is read with the same
+//! result as the one that the frame is from, but for that CRC-32.
+
+use std::ops::Range;
+
+use super::Archive;
+use super::error::ArchiveError;
+use super::read::Record;
+use crate::ReadAt;
+
+/// What of an archive tells where one of its records lies. An archive that has the same frame has that record at the same
+/// place.
+#[derive(Debug)]
+pub struct Frame {
+    /// Of the archive.
+    len: u64,
+    /// Everything before the data of the located record.
+    head: End,
+    /// Everything from the directory on, and what lies between it and the data where something there was read.
+    tail: End,
+    /// Where the directory has the CRC-32 of the located record.
+    crc_at: u64,
+    /// Where its local header and its data are.
+    header: u64,
+    data: Range<u64>,
+}
+
+/// One end of an archive.
+#[derive(Debug)]
+struct End {
+    /// Offset of its first byte.
+    at: u64,
+    bytes: Vec<u8>,
+    /// The ranges of `bytes` that belong to the frame.
+    fixed: Vec<Range<usize>>,
+}
+
+/// Frames with a longer end are not worth keeping.
+const MAX_END_BYTES: u64 = 4 << 10;
+
+/// Archives at least this long are not copied from a mapping: only their ends are of interest.
+const SMALL_BYTES: u64 = 64 << 10;
+
+/// An entry of the directory without its name, extra field and comment (APPNOTE.TXT 4.3.12).
+const ENTRY_BYTES: usize = 46;
+
+/// The record that ends an archive, without a comment (APPNOTE.TXT 4.3.16).
+const END_BYTES: usize = 22;
+
+impl Frame {
+    /// The frame of the archive in the bytes `range` of a source, of which the records `read` were read and `located` was
+    /// located. `None` where it is unusual: nothing depends on there being one.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn of<S: ReadAt + ?Sized>(
+        source: &S,
+        range: Range<u64>,
+        archive: &Archive,
+        read: &[&str],
+        located: &str,
+    ) -> Result<Option<Self>, ArchiveError> {
+        let Some((data, record)) = archive.locate(source, located)? else { return Ok(None) };
+        let (base, len) = (range.start, range.end - range.start);
+        let data = data - base..data - base + record.len;
+        let header = record.header - base;
+        let (mut looked_at, mut headers) = (Vec::new(), Vec::new());
+        looked_at.push(header..data.start);
+        for name in read {
+            if let Some((start, read)) = archive.locate(source, name)? {
+                headers.push(read.header - base);
+                looked_at.push(read.header - base..start - base + read.len);
+            }
+        }
+        looked_at.sort_unstable_by_key(|range| range.start);
+        let Some(directory) = archive.directory().checked_sub(base).filter(|at| *at >= data.end) else {
+            return Ok(None);
+        };
+        let after = looked_at.iter().find(|range| range.start >= data.end).map_or(directory, |range| range.start);
+        if data.start > MAX_END_BYTES || after > len || len - after > MAX_END_BYTES {
+            return Ok(None);
+        }
+        let end = |range: Range<u64>| -> Result<End, ArchiveError> {
+            let mut bytes = vec![0; usize::try_from(range.end - range.start).expect("a short end")];
+            source.read_exact_at(&mut bytes, base + range.start)?;
+            Ok(End { at: range.start, bytes, fixed: Vec::new() })
+        };
+        let (mut head, mut tail) = (end(0..data.start)?, end(after..len)?);
+        for range in looked_at {
+            let end = if range.end <= data.start { &mut head } else { &mut tail };
+            let Some(range) = end.within(&range) else { return Ok(None) };
+            end.fixed.push(range);
+        }
+        if !tail.names(directory) {
+            return Ok(None);
+        }
+        let Some(crc_at) = tail.fix_directory(directory, header, &headers) else { return Ok(None) };
+        Ok(Some(Self { len, head, tail, crc_at, header, data }))
+    }
+
+    /// Where the data of the located record begins in the archive that is the bytes `range` of a source, and the record;
+    /// `None` where that archive has another frame. `buffer` is used again.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn find<S: ReadAt + ?Sized>(
+        &self,
+        source: &S,
+        range: Range<u64>,
+        buffer: &mut Vec<u8>,
+    ) -> Result<Option<(u64, Record)>, ArchiveError> {
+        if range.end.checked_sub(range.start) != Some(self.len) {
+            return Ok(None);
+        }
+        let base = range.start;
+        if self.len <= SMALL_BYTES {
+            let ends = |archive: &[u8]| self.record(base, self.head.part_of(archive), self.tail.part_of(archive));
+            if let Some(record) = source.mapped(base, self.len, ends)? {
+                return Ok(record);
+            }
+        }
+        buffer.resize(self.head.bytes.len() + self.tail.bytes.len(), 0);
+        let (head, tail) = buffer.split_at_mut(self.head.bytes.len());
+        source.read_exact_at(head, base + self.head.at)?;
+        source.read_exact_at(tail, base + self.tail.at)?;
+        Ok(self.record(base, head, tail))
+    }
+
+    /// The located record of the archive at `base` that has these ends; `None` where they are not like the frame.
+    fn record(&self, base: u64, head: &[u8], tail: &[u8]) -> Option<(u64, Record)> {
+        let crc_at = usize::try_from(self.crc_at - self.tail.at).expect("within a short end");
+        let crc = tail[crc_at..].first_chunk().filter(|_| self.head.is_like(head) && self.tail.is_like(tail))?;
+        let (start, len) = (base + self.data.start, self.data.end - self.data.start);
+        let record = Record { header: base + self.header, len, crc: u32::from_le_bytes(*crc) };
+        Some((start, record))
+    }
+}
+
+impl End {
+    /// A range of the archive as one of `bytes`.
+    fn within(&self, range: &Range<u64>) -> Option<Range<usize>> {
+        let start = usize::try_from(range.start.checked_sub(self.at)?).ok()?;
+        let end = usize::try_from(range.end.checked_sub(self.at)?).ok()?;
+        (start <= end && end <= self.bytes.len()).then_some(start..end)
+    }
+
+    /// This end of another archive of the same length.
+    fn part_of<'a>(&self, archive: &'a [u8]) -> &'a [u8] {
+        let start = usize::try_from(self.at).expect("within a small archive");
+        &archive[start..start + self.bytes.len()]
+    }
+
+    fn is_like(&self, other: &[u8]) -> bool {
+        self.fixed.iter().all(|range| self.bytes[range.clone()] == other[range.clone()])
+    }
+
+    /// Whether the last record of the archive has the directory where it was found. Where it has not, reading looked there
+    /// first, at what is no part of the frame, and the offsets in the directory mean other places.
+    fn names(&self, directory: u64) -> bool {
+        let Some([b'P', b'K', 5, 6, .., d0, d1, d2, d3, 0, 0]) = self.bytes.last_chunk::<END_BYTES>() else {
+            return false;
+        };
+        u64::from(u32::from_le_bytes([*d0, *d1, *d2, *d3])) == directory
+    }
+
+    /// Make the directory part of the frame, but for CRC-32s of records that were not `read`; gives where that of the
+    /// located one is. Records go by where their local headers are.
+    fn fix_directory(&mut self, directory: u64, located: u64, read: &[u64]) -> Option<u64> {
+        let mut fixed = usize::try_from(directory.checked_sub(self.at)?).ok()?;
+        let (mut entry, mut crc_at) = (fixed, None);
+        while let Some(bytes) = self.bytes.get(entry..).and_then(|bytes| bytes.first_chunk::<ENTRY_BYTES>()) {
+            let short = |at: usize| usize::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
+            if bytes[..4] != *b"PK\x01\x02" {
+                break;
+            }
+            let header = u64::from(u32::from_le_bytes([bytes[42], bytes[43], bytes[44], bytes[45]]));
+            if header == located {
+                crc_at = Some(self.at + entry as u64 + 16);
+            }
+            if !read.contains(&header) {
+                self.fixed.push(fixed..entry + 16);
+                fixed = entry + 20;
+            }
+            entry += ENTRY_BYTES + short(28) + short(30) + short(32);
+        }
+        self.fixed.push(fixed..self.bytes.len());
+        crc_at
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(name: &str, header: u32, len: u32) -> Vec<u8> {
+        let mut bytes = vec![0; ENTRY_BYTES];
+        bytes[..4].copy_from_slice(b"PK\x01\x02");
+        bytes[20..24].copy_from_slice(&len.to_le_bytes());
+        bytes[24..28].copy_from_slice(&len.to_le_bytes());
+        bytes[28] = u8::try_from(name.len()).unwrap();
+        bytes[42..46].copy_from_slice(&header.to_le_bytes());
+        bytes.extend(name.as_bytes());
+        bytes
+    }
+
+    /// An archive of one record `a/x` of 100 bytes, whose offsets do not count what is `before` it.
+    fn archive(before: usize) -> Vec<u8> {
+        let mut bytes = vec![0; before];
+        bytes.extend([b"PK\x03\x04".as_slice(), &[0; 22], &[3, 0, 0, 0], b"a/x", &[7; 100]].concat());
+        let directory = u32::try_from(bytes.len() - before).unwrap();
+        let entry = entry("a/x", 0, 100);
+        let len = u32::try_from(entry.len()).unwrap();
+        bytes.extend(entry);
+        bytes.extend([b"PK\x05\x06".as_slice(), &[0; 4], &[1, 0, 1, 0]].concat());
+        bytes.extend([len.to_le_bytes(), directory.to_le_bytes()].concat());
+        bytes.extend([0; 2]);
+        bytes
+    }
+
+    #[test]
+    fn an_archive_that_is_not_where_it_says_has_no_frame() {
+        for (before, has_frame) in [(0, true), (50, false)] {
+            let bytes = archive(before);
+            let source = bytes.as_slice();
+            let archive = Archive::read(source).unwrap();
+            assert_eq!(archive.get("x").unwrap().header, before as u64);
+            let frame = Frame::of(source, 0..source.len_bytes(), &archive, &[], "x").unwrap();
+            assert_eq!(frame.is_some(), has_frame, "{before}");
+        }
+    }
+}

@@ -1,0 +1,13 @@
+//! torch.save archives: ZIP files whose entries are all stored, read and written without touching tensor data.
+//!
+//! Source of the layout: `caffe2/serialize/inline_container.cc` (`PyTorchStreamReader`, `PyTorchStreamWriter`).
+
+mod error;
+mod frame;
+mod read;
+mod write;
+
+pub use error::ArchiveError;
+pub use frame::Frame;
+pub use read::{Archive, Record, data_offset};
+pub use write::{ArchiveLayout, ArchiveWriter, Checksum, Span};

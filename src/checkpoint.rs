@@ -1,0 +1,371 @@
+//! An open checkpoint: names, shapes and chunk positions, and the files to read tensor data from.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+use rayon::prelude::*;
+
+use crate::catalog::{Dtype, TensorEntry, TensorId, model, path};
+use crate::comm::Launch;
+use crate::convert::options::{
+    CheckOptions, ConvertOptions, ExchangeOptions, ExecuteOptions, InspectOptions, SelectOptions, SourceOptions,
+};
+use crate::convert::{self, Engine, Reading, Setup};
+use crate::describe::{self, Inspection};
+use crate::error::{Error, Result};
+use crate::exec::{Locations, Prepared, Scratch};
+use crate::format::{self, Format, SeriesChoice, Want};
+use crate::layout::{Region, Tile};
+use crate::plan::Source;
+use crate::progress::{NoProgress, Progress};
+
+/// How a checkpoint is opened. The default opens everything, as the command line does.
+#[derive(Clone, Debug, Default)]
+pub struct OpenOptions {
+    /// Format, resources, and what the files do not record.
+    pub source: SourceOptions,
+    /// Parts of a folder that are read.
+    pub contents: Contents,
+    /// Checkpoint of the same model that gives the shapes FSDP1 flat parameters lack.
+    pub like: Option<PathBuf>,
+    /// Opens a set of which files are missing, and lists them in [`Checkpoint::missing`].
+    pub incomplete: bool,
+    /// Takes FSDP1 flat parameters as they lie where nothing gives their shapes.
+    pub raw_flat: bool,
+    /// Keeps wrapper prefixes (`_orig_mod.`, `_fsdp_wrapped_module.`) in the names that patterns match.
+    pub keep_names: bool,
+    /// Which process this is, when it stops, and how its options are called.
+    pub setup: Setup,
+    /// What the operation writes; `None` if it only reads.
+    pub writes: Option<Writes>,
+}
+
+/// What an operation writes, as far as opening the source depends on it: processes that exchange bytes compare it.
+#[derive(Clone, Debug, Default)]
+pub struct Writes {
+    /// The destination. Processes that exchange bytes meet beside it.
+    pub destination: Option<PathBuf>,
+    /// How the destination is written.
+    pub execute: ExecuteOptions,
+    /// Nothing is written in the end.
+    pub dry_run: bool,
+    /// How the processes of a run exchange bytes.
+    pub exchange: ExchangeOptions,
+    /// Checks before anything is written.
+    pub checks: CheckOptions,
+}
+
+/// Parts of a checkpoint folder that are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Contents {
+    /// Model and optimizer, and the files beside them.
+    #[default]
+    All,
+    /// Model and optimizer.
+    State,
+    /// The model.
+    Model,
+    /// The model, and gradients if there are any.
+    ModelAndGradients,
+}
+
+impl Contents {
+    fn split(self) -> (SeriesChoice, Want) {
+        match self {
+            Self::All => (SeriesChoice::All, Want::All),
+            Self::State => (SeriesChoice::All, Want::State),
+            Self::Model => (SeriesChoice::Model, Want::Model),
+            Self::ModelAndGradients => (SeriesChoice::ModelAndGradients, Want::Model),
+        }
+    }
+}
+
+/// A checkpoint that has been opened: everything but its tensor data.
+///
+/// Opening reads headers and metadata files only, so a checkpoint of terabytes opens in seconds. A file that is replaced
+/// while the checkpoint is open is detected when a conversion is published.
+pub struct Checkpoint {
+    pub(crate) inner: format::Checkpoint,
+    pub(crate) peers: Option<convert::Peers>,
+    pub(crate) engine: Arc<Engine>,
+    pub(crate) convert: ConvertOptions,
+    pub(crate) progress: Arc<dyn Progress>,
+    /// Tensors by name, made when one is looked for.
+    by_name: OnceLock<HashMap<String, TensorId>>,
+}
+
+impl std::fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Checkpoint")
+            .field("format", &self.inner.format)
+            .field("root", &self.inner.root)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Checkpoint {
+    /// Opens a file, or a folder, and detects its format.
+    ///
+    /// `path` may also be a folder above a checkpoint, if exactly one checkpoint is below it.
+    ///
+    /// # Errors
+    /// `Unsupported` if no format matches, `Missing` if files are missing, `Malformed` if a file breaks the rules of its
+    /// format.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        Self::open_with(path, &OpenOptions::default(), NoProgress)
+    }
+
+    /// Opens a file or a folder with options. `progress` receives what opening brings to light.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`]; `Usage` for options that do not fit the checkpoint.
+    pub fn open_with(path: impl AsRef<Path>, options: &OpenOptions, progress: impl Progress + 'static) -> Result<Self> {
+        let progress: Arc<dyn Progress> = Arc::new(progress);
+        let convert = options.convert(path.as_ref());
+        let engine = match &options.writes {
+            None => Engine::reading(&options.source, &options.setup)?,
+            Some(writes) => {
+                let whereto = (writes.destination.as_deref(), writes.execute.sync);
+                Engine::writing(&options.source, &writes.exchange, whereto, &options.setup)?
+            }
+        };
+        let (inner, peers) = engine.work(&progress, |run| -> Result<_> {
+            if options.writes.is_some() {
+                run.introduce();
+            }
+            let (series, want) = options.contents.split();
+            let (incomplete, raw_flat) = (options.incomplete, options.raw_flat);
+            let reading = Reading { like: options.like.as_deref(), series, want, incomplete, raw_flat };
+            let (checkpoint, peers) = convert::open(&convert, reading, run)?;
+            if options.writes.is_none() {
+                convert::check_flat(&options.source, options.like.as_deref(), &[&checkpoint])?;
+            }
+            Ok((checkpoint, peers))
+        })?;
+        Ok(Self { inner, peers, engine: Arc::new(engine), convert, progress, by_name: OnceLock::new() })
+    }
+
+    /// Returns the format.
+    #[must_use]
+    pub fn format(&self) -> Format {
+        self.inner.format
+    }
+
+    /// Returns the file or folder that is the checkpoint: the path that was opened, or a path below it.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.inner.root
+    }
+
+    /// Returns the names of the series of rank files that were read, such as `model` and `optim`.
+    #[must_use]
+    pub fn series(&self) -> &[String] {
+        &self.inner.series
+    }
+
+    /// Returns the files and tensors that are missing, if [`OpenOptions::incomplete`] was set.
+    #[must_use]
+    pub fn missing(&self) -> &[String] {
+        &self.inner.missing
+    }
+
+    /// Returns the tensors under every name they have, in the order of the state dict.
+    pub fn tensors(&self) -> impl Iterator<Item = TensorInfo<'_>> {
+        let named = model::all_tensors(&self.inner.catalog.state);
+        named.into_iter().map(|(name, id)| self.tensor_info(name.to_string(), id))
+    }
+
+    /// Returns the tensor of this name, the whole dotted path in the state dict.
+    #[must_use]
+    pub fn tensor(&self, name: &str) -> Option<TensorInfo<'_>> {
+        self.find(name).map(|id| self.tensor_info(name.to_owned(), id))
+    }
+
+    /// Returns the values that are not tensors, by their dotted paths, as Python would print them.
+    pub fn objects(&self) -> impl Iterator<Item = (String, String)> {
+        path::objects(&self.inner.catalog.state).into_iter().map(|(path, value)| (path.to_string(), value.to_string()))
+    }
+
+    fn tensor_info(&self, name: String, id: TensorId) -> TensorInfo<'_> {
+        TensorInfo { name, checkpoint: &self.inner, entry: self.inner.catalog.tensor(id) }
+    }
+
+    fn find(&self, name: &str) -> Option<TensorId> {
+        let names = || {
+            let named = model::all_tensors(&self.inner.catalog.state);
+            named.into_iter().map(|(name, id)| (name.to_string(), id)).collect()
+        };
+        self.by_name.get_or_init(names).get(name).copied()
+    }
+
+    /// Reads a whole tensor into `buffer`: its elements, row-major, in little-endian byte order.
+    ///
+    /// # Errors
+    /// `Usage` if no tensor has this name, or `buffer` has another length than the tensor; as reading files.
+    pub fn read(&self, name: &str, buffer: &mut [u8]) -> Result<()> {
+        let info = self.tensor(name).ok_or_else(|| self.unknown(name))?;
+        let shape = info.shape().to_vec();
+        self.read_box(name, &vec![0; shape.len()], &shape, buffer)
+    }
+
+    /// Reads one box of a tensor into `buffer`, and nothing else of it. The box begins at `offsets`, has these `sizes`, and
+    /// comes row-major, in little-endian byte order. Partial values are reduced.
+    ///
+    /// # Errors
+    /// `Usage` if no tensor has this name, if the box reaches beyond the tensor, or if `buffer` has another length than
+    /// the box; as reading files.
+    pub fn read_box(&self, name: &str, offsets: &[u64], sizes: &[u64], buffer: &mut [u8]) -> Result<()> {
+        /// Bytes that one thread reads at a time.
+        const BLOCK_BYTES: usize = 4 << 20;
+        let id = self.find(name).ok_or_else(|| self.unknown(name))?;
+        let entry = self.inner.catalog.tensor(id);
+        let region = Region::new(offsets, sizes);
+        if region.ndim() != entry.shape.len() || offsets.len() != sizes.len() || !region.fits(&entry.shape) {
+            return Err(Error::usage(
+                format!(
+                    "{name}: a box at {offsets:?} of sizes {sizes:?} does not fit shape {:?}",
+                    entry.shape.as_slice()
+                ),
+                "give an offset and a size for each dimension, within the shape",
+            ));
+        }
+        let itemsize = entry.dtype.itemsize();
+        let expected = region.numel() * itemsize;
+        if buffer.len() as u64 != expected {
+            return Err(Error::usage(
+                format!("{name}: the box has {expected} bytes, the buffer {}", buffer.len()),
+                "give a buffer of the length of the box",
+            ));
+        }
+        if buffer.is_empty() {
+            return Ok(());
+        }
+        let (input, source) = (convert::input(&self.inner), Source::new(entry)?);
+        let prepared = Prepared::new(input, &source, &Tile::from_region(&region), &mut Locations::default())?;
+        let elements = BLOCK_BYTES / usize::try_from(itemsize).expect("a few bytes");
+        let block_bytes = elements * usize::try_from(itemsize).expect("a few bytes");
+        self.engine.workers.install(|| {
+            let blocks = buffer.par_chunks_mut(block_bytes).enumerate();
+            blocks.try_for_each_init(Scratch::default, |scratch, (index, block)| {
+                prepared.read(input, (index * elements) as u64, block, scratch)
+            })
+        })
+    }
+
+    /// Returns a checkpoint of the same files that no other process takes part in.
+    pub(crate) fn clone_alone(&self) -> Self {
+        Self {
+            inner: self.inner.clone(),
+            peers: None,
+            engine: Arc::clone(&self.engine),
+            convert: self.convert.clone(),
+            progress: Arc::new(NoProgress),
+            by_name: OnceLock::new(),
+        }
+    }
+
+    fn unknown(&self, name: &str) -> Error {
+        let names: Vec<String> =
+            model::all_tensors(&self.inner.catalog.state).into_iter().map(|(name, _)| name.to_string()).collect();
+        Error::usage(format!("{name}: no tensor has this name"), crate::nearest::listed(name, &names))
+    }
+
+    /// Describes the checkpoint: a summary, tables, drawings and a JSON document.
+    ///
+    /// # Errors
+    /// `Usage` for a name that no tensor has; as reading, if digests are asked for.
+    pub fn inspect<'a>(&'a self, options: &'a InspectOptions) -> Result<Inspection<'a>> {
+        self.engine.work(&self.progress, |run| Inspection::new(&self.inner, options, run))
+    }
+
+    /// Returns the layout of the tensors as a layout file: a JSON document, and the same as TOML.
+    ///
+    /// # Errors
+    /// `Unsupported` if the files do not record a layout, or record more than one.
+    pub fn layout(&self) -> Result<(serde_json::Value, String)> {
+        describe::layout(&self.inner)
+    }
+
+    /// Returns the values that ranks store differently, an error for each.
+    #[must_use]
+    pub fn conflicts(&self) -> Vec<Error> {
+        self.inner.catalog.conflicts()
+    }
+}
+
+impl OpenOptions {
+    fn convert(&self, path: &Path) -> ConvertOptions {
+        let Writes { destination: dst, execute, dry_run, exchange, checks } = self.writes.clone().unwrap_or_default();
+        ConvertOptions {
+            src: path.to_path_buf(),
+            dst,
+            execute,
+            dry_run,
+            select: SelectOptions { keep_names: self.keep_names, ..SelectOptions::default() },
+            checks,
+            source: self.source.clone(),
+            exchange,
+            ..ConvertOptions::default()
+        }
+    }
+
+    /// Returns which process this is.
+    #[must_use]
+    pub fn launch(&self) -> &Launch {
+        &self.setup.launch
+    }
+}
+
+/// One tensor of a checkpoint.
+#[derive(Clone, Debug)]
+pub struct TensorInfo<'a> {
+    name: String,
+    checkpoint: &'a format::Checkpoint,
+    entry: &'a TensorEntry,
+}
+
+impl TensorInfo<'_> {
+    /// Returns the whole dotted path in the state dict: `model.layers.0.wq.weight`.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the global shape, in elements; empty for a scalar.
+    #[must_use]
+    pub fn shape(&self) -> &[u64] {
+        &self.entry.shape
+    }
+
+    /// Returns the element type.
+    #[must_use]
+    pub fn dtype(&self) -> Dtype {
+        self.entry.dtype
+    }
+
+    /// Returns the number of bytes of all elements.
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.entry.len_bytes()
+    }
+
+    /// Returns the placements, one a mesh dimension, in PyTorch's notation: `S(0),R`. `None` if the format does not record
+    /// them, as DCP does not.
+    #[must_use]
+    pub fn placements(&self) -> Option<String> {
+        self.entry.sharding.as_deref().map(crate::catalog::Sharding::display_placements)
+    }
+
+    /// Returns the device mesh: `dp=2,tp=4`.
+    #[must_use]
+    pub fn mesh(&self) -> Option<String> {
+        self.entry.sharding.as_deref().map(|sharding| self.checkpoint.catalog.mesh(sharding).to_string())
+    }
+
+    /// Returns the number of stored chunks, replicas included.
+    #[must_use]
+    pub fn chunks(&self) -> usize {
+        self.entry.chunks.len()
+    }
+}

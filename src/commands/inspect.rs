@@ -1,0 +1,58 @@
+//! `inspect`: what a checkpoint holds and how it is laid out.
+
+use super::progress::TerminalProgress;
+use super::{Printer, Status, process};
+use crate::cli::Inspect;
+use dtshard::options::{Contents, InspectOptions};
+use dtshard::{Checkpoint, Error, OpenOptions, Result, Setup};
+
+/// Columns of a drawing, at most.
+const COLUMNS: usize = 100;
+
+/// Prints what SRC holds.
+///
+/// # Errors
+/// As opening SRC; `Usage` for a name that no tensor has.
+pub fn run(args: &Inspect, printer: &Printer) -> Result<Status> {
+    if args.draw && printer.json() {
+        return Err(Error::usage(
+            "--draw draws for people, --json is for programs",
+            "leave one of them out; the chunks in the JSON document say the same as the drawing",
+        ));
+    }
+    let options = OpenOptions {
+        source: args.source.options(),
+        contents: Contents::State,
+        like: args.shapes.like.clone(),
+        incomplete: true,
+        raw_flat: !args.layout,
+        setup: Setup { stop: process::prepare()?, ..Setup::default() },
+        ..OpenOptions::default()
+    };
+    let checkpoint = Checkpoint::open_with(&args.src, &options, TerminalProgress::new(printer))?;
+    checkpoint.conflicts().iter().for_each(|conflict| printer.warning(&conflict.to_string()));
+    if args.layout {
+        let (document, text) = checkpoint.layout()?;
+        printer.data(&text)?;
+        printer.document(&document)?;
+        return Ok(Status::Done);
+    }
+    let shown = InspectOptions { brief: args.brief, tensor: args.tensor.clone(), digest: args.digest };
+    let inspection = checkpoint.inspect(&shown)?;
+    if printer.json() {
+        printer.document(&inspection.to_json())?;
+    } else if args.tensor.is_empty() {
+        printer.data(&inspection.summary()?)?;
+        if !args.brief {
+            printer.data(&format!("\n{}", inspection.tensor_table()))?;
+        }
+    } else {
+        printer.data(&inspection.tensor_table())?;
+        if args.draw {
+            printer.picture(&inspection.drawings(Printer::columns(COLUMNS)))?;
+        } else if !args.brief {
+            printer.data(&inspection.chunk_tables())?;
+        }
+    }
+    Ok(Status::Done)
+}

@@ -1,0 +1,20 @@
+//! `verify`: a checkpoint is sound; two hold the same values.
+
+use super::progress::TerminalProgress;
+use super::{Printer, Status, process};
+use crate::cli::Verify;
+use dtshard::{Result, Setup, verify};
+
+/// Verifies SRC, or compares it with OTHER.
+///
+/// # Errors
+/// `Usage` and `Io`; damage and differences are findings.
+pub fn run(args: &Verify, printer: &Printer) -> Result<Status> {
+    let setup = Setup { stop: process::prepare()?, ..Setup::default() };
+    let verification = verify(&args.options(), &setup, TerminalProgress::new(printer))?;
+    printer.document(&verification.to_json())?;
+    verification.hints().iter().for_each(|hint| printer.line(&format!("hint: {hint}")));
+    printer.data(&verification.lines(printer.verbose()))?;
+    printer.line(&verification.to_string());
+    Ok(if verification.is_same() { Status::Done } else { Status::Different })
+}

@@ -1,0 +1,329 @@
+//! Conversions: what to write, the plan of it, and its execution.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::catalog::Dtype;
+use crate::checkpoint::{Checkpoint, Contents};
+use crate::convert::options::{
+    ConsolidateOptions, ConvertOptions, ExecuteOptions, FlattenOptions, ReshardOptions, SelectOptions, Tied,
+    UnshardOptions,
+};
+use crate::convert::{self, Defaults, Engine, Prepared, Preview, Report, Source};
+use crate::error::Result;
+use crate::format::Format;
+use crate::layout::{DeviceMesh, Pattern, parse_placements};
+use crate::progress::Progress;
+use crate::quantity::{count, human_bytes};
+use crate::select::{Root, Wrappers};
+
+/// What the result of a conversion is.
+#[derive(Clone, Debug)]
+pub enum Target {
+    /// Everything, for a mesh: other placements, another world size, another format.
+    Sharded(ReshardOptions),
+    /// Whole tensors, the nested state dict kept.
+    Whole(UnshardOptions),
+    /// FSDP1 flat parameters.
+    Flat(FlattenOptions),
+    /// The model alone, merged, with the files loaders need beside it.
+    Model(ConsolidateOptions),
+}
+
+impl Target {
+    /// Returns the parts of a checkpoint folder that this target is made of.
+    #[must_use]
+    pub fn contents(&self) -> Contents {
+        match self {
+            Self::Sharded(_) | Self::Flat(_) => Contents::All,
+            Self::Whole(options) if options.with_grads => Contents::ModelAndGradients,
+            Self::Whole(_) | Self::Model(_) => Contents::Model,
+        }
+    }
+
+    /// Returns the checkpoint of the same model that is named, which may give shapes that the source lacks.
+    #[must_use]
+    pub fn like(&self) -> Option<&Path> {
+        match self {
+            Self::Sharded(options) => options.like.as_deref(),
+            Self::Whole(options) => options.shards.like.as_deref(),
+            Self::Flat(options) => options.flat.like.as_deref(),
+            Self::Model(options) => options.shards.like.as_deref(),
+        }
+    }
+
+    fn defaults(&self) -> Defaults {
+        match self {
+            Self::Sharded(_) | Self::Flat(_) => Defaults::everything(),
+            Self::Whole(options) => {
+                Defaults { root: Root::Whole, wrappers: Wrappers::Cut, without_gradients: !options.with_grads }
+            }
+            Self::Model(options) => Defaults {
+                root: if options.everything { Root::Whole } else { Root::Model },
+                wrappers: Wrappers::Cut,
+                without_gradients: false,
+            },
+        }
+    }
+}
+
+/// What to write: a builder that starts as "everything, as it is".
+///
+/// Patterns match whole names; `*` stays inside one component, `**` crosses dots, `{a,b}` alternates. A pattern that
+/// matches a module covers everything below it.
+#[derive(Debug)]
+pub struct Conversion {
+    checkpoint: Checkpoint,
+    target: Target,
+    convert: ConvertOptions,
+}
+
+impl From<Checkpoint> for Conversion {
+    /// Starts from all tensors and objects of a checkpoint.
+    fn from(checkpoint: Checkpoint) -> Self {
+        let convert = checkpoint.convert.clone();
+        Self { checkpoint, target: Target::Sharded(ReshardOptions::default()), convert }
+    }
+}
+
+impl Conversion {
+    /// Starts from all tensors and objects of a checkpoint, which stays open. Copies its catalog; [`Conversion::from`] does
+    /// not.
+    #[must_use]
+    pub fn of(checkpoint: &Checkpoint) -> Self {
+        checkpoint.clone_alone().into()
+    }
+
+    /// Keeps only names that `pattern` covers, and their optimizer state. Another call keeps more.
+    ///
+    /// # Errors
+    /// `Layout` if the text is no pattern. Planning fails if it covers nothing.
+    pub fn include(mut self, pattern: &str) -> Result<Self> {
+        Pattern::parse(pattern)?;
+        self.convert.select.include.push(pattern.to_owned());
+        Ok(self)
+    }
+
+    /// Leaves out names that `pattern` covers, and their optimizer state.
+    ///
+    /// # Errors
+    /// As [`Conversion::include`].
+    pub fn exclude(mut self, pattern: &str) -> Result<Self> {
+        Pattern::parse(pattern)?;
+        self.convert.select.exclude.push(pattern.to_owned());
+        Ok(self)
+    }
+
+    /// Sets all options of names and dtypes at once.
+    #[must_use]
+    pub fn select(mut self, select: SelectOptions) -> Self {
+        self.convert.select = select;
+        self
+    }
+
+    /// Casts floating-point tensors of one or more dimensions, optimizer state apart. Rounds to nearest even, as
+    /// `Tensor.to` does.
+    #[must_use]
+    pub fn cast(mut self, dtype: Dtype) -> Self {
+        self.convert.select.dtype.push(dtype.name().to_owned());
+        self
+    }
+
+    /// Chooses what becomes of several names of one tensor.
+    #[must_use]
+    pub fn tied(mut self, tied: Tied) -> Self {
+        self.convert.tied = tied;
+        self
+    }
+
+    /// Distributes the result over a mesh, such as `dp=2,tp=4`. Without rules, placements of the source are kept where the
+    /// mesh has the same dimensions, and `S(0)` is used on a mesh of one dimension.
+    ///
+    /// # Errors
+    /// `Layout` if the text is no mesh.
+    pub fn mesh(mut self, mesh: &str) -> Result<Self> {
+        DeviceMesh::parse(mesh)?;
+        self.sharded().mesh.push(mesh.to_owned());
+        Ok(self)
+    }
+
+    /// Adds a placement rule: tensors that `pattern` covers get `placements`, one a mesh dimension, such as `S(0),R`. The
+    /// first rule that matches a tensor wins; optimizer state follows its parameter.
+    ///
+    /// # Errors
+    /// `Layout` if a text is no pattern or no placements. Planning fails if the placements do not fit a tensor.
+    pub fn place(mut self, pattern: &str, placements: &str) -> Result<Self> {
+        Pattern::parse(pattern)?;
+        parse_placements(placements)?;
+        self.sharded().placements.push(format!("{pattern}={placements}"));
+        Ok(self)
+    }
+
+    /// Sets the placements of tensors that no rule matches, one a mesh dimension. A mesh dimension on which they do not fit a
+    /// tensor is replicated.
+    ///
+    /// # Errors
+    /// `Layout` if the text is no list of placements.
+    pub fn place_all(mut self, placements: &str) -> Result<Self> {
+        parse_placements(placements)?;
+        self.sharded().placements.push(placements.to_owned());
+        Ok(self)
+    }
+
+    /// Writes whole tensors, the nested state dict kept.
+    #[must_use]
+    pub fn whole_tensors(self) -> Self {
+        self.target(Target::Whole(UnshardOptions::default()))
+    }
+
+    /// Writes the model alone, merged, under the names that loaders know, with config and tokenizer files beside it.
+    #[must_use]
+    pub fn model(self) -> Self {
+        self.target(Target::Model(ConsolidateOptions::default()))
+    }
+
+    /// Sets what the result is, with all options of it.
+    #[must_use]
+    pub fn target(mut self, target: Target) -> Self {
+        self.target = target;
+        self
+    }
+
+    /// Chooses the format to write; else it follows from the target, or from the suffix of the destination.
+    #[must_use]
+    pub fn to(mut self, format: Format) -> Self {
+        self.convert.destination.to = Some(format);
+        self
+    }
+
+    /// Writes DTensors in rank files as this version of PyTorch does, such as `2.9`.
+    #[must_use]
+    pub fn torch_version(mut self, version: impl Into<String>) -> Self {
+        self.convert.destination.torch_version = Some(version.into());
+        self
+    }
+
+    /// Takes the format from the suffix of a destination, and names a single file as it is called there.
+    #[must_use]
+    pub fn destination(mut self, path: impl Into<PathBuf>) -> Self {
+        self.convert.dst = Some(path.into());
+        self
+    }
+
+    fn sharded(&mut self) -> &mut ReshardOptions {
+        if !matches!(self.target, Target::Sharded(_)) {
+            self.target = Target::Sharded(ReshardOptions::default());
+        }
+        match &mut self.target {
+            Target::Sharded(options) => options,
+            _ => unreachable!("it was just set"),
+        }
+    }
+
+    /// Computes which bytes of the source make up which bytes of the result, and proves that every element of every tensor
+    /// is written exactly once. Nothing is written.
+    ///
+    /// # Errors
+    /// `Coverage` if chunks of a tensor leave a gap or overlap; `Conflict` if ranks store different values; `Usage` and
+    /// `Layout` for a description that does not fit the source.
+    pub fn plan(self) -> Result<Plan> {
+        let Self { checkpoint, mut target, convert } = self;
+        let Checkpoint { inner, peers, engine, progress, .. } = checkpoint;
+        let prepared = engine.work(&progress, |run| -> Result<Prepared> {
+            let source = Source::choose(inner, peers, &convert, target.defaults())?;
+            let mut prepared = match &mut target {
+                Target::Sharded(options) => {
+                    options.convert = convert.clone();
+                    convert::prepare::reshard(options, source, run)
+                }
+                Target::Whole(options) => {
+                    options.convert = convert.clone();
+                    convert::prepare::unshard(options, source, run)
+                }
+                Target::Flat(options) => {
+                    options.convert = convert.clone();
+                    convert::prepare::flatten(options, source, run)
+                }
+                Target::Model(options) => {
+                    options.convert = convert.clone();
+                    convert::prepare::consolidate(options, source, run)
+                }
+            }?;
+            convert::settle(&mut prepared, &convert, run)?;
+            Ok(prepared)
+        })?;
+        Ok(Plan { prepared, convert, engine, progress })
+    }
+}
+
+/// A conversion that has been checked: every file of the result is laid out. `Display` prints a summary.
+pub struct Plan {
+    prepared: Prepared,
+    convert: ConvertOptions,
+    engine: Arc<Engine>,
+    progress: Arc<dyn Progress>,
+}
+
+impl Plan {
+    /// Computes what an execution would read and how much memory it would take, and looks at the destination, if one was
+    /// named by [`Conversion::destination`]. Nothing is written.
+    ///
+    /// # Errors
+    /// As reading the source.
+    pub fn preview(&mut self) -> Result<Preview> {
+        let Self { prepared, convert, engine, progress } = self;
+        engine.work(progress, |run| convert::preview(prepared, convert, run))
+    }
+
+    /// Moves the bytes and publishes the result at `destination`.
+    ///
+    /// # Atomicity
+    /// Files are written to a hidden folder beside `destination`, synced, and renamed. A process that dies leaves the hidden
+    /// folder, never a partial destination. An existing destination is an error unless [`ExecuteOptions::overwrite`] is set.
+    ///
+    /// # Memory
+    /// Anonymous memory stays below [`SourceOptions::max_memory`](crate::SourceOptions::max_memory) plus the catalog, which
+    /// grows with the number of chunks, not with their bytes.
+    ///
+    /// # Errors
+    /// `Io` with the file; `Usage` for a destination that is in the way; `Stopped` after
+    /// [`Stop`](crate::Stop) was raised.
+    pub fn execute(
+        &mut self,
+        destination: impl AsRef<Path>,
+        options: &ExecuteOptions,
+        progress: impl Progress + 'static,
+    ) -> Result<Report> {
+        self.progress = Arc::new(progress);
+        self.convert.execute = options.clone();
+        let destination = destination.as_ref();
+        self.convert.dst = Some(destination.to_path_buf());
+        let Self { prepared, convert, engine, progress } = self;
+        engine.work_synced(options.sync, progress, |run| convert::execute(prepared, convert, destination, run))
+    }
+
+    /// Returns the format to write.
+    #[must_use]
+    pub fn format(&self) -> Format {
+        self.prepared.to
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Prepared { source, reservation, carried, to, .. } = &self.prepared;
+        let (given, format) = source.given();
+        writeln!(f, "source        {} ({format})", given.display())?;
+        writeln!(f, "target        {to}")?;
+        writeln!(f, "files         {}", count(reservation.files.len() + carried.len(), "file"))?;
+        writeln!(f, "tensors       {}", reservation.tensors.len())?;
+        write!(f, "bytes written {}", human_bytes(self.prepared.len_bytes()))
+    }
+}
+
+impl fmt::Debug for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Plan({self})")
+    }
+}

@@ -1,0 +1,130 @@
+//! Checks of a source that read its data: stored checksums, and replicas against each other.
+
+use rayon::prelude::*;
+
+use super::peers::Peers;
+use super::reading::input;
+use super::run::Run;
+use crate::catalog::{Class, Fqn, TensorEntry, TensorId};
+use crate::comm::Part;
+use crate::error::{Error, Result};
+use crate::exec::Reporter;
+use crate::exec::compare::{self, ReplicaDifference};
+use crate::format::{Checkpoint, checksum};
+use crate::progress::Task;
+use crate::storage::Stretch;
+
+/// Hold every stored checksum against its data; gives what is wrong with which file or item. Of several processes each
+/// does some, of files that it sees.
+pub fn sums(checkpoint: &Checkpoint, run: &Run<'_>) -> Vec<(String, Error)> {
+    let Part { index, of } = run.launch.part;
+    let archives = checksum::archives(&checkpoint.catalog);
+    let all: Vec<u32> = (0..of).collect();
+    let is_own = |(number, (archive, _)): &(usize, (Stretch, Option<&Fqn>))| {
+        let seen_by = checkpoint.files.seen_by(archive.file).unwrap_or(&all);
+        seen_by.get(number % seen_by.len().max(1)) == Some(&index)
+    };
+    let archives: Vec<_> = archives.into_iter().enumerate().filter(is_own).map(|(_, archive)| archive).collect();
+    let total = archives.iter().map(|(archive, _)| archive.len).sum();
+    let progress = Task::start(run.progress, "checking sums", total);
+    let outcomes: Vec<Result<()>> = archives
+        .par_iter()
+        .map(|(archive, _)| {
+            let mut summed = 0;
+            checksum::check(&checkpoint.files, *archive, &mut |bytes| {
+                summed += bytes;
+                progress.advance(bytes);
+                run.stop.check()
+            })?;
+            // What lies between the records has no sum.
+            progress.advance(archive.len.saturating_sub(summed));
+            Ok(())
+        })
+        .collect();
+    let name = |index: usize| {
+        let (archive, fqn) = &archives[index];
+        fqn.map_or_else(|| checkpoint.files.path(archive.file).display().to_string(), ToString::to_string)
+    };
+    let wrong = outcomes.into_iter().enumerate().filter_map(|(index, outcome)| Some((index, outcome.err()?)));
+    wrong.map(|(index, error)| (name(index), error)).collect()
+}
+
+/// Which replicas to compare.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Replicas {
+    /// Plain tensors that several ranks store whole: nothing says that they are one.
+    Plain,
+    /// Those of DTensors and ShardedTensors as well.
+    All,
+}
+
+impl Replicas {
+    fn covers(self, entry: &TensorEntry) -> bool {
+        entry.chunks.len() > 1 && (self == Self::All || entry.class == Class::Tensor)
+    }
+}
+
+/// The first difference between the replicas of each of the tensors that has one. Collective, where there are peers.
+///
+/// # Errors
+/// As reading: `Coverage`, `Malformed`, `Io`, `Stopped`.
+pub fn differing(
+    checkpoint: &Checkpoint,
+    tensors: &[TensorId],
+    which: Replicas,
+    peers: Option<&Peers>,
+    run: &Run<'_>,
+) -> Result<Vec<(TensorId, ReplicaDifference)>> {
+    let tensors: Vec<(TensorId, &TensorEntry)> = (tensors.iter())
+        .map(|id| (*id, checkpoint.catalog.tensor(*id)))
+        .filter(|(_, entry)| which.covers(entry))
+        .collect();
+    let total = tensors.iter().map(|(_, entry)| entry.len_bytes() * (entry.chunks.len() as u64 - 1)).sum();
+    let progress = Task::start(run.progress, "comparing replicas", total);
+    if let Some(peers) = peers {
+        let ids: Vec<TensorId> = tensors.iter().map(|(id, _)| *id).collect();
+        return peers.differing(checkpoint, &ids, &progress, run);
+    }
+    let mut found = Vec::new();
+    for (id, entry) in tensors {
+        let difference = compare::replica_difference(input(checkpoint), entry, &run.options, &progress, &run.stop)?;
+        found.extend(difference.map(|difference| (id, difference)));
+    }
+    Ok(found)
+}
+
+/// What to do where one value is to be chosen.
+const CHOICE: &str = "--on-conflict rank0 takes the lowest rank's value";
+
+/// The error for a tensor whose replicas differ; `peers` see them, where not all processes do.
+pub fn replica_conflict(
+    checkpoint: &Checkpoint,
+    id: TensorId,
+    difference: &ReplicaDifference,
+    peers: Option<&Peers>,
+) -> Error {
+    let entry = checkpoint.catalog.tensor(id);
+    let chunks = [difference.first, difference.second];
+    let listed = match peers.and_then(|peers| peers.whereabouts(checkpoint, entry, chunks)) {
+        Some(places) => format!("{places}: `dtshard verify` lists all such tensors of a folder that has both"),
+        None => String::from("`dtshard verify` lists all such tensors"),
+    };
+    let (first, second) = (entry.chunk_name(difference.first), entry.chunk_name(difference.second));
+    Error::Conflict {
+        fqn: entry.fqn.to_string(),
+        what: if entry.class == Class::Tensor { "a plain tensor" } else { "a replica" },
+        between: format!("{first} and {second}"),
+        detail: format!("first at {:?}", difference.index(entry).as_slice()),
+        hint: Some(match (entry.class, &entry.sharding) {
+            (Class::Tensor, Some(_)) => String::from(
+                "these ranks were said to hold the same: --src-placements says which parts they hold, if they do, and \
+                 --reduce that they hold summands",
+            ),
+            (Class::Tensor, None) => format!(
+                "{listed}; {CHOICE}, per-rank keeps every rank's, drop leaves the tensor out; where ranks hold parts of it, \
+                 --src-mesh and --src-placements say which"
+            ),
+            _ => format!("{listed}; {CHOICE}, drop leaves the tensor out"),
+        }),
+    }
+}

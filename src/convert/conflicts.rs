@@ -1,0 +1,254 @@
+//! What is taken where ranks disagree: `--on-conflict`.
+//!
+//! Objects that differ stand in the state as [`Value::Other`] already. Plain tensors have to be read to be compared;
+//! one that differs becomes such a value, with a tensor for each rank. Random number state is the one thing that is
+//! meant to differ from rank to rank, so it is kept for every rank without being asked for.
+
+use std::collections::{BTreeMap, HashSet};
+
+use crate::catalog::path::{self, Fate, rank_key};
+use crate::catalog::{
+    self, Catalog, Chunk, ChunkTable, Dict, Holding, Key, Place, TensorEntry, TensorId, Value, list_ranks, model,
+};
+use crate::convert::options::OnConflict;
+use crate::error::Result;
+use crate::layout::Rank;
+use crate::name_list::short_list;
+
+/// Whether the target has a file for each rank, or one for all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ranks {
+    Apart,
+    Together,
+}
+
+/// What was done about the conflicts of a state.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Settled {
+    /// Names of objects that are left out.
+    pub dropped: Vec<String>,
+    /// Names of tensors that are left out.
+    pub dropped_tensors: Vec<String>,
+    /// Names that every rank keeps its own value of, and the ranks that have one.
+    pub per_rank: Vec<String>,
+    /// Ranks of the source that have a value of their own.
+    pub ranks: Vec<Rank>,
+    /// Names of which the lowest rank's value is taken.
+    pub rank0: Vec<String>,
+}
+
+/// Make each rank's copy of a plain tensor a tensor of its own, in the source and in what is `wanted` of it. Where it
+/// stands in a tuple or an object, which have no names within them, the ranks differ in the whole of that.
+pub fn split_by_rank(source: &mut Catalog, wanted: &mut Catalog, id: TensorId) {
+    let entry = source.tensor(id);
+    let mut own_tensors: Vec<(TensorId, Option<Rank>)> = Vec::new();
+    let copies: Vec<(TensorEntry, Option<Rank>)> = (entry.chunks.iter())
+        .map(|chunk| {
+            let rank = chunk.rank;
+            let mut chunks = ChunkTable::new(entry.shape.len());
+            chunks.push(chunk);
+            (TensorEntry { chunks, ..entry.clone() }, rank)
+        })
+        .collect();
+    let dtype = wanted.tensor(id).dtype;
+    for (copy, rank) in copies {
+        let wish = TensorEntry { dtype, chunks: ChunkTable::new(copy.shape.len()), ..copy.clone() };
+        let own = source.push_tensor(copy);
+        assert_eq!(own, wanted.push_tensor(wish), "the wanted catalog has the tensors of the source");
+        own_tensors.push((own, rank));
+    }
+    let of_each = |value: &Value, ranks: Option<&[Rank]>| -> Vec<Holding> {
+        let own_tensors = own_tensors.iter().filter(|(_, rank)| match (ranks, rank) {
+            (Some(ranks), Some(rank)) => ranks.contains(rank),
+            _ => true,
+        });
+        let holding = |(own, rank): &(TensorId, Option<Rank>)| {
+            let mut value = value.clone();
+            value.map_tensors(&mut |other| if other == id { *own } else { other });
+            Holding { value, ranks: rank.iter().copied().collect() }
+        };
+        own_tensors.map(holding).collect()
+    };
+    path::edit_leaves(&mut wanted.state, &mut |_, leaf| {
+        if !holds(leaf, id) {
+            return Fate::Keep;
+        }
+        let holdings = match &*leaf {
+            Value::Other(holdings) => (holdings.iter())
+                .flat_map(|known| {
+                    if holds(&known.value, id) {
+                        of_each(&known.value, Some(&known.ranks))
+                    } else {
+                        vec![known.clone()]
+                    }
+                })
+                .collect(),
+            whole => of_each(whole, None),
+        };
+        *leaf = Value::Other(holdings);
+        Fate::Keep
+    });
+}
+
+/// Whether a leaf is this tensor, or has it within.
+pub fn holds(leaf: &Value, id: TensorId) -> bool {
+    match leaf {
+        Value::Tensor(own) => *own == id,
+        leaf => leaf.contains_tensor() && leaf.tensor_ids().contains(&id),
+    }
+}
+
+/// Take one value, each rank's, or none of everything that ranks disagree on.
+///
+/// # Errors
+/// `Conflict` for the first disagreement that nothing was chosen for.
+pub fn settle(wanted: &mut Catalog, choice: Option<OnConflict>, ranks: Ranks) -> Result<Settled> {
+    let mut settled = Settled::default();
+    let mut refused = None;
+    let mut own_values: HashSet<Rank> = HashSet::new();
+    path::edit_leaves(&mut wanted.state, &mut |path, leaf| {
+        let Value::Other(holdings) = leaf else { return Fate::Keep };
+        let choice = choice.or_else(|| model::is_random_state(path.fqn().as_str()).then_some(OnConflict::PerRank));
+        match choice {
+            None => {
+                refused.get_or_insert_with(|| catalog::conflict(path, holdings));
+            }
+            Some(OnConflict::Drop) => {
+                settled.dropped.push(path.to_string());
+                return Fate::Remove;
+            }
+            Some(OnConflict::Rank0) => {
+                settled.rank0.push(path.to_string());
+                let lowest = holdings.iter().min_by_key(|holding| holding.ranks.first().copied());
+                let value = lowest.map_or(Value::None, |holding| holding.value.clone());
+                *leaf = value;
+            }
+            Some(OnConflict::PerRank) => {
+                settled.per_rank.push(path.to_string());
+                own_values.extend(holdings.iter().flat_map(|holding| holding.ranks.iter().copied()));
+                if ranks == Ranks::Together {
+                    *leaf = side_by_side(holdings);
+                }
+            }
+        }
+        Fate::Keep
+    });
+    settled.ranks = own_values.into_iter().collect();
+    settled.ranks.sort_unstable();
+    refused.map_or(Ok(settled), Err)
+}
+
+/// `{"rank_0": ..., "rank_1": ...}`
+fn side_by_side(holdings: &[Holding]) -> Value {
+    let by_rank: BTreeMap<Rank, &Value> =
+        holdings.iter().flat_map(|holding| holding.ranks.iter().map(|rank| (*rank, &holding.value))).collect();
+    let entry = |(rank, value): (Rank, &Value)| {
+        let Key::Name(name) = rank_key(rank) else { unreachable!("the key of a rank is a name") };
+        (Value::Str(name), value.clone())
+    };
+    Value::Dict(Dict { entries: by_rank.into_iter().map(entry).collect(), ..Dict::default() })
+}
+
+/// Whether a tensor's copies can be told apart by rank: each chunk is the whole tensor of one rank.
+pub fn has_ranks(entry: &TensorEntry) -> bool {
+    let is_whole = |chunk: &Chunk| chunk.tile.sizes() == entry.shape && !matches!(chunk.place, Place::Nowhere);
+    entry.chunks.iter().all(|chunk| chunk.rank.is_some() && is_whole(&chunk))
+}
+
+/// `extra_state.rng.cpu and 3 more`
+pub fn few(names: &[String]) -> String {
+    short_list(names, 1)
+}
+
+impl Settled {
+    /// What the user should know.
+    pub fn notes(&self, target_ranks: Option<u32>) -> Vec<String> {
+        let mut notes = Vec::new();
+        if !self.per_rank.is_empty() {
+            let number = crate::quantity::count(self.per_rank.len(), "value");
+            let has_own = list_ranks(&self.ranks);
+            let mut note = format!("{number} of each rank kept ({}): {has_own}", few(&self.per_rank));
+            let source = self.ranks.len();
+            if target_ranks.is_some_and(|target| target as usize > source) {
+                note.push_str(&format!("; rank r of the new job takes that of rank r mod {source}"));
+            }
+            let beyond = |rank: &&Rank| target_ranks.is_some_and(|target| rank.0 >= target);
+            let lost: Vec<Rank> = self.ranks.iter().filter(beyond).copied().collect();
+            if !lost.is_empty() {
+                note.push_str(&format!("; the new job has no {}, whose values are left out", list_ranks(&lost)));
+            }
+            notes.push(note);
+        }
+        if !self.rank0.is_empty() {
+            notes.push(format!("the lowest rank's value is taken of {}", few(&self.rank0)));
+        }
+        notes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state() -> Catalog {
+        let holding = |value: i64, ranks: &[u32]| Holding {
+            value: Value::Int(value),
+            ranks: ranks.iter().copied().map(Rank).collect(),
+        };
+        let differs = Value::Other(vec![holding(7, &[0, 2]), holding(8, &[1])]);
+        let rng = Dict { entries: vec![(Value::Str("cpu".into()), differs.clone())], ..Dict::default() };
+        let entries = vec![
+            (Value::Str("same".into()), Value::Int(1)),
+            (Value::Str("step".into()), differs),
+            (Value::Str("rng".into()), Value::Dict(rng)),
+        ];
+        Catalog { state: Value::Dict(Dict { entries, ..Dict::default() }), ..Catalog::empty() }
+    }
+
+    fn shown(catalog: &Catalog) -> String {
+        catalog.state.to_string()
+    }
+
+    #[test]
+    fn without_a_choice_only_random_state_may_differ() {
+        let error = settle(&mut state(), None, Ranks::Apart).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "step: an object differs between ranks 0, 2 and rank 1: ranks 0, 2 has 7; rank 1 has 8"
+        );
+        let mut only_rng = state();
+        path::edit_leaves(&mut only_rng.state, &mut |path, _| {
+            if path.to_string() == "step" { Fate::Remove } else { Fate::Keep }
+        });
+        let settled = settle(&mut only_rng, None, Ranks::Apart).unwrap();
+        assert_eq!(settled.per_rank, ["rng.cpu"]);
+        assert_eq!(
+            settled.notes(Some(4)),
+            ["1 value of each rank kept (rng.cpu): ranks 0, 1, 2; rank r of the new job takes that of rank r mod 3"]
+        );
+        assert_eq!(
+            settled.notes(Some(2)),
+            [
+                "1 value of each rank kept (rng.cpu): ranks 0, 1, 2; the new job has no rank 2, whose values are left out"
+            ]
+        );
+    }
+
+    #[test]
+    fn each_choice_does_what_it_says() {
+        let mut catalog = state();
+        let settled = settle(&mut catalog, Some(OnConflict::Rank0), Ranks::Apart).unwrap();
+        assert_eq!(settled.rank0, ["step", "rng.cpu"]);
+        assert_eq!(shown(&catalog), "{'same': 1, 'step': 7, 'rng': {'cpu': 7}}");
+
+        let mut catalog = state();
+        let settled = settle(&mut catalog, Some(OnConflict::Drop), Ranks::Apart).unwrap();
+        assert_eq!(settled.dropped, ["step", "rng.cpu"]);
+        assert_eq!(shown(&catalog), "{'same': 1}");
+
+        let mut catalog = state();
+        settle(&mut catalog, Some(OnConflict::PerRank), Ranks::Together).unwrap();
+        let each = "{'rank_0': 7, 'rank_1': 8, 'rank_2': 7}";
+        assert_eq!(shown(&catalog), format!("{{'same': 1, 'step': {each}, 'rng': {{'cpu': {each}}}}}"));
+    }
+}

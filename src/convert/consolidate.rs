@@ -1,0 +1,173 @@
+//! `consolidate`: the model, merged, to ship.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use rayon::prelude::*;
+
+use super::config::{self, CONFIG};
+use super::conflicts::Ranks;
+use super::parts::carried_file;
+use super::prepared::Prepared;
+use super::reading::check_flat;
+use super::run::Run;
+use super::source::Source;
+use super::target_format::{file_name, holds_shards, target_format};
+use super::whole::{check_tied, elsewhere, names_to_write, placing_like, safetensors_shape};
+use crate::catalog::{Dtype, Fqn, TensorId, model, optimizer, path};
+use crate::convert::options::{Assets, ConsolidateOptions};
+use crate::error::{Error, Result};
+use crate::exec::carry::Carried;
+use crate::format::known_files::is_asset;
+use crate::format::safetensors::Wanted;
+use crate::format::{Checkpoint, Format, distinct_names, natural_order, safetensors, torch};
+use crate::publish::Shape;
+use crate::quantity::count;
+use crate::storage::lookup;
+
+/// Lays out the destination of `consolidate`.
+///
+/// # Errors
+/// `Usage` if the source has no model, for a format that holds no whole tensors, or options that have no effect.
+pub fn prepare(args: &ConsolidateOptions, mut source: Source, run: &Run<'_>) -> Result<Prepared> {
+    let like = args.shards.like.as_deref();
+    let destination = args.convert.dst.as_deref();
+    let to = target_format(&args.convert.destination, destination, Format::Safetensors)?;
+    let placing = placing_like(&args.convert, like, to)?;
+    check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
+    source.settle(args.convert.checks, Ranks::Together, run)?;
+    // Each walks through all of the state dict.
+    let state = &source.wanted.catalog.state;
+    let (mut tensors, left_out) = rayon::join(|| model::all_tensors(state), || path::object_names(state));
+    check_model(args, &source, &tensors)?;
+    let mut tied = Vec::new();
+    let mut notes = source.settled.notes(None);
+    let (mut reservation, shape) = match to {
+        Format::Safetensors => {
+            let written;
+            (written, tied) = names_to_write(&source, tensors, args.convert.tied);
+            let dtypes = source.wanted.catalog.dtypes();
+            source.forget_wishes();
+            notes.extend(elsewhere(placing.as_ref(), &written));
+            let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size, placing);
+            let wanted = Wanted { source: &source.checkpoint.catalog, dtypes: &dtypes };
+            (safetensors::reserve(wanted, &written, &tied, &shape)?, staged)
+        }
+        Format::Torch => {
+            check_tied(args.convert.tied, to)?;
+            tensors.sort_by(|(left, _), (right, _)| natural_order(left.as_str(), right.as_str()));
+            distinct_names(tensors.iter().map(|(fqn, _)| fqn.as_str()), &[])?;
+            let state = model::flat_state(&tensors);
+            let name = file_name(destination, "pytorch_model.bin");
+            (torch::reserve(&source.wanted.catalog, &state, name)?, Shape::File)
+        }
+        _ => return Err(holds_shards("consolidate", to)),
+    };
+    reservation.left_out = left_out;
+    let mut carried = Vec::new();
+    let no_assets = args.assets == Assets::None;
+    if shape == Shape::Folder {
+        carried = assets(args, &source.checkpoint)?;
+        notes.extend(dtype_note(&carried, &source)?);
+        if !carried.iter().any(|file| file.to == Path::new(CONFIG)) && !no_assets {
+            notes.push(format!("no {CONFIG} found, which loaders want beside the weights: --assets DIR copies it"));
+        }
+    } else if let Assets::From(_) = &args.assets {
+        return Err(Error::usage(
+            "--assets: DST is one file, which has no place for them",
+            "let DST be a folder, or leave --assets out",
+        ));
+    }
+    Ok(Prepared { source, reservation, carried, shape, to, tied, notes })
+}
+
+/// What is shipped is a model: something, and no optimizer in it that nobody asked for.
+fn check_model(args: &ConsolidateOptions, source: &Source, tensors: &[(Fqn, TensorId)]) -> Result<()> {
+    if tensors.is_empty() {
+        return Err(Error::usage(
+            format!("{} has no model tensors", args.convert.src.display()),
+            if args.everything {
+                "`dtshard inspect` shows what it holds; consolidate writes tensors only"
+            } else {
+                "`dtshard inspect` shows what it holds; --root or --everything takes something else"
+            },
+        ));
+    }
+    let is_float = |(_, id): &(Fqn, TensorId)| source.wanted.catalog.tensor(*id).dtype.is_float();
+    if !args.everything && !tensors.iter().any(is_float) {
+        return Err(Error::usage(
+            format!(
+                "{}: none of its {} is of floating point",
+                args.convert.src.display(),
+                count(tensors.len(), "tensor")
+            ),
+            "this is no model, but state of something else; --everything takes it all the same",
+        ));
+    }
+    let select = &args.convert.select;
+    let asked = args.everything || select.root.is_some() || !select.include.is_empty() || select.include_from.is_some();
+    match tensors.par_iter().find_first(|(fqn, _)| optimizer::reads_as_optimizer_state(fqn.as_str())) {
+        Some((fqn, _)) if !asked => Err(Error::usage(
+            format!("{fqn}: reads as state of an optimizer, but the file does not record where the model ends"),
+            "say what the model is with --root PATH (names below model: --root model) or --include, or take --everything",
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Loaders go by the dtype that the configuration names, whatever the weights are.
+///
+/// # Errors
+/// `Io` where the configuration cannot be read.
+fn dtype_note(carried: &[Carried], source: &Source) -> Result<Option<String>> {
+    let found = carried.iter().find(|file| file.to == Path::new(CONFIG));
+    let Some(found) = found.filter(|file| file.len < config::MAX_BYTES) else { return Ok(None) };
+    let text = std::fs::read(&found.place).map_err(Error::io("read", &found.from))?;
+    Ok(serde_json::from_slice(&text).ok().and_then(|config| differing_dtype(&config, source)))
+}
+
+fn differing_dtype(config: &serde_json::Value, source: &Source) -> Option<String> {
+    let named = ["dtype", "torch_dtype"].iter().find_map(|key| config.get(key)?.as_str())?;
+    let named = Dtype::from_name(named)?;
+    let cast = source.wanted.casts.cast.iter().find(|(_, to, _)| *to != named);
+    cast.map(|(_, to, _)| {
+        format!(
+            "{CONFIG} says {}, which loaders go by, and the weights are cast to {to}: change its dtype, or load with \
+             dtype=torch.{}",
+            named.torch_name(),
+            to.torch_name()
+        )
+    })
+}
+
+/// The files that make a folder of weights a model: those of `--assets`, else of the source's folder, of `huggingface`
+/// in it, and of the folders above up to the one that was given.
+fn assets(args: &ConsolidateOptions, checkpoint: &Checkpoint) -> Result<Vec<Carried>> {
+    let folders = match &args.assets {
+        Assets::None => return Ok(Vec::new()),
+        Assets::From(folder) if !lookup::is_folder(folder)? => {
+            return Err(Error::usage(
+                format!("--assets {}: no such folder", folder.display()),
+                "give the folder that has config.json, or none",
+            ));
+        }
+        Assets::From(folder) => vec![folder.clone()],
+        Assets::Found => config::folders(checkpoint)?,
+    };
+    let mut found: BTreeMap<PathBuf, Carried> = BTreeMap::new();
+    for folder in folders {
+        for name in [PathBuf::new(), PathBuf::from("additional_chat_templates")] {
+            let within = folder.join(&name);
+            if !lookup::is_folder(&within)? {
+                continue;
+            }
+            for entry in lookup::list(&within)? {
+                let to = name.join(&entry.name);
+                if is_asset(&to) && !found.contains_key(&to) && entry.is_file()? {
+                    found.insert(to.clone(), carried_file(checkpoint, entry.path, to)?);
+                }
+            }
+        }
+    }
+    Ok(found.into_values().collect())
+}

@@ -1,0 +1,62 @@
+//! A saved `inspect --digest --json`, which stands for a checkpoint where it is held against one.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::Value as Json;
+
+use crate::error::{Error, Result};
+use crate::format::Format;
+use crate::format::index::is_index;
+use crate::storage::{lookup, regular_file};
+
+/// The part of the document that tells values.
+#[derive(Debug, Deserialize)]
+pub struct Listing {
+    format: String,
+    pub tensors: BTreeMap<String, Listed>,
+    pub objects: BTreeMap<String, Json>,
+}
+
+/// What it says of one tensor.
+#[derive(Debug, Deserialize)]
+pub struct Listed {
+    pub dtype: String,
+    pub shape: Vec<u64>,
+    /// Summands that make no value have none.
+    pub digest: Option<String>,
+}
+
+impl Listing {
+    /// The listing at `path`, or `None` where that is something else than a JSON file; an index of weights is one of
+    /// those.
+    ///
+    /// # Errors
+    /// `Malformed` where it is no such document, `Usage` where it was made without digests, `Io`.
+    pub fn read_if_any(path: &Path) -> Result<Option<Self>> {
+        let is_json = path.extension().is_some_and(|suffix| suffix == "json");
+        let is_index = path.file_name().is_some_and(|name| is_index(&name.to_string_lossy()));
+        if !is_json || is_index || lookup::is_folder(path)? {
+            return Ok(None);
+        }
+        regular_file(path)?;
+        let text = std::fs::read(path).map_err(Error::io("read", path))?;
+        let listing: Self = serde_json::from_slice(&text).map_err(|error| {
+            Error::malformed(path, "document", "the output of `dtshard inspect --digest --json`", error.to_string())
+        })?;
+        if listing.tensors.values().any(|listed| listed.digest.is_some()) || listing.tensors.is_empty() {
+            return Ok(Some(listing));
+        }
+        Err(Error::usage(
+            format!("{}: a listing without digests", path.display()),
+            "make it with `dtshard inspect --digest --json`",
+        ))
+    }
+
+    /// Whether the checkpoint it was made of could hold objects.
+    #[must_use]
+    pub fn holds_objects(&self) -> bool {
+        Format::from_name(&self.format).is_none_or(Format::holds_objects)
+    }
+}

@@ -1,0 +1,118 @@
+//! The memory that a conversion takes: what rounds may take beside what is laid out, and the peak.
+
+use super::memory::{
+    BASE_BYTES, LEAST_STRIP_BYTES, Reads, affordable, cores, exchange_bytes, least_bytes, room_beside_workers,
+    scratch_bytes, strip_bytes, sums_bytes,
+};
+use super::peers::Peers;
+use super::prepared::Prepared;
+use crate::comm::cpus::cpus;
+use crate::comm::process_environment;
+use crate::error::{Error, Result};
+use crate::exec::copy::Stats;
+use crate::exec::{HELD_BYTES, Options};
+use crate::quantity::{count, human_bytes};
+use crate::storage::memory::Anonymous;
+
+fn reads(conversion: &Prepared) -> Reads {
+    Reads::of(conversion.source.is_exchanged())
+}
+
+/// Returns the bytes of headers, pickles and tables beyond the allowance that every run has for them.
+fn laid_out_bytes(conversion: &Prepared) -> u64 {
+    const ALLOWED: u64 = 16 << 20;
+    let laid_out = conversion.reservation.held_bytes(&conversion.source.checkpoint.catalog);
+    laid_out.saturating_sub(ALLOWED)
+}
+
+/// Returns the bytes of rounds: what this process sends and receives, and their sums.
+fn rounds_bytes(conversion: &Prepared) -> u64 {
+    let peers = conversion.source.peers.as_ref().filter(|peers| peers.exchange_bytes());
+    let bucket = peers.map(Peers::bucket);
+    bucket.map_or(0, |bucket| exchange_bytes(bucket, rayon::current_num_threads()))
+}
+
+/// Returns the bytes of rounds and of the laid-out headers.
+fn held_bytes(conversion: &Prepared) -> u64 {
+    rounds_bytes(conversion).saturating_add(laid_out_bytes(conversion))
+}
+
+/// Returns the bytes that rounds may use without shorter strips.
+pub fn room_for_rounds(conversion: &Prepared, options: &Options, max_memory: u64) -> u64 {
+    let room = room_beside_workers(Some(conversion.source.checkpoint.files.io()), options, max_memory);
+    room.saturating_sub(laid_out_bytes(conversion))
+}
+
+/// Strips as long as what is held leaves room for. A process that exchanges has room for fewer threads.
+///
+/// # Errors
+/// `Usage` with the floor, where the memory that is allowed is less.
+pub fn within_memory(conversion: &Prepared, options: Options, max_memory: u64) -> Result<Options> {
+    let held = held_bytes(conversion);
+    let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), reads(conversion));
+    let most = affordable(max_memory.saturating_sub(held), scratch, LEAST_STRIP_BYTES).max(1);
+    let threads = if conversion.source.is_exchanged() { options.threads.min(most) } else { options.threads };
+    let options = Options { threads, ..options };
+    match strip_bytes(max_memory, held, scratch, options.threads) {
+        Ok(strip_bytes) => Ok(Options { strip_bytes: strip_bytes.min(options.strip_bytes), ..options }),
+        Err(_) => {
+            // With more memory there may be more threads.
+            let more = cores(cpus(&process_environment)).saturating_sub(rayon::current_num_threads());
+            let more = if conversion.source.is_exchanged() { sums_bytes(more) } else { 0 };
+            let needed = held.saturating_add(more).saturating_add(least_bytes(scratch, options.threads));
+            Err(Error::usage(
+                format!(
+                    "--max-memory {}: the headers of {} and their tables{} take more, {} in all",
+                    human_bytes(max_memory),
+                    count(conversion.reservation.files.len(), "file"),
+                    if conversion.source.is_exchanged() { ", and six times --bucket-size," } else { "" },
+                    human_bytes(needed)
+                ),
+                format!("allow at least --max-memory {needed}"),
+            ))
+        }
+    }
+}
+
+/// All anonymous memory of a conversion at its peak, which is while metadata is read, or while data moves. `before` is
+/// what there is when all is read and laid out and no tensor data has moved.
+pub fn peak_bytes(conversion: &Prepared, options: &Options, before: Option<Anonymous>, stats: &Stats) -> u64 {
+    /// Stack of a worker, and what its allocations leave unused.
+    const WORKER_BYTES: u64 = 1 << 20;
+    let scratch = scratch_bytes(Some(conversion.source.checkpoint.files.io()), reads(conversion));
+    let buffers = options.threads as u64 * (options.strip_bytes + scratch);
+    let Some(before) = before else {
+        return BASE_BYTES + buffers + held_bytes(conversion) + stats.planned_bytes;
+    };
+    let workers = buffers + options.threads as u64 * WORKER_BYTES;
+    let waiting = conversion.reservation.waiting_bytes(options.strip_bytes);
+    let rounds = rounds_bytes(conversion);
+    let edges = if options.sync { HELD_BYTES } else { 0 };
+    let peak = before.peak.max(before.now + workers + edges + stats.planned_bytes + waiting + rounds);
+    // Another run is not the same to the last page.
+    (peak + peak / 32 + (1 << 20)).next_multiple_of(1 << 20)
+}
+
+/// The warning for a run that may take more than is allowed in all.
+pub fn beyond(peak: u64, max_memory: u64) -> Option<String> {
+    (peak > max_memory).then(|| {
+        format!(
+            "it may take {}, more than --max-memory {}: that bounds buffers and what is laid out for DST, not the catalog \
+             of SRC and the plans of many chunks",
+            human_bytes(peak),
+            human_bytes(max_memory)
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_than_is_allowed_in_all_is_warned_of() {
+        assert_eq!(beyond(1 << 30, 1 << 30), None);
+        let warning = beyond(1_100_000_000, 1_000_000_000).unwrap();
+        assert!(warning.contains("1.10 GB, more than --max-memory 1.00 GB"), "{warning}");
+    }
+}

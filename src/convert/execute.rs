@@ -1,0 +1,190 @@
+//! The steps that all conversions share once the destination is laid out: last checks, a preview, or the work itself.
+
+use std::path::Path;
+
+use super::estimate::{room_for_rounds, within_memory};
+use super::foresee::foresee;
+use super::idle::{idle_in_the_end, idle_wishes};
+use super::options::{ConvertOptions, OnConflict};
+use super::prepared::{Prepared, check_destination};
+use super::produce::{Produced, Publisher, about, claim, plan, produce};
+use super::reading::input;
+use super::reading::refuse_without_tensors;
+use super::report::{Account, Outcome, Preview, Report, left_out, notes};
+use super::run::Run;
+use crate::catalog::Reservation;
+use crate::error::{Error, Result};
+use crate::exec::copy::Stats;
+use crate::exec::exchange::Reducing;
+use crate::exec::{Input, Options, copy};
+use crate::format::resolve_unseen;
+use crate::publish::{Preflight, Staging};
+use crate::quantity::{count, human_bytes};
+use crate::storage::IoMode;
+
+/// Completes a plan: checks what is laid out, and settles with other processes how long rounds are.
+///
+/// # Errors
+/// `Usage` for a result that is too large or empty; as meeting the other processes.
+pub fn settle(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
+    prepared.source.forget_wishes();
+    let checked = check_len(&prepared.reservation).and_then(|()| check_tensors(prepared, args));
+    let settled = checked.and_then(|()| settle_rounds(prepared, args, run));
+    settled.map_err(|error| failed(prepared, error))
+}
+
+/// Names the checkpoint and the process of an error, and tells the other processes why this one ends.
+fn failed(prepared: &mut Prepared, error: Error) -> Error {
+    let error = prepared.source.locate(error);
+    if let Some(peers) = prepared.source.peers.take() {
+        peers.fail(&error);
+    }
+    error
+}
+
+/// Lets rounds be as long as there is memory for beside what is laid out. Collective, where there are peers.
+fn settle_rounds(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<()> {
+    if !prepared.source.is_exchanged() {
+        return Ok(());
+    }
+    let room = room_for_rounds(prepared, &run.options, args.source.max_memory);
+    prepared.source.peers.as_mut().map_or(Ok(()), |peers| peers.settle_bucket(room, run.progress))
+}
+
+/// Computes what a run would do, and writes nothing.
+///
+/// # Errors
+/// As planning.
+pub fn preview(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Preview> {
+    let previewed = look_ahead(prepared, args, run).map_err(|error| failed(prepared, error));
+    if let Some(peers) = prepared.source.peers.take() {
+        peers.leave(false);
+    }
+    previewed
+}
+
+fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Preview> {
+    let options = &begin(prepared, args, run)?;
+    let mut account = Account::new(prepared, args, options, idle_wishes(prepared, args, run));
+    let source = &prepared.source.checkpoint;
+    let stats = match &prepared.source.peers {
+        None => copy::dry_run(input(source), &prepared.reservation, &run.stop)?,
+        // Nothing is copied for a preview.
+        Some(peers) if !peers.exchange_bytes() => {
+            let input = Input { resolve: &resolve_unseen, ..input(source) };
+            copy::dry_run(input, &prepared.reservation, &run.stop)?
+        }
+        Some(peers) => {
+            let stats;
+            (stats, account.loads) = peers.dry_run(source, &prepared.reservation, run)?;
+            stats
+        }
+    };
+    let foreseen = args.dst.as_deref().and_then(|destination| foresee(prepared, args, destination, options, run));
+    Ok(account.preview(&stats, foreseen))
+}
+
+/// Does the work, or this process's part of it.
+///
+/// # Errors
+/// Anything; the destination is then as it was.
+pub fn execute(prepared: &mut Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<Report> {
+    let copied = copy_source(prepared, args, destination, run);
+    let report =
+        copied.and_then(|()| perform(prepared, args, destination, run)).map_err(|error| failed(prepared, error));
+    if let Some(peers) = prepared.source.peers.take() {
+        peers.leave(true);
+    }
+    report
+}
+
+/// Copies files of SRC that only some processes see, where DST may be written. Collective, where there are peers.
+fn copy_source(prepared: &mut Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<()> {
+    let Some(mut peers) = prepared.source.peers.take() else { return Ok(()) };
+    let mut copy = || {
+        let is_wanted = peers.is_copy_wanted(|| is_to_be_written(prepared, args, destination, run))?;
+        let (source, reservation) = (&mut prepared.source.checkpoint, &prepared.reservation);
+        if is_wanted { peers.copy_source(source, reservation, args.execute.resume, run) } else { Ok(()) }
+    };
+    let copied = copy();
+    prepared.source.peers = Some(peers);
+    copied
+}
+
+/// Whether something is to be written to DST, as far as one look shows.
+fn is_to_be_written(prepared: &Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<bool> {
+    check_destination(prepared, args, destination)?;
+    let claim = claim(prepared, args, &run.options, run);
+    let reducing = Reducing::InRankOrder;
+    let about = about(prepared, reducing, run);
+    match Staging::preflight(destination, prepared.shape, &claim, &plan(prepared, reducing, &about)) {
+        Ok(found) => Ok(found != Preflight::Done),
+        // A run may go on once it has watched another for a while.
+        Err(_) if claim.resume => Ok(true),
+        Err(error) => Err(error),
+    }
+}
+
+fn perform(prepared: &Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<Report> {
+    let options = &begin(prepared, args, run)?;
+    let mut account = Account::new(prepared, args, options, idle_wishes(prepared, args, run));
+    check_destination(prepared, args, destination)?;
+    let (stats, outcome) = match produce(prepared, args, destination, options, run)? {
+        Produced::Published(stats, Publisher::This) => (stats, Outcome::Published),
+        Produced::Published(stats, Publisher::Other) => (stats, Outcome::PublishedByOther),
+        Produced::Part(stats) => (stats, Outcome::PartDone),
+        Produced::Already => return Ok(account.report(&Stats::default(), Outcome::UpToDate, run)),
+    };
+    if let Some(warning) = idle_in_the_end(prepared, args, &stats) {
+        run.progress.warning(&warning);
+        account.idle.push(warning);
+    }
+    Ok(account.report(&stats, outcome, run))
+}
+
+/// Says what is about to be done, and divides the memory.
+fn begin(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Options> {
+    for note in notes(prepared) {
+        run.progress.note(&note);
+    }
+    for name in left_out(prepared).1 {
+        run.progress.detail(&format!("left out: {name}"));
+    }
+    idle_wishes(prepared, args, run).iter().for_each(|warning| run.progress.warning(warning));
+    let options = within_memory(prepared, run.options, args.source.max_memory)?;
+    // Another node cannot seal what only this one has in its memory.
+    let options = Options { sync: options.sync || !run.launch.part.is_alone(), ..options };
+    run.progress.detail(&how(prepared.source.checkpoint.files.io(), &options));
+    Ok(options)
+}
+
+/// `reading from mappings, 2 threads, strips of 4.19 MB`
+fn how(io: IoMode, options: &Options) -> String {
+    let io = match io {
+        IoMode::Mmap => "from mappings",
+        IoMode::Read => "by read calls",
+        IoMode::Direct => "past the page cache",
+    };
+    format!("reading {io}, {}, strips of {}", count(options.threads, "thread"), human_bytes(options.strip_bytes))
+}
+
+/// A source may claim any size, and each of many ranks may get a copy of it all. Sums of lengths need no checks behind
+/// this one.
+fn check_len(reservation: &Reservation) -> Result<()> {
+    let total: u128 = reservation.files.iter().map(|file| u128::from(file.len)).sum();
+    if total < 1 << 62 {
+        return Ok(());
+    }
+    Err(Error::usage(
+        format!("the files of DST would have {total} bytes in all: no file system holds 2^62"),
+        "does SRC hold views of few bytes that claim to be many?",
+    ))
+}
+
+/// A result without tensors is a loss, unless it was asked for.
+fn check_tensors(prepared: &Prepared, args: &ConvertOptions) -> Result<()> {
+    if !prepared.reservation.tensors.is_empty() || args.checks.on_conflict == Some(OnConflict::Drop) {
+        return Ok(());
+    }
+    refuse_without_tensors(&args.src, &prepared.source.checkpoint, &args.source, &args.select)
+}

@@ -1,0 +1,249 @@
+//! A checkpoint that is written in parts: a series of rank files each, a folder each, as they were in the source; and
+//! the files beside them.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use regex::bytes::Regex;
+
+use super::source::Source;
+use crate::catalog::path::key_text;
+use crate::catalog::{Dict, Key, OutputFile, Path, Reservation, Value};
+use crate::error::{Error, Result};
+use crate::exec::carry::Carried;
+use crate::format::{Checkpoint, Content, Format, Part, RankName, RankNames};
+use crate::progress::Progress;
+use crate::quantity::{count, human_bytes};
+
+/// The checkpoint whose format, and forms of it, are those of the result.
+pub fn example_of(source: &Source) -> &Checkpoint {
+    source.like.as_ref().unwrap_or(&source.checkpoint)
+}
+
+/// A checkpoint to write: some of the state dict, in a folder of the destination.
+pub struct Target {
+    pub folder: PathBuf,
+    pub state: Value,
+    /// Where in the whole state dict it is.
+    pub at: Path,
+    /// How its rank files are called; a DCP directory has fixed names.
+    pub names: Option<RankNames>,
+}
+
+impl Target {
+    /// Where in the whole state dict something of this part is.
+    pub fn whole_path(&self, path: &Path) -> Path {
+        Path([self.at.0.as_slice(), &path.0].concat())
+    }
+}
+
+/// The state dict divided as it was in the source, as far as the target format divides at all.
+pub fn parts(source: &Source, to: Format) -> Vec<Target> {
+    let state = &source.wanted.catalog.state;
+    // A whole file has no names for those of ranks.
+    let example = Some(example_of(source)).filter(|example| example.format.has_rank_files() || !to.has_rank_files());
+    let parts = &example.unwrap_or(&source.checkpoint).parts;
+    let whole = |names| Target { folder: PathBuf::new(), state: state.clone(), at: Path::default(), names };
+    if to.has_rank_files() {
+        if let [Part { content: Content::Whole, names: Some(names), .. }] = source.checkpoint.parts.as_slice()
+            && *parts == source.checkpoint.parts
+        {
+            return vec![whole(Some(names.clone()))];
+        }
+        let known: Vec<(&str, RankNames)> = parts
+            .iter()
+            .filter_map(|part| match (&part.content, &part.names) {
+                (Content::Below(key), Some(names)) => Some((key.as_str(), names.clone())),
+                _ => None,
+            })
+            .collect();
+        let names_of = |key: &str| {
+            let own = known.iter().find(|(name, _)| *name == key).map(|(_, names)| names.clone());
+            own.unwrap_or_else(|| RankNames::new_series(key))
+        };
+        return match series(state) {
+            Some(series) => series
+                .into_iter()
+                .map(|(key, state)| Target {
+                    folder: PathBuf::new(),
+                    state: state.clone(),
+                    names: Some(names_of(&key)),
+                    at: Path(vec![Key::Name(key)]),
+                })
+                .collect(),
+            None => {
+                let only = || parts.first().filter(|_| parts.len() == 1).and_then(|part| part.names.clone());
+                let model = || source.like.is_some().then(|| names_of("model"));
+                vec![whole(only().or_else(model).or_else(|| Some(RankNames::new_series("model"))))]
+            }
+        };
+    }
+    folders(source).unwrap_or_else(|| vec![whole(None)])
+}
+
+/// A state dict that is a series of rank files each key: nothing but dicts at the top, one of them the model.
+///
+/// Keys are text from a file, and become file names: one that such a name would not give back (`../model`, or `model_`
+/// beside `model`) names no series.
+fn series(state: &Value) -> Option<Vec<(Arc<str>, &Value)>> {
+    let dict = state.as_dict()?;
+    let names_series = |key: &str| {
+        let file = PathBuf::from(RankNames::new_series(key).render(0, 1));
+        RankName::parse(&file).is_some_and(|name| name.series == key)
+    };
+    let is_series = |(key, value): &(Value, Value)| key.as_str().is_some_and(names_series) && value.as_dict().is_some();
+    let has_model = dict.entries.len() > 1 && dict.get("model").is_some();
+    (has_model && dict.entries.iter().all(is_series))
+        .then(|| dict.entries.iter().map(|(key, value)| (key_text(key), value)).collect())
+}
+
+/// A folder each, where the source was several and every entry of the state dict still is one of theirs.
+fn folders(source: &Source) -> Option<Vec<Target>> {
+    let parts = &source.checkpoint.parts;
+    let dict = source.wanted.catalog.state.as_dict()?;
+    if parts.len() < 2 {
+        return None;
+    }
+    let mut targets = Vec::new();
+    let mut taken = 0;
+    for part in parts {
+        let Content::Keys(keys) = &part.content else { return None };
+        let own = |(key, _): &&(Value, Value)| keys.iter().any(|name| *name == *key_text(key));
+        let entries: Vec<_> = dict.entries.iter().filter(own).cloned().collect();
+        taken += entries.len();
+        if !entries.is_empty() {
+            let state = Value::Dict(Dict { entries, ..Dict::default() });
+            targets.push(Target { folder: part.folder.clone(), state, at: Path::default(), names: None });
+        }
+    }
+    (taken == dict.entries.len()).then_some(targets)
+}
+
+/// The files beside the checkpoint go along. One of them may know the world size.
+pub fn carry_along(
+    source: &Source,
+    to: Format,
+    world_size: u32,
+    reservation: &mut Reservation,
+) -> Result<Vec<Carried>> {
+    let root = &source.checkpoint.root;
+    let mut carried = Vec::new();
+    for to_path in &source.checkpoint.beside {
+        let own = root.join(to_path);
+        let mut file = carried_file(&source.checkpoint, source.checkpoint.place(&own), to_path.clone())?;
+        if to.is_by_rank() && to_path.ends_with(FSDP_CONFIG) && file.len < 1 << 20 {
+            let text = std::fs::read(&file.place).map_err(Error::io("read", &file.from))?;
+            let mut file = OutputFile::new(to_path);
+            file.push_literal(with_world_size(&text, world_size));
+            reservation.files.push(file);
+        } else {
+            if let Some(peers) = &source.peers {
+                file.seen_by = peers.carriers(&own);
+            }
+            if !file.seen_by.is_empty() {
+                file.place = own;
+            }
+            carried.push(file);
+        }
+    }
+    Ok(carried)
+}
+
+/// Warns of optimizers that trainers saved as torch files of their own: they are copied, and fit the ranks of SRC only.
+pub fn warn_of_carried(carried: &[Carried], source: &mut Source, progress: &dyn Progress) {
+    let name = |path: &std::path::Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
+    let is_optimizer = |file: &&Carried| {
+        let suffix = file.to.extension().and_then(|suffix| suffix.to_str()).unwrap_or_default();
+        let is_torch = ["pt", "pth", "bin", "ckpt"].contains(&suffix);
+        is_torch && name(&file.to).is_some_and(|name| name.starts_with("optim"))
+    };
+    for file in carried.iter().filter(is_optimizer) {
+        let warning =
+            format!("{} is copied as it is, not resharded: it is no part of the checkpoint", file.to.display());
+        progress.warning(&warning);
+        source.checkpoint.catalog.warnings.push(warning);
+    }
+}
+
+/// A file that goes along, with what SRC calls it and when it was changed there: so all know it, wherever they read it.
+///
+/// # Errors
+/// `Io` where it cannot be looked at, or is no file.
+pub fn carried_file(checkpoint: &Checkpoint, place: PathBuf, to: PathBuf) -> Result<Carried> {
+    let file = Carried::new(place, to)?;
+    Ok(match checkpoint.original(&file.place) {
+        Some((from, modified)) => Carried { from, modified, ..file },
+        None => file,
+    })
+}
+
+/// Where trainers note how many ranks wrote the files.
+const FSDP_CONFIG: &str = "fsdp_config.json";
+
+fn with_world_size(text: &[u8], world_size: u32) -> Vec<u8> {
+    let number = Regex::new(r#"("world_size"\s*:\s*)\d+"#).expect("a regular expression");
+    number.replace(text, format!("${{1}}{world_size}").as_bytes()).into_owned()
+}
+
+/// Every rank's file names every tensor, and all of that is laid out before the first byte is written; `more` bytes come
+/// to it.
+///
+/// # Errors
+/// `Usage` where it takes more memory than is allowed.
+pub fn check_room(ranks: u64, tensors: usize, more: u64, max_memory: u64) -> Result<()> {
+    /// What the pickle of a tensor takes at the least, as far as it is not that of other ranks.
+    const TENSOR_BYTES: u64 = 128;
+    let names = ranks.saturating_mul(tensors as u64).saturating_mul(TENSOR_BYTES);
+    let needed = names.saturating_add(more);
+    if needed <= max_memory {
+        return Ok(());
+    }
+    Err(Error::usage(
+        format!(
+            "--max-memory: files of {ranks} ranks that name {} each take {} at the least to lay out",
+            count(tensors, "tensor"),
+            human_bytes(needed)
+        ),
+        "allow more memory, or write a DCP directory (`reshard --to dcp`), which names each tensor once",
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_world_size_of_a_config_changes() {
+        let text = b"{\n    \"FSDP_version\": 2,\n    \"world_size\": 4\n}";
+        assert_eq!(with_world_size(text, 16), b"{\n    \"FSDP_version\": 2,\n    \"world_size\": 16\n}");
+        assert_eq!(with_world_size(b"{}", 16), b"{}");
+    }
+
+    #[test]
+    fn a_series_each_needs_a_model_among_dicts() {
+        let dict = |keys: &[&str], value: &Value| {
+            let entries = keys.iter().map(|key| (Value::Str((*key).into()), value.clone())).collect();
+            Value::Dict(Dict { entries, ..Dict::default() })
+        };
+        let empty = dict(&[], &Value::None);
+        assert_eq!(series(&dict(&["model", "optim"], &empty)).unwrap().len(), 2);
+        assert!(series(&dict(&["model"], &empty)).is_none());
+        assert!(series(&dict(&["weights", "optim"], &empty)).is_none());
+        assert!(series(&dict(&["model", "step"], &Value::Int(1))).is_none());
+    }
+
+    #[test]
+    fn keys_that_are_no_file_names_are_no_series() {
+        let empty = || Value::Dict(Dict::default());
+        let with_model = |key: &str| {
+            let entries = vec![(Value::Str("model".into()), empty()), (Value::Str(key.into()), empty())];
+            Value::Dict(Dict { entries, ..Dict::default() })
+        };
+        for key in ["extra_state", "ema.0", "a_rank_3", "b_world_size_2"] {
+            assert!(series(&with_model(key)).is_some(), "{key}");
+        }
+        for key in ["../evil", "/tmp/evil", "a/b", "..", ".", "model_", "_model", ".hidden"] {
+            assert!(series(&with_model(key)).is_none(), "{key}");
+        }
+    }
+}

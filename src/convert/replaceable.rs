@@ -1,0 +1,141 @@
+//! The rule for `--overwrite`: a destination is replaced where it is a checkpoint and holds nothing else.
+//!
+//! Replaceable are files of the [table](crate::format::known_files), files that an earlier run carried along and nobody
+//! has changed since, and files that this run writes again with the same content. Links are never followed into folders.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+use crate::exec::carry::{Carried, is_carried, is_unchanged_copy};
+use crate::format::known_files::{Role, is_checkpoint_file, is_known_folder, refuse_foreign_folder, role_of};
+use crate::name_list::short_list;
+use crate::publish::Shape;
+use crate::storage::{AnchoredPath, lookup};
+
+/// Names of foreign files in a message.
+const SHOWN: usize = 8;
+
+/// Longer files are not compared with what this run carries.
+const MAX_COMPARED_BYTES: u64 = 64 << 20;
+
+/// Checks that `--overwrite` may replace the file or folder at the destination, if there is one.
+///
+/// # Errors
+/// `Usage` where it is no checkpoint, or holds other files; `Io` where it cannot be looked at.
+pub fn check_replaceable(destination: &Path, shape: Shape, carried: &[Carried]) -> Result<()> {
+    let metadata = match fs::metadata(destination) {
+        Ok(metadata) => metadata,
+        // Nothing, or a link to nothing, which is replaced itself.
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(()),
+        Err(error) => return Err(Error::io("look at", destination)(error)),
+    };
+    if !metadata.is_dir() {
+        let is_checkpoint = metadata.is_file() && is_checkpoint_file(destination)?;
+        return if is_checkpoint { Ok(()) } else { Err(no_checkpoint(destination)) };
+    }
+    // One file takes the place of an empty folder or of a link only.
+    if shape == Shape::File {
+        return Ok(());
+    }
+    let names = list(destination)?;
+    if names.is_empty() {
+        return Ok(());
+    }
+    let texts: Vec<String> = names.iter().filter_map(|name| name.to_str().map(str::to_owned)).collect();
+    let is_of_another_framework = refuse_foreign_folder(destination, &texts).is_err();
+    let mut found = Found { destination, carried, foreign: Vec::new(), has_checkpoint: false };
+    found.walk(Path::new(""))?;
+    if !found.has_checkpoint || is_of_another_framework {
+        return Err(no_checkpoint(destination));
+    }
+    if found.foreign.is_empty() {
+        return Ok(());
+    }
+    Err(Error::usage(
+        format!(
+            "{} holds files that --overwrite does not replace: {}",
+            destination.display(),
+            short_list(&found.foreign, SHOWN)
+        ),
+        "move them away, or choose another destination",
+    ))
+}
+
+fn no_checkpoint(destination: &Path) -> Error {
+    Error::usage(
+        format!("{} holds no checkpoint, so --overwrite does not replace it", destination.display()),
+        "choose another destination, or move it away",
+    )
+}
+
+/// The names in a folder, sorted.
+fn list(folder: &Path) -> Result<Vec<PathBuf>> {
+    Ok(lookup::list(folder)?.into_iter().map(|entry| PathBuf::from(entry.name)).collect())
+}
+
+struct Found<'a> {
+    destination: &'a Path,
+    carried: &'a [Carried],
+    /// Names of files and folders that are not replaced.
+    foreign: Vec<String>,
+    has_checkpoint: bool,
+}
+
+impl Found<'_> {
+    /// Look at everything in `folder`, which is relative to the destination.
+    fn walk(&mut self, folder: &Path) -> Result<()> {
+        for name in list(&self.destination.join(folder))? {
+            let name = folder.join(name);
+            let path = self.destination.join(&name);
+            let kind = path.symlink_metadata().map_err(Error::io("look at", &path))?.file_type();
+            let is_foreign = if kind.is_dir() {
+                self.enter(&name)?
+            } else {
+                // Sockets and pipes are nobody's checkpoint, whatever their names.
+                !(kind.is_file() || kind.is_symlink()) || !self.is_replaceable(&name, &path)?
+            };
+            if is_foreign {
+                self.foreign.push(format!("{}{}", name.display(), if kind.is_dir() { "/" } else { "" }));
+            }
+        }
+        Ok(())
+    }
+
+    /// Look into a folder. True where it counts as one foreign thing: nothing tells what the folder is, and not all in it
+    /// is from an earlier run.
+    fn enter(&mut self, folder: &Path) -> Result<bool> {
+        if is_known_folder(folder) {
+            self.walk(folder)?;
+            return Ok(false);
+        }
+        let names = list(&self.destination.join(folder))?;
+        for name in &names {
+            let name = folder.join(name);
+            let path = self.destination.join(&name);
+            let is_folder = path.symlink_metadata().map_err(Error::io("look at", &path))?.is_dir();
+            if if is_folder { self.enter(&name)? } else { !self.is_of_earlier_run(&name, &path)? } {
+                return Ok(true);
+            }
+        }
+        Ok(names.is_empty())
+    }
+
+    fn is_replaceable(&mut self, name: &Path, path: &Path) -> Result<bool> {
+        let role = role_of(name, path);
+        self.has_checkpoint |= role == Some(Role::Checkpoint);
+        Ok(role.is_some() || self.is_of_earlier_run(name, path)?)
+    }
+
+    fn is_of_earlier_run(&self, name: &Path, path: &Path) -> Result<bool> {
+        if is_unchanged_copy(path) {
+            return Ok(true);
+        }
+        let Some(file) = self.carried.iter().find(|file| file.to == name) else { return Ok(false) };
+        // A process that does not see the file leaves it to those that do.
+        let is_elsewhere = !file.seen_by.is_empty() && file.place.symlink_metadata().is_err();
+        Ok(is_elsewhere
+            || file.len <= MAX_COMPARED_BYTES && is_carried(file, &AnchoredPath::for_a_look(self.destination), true)?)
+    }
+}

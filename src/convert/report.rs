@@ -1,0 +1,350 @@
+//! Reports of a conversion: notes before it begins, the closing line, the preview, the JSON document.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::{Map, Value as Json, json};
+
+use super::estimate::{beyond, peak_bytes};
+use super::options::ConvertOptions;
+use super::partial;
+use super::prepared::Prepared;
+use super::run::Run;
+use crate::catalog::OutputFile;
+use crate::exec::Options;
+use crate::exec::copy::Stats;
+use crate::exec::exchange::Load;
+use crate::quantity::{count, human_bytes, human_rate};
+use crate::storage::memory::{Anonymous, anonymous};
+use crate::text::harmless;
+
+/// What a caller learns of a conversion before anything is written. `Display` prints what `--dry-run` prints.
+#[derive(Clone, Debug)]
+pub struct Preview {
+    text: String,
+    document: Json,
+    warnings: Vec<String>,
+}
+
+impl Preview {
+    /// Returns the JSON document of the conversion.
+    #[must_use]
+    pub fn to_json(&self) -> Json {
+        self.document.clone()
+    }
+
+    /// Returns what a run would be warned of: too little memory, or a destination that is refused.
+    #[must_use]
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+}
+
+impl fmt::Display for Preview {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+/// How an execution ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// This process has published the destination.
+    Published,
+    /// Another process of the run has published the destination.
+    PublishedByOther,
+    /// The part of this process is done; the last part publishes.
+    PartDone,
+    /// The destination was there already, from the same source and options.
+    UpToDate,
+}
+
+/// What an execution has done. `Display` prints the closing line of the command line.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Report {
+    /// How it ended.
+    pub outcome: Outcome,
+    /// Number of files of the destination.
+    pub files: usize,
+    /// Number of tensors of the destination.
+    pub tensors: usize,
+    /// Bytes of all files of the destination.
+    pub bytes_written: u64,
+    /// Bytes of tensor data that this process has read.
+    pub bytes_read: u64,
+    /// Time since the source was opened.
+    pub time: Duration,
+    /// Values that casts have lost: overflows and NaNs.
+    pub warnings: Vec<String>,
+    line: String,
+    document: Json,
+}
+
+impl Report {
+    /// Returns the JSON document of the conversion.
+    #[must_use]
+    pub fn to_json(&self) -> Json {
+        self.document.clone()
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.line)
+    }
+}
+
+/// Counts and texts of a conversion, from which previews and reports are made.
+pub struct Account<'a> {
+    conversion: &'a Prepared,
+    destination: Option<&'a Path>,
+    options: &'a Options,
+    /// Memory when all is read and laid out, and no tensor data has moved.
+    before: Option<Anonymous>,
+    /// Limit of memory in bytes.
+    max_memory: u64,
+    /// Bytes that each process would move, where they exchange bytes and a preview was asked for.
+    pub loads: Vec<Load>,
+    /// Options that have no effect.
+    pub idle: Vec<String>,
+}
+
+/// Lines for the user before the work begins.
+pub fn notes(conversion: &Prepared) -> Vec<String> {
+    let source = &conversion.source;
+    let mut notes = source.wanted.notes.clone();
+    notes.extend_from_slice(&conversion.reservation.notes);
+    notes.extend_from_slice(&conversion.notes);
+    notes.extend(partial::notes(&source.checkpoint.catalog, &conversion.reservation));
+    notes
+}
+
+/// What is not written: groups for the closing line, then every name for the document.
+pub fn left_out(conversion: &Prepared) -> (Vec<String>, Vec<String>) {
+    let source = &conversion.source;
+    let left = &source.wanted.left_out;
+    let objects = [&left.objects, &conversion.reservation.left_out].into_iter().flatten();
+    let objects: Vec<String> =
+        objects.chain(&source.settled.dropped).chain(&source.checkpoint.catalog.dropped).cloned().collect();
+    let number = (!objects.is_empty()).then(|| count(objects.len(), "object"));
+    let series = source.checkpoint.skipped_series.iter().map(|name| format!("series {name}"));
+    let tensors = left.groups.iter().map(|(top, number)| format!("{} ({top})", count(*number, "tensor")));
+    let differing = &source.settled.dropped_tensors;
+    let differing_number = (!differing.is_empty()).then(|| format!("{} (differing)", count(differing.len(), "tensor")));
+    let groups = tensors.chain(differing_number).chain(number).chain(series).collect();
+    (groups, [&left.tensors, differing, &objects].into_iter().flatten().cloned().collect())
+}
+
+/// `290 f32->bf16`
+fn cast_text(stats: &Stats) -> Vec<String> {
+    stats.casts.iter().map(|((from, to), cast)| format!("{} {from}->{to}", cast.tensors)).collect()
+}
+
+fn cast_warnings(stats: &Stats) -> Vec<String> {
+    let mut warnings = Vec::new();
+    for ((from, to), cast) in &stats.casts {
+        if cast.overflows > 0 {
+            warnings.push(format!("{} overflowed from {from} to {to}", count_values(cast.overflows)));
+        }
+        if cast.nans > 0 {
+            warnings.push(format!("{} that were cast from {from} to {to} are NaN", count_values(cast.nans)));
+        }
+    }
+    warnings
+}
+
+fn count_values(number: u64) -> String {
+    format!("{number} {}", if number == 1 { "value" } else { "values" })
+}
+
+impl<'a> Account<'a> {
+    pub fn new(conversion: &'a Prepared, args: &'a ConvertOptions, options: &'a Options, idle: Vec<String>) -> Self {
+        let (destination, max_memory) = (args.dst.as_deref(), args.source.max_memory);
+        Self { conversion, destination, options, before: anonymous(), max_memory, loads: Vec::new(), idle }
+    }
+
+    /// Makes the preview; `foreseen` is what a run would meet at the destination.
+    pub fn preview(&self, stats: &Stats, foreseen: Option<String>) -> Preview {
+        let mut document = self.document(stats);
+        if let Some(warnings) = document["warnings"].as_array_mut() {
+            warnings.extend(foreseen.iter().map(|warning| json!(warning)));
+        }
+        let warnings = self.memory_warning(stats).into_iter().chain(foreseen).collect();
+        Preview { text: self.dry_run_text(stats), document, warnings }
+    }
+
+    /// Makes the report of an execution that ended in this way.
+    pub fn report(&self, stats: &Stats, outcome: Outcome, run: &Run<'_>) -> Report {
+        let (time, part) = (run.started.elapsed(), run.launch.part);
+        let destination = self.destination.map(|path| path.display().to_string()).unwrap_or_default();
+        let mut document = self.document(stats);
+        let line = match outcome {
+            Outcome::UpToDate => {
+                document["already"] = json!(true);
+                format!("{destination} is there already, from the same source and options")
+            }
+            Outcome::PartDone => format!(
+                "part {} of {} is done in {:.1} s; the last part publishes {destination}",
+                part.index,
+                part.of,
+                time.as_secs_f64(),
+            ),
+            Outcome::Published | Outcome::PublishedByOther => self.closing_line(stats, time),
+        };
+        if outcome != Outcome::UpToDate && !part.is_alone() {
+            document["part"] = json!({
+                "index": part.index,
+                "of": part.of,
+                "published": outcome != Outcome::PartDone,
+                "publisher": outcome == Outcome::Published,
+            });
+        }
+        // Only the process that publishes knows what the casts of all parts have lost.
+        let warnings = if outcome == Outcome::PublishedByOther { Vec::new() } else { cast_warnings(stats) };
+        let Prepared { reservation, carried, .. } = self.conversion;
+        Report {
+            outcome,
+            files: reservation.files.len() + carried.len(),
+            tensors: reservation.tensors.len(),
+            bytes_written: self.conversion.len_bytes(),
+            bytes_read: stats.bytes_read,
+            time,
+            warnings,
+            line,
+            document,
+        }
+    }
+
+    /// `wrote 7 files, 291 tensors, 14.96 GB in 9.8 s (1.53 GB/s); left out: 54 tensors (optim), 12 objects; cast 290
+    /// f32->bf16`
+    fn closing_line(&self, stats: &Stats, time: Duration) -> String {
+        let reservation = &self.conversion.reservation;
+        let (carried, bytes) = (&self.conversion.carried, self.conversion.len_bytes());
+        let before = match stats.bytes_before {
+            0 => String::new(),
+            before => format!(", {} of it before", human_bytes(before)),
+        };
+        let rate = match bytes.saturating_sub(stats.bytes_before) {
+            0 => None,
+            now => human_rate(now, time),
+        };
+        let rate = rate.map(|rate| format!(" ({rate})")).unwrap_or_default();
+        let mut line = format!(
+            "wrote {}, {}, {}{before} in {:.1} s{rate}",
+            count(reservation.files.len() + carried.len(), "file"),
+            count(reservation.tensors.len(), "tensor"),
+            human_bytes(bytes),
+            time.as_secs_f64(),
+        );
+        let (left_out, _) = left_out(self.conversion);
+        let wire = (stats.together.received > 0).then(|| human_bytes(stats.together.received));
+        let parts =
+            [("left out: ", left_out), ("cast ", cast_text(stats)), ("on the wire ", wire.into_iter().collect())];
+        for (what, list) in parts.into_iter().filter(|(_, list)| !list.is_empty()) {
+            line.push_str(&format!("; {what}{}", list.join(", ")));
+        }
+        line
+    }
+
+    /// Of a run that may take more memory than is allowed.
+    fn memory_warning(&self, stats: &Stats) -> Option<String> {
+        beyond(peak_bytes(self.conversion, self.options, self.before, stats), self.max_memory)
+    }
+
+    fn document(&self, stats: &Stats) -> Json {
+        let Prepared { source, reservation, carried, to, tied, .. } = self.conversion;
+        let (checkpoint, (given, format)) = (&source.checkpoint, source.given());
+        let carried = carried.iter().map(|file| json!({ "path": file.to.display().to_string(), "bytes": file.len }));
+        let files: Vec<Json> = reservation.files.iter().map(file_document).chain(carried).collect();
+        let (groups, names) = left_out(self.conversion);
+        let left_out = [groups, names].concat();
+        let cast: Map<String, Json> = (stats.casts.iter())
+            .map(|((from, to), cast)| {
+                let counts = json!({ "tensors": cast.tensors, "overflows": cast.overflows, "nans": cast.nans });
+                (format!("{from}->{to}"), counts)
+            })
+            .collect();
+        let tied: BTreeMap<&str, &str> = tied.iter().map(|(alias, kept)| (alias.as_str(), kept.as_str())).collect();
+        let mut warnings = checkpoint.catalog.warnings.clone();
+        warnings.extend(notes(self.conversion));
+        warnings.extend_from_slice(&self.idle);
+        warnings.extend(cast_warnings(stats));
+        warnings.extend(self.memory_warning(stats));
+        let mut document = json!({
+            "source": { "path": given.display().to_string(), "format": format.name() },
+            "target": {
+                "path": self.destination.map(|path| path.display().to_string()),
+                "format": to.name(),
+            },
+            "files": files,
+            "tensors": reservation.tensors.len(),
+            "bytes_read": stats.bytes_read,
+            "bytes_written": self.conversion.len_bytes(),
+            "runs": stats.runs,
+            "mean_run_bytes": mean_run_bytes(stats),
+            "peak_bytes": peak_bytes(self.conversion, self.options, self.before, stats),
+            "left_out": left_out,
+            "cast": cast,
+            "tied": tied,
+            "warnings": warnings,
+        });
+        if source.is_exchanged() && self.loads.is_empty() {
+            document["bytes_sent"] = json!(stats.traffic.sent);
+            document["bytes_received"] = json!(stats.traffic.received);
+        }
+        if !self.loads.is_empty() {
+            let of_rank = |load: &Load| json!({ "read": load.read, "sent": load.sent(), "received": load.received() });
+            document["ranks"] = self.loads.iter().map(of_rank).collect();
+        }
+        document
+    }
+
+    fn dry_run_text(&self, stats: &Stats) -> String {
+        let Prepared { source, reservation, carried, to, .. } = self.conversion;
+        let (given, format) = source.given();
+        let mut lines = vec![
+            format!("source        {} ({format})", given.display()),
+            format!(
+                "target        {} ({to})",
+                self.destination.map_or_else(|| String::from("-"), |path| path.display().to_string()),
+            ),
+            format!("files         {}", reservation.files.len() + carried.len()),
+            format!("tensors       {}", reservation.tensors.len()),
+            format!("bytes read    {}", human_bytes(stats.bytes_read)),
+            format!("bytes written {}", human_bytes(self.conversion.len_bytes())),
+            format!("runs          {} (mean {})", stats.runs, human_bytes(mean_run_bytes(stats))),
+            format!(
+                "peak memory   {} (anonymous)",
+                human_bytes(peak_bytes(self.conversion, self.options, self.before, stats))
+            ),
+        ];
+        if !self.loads.is_empty() {
+            let of_all = |of: fn(&Load) -> u64| (self.loads.iter().map(of).sum(), self.loads.iter().map(of).max());
+            // What is told to all arrives at each of them.
+            let ((_, most_sent), (received, most_received)) = (of_all(Load::sent), of_all(Load::received));
+            lines.push(format!(
+                "on the wire   {}; at most {} from a process, {} to one",
+                human_bytes(received),
+                human_bytes(most_sent.unwrap_or(0)),
+                human_bytes(most_received.unwrap_or(0))
+            ));
+        }
+        let (left_out, _) = left_out(self.conversion);
+        let lists = [("left out", left_out), ("cast", cast_text(stats))];
+        for (what, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {
+            lines.push(harmless(&format!("{what:13} {}", list.join(", "))));
+        }
+        lines.join("\n") + "\n"
+    }
+}
+
+fn mean_run_bytes(stats: &Stats) -> u64 {
+    stats.bytes_read.checked_div(stats.runs).unwrap_or(0)
+}
+
+fn file_document(file: &OutputFile) -> Json {
+    json!({ "path": file.path.display().to_string(), "bytes": file.len })
+}

@@ -1,0 +1,53 @@
+//! `reshard` to flat parameters: those of SRC, or of a checkpoint like it, for another number of ranks.
+
+use super::super::flatten::{self, Group, Wish};
+use super::super::prepared::Prepared;
+use super::super::run::Run;
+use super::super::source::Source;
+use super::class::tensor_class;
+use crate::convert::options::ReshardOptions;
+use crate::error::{Error, Result};
+use crate::format::Format;
+use crate::layout::DeviceMesh;
+
+pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<Prepared> {
+    if let Some(placements) = args.placements.first() {
+        return Err(Error::usage(
+            format!("--placements {placements}: flat parameters have none"),
+            "--to torch-ranks or --to dcp writes tensors that are sharded one by one",
+        ));
+    }
+    let plan = [("--plan", &args.plan), ("--tp", &args.tp), ("--fsdp", &args.fsdp), ("--replicate", &args.replicate)];
+    if let Some((option, Some(name))) = plan.into_iter().find(|(_, given)| given.is_some()) {
+        return Err(Error::usage(
+            format!("{option} {name}: flat parameters are cut as a whole, by FSDP1 alone"),
+            "--to torch-ranks or --to dcp writes tensors that are sharded one by one",
+        ));
+    }
+    tensor_class(args.tensor_class, Format::FsdpFlat)?;
+    if args.split.is_some() {
+        return Err(Error::usage("--split: flat parameters are cut in one way", "leave it out"));
+    }
+    let mut wish = Wish::default().with_layout(&args.convert, args.layout.as_deref(), &source)?;
+    if let Some(text) = args.mesh.first() {
+        let mesh = DeviceMesh::parse(text)?;
+        wish.world_size = u32::try_from(mesh.world_size()).ok();
+        wish.group = match *mesh.shape() {
+            [_] => Group::All,
+            [_, shard] => Group::Of(u32::try_from(shard).expect("ranks are 32-bit numbers")),
+            _ => {
+                return Err(Error::usage(
+                    format!("--mesh {text}: flat parameters are cut once"),
+                    "give one dim, or two for HYBRID_SHARD: the copies, then the ranks that share one",
+                ));
+            }
+        };
+    }
+    if args.mesh.len() > 1 || !args.mesh_ranks.is_empty() {
+        return Err(Error::usage(
+            "flat parameters lie on the ranks from 0 on, in order",
+            "give one --mesh, without --mesh-ranks",
+        ));
+    }
+    flatten::lay_out(&wish, &args.convert, source, run)
+}

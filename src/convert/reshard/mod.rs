@@ -1,0 +1,231 @@
+//! `reshard`: another mesh, other placements; everything is carried.
+
+mod chooser;
+mod class;
+mod flat;
+mod heads;
+mod like;
+mod sharded;
+mod strided;
+mod subject;
+mod tally;
+mod target;
+
+use super::conflicts::Ranks;
+use super::fill::with_others;
+use super::parts::{self, Target, carry_along, example_of, parts, warn_of_carried};
+use super::prepared::Prepared;
+use super::reading::check_flat;
+use super::run::Run;
+use super::source::Source;
+use super::target_format::target_format;
+use super::whole::check_tied;
+use super::{partial, tied};
+use crate::catalog::{Catalog, Class, Path, Reservation, TensorEntry};
+use crate::convert::options::ReshardOptions;
+use crate::error::{Error, Result};
+use crate::format::{Checkpoint, Format, Layouts, ShardedTarget, TensorStorage, local, torch};
+use crate::layout::DeviceMesh;
+use crate::layout::rules::Layout;
+use crate::layout::shards::Held;
+use crate::progress::Progress;
+use crate::publish::Shape;
+use crate::select::Wrappers;
+pub use chooser::Chooser;
+use class::tensor_class;
+use heads::Heads;
+use like::Like;
+pub use sharded::rows;
+use target::target_layout;
+pub use target::{own_mesh, row_specs, shared_mesh};
+
+/// Lays out the destination of `reshard`.
+///
+/// # Errors
+/// `Usage` and `Layout` for a mesh, placements or a format that do not fit the source; as reading other checkpoints.
+pub fn prepare(args: &ReshardOptions, source: Source, run: &Run<'_>) -> Result<Prepared> {
+    let mut source = with_others(source, (args.fill_from.as_deref(), args.like.as_deref()), &args.convert, run)?;
+    if tells_shapes_alone(&source) {
+        source.like = None;
+    }
+    let destination = args.convert.dst.as_deref();
+    let to = target_format(&args.convert.destination, destination, default_format(example_of(&source).format))?;
+    let ranks = match to.tensors() {
+        TensorStorage::Boxes => Ranks::Together,
+        TensorStorage::Ranks => Ranks::Apart,
+        TensorStorage::Flat => return flat::prepare(args, source, run),
+        TensorStorage::Whole => {
+            return Err(Error::usage(
+                format!("{to} holds whole tensors, which have no mesh"),
+                "--to dcp, --to dcp-hf, --to torch-ranks and --to local write shards; `dtshard unshard` and `dtshard consolidate` \
+                 write whole tensors",
+            ));
+        }
+    };
+    check_flat(&args.convert.source, None, &[&source.checkpoint])?;
+    check_tied(args.convert.tied, to)?;
+    let of_flat = (source.checkpoint.format.tensors() == TensorStorage::Flat).then_some(Class::DTensor);
+    let class = tensor_class(args.tensor_class, to)?.or(of_flat);
+    source.settle(args.convert.checks, ranks, run)?;
+    let (layout, notes_of_layout) = target_layout(args, &source)?;
+    let own_ranks = args.mesh.is_empty() && args.mesh_ranks.is_empty();
+    let saved = Some(example_of(&source)).filter(|_| own_ranks);
+    let job = Job::new(&layout.mesh, saved, &source, args.convert.destination.torch_version.as_deref())?;
+    let mut notes = source.settled.notes((ranks == Ranks::Apart).then_some(job.world_size));
+    let renamed = renamed_dims(&source.wanted.catalog, &layout.mesh);
+    notes.extend(renamed.filter(|_| ranks == Ranks::Apart && source.like.is_none()));
+    notes.extend(notes_of_layout);
+    if to.tensors() == TensorStorage::Boxes {
+        notes.extend(tied::note_for_dcp(&source.checkpoint, &source.wanted.catalog.state)?);
+    }
+    let wrappers = if args.convert.select.keep_names { Wrappers::Keep } else { Wrappers::Match };
+    let max_memory = args.convert.source.max_memory;
+    if to.entry().names_tensors_by_rank {
+        check_room(&source, &layout.mesh, job.world_size, class, (to, max_memory))?;
+    }
+    let (mut reservation, more) = reserve(&source, &layout, &job, wrappers, class, to, run.progress)?;
+    notes.extend(more);
+    let carried = carry_along(&source, to, job.world_size, &mut reservation)?;
+    warn_of_carried(&carried, &mut source, run.progress);
+    Ok(Prepared { source, reservation, carried, shape: Shape::Folder, to, tied: Vec::new(), notes })
+}
+
+/// Whether --like has the shapes that flat parameters lack, and no layout that could be meant.
+fn tells_shapes_alone(source: &Source) -> bool {
+    let is_whole = |like: &Checkpoint| {
+        let catalog = &like.catalog;
+        let shared = |entry: &TensorEntry| entry.class != Class::Tensor;
+        like.format != Format::Dcp && catalog.flat.is_none() && !catalog.tensors.iter().any(shared)
+    };
+    source.given().1 == Format::FsdpFlat && source.like.as_ref().is_some_and(is_whole)
+}
+
+/// Lay out every part of the source by itself, and say what there is to say about the layout.
+fn reserve(
+    source: &Source,
+    layout: &Layout,
+    job: &Job,
+    wrappers: Wrappers,
+    class: Option<Class>,
+    to: Format,
+    progress: &dyn Progress,
+) -> Result<(Reservation, Vec<String>)> {
+    let wanted = &source.wanted.catalog;
+    let like = source.like.as_ref().map(|like| Like::new(like, wrappers));
+    let mut chooser =
+        Chooser::new(wanted, layout, wrappers, class).like(like).plan(source.checkpoint.format.order())?;
+    for detail in chooser.details() {
+        progress.detail(&detail);
+    }
+    let mut whole = Reservation::default();
+    for part in parts(source, to) {
+        let writer = to.entry().write_shards.expect("a format of shards that is not flat has a writer");
+        let reservation = writer.reserve(ShardedTarget {
+            source: wanted,
+            state: &part.state,
+            mesh: &layout.mesh,
+            world_size: job.world_size,
+            style: &job.style,
+            names: part.names.as_ref(),
+            layouts: &mut PartLayouts { part: &part, chooser: &mut chooser },
+        })?;
+        whole.append(&part.folder, reservation);
+    }
+    partial::share(&source.checkpoint.catalog, &layout.mesh, &mut whole)?;
+    Ok((whole, chooser.finish(Heads::of(&source.checkpoint)?)?))
+}
+
+/// The layouts of one part of the state dict.
+struct PartLayouts<'a, 'c> {
+    part: &'a Target,
+    chooser: &'a mut Chooser<'c>,
+}
+
+impl Layouts for PartLayouts<'_, '_> {
+    fn shards(&mut self, path: &Path, entry: &TensorEntry) -> Result<Vec<Held>> {
+        self.chooser.shards(&self.part.whole_path(path), entry)
+    }
+
+    fn rank_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<torch::RankLayout> {
+        self.chooser.rank_layout(&self.part.whole_path(path), entry)
+    }
+
+    fn local_layout(&mut self, path: &Path, entry: &TensorEntry) -> Result<local::LocalLayout> {
+        self.chooser.local_layout(&self.part.whole_path(path), entry)
+    }
+}
+
+/// The job that is to load rank files.
+pub struct Job {
+    pub world_size: u32,
+    pub style: torch::Style,
+}
+
+impl Job {
+    /// It has the ranks of the mesh, and those of the job that `saved` a checkpoint on that, where some are not in it.
+    /// Its PyTorch is the `version` that is asked for, else that of the rank files of the source, its device that of
+    /// those.
+    ///
+    /// # Errors
+    /// `Usage` for a version that is none, or one whose DTensors are not written.
+    pub fn new(mesh: &DeviceMesh, saved: Option<&Checkpoint>, source: &Source, version: Option<&str>) -> Result<Self> {
+        let ranks = saved.into_iter().flat_map(|saved| &saved.parts).map(|part| part.world_size);
+        let world_size = ranks.chain([mesh.job_size()]).max().unwrap_or(0);
+        let Checkpoint { files, format, .. } = example_of(source);
+        let first = files.ids().next().filter(|_| *format == Format::TorchRanks);
+        let known = first.map(|first| torch::Style::of_file(files, first)).transpose()?;
+        let own = known.flatten().unwrap_or_default();
+        let Some(version) = version else { return Ok(Self { world_size, style: own }) };
+        let release = torch::Release::of_version(version).ok_or_else(|| {
+            Error::usage(
+                format!("--torch-version {version}: expected a version from 2.5 on"),
+                "such as 2.9 or 2.15.0; earlier ones have other DTensors, and load --to dcp",
+            )
+        })?;
+        Ok(Self { world_size, style: torch::Style { release, ..own } })
+    }
+}
+
+/// A job takes DTensors on a mesh whose dims are called as those of its own.
+fn renamed_dims(source: &Catalog, mesh: &DeviceMesh) -> Option<String> {
+    let (own, new) = (source.meshes.first()?.names()?, mesh.names()?);
+    let none_in_common = !own.iter().any(|name| new.contains(name));
+    none_in_common.then(|| {
+        let (own, new) = (own.join(","), new.join(","));
+        format!("mesh dims are called {new} now, {own} in SRC: a job loads what is called as in the job")
+    })
+}
+
+/// # Errors
+/// `Usage` where the lists of ranks alone take more memory than is allowed.
+fn check_room(
+    source: &Source,
+    mesh: &DeviceMesh,
+    world_size: u32,
+    class: Option<Class>,
+    (to, max_memory): (Format, u64),
+) -> Result<()> {
+    /// What a ShardedTensor says of a rank: kept once, and in the pickle that is being made.
+    const BOX_BYTES: u64 = 2 * 40;
+    /// Every file lists the ranks of the mesh, as a tensor and as a tuple.
+    const RANK_BYTES: u64 = 16;
+    let (ranks, named) = (mesh.world_size() as u64, source.tensors());
+    if !to.has_rank_files() {
+        let files = if to.is_by_rank() { world_size.into() } else { ranks };
+        return parts::check_room(files, named.len(), 0, max_memory);
+    }
+    let files = u64::from(world_size);
+    let boxes = named.iter().map(|(_, id)| {
+        let entry = source.wanted.catalog.tensor(*id);
+        let is_sharded = class.unwrap_or(entry.class) == Class::ShardedTensor;
+        entry.shape.first().filter(|_| is_sharded).map_or(0, |rows| ranks.min(*rows))
+    });
+    let boxes = boxes.fold(0, u64::saturating_add).saturating_mul(BOX_BYTES);
+    let lists = files.saturating_mul(ranks).saturating_mul(RANK_BYTES);
+    parts::check_room(files, named.len(), lists.saturating_add(boxes), max_memory)
+}
+
+/// The source's own format; a single file becomes a DCP directory, since it has no place for shards.
+fn default_format(source: Format) -> Format {
+    if source.tensors() == TensorStorage::Whole { Format::Dcp } else { source }
+}

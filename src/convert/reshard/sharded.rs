@@ -1,0 +1,95 @@
+//! The mesh of ShardedTensors, which do not record one.
+//!
+//! FSDP1 cuts the rows of each over the ranks of a group: all of them, or, with copies, groups of neighbours. Which of
+//! these it was follows from who has which rows.
+//!
+//! Source: `_ext_chunk_tensor` in `torch/distributed/fsdp/_fsdp_extensions.py`.
+
+use crate::catalog::{Class, TensorEntry};
+use crate::layout::{DeviceMesh, Placement, TensorDim, chunk};
+
+/// The ranks that share rows are the last dim.
+const FULL: &str = "fsdp";
+const COPIES: &str = "replicate";
+
+/// The mesh on which all ShardedTensors among these lie; `None` where there are none, or they lie otherwise.
+pub fn mesh_of_rows(entries: &[&TensorEntry]) -> Option<DeviceMesh> {
+    let ranks = entries.iter().flat_map(|entry| (0..entry.chunks.len()).filter_map(|at| entry.chunks.rank(at)));
+    let world_size = ranks.max()?.0.checked_add(1)?;
+    let tells = |entry: &&TensorEntry| entry.class == Class::ShardedTensor && !entry.shape.contains(&0);
+    let sharded: Vec<&TensorEntry> = entries.iter().copied().filter(tells).collect();
+    let most = sharded.iter().map(|entry| entry.chunks.len()).min()?;
+    // Every copy has a chunk.
+    let mut copies = (1..=world_size).take(most).filter(|copies| world_size.is_multiple_of(*copies));
+    let fits = |copies: &u32| sharded.iter().all(|entry| is_cut(entry, world_size, world_size / copies));
+    let mesh = match copies.find(fits)? {
+        1 => format!("{FULL}={world_size}"),
+        copies => format!("{COPIES}={copies},{FULL}={}", world_size / copies),
+    };
+    DeviceMesh::parse(&mesh).ok()
+}
+
+/// Whether every rank has the rows that `torch.chunk` over groups of this size gives it.
+fn is_cut(entry: &TensorEntry, world_size: u32, group_size: u32) -> bool {
+    let Some(rows) = entry.shape.first() else { return false };
+    let has_own = entry.chunks.iter().all(|part| {
+        let bounds = part.tile.bounds();
+        let own = part.rank.map(|rank| chunk(*rows, group_size.into(), u64::from(rank.0 % group_size)));
+        own.is_some_and(|own| own.start == bounds.offsets[0] && own.end - own.start == bounds.sizes[0])
+            && bounds.sizes[1..] == entry.shape[1..]
+    });
+    let holders = rows.div_ceil(rows.div_ceil(group_size.into()).max(1)) * u64::from(world_size / group_size);
+    has_own && entry.chunks.len() as u64 == holders
+}
+
+/// Rows over the last dim of a mesh, copies along the others.
+pub fn rows(mesh: &DeviceMesh) -> Vec<Placement> {
+    let mut placements = vec![Placement::Replicate; mesh.ndim()];
+    if let Some(last) = placements.last_mut() {
+        *last = Placement::Shard(TensorDim(0));
+    }
+    placements
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::catalog::{Chunk, ChunkTable, Dtype, Place};
+    use crate::layout::{Rank, Region, Tile};
+
+    /// So many rows over groups of ranks; `None` is a plain tensor on all ranks.
+    fn entry(rows: u64, world_size: u32, group_size: Option<u32>) -> TensorEntry {
+        let mut chunks = ChunkTable::new(2);
+        for rank in 0..world_size {
+            let own = group_size.map_or(0..rows, |size| chunk(rows, size.into(), (rank % size).into()));
+            let mut region = Region::whole(&[rows, 3]);
+            (region.offsets[0], region.sizes[0]) = (own.start, own.end - own.start);
+            if !region.is_empty() {
+                let tile = Tile::from_region(&region);
+                chunks.push(Chunk { tile, place: Place::Nowhere, strides: None, rank: Some(Rank(rank)) });
+            }
+        }
+        let class = if group_size.is_some() { Class::ShardedTensor } else { Class::Tensor };
+        let shape = [rows, 3].as_slice().into();
+        TensorEntry { class, chunks, ..TensorEntry::new("w".into(), Dtype::F32, shape) }
+    }
+
+    fn mesh(entries: &[TensorEntry]) -> Option<String> {
+        mesh_of_rows(&entries.iter().collect::<Vec<_>>()).map(|mesh| mesh.to_string())
+    }
+
+    #[test]
+    fn who_has_which_rows_tells_the_mesh() {
+        let plain = || entry(2, 6, None);
+        let of_groups = |size: u32| [entry(7, 6, Some(size)), entry(1, 6, Some(size)), plain()];
+        assert_eq!(mesh(&of_groups(6)).as_deref(), Some("fsdp=6"));
+        assert_eq!(mesh(&of_groups(3)).as_deref(), Some("replicate=2,fsdp=3"));
+        assert_eq!(mesh(&of_groups(2)).as_deref(), Some("replicate=3,fsdp=2"));
+        // One row is with one rank, or with one of each group.
+        assert_eq!(mesh(&[entry(1, 6, Some(6)), plain()]).as_deref(), Some("fsdp=6"));
+        assert_eq!(mesh(&[entry(1, 6, Some(3)), plain()]).as_deref(), Some("replicate=2,fsdp=3"));
+        assert_eq!(mesh(&[plain()]), None);
+        assert_eq!(mesh(&[entry(7, 6, Some(6)), entry(7, 6, Some(3))]), None);
+        assert_eq!(mesh(&[entry(7, 6, Some(4)), plain()]), None);
+    }
+}

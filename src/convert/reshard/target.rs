@@ -1,0 +1,219 @@
+//! The target mesh, and the rules that say how tensors lie on it, from the command line.
+
+use std::collections::BTreeSet;
+
+use super::sharded::{mesh_of_rows, rows};
+use super::strided;
+use crate::catalog::{Catalog, TensorEntry, TensorId};
+use crate::convert::options::ReshardOptions;
+use crate::convert::placements;
+use crate::convert::plans::PlanArgs;
+use crate::convert::source::Source;
+use crate::error::{Error, Result};
+use crate::format::parallelize::Side;
+use crate::format::{Checkpoint, Format, TensorStorage};
+use crate::layout::parallelize::RoleNames;
+use crate::layout::rules::{Fallback, Layout};
+use crate::layout::{DeviceMesh, PlacementSpec, Rank, parse_placements};
+
+/// The mesh that all DTensors of the source share.
+pub fn own_mesh(source: &Source) -> Result<DeviceMesh> {
+    let name = if source.filled.is_some() { "the checkpoint of --fill-from" } else { "SRC" };
+    let meshes = &source.wanted.catalog.meshes;
+    let of_rows = || {
+        // What comes from SRC lies as it did in FILLER.
+        let replaced = |id: u32| source.filled.as_ref()?.replaced.get(&TensorId(id));
+        let entries = (0..).zip(&source.checkpoint.catalog.tensors);
+        let entries: Vec<&TensorEntry> = entries.map(|(id, own)| replaced(id).unwrap_or(own)).collect();
+        own_rows(&entries, meshes, source.checkpoint.format)
+    };
+    DeviceMesh::root_of(meshes).cloned().or_else(of_rows).ok_or_else(|| {
+        Error::usage(
+            match meshes.len() {
+                0 => format!("no --mesh is given, and {name} has no mesh"),
+                many => format!("no --mesh is given, and {name} has {many} meshes"),
+            },
+            "say it with --mesh, such as --mesh fsdp=8 or --mesh dp=4,tp=2",
+        )
+    })
+}
+
+/// The mesh that all tensors of a checkpoint share which are shared at all.
+pub fn shared_mesh(checkpoint: &Checkpoint) -> Option<DeviceMesh> {
+    match checkpoint.catalog.meshes.as_slice() {
+        [] => rows_of(checkpoint),
+        meshes => DeviceMesh::root_of(meshes).cloned(),
+    }
+}
+
+/// The mesh that all DTensors of the checkpoint of --like share.
+fn mesh_of(like: &Checkpoint) -> Result<DeviceMesh> {
+    let meshes = &like.catalog.meshes;
+    shared_mesh(like).ok_or_else(|| {
+        if meshes.is_empty() {
+            return without_mesh(like);
+        }
+        Error::usage(
+            format!("--like {}: it has {} meshes", like.root.display(), meshes.len()),
+            "say with --mesh which dims there are to be, called as there",
+        )
+    })
+}
+
+/// The mesh of ShardedTensors. What was flat is none.
+fn own_rows(entries: &[&TensorEntry], meshes: &[DeviceMesh], format: Format) -> Option<DeviceMesh> {
+    (meshes.is_empty() && format.tensors() == TensorStorage::Ranks).then(|| mesh_of_rows(entries))?
+}
+
+/// That of the checkpoint of --like.
+fn rows_of(like: &Checkpoint) -> Option<DeviceMesh> {
+    let entries: Vec<&TensorEntry> = like.catalog.tensors.iter().collect();
+    own_rows(&entries, &like.catalog.meshes, like.format)
+}
+
+/// Placements are carried over by the names of mesh dims.
+fn check_dims(mesh: DeviceMesh, like: &Checkpoint) -> Result<DeviceMesh> {
+    fn names(meshes: &[DeviceMesh]) -> BTreeSet<&String> {
+        meshes.iter().filter_map(DeviceMesh::names).flatten().collect()
+    }
+    let theirs = &like.catalog.meshes;
+    if theirs.is_empty() {
+        // They lie by rows on whatever there is.
+        return rows_of(like).map(|_| mesh).ok_or_else(|| without_mesh(like));
+    }
+    if names(theirs) == names(std::slice::from_ref(&mesh)) {
+        return Ok(mesh);
+    }
+    let theirs: Vec<String> = theirs.iter().map(ToString::to_string).collect();
+    Err(Error::usage(
+        format!("--mesh {mesh}: that of --like {} is {}", like.root.display(), theirs.join(" and ")),
+        "give the same dims in other sizes; or leave --like out, and say --placements",
+    ))
+}
+
+fn without_mesh(like: &Checkpoint) -> Error {
+    let root = like.root.display();
+    if like.format.tensors() == TensorStorage::Boxes {
+        return Error::usage(
+            format!("--like {root}: a DCP directory does not record on which mesh, and how, its tensors lie"),
+            "give rank files of the same job; or say it with --mesh and --placements",
+        );
+    }
+    Error::usage(
+        format!("--like {root}: none of its tensors lies on a mesh"),
+        "give a checkpoint with DTensors or ShardedTensors; or say it with --mesh and --placements",
+    )
+}
+
+fn plan_of(args: &ReshardOptions) -> PlanArgs<'_> {
+    let ReshardOptions { plan, tp, fsdp, replicate, .. } = args;
+    PlanArgs {
+        plan: plan.as_deref(),
+        option: "--plan",
+        layout_option: "--layout",
+        names: RoleNames { tp: tp.clone(), fsdp: fsdp.clone(), replicate: replicate.clone(), idle: Vec::new() },
+    }
+}
+
+/// Mesh and rules from the command line, and what to tell of them.
+pub fn target_layout(args: &ReshardOptions, source: &Source) -> Result<(Layout, Vec<String>)> {
+    let catalog = &source.wanted.catalog;
+    let split = args.split.clone();
+    let hint = "--to fsdp-flat writes them; for tensors say a mesh and placements: docs/layout-file.md";
+    let file =
+        args.layout.as_deref().map(|path| placements::file("--layout", path, split.clone(), hint)).transpose()?;
+    let given = match args.mesh.as_slice() {
+        [] => None,
+        [one] => Some(DeviceMesh::parse(one)?),
+        [first, second, ..] => {
+            return Err(Error::usage(
+                format!("--mesh {first} and --mesh {second}: two meshes"),
+                format!("dims of one mesh have commas between them: --mesh {first},{second}"),
+            ));
+        }
+    };
+    let said = file.as_ref().map_or(Ok(given.clone()), |file| file.mesh(given))?;
+    let is_own = said.is_none();
+    let mut mesh = match (said, &source.like) {
+        (Some(mesh), None) => mesh,
+        (Some(mesh), Some(like)) => check_dims(mesh, like)?,
+        (None, None) => own_mesh(source)?,
+        (None, Some(like)) => mesh_of(like)?,
+    };
+    if !args.mesh_ranks.is_empty() {
+        let ranks = args.mesh_ranks.iter().map(|rank| Rank(*rank)).collect();
+        mesh = mesh.with_ranks(ranks)?;
+    }
+    let (mut rules, fallback) = placements::read("--placements", &args.placements)?;
+    if let Some(file) = &file {
+        rules.extend(file.rules(&mesh)?);
+    }
+    let draft = plan_of(args).draft(file.as_ref())?;
+    let plan = draft.map(|draft| Side::Target.plan(&draft, &mesh)).transpose()?;
+    let split = file.as_ref().map_or(split, |file| file.split.clone());
+    let fallback = fallback.or_else(|| file.as_ref()?.fallback(Some(&mesh)));
+    let is_said = fallback.is_some();
+    let fallback = match fallback {
+        Some(list) => Fallback::Placements(list),
+        None if source.like.is_some() => Fallback::Source,
+        None if plan.is_some() => Fallback::Placements(vec![PlacementSpec::Replicate; mesh.ndim()]),
+        None if is_own && catalog.meshes.is_empty() => Fallback::Placements(row_specs(&mesh)),
+        None => default_fallback(&mesh, catalog)?,
+    };
+    let layout = Layout { plan, ..Layout::new(mesh, rules, fallback, split)? };
+    let mut notes = strided::notes(&layout);
+    notes.extend(unsaid(&layout).filter(|_| !is_said && !is_own));
+    Ok((layout, notes))
+}
+
+/// Who calls a dim so may think of modules, which no default cuts.
+const TP: &str = "tp";
+
+/// What a mesh for tensor parallelism alone gets without a word on it.
+fn unsaid(layout: &Layout) -> Option<String> {
+    let is_tp = layout.mesh.names().is_some_and(|names| names == [TP]);
+    let is_default = matches!(&layout.fallback, Fallback::Placements(list) if *list == [PlacementSpec::Shard(0)]);
+    (is_tp && is_default && layout.plan.is_none()).then(|| {
+        String::from(
+            "S(0) for every tensor without a rule, since nothing else is said; --plan cuts modules as tensor parallelism does",
+        )
+    })
+}
+
+/// How ShardedTensors lie, as if it had been said.
+pub fn row_specs(mesh: &DeviceMesh) -> Vec<PlacementSpec> {
+    rows(mesh).into_iter().map(PlacementSpec::from).collect()
+}
+
+/// Without a list for every tensor: the source's placements where its mesh dims are the same, or have the same names,
+/// else S(0) on a mesh of one dim. Never everything replicated in silence.
+fn default_fallback(mesh: &DeviceMesh, catalog: &Catalog) -> Result<Fallback> {
+    let mut own: Vec<&String> = mesh.names().map(|names| names.iter().collect()).unwrap_or_default();
+    own.sort();
+    let known = |entry: &&TensorEntry| entry.sharding.is_some();
+    let mut sharded = catalog.tensors.iter().filter(known).peekable();
+    let any = sharded.peek().is_some();
+    let same_dims = any
+        && sharded.all(|entry| {
+            let theirs = entry.sharding.as_ref().map(|sharding| catalog.mesh(sharding));
+            let is_known = |names: &[String]| names.iter().all(|name| own.contains(&name));
+            theirs.is_some_and(|theirs| theirs.has_dims_of(mesh) || theirs.names().is_some_and(is_known))
+        });
+    if same_dims {
+        return Ok(Fallback::Source);
+    }
+    if mesh.ndim() == 1 {
+        return Ok(Fallback::Placements(parse_placements("S(0)")?));
+    }
+    let several: Vec<&str> = mesh.shape().iter().map(|_| "R").collect();
+    let (sharded_first, replicated_first) = (several.join(",").replacen('R', "S(0)", 1), {
+        let mut list = several.clone();
+        list[mesh.ndim() - 1] = "S(0)";
+        list.join(",")
+    });
+    let plan = if mesh.dim_by_name(TP).is_some() { "; or cut modules over tp: --plan NAME" } else { "" };
+    Err(Error::usage(
+        format!("--mesh {mesh}: the source does not say how tensors lie on these mesh dims"),
+        format!("say it for every tensor: --placements '{sharded_first}' or --placements '{replicated_first}'{plan}"),
+    ))
+}

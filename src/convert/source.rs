@@ -1,0 +1,410 @@
+//! What a verb reads, and what it takes of it: the names, values and disagreements of SRC, decided before anything is
+//! laid out.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
+
+use super::checks::{self, Replicas};
+use super::conflicts::{self, Ranks, Settled};
+use super::peers::Peers;
+use super::reading::{check_series, input, read_options};
+use super::run::Run;
+use super::tied;
+use super::told::told;
+use crate::catalog::path::{self, Fate};
+use crate::catalog::{Catalog, Class, Dtype, Fqn, TensorEntry, TensorId, Value, model};
+use crate::convert::options::{CheckOptions, ConvertOptions, OnConflict, SelectOptions, SourceOptions, Tied};
+use crate::error::{Error, Result};
+use crate::exec::Silent;
+use crate::exec::compare::{self, ReplicaDifference};
+use crate::exec::exchange::Reducing;
+use crate::format::{Checkpoint, Format, ReadOptions, SeriesChoice, Want};
+use crate::layout::Pattern;
+use crate::progress::Progress;
+use crate::select::{self, DtypeRule, Rename, Root, Selected, Wrappers};
+use crate::storage::regular_file;
+
+/// What a verb takes where the command line does not say otherwise.
+pub struct Defaults {
+    pub root: Root,
+    pub wrappers: Wrappers,
+    pub without_gradients: bool,
+}
+
+impl Defaults {
+    /// All that there is, as it is.
+    pub fn everything() -> Self {
+        Self { root: Root::Whole, wrappers: Wrappers::Match, without_gradients: false }
+    }
+}
+
+/// SRC, once it has become part of another checkpoint.
+pub struct Filled {
+    pub root: PathBuf,
+    pub resolved_from: Option<PathBuf>,
+    pub format: Format,
+    /// How FILLER itself has the tensors that come from SRC.
+    pub replaced: BTreeMap<TensorId, TensorEntry>,
+}
+
+pub struct Source {
+    /// SRC; where that is put into another one, that one, with the files of both.
+    pub checkpoint: Checkpoint,
+    /// What SRC was before it was put into another checkpoint.
+    pub filled: Option<Filled>,
+    /// A checkpoint to be laid out like.
+    pub like: Option<Checkpoint>,
+    /// What is taken, under the names and in the dtypes it will have.
+    pub wanted: Selected,
+    pub settled: Settled,
+    /// Replicas have been compared already.
+    pub compared: bool,
+    /// The processes that see the rest of SRC.
+    pub peers: Option<Peers>,
+}
+
+impl Source {
+    /// Who makes values of summands.
+    #[must_use]
+    pub fn reducing(&self) -> Reducing {
+        self.peers.as_ref().map_or(Reducing::InRankOrder, Peers::reducing)
+    }
+
+    /// Whether processes exchange what they read of it.
+    #[must_use]
+    pub fn is_exchanged(&self) -> bool {
+        self.peers.as_ref().is_some_and(Peers::exchange_bytes)
+    }
+
+    /// Chooses what to take of a checkpoint that has been opened, alone or with `peers`.
+    ///
+    /// # Errors
+    /// As selecting.
+    pub fn choose(
+        mut checkpoint: Checkpoint,
+        peers: Option<Peers>,
+        args: &ConvertOptions,
+        defaults: Defaults,
+    ) -> Result<Self> {
+        let choose = || {
+            let tie = (args.tied == Tied::Write).then(|| tied::restore(&mut checkpoint)).transpose()?;
+            let options = select_options(&args.select, defaults)?;
+            let mut wanted = select::select(&checkpoint.catalog, &options)?;
+            check_reduced(args, &checkpoint, &wanted, options.without_gradients)?;
+            wanted.notes.extend(tie);
+            Ok(wanted)
+        };
+        let wanted = choose().inspect_err(|error| peers.iter().for_each(|peers| peers.fail(error)))?;
+        Ok(Self { checkpoint, filled: None, like: None, wanted, settled: Settled::default(), compared: false, peers })
+    }
+
+    /// Where SRC is, and what.
+    #[must_use]
+    pub fn given(&self) -> (&Path, Format) {
+        match &self.filled {
+            Some(Filled { root, format, .. }) => (root, *format),
+            None => (&self.checkpoint.root, self.checkpoint.format),
+        }
+    }
+
+    /// Every checkpoint that is read, and what to call it.
+    #[must_use]
+    pub fn paths_read(&self) -> Vec<(&'static str, &Path)> {
+        fn both<'a>(name: &'static str, root: &'a Path, given: Option<&'a PathBuf>) -> Vec<(&'static str, &'a Path)> {
+            [Some(root), given.map(PathBuf::as_path)].into_iter().flatten().map(|path| (name, path)).collect()
+        }
+        let mut read = Vec::new();
+        let name = match &self.filled {
+            Some(filled) => {
+                read.extend(both("the source", &filled.root, filled.resolved_from.as_ref()));
+                "the checkpoint of --fill-from"
+            }
+            None => "the source",
+        };
+        let Checkpoint { root, resolved_from, .. } = &self.checkpoint;
+        read.extend(both(name, root, resolved_from.as_ref()));
+        if let Some(Checkpoint { root, resolved_from, .. }) = &self.like {
+            read.extend(both("the checkpoint of --like", root, resolved_from.as_ref()));
+        }
+        read
+    }
+
+    /// Tell the processes that see the rest of SRC why this one ends.
+    pub fn tell(&self, error: &Error) {
+        self.peers.iter().for_each(|peers| peers.fail(error));
+    }
+
+    /// Name the checkpoint where the error names a tensor only, and where a process runs that it names.
+    #[must_use]
+    pub fn locate(&self, error: Error) -> Error {
+        let error = match &self.peers {
+            Some(peers) => peers.name(error),
+            None => error,
+        };
+        let replaced = self.filled.iter().flat_map(|filled| filled.replaced.keys());
+        let from_src = |fqn: &str| replaced.clone().any(|id| self.checkpoint.catalog.tensor(*id).fqn.as_str() == fqn);
+        let root = if error.fqn().is_some_and(from_src) { self.given().0 } else { &self.checkpoint.root };
+        error.within(root)
+    }
+
+    /// Decide what is taken where ranks disagree.
+    ///
+    /// Plain tensors are compared here only where there is something to decide; otherwise just before the copy.
+    ///
+    /// # Errors
+    /// `Conflict` where nothing was chosen; as reading.
+    pub fn settle(&mut self, args: CheckOptions, ranks: Ranks, run: &Run<'_>) -> Result<()> {
+        let settled = self.decide(args, ranks, run);
+        settled.map_err(|error| self.locate(error)).inspect_err(|error| self.tell(error))
+    }
+
+    fn decide(&mut self, args: CheckOptions, ranks: Ranks, run: &Run<'_>) -> Result<()> {
+        let mut dropped = Vec::new();
+        let undecided = match args.on_conflict {
+            Some(_) => self.tensor_ids(),
+            None => self.random_state(),
+        };
+        self.compared = args.on_conflict.is_some();
+        for (id, difference) in self.differing(&undecided, args, run)? {
+            let entry = self.checkpoint.catalog.tensor(id);
+            match args.on_conflict.unwrap_or(OnConflict::PerRank) {
+                OnConflict::Rank0 => self.settled.rank0.push(entry.fqn.to_string()),
+                OnConflict::Drop => path::edit_leaves(&mut self.wanted.catalog.state, &mut |path, leaf| {
+                    if !conflicts::holds(leaf, id) {
+                        return Fate::Keep;
+                    }
+                    dropped.push(path.to_string());
+                    Fate::Remove
+                }),
+                OnConflict::PerRank
+                    if entry.class != Class::Tensor || entry.summands.is_some() || !conflicts::has_ranks(entry) =>
+                {
+                    return Err(checks::replica_conflict(&self.checkpoint, id, &difference, self.peers.as_ref()));
+                }
+                OnConflict::PerRank => {
+                    conflicts::split_by_rank(&mut self.checkpoint.catalog, &mut self.wanted.catalog, id);
+                }
+            }
+        }
+        let settled = conflicts::settle(&mut self.wanted.catalog, args.on_conflict, ranks)?;
+        self.settled = Settled {
+            dropped_tensors: dropped,
+            rank0: [std::mem::take(&mut self.settled.rank0), settled.rank0].concat(),
+            ..settled
+        };
+        Ok(())
+    }
+
+    /// Check what must hold of the source before `taken`, its tensors of which this process writes something, are copied.
+    ///
+    /// # Errors
+    /// `Malformed` for a checksum, `Conflict` for replicas that differ.
+    pub fn check(&self, taken: &[TensorId], args: CheckOptions, run: &Run<'_>) -> Result<()> {
+        if args.check_crc
+            && let Some((_, error)) = checks::sums(&self.checkpoint, run).into_iter().next()
+        {
+            return Err(error);
+        }
+        if self.compared {
+            return Ok(());
+        }
+        let found = self.differing(taken, args, run)?;
+        match found.first() {
+            None => Ok(()),
+            Some((id, difference)) => {
+                Err(checks::replica_conflict(&self.checkpoint, *id, difference, self.peers.as_ref()))
+            }
+        }
+    }
+
+    /// How two tensors of SRC differ, read as `dtype`, in words; `None` where they are the same. Collective, where there are
+    /// peers.
+    ///
+    /// # Errors
+    /// As reading.
+    pub fn difference(&self, pair: [TensorId; 2], dtype: Dtype, run: &Run<'_>) -> Result<Option<String>> {
+        let checkpoint = &self.checkpoint;
+        if let Some(peers) = &self.peers {
+            return peers.difference(checkpoint, pair, run).map_err(|error| peers.name(error));
+        }
+        let [left, right] = pair.map(|id| (input(checkpoint), checkpoint.catalog.tensor(id)));
+        let found = compare::first_difference(left, right, dtype, &run.options, &Silent, &run.stop)?;
+        Ok(found.map(|difference| difference.detail(&left.1.shape)))
+    }
+
+    fn differing(
+        &self,
+        tensors: &[TensorId],
+        args: CheckOptions,
+        run: &Run<'_>,
+    ) -> Result<Vec<(TensorId, ReplicaDifference)>> {
+        let which = if args.check_replicas { Replicas::All } else { Replicas::Plain };
+        let apart = self.peers.as_ref().filter(|peers| peers.see_apart());
+        checks::differing(&self.checkpoint, tensors, which, apart, run)
+    }
+
+    /// Let go of wishes, names and values, once it is known what is written of them: of a checkpoint of very many tensors
+    /// they are a half of all.
+    pub fn forget_wishes(&mut self) {
+        let state = std::mem::replace(&mut self.checkpoint.catalog.state, Value::None);
+        let wanted = std::mem::replace(&mut self.wanted.catalog, Catalog::empty());
+        rayon::join(|| drop((state, wanted.state)), || drop(wanted.tensors));
+    }
+
+    /// Every tensor that is taken, with its names.
+    #[must_use]
+    pub fn tensors(&self) -> Vec<(Fqn, TensorId)> {
+        model::all_tensors(&self.wanted.catalog.state)
+    }
+
+    /// Tensors that may differ from rank to rank without being asked for.
+    fn random_state(&self) -> Vec<TensorId> {
+        let mut found = Vec::new();
+        path::tensors(&self.wanted.catalog.state, &path::Path::default(), &mut |path, id| {
+            if model::is_random_state(path.fqn().as_str()) {
+                found.push(id);
+            }
+        });
+        found
+    }
+
+    /// Every tensor that is taken, once.
+    #[must_use]
+    pub fn tensor_ids(&self) -> Vec<TensorId> {
+        let mut ids = Vec::with_capacity(self.wanted.catalog.tensors.len());
+        path::tensors(&self.wanted.catalog.state, &path::Path::default(), &mut |_, id| ids.push(id));
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+}
+
+/// What is read of a source.
+pub struct Reading<'a> {
+    /// Checkpoint of the same model that gives the shapes flat parameters lack.
+    pub like: Option<&'a Path>,
+    pub series: SeriesChoice,
+    pub want: Want,
+    /// Reads what is there of a set that lacks files.
+    pub incomplete: bool,
+    /// Takes flat parameters as they lie where nothing gives their shapes.
+    pub raw_flat: bool,
+}
+
+/// Opens the source of a conversion, together with the other processes where each sees only its own files.
+///
+/// # Errors
+/// As reading, and as meeting the others.
+pub fn open(args: &ConvertOptions, reading: Reading<'_>, run: &Run<'_>) -> Result<(Checkpoint, Option<Peers>)> {
+    let Reading { like, series, want, incomplete, raw_flat } = reading;
+    let told = told(&args.source.layout, args.select.keep_names)?;
+    let mut options =
+        ReadOptions { told, show_incomplete: incomplete, ..read_options(&args.source, like, series, want) };
+    options.flat.raw = raw_flat;
+    let (peers, checkpoint) = match Peers::open(args, &options, run)? {
+        Some((peers, checkpoint)) => (Some(peers), checkpoint),
+        None => {
+            let opened = Checkpoint::open(&args.src, &options);
+            (None, opened.map_err(|error| maybe_on_other_nodes(error).within(&args.src))?)
+        }
+    };
+    let checked = check_series(&args.source, &[&checkpoint]);
+    checked.inspect_err(|error| peers.iter().for_each(|peers| peers.fail(error)))?;
+    announce(&checkpoint, run.progress);
+    Ok((checkpoint, peers))
+}
+
+/// What one node lacks may lie on the disk of another.
+fn maybe_on_other_nodes(error: Error) -> Error {
+    error.missing_hint(
+        "copy the missing files into the folder, or save the checkpoint again; where other nodes have them, start a \
+         process on each, with --source per-rank",
+    )
+}
+
+/// Say what was taken for SRC, and what reading it brought to light.
+pub fn announce(checkpoint: &Checkpoint, progress: &dyn Progress) {
+    if let Some(given) = &checkpoint.resolved_from {
+        progress.note(&format!("{} is taken to be {}", given.display(), checkpoint.root.display()));
+    }
+    for warning in &checkpoint.catalog.warnings {
+        progress.warning(warning);
+    }
+    for note in &checkpoint.catalog.notes {
+        progress.note(note);
+    }
+    for detail in &checkpoint.catalog.details {
+        progress.detail(detail);
+    }
+}
+
+/// `--reduce` is for gradients, which not every verb takes by itself.
+fn check_reduced(args: &ConvertOptions, checkpoint: &Checkpoint, wanted: &Selected, with_grads: bool) -> Result<()> {
+    let SourceOptions { series, layout, .. } = &args.source;
+    let is_gradients = |name: &&String| model::GRADIENTS.contains(&name.as_str());
+    // What else is taken beside them are values, and a sum of those is none.
+    let are_taken = series.iter().any(|name| is_gradients(&name));
+    let skipped = checkpoint.skipped_series.iter().find(is_gradients).filter(|_| !are_taken);
+    let hint = match skipped {
+        _ if layout.reduce.is_empty() => return Ok(()),
+        Some(_) if with_grads && series.is_empty() => String::from("--with-grads takes them along"),
+        Some(name) => format!("--series {name} takes them alone"),
+        None => match left_out_gradients(checkpoint, wanted) {
+            Some(_) if with_grads => String::from("--with-grads takes them along"),
+            Some(root) => format!("--root {root} takes them alone"),
+            None => return Ok(()),
+        },
+    };
+    Err(Error::usage(format!("--reduce {}: the gradients are left out", layout.reduce.join(" --reduce ")), hint))
+}
+
+/// Where gradients are of which nothing is taken.
+fn left_out_gradients(checkpoint: &Checkpoint, wanted: &Selected) -> Option<path::Path> {
+    let state = &checkpoint.catalog.state;
+    let root = model::gradients_root(state, &model::model_root(state))?;
+    let gradients: HashSet<TensorId> = model::all_tensors(root.find(state)?).into_iter().map(|(_, id)| id).collect();
+    let mut taken = false;
+    path::tensors(&wanted.catalog.state, &path::Path::default(), &mut |_, id| taken |= gradients.contains(&id));
+    (!taken && !gradients.is_empty()).then_some(root)
+}
+
+/// The name options of the command line.
+///
+/// # Errors
+/// `Layout` and `Usage` for patterns and rules that are none, `Io` for files of them.
+pub fn select_options(args: &SelectOptions, defaults: Defaults) -> Result<select::Options> {
+    let mut include = args.include.clone();
+    if let Some(file) = &args.include_from {
+        let lines = read_text(file)?;
+        let patterns = lines.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+        let before = include.len();
+        include.extend(patterns.map(str::to_owned));
+        if include.len() == before {
+            return Err(Error::usage(
+                format!("--include-from {}: no pattern in it", file.display()),
+                "one pattern a line; lines that begin with # are comments",
+            ));
+        }
+    }
+    let mut renames: Vec<Rename> = args.rename.iter().map(|text| Rename::parse(text)).collect::<Result<_>>()?;
+    if let Some(file) = &args.rename_file {
+        renames.extend(Rename::parse_file(&read_text(file)?)?);
+    }
+    Ok(select::Options {
+        wrappers: if args.keep_names { Wrappers::Keep } else { defaults.wrappers },
+        include: Pattern::parse_all(&include)?,
+        exclude: Pattern::parse_all(&args.exclude)?,
+        without_gradients: defaults.without_gradients,
+        root: args.root.clone().map_or(defaults.root, Root::At),
+        strip_prefixes: args.strip_prefix.clone(),
+        renames,
+        add_prefix: args.add_prefix.clone(),
+        nest: args.nest.clone(),
+        dtypes: args.dtype.iter().map(|text| DtypeRule::parse(text)).collect::<Result<_>>()?,
+    })
+}
+
+fn read_text(path: &Path) -> Result<String> {
+    regular_file(path)?;
+    std::fs::read_to_string(path).map_err(Error::io("read", path))
+}

@@ -1,0 +1,74 @@
+//! `unshard`: every tensor whole, the nested state dict kept.
+
+mod ranks;
+
+use super::conflicts::Ranks;
+use super::prepared::Prepared;
+use super::reading::check_flat;
+use super::run::Run;
+use super::source::Source;
+use super::target_format::{file_name, holds_shards, target_format};
+use super::whole::{check_tied, elsewhere, names_to_write, placing_like, safetensors_shape};
+use crate::catalog::{model, path};
+use crate::convert::options::UnshardOptions;
+use crate::error::{Error, Result};
+use crate::format::safetensors::Wanted;
+use crate::format::{Format, safetensors, torch};
+use crate::publish::Shape;
+
+/// Lays out the destination of `unshard`.
+///
+/// # Errors
+/// `Usage` for a format that holds no whole tensors, or options that have no effect.
+pub fn prepare(args: &UnshardOptions, mut source: Source, run: &Run<'_>) -> Result<Prepared> {
+    let like = args.shards.like.as_deref();
+    let in_rank_files = args.all_ranks || !args.unit.is_empty();
+    let destination = args.convert.dst.as_deref();
+    let whole = (!in_rank_files).then(|| target_format(&args.convert.destination, destination, Format::Torch));
+    let whole = whole.transpose()?;
+    let placing = whole.map(|to| placing_like(&args.convert, like, to)).transpose()?.flatten();
+    check_flat(&args.convert.source, like.filter(|_| placing.is_none()), &[&source.checkpoint])?;
+    if args.with_grads && !has_gradients(&source) {
+        return Err(Error::usage(
+            "--with-grads: there are no gradients",
+            "they are a subtree or a series of rank files called grads or gradients; leave it out",
+        ));
+    }
+    source.settle(args.convert.checks, if in_rank_files { Ranks::Apart } else { Ranks::Together }, run)?;
+    let mut tied = Vec::new();
+    let mut notes = source.settled.notes(None);
+    let (to, reservation, shape) = if let Some(to) = whole {
+        let wanted = &source.wanted.catalog;
+        let (reservation, shape) = match to {
+            Format::Torch => {
+                check_tied(args.convert.tied, to)?;
+                (torch::reserve(wanted, &wanted.state, file_name(destination, "checkpoint.pt"))?, Shape::File)
+            }
+            Format::Safetensors => {
+                let written;
+                (written, tied) = names_to_write(&source, source.tensors(), args.convert.tied);
+                notes.extend(elsewhere(placing.as_ref(), &written));
+                let (shape, staged) = safetensors_shape(destination, args.shards.max_shard_size, placing);
+                let dtypes = wanted.dtypes();
+                let taken = Wanted { source: wanted, dtypes: &dtypes };
+                let mut reservation = safetensors::reserve(taken, &written, &tied, &shape)?;
+                reservation.left_out = path::object_names(&wanted.state);
+                (reservation, staged)
+            }
+            _ => return Err(holds_shards("unshard", to)),
+        };
+        (to, reservation, shape)
+    } else {
+        let to = target_format(&args.convert.destination, None, ranks::default_format(args, &source)?)?;
+        check_tied(args.convert.tied, to)?;
+        let (reservation, more) = ranks::reserve(args, &source, to, run)?;
+        notes.extend(more);
+        (to, reservation, Shape::Folder)
+    };
+    Ok(Prepared { source, reservation, carried: Vec::new(), shape, to, tied, notes })
+}
+
+fn has_gradients(source: &Source) -> bool {
+    let state = &source.wanted.catalog.state;
+    model::gradients_root(state, &model::model_root(state)).is_some()
+}

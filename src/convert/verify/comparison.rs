@@ -1,0 +1,349 @@
+//! Two checkpoints side by side, or one and what was listed of another: tensors and objects by name.
+//!
+//! Invariant: every name of either is compared, or is a finding, or is told as not compared.
+
+use std::collections::{BTreeMap, HashSet};
+
+use serde_json::Value as Json;
+
+use super::findings::Findings;
+use super::{Names, has_no_value};
+use crate::catalog::{Catalog, Dtype, TensorEntry, TensorId, Value, model, path};
+use crate::convert::digests::{Listed, Listing};
+use crate::convert::options::VerifyOptions;
+use crate::convert::reading::input;
+use crate::convert::run::Run;
+use crate::convert::tied;
+use crate::describe::object_document;
+use crate::error::{Error, Result};
+use crate::exec::Silent;
+use crate::exec::cast::Cast;
+use crate::exec::compare;
+use crate::format::Checkpoint;
+use crate::progress::Task;
+use crate::quantity::count;
+use crate::select::Selected;
+
+/// Two checkpoints side by side.
+pub(super) struct Comparison<'a> {
+    pub source: &'a Checkpoint,
+    pub other: &'a Checkpoint,
+    pub names: &'a Names,
+    pub args: &'a VerifyOptions,
+    pub run: &'a Run<'a>,
+}
+
+impl Comparison<'_> {
+    /// Both hold the same tensors and objects, whatever their layouts and formats.
+    pub fn same(&self, found: &mut Findings) -> Result<()> {
+        let Self { source, other, names, args, run } = self;
+        let (ours, theirs) = (&names.source.catalog, &names.other.as_ref().expect("OTHER is a checkpoint").catalog);
+        let left = named_tensors(ours);
+        let mut right = named_tensors(theirs);
+        check_common(args, left.keys(), |name| right.contains_key(name))?;
+        let progress =
+            Task::start(run.progress, "comparing", left.values().map(|id| ours.tensor(*id).len_bytes()).sum());
+        // From here on what is counted is what is compared.
+        (found.tensors, found.bytes) = (0, 0);
+        for (name, id) in left {
+            let Some(other_id) = right.remove(&name) else {
+                found.removed(name, args);
+                continue;
+            };
+            // The wishes have the dtypes to compare in, the checkpoints the places.
+            let (wish, entry, other_entry) =
+                (ours.tensor(id), source.catalog.tensor(id), other.catalog.tensor(other_id));
+            found.tensors += 1;
+            found.bytes += wish.len_bytes();
+            if !found.same_kind(&name, wish, other_entry) {
+                continue;
+            }
+            let (left, right) = ((input(source), entry), (input(other), other_entry));
+            match compare::first_difference(left, right, wish.dtype, &run.options, &progress, &run.stop) {
+                Ok(None) => {}
+                Ok(Some(difference)) => found.add(name, "differing", difference.detail(&wish.shape)),
+                Err(error) if has_no_value(&error, &[entry, other_entry]) => {
+                    found.not_comparable.push(error.to_string());
+                }
+                Err(error) => found.absorb(&name, error)?,
+            }
+        }
+        for name in right.into_keys() {
+            found.added(name, args);
+        }
+        suggest_root(&names.source, found);
+        if found.hints.is_empty() {
+            self.suggest_common(&[(source, ours, "OTHER"), (other, theirs, "SRC")], found)?;
+        }
+        let (ours, theirs) = (objects(&ours.state), objects(&theirs.state));
+        if source.format.holds_objects() && other.format.holds_objects() {
+            found.same_objects(ours, theirs, args);
+        } else {
+            found.not_comparable.extend(ours.into_keys().chain(theirs.into_keys()));
+        }
+        Ok(())
+    }
+
+    /// A checkpoint may leave out the output layer of a model that ties it to an embedding. The other one then has the
+    /// same values under both names.
+    fn suggest_common(&self, sides: &[(&Checkpoint, &Catalog, &str); 2], found: &mut Findings) -> Result<()> {
+        let Self { run, .. } = self;
+        let only_in: [&[String]; 2] = [&found.only_in_src, &found.only_in_other];
+        for ((checkpoint, names, other), only) in sides.iter().zip(only_in) {
+            let tensors = named_tensors(names);
+            for (output, embedding) in tied::stored_outputs(&names.state) {
+                let (Some(one), Some(two)) = (tensors.get(&output), tensors.get(&embedding)) else { continue };
+                let [one, two] = [one, two].map(|id| checkpoint.catalog.tensor(*id));
+                if !only.contains(&output) || (one.dtype, &one.shape) != (two.dtype, &two.shape) {
+                    continue;
+                }
+                let [left, right] = [one, two].map(|entry| (input(checkpoint), entry));
+                let are_equal =
+                    match compare::first_difference(left, right, one.dtype, &run.options, &Silent, &run.stop) {
+                        Ok(difference) => difference.is_none(),
+                        // Damage has its own finding.
+                        Err(error) if error.is_about_content() || has_no_value(&error, &[one, two]) => false,
+                        Err(error) => return Err(error),
+                    };
+                if are_equal {
+                    found.hints.push(format!(
+                        "{other} leaves out {output}, which is equal to {embedding}: add --common to compare the tensors \
+                         that both have"
+                    ));
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Names {
+    /// SRC has the tensors and objects that were listed with their digests.
+    pub fn same_digests(
+        &self,
+        source: &Checkpoint,
+        listing: &Listing,
+        args: &VerifyOptions,
+        run: &Run<'_>,
+        found: &mut Findings,
+    ) -> Result<()> {
+        let wanted = &self.source.catalog;
+        let mut listed: BTreeMap<&str, &Listed> =
+            listing.tensors.iter().map(|(name, one)| (name.as_str(), one)).collect();
+        let ours = named_tensors(wanted);
+        check_common(args, ours.keys(), |name| listed.contains_key(name))?;
+        let progress = Task::start(run.progress, "hashing", wanted.tensors.iter().map(TensorEntry::len_bytes).sum());
+        (found.tensors, found.bytes) = (0, 0);
+        let mut known: BTreeMap<TensorId, String> = BTreeMap::new();
+        for (name, id) in ours {
+            let Some(other) = listed.remove(name.as_str()) else {
+                found.removed(name, args);
+                continue;
+            };
+            let (wish, entry) = (wanted.tensor(id), source.catalog.tensor(id));
+            let Some(expected) = other.digest.as_deref() else {
+                found.not_comparable.push(format!("{name} (no digest)"));
+                continue;
+            };
+            found.tensors += 1;
+            found.bytes += wish.len_bytes();
+            if !found.same_listed_kind(&name, wish, other) {
+                continue;
+            }
+            let digest = match known.get(&id) {
+                Some(digest) => Ok(digest.clone()),
+                None => compare::digest(input(source), entry, wish.dtype, &run.options, &progress, &run.stop),
+            };
+            match digest {
+                Ok(digest) => {
+                    if digest != expected {
+                        found.add(name, "differing", format!("{digest} in SRC, {expected} listed"));
+                    }
+                    known.insert(id, digest);
+                }
+                Err(error) if has_no_value(&error, &[entry]) => found.not_comparable.push(error.to_string()),
+                Err(error) => found.absorb(&name, error)?,
+            }
+        }
+        for name in listed.into_keys() {
+            found.added(name.to_owned(), args);
+        }
+        suggest_root(&self.source, found);
+        let ours = objects(&wanted.state);
+        if source.format.holds_objects() && listing.holds_objects() {
+            found.same_listed_objects(ours, listing, args);
+        } else {
+            found.not_comparable.extend(ours.into_keys());
+        }
+        Ok(())
+    }
+}
+
+/// Two that have no name in common would be the same whatever they hold.
+fn check_common<'n>(
+    args: &VerifyOptions,
+    mut ours: impl Iterator<Item = &'n String>,
+    in_other: impl Fn(&str) -> bool,
+) -> Result<()> {
+    if !args.common || ours.any(|name| in_other(name)) {
+        return Ok(());
+    }
+    Err(Error::usage(
+        "--common: SRC and OTHER have no name of a tensor in common",
+        "`dtshard inspect` shows their names; --root, --strip-prefix and --rename change those of SRC",
+    ))
+}
+
+impl Findings {
+    fn removed(&mut self, name: String, args: &VerifyOptions) {
+        if model::is_random_state(&name) {
+            self.not_comparable.push(name);
+        } else if !args.common {
+            self.only_in_src.push(name);
+        }
+    }
+
+    fn added(&mut self, name: String, args: &VerifyOptions) {
+        if model::is_random_state(&name) {
+            self.not_comparable.push(name);
+        } else if !args.common {
+            self.only_in_other.push(name);
+        }
+    }
+
+    /// Equal dtypes and shapes; a difference is noted.
+    fn same_kind(&mut self, name: &str, ours: &TensorEntry, theirs: &TensorEntry) -> bool {
+        self.same_dtype_and_shape(name, (ours.dtype.name(), &ours.shape), (theirs.dtype.name(), &theirs.shape))
+    }
+
+    fn same_listed_kind(&mut self, name: &str, ours: &TensorEntry, listed: &Listed) -> bool {
+        self.same_dtype_and_shape(name, (ours.dtype.name(), &ours.shape), (&listed.dtype, &listed.shape))
+    }
+
+    fn same_dtype_and_shape(&mut self, name: &str, ours: (&str, &[u64]), theirs: (&str, &[u64])) -> bool {
+        if ours.0 != theirs.0 {
+            let dtypes = Dtype::from_name(ours.0).zip(Dtype::from_name(theirs.0));
+            if let Some(cast) = dtypes.and_then(|(from, to)| Cast::new(from, to)) {
+                *self.casts.entry(cast.to().name()).or_default() += 1;
+            }
+            self.add(name, "retyped", format!("{} in SRC, {} in OTHER", ours.0, theirs.0));
+        } else if ours.1 != theirs.1 {
+            self.add(name, "reshaped", format!("{:?} in SRC, {:?} in OTHER", ours.1, theirs.1));
+        }
+        ours == theirs
+    }
+
+    fn same_objects(
+        &mut self,
+        ours: BTreeMap<String, &Value>,
+        mut theirs: BTreeMap<String, &Value>,
+        args: &VerifyOptions,
+    ) {
+        for (name, value) in ours {
+            match theirs.remove(&name) {
+                None => self.removed(name, args),
+                // Tensors in objects are compared by their own names; here they only have to stand in the same places.
+                Some(other) if value.same_but_tensors(other) => {}
+                // Flat parameters list what they hold in an order of their own.
+                Some(other) if name.ends_with(".params") && same_names(value, other) => {}
+                // Every rank has its own, and there may be more ranks now.
+                Some(_) if model::is_random_state(&name) => self.not_comparable.push(name),
+                Some(other) => self.add(name, "object", format!("{value:.60} in SRC, {other:.60} in OTHER")),
+            }
+        }
+        for name in theirs.into_keys() {
+            self.added(name, args);
+        }
+    }
+
+    /// Objects are listed as they are shown, which is all there is to compare.
+    fn same_listed_objects(&mut self, ours: BTreeMap<String, &Value>, listing: &Listing, args: &VerifyOptions) {
+        let mut listed: BTreeMap<&str, &Json> =
+            listing.objects.iter().map(|(name, one)| (name.as_str(), one)).collect();
+        for (name, value) in ours {
+            let shown = object_document(value);
+            match listed.remove(name.as_str()) {
+                None => self.removed(name, args),
+                Some(other) if *other == shown => {}
+                // Every rank has its own, and there may be more ranks now.
+                Some(_) if model::is_random_state(&name) => self.not_comparable.push(name),
+                Some(other) => self.add(name, "object", format!("{shown} in SRC, {other} listed")),
+            }
+        }
+        for name in listed.into_keys() {
+            self.added(name.to_owned(), args);
+        }
+    }
+}
+
+/// A shipped model has the names below the model of its checkpoint: say so where that is all there is to it.
+fn suggest_root(source: &Selected, found: &mut Findings) {
+    let root = model::model(&source.catalog.state).root.to_string();
+    let is_root = !root.is_empty() && has_below(&found.only_in_src, &root, &found.only_in_other);
+    let root = is_root.then_some(root.as_str()).or_else(|| common_prefix(&found.only_in_src, &found.only_in_other));
+    if let Some(root) = root {
+        found.hints.push(format!("OTHER has the names that SRC has below `{root}`: add --root {root}"));
+    } else if let Some(prefix) = common_prefix(&found.only_in_other, &found.only_in_src) {
+        found.hints.push(format!("OTHER has the names of SRC below `{prefix}`: add --add-prefix {prefix}."));
+    }
+}
+
+/// Returns whether one of the names below `root` is among the others.
+fn has_below(names: &[String], root: &str, others: &[String]) -> bool {
+    let below = |name: &String| name.strip_prefix(root).and_then(|rest| rest.strip_prefix('.')).map(str::to_owned);
+    let shorter: HashSet<String> = names.iter().filter_map(below).collect();
+    others.iter().any(|name| shorter.contains(name))
+}
+
+/// Returns the first component of all names, where the rest of one is among the others.
+fn common_prefix<'n>(names: &'n [String], others: &[String]) -> Option<&'n str> {
+    let (first, _) = names.first()?.split_once('.')?;
+    let is_below = |name: &String| name.strip_prefix(first).is_some_and(|rest| rest.starts_with('.'));
+    (names.iter().all(is_below) && has_below(names, first, others)).then_some(first)
+}
+
+/// What was cast when it was written is compared as if SRC had been.
+pub(super) fn suggest_dtype(found: &mut Findings, args: &VerifyOptions) {
+    let Some((dtype, number)) = found.casts.iter().max_by_key(|(_, number)| **number) else { return };
+    // Those that one for all tensors leaves are said by pattern.
+    let pattern = if args.select.dtype.is_empty() { "" } else { "PATTERN=" };
+    let number = count(*number, "tensor");
+    found
+        .hints
+        .push(format!("OTHER has {number} as {dtype}: --dtype {pattern}{dtype} compares SRC as if it were cast"));
+}
+
+fn named_tensors(catalog: &Catalog) -> BTreeMap<String, TensorId> {
+    by_name(model::all_tensors(&catalog.state).into_iter().map(|(fqn, id)| (fqn.to_string(), id)))
+}
+
+/// Whether two lists hold the same names, in whatever order.
+fn same_names(left: &Value, right: &Value) -> bool {
+    let names = |value: &Value| match value {
+        Value::List(items) => {
+            let mut names: Vec<String> =
+                items.iter().map(|item| item.as_str().map(str::to_owned)).collect::<Option<_>>()?;
+            names.sort_unstable();
+            Some(names)
+        }
+        _ => None,
+    };
+    names(left).is_some_and(|left| names(right) == Some(left))
+}
+
+fn objects(state: &Value) -> BTreeMap<String, &Value> {
+    by_name(path::objects(state).into_iter().map(|(path, value)| (path.to_string(), value)))
+}
+
+/// A state dict may have `{"a.b": ..}` beside `{"a": {"b": ..}}`, and each of them is compared.
+fn by_name<T>(named: impl Iterator<Item = (String, T)>) -> BTreeMap<String, T> {
+    let mut all = BTreeMap::new();
+    for (mut name, value) in named {
+        while all.contains_key(&name) {
+            name.push_str(" (again)");
+        }
+        all.insert(name, value);
+    }
+    all
+}

@@ -1,0 +1,166 @@
+//! What `verify` finds, and how it is told.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde_json::{Value as Json, json};
+
+use crate::error::{Error, Result};
+use crate::name_list::FEW;
+use crate::quantity::{count, human_bytes};
+use crate::text::harmless;
+
+/// Something that is not as it should be.
+#[derive(Debug)]
+pub(super) struct Finding {
+    pub fqn: String,
+    pub kind: &'static str,
+    pub detail: String,
+    /// All names of the list that the detail shortens.
+    pub names: Option<Vec<String>>,
+}
+
+/// Everything a run finds.
+#[derive(Debug, Default)]
+pub(super) struct Findings {
+    pub different: Vec<Finding>,
+    pub only_in_src: Vec<String>,
+    pub only_in_other: Vec<String>,
+    pub not_comparable: Vec<String>,
+    pub tensors: usize,
+    pub bytes: u64,
+    /// Dtypes to which SRC may have been cast, and how many tensors.
+    pub casts: BTreeMap<&'static str, usize>,
+    /// What may be the matter.
+    pub hints: Vec<String>,
+}
+
+impl Findings {
+    pub fn add(&mut self, fqn: impl Into<String>, kind: &'static str, detail: impl Into<String>) {
+        self.different.push(Finding { fqn: fqn.into(), kind, detail: detail.into(), names: None });
+    }
+
+    /// Damage is a finding; anything else keeps the run from being done.
+    pub fn absorb(&mut self, fqn: &str, error: Error) -> Result<()> {
+        if !error.is_about_content() {
+            return Err(error);
+        }
+        let (named, kind, detail) = (error.fqn(), error.kind(), error.detail());
+        // Several checks meet the same damage, and a file may be damaged for several tensors.
+        let is_known = |finding: &Finding| {
+            let is_same_tensor = named.is_none_or(|named| finding.fqn == named);
+            is_same_tensor && finding.kind == kind && finding.detail == detail
+        };
+        if !self.different.iter().any(is_known) {
+            let names = error.names().map(<[String]>::to_vec);
+            self.different.push(Finding { fqn: named.unwrap_or(fqn).to_owned(), kind, detail, names });
+        }
+        Ok(())
+    }
+
+    fn same(&self) -> bool {
+        self.different.is_empty() && self.only_in_src.is_empty() && self.only_in_other.is_empty()
+    }
+}
+
+/// What `verify` has found.
+#[derive(Debug)]
+pub struct Verification {
+    findings: Findings,
+    is_comparison: bool,
+}
+
+impl Verification {
+    pub(super) fn new(findings: Findings, is_comparison: bool) -> Self {
+        Self { findings, is_comparison }
+    }
+
+    /// Returns whether nothing was found: the checkpoint is sound, and both hold the same values.
+    #[must_use]
+    pub fn is_same(&self) -> bool {
+        self.findings.same()
+    }
+
+    /// Returns what may explain the findings.
+    #[must_use]
+    pub fn hints(&self) -> &[String] {
+        &self.findings.hints
+    }
+
+    /// Returns a line for each finding; of long lists of names only the first, unless `all` are asked for.
+    #[must_use]
+    pub fn lines(&self, all: bool) -> String {
+        let shown = match self.findings.hints.as_slice() {
+            _ if all => usize::MAX,
+            [] => SHOWN,
+            _ => FEW,
+        };
+        lines(&self.findings, shown)
+    }
+
+    /// Returns the JSON document.
+    #[must_use]
+    pub fn to_json(&self) -> Json {
+        document(&self.findings)
+    }
+}
+
+/// Writes the verdict: `the same: 54 tensors, 1.20 MB`.
+impl fmt::Display for Verification {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let found = &self.findings;
+        let mut what = format!("{}, {}", count(found.tensors, "tensor"), human_bytes(found.bytes));
+        if !found.not_comparable.is_empty() {
+            what.push_str(&format!("; {} not compared", found.not_comparable.len()));
+        }
+        if found.same() {
+            return write!(f, "{}: {what}", if self.is_comparison { "the same" } else { "sound" });
+        }
+        let number = found.different.len() + found.only_in_src.len() + found.only_in_other.len();
+        write!(f, "{} in {what}", count(number, "finding"))
+    }
+}
+
+/// Names of a list that are shown where no hint tells what may be the matter; `-v` shows all.
+const SHOWN: usize = 20;
+
+fn lines(found: &Findings, shown: usize) -> String {
+    let mut text = String::new();
+    for finding in &found.different {
+        let Finding { fqn, kind, detail, .. } = finding;
+        let own = detail.strip_prefix(&format!("{fqn}: ")).unwrap_or(detail);
+        text.push_str(&(harmless(&format!("{fqn}: {kind}: {own}")) + "\n"));
+    }
+    let lists = [
+        ("removed: only in SRC", &found.only_in_src),
+        ("added: only in OTHER", &found.only_in_other),
+        ("not compared", &found.not_comparable),
+    ];
+    for (what, names) in lists {
+        for name in names.iter().take(shown) {
+            text.push_str(&(harmless(&format!("{name}: {what}")) + "\n"));
+        }
+        if let Some(more @ 1..) = names.len().checked_sub(shown) {
+            text.push_str(&format!("{more} more {what} (-v lists all)\n"));
+        }
+    }
+    text
+}
+
+fn document(found: &Findings) -> Json {
+    let different: Vec<Json> = (found.different.iter())
+        .map(|Finding { fqn, kind, detail, names }| match names {
+            None => json!({ "fqn": fqn, "kind": kind, "detail": detail }),
+            Some(names) => json!({ "fqn": fqn, "kind": kind, "detail": detail, "names": names }),
+        })
+        .collect();
+    json!({
+        "same": found.same(),
+        "tensors": found.tensors,
+        "bytes": found.bytes,
+        "different": different,
+        "only_in_src": found.only_in_src,
+        "only_in_other": found.only_in_other,
+        "not_comparable": found.not_comparable,
+    })
+}

@@ -1,0 +1,167 @@
+//! `verify`: a checkpoint is sound; two hold the same values.
+
+mod comparison;
+mod findings;
+
+use self::comparison::{Comparison, suggest_dtype};
+use self::findings::Findings;
+pub use self::findings::Verification;
+use super::checks;
+use super::digests::Listing;
+use super::reading::input;
+use super::reading::{check_flat, check_series, read_options, refuse_without_tensors};
+use super::run::Run;
+use super::source::{Defaults, announce, select_options};
+use super::told::told;
+use crate::catalog::{TensorEntry, model, path};
+use crate::convert::options::VerifyOptions;
+use crate::error::{Error, Result};
+use crate::exec::compare;
+use crate::format::{Checkpoint, SeriesChoice, Told, Want, fsdp_flat};
+use crate::progress::Progress;
+use crate::progress::Task;
+use crate::select::{self, Selected, Wrappers};
+
+/// Verifies a checkpoint, or compares two.
+///
+/// # Errors
+/// `Usage` for options that do not fit, `Io`; damage is a finding.
+pub fn verify(args: &VerifyOptions, run: &Run<'_>) -> Result<Verification> {
+    let mut found = Findings::default();
+    find(args, run, &mut found)?;
+    Ok(Verification::new(found, args.other.is_some()))
+}
+
+fn find(args: &VerifyOptions, run: &Run<'_>, found: &mut Findings) -> Result<()> {
+    let listing = args.other.as_deref().map(Listing::read_if_any).transpose()?.flatten();
+    let layout = told(&args.source.layout, args.select.keep_names)?;
+    let Some(source) = open(args, &args.src, layout, run.progress, found)? else { return Ok(()) };
+    let other = match &args.other {
+        Some(path) if listing.is_none() => match open(args, path, None, run.progress, found)? {
+            Some(other) => Some(other),
+            None => return Ok(()),
+        },
+        _ => None,
+    };
+    let opened: Vec<&Checkpoint> = std::iter::once(&source).chain(&other).collect();
+    check_series(&args.source, &opened)?;
+    check_flat(&args.source, args.like.as_deref(), &opened)?;
+    refuse_nothing(args, &source, run.progress)?;
+    // Names that cannot be had are known before hours of reading.
+    let names = Names::new(args, &source, other.as_ref())?;
+    sound(&source, run, found)?;
+    match (&other, &listing) {
+        (Some(other), _) => Comparison { source: &source, other, names: &names, args, run }.same(found)?,
+        (None, Some(listing)) => names.same_digests(&source, listing, args, run, found)?,
+        (None, None) => {}
+    }
+    suggest_dtype(found, args);
+    Ok(())
+}
+
+/// What is compared: SRC under the names and in the dtypes that were asked for, OTHER as it is.
+struct Names {
+    source: Selected,
+    other: Option<Selected>,
+}
+
+impl Names {
+    fn new(args: &VerifyOptions, source: &Checkpoint, other: Option<&Checkpoint>) -> Result<Self> {
+        let defaults = Defaults { wrappers: Wrappers::Cut, ..Defaults::everything() };
+        let options = select_options(&args.select, defaults)?;
+        let as_it_is = select::Options { wrappers: options.wrappers, ..select::Options::default() };
+        Ok(Self {
+            source: select::select(&source.catalog, &options)?,
+            other: other.map(|other| select::select(&other.catalog, &as_it_is)).transpose()?,
+        })
+    }
+}
+
+/// A checkpoint, or `None` where it is too damaged to be read, which is a finding.
+fn open(
+    args: &VerifyOptions,
+    path: &std::path::Path,
+    told: Option<Told>,
+    progress: &dyn Progress,
+    found: &mut Findings,
+) -> Result<Option<Checkpoint>> {
+    let mut options = read_options(&args.source, args.like.as_deref(), SeriesChoice::All, Want::State);
+    options.told = told;
+    // Damage to that is none of the checkpoint.
+    if let Some(path) = &options.flat.layout {
+        fsdp_flat::document::read(path)?;
+    }
+    // Soundness needs no shapes, a comparison does.
+    options.flat.raw = args.other.is_none();
+    match Checkpoint::open(path, &options) {
+        Ok(checkpoint) => {
+            announce(&checkpoint, progress);
+            Ok(Some(checkpoint))
+        }
+        Err(error) => {
+            found.absorb(&path.display().to_string(), error)?;
+            Ok(None)
+        }
+    }
+}
+
+/// Nothing is not sound. Objects alone can be verified, but they may not be what was meant.
+fn refuse_nothing(args: &VerifyOptions, source: &Checkpoint, progress: &dyn Progress) -> Result<()> {
+    let catalog = &source.catalog;
+    if !catalog.tensors.is_empty() || !catalog.dropped.is_empty() {
+        return Ok(());
+    }
+    if path::objects(&catalog.state).is_empty() {
+        return refuse_without_tensors(&args.src, source, &args.source, &args.select);
+    }
+    progress.warning(&format!("{} holds no tensors: only its objects are verified", args.src.display()));
+    Ok(())
+}
+
+/// Every tensor is covered once, every replica is equal, every stored checksum holds.
+fn sound(checkpoint: &Checkpoint, run: &Run<'_>, found: &mut Findings) -> Result<()> {
+    let catalog = &checkpoint.catalog;
+    found.not_comparable.extend(catalog.dropped.iter().map(|name| format!("{name}, dropped")));
+    for conflict in catalog.conflicts() {
+        found.absorb("", conflict)?;
+    }
+    for (name, error) in checks::sums(checkpoint, run) {
+        found.absorb(&name, error)?;
+    }
+    let mut untold = 0;
+    let replicas = catalog.tensors.iter().filter(|entry| entry.chunks.len() > 1);
+    let progress = Task::start(run.progress, "comparing replicas", replicas.map(TensorEntry::len_bytes).sum());
+    for entry in &catalog.tensors {
+        let checked = compare::locate(input(checkpoint), entry).and_then(|()| {
+            if model::is_random_state(entry.fqn.as_str()) {
+                return Ok(None);
+            }
+            compare::replica_difference(input(checkpoint), entry, &run.options, &progress, &run.stop)
+        });
+        match checked {
+            Ok(None) => {}
+            Ok(Some(pair)) => {
+                let (first, second) = (entry.chunk_name(pair.first), entry.chunk_name(pair.second));
+                let detail = format!("{first} and {second} differ, first at {:?}", pair.index(entry).as_slice());
+                found.add(entry.fqn.as_str(), "replica", detail);
+                untold += usize::from(!entry.is_shared());
+            }
+            Err(error) => found.absorb(entry.fqn.as_str(), error)?,
+        }
+        found.tensors += 1;
+        found.bytes += entry.len_bytes();
+    }
+    if untold > 0 {
+        found.hints.push(String::from(
+            "plain tensors are taken for copies; where ranks hold parts of them, --src-mesh and --src-placements or \
+             --src-plan say which, and where they hold summands, --reduce",
+        ));
+    }
+    Ok(())
+}
+
+/// Whether tensors cannot be compared because the summands of one make no value: the op is not one of its dtype, or the
+/// result does not fit.
+pub fn has_no_value(error: &Error, entries: &[&TensorEntry]) -> bool {
+    matches!(error, Error::Unsupported { .. }) && entries.iter().any(|entry| entry.summands.is_some())
+}

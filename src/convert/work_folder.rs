@@ -1,0 +1,228 @@
+//! `.DST.dtshard-work`: a folder beside DST, where the processes of a run meet, and where files of SRC are copied to that only
+//! some of them see.
+//!
+//! ```text
+//! .DST.dtshard-work/
+//!     run-1f0c96a2b7d4e35f/    the records of one launch, and its metadata mirror of SRC
+//!     copy/                    files of SRC, kept for --resume
+//! ```
+//!
+//! Invariants: what is there is nobody's result; the last process of a run that leaves takes away what is the run's; what a run
+//! leaves that was killed is taken away by the next run that publishes DST. Only process 0 makes folders above.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use crate::comm::Part;
+use crate::error::{Error, Result};
+#[cfg(feature = "mpi")]
+use crate::publish::presence::Presence;
+use crate::publish::presence::is_in_use;
+use crate::storage::{AnchoredPath, lookup};
+
+/// The longest time that process 0 waits for others to leave before it clears up.
+const LEAVE_WITHIN: Duration = Duration::from_secs(5);
+
+const COPY: &str = "copy";
+
+pub struct WorkFolder {
+    folder: AnchoredPath,
+    run: AnchoredPath,
+    /// The folders above that were not there, the innermost first.
+    made: Vec<PathBuf>,
+    #[cfg(feature = "mpi")]
+    held: Option<Presence>,
+    is_first: bool,
+    keeps_copy: bool,
+    is_done: bool,
+    is_published: bool,
+}
+
+impl WorkFolder {
+    /// The folder beside a destination, for the launch of this name. Nothing is made yet. The copy of SRC is kept by a run
+    /// that fails where it `keeps_copy`.
+    ///
+    /// # Errors
+    /// `Usage` where DST has no name, or where a link or a folder of another user is in the way; `Io`.
+    pub fn beside(destination: &Path, part: Part, run: Option<&str>, keeps_copy: bool) -> Result<Self> {
+        let name = destination.file_name().ok_or_else(|| {
+            Error::usage(
+                format!("{} cannot be a destination", destination.display()),
+                "give the destination a name of its own",
+            )
+        })?;
+        let folder = beside(destination, name);
+        folder.own_metadata().map_err(Error::io("meet in", &folder))?;
+        let is_first = part.index == 0;
+        let above = folder.path().ancestors().skip(1);
+        let is_missing =
+            |above: &&Path| !above.as_os_str().is_empty() && matches!(lookup::metadata_of(above), Ok(None));
+        let made = if is_first { above.take_while(is_missing).map(Path::to_path_buf).collect() } else { Vec::new() };
+        let text = format!("{} {}", part.of, run.unwrap_or_default());
+        let run = folder.join(format!("run-{}", &blake3::hash(text.as_bytes()).to_hex()[..16]));
+        Ok(Self {
+            folder,
+            run,
+            made,
+            #[cfg(feature = "mpi")]
+            held: None,
+            is_first,
+            keeps_copy,
+            is_done: false,
+            is_published: false,
+        })
+    }
+
+    /// Makes the folder of this launch, for processes that have met by other means. Process 0 holds a lease in it, so that
+    /// others see that it is in use. Collective.
+    ///
+    /// # Errors
+    /// `Io`; `Comm` naming the process that fails.
+    #[cfg(feature = "mpi")]
+    pub fn make_for(&mut self, communicator: &impl crate::comm::Communicator) -> Result<()> {
+        let make = || -> Result<Option<Presence>> {
+            if !self.is_first {
+                return Ok(None);
+            }
+            let _ = self.run.remove_all();
+            fs::create_dir_all(self.run.path()).map_err(Error::io("create", &self.run))?;
+            Presence::take(&self.run, Part::alone(), 0)
+        };
+        self.held = communicator.settle(make())?;
+        Ok(())
+    }
+
+    /// The folder for the records of this launch.
+    #[must_use]
+    pub fn of_run(&self) -> &AnchoredPath {
+        &self.run
+    }
+
+    /// The folder for files of SRC.
+    #[must_use]
+    pub fn copy(&self) -> AnchoredPath {
+        self.folder.join(COPY)
+    }
+
+    /// Notes that all is done. The others may still have to leave.
+    pub fn leave(&mut self, is_published: bool) {
+        (self.is_done, self.is_published) = (true, is_published);
+    }
+
+    fn clear(&self) {
+        if self.is_first && self.is_done {
+            let begun = Instant::now();
+            while is_in_use(&self.run) && begun.elapsed() < LEAVE_WITHIN {
+                sleep(Duration::from_millis(10));
+            }
+        }
+        if is_in_use(&self.run) && !self.is_published {
+            return;
+        }
+        let _ = self.run.remove_all();
+        let copy = self.copy();
+        if (self.is_done || !self.keeps_copy) && !is_in_use(&copy) {
+            let _ = copy.remove_all();
+        }
+        if self.is_published {
+            sweep(&self.folder);
+        }
+        // Unless another run is there, or has made something.
+        let _ = self.folder.remove_folder().and_then(|()| self.made.iter().try_for_each(fs::remove_dir));
+    }
+}
+
+impl Drop for WorkFolder {
+    fn drop(&mut self) {
+        #[cfg(feature = "mpi")]
+        drop(self.held.take());
+        self.clear();
+    }
+}
+
+/// The folder beside a destination of this name.
+fn beside(destination: &Path, name: &OsStr) -> AnchoredPath {
+    let hidden: OsString = [".".as_ref(), name, ".dtshard-work".as_ref()].into_iter().collect();
+    AnchoredPath::new(destination.parent().unwrap_or(Path::new(""))).join(hidden)
+}
+
+/// Takes away what killed runs have left beside DST. For a process that has published DST, and has met no other.
+pub fn clear_beside(destination: &Path) {
+    if let Some(name) = destination.file_name() {
+        let folder = beside(destination, name);
+        if folder.is_own() {
+            sweep(&folder);
+            // Unless another run is there.
+            let _ = folder.remove_folder();
+        }
+    }
+}
+
+/// Takes away what is in a work folder and in no use.
+fn sweep(folder: &AnchoredPath) {
+    for name in folder.names().unwrap_or_default() {
+        let path = folder.join(&name);
+        if path.is_own() && !is_in_use(&path) {
+            let _ = path.remove_all();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::publish::presence::Presence;
+
+    fn place(root: &Path, index: u32, run: &str) -> WorkFolder {
+        WorkFolder::beside(&root.join("a/out"), Part { index, of: 2 }, Some(run), false).unwrap()
+    }
+
+    fn present(place: &WorkFolder, index: u32) -> Presence {
+        fs::create_dir_all(place.of_run().path()).unwrap();
+        Presence::take(place.of_run(), Part { index, of: 2 }, 0).unwrap().unwrap()
+    }
+
+    #[test]
+    fn the_last_process_that_leaves_clears_up() {
+        let root = tempfile::tempdir().unwrap();
+        let (first, second) = (place(root.path(), 0, "1"), place(root.path(), 1, "1"));
+        let (one, other) = (present(&first, 0), present(&second, 1));
+        fs::create_dir_all(first.copy().path()).unwrap();
+        drop(other);
+        drop(second);
+        assert!(first.of_run().exists() && first.copy().exists());
+        drop(one);
+        drop(first);
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_copy_is_kept_for_resume_until_all_is_done() {
+        let root = tempfile::tempdir().unwrap();
+        let beside = || WorkFolder::beside(&root.path().join("out"), Part { index: 0, of: 2 }, None, true).unwrap();
+        let work = beside();
+        fs::create_dir_all(work.copy().path()).unwrap();
+        drop(work);
+        let mut work = beside();
+        assert!(work.copy().exists());
+        work.leave(true);
+        drop(work);
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn runs_that_were_killed_are_cleared_and_live_ones_are_not() {
+        let root = tempfile::tempdir().unwrap();
+        let (killed, living) = (place(root.path(), 0, "1"), place(root.path(), 0, "2"));
+        drop(present(&killed, 0));
+        let living_lease = present(&living, 0);
+        clear_beside(&root.path().join("a/out"));
+        assert!(!killed.of_run().exists() && living.of_run().exists());
+        drop(living_lease);
+        clear_beside(&root.path().join("a/out"));
+        assert_eq!(fs::read_dir(root.path().join("a")).unwrap().count(), 0);
+    }
+}

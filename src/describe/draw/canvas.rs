@@ -1,0 +1,227 @@
+//! A grid of boxes in characters: how large each box is, and the lines between them.
+//!
+//! Counts characters. Every stretch gets at least one, the rest is to scale; stretches of equal length stay equal.
+
+use super::super::Span;
+use super::{Area, Grid, Room};
+
+/// A picture that fits.
+pub struct Canvas<'a> {
+    grid: &'a Grid,
+    names: &'a [String],
+    areas: Vec<Area>,
+    /// Where the lines between stretches are; one more than there are stretches.
+    columns: Vec<usize>,
+    lines: Vec<usize>,
+    /// False where boxes stand on each other without lines, to have room for more of them.
+    ruled: bool,
+    /// Characters left of the picture.
+    margin: usize,
+}
+
+/// Characters along a dim that is not cut, which has nothing to show.
+const UNCUT_COLUMNS: usize = 40;
+const UNCUT_LINES: usize = 5;
+
+impl<'a> Canvas<'a> {
+    /// Lay out a grid with a name for each of its sets; `None` where it does not fit.
+    pub fn new(grid: &'a Grid, names: &'a [String], room: Room) -> Option<Self> {
+        let areas = grid.areas();
+        let widest = |cuts: &[u64]| cuts.iter().map(|cut| digits(*cut)).max().unwrap_or(0);
+        let margin = if grid.rows.is_empty() { 1 } else { widest(&grid.rows) + 2 };
+        let across = lengths(&grid.columns);
+        let room_across = room.columns.checked_sub(margin + across.len() + widest(&grid.columns).max(1))?;
+        let natural = if across.len() == 1 { UNCUT_COLUMNS } else { usize::MAX };
+        let natural = natural.min(usize::try_from(across.iter().sum::<u64>()).unwrap_or(usize::MAX).saturating_mul(4));
+        let padded = |padding: usize| {
+            let least = least_widths(&areas, names, across.len(), padding);
+            share(&across, &least, natural.max(least.iter().sum()), room_across)
+        };
+        let widths = padded(2).or_else(|| padded(0))?;
+
+        let down = lengths(&grid.rows);
+        let natural = if down.len() == 1 { UNCUT_LINES } else { usize::MAX };
+        let natural = natural.min(usize::try_from(down.iter().sum::<u64>()).unwrap_or(usize::MAX)).max(down.len());
+        let least = vec![1; down.len()];
+        let heights = |lines: usize| share(&down, &least, natural, room.lines.checked_sub(lines)?);
+        let (ruled, heights) = match heights(down.len() + 1) {
+            Some(heights) => (true, heights),
+            None => (false, heights(2)?),
+        };
+        let columns = positions(&widths, true);
+        let lines = positions(&heights, ruled);
+        let canvas = Self { grid, names, areas, columns, lines, ruled, margin };
+        canvas.names_fit().then_some(canvas)
+    }
+
+    fn names_fit(&self) -> bool {
+        let room = |area: &Area| self.columns[area.columns.end] - self.columns[area.columns.start] - 1;
+        self.areas.iter().all(|area| self.names[area.set].chars().count() <= room(area))
+    }
+
+    /// The picture with offsets along its sides.
+    pub fn draw(&self) -> Vec<Vec<Span>> {
+        let (height, width) = (last(&self.lines) + 1, last(&self.columns) + 1);
+        let mut cells: Vec<Vec<(char, Option<u8>)>> =
+            (0..height).map(|line| (0..width).map(|column| self.character(line, column)).collect()).collect();
+        for area in &self.areas {
+            self.write_name(area, &mut cells);
+        }
+        let above = self.offsets_above();
+        let mut lines: Vec<Vec<Span>> = Vec::new();
+        if !above.trim().is_empty() {
+            lines.push(vec![Span { text: above, ground: None }]);
+        }
+        for (line, cells) in cells.iter().enumerate() {
+            let mut spans = vec![Span { text: self.offset_beside(line), ground: None }];
+            for (character, ground) in cells {
+                match spans.last_mut() {
+                    Some(span) if span.ground == *ground => span.text.push(*character),
+                    _ => spans.push(Span { text: character.to_string(), ground: *ground }),
+                }
+            }
+            lines.push(spans);
+        }
+        lines
+    }
+
+    /// The set of a cell; nothing beyond the edges.
+    fn set(&self, row: Option<usize>, column: Option<usize>) -> Option<usize> {
+        self.grid.cells.get(row?)?.get(column?).copied()
+    }
+
+    /// What stands at a place: part of a box, or of the lines between boxes that differ.
+    fn character(&self, line: usize, column: usize) -> (char, Option<u8>) {
+        let (above, below) = stretches(&self.lines, line, self.ruled);
+        let (left, right) = stretches(&self.columns, column, true);
+        let corners = [self.set(above, left), self.set(above, right), self.set(below, left), self.set(below, right)];
+        let [upper_left, upper_right, lower_left, lower_right] = corners;
+        let arms = (
+            upper_left != upper_right,
+            lower_left != lower_right,
+            upper_left != lower_left,
+            upper_right != lower_right,
+        );
+        let character = match arms {
+            (false, false, false, false) => return (' ', upper_left.and_then(|set| self.grid.ground(set))),
+            (true, true, false, false) => '│',
+            (false, false, true, true) => '─',
+            (false, true, false, true) => '┌',
+            (false, true, true, false) => '┐',
+            (true, false, false, true) => '└',
+            (true, false, true, false) => '┘',
+            (true, true, false, true) => '├',
+            (true, true, true, false) => '┤',
+            (false, true, true, true) => '┬',
+            (true, false, true, true) => '┴',
+            _ => '┼',
+        };
+        (character, None)
+    }
+
+    fn write_name(&self, area: &Area, cells: &mut [Vec<(char, Option<u8>)>]) {
+        let name: Vec<char> = self.names[area.set].chars().collect();
+        let (left, right) = (self.columns[area.columns.start] + 1, self.columns[area.columns.end]);
+        let top = self.lines[area.rows.start] + usize::from(self.ruled || area.rows.start == 0);
+        let line = top + (self.lines[area.rows.end] - top - 1) / 2;
+        let start = left + (right - left - name.len()) / 2;
+        for (cell, character) in cells[line][start..].iter_mut().zip(name) {
+            cell.0 = character;
+        }
+    }
+
+    /// Offsets of the columns, each where its line is, as far as there is room between the first and the last.
+    fn offsets_above(&self) -> String {
+        let mut text: Vec<char> = Vec::new();
+        let mut write = |column: usize, offset: u64, end: usize| {
+            let digits: Vec<char> = offset.to_string().chars().collect();
+            let free = text.is_empty() || text.len() < column;
+            if free && column + digits.len() < end {
+                text.resize(column, ' ');
+                text.extend(digits);
+            }
+        };
+        if let (Some((size, offsets)), Some((end, columns))) =
+            (self.grid.columns.split_last(), self.columns.split_last())
+        {
+            for (column, offset) in columns.iter().zip(offsets) {
+                write(self.margin + column, *offset, self.margin + end);
+            }
+            write(self.margin + end, *size, usize::MAX);
+        }
+        text.into_iter().collect()
+    }
+
+    /// The offset of the row that begins on a line.
+    fn offset_beside(&self, line: usize) -> String {
+        let width = self.margin - 1;
+        // Without lines, a row begins where its first characters are, which for the first is below the edge.
+        let row = match line {
+            0 if !self.ruled => None,
+            1 if !self.ruled => Some(0),
+            line => self.lines.binary_search(&line).ok(),
+        };
+        match row.and_then(|row| self.grid.rows.get(row)) {
+            Some(offset) => format!("{offset:>width$} "),
+            None => " ".repeat(self.margin),
+        }
+    }
+}
+
+/// The stretches before and behind a place: two where it is on a line between them, else the same twice.
+fn stretches(lines: &[usize], at: usize, ruled: bool) -> (Option<usize>, Option<usize>) {
+    let behind = lines.partition_point(|line| *line <= at);
+    let within = behind.checked_sub(1).filter(|stretch| stretch + 1 < lines.len());
+    let is_edge = at == 0 || at == last(lines);
+    if is_edge || ruled && lines.binary_search(&at).is_ok() {
+        let before = if at == 0 { None } else { Some(lines.partition_point(|line| *line < at) - 1) };
+        return (before, within);
+    }
+    (within, within)
+}
+
+fn last(positions: &[usize]) -> usize {
+    *positions.last().expect("a stretch has two ends")
+}
+
+fn digits(number: u64) -> usize {
+    number.to_string().len()
+}
+
+/// The lengths between cuts; one where a direction has no dim.
+fn lengths(cuts: &[u64]) -> Vec<u64> {
+    if cuts.is_empty() { vec![1] } else { cuts.windows(2).map(|pair| pair[1] - pair[0]).collect() }
+}
+
+/// Where the lines are between stretches of these sizes; without lines, where each begins.
+fn positions(sizes: &[usize], ruled: bool) -> Vec<usize> {
+    let mut at = 0;
+    let mut positions = vec![0];
+    for (index, size) in sizes.iter().enumerate() {
+        at += size + usize::from(ruled || index == 0);
+        positions.push(at);
+    }
+    positions
+}
+
+/// Widths that names need; one of several columns has room enough in nearly every case.
+fn least_widths(areas: &[Area], names: &[String], columns: usize, padding: usize) -> Vec<usize> {
+    let mut least = vec![1; columns];
+    for area in areas.iter().filter(|area| area.columns.len() == 1) {
+        let needed = names[area.set].chars().count() + padding;
+        let width = &mut least[area.columns.start];
+        *width = needed.max(*width);
+    }
+    least
+}
+
+/// Sizes to scale, at least `least` each, together near `natural` and within `room`; `None` where that is too little.
+fn share(lengths: &[u64], least: &[usize], natural: usize, room: usize) -> Option<Vec<usize>> {
+    let total: u128 = lengths.iter().map(|length| u128::from(*length)).sum();
+    let scaled = |target: usize| -> Vec<usize> {
+        let size = |length: u64| usize::try_from(u128::from(length) * target as u128 / total).unwrap_or(usize::MAX);
+        lengths.iter().zip(least).map(|(length, least)| size(*length).max(*least)).collect()
+    };
+    let fits = |sizes: &Vec<usize>| sizes.iter().sum::<usize>() <= room;
+    (0..=natural.min(room)).rev().map(scaled).find(fits)
+}

@@ -1,0 +1,238 @@
+//! Description of a checkpoint: what it holds and how it is laid out.
+//!
+//! One document for programs; for people a summary, then a table, or for single tensors their chunks or a drawing.
+
+mod document;
+mod draw;
+mod layout;
+mod summary;
+mod table;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use crate::catalog::{Catalog, Chunk, Fqn, Place, TensorEntry, TensorId, model};
+use crate::convert::{InspectOptions, Run, has_no_value, input};
+use crate::error::{Error, Result};
+use crate::exec::compare;
+use crate::format::Checkpoint;
+use crate::layout::Pattern;
+use crate::nearest::nearest;
+use crate::progress::Task;
+use crate::text::harmless;
+pub use document::object_document;
+use draw::{Holder, Room};
+
+/// What a checkpoint holds: tensors under every name they have, in the order of the state dict, and digests if asked for.
+pub struct Inspection<'a> {
+    checkpoint: &'a Checkpoint,
+    args: &'a InspectOptions,
+    names: Vec<(Fqn, TensorId)>,
+    digests: BTreeMap<TensorId, String>,
+}
+
+impl<'a> Inspection<'a> {
+    /// Chooses what to show of a checkpoint, and hashes it if asked for.
+    ///
+    /// # Errors
+    /// `Usage` for a name that no tensor has; as reading tensors, for digests.
+    pub fn new(checkpoint: &'a Checkpoint, args: &'a InspectOptions, run: &Run<'_>) -> Result<Self> {
+        let names = model::all_tensors(&checkpoint.catalog.state);
+        let names = choose(&args.tensor, model_root(&checkpoint.catalog), names)?;
+        let digests = if args.digest { digests(checkpoint, &names, run)? } else { BTreeMap::new() };
+        Ok(Self { checkpoint, args, names, digests })
+    }
+
+    /// Returns the summary: format, parameters, step, meshes, dtypes, series, a line each.
+    ///
+    /// # Errors
+    /// `Io` if the tensor that holds the training step cannot be read.
+    pub fn summary(&self) -> Result<String> {
+        summary::summary(self)
+    }
+
+    /// Returns the table of tensors: name, dtype, shape, placements.
+    #[must_use]
+    pub fn tensor_table(&self) -> String {
+        table::tensors(self)
+    }
+
+    /// Returns a table of chunks for each tensor.
+    #[must_use]
+    pub fn chunk_tables(&self) -> String {
+        table::chunks(self)
+    }
+
+    /// Draws which rank or file holds which part of each tensor, at most `columns` wide.
+    #[must_use]
+    pub fn drawings(&self, columns: usize) -> Vec<Vec<Span>> {
+        drawings(self, columns)
+    }
+
+    /// Returns the JSON document.
+    #[must_use]
+    pub fn to_json(&self) -> serde_json::Value {
+        document::document(self)
+    }
+}
+
+/// Part of a line of a drawing, on one of 256 colours or on none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Text, which may hold any characters.
+    pub text: String,
+    /// Number of the background colour.
+    pub ground: Option<u8>,
+}
+
+/// Returns the layout of a checkpoint as a layout file: a JSON document, and the same as TOML.
+///
+/// # Errors
+/// `Unsupported` if the files do not record it, or record more than one.
+pub fn layout(checkpoint: &Checkpoint) -> Result<(serde_json::Value, String)> {
+    let document = layout::document(checkpoint)?;
+    let text = layout::toml(&document);
+    Ok((document, text))
+}
+
+/// Names may be given as the model has them.
+fn model_root(catalog: &Catalog) -> Option<String> {
+    Some(model::model_root(&catalog.state)).filter(|root| !root.0.is_empty()).map(|root| root.to_string())
+}
+
+/// The tensors that are asked for: those of a name, or else those that a pattern covers; all where nothing is asked.
+fn choose(wanted: &[String], model_root: Option<String>, names: Vec<(Fqn, TensorId)>) -> Result<Vec<(Fqn, TensorId)>> {
+    if wanted.is_empty() {
+        return Ok(names);
+    }
+    let mut chosen = BTreeSet::new();
+    for wanted in wanted {
+        let within = model_root.as_ref().map(|root| format!("{root}.{wanted}"));
+        let is_it = |name: &Fqn| name.as_str() == wanted || Some(name.as_str()) == within.as_deref();
+        let exact = names.iter().position(|(name, _)| is_it(name));
+        if let Some(index) = exact {
+            chosen.insert(index);
+            continue;
+        }
+        let pattern = Pattern::parse(wanted)?;
+        let inner = |name: &'_ str| Some(name.strip_prefix(model_root.as_deref()?)?.strip_prefix('.')?.to_owned());
+        let covers = |name: &str| pattern.covers(name) || inner(name).is_some_and(|name| pattern.covers(&name));
+        let covered = names.iter().enumerate().filter(|(_, (name, _))| covers(name.as_str()));
+        let covered: Vec<usize> = covered.map(|(index, _)| index).collect();
+        if covered.is_empty() {
+            return Err(unknown(wanted, &names));
+        }
+        chosen.extend(covered);
+    }
+    Ok(names.into_iter().enumerate().filter(|(index, _)| chosen.contains(index)).map(|(_, name)| name).collect())
+}
+
+fn unknown(wanted: &str, names: &[(Fqn, TensorId)]) -> Error {
+    let names: Vec<String> = names.iter().map(|(name, _)| name.to_string()).collect();
+    let hint = match nearest(wanted, &names).as_slice() {
+        [] => String::from("the checkpoint holds no tensors"),
+        nearest => format!("the nearest names are {}", nearest.join(", ")),
+    };
+    Error::usage(format!("--tensor {wanted}: no tensor has a name like that"), hint)
+}
+
+fn digests(checkpoint: &Checkpoint, names: &[(Fqn, TensorId)], run: &Run<'_>) -> Result<BTreeMap<TensorId, String>> {
+    let (options, stop) = (&run.options, &run.stop);
+    let catalog = &checkpoint.catalog;
+    let distinct: BTreeSet<TensorId> = names.iter().map(|(_, id)| *id).collect();
+    let entries = distinct.into_iter().map(|id| (id, catalog.tensor(id), catalog.tensor(id).dtype));
+    let (reduced, stored): (Vec<_>, Vec<_>) = entries.partition(|(_, entry, _)| entry.summands.is_some());
+    let total = reduced.iter().chain(&stored).map(|(_, entry, _)| entry.len_bytes()).sum();
+    let task = Task::start(run.progress, "hashing", total);
+    let mut digests = compare::digests(input(checkpoint), &stored, options, &task, stop)?;
+    for (id, entry, dtype) in reduced {
+        match compare::digest(input(checkpoint), entry, dtype, options, &task, stop) {
+            Ok(digest) => drop(digests.insert(id, digest)),
+            Err(error) if has_no_value(&error, &[entry]) => run.progress.warning(&format!("no digest: {error}")),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(digests)
+}
+
+impl Inspection<'_> {
+    /// One digest for all tensors that are shown, the same in every layout and format: BLAKE3 of a line `DIGEST "NAME"`
+    /// for each, in the order of names, which are written as in JSON. `None` where a tensor has none.
+    fn digest(&self) -> Option<String> {
+        let mut listed: Vec<(&str, &String)> =
+            self.names.iter().map(|(name, id)| Some((name.as_str(), self.digests.get(id)?))).collect::<Option<_>>()?;
+        listed.sort_unstable();
+        let mut hasher = blake3::Hasher::new();
+        for (name, digest) in listed {
+            hasher.update(format!("{digest} {}\n", serde_json::Value::from(name)).as_bytes());
+        }
+        (!self.digests.is_empty()).then(|| format!("blake3:{}", hasher.finalize().to_hex()))
+    }
+}
+
+/// Lines of a drawing.
+const LINES: usize = 24;
+
+fn drawings(view: &Inspection<'_>, columns: usize) -> Vec<Vec<Span>> {
+    let mut drawn = Vec::new();
+    for (name, id) in &view.names {
+        let entry = view.checkpoint.catalog.tensor(*id);
+        let chunks: Vec<_> =
+            entry.chunks.iter().filter_map(|chunk| Some((holder(view, &chunk)?, chunk.tile))).collect();
+        drawn.extend([vec![], vec![Span { text: heading(view, name.as_str(), entry), ground: None }]]);
+        drawn.extend(draw::draw(&entry.shape, &chunks, Room { columns, lines: LINES }));
+    }
+    drawn
+}
+
+/// `model.norm.weight: S(0),R on dp=2,tp=2`
+fn heading(view: &Inspection<'_>, name: &str, entry: &TensorEntry) -> String {
+    match &entry.sharding {
+        Some(sharding) => {
+            let mesh = view.checkpoint.catalog.mesh(sharding);
+            format!("{}: {} on {mesh}", harmless(name), sharding.display_placements())
+        }
+        None => harmless(name),
+    }
+}
+
+/// The rank or file of a chunk; an empty one may have neither.
+fn holder(view: &Inspection<'_>, chunk: &Chunk) -> Option<Holder> {
+    let file = || file_name(view, chunk.place).map(Holder::File);
+    chunk.rank.map(Holder::Rank).or_else(file)
+}
+
+/// The file of a chunk, relative to the checkpoint.
+fn file_name(view: &Inspection<'_>, place: Place) -> Option<String> {
+    let path = view.checkpoint.files.path(place.file()?);
+    let inside = path.strip_prefix(&view.checkpoint.root).ok().filter(|rest| !rest.as_os_str().is_empty());
+    Some(inside.or(path.file_name().map(Path::new)).unwrap_or(path).display().to_string())
+}
+
+/// A stored box of a tensor.
+struct Part {
+    offsets: Vec<u64>,
+    sizes: Vec<u64>,
+    rank: Option<u32>,
+    file: Option<String>,
+}
+
+/// The boxes of a tensor, chunk by chunk. A local tensor may be several boxes of the whole; an empty one is shown as
+/// PyTorch reports it.
+fn parts(view: &Inspection<'_>, entry: &TensorEntry) -> impl Iterator<Item = Part> {
+    entry.chunks.iter().flat_map(move |chunk| {
+        let regions: Vec<_> = if chunk.tile.is_empty() {
+            vec![(chunk.tile.global_offsets(&entry.shape), chunk.tile.sizes())]
+        } else {
+            chunk.tile.regions().map(|(region, _)| (region.offsets, region.sizes)).collect()
+        };
+        let (rank, file) = (chunk.rank.map(|rank| rank.0), file_name(view, chunk.place));
+        let part = move |(offsets, sizes): (crate::layout::Dims, crate::layout::Dims)| Part {
+            offsets: offsets.to_vec(),
+            sizes: sizes.to_vec(),
+            rank,
+            file: file.clone(),
+        };
+        regions.into_iter().map(part)
+    })
+}

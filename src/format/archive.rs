@@ -1,0 +1,139 @@
+//! torch.save archives in the files of a checkpoint: where their bytes come from, what their errors are here, and how they
+//! are laid out in output files.
+
+use std::collections::HashSet;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+use torch_pickle::ReadAt;
+use torch_pickle::pickle::{WriteError, WriteLeaves, Writer};
+use torch_pickle::zip::{self, Archive, ArchiveError, ArchiveLayout, Record};
+
+use crate::catalog::{Holding, OutputFile, Sum, TensorId, list_ranks};
+use crate::error::{Error, Result};
+use crate::layout::Rank;
+use crate::storage::{FileId, Files, IoMode, Stretch};
+
+/// A file of a checkpoint as a source of archives. It is opened when something is read, and not kept open: the archives of
+/// all ranks are known at a time.
+#[derive(Clone, Copy)]
+pub struct Source<'a> {
+    files: &'a Files,
+    file: FileId,
+}
+
+impl<'a> Source<'a> {
+    pub fn new(files: &'a Files, file: FileId) -> Self {
+        Self { files, file }
+    }
+
+    /// Reads the directory of the archive that fills a stretch.
+    ///
+    /// # Errors
+    /// `Malformed` where it is no archive, `Unsupported` where entries are compressed, `Io`.
+    pub fn archive(self, stretch: Stretch) -> Result<Archive> {
+        Archive::read_at(&self, stretch.offset, stretch.len).map_err(|error| self.error(error))
+    }
+
+    /// Returns an error of reading an archive as the error of its file.
+    pub fn error(self, error: ArchiveError) -> Error {
+        let path = self.files.path(self.file);
+        match error {
+            ArchiveError::Malformed { at, expected, found } => Error::malformed(path, at, expected, found),
+            ArchiveError::TorchScript => torch_script(path),
+            ArchiveError::Io(error) => error.downcast::<Error>().unwrap_or_else(Error::io("read", path)),
+            ArchiveError::Compressed { .. } | _ => Error::unsupported(
+                format!("{}: {error}", path.display()),
+                "torch.save stores entries as they are; the file was repacked by another tool",
+            ),
+        }
+    }
+}
+
+impl ReadAt for Source<'_> {
+    fn len_bytes(&self) -> u64 {
+        self.files.len_bytes(self.file)
+    }
+
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.files.open(self.file).and_then(|file| file.read_exact_at(buffer, offset)).map_err(io::Error::other)
+    }
+
+    fn mapped<T>(&self, offset: u64, len: u64, read: impl FnOnce(&[u8]) -> T) -> io::Result<Option<T>> {
+        if self.files.io() != IoMode::Mmap {
+            return Ok(None);
+        }
+        self.files.open(self.file).and_then(|file| file.mapped(offset, len, read)).map_err(io::Error::other)
+    }
+}
+
+/// The error for an archive of torch.jit.save.
+pub fn torch_script(path: &Path) -> Error {
+    Error::unsupported(
+        format!("{}: a TorchScript archive, not a checkpoint", path.display()),
+        "save the module's state_dict() with torch.save",
+    )
+}
+
+/// Returns where the data of a record begins.
+///
+/// # Errors
+/// `Malformed` where there is no local header, `Io`.
+pub fn data_offset(files: &Files, file: FileId, record: Record) -> Result<u64> {
+    let source = Source::new(files, file);
+    zip::data_offset(&source, record).map_err(|error| source.error(error))
+}
+
+/// Known bytes of many archives, equal ones kept once.
+#[derive(Debug, Default)]
+pub struct SharedBytes(HashSet<Arc<Vec<u8>>>);
+
+impl SharedBytes {
+    fn share(&mut self, bytes: Vec<u8>) -> Arc<Vec<u8>> {
+        if let Some(known) = self.0.get(&bytes) {
+            return Arc::clone(known);
+        }
+        let shared: Arc<Vec<u8>> = bytes.into();
+        self.0.insert(Arc::clone(&shared));
+        shared
+    }
+
+    /// Appends an archive to an output file; returns where it begins.
+    pub fn append(&mut self, archive: ArchiveLayout, file: &mut OutputFile) -> u64 {
+        let base = file.len;
+        for (at, bytes) in archive.known {
+            file.len = base + at;
+            file.push_literal(self.share(bytes));
+        }
+        file.len = base + archive.len;
+        file.sums.extend(archive.checksums.into_iter().map(|sum| Sum {
+            range: base + sum.range.start..base + sum.range.end,
+            sites: SmallVec::from_buf(sum.places.map(|place| base + place)),
+        }));
+        base
+    }
+}
+
+/// Writes what of a value a pickle has no opcodes for: tensors by a closure, and of values that ranks store differently the
+/// one of a rank.
+pub struct Leaves<F> {
+    /// Whose pickle it is; `None` where such a value is an error.
+    pub rank: Option<Rank>,
+    pub tensors: F,
+}
+
+impl<F: FnMut(&mut Writer, TensorId) -> Result<(), WriteError>> WriteLeaves<TensorId, Vec<Holding>> for Leaves<F> {
+    fn tensor(&mut self, writer: &mut Writer, tensor: TensorId) -> Result<(), WriteError> {
+        (self.tensors)(writer, tensor)
+    }
+
+    fn other(&mut self, writer: &mut Writer, holdings: &Vec<Holding>) -> Result<(), WriteError> {
+        if let Some(value) = self.rank.and_then(|rank| Holding::value_for(holdings, rank)) {
+            return writer.value(value, self);
+        }
+        let ranks: Vec<Rank> = holdings.iter().flat_map(|holding| holding.ranks.iter().copied()).collect();
+        Err(WriteError::Leaf(format!("{} store different values", list_ranks(&ranks))))
+    }
+}

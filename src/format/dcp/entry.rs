@@ -1,0 +1,71 @@
+//! The row of the table of formats for DCP directories.
+
+use std::path::Path;
+
+use super::{metadata_files, read, reserve};
+
+/// Reads DCP directories.
+struct Reader;
+
+impl Read for Reader {
+    fn find_in(&self, listing: &Listing<'_>) -> Result<Option<Found>> {
+        if !metadata_files(listing.folder)?.is_empty() {
+            return Ok(Some(Found::new(Format::Dcp, Match::Certain, Vec::new())));
+        }
+        if listing.names.iter().any(|name| name.ends_with(".distcp")) && listing.from.is_none() {
+            return Err(Error::Missing {
+                path: listing.folder.to_path_buf(),
+                at: String::from("DCP directory"),
+                expected: String::from("the metadata of its .distcp files"),
+                missing: String::from(".metadata"),
+                hint: None,
+            });
+        }
+        Ok(None)
+    }
+
+    fn find_file(&self, file: &FileStart<'_>) -> Result<Option<Found>> {
+        if file.name != ".metadata" && !file.name.ends_with(".distcp") {
+            return Ok(None);
+        }
+        Err(Error::unsupported(format!("{}: one file of a DCP directory", file.path.display()), "give the directory"))
+    }
+
+    fn read(&self, reading: &mut Reading<'_>, path: &Path, _: Found) -> Result<(Format, Loaded)> {
+        let catalog = read(&mut reading.files, path, reading.options.unknown())?;
+        Ok((Format::Dcp, Loaded::whole(catalog)))
+    }
+}
+use crate::catalog::Reservation;
+use crate::error::{Error, Result};
+use crate::format::Format;
+use crate::format::listing::{FileStart, Found, Listing, Match};
+use crate::format::parts::Loaded;
+use crate::format::reading::Reading;
+use crate::format::registry::{Entry, Read, ShardedTarget, TensorStorage, WriteShards};
+
+/// The row of the table of formats.
+pub static ENTRY: Entry = Entry {
+    name: "dcp",
+    about: "PyTorch Distributed Checkpoint directory",
+    files: "`__R_0.distcp`, `.metadata`",
+    suffixes: &[],
+    tensors: TensorStorage::Boxes,
+    holds_objects: true,
+    has_rank_files: false,
+    keeps_order: false,
+    is_in_module_order: false,
+    names_tensors_by_rank: false,
+    read: &Reader,
+    write_shards: Some(&Writer),
+};
+
+/// Writes DCP directories.
+struct Writer;
+
+impl WriteShards for Writer {
+    fn reserve(&self, target: ShardedTarget<'_>) -> Result<Reservation> {
+        let ShardedTarget { source, state, layouts, .. } = target;
+        reserve(source, state, &mut |_, path, entry| layouts.shards(path, entry))
+    }
+}

@@ -1,0 +1,105 @@
+//! Complete sets: a file for each rank that has anything of a file of the whole.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+use crate::format::safetensors;
+use crate::format::safetensors::sharding::ShardName;
+use crate::format::shortfall::{Shortfall, list_absent};
+use crate::format::{folder_of, list, name_of};
+use crate::name_list::{FEW, Numbers, short_list};
+use crate::storage::{Files, IoMode};
+
+/// What to say where missing shards may have been empty.
+const WITHOUT_THEM: &str = "a rank with nothing to write has no file, and the others have every element of the tensors \
+                            they name: --allow-missing goes on without the missing ones";
+
+/// What to say where no rank has anything of one of the files.
+const WITHOUT_FILES: &str = "the tensors of these files are lost, unless the job that saved had none of them: \
+                             --allow-missing goes on without them";
+
+/// Returns the ranks and files that are missing by the names of the shards in a folder.
+///
+/// # Errors
+/// `Conflict` where files belong to different saves, `Malformed` where numbers are beyond the total.
+pub fn shortfall(folder: &Path, paths: &[PathBuf], io: IoMode) -> Result<Option<Shortfall>> {
+    let mut ranks = BTreeMap::new();
+    let mut totals = BTreeMap::new();
+    let mut parts = BTreeMap::new();
+    let mut present = BTreeSet::new();
+    for path in paths {
+        if let Some(name) = ShardName::parse(path) {
+            ranks.insert(name.shard, path.clone());
+            totals.insert(name.files, path);
+            parts.insert(name.file, path.clone());
+            present.insert((name.shard, name.file));
+        }
+    }
+    if let (Some((first, _)), Some((last, _))) = (totals.first_key_value(), totals.last_key_value())
+        && first != last
+    {
+        return Err(Error::Conflict {
+            fqn: folder.display().to_string(),
+            what: "the number of files",
+            between: String::from("names of shards"),
+            detail: format!("some are of {first}, others of {last}"),
+            hint: Some(String::from("the files are of two saves: move those of one of them into another folder")),
+        });
+    }
+    let total = totals.last_key_value().map_or(0, |(total, _)| *total);
+    if let Some((highest, path)) = parts.last_key_value().filter(|(highest, _)| **highest > total) {
+        let expected = format!("a file up to {total}");
+        return Err(Error::malformed(path, "file name", expected, format!("file {highest}")));
+    }
+    let highest = ranks.last_key_value().map_or(0, |(rank, _)| *rank);
+    let of_ranks = Numbers::missing(1..=highest, ranks.keys().copied());
+    let of_files = Numbers::missing(1..=total, parts.keys().copied());
+    let name = |(shard, file): (u32, u32)| ShardName { shard, file, files: total }.to_string();
+    let absent = |at: &(u32, u32)| !present.contains(at);
+    let of_ranks_there = ranks.keys().flat_map(|rank| parts.keys().map(|file| (*rank, *file))).filter(absent);
+    let of_both: Vec<String> = of_ranks_there.map(name).collect();
+    let lacks = [
+        of_ranks.as_ref().map(|numbers| numbers.short("shard", "shards")),
+        of_files.as_ref().map(|numbers| numbers.short("file", "files")),
+        (!of_both.is_empty()).then(|| short_list(&of_both, FEW)),
+    ];
+    let lacks: Vec<String> = lacks.into_iter().flatten().collect();
+    let Some(first) = lacks.first() else { return Ok(None) };
+    let (at, expected) = if of_ranks.is_some() {
+        ("shards", format!("the files of shards 1 to {highest}"))
+    } else if of_files.is_some() {
+        ("files", format!("a shard of each of {total} files"))
+    } else {
+        ("shards", format!("{} files of each shard", parts.len()))
+    };
+    let hint = if of_ranks.is_none() && of_files.is_some() {
+        Some(WITHOUT_FILES.to_owned())
+    } else {
+        let rest = safetensors::read(&mut Files::new(io), paths, None);
+        let covered = rest.is_ok_and(|(catalog, _)| catalog.tensors.iter().all(|entry| entry.tilings().is_ok()));
+        covered.then(|| WITHOUT_THEM.to_owned())
+    };
+    let allowed = format!("{}: read without {}", folder.display(), lacks.join(", "));
+    let all = (1..=highest).flat_map(|rank| (1..=total).map(move |file| (rank, file)));
+    let count = u64::from(highest) * u64::from(total) - present.len() as u64;
+    let missing = list_absent(count, all.filter(absent).map(name));
+    let error =
+        Error::Missing { path: folder.to_path_buf(), at: at.to_owned(), expected, missing: first.clone(), hint };
+    Ok(Some(Shortfall { error: error.naming(&missing), missing, allowed: Some(allowed) }))
+}
+
+/// Returns the shortfall of a shard that is given alone.
+///
+/// # Errors
+/// `Io` where the folder that it is in cannot be listed.
+pub fn lone_shard(path: &Path) -> Result<Shortfall> {
+    let shard = ShardName::parse(path).map(|name| name.shard).unwrap_or_default();
+    let error = Error::usage(
+        format!("{} is shard {shard} of DCP's Hugging Face storage", path.display()),
+        "give the folder, which has all of them",
+    );
+    let (folder, own) = (folder_of(path), name_of(path));
+    let is_other = |name: &String| *name != own && ShardName::parse(&folder.join(name)).is_some();
+    Ok(Shortfall::new(list(folder)?.into_iter().filter(is_other).collect(), error))
+}

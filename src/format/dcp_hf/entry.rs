@@ -1,0 +1,68 @@
+//! The row of the table of formats for DCP's Hugging Face storage.
+
+use std::path::Path;
+
+use super::{lone_shard, reserve, shortfall};
+
+/// Reads the shards.
+struct Reader;
+
+impl Read for Reader {
+    fn find_in(&self, listing: &Listing<'_>) -> Result<Option<Found>> {
+        let mut paths = listing.files_of(Format::Safetensors)?;
+        paths.retain(|path| ShardName::parse(path).is_some());
+        Ok((!paths.is_empty()).then(|| Found::new(Format::DcpHf, Match::Certain, paths)))
+    }
+
+    fn find_file(&self, file: &FileStart<'_>) -> Result<Option<Found>> {
+        Ok(ShardName::parse(file.path).map(|_| file.found(Format::DcpHf, Match::Likely)))
+    }
+
+    fn shortfall(&self, path: &Path, found: &Found, _: &ReadOptions, io: IoMode) -> Result<Option<Shortfall>> {
+        if sets::is_given(path, &found.paths) {
+            return lone_shard(path).map(Some);
+        }
+        shortfall(path, &found.paths, io)
+    }
+
+    fn read(&self, reading: &mut Reading<'_>, _: &Path, found: Found) -> Result<(Format, Loaded)> {
+        let (catalog, _) = safetensors::read(&mut reading.files, &found.paths, None)?;
+        Ok((Format::DcpHf, Loaded::whole(catalog)))
+    }
+}
+use crate::catalog::Reservation;
+use crate::error::Result;
+use crate::format::listing::{FileStart, Found, Listing, Match};
+use crate::format::parts::Loaded;
+use crate::format::reading::Reading;
+use crate::format::registry::{Entry, Read, ShardedTarget, TensorStorage, WriteShards};
+use crate::format::safetensors::sharding::ShardName;
+use crate::format::shortfall::Shortfall;
+use crate::format::{Format, ReadOptions, safetensors, sets};
+use crate::storage::IoMode;
+
+/// The row of the table of formats.
+pub static ENTRY: Entry = Entry {
+    name: "dcp-hf",
+    about: "shards of DCP's Hugging Face storage",
+    files: "`shard-RRRRR-model-00001-of-00001.safetensors`",
+    suffixes: &[],
+    tensors: TensorStorage::Boxes,
+    holds_objects: false,
+    has_rank_files: false,
+    keeps_order: false,
+    is_in_module_order: false,
+    names_tensors_by_rank: true,
+    read: &Reader,
+    write_shards: Some(&Writer),
+};
+
+/// Writes the shards.
+struct Writer;
+
+impl WriteShards for Writer {
+    fn reserve(&self, target: ShardedTarget<'_>) -> Result<Reservation> {
+        let ShardedTarget { source, state, layouts, .. } = target;
+        reserve(source, state, layouts)
+    }
+}

@@ -1,0 +1,103 @@
+//! The names in a folder, and what formats find among them.
+
+use std::path::{Path, PathBuf};
+
+use super::series::SeriesSet;
+use super::{Format, list};
+use crate::error::Result;
+use crate::storage::lookup::{self, Kind};
+
+/// The names in a folder, listed once.
+#[derive(Debug)]
+pub struct Listing<'a> {
+    pub folder: &'a Path,
+    pub names: Vec<String>,
+    /// The format that the user names.
+    pub from: Option<Format>,
+}
+
+impl<'a> Listing<'a> {
+    /// Lists a folder.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn of(folder: &'a Path, from: Option<Format>) -> Result<Self> {
+        Ok(Self { folder, names: list(folder)?, from })
+    }
+
+    /// Returns the visible files with a suffix of a format.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn files_of(&self, format: Format) -> Result<Vec<PathBuf>> {
+        let mut found = Vec::new();
+        for path in self.names.iter().filter(|name| has_suffix(name, format)).map(|name| self.folder.join(name)) {
+            // Lightning's sharded checkpoints are folders called `epoch=0-step=3.ckpt`.
+            let may_be_folder = path.extension().is_some_and(|suffix| suffix == "ckpt");
+            if !may_be_folder || lookup::kind_of(&path)? != Some(Kind::Folder) {
+                found.push(path);
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// Returns whether a file has a suffix of a format, and is not hidden.
+pub fn has_suffix(name: &str, format: Format) -> bool {
+    let suffix = name.rsplit_once('.').map(|(_, suffix)| suffix);
+    !name.starts_with('.') && suffix.is_some_and(|suffix| format.entry().suffixes.contains(&suffix))
+}
+
+/// How sure it is that files are a checkpoint of a format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Match {
+    /// Names or first bytes that no other format has.
+    Certain,
+    /// Names that other formats have, too.
+    Likely,
+    /// A file that counts only where something else is found beside it.
+    Possible,
+}
+
+/// The files of a checkpoint, as a format found them.
+#[derive(Debug)]
+pub struct Found {
+    pub format: Format,
+    pub certainty: Match,
+    pub paths: Vec<PathBuf>,
+    /// The file that names the others.
+    pub index: Option<PathBuf>,
+    /// The files of ranks, by series.
+    pub series: Option<SeriesSet>,
+}
+
+impl Found {
+    pub fn new(format: Format, certainty: Match, paths: Vec<PathBuf>) -> Self {
+        Self { format, certainty, paths, index: None, series: None }
+    }
+
+    /// A set of files that an index names.
+    pub fn indexed(format: Format, paths: Vec<PathBuf>, index: PathBuf) -> Self {
+        Self { index: Some(index), ..Self::new(format, Match::Certain, paths) }
+    }
+}
+
+/// A file that is given as SRC: its name and its first bytes.
+#[derive(Debug)]
+pub struct FileStart<'a> {
+    pub path: &'a Path,
+    pub name: String,
+    pub head: Vec<u8>,
+}
+
+impl FileStart<'_> {
+    /// Returns whether it is a ZIP archive.
+    pub fn is_zip(&self) -> bool {
+        self.head.starts_with(b"PK\x03\x04")
+    }
+
+    /// Returns this file as a checkpoint.
+    pub fn found(&self, format: Format, certainty: Match) -> Found {
+        Found::new(format, certainty, vec![self.path.to_path_buf()])
+    }
+}

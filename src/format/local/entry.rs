@@ -1,0 +1,66 @@
+//! The row of the table of formats for dtshard's own format.
+
+use std::path::Path as FilePath;
+
+use super::{FILE_NAME, LocalTarget, is_in, rank_of, read, refuse_told, reserve};
+
+/// Reads rank files by their document.
+struct Reader;
+
+impl Read for Reader {
+    fn find_in(&self, listing: &Listing<'_>) -> Result<Option<Found>> {
+        if !is_in(listing) {
+            return Ok(None);
+        }
+        let mut paths = listing.files_of(Format::Safetensors)?;
+        paths.retain(|path| rank_of(path).is_some());
+        Ok(Some(Found::new(Format::Local, Match::Certain, paths)))
+    }
+
+    fn read(&self, reading: &mut Reading<'_>, path: &FilePath, found: Found) -> Result<(Format, Loaded)> {
+        if reading.options.told.is_some() {
+            refuse_told(path)?;
+            return read_parts(reading, path, &found.paths);
+        }
+        reading.other_files.push(path.join(FILE_NAME));
+        let (catalog, ranks) = read(&mut reading.files, path, &found.paths, reading.options.allow_missing)?;
+        let mut loaded = Loaded::whole(catalog);
+        loaded.parts.iter_mut().for_each(|part| part.world_size = ranks);
+        Ok((Format::Local, loaded))
+    }
+}
+use crate::catalog::{Path, Reservation, TensorEntry};
+use crate::error::Result;
+use crate::format::Format;
+use crate::format::listing::{Found, Listing, Match};
+use crate::format::parts::Loaded;
+use crate::format::reading::Reading;
+use crate::format::registry::{Entry, Read, ShardedTarget, TensorStorage, WriteShards};
+use crate::format::safetensors::entry::read_parts;
+
+/// The row of the table of formats.
+pub static ENTRY: Entry = Entry {
+    name: "local",
+    about: "plain safetensors of what each rank holds, and `layout.json`",
+    files: "`rank-00000.safetensors`, ..., `layout.json`",
+    suffixes: &[],
+    tensors: TensorStorage::Ranks,
+    holds_objects: true,
+    has_rank_files: false,
+    keeps_order: false,
+    is_in_module_order: true,
+    names_tensors_by_rank: true,
+    read: &Reader,
+    write_shards: Some(&Writer),
+};
+
+/// Writes rank files and their document.
+struct Writer;
+
+impl WriteShards for Writer {
+    fn reserve(&self, target: ShardedTarget<'_>) -> Result<Reservation> {
+        let ShardedTarget { source, state, mesh, world_size, layouts, .. } = target;
+        let layout = &mut |path: &Path, entry: &TensorEntry| layouts.local_layout(path, entry);
+        reserve(source, state, LocalTarget { mesh, world_size, layout })
+    }
+}

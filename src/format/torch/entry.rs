@@ -1,0 +1,161 @@
+//! The rows of the table of formats for torch.save files.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use super::{RankTarget, read, reserve_ranks};
+use crate::catalog::{Catalog, Reservation, TensorId, model};
+use crate::error::Result;
+use crate::format::detect::not_that_format;
+use crate::format::index::{Index, is_torch_index, main_index};
+use crate::format::known_files::is_no_model;
+use crate::format::listing::{FileStart, Found, Listing, Match};
+use crate::format::parts::Loaded;
+use crate::format::reading::Reading;
+use crate::format::registry::{Entry, Read, ShardedTarget, TensorStorage, WriteShards};
+use crate::format::series::{Grouped, group};
+use crate::format::shortfall::Shortfall;
+use crate::format::{Format, ReadOptions, fsdp_flat, sets};
+use crate::storage::{Files, IoMode};
+
+/// One file of whole tensors, or the set that an index names.
+pub static ONE_FILE: Entry = Entry {
+    name: "torch",
+    about: "one `torch.save` file, or a set with an index",
+    files: "exactly DST",
+    suffixes: &["pt", "pth", "bin", "ckpt"],
+    tensors: TensorStorage::Whole,
+    holds_objects: true,
+    has_rank_files: false,
+    keeps_order: true,
+    is_in_module_order: true,
+    names_tensors_by_rank: false,
+    read: &Reader,
+    write_shards: None,
+};
+
+/// One file a rank.
+pub static RANK_FILES: Entry = Entry {
+    name: "torch-ranks",
+    about: "one `torch.save` file a rank: DTensor, ShardedTensor, plain tensors",
+    files: "`model_world_size_N_rank_R.pt`, or one such series for each series of SRC",
+    suffixes: &[],
+    tensors: TensorStorage::Ranks,
+    holds_objects: true,
+    has_rank_files: true,
+    keeps_order: true,
+    is_in_module_order: true,
+    names_tensors_by_rank: true,
+    read: &RankReader,
+    write_shards: Some(&RankWriter),
+};
+
+/// The index that loaders of torch files read.
+const INDEX_NAME: &str = "pytorch_model.bin.index.json";
+
+/// Returns the torch files of a folder by their names; `None` where an index names those that are read.
+fn grouped(listing: &Listing<'_>) -> Result<Option<Grouped>> {
+    if listing.names.iter().any(|name| is_torch_index(name)) {
+        return Ok(None);
+    }
+    let mut grouped = group(listing.folder, &listing.files_of(Format::Torch)?)?;
+    grouped.plain.retain(|path| !is_no_model(path));
+    Ok(Some(grouped))
+}
+
+/// Reads whole files.
+struct Reader;
+
+impl Read for Reader {
+    fn find_in(&self, listing: &Listing<'_>) -> Result<Option<Found>> {
+        let Some(mut saved) = grouped(listing)? else {
+            let indexes = listing.names.iter().filter(|name| is_torch_index(name));
+            let index = listing.folder.join(main_index(indexes, INDEX_NAME).expect("an index was found"));
+            let paths = Index::read(&index)?.files()?;
+            return Ok(Some(Found { certainty: Match::Likely, ..Found::indexed(Format::Torch, paths, index) }));
+        };
+        let only_set = if saved.sets.len() == 1 { saved.sets.pop() } else { None };
+        Ok(match (saved.ranks, only_set, saved.plain.as_slice()) {
+            (None, Some(set), _) => Some(Found::new(Format::Torch, Match::Likely, set.into_paths())),
+            (None, None, [only]) if saved.sets.is_empty() => {
+                Some(Found::new(Format::Torch, Match::Possible, vec![only.clone()]))
+            }
+            _ => None,
+        })
+    }
+
+    fn find_file(&self, file: &FileStart<'_>) -> Result<Option<Found>> {
+        if is_torch_index(&file.name) {
+            let paths = Index::read(file.path)?.files()?;
+            return Ok(Some(Found::indexed(Format::Torch, paths, file.path.to_path_buf())));
+        }
+        Ok(file.is_zip().then(|| file.found(Format::Torch, Match::Certain)))
+    }
+
+    fn shortfall(&self, path: &Path, found: &Found, options: &ReadOptions, _: IoMode) -> Result<Option<Shortfall>> {
+        sets::shortfall(path, found, options)
+    }
+
+    fn read(&self, reading: &mut Reading<'_>, _: &Path, found: Found) -> Result<(Format, Loaded)> {
+        let index = found.index.as_deref().map(Index::read).transpose()?;
+        let mut catalog = read(&mut reading.files, &found.paths, reading.options.unknown())?;
+        let differing = index.as_ref().and_then(|index| differing(&reading.files, index, &catalog, &found.paths));
+        reading.check_index(index, differing, &mut catalog)?;
+        Ok((Format::Torch, Loaded::whole(catalog)))
+    }
+}
+
+/// Returns the first difference between an index and the torch files that it names.
+fn differing(files: &Files, index: &Index, catalog: &Catalog, paths: &[PathBuf]) -> Option<Shortfall> {
+    let named = model::all_tensors(&catalog.state);
+    let file_of = |id: TensorId| {
+        let chunks = &catalog.tensor(id).chunks;
+        chunks.iter().find_map(|chunk| chunk.place.file()).map(|file| files.path(file))
+    };
+    let holders: HashMap<&str, Option<&Path>> = named.iter().map(|(fqn, id)| (fqn.as_str(), file_of(*id))).collect();
+    let stored = named.iter().map(|(fqn, id)| (fqn.as_str(), file_of(*id)));
+    index.differing(&|name| holders.get(name).copied(), stored, paths)
+}
+
+/// Reads rank files. Whether they hold flat parameters shows only then.
+pub struct RankReader;
+
+impl Read for RankReader {
+    fn find_in(&self, listing: &Listing<'_>) -> Result<Option<Found>> {
+        let series = grouped(listing)?.and_then(|grouped| grouped.ranks);
+        let found =
+            |series| Found { series: Some(series), ..Found::new(Format::TorchRanks, Match::Likely, Vec::new()) };
+        Ok(series.map(found))
+    }
+
+    fn read(&self, reading: &mut Reading<'_>, path: &Path, found: Found) -> Result<(Format, Loaded)> {
+        let chosen = reading.choose(found.series.expect("rank files are in series"))?;
+        let (loaded, flat) = chosen.read(&mut reading.files, reading.options)?;
+        // What it says is in the catalog, and written anew.
+        reading.other_files.push(path.join(fsdp_flat::document::FILE_NAME));
+        let is_asked_for = reading.options.from == Some(Format::FsdpFlat);
+        if is_asked_for && !flat.any && loaded.catalog.flat.is_none() {
+            return Err(not_that_format(path, Format::FsdpFlat));
+        }
+        let format = if flat.any || is_asked_for { Format::FsdpFlat } else { Format::TorchRanks };
+        Ok((format, loaded))
+    }
+}
+
+/// Writes rank files.
+struct RankWriter;
+
+impl WriteShards for RankWriter {
+    fn reserve(&self, target: ShardedTarget<'_>) -> Result<Reservation> {
+        let ShardedTarget { source, state, mesh, world_size, style, names, layouts } = target;
+        let names = names.expect("rank files have names");
+        let target = RankTarget {
+            mesh,
+            world_size,
+            style,
+            name: &|rank| PathBuf::from(names.render(rank.0, world_size)),
+            layout: &mut |_, path, entry| layouts.rank_layout(path, entry),
+        };
+        reserve_ranks(source, state, target)
+    }
+}

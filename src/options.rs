@@ -1,0 +1,16 @@
+//! Options as plain values. Every struct has a default that asks for nothing special.
+//!
+//! [`OpenOptions`](crate::OpenOptions) says how a source is opened, [`Target`] what the result of a
+//! [`Conversion`](crate::Conversion) is, [`ExecuteOptions`](crate::ExecuteOptions) how its plan is executed.
+
+pub use crate::checkpoint::{Contents, Writes};
+pub use crate::comm::{Launch, Launcher, Part, launch, process_environment};
+pub use crate::conversion::Target;
+pub use crate::convert::options::{
+    Assets, Backend, CheckOptions, ConsolidateOptions, ExchangeOptions, FlatOptions, FlattenOptions, InspectOptions,
+    OnConflict, ReshardOptions, SelectOptions, ShardOptions, SourceLayoutOptions, SourceOptions, SourceVisibility,
+    Strategy, TensorClass, Tied, UnshardOptions,
+};
+pub use crate::layout::Split;
+pub use crate::quantity::Quantity;
+pub use crate::storage::IoMode;

@@ -1,0 +1,134 @@
+//! Progress: what a long operation reports while it runs.
+//!
+//! The library prints nothing. It counts bytes and hands messages to a [`Progress`]; a terminal, a log or a test decides
+//! what becomes of them. Counts bytes.
+
+use std::sync::Arc;
+
+pub use crate::exec::Phase;
+use crate::exec::Reporter;
+
+/// Receives progress and messages. Every method has a default that ignores its arguments.
+///
+/// Methods are called from worker threads, [`advance`](Self::advance) once a block of some megabytes.
+pub trait Progress: Send + Sync {
+    /// Begins a task, such as `writing`, over `bytes` bytes. A task ends before the next one begins.
+    fn begin(&self, _task: &'static str, _bytes: u64) {}
+
+    /// Counts bytes of the task that an earlier run has done.
+    fn skip(&self, _bytes: u64) {}
+
+    /// Counts bytes that are done.
+    fn advance(&self, _bytes: u64) {}
+
+    /// Enters another phase of the task.
+    fn enter(&self, _phase: Phase) {}
+
+    /// Ends the task.
+    fn end(&self) {}
+
+    /// Receives one message, without a line break at its end.
+    fn message(&self, _level: Level, _text: &str) {}
+
+    /// Returns whether waits are reported at once, and not only after some seconds.
+    fn is_verbose(&self) -> bool {
+        false
+    }
+}
+
+impl<P: Progress + ?Sized> Progress for Arc<P> {
+    fn begin(&self, task: &'static str, bytes: u64) {
+        (**self).begin(task, bytes);
+    }
+
+    fn skip(&self, bytes: u64) {
+        (**self).skip(bytes);
+    }
+
+    fn advance(&self, bytes: u64) {
+        (**self).advance(bytes);
+    }
+
+    fn enter(&self, phase: Phase) {
+        (**self).enter(phase);
+    }
+
+    fn end(&self) {
+        (**self).end();
+    }
+
+    fn message(&self, level: Level, text: &str) {
+        (**self).message(level, text);
+    }
+
+    fn is_verbose(&self) -> bool {
+        (**self).is_verbose()
+    }
+}
+
+/// Kind of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// A detail for readers who asked for more.
+    Detail,
+    /// What was done, and is the same for all processes of a run.
+    Note,
+    /// What was done by this process alone.
+    Outcome,
+    /// A result that may not be what was meant.
+    Warning,
+}
+
+/// A [`Progress`] that ignores everything.
+#[derive(Clone, Copy, Debug)]
+pub struct NoProgress;
+
+impl Progress for NoProgress {}
+
+impl dyn Progress + '_ {
+    pub(crate) fn note(&self, text: &str) {
+        self.message(Level::Note, text);
+    }
+
+    pub(crate) fn detail(&self, text: &str) {
+        self.message(Level::Detail, text);
+    }
+
+    pub(crate) fn outcome(&self, text: &str) {
+        self.message(Level::Outcome, text);
+    }
+
+    pub(crate) fn warning(&self, text: &str) {
+        self.message(Level::Warning, text);
+    }
+}
+
+/// One task of a [`Progress`]: it ends when this is dropped.
+pub(crate) struct Task<'a>(&'a dyn Progress);
+
+impl<'a> Task<'a> {
+    pub fn start(progress: &'a dyn Progress, task: &'static str, bytes: u64) -> Self {
+        progress.begin(task, bytes);
+        Self(progress)
+    }
+
+    pub fn skip(&self, bytes: u64) {
+        self.0.skip(bytes);
+    }
+}
+
+impl Reporter for Task<'_> {
+    fn advance(&self, bytes: u64) {
+        self.0.advance(bytes);
+    }
+
+    fn phase(&self, phase: Phase) {
+        self.0.enter(phase);
+    }
+}
+
+impl Drop for Task<'_> {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}

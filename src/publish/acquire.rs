@@ -1,0 +1,472 @@
+//! Acquiring a part of the work: what is found at the destination, and whether to join it, throw it away, wait or refuse.
+//!
+//! A process looks, acts on what it found, and looks again until it holds a lease. Every act (make the partial folder,
+//! take a lease, throw the folder away) is decided by the file system: of two processes that act on the same look, one
+//! finds that the other was faster.
+//!
+//! ```text
+//! nothing ------- make ------> partial folder -- take lease, look again --> Work
+//!    ^  \                        |    |   |
+//!    |   published before: Done  |    |   another run lives, or --resume is missing: error
+//!    +------- throw away --------+    in doubt: watch
+//! ```
+
+use std::fs;
+use std::path::Path;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
+
+use super::commit::recover;
+use super::destination::{BACKUP, Destination, TMP, TRASH, is_gone};
+use super::lease::{Holding, Lease, LeaseName, LeaseState, LeaseWatch, Role, SeenLease, StaleLeases};
+use super::partial::{DATA, Found, Partial, PlanFile};
+use super::{Begun, Claim, Pace, Plan, Preflight, Shape, Staging, plan_xattr};
+use crate::comm::{Part, WaitReporter};
+use crate::error::{Error, Result};
+use crate::exec::Stop;
+use crate::fault;
+use crate::storage::lookup;
+
+/// Whether a process may work in a partial folder, by its leases.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Admission {
+    /// Takes this generation of the lease.
+    Join { generation: u32 },
+    /// As `Join`, but an earlier run ended here: only with `--resume`.
+    Resume { generation: u32 },
+    /// Another process works on the same part, or on another division of the work.
+    Conflict(LeaseName),
+    /// Leases have to be watched.
+    Watch,
+    /// The folder is of another plan, or is to be thrown away, and nobody works in it.
+    Replace,
+}
+
+/// Decides about `part`. `joins` says that the folder is of the same plan and is not to be thrown away.
+pub(super) fn admission(leases: &[(LeaseName, LeaseState)], part: Part, joins: bool) -> Admission {
+    let part_of = |name: &LeaseName| if let Role::Part(part) = name.role { Some(part) } else { None };
+    let is_rival = |name: &LeaseName| part_of(name).is_some_and(|other| other.of != part.of || other == part);
+    let rivals = || leases.iter().filter(|(name, _)| !joins || is_rival(name));
+    if let Some((name, _)) = rivals().find(|(_, state)| *state == LeaseState::Alive) {
+        return Admission::Conflict(*name);
+    }
+    if rivals().any(|(_, state)| *state == LeaseState::Unsure) {
+        return Admission::Watch;
+    }
+    if !joins {
+        return Admission::Replace;
+    }
+    let own = leases.iter().find(|(name, _)| part_of(name) == Some(part));
+    let generation = own.map_or(0, |(name, _)| name.generation.saturating_add(1));
+    let is_sibling = |(name, state): &(LeaseName, LeaseState)| {
+        part_of(name).is_some_and(|other| other.of == part.of) && *state != LeaseState::Dead
+    };
+    let is_of_others = rivals().any(|(name, _)| part_of(name) != Some(part)) && !leases.iter().any(is_sibling);
+    if own.is_some() || is_of_others { Admission::Resume { generation } } else { Admission::Join { generation } }
+}
+
+fn states(found: &Partial, watch: &mut LeaseWatch) -> Vec<(LeaseName, LeaseState)> {
+    let now = Instant::now();
+    found.leases.iter().map(|seen| (seen.name, watch.state(seen, now))).collect()
+}
+
+/// Returns how a run would begin, by one look that changes nothing.
+pub(super) fn preflight(path: &Path, shape: Shape, claim: &Claim, plan: &Plan<'_>, pace: Pace) -> Result<Preflight> {
+    refuse_folder(path, shape)?;
+    let destination = Destination::new(path, pace, WaitReporter::silent())?.for_a_look();
+    let outcome = match Found::at(&destination.partial(), shape)? {
+        Found::Junk | Found::Unclear if !claim.restart => return Err(destination.junk(claim)),
+        Found::Partial(found) if !found.is_published => {
+            let leases = states(&found, &mut LeaseWatch::new(pace));
+            match admission(&leases, claim.part, found.plan.is_of(plan) && !claim.restart) {
+                Admission::Conflict(name) => return Err(destination.another_run(&found, name)),
+                Admission::Watch => return Err(destination.in_doubt()),
+                Admission::Resume { .. } if !claim.resume => return Err(destination.unfinished(claim)),
+                Admission::Resume { .. } | Admission::Join { .. } => Preflight::Resumes,
+                Admission::Replace if claim.restart => Preflight::Fresh,
+                Admission::Replace => return Err(destination.of_another(&found, plan, claim)),
+            }
+        }
+        Found::Nothing if claim.takes_what_is_done() && plan_xattr::is(path, plan.fingerprint) => {
+            return Ok(Preflight::Done);
+        }
+        _ => Preflight::Fresh,
+    };
+    check_destination(&destination, shape, claim)?;
+    Ok(outcome)
+}
+
+pub(super) fn acquire(
+    path: &Path,
+    shape: Shape,
+    claim: &Claim,
+    plan: &Plan<'_>,
+    pace: Pace,
+    stop: &Stop,
+) -> Result<Begun> {
+    refuse_folder(path, shape)?;
+    let destination = Destination::new(path, pace, claim.reporter.clone())?;
+    fs::create_dir_all(&destination.parent).map_err(Error::io("create", &destination.parent))?;
+    destination.reserve()?;
+    let (watch, since) = (LeaseWatch::new(pace), Instant::now());
+    let mut acquiring = Acquiring { destination, shape, claim, plan, pace, stop, watch, since, made: None };
+    acquiring.refuse_restart_of_strangers()?;
+    acquiring.destination.sweep(&[TRASH]);
+    if !acquiring.destination.cached_for().is_zero() {
+        // An earlier run has used the same names.
+        acquiring.destination.look_up();
+    }
+    let begun = acquiring.run();
+    match &begun {
+        Ok(Begun::Work(_)) => {}
+        // A process that was killed may have left a folder that it had not renamed yet.
+        Ok(Begun::Done) => acquiring.destination.sweep(&[TMP]),
+        Err(_) => acquiring.leave(),
+    }
+    begun
+}
+
+struct Acquiring<'a> {
+    destination: Destination,
+    shape: Shape,
+    claim: &'a Claim,
+    plan: &'a Plan<'a>,
+    pace: Pace,
+    stop: &'a Stop,
+    watch: LeaseWatch,
+    since: Instant,
+    /// The id of the partial folder that this process has made.
+    made: Option<String>,
+}
+
+enum Next {
+    Begun(Begun),
+    /// Something was done, or another process was faster: look at once.
+    Again,
+    /// Another process has to do something.
+    Later,
+}
+
+impl Acquiring<'_> {
+    fn run(&mut self) -> Result<Begun> {
+        let mut nap = self.pace.nap();
+        loop {
+            match self.step()? {
+                Next::Begun(begun) => return Ok(begun),
+                Next::Again => nap = self.pace.nap(),
+                Next::Later => nap.take(),
+            }
+            self.stop.check()?;
+        }
+    }
+
+    /// Throws away a folder that this process made and nobody works in.
+    fn leave(&mut self) {
+        self.destination.release();
+        let Ok(Found::Partial(found)) = Found::at(&self.destination.partial(), self.shape) else { return };
+        if self.made.as_ref() == Some(&found.plan.id) && found.leases.is_empty() {
+            let _ = self.discard(Some(&found));
+        }
+    }
+
+    fn step(&mut self) -> Result<Next> {
+        self.destination.refresh(self.stop)?;
+        let (partial, mut found) = (self.destination.partial(), Found::Unclear);
+        let what = format!("waiting for the file system to show what is in {}", partial.display());
+        self.destination.confirm(self.stop, &what, || {
+            found = Found::at(&partial, self.shape)?;
+            Ok(!matches!(found, Found::Unclear))
+        })?;
+        match found {
+            Found::Nothing => self.start(),
+            Found::Partial(partial) => self.meet(partial),
+            Found::Unclear => Err(self.destination.junk(self.claim)),
+            Found::Junk => {
+                recover(&self.destination)?;
+                if self.claim.restart { self.throw_away(None) } else { Err(self.destination.junk(self.claim)) }
+            }
+        }
+    }
+
+    /// Makes the partial folder.
+    fn start(&mut self) -> Result<Next> {
+        recover(&self.destination)?;
+        let free = check_destination(&self.destination, self.shape, self.claim);
+        if self.claim.takes_what_is_done() && plan_xattr::is(&self.destination.path, self.plan.fingerprint) {
+            return Ok(Next::Begun(Begun::Done));
+        }
+        free?;
+        if self.claim.restart && self.claim.part.index != 0 {
+            return self.wait_for_first();
+        }
+        let plan = PlanFile::new(self.plan, self.claim);
+        // Noted first: a folder that was made and cannot be synced is to go, too.
+        self.made = Some(plan.id.clone());
+        let is_made = self.destination.make(&plan, self.plan.about, self.claim.sync)?;
+        Ok(if is_made { Next::Again } else { Next::Later })
+    }
+
+    fn meet(&mut self, found: Partial) -> Result<Next> {
+        let leases = states(&found, &mut self.watch);
+        let is_quiet = leases.iter().all(|(_, state)| *state == LeaseState::Dead);
+        if leases.iter().any(|(name, state)| name.role == Role::Restart && *state != LeaseState::Dead) {
+            // The folder is about to go.
+            return Ok(Next::Later);
+        }
+        if found.is_published {
+            // The process that published takes the folder away, or died before.
+            return if is_quiet { self.throw_away(Some(&found)) } else { Ok(Next::Later) };
+        }
+        let is_of_launch = self.claim.run.is_some() && self.claim.run == found.plan.run && !self.claim.part.is_alone();
+        let is_ours = is_of_launch || self.made.as_ref() == Some(&found.plan.id);
+        let joins = found.plan.is_of(self.plan) && (!self.claim.restart || is_ours);
+        // The maker is about to take its lease. Of two numbers of parts that start at once, the maker's is in force.
+        let is_new = found.leases.is_empty() && found.plan.parts != self.claim.part.of;
+        if joins && is_new && self.since.elapsed() < self.pace.dead_after {
+            return Ok(Next::Later);
+        }
+        let admission = admission(&leases, self.claim.part, joins);
+        match admission {
+            Admission::Conflict(name) => return Err(self.destination.another_run(&found, name)),
+            Admission::Watch => return Ok(Next::Later),
+            // A live process can be in the middle of a swap.
+            _ if is_quiet => recover(&self.destination)?,
+            _ => {}
+        }
+        match admission {
+            Admission::Replace if self.claim.restart => self.throw_away(Some(&found)),
+            Admission::Replace => Err(self.destination.of_another(&found, self.plan, self.claim)),
+            Admission::Resume { .. } if !self.claim.resume => Err(self.destination.unfinished(self.claim)),
+            Admission::Join { generation } | Admission::Resume { generation } if self.is_free(&found)? => {
+                // A live process is of this run. Of the others that will show.
+                let is_alive = |seen: &&SeenLease| leases.contains(&(seen.name, LeaseState::Alive));
+                let stale = found.leases.iter().filter(|seen| !is_alive(seen)).cloned().collect();
+                self.join(found, generation, StaleLeases::new(stale, self.claim))
+            }
+            _ => Ok(Next::Later),
+        }
+    }
+
+    fn join(&self, judged: Partial, generation: u32, stale: StaleLeases) -> Result<Next> {
+        let partial = self.destination.partial();
+        let name = LeaseName { role: Role::Part(self.claim.part), generation };
+        let Some(mut lease) = Lease::take(&partial, name)? else { return Ok(Next::Later) };
+        let work = partial.join(judged.plan.work());
+        let holding = Arc::new(Holding {
+            destination: self.destination.path.clone(),
+            partial: partial.clone(),
+            known: judged.leases.iter().map(|seen| seen.name).collect(),
+            work: work.clone(),
+            part: self.claim.part,
+            lease: name,
+            dead_after: self.pace.dead_after,
+        });
+        let lost = Arc::new(OnceLock::new());
+        let (held, note, stop) = (Arc::clone(&holding), Arc::clone(&lost), self.stop.clone());
+        let look = move || {
+            if let Ok(Some(loss)) = held.look() {
+                let _ = note.set(loss);
+                stop.lose(held.message(loss));
+            }
+        };
+        match self.may_stay(&lease, &judged, &holding) {
+            Ok(true) => {
+                if let Err(error) = lease.start(self.pace.beat, look) {
+                    lease.retract();
+                    return Err(error);
+                }
+            }
+            other => {
+                // Without this lease, the process that made the folder removes it.
+                lease.retract();
+                return other.map(|_| Next::Again);
+            }
+        }
+        Ok(Next::Begun(Begun::Work(Staging {
+            destination: self.destination.clone(),
+            shape: self.shape,
+            claim: self.claim.clone(),
+            fingerprint: self.plan.fingerprint,
+            id: judged.plan.id,
+            holding,
+            pace: self.pace,
+            data: work.join(DATA),
+            journal: work.join(name.journal()),
+            work,
+            partial,
+            lease: Some(lease),
+            lost,
+            watch: Mutex::new(LeaseWatch::new(self.pace)),
+            stale,
+            settled: Mutex::default(),
+            waiting: OnceLock::new(),
+            is_gone: false.into(),
+            identity: OnceLock::new(),
+            replaced: Mutex::default(),
+            is_published: false.into(),
+        })))
+    }
+
+    /// Returns whether a lease that was just taken is one on what was judged, where nobody else came meanwhile.
+    fn may_stay(&self, lease: &Lease, judged: &Partial, holding: &Holding) -> Result<bool> {
+        let partial = self.destination.partial();
+        let restart_of = |partial: &Partial| partial.lease(Role::Restart).map(|seen| seen.name);
+        let found = match Found::at(&partial, self.shape)? {
+            Found::Partial(found)
+                if found.plan.id == judged.plan.id
+                    && !found.is_published
+                    && restart_of(&found) == restart_of(judged) =>
+            {
+                found
+            }
+            _ => return Ok(false),
+        };
+        if let Some(rival) = found.leases.iter().find(|seen| holding.is_of_rival(seen.name)) {
+            return Err(self.destination.another_run(&found, rival.name));
+        }
+        let sync = || if self.claim.sync { partial.sync().map_err(Error::io("sync", &partial)) } else { Ok(()) };
+        match lease.beat().and_then(|()| sync()) {
+            // All was done, and another process has published it.
+            Err(Error::Io { source, .. }) if is_gone(&source) => return Ok(false),
+            beaten => beaten?,
+        }
+        fault::point("begin-leased");
+        // Another run may have published between the first look and the lease.
+        self.is_free(&found)
+    }
+
+    /// Throws away a dead folder, where this process may.
+    fn throw_away(&mut self, judged: Option<&Partial>) -> Result<Next> {
+        let is_published = judged.is_some_and(|partial| partial.is_published);
+        if self.claim.part.index != 0 && !is_published { self.wait_for_first() } else { self.discard(judged) }
+    }
+
+    fn discard(&mut self, judged: Option<&Partial>) -> Result<Next> {
+        if !self.destination.throw_away(self.shape, judged, &mut self.watch)? {
+            return Ok(Next::Later);
+        }
+        self.destination.sweep(if self.claim.restart { &[TRASH, BACKUP] } else { &[TRASH] });
+        Ok(Next::Again)
+    }
+
+    fn wait_for_first(&self) -> Result<Next> {
+        if self.since.elapsed() < self.pace.start_within {
+            return Ok(Next::Later);
+        }
+        Err(Error::usage(
+            format!("part 0 of {} has not started to write {}", self.claim.part.of, self.destination.path.display()),
+            "with --restart the others wait for part 0, which throws away what is there: start it",
+        ))
+    }
+
+    /// Parts without a launch cannot tell whether a sibling made what they find, or it is to be thrown away.
+    fn refuse_restart_of_strangers(&self) -> Result<()> {
+        if !self.claim.restart || self.claim.can_restart() {
+            return Ok(());
+        }
+        Err(Error::usage(
+            "--restart is for one process, or for several that a launcher starts together, not for --parts",
+            format!("remove {} first, then start the parts without --restart", self.destination.partial().display()),
+        ))
+    }
+
+    /// Returns whether `found` can be worked on. It cannot where what stands at the destination was published from it.
+    fn is_free(&self, found: &Partial) -> Result<bool> {
+        let Err(error) = check_destination(&self.destination, self.shape, self.claim) else { return Ok(true) };
+        match Found::at(&self.destination.partial(), self.shape)? {
+            Found::Partial(now) if now.plan.id == found.plan.id && !now.is_published => Err(error),
+            _ => Ok(false),
+        }
+    }
+}
+
+/// Checks that what stands at the destination may be replaced.
+pub(super) fn check_destination(destination: &Destination, shape: Shape, claim: &Claim) -> Result<()> {
+    let Ok(metadata) = destination.path.symlink_metadata() else { return Ok(()) };
+    // A swap that was rolled back may have brought a folder.
+    refuse_folder(&destination.path, shape)?;
+    let is_empty_folder = metadata.is_dir() && lookup::list(&destination.path)?.is_empty();
+    if is_empty_folder || claim.overwrite { Ok(()) } else { Err(destination.is_taken(claim)) }
+}
+
+/// Refuses to write one file in the place of a folder, or of a name with a slash at its end.
+fn refuse_folder(path: &Path, shape: Shape) -> Result<()> {
+    let is = match shape {
+        Shape::File if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) => "is",
+        Shape::File if path.as_os_str().as_encoded_bytes().ends_with(b"/") => "is to be",
+        Shape::File | Shape::Folder => return Ok(()),
+    };
+    Err(Error::usage(
+        format!("{} {is} a folder, and one file is to be written", path.display()),
+        format!("give it a name there, such as {}", path.join("model.pt").display()),
+    ))
+}
+
+/// Errors of a run that cannot begin.
+impl Destination {
+    fn another_run(&self, found: &Partial, name: LeaseName) -> Error {
+        let record = found.leases.iter().find(|seen| seen.name == name).and_then(|seen| seen.record.as_ref());
+        let who = record.map_or(String::new(), |record| match name.role {
+            Role::Part(Part { of: 1, .. }) => format!(" ({})", record.process),
+            Role::Part(Part { index, of }) => format!(" ({}, part {index} of {of})", record.process),
+            Role::Seal | Role::Restart => String::new(),
+        });
+        Error::usage(
+            format!("another run is writing {}{who}", self.path.display()),
+            format!("wait for it, or stop it first; it works in {}", self.partial().display()),
+        )
+    }
+
+    fn in_doubt(&self) -> Error {
+        Error::usage(
+            format!("{} is in the way, and a run on another node may be at work in it", self.partial().display()),
+            "a run watches it for some 20 seconds before it begins; --resume goes on where nobody is",
+        )
+    }
+
+    fn in_the_way(&self, why: &str, hint: String) -> Error {
+        let partial = self.partial();
+        Error::usage(format!("an earlier run did not finish: {} is in the way{why}", partial.display()), hint)
+    }
+
+    fn unfinished(&self, claim: &Claim) -> Error {
+        self.in_the_way("", format!("--resume goes on with what it has done, {}", self.start_again(claim)))
+    }
+
+    fn of_another(&self, found: &Partial, plan: &Plan<'_>, claim: &Claim) -> Error {
+        let difference = found.plan.difference(plan, &self.partial());
+        let hint = format!("{}; --resume needs the same dtshard, SRC and options", self.start_again(claim));
+        self.in_the_way(&format!(", and cannot be gone on with: {difference}"), hint)
+    }
+
+    fn junk(&self, claim: &Claim) -> Error {
+        let hint = format!("{}; a --resume needs what this version has begun", self.start_again(claim));
+        self.in_the_way(", and has no plan to go on with", hint)
+    }
+
+    fn start_again(&self, claim: &Claim) -> String {
+        if claim.can_restart() {
+            String::from("--restart throws it away and starts again")
+        } else {
+            format!("without {} all parts start again", self.partial().display())
+        }
+    }
+
+    /// A process that comes to go on, or late, hears what is known of the destination.
+    fn is_taken(&self, claim: &Claim) -> Error {
+        let destination = self.path.display();
+        let (message, hint) = match plan_xattr::read(&self.path) {
+            Some(_) if claim.takes_what_is_done() => (
+                format!("{destination} exists: it is finished, and of another source, or made with other options"),
+                "choose another destination, or replace it with --overwrite",
+            ),
+            None if claim.takes_what_is_done() => (
+                format!("{destination} exists, and nothing tells what it was made from"),
+                "if it may be finished, `dtshard verify` says whether it is sound, and compares it with SRC where that is \
+                 seen whole: some file systems keep no marks. --overwrite replaces it",
+            ),
+            _ => (format!("{destination} exists"), "choose another destination, or replace it with --overwrite"),
+        };
+        Error::usage(message, hint)
+    }
+}

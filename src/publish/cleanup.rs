@@ -1,0 +1,94 @@
+//! Throwing away a partial folder, and leaving none where nothing came of it.
+//!
+//! A process that throws a folder away takes a lease on that, in the very folder that was judged dead, and looks again. A
+//! process that comes meanwhile sees that lease, or is seen by its holder: one of them steps back, so a folder that is in
+//! use is never moved. A run that fails before anything is recorded leaves nothing, as it would only be in the way.
+//! Invariant: nothing that is recorded is thrown away after an error, nor a folder that a process works in or is still to
+//! come to, to hear why the others are gone.
+
+use std::time::Instant;
+
+use super::destination::{Destination, TRASH, is_gone};
+use super::lease::{Lease, LeaseName, LeaseState, LeaseWatch, Role, SeenLease, read_leases};
+use super::partial::{Found, Partial};
+use super::{Shape, Staging, recovery};
+use crate::comm::Part;
+use crate::error::{Error, Result};
+use crate::fault;
+
+impl Staging {
+    /// Leaves after an error. The last process takes away a folder that nothing is recorded in.
+    pub fn abandon(self) {
+        let (destination, shape, id) = (self.destination.clone(), self.shape, self.id.clone());
+        let (part, work, pace, stale) = (self.claim.part, self.work.clone(), self.pace, self.stale.clone());
+        // Parts that do not wait need not hear why another one is gone.
+        let awaited = if self.claim.parts_wait { part.of } else { 0 };
+        // Of two that leave at once, each gives its lease up before it looks: one at least sees that both are gone.
+        drop(self);
+        let Ok(Found::Partial(found)) = Found::at(&destination.partial(), shape) else { return };
+        let mut watch = LeaseWatch::new(pace);
+        let is_over = |seen: &SeenLease| watch.state(seen, Instant::now()) == LeaseState::Dead;
+        let has_come =
+            |index| found.lease(Role::Part(Part { index, ..part })).is_some_and(|seen| !stale.contains(seen));
+        let is_unused = found.plan.id == id
+            && !found.is_published
+            && found.leases.iter().all(is_over)
+            && (0..awaited).all(has_come)
+            && recovery::is_empty(&work).unwrap_or(false);
+        if is_unused && destination.throw_away(shape, Some(&found), &mut watch).unwrap_or(false) {
+            destination.sweep(&[TRASH]);
+        }
+    }
+}
+
+impl Destination {
+    /// Renames junk, or what was judged if it is still that, to a trash name. Returns false where another process was
+    /// faster, or came to work in the folder.
+    pub fn throw_away(&self, shape: Shape, judged: Option<&Partial>, watch: &mut LeaseWatch) -> Result<bool> {
+        let partial = self.partial();
+        let lease = if partial.metadata().is_ok_and(|found| found.is_dir()) {
+            let leases = match read_leases(&partial) {
+                Err(error) if is_gone(&error) => return Ok(false),
+                leases => leases.map_err(Error::io("read", &partial))?,
+            };
+            let generation = match leases.iter().find(|seen| seen.name.role == Role::Restart) {
+                None => 0,
+                Some(seen) if watch.state(seen, Instant::now()) == LeaseState::Dead => {
+                    seen.name.generation.saturating_add(1)
+                }
+                Some(_) => return Ok(false),
+            };
+            let lease = Lease::take(&partial, LeaseName { role: Role::Restart, generation })?;
+            if lease.is_none() {
+                return Ok(false);
+            }
+            lease
+        } else {
+            None
+        };
+        let is_judged = match (judged, Found::at(&partial, shape)) {
+            (None, Ok(Found::Junk)) => true,
+            (Some(judged), Ok(Found::Partial(found))) => judged.is_still(&found),
+            _ => false,
+        };
+        if !is_judged {
+            lease.into_iter().for_each(Lease::retract);
+            return Ok(false);
+        }
+        fault::point("restart-judged");
+        self.rename_away(&partial, TRASH)?;
+        fault::point("restart-moved");
+        Ok(true)
+    }
+}
+
+impl Partial {
+    /// Returns whether nobody has come since.
+    fn is_still(&self, now: &Self) -> bool {
+        let leases = |partial: &Self| -> Vec<(LeaseName, Vec<u8>)> {
+            let leases = partial.leases.iter().filter(|seen| seen.name.role != Role::Restart);
+            leases.map(|seen| (seen.name, seen.bytes.clone())).collect()
+        };
+        self.plan == now.plan && leases(self) == leases(now)
+    }
+}

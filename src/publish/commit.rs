@@ -1,0 +1,248 @@
+//! Sealing and publishing: the rename of the output to the destination is the only commit.
+//!
+//! The process with the lease on sealing publishes. Should a second one come to it, because the first was thought dead,
+//! both write the same bytes, and of both renames one finds the output gone: that counts as success, since the result is
+//! identical. Replacing goes by identity (device, inode, time of birth): neither of two processes moves aside or deletes
+//! what the other has published. A swap that is cut short is finished or rolled back by the next run.
+//!
+//! ```text
+//! --overwrite:  DST -> .DST.dtshard-old    data -> DST    .DST.dtshard-old -> backup, then trash
+//! ```
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+
+use super::destination::{BACKUP, Destination, Identity, TRASH, is_gone};
+use super::lease::{Lease, LeaseLost, LeaseName, LeaseState, Role};
+use super::partial::output;
+use super::{Shape, Staging, plan_xattr};
+use crate::error::{Error, Result};
+use crate::exec::Stop;
+use crate::fault;
+use crate::storage::AnchoredPath;
+
+type Check = dyn Fn(&Path) -> Result<()> + Send + Sync;
+
+/// Refuses a destination that may not be replaced. It runs right before the destination is moved aside, since anybody may
+/// have put a file there while the run was at work. The caller provides it, as publishing knows no formats.
+#[derive(Clone)]
+pub struct ReplaceCheck(Arc<Check>);
+
+impl ReplaceCheck {
+    pub fn new(check: impl Fn(&Path) -> Result<()> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(check))
+    }
+}
+
+impl fmt::Debug for ReplaceCheck {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ReplaceCheck")
+    }
+}
+
+/// The right to seal, as long as it is held.
+#[derive(Debug)]
+pub struct Seal<'a> {
+    pub(super) staging: &'a Staging,
+    pub(super) lease: Lease,
+}
+
+/// How often other processes may replace the destination before that is an error.
+const MAX_TRIES: usize = 16;
+
+impl Staging {
+    /// Takes the right to seal. Returns `None` where another live process has it, or has published. Waits until that is
+    /// known: a process that leaves in doubt may leave the work unpublished.
+    ///
+    /// # Errors
+    /// `Io`, `Stopped`
+    pub fn try_seal(&self, stop: &Stop) -> Result<Option<Seal<'_>>> {
+        let mut nap = self.pace.nap();
+        let generation = loop {
+            stop.check_signal()?;
+            let Some(found) = self.find()?.filter(|found| !found.is_published) else { return Ok(None) };
+            match found.lease(Role::Seal).map(|seen| (self.lease_state(seen), seen)) {
+                None => break 0,
+                Some((LeaseState::Dead, seen)) => break seen.name.generation.saturating_add(1),
+                Some((LeaseState::Alive, _)) => return Ok(None),
+                Some((LeaseState::Unsure, _)) => nap.take(),
+            }
+        };
+        let name = LeaseName { role: Role::Seal, generation };
+        let Some(mut lease) = Lease::take(&self.partial, name)? else { return Ok(None) };
+        lease.beat()?;
+        lease.start(self.pace.beat, || ())?;
+        fault::point("seal-leased");
+        Ok(Some(Seal { staging: self, lease }))
+    }
+
+    /// Does what is left once the output is at the destination. It may be done twice.
+    pub(super) fn tidy(&self, sync: bool) -> Result<()> {
+        let folder = &self.destination.folder;
+        if sync {
+            folder.sync().map_err(Error::io("sync", folder))?;
+        }
+        fault::point("commit-synced-parent");
+        // Once the folder is gone, another run may be in the middle of a swap.
+        if self.find()?.is_none() {
+            return Ok(());
+        }
+        let cleared = self.identity.get().map_or(Ok(()), |mine| self.clear_old(*mine));
+        fault::point("commit-removed-old");
+        self.destination.rename_away(&self.partial, TRASH)?;
+        fault::point("commit-left");
+        cleared
+    }
+
+    /// Renames the output to the destination, and what is replaced out of its way.
+    fn move_in(&self) -> Result<()> {
+        let (destination, target) = (self.destination.path.display(), self.destination.target());
+        for _ in 0..MAX_TRIES {
+            let source = output(&self.work, self.shape).map_err(Error::io("find", &self.data))?;
+            let Some((source, mine)) = source.and_then(|path| Identity::of(&path).map(|mine| (path, mine))) else {
+                return if self.has_landed() { Ok(()) } else { Err(self.holding.error(LeaseLost::Gone)) };
+            };
+            let _ = self.identity.set(mine);
+            if self.claim.overwrite && target.exists() {
+                self.make_way(mine)?;
+            }
+            match source.rename_new(&target) {
+                Ok(()) => return Ok(()),
+                // Another process has published, or something took the name.
+                Err(error) if is_gone(&error) && !source.exists() => {}
+                Err(error) if self.claim.overwrite && is_taken(&error) => {}
+                Err(error) => {
+                    // The next run would roll back as well.
+                    let _ = self.destination.old().rename_new(&target);
+                    return Err(if is_taken(&error) {
+                        Error::usage(
+                            format!("{destination} appeared while it was being written"),
+                            "something else writes there; choose another destination",
+                        )
+                    } else {
+                        Error::io("publish", &self.destination.path)(error)
+                    });
+                }
+            }
+        }
+        Err(Error::usage(
+            format!("{destination} is replaced again and again by something else"),
+            "choose another destination",
+        ))
+    }
+
+    /// Moves aside what is to be replaced.
+    fn make_way(&self, mine: Identity) -> Result<()> {
+        let (target, old) = (self.destination.target(), self.destination.old());
+        self.clear_old(mine)?;
+        fault::point("commit-cleared");
+        if Identity::of(&target) == Some(mine) {
+            return Ok(());
+        }
+        (self.claim.replace_check.0)(target.path())?;
+        match target.rename(&old) {
+            // Nothing is there any more, or another process replaces it.
+            Err(error) if is_gone(&error) || is_taken(&error) => return Ok(()),
+            done => done.map_err(Error::io("rename", &target))?,
+        }
+        let moved = Identity::of(&old);
+        if moved == Some(mine) {
+            // Another process has published since the look.
+            let _ = old.rename_new(&target);
+        }
+        *self.replaced.lock().unwrap_or_else(PoisonError::into_inner) = moved;
+        fault::point("commit-moved-old");
+        Ok(())
+    }
+
+    /// Deletes what was replaced, unless that is what was published.
+    fn clear_old(&self, mine: Identity) -> Result<()> {
+        let old = self.destination.old();
+        let Some(found) = Identity::of(&old).filter(|found| *found != mine) else { return Ok(()) };
+        // What this process moved there is replaced, whoever owns it.
+        if *self.replaced.lock().unwrap_or_else(PoisonError::into_inner) != Some(found) {
+            old.own_entry().map_err(Error::io("look at", &old))?;
+        }
+        let Some(backup) = self.destination.rename_away(&old, BACKUP)? else { return Ok(()) };
+        if Identity::of(&backup) == Some(mine) {
+            return backup.rename_new(&self.destination.target()).map_err(Error::io("put back", &backup));
+        }
+        self.destination.discard(&backup)
+    }
+}
+
+impl Seal<'_> {
+    /// Puts the finished work at the destination. It is a success, too, if another process has done so.
+    ///
+    /// # Errors
+    /// `Io` where a rename fails; the destination is then as it was.
+    pub fn publish(self, sync: bool) -> Result<()> {
+        let staging = self.staging;
+        let found = output(&staging.work, staging.shape);
+        if let Some(output) = found.map_err(Error::io("find what was written in", &staging.work))? {
+            let opened = match staging.shape {
+                Shape::Folder => output.open_folder(),
+                Shape::File => output.open().map(OwnedFd::from),
+            };
+            match opened {
+                Err(error) if is_gone(&error) => {}
+                opened => {
+                    let opened = opened.map_err(Error::io("open", &output))?;
+                    plan_xattr::write(&opened, staging.fingerprint);
+                    fault::point("commit-marked");
+                    if sync {
+                        sync_output(&output, opened, staging.shape)?;
+                    }
+                }
+            }
+        }
+        fault::point("commit-synced");
+        staging.move_in()?;
+        fault::point("commit-renamed");
+        // Whatever comes now, this is not undone.
+        staging.is_published.store(true, Ordering::Relaxed);
+        let _ = self.lease.finish();
+        staging.tidy(sync)
+    }
+}
+
+fn sync_output(output: &AnchoredPath, opened: OwnedFd, shape: Shape) -> Result<()> {
+    let synced = match shape {
+        Shape::Folder => output.sync_all(),
+        // Its bytes are synced already, its attribute is not.
+        Shape::File => File::from(opened).sync_all(),
+    };
+    match synced {
+        Err(error) if is_gone(&error) => Ok(()),
+        synced => synced.map_err(Error::io("sync", output)),
+    }
+}
+
+fn is_taken(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::DirectoryNotEmpty)
+}
+
+/// Finishes or rolls back a swap that an earlier run did not finish.
+pub(super) fn recover(destination: &Destination) -> Result<()> {
+    let (target, old) = (destination.target(), destination.old());
+    let found = old.own_entry().map_err(Error::io("look at", &old))?;
+    let Some(replaced) = found.map(|metadata| Identity::new(&metadata)) else { return Ok(()) };
+    if target.exists() {
+        let Some(backup) = destination.rename_away(&old, BACKUP)? else { return Ok(()) };
+        if Identity::of(&backup) == Some(replaced) {
+            return destination.discard(&backup);
+        }
+        // It is of a swap that has begun since, of which there is one at a time.
+        return backup.rename_new(&old).map_err(Error::io("put back", &old));
+    }
+    match old.rename_new(&target) {
+        // Another process was faster.
+        Err(_) if !old.exists() || target.exists() => Ok(()),
+        done => done.map_err(Error::io("rename", &old)),
+    }
+}

@@ -1,0 +1,217 @@
+//! Journals: what is finished, in a form that outlives the process.
+//!
+//! Each process has a journal of its own and only appends to it. A record is one line: what was finished since the record
+//! before, as JSON, and the CRC-32 of that. The data is on disk before the record says so; where nothing is synced, the
+//! record names the boot it was written on, since a node that goes down loses what it had not written back. Entries that
+//! the files contradict are invalidated, by a record in another journal. [`recovery`](super::recovery) reads all journals.
+//!
+//! ```text
+//!     {"r":{"e":[[0,4096,12288,3735928559,[[4096,512,305419896]],[["f32","f16",7,0]]]],"c":[2]}} 9ae0daaf
+//!                |  range      |           |    |    |             |                              CRC-32
+//!                file          |           |    |    |             values lost by casts
+//!                              |           |    len  CRC-32 of a part of a span
+//!                              digest      offset
+//! ```
+//!
+//! Counts bytes. Invariant: a record is read back as a whole or not at all, and what stands behind a damaged one is not
+//! read.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::destination::unique;
+use crate::catalog::OutputFile;
+use crate::comm::node::this_boot;
+use crate::error::{Error, Result};
+use crate::exec::{Entry, SumPart};
+use crate::storage::AnchoredPath;
+
+/// The suffix of a journal's name.
+pub(super) const EXTENSION: &str = "journal";
+
+/// Entries and parts of spans that are worth a record, however short the time since the last one: some 10 MB of text.
+const MAX_ITEMS: usize = 1 << 18;
+
+/// Neighbours are joined up to this: so much is done again where a byte of it is not what was written.
+const MAX_JOINED_BYTES: u64 = 64 << 20;
+
+/// What was finished since the last record.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Record {
+    #[serde(rename = "e", default, skip_serializing_if = "Vec::is_empty")]
+    pub entries: Vec<Entry>,
+    /// The numbers of carried files.
+    #[serde(rename = "c", default, skip_serializing_if = "Vec::is_empty")]
+    pub carried: Vec<u32>,
+    #[serde(rename = "d", default, skip_serializing_if = "Vec::is_empty")]
+    pub doubts: Vec<Doubt>,
+}
+
+impl Record {
+    pub fn append(&mut self, later: Self) {
+        self.entries.extend(later.entries);
+        self.carried.extend(later.carried);
+        self.doubts.extend(later.doubts);
+    }
+
+    /// Returns the parts of spans that are not summed up, with the file of each.
+    pub fn sums(&self) -> impl Iterator<Item = (u32, SumPart)> + '_ {
+        self.entries.iter().flat_map(|entry| entry.sums.iter().map(|part| (entry.file, *part)))
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty() && self.carried.is_empty() && self.doubts.is_empty()
+    }
+
+    /// Sorts the entries and joins neighbours.
+    pub fn compact(&mut self, files: &[OutputFile]) {
+        self.entries.sort_unstable_by_key(|entry| (entry.file, entry.range.start));
+        self.entries.dedup_by(|next, entry| {
+            let is_next = entry.file == next.file
+                && entry.range.end == next.range.start
+                && next.range.end - entry.range.start <= MAX_JOINED_BYTES;
+            if is_next {
+                entry.append(next);
+            }
+            is_next
+        });
+        for entry in &mut self.entries {
+            SumPart::join(&mut entry.sums, &files[entry.file as usize]);
+        }
+        self.carried.sort_unstable();
+        debug_assert!(self.is_possible(files, usize::MAX), "readers would take it for damaged: {self:?}");
+    }
+
+    /// Returns whether the record is large enough to be written at once.
+    pub fn is_full(&self) -> bool {
+        self.entries.len() >= MAX_ITEMS
+            || self.entries.iter().map(|entry| 1 + entry.sums.len()).sum::<usize>() >= MAX_ITEMS
+    }
+
+    /// Returns whether a record can be about these files and this many carried ones.
+    pub fn is_possible(&self, files: &[OutputFile], carried: usize) -> bool {
+        let is_entry_possible = |entry: &Entry| {
+            let Some(file) = files.get(entry.file as usize) else { return false };
+            let mut at = entry.range.start;
+            let are_sums_within = entry.sums.iter().all(|part| {
+                let end = part.offset.checked_add(part.len).filter(|end| part.len > 0 && *end <= entry.range.end);
+                let is_free = part.offset >= at;
+                at = end.unwrap_or(at);
+                let span = file.sum_at(part.offset);
+                is_free && end.is_some_and(|end| span.is_some_and(|sum| end <= sum.range.end))
+            });
+            !entry.range.is_empty() && entry.range.end <= file.len && are_sums_within
+        };
+        self.entries.iter().all(is_entry_possible)
+            && self.carried.iter().all(|number| (*number as usize) < carried)
+            && self.doubts.iter().all(|doubt| (doubt.file as usize) < files.len())
+    }
+}
+
+/// An entry that does not count: the files contradict it. No two journals ever have the same name, so what is done again is
+/// not invalidated with it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(from = "(String, u32, u64)", into = "(String, u32, u64)")]
+pub struct Doubt {
+    /// The name of the journal that has the entry.
+    pub journal: String,
+    pub file: u32,
+    pub start: u64,
+}
+
+impl From<(String, u32, u64)> for Doubt {
+    fn from((journal, file, start): (String, u32, u64)) -> Self {
+        Self { journal, file, start }
+    }
+}
+
+impl From<Doubt> for (String, u32, u64) {
+    fn from(Doubt { journal, file, start }: Doubt) -> Self {
+        (journal, file, start)
+    }
+}
+
+/// Records that entries do not count, in a journal beside the one of this process.
+///
+/// # Errors
+/// `Io`
+pub fn doubt(journal: &AnchoredPath, doubts: Vec<Doubt>, sync: bool) -> Result<()> {
+    if doubts.is_empty() {
+        return Ok(());
+    }
+    let name = Path::new(journal.file_name()).with_extension(format!("doubts-{}.{EXTENSION}", unique()));
+    let mut made = Journal::create(&journal.with_file_name(name))?;
+    made.append(&Record { doubts, ..Record::default() }, boot_of(sync))?;
+    crate::fault::point("doubted");
+    Ok(())
+}
+
+/// The boot that a record holds on; `None` if its data is synced, so that it holds on all. An empty name is of no boot.
+pub(super) fn boot_of(sync: bool) -> Option<String> {
+    (!sync).then(|| this_boot().unwrap_or_default())
+}
+
+/// The journal that this process writes.
+#[derive(Debug)]
+pub(super) struct Journal {
+    path: AnchoredPath,
+    file: File,
+    /// The length of all complete records.
+    len: u64,
+}
+
+impl Journal {
+    /// Creates a journal. Fails with `Io` where it exists.
+    pub fn create(path: &AnchoredPath) -> Result<Self> {
+        let file = path.create_new(0o666).map_err(Error::io("create", path))?;
+        // The next run cannot find a journal without a name in its folder.
+        let folder = path.folder();
+        folder.sync().map_err(Error::io("sync", &folder))?;
+        Ok(Self { path: path.clone(), file, len: 0 })
+    }
+
+    /// Writes a record, in one call; where that fails, the next record takes its place. Its data is written, and on disk
+    /// unless it holds on one `boot` only.
+    pub fn append(&mut self, record: &Record, boot: Option<String>) -> Result<()> {
+        let is_synced = boot.is_none();
+        let line = to_line(record, boot);
+        self.file.write_all_at(&line, self.len).map_err(Error::io("write", &self.path))?;
+        if is_synced {
+            self.file.sync_data().map_err(Error::io("sync", &self.path))?;
+        }
+        self.len += line.len() as u64;
+        Ok(())
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct Line<R> {
+    #[serde(rename = "r")]
+    record: R,
+    #[serde(rename = "b", default, skip_serializing_if = "Option::is_none")]
+    boot: Option<String>,
+}
+
+fn to_line(record: &Record, boot: Option<String>) -> Vec<u8> {
+    let mut line = serde_json::to_vec(&Line { record, boot }).expect("a record is plain data");
+    let crc = crc32fast::hash(&line);
+    line.extend_from_slice(format!(" {crc:08x}\n").as_bytes());
+    line
+}
+
+/// Returns the record of a line, and the boot it holds on; `None` where the line is damaged.
+pub(super) fn of_line(line: &[u8]) -> Option<(Record, Option<String>)> {
+    let (json, crc) = line.strip_suffix(b"\n")?.split_last_chunk::<9>()?;
+    let crc = u32::from_str_radix(std::str::from_utf8(crc.strip_prefix(b" ")?).ok()?, 16).ok()?;
+    if crc32fast::hash(json) != crc {
+        return None;
+    }
+    let Line { record, boot } = serde_json::from_slice(json).ok()?;
+    Some((record, boot))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,504 @@
+//! Leases: which process works on what, whether that process is alive, and whether this process still holds its own.
+//!
+//! A lease is a file that one process links to its name, or creates with `O_EXCL`: the file system decides who holds it.
+//! The holder rewrites a record of fixed length every other second, through the handle that created the file, so it never
+//! creates the file again. The next generation takes over a dead lease. On the holder's node `/proc` tells whether the
+//! process lives. On other nodes a lease that does not change for 20 seconds of the watcher's own clock is dead. Clocks of
+//! two nodes are never compared; neither locks nor times of files are used, which network file systems have in name only.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::destination::{is_gone, is_hidden, read_at_most, unique};
+use super::{Claim, Pace};
+use crate::comm::{Part, Process};
+use crate::error::{Error, Result};
+use crate::fault;
+use crate::storage::AnchoredPath;
+use crate::threads;
+
+/// What a lease is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum Role {
+    Part(Part),
+    Seal,
+    /// Throwing the partial folder away.
+    Restart,
+}
+
+/// The name of a lease: `part-2-of-4.0`, `seal.0`. Its file ends in `.lease`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct LeaseName {
+    pub role: Role,
+    pub generation: u32,
+}
+
+impl LeaseName {
+    pub fn journal(&self) -> String {
+        format!("{self}.journal")
+    }
+
+    fn file(&self) -> String {
+        format!("{self}.lease")
+    }
+}
+
+impl fmt::Display for LeaseName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.role {
+            Role::Part(Part { index, of }) => write!(f, "part-{index}-of-{of}.{}", self.generation),
+            Role::Seal => write!(f, "seal.{}", self.generation),
+            Role::Restart => write!(f, "restart.{}", self.generation),
+        }
+    }
+}
+
+impl FromStr for LeaseName {
+    type Err = ();
+
+    /// Parses the name of a file.
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let (role, generation) = text.strip_suffix(".lease").and_then(|text| text.rsplit_once('.')).ok_or(())?;
+        let number = |text: &str| text.parse().map_err(drop);
+        let role = match role.strip_prefix("part-").and_then(|part| part.split_once("-of-")) {
+            Some((index, of)) => Role::Part(Part { index: number(index)?, of: number(of)? }),
+            None if role == "seal" => Role::Seal,
+            None if role == "restart" => Role::Restart,
+            None => return Err(()),
+        };
+        let name = Self { role, generation: number(generation)? };
+        // Nobody could take over the last generation. `+1` and `01` are numbers, too.
+        if name.generation < u32::MAX && name.file() == text { Ok(name) } else { Err(()) }
+    }
+}
+
+/// How far the process is with the work that the lease is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Phase {
+    Working,
+    /// The work is done, and the process waits for others.
+    Finished,
+    /// The process gave the lease up before the work was done.
+    Stopped,
+    /// The process gave the lease up when the work was done.
+    Left,
+}
+
+impl Phase {
+    pub fn is_over(self) -> bool {
+        matches!(self, Self::Stopped | Self::Left)
+    }
+
+    pub fn is_done(self) -> bool {
+        matches!(self, Self::Finished | Self::Left)
+    }
+}
+
+/// The content of a lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Record {
+    #[serde(flatten)]
+    pub process: Process,
+    /// Increases as long as the process lives.
+    pub beat: u64,
+    pub phase: Phase,
+    pub done_bytes: u64,
+    /// The error that ended the process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure: Option<Failure>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Failure {
+    pub reason: String,
+    /// A digest of the name of the launch, where the launcher named it.
+    run: Option<String>,
+}
+
+fn digest(run: &str) -> String {
+    blake3::hash(run.as_bytes()).to_hex()[..32].to_owned()
+}
+
+/// A longer reason is cut. A byte of it takes six in JSON at most.
+const MAX_REASON_BYTES: usize = 400;
+
+/// All records have this length, so that a shorter one never leaves the end of a longer one behind.
+pub(super) const RECORD_BYTES: usize = 4096;
+
+impl Record {
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = serde_json::to_vec(self).expect("strings and numbers are JSON");
+        bytes.resize(RECORD_BYTES, b' ');
+        bytes[RECORD_BYTES - 1] = b'\n';
+        bytes
+    }
+}
+
+/// A lease that was read.
+#[derive(Clone, Debug)]
+pub(super) struct SeenLease {
+    pub name: LeaseName,
+    pub bytes: Vec<u8>,
+    /// `None` where the record is not complete yet.
+    pub record: Option<Record>,
+}
+
+/// Returns the name of the latest lease of each role.
+pub(super) fn latest_leases(folder: &AnchoredPath) -> io::Result<impl Iterator<Item = LeaseName>> {
+    let mut latest: BTreeMap<Role, LeaseName> = BTreeMap::new();
+    for name in folder.names()? {
+        let Some(name) = name.to_str().and_then(|name| name.parse::<LeaseName>().ok()) else { continue };
+        let known = latest.entry(name.role).or_insert(name);
+        known.generation = known.generation.max(name.generation);
+    }
+    Ok(latest.into_values())
+}
+
+/// Reads the latest lease of each role.
+pub(super) fn read_leases(folder: &AnchoredPath) -> io::Result<Vec<SeenLease>> {
+    let mut found = Vec::new();
+    for name in latest_leases(folder)? {
+        found.extend(match read_lease(folder, name)? {
+            // A lease that stays hidden has to be watched: a process holds it. One that is gone was retracted.
+            None if is_hidden(folder, &name.file())? => {
+                let hidden = SeenLease { name, bytes: Vec::new(), record: None };
+                Some(read_lease(folder, name)?.unwrap_or(hidden))
+            }
+            None => read_lease(folder, name)?,
+            seen => seen,
+        });
+    }
+    Ok(found)
+}
+
+/// Returns `None` where the lease does not exist (any more).
+pub(super) fn read_lease(folder: &AnchoredPath, name: LeaseName) -> io::Result<Option<SeenLease>> {
+    match read_at_most(&folder.join(name.file()), RECORD_BYTES as u64) {
+        Err(error) if is_gone(&error) => Ok(None),
+        bytes => bytes.map(|bytes| Some(SeenLease { name, record: serde_json::from_slice(&bytes).ok(), bytes })),
+    }
+}
+
+/// A lease that this process holds. Dropping it records that it is given up.
+#[derive(Debug)]
+pub(super) struct Lease {
+    path: AnchoredPath,
+    shared: Arc<Shared>,
+    heart: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    file: File,
+    record: Mutex<Record>,
+    given_up: Condvar,
+    done_bytes: AtomicU64,
+}
+
+impl Lease {
+    /// Takes a lease. Returns `None` where another process was faster, or the folder is gone.
+    pub fn take(folder: &AnchoredPath, name: LeaseName) -> Result<Option<Self>> {
+        let path = folder.join(name.file());
+        let record = Record { process: Process::this(), beat: 0, phase: Phase::Working, done_bytes: 0, failure: None };
+        let file = match create(&path, &record, name.role) {
+            Ok(file) => file,
+            Err(error) if is_lost(&error) => return Ok(None),
+            Err(error) => return Err(Error::io("create", &path)(error)),
+        };
+        let (record, given_up, done_bytes) = (Mutex::new(record), Condvar::new(), AtomicU64::default());
+        Ok(Some(Self { path, shared: Arc::new(Shared { file, record, given_up, done_bytes }), heart: None }))
+    }
+
+    /// Shows others that this process stays.
+    pub fn beat(&self) -> Result<()> {
+        self.shared.beat().map_err(Error::io("write", &self.path))
+    }
+
+    /// Starts the heartbeat, which calls `look` each time.
+    pub fn start(&mut self, every: Duration, look: impl Fn() + Send + 'static) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let beat = move || {
+            while shared.sleep(every) {
+                // A lease that cannot be written looks dead to others, as it should.
+                let _ = shared.beat();
+                look();
+            }
+        };
+        self.heart = Some(threads::start("lease", beat)?);
+        Ok(())
+    }
+
+    pub fn done_bytes(&self) -> &AtomicU64 {
+        &self.shared.done_bytes
+    }
+
+    /// Records that the work is done.
+    pub fn finish(&self) -> Result<()> {
+        self.shared.write(|record| record.phase = Phase::Finished).map_err(Error::io("write", &self.path))
+    }
+
+    /// Records why this process is about to give the lease up, if that is possible.
+    pub fn fail(&self, reason: &str, run: Option<&str>) {
+        let reason = reason[..reason.floor_char_boundary(MAX_REASON_BYTES)].to_owned();
+        let _ = self.shared.write(|record| record.failure = Some(Failure { reason, run: run.map(digest) }));
+    }
+
+    /// Returns a function that does what [`Lease::fail`] does, for the thread of the heartbeat.
+    pub fn note(&self) -> impl Fn(&str) + Send + 'static + use<> {
+        let shared = Arc::clone(&self.shared);
+        move |reason| {
+            let reason = reason[..reason.floor_char_boundary(MAX_REASON_BYTES)].to_owned();
+            drop(shared.write(|record| record.failure = Some(Failure { reason, run: None })));
+        }
+    }
+
+    /// Gives the lease up as if it had never been taken.
+    pub fn retract(self) {
+        let _ = self.path.remove_file();
+    }
+}
+
+/// Another process holds the name, or the folder is gone.
+fn is_lost(error: &io::Error) -> bool {
+    is_gone(error) || error.kind() == io::ErrorKind::AlreadyExists
+}
+
+/// Creates a lease that names its process from the first moment: others would have to watch an empty one, should its
+/// process be killed. On a file system without links the lease is empty for a short moment.
+fn create(path: &AnchoredPath, record: &Record, role: Role) -> io::Result<File> {
+    let tmp = path.with_file_name(format!(".lease-{}", unique()));
+    // Other nodes see nothing before the server does.
+    let write = |file: &File| file.write_all_at(&record.to_bytes(), 0).and_then(|()| file.sync_data());
+    let file = tmp.create_new(0o666)?;
+    let linked = write(&file).and_then(|()| {
+        fault::point(match role {
+            Role::Part(_) => "begin-created-lease",
+            Role::Seal => "seal-created-lease",
+            Role::Restart => "restart-created-lease",
+        });
+        tmp.hard_link(path)
+    });
+    let _ = tmp.remove_file();
+    match linked {
+        Ok(()) => Ok(file),
+        Err(error) if is_lost(&error) => Err(error),
+        Err(_) => {
+            let file = path.create_new(0o666)?;
+            write(&file).inspect_err(|_| drop(path.remove_file()))?;
+            Ok(file)
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let _ = self.shared.write(|record| {
+            record.phase = if record.phase.is_done() { Phase::Left } else { Phase::Stopped };
+        });
+        self.shared.given_up.notify_all();
+        if let Some(heart) = self.heart.take() {
+            let _ = heart.join();
+        }
+    }
+}
+
+impl Shared {
+    fn beat(&self) -> io::Result<()> {
+        self.write(|record| record.beat = record.beat.wrapping_add(1))
+    }
+
+    fn write(&self, change: impl FnOnce(&mut Record)) -> io::Result<()> {
+        let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        if record.phase.is_over() {
+            return Ok(());
+        }
+        change(&mut record);
+        record.done_bytes = self.done_bytes.load(Ordering::Relaxed);
+        self.file.write_all_at(&record.to_bytes(), 0)?;
+        // Other nodes see nothing before the server does.
+        self.file.sync_data()
+    }
+
+    /// Returns false once the lease is given up.
+    fn sleep(&self, time: Duration) -> bool {
+        let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.given_up.wait_timeout_while(record, time, |record| !record.phase.is_over());
+        !waited.unwrap_or_else(PoisonError::into_inner).0.phase.is_over()
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LeaseState {
+    Alive,
+    Dead,
+    /// Not known yet: the lease has to be watched.
+    Unsure,
+}
+
+/// Finds out whether the processes of leases live.
+#[derive(Debug)]
+pub(super) struct LeaseWatch {
+    here: Process,
+    pace: Pace,
+    watched: HashMap<LeaseName, Watched>,
+}
+
+#[derive(Debug)]
+struct Watched {
+    bytes: Vec<u8>,
+    looked: Instant,
+    /// How long the lease was watched and did not change.
+    unchanged: Duration,
+    has_changed: bool,
+}
+
+/// Time between two looks that counts as watched at most: a file system may hang, and a watcher may be suspended.
+const MAX_BETWEEN_LOOKS: Duration = Duration::from_secs(3);
+
+impl LeaseWatch {
+    pub fn new(pace: Pace) -> Self {
+        Self { here: Process::this(), pace, watched: HashMap::new() }
+    }
+
+    pub fn state(&mut self, seen: &SeenLease, now: Instant) -> LeaseState {
+        let first =
+            || Watched { bytes: seen.bytes.clone(), looked: now, unchanged: Duration::ZERO, has_changed: false };
+        let last = self.watched.entry(seen.name).or_insert_with(first);
+        if last.bytes == seen.bytes {
+            last.unchanged += now.saturating_duration_since(last.looked).min(MAX_BETWEEN_LOOKS);
+            last.looked = now;
+        } else {
+            *last = Watched { has_changed: true, ..first() };
+        }
+        let is_over = seen.record.as_ref().is_some_and(|record| record.phase.is_over());
+        match seen.record.as_ref().and_then(|record| record.process.is_alive(&self.here)) {
+            _ if is_over => LeaseState::Dead,
+            Some(false) => LeaseState::Dead,
+            // A process that is suspended, or held by its file system.
+            Some(true) if last.unchanged >= self.pace.stuck_after => LeaseState::Dead,
+            Some(true) => LeaseState::Alive,
+            None if last.unchanged >= self.pace.dead_after => LeaseState::Dead,
+            None if last.has_changed => LeaseState::Alive,
+            None => LeaseState::Unsure,
+        }
+    }
+}
+
+/// The leases that were there when this process took its own, and that were dead or in doubt. A lease that changes is of
+/// this run. One that stays the same is of an earlier run, whose part is about to be started again, unless it says that
+/// its process failed in this launch.
+#[derive(Clone, Debug)]
+pub(super) struct StaleLeases {
+    leases: Vec<SeenLease>,
+    resume: bool,
+    run: Option<String>,
+}
+
+impl StaleLeases {
+    pub fn new(leases: Vec<SeenLease>, claim: &Claim) -> Self {
+        Self { leases, resume: claim.resume, run: claim.run.as_deref().map(digest) }
+    }
+
+    pub fn contains(&self, seen: &SeenLease) -> bool {
+        let failure = seen.record.as_ref().and_then(|record| record.failure.as_ref());
+        let has_failed_now =
+            failure.is_some_and(|failure| !self.resume || self.run.is_some() && failure.run == self.run);
+        let is_unchanged = |lease: &SeenLease| (lease.name, &lease.bytes) == (seen.name, &seen.bytes);
+        !has_failed_now && self.leases.iter().any(is_unchanged)
+    }
+}
+
+/// Why a process must not go on with its work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LeaseLost {
+    TakenOver,
+    Gone,
+}
+
+/// The part of the work that this process holds, as long as no other process has taken it over. A process that was
+/// suspended, or cut off from the file system, cannot know that without a look.
+#[derive(Debug)]
+pub(super) struct Holding {
+    pub destination: PathBuf,
+    pub partial: AnchoredPath,
+    /// The folder of output and journals.
+    pub work: AnchoredPath,
+    pub part: Part,
+    pub lease: LeaseName,
+    /// The leases that were there when this one was taken.
+    pub known: Vec<LeaseName>,
+    pub dead_after: Duration,
+}
+
+impl Holding {
+    /// Returns whether another process has taken over, or the folder is gone. It reads names only, since every process
+    /// looks every other second.
+    pub fn look(&self) -> Result<Option<LeaseLost>> {
+        let is_taken_over = || -> io::Result<bool> {
+            // Opening the folder makes network file systems ask the server.
+            self.work.hold()?;
+            for name in latest_leases(&self.partial)? {
+                let is_later = name.role == self.lease.role && name.generation > self.lease.generation;
+                if is_later || self.is_rival_at_work(name)? {
+                    return Ok(true);
+                }
+            }
+            Ok(false)
+        };
+        match is_taken_over() {
+            Err(error) if is_gone(&error) => Ok(Some(LeaseLost::Gone)),
+            taken => Ok(taken.map_err(Error::io("look into", &self.partial))?.then_some(LeaseLost::TakenOver)),
+        }
+    }
+
+    /// Returns whether a lease is of a process that came later and divides the same output in another way.
+    pub fn is_of_rival(&self, name: LeaseName) -> bool {
+        matches!(name.role, Role::Part(theirs) if theirs.of != self.part.of) && !self.known.contains(&name)
+    }
+
+    fn is_rival_at_work(&self, name: LeaseName) -> io::Result<bool> {
+        if !self.is_of_rival(name) {
+            return Ok(false);
+        }
+        let record = read_lease(&self.partial, name)?.and_then(|seen| seen.record);
+        // Before its first beat a process may still find out that it must not stay.
+        Ok(record.is_some_and(|record| record.beat > 0))
+    }
+
+    pub fn error(&self, lost: LeaseLost) -> Error {
+        let (message, hint) = self.message(lost);
+        Error::usage(message, hint)
+    }
+
+    /// Returns the message and the hint.
+    pub fn message(&self, lost: LeaseLost) -> (String, String) {
+        let Part { index, of } = self.part;
+        let (destination, partial) = (self.destination.display(), self.partial.display());
+        match lost {
+            LeaseLost::TakenOver => (
+                format!("another run has taken over part {index} of {of} of {destination}"),
+                format!(
+                    "this process was not seen alive for {} s, or another one was started for its part; the others go \
+                     on in {partial}",
+                    self.dead_after.as_secs(),
+                ),
+            ),
+            LeaseLost::Gone => (
+                format!("{partial} is gone, and {destination} was not published from it"),
+                "something else removed it while it was being written; start again".into(),
+            ),
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! The partial folder: how it is made, its plan, its leases, and whether its output has been published.
+//!
+//! Invariant: the folder appears complete, by one rename. Its plan and its data folder are never made again, so output
+//! that was there and is not there any more has been published.
+
+use std::io::{self, Write};
+
+use serde::{Deserialize, Serialize};
+
+use super::destination::{Destination, Identity, TMP, TRASH, is_gone, is_hidden, read_at_most, unique};
+use super::lease::{Role, SeenLease, read_leases};
+use super::{Claim, Plan, Shape};
+use crate::error::{Error, Result};
+use crate::exec::about::About;
+use crate::fault;
+use crate::storage::AnchoredPath;
+
+/// The folder in the work folder that holds the output.
+pub(super) const DATA: &str = "data";
+const PLAN: &str = "plan.json";
+const ABOUT: &str = "about.json";
+
+/// The longest plan.
+const MAX_PLAN_BYTES: u64 = 1 << 16;
+const MAX_ABOUT_BYTES: u64 = 64 << 20;
+
+/// The content of `plan.json`: what is being written. It never changes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct PlanFile {
+    pub version: String,
+    /// In hexadecimal digits.
+    pub fingerprint: String,
+    /// The launch that made the folder, where the launcher named it.
+    pub run: Option<String>,
+    /// The number of parts of the process that made the folder.
+    pub parts: u32,
+    /// Random: no other folder has ever had this id.
+    pub id: String,
+}
+
+impl PlanFile {
+    pub fn new(plan: &Plan<'_>, claim: &Claim) -> Self {
+        Self {
+            version: plan.version.to_owned(),
+            fingerprint: plan.fingerprint.to_string(),
+            run: claim.run.clone(),
+            parts: claim.part.of,
+            id: unique(),
+        }
+    }
+
+    /// The folder of output and journals, in the partial folder. The id is in its name, so a process that slept while the
+    /// partial folder was thrown away and made again finds nothing there that it could write to.
+    pub fn work(&self) -> String {
+        format!("work-{}", self.id)
+    }
+
+    pub fn is_of(&self, plan: &Plan<'_>) -> bool {
+        self.version == plan.version && self.fingerprint == plan.fingerprint.to_string()
+    }
+
+    /// Describes how this plan differs from `plan`. `folder` is the partial folder of this plan.
+    pub fn difference(&self, plan: &Plan<'_>, folder: &AnchoredPath) -> String {
+        if self.version != plan.version {
+            return format!("dtshard {} made it, and this is {}", self.version, plan.version);
+        }
+        let about = read_at_most(&folder.join(ABOUT), MAX_ABOUT_BYTES).ok();
+        let about: Option<About> = about.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let difference = about.and_then(|about| about.difference(plan.about));
+        difference.unwrap_or_else(|| "it is of another source, or of other options".to_owned())
+    }
+
+    /// Returns `None` where there is no valid plan (any more).
+    fn read(folder: &AnchoredPath) -> io::Result<Option<Self>> {
+        let is_id = |id: &str| id.len() == 12 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
+        match read_at_most(&folder.join(PLAN), MAX_PLAN_BYTES) {
+            Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok().filter(|plan: &Self| is_id(&plan.id))),
+            Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::NotADirectory => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Destination {
+    /// Makes the partial folder, with its plan and an empty data folder. Returns false where another process was faster,
+    /// or deleted the temporary folder as a leftover.
+    pub fn make(&self, plan: &PlanFile, about: &About, sync: bool) -> Result<bool> {
+        let tmp = self.unique(TMP);
+        tmp.create_folder().map_err(Error::io("create", &self.partial()))?;
+        fault::point("begin-draft");
+        let made = fill(&tmp, plan, about, sync).and_then(|()| {
+            fault::point("begin-planned");
+            // An existing partial folder is not empty, so no rename replaces it.
+            tmp.rename(&self.partial())
+        });
+        let Err(error) = made else {
+            fault::point("begin-made");
+            if sync {
+                self.folder.sync().map_err(Error::io("sync", &self.folder))?;
+            }
+            self.sweep(&[TRASH, TMP]);
+            return Ok(true);
+        };
+        self.release();
+        let _ = tmp.remove_all();
+        match error.kind() {
+            io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => Ok(false),
+            _ if is_gone(&error) => Ok(false),
+            _ => Err(Error::io("create", &self.partial())(error)),
+        }
+    }
+}
+
+fn fill(tmp: &AnchoredPath, plan: &PlanFile, about: &About, sync: bool) -> io::Result<()> {
+    let work = tmp.join(plan.work());
+    work.create_folder()?;
+    work.join(DATA).create_folder()?;
+    // Not synced: nothing depends on it.
+    tmp.join(ABOUT).create_new(0o666)?.write_all(&serde_json::to_vec_pretty(about)?)?;
+    let mut file = tmp.join(PLAN).create_new(0o666)?;
+    file.write_all(&serde_json::to_vec_pretty(plan)?)?;
+    if sync {
+        file.sync_all()?;
+        work.sync()?;
+        tmp.sync()?;
+    }
+    Ok(())
+}
+
+/// What is at the name of the partial folder.
+pub(super) enum Found {
+    Nothing,
+    /// A file, or a folder without a plan: another version made it, or somebody else.
+    Junk,
+    /// A listed name cannot be opened: it is being deleted, or the file system answers from a cache.
+    Unclear,
+    Partial(Partial),
+}
+
+pub(super) struct Partial {
+    pub plan: PlanFile,
+    pub leases: Vec<SeenLease>,
+    /// The output is at the destination.
+    pub is_published: bool,
+}
+
+impl Partial {
+    pub fn lease(&self, role: Role) -> Option<&SeenLease> {
+        self.leases.iter().find(|seen| seen.name.role == role)
+    }
+}
+
+impl Found {
+    pub fn at(folder: &AnchoredPath, shape: Shape) -> Result<Self> {
+        let look = || match Self::read(folder, shape) {
+            Err(error) if is_gone(&error) => Ok(Self::Nothing),
+            found => found.map_err(Error::io("read", folder)),
+        };
+        match look()? {
+            // The name was looked up again.
+            Self::Unclear => look(),
+            found => Ok(found),
+        }
+    }
+
+    fn read(folder: &AnchoredPath, shape: Shape) -> io::Result<Self> {
+        let Some(metadata) = folder.own_metadata()? else { return Ok(Self::Nothing) };
+        let before = Some(Identity::new(&metadata));
+        if !metadata.is_dir() {
+            return Ok(Self::Junk);
+        }
+        // A rename replaces an empty folder.
+        if folder.names()?.is_empty() {
+            return Ok(Self::Nothing);
+        }
+        let without = |name: &str| {
+            if Identity::of(folder) != before {
+                // Another folder by now.
+                return Ok(Self::Nothing);
+            }
+            Ok(if is_hidden(folder, name)? { Self::Unclear } else { Self::Junk })
+        };
+        let Some(plan) = PlanFile::read(folder)? else { return without(PLAN) };
+        let work = folder.join(plan.work());
+        if !work.exists() {
+            return without(&plan.work());
+        }
+        // In this order: once there is a lease on sealing, only publishing takes the output away.
+        let look = || -> io::Result<_> { Ok((read_leases(folder)?, output(&work, shape)?.is_none())) };
+        let has_sealer = |leases: &[SeenLease]| leases.iter().any(|seen| seen.name.role == Role::Seal);
+        let (mut leases, mut is_away) = look()?;
+        if is_away && !has_sealer(&leases) {
+            // There is no output yet, or it was sealed and published since the leases were read.
+            (leases, is_away) = look()?;
+        }
+        let is_published = is_away && has_sealer(&leases);
+        if Identity::of(folder) != before {
+            // Some leases may have been missed, as the folder was taken away.
+            return Ok(Self::Nothing);
+        }
+        Ok(Self::Partial(Partial { plan, leases, is_published }))
+    }
+}
+
+/// Returns the path that is renamed to the destination, if it exists.
+pub(super) fn output(work: &AnchoredPath, shape: Shape) -> io::Result<Option<AnchoredPath>> {
+    let data = work.join(DATA);
+    let found = match shape {
+        Shape::Folder => work.names().map(|names| names.iter().any(|name| name == DATA).then_some(data)),
+        Shape::File => data.names().and_then(|names| match names.as_slice() {
+            [] => Ok(None),
+            [only] => Ok(Some(data.join(only))),
+            several => {
+                let names: Vec<_> = several.iter().map(|name| name.to_string_lossy()).collect();
+                let found = format!("expected one file in {DATA}, found {}", names.join(", "));
+                Err(io::Error::new(io::ErrorKind::InvalidData, found))
+            }
+        }),
+    };
+    match found {
+        Err(error) if is_gone(&error) => Ok(None),
+        found => found,
+    }
+}

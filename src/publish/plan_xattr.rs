@@ -1,0 +1,28 @@
+//! The plan that a result was made from, as the extended attribute `user.dtshard.plan`: a finished run is recognised by it.
+//!
+//! Not every file system has attributes, and not every copy keeps them. Invariant: the attribute says "this is from the
+//! same plan"; its absence says nothing.
+
+use std::os::fd::AsFd;
+use std::path::Path;
+
+use rustix::fs::XattrFlags;
+
+use crate::exec::fingerprint::Fingerprint;
+
+const NAME: &str = "user.dtshard.plan";
+
+/// Writes the attribute, if possible. Called before the rename, so that the destination has it from its first moment.
+pub(super) fn write(output: impl AsFd, fingerprint: Fingerprint) {
+    let _ = rustix::fs::fsetxattr(output, NAME, fingerprint.to_string().as_bytes(), XattrFlags::empty());
+}
+
+pub(super) fn read(path: &Path) -> Option<Fingerprint> {
+    let mut value = [0_u8; 64];
+    let len = rustix::fs::lgetxattr(path, NAME, &mut value[..]).ok()?;
+    std::str::from_utf8(value.get(..len)?).ok()?.parse().ok()
+}
+
+pub(super) fn is(path: &Path, fingerprint: Fingerprint) -> bool {
+    read(path) == Some(fingerprint)
+}

@@ -1,0 +1,328 @@
+//! Presence: which processes of a run are there, by leases in a folder that all of them see.
+//!
+//! Each process holds the lease of its part. A process that fails writes the reason into its lease. Process 0 watches all
+//! others, and the others watch process 0, which passes on in its own lease which process is gone, and why: so the number of
+//! files that are read grows with the number of processes and not with its square. Invariant: the first failure stays, as
+//! others follow from it.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::lease::{
+    Lease, LeaseName, LeaseState, LeaseWatch, Phase, Record, Role, SeenLease, latest_leases, read_lease,
+};
+use super::{Pace, pace};
+use crate::comm::{DROPPED, ENDED, Fate, Gone, LEFT, Part, Process, Why};
+use crate::error::{Error, Result};
+use crate::fault;
+use crate::storage::AnchoredPath;
+
+/// The time between two beats of a lease, and between two looks at the others.
+const BEAT: Duration = Duration::from_secs(1);
+const HURRIED_BEAT: Duration = Duration::from_millis(100);
+
+/// The time after which nobody waits for a process that is there and does not move.
+const HURRIED_STUCK: Duration = Duration::from_secs(15);
+
+fn beat() -> Duration {
+    if cfg!(test) { HURRIED_BEAT } else { fault::patience(BEAT, HURRIED_BEAT) }
+}
+
+fn stuck_after() -> Duration {
+    fault::patience(pace().stuck_after, HURRIED_STUCK)
+}
+
+/// The lease of a part, as another process finds it.
+#[derive(Clone, Debug)]
+pub struct Found {
+    pub index: u32,
+    /// Counts the processes that have held the lease of this part.
+    pub generation: u32,
+    pub state: State,
+    pub process: Option<Process>,
+    pub(crate) failure: Option<Gone>,
+}
+
+/// Whether the process of a lease is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    Alive,
+    Ended,
+    /// It has to be watched.
+    Unsure,
+}
+
+/// Looks at the leases in a folder.
+#[derive(Debug)]
+pub struct Observer {
+    folder: AnchoredPath,
+    of: u32,
+    watch: LeaseWatch,
+}
+
+impl Observer {
+    #[must_use]
+    pub fn new(folder: &AnchoredPath, of: u32) -> Self {
+        Self { folder: folder.clone(), of, watch: LeaseWatch::new(Pace { stuck_after: stuck_after(), ..pace() }) }
+    }
+
+    /// Returns the generation of the latest lease of each part.
+    ///
+    /// # Errors
+    /// `Io` where the folder cannot be listed.
+    pub fn generations(&self) -> Result<BTreeMap<u32, u32>> {
+        let names = latest_leases(&self.folder).map_err(Error::io("list", &self.folder))?;
+        let generation = |name: LeaseName| match name.role {
+            Role::Part(part) if part.of == self.of => Some((part.index, name.generation)),
+            _ => None,
+        };
+        Ok(names.filter_map(generation).collect())
+    }
+
+    /// Returns the state of a lease, `None` where there is no such lease.
+    ///
+    /// # Errors
+    /// `Io` where it cannot be read.
+    pub fn look(&mut self, index: u32, generation: u32) -> Result<Option<Found>> {
+        let name = self.name(index, generation);
+        let seen = match read_lease(&self.folder, name) {
+            Ok(Some(seen)) => seen,
+            Ok(None) => return Ok(None),
+            Err(error) => return Err(Error::io("read", &self.folder.join(name.to_string()))(error)),
+        };
+        let state = match self.watch.state(&seen, Instant::now()) {
+            LeaseState::Alive => State::Alive,
+            LeaseState::Dead => State::Ended,
+            LeaseState::Unsure => State::Unsure,
+        };
+        let failure = seen.record.as_ref().and_then(|record| record.failure.as_ref());
+        let failure = failure.map(|failure| decode(index, &failure.reason));
+        Ok(Some(Found { index, generation, state, process: seen.record.map(|record| record.process), failure }))
+    }
+
+    fn name(&self, index: u32, generation: u32) -> LeaseName {
+        LeaseName { role: Role::Part(Part { index, of: self.of }), generation }
+    }
+
+    /// Returns why a process is gone that holds a lease; `None` where it is there, or has left when all was done.
+    fn gone(&mut self, index: u32, generation: u32) -> Option<Gone> {
+        let name = self.name(index, generation);
+        // Where a network file system fails for a moment, the next look tells.
+        let seen = read_lease(&self.folder, name).ok()??;
+        let life = self.watch.state(&seen, Instant::now());
+        let because = |why: &str| Some(Gone { rank: index, why: why.into() });
+        match &seen {
+            SeenLease { record: Some(Record { failure: Some(failure), .. }), .. } => {
+                Some(decode(index, &failure.reason))
+            }
+            SeenLease { record: Some(Record { phase: Phase::Left, .. }), .. } => None,
+            SeenLease { record: Some(Record { phase: Phase::Stopped, .. }), .. } => because(DROPPED),
+            SeenLease { record: Some(record), .. }
+                if life == LeaseState::Dead && record.process.is_alive(&Process::this()) == Some(true) =>
+            {
+                because(&format!("has not moved for {} s", stuck_after().as_secs()))
+            }
+            _ if life == LeaseState::Dead => because(ENDED),
+            _ => None,
+        }
+    }
+
+    /// Returns whether a process has left that holds a lease.
+    fn has_left(&self, index: u32, generation: u32) -> bool {
+        let seen = read_lease(&self.folder, self.name(index, generation));
+        seen.ok().flatten().and_then(|seen| seen.record).is_some_and(|record| record.phase == Phase::Left)
+    }
+}
+
+/// Returns whether a process may be at work that holds a lease in a folder.
+#[must_use]
+pub fn is_in_use(folder: &AnchoredPath) -> bool {
+    const DAY: Duration = Duration::from_hours(24);
+    let here = Process::this();
+    let is_alive = |name: LeaseName| {
+        let record = read_lease(folder, name).ok().flatten().and_then(|seen| seen.record);
+        let is_over = record
+            .as_ref()
+            .is_some_and(|record| record.phase.is_over() || record.process.is_alive(&here) == Some(false));
+        // A process on another node that lives writes its lease all the time.
+        let modified = folder.join(format!("{name}.lease")).metadata().and_then(|metadata| metadata.modified());
+        let is_old = modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > DAY));
+        !is_over && !is_old
+    };
+    latest_leases(folder).is_ok_and(|mut names| names.any(is_alive))
+}
+
+/// The lease of this process.
+#[derive(Debug)]
+pub struct Presence {
+    folder: AnchoredPath,
+    part: Part,
+    generation: u32,
+    lease: Lease,
+    fate: Arc<Fate>,
+    members: Arc<Mutex<Members>>,
+}
+
+/// The processes that have met, by the generations of their leases; none before that.
+#[derive(Debug)]
+struct Members {
+    observer: Observer,
+    generations: Vec<u32>,
+}
+
+impl Presence {
+    /// Takes a lease of a part. `None` where another process was faster.
+    ///
+    /// # Errors
+    /// `Io` where it cannot be written.
+    pub fn take(folder: &AnchoredPath, part: Part, generation: u32) -> Result<Option<Self>> {
+        let name = LeaseName { role: Role::Part(part), generation };
+        let Some(mut lease) = Lease::take(folder, name)? else { return Ok(None) };
+        let fate = Arc::new(Fate::default());
+        let observer = Observer::new(folder, part.of);
+        let members = Arc::new(Mutex::new(Members { observer, generations: Vec::new() }));
+        let (watched, sealed) = (Arc::clone(&members), Arc::clone(&fate));
+        let note = lease.note();
+        lease.start(beat(), move || {
+            if sealed.gone().is_none()
+                && let Some(gone) = lock(&watched).first_gone(part)
+                && sealed.seal(gone.clone())
+            {
+                note(&encode(&gone));
+            }
+        })?;
+        Ok(Some(Self { folder: folder.clone(), part, generation, lease, fate, members }))
+    }
+
+    #[must_use]
+    pub fn folder(&self) -> &AnchoredPath {
+        &self.folder
+    }
+
+    #[must_use]
+    pub fn part(&self) -> Part {
+        self.part
+    }
+
+    #[must_use]
+    pub fn generation(&self) -> u32 {
+        self.generation
+    }
+
+    /// Watches these processes from now on, by the generations of their leases.
+    pub fn watch(&self, generations: Vec<u32>) {
+        lock(&self.members).generations = generations;
+    }
+
+    /// # Errors
+    /// `Comm` naming the process that is gone, `Stopped` where a signal stopped it.
+    pub fn check(&self, op: &'static str) -> Result<()> {
+        self.fate.check(op)
+    }
+
+    /// Looks now whether a process is gone that is waited for, instead of waiting for the next beat.
+    ///
+    /// # Errors
+    /// As [`Presence::check`].
+    pub fn check_now(&self, index: u32, op: &'static str) -> Result<()> {
+        self.check(op)?;
+        let gone = {
+            let mut members = lock(&self.members);
+            let Some(generation) = members.generations.get(index as usize).copied() else { return Ok(()) };
+            let left = members.observer.has_left(index, generation);
+            let left = left.then(|| Gone { rank: index, why: LEFT.into() });
+            members.observer.gone(index, generation).or(left)
+        };
+        gone.map_or(Ok(()), |gone| {
+            self.give_up(gone);
+            self.check(op)
+        })
+    }
+
+    /// Tells the others that a process is gone: this one or another.
+    pub(crate) fn give_up(&self, gone: Gone) {
+        self.fate.seal(gone.clone());
+        let first = self.fate.gone().cloned().unwrap_or(gone);
+        self.lease.fail(&encode(&first), None);
+    }
+
+    /// Tells the others why this process ends.
+    pub fn fail(&self, why: &str) {
+        self.give_up(Gone { rank: self.part.index, why: Why::of_words(why) });
+    }
+
+    /// Leaves as a process whose work is done.
+    pub fn leave(&self) {
+        let _ = self.lease.finish();
+        lock(&self.members).generations.clear();
+    }
+}
+
+impl Members {
+    /// Returns the first process that is gone, as the process of `part` sees it.
+    fn first_gone(&mut self, part: Part) -> Option<Gone> {
+        let watched = if part.index == 0 { 1..self.generations.len() } else { 0..self.generations.len().min(1) };
+        let all: Vec<Gone> = watched
+            .filter_map(|index| {
+                let rank = u32::try_from(index).expect("fewer than 2^32 processes");
+                self.observer.gone(rank, self.generations[index])
+            })
+            .collect();
+        // A process that ended without a word may have ended because of another.
+        let is_dropped = |gone: &&Gone| gone.why == DROPPED.into();
+        all.iter().find(|gone| !is_dropped(gone)).or(all.first()).cloned()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Who is gone and why, as text of a lease: `2 F words`, or `2 S TERM`.
+fn encode(gone: &Gone) -> String {
+    match &gone.why {
+        Why::Failed(words) => format!("{} F {words}", gone.rank),
+        Why::Stopped(which) => format!("{} S {}", gone.rank, Why::signal(*which)),
+    }
+}
+
+/// The reverse of [`encode`]. Other words are those of the process whose lease it is.
+fn decode(index: u32, text: &str) -> Gone {
+    let parse = || {
+        let (rank, rest) = text.split_once(' ')?;
+        let (kind, words) = rest.split_once(' ')?;
+        let rank = rank.parse().ok()?;
+        let why = if kind == "S" { Why::of_signal(words)? } else { Why::Failed(words.to_owned()) };
+        Some(Gone { rank, why })
+    };
+    parse().unwrap_or_else(|| Gone { rank: index, why: text.into() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reasons_survive_a_lease() {
+        for gone in [
+            Gone { rank: 3, why: "failed: no space: a b".into() },
+            Gone { rank: 0, why: Why::of_words("stopped by TERM; nothing was written") },
+        ] {
+            assert_eq!(decode(7, &encode(&gone)), gone);
+        }
+        assert_eq!(decode(7, "no number"), Gone { rank: 7, why: "no number".into() });
+    }
+
+    #[test]
+    fn a_folder_is_in_use_while_a_process_holds_a_lease() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = AnchoredPath::new(root.path());
+        assert!(!is_in_use(&folder));
+        let presence = Presence::take(&folder, Part { index: 0, of: 2 }, 0).unwrap().unwrap();
+        assert!(is_in_use(&folder));
+        assert!(Presence::take(&folder, Part { index: 0, of: 2 }, 0).unwrap().is_none());
+        drop(presence);
+        assert!(!is_in_use(&folder));
+    }
+}

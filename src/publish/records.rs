@@ -1,0 +1,383 @@
+//! Records: what the processes of a run say to each other through files in a folder that all of them see.
+//!
+//! For few words: which files a process has, what it is to do, whether it went well. Bytes of tensors do not go this way.
+//!
+//! ```text
+//! run-1f0c96a2b7d4/            the processes of one launch
+//!     part-2-of-4.0.lease          process 2 is there, and why it ends
+//!     session-4.0.json             process 0 has seen all others: the generations of their leases
+//!     session-4.0/                 what they say to each other
+//!         7-2                          what process 2 says in the 7th operation
+//! ```
+//!
+//! Process 0 decides who has met whom: it lists the leases that it has seen alive and that no earlier session has. So a lease
+//! of a process that was killed is in nobody's way. Invariant: a record appears by a rename, so nobody reads half of one.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::convert::Infallible;
+use std::io::{ErrorKind, Read, Write};
+use std::ops::Range;
+use std::sync::Mutex;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::presence::{Found, Observer, Presence, State};
+use crate::comm::{Communicator, ENDED, FailureNotes, Gone, Part, Patience, Traffic, Wait};
+use crate::error::{Error, Result};
+use crate::exec::Stop;
+use crate::name_list::name_processes;
+use crate::storage::{AnchoredPath, lookup};
+
+const OP: &str = "meet";
+
+/// Pauses between two looks for what others say; each is twice as long as the one before.
+const SHORTEST: Duration = Duration::from_millis(1);
+const LONGEST: Duration = Duration::from_millis(200);
+
+/// The time between two looks at the lease of a process that is waited for.
+const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 1000 });
+
+/// A process that has met others. It moves no bytes of tensors.
+#[derive(Debug)]
+pub struct Records {
+    presence: Presence,
+    folder: AnchoredPath,
+    stop: Stop,
+    /// Operations that have begun.
+    number: Mutex<u64>,
+}
+
+/// The processes of a session, by the generations of their leases.
+#[derive(Debug, Serialize, Deserialize)]
+struct Session {
+    members: Vec<u32>,
+}
+
+impl Records {
+    /// Meets the other processes of `part` in `folder`, which is made where it is not there.
+    ///
+    /// # Errors
+    /// `Comm` naming a process that did not come in time, or has failed meanwhile; `Stopped`; `Io`.
+    pub fn meet(folder: &AnchoredPath, part: Part, patience: Patience<'_>, stop: &Stop) -> Result<Self> {
+        let observer = Observer::new(folder, part.of);
+        let mut meeting =
+            Meeting { folder, part, observer, seen_alive: BTreeSet::new(), is_blocked: false, sees_first: false };
+        let wait = Wait::begin(patience);
+        let (mut own, mut pause) = (None, SHORTEST);
+        loop {
+            let step = stop.check().and_then(|()| meeting.step(&mut own));
+            let missing = match step {
+                Ok(Step::Met(members)) => {
+                    let presence: Presence = own.take().expect("it is in the session");
+                    let folder = presence.folder().join(session(part.of, members[0]));
+                    presence.watch(members);
+                    return Ok(Self { presence, folder, stop: stop.clone(), number: Mutex::new(0) });
+                }
+                Ok(Step::Missing(missing)) => missing,
+                Err(error) => return Err(told(own.as_ref(), error)),
+            };
+            let whom = name_processes(&missing);
+            // Process 0 decides for those that see it, but not for ever.
+            let until = wait.until() + if meeting.sees_first { patience.limit } else { Duration::ZERO };
+            if Instant::now() >= until {
+                return Err(told(own.as_ref(), meeting.late(&missing, &wait)));
+            }
+            if wait.is_due() {
+                let why = meeting.is_blocked.then_some("a process of another run still has this part");
+                wait.say(&format!("waiting for {whom}"), why);
+            }
+            sleep(pause);
+            pause = LONGEST.min(pause * 2);
+        }
+    }
+
+    /// The folder of this session, for files that the processes of this session share.
+    #[must_use]
+    pub fn folder(&self) -> &AnchoredPath {
+        &self.folder
+    }
+
+    /// Leaves as a process whose work is done.
+    pub fn leave_quietly(&self) {
+        self.presence.leave();
+    }
+
+    fn hear(&self, rank: u32, name: &str, names: &BTreeSet<String>) -> Result<Option<Vec<u8>>> {
+        if !names.contains(name) {
+            return Ok(None);
+        }
+        let path = self.folder.join(name);
+        let mut bytes = Vec::new();
+        match path.open().and_then(|mut file| file.read_to_end(&mut bytes)) {
+            Ok(_) => Ok(Some(bytes)),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(Error::comm(rank, "gather", format!("its record cannot be read: {error}"))),
+        }
+    }
+}
+
+/// Tells others that may have come why this process does not meet them.
+fn told(own: Option<&Presence>, error: Error) -> Error {
+    match (own, &error) {
+        (Some(own), Error::Comm { rank, detail, .. }) => {
+            own.give_up(Gone { rank: rank.index, why: detail.as_str().into() });
+        }
+        (Some(own), error) => own.fail(&error.to_string()),
+        (None, _) => {}
+    }
+    error
+}
+
+/// What one look comes to.
+enum Step {
+    Met(Vec<u32>),
+    Missing(Vec<u32>),
+}
+
+struct Meeting<'a> {
+    folder: &'a AnchoredPath,
+    part: Part,
+    observer: Observer,
+    /// Leases that were alive in a look before, by part and generation.
+    seen_alive: BTreeSet<(u32, u32)>,
+    is_blocked: bool,
+    /// Whether process 0 is there, for the others.
+    sees_first: bool,
+}
+
+impl Meeting<'_> {
+    fn step(&mut self, own: &mut Option<Presence>) -> Result<Step> {
+        if self.part.index == 0 {
+            std::fs::create_dir_all(self.folder.path()).map_err(Error::io("create", self.folder))?;
+        } else if !lookup::is_folder(self.folder.path())? {
+            // Process 0 makes it. The process of an earlier run may have taken it away.
+            *own = None;
+            self.observer = Observer::new(&self.folder.reopened(), self.part.of);
+            return Ok(Step::Missing(vec![0]));
+        }
+        let generations = self.observer.generations()?;
+        if own.as_ref().is_some_and(|own| generations.get(&self.part.index) != Some(&own.generation())) {
+            *own = None;
+        }
+        if own.is_none() {
+            *own = self.take(&generations)?;
+        }
+        let Some(own) = own else { return Ok(Step::Missing(vec![self.part.index])) };
+        if self.part.index == 0 { self.lead(own, &generations) } else { self.follow(own, &generations) }
+    }
+
+    /// Takes the lease of this part, unless a process that may live has it.
+    fn take(&mut self, generations: &BTreeMap<u32, u32>) -> Result<Option<Presence>> {
+        let index = self.part.index;
+        let next = match generations.get(&index) {
+            None => 0,
+            Some(generation) => match self.observer.look(index, *generation)? {
+                Some(Found { state: State::Alive | State::Unsure, .. }) => {
+                    self.is_blocked = true;
+                    return Ok(None);
+                }
+                _ => generation + 1,
+            },
+        };
+        self.is_blocked = false;
+        Presence::take(&self.folder.reopened(), self.part, next)
+    }
+
+    /// Looks for the other processes, and makes the session when all are there.
+    fn lead(&mut self, own: &Presence, generations: &BTreeMap<u32, u32>) -> Result<Step> {
+        let earlier = self.members_of_earlier_sessions(own.generation())?;
+        let (mut members, mut missing) = (vec![own.generation()], Vec::new());
+        for index in 1..self.part.of {
+            let generation = generations.get(&index).copied();
+            let new = generation.filter(|generation| !earlier.contains(&(index, *generation)));
+            match new.map(|generation| self.is_there(index, generation)).transpose()? {
+                Some(Some(generation)) => members.push(generation),
+                _ => missing.push(index),
+            }
+        }
+        if !missing.is_empty() {
+            return Ok(Step::Missing(missing));
+        }
+        let session = session(self.part.of, own.generation());
+        self.folder.join(&session).create_folder().map_err(Error::io("create", &self.folder.join(&session)))?;
+        let text = serde_json::to_vec(&Session { members: members.clone() }).expect("numbers serialise");
+        write(self.folder, &format!("{session}.json"), &text)?;
+        Ok(Step::Met(members))
+    }
+
+    /// Looks for the session that process 0 makes of this process and the others.
+    fn follow(&mut self, own: &Presence, generations: &BTreeMap<u32, u32>) -> Result<Step> {
+        let missing = Ok(Step::Missing(vec![0]));
+        let Some(first) = generations.get(&0).copied() else { return missing };
+        match self.session(first)? {
+            Some(Session { members }) if members.get(self.part.index as usize) == Some(&own.generation()) => {
+                Ok(Step::Met(members))
+            }
+            // It is of an earlier run.
+            Some(_) => missing,
+            None => {
+                self.sees_first = self.is_there(0, first)?.is_some();
+                missing
+            }
+        }
+    }
+
+    /// Returns the generation of a lease where its process lives and waits.
+    fn is_there(&mut self, index: u32, generation: u32) -> Result<Option<u32>> {
+        let Some(found) = self.observer.look(index, generation)? else { return Ok(None) };
+        let was_alive = self.seen_alive.contains(&(index, generation));
+        match found.state {
+            State::Alive => {
+                self.seen_alive.insert((index, generation));
+                found.failure.map_or(Ok(Some(generation)), |gone| Err(gone.error(OP)))
+            }
+            State::Ended if was_alive => {
+                let ended = || Gone { rank: index, why: format!("{ENDED}, while others were waited for").into() };
+                Err(found.failure.unwrap_or_else(ended).error(OP))
+            }
+            State::Ended | State::Unsure => Ok(None),
+        }
+    }
+
+    fn session(&self, generation: u32) -> Result<Option<Session>> {
+        let path = self.folder.join(format!("{}.json", session(self.part.of, generation)));
+        let mut text = Vec::new();
+        match path.open().and_then(|mut file| file.read_to_end(&mut text)) {
+            Ok(_) => Ok(serde_json::from_slice(&text).ok()),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(Error::io("read", &path)(error)),
+        }
+    }
+
+    fn members_of_earlier_sessions(&self, before: u32) -> Result<BTreeSet<(u32, u32)>> {
+        let mut found = BTreeSet::new();
+        for generation in 0..before {
+            let members = self.session(generation)?.map_or_else(Vec::new, |session| session.members);
+            found.extend((0..).zip(members));
+        }
+        Ok(found)
+    }
+
+    fn late(&self, missing: &[u32], wait: &Wait<'_>) -> Error {
+        let others = match missing {
+            [_] => String::new(),
+            [_, rest @ ..] => format!(", nor did {}", name_processes(rest)),
+            [] => String::new(),
+        };
+        let detail = if self.is_blocked {
+            format!("a process of another run still has this part after {}", wait.limit())
+        } else {
+            format!("did not come within {}{others}", wait.limit())
+        };
+        Error::Comm {
+            rank: missing.first().copied().unwrap_or(0).into(),
+            op: OP,
+            detail,
+            hint: Some(String::from(
+                "start all processes at the same time, with the same DST on a file system that all of them share",
+            )),
+        }
+    }
+}
+
+/// The name of a session of so many processes, by the generation of the lease of process 0.
+fn session(of: u32, generation: u32) -> String {
+    format!("session-{of}.{generation}")
+}
+
+/// Puts a file into a folder, complete from the first moment that others see it.
+fn write(folder: &AnchoredPath, name: &str, bytes: &[u8]) -> Result<()> {
+    let path = folder.join(name);
+    let tmp = folder.join(format!(".{name}.tmp"));
+    let written = tmp.replace_with_new(0o666).and_then(|mut file| file.write_all(bytes));
+    written.and_then(|()| tmp.rename(&path)).map_err(Error::io("write", &path))
+}
+
+impl Communicator for Records {
+    type Memory = Infallible;
+
+    fn rank(&self) -> u32 {
+        self.presence.part().index
+    }
+
+    fn size(&self) -> u32 {
+        self.presence.part().of
+    }
+
+    fn exchange(&self, none: &Infallible, _: &[Range<usize>], _: &mut Infallible, _: &[Range<usize>]) -> Result<()> {
+        match *none {}
+    }
+
+    fn all_gather(&self, none: &mut Infallible, _: &[Range<usize>]) -> Result<()> {
+        match *none {}
+    }
+
+    fn traffic(&self) -> Traffic {
+        Traffic::default()
+    }
+
+    fn gather(&self, said: &[u8]) -> Result<Vec<Vec<u8>>> {
+        const GATHER: &str = "gather";
+        let mut number = self.number.lock().expect("no panic while the lock is held");
+        self.presence.check(GATHER)?;
+        *number += 1;
+        let name = |number: u64, rank: u32| format!("{number}-{rank}");
+        write(&self.folder, &name(*number, self.rank()), said)?;
+        let mut heard: Vec<Option<Vec<u8>>> = vec![None; self.size() as usize];
+        heard[self.rank() as usize] = Some(said.to_vec());
+        let (mut pause, mut looked) = (SHORTEST, Instant::now());
+        loop {
+            // A network file system looks anew for what was not there once the folder is listed.
+            let names = self.folder.names().map_err(Error::io("list", &self.folder))?;
+            let names: BTreeSet<String> = names.into_iter().filter_map(|name| name.into_string().ok()).collect();
+            for (rank, place) in (0..).zip(&mut heard) {
+                if place.is_none() {
+                    *place = self.hear(rank, &name(*number, rank), &names)?;
+                }
+            }
+            let Some(missing) = heard.iter().position(Option::is_none) else { break };
+            self.stop.check_signal().inspect_err(|error| self.presence.fail(&error.to_string()))?;
+            self.presence.check(GATHER)?;
+            if looked.elapsed() >= LOOK_EVERY {
+                self.presence.check_now(u32::try_from(missing).expect("a rank"), GATHER)?;
+                looked = Instant::now();
+            }
+            sleep(pause);
+            pause = LONGEST.min(pause * 2);
+        }
+        // All have heard the operation before the last one, as all have spoken in the last one.
+        if *number > 1 {
+            let _ = self.folder.join(name(*number - 1, self.rank())).remove_file();
+        }
+        Ok(heard.into_iter().flatten().collect())
+    }
+
+    fn check(&self) -> Result<()> {
+        self.presence.check("check")
+    }
+
+    fn fail(&self, why: &str) {
+        self.presence.fail(why);
+    }
+
+    fn leave(self) -> Result<()> {
+        self.presence.leave();
+        Ok(())
+    }
+}
+
+impl FailureNotes for Records {
+    fn check(&self) -> Result<()> {
+        Communicator::check(self)
+    }
+
+    fn fail(&self, why: &str) {
+        Communicator::fail(self, why);
+    }
+
+    fn leave(&self) {
+        self.presence.leave();
+    }
+}

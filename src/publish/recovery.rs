@@ -1,0 +1,192 @@
+//! Recovery: what the journals of all processes say together, and whether the files bear it out.
+//!
+//! Journals come from processes that were killed, and from nodes that went down. A truncated journal is valid up to its
+//! last complete record. Work that is recorded and cannot be believed is done again.
+//!
+//! Counts bytes. Invariant: `done` lies within the files, no stretch of it was taken from two entries, and `sums` lie in
+//! `done`, each in one span.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::io::{BufRead, BufReader, Read};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use rayon::prelude::*;
+
+use super::journal::{Doubt, EXTENSION, Record, boot_of, of_line};
+use crate::catalog::OutputFile;
+use crate::error::{Error, Result};
+use crate::exec::digest::{Digest, for_each_block};
+use crate::exec::{CastLosses, Entry, Extents, Reporter, Stop, SumPart, add_lost};
+use crate::storage::{AnchoredPath, afresh};
+
+/// A longer line is damaged: it has more parts of spans than fit memory.
+const MAX_LINE_BYTES: u64 = 256 << 20;
+
+/// What is finished.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Known {
+    pub done: Extents,
+    /// By file, ascending: the parts of spans whose sum is not in the file yet.
+    pub sums: BTreeMap<u32, Vec<SumPart>>,
+    /// The values that casts lost on the way.
+    pub lost: CastLosses,
+    /// The numbers of carried files.
+    pub carried: BTreeSet<u32>,
+    /// The entries that `done` was taken from.
+    pub taken: Vec<Taken>,
+    /// Entries about some of the same bytes, such as those of a process that was taken for dead.
+    spare: Vec<Taken>,
+}
+
+/// A stretch that is recorded as finished, and the journal that has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Taken {
+    journal: Arc<str>,
+    pub file: u32,
+    pub range: Range<u64>,
+    pub digest: u32,
+}
+
+impl Taken {
+    /// The number of bytes. No stretch is empty.
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
+    fn doubt(&self) -> Doubt {
+        Doubt { journal: self.journal.to_string(), file: self.file, start: self.range.start }
+    }
+}
+
+impl Known {
+    /// Reads every journal of `folder`, about these files and this many carried ones. With `sync`, what is finished is to
+    /// be on disk, so that records that hold on one boot only do not count.
+    ///
+    /// # Errors
+    /// `Io` where the folder or a journal cannot be read.
+    pub fn read(folder: &AnchoredPath, files: &[OutputFile], carried: usize, sync: bool) -> Result<Self> {
+        let mut known = Self::default();
+        let here = boot_of(sync).filter(|boot| !boot.is_empty());
+        let mut records: Vec<(Arc<str>, Record)> = Vec::new();
+        for path in journals(folder)? {
+            let name: Arc<str> = path.file_name().to_string_lossy().into();
+            let mut reader = BufReader::new(afresh::open(&path).map_err(Error::io("open", &path))?);
+            let mut line = Vec::new();
+            loop {
+                line.clear();
+                let read = reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut line);
+                read.map_err(Error::io("read", &path))?;
+                match of_line(&line).filter(|(record, _)| record.is_possible(files, carried)) {
+                    None => break,
+                    Some((record, boot)) if boot.is_none() || boot == here => records.push((Arc::clone(&name), record)),
+                    Some(_) => {}
+                }
+            }
+        }
+        let doubts: HashSet<Doubt> = records.iter().flat_map(|(_, record)| record.doubts.iter().cloned()).collect();
+        for (journal, record) in records {
+            known.take(&journal, record, &doubts);
+        }
+        for (file, sums) in &mut known.sums {
+            sums.sort_unstable_by_key(|part| part.offset);
+            SumPart::join(sums, &files[*file as usize]);
+        }
+        Ok(known)
+    }
+
+    fn take(&mut self, journal: &Arc<str>, record: Record, doubts: &HashSet<Doubt>) {
+        for Entry { file, range, digest, sums, lost } in record.entries {
+            let taken = Taken { journal: Arc::clone(journal), file, range: range.clone(), digest };
+            if !doubts.is_empty() && doubts.contains(&taken.doubt()) {
+                continue;
+            }
+            if self.done.overlaps(file, &range) {
+                // Sums and counts belong to all of an entry or to nothing.
+                self.spare.push(taken);
+                continue;
+            }
+            self.taken.push(taken);
+            self.done.insert(file, range);
+            if !sums.is_empty() {
+                self.sums.entry(file).or_default().extend(sums);
+            }
+            add_lost(&mut self.lost, &lost);
+        }
+        self.carried.extend(record.carried);
+    }
+
+    /// Returns how many of the finished bytes each journal has.
+    #[must_use]
+    pub fn len_bytes_by_journal(&self) -> HashMap<Arc<str>, u64> {
+        let mut lengths = HashMap::new();
+        for taken in &self.taken {
+            *lengths.entry(Arc::clone(&taken.journal)).or_default() += taken.len_bytes();
+        }
+        lengths
+    }
+
+    /// Returns the doubts after which none of these bytes counts as done, whichever processes have recorded them.
+    #[must_use]
+    pub fn doubts(&self, doubted: &[&Taken]) -> Vec<Doubt> {
+        let mut bytes = Extents::new();
+        doubted.iter().for_each(|taken| bytes.insert(taken.file, taken.range.clone()));
+        let spare = self.spare.iter().filter(|taken| bytes.overlaps(taken.file, &taken.range));
+        doubted.iter().copied().chain(spare).map(Taken::doubt).collect()
+    }
+}
+
+/// Returns whether nothing is recorded in a folder.
+///
+/// # Errors
+/// `Io` where the folder cannot be read.
+pub fn is_empty(folder: &AnchoredPath) -> Result<bool> {
+    journals(folder).map(|journals| journals.is_empty())
+}
+
+/// Returns the journals of a folder by name, so that every process reads the same.
+fn journals(folder: &AnchoredPath) -> Result<Vec<AnchoredPath>> {
+    let mut names = folder.names().map_err(Error::io("list", folder))?;
+    names.retain(|name| Path::new(name).extension().is_some_and(|extension| extension == EXTENSION));
+    names.sort_unstable();
+    Ok(names.into_iter().map(|name| folder.join(name)).collect())
+}
+
+/// A recorded stretch whose bytes are not those that were written.
+#[derive(Clone, Debug)]
+pub struct Changed {
+    pub taken: Taken,
+    pub found: u32,
+}
+
+/// Returns the recorded stretches that reach into `own` and are not what was written to `folder`.
+///
+/// # Errors
+/// `Io`, `Stopped`.
+pub fn changed(
+    known: &Known,
+    own: &Extents,
+    folder: &AnchoredPath,
+    files: &[OutputFile],
+    reporter: &dyn Reporter,
+    stop: &Stop,
+) -> Result<Vec<Changed>> {
+    let look = |taken: &Taken| -> Result<Option<Changed>> {
+        let file = &files[taken.file as usize];
+        let path = folder.join(&file.path);
+        let open = path.open().map_err(Error::io("open", &path))?;
+        let mut digest = Digest::new(file, &taken.range);
+        for_each_block(&open, path.path(), &taken.range, |block| {
+            digest.update(block);
+            reporter.advance(block.len() as u64);
+            stop.check()
+        })?;
+        let found = digest.finish();
+        Ok((found != taken.digest).then(|| Changed { taken: taken.clone(), found }))
+    };
+    let is_own = |taken: &&Taken| own.overlaps(taken.file, &taken.range);
+    let found: Vec<Result<Option<Changed>>> = known.taken.par_iter().filter(is_own).map(look).collect();
+    found.into_iter().filter_map(Result::transpose).collect()
+}

@@ -1,0 +1,184 @@
+//! Sealing: the finished ranges of all runs become a checkpoint.
+//!
+//! What is left to write are checksums of spans that several runs wrote, or that a run wrote before it was stopped.
+//!
+//! Counts bytes. Invariant: sealing twice does the same as sealing once, so a run may seal what another one began to seal.
+
+use std::collections::{BTreeMap, HashSet};
+use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use rayon::prelude::*;
+
+use super::recovery::Known;
+use crate::catalog::OutputFile;
+use crate::error::{Error, Result, Untrusted};
+use crate::exec::carry::{Carried, is_carried, len_of};
+use crate::exec::{Extents, Outputs, Stop, sums};
+use crate::storage::AnchoredPath;
+
+/// Returns whether everything is finished.
+#[must_use]
+pub fn is_complete(known: &Known, files: &[OutputFile], carried: usize) -> bool {
+    known.done == Extents::of_files(files) && known.carried.len() == carried
+}
+
+/// Writes checksums into the files in `folder`, whose data is complete. `known` was read from `journals`.
+///
+/// # Errors
+/// `Usage` where a file is not as long as it should be, `Malformed` where journals contradict each other, `Io`.
+pub fn seal(
+    folder: &AnchoredPath,
+    files: &[OutputFile],
+    carried: &[Carried],
+    known: &Known,
+    journals: &AnchoredPath,
+    sync: bool,
+) -> Result<()> {
+    let misfit = |path: &Path, len: u64, found: &str| {
+        Err(Error::usage(
+            format!("{}: expected {len} bytes, found {found}", folder.join(path).display()),
+            "something else changed what was written; --resume writes it again",
+        ))
+    };
+    if let Some((index, found)) = misfits_of_all(folder, files)?.first_key_value() {
+        let file = &files[*index as usize];
+        return misfit(&file.path, file.len, found);
+    }
+    for file in carried {
+        if !is_carried(file, folder, false)? {
+            return misfit(&file.to, file.len, "another length");
+        }
+    }
+    let outputs = Outputs::of(folder, files, sync)?;
+    sums::patch(&outputs, files, &known.sums, journals.path())?;
+    crate::fault::point("seal-summed");
+    if sync {
+        known.sums.keys().try_for_each(|file| outputs.sync(*file, &Stop::default()))?;
+    }
+    outputs.close()
+}
+
+/// Returns whether all files in `folder` are as long as they should be.
+///
+/// # Errors
+/// `Io` where one cannot be looked at.
+pub fn has_all(folder: &AnchoredPath, files: &[OutputFile], carried: &[Carried]) -> Result<bool> {
+    for file in carried {
+        if !is_carried(file, folder, false)? {
+            return Ok(false);
+        }
+    }
+    Ok(misfits_of_all(folder, files)?.is_empty())
+}
+
+/// Checks that `folder` has the files of the result and nothing else: regular files of this user, each with one name.
+/// Whoever may write to the folder can have put another file there.
+///
+/// # Errors
+/// `Usage` that names another file, `Io`.
+pub fn check_output(folder: &AnchoredPath, files: &[OutputFile], carried: &[Carried]) -> Result<()> {
+    let all = || files.iter().map(|file| file.path.as_path()).chain(carried.iter().map(|file| file.to.as_path()));
+    let parents = all().flat_map(|path| path.ancestors().skip(1)).collect();
+    let checked = Expected { files: all().collect(), parents }.check(folder, Path::new(""));
+    match checked {
+        // Another process that has sealed the same was faster.
+        Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(()),
+        checked => checked,
+    }
+}
+
+/// The names of a result, relative to its folder.
+struct Expected<'a> {
+    files: HashSet<&'a Path>,
+    parents: HashSet<&'a Path>,
+}
+
+impl Expected<'_> {
+    fn check(&self, folder: &AnchoredPath, below: &Path) -> Result<()> {
+        let held = folder.hold().map_err(Error::io("open", folder))?;
+        let names = held.names().map_err(Error::io("list", folder))?;
+        names.par_iter().try_for_each(|name| {
+            let (path, relative) = (held.join(name), below.join(name));
+            let foreign = || {
+                Error::usage(
+                    format!(
+                        "{} is not part of the result, and something else put it there",
+                        folder.join(name).display()
+                    ),
+                    "move it away, then go on with --resume",
+                )
+            };
+            // A link and a file of another user are errors.
+            let Some(metadata) = path.own_metadata().map_err(Error::io("look at", &path))? else { return Ok(()) };
+            if metadata.is_dir() {
+                let is_expected = self.parents.contains(relative.as_path());
+                return if is_expected { self.check(&path, &relative) } else { Err(foreign()) };
+            }
+            if !metadata.is_file() || !self.files.contains(relative.as_path()) {
+                // NFS gives such a name to a deleted file that is still open.
+                let is_deleted = name.as_encoded_bytes().starts_with(b".nfs");
+                return if is_deleted { Ok(()) } else { Err(foreign()) };
+            }
+            match metadata.nlink() {
+                0 | 1 => Ok(()),
+                names => Err(Error::io("publish", &path)(Untrusted::Names { path: path.path().into(), names }.into())),
+            }
+        })
+    }
+}
+
+fn misfits_of_all(folder: &AnchoredPath, files: &[OutputFile]) -> Result<BTreeMap<u32, String>> {
+    let all: Vec<u32> = (0..).zip(files).map(|(index, _)| index).collect();
+    misfits(folder, files, &all)
+}
+
+/// Returns the files among these that are not as long as they should be, and what was found instead.
+///
+/// # Errors
+/// `Io` where one cannot be looked at.
+pub fn misfits(folder: &AnchoredPath, files: &[OutputFile], these: &[u32]) -> Result<BTreeMap<u32, String>> {
+    // Every look would open the same folders again.
+    let held = folder.hold().unwrap_or_else(|_| folder.clone());
+    let look = |index: &u32| -> Result<Option<(u32, String)>> {
+        let file = &files[*index as usize];
+        let found = match len_of(&held.join(&file.path))? {
+            Some(found) if found == file.len => return Ok(None),
+            found => found.map_or_else(|| String::from("no file"), |found| format!("{found} bytes")),
+        };
+        Ok(Some((*index, found)))
+    };
+    // A network file system takes its time for each.
+    let found: Vec<Result<Option<(u32, String)>>> = these.par_iter().map(look).collect();
+    found.into_iter().filter_map(Result::transpose).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_that_are_not_as_long_as_they_should_be() {
+        let folder = tempfile::tempdir().unwrap();
+        let files: Vec<OutputFile> = (0..5_u8)
+            .map(|number| {
+                let mut file = OutputFile::new(format!("sub/{number}"));
+                file.push_payload(10);
+                file
+            })
+            .collect();
+        std::fs::create_dir(folder.path().join("sub")).unwrap();
+        for (number, len) in [(0, 10), (1, 9), (2, 11)] {
+            std::fs::write(folder.path().join(format!("sub/{number}")), vec![0; len]).unwrap();
+        }
+        std::fs::create_dir(folder.path().join("sub/4")).unwrap();
+        let found = misfits(&AnchoredPath::new(folder.path()), &files, &[0, 1, 2, 3, 4]).unwrap();
+        let words = [(1, "9 bytes"), (2, "11 bytes"), (3, "no file"), (4, "no file")];
+        assert_eq!(found, words.map(|(number, found)| (number, found.to_owned())).into());
+        assert_eq!(misfits(&AnchoredPath::new(folder.path()), &files, &[0]).unwrap(), BTreeMap::new());
+        let place = AnchoredPath::new(folder.path());
+        let error = seal(&place, &files, &[], &Known::default(), &place, false).unwrap_err();
+        assert!(error.to_string().contains("sub/1: expected 10 bytes, found 9 bytes"), "{error}");
+    }
+}

@@ -1,0 +1,277 @@
+//! Source copy: files of SRC that only some processes see, copied to a folder that all of them see.
+//!
+//! Each file is copied once, by the lowest process that sees it. When a file is complete and synced, a record says so; a run
+//! that goes on skips files whose record agrees with length and time of the file.
+//!
+//! ```text
+//! copy/
+//!     part-0-of-1.0.lease      one run is at work here
+//!     files/                   by their paths below SRC
+//!     done/1f0c96a2b7d4e35f    the record of a file
+//! ```
+//!
+//! Counts bytes. Invariant: a file is read from here only after its record was written and all processes have met behind it.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant, SystemTime};
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::presence::{Observer, Presence, State};
+use crate::catalog::{Catalog, Reservation};
+use crate::comm::{Communicator, Part};
+use crate::error::{Error, Result};
+use crate::exec::{Reporter, Stop};
+use crate::fault;
+use crate::storage::filesystem::close;
+use crate::storage::lookup::refused;
+use crate::storage::{AnchoredPath, FileId, Files};
+
+/// Bytes between two looks at whether to stop.
+const BLOCK_BYTES: u64 = 64 << 20;
+
+/// The longest time that a file system of several nodes takes to show a new file to all.
+const SHOWN_WITHIN: Duration = Duration::from_mins(1);
+
+/// The longest time that another run is waited for that is about to leave the copy.
+const FREE_WITHIN: Duration = Duration::from_secs(3);
+
+/// A file to copy.
+#[derive(Clone, Debug)]
+struct Copied {
+    id: FileId,
+    from: PathBuf,
+    below: PathBuf,
+    record: Record,
+    writer: u32,
+}
+
+/// What is known of a file that was copied.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Record {
+    path: String,
+    len: u64,
+    modified: (i64, i64),
+}
+
+/// The files of SRC to copy, and where to.
+#[derive(Debug)]
+pub struct SourceCopy {
+    folder: AnchoredPath,
+    files: Vec<Copied>,
+}
+
+/// How much there is to copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Amount {
+    pub files: usize,
+    pub bytes: u64,
+    /// What an earlier run has not copied.
+    pub left: u64,
+}
+
+impl SourceCopy {
+    /// The files that hold what is `reserved` and that not all of so many processes see. `source` is the folder of SRC.
+    #[must_use]
+    pub fn plan(
+        folder: AnchoredPath,
+        source: &Path,
+        files: &Files,
+        (catalog, reservation): (&Catalog, &Reservation),
+        processes: u32,
+    ) -> Self {
+        let mut needed = BTreeSet::new();
+        for tensor in &reservation.tensors {
+            let chunks = &catalog.tensor(tensor.source).chunks;
+            needed.extend((0..chunks.len()).filter_map(|chunk| chunks.place(chunk).file()));
+        }
+        let copied = needed.into_iter().filter_map(|id| {
+            let seen_by = files.seen_by(id).filter(|seen_by| seen_by.len() < processes as usize)?;
+            let from = files.path(id).to_path_buf();
+            let below = from.strip_prefix(source).ok()?.to_path_buf();
+            let path = below.to_string_lossy().into_owned();
+            let record = Record { path, len: files.len_bytes(id), modified: files.modified(id) };
+            Some(Copied { id, from, below, record, writer: *seen_by.first()? })
+        });
+        let files = copied.collect();
+        Self { folder, files }
+    }
+
+    /// Takes the copy for this run, and empties it unless it `goes_on` with what an earlier run has copied. For process 0.
+    ///
+    /// # Errors
+    /// `Usage` where another run is at it; `Io`.
+    pub fn begin(&self, goes_on: bool) -> Result<Presence> {
+        let part = Part::alone();
+        self.folder
+            .folder()
+            .create_folders(Path::new(self.folder.file_name()))
+            .map_err(Error::io("create", &self.folder))?;
+        let mut observer = Observer::new(&self.folder, part.of);
+        let begun = Instant::now();
+        let lease = loop {
+            let next = match observer.generations()?.get(&part.index) {
+                None => Some(0),
+                Some(generation) => match observer.look(part.index, *generation)? {
+                    Some(found) if found.state == State::Alive && begun.elapsed() > FREE_WITHIN => {
+                        let who = found.process.map_or_else(String::new, |process| format!(" ({process})"));
+                        return Err(Error::usage(
+                            format!("another run{who} copies files to {}", self.folder.display()),
+                            "wait for it, or end it first",
+                        ));
+                    }
+                    Some(found) if found.state != State::Ended => None,
+                    _ => Some(generation + 1),
+                },
+            };
+            if let Some(lease) = next.map(|next| Presence::take(&self.folder, part, next)).transpose()?.flatten() {
+                break lease;
+            }
+            sleep(Duration::from_millis(50));
+        };
+        for folder in [self.data(), self.done()] {
+            if !goes_on {
+                match folder.remove_all() {
+                    Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                        return Err(Error::io("clear", &folder)(error));
+                    }
+                    _ => {}
+                }
+            }
+            let name = PathBuf::from(folder.file_name());
+            self.folder.create_folders(&name).map_err(Error::io("create", &folder))?;
+        }
+        for file in &self.files {
+            let above = file.below.parent().unwrap_or(Path::new(""));
+            self.data().create_folders(above).map_err(Error::io("create", &self.data().join(above)))?;
+        }
+        Ok(lease)
+    }
+
+    /// What there is to copy.
+    #[must_use]
+    pub fn amount(&self) -> Amount {
+        let sum = |files: &mut dyn Iterator<Item = &Copied>| files.map(|file| file.record.len).sum();
+        let left = sum(&mut self.files.iter().filter(|file| !self.is_done(file)));
+        Amount { files: self.files.len(), bytes: sum(&mut self.files.iter()), left }
+    }
+
+    /// The bytes that the process of this number has to copy.
+    #[must_use]
+    pub fn share(&self, rank: u32) -> u64 {
+        let own = self.files.iter().filter(|file| file.writer == rank && !self.is_done(file));
+        own.map(|file| file.record.len).sum()
+    }
+
+    /// Copies the files of this process, and waits for those of the others. Collective.
+    ///
+    /// # Errors
+    /// `Io` naming a file; `Stopped`; `Comm` naming the process that fails.
+    pub fn run(&self, communicator: &impl Communicator, reporter: &dyn Reporter, stop: &Stop) -> Result<()> {
+        let own: Vec<&Copied> =
+            self.files.iter().filter(|file| file.writer == communicator.rank() && !self.is_done(file)).collect();
+        let check = || stop.check().and_then(|()| communicator.check());
+        let copied: Result<()> = own.par_iter().try_for_each(|file| self.copy(file, reporter, &check));
+        communicator.settle(copied)?;
+        communicator.settle(self.wait_shown(communicator, stop))
+    }
+
+    /// Lets files be read from the copy that this process does not see itself.
+    ///
+    /// # Errors
+    /// `Io` where one is not there.
+    pub fn turn(&self, files: &mut Files) -> Result<()> {
+        let data = self.data();
+        self.files.iter().try_for_each(|file| files.read_copy(file.id, data.join(&file.below).path()))
+    }
+
+    fn data(&self) -> AnchoredPath {
+        self.folder.join("files")
+    }
+
+    fn done(&self) -> AnchoredPath {
+        self.folder.join("done")
+    }
+
+    fn record_of(&self, file: &Copied) -> AnchoredPath {
+        self.done().join(&blake3::hash(file.record.path.as_bytes()).to_hex()[..32])
+    }
+
+    fn is_done(&self, file: &Copied) -> bool {
+        let len = self.data().join(&file.below).metadata().map(|metadata| metadata.len());
+        let mut text = Vec::new();
+        let read = self.record_of(file).open().and_then(|mut found| found.read_to_end(&mut text));
+        read.is_ok()
+            && serde_json::from_slice::<Record>(&text).is_ok_and(|record| record == file.record)
+            && len.is_ok_and(|len| len == file.record.len)
+    }
+
+    fn copy(&self, file: &Copied, reporter: &dyn Reporter, check: &dyn Fn() -> Result<()>) -> Result<()> {
+        let Copied { from, below, record, .. } = file;
+        let to = self.data().join(below);
+        let source = File::open(from).map_err(refused("open", from))?;
+        // A process that cannot read SRC cannot read it here either.
+        let mut target = to.replace_with_new(0o600).map_err(Error::io("create", &to))?;
+        let mut len = 0;
+        loop {
+            check()?;
+            let copied = io::copy(&mut (&source).take(BLOCK_BYTES), &mut target).map_err(Error::io("copy", from))?;
+            reporter.advance(copied);
+            len += copied;
+            if copied < BLOCK_BYTES {
+                break;
+            }
+            fault::point("source-copying");
+        }
+        if len != record.len {
+            let source = io::Error::other(format!("it had {} bytes, {len} were copied", record.len));
+            return Err(Error::Io { action: "copy", path: from.clone(), source });
+        }
+        let (seconds, nanoseconds) = record.modified;
+        let since = u64::try_from(seconds).ok().zip(u32::try_from(nanoseconds).ok());
+        let modified =
+            since.and_then(|(seconds, rest)| SystemTime::UNIX_EPOCH.checked_add(Duration::new(seconds, rest)));
+        modified.map_or(Ok(()), |modified| target.set_modified(modified)).map_err(Error::io("write", &to))?;
+        target.sync_all().map_err(Error::io("sync", &to))?;
+        close(target).map_err(Error::io("close", &to))?;
+        fault::point("source-copied");
+        let at = self.record_of(file);
+        let text = serde_json::to_vec(record).expect("text and numbers serialise");
+        let written = at.replace_with_new(0o600).and_then(|mut done| io::Write::write_all(&mut done, &text));
+        written.map_err(Error::io("write", &at))?;
+        fault::point("source-recorded");
+        Ok(())
+    }
+
+    /// Waits until this process sees all files, as long as they are.
+    fn wait_shown(&self, communicator: &impl Communicator, stop: &Stop) -> Result<()> {
+        let begun = Instant::now();
+        let data = self.data();
+        loop {
+            let is_there = |file: &&Copied| {
+                let metadata = data.join(&file.below).metadata();
+                metadata.is_ok_and(|metadata| metadata.len() == file.record.len)
+            };
+            let Some(missing) = self.files.iter().find(|file| !is_there(file)) else { return Ok(()) };
+            if begun.elapsed() > SHOWN_WITHIN {
+                return Err(Error::Missing {
+                    path: data.path().to_path_buf(),
+                    at: String::from("files that other processes have copied"),
+                    expected: String::from("a folder that all processes see"),
+                    missing: missing.below.display().to_string(),
+                    hint: Some(String::from("the destination has to be on a file system that all nodes share")),
+                });
+            }
+            stop.check()?;
+            communicator.check()?;
+            // A network file system looks anew once the folder is listed.
+            let _ = data.join(missing.below.parent().unwrap_or(Path::new(""))).names();
+            sleep(Duration::from_millis(50));
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! Publishing by more than one.
+
+use super::*;
+
+/// Two processes whose work is done and of which each thinks that it seals, as after a false alarm.
+fn two_seals(env: &TestEnv) -> (Staging, Staging) {
+    let (first, second) = (env.part(0, 2).unwrap(), env.part(1, 2).unwrap());
+    write(&first.folder().path().join("out"), "new");
+    first.finish().unwrap();
+    second.finish().unwrap();
+    (first, second)
+}
+
+/// The second one takes the seal over while the first one holds it.
+fn seal_again(staging: &Staging, generation: u32) -> Seal<'_> {
+    let name = LeaseName { role: Role::Seal, generation };
+    let lease = lease::Lease::take(&staging.partial, name).unwrap().unwrap();
+    Seal { staging, lease }
+}
+
+#[test]
+fn one_seals_and_the_other_waits() {
+    let env = TestEnv::new(Shape::Folder);
+    let (first, second) = two_seals(&env);
+    assert_eq!(second.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
+    let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
+    assert!(second.try_seal(&Stop::default()).unwrap().is_none());
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| second.wait_published(&Stop::default(), &mut |_| ()).unwrap());
+        std::thread::sleep(FAST.beat * 3);
+        assert!(!waiting.is_finished());
+        seal.publish(true).unwrap();
+        assert_eq!(waiting.join().unwrap(), Waited::Published);
+    });
+    drop((first, second));
+    assert_eq!(env.names(), ["out"]);
+}
+
+#[test]
+fn a_seal_that_is_given_up_is_taken_by_another() {
+    let env = TestEnv::new(Shape::Folder);
+    let (first, second) = two_seals(&env);
+    drop(first.try_seal(&Stop::default()).unwrap().unwrap());
+    assert_eq!(second.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
+    second.try_seal(&Stop::default()).unwrap().unwrap().publish(true).unwrap();
+    assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::Published);
+}
+
+/// On another node, it may be dead: who went away in doubt could leave all of it unpublished.
+#[test]
+fn one_that_seals_elsewhere_is_watched() {
+    let env = TestEnv::new(Shape::Folder);
+    let (first, second) = two_seals(&env);
+    let name = LeaseName { role: Role::Seal, generation: 0 };
+    env.foreign_lease(name, Phase::Working);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(FAST.look.1 * 3);
+            let process = Process { boot: "another".into(), ..Process::this() };
+            let record = Record { process, beat: 4, phase: Phase::Working, done_bytes: 5, failure: None };
+            fs::write(env.partial().join(format!("{name}.lease")), record.to_bytes()).unwrap();
+        });
+        assert!(second.try_seal(&Stop::default()).unwrap().is_none(), "it beats");
+    });
+    let begun = std::time::Instant::now();
+    let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
+    assert!(begun.elapsed() >= FAST.dead_after);
+    seal.publish(true).unwrap();
+    assert!(second.was_published(&Stop::default()));
+}
+
+#[test]
+fn of_two_that_publish_both_succeed() {
+    for round in 0..60 {
+        let overwrite = round % 2 == 0;
+        let shape = if round % 3 == 0 { Shape::Folder } else { Shape::File };
+        let mut env = TestEnv::new(shape);
+        env.claim.overwrite = overwrite;
+        if overwrite && shape == Shape::File {
+            write(&env.out(), "old");
+        } else if overwrite {
+            fs::create_dir(env.out()).unwrap();
+            write(&env.out().join("old"), "old");
+        }
+        let (first, second) = two_seals(&env);
+        let seals = [seal_again(&first, 0), seal_again(&second, 1)];
+        std::thread::scope(|scope| {
+            for seal in seals {
+                scope.spawn(|| seal.publish(round % 4 == 0).unwrap());
+            }
+        });
+        let file = if shape == Shape::File { env.out() } else { env.out().join("out") };
+        assert_eq!(read(&file), "new", "round {round}");
+        drop((first, second));
+        assert_eq!(env.names(), ["out"], "round {round}");
+    }
+}
+
+/// A file that somebody else put into the folder of the output is never published in the place of the output.
+#[test]
+fn file_beside_the_one_output_is_not_published() {
+    let env = TestEnv::new(Shape::File);
+    let (first, _second) = two_seals(&env);
+    let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
+    fs::write(first.folder().path().join("a-planted-file"), "planted").unwrap();
+    assert!(seal.publish(false).is_err());
+    assert!(!env.out().exists());
+}
+
+/// What died after its commit is tidied up by whoever comes, and not mistaken for work that is left.
+#[test]
+fn a_published_partial_is_no_work() {
+    for shape in [Shape::Folder, Shape::File] {
+        let mut env = TestEnv::new(shape);
+        env.claim.resume = true;
+        let (first, second) = two_seals(&env);
+        let seal = first.try_seal(&Stop::default()).unwrap().unwrap();
+        let output = partial::output(&AnchoredPath::new(&env.work()), shape).unwrap().unwrap();
+        fs::rename(output.path(), env.out()).unwrap();
+        // The sealer lives: it is waited for.
+        assert!(second.try_seal(&Stop::default()).unwrap().is_none());
+        drop(seal);
+        assert_eq!(second.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::Published);
+        drop((first, second));
+        assert_eq!(env.names(), ["out"]);
+    }
+    for shape in [Shape::Folder, Shape::File] {
+        let mut env = TestEnv::new(shape);
+        env.claim.resume = true;
+        let (first, second) = two_seals(&env);
+        drop(first.try_seal(&Stop::default()).unwrap().unwrap());
+        let output = partial::output(&AnchoredPath::new(&env.work()), shape).unwrap().unwrap();
+        plan_xattr::write(fs::File::open(output.path()).unwrap(), env.fingerprint);
+        let has_mark = plan_xattr::is(output.path(), env.fingerprint);
+        fs::rename(output.path(), env.out()).unwrap();
+        drop((first, second));
+        let begun = env.begin_as(&Claim { part: Part { index: 1, of: 2 }, ..env.claim.clone() });
+        match begun {
+            Ok(Begun::Done) => assert!(has_mark),
+            Ok(Begun::Work(_)) => panic!("it is done"),
+            Err(error) => assert!(!has_mark, "{error}"),
+        }
+        assert_eq!(env.names(), ["out"]);
+    }
+}
+
+#[test]
+fn somebody_elses_result_is_not_ours() {
+    let env = TestEnv::new(Shape::Folder);
+    let (first, _second) = two_seals(&env);
+    fs::remove_dir_all(env.partial()).unwrap();
+    fs::create_dir(env.out()).unwrap();
+    says(&first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &["gone", "not published"]);
+}

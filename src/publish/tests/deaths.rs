@@ -1,0 +1,119 @@
+//! Processes that are killed, at every point where something is decided.
+
+use super::*;
+use crate::fault;
+
+/// Not a test: what [`TestEnv::in_child`] runs.
+#[test]
+fn the_child() {
+    let Ok(task) = std::env::var("STAGING_TEST") else { return };
+    let [what, root, shape] = task.lines().collect::<Vec<_>>().try_into().unwrap();
+    let shape = if shape == "File" { Shape::File } else { Shape::Folder };
+    let flags = |word: &str| what.split(' ').any(|flag| flag == word);
+    let claim = Claim {
+        overwrite: flags("overwrite"),
+        replace_check: ReplaceCheck::new(|_| Ok(())),
+        restart: flags("restart"),
+        resume: flags("resume"),
+        sync: true,
+        ..claim()
+    };
+    let plan = Plan { fingerprint: Fingerprint([7; 32]), version: "1", about: &About::default() };
+    let out = Path::new(root).join("out");
+    let staging = work(acquire::acquire(&out, shape, &claim, &plan, FAST, &Stop::default()).unwrap());
+    write(&staging.folder().path().join("out"), "new");
+    if flags("hang") {
+        loop {
+            std::thread::park();
+        }
+    }
+    publish(&staging);
+}
+
+fn content(env: &TestEnv) -> Option<String> {
+    let file = if env.shape == Shape::File { env.out() } else { env.out().join("out") };
+    fs::read_to_string(file).ok()
+}
+
+fn put_old(env: &TestEnv) {
+    if env.shape == Shape::Folder {
+        fs::create_dir(env.out()).unwrap();
+        write(&env.out().join("out"), "old");
+    } else {
+        write(&env.out(), "old");
+    }
+}
+
+#[test]
+fn a_killed_process_is_dead_at_once() {
+    let mut env = TestEnv::new(Shape::Folder);
+    let mut child = env.in_child("hang", "");
+    in_time(|| env.data().join("out").exists().then_some(()));
+    env.claim.resume = true;
+    env.refused(&["another run is writing", &child.id().to_string()]);
+    child.kill().unwrap();
+    // Before anybody has waited for it, too: it is a zombie then.
+    std::thread::sleep(Duration::from_millis(100));
+    let begun = std::time::Instant::now();
+    env.begin().unwrap();
+    assert!(begun.elapsed() < FAST.dead_after);
+    child.wait().unwrap();
+}
+
+/// It had not seen that another one was faster, and was killed before it could.
+#[test]
+fn a_draft_that_came_late_goes_with_whoever_goes() {
+    for (part, left) in [(Part { index: 1, of: 2 }, vec![".out.dtshard-partial".to_owned()]), (Part::alone(), vec![])] {
+        let mut env = TestEnv::new(Shape::Folder);
+        env.claim.part = part;
+        let staging = env.begin().unwrap();
+        fs::create_dir_all(env.out().with_file_name(".out.dtshard-new-1f0c96a2b7d4").join("work-1f0c96a2b7d4"))
+            .unwrap();
+        drop(staging);
+        assert_eq!(env.names(), left);
+    }
+}
+
+/// Old or new is at the destination or comes back to it, nothing is ever half, and one more run ends it all.
+#[test]
+fn killed_at_every_point() {
+    for shape in [Shape::Folder, Shape::File] {
+        for (what, is_there) in [("resume", false), ("resume overwrite", true), ("restart overwrite", true)] {
+            for point in fault::POINTS {
+                let mut env = TestEnv::new(shape);
+                env.leave_behind(Part::alone());
+                if is_there {
+                    put_old(&env);
+                }
+                let ended = env.in_child(what, point).wait_with_output().unwrap();
+                let was_hit = !ended.status.success();
+                let at = format!("{shape:?} {what} {point}");
+                let is_of_swaps = ["commit-cleared", "commit-moved-old"].contains(&point);
+                let must_be_hit = point.starts_with("commit") && (is_there || !is_of_swaps);
+                assert!(was_hit || !must_be_hit, "{at} was not come by");
+                let found = content(&env);
+                let old = is_there.then(|| "old".to_owned());
+                let is_aside = found.is_none() && is_there && point == "commit-moved-old";
+                assert!(found == old || found.as_deref() == Some("new") || is_aside, "{at}: {found:?}");
+
+                // One that is refused brings back what a swap had moved aside.
+                if is_there {
+                    env.refused(&[]);
+                    assert!(content(&env).is_some(), "{at}");
+                }
+                env.claim = Claim { resume: true, overwrite: is_there, ..claim() };
+                match env.begin_as(&env.claim) {
+                    Ok(Begun::Done) => {}
+                    Ok(Begun::Work(staging)) => {
+                        write(&staging.folder().path().join("out"), "new");
+                        publish(&staging);
+                    }
+                    Err(error) => says(&error, &["exists"]),
+                }
+                assert_eq!(content(&env).as_deref(), Some("new"), "{at}");
+                let left = env.names().into_iter().filter(|name| !name.contains("-aside-")).collect::<Vec<_>>();
+                assert_eq!(left, ["out"], "{at}");
+            }
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! What is decided, without files and waiting.
+
+use std::time::Instant;
+
+use super::super::acquire::{Admission, admission};
+use super::super::lease::{LeaseState, SeenLease};
+use super::super::wait::{Decision, decide};
+use super::*;
+
+const ME: Part = Part { index: 1, of: 4 };
+
+#[test]
+fn who_may_join() {
+    use LeaseState::{Alive, Dead, Unsure};
+    let verdict = |leases: &[(LeaseName, LeaseState)]| admission(leases, ME, true);
+    assert_eq!(verdict(&[]), Admission::Join { generation: 0 });
+    // Siblings, however they are.
+    for life in [Alive, Dead, Unsure] {
+        assert_eq!(verdict(&[(lease_of(0, 4, 0), life)]), Admission::Join { generation: 0 });
+    }
+    // My own part.
+    assert_eq!(verdict(&[(lease_of(1, 4, 2), Alive)]), Admission::Conflict(lease_of(1, 4, 2)));
+    assert_eq!(verdict(&[(lease_of(1, 4, 2), Unsure)]), Admission::Watch);
+    assert_eq!(verdict(&[(lease_of(1, 4, 2), Dead)]), Admission::Resume { generation: 3 });
+    // Another division of the work.
+    assert_eq!(verdict(&[(lease_of(0, 2, 0), Alive)]), Admission::Conflict(lease_of(0, 2, 0)));
+    assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead)]), Admission::Resume { generation: 0 });
+    assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead), (lease_of(1, 2, 0), Unsure)]), Admission::Watch);
+    // A sibling has resumed already.
+    assert_eq!(verdict(&[(lease_of(0, 2, 0), Dead), (lease_of(3, 4, 0), Alive)]), Admission::Join { generation: 0 });
+    let seal = LeaseName { role: Role::Seal, generation: 0 };
+    assert_eq!(verdict(&[(seal, Dead)]), Admission::Join { generation: 0 });
+}
+
+#[test]
+fn what_to_do_while_waiting() {
+    use OtherState::{Finished, NotStarted, Stopped, Working};
+    let decided = |sealer, states: &[OtherState]| {
+        let other = |(index, state): (u32, &OtherState)| Other {
+            part: Part { index, of: 4 },
+            state: *state,
+            done_bytes: 0,
+            journal: None,
+            failure: None,
+        };
+        let others: Vec<Other> = (0..).zip(states).map(other).collect();
+        match decide(sealer, &others) {
+            Decision::GiveUp(missing) => Err(missing.parts),
+            decision => Ok(decision),
+        }
+    };
+    assert_eq!(decided(false, &[]), Ok(Decision::Seal));
+    assert_eq!(decided(false, &[Finished, Finished]), Ok(Decision::Seal));
+    assert_eq!(decided(true, &[Finished, Stopped]), Ok(Decision::Wait));
+    assert_eq!(decided(true, &[Finished]), Ok(Decision::Wait));
+    assert_eq!(decided(false, &[Finished, Working]), Ok(Decision::Wait));
+    assert_eq!(decided(false, &[NotStarted, Working, NotStarted]), Err(vec![0, 2]));
+    assert_eq!(decided(false, &[NotStarted, Working, Stopped]), Err(vec![2]));
+}
+
+#[test]
+fn a_process_elsewhere_is_watched_and_one_here_is_looked_up() {
+    let here = Process::this();
+    let record = |process: &Process, beat, phase| {
+        let record = Record { process: process.clone(), beat, phase, done_bytes: 0, failure: None };
+        SeenLease { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) }
+    };
+    let torn = SeenLease { name: lease_of(0, 1, 0), bytes: b"{".to_vec(), record: None };
+    let (begun, second) = (Instant::now(), Duration::from_secs(1));
+    let mut watch = LeaseWatch::new(Pace { dead_after: 20 * second, ..PACE });
+    let mut life = |seen: &SeenLease, at: u32| watch.state(seen, begun + at * second);
+
+    assert_eq!(life(&record(&here, 0, Phase::Working), 0), LeaseState::Alive);
+    assert_eq!(life(&record(&here, 0, Phase::Finished), 0), LeaseState::Alive);
+    assert_eq!(life(&record(&here, 0, Phase::Stopped), 0), LeaseState::Dead);
+    let later_with_that_number = Process { start: here.start + 1, ..here.clone() };
+    assert_eq!(life(&record(&later_with_that_number, 0, Phase::Working), 0), LeaseState::Dead);
+    let no_such = Process { pid: 0x7FFF_FFF0, ..here.clone() };
+    assert_eq!(life(&record(&no_such, 0, Phase::Working), 0), LeaseState::Dead);
+
+    let mut watch = LeaseWatch::new(Pace { dead_after: 20 * second, ..PACE });
+    // Somebody looks every second.
+    let mut looked = 0;
+    let mut life = |seen: &SeenLease, at: u32| {
+        (looked + 1..at).for_each(|between| _ = watch.state(seen, begun + between * second));
+        looked = at;
+        watch.state(seen, begun + at * second)
+    };
+    let container = Process { pid_namespace: "pid:[1]".into(), ..here.clone() };
+    assert_eq!(life(&record(&container, 1, Phase::Working), 0), LeaseState::Unsure);
+    assert_eq!(life(&record(&container, 1, Phase::Working), 19), LeaseState::Unsure);
+    assert_eq!(life(&record(&container, 1, Phase::Working), 20), LeaseState::Dead);
+    assert_eq!(life(&record(&container, 2, Phase::Working), 21), LeaseState::Alive);
+    assert_eq!(life(&record(&container, 2, Phase::Working), 40), LeaseState::Alive);
+    assert_eq!(life(&record(&container, 2, Phase::Working), 41), LeaseState::Dead);
+    assert_eq!(life(&record(&container, 2, Phase::Left), 42), LeaseState::Dead);
+    assert_eq!(life(&torn, 50), LeaseState::Alive, "somebody is writing it");
+    assert_eq!(life(&torn, 70), LeaseState::Dead);
+
+    // A system that does not tell its boot is like no other, not even like itself.
+    let nameless = Process { boot: String::new(), ..here };
+    assert_eq!(life(&record(&nameless, 9, Phase::Working), 71), LeaseState::Alive);
+    assert_eq!(life(&record(&nameless, 9, Phase::Working), 91), LeaseState::Dead);
+}
+
+/// A look that takes long, or comes late, shows no more than another one.
+#[test]
+fn time_without_a_look_says_nothing() {
+    let second = Duration::from_secs(1);
+    let process = Process { boot: "another".into(), ..Process::this() };
+    let record = Record { process, beat: 1, phase: Phase::Working, done_bytes: 0, failure: None };
+    let seen = SeenLease { name: lease_of(0, 1, 0), bytes: record.to_bytes(), record: Some(record) };
+    let (begun, mut watch) = (Instant::now(), LeaseWatch::new(Pace { dead_after: 20 * second, ..PACE }));
+    for at in [0, 25, 1000, 5000] {
+        assert_eq!(watch.state(&seen, begun + at * second), LeaseState::Unsure, "{at}");
+    }
+    // Three seconds count of each time between looks.
+    for more in 1..=10 {
+        assert_eq!(watch.state(&seen, begun + (5000 + more) * second), LeaseState::Unsure, "{more}");
+    }
+    assert_eq!(watch.state(&seen, begun + 5011 * second), LeaseState::Dead);
+}
+
+#[test]
+fn names_of_leases() {
+    for name in ["part-2-of-4.0.lease", "part-0-of-1.17.lease", "seal.3.lease"] {
+        let parsed: LeaseName = name.parse().unwrap();
+        assert_eq!(format!("{parsed}.lease"), name);
+    }
+    for name in [
+        "part-2-of-4.0.journal",
+        "part-2-of-4.lease",
+        "part--of-.0.lease",
+        "seal.-1.lease",
+        "seal.+1.lease",
+        "x.0.lease",
+    ] {
+        assert!(name.parse::<LeaseName>().is_err(), "{name}");
+    }
+    assert_eq!(lease_of(2, 4, 1).journal(), "part-2-of-4.1.journal");
+}

@@ -1,0 +1,308 @@
+//! Several parts, and those who come for the same one.
+
+use std::sync::Barrier;
+use std::thread;
+
+use super::*;
+
+/// All at once, each with its own index.
+fn at_once<T: Send>(count: u32, act: impl Fn(u32) -> T + Sync) -> Vec<T> {
+    let barrier = Barrier::new(count as usize);
+    thread::scope(|scope| {
+        let start = |index| {
+            let (barrier, act) = (&barrier, &act);
+            scope.spawn(move || {
+                barrier.wait();
+                act(index)
+            })
+        };
+        let threads: Vec<_> = (0..count).map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// What a process does from its beginning to its end. A machine with much else to do may start the others late.
+fn whole_run(env: &TestEnv, claim: &Claim) -> Result<()> {
+    let plan = Plan { fingerprint: env.fingerprint, version: env.version, about: &env.about };
+    let patient = Pace { start_within: Duration::from_secs(30), ..FAST };
+    let staging = work(acquire::acquire(&env.out(), env.shape, claim, &plan, patient, &Stop::default())?);
+    write(&staging.folder().path().join(format!("{}", claim.part.index)), "1");
+    staging.finish()?;
+    loop {
+        // Another one may have published between the look and the lease.
+        let is_all_there =
+            || fs::read_dir(staging.folder().path()).is_ok_and(|entries| entries.count() == claim.part.of as usize);
+        match staging.try_seal(&Stop::default())? {
+            Some(seal) if is_all_there() => return seal.publish(false),
+            _ => {}
+        }
+        match staging.wait_published(&Stop::default(), &mut |_| ())? {
+            Waited::Published => return Ok(()),
+            Waited::NobodySeals => {}
+            Waited::Without(missing) => return Err(staging.without(&missing)),
+        }
+    }
+}
+
+#[test]
+fn all_parts_at_once_make_one_result() {
+    for _ in 0..20 {
+        let env = TestEnv::new(Shape::Folder);
+        let run = |index| whole_run(&env, &Claim { part: Part { index, of: 4 }, ..claim() });
+        for ended in at_once(4, run) {
+            ended.unwrap();
+        }
+        assert_eq!(
+            (names(&env.out()), env.names()),
+            (["0", "1", "2", "3"].map(String::from).to_vec(), vec!["out".into()])
+        );
+    }
+}
+
+#[test]
+fn of_two_for_one_part_one_wins() {
+    for _ in 0..50 {
+        let env = TestEnv::new(Shape::Folder);
+        let begun = at_once(2, |_| env.part(1, 2));
+        let (won, lost): (Vec<_>, Vec<_>) = begun.into_iter().partition(Result::is_ok);
+        assert_eq!((won.len(), lost.len()), (1, 1));
+        says(lost[0].as_ref().unwrap_err(), &["another run is writing"]);
+    }
+}
+
+#[test]
+fn of_two_that_take_over_one_wins() {
+    for _ in 0..20 {
+        let mut env = TestEnv::new(Shape::Folder);
+        env.leave_behind(Part { index: 1, of: 2 });
+        env.claim.resume = true;
+        let begun = at_once(2, |_| env.part(1, 2));
+        let won: Vec<_> = begun.into_iter().filter_map(Result::ok).collect();
+        assert_eq!(won.len(), 1);
+        assert!(won[0].journal().path().ends_with("part-1-of-2.1.journal"));
+    }
+}
+
+/// Refused, both or one of them, but never both at work.
+#[test]
+fn two_divisions_of_the_work_exclude_each_other() {
+    for _ in 0..50 {
+        let env = TestEnv::new(Shape::Folder);
+        let begun = at_once(2, |index| env.part(0, index + 1));
+        assert!(begun.iter().any(Result::is_err), "both work");
+        for lost in begun.iter().filter_map(|begun| begun.as_ref().err()) {
+            says(lost, &["another run is writing"]);
+        }
+        thread::sleep(FAST.beat * 2);
+        begun.iter().flatten().for_each(|won| won.check().unwrap());
+    }
+}
+
+#[test]
+fn parts_join_and_others_are_refused() {
+    let mut env = TestEnv::new(Shape::Folder);
+    let first = env.part(0, 2).unwrap();
+    let second = env.part(1, 2).unwrap();
+    assert_eq!(first.folder().path(), second.folder().path());
+    assert_ne!(first.journal().path(), second.journal().path());
+    says(&env.part(1, 2).unwrap_err(), &["another run", "part 1 of 2"]);
+    says(&env.part(0, 3).unwrap_err(), &["another run"]);
+    env.fingerprint = Fingerprint([8; 32]);
+    says(&env.part(1, 2).unwrap_err(), &["another run"]);
+    env.fingerprint = Fingerprint([7; 32]);
+    drop(second);
+    says(&env.part(1, 2).unwrap_err(), &["did not finish", "--resume"]);
+    env.claim.resume = true;
+    env.part(1, 2).unwrap().check().unwrap();
+    first.check().unwrap();
+}
+
+#[test]
+fn another_number_of_parts_goes_on_when_nobody_lives() {
+    let mut env = TestEnv::new(Shape::Folder);
+    env.leave_behind(Part { index: 0, of: 2 });
+    says(&env.part(0, 3).unwrap_err(), &["did not finish", "--resume"]);
+    env.claim.resume = true;
+    let staging = env.part(2, 3).unwrap();
+    assert_eq!(names(staging.folder().path()), ["a"]);
+    // A sibling needs no --resume to come to it.
+    env.claim.resume = false;
+    env.part(1, 3).unwrap();
+}
+
+#[test]
+fn what_others_do_is_seen() {
+    let env = TestEnv::new(Shape::Folder);
+    let first = env.part(0, 3).unwrap();
+    let second = env.part(1, 3).unwrap();
+    second.done_bytes().store(77, Ordering::Relaxed);
+    second.finish().unwrap();
+    let other = |index, state, done_bytes| {
+        let journal = (state != OtherState::NotStarted).then(|| format!("part-{index}-of-3.0.journal"));
+        Other { part: Part { index, of: 3 }, state, done_bytes, journal, failure: None }
+    };
+    let third = other(2, OtherState::NotStarted, 0);
+    assert_eq!(first.others().unwrap(), [other(1, OtherState::Finished, 77), third.clone()]);
+    drop(second);
+    assert_eq!(first.others().unwrap(), [other(1, OtherState::Finished, 77), third]);
+    drop(env.part(2, 3).unwrap());
+    assert_eq!(first.others().unwrap()[1], other(2, OtherState::Stopped, 0));
+}
+
+#[test]
+fn one_that_was_taken_over_is_told() {
+    let env = TestEnv::new(Shape::Folder);
+    for rival in [lease_of(1, 2, 1), lease_of(0, 3, 0)] {
+        let stop = Stop::default();
+        let staging = env.part_that_stops(1, 2, &stop).unwrap();
+        stop.check().unwrap();
+        staging.check().unwrap();
+        env.foreign_lease(rival, Phase::Working);
+        let words = ["taken over part 1 of 2", ".out.dtshard-partial"];
+        // Workers see it between strips.
+        says(&in_time(|| stop.check().err()), &words);
+        says(&staging.check().unwrap_err(), &words);
+        assert!(staging.finish().is_err());
+        drop(staging);
+        assert!(env.partial().exists());
+        fs::remove_dir_all(env.partial()).unwrap();
+    }
+}
+
+#[test]
+fn a_lease_from_another_node_is_watched_first() {
+    let mut env = TestEnv::new(Shape::Folder);
+    env.leave_behind(Part { index: 1, of: 2 });
+    env.foreign_lease(lease_of(1, 2, 1), Phase::Working);
+    env.claim.resume = true;
+    let begun = std::time::Instant::now();
+    let staging = env.part(1, 2).unwrap();
+    assert!(begun.elapsed() >= FAST.dead_after);
+    assert!(staging.journal().path().ends_with("part-1-of-2.2.journal"));
+    drop(staging);
+    // One that says goodbye is not waited for.
+    env.foreign_lease(lease_of(1, 2, 3), Phase::Stopped);
+    let begun = std::time::Instant::now();
+    env.part(1, 2).unwrap();
+    assert!(begun.elapsed() < FAST.dead_after);
+    // And one that beats is alive.
+    env.foreign_lease(lease_of(1, 2, 5), Phase::Working);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(FAST.look.1 * 3);
+            env.foreign_lease(lease_of(1, 2, 5), Phase::Finished);
+        });
+        says(&env.part(1, 2).unwrap_err(), &["another run", "n9"]);
+    });
+}
+
+#[test]
+fn watching_lasts_until_something_is_known() {
+    let env = TestEnv::new(Shape::Folder);
+    env.leave_behind(Part::alone());
+    env.foreign_lease(lease_of(0, 1, 1), Phase::Working);
+    let stop = Stop::default();
+    let plan = Plan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
+    let patient = Pace { dead_after: Duration::from_hours(1), ..FAST };
+    let (shape, out, claim) = (env.shape, env.out(), claim());
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| acquire::acquire(&out, shape, &claim, &plan, patient, &stop));
+        thread::sleep(Duration::from_millis(100));
+        assert!(!waiting.is_finished());
+        env.foreign_lease(lease_of(0, 1, 1), Phase::Stopped);
+        says(&waiting.join().unwrap().unwrap_err(), &["did not finish"]);
+    });
+}
+
+#[test]
+fn restart_of_a_launch() {
+    for _ in 0..10 {
+        let env = TestEnv::new(Shape::Folder);
+        for index in 0..4 {
+            env.leave_behind(Part { index, of: 4 });
+        }
+        write(&env.data().join("junk"), "x");
+        let run = |index| {
+            let part = Part { index, of: 3 };
+            whole_run(&env, &Claim { part, restart: true, run: Some("job.2".into()), ..claim() })
+        };
+        for ended in at_once(3, run) {
+            ended.unwrap();
+        }
+        assert_eq!((names(&env.out()), env.names()), (["0", "1", "2"].map(String::from).to_vec(), vec!["out".into()]));
+    }
+}
+
+#[test]
+fn restart_without_a_launch_or_its_first_part() {
+    let mut env = TestEnv::new(Shape::Folder);
+    env.leave_behind(Part { index: 1, of: 2 });
+    env.claim.restart = true;
+    says(&env.part(0, 2).unwrap_err(), &["--restart", "remove", ".out.dtshard-partial"]);
+    env.claim = Claim { run: Some("job".into()), parts_wait: false, ..env.claim };
+    says(&env.part(0, 2).unwrap_err(), &["--restart"]);
+    env.claim.parts_wait = true;
+    says(&env.part(1, 2).unwrap_err(), &["part 0 of 2 has not started"]);
+    assert_eq!(names(&env.data()), ["a"]);
+}
+
+/// Of many that throw away the same thing, one works at a time, and what lives is never thrown away.
+#[test]
+fn restarts_at_once() {
+    for _ in 0..20 {
+        let mut env = TestEnv::new(Shape::Folder);
+        env.leave_behind(Part::alone());
+        env.claim.restart = true;
+        let begun = at_once(4, |_| env.begin());
+        let won: Vec<_> = begun.iter().flatten().collect();
+        assert!(won.len() <= 1);
+        for staging in won {
+            assert_eq!(names(staging.folder().path()), [""; 0]);
+            thread::sleep(FAST.beat * 2);
+            staging.check().unwrap();
+        }
+    }
+}
+
+/// What sleeps while its folder is thrown away and made anew has no name for anything in the new one.
+#[test]
+fn a_sleeper_finds_nothing_of_its_successor() {
+    let mut env = TestEnv::new(Shape::Folder);
+    env.claim.resume = true;
+    let sleeper = env.begin().unwrap();
+    fs::rename(env.partial(), env.root.path().join("elsewhere")).unwrap();
+    env.fingerprint = Fingerprint([8; 32]);
+    let successor = env.begin().unwrap();
+    for path in [sleeper.folder().path().join("out"), sleeper.journal().path().to_owned()] {
+        assert_eq!(fs::write(&path, "late").unwrap_err().kind(), std::io::ErrorKind::NotFound);
+    }
+    assert!(partial::output(&sleeper.work, Shape::Folder).unwrap().is_none());
+    assert_eq!((names(successor.journals().path()), names(successor.folder().path())), (vec!["data".into()], vec![]));
+}
+
+/// Of two numbers of parts that start at once one is in force, and all of its parts work.
+#[test]
+fn two_numbers_of_parts_at_once() {
+    let parts = [(0, 3), (1, 3), (2, 3), (0, 4), (1, 4)];
+    for round in 0..40 {
+        let env = TestEnv::new(Shape::Folder);
+        let start = std::sync::Barrier::new(parts.len());
+        let begun: Vec<Result<Staging>> = std::thread::scope(|scope| {
+            let run = |(index, of)| {
+                let (env, start) = (&env, &start);
+                scope.spawn(move || {
+                    start.wait();
+                    env.part(index, of)
+                })
+            };
+            let running: Vec<_> = parts.into_iter().map(run).collect();
+            running.into_iter().map(|running| running.join().unwrap()).collect()
+        });
+        let works: Vec<bool> = begun.iter().map(Result::is_ok).collect();
+        let (three, four) = ([true, true, true, false, false], [false, false, false, true, true]);
+        assert!(works == three || works == four, "{round}: {works:?}");
+        for error in begun.iter().filter_map(|begun| begun.as_ref().err()) {
+            says(error, &["another run is writing"]);
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! One process and one destination.
+
+use super::*;
+
+#[test]
+fn a_folder_is_published_whole_or_not_at_all() {
+    let root = tempfile::tempdir().unwrap();
+    let out = root.path().join("deep/out");
+    let plan = Plan { fingerprint: Fingerprint([7; 32]), version: "1", about: &About::default() };
+    let begin = || work(Staging::begin(&out, Shape::Folder, &claim(), &plan, &Stop::default()).unwrap());
+    let staging = begin();
+    write(&staging.folder().path().join("a"), "1");
+    assert!(!out.exists());
+    drop(staging);
+    assert_eq!(names(&root.path().join("deep")), Vec::<String>::new());
+
+    let staging = begin();
+    write(&staging.folder().path().join("a"), "1");
+    publish(&staging);
+    assert_eq!(names(&out), ["a"]);
+    drop(staging);
+    assert_eq!(names(&root.path().join("deep")), ["out"]);
+}
+
+#[test]
+fn ending_is_not_delayed_by_a_beat() {
+    let env = TestEnv::new(Shape::Folder);
+    let plan = Plan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
+    let staging = Staging::begin(&env.out(), Shape::Folder, &env.claim, &plan, &Stop::default());
+    let begun = std::time::Instant::now();
+    drop(staging);
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+}
+
+#[test]
+fn an_existing_destination_is_kept_unless_overwrite_is_given() {
+    let mut env = TestEnv::new(Shape::File);
+    write(&env.out(), "old");
+    env.refused(&["out exists", "--overwrite"]);
+    env.claim.overwrite = true;
+    let staging = env.begin().unwrap();
+    write(&staging.folder().path().join("out"), "new");
+    assert_eq!(read(&env.out()), "old");
+    publish(&staging);
+    drop(staging);
+    assert_eq!(read(&env.out()), "new");
+    assert_eq!(env.names(), ["out"]);
+}
+
+/// Anybody may put a file into the destination while a run is at work.
+#[test]
+fn a_destination_that_may_no_longer_be_replaced_stays() {
+    let mut env = TestEnv::new(Shape::Folder);
+    env.claim.overwrite = true;
+    env.claim.replace_check = ReplaceCheck::new(|destination| {
+        let is_foreign = destination.join("thesis.tex").exists();
+        if is_foreign { Err(Error::usage("thesis.tex", "move it away")) } else { Ok(()) }
+    });
+    fs::create_dir(env.out()).unwrap();
+    write(&env.out().join("old"), "old");
+    let staging = env.begin().unwrap();
+    write(staging.folder().join("new").path(), "new");
+    write(&env.out().join("thesis.tex"), "mine");
+    staging.finish().unwrap();
+    let seal = staging.try_seal(&Stop::default()).unwrap().unwrap();
+    assert_eq!(seal.publish(true).unwrap_err().kind(), "usage");
+    drop(staging);
+    assert_eq!((names(&env.out()), env.names()), (vec!["old".into(), "thesis.tex".into()], vec!["out".into()]));
+}
+
+#[test]
+fn a_folder_takes_the_place_of_a_file_and_of_a_full_folder() {
+    let mut env = TestEnv::new(Shape::Folder);
+    env.claim.overwrite = true;
+    write(&env.out(), "old");
+    for content in ["1", "2"] {
+        let staging = env.begin().unwrap();
+        write(&staging.folder().path().join(content), content);
+        publish(&staging);
+        drop(staging);
+        assert_eq!((names(&env.out()), env.names()), (vec![content.into()], vec!["out".into()]));
+    }
+}
+
+#[test]
+fn an_empty_folder_may_become_a_folder_but_not_a_file() {
+    let mut env = TestEnv::new(Shape::File);
+    fs::create_dir(env.out()).unwrap();
+    env.claim.overwrite = true;
+    env.refused(&["is a folder", "out/model.pt"]);
+    env.shape = Shape::Folder;
+    env.claim.overwrite = false;
+    let staging = env.begin().unwrap();
+    write(&staging.folder().path().join("x"), "1");
+    publish(&staging);
+    assert_eq!(names(&env.out()), ["x"]);
+}
+
+#[test]
+fn what_appears_meanwhile_is_not_replaced() {
+    let env = TestEnv::new(Shape::File);
+    let staging = env.begin().unwrap();
+    write(&staging.folder().path().join("out"), "new");
+    write(&env.out(), "of somebody");
+    staging.finish().unwrap();
+    let error = staging.try_seal(&Stop::default()).unwrap().unwrap().publish(true).unwrap_err();
+    says(&error, &["out appeared while", "another destination"]);
+    assert_eq!(read(&env.out()), "of somebody");
+}
+
+#[test]
+fn an_interrupted_swap_is_finished_or_rolled_back() {
+    let env = TestEnv::new(Shape::Folder);
+    let old = env.root.path().join(".out.dtshard-old");
+    // Killed between the renames: the old one comes back, and is then refused as any existing destination.
+    fs::create_dir(&old).unwrap();
+    write(&old.join("a"), "old");
+    env.refused(&["exists"]);
+    assert_eq!(names(&env.out()), ["a"]);
+    // Killed before the old one was deleted: it is deleted now.
+    fs::create_dir(&old).unwrap();
+    env.refused(&["exists"]);
+    assert_eq!(env.names(), ["out"]);
+}
+
+#[test]
+fn dead_and_live_partials_are_told_apart() {
+    let mut env = TestEnv::new(Shape::Folder);
+    let live = env.begin().unwrap();
+    for (restart, resume) in [(false, false), (true, false), (false, true)] {
+        env.claim = Claim { restart, resume, ..claim() };
+        env.refused(&["another run is writing", &std::process::id().to_string()]);
+    }
+    assert!(live.folder().exists());
+    drop(live);
+
+    env.claim = claim();
+    env.leave_behind(Part::alone());
+    env.refused(&["did not finish", "--resume", "--restart"]);
+    env.claim.restart = true;
+    let fresh = env.begin().unwrap();
+    assert_eq!(names(fresh.folder().path()), [""; 0]);
+    assert_eq!(env.names(), [".out.dtshard-partial"]);
+}
+
+#[test]
+fn what_is_no_partial_of_this_version_is_only_thrown_away() {
+    let old_version = |path: &Path| {
+        fs::create_dir(path).unwrap();
+        write(&path.join(".lock"), "");
+        write(&path.join("out"), "half");
+    };
+    let file = |path: &Path| write(path, "junk");
+    let damaged = |path: &Path| {
+        fs::create_dir(path).unwrap();
+        write(&path.join("plan.json"), "{");
+    };
+    // Nor does a plan name what lies elsewhere.
+    let straying = |path: &Path| {
+        fs::create_dir_all(path.join("work-/x/data")).unwrap();
+        let plan = r#"{"version":"1","fingerprint":"07","run":null,"parts":1,"id":"/x"}"#;
+        write(&path.join("plan.json"), plan);
+    };
+    for make in [&old_version as &dyn Fn(&Path), &file, &damaged, &straying] {
+        let mut env = TestEnv::new(Shape::Folder);
+        make(&env.partial());
+        env.refused(&["did not finish", ".out.dtshard-partial", "--restart"]);
+        env.claim.resume = true;
+        env.refused(&["no plan", "--restart"]);
+        env.claim = Claim { restart: true, ..claim() };
+        publish(&env.begin().unwrap());
+        assert_eq!(env.names(), ["out"]);
+    }
+    // Nothing is lost with an empty folder.
+    let env = TestEnv::new(Shape::Folder);
+    fs::create_dir(env.partial()).unwrap();
+    publish(&env.begin().unwrap());
+    assert_eq!(env.names(), ["out"]);
+}
+
+#[test]
+fn a_partial_of_another_plan_is_not_gone_on_with() {
+    let mut env = TestEnv::new(Shape::Folder);
+    env.leave_behind(Part::alone());
+    env.claim.resume = true;
+    env.version = "2";
+    env.refused(&["dtshard 1 made it, and this is 2", "--restart"]);
+    env.version = "1";
+    env.fingerprint = Fingerprint([8; 32]);
+    env.refused(&["cannot be gone on with: it is of another source, or of other options", "--restart"]);
+    env.about.options.insert("--dtype".into(), "bf16".into());
+    env.refused(&["cannot be gone on with: --dtype was not given, and is bf16", "--restart"]);
+    assert_eq!(names(&env.data()), ["a"]);
+    env.claim = Claim { restart: true, ..claim() };
+    publish(&env.begin().unwrap());
+    assert_eq!(env.names(), ["out"]);
+}
+
+#[test]
+fn resume_goes_on_starts_fresh_or_is_done() {
+    let mut env = TestEnv::new(Shape::File);
+    env.claim.resume = true;
+    let first = env.begin().unwrap();
+    assert!(first.is_kept());
+    write(&first.folder().path().join("out"), "half");
+    let journal = first.journal().path().to_owned();
+    drop(first);
+
+    let second = env.begin().unwrap();
+    assert_eq!(read(&second.folder().path().join("out")), "half");
+    assert!(second.journal().path() != journal && second.journal().path().parent() == Some(second.journals().path()));
+    publish(&second);
+    drop(second);
+    assert_eq!(env.names(), ["out"]);
+    if !plan_xattr::is(&env.out(), env.fingerprint) {
+        return; // No attributes there.
+    }
+    assert!(matches!(env.begin_as(&env.claim), Ok(Begun::Done)));
+    env.fingerprint = Fingerprint([8; 32]);
+    env.refused(&["out exists: it is finished, and of another source, or made with other options", "--overwrite"]);
+    env.claim.resume = false;
+    env.refused(&["out exists\n"]);
+}
+
+#[test]
+fn one_that_is_kept_knows_when_it_was_thrown_away() {
+    let mut env = TestEnv::new(Shape::Folder);
+    env.claim.resume = true;
+    let staging = env.begin().unwrap();
+    staging.check().unwrap();
+    fs::remove_dir_all(env.partial()).unwrap();
+    says(&in_time(|| staging.check().err()), &[".out.dtshard-partial is gone", "start again"]);
+    says(&staging.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &["is gone"]);
+}

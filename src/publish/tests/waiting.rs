@@ -1,0 +1,263 @@
+//! Waiting for others, and what comes of those who do not come.
+
+use std::thread;
+
+use super::*;
+
+fn in_vain(staging: &Staging, notify: &mut dyn FnMut(&[Other])) -> Error {
+    match staging.wait_published(&Stop::default(), notify).unwrap() {
+        Waited::Without(missing) => staging.without(&missing),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_part_that_does_not_come_or_goes_is_named() {
+    let mut env = TestEnv::new(Shape::Folder);
+    env.claim.run = Some("job".into());
+    let first = env.part(0, 4).unwrap();
+    first.finish().unwrap();
+    let mut looks = 0;
+    let error = in_vain(&first, &mut |_| looks += 1);
+    says(&error, &["parts 1, 2, 3 of 4 have not started", "--resume", "--part 0 --parts 1"]);
+    assert!(looks > 2);
+    drop(env.part(2, 4).unwrap());
+    let error = in_vain(&first, &mut |_| ());
+    says(&error, &["part 2 of 4 stopped: its process is gone", ".out.dtshard-partial", "--resume"]);
+    // Nothing is lost with it.
+    drop(first);
+    assert!(env.data().exists());
+}
+
+/// One that failed before the others came will not be back, unless it is of an earlier run.
+#[test]
+fn a_part_that_failed_leaves_word() {
+    for (run, resume, is_final) in
+        [(None, false, true), (None, true, false), (Some("job"), true, true), (Some("job"), false, true)]
+    {
+        let mut env = TestEnv::new(Shape::Folder);
+        (env.claim.run, env.claim.resume) = (run.map(str::to_owned), resume);
+        let failing = env.part(1, 2).unwrap();
+        failing.tell(&Error::usage("no space is left", "make some"));
+        failing.abandon();
+        let first = env.part(0, 2).unwrap();
+        first.finish().unwrap();
+        let mut seen = Vec::new();
+        let error = in_vain(&first, &mut |others| seen = others.to_vec());
+        assert_eq!(seen[0].failure.as_deref(), Some("no space is left"));
+        let words = if is_final { "part 1 of 2 failed: no space is left; " } else { "part 1 of 2 has not started" };
+        says(&error, &[words, "with --resume goes on"]);
+        // It may be started again all the same.
+        env.claim.resume = true;
+        let again = env.part(1, 2).unwrap();
+        let others = first.others().unwrap();
+        assert_eq!((others[0].state, &others[0].failure), (OtherState::Working, &None));
+        again.finish().unwrap();
+        assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
+    }
+}
+
+/// As a job that is queued again has the same command.
+#[test]
+fn a_failure_of_an_earlier_launch_is_no_word_for_this_one() {
+    let mut env = TestEnv::new(Shape::Folder);
+    (env.claim.run, env.claim.resume) = (Some("job.0".into()), true);
+    let failing = env.part(1, 2).unwrap();
+    failing.tell(&Error::usage("no space is left", "make some"));
+    failing.abandon();
+    env.claim.run = Some("job.1".into());
+    let first = env.part(0, 2).unwrap();
+    first.finish().unwrap();
+    assert_eq!(first.others().unwrap()[0].state, OtherState::NotStarted);
+    says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has not started"]);
+}
+
+/// However long, and of a launch whose name is as long as that.
+#[test]
+fn a_long_word_is_cut() {
+    for reason in ["\u{1}".repeat(5000), "\u{1F980}".repeat(5000), "x".repeat(5000)] {
+        let mut env = TestEnv::new(Shape::Folder);
+        (env.claim.resume, env.claim.run) = (true, Some("\u{2}".repeat(5000)));
+        let staging = env.part(1, 2).unwrap();
+        staging.tell(&Error::usage(reason.clone(), ""));
+        staging.abandon();
+        let first = env.part(0, 2).unwrap();
+        let others = first.others().unwrap();
+        let is_told = |told: &String| (100..=400).contains(&told.len()) && reason.starts_with(told);
+        assert!(others[0].failure.as_ref().is_some_and(is_told), "{others:?}");
+        assert_eq!(others[0].state, OtherState::Stopped);
+        assert_eq!(fs::read(env.partial().join("part-1-of-2.0.lease")).unwrap().len(), lease::RECORD_BYTES);
+    }
+}
+
+/// Of tasks that are started again one after the other, the first finds what the others left when they were ended.
+#[test]
+fn leases_of_an_earlier_run_say_nothing() {
+    let mut env = TestEnv::new(Shape::Folder);
+    env.leave_behind(Part { index: 1, of: 4 });
+    let left = env.part(2, 4).unwrap();
+    left.finish().unwrap();
+    drop(left);
+    env.leave_behind(Part { index: 3, of: 4 });
+    env.foreign_lease(lease_of(3, 4, 0), Phase::Finished);
+    env.claim.resume = true;
+    let first = env.part(0, 4).unwrap();
+    first.finish().unwrap();
+    let states = || first.others().unwrap().iter().map(|other| other.state).collect::<Vec<_>>();
+    assert_eq!(states(), [OtherState::NotStarted, OtherState::NotStarted, OtherState::Working]);
+    let (second, third) = (env.part(1, 4).unwrap(), env.part(2, 4).unwrap());
+    third.finish().unwrap();
+    assert_eq!(states()[..2], [OtherState::Working, OtherState::Finished]);
+    // What died of this run has stopped.
+    drop(second);
+    assert_eq!(states()[0], OtherState::Stopped);
+    // It is in doubt for a while whether the one elsewhere lives; it does not.
+    in_time(|| (states()[2] == OtherState::NotStarted).then_some(()));
+    env.foreign_lease(lease_of(3, 4, 1), Phase::Finished);
+    assert_eq!(states()[2], OtherState::Finished);
+}
+
+/// From another node it takes a beat to see that a process lives. What one did that never moves was done before.
+#[test]
+fn what_moves_elsewhere_is_of_this_run() {
+    let mut env = TestEnv::new(Shape::Folder);
+    env.leave_behind(Part { index: 1, of: 4 });
+    env.leave_behind(Part { index: 2, of: 4 });
+    for index in [1, 2] {
+        env.foreign_lease(lease_of(index, 4, 0), Phase::Working);
+    }
+    let third = env.part(3, 4).unwrap();
+    env.claim.resume = true;
+    let first = env.part(0, 4).unwrap();
+    let journals = || first.others().unwrap().into_iter().map(|other| (other.journal, other.done_bytes));
+    let here = (Some(String::from("part-3-of-4.0.journal")), 0);
+    // Nothing has been looked at since this one began.
+    env.foreign_lease(lease_of(1, 4, 0), Phase::Finished);
+    let moved = (Some(String::from("part-1-of-4.0.journal")), 5);
+    assert_eq!(journals().collect::<Vec<_>>(), [moved.clone(), (None, 0), here.clone()]);
+    in_time(|| (first.others().unwrap()[1].state == OtherState::NotStarted).then_some(()));
+    assert_eq!(journals().collect::<Vec<_>>(), [moved, (None, 0), here]);
+    drop(third);
+}
+
+/// TERM comes to one a moment before it comes to the other, and what was ended may be started again.
+#[test]
+fn one_that_stops_is_given_a_moment() {
+    let mut env = TestEnv::new(Shape::Folder);
+    env.claim.resume = true;
+    let (first, second) = (env.part(0, 2).unwrap(), env.part(1, 2).unwrap());
+    first.finish().unwrap();
+    drop(second);
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| first.wait_published(&Stop::default(), &mut |_| ()).unwrap());
+        env.part(1, 2).unwrap().finish().unwrap();
+        assert_eq!(waiting.join().unwrap(), Waited::NobodySeals);
+    });
+    let begun = Instant::now();
+    drop(env.part(1, 2).unwrap());
+    says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 stopped"]);
+    assert!(begun.elapsed() >= FAST.stopped_after);
+    // Where all of it is recorded, nobody has to come back for it.
+    let Waited::Without(missing) = first.wait_published(&Stop::default(), &mut |_| ()).unwrap() else { panic!() };
+    first.settle(missing);
+    assert_eq!(first.others().unwrap()[0].state, OtherState::Finished);
+    assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
+}
+
+/// The cache of this node hides the partial folder for longer than other processes are watched.
+#[test]
+fn a_partial_folder_that_a_cache_hides_is_waited_for() {
+    let (mut env, said) = (TestEnv::new(Shape::Folder), Arc::new(Mutex::new(0)));
+    let count = Arc::clone(&said);
+    let tell = move |_: &str| *count.lock().unwrap() += 1;
+    let (first, again) = (Duration::ZERO, Duration::from_mins(1));
+    env.claim.reporter = WaitReporter { first, again, tell: Arc::new(tell) };
+    env.claim.resume = true;
+    let (mut first, second) = (env.part(0, 2).unwrap(), env.part(1, 2).unwrap());
+    first.destination.caches = true.into();
+    [&first, &second].into_iter().for_each(|part| part.finish().unwrap());
+    let hidden = env.root.path().join("hidden");
+    fs::rename(env.partial(), &hidden).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(FAST.dead_after * 2);
+            fs::rename(&hidden, env.partial()).unwrap();
+        });
+        assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
+    });
+    assert_eq!(*said.lock().unwrap(), 1);
+    let begun = Instant::now();
+    fs::rename(env.partial(), &hidden).unwrap();
+    says(&first.wait_published(&Stop::default(), &mut |_| ()).unwrap_err(), &["is gone", "not published"]);
+    assert!(begun.elapsed() >= FAST.cached_for);
+    // The second look does not wait again.
+    assert!(!first.was_published(&Stop::default()));
+    assert!(begun.elapsed() < FAST.cached_for * 4);
+}
+
+#[test]
+fn suspended_process_is_named_and_taken_over() {
+    let env = TestEnv::new(Shape::Folder);
+    let plan = Plan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
+    let begin = |index, beat| {
+        let pace = Pace { beat, stuck_after: Duration::from_millis(100), ..FAST };
+        let claim = Claim { part: Part { index, of: 2 }, ..claim() };
+        work(acquire::acquire(&env.out(), env.shape, &claim, &plan, pace, &Stop::default()).unwrap())
+    };
+    let (first, second) = (begin(0, FAST.beat), begin(1, Duration::from_hours(1)));
+    first.finish().unwrap();
+    let who = Process::this().to_string();
+    says(&in_vain(&first, &mut |_| ()), &["part 1 of 2 has not moved", &who, "--resume"]);
+    second.finish().unwrap();
+    let _seal = second.try_seal(&Stop::default()).unwrap().unwrap();
+    // As one on another node would be, the process that seals is taken over.
+    assert_eq!(first.wait_published(&Stop::default(), &mut |_| ()).unwrap(), Waited::NobodySeals);
+    assert!(first.try_seal(&Stop::default()).unwrap().is_some());
+}
+
+/// Woken up and ended before its next beat, it has not heard that another one goes on with its work.
+#[test]
+fn what_another_one_took_over_is_not_let_go() {
+    let env = TestEnv::new(Shape::Folder);
+    let plan = Plan { fingerprint: env.fingerprint, version: "1", about: &About::default() };
+    let pace = Pace { beat: Duration::from_hours(1), ..FAST };
+    for rival in [lease_of(0, 1, 1), lease_of(0, 3, 0)] {
+        let begun = acquire::acquire(&env.out(), env.shape, &claim(), &plan, pace, &Stop::default());
+        let staging = work(begun.unwrap());
+        env.foreign_lease(rival, Phase::Working);
+        drop(staging);
+        assert!(env.data().exists());
+        fs::remove_dir_all(env.partial()).unwrap();
+    }
+}
+
+/// As of an array whose elements are started when there is room, the last one after all was done without it.
+#[test]
+fn a_part_that_comes_when_all_is_done_is_done() {
+    let mut env = TestEnv::new(Shape::Folder);
+    env.claim.parts_wait = false;
+    publish_alone(&env.part(1, 2).unwrap());
+    if !plan_xattr::is(&env.out(), env.fingerprint) {
+        return; // No attributes there.
+    }
+    for overwrite in [false, true] {
+        env.claim.overwrite = overwrite;
+        let late = Claim { part: Part { index: 0, of: 2 }, ..env.claim.clone() };
+        assert!(matches!(env.begin_as(&late), Ok(Begun::Done)));
+        assert_eq!(env.names(), ["out"]);
+    }
+    // Whoever is to wait for it, or is alone, means another one.
+    env.claim = claim();
+    says(&env.part(0, 2).unwrap_err(), &["exists"]);
+    env.refused(&["exists"]);
+    // And what is there may be of another plan.
+    env.claim.parts_wait = false;
+    env.fingerprint = Fingerprint([8; 32]);
+    says(&env.part(0, 2).unwrap_err(), &["exists"]);
+}
+
+fn publish_alone(staging: &Staging) {
+    write(&staging.folder().path().join("a"), "1");
+    staging.finish().unwrap();
+    staging.try_seal(&Stop::default()).unwrap().unwrap().publish(false).unwrap();
+}

@@ -1,0 +1,342 @@
+//! Waiting for the other parts, and for the process that publishes.
+//!
+//! A process that has finished its part looks at the leases of the others, again and again, until the checkpoint is
+//! published, all are done and nobody seals, or some parts will not finish. Nobody waits without bound: a part that has
+//! not started is given up after five minutes, one whose process is dead after two seconds, in which it may be started
+//! again.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::atomic::Ordering;
+use std::sync::{MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::destination::Identity;
+use super::lease::{LeaseLost, LeaseState, Role, SeenLease};
+use super::partial::Partial;
+use super::{Staging, plan_xattr};
+use crate::comm::{Part, Process};
+use crate::error::{Error, Result};
+use crate::exec::Stop;
+use crate::name_list::numbered;
+
+/// How far another part is, by its lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OtherState {
+    NotStarted,
+    Working,
+    /// The part is done. Its process may have left.
+    Finished,
+    /// The process is gone, or does not move any more, and the part was not done.
+    Stopped,
+}
+
+/// Another part of the work.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Other {
+    pub part: Part,
+    pub state: OtherState,
+    /// Bytes done in this run.
+    pub done_bytes: u64,
+    /// The name of the part's journal; `None` where no process of this run was seen at it.
+    pub journal: Option<String>,
+    /// The error that ended the part's last process.
+    pub failure: Option<String>,
+}
+
+/// How waiting ends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Waited {
+    /// The destination is there.
+    Published,
+    /// All parts are done, and no live process seals.
+    NobodySeals,
+    /// These parts will not finish.
+    Without(Missing),
+}
+
+/// Parts that will not finish. They may have recorded all that they had to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Missing {
+    pub parts: Vec<u32>,
+    has_started: bool,
+}
+
+/// The longest time from the first to the last step of publishing, as others see them.
+const PUBLISHING: Duration = Duration::from_secs(1);
+
+/// What to do after a look at the others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Decision {
+    Wait,
+    Seal,
+    GiveUp(Missing),
+}
+
+/// Decides by the states of the others. `is_sealing` says that a live process seals.
+pub(super) fn decide(is_sealing: bool, others: &[Other]) -> Decision {
+    let of_state = |state: OtherState| -> Vec<u32> {
+        others.iter().filter(|other| other.state == state).map(|other| other.part.index).collect()
+    };
+    let (stopped, not_started) = (of_state(OtherState::Stopped), of_state(OtherState::NotStarted));
+    if is_sealing {
+        Decision::Wait
+    } else if !stopped.is_empty() {
+        Decision::GiveUp(Missing { parts: stopped, has_started: true })
+    } else if !not_started.is_empty() {
+        Decision::GiveUp(Missing { parts: not_started, has_started: false })
+    } else if others.iter().all(|other| other.state == OtherState::Finished) {
+        Decision::Seal
+    } else {
+        Decision::Wait
+    }
+}
+
+/// Since when each look has found the same thing.
+#[derive(Default)]
+struct Since(Option<Instant>);
+
+impl Since {
+    /// Notes one more look. Returns for how long it has been so.
+    fn note(&mut self, is_so: bool) -> Duration {
+        if !is_so {
+            self.0 = None;
+            return Duration::ZERO;
+        }
+        self.0.get_or_insert_with(Instant::now).elapsed()
+    }
+}
+
+impl Staging {
+    /// Returns the other parts, as their leases have them.
+    ///
+    /// # Errors
+    /// `Io`
+    pub fn others(&self) -> Result<Vec<Other>> {
+        Ok(self.find()?.map_or_else(Vec::new, |found| self.others_of(&found)))
+    }
+
+    /// Waits until another process has published, or until this one should try to. Call it when this part is finished.
+    ///
+    /// # Errors
+    /// `Usage` where the partial folder is gone; `Stopped`; `Io`.
+    pub fn wait_published(&self, stop: &Stop, notify: &mut dyn FnMut(&[Other])) -> Result<Waited> {
+        let begun = *self.waiting.get_or_init(Instant::now);
+        let [mut gone, mut done, mut stopped] = [(); 3].map(|()| Since::default());
+        let mut nap = self.pace.nap();
+        loop {
+            // That the partial folder is gone is no reason to stop: this is what is waited for.
+            stop.check_signal()?;
+            self.destination.refresh(stop)?;
+            let found = self.find()?;
+            let sealer = found.as_ref().and_then(|found| self.sealer(found));
+            let is_left = found.is_none();
+            if let Some(found) = found.filter(|found| !found.is_published) {
+                gone.note(false);
+                let others = self.others_of(&found);
+                notify(&others);
+                let decision = decide(sealer.is_some_and(|state| state != LeaseState::Dead), &others);
+                let stopped_for = stopped.note(matches!(&decision, Decision::GiveUp(missing) if missing.has_started));
+                match decision {
+                    Decision::Wait => {}
+                    // The first part seals if it lives, as it reports what all have done.
+                    Decision::Seal => {
+                        if self.claim.part.index == 0 || done.note(true) >= self.pace.seal_after {
+                            return Ok(Waited::NobodySeals);
+                        }
+                    }
+                    Decision::GiveUp(missing) => {
+                        let is_over = if missing.has_started {
+                            stopped_for >= self.pace.stopped_after
+                        } else {
+                            begun.elapsed() >= self.pace.start_within
+                        };
+                        if is_over {
+                            return Ok(Waited::Without(missing));
+                        }
+                    }
+                }
+            } else if !self.has_landed() {
+                // Network file systems may show the one rename before the other.
+                if gone.note(true) >= self.pace.dead_after && self.is_gone_for_good(stop, || self.has_landed())? {
+                    return Err(self.holding.error(LeaseLost::Gone));
+                }
+            } else if is_left || sealer == Some(LeaseState::Dead) {
+                if !is_left {
+                    self.tidy(self.claim.sync)?;
+                }
+                self.see_published();
+                return Ok(Waited::Published);
+            }
+            nap.take();
+        }
+    }
+
+    /// Counts parts as finished: all that they had to do is recorded.
+    pub fn settle(&self, missing: Missing) {
+        self.settled().extend(missing.parts);
+    }
+
+    /// Returns the error that there is no result without these parts.
+    #[must_use]
+    pub fn without(&self, missing: &Missing) -> Error {
+        let (parts, destination) = (&missing.parts, self.destination.path.display());
+        let named = |parts: &[u32]| {
+            // `part 1 of 4`, `parts 1, 3 of 4`
+            format!("{} of {}", numbered("part", "parts", parts.iter().copied()), self.claim.part.of)
+        };
+        let (has, its) = if parts.len() == 1 { ("has", "its process is") } else { ("have", "their processes are") };
+        // Where the launcher chose the number of parts, the user may not know it.
+        let alone =
+            if self.claim.run.is_some() { "; --part 0 --parts 1 does all of the work in one process" } else { "" };
+        let how_to_go_on = format!(
+            "what was done is kept in {}: the same command with --resume goes on with it{alone}",
+            self.partial.display()
+        );
+        if !missing.has_started {
+            let message = format!("{} {has} not started to write {destination}", named(parts));
+            return Error::usage(message, format!("start what is missing; {how_to_go_on}"));
+        }
+        let found = self.find().ok().flatten();
+        let others = found.as_ref().map_or_else(Vec::new, |found| self.others_of(found));
+        let mut failed = others.iter().filter(|other| parts.contains(&other.part.index));
+        if let Some((index, reason)) = failed.find_map(|other| Some((other.part.index, other.failure.as_ref()?))) {
+            let message = format!("{} failed: {reason}; {destination} is not complete", named(&[index]));
+            return Error::usage(message, how_to_go_on);
+        }
+        let here = Process::this();
+        let leases = parts.iter().filter_map(|index| {
+            found.as_ref()?.lease(Role::Part(Part { index: *index, ..self.claim.part }))?.record.as_ref()
+        });
+        let stuck: Vec<String> = leases
+            .filter(|record| !record.phase.is_over() && record.process.is_alive(&here) == Some(true))
+            .map(|record| record.process.to_string())
+            .collect();
+        if stuck.is_empty() {
+            let message = format!("{} stopped: {its} gone; {destination} is not complete", named(parts));
+            return Error::usage(message, how_to_go_on);
+        }
+        let minutes = self.pace.stuck_after.as_secs() / 60;
+        Error::usage(
+            format!("{} {has} not moved for {minutes} minutes ({})", named(parts), stuck.join("; ")),
+            format!("a process that is stopped, or that its file system holds, has to be ended first; {how_to_go_on}"),
+        )
+    }
+
+    /// Returns whether another process has put the output at the destination. The partial folder is gone then, or the
+    /// process that published takes it away; where that one has died, this one does.
+    #[must_use]
+    pub fn was_published(&self, stop: &Stop) -> bool {
+        let is_marked = || plan_xattr::is(&self.destination.path, self.fingerprint);
+        let (begun, mut nap) = (Instant::now(), self.pace.nap());
+        loop {
+            let is_stopped = self.destination.refresh(stop).is_err();
+            let found = self.find();
+            let sealer = found.iter().flatten().find_map(|found| self.sealer(found));
+            let is_sealer_dead = sealer == Some(LeaseState::Dead);
+            let (is_out, is_left) = match found {
+                Ok(None) => (true, true),
+                Ok(Some(found)) if !found.is_published && sealer.is_none() => return false,
+                found => (found.is_ok_and(|found| found.is_some_and(|found| found.is_published)), false),
+            };
+            // The process that seals is between its steps, or this node has not seen all of them.
+            let is_late = is_stopped || begun.elapsed() >= PUBLISHING;
+            if is_out && (is_left || is_late || is_sealer_dead) && is_marked() {
+                if is_sealer_dead {
+                    // The next run would do it as well.
+                    let _ = self.tidy(self.claim.sync);
+                }
+                self.see_published();
+                return true;
+            }
+            if is_stopped || is_late && (!is_left || self.is_gone_for_good(stop, is_marked).unwrap_or(true)) {
+                return false;
+            }
+            nap.take();
+        }
+    }
+
+    /// Notes that another process has published: this one takes away what that one leaves.
+    pub fn see_published(&self) {
+        self.is_published.store(true, Ordering::Relaxed);
+    }
+
+    /// Repeats a look at what other processes have written until it returns true, for as long as the file system may
+    /// answer from a cache.
+    ///
+    /// # Errors
+    /// `Stopped`, and the errors of `look`.
+    pub fn confirm(&self, stop: &Stop, what: &str, look: impl FnMut() -> Result<bool>) -> Result<bool> {
+        let what = format!("waiting for the file system to show {what} in {}", self.partial.display());
+        self.destination.confirm(stop, &what, look)
+    }
+
+    /// Returns whether the partial folder and the output are gone for longer than caches last, so that another program
+    /// has removed them.
+    fn is_gone_for_good(&self, stop: &Stop, has_landed: impl Fn() -> bool) -> Result<bool> {
+        if self.is_gone.load(Ordering::Relaxed) || self.destination.cached_for().is_zero() {
+            return Ok(true);
+        }
+        let what = format!("waiting for the file system to show what became of {}", self.partial.display());
+        let is_there = self.destination.confirm(stop, &what, || {
+            self.destination.look_up();
+            Ok(self.find()?.is_some() || has_landed())
+        })?;
+        self.is_gone.store(!is_there, Ordering::Relaxed);
+        Ok(!is_there)
+    }
+
+    /// Returns whether the output is at the destination.
+    pub(super) fn has_landed(&self) -> bool {
+        let Some(there) = Identity::of(&self.destination.target()) else { return false };
+        let is_known = self.identity.get().is_none_or(|identity| *identity == there);
+        is_known || plan_xattr::is(&self.destination.path, self.fingerprint)
+    }
+
+    fn sealer(&self, found: &Partial) -> Option<LeaseState> {
+        found.lease(Role::Seal).map(|seen| self.lease_state(seen))
+    }
+
+    pub(super) fn lease_state(&self, seen: &SeenLease) -> LeaseState {
+        self.watch.lock().unwrap_or_else(PoisonError::into_inner).state(seen, Instant::now())
+    }
+
+    fn settled(&self) -> MutexGuard<'_, BTreeSet<u32>> {
+        self.settled.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn others_of(&self, found: &Partial) -> Vec<Other> {
+        let own = self.claim.part;
+        let leases: HashMap<Role, &SeenLease> = found.leases.iter().map(|seen| (seen.name.role, seen)).collect();
+        let settled = self.settled();
+        let other = |index: u32| {
+            let part = Part { index, of: own.of };
+            let seen = leases.get(&Role::Part(part)).copied();
+            let record = seen.and_then(|seen| seen.record.as_ref());
+            let mut state = seen.map_or(OtherState::NotStarted, |seen| self.state_of(seen));
+            // What an earlier run did is known from its journal.
+            let now = seen.filter(|seen| !self.stale.contains(seen));
+            if state != OtherState::Working && settled.contains(&index) {
+                state = OtherState::Finished;
+            }
+            Other {
+                part,
+                state,
+                done_bytes: now.and(record).map_or(0, |record| record.done_bytes),
+                journal: now.map(|seen| seen.name.journal()),
+                failure: record.and_then(|record| Some(record.failure.as_ref()?.reason.clone())),
+            }
+        };
+        (0..own.of).filter(|index| *index != own.index).map(other).collect()
+    }
+
+    fn state_of(&self, seen: &SeenLease) -> OtherState {
+        let is_done = seen.record.as_ref().is_some_and(|record| record.phase.is_done());
+        match self.lease_state(seen) {
+            LeaseState::Dead if self.stale.contains(seen) => OtherState::NotStarted,
+            LeaseState::Unsure if self.stale.contains(seen) => OtherState::Working,
+            _ if is_done => OtherState::Finished,
+            LeaseState::Dead => OtherState::Stopped,
+            LeaseState::Alive | LeaseState::Unsure => OtherState::Working,
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Parsers of files and texts that anybody may have written: mutated fixtures are read or refused, and nothing panics.
+//!
+//! Those of pickles and archives alone are in `crates/torch-pickle/tests/fuzz.rs`.
+//!
+//! `cargo test` runs a fixed number of mutations from a fixed seed, which `.cargo/config.toml` sets; docs/ci.md has the
+//! variables for longer runs.
+
+#[macro_use]
+#[path = "../../crates/torch-pickle/tests/mutations/mod.rs"]
+mod mutations;
+
+use std::fs;
+use std::path::Path;
+
+use super::fixture;
+use crate::format::{Checkpoint, ReadOptions, layout_file};
+use crate::layout::{DeviceMesh, Pattern, parse_placements};
+use crate::select::{DtypeRule, Rename};
+
+/// A copy of a checkpoint, of which one file is replaced.
+struct Copied {
+    folder: tempfile::TempDir,
+    name: &'static str,
+}
+
+impl Copied {
+    fn new(checkpoint: &str, name: &'static str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        for entry in fs::read_dir(fixture(checkpoint)).unwrap() {
+            let entry = entry.unwrap();
+            if entry.path().is_file() {
+                fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
+            }
+        }
+        Self { folder, name }
+    }
+
+    fn content(&self) -> Vec<u8> {
+        fs::read(self.folder.path().join(self.name)).unwrap()
+    }
+
+    /// Opens the checkpoint with this content of the file.
+    fn open_with(&self, bytes: &[u8]) {
+        fs::write(self.folder.path().join(self.name), bytes).unwrap();
+        let _ = Checkpoint::open(self.folder.path(), &ReadOptions::default());
+    }
+}
+
+#[test]
+fn dcp_metadata() {
+    let copy = Copied::new("fsdp4/dcp", ".metadata");
+    fuzz!(vec![copy.content()], 150, |bytes: &[u8]| copy.open_with(bytes));
+}
+
+#[test]
+fn torch_archive() {
+    let copy = Copied::new("fsdp4/ranks", "model_world_size_4_rank_0.pt");
+    fuzz!(vec![copy.content()], 150, |bytes: &[u8]| copy.open_with(bytes));
+}
+
+#[test]
+fn safetensors_header() {
+    let header = r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]}}"#;
+    fuzz!(vec![header.into()], 20_000, |text: &[u8]| {
+        let _ = crate::format::safetensors::parse_header(Path::new("x"), text, 16 + text.len() as u64);
+    });
+}
+
+#[test]
+fn safetensors_index() {
+    let copy = Copied::new("safetensors/sharded", "model.safetensors.index.json");
+    fuzz!(vec![copy.content()], 300, |bytes: &[u8]| copy.open_with(bytes));
+}
+
+#[test]
+fn flat_layout() {
+    let text = r#"{"version": 1, "world_size": 2, "units": [{"module": "", "dtype": "f32", "params": [{"fqn": "w", "shape": [2, 3]}]}]}"#;
+    fuzz!(vec![text.into()], 10_000, |bytes: &[u8]| {
+        let _ = crate::format::fsdp_flat::document::parse(Path::new("flat_layout.json"), bytes);
+    });
+}
+
+#[test]
+fn local_document() {
+    let text = r#"{"version": 1, "world_size": 2, "meshes": [{"dims": [["dp", 2]]}],
+        "tensors": {"w": {"dtype": "f32", "shape": [7, 3], "class": "dtensor", "mesh": 0, "placements": "S(0)"}},
+        "state": {"w": {"$tensor": "w"}, "a": {"$tuple": [1, {"$float": "nan"}]}, "b": {"$ranks": [[[0], 1], [[1], 5]]}}}"#;
+    fuzz!(vec![text.into()], 10_000, |bytes: &[u8]| {
+        let _ = crate::format::local::document::parse(Path::new("layout.json"), bytes);
+    });
+}
+
+#[test]
+fn layout_file_toml() {
+    let text = "mesh = { dp = 2, tp = 2 }\n[[rules]]\nmatch = \"**.w\"\nplacements = \"S(0),R\"\n";
+    fuzz!(vec![text.into()], 5_000, |bytes: &[u8]| {
+        let _ = layout_file::parse(Path::new("x.toml"), bytes);
+    });
+}
+
+#[test]
+fn layout_file_json() {
+    let text = r#"{"mesh": {"dp": 2}, "rules": [{"match": "**", "placements": "S(0)"}]}"#;
+    fuzz!(vec![text.into()], 5_000, |bytes: &[u8]| {
+        let _ = layout_file::parse(Path::new("x.json"), bytes);
+    });
+}
+
+#[test]
+fn texts_of_options() {
+    let corpus =
+        ["layers.*.{w1,w3}.**", "_S(1,2),R,P(sum)", r"^blocks\.(\d+)\.=layers.\1.", "**.norm=bf16", "dp=2,tp=4"];
+    fuzz!(corpus.map(Vec::from).to_vec(), 5_000, |bytes: &[u8]| {
+        let Ok(text) = std::str::from_utf8(bytes) else { return };
+        let _ = Pattern::parse(text).map(|pattern| pattern.covers("layers.0.w1.weight"));
+        let _ = parse_placements(text);
+        let _ = DeviceMesh::parse(text);
+        let _ = Rename::parse(text);
+        let _ = DtypeRule::parse(text);
+    });
+}

@@ -1,0 +1,307 @@
+//! Rank files written and read back with our own reader: the same tree, meshes, placements and bytes.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use crate::catalog::{Catalog, ChunkTable, Fqn, Holding, Reservation, TensorEntry, TensorId, Value, model};
+use crate::exec::{Extents, Input, Options, Silent, Stop, compare, copy};
+use crate::format::safetensors::Wanted;
+use crate::format::torch::{RankLayout, RankTarget, Release, Style, reserve_ranks};
+use crate::format::{Checkpoint, ReadOptions, SeriesChoice, dcp, resolve, safetensors, torch};
+use crate::layout::{DeviceMesh, MeshDim, Placement, Rank, Tile, local_shard, parse_placements};
+use crate::publish::log::{AtEnd, Log};
+
+use torch_pickle::pickle::Unknown;
+
+use super::fixture;
+
+const OPTIONS: Options = Options { threads: 2, strip_bytes: 1 << 10, sync: false };
+
+fn open(path: &Path) -> Checkpoint {
+    let series = SeriesChoice::Named(vec!["model".into()]);
+    Checkpoint::open(path, &ReadOptions { series, ..ReadOptions::default() }).unwrap()
+}
+
+/// The tensors as somebody wishes them: nothing is said of where they lie.
+fn wishes(catalog: &Catalog) -> Catalog {
+    let mut wishes = catalog.clone();
+    for entry in &mut wishes.tensors {
+        entry.chunks = ChunkTable::new(entry.shape.len());
+    }
+    wishes
+}
+
+fn input(checkpoint: &Checkpoint) -> Input<'_> {
+    Input { files: &checkpoint.files, catalog: &checkpoint.catalog, resolve: &resolve }
+}
+
+fn mesh(names: &str, ranks: &[u32]) -> DeviceMesh {
+    let mesh = DeviceMesh::parse(names).unwrap();
+    if ranks.is_empty() {
+        return mesh;
+    }
+    let ranks = ranks.iter().copied().map(Rank).collect();
+    DeviceMesh::new(mesh.shape(), ranks, mesh.names().map(<[String]>::to_vec)).unwrap()
+}
+
+/// One placement a mesh dim, R where it does not fit.
+fn placements(list: &str, entry: &TensorEntry) -> Vec<Placement> {
+    let specs = parse_placements(list).unwrap();
+    specs.into_iter().map(|spec| spec.resolve(entry.shape.len()).unwrap_or(Placement::Replicate)).collect()
+}
+
+fn reserve(catalog: &Catalog, state: &Value, mesh: &DeviceMesh, list: &str, style: &Style) -> Reservation {
+    let target = RankTarget {
+        mesh,
+        world_size: mesh.job_size(),
+        style,
+        name: &|rank| PathBuf::from(format!("model_world_size_{}_rank_{rank}.pt", mesh.job_size())),
+        layout: &mut |_, _, entry| {
+            Ok(match entry.sharding {
+                None => RankLayout::Plain,
+                Some(_) => RankLayout::Distributed { placements: placements(list, entry), slice: None },
+            })
+        },
+    };
+    reserve_ranks(&wishes(catalog), state, target).unwrap()
+}
+
+/// In every file the data comes in the order of the tensors, and no two tensors overlap.
+fn check_order(reservation: &Reservation) {
+    let mut ends: BTreeMap<u32, u64> = BTreeMap::new();
+    for tensor in &reservation.tensors {
+        for index in 0..tensor.entry.chunks.len() {
+            let Some((file, offset)) = tensor.place(index) else { continue };
+            let end = ends.insert(file, offset + tensor.chunk_bytes(index)).unwrap_or(0);
+            assert!(offset >= end, "{} in file {file}", tensor.entry.fqn);
+        }
+    }
+}
+
+fn check(case: &str, mesh: &DeviceMesh, list: &str, release: Release) {
+    let source = open(&fixture(case).join("ranks"));
+    let style = Style { release, device_type: "cuda".into() };
+    let reservation = reserve(&source.catalog, &source.catalog.state, mesh, list, &style);
+    check_order(&reservation);
+    assert_eq!(reservation.files.len(), mesh.job_size() as usize);
+    let folder = tempfile::tempdir().unwrap();
+    fill(&source, &reservation, folder.path());
+
+    let written = open(folder.path());
+    assert_eq!(written.catalog.state, source.catalog.state, "{case}");
+    assert!(written.catalog.warnings.is_empty());
+    assert_eq!(written.catalog.tensors.len(), source.catalog.tensors.len());
+    for ((found, expected), reserved) in
+        written.catalog.tensors.iter().zip(&source.catalog.tensors).zip(&reservation.tensors)
+    {
+        let name = format!("{case} {}", expected.fqn);
+        assert_eq!((&found.fqn, found.dtype, &found.shape), (&expected.fqn, expected.dtype, &expected.shape));
+        let list = expected.sharding.as_ref().map(|_| placements(list, expected));
+        assert_eq!(found.sharding.as_ref().map(|sharding| written.catalog.mesh(sharding)), list.as_ref().map(|_| mesh));
+        assert_eq!(found.sharding.as_ref().map(|sharding| &sharding.shared.placements), list.as_ref(), "{name}");
+        let holders = if list.is_some() { mesh.world_size() } else { mesh.job_size() as usize };
+        assert_eq!(found.chunks.len(), holders, "{name}");
+        for index in 0..found.chunks.len() {
+            let rank = found.chunks.rank(index).unwrap();
+            let tile = match &list {
+                None => Tile::from_region(&crate::layout::Region::whole(&expected.shape)),
+                Some(list) => {
+                    let at = mesh.coordinate(rank).unwrap();
+                    local_shard(&expected.shape, mesh.shape(), list, &at).unwrap()
+                }
+            };
+            // A table keeps no more of an empty tile than its bounds.
+            let kept = found.chunks.tile(index);
+            assert!(kept == tile || kept.is_empty() && tile.is_empty(), "{name} on rank {rank}");
+            assert_eq!(found.chunks.tile(index), reserved.entry.chunks.tile(index), "{name} on rank {rank}");
+            assert_eq!(reserved.entry.chunks.rank(index), Some(rank));
+            let offset = reserved.place(index).map(|(_, offset)| offset);
+            let stored = (!tile.is_empty()).then(|| {
+                let index = u32::try_from(index).unwrap();
+                resolve(&written.files, found, index).unwrap().offset
+            });
+            assert_eq!(offset, stored, "{name} on rank {rank}");
+            if !tile.is_empty() {
+                let same = compare::replica_difference(input(&written), found, &OPTIONS, &Silent, &Stop::default());
+                assert!(found.sharding.is_some() || same.unwrap().is_none());
+            }
+        }
+        let stop = Stop::default();
+        let (left, right) = ((input(&source), expected), (input(&written), found));
+        let difference = compare::first_difference(left, right, expected.dtype, &OPTIONS, &Silent, &stop);
+        assert_eq!(difference.unwrap(), None, "{name}");
+    }
+    let own = Style::of_file(&written.files, written.files.ids().next().unwrap()).unwrap();
+    let sharded = source.catalog.tensors.iter().any(|entry| entry.sharding.is_some());
+    assert_eq!(own, sharded.then_some(style), "{case}");
+}
+
+fn fill(source: &Checkpoint, reservation: &Reservation, folder: &Path) {
+    let todo = Extents::of_files(&reservation.files);
+    let folder = &crate::storage::AnchoredPath::new(folder);
+    let log = Log::new(&reservation.files, &todo, folder.join("journal"), OPTIONS.sync, AtEnd::Nothing);
+    let (log, stop) = (&log, &Stop::default());
+    let writing = copy::Writing { reservation, folder, log, options: &OPTIONS, reporter: &Silent, stop };
+    copy::copy(input(source), writing).unwrap();
+}
+
+#[test]
+fn what_is_written_is_read_back() {
+    for case in ["fsdp4", "fsdp_tp", "hsdp", "tp2", "odd4", "replicated_plain"] {
+        check(case, &mesh("fsdp=6", &[]), "S(0)", Release::V2_13);
+        check(case, &mesh("dp=2,tp=3", &[]), "_S(0,3),S(0)", Release::V2_10);
+        check(case, &mesh("dp=2,tp=2", &[0, 2, 1, 3]), "S(0),S(1)", Release::V2_5);
+        check(case, &mesh("rep=2,fsdp=2", &[3, 1, 0, 2]), "R,S(1)", Release::V2_13);
+        check(case, &mesh("a=1,b=2,c=2", &[]), "S(1),_S(0,2),R", Release::V2_11);
+        check(case, &mesh("one=1", &[]), "S(0)", Release::V2_13);
+    }
+}
+
+#[test]
+fn meshes_without_names_and_of_one_rank_a_dim() {
+    let unnamed = DeviceMesh::new([1_u64, 3].as_slice(), vec![Rank(0), Rank(1), Rank(2)], None).unwrap();
+    for release in [Release::V2_5, Release::V2_10, Release::V2_11, Release::V2_13] {
+        check("fsdp4", &unnamed, "R,S(0)", release);
+    }
+}
+
+/// They have a file all the same, with DTensors of which they hold nothing.
+#[test]
+fn ranks_outside_of_the_mesh() {
+    for release in [Release::V2_5, Release::V2_10, Release::V2_11, Release::V2_13] {
+        check("fsdp4", &mesh("dp=2", &[2, 0]), "S(0)", release);
+        check("outside4", &mesh("dp=2,tp=2", &[4, 1, 3, 6]), "_S(0,2),S(0)", release);
+    }
+    let source = open(&fixture("outside4/ranks"));
+    let shape =
+        |name: &str| source.catalog.tensors.iter().find(|entry| entry.fqn.as_str() == name).unwrap().shape.clone();
+    assert_eq!((shape("w").to_vec(), shape("b").to_vec()), (vec![5, 2], vec![3]));
+    let target = RankTarget {
+        mesh: &mesh("dp=2", &[0, 2]),
+        world_size: 4,
+        style: &Style::default(),
+        name: &|rank| format!("{rank}").into(),
+        layout: &mut |_, _, _| Ok(RankLayout::Sharded { dim: MeshDim(0) }),
+    };
+    let error = reserve_ranks(&source.catalog, &source.catalog.state, target).unwrap_err();
+    assert!(error.to_string().contains("ShardedTensors on dp=2, which rank 1 is not in"), "{error}");
+}
+
+/// Where ranks differ, each gets its own value, and ranks beyond those of the source get them in turn. The data lies in
+/// one order whatever the trees.
+#[test]
+fn ranks_that_differ() {
+    let source = open(&fixture("replicated_plain/ranks"));
+    let tensor = |id| Value::Tensor(TensorId(id));
+    let first = Value::List(vec![tensor(2), Value::Int(7), tensor(0)]);
+    let second = Value::List(vec![tensor(0), tensor(1), tensor(2)]);
+    let holding = |value, ranks: &[u32]| Holding { value, ranks: ranks.iter().copied().map(Rank).collect() };
+    let state = Value::Other(vec![holding(first, &[0, 2]), holding(second, &[1])]);
+    let mesh = mesh("dp=8", &[]);
+    let reservation = reserve(&source.catalog, &state, &mesh, "S(0)", &Style::default());
+    check_order(&reservation);
+    let folder = tempfile::tempdir().unwrap();
+    fill(&source, &reservation, folder.path());
+    // Ranks 0, 1 and 2 have their own; 3 to 7 those of 0, 1, 2, 0, 1.
+    for (rank, is_first) in [true, false, true, true, false, true, true, false].into_iter().enumerate() {
+        let name = &reservation.files[rank].path;
+        let mut files = crate::storage::Files::new(crate::storage::IoMode::Read);
+        let catalog = torch::read(&mut files, &[folder.path().join(name)], Unknown::Refuse).unwrap();
+        let Value::List(items) = &catalog.state else { panic!("a list") };
+        assert_eq!(items[1] == Value::Int(7), is_first, "rank {rank}");
+    }
+}
+
+#[test]
+fn writers_look_at_dtypes_and_shapes_only() {
+    let source = open(&fixture("fsdp_tp/ranks"));
+    let (catalog, wishes) = (&source.catalog, wishes(&source.catalog));
+    let same = |left: Reservation, right: Reservation| assert_eq!(format!("{left:?}"), format!("{right:?}"));
+
+    let whole = |catalog| torch::reserve(catalog, &source.catalog.state, "m.pt".into()).unwrap();
+    same(whole(catalog), whole(&wishes));
+
+    let tensors = model::all_tensors(&catalog.state);
+    let folder = safetensors::Shape::Folder { max_shard_bytes: 100 };
+    let named = |source: &Catalog| {
+        safetensors::reserve(Wanted { source, dtypes: &source.dtypes() }, &tensors, &[], &folder).unwrap()
+    };
+    same(named(catalog), named(&wishes));
+
+    let (mesh, list) = (mesh("dp=2,tp=3", &[]), "_S(0,3),S(0)");
+    let sharded = |catalog: &Catalog| {
+        let mut shards = |_: &Fqn, _: &crate::catalog::Path, entry: &TensorEntry| {
+            let chosen = placements(list, entry);
+            let tile = |at: &crate::layout::Dims| local_shard(&entry.shape, mesh.shape(), &chosen, at).unwrap();
+            Ok(mesh.coordinates().map(|(rank, at)| (tile(&at), [rank].into_iter().collect())).collect())
+        };
+        dcp::reserve(catalog, &catalog.state, &mut shards).unwrap()
+    };
+    same(sharded(catalog), sharded(&wishes));
+
+    let style = Style::default();
+    let twice = || reserve(catalog, &catalog.state, &mesh, list, &style);
+    same(twice(), twice());
+}
+
+#[test]
+fn safetensors_records_ties_where_the_kept_tensor_is() {
+    let source = open(&fixture("fsdp4/ranks"));
+    let tensors = model::all_tensors(&source.catalog.state);
+    let last = tensors.last().unwrap().0.clone();
+    let ties = [(Fqn::from("z.alias"), last.clone()), (Fqn::from("a.alias"), last.clone())];
+    let shape = safetensors::Shape::Folder { max_shard_bytes: 100 };
+    let wanted = Wanted { source: &source.catalog, dtypes: &source.catalog.dtypes() };
+    let reservation = safetensors::reserve(wanted, &tensors, &ties, &shape).unwrap();
+    let text = |file: &crate::catalog::OutputFile| String::from_utf8_lossy(&file.literals[0].bytes).into_owned();
+    let (index, files) = reservation.files.split_last().unwrap();
+    assert!(files.len() > 2 && !text(index).contains("alias"), "{}", text(index));
+    for file in files {
+        let header = text(file);
+        let holds = header.contains(&format!("\"{last}\":{{"));
+        let recorded = format!(r#"{{"__metadata__":{{"format":"pt","z.alias":"{last}","a.alias":"{last}"}},"#);
+        assert_eq!(header.contains(&recorded), holds, "{header}");
+        assert_eq!(header.contains("alias"), holds);
+    }
+    for name in ["format", "DCP_SHARDING_INFO", "DCP_VERSION", "total_size"] {
+        let own = [(Fqn::from(name), last.clone())];
+        assert!(safetensors::reserve(wanted, &tensors, &own, &shape).is_err(), "{name}");
+    }
+}
+
+#[test]
+fn a_slice_of_a_mesh_is_read_and_written() {
+    let source = open(&fixture("fsdp_tp/ranks"));
+    let norm = |catalog: &Catalog| {
+        let is_norm = |entry: &&TensorEntry| entry.fqn.as_str().ends_with("norm.weight");
+        catalog.tensors.iter().find(is_norm).expect("a norm").sharding.clone().expect("a DTensor")
+    };
+    assert_eq!(norm(&source.catalog).shared.slice, Some(vec![MeshDim(0)]));
+    let state = source.catalog.state.clone();
+    for (release, slice) in
+        [(Release::V2_13, Some(vec![MeshDim(0)])), (Release::V2_10, Some(vec![MeshDim(0)])), (Release::V2_5, None)]
+    {
+        let style = Style { release, ..Style::default() };
+        let target = RankTarget {
+            mesh: &mesh("dp=2,tp=3", &[]),
+            world_size: 6,
+            style: &style,
+            name: &|rank| PathBuf::from(format!("model_world_size_6_rank_{rank}.pt")),
+            layout: &mut |_, _, entry| {
+                Ok(match &entry.sharding {
+                    None => RankLayout::Plain,
+                    Some(own) => RankLayout::Distributed {
+                        placements: placements(if own.shared.slice.is_some() { "S(0),R" } else { "S(0),S(1)" }, entry),
+                        slice: own.shared.slice.clone(),
+                    },
+                })
+            },
+        };
+        let reservation = reserve_ranks(&wishes(&source.catalog), &state, target).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        fill(&source, &reservation, folder.path());
+        let written = Checkpoint::open(folder.path(), &ReadOptions::default()).unwrap();
+        let found = norm(&written.catalog);
+        assert_eq!((found.shared.slice, found.shared.placements.len()), (slice, 2), "{release:?}");
+    }
+}

@@ -1,0 +1,29 @@
+//! Verification of checkpoints.
+
+use std::sync::Arc;
+
+pub use crate::convert::Verification;
+use crate::convert::options::VerifyOptions;
+use crate::convert::{self, Engine, Setup};
+use crate::error::Result;
+use crate::progress::Progress;
+
+/// Verifies that a checkpoint is sound: every tensor is covered exactly once, replicas are equal, and stored checksums
+/// hold. With [`VerifyOptions::other`], compares the values of two checkpoints as well, whatever their layouts and formats.
+///
+/// ```no_run
+/// use dtshard::{NoProgress, Setup, VerifyOptions, verify};
+///
+/// let options = VerifyOptions { src: "step-1000".into(), other: Some("out".into()), ..VerifyOptions::default() };
+/// let verification = verify(&options, &Setup::default(), NoProgress)?;
+/// assert!(verification.is_same(), "{}", verification.lines(true));
+/// # Ok::<(), dtshard::Error>(())
+/// ```
+///
+/// # Errors
+/// `Usage` for options that do not fit the checkpoints, `Io`; damage and differences are findings, not errors.
+pub fn verify(options: &VerifyOptions, setup: &Setup, progress: impl Progress + 'static) -> Result<Verification> {
+    let progress: Arc<dyn Progress> = Arc::new(progress);
+    let engine = Engine::reading(&options.source, setup)?;
+    engine.work(&progress, |run| convert::verify(options, run))
+}

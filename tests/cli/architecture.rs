@@ -1,0 +1,223 @@
+//! Who may import whom. The picture is in `src/lib.rs`; this keeps it true.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// For each module, the modules of this crate that it may use besides itself, `error`, `name_list` and `threads`.
+const ALLOWED: [(&str, &[&str]); 18] = [
+    ("layout", &[]),
+    ("storage", &[]),
+    ("comm", &["storage"]),
+    ("fault", &[]),
+    ("catalog", &["layout", "storage"]),
+    ("plan", &["catalog", "layout"]),
+    ("format", &["catalog", "layout", "nearest", "quantity", "storage"]),
+    ("twin", &["comm", "format", "layout", "storage"]),
+    ("quantity", &[]),
+    ("name_list", &[]),
+    ("threads", &[]),
+    ("select", &["catalog", "layout", "nearest"]),
+    ("nearest", &["layout"]),
+    ("exec", &["plan", "catalog", "layout", "storage", "comm", "fault"]),
+    ("publish", &["exec", "catalog", "storage", "comm", "fault"]),
+    ("gpu", &["catalog", "layout", "exec", "comm", "quantity"]),
+    ("error", &["layout"]),
+    // A part of the program, which sees the library as `dtshard`.
+    ("cli", &[]),
+];
+
+/// Where `unsafe` is allowed: mapped files and what the kernel is told of them, and CUDA.
+const UNSAFE: [&str; 4] = ["commands/process.rs", "gpu/mod.rs", "storage/filesystem.rs", "storage/mapping.rs"];
+
+fn rust_files(path: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(path).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            rust_files(&path, found);
+        } else if path.extension().is_some_and(|suffix| suffix == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// Modules named in `crate::NAME` outside of tests and comments.
+fn imports(path: &Path) -> Vec<String> {
+    let text = fs::read_to_string(path).unwrap();
+    let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
+    code.lines()
+        .filter(|line| !line.trim_start().starts_with("//"))
+        .flat_map(|line| line.split("crate::").skip(1))
+        .map(|rest| rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect())
+        .filter(|name: &String| !name.is_empty() && name.chars().all(|c| !c.is_uppercase()))
+        .collect()
+}
+
+#[test]
+fn modules_use_only_what_is_below_them() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    rust_files(&source, &mut files);
+    assert!(files.len() > 40, "the sources were not found");
+    let mut wrong = Vec::new();
+    for file in files {
+        let relative = file.strip_prefix(&source).unwrap();
+        let module = relative.components().next().unwrap().as_os_str().to_str().unwrap().trim_end_matches(".rs");
+        let is_test = relative.components().any(|part| part.as_os_str().to_str().unwrap().starts_with("tests"));
+        let Some((_, allowed)) = ALLOWED.iter().find(|(name, _)| *name == module).filter(|_| !is_test) else {
+            continue;
+        };
+        for import in imports(&file) {
+            if import != module
+                && !["error", "name_list", "threads"].contains(&import.as_str())
+                && !allowed.contains(&import.as_str())
+            {
+                wrong.push(format!("{} uses {import}", relative.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn unsafe_code_is_where_files_are_mapped_and_devices_are_used() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    rust_files(&source, &mut files);
+    let is_allowing = |file: &&PathBuf| fs::read_to_string(file).unwrap().contains("unsafe_code");
+    let mut allowing: Vec<_> =
+        files.iter().filter(is_allowing).map(|file| file.strip_prefix(&source).unwrap().to_str().unwrap()).collect();
+    allowing.sort_unstable();
+    assert_eq!(allowing, UNSAFE);
+}
+
+/// Parsers read from memory, not from mapped files: another process may change a mapped file at any moment. The reader of archives copies
+/// or compares each byte of a mapping once.
+#[test]
+fn mapped_bytes_are_tensor_data() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    rust_files(&source, &mut files);
+    // The module that maps files tests itself.
+    let is_user = |file: &&PathBuf| !file.starts_with(source.join("storage"));
+    let uses = |file: &&PathBuf| fs::read_to_string(file).unwrap().contains(".mapped(");
+    let users = files.iter().filter(is_user).filter(uses);
+    let mut using: Vec<_> = users.map(|file| file.strip_prefix(&source).unwrap().to_str().unwrap()).collect();
+    using.sort_unstable();
+    assert_eq!(using, ["exec/runs.rs", "format/archive.rs"]);
+}
+
+/// Bytes go between processes by files, NCCL and MPI.
+#[test]
+fn no_module_opens_a_socket() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    rust_files(&source, &mut files);
+    let sockets = ["TcpStream", "TcpListener", "UdpSocket", "UnixStream", "UnixListener"];
+    let opens = |file: &&PathBuf| {
+        let text = fs::read_to_string(file).unwrap();
+        sockets.iter().any(|socket| text.contains(socket))
+    };
+    let opening: Vec<_> = files.iter().filter(opens).collect();
+    assert!(opening.is_empty(), "{opening:?}");
+}
+
+/// A module by its path: `format::torch::reader`.
+type Module = Vec<String>;
+
+/// The modules of the library and the program, each with its code, without comments and unit tests.
+fn modules() -> BTreeMap<Module, String> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    rust_files(&source, &mut files);
+    let without_comments = |text: &str| -> String {
+        text.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n")
+    };
+    let mut found = BTreeMap::new();
+    for file in files {
+        let text = fs::read_to_string(&file).unwrap();
+        let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
+        let relative = file.strip_prefix(&source).unwrap().with_extension("");
+        let mut module: Module = relative.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
+        if module.last().is_some_and(|name| ["mod", "lib", "main"].contains(&name.as_str())) {
+            module.pop();
+        }
+        if !module.iter().any(|name| name.starts_with("test")) {
+            found.entry(module).or_insert_with(String::new).push_str(&without_comments(code));
+        }
+    }
+    found
+}
+
+/// The paths of a `use` tree: `a::{b, c::{d, e}}` gives `a::b`, `a::c::d` and `a::c::e`.
+fn paths_of(tree: &str) -> Vec<String> {
+    let Some((head, rest)) = tree.split_once('{') else { return vec![tree.trim().to_owned()] };
+    let body = rest.rsplit_once('}').map_or(rest, |(body, _)| body);
+    let (mut depth, mut start, mut found) = (0, 0, Vec::new());
+    for (at, c) in body.char_indices().chain([(body.len(), ',')]) {
+        match c {
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            ',' if depth == 0 => {
+                found.extend(paths_of(&body[start..at]).into_iter().map(|path| format!("{}{path}", head.trim())));
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    found
+}
+
+/// Which modules each module imports. Those that one of them is within are left out: a parent may use its children, and
+/// they may use it.
+fn imported() -> BTreeMap<Module, BTreeSet<Module>> {
+    let trees = regex::Regex::new(r"\buse\s+([^;]+);|\b((?:crate|super|dtshard)(?:::\w+)+)").unwrap();
+    let modules = modules();
+    let resolve =
+        |path: &[String]| (1..=path.len()).rev().map(|len| path[..len].to_vec()).find(|it| modules.contains_key(it));
+    let mut found: BTreeMap<Module, BTreeSet<Module>> = BTreeMap::new();
+    for (module, code) in &modules {
+        let trees = trees.captures_iter(code).map(|found| found.get(1).or(found.get(2)).unwrap().as_str());
+        for path in trees.flat_map(paths_of) {
+            let mut parts: Vec<String> = path.split("::").map(|part| part.trim().to_owned()).collect();
+            let mut base = match parts[0].as_str() {
+                "crate" | "dtshard" => Vec::new(),
+                "self" | "super" => module.clone(),
+                _ => continue,
+            };
+            while ["crate", "dtshard", "self", "super"].contains(&parts.first().map_or("", String::as_str)) {
+                if parts.remove(0) == "super" {
+                    base.pop();
+                }
+            }
+            base.extend(parts);
+            if let Some(other) = resolve(&base)
+                && !other.starts_with(module)
+                && !module.starts_with(&other)
+            {
+                found.entry(module.clone()).or_default().insert(other);
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn no_module_imports_itself_through_others() {
+    let imported = imported();
+    assert!(imported.len() > 100, "imports were not found");
+    let mut circles = Vec::new();
+    for module in imported.keys() {
+        let mut reached: BTreeSet<&Module> = BTreeSet::new();
+        let mut next: Vec<&Module> = imported[module].iter().collect();
+        while let Some(other) = next.pop() {
+            if reached.insert(other) {
+                next.extend(imported.get(other).into_iter().flatten());
+            }
+        }
+        if reached.contains(module) {
+            circles.push(module.join("::"));
+        }
+    }
+    assert!(circles.is_empty(), "{circles:?}");
+}

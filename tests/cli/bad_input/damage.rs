@@ -1,0 +1,216 @@
+//! Real files cut short or with flipped bytes: an error, or the values that were saved.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+
+use dtshard::catalog::model;
+use dtshard::error::{Error, Result};
+use dtshard::exec::{Input, Options, Silent, Stop, compare, copy};
+use dtshard::format::{Checkpoint, ReadOptions, resolve, torch};
+
+use crate::common::env::TestEnv;
+use crate::corrupt::{dtshard, edit, files_of, find};
+
+/// Digest of every tensor by name, after a conversion without writing.
+fn digests(source: &Path) -> Result<BTreeMap<String, String>> {
+    let checkpoint = Checkpoint::open(source, &ReadOptions::default())?;
+    let catalog = &checkpoint.catalog;
+    let input = Input { files: &checkpoint.files, catalog, resolve: &resolve };
+    let reservation = torch::reserve(catalog, &catalog.state, "out.pt".into())?;
+    copy::dry_run(input, &reservation, &Stop::default())?;
+    let options = Options { threads: 1, strip_bytes: 1 << 20, sync: false };
+    let mut found = BTreeMap::new();
+    for (fqn, id) in model::all_tensors(&catalog.state) {
+        let entry = catalog.tensor(id);
+        let digest = compare::digest(input, entry, entry.dtype, &options, &Silent, &Stop::default())?;
+        found.insert(fqn.to_string(), digest);
+    }
+    Ok(found)
+}
+
+/// As [`digests`]; a panic fails the test with what was done to the file.
+fn survive(source: &Path, what: &str) -> Result<BTreeMap<String, String>> {
+    catch_unwind(AssertUnwindSafe(|| digests(source))).unwrap_or_else(|_| panic!("panicked on {what}"))
+}
+
+/// One case of each kind of file: the source, and the file in it to damage.
+fn cases(env: &TestEnv) -> Vec<(PathBuf, PathBuf)> {
+    let cases = [
+        ("replicated_plain/dcp", ".metadata"),
+        ("replicated_plain/dcp", "__0_0.distcp"),
+        ("replicated_plain/ranks", "model_world_size_2_rank_1.pt"),
+        ("conflict/replica", "model_world_size_2_rank_0.pt"),
+        ("torch_file/trainer.pt", ""),
+        ("torch_file/model.pt", ""),
+        ("safetensors/single", "model.safetensors"),
+        ("safetensors/sharded", "model-00002-of-00003.safetensors"),
+        ("safetensors/sharded", "model.safetensors.index.json"),
+    ];
+    let place = |(source, file): (&str, &str)| {
+        let source = env.copy(source);
+        let file = if file.is_empty() { source.clone() } else { source.join(file) };
+        (source, file)
+    };
+    cases.into_iter().map(place).collect()
+}
+
+#[test]
+fn every_kind_of_file_may_be_cut_short() {
+    let env = TestEnv::new();
+    for (source, file) in cases(&env) {
+        let whole = fs::read(&file).unwrap();
+        digests(&source).unwrap();
+        for part in 0..16 {
+            let len = whole.len() * part / 16;
+            fs::write(&file, &whole[..len]).unwrap();
+            let what = format!("{} cut to {len} of {}", file.display(), whole.len());
+            let error = survive(&source, &what).expect_err(&what).to_string();
+            assert!(error.contains(source.to_str().unwrap()), "{what}: {error}");
+        }
+        fs::write(&file, &whole).unwrap();
+        digests(&source).unwrap();
+    }
+}
+
+#[test]
+fn a_file_cut_short_is_an_error_of_every_verb() {
+    let env = TestEnv::new();
+    for (source, file) in cases(&env) {
+        let whole = fs::read(&file).unwrap();
+        fs::write(&file, &whole[..whole.len() / 2]).unwrap();
+        env.is_bad(&source);
+        fs::write(&file, &whole).unwrap();
+    }
+}
+
+fn set_byte(file: &Path, at: usize, byte: u8) {
+    File::options().write(true).open(file).unwrap().write_all_at(&[byte], at as u64).unwrap();
+}
+
+/// Whether a change of the header may give other tensors than were saved, because no sum is over it: names, shapes
+/// and dtypes are just text there.
+fn has_sums(file: &Path) -> bool {
+    file.extension().is_some_and(|suffix| suffix == "pt" || suffix == "distcp")
+}
+
+#[test]
+fn flipped_bytes_of_headers_are_errors_or_harmless() {
+    let env = TestEnv::new();
+    for (source, file) in cases(&env) {
+        let whole = fs::read(&file).unwrap();
+        let truth = digests(&source).unwrap();
+        let small = whole.len() < 3000 && !has_sums(&file);
+        let ends = (0..whole.len()).filter(|at| small || *at < 64 || at + 256 >= whole.len());
+        for at in ends {
+            for flip in [0x01, 0x80] {
+                set_byte(&file, at, whole[at] ^ flip);
+                let what = format!("{} with byte {at} ^ {flip:#x}", file.display());
+                match survive(&source, &what) {
+                    Ok(found) => assert!(!has_sums(&file) || found == truth, "{what} gives other values in silence"),
+                    Err(error) => assert!(!error.to_string().is_empty(), "{what}"),
+                }
+            }
+            set_byte(&file, at, whole[at]);
+        }
+    }
+}
+
+/// Anywhere in the file, tensor data too.
+#[test]
+fn flipped_bytes_anywhere_do_not_panic() {
+    let env = TestEnv::new();
+    for (source, file) in cases(&env) {
+        let whole = fs::read(&file).unwrap();
+        for at in (0..whole.len()).step_by(if whole.len() > 8_000 { 41 } else { 7 }) {
+            set_byte(&file, at, whole[at] ^ 0x81);
+            let _ = survive(&source, &format!("{} with byte {at} changed", file.display()));
+            set_byte(&file, at, whole[at]);
+        }
+    }
+}
+
+/// Change the first byte of the first stored tensor.
+fn flip_tensor_data(file: &Path) {
+    edit(file, |bytes| {
+        let key = find(bytes, b"/data/0").expect("a record");
+        let start = bytes[..key].windows(4).rposition(|window| window == b"PK\x03\x04").unwrap();
+        let name = usize::from(u16::from_le_bytes(bytes[start + 26..start + 28].try_into().unwrap()));
+        let extra = usize::from(u16::from_le_bytes(bytes[start + 28..start + 30].try_into().unwrap()));
+        bytes[start + 30 + name + extra] ^= 0x10;
+    });
+}
+
+#[test]
+fn verify_finds_a_flipped_byte_of_data() {
+    for (case, file) in [
+        ("fsdp3/dcp", "__1_0.distcp"),
+        ("fsdp3/ranks", "model_world_size_3_rank_1.pt"),
+        ("torch_file/trainer.pt", ""),
+        ("torch_file/model.pt", ""),
+    ] {
+        let env = TestEnv::new();
+        let source = env.copy(case);
+        dtshard(&[&"verify", &source]).succeeded();
+        let file = if file.is_empty() { source.clone() } else { source.join(file) };
+        flip_tensor_data(&file);
+        let found = dtshard(&[&"verify", &source]);
+        assert_eq!(found.code, Some(1), "{case}: {found:?}");
+        found.says(&[file.file_name().unwrap().to_str().unwrap(), "CRC-32", "data/0"]);
+    }
+}
+
+#[test]
+fn verify_finds_a_flipped_byte_against_another_copy() {
+    let env = TestEnv::new();
+    let source = env.copy("safetensors/single");
+    edit(&source.join("model.safetensors"), |bytes| *bytes.last_mut().unwrap() ^= 1);
+    let found = dtshard(&[&"verify", &source, &crate::corrupt::fixture("safetensors/single")]);
+    assert_eq!(found.code, Some(1), "{found:?}");
+    found.says(&["differing", "first at ["]);
+}
+
+#[test]
+fn missing_files_are_all_listed() {
+    let env = TestEnv::new();
+    let source = env.copy("fsdp4/ranks");
+    for rank in [1, 3] {
+        fs::remove_file(source.join(format!("model_world_size_4_rank_{rank}.pt"))).unwrap();
+    }
+    env.is_bad(&source);
+
+    let env = TestEnv::new();
+    let source = env.copy("fsdp4/dcp");
+    fs::remove_file(source.join("__0_0.distcp")).unwrap();
+    fs::remove_file(source.join("__2_0.distcp")).unwrap();
+    env.is_bad(&source);
+
+    let env = TestEnv::new();
+    let source = env.copy("fsdp4/dcp");
+    fs::remove_file(source.join(".metadata")).unwrap();
+    env.is_bad(&source);
+
+    let env = TestEnv::new();
+    let source = env.copy("safetensors/sharded");
+    fs::remove_file(source.join("model-00002-of-00003.safetensors")).unwrap();
+    dtshard(&[&"unshard", &source, &env.path("out.pt")]).refused(&["model-00002-of-00003.safetensors"]);
+    assert!(files_of(env.path("src").parent().unwrap()).iter().all(|path| !path.ends_with("out.pt")));
+}
+
+#[test]
+fn an_error_about_a_file_names_it_with_a_hint() {
+    let env = TestEnv::new();
+    let source = env.copy("safetensors/single");
+    edit(&source.join("model.safetensors"), |bytes| bytes.truncate(100));
+    let error = digests(&source).unwrap_err();
+    assert!(matches!(&error, Error::Malformed { path, .. } if path.ends_with("model.safetensors")), "{error}");
+    assert!(error.hint().is_some());
+    let failed = dtshard(&[&"inspect", &source, &"--json"]);
+    assert_eq!(failed.code, Some(2));
+    let document: serde_json::Value = serde_json::from_str(&failed.out).unwrap();
+    for key in ["kind", "message", "file", "expected", "found", "hint"] {
+        assert!(document["error"][key].is_string(), "{key} of {document}");
+    }
+}

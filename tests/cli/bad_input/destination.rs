@@ -1,0 +1,219 @@
+//! Destinations that cannot be written, and the promise that a failure leaves nothing behind.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::bad_input::skip;
+use crate::common::env::TestEnv;
+use crate::corrupt::{dtshard, files_of, fixture};
+
+fn refused(env: &TestEnv, args: &[&dyn AsRef<OsStr>], words: &[&str]) {
+    let before = env.names();
+    dtshard(args).refused(words);
+    assert_eq!(env.names(), before, "something changed");
+}
+
+#[test]
+fn source_and_destination_within_each_other() {
+    let env = TestEnv::new();
+    let source = env.copy("replicated_plain/dcp");
+    let parent = source.parent().unwrap().to_path_buf();
+    let roundabout = parent.join("..").join("src/dcp/../dcp/new");
+    symlink(&source, env.path("link")).unwrap();
+    for (target, words) in [
+        (source.clone(), "is the source itself"),
+        (source.join("new"), "lies inside the source"),
+        (source.join("new/deeper"), "lies inside the source"),
+        (roundabout, "lies inside the source"),
+        (env.path("link"), "is the source itself"),
+        (env.path("link/new"), "lies inside the source"),
+        (parent.clone(), "contains the source"),
+        (env.path(""), "contains the source"),
+    ] {
+        for more in ["--no-sync", "--overwrite", "--restart"] {
+            refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2", &more], &[words, "hint: "]);
+            refused(&env, &[&"unshard", &source, &target, &more], &[words, "hint: "]);
+        }
+    }
+    let file = env.copy("torch_file/trainer.pt");
+    refused(&env, &[&"unshard", &file, &file, &"--overwrite"], &["is the source itself"]);
+    // A source through a link is the same source.
+    let link = env.path("link");
+    refused(&env, &[&"unshard", &link, &source.join("out.pt")], &["lies inside the source"]);
+}
+
+/// The index of a folder stands for the files beside it, too.
+#[test]
+fn a_destination_that_is_a_file_of_the_source() {
+    let env = TestEnv::new();
+    let source = env.copy("safetensors/sharded");
+    let (index, target) =
+        (source.join("model.safetensors.index.json"), source.join("model-00002-of-00003.safetensors"));
+    refused(&env, &[&"consolidate", &index, &target, &"--overwrite"], &["source"]);
+}
+
+#[test]
+fn destinations_that_exist() {
+    let env = TestEnv::new();
+    let source = fixture("replicated_plain/dcp");
+    let file = env.write("file.pt", "old");
+    env.write("folder/x", "old");
+    symlink("nowhere", env.path("dangling")).unwrap();
+    symlink(env.path("folder"), env.path("link")).unwrap();
+    symlink(&file, env.path("link.pt")).unwrap();
+    for name in ["file.pt", "folder", "dangling", "link", "link.pt"] {
+        let target = env.path(name);
+        let words = if name == "folder" { ["is a folder", "model.pt"] } else { ["exists", "--overwrite"] };
+        refused(&env, &[&"unshard", &source, &target], &[name, words[0], words[1]]);
+        refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2", &"--to=dcp"], &[name, "exists"]);
+        refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2", &"--to=dcp", &"--restart"], &["exists"]);
+    }
+    // A link is replaced, not what it leads to.
+    dtshard(&[&"unshard", &source, &env.path("link"), &"--overwrite"]).succeeded();
+    assert_eq!(fs::read_to_string(env.path("folder/x")).unwrap(), "old");
+    assert!(env.path("link").is_file() && !env.path("link").is_symlink());
+    // A folder does not become a file, and one that holds no checkpoint is not replaced at all.
+    let folder = env.path("folder");
+    refused(&env, &[&"unshard", &source, &folder, &"--overwrite"], &["is a folder"]);
+    refused(&env, &[&"reshard", &source, &folder, &"--mesh=a=2", &"--overwrite"], &["holds no checkpoint"]);
+    assert_eq!(fs::read_to_string(env.path("folder/x")).unwrap(), "old");
+}
+
+#[test]
+fn destinations_that_are_no_place() {
+    let env = TestEnv::new();
+    let source = fixture("replicated_plain/dcp");
+    env.write("file", "x");
+    for (target, words) in [
+        ("file/out", &["file"][..]),
+        ("file/deep/out", &["file"]),
+        ("..", &[]),
+        ("new/..", &["cannot be a destination"]),
+        ("new/../..", &[]),
+        (".", &[]),
+    ] {
+        let target = env.path("").join(target);
+        refused(&env, &[&"unshard", &source, &target], words);
+        refused(&env, &[&"reshard", &source, &target, &"--mesh=a=2"], words);
+    }
+    refused(&env, &[&"unshard", &source, &"/"], &["hint: "]);
+    refused(&env, &[&"unshard", &source, &""], &["DST"]);
+    refused(&env, &[&"unshard", &source, &"/proc/out.pt"], &["/proc"]);
+    refused(&env, &[&"unshard", &source, &env.path(&"x".repeat(300))], &[]);
+    refused(&env, &[&"unshard", &source, &"/dev/full/out.pt"], &["/dev/full"]);
+    refused(&env, &[&"unshard", &source, &"/dev/full"], &["/dev/full", "exists"]);
+    // A slash at the end says that it is a folder.
+    let target = format!("{}/", env.path("out.safetensors").display());
+    refused(&env, &[&"consolidate", &source, &target, &"--everything"], &["is to be a folder"]);
+}
+
+fn is_root() -> bool {
+    use std::os::unix::fs::MetadataExt;
+    // The user that owns a folder made now.
+    fs::metadata(tempfile::tempdir().unwrap().path()).unwrap().uid() == 0
+}
+
+/// Root may write and read everything, so permissions are tested for others only.
+#[test]
+fn permissions() {
+    use std::os::unix::fs::PermissionsExt;
+    if is_root() {
+        return;
+    }
+    let env = TestEnv::new();
+    let source = env.copy("replicated_plain/dcp");
+    let locked = env.path("locked");
+    fs::create_dir(&locked).unwrap();
+    fs::set_permissions(&locked, fs::Permissions::from_mode(0o555)).unwrap();
+    refused(&env, &[&"unshard", &source, &locked.join("out.pt")], &["locked", "Permission denied"]);
+    fs::set_permissions(source.join("__0_0.distcp"), fs::Permissions::from_mode(0o000)).unwrap();
+    refused(&env, &[&"unshard", &source, &env.path("out.pt")], &["__0_0.distcp", "Permission denied"]);
+}
+
+/// A file system of 1 MiB; needs root.
+struct Tiny(PathBuf);
+
+impl Tiny {
+    fn mount(at: PathBuf) -> Option<Self> {
+        fs::create_dir(&at).unwrap();
+        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=1m", "tmpfs"]).arg(&at).output();
+        mounted.is_ok_and(|output| output.status.success()).then_some(Self(at))
+    }
+}
+
+impl Drop for Tiny {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).status();
+    }
+}
+
+/// `count` tensors of `bytes` bytes each.
+fn weights(path: &Path, count: usize, bytes: usize) {
+    let entry = |index: usize| {
+        let (begin, end) = (index * bytes, (index + 1) * bytes);
+        format!(r#""w{index}":{{"dtype":"F8_E5M2","shape":[{bytes}],"data_offsets":[{begin},{end}]}}"#)
+    };
+    let header = format!("{{{}}}", (0..count).map(entry).collect::<Vec<_>>().join(","));
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.bytes());
+    file.resize(file.len() + count * bytes, 1);
+    fs::write(path, file).unwrap();
+}
+
+#[test]
+fn a_full_file_system() {
+    let env = TestEnv::new();
+    let Some(tiny) = Tiny::mount(env.path("tiny")) else { return };
+    let source = env.path("w.safetensors");
+    // More than fits at all: known before anything is written.
+    weights(&source, 2, 1 << 20);
+    let target = tiny.0.join("out");
+    dtshard(&[&"consolidate", &source, &target]).refused(&["needed on the file system", "free", "hint: "]);
+    assert!(files_of(&tiny.0).is_empty());
+    // Fits by the sum of its bytes, but not in pages.
+    weights(&source, 180, 4200);
+    dtshard(&[&"consolidate", &source, &target, &"--max-shard-size=4200"])
+        .refused(&["No space left", "hint: free space"]);
+    assert!(files_of(&tiny.0).is_empty());
+    weights(&source, 10, 4200);
+    dtshard(&[&"consolidate", &source, &target, &"--max-shard-size=4200"]).succeeded();
+}
+
+#[test]
+fn carried_files_count_in_the_check_of_free_space() {
+    let env = TestEnv::new();
+    let Some(tiny) = Tiny::mount(env.path("tiny")) else { return skip("cannot mount a tmpfs here") };
+    let source = env.copy("fsdp3/ranks");
+    env.write("src/ranks/train.log", vec![1; 2 << 20]);
+    let outcome = dtshard(&[&"reshard", &source, &tiny.0.join("out"), &"--mesh=dp=2", &"--json"]);
+    let said: serde_json::Value = serde_json::from_str(&outcome.out).unwrap();
+    assert_eq!((outcome.code, said["error"]["kind"].as_str()), (Some(2), Some("usage")), "{said}");
+    assert!(files_of(&tiny.0).is_empty());
+}
+
+/// What `--verify` and a failed replica check leave is nothing, too.
+#[test]
+fn a_conversion_that_fails_late_leaves_nothing() {
+    let env = TestEnv::new();
+    let source = env.copy("conflict/tensor");
+    refused(&env, &[&"unshard", &source, &env.path("out.pt"), &"--verify"], &["differs"]);
+    let old = env.copy("torch_file/model.pt");
+    let content = fs::read(&old).unwrap();
+    refused(&env, &[&"unshard", &source, &old, &"--overwrite"], &["differs"]);
+    assert_eq!(fs::read(old).unwrap(), content);
+}
+
+/// What somebody wrote by hand is not replaced by a slip of the fingers.
+#[test]
+fn a_file_that_is_no_checkpoint_is_not_replaced() {
+    let env = TestEnv::new();
+    let source = env.copy("torch_file/model.pt");
+    for name in ["notes.txt", "train.py", "x.pt"] {
+        let own = env.write(name, "mine");
+        refused(&env, &[&"unshard", &source, &own, &"--overwrite"], &["holds no checkpoint"]);
+        assert_eq!(fs::read_to_string(own).unwrap(), "mine");
+    }
+}

@@ -1,0 +1,187 @@
+//! What consolidate takes, and the two promises for day one.
+//!
+//! - A tree with the model beside `optimizer`, `nested`, ... of every fixture: `conversions::consolidate_takes_the_model`.
+//! - The closing line's groups: `conversions::consolidate_says_what_it_leaves_out`.
+//! - `--root` chooses another subtree: `conversions::consolidate_takes_another_root`.
+//! - That loaders open what is written is tested with transformers and vLLM's loader in `tests/interop/test_ship.py`;
+//!   that the trainer opens every file of a resharded actor in `tests/interop/test_verl_reshard.py`.
+
+use std::fs;
+
+use regex::Regex;
+use serde_json::json;
+
+use crate::common::env::{Made, TestEnv};
+use crate::common::{Truth, assert_same, below, fixture, inspect, read, read_safetensors, succeed};
+use crate::contract::{copy_tree, holds, names_below};
+
+/// The trainers' folders, how their model's names begin, and the files that come along.
+const TRAINERS: [(&str, &str, &[&str]); 4] = [
+    (
+        "verl",
+        "model.",
+        &["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"],
+    ),
+    ("accelerate_llama", "model.", &["config.json", "model.safetensors"]),
+    ("titan", "", &["model.safetensors"]),
+    ("dcp_trainer", "model.", &["config.json", "model.safetensors"]),
+];
+
+/// Is this the state of an optimizer, of a loader, or of a random number generator?
+fn is_state(name: &str) -> bool {
+    ["exp_avg", "optim", "step", "rng", "train_state"].iter().any(|word| name.contains(word))
+}
+
+#[test]
+fn without_options_it_ships_the_model_of_every_trainer() {
+    for (source, prefix, files) in TRAINERS {
+        let env = TestEnv::new();
+        let made = env.make("consolidate", source, "out", "");
+        assert_eq!(names_below(&made.path), files, "{source}");
+        let mut expected = below(prefix, &Truth::load(&format!("{source}.truth")).tensors);
+        expected.retain(|name, _| !is_state(name));
+        assert_same(&read_safetensors(&made.path), &expected, source);
+        assert!(expected.contains_key("model.embed_tokens.weight"));
+    }
+}
+
+#[test]
+fn reshard_makes_every_file_the_trainer_opens() {
+    let env = TestEnv::new();
+    let source = fixture("verl/global_step_10/actor");
+    let made = env.make("reshard", &source, "actor16", "--mesh fsdp=16");
+    let renamed = |name: String| name.replace("world_size_4", "world_size_16");
+    let names = names_below(&made.path);
+    for name in names_below(&source).into_iter().map(renamed) {
+        assert!(names.contains(&name), "{name} of {names:?}");
+    }
+    assert_eq!(names.iter().filter(|name| name.contains("_rank_")).count(), 3 * 16);
+    succeed("verify", &[&source, &made.path], "");
+}
+
+#[test]
+fn both_end_with_one_fixed_line() {
+    let env = TestEnv::new();
+    let time = Regex::new(r" in \d+\.\d s( \([\d.]+ [kMG]?B/s\))?").unwrap();
+    let numbers = |line: &str| {
+        assert_eq!(time.find_iter(line).count(), 1, "{line}");
+        time.replace(line, "").into_owned()
+    };
+    let made = env.make("consolidate", "dcp_trainer", "out", "--dtype bf16");
+    assert_eq!(
+        numbers(made.closing()),
+        "wrote 2 files, 12 tensors, 8.38 kB; left out: 33 tensors (optim), 13 objects; cast 12 f32->bf16"
+    );
+    let made = env.make("reshard", "accelerate_llama", "out4", "--mesh dp=2");
+    let closing = numbers(made.closing());
+    assert!(closing.starts_with("wrote 10 files, 48 tensors, "), "{closing}");
+    assert!(closing.ends_with('B'), "nothing is left out or cast: {closing}");
+}
+
+/// A torch file with this in it at `path`.
+fn nested(env: &TestEnv, path: &str) -> Made {
+    let weights = env.vectors("weights.safetensors", &[("a.weight", 3), ("b.bias", 2)]);
+    env.make("unshard", weights, &format!("{path}.pt"), &format!("--nest {path}"))
+}
+
+#[test]
+fn the_model_is_the_subtree_of_a_known_name_and_its_prefix_is_cut() {
+    for path in [
+        "model",
+        "module",
+        "state_dict",
+        "model_state_dict",
+        "app.model",
+        "app.module",
+        "app.state_dict",
+        "app.model_state_dict",
+    ] {
+        let env = TestEnv::new();
+        let source = nested(&env, path);
+        assert_eq!(source.tensor_names(), [format!("{path}.a.weight"), format!("{path}.b.bias")]);
+        let made = env.make("consolidate", &source.path, "out.safetensors", "");
+        assert_eq!(made.tensor_names(), ["a.weight", "b.bias"], "{path}");
+    }
+}
+
+#[test]
+fn a_model_at_the_top_is_what_is_not_state_of_the_training() {
+    let env = TestEnv::new();
+    let made = env.make("consolidate", "titan", "out.safetensors", "");
+    assert!(made.tensor_names().iter().all(|name| !is_state(name)));
+    holds(made.closing(), &["36 tensors (optimizer)", "2 tensors (train_state)"]);
+}
+
+#[test]
+fn paths_come_from_the_nesting_and_not_from_the_dotted_text() {
+    // A flat file whose names begin with `model.`, as Hugging Face models' do: nothing is cut.
+    let env = TestEnv::new();
+    let flat = env.make("unshard", "safetensors/sharded", "flat.pt", "");
+    let made = env.make("consolidate", &flat.path, "out", "");
+    assert_same(&read_safetensors(&made.path), &read(&fixture("safetensors/sharded")), "a flat file");
+    // The same, below a key.
+    let below_key = env.make("unshard", "safetensors/sharded", "below.pt", "--nest model");
+    let made = env.make("consolidate", &below_key.path, "out2", "");
+    assert_same(&read_safetensors(&made.path), &read(&fixture("safetensors/sharded")), "below a key");
+}
+
+#[test]
+fn root_chooses_and_everything_takes_joined_names() {
+    let env = TestEnv::new();
+    let all = read(&fixture("titan"));
+    let root = env.make("consolidate", "titan", "root.safetensors", "--root optimizer.state");
+    assert_same(&root.tensors(), &below("optimizer.state.", &all), "--root");
+    let everything = env.make("consolidate", "titan", "all.safetensors", "--everything");
+    assert_same(&everything.tensors(), &all, "--everything");
+    env.refuse("consolidate", "titan", "x.safetensors", "--root optimiser");
+    env.refuse("consolidate", "titan", "x.safetensors", "--root model --everything");
+}
+
+#[test]
+fn optimizer_state_never_lands_in_a_shipped_model_by_accident() {
+    for source in
+        ["verl", "accelerate_llama", "titan", "dcp_trainer", "fsdp4/dcp", "fsdp4/ranks", "torch_file/trainer.pt"]
+    {
+        let env = TestEnv::new();
+        let made = env.make("consolidate", source, "out", "");
+        assert!(made.tensor_names().iter().all(|name| !is_state(name)), "{source}: {:?}", made.tensor_names());
+    }
+    // Where only the names tell.
+    let env = TestEnv::new();
+    let flat = env.make("consolidate", "torch_file/trainer.pt", "flat.safetensors", "--everything");
+    env.refuse("consolidate", &flat.path, "x.safetensors", "");
+    let asked = env.make("consolidate", &flat.path, "y.safetensors", "--root model");
+    assert_same(&asked.tensors(), &below("model.", &read(&fixture("torch_file/trainer.pt"))), "--root model");
+}
+
+#[test]
+fn assets_are_copied_from_src_its_huggingface_folder_or_the_one_given() {
+    let env = TestEnv::new();
+    copy_tree(&fixture("dcp_trainer"), &env.path("src"));
+    for name in
+        ["tokenizer.json", "generation_config.json", "notes.txt", "huggingface/vocab.json", "huggingface/config.json"]
+    {
+        env.write(&format!("src/{name}"), name);
+    }
+    let made = env.make("consolidate", env.path("src"), "out", "--json");
+    let expected = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "vocab.json"];
+    assert_eq!(names_below(&made.path), expected);
+    // `huggingface` is there for loaders, so it comes first.
+    assert_eq!(fs::read_to_string(made.path.join("config.json")).unwrap(), "huggingface/config.json");
+    let document = made.run.json();
+    let bytes: u64 = document["files"].as_array().unwrap().iter().map(|file| file["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(document["files"].as_array().unwrap().len(), 5, "{document}");
+    assert_eq!(document["bytes_written"], bytes);
+
+    let none = env.make("consolidate", env.path("src"), "none", "--assets none");
+    assert_eq!(names_below(&none.path), ["model.safetensors"]);
+    env.write("base/config.json", "{}");
+    let given = env.make("consolidate", env.path("src"), "given", &format!("--assets {}", env.path("base").display()));
+    assert_eq!(names_below(&given.path), ["config.json", "model.safetensors"]);
+    assert_eq!(fs::read_to_string(given.path.join("config.json")).unwrap(), "{}");
+    env.refuse("consolidate", env.path("src"), "x", "--assets nowhere");
+    // A file has nothing beside it.
+    let file = env.make("consolidate", env.path("src"), "only/one.safetensors", "");
+    assert_eq!(names_below(file.path.parent().unwrap()), ["one.safetensors"]);
+    assert_eq!(inspect(&file.path, "--brief")["objects"], json!({}));
+}

@@ -1,0 +1,450 @@
+//! `--fill-from` and `--like`: full parameters that somebody edited go back into the sharded checkpoint they came from.
+//!
+//! - What reshard lays out without them: `layout`.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+
+use crate::common::env::TestEnv;
+use crate::common::{Tensors, assert_same, bytes_of, copy_folder, fixture, inspect, read, succeed};
+use crate::contract::{holds, names_below};
+
+/// A tensor of a safetensors file: dtype, shape, bytes.
+type Stored = (safetensors::Dtype, Vec<usize>, Vec<u8>);
+
+/// Rewrite a safetensors file.
+fn edit(path: &Path, change: impl FnOnce(&mut BTreeMap<String, Stored>)) {
+    let content = fs::read(path).unwrap();
+    let stored = SafeTensors::deserialize(&content).unwrap();
+    let tensors = stored.tensors().into_iter();
+    let mut tensors: BTreeMap<String, Stored> =
+        tensors.map(|(name, view)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec()))).collect();
+    change(&mut tensors);
+    let views = tensors
+        .iter()
+        .map(|(name, (dtype, shape, bytes))| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
+    fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+/// Bytes that every dtype takes for other values.
+fn invert(stored: &mut Stored) {
+    stored.2.iter_mut().for_each(|byte| *byte ^= 1);
+}
+
+/// The name of the one tensor that is edited, in the model.
+const EDITED: &str = "blocks.0.w1.weight";
+
+/// The model of a sharded checkpoint in one file, one tensor of it edited.
+fn edited(env: &TestEnv, sharded: &Path, name: &str) -> PathBuf {
+    let path = env.path("edited.safetensors");
+    succeed("consolidate", &[sharded, &path], "--assets none --overwrite");
+    edit(&path, |tensors| invert(tensors.get_mut(name).unwrap()));
+    path
+}
+
+/// Both checkpoints, as options.
+fn both(sharded: &Path) -> String {
+    format!("--like {0} --fill-from {0}", sharded.display())
+}
+
+/// The same files, objects, meshes and placements.
+fn check_layout(found: &Path, sharded: &Path) {
+    assert_eq!(names_below(found), names_below(sharded));
+    let (new, old) = (inspect(found, ""), inspect(sharded, ""));
+    let at = sharded.display();
+    assert_eq!((&new["meshes"], &new["objects"]), (&old["meshes"], &old["objects"]), "{at}");
+    for (name, tensor) in old["tensors"].as_object().unwrap() {
+        for key in ["dtype", "shape", "placements", "mesh"] {
+            assert_eq!(new["tensors"][name][key], tensor[key], "{at}: {key} of {name}");
+        }
+    }
+}
+
+/// All that is not edited is as it was, and what is edited is as in the file.
+fn check_edited(found: &Tensors, sharded: &Path, edited: &Path, name: &str) {
+    let mut expected = read(sharded);
+    let new = read(edited).remove(name).unwrap();
+    let old = expected.insert(format!("model.{name}"), new.clone()).unwrap();
+    assert_ne!(old.digest, new.digest);
+    assert_same(found, &expected, "only one tensor is another");
+}
+
+#[test]
+fn an_edited_model_goes_back_into_rank_files() {
+    let env = TestEnv::new();
+    for case in ["fsdp_tp", "fsdp4", "hsdp", "tp2"] {
+        let sharded = fixture(case).join("ranks");
+        let edited = edited(&env, &sharded, EDITED);
+        let made = env.make("reshard", &edited, case, &both(&sharded));
+        check_edited(&made.tensors(), &sharded, &edited, EDITED);
+        check_layout(&made.path, &sharded);
+        holds(&made.run.stderr, &[" from ", "edited.safetensors, "]);
+    }
+}
+
+#[test]
+fn the_mesh_is_found_where_files_do_not_record_what_is_a_slice_of_it() {
+    let env = TestEnv::new();
+    for version in ["2.5.1", "2.9.1", "2.10.0", "2.12.0"] {
+        let sharded = fixture("compat").join(format!("torch-{version}/fsdp_tp/ranks"));
+        if !sharded.is_dir() {
+            continue;
+        }
+        let edited = edited(&env, &sharded, "head.weight");
+        for (name, options) in [("like", both(&sharded)), ("fill", format!("--fill-from {}", sharded.display()))] {
+            let made = env.make("reshard", &edited, &format!("{name}-{version}"), &options);
+            check_edited(&made.tensors(), &sharded, &edited, "head.weight");
+            let found = inspect(&made.path, "--brief");
+            assert_eq!(found["mesh"], serde_json::json!([["dp", 2], ["tp", 2]]), "{version}");
+            // Before 2.10 a slice is written as the whole, which it cannot name.
+            let norm = &found["tensors"]["model.norm.weight"]["placements"];
+            assert!(norm == "S(0)" || norm == "S(0),R", "{version}: {norm}");
+        }
+    }
+}
+
+#[test]
+fn nothing_edited_gives_the_same_files_again() {
+    let env = TestEnv::new();
+    let sharded = env.path("sharded");
+    succeed("reshard", &[&fixture("fsdp_tp/ranks"), &sharded], "");
+    let model = env.path("model.safetensors");
+    succeed("consolidate", &[&sharded, &model], "--assets none");
+    let made = env.make("reshard", &model, "again", &both(&sharded));
+    assert_eq!(bytes_of(&made.path), bytes_of(&sharded));
+    // All of it, objects and optimizer, by whole paths.
+    let whole = env.path("whole.pt");
+    succeed("unshard", &[&sharded, &whole], "--series all");
+    let made = env.make("reshard", &whole, "whole", &both(&sharded));
+    assert_eq!(bytes_of(&made.path), bytes_of(&sharded));
+    let flat = env.path("whole.safetensors");
+    succeed("unshard", &[&sharded, &flat], "--series all");
+    let made = env.make("reshard", &flat, "flat", &both(&sharded));
+    assert_eq!(bytes_of(&made.path), bytes_of(&sharded));
+}
+
+#[test]
+fn an_edited_model_goes_back_into_dcp() {
+    let env = TestEnv::new();
+    let sharded = fixture("fsdp_tp/dcp");
+    let edited = edited(&env, &sharded, EDITED);
+    // A DCP directory has no placements of its own.
+    let mesh = format!("--like {} --fill-from {}", fixture("fsdp_tp/ranks").display(), sharded.display());
+    let made = env.make("reshard", &edited, "like", &format!("{mesh} --to dcp"));
+    check_edited(&made.tensors(), &sharded, &edited, EDITED);
+    let mesh = format!("--mesh fsdp=3 --fill-from {}", sharded.display());
+    let made = env.make("reshard", &edited, "meshed", &mesh);
+    check_edited(&made.tensors(), &sharded, &edited, EDITED);
+    assert_eq!(made.closing().split(',').next().unwrap(), "wrote 4 files");
+}
+
+#[test]
+fn the_layout_of_what_fills_is_the_default() {
+    let env = TestEnv::new();
+    let sharded = fixture("fsdp_tp/ranks");
+    let edited = edited(&env, &sharded, EDITED);
+    let filled = env.make("reshard", &edited, "filled", &format!("--fill-from {}", sharded.display()));
+    let like = env.make("reshard", &edited, "like", &both(&sharded));
+    assert_eq!(bytes_of(&filled.path), bytes_of(&like.path));
+}
+
+#[test]
+fn what_fills_has_its_files_and_folders_kept() {
+    let env = TestEnv::new();
+    let actor = fixture("verl/global_step_10/actor");
+    let model = env.path("model.safetensors");
+    succeed("consolidate", &[&actor, &model], "--assets none");
+    let name = "model.layers.0.self_attn.q_proj.weight";
+    edit(&model, |tensors| {
+        tensors.retain(|known, _| known == name);
+        invert(tensors.get_mut(name).unwrap());
+    });
+    let made = env.make("reshard", &model, "actor", &format!("--fill-from {}", actor.display()));
+    assert_eq!(names_below(&made.path), names_below(&actor));
+    let mut expected = read(&actor);
+    expected.insert(format!("model.{name}"), read(&model).remove(name).unwrap());
+    assert_same(&made.tensors(), &expected, "verl");
+    holds(&made.run.stderr, &["1 tensor from "]);
+    // Model and optimizer in folders of their own.
+    let accelerate = fixture("accelerate_llama");
+    succeed("consolidate", &[&accelerate, &model], "--assets none --overwrite");
+    let options = format!("--mesh fsdp=2 --fill-from {}", accelerate.display());
+    let made = env.make("reshard", &model, "accelerate", &options);
+    assert_same(&made.tensors(), &read(&accelerate), "accelerate");
+    assert!(made.path.join("pytorch_model_fsdp_0/.metadata").is_file() && made.path.join("optimizer_0").is_dir());
+}
+
+#[test]
+fn files_and_sums_of_both_are_checked() {
+    let env = TestEnv::new();
+    let sharded = env.path("sharded");
+    copy_folder(&fixture("fsdp4/ranks"), &sharded);
+    let whole = env.path("model.pt");
+    succeed("consolidate", &[&sharded, &whole], "--to torch --assets none");
+    // Records are aligned to 64 bytes, behind their names.
+    let damage = |path: &Path| {
+        let mut bytes = fs::read(path).unwrap();
+        let name = bytes.windows(6).position(|window| window == b"data/2").expect("a tensor");
+        bytes[(name + 10).next_multiple_of(64)] ^= 1;
+        fs::write(path, bytes).unwrap();
+    };
+    let options = format!("--check-crc --fill-from {}", sharded.display());
+    env.make("reshard", &whole, "sound", &options);
+    let sound = fs::read(&whole).unwrap();
+    damage(&whole);
+    env.refuse("reshard", &whole, "x", &options);
+    fs::write(&whole, sound).unwrap();
+    let optimizer = sharded.join("optim_world_size_4_rank_1.pt");
+    damage(&optimizer);
+    env.refuse("reshard", &whole, "x", &options);
+    fs::remove_file(optimizer).unwrap();
+    env.refuse("reshard", &whole, "x", &options);
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let env = TestEnv::new();
+    let sharded = fixture("fsdp_tp/ranks");
+    let path = edited(&env, &sharded, EDITED);
+    let original = fs::read(&path).unwrap();
+    let options = both(&sharded);
+    let refuse = |change: &dyn Fn(&mut BTreeMap<String, Stored>)| {
+        fs::write(&path, &original).unwrap();
+        edit(&path, change);
+        env.refuse("reshard", &path, "x", &options);
+    };
+    refuse(&|tensors| {
+        let (_, shape, bytes) = tensors.get_mut(EDITED).unwrap();
+        shape[0] -= 1;
+        bytes.truncate(bytes.len() / (shape[0] + 1) * shape[0]);
+    });
+    refuse(&|tensors| {
+        let (dtype, _, bytes) = tensors.get_mut(EDITED).unwrap();
+        *dtype = safetensors::Dtype::F64;
+        *bytes = bytes.repeat(2);
+    });
+    refuse(&|tensors| {
+        let (dtype, _, bytes) = tensors.get_mut(EDITED).unwrap();
+        *dtype = safetensors::Dtype::F16;
+        bytes.truncate(bytes.len() / 2);
+    });
+    refuse(&|tensors| {
+        let moved = tensors.remove(EDITED).unwrap();
+        tensors.insert("blocks.0.w1.wieght".into(), moved);
+    });
+    // The options that the hints name help.
+    fs::write(&path, &original).unwrap();
+    edit(&path, |tensors| {
+        let (dtype, _, bytes) = tensors.get_mut(EDITED).unwrap();
+        *dtype = safetensors::Dtype::F64;
+        *bytes = bytes.repeat(2);
+    });
+    env.make("reshard", &path, "cast", &format!("{options} --dtype {EDITED}=f32"));
+    let made = env.make("reshard", &path, "excluded", &format!("{options} --exclude {EDITED}"));
+    assert_same(&made.tensors(), &read(&sharded), "the edited one is left out");
+}
+
+#[test]
+fn tied_names_stay_tied() {
+    let env = TestEnv::new();
+    let sharded = env.path("sharded");
+    let source = fixture("torch_file/model.pt");
+    succeed("reshard", &[&source, &sharded], "--mesh fsdp=2 --to torch-ranks --include {embed,head,norm}");
+    let path = env.path("edited.safetensors");
+    let (kept, alias) = ("embed.weight", "head.weight");
+    succeed("consolidate", &[&sharded, &path], "--assets none");
+    // Both the same: the two stay one.
+    edit(&path, |tensors| [kept, alias].iter().for_each(|name| invert(tensors.get_mut(*name).unwrap())));
+    let made = env.make("reshard", &path, "both", &both(&sharded));
+    let new = read(&path).remove(kept).unwrap();
+    assert_eq!((&made.tensors()[kept], &made.tensors()[alias]), (&new, &new));
+    // One of them: both are it.
+    edit(&path, |tensors| drop(tensors.remove(alias)));
+    let one = env.make("reshard", &path, "one", &both(&sharded));
+    assert_eq!(bytes_of(&one.path), bytes_of(&made.path));
+    // Different ones.
+    succeed("consolidate", &[&sharded, &path], "--assets none --overwrite");
+    edit(&path, |tensors| invert(tensors.get_mut(alias).unwrap()));
+    env.refuse("reshard", &path, "x", &both(&sharded));
+}
+
+#[test]
+fn names_that_are_tied_in_the_edited_file_only_stay_apart() {
+    let env = TestEnv::new();
+    let tied = fixture("torch_file/model.pt");
+    let (flat, apart) = (env.path("flat.safetensors"), env.path("apart"));
+    succeed("consolidate", &[&tied, &flat], "--assets none --include {embed,head,norm}");
+    succeed("reshard", &[&flat, &apart], "--mesh fsdp=2 --to torch-ranks");
+    let options = format!("--include {{embed,head}} {}", both(&apart));
+    let made = env.make("reshard", &tied, "made", &options);
+    assert_eq!(bytes_of(&made.path), bytes_of(&apart));
+    assert!(!made.closing().contains("left out"), "{}", made.closing());
+    holds(&made.run.stderr, &["names of ", "not taken"]);
+}
+
+#[test]
+fn objects_come_from_the_edited_checkpoint_where_it_has_them() {
+    let env = TestEnv::new();
+    let (source, sharded) = (fixture("torch_file/trainer.pt"), env.path("sharded"));
+    succeed("reshard", &[&source, &sharded], "--mesh fsdp=2 --placements S(0)");
+    let made = env.make("reshard", &source, "same", &both_with_mesh(&sharded));
+    assert_eq!(bytes_of(&made.path), bytes_of(&sharded));
+    let model = env.path("model");
+    succeed("reshard", &[&source, &model], "--mesh fsdp=2 --include model");
+    env.refuse("reshard", &source, "x", &format!("--exclude {{optimizer,rng}} {}", both_with_mesh(&model)));
+}
+
+/// A DCP directory to fill from, and the mesh that it does not tell.
+fn both_with_mesh(sharded: &Path) -> String {
+    format!("--mesh fsdp=2 --placements S(0) --fill-from {}", sharded.display())
+}
+
+#[test]
+fn a_name_that_means_two_tensors_is_refused() {
+    let env = TestEnv::new();
+    let (flat, sharded) = (env.vectors("flat.safetensors", &[("x", 4), ("model.x", 4), ("y", 2)]), env.path("s"));
+    succeed("reshard", &[&flat, &sharded], "--mesh fsdp=2 --to torch-ranks --nest model");
+    let one = env.vectors("one.safetensors", &[("unused", 4), ("model.x", 4)]);
+    let options = format!("--exclude unused {}", both(&sharded));
+    env.refuse("reshard", &one, "x", &options);
+    let new = read(&one).remove("model.x").unwrap();
+    let made = env.make("reshard", &one, "nested", &format!("{options} --nest model"));
+    assert_eq!(made.tensors()["model.model.x"], new);
+    let made = env.make("reshard", &one, "rooted", &format!("--root model {}", both(&sharded)));
+    assert_eq!(made.tensors()["model.x"], new);
+}
+
+#[test]
+fn wrapper_prefixes_do_not_keep_names_apart() {
+    let env = TestEnv::new();
+    let (plain, wrapped) = (env.vectors("plain.safetensors", &[("a.w", 4), ("b.w", 6)]), env.path("wrapped"));
+    let options = "--mesh fsdp=2 --to torch-ranks --rename ^=_orig_mod.";
+    succeed("reshard", &[&plain, &wrapped], options);
+    let other = env.vectors("other.safetensors", &[("x", 1), ("a.w", 4)]);
+    let options = format!("--exclude x {}", both(&wrapped));
+    let made = env.make("reshard", &other, "made", &options);
+    let (new, old) = (read(&other), read(&wrapped));
+    let expected = [("_orig_mod.a.w", &new["a.w"]), ("_orig_mod.b.w", &old["_orig_mod.b.w"])];
+    assert_same(&made.tensors(), &expected.map(|(name, tensor)| (name.to_owned(), tensor.clone())).into(), "wrapped");
+    env.refuse("reshard", &other, "x", &format!("{options} --keep-names"));
+}
+
+#[test]
+fn like_lays_out_as_another_checkpoint() {
+    let env = TestEnv::new();
+    let (like, dcp) = (fixture("fsdp_tp/ranks"), fixture("fsdp_tp/dcp"));
+    let options = format!("--like {}", like.display());
+    let made = env.make("reshard", &dcp, "out", &options);
+    let (new, old) = (inspect(&made.path, "--brief"), inspect(&like, "--brief"));
+    assert_eq!(new["mesh"], old["mesh"]);
+    for (name, tensor) in new["tensors"].as_object().unwrap() {
+        // The optimizer of a DCP directory knows its parameters by name, that of rank files by number.
+        let parameter = name.strip_prefix("optim.state.").and_then(|rest| Some(rest.rsplit_once('.')?.0));
+        let parameter =
+            parameter.filter(|_| name.rsplit_once('.').unwrap().1 != "step").map(|name| format!("model.{name}"));
+        let expected = &old["tensors"][parameter.as_ref().unwrap_or(name)];
+        assert_eq!(tensor["placements"], expected["placements"], "{name}");
+    }
+    assert_same(&made.tensors(), &read(&dcp), "values");
+    // Other sizes of the same dims.
+    let made = env.make("reshard", &dcp, "larger", &format!("{options} --mesh dp=4,tp=2"));
+    let larger = inspect(&made.path, "--brief");
+    assert_eq!(larger["mesh"], serde_json::json!([["dp", 4], ["tp", 2]]));
+    let name = format!("model.{EDITED}");
+    assert_eq!(larger["tensors"][&name]["placements"], old["tensors"][&name]["placements"]);
+    env.refuse("reshard", &dcp, "x", &format!("{options} --mesh a=2,b=2"));
+    // Rules come first.
+    let made = env.make("reshard", &dcp, "ruled", &format!("{options} --placements **.{EDITED}=R,R"));
+    assert_eq!(inspect(&made.path, "--brief")["tensors"][&name]["placements"], "R,R");
+}
+
+/// ShardedTensors record no mesh: rows over the ranks that share a copy, as who has which rows tells.
+#[test]
+fn like_may_be_sharded_tensors() {
+    let env = TestEnv::new();
+    for (index, (folder, ranks)) in
+        [("fsdp1_sharded/ranks", 4), ("flat2/sharded", 2), ("flat_hybrid/sharded", 4)].into_iter().enumerate()
+    {
+        let sharded = fixture(folder);
+        let names = read(&sharded).into_keys().find(|name| name.ends_with("w1.weight") || name.ends_with("wq.weight"));
+        let name = names.map(|name| name.strip_prefix("model.").map_or(name.clone(), str::to_owned)).unwrap();
+        let edited = edited(&env, &sharded, &name);
+        for (way, options) in [("both", both(&sharded)), ("fill", format!("--fill-from {}", sharded.display()))] {
+            let made = env.make("reshard", &edited, &format!("{way}-{index}"), &options);
+            let whole = read(&sharded);
+            let mut expected = whole.clone();
+            let key = if whole.contains_key(&name) { name.clone() } else { format!("model.{name}") };
+            let new = read(&edited).remove(&name).unwrap();
+            assert_ne!(expected.insert(key, new.clone()).unwrap().digest, new.digest);
+            assert_same(&made.tensors(), &expected, folder);
+            check_layout(&made.path, &sharded);
+            check_boxes(&made.path, &sharded);
+        }
+        // From what is sharded otherwise, and whole.
+        let model = env.path(&format!("model-{index}.safetensors"));
+        succeed("consolidate", &[&sharded, &model], "--assets none");
+        let dtensors = env.path(&format!("dtensors-{index}"));
+        succeed("reshard", &[&sharded, &dtensors], "--mesh a=3,b=2 --placements R,S(0) --tensor-class dtensor");
+        for (source, name) in [(&model, "whole"), (&dtensors, "dtensors")] {
+            let options = format!("--like {}", sharded.display());
+            let made = env.make("reshard", source, &format!("as-{name}-{index}"), &options);
+            let model = |path: &Path| -> Tensors {
+                let all = read(path);
+                let cut =
+                    |(name, tensor): (String, _)| (name.strip_prefix("model.").unwrap_or(&name).to_owned(), tensor);
+                all.into_iter().filter(|(name, _)| !name.starts_with("extra_state")).map(cut).collect()
+            };
+            assert_same(&model(&made.path), &model(source), name);
+            assert_eq!(inspect(&made.path, "--brief")["meshes"], serde_json::json!([]), "{name}: no DTensors");
+            assert!(made.path.join(format!("model_world_size_{ranks}_rank_{}.pt", ranks - 1)).exists());
+        }
+        let made = env.make(
+            "reshard",
+            &model,
+            &format!("six-{index}"),
+            &format!("--like {} --mesh fsdp=6", sharded.display()),
+        );
+        assert!(made.path.join("model_world_size_6_rank_5.pt").exists());
+    }
+}
+
+/// Every rank has the same boxes of the same tensors.
+fn check_boxes(found: &Path, sharded: &Path) {
+    let (new, old) = (inspect(found, ""), inspect(sharded, ""));
+    let boxes = |tensor: &serde_json::Value| -> Vec<String> {
+        let chunks = tensor["chunks"].as_array().unwrap().iter();
+        chunks.map(|chunk| format!("{} {} {}", chunk["rank"], chunk["offsets"], chunk["sizes"])).collect()
+    };
+    for (name, tensor) in old["tensors"].as_object().unwrap() {
+        assert_eq!(boxes(&new["tensors"][name]), boxes(tensor), "{name}");
+    }
+}
+
+#[test]
+fn like_must_know_the_layout_of_every_tensor() {
+    let env = TestEnv::new();
+    let like = format!("--like {}", fixture("fsdp4/ranks").display());
+    let source = env.vectors("own.safetensors", &[("norm.wieght", 3)]);
+    env.refuse("reshard", &source, "x", &like);
+    env.make("reshard", &source, "bare", &format!("{like} --placements S(0)"));
+    env.make("reshard", &source, "ruled", &format!("{like} --placements norm.wieght=R"));
+    let none = |like: &str| format!("--like {}", fixture(like).display());
+    env.refuse("reshard", "fsdp4/ranks", "x", &none("fsdp4/dcp"));
+    env.refuse("reshard", "fsdp4/ranks", "x", &none("torch_file/model.pt"));
+}
+
+#[test]
+fn nothing_is_written_into_what_is_read() {
+    let env = TestEnv::new();
+    let sharded = env.path("sharded");
+    copy_folder(&fixture("fsdp4/ranks"), &sharded);
+    let edited = edited(&env, &sharded, EDITED);
+    for (option, dst) in [("--like", "sharded"), ("--fill-from", "sharded"), ("--fill-from", "sharded/inside")] {
+        let options = format!("{option} {} --overwrite", sharded.display());
+        env.refuse("reshard", &edited, dst, &options);
+    }
+}

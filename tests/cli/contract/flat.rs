@@ -1,0 +1,327 @@
+//! Flat parameters of FSDP1: `flatten`, and what the other verbs make of them.
+//!
+//! - What is read, and which layouts are refused: `fsdp_flat`; what is written, without the command line: `flat_write`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use dtshard::format::torch::{Found, View};
+use serde_json::{Value as Json, json};
+
+use crate::common::env::TestEnv;
+use crate::common::flat::{self, copy_with_layout, layout_file};
+use crate::common::{assert_same, below, bytes_of, copy_folder, expect, fixture, read, succeed};
+use crate::contract::{contents, holds};
+use crate::rank_file::{self, Comparison};
+
+/// The model as `FULL_STATE_DICT` saves it.
+pub fn full() -> PathBuf {
+    fixture("flat2/full/model.pt")
+}
+
+/// Files of a fixture with their flat layout.
+pub fn folder(env: &TestEnv, case: &str, name: &str) -> PathBuf {
+    let path = env.path(&format!("{case}.{name}"));
+    copy_with_layout(case, name, &path);
+    path
+}
+
+/// The optimizer and the model in the files of these ranks are those that PyTorch saved.
+#[track_caller]
+pub fn check_files(made: &Path, case: &str, name: &str, series: &[&str]) {
+    let layout = flat::layout(case, name);
+    let ranks = layout["world_size"].as_u64().unwrap();
+    let is_sharded = layout["shard_group_size"].as_u64() != Some(1);
+    for (series, rank) in series.iter().flat_map(|series| (0..ranks).map(move |rank| (series, rank))) {
+        let file = format!("{series}_world_size_{ranks}_rank_{rank}.pt");
+        Comparison::run(&made.join(&file), &fixture(case).join(name).join(&file), is_sharded);
+    }
+}
+
+pub const BOTH: [&str; 2] = ["model", "optim"];
+
+// ---------------------------------------------------------------------------------------------------------------
+// flatten
+// ---------------------------------------------------------------------------------------------------------------
+
+/// From another world size, in either form: the files are those that a job of PyTorch's saved itself.
+#[test]
+fn flat_parameters_of_other_ranks_are_as_pytorch_saves_them() {
+    let env = TestEnv::new();
+    let (views, flat) = (folder(&env, "flat3", "views"), folder(&env, "flat3", "flat"));
+    let targets = [
+        ("flat2", "--world-size 2"),
+        ("flat4", "--world-size 4"),
+        ("flat_mixed", "--world-size 2"),
+        ("flat_hybrid", "--world-size 4 --strategy hybrid-shard --shard-group-size 2"),
+        ("flat_none", "--world-size 2 --strategy no-shard"),
+    ];
+    for (case, options) in targets {
+        for (source, to, more) in [
+            (&views, "views", ""),
+            (&views, "flat", "--use-orig-params=false"),
+            (&flat, "flat", ""),
+            (&flat, "views", "--use-orig-params"),
+        ] {
+            let from = source.extension().unwrap().display();
+            let mixed = if (case, to) == ("flat_mixed", "views") { "--forward-dtype bf16" } else { "" };
+            let options = format!("{options} {more} {mixed}");
+            let made = env.make("flatten", source, &format!("{case}-{from}-{to}"), &options);
+            check_files(&made.path, case, to, &BOTH);
+            let layout = flat::read_layout(&made.path.join("flat_layout.json"));
+            let truth = flat::layout(case, to);
+            for key in ["world_size", "shard_group_size", "use_orig_params", "optimizer"] {
+                assert_eq!(layout[key], truth[key], "{case}: {key}");
+            }
+        }
+    }
+}
+
+/// `NO_SHARD` is where a job of one rank starts from, and the way back from it.
+#[test]
+fn what_is_not_sharded_is_flattened_again() {
+    let env = TestEnv::new();
+    for name in ["views", "flat"] {
+        let source = folder(&env, "flat_none", name);
+        let made = env.make("flatten", &source, name, "--world-size 4 --strategy full-shard");
+        check_files(&made.path, "flat4", name, &BOTH);
+        let kept = env.make("flatten", &source, &format!("{name}-kept"), "--world-size 3");
+        let layout = flat::read_layout(&kept.path.join("flat_layout.json"));
+        assert_eq!((&layout["world_size"], &layout["shard_group_size"]), (&json!(3), &json!(1)));
+    }
+}
+
+/// Several groups of parameters stay; one file a rank stays one.
+#[test]
+fn groups_and_one_file_a_rank_stay() {
+    let env = TestEnv::new();
+    for name in ["groups", "one_file"] {
+        let source = folder(&env, "flat2", name);
+        let four = env.make("flatten", &source, &format!("{name}-4"), "--world-size 4");
+        let two = env.make("flatten", &four.path, &format!("{name}-2"), "--world-size 2");
+        let series: &[&str] = if name == "groups" { &BOTH } else { &["checkpoint"] };
+        check_files(&two.path, "flat2", name, series);
+    }
+}
+
+#[test]
+fn a_cast_changes_the_alignment() {
+    let env = TestEnv::new();
+    for name in ["views", "flat"] {
+        let source = folder(&env, "flat2", name);
+        let made = env.make("flatten", &source, name, "--dtype bf16 --series model");
+        check_files(&made.path, "flat_bf16", name, &["model"]);
+        holds(made.closing(), &["; cast ", " f32->bf16"]);
+    }
+}
+
+/// What has no order takes that of a flat layout, or of flat parameters.
+#[test]
+fn sharded_tensors_become_flat_parameters() {
+    let env = TestEnv::new();
+    for name in ["views", "flat"] {
+        let like = folder(&env, "flat4", name);
+        let layout = like.join("flat_layout.json");
+        let ways = [format!("--like {}", like.display()), format!("--flat-layout {}", layout.display())];
+        let targets = [
+            ("ranks", "--to torch-ranks --mesh dp=2,tp=2 --placements S(0),S(1)"),
+            ("dcp", "--to dcp --mesh dp=3"),
+            ("sharded", "--to torch-ranks --mesh fsdp=2 --tensor-class sharded-tensor"),
+        ];
+        for (kind, options) in targets {
+            let between = env.make("reshard", &like, &format!("{name}-{kind}"), options).path;
+            for (index, way) in ways.iter().enumerate() {
+                let made = env.make("flatten", &between, &format!("{name}-{kind}-{index}"), way);
+                assert_same(&read(&made.path), &read(&like), kind);
+                check_data(&made.path, &like);
+            }
+        }
+        let between = env.make("consolidate", &like, &format!("{name}-model"), "").path;
+        let made = env.make("flatten", &between, &format!("{name}-again"), &ways[0]);
+        let expected = below("model.", &read(&like));
+        assert_same(&read(&made.path), &expected, "safetensors");
+    }
+    let sharded = fixture("flat2/sharded");
+    let made = env.make("flatten", &sharded, "own", &format!("--like {}", env.path("flat4.flat").display()));
+    assert_same(&read(&made.path), &read(&sharded), "ShardedTensors");
+}
+
+/// The shards of flat parameters and of their state are the same bytes, padding included, whatever stands around them.
+#[track_caller]
+fn check_data(found: &Path, expected: &Path) {
+    for file in bytes_of(expected).into_keys().filter(|name| name.extension().is_some_and(|suffix| suffix == "pt")) {
+        let [own, real] = [found, expected].map(|root| rank_file::read(&root.join(&file)));
+        let stretches = |(files, contents): &rank_file::Opened| -> Vec<Vec<u8>> {
+            let view = |found: &Found| match found {
+                Found::Plain(view) => Some(view.clone()),
+                Found::Sharded { local, .. } => local.first().map(|(_, view)| view.clone()),
+                Found::Distributed { .. } => None,
+            };
+            let views = contents.tensors.iter().filter_map(view);
+            let mut all: Vec<Vec<u8>> = views.map(|view: View| rank_file::storage(files, contents, &view)).collect();
+            all.sort();
+            all
+        };
+        assert!(stretches(&own) == stretches(&real), "{}", file.display());
+    }
+}
+
+/// Most ranks hold nothing of the smaller units.
+#[test]
+fn there_may_be_more_ranks_than_elements() {
+    let env = TestEnv::new();
+    for name in ["views", "flat"] {
+        let source = folder(&env, "flat3", name);
+        let many = env.make("flatten", &source, &format!("{name}-many"), "--world-size 40 --verify").path;
+        assert_same(&read(&many), &read(&source), name);
+        let back = env.make("flatten", &many, &format!("{name}-back"), "--world-size 3").path;
+        check_files(&back, "flat3", name, &BOTH);
+    }
+}
+
+#[test]
+fn the_same_flat_files_come_every_time_and_none_with_dry_run() {
+    let env = TestEnv::new();
+    let source = folder(&env, "flat3", "views");
+    let one = env.make("flatten", &source, "one", "--world-size 4 --threads 1 --verify");
+    let dry = succeed("flatten", &[&source, &env.path("dry")], "--world-size 4 --dry-run --json").json();
+    assert!(!env.path("dry").exists());
+    let two = succeed("flatten", &[&source, &env.path("two")], "--world-size 4 --threads 4 --json").json();
+    assert_eq!(contents(&one.path), contents(&env.path("two")));
+    for key in ["files", "tensors", "bytes_written"] {
+        assert_eq!(dry[key], two[key], "{key}");
+    }
+    assert_eq!(two["target"]["format"], "fsdp-flat");
+    // What stands is kept, and kept as it is.
+    let again = env.refuse("flatten", &source, "one", "--world-size 2");
+    assert_eq!(again.code, 2);
+    env.make("flatten", &source, "one", "--world-size 4 --overwrite");
+    assert_eq!(contents(&one.path), contents(&env.path("two")));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// There and back
+// ---------------------------------------------------------------------------------------------------------------
+
+#[test]
+fn there_and_back_is_the_same_bytes() {
+    let env = TestEnv::new();
+    for name in ["views", "flat"] {
+        let source = folder(&env, "flat3", name);
+        let eight = env.make("reshard", &source, &format!("{name}-8"), "--mesh fsdp=8").path;
+        let six = env.make("reshard", &eight, &format!("{name}-6"), "--mesh fsdp=6").path;
+        let again = env.make("reshard", &six, &format!("{name}-8-again"), "--mesh fsdp=8").path;
+        assert_eq!(contents(&again), contents(&eight), "{name}");
+        let hybrid = env.make("reshard", &eight, &format!("{name}-h"), "--mesh replicate=2,shard=4").path;
+        let again = env.make("reshard", &hybrid, &format!("{name}-h-again"), "--mesh fsdp=8").path;
+        assert_eq!(contents(&again), contents(&eight), "{name}");
+        check_files(&env.make("reshard", &eight, &format!("{name}-3"), "--mesh fsdp=3").path, "flat3", name, &BOTH);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// What is refused
+// ---------------------------------------------------------------------------------------------------------------
+
+#[test]
+fn an_order_is_never_guessed() {
+    let env = TestEnv::new();
+    let source = folder(&env, "flat3", "flat");
+    let dcp = env.make("reshard", &source, "dcp", "--to dcp --mesh fsdp=2").path;
+    env.refuse("flatten", &dcp, "x", "--world-size 2 --wrap layers.*");
+    let model = env.make("consolidate", &source, "model", "").path;
+    let options = "--world-size 2 --wrap layers.*";
+    env.refuse("flatten", &model, "x", options);
+    env.refuse("flatten", &source, "x", options);
+    let like = format!("--world-size 2 --wrap layers.* --like {}", model.display());
+    env.refuse("flatten", &dcp, "x", &like);
+    let sorted = env.make("unshard", &model, "sorted.pt", "").path;
+    env.refuse("flatten", &sorted, "x", options);
+}
+
+#[test]
+fn what_is_asked_for_must_be_one_thing() {
+    let env = TestEnv::new();
+    let source = folder(&env, "flat3", "flat");
+    let layout = layout_file("flat2", "flat");
+    let full = full();
+    let refuse = |source: &Path, options: &str| drop(env.refuse("flatten", source, "x", options));
+    refuse(&full, "--world-size 2 --wrap blocks.*");
+    refuse(&full, "--wrap layers.*");
+    refuse(&full, "--world-size 0 --wrap layers.*");
+    refuse(&full, "--world-size 2 --buffers nope");
+    refuse(&full, "--world-size 2 --forward-dtype i32");
+    refuse(&full, "--world-size 2 --to dcp");
+    let both = format!("--world-size 2 --wrap layers.* --flat-layout {}", layout.display());
+    refuse(&full, &both);
+    refuse(&source, "--world-size 4 --strategy hybrid-shard");
+    refuse(&source, "--world-size 4 --strategy hybrid-shard --shard-group-size 3");
+    refuse(&source, "--world-size 4 --strategy full-shard --shard-group-size 2");
+    drop(env.refuse("reshard", &source, "x", "--placements S(0)"));
+    drop(env.refuse("reshard", &source, "x", "--mesh a=2,b=2,c=2"));
+}
+
+#[test]
+fn a_layout_of_another_model_is_refused() {
+    let env = TestEnv::new();
+    let layout = |change: &dyn Fn(&mut Json)| {
+        let mut layout = flat::layout("flat2", "flat");
+        change(&mut layout);
+        let path = env.write("layout.json", &layout.to_string());
+        format!("--flat-layout {}", path.display())
+    };
+    let (full, whole) = (full(), env.path("whole.pt"));
+    succeed("unshard", &[&folder(&env, "flat2", "flat"), &whole], "--series all");
+    let refuse = |source: &Path, change: &dyn Fn(&mut Json)| {
+        env.refuse("flatten", source, "x", &layout(change));
+    };
+    refuse(&full, &|layout| layout["units"][1]["params"][0]["shape"] = json!([5, 6]));
+    refuse(&full, &|layout| layout["units"][1]["params"][0]["fqn"] = json!("layers.0.wz.weight"));
+    refuse(&full, &|layout| layout["units"][0]["params"][6]["shared_with"] = json!("proj.bias"));
+    // What one unit holds cannot be in two parameter groups, and has one step.
+    let groups = folder(&env, "flat2", "groups");
+    env.refuse("flatten", &groups, "x", "--use-orig-params=false");
+    env.refuse("flatten", fixture("fsdp4/ranks"), "x", &layout(&|_| {}));
+}
+
+#[test]
+fn files_that_do_not_fit_are_refused_by_every_verb() {
+    let env = TestEnv::new();
+    let verbs = [("flatten", "--world-size 4"), ("consolidate", ""), ("reshard", "--mesh fsdp=4"), ("unshard", "")];
+    let check = |source: &Path| {
+        for (verb, options) in verbs {
+            env.refuse(verb, source, "x", options);
+        }
+    };
+    let wide = folder(&env, "flat_mixed", "views");
+    let mut layout: Json = serde_json::from_slice(&fs::read(wide.join("flat_layout.json")).unwrap()).unwrap();
+    layout["units"].as_array_mut().unwrap().iter_mut().for_each(|unit| unit["align_numel"] = json!(4));
+    fs::write(wide.join("flat_layout.json"), layout.to_string()).unwrap();
+    check(&wide);
+    let missing = folder(&env, "flat2", "flat");
+    fs::remove_file(missing.join("model_world_size_2_rank_1.pt")).unwrap();
+    check(&missing);
+    let short = folder(&env, "flat3", "flat");
+    let file = short.join("model_world_size_3_rank_1.pt");
+    let content = fs::read(&file).unwrap();
+    fs::write(&file, &content[..content.len() / 2]).unwrap();
+    check(&short);
+    let other = folder(&env, "flat4", "flat");
+    fs::copy(layout_file("flat3", "flat"), other.join("flat_layout.json")).unwrap();
+    check(&other);
+    let bare = env.path("bare");
+    copy_folder(&fixture("flat2/flat"), &bare);
+    check(&bare);
+    let json = expect(2, "flatten", &[&bare, &env.path("x")], "--world-size 4 --json").json();
+    assert_eq!(json["error"]["kind"], "unsupported");
+}
+
+/// DCP keeps no order of registration, so a torch file that was made from it has none either.
+#[test]
+fn order_of_a_file_that_was_made_from_dcp_is_refused() {
+    let env = TestEnv::new();
+    let saved = env.make("unshard", "titan", "saved.pt", "").path;
+    env.refuse("flatten", &saved, "flat", "--world-size 2");
+    let like = format!("--world-size 2 --like {}", saved.display());
+    env.refuse("flatten", fixture("titan"), "flat", &like);
+}

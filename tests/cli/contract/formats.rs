@@ -1,0 +1,306 @@
+//! Formats: what is read and written, under which names, and what is chosen where nothing is said.
+//!
+//! - A folder that holds two complete kinds is an error that names both: `bad_input::arguments::a_folder_with_two_formats`.
+//! - Parent folders (`latest`, `global_step_N`, `iter_N`, `actor`, `pytorch_model_fsdp_0`), and candidates that are
+//!   listed: `folders::a_checkpoint_is_found_below_its_folder`, `several_candidates_are_listed`.
+//! - DeepSpeed, Megatron, TorchScript, legacy torch, `s3://` and the like are refused by name:
+//!   `bad_input::arguments::{sources_that_are_no_checkpoint, other_frameworks_are_refused_by_name}`.
+//! - The others say "1 of 8: give the folder" of one rank's file: `bad_input::ranks::one_rank_of_several_is_no_checkpoint`.
+//! - Two world sizes of one series: `folders::two_world_sizes_are_told_apart_by_nobody`.
+//! - dcp-hf is read: `folders::shards_of_dcps_hugging_face_storage_are_read`; its files are those of PyTorch's writer:
+//!   `tests/interop/test_dcp_hf.py`.
+
+use std::fs;
+
+use serde_json::{Value as Json, json};
+
+use crate::common::env::TestEnv;
+use crate::common::{Truth, assert_same, below, expect, fixture, inspect, read, read_safetensors, run, succeed};
+use crate::contract::{contents, copy_tree, holds, names_below};
+
+#[test]
+fn dcp_is_a_distcp_file_a_rank_and_metadata() {
+    let env = TestEnv::new();
+    let made = env.make("reshard", "fsdp4/dcp", "out", "--mesh dp=3");
+    assert_eq!(names_below(&made.path), [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]);
+    assert_same(&made.tensors(), &read(&fixture("fsdp4/dcp")), "resharded");
+}
+
+#[test]
+fn dcp_hf_is_a_safetensors_file_a_rank() {
+    let env = TestEnv::new();
+    let made = env.make("reshard", "fsdp4/dcp", "out", "--mesh dp=2,tp=2 --placements S(0),S(1) --to dcp-hf --verify");
+    let name = |shard: u32| format!("shard-{shard:05}-model-00001-of-00001.safetensors");
+    assert_eq!(names_below(&made.path), [name(1), name(2), name(3), name(4)]);
+    assert_eq!(inspect(&made.path, "--brief")["format"], "dcp-hf");
+    assert_same(&made.tensors(), &read(&fixture("fsdp4/dcp")), "all tensors, those of the optimizer too");
+    assert!(made.closing().ends_with("; left out: 21 objects"), "{}", made.closing());
+    let back = env.path("back");
+    succeed("reshard", &[&made.path, &back], "--mesh dp=3 --to dcp");
+    assert_same(&read(&back), &read(&fixture("fsdp4/dcp")), "there and back");
+}
+
+#[test]
+fn dcp_hf_counts_the_ranks_that_have_a_file() {
+    let env = TestEnv::new();
+    let options = "--mesh dp=2 --mesh-ranks 4,7 --to dcp-hf";
+    let made = env.make("reshard", "dcp_hf/shards", "out", options);
+    let name = |shard: u32| format!("shard-{shard:05}-model-00001-of-00001.safetensors");
+    assert_eq!(names_below(&made.path), [name(1), name(2)]);
+    assert_same(&made.tensors(), &read(&fixture("dcp_hf/shards")), "on ranks 4 and 7");
+    // A rank whose only part is empty may have it recorded by another one.
+    let made = env.make("reshard", "dcp_hf/shards", "few", "--mesh dp=9 --include model.few.weight --to dcp-hf");
+    assert_eq!(names_below(&made.path), [name(1), name(2), name(3)]);
+    let document = inspect(&made.path, "");
+    let chunks = document["tensors"]["model.few.weight"]["chunks"].as_array().unwrap();
+    let box_of = |at: usize| (chunks[at]["offsets"].clone(), chunks[at]["sizes"].clone());
+    assert_eq!([0, 1, 2].map(box_of), [0, 1, 2].map(|at| (json!([at, 0]), json!([u32::from(at < 2), 3]))));
+}
+
+#[test]
+fn dcp_hf_has_no_place_for_several_boxes_of_a_tensor() {
+    let env = TestEnv::new();
+    let options = "--mesh dp=2,tp=3 --placements _S(0,3),S(1) --to dcp-hf";
+    env.refuse("reshard", "fsdp4/dcp", "x", options);
+}
+
+#[test]
+fn safetensors_is_that_file_where_dst_ends_so_and_else_a_folder() {
+    let env = TestEnv::new();
+    let file = env.make("consolidate", "fsdp4/dcp", "x.safetensors", "");
+    assert!(file.path.is_file());
+    let folder = env.make("consolidate", "fsdp4/dcp", "folder", "");
+    assert_eq!(names_below(&folder.path), ["model.safetensors"]);
+    let split = env.make("consolidate", "fsdp4/dcp", "split", "--max-shard-size 500");
+    assert_eq!(
+        names_below(&split.path),
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    );
+    let expected = below("model.", &Truth::load("fsdp4/truth").tensors);
+    for made in [&file, &folder, &split] {
+        assert_same(&read_safetensors(&made.path), &expected, &made.path.display().to_string());
+    }
+    let index: Json = serde_json::from_slice(&contents(&split.path)["model.safetensors.index.json"]).unwrap();
+    assert_eq!(index["metadata"], json!({ "total_size": 868 }));
+}
+
+#[test]
+fn torch_is_exactly_dst() {
+    let env = TestEnv::new();
+    for name in ["whole", "deep/er/whole.pt"] {
+        let made = env.make("unshard", "fsdp4/dcp", name, "");
+        assert!(made.path.is_file(), "{name}");
+        assert_same(&made.tensors(), &read(&fixture("fsdp4/dcp")), name);
+    }
+    assert_eq!(env.names(), ["deep", "deep/er", "deep/er/whole.pt", "whole"]);
+}
+
+#[test]
+fn pytorch_model_bin_index_json_sets_are_read() {
+    let env = TestEnv::new();
+    let names: Vec<String> = read(&fixture("safetensors/sharded")).into_keys().collect();
+    let mut map = serde_json::Map::new();
+    for (number, part) in [(1, &names[..2]), (2, &names[2..])] {
+        let file = format!("pytorch_model-0000{number}-of-00002.bin");
+        let include = format!("--include {}", part.join(" --include "));
+        env.make("unshard", "safetensors/sharded", &format!("set/{file}"), &include);
+        map.extend(part.iter().map(|name| (name.clone(), json!(file))));
+    }
+    let index = json!({ "metadata": { "total_size": 304 }, "weight_map": map });
+    let index = env.write("set/pytorch_model.bin.index.json", &index.to_string());
+    for source in [env.path("set"), index] {
+        assert_eq!(inspect(&source, "--brief")["format"], "torch");
+        succeed("verify", &[&source, &fixture("safetensors/sharded")], "");
+    }
+}
+
+#[test]
+fn torch_ranks_is_one_series_per_input_series() {
+    let env = TestEnv::new();
+    let made = env.make("reshard", "verl", "out", "--mesh fsdp=2");
+    let names: Vec<String> = names_below(&made.path)
+        .into_iter()
+        .filter(|name| std::path::Path::new(name).extension() == Some("pt".as_ref()))
+        .collect();
+    let expected = ["extra_state", "model", "optim"]
+        .iter()
+        .flat_map(|series| (0..2).map(move |rank| format!("{series}_world_size_2_rank_{rank}.pt")));
+    assert_eq!(names, expected.collect::<Vec<_>>());
+    // What has no series is one: the model's.
+    let plain = env.make("reshard", "safetensors/sharded", "plain", "--mesh dp=2 --to torch-ranks");
+    let names: Vec<String> = names_below(&plain.path).into_iter().filter(|name| name.contains("rank")).collect();
+    assert_eq!(names, ["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"]);
+    assert_same(&plain.tensors(), &read(&fixture("safetensors/sharded")), "plain");
+}
+
+#[test]
+fn from_is_detected() {
+    for (source, format) in [
+        ("fsdp4/dcp", "dcp"),
+        ("dcp_trainer", "dcp"),
+        ("safetensors/single", "safetensors"),
+        ("safetensors/single/model.safetensors", "safetensors"),
+        ("safetensors/sharded", "safetensors"),
+        ("dcp_hf/shards", "dcp-hf"),
+        ("torch_file/model.pt", "torch"),
+        ("fsdp4/ranks", "torch-ranks"),
+        ("verl", "torch-ranks"),
+    ] {
+        assert_eq!(inspect(&fixture(source), "--brief")["format"], format, "{source}");
+        assert_eq!(inspect(&fixture(source), &format!("--brief --from {format}"))["format"], format, "{source}");
+    }
+}
+
+#[test]
+fn to_is_taken_from_the_suffix_of_dst() {
+    let env = TestEnv::new();
+    for (suffix, format) in
+        [("safetensors", "safetensors"), ("pt", "torch"), ("pth", "torch"), ("bin", "torch"), ("ckpt", "torch")]
+    {
+        for verb in ["consolidate", "unshard"] {
+            let made = env.make(verb, "fsdp4/dcp", &format!("{verb}.{suffix}"), "--json");
+            assert_eq!(made.run.json()["target"]["format"], format, "{verb} {suffix}");
+            assert!(made.path.is_file());
+            assert_eq!(inspect(&made.path, "--brief")["format"], format);
+        }
+    }
+    // --to comes first, and a verb that writes shards cannot write such a file.
+    let made = env.make("unshard", "fsdp4/dcp", "x.safetensors.d", "--to safetensors --json");
+    assert_eq!(made.run.json()["target"]["format"], "safetensors");
+    env.refuse("reshard", "fsdp4/dcp", "y.pt", "--mesh dp=2");
+}
+
+#[test]
+fn to_is_else_the_default_of_the_verb() {
+    let env = TestEnv::new();
+    for (verb, options, format) in
+        [("unshard", "", "torch"), ("consolidate", "", "safetensors"), ("reshard", "--mesh dp=2", "dcp")]
+    {
+        let made = env.make(verb, "fsdp4/dcp", verb, &format!("{options} --json"));
+        assert_eq!(made.run.json()["target"]["format"], format, "{verb}");
+        assert_eq!(inspect(&made.path, "--brief")["format"], format, "{verb}");
+    }
+}
+
+#[test]
+fn formats_that_a_verb_does_not_write_are_refused_with_those_it_does() {
+    let env = TestEnv::new();
+    for verb in ["consolidate", "unshard"] {
+        for to in ["dcp", "dcp-hf", "torch-ranks"] {
+            env.refuse(verb, "fsdp4/dcp", "x", &format!("--to {to}"));
+        }
+    }
+    for to in ["torch", "safetensors"] {
+        env.refuse("reshard", "fsdp4/dcp", "x", &format!("--mesh dp=2 --to {to}"));
+    }
+}
+
+#[test]
+fn reshard_keeps_the_format_of_src_and_a_single_file_goes_to_dcp() {
+    let env = TestEnv::new();
+    for (source, format) in [
+        ("fsdp4/dcp", "dcp"),
+        ("fsdp4/ranks", "torch-ranks"),
+        ("dcp_hf/shards", "dcp-hf"),
+        ("torch_file/trainer.pt", "dcp"),
+        ("safetensors/single/model.safetensors", "dcp"),
+        ("safetensors/sharded", "dcp"),
+    ] {
+        let name = source.replace(['/', '.'], "_");
+        let made = env.make("reshard", source, &name, "--mesh dp=2");
+        assert_eq!(inspect(&made.path, "--brief")["format"], format, "{source}");
+        assert_same(&made.tensors(), &read(&fixture(source)), source);
+    }
+}
+
+#[test]
+fn reshard_takes_model_and_optimizer_siblings_into_the_same_folders() {
+    let env = TestEnv::new();
+    let made = env.make("reshard", "accelerate_llama", "out", "--mesh dp=3");
+    for name in ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "optimizer_0/__2_0.distcp"] {
+        assert!(made.path.join(name).is_file(), "{name} of {:?}", names_below(&made.path));
+    }
+    // What lies beside goes along.
+    for name in ["config.json", "scheduler.bin", "random_states_1.pkl"] {
+        let same = fs::read(made.path.join(name)).unwrap() == fs::read(fixture("accelerate_llama").join(name)).unwrap();
+        assert!(same, "{name}");
+    }
+    assert_same(&made.tensors(), &read(&fixture("accelerate_llama")), "both folders");
+    assert!(made.tensor_names().iter().any(|name| name.starts_with("optimizer.state.")));
+}
+
+#[test]
+fn consolidate_wants_the_model_of_siblings() {
+    let env = TestEnv::new();
+    let made = env.make("consolidate", "accelerate_llama", "out", "");
+    assert!(made.tensor_names().iter().all(|name| !name.contains("exp_avg") && !name.contains("optimizer")));
+}
+
+#[test]
+fn inspect_shows_one_ranks_file_and_names_its_siblings() {
+    let source = fixture("fsdp4/ranks/model_world_size_4_rank_2.pt");
+    let outcome = succeed("inspect", &[&source], "");
+    assert!(outcome.stdout.contains("embed.weight"), "{}", outcome.stdout);
+    holds(&outcome.stderr, &["1 of 4", "model_world_size_4_rank_0.pt", "model_world_size_4_rank_3.pt"]);
+    for (verb, options) in [("consolidate", ""), ("unshard", ""), ("reshard", "--mesh dp=2"), ("verify", "")] {
+        let env = TestEnv::new();
+        let target = env.path("out");
+        let outcome = expect(2, verb, &[&source, &target], options);
+        holds(&outcome.stderr, &["1 of 4", "give the folder"]);
+        assert!(env.names().is_empty());
+    }
+}
+
+#[test]
+fn reshard_takes_every_series_and_the_others_take_the_model() {
+    let env = TestEnv::new();
+    let all = env.make("reshard", "fsdp4/ranks", "all", "--mesh dp=2 --json");
+    assert_eq!(inspect(&all.path, "--brief")["series"], json!(["model", "extra_state", "optim"]));
+    assert_eq!(all.run.json()["left_out"], json!([]));
+    let model = below("model.", &read(&fixture("fsdp4/ranks")));
+    for verb in ["unshard", "consolidate"] {
+        let made = env.make(verb, "fsdp4/ranks", verb, "");
+        assert_same(&made.tensors(), &model, verb);
+        assert!(made.closing().ends_with("; left out: series extra_state, series optim"), "{}", made.closing());
+    }
+}
+
+#[test]
+fn series_chooses_and_several_become_top_level_subtrees() {
+    let env = TestEnv::new();
+    let all = read(&fixture("fsdp4/ranks"));
+    let tops = |names: &[String]| {
+        let mut tops: Vec<String> = names.iter().map(|name| name.split('.').next().unwrap().to_owned()).collect();
+        tops.dedup();
+        tops
+    };
+    let optim = env.make("unshard", "fsdp4/ranks", "optim.pt", "--series optim");
+    assert_same(&optim.tensors(), &below("optim.", &all), "one series has no subtree");
+    let two = env.make("unshard", "fsdp4/ranks", "two.pt", "--series model,optim");
+    assert_eq!(tops(&two.tensor_names()), ["model", "optim"]);
+    let every = env.make("unshard", "fsdp4/ranks", "every.pt", "--series all");
+    assert_same(&every.tensors(), &all, "all");
+    assert!(
+        inspect(&every.path, "--brief")["objects"]
+            .as_object()
+            .unwrap()
+            .keys()
+            .any(|name| name.starts_with("extra_state."))
+    );
+    let resharded = env.make("reshard", "fsdp4/ranks", "model", "--mesh dp=2 --series model");
+    assert_eq!(names_below(&resharded.path), ["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"]);
+    env.refuse("unshard", "fsdp4/ranks", "x.pt", "--series modle");
+    env.refuse("unshard", "fsdp4/dcp", "x.pt", "--series model");
+}
+
+#[test]
+fn two_world_sizes_of_a_series_are_an_error_of_every_verb() {
+    let env = TestEnv::new();
+    copy_tree(&fixture("fsdp3/ranks"), &env.path("src"));
+    copy_tree(&fixture("fsdp4/ranks"), &env.path("src"));
+    for (verb, options) in [("consolidate", ""), ("unshard", ""), ("reshard", "--mesh dp=2")] {
+        env.refuse(verb, env.path("src"), "out", options);
+    }
+    let document = run(["inspect", "--json", env.path("src").to_str().unwrap()]).json();
+    holds(document["error"]["found"].as_str().unwrap(), &["files of 3 and 4"]);
+}

@@ -1,0 +1,77 @@
+//! Lightning's sharded checkpoints: folders called `epoch=0-step=3.ckpt`, which are DCP directories with `meta.pt`.
+
+use std::fs;
+
+use serde_json::json;
+
+use super::copy_tree;
+use crate::common::env::TestEnv;
+use crate::common::{Truth, assert_same, below, expect, fixture, inspect, succeed};
+
+const CHECKPOINT: &str = "lightning_fsdp/lightning_logs/version_0/checkpoints/epoch=0-step=3.ckpt";
+
+#[test]
+fn checkpoint_is_found_from_the_folders_above() {
+    let found = inspect(&fixture(CHECKPOINT), "");
+    assert_eq!(found["format"], "dcp");
+    for above in ["checkpoints", "version_0", "lightning_logs", "lightning_fsdp"] {
+        let path = fixture(&CHECKPOINT[..CHECKPOINT.find(above).unwrap() + above.len()]);
+        assert_eq!(inspect(&path, ""), found, "{above}");
+    }
+    let env = TestEnv::new();
+    let root = env.path("run");
+    copy_tree(&fixture("lightning_fsdp/lightning_logs/version_0"), &root);
+    let checkpoints = root.join("checkpoints");
+    // A second one, be it folder or file, is asked about.
+    let first = checkpoints.join("epoch=0-step=3.ckpt");
+    let second = checkpoints.join("last.ckpt");
+    copy_tree(&first, &second);
+    let error = expect(2, "inspect", &[&root], "--json").json()["error"].clone();
+    assert_eq!(error["kind"], "usage");
+    assert!(["epoch=0-step=3.ckpt", "last.ckpt"].iter().all(|name| error.to_string().contains(name)), "{error}");
+    fs::remove_dir_all(&second).unwrap();
+    // A link is another name of the first.
+    std::os::unix::fs::symlink("epoch=0-step=3.ckpt", &second).unwrap();
+    assert_eq!(inspect(&root, ""), found);
+    fs::remove_file(&second).unwrap();
+    fs::copy(fixture("torch_file/trainer.pt"), &second).unwrap();
+    assert_eq!(expect(2, "inspect", &[&root], "--json").json()["error"]["kind"], "usage");
+    fs::remove_dir_all(&first).unwrap();
+    assert_eq!(inspect(&checkpoints, "")["format"], "torch");
+    // A model in the folder above is what is meant.
+    fs::copy(fixture("torch_file/model.pt"), root.join("model.pt")).unwrap();
+    assert_eq!(inspect(&root, "--brief"), inspect(&fixture("torch_file/model.pt"), "--brief"));
+}
+
+#[test]
+fn numbered_optimizer_is_optimizer_state() {
+    let truth = Truth::load("lightning_fsdp.truth").tensors;
+    let source = fixture(CHECKPOINT);
+    let summary = succeed("inspect", &[&source], "--brief").stdout;
+    let line = |what: &str| summary.lines().find(|line| line.starts_with(what)).map(str::to_owned).unwrap_or_default();
+    assert!(line("optimizer").contains("12 tensors"), "{summary}");
+    assert!(line("model").contains("4 tensors") && line("other").is_empty(), "{summary}");
+    let env = TestEnv::new();
+    let made = env.make("consolidate", CHECKPOINT, "hf", "--assets none");
+    assert_same(&made.tensors(), &below("state_dict.", &truth), "the model");
+    // State lies as its parameter does.
+    let made = env.make("reshard", CHECKPOINT, "out", "--mesh tp=2 --placements net.0.weight=S(1)");
+    assert_same(&made.tensors(), &truth, "resharded");
+    let found = inspect(&made.path, "");
+    for name in ["state_dict.net.0.weight", "optimizer_0.state.net.0.weight.exp_avg"] {
+        let chunks = found["tensors"][name]["chunks"].as_array().unwrap();
+        let offsets: Vec<_> = chunks.iter().map(|chunk| chunk["offsets"].clone()).collect();
+        assert_eq!(offsets, [json!([0, 0]), json!([0, 2])], "{name}");
+    }
+    succeed("verify", &[&source, &made.path], "");
+}
+
+#[test]
+fn meta_is_carried() {
+    let env = TestEnv::new();
+    let made = env.make("reshard", "lightning_fsdp", "epoch=0-step=3.ckpt", "--mesh data_parallel=3 --to dcp");
+    let same = fs::read(made.path.join("meta.pt")).unwrap() == fs::read(fixture(CHECKPOINT).join("meta.pt")).unwrap();
+    assert!(same);
+    // The output has the same names as the source, and is found in the same way.
+    assert_eq!(inspect(&env.path(""), "--brief"), inspect(&made.path, "--brief"));
+}

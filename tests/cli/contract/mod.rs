@@ -1,0 +1,85 @@
+//! The contract of the command line, promise by promise: names and defaults that scripts depend on. A module a
+//! section, in the order in which the command line is described; the name of a test is the promise it holds the binary
+//! to. The head of a module names where those promises are tested that are not tested in it.
+//!
+//! | what is promised | module |
+//! |---|---|
+//! | verbs, hidden aliases, long options with underscores, typing errors | `running` |
+//! | `completions`, `man`, `--help`, `--version` | `inspect` beside this folder; every word of `--help`: `messages` beside it |
+//! | the two promises for day one, the closing line | `consolidate` |
+//! | `--from`, `--to`, names of files, parent folders, series, one rank's file | `formats` |
+//! | files beside a checkpoint; Lightning's folders | `carried`, `lightning` |
+//! | what consolidate takes, `--root`, `--everything`, `--assets` | `consolidate` |
+//! | `--mesh`, `--mesh-ranks`, `--placements` | `layout` |
+//! | `--plan`, `--tp`, `--fsdp`, `--replicate` | `plan`; what PyTorch makes of plans: `plans` |
+//! | `--layout`, `inspect --layout` | `layout_file` |
+//! | `--split`, splits and sizes of a layout file | `splits` |
+//! | `--like`, `--fill-from` | `fill` |
+//! | gradients, `--with-grads` | `gradients` |
+//! | `--tensor-class` | `sharded_tensors` |
+//! | `--src-mesh` to `--reduce`: what SRC does not say | `told` |
+//! | `flatten`, `--flat-layout` | `flat` |
+//! | `--wrap`, `--buffers` | `units`; refusals: `flat` |
+//! | `unshard --unit`, `--all-ranks`; `--fill-from` with flat parameters | `flat_back` |
+//! | `--include` to `--keep-names`, patterns, collisions, what matches nothing | `names` |
+//! | `--dtype`, `--tied`, `--on-conflict`, `--check-replicas`, `--check-crc`, `--allow-missing`, `--drop-unknown` | `values` |
+//! | `--tied write` | `tied` |
+//! | what a format cannot hold, `--max-shard-size`, natural order, same bytes | `values` |
+//! | `--dry-run` to `--verify`, `--overwrite`, `--restart`, `-q`, `-v`, exit codes, broken pipes | `running` |
+//! | `verify`, its exit codes and lists, digests as OTHER | `verify` |
+//! | `local` | `local` |
+//! | formats and arguments in `--help`, `inspect` of DCP, digests of all tensors | `help` |
+//! | errors, and the `--json` document of every verb | `json` |
+//! | names in messages: lists, escapes, findings | `messages` |
+//! | `inspect`, its document, digests | `inspect` |
+
+mod carried;
+mod consolidate;
+mod fill;
+mod flat;
+mod flat_back;
+mod formats;
+mod gradients;
+mod help;
+mod inspect;
+mod json;
+mod layout;
+mod layout_file;
+mod lightning;
+mod local;
+mod messages;
+mod names;
+mod plan;
+mod running;
+mod splits;
+mod tied;
+mod told;
+mod units;
+mod values;
+mod verify;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use crate::common::env::names_below;
+
+/// Files below a folder, with their content.
+fn contents(root: &Path) -> BTreeMap<String, Vec<u8>> {
+    let files = names_below(root).into_iter().filter(|name| root.join(name).is_file());
+    files.map(|name| (name.clone(), fs::read(root.join(name)).unwrap())).collect()
+}
+
+fn copy_tree(from: &Path, to: &Path) {
+    for (name, content) in contents(from) {
+        let target = to.join(name);
+        fs::create_dir_all(target.parent().unwrap()).unwrap();
+        fs::write(target, content).unwrap();
+    }
+}
+
+fn holds(text: &str, words: &[&str]) {
+    for word in words {
+        assert!(text.contains(word), "no `{word}` in: {text}");
+    }
+}

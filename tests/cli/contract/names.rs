@@ -1,0 +1,305 @@
+//! Names: what is taken, and under which names it is written.
+//!
+//! - Wrapper prefixes inside names, `param_groups` and flattened optimizers: `select::tests` (library).
+//! - `?`, `{a,b}`, `**` and literal characters in patterns: `layout::pattern::tests`.
+//! - Rename files, groups and the last unescaped `=`: `select::rename::tests`.
+//! - A placement pattern that matches a module: `conversions::optimizer_state_follows_its_parameter`.
+
+use std::path::Path;
+
+use serde_json::Value as Json;
+
+use crate::common::env::{Made, TestEnv};
+use crate::common::{Tensors, assert_same, below, expect, fixture, inspect, read, run, succeed};
+use crate::contract::holds;
+
+/// A model of four vectors, each of another length.
+fn model(env: &TestEnv) -> std::path::PathBuf {
+    env.vectors(
+        "m.safetensors",
+        &[("layers.0.a.weight", 2), ("layers.0.b.weight", 3), ("layers.1.a.weight", 4), ("norm.weight", 5)],
+    )
+}
+
+/// `unshard` the model with these options; tensor names and their lengths show what became of which.
+fn named(options: &[&str]) -> Vec<String> {
+    let env = TestEnv::new();
+    let (source, target) = (model(&env), env.path("out.pt"));
+    let mut arguments = vec!["unshard", source.to_str().unwrap(), target.to_str().unwrap()];
+    arguments.extend(options);
+    let outcome = run(&arguments);
+    assert_eq!(outcome.code, 0, "{options:?}: {}", outcome.stderr);
+    let expected = read(&source);
+    let found = read(&target);
+    for tensor in found.values() {
+        assert!(expected.values().any(|known| known == tensor), "{options:?}: another value");
+    }
+    found.into_iter().map(|(name, tensor)| format!("{name} {}", tensor.shape[0])).collect()
+}
+
+#[test]
+fn an_fqn_is_a_path_joined_with_dots_as_dcp_does() {
+    let names: Vec<String> = read(&fixture("fsdp4/dcp")).into_keys().collect();
+    for name in ["model.blocks.0.w1.weight", "optim.state.blocks.0.w1.weight.exp_avg", "nested.a.2.b"] {
+        assert!(names.iter().any(|known| known == name), "{name}");
+    }
+}
+
+#[test]
+fn include_and_exclude_choose_by_source_names() {
+    assert_eq!(named(&["--include", "layers.0.**"]), ["layers.0.a.weight 2", "layers.0.b.weight 3"]);
+    assert_eq!(
+        named(&["--include", "layers.*.a.weight", "--include", "norm.*"]),
+        ["layers.0.a.weight 2", "layers.1.a.weight 4", "norm.weight 5"]
+    );
+    assert_eq!(named(&["--exclude", "layers.0"]), ["layers.1.a.weight 4", "norm.weight 5"]);
+    // Both: what is included and not excluded.
+    assert_eq!(named(&["--include", "layers", "--exclude", "**.b"]), ["layers.0.a.weight 2", "layers.1.a.weight 4"]);
+    // On source names, though they are renamed.
+    assert_eq!(named(&["--include", "layers.0.a", "--rename", "^layers=blocks"]), ["blocks.0.a.weight 2"]);
+}
+
+#[test]
+fn include_from_has_a_pattern_a_line() {
+    let env = TestEnv::new();
+    let file = env.write("patterns", "# those of a\n\n  layers.*.a\nnorm.weight\n");
+    let file = file.to_str().unwrap();
+    let expected = ["layers.0.a.weight 2", "layers.1.a.weight 4", "norm.weight 5"];
+    assert_eq!(named(&["--include-from", file]), expected);
+    assert_eq!(named(&["--include-from", file, "--include", "layers.0.b"]).len(), 4);
+    let empty = env.write("empty", "# nothing\n");
+    env.refuse("unshard", "fsdp4/dcp", "x.pt", &format!("--include-from {}", empty.display()));
+}
+
+#[test]
+fn stars_stay_inside_a_component_and_a_module_covers_what_is_below() {
+    assert_eq!(named(&["--include", "*.weight"]), ["norm.weight 5"]);
+    assert_eq!(named(&["--include", "**.weight"]).len(), 4);
+    let env = TestEnv::new();
+    env.refuse("unshard", model(&env), "x.pt", "--include layers.*.weight");
+    assert_eq!(named(&["--include", "layers.?"]).len(), 3);
+    assert_eq!(named(&["--include", "**.{b,norm}.weight", "--include", "{a,norm}.weight"]).len(), 2);
+}
+
+#[test]
+fn root_takes_a_subtree_under_relative_names() {
+    assert_eq!(named(&["--root", "layers.0"]), ["a.weight 2", "b.weight 3"]);
+    let env = TestEnv::new();
+    let made = env.make("unshard", "fsdp4/dcp", "x.pt", "--root optim.state");
+    assert_same(&made.tensors(), &below("optim.state.", &read(&fixture("fsdp4/dcp"))), "--root");
+}
+
+#[test]
+fn strip_prefix_cuts_the_front_of_names_that_begin_with_it() {
+    let expected = ["0.a.weight 2", "0.b.weight 3", "1.a.weight 4", "norm.weight 5"];
+    assert_eq!(named(&["--strip-prefix", "layers."]), expected);
+    assert_eq!(named(&["--strip-prefix", "layers"]), expected);
+    assert_eq!(named(&["--strip-prefix", "layers.", "--strip-prefix", "norm."]).last().unwrap(), "weight 5");
+}
+
+#[test]
+fn rename_is_unanchored_and_replaces_every_match() {
+    assert_eq!(named(&["--include", "norm", "--rename", "o=0"]), ["n0rm.weight 5"]);
+    assert_eq!(named(&["--include", "layers.0.a", "--rename", "a=x"]), ["lxyers.0.x.weight 2"]);
+    for replacement in [r"(\w+)\.weight$=\1.W", r"(\w+)\.weight$=${1}.W", r"(?P<last>\w+)\.weight$=${last}.W"] {
+        assert_eq!(
+            named(&["--include", "layers.0", "--rename", replacement]),
+            ["layers.0.a.W 2", "layers.0.b.W 3"],
+            "{replacement}"
+        );
+    }
+    // Cut at the last `=` that is not escaped.
+    assert_eq!(named(&["--include", "norm", "--rename", r"(?:x=|norm)=n\=m"]), ["n=m.weight 5"]);
+    // In the order given.
+    assert_eq!(named(&["--include", "norm", "--rename", "norm=a", "--rename", "^a=b"]), ["b.weight 5"]);
+}
+
+#[test]
+fn rename_of_an_unknown_group_is_an_error() {
+    let env = TestEnv::new();
+    for rename in [r"norm=\1", "norm=${2}", "norm=${name}", "(norm", "norm"] {
+        env.refuse("unshard", model(&env), "x.pt", &format!("--rename {rename}"));
+    }
+}
+
+#[test]
+fn rename_file_has_a_rule_a_line_and_comes_after_the_options() {
+    let env = TestEnv::new();
+    let file = env.write("rules", "# two\n^norm=a\n\na\\.weight=a.w\n");
+    assert_eq!(named(&["--include", "norm", "--rename-file", file.to_str().unwrap()]), ["a.w 5"]);
+    let options = ["--include", "norm", "--rename", "norm=xnorm", "--rename-file", file.to_str().unwrap()];
+    let env = TestEnv::new();
+    env.refuse("unshard", model(&env), "x.pt", &options.join(" "));
+}
+
+#[test]
+fn names_go_through_include_root_strip_rename_add_nest_in_this_order() {
+    // Each step sees what the one before it made, in whatever order they are written.
+    let steps = [
+        ["--nest", "top.level"],
+        ["--add-prefix", "pre_"],
+        ["--rename", "^a=A"],
+        ["--strip-prefix", "0."],
+        ["--root", "layers"],
+        ["--include", "layers.0"],
+    ];
+    let expected = ["top.level.pre_A.weight 2", "top.level.pre_b.weight 3"];
+    assert_eq!(named(&steps.concat()), expected);
+    let backwards: Vec<&str> = steps.iter().rev().flatten().copied().collect();
+    assert_eq!(named(&backwards), expected);
+}
+
+#[test]
+fn add_prefix_is_text_and_nest_is_dicts() {
+    assert_eq!(named(&["--include", "norm", "--add-prefix", "model."]), ["model.norm.weight 5"]);
+    let env = TestEnv::new();
+    let flat = env.make("unshard", model(&env), "flat.pt", "--add-prefix model.");
+    let nested = env.make("unshard", model(&env), "nested.pt", "--nest model");
+    assert_eq!(flat.tensors(), nested.tensors());
+    // Only the second is a dict within a dict, whose prefix consolidate cuts.
+    let from_flat = env.make("consolidate", &flat.path, "a.safetensors", "");
+    let from_nested = env.make("consolidate", &nested.path, "b.safetensors", "");
+    assert!(from_flat.tensor_names().iter().all(|name| name.starts_with("model.")));
+    assert_same(&from_nested.tensors(), &read(&model(&env)), "nested");
+}
+
+#[test]
+fn layout_rules_see_the_resulting_names() {
+    let env = TestEnv::new();
+    let options = "--mesh dp=2 --rename ^norm=final --placements R --placements final.weight=S(0)";
+    let made = env.make("reshard", model(&env), "out", options);
+    let found = inspect(&made.path, "");
+    assert_eq!(found["tensors"]["final.weight"]["chunks"].as_array().unwrap().len(), 2);
+    let options = "--mesh dp=2 --rename ^norm=final --placements R --placements norm.weight=S(0)";
+    env.refuse("reshard", model(&env), "x", options);
+}
+
+/// A model as torch.compile, checkpoint wrappers and FSDP1 name it.
+fn wrapped(env: &TestEnv) -> Made {
+    let options =
+        "--rename ^layers\\.0=_orig_mod._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module --keep-names";
+    env.make("unshard", model(env), "wrapped.pt", options)
+}
+
+#[test]
+fn wrapper_prefixes_are_cleaned_in_consolidate_unshard_and_verify_but_for_keep_names() {
+    let env = TestEnv::new();
+    let source = wrapped(&env);
+    let long = "_orig_mod._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.a.weight";
+    assert!(source.tensor_names().contains(&long.to_owned()));
+    let clean = read(&model(&env));
+    for (verb, name) in [("consolidate", "a.safetensors"), ("unshard", "b.pt")] {
+        assert_same(&env.make(verb, &source.path, name, "").tensors(), &clean, verb);
+        let kept = env.make(verb, &source.path, &format!("kept_{name}"), "--keep-names");
+        assert_same(&kept.tensors(), &source.tensors(), verb);
+    }
+    succeed("verify", &[&source.path, &model(&env)], "");
+    expect(1, "verify", &[&source.path, &model(&env)], "--keep-names");
+    // reshard carries names as they are; patterns may leave the wrappers out.
+    let options = "--mesh dp=2 --placements S(0) --placements layers.0.a.weight=R";
+    let shards = env.make("reshard", &source.path, "shards", options);
+    assert_same(&shards.tensors(), &source.tensors(), "reshard");
+    assert_eq!(inspect(&shards.path, "")["tensors"][long]["chunks"].as_array().unwrap().len(), 1);
+    let some = env.make("reshard", &source.path, "some", "--mesh dp=2 --include layers.0.a --dtype layers.0.a=f16");
+    assert_eq!(some.tensor_names(), [long]);
+    assert_eq!(some.tensors()[long].dtype, "f16");
+    for pattern in
+        ["--include layers.0.a", "--exclude layers.0.a", "--dtype layers.0.a=f16", "--placements layers.0.a=R"]
+    {
+        let options = format!("--mesh dp=2 --keep-names --placements S(0) {pattern}");
+        env.refuse("reshard", &source.path, "x", &options);
+    }
+}
+
+#[test]
+fn a_collision_is_an_error_that_names_both() {
+    let env = TestEnv::new();
+    env.refuse("unshard", model(&env), "x.pt", r"--rename layers\.\d=layers.x");
+    env.refuse("consolidate", model(&env), "x", r"--rename layers\.\d=layers.x");
+    // Wrapped and plain names that are one when cleaned.
+    let source = env.vectors("both.safetensors", &[("_orig_mod.w", 2), ("w", 2)]);
+    env.refuse("unshard", &source, "x.pt", "");
+    assert_eq!(env.make("unshard", &source, "kept.pt", "--keep-names").tensor_names(), ["_orig_mod.w", "w"]);
+}
+
+#[test]
+fn whatever_matches_nothing_is_an_error_with_the_nearest_names() {
+    let source = "llama_tiny/dcp";
+    let env = TestEnv::new();
+    for option in
+        ["--include model.model.layrs", "--exclude **.q_prj", "--dtype **.q_prj.weight=f32", "--rename q_prj=x"]
+    {
+        env.refuse("unshard", source, "x.pt", option);
+    }
+    env.refuse("unshard", source, "x.pt", "--strip-prefix modle.");
+    env.refuse("unshard", source, "x.pt", "--root optim.stat");
+    let options = "--mesh dp=2 --placements S(0) --placements **.q_prj=R";
+    env.refuse("reshard", source, "x", options);
+    let outcome = expect(2, "inspect", &[&fixture(source)], "--tensor **.q_prj");
+    holds(&outcome.stderr, &["no tensor has a name like that", "q_proj.weight"]);
+    let outcome = expect(2, "verify", &[&fixture(source), &fixture(source)], "--include **.q_prj");
+    holds(&outcome.stderr, &["nothing has a name like that", "q_proj.weight"]);
+}
+
+/// `param_groups` of every optimizer, as `inspect` shows it.
+fn params(path: &Path) -> String {
+    let document = inspect(path, "--brief");
+    let groups = document["objects"].as_object().unwrap().iter().filter(|(name, _)| name.ends_with(".params"));
+    groups.map(|(_, value)| value["value"].to_string()).collect()
+}
+
+#[test]
+fn names_inside_param_groups_follow() {
+    let env = TestEnv::new();
+    let made = env.make("unshard", "fsdp4/dcp", "x.pt", "--rename blocks=layers");
+    let renamed = |name: String| name.replace("blocks", "layers");
+    let expected: Tensors =
+        read(&fixture("fsdp4/dcp")).into_iter().map(|(name, tensor)| (renamed(name), tensor)).collect();
+    assert_same(&made.tensors(), &expected, "tensors");
+    assert!(params(&fixture("fsdp4/dcp")).contains("blocks.0"));
+    assert_eq!(params(&made.path), renamed(params(&fixture("fsdp4/dcp"))));
+}
+
+#[test]
+fn excluding_a_parameter_excludes_its_optimizer_state_and_lists_it() {
+    let env = TestEnv::new();
+    for pattern in ["model.blocks.0.w1.weight", "blocks.0.w1.weight", "**.0.w1"] {
+        let name = pattern.replace('*', "");
+        let made = env.make("unshard", "fsdp4/dcp", &name, &format!("--exclude {pattern} --json"));
+        let gone = |name: &String| name.contains("blocks.0.w1.weight");
+        assert!(!made.tensor_names().iter().any(gone), "{pattern}");
+        assert_eq!(made.tensors().len(), read(&fixture("fsdp4/dcp")).len() - 4, "{pattern}");
+        let document = made.run.json();
+        let left: Vec<&str> = document["left_out"].as_array().unwrap().iter().filter_map(Json::as_str).collect();
+        for state in ["exp_avg", "exp_avg_sq", "step"] {
+            assert!(left.contains(&format!("optim.state.blocks.0.w1.weight.{state}").as_str()), "{pattern}: {left:?}");
+        }
+        assert!(left.contains(&"model.blocks.0.w1.weight"));
+        assert!(!params(&made.path).contains("blocks.0.w1.weight"), "{pattern}");
+        assert!(params(&made.path).contains("blocks.1.w1.weight"));
+    }
+}
+
+#[test]
+fn options_work_together_in_every_verb_that_writes() {
+    let env = TestEnv::new();
+    let options = "--include model --exclude **.bias --root model --rename ^blocks=layers --add-prefix m.";
+    let keep = |name: &String| name.rsplit('.').next() != Some("bias");
+    let renamed = |name: String| format!("m.{}", name.replacen("blocks", "layers", 1));
+    let expected: Tensors = below("model.", &read(&fixture("fsdp4/dcp")))
+        .into_iter()
+        .filter(|(name, _)| keep(name))
+        .map(|(name, tensor)| (renamed(name), tensor))
+        .collect();
+    for (verb, name, more) in [
+        ("unshard", "a.pt", ""),
+        ("consolidate", "b", ""),
+        ("reshard", "c", "--mesh dp=3"),
+        ("reshard", "d", "--mesh dp=3 --to torch-ranks"),
+    ] {
+        let made = env.make(verb, "fsdp4/dcp", name, &format!("{options} {more}"));
+        assert_same(&made.tensors(), &expected, verb);
+        succeed("verify", &[&fixture("fsdp4/dcp"), &made.path], options);
+    }
+    assert!(expected.contains_key("m.layers.0.w1.weight"));
+}

@@ -1,0 +1,227 @@
+//! Parallelize plans on the command line.
+//!
+//! - What a plan makes of each parameter of each family: `plans`. Styles, pairs and mesh dims by themselves: unit tests
+//!   of `layout::parallelize`.
+
+use serde_json::Value as Json;
+
+use crate::common::env::TestEnv;
+use crate::common::{assert_same, fixture, inspect, read, succeed};
+use crate::contract::holds;
+
+const VERL: &str = "verl/global_step_10/actor";
+
+fn placements<'a>(document: &'a Json, name: &str) -> &'a str {
+    document["tensors"][name]["placements"].as_str().unwrap_or_else(|| panic!("{name} is plain"))
+}
+
+#[test]
+fn a_mesh_and_a_plan_are_complete() {
+    let env = TestEnv::new();
+    let made = env.make("reshard", VERL, "out", "--mesh dp_shard=2,tp=2 --plan llama --to torch-ranks --verify");
+    let found = inspect(&made.path, "--brief");
+    for (name, expected) in [
+        ("model.model.embed_tokens.weight", "_S(0,2),S(0)"),
+        ("model.model.layers.0.self_attn.q_proj.weight", "_S(0,2),S(0)"),
+        ("model.model.layers.1.self_attn.o_proj.weight", "S(0),S(1)"),
+        ("model.model.layers.1.mlp.down_proj.weight", "S(0),S(1)"),
+        ("model.model.norm.weight", "S(0),R"),
+        ("model.lm_head.weight", "_S(0,2),S(0)"),
+        // State that is known by numbers follows its parameter.
+        ("optim.state.1.exp_avg", "_S(0,2),S(0)"),
+    ] {
+        assert_eq!(placements(&found, name), expected, "{name}");
+    }
+    assert_eq!(found["tensors"]["optim.state.1.step"]["placements"], Json::Null, "nothing to cut");
+}
+
+#[test]
+fn every_format_holds_the_same() {
+    let env = TestEnv::new();
+    for (case, options) in [
+        ("titan/step-1000", "--mesh dp_replicate=2,dp_shard=2,tp=2 --plan llama --to dcp"),
+        ("titan/step-1000", "--mesh tp=3,dp=2 --plan llama --to torch-ranks"),
+        ("safetensors/sharded", "--mesh tp=2 --plan llama --to dcp"),
+        ("llama_tiny/ranks", "--mesh x=2,y=3 --plan llama --tp x --fsdp y"),
+        ("fsdp_tp/dcp", "--mesh a=3 --fsdp a"),
+    ] {
+        let made = env.make("reshard", case, &case.replace('/', "."), &format!("{options} --overwrite"));
+        succeed("verify", &[&made.path, &fixture(case)], "");
+        assert_same(&made.tensors(), &read(&fixture(case)), options);
+    }
+}
+
+#[test]
+fn fsdp_alone_cuts_what_is_trained() {
+    let env = TestEnv::new();
+    let made = env.make("reshard", "tp2/ranks", "out", "--mesh dp=2 --fsdp dp");
+    let found = inspect(&made.path, "--brief");
+    for name in ["model.blocks.0.w2.weight", "model.norm.weight", "optim.state.1.exp_avg"] {
+        assert_eq!(placements(&found, name), "S(0)", "{name}");
+    }
+    assert_eq!(found["tensors"]["model.freqs"]["placements"], Json::Null);
+    holds(&made.run.stderr, &["2 tensors (freqs, seen): taken for buffers: plain on every rank"]);
+}
+
+#[test]
+fn gradients_lie_as_their_parameters() {
+    let env = TestEnv::new();
+    let known = fixture("flat_grads/views.flat_layout.json");
+    let options = format!("--to torch-ranks --mesh a=2,b=2 --replicate a --fsdp b --flat-layout {}", known.display());
+    let made = env.make("reshard", "flat_grads/views", "out", &options);
+    let found = inspect(&made.path, "--brief");
+    for name in ["model.emb.weight", "grads.emb.weight", "grads.norm.bias"] {
+        assert_eq!(placements(&found, name), "R,S(0)", "{name}");
+    }
+    assert_eq!(found["tensors"]["model.layers.0.scale"]["placements"], Json::Null, "no parameter");
+}
+
+#[test]
+fn whole_numbers_that_the_source_cuts_are_no_buffers() {
+    let env = TestEnv::new();
+    let cut = env.make("reshard", "partial2/ranks", "cut", "--placements S(0)");
+    let again = env.make("reshard", &cut.path, "again", "--mesh fsdp=3 --fsdp fsdp");
+    assert_eq!(inspect(&again.path, "")["tensors"]["sum.i64"]["placements"], "S(0)");
+}
+
+#[test]
+fn placements_come_before_a_plan() {
+    let env = TestEnv::new();
+    let options = "--mesh dp=2,tp=2 --plan llama --placements **.down_proj=R,R";
+    let found = inspect(&env.make("reshard", VERL, "out", options).path, "--brief");
+    assert_eq!(placements(&found, "model.model.layers.0.mlp.down_proj.weight"), "R,R");
+    assert_eq!(placements(&found, "model.model.layers.0.mlp.up_proj.weight"), "_S(0,2),S(0)");
+}
+
+#[test]
+fn what_has_no_style_is_told_with_the_plan_that_has() {
+    let env = TestEnv::new();
+    let source = env.vectors(
+        "model.safetensors",
+        &[
+            ("model.layers.0.self_attn.q_proj.bias", 8),
+            ("model.layers.0.self_attn.q_norm.weight", 4),
+            ("model.layers.0.self_attn.rotary_emb.inv_freq", 4),
+        ],
+    );
+    let names = "1 tensor (model.layers.0.self_attn.q_norm.weight): no style names them";
+    let plain = env.make("reshard", &source, "tp", "--mesh tp=2 --plan llama --to torch-ranks");
+    holds(&plain.run.stderr, &[&format!("{names}: plain on every rank; --plan qwen3 names more")]);
+    let sharded = env.make("reshard", &source, "dp", "--mesh dp=2,tp=2 --plan llama --to torch-ranks -v");
+    let buffers = "; --placements 'NAME=plain' says which are buffers";
+    holds(&sharded.run.stderr, &[&format!("{names}: on dp alone; --plan qwen3 names more{buffers}")]);
+    let options = "--mesh dp=2,tp=2 --plan llama --to torch-ranks --placements **.q_norm=plain";
+    let ruled = env.make("reshard", &source, "ruled", options);
+    assert!(!ruled.run.stderr.contains("no style names them"), "{}", ruled.run.stderr);
+    let found = inspect(&ruled.path, "--brief");
+    assert_eq!(found["tensors"]["model.layers.0.self_attn.q_norm.weight"]["placements"], Json::Null, "plain");
+    holds(&sharded.run.stderr, &["inv_freq): taken for buffers", "colwise: 1 tensor", "no style: 1 tensor"]);
+    let found = inspect(&sharded.path, "--brief");
+    assert_eq!(placements(&found, "model.layers.0.self_attn.q_norm.weight"), "S(0),R");
+}
+
+#[test]
+fn heads_that_are_cut_through_are_told() {
+    let env = TestEnv::new();
+    let told = |mesh: &str| succeed("reshard", &[&fixture(VERL)], &format!("{mesh} --plan llama --dry-run")).stderr;
+    holds(
+        &told("--mesh tp=4"),
+        &["4 tensors (model.layers.0.self_attn.k_proj.weight, ", "cut within heads: num_key_value_heads is 2, tp is 4"],
+    );
+    assert!(!told("--mesh dp=2,tp=2").contains("heads"));
+    // Without a configuration nobody knows.
+    let made = env.make("reshard", VERL, "dcp", "--to dcp --include model");
+    std::fs::remove_dir_all(made.path.join("huggingface")).unwrap();
+    let run = succeed("reshard", &[&made.path], "--mesh tp=4 --plan llama --dry-run");
+    assert!(!run.stderr.contains("heads"), "{}", run.stderr);
+}
+
+#[test]
+fn what_a_plan_cannot_mean_is_refused_with_the_nearest() {
+    let env = TestEnv::new();
+    for options in [
+        "--mesh tp=2 --plan lama",
+        "--mesh tp=2 --plan gpt2",
+        "--mesh dp=2 --plan llama",
+        "--mesh dp=2,tp=2 --plan llama --fsdp pd",
+        "--mesh pp=2,tp=2 --plan llama",
+        "--mesh dp=2,tp=2 --plan llama --fsdp tp --tp tp",
+        "--mesh dp=2,tp=2 --fsdp dp",
+        "--mesh fsdp=2 --fsdp fsdp --to fsdp-flat",
+    ] {
+        env.refuse("reshard", VERL, "out", options);
+    }
+}
+
+const STYLES: &str = r#"
+fsdp = "data"
+
+[styles]
+"**.down_proj" = "replicate"
+[styles."model.layers.*"]
+mlp = "pairwise"
+"self_attn.{q,k,v}_proj" = "colwise"
+"#;
+
+#[test]
+fn styles_of_a_layout_file_come_before_a_plan() {
+    let env = TestEnv::new();
+    let file = env.write("styles.toml", STYLES);
+    let file = file.display();
+    // The order of gate_proj, up_proj and down_proj is that of the rank files: the last has nobody to be paired with.
+    let lie = |name: &str, options: &str| {
+        let found = inspect(&env.make("reshard", VERL, name, &format!("--mesh data=2,tp=2 {options}")).path, "--brief");
+        let names = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj"];
+        names.map(|name| placements(&found, &format!("model.model.layers.0.{name}.weight")).to_owned())
+    };
+    let styled = ["_S(0,2),S(0)", "S(0),S(1)", "S(0),R", "_S(0,2),S(0)", "S(0),R"];
+    assert_eq!(lie("alone", &format!("--plan {file}")), styled);
+    assert_eq!(lie("layout", &format!("--layout {file}")), styled);
+    let behind = ["_S(0,2),S(0)", "S(0),S(1)", "S(0),R", "_S(0,2),S(0)", "S(0),S(1)"];
+    assert_eq!(lie("behind", &format!("--layout {file} --plan llama")), behind);
+}
+
+#[test]
+fn a_style_none_leaves_a_module_to_fsdp() {
+    let env = TestEnv::new();
+    let file = env.write("styles.toml", "[styles]\n\"**.norm\" = \"none\"\n");
+    let options = format!("--mesh dp=2,tp=2 --plan llama --layout {} -v", file.display());
+    let made = env.make("reshard", VERL, "out", &options);
+    let layout = succeed("inspect", &[&made.path], "--layout").stdout;
+    holds(&layout, &["tensors = \"model.norm.weight\"\nplacements = \"S(0),R\"\nslice = \"dp\"\n"]);
+    assert_eq!(layout.matches("slice").count(), 1, "{layout}");
+    holds(&made.run.stderr, &["none: 1 tensor", "sequence: "]);
+    assert!(!made.run.stderr.contains("no style names them"), "{}", made.run.stderr);
+}
+
+#[test]
+fn what_a_file_says_of_a_plan_is_refused_with_its_line() {
+    let env = TestEnv::new();
+    let cases = [
+        "plan = \"lama\"",
+        "tp = \"tp\"\n[styles]\n\"**.q_prj\" = \"colwise\"",
+        "[styles]\n\"**.mlp\" = \"pairwise\"\nhead = \"rowwise\"",
+        "[styles]\nmodel = \"pairwise\"",
+        "plan = \"llama\"\nsplit = \"balanced\"",
+        "split = \"balanced\"",
+    ];
+    for text in cases {
+        let file = env.write("plan.toml", text);
+        let options = format!("--mesh dp=2,tp=2 --plan {}", file.display());
+        env.refuse("reshard", VERL, "out", &options);
+    }
+    // Local files have the order of the state dict in their document; safetensors files have sorted names.
+    let file = env.write("plan.toml", "[styles]\n\"**.layers.*.mlp\" = \"pairwise\"");
+    let options = format!("--mesh tp=2 --plan {}", file.display());
+    let made = env.make("reshard", VERL, "made", &options);
+    let local = env.make("reshard", VERL, "local", "--to local");
+    let again = env.make("reshard", &local.path, "again", &format!("{options} --to torch-ranks"));
+    let layouts = [made, again].map(|made| inspect(&made.path, "")["tensors"].clone());
+    let placements = |at: usize, name: &str| layouts[at][name]["placements"].clone();
+    for name in ["gate_proj", "up_proj", "down_proj"].map(|own| format!("model.model.layers.0.mlp.{own}.weight")) {
+        assert_eq!(placements(0, &name), placements(1, &name), "{name}");
+    }
+    let file = env.write("plan.toml", "[styles]\n\"**.layers.*.mlp\" = \"pairwise\"");
+    let options = format!("--mesh tp=2 --plan {}", file.display());
+    env.refuse("reshard", "safetensors/sharded", "out", &options);
+}

@@ -1,0 +1,154 @@
+//! Where `reshard` puts tensors: rules, the fallback, and what follows from a mesh alone.
+
+use std::fs;
+
+use serde_json::Value as Json;
+
+use crate::common::{Truth, expect, fixture, inspect, succeed};
+use crate::conversions::temporary;
+
+/// Offsets and sizes of the chunks of a tensor, ascending: `[0, 0]+[2, 3]`.
+fn chunks(document: &Json, name: &str) -> Vec<String> {
+    let chunks = document["tensors"][name]["chunks"].as_array().unwrap_or_else(|| panic!("no {name}"));
+    let mut found: Vec<String> =
+        chunks.iter().map(|chunk| format!("{}+{}", chunk["offsets"], chunk["sizes"])).collect();
+    found.sort();
+    found.dedup();
+    found
+}
+
+/// Reshard to DCP and inspect what came out.
+fn laid_out(source: &str, options: &str) -> Json {
+    let folder = temporary();
+    let target = folder.path().join("target");
+    succeed("reshard", &[&fixture(source), &target], &format!("--to dcp {options}"));
+    inspect(&target, "")
+}
+
+const Q: &str = "model.model.layers.0.self_attn.q_proj.weight";
+const K: &str = "model.model.layers.0.self_attn.k_proj.weight";
+const NORM: &str = "model.model.norm.weight";
+const Q_MOMENTUM: &str = "optim.state.model.layers.0.self_attn.q_proj.weight.momentum_buffer";
+
+#[test]
+fn rules_come_before_the_fallback() {
+    let found = laid_out(
+        "llama_tiny/dcp",
+        "--mesh dp=2,tp=2 --placements S(0),R --placements **.q_proj=S(0),S(1) --placements **.{q,k}_proj=R,S(1)",
+    );
+    assert_eq!(chunks(&found, Q), ["[0,0]+[16,16]", "[0,16]+[16,16]", "[16,0]+[16,16]", "[16,16]+[16,16]"]);
+    assert_eq!(chunks(&found, K), ["[0,0]+[16,16]", "[0,16]+[16,16]"]);
+    assert_eq!(chunks(&found, NORM), ["[0]+[16]", "[16]+[16]"]);
+    assert_eq!(chunks(&found, Q_MOMENTUM), chunks(&found, Q));
+
+    // The first rule wins, not the closest.
+    let found = laid_out(
+        "llama_tiny/dcp",
+        "--mesh dp=2 --placements S(0) --placements model.model.layers=R --placements model.model.layers.0=S(1)",
+    );
+    assert_eq!(chunks(&found, Q), ["[0,0]+[32,32]"]);
+}
+
+#[test]
+fn optimizer_state_follows_its_parameter() {
+    // By the parameter's name in the checkpoint, within the model, and by the module's.
+    for pattern in [Q, "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj"] {
+        let found = laid_out("llama_tiny/dcp", &format!("--mesh dp=2 --placements S(0) --placements {pattern}=S(1)"));
+        assert_eq!(chunks(&found, Q), ["[0,0]+[32,16]", "[0,16]+[32,16]"], "{pattern}");
+        assert_eq!(chunks(&found, Q_MOMENTUM), chunks(&found, Q), "{pattern}");
+        assert_eq!(chunks(&found, K), ["[0,0]+[8,32]", "[8,0]+[8,32]"], "{pattern}");
+    }
+    // AdamW has a step beside the moments, a scalar that no rule for the parameter means.
+    for pattern in ["model.blocks.0.w1.weight", "blocks.0.w1.weight", "**.w1.weight", "**.w1"] {
+        let found = laid_out("fsdp4/dcp", &format!("--mesh dp=2 --placements S(0) --placements {pattern}=S(1)"));
+        let state = |name: &str| chunks(&found, &format!("optim.state.blocks.0.w1.weight.{name}"));
+        assert_eq!(chunks(&found, "model.blocks.0.w1.weight"), ["[0,0]+[7,2]", "[0,2]+[7,1]"], "{pattern}");
+        assert_eq!(state("exp_avg"), ["[0,0]+[7,2]", "[0,2]+[7,1]"], "{pattern}");
+        assert_eq!(state("exp_avg_sq"), ["[0,0]+[7,2]", "[0,2]+[7,1]"], "{pattern}");
+        assert_eq!(state("step"), ["[]+[]"], "{pattern}");
+    }
+}
+
+#[test]
+fn numbers_of_parameters_are_not_modules() {
+    // `model.1.weight` is a module's weight; `optimizer.state.1` belongs to `model.0.bias`.
+    let found = laid_out("torch_file/trainer.pt", "--mesh dp=2 --placements R --placements model.1.weight=S(0)");
+    assert_eq!(chunks(&found, "model.1.weight"), ["[0,0]+[1,4]", "[1,0]+[1,4]"]);
+    let found = laid_out("torch_file/trainer.pt", "--mesh dp=2 --placements R --placements model.1=S(0)");
+    assert_eq!(chunks(&found, "model.1.weight"), ["[0,0]+[1,4]", "[1,0]+[1,4]"]);
+    assert_eq!(chunks(&found, "optimizer.state.1.exp_avg"), ["[0]+[4]"]);
+}
+
+/// Reshard and expect to be refused.
+fn refused(source: &str, options: &str) -> String {
+    let folder = temporary();
+    let target = folder.path().join("target");
+    let outcome = expect(2, "reshard", &[&fixture(source), &target], &format!("--to dcp {options}"));
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    outcome.stderr
+}
+
+#[test]
+fn rules_that_match_nothing_are_refused() {
+    let told = refused("fsdp4/dcp", "--mesh dp=2 --placements S(0) --placements model.blocks.0.wqq.weight=S(1)");
+    assert!(told.contains("model.blocks.0.wqq.weight") && told.contains("model.blocks.0.wq.weight"), "{told}");
+}
+
+#[test]
+fn rules_that_do_not_fit_are_refused() {
+    let told = refused("fsdp4/dcp", "--mesh dp=2 --placements S(0) --placements model.blocks.*.wq.bias=S(1)");
+    assert!(told.contains("model.blocks.0.wq.bias") && told.contains("[5]") && told.contains("S(1)"), "{told}");
+    // The fallback gives way instead, and says so.
+    let folder = temporary();
+    let options = "--mesh dp=2 --placements S(1)";
+    let outcome = succeed("reshard", &[&fixture("replicated_plain/dcp"), &folder.path().join("x")], options);
+    let narrow = Truth::load("replicated_plain/truth").tensors.values().filter(|tensor| tensor.shape.len() < 2).count();
+    assert!(outcome.stderr.starts_with(&format!("{narrow} tensors (1 of them 0-d) kept whole")), "{}", outcome.stderr);
+}
+
+#[test]
+fn lists_that_do_not_fit_the_mesh_are_refused() {
+    for placements in ["S(0),S(0)", "S(0),R,R", "P(sum)", "S(0", "X(0)", "**.weight=S(0),R"] {
+        refused("fsdp4/dcp", &format!("--mesh dp=2 --placements {placements}"));
+    }
+    refused("fsdp4/dcp", "--mesh dp=2 --placements S(0) --placements S(1)");
+    for mesh in ["dp=0", "dp=2,dp=2", "4", "dp=x", "dp"] {
+        refused("fsdp4/dcp", &format!("--mesh {mesh}"));
+    }
+}
+
+#[test]
+fn a_mesh_alone_keeps_placements_by_name() {
+    // Same names, other sizes and order: `_S(0,2),S(0)` over (dp, tp) is `S(0),S(0)` over (tp, dp).
+    let found = laid_out("fsdp_tp/ranks", "--mesh tp=2,dp=3");
+    let said = laid_out("fsdp_tp/ranks", "--mesh tp=2,dp=3 --placements S(0),S(0)");
+    for name in ["model.blocks.0.wq.weight", "model.embed.weight", "model.head.weight", "optim.state.0.exp_avg"] {
+        assert_eq!(chunks(&found, name), chunks(&said, name), "{name}");
+    }
+    assert_eq!(chunks(&found, "model.blocks.0.wk.weight"), ["[0,0]+[1,5]", "[1,0]+[1,5]", "[2,0]+[1,5]"]);
+    let row_wise = ["[0,0]+[2,5]", "[0,5]+[2,4]", "[2,0]+[2,5]", "[2,5]+[2,4]", "[4,0]+[1,5]", "[4,5]+[1,4]"];
+    assert_eq!(chunks(&found, "model.blocks.0.w2.weight"), row_wise);
+    // Norms are on dp alone, buffers on no mesh.
+    assert_eq!(chunks(&found, "model.norm.weight"), ["[0]+[2]", "[2]+[2]", "[4]+[1]"]);
+    assert_eq!(chunks(&found, "model.freqs"), ["[0]+[4]"]);
+
+    // In the same order the split factor follows the size of the inner dim.
+    let found = laid_out("fsdp_tp/ranks", "--mesh dp=2,tp=3");
+    let said = laid_out("fsdp_tp/ranks", "--mesh dp=2,tp=3 --placements _S(0,3),S(0)");
+    assert_eq!(chunks(&found, "model.blocks.0.wq.weight"), chunks(&said, "model.blocks.0.wq.weight"));
+
+    // A dim that is new replicates.
+    let found = laid_out("tp2/ranks", "--mesh dp=2,tp=2");
+    assert_eq!(chunks(&found, "model.embed.weight"), ["[0,0]+[5,5]", "[5,0]+[5,5]"]);
+}
+
+#[test]
+fn a_mesh_alone_without_names_in_common() {
+    for source in ["fsdp4/dcp", "fsdp4/ranks", "fsdp1_sharded/ranks"] {
+        let found = laid_out(source, "--mesh other=2");
+        assert_eq!(chunks(&found, "model.embed.weight"), ["[0,0]+[5,3]", "[5,0]+[5,3]"], "{source}");
+        assert_eq!(chunks(&found, "model.seen"), ["[]+[]"], "{source}");
+        let told = refused(source, "--mesh other=2,another=2");
+        assert!(told.contains("--placements 'S(0),R'") && told.contains("--placements 'R,S(0)'"), "{told}");
+    }
+}

@@ -1,0 +1,141 @@
+//! The console examples of README.md and docs/ are what the program prints.
+//!
+//! A block of ```` ```console ```` whose commands all begin with `dtshard` is run, in the order of the page, in a
+//! temporary folder in which `tests` is the repository's: fixtures are read under the paths that are shown, and what a
+//! page writes, its later blocks find. Standard output and errors are compared together. A line `...` stands for any
+//! lines; times and rates are masked. `<!-- not run -->` in the line before a block leaves it out.
+
+use std::fmt::Write;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use regex::Regex;
+
+#[derive(Debug)]
+struct Block {
+    line: usize,
+    /// Commands, and what they print.
+    examples: Vec<(String, Vec<String>)>,
+}
+
+impl Block {
+    fn is_run(&self) -> bool {
+        self.examples.iter().all(|(command, _)| command.starts_with("dtshard "))
+    }
+}
+
+fn blocks(text: &str) -> Vec<Block> {
+    let mut blocks = Vec::new();
+    let mut lines = text.lines().enumerate();
+    let mut before = "";
+    while let Some((number, line)) = lines.next() {
+        if line == "```console" {
+            let body: Vec<&str> = lines.by_ref().map(|(_, line)| line).take_while(|line| *line != "```").collect();
+            if before != "<!-- not run -->" {
+                blocks.push(Block { line: number + 1, examples: examples(&body) });
+            }
+        }
+        before = line;
+    }
+    blocks
+}
+
+fn examples(body: &[&str]) -> Vec<(String, Vec<String>)> {
+    let mut examples: Vec<(String, Vec<String>)> = Vec::new();
+    let mut goes_on = false;
+    for line in body {
+        match (line.strip_prefix("$ "), examples.last_mut()) {
+            (_, Some((command, _))) if goes_on => *command += &format!("\n{line}"),
+            (Some(command), _) => examples.push((command.to_owned(), Vec::new())),
+            (None, Some((_, output))) => output.push((*line).to_owned()),
+            (None, None) => panic!("a console block begins with a command, not with {line}"),
+        }
+        goes_on = line.ends_with('\\');
+    }
+    examples
+}
+
+/// What a shell prints, without what depends on the machine.
+fn run(command: &str, folder: &Path) -> Vec<String> {
+    let binaries = Path::new(env!("CARGO_BIN_EXE_dtshard")).parent().unwrap();
+    let path = format!("{}:{}", binaries.display(), std::env::var("PATH").unwrap());
+    let shell = format!("exec 2>&1; {command}");
+    let output = Command::new("sh").args(["-c", &shell]).current_dir(folder).env("PATH", path).output().unwrap();
+    String::from_utf8(output.stdout).unwrap().lines().map(masked).collect()
+}
+
+fn masked(line: &str) -> String {
+    let time = Regex::new(r"in \d+\.\d s( \([\d.]+ [kMG]?B/s\))?").unwrap();
+    let line = time.replace(line, "in _ s");
+    // What the allocator and the kernel make of it differs from run to run.
+    let memory = Regex::new(r"[\d.]+ MB \(anonymous\)").unwrap();
+    memory.replace(&line, "_ MB (anonymous)").trim_end().to_owned()
+}
+
+/// Whether the lines are those expected, where `...` stands for any number of lines.
+fn matches(found: &[String], expected: &[String]) -> bool {
+    match expected.split_first() {
+        None => found.is_empty(),
+        Some((line, rest)) if line.trim() == "..." => (0..=found.len()).any(|skipped| matches(&found[skipped..], rest)),
+        Some((line, rest)) => found.first() == Some(line) && matches(&found[1..], rest),
+    }
+}
+
+/// Run the examples of a page; what is wrong with them.
+fn check(page: &Path) -> String {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(root.join("tests"), folder.path().join("tests")).unwrap();
+    let mut wrong = String::new();
+    let text = fs::read_to_string(page).unwrap();
+    for block in blocks(&text).into_iter().filter(Block::is_run) {
+        for (command, expected) in block.examples {
+            let expected: Vec<String> = expected.iter().map(|line| masked(line)).collect();
+            let found = run(&command, folder.path());
+            if !matches(&found, &expected) {
+                let at = page.strip_prefix(root).unwrap().display();
+                writeln!(wrong, "{at}:{}: $ {command}\n{}\n", block.line, found.join("\n")).unwrap();
+            }
+        }
+    }
+    wrong
+}
+
+fn pages(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let (folders, files): (Vec<PathBuf>, Vec<PathBuf>) = entries.partition(|path| path.is_dir());
+    let files = files.into_iter().filter(|path| path.extension().is_some_and(|suffix| suffix == "md"));
+    files.chain(folders.iter().flat_map(|folder| pages(folder))).collect()
+}
+
+#[test]
+fn console_examples_are_what_the_program_prints() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let pages: Vec<PathBuf> = [root.join("README.md")].into_iter().chain(pages(&root.join("docs"))).collect();
+    assert!(pages.len() > 10, "the pages were not found");
+    let wrong: String = pages.iter().map(|page| check(page)).collect();
+    assert!(wrong.is_empty(), "what these examples print now:\n\n{wrong}");
+}
+
+/// A link that leads to nothing is found here and not by a reader.
+#[test]
+fn links_between_pages_lead_somewhere() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let link = Regex::new(r"\]\(([^)#:]+)(?:#[^)]*)?\)").unwrap();
+    for page in [root.join("README.md")].into_iter().chain(pages(&root.join("docs"))) {
+        for found in link.captures_iter(&fs::read_to_string(&page).unwrap()) {
+            assert!(page.parent().unwrap().join(&found[1]).exists(), "{}: {}", page.display(), &found[1]);
+        }
+    }
+}
+
+/// The program that users are told to run is the one that the fixtures were made with.
+#[test]
+fn the_flat_layout_program_is_that_of_the_fixtures() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let script = fs::read_to_string(root.join("tests/fixtures/flat_layout.py")).unwrap();
+    let program = &script[script.find("import ").unwrap()..];
+    let page = fs::read_to_string(root.join("docs/fsdp1.md")).unwrap();
+    assert!(page.contains(&format!("```python\n{program}```\n")), "docs/fsdp1.md has another flat_layout()");
+}

@@ -1,0 +1,534 @@
+//! Flat parameters of FSDP1: read from rank files and compared with the ground truth bit for bit.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{self, PathBuf};
+
+use crate::common::flat;
+use crate::common::transcript::Transcript;
+use crate::common::{
+    Run, Tensors, Truth, assert_same, copy_folder, expect, fixture, inspect, read, read_safetensors, succeed,
+};
+use crate::common::{below, tensors_of};
+use dtshard::catalog::flat::FlatLayout;
+use dtshard::catalog::{Key, Path, Value, model};
+use dtshard::format::fsdp_flat::document;
+use dtshard::format::{Checkpoint, FlatKnowledge, Format, ReadOptions};
+use serde_json::{Value as Json, json};
+use tempfile::TempDir;
+
+const SHARDED: [&str; 6] = ["flat2", "flat3", "flat4", "flat_mixed", "flat_bf16", "flat_hybrid"];
+
+/// The folders of flat parameters of a case.
+fn folders(case: &str) -> Vec<&'static str> {
+    ["views", "flat", "groups", "one_file"].into_iter().filter(|name| fixture(case).join(name).is_dir()).collect()
+}
+
+/// A copy of a fixture's folder.
+struct Copy {
+    folder: TempDir,
+    _transcript: Transcript,
+    truth: Truth,
+    layout: Json,
+}
+
+impl Copy {
+    fn new(case: &str, name: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let transcript = Transcript::begin(folder.path());
+        copy_folder(&fixture(case).join(name), &folder.path().join("src"));
+        let truth = Truth::load(&format!("{case}/truth"));
+        let layout = flat::layout(case, name);
+        Self { folder, _transcript: transcript, truth, layout }
+    }
+
+    /// With its flat layout beside the files.
+    fn with_layout(case: &str, name: &str) -> Self {
+        let copy = Self::new(case, name);
+        copy.write_layout(&copy.layout);
+        copy
+    }
+
+    fn path(&self) -> PathBuf {
+        self.at("src")
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn write_layout(&self, layout: &Json) {
+        fs::write(self.path().join("flat_layout.json"), layout.to_string()).unwrap();
+    }
+
+    /// Every tensor of a model and its optimizer.
+    fn expected(&self) -> Tensors {
+        self.truth.tensors.clone()
+    }
+
+    fn model(&self) -> Tensors {
+        below("model.", &self.truth.tensors)
+    }
+
+    fn opened(&self, like: Option<&path::Path>) -> dtshard::error::Result<Checkpoint> {
+        let flat = FlatKnowledge { like: like.map(path::Path::to_path_buf), ..FlatKnowledge::default() };
+        Checkpoint::open(&self.path(), &ReadOptions { flat, ..ReadOptions::default() })
+    }
+
+    #[track_caller]
+    fn refused(&self) -> Run {
+        expect(2, "unshard", &[&self.path(), &self.at("refused.pt")], "--series all")
+    }
+
+    #[track_caller]
+    fn refused_like(&self, like: &path::Path) -> Run {
+        let options = format!("--like {}", like.display());
+        expect(2, "unshard", &[&self.path(), &self.at("refused.pt")], &options)
+    }
+}
+
+fn layout_of(json: &Json) -> FlatLayout {
+    document::parse(path::Path::new("truth"), json.to_string().as_bytes()).unwrap()
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// What is read is the truth
+// ---------------------------------------------------------------------------------------------------------------
+
+#[test]
+fn with_a_flat_layout_every_folder_is_the_truth() {
+    for case in SHARDED {
+        for name in folders(case) {
+            let copy = Copy::with_layout(case, name);
+            let checkpoint = copy.opened(None).unwrap();
+            assert_eq!(checkpoint.format, Format::FsdpFlat);
+            assert_same(&tensors_of(&checkpoint), &copy.expected(), &format!("{case}/{name}"));
+            assert_eq!(checkpoint.catalog.flat, Some(layout_of(&copy.layout)), "{case}/{name}");
+            assert!(checkpoint.catalog.warnings.is_empty(), "{:?}", checkpoint.catalog.warnings);
+            assert!(checkpoint.catalog.conflicts().is_empty());
+        }
+    }
+}
+
+/// Views tell everything but shapes; a torch file tells those, with strides.
+#[test]
+fn with_a_model_like_it_views_are_the_truth() {
+    let full = fixture("flat2/full/model.pt");
+    for case in ["flat2", "flat3", "flat4", "flat_mixed", "flat_bf16", "flat_hybrid"] {
+        let copy = Copy::new(case, "views");
+        let checkpoint = copy.opened(Some(&full)).unwrap();
+        assert_same(&tensors_of(&checkpoint), &copy.expected(), case);
+        assert_eq!(checkpoint.catalog.flat, Some(layout_of(&copy.layout)), "{case}");
+    }
+}
+
+/// Without views, order and ties come from the other checkpoint: another fixture's flat parameters have both.
+#[test]
+fn with_an_ordered_model_like_it_flat_parameters_are_the_truth() {
+    for case in SHARDED {
+        let like = Copy::with_layout(case, "views");
+        let copy = Copy::new(case, "flat");
+        let checkpoint = copy.opened(Some(&like.path())).unwrap();
+        assert_same(&tensors_of(&checkpoint), &copy.expected(), case);
+        assert_eq!(checkpoint.catalog.flat, Some(layout_of(&copy.layout)), "{case}");
+    }
+}
+
+/// A full state dict has a copy of a tied weight under each of its names.
+#[test]
+fn tied_weights_of_a_full_state_dict_are_found() {
+    let full = fixture("flat2/full/model.pt");
+    for case in ["flat2", "flat4", "flat_hybrid"] {
+        let copy = Copy::new(case, "flat");
+        let checkpoint = copy.opened(Some(&full)).unwrap();
+        assert_same(&tensors_of(&checkpoint), &copy.expected(), case);
+        assert_eq!(checkpoint.catalog.flat, Some(layout_of(&copy.layout)), "{case}");
+        let warnings = &checkpoint.catalog.warnings;
+        assert!(warnings.len() == 1 && warnings[0].contains("head.weight is taken to be tied to emb.weight"));
+    }
+    let (src, out) = (Copy::new("flat3", "flat"), Copy::new("flat3", "flat"));
+    let options = format!("--like {}", full.display());
+    succeed("consolidate", &[&src.path(), &out.at("model")], &options);
+    assert_same(&read_safetensors(&out.at("model")), &src.model(), "--like");
+}
+
+/// Loaders and other wrappings rely on it: parameters in the order of `named_parameters()`, buffers behind those of
+/// their module.
+#[test]
+fn names_come_in_the_order_of_the_model() {
+    for name in ["views", "flat"] {
+        let copy = Copy::with_layout("flat2", name);
+        let state = model::model(&copy.opened(None).unwrap().catalog.state);
+        let found: Vec<String> = state.tensors.iter().map(|(name, _)| name.to_string()).collect();
+        let buffers = ["freqs", "seen", "layers.0.scale", "layers.1.scale", "head.weight"];
+        let parameters: Vec<&String> = found.iter().filter(|name| !buffers.contains(&name.as_str())).collect();
+        let views = Copy::new("flat2", "views").layout;
+        let optimizer: Vec<String> = serde_json::from_value(views["optimizer"][0].clone()).unwrap();
+        assert_eq!(parameters, optimizer.iter().collect::<Vec<_>>(), "{name}");
+        assert_eq!(found.last().map(String::as_str), Some("head.weight"), "{found:?}");
+        assert_eq!(
+            found.iter().position(|name| name == "layers.0.scale"),
+            found.iter().position(|name| name == "layers.0.wq.weight").map(|at| at - 1),
+            "{found:?}"
+        );
+    }
+}
+
+/// A layout that is given is that of the model: ranks and `use_orig_params` are those of the files.
+#[test]
+fn a_given_layout_may_be_that_of_another_job() {
+    for (case, name, other) in [("flat2", "flat", "views"), ("flat3", "views", "flat"), ("flat_hybrid", "flat", "flat")]
+    {
+        let (copy, given) = (Copy::new(case, name), Copy::with_layout("flat4", other));
+        let whole = copy.at("whole.pt");
+        let options = format!("--series all --flat-layout {}", given.path().join("flat_layout.json").display());
+        succeed("unshard", &[&copy.path(), &whole], &options);
+        assert_same(&read(&whole), &copy.expected(), case);
+    }
+}
+
+/// Under NO_SHARD files hold whole parameters; a flat layout says what the optimizer numbers.
+#[test]
+fn without_shards_parameters_are_whole() {
+    for name in ["views", "flat"] {
+        let bare = Copy::new("flat_none", name);
+        let checkpoint = bare.opened(None).unwrap();
+        assert_eq!((checkpoint.format, checkpoint.catalog.flat.is_none()), (Format::TorchRanks, true));
+        let copy = Copy::with_layout("flat_none", name);
+        let checkpoint = copy.opened(None).unwrap();
+        assert_eq!(checkpoint.format, Format::TorchRanks);
+        assert_same(&tensors_of(&checkpoint), &copy.expected(), name);
+        assert_eq!(checkpoint.catalog.flat, Some(layout_of(&copy.layout)));
+        assert!(checkpoint.catalog.conflicts().is_empty());
+    }
+}
+
+/// What PyTorch gives by names is read as it is.
+#[test]
+fn optimizers_by_names_need_no_layout() {
+    for name in ["sharded", "full/optim.pt"] {
+        let expected = below("optim.", &Truth::load("flat2/truth").tensors);
+        let found = read(&fixture("flat2").join(name));
+        let found = if name == "sharded" { below("optim.", &found) } else { found };
+        assert_same(&found, &expected, name);
+    }
+}
+
+#[test]
+fn one_series_is_read_by_itself() {
+    for name in ["views", "flat"] {
+        let copy = Copy::with_layout("flat4", name);
+        let expected = below("optim.", &copy.truth.tensors);
+        let whole = copy.at("optim.pt");
+        succeed("unshard", &[&copy.path(), &whole], "--series optim");
+        assert_same(&read(&whole), &expected, name);
+        // The model beside it tells the layout, with a checkpoint like it.
+        let like = Copy::with_layout("flat4", "views");
+        fs::remove_file(copy.path().join("flat_layout.json")).unwrap();
+        let flat = FlatKnowledge { like: Some(like.path()), ..FlatKnowledge::default() };
+        let series = dtshard::format::SeriesChoice::Named(vec!["optim".into()]);
+        let options = ReadOptions { flat, series, ..ReadOptions::default() };
+        let checkpoint = Checkpoint::open(&copy.path(), &options).unwrap();
+        assert_same(&tensors_of(&checkpoint), &expected, name);
+        assert_eq!(checkpoint.format, Format::FsdpFlat);
+    }
+}
+
+/// Parameter groups have names, and the order and hyperparameters of the files.
+#[test]
+fn parameter_groups_go_by_names() {
+    for (case, name) in [("flat2", "groups"), ("flat2", "flat"), ("flat_none", "flat")] {
+        let copy = Copy::with_layout(case, name);
+        let checkpoint = copy.opened(None).unwrap();
+        let layout = layout_of(&copy.layout);
+        let state = &checkpoint.catalog.state;
+        let names = |index: usize| {
+            let name = |name: &str| Key::Name(name.into());
+            let group = Path(vec![name("optim"), name("param_groups"), Key::Index(index as u64), name("params")]);
+            let Some(Value::List(names)) = group.find(state) else { panic!("{group}") };
+            names.iter().map(|name| name.as_str().unwrap().to_owned()).collect::<Vec<_>>()
+        };
+        for (index, group) in layout.optimizer.clone().unwrap().iter().enumerate() {
+            let expected = group.iter().flat_map(|name| {
+                let unit = layout.units.iter().find(|unit| unit.key() == *name);
+                unit.map_or(vec![name.clone()], |unit| unit.params.iter().map(|param| param.fqn.clone()).collect())
+            });
+            assert_eq!(names(index), expected.map(|name| name.to_string()).collect::<Vec<_>>(), "{case}/{name}");
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Every verb
+// ---------------------------------------------------------------------------------------------------------------
+
+#[test]
+fn every_verb_takes_flat_parameters() {
+    for case in ["flat3", "flat_hybrid", "flat_bf16"] {
+        for name in folders(case) {
+            let copy = Copy::with_layout(case, name);
+            let (src, what) = (copy.path(), format!("{case}/{name}"));
+            let (model, whole, dcp) = (copy.at("model"), copy.at("whole.pt"), copy.at("dcp"));
+            succeed("consolidate", &[&src, &model], "--verify");
+            assert_same(&read_safetensors(&model), &copy.model(), &what);
+            assert!(!model.join("flat_layout.json").exists());
+            succeed("unshard", &[&src, &whole], "--series all --verify --check-replicas");
+            assert_same(&read(&whole), &copy.expected(), &what);
+            succeed("reshard", &[&src, &dcp], "--to dcp --mesh dp=2,tp=3 --placements S(0),S(1) --verify");
+            assert_same(&read(&dcp), &copy.expected(), &what);
+            succeed("verify", &[&src], "");
+            succeed("verify", &[&src, &dcp], "");
+        }
+    }
+}
+
+#[test]
+fn from_says_which_rank_files() {
+    let copy = Copy::with_layout("flat2", "flat");
+    for format in ["fsdp-flat", "torch-ranks"] {
+        assert_eq!(inspect(&copy.path(), &format!("--brief --from {format}"))["format"], "fsdp-flat");
+    }
+    let outcome = expect(2, "inspect", &[&fixture("fsdp4/ranks")], "--from fsdp-flat");
+    assert!(outcome.stderr.contains("does not hold the format fsdp-flat"), "{outcome:?}");
+}
+
+#[test]
+fn replicas_cover_a_missing_rank() {
+    for name in ["views", "flat"] {
+        let copy = Copy::with_layout("flat_hybrid", name);
+        for series in ["model", "optim"] {
+            fs::remove_file(copy.path().join(format!("{series}_world_size_4_rank_2.pt"))).unwrap();
+        }
+        let _ = fs::remove_file(copy.path().join("extra_state_world_size_4_rank_2.pt"));
+        let outcome = expect(2, "consolidate", &[&copy.path(), &copy.at("out")], "");
+        assert!(outcome.stderr.contains("--allow-missing goes on without them"), "{outcome:?}");
+        let whole = copy.at("whole.pt");
+        succeed("unshard", &[&copy.path(), &whole], "--series all --allow-missing");
+        assert_same(&read(&whole), &copy.expected(), name);
+    }
+    let copy = Copy::with_layout("flat4", "flat");
+    fs::remove_file(copy.path().join("model_world_size_4_rank_1.pt")).unwrap();
+    let outcome = expect(2, "consolidate", &[&copy.path(), &copy.at("out")], "");
+    assert!(outcome.stderr.contains("missing: rank 1") && !outcome.stderr.contains("--allow-missing"), "{outcome:?}");
+    let outcome = expect(2, "consolidate", &[&copy.path(), &copy.at("out")], "--allow-missing");
+    assert!(outcome.stderr.contains("gap at"), "{outcome:?}");
+    assert!(!copy.at("out").exists());
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// What does not fit is refused
+// ---------------------------------------------------------------------------------------------------------------
+
+/// A change of a flat layout, and what is to be said of it.
+type Change = (&'static str, fn(&mut Json), &'static str);
+
+fn units(layout: &mut Json) -> &mut Vec<Json> {
+    layout["units"].as_array_mut().unwrap()
+}
+
+fn params(layout: &mut Json, unit: usize) -> &mut Vec<Json> {
+    layout["units"][unit]["params"].as_array_mut().unwrap()
+}
+
+const CHANGES: [Change; 15] = [
+    ("flat", |layout| drop(units(layout).pop()), "expected the units of the layout, found tiny._flat_param as well"),
+    (
+        "flat",
+        |layout| {
+            let mut unit = units(layout)[4].clone();
+            unit["module"] = json!("more");
+            unit["params"] = json!([{"fqn": "more.weight", "shape": [2]}]);
+            units(layout).push(unit);
+        },
+        "expected the units of the layout, found no more._flat_param",
+    ),
+    (
+        "flat",
+        |layout| drop(params(layout, 1).pop()),
+        "expected a flat parameter of 84 elements for its 4 parameters, found 90: other units",
+    ),
+    (
+        "flat",
+        |layout| params(layout, 1).swap(0, 3),
+        "expected layers.0.wq.bias before layers.0.norm.weight, as its _metadata has the modules",
+    ),
+    ("flat", |layout| params(layout, 0).retain(|param| param["shared_with"].is_null()), ""),
+    (
+        "flat",
+        |layout| {
+            params(layout, 0).retain(|param| param["shared_with"].is_null());
+            params(layout, 0).push(json!({"fqn": "head.weight", "shape": [11, 6]}));
+        },
+        "found 336: as if emb.weight and head.weight were tied, and one",
+    ),
+    ("flat", |layout| layout["use_orig_params"] = json!(true), "expected views of parameters beside flat ones"),
+    ("views", |layout| layout["use_orig_params"] = json!(false), "expected flat parameters alone"),
+    ("views", |layout| units(layout)[1]["align_numel"] = json!(1), "found 94: the total with padding to align_numel 4"),
+    ("views", |layout| params(layout, 1).swap(3, 4), "layers.0.norm.bias: the flat layout differs"),
+    (
+        "views",
+        |layout| params(layout, 0).retain(|param| param["fqn"] != "conv.weight"),
+        "the root unit: the flat layout differs between",
+    ),
+    ("views", |layout| params(layout, 0)[5]["fqn"] = json!("norm.tilt"), "norm.tilt: the flat layout differs"),
+    ("flat", |layout| layout["world_size"] = json!(4), "series `model`: expected the files of 4 ranks"),
+    ("flat", |layout| layout["shard_group_size"] = json!(1), "expected shards over 1 of 2 ranks"),
+    ("flat", |layout| units(layout)[0]["dtype"] = json!("bf16"), "expected bf16, found f32"),
+];
+
+#[test]
+fn a_layout_that_does_not_fit_is_refused() {
+    for (name, change, expected) in CHANGES {
+        let copy = Copy::new("flat2", name);
+        let mut layout = copy.layout.clone();
+        change(&mut layout);
+        copy.write_layout(&layout);
+        let out = copy.at("out");
+        let expected = expected.replace("{layout}", &copy.at("src/flat_layout.json").display().to_string());
+        let outcome = expect(if expected.is_empty() { 0 } else { 2 }, "consolidate", &[&copy.path(), &out], "");
+        assert!(outcome.stderr.contains(&expected), "expected {expected}, found {}", outcome.stderr);
+        assert_eq!(out.exists(), expected.is_empty());
+    }
+}
+
+#[test]
+fn without_a_layout_there_is_no_guess() {
+    for (name, lacking) in
+        [("views", "nothing tells the shapes"), ("flat", "nothing tells the names, order and shapes")]
+    {
+        let copy = Copy::new("flat2", name);
+        for verb in ["consolidate", "unshard", "reshard"] {
+            let outcome = expect(2, verb, &[&copy.path(), &copy.at("out")], "");
+            assert!(outcome.stderr.contains(lacking), "{outcome:?}");
+            assert!(outcome.stderr.contains("docs/fsdp1.md"), "{outcome:?}");
+            assert!(!copy.at("out").exists());
+        }
+        // What is there is shown as it lies, and said so.
+        let outcome = succeed("verify", &[&copy.path()], "");
+        assert!(outcome.stderr.contains("--flat-layout FILE or --like CKPT tells"), "{outcome:?}");
+    }
+    // A format that keeps no order tells nothing of flat parameters, and nothing of channels_last.
+    let like = tempfile::tempdir().unwrap();
+    let like = like.path().join("like");
+    succeed("consolidate", &[&Copy::with_layout("flat2", "views").path(), &like], "");
+    for (name, expected) in [("flat", "does not tell their order"), ("views", "it may lie by rows or channels last")] {
+        let error = Copy::new("flat2", name).refused_like(&like).stderr;
+        assert!(error.contains(expected), "{error}");
+    }
+    // Groups of parameters are in an order of their own.
+    let copy = Copy::with_layout("flat2", "groups");
+    let mut layout = copy.layout.clone();
+    layout.as_object_mut().unwrap().remove("optimizer");
+    copy.write_layout(&layout);
+    assert!(copy.refused().stderr.contains("which parameters its 2 groups hold is not known"));
+}
+
+/// What was put together from sorted names, and kept in a file that keeps orders, has none.
+#[test]
+fn sorted_names_are_no_order() {
+    let copy = Copy::with_layout("flat2", "views");
+    let (whole, sorted) = (copy.at("model.safetensors"), copy.at("sorted.pt"));
+    succeed("consolidate", &[&copy.path(), &whole], "");
+    succeed("unshard", &[&whole, &sorted], "");
+    let error = Copy::new("flat2", "flat").refused_like(&sorted).stderr;
+    assert!(error.contains("(torch, sorted by names) does not tell their order"), "{error}");
+    let outcome = expect(2, "flatten", &[&sorted, &copy.at("out")], "--world-size 2 --wrap layers.*");
+    assert!(outcome.stderr.contains("the names in the state dict are sorted"), "{outcome:?}");
+}
+
+/// The strides of what a torch file has.
+fn strides(path: &path::Path) -> BTreeMap<String, Vec<u64>> {
+    let checkpoint = Checkpoint::open(path, &ReadOptions::default()).unwrap();
+    let permuted = checkpoint.catalog.tensors.iter().filter_map(|entry| {
+        let stride = entry.chunks.get(0).strides?;
+        Some((entry.fqn.to_string(), stride.to_vec()))
+    });
+    permuted.collect()
+}
+
+/// What is written whole lies as it did in the module, so flat parameters are made of it again, and read with it.
+#[test]
+fn whole_parameters_keep_their_order_in_memory() {
+    let channels_last = |name: &str| (name.to_owned(), vec![8, 1, 4, 2]);
+    for (case, name) in [("flat2", "flat"), ("flat2", "views"), ("flat3", "flat"), ("flat_hybrid", "flat")] {
+        let copy = Copy::with_layout(case, name);
+        let (whole, state) = (copy.at("whole.pt"), copy.at("optim.pt"));
+        succeed("unshard", &[&copy.path(), &whole], "");
+        assert_eq!(strides(&whole), BTreeMap::from([channels_last("conv.weight")]), "{case}/{name}");
+        assert_same(&read(&whole), &copy.model(), case);
+        succeed("unshard", &[&copy.path(), &state], "--series optim --dtype f64");
+        let expected = ["exp_avg", "exp_avg_sq"].map(|key| channels_last(&format!("state.conv.weight.{key}")));
+        assert_eq!(strides(&state), BTreeMap::from(expected), "{case}/{name}");
+
+        let again = Copy::new(case, name);
+        let outcome =
+            succeed("unshard", &[&again.path(), &again.at("again.pt")], &format!("--like {}", whole.display()));
+        assert!(!outcome.stderr.contains("by rows"), "{outcome:?}");
+        assert_same(&read(&again.at("again.pt")), &copy.model(), case);
+    }
+    let copy = Copy::with_layout("flat2", "flat");
+    let (whole, out) = (copy.at("whole.pt"), copy.at("out"));
+    succeed("unshard", &[&copy.path(), &whole], "");
+    let options = "--world-size 2 --wrap layers.* --wrap layers.1.inner --wrap tiny --buffers freqs --buffers **.scale";
+    succeed("flatten", &[&whole, &out], options);
+    let written: Json = serde_json::from_slice(&fs::read(out.join("flat_layout.json")).unwrap()).unwrap();
+    assert_eq!(written["units"], copy.layout["units"]);
+}
+
+/// Dense tensors of a torch file keep theirs; expanded ones and those with holes have none to keep.
+#[test]
+fn a_torch_file_keeps_orders_in_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, whole, cast) =
+        (fixture("torch_file/model.pt"), folder.path().join("a.pt"), folder.path().join("b.pt"));
+    succeed("unshard", &[&source, &whole], "");
+    let expected = [("stride.transposed", vec![1, 4]), ("stride.channels_last", vec![12, 1, 6, 3])];
+    let expected = BTreeMap::from(expected.map(|(name, stride)| (name.to_owned(), stride)));
+    assert_eq!(strides(&whole), expected);
+    assert_same(&read(&whole), &read(&source), "torch_file");
+    succeed("verify", &[&source, &whole], "");
+    succeed("consolidate", &[&source, &cast], "--to torch --dtype bf16 --verify");
+    assert_eq!(strides(&cast), expected);
+}
+
+/// The order of units in a layout says nothing of an optimizer: that of the files does.
+#[test]
+fn an_optimizer_numbers_units_as_the_files_have_them() {
+    let copy = Copy::with_layout("flat2", "flat");
+    let mut layout = copy.layout.clone();
+    layout.as_object_mut().unwrap().remove("optimizer");
+    // A unit without parameters has no number.
+    units(&mut layout).push(json!({"module": "act", "params": []}));
+    units(&mut layout).reverse();
+    copy.write_layout(&layout);
+    assert_same(&tensors_of(&copy.opened(None).unwrap()), &copy.expected(), "units in another order");
+}
+
+/// A buffer is not lost to a name of a parameter.
+#[test]
+fn a_tied_name_of_another_tensor_is_refused() {
+    for name in ["views", "flat"] {
+        let copy = Copy::new("flat2", name);
+        let mut layout = copy.layout.clone();
+        params(&mut layout, 0).push(json!({"fqn": "freqs", "shared_with": "norm.bias"}));
+        copy.write_layout(&layout);
+        assert!(copy.refused().stderr.contains("freqs: the flat layout differs"), "{name}");
+    }
+}
+
+#[test]
+fn a_damaged_file_is_refused() {
+    let copy = Copy::with_layout("flat2", "flat");
+    let path = copy.path().join("model_world_size_2_rank_1.pt");
+    let content = fs::read(&path).unwrap();
+    fs::write(&path, &content[..content.len() / 2]).unwrap();
+    let outcome = expect(2, "consolidate", &[&copy.path(), &copy.at("out")], "");
+    assert!(outcome.stderr.contains("model_world_size_2_rank_1.pt"), "{outcome:?}");
+    assert!(!copy.at("out").exists());
+    // Of another rank.
+    fs::copy(copy.path().join("model_world_size_2_rank_0.pt"), &path).unwrap();
+    assert!(copy.refused().stderr.contains("a ShardedTensor saved by rank 0"));
+    let copy = Copy::new("flat2", "flat");
+    fs::write(copy.path().join("flat_layout.json"), "{").unwrap();
+    assert!(copy.refused().stderr.contains("flat_layout.json: line 1, column "));
+}

@@ -1,0 +1,23 @@
+//! The command line on one machine: the contract of each verb, bad input, messages, and the bytes of every conversion.
+
+#![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
+
+#[allow(dead_code, reason = "each test program uses its own part")]
+#[path = "../common/mod.rs"]
+mod common;
+
+mod architecture;
+mod bad_input;
+mod contract;
+mod conversions;
+mod docs;
+mod folders;
+mod fsdp_flat;
+mod inspect;
+mod messages;
+mod outputs;
+mod plans;
+mod redistribute;
+mod sharded_tensors;
+
+use common::{corrupt, outcome, rank_file, snapshot};

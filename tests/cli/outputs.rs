@@ -1,0 +1,159 @@
+//! The bytes that every fixture becomes, for every verb and target.
+//!
+//! `tests/outputs/manifest.txt` has one line a conversion: a BLAKE3 hash over all files at DST (paths and contents), or
+//! `exit N` for a conversion that fails, and the command line without DST, run in `tests/fixtures`. A change that is not
+//! meant to change outputs leaves the manifest as it is. `UPDATE_SNAPSHOTS=1` writes the manifest again, for a person to
+//! read the difference.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rayon::prelude::*;
+
+/// Each verb with the options of one target.
+const CONVERSIONS: [&str; 26] = [
+    "consolidate",
+    "consolidate --to torch",
+    "consolidate --everything",
+    "consolidate --dtype bf16 --max-shard-size 4kB",
+    "consolidate --root model --tied drop --dtype **.weight=f16",
+    "unshard",
+    "unshard --unit {blocks,layers}.*",
+    "unshard --to safetensors",
+    "unshard --all-ranks",
+    "reshard",
+    "reshard --mesh dp=3",
+    "reshard --mesh dp=3 --to dcp",
+    "reshard --mesh dp=3 --to dcp-hf",
+    "reshard --mesh dp=3 --to torch-ranks",
+    "reshard --mesh dp=3 --to local",
+    "reshard --mesh dp=3 --split balanced --to torch-ranks",
+    "reshard --mesh dp=2 --tensor-class sharded-tensor --to torch-ranks",
+    "reshard --mesh dp=2 --placements S(1) --rename weight=w --to dcp",
+    "reshard --like fsdp_tp/ranks --to dcp",
+    "reshard --like llama_tiny/ranks",
+    "reshard --mesh dp=2,tp=2 --placements S(0),S(1) --to dcp",
+    "reshard --mesh dp=2,tp=3 --placements _S(0,3),S(0) --to torch-ranks",
+    "flatten --world-size 3 --use-orig-params",
+    "flatten --world-size 2 --wrap layers.*",
+    "flatten --world-size 2 --strategy no-shard --use-orig-params",
+    "flatten --world-size 4 --strategy hybrid-shard --shard-group-size 2 --wrap blocks.*",
+];
+
+/// Folders of the fixtures without checkpoints, and those that the published package leaves out.
+const NOT_CONVERTED: [&str; 2] = ["plans", "compat"];
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
+}
+
+/// Every folder of the fixtures, and every checkpoint file that is not one file of a set, relative to the fixtures.
+fn sources() -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for case in sorted_entries(&fixtures()) {
+        let is_converted = !NOT_CONVERTED.iter().any(|name| case.ends_with(name));
+        if case.is_dir() && is_converted {
+            collect_sources(&case, &mut found);
+        }
+    }
+    found.iter().map(|path| path.strip_prefix(fixtures()).unwrap().to_path_buf()).collect()
+}
+
+fn collect_sources(folder: &Path, found: &mut Vec<PathBuf>) {
+    found.push(folder.to_path_buf());
+    for entry in sorted_entries(folder) {
+        let name = entry.file_name().unwrap().to_string_lossy().into_owned();
+        if entry.is_dir() {
+            collect_sources(&entry, found);
+        } else if is_whole_checkpoint(&name) {
+            found.push(entry);
+        }
+    }
+}
+
+fn is_whole_checkpoint(name: &str) -> bool {
+    let has_suffix = [".pt", ".safetensors"].iter().any(|suffix| name.ends_with(suffix));
+    has_suffix && !["_rank_", "shard-", "-of-", "truth"].iter().any(|part| name.contains(part))
+}
+
+fn sorted_entries(folder: &Path) -> Vec<PathBuf> {
+    let mut entries: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    entries.sort();
+    entries
+}
+
+/// Runs one conversion and describes its result.
+fn convert(source: &Path, conversion: &str) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let destination = folder.path().join("out");
+    let (verb, options) = conversion.split_once(' ').unwrap_or((conversion, ""));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_dtshard"));
+    command.current_dir(fixtures()).arg(verb).arg(source).arg(&destination).args(options.split_whitespace());
+    let output = command.args(["--no-sync", "-q", "--threads", "1"]).output().unwrap();
+    match output.status.code() {
+        Some(0) => hash_of(&destination),
+        Some(code) => {
+            assert!(
+                !destination.exists(),
+                "{conversion} {} failed and left {}",
+                source.display(),
+                destination.display()
+            );
+            format!("exit {code}")
+        }
+        None => panic!("{conversion} {}: {}", source.display(), output.status),
+    }
+}
+
+/// Hashes the paths and contents of all files of a checkpoint.
+fn hash_of(checkpoint: &Path) -> String {
+    let mut files = BTreeMap::new();
+    read_files(checkpoint, Path::new(""), &mut files);
+    let mut hasher = blake3::Hasher::new();
+    for (path, content) in files {
+        hasher.update(format!("{path} {}\n", content.len()).as_bytes()).update(&content);
+    }
+    hasher.finalize().to_hex()[..32].to_owned()
+}
+
+fn read_files(path: &Path, name: &Path, files: &mut BTreeMap<String, Vec<u8>>) {
+    if path.is_dir() {
+        for entry in sorted_entries(path) {
+            read_files(&entry, &name.join(entry.file_name().unwrap()), files);
+        }
+    } else {
+        files.insert(name.display().to_string(), fs::read(path).unwrap());
+    }
+}
+
+#[test]
+fn every_fixture_becomes_the_bytes_of_the_manifest() {
+    let mut jobs = Vec::new();
+    for source in sources() {
+        jobs.extend(CONVERSIONS.iter().map(|conversion| (source.clone(), (*conversion).to_owned())));
+        // Flat parameters are read with the layout of the job that saved them, too.
+        let layout = source.with_added_extension("flat_layout.json");
+        if fixtures().join(&layout).is_file() {
+            let with_layout = |conversion| format!("{conversion} --flat-layout {}", layout.display());
+            jobs.extend(CONVERSIONS.iter().map(|conversion| (source.clone(), with_layout(conversion))));
+        }
+    }
+    let results: Vec<String> = jobs.par_iter().map(|(source, conversion)| convert(source, conversion)).collect();
+    let mut found = String::new();
+    for ((source, conversion), result) in jobs.iter().zip(&results) {
+        writeln!(found, "{result:32} {conversion} {}", source.display()).unwrap();
+    }
+
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/outputs/manifest.txt");
+    if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
+        fs::write(&path, &found).unwrap();
+        return;
+    }
+    let expected = fs::read_to_string(&path).unwrap();
+    let changed: Vec<&str> = found.lines().filter(|line| !expected.lines().any(|known| known == *line)).collect();
+    assert!(changed.is_empty(), "{} outputs differ from the manifest:\n{}", changed.len(), changed.join("\n"));
+    assert_eq!(found.lines().count(), expected.lines().count(), "the manifest has conversions that were not run");
+}

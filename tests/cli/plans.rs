@@ -1,0 +1,327 @@
+//! Parallelize plans against what `parallelize_module` and `fully_shard` made of the same models: mesh, placements,
+//! shape and bytes of the local tensor of each rank.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use dtshard::format::torch::{Found, View};
+use dtshard::layout::parallelize::{
+    Family, Kind, Laid, Order, Parameter, Plan, RoleNames, Roles, Sizes, Style, StyleRule,
+};
+use dtshard::layout::{DeviceMesh, MeshDim, Pattern, Placement, Rank, Tile, local_shard};
+use safetensors::tensor::TensorView;
+use serde_json::Value as Json;
+
+use crate::common::{fixture, succeed};
+use crate::rank_file::Opened;
+
+fn truth(family: &str) -> Json {
+    serde_json::from_slice(&fs::read(fixture("plans").join(format!("{family}.json"))).unwrap()).unwrap()
+}
+
+/// Every family with names of its own, and its built-in plan.
+const FAMILIES: [(&str, &str); 14] = [
+    ("llama", "llama"),
+    ("titan", "llama"),
+    ("mistral", "mistral"),
+    ("qwen2", "qwen2"),
+    ("qwen3", "qwen3"),
+    ("mixtral", "mixtral"),
+    ("mixtral_hub", "mixtral"),
+    ("qwen2_moe", "qwen2-moe"),
+    ("qwen2_moe_hub", "qwen2_moe"),
+    ("qwen3_moe", "qwen3-moe"),
+    ("qwen3_moe_hub", "qwen3_moe"),
+    ("gpt_neox", "gpt-neox"),
+    ("gpt_neox_hub", "gpt_neox"),
+    ("gpt2", "gpt2"),
+];
+
+/// What PyTorch puts elsewhere than its own placements say.
+const MISPLACED: &str = "transformer.h.0.attn.c_attn.bias";
+
+fn text(value: &Json) -> String {
+    value.as_str().unwrap().to_owned()
+}
+
+fn texts(list: &Json) -> Vec<String> {
+    list.as_array().unwrap().iter().map(text).collect()
+}
+
+fn numbers(list: &Json) -> Vec<u64> {
+    serde_json::from_value(list.clone()).unwrap()
+}
+
+/// `dp=2,tp=2`
+fn mesh_of(placing: &Json) -> String {
+    let dims = placing["mesh"].as_array().unwrap().iter();
+    dims.map(|dim| format!("{}={}", text(&dim[0]), dim[1])).collect::<Vec<_>>().join(",")
+}
+
+/// Name, shape and values of each tensor, by the rule of the generator.
+fn tensors(truth: &Json) -> Vec<(String, Vec<u64>, Vec<u8>)> {
+    let whole = truth["whole"].as_object().unwrap().iter();
+    whole
+        .map(|(name, about)| {
+            let first = truth["tied"][name].as_str().unwrap_or(name);
+            let shape = numbers(&about["shape"]);
+            let start = crc32fast::hash(first.as_bytes()) % 8192 * 1024;
+            let end = start + u32::try_from(shape.iter().product::<u64>()).unwrap();
+            #[expect(clippy::cast_precision_loss, reason = "below 2^24")]
+            let bytes: Vec<u8> = (start..end).flat_map(|value| (value as f32).to_le_bytes()).collect();
+            assert_eq!(Json::from(crc32fast::hash(&bytes)), about["crc32"], "{name}");
+            (name.clone(), shape, bytes)
+        })
+        .collect()
+}
+
+/// The whole model in one file.
+fn write_model(truth: &Json, path: &Path) {
+    let tensors = tensors(truth);
+    let views = tensors.iter().map(|(name, shape, bytes)| {
+        let shape = shape.iter().map(|size| usize::try_from(*size).unwrap()).collect();
+        (name.as_str(), TensorView::new(safetensors::Dtype::F32, shape, bytes).unwrap())
+    });
+    fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+/// The tensors of one rank's file.
+fn found(opened: &Opened) -> BTreeMap<String, Found> {
+    let contents = &opened.1;
+    let entries = contents.value.as_dict().unwrap().entries.iter();
+    let tensor = |id: dtshard::catalog::TensorId| contents.tensors[id.0 as usize].clone();
+    entries.map(|(key, value)| (key.as_str().unwrap().to_owned(), tensor(value.tensor_ids()[0]))).collect()
+}
+
+/// The local tensors of a rank are what the truth says of it.
+fn check_rank(opened: &Opened, rank: usize, placing: &Json, what: &str) {
+    let found = found(opened);
+    let expected = placing["tensors"].as_object().unwrap();
+    assert!(found.keys().eq(expected.keys().collect::<std::collections::BTreeSet<_>>()), "{what}");
+    for (name, expected) in expected.iter().filter(|(_, expected)| expected.get("as_placed").is_none()) {
+        let what = format!("{what}: {name} on rank {rank}");
+        let local: &View = match &found[name] {
+            Found::Plain(view) => {
+                assert_eq!(expected["class"], "Tensor", "{what}");
+                view
+            }
+            Found::Distributed { local, mesh, placements, .. } => {
+                assert_eq!(mesh.mesh.names().unwrap(), texts(&expected["mesh_dims"]), "{what}");
+                let placements: Vec<String> = placements.iter().map(ToString::to_string).collect();
+                assert_eq!(placements, texts(&expected["placements"]), "{what}");
+                local
+            }
+            other @ Found::Sharded { .. } => panic!("{what}: {other:?}"),
+        };
+        let bytes = crate::rank_file::elements(&opened.0, &opened.1, local);
+        assert_eq!(Json::from(crc32fast::hash(&bytes)), expected["crc32"][rank], "{what}");
+        let shape = numbers(&expected["locals"][rank]);
+        assert!(local.sizes.to_vec() == shape || shape.contains(&0) && local.sizes.contains(&0), "{what}");
+    }
+}
+
+#[test]
+fn built_in_plans_give_what_pytorch_gives() {
+    for (family, plan) in FAMILIES {
+        let truth = truth(family);
+        let desk = tempfile::tempdir().unwrap();
+        let model = desk.path().join("model.safetensors");
+        write_model(&truth, &model);
+        for placing in truth["placings"].as_array().unwrap() {
+            let mesh = mesh_of(placing);
+            let plan = if mesh.contains("tp") { format!("--plan {plan}") } else { String::from("--fsdp dp") };
+            let what = format!("{family} on {mesh}");
+            let target: PathBuf = desk.path().join(&mesh);
+            succeed("reshard", &[&model, &target], &format!("--to torch-ranks --mesh {mesh} {plan}"));
+            let world_size = DeviceMesh::parse(&mesh).unwrap().world_size();
+            for rank in 0..world_size {
+                let file = target.join(format!("model_world_size_{world_size}_rank_{rank}.pt"));
+                check_rank(&crate::rank_file::read(&file), rank, placing, &what);
+            }
+        }
+    }
+}
+
+/// The styles of the toy model, whose embeddings are modules of another class in PyTorch.
+fn styles() -> Plan {
+    let rule = |(pattern, style): (&str, &str)| StyleRule {
+        pattern: Pattern::parse(pattern).unwrap(),
+        style: style.parse::<Style>().unwrap(),
+        said: pattern.to_owned(),
+    };
+    let rules = [
+        ("colwise.embedding", "colwise-embedding"),
+        ("rowwise.embedding", "rowwise-embedding"),
+        ("colwise.*", "colwise"),
+        ("rowwise.*", "rowwise"),
+        ("sequence.*", "sequence"),
+    ];
+    Plan { styles: rules.into_iter().map(rule).collect(), ..Plan::default() }
+}
+
+fn bind(plan: &Plan, mesh: &DeviceMesh, truth: &Json) -> HashMap<String, Laid> {
+    let tensors = tensors(truth);
+    let parameter = |(name, shape, _): &(String, Vec<u64>, Vec<u8>)| (name.clone(), shape.clone());
+    let named: Vec<(String, Vec<u64>)> = tensors.iter().map(parameter).collect();
+    let parameters: Vec<Parameter<'_>> = named
+        .iter()
+        .map(|(name, shape)| Parameter { name: name.clone(), shape, sizes: Sizes::OfWhole, kind: Kind::Parameter })
+        .collect();
+    let laid = plan.bind(mesh, &parameters, Order::Unknown).unwrap();
+    named.into_iter().map(|(name, _)| name).zip(laid).collect()
+}
+
+/// The elements of a tile.
+fn part(tile: &Tile, shape: &[u64], bytes: &[u8]) -> Vec<u8> {
+    let mut part = Vec::new();
+    let mut index = vec![0_u64; shape.len()];
+    for element in bytes.chunks(4) {
+        if tile.dims().iter().zip(&index).all(|(dim, at)| dim.iter().any(|range| range.contains(at))) {
+            part.extend_from_slice(element);
+        }
+        for (at, size) in index.iter_mut().zip(shape).rev() {
+            *at += 1;
+            if *at < *size {
+                break;
+            }
+            *at = 0;
+        }
+    }
+    part
+}
+
+/// Each style by itself. Where FSDP has the inner dim, PyTorch swaps the dims of the mesh: the bytes are the same, and
+/// on the mesh in its order the placements, too.
+#[test]
+fn styles_give_what_pytorch_gives() {
+    let truth = truth("styles");
+    let tensors = tensors(&truth);
+    for placing in truth["placings"].as_array().unwrap() {
+        let mesh = mesh_of(placing);
+        let is_sharded = placing["fully_shard"] == true;
+        let swapped = (mesh == "tp=2,dp=2" && is_sharded).then(|| {
+            let names = ["dp", "tp"].map(String::from).to_vec();
+            DeviceMesh::new([2_u64, 2].as_slice(), [0, 2, 1, 3].map(Rank).to_vec(), Some(names)).unwrap()
+        });
+        let own = DeviceMesh::parse(&mesh).unwrap();
+        for mesh in std::iter::once(own).chain(swapped) {
+            let is_in_order = !is_sharded || mesh.names().unwrap()[0] != "tp";
+            // Without fully_shard the other dim is nobody's; copies lie the same.
+            let given =
+                RoleNames { replicate: (!is_sharded && mesh.ndim() > 1).then(|| "dp".into()), ..RoleNames::default() };
+            let plan = Plan { roles: Roles::of(&mesh, &given).unwrap(), ..styles() };
+            let laid = bind(&plan, &mesh, &truth);
+            for (name, shape, bytes) in &tensors {
+                let (what, expected) = (format!("{name} on {mesh}"), &placing["tensors"][name]);
+                check_styled(&laid[name], &mesh, expected, (is_sharded, is_in_order), &what);
+                for (rank, at) in mesh.coordinates() {
+                    let whole = vec![Placement::Replicate; mesh.ndim()];
+                    let placements = laid[name].shared.as_ref().map_or(&whole, |shared| &shared.placements);
+                    let tile = local_shard(shape, mesh.shape(), placements, &at).unwrap();
+                    let local = part(&tile, shape, bytes);
+                    let rank = rank.0 as usize;
+                    assert_eq!(Json::from(crc32fast::hash(&local)), expected["crc32"][rank], "{what}, rank {rank}");
+                    let expected = numbers(&expected["locals"][rank]);
+                    assert!(tile.sizes().to_vec() == expected || expected.contains(&0) && local.is_empty(), "{what}");
+                }
+            }
+        }
+    }
+}
+
+/// Class, dims and placements.
+fn check_styled(laid: &Laid, mesh: &DeviceMesh, expected: &Json, (is_sharded, is_in_order): (bool, bool), what: &str) {
+    let Some(shared) = &laid.shared else {
+        assert_eq!(expected["class"], "Tensor", "{what}");
+        return;
+    };
+    if expected["class"] == "Tensor" {
+        assert!(!is_sharded && shared.placements.iter().all(|placement| *placement == Placement::Replicate), "{what}");
+        return;
+    }
+    let names = mesh.names().unwrap();
+    let dims = || (0..mesh.ndim()).filter(|dim| shared.slice.as_ref().is_none_or(|dims| dims.contains(&MeshDim(*dim))));
+    let known = texts(&expected["mesh_dims"]);
+    if is_sharded && is_in_order {
+        assert_eq!(dims().map(|dim| names[dim].clone()).collect::<Vec<_>>(), known, "{what}");
+    }
+    if is_in_order {
+        let found = dims().filter(|dim| known.contains(&names[*dim])).map(|dim| shared.placements[dim].to_string());
+        assert_eq!(found.collect::<Vec<_>>(), texts(&expected["placements"]), "{what}");
+    }
+}
+
+/// Every row of a table names something in a model of its family, and no other family is nearer.
+#[test]
+fn built_in_plans_are_found_by_names() {
+    for (model, plan) in FAMILIES {
+        let truth = truth(model);
+        let tensors = tensors(&truth);
+        let parameters: Vec<Parameter<'_>> = tensors
+            .iter()
+            .map(|(name, shape, _)| Parameter {
+                name: name.clone(),
+                shape,
+                sizes: Sizes::OfWhole,
+                kind: Kind::Parameter,
+            })
+            .collect();
+        let alike = dtshard::layout::parallelize::alike(&parameters);
+        assert!(alike.contains(&Family::named(plan).unwrap().name), "{model}: {alike:?}");
+        let mesh = DeviceMesh::parse("tp=2").unwrap();
+        let roles = Roles::of(&mesh, &RoleNames::default()).unwrap();
+        let laid = Plan { styles: Vec::new(), family: Family::named(plan), roles };
+        let laid = laid.bind(&mesh, &parameters, Order::Unknown).unwrap();
+        assert!(laid.iter().all(|laid| laid.shared.is_some() && laid.uncut.is_none()), "{model}: {laid:?}");
+    }
+}
+
+/// Fused weights are no boxes: DCP directories and plain parts hold them in pieces.
+#[test]
+fn fused_weights_come_back_from_every_format() {
+    for (family, plan) in [("gpt2", "gpt2"), ("mixtral", "mixtral")] {
+        let desk = tempfile::tempdir().unwrap();
+        let model = desk.path().join("model.safetensors");
+        write_model(&truth(family), &model);
+        for to in ["dcp", "local", "torch-ranks"] {
+            for mesh in ["tp=2", "dp=2,tp=3", "tp=2,dp=3"] {
+                let target = desk.path().join(format!("{to}.{mesh}"));
+                succeed("reshard", &[&model, &target], &format!("--to {to} --mesh {mesh} --plan {plan}"));
+                succeed("verify", &[&target, &model], "");
+            }
+        }
+    }
+}
+
+/// What no placement says is not cut.
+#[test]
+fn blocks_under_fsdp_stay_whole_and_are_told() {
+    let truth = truth("gpt2");
+    let desk = tempfile::tempdir().unwrap();
+    let model = desk.path().join("model.safetensors");
+    write_model(&truth, &model);
+    let target = desk.path().join("out");
+    let run = succeed("reshard", &[&model, &target], "--to torch-ranks --mesh dp=2,tp=2 --plan gpt2");
+    assert!(run.stderr.contains(&format!("1 tensor ({MISPLACED}): whole on dp")), "{}", run.stderr);
+    succeed("verify", &[&target, &model], "");
+    let shown = crate::common::inspect(&target, "--brief");
+    assert_eq!(shown["tensors"][MISPLACED]["placements"], "R,_S(0,3)");
+}
+
+/// The page of plans has every row of every built-in plan.
+#[test]
+fn built_in_plans_are_as_documented() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let page = fs::read_to_string(root.join("docs/parallelize.md")).unwrap();
+    for family in Family::all() {
+        assert!(page.contains(&format!("`{}`", family.name)), "{}", family.name);
+        for row in family.layers.iter().copied().flatten().chain(family.around) {
+            let cells = format!("| `{}` | `{}` |", row.pattern, row.style);
+            assert!(page.contains(&cells), "{}: {cells}", family.name);
+        }
+    }
+    for style in Style::NAMES {
+        assert!(page.contains(&format!("`{style}`")), "{style}");
+    }
+}

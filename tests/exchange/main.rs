@@ -1,0 +1,16 @@
+//! Conversions by several processes: sources that each process sees in part, GPUs, and the memory that all of it takes.
+
+#![allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails")]
+
+#[allow(dead_code, reason = "each test program uses its own part")]
+#[path = "../common/mod.rs"]
+mod common;
+
+mod gpus;
+mod meeting;
+mod memory;
+mod nodes;
+mod per_rank;
+mod twin;
+
+use common::{corrupt, outcome, tree};

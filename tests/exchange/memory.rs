@@ -1,0 +1,420 @@
+//! The memory that `--dry-run` tells is never exceeded.
+//!
+//! Two measures of a run: the anonymous pages that the kernel counts, looked at again and again, and a limit on all
+//! private memory, used or not (RLIMIT_DATA), that the run must get along with. The latter also counts what lists have
+//! reserved to grow into, and the stacks of threads in full, which are allowed for.
+
+use std::collections::VecDeque;
+use std::fmt::Write as _;
+use std::io::Write;
+use std::ops::Range;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use dtshard::catalog::{Catalog, Chunk, Dtype, OutputFile, Place, Reserved, TensorEntry, TensorId};
+use dtshard::exec::Extents;
+use dtshard::exec::exchange::{Counting, Moves, Owners, PLAN_BYTES, Parties, Reducing, Rounds, Sight};
+use dtshard::layout::Tile;
+use dtshard::storage::{FileId, memory};
+use serde_json::Value as Json;
+
+const BINARY: &str = env!("CARGO_BIN_EXE_dtshard");
+const STACK_BYTES: u64 = 2 << 20;
+
+/// A safetensors file of many small tensors and three of 4 MiB, all zeros.
+fn model(path: &Path, small: usize) {
+    let mut header = String::from("{");
+    let mut end = 0;
+    for index in 0..small + 3 {
+        let rows = if index < small { 8 } else { 1 << 17 };
+        let len = rows * 8 * 4;
+        let comma = if index > 0 { "," } else { "" };
+        let (name, from) = (format!("layers.{index}.experts.w1.weight"), end);
+        end += len;
+        write!(header, r#"{comma}"{name}":{{"dtype":"F32","shape":[{rows},8],"data_offsets":[{from},{end}]}}"#)
+            .unwrap();
+    }
+    header.push('}');
+    while header.len() % 8 != 0 {
+        header.push(' ');
+    }
+    let mut file = std::fs::File::create_new(path).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    file.set_len(8 + header.len() as u64 + end).unwrap();
+}
+
+/// What a dry run promises.
+fn promised(arguments: &[&str]) -> u64 {
+    let run = Command::new(BINARY).args(arguments).args(["--dry-run", "--json"]).output().unwrap();
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    serde_json::from_slice::<Json>(&run.stdout).unwrap()["peak_bytes"].as_u64().unwrap()
+}
+
+/// The most anonymous memory that a run was seen with. It may have `limit` bytes of private memory.
+fn used(arguments: &[&str], limit: u64) -> u64 {
+    let limited = r#"ulimit -d "$0"; exec "$@""#;
+    let mut run = Command::new("sh")
+        .args(["-c", limited, &(limit / 1024).to_string(), BINARY])
+        .args(arguments)
+        .arg("--quiet")
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let status = format!("/proc/{}/status", run.id());
+    let mut most = 0;
+    while run.try_wait().unwrap().is_none() {
+        let text = std::fs::read_to_string(&status).unwrap_or_default();
+        let field = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+        let now = field.and_then(|field| field.split_whitespace().next()?.parse::<u64>().ok());
+        most = most.max(now.unwrap_or(0) * 1024);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let run = run.wait_with_output().unwrap();
+    assert!(run.status.success(), "{arguments:?} within {limit}: {}", String::from_utf8_lossy(&run.stderr));
+    most
+}
+
+/// No fewer than a run takes that is not told.
+fn default_threads() -> u64 {
+    std::thread::available_parallelism().map_or(4, |cores| cores.get().max(4) as u64)
+}
+
+/// `{}` in a line is the folder.
+fn keeps(folder: &Path, line: &str) {
+    keeps_as_told(folder, &format!("{line} --no-sync"));
+}
+
+fn keeps_as_told(folder: &Path, line: &str) {
+    let line = line.replace("{}", folder.to_str().unwrap());
+    let arguments: Vec<&str> = line.split_whitespace().collect();
+    let threads = arguments.iter().position(|argument| *argument == "--threads").map(|at| arguments[at + 1]);
+    let threads: u64 = threads.map_or_else(default_threads, |threads| threads.parse().unwrap());
+    let promised = promised(&arguments);
+    let used = used(&arguments, promised + promised / 4 + (threads + 1) * STACK_BYTES);
+    assert!(used <= promised, "{line}: {used} used, {promised} promised");
+}
+
+#[test]
+fn the_memory_that_a_dry_run_tells_is_enough() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(&folder.join("model.safetensors"), 4_000);
+    for line in [
+        "reshard {}/model.safetensors {}/dcp --mesh fsdp=4 --to dcp --threads 2",
+        "reshard {}/model.safetensors {}/ranks --mesh fsdp=2 --to torch-ranks --threads 2",
+        "consolidate {}/dcp {}/a --threads 1",
+        "consolidate {}/dcp {}/b --threads 8",
+        "consolidate {}/dcp {}/c --threads 2 --io read",
+        "consolidate {}/dcp {}/d --threads 2 --dtype bf16",
+        "unshard {}/ranks {}/e.pt --threads 2",
+        "reshard {}/dcp {}/f --mesh tp=4 --placements S(1) --threads 2",
+        "reshard {}/dcp {}/g --mesh tp=4 --placements S(1) --threads 2 --io direct",
+        "reshard {}/ranks {}/h --mesh fsdp=3 --to dcp --threads 2",
+        "flatten {}/e.pt {}/i --world-size 2 --threads 2",
+    ] {
+        keeps(folder, line);
+    }
+}
+
+/// What is on disk in the end is written by more threads, and blocks that strips share wait in memory.
+#[test]
+fn it_is_enough_for_what_has_to_be_on_disk() {
+    // The working folder is on a disk, which /tmp need not be.
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let folder = folder.path();
+    model(&folder.join("model.safetensors"), 2_000);
+    for line in [
+        "reshard {}/model.safetensors {}/dcp --mesh fsdp=4 --to dcp",
+        "consolidate {}/dcp {}/a",
+        "unshard {}/dcp {}/b.pt --threads 2",
+        "reshard {}/dcp {}/c --mesh tp=4 --placements S(1)",
+        "reshard {}/dcp {}/d --mesh tp=4 --placements S(1) --threads 8",
+        "reshard {}/dcp {}/e --mesh fsdp=3 --max-memory 60MB",
+    ] {
+        keeps_as_told(folder, line);
+    }
+}
+
+#[test]
+fn it_follows_neither_the_size_of_a_tensor_nor_their_number_of_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(&folder.join("model.safetensors"), 10);
+    for threads in [1, 2, 8] {
+        // The floor that is stated for them.
+        let floor = (32 << 20) + threads * ((64 << 10) + (3584 << 10)) + (1 << 20);
+        let options = format!("--threads {threads} --max-memory {floor}");
+        keeps(folder, &format!("unshard {{}}/model.safetensors {{}}/{threads}.pt {options}"));
+        keeps(
+            folder,
+            &format!("reshard {{}}/model.safetensors {{}}/{threads} --mesh tp=4 --placements S(1) {options}"),
+        );
+    }
+}
+
+/// The floor that an error states is one, also where most of it is headers.
+#[test]
+fn the_least_that_is_asked_for_is_enough() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("model.safetensors");
+    model(&source, 40_000);
+    let target = folder.path().join("dcp");
+    let arguments = ["reshard", source.to_str().unwrap(), target.to_str().unwrap(), "--mesh", "fsdp=4", "--to", "dcp"];
+    let run = |max_memory: &str| {
+        let options = ["--dry-run", "--threads", "2", "--max-memory", max_memory];
+        let run = Command::new(BINARY).args(arguments).args(options).output().unwrap();
+        (run.status.success(), String::from_utf8(run.stderr).unwrap())
+    };
+    let (fits, error) = run("42MB");
+    let floor = error.split_whitespace().rev().find(|word| word.bytes().all(|byte| byte.is_ascii_digit()));
+    assert!(!fits && error.contains("headers of 5 files"), "{error}");
+    let (fits, error) = run(floor.unwrap());
+    assert!(fits, "{error}");
+}
+
+/// Two processes that each see a half of SRC, and give each other what they read: headers and rounds are shared out anew
+/// where both have less memory than they would take.
+#[test]
+fn it_is_enough_for_processes_that_exchange() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(&folder.join("model.safetensors"), 8_000);
+    let place = |name: &str| folder.join(name).into_os_string().into_string().unwrap();
+    let words = ["reshard", &place("model.safetensors"), &place("dcp"), "--mesh", "fsdp=2", "--to", "dcp", "--no-sync"];
+    assert!(Command::new(BINARY).args(words).output().unwrap().status.success());
+    for (rank, names) in [&[".metadata", "__0_0.distcp"][..], &["__1_0.distcp"]].into_iter().enumerate() {
+        let node = folder.join(format!("node{rank}"));
+        std::fs::create_dir(&node).unwrap();
+        for name in names {
+            std::fs::copy(folder.join("dcp").join(name), node.join(name)).unwrap();
+        }
+    }
+    for (number, line) in [
+        "consolidate --threads 2",
+        "consolidate --threads 2 --max-memory 128MB",
+        "reshard --mesh fsdp=3 --to torch-ranks --threads 2 --max-memory 128MB",
+        "reshard --mesh tp=2 --placements S(1) --to dcp --threads 2 --bucket-size 4MB",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let target = place(&format!("out{number}"));
+        let both = |run: &(dyn Fn(&[&str]) -> u64 + Sync)| {
+            let of_rank = |rank: usize| {
+                let (source, part) = (place(&format!("node{rank}")), rank.to_string());
+                let (verb, options) = line.split_once(' ').unwrap();
+                let mut words = vec![verb, &source, &target, "--source", "per-rank", "--parts", "2", "--part", &part];
+                words.extend(options.split(' '));
+                run(&words)
+            };
+            std::thread::scope(|scope| {
+                let ranks = [0, 1].map(|rank| scope.spawn(move || of_rank(rank)));
+                ranks.map(|rank| rank.join().unwrap())
+            })
+        };
+        let promised = both(&promised);
+        let limit = promised.iter().max().unwrap() * 5 / 4 + 8 * STACK_BYTES;
+        let used = both(&|words| used(words, limit));
+        assert!(used.iter().zip(promised).all(|(used, promised)| *used <= promised), "{line}: {used:?}, {promised:?}");
+    }
+}
+
+/// How a matrix of 64 rows and columns lies, or one of as many as there are pieces, if those are more.
+#[derive(Clone, Copy, Debug)]
+enum Cut {
+    Rows(u64),
+    Columns(u64),
+    Replicas(u64),
+}
+
+impl Cut {
+    fn pieces(self) -> u64 {
+        let (Self::Rows(pieces) | Self::Columns(pieces) | Self::Replicas(pieces)) = self;
+        pieces
+    }
+
+    fn tile(self, size: u64, piece: u64) -> Tile {
+        let of_one = |range: Range<u64>| std::iter::once(range).collect();
+        let part = |pieces| size * piece / pieces..size * (piece + 1) / pieces;
+        match self {
+            Self::Rows(pieces) => Tile::new([of_one(part(pieces)), of_one(0..size)]),
+            Self::Columns(pieces) => Tile::new([of_one(0..size), of_one(part(pieces))]),
+            Self::Replicas(_) => Tile::new([0..size, 0..size].map(of_one)),
+        }
+    }
+}
+
+/// Memory that the plans take of so many tensors that go from one layout to another, with a file for each piece.
+fn plans(tensors: u32, ranks: u32, from: Cut, to: Cut) -> u64 {
+    let size = from.pieces().max(to.pieces()).max(64);
+    let files =
+        |cut: Cut| -> Vec<OutputFile> { (0..cut.pieces()).map(|piece| OutputFile::new(piece.to_string())).collect() };
+    let (mut sources, mut outputs) = (files(from), files(to));
+    let mut catalog = Catalog::empty();
+    let mut reserved = Vec::new();
+    for number in 0..tensors {
+        let placed = |cut: Cut, files: &mut [OutputFile]| {
+            let mut entry =
+                TensorEntry::new(format!("layers.{number}").into(), Dtype::U8, [size, size].as_slice().into());
+            for (file, (piece, output)) in (0..).zip((0..).zip(files)) {
+                let tile = cut.tile(size, piece);
+                let place = Place::Bytes { file: FileId(file), offset: output.push_payload(tile.numel()) };
+                entry.chunks.push(Chunk { tile, place, strides: None, rank: None });
+            }
+            entry
+        };
+        catalog.tensors.push(placed(from, &mut sources));
+        reserved.push(Reserved::new(TensorId(number), placed(to, &mut outputs)));
+    }
+    let mut todos = vec![Extents::new(); ranks as usize];
+    (0..).zip(&outputs).for_each(|(file, output)| todos[file as usize % ranks as usize].insert(file, 0..output.len));
+    let owners = Owners::new(&outputs, &todos);
+    let seen = (0..u32::try_from(sources.len()).unwrap()).map(|file| std::iter::once(file % ranks).collect());
+    let parties = Parties {
+        sight: Sight::PerRank(seen.collect()),
+        nodes: (0..ranks).map(|rank| rank / 8).collect(),
+        counting: Counting::Any,
+        reducing: Reducing::InRankOrder,
+    };
+    let before = memory::anonymous().unwrap().now;
+    // Those that are staged, moved and written while the next is made.
+    let mut under_way = VecDeque::new();
+    for round in Rounds::new(&catalog, &reserved, &owners, &parties, 64_000_000).take(5) {
+        under_way.push_back(Moves::new(&round.unwrap(), 0));
+        if under_way.len() > 3 {
+            under_way.pop_front();
+        }
+    }
+    memory::anonymous().unwrap().peak - before
+}
+
+const PLANNED: [(u32, u32, Cut, Cut); 8] = [
+    // Small ones, of a piece each.
+    (21_000, 1, Cut::Rows(1), Cut::Rows(1)),
+    (13_000, 128, Cut::Rows(1), Cut::Rows(1)),
+    // What is told to all, and what goes to most.
+    (8_000, 64, Cut::Rows(1), Cut::Replicas(64)),
+    (2_500, 256, Cut::Rows(1), Cut::Replicas(256)),
+    (2_500, 256, Cut::Rows(1), Cut::Replicas(200)),
+    // Of many pieces each.
+    (300, 8, Cut::Rows(1024), Cut::Rows(1)),
+    (60, 64, Cut::Rows(64), Cut::Columns(64)),
+    (300, 256, Cut::Rows(256), Cut::Rows(192)),
+];
+
+#[test]
+#[ignore = "a process of a test"]
+fn plans_of_rounds() {
+    let (tensors, ranks, from, to) = PLANNED[std::env::var("CASE").map_or(0, |case| case.parse().unwrap())];
+    // What runs tests may have begun a line.
+    writeln!(std::io::stdout(), "\n{}", plans(tensors, ranks, from, to)).unwrap();
+}
+
+/// However many ranks and pieces there are.
+#[test]
+fn plans_of_rounds_take_no_more_than_is_counted() {
+    let run = |case: usize| {
+        let own = std::env::current_exe().unwrap();
+        let words = ["plans_of_rounds", "--exact", "--ignored", "--nocapture"];
+        let run = Command::new(own).args(words).env("CASE", case.to_string()).output().unwrap();
+        let said = String::from_utf8(run.stdout).unwrap();
+        said.lines().find_map(|line| line.parse::<u64>().ok()).expect(&said)
+    };
+    let took: Vec<u64> = (0..PLANNED.len()).map(run).collect();
+    assert!(took.iter().all(|bytes| *bytes <= PLAN_BYTES), "{took:?} of {PLAN_BYTES}: {PLANNED:?}");
+}
+
+/// Anonymous memory that a run may use besides the bytes it reads.
+const PROGRAM_BYTES: u64 = 12 << 20;
+
+/// The most anonymous memory of a run, whether it succeeds or not, and its exit code.
+fn most(arguments: &[&str]) -> (u64, Option<i32>) {
+    let mut run = Command::new(BINARY).args(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let status = format!("/proc/{}/status", run.id());
+    let mut most = 0;
+    loop {
+        let text = std::fs::read_to_string(&status).unwrap_or_default();
+        let field = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+        let now = field.and_then(|field| field.split_whitespace().next()?.parse::<u64>().ok());
+        most = most.max(now.unwrap_or(0) * 1024);
+        if let Some(status) = run.try_wait().unwrap() {
+            return (most, status.code());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn with_header(path: &Path, mut header: String) -> u64 {
+    header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
+    let mut file = std::fs::File::create(path).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    header.len() as u64
+}
+
+#[test]
+fn header_of_many_tensors_takes_four_times_its_length() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    model(&path, 60_000);
+    let mut len = [0; 8];
+    std::io::Read::read_exact(&mut std::fs::File::open(&path).unwrap(), &mut len).unwrap();
+    let (most, code) = most(&["inspect", "--brief", path.to_str().unwrap()]);
+    assert_eq!(code, Some(0));
+    assert!(most <= 4 * u64::from_le_bytes(len) + PROGRAM_BYTES, "{most} for {}", u64::from_le_bytes(len));
+}
+
+#[test]
+fn header_of_long_lists_is_refused_in_little_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let zeros = "0,".repeat(15_000_000);
+    for header in [
+        format!(r#"{{"x":[{zeros}0]}}"#),
+        format!(r#"{{"x":{{"dtype":"U8","shape":[{zeros}0],"data_offsets":[0,0]}}}}"#),
+        format!(r#"{{"x":{{"dtype":"U8","shape":[0],"data_offsets":[{zeros}0]}}}}"#),
+        format!(r#"{{"x":{{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":[{zeros}0]}}}}"#),
+        format!(r#"{{"__metadata__":{{"a":[{zeros}0]}}}}"#),
+    ] {
+        let len = with_header(&path, header);
+        let (most, code) = most(&["inspect", path.to_str().unwrap()]);
+        assert_eq!(code, Some(2));
+        assert!(most <= 2 * len + PROGRAM_BYTES, "{most} for {len}");
+    }
+}
+
+/// 2 * 10^7 ints may take 700 MB; these are an eighth.
+#[test]
+fn list_of_ints_takes_35_bytes_an_int() {
+    const INTS: u32 = 2_500_000;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ints.pt");
+    let mut pickle = b"\x80\x02}X\x01\0\0\0a]".to_vec();
+    for batch in (0..INTS).collect::<Vec<_>>().chunks(1000) {
+        pickle.push(b'(');
+        batch.iter().for_each(|int| pickle.extend([&b"J"[..], &int.to_le_bytes()].concat()));
+        pickle.push(b'e');
+    }
+    pickle.extend(b"s.");
+    std::fs::write(&path, crate::corrupt::torch_file(pickle, &[])).unwrap();
+    let source = path.to_str().unwrap();
+    for (verb, name, options) in [
+        ("inspect", None, ""),
+        ("unshard", Some("out.pt"), "--no-sync --include a"),
+        ("reshard", Some("dcp"), "--to dcp --mesh dp=2 --no-sync --include a"),
+    ] {
+        let target = name.map(|name| folder.path().join(name));
+        let mut arguments = vec![verb, source];
+        arguments.extend(target.as_ref().map(|path| path.to_str().unwrap()));
+        arguments.extend(options.split_whitespace());
+        let (most, code) = most(&arguments);
+        assert_eq!(code, Some(0), "{arguments:?}");
+        assert!(most <= 35 * u64::from(INTS) + PROGRAM_BYTES, "{verb}: {most}");
+        if let Some(target) = target {
+            let (_, code) = self::most(&["verify", source, target.to_str().unwrap()]);
+            assert_eq!(code, Some(0), "{verb}");
+        }
+    }
+}
