@@ -134,7 +134,8 @@ impl Peers {
             roster: &roster,
             progress: run.progress,
         };
-        link.choose(&linking).map_err(|error| roster.name(error))?;
+        let chosen = link.choose(&linking).map_err(|error| roster.name(error));
+        chosen.inspect_err(|error| link.fail(&error.to_string()))?;
         // What a user has decided on may be what differs, compared or not.
         let counting = if args.checks.on_conflict.is_some() { Counting::First } else { Counting::Any };
         let reducing = match link.way() {

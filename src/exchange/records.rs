@@ -32,6 +32,9 @@ use crate::storage::{AnchoredPath, lookup};
 
 const OP: &str = "meet";
 
+const TOGETHER: &str =
+    "start all processes at the same time, with the same DST on a file system that all of them share";
+
 /// Pauses between two looks for what others say; each is twice as long as the one before.
 const SHORTEST: Duration = Duration::from_millis(1);
 const LONGEST: Duration = Duration::from_millis(200);
@@ -119,7 +122,10 @@ impl Records {
 }
 
 /// Tells others that may have come why this process does not meet them.
-fn told(own: Option<&Presence>, error: Error) -> Error {
+fn told(own: Option<&Presence>, mut error: Error) -> Error {
+    if let Error::Comm { hint, .. } = &mut error {
+        hint.get_or_insert_with(|| String::from(TOGETHER));
+    }
     match (own, &error) {
         (Some(own), Error::Comm { rank, detail, .. }) => {
             own.give_up(Gone { rank: rank.index, why: detail.as_str().into() });
@@ -275,9 +281,7 @@ impl Meeting<'_> {
             rank: missing.first().copied().unwrap_or(0).into(),
             op: OP,
             detail,
-            hint: Some(String::from(
-                "start all processes at the same time, with the same DST on a file system that all of them share",
-            )),
+            hint: Some(String::from(TOGETHER)),
         }
     }
 }
