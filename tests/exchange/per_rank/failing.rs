@@ -109,8 +109,9 @@ fn copy_goes_on_with_resume() {
     let nodes = Nodes::new("fsdp4/ranks", 3, Spread::One);
     let (wanted, _) = nodes.alone("consolidate out");
     let copied = |outcome: &Outcome| {
-        let line = outcome.err.lines().find(|line| line.starts_with("copying ")).unwrap_or_default().to_owned();
-        let (left, all) = line["copying ".len()..].split_once(" in ").unwrap().0.split_once(" of ").unwrap();
+        let line = outcome.err.lines().find(|line| line.contains("] copying ")).unwrap_or_default().to_owned();
+        let (left, all) =
+            line.split_once("copying ").unwrap().1.split_once(" in ").unwrap().0.split_once(" of ").unwrap();
         (left.to_owned(), all.to_owned())
     };
     let processes = (0..3).map(|rank| {
