@@ -139,7 +139,7 @@ impl Checkpoint {
             let reading = Reading { like: options.like.as_deref(), series, want, incomplete, raw_flat };
             let opened = convert::open(&convert, reading, run);
             if options.writes.is_some() {
-                return opened.map_err(convert::maybe_on_other_nodes);
+                return opened.map_err(|error| convert::maybe_on_other_nodes(error).within(&convert.src));
             }
             let (checkpoint, peers) = opened?;
             convert::check_flat(&options.source, options.like.as_deref(), &[&checkpoint])?;

@@ -38,6 +38,7 @@ mod reshard;
 mod roster;
 mod run;
 mod source;
+mod space;
 mod target_format;
 mod tied;
 mod told;

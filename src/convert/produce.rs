@@ -4,7 +4,6 @@
 //! what of that is not recorded as done, and records it. Whoever is done last finds everything recorded, seals and
 //! publishes; the others wait for that, or leave.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -17,6 +16,7 @@ use super::records::Records;
 use super::replaceable::check_replaceable;
 use super::run::Run;
 use super::source::Source;
+use super::space::check_space;
 use super::waiting::wait_reporter;
 use super::work_folder::clear_beside;
 use crate::catalog::OutputFile;
@@ -36,8 +36,6 @@ use crate::publish::recovery::{self, Known};
 use crate::publish::seal::{check_output, has_all, is_complete, seal};
 use crate::publish::{Begun, Claim, Missing, Other, OtherState, Plan, ReplaceCheck, Seal, Staging, Waited};
 use crate::quantity::human_bytes;
-use crate::storage::AnchoredPath;
-use crate::storage::filesystem;
 
 /// How it ended.
 pub enum Produced {
@@ -437,29 +435,4 @@ fn waiting_for(others: &[Other]) -> Option<String> {
         .map(|(names, most)| (!names.is_empty()).then(|| short_list(&names, most)));
     let all: Vec<String> = missing.into_iter().chain(failed).chain(working).collect();
     (!all.is_empty()).then(|| format!("waiting for {} {}", if awaited > 1 { "parts" } else { "part" }, all.join(", ")))
-}
-
-/// Check that there is space for the files that this process writes and carries.
-fn check_space<'a>(
-    folder: &AnchoredPath,
-    files: &[OutputFile],
-    todo: &Extents,
-    to_carry: impl Iterator<Item = &'a Carried>,
-) -> Result<()> {
-    // Before the look at what is made: others are at it.
-    let free = filesystem::free_bytes(folder.path())?;
-    let to_make = |path: &Path, len: u64| {
-        len.saturating_sub(folder.join(path).metadata().map_or(0, |found| found.blocks() * 512))
-    };
-    let written: u64 = todo.files().map(|index| &files[index as usize]).map(|file| to_make(&file.path, file.len)).sum();
-    let needed = written + to_carry.map(|file| to_make(&file.to, file.len)).sum::<u64>();
-    if free >= needed { Ok(()) } else { Err(no_space(folder.path(), needed, free)) }
-}
-
-pub fn no_space(folder: &Path, needed: u64, free: u64) -> Error {
-    let (needed, free) = (human_bytes(needed), human_bytes(free));
-    Error::usage(
-        format!("{needed} needed on the file system of {}, {free} free", folder.display()),
-        "free space there, or choose a destination on another file system",
-    )
 }

@@ -305,7 +305,7 @@ pub fn open(args: &ConvertOptions, reading: Reading<'_>, run: &Run<'_>) -> Resul
         Some((peers, checkpoint)) => (Some(peers), checkpoint),
         None => {
             let opened = Checkpoint::open(&args.src, &options);
-            (None, opened.map_err(|error| error.within(&args.src))?)
+            (None, opened?)
         }
     };
     let checked = check_series(&args.source, &[&checkpoint]);

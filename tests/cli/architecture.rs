@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// For each module, the modules of this crate that it may use besides itself, `error`, `name_list` and `threads`.
-const ALLOWED: [(&str, &[&str]); 18] = [
+const ALLOWED: [(&str, &[&str]); 23] = [
     ("layout", &[]),
     ("storage", &[]),
     ("comm", &["storage"]),
@@ -21,10 +21,21 @@ const ALLOWED: [(&str, &[&str]); 18] = [
     ("nearest", &["layout"]),
     ("exec", &["plan", "catalog", "layout", "storage", "comm", "fault"]),
     ("publish", &["exec", "catalog", "storage", "comm", "fault"]),
-    ("gpu", &["catalog", "layout", "exec", "comm", "quantity"]),
+    ("exchange", &["catalog", "layout", "plan", "exec", "publish", "comm", "storage", "fault"]),
+    ("gpu", &["catalog", "layout", "exec", "exchange", "comm", "quantity"]),
+    ("progress", &["exec"]),
+    ("text", &["quantity"]),
+    (
+        "convert",
+        &[
+            "catalog", "comm", "describe", "exchange", "exec", "fault", "format", "gpu", "layout", "nearest", "plan",
+            "progress", "publish", "quantity", "select", "storage", "text", "twin",
+        ],
+    ),
     ("error", &["layout"]),
-    // A part of the program, which sees the library as `dtshard`.
+    // Parts of the program, which see the library as `dtshard`.
     ("cli", &[]),
+    ("commands", &["cli"]),
 ];
 
 /// Where `unsafe` is allowed: mapped files and what the kernel is told of them, and CUDA.
@@ -220,4 +231,18 @@ fn no_module_imports_itself_through_others() {
         }
     }
     assert!(circles.is_empty(), "{circles:?}");
+}
+
+/// The library is for programs without a command line, too.
+#[test]
+fn clap_is_imported_by_the_command_line_alone() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    rust_files(&source, &mut files);
+    let is_library =
+        |file: &&PathBuf| !file.starts_with(source.join("cli")) && !file.starts_with(source.join("commands"));
+    let names = |file: &&PathBuf, word: &str| fs::read_to_string(file).unwrap().contains(word);
+    let importing: Vec<_> =
+        files.iter().filter(is_library).filter(|file| names(file, "clap::") || names(file, "indicatif::")).collect();
+    assert!(importing.is_empty(), "{importing:?}");
 }

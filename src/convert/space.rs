@@ -1,0 +1,37 @@
+//! Space on the file system of the destination, in bytes.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use crate::catalog::OutputFile;
+use crate::error::{Error, Result};
+use crate::exec::Extents;
+use crate::exec::carry::Carried;
+use crate::quantity::human_bytes;
+use crate::storage::{AnchoredPath, filesystem};
+
+/// Checks that there is space for the files that this process writes and carries.
+pub fn check_space<'a>(
+    folder: &AnchoredPath,
+    files: &[OutputFile],
+    todo: &Extents,
+    to_carry: impl Iterator<Item = &'a Carried>,
+) -> Result<()> {
+    // Before the look at what is made: others are at it.
+    let free = filesystem::free_bytes(folder.path())?;
+    let to_make = |path: &Path, len: u64| {
+        len.saturating_sub(folder.join(path).metadata().map_or(0, |found| found.blocks() * 512))
+    };
+    let written: u64 = todo.files().map(|index| &files[index as usize]).map(|file| to_make(&file.path, file.len)).sum();
+    let needed = written + to_carry.map(|file| to_make(&file.to, file.len)).sum::<u64>();
+    if free >= needed { Ok(()) } else { Err(no_space(folder.path(), needed, free)) }
+}
+
+/// Returns the error for `needed` bytes where only `free` bytes are.
+pub fn no_space(folder: &Path, needed: u64, free: u64) -> Error {
+    let (needed, free) = (human_bytes(needed), human_bytes(free));
+    Error::usage(
+        format!("{needed} needed on the file system of {}, {free} free", folder.display()),
+        "free space there, or choose a destination on another file system",
+    )
+}
