@@ -151,13 +151,13 @@ const PLANTS: [(&str, Plant); 4] = [
 fn a_link_beside_the_destination_is_refused_also_without_a_second_user() {
     let job = Job::new(FILE);
     let victim = job.desk().join("victim");
-    for what in ["partial", "meeting"] {
+    for what in ["partial", "work"] {
         job.clear();
         fs::create_dir(&victim).unwrap();
         fs::write(victim.join("thesis.tex"), "of great value").unwrap();
         let at = job.desk().join(format!(".out.pt.dtshard-{what}"));
         symlink(&victim, &at).unwrap();
-        let more = if what == "meeting" { " --source per-rank --part 0 --parts 2" } else { "" };
+        let more = if what == "work" { " --source per-rank --part 0 --parts 2" } else { "" };
         for run in ["", "--resume", "--restart", "--overwrite"] {
             let outcome = job.run(&format!("{run}{more}"), None);
             outcome.refused(&[at.to_str().unwrap(), victim.to_str().unwrap()]);
@@ -171,7 +171,7 @@ fn a_link_beside_the_destination_is_refused_also_without_a_second_user() {
 fn links_beside_the_destination() {
     for (kind, mode) in [(FOLDER, 0o775), (FILE, 0o1777)] {
         let Some(shared) = Shared::new(kind, mode) else { return };
-        for what in ["partial", "old", "meeting", "new-0123456789ab", "gone-0123456789ab", "aside-0123456789ab"] {
+        for what in ["partial", "old", "work", "new-0123456789ab", "gone-0123456789ab", "aside-0123456789ab"] {
             let [file, nowhere] = [shared.victim.join("thesis.tex"), PathBuf::from("/nowhere")];
             let most: [(PathBuf, &[&str]); 3] =
                 [(shared.victim.clone(), &RUNS), (file, &["--restart"]), (nowhere, &["--restart"])];
@@ -218,7 +218,7 @@ fn what_is_planted_where_processes_meet() {
         assert!(tree(&shared.victim) == shared.before && names(&shared.victim).len() == 3, "{what}: {outcomes:?}");
         outcomes
     };
-    let place = shared.beside("meeting");
+    let place = shared.beside("work");
     for mode in [0o775, 0o1777] {
         shared.clear();
         fs::set_permissions(shared.job.desk(), fs::Permissions::from_mode(mode)).unwrap();
@@ -237,13 +237,24 @@ fn what_is_planted_where_processes_meet() {
     shared.clear();
     fs::create_dir(&place).unwrap();
     give(&place);
-    let inner = place.join("0123456789abcdef");
-    link(&shared.victim.join("0123456789abcdef"), &inner);
-    link(&shared.victim.join("0123456789abcdef.json"), &place.join("0123456789abcdef.json"));
+    for name in ["0123456789abcdef", "run-0123456789abcdef"] {
+        link(&shared.victim.join("0123456789abcdef"), &place.join(name));
+    }
     for outcome in together("links within") {
         outcome.succeeded();
     }
-    assert!(shared.is_right() && inner.is_symlink());
+    assert!(shared.is_right() && place.join("0123456789abcdef").is_symlink());
+    // Names that a run uses.
+    let run = format!("run-{}", &blake3::hash(b"2 ").to_hex()[..16]);
+    for name in ["copy", run.as_str()] {
+        shared.clear();
+        fs::create_dir(&place).unwrap();
+        give(&place);
+        link(&shared.victim, &place.join(name));
+        for outcome in together(name) {
+            outcome.refused(&[place.join(name).to_str().unwrap(), shared.victim.to_str().unwrap()]);
+        }
+    }
 }
 
 #[test]
@@ -388,7 +399,7 @@ fn a_mount_that_maps_owners() {
         assert!(shared.is_right() && names(&back) == ["out"], "{run}");
         shared.run(USER, "--overwrite").succeeded();
     }
-    for what in ["partial", "old", "meeting", "gone-0123456789ab"] {
+    for what in ["partial", "old", "work", "gone-0123456789ab"] {
         for run in RUNS {
             clear();
             symlink(&shared.victim, back.join(format!(".out.dtshard-{what}"))).unwrap();
