@@ -37,7 +37,8 @@ pub struct OpenOptions {
     pub keep_names: bool,
     /// Which process this is, when it stops, and how its options are called.
     pub setup: Setup,
-    /// What the operation writes; `None` if it only reads.
+    /// How the operation that follows writes. Needed by several processes that work together, which compare it; `None` also
+    /// has options that only a source of FSDP1 flat parameters has a use for refused for others.
     pub writes: Option<Writes>,
 }
 
@@ -222,8 +223,9 @@ impl Checkpoint {
         const BLOCK_BYTES: usize = 4 << 20;
         let id = self.find(name).ok_or_else(|| self.unknown(name))?;
         let entry = self.inner.catalog.tensor(id);
-        let region = Region::new(offsets, sizes);
-        if region.ndim() != entry.shape.len() || offsets.len() != sizes.len() || !region.fits(&entry.shape) {
+        let has_dims = [offsets.len(), sizes.len()] == [entry.shape.len(); 2];
+        let region = has_dims.then(|| Region::new(offsets, sizes)).filter(|region| region.fits(&entry.shape));
+        let Some(region) = region else {
             return Err(Error::usage(
                 format!(
                     "{name}: a box at {offsets:?} of sizes {sizes:?} does not fit shape {:?}",
@@ -231,7 +233,7 @@ impl Checkpoint {
                 ),
                 "give an offset and a size for each dimension, within the shape",
             ));
-        }
+        };
         let itemsize = entry.dtype.itemsize();
         let expected = region.numel() * itemsize;
         if buffer.len() as u64 != expected {

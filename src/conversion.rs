@@ -88,8 +88,8 @@ impl From<Checkpoint> for Conversion {
 }
 
 impl Conversion {
-    /// Starts from all tensors and objects of a checkpoint, which stays open. Copies its catalog; [`Conversion::from`] does
-    /// not.
+    /// Starts from all tensors and objects of a checkpoint, which stays open. Copies its catalog, and reports no progress of
+    /// planning; [`Conversion::from`] takes the checkpoint as it is. Processes that exchange bytes need that.
     #[must_use]
     pub fn of(checkpoint: &Checkpoint) -> Self {
         checkpoint.clone_alone().into()
@@ -115,7 +115,7 @@ impl Conversion {
         Ok(self)
     }
 
-    /// Sets all options of names and dtypes at once.
+    /// Sets all options of names and dtypes at once, in place of those before.
     #[must_use]
     pub fn select(mut self, select: SelectOptions) -> Self {
         self.convert.select = select;
@@ -183,7 +183,7 @@ impl Conversion {
         self.target(Target::Model(ConsolidateOptions::default()))
     }
 
-    /// Sets what the result is, with all options of it.
+    /// Sets what the result is, with all options of it. Replaces what [`Conversion::mesh`] and [`Conversion::place`] have set.
     #[must_use]
     pub fn target(mut self, target: Target) -> Self {
         self.target = target;
@@ -221,12 +221,11 @@ impl Conversion {
         }
     }
 
-    /// Computes which bytes of the source make up which bytes of the result, and proves that every element of every tensor
-    /// is written exactly once. Nothing is written.
+    /// Checks the description against the source, and lays out every file of the result: its length, its headers, and the
+    /// place of every chunk. Nothing is written to the destination.
     ///
     /// # Errors
-    /// `Coverage` if chunks of a tensor leave a gap or overlap; `Conflict` if ranks store different values; `Usage` and
-    /// `Layout` for a description that does not fit the source.
+    /// `Conflict` if ranks store different values; `Usage` and `Layout` for a description that does not fit the source.
     pub fn plan(self) -> Result<Plan> {
         let Self { checkpoint, mut target, convert } = self;
         let Checkpoint { inner, peers, engine, progress, .. } = checkpoint;
@@ -257,7 +256,7 @@ impl Conversion {
     }
 }
 
-/// A conversion that has been checked: every file of the result is laid out. `Display` prints a summary.
+/// A conversion of which every file is laid out. `Display` prints a summary.
 pub struct Plan {
     prepared: Prepared,
     convert: ConvertOptions,
@@ -266,29 +265,35 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Computes what an execution would read and how much memory it would take, and looks at the destination, if one was
-    /// named by [`Conversion::destination`]. Nothing is written.
+    /// Computes what an execution would read and how much memory it would take, proves that every element of every tensor
+    /// would be written exactly once, and looks at the destination, if one was named by [`Conversion::destination`].
+    ///
+    /// Processes that exchange bytes leave each other after a preview: such a plan cannot be executed any more.
     ///
     /// # Errors
-    /// As reading the source.
+    /// `Coverage` if chunks of a tensor leave a gap or overlap; as reading the source.
     pub fn preview(&mut self) -> Result<Preview> {
         let Self { prepared, convert, engine, progress } = self;
         engine.work(progress, |run| convert::preview(prepared, convert, run))
     }
 
-    /// Moves the bytes and publishes the result at `destination`.
+    /// Moves the bytes and publishes the result at `destination`, whose parents are made. As one of several processes it does
+    /// the part of this one; [`Report::outcome`] says whether the destination is there.
+    ///
+    /// A single file gets this path whatever its suffix; [`Conversion::destination`] chooses the format by suffix.
     ///
     /// # Atomicity
     /// Files are written to a hidden folder beside `destination`, synced, and renamed. A process that dies leaves the hidden
     /// folder, never a partial destination. An existing destination is an error unless [`ExecuteOptions::overwrite`] is set.
     ///
     /// # Memory
-    /// Anonymous memory stays below [`SourceOptions::max_memory`](crate::SourceOptions::max_memory) plus the catalog, which
+    /// Anonymous memory stays below [`SourceOptions::max_memory`](crate::options::SourceOptions::max_memory) plus the catalog, which
     /// grows with the number of chunks, not with their bytes.
     ///
     /// # Errors
-    /// `Io` with the file; `Usage` for a destination that is in the way; `Stopped` after
-    /// [`Stop`](crate::Stop) was raised.
+    /// `Coverage` if chunks of a tensor leave a gap or overlap; `Malformed` for damaged files; `Io` with the file; `Usage` for a
+    /// destination that is in the way; `Stopped` after [`Stop`](crate::Stop) was raised; `Comm` and `Device` if another process
+    /// or a GPU fails. Nothing is published then.
     pub fn execute(
         &mut self,
         destination: impl AsRef<Path>,

@@ -1,7 +1,7 @@
 //! The one error of the crate, split by what the reader can do about it.
 //!
 //! A message says what was expected and what was found, and where; [`Error::hint`] says what to do next and is
-//! printed on a line of its own. Only `main` turns an error into an exit code.
+//! printed on a line of its own.
 
 use std::fmt;
 use std::io;
@@ -33,7 +33,9 @@ impl CoverageKind {
     }
 }
 
+/// Any failure of the library.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// The operating system refused something.
     #[error("cannot {action} {}: {source}", path.display())]
@@ -63,7 +65,7 @@ pub enum Error {
     #[error("{0}")]
     Layout(LayoutError),
 
-    /// The command line asks for something that cannot be done.
+    /// Options ask for something that cannot be done.
     #[error("{message}")]
     Usage { message: String, hint: Option<String> },
 

@@ -5,9 +5,10 @@
 //!
 //! 1. [`Checkpoint::open`] reads names, shapes and chunk positions. It never reads tensor data.
 //! 2. [`Conversion`] describes the result: which tensors, under which names, in which dtypes, on which mesh.
-//! 3. [`Conversion::plan`] checks the description against the source, and proves that every element of every tensor is
-//!    written exactly once. Nothing is written before a [`Plan`] exists.
-//! 4. [`Plan::execute`] moves the bytes and publishes the result with one rename. It gives a [`Report`].
+//! 3. [`Conversion::plan`] checks the description against the source and lays out every file of the result. No tensor data is
+//!    read or written before a [`Plan`] exists.
+//! 4. [`Plan::execute`] proves of each tensor that every element is written exactly once, moves the bytes, and publishes the
+//!    result with one rename. It gives a [`Report`].
 //!
 //! ```
 //! use dtshard::{Checkpoint, Conversion, Dtype, ExecuteOptions, Format, NoProgress};
@@ -120,36 +121,42 @@
 //!   signals to stop a run connects them to a [`Stop`].
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "a test that is wrong about a file fails"))]
+#![cfg_attr(
+    not(feature = "internals"),
+    allow(dead_code, unused_imports, reason = "tests, benches and examples use more of the interior")
+)]
 
-pub mod catalog;
 mod checkpoint;
-pub mod comm;
 mod conversion;
 mod convert;
 mod describe;
-pub mod error;
-pub mod exchange;
-pub mod exec;
-pub mod fault;
-pub mod format;
-pub mod gpu;
-pub mod layout;
-pub mod name_list;
-pub mod nearest;
 pub mod options;
-pub mod plan;
 mod progress;
-pub mod publish;
-pub mod quantity;
-pub mod select;
-pub mod storage;
 pub mod text;
-pub mod threads;
-pub mod twin;
 mod verification;
+
+/// Declares the interior of the library: private, but for the tests, benches and examples of this repository.
+macro_rules! interior {
+    ($($module:ident)*) => {
+        $(
+            #[cfg(feature = "internals")]
+            #[doc(hidden)]
+            pub mod $module;
+            #[cfg(not(feature = "internals"))]
+            mod $module;
+        )*
+    };
+}
+
+interior! {
+    catalog comm error exchange exec fault format gpu layout name_list nearest plan publish quantity select storage threads
+    twin
+}
 
 pub use catalog::Dtype;
 pub use checkpoint::{Checkpoint, OpenOptions, TensorInfo};
+#[cfg(feature = "mpi")]
+pub use comm::mpi::Finalize as MpiFinalize;
 pub use conversion::{Conversion, Plan};
 pub use convert::options::{ExecuteOptions, VerifyOptions};
 pub use convert::{Outcome, Preview, Report, Setup, Verification};

@@ -13,7 +13,7 @@ use dtshard::Error;
 
 fn main() -> ExitCode {
     #[cfg(feature = "mpi")]
-    let _finalize = dtshard::comm::mpi::Finalize::default();
+    let _finalize = dtshard::MpiFinalize::default();
     let arguments = normalise_long_options(std::env::args_os());
     let cli = match cli::parse(&arguments) {
         Ok(cli) => cli,

@@ -37,6 +37,7 @@ pub fn settle(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> 
 fn failed(prepared: &mut Prepared, error: Error) -> Error {
     let error = prepared.source.locate(error);
     if let Some(peers) = prepared.source.peers.take() {
+        prepared.source.has_parted = true;
         peers.fail(&error);
     }
     error
@@ -56,10 +57,9 @@ fn settle_rounds(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) 
 /// # Errors
 /// As planning.
 pub fn preview(prepared: &mut Prepared, args: &ConvertOptions, run: &Run<'_>) -> Result<Preview> {
+    refuse_parted(prepared)?;
     let previewed = look_ahead(prepared, args, run).map_err(|error| failed(prepared, error));
-    if let Some(peers) = prepared.source.peers.take() {
-        peers.leave(false);
-    }
+    part(prepared, false);
     previewed
 }
 
@@ -89,13 +89,31 @@ fn look_ahead(prepared: &Prepared, args: &ConvertOptions, run: &Run<'_>) -> Resu
 /// # Errors
 /// Anything; the destination is then as it was.
 pub fn execute(prepared: &mut Prepared, args: &ConvertOptions, destination: &Path, run: &Run<'_>) -> Result<Report> {
+    refuse_parted(prepared)?;
     let copied = copy_source(prepared, args, destination, run);
     let report = copied.and_then(|()| perform(prepared, args, destination, run));
     let report = report.map_err(|error| failed(prepared, error));
-    if let Some(peers) = prepared.source.peers.take() {
-        peers.leave(true);
-    }
+    part(prepared, true);
     report
+}
+
+/// Leaves the other processes, if there are any.
+fn part(prepared: &mut Prepared, is_published: bool) {
+    if let Some(peers) = prepared.source.peers.take() {
+        prepared.source.has_parted = true;
+        peers.leave(is_published);
+    }
+}
+
+/// Refuses a plan whose processes have parted: its rounds are theirs.
+fn refuse_parted(prepared: &Prepared) -> Result<()> {
+    if !prepared.source.has_parted {
+        return Ok(());
+    }
+    Err(Error::usage(
+        "the processes of this plan have left each other after its preview or execution",
+        "open the source and plan again, in all processes",
+    ))
 }
 
 /// Copies files of the source that only some processes see to where all see them. Collective, where there are peers.

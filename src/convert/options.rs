@@ -289,7 +289,8 @@ pub struct ReshardOptions {
     pub fill_from: Option<PathBuf>,
     /// Python class of sharded tensors in rank files.
     pub tensor_class: Option<TensorClass>,
-    /// Options of all conversions.
+    /// Options of all conversions, set by [`Conversion::plan`](crate::Conversion::plan).
+    #[doc(hidden)]
     pub convert: ConvertOptions,
 }
 
@@ -317,7 +318,8 @@ pub struct UnshardOptions {
     pub with_grads: bool,
     /// Division into safetensors files.
     pub shards: ShardOptions,
-    /// Options of all conversions.
+    /// Options of all conversions, set by [`Conversion::plan`](crate::Conversion::plan).
+    #[doc(hidden)]
     pub convert: ConvertOptions,
 }
 
@@ -341,7 +343,8 @@ impl Default for ShardOptions {
 pub struct FlattenOptions {
     /// What FSDP1 is configured with when it loads.
     pub flat: FlatOptions,
-    /// Options of all conversions.
+    /// Options of all conversions, set by [`Conversion::plan`](crate::Conversion::plan).
+    #[doc(hidden)]
     pub convert: ConvertOptions,
 }
 
@@ -389,7 +392,8 @@ pub struct ConsolidateOptions {
     pub assets: Assets,
     /// Division into safetensors files.
     pub shards: ShardOptions,
-    /// Options of all conversions.
+    /// Options of all conversions, set by [`Conversion::plan`](crate::Conversion::plan).
+    #[doc(hidden)]
     pub convert: ConvertOptions,
 }
 

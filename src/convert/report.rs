@@ -71,7 +71,7 @@ pub struct Report {
     pub files: usize,
     /// Number of tensors of the destination.
     pub tensors: usize,
-    /// Bytes of all files of the destination.
+    /// Bytes of all files of the destination, those of earlier runs and other processes included.
     pub bytes_written: u64,
     /// Bytes of tensor data that this process has read.
     pub bytes_read: u64,

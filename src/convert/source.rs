@@ -61,6 +61,8 @@ pub struct Source {
     pub compared: bool,
     /// The processes that see the rest of SRC.
     pub peers: Option<Peers>,
+    /// Processes that took part have left each other.
+    pub has_parted: bool,
 }
 
 impl Source {
@@ -95,7 +97,16 @@ impl Source {
             Ok(wanted)
         };
         let wanted = choose().inspect_err(|error| peers.iter().for_each(|peers| peers.fail(error)))?;
-        Ok(Self { checkpoint, filled: None, like: None, wanted, settled: Settled::default(), compared: false, peers })
+        Ok(Self {
+            checkpoint,
+            filled: None,
+            like: None,
+            wanted,
+            settled: Settled::default(),
+            compared: false,
+            peers,
+            has_parted: false,
+        })
     }
 
     /// Where SRC is, and what.

@@ -119,7 +119,8 @@ impl WorkFolder {
                 sleep(Duration::from_millis(10));
             }
         }
-        if is_in_use(&self.run) && !self.is_published {
+        // Others may still be at their last words. The first process has waited for them.
+        if is_in_use(&self.run) && !(self.is_first && self.is_published) {
             return;
         }
         let _ = self.run.remove_all();

@@ -15,6 +15,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
+use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
 use std::ops::Range;
 use std::sync::Mutex;
@@ -28,6 +29,7 @@ use crate::error::{Error, Result};
 use crate::exec::Stop;
 use crate::name_list::name_processes;
 use crate::publish::presence::{Found, Observer, Presence, State};
+use crate::storage::filesystem::close;
 use crate::storage::{AnchoredPath, lookup};
 
 const OP: &str = "meet";
@@ -295,7 +297,9 @@ fn session(of: u32, generation: u32) -> String {
 fn write(folder: &AnchoredPath, name: &str, bytes: &[u8]) -> Result<()> {
     let path = folder.join(name);
     let tmp = folder.join(format!(".{name}.tmp"));
-    let written = tmp.replace_with_new(0o666).and_then(|mut file| file.write_all(bytes));
+    // A network file system may report only now that there is no space.
+    let write = |mut file: File| file.write_all(bytes).and_then(|()| close(file));
+    let written = tmp.replace_with_new(0o666).and_then(write);
     written.and_then(|()| tmp.rename(&path)).map_err(Error::io("write", &path))
 }
 
@@ -333,6 +337,11 @@ impl Communicator for Records {
         heard[self.rank() as usize] = Some(said.to_vec());
         let (mut pause, mut looked) = (SHORTEST, Instant::now());
         loop {
+            // A process that leaves has written its record before: its lease is looked at before the folder is listed.
+            let missing = heard.iter().position(Option::is_none);
+            let is_due = looked.elapsed() >= LOOK_EVERY;
+            let rank_of = |index: usize| u32::try_from(index).expect("a rank");
+            let left = missing.filter(|_| is_due).and_then(|index| self.presence.gone_now(rank_of(index)));
             // A network file system looks anew for what was not there once the folder is listed.
             let names = self.folder.names().map_err(Error::io("list", &self.folder))?;
             let names: BTreeSet<String> = names.into_iter().filter_map(|name| name.into_string().ok()).collect();
@@ -344,8 +353,11 @@ impl Communicator for Records {
             let Some(missing) = heard.iter().position(Option::is_none) else { break };
             self.stop.check_signal().inspect_err(|error| self.presence.fail(&error.to_string()))?;
             self.presence.check(GATHER)?;
-            if looked.elapsed() >= LOOK_EVERY {
-                self.presence.check_now(u32::try_from(missing).expect("a rank"), GATHER)?;
+            if let Some(gone) = left.filter(|gone| gone.rank == rank_of(missing)) {
+                self.presence.give_up(gone);
+                self.presence.check(GATHER)?;
+            }
+            if is_due {
                 looked = Instant::now();
             }
             sleep(pause);

@@ -2,9 +2,9 @@
 //! them die.
 //!
 //! Work goes to `.NAME.dtshard-partial` beside the destination, on the same file system. One process or many may write it,
-//! each with a [`lease`] on its part; no process leads. [`acquire`] decides whether a process may work. Finished byte
+//! each with a `lease` on its part; no process leads. `acquire` decides whether a process may work. Finished byte
 //! ranges go to a [`journal`] per process, so that later runs do not repeat them. A process that has finished its part
-//! [`wait`]s for the others; the one that seals renames the output to the destination, which is the only [`commit`].
+//! `wait`s for the others; the one that seals renames the output to the destination, which is the only `commit`.
 //!
 //! ```text
 //! .NAME.dtshard-partial/

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use super::lease::{
     Lease, LeaseName, LeaseState, LeaseWatch, Phase, Record, Role, SeenLease, latest_leases, read_lease,
 };
+use super::destination::is_gone;
 use super::{Pace, pace};
 use crate::comm::{DROPPED, ENDED, Fate, Gone, LEFT, Part, Process, Why};
 use crate::error::{Error, Result};
@@ -149,7 +150,11 @@ pub fn is_in_use(folder: &AnchoredPath) -> bool {
         let is_old = modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > DAY));
         !is_over && !is_old
     };
-    latest_leases(folder).is_ok_and(|mut names| names.any(is_alive))
+    match latest_leases(folder) {
+        Ok(mut names) => names.any(is_alive),
+        // A folder that cannot be looked at may be in use.
+        Err(error) => !is_gone(&error),
+    }
 }
 
 /// The lease of this process.
@@ -220,23 +225,14 @@ impl Presence {
         self.fate.check(op)
     }
 
-    /// Looks now whether a process is gone that is waited for, instead of waiting for the next beat.
-    ///
-    /// # Errors
-    /// As [`Presence::check`].
-    pub fn check_now(&self, index: u32, op: &'static str) -> Result<()> {
-        self.check(op)?;
-        let gone = {
-            let mut members = lock(&self.members);
-            let Some(generation) = members.generations.get(index as usize).copied() else { return Ok(()) };
-            let left = members.observer.has_left(index, generation);
-            let left = left.then(|| Gone { rank: index, why: LEFT.into() });
-            members.observer.gone(index, generation).or(left)
-        };
-        gone.map_or(Ok(()), |gone| {
-            self.give_up(gone);
-            self.check(op)
-        })
+    /// Looks now whether a process is gone that is waited for, instead of waiting for the next beat. A process that has left
+    /// is gone, too.
+    pub(crate) fn gone_now(&self, index: u32) -> Option<Gone> {
+        let mut members = lock(&self.members);
+        let generation = members.generations.get(index as usize).copied()?;
+        let left = members.observer.has_left(index, generation);
+        let left = left.then(|| Gone { rank: index, why: LEFT.into() });
+        members.observer.gone(index, generation).or(left)
     }
 
     /// Tells the others that a process is gone: this one or another.
