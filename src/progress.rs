@@ -85,7 +85,7 @@ pub struct NoProgress;
 
 impl Progress for NoProgress {}
 
-impl<'a> dyn Progress + 'a {
+impl dyn Progress + '_ {
     pub(crate) fn note(&self, text: &str) {
         self.message(Level::Note, text);
     }

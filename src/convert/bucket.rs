@@ -32,7 +32,7 @@ pub enum Bucket {
 impl Bucket {
     #[must_use]
     pub fn of(args: &ExchangeOptions) -> Self {
-        args.bucket_size.map_or(Self::AtMost(DEFAULT_BYTES), |asked| Self::Asked(asked))
+        args.bucket_size.map_or(Self::AtMost(DEFAULT_BYTES), Self::Asked)
     }
 
     /// That of rounds which there may be, whatever SRC is.

@@ -33,7 +33,7 @@ pub fn idle_wishes(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) 
     let told = [("--bucket-size", bucket_size.is_some()), (FAST_REDUCE, *fast_reduce)];
     let told = told.into_iter().filter_map(|(option, is_told)| is_told.then_some(option));
     let idle = told.filter_map(|option| Some(format!("{option} has no effect: {}", why(option)?)));
-    let short = bucket_size.filter(|_| conversion.source.is_exchanged()).and_then(|asked| short_rounds(asked));
+    let short = bucket_size.filter(|_| conversion.source.is_exchanged()).and_then(short_rounds);
     idle.chain(short).collect()
 }
 

@@ -123,7 +123,7 @@ impl Peers {
         let (met, work) = meet(destination, args, run)?;
         let mut link = Link::new(met);
         let roster = Roster::meet(&link).map_err(|error| Roster::unknown(launch.part).name(error))?;
-        let agreed = alike::agree(&link, args).and_then(|()| alike::compare(&link, &run.options_told));
+        let agreed = alike::agree(&link, args).and_then(|()| alike::compare(&link, run.options_told));
         let nodes = agreed.and_then(|()| Parties::meet(&link)).map_err(|error| roster.name(error))?;
         // What DST takes is not known yet. It makes rounds shorter, never longer.
         let rounds = Bucket::of(&args.exchange).within(room_before_layout(&args.source, &run.options));
