@@ -24,7 +24,7 @@ pub fn idle_wishes(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) 
         FAST_REDUCE if !has_summands(conversion) => {
             Some(String::from("SRC has no Partial tensors, so nothing is reduced"))
         }
-        FAST_REDUCE if why_none.is_none() && by_hosts(conversion) => {
+        FAST_REDUCE if is_by_hosts(conversion) => {
             Some(format!("bytes do not go by NCCL, so all is reduced {}", Reducing::InRankOrder))
         }
         _ => why_none.clone(),
@@ -70,8 +70,9 @@ fn why_no_exchange(conversion: &Prepared, args: &ConvertOptions, run: &Run<'_>) 
     }))
 }
 
-fn by_hosts(conversion: &Prepared) -> bool {
-    conversion.source.is_exchanged() && conversion.source.reducing() == Reducing::InRankOrder
+/// Whether processes have met that reduce on their hosts.
+fn is_by_hosts(conversion: &Prepared) -> bool {
+    conversion.source.peers.is_some() && conversion.source.reducing() == Reducing::InRankOrder
 }
 
 fn has_summands(conversion: &Prepared) -> bool {

@@ -12,6 +12,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -119,7 +120,7 @@ impl WorkFolder {
                 sleep(Duration::from_millis(10));
             }
         }
-        // Others may still be at their last words. The first process has waited for them.
+        // Process 0 has waited for the others. Those that are left then are lost, and DST is there.
         if is_in_use(&self.run) && !(self.is_first && self.is_published) {
             return;
         }
@@ -131,8 +132,11 @@ impl WorkFolder {
         if self.is_published {
             sweep(&self.folder);
         }
-        // Unless another run is there, or has made something.
-        let _ = self.folder.remove_folder().and_then(|()| self.made.iter().try_for_each(fs::remove_dir));
+        // Unless another run is there, or has made something. Another process of this run may have been faster.
+        match self.folder.remove_folder() {
+            Err(error) if error.kind() != ErrorKind::NotFound => {}
+            _ => drop(self.made.iter().try_for_each(fs::remove_dir)),
+        }
     }
 }
 

@@ -56,7 +56,8 @@ impl Nccl {
         let place = peers.place();
         let words = DeviceBytes::new(stream.device(), SHORT_WORD * place.ranks, "words")?;
         let met = Met::new(peers);
-        let watch = Watch::start(Arc::clone(&met), Arc::clone(&notes))?;
+        let own = u32::try_from(place.rank).expect("fewer than 2^32 ranks");
+        let watch = Watch::start(Arc::clone(&met), Arc::clone(&notes), own)?;
         Ok(Self {
             watch: Some(watch),
             met,
@@ -221,7 +222,7 @@ impl Nccl {
     }
 
     fn reason(&self, op: &'static str, why: &Why) -> Error {
-        reason(&*self.notes, op, why)
+        reason(&*self.notes, self.rank(), op, why)
     }
 }
 

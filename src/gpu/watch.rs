@@ -53,11 +53,13 @@ impl From<nccl::Error> for Why {
     }
 }
 
-/// The error for why NCCL fails: what the notes of the run say, or else what NCCL says.
-pub(super) fn reason(notes: &dyn FailureNotes, op: &'static str, why: &Why) -> Error {
+/// Returns the error for why NCCL fails at rank `own`: what the notes of the run say, or else what NCCL says.
+pub(super) fn reason(notes: &dyn FailureNotes, own: u32, op: &'static str, why: &Why) -> Error {
     let until = Instant::now() + why.patience();
     loop {
         match notes.check() {
+            // The watch was faster with the reason of this rank.
+            Err(Error::Comm { rank, .. }) if rank.index == own && matches!(why, Why::Here(_)) => break,
             Err(Error::Comm { rank, detail, hint, .. }) => return Error::Comm { rank, op, detail, hint },
             Err(other) => return other,
             Ok(()) if Instant::now() >= until => break,
@@ -117,14 +119,14 @@ pub(super) struct Watch {
 impl Watch {
     /// # Errors
     /// `Usage` where no thread can be started.
-    pub fn start(met: Arc<Met>, notes: Arc<dyn FailureNotes>) -> Result<Self> {
+    pub fn start(met: Arc<Met>, notes: Arc<dyn FailureNotes>, own: u32) -> Result<Self> {
         let (going, goes) = mpsc::channel::<()>();
         let thread = threads::start("watch", move || {
             while goes.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
                 let is_well = notes.check().map_err(|gone| met.give_up(Why::Elsewhere(gone.to_string())));
                 if let Err(why) = is_well.and_then(|()| met.with(|peers| peers.status())) {
                     // This rank may be waiting for another one, which waits for NCCL.
-                    return notes.fail(&reason(&*notes, "exchange", &why).to_string());
+                    return notes.fail(&reason(&*notes, own, "exchange", &why).to_string());
                 }
             }
         })?;

@@ -429,7 +429,10 @@ fn remove_all(folder: BorrowedFd<'_>, name: &OsStr) -> rustix::io::Result<()> {
     // POSIX has EPERM for a folder, Linux EISDIR.
     let Err(error @ (Errno::ISDIR | Errno::PERM)) = removed else { return removed };
     let flags = FOLDER | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let Ok(inner) = rustix::fs::openat(folder, name, flags, Mode::empty()) else { return Err(error) };
+    let inner = match rustix::fs::openat(folder, name, flags, Mode::empty()) {
+        Err(Errno::NOENT) => return Err(Errno::NOENT),
+        opened => opened.map_err(|_| error)?,
+    };
     for name in names(&inner)? {
         match remove_all(inner.as_fd(), &name) {
             // Another process deletes it, too.

@@ -194,7 +194,7 @@ impl Case {
                         let (log, options, stop) = (&log, &options(), &Stop::default());
                         let writing = Writing { reservation, folder, log, options, reporter: &Silent, stop };
                         let stats = exchange.run(rank, shuffle, writing)?;
-                        // Who is dropped sooner has failed.
+                        // A rank that leaves sooner fails the others.
                         rank.barrier().unwrap();
                         if let Some(counted) = M::counted(&seat) {
                             let load = exchange.loads()[rank.rank() as usize];
@@ -204,7 +204,9 @@ impl Case {
                                 "what goes over the wire is what is planned"
                             );
                         }
-                        Ok((exchange.dry_run(&Stop::default())?.1, stats))
+                        let loads = exchange.dry_run(&Stop::default())?.1;
+                        M::leave(seat);
+                        Ok((loads, stats))
                     })
                 })
                 .collect();

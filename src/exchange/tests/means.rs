@@ -24,6 +24,9 @@ pub(crate) trait Means: Sync {
     fn counted(_: &Self::Seat) -> Option<(u64, u64)> {
         None
     }
+
+    /// Leaves when all ranks are done.
+    fn leave(seat: Self::Seat);
 }
 
 /// In host memory.
@@ -47,6 +50,10 @@ impl Means for Host {
 
     fn counted(seat: &Counted) -> Option<(u64, u64)> {
         Some((seat.sent.load(Ordering::Relaxed), seat.received.load(Ordering::Relaxed)))
+    }
+
+    fn leave(seat: Counted) {
+        seat.rank.leave().unwrap();
     }
 }
 

@@ -34,6 +34,11 @@ impl Means for Devices {
     fn shuffle((gpu, peers): &Self::Seat) -> impl Shuffle {
         DeviceShuffle::new(gpu, peers, gpu.arithmetic().ok()).unwrap()
     }
+
+    fn leave((_gpu, peers): Self::Seat) {
+        use crate::comm::Communicator;
+        peers.leave().unwrap();
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::os::unix::fs::symlink;
 
 use crate::nodes::{Nodes, Spread, ended};
-use crate::outcome::{Outcome, command, fixture};
+use crate::outcome::{command, fixture};
 
 fn libraries() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
