@@ -112,6 +112,8 @@ pub fn portable(text: &str, folders: &[PathBuf]) -> String {
         (r#""peak_bytes": \d+"#, r#""peak_bytes": [NUMBER]"#),
         (r"\bwork-[0-9a-f]{12}", "work-[RANDOM]"),
         (r"[\d.]+ [kMGT]?B free", "[SIZE] free"),
+        // Files are allocated by several threads.
+        (r"(space for \S*/model-)\d{5}", "${1}[NUMBER]"),
         (r"/[\w/.-]*/\.tmp\w{6}", "[TMP]"),
         (r#""(seconds|bytes_per_second)": [\d.]+"#, r#""$1": [NUMBER]"#),
     ];
