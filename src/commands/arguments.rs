@@ -13,7 +13,7 @@ use dtshard::{Conversion, ExecuteOptions, OpenOptions, Setup, VerifyOptions};
 impl SourceArgs {
     pub fn options(&self) -> SourceOptions {
         SourceOptions {
-            from: self.from.map(Into::into),
+            from: self.from,
             series: self.series.clone(),
             io: self.io.mode(),
             threads: self.threads,
@@ -120,7 +120,7 @@ impl ConvertArgs {
             cli::Tied::Write => Tied::Write,
         });
         if let Some(to) = self.destination.to {
-            conversion = conversion.to(to.into());
+            conversion = conversion.to(to);
         }
         if let Some(version) = &self.destination.torch_version {
             conversion = conversion.torch_version(version);
