@@ -317,7 +317,7 @@ fn plans_of_rounds() {
 fn plans_of_rounds_take_no_more_than_is_counted() {
     let run = |case: usize| {
         let own = std::env::current_exe().unwrap();
-        let words = ["plans_of_rounds", "--exact", "--ignored", "--nocapture"];
+        let words = ["memory::plans_of_rounds", "--exact", "--ignored", "--nocapture"];
         let run = Command::new(own).args(words).env("CASE", case.to_string()).output().unwrap();
         let said = String::from_utf8(run.stdout).unwrap();
         said.lines().find_map(|line| line.parse::<u64>().ok()).expect(&said)

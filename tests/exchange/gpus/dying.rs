@@ -50,8 +50,8 @@ fn in_the_middle_of_a_round_stand_in() {
     for settings in [&[], SILENT] {
         for sight in SIGHTS {
             let job = Job::with(sight, settings);
-            for group in ["dies-in-group", "dies-in-group:4"] {
-                killed(&job, (STAND_IN, group), &[0, 1, 2], &[".out.dtshard-partial"]);
+            for group in [1, sight.group_of_a_round()] {
+                killed(&job, (STAND_IN, &format!("dies-in-group:{group}")), &[0, 1, 2], &[".out.dtshard-partial"]);
             }
         }
     }
@@ -79,8 +79,8 @@ fn before_the_commit_stand_in() {
 #[test]
 fn while_something_is_at_dst_stand_in() {
     let job = Job::new(Sight::Apart);
-    for (fault, gone) in
-        [((STAND_IN, "dies-meeting"), 1), ((STAND_IN, "dies-in-group:2"), 2), ((PROGRAM, "seal-summed"), 0)]
+    let in_a_round = format!("dies-in-group:{}", Sight::Apart.group_of_a_round());
+    for (fault, gone) in [((STAND_IN, "dies-meeting"), 1), ((STAND_IN, &*in_a_round), 2), ((PROGRAM, "seal-summed"), 0)]
     {
         let old = job.put_old();
         let outcomes = job.but(gone, "--overwrite", &[fault]);

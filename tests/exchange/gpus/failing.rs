@@ -57,8 +57,9 @@ fn nccl_that_fails_stand_in() {
     for sight in SIGHTS {
         let job = Job::new(sight);
         fails(&job, "fails-meeting", &["meet by NCCL: ", "the network was told to fail"], &[]);
-        for fault in ["fails-in-group", "fails-in-group:3"] {
-            fails(&job, fault, &["exchange: ", "the network was told to fail"], &[".out.dtshard-partial"]);
+        for group in [1, sight.group_of_a_round()] {
+            let words = ["GPU: ", "(ncclSystemError)", "the network was told to fail"];
+            fails(&job, &format!("fails-in-group:{group}"), &words, &[".out.dtshard-partial"]);
         }
     }
 }
@@ -93,7 +94,8 @@ fn another_command_line_stand_in() {
 fn a_run_goes_on_in_other_rounds_stand_in() {
     for sight in SIGHTS {
         let job = Job::new(sight);
-        let outcomes = job.but(1, "", &[("GPU_STAND_IN_FAULT", "fails-in-group:3")]);
+        let fault = format!("fails-in-group:{}", sight.group_of_a_round());
+        let outcomes = job.but(1, "", &[("GPU_STAND_IN_FAULT", &fault)]);
         others_name(&outcomes, 1, &["the network was told to fail"]);
         job.is_done_by("--resume --bucket-size 500");
     }

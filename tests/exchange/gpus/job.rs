@@ -35,6 +35,16 @@ pub enum Sight {
     Apart,
 }
 
+impl Sight {
+    /// A group of NCCL in the middle of the rounds, when journals have records. The groups before gather words.
+    pub fn group_of_a_round(self) -> u32 {
+        match self {
+            Self::All => 12,
+            Self::Apart => 31,
+        }
+    }
+}
+
 pub const SIGHTS: [Sight; 2] = [Sight::All, Sight::Apart];
 
 pub struct Job {

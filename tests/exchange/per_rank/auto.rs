@@ -74,6 +74,6 @@ fn files_that_only_some_see_are_announced_before_they_are_copied() {
 #[test]
 fn backend_mpi_names_the_feature_that_lacks() {
     let nodes = Nodes::new("fsdp4/ranks", 2, Spread::One);
-    let outcome: Outcome = nodes.command(0, "consolidate out --backend mpi").output().unwrap().into();
+    let outcome: crate::outcome::Outcome = nodes.command(0, "consolidate out --backend mpi").output().unwrap().into();
     outcome.refused(&["--backend mpi: this dtshard was built without MPI", "hint: build it with", "--features mpi"]);
 }
