@@ -15,9 +15,9 @@ use super::bar::{BAR, lock};
 use super::printer::Printer;
 use super::terminal::Terminal;
 use crate::cli::ProgressChoice;
-use dtshard::exec::Phase;
+
 use dtshard::text::{human_bytes, human_rate};
-use dtshard::{Level, Progress};
+use dtshard::{Level, Phase, Progress};
 
 /// Time between plain lines, which go into logs.
 const LINE_EVERY: Duration = Duration::from_secs(10);
