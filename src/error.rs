@@ -188,7 +188,7 @@ fn what_is_left(kept: Option<&(PathBuf, String)>) -> String {
 }
 
 impl Error {
-    /// Returns a function that turns an error of the operating system into `Io`, and an [`Untrusted`] into `Usage`.
+    /// Returns a function that turns an error of the operating system into `Io`, and an `Untrusted` into `Usage`.
     pub fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |source| match source.downcast::<Untrusted>() {
