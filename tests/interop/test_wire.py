@@ -1,18 +1,18 @@
 """Processes that give each other their parts of a tensor put no more on the wire than DTensor.redistribute.
 
 As many processes as ranks, each of which sees its own rank's file and writes its own rank's file, are asked by
-`--dry-run --json` what they would receive. Where shards are uneven PyTorch pads them. `-s` prints all figures.
+`--dry-run --json` what they would receive. `ci/mpi` runs this, with a build that has MPI. Where shards are uneven PyTorch pads them. `-s` prints all figures.
 """
 
 import itertools
 import json
 import math
+import os
 import subprocess
 
 import pytest
 import torch
 
-import common
 import wire
 from redistribute import PLACES, refused
 
@@ -37,14 +37,21 @@ GRIDS = [(sizes, s, t) for sizes in ((2, 2), (2, 3)) for s, targets in TYPICAL.i
 SHAPES = {"even": (12, 24), "uneven": (7, 5)}
 
 
+# Without GPUs, processes exchange bytes by MPI alone.
+MPI_BUILD = os.environ.get("DTSHARD_MPI")
+pytestmark = pytest.mark.skipif(not MPI_BUILD, reason="DTSHARD_MPI names no dtshard that is built with MPI")
+MPIRUN = ["mpirun", "--oversubscribe", "--allow-run-as-root"]
+
+
 def by_dtshard(nodes, desk, target):
-    words = ["--source", "per-rank", "--dry-run", "--json", f"--placements={','.join(target)}", "--parts", str(len(nodes))]
-    started = [subprocess.Popen([common.binary(), "reshard", node, desk / "out", *words, "--part", str(part)],
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-               for part, node in enumerate(nodes)]
-    ended = [process.communicate(timeout=60) for process in started]
-    assert not any(process.returncode for process in started), ended
-    return sum(rank["received"] for rank in json.loads(ended[0][0])["ranks"])
+    words = ["--source", "per-rank", "--backend", "mpi", "--dry-run", "--json", f"--placements={','.join(target)}"]
+    command = list(MPIRUN)
+    for node in nodes:
+        command += [":"] if command != MPIRUN else []
+        command += ["-n", "1", MPI_BUILD, "reshard", node, desk / "out", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended
+    return sum(rank["received"] for rank in json.loads(ended.stdout)["ranks"])
 
 
 def label(value):
