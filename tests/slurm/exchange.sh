@@ -124,9 +124,13 @@ exchange_over() {
     done
 }
 
+# The share of time for the slow task that leaves it in the middle after some seconds: by a copy its part is smaller.
+share() { [ "$1" = copy ] && echo .0005 || echo .003; }
+
 # With -K and without, as the others notice, and name it. --resume goes on.
 an_exchange_of_which_a_task_is_killed_over() {
     local command ends task
+    export SHARE; SHARE=$(share "$1")
     deal "$work/large" rank 4
     exchange_by "$1"
     command=(dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank "${backend[@]}" --bucket-size 1MB)
@@ -134,7 +138,7 @@ an_exchange_of_which_a_task_is_killed_over() {
         # The others wait for the one that is slow, so there is a middle.
         exits 137 timeout 60 srun $ends -N2 -n4 "$here/apart" rank bash -c '
             [ $SLURM_PROCID = 1 ] || exec "$@"
-            SLOWLY=.003 "$@" &
+            SLOWLY=$SHARE "$@" &
             until compgen -G "../.*.dtshard-partial/part-1-*"; do sleep 0.05; done
             sleep 6
             kill -KILL $!
@@ -156,7 +160,7 @@ an_exchange_that_is_queued_again_goes_on_over() {
     cat >job.sbatch <<JOB
 #!/bin/bash
 srun $here/apart rank sh -c '
-    [ \$SLURM_PROCID\$SLURM_RESTART_COUNT != 1 ] || export SLOWLY=.003
+    [ \$SLURM_PROCID\$SLURM_RESTART_COUNT != 1 ] || export SLOWLY=$(share "$1")
     exec dtshard $(conversion ranks step "$PWD/out.ranks") --source per-rank ${backend[*]} --bucket-size 1MB --resume'
 JOB
     job=$(sbatch --parsable --requeue --open-mode=append --output=job.log -N2 -n4 job.sbatch)
